@@ -1,0 +1,55 @@
+# The project's own target helpers. Every folder of src/ is one static library `sb_<folder>`; headers are found by their
+# full path from src/ ("core/errors.h").
+
+add_library(sb_options INTERFACE)
+target_include_directories(sb_options INTERFACE ${CMAKE_SOURCE_DIR}/src)
+target_compile_options(
+  sb_options INTERFACE $<$<COMPILE_LANGUAGE:CXX>:-Wall -Wextra -Wshadow -Wno-unused-parameter -fno-math-errno>)
+if(SB_SANITIZE)
+  target_compile_options(sb_options INTERFACE $<$<COMPILE_LANGUAGE:CXX>:-fsanitize=${SB_SANITIZE} -O1
+                                              -fno-omit-frame-pointer -fno-sanitize-recover=all>)
+  target_link_options(sb_options INTERFACE -fsanitize=${SB_SANITIZE})
+endif()
+
+# sb_library(core SOURCES a.cpp b.cpp LIBS fmt::fmt)
+function(sb_library name)
+  cmake_parse_arguments(ARG "" "" "SOURCES;LIBS;PRIVATE_LIBS" ${ARGN})
+  add_library(sb_${name} STATIC ${ARG_SOURCES})
+  target_link_libraries(sb_${name} PUBLIC sb_options ${ARG_LIBS} PRIVATE ${ARG_PRIVATE_LIBS})
+endfunction()
+
+# Compiles SOURCES once per instruction set (AVX2 and AVX-512) into the library. Inside, SB_ISA is `avx2` or `avx512`, to
+# be used as the namespace of everything such a file defines; core/cpu_isa.h says at run time which one to call.
+function(sb_isa_sources name)
+  foreach(isa avx2 avx512)
+    add_library(sb_${name}_${isa} OBJECT ${ARGN})
+    target_link_libraries(sb_${name}_${isa} PRIVATE sb_options fmt::fmt)
+    target_compile_definitions(sb_${name}_${isa} PRIVATE SB_ISA=${isa} SB_ISA_${isa})
+    if(isa STREQUAL avx2)
+      target_compile_options(sb_${name}_${isa} PRIVATE -mavx2 -mfma -mf16c)
+    else()
+      target_compile_options(sb_${name}_${isa} PRIVATE -mavx512f -mavx512bw -mavx512dq -mavx512vl -mfma -mf16c
+                                                       -mprefer-vector-width=512)
+    endif()
+    target_sources(sb_${name} PRIVATE $<TARGET_OBJECTS:sb_${name}_${isa}>)
+  endforeach()
+endfunction()
+
+# sb_test(core_arena_test LABEL fast TIMEOUT 60 SOURCES arena_test.cpp LIBS sb_core)
+# Labels have a time budget for the whole suite on two cores: fast 3 min, slow 8 min, multi 4 min, gpu 9 min.
+function(sb_test name)
+  cmake_parse_arguments(ARG "" "LABEL;TIMEOUT" "SOURCES;LIBS" ${ARGN})
+  if(NOT ARG_LABEL)
+    set(ARG_LABEL fast)
+  endif()
+  if(NOT ARG_TIMEOUT)
+    set(ARG_TIMEOUT 120)
+  endif()
+  add_executable(${name} ${ARG_SOURCES})
+  target_include_directories(${name} PRIVATE ${CMAKE_SOURCE_DIR})
+  target_link_libraries(${name} PRIVATE ${ARG_LIBS} GTest::gtest_main)
+  target_compile_definitions(${name} PRIVATE SB_TEST_DATA="${CMAKE_SOURCE_DIR}/tests/data"
+                                             SB_SOURCE_DIR="${CMAKE_SOURCE_DIR}")
+  add_test(NAME ${name} COMMAND ${name})
+  set_tests_properties(${name} PROPERTIES LABELS ${ARG_LABEL} TIMEOUT ${ARG_TIMEOUT})
+endfunction()

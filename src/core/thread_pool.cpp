@@ -1,0 +1,121 @@
+#include "core/thread_pool.h"
+
+#include <pthread.h>
+#include <sched.h>
+
+#include <algorithm>
+#include <atomic>
+#include <condition_variable>
+#include <exception>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "core/errors.h"
+
+namespace sb {
+
+struct ThreadPool::State {
+  std::mutex mutex;
+  std::condition_variable wake, done;
+  std::vector<std::thread> workers;
+  const std::function<void(int64_t, int64_t, int)>* body = nullptr;
+  int64_t count = 0, grain = 1;
+  std::atomic<int64_t> next{0};
+  std::atomic<uint64_t> generation{0};
+  std::atomic<int> running{0};
+  bool stop = false;
+  std::exception_ptr failure;
+
+  void work(int thread) {
+    while (true) {
+      const int64_t begin = next.fetch_add(grain, std::memory_order_relaxed);
+      if (begin >= count) return;
+      try {
+        (*body)(begin, std::min(begin + grain, count), thread);
+      } catch (...) {
+        const std::lock_guard lock(mutex);
+        if (!failure) failure = std::current_exception();
+        next.store(count, std::memory_order_relaxed);
+      }
+    }
+  }
+
+  void loop(int thread) {
+    uint64_t seen = 0;
+    while (true) {
+      // Loops follow each other within microseconds during a step: spin a little before sleeping.
+      for (int i = 0; i < 2000 && generation.load(std::memory_order_acquire) == seen; ++i) __builtin_ia32_pause();
+      if (generation.load(std::memory_order_acquire) == seen) {
+        std::unique_lock lock(mutex);
+        wake.wait(lock, [&] { return stop || generation.load(std::memory_order_acquire) != seen; });
+        if (stop) return;
+      }
+      seen = generation.load(std::memory_order_acquire);
+      work(thread);
+      if (running.fetch_sub(1, std::memory_order_acq_rel) == 1) {
+        const std::lock_guard lock(mutex);
+        done.notify_one();
+      }
+    }
+  }
+};
+
+ThreadPool::ThreadPool(int threads) : state_(std::make_unique<State>()), threads_(threads) {
+  SB_CHECK(threads >= 1, "{} threads", threads);
+  for (int i = 1; i < threads; ++i) state_->workers.emplace_back([this, i] { state_->loop(i); });
+}
+
+ThreadPool::~ThreadPool() {
+  {
+    const std::lock_guard lock(state_->mutex);
+    state_->stop = true;
+    state_->generation.fetch_add(0);
+  }
+  state_->wake.notify_all();
+  for (std::thread& worker : state_->workers) worker.join();
+}
+
+void ThreadPool::parallel_for(int64_t count, int64_t grain, const std::function<void(int64_t, int64_t, int)>& body) {
+  if (count <= 0) return;
+  State& s = *state_;
+  if (threads_ == 1 || count <= grain) {
+    for (int64_t begin = 0; begin < count; begin += grain) body(begin, std::min(begin + grain, count), 0);
+    return;
+  }
+  {
+    const std::lock_guard lock(s.mutex);
+    s.body = &body;
+    s.count = count;
+    s.grain = std::max<int64_t>(grain, 1);
+    s.next.store(0, std::memory_order_relaxed);
+    s.running.store(threads_ - 1, std::memory_order_relaxed);
+    s.failure = nullptr;
+    s.generation.fetch_add(1, std::memory_order_release);
+  }
+  s.wake.notify_all();
+  s.work(0);
+  for (int i = 0; i < 2000 && s.running.load(std::memory_order_acquire) != 0; ++i) __builtin_ia32_pause();
+  if (s.running.load(std::memory_order_acquire) != 0) {
+    std::unique_lock lock(s.mutex);
+    s.done.wait(lock, [&] { return s.running.load(std::memory_order_acquire) == 0; });
+  }
+  if (s.failure) std::rethrow_exception(std::exchange(s.failure, nullptr));
+}
+
+void ThreadPool::parallel_slices(int64_t count, const std::function<void(int64_t, int64_t, int)>& body) {
+  const int64_t pieces = std::min<int64_t>(threads_, count);
+  if (pieces <= 0) return;
+  parallel_for(pieces, 1, [&](int64_t piece, int64_t, int thread) {
+    body(count * piece / pieces, count * (piece + 1) / pieces, thread);
+  });
+}
+
+int available_cores() {
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  if (sched_getaffinity(0, sizeof(set), &set) != 0) return 1;
+  return std::max(1, CPU_COUNT(&set));
+}
+
+}  // namespace sb
