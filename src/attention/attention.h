@@ -1,0 +1,68 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <span>
+
+#include "device/exec.h"
+
+namespace sb {
+
+struct AttentionShape {
+  int heads, kv_heads, head_dim;
+  float scale;  // on q·k, usually 1/sqrt(head_dim)
+  int group() const { return heads / kv_heads; }
+};
+
+// The packed sequences of one micro-batch as attention sees them: sequence i is tokens cu_seqlens[i] …
+// cu_seqlens[i+1]-1.
+struct PackedSequences {
+  std::span<const int32_t> cu_seqlens;
+  // Attention budget in keys per query of every sequence, for the layer at hand; empty: the configured one.
+  std::span<const int32_t> budgets;
+  int sequences() const { return static_cast<int>(cu_seqlens.size()) - 1; }
+  int64_t tokens() const { return cu_seqlens.back(); }
+};
+
+// What an implementation keeps between forward and backward of one (layer, micro-batch) beyond output and log-sum-exp:
+// the block index of sparse attention. Dense attention keeps nothing.
+class AttentionState {
+ public:
+  virtual ~AttentionState() = default;
+};
+
+struct AttentionOperands {
+  TensorView q;    // [T, heads, d]
+  TensorView k;    // [T, kv_heads, d]
+  TensorView v;    // [T, kv_heads, d]
+  TensorView out;  // [T, heads, d]
+  TensorView lse;  // [heads, T] fp32: log-sum-exp of the scaled scores; -inf for a row without keys
+};
+
+struct AttentionGradients {
+  TensorView dout;        // [T, heads, d]
+  TensorView dq, dk, dv;  // written, not accumulated
+};
+
+// The attention a decoder layer calls. Dense, block-sparse and ring versions implement it; the model does not know
+// which one it has. Causal, never across sequences.
+class Attention {
+ public:
+  virtual ~Attention() = default;
+  // A fresh state for one (layer, micro-batch) slot; reused from step to step.
+  virtual std::unique_ptr<AttentionState> make_state() const = 0;
+  // Writes out and lse. With `replay`, the state holds the choices of an earlier forward of the same operands and they
+  // are used again (recompute); otherwise the state is written.
+  virtual void forward(const Exec& exec, int layer, const AttentionShape& shape, const PackedSequences& sequences,
+                       const AttentionOperands& operands, AttentionState& state, bool replay) = 0;
+  // Writes dq, dk, dv of every token (zeros for keys that no query used).
+  virtual void backward(const Exec& exec, int layer, const AttentionShape& shape, const PackedSequences& sequences,
+                        const AttentionOperands& operands, const AttentionGradients& gradients,
+                        AttentionState& state) = 0;
+  // Bytes of exec.scratch that forward or backward needs for micro-batches of at most this many tokens.
+  virtual int64_t scratch_bytes(const AttentionShape& shape, int64_t max_tokens, int threads) const = 0;
+  // Bytes a state may hold for a micro-batch of at most this many tokens, for the memory plan.
+  virtual int64_t state_bytes(const AttentionShape& shape, int64_t max_tokens) const = 0;
+};
+
+}  // namespace sb

@@ -1,0 +1,29 @@
+#pragma once
+
+#include <filesystem>
+#include <functional>
+#include <string>
+
+#include "model/model_config.h"
+#include "model/parameters.h"
+
+namespace sb {
+
+// Reads the stage's parameters from a Hugging Face directory: model.safetensors, or shards with
+// model.safetensors.index.json; fp32, bf16 or fp16. A missing tensor, a wrong shape or a damaged file is a UserError
+// that names it.
+void read_hf_weights(const std::filesystem::path& directory, ParameterSet& parameters);
+
+struct HfWriteOptions {
+  DType dtype = DType::f32;  // f32 or bf16
+  int64_t max_shard_bytes = 5'000'000'000;
+  // Tokenizer, generation and chat-template files are copied from here when set.
+  std::filesystem::path copy_from;
+};
+
+// Writes a directory `transformers` loads unchanged: weights, config.json, copied companion files. `directory` must
+// exist; files are written under temporary names, synced and renamed.
+void write_hf_model(const std::filesystem::path& directory, const ModelConfig& config, const ParameterSet& parameters,
+                    const HfWriteOptions& options);
+
+}  // namespace sb

@@ -1,0 +1,53 @@
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "core/arena.h"
+#include "core/tensor.h"
+
+namespace sb {
+
+// One tensor of the model inside the flat parameter buffer. Several Hugging Face tensors may share one (q, k and v
+// projections lie in one matrix so that one product computes them): each has its own name and row range there.
+struct Parameter {
+  std::string name;  // "layers.3.qkv.weight"
+  Shape shape;
+  int64_t offset;  // elements from the start of the flat buffers, aligned to 16 elements
+  bool decay;      // two or more dimensions
+  struct Part {
+    std::string hf_name;  // "model.layers.3.self_attn.q_proj.weight"
+    int64_t row_begin, row_end;
+  };
+  std::vector<Part> parts;  // in row order, covering all rows
+  int64_t elements() const { return shape.elements(); }
+};
+
+// The parameters of a stage: values and gradients as two flat fp32 buffers of equal layout (moments follow the same
+// layout), which is what the optimizer, its sharding and checkpoints work on.
+class ParameterSet {
+ public:
+  // Declares a parameter; all are declared before allocate().
+  int declare(std::string name, Shape shape, std::vector<Parameter::Part> parts);
+  void allocate(bool with_gradients);
+
+  int count() const { return static_cast<int>(parameters_.size()); }
+  const Parameter& parameter(int index) const { return parameters_[index]; }
+  TensorView value(int index) const;
+  TensorView gradient(int index) const;
+  // The flat buffers, padding included (padding is zero).
+  TensorView values() const;
+  TensorView gradients() const;
+  int64_t flat_elements() const { return flat_elements_; }
+  // Sum of the parameters' elements, without padding.
+  int64_t elements() const;
+  void zero_gradients();
+
+ private:
+  std::vector<Parameter> parameters_;
+  int64_t flat_elements_ = 0;
+  std::unique_ptr<Arena> values_, gradients_;
+};
+
+}  // namespace sb

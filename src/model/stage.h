@@ -1,0 +1,74 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "attention/attention.h"
+#include "core/memory_plan.h"
+#include "model/micro_batch.h"
+#include "model/model_config.h"
+#include "model/parameters.h"
+#include "ops/cross_entropy.h"
+
+namespace sb {
+
+// What forward keeps for backward. none: everything. attention: the layer's input, attention's output and log-sum-exp
+// (attention's forward never runs twice). layer: the layer's input and the attention state.
+enum class Recompute { none, attention, layer };
+
+struct StageOptions {
+  int first_layer = 0;
+  int last_layer = 0;  // exclusive
+  Recompute recompute = Recompute::attention;
+  int64_t max_micro_batch_tokens = 0;
+  int64_t max_sequence_length = 0;  // positions of the rope table
+  int slots = 1;                    // micro-batches in flight
+  int64_t loss_chunk = 1024;        // tokens per piece of the vocabulary projection
+  bool training = true;             // false: no gradients, no saved activations
+};
+
+// A contiguous range of layers, with the embedding if it holds the first layer and final norm + vocabulary projection
+// if it holds the last: the whole model on one process, one pipeline stage otherwise. All memory is taken in the
+// constructor.
+class Stage {
+ public:
+  Stage(const ModelConfig& config, const StageOptions& options, Attention& attention, int threads);
+  ~Stage();
+
+  // What the constructor will allocate, item by item.
+  static MemoryPlan memory_plan(const ModelConfig& config, const StageOptions& options, const Attention& attention,
+                                int threads);
+
+  bool first() const;
+  bool last() const;
+  ParameterSet& parameters();
+  const ModelConfig& config() const;
+
+  // Random initialisation: normal(0, initializer_range), norms one, biases zero; a pure function of (seed, parameter
+  // name).
+  void initialize(uint64_t seed);
+
+  // Runs a micro-batch forward in a slot. `input` [T, H] is the previous stage's output, empty on the first stage.
+  // Returns this stage's output [T, H]; on the last stage the loss is computed instead (see loss()), in training with
+  // its gradient in the same pass. The returned view stays valid until backward of the slot. The micro-batch must live
+  // till then.
+  TensorView forward(const Exec& exec, const MicroBatch& batch, int slot, TensorView input);
+  // `output_gradient` [T, H] is empty on the last stage. Parameter gradients accumulate. Returns the gradient of the
+  // input, empty on the first stage; valid until the next call.
+  TensorView backward(const Exec& exec, const MicroBatch& batch, int slot, TensorView output_gradient);
+
+  // Last stage: sums of the micro-batch most recently run forward in the slot, and its token losses [T].
+  const LossSums& loss(int slot) const;
+  TensorView token_loss(int slot) const;
+
+  // Last stage, not training: logits [rows, V] of rows of the final hidden state of the slot's micro-batch (tests,
+  // eval).
+  void logits(const Exec& exec, int slot, int64_t row_begin, int64_t row_end, TensorView logits) const;
+
+ private:
+  struct Implementation;
+  std::unique_ptr<Implementation> implementation_;
+};
+
+}  // namespace sb

@@ -1,0 +1,31 @@
+#pragma once
+
+#include "device/exec.h"
+
+namespace sb {
+
+constexpr int32_t kIgnoredLabel = -100;
+
+struct LossSums {
+  double weighted = 0;  // Σ weight · token loss: what training minimises
+  double nll = 0;       // Σ token loss over counted targets
+  int64_t targets = 0;  // labels that count
+  int64_t correct = 0;  // of these, how many had the largest logit
+};
+
+// Vocabulary projection and cross-entropy in chunks of `chunk` tokens, so that all logits never exist at once.
+// hidden [T, H], weight [V, H], labels [T] (i32, kIgnoredLabel does not count), weights [T] (f32; see
+// model/micro_batch.h). token_loss [T] gets each token's loss (0 where it does not count); empty: not wanted.
+LossSums loss_forward(const Exec& exec, TensorView hidden, TensorView weight, TensorView labels, TensorView weights,
+                      int64_t chunk, TensorView token_loss);
+
+// The same, and in the same pass over the logits dhidden [T, H] (written) and dweight [V, H] (accumulated) of
+// Σ weight · token loss. `hidden` and `dhidden` may not alias.
+LossSums loss_forward_backward(const Exec& exec, TensorView hidden, TensorView weight, TensorView labels,
+                               TensorView weights, int64_t chunk, TensorView token_loss, TensorView dhidden,
+                               TensorView dweight);
+
+// Bytes of exec.scratch that either needs.
+int64_t loss_scratch_bytes(int64_t vocabulary, int64_t chunk, int threads);
+
+}  // namespace sb

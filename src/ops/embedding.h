@@ -1,0 +1,13 @@
+#pragma once
+
+#include "device/exec.h"
+
+namespace sb {
+
+// x [T, H] = table [V, H] at tokens [T] (i32). Token ids are checked against V where sequences enter the program.
+void embedding_forward(const Exec& exec, TensorView tokens, TensorView table, TensorView x);
+
+// dtable[token] += dx; the same result for any number of threads.
+void embedding_backward(const Exec& exec, TensorView tokens, TensorView dx, TensorView dtable);
+
+}  // namespace sb

@@ -1,0 +1,13 @@
+#pragma once
+
+#include "device/exec.h"
+
+namespace sb {
+
+// gate_up [T, 2·I] holds the gate's I columns, then the up projection's. h [T, I] = silu(gate) · up.
+void swiglu_forward(const Exec& exec, TensorView gate_up, TensorView h);
+
+// dgate_up [T, 2·I]; may alias gate_up.
+void swiglu_backward(const Exec& exec, TensorView gate_up, TensorView dh, TensorView dgate_up);
+
+}  // namespace sb
