@@ -1,0 +1,14 @@
+#pragma once
+
+namespace CLI {
+class App;
+}
+
+// One function a sub-command, each in the file of its name. It adds the sub-command to the application with a callback
+// that does the work. Errors are thrown (core/errors.h) and turned into exit codes by main; another exit code of its
+// own is `throw CLI::RuntimeError(code)`.
+namespace sb {
+
+void add_config_command(CLI::App& app);
+
+}  // namespace sb

@@ -1,0 +1,155 @@
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "core/tensor.h"
+#include "model/model_config.h"
+#include "model/stage.h"
+
+namespace sb {
+
+// What one run does, as run.yaml says it. Plain data: every field's initial value is the option's default. The option
+// table in run_config.cpp gives names, ranges and help; docs/configuration.md is generated from it.
+
+struct ModelOptions {
+  std::filesystem::path path;       // Hugging Face directory; empty: `init` is used
+  std::optional<ModelConfig> init;  // a model from scratch
+  std::optional<RopeConfig> rope;   // overrides the checkpoint's, and is written out
+  DType save_dtype = DType::f32;    // of the weights written for `transformers`
+};
+
+struct WeightedPath {
+  std::filesystem::path path;  // prefix of .bin/.idx
+  double weight = 1.0;         // relative to the number of its sequences: 2 means each is seen twice as often
+  bool operator==(const WeightedPath&) const = default;
+};
+
+// A length that doubles as the model learns.
+struct CurriculumRunOptions {
+  int64_t start_length = 64;
+  double threshold = 0.8;
+};
+
+struct SyntheticRunOptions {
+  std::string task = "chunk_recall";
+  int64_t vocab_size = 64;
+  int64_t length = 2048;   // the longest
+  int64_t min_length = 0;  // 0: every sequence has `length` tokens; otherwise log-uniform between the two
+  int64_t chunk = 8;       // chunk_recall: tokens of a chunk
+  std::optional<CurriculumRunOptions> curriculum;
+};
+
+struct DataOptions {
+  enum class Overlong { split, drop };
+  std::vector<WeightedPath> train;
+  std::vector<WeightedPath> validation;
+  std::optional<SyntheticRunOptions> synthetic;  // instead of train; validation then draws from the same task
+  int64_t max_sequence_length = 2048;
+  bool shuffle = true;
+  Overlong overlong = Overlong::split;  // what happens to sequences longer than max_sequence_length
+};
+
+struct BatchOptions {
+  enum class Loss { token_mean, sequence_mean };
+  int64_t global_batch_size = 16;     // sequences per optimizer step
+  int64_t micro_batch_sequences = 0;  // 0: as many as fit into micro_batch_tokens
+  int64_t micro_batch_tokens = 0;     // hard cap; 0: max_sequence_length · max(1, micro_batch_sequences)
+  Loss loss = Loss::token_mean;
+};
+
+struct AttentionRunOptions {
+  enum class Pattern { dense, topk, topp, mass, vertical_slash, window };
+  enum class Selection { causal, lookahead };
+  enum class Score { moments, mean };
+  Pattern pattern = Pattern::dense;
+  Selection selection = Selection::causal;
+  Score score = Score::moments;
+  int64_t block = 128;
+  int64_t query_block = 16;
+  int64_t budget = 8192;  // keys per query, on average
+  int64_t sink_blocks = 1;
+  int64_t local_blocks = 2;
+  int64_t dense_below = -1;  // -1: the budget
+  std::vector<int64_t> dense_layers;
+};
+
+struct BalanceOptions {
+  enum class Batching { in_order, length, quadratic, wlb, sab };
+  enum class Ordering { none, automatic };
+  enum class Tuning { none, anchor, optimal };
+  enum class Anchor { mean, min, max };
+  Batching batching = Batching::in_order;
+  Ordering ordering = Ordering::none;
+  Tuning tuning = Tuning::none;
+  Anchor anchor = Anchor::mean;
+  double p = 0.1;
+  double target = -1.0;  // -1: equal_coverage
+  bool adapt = true;
+  std::filesystem::path profile;
+};
+
+struct ParallelOptions {
+  int dp = 1;
+  int pp = 1;
+  int cp = 1;
+};
+
+struct OptimizerOptions {
+  enum class Schedule { constant, linear, cosine, warmup_stable_decay };
+  double learning_rate = 1e-5;
+  double beta1 = 0.9;
+  double beta2 = 0.95;
+  double eps = 1e-8;
+  double weight_decay = 0.1;
+  double max_grad_norm = 1.0;  // 0: no clipping
+  Schedule schedule = Schedule::cosine;
+  int64_t warmup_steps = 0;
+  int64_t decay_steps = 0;               // warmup_stable_decay: the last steps, over which the rate falls
+  double min_learning_rate_ratio = 0.0;  // where the decay ends, as a share of learning_rate
+};
+
+struct TrainOptions {
+  int64_t max_steps = 1000;
+  Recompute recompute = Recompute::attention;
+  int64_t save_steps = 100;      // 0: only at the end
+  int64_t save_total_limit = 3;  // 0: keep all
+  std::string resume = "auto";   // auto | never | a checkpoint directory
+  std::filesystem::path output_dir = "runs/run";
+  uint64_t seed = 1;
+  int64_t validation_steps = 0;       // 0: only at the end, when there is validation data
+  int64_t validation_sequences = 64;  // at most so many a time; 0: all
+  int64_t log_steps = 1;
+  bool tensorboard = true;
+  int threads = 0;  // 0: all cores
+  int64_t loss_chunk = 1024;
+  bool trace = false;  // write trace.json
+};
+
+struct RunConfig {
+  DeviceKind device = DeviceKind::cpu;
+  ModelOptions model;
+  DataOptions data;
+  BatchOptions batch;
+  AttentionRunOptions attention;
+  BalanceOptions balance;
+  ParallelOptions parallel;
+  OptimizerOptions optimizer;
+  TrainOptions train;
+};
+
+// Reads and checks the file; `overrides` are "a.b=c" with c in YAML, later ones win. UserError names the file, the
+// line, the key and the cure.
+RunConfig load_run_config(const std::filesystem::path& path, const std::vector<std::string>& overrides = {});
+// The same from text; `name` stands for the file in messages. Relative paths stay as written.
+RunConfig parse_run_config(const std::string& yaml, const std::string& name,
+                           const std::vector<std::string>& overrides = {});
+// Every option with its resolved value, as YAML that loads again to an equal configuration.
+std::string print_run_config(const RunConfig& config);
+// docs/configuration.md
+std::string run_config_markdown();
+
+}  // namespace sb
