@@ -4,10 +4,9 @@
 #include <string>
 #include <vector>
 
-namespace sb {
+#include "core/labels.h"
 
-// What a label holds where the position does not count in the loss.
-inline constexpr int32_t kIgnoredLabel = -100;
+namespace sb {
 
 struct TokenSequence {
   int64_t id = 0;  // names the sequence in logs and plans; stable over epochs for token files

@@ -1,10 +1,9 @@
 #pragma once
 
+#include "core/labels.h"
 #include "device/exec.h"
 
 namespace sb {
-
-constexpr int32_t kIgnoredLabel = -100;
 
 struct LossSums {
   double weighted = 0;  // Σ weight · token loss: what training minimises
