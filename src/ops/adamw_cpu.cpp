@@ -1,0 +1,45 @@
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+#include "ops/backends.h"
+#include "ops/cpu/kernels.h"
+
+namespace sb::cpu {
+
+void adamw_update(const Exec& exec, const AdamWStep& step, TensorView parameters, TensorView gradients, TensorView m,
+                  TensorView v) {
+  const double beta1 = step.beta1, beta2 = step.beta2, rate = step.learning_rate;
+  const AdamWScalars scalars = {
+      .gradient_scale = step.gradient_scale,
+      .beta1 = step.beta1,
+      .one_minus_beta1 = static_cast<float>(1.0 - beta1),
+      .beta2 = step.beta2,
+      .one_minus_beta2 = static_cast<float>(1.0 - beta2),
+      .decay = static_cast<float>(1.0 - rate * step.weight_decay),
+      .step_size = static_cast<float>(rate / (1.0 - std::pow(beta1, static_cast<double>(step.step)))),
+      .inverse_sqrt_correction2 =
+          static_cast<float>(1.0 / std::sqrt(1.0 - std::pow(beta2, static_cast<double>(step.step)))),
+      .eps = step.eps,
+  };
+  constexpr int64_t kPiece = 1 << 16;
+  exec.pool->parallel_for(parameters.elements(), kPiece, [&](int64_t begin, int64_t end, int) {
+    cpu_kernels().adamw(scalars, end - begin, parameters.f32() + begin, gradients.f32() + begin, m.f32() + begin,
+                        v.f32() + begin);
+  });
+}
+
+double squared_norm(const Exec& exec, TensorView x) {
+  constexpr int64_t kPiece = 1 << 16;
+  std::vector<double> sums(static_cast<size_t>((x.elements() + kPiece - 1) / kPiece));
+  exec.pool->parallel_for(static_cast<int64_t>(sums.size()), 1, [&](int64_t piece, int64_t, int) {
+    const int64_t begin = piece * kPiece;
+    sums[static_cast<size_t>(piece)] =
+        cpu_kernels().squared_sum(x.f32() + begin, std::min(kPiece, x.elements() - begin));
+  });
+  double total = 0;
+  for (const double sum : sums) total += sum;
+  return total;
+}
+
+}  // namespace sb::cpu

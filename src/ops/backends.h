@@ -1,0 +1,71 @@
+#pragma once
+
+// What every backend provides. The public functions (linear.h, …) check shapes and call the one that exec.device names.
+
+#include "ops/adamw.h"
+#include "ops/cross_entropy.h"
+#include "ops/embedding.h"
+#include "ops/linear.h"
+#include "ops/rmsnorm.h"
+#include "ops/rope.h"
+#include "ops/swiglu.h"
+
+namespace sb::cpu {
+
+void linear_forward(const Exec& exec, TensorView x, TensorView weight, TensorView bias, TensorView y, bool accumulate);
+void linear_backward_input(const Exec& exec, TensorView dy, TensorView weight, TensorView dx, bool accumulate);
+void linear_backward_weight(const Exec& exec, TensorView x, TensorView dy, TensorView dweight, TensorView dbias);
+void rmsnorm_forward(const Exec& exec, TensorView x, TensorView weight, float eps, TensorView y, TensorView rstd);
+void rmsnorm_backward(const Exec& exec, TensorView x, TensorView weight, TensorView rstd, TensorView dy, TensorView dx,
+                      bool accumulate, TensorView dweight);
+void qkv_rope_forward(const Exec& exec, const QkvShape& shape, TensorView qkv, TensorView positions, TensorView cos,
+                      TensorView sin, TensorView q_norm, TensorView k_norm, float eps, TensorView q, TensorView k,
+                      TensorView v, TensorView rstd_q, TensorView rstd_k);
+void qkv_rope_backward(const Exec& exec, const QkvShape& shape, TensorView dq, TensorView dk, TensorView dv,
+                       TensorView positions, TensorView cos, TensorView sin, TensorView qkv, TensorView q_norm,
+                       TensorView k_norm, TensorView rstd_q, TensorView rstd_k, TensorView dqkv, TensorView dq_norm,
+                       TensorView dk_norm);
+void swiglu_forward(const Exec& exec, TensorView gate_up, TensorView h);
+void swiglu_backward(const Exec& exec, TensorView gate_up, TensorView dh, TensorView dgate_up);
+void embedding_forward(const Exec& exec, TensorView tokens, TensorView table, TensorView x);
+void embedding_backward(const Exec& exec, TensorView tokens, TensorView dx, TensorView dtable);
+LossSums loss_forward(const Exec& exec, TensorView hidden, TensorView weight, TensorView labels, TensorView weights,
+                      int64_t chunk, TensorView token_loss);
+LossSums loss_forward_backward(const Exec& exec, TensorView hidden, TensorView weight, TensorView labels,
+                               TensorView weights, int64_t chunk, TensorView token_loss, TensorView dhidden,
+                               TensorView dweight);
+void adamw_update(const Exec& exec, const AdamWStep& step, TensorView parameters, TensorView gradients, TensorView m,
+                  TensorView v);
+double squared_norm(const Exec& exec, TensorView x);
+
+}  // namespace sb::cpu
+
+namespace sb::cuda {
+
+void linear_forward(const Exec& exec, TensorView x, TensorView weight, TensorView bias, TensorView y, bool accumulate);
+void linear_backward_input(const Exec& exec, TensorView dy, TensorView weight, TensorView dx, bool accumulate);
+void linear_backward_weight(const Exec& exec, TensorView x, TensorView dy, TensorView dweight, TensorView dbias);
+void rmsnorm_forward(const Exec& exec, TensorView x, TensorView weight, float eps, TensorView y, TensorView rstd);
+void rmsnorm_backward(const Exec& exec, TensorView x, TensorView weight, TensorView rstd, TensorView dy, TensorView dx,
+                      bool accumulate, TensorView dweight);
+void qkv_rope_forward(const Exec& exec, const QkvShape& shape, TensorView qkv, TensorView positions, TensorView cos,
+                      TensorView sin, TensorView q_norm, TensorView k_norm, float eps, TensorView q, TensorView k,
+                      TensorView v, TensorView rstd_q, TensorView rstd_k);
+void qkv_rope_backward(const Exec& exec, const QkvShape& shape, TensorView dq, TensorView dk, TensorView dv,
+                       TensorView positions, TensorView cos, TensorView sin, TensorView qkv, TensorView q_norm,
+                       TensorView k_norm, TensorView rstd_q, TensorView rstd_k, TensorView dqkv, TensorView dq_norm,
+                       TensorView dk_norm);
+void swiglu_forward(const Exec& exec, TensorView gate_up, TensorView h);
+void swiglu_backward(const Exec& exec, TensorView gate_up, TensorView dh, TensorView dgate_up);
+void embedding_forward(const Exec& exec, TensorView tokens, TensorView table, TensorView x);
+void embedding_backward(const Exec& exec, TensorView tokens, TensorView dx, TensorView dtable);
+LossSums loss_forward(const Exec& exec, TensorView hidden, TensorView weight, TensorView labels, TensorView weights,
+                      int64_t chunk, TensorView token_loss);
+LossSums loss_forward_backward(const Exec& exec, TensorView hidden, TensorView weight, TensorView labels,
+                               TensorView weights, int64_t chunk, TensorView token_loss, TensorView dhidden,
+                               TensorView dweight);
+void adamw_update(const Exec& exec, const AdamWStep& step, TensorView parameters, TensorView gradients, TensorView m,
+                  TensorView v);
+double squared_norm(const Exec& exec, TensorView x);
+
+}  // namespace sb::cuda

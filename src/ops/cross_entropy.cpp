@@ -1,0 +1,50 @@
+#include "ops/cross_entropy.h"
+
+#include "ops/backends.h"
+#include "ops/check_shape.h"
+
+namespace sb {
+namespace {
+
+void check_loss_operands(const Exec& exec, const char* operation, const TensorView& hidden, const TensorView& weight,
+                         const TensorView& labels, const TensorView& weights, int64_t chunk,
+                         const TensorView& token_loss) {
+  const int64_t tokens = hidden.dim(0), width = hidden.dim(1);
+  SB_CHECK(chunk > 0, "{}: chunks of {} tokens", operation, chunk);
+  check_operand(exec, operation, "hidden", hidden, hidden.dtype(), {tokens, width});
+  check_operand(exec, operation, "weight", weight, hidden.dtype(), {weight.dim(0), width});
+  check_operand(exec, operation, "labels", labels, DType::i32, {tokens});
+  check_operand(exec, operation, "weights", weights, DType::f32, {tokens});
+  if (!token_loss.empty()) check_operand(exec, operation, "token_loss", token_loss, DType::f32, {tokens});
+}
+
+}  // namespace
+
+LossSums loss_forward(const Exec& exec, TensorView hidden, TensorView weight, TensorView labels, TensorView weights,
+                      int64_t chunk, TensorView token_loss) {
+  check_loss_operands(exec, "loss_forward", hidden, weight, labels, weights, chunk, token_loss);
+  if (exec.device == DeviceKind::cuda) {
+    return cuda::loss_forward(exec, hidden, weight, labels, weights, chunk, token_loss);
+  }
+  return cpu::loss_forward(exec, hidden, weight, labels, weights, chunk, token_loss);
+}
+
+LossSums loss_forward_backward(const Exec& exec, TensorView hidden, TensorView weight, TensorView labels,
+                               TensorView weights, int64_t chunk, TensorView token_loss, TensorView dhidden,
+                               TensorView dweight) {
+  check_loss_operands(exec, "loss_forward_backward", hidden, weight, labels, weights, chunk, token_loss);
+  check_operand(exec, "loss_forward_backward", "dhidden", dhidden, hidden.dtype(), hidden.shape());
+  check_operand(exec, "loss_forward_backward", "dweight", dweight, DType::f32, weight.shape());
+  SB_CHECK(hidden.empty() || hidden.raw() != dhidden.raw(), "loss_forward_backward: hidden and dhidden alias");
+  if (exec.device == DeviceKind::cuda) {
+    return cuda::loss_forward_backward(exec, hidden, weight, labels, weights, chunk, token_loss, dhidden, dweight);
+  }
+  return cpu::loss_forward_backward(exec, hidden, weight, labels, weights, chunk, token_loss, dhidden, dweight);
+}
+
+int64_t loss_scratch_bytes(int64_t vocabulary, int64_t chunk, int /*threads*/) {
+  return Arena::rounded(vocabulary * chunk * static_cast<int64_t>(sizeof(float))) +
+         2 * Arena::rounded(chunk * static_cast<int64_t>(sizeof(float)));
+}
+
+}  // namespace sb

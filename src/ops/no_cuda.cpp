@@ -1,0 +1,65 @@
+#include "ops/backends.h"
+
+// The CUDA side of a build without CUDA.
+
+namespace sb::cuda {
+namespace {
+
+[[noreturn]] void refuse() {
+  throw UserError(
+      "device: cuda asked for, but this program was built without CUDA; use device: cpu or build with the cuda preset");
+}
+
+}  // namespace
+
+void linear_forward(const Exec&, TensorView, TensorView, TensorView, TensorView, bool) {
+  refuse();
+}
+void linear_backward_input(const Exec&, TensorView, TensorView, TensorView, bool) {
+  refuse();
+}
+void linear_backward_weight(const Exec&, TensorView, TensorView, TensorView, TensorView) {
+  refuse();
+}
+void rmsnorm_forward(const Exec&, TensorView, TensorView, float, TensorView, TensorView) {
+  refuse();
+}
+void rmsnorm_backward(const Exec&, TensorView, TensorView, TensorView, TensorView, TensorView, bool, TensorView) {
+  refuse();
+}
+void qkv_rope_forward(const Exec&, const QkvShape&, TensorView, TensorView, TensorView, TensorView, TensorView,
+                      TensorView, float, TensorView, TensorView, TensorView, TensorView, TensorView) {
+  refuse();
+}
+void qkv_rope_backward(const Exec&, const QkvShape&, TensorView, TensorView, TensorView, TensorView, TensorView,
+                       TensorView, TensorView, TensorView, TensorView, TensorView, TensorView, TensorView, TensorView,
+                       TensorView) {
+  refuse();
+}
+void swiglu_forward(const Exec&, TensorView, TensorView) {
+  refuse();
+}
+void swiglu_backward(const Exec&, TensorView, TensorView, TensorView) {
+  refuse();
+}
+void embedding_forward(const Exec&, TensorView, TensorView, TensorView) {
+  refuse();
+}
+void embedding_backward(const Exec&, TensorView, TensorView, TensorView) {
+  refuse();
+}
+LossSums loss_forward(const Exec&, TensorView, TensorView, TensorView, TensorView, int64_t, TensorView) {
+  refuse();
+}
+LossSums loss_forward_backward(const Exec&, TensorView, TensorView, TensorView, TensorView, int64_t, TensorView,
+                               TensorView, TensorView) {
+  refuse();
+}
+void adamw_update(const Exec&, const AdamWStep&, TensorView, TensorView, TensorView, TensorView) {
+  refuse();
+}
+double squared_norm(const Exec&, TensorView) {
+  refuse();
+}
+
+}  // namespace sb::cuda
