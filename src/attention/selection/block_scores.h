@@ -1,0 +1,33 @@
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "attention/selection/block_statistics.h"
+#include "attention/selection/tiles.h"
+
+namespace sb {
+
+// Estimated masses of key blocks for the tokens of one key/value head of one sequence. One object a thread: it owns the
+// buffers of its products.
+class BlockScorer {
+ public:
+  // `q` points to the sequence's first token [tokens, heads, d]; `statistics` is what BlockStatistics filled.
+  BlockScorer(const AttentionShape& shape, BlockScore score, const float* q, const float* statistics, int64_t blocks);
+
+  // Log relative masses of blocks 0 … count-1 for tokens [begin, end) under kv head `head`: row t of the result (stride
+  // `count`) belongs to token begin + t. Over the query heads of the group the largest relative mass counts.
+  const float* token_masses(int head, int64_t begin, int64_t end, int64_t count);
+  // The same for whole tiles at once: the sum over a tile's tokens; row i belongs to tile first_tile + i.
+  const float* tile_masses(int head, const SequenceTiles& tiles, int64_t first_tile, int64_t last_tile, int64_t count);
+
+ private:
+  AttentionShape shape_;
+  BlockScore score_;
+  const float* q_;
+  const float* statistics_;
+  int64_t blocks_;
+  std::vector<float> queries_, scores_, masses_, tile_masses_;
+};
+
+}  // namespace sb

@@ -1,0 +1,131 @@
+#include "attention/selection/coverage.h"
+
+#include <algorithm>
+#include <cmath>
+#include <numeric>
+
+#include "attention/selection/block_scores.h"
+#include "device/blas.h"
+
+namespace sb {
+namespace {
+
+// Softmax of a row of unscaled products in place, in fp32 with an fp64 sum.
+void softmax(float* row, int64_t count, float scale) {
+  const float top = *std::max_element(row, row + count);
+  double sum = 0;
+  for (int64_t m = 0; m < count; ++m) {
+    row[m] = std::exp(scale * (row[m] - top));
+    sum += row[m];
+  }
+  const float inverse = static_cast<float>(1.0 / sum);
+  for (int64_t m = 0; m < count; ++m) row[m] *= inverse;
+}
+
+// One sampled token under one kv head: exact block masses of each query head of the group, against lists and rankings.
+struct SampledToken {
+  double held = 0;
+  std::vector<double> curve;
+};
+
+SampledToken measure_token(const AttentionShape& shape, const SequenceTiles& tiles, const CoverageRequest& request,
+                           const std::vector<int64_t>& grid, int64_t token, int kv_head, BlockScorer& scorer) {
+  const int group = shape.group(), d = shape.head_dim;
+  const int64_t keys = token + 1, tile = token / tiles.query_block, row = token - tiles.begin(tile);
+  const int64_t competing = tiles.competing(tile), seen_blocks = token / tiles.block + 1;
+
+  std::vector<float> probabilities(group * keys);
+  sgemm({.transpose_b = true,
+         .m = group,
+         .n = keys,
+         .k = d,
+         .a = request.q + (token * shape.heads + int64_t{kv_head} * group) * d,
+         .lda = d,
+         .b = request.k + int64_t{kv_head} * d,
+         .ldb = int64_t{shape.kv_heads} * d,
+         .c = probabilities.data(),
+         .ldc = keys});
+
+  // The order in which this token would take blocks: forced and own ones first, then by its scores.
+  std::vector<int64_t> order;
+  for (int64_t j = 0; j < competing; ++j) {
+    if (!tiles.forced(tile, j)) order.push_back(j);
+  }
+  if (!order.empty()) {
+    const float* mass = scorer.token_masses(kv_head, token, token + 1, competing);
+    std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return mass[a] > mass[b]; });
+  }
+
+  SampledToken result;
+  result.curve.assign(grid.size(), 0.0);
+  std::vector<double> block_mass(seen_blocks);
+  for (int h = 0; h < group; ++h) {
+    float* p = probabilities.data() + h * keys;
+    softmax(p, keys, shape.scale);
+    for (int64_t j = 0; j < seen_blocks; ++j) {
+      block_mass[j] = std::accumulate(p + j * tiles.block, p + std::min(keys, (j + 1) * tiles.block), 0.0);
+    }
+    if (!request.list) {
+      result.held += 1.0;
+    } else {
+      const int list_head = request.lists_per_query_head ? kv_head * group + h : kv_head;
+      std::vector<uint8_t> listed(seen_blocks, 0);
+      for (const ChosenBlock& entry : request.list(list_head, tile)) {
+        if (entry.first_row <= row && entry.block < seen_blocks) listed[entry.block] = 1;
+      }
+      for (int64_t j = 0; j < seen_blocks; ++j) result.held += listed[j] ? block_mass[j] : 0.0;
+      if (request.columns) {
+        for (const int32_t column : request.columns(list_head, tile)) {
+          if (column <= token && !listed[column / tiles.block]) result.held += p[column];
+        }
+      }
+    }
+    double mass = 1.0;  // all but the ranked blocks are forced or the token's own
+    for (const int64_t j : order) mass -= block_mass[j];
+    const int64_t given = seen_blocks - static_cast<int64_t>(order.size());
+    size_t taken = 0;
+    for (size_t i = 0; i < grid.size(); ++i) {
+      const int64_t room = grid[i] / tiles.block - given;
+      while (taken < order.size() && static_cast<int64_t>(taken) < room) mass += block_mass[order[taken++]];
+      result.curve[i] += mass;
+    }
+  }
+  return result;
+}
+
+}  // namespace
+
+std::vector<int64_t> coverage_grid(int64_t tokens, int block) {
+  const int64_t all = (tokens + block - 1) / block * block;
+  std::vector<int64_t> grid;
+  for (int64_t budget = int64_t{4} * block; budget < all; budget *= 2) {
+    grid.push_back(budget);
+    if (budget / 2 * 3 < all) grid.push_back(budget / 2 * 3);
+  }
+  grid.push_back(all);
+  return grid;
+}
+
+CoverageSample measure_coverage(const Exec& exec, const AttentionShape& shape, const SequenceTiles& tiles,
+                                const CoverageRequest& request) {
+  const std::vector<int64_t> grid = coverage_grid(tiles.tokens, tiles.block);
+  const int64_t rows = std::min<int64_t>(request.rows, tiles.tokens), items = rows * shape.kv_heads;
+  std::vector<SampledToken> sampled(items);
+  exec.pool->parallel_for(items, 1, [&](int64_t item, int64_t, int) {
+    const int64_t i = item / shape.kv_heads;
+    const int64_t token = (2 * i + 1) * tiles.tokens / (2 * rows);
+    BlockScorer scorer(shape, request.score, request.q, request.statistics, tiles.blocks());
+    sampled[item] = measure_token(shape, tiles, request, grid, token, static_cast<int>(item % shape.kv_heads), scorer);
+  });
+  CoverageSample total;
+  total.rows = rows;
+  total.curve.assign(grid.size(), 0.0);
+  const double scale = items == 0 ? 0.0 : 1.0 / static_cast<double>(rows * shape.heads);
+  for (const SampledToken& one : sampled) {
+    total.held += one.held * scale;
+    for (size_t i = 0; i < grid.size(); ++i) total.curve[i] += one.curve[i] * scale;
+  }
+  return total;
+}
+
+}  // namespace sb

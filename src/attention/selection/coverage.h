@@ -1,0 +1,44 @@
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <span>
+#include <vector>
+
+#include "attention/selection/block_statistics.h"
+#include "attention/selection/staircase.h"
+#include "attention/selection/tiles.h"
+
+namespace sb {
+
+// How much attention mass a sequence keeps in one layer, measured exactly on a few of its rows, averaged over rows and
+// heads.
+struct CoverageSample {
+  double held = 0;            // by the lists in use
+  std::vector<double> curve;  // at every budget of the grid, were each token to choose by its own scores
+  int64_t rows = 0;
+};
+
+// Budgets (keys per query) at which curves are reported for sequences of this length: ascending, the last holds
+// everything.
+std::vector<int64_t> coverage_grid(int64_t tokens, int block);
+
+// The list of (list head, tile); and columns chosen besides (vertical_slash), ascending token positions.
+using TileListLookup = std::function<std::span<const ChosenBlock>(int list_head, int64_t tile)>;
+using TileColumnLookup = std::function<std::span<const int32_t>(int list_head, int64_t tile)>;
+
+struct CoverageRequest {
+  const float* q;           // the sequence's first token, [tokens, heads, d]
+  const float* k;           // [tokens, kv_heads, d]
+  const float* statistics;  // BlockStatistics rows of the sequence
+  BlockScore score;
+  bool lists_per_query_head;
+  int rows;                  // tokens to sample, spread evenly
+  TileListLookup list;       // empty: everything is held
+  TileColumnLookup columns;  // empty: none
+};
+
+CoverageSample measure_coverage(const Exec& exec, const AttentionShape& shape, const SequenceTiles& tiles,
+                                const CoverageRequest& request);
+
+}  // namespace sb

@@ -1,0 +1,47 @@
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace sb {
+
+enum class SelectionPattern { dense, topk, mass, topp, vertical_slash, window };
+// causal: every token chooses by its own query, in order (the staircase). lookahead: a whole query block chooses at
+// once, as published block-level methods do; later tokens then influence what earlier ones see.
+enum class SelectionOrder { causal, lookahead };
+// What estimates the attention mass of a key block: its mean and variance per channel, or its mean only.
+enum class BlockScore { moments, mean };
+
+struct SelectionConfig {
+  SelectionPattern pattern = SelectionPattern::topk;
+  SelectionOrder order = SelectionOrder::causal;
+  BlockScore score = BlockScore::moments;
+  int block = 128;           // tokens of a key block
+  int query_block = 16;      // tokens that share one list
+  int64_t budget = 8192;     // keys per query where the micro-batch gives none
+  int sink_blocks = 1;       // first blocks, always chosen
+  int local_blocks = 2;      // blocks right before the query block, always chosen
+  int step = 1;              // blocks each later token of a query block may add
+  int64_t dense_below = -1;  // sequences up to this length run dense; -1: the budget
+  double coverage = 0.95;    // topp: mass each token wants to reach
+  // vertical_slash: mass to reach by columns and by diagonals, and the most of each (columns in tokens, diagonals in
+  // blocks).
+  double vertical_coverage = 0.95;
+  double slash_coverage = 0.95;
+  int64_t vertical_cap = 4096;
+  int64_t slash_cap = 32;
+  std::vector<int> dense_layers;
+
+  int64_t dense_limit() const { return dense_below < 0 ? budget : dense_below; }
+  bool lists_per_query_head() const { return pattern == SelectionPattern::vertical_slash; }
+};
+
+// UserError with the key's name when a value does not work.
+void check_selection_config(const SelectionConfig& config);
+
+SelectionPattern parse_selection_pattern(const std::string& name);
+SelectionOrder parse_selection_order(const std::string& name);
+BlockScore parse_block_score(const std::string& name);
+
+}  // namespace sb

@@ -1,0 +1,53 @@
+#include "attention/selection/vertical_slash.h"
+
+#include <algorithm>
+#include <numeric>
+
+#include "core/errors.h"
+
+namespace sb {
+namespace {
+
+// Indices of the fewest entries whose sum reaches `share` of the total, `already` counting as reached; at most `cap`.
+std::vector<int32_t> fewest_reaching(const std::vector<double>& mass, double share, int64_t cap, double already) {
+  std::vector<int32_t> order(mass.size());
+  std::iota(order.begin(), order.end(), 0);
+  const double total = std::accumulate(mass.begin(), mass.end(), already);
+  const int64_t most = std::min<int64_t>(cap, static_cast<int64_t>(mass.size()));
+  std::partial_sort(order.begin(), order.begin() + most, order.end(),
+                    [&](int32_t a, int32_t b) { return mass[a] != mass[b] ? mass[a] > mass[b] : a < b; });
+  double held = already;
+  int64_t taken = 0;
+  // A share of 1 means everything: rounding in the sums must not leave entries out.
+  while (taken < most && (share >= 1.0 || held < share * total)) held += mass[order[taken++]];
+  order.resize(taken);
+  std::sort(order.begin(), order.end());
+  return order;
+}
+
+}  // namespace
+
+VerticalSlash find_vertical_slash(const float* probabilities, int rows, int64_t tokens, int block,
+                                  const VerticalSlashLimits& limits) {
+  SB_CHECK(rows >= 1 && rows <= tokens, "{} rows of {} tokens", rows, tokens);
+  const int64_t blocks = (tokens + block - 1) / block;
+  std::vector<double> columns(tokens, 0.0), distances(blocks, 0.0);
+  for (int r = 0; r < rows; ++r) {
+    const float* row = probabilities + int64_t{r} * tokens;
+    const int64_t query = tokens - rows + r, query_block = query / block;
+    for (int64_t m = 0; m <= query; ++m) {
+      columns[m] += row[m];
+      distances[query_block - m / block] += row[m];
+    }
+  }
+  VerticalSlash found;
+  found.verticals = fewest_reaching(columns, limits.vertical_coverage, limits.vertical_cap, 0.0);
+  const double diagonal = distances[0];
+  std::vector<double> others(distances.begin() + 1, distances.end());
+  found.slashes = fewest_reaching(others, limits.slash_coverage, std::max<int64_t>(0, limits.slash_cap - 1), diagonal);
+  for (int32_t& slash : found.slashes) ++slash;
+  found.slashes.insert(found.slashes.begin(), 0);
+  return found;
+}
+
+}  // namespace sb

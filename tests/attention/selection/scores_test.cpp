@@ -1,0 +1,182 @@
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+#include "attention/selection/block_scores.h"
+#include "attention/selection/block_statistics.h"
+#include "attention/selection/coverage.h"
+#include "core/random.h"
+
+namespace sb {
+namespace {
+
+struct Inputs {
+  AttentionShape shape;
+  int64_t tokens;
+  std::vector<float> q, k;
+};
+
+Inputs make_inputs(int heads, int kv_heads, int d, int64_t tokens, uint64_t seed) {
+  Inputs in{{heads, kv_heads, d, 1.0f / std::sqrt(static_cast<float>(d))}, tokens, {}, {}};
+  Random random(seed);
+  in.q.resize(tokens * heads * d);
+  in.k.resize(tokens * kv_heads * d);
+  for (float& x : in.q) x = static_cast<float>(random.normal());
+  for (float& x : in.k) x = static_cast<float>(random.normal() + 0.5);
+  return in;
+}
+
+std::vector<float> statistics(const Inputs& in, BlockScore score, int block, ThreadPool& pool) {
+  Exec exec;
+  exec.pool = &pool;
+  std::vector<float> rows(BlockStatistics::floats(score, in.shape, (in.tokens + block - 1) / block));
+  BlockStatistics::fill(exec, in.shape, score, in.k.data(), in.tokens, block, rows.data());
+  return rows;
+}
+
+TEST(BlockStatistics, MeanAndVarianceOfEveryBlock) {
+  for (const int threads : {1, 2}) {
+    ThreadPool pool(threads);
+    for (const int64_t tokens : {1, 63, 64, 65, 300}) {
+      const Inputs in = make_inputs(4, 2, 16, tokens, 7);
+      const std::vector<float> rows = statistics(in, BlockScore::moments, 64, pool);
+      const int64_t blocks = (tokens + 63) / 64;
+      for (int h = 0; h < 2; ++h) {
+        for (int64_t j = 0; j < blocks; ++j) {
+          for (int c = 0; c < 16; ++c) {
+            double sum = 0, squares = 0;
+            const int64_t end = std::min<int64_t>(tokens, j * 64 + 64);
+            for (int64_t t = j * 64; t < end; ++t) sum += in.k[(t * 2 + h) * 16 + c];
+            const double mean = sum / static_cast<double>(end - j * 64);
+            for (int64_t t = j * 64; t < end; ++t) squares += std::pow(in.k[(t * 2 + h) * 16 + c] - mean, 2);
+            const float* row = rows.data() + (h * blocks + j) * 32;
+            EXPECT_NEAR(row[c], mean, 1e-5);
+            EXPECT_NEAR(row[16 + c], squares / static_cast<double>(end - j * 64), 1e-4);
+          }
+        }
+      }
+    }
+  }
+}
+
+// The formula of the log-mass, term by term in fp64.
+TEST(BlockScorer, RelativeMassesMatchTheFormula) {
+  ThreadPool pool(1);
+  for (const BlockScore score : {BlockScore::moments, BlockScore::mean}) {
+    const Inputs in = make_inputs(6, 2, 32, 64 * 9 + 5, 3);
+    const std::vector<float> rows = statistics(in, score, 64, pool);
+    const int64_t blocks = 10, count = 7, width = BlockStatistics::row_width(score, 32);
+    BlockScorer scorer(in.shape, score, in.q.data(), rows.data(), blocks);
+    const float* masses = scorer.token_masses(1, 450, 470, count);
+    for (int64_t t = 0; t < 20; ++t) {
+      std::vector<double> expected(count, -1e30);
+      for (int h = 3; h < 6; ++h) {
+        const float* q = in.q.data() + ((450 + t) * 6 + h) * 32;
+        std::vector<double> s(count);
+        double sum = 0;
+        for (int64_t j = 0; j < count; ++j) {
+          const float* row = rows.data() + (blocks + j) * width;
+          for (int c = 0; c < 32; ++c) {
+            s[j] += q[c] * row[c] / std::sqrt(32.0);
+            if (score == BlockScore::moments) s[j] += 0.5 * q[c] * q[c] * row[32 + c] / 32.0;
+          }
+          sum += std::exp(s[j]);
+        }
+        for (int64_t j = 0; j < count; ++j) expected[j] = std::max(expected[j], s[j] - std::log(sum));
+      }
+      for (int64_t j = 0; j < count; ++j) EXPECT_NEAR(masses[t * count + j], expected[j], 1e-4);
+    }
+  }
+}
+
+TEST(BlockScorer, TileMassesSumTheTokens) {
+  ThreadPool pool(1);
+  const Inputs in = make_inputs(2, 1, 16, 600, 9);
+  const std::vector<float> rows = statistics(in, BlockScore::moments, 64, pool);
+  SequenceTiles tiles;
+  tiles.tokens = 600;
+  tiles.block = 64;
+  tiles.query_block = 16;
+  const int64_t count = 9;
+  BlockScorer scorer(in.shape, BlockScore::moments, in.q.data(), rows.data(), 10);
+  const float* got = scorer.tile_masses(0, tiles, 36, 38, count);
+  const std::vector<float> sums(got, got + 2 * count);
+  const float* tokens = scorer.token_masses(0, 576, 600, count);
+  for (int64_t j = 0; j < count; ++j) {
+    double first = 0, second = 0;
+    for (int64_t t = 0; t < 16; ++t) first += std::exp(tokens[t * count + j]);
+    for (int64_t t = 16; t < 24; ++t) second += std::exp(tokens[t * count + j]);
+    EXPECT_NEAR(sums[j], std::log(first), 1e-4);
+    EXPECT_NEAR(sums[count + j], std::log(second), 1e-4);
+  }
+}
+
+TEST(CoverageGrid, AscendsToEverything) {
+  for (const int64_t tokens : {1, 64, 257, 5000, 100000}) {
+    const std::vector<int64_t> grid = coverage_grid(tokens, 64);
+    EXPECT_TRUE(std::is_sorted(grid.begin(), grid.end()));
+    EXPECT_GE(grid.back(), tokens);
+    EXPECT_LT(grid.back(), tokens + 64);
+  }
+}
+
+// Lists with known content against a softmax written out in fp64.
+TEST(Coverage, HeldMassIsExact) {
+  for (const int threads : {1, 2}) {
+    ThreadPool pool(threads);
+    Exec exec;
+    exec.pool = &pool;
+    const Inputs in = make_inputs(4, 2, 16, 500, 21);
+    const std::vector<float> rows = statistics(in, BlockScore::moments, 64, pool);
+    SequenceTiles tiles;
+    tiles.tokens = 500;
+    tiles.block = 64;
+    tiles.query_block = 16;
+    std::vector<ChosenBlock> list;
+    CoverageRequest request{in.q.data(), in.k.data(), rows.data(), BlockScore::moments, false, 500, nullptr, nullptr};
+    // Own block, and block 1 from the tile's third row on.
+    request.list = [&](int, int64_t tile) {
+      list.clear();
+      if (tiles.competing(tile) > 1) list.push_back({1, 2});
+      for (int64_t j = tiles.competing(tile); j < tiles.visible(tile); ++j)
+        list.push_back({static_cast<uint16_t>(j), 0});
+      return std::span<const ChosenBlock>(list);
+    };
+    if (threads > 1) {
+      EXPECT_DOUBLE_EQ(measure_coverage(exec, in.shape, tiles,
+                                        [&] {
+                                          CoverageRequest dense = request;
+                                          dense.list = nullptr;
+                                          return dense;
+                                        }())
+                           .held,
+                       1.0);
+      continue;
+    }
+    double held = 0;
+    for (int64_t t = 0; t < 500; ++t) {
+      for (int h = 0; h < 4; ++h) {
+        double all = 0, kept = 0;
+        for (int64_t m = 0; m <= t; ++m) {
+          double s = 0;
+          for (int c = 0; c < 16; ++c) s += in.q[(t * 4 + h) * 16 + c] * in.k[(m * 2 + h / 2) * 16 + c];
+          const double e = std::exp(s * in.shape.scale);
+          all += e;
+          const bool own = m / 64 == t / 64, listed = m / 64 == 1 && t / 64 > 1 && t % 16 >= 2;
+          if (own || listed) kept += e;
+        }
+        held += kept / all / 2000.0;
+      }
+    }
+    const CoverageSample sample = measure_coverage(exec, in.shape, tiles, request);
+    EXPECT_EQ(sample.rows, 500);
+    EXPECT_NEAR(sample.held, held, 1e-5);
+    EXPECT_TRUE(std::is_sorted(sample.curve.begin(), sample.curve.end()));
+    EXPECT_NEAR(sample.curve.back(), 1.0, 1e-5);
+  }
+}
+
+}  // namespace
+}  // namespace sb
