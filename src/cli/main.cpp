@@ -24,9 +24,9 @@ int run(int argc, char** argv) {
                                                      {"info", sb::log::Level::info},
                                                      {"warning", sb::log::Level::warning},
                                                      {"error", sb::log::Level::error}};
-  app.add_option("--log-level", level, "debug, info, warning or error")
+  app.add_option("--log-level", level, "what is logged: debug, info, warning or error")
       ->transform(CLI::CheckedTransformer(levels))
-      ->type_name("LEVEL");
+      ->option_text("LEVEL");
   app.parse_complete_callback([&level] { sb::log::set_level(level); });
 
   sb::add_config_command(app);

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "core/tensor.h"
+#include "data/synthetic.h"
 #include "model/model_config.h"
 #include "model/stage.h"
 
@@ -18,8 +19,9 @@ namespace sb {
 struct ModelOptions {
   std::filesystem::path path;       // Hugging Face directory; empty: `init` is used
   std::optional<ModelConfig> init;  // a model from scratch
-  std::optional<RopeConfig> rope;   // overrides the checkpoint's, and is written out
-  DType save_dtype = DType::f32;    // of the weights written for `transformers`
+  // Overrides the model's, and is written out; theta 0 and original_max_position_embeddings 0 keep the model's values.
+  std::optional<RopeConfig> rope;
+  DType save_dtype = DType::f32;  // of the weights written for `transformers`
 };
 
 struct WeightedPath {
@@ -28,26 +30,12 @@ struct WeightedPath {
   bool operator==(const WeightedPath&) const = default;
 };
 
-// A length that doubles as the model learns.
-struct CurriculumRunOptions {
-  int64_t start_length = 64;
-  double threshold = 0.8;
-};
-
-struct SyntheticRunOptions {
-  std::string task = "chunk_recall";
-  int64_t vocab_size = 64;
-  int64_t length = 2048;   // the longest
-  int64_t min_length = 0;  // 0: every sequence has `length` tokens; otherwise log-uniform between the two
-  int64_t chunk = 8;       // chunk_recall: tokens of a chunk
-  std::optional<CurriculumRunOptions> curriculum;
-};
-
 struct DataOptions {
   enum class Overlong { split, drop };
   std::vector<WeightedPath> train;
   std::vector<WeightedPath> validation;
-  std::optional<SyntheticRunOptions> synthetic;  // instead of train; validation then draws from the same task
+  std::optional<SyntheticOptions>
+      synthetic;  // instead of train; validation then draws from the same task, another seed
   int64_t max_sequence_length = 2048;
   bool shuffle = true;
   Overlong overlong = Overlong::split;  // what happens to sequences longer than max_sequence_length
@@ -147,6 +135,10 @@ RunConfig load_run_config(const std::filesystem::path& path, const std::vector<s
 // The same from text; `name` stands for the file in messages. Relative paths stay as written.
 RunConfig parse_run_config(const std::string& yaml, const std::string& name,
                            const std::vector<std::string>& overrides = {});
+// Puts model.rope, where given, over what config.json says: the model's own theta and length fill what it leaves open,
+// and max_position_embeddings grows to what the scaling reaches. UserError when the run's sequences are longer than the
+// model then reaches.
+void adapt_model_config(const RunConfig& run, ModelConfig& config);
 // Every option with its resolved value, as YAML that loads again to an equal configuration.
 std::string print_run_config(const RunConfig& config);
 // docs/configuration.md

@@ -1,0 +1,17 @@
+#include "cli/run_arguments.h"
+
+#include <CLI/CLI.hpp>
+
+namespace sb {
+
+void add_run_arguments(CLI::App& command, RunArguments& arguments) {
+  command.add_option("run.yaml", arguments.file, "the run's configuration")->required();
+  // One value a --set, so that the file may follow it.
+  command.add_option("--set", arguments.overrides, "overrides an option: --set train.max_steps=100; may be repeated")
+      ->type_name("SECTION.OPTION=VALUE")
+      ->allow_extra_args(false);
+  command.add_flag("--print-config", arguments.print_config,
+                   "prints every option with its value, as YAML that loads again, and stops");
+}
+
+}  // namespace sb
