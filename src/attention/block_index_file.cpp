@@ -153,7 +153,7 @@ void BlockIndex::load(const std::string& path, ThreadPool& pool) {
   shape.query_block = in.value<int32_t>();
   shape.list_heads = in.value<int32_t>();
   in.check((shape.block == 64 || shape.block == 128 || shape.block == 256) && shape.query_block >= 1 &&
-               shape.query_block <= 128 && shape.list_heads >= 1,
+               shape.query_block <= 128 && shape.list_heads >= 1 && shape.list_heads <= 65536,
            "its block sizes are impossible");
   const int32_t count = in.value<int32_t>();
   std::vector<int32_t> table;
