@@ -1,0 +1,112 @@
+#include "ops/adamw.h"
+
+#include <cmath>
+#include <limits>
+
+#include "tests/ops/ops_fixture.h"
+
+namespace sb::testing {
+namespace {
+
+class AdamWTest : public OpsTest {};
+SB_INSTANTIATE_ON_ALL_DEVICES(AdamWTest);
+
+constexpr AdamWStep kStep = {.learning_rate = 1e-2f,
+                             .beta1 = 0.9f,
+                             .beta2 = 0.95f,
+                             .eps = 1e-8f,
+                             .weight_decay = 0.1f,
+                             .step = 1,
+                             .gradient_scale = 0.5f};
+
+TEST_P(AdamWTest, SeveralStepsMatchReference) {
+  for (const int64_t n : {1, 3, 16, 17, 1009, 70001}) {
+    SCOPED_TRACE(n);
+    auto p = doubles(random_values(n, 1)), m = std::vector<double>(n), v = std::vector<double>(n);
+    const TensorView pt = tensor(random_values(n, 1), {n}), mt = filled({n}, 0), vt = filled({n}, 0);
+    for (int64_t t = 1; t <= 3; ++t) {
+      AdamWStep step = kStep;
+      step.step = t;
+      const auto g = random_values(n, 10 + static_cast<uint64_t>(t), 0.1);
+      adamw_update(exec(), step, pt, tensor(g, {n}), mt, vt);
+      for (int64_t i = 0; i < n; ++i) {
+        const double gi = g[i] * 0.5;
+        p[i] *= 1 - 1e-2 * 0.1;
+        m[i] = 0.9 * m[i] + 0.1 * gi;
+        v[i] = 0.95 * v[i] + 0.05 * gi * gi;
+        const double m_hat = m[i] / (1 - std::pow(0.9, t)), v_hat = v[i] / (1 - std::pow(0.95, t));
+        p[i] -= 1e-2 * m_hat / (std::sqrt(v_hat) + 1e-8);
+      }
+      expect_close(host(pt), p, 1e-6, "parameters");
+      expect_close(host(mt), m, 1e-6, "m");
+      expect_close(host(vt), v, 2e-6, "v");
+    }
+  }
+}
+
+TEST_P(AdamWTest, FirstStepMovesByTheLearningRate) {
+  // m̂ / sqrt(v̂) is the sign of the gradient, whatever its size.
+  AdamWStep step = kStep;
+  step.weight_decay = 0;
+  const TensorView p = filled({4}, 0), g = tensor(std::vector<float>{1e-3f, -5.0f, 1e6f, -1e-4f}, {4});
+  adamw_update(exec(), step, p, g, filled({4}, 0), filled({4}, 0));
+  expect_close(host(p), {-1e-2, 1e-2, -1e-2, 1e-2}, 1e-3, "parameters");
+}
+
+TEST_P(AdamWTest, ZeroGradientOnlyDecays) {
+  const TensorView p = filled({19}, 2), zero = filled({19}, 0);
+  adamw_update(exec(), kStep, p, zero, filled({19}, 0), filled({19}, 0));
+  expect_close(host(p), std::vector<double>(19, 2 * (1 - 1e-3)), 1e-7, "parameters");
+}
+
+TEST_P(AdamWTest, EqualBitsForAnyCutAndAnyNumberOfThreads) {
+  const int64_t n = 140003;
+  const auto p0 = random_values(n, 1), g = random_values(n, 2, 1e-3);
+  ThreadPool one(1);
+  Exec serial = exec();
+  serial.pool = &one;
+  const TensorView expected = tensor(p0, {n}), m = filled({n}, 0), v = filled({n}, 0), gt = tensor(g, {n});
+  adamw_update(serial, kStep, expected, gt, m, v);
+  const TensorView p = tensor(p0, {n}), m2 = filled({n}, 0), v2 = filled({n}, 0);
+  for (const auto& [begin, end] : {std::pair<int64_t, int64_t>{0, 5}, {5, 70000}, {70000, n}}) {
+    adamw_update(exec(), kStep, p.rows(begin, end), gt.rows(begin, end), m2.rows(begin, end), v2.rows(begin, end));
+  }
+  EXPECT_EQ(host(p), host(expected));
+  EXPECT_EQ(host(m2), host(m));
+  EXPECT_EQ(host(v2), host(v));
+}
+
+TEST_P(AdamWTest, RefusesWrongInput) {
+  const TensorView a = filled({4}, 0), b = filled({5}, 0);
+  EXPECT_THROW(adamw_update(exec(), kStep, a, b, a, a), InternalError);
+  EXPECT_THROW(adamw_update(exec(), kStep, a, a, a, b), InternalError);
+  AdamWStep zeroth = kStep;
+  zeroth.step = 0;
+  EXPECT_THROW(adamw_update(exec(), zeroth, a, a, a, a), InternalError);
+}
+
+TEST_P(AdamWTest, SquaredNormMatchesReference) {
+  for (const int64_t n : {0, 1, 3, 15, 16, 17, 65536, 65537, 200003}) {
+    const auto x = random_values(n, 3, 100.0);
+    long double expected = 0;
+    for (const float value : x) expected += static_cast<long double>(value) * value;
+    const double actual = squared_norm(exec(), tensor(x, {n}));
+    EXPECT_NEAR(actual, static_cast<double>(expected), 1e-13 * static_cast<double>(expected)) << n;
+    ThreadPool one(1);
+    Exec serial = exec();
+    serial.pool = &one;
+    EXPECT_EQ(actual, squared_norm(serial, tensor(x, {n}))) << n;
+  }
+}
+
+TEST_P(AdamWTest, SquaredNormSpeaksUpAboutNonFiniteValues) {
+  EXPECT_EQ(squared_norm(exec(), filled({3}, 1e30f)), 3.0 * static_cast<double>(1e30f) * static_cast<double>(1e30f));
+  auto x = random_values(70000, 1);
+  x[69999] = std::numeric_limits<float>::infinity();
+  EXPECT_TRUE(std::isinf(squared_norm(exec(), tensor(x, {70000}))));
+  x[3] = NAN;
+  EXPECT_TRUE(std::isnan(squared_norm(exec(), tensor(x, {70000}))));
+}
+
+}  // namespace
+}  // namespace sb::testing

@@ -1,0 +1,238 @@
+#include "ops/cross_entropy.h"
+
+#include <cmath>
+
+#include "tests/ops/ops_fixture.h"
+
+namespace sb::testing {
+namespace {
+
+struct Problem {
+  int64_t tokens, width, vocabulary;
+  std::vector<float> hidden, weight, weights;
+  std::vector<int32_t> labels;
+};
+
+Problem make_problem(int64_t tokens, int64_t width, int64_t vocabulary, double scale = 1.0) {
+  Problem p{.tokens = tokens,
+            .width = width,
+            .vocabulary = vocabulary,
+            .hidden = {},
+            .weight = {},
+            .weights = {},
+            .labels = {}};
+  p.hidden = random_values(tokens * width, 1, scale);
+  p.weight = random_values(vocabulary * width, 2);
+  Random random(3);
+  for (int64_t t = 0; t < tokens; ++t) {
+    p.labels.push_back(t % 4 == 2 ? kIgnoredLabel : static_cast<int32_t>(random.below(vocabulary)));
+    p.weights.push_back(static_cast<float>(0.1 + random.uniform()));
+  }
+  return p;
+}
+
+struct Expected {
+  LossSums sums;
+  std::vector<double> token_loss;
+};
+
+// Straight from the definition, in fp64.
+Expected reference(const Problem& p, const std::vector<double>& hidden, const std::vector<double>& weight) {
+  Expected result;
+  for (int64_t t = 0; t < p.tokens; ++t) {
+    if (p.labels[t] == kIgnoredLabel) {
+      result.token_loss.push_back(0);
+      continue;
+    }
+    std::vector<double> logits(static_cast<size_t>(p.vocabulary));
+    double largest = -INFINITY;
+    for (int64_t v = 0; v < p.vocabulary; ++v) {
+      for (int64_t i = 0; i < p.width; ++i) logits[v] += hidden[t * p.width + i] * weight[v * p.width + i];
+      largest = std::max(largest, logits[v]);
+    }
+    double sum = 0;
+    for (const double logit : logits) sum += std::exp(logit - largest);
+    const double loss = largest + std::log(sum) - logits[p.labels[t]];
+    result.token_loss.push_back(loss);
+    result.sums.nll += loss;
+    result.sums.weighted += p.weights[t] * loss;
+    result.sums.targets += 1;
+    result.sums.correct += logits[p.labels[t]] == largest ? 1 : 0;
+  }
+  return result;
+}
+Expected reference(const Problem& p) {
+  return reference(p, doubles(p.hidden), doubles(p.weight));
+}
+
+class CrossEntropyTest : public OpsTest {
+ protected:
+  struct Run {
+    LossSums sums;
+    std::vector<float> token_loss, dhidden, dweight;
+  };
+  Run forward(const Problem& p, int64_t chunk) {
+    const TensorView token_loss = filled({p.tokens}, NAN);
+    const LossSums sums =
+        loss_forward(exec(), tensor(p.hidden, {p.tokens, p.width}), tensor(p.weight, {p.vocabulary, p.width}),
+                     tensor(p.labels, {p.tokens}), tensor(p.weights, {p.tokens}), chunk, token_loss);
+    return {sums, host(token_loss), {}, {}};
+  }
+  Run backward(const Problem& p, int64_t chunk, float dweight_before = 0) {
+    const TensorView token_loss = filled({p.tokens}, NAN), dhidden = filled({p.tokens, p.width}, NAN),
+                     dweight = filled({p.vocabulary, p.width}, dweight_before);
+    const LossSums sums = loss_forward_backward(exec(), tensor(p.hidden, {p.tokens, p.width}),
+                                                tensor(p.weight, {p.vocabulary, p.width}), tensor(p.labels, {p.tokens}),
+                                                tensor(p.weights, {p.tokens}), chunk, token_loss, dhidden, dweight);
+    return {sums, host(token_loss), host(dhidden), host(dweight)};
+  }
+  static void expect_sums(const LossSums& actual, const LossSums& expected, double tolerance) {
+    EXPECT_NEAR(actual.nll, expected.nll, tolerance * (1 + std::abs(expected.nll)));
+    EXPECT_NEAR(actual.weighted, expected.weighted, tolerance * (1 + std::abs(expected.weighted)));
+    EXPECT_EQ(actual.targets, expected.targets);
+    EXPECT_EQ(actual.correct, expected.correct);
+  }
+};
+SB_INSTANTIATE_ON_ALL_DEVICES(CrossEntropyTest);
+
+TEST_P(CrossEntropyTest, MatchesReferenceForAnyChunk) {
+  for (const auto& [tokens, width, vocabulary] :
+       {std::tuple<int64_t, int64_t, int64_t>{1, 1, 1}, {3, 5, 2}, {17, 8, 16}, {67, 13, 97}, {130, 32, 1009}}) {
+    const Problem p = make_problem(tokens, width, vocabulary);
+    const Expected expected = reference(p);
+    for (const int64_t chunk : {int64_t{1}, int64_t{3}, int64_t{64}, tokens + 5}) {
+      SCOPED_TRACE(::testing::Message() << tokens << "x" << width << "x" << vocabulary << " by " << chunk);
+      const Run a = forward(p, chunk), b = backward(p, chunk);
+      expect_sums(a.sums, expected.sums, 1e-5);
+      expect_sums(b.sums, expected.sums, 1e-5);
+      expect_close(a.token_loss, expected.token_loss, 1e-5, "token loss");
+      EXPECT_EQ(a.token_loss, b.token_loss);
+    }
+  }
+}
+
+TEST_P(CrossEntropyTest, GradientsMatchFiniteDifferences) {
+  for (const auto& [tokens, width, vocabulary] :
+       {std::tuple<int64_t, int64_t, int64_t>{1, 2, 2}, {6, 3, 17}, {9, 5, 37}}) {
+    const Problem p = make_problem(tokens, width, vocabulary);
+    const auto expected_dh = numeric_gradient(
+        [&](const auto& x) { return reference(p, x, doubles(p.weight)).sums.weighted; }, doubles(p.hidden));
+    auto expected_dw = numeric_gradient([&](const auto& x) { return reference(p, doubles(p.hidden), x).sums.weighted; },
+                                        doubles(p.weight));
+    for (double& value : expected_dw) value += 0.5;
+    for (const int64_t chunk : {1, 4, 100}) {
+      SCOPED_TRACE(::testing::Message() << tokens << "x" << width << "x" << vocabulary << " by " << chunk);
+      const Run run = backward(p, chunk, 0.5f);  // dweight accumulates
+      expect_close(run.dhidden, expected_dh, 1e-5, "dhidden");
+      expect_close(run.dweight, expected_dw, 1e-5, "dweight");
+    }
+  }
+}
+
+TEST_P(CrossEntropyTest, LongIgnoredStretchesAreSkippedExactly) {
+  // Prompts and answers in turn: what is skipped must still be written as zero, and what is counted must not change.
+  Problem p = make_problem(400, 7, 31);
+  for (int64_t t = 0; t < p.tokens; ++t) {
+    const bool counts = (t >= 90 && t < 95) || (t >= 126 && t < 129) || (t >= 161 && t < 300) || t == 398;
+    p.labels[t] = counts ? static_cast<int32_t>(t % 31) : kIgnoredLabel;
+  }
+  const Expected expected = reference(p);
+  for (const int64_t chunk : {16, 64, 1000}) {
+    SCOPED_TRACE(chunk);
+    const Run run = backward(p, chunk);
+    expect_sums(run.sums, expected.sums, 1e-5);
+    expect_close(run.token_loss, expected.token_loss, 1e-5, "token loss");
+    std::vector<double> dw(static_cast<size_t>(p.vocabulary * p.width));
+    for (int64_t t = 0; t < p.tokens; ++t) {
+      double largest = 0;
+      for (int64_t i = 0; i < p.width; ++i) largest = std::max<double>(largest, std::abs(run.dhidden[t * p.width + i]));
+      EXPECT_EQ(largest == 0, p.labels[t] == kIgnoredLabel) << t;
+    }
+    const Run whole = backward(p, p.tokens);
+    expect_close(run.dweight, doubles(whole.dweight), 1e-5, "dweight");
+  }
+}
+
+TEST_P(CrossEntropyTest, NothingToCount) {
+  Problem p = make_problem(40, 3, 5);
+  p.labels.assign(40, kIgnoredLabel);
+  const Run run = backward(p, 8, 2.0f);
+  expect_sums(run.sums, {}, 0);
+  EXPECT_EQ(run.token_loss, std::vector<float>(40, 0.0f));
+  EXPECT_EQ(run.dhidden, std::vector<float>(120, 0.0f));
+  EXPECT_EQ(run.dweight, std::vector<float>(15, 2.0f));
+  const Run none = backward(make_problem(0, 3, 5), 8, 1.0f);
+  expect_sums(none.sums, {}, 0);
+  EXPECT_EQ(none.dweight, std::vector<float>(15, 1.0f));
+}
+
+TEST_P(CrossEntropyTest, WeightZeroCountsButTeachesNothing) {
+  Problem p = make_problem(5, 3, 7);
+  p.labels.assign(5, 1);
+  p.weights.assign(5, 0.0f);
+  const Run run = backward(p, 2);
+  EXPECT_EQ(run.sums.targets, 5);
+  EXPECT_GT(run.sums.nll, 0);
+  EXPECT_EQ(run.sums.weighted, 0);
+  for (const float value : run.dhidden) EXPECT_EQ(value, 0.0f);
+}
+
+TEST_P(CrossEntropyTest, HugeLogitsDoNotOverflow) {
+  // Logits of ±1e5 and more: one class holds all the mass.
+  const Problem p = make_problem(33, 4, 19, 1e5);
+  const Expected expected = reference(p);
+  const Run run = backward(p, 8);
+  EXPECT_EQ(run.sums.correct, expected.sums.correct);
+  expect_close(run.token_loss, expected.token_loss, 1e-5, "token loss");
+  for (const float value : run.dhidden) EXPECT_TRUE(std::isfinite(value));
+  for (const float value : run.dweight) EXPECT_TRUE(std::isfinite(value));
+}
+
+TEST_P(CrossEntropyTest, ConstantLogitsGiveLogOfTheVocabulary) {
+  Problem p = make_problem(3, 2, 50021);
+  p.hidden.assign(6, 0.0f);
+  p.labels = {0, 50020, 17};
+  const Run run = forward(p, 2);
+  for (const float loss : run.token_loss) EXPECT_NEAR(loss, std::log(50021.0), 1e-5);
+  EXPECT_EQ(run.sums.correct, 3);  // ties count: nothing is larger
+}
+
+TEST_P(CrossEntropyTest, NonFiniteInputIsNotHidden) {
+  Problem p = make_problem(4, 2, 40);
+  p.labels = {1, 2, 3, 4};
+  p.hidden[5] = NAN;
+  EXPECT_TRUE(std::isnan(forward(p, 4).sums.nll));
+  p.hidden[5] = INFINITY;
+  EXPECT_FALSE(std::isfinite(forward(p, 4).sums.nll));
+}
+
+TEST_P(CrossEntropyTest, TokenLossesAreOptionalAndScratchIsReturned) {
+  const Problem p = make_problem(10, 3, 11);
+  const TensorView hidden = tensor(p.hidden, {10, 3}), weight = tensor(p.weight, {11, 3}),
+                   labels = tensor(p.labels, {10}), weights = tensor(p.weights, {10});
+  Arena scratch("loss", loss_scratch_bytes(11, 4, GetParam().threads));  // as much as promised, no more
+  Exec tight = exec();
+  tight.scratch = &scratch;
+  expect_sums(loss_forward(tight, hidden, weight, labels, weights, 4, {}), reference(p).sums, 1e-5);
+  const TensorView dhidden = filled({10, 3}, NAN), dweight = filled({11, 3}, 0);
+  expect_sums(loss_forward_backward(tight, hidden, weight, labels, weights, 4, {}, dhidden, dweight), reference(p).sums,
+              1e-5);
+  EXPECT_EQ(scratch.used(), 0);
+}
+
+TEST_P(CrossEntropyTest, RefusesWrongInput) {
+  Problem p = make_problem(4, 3, 5);
+  p.labels[1] = 5;
+  EXPECT_THROW(forward(p, 2), InternalError);
+  p.labels[1] = -1;
+  EXPECT_THROW(forward(p, 2), InternalError);
+  p.labels[1] = 0;
+  EXPECT_THROW(forward(p, 0), InternalError);
+  const TensorView hidden = tensor(p.hidden, {4, 3}), weight = tensor(p.weight, {5, 3}), labels = tensor(p.labels, {4}),
+                   weights = tensor(p.weights, {4}), dweight = filled({5, 3}, 0);
+  EXPECT_THROW(loss_forward(exec(), hidden, weight, weights, weights, 2, {}), InternalError);
+  EXPECT_THROW(loss_forward_backward(exec(), hidden, weight, labels, weights, 2, {}, hidden, dweight), InternalError);
+}
+
+}  // namespace
+}  // namespace sb::testing
