@@ -1,8 +1,6 @@
 #pragma once
 
 #include <filesystem>
-#include <functional>
-#include <string>
 
 #include "model/model_config.h"
 #include "model/parameters.h"
@@ -22,7 +20,8 @@ struct HfWriteOptions {
 };
 
 // Writes a directory `transformers` loads unchanged: weights, config.json, copied companion files. `directory` must
-// exist; files are written under temporary names, synced and renamed.
+// exist; files are written under temporary names, synced and renamed, so that a failure leaves an older model there as
+// it was. Weights of an older model under other names are removed at the end.
 void write_hf_model(const std::filesystem::path& directory, const ModelConfig& config, const ParameterSet& parameters,
                     const HfWriteOptions& options);
 

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -40,14 +41,19 @@ class ParameterSet {
   TensorView values() const;
   TensorView gradients() const;
   int64_t flat_elements() const { return flat_elements_; }
+  // Bytes of one flat buffer.
+  int64_t flat_bytes() const { return flat_elements_ * dtype_bytes(DType::f32); }
   // Sum of the parameters' elements, without padding.
   int64_t elements() const;
   void zero_gradients();
 
  private:
+  static TensorView view(const TensorView& flat, const Parameter& parameter);
+
   std::vector<Parameter> parameters_;
   int64_t flat_elements_ = 0;
   std::unique_ptr<Arena> values_, gradients_;
+  TensorView flat_values_, flat_gradients_;
 };
 
 }  // namespace sb

@@ -25,12 +25,12 @@ struct StageOptions {
   int64_t max_sequence_length = 0;  // positions of the rope table
   int slots = 1;                    // micro-batches in flight
   int64_t loss_chunk = 1024;        // tokens per piece of the vocabulary projection
-  bool training = true;             // false: no gradients, no saved activations
+  bool training = true;             // false: no gradients, no saved activations; forward() is evaluate()
 };
 
 // A contiguous range of layers, with the embedding if it holds the first layer and final norm + vocabulary projection
 // if it holds the last: the whole model on one process, one pipeline stage otherwise. All memory is taken in the
-// constructor.
+// constructor. The operations' temporaries come from the stage's own scratch memory, whatever exec.scratch is.
 class Stage {
  public:
   Stage(const ModelConfig& config, const StageOptions& options, Attention& attention, int threads);
@@ -39,6 +39,9 @@ class Stage {
   // What the constructor will allocate, item by item.
   static MemoryPlan memory_plan(const ModelConfig& config, const StageOptions& options, const Attention& attention,
                                 int threads);
+
+  // What was really used so far, by the names of the plan: weights and the like in full, the others at their highest.
+  MemoryPlan memory_used() const;
 
   bool first() const;
   bool last() const;
@@ -54,6 +57,9 @@ class Stage {
   // its gradient in the same pass. The returned view stays valid until backward of the slot. The micro-batch must live
   // till then.
   TensorView forward(const Exec& exec, const MicroBatch& batch, int slot, TensorView input);
+  // Forward alone, for validation and tests, in training too: no gradients, nothing saved; backward cannot follow. The
+  // returned view stays valid until the next call.
+  TensorView evaluate(const Exec& exec, const MicroBatch& batch, int slot, TensorView input);
   // `output_gradient` [T, H] is empty on the last stage. Parameter gradients accumulate. Returns the gradient of the
   // input, empty on the first stage; valid until the next call.
   TensorView backward(const Exec& exec, const MicroBatch& batch, int slot, TensorView output_gradient);
@@ -62,8 +68,7 @@ class Stage {
   const LossSums& loss(int slot) const;
   TensorView token_loss(int slot) const;
 
-  // Last stage, not training: logits [rows, V] of rows of the final hidden state of the slot's micro-batch (tests,
-  // eval).
+  // Last stage, after evaluate() in the slot: logits [rows, V] of rows of the micro-batch.
   void logits(const Exec& exec, int slot, int64_t row_begin, int64_t row_end, TensorView logits) const;
 
  private:

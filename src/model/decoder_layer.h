@@ -1,0 +1,78 @@
+#pragma once
+
+#include <cstdint>
+
+#include "attention/attention.h"
+#include "model/model_config.h"
+#include "model/parameters.h"
+#include "model/stage.h"
+
+namespace sb {
+
+// What a layer keeps of a micro-batch between forward and backward. An empty view was not kept: backward brings it back
+// with the operations forward used, so that it has the same bits. Norm outputs and silu(gate)·up are never kept: they
+// cost one pass over memory to bring back.
+struct LayerSaved {
+  TensorView x;         // [T, H] the layer's input
+  TensorView qkv;       // [T, (heads + 2 kv_heads)·d] the projection's output; in place of q, k, v with q/k norms
+  TensorView q, k, v;   // attention's operands
+  TensorView out, lse;  // attention's results
+  TensorView middle;    // [T, H] x + attention's projection
+  TensorView gate_up;   // [T, 2·I]; backward overwrites it with its gradient
+  AttentionState* state = nullptr;
+};
+
+// What a layer needs to run, besides its parameters.
+struct LayerRun {
+  const Exec& exec;
+  Arena& workspace;  // temporaries of the layer
+  Attention& attention;
+  PackedSequences sequences;
+  TensorView positions;  // [T]
+  TensorView cos, sin;   // rope table
+};
+
+// Pre-norm decoder layer of the Qwen2 / Llama / Qwen3 family.
+class DecoderLayer {
+ public:
+  // Declares the layer's parameters.
+  DecoderLayer(const ModelConfig& config, int index, ParameterSet& parameters);
+
+  int index() const { return index_; }
+
+  // The saved tensors of `tokens` tokens, carved from `arena`.
+  LayerSaved allocate_saved(Arena& arena, int64_t tokens, Recompute recompute) const;
+
+  // y [T, H] from saved.x; writes what `saved` has room for. Without backward, y may be saved.x itself.
+  void forward(const LayerRun& run, const LayerSaved& saved, TensorView y) const;
+  // `gradient` [T, H] holds the loss's gradient of y and gets that of x; parameter gradients accumulate.
+  void backward(const LayerRun& run, const LayerSaved& saved, TensorView gradient) const;
+
+  static int64_t saved_bytes(const ModelConfig& config, int64_t tokens, Recompute recompute);
+  // Most that forward (one that keeps nothing: the others need less) and backward hold in the workspace.
+  static int64_t forward_workspace_bytes(const ModelConfig& config, int64_t tokens);
+  static int64_t backward_workspace_bytes(const ModelConfig& config, int64_t tokens, Recompute recompute);
+
+ private:
+  TensorView value(int parameter) const;
+  TensorView gradient_of(int parameter) const;
+  void project_qkv(const LayerRun& run, TensorView normed, TensorView qkv) const;
+  void split_and_rotate(const LayerRun& run, TensorView qkv, TensorView q, TensorView k, TensorView v,
+                        TensorView rstd_q, TensorView rstd_k) const;
+  void add_attention(const LayerRun& run, TensorView x, TensorView out, TensorView middle) const;
+  void backward_mlp(const LayerRun& run, const LayerSaved& saved, TensorView middle, TensorView gradient) const;
+
+  const ModelConfig& config_;
+  const ParameterSet& parameters_;
+  int index_;
+  AttentionShape attention_shape_;
+  QkvShape qkv_shape_;
+  // Indices of parameters; -1 where the family has none.
+  int input_norm_ = -1, qkv_weight_ = -1, qkv_bias_ = -1, q_norm_ = -1, k_norm_ = -1, output_weight_ = -1,
+      output_bias_ = -1, post_attention_norm_ = -1, gate_up_weight_ = -1, down_weight_ = -1;
+};
+
+// to = from, in parallel; nothing when they are the same memory.
+void copy_tensor(const Exec& exec, TensorView from, TensorView to);
+
+}  // namespace sb

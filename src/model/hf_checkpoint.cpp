@@ -1,0 +1,258 @@
+#include "model/hf_checkpoint.h"
+
+#include <algorithm>
+#include <fstream>
+#include <map>
+#include <nlohmann/json.hpp>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "core/durable_file.h"
+#include "core/errors.h"
+#include "model/safetensors.h"
+
+namespace sb {
+
+namespace fs = std::filesystem;
+
+namespace {
+
+using nlohmann::json;
+
+constexpr const char* kSingleFile = "model.safetensors";
+constexpr const char* kIndexFile = "model.safetensors.index.json";
+constexpr const char* kTemporarySuffix = ".tmp";
+constexpr const char* kCompanions[] = {"generation_config.json",
+                                       "tokenizer.json",
+                                       "tokenizer_config.json",
+                                       "tokenizer.model",
+                                       "vocab.json",
+                                       "merges.txt",
+                                       "added_tokens.json",
+                                       "special_tokens_map.json",
+                                       "chat_template.json",
+                                       "chat_template.jinja"};
+
+// One tensor of the checkpoint and where it goes or comes from: rows of a parameter.
+struct HfTensor {
+  std::string name;
+  std::vector<int64_t> shape;
+  TensorView values;
+};
+
+std::vector<HfTensor> hf_tensors(const ParameterSet& parameters) {
+  std::vector<HfTensor> tensors;
+  for (int i = 0; i < parameters.count(); ++i) {
+    const Parameter& parameter = parameters.parameter(i);
+    for (const Parameter::Part& part : parameter.parts) {
+      const TensorView rows = parameters.value(i).rows(part.row_begin, part.row_end);
+      std::vector<int64_t> shape;
+      for (int axis = 0; axis < rows.shape().rank(); ++axis) shape.push_back(rows.dim(axis));
+      tensors.push_back({part.hf_name, std::move(shape), rows});
+    }
+  }
+  return tensors;
+}
+
+// From the index: tensor name → file name.
+std::map<std::string, std::string> read_weight_map(const fs::path& index) {
+  std::ifstream file(index, std::ios::binary);
+  SB_USER_CHECK(file.is_open(), "{}: cannot open", index.string());
+  json parsed;
+  try {
+    parsed = json::parse(file, [&](int depth, json::parse_event_t, json&) {
+      SB_USER_CHECK(depth <= 8, "{}: nested too deep for an index", index.string());
+      return true;
+    });
+  } catch (const json::exception& error) {
+    throw UserError("{}: not valid JSON: {}", index.string(), std::string_view(error.what()).substr(0, 200));
+  }
+  SB_USER_CHECK(parsed.is_object() && parsed.contains("weight_map") && parsed["weight_map"].is_object(),
+                "{}: no weight_map in it", index.string());
+  std::map<std::string, std::string> files;
+  for (const auto& [name, value] : parsed["weight_map"].items()) {
+    // A plain name: an index may not point outside its directory.
+    const std::string shard = value.is_string() ? value.get<std::string>() : "";
+    SB_USER_CHECK(shard.ends_with(".safetensors") && shard.find('/') == std::string::npos,
+                  "{}: weight_map: tensor '{}' must name a .safetensors file beside the index", index.string(), name);
+    files.emplace(name, shard);
+  }
+  return files;
+}
+
+// Which file holds which tensor, over all files of the directory.
+std::map<std::string, std::string> locate_tensors(const fs::path& directory) {
+  if (fs::exists(directory / kSingleFile)) {
+    std::map<std::string, std::string> files;
+    const SafetensorsFile file(directory / kSingleFile);
+    for (const SafetensorsEntry& entry : file.header().entries) files.emplace(entry.name, kSingleFile);
+    return files;
+  }
+  if (fs::exists(directory / kIndexFile)) return read_weight_map(directory / kIndexFile);
+  SB_USER_CHECK(!fs::exists(directory / "pytorch_model.bin") && !fs::exists(directory / "pytorch_model.bin.index.json"),
+                "{}: only pytorch_model.bin is there; save the model as safetensors", directory.string());
+  throw UserError("{}: neither {} nor {} is there", directory.string(), kSingleFile, kIndexFile);
+}
+
+// A tensor inside one of our layers that we do not have (an extra bias, a quantization scale, an adapter) changes what
+// the model computes: it may not be passed over.
+void refuse_unknown_tensors(const fs::path& directory, const std::map<std::string, std::string>& files,
+                            const std::vector<HfTensor>& wanted) {
+  std::set<std::string> names, layers;
+  const auto layer_of = [](const std::string& name) {
+    constexpr std::string_view kLayers = "model.layers.";
+    if (!name.starts_with(kLayers)) return std::string();
+    return name.substr(0, name.find('.', kLayers.size()) + 1);
+  };
+  for (const HfTensor& tensor : wanted) {
+    names.insert(tensor.name);
+    layers.insert(layer_of(tensor.name));
+  }
+  layers.erase("");
+  for (const auto& [name, file] : files) {
+    if (names.contains(name) || !layers.contains(layer_of(name))) continue;
+    if (name.ends_with("rotary_emb.inv_freq")) continue;  // old checkpoints stored what config.json says anyway
+    throw UserError("{}: tensor '{}' has no place in the model that config.json describes", (directory / file).string(),
+                    name);
+  }
+}
+
+void read_tensor(const SafetensorsFile& file, const HfTensor& tensor) {
+  const SafetensorsEntry* entry = file.find(tensor.name);
+  SB_USER_CHECK(entry, "{}: tensor '{}' is not there, though the index says so", file.path().string(), tensor.name);
+  SB_USER_CHECK(entry->shape == tensor.shape, "{}: tensor '{}' has shape {}, config.json asks for {}",
+                file.path().string(), tensor.name, entry->shape_text(), tensor.values.shape().to_string());
+  file.read_f32(*entry, {tensor.values.f32(), static_cast<size_t>(tensor.values.elements())});
+}
+
+// Files written under temporary names, put in place together. Whatever was not put in place is removed.
+class PendingFiles {
+ public:
+  explicit PendingFiles(fs::path directory) : directory_(std::move(directory)) {}
+  ~PendingFiles() {
+    std::error_code ignored;
+    for (const std::string& name : names_) fs::remove(temporary(name), ignored);
+  }
+
+  // The name to write under.
+  fs::path add(const std::string& name) {
+    names_.push_back(name);
+    return temporary(name);
+  }
+
+  void put_in_place() {
+    for (const std::string& name : names_) {
+      std::error_code error;
+      fs::rename(temporary(name), directory_ / name, error);
+      SB_USER_CHECK(!error, "{}: cannot put it in place: {}", (directory_ / name).string(), error.message());
+    }
+    sync_directory(directory_);
+  }
+
+  const std::vector<std::string>& names() const { return names_; }
+
+ private:
+  fs::path temporary(const std::string& name) const { return directory_ / (name + kTemporarySuffix); }
+
+  fs::path directory_;
+  std::vector<std::string> names_;
+};
+
+std::vector<std::vector<SafetensorsTensor>> cut_into_shards(const ParameterSet& parameters,
+                                                            const HfWriteOptions& options) {
+  std::vector<std::vector<SafetensorsTensor>> shards(1);
+  int64_t shard_bytes = 0;
+  for (HfTensor& tensor : hf_tensors(parameters)) {
+    const int64_t bytes = tensor.values.elements() * dtype_bytes(options.dtype);
+    if (!shards.back().empty() && shard_bytes + bytes > options.max_shard_bytes) {
+      shards.emplace_back();
+      shard_bytes = 0;
+    }
+    shard_bytes += bytes;
+    shards.back().push_back({std::move(tensor.name), std::move(tensor.shape), tensor.values.f32()});
+  }
+  return shards;
+}
+
+void write_weights(PendingFiles& files, const ParameterSet& parameters, const HfWriteOptions& options) {
+  const auto shards = cut_into_shards(parameters, options);
+  if (shards.size() == 1) {
+    write_safetensors(files.add(kSingleFile), shards[0], options.dtype);
+    return;
+  }
+  json weight_map = json::object();
+  int64_t total = 0;
+  for (size_t i = 0; i < shards.size(); ++i) {
+    const std::string name = fmt::format("model-{:05}-of-{:05}.safetensors", i + 1, shards.size());
+    write_safetensors(files.add(name), shards[i], options.dtype);
+    for (const SafetensorsTensor& tensor : shards[i]) {
+      weight_map[tensor.name] = name;
+      total += tensor.elements() * dtype_bytes(options.dtype);
+    }
+  }
+  const json index = {{"metadata", {{"total_size", total}}}, {"weight_map", std::move(weight_map)}};
+  write_new_file(files.add(kIndexFile), index.dump(2) + "\n");
+}
+
+void copy_companions(PendingFiles& files, const fs::path& from) {
+  for (const char* name : kCompanions) {
+    if (!fs::exists(from / name)) continue;
+    const fs::path temporary = files.add(name);
+    std::error_code error;
+    fs::remove(temporary, error);
+    fs::copy_file(from / name, temporary, error);
+    SB_USER_CHECK(!error, "{}: cannot copy it to {}: {}", (from / name).string(), temporary.string(), error.message());
+    sync_file(temporary);
+  }
+}
+
+// An older model's weights under names the new one does not use would be found first, or only waste space.
+void remove_older_weights(const fs::path& directory, const std::vector<std::string>& written) {
+  std::vector<fs::path> older;
+  for (const fs::directory_entry& entry : fs::directory_iterator(directory)) {
+    const std::string name = entry.path().filename().string();
+    const bool weights =
+        name == kSingleFile || name == kIndexFile ||
+        (name.starts_with("model-") && name.find("-of-") != std::string::npos && name.ends_with(".safetensors"));
+    if (weights && std::find(written.begin(), written.end(), name) == written.end()) older.push_back(entry.path());
+  }
+  for (const fs::path& path : older) fs::remove(path);
+}
+
+}  // namespace
+
+void read_hf_weights(const fs::path& directory, ParameterSet& parameters) {
+  SB_USER_CHECK(fs::is_directory(directory), "{}: no such directory", directory.string());
+  const std::map<std::string, std::string> files = locate_tensors(directory);
+  const std::vector<HfTensor> wanted = hf_tensors(parameters);
+  refuse_unknown_tensors(directory, files, wanted);
+
+  std::map<std::string, std::vector<const HfTensor*>> by_file;  // each file is opened once
+  for (const HfTensor& tensor : wanted) {
+    const auto found = files.find(tensor.name);
+    SB_USER_CHECK(found != files.end(), "{}: tensor '{}' is missing{}", directory.string(), tensor.name,
+                  tensor.name == "lm_head.weight" ? " (does config.json lack \"tie_word_embeddings\": true?)" : "");
+    by_file[found->second].push_back(&tensor);
+  }
+  for (const auto& [name, tensors] : by_file) {
+    const SafetensorsFile file(directory / name);
+    for (const HfTensor* tensor : tensors) read_tensor(file, *tensor);
+  }
+}
+
+void write_hf_model(const fs::path& directory, const ModelConfig& config, const ParameterSet& parameters,
+                    const HfWriteOptions& options) {
+  SB_USER_CHECK(fs::is_directory(directory), "{}: no such directory", directory.string());
+  PendingFiles files(directory);
+  write_weights(files, parameters, options);
+  write_new_file(files.add("config.json"),
+                 write_model_config(config, options.dtype == DType::bf16 ? "bfloat16" : "float32"));
+  const bool in_place =
+      !options.copy_from.empty() && fs::exists(options.copy_from) && fs::equivalent(options.copy_from, directory);
+  if (!options.copy_from.empty() && !in_place) copy_companions(files, options.copy_from);
+  files.put_in_place();
+  remove_older_weights(directory, files.names());
+}
+
+}  // namespace sb

@@ -1,0 +1,69 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <filesystem>
+#include <map>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "core/dtype.h"
+
+namespace sb {
+
+// One tensor of a safetensors file, as its header describes it and as it was checked to be.
+struct SafetensorsEntry {
+  std::string name;
+  std::string dtype;  // the file's word: "F32", "BF16", …
+  std::vector<int64_t> shape;
+  int64_t begin = 0, end = 0;  // bytes from the start of the data
+  int64_t elements() const;
+  std::string shape_text() const;  // "[3, 4]"
+};
+
+struct SafetensorsHeader {
+  int64_t data_offset = 0;                // where the data starts in the file
+  std::vector<SafetensorsEntry> entries;  // by place in the file; they cover the data without gaps or overlap
+  std::map<std::string, std::string> metadata;
+};
+
+// Checks a whole file (header length, JSON, names, types, shapes, offsets); UserError names `where`, the tensor and
+// what is wrong with it. Nothing in the file is trusted.
+SafetensorsHeader parse_safetensors(std::span<const std::byte> file, const std::string& where);
+
+// A safetensors file, mapped into memory.
+class SafetensorsFile {
+ public:
+  explicit SafetensorsFile(const std::filesystem::path& path);
+  ~SafetensorsFile();
+  SafetensorsFile(const SafetensorsFile&) = delete;
+  SafetensorsFile& operator=(const SafetensorsFile&) = delete;
+
+  const std::filesystem::path& path() const { return path_; }
+  const SafetensorsHeader& header() const { return header_; }
+  const SafetensorsEntry* find(std::string_view name) const;  // nullptr: not there
+  std::span<const std::byte> data(const SafetensorsEntry& entry) const;
+  // The tensor as fp32, from F32, BF16 or F16; `to` has its number of elements.
+  void read_f32(const SafetensorsEntry& entry, std::span<float> to) const;
+
+ private:
+  std::filesystem::path path_;
+  std::span<const std::byte> file_;
+  SafetensorsHeader header_;
+  std::map<std::string_view, const SafetensorsEntry*> by_name_;
+};
+
+struct SafetensorsTensor {
+  std::string name;
+  std::vector<int64_t> shape;
+  const float* data = nullptr;
+  int64_t elements() const;
+};
+
+// Writes the tensors as f32 or bf16, in the given order, with the metadata `transformers` asks for, and syncs the file.
+// UserError, and no file left, when the disk refuses.
+void write_safetensors(const std::filesystem::path& file, std::span<const SafetensorsTensor> tensors, DType dtype);
+
+}  // namespace sb

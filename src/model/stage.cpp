@@ -1,0 +1,436 @@
+#include "model/stage.h"
+
+#include <algorithm>
+#include <cmath>
+#include <string_view>
+
+#include "core/random.h"
+#include "model/decoder_layer.h"
+#include "ops/embedding.h"
+#include "ops/linear.h"
+#include "ops/rmsnorm.h"
+#include "ops/rope.h"
+
+namespace sb {
+
+namespace {
+
+// The parameters of a stage and its layers. Declared without memory for the plan, with it for the run.
+struct StageModel {
+  ParameterSet parameters;
+  std::vector<DecoderLayer> layers;
+  int embedding = -1, final_norm = -1, head = -1;
+
+  StageModel(const ModelConfig& config, const StageOptions& options) {
+    const bool first = options.first_layer == 0, last = options.last_layer == config.layers;
+    const Shape table{config.vocab_size, config.hidden_size};
+    const auto declare_embedding = [&] {
+      return parameters.declare("embed_tokens.weight", table, {{"model.embed_tokens.weight", 0, config.vocab_size}});
+    };
+    if (first) embedding = declare_embedding();
+    layers.reserve(static_cast<size_t>(options.last_layer - options.first_layer));
+    for (int layer = options.first_layer; layer < options.last_layer; ++layer) {
+      layers.emplace_back(config, layer, parameters);
+    }
+    if (!last) return;
+    final_norm =
+        parameters.declare("norm.weight", {config.hidden_size}, {{"model.norm.weight", 0, config.hidden_size}});
+    if (!config.tie_word_embeddings) {
+      head = parameters.declare("lm_head.weight", table, {{"lm_head.weight", 0, config.vocab_size}});
+    } else {
+      // Tied: one parameter. A last stage without the first layer has its own copy, under the same name.
+      head = first ? embedding : declare_embedding();
+    }
+  }
+};
+
+int64_t f32_bytes(int64_t elements) {
+  return Arena::rounded(elements * dtype_bytes(DType::f32));
+}
+
+// Bytes of every piece of memory, from which both the plan and the arenas are made.
+struct StageBytes {
+  int64_t weights, gradients, slot, state, rope_table, workspace, scratch;
+
+  StageBytes(const ModelConfig& config, const StageOptions& options, const ParameterSet& parameters,
+             const Attention& attention, int threads) {
+    const int64_t tokens = options.max_micro_batch_tokens;
+    const int layers = options.last_layer - options.first_layer;
+    const bool last = options.last_layer == config.layers;
+    const int64_t stream = f32_bytes(tokens * config.hidden_size);
+    const AttentionShape shape{config.heads, config.kv_heads, config.head_dim, 1.0f};
+
+    weights = Arena::rounded(parameters.flat_bytes());
+    gradients = options.training ? weights : 0;
+    slot = 0;
+    if (options.training) slot += layers * DecoderLayer::saved_bytes(config, tokens, options.recompute);
+    if (options.training || last) slot += stream;  // the stage's output, or the loss's gradient, or the final hidden
+    if (last) slot += f32_bytes(tokens);           // token losses
+    state = attention.state_bytes(shape, tokens);
+    rope_table = 2 * f32_bytes(options.max_sequence_length * (config.head_dim / 2));
+    workspace = stream + DecoderLayer::forward_workspace_bytes(config, tokens);
+    if (options.training) {
+      // The last stage's gradient lies in its slot.
+      workspace = std::max(
+          workspace, (last ? 0 : stream) + DecoderLayer::backward_workspace_bytes(config, tokens, options.recompute));
+    }
+    scratch = attention.scratch_bytes(shape, tokens, threads);
+    if (last) scratch = std::max(scratch, loss_scratch_bytes(config.vocab_size, options.loss_chunk, threads));
+  }
+};
+
+// One state for each (slot, layer) in training; without backward nothing has to outlive a layer.
+int64_t attention_states(const StageOptions& options) {
+  return options.training ? int64_t{options.slots} * (options.last_layer - options.first_layer) : 1;
+}
+
+void check_options(const ModelConfig& config, const StageOptions& options) {
+  SB_CHECK(0 <= options.first_layer && options.first_layer < options.last_layer && options.last_layer <= config.layers,
+           "layers {} to {} of {}", options.first_layer, options.last_layer, config.layers);
+  SB_CHECK(options.max_micro_batch_tokens > 0 && options.max_sequence_length > 0 && options.slots > 0 &&
+               options.loss_chunk > 0,
+           "max_micro_batch_tokens {}, max_sequence_length {}, slots {}, loss_chunk {}", options.max_micro_batch_tokens,
+           options.max_sequence_length, options.slots, options.loss_chunk);
+}
+
+MemoryPlan plan_of(const StageOptions& options, const StageBytes& bytes) {
+  MemoryPlan plan;
+  plan.add("weights", bytes.weights);
+  if (options.training) plan.add("gradients", bytes.gradients);
+  plan.add("activations", options.slots * bytes.slot);
+  plan.add("attention state", attention_states(options) * bytes.state);
+  plan.add("rope table", bytes.rope_table);
+  plan.add("workspace", bytes.workspace);
+  plan.add("scratch", bytes.scratch);
+  return plan;
+}
+
+// FNV-1a: a name's own stream of random numbers.
+uint64_t name_hash(std::string_view name) {
+  uint64_t hash = 0xcbf29ce484222325;
+  for (const char c : name) hash = (hash ^ static_cast<unsigned char>(c)) * 0x100000001b3;
+  return hash;
+}
+
+// Four normal numbers from each Philox block.
+void fill_normal(TensorView tensor, float deviation, uint64_t seed, uint64_t stream) {
+  float* data = tensor.f32();
+  const int64_t count = tensor.elements();
+  for (int64_t i = 0; i < count; i += 4) {
+    const std::array<uint32_t, 4> bits = Random::block(seed, static_cast<uint64_t>(i / 4), stream);
+    float normal[4];
+    for (int pair = 0; pair < 2; ++pair) {
+      const double radius = std::sqrt(-2.0 * std::log((bits[2 * pair] + 1.0) * 0x1p-32));
+      const double angle = 6.283185307179586 * (bits[2 * pair + 1] * 0x1p-32);
+      normal[2 * pair] = static_cast<float>(deviation * radius * std::cos(angle));
+      normal[2 * pair + 1] = static_cast<float>(deviation * radius * std::sin(angle));
+    }
+    std::copy_n(normal, std::min<int64_t>(4, count - i), data + i);
+  }
+}
+
+void fill(TensorView tensor, float value) {
+  std::fill_n(tensor.f32(), tensor.elements(), value);
+}
+
+TensorView vector_view(const std::vector<int32_t>& values) {
+  return {values.data(), {static_cast<int64_t>(values.size())}};
+}
+
+// A micro-batch in flight.
+struct Slot {
+  enum class Holds { nothing, forward, evaluation };
+  Holds holds = Holds::nothing;
+  int64_t tokens = 0;
+  std::unique_ptr<Arena> arena;
+  std::vector<LayerSaved> saved;
+  // [T, H]. Not the last stage: its output. Last stage: after forward the gradient of the last layer's output, after
+  // evaluate the normed final hidden state.
+  TensorView end;
+  TensorView token_loss;
+  LossSums loss;
+};
+
+}  // namespace
+
+struct Stage::Implementation {
+  ModelConfig config;
+  StageOptions options;
+  Attention& attention;
+  bool first, last;
+  StageModel model;
+  StageBytes bytes;
+  std::vector<std::unique_ptr<AttentionState>> states;
+  std::vector<Slot> slots;
+  Arena rope_arena, workspace, scratch;
+  TensorView cos, sin;
+
+  Implementation(const ModelConfig& model_config, const StageOptions& stage_options, Attention& stage_attention,
+                 int threads)
+      : config(model_config),
+        options(stage_options),
+        attention(stage_attention),
+        first(options.first_layer == 0),
+        last(options.last_layer == config.layers),
+        model(config, options),
+        bytes(config, options, model.parameters, attention, threads),
+        slots(static_cast<size_t>(options.slots)),
+        rope_arena("rope table", bytes.rope_table),
+        workspace("workspace", bytes.workspace),
+        scratch("scratch", bytes.scratch) {
+    model.parameters.allocate(options.training);
+    for (int64_t i = 0; i < attention_states(options); ++i) states.push_back(attention.make_state());
+    for (Slot& slot : slots) slot.arena = std::make_unique<Arena>("activations", bytes.slot);
+    const Shape table{options.max_sequence_length, config.head_dim / 2};
+    cos = rope_arena.allocate(DType::f32, table);
+    sin = rope_arena.allocate(DType::f32, table);
+    rope_fill_table(rope_frequencies(config.rope, config.head_dim), options.max_sequence_length, cos, sin);
+  }
+
+  Exec with_scratch(const Exec& exec) {
+    Exec own = exec;
+    own.scratch = &scratch;
+    return own;
+  }
+
+  Slot& slot(int index) {
+    SB_CHECK(0 <= index && index < options.slots, "slot {} of {}", index, options.slots);
+    return slots[static_cast<size_t>(index)];
+  }
+
+  AttentionState* state(int slot_index, size_t layer) {
+    return states[options.training ? static_cast<size_t>(slot_index) * model.layers.size() + layer : 0].get();
+  }
+
+  LayerRun layer_run(const Exec& exec, const MicroBatch& batch, const DecoderLayer& layer) {
+    PackedSequences sequences{batch.cu_seqlens, {}};
+    if (!batch.budgets.empty()) {
+      const auto count = static_cast<size_t>(batch.sequences());
+      sequences.budgets = std::span(batch.budgets).subspan(static_cast<size_t>(layer.index()) * count, count);
+    }
+    return {exec, workspace, attention, sequences, vector_view(batch.positions), cos, sin};
+  }
+
+  // Everything the operations rely on without looking.
+  void check_batch(const MicroBatch& batch, const TensorView& input) const {
+    const int64_t tokens = batch.size();
+    SB_CHECK(0 < tokens && tokens <= options.max_micro_batch_tokens, "a micro-batch of {} tokens, planned for {}",
+             tokens, options.max_micro_batch_tokens);
+    SB_CHECK(std::ssize(batch.positions) == tokens, "{} positions for {} tokens", batch.positions.size(), tokens);
+    SB_CHECK(batch.sequences() >= 1 && batch.cu_seqlens.front() == 0 && batch.cu_seqlens.back() == tokens &&
+                 std::is_sorted(batch.cu_seqlens.begin(), batch.cu_seqlens.end()),
+             "cu_seqlens do not cover the {} tokens", tokens);
+    for (const int32_t position : batch.positions) {
+      SB_CHECK(0 <= position && position < options.max_sequence_length, "position {}, planned for {}", position,
+               options.max_sequence_length);
+    }
+    SB_CHECK(batch.budgets.empty() || std::ssize(batch.budgets) == int64_t{config.layers} * batch.sequences(),
+             "{} budgets for {} layers and {} sequences", batch.budgets.size(), config.layers, batch.sequences());
+    if (first) {
+      for (const int32_t token : batch.tokens) {
+        SB_CHECK(0 <= token && token < config.vocab_size, "token {} in a vocabulary of {}", token, config.vocab_size);
+      }
+    } else {
+      const Shape expected{tokens, config.hidden_size};
+      SB_CHECK(input.shape() == expected, "stage input {}, expected {}", input.shape().to_string(),
+               expected.to_string());
+    }
+    if (last) {
+      SB_CHECK(std::ssize(batch.labels) == tokens && std::ssize(batch.weights) == tokens,
+               "{} labels and {} weights for {} tokens", batch.labels.size(), batch.weights.size(), tokens);
+      for (const int32_t label : batch.labels) {
+        SB_CHECK(label == kIgnoredLabel || (0 <= label && label < config.vocab_size), "label {} in a vocabulary of {}",
+                 label, config.vocab_size);
+      }
+    }
+  }
+
+  // Empties the slot for a new micro-batch.
+  void begin(Slot& slot, const MicroBatch& batch) {
+    slot.arena->release(0);
+    slot.saved.clear();
+    slot.tokens = batch.size();
+    slot.loss = {};
+    slot.end = slot.token_loss = {};
+    if (options.training || last) slot.end = slot.arena->allocate(DType::f32, {slot.tokens, config.hidden_size});
+    if (last) slot.token_loss = slot.arena->allocate(DType::f32, {slot.tokens});
+  }
+
+  void start_of_stream(const Exec& exec, const MicroBatch& batch, TensorView input, TensorView x) {
+    if (first) {
+      embedding_forward(exec, vector_view(batch.tokens), model.parameters.value(model.embedding), x);
+    } else {
+      copy_tensor(exec, input, x);
+    }
+  }
+
+  // Loss and, on the way, the gradient of `x`, the last layer's output; it stays in slot.end.
+  void loss_with_gradient(const Exec& exec, const MicroBatch& batch, Slot& slot, TensorView x) {
+    ParameterSet& p = model.parameters;
+    ArenaScope scope(workspace);
+    const TensorView hidden = workspace.allocate(DType::f32, x.shape());
+    const TensorView rstd = workspace.allocate(DType::f32, {slot.tokens});
+    rmsnorm_forward(exec, x, p.value(model.final_norm), config.rms_norm_eps, hidden, rstd);
+    slot.loss = loss_forward_backward(exec, hidden, p.value(model.head), vector_view(batch.labels), weights_view(batch),
+                                      options.loss_chunk, slot.token_loss, slot.end, p.gradient(model.head));
+    rmsnorm_backward(exec, x, p.value(model.final_norm), rstd, slot.end, slot.end, /*accumulate=*/false,
+                     p.gradient(model.final_norm));
+  }
+
+  // Loss alone; the normed hidden state stays in slot.end for logits().
+  void loss_only(const Exec& exec, const MicroBatch& batch, Slot& slot, TensorView x) {
+    const ParameterSet& p = model.parameters;
+    ArenaScope scope(workspace);
+    const TensorView rstd = workspace.allocate(DType::f32, {slot.tokens});
+    rmsnorm_forward(exec, x, p.value(model.final_norm), config.rms_norm_eps, slot.end, rstd);
+    slot.loss = loss_forward(exec, slot.end, p.value(model.head), vector_view(batch.labels), weights_view(batch),
+                             options.loss_chunk, slot.token_loss);
+  }
+
+  static TensorView weights_view(const MicroBatch& batch) { return {batch.weights.data(), {batch.size()}}; }
+};
+
+Stage::Stage(const ModelConfig& config, const StageOptions& options, Attention& attention, int threads) {
+  check_options(config, options);
+  implementation_ = std::make_unique<Implementation>(config, options, attention, threads);
+}
+
+Stage::~Stage() = default;
+
+MemoryPlan Stage::memory_plan(const ModelConfig& config, const StageOptions& options, const Attention& attention,
+                              int threads) {
+  check_options(config, options);
+  const StageModel model(config, options);
+  return plan_of(options, StageBytes(config, options, model.parameters, attention, threads));
+}
+
+MemoryPlan Stage::memory_used() const {
+  const Implementation& s = *implementation_;
+  StageBytes used = s.bytes;
+  used.slot = 0;
+  for (const Slot& slot : s.slots) used.slot = std::max(used.slot, slot.arena->high_water());
+  used.rope_table = s.rope_arena.high_water();
+  used.workspace = s.workspace.high_water();
+  used.scratch = s.scratch.high_water();
+  return plan_of(s.options, used);
+}
+
+bool Stage::first() const {
+  return implementation_->first;
+}
+
+bool Stage::last() const {
+  return implementation_->last;
+}
+
+ParameterSet& Stage::parameters() {
+  return implementation_->model.parameters;
+}
+
+const ModelConfig& Stage::config() const {
+  return implementation_->config;
+}
+
+void Stage::initialize(uint64_t seed) {
+  ParameterSet& parameters = implementation_->model.parameters;
+  for (int i = 0; i < parameters.count(); ++i) {
+    const Parameter& parameter = parameters.parameter(i);
+    if (parameter.shape.rank() >= 2) {
+      fill_normal(parameters.value(i), implementation_->config.initializer_range, seed, name_hash(parameter.name));
+    } else {
+      fill(parameters.value(i), parameter.name.ends_with(".bias") ? 0.0f : 1.0f);
+    }
+  }
+}
+
+TensorView Stage::forward(const Exec& caller, const MicroBatch& batch, int slot_index, TensorView input) {
+  Implementation& s = *implementation_;
+  if (!s.options.training) return evaluate(caller, batch, slot_index, input);
+  s.check_batch(batch, input);
+  Slot& slot = s.slot(slot_index);
+  SB_CHECK(slot.holds != Slot::Holds::forward, "slot {} still waits for its backward", slot_index);
+  const Exec exec = s.with_scratch(caller);
+  const size_t layers = s.model.layers.size();
+
+  s.begin(slot, batch);
+  for (size_t i = 0; i < layers; ++i) {
+    slot.saved.push_back(s.model.layers[i].allocate_saved(*slot.arena, slot.tokens, s.options.recompute));
+    slot.saved[i].state = s.state(slot_index, i);
+  }
+  ArenaScope scope(s.workspace);
+  const TensorView stream = s.workspace.allocate(DType::f32, {slot.tokens, s.config.hidden_size});
+
+  s.start_of_stream(exec, batch, input, slot.saved[0].x);
+  for (size_t i = 0; i < layers; ++i) {
+    const TensorView y = i + 1 < layers ? slot.saved[i + 1].x : s.last ? stream : slot.end;
+    s.model.layers[i].forward(s.layer_run(exec, batch, s.model.layers[i]), slot.saved[i], y);
+  }
+  slot.holds = Slot::Holds::forward;
+  if (!s.last) return slot.end;
+  s.loss_with_gradient(exec, batch, slot, stream);
+  return {};
+}
+
+TensorView Stage::evaluate(const Exec& caller, const MicroBatch& batch, int slot_index, TensorView input) {
+  Implementation& s = *implementation_;
+  s.check_batch(batch, input);
+  Slot& slot = s.slot(slot_index);
+  SB_CHECK(slot.holds != Slot::Holds::forward, "slot {} still waits for its backward", slot_index);
+  const Exec exec = s.with_scratch(caller);
+
+  s.begin(slot, batch);
+  ArenaScope scope(s.workspace);
+  LayerSaved saved;
+  saved.x = s.workspace.allocate(DType::f32, {slot.tokens, s.config.hidden_size});
+  s.start_of_stream(exec, batch, input, saved.x);
+  for (size_t i = 0; i < s.model.layers.size(); ++i) {
+    saved.state = s.state(slot_index, i);
+    s.model.layers[i].forward(s.layer_run(exec, batch, s.model.layers[i]), saved, saved.x);
+  }
+  slot.holds = Slot::Holds::evaluation;
+  if (!s.last) return saved.x;
+  s.loss_only(exec, batch, slot, saved.x);
+  return {};
+}
+
+TensorView Stage::backward(const Exec& caller, const MicroBatch& batch, int slot_index, TensorView output_gradient) {
+  Implementation& s = *implementation_;
+  Slot& slot = s.slot(slot_index);
+  SB_CHECK(slot.holds == Slot::Holds::forward && slot.tokens == batch.size(),
+           "backward of slot {}, which holds no forward of this micro-batch", slot_index);
+  const Exec exec = s.with_scratch(caller);
+
+  ArenaScope scope(s.workspace);
+  TensorView gradient = slot.end;
+  if (!s.last) {
+    gradient = s.workspace.allocate(DType::f32, {slot.tokens, s.config.hidden_size});
+    copy_tensor(exec, output_gradient, gradient);
+  }
+  for (size_t i = s.model.layers.size(); i-- > 0;) {
+    s.model.layers[i].backward(s.layer_run(exec, batch, s.model.layers[i]), slot.saved[i], gradient);
+  }
+  slot.holds = Slot::Holds::nothing;
+  if (!s.first) return gradient;
+  embedding_backward(exec, vector_view(batch.tokens), gradient, s.model.parameters.gradient(s.model.embedding));
+  return {};
+}
+
+const LossSums& Stage::loss(int slot) const {
+  SB_CHECK(implementation_->last, "only the last stage has a loss");
+  return implementation_->slot(slot).loss;
+}
+
+TensorView Stage::token_loss(int slot) const {
+  SB_CHECK(implementation_->last, "only the last stage has token losses");
+  return implementation_->slot(slot).token_loss;
+}
+
+void Stage::logits(const Exec& caller, int slot_index, int64_t row_begin, int64_t row_end, TensorView logits) const {
+  Implementation& s = *implementation_;
+  const Slot& slot = s.slot(slot_index);
+  SB_CHECK(s.last && slot.holds == Slot::Holds::evaluation, "logits of slot {} without evaluate()", slot_index);
+  linear_forward(s.with_scratch(caller), slot.end.rows(row_begin, row_end), s.model.parameters.value(s.model.head), {},
+                 logits);
+}
+
+}  // namespace sb

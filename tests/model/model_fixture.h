@@ -1,0 +1,90 @@
+#pragma once
+
+#include <filesystem>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "core/thread_pool.h"
+#include "model/micro_batch.h"
+#include "model/safetensors.h"
+#include "model/stage.h"
+#include "tests/model/naive_attention.h"
+
+namespace sb::test {
+
+using Tensors = std::map<std::string, std::vector<float>>;
+
+// What Hugging Face's own implementation gave for a checkpoint: tests/data/hf/<name>.
+struct HfFixture {
+  explicit HfFixture(const std::string& name);
+
+  std::filesystem::path directory;
+  std::vector<std::vector<int32_t>> sequences;
+  Tensors expected;  // "logits", "token_loss", "grad.<name>"
+  double loss = 0;
+  std::vector<double> losses, grad_norms;  // of ten AdamW steps
+  double learning_rate = 0, beta1 = 0, beta2 = 0, eps = 0, weight_decay = 0, clip = 0;
+};
+
+// Packs sequences back to back for next-token prediction; every target weighs 1 / `targets`.
+MicroBatch pack(const std::vector<std::vector<int32_t>>& sequences, int64_t targets);
+// The number of next-token targets.
+int64_t count_targets(const std::vector<std::vector<int32_t>>& sequences);
+// Random tokens in sequences of these lengths, with the same labels as pack().
+std::vector<std::vector<int32_t>> random_sequences(const std::vector<int64_t>& lengths, int64_t vocabulary,
+                                                   uint64_t seed);
+
+// A pool and the Exec over it.
+struct TestExec {
+  explicit TestExec(int threads = 2) : pool(threads) { exec.pool = &pool; }
+  ThreadPool pool;
+  Exec exec;
+};
+
+// Options of a stage that holds the whole model.
+StageOptions whole_model(const ModelConfig& config, int64_t tokens, Recompute recompute = Recompute::none);
+
+// Gradients under Hugging Face's names.
+Tensors hf_gradients(ParameterSet& parameters);
+Tensors hf_values(ParameterSet& parameters);
+// Logits of the whole micro-batch, from evaluate().
+std::vector<float> all_logits(Stage& stage, const Exec& exec, const MicroBatch& batch);
+
+double norm(const std::vector<float>& x);
+// ‖a - b‖ / max(‖b‖, floor)
+double relative_difference(const std::vector<float>& a, const std::vector<float>& b, double floor = 0);
+// Largest relative difference over the tensors, with a floor of 1e-6 of the largest norm for those that are tiny by
+// cancellation; records a failure for missing or surplus tensors.
+double largest_relative_difference(const Tensors& got, const Tensors& expected);
+
+// A tiny model for gradient checks.
+ModelConfig tiny_config(ModelConfig::Family family);
+
+// An empty directory, removed with its owner.
+class TemporaryDirectory {
+ public:
+  TemporaryDirectory();
+  ~TemporaryDirectory();
+  const std::filesystem::path& path() const { return path_; }
+
+ private:
+  std::filesystem::path path_;
+};
+
+void write_file(const std::filesystem::path& path, const std::string& content);
+std::string read_file(const std::filesystem::path& path);
+
+// What the UserError thrown by `action` says; "" when none is thrown.
+template <typename Action>
+std::string user_error(const Action& action) {
+  try {
+    action();
+  } catch (const UserError& error) {
+    return error.what();
+  }
+  return "";
+}
+
+}  // namespace sb::test
