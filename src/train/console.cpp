@@ -1,0 +1,97 @@
+#include "train/console.h"
+
+#include <fmt/format.h>
+#include <sys/ioctl.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cmath>
+
+namespace sb {
+namespace {
+
+size_t terminal_width(std::FILE* out) {
+  struct winsize size = {};
+  if (ioctl(fileno(out), TIOCGWINSZ, &size) != 0 || size.ws_col == 0) return 80;
+  return size.ws_col;
+}
+
+std::string format_count(double value) {
+  if (value >= 1e6) return fmt::format("{:.2f}M", value / 1e6);
+  if (value >= 1e4) return fmt::format("{:.1f}k", value / 1e3);
+  return fmt::format("{:.0f}", value);
+}
+
+}  // namespace
+
+std::string format_duration(double seconds) {
+  if (!std::isfinite(seconds) || seconds < 0) return "n/a";
+  const auto total = static_cast<int64_t>(std::llround(seconds));
+  if (total < 60) return fmt::format("{}s", total);
+  if (total < 3600) return fmt::format("{}m{:02}s", total / 60, total % 60);
+  return fmt::format("{}h{:02}m", total / 3600, total / 60 % 60);
+}
+
+std::string format_step(const StepReport& report) {
+  std::string line =
+      fmt::format("step {}/{}  loss {:.4f}  grad norm {:.3f}  lr {:.2e}  {} tok/s", report.step, report.max_steps,
+                  report.loss, report.grad_norm, report.learning_rate, format_count(report.tokens_per_second()));
+  const double rate = report.flops / report.seconds;
+  if (report.peak_flops > 0)
+    line += fmt::format("  MFU {:.1f} %", 100.0 * rate / report.peak_flops);
+  else
+    line += fmt::format("  {:.1f} GFLOP/s", rate / 1e9);
+  if (report.coverage) line += fmt::format("  coverage {:.3f}", *report.coverage);
+  if (report.budget) line += fmt::format("  budget {:.0f}", *report.budget);
+  if (report.skipped) line += fmt::format("  SKIPPED: gradient not finite ({} so far)", report.skipped_total);
+  return line;
+}
+
+std::string format_validation(const ValidationReport& report) {
+  std::string line = fmt::format("validation at step {}: loss {:.4f}, perplexity {:.2f}, accuracy {:.1f} %",
+                                 report.step, report.loss, std::exp(report.loss), 100.0 * report.accuracy);
+  if (report.recall) line += fmt::format(", recall {:.1f} % (3rd and later tokens of a chunk)", 100.0 * *report.recall);
+  return line + fmt::format(" over {} sequences", report.sequences);
+}
+
+Console::Console(std::FILE* out, bool terminal, int64_t log_steps)
+    : out_(out), terminal_(terminal), log_steps_(std::max<int64_t>(1, log_steps)) {}
+
+void Console::text(const std::string& block) {
+  if (line_open_) fmt::print(out_, "\r\033[K");
+  line_open_ = false;
+  fmt::print(out_, "{}{}", block, block.ends_with('\n') ? "" : "\n");
+  std::fflush(out_);
+}
+
+void Console::step(const StepReport& report) {
+  const std::string left = time_left(report);
+  const bool last = report.step == report.max_steps;
+  if (terminal_) {
+    std::string line = format_step(report) + "  ETA " + left;
+    line.resize(std::min(line.size(), terminal_width(out_) - 1));
+    fmt::print(out_, "\r{}\033[K", line);
+    line_open_ = true;
+    if (last || report.skipped) finish();
+  } else if (report.step % log_steps_ == 0 || last || report.skipped) {
+    fmt::print(out_, "{}  ETA {}\n", format_step(report), left);
+  }
+  std::fflush(out_);
+}
+
+void Console::validation(const ValidationReport& report) {
+  text(format_validation(report));
+}
+
+void Console::finish() {
+  if (line_open_) fmt::print(out_, "\n");
+  line_open_ = false;
+  std::fflush(out_);
+}
+
+std::string Console::time_left(const StepReport& report) {
+  step_seconds_ = step_seconds_ == 0 ? report.seconds : 0.9 * step_seconds_ + 0.1 * report.seconds;
+  return format_duration(step_seconds_ * static_cast<double>(report.max_steps - report.step));
+}
+
+}  // namespace sb

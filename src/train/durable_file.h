@@ -1,0 +1,34 @@
+#pragma once
+
+#include <cstddef>
+#include <filesystem>
+#include <string_view>
+
+namespace sb {
+
+// Files that survive a crash. All throw UserError with the path and the system's reason.
+
+// A file written front to back; close() syncs it to the disk. Without close() what is on the disk is not defined.
+class DurableFile {
+ public:
+  explicit DurableFile(std::filesystem::path path);
+  ~DurableFile();
+  DurableFile(const DurableFile&) = delete;
+  DurableFile& operator=(const DurableFile&) = delete;
+
+  void write(const void* data, size_t bytes);
+  void close();
+
+ private:
+  std::filesystem::path path_;
+  int descriptor_;
+};
+
+// Replaces the file's content: a reader sees the old or the new one, whatever happens meanwhile.
+void replace_file(const std::filesystem::path& path, std::string_view content);
+void write_new_file(const std::filesystem::path& path, std::string_view content);
+// Makes created, renamed and removed entries of a directory durable.
+void sync_directory(const std::filesystem::path& directory);
+void sync_file(const std::filesystem::path& path);
+
+}  // namespace sb

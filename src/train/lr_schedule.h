@@ -1,0 +1,14 @@
+#pragma once
+
+#include <cstdint>
+
+#include "train/run_config.h"
+
+namespace sb {
+
+// The learning rate of a step (the first is 1). All schedules start with a linear warm-up that reaches the peak with
+// its last step and (unlike one that starts from exactly zero) wastes no step; those that decay would reach the minimum
+// at the step after the last. Steps past `max_steps` have the rate that the schedule ends with.
+double learning_rate(const OptimizerOptions& options, int64_t max_steps, int64_t step);
+
+}  // namespace sb

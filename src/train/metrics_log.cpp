@@ -1,0 +1,51 @@
+#include "train/metrics_log.h"
+
+#include <cerrno>
+#include <cmath>
+#include <cstring>
+#include <fstream>
+#include <nlohmann/json.hpp>
+
+#include "core/errors.h"
+#include "train/durable_file.h"
+
+namespace sb {
+namespace {
+
+// The lines of steps up to `last_step`. A line that does not parse can only be the one being written when the process
+// was killed.
+std::string kept_lines(const std::filesystem::path& file, int64_t last_step) {
+  std::ifstream in(file);
+  std::string kept, line;
+  while (std::getline(in, line)) {
+    const nlohmann::json object = nlohmann::json::parse(line, nullptr, /*allow_exceptions=*/false);
+    if (object.is_object() && object.value("step", int64_t{0}) <= last_step) kept += line + "\n";
+  }
+  return kept;
+}
+
+}  // namespace
+
+MetricsLog::MetricsLog(std::filesystem::path file, int64_t last_step) : file_(std::move(file)) {
+  if (std::filesystem::exists(file_)) replace_file(file_, kept_lines(file_, last_step));
+  stream_.reset(std::fopen(file_.c_str(), "ab"));
+  SB_USER_CHECK(stream_ != nullptr, "{}: cannot be opened: {}", file_.string(), std::strerror(errno));
+}
+
+void MetricsLog::write(const std::vector<Metric>& metrics) {
+  nlohmann::ordered_json object;
+  for (const Metric& metric : metrics) {
+    if (!std::isfinite(metric.value))
+      object[metric.name] = nullptr;
+    else if (metric.integer)
+      object[metric.name] = static_cast<int64_t>(metric.value);
+    else
+      object[metric.name] = metric.value;
+  }
+  const std::string line = object.dump() + "\n";
+  const bool written = std::fwrite(line.data(), 1, line.size(), stream_.get()) == line.size();
+  SB_USER_CHECK(written && std::fflush(stream_.get()) == 0, "{}: cannot write: {}", file_.string(),
+                std::strerror(errno));
+}
+
+}  // namespace sb

@@ -1,0 +1,37 @@
+#pragma once
+
+#include <cstdint>
+#include <cstdio>
+#include <filesystem>
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace sb {
+
+// One line of metrics.jsonl. Values that are not finite are written as null (JSON has no NaN).
+struct Metric {
+  std::string name;
+  double value = 0;
+  bool integer = false;
+};
+
+// metrics.jsonl, the record of a run: one object a step, and validation objects. Every line is flushed, so that a
+// killed run has lost nothing but the line in progress.
+class MetricsLog {
+ public:
+  // Opens the file to append. Lines of steps after `last_step` (written between the checkpoint and the end of the
+  // previous process) and an unfinished last line are taken out first: the file has every step once.
+  MetricsLog(std::filesystem::path file, int64_t last_step);
+
+  void write(const std::vector<Metric>& metrics);
+
+ private:
+  struct Closer {
+    void operator()(std::FILE* file) const { std::fclose(file); }
+  };
+  std::filesystem::path file_;
+  std::unique_ptr<std::FILE, Closer> stream_;
+};
+
+}  // namespace sb

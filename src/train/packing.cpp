@@ -1,0 +1,87 @@
+#include "train/packing.h"
+
+#include <algorithm>
+#include <numeric>
+
+#include "core/errors.h"
+
+namespace sb {
+
+PackingLimits packing_limits(const BatchOptions& options, int64_t longest) {
+  PackingLimits limits;
+  limits.max_sequences = options.micro_batch_sequences > 0 ? options.micro_batch_sequences : options.global_batch_size;
+  limits.max_sequences = std::min(limits.max_sequences, options.global_batch_size);
+  limits.max_tokens = options.micro_batch_tokens > 0 ? options.micro_batch_tokens
+                                                     : longest * std::max<int64_t>(1, options.micro_batch_sequences);
+  SB_USER_CHECK(limits.max_tokens >= longest,
+                "batch.micro_batch_tokens is {} but sequences may have {} tokens: raise it, or lower "
+                "data.max_sequence_length",
+                limits.max_tokens, longest);
+  // No micro-batch is larger than this, so memory need not be planned for more.
+  limits.max_tokens = std::min(limits.max_tokens, longest * limits.max_sequences);
+  return limits;
+}
+
+std::vector<std::vector<int>> pack_in_order(std::span<const int64_t> lengths, std::span<const int64_t> ids,
+                                            const PackingLimits& limits) {
+  SB_CHECK(lengths.size() == ids.size(), "{} lengths, {} ids", lengths.size(), ids.size());
+  SB_CHECK(limits.max_sequences > 0 && limits.max_tokens > 0, "limits {} sequences, {} tokens", limits.max_sequences,
+           limits.max_tokens);
+  std::vector<std::vector<int>> batches;
+  int64_t tokens = 0;
+  for (int i = 0; i < static_cast<int>(lengths.size()); ++i) {
+    SB_USER_CHECK(lengths[i] <= limits.max_tokens,
+                  "sequence {} has {} tokens but batch.micro_batch_tokens is {}: raise it, or lower "
+                  "data.max_sequence_length",
+                  ids[i], lengths[i], limits.max_tokens);
+    const bool fits = !batches.empty() && tokens + lengths[i] <= limits.max_tokens &&
+                      static_cast<int64_t>(batches.back().size()) < limits.max_sequences;
+    if (!fits) {
+      batches.emplace_back();
+      tokens = 0;
+    }
+    batches.back().push_back(i);
+    tokens += lengths[i];
+  }
+  return batches;
+}
+
+std::vector<float> target_weights(BatchOptions::Loss loss, std::span<const int64_t> valid_targets) {
+  const int64_t targets = std::accumulate(valid_targets.begin(), valid_targets.end(), int64_t{0});
+  const auto sequences = std::count_if(valid_targets.begin(), valid_targets.end(), [](int64_t n) { return n > 0; });
+  std::vector<float> weights;
+  for (const int64_t own : valid_targets) {
+    const double share = loss == BatchOptions::Loss::token_mean
+                             ? static_cast<double>(targets)
+                             : static_cast<double>(sequences) * static_cast<double>(own);
+    weights.push_back(own > 0 ? static_cast<float>(1.0 / share) : 0.0f);
+  }
+  return weights;
+}
+
+MicroBatch make_micro_batch(std::span<const TokenSequence> sequences, std::span<const int> chosen,
+                            std::span<const float> weights, int64_t vocab_size) {
+  MicroBatch batch;
+  for (const int index : chosen) {
+    const TokenSequence& sequence = sequences[static_cast<size_t>(index)];
+    SB_CHECK(sequence.labels.size() == sequence.tokens.size(), "sequence {}: {} tokens, {} labels", sequence.id,
+             sequence.tokens.size(), sequence.labels.size());
+    for (size_t i = 0; i < sequence.tokens.size(); ++i) {
+      const int32_t token = sequence.tokens[i], label = sequence.labels[i];
+      const bool counts = label != kIgnoredLabel;
+      SB_USER_CHECK(token >= 0 && token < vocab_size && (!counts || (label >= 0 && label < vocab_size)),
+                    "sequence {}: token {} at position {} is outside the model's vocabulary of {}: was the data made "
+                    "with another tokenizer?",
+                    sequence.id, token >= 0 && token < vocab_size ? label : token, i, vocab_size);
+      batch.positions.push_back(static_cast<int32_t>(i));
+      batch.weights.push_back(counts ? weights[static_cast<size_t>(index)] : 0.0f);
+    }
+    batch.tokens.insert(batch.tokens.end(), sequence.tokens.begin(), sequence.tokens.end());
+    batch.labels.insert(batch.labels.end(), sequence.labels.begin(), sequence.labels.end());
+    batch.cu_seqlens.push_back(static_cast<int32_t>(batch.tokens.size()));
+    batch.sequence_ids.push_back(sequence.id);
+  }
+  return batch;
+}
+
+}  // namespace sb

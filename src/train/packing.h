@@ -1,0 +1,39 @@
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "data/sequence_source.h"
+#include "model/micro_batch.h"
+#include "train/run_config.h"
+
+namespace sb {
+
+// How the sequences of a global batch become micro-batches and what each token's loss counts. Pure functions of plain
+// data: the result of a step does not depend on the packing, only on the global batch.
+
+struct PackingLimits {
+  int64_t max_sequences = 1;  // per micro-batch
+  int64_t max_tokens = 1;     // per micro-batch, never exceeded
+};
+
+// The limits that the configuration means, its zeros filled in; `longest` is the longest sequence there can be. A cap
+// below it is a UserError, before the first step instead of in the middle of a run.
+PackingLimits packing_limits(const BatchOptions& options, int64_t longest);
+
+// Indices into `lengths`, in order: a micro-batch is closed when the next sequence would break a limit. A sequence
+// longer than max_tokens is a UserError (`ids` names it).
+std::vector<std::vector<int>> pack_in_order(std::span<const int64_t> lengths, std::span<const int64_t> ids,
+                                            const PackingLimits& limits);
+
+// Weight of every counted target of each sequence in the step's loss, from the number of counted targets of all
+// sequences of the global batch. Sequences without targets do not count; all zeros when no sequence has any.
+std::vector<float> target_weights(BatchOptions::Loss loss, std::span<const int64_t> valid_targets);
+
+// The chosen sequences back to back. `weights` has one entry a sequence of the global batch, as `chosen` counts them. A
+// token or label outside the vocabulary is a UserError that names the sequence.
+MicroBatch make_micro_batch(std::span<const TokenSequence> sequences, std::span<const int> chosen,
+                            std::span<const float> weights, int64_t vocab_size);
+
+}  // namespace sb

@@ -1,0 +1,34 @@
+#include "train/stop_signal.h"
+
+namespace sb {
+namespace {
+
+volatile std::sig_atomic_t stop_requested = 0;
+
+void on_signal(int) {
+  stop_requested = 1;
+}
+
+}  // namespace
+
+StopSignal::StopSignal() {
+  stop_requested = 0;
+  struct sigaction action = {};
+  action.sa_handler = on_signal;
+  sigemptyset(&action.sa_mask);
+  // The default action returns with the first signal: the next one kills. Interrupted system calls go on.
+  action.sa_flags = static_cast<int>(SA_RESETHAND | SA_RESTART);
+  sigaction(SIGTERM, &action, &previous_term_);
+  sigaction(SIGINT, &action, &previous_int_);
+}
+
+StopSignal::~StopSignal() {
+  sigaction(SIGTERM, &previous_term_, nullptr);
+  sigaction(SIGINT, &previous_int_, nullptr);
+}
+
+bool StopSignal::requested() {
+  return stop_requested != 0;
+}
+
+}  // namespace sb

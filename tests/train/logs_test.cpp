@@ -1,0 +1,208 @@
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <nlohmann/json.hpp>
+
+#include "core/errors.h"
+#include "tests/train/scratch_directory.h"
+#include "train/console.h"
+#include "train/durable_file.h"
+#include "train/flops.h"
+#include "train/host_memory.h"
+#include "train/metrics_log.h"
+#include "train/trace.h"
+
+namespace sb {
+namespace {
+
+std::vector<nlohmann::json> lines(const std::filesystem::path& file) {
+  std::istringstream in(read_bytes(file));
+  std::vector<nlohmann::json> result;
+  std::string line;
+  while (std::getline(in, line)) result.push_back(nlohmann::json::parse(line));
+  return result;
+}
+
+TEST(MetricsLog, OneObjectALineIntegersAsIntegersNanAsNull) {
+  ScratchDirectory scratch;
+  MetricsLog log(scratch / "metrics.jsonl", 0);
+  log.write({{"step", 1, true}, {"loss", 0.1}, {"grad_norm", NAN}, {"weird \"name\"\n", INFINITY}});
+  const auto all = lines(scratch / "metrics.jsonl");  // readable while the log is open
+  ASSERT_EQ(all.size(), 1u);
+  EXPECT_TRUE(all[0]["step"].is_number_integer());
+  EXPECT_EQ(all[0]["loss"].get<double>(), 0.1);  // the double comes back to the last bit
+  EXPECT_TRUE(all[0]["grad_norm"].is_null());
+  EXPECT_TRUE(all[0]["weird \"name\"\n"].is_null());
+}
+
+TEST(MetricsLog, ResumingTakesOutLaterStepsAndTheUnfinishedLine) {
+  ScratchDirectory scratch;
+  const auto file = scratch / "metrics.jsonl";
+  write_bytes(file,
+              "{\"step\":0,\"validation_loss\":3}\n{\"step\":1,\"loss\":2}\n{\"step\":2,\"loss\":1}\n"
+              "{\"step\":3,\"loss\":1}\n{\"step\":4,\"lo");
+  {
+    MetricsLog log(file, 2);
+    log.write({{"step", 3, true}, {"loss", 0.5}});
+  }
+  const auto all = lines(file);
+  ASSERT_EQ(all.size(), 4u);
+  EXPECT_EQ(all[0]["validation_loss"], 3);
+  EXPECT_EQ(all[2]["step"], 2);
+  EXPECT_EQ(all[3]["step"], 3);
+  EXPECT_EQ(all[3]["loss"], 0.5);
+}
+
+TEST(MetricsLog, ErrorsNameTheFile) {
+  ScratchDirectory scratch;
+  EXPECT_THROW(MetricsLog(scratch / "missing" / "metrics.jsonl", 0), UserError);
+}
+
+TEST(DurableFile, ReplacesAtOnceAndReportsFailures) {
+  ScratchDirectory scratch;
+  replace_file(scratch / "a", "one");
+  replace_file(scratch / "a", "two");
+  EXPECT_EQ(read_bytes(scratch / "a"), "two");
+  EXPECT_EQ(std::distance(std::filesystem::directory_iterator(scratch.path()), {}), 1);
+  EXPECT_THROW(replace_file(scratch / "none" / "a", "x"), UserError);
+  EXPECT_THROW(sync_directory(scratch / "none"), UserError);
+  DurableFile full("/dev/full");
+  try {
+    full.write("x", 1);
+    FAIL();
+  } catch (const UserError& error) {
+    EXPECT_STREQ(error.what(), "/dev/full: cannot write: No space left on device");
+  }
+}
+
+TEST(Trace, IsAChromeTraceOfNestedSpans) {
+  ScratchDirectory scratch;
+  {
+    TraceWriter trace(scratch / "trace.json");
+    const auto outer = trace.span("step", 7);
+    const auto inner = trace.span("forward", 0);
+  }
+  const auto events = nlohmann::json::parse(read_bytes(scratch / "trace.json"));
+  std::vector<nlohmann::json> complete;
+  for (const auto& event : events)
+    if (event["ph"] == "X") complete.push_back(event);
+  ASSERT_EQ(complete.size(), 2u);
+  EXPECT_EQ(complete[0]["name"], "forward");
+  EXPECT_EQ(complete[1]["name"], "step");
+  EXPECT_EQ(complete[1]["args"]["n"], 7);
+  EXPECT_LE(complete[1]["ts"].get<double>(), complete[0]["ts"].get<double>());
+  EXPECT_GE(complete[1]["ts"].get<double>() + complete[1]["dur"].get<double>(),
+            complete[0]["ts"].get<double>() + complete[0]["dur"].get<double>());
+}
+
+TEST(Trace, WithoutAFileDoesNothing) {
+  TraceWriter trace{std::filesystem::path()};
+  const auto span = trace.span("step", 1);
+  trace.flush();
+}
+
+StepReport report(int64_t step) {
+  StepReport r;
+  r.step = step;
+  r.max_steps = 100;
+  r.loss = 2.34567;
+  r.grad_norm = 1.5;
+  r.learning_rate = 1e-3;
+  r.tokens = 30000;
+  r.seconds = 2.0;
+  r.flops = 5e10;
+  return r;
+}
+
+TEST(Console, StepLineSaysWhatIsKnownAndNothingElse) {
+  StepReport r = report(7);
+  EXPECT_EQ(format_step(r), "step 7/100  loss 2.3457  grad norm 1.500  lr 1.00e-03  15.0k tok/s  25.0 GFLOP/s");
+  r.peak_flops = 1e11;
+  r.coverage = 0.9;
+  r.budget = 512;
+  r.skipped = true;
+  r.skipped_total = 3;
+  EXPECT_EQ(format_step(r),
+            "step 7/100  loss 2.3457  grad norm 1.500  lr 1.00e-03  15.0k tok/s  MFU 25.0 %  coverage 0.900  budget 512"
+            "  SKIPPED: gradient not finite (3 so far)");
+}
+
+TEST(Console, Durations) {
+  EXPECT_EQ(format_duration(0.4), "0s");
+  EXPECT_EQ(format_duration(59.4), "59s");
+  EXPECT_EQ(format_duration(60), "1m00s");
+  EXPECT_EQ(format_duration(3599), "59m59s");
+  EXPECT_EQ(format_duration(3725), "1h02m");
+  EXPECT_EQ(format_duration(NAN), "n/a");
+}
+
+std::string console_output(bool terminal, int64_t log_steps, const std::function<void(Console&)>& use) {
+  ScratchDirectory scratch;
+  std::FILE* out = std::fopen((scratch / "out").c_str(), "w");
+  Console console(out, terminal, log_steps);
+  use(console);
+  std::fclose(out);
+  return read_bytes(scratch / "out");
+}
+
+TEST(Console, PlainLinesEverySoManyStepsAndTheLast) {
+  const std::string out = console_output(false, 10, [](Console& console) {
+    for (int64_t step = 1; step <= 100; ++step)
+      if (step <= 20 || step > 95) console.step(report(step));
+  });
+  EXPECT_EQ(std::count(out.begin(), out.end(), '\n'), 3);  // 10, 20, 100
+  EXPECT_EQ(out.find('\r'), std::string::npos);
+  EXPECT_EQ(out.find('\033'), std::string::npos);
+  EXPECT_NE(out.find("step 10/100"), std::string::npos);
+  EXPECT_NE(out.find("ETA 3m00s"), std::string::npos);  // 90 steps of 2 s
+  EXPECT_NE(out.find("step 100/100"), std::string::npos);
+}
+
+TEST(Console, TerminalRedrawsOneLineAndKeepsTextApart) {
+  const std::string out = console_output(true, 1, [](Console& console) {
+    console.step(report(1));
+    console.text("a note");
+    console.step(report(2));
+    console.finish();
+    console.finish();
+  });
+  EXPECT_EQ(std::count(out.begin(), out.end(), '\n'), 2);
+  EXPECT_NE(out.find("\033[Ka note\n\rstep 2/100"), std::string::npos) << out;
+  EXPECT_TRUE(out.ends_with("\n"));
+}
+
+TEST(Console, ValidationLine) {
+  ValidationReport r;
+  r.step = 5;
+  r.loss = std::log(2.0);
+  r.accuracy = 0.25;
+  r.sequences = 8;
+  EXPECT_EQ(format_validation(r),
+            "validation at step 5: loss 0.6931, perplexity 2.00, accuracy 25.0 % over 8 sequences");
+  r.recall = 0.915;
+  EXPECT_NE(format_validation(r).find("recall 91.5 % (3rd and later tokens of a chunk)"), std::string::npos);
+}
+
+TEST(Flops, CountsProductsOfASmallModelByHand) {
+  ModelConfig config;
+  config.vocab_size = 10;
+  config.hidden_size = 8;
+  config.intermediate_size = 12;
+  config.layers = 2;
+  config.heads = 4;
+  config.kv_heads = 2;
+  config.head_dim = 2;
+  // Per token and layer: qkv 8×16, output 8×8, gate, up and down 8×12 each; then the vocabulary 8×10.
+  const double per_token = 2.0 * (2 * (8 * 16 + 8 * 8 + 3 * 8 * 12) + 8 * 10);
+  // Pairs of lengths 3 and 1: 6 + 1; 4 heads of 2 channels, scores and values, 2 flops each, 2 layers.
+  const double attention = 7.0 * 4 * 2 * 2 * 2 * 2;
+  const std::vector<int64_t> lengths = {3, 1};
+  EXPECT_DOUBLE_EQ(training_flops(config, lengths), 3 * (4 * per_token + attention));
+}
+
+TEST(HostMemory, IsKnownHere) {
+  EXPECT_GT(available_host_memory(), int64_t{1} << 20);
+}
+
+}  // namespace
+}  // namespace sb

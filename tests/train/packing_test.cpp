@@ -1,0 +1,136 @@
+#include "train/packing.h"
+
+#include <gtest/gtest.h>
+
+#include <numeric>
+
+namespace sb {
+namespace {
+
+using Packed = std::vector<std::vector<int>>;
+using Loss = BatchOptions::Loss;
+
+Packed pack(const std::vector<int64_t>& lengths, int64_t max_sequences, int64_t max_tokens) {
+  std::vector<int64_t> ids(lengths.size());
+  std::iota(ids.begin(), ids.end(), 100);
+  return pack_in_order(lengths, ids, {max_sequences, max_tokens});
+}
+
+TEST(Packing, ClosesAtTheNumberOfSequences) {
+  EXPECT_EQ(pack({1, 1, 1, 1, 1}, 2, 100), (Packed{{0, 1}, {2, 3}, {4}}));
+}
+
+TEST(Packing, ClosesBeforeTheTokenCap) {
+  EXPECT_EQ(pack({6, 4, 1, 10, 9, 2}, 10, 10), (Packed{{0, 1}, {2}, {3}, {4}, {5}}));
+}
+
+TEST(Packing, NothingGivesNothing) {
+  EXPECT_TRUE(pack({}, 2, 10).empty());
+}
+
+TEST(Packing, TooLongSequenceIsNamed) {
+  try {
+    pack({3, 11}, 2, 10);
+    FAIL();
+  } catch (const UserError& error) {
+    EXPECT_NE(std::string(error.what()).find("sequence 101 has 11 tokens"), std::string::npos) << error.what();
+    EXPECT_NE(std::string(error.what()).find("micro_batch_tokens"), std::string::npos);
+  }
+}
+
+TEST(Packing, EveryPackingHoldsEachSequenceOnceWithinTheLimits) {
+  const std::vector<int64_t> lengths = {5, 1, 9, 3, 3, 7, 2, 8, 1, 1, 1, 4};
+  for (int64_t sequences = 1; sequences <= 5; ++sequences) {
+    for (int64_t tokens = 9; tokens <= 30; tokens += 7) {
+      std::vector<int> seen;
+      for (const auto& batch : pack(lengths, sequences, tokens)) {
+        EXPECT_LE(static_cast<int64_t>(batch.size()), sequences);
+        int64_t sum = 0;
+        for (const int i : batch) {
+          sum += lengths[static_cast<size_t>(i)];
+          seen.push_back(i);
+        }
+        EXPECT_LE(sum, tokens);
+      }
+      std::vector<int> expected(lengths.size());
+      std::iota(expected.begin(), expected.end(), 0);
+      EXPECT_EQ(seen, expected);
+    }
+  }
+}
+
+TEST(PackingLimits, FillsInTheZeros) {
+  BatchOptions options;
+  options.global_batch_size = 8;
+  PackingLimits limits = packing_limits(options, 100);
+  EXPECT_EQ(limits.max_sequences, 8);  // as many as fit …
+  EXPECT_EQ(limits.max_tokens, 100);   // … into the longest sequence
+  options.micro_batch_sequences = 2;
+  limits = packing_limits(options, 100);
+  EXPECT_EQ(limits.max_sequences, 2);
+  EXPECT_EQ(limits.max_tokens, 200);
+  options.micro_batch_tokens = 150;
+  EXPECT_EQ(packing_limits(options, 100).max_tokens, 150);
+  options.micro_batch_tokens = 1'000'000;  // no micro-batch gets that large: no memory for it either
+  EXPECT_EQ(packing_limits(options, 100).max_tokens, 200);
+}
+
+TEST(PackingLimits, CapBelowTheLongestSequenceIsRefused) {
+  BatchOptions options;
+  options.micro_batch_tokens = 99;
+  EXPECT_THROW(packing_limits(options, 100), UserError);
+}
+
+TEST(TargetWeights, TokenMeanCountsEveryTargetEqually) {
+  const std::vector<int64_t> targets = {3, 0, 5};
+  const auto weights = target_weights(Loss::token_mean, targets);
+  EXPECT_FLOAT_EQ(weights[0], 1.0f / 8);
+  EXPECT_EQ(weights[1], 0.0f);
+  EXPECT_FLOAT_EQ(weights[2], 1.0f / 8);
+}
+
+TEST(TargetWeights, SequenceMeanCountsEverySequenceWithTargetsEqually) {
+  const std::vector<int64_t> targets = {4, 0, 10};
+  const auto weights = target_weights(Loss::sequence_mean, targets);
+  EXPECT_FLOAT_EQ(weights[0], 1.0f / (2 * 4));
+  EXPECT_EQ(weights[1], 0.0f);
+  EXPECT_FLOAT_EQ(weights[2], 1.0f / (2 * 10));
+  EXPECT_NEAR(weights[0] * 4 + weights[2] * 10, 1.0, 1e-6);
+}
+
+TEST(TargetWeights, NoTargetsAnywhereGiveZeros) {
+  for (const Loss loss : {Loss::token_mean, Loss::sequence_mean})
+    EXPECT_EQ(target_weights(loss, std::vector<int64_t>{0, 0}), (std::vector<float>{0, 0}));
+}
+
+TEST(MicroBatch, LaysSequencesBackToBack) {
+  const std::vector<TokenSequence> sequences = {
+      {7, {1, 2, 3}, {2, 3, kIgnoredLabel}}, {8, {4}, {kIgnoredLabel}}, {9, {5, 6}, {kIgnoredLabel, kIgnoredLabel}}};
+  const std::vector<int> chosen = {2, 0};
+  const std::vector<float> weights = {0.5f, 0.25f, 0.125f};
+  const MicroBatch batch = make_micro_batch(sequences, chosen, weights, 10);
+  EXPECT_EQ(batch.tokens, (std::vector<int32_t>{5, 6, 1, 2, 3}));
+  EXPECT_EQ(batch.positions, (std::vector<int32_t>{0, 1, 0, 1, 2}));
+  EXPECT_EQ(batch.labels, (std::vector<int32_t>{-100, -100, 2, 3, -100}));
+  EXPECT_EQ(batch.weights, (std::vector<float>{0, 0, 0.5f, 0.5f, 0}));
+  EXPECT_EQ(batch.cu_seqlens, (std::vector<int32_t>{0, 2, 5}));
+  EXPECT_EQ(batch.sequence_ids, (std::vector<int64_t>{9, 7}));
+}
+
+TEST(MicroBatch, TokensOutsideTheVocabularyAreNamed) {
+  const std::vector<int> chosen = {0};
+  const std::vector<float> weights = {1.0f};
+  for (const TokenSequence& bad :
+       {TokenSequence{42, {1, 10}, {1, kIgnoredLabel}}, TokenSequence{42, {1, -1}, {1, kIgnoredLabel}},
+        TokenSequence{42, {1, 2}, {10, kIgnoredLabel}}, TokenSequence{42, {1, 2}, {-1, kIgnoredLabel}}}) {
+    try {
+      make_micro_batch(std::vector<TokenSequence>{bad}, chosen, weights, 10);
+      FAIL();
+    } catch (const UserError& error) {
+      EXPECT_NE(std::string(error.what()).find("sequence 42"), std::string::npos) << error.what();
+    }
+  }
+}
+
+}  // namespace
+}  // namespace sb
