@@ -34,6 +34,8 @@ SampledToken measure_token(const AttentionShape& shape, const SequenceTiles& til
   const int64_t keys = token + 1, tile = token / tiles.query_block, row = token - tiles.begin(tile);
   const int64_t competing = tiles.competing(tile), seen_blocks = token / tiles.block + 1;
 
+  const BlockIndex::Sequence& sequence = request.index->sequences()[request.sequence];
+
   std::vector<float> probabilities(group * keys);
   sgemm({.transpose_b = true,
          .m = group,
@@ -65,20 +67,15 @@ SampledToken measure_token(const AttentionShape& shape, const SequenceTiles& til
     for (int64_t j = 0; j < seen_blocks; ++j) {
       block_mass[j] = std::accumulate(p + j * tiles.block, p + std::min(keys, (j + 1) * tiles.block), 0.0);
     }
-    if (!request.list) {
+    if (sequence.dense) {
       result.held += 1.0;
     } else {
-      const int list_head = request.lists_per_query_head ? kv_head * group + h : kv_head;
-      std::vector<uint8_t> listed(seen_blocks, 0);
-      for (const ChosenBlock& entry : request.list(list_head, tile)) {
-        if (entry.first_row <= row && entry.block < seen_blocks) listed[entry.block] = 1;
+      const int list_head = request.index->shape().list_heads == shape.heads ? kv_head * group + h : kv_head;
+      const BlockIndex::Row list = request.index->row(BlockIndex::row_id(sequence, list_head, static_cast<int>(tile)));
+      for (size_t i = 0; i < list.blocks.size(); ++i) {
+        if (list.first[i] <= row && list.blocks[i] < seen_blocks) result.held += block_mass[list.blocks[i]];
       }
-      for (int64_t j = 0; j < seen_blocks; ++j) result.held += listed[j] ? block_mass[j] : 0.0;
-      if (request.columns) {
-        for (const int32_t column : request.columns(list_head, tile)) {
-          if (column <= token && !listed[column / tiles.block]) result.held += p[column];
-        }
-      }
+      for (const int32_t column : list.columns) result.held += column <= token ? p[column] : 0.0;
     }
     double mass = 1.0;  // all but the ranked blocks are forced or the token's own
     for (const int64_t j : order) mass -= block_mass[j];

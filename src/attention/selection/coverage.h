@@ -1,12 +1,10 @@
 #pragma once
 
 #include <cstdint>
-#include <functional>
-#include <span>
 #include <vector>
 
+#include "attention/block_index.h"
 #include "attention/selection/block_statistics.h"
-#include "attention/selection/staircase.h"
 #include "attention/selection/tiles.h"
 
 namespace sb {
@@ -23,19 +21,14 @@ struct CoverageSample {
 // everything.
 std::vector<int64_t> coverage_grid(int64_t tokens, int block);
 
-// The list of (list head, tile); and columns chosen besides (vertical_slash), ascending token positions.
-using TileListLookup = std::function<std::span<const ChosenBlock>(int list_head, int64_t tile)>;
-using TileColumnLookup = std::function<std::span<const int32_t>(int list_head, int64_t tile)>;
-
 struct CoverageRequest {
   const float* q;           // the sequence's first token, [tokens, heads, d]
   const float* k;           // [tokens, kv_heads, d]
   const float* statistics;  // BlockStatistics rows of the sequence
   BlockScore score;
-  bool lists_per_query_head;
-  int rows;                  // tokens to sample, spread evenly
-  TileListLookup list;       // empty: everything is held
-  TileColumnLookup columns;  // empty: none
+  int rows;                 // tokens to sample, spread evenly
+  const BlockIndex* index;  // the lists in use, and which of its sequences this is
+  int sequence;
 };
 
 CoverageSample measure_coverage(const Exec& exec, const AttentionShape& shape, const SequenceTiles& tiles,

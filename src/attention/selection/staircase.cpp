@@ -10,7 +10,7 @@ namespace {
 
 constexpr uint8_t kUnchosen = 255;
 
-void append(std::vector<ChosenBlock>& out, int64_t block, int first_row) {
+void append(std::vector<IndexEntry>& out, int64_t block, int first_row) {
   out.push_back({static_cast<uint16_t>(block), static_cast<uint8_t>(first_row)});
 }
 
@@ -34,14 +34,15 @@ StaircaseRule staircase_rule(StaircaseRule::Kind kind, int64_t free_quota, int s
 }
 
 void Staircase::choose(const SequenceTiles& tiles, int64_t tile, const BlockMasses& masses, const StaircaseRule& rule,
-                       std::vector<ChosenBlock>& out) {
+                       std::vector<IndexEntry>& out) {
   const int64_t competing = tiles.competing(tile);
   if (tiles.candidates(tile) <= rule.total && rule.kind == StaircaseRule::Kind::topk) {
     choose_everything(tiles, tile, out);
     return;
   }
-  SB_CHECK(masses.count == competing && masses.rows == tiles.rows(tile),
-           "masses of {} rows and {} blocks, not {} and {}", masses.rows, masses.count, tiles.rows(tile), competing);
+  SB_CHECK(masses.count == competing && masses.rows == (rule.rows == 1 ? 1 : tiles.rows(tile)),
+           "masses of {} rows and {} blocks for tile {} of {} rows and {} blocks", masses.rows, masses.count, tile,
+           tiles.rows(tile), competing);
   first_row_.assign(competing, kUnchosen);
   for (int64_t j = 0; j < competing; ++j) {
     if (tiles.forced(tile, j)) first_row_[j] = 0;
@@ -94,32 +95,7 @@ void Staircase::choose(const SequenceTiles& tiles, int64_t tile, const BlockMass
   for (int64_t j = competing; j < tiles.visible(tile); ++j) append(out, j, 0);
 }
 
-void choose_lookahead(const SequenceTiles& tiles, int64_t tile, const BlockMasses& masses, int64_t free_quota,
-                      std::vector<ChosenBlock>& out) {
-  if (tiles.candidates(tile) <= free_quota) {
-    choose_everything(tiles, tile, out);
-    return;
-  }
-  SB_CHECK(masses.count == tiles.competing(tile) && masses.rows == 1, "masses of {} rows and {} blocks", masses.rows,
-           masses.count);
-  std::vector<int32_t> order;
-  std::vector<uint8_t> take(tiles.competing(tile), 0);
-  for (int64_t j = 0; j < tiles.competing(tile); ++j) {
-    if (tiles.forced(tile, j)) {
-      take[j] = 1;
-    } else {
-      order.push_back(static_cast<int32_t>(j));
-    }
-  }
-  std::nth_element(order.begin(), order.begin() + free_quota, order.end(), ByMass{masses.row(0)});
-  for (int64_t i = 0; i < free_quota; ++i) take[order[i]] = 1;
-  for (int64_t j = 0; j < tiles.competing(tile); ++j) {
-    if (take[j]) append(out, j, 0);
-  }
-  for (int64_t j = tiles.competing(tile); j < tiles.visible(tile); ++j) append(out, j, 0);
-}
-
-void choose_window(const SequenceTiles& tiles, int64_t tile, std::vector<ChosenBlock>& out) {
+void choose_window(const SequenceTiles& tiles, int64_t tile, std::vector<IndexEntry>& out) {
   const int64_t own = tiles.visible(tile) - tiles.competing(tile);
   const int64_t sinks = std::min<int64_t>(tiles.sink_blocks, tiles.competing(tile));
   const int64_t local = std::max<int64_t>(tiles.local_blocks, tiles.quota(tile) - own - sinks);
@@ -128,7 +104,7 @@ void choose_window(const SequenceTiles& tiles, int64_t tile, std::vector<ChosenB
   }
 }
 
-void choose_everything(const SequenceTiles& tiles, int64_t tile, std::vector<ChosenBlock>& out) {
+void choose_everything(const SequenceTiles& tiles, int64_t tile, std::vector<IndexEntry>& out) {
   for (int64_t j = 0; j < tiles.visible(tile); ++j) append(out, j, 0);
 }
 

@@ -4,16 +4,10 @@
 #include <span>
 #include <vector>
 
+#include "attention/block_index.h"
 #include "attention/selection/tiles.h"
 
 namespace sb {
-
-// A key block on a tile's list, and the first row (token of the tile) that sees it.
-struct ChosenBlock {
-  uint16_t block;
-  uint8_t first_row;
-  bool operator==(const ChosenBlock&) const = default;
-};
 
 // Masses of the competing key blocks: row r (a token, or the whole tile) at values + r·stride, `count` of them; the
 // natural logarithm of the relative mass (each row's masses sum to about one).
@@ -43,27 +37,23 @@ struct StaircaseRule {
 // Splits a tile's free quota into the first token's share and what later ones may add, `step` a token.
 StaircaseRule staircase_rule(StaircaseRule::Kind kind, int64_t free_quota, int step, int query_block);
 
-// Chooses blocks for one tile and appends them, forced and own blocks included, ascending by block. `masses` has one
-// row a token and covers competing(tile) blocks; it may be empty when free_quota covers all candidates.
+// Chooses blocks for one tile and appends them, forced and own blocks included, ascending by block. `masses` covers
+// competing(tile) blocks and has one row a token (causal), or a single row for the whole tile (lookahead, with a rule
+// of one row); it may be empty when topk takes all candidates anyhow.
 class Staircase {
  public:
   void choose(const SequenceTiles& tiles, int64_t tile, const BlockMasses& masses, const StaircaseRule& rule,
-              std::vector<ChosenBlock>& out);
+              std::vector<IndexEntry>& out);
 
  private:
   std::vector<uint8_t> first_row_;  // kUnchosen, or the row that chose the block
   std::vector<int32_t> order_;
 };
 
-// The same list for every row: all forced blocks and the `free_quota` best of `masses` row 0 (lookahead), ties to the
-// lower block.
-void choose_lookahead(const SequenceTiles& tiles, int64_t tile, const BlockMasses& masses, int64_t free_quota,
-                      std::vector<ChosenBlock>& out);
-
 // Sinks and as many of the latest blocks as the quota allows.
-void choose_window(const SequenceTiles& tiles, int64_t tile, std::vector<ChosenBlock>& out);
+void choose_window(const SequenceTiles& tiles, int64_t tile, std::vector<IndexEntry>& out);
 
 // All blocks the tile can see.
-void choose_everything(const SequenceTiles& tiles, int64_t tile, std::vector<ChosenBlock>& out);
+void choose_everything(const SequenceTiles& tiles, int64_t tile, std::vector<IndexEntry>& out);
 
 }  // namespace sb

@@ -124,57 +124,61 @@ TEST(CoverageGrid, AscendsToEverything) {
 
 // Lists with known content against a softmax written out in fp64.
 TEST(Coverage, HeldMassIsExact) {
+  const Inputs in = make_inputs(4, 2, 16, 500, 21);
+  SequenceTiles tiles;
+  tiles.tokens = 500;
+  tiles.block = 64;
+  tiles.query_block = 16;
+  double held = 0;
+  for (int64_t t = 0; t < 500; ++t) {
+    for (int h = 0; h < 4; ++h) {
+      double all = 0, kept = 0;
+      for (int64_t m = 0; m <= t; ++m) {
+        double s = 0;
+        for (int c = 0; c < 16; ++c) s += in.q[(t * 4 + h) * 16 + c] * in.k[(m * 2 + h / 2) * 16 + c];
+        const double e = std::exp(s * in.shape.scale);
+        all += e;
+        const bool own = m / 64 == t / 64, listed = m / 64 == 1 && t / 64 > 1 && t % 16 >= 2;
+        const bool column = m == 7 && t / 64 > 0;
+        if (own || listed || column) kept += e;
+      }
+      held += kept / all / 2000.0;
+    }
+  }
   for (const int threads : {1, 2}) {
     ThreadPool pool(threads);
     Exec exec;
     exec.pool = &pool;
-    const Inputs in = make_inputs(4, 2, 16, 500, 21);
     const std::vector<float> rows = statistics(in, BlockScore::moments, 64, pool);
-    SequenceTiles tiles;
-    tiles.tokens = 500;
-    tiles.block = 64;
-    tiles.query_block = 16;
-    std::vector<ChosenBlock> list;
-    CoverageRequest request{in.q.data(), in.k.data(), rows.data(), BlockScore::moments, false, 500, nullptr, nullptr};
-    // Own block, and block 1 from the tile's third row on.
-    request.list = [&](int, int64_t tile) {
-      list.clear();
-      if (tiles.competing(tile) > 1) list.push_back({1, 2});
-      for (int64_t j = tiles.competing(tile); j < tiles.visible(tile); ++j)
-        list.push_back({static_cast<uint16_t>(j), 0});
-      return std::span<const ChosenBlock>(list);
-    };
-    if (threads > 1) {
-      EXPECT_DOUBLE_EQ(measure_coverage(exec, in.shape, tiles,
-                                        [&] {
-                                          CoverageRequest dense = request;
-                                          dense.list = nullptr;
-                                          return dense;
-                                        }())
-                           .held,
-                       1.0);
-      continue;
-    }
-    double held = 0;
-    for (int64_t t = 0; t < 500; ++t) {
-      for (int h = 0; h < 4; ++h) {
-        double all = 0, kept = 0;
-        for (int64_t m = 0; m <= t; ++m) {
-          double s = 0;
-          for (int c = 0; c < 16; ++c) s += in.q[(t * 4 + h) * 16 + c] * in.k[(m * 2 + h / 2) * 16 + c];
-          const double e = std::exp(s * in.shape.scale);
-          all += e;
-          const bool own = m / 64 == t / 64, listed = m / 64 == 1 && t / 64 > 1 && t % 16 >= 2;
-          if (own || listed) kept += e;
-        }
-        held += kept / all / 2000.0;
+    // Own block, block 1 from the tile's third token on, and column 7.
+    const std::vector<int32_t> cu = {0, 500};
+    BlockIndex index;
+    BlockIndexBuilder builder;
+    builder.begin(index, {64, 16, 2}, cu, {}, 1);
+    for (int head = 0; head < 2; ++head) {
+      for (int tile = 0; tile < tiles.tiles(); ++tile) {
+        std::vector<IndexEntry> list;
+        std::vector<int32_t> columns;
+        if (tiles.competing(tile) > 1) list.push_back({1, 2});
+        if (tiles.competing(tile) > 0) columns.push_back(7);
+        list.push_back({static_cast<uint16_t>(tiles.competing(tile)), 0});
+        builder.set_row(0, BlockIndex::row_id(index.sequences()[0], head, tile), list, columns);
       }
     }
+    builder.finish(pool);
+    const CoverageRequest request{in.q.data(), in.k.data(), rows.data(), BlockScore::moments, 500, &index, 0};
     const CoverageSample sample = measure_coverage(exec, in.shape, tiles, request);
     EXPECT_EQ(sample.rows, 500);
     EXPECT_NEAR(sample.held, held, 1e-5);
     EXPECT_TRUE(std::is_sorted(sample.curve.begin(), sample.curve.end()));
     EXPECT_NEAR(sample.curve.back(), 1.0, 1e-5);
+
+    BlockIndex dense;
+    const std::vector<uint8_t> is_dense = {1};
+    builder.begin(dense, {64, 16, 2}, cu, is_dense, 1);
+    builder.finish(pool);
+    const CoverageRequest all{in.q.data(), in.k.data(), rows.data(), BlockScore::moments, 50, &dense, 0};
+    EXPECT_DOUBLE_EQ(measure_coverage(exec, in.shape, tiles, all).held, 1.0);
   }
 }
 

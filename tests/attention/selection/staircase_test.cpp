@@ -36,9 +36,9 @@ std::vector<float> random_masses(int rows, int64_t count, uint64_t seed) {
   return masses;
 }
 
-std::vector<ChosenBlock> choose(const SequenceTiles& tiles, int64_t tile, const std::vector<float>& masses,
-                                const StaircaseRule& rule) {
-  std::vector<ChosenBlock> out;
+std::vector<IndexEntry> choose(const SequenceTiles& tiles, int64_t tile, const std::vector<float>& masses,
+                               const StaircaseRule& rule) {
+  std::vector<IndexEntry> out;
   Staircase staircase;
   const int64_t count = tiles.competing(tile);
   staircase.choose(tiles, tile, {masses.data(), count, tiles.rows(tile), count}, rule, out);
@@ -104,7 +104,7 @@ TEST(Staircase, TopkTakesTheBestInTurn) {
     const int64_t tile = tiles.tiles() - 1, count = tiles.competing(tile);
     const std::vector<float> masses = random_masses(tiles.rows(tile), count, 11 + query_block);
     const StaircaseRule rule = staircase_rule(StaircaseRule::Kind::topk, tiles.free_quota(tile), 1, query_block);
-    const std::vector<ChosenBlock> out = choose(tiles, tile, masses, rule);
+    const std::vector<IndexEntry> out = choose(tiles, tile, masses, rule);
 
     std::set<int64_t> chosen;
     for (int64_t j = 0; j < count; ++j) {
@@ -126,10 +126,10 @@ TEST(Staircase, TopkTakesTheBestInTurn) {
     size_t i = 0;
     for (const int64_t j : chosen) {
       EXPECT_EQ(out[i].block, j);
-      EXPECT_EQ(out[i].first_row, first_row[j]);
+      EXPECT_EQ(out[i].first, first_row[j]);
       ++i;
     }
-    EXPECT_EQ(out.back(), (ChosenBlock{static_cast<uint16_t>(count), 0}));
+    EXPECT_EQ(out.back(), (IndexEntry{static_cast<uint16_t>(count), 0}));
     EXPECT_EQ(static_cast<int64_t>(out.size()), tiles.quota(tile));
   }
 }
@@ -144,15 +144,15 @@ TEST(Staircase, LaterRowsNeverChangeEarlierChoices) {
     rule.coverage = 0.8;
     rule.threshold = std::log(0.03f);
     rule.floor = 2;
-    const std::vector<ChosenBlock> before = choose(tiles, tile, masses, rule);
+    const std::vector<IndexEntry> before = choose(tiles, tile, masses, rule);
     for (int cut = 0; cut < 16; ++cut) {
       std::vector<float> changed = random_masses(16, count, 1000 + cut);
       std::copy(masses.begin(), masses.begin() + (cut + 1) * count, changed.begin());
-      const std::vector<ChosenBlock> after = choose(tiles, tile, changed, rule);
-      const auto seen = [&](const std::vector<ChosenBlock>& list) {
-        std::vector<ChosenBlock> kept;
-        for (const ChosenBlock& entry : list) {
-          if (entry.first_row <= cut) kept.push_back(entry);
+      const std::vector<IndexEntry> after = choose(tiles, tile, changed, rule);
+      const auto seen = [&](const std::vector<IndexEntry>& list) {
+        std::vector<IndexEntry> kept;
+        for (const IndexEntry& entry : list) {
+          if (entry.first <= cut) kept.push_back(entry);
         }
         return kept;
       };
@@ -164,7 +164,7 @@ TEST(Staircase, LaterRowsNeverChangeEarlierChoices) {
 TEST(Staircase, TopkTakesEverythingWhenItFits) {
   const SequenceTiles tiles = make_tiles(64 * 6, 16, 64 * 6);
   const int64_t tile = tiles.tiles() - 1;
-  std::vector<ChosenBlock> out;
+  std::vector<IndexEntry> out;
   Staircase().choose(tiles, tile, {nullptr, 0, 0, 0},
                      staircase_rule(StaircaseRule::Kind::topk, tiles.free_quota(tile), 1, 16), out);
   EXPECT_EQ(out.size(), 6u);
@@ -178,7 +178,7 @@ TEST(Staircase, ToppStopsAtCoverageAndAtTheCap) {
   for (const double p : {0.3, 0.6, 0.9}) {
     rule.coverage = p;
     double held = 0, least = 2;
-    for (const ChosenBlock& entry : choose(tiles, tile, masses, rule)) {
+    for (const IndexEntry& entry : choose(tiles, tile, masses, rule)) {
       if (entry.block >= count) continue;
       held += std::exp(masses[entry.block]);
       if (!tiles.forced(tile, entry.block)) least = std::min<double>(least, std::exp(masses[entry.block]));
@@ -200,9 +200,9 @@ TEST(Staircase, MassTakesWhatExceedsTheThreshold) {
   rule.threshold = std::log(0.02f);
   size_t expected = 1;
   for (int64_t j = 0; j < count; ++j) expected += tiles.forced(tile, j) || masses[j] >= rule.threshold;
-  const std::vector<ChosenBlock> out = choose(tiles, tile, masses, rule);
+  const std::vector<IndexEntry> out = choose(tiles, tile, masses, rule);
   EXPECT_EQ(out.size(), expected);
-  for (const ChosenBlock& entry : out) {
+  for (const IndexEntry& entry : out) {
     if (entry.block < count && !tiles.forced(tile, entry.block)) {
       EXPECT_GE(masses[entry.block], rule.threshold);
     }
@@ -216,12 +216,13 @@ TEST(Lookahead, TakesTheBestOfTheTile) {
   const SequenceTiles tiles = make_tiles(64 * 30, 64, 64 * 10);
   const int64_t tile = tiles.tiles() - 1, count = tiles.competing(tile);
   const std::vector<float> masses = random_masses(1, count, 8);
-  std::vector<ChosenBlock> out;
-  choose_lookahead(tiles, tile, {masses.data(), count, 1, count}, tiles.free_quota(tile), out);
+  std::vector<IndexEntry> out;
+  Staircase().choose(tiles, tile, {masses.data(), count, 1, count},
+                     staircase_rule(StaircaseRule::Kind::topk, tiles.free_quota(tile), 1, 1), out);
   ASSERT_EQ(static_cast<int64_t>(out.size()), tiles.quota(tile));
   float worst_in = 1, best_out = -1000;
   std::set<int64_t> in;
-  for (const ChosenBlock& entry : out) in.insert(entry.block);
+  for (const IndexEntry& entry : out) in.insert(entry.block);
   for (int64_t j = 0; j < count; ++j) {
     if (tiles.forced(tile, j)) {
       EXPECT_TRUE(in.count(j));
@@ -236,7 +237,7 @@ TEST(Lookahead, TakesTheBestOfTheTile) {
 
 TEST(Window, SinksAndLatest) {
   const SequenceTiles tiles = make_tiles(64 * 30, 16, 64 * 8);
-  std::vector<ChosenBlock> out;
+  std::vector<IndexEntry> out;
   choose_window(tiles, tiles.tiles() - 1, out);
   ASSERT_EQ(out.size(), 8u);
   EXPECT_EQ(out[0].block, 0);
@@ -247,10 +248,10 @@ TEST(Window, SinksAndLatest) {
 }
 
 TEST(ChooseEverything, FirstTokenSeesItsOwnBlock) {
-  std::vector<ChosenBlock> out;
+  std::vector<IndexEntry> out;
   choose_everything(make_tiles(1, 16, 1), 0, out);
   ASSERT_EQ(out.size(), 1u);
-  EXPECT_EQ(out[0], (ChosenBlock{0, 0}));
+  EXPECT_EQ(out[0], (IndexEntry{0, 0}));
 }
 
 }  // namespace

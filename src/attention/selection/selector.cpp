@@ -1,0 +1,211 @@
+#include "attention/selection/selector.h"
+
+#include <algorithm>
+#include <atomic>
+#include <bit>
+#include <cmath>
+
+#include "attention/selection/block_scores.h"
+#include "core/errors.h"
+
+namespace sb {
+namespace {
+
+int length_class(int64_t tokens) {
+  return std::bit_width(static_cast<uint64_t>(tokens));
+}
+
+// Tiles with the same competing blocks go together, so that one product scores all tokens of a key block.
+struct Chunks {
+  explicit Chunks(const SequenceTiles& tiles)
+      : tiles_per_chunk(std::max(1, tiles.block / tiles.query_block)),
+        count((tiles.tiles() + tiles_per_chunk - 1) / tiles_per_chunk) {}
+  int64_t tiles_per_chunk, count;
+};
+
+}  // namespace
+
+Selector::Selector(const SelectionConfig& config) : config_(config) {
+  check_selection_config(config);
+}
+
+void Selector::select(const Exec& exec, const SelectionRequest& request, BlockIndexBuilder& builder) {
+  const SequenceTiles& tiles = request.tiles;
+  SB_USER_CHECK(tiles.blocks() <= 65536, "a sequence of {} tokens has more than 65,536 blocks of {}; use larger blocks",
+                tiles.tokens, tiles.block);
+  switch (config_.pattern) {
+    case SelectionPattern::vertical_slash:
+      select_vertical_slash(exec, request, builder);
+      return;
+    case SelectionPattern::topk:
+      select_by_scores(exec, request, StaircaseRule::Kind::topk, 0.0f, builder);
+      return;
+    case SelectionPattern::topp:
+      select_by_scores(exec, request, StaircaseRule::Kind::topp, 0.0f, builder);
+      return;
+    case SelectionPattern::mass:
+      if (config_.order == SelectionOrder::lookahead) {
+        select_most_mass(exec, request, builder);
+      } else {
+        steer_threshold(request,
+                        select_by_scores(exec, request, StaircaseRule::Kind::mass, threshold(request), builder));
+      }
+      return;
+    case SelectionPattern::window: {
+      std::vector<IndexEntry> row;
+      for (int64_t tile = 0; tile < tiles.tiles(); ++tile) {
+        row.clear();
+        choose_window(tiles, tile, row);
+        for (int head = 0; head < request.shape.kv_heads; ++head) {
+          builder.set_row(0, BlockIndex::row_id(request.place, head, static_cast<int>(tile)), row);
+        }
+      }
+      return;
+    }
+    case SelectionPattern::dense:
+      break;
+  }
+  throw InternalError("dense attention makes no lists");
+}
+
+int64_t Selector::select_by_scores(const Exec& exec, const SelectionRequest& request, StaircaseRule::Kind kind,
+                                   float threshold, BlockIndexBuilder& builder) const {
+  const SequenceTiles& tiles = request.tiles;
+  const bool lookahead = config_.order == SelectionOrder::lookahead;
+  const Chunks chunks(tiles);
+  std::atomic<int64_t> chosen = 0;
+  struct Worker {
+    BlockScorer scorer;
+    Staircase staircase;
+    std::vector<IndexEntry> row;
+  };
+  const BlockScorer scorer(request.shape, config_.score, request.q, request.statistics, tiles.blocks());
+  std::vector<Worker> workers(exec.pool->threads(), Worker{scorer, {}, {}});
+  exec.pool->parallel_for(chunks.count * request.shape.kv_heads, 1, [&](int64_t item, int64_t, int thread) {
+    // The last chunk has the most blocks: it goes first.
+    const int64_t chunk = chunks.count - 1 - item / request.shape.kv_heads;
+    const int head = static_cast<int>(item % request.shape.kv_heads);
+    const int64_t first = chunk * chunks.tiles_per_chunk,
+                  last = std::min(tiles.tiles(), first + chunks.tiles_per_chunk);
+    const int64_t competing = tiles.competing(first);
+
+    bool needed = false;
+    for (int64_t tile = first; tile < last; ++tile) {
+      needed = needed || tiles.candidates(tile) > (kind == StaircaseRule::Kind::topk ? tiles.free_quota(tile) : 0);
+    }
+    Worker& worker = workers[thread];
+    std::vector<IndexEntry>& row = worker.row;
+    const float* masses = nullptr;
+    if (needed) {
+      masses = lookahead ? worker.scorer.tile_masses(head, tiles, first, last, competing)
+                         : worker.scorer.token_masses(head, tiles.begin(first), tiles.end(last - 1), competing);
+    }
+    for (int64_t tile = first; tile < last; ++tile) {
+      row.clear();
+      if (!needed) {
+        choose_everything(tiles, tile, row);
+      } else {
+        const int64_t free_quota = tiles.free_quota(tile);
+        StaircaseRule rule = staircase_rule(kind, free_quota, config_.step, lookahead ? 1 : config_.query_block);
+        rule.coverage = config_.coverage;
+        if (kind == StaircaseRule::Kind::mass) {
+          // The threshold decides; floor and cap keep a tile from starving or from taking everything.
+          rule.threshold = threshold;
+          rule.floor = (free_quota + 3) / 4;
+          rule.first = rule.total = 2 * free_quota;
+        }
+        const int64_t mass_row = lookahead ? tile - first : tiles.begin(tile) - tiles.begin(first);
+        worker.staircase.choose(tiles, tile,
+                                {masses + mass_row * competing, competing, lookahead ? 1 : tiles.rows(tile), competing},
+                                rule, row);
+      }
+      builder.set_row(thread, BlockIndex::row_id(request.place, head, static_cast<int>(tile)), row);
+      chosen.fetch_add(static_cast<int64_t>(row.size()), std::memory_order_relaxed);
+    }
+  });
+  return chosen;
+}
+
+void Selector::select_most_mass(const Exec& exec, const SelectionRequest& request, BlockIndexBuilder& builder) const {
+  const SequenceTiles& tiles = request.tiles;
+  const Chunks chunks(tiles);
+  int64_t pairs = 0;
+  for (int64_t tile = 0; tile < tiles.tiles(); ++tile)
+    pairs += std::min(tiles.free_quota(tile), tiles.candidates(tile));
+  exec.pool->parallel_for(request.shape.kv_heads, 1, [&](int64_t head, int64_t, int thread) {
+    std::vector<std::vector<float>> masses(tiles.tiles());
+    BlockScorer scorer(request.shape, config_.score, request.q, request.statistics, tiles.blocks());
+    for (int64_t chunk = 0; chunk < chunks.count; ++chunk) {
+      const int64_t first = chunk * chunks.tiles_per_chunk,
+                    last = std::min(tiles.tiles(), first + chunks.tiles_per_chunk);
+      const int64_t competing = tiles.competing(first);
+      if (competing == 0) continue;
+      const float* found = scorer.tile_masses(static_cast<int>(head), tiles, first, last, competing);
+      for (int64_t tile = first; tile < last; ++tile) {
+        masses[tile].assign(found + (tile - first) * competing, found + (tile - first + 1) * competing);
+      }
+    }
+    const std::vector<std::vector<IndexEntry>> rows = choose_most_mass(tiles, masses, pairs);
+    for (int64_t tile = 0; tile < tiles.tiles(); ++tile) {
+      builder.set_row(thread, BlockIndex::row_id(request.place, static_cast<int>(head), static_cast<int>(tile)),
+                      rows[tile]);
+    }
+  });
+}
+
+float Selector::threshold(const SelectionRequest& request) const {
+  const auto known = thresholds_.find({request.layer, length_class(request.tiles.tokens)});
+  if (known != thresholds_.end()) return known->second;
+  // Nothing seen yet: what each block would hold if the mass lay evenly on twice the quota.
+  return -std::log(2.0f * static_cast<float>(request.tiles.quota(0)));
+}
+
+void Selector::steer_threshold(const SelectionRequest& request, int64_t chosen) {
+  const SequenceTiles& tiles = request.tiles;
+  int64_t given = 0, wanted = 0;
+  for (int64_t tile = 0; tile < tiles.tiles(); ++tile) {
+    given += tiles.forced_competing(tile) + tiles.visible(tile) - tiles.competing(tile);
+    wanted += std::min(tiles.free_quota(tile), tiles.candidates(tile));
+  }
+  if (wanted == 0) return;
+  const double heads = request.shape.kv_heads;
+  const double ratio =
+      std::max(static_cast<double>(chosen) / heads - static_cast<double>(given), 0.5) / static_cast<double>(wanted);
+  const float next = threshold(request) + 0.5f * static_cast<float>(std::clamp(std::log(ratio), -1.0, 1.0));
+  thresholds_[{request.layer, length_class(tiles.tokens)}] = next;
+}
+
+std::vector<std::vector<IndexEntry>> choose_most_mass(const SequenceTiles& tiles,
+                                                      const std::vector<std::vector<float>>& masses, int64_t pairs) {
+  struct Pair {
+    float mass;
+    int32_t tile, block;
+  };
+  std::vector<Pair> candidates;
+  for (int64_t tile = 0; tile < tiles.tiles(); ++tile) {
+    for (int64_t j = 0; j < tiles.competing(tile); ++j) {
+      if (!tiles.forced(tile, j)) {
+        candidates.push_back({masses[tile][j], static_cast<int32_t>(tile), static_cast<int32_t>(j)});
+      }
+    }
+  }
+  pairs = std::min<int64_t>(pairs, static_cast<int64_t>(candidates.size()));
+  std::nth_element(candidates.begin(), candidates.begin() + pairs, candidates.end(), [](const Pair& a, const Pair& b) {
+    if (a.mass != b.mass) return a.mass > b.mass;
+    return a.tile != b.tile ? a.tile < b.tile : a.block < b.block;
+  });
+  std::vector<std::vector<IndexEntry>> rows(tiles.tiles());
+  for (int64_t i = 0; i < pairs; ++i) {
+    rows[candidates[i].tile].push_back({static_cast<uint16_t>(candidates[i].block), 0});
+  }
+  for (int64_t tile = 0; tile < tiles.tiles(); ++tile) {
+    for (int64_t j = 0; j < tiles.visible(tile); ++j) {
+      if (tiles.forced(tile, j)) rows[tile].push_back({static_cast<uint16_t>(j), 0});
+    }
+    std::sort(rows[tile].begin(), rows[tile].end(),
+              [](const IndexEntry& a, const IndexEntry& b) { return a.block < b.block; });
+  }
+  return rows;
+}
+
+}  // namespace sb
