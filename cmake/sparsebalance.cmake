@@ -48,8 +48,8 @@ function(sb_test name)
   add_executable(${name} ${ARG_SOURCES})
   target_include_directories(${name} PRIVATE ${CMAKE_SOURCE_DIR})
   target_link_libraries(${name} PRIVATE ${ARG_LIBS} GTest::gtest_main)
-  target_compile_definitions(${name} PRIVATE SB_TEST_DATA="${CMAKE_SOURCE_DIR}/tests/data"
-                                             SB_SOURCE_DIR="${CMAKE_SOURCE_DIR}")
-  add_test(NAME ${name} COMMAND ${name})
+  # Paths are relative to the source tree (tests run there), so that the compiler cache serves every checkout.
+  target_compile_definitions(${name} PRIVATE SB_TEST_DATA="tests/data" SB_SOURCE_DIR=".")
+  add_test(NAME ${name} COMMAND ${name} WORKING_DIRECTORY ${CMAKE_SOURCE_DIR})
   set_tests_properties(${name} PROPERTIES LABELS ${ARG_LABEL} TIMEOUT ${ARG_TIMEOUT})
 endfunction()
