@@ -190,7 +190,11 @@ ConfigValue parse_config(const std::string& yaml, const std::string& source) {
 }
 
 ConfigValue parse_config_value(const std::string& yaml, const std::string& source) {
-  return parse(yaml, source, false);
+  // As the value of a key: at the top of a document an unfinished bracket would pass for the beginning of a key.
+  ConfigValue map = parse("value: " + yaml, source, false);
+  SB_USER_CHECK(map.kind == ConfigValue::Kind::map && map.entries.size() == 1, "{}: '{}' is not a single value", source,
+                yaml);
+  return std::move(map.entries.front().second);
 }
 
 bool config_bool(const ConfigValue& value, const std::string& name) {

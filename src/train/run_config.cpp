@@ -12,6 +12,25 @@ namespace {
 
 constexpr int64_t kMaxTokens = int64_t{1} << 31;
 
+constexpr const char* kReferenceIntroduction = R"(# Configuration
+
+A run is one YAML file: `sparsebalance train run.yaml`. This page lists every option; it is printed by
+`sparsebalance config --markdown` from the table the program parses with, and a test compares the two.
+
+- `--set section.option=value` overrides the file and may be repeated; the value is YAML (`--set optimizer.betas=[0.9,0.99]`,
+  `--set data.synthetic={length: 512}`). `--set data.synthetic=null` takes an optional section out.
+- `--print-config` prints every option with its value, as a file that loads again, and stops. `sparsebalance config run.yaml`
+  does the same without training anything.
+- An unknown key, a wrong type, a value out of range or a key given twice is an error with the file, the line and the nearest
+  known key. So are YAML anchors, aliases and tags.
+- Relative paths are relative to the directory the program is started in.
+- The sections `model.init`, `model.rope`, `data.synthetic` and `data.synthetic.curriculum` are optional: they count when the
+  file mentions them (`synthetic: {}` takes all of its defaults).
+
+## top level
+
+)";
+
 // The configuration as the table sees it: optional parts lie beside it, so that their options have an address whether
 // the part is there or not.
 struct Draft {
@@ -380,7 +399,7 @@ std::string print_run_config(const RunConfig& config) {
 
 std::string run_config_markdown() {
   Draft draft;
-  return run_options(draft).markdown();
+  return std::string(kReferenceIntroduction) + run_options(draft).markdown();
 }
 
 void adapt_model_config(const RunConfig& run, ModelConfig& config) {

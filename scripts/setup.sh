@@ -1,0 +1,42 @@
+#!/usr/bin/env bash
+# Installs the Debian packages the build and the tests need. Returns at once when nothing is missing; where it may not
+# install (no root, no sudo) it prints what to install and stops.
+set -euo pipefail
+
+packages=(
+  build-essential cmake ninja-build ccache pkg-config git python3
+  libopenblas-dev libopenmpi-dev openmpi-bin
+  libfmt-dev libspdlog-dev libcli11-dev libyaml-cpp-dev nlohmann-json3-dev libpcre2-dev
+  libgtest-dev libbenchmark-dev
+  clang clang-format libclang-rt-14-dev
+)
+
+if ! command -v dpkg-query >/dev/null; then
+  echo "setup: this is no Debian-like system; install what stands for these packages and go on:" >&2
+  printf '  %s\n' "${packages[@]}" >&2
+  # Where everything is there under other names, the build finds it; it says what it misses otherwise.
+  exit 0
+fi
+
+missing=()
+for package in "${packages[@]}"; do
+  status=$(dpkg-query -W -f '${db:Status-Status}' "$package" 2>/dev/null || true)
+  [ "$status" = installed ] || missing+=("$package")
+done
+if [ ${#missing[@]} -eq 0 ]; then
+  exit 0
+fi
+
+install=(apt-get install -y --no-install-recommends "${missing[@]}")
+if [ "$(id -u)" = 0 ]; then
+  as_root=(env DEBIAN_FRONTEND=noninteractive)
+elif command -v sudo >/dev/null && { sudo -n true 2>/dev/null || [ -t 0 ]; }; then
+  as_root=(sudo env DEBIAN_FRONTEND=noninteractive)
+else
+  echo "setup: these packages are missing and only root can install them. As root:" >&2
+  echo "  apt-get update && ${install[*]}" >&2
+  exit 1
+fi
+echo "setup: installing ${missing[*]}"
+"${as_root[@]}" apt-get update
+"${as_root[@]}" "${install[@]}"

@@ -1,0 +1,98 @@
+#!/usr/bin/env python3
+"""Fails when an include points against the direction of the rooms (docs/architecture.md), or when a header drags in a
+library that only source files may know. `--self-test` shows that it can fail."""
+
+import pathlib
+import re
+import sys
+import tempfile
+
+# What each room of src/ may include besides itself.
+ALLOWED = {
+    "core": set(),
+    "device": {"core"},
+    "ops": {"core", "device"},
+    "attention": {"core", "device", "ops"},
+    "model": {"core", "device", "ops", "attention"},
+    "data": {"core"},
+    "balance": {"core"},
+    "comm": {"core", "device"},
+    "parallel": {"core", "device", "ops", "attention", "model", "balance", "comm"},
+    "train": {"core", "device", "ops", "attention", "model", "data", "balance", "comm", "parallel"},
+    "eval": {"core", "device", "ops", "attention", "model", "data", "comm", "parallel", "train"},
+    "cli": {"core", "device", "ops", "attention", "model", "data", "balance", "comm", "parallel", "train", "eval"},
+}
+# Slow to compile, or present in some builds only: no header of ours may include them.
+SOURCES_ONLY = ("nlohmann/", "spdlog/", "yaml-cpp/", "CLI/", "mpi.h", "nccl.h", "cuda", "cublas", "cblas.h", "pcre2.h")
+INCLUDE = re.compile(r'^\s*#\s*include\s*(["<])([^">]+)[">]')
+
+
+def violations(source_dir):
+    found = []
+    for path in sorted(source_dir.rglob("*")):
+        if path.suffix not in {".h", ".cpp", ".cu", ".cuh"}:
+            continue
+        room = path.relative_to(source_dir).parts[0]
+        if room not in ALLOWED:
+            found.append(f"{path}: '{room}' is no room; add it to tests/check_includes.py and docs/architecture.md")
+            continue
+        text = path.read_text(encoding="utf-8")
+        if path.suffix in {".h", ".cuh"} and "#pragma once" not in text:
+            found.append(f"{path}: a header without #pragma once")
+        for number, line in enumerate(text.splitlines(), 1):
+            match = INCLUDE.match(line)
+            if match is None:
+                continue
+            where, (kind, name) = f"{path}:{number}", match.groups()
+            if kind == '"':
+                other = name.split("/")[0]
+                if not (source_dir / name).is_file():
+                    found.append(f'{where}: "{name}" is not the full path of a file under src/')
+                elif other != room and other not in ALLOWED[room]:
+                    found.append(f'{where}: {room} may not include "{name}"')
+            elif path.suffix == ".h" and name.startswith(SOURCES_ONLY):
+                found.append(f"{where}: <{name}> belongs into source files, not into a header")
+    return found
+
+
+def self_test():
+    with tempfile.TemporaryDirectory() as folder:
+        source_dir = pathlib.Path(folder)
+
+        def write(name, text):
+            path = source_dir / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+
+        write("core/a.h", "#pragma once\n#include <vector>\n")
+        write("ops/b.h", '#pragma once\n#include "core/a.h"\n')
+        write("ops/b.cpp", '#include "ops/b.h"\n#include <nlohmann/json.hpp>\n')
+        assert violations(source_dir) == [], violations(source_dir)
+        for name, text, part in [
+            ("core/up.cpp", '#include "ops/b.h"\n', "core may not include"),
+            ("data/side.cpp", '  #  include "ops/b.h"\n', "data may not include"),
+            ("core/short.cpp", '#include "a.h"\n', "not the full path"),
+            ("core/json.h", "#pragma once\n#include <nlohmann/json.hpp>\n", "belongs into source files"),
+            ("core/guard.h", "int a;\n", "#pragma once"),
+            ("utils/c.h", "#pragma once\n", "is no room"),
+        ]:
+            write(name, text)
+            found = violations(source_dir)
+            assert len(found) == 1 and part in found[0], (name, found)
+            (source_dir / name).unlink()
+    print("check_includes: finds what it should")
+
+
+def main():
+    if sys.argv[1:] == ["--self-test"]:
+        self_test()
+        return 0
+    found = violations(pathlib.Path(__file__).resolve().parent.parent / "src")
+    for line in found:
+        print(line)
+    print(f"include directions: {len(found)} violations")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,91 @@
+#include <gtest/gtest.h>
+
+#include <filesystem>
+#include <fstream>
+
+#include "tests/cli/program.h"
+
+namespace sb::testing {
+namespace {
+
+class Cli : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    directory_ = std::filesystem::path(::testing::TempDir()) /
+                 (std::string("cli_") + ::testing::UnitTest::GetInstance()->current_test_info()->name());
+    std::filesystem::create_directories(directory_);
+  }
+  void TearDown() override { std::filesystem::remove_all(directory_); }
+
+  std::string write(const std::string& name, const std::string& text) const {
+    std::ofstream(directory_ / name) << text;
+    return (directory_ / name).string();
+  }
+  std::string run_file() const {
+    return write("run.yaml", "model: {init: {vocab_size: 64}}\ndata: {synthetic: {vocab_size: 64, length: 128}}\n");
+  }
+
+  std::filesystem::path directory_;
+};
+
+TEST_F(Cli, HelpAndVersion) {
+  const ProgramResult help = run_program({"--help"});
+  EXPECT_EQ(help.exit_code, 0);
+  EXPECT_NE(help.out.find("config"), std::string::npos);
+  EXPECT_EQ(help.err, "");
+  const ProgramResult version = run_program({"--version"});
+  EXPECT_EQ(version.exit_code, 0);
+  EXPECT_NE(version.out.find('.'), std::string::npos);
+  EXPECT_EQ(run_program({"config", "--help"}).exit_code, 0);
+}
+
+TEST_F(Cli, WrongArgumentsAreTheUsersError) {
+  for (const std::vector<std::string>& arguments :
+       std::vector<std::vector<std::string>>{{},
+                                             {"no-such-command"},
+                                             {"config", "--no-such-option"},
+                                             {"config"},
+                                             {"--log-level", "loud", "config", "--markdown"}}) {
+    const ProgramResult result = run_program(arguments);
+    EXPECT_EQ(result.exit_code, 2);
+    EXPECT_EQ(result.out, "");
+    EXPECT_NE(result.err, "");
+  }
+}
+
+TEST_F(Cli, ConfigPrintsWhatLoadsAgain) {
+  const ProgramResult first =
+      run_program({"config", run_file(), "--set", "train.max_steps=7", "--set", "train.seed=3"});
+  ASSERT_EQ(first.exit_code, 0) << first.err;
+  EXPECT_NE(first.out.find("  max_steps: 7\n"), std::string::npos);
+  EXPECT_NE(first.out.find("  seed: 3\n"), std::string::npos);
+  const ProgramResult second = run_program({"config", write("printed.yaml", first.out)});
+  EXPECT_EQ(second.exit_code, 0) << second.err;
+  EXPECT_EQ(second.out, first.out);
+}
+
+TEST_F(Cli, SetMayStandBeforeTheFile) {
+  const ProgramResult result = run_program({"config", "--set", "train.max_steps=7", run_file()});
+  ASSERT_EQ(result.exit_code, 0) << result.err;
+  EXPECT_NE(result.out.find("  max_steps: 7\n"), std::string::npos);
+}
+
+TEST_F(Cli, ConfigErrorsAreOneLineWithExitCode2) {
+  const ProgramResult unknown = run_program({"config", write("typo.yaml", "train:\n  max_step: 3\n")});
+  EXPECT_EQ(unknown.exit_code, 2);
+  EXPECT_EQ(unknown.out, "");
+  EXPECT_EQ(unknown.err, "error: " + (directory_ / "typo.yaml").string() +
+                             ":2: unknown key 'train.max_step'; did you mean 'train.max_steps'?\n");
+  const ProgramResult missing = run_program({"config", (directory_ / "none.yaml").string()});
+  EXPECT_EQ(missing.exit_code, 2);
+  EXPECT_NE(missing.err.find("none.yaml: cannot be opened"), std::string::npos);
+}
+
+TEST_F(Cli, MarkdownIsTheReference) {
+  const ProgramResult result = run_program({"config", "--markdown"});
+  EXPECT_EQ(result.exit_code, 0);
+  EXPECT_EQ(result.out.rfind("# Configuration\n", 0), 0u);
+}
+
+}  // namespace
+}  // namespace sb::testing

@@ -1,0 +1,50 @@
+#include "tests/cli/program.h"
+
+#include <fcntl.h>
+#include <gtest/gtest.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
+#include <iterator>
+
+namespace sb::testing {
+namespace {
+
+std::string read_and_remove(const std::filesystem::path& path) {
+  std::ifstream file(path, std::ios::binary);
+  std::string text{std::istreambuf_iterator<char>(file), {}};
+  std::filesystem::remove(path);
+  return text;
+}
+
+}  // namespace
+
+ProgramResult run_program(const std::vector<std::string>& arguments) {
+  // Files rather than pipes: nothing can block, however much is written.
+  const std::string base = ::testing::TempDir() + "/sparsebalance_program_" + std::to_string(getpid());
+  const std::string out = base + ".out", err = base + ".err";
+  std::vector<char*> argv{const_cast<char*>(SB_PROGRAM)};
+  for (const std::string& argument : arguments) argv.push_back(const_cast<char*>(argument.c_str()));
+  argv.push_back(nullptr);
+  const pid_t child = fork();
+  if (child == 0) {
+    const int out_file = open(out.c_str(), O_WRONLY | O_CREAT | O_TRUNC, 0600);
+    const int err_file = open(err.c_str(), O_WRONLY | O_CREAT | O_TRUNC, 0600);
+    if (out_file < 0 || err_file < 0 || dup2(out_file, 1) < 0 || dup2(err_file, 2) < 0) _exit(127);
+    execv(SB_PROGRAM, argv.data());
+    _exit(127);
+  }
+  EXPECT_GT(child, 0);
+  int status = 0;
+  EXPECT_EQ(waitpid(child, &status, 0), child);
+  ProgramResult result;
+  result.exit_code = WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
+  result.out = read_and_remove(out);
+  result.err = read_and_remove(err);
+  return result;
+}
+
+}  // namespace sb::testing
