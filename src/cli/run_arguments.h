@@ -21,7 +21,9 @@ struct RunArguments {
   RunConfig load() const { return load_run_config(file, overrides); }
 };
 
-// The file, --set and --print-config; the arguments must outlive the parsing.
+// The file (required), --set and --print-config. The arguments must outlive the parsing.
 void add_run_arguments(CLI::App& command, RunArguments& arguments);
+// The file (not required) and --set alone.
+void add_run_file(CLI::App& command, RunArguments& arguments);
 
 }  // namespace sb
