@@ -15,6 +15,7 @@ namespace sb {
 namespace {
 
 constexpr size_t kMaxDepth = 16;
+constexpr size_t kMaxKeys = 1000;  // of one section; keeps the search for duplicates short
 
 // Builds ConfigValues from the parser's events. Events rather than the library's node tree: aliases are seen before
 // they are expanded, duplicate keys before one of them is lost, and every value's line is at hand.
@@ -119,17 +120,19 @@ class Builder : public YAML::EventHandler {
     auto& entries = top.value.entries;
     if (top.key_pending) {
       // The line of a value is the line of its key when the value is absent or starts a block below it.
-      if (value.kind != ConfigValue::Kind::scalar) value.where = entries.back().second.where;
-      entries.back().second = std::move(value);
+      if (value.kind != ConfigValue::Kind::scalar) value.where = entries.back().value.where;
+      entries.back().value = std::move(value);
       top.key_pending = false;
       return;
     }
     SB_USER_CHECK(value.kind == ConfigValue::Kind::scalar, "{}: a key must be a plain word", value.where);
     const auto same =
-        std::find_if(entries.begin(), entries.end(), [&](const auto& entry) { return entry.first == value.text; });
+        std::find_if(entries.begin(), entries.end(), [&](const ConfigEntry& entry) { return entry.key == value.text; });
     SB_USER_CHECK(same == entries.end(), "{}: key '{}' appears a second time (first at {})", value.where, value.text,
-                  same->second.where);
-    entries.emplace_back(value.text, std::move(value));
+                  same->value.where);
+    SB_USER_CHECK(entries.size() < kMaxKeys, "{}: more than {} keys in one section", value.where, kMaxKeys);
+    std::string key = value.text;
+    entries.push_back({std::move(key), std::move(value)});
     top.key_pending = true;
   }
 
@@ -194,7 +197,7 @@ ConfigValue parse_config_value(const std::string& yaml, const std::string& sourc
   ConfigValue map = parse("value: " + yaml, source, false);
   SB_USER_CHECK(map.kind == ConfigValue::Kind::map && map.entries.size() == 1, "{}: '{}' is not a single value", source,
                 yaml);
-  return std::move(map.entries.front().second);
+  return std::move(map.entries.front().value);
 }
 
 bool config_bool(const ConfigValue& value, const std::string& name) {

@@ -2,10 +2,11 @@
 
 #include <cstdint>
 #include <string>
-#include <utility>
 #include <vector>
 
 namespace sb {
+
+struct ConfigEntry;
 
 // A parsed piece of YAML that remembers where it stood. Free of the YAML library's types, so that only one file of the
 // project knows it.
@@ -16,10 +17,15 @@ struct ConfigValue {
   std::string text;     // of a scalar
   bool quoted = false;  // a scalar in quotes is text, whatever it looks like
   std::vector<ConfigValue> items;
-  std::vector<std::pair<std::string, ConfigValue>> entries;  // in the order of the file; keys are unique
+  std::vector<ConfigEntry> entries;  // of a map, in the order of the file; keys are unique
 
   // "a list", "text", ... for messages
   std::string describe() const;
+};
+
+struct ConfigEntry {
+  std::string key;
+  ConfigValue value;
 };
 
 // The largest file that is read: a configuration is written by hand.

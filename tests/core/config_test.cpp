@@ -245,6 +245,13 @@ TEST(Config, DeepNestingIsRefused) {
   EXPECT_EQ(f.load_error("top: [[[[[[[[[[[[[[[[[1]]]]]]]]]]]]]]]]]\n"), "f.yaml:1: nested deeper than 16 levels");
 }
 
+TEST(Config, TooManyKeysAreRefused) {
+  Fixture f;
+  std::string yaml;
+  for (int i = 0; i < 100000; ++i) yaml += fmt::format("k{}: 1\n", i);
+  EXPECT_EQ(f.load_error(yaml), "f.yaml:1001: more than 1000 keys in one section");
+}
+
 TEST(Config, SyntaxErrorsNameTheLine) {
   Fixture f;
   EXPECT_EQ(f.load_error("a:\n  small: 3\n bad: [1\n").substr(0, 8), "f.yaml:3");
