@@ -1,0 +1,19 @@
+#pragma once
+
+#include "attention/attention.h"
+#include "attention/block_index.h"
+
+namespace sb {
+
+// Attention on the CPU, fp32, as walks over tiles. With an index, sequences that it does not call dense compute the
+// index's pairs only; without one, everything. Results do not depend on the number of threads.
+void cpu_attention_forward(const Exec& exec, const AttentionShape& shape, const PackedSequences& sequences,
+                           const AttentionOperands& operands, const BlockIndex* index);
+void cpu_attention_backward(const Exec& exec, const AttentionShape& shape, const PackedSequences& sequences,
+                            const AttentionOperands& operands, const AttentionGradients& gradients,
+                            const BlockIndex* index);
+
+// Scratch that either of them needs at most for micro-batches of `max_tokens` tokens.
+int64_t cpu_attention_scratch_bytes(const AttentionShape& shape, int64_t max_tokens, int threads);
+
+}  // namespace sb

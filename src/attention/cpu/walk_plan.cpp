@@ -1,0 +1,119 @@
+#include "attention/cpu/walk_plan.h"
+
+#include "core/errors.h"
+
+namespace sb {
+namespace {
+
+constexpr int64_t kPackKeys = 512;  // keys that one packing task takes: a multiple of every panel
+
+}  // namespace
+
+QueryTile query_tile(const SequenceWalk& walk, int64_t tile) {
+  const int64_t block = tile / walk.tiles_a_block;
+  const int offset = static_cast<int>(tile % walk.tiles_a_block) * walk.tile_tokens;
+  const int64_t begin = block * walk.query_block + offset;
+  const int64_t end = std::min({begin + walk.tile_tokens, (block + 1) * walk.query_block, walk.length});
+  return {begin, end, static_cast<int>(block), offset};
+}
+
+std::vector<SequenceWalk> plan_walks(const AttentionShape& shape, const PackedSequences& sequences,
+                                     const BlockIndex* index) {
+  std::vector<SequenceWalk> walks;
+  for (int i = 0; i < sequences.sequences(); ++i) {
+    SequenceWalk walk;
+    walk.token_begin = sequences.cu_seqlens[i];
+    walk.length = sequences.cu_seqlens[i + 1] - sequences.cu_seqlens[i];
+    if (walk.length == 0) continue;
+    if (index != nullptr && !index->sequences()[i].dense) walk.listed = &index->sequences()[i];
+    walk.list_heads = walk.listed ? index->shape().list_heads : shape.kv_heads;
+    walk.row_heads = shape.heads / walk.list_heads;
+    const int rows_wanted = walk.listed ? kTileRows : kMaxRowsHint;
+    walk.tile_tokens = std::max(1, rows_wanted / walk.row_heads);
+    walk.query_block = walk.tile_tokens;
+    int key_block = kKeyTile;
+    if (walk.listed) {
+      walk.query_block = index->shape().query_block;
+      walk.tile_tokens = std::min(walk.tile_tokens, walk.query_block);
+      key_block = index->shape().block;
+    }
+    walk.tiles_a_block = (walk.query_block + walk.tile_tokens - 1) / walk.tile_tokens;
+    walk.key_tile = std::min(key_block, kKeyTile);
+    walk.tiles_a_key_block = key_block / walk.key_tile;
+    walks.push_back(walk);
+  }
+  std::stable_sort(walks.begin(), walks.end(),
+                   [](const SequenceWalk& a, const SequenceWalk& b) { return a.length > b.length; });
+  return walks;
+}
+
+Visibility visibility(const SequenceWalk& walk, const QueryTile& tile, int first, int64_t key, int keys,
+                      int32_t* buffer) {
+  const int heads = walk.row_heads, tokens = static_cast<int>(tile.end - tile.begin);
+  const int64_t skipped = std::max<int64_t>({0, first - tile.offset, key - tile.begin});
+  const int row_begin = static_cast<int>(std::min<int64_t>(skipped, tokens)) * heads;
+  if (tile.begin + row_begin / heads >= key + keys - 1) return {row_begin, nullptr};
+  for (int row = row_begin; row < tokens * heads; ++row) {
+    buffer[row] = static_cast<int32_t>(std::min<int64_t>(keys, tile.begin + row / heads - key + 1));
+  }
+  return {row_begin, buffer};
+}
+
+void pack_keys(ThreadPool& pool, const TileKernels& kernels, const AttentionShape& shape,
+               const std::vector<SequenceWalk>& walks, const PackedKeys& packed,
+               std::span<const PackRequest> requests) {
+  FlatTasks tasks;
+  for (const SequenceWalk& walk : walks) {
+    tasks.add(static_cast<int64_t>(requests.size()) * shape.kv_heads * ((walk.length + kPackKeys - 1) / kPackKeys));
+  }
+  const int padded = padded_depth(shape.head_dim);
+  const int64_t stride = int64_t{shape.kv_heads} * shape.head_dim;
+  pool.parallel_for(tasks.size(), 1, [&](int64_t begin, int64_t end, int) {
+    for (int64_t flat = begin; flat < end; ++flat) {
+      const auto [part, number] = tasks.at(flat);
+      const SequenceWalk& walk = walks[part];
+      const int64_t pieces = (walk.length + kPackKeys - 1) / kPackKeys;
+      const PackRequest& request = requests[number / (pieces * shape.kv_heads)];
+      const int head = static_cast<int>(number / pieces % shape.kv_heads);
+      const int64_t key = number % pieces * kPackKeys, count = std::min(kPackKeys, walk.length - key);
+      const float* source = request.source + (walk.token_begin + key) * stride + int64_t{head} * shape.head_dim;
+      float* target = request.target + packed.offset(walk, head, key);
+      const auto pack = request.form == PackedForm::panels ? kernels.pack_panels : kernels.pack_rows;
+      pack(source, stride, count, shape.head_dim, padded, target);
+    }
+  });
+}
+
+void check_operands(const Exec& exec, const AttentionShape& shape, const PackedSequences& sequences,
+                    const AttentionOperands& operands, const BlockIndex* index) {
+  SB_CHECK(exec.device == DeviceKind::cpu && exec.pool != nullptr && exec.scratch != nullptr,
+           "attention on the CPU needs a pool and scratch memory");
+  SB_CHECK(shape.heads > 0 && shape.kv_heads > 0 && shape.heads % shape.kv_heads == 0, "{} heads on {} kv heads",
+           shape.heads, shape.kv_heads);
+  SB_CHECK(shape.head_dim >= 1 && shape.head_dim <= kMaxHeadDim, "head_dim {}: 1 … {}", shape.head_dim, kMaxHeadDim);
+  SB_CHECK(!sequences.cu_seqlens.empty() && sequences.cu_seqlens[0] == 0, "cu_seqlens must begin with 0");
+  const int64_t tokens = sequences.tokens();
+  const Shape queries = {tokens, shape.heads, shape.head_dim}, keys = {tokens, shape.kv_heads, shape.head_dim};
+  SB_CHECK(operands.q.shape() == queries && operands.out.shape() == queries, "q {}, out {}",
+           operands.q.shape().to_string(), operands.out.shape().to_string());
+  SB_CHECK(operands.k.shape() == keys && operands.v.shape() == keys, "k {}, v {}", operands.k.shape().to_string(),
+           operands.v.shape().to_string());
+  SB_CHECK(operands.lse.shape() == Shape({shape.heads, tokens}), "lse {}", operands.lse.shape().to_string());
+  if (index == nullptr) return;
+  SB_CHECK(index->shape().list_heads == shape.kv_heads || index->shape().list_heads == shape.heads,
+           "an index of {} list heads for {}:{} heads", index->shape().list_heads, shape.heads, shape.kv_heads);
+  SB_CHECK(static_cast<int>(index->sequences().size()) == sequences.sequences(), "an index of {} sequences for {}",
+           index->sequences().size(), sequences.sequences());
+  for (int i = 0; i < sequences.sequences(); ++i) {
+    SB_CHECK(index->sequences()[i].token_begin == sequences.cu_seqlens[i] &&
+                 index->sequences()[i].length == sequences.cu_seqlens[i + 1] - sequences.cu_seqlens[i],
+             "the index was built for other lengths (sequence {})", i);
+  }
+}
+
+int64_t cpu_attention_scratch_bytes(const AttentionShape& shape, int64_t max_tokens, int threads) {
+  return std::max(forward_scratch_bytes(shape, max_tokens, threads),
+                  backward_scratch_bytes(shape, max_tokens, threads));
+}
+
+}  // namespace sb

@@ -1,0 +1,157 @@
+#include "tests/attention/reference.h"
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <limits>
+
+#include "core/random.h"
+
+namespace sb {
+namespace {
+
+void fill_normal(std::vector<float>& x, int64_t count, double spread, Random& random) {
+  x.resize(count);
+  for (float& value : x) value = static_cast<float>(random.normal() * spread);
+}
+
+void expect_close(const std::vector<float>& actual, const std::vector<double>& expected, double tolerance,
+                  const char* name) {
+  ASSERT_EQ(actual.size(), expected.size()) << name;
+  double largest = 0;
+  for (const double x : expected) {
+    if (std::isfinite(x)) largest = std::max(largest, std::abs(x));
+  }
+  for (size_t i = 0; i < actual.size(); ++i) {
+    if (std::isinf(expected[i])) {
+      ASSERT_EQ(static_cast<double>(actual[i]), expected[i]) << name << "[" << i << "]";
+    } else {
+      // Written so that NaN fails.
+      ASSERT_TRUE(std::abs(actual[i] - expected[i]) <= tolerance * (1 + largest))
+          << name << "[" << i << "]: " << actual[i] << " instead of " << expected[i];
+    }
+  }
+}
+
+}  // namespace
+
+AttentionCase::AttentionCase(AttentionShape s, std::vector<int32_t> lengths, uint64_t seed, double spread)
+    : shape(s), cu_seqlens{0} {
+  for (const int32_t length : lengths) cu_seqlens.push_back(cu_seqlens.back() + length);
+  Random random(seed);
+  const int64_t queries = tokens() * s.heads * s.head_dim, keys = tokens() * s.kv_heads * s.head_dim;
+  fill_normal(q, queries, spread, random);
+  fill_normal(k, keys, spread, random);
+  fill_normal(v, keys, 1.0, random);
+  fill_normal(dout, queries, 1.0, random);
+}
+
+bool sees_everything(int, int, int, int) {
+  return true;
+}
+
+AttentionResults<double> reference_attention(const AttentionCase& c, const SeesKey& sees) {
+  const int64_t tokens = c.tokens();
+  const int heads = c.shape.heads, kv_heads = c.shape.kv_heads, d = c.shape.head_dim;
+  AttentionResults<double> r;
+  r.out.resize(tokens * heads * d);
+  r.dq.resize(tokens * heads * d);
+  r.dk.resize(tokens * kv_heads * d);
+  r.dv.resize(tokens * kv_heads * d);
+  r.lse.assign(tokens * heads, -std::numeric_limits<double>::infinity());
+  const auto dot = [d](const auto* a, const auto* b) {
+    double sum = 0;
+    for (int i = 0; i < d; ++i) sum += static_cast<double>(a[i]) * static_cast<double>(b[i]);
+    return sum;
+  };
+  std::vector<double> p, dp;
+  std::vector<int> keys;
+  for (size_t s = 0; s + 1 < c.cu_seqlens.size(); ++s) {
+    const int64_t begin = c.cu_seqlens[s], length = c.cu_seqlens[s + 1] - begin;
+    for (int head = 0; head < heads; ++head) {
+      const int kv = head / (heads / kv_heads);
+      const auto key_at = [&](int64_t key) { return ((begin + key) * kv_heads + kv) * d; };
+      for (int query = 0; query < length; ++query) {
+        const int64_t row = ((begin + query) * heads + head) * d;
+        keys.clear();
+        p.clear();
+        double maximum = -std::numeric_limits<double>::infinity();
+        for (int key = 0; key <= query; ++key) {
+          if (!sees(head, static_cast<int>(s), query, key)) continue;
+          keys.push_back(key);
+          p.push_back(c.shape.scale * dot(&c.q[row], &c.k[key_at(key)]));
+          maximum = std::max(maximum, p.back());
+        }
+        if (keys.empty()) continue;
+        double sum = 0;
+        for (const double x : p) sum += std::exp(x - maximum);
+        r.lse[head * tokens + begin + query] = maximum + std::log(sum);
+        dp.assign(keys.size(), 0);
+        double delta = 0;
+        for (size_t i = 0; i < keys.size(); ++i) {
+          p[i] = std::exp(p[i] - maximum) / sum;
+          const int64_t at = key_at(keys[i]);
+          for (int x = 0; x < d; ++x) {
+            r.out[row + x] += p[i] * c.v[at + x];
+            r.dv[at + x] += p[i] * c.dout[row + x];
+          }
+          dp[i] = dot(&c.dout[row], &c.v[at]);
+          delta += p[i] * dp[i];
+        }
+        for (size_t i = 0; i < keys.size(); ++i) {
+          const double ds = p[i] * (dp[i] - delta) * c.shape.scale;
+          const int64_t at = key_at(keys[i]);
+          for (int x = 0; x < d; ++x) {
+            r.dq[row + x] += ds * c.k[at + x];
+            r.dk[at + x] += ds * c.q[row + x];
+          }
+        }
+      }
+    }
+  }
+  return r;
+}
+
+AttentionResults<float> run_attention(Attention& attention, const AttentionCase& c, int threads) {
+  const AttentionShape& s = c.shape;
+  const int64_t tokens = c.tokens();
+  const float nan = std::numeric_limits<float>::quiet_NaN();
+  AttentionResults<float> r;
+  r.out.assign(c.q.size(), nan);
+  r.dq.assign(c.q.size(), nan);
+  r.dk.assign(c.k.size(), nan);
+  r.dv.assign(c.k.size(), nan);
+  r.lse.assign(tokens * s.heads, nan);
+  ThreadPool pool(threads);
+  const int64_t bytes = attention.scratch_bytes(s, tokens, threads);
+  Arena scratch("scratch", bytes);
+  // Garbage in the scratch memory must not matter either.
+  float* memory = scratch.allocate_array<float>(bytes / 4);
+  std::fill_n(memory, bytes / 4, nan);
+  scratch.release(0);
+  const Exec exec{DeviceKind::cpu, &pool, nullptr, &scratch};
+  const Shape queries = {tokens, s.heads, s.head_dim}, keys = {tokens, s.kv_heads, s.head_dim};
+  const AttentionOperands operands = {{c.q.data(), queries},
+                                      {c.k.data(), keys},
+                                      {c.v.data(), keys},
+                                      {r.out.data(), queries},
+                                      {r.lse.data(), {s.heads, tokens}}};
+  const AttentionGradients gradients = {
+      {c.dout.data(), queries}, {r.dq.data(), queries}, {r.dk.data(), keys}, {r.dv.data(), keys}};
+  const auto state = attention.make_state();
+  attention.forward(exec, 0, s, c.sequences(), operands, *state, false);
+  EXPECT_EQ(scratch.used(), 0);
+  attention.backward(exec, 0, s, c.sequences(), operands, gradients, *state);
+  EXPECT_EQ(scratch.used(), 0);
+  return r;
+}
+
+void expect_close(const AttentionResults<float>& actual, const AttentionResults<double>& expected, double tolerance) {
+  expect_close(actual.out, expected.out, tolerance, "out");
+  expect_close(actual.lse, expected.lse, tolerance, "lse");
+  expect_close(actual.dq, expected.dq, tolerance, "dq");
+  expect_close(actual.dk, expected.dk, tolerance, "dk");
+  expect_close(actual.dv, expected.dv, tolerance, "dv");
+}
+
+}  // namespace sb
