@@ -10,5 +10,6 @@ class App;
 namespace sb {
 
 void add_config_command(CLI::App& app);
+void add_train_command(CLI::App& app);
 
 }  // namespace sb

@@ -29,6 +29,7 @@ int run(int argc, char** argv) {
       ->option_text("LEVEL");
   app.parse_complete_callback([&level] { sb::log::set_level(level); });
 
+  sb::add_train_command(app);
   sb::add_config_command(app);
 
   try {

@@ -6,8 +6,8 @@
 #include <fstream>
 #include <nlohmann/json.hpp>
 
+#include "core/durable_file.h"
 #include "core/errors.h"
-#include "train/durable_file.h"
 
 namespace sb {
 namespace {

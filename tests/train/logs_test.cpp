@@ -3,10 +3,10 @@
 #include <cmath>
 #include <nlohmann/json.hpp>
 
+#include "core/durable_file.h"
 #include "core/errors.h"
 #include "tests/train/scratch_directory.h"
 #include "train/console.h"
-#include "train/durable_file.h"
 #include "train/flops.h"
 #include "train/host_memory.h"
 #include "train/metrics_log.h"

@@ -1,0 +1,157 @@
+#include "train/run_directory.h"
+
+#include <fcntl.h>
+#include <sys/file.h>
+#include <unistd.h>
+#include <yaml-cpp/yaml.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <cstring>
+#include <fstream>
+#include <sstream>
+
+#include "core/durable_file.h"
+#include "core/errors.h"
+#include "core/log.h"
+#include "train/checkpoint.h"
+
+namespace sb {
+namespace {
+
+namespace fs = std::filesystem;
+
+// What a resumed run may change without becoming another run. Everything else decides which numbers are computed.
+constexpr std::array<std::string_view, 8> kMayChange = {"train.",          "optimizer.",      "balance.",
+                                                        "parallel.",       "device",          "batch.micro_batch_",
+                                                        "data.validation", "model.save_dtype"};
+
+bool may_change(std::string_view key) {
+  if (key == "train.seed") return false;
+  return std::any_of(kMayChange.begin(), kMayChange.end(), [&](std::string_view p) { return key.starts_with(p); });
+}
+
+void flatten(const YAML::Node& node, const std::string& prefix, std::map<std::string, std::string>& into) {
+  if (node.IsMap()) {
+    for (const auto& entry : node) {
+      const auto key = entry.first.as<std::string>();
+      flatten(entry.second, prefix.empty() ? key : prefix + "." + key, into);
+    }
+    return;
+  }
+  YAML::Emitter emitter;
+  emitter << YAML::Flow << node;
+  into[prefix] = emitter.c_str();
+}
+
+std::string read_text(const fs::path& file) {
+  std::ifstream in(file);
+  SB_USER_CHECK(in, "{}: cannot be opened", file.string());
+  std::ostringstream text;
+  text << in.rdbuf();
+  return text.str();
+}
+
+}  // namespace
+
+std::map<std::string, std::string> flatten_yaml(const std::string& yaml) {
+  std::map<std::string, std::string> options;
+  flatten(YAML::Load(yaml), "", options);
+  return options;
+}
+
+RunDifference compare_runs(const std::string& before, const std::string& now) {
+  const auto old_options = flatten_yaml(before), new_options = flatten_yaml(now);
+  RunDifference difference;
+  const auto note = [&](const std::string& key, const std::string& was, const std::string& is) {
+    (may_change(key) ? difference.allowed : difference.forbidden).push_back({key, was, is});
+  };
+  for (const auto& [key, value] : new_options) {
+    const auto old = old_options.find(key);
+    if (old == old_options.end())
+      note(key, "not set", value);
+    else if (old->second != value)
+      note(key, old->second, value);
+  }
+  for (const auto& [key, value] : old_options)
+    if (!new_options.contains(key)) note(key, value, "not set");
+  return difference;
+}
+
+RunDirectory::RunDirectory(const RunConfig& config) : path_(config.train.output_dir) {
+  std::error_code failed;
+  fs::create_directories(path_, failed);
+  SB_USER_CHECK(!failed, "train.output_dir {}: cannot be created: {}", path_.string(), failed.message());
+  lock();
+  try {
+    refuse_another_run(config);
+    remove_leftovers(path_);
+    const std::string& resume = config.train.resume;
+    if (resume == "auto") {
+      resume_from_ = newest_intact_checkpoint(path_);
+    } else if (resume != "never") {
+      const std::optional<std::string> damage = find_damage(resume);
+      SB_USER_CHECK(!damage, "train.resume: {} is not an intact checkpoint: {}", resume, *damage);
+      resume_from_ = resume;
+    }
+    replace_file(path_ / "run.yaml", print_run_config(config));
+  } catch (...) {
+    ::close(lock_);
+    throw;
+  }
+}
+
+RunDirectory::~RunDirectory() {
+  ::close(lock_);
+}
+
+void RunDirectory::lock() {
+  const fs::path file = path_ / ".lock";
+  lock_ = ::open(file.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0644);
+  SB_USER_CHECK(lock_ >= 0, "{}: cannot be created: {}", file.string(), std::strerror(errno));
+  if (::flock(lock_, LOCK_EX | LOCK_NB) == 0) return;
+  ::close(lock_);
+  throw UserError("{}: another process is training there; wait for it, stop it, or choose another train.output_dir",
+                  path_.string());
+}
+
+void RunDirectory::refuse_another_run(const RunConfig& config) const {
+  const std::vector<int64_t> steps = checkpoint_steps(path_);
+  // A run.yaml alone is of an attempt that failed before its first step.
+  const fs::path metrics = path_ / "metrics.jsonl";
+  const bool holds_run =
+      (fs::exists(metrics) && fs::file_size(metrics) > 0) || fs::exists(path_ / "final") || !steps.empty();
+  if (!holds_run) return;
+  const std::string& resume = config.train.resume;
+  SB_USER_CHECK(resume != "never",
+                "{} already holds a run and train.resume is never: choose another train.output_dir, or train.resume: "
+                "auto to go on with it",
+                path_.string());
+  SB_USER_CHECK(fs::exists(path_ / "run.yaml"),
+                "{} holds a run's files but no run.yaml to say which: choose another train.output_dir", path_.string());
+
+  const RunDifference difference = compare_runs(read_text(path_ / "run.yaml"), print_run_config(config));
+  if (!difference.forbidden.empty()) {
+    std::string changes;
+    for (const OptionChange& change : difference.forbidden)
+      changes += fmt::format("\n  {}: {} there, {} here", change.key, change.before, change.now);
+    throw UserError(
+        "{} already holds another run:{}\nChoose another train.output_dir (train.resume may name a "
+        "checkpoint of this one to start from)",
+        path_.string(), changes);
+  }
+  for (const OptionChange& change : difference.allowed)
+    log::info("resumed with {}: {} (was {})", change.key, change.now, change.before);
+
+  if (resume != "auto") {
+    // Otherwise the next automatic resume would find a checkpoint of the abandoned branch.
+    const fs::path chosen = fs::path(resume).filename();
+    SB_USER_CHECK(steps.empty() || checkpoint_path(path_, steps.back()).filename() == chosen,
+                  "train.resume names {} but {} also holds checkpoint-{}: move the newer ones away, or choose another "
+                  "train.output_dir",
+                  resume, path_.string(), steps.back());
+  }
+}
+
+}  // namespace sb

@@ -1,0 +1,51 @@
+#pragma once
+
+#include <filesystem>
+#include <map>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "train/run_config.h"
+
+namespace sb {
+
+// The output directory of one run:
+//   run.yaml          the resolved configuration
+//   metrics.jsonl     the record; tensorboard/ the same as event files; trace.json on request
+//   checkpoint-<n>/   see train/checkpoint.h
+//   final/            the trained model, as `transformers` loads it
+// Opening it locks it against a second process, refuses one that holds another run and decides where to start.
+class RunDirectory {
+ public:
+  explicit RunDirectory(const RunConfig& config);
+  ~RunDirectory();
+  RunDirectory(const RunDirectory&) = delete;
+  RunDirectory& operator=(const RunDirectory&) = delete;
+
+  const std::filesystem::path& path() const { return path_; }
+  // The checkpoint to go on from; nothing: start from the beginning.
+  const std::optional<std::filesystem::path>& resume_from() const { return resume_from_; }
+
+ private:
+  void lock();
+  void refuse_another_run(const RunConfig& config) const;
+
+  std::filesystem::path path_;
+  std::optional<std::filesystem::path> resume_from_;
+  int lock_ = -1;
+};
+
+// Every option of a YAML text as "section.key" → value.
+std::map<std::string, std::string> flatten_yaml(const std::string& yaml);
+
+struct OptionChange {
+  std::string key, before, now;
+};
+struct RunDifference {
+  std::vector<OptionChange> forbidden;  // they make it another run: model, data, batch, attention, seed
+  std::vector<OptionChange> allowed;    // a resumed run may have more steps, another learning rate or other threads
+};
+RunDifference compare_runs(const std::string& before, const std::string& now);
+
+}  // namespace sb

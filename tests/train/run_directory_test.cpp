@@ -1,0 +1,118 @@
+#include "train/run_directory.h"
+
+#include <gtest/gtest.h>
+
+#include "tests/train/scratch_directory.h"
+#include "tests/train/tiny_run.h"
+
+namespace sb {
+namespace {
+
+namespace fs = std::filesystem;
+
+// A directory in which a run has begun.
+void begin_run(const RunConfig& config) {
+  const RunDirectory directory(config);
+  write_bytes(directory.path() / "metrics.jsonl", "{\"step\":1}\n");
+}
+
+void expect_refused(const RunConfig& config, const std::vector<std::string>& words) {
+  const std::string message = user_error_of([&] { RunDirectory directory(config); });
+  for (const std::string& word : words) EXPECT_NE(message.find(word), std::string::npos) << word << " in: " << message;
+}
+
+TEST(FlattenYaml, NamesEveryValueByItsPath) {
+  const auto flat = flatten_yaml("a: 1\nb: {c: x, d: {e: [1, 2]}}\n");
+  EXPECT_EQ(flat, (std::map<std::string, std::string>{{"a", "1"}, {"b.c", "x"}, {"b.d.e", "[1, 2]"}}));
+}
+
+TEST(CompareRuns, TellsHarmlessChangesFromAnotherRun) {
+  const auto difference =
+      compare_runs("train: {max_steps: 1, seed: 1, gone: 2}\nmodel: {path: a, save_dtype: float32}\nbatch: {loss: x}",
+                   "train: {max_steps: 2, seed: 2}\nmodel: {path: b, save_dtype: bfloat16}\nbatch: {loss: x}");
+  std::vector<std::string> forbidden, allowed;
+  for (const auto& change : difference.forbidden) forbidden.push_back(change.key);
+  for (const auto& change : difference.allowed) allowed.push_back(change.key);
+  EXPECT_EQ(forbidden, (std::vector<std::string>{"model.path", "train.seed"}));
+  EXPECT_EQ(allowed, (std::vector<std::string>{"model.save_dtype", "train.max_steps", "train.gone"}));
+}
+
+TEST(RunDirectory, IsCreatedAndSaysWhatRuns) {
+  ScratchDirectory scratch;
+  const RunConfig config = tiny_run(scratch / "a" / "b");
+  const RunDirectory directory(config);
+  EXPECT_EQ(read_bytes(scratch / "a" / "b" / "run.yaml"), print_run_config(config));
+  EXPECT_EQ(directory.resume_from(), std::nullopt);
+}
+
+TEST(RunDirectory, OneProcessAtATime) {
+  ScratchDirectory scratch;
+  const RunConfig config = tiny_run(scratch / "run");
+  {
+    const RunDirectory directory(config);
+    expect_refused(config, {"another process is training there"});
+  }
+  const RunDirectory again(config);
+}
+
+TEST(RunDirectory, AnotherRunIsRefusedWithTheOptionsThatDiffer) {
+  ScratchDirectory scratch;
+  begin_run(tiny_run(scratch / "run"));
+  expect_refused(
+      tiny_run(scratch / "run", {"train.seed=2", "batch.global_batch_size=8", "train.max_steps=50"}),
+      {"already holds another run", "train.seed: 1 there, 2 here", "batch.global_batch_size: 4 there, 8 here"});
+  expect_refused(tiny_run(scratch / "run", {"data.synthetic.chunk=5"}), {"data.synthetic.chunk"});
+  expect_refused(tiny_run(scratch / "run", {"model.init.num_hidden_layers=3"}), {"num_hidden_layers"});
+  const RunDirectory still_there(tiny_run(scratch / "run"));
+}
+
+TEST(RunDirectory, MoreStepsAndAnotherLearningRateAreTheSameRun) {
+  ScratchDirectory scratch;
+  begin_run(tiny_run(scratch / "run"));
+  const RunConfig changed = tiny_run(scratch / "run", {"train.max_steps=99", "optimizer.learning_rate=1e-3",
+                                                       "batch.micro_batch_sequences=1", "train.threads=1"});
+  testing::internal::CaptureStderr();
+  const RunDirectory directory(changed);
+  const std::string log = testing::internal::GetCapturedStderr();
+  EXPECT_NE(log.find("train.max_steps: 99 (was 20)"), std::string::npos) << log;
+  EXPECT_EQ(read_bytes(scratch / "run" / "run.yaml"), print_run_config(changed));
+}
+
+TEST(RunDirectory, NeverResumeRefusesAnyRun) {
+  ScratchDirectory scratch;
+  begin_run(tiny_run(scratch / "run"));
+  expect_refused(tiny_run(scratch / "run", {"train.resume=never"}), {"already holds a run", "train.resume"});
+}
+
+TEST(RunDirectory, AnAttemptThatFailedBeforeItsFirstStepIsNoRun) {
+  ScratchDirectory scratch;
+  { const RunDirectory directory(tiny_run(scratch / "run")); }
+  write_bytes(scratch / "run" / "metrics.jsonl", "");
+  const RunDirectory corrected(tiny_run(scratch / "run", {"train.seed=2", "train.resume=never"}));
+}
+
+TEST(RunDirectory, ForeignRunFilesAreRefused) {
+  ScratchDirectory scratch;
+  fs::create_directories(scratch / "run" / "final");
+  expect_refused(tiny_run(scratch / "run"), {"no run.yaml"});
+}
+
+TEST(RunDirectory, AFileInItsPlaceIsRefused) {
+  ScratchDirectory scratch;
+  write_bytes(scratch / "run", "");
+  expect_refused(tiny_run(scratch / "run"), {"train.output_dir", "cannot be created"});
+}
+
+TEST(RunDirectory, ANamedCheckpointMustBeIntactAndTheNewest) {
+  ScratchDirectory scratch;
+  const std::string missing = (scratch / "checkpoint-5").string();
+  expect_refused(tiny_run(scratch / "run", {"train.resume=" + missing}), {"is not an intact checkpoint"});
+
+  begin_run(tiny_run(scratch / "run"));
+  fs::create_directories(scratch / "run" / "checkpoint-10");
+  const std::string older = (scratch / "run" / "checkpoint-5").string();
+  expect_refused(tiny_run(scratch / "run", {"train.resume=" + older}), {"also holds checkpoint-10"});
+}
+
+}  // namespace
+}  // namespace sb

@@ -1,0 +1,58 @@
+#pragma once
+
+#include <cstdio>
+#include <functional>
+#include <string>
+
+#include "attention/dense_attention.h"
+#include "train/run_config.h"
+#include "train/trainer.h"
+
+namespace sb {
+
+// A run small enough to train in milliseconds: two layers on chunk recall, with more added per test.
+RunConfig tiny_run(const std::filesystem::path& output_dir, const std::vector<std::string>& overrides = {});
+
+// A trainer of such a run with everything it is made of. The attention, source or stop condition can be replaced.
+class TinyTrainer {
+ public:
+  struct Replace {
+    Attention* attention = nullptr;
+    SequenceSource* source = nullptr;
+    std::function<bool()> stop_requested = [] { return false; };
+  };
+  explicit TinyTrainer(const RunConfig& config) : TinyTrainer(config, Replace()) {}
+  TinyTrainer(const RunConfig& config, const Replace& replace);
+  ~TinyTrainer();
+
+  Trainer& operator*() { return *trainer_; }
+  Trainer* operator->() { return trainer_.get(); }
+
+ private:
+  struct Parts;
+  std::unique_ptr<Parts> parts_;
+  std::unique_ptr<Trainer> trainer_;
+};
+
+// Fixed sequences in a fixed order, again and again.
+class ListSource final : public SequenceSource {
+ public:
+  explicit ListSource(std::vector<TokenSequence> sequences) : sequences_(std::move(sequences)) {}
+  int64_t length(uint64_t position) const override;
+  int64_t valid_targets(uint64_t position) const override;
+  TokenSequence read(uint64_t position) const override;
+  uint64_t size() const override { return sequences_.size(); }
+  int64_t max_length() const override;
+
+ private:
+  std::vector<TokenSequence> sequences_;
+};
+
+// All parameters of a trainer, bit by bit.
+std::vector<float> weights_of(Trainer& trainer);
+std::vector<float> gradients_of(Trainer& trainer);
+
+// What the UserError thrown by `action` says; "" when none is thrown.
+std::string user_error_of(const std::function<void()>& action);
+
+}  // namespace sb
