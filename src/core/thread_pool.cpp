@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <exception>
 #include <mutex>
@@ -14,6 +15,28 @@
 #include "core/errors.h"
 
 namespace sb {
+namespace {
+
+// Loops follow each other within microseconds during a step, and waking a sleeping thread can take longer than the loop
+// itself: waits up to half a millisecond before giving up. After the first microseconds the core is offered to others,
+// which matters when there are more threads than cores.
+template <typename Condition>
+bool spin_until(const Condition& condition) {
+  for (int i = 0; i < 500; ++i) {
+    if (condition()) return true;
+    __builtin_ia32_pause();
+  }
+  const auto end = std::chrono::steady_clock::now() + std::chrono::microseconds(500);
+  while (std::chrono::steady_clock::now() < end) {
+    for (int i = 0; i < 8; ++i) {
+      if (condition()) return true;
+      sched_yield();
+    }
+  }
+  return condition();
+}
+
+}  // namespace
 
 struct ThreadPool::State {
   std::mutex mutex;
@@ -44,9 +67,7 @@ struct ThreadPool::State {
   void loop(int thread) {
     uint64_t seen = 0;
     while (true) {
-      // Loops follow each other within microseconds during a step: spin a little before sleeping.
-      for (int i = 0; i < 2000 && generation.load(std::memory_order_acquire) == seen; ++i) __builtin_ia32_pause();
-      if (generation.load(std::memory_order_acquire) == seen) {
+      if (!spin_until([&] { return generation.load(std::memory_order_acquire) != seen; })) {
         std::unique_lock lock(mutex);
         wake.wait(lock, [&] { return stop || generation.load(std::memory_order_acquire) != seen; });
         if (stop) return;
@@ -95,8 +116,7 @@ void ThreadPool::parallel_for(int64_t count, int64_t grain, const std::function<
   }
   s.wake.notify_all();
   s.work(0);
-  for (int i = 0; i < 2000 && s.running.load(std::memory_order_acquire) != 0; ++i) __builtin_ia32_pause();
-  if (s.running.load(std::memory_order_acquire) != 0) {
+  if (!spin_until([&] { return s.running.load(std::memory_order_acquire) == 0; })) {
     std::unique_lock lock(s.mutex);
     s.done.wait(lock, [&] { return s.running.load(std::memory_order_acquire) == 0; });
   }
