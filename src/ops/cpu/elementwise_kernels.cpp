@@ -12,24 +12,22 @@ Vf sigmoid(Vf x) {
 
 void swiglu_forward(const float* gate_up, int64_t rows, int64_t width, float* h) {
   for (int64_t t = 0; t < rows; ++t, gate_up += 2 * width, h += width) {
-    for (int64_t i = 0; i < width; i += kLanes) {
-      const Mask m = first_lanes(width - i < kLanes ? width - i : kLanes);
+    for_vectors(width, [&](int64_t i, auto m) {
       const Vf g = load(gate_up + i, m), u = load(gate_up + width + i, m);
       store(h + i, m, g * sigmoid(g) * u);
-    }
+    });
   }
 }
 
 void swiglu_backward(const float* gate_up, const float* dh, int64_t rows, int64_t width, float* dgate_up) {
   const Vf one = splat(1.0f);
   for (int64_t t = 0; t < rows; ++t, gate_up += 2 * width, dgate_up += 2 * width, dh += width) {
-    for (int64_t i = 0; i < width; i += kLanes) {
-      const Mask m = first_lanes(width - i < kLanes ? width - i : kLanes);
+    for_vectors(width, [&](int64_t i, auto m) {
       const Vf g = load(gate_up + i, m), u = load(gate_up + width + i, m), d = load(dh + i, m);
       const Vf s = sigmoid(g);
       store(dgate_up + i, m, d * u * (s * fma(g, one - s, one)));
       store(dgate_up + width + i, m, d * (g * s));
-    }
+    });
   }
 }
 
@@ -37,8 +35,7 @@ void adamw(const AdamWScalars& scalars, int64_t count, float* parameters, const 
   const Vf scale = splat(scalars.gradient_scale), b1 = splat(scalars.beta1), c1 = splat(scalars.one_minus_beta1);
   const Vf b2 = splat(scalars.beta2), c2 = splat(scalars.one_minus_beta2), decay = splat(scalars.decay);
   const Vf step = splat(scalars.step_size), root = splat(scalars.inverse_sqrt_correction2), eps = splat(scalars.eps);
-  for (int64_t i = 0; i < count; i += kLanes) {
-    const Mask mask = first_lanes(count - i < kLanes ? count - i : kLanes);
+  for_vectors(count, [&](int64_t i, auto mask) {
     const Vf g = load(gradients + i, mask) * scale;
     const Vf mi = fma(b1, load(m + i, mask), c1 * g);
     const Vf vi = fma(b2, load(v + i, mask), c2 * g * g);
@@ -46,7 +43,7 @@ void adamw(const AdamWScalars& scalars, int64_t count, float* parameters, const 
     store(v + i, mask, vi);
     const Vf update = mi / fma(sqrt(vi), root, eps);
     store(parameters + i, mask, fnma(step, update, load(parameters + i, mask) * decay));
-  }
+  });
 }
 
 double squared_sum(const float* x, int64_t count) {
@@ -63,12 +60,7 @@ double squared_sum(const float* x, int64_t count) {
 }
 
 void add(const float* x, int64_t count, float* y) {
-  int64_t i = 0;
-  for (; i + kLanes <= count; i += kLanes) store(y + i, load(y + i) + load(x + i));
-  if (i < count) {
-    const Mask m = first_lanes(count - i);
-    store(y + i, m, load(y + i, m) + load(x + i, m));
-  }
+  for_vectors(count, [&](int64_t i, auto m) { store(y + i, m, load(y + i, m) + load(x + i, m)); });
 }
 
 void column_sums(const float* x, int64_t rows, int64_t columns, int64_t stride, float* sums) {
@@ -100,10 +92,7 @@ void column_sums(const float* x, int64_t rows, int64_t columns, int64_t stride, 
 RowLoss cross_entropy_row(float* logits, int64_t vocabulary, int32_t label, float weight, bool with_gradient) {
   const Vf minus_infinity = splat(-__builtin_inff());
   Vf top = minus_infinity;
-  for (int64_t i = 0; i < vocabulary; i += kLanes) {
-    const Mask m = first_lanes(vocabulary - i < kLanes ? vocabulary - i : kLanes);
-    top = max(select(m, load(logits + i, m), minus_infinity), top);
-  }
+  for_vectors(vocabulary, [&](int64_t i, auto m) { top = max(select(m, load(logits + i, m), minus_infinity), top); });
   const float largest = reduce_max(top);
   const float target = logits[label];
   const Vf shift = splat(largest);
@@ -127,10 +116,7 @@ RowLoss cross_entropy_row(float* logits, int64_t vocabulary, int32_t label, floa
   const float sum = reduce_add(sum0 + sum1);
   if (with_gradient) {
     const Vf scale = splat(weight / sum);
-    for (i = 0; i < vocabulary; i += kLanes) {
-      const Mask m = first_lanes(vocabulary - i < kLanes ? vocabulary - i : kLanes);
-      store(logits + i, m, load(logits + i, m) * scale);
-    }
+    for_vectors(vocabulary, [&](int64_t i, auto m) { store(logits + i, m, load(logits + i, m) * scale); });
     logits[label] -= weight;
   }
   return {__builtin_logf(sum) + (largest - target), target >= largest};

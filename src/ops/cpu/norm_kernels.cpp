@@ -46,12 +46,7 @@ void rmsnorm_forward(const float* x, const float* weight, float eps, int64_t row
     const float r = reciprocal_rms(x, width, eps);
     rstd[t] = r;
     const Vf rv = splat(r);
-    int64_t i = 0;
-    for (; i + kLanes <= width; i += kLanes) store(y + i, load(x + i) * rv * load(weight + i));
-    if (i < width) {
-      const Mask m = first_lanes(width - i);
-      store(y + i, m, load(x + i, m) * rv * load(weight + i, m));
-    }
+    for_vectors(width, [&](int64_t i, auto m) { store(y + i, m, load(x + i, m) * rv * load(weight + i, m)); });
   }
 }
 
@@ -62,13 +57,12 @@ void rmsnorm_backward(const float* x, const float* weight, const float* rstd, co
     // dx = r · (w·dy - x · r² · mean(w·dy·x))
     const float c = triple_dot(dy, weight, x, width) * r * r / static_cast<float>(width);
     const Vf rv = splat(r), cv = splat(c);
-    for (int64_t i = 0; i < width; i += kLanes) {
-      const Mask m = first_lanes(width - i < kLanes ? width - i : kLanes);
+    for_vectors(width, [&](int64_t i, auto m) {
       const Vf xv = load(x + i, m), g = load(dy + i, m);
       store(dweight_sum + i, m, fma(g, xv * rv, load(dweight_sum + i, m)));
       const Vf d = rv * fnma(xv, cv, g * load(weight + i, m));
       store(dx + i, m, accumulate ? load(dx + i, m) + d : d);
-    }
+    });
   }
 }
 
@@ -78,8 +72,7 @@ namespace {
 void rotate_head(const float* x, const float* norm, float r, const float* cos, const float* sin, int64_t half,
                  float* y) {
   const Vf rv = splat(r);
-  for (int64_t i = 0; i < half; i += kLanes) {
-    const Mask m = first_lanes(half - i < kLanes ? half - i : kLanes);
+  for_vectors(half, [&](int64_t i, auto m) {
     Vf a = load(x + i, m), b = load(x + half + i, m);
     if (norm != nullptr) {
       a = a * rv * load(norm + i, m);
@@ -88,24 +81,20 @@ void rotate_head(const float* x, const float* norm, float r, const float* cos, c
     const Vf c = load(cos + i, m), s = load(sin + i, m);
     store(y + i, m, fnma(b, s, a * c));
     store(y + half + i, m, fma(a, s, b * c));
-  }
+  });
 }
 
 void rotate_head_back(const float* dy, const float* cos, const float* sin, int64_t half, float* dx) {
-  for (int64_t i = 0; i < half; i += kLanes) {
-    const Mask m = first_lanes(half - i < kLanes ? half - i : kLanes);
+  for_vectors(half, [&](int64_t i, auto m) {
     const Vf a = load(dy + i, m), b = load(dy + half + i, m);
     const Vf c = load(cos + i, m), s = load(sin + i, m);
     store(dx + i, m, fma(b, s, a * c));
     store(dx + half + i, m, fnma(a, s, b * c));
-  }
+  });
 }
 
 void copy(const float* from, int64_t n, float* to) {
-  for (int64_t i = 0; i < n; i += kLanes) {
-    const Mask m = first_lanes(n - i < kLanes ? n - i : kLanes);
-    store(to + i, m, load(from + i, m));
-  }
+  for_vectors(n, [&](int64_t i, auto m) { store(to + i, m, load(from + i, m)); });
 }
 
 }  // namespace

@@ -147,11 +147,28 @@ inline Vf scale_by_power(Vf p, Vf n) {
 
 #endif
 
-// e^x to about 1 ulp, the same bits on both instruction sets. +inf above 88.7228; 0 below -87.3365, where the result
-// would be denormal (so masked scores may be -inf); NaN stays NaN.
-inline Vf exp(Vf x) {
-  const Vf low = splat(-87.33654f), high = splat(88.72283f);
-  const Vf t = min(high, max(low, x));  // operand order keeps NaN
+// The same operations on whole vectors, so that one body serves the middle and the end of a row.
+struct AllLanes {};
+inline Vf load(const float* p, AllLanes) {
+  return load(p);
+}
+inline void store(float* p, AllLanes, Vf x) {
+  store(p, x);
+}
+inline Vf select(AllLanes, Vf yes, Vf) {
+  return yes;
+}
+
+// body(i, lanes) for i = 0, kLanes, … below count; lanes is AllLanes, and a Mask for what is left at the end.
+template <typename Body>
+inline __attribute__((always_inline)) void for_vectors(int64_t count, const Body& body) {
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) body(i, AllLanes{});
+  if (i < count) body(i, first_lanes(count - i));
+}
+
+// e^t for t in [-87.3365, 88.7228], to about 1 ulp, the same bits on both instruction sets.
+inline Vf exp_in_range(Vf t) {
   const Vf n = round_nearest(t * splat(1.44269504f));
   Vf r = fnma(n, splat(0.693359375f), t);  // exact: few bits in the first part of ln 2
   r = fnma(n, splat(-2.12194440e-4f), r);
@@ -161,25 +178,21 @@ inline Vf exp(Vf x) {
   p = fma(p, r, splat(1.6666665459e-1f));
   p = fma(p, r, splat(5.0000001201e-1f));
   p = fma(p, r * r, r) + splat(1.0f);
-  Vf y = scale_by_power(p, n);
-  y = select(less(x, low), zero(), y);
-  return select(less(high, x), splat(__builtin_inff()), y);
+  return scale_by_power(p, n);
+}
+
+// e^x: +inf above 88.7228; 0 below -87.3365, where the result would be denormal (so masked scores may be -inf); NaN
+// stays NaN.
+inline Vf exp(Vf x) {
+  const Vf low = splat(-87.33654f), high = splat(88.72283f);
+  const Vf y = exp_in_range(min(high, max(low, x)));  // this order of operands keeps NaN
+  return select(less(high, x), splat(__builtin_inff()), select(less(x, low), zero(), y));
 }
 
 // exp for x ≤ 0 (softmax after the maximum is taken off): leaves the overflow test out.
 inline Vf exp_nonpositive(Vf x) {
   const Vf low = splat(-87.33654f);
-  const Vf t = max(low, x);
-  const Vf n = round_nearest(t * splat(1.44269504f));
-  Vf r = fnma(n, splat(0.693359375f), t);
-  r = fnma(n, splat(-2.12194440e-4f), r);
-  Vf p = fma(splat(1.9875691500e-4f), r, splat(1.3981999507e-3f));
-  p = fma(p, r, splat(8.3334519073e-3f));
-  p = fma(p, r, splat(4.1665795894e-2f));
-  p = fma(p, r, splat(1.6666665459e-1f));
-  p = fma(p, r, splat(5.0000001201e-1f));
-  p = fma(p, r * r, r) + splat(1.0f);
-  return select(less(x, low), zero(), scale_by_power(p, n));
+  return select(less(x, low), zero(), exp_in_range(max(low, x)));
 }
 
 }  // namespace sb::SB_ISA
