@@ -1,0 +1,131 @@
+// Times the Hopper attention kernels. Useful FLOPs: 4·d for every selected (query, key) pair and head forward, 2.5
+// times that backward. Lists are drawn at random; bench/peers/attention_lists.py draws the same ones for FlexAttention.
+
+#include <algorithm>
+#include <cmath>
+#include <functional>
+#include <string>
+
+#include "attention/hopper/prepare.h"
+#include "tests/attention/hopper/device_case.h"
+
+namespace sb::hopper {
+namespace {
+
+double median_ms(const std::function<void()>& body, int repeats) {
+  cudaEvent_t begin, end;
+  must(cudaEventCreate(&begin), "event");
+  must(cudaEventCreate(&end), "event");
+  for (int i = 0; i < 3; ++i) body();
+  std::vector<float> times(repeats);
+  for (float& time : times) {
+    must(cudaEventRecord(begin), "record");
+    body();
+    must(cudaEventRecord(end), "record");
+    must(cudaEventSynchronize(end), "kernel");
+    must(cudaEventElapsedTime(&time, begin, end), "time");
+  }
+  std::sort(times.begin(), times.end());
+  return times[repeats / 2];
+}
+
+// Pairs (query, key) that are computed usefully, for one query head of each list head.
+double useful_pairs(const std::vector<int32_t>& cu, const RowLists* lists, int list_heads) {
+  double pairs = 0;
+  if (lists == nullptr) {
+    for (size_t s = 0; s + 1 < cu.size(); ++s) {
+      const double n = cu[s + 1] - cu[s];
+      pairs += n * (n + 1) / 2 * list_heads;
+    }
+    return pairs;
+  }
+  const int length = cu[1];  // the sparse cases have one sequence
+  for (int head = 0; head < list_heads; ++head)
+    for (int row = 0; row < lists->rows; ++row)
+      for (int32_t i = lists->offsets[head * lists->rows + row]; i < lists->offsets[head * lists->rows + row + 1];
+           ++i) {
+        const int key = entry_id(lists->entries[i]) * kBlock;
+        const int begin = row * lists->query_block + entry_first(lists->entries[i]);
+        const int end = std::min((row + 1) * lists->query_block, length);
+        if (begin >= key + kBlock - 1) {
+          pairs += double(end - begin) * kBlock;
+        } else {
+          for (int t = begin; t < end; ++t) pairs += std::clamp(t - key + 1, 0, kBlock);
+        }
+      }
+  return pairs;
+}
+
+void run(const std::string& name, int query_heads, int kv_heads, int d, const std::vector<int>& lengths, double keep,
+         int query_block, bool staircase, bool deterministic, int sinks = 0, int local = 0) {
+  Shape shape;
+  std::vector<int32_t> cu{0};
+  for (int length : lengths) cu.push_back(cu.back() + length);
+  shape.tokens = cu.back();
+  shape.query_heads = query_heads;
+  shape.kv_heads = kv_heads;
+  shape.head_dim = d;
+  shape.scale = 1.f / std::sqrt(float(d));
+  RowLists lists;
+  const bool sparse = keep < 1;
+  if (sparse) {
+    ListOptions options;
+    options.query_block = query_block;
+    options.heads = kv_heads;
+    options.keep = keep;
+    options.staircase = staircase;
+    options.sinks = sinks;
+    options.local = local;
+    lists = random_lists(cu, options);
+  }
+  Tensors t(shape, 42);
+  DeviceWork w(shape, cu, std::vector<bool>(lengths.size(), !sparse), sparse ? &lists : nullptr, 132);
+  const double flops = 4.0 * d * useful_pairs(cu, sparse ? &lists : nullptr, kv_heads) * (query_heads / kv_heads);
+  const ForwardParams f = forward_params(shape, t, w);
+  const BackwardParams b = backward_params(shape, t, w);
+  const int repeats = flops > 2e13 ? 5 : 15;
+  const double forward_ms = median_ms([&] { forward(f, nullptr); }, repeats);
+  const double prepare_ms = median_ms([&] { prepare_rows(b, true, nullptr); }, repeats);
+  const double finish_ms = median_ms([&] { finish_dq(b, nullptr), finish_split_columns(b, nullptr); }, repeats);
+  const double backward_ms = median_ms([&] { backward(b, nullptr); }, repeats);
+  double deterministic_ms = 0;
+  if (deterministic) deterministic_ms = median_ms([&] { backward_deterministic(b, nullptr); }, repeats);
+  std::printf("%-30s %8.3f %6.0f | %8.3f %6.0f (rows %.3f, finish %.3f, splits %zu)", name.c_str(), forward_ms,
+              flops / forward_ms / 1e9, backward_ms, 2.5 * flops / backward_ms / 1e9, prepare_ms, finish_ms,
+              w.work.splits.size());
+  if (deterministic) std::printf(" | %8.3f %6.0f", deterministic_ms, 2.5 * flops / deterministic_ms / 1e9);
+  std::printf("\n");
+  std::fflush(stdout);
+}
+
+}  // namespace
+}  // namespace sb::hopper
+
+int main(int argc, char** argv) {
+  using sb::hopper::run;
+  std::setvbuf(stdout, nullptr, _IONBF, 0);
+  const std::string mode = argc > 1 ? argv[1] : "all";
+  const bool det = mode != "quick";
+  const bool all = mode == "all";
+  std::printf("%-30s %8s %6s | %8s %6s\n", "case (causal, block 128)", "fwd ms", "TF/s", "bwd ms", "TF/s");
+  run("dense 16:2 d128 32K", 16, 2, 128, {32768}, 1, 0, false, det);
+  run("10% 16:2 d128 32K qb16", 16, 2, 128, {32768}, 0.1, 16, false, det);
+  run("10% 16:2 d128 32K qb128", 16, 2, 128, {32768}, 0.1, 128, false, det);
+  run("10% 16:2 d128 128K qb16", 16, 2, 128, {131072}, 0.1, 16, false, false);
+  run("dense 14:2 d64 32K", 14, 2, 64, {32768}, 1, 0, false, det);
+  run("10% 14:2 d64 32K qb16", 14, 2, 64, {32768}, 0.1, 16, false, det);
+  if (!all) return 0;
+  run("dense 16:2 d128 8K", 16, 2, 128, {8192}, 1, 0, false, det);
+  run("dense 16:2 d128 4x8K packed", 16, 2, 128, {8192, 8192, 8192, 8192}, 1, 0, false, det);
+  run("dense 32:8 d128 16K", 32, 8, 128, {16384}, 1, 0, false, det);
+  run("20% 16:2 d128 32K qb16", 16, 2, 128, {32768}, 0.2, 16, false, det);
+  run("5% 16:2 d128 32K qb16", 16, 2, 128, {32768}, 0.05, 16, false, det);
+  run("10% stairs 16:2 d128 32K", 16, 2, 128, {32768}, 0.1, 16, true, det);
+  run("10% sink+local 16:2 d128 32K", 16, 2, 128, {32768}, 0.1, 16, false, det, 1, 2);
+  run("10% 16:2 d128 64K qb16", 16, 2, 128, {65536}, 0.1, 16, false, det);
+  run("10% 16:2 d128 64K qb128", 16, 2, 128, {65536}, 0.1, 128, false, det);
+  run("5% 16:2 d128 128K qb16", 16, 2, 128, {131072}, 0.05, 16, false, false);
+  run("10% 14:2 d64 32K qb128", 14, 2, 64, {32768}, 0.1, 128, false, det);
+  run("10% 32:8 d128 32K qb32", 32, 8, 128, {32768}, 0.1, 32, false, det);
+  return 0;
+}

@@ -1,0 +1,495 @@
+#include "attention/hopper/launch.h"
+#include "attention/hopper/prepare.h"
+#include "attention/hopper/tile.h"
+#include "attention/hopper/wgmma.h"
+
+namespace sb::hopper {
+namespace {
+
+// Key-stationary backward. A block of 128 keys walks the subtiles of queries that see it. Everything is computed
+// transposed, Sᵀ = K·Qᵀ and dPᵀ = V·dOᵀ, so that each of the two computing warpgroups owns 64 keys, and Pᵀ and dSᵀ feed
+// dV += Pᵀ·dO and dK += dSᵀ·Q straight from the registers. Only dS crosses between the warpgroups, through shared
+// memory, for dQ = dS·K, which is added to a sum in global memory by the copy engine.
+
+constexpr int kThreads = 384;
+constexpr int kStages = 2;
+
+struct ItemMessage {
+  BackwardItem item;
+  int32_t end;
+  int32_t unused[3];
+};
+// One step: a unit of `kUnit` subtiles of queries.
+struct StepMessage {
+  int32_t diagonal;  // position of the first key minus position of the first query
+  int32_t first;     // tokens of the unit before this one do not see the block
+  int32_t subtile;   // first subtile of the unit among all; negative: the column ends
+};
+
+template <int D>
+struct alignas(1024) Smem {
+  // Subtiles in one step: as many as fill the registers.
+  static constexpr int kUnit = D == 128 ? 1 : 2;
+  __nv_bfloat16 k[kBlock * D];  // [d / 64][key][64]
+  __nv_bfloat16 v[kBlock * D];
+  __nv_bfloat16 q[kStages][kUnit * kSubtileRows * D];  // [subtile][d / 64][row][64]
+  __nv_bfloat16 d_o[kStages][kUnit * kSubtileRows * D];
+  __nv_bfloat16 ds[2][kUnit * kSubtileRows * kBlock];  // [subtile][key][row]
+  float dq[2][kSubtileRows * 64];                      // of each warpgroup, in the order of its accumulator
+  float statistics[kStages][kUnit][2][kSubtileRows];   // log-sum-exp (base 2) and dO·O
+  ItemMessage item;
+  StepMessage step[kStages];
+  alignas(8) uint64_t kv_full, kv_empty, q_full[kStages], q_empty[kStages], do_full[kStages], do_empty[kStages];
+};
+
+struct Arguments {
+  float scale;
+  RowMap rows;
+  int32_t query_block, kv_heads, subtiles;
+  __nv_bfloat16 *dk, *dv;
+  const BackwardItem* items;
+  int32_t item_count;
+  const ColumnSegment* segments;
+  const uint32_t* entries;
+  const float* statistics;
+  float* dq_sum;
+  float* partials;
+  int32_t* counter;
+};
+
+template <int D>
+struct Loader {
+  static constexpr int kUnit = Smem<D>::kUnit;
+  Smem<D>& smem;
+  const CUtensorMap *q_map, *do_map, *k_map, *v_map;
+  const Arguments& args;
+  int lane;
+  Cursor ring;
+
+  // Each lane issues one box; lane 0 first says how many bytes will come.
+  __device__ void load_keys(const BackwardItem& item, uint32_t phase) {
+    barrier_wait(shared_address(&smem.kv_empty), phase ^ 1);
+    const uint32_t barrier = shared_address(&smem.kv_full);
+    if (lane == 0) {
+      smem.item.item = item;
+      smem.item.end = 0;
+      barrier_expect(barrier, 2 * kBlock * D * 2);
+    }
+    __syncwarp();
+    constexpr int kBoxes = D / 64;
+    if (lane < 2 * kBoxes) {
+      const int c = lane % kBoxes;
+      tensor_load(shared_address(lane < kBoxes ? smem.k : smem.v) + c * kBlock * 128, lane < kBoxes ? k_map : v_map,
+                  c * 64, item.head, item.token, barrier);
+    }
+  }
+
+  __device__ void load_rows(__nv_bfloat16* destination, const CUtensorMap* map, int head, int token, uint32_t barrier) {
+    if (lane < kUnit * D / 64)
+      tensor_load(shared_address(destination) + lane * kSubtileRows * 128, map, (lane % (D / 64)) * 64,
+                  head * args.rows.heads, token + lane / (D / 64) * args.rows.tokens, barrier);
+  }
+
+  __device__ void step(const BackwardItem& item, int head, int unit, int first) {
+    const int position = unit * kUnit * args.rows.tokens;
+    const int token = item.token - item.position + position;
+    const int subtile = head * args.subtiles + item.subtile + unit * kUnit;
+    const uint32_t bytes = kUnit * args.rows.heads * args.rows.tokens * D * 2;
+    const uint32_t q_barrier = shared_address(&smem.q_full[ring.stage]);
+    barrier_wait(shared_address(&smem.q_empty[ring.stage]), ring.phase ^ 1);
+    if (lane == 0) {
+      smem.step[ring.stage] = {item.position - position, first, subtile};
+      barrier_expect(q_barrier, bytes + sizeof(smem.statistics[0]));
+      bulk_load(shared_address(smem.statistics[ring.stage]),
+                args.statistics + static_cast<int64_t>(subtile) * 2 * kSubtileRows, sizeof(smem.statistics[0]),
+                q_barrier);
+    }
+    __syncwarp();
+    load_rows(smem.q[ring.stage], q_map, head, token, q_barrier);
+    const uint32_t do_barrier = shared_address(&smem.do_full[ring.stage]);
+    barrier_wait(shared_address(&smem.do_empty[ring.stage]), ring.phase ^ 1);
+    if (lane == 0) barrier_expect(do_barrier, bytes);
+    __syncwarp();
+    load_rows(smem.d_o[ring.stage], do_map, head, token, do_barrier);
+    ring.advance(kStages);
+  }
+
+  // The end of a column goes through the ring as a step without data.
+  __device__ void end_column() {
+    barrier_wait(shared_address(&smem.q_empty[ring.stage]), ring.phase ^ 1);
+    barrier_wait(shared_address(&smem.do_empty[ring.stage]), ring.phase ^ 1);
+    if (lane == 0) {
+      smem.step[ring.stage].subtile = -1;
+      barrier_arrive(shared_address(&smem.q_full[ring.stage]));
+      barrier_arrive(shared_address(&smem.do_full[ring.stage]));
+    }
+    ring.advance(kStages);
+  }
+
+  __device__ void run() {
+    const int unit_tokens = kUnit * args.rows.tokens;
+    uint32_t phase = 0;
+    for (;;) {
+      int index = 0;
+      if (lane == 0) index = atomicAdd(args.counter, 1);
+      index = __shfl_sync(~0u, index, 0);
+      if (index >= args.item_count) break;
+      const BackwardItem item = args.items[index];
+      load_keys(item, phase);
+      phase ^= 1;
+      // From the end of the sequence towards the diagonal: all key blocks that run beside each other start at the same
+      // queries, and find each other's Q, dO and dQ in the L2.
+      const int units = item.subtiles / kUnit;
+      for (int s = 0; s < item.segment_count; ++s) {
+        const ColumnSegment segment = args.segments[item.segment_begin + s];
+        if (item.dense) {
+          const int begin = segment.begin * 2 / kUnit, end = min((segment.begin + segment.count) * 2 / kUnit, units);
+          for (int unit = end - 1; unit >= begin; --unit)
+            if ((unit + 1) * unit_tokens > item.position) step(item, segment.head, unit, 0);
+          continue;
+        }
+        const int block_units = args.query_block / unit_tokens;
+        uint32_t next = segment.count > 0 ? args.entries[segment.begin + segment.count - 1] : 0;
+        for (int i = segment.count - 1; i >= 0; --i) {
+          const uint32_t entry = next;
+          if (i > 0) next = args.entries[segment.begin + i - 1];
+          const int begin = static_cast<int>(entry_id(entry)) * block_units;
+          for (int u = min(block_units, units - begin) - 1; u >= 0; --u) {
+            const int first = static_cast<int>(entry_first(entry)) - u * unit_tokens;
+            if (first < unit_tokens && (begin + u + 1) * unit_tokens > item.position)
+              step(item, segment.head, begin + u, first);
+          }
+        }
+      }
+      end_column();
+    }
+    barrier_wait(shared_address(&smem.kv_empty), phase ^ 1);
+    if (lane == 0) {
+      smem.item.end = 1;
+      barrier_arrive(shared_address(&smem.kv_full));
+    }
+  }
+};
+
+template <int D, bool kWithDq>
+struct Consumer {
+  static constexpr int kUnit = Smem<D>::kUnit;
+  Smem<D>& smem;
+  const Arguments& args;
+  int group, warp, lane;
+  Cursor ring;
+  uint32_t kv_phase = 0;
+  int buffer = 0;  // of dS
+  float dk[D / 2], dv[D / 2];
+
+  // Sᵀ = K·Qᵀ or dPᵀ = V·dOᵀ, this group's 64 keys.
+  __device__ void issue_transposed(float (&out)[32], const __nv_bfloat16* keys, const __nv_bfloat16* rows) {
+    const uint32_t a = shared_address(keys) + group * 64 * 128;
+    const uint32_t b = shared_address(rows);
+#pragma unroll
+    for (int kk = 0; kk < D / 16; ++kk) {
+      const uint32_t inside = (kk % 4) * 32;
+      wgmma_ss<0, 0>(out, tile_descriptor(a + (kk / 4) * kBlock * 128 + inside),
+                     tile_descriptor(b + (kk / 4) * kSubtileRows * 128 + inside), kk != 0);
+    }
+    wgmma_commit();
+  }
+
+  // dV += Pᵀ·dO or dK += dSᵀ·Q.
+  __device__ void issue_sum(float (&out)[D / 2], const uint32_t (&a)[16], const __nv_bfloat16* rows) {
+    const uint32_t b = shared_address(rows);
+#pragma unroll
+    for (int kk = 0; kk < kSubtileRows / 16; ++kk)
+      wgmma_rs<1>(out, a + 4 * kk, tile_descriptor(b + kk * 2048, kSubtileRows * 128), 1);
+  }
+
+  // dQ = dS·K over all 128 keys: d = 128 gives each group half of the columns, d = 64 one of the two subtiles.
+  __device__ void issue_dq(float (&out)[32]) {
+    const uint32_t a = shared_address(smem.ds[buffer]) + (kUnit == 2 ? group * kSubtileRows * kBlock * 2 : 0);
+    const uint32_t b = shared_address(smem.k) + (kUnit == 1 ? group * kBlock * 128 : 0);
+#pragma unroll
+    for (int kk = 0; kk < kBlock / 16; ++kk)
+      wgmma_ss<1, 1>(out, tile_descriptor(a + kk * 2048), tile_descriptor(b + kk * 2048), kk != 0);
+    wgmma_commit();
+  }
+
+  // `before`: tokens of the unit that come before this subtile.
+  __device__ void mask(float (&s)[32], const StepMessage& step, int before) {
+    if (step.diagonal + kBlock - 1 <= before && step.first <= before) return;
+    const int key = group * 64 + warp * 16 + lane / 4;
+#pragma unroll
+    for (int j = 0; j < 8; ++j)
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const int t = before + args.rows.token(8 * j + 2 * (lane % 4) + e);
+        const int limit = t < step.first ? -1 : t - step.diagonal;  // the last key that this query sees
+        if (key > limit) s[4 * j + e] = -INFINITY;
+        if (key + 8 > limit) s[4 * j + 2 + e] = -INFINITY;
+      }
+  }
+
+  // s becomes the probabilities, p the same in bf16.
+  __device__ void probabilities(float (&s)[32], uint32_t (&p)[16], const float* lse, float scale_log2) {
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      const float2 l = *reinterpret_cast<const float2*>(lse + 8 * j + 2 * (lane % 4));
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        s[4 * j + 2 * h] = exp2_fast(fmaf(s[4 * j + 2 * h], scale_log2, -l.x));
+        s[4 * j + 2 * h + 1] = exp2_fast(fmaf(s[4 * j + 2 * h + 1], scale_log2, -l.y));
+        p[2 * j + h] = pack_bf16(s[4 * j + 2 * h], s[4 * j + 2 * h + 1]);
+      }
+    }
+  }
+
+  __device__ void differences(const float (&s)[32], const float (&dp)[32], uint32_t (&ds)[16], const float* sums) {
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      const float2 sum = *reinterpret_cast<const float2*>(sums + 8 * j + 2 * (lane % 4));
+#pragma unroll
+      for (int h = 0; h < 2; ++h)
+        ds[2 * j + h] = pack_bf16(s[4 * j + 2 * h] * (dp[4 * j + 2 * h] - sum.x),
+                                  s[4 * j + 2 * h + 1] * (dp[4 * j + 2 * h + 1] - sum.y));
+    }
+  }
+
+  __device__ void share_ds(const uint32_t (&ds)[16], int sub) {
+    const int row = ((lane >> 3) & 1) * 8 + (lane & 7);
+    const uint32_t base = shared_address(smem.ds[buffer]) + sub * kBlock * 128 + (group * 64 + warp * 16 + row) * 128;
+#pragma unroll
+    for (int j = 0; j < 8; j += 2)
+      matrix_store(base + (((j + (lane >> 4)) ^ (row & 7)) * 16), ds[2 * j], ds[2 * j + 1], ds[2 * j + 2],
+                   ds[2 * j + 3]);
+  }
+
+  __device__ void add_dq(const float (&dq)[32], int subtile) {
+    const uint32_t staging = shared_address(smem.dq[group]);
+    const int thread = warp * 32 + lane;
+    if (thread == 0) bulk_wait_read();
+    named_sync(2 + group, 128);
+#pragma unroll
+    for (int j = 0; j < 8; ++j)
+      shared_store16(staging + (j * 128 + thread) * 16, dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]);
+    async_fence();
+    named_sync(2 + group, 128);
+    if (thread == 0) {
+      const int64_t piece = kUnit == 1 ? static_cast<int64_t>(subtile) * 2 + group : subtile + group;
+      bulk_add(args.dq_sum + piece * kSubtileRows * 64, staging, kSubtileRows * 64 * 4);
+      bulk_commit();
+    }
+  }
+
+  __device__ void store(const BackwardItem& item, __nv_bfloat16* out, const float (&a)[D / 2], float scale) {
+    const uint32_t staging = shared_address(smem.dq[group]);
+    __syncwarp();
+    stage_accumulator<D>(staging, a, scale, scale, warp, lane);
+    __syncwarp();
+    store_staged<D>(out, staging, warp, lane, false, [&](int row) -> int64_t {
+      const int key = group * 64 + row;
+      return key < item.keys ? (static_cast<int64_t>(item.token + key) * args.kv_heads + item.head) * D : -1;
+    });
+  }
+
+  __device__ void store_partial(int slot, int which, const float (&a)[D / 2]) {
+    float4* out = reinterpret_cast<float4*>(args.partials) +
+                  (static_cast<int64_t>(slot * 2 + which) * 2 + group) * (D / 8) * 128 + warp * 32 + lane;
+#pragma unroll
+    for (int j = 0; j < D / 8; ++j) out[j * 128] = make_float4(a[4 * j], a[4 * j + 1], a[4 * j + 2], a[4 * j + 3]);
+  }
+
+  __device__ void run() {
+    const float scale_log2 = args.scale * kLog2e;
+    for (;;) {
+      barrier_wait(shared_address(&smem.kv_full), kv_phase);
+      kv_phase ^= 1;
+      if (smem.item.end) break;
+#pragma unroll
+      for (int i = 0; i < D / 2; ++i) dk[i] = dv[i] = 0;
+      for (;;) {
+        barrier_wait(shared_address(&smem.q_full[ring.stage]), ring.phase);
+        const StepMessage step = smem.step[ring.stage];
+        if (step.subtile < 0) break;
+        float s[kUnit][32], dp[kUnit][32];
+        uint32_t p[kUnit][16], ds[kUnit][16];
+        const __nv_bfloat16* q = smem.q[ring.stage];
+        const __nv_bfloat16* d_o = smem.d_o[ring.stage];
+        wgmma_fence();
+        issue_transposed(s[0], smem.k, q);
+        barrier_wait(shared_address(&smem.do_full[ring.stage]), ring.phase);
+        issue_transposed(dp[0], smem.v, d_o);
+        if constexpr (kUnit == 2) {
+          issue_transposed(s[1], smem.k, q + kSubtileRows * D);
+          issue_transposed(dp[1], smem.v, d_o + kSubtileRows * D);
+        }
+#pragma unroll
+        for (int sub = 0; sub < kUnit; ++sub) {
+          const float* statistics = &smem.statistics[ring.stage][sub][0][0];
+          // Products are done in the order of their issue; what may still run are those behind the one waited for.
+          if (kUnit == 2 && sub == 0)
+            wgmma_wait<3>();
+          else
+            wgmma_wait<kUnit>();
+          pin(s[sub]);
+          mask(s[sub], step, sub * args.rows.tokens);
+          probabilities(s[sub], p[sub], statistics, scale_log2);
+          pin(p[sub]);
+          pin(dv);
+          wgmma_fence();
+          issue_sum(dv, p[sub], d_o + sub * kSubtileRows * D);
+          wgmma_commit();
+          if (kUnit == 2 && sub == 0)
+            wgmma_wait<3>();
+          else
+            wgmma_wait<kUnit>();
+          pin(dp[sub]);
+          differences(s[sub], dp[sub], ds[sub], statistics + kSubtileRows);
+          if constexpr (kWithDq) share_ds(ds[sub], sub);
+        }
+        if constexpr (kWithDq) {
+          async_fence();
+          named_sync(1, 256);
+        }
+#pragma unroll
+        for (int sub = 0; sub < kUnit; ++sub) pin(ds[sub]);
+        pin(dk);
+        wgmma_fence();
+        float dq[32];
+        if constexpr (kWithDq) issue_dq(dq);
+#pragma unroll
+        for (int sub = 0; sub < kUnit; ++sub) issue_sum(dk, ds[sub], q + sub * kSubtileRows * D);
+        wgmma_commit();
+        if constexpr (kWithDq) {
+          wgmma_wait<1>();
+          pin(dq);
+          pin(dv);
+          release(smem.do_empty[ring.stage], lane);
+          add_dq(dq, step.subtile);
+          buffer ^= 1;
+        } else {
+          wgmma_wait<1>();
+          pin(dv);
+          release(smem.do_empty[ring.stage], lane);
+        }
+        wgmma_wait<0>();
+        pin(dk);
+        release(smem.q_empty[ring.stage], lane);
+        ring.advance(kStages);
+      }
+      release(smem.q_empty[ring.stage], lane);
+      release(smem.do_empty[ring.stage], lane);
+      ring.advance(kStages);
+      const BackwardItem item = smem.item.item;
+      release(smem.kv_empty, lane);
+      if (item.partial >= 0) {
+        store_partial(item.partial, 0, dk);
+        store_partial(item.partial, 1, dv);
+      } else {
+        if (warp == 0 && lane == 0) bulk_wait_read();  // the staging area still feeds the last dQ
+        named_sync(2 + group, 128);
+        store(item, args.dv, dv, 1.f);
+        store(item, args.dk, dk, args.scale);
+        async_fence();
+        named_sync(2 + group, 128);
+      }
+    }
+    if (warp == 0 && lane == 0) bulk_wait();
+  }
+};
+
+template <int D, bool kWithDq>
+__global__ void __launch_bounds__(kThreads, 1)
+    backward_kernel(const __grid_constant__ CUtensorMap q_map, const __grid_constant__ CUtensorMap do_map,
+                    const __grid_constant__ CUtensorMap k_map, const __grid_constant__ CUtensorMap v_map,
+                    const __grid_constant__ Arguments args) {
+  extern __shared__ __align__(1024) unsigned char raw[];
+  Smem<D>& smem = *reinterpret_cast<Smem<D>*>(raw);
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  if (threadIdx.x == 0) {
+    barrier_init(shared_address(&smem.kv_full), 1);
+    barrier_init(shared_address(&smem.kv_empty), 8);
+    for (int i = 0; i < kStages; ++i) {
+      barrier_init(shared_address(&smem.q_full[i]), 1);
+      barrier_init(shared_address(&smem.q_empty[i]), 8);
+      barrier_init(shared_address(&smem.do_full[i]), 1);
+      barrier_init(shared_address(&smem.do_empty[i]), 8);
+    }
+    barrier_init_fence();
+  }
+  // Rows that are padding in every subtile are never loaded; zeros there keep 0 · garbage from becoming NaN.
+  if (args.rows.heads * args.rows.tokens < kSubtileRows) {
+    uint4* area = reinterpret_cast<uint4*>(smem.q);
+    const int pieces = (sizeof(smem.q) + sizeof(smem.d_o)) / 16;
+    for (int i = threadIdx.x; i < pieces; i += kThreads) area[i] = make_uint4(0, 0, 0, 0);
+    async_fence();
+  }
+  __syncthreads();
+  if (warp < 4) {
+    registers_shrink<24>();
+    if (warp == 0) {
+      Loader<D> loader{smem, &q_map, &do_map, &k_map, &v_map, args, lane};
+      loader.run();
+    }
+  } else {
+    registers_grow<240>();
+    Consumer<D, kWithDq> consumer{smem, args, warp / 4 - 1, warp % 4, lane};
+    consumer.run();
+  }
+}
+
+template <int D, bool kWithDq>
+void launch(const BackwardParams& p, cudaStream_t stream) {
+  const auto rows = [&](const void* data) {
+    return packed_map(data, p.shape.tokens, p.shape.query_heads, D, p.tiling.heads, p.tiling.tokens);
+  };
+  const auto keys = [&](const void* data) { return packed_map(data, p.shape.tokens, p.shape.kv_heads, D, 1, kBlock); };
+  Arguments args{p.shape.scale,
+                 row_map(p.tiling),
+                 p.tiling.query_block,
+                 p.shape.kv_heads,
+                 p.tiling.subtiles,
+                 static_cast<__nv_bfloat16*>(p.dk),
+                 static_cast<__nv_bfloat16*>(p.dv),
+                 p.items,
+                 p.item_count,
+                 p.segments,
+                 p.column_entries,
+                 p.statistics,
+                 p.dq_sum,
+                 p.partials,
+                 p.counter};
+  check(cudaMemsetAsync(p.counter, 0, sizeof(int32_t), stream), "work counter");
+  const auto kernel = backward_kernel<D, kWithDq>;
+  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Smem<D>)),
+        "shared memory of the backward");
+  const int grid = p.item_count < multiprocessors() ? p.item_count : multiprocessors();
+  kernel<<<grid, kThreads, sizeof(Smem<D>), stream>>>(rows(p.q), rows(p.d_o), keys(p.k), keys(p.v), args);
+  check(cudaGetLastError(), "attention backward");
+}
+
+template <int D>
+void run_backward(const BackwardParams& p, cudaStream_t stream) {
+  prepare_rows(p, true, stream);
+  launch<D, true>(p, stream);
+  finish_dq(p, stream);
+  finish_split_columns(p, stream);
+}
+
+}  // namespace
+
+void backward(const BackwardParams& p, void* stream) {
+  check_shape(p.shape, p.tiling);
+  if (p.item_count == 0) return;
+  if (p.shape.head_dim == 128)
+    run_backward<128>(p, static_cast<cudaStream_t>(stream));
+  else
+    run_backward<64>(p, static_cast<cudaStream_t>(stream));
+}
+
+void backward_keys(const BackwardParams& p, cudaStream_t stream) {
+  if (p.shape.head_dim == 128)
+    launch<128, false>(p, stream);
+  else
+    launch<64, false>(p, stream);
+}
+
+}  // namespace sb::hopper

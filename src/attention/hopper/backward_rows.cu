@@ -1,0 +1,211 @@
+#include "attention/hopper/launch.h"
+#include "attention/hopper/prepare.h"
+#include "attention/hopper/row_loader.h"
+#include "attention/hopper/wgmma.h"
+
+namespace sb::hopper {
+namespace {
+
+// Query-stationary half of the deterministic backward: dQ of a tile from its row list, three products a block, nothing
+// shared between tiles. Each of the two computing warpgroups owns one subtile; a key block is worked on in two halves,
+// so that the products of one run beside the exponentials of the other.
+
+constexpr int kThreads = 384;
+
+template <int D>
+struct alignas(1024) Smem {
+  static constexpr int kDim = D, kSlots = D == 128 ? 1 : 2, kStages = 2;
+  static constexpr bool kGradient = true, kKeysAhead = false;
+  __nv_bfloat16 q[kSlots][2 * kSubtileRows * D];  // [slot][subtile][d / 64][row][64]
+  __nv_bfloat16 d_o[kSlots][2 * kSubtileRows * D];
+  __nv_bfloat16 k[kStages][kBlock * D];  // [stage][d / 64][row][64]
+  __nv_bfloat16 v[kStages][kBlock * D];
+  TileMessage tile[kSlots];
+  StepMessage step[kStages];
+  alignas(8) uint64_t q_full[kSlots], q_empty[kSlots], k_full[kStages], k_empty[kStages], v_full[kStages],
+      v_empty[kStages];
+};
+
+struct Arguments {
+  RowArguments work;
+  float scale;
+  int32_t query_heads;
+  const float* statistics;
+  __nv_bfloat16* dq;
+};
+
+template <int D>
+struct Consumer {
+  static constexpr int kSlots = Smem<D>::kSlots, kStages = Smem<D>::kStages;
+  Smem<D>& smem;
+  const Arguments& args;
+  int group, warp, lane;
+  Cursor tile, ring;
+  int token[2];
+  float dq[D / 2];
+
+  // 64 rows of this group against 64 keys.
+  __device__ void issue_product(float (&out)[32], const __nv_bfloat16* rows, const __nv_bfloat16* keys, int half) {
+    const uint32_t a = shared_address(rows) + group * kSubtileRows * D * 2;
+    const uint32_t b = shared_address(keys) + half * 64 * 128;
+#pragma unroll
+    for (int kk = 0; kk < D / 16; ++kk) {
+      const uint32_t inside = (kk % 4) * 32;
+      wgmma_ss<0, 0>(out, tile_descriptor(a + (kk / 4) * kSubtileRows * 128 + inside),
+                     tile_descriptor(b + (kk / 4) * kBlock * 128 + inside), kk != 0);
+    }
+    wgmma_commit();
+  }
+
+  __device__ void mask(float (&s)[32], const StepMessage& step, int half) {
+    const int column = step.offset + half * 64 + 2 * (lane % 4);
+    if (step.offset + half * 64 + 63 > 0) {
+#pragma unroll
+      for (int j = 0; j < 8; ++j)
+#pragma unroll
+        for (int e = 0; e < 4; ++e)
+          if (column + 8 * j + (e & 1) > token[e >> 1]) s[4 * j + e] = -INFINITY;
+    }
+  }
+
+  __device__ void run() {
+    const float scale_log2 = args.scale * kLog2e;
+    const int row = warp * 16 + lane / 4;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) token[h] = group * args.work.rows.tokens + args.work.rows.token(row + 8 * h);
+    for (;;) {
+      barrier_wait(shared_address(&smem.q_full[tile.stage]), tile.phase);
+      const int slot = tile.stage;
+      tile.advance(kSlots);
+      const int state = smem.tile[slot].state;
+      if (state == 2) break;
+      const int64_t subtile = smem.tile[slot].item.subtile + group;
+      const float* statistics = args.statistics + subtile * 2 * kSubtileRows + row;
+      const float lse[2] = {statistics[0], statistics[8]};
+      const float delta[2] = {statistics[kSubtileRows], statistics[kSubtileRows + 8]};
+#pragma unroll
+      for (int i = 0; i < D / 2; ++i) dq[i] = 0;
+      bool last = state == 1;
+      while (!last) {
+        barrier_wait(shared_address(&smem.k_full[ring.stage]), ring.phase);
+        const StepMessage step = smem.step[ring.stage];
+        last = step.last;
+        float s[2][32], dp[2][32];
+        uint32_t ds[2][16];
+        wgmma_fence();
+        issue_product(s[0], smem.q[slot], smem.k[ring.stage], 0);
+        barrier_wait(shared_address(&smem.v_full[ring.stage]), ring.phase);
+        issue_product(dp[0], smem.d_o[slot], smem.v[ring.stage], 0);
+        issue_product(s[1], smem.q[slot], smem.k[ring.stage], 1);
+        issue_product(dp[1], smem.d_o[slot], smem.v[ring.stage], 1);
+        // A row that came before the block was chosen takes part with probability zero.
+        const float minus[2] = {token[0] < step.first ? -INFINITY : -lse[0],
+                                token[1] < step.first ? -INFINITY : -lse[1]};
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          if (half == 0)
+            wgmma_wait<3>();
+          else
+            wgmma_wait<2>();
+          pin(s[half]);
+          mask(s[half], step, half);
+#pragma unroll
+          for (int i = 0; i < 32; ++i) s[half][i] = exp2_fast(fmaf(s[half][i], scale_log2, minus[(i >> 1) & 1]));
+          if (half == 0)
+            wgmma_wait<2>();
+          else
+            wgmma_wait<1>();
+          pin(dp[half]);
+#pragma unroll
+          for (int i = 0; i < 16; ++i)
+            ds[half][i] = pack_bf16(s[half][2 * i] * (dp[half][2 * i] - delta[i & 1]),
+                                    s[half][2 * i + 1] * (dp[half][2 * i + 1] - delta[i & 1]));
+          pin(ds[half]);
+          pin(dq);
+          wgmma_fence();
+          const uint32_t b = shared_address(smem.k[ring.stage]) + half * 64 * 128;
+#pragma unroll
+          for (int kk = 0; kk < 4; ++kk)
+            wgmma_rs<1>(dq, ds[half] + 4 * kk, tile_descriptor(b + kk * 2048, kBlock * 128), 1);
+          wgmma_commit();
+        }
+        release(smem.v_empty[ring.stage], lane);
+        wgmma_wait<0>();
+        pin(dq);
+        release(smem.k_empty[ring.stage], lane);
+        ring.advance(kStages);
+      }
+      const ForwardItem item = smem.tile[slot].item;
+      const uint32_t staging = shared_address(smem.q[slot]) + group * kSubtileRows * D * 2;
+      named_sync(1 + group, 128);
+      stage_accumulator<D>(staging, dq, args.scale, args.scale, warp, lane);
+      __syncwarp();
+      store_staged<D>(args.dq, staging, warp, lane, false,
+                      [&](int r) { return packed_row(args.work.rows, item, group, r, args.query_heads) * D; });
+      async_fence();
+      release(smem.q_empty[slot], lane);
+    }
+  }
+};
+
+template <int D>
+__global__ void __launch_bounds__(kThreads, 1)
+    backward_rows_kernel(const __grid_constant__ CUtensorMap q_map, const __grid_constant__ CUtensorMap do_map,
+                         const __grid_constant__ CUtensorMap k_map, const __grid_constant__ CUtensorMap v_map,
+                         const __grid_constant__ Arguments args) {
+  extern __shared__ __align__(1024) unsigned char raw[];
+  Smem<D>& smem = *reinterpret_cast<Smem<D>*>(raw);
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  if (threadIdx.x == 0) init_row_barriers(smem);
+  __syncthreads();
+  if (warp < 4) {
+    registers_shrink<40>();
+    if (warp == 0) {
+      RowLoader<Smem<D>> loader{smem, &q_map, &do_map, &k_map, &v_map, args.work, lane};
+      loader.run();
+    }
+  } else {
+    registers_grow<232>();
+    Consumer<D> consumer{smem, args, warp / 4 - 1, warp % 4, lane};
+    consumer.run();
+  }
+}
+
+template <int D>
+void launch(const BackwardParams& p, cudaStream_t stream) {
+  const auto rows = [&](const void* data) {
+    return packed_map(data, p.shape.tokens, p.shape.query_heads, D, p.tiling.heads, p.tiling.tokens);
+  };
+  const auto keys = [&](const void* data) { return packed_map(data, p.shape.tokens, p.shape.kv_heads, D, 1, kBlock); };
+  int32_t* counter = p.counter + 1;
+  const Arguments args{{p.shape.query_heads / p.shape.kv_heads / p.tiling.heads, row_map(p.tiling), p.row_items,
+                        p.row_item_count, p.row_entries, counter},
+                       p.shape.scale,
+                       p.shape.query_heads,
+                       p.statistics,
+                       static_cast<__nv_bfloat16*>(p.dq)};
+  check(cudaMemsetAsync(counter, 0, sizeof(int32_t), stream), "work counter");
+  check(cudaFuncSetAttribute(backward_rows_kernel<D>, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Smem<D>)),
+        "shared memory of the backward");
+  const int grid = p.row_item_count < multiprocessors() ? p.row_item_count : multiprocessors();
+  backward_rows_kernel<D>
+      <<<grid, kThreads, sizeof(Smem<D>), stream>>>(rows(p.q), rows(p.d_o), keys(p.k), keys(p.v), args);
+  check(cudaGetLastError(), "attention backward: rows");
+}
+
+}  // namespace
+
+void backward_deterministic(const BackwardParams& p, void* stream) {
+  check_shape(p.shape, p.tiling);
+  if (p.item_count == 0) return;
+  const auto cuda_stream = static_cast<cudaStream_t>(stream);
+  prepare_rows(p, false, cuda_stream);
+  backward_keys(p, cuda_stream);
+  if (p.shape.head_dim == 128)
+    launch<128>(p, cuda_stream);
+  else
+    launch<64>(p, cuda_stream);
+  finish_split_columns(p, cuda_stream);
+}
+
+}  // namespace sb::hopper

@@ -1,0 +1,27 @@
+#pragma once
+
+// Shared by the launchers: tensor maps and error checks. CUDA files only.
+
+#include <cuda.h>
+#include <cuda_runtime.h>
+
+#include "attention/hopper/params.h"
+
+namespace sb::hopper {
+
+[[noreturn]] void throw_cuda(const char* what, const char* error);
+[[noreturn]] void throw_unsupported(const char* what, int64_t value);
+
+inline void check(cudaError_t error, const char* what) {
+  if (error != cudaSuccess) throw_cuda(what, cudaGetErrorString(error));
+}
+
+int multiprocessors();
+
+// A packed bf16 tensor [tokens, heads, d], read in boxes of 64 columns × `box_heads` × `box_tokens`, 128-byte swizzled;
+// tokens past the end read as zeros.
+CUtensorMap packed_map(const void* data, int64_t tokens, int heads, int d, int box_heads, int box_tokens);
+
+void check_shape(const Shape& shape, const Tiling& tiling);
+
+}  // namespace sb::hopper

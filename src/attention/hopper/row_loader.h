@@ -1,0 +1,179 @@
+#pragma once
+
+// The loading warp of the kernels that walk row lists: takes tiles from the queue, reads their lists, and feeds Q (and
+// dO), K and V to the computing warpgroups through rings of barriers. CUDA files only.
+
+#include "attention/hopper/tile.h"
+
+namespace sb::hopper {
+
+// What the loader tells the others about a tile: the item, and whether there is any key block to see.
+struct TileMessage {
+  ForwardItem item;
+  int32_t state;  // 0: blocks follow, 1: nothing to see, 2: no more tiles
+  int32_t unused[3];
+};
+// About one step: where the key block starts, relative to the first token of the tile, and the first token of the tile
+// that sees it.
+struct StepMessage {
+  int32_t offset;
+  int32_t first;
+  uint32_t last;
+};
+
+struct RowArguments {
+  int32_t heads_per_kv;  // list heads of a key/value head
+  RowMap rows;
+  const ForwardItem* items;
+  int32_t item_count;
+  const uint32_t* entries;
+  int32_t* counter;
+};
+
+template <typename Smem>
+struct RowLoader {
+  static constexpr int D = Smem::kDim;
+  static constexpr int kStages = Smem::kStages;
+  Smem& smem;
+  const CUtensorMap *q_map, *do_map, *k_map, *v_map;
+  const RowArguments& args;
+  int lane;
+  Cursor tile, k, v;
+
+  __device__ void load_block(__nv_bfloat16* destination, const CUtensorMap* map, int head, int token, uint64_t& full) {
+    const uint32_t barrier = shared_address(&full);
+    if (lane == 0) barrier_expect(barrier, kBlock * D * 2);
+    __syncwarp();
+    if (lane < D / 64)
+      tensor_load(shared_address(destination) + lane * kBlock * 128, map, lane * 64, head, token, barrier);
+  }
+
+  __device__ void load_k(int head, int token, const StepMessage& message) {
+    barrier_wait(shared_address(&smem.k_empty[k.stage]), k.phase ^ 1);
+    if (lane == 0) smem.step[k.stage] = message;
+    load_block(smem.k[k.stage], k_map, head, token, smem.k_full[k.stage]);
+    k.advance(kStages);
+  }
+
+  __device__ void load_v(int head, int token) {
+    barrier_wait(shared_address(&smem.v_empty[v.stage]), v.phase ^ 1);
+    load_block(smem.v[v.stage], v_map, head, token, smem.v_full[v.stage]);
+    v.advance(kStages);
+  }
+
+  __device__ void load_rows(__nv_bfloat16* destination, const CUtensorMap* map, const ForwardItem& item,
+                            uint32_t barrier) {
+    constexpr int kBoxes = D / 64;
+    if (lane < 2 * kBoxes)
+      tensor_load(shared_address(destination) + lane * kSubtileRows * 128, map, (lane % kBoxes) * 64,
+                  item.head * args.rows.heads, item.token + lane / kBoxes * args.rows.tokens, barrier);
+  }
+
+  __device__ void announce(const ForwardItem& item, int state) {
+    barrier_wait(shared_address(&smem.q_empty[tile.stage]), tile.phase ^ 1);
+    const uint32_t barrier = shared_address(&smem.q_full[tile.stage]);
+    if (lane == 0) {
+      smem.tile[tile.stage].item = item;
+      smem.tile[tile.stage].state = state;
+      if (state != 0)
+        barrier_arrive(barrier);
+      else
+        barrier_expect(barrier, (Smem::kGradient ? 2 : 1) * 2 * args.rows.heads * args.rows.tokens * D * 2);
+    }
+    __syncwarp();
+    if (state == 0) {
+      load_rows(smem.q[tile.stage], q_map, item, barrier);
+      if constexpr (Smem::kGradient) load_rows(smem.d_o[tile.stage], do_map, item, barrier);
+    }
+    tile.advance(Smem::kSlots);
+  }
+
+  // The list is read 32 entries at a time by the warp; an entry is issued when the next one is known, so that the last
+  // can be marked. With kKeysAhead K runs one block ahead of V, as it is consumed.
+  __device__ void run() {
+    for (;;) {
+      int index = 0;
+      if (lane == 0) index = atomicAdd(args.counter, 1);
+      index = __shfl_sync(~0u, index, 0);
+      if (index >= args.item_count) break;
+      const ForwardItem item = args.items[index];
+      const int kv_head = item.head / args.heads_per_kv;
+      const int start = item.token - item.position;
+      const bool dense = item.list_begin < 0;
+      const int visible = (item.position + item.tokens - 1) / kBlock + 1;
+      const int count = dense ? visible : item.list_count;
+
+      bool have = false;
+      StepMessage pending{0, 0, 0};
+      int pending_token = 0, previous_token = -1;
+      auto issue = [&](uint32_t last) {
+        load_k(kv_head, pending_token, {pending.offset, pending.first, last});
+        if constexpr (!Smem::kKeysAhead)
+          load_v(kv_head, pending_token);
+        else if (previous_token >= 0)
+          load_v(kv_head, previous_token);
+        previous_token = pending_token;
+      };
+      for (int base = 0; base < count; base += 32) {
+        const int i = base + lane;
+        uint32_t entry = 0;
+        bool keep = i < count;
+        if (keep && !dense) entry = args.entries[item.list_begin + i];
+        // Dense tiles start at the diagonal: the masked block first, while the pipeline fills.
+        if (dense) entry = static_cast<uint32_t>(count - 1 - i);
+        const int first = static_cast<int>(entry_first(entry)) - item.query_token;
+        if (!dense) keep = keep && entry_id(entry) < static_cast<uint32_t>(visible) && first < item.tokens;
+        uint32_t kept = __ballot_sync(~0u, keep);
+        while (kept != 0) {
+          const int source = __ffs(kept) - 1;
+          kept &= kept - 1;
+          const uint32_t e = __shfl_sync(~0u, entry, source);
+          if (have) {
+            issue(0);
+          } else {
+            announce(item, 0);
+            have = true;
+          }
+          const int key = static_cast<int>(entry_id(e)) * kBlock;
+          pending = {key - item.position, static_cast<int>(entry_first(e)) - item.query_token, 0};
+          if (dense) pending.first = 0;
+          pending_token = start + key;
+        }
+      }
+      if (!have) {
+        announce(item, 1);
+        continue;
+      }
+      issue(1);
+      if constexpr (Smem::kKeysAhead) load_v(kv_head, pending_token);
+    }
+    announce(ForwardItem{}, 2);
+  }
+};
+
+// Barriers of such a kernel; eight computing warps give a buffer back.
+template <typename Smem>
+__device__ __forceinline__ void init_row_barriers(Smem& smem) {
+  for (int i = 0; i < Smem::kSlots; ++i) {
+    barrier_init(shared_address(&smem.q_full[i]), 1);
+    barrier_init(shared_address(&smem.q_empty[i]), 8);
+  }
+  for (int i = 0; i < Smem::kStages; ++i) {
+    barrier_init(shared_address(&smem.k_full[i]), 1);
+    barrier_init(shared_address(&smem.k_empty[i]), 8);
+    barrier_init(shared_address(&smem.v_full[i]), 1);
+    barrier_init(shared_address(&smem.v_empty[i]), 8);
+  }
+  barrier_init_fence();
+}
+
+// Index of (token, head) of row `row` of subtile `sub` of a tile in the packed tensors, or -1 for padding.
+__device__ __forceinline__ int64_t packed_row(const RowMap& rows, const ForwardItem& item, int sub, int row,
+                                              int query_heads) {
+  const int t = rows.token(row);
+  const int in_tile = sub * rows.tokens + t;
+  if (t >= rows.tokens || in_tile >= item.tokens) return -1;
+  return static_cast<int64_t>(item.token + in_tile) * query_heads + item.head * rows.heads + (row - t * rows.heads);
+}
+
+}  // namespace sb::hopper
