@@ -5,6 +5,8 @@
 namespace sb::hopper {
 namespace {
 
+constexpr float kLn2 = 0.6931471805599453f;
+constexpr float kSlack = 8;    // probabilities up to 2^8 before a row's maximum is raised
 constexpr int kThreads = 384;  // one warpgroup loads, two compute; each of those owns one subtile of the tile
 
 template <int D>
@@ -42,7 +44,7 @@ struct Consumer {
   float o[D / 2];
   float s[64];
   uint32_t p[32];
-  float row_max[2], row_sum[2];
+  float row_base[2], row_sum[2];  // exponents (base 2) are taken relative to row_base
 
   __device__ void issue_scores() {
     const uint32_t a = shared_address(smem.q[slot]) + group * kSubtileRows * D * 2;
@@ -64,8 +66,10 @@ struct Consumer {
     wgmma_commit();
   }
 
-  // Turns s into probabilities relative to the new row maxima; returns by how much older sums shrink.
-  __device__ void softmax(const StepMessage& step, float (&shrink)[2]) {
+  // Turns s into probabilities relative to a maximum of the row. The maximum is raised only when the new one is well
+  // above it: a stale one gives the same result, since sum and output refer to the same. Returns whether any row of the
+  // warp was raised, and by how much its older sums shrink.
+  __device__ bool softmax(const StepMessage& step, float (&shrink)[2]) {
     if (step.offset + kBlock - 1 > 0) {  // some key of the block is later than the tile's first token
       const int column = 2 * (lane % 4) + step.offset;
 #pragma unroll
@@ -74,29 +78,38 @@ struct Consumer {
         for (int e = 0; e < 4; ++e)
           if (column + 8 * j + (e & 1) > token[e >> 1]) s[4 * j + e] = -INFINITY;
     }
+    float minus[2];
+    bool raised = false;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      float m = row_max[h];
+      float m[2] = {s[2 * h], s[2 * h + 1]};
 #pragma unroll
-      for (int j = 0; j < 16; ++j) m = fmaxf(m, fmaxf(s[4 * j + 2 * h], s[4 * j + 2 * h + 1]));
-      m = fmaxf(m, __shfl_xor_sync(~0u, m, 1));
-      m = fmaxf(m, __shfl_xor_sync(~0u, m, 2));
+      for (int j = 1; j < 16; ++j)
+#pragma unroll
+        for (int e = 0; e < 2; ++e) m[e] = fmaxf(m[e], s[4 * j + 2 * h + e]);
+      float top = fmaxf(m[0], m[1]);
+      top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
+      top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
       const bool hidden = token[h] < step.first;  // the staircase: this row came before the block was chosen
-      if (hidden) m = row_max[h];
-      const float base = m == -INFINITY ? 0.f : m * scale_log2;
-      shrink[h] = exp2_fast(row_max[h] * scale_log2 - base);
-      row_max[h] = m;
-      const float minus = hidden ? -INFINITY : -base;
-      float sum = 0;
+      const bool raise = !hidden && top * scale_log2 > row_base[h] + kSlack;
+      const float base = raise ? top * scale_log2 : row_base[h];
+      shrink[h] = raise ? exp2_fast(row_base[h] - base) : 1.f;
+      row_base[h] = base;
+      minus[h] = hidden || base == -INFINITY ? -INFINITY : -base;
+      raised = raised || raise;
+    }
+#pragma unroll
+    for (int i = 0; i < 64; ++i) s[i] = exp2_fast(fmaf(s[i], scale_log2, minus[(i >> 1) & 1]));
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      float sum[2] = {0, 0};
 #pragma unroll
       for (int j = 0; j < 16; ++j)
 #pragma unroll
-        for (int e = 2 * h; e < 2 * h + 2; ++e) {
-          s[4 * j + e] = exp2_fast(fmaf(s[4 * j + e], scale_log2, minus));
-          sum += s[4 * j + e];
-        }
-      row_sum[h] = row_sum[h] * shrink[h] + sum;
+        for (int e = 0; e < 2; ++e) sum[e] += s[4 * j + 2 * h + e];
+      row_sum[h] = row_sum[h] * shrink[h] + (sum[0] + sum[1]);
     }
+    return __any_sync(~0u, raised);
   }
 
   __device__ void pack() {
@@ -137,7 +150,7 @@ struct Consumer {
       sum += __shfl_xor_sync(~0u, sum, 1);
       sum += __shfl_xor_sync(~0u, sum, 2);
       inverse[h] = sum > 0 ? 1.f / sum : 0.f;
-      lse[h] = sum > 0 ? row_max[h] * args.scale + logf(sum) : -INFINITY;
+      lse[h] = sum > 0 ? row_base[h] * kLn2 + logf(sum) : -INFINITY;
     }
     store_lse(it, lse[0], lse[1]);
     // The tile's own q is not needed any more: its area takes the output on the way out.
@@ -202,7 +215,7 @@ struct Consumer {
       StepMessage step = smem.step[k.stage];
       release(smem.k_empty[k.stage], lane);
       k.advance(kStages);
-      row_max[0] = row_max[1] = -INFINITY;
+      row_base[0] = row_base[1] = -INFINITY;
       row_sum[0] = row_sum[1] = 0;
       float shrink[2];
       softmax(step, shrink);
@@ -223,13 +236,15 @@ struct Consumer {
         step = smem.step[k.stage];
         release(smem.k_empty[k.stage], lane);
         k.advance(kStages);
-        softmax(step, shrink);
+        const bool raised = softmax(step, shrink);
         wgmma_wait<0>();
         pin(o);
         release(smem.v_empty[v.stage], lane);
         v.advance(kStages);
+        if (raised) {
 #pragma unroll
-        for (int i = 0; i < D / 2; ++i) o[i] *= shrink[(i >> 1) & 1];
+          for (int i = 0; i < D / 2; ++i) o[i] *= shrink[(i >> 1) & 1];
+        }
         pack();
       }
     }

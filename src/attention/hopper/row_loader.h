@@ -88,22 +88,33 @@ struct RowLoader {
     tile.advance(Smem::kSlots);
   }
 
+  __device__ uint32_t read_entry(const ForwardItem& item, int i) const {
+    return i < item.list_count ? args.entries[item.list_begin + i] : 0;
+  }
+
   // The list is read 32 entries at a time by the warp; an entry is issued when the next one is known, so that the last
-  // can be marked. With kKeysAhead K runs one block ahead of V, as it is consumed.
+  // can be marked. With kKeysAhead K runs one block ahead of V, as it is consumed. The next tile and the head of its
+  // list are fetched while this one's blocks are on their way, or every tile would begin with three trips to memory.
   __device__ void run() {
-    for (;;) {
-      int index = 0;
-      if (lane == 0) index = atomicAdd(args.counter, 1);
-      index = __shfl_sync(~0u, index, 0);
-      if (index >= args.item_count) break;
-      const ForwardItem item = args.items[index];
+    int ticket = lane == 0 ? atomicAdd(args.counter, 1) : 0;
+    int index = __shfl_sync(~0u, ticket, 0);
+    ForwardItem item = index < args.item_count ? args.items[index] : ForwardItem{};
+    uint32_t head_entry = read_entry(item, lane);
+    while (index < args.item_count) {
       const int kv_head = item.head / args.heads_per_kv;
       const int start = item.token - item.position;
       const bool dense = item.list_begin < 0;
       const int visible = (item.position + item.tokens - 1) / kBlock + 1;
       const int count = dense ? visible : item.list_count;
+      if (lane == 0) ticket = atomicAdd(args.counter, 1);
+      ForwardItem next;
+      int next_index = -1;
+      auto fetch_next = [&] {
+        next_index = __shfl_sync(~0u, ticket, 0);
+        next = next_index < args.item_count ? args.items[next_index] : ForwardItem{};
+      };
 
-      bool have = false;
+      int found = 0;
       StepMessage pending{0, 0, 0};
       int pending_token = 0, previous_token = -1;
       auto issue = [&](uint32_t last) {
@@ -116,36 +127,39 @@ struct RowLoader {
       };
       for (int base = 0; base < count; base += 32) {
         const int i = base + lane;
-        uint32_t entry = 0;
+        uint32_t entry = head_entry;
         bool keep = i < count;
-        if (keep && !dense) entry = args.entries[item.list_begin + i];
-        // Dense tiles start at the diagonal: the masked block first, while the pipeline fills.
-        if (dense) entry = static_cast<uint32_t>(count - 1 - i);
-        const int first = static_cast<int>(entry_first(entry)) - item.query_token;
-        if (!dense) keep = keep && entry_id(entry) < static_cast<uint32_t>(visible) && first < item.tokens;
+        if (dense) {
+          // From the diagonal down: the masked block comes first, while the pipeline fills.
+          entry = static_cast<uint32_t>(count - 1 - i);
+        } else {
+          if (base > 0) entry = read_entry(item, i);
+          keep = keep && entry_id(entry) < static_cast<uint32_t>(visible) &&
+                 static_cast<int>(entry_first(entry)) - item.query_token < item.tokens;
+        }
         uint32_t kept = __ballot_sync(~0u, keep);
         while (kept != 0) {
           const int source = __ffs(kept) - 1;
           kept &= kept - 1;
           const uint32_t e = __shfl_sync(~0u, entry, source);
-          if (have) {
-            issue(0);
-          } else {
-            announce(item, 0);
-            have = true;
-          }
+          if (found == 0) announce(item, 0);
+          if (found > 0) issue(0);
+          if (found == 1) fetch_next();
+          ++found;
           const int key = static_cast<int>(entry_id(e)) * kBlock;
-          pending = {key - item.position, static_cast<int>(entry_first(e)) - item.query_token, 0};
-          if (dense) pending.first = 0;
+          pending = {key - item.position, dense ? 0 : static_cast<int>(entry_first(e)) - item.query_token, 0};
           pending_token = start + key;
         }
       }
-      if (!have) {
-        announce(item, 1);
-        continue;
+      if (found == 0) announce(item, 1);
+      if (found < 2) fetch_next();
+      head_entry = read_entry(next, lane);
+      if (found > 0) {
+        issue(1);
+        if constexpr (Smem::kKeysAhead) load_v(kv_head, pending_token);
       }
-      issue(1);
-      if constexpr (Smem::kKeysAhead) load_v(kv_head, pending_token);
+      item = next;
+      index = next_index;
     }
     announce(ForwardItem{}, 2);
   }
