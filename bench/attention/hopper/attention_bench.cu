@@ -86,7 +86,7 @@ void run(const std::string& name, int query_heads, int kv_heads, int d, const st
   const double flops = 4.0 * d * useful_pairs(cu, sparse ? &lists : nullptr, kv_heads) * (query_heads / kv_heads);
   const ForwardParams f = forward_params(shape, t, w);
   const BackwardParams b = backward_params(shape, t, w);
-  const int repeats = flops > 2e13 ? 5 : 15;
+  const int repeats = flops > 2e13 ? 5 : flops > 2e12 ? 11 : 41;
   const double forward_ms = median_ms([&] { forward(f, nullptr); }, repeats);
   const double prepare_ms = median_ms([&] { prepare_rows(b, true, nullptr); }, repeats);
   const double finish_ms = median_ms([&] { finish_dq(b, nullptr), finish_split_columns(b, nullptr); }, repeats);

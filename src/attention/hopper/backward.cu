@@ -12,7 +12,6 @@ namespace {
 // memory, for dQ = dS·K, which is added to a sum in global memory by the copy engine.
 
 constexpr int kThreads = 384;
-constexpr int kStages = 2;
 
 struct ItemMessage {
   BackwardItem item;
@@ -30,6 +29,7 @@ template <int D>
 struct alignas(1024) Smem {
   // Subtiles in one step: as many as fill the registers.
   static constexpr int kUnit = D == 128 ? 1 : 2;
+  static constexpr int kStages = D == 128 ? 3 : 2;
   __nv_bfloat16 k[kBlock * D];  // [d / 64][key][64]
   __nv_bfloat16 v[kBlock * D];
   __nv_bfloat16 q[kStages][kUnit * kSubtileRows * D];  // [subtile][d / 64][row][64]
@@ -41,6 +41,8 @@ struct alignas(1024) Smem {
   StepMessage step[kStages];
   alignas(8) uint64_t kv_full, kv_empty, q_full[kStages], q_empty[kStages], do_full[kStages], do_empty[kStages];
 };
+
+static_assert(sizeof(Smem<128>) <= kSharedMemory && sizeof(Smem<64>) <= kSharedMemory);
 
 struct Arguments {
   float scale;
@@ -59,7 +61,7 @@ struct Arguments {
 
 template <int D>
 struct Loader {
-  static constexpr int kUnit = Smem<D>::kUnit;
+  static constexpr int kUnit = Smem<D>::kUnit, kStages = Smem<D>::kStages;
   Smem<D>& smem;
   const CUtensorMap *q_map, *do_map, *k_map, *v_map;
   const Arguments& args;
@@ -173,7 +175,7 @@ struct Loader {
 
 template <int D, bool kWithDq>
 struct Consumer {
-  static constexpr int kUnit = Smem<D>::kUnit;
+  static constexpr int kUnit = Smem<D>::kUnit, kStages = Smem<D>::kStages;
   Smem<D>& smem;
   const Arguments& args;
   int group, warp, lane;
@@ -184,32 +186,31 @@ struct Consumer {
 
   // Sᵀ = K·Qᵀ or dPᵀ = V·dOᵀ, this group's 64 keys.
   __device__ void issue_transposed(float (&out)[32], const __nv_bfloat16* keys, const __nv_bfloat16* rows) {
-    const uint32_t a = shared_address(keys) + group * 64 * 128;
-    const uint32_t b = shared_address(rows);
+    const uint64_t a = tile_descriptor(shared_address(keys) + group * 64 * 128);
+    const uint64_t b = tile_descriptor(shared_address(rows));
 #pragma unroll
     for (int kk = 0; kk < D / 16; ++kk) {
       const uint32_t inside = (kk % 4) * 32;
-      wgmma_ss<0, 0>(out, tile_descriptor(a + (kk / 4) * kBlock * 128 + inside),
-                     tile_descriptor(b + (kk / 4) * kSubtileRows * 128 + inside), kk != 0);
+      wgmma_ss<0, 0>(out, further(a, (kk / 4) * kBlock * 128 + inside),
+                     further(b, (kk / 4) * kSubtileRows * 128 + inside), kk != 0);
     }
     wgmma_commit();
   }
 
   // dV += Pᵀ·dO or dK += dSᵀ·Q.
   __device__ void issue_sum(float (&out)[D / 2], const uint32_t (&a)[16], const __nv_bfloat16* rows) {
-    const uint32_t b = shared_address(rows);
+    const uint64_t b = tile_descriptor(shared_address(rows), kSubtileRows * 128);
 #pragma unroll
-    for (int kk = 0; kk < kSubtileRows / 16; ++kk)
-      wgmma_rs<1>(out, a + 4 * kk, tile_descriptor(b + kk * 2048, kSubtileRows * 128), 1);
+    for (int kk = 0; kk < kSubtileRows / 16; ++kk) wgmma_rs<1>(out, a + 4 * kk, further(b, kk * 2048), 1);
   }
 
   // dQ = dS·K over all 128 keys: d = 128 gives each group half of the columns, d = 64 one of the two subtiles.
   __device__ void issue_dq(float (&out)[32]) {
-    const uint32_t a = shared_address(smem.ds[buffer]) + (kUnit == 2 ? group * kSubtileRows * kBlock * 2 : 0);
-    const uint32_t b = shared_address(smem.k) + (kUnit == 1 ? group * kBlock * 128 : 0);
+    const uint64_t a =
+        tile_descriptor(shared_address(smem.ds[buffer]) + (kUnit == 2 ? group * kSubtileRows * kBlock * 2 : 0));
+    const uint64_t b = tile_descriptor(shared_address(smem.k) + (kUnit == 1 ? group * kBlock * 128 : 0));
 #pragma unroll
-    for (int kk = 0; kk < kBlock / 16; ++kk)
-      wgmma_ss<1, 1>(out, tile_descriptor(a + kk * 2048), tile_descriptor(b + kk * 2048), kk != 0);
+    for (int kk = 0; kk < kBlock / 16; ++kk) wgmma_ss<1, 1>(out, further(a, kk * 2048), further(b, kk * 2048), kk != 0);
     wgmma_commit();
   }
 
@@ -228,11 +229,18 @@ struct Consumer {
       }
   }
 
+  // Log-sum-exp (which = 0) or dO·O (1) of this thread's columns.
+  __device__ void read_statistics(float2 (&out)[8], int sub, int which) const {
+#pragma unroll
+    for (int j = 0; j < 8; ++j)
+      out[j] = *reinterpret_cast<const float2*>(&smem.statistics[ring.stage][sub][which][8 * j + 2 * (lane % 4)]);
+  }
+
   // s becomes the probabilities, p the same in bf16.
-  __device__ void probabilities(float (&s)[32], uint32_t (&p)[16], const float* lse, float scale_log2) {
+  __device__ void probabilities(float (&s)[32], uint32_t (&p)[16], const float2 (&lse)[8], float scale_log2) {
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
-      const float2 l = *reinterpret_cast<const float2*>(lse + 8 * j + 2 * (lane % 4));
+      const float2 l = lse[j];
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         s[4 * j + 2 * h] = exp2_fast(fmaf(s[4 * j + 2 * h], scale_log2, -l.x));
@@ -242,10 +250,11 @@ struct Consumer {
     }
   }
 
-  __device__ void differences(const float (&s)[32], const float (&dp)[32], uint32_t (&ds)[16], const float* sums) {
+  __device__ void differences(const float (&s)[32], const float (&dp)[32], uint32_t (&ds)[16],
+                              const float2 (&sums)[8]) {
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
-      const float2 sum = *reinterpret_cast<const float2*>(sums + 8 * j + 2 * (lane % 4));
+      const float2 sum = sums[j];
 #pragma unroll
       for (int h = 0; h < 2; ++h)
         ds[2 * j + h] = pack_bf16(s[4 * j + 2 * h] * (dp[4 * j + 2 * h] - sum.x),
@@ -262,6 +271,7 @@ struct Consumer {
                    ds[2 * j + 3]);
   }
 
+  // dQ is summed in the order of the accumulator: no transposition on the way, and one copy of 16 KiB in a row.
   __device__ void add_dq(const float (&dq)[32], int subtile) {
     const uint32_t staging = shared_address(smem.dq[group]);
     const int thread = warp * 32 + lane;
@@ -313,6 +323,9 @@ struct Consumer {
         uint32_t p[kUnit][16], ds[kUnit][16];
         const __nv_bfloat16* q = smem.q[ring.stage];
         const __nv_bfloat16* d_o = smem.d_o[ring.stage];
+        // Read before the products start: shared memory is slow to answer while they run.
+        float2 lse[8];
+        read_statistics(lse, 0, 0);
         wgmma_fence();
         issue_transposed(s[0], smem.k, q);
         barrier_wait(shared_address(&smem.do_full[ring.stage]), ring.phase);
@@ -323,7 +336,7 @@ struct Consumer {
         }
 #pragma unroll
         for (int sub = 0; sub < kUnit; ++sub) {
-          const float* statistics = &smem.statistics[ring.stage][sub][0][0];
+          if (sub > 0) read_statistics(lse, sub, 0);
           // Products are done in the order of their issue; what may still run are those behind the one waited for.
           if (kUnit == 2 && sub == 0)
             wgmma_wait<3>();
@@ -331,18 +344,20 @@ struct Consumer {
             wgmma_wait<kUnit>();
           pin(s[sub]);
           mask(s[sub], step, sub * args.rows.tokens);
-          probabilities(s[sub], p[sub], statistics, scale_log2);
+          probabilities(s[sub], p[sub], lse, scale_log2);
           pin(p[sub]);
           pin(dv);
           wgmma_fence();
           issue_sum(dv, p[sub], d_o + sub * kSubtileRows * D);
           wgmma_commit();
+          float2 sums[8];
+          read_statistics(sums, sub, 1);
           if (kUnit == 2 && sub == 0)
             wgmma_wait<3>();
           else
             wgmma_wait<kUnit>();
           pin(dp[sub]);
-          differences(s[sub], dp[sub], ds[sub], statistics + kSubtileRows);
+          differences(s[sub], dp[sub], ds[sub], sums);
           if constexpr (kWithDq) share_ds(ds[sub], sub);
         }
         if constexpr (kWithDq) {
@@ -407,7 +422,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (threadIdx.x == 0) {
     barrier_init(shared_address(&smem.kv_full), 1);
     barrier_init(shared_address(&smem.kv_empty), 8);
-    for (int i = 0; i < kStages; ++i) {
+    for (int i = 0; i < Smem<D>::kStages; ++i) {
       barrier_init(shared_address(&smem.q_full[i]), 1);
       barrier_init(shared_address(&smem.q_empty[i]), 8);
       barrier_init(shared_address(&smem.do_full[i]), 1);

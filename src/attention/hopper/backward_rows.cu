@@ -26,6 +26,8 @@ struct alignas(1024) Smem {
       v_empty[kStages];
 };
 
+static_assert(sizeof(Smem<128>) <= kSharedMemory && sizeof(Smem<64>) <= kSharedMemory);
+
 struct Arguments {
   RowArguments work;
   float scale;
@@ -46,13 +48,13 @@ struct Consumer {
 
   // 64 rows of this group against 64 keys.
   __device__ void issue_product(float (&out)[32], const __nv_bfloat16* rows, const __nv_bfloat16* keys, int half) {
-    const uint32_t a = shared_address(rows) + group * kSubtileRows * D * 2;
-    const uint32_t b = shared_address(keys) + half * 64 * 128;
+    const uint64_t a = tile_descriptor(shared_address(rows) + group * kSubtileRows * D * 2);
+    const uint64_t b = tile_descriptor(shared_address(keys) + half * 64 * 128);
 #pragma unroll
     for (int kk = 0; kk < D / 16; ++kk) {
       const uint32_t inside = (kk % 4) * 32;
-      wgmma_ss<0, 0>(out, tile_descriptor(a + (kk / 4) * kSubtileRows * 128 + inside),
-                     tile_descriptor(b + (kk / 4) * kBlock * 128 + inside), kk != 0);
+      wgmma_ss<0, 0>(out, further(a, (kk / 4) * kSubtileRows * 128 + inside),
+                     further(b, (kk / 4) * kBlock * 128 + inside), kk != 0);
     }
     wgmma_commit();
   }
@@ -123,10 +125,9 @@ struct Consumer {
           pin(ds[half]);
           pin(dq);
           wgmma_fence();
-          const uint32_t b = shared_address(smem.k[ring.stage]) + half * 64 * 128;
+          const uint64_t b = tile_descriptor(shared_address(smem.k[ring.stage]) + half * 64 * 128, kBlock * 128);
 #pragma unroll
-          for (int kk = 0; kk < 4; ++kk)
-            wgmma_rs<1>(dq, ds[half] + 4 * kk, tile_descriptor(b + kk * 2048, kBlock * 128), 1);
+          for (int kk = 0; kk < 4; ++kk) wgmma_rs<1>(dq, ds[half] + 4 * kk, further(b, kk * 2048), 1);
           wgmma_commit();
         }
         release(smem.v_empty[ring.stage], lane);

@@ -5,9 +5,10 @@
 namespace sb::hopper {
 namespace {
 
+constexpr int kThreads = 384;  // two warpgroups compute, each owns one subtile of the tile; one loads
 constexpr float kLn2 = 0.6931471805599453f;
-constexpr float kSlack = 8;    // probabilities up to 2^8 before a row's maximum is raised
-constexpr int kThreads = 384;  // one warpgroup loads, two compute; each of those owns one subtile of the tile
+constexpr float kNothing = -1e30f;  // before the first key; finite, so that differences are
+constexpr float kSlack = 8;         // probabilities up to 2^8 before a row's maximum is raised
 
 template <int D>
 struct alignas(1024) Smem {
@@ -22,9 +23,11 @@ struct alignas(1024) Smem {
       v_empty[kStages];
 };
 
+static_assert(sizeof(Smem<128>) <= kSharedMemory && sizeof(Smem<64>) <= kSharedMemory);
+
 struct Arguments {
   RowArguments work;
-  float scale;
+  float scale_log2;  // of the products q·k, with log2(e)
   int32_t query_heads;
   __nv_bfloat16* o;
   float* lse;
@@ -36,85 +39,104 @@ struct Consumer {
   Smem<D>& smem;
   const Arguments& args;
   int group, warp, lane;  // group 0 or 1, warp 0..3 in it
-  Cursor tile, k, v;
+  Cursor tile;
+  uint32_t k = 0, v = 0;  // key blocks done; stage and phase follow from them
+  StepMessage step;
   int slot = 0;  // of the tile in work
-  ForwardItem item;
   int token[2];  // of this thread's two rows, in the tile
-  float scale_log2;
   float o[D / 2];
-  float s[64];
-  uint32_t p[32];
+  float s[kBlock / 2];
+  uint32_t p[kBlock / 4];
   float row_base[2], row_sum[2];  // exponents (base 2) are taken relative to row_base
 
   __device__ void issue_scores() {
-    const uint32_t a = shared_address(smem.q[slot]) + group * kSubtileRows * D * 2;
-    const uint32_t b = shared_address(smem.k[k.stage]);
+    const uint64_t a = tile_descriptor(shared_address(smem.q[slot]) + group * kSubtileRows * D * 2);
+    const uint64_t b = tile_descriptor(shared_address(smem.k[stage(k)]));
 #pragma unroll
     for (int kk = 0; kk < D / 16; ++kk) {
       const uint32_t inside = (kk % 4) * 32;
-      wgmma_ss<0, 0>(s, tile_descriptor(a + (kk / 4) * kSubtileRows * 128 + inside),
-                     tile_descriptor(b + (kk / 4) * kBlock * 128 + inside), kk != 0);
+      wgmma_ss<0, 0>(s, further(a, (kk / 4) * kSubtileRows * 128 + inside),
+                     further(b, (kk / 4) * kBlock * 128 + inside), kk != 0);
     }
     wgmma_commit();
   }
 
   __device__ void issue_output(int accumulate) {
-    const uint32_t b = shared_address(smem.v[v.stage]);
+    const uint64_t b = tile_descriptor(shared_address(smem.v[stage(v)]), kBlock * 128);
 #pragma unroll
-    for (int kk = 0; kk < kBlock / 16; ++kk)
-      wgmma_rs<1>(o, p + 4 * kk, tile_descriptor(b + kk * 2048, kBlock * 128), accumulate | (kk != 0));
+    for (int kk = 0; kk < kBlock / 16; ++kk) wgmma_rs<1>(o, p + 4 * kk, further(b, kk * 2048), accumulate | (kk != 0));
     wgmma_commit();
+  }
+
+  __device__ static uint32_t stage(uint32_t block) {
+    return block % kStages;
+  }
+  __device__ static uint32_t phase(uint32_t block) {
+    return block / kStages & 1;
+  }
+
+  __device__ void wait_keys() {
+    barrier_wait(shared_address(&smem.k_full[stage(k)]), phase(k));
+    step = smem.step[stage(k)];
+  }
+  __device__ void wait_values() {
+    barrier_wait(shared_address(&smem.v_full[stage(v)]), phase(v));
+  }
+  __device__ void done_keys() {
+    release(smem.k_empty[stage(k)], lane);
+    ++k;
+  }
+  __device__ void done_values() {
+    release(smem.v_empty[stage(v)], lane);
+    ++v;
   }
 
   // Turns s into probabilities relative to a maximum of the row. The maximum is raised only when the new one is well
   // above it: a stale one gives the same result, since sum and output refer to the same. Returns whether any row of the
   // warp was raised, and by how much its older sums shrink.
-  __device__ bool softmax(const StepMessage& step, float (&shrink)[2]) {
-    if (step.offset + kBlock - 1 > 0) {  // some key of the block is later than the tile's first token
+  __device__ bool softmax(float (&shrink)[2]) {
+    if (step.offset + kBlock - 1 > 0) {  // some key is later than the tile's first token
       const int column = 2 * (lane % 4) + step.offset;
 #pragma unroll
-      for (int j = 0; j < 16; ++j)
+      for (int j = 0; j < kBlock / 8; ++j)
 #pragma unroll
         for (int e = 0; e < 4; ++e)
           if (column + 8 * j + (e & 1) > token[e >> 1]) s[4 * j + e] = -INFINITY;
     }
+    float top[4] = {s[0], s[1], s[2], s[3]};
+#pragma unroll
+    for (int i = 4; i < kBlock / 2; ++i) top[i % 4] = fmaxf(top[i % 4], s[i]);
+    float m[2] = {fmaxf(top[0], top[1]), fmaxf(top[2], top[3])};
+#pragma unroll
+    for (int lanes = 1; lanes < 4; lanes *= 2)
+#pragma unroll
+      for (int h = 0; h < 2; ++h) m[h] = fmaxf(m[h], __shfl_xor_sync(~0u, m[h], lanes));
     float minus[2];
     bool raised = false;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      float m[2] = {s[2 * h], s[2 * h + 1]};
-#pragma unroll
-      for (int j = 1; j < 16; ++j)
-#pragma unroll
-        for (int e = 0; e < 2; ++e) m[e] = fmaxf(m[e], s[4 * j + 2 * h + e]);
-      float top = fmaxf(m[0], m[1]);
-      top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
-      top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
       const bool hidden = token[h] < step.first;  // the staircase: this row came before the block was chosen
-      const bool raise = !hidden && top * scale_log2 > row_base[h] + kSlack;
-      const float base = raise ? top * scale_log2 : row_base[h];
-      shrink[h] = raise ? exp2_fast(row_base[h] - base) : 1.f;
+      const float scaled = m[h] * args.scale_log2;
+      const bool raise = !hidden && scaled > row_base[h] + kSlack;
+      const float base = raise ? scaled : row_base[h];
+      shrink[h] = exp2_fast(row_base[h] - base);
       row_base[h] = base;
-      minus[h] = hidden || base == -INFINITY ? -INFINITY : -base;
+      minus[h] = hidden ? -INFINITY : -base;
       raised = raised || raise;
     }
 #pragma unroll
-    for (int i = 0; i < 64; ++i) s[i] = exp2_fast(fmaf(s[i], scale_log2, minus[(i >> 1) & 1]));
+    for (int i = 0; i < kBlock / 2; ++i) s[i] = exp2_fast(fmaf(s[i], args.scale_log2, minus[(i >> 1) & 1]));
+    float sum[4] = {0, 0, 0, 0};
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      float sum[2] = {0, 0};
-#pragma unroll
-      for (int j = 0; j < 16; ++j)
-#pragma unroll
-        for (int e = 0; e < 2; ++e) sum[e] += s[4 * j + 2 * h + e];
-      row_sum[h] = row_sum[h] * shrink[h] + (sum[0] + sum[1]);
-    }
+    for (int i = 0; i < kBlock / 2; ++i) sum[i % 4] += s[i];
+    row_sum[0] = row_sum[0] * shrink[0] + (sum[0] + sum[1]);
+    row_sum[1] = row_sum[1] * shrink[1] + (sum[2] + sum[3]);
     return __any_sync(~0u, raised);
   }
 
   __device__ void pack() {
 #pragma unroll
-    for (int i = 0; i < 32; ++i) p[i] = pack_bf16(s[2 * i], s[2 * i + 1]);
+    for (int i = 0; i < kBlock / 4; ++i) p[i] = pack_bf16(s[2 * i], s[2 * i + 1]);
   }
 
   // The two groups take turns in filling the tensor cores, so that one computes exponentials while the other
@@ -142,7 +164,8 @@ struct Consumer {
     store_staged<D>(args.o, staging, warp, lane, zero, [&](int row) { return output_row(it, row) * D; });
   }
 
-  __device__ void epilogue(const ForwardItem& it, int tile_slot) {
+  __device__ void epilogue(int tile_slot) {
+    const ForwardItem& it = smem.tile[tile_slot].item;
     float lse[2], inverse[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -168,12 +191,10 @@ struct Consumer {
     barrier_wait(shared_address(&smem.q_full[tile.stage]), tile.phase);
     slot = tile.stage;
     tile.advance(kSlots);
-    item = smem.tile[slot].item;
     return smem.tile[slot].state;
   }
 
   __device__ void run() {
-    scale_log2 = args.scale * kLog2e;
 #pragma unroll
     for (int h = 0; h < 2; ++h)
       token[h] = group * args.work.rows.tokens + args.work.rows.token(warp * 16 + lane / 4 + 8 * h);
@@ -184,11 +205,10 @@ struct Consumer {
     bool begun = false;
     int accumulate = 0;
     for (;;) {
-      const ForwardItem done = item;
       const int done_slot = slot;
       const int state = next_tile();
-      if (state == 0) barrier_wait(shared_address(&smem.k_full[k.stage]), k.phase);
-      if (begun) barrier_wait(shared_address(&smem.v_full[v.stage]), v.phase);
+      if (state == 0) wait_keys();
+      if (begun) wait_values();
       turn_begin();
       pin(s);
       wgmma_fence();
@@ -198,49 +218,43 @@ struct Consumer {
       wgmma_wait<1>();
       pin(o);
       if (begun) {
-        release(smem.v_empty[v.stage], lane);
-        v.advance(kStages);
-        epilogue(done, done_slot);
+        done_values();
+        epilogue(done_slot);
       }
       wgmma_wait<0>();
       pin(s);
       begun = state == 0;
       if (state == 2) break;
       if (state == 1) {  // nothing to see
-        store_output(item, 0, true);
-        store_lse(item, -INFINITY, -INFINITY);
+        store_output(smem.tile[slot].item, 0, true);
+        store_lse(smem.tile[slot].item, -INFINITY, -INFINITY);
         release(smem.q_empty[slot], lane);
         continue;
       }
-      StepMessage step = smem.step[k.stage];
-      release(smem.k_empty[k.stage], lane);
-      k.advance(kStages);
-      row_base[0] = row_base[1] = -INFINITY;
+      done_keys();
+      row_base[0] = row_base[1] = kNothing;
       row_sum[0] = row_sum[1] = 0;
       float shrink[2];
-      softmax(step, shrink);
+      softmax(shrink);
       pack();
       accumulate = 0;
       while (!step.last) {
-        barrier_wait(shared_address(&smem.k_full[k.stage]), k.phase);
+        wait_keys();
         turn_begin();
         pin(s);
         wgmma_fence();
         issue_scores();
-        barrier_wait(shared_address(&smem.v_full[v.stage]), v.phase);
+        wait_values();
         issue_output(accumulate);
         turn_end();
         accumulate = 1;
         wgmma_wait<1>();
         pin(s);
-        step = smem.step[k.stage];
-        release(smem.k_empty[k.stage], lane);
-        k.advance(kStages);
-        const bool raised = softmax(step, shrink);
+        done_keys();
+        const bool raised = softmax(shrink);
         wgmma_wait<0>();
         pin(o);
-        release(smem.v_empty[v.stage], lane);
-        v.advance(kStages);
+        done_values();
         if (raised) {
 #pragma unroll
           for (int i = 0; i < D / 2; ++i) o[i] *= shrink[(i >> 1) & 1];
@@ -260,15 +274,15 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   if (threadIdx.x == 0) init_row_barriers(smem);
   __syncthreads();
-  if (warp < 4) {
+  if (warp >= 8) {
     registers_shrink<40>();
-    if (warp == 0) {
+    if (warp == 8) {
       RowLoader<Smem<D>> loader{smem, &q_map, nullptr, &k_map, &v_map, args.work, lane};
       loader.run();
     }
   } else {
     registers_grow<232>();
-    Consumer<D> consumer{smem, args, warp / 4 - 1, warp % 4, lane};
+    Consumer<D> consumer{smem, args, __shfl_sync(~0u, warp / 4, 0), warp % 4, lane};
     consumer.run();
   }
 }
@@ -280,7 +294,7 @@ void launch(const ForwardParams& p, cudaStream_t stream) {
   const CUtensorMap k_map = packed_map(p.k, p.shape.tokens, p.shape.kv_heads, D, 1, kBlock);
   const CUtensorMap v_map = packed_map(p.v, p.shape.tokens, p.shape.kv_heads, D, 1, kBlock);
   const Arguments args{{group / p.tiling.heads, row_map(p.tiling), p.items, p.item_count, p.row_entries, p.counter},
-                       p.shape.scale,
+                       p.shape.scale * kLog2e,
                        p.shape.query_heads,
                        static_cast<__nv_bfloat16*>(p.o),
                        p.lse};

@@ -7,6 +7,7 @@
 
 namespace sb::hopper {
 
+constexpr size_t kSharedMemory = 227 * 1024;  // a thread block's limit
 constexpr float kLog2e = 1.4426950408889634f;
 
 // A position in a ring of barriers.

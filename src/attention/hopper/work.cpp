@@ -184,8 +184,9 @@ Work make_work(const Shape& shape, std::span<const int32_t> cu_seqlens, const st
       }
     column_base += blocks;
   }
-  // Several items a worker even out; a split costs a pass over the key block's fp32 sums, so short columns stay whole.
-  const int64_t limit = std::max<int64_t>(128, total / (4LL * std::max(workers, 1)));
+  // Whole columns sweep the queries together and share what the L2 holds, so only those that one worker could not
+  // finish beside its share of the others are split.
+  const int64_t limit = std::max<int64_t>(128, total / (2LL * std::max(workers, 1)));
   for (Column& column : columns) {
     const int64_t pieces = divide_up(std::max<int64_t>(column.cost, 1), limit);
     const int64_t share = divide_up(std::max<int64_t>(column.cost, 1), pieces);
