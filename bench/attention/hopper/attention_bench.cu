@@ -6,7 +6,7 @@
 #include <functional>
 #include <string>
 
-#include "attention/hopper/prepare.h"
+#include "attention/hopper/prepare.cuh"
 #include "tests/attention/hopper/device_case.h"
 
 namespace sb::hopper {

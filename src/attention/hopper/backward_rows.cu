@@ -1,7 +1,7 @@
-#include "attention/hopper/launch.h"
-#include "attention/hopper/prepare.h"
-#include "attention/hopper/row_loader.h"
-#include "attention/hopper/wgmma.h"
+#include "attention/hopper/launch.cuh"
+#include "attention/hopper/prepare.cuh"
+#include "attention/hopper/row_loader.cuh"
+#include "attention/hopper/wgmma.cuh"
 
 namespace sb::hopper {
 namespace {

@@ -1,4 +1,4 @@
-#include "attention/hopper/launch.h"
+#include "attention/hopper/launch.cuh"
 
 namespace sb::hopper {
 

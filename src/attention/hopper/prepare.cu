@@ -1,7 +1,7 @@
-#include "attention/hopper/prepare.h"
+#include "attention/hopper/prepare.cuh"
 
-#include "attention/hopper/launch.h"
-#include "attention/hopper/tile.h"
+#include "attention/hopper/launch.cuh"
+#include "attention/hopper/tile.cuh"
 
 namespace sb::hopper {
 namespace {

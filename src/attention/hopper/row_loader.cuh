@@ -3,7 +3,7 @@
 // The loading warp of the kernels that walk row lists: takes tiles from the queue, reads their lists, and feeds Q (and
 // dO), K and V to the computing warpgroups through rings of barriers. CUDA files only.
 
-#include "attention/hopper/tile.h"
+#include "attention/hopper/tile.cuh"
 
 namespace sb::hopper {
 

@@ -3,7 +3,7 @@
 // What the kernels share: rings of barriers, the meaning of a subtile's rows, and the way of an accumulator to memory.
 
 #include "attention/hopper/params.h"
-#include "attention/hopper/ptx.h"
+#include "attention/hopper/ptx.cuh"
 
 namespace sb::hopper {
 
