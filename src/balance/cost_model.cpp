@@ -1,0 +1,119 @@
+#include "balance/cost_model.h"
+
+#include <algorithm>
+
+#include "core/errors.h"
+
+namespace sb {
+namespace {
+
+constexpr double kActivationBytes = 2, kGradientBytes = 4, kParameterBytes = 2;
+
+Work divided(const Work& work, double by) {
+  return {work.tokens / by, work.tiles / by, work.pairs / by, work.scores / by};
+}
+
+}  // namespace
+
+CostModel::CostModel(const LatencyModel& latency, AttentionSpec spec, Layout layout)
+    : latency_(latency), spec_(spec), layout_(layout) {
+  SB_USER_CHECK(layout_.dp > 0 && layout_.pp > 0 && layout_.cp > 0, "dp {}, pp {} and cp {} must be positive",
+                layout_.dp, layout_.pp, layout_.cp);
+  SB_USER_CHECK(layout_.pp <= shape().layers,
+                "pp {} is more than the {} layers of {}: a stage would be empty; lower pp", layout_.pp, shape().layers,
+                shape().name);
+  SB_USER_CHECK(layout_.warmup_depth >= 1, "warm-up depth must be at least 1, got {}", layout_.warmup_depth);
+  SB_USER_CHECK(spec_.block > 0 && spec_.query_block > 0, "block and query block must be positive");
+  SB_USER_CHECK(spec_.budget >= spec_.least_budget(),
+                "budget {} is below {} sink + {} local + 2 blocks of {} tokens = {}; raise it or shrink the block",
+                spec_.budget, spec_.sink_blocks, spec_.local_blocks, spec_.block, spec_.least_budget());
+  SB_USER_CHECK(spec_.max_budget == 0 || spec_.max_budget >= spec_.budget,
+                "the largest budget {} is below the base budget {}", spec_.max_budget, spec_.budget);
+  split_layers();
+}
+
+void CostModel::split_layers() {
+  // Costs relative to one layer, at a length where attention is at its budget.
+  const auto reference = static_cast<double>(2 * spec_.budget);
+  const Work work = work_of(spec_, 2 * spec_.budget, spec_.budget);
+  const StageTime l = linear(reference), a = attention(work), h = head(reference);
+  const double layer = l.forward + l.backward + a.forward + a.backward;
+  const double extra = (h.forward + h.backward) / layer;
+  const int layers = static_cast<int>(shape().layers), stages = layout_.pp;
+  // The last stage gets as many layers as its head leaves room for; trying all counts is cheap and exact.
+  int best_last = 1;
+  double best = 1e300;
+  for (int last = 1; last <= layers - (stages - 1); ++last) {
+    const int rest = layers - last;
+    const double others = stages == 1 ? 0.0 : static_cast<double>((rest + stages - 2) / (stages - 1));
+    if (stages == 1 && last != layers) continue;
+    const double slowest = std::max(static_cast<double>(last) + extra, others);
+    // On a tie the larger last stage: it is the only one that needs no warm-up.
+    if (slowest <= best) {
+      best = slowest;
+      best_last = last;
+    }
+  }
+  first_layer_.assign(1, 0);
+  int rest = layers - best_last;
+  for (int stage = 0; stage + 1 < stages; ++stage) {
+    const int left = stages - 1 - stage;
+    const int take = (rest + left - 1) / left;
+    first_layer_.push_back(first_layer_.back() + take);
+    rest -= take;
+  }
+  first_layer_.push_back(layers);
+}
+
+StageTime CostModel::linear(double tokens) const {
+  Work work;
+  work.tokens = tokens / layout_.cp;
+  return {latency_.predict(Operation::linear_forward, work), latency_.predict(Operation::linear_backward, work)};
+}
+
+StageTime CostModel::attention(const Work& whole) const {
+  const Work work = layout_.cp == 1 ? whole : divided(whole, layout_.cp);
+  StageTime time{latency_.predict(Operation::attention_forward, work), latency_.predict(Operation::attention_backward, work)};
+  if (layout_.cp > 1 && layout_.comm) {
+    // The ring sends keys and values (forward), and their gradients too (backward), behind the computation.
+    const ModelShape& s = shape();
+    const double bytes = work.tokens * 2.0 * static_cast<double>(s.kv_heads * s.head_dim) * kActivationBytes;
+    const Profile& profile = latency_.profile();
+    const Link& link = layout_.cp <= profile.gpus_per_node ? profile.transfer_inside : profile.transfer_between;
+    time.forward = std::max(time.forward, (layout_.cp - 1) * link(bytes));
+    time.backward = std::max(time.backward, (layout_.cp - 1) * link(2 * bytes));
+  }
+  time.forward += latency_.predict(Operation::selection, work);
+  return time;
+}
+
+StageTime CostModel::head(double tokens) const {
+  if (!layout_.head) return {};
+  Work work;
+  work.tokens = tokens / layout_.cp;
+  return {latency_.predict(Operation::head_forward, work), latency_.predict(Operation::head_backward, work)};
+}
+
+double CostModel::transfer(int stage, double tokens) const {
+  if (!layout_.comm || stage == 0) return 0;
+  const Profile& profile = latency_.profile();
+  const bool same_node = (stage - 1) * layout_.cp / profile.gpus_per_node == stage * layout_.cp / profile.gpus_per_node;
+  const double bytes = tokens / layout_.cp * static_cast<double>(shape().hidden) * kActivationBytes;
+  return (same_node ? profile.transfer_inside : profile.transfer_between)(bytes);
+}
+
+double CostModel::reduction(int stage) const {
+  const int group = layout_.dp * layout_.cp;
+  if (!layout_.comm || group == 1) return 0;
+  const Profile& profile = latency_.profile();
+  const Link& link = layout_.workers() <= profile.gpus_per_node ? profile.reduce_inside : profile.reduce_between;
+  double parameters = static_cast<double>(shape().layer_parameters()) * stage_layers(stage);
+  if (layout_.head && (stage == 0 || stage == stages() - 1)) {
+    const bool both = stages() == 1 && !shape().tied;
+    parameters += static_cast<double>(shape().embedding_parameters()) * (both ? 2 : 1);
+  }
+  const double share = static_cast<double>(group - 1) / group;
+  return link(parameters * kGradientBytes * share) + link(parameters * kParameterBytes * share);
+}
+
+}  // namespace sb

@@ -1,0 +1,68 @@
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "balance/latency_model.h"
+#include "balance/workload.h"
+
+namespace sb {
+
+// The grid of workers. The ranks of one pipeline stand side by side: context parallel fastest, then stages, then data
+// parallel.
+struct Layout {
+  int dp = 1;
+  int pp = 1;
+  int cp = 1;
+  // Forwards that a stage runs ahead, in multiples of its distance to the last one: 1 is plain 1F1B, 2 gives every
+  // transfer one operation to hide behind.
+  int warmup_depth = 1;
+  bool comm = true;  // count transfers and the gradient reduction
+  bool head = true;  // count embedding and loss
+  int workers() const { return dp * pp * cp; }
+};
+
+struct StageTime {
+  double forward = 0, backward = 0;  // microseconds
+};
+
+// Latencies of this model in this layout: what stages and micro-batches take.
+class CostModel {
+ public:
+  // Splits the layers over the stages so that the slowest stage is as fast as possible (earlier stages get the
+  // remainder). UserError when there are more stages than layers.
+  CostModel(const LatencyModel& latency, AttentionSpec spec, Layout layout);
+
+  const AttentionSpec& spec() const { return spec_; }
+  const Layout& layout() const { return layout_; }
+  const ModelShape& shape() const { return latency_.profile().shape; }
+  int stages() const { return layout_.pp; }
+  int layers() const { return static_cast<int>(shape().layers); }
+  int first_layer(int stage) const { return first_layer_[static_cast<size_t>(stage)]; }
+  int stage_layers(int stage) const {
+    return first_layer_[static_cast<size_t>(stage) + 1] - first_layer_[static_cast<size_t>(stage)];
+  }
+
+  // Everything of a layer but attention, for a micro-batch of this many tokens.
+  StageTime linear(double tokens) const;
+  // Attention and selection of one layer; the sums of the micro-batch, before context parallelism divides them.
+  StageTime attention(const Work& work) const;
+  // Embedding and loss, zero where the layout leaves them out; they belong to the last stage.
+  StageTime head(double tokens) const;
+  // Activations from stage-1 to stage (and gradients back), for a micro-batch.
+  double transfer(int stage, double tokens) const;
+  // Gradient reduction and parameter gathering after the last backward of a stage.
+  double reduction(int stage) const;
+
+ private:
+  void split_layers();
+
+  const LatencyModel& latency_;
+  AttentionSpec spec_;
+  Layout layout_;
+  std::vector<int> first_layer_;
+};
+
+}  // namespace sb

@@ -1,0 +1,144 @@
+#include "balance/coverage.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cmath>
+#include <fstream>
+#include <sstream>
+#include <utility>
+
+#include "core/errors.h"
+
+namespace sb {
+namespace {
+
+// Uniform in [0, 1) from an id (splitmix64's finaliser).
+double hashed_uniform(int64_t id) {
+  uint64_t z = static_cast<uint64_t>(id) + 0x9E3779B97F4A7C15ull;
+  z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
+  z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
+  z ^= z >> 31;
+  return static_cast<double>(z >> 11) * 0x1p-53;
+}
+
+void power_curve(double gamma, int64_t tokens, std::span<const int32_t> budgets, std::span<const double> log_budgets,
+                 std::span<double> out) {
+  const double log_tokens = std::log(static_cast<double>(tokens));
+  for (size_t i = 0; i < budgets.size(); ++i)
+    out[i] = budgets[i] >= tokens ? 1.0 : std::exp(gamma * (log_budgets[i] - log_tokens));
+}
+
+class PowerCoverage final : public CoverageModel {
+ public:
+  explicit PowerCoverage(double gamma) : gamma_(gamma) {}
+  std::string name() const override { return fmt::format("power:{}", gamma_); }
+  bool uniform_layers() const override { return true; }
+  void evaluate(const Sequence& sequence, int, std::span<const int32_t> budgets, std::span<const double> log_budgets,
+                std::span<double> out) const override {
+    power_curve(gamma_, sequence.tokens, budgets, log_budgets, out);
+  }
+
+ private:
+  double gamma_;
+};
+
+class LayeredCoverage final : public CoverageModel {
+ public:
+  explicit LayeredCoverage(int layers) : layers_(layers) {}
+  std::string name() const override { return "layered"; }
+  bool uniform_layers() const override { return false; }
+  void evaluate(const Sequence& sequence, int layer, std::span<const int32_t> budgets,
+                std::span<const double> log_budgets, std::span<double> out) const override {
+    const double share = layers_ > 1 ? static_cast<double>(layer) / (layers_ - 1) : 0.0;
+    const double gamma = (0.10 + 0.30 * share) * (0.7 + 0.6 * hashed_uniform(sequence.id));
+    power_curve(gamma, sequence.tokens, budgets, log_budgets, out);
+  }
+
+ private:
+  int layers_;
+};
+
+class TableCoverage final : public CoverageModel {
+ public:
+  TableCoverage(CoverageTable table, std::string name) : table_(std::move(table)), name_(std::move(name)) {
+    for (int64_t budget : table_.budgets) log_budgets_.push_back(std::log(static_cast<double>(budget)));
+  }
+  std::string name() const override { return name_; }
+  bool uniform_layers() const override { return false; }
+  void evaluate(const Sequence& sequence, int layer, std::span<const int32_t> budgets,
+                std::span<const double> log_budgets, std::span<double> out) const override {
+    const auto& classes = table_.length_classes;
+    const auto found = std::lower_bound(classes.begin(), classes.end(), sequence.tokens);
+    const auto index = static_cast<size_t>(std::min<ptrdiff_t>(found - classes.begin(), std::ssize(classes) - 1));
+    const auto& curve = table_.coverage[static_cast<size_t>(layer)][index];
+    const double log_tokens = std::log(static_cast<double>(sequence.tokens));
+    for (size_t i = 0; i < budgets.size(); ++i)
+      out[i] = budgets[i] >= sequence.tokens ? 1.0 : interpolate(curve, log_budgets[i], log_tokens);
+  }
+
+ private:
+  // Linear in log k between the measured budgets, 1 at the sequence's own length.
+  double interpolate(const std::vector<double>& curve, double log_budget, double log_tokens) const {
+    if (log_budget <= log_budgets_[0]) return curve[0] * std::exp(log_budget - log_budgets_[0]);
+    size_t i = 1;
+    while (i < curve.size() && log_budgets_[i] < log_budget) ++i;
+    const bool past_end = i == curve.size() || log_budgets_[i] >= log_tokens;
+    const double left = log_budgets_[i - 1], right = past_end ? log_tokens : log_budgets_[i];
+    if (right <= left) return 1.0;
+    const double end = past_end ? 1.0 : curve[i];
+    return curve[i - 1] + (end - curve[i - 1]) * (log_budget - left) / (right - left);
+  }
+
+  CoverageTable table_;
+  std::string name_;
+  std::vector<double> log_budgets_;
+};
+
+}  // namespace
+
+double CoverageModel::at(const Sequence& sequence, int layer, int64_t budget) const {
+  const auto k = static_cast<int32_t>(budget);
+  const double log_k = std::log(static_cast<double>(budget));
+  double out = 0;
+  evaluate(sequence, layer, {&k, 1}, {&log_k, 1}, {&out, 1});
+  return out;
+}
+
+std::unique_ptr<CoverageModel> power_coverage(double gamma) {
+  SB_USER_CHECK(std::isfinite(gamma) && gamma > 0 && gamma <= 1, "power coverage needs an exponent in (0, 1], got {}",
+                gamma);
+  return std::make_unique<PowerCoverage>(gamma);
+}
+
+std::unique_ptr<CoverageModel> layered_coverage(int layers) { return std::make_unique<LayeredCoverage>(layers); }
+
+std::unique_ptr<CoverageModel> table_coverage(CoverageTable table, std::string name) {
+  return std::make_unique<TableCoverage>(std::move(table), std::move(name));
+}
+
+std::unique_ptr<CoverageModel> find_coverage(const std::string& name_or_path, int layers) {
+  if (name_or_path == "layered") return layered_coverage(layers);
+  if (name_or_path.starts_with("power:")) {
+    double gamma = 0;
+    size_t used = 0;
+    const std::string text = name_or_path.substr(6);
+    try {
+      gamma = std::stod(text, &used);
+    } catch (const std::exception&) {
+      used = 0;
+    }
+    SB_USER_CHECK(used > 0 && used == text.size(), "coverage `{}`: `{}` is not a number (example: power:0.22)",
+                  name_or_path, text);
+    return power_coverage(gamma);
+  }
+  std::ifstream file(name_or_path);
+  SB_USER_CHECK(file.good(), "coverage `{}` is none of power:GAMMA, layered or a readable coverage.json", name_or_path);
+  std::stringstream text;
+  text << file.rdbuf();
+  CoverageTable table = parse_coverage(text.str(), name_or_path);
+  SB_USER_CHECK(table.layers == layers, "{}: has {} layers and the model has {}", name_or_path, table.layers, layers);
+  return table_coverage(std::move(table), name_or_path);
+}
+
+}  // namespace sb

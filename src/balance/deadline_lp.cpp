@@ -1,0 +1,178 @@
+#include "balance/deadline_lp.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "core/errors.h"
+
+namespace sb {
+namespace {
+
+constexpr double kFeasible = 1e-9;
+constexpr double kPivot = 1e-11;
+
+}  // namespace
+
+DeadlineLp::DeadlineLp(std::span<const double> gain)
+    : structural_(static_cast<int>(gain.size())), columns_(structural_), stride_(0), gain_(gain.begin(), gain.end()) {
+  reduced_ = gain_;
+  // Without rows everything is worth taking.
+  value_.assign(gain.size(), 1.0);
+  basic_.assign(gain.size(), 0);
+  grow(structural_ + 8);
+}
+
+void DeadlineLp::grow(int columns) {
+  if (columns <= stride_) return;
+  const int wider = std::max(columns, stride_ + stride_ / 8 + 8);
+  std::vector<double> next(static_cast<size_t>(wider) * basis_.size(), 0.0);
+  for (size_t r = 0; r < basis_.size(); ++r)
+    std::copy_n(tableau_.data() + r * static_cast<size_t>(stride_), columns_, next.data() + r * static_cast<size_t>(wider));
+  tableau_.swap(next);
+  stride_ = wider;
+}
+
+double DeadlineLp::upper(int column) const {
+  return column < structural_ ? 1.0 : std::numeric_limits<double>::infinity();
+}
+
+void DeadlineLp::add_row(std::span<const double> coefficients, double limit) {
+  grow(columns_ + 1);
+  const int slack = columns_++;
+  tableau_.resize((basis_.size() + 1) * static_cast<size_t>(stride_), 0.0);
+  double* fresh = row(static_cast<int>(basis_.size()));
+  std::fill_n(fresh, stride_, 0.0);
+  std::copy(coefficients.begin(), coefficients.end(), fresh);
+  double left = limit;
+  for (int j = 0; j < structural_; ++j) left -= coefficients[static_cast<size_t>(j)] * value_[static_cast<size_t>(j)];
+  // In terms of the present basis.
+  for (size_t r = 0; r < basis_.size(); ++r) {
+    const double factor = fresh[basis_[r]];
+    if (factor == 0) continue;
+    const double* from = row(static_cast<int>(r));
+    for (int j = 0; j < columns_; ++j) fresh[j] -= factor * from[j];
+    fresh[basis_[r]] = 0;
+  }
+  fresh[slack] = 1;
+  reduced_.push_back(0);
+  value_.push_back(left);
+  basic_.push_back(1);
+  basis_.push_back(slack);
+  limit_.push_back(limit);
+}
+
+void DeadlineLp::shift_limits(double by) {
+  for (size_t r = 0; r < basis_.size(); ++r) {
+    // The columns of the slacks are the inverse of the basis.
+    double change = 0;
+    for (int s = structural_; s < columns_; ++s) change += row(static_cast<int>(r))[s];
+    value_[static_cast<size_t>(basis_[r])] += change * by;
+    limit_[r] += by;
+  }
+}
+
+bool DeadlineLp::solve() {
+  const int64_t most = 50 + 20 * static_cast<int64_t>(basis_.size());
+  for (int64_t pivots = 0; pivots < most; ++pivots) {
+    // The basic variable furthest outside its bounds leaves.
+    int leaving = -1;
+    double worst = kFeasible;
+    bool below = true;
+    for (size_t r = 0; r < basis_.size(); ++r) {
+      const double at = value_[static_cast<size_t>(basis_[r])];
+      const double over = at - upper(basis_[r]);
+      const double scale = basis_[r] >= structural_ ? std::max(1.0, std::abs(limit_[r])) : 1.0;
+      if (-at / scale > worst) {
+        worst = -at / scale;
+        leaving = static_cast<int>(r);
+        below = true;
+      }
+      if (over / scale > worst) {
+        worst = over / scale;
+        leaving = static_cast<int>(r);
+        below = false;
+      }
+    }
+    if (leaving < 0) return true;
+    const int out = basis_[static_cast<size_t>(leaving)];
+    const double bound = below ? 0.0 : upper(out);
+    double missing = below ? -value_[static_cast<size_t>(out)] : value_[static_cast<size_t>(out)] - bound;
+    const double sign = below ? 1.0 : -1.0;
+    const double* alpha = row(leaving);
+
+    // What can bring it back, cheapest first; what is cheap but too small is moved to its other bound on the way.
+    candidates_.clear();
+    ratio_.resize(static_cast<size_t>(columns_));
+    for (int j = 0; j < columns_; ++j) {
+      if (basic_[static_cast<size_t>(j)]) continue;
+      const double a = sign * alpha[j];
+      const bool at_lower = value_[static_cast<size_t>(j)] <= 0.5 * std::min(1.0, upper(j));
+      if ((at_lower && a < -kPivot) || (!at_lower && a > kPivot)) {
+        ratio_[static_cast<size_t>(j)] = std::abs(reduced_[static_cast<size_t>(j)] / a);
+        candidates_.push_back(j);
+      }
+    }
+    if (candidates_.empty()) return false;
+    const auto dearer = [&](int a, int b) {
+      const double ra = ratio_[static_cast<size_t>(a)], rb = ratio_[static_cast<size_t>(b)];
+      return ra != rb ? ra > rb : a > b;
+    };
+    std::make_heap(candidates_.begin(), candidates_.end(), dearer);
+    int entering = -1;
+    while (!candidates_.empty()) {
+      std::pop_heap(candidates_.begin(), candidates_.end(), dearer);
+      const int j = candidates_.back();
+      candidates_.pop_back();
+      const double room = std::abs(alpha[j]) * upper(j);
+      if (room >= missing || candidates_.empty()) {
+        entering = j;
+        break;
+      }
+      missing -= room;
+      const double change = value_[static_cast<size_t>(j)] > 0.5 ? -1.0 : 1.0;
+      value_[static_cast<size_t>(j)] += change;
+      for (size_t r = 0; r < basis_.size(); ++r) value_[static_cast<size_t>(basis_[r])] -= row(static_cast<int>(r))[j] * change;
+    }
+    const auto uj = static_cast<size_t>(entering);
+    const double pivot = alpha[entering];
+    // Move the entering variable until the leaving one stands on its bound.
+    const double step = (value_[static_cast<size_t>(out)] - bound) / pivot;
+    for (size_t r = 0; r < basis_.size(); ++r) value_[static_cast<size_t>(basis_[r])] -= row(static_cast<int>(r))[entering] * step;
+    value_[uj] += step;
+    value_[static_cast<size_t>(out)] = bound;
+
+    double* pivot_row = row(leaving);
+    const double inverse = 1.0 / pivot;
+    for (int j = 0; j < columns_; ++j) pivot_row[j] *= inverse;
+    for (size_t r = 0; r < basis_.size(); ++r) {
+      if (static_cast<int>(r) == leaving) continue;
+      double* other = row(static_cast<int>(r));
+      const double factor = other[entering];
+      if (factor == 0) continue;
+      for (int j = 0; j < columns_; ++j) other[j] -= factor * pivot_row[j];
+      other[entering] = 0;
+    }
+    const double price = reduced_[uj];
+    for (int j = 0; j < columns_; ++j) reduced_[static_cast<size_t>(j)] -= price * pivot_row[j];
+    reduced_[uj] = 0;
+    basic_[static_cast<size_t>(out)] = 0;
+    basic_[uj] = 1;
+    basis_[static_cast<size_t>(leaving)] = entering;
+  }
+  return false;
+}
+
+double DeadlineLp::objective() const {
+  double sum = 0;
+  for (int j = 0; j < structural_; ++j) sum += gain_[static_cast<size_t>(j)] * value_[static_cast<size_t>(j)];
+  return sum;
+}
+
+double DeadlineLp::price() const {
+  double sum = 0;
+  for (int s = structural_; s < columns_; ++s) sum -= reduced_[static_cast<size_t>(s)];
+  return sum;
+}
+
+}  // namespace sb

@@ -1,0 +1,173 @@
+#include "balance/schedule.h"
+
+#include <algorithm>
+
+#include "core/errors.h"
+
+namespace sb {
+
+Schedule::Schedule(int stages, int micro_batches, int warmup_depth)
+    : stages_(stages), micro_batches_(micro_batches), warmup_depth_(warmup_depth) {
+  SB_CHECK(stages > 0 && micro_batches > 0 && warmup_depth > 0, "{} stages, {} micro-batches, warm-up depth {}", stages,
+           micro_batches, warmup_depth);
+  // What each stage runs, in its own order; then merged into one order that respects the dependencies.
+  std::vector<std::vector<std::pair<bool, int>>> program(static_cast<size_t>(stages));
+  for (int s = 0; s < stages; ++s) {
+    auto& list = program[static_cast<size_t>(s)];
+    const int ahead = warmup(s);
+    for (int i = 0; i < ahead; ++i) list.emplace_back(false, i);
+    for (int i = ahead; i < micro_batches; ++i) {
+      list.emplace_back(false, i);
+      list.emplace_back(true, i - ahead);
+    }
+    for (int i = micro_batches - ahead; i < micro_batches; ++i) list.emplace_back(true, i);
+  }
+  const auto m = static_cast<size_t>(micro_batches);
+  std::vector<int32_t> forward_node(static_cast<size_t>(stages) * m, -1), backward_node = forward_node;
+  last_node_.assign(static_cast<size_t>(stages), -1);
+  std::vector<size_t> next(static_cast<size_t>(stages), 0);
+  const size_t total = 2 * static_cast<size_t>(stages) * m;
+  nodes_.reserve(total);
+  while (nodes_.size() < total) {
+    const size_t before = nodes_.size();
+    for (int s = 0; s < stages; ++s) {
+      const auto us = static_cast<size_t>(s);
+      while (next[us] < program[us].size()) {
+        const auto [is_backward, i] = program[us][next[us]];
+        const size_t own = us * m + static_cast<size_t>(i);
+        int32_t dependency = -1;
+        if (!is_backward && s > 0) dependency = forward_node[own - m];
+        if (is_backward) dependency = s + 1 < stages ? backward_node[own + m] : forward_node[own];
+        const bool needs = is_backward || s > 0;
+        if (needs && dependency < 0) break;
+        const auto id = static_cast<int32_t>(nodes_.size());
+        nodes_.push_back({s, i, last_node_[us], dependency, is_backward});
+        (is_backward ? backward_node : forward_node)[own] = id;
+        last_node_[us] = id;
+        ++next[us];
+      }
+    }
+    SB_CHECK(nodes_.size() > before, "1F1B of {} stages, {} micro-batches, depth {} has a cycle", stages, micro_batches,
+             warmup_depth);
+  }
+}
+
+int Schedule::warmup(int stage) const { return std::min(micro_batches_ - 1, warmup_depth_ * (stages_ - 1 - stage)); }
+
+template <bool kTransfers>
+double Schedule::run(const PipelineTimes& times, std::span<const int> order, double* end) const {
+  const double* forward = times.forward.data();
+  const double* backward = times.backward.data();
+  for (size_t id = 0; id < nodes_.size(); ++id) {
+    const Node& node = nodes_[id];
+    const int micro_batch = order.empty() ? node.position : order[static_cast<size_t>(node.position)];
+    const size_t index = times.at(micro_batch, node.stage);
+    double start = node.previous < 0 ? 0.0 : end[node.previous];
+    if (node.dependency >= 0) {
+      double ready = end[node.dependency];
+      if constexpr (kTransfers) {
+        // The last stage turns from forward to backward without a transfer.
+        if (!node.backward)
+          ready += times.forward_transfer[index];
+        else if (node.stage + 1 < stages_)
+          ready += times.backward_transfer[index];
+      }
+      start = std::max(start, ready);
+    }
+    end[id] = start + (node.backward ? backward : forward)[index];
+  }
+  double makespan = 0;
+  for (size_t s = 0; s < last_node_.size(); ++s)
+    makespan = std::max(makespan, end[last_node_[s]] + (times.tail.empty() ? 0.0 : times.tail[s]));
+  return makespan;
+}
+
+double Schedule::run(const PipelineTimes& times, std::span<const int> order, double* end) const {
+  return times.forward_transfer.empty() ? run<false>(times, order, end) : run<true>(times, order, end);
+}
+
+double Schedule::makespan(const PipelineTimes& times, std::span<const int> order) const {
+  constexpr size_t kOnStack = 512;
+  if (nodes_.size() <= kOnStack) {
+    double end[kOnStack];
+    return run(times, order, end);
+  }
+  std::vector<double> end(nodes_.size());
+  return run(times, order, end.data());
+}
+
+double Schedule::critical_path(const PipelineTimes& times, std::span<const int> order, std::vector<int>& chain) const {
+  std::vector<double> end(nodes_.size());
+  const double makespan = run(times, order, end.data());
+  chain.clear();
+  int32_t at = -1;
+  double latest = -1;
+  for (size_t s = 0; s < last_node_.size(); ++s) {
+    const double finish = end[static_cast<size_t>(last_node_[s])] + (times.tail.empty() ? 0.0 : times.tail[s]);
+    if (finish > latest) {
+      latest = finish;
+      at = last_node_[s];
+    }
+  }
+  while (at >= 0) {
+    chain.push_back(at);
+    const Node& node = nodes_[static_cast<size_t>(at)];
+    const int micro_batch = order.empty() ? node.position : order[static_cast<size_t>(node.position)];
+    const size_t index = times.at(micro_batch, node.stage);
+    double ready = -1;
+    if (node.dependency >= 0) {
+      ready = end[static_cast<size_t>(node.dependency)];
+      if (!times.forward_transfer.empty()) {
+        if (!node.backward)
+          ready += times.forward_transfer[index];
+        else if (node.stage + 1 < stages_)
+          ready += times.backward_transfer[index];
+      }
+    }
+    const double free = node.previous >= 0 ? end[static_cast<size_t>(node.previous)] : -1;
+    at = ready > free ? node.dependency : node.previous;
+  }
+  std::reverse(chain.begin(), chain.end());
+  return makespan;
+}
+
+ScheduleResult Schedule::analyze(const PipelineTimes& times, std::span<const int> order) const {
+  std::vector<double> end(nodes_.size());
+  ScheduleResult result;
+  result.makespan = run(times, order, end.data());
+  // Latest ends, backwards through the graph.
+  std::vector<double> latest(nodes_.size(), result.makespan);
+  for (size_t s = 0; s < last_node_.size(); ++s)
+    if (!times.tail.empty()) latest[static_cast<size_t>(last_node_[s])] -= times.tail[s];
+  double busy = 0;
+  result.operations.resize(nodes_.size());
+  for (size_t id = nodes_.size(); id-- > 0;) {
+    const Node& node = nodes_[id];
+    const int micro_batch = order.empty() ? node.position : order[static_cast<size_t>(node.position)];
+    const size_t index = times.at(micro_batch, node.stage);
+    const double duration = (node.backward ? times.backward : times.forward)[index];
+    const double latest_start = latest[id] - duration;
+    if (node.previous >= 0)
+      latest[static_cast<size_t>(node.previous)] = std::min(latest[static_cast<size_t>(node.previous)], latest_start);
+    if (node.dependency >= 0) {
+      double transfer = 0;
+      if (!times.forward_transfer.empty()) {
+        if (!node.backward)
+          transfer = times.forward_transfer[index];
+        else if (node.stage + 1 < stages_)
+          transfer = times.backward_transfer[index];
+      }
+      double& limit = latest[static_cast<size_t>(node.dependency)];
+      limit = std::min(limit, latest_start - transfer);
+    }
+    result.operations[id] = {node.stage,          node.position, micro_batch, node.backward, false,
+                             end[id] - duration, end[id],       std::max(0.0, latest[id] - end[id])};
+    busy += duration;
+  }
+  result.bubble_share = result.makespan > 0 ? 1.0 - busy / (result.makespan * stages_) : 0.0;
+  critical_path(times, order, result.critical_path);
+  for (int id : result.critical_path) result.operations[static_cast<size_t>(id)].critical = true;
+  return result;
+}
+
+}  // namespace sb

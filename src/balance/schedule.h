@@ -1,0 +1,80 @@
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+namespace sb {
+
+// Durations of one pipeline (one data-parallel rank), indexed [micro-batch · stages + stage], microseconds. With one
+// stage this is plain data parallelism: forward and backward of each micro-batch in turn.
+struct PipelineTimes {
+  int stages = 1;
+  int micro_batches = 0;
+  std::vector<double> forward, backward;
+  // Transfer of a micro-batch's activations into a stage from the one before, and of its gradient from the one after;
+  // empty: free. Transfers run beside the computation.
+  std::vector<double> forward_transfer, backward_transfer;
+  // After the last backward of a stage: the gradient reduction. Empty: free.
+  std::vector<double> tail;
+
+  size_t at(int micro_batch, int stage) const {
+    return static_cast<size_t>(micro_batch) * static_cast<size_t>(stages) + static_cast<size_t>(stage);
+  }
+};
+
+struct ScheduledOperation {
+  int stage = 0;
+  int position = 0;  // in the order of the micro-batches
+  int micro_batch = 0;
+  bool backward = false;
+  bool critical = false;
+  double start = 0, end = 0;
+  double slack = 0;  // how much longer it may take without lengthening the makespan
+};
+
+struct ScheduleResult {
+  double makespan = 0;
+  double bubble_share = 0;                     // idle share of stages × makespan, reductions not counted as work
+  std::vector<ScheduledOperation> operations;  // in an order that respects all dependencies
+  std::vector<int> critical_path;              // indices of operations, first to last
+};
+
+// The operation graph of 1F1B for a number of stages and micro-batches: each stage runs some forwards ahead, then
+// alternates one forward and one backward, then drains. Built once, evaluated many times in O(stages · micro-batches).
+class Schedule {
+ public:
+  Schedule(int stages, int micro_batches, int warmup_depth = 1);
+
+  int stages() const { return stages_; }
+  int micro_batches() const { return micro_batches_; }
+  // Forwards a stage runs before its first backward.
+  int warmup(int stage) const;
+
+  // End of the last operation (and tail) when position i runs micro-batch order[i]; empty order: as they stand.
+  double makespan(const PipelineTimes& times, std::span<const int> order) const;
+  // The same with everything in it.
+  ScheduleResult analyze(const PipelineTimes& times, std::span<const int> order) const;
+
+  // Longest path through all operations: fills `chain` with indices of operations() and returns its length.
+  double critical_path(const PipelineTimes& times, std::span<const int> order, std::vector<int>& chain) const;
+
+  struct Node {
+    int32_t stage, position;
+    int32_t previous;    // node that runs before on the same stage, or -1
+    int32_t dependency;  // node whose output it needs, or -1
+    bool backward;
+  };
+  const std::vector<Node>& nodes() const { return nodes_; }
+
+ private:
+  template <bool kTransfers>
+  double run(const PipelineTimes& times, std::span<const int> order, double* end) const;
+  double run(const PipelineTimes& times, std::span<const int> order, double* end) const;
+
+  int stages_, micro_batches_, warmup_depth_;
+  std::vector<Node> nodes_;        // topological
+  std::vector<int32_t> last_node_;  // of every stage
+};
+
+}  // namespace sb

@@ -1,0 +1,62 @@
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+namespace sb {
+
+// One training document of a global batch.
+struct Sequence {
+  int64_t id = 0;  // unique in the global batch; breaks ties
+  int64_t tokens = 0;
+  bool operator==(const Sequence&) const = default;
+};
+
+// What the plan has to know about attention.
+struct AttentionSpec {
+  int64_t block = 128;
+  int64_t query_block = 16;
+  int64_t budget = 8192;  // keys per query, the base that tuning starts from
+  int64_t sink_blocks = 1;
+  int64_t local_blocks = 2;
+  int64_t dense_below = -1;  // sequences up to this length run dense; -1: the budget
+  int64_t max_budget = 0;    // what memory was planned for; 0: up to dense
+
+  int64_t dense_limit() const { return dense_below < 0 ? budget : dense_below; }
+  // A sequence that tuning must leave dense.
+  bool always_dense(int64_t tokens) const { return tokens <= dense_limit() || tokens <= budget; }
+  int64_t base_budget(int64_t tokens) const { return always_dense(tokens) ? tokens : budget; }
+  // Sinks, local blocks and two more: below that a selector has nothing left to choose from.
+  int64_t least_budget() const { return (sink_blocks + local_blocks + 2) * block; }
+};
+
+// Query × key token pairs of a causal sequence of n tokens whose queries see k keys each (fewer at the start).
+inline double selected_pairs(int64_t tokens, int64_t budget) {
+  const double n = static_cast<double>(tokens), k = static_cast<double>(std::min(tokens, budget));
+  return k * (n - 0.5 * k);
+}
+
+// The coordinates in which latencies are measured and predicted: sums over the sequences of one micro-batch, for one
+// layer.
+struct Work {
+  double tokens = 0;
+  double tiles = 0;   // query tiles
+  double pairs = 0;   // selected query × key token pairs
+  double scores = 0;  // query × key-block scores that selection computes
+  Work& operator+=(const Work& other) {
+    tokens += other.tokens;
+    tiles += other.tiles;
+    pairs += other.pairs;
+    scores += other.scores;
+    return *this;
+  }
+};
+
+inline Work work_of(const AttentionSpec& spec, int64_t tokens, int64_t budget) {
+  const double n = static_cast<double>(tokens);
+  const bool dense = budget >= tokens;
+  return {n, static_cast<double>((tokens + spec.query_block - 1) / spec.query_block), selected_pairs(tokens, budget),
+          dense ? 0.0 : 0.5 * n * n / static_cast<double>(spec.block)};
+}
+
+}  // namespace sb
