@@ -54,6 +54,32 @@ class Planner {
     return draft;
   }
 
+  const BudgetCurves& curves() {
+    if (!curves_) curves_ = std::make_unique<BudgetCurves>(cost_, coverage_, sequences_, options_.tuning.p);
+    return *curves_;
+  }
+
+  // The lowest budgets that p allows, [sequence · layers + layer].
+  Budgets floors() {
+    const auto layers = static_cast<size_t>(cost_.layers());
+    Budgets budgets(base_.size());
+    for (size_t i = 0; i < budgets.size(); ++i)
+      budgets[i] = curves().vertices(static_cast<int>(i / layers), static_cast<int>(i % layers))[0].budget;
+    return budgets;
+  }
+
+  // Order, fill, order again.
+  void finish(Draft& draft) {
+    order(draft);
+    if (options_.tuning.policy == TuningPolicy::off) return;
+    tune(draft);
+    // With the budgets of this order another one may be faster; then what it frees is shared out again.
+    Draft again = draft;
+    if (!order(again)) return;
+    tune(again);
+    if (again.makespan < draft.makespan) draft = std::move(again);
+  }
+
   // Improves every rank's order at the draft's budgets; true if the step became shorter.
   bool order(Draft& draft) {
     if (!options_.ordering || cost_.stages() == 1) return false;
@@ -90,8 +116,7 @@ class Planner {
 
   void tune(Draft& draft) {
     if (options_.tuning.policy == TuningPolicy::off) return;
-    if (!curves_) curves_ = std::make_unique<BudgetCurves>(cost_, coverage_, sequences_, options_.tuning.p);
-    const TuningInput input{cost_, coverage_, sequences_, *curves_, draft.batches, draft.orders, schedules_, pool_};
+    const TuningInput input{cost_, coverage_, sequences_, curves(), draft.batches, draft.orders, schedules_, pool_};
     TuningResult result = sb::tune(input, options_.tuning);
     draft.budgets = std::move(result.budgets);
     draft.relaxed_bound = result.relaxed_bound;
@@ -134,20 +159,32 @@ Plan plan_step(int64_t step, const CostModel& cost, const CoverageModel& coverag
   std::vector<int64_t> budgets(sequences.size());
   for (size_t i = 0; i < budgets.size(); ++i) budgets[i] = spec.base_budget(sequences[i].tokens);
   const Draft baseline = planner.batch(BatchingPolicy::in_order, budgets);
-  if (options.tuning.policy != TuningPolicy::off)
-    for (size_t i = 0; i < budgets.size(); ++i) budgets[i] = expected.of(spec, sequences[i].tokens);
-  Draft draft = options.batching.policy == BatchingPolicy::in_order ? baseline : planner.batch(options.batching.policy, budgets);
-  planner.order(draft);
-  planner.tune(draft);
-  if (options.tuning.policy != TuningPolicy::off) {
-    // With the budgets of this order another one may be faster; then what it frees is shared out again.
-    Draft again = draft;
-    if (planner.order(again)) {
-      planner.tune(again);
-      if (again.makespan < draft.makespan) draft = std::move(again);
+  const bool sab = options.batching.policy == BatchingPolicy::sab;
+  const bool optimal = options.tuning.policy == TuningPolicy::optimal;
+  std::vector<Draft> drafts;
+  if (sab && optimal) {
+    // Where the longest sequences decide, they will run at their floor: weights and first order of that case.
+    Budgets floors = planner.floors();
+    const auto layers = static_cast<ptrdiff_t>(cost.layers());
+    for (size_t i = 0; i < budgets.size(); ++i) {
+      const auto own = floors.begin() + static_cast<ptrdiff_t>(i) * layers;
+      budgets[i] = std::accumulate(own, own + layers, int64_t{0}) / layers;
     }
+    drafts.push_back(planner.batch(BatchingPolicy::sab, budgets));
+    drafts.back().budgets = std::move(floors);
+    planner.finish(drafts.back());
   }
-  if (options.batching.policy == BatchingPolicy::sab && draft.makespan > baseline.makespan) draft = baseline;
+  constexpr size_t kBothWeights = 64;
+  if (drafts.empty() || sequences.size() <= kBothWeights) {
+    if (options.tuning.policy != TuningPolicy::off)
+      for (size_t i = 0; i < budgets.size(); ++i) budgets[i] = expected.of(spec, sequences[i].tokens);
+    drafts.push_back(options.batching.policy == BatchingPolicy::in_order ? baseline
+                                                                         : planner.batch(options.batching.policy, budgets));
+    planner.finish(drafts.back());
+  }
+  if (sab) drafts.push_back(baseline);
+  const Draft& draft = *std::min_element(drafts.begin(), drafts.end(),
+                                         [](const Draft& a, const Draft& b) { return a.makespan < b.makespan; });
 
   Plan plan;
   plan.step = step;
@@ -160,9 +197,8 @@ Plan plan_step(int64_t step, const CostModel& cost, const CoverageModel& coverag
   plan.min_coverage = summary.min;
   plan.worst_loss = summary.worst_loss;
   plan.base_coverage = summarize_coverage(coverage, spec, sequences, cost.layers(), planner.base()).mean;
-  plan.lower_bound_us = 0;
 
-  double most = 0, total = 0, most_rank = 0, busy = 0;
+  double most = 0, total = 0, most_rank = 0;
   int count = 0;
   const auto layers = static_cast<size_t>(cost.layers());
   plan.ranks.resize(static_cast<size_t>(draft.batches.ranks()));
@@ -200,10 +236,9 @@ Plan plan_step(int64_t step, const CostModel& cost, const CoverageModel& coverag
     total += rank_busy;
     most_rank = std::max(most_rank, rank_busy);
   }
-  busy = total / cost.stages();
   plan.imbalance = most / (total / count);
   plan.worker_imbalance = most_rank / (total / draft.batches.ranks());
-  plan.bubble_share = 1.0 - busy / draft.batches.ranks() / plan.makespan_us;
+  plan.bubble_share = 1.0 - total / (cost.stages() * draft.batches.ranks() * plan.makespan_us);
   plan.lower_bound_us = step_lower_bound(cost, sequences, layers, draft.budgets, stage_busy);
   return plan;
 }
