@@ -25,7 +25,8 @@ Batches from_slots(std::span<const int> slot, int dp, int per_rank) {
   batches.sequences.resize(slot.size());
   for (int r = 0; r < dp; ++r) {
     std::iota(own.begin(), own.end(), r * per_rank);
-    std::sort(own.begin(), own.end(), [&](int a, int b) { return first[static_cast<size_t>(a)] < first[static_cast<size_t>(b)]; });
+    std::sort(own.begin(), own.end(),
+              [&](int a, int b) { return first[static_cast<size_t>(a)] < first[static_cast<size_t>(b)]; });
     for (int s : own) {
       if (count[static_cast<size_t>(s)] == 0) continue;
       place[static_cast<size_t>(s)] = batches.micro_batch_begin.back();
@@ -82,7 +83,8 @@ PartitionProblem problem_of(std::span<const Sequence> sequences, std::vector<dou
 }
 
 // Gives every rank the same number of micro-batches, balanced by their loads.
-std::vector<int> bins_to_slots(const PartitionProblem& problem, const Assignment& bin, int dp, int per_rank, int64_t trials) {
+std::vector<int> bins_to_slots(const PartitionProblem& problem, const Assignment& bin, int dp, int per_rank,
+                               int64_t trials) {
   PartitionProblem ranks;
   ranks.weight.assign(static_cast<size_t>(problem.bins), 0.0);
   for (size_t i = 0; i < bin.size(); ++i) ranks.weight[static_cast<size_t>(bin[i])] += problem.weight[i];
@@ -90,8 +92,7 @@ std::vector<int> bins_to_slots(const PartitionProblem& problem, const Assignment
   ranks.max_items = ranks.min_items = per_rank;
   const Assignment rank = balanced_partition(ranks, trials);
   std::vector<int> next(static_cast<size_t>(dp), 0), slot_of_bin(rank.size());
-  for (size_t b = 0; b < rank.size(); ++b)
-    slot_of_bin[b] = rank[b] * per_rank + next[static_cast<size_t>(rank[b])]++;
+  for (size_t b = 0; b < rank.size(); ++b) slot_of_bin[b] = rank[b] * per_rank + next[static_cast<size_t>(rank[b])]++;
   std::vector<int> slot(bin.size());
   for (size_t i = 0; i < bin.size(); ++i) slot[i] = slot_of_bin[static_cast<size_t>(bin[i])];
   return slot;
@@ -126,15 +127,15 @@ std::vector<double> policy_weights(const CostModel& cost, std::span<const Sequen
     if (policy == BatchingPolicy::length) weight[i] = tokens;
     if (policy == BatchingPolicy::quadratic) weight[i] = tokens * tokens;
     if (policy == BatchingPolicy::sab)
-      weight[i] = cost.layers() * (costs[i].layer.forward + costs[i].layer.backward) + costs[i].head.forward + costs[i].head.backward;
+      weight[i] = cost.layers() * (costs[i].layer.forward + costs[i].layer.backward) + costs[i].head.forward +
+                  costs[i].head.backward;
   }
   if (policy == BatchingPolicy::wlb) {
     // Its workload is that of dense attention.
     std::vector<int64_t> dense(sequences.size());
     for (size_t i = 0; i < dense.size(); ++i) dense[i] = sequences[i].tokens;
     const auto dense_costs = sequence_costs(cost, sequences, dense);
-    for (size_t i = 0; i < weight.size(); ++i)
-      weight[i] = dense_costs[i].layer.forward + dense_costs[i].layer.backward;
+    for (size_t i = 0; i < weight.size(); ++i) weight[i] = dense_costs[i].layer.forward + dense_costs[i].layer.backward;
   }
   return weight;
 }
@@ -192,12 +193,14 @@ const char* policy_name(BatchingPolicy policy) {
 
 void check_sequences(std::span<const Sequence> sequences, int dp, int64_t cap) {
   SB_USER_CHECK(!sequences.empty(), "the global batch is empty");
-  SB_USER_CHECK(static_cast<int64_t>(sequences.size()) >= dp,
-                "a global batch of {} sequences is smaller than dp {}: a rank would have nothing to do; raise the global "
-                "batch or lower dp",
-                sequences.size(), dp);
+  SB_USER_CHECK(
+      static_cast<int64_t>(sequences.size()) >= dp,
+      "a global batch of {} sequences is smaller than dp {}: a rank would have nothing to do; raise the global "
+      "batch or lower dp",
+      sequences.size(), dp);
   for (const Sequence& sequence : sequences) {
-    SB_USER_CHECK(sequence.tokens > 0, "sequence {} has {} tokens; lengths must be positive", sequence.id, sequence.tokens);
+    SB_USER_CHECK(sequence.tokens > 0, "sequence {} has {} tokens; lengths must be positive", sequence.id,
+                  sequence.tokens);
     SB_USER_CHECK(cap == 0 || sequence.tokens <= cap,
                   "sequence {} has {} tokens, more than the cap of {} a micro-batch; raise micro_batch_tokens or split "
                   "the sequence",
@@ -213,7 +216,8 @@ std::vector<SequenceCost> sequence_costs(const CostModel& cost, std::span<const 
     const auto tokens = static_cast<double>(sequences[i].tokens);
     const StageTime l = cost.linear(tokens), h = cost.head(tokens);
     const StageTime a = cost.attention(work_of(cost.spec(), sequences[i].tokens, budgets[i]));
-    costs[i].layer = {l.forward - l0.forward + a.forward - a0.forward, l.backward - l0.backward + a.backward - a0.backward};
+    costs[i].layer = {l.forward - l0.forward + a.forward - a0.forward,
+                      l.backward - l0.backward + a.backward - a0.backward};
     costs[i].head = {h.forward - h0.forward, h.backward - h0.backward};
   }
   return costs;
@@ -300,30 +304,31 @@ PipelineTimes additive_times(const CostModel& cost, std::span<const Sequence> se
 double step_lower_bound(const CostModel& cost, std::span<const Sequence> sequences, size_t layers,
                         std::span<const int32_t> budgets, std::span<const double> stage_busy) {
   const int stages = cost.stages();
-  const StageTime l0 = cost.linear(0), a0 = cost.attention({});
-  double longest = 0, least = 1e300;
+  double longest = 0, least_forward = 1e300, least_backward = 1e300;
   for (size_t i = 0; i < sequences.size(); ++i) {
     const auto tokens = static_cast<double>(sequences[i].tokens);
     const StageTime linear = cost.linear(tokens), head = cost.head(tokens);
-    double sum = head.forward + head.backward, smallest = 1e300;
+    double sum = head.forward + head.backward;
     StageTime attention;
     for (size_t l = 0; l < layers; ++l) {
       const int32_t budget = budgets[i * layers + l];
       if (l == 0 || budget != budgets[i * layers + l - 1])
         attention = cost.attention(work_of(cost.spec(), sequences[i].tokens, budget));
-      const double layer = linear.forward + linear.backward + attention.forward + attention.backward;
-      sum += layer;
-      smallest = std::min(smallest, layer);
+      const StageTime layer{linear.forward + attention.forward, linear.backward + attention.backward};
+      sum += layer.forward + layer.backward;
+      least_forward = std::min(least_forward, layer.forward);
+      least_backward = std::min(least_backward, layer.backward);
     }
     longest = std::max(longest, sum);
-    least = std::min(least, smallest);
   }
-  // A layer of a micro-batch never takes less than its fixed part.
-  least = std::max(least, l0.forward + l0.backward + a0.forward + a0.backward);
   double bound = longest;
-  for (int s = 0; s < stages; ++s)
-    // Before its first forward a stage waits for the stages before it, after its last backward they still run.
-    bound = std::max(bound, stage_busy[static_cast<size_t>(s)] / cost.layout().dp + least * cost.first_layer(s) + cost.reduction(s));
+  for (int s = 0; s < stages; ++s) {
+    // Before its first forward a stage waits for the stages before it; after its last backward they still run, and its
+    // own gradients are reduced.
+    const double fill = least_forward * cost.first_layer(s), drain = least_backward * cost.first_layer(s);
+    bound = std::max(bound,
+                     fill + stage_busy[static_cast<size_t>(s)] / cost.layout().dp + std::max(drain, cost.reduction(s)));
+  }
   return bound;
 }
 

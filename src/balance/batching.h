@@ -59,9 +59,9 @@ void check_sequences(std::span<const Sequence> sequences, int dp, int64_t cap);
 PipelineTimes additive_times(const CostModel& cost, std::span<const Sequence> sequences,
                              std::span<const SequenceCost> costs, const Batches& batches, int rank);
 
-// No arrangement of these sequences at these budgets ([sequence · layers + layer]) is faster: the mean load of the busiest
-// stage with the least possible fill and drain, or the longest sequence through all stages. `stage_busy` is the total
-// work of every stage over all ranks.
+// No arrangement of these sequences at these budgets ([sequence · layers + layer]) is faster: the mean load of the
+// busiest stage with the least possible fill and drain, or the longest sequence through all stages. `stage_busy` is the
+// total work of every stage over all ranks.
 double step_lower_bound(const CostModel& cost, std::span<const Sequence> sequences, size_t layers,
                         std::span<const int32_t> budgets, std::span<const double> stage_busy);
 

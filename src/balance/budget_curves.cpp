@@ -41,7 +41,8 @@ LevelGrid level_grid(const AttentionSpec& spec, int64_t longest) {
 
 }  // namespace
 
-BudgetCurves::BudgetCurves(const CostModel& cost, const CoverageModel& coverage, std::span<const Sequence> sequences, double p)
+BudgetCurves::BudgetCurves(const CostModel& cost, const CoverageModel& coverage, std::span<const Sequence> sequences,
+                           double p)
     : uniform_(coverage.uniform_layers()), layers_(cost.layers()) {
   const AttentionSpec& spec = cost.spec();
   int64_t longest = 0;
@@ -61,7 +62,8 @@ BudgetCurves::BudgetCurves(const CostModel& cost, const CoverageModel& coverage,
     for (int layer = 0; layer < curves; ++layer) {
       const double weight = tokens * (uniform_ ? layers_ : 1);
       if (spec.always_dense(sequence.tokens)) {
-        vertices_.push_back({static_cast<int32_t>(sequence.tokens), selected_pairs(sequence.tokens, sequence.tokens), 0, 1.0});
+        vertices_.push_back(
+            {static_cast<int32_t>(sequence.tokens), selected_pairs(sequence.tokens, sequence.tokens), 0, 1.0});
         begin_.push_back(vertices_.size());
         base_.push_back(1.0);
         base_total_ += weight;
@@ -70,7 +72,8 @@ BudgetCurves::BudgetCurves(const CostModel& cost, const CoverageModel& coverage,
       // Levels below the sequence's length, and the length itself as the dense one.
       const auto levels = static_cast<size_t>(
           std::lower_bound(grid.budgets.begin(), grid.budgets.end(), static_cast<int32_t>(top)) - grid.budgets.begin());
-      coverage.evaluate(sequence, layer, std::span(grid.budgets).first(levels), std::span(grid.logs).first(levels), value);
+      coverage.evaluate(sequence, layer, std::span(grid.budgets).first(levels), std::span(grid.logs).first(levels),
+                        value);
       const double base = value[base_level];
       const double floor = (1.0 - p) * base * (1 - 1e-12);
       size_t low = base_level;
@@ -125,14 +128,18 @@ StageCurve stage_curve(const CostModel& cost, const BudgetCurves& curves, std::s
       for (size_t v = 1; v < vertices.size(); ++v) {
         const double pairs = vertices[v].pairs - vertices[v - 1].pairs;
         const double more = tokens * (vertices[v].coverage - vertices[v - 1].coverage);
-        candidates.push_back({more / pairs, pairs, vertices[v].scores - vertices[v - 1].scores, more,
+        candidates.push_back({more / pairs,
+                              pairs,
+                              vertices[v].scores - vertices[v - 1].scores,
+                              more,
                               {member, curves.uniform() ? -1 : first_layer + l, static_cast<int32_t>(v)}});
       }
     }
   }
   // Each curve is concave, so sorting keeps its steps in their own order.
   if (members.size() > 1 || distinct > 1)
-    std::stable_sort(candidates.begin(), candidates.end(), [](const auto& a, const auto& b) { return a.slope > b.slope; });
+    std::stable_sort(candidates.begin(), candidates.end(),
+                     [](const auto& a, const auto& b) { return a.slope > b.slope; });
   const double scale = static_cast<double>(layers) / distinct;
   const size_t n = candidates.size();
   curve.steps.reserve(n);
@@ -140,7 +147,8 @@ StageCurve stage_curve(const CostModel& cost, const BudgetCurves& curves, std::s
   curve.backward.reserve(n + 1);
   curve.gain.reserve(n + 1);
   const auto record = [&] {
-    const StageTime time = cost.attention({work.tokens / distinct, work.tiles / distinct, work.pairs / distinct, work.scores / distinct});
+    const StageTime time =
+        cost.attention({work.tokens / distinct, work.tiles / distinct, work.pairs / distinct, work.scores / distinct});
     curve.forward.push_back(time.forward * layers);
     curve.backward.push_back(time.backward * layers);
     curve.gain.push_back(gain * scale);
@@ -154,7 +162,9 @@ StageCurve stage_curve(const CostModel& cost, const BudgetCurves& curves, std::s
     record();
   }
   // Envelope over time, then thinned to the corners that span the most time.
-  const auto time = [&](int i) { return curve.forward[static_cast<size_t>(i)] + curve.backward[static_cast<size_t>(i)]; };
+  const auto time = [&](int i) {
+    return curve.forward[static_cast<size_t>(i)] + curve.backward[static_cast<size_t>(i)];
+  };
   const auto at = [&](int i) { return curve.gain[static_cast<size_t>(i)]; };
   auto& corners = curve.corners;
   for (int i = 0; i <= static_cast<int>(n); ++i) {

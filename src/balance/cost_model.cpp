@@ -73,7 +73,8 @@ StageTime CostModel::linear(double tokens) const {
 
 StageTime CostModel::attention(const Work& whole) const {
   const Work work = layout_.cp == 1 ? whole : divided(whole, layout_.cp);
-  StageTime time{latency_.predict(Operation::attention_forward, work), latency_.predict(Operation::attention_backward, work)};
+  StageTime time{latency_.predict(Operation::attention_forward, work),
+                 latency_.predict(Operation::attention_backward, work)};
   if (layout_.cp > 1 && layout_.comm) {
     // The ring sends keys and values (forward), and their gradients too (backward), behind the computation.
     const ModelShape& s = shape();

@@ -111,7 +111,9 @@ std::unique_ptr<CoverageModel> power_coverage(double gamma) {
   return std::make_unique<PowerCoverage>(gamma);
 }
 
-std::unique_ptr<CoverageModel> layered_coverage(int layers) { return std::make_unique<LayeredCoverage>(layers); }
+std::unique_ptr<CoverageModel> layered_coverage(int layers) {
+  return std::make_unique<LayeredCoverage>(layers);
+}
 
 std::unique_ptr<CoverageModel> table_coverage(CoverageTable table, std::string name) {
   return std::make_unique<TableCoverage>(std::move(table), std::move(name));

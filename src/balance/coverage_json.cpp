@@ -27,17 +27,17 @@ CoverageTable parse_coverage(const std::string& text, const std::string& where) 
   const Json json = Json::parse(text, nullptr, false);
   SB_USER_CHECK(json.is_object() && json.contains("format") && json["format"] == "sparsebalance-coverage",
                 "{}: is not a coverage file (`format` must be \"sparsebalance-coverage\")", where);
-  SB_USER_CHECK(json.contains("version") && json["version"] == CoverageTable::kVersion,
-                "{}: `version` must be {}", where, CoverageTable::kVersion);
+  SB_USER_CHECK(json.contains("version") && json["version"] == CoverageTable::kVersion, "{}: `version` must be {}",
+                where, CoverageTable::kVersion);
   CoverageTable table;
   SB_USER_CHECK(json.contains("layers") && json["layers"].is_number_integer() && json["layers"].get<int64_t>() > 0,
                 "{}: `layers` must be a positive integer", where);
   table.layers = json["layers"].get<int>();
   table.length_classes = ascending(json, "length_classes", where);
   table.budgets = ascending(json, "budgets", where);
-  SB_USER_CHECK(json.contains("coverage") && json["coverage"].is_array() &&
-                    std::ssize(json["coverage"]) == table.layers,
-                "{}: `coverage` must hold one list a layer ({})", where, table.layers);
+  SB_USER_CHECK(
+      json.contains("coverage") && json["coverage"].is_array() && std::ssize(json["coverage"]) == table.layers,
+      "{}: `coverage` must hold one list a layer ({})", where, table.layers);
   for (const Json& layer : json["coverage"]) {
     auto& classes = table.coverage.emplace_back();
     SB_USER_CHECK(layer.is_array() && layer.size() == table.length_classes.size(),
@@ -62,12 +62,9 @@ CoverageTable parse_coverage(const std::string& text, const std::string& where) 
 }
 
 std::string write_coverage(const CoverageTable& table) {
-  const Json json = {{"format", "sparsebalance-coverage"},
-                     {"version", CoverageTable::kVersion},
-                     {"layers", table.layers},
-                     {"length_classes", table.length_classes},
-                     {"budgets", table.budgets},
-                     {"coverage", table.coverage}};
+  const Json json = {
+      {"format", "sparsebalance-coverage"},     {"version", CoverageTable::kVersion}, {"layers", table.layers},
+      {"length_classes", table.length_classes}, {"budgets", table.budgets},           {"coverage", table.coverage}};
   return json.dump(1) + "\n";
 }
 

@@ -28,7 +28,8 @@ void DeadlineLp::grow(int columns) {
   const int wider = std::max(columns, stride_ + stride_ / 8 + 8);
   std::vector<double> next(static_cast<size_t>(wider) * basis_.size(), 0.0);
   for (size_t r = 0; r < basis_.size(); ++r)
-    std::copy_n(tableau_.data() + r * static_cast<size_t>(stride_), columns_, next.data() + r * static_cast<size_t>(wider));
+    std::copy_n(tableau_.data() + r * static_cast<size_t>(stride_), columns_,
+                next.data() + r * static_cast<size_t>(wider));
   tableau_.swap(next);
   stride_ = wider;
 }
@@ -132,13 +133,15 @@ bool DeadlineLp::solve() {
       missing -= room;
       const double change = value_[static_cast<size_t>(j)] > 0.5 ? -1.0 : 1.0;
       value_[static_cast<size_t>(j)] += change;
-      for (size_t r = 0; r < basis_.size(); ++r) value_[static_cast<size_t>(basis_[r])] -= row(static_cast<int>(r))[j] * change;
+      for (size_t r = 0; r < basis_.size(); ++r)
+        value_[static_cast<size_t>(basis_[r])] -= row(static_cast<int>(r))[j] * change;
     }
     const auto uj = static_cast<size_t>(entering);
     const double pivot = alpha[entering];
     // Move the entering variable until the leaving one stands on its bound.
     const double step = (value_[static_cast<size_t>(out)] - bound) / pivot;
-    for (size_t r = 0; r < basis_.size(); ++r) value_[static_cast<size_t>(basis_[r])] -= row(static_cast<int>(r))[entering] * step;
+    for (size_t r = 0; r < basis_.size(); ++r)
+      value_[static_cast<size_t>(basis_[r])] -= row(static_cast<int>(r))[entering] * step;
     value_[uj] += step;
     value_[static_cast<size_t>(out)] = bound;
 

@@ -22,7 +22,8 @@ class DeadlineLp {
 
   double x(int column) const { return value_[static_cast<size_t>(column)]; }
   double objective() const;
-  // What one more unit of all limits is worth.
+  // What one more unit of a row's limit is worth, zero or more; and of all limits.
+  double price(int row) const { return -reduced_[static_cast<size_t>(structural_ + row)]; }
   double price() const;
 
  private:
@@ -39,7 +40,7 @@ class DeadlineLp {
   std::vector<double> reduced_;  // gain - price · column
   std::vector<double> value_;    // of every column
   std::vector<char> basic_;
-  std::vector<int> basis_;       // column that is basic in each row
+  std::vector<int> basis_;  // column that is basic in each row
   std::vector<double> limit_;
   std::vector<int> candidates_;
   std::vector<double> ratio_;

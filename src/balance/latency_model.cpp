@@ -65,7 +65,9 @@ void LatencyModel::remember(double ratio) {
   }
 }
 
-ErrorSummary LatencyModel::error() const { return summarize_errors(errors_); }
+ErrorSummary LatencyModel::error() const {
+  return summarize_errors(errors_);
+}
 
 void LatencyModel::set_corrections_ppm(const std::array<int64_t, kOperations>& ppm) {
   correction_ppm_ = ppm;

@@ -22,7 +22,8 @@ MemoryEstimate estimate_memory(const CostModel& cost, int64_t micro_batch_tokens
     const int in_flight = std::min(micro_batches, layout.warmup_depth * (cost.stages() - 1 - s) + 1);
     const int64_t kept = 2 * (shape.hidden + shape.heads * shape.head_dim) + 4 * shape.heads;
     stage.activations = own_tokens * kept * cost.stage_layers(s) * in_flight;
-    const int64_t wide = 2 * (4 * shape.hidden + 2 * (shape.heads + 2 * shape.kv_heads) * shape.head_dim + 4 * shape.intermediate);
+    const int64_t wide =
+        2 * (4 * shape.hidden + 2 * (shape.heads + 2 * shape.kv_heads) * shape.head_dim + 4 * shape.intermediate);
     constexpr int64_t kLossChunk = 1024;
     stage.workspace = own_tokens * wide + (last ? kLossChunk * shape.vocabulary * 6 : 0);
     if (stage.total() > fullest.total()) fullest = stage;
@@ -30,7 +31,8 @@ MemoryEstimate estimate_memory(const CostModel& cost, int64_t micro_batch_tokens
   return fullest;
 }
 
-std::vector<Layout> possible_layouts(const Layout& like, int workers, int64_t layers, int64_t global_batch, int max_cp) {
+std::vector<Layout> possible_layouts(const Layout& like, int workers, int64_t layers, int64_t global_batch,
+                                     int max_cp) {
   std::vector<Layout> layouts;
   for (int cp = 1; cp <= std::min(max_cp, workers); ++cp) {
     if (workers % cp != 0) continue;

@@ -86,7 +86,7 @@ ModelShape find_model_shape(const std::string& name_or_path) {
   SB_USER_CHECK(shape.heads > 0, "{}: `num_attention_heads` must be positive", where);
   shape.kv_heads = json.contains("num_key_value_heads") ? integer(json, "num_key_value_heads", where) : shape.heads;
   shape.head_dim = json.contains("head_dim") && !json["head_dim"].is_null() ? integer(json, "head_dim", where)
-                                                                             : shape.hidden / shape.heads;
+                                                                            : shape.hidden / shape.heads;
   shape.intermediate = integer(json, "intermediate_size", where);
   shape.vocabulary = integer(json, "vocab_size", where);
   shape.tied = json.value("tie_word_embeddings", false);

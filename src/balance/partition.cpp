@@ -178,9 +178,8 @@ Assignment karmarkar_karp(const PartitionProblem& problem) {
   // Differencing may leave bins empty when few items dwarf the rest: the fullest bin gives its lightest item away.
   for (auto& empty : result) {
     if (!empty.second.empty()) continue;
-    auto fullest = std::max_element(result.begin(), result.end(), [](const auto& x, const auto& y) {
-      return x.second.size() < y.second.size();
-    });
+    auto fullest = std::max_element(result.begin(), result.end(),
+                                    [](const auto& x, const auto& y) { return x.second.size() < y.second.size(); });
     auto lightest = std::min_element(fullest->second.begin(), fullest->second.end(), [&](int x, int y) {
       return problem.weight[static_cast<size_t>(x)] < problem.weight[static_cast<size_t>(y)];
     });

@@ -11,7 +11,7 @@ struct PartitionProblem {
   std::vector<double> weight;   // microseconds, or whatever is balanced; positive
   std::vector<int64_t> tokens;  // what the cap counts
   int bins = 1;
-  int64_t cap = 0;  // most tokens a bin may hold; 0: no limit
+  int64_t cap = 0;    // most tokens a bin may hold; 0: no limit
   int max_items = 0;  // most items a bin may hold; 0: no limit
   int min_items = 1;  // fewest items a bin must hold
 };

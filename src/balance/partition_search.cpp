@@ -172,8 +172,8 @@ class Improvement {
     int give = -1, take = -1;
     const auto consider = [&](int out, int in) {
       --trials_;
-      const double shift = problem_.weight[static_cast<size_t>(out)] -
-                           (in < 0 ? 0.0 : problem_.weight[static_cast<size_t>(in)]);
+      const double shift =
+          problem_.weight[static_cast<size_t>(out)] - (in < 0 ? 0.0 : problem_.weight[static_cast<size_t>(in)]);
       const double left = std::abs(gap - 2 * shift);
       if (shift <= 0 || left >= best) return;
       const int64_t moved = tokens(out) - (in < 0 ? 0 : tokens(in));

@@ -37,7 +37,8 @@ class PipelineSearch {
       times_.backward_transfer.resize(size);
       for (int s = 0; s < cost.stages(); ++s) times_.tail.push_back(cost.reduction(s));
     }
-    base_layer_ = {cost.linear(0).forward + cost.attention({}).forward, cost.linear(0).backward + cost.attention({}).backward};
+    base_layer_ = {cost.linear(0).forward + cost.attention({}).forward,
+                   cost.linear(0).backward + cost.attention({}).backward};
     base_head_ = cost.head(0);
     // A trial simulates two ranks, each in two orders.
     const int64_t operations = 8 * static_cast<int64_t>(size);
@@ -74,8 +75,10 @@ class PipelineSearch {
         const bool last = s + 1 == times_.stages;
         const size_t at = times_.at(i, s);
         const int layers = cost_.stage_layers(s);
-        times_.forward[at] = layers * (base_layer_.forward + load.layer.forward) + (last ? base_head_.forward + load.head.forward : 0.0);
-        times_.backward[at] = layers * (base_layer_.backward + load.layer.backward) + (last ? base_head_.backward + load.head.backward : 0.0);
+        times_.forward[at] =
+            layers * (base_layer_.forward + load.layer.forward) + (last ? base_head_.forward + load.head.forward : 0.0);
+        times_.backward[at] = layers * (base_layer_.backward + load.layer.backward) +
+                              (last ? base_head_.backward + load.head.backward : 0.0);
         if (!times_.forward_transfer.empty()) {
           times_.forward_transfer[at] = cost_.transfer(s, static_cast<double>(load.tokens));
           times_.backward_transfer[at] = last ? 0.0 : cost_.transfer(s + 1, static_cast<double>(load.tokens));
@@ -159,7 +162,9 @@ class PipelineSearch {
     // Fastest ranks first: they have the most room.
     std::vector<int> ranks(makespan_.size());
     std::iota(ranks.begin(), ranks.end(), 0);
-    std::stable_sort(ranks.begin(), ranks.end(), [&](int a, int b) { return makespan_[static_cast<size_t>(a)] < makespan_[static_cast<size_t>(b)]; });
+    std::stable_sort(ranks.begin(), ranks.end(), [&](int a, int b) {
+      return makespan_[static_cast<size_t>(a)] < makespan_[static_cast<size_t>(b)];
+    });
     for (int rank : ranks) {
       for (int slot = rank * per_rank_; slot < std::min(slots, (rank + 1) * per_rank_); ++slot) {
         const std::vector<int> others = members_[static_cast<size_t>(slot)];
@@ -170,7 +175,9 @@ class PipelineSearch {
           for (int other : others) {
             if (trials_ <= 0) return false;
             // Giving away less than one gets back helps only inside the own rank.
-            if (rank != slowest && costs_[static_cast<size_t>(other)].layer.forward >= costs_[static_cast<size_t>(item)].layer.forward) continue;
+            if (rank != slowest &&
+                costs_[static_cast<size_t>(other)].layer.forward >= costs_[static_cast<size_t>(item)].layer.forward)
+              continue;
             if (attempt(item, slot, other, limit)) return true;
           }
         }

@@ -99,8 +99,8 @@ class Planner {
         for (int member : draft.batches.members(draft.batches.first(r) + i))
           tokens.back() += sequences_[static_cast<size_t>(member)].tokens;
       }
-      makespan[static_cast<size_t>(r)] = improve_order(schedules_.of(draft.batches.micro_batches(r)), times, tokens, limits,
-                                                       draft.orders[static_cast<size_t>(r)]);
+      makespan[static_cast<size_t>(r)] = improve_order(schedules_.of(draft.batches.micro_batches(r)), times, tokens,
+                                                       limits, draft.orders[static_cast<size_t>(r)]);
     };
     if (pool_ != nullptr && ranks >= 8)
       pool_->parallel_for(ranks, std::max(1, ranks / 16), [&](int64_t begin, int64_t end, int) {
@@ -140,7 +140,8 @@ int64_t ExpectedBudgets::of(const AttentionSpec& spec, int64_t tokens) const {
   if (spec.always_dense(tokens)) return tokens;
   const size_t at = length_class(tokens);
   const int64_t ppm = at < ppm_.size() && ppm_[at] > 0 ? ppm_[at] : kOne;
-  return std::clamp<int64_t>(static_cast<int64_t>(static_cast<double>(spec.budget) * static_cast<double>(ppm) / kOne), 1, tokens);
+  return std::clamp<int64_t>(static_cast<int64_t>(static_cast<double>(spec.budget) * static_cast<double>(ppm) / kOne),
+                             1, tokens);
 }
 
 void ExpectedBudgets::observe(const AttentionSpec& spec, int64_t tokens, double mean_budget) {
@@ -178,8 +179,9 @@ Plan plan_step(int64_t step, const CostModel& cost, const CoverageModel& coverag
   if (drafts.empty() || sequences.size() <= kBothWeights) {
     if (options.tuning.policy != TuningPolicy::off)
       for (size_t i = 0; i < budgets.size(); ++i) budgets[i] = expected.of(spec, sequences[i].tokens);
-    drafts.push_back(options.batching.policy == BatchingPolicy::in_order ? baseline
-                                                                         : planner.batch(options.batching.policy, budgets));
+    drafts.push_back(options.batching.policy == BatchingPolicy::in_order
+                         ? baseline
+                         : planner.batch(options.batching.policy, budgets));
     planner.finish(drafts.back());
   }
   if (sab) drafts.push_back(baseline);
@@ -219,7 +221,8 @@ Plan plan_step(int64_t step, const CostModel& cost, const CoverageModel& coverag
         const auto member = static_cast<size_t>(members[k]);
         micro_batch.sequences.push_back(sequences[member].id);
         micro_batch.tokens += sequences[member].tokens;
-        for (size_t l = 0; l < layers; ++l) micro_batch.budgets[l * members.size() + k] = draft.budgets[member * layers + l];
+        for (size_t l = 0; l < layers; ++l)
+          micro_batch.budgets[l * members.size() + k] = draft.budgets[member * layers + l];
       }
       double latency = 0;
       for (int s = 0; s < cost.stages(); ++s) {
@@ -243,7 +246,8 @@ Plan plan_step(int64_t step, const CostModel& cost, const CoverageModel& coverag
   return plan;
 }
 
-void learn_budgets(const Plan& plan, const AttentionSpec& spec, std::span<const Sequence> sequences, ExpectedBudgets& expected) {
+void learn_budgets(const Plan& plan, const AttentionSpec& spec, std::span<const Sequence> sequences,
+                   ExpectedBudgets& expected) {
   // By id, in the order of the batch, so that the result does not depend on the arrangement.
   std::vector<std::pair<int64_t, double>> mean;
   mean.reserve(sequences.size());

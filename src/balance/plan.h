@@ -35,9 +35,9 @@ struct Plan {
   int layers = 0;
   std::vector<PlannedRank> ranks;
   double makespan_us = 0;
-  double lower_bound_us = 0;  // no arrangement at these budgets is faster
-  double baseline_us = 0;     // in order, base budgets
-  double imbalance = 1;       // max / mean of micro-batch latency
+  double lower_bound_us = 0;    // no arrangement at these budgets is faster
+  double baseline_us = 0;       // in order, base budgets
+  double imbalance = 1;         // max / mean of micro-batch latency
   double worker_imbalance = 1;  // max / mean of the ranks' busy time
   double bubble_share = 0;
   double mean_coverage = 0, min_coverage = 0, worst_loss = 0;
@@ -70,7 +70,8 @@ class ExpectedBudgets {
 Plan plan_step(int64_t step, const CostModel& cost, const CoverageModel& coverage, std::span<const Sequence> sequences,
                const PlanOptions& options, const ExpectedBudgets& expected, ThreadPool* pool = nullptr);
 // Feeds what a plan chose back, for the plans after it.
-void learn_budgets(const Plan& plan, const AttentionSpec& spec, std::span<const Sequence> sequences, ExpectedBudgets& expected);
+void learn_budgets(const Plan& plan, const AttentionSpec& spec, std::span<const Sequence> sequences,
+                   ExpectedBudgets& expected);
 
 // One line of plan.jsonl, without the newline.
 std::string write_plan(const Plan& plan);

@@ -67,7 +67,8 @@ std::string write_plan(const Plan& plan) {
     Json micro_batches = Json::array();
     for (const PlannedMicroBatch& micro_batch : rank.micro_batches) {
       Json budgets = Json::array();
-      for (size_t k = 0; k < micro_batch.sequences.size(); ++k) budgets.push_back(run_lengths(micro_batch, k, plan.layers));
+      for (size_t k = 0; k < micro_batch.sequences.size(); ++k)
+        budgets.push_back(run_lengths(micro_batch, k, plan.layers));
       micro_batches.push_back({{"sequences", micro_batch.sequences},
                                {"tokens", micro_batch.tokens},
                                {"budgets", budgets},
@@ -119,7 +120,8 @@ Plan parse_plan(const std::string& text, const std::string& where) {
     rank.makespan_us = number(rank_json, "makespan_us", where);
     for (const Json& item : list(rank_json, "micro_batches", where)) {
       PlannedMicroBatch& micro_batch = rank.micro_batches.emplace_back();
-      for (const Json& id : list(item, "sequences", where)) micro_batch.sequences.push_back(integer(id, "a sequence id", where));
+      for (const Json& id : list(item, "sequences", where))
+        micro_batch.sequences.push_back(integer(id, "a sequence id", where));
       const size_t n = micro_batch.sequences.size();
       SB_USER_CHECK(n > 0, "{}: a micro-batch is empty", where);
       micro_batch.tokens = integer(get(item, "tokens", where), "`tokens`", where);
@@ -133,7 +135,8 @@ Plan parse_plan(const std::string& text, const std::string& where) {
         SB_USER_CHECK(runs.is_array() && runs.size() % 2 == 0, "{}: budgets must be pairs of budget and layers", where);
         int64_t layer = 0;
         for (size_t i = 0; i < runs.size(); i += 2) {
-          const int64_t budget = integer(runs[i], "a budget", where), count = integer(runs[i + 1], "a number of layers", where);
+          const int64_t budget = integer(runs[i], "a budget", where),
+                        count = integer(runs[i + 1], "a number of layers", where);
           SB_USER_CHECK(budget > 0 && budget <= INT32_MAX && count > 0 && layer + count <= plan.layers,
                         "{}: budget {} over {} layers does not fit {} layers", where, budget, count, plan.layers);
           for (int64_t end = layer + count; layer < end; ++layer)

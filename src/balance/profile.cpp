@@ -34,8 +34,9 @@ OperationTable proportional(Coordinate along, double us_per_unit) {
 }  // namespace
 
 const char* operation_name(Operation operation) {
-  constexpr const char* names[kOperations] = {"linear_forward", "linear_backward", "attention_forward",
-                                              "attention_backward", "selection", "head_forward", "head_backward"};
+  constexpr const char* names[kOperations] = {"linear_forward",     "linear_backward", "attention_forward",
+                                              "attention_backward", "selection",       "head_forward",
+                                              "head_backward"};
   return names[static_cast<int>(operation)];
 }
 
@@ -74,7 +75,8 @@ bool is_analytic_profile(const std::string& name) {
 }
 
 Profile analytic_profile(const std::string& name, const ModelShape& shape) {
-  const auto* device = std::find_if(std::begin(kDevices), std::end(kDevices), [&](const auto& d) { return d.name == name; });
+  const auto* device =
+      std::find_if(std::begin(kDevices), std::end(kDevices), [&](const auto& d) { return d.name == name; });
   SB_USER_CHECK(device != std::end(kDevices), "unknown analytic profile `{}`; known: {}", name,
                 fmt::join(analytic_profiles(), ", "));
   const double us = 1e6 / (1e12 * device->rate);  // microseconds per FLOP at 1 TFLOP/s
@@ -116,14 +118,16 @@ Profile analytic_profile(const std::string& name, const ModelShape& shape) {
 Profile find_profile(const std::string& name_or_path, const ModelShape& shape) {
   if (is_analytic_profile(name_or_path)) return analytic_profile(name_or_path, shape);
   std::ifstream file(name_or_path);
-  SB_USER_CHECK(file.good(), "profile `{}` is neither built in ({}) nor a readable file; `sparsebalance profile` makes one",
+  SB_USER_CHECK(file.good(),
+                "profile `{}` is neither built in ({}) nor a readable file; `sparsebalance profile` makes one",
                 name_or_path, fmt::join(analytic_profiles(), ", "));
   std::stringstream text;
   text << file.rdbuf();
   Profile profile = parse_profile(text.str(), name_or_path);
-  SB_USER_CHECK(same_sizes(profile.shape, shape),
-                "{}: measured for another model shape ({}), not for {} ({}); run `sparsebalance profile` for this model",
-                name_or_path, describe(profile.shape), shape.name, describe(shape));
+  SB_USER_CHECK(
+      same_sizes(profile.shape, shape),
+      "{}: measured for another model shape ({}), not for {} ({}); run `sparsebalance profile` for this model",
+      name_or_path, describe(profile.shape), shape.name, describe(shape));
   return profile;
 }
 

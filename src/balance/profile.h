@@ -73,9 +73,9 @@ struct Profile {
   Link transfer_inside, transfer_between;  // point to point, inside a node and between nodes
   Link reduce_inside, reduce_between;      // reduce-scatter or all-gather, per byte · (n-1)/n
   int gpus_per_node = 8;
-  double peak_tflops = 0;  // 0: unknown
+  double peak_tflops = 0;    // 0: unknown
   int64_t memory_bytes = 0;  // of one device; 0: unknown
-  ErrorSummary held_out;   // shapes measured and not fitted; count 0: analytic
+  ErrorSummary held_out;     // shapes measured and not fitted; count 0: analytic
 };
 
 // h200-analytic, h100-analytic, a100-analytic, h20-analytic.

@@ -40,7 +40,8 @@ class Reader {
     SB_USER_CHECK(value.is_array(), "{}.{}: must be a list of numbers", where_, key);
     std::vector<double> out;
     for (const Json& item : value) {
-      SB_USER_CHECK(item.is_number() && std::isfinite(item.get<double>()), "{}.{}: must be a list of numbers", where_, key);
+      SB_USER_CHECK(item.is_number() && std::isfinite(item.get<double>()), "{}.{}: must be a list of numbers", where_,
+                    key);
       out.push_back(item.get<double>());
     }
     return out;
@@ -71,7 +72,8 @@ OperationTable read_table(const Reader& reader) {
                 reader.where());
   SB_USER_CHECK(x[0] == 0 && y[0] >= 0, "{}: x must start at 0 and us at 0 or above", reader.where());
   for (size_t i = 1; i < x.size(); ++i)
-    SB_USER_CHECK(x[i] > x[i - 1] && y[i] >= y[i - 1], "{}: x must rise and us must not fall (entry {})", reader.where(), i);
+    SB_USER_CHECK(x[i] > x[i - 1] && y[i] >= y[i - 1], "{}: x must rise and us must not fall (entry {})",
+                  reader.where(), i);
   table.per_tile = reader.number("us_per_tile");
   table.per_token = reader.number("us_per_token");
   table.per_score = reader.number("us_per_score");
@@ -87,8 +89,12 @@ Json table_json(const OperationTable& table) {
           {"us_per_score", table.per_score}};
 }
 
-Json link_json(const Link& link) { return {{"latency_us", link.latency_us}, {"us_per_byte", link.us_per_byte}}; }
-Link read_link(const Reader& reader) { return {reader.number("latency_us"), reader.number("us_per_byte")}; }
+Json link_json(const Link& link) {
+  return {{"latency_us", link.latency_us}, {"us_per_byte", link.us_per_byte}};
+}
+Link read_link(const Reader& reader) {
+  return {reader.number("latency_us"), reader.number("us_per_byte")};
+}
 
 }  // namespace
 
@@ -143,9 +149,15 @@ Profile parse_profile(const std::string& text, const std::string& where) {
   profile.date = reader.text("date");
   profile.recompute = reader.text("recompute");
   const Reader model = reader.child("model");
-  profile.shape = {model.text("name"),       model.integer("layers"),   model.integer("hidden"),
-                   model.integer("heads"),   model.integer("kv_heads"), model.integer("head_dim"),
-                   model.integer("intermediate"), model.integer("vocabulary"), false};
+  profile.shape = {model.text("name"),
+                   model.integer("layers"),
+                   model.integer("hidden"),
+                   model.integer("heads"),
+                   model.integer("kv_heads"),
+                   model.integer("head_dim"),
+                   model.integer("intermediate"),
+                   model.integer("vocabulary"),
+                   false};
   check_model_shape(profile.shape, model.where());
   const Reader operations = reader.child("operations");
   for (int i = 0; i < kOperations; ++i)

@@ -46,7 +46,8 @@ RankTuner::RankTuner(const TuningInput& input, int rank, const RankTunerLimits& 
     for (int s = 0; s < stages; ++s) {
       const int layers = cost.stage_layers(s);
       if (!uniform)
-        curves_.push_back(stage_curve(cost, input.curves, input.sequences, members, cost.first_layer(s), layers, limits.corners));
+        curves_.push_back(
+            stage_curve(cost, input.curves, input.sequences, members, cost.first_layer(s), layers, limits.corners));
       const bool last = s + 1 == stages;
       const size_t at = times_.at(i, s);
       variables_.push_back({static_cast<int>(curves_.size()) - 1, uniform ? static_cast<double>(layers) : 1.0,
@@ -136,7 +137,9 @@ void RankTuner::positions_from_programme() {
   for (size_t i = 0; i < variables_.size(); ++i) {
     const Variable& v = variables_[i];
     const StageCurve& curve = curves_[static_cast<size_t>(v.curve)];
-    const auto time = [&](int k) { return curve.forward[static_cast<size_t>(k)] + curve.backward[static_cast<size_t>(k)]; };
+    const auto time = [&](int k) {
+      return curve.forward[static_cast<size_t>(k)] + curve.backward[static_cast<size_t>(k)];
+    };
     // The programme knows the corners only; the time it gives is spent on the steps between them.
     double more = 0;
     for (size_t c = 1; c < curve.corners.size(); ++c)
@@ -162,7 +165,8 @@ void RankTuner::relax(double deadline) {
   programme_->shift_limits(deadline - deadline_);
   deadline_ = deadline;
   for (;;) {
-    SB_CHECK(programme_->solve(), "the tuning programme of rank {} has no solution at {} us (fastest {} us)", rank_, deadline, fastest_);
+    SB_CHECK(programme_->solve(), "the tuning programme of rank {} has no solution at {} us (fastest {} us)", rank_,
+             deadline, fastest_);
     positions_from_programme();
     if (simulate() <= deadline * (1 + 1e-7)) break;
     if (!add_critical_path(deadline)) break;
@@ -186,8 +190,13 @@ void RankTuner::round(double deadline) {
   }
   for (size_t v = 0; v < position_.size(); ++v)
     set_position(v, std::floor(position_[v] * variables_[v].units + 1e-6) / variables_[v].units);
-  fill(deadline);
-  gain_ = total_gain();
+  between_.clear();
+  between_gain_ = 0;
+  if (limits_.fill_trials > 0) {
+    fill(deadline);
+    fill_between(deadline);
+  }
+  gain_ = total_gain() + between_gain_;
 }
 
 // Takes single steps, best gain for its time first, while the schedule allows.
@@ -207,10 +216,12 @@ void RankTuner::fill(double deadline) {
       if (position_[i] + 1e-9 >= static_cast<double>(curve.steps.size())) closed[i] = 1;
       if (closed[i]) continue;
       const double next = position_[i] + 1.0 / v.units;
-      const double time = at(curve.forward, next) + at(curve.backward, next) - at(curve.forward, position_[i]) - at(curve.backward, position_[i]);
+      const double time = at(curve.forward, next) + at(curve.backward, next) - at(curve.forward, position_[i]) -
+                          at(curve.backward, position_[i]);
       value[i] = time > 0 ? (at(curve.gain, next) - at(curve.gain, position_[i])) / time : 1e300;
     }
-    std::sort(order.begin(), order.end(), [&](size_t a, size_t b) { return value[a] != value[b] ? value[a] > value[b] : a < b; });
+    std::sort(order.begin(), order.end(),
+              [&](size_t a, size_t b) { return value[a] != value[b] ? value[a] > value[b] : a < b; });
     for (size_t i : order) {
       if (closed[i] || trials-- <= 0) continue;
       const double before = position_[i];
@@ -226,6 +237,52 @@ void RankTuner::fill(double deadline) {
   }
 }
 
+// The next step of a variable is too long, but a smaller budget in it may fit: the largest multiple of the block that
+// does, for one layer. Time is linear in the pairs inside a step.
+void RankTuner::fill_between(double deadline) {
+  const double allowed = deadline * (1 + 1e-9);
+  const AttentionSpec& spec = input_.cost.spec();
+  for (int i = 0; i < times_.micro_batches; ++i) {
+    for (int s = 0; s < times_.stages; ++s) {
+      const size_t variable = times_.at(i, s);
+      const Variable& v = variables_[variable];
+      const StageCurve& curve = curves_[static_cast<size_t>(v.curve)];
+      const auto whole = static_cast<size_t>(position_[variable] + 1e-9);
+      if (whole >= curve.steps.size()) continue;
+      const StageCurve::Step& step = curve.steps[whole];
+      const auto part = static_cast<int>(std::lround((position_[variable] - static_cast<double>(whole)) * v.units));
+      const int layer = step.layer < 0 ? input_.cost.first_layer(s) + part : step.layer;
+      const auto vertices = input_.curves.vertices(step.sequence, layer);
+      const auto& from = vertices[static_cast<size_t>(step.vertex) - 1];
+      const auto& to = vertices[static_cast<size_t>(step.vertex)];
+      const Sequence& sequence = input_.sequences[static_cast<size_t>(step.sequence)];
+      const double forward = times_.forward[variable], backward = times_.backward[variable];
+      const double more_forward = v.scale / v.units * (curve.forward[whole + 1] - curve.forward[whole]);
+      const double more_backward = v.scale / v.units * (curve.backward[whole + 1] - curve.backward[whole]);
+      const auto try_budget = [&](int64_t budget) {
+        const double share = (selected_pairs(sequence.tokens, budget) - from.pairs) / (to.pairs - from.pairs);
+        times_.forward[variable] = forward + share * more_forward;
+        times_.backward[variable] = backward + share * more_backward;
+        return simulate() <= allowed;
+      };
+      int64_t low = from.budget / spec.block, high = (to.budget - 1) / spec.block + 1;  // in blocks: fits, does not
+      while (high - low > 1) {
+        const int64_t middle = (low + high) / 2;
+        (try_budget(middle * spec.block) ? low : high) = middle;
+      }
+      const int64_t budget = low * spec.block;
+      const double covered = budget > from.budget ? input_.coverage.at(sequence, layer, budget) : from.coverage;
+      if (covered > from.coverage && try_budget(budget)) {
+        between_.push_back({step.sequence, layer, static_cast<int32_t>(budget)});
+        between_gain_ += static_cast<double>(sequence.tokens) * (covered - from.coverage);
+      } else {
+        times_.forward[variable] = forward;
+        times_.backward[variable] = backward;
+      }
+    }
+  }
+}
+
 void RankTuner::write(Budgets& budgets) const {
   const auto layers = static_cast<size_t>(input_.cost.layers());
   const int stages = input_.cost.stages();
@@ -233,7 +290,8 @@ void RankTuner::write(Budgets& budgets) const {
     const auto members = input_.batches.members(input_.batches.first(rank_) + i);
     for (int member : members)
       for (size_t l = 0; l < layers; ++l)
-        budgets[static_cast<size_t>(member) * layers + l] = input_.curves.vertices(member, static_cast<int>(l))[0].budget;
+        budgets[static_cast<size_t>(member) * layers + l] =
+            input_.curves.vertices(member, static_cast<int>(l))[0].budget;
     for (int s = 0; s < stages; ++s) {
       const size_t at = times_.at(i, s);
       const Variable& v = variables_[at];
@@ -256,6 +314,8 @@ void RankTuner::write(Budgets& budgets) const {
       if (part > 0) take(curve.steps[whole], first, first + part);
     }
   }
+  for (const Between& more : between_)
+    budgets[static_cast<size_t>(more.sequence) * layers + static_cast<size_t>(more.layer)] = more.budget;
 }
 
 }  // namespace sb

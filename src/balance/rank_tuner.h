@@ -10,10 +10,10 @@ namespace sb {
 
 // How much work tuning may do; exact when the step is small, bounded when it is large.
 struct RankTunerLimits {
-  int corners = 12;       // of a stage curve
-  int rows = 60;          // paths in the programme of a rank
-  int newton_steps = 12;  // deadlines tried
-  int attempts = 4;       // with a higher aim, after rounding lost too much
+  int corners = 12;            // of a stage curve
+  int rows = 60;               // paths in the programme of a rank
+  int newton_steps = 12;       // deadlines tried
+  int attempts = 4;            // with a higher aim, after rounding lost too much
   int64_t fill_trials = 2000;  // single steps tried after rounding
 };
 RankTunerLimits rank_tuner_limits(int64_t variables);
@@ -53,6 +53,7 @@ class RankTuner {
   void positions_from_programme();
   double total_gain() const;
   void fill(double deadline);
+  void fill_between(double deadline);
 
   const TuningInput& input_;
   int rank_;
@@ -63,6 +64,13 @@ class RankTuner {
   std::vector<Variable> variables_;  // [micro-batch · stages + stage]
   PipelineTimes times_;              // at position_
   std::vector<double> position_;
+  // Budgets inside a step that does not fit as a whole.
+  struct Between {
+    int sequence, layer;
+    int32_t budget;
+  };
+  std::vector<Between> between_;
+  double between_gain_ = 0;
   std::unique_ptr<DeadlineLp> programme_;
   double deadline_ = 0;
   double floor_gain_ = 0;

@@ -52,7 +52,9 @@ Schedule::Schedule(int stages, int micro_batches, int warmup_depth)
   }
 }
 
-int Schedule::warmup(int stage) const { return std::min(micro_batches_ - 1, warmup_depth_ * (stages_ - 1 - stage)); }
+int Schedule::warmup(int stage) const {
+  return std::min(micro_batches_ - 1, warmup_depth_ * (stages_ - 1 - stage));
+}
 
 template <bool kTransfers>
 double Schedule::run(const PipelineTimes& times, std::span<const int> order, double* end) const {
@@ -160,8 +162,8 @@ ScheduleResult Schedule::analyze(const PipelineTimes& times, std::span<const int
       double& limit = latest[static_cast<size_t>(node.dependency)];
       limit = std::min(limit, latest_start - transfer);
     }
-    result.operations[id] = {node.stage,          node.position, micro_batch, node.backward, false,
-                             end[id] - duration, end[id],       std::max(0.0, latest[id] - end[id])};
+    result.operations[id] = {node.stage, node.position,      micro_batch, node.backward,
+                             false,      end[id] - duration, end[id],     std::max(0.0, latest[id] - end[id])};
     busy += duration;
   }
   result.bubble_share = result.makespan > 0 ? 1.0 - busy / (result.makespan * stages_) : 0.0;

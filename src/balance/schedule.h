@@ -73,7 +73,7 @@ class Schedule {
   double run(const PipelineTimes& times, std::span<const int> order, double* end) const;
 
   int stages_, micro_batches_, warmup_depth_;
-  std::vector<Node> nodes_;        // topological
+  std::vector<Node> nodes_;         // topological
   std::vector<int32_t> last_node_;  // of every stage
 };
 

@@ -13,13 +13,15 @@ namespace sb {
 namespace {
 
 // Fill colours of micro-batches, forward; backward is the same, darker.
-constexpr const char* kForward[] = {"#9ecae1", "#fdae6b", "#a1d99b", "#bcbddc", "#fdd0a2", "#c6dbef", "#fbb4b9", "#d9d9d9"};
-constexpr const char* kBackward[] = {"#3182bd", "#e6550d", "#31a354", "#756bb1", "#d98c3b", "#6baed6", "#c51b8a", "#737373"};
+constexpr const char* kForward[] = {"#9ecae1", "#fdae6b", "#a1d99b", "#bcbddc",
+                                    "#fdd0a2", "#c6dbef", "#fbb4b9", "#d9d9d9"};
+constexpr const char* kBackward[] = {"#3182bd", "#e6550d", "#31a354", "#756bb1",
+                                     "#d98c3b", "#6baed6", "#c51b8a", "#737373"};
 constexpr size_t kColours = std::size(kForward);
 
 std::string label(const PlannedMicroBatch& micro_batch) {
-  return fmt::format("{} sequence{}, {} tokens", micro_batch.sequences.size(), micro_batch.sequences.size() == 1 ? "" : "s",
-                     micro_batch.tokens);
+  return fmt::format("{} sequence{}, {} tokens", micro_batch.sequences.size(),
+                     micro_batch.sequences.size() == 1 ? "" : "s", micro_batch.tokens);
 }
 
 std::string escaped(const std::string& text) {
@@ -61,9 +63,16 @@ std::string schedule_trace(const Plan& plan, const CostModel& cost) {
   using Json = nlohmann::ordered_json;
   Json events = Json::array();
   for (int r = 0; r < static_cast<int>(plan.ranks.size()); ++r) {
-    events.push_back({{"name", "process_name"}, {"ph", "M"}, {"pid", r}, {"args", {{"name", fmt::format("data-parallel rank {}", r)}}}});
+    events.push_back({{"name", "process_name"},
+                      {"ph", "M"},
+                      {"pid", r},
+                      {"args", {{"name", fmt::format("data-parallel rank {}", r)}}}});
     for (int s = 0; s < cost.stages(); ++s)
-      events.push_back({{"name", "thread_name"}, {"ph", "M"}, {"pid", r}, {"tid", s}, {"args", {{"name", fmt::format("stage {}", s)}}}});
+      events.push_back({{"name", "thread_name"},
+                        {"ph", "M"},
+                        {"pid", r},
+                        {"tid", s},
+                        {"args", {{"name", fmt::format("stage {}", s)}}}});
     const ScheduleResult schedule = schedule_of(plan, cost, r);
     std::vector<double> end(static_cast<size_t>(cost.stages()), 0.0);
     for (const ScheduledOperation& op : schedule.operations) {
@@ -111,8 +120,9 @@ std::string schedule_svg(const std::vector<SchedulePanel>& panels, const CostMod
   double y = 10;
   for (const SchedulePanel& panel : panels) {
     const Plan& plan = *panel.plan;
-    svg += fmt::format("<text x=\"8\" y=\"{:.0f}\" font-size=\"14\" font-weight=\"bold\">{}: {:.1f} ms, bubbles {:.0f} %</text>\n",
-                       y + 14, escaped(panel.title), plan.makespan_us / 1e3, 100 * plan.bubble_share);
+    svg += fmt::format(
+        "<text x=\"8\" y=\"{:.0f}\" font-size=\"14\" font-weight=\"bold\">{}: {:.1f} ms, bubbles {:.0f} %</text>\n",
+        y + 14, escaped(panel.title), plan.makespan_us / 1e3, 100 * plan.bubble_share);
     y += title;
     std::vector<int> ranks(plan.ranks.size());
     std::iota(ranks.begin(), ranks.end(), 0);
@@ -124,9 +134,10 @@ std::string schedule_svg(const std::vector<SchedulePanel>& panels, const CostMod
     for (int r : ranks) {
       const ScheduleResult schedule = schedule_of(plan, cost, r);
       for (int s = 0; s < cost.stages(); ++s)
-        svg += fmt::format("<text x=\"8\" y=\"{:.1f}\">rank {} stage {}</text>\n<line x1=\"{}\" x2=\"{}\" y1=\"{:.1f}\" y2=\"{:.1f}\" "
-                           "stroke=\"#eeeeee\"/>\n",
-                           y + s * row + 14, r, s, left, left + width, y + (s + 1) * row - 1, y + (s + 1) * row - 1);
+        svg += fmt::format(
+            "<text x=\"8\" y=\"{:.1f}\">rank {} stage {}</text>\n<line x1=\"{}\" x2=\"{}\" y1=\"{:.1f}\" y2=\"{:.1f}\" "
+            "stroke=\"#eeeeee\"/>\n",
+            y + s * row + 14, r, s, left, left + width, y + (s + 1) * row - 1, y + (s + 1) * row - 1);
       for (const ScheduledOperation& op : schedule.operations) {
         const auto colour = static_cast<size_t>(op.position) % kColours;
         const double x = left + op.start * scale, w = std::max(0.5, (op.end - op.start) * scale);
@@ -134,8 +145,9 @@ std::string schedule_svg(const std::vector<SchedulePanel>& panels, const CostMod
         svg += fmt::format(
             "<rect x=\"{:.2f}\" y=\"{:.2f}\" width=\"{:.2f}\" height=\"{:.0f}\" fill=\"{}\" stroke=\"{}\" "
             "stroke-width=\"0.7\"><title>{} of micro-batch {} ({}): {:.2f} ms, slack {:.2f} ms</title></rect>\n",
-            x, y + op.stage * row, w, row - 3, (op.backward ? kBackward : kForward)[colour], op.critical ? "#d00000" : "#ffffff",
-            op.backward ? "backward" : "forward", op.position, label(micro_batch), (op.end - op.start) / 1e3, op.slack / 1e3);
+            x, y + op.stage * row, w, row - 3, (op.backward ? kBackward : kForward)[colour],
+            op.critical ? "#d00000" : "#ffffff", op.backward ? "backward" : "forward", op.position, label(micro_batch),
+            (op.end - op.start) / 1e3, op.slack / 1e3);
         if (w > 16)
           svg += fmt::format("<text x=\"{:.2f}\" y=\"{:.2f}\" fill=\"{}\">{}</text>\n", x + 3, y + op.stage * row + 14,
                              op.backward ? "white" : "black", op.position);
@@ -144,8 +156,10 @@ std::string schedule_svg(const std::vector<SchedulePanel>& panels, const CostMod
     }
     y += gap;
   }
-  svg += fmt::format("<text x=\"{}\" y=\"{:.0f}\">light: forward, dark: backward, red frame: critical path; {:.1f} ms wide</text>\n</svg>\n",
-                     left, y + 12, longest / 1e3);
+  svg += fmt::format(
+      "<text x=\"{}\" y=\"{:.0f}\">light: forward, dark: backward, red frame: critical path; {:.1f} ms "
+      "wide</text>\n</svg>\n",
+      left, y + 12, longest / 1e3);
   return svg;
 }
 

@@ -104,7 +104,8 @@ SimulatedRow simulate_policy(const SimulateInput& input, const SimulatedPolicy& 
   row.makespan_ms = total / steps / 1e3;
   row.speedup = baseline / total;
   row.lower_bound_share = bound / total;
-  for (double* mean : {&row.imbalance, &row.worker_imbalance, &row.bubble_share, &row.mean_coverage, &row.relaxed_bound})
+  for (double* mean :
+       {&row.imbalance, &row.worker_imbalance, &row.bubble_share, &row.mean_coverage, &row.relaxed_bound})
     *mean /= steps;
   row.planner_ms = planner / steps * 1e3;
   return row;

@@ -28,7 +28,8 @@ Orders given_orders(const Batches& batches) {
 void ScheduleSet::prepare(const Batches& batches) {
   for (int r = 0; r < batches.ranks(); ++r) {
     const int m = batches.micro_batches(r);
-    const bool known = std::any_of(schedules_.begin(), schedules_.end(), [&](const Schedule& s) { return s.micro_batches() == m; });
+    const bool known =
+        std::any_of(schedules_.begin(), schedules_.end(), [&](const Schedule& s) { return s.micro_batches() == m; });
     if (!known) schedules_.emplace_back(stages_, m, warmup_depth_);
   }
 }
@@ -95,8 +96,9 @@ double step_makespan(const CostModel& cost, const ScheduleSet& schedules, std::s
                      const Batches& batches, const Orders& orders, std::span<const int32_t> budgets) {
   double makespan = 0;
   for (int r = 0; r < batches.ranks(); ++r)
-    makespan = std::max(makespan, schedules.of(batches.micro_batches(r))
-                                      .makespan(stage_times(cost, sequences, batches, r, budgets), orders[static_cast<size_t>(r)]));
+    makespan = std::max(
+        makespan, schedules.of(batches.micro_batches(r))
+                      .makespan(stage_times(cost, sequences, batches, r, budgets), orders[static_cast<size_t>(r)]));
   return makespan;
 }
 
@@ -164,7 +166,8 @@ TuningResult tune_anchor(const TuningInput& input, const TuningOptions& options)
   std::vector<double> base;
   for (int r = 0; r < batches.ranks(); ++r)
     for (int i = 0; i < batches.micro_batches(r); ++i) base.push_back(latency(r, i, result.budgets));
-  const double anchor = options.anchor == AnchorKind::mean ? std::accumulate(base.begin(), base.end(), 0.0) / static_cast<double>(base.size())
+  const double anchor = options.anchor == AnchorKind::mean
+                            ? std::accumulate(base.begin(), base.end(), 0.0) / static_cast<double>(base.size())
                         : options.anchor == AnchorKind::min ? *std::min_element(base.begin(), base.end())
                                                             : *std::max_element(base.begin(), base.end());
   for (int r = 0; r < batches.ranks(); ++r) {

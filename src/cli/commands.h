@@ -11,5 +11,6 @@ namespace sb {
 
 void add_config_command(CLI::App& app);
 void add_train_command(CLI::App& app);
+void add_simulate_command(CLI::App& app);
 
 }  // namespace sb

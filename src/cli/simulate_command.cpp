@@ -1,0 +1,327 @@
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <CLI/CLI.hpp>
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+#include <fstream>
+#include <map>
+#include <memory>
+#include <nlohmann/json.hpp>
+
+#include "balance/layout_sweep.h"
+#include "balance/length_pool.h"
+#include "balance/schedule_picture.h"
+#include "balance/simulate.h"
+#include "cli/commands.h"
+#include "core/errors.h"
+
+namespace sb {
+namespace {
+
+using Json = nlohmann::ordered_json;
+
+struct Arguments {
+  std::string model = "qwen2.5-3b", profile = "h200-analytic", coverage = "power:0.22", lengths = "chatqa2-like";
+  Layout layout;
+  AttentionSpec spec;
+  BatchingOptions batching;
+  int64_t global_batch = 16, steps = 200, max_length = 0;
+  uint64_t seed = 1;
+  double p = 0.1;
+  std::vector<std::string> policies;
+  bool frontier = false, no_frontier = false;
+  bool sweep = false;
+  int gpus = 0, max_cp = 8, threads = 0;
+  std::string json, trace, svg;
+};
+
+double seconds() {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+void write_file(const std::string& path, const std::string& text) {
+  std::ofstream file(path, std::ios::binary);
+  file << text;
+  file.flush();
+  SB_USER_CHECK(file.good(), "{}: cannot be written", path);
+}
+
+void print_head() {
+  fmt::print("{:<34} {:>9} {:>8} {:>9} {:>8} {:>8} {:>8} {:>8} {:>9} {:>8} {:>10}\n", "policy", "imbalance", "workers",
+             "step ms", "speed-up", "of bound", "bubbles", "mean cov", "min cov", "max loss", "planner ms");
+}
+
+void print_row(const SimulatedRow& row) {
+  fmt::print("{:<34} {:>9.3f} {:>8.3f} {:>9.1f} {:>7.3f}x {:>7.1f}% {:>7.1f}% {:>8.4f} {:>9.4f} {:>7.1f}% {:>10.3f}\n",
+             row.name, row.imbalance, row.worker_imbalance, row.makespan_ms, row.speedup, 100 * row.lower_bound_share,
+             100 * row.bubble_share, row.mean_coverage, row.min_coverage, 100 * row.worst_loss, row.planner_ms);
+  std::fflush(stdout);
+}
+
+Json row_json(const SimulatedRow& row) {
+  const PlanOptions& o = row.options;
+  constexpr const char* tunings[] = {"off", "anchor", "optimal"};
+  constexpr const char* anchors[] = {"mean", "min", "max"};
+  Json json = {{"policy", row.name},
+               {"batching", policy_name(o.batching.policy)},
+               {"ordering", o.ordering ? "auto" : "none"},
+               {"tuning", tunings[static_cast<int>(o.tuning.policy)]}};
+  if (o.tuning.policy != TuningPolicy::off) json["p"] = o.tuning.p;
+  if (o.tuning.policy == TuningPolicy::anchor) json["anchor"] = anchors[static_cast<int>(o.tuning.anchor)];
+  if (o.tuning.policy == TuningPolicy::optimal)
+    json["target"] = o.tuning.target == kEqualCoverage ? Json("equal_coverage") : Json(o.tuning.target);
+  json.update({{"speedup", row.speedup},
+               {"worst_step_speedup", row.worst_step_speedup},
+               {"imbalance", row.imbalance},
+               {"worker_imbalance", row.worker_imbalance},
+               {"makespan_ms", row.makespan_ms},
+               {"lower_bound_share", row.lower_bound_share},
+               {"bubble_share", row.bubble_share},
+               {"mean_coverage", row.mean_coverage},
+               {"min_coverage", row.min_coverage},
+               {"worst_loss", row.worst_loss},
+               {"worst_mean_difference", row.worst_mean_difference},
+               {"planner_ms", row.planner_ms}});
+  if (o.tuning.policy == TuningPolicy::optimal) json["relaxed_mean_coverage"] = row.relaxed_bound;
+  return json;
+}
+
+std::vector<int64_t> read_pool(const Arguments& arguments) {
+  std::vector<int64_t> pool = find_lengths(arguments.lengths);
+  if (arguments.max_length > 0)
+    for (int64_t& length : pool) length = std::min(length, arguments.max_length);
+  const int64_t longest = *std::max_element(pool.begin(), pool.end());
+  const int64_t cap = arguments.batching.micro_batch_tokens;
+  SB_USER_CHECK(cap == 0 || longest <= cap,
+                "the pool's longest sequence has {} tokens, more than the cap of {} a micro-batch; raise "
+                "--micro-batch-tokens or cut the pool with --max-length",
+                longest, cap);
+  return pool;
+}
+
+std::vector<SimulatedPolicy> chosen(const std::vector<SimulatedPolicy>& all, const std::vector<std::string>& names) {
+  if (names.empty()) return all;
+  std::vector<SimulatedPolicy> policies;
+  for (const std::string& name : names) {
+    const auto found = std::find_if(all.begin(), all.end(), [&](const auto& policy) { return policy.name == name; });
+    std::vector<std::string> known;
+    for (const auto& policy : all) known.push_back(policy.name);
+    SB_USER_CHECK(found != all.end(), "--policies: `{}` is not one of {}", name, fmt::join(known, ", "));
+    policies.push_back(*found);
+  }
+  return policies;
+}
+
+void write_pictures(const Arguments& arguments, const SimulateInput& input,
+                    const std::vector<SimulatedPolicy>& policies) {
+  if (arguments.svg.empty() && arguments.trace.empty()) return;
+  LengthSampler sampler(input.pool, input.seed);
+  const std::vector<Sequence> sequences = sampler.next(input.global_batch);
+  const auto plan = [&](const SimulatedPolicy& policy) {
+    return plan_step(0, input.cost, input.coverage, sequences, policy.options, {}, input.threads);
+  };
+  const SimulatedPolicy& last = policies.back();
+  const Plan after = plan(last);
+  if (!arguments.trace.empty()) write_file(arguments.trace, schedule_trace(after, input.cost));
+  if (!arguments.svg.empty()) {
+    const SimulatedPolicy first = standard_policies(arguments.batching, arguments.p).front();
+    const Plan before = plan(first);
+    write_file(arguments.svg,
+               schedule_svg({{"before: " + first.name, &before}, {"after: " + last.name, &after}}, input.cost));
+  }
+}
+
+Json run_sweep(const Arguments& arguments, const LatencyModel& latency, const CoverageModel& coverage,
+               const std::vector<int64_t>& pool, ThreadPool& threads) {
+  const Profile& profile = latency.profile();
+  const int workers = arguments.gpus > 0 ? arguments.gpus : arguments.layout.workers();
+  const auto layouts =
+      possible_layouts(arguments.layout, workers, profile.shape.layers, arguments.global_batch, arguments.max_cp);
+  SB_USER_CHECK(!layouts.empty(), "no layout of {} workers fits {} layers and a global batch of {}", workers,
+                profile.shape.layers, arguments.global_batch);
+  const SimulatedPolicy policy = standard_policies(arguments.batching, arguments.p).back();
+  fmt::print("layouts of {} workers, policy {}\n{:<18} {:>9} {:>12} {:>10} {:>6}\n", workers, policy.name,
+             "dp x pp x cp", "step ms", "tokens/s", "GiB/worker", "fits");
+  Json rows = Json::array();
+  double best = 0;
+  std::string fastest;
+  for (const Layout& layout : layouts) {
+    const CostModel cost(latency, arguments.spec, layout);
+    const SimulateInput input{cost,           coverage, pool,    arguments.global_batch, arguments.steps,
+                              arguments.seed, seconds,  &threads};
+    const SimulatedRow row = simulate_policy(input, policy);
+    // The largest micro-batch seen bounds the memory.
+    LengthSampler sampler(pool, arguments.seed);
+    int64_t most = 0, tokens = 0;
+    int micro_batches = 1;
+    for (int64_t step = 0; step < std::min<int64_t>(arguments.steps, 20); ++step) {
+      const auto sequences = sampler.next(arguments.global_batch);
+      const Plan plan = plan_step(step, cost, coverage, sequences, policy.options, {}, &threads);
+      for (const PlannedRank& rank : plan.ranks)
+        for (const PlannedMicroBatch& micro_batch : rank.micro_batches) {
+          most = std::max(most, micro_batch.tokens);
+          tokens += micro_batch.tokens;
+          micro_batches = static_cast<int>(rank.micro_batches.size());
+        }
+    }
+    const double mean_tokens =
+        static_cast<double>(tokens) / static_cast<double>(std::min<int64_t>(arguments.steps, 20));
+    const MemoryEstimate memory = estimate_memory(cost, most, micro_batches);
+    const bool known = profile.memory_bytes > 0, fits = !known || memory.total() <= profile.memory_bytes;
+    const std::string name = fmt::format("{} x {} x {}", layout.dp, layout.pp, layout.cp);
+    const double rate = mean_tokens / row.makespan_ms * 1e3;
+    fmt::print("{:<18} {:>9.1f} {:>12.0f} {:>10.1f} {:>6}\n", name, row.makespan_ms, rate,
+               static_cast<double>(memory.total()) / (1 << 30),
+               !known ? "n/a"
+               : fits ? "yes"
+                      : "no");
+    std::fflush(stdout);
+    rows.push_back({{"dp", layout.dp},
+                    {"pp", layout.pp},
+                    {"cp", layout.cp},
+                    {"makespan_ms", row.makespan_ms},
+                    {"tokens_per_second", rate},
+                    {"memory_bytes", memory.total()},
+                    {"fits", !known ? Json(nullptr) : Json(fits)},
+                    {"mean_coverage", row.mean_coverage}});
+    if (fits && rate > best) {
+      best = rate;
+      fastest = name;
+    }
+  }
+  if (fastest.empty())
+    fmt::print("no layout fits into {:.0f} GiB; use more workers or shorter micro-batches\n",
+               static_cast<double>(profile.memory_bytes) / (1 << 30));
+  else
+    fmt::print("fastest that fits: dp x pp x cp = {}\n", fastest);
+  return rows;
+}
+
+void run(Arguments arguments) {
+  SB_USER_CHECK(arguments.steps > 0 && arguments.global_batch > 0, "--steps and --global-batch must be positive");
+  if (arguments.batching.micro_batch_sequences == 0 && arguments.batching.micro_batch_tokens == 0)
+    arguments.batching.micro_batch_sequences = 1;
+  const LatencyModel latency(find_profile(arguments.profile, find_model_shape(arguments.model)));
+  const ModelShape& shape = latency.profile().shape;
+  const CostModel cost(latency, arguments.spec, arguments.layout);
+  const auto coverage = find_coverage(arguments.coverage, static_cast<int>(shape.layers));
+  const std::vector<int64_t> pool = read_pool(arguments);
+  ThreadPool threads(arguments.threads > 0 ? arguments.threads : available_cores());
+  const SimulateInput input{cost,           *coverage, pool,    arguments.global_batch, arguments.steps,
+                            arguments.seed, seconds,   &threads};
+
+  fmt::print("{}: {}\nprofile {} ({}), coverage {}, lengths {} ({} sequences)\n", arguments.model, describe(shape),
+             latency.profile().name, latency.profile().machine, coverage->name(), arguments.lengths, pool.size());
+  if (latency.profile().held_out.count > 0)
+    fmt::print("profile's own error on held-out shapes: median {:.1f} %, p95 {:.1f} %\n",
+               100 * latency.profile().held_out.median, 100 * latency.profile().held_out.p95);
+  fmt::print("dp {} x pp {} x cp {}, global batch {}, {} steps, budget {}, block {}, p {}\n\n", arguments.layout.dp,
+             arguments.layout.pp, arguments.layout.cp, arguments.global_batch, arguments.steps, arguments.spec.budget,
+             arguments.spec.block, arguments.p);
+
+  Json json = {{"model", arguments.model},
+               {"profile", latency.profile().name},
+               {"coverage", coverage->name()},
+               {"lengths", arguments.lengths},
+               {"dp", arguments.layout.dp},
+               {"pp", arguments.layout.pp},
+               {"cp", arguments.layout.cp},
+               {"comm", arguments.layout.comm},
+               {"head", arguments.layout.head},
+               {"warmup_depth", arguments.layout.warmup_depth},
+               {"global_batch", arguments.global_batch},
+               {"micro_batch_sequences", arguments.batching.micro_batch_sequences},
+               {"micro_batch_tokens", arguments.batching.micro_batch_tokens},
+               {"budget", arguments.spec.budget},
+               {"block", arguments.spec.block},
+               {"p", arguments.p},
+               {"steps", arguments.steps},
+               {"seed", arguments.seed}};
+  if (arguments.sweep) {
+    json["layouts"] = run_sweep(arguments, latency, *coverage, pool, threads);
+  } else {
+    const auto table = [&](const char* key, const std::vector<SimulatedPolicy>& policies) {
+      print_head();
+      Json rows = Json::array();
+      for (const SimulatedPolicy& policy : policies) {
+        const SimulatedRow row = simulate_policy(input, policy);
+        print_row(row);
+        rows.push_back(row_json(row));
+      }
+      json[key] = rows;
+    };
+    const auto policies = chosen(standard_policies(arguments.batching, arguments.p), arguments.policies);
+    table("rows", policies);
+    if (arguments.frontier || (arguments.policies.empty() && !arguments.no_frontier)) {
+      fmt::print("\nfrontier: the deadline between the fastest schedule (0) and the one at base budgets (1)\n");
+      table("frontier", frontier_policies(arguments.batching, arguments.p));
+      fmt::print("\nequal mean coverage, by the loss p that is allowed to a (sequence, layer)\n");
+      table("by_p", loss_policies(arguments.batching));
+    }
+    write_pictures(arguments, input, policies);
+  }
+  if (!arguments.json.empty()) write_file(arguments.json, json.dump(2) + "\n");
+}
+
+}  // namespace
+
+void add_simulate_command(CLI::App& app) {
+  CLI::App* command =
+      app.add_subcommand("simulate", "predict step time, speed-up and coverage of every balancing policy");
+  auto a = std::make_shared<Arguments>();
+  const std::map<std::string, bool> on_off{{"on", true}, {"off", false}};
+  command
+      ->add_option("--model", a->model,
+                   "name (" + fmt::format("{}", fmt::join(named_model_shapes(), ", ")) + ") or config.json")
+      ->capture_default_str();
+  command
+      ->add_option("--profile", a->profile,
+                   "h200-analytic, h100-analytic, a100-analytic, h20-analytic or a profile.json")
+      ->capture_default_str();
+  command->add_option("--coverage", a->coverage, "power:GAMMA, layered or a coverage.json")->capture_default_str();
+  command->add_option("--lengths", a->lengths, "chatqa2-like, longalign-like or a file with one length a line")
+      ->capture_default_str();
+  command->add_option("--max-length", a->max_length, "cut longer sequences of the pool to this many tokens");
+  command->add_option("--dp", a->layout.dp, "data-parallel ranks")->capture_default_str();
+  command->add_option("--pp", a->layout.pp, "pipeline stages")->capture_default_str();
+  command->add_option("--cp", a->layout.cp, "context-parallel ranks")->capture_default_str();
+  command
+      ->add_option("--warmup-depth", a->layout.warmup_depth,
+                   "forwards a stage runs ahead, in multiples of its distance to the last: 2 hides transfers")
+      ->capture_default_str();
+  command->add_option("--comm", a->layout.comm, "on | off: count transfers and the gradient reduction")
+      ->transform(CLI::CheckedTransformer(on_off));
+  command->add_option("--head", a->layout.head, "on | off: count embedding and loss")
+      ->transform(CLI::CheckedTransformer(on_off));
+  command
+      ->add_option("--micro-batch-sequences", a->batching.micro_batch_sequences,
+                   "sequences a micro-batch; fixes their number")
+      ->check(CLI::PositiveNumber);
+  command->add_option("--micro-batch-tokens", a->batching.micro_batch_tokens, "hard cap of tokens a micro-batch")
+      ->check(CLI::PositiveNumber);
+  command->add_option("--global-batch", a->global_batch, "sequences a step")->capture_default_str();
+  command->add_option("--budget", a->spec.budget, "keys per query, the base")->capture_default_str();
+  command->add_option("--block", a->spec.block, "tokens a key block")->capture_default_str();
+  command->add_option("--query-block", a->spec.query_block, "tokens a query block")->capture_default_str();
+  command->add_option("--max-budget", a->spec.max_budget, "largest budget that memory allows; 0: dense")
+      ->capture_default_str();
+  command->add_option("--p", a->p, "share of its coverage that a (sequence, layer) may lose")->capture_default_str();
+  command->add_option("--steps", a->steps, "global batches to draw")->capture_default_str();
+  command->add_option("--seed", a->seed, "of the draw")->capture_default_str();
+  command->add_option("--policies", a->policies, "only these rows, for example in_order,sab+order+optimal")
+      ->delimiter(',');
+  command->add_flag("--frontier", a->frontier, "print speed-up against coverage and p even when --policies is given");
+  command->add_flag("--no-frontier", a->no_frontier, "leave them out")->excludes("--frontier");
+  command->add_flag("--sweep", a->sweep, "try all layouts of dp·pp·cp workers and say which is fastest and fits");
+  command->add_option("--gpus", a->gpus, "--sweep: number of workers (default dp·pp·cp)")->check(CLI::PositiveNumber);
+  command->add_option("--max-cp", a->max_cp, "--sweep: largest cp to try")->capture_default_str();
+  command->add_option("--threads", a->threads, "of the planner; 0: all cores")->capture_default_str();
+  command->add_option("--json", a->json, "write the rows to this file");
+  command->add_option("--trace", a->trace, "write a Chrome trace of one step of the last policy");
+  command->add_option("--svg", a->svg, "draw one step before (in_order) and after (the last policy)");
+  command->callback([a] { run(*a); });
+}
+
+}  // namespace sb

@@ -1,0 +1,189 @@
+#include <gtest/gtest.h>
+
+#include <cmath>
+
+#include "balance/cost_model.h"
+#include "balance/latency_model.h"
+#include "balance/profile.h"
+#include "core/errors.h"
+
+namespace sb {
+namespace {
+
+std::string error_of(const std::function<void()>& body) {
+  try {
+    body();
+  } catch (const UserError& error) {
+    return error.what();
+  }
+  return "";
+}
+
+TEST(Profile, AnalyticNumbersAreTheDocumentedOnes) {
+  const ModelShape shape = find_model_shape("qwen2.5-3b");
+  const Profile profile = analytic_profile("h200-analytic", shape);
+  const auto us = [&](Operation operation, Work work) { return profile.tables[static_cast<size_t>(operation)](work); };
+  Work work;
+  work.tokens = 1000;
+  work.pairs = 1e6;
+  // 2·(2048·(16+4)·128 + 16·128·2048 + 3·2048·11008) = 163,053,568 FLOPs a token.
+  EXPECT_NEAR(us(Operation::linear_forward, work), 1000 * 154140672.0 / 600e12 * 1e6, 1e-6);
+  EXPECT_NEAR(us(Operation::linear_backward, work), 2 * us(Operation::linear_forward, work), 1e-6);
+  EXPECT_NEAR(us(Operation::attention_forward, work), 4 * 128 * 16 * 1e6 / 480e12 * 1e6, 1e-9);
+  EXPECT_NEAR(us(Operation::attention_backward, work), 2.5 * 4 * 128 * 16 * 1e6 / 400e12 * 1e6, 1e-9);
+  EXPECT_NEAR(us(Operation::selection, work), 0.02 * us(Operation::attention_forward, work), 1e-12);
+  EXPECT_NEAR(us(Operation::head_forward, work), 1000 * 2.0 * 2048 * 151936 / 600e12 * 1e6, 1e-6);
+  EXPECT_NEAR(profile.transfer_inside(2e6), 10 + 10, 1e-9);
+  EXPECT_NEAR(profile.reduce_between(4e6), 20 + 100, 1e-9);
+
+  const ModelShape small = find_model_shape("qwen2.5-0.5b");
+  const Profile half = analytic_profile("h20-analytic", small);
+  EXPECT_NEAR(half.tables[static_cast<size_t>(Operation::attention_forward)](work),
+              4 * 64 * 14 * 1e6 / (0.15 * 340e12) * 1e6, 1e-9);
+  EXPECT_NEAR(half.tables[static_cast<size_t>(Operation::linear_forward)](work),
+              1000 * 2.0 * (896.0 * 18 * 64 + 14 * 64 * 896 + 3 * 896 * 4864) / (0.15 * 450e12) * 1e6, 1e-6);
+}
+
+TEST(Profile, PairsOfABudget) {
+  EXPECT_DOUBLE_EQ(selected_pairs(100, 100), 5000);
+  EXPECT_DOUBLE_EQ(selected_pairs(100, 1000), 5000);
+  EXPECT_DOUBLE_EQ(selected_pairs(100, 10), 10 * 10 / 2 + 90 * 10);
+}
+
+TEST(Profile, PiecewiseLinearInterpolatesAndExtends) {
+  const PiecewiseLinear f{{0, 10, 30}, {1, 5, 25}};
+  EXPECT_DOUBLE_EQ(f(0), 1);
+  EXPECT_DOUBLE_EQ(f(5), 3);
+  EXPECT_DOUBLE_EQ(f(10), 5);
+  EXPECT_DOUBLE_EQ(f(20), 15);
+  EXPECT_DOUBLE_EQ(f(50), 45);
+}
+
+TEST(Profile, JsonRoundTripAndComplaints) {
+  const ModelShape shape = find_model_shape("qwen2.5-0.5b");
+  Profile profile = analytic_profile("h200-analytic", shape);
+  profile.held_out = {0.02, 0.07, 12};
+  profile.tables[2].curve = {{0, 1e6, 4e6}, {3, 8, 40}};
+  profile.tables[2].per_tile = 0.25;
+  const std::string text = write_profile(profile);
+  const Profile again = parse_profile(text, "p.json");
+  EXPECT_EQ(write_profile(again), text);
+  EXPECT_EQ(again.tables[2].curve.y, profile.tables[2].curve.y);
+  EXPECT_EQ(again.held_out.count, 12);
+
+  const auto with = [&](const std::string& from, const std::string& to) {
+    std::string changed = text;
+    const size_t at = changed.find(from);
+    EXPECT_NE(at, std::string::npos) << from;
+    changed.replace(at, from.size(), to);
+    return error_of([&] { parse_profile(changed, "p.json"); });
+  };
+  EXPECT_NE(with("\"version\": 1", "\"version\": 9").find("version 9"), std::string::npos);
+  EXPECT_NE(with("sparsebalance-profile", "other").find("not a profile"), std::string::npos);
+  EXPECT_NE(with("\"along\": \"tokens\"", "\"along\": \"moons\"").find("moons"), std::string::npos);
+  EXPECT_NE(with("\"us_per_tile\": 0.25", "\"us_per_tile\": -1").find("attention_forward.us_per_tile"),
+            std::string::npos);
+  EXPECT_NE(with("\"latency_us\"", "\"latencyus\"").find("latency_us"), std::string::npos);
+  EXPECT_NE(error_of([] { parse_profile("{", "p.json"); }).find("p.json"), std::string::npos);
+  EXPECT_NE(error_of([] { find_profile("no-such-profile", find_model_shape("qwen2.5-3b")); }).find("neither built in"),
+            std::string::npos);
+}
+
+TEST(Profile, OfAnotherModelIsRefused) {
+  const std::string path = testing::TempDir() + "/sb_profile_test.json";
+  const std::string text = write_profile(analytic_profile("h200-analytic", find_model_shape("qwen2.5-0.5b")));
+  std::FILE* file = std::fopen(path.c_str(), "w");
+  ASSERT_NE(file, nullptr);
+  std::fputs(text.c_str(), file);
+  std::fclose(file);
+  EXPECT_EQ(find_profile(path, find_model_shape("qwen2.5-0.5b")).shape.layers, 24);
+  const std::string complaint = error_of([&] { find_profile(path, find_model_shape("qwen2.5-3b")); });
+  EXPECT_NE(complaint.find("another model shape"), std::string::npos);
+  EXPECT_NE(complaint.find("36 layers"), std::string::npos);
+}
+
+TEST(LatencyModel, CorrectsItselfPerOperation) {
+  LatencyModel model(analytic_profile("h200-analytic", find_model_shape("qwen2.5-3b")));
+  Work work;
+  work.tokens = 4096;
+  work.pairs = 8e6;
+  const double truth = 1.3 * model.predict(Operation::attention_forward, work);
+  const double linear = model.predict(Operation::linear_forward, work);
+  for (int i = 0; i < 100; ++i)
+    model.observe(Operation::attention_forward, model.predict(Operation::attention_forward, work), truth);
+  EXPECT_NEAR(model.predict(Operation::attention_forward, work), truth, 1e-3 * truth);
+  EXPECT_DOUBLE_EQ(model.predict(Operation::linear_forward, work), linear);
+  EXPECT_EQ(model.error().count, 100);
+  EXPECT_LT(model.error().median, 0.01);
+  // The state round-trips exactly.
+  LatencyModel other(model.profile());
+  other.set_corrections_ppm(model.corrections_ppm());
+  EXPECT_EQ(other.predict(Operation::attention_forward, work), model.predict(Operation::attention_forward, work));
+  other.observe_pass(true, 1.0, 2.0);
+  EXPECT_DOUBLE_EQ(other.predict(Operation::linear_forward, work), linear);
+  EXPECT_GT(other.corrections_ppm()[static_cast<size_t>(Operation::linear_backward)], 1'000'000);
+}
+
+TEST(LatencyModel, ErrorQuantiles) {
+  std::vector<double> errors;
+  for (int i = 1; i <= 100; ++i) errors.push_back(i / 100.0);
+  const ErrorSummary summary = summarize_errors(errors);
+  EXPECT_DOUBLE_EQ(summary.median, 0.5);
+  EXPECT_DOUBLE_EQ(summary.p95, 0.95);
+  EXPECT_EQ(summarize_errors({}).count, 0);
+}
+
+TEST(CostModel, SplitsLayersByTime) {
+  const LatencyModel latency(analytic_profile("h200-analytic", find_model_shape("qwen2.5-3b")));
+  Layout layout;
+  layout.pp = 4;
+  layout.head = false;
+  const CostModel equal(latency, {}, layout);
+  for (int s = 0; s < 4; ++s) EXPECT_EQ(equal.stage_layers(s), 9);
+  layout.head = true;
+  const CostModel with_head(latency, {}, layout);
+  int total = 0;
+  for (int s = 0; s < 4; ++s) total += with_head.stage_layers(s);
+  EXPECT_EQ(total, 36);
+  EXPECT_LT(with_head.stage_layers(3), with_head.stage_layers(0));
+  layout.pp = 5;
+  layout.head = false;
+  const CostModel odd(latency, {}, layout);
+  for (int s = 0; s < 5; ++s) EXPECT_LE(odd.stage_layers(s), 8);
+  layout.pp = 37;
+  EXPECT_NE(error_of([&] { CostModel(latency, {}, layout); }).find("more than the 36 layers"), std::string::npos);
+}
+
+TEST(CostModel, ContextParallelDividesTheWork) {
+  const LatencyModel latency(analytic_profile("h200-analytic", find_model_shape("qwen2.5-3b")));
+  Layout one, four;
+  one.comm = four.comm = false;
+  four.cp = 4;
+  const CostModel a(latency, {}, one), b(latency, {}, four);
+  const Work work = work_of({}, 65536, 8192);
+  EXPECT_NEAR(a.attention(work).forward, 4 * b.attention(work).forward, 1e-6);
+  EXPECT_NEAR(a.linear(65536).backward, 4 * b.linear(65536).backward, 1e-6);
+}
+
+TEST(ModelShape, NamesFilesAndComplaints) {
+  EXPECT_EQ(find_model_shape("llama-3-8b").kv_heads, 8);
+  EXPECT_NE(error_of([] { find_model_shape("gpt-17"); }).find("qwen2.5-3b"), std::string::npos);
+  const std::string path = testing::TempDir() + "/sb_config_test.json";
+  const auto write = [&](const char* text) {
+    std::FILE* file = std::fopen(path.c_str(), "w");
+    ASSERT_NE(file, nullptr);
+    std::fputs(text, file);
+    std::fclose(file);
+  };
+  write(
+      R"({"num_hidden_layers":2,"hidden_size":64,"num_attention_heads":4,"num_key_value_heads":2,"intermediate_size":128,"vocab_size":100})");
+  EXPECT_EQ(find_model_shape(path).head_dim, 16);
+  write(
+      R"({"num_hidden_layers":2,"hidden_size":64,"num_attention_heads":4,"num_key_value_heads":3,"intermediate_size":128,"vocab_size":100})");
+  EXPECT_NE(error_of([&] { find_model_shape(path); }).find("evenly"), std::string::npos);
+  write(R"({"num_hidden_layers":2})");
+  EXPECT_NE(error_of([&] { find_model_shape(path); }).find("hidden_size"), std::string::npos);
+}
+
+}  // namespace
+}  // namespace sb

@@ -1,0 +1,186 @@
+#include "balance/plan.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <set>
+
+#include "balance/schedule_picture.h"
+#include "core/errors.h"
+#include "core/random.h"
+
+namespace sb {
+namespace {
+
+std::vector<Sequence> draw(Random& random, int64_t count, int kind) {
+  std::vector<Sequence> sequences;
+  for (int64_t i = 0; i < count; ++i) {
+    double n = 0;
+    if (kind == 0) n = std::exp(8 + 1.5 * random.normal());  // broad
+    if (kind == 1) n = random.below(2) == 0 ? 500 + 3000 * random.uniform() : 20000 + 10000 * random.uniform();
+    if (kind == 2) n = 200 + 100 * random.uniform();                                    // all dense
+    if (kind == 3) n = 40000;                                                           // all equal
+    if (kind == 4) n = random.below(20) == 0 ? 200000 : 2000 + 500 * random.uniform();  // rare giants
+    sequences.push_back({100 + i, std::clamp<int64_t>(static_cast<int64_t>(n), 1, 400000)});
+  }
+  return sequences;
+}
+
+// The promise to the user, on arbitrary pools and layouts.
+TEST(Plan, IsNeverWorseThanInOrderAndKeepsItsPromises) {
+  Random random(1);
+  const LatencyModel small(analytic_profile("h200-analytic", find_model_shape("qwen2.5-0.5b")));
+  const LatencyModel large(analytic_profile("a100-analytic", find_model_shape("qwen2.5-3b")));
+  for (int trial = 0; trial < 160; ++trial) {
+    Layout layout;
+    layout.dp = 1 << random.below(trial % 8 == 0 ? 7 : 4);
+    layout.pp = 1 + static_cast<int>(random.below(8));
+    layout.warmup_depth = 1 + static_cast<int>(random.below(2));
+    layout.comm = random.below(2) == 0;
+    layout.head = random.below(2) == 0;
+    AttentionSpec spec;
+    spec.block = random.below(2) == 0 ? 128 : 256;
+    spec.budget = random.below(2) == 0 ? 8192 : 4096;
+    const CostModel cost(trial % 2 == 0 ? small : large, spec, layout);
+    const auto coverage = find_coverage(trial % 3 == 0 ? "layered" : "power:0.22", cost.layers());
+    const auto sequences = draw(random, layout.dp * (1 + static_cast<int64_t>(random.below(9))), trial % 5);
+    PlanOptions options;
+    options.batching.micro_batch_sequences = 1 + static_cast<int64_t>(random.below(3));
+    if (trial % 4 == 0) options.batching.micro_batch_tokens = 500000;
+    ExpectedBudgets expected;
+    for (TuningPolicy tuning : {TuningPolicy::off, TuningPolicy::optimal}) {
+      options.tuning.policy = tuning;
+      options.ordering = random.below(4) > 0;
+      const Plan plan = plan_step(trial, cost, *coverage, sequences, options, expected);
+      EXPECT_LE(plan.makespan_us, plan.baseline_us * (1 + 1e-9)) << "trial " << trial;
+      EXPECT_GE(plan.makespan_us, plan.lower_bound_us * (1 - 1e-9)) << "trial " << trial;
+      EXPECT_GE(plan.mean_coverage, plan.base_coverage - 1e-12) << "trial " << trial;
+      EXPECT_LE(plan.worst_loss, 0.1 + 1e-9) << "trial " << trial;
+      std::multiset<int64_t> seen, all;
+      for (const Sequence& s : sequences) all.insert(s.id);
+      ASSERT_EQ(static_cast<int>(plan.ranks.size()), layout.dp);
+      double slowest = 0;
+      for (int r = 0; r < layout.dp; ++r) {
+        const PlannedRank& rank = plan.ranks[static_cast<size_t>(r)];
+        ASSERT_FALSE(rank.micro_batches.empty());
+        for (const auto& micro_batch : rank.micro_batches) {
+          ASSERT_FALSE(micro_batch.sequences.empty());
+          seen.insert(micro_batch.sequences.begin(), micro_batch.sequences.end());
+        }
+        const double simulated = schedule_of(plan, cost, r).makespan;
+        EXPECT_NEAR(simulated, rank.makespan_us, 1e-6 * simulated);
+        slowest = std::max(slowest, simulated);
+      }
+      EXPECT_EQ(seen, all);
+      EXPECT_NEAR(slowest, plan.makespan_us, 1e-6 * slowest);
+      learn_budgets(plan, spec, sequences, expected);
+    }
+  }
+}
+
+TEST(Plan, BudgetsStayBetweenTheirLimits) {
+  Random random(2);
+  const LatencyModel latency(analytic_profile("h200-analytic", find_model_shape("qwen2.5-3b")));
+  Layout layout;
+  layout.dp = 4;
+  layout.pp = 4;
+  const CostModel cost(latency, {}, layout);
+  const auto coverage = find_coverage("layered", 36);
+  const auto sequences = draw(random, 32, 0);
+  PlanOptions options;
+  options.batching.micro_batch_sequences = 2;
+  options.tuning.p = 0.5;
+  const Plan plan = plan_step(0, cost, *coverage, sequences, options, {});
+  for (const auto& rank : plan.ranks)
+    for (const auto& micro_batch : rank.micro_batches)
+      for (size_t k = 0; k < micro_batch.sequences.size(); ++k) {
+        const auto found = std::find_if(sequences.begin(), sequences.end(),
+                                        [&](const Sequence& s) { return s.id == micro_batch.sequences[k]; });
+        for (int l = 0; l < 36; ++l) {
+          const int32_t budget = micro_batch.budgets[static_cast<size_t>(l) * micro_batch.sequences.size() + k];
+          EXPECT_LE(budget, found->tokens);
+          EXPECT_GE(budget, std::min(found->tokens, cost.spec().least_budget()));
+          if (found->tokens <= cost.spec().budget) {
+            EXPECT_EQ(budget, found->tokens);
+          }
+        }
+      }
+}
+
+TEST(Plan, ThreadsChangeNothing) {
+  Random random(3);
+  const LatencyModel latency(analytic_profile("h200-analytic", find_model_shape("qwen2.5-0.5b")));
+  Layout layout;
+  layout.dp = 16;
+  layout.pp = 2;
+  const CostModel cost(latency, {}, layout);
+  const auto coverage = find_coverage("power:0.22", 24);
+  const auto sequences = draw(random, 128, 1);
+  PlanOptions options;
+  options.batching.micro_batch_sequences = 2;
+  ThreadPool pool(3);
+  EXPECT_EQ(write_plan(plan_step(4, cost, *coverage, sequences, options, {})),
+            write_plan(plan_step(4, cost, *coverage, sequences, options, {}, &pool)));
+}
+
+TEST(Plan, LineRoundTripAndComplaints) {
+  Random random(5);
+  const LatencyModel latency(analytic_profile("h200-analytic", find_model_shape("qwen2.5-0.5b")));
+  Layout layout;
+  layout.dp = 2;
+  layout.pp = 3;
+  const CostModel cost(latency, {}, layout);
+  const auto coverage = find_coverage("layered", 24);
+  PlanOptions options;
+  options.batching.micro_batch_sequences = 2;
+  const Plan plan = plan_step(17, cost, *coverage, draw(random, 16, 0), options, {});
+  const std::string line = write_plan(plan);
+  EXPECT_EQ(line.find('\n'), std::string::npos);
+  const Plan again = parse_plan(line, "plan.jsonl:1");
+  EXPECT_EQ(write_plan(again), line);
+  EXPECT_EQ(again.step, 17);
+  EXPECT_EQ(again.ranks[1].micro_batches[0].budgets, plan.ranks[1].micro_batches[0].budgets);
+  for (const char* key : {"\"step\"", "\"ranks\"", "\"budgets\"", "\"layers\"", "\"tokens\""}) {
+    std::string broken = line;
+    broken.replace(broken.find(key), 3, "\"_");
+    EXPECT_THROW(parse_plan(broken, "plan.jsonl:1"), UserError) << key;
+  }
+  EXPECT_THROW(parse_plan("[]", "plan.jsonl:1"), UserError);
+  EXPECT_THROW(parse_plan(line.substr(0, line.size() / 2), "plan.jsonl:1"), UserError);
+}
+
+TEST(Plan, ExpectedBudgetsFollowWhatWasChosen) {
+  AttentionSpec spec;
+  ExpectedBudgets expected;
+  EXPECT_EQ(expected.of(spec, 20000), 8192);
+  EXPECT_EQ(expected.of(spec, 4000), 4000);
+  for (int i = 0; i < 100; ++i) expected.observe(spec, 20000, 4096);
+  EXPECT_NEAR(static_cast<double>(expected.of(spec, 20500)), 4096, 8);
+  EXPECT_EQ(expected.of(spec, 80000), 8192);
+}
+
+TEST(Plan, PicturesHoldEveryOperation) {
+  Random random(6);
+  const LatencyModel latency(analytic_profile("h200-analytic", find_model_shape("qwen2.5-0.5b")));
+  Layout layout;
+  layout.dp = 2;
+  layout.pp = 2;
+  const CostModel cost(latency, {}, layout);
+  const auto coverage = find_coverage("power:0.22", 24);
+  PlanOptions options;
+  options.batching.micro_batch_sequences = 1;
+  const Plan plan = plan_step(0, cost, *coverage, draw(random, 6, 0), options, {});
+  const auto count = [](const std::string& text, const std::string& what) {
+    int found = 0;
+    for (size_t at = text.find(what); at != std::string::npos; at = text.find(what, at + 1)) ++found;
+    return found;
+  };
+  // 2 ranks × 3 micro-batches × 2 stages × (forward, backward).
+  EXPECT_EQ(count(schedule_svg({{"a < b", &plan}}, cost), "<title>"), 24);
+  EXPECT_EQ(count(schedule_svg({{"a < b", &plan}}, cost), "a &lt; b"), 1);
+  EXPECT_EQ(count(schedule_trace(plan, cost), "slack_us"), 24);
+}
+
+}  // namespace
+}  // namespace sb
