@@ -16,7 +16,7 @@ struct HfWriteOptions {
   DType dtype = DType::f32;  // f32 or bf16
   int64_t max_shard_bytes = 5'000'000'000;
   // Tokenizer, generation and chat-template files are copied from here when set.
-  std::filesystem::path copy_from;
+  std::filesystem::path copy_from = {};
 };
 
 // Writes a directory `transformers` loads unchanged: weights, config.json, copied companion files. `directory` must

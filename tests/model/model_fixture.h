@@ -88,3 +88,5 @@ std::string user_error(const Action& action) {
 }
 
 }  // namespace sb::test
+
+#define EXPECT_SAYS(text, part) EXPECT_NE(std::string(text).find(part), std::string::npos) << (text)

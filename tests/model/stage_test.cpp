@@ -124,7 +124,8 @@ INSTANTIATE_TEST_SUITE_P(Ropes, ReferenceTest,
 TEST(StageTest, RecomputeLevelsGiveTheSameBits) {
   for (const ModelConfig::Family family : kFamilies) {
     const ModelConfig config = tiny_config(family);
-    const MicroBatch batch = random_batch({17, 3}, config.vocab_size, 7), other = random_batch({6}, config.vocab_size, 8);
+    const MicroBatch batch = random_batch({17, 3}, config.vocab_size, 7),
+                     other = random_batch({6}, config.vocab_size, 8);
     std::vector<Tensors> gradients;
     std::vector<double> losses;
     for (const Recompute level : kLevels) {
@@ -190,9 +191,9 @@ TEST(StageTest, PackingChangesNothingButRounding) {
     loss += split.stage.loss(0).weighted;
   }
   EXPECT_NEAR(loss, packed.stage.loss(0).weighted, 1e-6 * loss);
-  EXPECT_LT(largest_relative_difference(hf_gradients(split.stage.parameters()),
-                                        hf_gradients(packed.stage.parameters())),
-            1e-5);
+  EXPECT_LT(
+      largest_relative_difference(hf_gradients(split.stage.parameters()), hf_gradients(packed.stage.parameters())),
+      1e-5);
 }
 
 // Two stages, each with its part of the layers, and a whole model with the same values.
@@ -378,7 +379,8 @@ TEST(StageTest, InitialisationDependsOnSeedAndNameAlone) {
   config.tie_word_embeddings = true;
   NaiveAttention attention;
   StageOptions options = whole_model(config, 8);
-  Stage whole(config, options, attention, 1), again(config, options, attention, 1), other(config, options, attention, 1);
+  Stage whole(config, options, attention, 1), again(config, options, attention, 1),
+      other(config, options, attention, 1);
   options.first_layer = 1;
   Stage back(config, options, attention, 1);
   whole.initialize(11);
