@@ -63,7 +63,8 @@ TEST_F(DurableFileTest, NamesThePathThatFails) {
   const fs::path missing = directory_ / "missing" / "a";
   EXPECT_TRUE(complaint([&] { DurableFile file(missing); }).starts_with(missing.string()));
   EXPECT_TRUE(complaint([&] { sync_file(missing); }).starts_with(missing.string()));
-  EXPECT_TRUE(complaint([&] { sync_directory(directory_ / "missing"); }).starts_with((directory_ / "missing").string()));
+  EXPECT_TRUE(
+      complaint([&] { sync_directory(directory_ / "missing"); }).starts_with((directory_ / "missing").string()));
 }
 
 // A device that is always full stands for a full disk.

@@ -3,6 +3,7 @@
 
 #include <cmath>
 
+#include "attention/dense_attention.h"
 #include "model/hf_checkpoint.h"
 #include "ops/adamw.h"
 #include "tests/model/model_fixture.h"
@@ -50,7 +51,7 @@ class HfFixtureTest : public testing::TestWithParam<Case> {
   HfFixture fixture_;
   ModelConfig config_;
   TestExec run_;
-  NaiveAttention attention_;
+  DenseAttention attention_;
   MicroBatch all_;
   Stage stage_;
 };

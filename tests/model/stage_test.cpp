@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstring>
 
+#include "attention/dense_attention.h"
 #include "core/random.h"
 #include "tests/model/model_fixture.h"
 #include "tests/model/reference_model.h"
@@ -32,6 +33,7 @@ MicroBatch random_batch(const std::vector<int64_t>& lengths, int64_t vocabulary,
 }
 
 // A stage with the whole model, random parameters and everything it needs.
+template <typename AttentionType = NaiveAttention>
 struct Whole {
   Whole(const ModelConfig& config, const StageOptions& options) : stage(config, options, attention, 2) {
     randomize(stage.parameters(), 5);
@@ -41,7 +43,7 @@ struct Whole {
     stage.backward(run.exec, batch, slot, {});
   }
   TestExec run;
-  NaiveAttention attention;
+  AttentionType attention;
   Stage stage;
 };
 
@@ -70,7 +72,7 @@ class ReferenceTest : public testing::TestWithParam<ModelConfig> {};
 TEST_P(ReferenceTest, LogitsAndLoss) {
   const ModelConfig& config = GetParam();
   const MicroBatch batch = random_batch({9, 1, 5}, config.vocab_size, 3);
-  Whole whole(config, whole_model(config, batch.size()));
+  Whole<> whole(config, whole_model(config, batch.size()));
   const ReferenceModel reference(config, whole.stage.parameters());
   EXPECT_LT(relative_difference(as_double(all_logits(whole.stage, whole.run.exec, batch)), reference.logits(batch)),
             1e-5);
@@ -81,7 +83,7 @@ TEST_P(ReferenceTest, LogitsAndLoss) {
 TEST_P(ReferenceTest, GradientsMatchFiniteDifferences) {
   const ModelConfig& config = GetParam();
   const MicroBatch batch = random_batch({5, 1, 4}, config.vocab_size, 4);
-  Whole whole(config, whole_model(config, batch.size(), Recompute::attention));
+  Whole<> whole(config, whole_model(config, batch.size(), Recompute::attention));
   whole.step(batch);
   ReferenceModel reference(config, whole.stage.parameters());
   Tensors expected;
@@ -129,7 +131,7 @@ TEST(StageTest, RecomputeLevelsGiveTheSameBits) {
     std::vector<Tensors> gradients;
     std::vector<double> losses;
     for (const Recompute level : kLevels) {
-      Whole whole(config, whole_model(config, 32, level));
+      Whole<DenseAttention> whole(config, whole_model(config, 32, level));
       whole.step(batch);
       whole.step(other);
       gradients.push_back(hf_gradients(whole.stage.parameters()));
@@ -146,7 +148,7 @@ TEST(StageTest, AttentionRunsTwiceOnlyWhenTheLayerIsRecomputed) {
   const ModelConfig config = tiny_config(ModelConfig::Family::llama);
   const MicroBatch batch = random_batch({4}, config.vocab_size, 1);
   for (const Recompute level : kLevels) {
-    Whole whole(config, whole_model(config, 8, level));
+    Whole<> whole(config, whole_model(config, 8, level));
     whole.step(batch);
     std::vector<std::pair<int, bool>> calls;
     for (const NaiveAttention::Call& call : whole.attention.forward_calls) calls.emplace_back(call.layer, call.replay);
@@ -161,10 +163,10 @@ TEST(StageTest, MicroBatchesInFlightKeepTheirSlots) {
   const ModelConfig config = tiny_config(ModelConfig::Family::qwen3);
   const MicroBatch batches[] = {random_batch({11}, 13, 1), random_batch({2, 5}, 13, 2), random_batch({16}, 13, 3)};
   for (const Recompute level : kLevels) {
-    Whole one(config, whole_model(config, 16, level));
+    Whole<> one(config, whole_model(config, 16, level));
     StageOptions options = whole_model(config, 16, level);
     options.slots = 3;
-    Whole several(config, options);
+    Whole<> several(config, options);
     double loss = 0, loss_several = 0;
     for (const MicroBatch& batch : batches) {
       one.step(batch);
@@ -183,7 +185,7 @@ TEST(StageTest, PackingChangesNothingButRounding) {
   const ModelConfig config = tiny_config(ModelConfig::Family::qwen2);
   const auto sequences = random_sequences({8, 1, 13, 2}, config.vocab_size, 6);
   const int64_t targets = count_targets(sequences);
-  Whole packed(config, whole_model(config, 24)), split(config, whole_model(config, 24));
+  Whole<> packed(config, whole_model(config, 24)), split(config, whole_model(config, 24));
   packed.step(pack(sequences, targets));
   double loss = 0;
   for (const auto& sequence : sequences) {
@@ -233,7 +235,7 @@ class TwoStagesTest : public testing::TestWithParam<bool> {
 
   ModelConfig config_;
   NaiveAttention attention_;
-  Whole whole_;
+  Whole<> whole_;
   Stage front_, back_;
 };
 
@@ -279,7 +281,7 @@ TEST(StageTest, EvaluationGivesTheLossOfTrainingAndNoGradient) {
   const ModelConfig config = tiny_config(ModelConfig::Family::qwen3);
   const MicroBatch batch = random_batch({10, 6}, config.vocab_size, 7);
   for (const Recompute level : kLevels) {
-    Whole whole(config, whole_model(config, 16, level));
+    Whole<> whole(config, whole_model(config, 16, level));
     whole.stage.evaluate(whole.run.exec, batch, 0, {});
     const LossSums evaluated = whole.stage.loss(0);
     for (const auto& [name, values] : hf_gradients(whole.stage.parameters())) EXPECT_EQ(norm(values), 0) << name;
@@ -293,9 +295,9 @@ TEST(StageTest, StageWithoutTrainingHasNoGradientsAndEvaluates) {
   const ModelConfig config = tiny_config(ModelConfig::Family::qwen2);
   const MicroBatch batch = random_batch({10}, config.vocab_size, 7);
   StageOptions options = whole_model(config, 16);
-  Whole training(config, options);
+  Whole<> training(config, options);
   options.training = false;
-  Whole evaluation(config, options);
+  Whole<> evaluation(config, options);
   training.stage.forward(training.run.exec, batch, 0, {});
   evaluation.stage.forward(evaluation.run.exec, batch, 0, {});
   EXPECT_EQ(training.stage.loss(0).weighted, evaluation.stage.loss(0).weighted);
@@ -363,7 +365,7 @@ TEST(StageTest, EveryLayerGetsItsRowOfBudgets) {
   const ModelConfig config = tiny_config(ModelConfig::Family::qwen2);
   MicroBatch batch = random_batch({3, 4, 5}, config.vocab_size, 1);
   batch.budgets = {1, 2, 3, 4, 5, 6};
-  Whole whole(config, whole_model(config, 16));
+  Whole<> whole(config, whole_model(config, 16));
   whole.step(batch);
   ASSERT_EQ(whole.attention.forward_calls.size(), 2u);
   EXPECT_EQ(whole.attention.forward_calls[0].budgets, (std::vector<int32_t>{1, 2, 3}));
@@ -414,7 +416,7 @@ TEST(StageTest, InitialisationDependsOnSeedAndNameAlone) {
 TEST(StageTest, RefusesWhatItWasNotPlannedFor) {
   const ModelConfig config = tiny_config(ModelConfig::Family::qwen2);
   const MicroBatch good = random_batch({6, 2}, config.vocab_size, 1);
-  Whole whole(config, whole_model(config, 8));
+  Whole<> whole(config, whole_model(config, 8));
   const auto refuses = [&](const auto& change) {
     MicroBatch batch = good;
     change(batch);
@@ -437,7 +439,7 @@ TEST(StageTest, RefusesWhatItWasNotPlannedFor) {
 TEST(StageTest, KeepsForwardAndBackwardInStep) {
   const ModelConfig config = tiny_config(ModelConfig::Family::qwen2);
   const MicroBatch batch = random_batch({6}, config.vocab_size, 1);
-  Whole whole(config, whole_model(config, 8));
+  Whole<> whole(config, whole_model(config, 8));
   Stage& stage = whole.stage;
   const Exec& exec = whole.run.exec;
   std::vector<float> logits(static_cast<size_t>(6 * config.vocab_size));

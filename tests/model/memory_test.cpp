@@ -1,0 +1,78 @@
+// The memory plan against what the system says the process takes.
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <fstream>
+
+#include "attention/dense_attention.h"
+#include "model/stage.h"
+
+namespace sb {
+namespace {
+
+int64_t resident_bytes() {
+  std::ifstream statm("/proc/self/statm");
+  int64_t pages = 0, resident = 0;
+  statm >> pages >> resident;
+  return resident * ::sysconf(_SC_PAGESIZE);
+}
+
+MicroBatch one_sequence(int64_t tokens) {
+  MicroBatch batch;
+  for (int32_t i = 0; i < tokens; ++i) {
+    batch.tokens.push_back(i % 100);
+    batch.positions.push_back(i);
+    batch.labels.push_back((i + 1) % 100);
+    batch.weights.push_back(1.0f / static_cast<float>(tokens));
+  }
+  batch.cu_seqlens.push_back(static_cast<int32_t>(tokens));
+  return batch;
+}
+
+TEST(MemoryTest, ResidentMemoryIsWithinFivePercentOfThePlan) {
+#ifdef __SANITIZE_ADDRESS__
+  GTEST_SKIP() << "the sanitizer's own memory counts too";
+#endif
+  ModelConfig config;
+  config.vocab_size = 4096;
+  config.hidden_size = 256;
+  config.intermediate_size = 704;
+  config.layers = 4;
+  config.heads = 4;
+  config.kv_heads = 2;
+  config.head_dim = 64;
+  config.qkv_bias = true;
+  StageOptions options;
+  options.last_layer = config.layers;
+  options.recompute = Recompute::none;
+  options.slots = 2;
+  options.loss_chunk = 256;
+  ThreadPool pool(2);
+  Exec exec;
+  exec.pool = &pool;
+  DenseAttention attention;
+  const auto run = [&](int64_t tokens) {
+    options.max_micro_batch_tokens = options.max_sequence_length = tokens;
+    const MicroBatch batch = one_sequence(tokens);
+    const int64_t before = resident_bytes();
+    Stage stage(config, options, attention, 2);
+    stage.initialize(1);
+    stage.evaluate(exec, batch, 0, {});
+    stage.forward(exec, batch, 0, {});
+    stage.forward(exec, batch, 1, {});
+    stage.backward(exec, batch, 0, {});
+    stage.backward(exec, batch, 1, {});
+    return resident_bytes() - before;
+  };
+  config.layers = options.last_layer = 1;
+  run(64);  // the libraries' own buffers are there from now on
+  config.layers = options.last_layer = 4;
+  const int64_t taken = run(1024);
+  const int64_t planned = Stage::memory_plan(config, options, attention, 2).total();
+  EXPECT_GT(planned, 100'000'000);
+  EXPECT_NEAR(static_cast<double>(taken) / static_cast<double>(planned), 1, 0.05)
+      << "planned " << planned << ", taken " << taken;
+}
+
+}  // namespace
+}  // namespace sb
