@@ -1,0 +1,284 @@
+// The real program, started, signalled and killed.
+#include <fcntl.h>
+#include <gtest/gtest.h>
+#include <sys/resource.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <csignal>
+#include <functional>
+#include <nlohmann/json.hpp>
+#include <thread>
+
+#include "core/random.h"
+#include "tests/train/scratch_directory.h"
+#include "train/checkpoint.h"
+
+namespace sb {
+namespace {
+
+namespace fs = std::filesystem;
+using Milliseconds = std::chrono::milliseconds;
+
+constexpr const char* kRun = R"(
+model:
+  init: {model_type: qwen2, vocab_size: 16, hidden_size: 32, intermediate_size: 48, num_hidden_layers: 2,
+         num_attention_heads: 2, num_key_value_heads: 1, head_dim: 16}
+data:
+  synthetic: {task: chunk_recall, vocab_size: 16, length: 48, chunk: 4,
+              curriculum: {start_length: 12, threshold: 0.05, min_observations: 9}}
+batch: {global_batch_size: 4, micro_batch_sequences: 2}
+optimizer: {learning_rate: 5.0e-3, schedule: cosine, warmup_steps: 2}
+train: {max_steps: 40, save_steps: 1, save_total_limit: 2, threads: 2, validation_sequences: 2, validation_steps: 10}
+)";
+
+// `sparsebalance train` in a process of its own, output to a file.
+class Training {
+ public:
+  Training(const fs::path& directory, const std::vector<std::string>& arguments, rlim_t file_size_limit = RLIM_INFINITY)
+      : output_(directory / "output.txt") {
+    std::vector<std::string> words = {SB_PROGRAM, "train", (directory / "run.yaml").string(), "--set",
+                                      "train.output_dir=" + (directory / "run").string()};
+    for (const std::string& argument : arguments) words.push_back(argument);
+    std::vector<char*> pointers;
+    for (std::string& word : words) pointers.push_back(word.data());
+    pointers.push_back(nullptr);
+    write_bytes(directory / "run.yaml", kRun);
+    process_ = fork();
+    if (process_ == 0) {
+      const int out = open(output_.c_str(), O_WRONLY | O_CREAT | O_TRUNC, 0644);
+      dup2(out, STDOUT_FILENO);
+      dup2(out, STDERR_FILENO);
+      const rlimit limit = {file_size_limit, RLIM_INFINITY};
+      if (file_size_limit != RLIM_INFINITY) setrlimit(RLIMIT_FSIZE, &limit);
+      execv(pointers[0], pointers.data());
+      _exit(127);
+    }
+  }
+  ~Training() {
+    if (!reaped_) {
+      signal(SIGKILL);
+      wait();
+    }
+  }
+
+  void signal(int number) const { kill(process_, number); }
+  bool running() {
+    if (!reaped_ && waitpid(process_, &status_, WNOHANG) == process_) reaped_ = true;
+    return !reaped_;
+  }
+  // The exit code; minus the signal that ended it.
+  int wait() {
+    if (!reaped_) waitpid(process_, &status_, 0);
+    reaped_ = true;
+    return WIFEXITED(status_) ? WEXITSTATUS(status_) : -WTERMSIG(status_);
+  }
+  std::string output() const { return read_bytes(output_); }
+
+ private:
+  fs::path output_;
+  pid_t process_ = -1;
+  int status_ = 0;
+  bool reaped_ = false;
+};
+
+int train(const fs::path& directory, const std::vector<std::string>& arguments = {}) {
+  Training training(directory, arguments);
+  const int code = training.wait();
+  if (code != 0) ADD_FAILURE() << training.output();
+  return code;
+}
+
+std::string final_weights(const fs::path& directory) {
+  return read_bytes(directory / "run" / "final" / "model.safetensors");
+}
+
+bool contains(const std::string& text, const std::string& word) {
+  return text.find(word) != std::string::npos;
+}
+
+// Waits for the condition while the process runs; false when the process ended first.
+bool wait_for(Training& training, const std::function<bool()>& condition) {
+  while (training.running()) {
+    if (condition()) return true;
+    std::this_thread::sleep_for(std::chrono::microseconds(200));
+  }
+  return false;
+}
+
+bool is_saving(const fs::path& directory) {
+  std::error_code gone;  // entries come and go while we look
+  for (auto entry = fs::directory_iterator(directory / "run", gone); !gone && entry != fs::directory_iterator();
+       entry.increment(gone))
+    if (entry->path().filename().string().starts_with(".saving-checkpoint")) return true;
+  return false;
+}
+
+size_t metric_lines(const fs::path& directory) {
+  const fs::path file = directory / "run" / "metrics.jsonl";
+  if (!fs::exists(file)) return 0;
+  const std::string text = read_bytes(file);
+  return static_cast<size_t>(std::count(text.begin(), text.end(), '\n'));
+}
+
+// Killed again and again, at random moments and in the middle of saves, a run ends with the bytes of one that was left
+// alone. The seed is fixed, the moments are not: what is tested is that no moment matters.
+TEST(Process, KilledAtAnyMomentItEndsTheSame) {
+  ScratchDirectory undisturbed, killed;
+  ASSERT_EQ(train(undisturbed.path()), 0);
+  Random random(20);
+  int kills = 0, kills_in_save = 0;
+  for (int round = 0; round < 16; ++round) {
+    Training training(killed.path(), {});
+    if (round % 2 == 0) {
+      // Into a save: the directory under its temporary name is there.
+      wait_for(training, [&] { return is_saving(killed.path()); });
+      std::this_thread::sleep_for(std::chrono::microseconds(random.below(1500)));
+    } else {
+      const auto moment = std::chrono::steady_clock::now() + Milliseconds(random.below(120));
+      wait_for(training, [&] { return std::chrono::steady_clock::now() >= moment; });
+    }
+    training.signal(SIGKILL);
+    const int code = training.wait();
+    if (code == 0) break;
+    EXPECT_EQ(code, -SIGKILL) << training.output();
+    ++kills;
+    kills_in_save += is_saving(killed.path());
+    // What has a checkpoint's name is intact, however the process ended.
+    for (const int64_t step : checkpoint_steps(killed / "run"))
+      EXPECT_EQ(find_damage(checkpoint_path(killed / "run", step)), std::nullopt) << step;
+  }
+  EXPECT_GT(kills, 0);
+  EXPECT_GT(kills_in_save, 0);
+  ASSERT_EQ(train(killed.path()), 0);
+  EXPECT_EQ(final_weights(killed.path()), final_weights(undisturbed.path()));
+  EXPECT_EQ(read_bytes(killed / "run" / "checkpoint-40" / "state.json"),
+            read_bytes(undisturbed / "run" / "checkpoint-40" / "state.json"));
+  EXPECT_FALSE(is_saving(killed.path()));
+
+  // The record has every step once, with the numbers of the undisturbed run.
+  const auto losses = [](const fs::path& directory) {
+    std::istringstream in(read_bytes(directory / "run" / "metrics.jsonl"));
+    std::vector<std::pair<int64_t, double>> result;
+    std::string line;
+    while (std::getline(in, line)) {
+      const auto object = nlohmann::json::parse(line);
+      if (object.contains("loss")) result.emplace_back(object["step"], object["loss"]);
+    }
+    return result;
+  };
+  EXPECT_EQ(losses(killed.path()).size(), 40u);
+  EXPECT_EQ(losses(killed.path()), losses(undisturbed.path()));
+}
+
+class StopSignals : public testing::TestWithParam<int> {};
+
+TEST_P(StopSignals, SavesExitsWithZeroAndGoesOnExactly) {
+  ScratchDirectory undisturbed, stopped;
+  const std::vector<std::string> rarely = {"--set", "train.save_steps=0"};
+  ASSERT_EQ(train(undisturbed.path(), rarely), 0);
+  {
+    Training training(stopped.path(), rarely);
+    ASSERT_TRUE(wait_for(training, [&] { return metric_lines(stopped.path()) >= 4; }));
+    training.signal(GetParam());
+    EXPECT_EQ(training.wait(), 0) << training.output();
+    EXPECT_TRUE(contains(training.output(), "stopped after step")) << training.output();
+    EXPECT_TRUE(contains(training.output(), "the same command goes on from there"));
+  }
+  EXPECT_FALSE(fs::exists(stopped / "run" / "final"));
+  ASSERT_EQ(checkpoint_steps(stopped / "run").size(), 1u);
+  EXPECT_EQ(train(stopped.path(), rarely), 0);
+  EXPECT_EQ(final_weights(stopped.path()), final_weights(undisturbed.path()));
+}
+
+INSTANTIATE_TEST_SUITE_P(Signals, StopSignals, testing::Values(SIGTERM, SIGINT));
+
+TEST(Process, ADamagedCheckpointIsNamedAndSkipped) {
+  ScratchDirectory undisturbed, damaged;
+  ASSERT_EQ(train(undisturbed.path()), 0);
+  ASSERT_EQ(train(damaged.path(), {"--set", "train.save_steps=15"}), 0);
+  ASSERT_EQ(checkpoint_steps(damaged / "run"), (std::vector<int64_t>{30, 40}));
+  fs::resize_file(damaged / "run" / "checkpoint-40" / "optimizer.safetensors", 1000);
+  fs::remove_all(damaged / "run" / "final");
+  Training again(damaged.path(), {});
+  EXPECT_EQ(again.wait(), 0);
+  EXPECT_TRUE(contains(again.output(), "checkpoint-40 is damaged (optimizer.safetensors has 1000 bytes"))
+      << again.output();
+  EXPECT_TRUE(contains(again.output(), "resumed from " + (damaged / "run" / "checkpoint-30").string()));
+  EXPECT_EQ(final_weights(damaged.path()), final_weights(undisturbed.path()));
+}
+
+TEST(Process, AFullDiskEndsTheRunWithAClearErrorAndTheOldCheckpoint) {
+  ScratchDirectory undisturbed, full;
+  ASSERT_EQ(train(undisturbed.path()), 0);
+  {
+    Training training(full.path(), {"--set", "train.save_steps=7"});
+    ASSERT_TRUE(wait_for(training, [&] { return fs::exists(full / "run" / "checkpoint-7"); }));
+    training.signal(SIGKILL);
+    training.wait();
+  }
+  const int64_t newest = checkpoint_steps(full / "run").back();
+  {
+    // The weights take more than this: the next save fails as on a full disk.
+    Training training(full.path(), {}, 20'000);
+    EXPECT_EQ(training.wait(), 2);
+    EXPECT_TRUE(contains(training.output(), "could not be saved")) << training.output();
+    EXPECT_TRUE(contains(training.output(), "checkpoint-" + std::to_string(newest) + " is intact"))
+        << training.output();
+  }
+  EXPECT_EQ(checkpoint_steps(full / "run").back(), newest);
+  EXPECT_EQ(train(full.path()), 0);
+  EXPECT_EQ(final_weights(full.path()), final_weights(undisturbed.path()));
+}
+
+TEST(Process, AnotherRunsDirectoryAndASecondProcessAreRefused) {
+  ScratchDirectory scratch;
+  {
+    Training first(scratch.path(), {"--set", "train.max_steps=100000"});
+    ASSERT_TRUE(wait_for(first, [&] { return metric_lines(scratch.path()) >= 2; }));
+    ScratchDirectory elsewhere;  // for its output
+    Training second(elsewhere.path(), {"--set", "train.output_dir=" + (scratch / "run").string()});
+    EXPECT_EQ(second.wait(), 2);
+    EXPECT_TRUE(contains(second.output(), "another process is training there")) << second.output();
+  }
+  Training other(scratch.path(), {"--set", "train.seed=7"});
+  EXPECT_EQ(other.wait(), 2);
+  EXPECT_TRUE(contains(other.output(), "already holds another run")) << other.output();
+  EXPECT_TRUE(contains(other.output(), "train.seed: 1 there, 7 here"));
+}
+
+TEST(Process, PrintConfigPrintsAndStops) {
+  ScratchDirectory scratch;
+  Training training(scratch.path(), {"--print-config", "--set", "train.seed=9"});
+  EXPECT_EQ(training.wait(), 0);
+  EXPECT_TRUE(contains(training.output(), "seed: 9"));
+  EXPECT_FALSE(fs::exists(scratch / "run"));
+}
+
+TEST(Process, WhatThisBuildCannotDoIsRefused) {
+  for (const char* option : {"device=cuda", "parallel.dp=2"}) {
+    ScratchDirectory scratch;
+    Training training(scratch.path(), {"--set", option});
+    EXPECT_EQ(training.wait(), 2) << option << training.output();
+    EXPECT_FALSE(fs::exists(scratch / "run")) << option;
+  }
+}
+
+TEST(Process, ItSaysWhatItDoesFromHeaderToResults) {
+  ScratchDirectory scratch;
+  Training training(scratch.path(), {"--set", "train.max_steps=3"});
+  ASSERT_EQ(training.wait(), 0);
+  const std::string out = training.output();
+  size_t at = 0;
+  for (const char* part : {"configuration", "output_dir:", "layout", "1 process, 2 threads", "memory plan", "optimizer",
+                           "total", "validation at step 0", "step 1/3", "GFLOP/s", "step 3/3", "validation at step 3",
+                           "tokens/s", "before:", "after:", "final", "metrics.jsonl"}) {
+    const size_t found = out.find(part, at);
+    ASSERT_NE(found, std::string::npos) << part << " after\n" << out.substr(0, at);
+    at = found;
+  }
+}
+
+}  // namespace
+}  // namespace sb
