@@ -5,33 +5,11 @@
 #include "attention/dense_attention.h"
 #include "core/errors.h"
 #include "core/log.h"
-#include "data/synthetic.h"
 #include "train/host_memory.h"
+#include "train/sources.h"
 
 namespace sb {
 namespace {
-
-// Validation must not repeat what was trained on.
-constexpr uint64_t kValidationStream = 0x76616c6964617465;
-
-struct Sources {
-  std::unique_ptr<SequenceSource> train, validation;
-  ValidationSet validation_set;
-};
-
-Sources make_sources(const RunConfig& config) {
-  Sources sources;
-  const SyntheticOptions& task = *config.data.synthetic;
-  sources.train = make_synthetic_source(task, config.train.seed);
-  SyntheticOptions fixed = task;
-  if (task.curriculum) fixed.length = LengthDistribution::fixed(task.curriculum->end);
-  fixed.curriculum.reset();
-  sources.validation = make_synthetic_source(fixed, config.train.seed ^ kValidationStream);
-  sources.validation_set.source = sources.validation.get();
-  sources.validation_set.sequences = config.train.validation_sequences;
-  if (task.task == SyntheticTask::chunk_recall) sources.validation_set.recall_chunk = task.chunk;
-  return sources;
-}
 
 // Nothing is switched off silently: what this build cannot do is refused.
 void refuse_unsupported(const RunConfig& config) {
@@ -91,9 +69,9 @@ TrainSummary run_training(const RunConfig& config, std::FILE* out, bool terminal
   refuse_unsupported(config);
   Console console(out, terminal, config.train.log_steps);
   DenseAttention attention;
-  Sources sources = make_sources(config);
-  const TrainerParts parts{run_model_config(config), attention, *sources.train,
-                           sources.validation_set,   console,   stop_requested};
+  const ModelConfig model = run_model_config(config);
+  const Sources sources = make_sources(config, model.vocab_size);
+  const TrainerParts parts{model, attention, *sources.train, sources.validation_set, console, stop_requested};
 
   const MemoryPlan plan = Trainer::memory_plan(config, parts);
   const int64_t memory = available_host_memory();

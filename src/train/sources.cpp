@@ -1,0 +1,79 @@
+#include "train/sources.h"
+
+#include <algorithm>
+
+#include "core/errors.h"
+#include "core/log.h"
+#include "data/synthetic.h"
+#include "data/token_dataset.h"
+
+namespace sb {
+namespace {
+
+// Validation must not repeat what was trained on.
+constexpr uint64_t kValidationSeed = 0x76616c6964617465;
+
+Sources synthetic_sources(const RunConfig& config, int64_t vocab_size) {
+  const SyntheticOptions& task = *config.data.synthetic;
+  SB_USER_CHECK(task.vocab_size <= vocab_size, "data.synthetic.vocab_size is {} but the model's vocabulary is {}",
+                task.vocab_size, vocab_size);
+  Sources sources;
+  sources.train = make_synthetic_source(task, config.train.seed);
+  // Always of the full length: what a curriculum has reached so far would be another measure each time.
+  SyntheticOptions fixed = task;
+  if (task.curriculum) fixed.length = LengthDistribution::fixed(task.curriculum->end);
+  fixed.curriculum.reset();
+  sources.validation = make_synthetic_source(fixed, config.train.seed ^ kValidationSeed);
+  sources.validation_set = {sources.validation.get(), config.train.validation_sequences,
+                            task.task == SyntheticTask::chunk_recall ? task.chunk : 0};
+  return sources;
+}
+
+TokenDatasetOptions dataset_options(const RunConfig& config, const std::vector<WeightedPath>& paths,
+                                    int64_t vocab_size) {
+  TokenDatasetOptions options;
+  for (const WeightedPath& path : paths) options.paths.push_back(path.path.string());
+  options.max_sequence_length = config.data.max_sequence_length;
+  options.long_rule = config.data.overlong == DataOptions::Overlong::split ? TokenDatasetOptions::LongRule::split
+                                                                           : TokenDatasetOptions::LongRule::drop;
+  options.vocab_size = vocab_size;
+  return options;
+}
+
+std::unique_ptr<SequenceSource> token_source(const RunConfig& config, int64_t vocab_size) {
+  const std::vector<WeightedPath>& paths = config.data.train;
+  TokenDatasetOptions options = dataset_options(config, paths, vocab_size);
+  options.shuffle = config.data.shuffle;
+  // In run.yaml a weight is how often each sequence is seen; the dataset wants the share of each path.
+  if (std::any_of(paths.begin(), paths.end(), [](const WeightedPath& path) { return path.weight != 1.0; })) {
+    for (const WeightedPath& path : paths) {
+      const TokenDataset alone(dataset_options(config, {path}, vocab_size), config.train.seed);
+      options.weights.push_back(path.weight * static_cast<double>(alone.size()));
+    }
+  }
+  auto source = std::make_unique<TokenDataset>(options, config.train.seed);
+  const TokenDataset::Summary& summary = source->summary();
+  log::info("training data: {} sequences with {} tokens from {} documents ({} split, {} too long, {} too short)",
+            summary.sequences, summary.tokens, summary.documents, summary.split_documents, summary.dropped_long,
+            summary.dropped_short);
+  return source;
+}
+
+}  // namespace
+
+Sources make_sources(const RunConfig& config, int64_t vocab_size) {
+  if (config.data.synthetic) return synthetic_sources(config, vocab_size);
+  Sources sources;
+  sources.train = token_source(config, vocab_size);
+  if (config.data.validation.empty()) return sources;
+  // In the order of the files, so that it is the same sequences every time.
+  TokenDatasetOptions options = dataset_options(config, config.data.validation, vocab_size);
+  options.shuffle = false;
+  sources.validation = std::make_unique<TokenDataset>(options, config.train.seed);
+  const auto all = static_cast<int64_t>(sources.validation->size());
+  const int64_t wanted = config.train.validation_sequences;
+  sources.validation_set = {sources.validation.get(), wanted == 0 ? all : std::min(wanted, all), 0};
+  return sources;
+}
+
+}  // namespace sb

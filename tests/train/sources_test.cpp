@@ -1,0 +1,140 @@
+#include "train/sources.h"
+
+#include <gtest/gtest.h>
+
+#include <map>
+
+#include "data/token_writer.h"
+#include "tests/train/scratch_directory.h"
+#include "tests/train/tiny_run.h"
+#include "train/training_run.h"
+
+namespace sb {
+namespace {
+
+namespace fs = std::filesystem;
+
+// Documents of the given lengths, all tokens equal to `token`.
+void write_documents(const fs::path& prefix, const std::vector<int>& lengths, int32_t token) {
+  TokenWriter writer(prefix.string(), {});
+  for (const int length : lengths) writer.add(std::vector<int32_t>(static_cast<size_t>(length), token));
+  writer.finish();
+}
+
+RunConfig token_run(const fs::path& directory, const std::string& data,
+                    const std::vector<std::string>& overrides = {}) {
+  std::vector<std::string> all = {"train.output_dir=" + (directory / "run").string()};
+  all.insert(all.end(), overrides.begin(), overrides.end());
+  return parse_run_config(R"(
+model:
+  init: {model_type: llama, vocab_size: 16, hidden_size: 32, intermediate_size: 48, num_hidden_layers: 1,
+         num_attention_heads: 2, num_key_value_heads: 1, head_dim: 16}
+batch: {global_batch_size: 3, micro_batch_sequences: 2}
+train: {max_steps: 6, save_steps: 3, threads: 1, tensorboard: false}
+optimizer: {learning_rate: 1.0e-2, schedule: constant}
+data: )" + data,
+                          "tokens.yaml", all);
+}
+
+TEST(Sources, TokenFilesAreCutAndCounted) {
+  ScratchDirectory scratch;
+  write_documents(scratch / "a", {10, 25, 1}, 3);
+  const std::string train = "{train: [" + (scratch / "a").string() + "], max_sequence_length: 12, overlong: ";
+  const Sources split = make_sources(token_run(scratch.path(), train + "split}"), 16);
+  EXPECT_EQ(split.train->size(), 3u);  // 10, 12, 12; the rests of one token have no target
+  EXPECT_EQ(split.train->max_length(), 12);
+  EXPECT_EQ(split.validation, nullptr);
+  EXPECT_EQ(split.validation_set.source, nullptr);
+  const Sources drop = make_sources(token_run(scratch.path(), train + "drop}"), 16);
+  EXPECT_EQ(drop.train->size(), 1u);
+}
+
+TEST(Sources, AWeightSaysHowOftenEachSequenceIsSeen) {
+  ScratchDirectory scratch;
+  write_documents(scratch / "a", std::vector<int>(10, 8), 1);
+  write_documents(scratch / "b", std::vector<int>(30, 8), 2);
+  const std::string data = "{train: [{path: " + (scratch / "a").string() + ", weight: 3}, " + (scratch / "b").string() +
+                           "], max_sequence_length: 8}";
+  const Sources sources = make_sources(token_run(scratch.path(), data), 16);
+  std::map<int32_t, int> seen;
+  for (uint64_t i = 0; i < 6000; ++i) ++seen[sources.train->read(i).tokens[0]];
+  EXPECT_NEAR(seen[1], 3000, 100);  // 10 sequences three times each against 30 once
+  EXPECT_NEAR(seen[2], 3000, 100);
+}
+
+TEST(Sources, ValidationReadsTheFilesInOrder) {
+  ScratchDirectory scratch;
+  write_documents(scratch / "t", {9, 9}, 1);
+  write_documents(scratch / "v", {5, 6, 7}, 2);
+  const std::string data = "{train: [" + (scratch / "t").string() + "], validation: [" + (scratch / "v").string() +
+                           "], max_sequence_length: 16}";
+  for (const auto& [wanted, expected] : {std::pair{0, 3}, {2, 2}, {64, 3}}) {
+    const Sources sources =
+        make_sources(token_run(scratch.path(), data, {"train.validation_sequences=" + std::to_string(wanted)}), 16);
+    EXPECT_EQ(sources.validation_set.sequences, expected);
+    EXPECT_EQ(sources.validation_set.recall_chunk, 0);
+    for (int i = 0; i < expected; ++i) EXPECT_EQ(sources.validation->length(static_cast<uint64_t>(i)), 5 + i);
+  }
+}
+
+TEST(Sources, WhatIsMissingOrForeignIsNamed) {
+  ScratchDirectory scratch;
+  const std::string missing = "{train: [" + (scratch / "none").string() + "], max_sequence_length: 8}";
+  EXPECT_NE(user_error_of([&] { make_sources(token_run(scratch.path(), missing), 16); }).find("none"),
+            std::string::npos);
+  write_documents(scratch / "big", {8, 8, 8}, 200);
+  const std::string big = "{train: [" + (scratch / "big").string() + "], max_sequence_length: 8}";
+  std::FILE* null = std::fopen("/dev/null", "w");
+  EXPECT_NE(user_error_of([&] {
+              run_training(token_run(scratch.path(), big), null, false, [] { return false; });
+            }).find("200"),
+            std::string::npos);
+  std::fclose(null);
+  EXPECT_THROW(make_sources(tiny_run(scratch / "x"), 8), UserError);  // a task of 16 tokens for a model of 8
+}
+
+TEST(Sources, SyntheticValidationHasTheFullLengthAndOtherSequences) {
+  ScratchDirectory scratch;
+  const RunConfig config = tiny_run(scratch / "run", {"data.synthetic.min_length=0", "data.synthetic.length=64",
+                                                      "data.synthetic.curriculum.start_length=16"});
+  const Sources sources = make_sources(config, 16);
+  EXPECT_EQ(sources.train->length(0), 16);
+  EXPECT_EQ(sources.validation->length(0), 64);
+  EXPECT_EQ(sources.validation_set.recall_chunk, 4);
+  const RunConfig fixed = tiny_run(scratch / "run");
+  const Sources plain = make_sources(fixed, 16);
+  EXPECT_NE(plain.train->read(0).tokens, plain.validation->read(0).tokens);
+}
+
+TEST(TrainingRun, TokenFilesTrainAndResumeExactly) {
+  ScratchDirectory scratch;
+  TokenWriter writer((scratch / "text").string(), {});
+  for (int document = 0; document < 7; ++document) {
+    std::vector<int32_t> tokens;
+    std::vector<uint8_t> targets;
+    for (int i = 0; i < 11 + 3 * document; ++i) {
+      tokens.push_back((i * (document + 1)) % 16);
+      targets.push_back(i % 5 != 0);
+    }
+    writer.add(tokens, targets);
+  }
+  writer.finish();
+  const std::string data = "{train: [" + (scratch / "text").string() + "], validation: [" +
+                           (scratch / "text").string() + "], max_sequence_length: 20}";
+  std::FILE* null = std::fopen("/dev/null", "w");
+  const auto train = [&](const std::string& name, int steps) {
+    const RunConfig config = token_run(scratch / name, data, {"train.max_steps=" + std::to_string(steps)});
+    return run_training(config, null, false, [] { return false; });
+  };
+  const TrainSummary whole = train("whole", 6);
+  train("halves", 3);
+  train("halves", 6);
+  std::fclose(null);
+  EXPECT_LT(whole.last_validation->loss, whole.first_validation->loss);
+  EXPECT_EQ(whole.last_validation->recall, std::nullopt);
+  EXPECT_EQ(read_bytes(scratch / "whole" / "run" / "final" / "model.safetensors"),
+            read_bytes(scratch / "halves" / "run" / "final" / "model.safetensors"));
+}
+
+}  // namespace
+}  // namespace sb
