@@ -46,7 +46,10 @@ struct ThreadPool::State {
   int64_t count = 0, grain = 1;
   std::atomic<int64_t> next{0};
   std::atomic<uint64_t> generation{0};
-  std::atomic<int> running{0};
+  // Workers inside the current loop, and whether more may enter. A worker that the system has not got round to waking
+  // finds the loop closed and is not waited for.
+  static constexpr uint32_t kOpen = 1u << 31;
+  std::atomic<uint32_t> gate{0};
   bool stop = false;
   std::exception_ptr failure;
 
@@ -73,12 +76,21 @@ struct ThreadPool::State {
         if (stop) return;
       }
       seen = generation.load(std::memory_order_acquire);
+      if (!enter()) continue;
       work(thread);
-      if (running.fetch_sub(1, std::memory_order_acq_rel) == 1) {
+      if (gate.fetch_sub(1, std::memory_order_acq_rel) == 1) {  // the last one out of a closed loop
         const std::lock_guard lock(mutex);
         done.notify_one();
       }
     }
+  }
+
+  bool enter() {
+    uint32_t inside = gate.load(std::memory_order_acquire);
+    while (inside & kOpen) {
+      if (gate.compare_exchange_weak(inside, inside + 1, std::memory_order_acq_rel)) return true;
+    }
+    return false;
   }
 };
 
@@ -110,15 +122,17 @@ void ThreadPool::parallel_for(int64_t count, int64_t grain, const std::function<
     s.count = count;
     s.grain = std::max<int64_t>(grain, 1);
     s.next.store(0, std::memory_order_relaxed);
-    s.running.store(threads_ - 1, std::memory_order_relaxed);
     s.failure = nullptr;
+    s.gate.store(State::kOpen, std::memory_order_release);
     s.generation.fetch_add(1, std::memory_order_release);
   }
   s.wake.notify_all();
   s.work(0);
-  if (!spin_until([&] { return s.running.load(std::memory_order_acquire) == 0; })) {
+  s.gate.fetch_and(~State::kOpen, std::memory_order_acq_rel);
+  const auto empty = [&] { return s.gate.load(std::memory_order_acquire) == 0; };
+  if (!spin_until(empty)) {
     std::unique_lock lock(s.mutex);
-    s.done.wait(lock, [&] { return s.running.load(std::memory_order_acquire) == 0; });
+    s.done.wait(lock, empty);
   }
   if (s.failure) std::rethrow_exception(std::exchange(s.failure, nullptr));
 }
