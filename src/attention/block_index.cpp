@@ -142,9 +142,11 @@ int64_t BlockIndex::row_token_pairs(const Sequence& sequence, int query_block, c
   for (size_t i = 0; i < row.blocks.size(); ++i) {
     const int64_t key = int64_t{row.blocks[i]} * shape_.block;
     const int64_t keys = std::min<int64_t>(shape_.block, sequence.length - key);
-    for (int64_t token = std::max(begin + row.first[i], key); token < end; ++token) {
-      pairs += std::min(keys, token - key + 1);
-    }
+    // Tokens from `from` on see a growing part of the block, from `full` on all of it.
+    const int64_t from = std::max(begin + row.first[i], key),
+                  full = std::clamp(key + keys - 1, from, std::max(from, end));
+    const int64_t partial = std::min(full, end);
+    if (from < end) pairs += triangle(partial - key) - triangle(from - key) + (end - partial) * keys;
   }
   for (const int32_t column : row.columns) pairs += end - std::max<int64_t>(begin, column);
   return pairs;

@@ -102,13 +102,6 @@ void check_operands(const Exec& exec, const AttentionShape& shape, const PackedS
   if (index == nullptr) return;
   SB_CHECK(index->shape().list_heads == shape.kv_heads || index->shape().list_heads == shape.heads,
            "an index of {} list heads for {}:{} heads", index->shape().list_heads, shape.heads, shape.kv_heads);
-  SB_CHECK(static_cast<int>(index->sequences().size()) == sequences.sequences(), "an index of {} sequences for {}",
-           index->sequences().size(), sequences.sequences());
-  for (int i = 0; i < sequences.sequences(); ++i) {
-    SB_CHECK(index->sequences()[i].token_begin == sequences.cu_seqlens[i] &&
-                 index->sequences()[i].length == sequences.cu_seqlens[i + 1] - sequences.cu_seqlens[i],
-             "the index was built for other lengths (sequence {})", i);
-  }
 }
 
 int64_t cpu_attention_scratch_bytes(const AttentionShape& shape, int64_t max_tokens, int threads) {

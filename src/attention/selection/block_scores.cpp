@@ -7,8 +7,8 @@
 namespace sb {
 
 BlockScorer::BlockScorer(const AttentionShape& shape, BlockScore score, const float* q, const float* statistics,
-                         int64_t blocks)
-    : shape_(shape), score_(score), q_(q), statistics_(statistics), blocks_(blocks) {}
+                         int64_t blocks, int64_t first_token)
+    : shape_(shape), score_(score), q_(q), statistics_(statistics), blocks_(blocks), first_token_(first_token) {}
 
 const float* BlockScorer::token_masses(int head, int64_t begin, int64_t end, int64_t count) {
   const int group = shape_.group(), d = shape_.head_dim;
@@ -17,7 +17,7 @@ const float* BlockScorer::token_masses(int head, int64_t begin, int64_t end, int
   scores_.resize(rows * count);
   masses_.resize((end - begin) * count);
   for (int64_t row = 0; row < rows; ++row) {
-    const int64_t token = begin + row / group, query_head = int64_t{head} * group + row % group;
+    const int64_t token = begin - first_token_ + row / group, query_head = int64_t{head} * group + row % group;
     fill_query_row(score_, q_ + (token * shape_.heads + query_head) * d, d, shape_.scale,
                    queries_.data() + row * width);
   }

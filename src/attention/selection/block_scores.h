@@ -12,8 +12,10 @@ namespace sb {
 // buffers of its products.
 class BlockScorer {
  public:
-  // `q` points to the sequence's first token [tokens, heads, d]; `statistics` is what BlockStatistics filled.
-  BlockScorer(const AttentionShape& shape, BlockScore score, const float* q, const float* statistics, int64_t blocks);
+  // `q` points to token `first_token` of the sequence [tokens, heads, d]; `statistics` is what BlockStatistics filled
+  // for `blocks` blocks.
+  BlockScorer(const AttentionShape& shape, BlockScore score, const float* q, const float* statistics, int64_t blocks,
+              int64_t first_token = 0);
 
   // Log relative masses of blocks 0 … count-1 for tokens [begin, end) under kv head `head`: row t of the result (stride
   // `count`) belongs to token begin + t. Over the query heads of the group the largest relative mass counts.
@@ -26,7 +28,7 @@ class BlockScorer {
   BlockScore score_;
   const float* q_;
   const float* statistics_;
-  int64_t blocks_;
+  int64_t blocks_, first_token_;
   std::vector<float> queries_, scores_, masses_, tile_masses_;
 };
 

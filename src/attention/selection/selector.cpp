@@ -5,7 +5,6 @@
 #include <bit>
 #include <cmath>
 
-#include "attention/selection/block_scores.h"
 #include "core/errors.h"
 
 namespace sb {
@@ -105,19 +104,10 @@ int64_t Selector::select_by_scores(const Exec& exec, const SelectionRequest& req
       if (!needed) {
         choose_everything(tiles, tile, row);
       } else {
-        const int64_t free_quota = tiles.free_quota(tile);
-        StaircaseRule rule = staircase_rule(kind, free_quota, config_.step, lookahead ? 1 : config_.query_block);
-        rule.coverage = config_.coverage;
-        if (kind == StaircaseRule::Kind::mass) {
-          // The threshold decides; floor and cap keep a tile from starving or from taking everything.
-          rule.threshold = threshold;
-          rule.floor = (free_quota + 3) / 4;
-          rule.first = rule.total = 2 * free_quota;
-        }
         const int64_t mass_row = lookahead ? tile - first : tiles.begin(tile) - tiles.begin(first);
         worker.staircase.choose(tiles, tile,
                                 {masses + mass_row * competing, competing, lookahead ? 1 : tiles.rows(tile), competing},
-                                rule, row);
+                                rule(kind, tiles, tile, threshold), row);
       }
       builder.set_row(thread, BlockIndex::row_id(request.place, head, static_cast<int>(tile)), row);
       chosen.fetch_add(static_cast<int64_t>(row.size()), std::memory_order_relaxed);
@@ -151,6 +141,36 @@ void Selector::select_most_mass(const Exec& exec, const SelectionRequest& reques
                       rows[tile]);
     }
   });
+}
+
+StaircaseRule Selector::rule(StaircaseRule::Kind kind, const SequenceTiles& tiles, int64_t tile,
+                             float threshold) const {
+  const int64_t free_quota = tiles.free_quota(tile);
+  StaircaseRule rule = staircase_rule(kind, free_quota, config_.step,
+                                      config_.order == SelectionOrder::lookahead ? 1 : config_.query_block);
+  rule.coverage = config_.coverage;
+  if (kind == StaircaseRule::Kind::mass) {
+    // The threshold decides; floor and cap keep a tile from starving or from taking everything.
+    rule.threshold = threshold;
+    rule.floor = (free_quota + 3) / 4;
+    rule.first = rule.total = 2 * free_quota;
+  }
+  return rule;
+}
+
+void Selector::choose_tile(const SelectionRequest& request, int head, int64_t tile, BlockScorer& scorer,
+                           std::vector<IndexEntry>& row) const {
+  const SequenceTiles& tiles = request.tiles;
+  if (config_.pattern == SelectionPattern::window) return choose_window(tiles, tile, row);
+  SB_CHECK(config_.order == SelectionOrder::causal && !config_.lists_per_query_head(), "pattern looks ahead");
+  const auto kind = config_.pattern == SelectionPattern::topk   ? StaircaseRule::Kind::topk
+                    : config_.pattern == SelectionPattern::topp ? StaircaseRule::Kind::topp
+                                                                : StaircaseRule::Kind::mass;
+  const int64_t competing = tiles.competing(tile);
+  if (tiles.candidates(tile) == 0) return choose_everything(tiles, tile, row);
+  const float* masses = scorer.token_masses(head, tiles.begin(tile), tiles.end(tile), competing);
+  Staircase().choose(tiles, tile, {masses, competing, tiles.rows(tile), competing},
+                     rule(kind, tiles, tile, threshold(request)), row);
 }
 
 float Selector::threshold(const SelectionRequest& request) const {

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "attention/block_index.h"
-#include "attention/selection/block_statistics.h"
+#include "attention/selection/block_scores.h"
 #include "attention/selection/selection_config.h"
 #include "attention/selection/staircase.h"
 #include "attention/selection/tiles.h"
@@ -36,6 +36,10 @@ class Selector {
   }
   // Hands every row of the sequence to the builder.
   void select(const Exec& exec, const SelectionRequest& request, BlockIndexBuilder& builder);
+  // Appends the list of one tile alone, for decoding: the scorer needs the queries of that tile only. Causal patterns
+  // with lists per kv head.
+  void choose_tile(const SelectionRequest& request, int head, int64_t tile, BlockScorer& scorer,
+                   std::vector<IndexEntry>& row) const;
 
   // The `mass` pattern carries a threshold per (layer, length class) from step to step: what a checkpoint must keep.
   using Thresholds = std::map<std::pair<int, int>, float>;
@@ -43,11 +47,12 @@ class Selector {
   void set_thresholds(Thresholds thresholds) { thresholds_ = std::move(thresholds); }
 
  private:
-  // Both return the number of chosen pairs, forced ones included.
+  // Returns the number of chosen pairs, forced ones included.
   int64_t select_by_scores(const Exec& exec, const SelectionRequest& request, StaircaseRule::Kind kind, float threshold,
                            BlockIndexBuilder& builder) const;
   void select_most_mass(const Exec& exec, const SelectionRequest& request, BlockIndexBuilder& builder) const;
   void select_vertical_slash(const Exec& exec, const SelectionRequest& request, BlockIndexBuilder& builder) const;
+  StaircaseRule rule(StaircaseRule::Kind kind, const SequenceTiles& tiles, int64_t tile, float threshold) const;
   float threshold(const SelectionRequest& request) const;
   void steer_threshold(const SelectionRequest& request, int64_t chosen);
 

@@ -1,0 +1,153 @@
+#include "attention/sparse_attention.h"
+
+#include <algorithm>
+
+#include "attention/block_sparse.h"
+
+namespace sb {
+namespace {
+
+class SparseState final : public AttentionState {
+ public:
+  BlockIndex index;
+};
+
+}  // namespace
+
+LayerAttention AttentionReport::total() const {
+  LayerAttention sum;
+  for (const LayerAttention& layer : layers) {
+    sum.pairs += layer.pairs;
+    sum.causal_pairs += layer.causal_pairs;
+    sum.coverage += layer.coverage;
+    sum.covered_tokens += layer.covered_tokens;
+  }
+  return sum;
+}
+
+SparseAttention::SparseAttention(const Options& options) : options_(options), selector_(options.selection) {
+  for (const int layer : options.selection.dense_layers) {
+    SB_USER_CHECK(layer >= 0 && layer < options.layers, "attention.dense_layers: {}, but the model has layers 0 to {}",
+                  layer, options.layers - 1);
+  }
+  report_.layers.resize(options.layers);
+}
+
+SparseAttention::~SparseAttention() = default;
+
+std::unique_ptr<AttentionState> SparseAttention::make_state() const {
+  return std::make_unique<SparseState>();
+}
+
+BlockIndex& SparseAttention::index(AttentionState& state) {
+  return static_cast<SparseState&>(state).index;
+}
+
+SequenceTiles SparseAttention::tiles_of(const PackedSequences& sequences, int sequence) const {
+  const SelectionConfig& selection = options_.selection;
+  SequenceTiles tiles;
+  tiles.tokens = sequences.cu_seqlens[sequence + 1] - sequences.cu_seqlens[sequence];
+  tiles.block = selection.block;
+  tiles.query_block = selection.query_block;
+  tiles.sink_blocks = selection.sink_blocks;
+  tiles.local_blocks = selection.local_blocks;
+  tiles.budget = sequences.budgets.empty() ? selection.budget : sequences.budgets[sequence];
+  return tiles;
+}
+
+void SparseAttention::choose(const Exec& exec, int layer, const AttentionShape& shape, const PackedSequences& sequences,
+                             const AttentionOperands& operands, BlockIndex& index) {
+  const SelectionConfig& selection = options_.selection;
+  const bool dense_layer =
+      std::find(selection.dense_layers.begin(), selection.dense_layers.end(), layer) != selection.dense_layers.end();
+  std::vector<uint8_t> dense(sequences.sequences());
+  for (int s = 0; s < sequences.sequences(); ++s) {
+    const SequenceTiles tiles = tiles_of(sequences, s);
+    dense[s] = dense_layer || selection.pattern == SelectionPattern::dense || tiles.tokens <= selection.dense_limit() ||
+               tiles.everything_fits();
+  }
+  const BlockIndexShape index_shape = {selection.block, selection.query_block, selector_.list_heads(shape)};
+  builder_.begin(index, index_shape, sequences.cu_seqlens, dense, exec.pool->threads());
+  for (int s = 0; s < sequences.sequences(); ++s) {
+    if (dense[s]) continue;
+    SelectionRequest request;
+    request.layer = layer;
+    request.shape = shape;
+    request.tiles = tiles_of(sequences, s);
+    request.q = operands.q.rows(sequences.cu_seqlens[s], sequences.cu_seqlens[s + 1]).f32();
+    request.k = operands.k.rows(sequences.cu_seqlens[s], sequences.cu_seqlens[s + 1]).f32();
+    request.place = index.sequences()[s];
+    if (selection.pattern != SelectionPattern::window && selection.pattern != SelectionPattern::vertical_slash) {
+      statistics_.resize(BlockStatistics::floats(selection.score, shape, request.tiles.blocks()));
+      BlockStatistics::fill(exec, shape, selection.score, request.k, request.tiles.tokens, selection.block,
+                            statistics_.data());
+      request.statistics = statistics_.data();
+    }
+    selector_.select(exec, request, builder_);
+  }
+  builder_.finish(*exec.pool);
+}
+
+void SparseAttention::forward(const Exec& exec, int layer, const AttentionShape& shape,
+                              const PackedSequences& sequences, const AttentionOperands& operands,
+                              AttentionState& state, bool replay) {
+  BlockIndex& chosen = index(state);
+  if (!replay) choose(exec, layer, shape, sequences, operands, chosen);
+  block_sparse_forward(exec, shape, chosen, operands);
+  if (replay) return;
+
+  LayerAttention& layer_report = report_.layers[layer];
+  layer_report.pairs += chosen.token_pairs();
+  layer_report.causal_pairs += chosen.causal_token_pairs();
+  if (options_.coverage_rows == 0) return;
+  for (int s = 0; s < sequences.sequences(); ++s) {
+    const SequenceTiles tiles = tiles_of(sequences, s);
+    if (tiles.tokens == 0) continue;
+    CoverageRequest request;
+    request.q = operands.q.rows(sequences.cu_seqlens[s], sequences.cu_seqlens[s + 1]).f32();
+    request.k = operands.k.rows(sequences.cu_seqlens[s], sequences.cu_seqlens[s + 1]).f32();
+    request.score = options_.selection.score;
+    request.rows = options_.coverage_rows;
+    request.index = &chosen;
+    request.sequence = s;
+    statistics_.resize(BlockStatistics::floats(request.score, shape, tiles.blocks()));
+    BlockStatistics::fill(exec, shape, request.score, request.k, tiles.tokens, tiles.block, statistics_.data());
+    request.statistics = statistics_.data();
+    report_.samples.push_back({layer, tiles.tokens, measure_coverage(exec, shape, tiles, request)});
+    layer_report.coverage += report_.samples.back().sample.held * static_cast<double>(tiles.tokens);
+    layer_report.covered_tokens += tiles.tokens;
+  }
+}
+
+void SparseAttention::backward(const Exec& exec, int layer, const AttentionShape& shape,
+                               const PackedSequences& sequences, const AttentionOperands& operands,
+                               const AttentionGradients& gradients, AttentionState& state) {
+  block_sparse_backward(exec, shape, index(state), operands, gradients);
+}
+
+int64_t SparseAttention::scratch_bytes(const AttentionShape& shape, int64_t max_tokens, int threads) const {
+  return block_sparse_scratch_bytes(shape, max_tokens, threads);
+}
+
+int64_t SparseAttention::state_bytes(const AttentionShape& shape, int64_t max_tokens) const {
+  // Twice the base budget: tuned budgets rise above it. Rows hold three bytes an entry, columns four.
+  const SelectionConfig& selection = options_.selection;
+  const int64_t blocks = (max_tokens + selection.block - 1) / selection.block;
+  const int64_t list =
+      std::min(blocks, 2 * selection.budget / selection.block + selection.sink_blocks + selection.local_blocks + 2);
+  const int64_t rows = (max_tokens + selection.query_block - 1) / selection.query_block * selector_.list_heads(shape);
+  int64_t bytes = rows * (list * 7 + 12);
+  if (selection.pattern == SelectionPattern::vertical_slash) {
+    bytes += rows * std::min(max_tokens, 2 * selection.vertical_cap) * static_cast<int64_t>(sizeof(int32_t));
+  }
+  return bytes;
+}
+
+AttentionReport SparseAttention::take_report() {
+  AttentionReport taken = std::move(report_);
+  report_ = {};
+  report_.layers.resize(options_.layers);
+  return taken;
+}
+
+}  // namespace sb

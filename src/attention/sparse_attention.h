@@ -1,0 +1,79 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "attention/attention.h"
+#include "attention/block_index.h"
+#include "attention/selection/coverage.h"
+#include "attention/selection/selector.h"
+
+namespace sb {
+
+// What attention did in one layer since the last report.
+struct LayerAttention {
+  int64_t pairs = 0;         // (query token, key token) pairs computed, over list heads
+  int64_t causal_pairs = 0;  // of a dense run
+  double coverage = 0;       // Σ over sampled (sequence, layer) of coverage · tokens
+  int64_t covered_tokens = 0;
+  double mean_coverage() const { return covered_tokens == 0 ? 1.0 : coverage / static_cast<double>(covered_tokens); }
+  double density() const {
+    return causal_pairs == 0 ? 1.0 : static_cast<double>(pairs) / static_cast<double>(causal_pairs);
+  }
+};
+
+// One measured coverage curve, for the balancer.
+struct MeasuredCoverage {
+  int layer;
+  int64_t tokens;
+  CoverageSample sample;
+};
+
+struct AttentionReport {
+  std::vector<LayerAttention> layers;
+  std::vector<MeasuredCoverage> samples;
+  LayerAttention total() const;
+};
+
+// Dynamic block-sparse attention: chooses pairs by the configured pattern under each sequence's budget, computes these,
+// and keeps the index for backward and recompute. Sequences within `dense_below` or their budget, and layers in
+// `dense_layers`, run dense in the same call.
+class SparseAttention final : public Attention {
+ public:
+  struct Options {
+    SelectionConfig selection;
+    int layers = 0;
+    // Rows of every sequence on which the true coverage is measured each forward; 0: none.
+    int coverage_rows = 0;
+  };
+  explicit SparseAttention(const Options& options);
+  ~SparseAttention() override;
+
+  std::unique_ptr<AttentionState> make_state() const override;
+  void forward(const Exec& exec, int layer, const AttentionShape& shape, const PackedSequences& sequences,
+               const AttentionOperands& operands, AttentionState& state, bool replay) override;
+  void backward(const Exec& exec, int layer, const AttentionShape& shape, const PackedSequences& sequences,
+                const AttentionOperands& operands, const AttentionGradients& gradients, AttentionState& state) override;
+  int64_t scratch_bytes(const AttentionShape& shape, int64_t max_tokens, int threads) const override;
+  int64_t state_bytes(const AttentionShape& shape, int64_t max_tokens) const override;
+
+  // The index a state holds: to dump it, to compare it, or to put one in before a forward with `replay`.
+  static BlockIndex& index(AttentionState& state);
+  // What happened since the last call; starts anew.
+  AttentionReport take_report();
+  Selector& selector() { return selector_; }
+
+ private:
+  void choose(const Exec& exec, int layer, const AttentionShape& shape, const PackedSequences& sequences,
+              const AttentionOperands& operands, BlockIndex& index);
+  SequenceTiles tiles_of(const PackedSequences& sequences, int sequence) const;
+
+  Options options_;
+  Selector selector_;
+  BlockIndexBuilder builder_;
+  std::vector<float> statistics_;
+  AttentionReport report_;
+};
+
+}  // namespace sb
