@@ -1,0 +1,196 @@
+#include "eval/cached_attention.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#include "core/errors.h"
+#include "device/blas.h"
+
+namespace sb {
+
+CachedAttention::CachedAttention(const Options& options)
+    : options_(options), slots_(static_cast<size_t>(options.sequences) * options.layers) {
+  const AttentionShape& shape = options_.shape;
+  for (Slot& slot : slots_) {
+    slot.k.resize(options_.capacity * shape.kv_heads * shape.head_dim);
+    slot.v.resize(slot.k.size());
+    if (options_.selector == nullptr) continue;
+    const SelectionConfig& config = options_.selector->config();
+    slot.tile_q.reserve(int64_t{config.query_block} * shape.heads * shape.head_dim);
+    slot.statistics.resize(BlockStatistics::floats(config.score, shape, options_.capacity / config.block));
+  }
+}
+
+void CachedAttention::clear() {
+  for (Slot& slot : slots_) {
+    slot.tokens = slot.finished_blocks = 0;
+    slot.tile_q.clear();
+  }
+}
+
+int64_t CachedAttention::bytes() const {
+  int64_t floats = 0;
+  for (const Slot& slot : slots_) {
+    floats += static_cast<int64_t>(slot.k.size() + slot.v.size() + slot.statistics.size() + slot.tile_q.capacity());
+  }
+  return floats * static_cast<int64_t>(sizeof(float));
+}
+
+SequenceTiles CachedAttention::tiles(int64_t tokens) const {
+  const SelectionConfig& config = options_.selector->config();
+  return {tokens, config.block, config.query_block, config.sink_blocks, config.local_blocks, config.budget};
+}
+
+void CachedAttention::append(const Exec& exec, Slot& slot, const float* q, const float* k, const float* v,
+                             int64_t tokens) {
+  const AttentionShape& shape = options_.shape;
+  const int64_t row = int64_t{shape.kv_heads} * shape.head_dim, query_row = int64_t{shape.heads} * shape.head_dim;
+  SB_CHECK(slot.tokens + tokens <= options_.capacity, "{} + {} tokens in a cache of {}", slot.tokens, tokens,
+           options_.capacity);
+  std::copy_n(k, tokens * row, slot.k.data() + slot.tokens * row);
+  std::copy_n(v, tokens * row, slot.v.data() + slot.tokens * row);
+  const int64_t before = slot.tokens;
+  slot.tokens += tokens;
+  if (options_.selector == nullptr) return;
+
+  // Queries of the tile that the last token belongs to.
+  const SelectionConfig& config = options_.selector->config();
+  const int64_t tile_begin = (slot.tokens - 1) / config.query_block * config.query_block;
+  if (tile_begin >= before) slot.tile_q.clear();
+  const int64_t first_new = std::max(tile_begin, before);
+  slot.tile_q.insert(slot.tile_q.end(), q + (first_new - before) * query_row, q + tokens * query_row);
+
+  const int64_t width = BlockStatistics::row_width(config.score, shape.head_dim);
+  const int64_t room = options_.capacity / config.block;
+  std::vector<float> rows(shape.kv_heads * width);
+  for (; (slot.finished_blocks + 1) * config.block <= slot.tokens; ++slot.finished_blocks) {
+    BlockStatistics::fill(exec, shape, config.score, slot.k.data() + slot.finished_blocks * config.block * row,
+                          config.block, config.block, rows.data());
+    for (int head = 0; head < shape.kv_heads; ++head) {
+      std::copy_n(rows.data() + head * width, width,
+                  slot.statistics.data() + (head * room + slot.finished_blocks) * width);
+    }
+  }
+}
+
+std::vector<std::pair<int64_t, int64_t>> CachedAttention::visible_keys(const Slot& slot, int layer, int kv_head) const {
+  const Selector* selector = options_.selector;
+  if (selector == nullptr) return {{0, slot.tokens}};
+  const SelectionConfig& config = selector->config();
+  SelectionRequest request;
+  request.layer = layer;
+  request.shape = options_.shape;
+  request.tiles = tiles(slot.tokens);
+  const bool dense_layer =
+      std::find(config.dense_layers.begin(), config.dense_layers.end(), layer) != config.dense_layers.end();
+  if (dense_layer || slot.tokens <= config.dense_limit() || request.tiles.everything_fits()) return {{0, slot.tokens}};
+
+  const int64_t token = slot.tokens - 1, tile = token / config.query_block;
+  BlockScorer scorer(options_.shape, config.score, slot.tile_q.data(), slot.statistics.data(),
+                     options_.capacity / config.block, request.tiles.begin(tile));
+  std::vector<IndexEntry> entries;
+  selector->choose_tile(request, kv_head, tile, scorer, entries);
+  std::vector<std::pair<int64_t, int64_t>> ranges;
+  for (const IndexEntry& entry : entries) {
+    if (entry.first > token - request.tiles.begin(tile)) continue;
+    const int64_t begin = int64_t{entry.block} * config.block;
+    const int64_t end = std::min<int64_t>(slot.tokens, begin + config.block);
+    if (!ranges.empty() && ranges.back().second == begin) {
+      ranges.back().second = end;
+    } else {
+      ranges.emplace_back(begin, end);
+    }
+  }
+  return ranges;
+}
+
+// The newest token of the slot under one kv head: `q` and `out` are its rows [heads, d].
+void CachedAttention::attend(const Slot& slot, int layer, int kv_head, const float* q, float* out) const {
+  const AttentionShape& shape = options_.shape;
+  const int group = shape.group(), d = shape.head_dim;
+  const int64_t stride = int64_t{shape.kv_heads} * d;
+  const auto ranges = visible_keys(slot, layer, kv_head);
+  int64_t keys = 0;
+  for (const auto& [begin, end] : ranges) keys += end - begin;
+
+  std::vector<float> scores(group * keys);
+  int64_t at = 0;
+  for (const auto& [begin, end] : ranges) {
+    sgemm({.transpose_b = true,
+           .m = group,
+           .n = end - begin,
+           .k = d,
+           .a = q + int64_t{kv_head} * group * d,
+           .lda = d,
+           .b = slot.k.data() + begin * stride + int64_t{kv_head} * d,
+           .ldb = stride,
+           .c = scores.data() + at,
+           .ldc = keys});
+    at += end - begin;
+  }
+  for (int h = 0; h < group; ++h) {
+    float* row = scores.data() + h * keys;
+    const float top = *std::max_element(row, row + keys);
+    double sum = 0;
+    for (int64_t i = 0; i < keys; ++i) {
+      row[i] = std::exp(shape.scale * (row[i] - top));
+      sum += row[i];
+    }
+    for (int64_t i = 0; i < keys; ++i) row[i] = static_cast<float>(row[i] / sum);
+  }
+  at = 0;
+  for (const auto& [begin, end] : ranges) {
+    sgemm({.m = group,
+           .n = d,
+           .k = end - begin,
+           .a = scores.data() + at,
+           .lda = keys,
+           .b = slot.v.data() + begin * stride + int64_t{kv_head} * d,
+           .ldb = stride,
+           .beta = at == 0 ? 0.0f : 1.0f,
+           .c = out + int64_t{kv_head} * group * d,
+           .ldc = d});
+    at += end - begin;
+  }
+}
+
+void CachedAttention::forward(const Exec& exec, int layer, const AttentionShape& shape,
+                              const PackedSequences& sequences, const AttentionOperands& operands,
+                              AttentionState& state, bool replay) {
+  SB_CHECK(!replay && sequences.sequences() == static_cast<int>(caches_.size()), "{} sequences, {} caches in use",
+           sequences.sequences(), caches_.size());
+  const bool prompts = slot(caches_.front(), layer).tokens == 0;
+  if (prompts) options_.prefill->forward(exec, layer, shape, sequences, operands, state, false);
+
+  const int64_t query_row = int64_t{shape.heads} * shape.head_dim;
+  for (int s = 0; s < sequences.sequences(); ++s) {
+    Slot& cache = slot(caches_[s], layer);
+    const int64_t begin = sequences.cu_seqlens[s], end = sequences.cu_seqlens[s + 1];
+    SB_CHECK((cache.tokens == 0) == prompts && (prompts || end - begin == 1),
+             "a micro-batch holds prompts, or one new token of each sequence");
+    append(exec, cache, operands.q.rows(begin, end).f32(), operands.k.rows(begin, end).f32(),
+           operands.v.rows(begin, end).f32(), end - begin);
+  }
+  if (prompts) return;
+  exec.pool->parallel_for(int64_t{sequences.sequences()} * shape.kv_heads, 1, [&](int64_t item, int64_t, int) {
+    const int64_t s = item / shape.kv_heads;
+    attend(slot(caches_[s], layer), layer, static_cast<int>(item % shape.kv_heads), operands.q.f32() + s * query_row,
+           operands.out.f32() + s * query_row);
+  });
+}
+
+void CachedAttention::backward(const Exec&, int, const AttentionShape&, const PackedSequences&,
+                               const AttentionOperands&, const AttentionGradients&, AttentionState&) {
+  throw InternalError("generation has no backward");
+}
+
+int64_t CachedAttention::scratch_bytes(const AttentionShape& shape, int64_t max_tokens, int threads) const {
+  return options_.prefill->scratch_bytes(shape, max_tokens, threads);
+}
+
+int64_t CachedAttention::state_bytes(const AttentionShape& shape, int64_t max_tokens) const {
+  return options_.prefill->state_bytes(shape, max_tokens);
+}
+
+}  // namespace sb

@@ -1,0 +1,65 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "attention/attention.h"
+#include "attention/selection/selector.h"
+
+namespace sb {
+
+// Attention for generation: keys and values of every (sequence, layer) stay in a cache, so that a new token costs one
+// row. The first micro-batch of a sequence (its prompt) runs through `prefill`; later ones look at the cache. With a
+// selector, new tokens choose key blocks by the rule they would have had in training; otherwise they look at
+// everything.
+class CachedAttention final : public Attention {
+ public:
+  struct Options {
+    Attention* prefill = nullptr;
+    const Selector* selector = nullptr;  // causal pattern with lists per kv head, or null: dense
+    int layers = 0;
+    int sequences = 0;     // caches
+    int64_t capacity = 0;  // tokens of each
+    AttentionShape shape{};
+  };
+  explicit CachedAttention(const Options& options);
+
+  // Forgets what the caches hold.
+  void clear();
+  // The sequences of the micro-batches to come, as cache numbers.
+  void use(std::vector<int> caches) { caches_ = std::move(caches); }
+  // Tokens in a cache (after whole forwards).
+  int64_t length(int cache) const { return slots_[cache * options_.layers].tokens; }
+  int64_t bytes() const;
+
+  std::unique_ptr<AttentionState> make_state() const override { return options_.prefill->make_state(); }
+  void forward(const Exec& exec, int layer, const AttentionShape& shape, const PackedSequences& sequences,
+               const AttentionOperands& operands, AttentionState& state, bool replay) override;
+  // Generation has no backward: InternalError.
+  void backward(const Exec& exec, int layer, const AttentionShape& shape, const PackedSequences& sequences,
+                const AttentionOperands& operands, const AttentionGradients& gradients, AttentionState& state) override;
+  int64_t scratch_bytes(const AttentionShape& shape, int64_t max_tokens, int threads) const override;
+  int64_t state_bytes(const AttentionShape& shape, int64_t max_tokens) const override;
+
+ private:
+  // One sequence in one layer.
+  struct Slot {
+    int64_t tokens = 0;
+    std::vector<float> k, v;        // [tokens, kv_heads, d]
+    std::vector<float> tile_q;      // queries of the tile under way, [rows, heads, d]
+    std::vector<float> statistics;  // of finished key blocks, [kv_heads, blocks of the capacity, width]
+    int64_t finished_blocks = 0;
+  };
+  Slot& slot(int cache, int layer) { return slots_[cache * options_.layers + layer]; }
+  void append(const Exec& exec, Slot& slot, const float* q, const float* k, const float* v, int64_t tokens);
+  void attend(const Slot& slot, int layer, int kv_head, const float* q, float* out) const;
+  std::vector<std::pair<int64_t, int64_t>> visible_keys(const Slot& slot, int layer, int kv_head) const;
+  SequenceTiles tiles(int64_t tokens) const;
+
+  Options options_;
+  std::vector<Slot> slots_;
+  std::vector<int> caches_;
+};
+
+}  // namespace sb

@@ -1,0 +1,218 @@
+#include "eval/generation.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <memory>
+#include <numeric>
+
+#include "attention/dense_attention.h"
+#include "attention/sparse_attention.h"
+#include "core/errors.h"
+#include "core/random.h"
+
+namespace sb {
+namespace {
+
+ModelConfig tiny_model() {
+  ModelConfig config;
+  config.family = ModelConfig::Family::qwen2;
+  config.vocab_size = 61;
+  config.hidden_size = 32;
+  config.intermediate_size = 48;
+  config.layers = 2;
+  config.heads = 4;
+  config.kv_heads = 2;
+  config.head_dim = 16;
+  config.qkv_bias = true;
+  config.initializer_range = 0.3f;  // large, so that attention is far from uniform
+  config.max_position_embeddings = 1024;
+  config.tie_word_embeddings = true;
+  return config;
+}
+
+std::vector<int32_t> random_prompt(int64_t length, uint64_t seed) {
+  Random random(seed);
+  std::vector<int32_t> tokens(length);
+  for (int32_t& token : tokens) token = static_cast<int32_t>(random.below(61));
+  return tokens;
+}
+
+StageOptions evaluation_options() {
+  StageOptions options;
+  options.last_layer = 2;
+  options.max_micro_batch_tokens = 1024;
+  options.max_sequence_length = 1024;
+  options.training = false;
+  return options;
+}
+
+// A model for generation, and the same model without a cache.
+struct Pair {
+  ModelConfig config = tiny_model();
+  std::unique_ptr<Attention> prefill, plain;
+  std::unique_ptr<CachedAttention> cached;
+  std::unique_ptr<Stage> generating, whole;
+  ThreadPool pool{2};
+  Exec exec;
+
+  explicit Pair(const SparseAttention::Options* sparse, int batch = 3) {
+    exec.pool = &pool;
+    if (sparse) {
+      prefill = std::make_unique<SparseAttention>(*sparse);
+      plain = std::make_unique<SparseAttention>(*sparse);
+    } else {
+      prefill = std::make_unique<DenseAttention>();
+      plain = std::make_unique<DenseAttention>();
+    }
+    CachedAttention::Options options;
+    options.prefill = prefill.get();
+    if (sparse) options.selector = &static_cast<SparseAttention&>(*prefill).selector();
+    options.layers = 2;
+    options.sequences = batch;
+    options.capacity = 1024;
+    options.shape = {4, 2, 16, 0.25f};
+    cached = std::make_unique<CachedAttention>(options);
+    generating = std::make_unique<Stage>(config, evaluation_options(), *cached, 2);
+    whole = std::make_unique<Stage>(config, evaluation_options(), *plain, 2);
+    generating->initialize(5);
+    whole->initialize(5);
+  }
+
+  // Greedy continuation by running the whole sequence again for every token.
+  std::vector<int32_t> without_cache(std::vector<int32_t> tokens, int count) {
+    std::vector<int32_t> result;
+    std::vector<float> logits(61);
+    for (int i = 0; i < count; ++i) {
+      MicroBatch batch;
+      batch.tokens = tokens;
+      batch.positions.resize(tokens.size());
+      std::iota(batch.positions.begin(), batch.positions.end(), 0);
+      batch.labels.assign(tokens.size(), kIgnoredLabel);
+      batch.weights.assign(tokens.size(), 0.0f);
+      batch.cu_seqlens = {0, static_cast<int32_t>(tokens.size())};
+      batch.sequence_ids = {0};
+      whole->forward(exec, batch, 0, {});
+      const int64_t last = batch.size() - 1;
+      whole->logits(exec, 0, last, last + 1, {logits.data(), {1, 61}});
+      result.push_back(static_cast<int32_t>(std::max_element(logits.begin(), logits.end()) - logits.begin()));
+      tokens.push_back(result.back());
+    }
+    return result;
+  }
+};
+
+SparseAttention::Options sparse_options(SelectionPattern pattern, int query_block) {
+  SparseAttention::Options options;
+  options.layers = 2;
+  options.selection.pattern = pattern;
+  options.selection.block = 64;
+  options.selection.query_block = query_block;
+  options.selection.budget = 320;
+  options.selection.coverage = 0.5;
+  return options;
+}
+
+TEST(Generation, DenseCacheEqualsRunningTheWholeSequence) {
+  Pair pair(nullptr);
+  const std::vector<std::vector<int32_t>> prompts = {random_prompt(1, 1), random_prompt(70, 2), random_prompt(33, 3),
+                                                     random_prompt(200, 4)};
+  Generator generator(*pair.generating, *pair.cached, 3, 1024);
+  GenerationOptions options;
+  options.max_new_tokens = 20;
+  const auto results = generator.generate(pair.exec, prompts, options);
+  for (size_t i = 0; i < prompts.size(); ++i) EXPECT_EQ(results[i], pair.without_cache(prompts[i], 20)) << i;
+}
+
+TEST(Generation, SparseCacheChoosesAsTrainingWould) {
+  for (const SelectionPattern pattern : {SelectionPattern::topk, SelectionPattern::topp, SelectionPattern::window}) {
+    for (const int query_block : {1, 16}) {
+      const SparseAttention::Options sparse = sparse_options(pattern, query_block);
+      Pair pair(&sparse);
+      const std::vector<std::vector<int32_t>> prompts = {random_prompt(700, 2), random_prompt(350, 3)};
+      Generator generator(*pair.generating, *pair.cached, 2, 1024);
+      GenerationOptions options;
+      options.max_new_tokens = 24;  // crosses a tile and a block
+      const auto results = generator.generate(pair.exec, prompts, options);
+      for (size_t i = 0; i < prompts.size(); ++i) EXPECT_EQ(results[i], pair.without_cache(prompts[i], 24)) << i;
+    }
+  }
+}
+
+TEST(Generation, DoesNotDependOnTheBatch) {
+  Pair together(nullptr, 3), alone(nullptr, 1);
+  const std::vector<std::vector<int32_t>> prompts = {random_prompt(5, 1), random_prompt(50, 2), random_prompt(9, 3)};
+  GenerationOptions options;
+  options.sampling.temperature = 1.0;
+  options.sampling.top_p = 0.9;
+  Generator batch(*together.generating, *together.cached, 3, 1024), single(*alone.generating, *alone.cached, 1, 1024);
+  size_t finished = 0;
+  const auto a = batch.generate(together.exec, prompts, options, [&](size_t done, size_t) { finished = done; });
+  EXPECT_EQ(a, single.generate(alone.exec, prompts, options));
+  EXPECT_EQ(finished, 3u);
+}
+
+TEST(Generation, StopsAtEndTokens) {
+  Pair pair(nullptr);
+  Generator generator(*pair.generating, *pair.cached, 3, 1024);
+  GenerationOptions options;
+  options.max_new_tokens = 10;
+  const std::vector<int32_t> prompt = random_prompt(40, 8);
+  const std::vector<int32_t> all = generator.generate(pair.exec, {prompt}, options)[0];
+  ASSERT_EQ(all.size(), 10u);
+  options.stop_tokens = {all[4]};
+  const auto first = std::find(all.begin(), all.end(), all[4]);
+  EXPECT_EQ(generator.generate(pair.exec, {prompt}, options)[0], std::vector<int32_t>(all.begin(), first));
+  options.max_new_tokens = 0;
+  EXPECT_TRUE(generator.generate(pair.exec, {prompt}, options)[0].empty());
+}
+
+TEST(Generation, RefusesBadPrompts) {
+  Pair pair(nullptr);
+  Generator generator(*pair.generating, *pair.cached, 3, 1024);
+  const GenerationOptions options;
+  EXPECT_THROW(generator.generate(pair.exec, {{}}, options), UserError);
+  EXPECT_THROW(generator.generate(pair.exec, {{61}}, options), UserError);
+  EXPECT_THROW(generator.generate(pair.exec, {{-1}}, options), UserError);
+  EXPECT_THROW(generator.generate(pair.exec, {random_prompt(1000, 1)}, options), UserError);
+  EXPECT_TRUE(generator.generate(pair.exec, {}, options).empty());
+}
+
+TEST(Sampling, GreedyTakesTheLargestAndTheLowerIdOnTies) {
+  const std::vector<float> logits = {0.0f, 3.0f, 3.0f, -1.0f};
+  EXPECT_EQ(sample_token(logits, {}, 0, 0), 1);
+}
+
+TEST(Sampling, FollowsTheDistribution) {
+  const std::vector<float> logits = {std::log(0.5f), std::log(0.3f), std::log(0.2f)};
+  SamplingOptions options;
+  options.temperature = 1;
+  std::vector<int> seen(3);
+  for (uint64_t i = 0; i < 20000; ++i) ++seen[sample_token(logits, options, 3, i)];
+  EXPECT_NEAR(seen[0], 10000, 300);
+  EXPECT_NEAR(seen[1], 6000, 300);
+  EXPECT_NEAR(seen[2], 4000, 300);
+  // 0.5 + 0.3 reach 0.7: the third is out, and the two share 5 : 3.
+  options.top_p = 0.7;
+  std::fill(seen.begin(), seen.end(), 0);
+  for (uint64_t i = 0; i < 20000; ++i) ++seen[sample_token(logits, options, 3, i)];
+  EXPECT_NEAR(seen[0], 12500, 300);
+  EXPECT_EQ(seen[2], 0);
+  // Half the temperature squares the odds: 0.25 : 0.09 : 0.04.
+  options.top_p = 1;
+  options.temperature = 0.5;
+  std::fill(seen.begin(), seen.end(), 0);
+  for (uint64_t i = 0; i < 20000; ++i) ++seen[sample_token(logits, options, 3, i)];
+  EXPECT_NEAR(seen[0], 20000 * 0.25 / 0.38, 300);
+}
+
+TEST(Sampling, HugeLogitsDoNotOverflow) {
+  const std::vector<float> logits = {1e30f, -1e30f, 3e38f};
+  SamplingOptions options;
+  options.temperature = 1;
+  for (uint64_t i = 0; i < 10; ++i) EXPECT_EQ(sample_token(logits, options, 0, i), 2);
+}
+
+}  // namespace
+}  // namespace sb
