@@ -26,7 +26,7 @@ LayerAttention AttentionReport::total() const {
 }
 
 SparseAttention::SparseAttention(const Options& options) : options_(options), selector_(options.selection) {
-  for (const int layer : options.selection.dense_layers) {
+  for (const int64_t layer : options.selection.dense_layers) {
     SB_USER_CHECK(layer >= 0 && layer < options.layers, "attention.dense_layers: {}, but the model has layers 0 to {}",
                   layer, options.layers - 1);
   }

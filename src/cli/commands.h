@@ -9,6 +9,7 @@ class App;
 // own is `throw CLI::RuntimeError(code)`.
 namespace sb {
 
+void add_bench_command(CLI::App& app);
 void add_config_command(CLI::App& app);
 void add_train_command(CLI::App& app);
 void add_simulate_command(CLI::App& app);

@@ -30,6 +30,7 @@ int run(int argc, char** argv) {
   app.parse_complete_callback([&level] { sb::log::set_level(level); });
 
   sb::add_train_command(app);
+  sb::add_bench_command(app);
   sb::add_config_command(app);
   sb::add_simulate_command(app);
 

@@ -58,10 +58,13 @@ void write_manifest(const fs::path& directory) {
 }
 
 void write_state(const fs::path& file, const TrainState& state) {
+  nlohmann::ordered_json thresholds = nlohmann::ordered_json::array();
+  for (const auto& [key, value] : state.thresholds) thresholds.push_back({key.first, key.second, value});
   const nlohmann::ordered_json json = {{"step", state.step},         {"updates", state.updates},
                                        {"position", state.position}, {"source_state", state.source_state},
                                        {"seed", state.seed},         {"tokens", state.tokens},
-                                       {"skipped", state.skipped},   {"skipped_in_row", state.skipped_in_row}};
+                                       {"skipped", state.skipped},   {"skipped_in_row", state.skipped_in_row},
+                                       {"thresholds", thresholds}};
   write_new_file(file, json.dump(1) + "\n");
 }
 
@@ -77,6 +80,9 @@ TrainState read_state(const fs::path& file) {
     state.tokens = json.at("tokens");
     state.skipped = json.at("skipped");
     state.skipped_in_row = json.at("skipped_in_row");
+    for (const nlohmann::json& entry : json.at("thresholds")) {
+      state.thresholds[{entry.at(0).get<int>(), entry.at(1).get<int>()}] = entry.at(2).get<float>();
+    }
   } catch (const nlohmann::json::exception& error) {
     throw UserError("{}: {}", file.string(), error.what());
   }

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "attention/selection/selector.h"
 #include "core/tensor.h"
 #include "model/model_config.h"
 #include "model/parameters.h"
@@ -15,14 +16,15 @@ namespace sb {
 
 // Everything besides weights and moments that the next step depends on.
 struct TrainState {
-  int64_t step = 0;            // steps done, skipped ones included: what the learning rate follows
-  int64_t updates = 0;         // steps whose update was applied: what AdamW's bias correction follows
-  uint64_t position = 0;       // of the next sequence in the source
-  std::string source_state;    // what the source has learned (length curriculum)
-  uint64_t seed = 0;           // random numbers are counter-based: seed and position are their whole state
-  int64_t tokens = 0;          // seen so far
-  int64_t skipped = 0;         // steps skipped because of a non-finite gradient
-  int64_t skipped_in_row = 0;  // of these, how many just now
+  int64_t step = 0;                 // steps done, skipped ones included: what the learning rate follows
+  int64_t updates = 0;              // steps whose update was applied: what AdamW's bias correction follows
+  uint64_t position = 0;            // of the next sequence in the source
+  std::string source_state;         // what the source has learned (length curriculum)
+  uint64_t seed = 0;                // random numbers are counter-based: seed and position are their whole state
+  int64_t tokens = 0;               // seen so far
+  int64_t skipped = 0;              // steps skipped because of a non-finite gradient
+  int64_t skipped_in_row = 0;       // of these, how many just now
+  Selector::Thresholds thresholds;  // what the `mass` pattern has learned
   bool operator==(const TrainState&) const = default;
 };
 

@@ -42,7 +42,7 @@ std::string format_step(const StepReport& report) {
   else
     line += fmt::format("  {:.1f} GFLOP/s", rate / 1e9);
   if (report.coverage) line += fmt::format("  coverage {:.3f}", *report.coverage);
-  if (report.budget) line += fmt::format("  budget {:.0f}", *report.budget);
+  if (report.density) line += fmt::format("  density {:.3f}", *report.density);
   if (report.skipped) line += fmt::format("  SKIPPED: gradient not finite ({} so far)", report.skipped_total);
   return line;
 }

@@ -23,7 +23,7 @@ struct StepReport {
   double peak_flops = 0;  // of the device; 0: unknown
   bool skipped = false;   // a non-finite gradient: no update
   int64_t skipped_total = 0;
-  std::optional<double> coverage, budget;  // sparse attention only
+  std::optional<double> coverage, density;  // sparse attention only: mass kept, share of the pairs computed
 
   double tokens_per_second() const { return static_cast<double>(tokens) / seconds; }
 };

@@ -273,20 +273,52 @@ void add_batch(OptionTable& table, Draft& draft) {
                      "every target of the global batch counts the same, or every sequence does");
 }
 
-// What this version does not do yet is refused here, with the reason; a feature's arrival widens a list or a range.
 void add_attention(OptionTable& table, Draft& draft) {
+  SelectionConfig& selection = draft.config.attention.selection;
   table.section("attention", "Which keys a query sees.");
-  using Pattern = AttentionRunOptions::Pattern;
-  table.choice<Pattern>("attention.pattern", &draft.config.attention.pattern, {{"dense", Pattern::dense}},
-                        "dense: all earlier tokens of its sequence");
-  const char* reason = "this version has dense attention only";
-  for (const char* word : {"topk", "topp", "mass", "vertical_slash", "window"})
-    table.refuse_word("attention.pattern", word, reason);
-  for (const char* name : {"selection", "score", "block", "query_block", "budget", "sink_blocks", "local_blocks",
-                           "dense_below", "dense_layers"})
-    table.refuse(fmt::format("attention.{}", name), reason);
+  using Pattern = SelectionPattern;
+  table.choice<Pattern>("attention.pattern", &selection.pattern,
+                        {{"dense", Pattern::dense},
+                         {"topk", Pattern::topk},
+                         {"mass", Pattern::mass},
+                         {"topp", Pattern::topp},
+                         {"vertical_slash", Pattern::vertical_slash},
+                         {"window", Pattern::window}},
+                        "dense: all earlier tokens of its sequence; the others choose key blocks, docs/attention.md");
+  table.choice<SelectionOrder>(
+      "attention.selection", &selection.order,
+      {{"causal", SelectionOrder::causal}, {"lookahead", SelectionOrder::lookahead}},
+      "causal: every token chooses by its own query; lookahead: a query block chooses at once, "
+      "so that later tokens influence what earlier ones see");
+  table.choice<BlockScore>("attention.score", &selection.score,
+                           {{"moments", BlockScore::moments}, {"mean", BlockScore::mean}},
+                           "what a key block is judged by: mean and variance of its keys, or the mean only");
+  table.integer("attention.block", &selection.block, 64, 256, "tokens of a key block: 64, 128 or 256");
+  table.integer("attention.query_block", &selection.query_block, 1, 128,
+                "query tokens that share a list, a power of two");
+  table.integer("attention.budget", &selection.budget, 1, kMaxTokens, "keys per query, on average");
+  table.integer("attention.sink_blocks", &selection.sink_blocks, 0, 1024, "first blocks, always chosen");
+  table.integer("attention.local_blocks", &selection.local_blocks, 0, 1024,
+                "blocks before the query block, always chosen");
+  table.integer("attention.step", &selection.step, 0, 64, "blocks that each later token of a query block may add");
+  table.integer("attention.dense_below", &selection.dense_below, -1, kMaxTokens,
+                "sequences up to this length run dense; -1: the budget");
+  table.integers("attention.dense_layers", &selection.dense_layers, 0, 1 << 16, "layers that run dense");
+  table.number("attention.coverage", &selection.coverage, 0.0, 1.0, "topp: attention mass each token wants to reach");
+  table.number("attention.vertical_coverage", &selection.vertical_coverage, 0.0, 1.0,
+               "vertical_slash: mass to reach by columns");
+  table.number("attention.slash_coverage", &selection.slash_coverage, 0.0, 1.0,
+               "vertical_slash: mass to reach by diagonals");
+  table.integer("attention.vertical_cap", &selection.vertical_cap, 0, kMaxTokens,
+                "vertical_slash: most columns (tokens)");
+  table.integer("attention.slash_cap", &selection.slash_cap, 0, kMaxTokens, "vertical_slash: most diagonals (blocks)");
+  table.integer("attention.coverage_rows", &draft.config.attention.coverage_rows, 0, 1 << 16,
+                "rows of every sequence and layer on which the true coverage is measured each step; 0: none");
+  table.flag("attention.layer_metrics", &draft.config.attention.layer_metrics,
+             "coverage and density of every layer in metrics.jsonl");
 }
 
+// What this version does not do yet is refused here, with the reason; a feature's arrival widens a list or a range.
 void add_balance(OptionTable& table, Draft& draft) {
   table.section("balance", "How sequences are put into micro-batches.");
   using Batching = BalanceOptions::Batching;

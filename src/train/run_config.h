@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "attention/selection/selection_config.h"
 #include "core/tensor.h"
 #include "data/synthetic.h"
 #include "model/model_config.h"
@@ -50,19 +51,10 @@ struct BatchOptions {
 };
 
 struct AttentionRunOptions {
-  enum class Pattern { dense, topk, topp, mass, vertical_slash, window };
-  enum class Selection { causal, lookahead };
-  enum class Score { moments, mean };
-  Pattern pattern = Pattern::dense;
-  Selection selection = Selection::causal;
-  Score score = Score::moments;
-  int64_t block = 128;
-  int64_t query_block = 16;
-  int64_t budget = 8192;  // keys per query, on average
-  int64_t sink_blocks = 1;
-  int64_t local_blocks = 2;
-  int64_t dense_below = -1;  // -1: the budget
-  std::vector<int64_t> dense_layers;
+  AttentionRunOptions() { selection.pattern = SelectionPattern::dense; }
+  SelectionConfig selection;
+  int64_t coverage_rows = 4;   // rows of every sequence and layer on which the true coverage is measured; 0: none
+  bool layer_metrics = false;  // coverage and density of every layer in metrics.jsonl
 };
 
 struct BalanceOptions {

@@ -97,6 +97,7 @@ void Trainer::load_start_of_run() {
   if (const auto& checkpoint = directory_.resume_from()) {
     state_ = load_checkpoint(*checkpoint, stage_->parameters(), first_moment_, second_moment_);
     parts_.source.restore_state(state_.source_state);
+    if (parts_.sparse) parts_.sparse->selector().set_thresholds(state_.thresholds);
     if (checkpoint->parent_path() == directory_.path()) saved_step_ = state_.step;
     parts_.console.text(fmt::format("resumed from {} after step {}", checkpoint->string(), state_.step));
     return;
@@ -231,6 +232,7 @@ void Trainer::learn(const LossSums& sums) {
     parts_.console.text(fmt::format("step {}: accuracy {:.1f} %, sequences of {} tokens from here on", state_.step,
                                     100.0 * ratio(sums.correct, sums.targets), parts_.source.length(state_.position)));
   state_.source_state = parts_.source.state();
+  if (parts_.sparse) state_.thresholds = parts_.sparse->selector().thresholds();
 }
 
 void Trainer::log_step(const StepPlan& plan, const LossSums& sums, double grad_norm, bool skipped, double seconds) {
@@ -247,6 +249,8 @@ void Trainer::log_step(const StepPlan& plan, const LossSums& sums, double grad_n
   report_.flops = training_flops(parts_.model, plan.lengths);
   report_.skipped = skipped;
   report_.skipped_total = state_.skipped;
+  std::vector<Metric> attention;
+  add_attention_metrics(attention);
   parts_.console.step(report_);
 
   const int64_t longest = *std::max_element(plan.lengths.begin(), plan.lengths.end());
@@ -266,6 +270,7 @@ void Trainer::log_step(const StepPlan& plan, const LossSums& sums, double grad_n
       {"skipped_steps", static_cast<double>(state_.skipped), true},
       {"total_tokens", static_cast<double>(state_.tokens), true},
   };
+  metrics.insert(metrics.end(), attention.begin(), attention.end());
   metrics_->write(metrics);
   if (tensorboard_) {
     std::vector<Scalar> scalars;
@@ -274,6 +279,26 @@ void Trainer::log_step(const StepPlan& plan, const LossSums& sums, double grad_n
     tensorboard_->write(report_.step, scalars);
   }
   trace_.flush();
+}
+
+// What sparse attention computed and kept in this step.
+void Trainer::add_attention_metrics(std::vector<Metric>& metrics) {
+  if (!parts_.sparse) return;
+  const AttentionReport report = parts_.sparse->take_report();
+  const LayerAttention total = report.total();
+  report_.density = total.density();
+  metrics.push_back({"density", total.density()});
+  metrics.push_back({"attention_pairs", static_cast<double>(total.pairs), true});
+  if (total.covered_tokens > 0) {
+    report_.coverage = total.mean_coverage();
+    metrics.push_back({"coverage", total.mean_coverage()});
+  }
+  if (!config_.attention.layer_metrics) return;
+  for (size_t layer = 0; layer < report.layers.size(); ++layer) {
+    metrics.push_back({fmt::format("density_layer_{}", layer), report.layers[layer].density()});
+    if (report.layers[layer].covered_tokens > 0)
+      metrics.push_back({fmt::format("coverage_layer_{}", layer), report.layers[layer].mean_coverage()});
+  }
 }
 
 bool Trainer::validation_due() const {
@@ -285,6 +310,8 @@ std::optional<ValidationReport> Trainer::validate() {
   const ValidationSet& set = parts_.validation;
   if (set.source == nullptr || set.sequences == 0) return std::nullopt;
   const auto span = trace_.span("validation", state_.step);
+  // Looking must not change what training does next.
+  const Selector::Thresholds kept = parts_.sparse ? parts_.sparse->selector().thresholds() : Selector::Thresholds();
   const std::optional<LossSums> all = evaluate(/*later_chunk_tokens_only=*/false);
   if (!all) return std::nullopt;
   const LossSums& sums = *all;
@@ -301,6 +328,10 @@ std::optional<ValidationReport> Trainer::validate() {
     if (!later) return std::nullopt;
     report.recall = ratio(later->correct, later->targets);
     metrics.push_back({"validation_recall", *report.recall});
+  }
+  if (parts_.sparse) {
+    parts_.sparse->selector().set_thresholds(kept);
+    parts_.sparse->take_report();
   }
   parts_.console.validation(report);
   metrics_->write(metrics);

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "attention/attention.h"
+#include "attention/sparse_attention.h"
 #include "core/memory_plan.h"
 #include "core/thread_pool.h"
 #include "data/sequence_source.h"
@@ -39,6 +40,8 @@ struct TrainerParts {
   ValidationSet validation;
   Console& console;
   std::function<bool()> stop_requested;  // asked between micro-batches
+  // `attention`, where it is sparse: its choices are reported and what it learns is saved.
+  SparseAttention* sparse = nullptr;
 };
 
 struct TrainSummary {
@@ -90,6 +93,7 @@ class Trainer {
   void update(double grad_norm);
   [[noreturn]] void give_up(const StepPlan& plan) const;
   void learn(const LossSums& sums);
+  void add_attention_metrics(std::vector<Metric>& metrics);
   void log_step(const StepPlan& plan, const LossSums& sums, double grad_norm, bool skipped, double seconds);
 
   bool validation_due() const;

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "attention/dense_attention.h"
+#include "attention/sparse_attention.h"
 #include "core/errors.h"
 #include "core/log.h"
 #include "train/host_memory.h"
@@ -17,8 +18,6 @@ void refuse_unsupported(const RunConfig& config) {
   SB_USER_CHECK(config.parallel.dp == 1 && config.parallel.pp == 1 && config.parallel.cp == 1,
                 "parallel: dp {}, pp {}, cp {}: this build trains on one process; set all to 1", config.parallel.dp,
                 config.parallel.pp, config.parallel.cp);
-  SB_USER_CHECK(config.attention.pattern == AttentionRunOptions::Pattern::dense,
-                "attention.pattern: this build trains with dense attention; set it to dense");
   SB_USER_CHECK(config.balance.batching == BalanceOptions::Batching::in_order &&
                     config.balance.ordering == BalanceOptions::Ordering::none &&
                     config.balance.tuning == BalanceOptions::Tuning::none,
@@ -68,10 +67,16 @@ TrainSummary run_training(const RunConfig& config, std::FILE* out, bool terminal
                           const std::function<bool()>& stop_requested) {
   refuse_unsupported(config);
   Console console(out, terminal, config.train.log_steps);
-  DenseAttention attention;
   const ModelConfig model = run_model_config(config);
+  DenseAttention dense;
+  std::optional<SparseAttention> sparse;
+  if (config.attention.selection.pattern != SelectionPattern::dense)
+    sparse.emplace(SparseAttention::Options{config.attention.selection, model.layers,
+                                            static_cast<int>(config.attention.coverage_rows)});
+  Attention& attention = sparse ? static_cast<Attention&>(*sparse) : dense;
   const Sources sources = make_sources(config, model.vocab_size);
-  const TrainerParts parts{model, attention, *sources.train, sources.validation_set, console, stop_requested};
+  const TrainerParts parts{
+      model, attention, *sources.train, sources.validation_set, console, stop_requested, sparse ? &*sparse : nullptr};
 
   const MemoryPlan plan = Trainer::memory_plan(config, parts);
   const int64_t memory = available_host_memory();

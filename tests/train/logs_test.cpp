@@ -119,12 +119,13 @@ TEST(Console, StepLineSaysWhatIsKnownAndNothingElse) {
   EXPECT_EQ(format_step(r), "step 7/100  loss 2.3457  grad norm 1.500  lr 1.00e-03  15.0k tok/s  25.0 GFLOP/s");
   r.peak_flops = 1e11;
   r.coverage = 0.9;
-  r.budget = 512;
+  r.density = 0.125;
   r.skipped = true;
   r.skipped_total = 3;
-  EXPECT_EQ(format_step(r),
-            "step 7/100  loss 2.3457  grad norm 1.500  lr 1.00e-03  15.0k tok/s  MFU 25.0 %  coverage 0.900  budget 512"
-            "  SKIPPED: gradient not finite (3 so far)");
+  EXPECT_EQ(
+      format_step(r),
+      "step 7/100  loss 2.3457  grad norm 1.500  lr 1.00e-03  15.0k tok/s  MFU 25.0 %  coverage 0.900  density 0.125"
+      "  SKIPPED: gradient not finite (3 so far)");
 }
 
 TEST(Console, Durations) {

@@ -43,7 +43,7 @@ TEST(RunConfig, DefaultsAndMinimalRuns) {
   EXPECT_FALSE(config.data.synthetic->curriculum.has_value());
   EXPECT_EQ(config.data.max_sequence_length, 256) << "follows the task where not given";
   EXPECT_EQ(config.optimizer.learning_rate, OptimizerOptions{}.learning_rate);
-  EXPECT_EQ(config.attention.pattern, AttentionRunOptions::Pattern::dense);
+  EXPECT_EQ(config.attention.selection.pattern, SelectionPattern::dense);
 
   const RunConfig other = parse(kFromCheckpoint);
   EXPECT_EQ(other.model.path, "checkpoints/q");
@@ -201,8 +201,7 @@ TEST(RunConfig, WhatExcludesOrNeedsEachOther) {
 }
 
 TEST(RunConfig, WhatThisVersionCannotDoIsRefused) {
-  for (const char* assignment : {"device=cuda", "attention.pattern=topk", "attention.budget=4096",
-                                 "balance.tuning=optimal", "balance.batching=sab", "balance.p=0.1"})
+  for (const char* assignment : {"device=cuda", "balance.tuning=optimal", "balance.batching=sab", "balance.p=0.1"})
     EXPECT_NE(error_of(kSynthetic, {assignment}).find("this version"), std::string::npos) << assignment;
   for (const char* assignment : {"parallel.dp=2", "parallel.pp=2", "parallel.cp=2"})
     EXPECT_NE(error_of(kSynthetic, {assignment}).find("must be at most 1"), std::string::npos) << assignment;

@@ -31,9 +31,10 @@ struct SelectionConfig {
   double slash_coverage = 0.95;
   int64_t vertical_cap = 4096;
   int64_t slash_cap = 32;
-  std::vector<int> dense_layers;
+  std::vector<int64_t> dense_layers;  // layers that run dense whatever the budget
 
   int64_t dense_limit() const { return dense_below < 0 ? budget : dense_below; }
+  bool operator==(const SelectionConfig&) const = default;
   bool lists_per_query_head() const { return pattern == SelectionPattern::vertical_slash; }
 };
 
