@@ -97,22 +97,22 @@ RowLoss cross_entropy_row(float* logits, int64_t vocabulary, int32_t label, floa
   const float target = logits[label];
   const Vf shift = splat(largest);
   Vf sum0 = zero(), sum1 = zero();
-  int64_t i = 0;
-  for (; i + 2 * kLanes <= vocabulary; i += 2 * kLanes) {
-    const Vf e0 = exp_nonpositive(load(logits + i) - shift), e1 = exp_nonpositive(load(logits + i + kLanes) - shift);
+  int64_t next = 0;
+  for (; next + 2 * kLanes <= vocabulary; next += 2 * kLanes) {
+    float* pair = logits + next;
+    const Vf e0 = exp_nonpositive(load(pair) - shift), e1 = exp_nonpositive(load(pair + kLanes) - shift);
     sum0 += e0;
     sum1 += e1;
     if (with_gradient) {
-      store(logits + i, e0);
-      store(logits + i + kLanes, e1);
+      store(pair, e0);
+      store(pair + kLanes, e1);
     }
   }
-  for (; i < vocabulary; i += kLanes) {
-    const Mask m = first_lanes(vocabulary - i < kLanes ? vocabulary - i : kLanes);
-    const Vf e = exp_nonpositive(load(logits + i, m) - shift);
+  for_vectors(vocabulary - next, [&](int64_t i, auto m) {
+    const Vf e = exp_nonpositive(load(logits + next + i, m) - shift);
     sum0 += select(m, e, zero());
-    if (with_gradient) store(logits + i, m, e);
-  }
+    if (with_gradient) store(logits + next + i, m, e);
+  });
   const float sum = reduce_add(sum0 + sum1);
   if (with_gradient) {
     const Vf scale = splat(weight / sum);
