@@ -18,15 +18,15 @@ namespace sb {
 namespace {
 
 // Loops follow each other within microseconds during a step, and waking a sleeping thread can take longer than the loop
-// itself: waits up to half a millisecond before giving up. After the first microseconds the core is offered to others,
-// which matters when there are more threads than cores.
+// itself: waits some three times as long as that takes before sleeping. After the first microseconds the core is
+// offered to others, which matters when there are more threads than cores.
 template <typename Condition>
 bool spin_until(const Condition& condition) {
   for (int i = 0; i < 500; ++i) {
     if (condition()) return true;
     __builtin_ia32_pause();
   }
-  const auto end = std::chrono::steady_clock::now() + std::chrono::microseconds(500);
+  const auto end = std::chrono::steady_clock::now() + std::chrono::microseconds(150);
   while (std::chrono::steady_clock::now() < end) {
     for (int i = 0; i < 8; ++i) {
       if (condition()) return true;
