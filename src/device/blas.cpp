@@ -69,6 +69,8 @@ void sgemm(const Sgemm& p) {
 }
 
 void parallel_sgemm(ThreadPool& pool, const Sgemm& p) {
+  constexpr int64_t kWorthSharing = int64_t{1} << 16;  // multiply-adds; less takes about as long as handing it out
+  if (pool.threads() == 1 || p.m * p.n * p.k < kWorthSharing) return sgemm(p);
   const Cut cut = cut_for(p.m, p.n, pool.threads());
   pool.parallel_for(int64_t{cut.rows} * cut.columns, 1, [&](int64_t piece, int64_t, int) {
     const int row = static_cast<int>(piece / cut.columns), column = static_cast<int>(piece % cut.columns);

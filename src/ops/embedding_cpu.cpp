@@ -3,13 +3,14 @@
 
 #include "ops/backends.h"
 #include "ops/cpu/kernels.h"
+#include "ops/cpu/pieces.h"
 
 namespace sb::cpu {
 
 void embedding_forward(const Exec& exec, TensorView tokens, TensorView table, TensorView x) {
   const int64_t width = x.dim(1);
   const int32_t* ids = tokens.as<int32_t>();
-  exec.pool->parallel_slices(x.dim(0), [&](int64_t begin, int64_t end, int) {
+  exec.pool->parallel_for(x.dim(0), rows_per_piece(width), [&](int64_t begin, int64_t end, int) {
     for (int64_t t = begin; t < end; ++t) {
       std::memcpy(x.f32() + t * width, table.f32() + ids[t] * width, static_cast<size_t>(width) * sizeof(float));
     }

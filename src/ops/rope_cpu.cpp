@@ -4,6 +4,7 @@
 #include "ops/backends.h"
 #include "ops/cpu/kernels.h"
 #include "ops/cpu/partial_sums.h"
+#include "ops/cpu/pieces.h"
 
 namespace sb::cpu {
 namespace {
@@ -33,7 +34,7 @@ void qkv_rope_forward(const Exec& exec, const QkvShape& shape, TensorView qkv, T
                       TensorView sin, TensorView q_norm, TensorView k_norm, float eps, TensorView q, TensorView k,
                       TensorView v, TensorView rstd_q, TensorView rstd_k) {
   const int64_t q_width = int64_t{shape.heads} * shape.head_dim, kv_width = int64_t{shape.kv_heads} * shape.head_dim;
-  exec.pool->parallel_slices(qkv.dim(0), [&](int64_t begin, int64_t end, int) {
+  exec.pool->parallel_for(qkv.dim(0), rows_per_piece(shape.width()), [&](int64_t begin, int64_t end, int) {
     cpu_kernels().rope_forward(rows_of(shape, begin, end, positions, cos, sin, q_norm, k_norm, eps),
                                qkv.f32() + begin * shape.width(), q.f32() + begin * q_width, k.f32() + begin * kv_width,
                                v.f32() + begin * kv_width, at(rstd_q, begin * shape.heads),
@@ -55,11 +56,12 @@ void qkv_rope_backward(const Exec& exec, const QkvShape& shape, TensorView dq, T
   };
   const int64_t tokens = dqkv.dim(0), d = shape.head_dim;
   if (q_norm.empty()) {
-    exec.pool->parallel_slices(tokens, [&](int64_t begin, int64_t end, int) { run(begin, end, nullptr, nullptr); });
+    exec.pool->parallel_for(tokens, rows_per_piece(shape.width()),
+                            [&](int64_t begin, int64_t end, int) { run(begin, end, nullptr, nullptr); });
     return;
   }
   std::vector<float> sums(static_cast<size_t>(2 * d));  // of q's norm, then k's
-  sum_over_rows(*exec.pool, tokens, 2 * d, sums.data(),
+  sum_over_rows(*exec.pool, tokens, shape.width(), 2 * d, sums.data(),
                 [&](int64_t begin, int64_t end, float* slice) { run(begin, end, slice, slice + d); });
   cpu_kernels().add(sums.data(), d, dq_norm.f32());
   cpu_kernels().add(sums.data() + d, d, dk_norm.f32());

@@ -9,13 +9,16 @@ class EmbeddingTest : public OpsTest {};
 SB_INSTANTIATE_ON_ALL_DEVICES(EmbeddingTest);
 
 TEST_P(EmbeddingTest, ForwardCopiesRows) {
-  for (const int64_t width : {1, 3, 17, 64}) {
+  // The last is large enough to be shared between threads.
+  for (const auto& [count, width] : {std::pair<int64_t, int64_t>{5, 1}, {5, 3}, {5, 17}, {3, 64}, {67, 1031}}) {
     const auto table = random_values(11 * width, 1);
-    const std::vector<int32_t> tokens = {10, 0, 3, 3, 7};
-    const TensorView x = filled({5, width}, NAN);
-    embedding_forward(exec(), tensor(tokens, {5}), tensor(table, {11, width}), x);
-    for (int64_t t = 0; t < 5; ++t) {
-      for (int64_t i = 0; i < width; ++i) EXPECT_EQ(host(x)[t * width + i], table[tokens[t] * width + i]);
+    std::vector<int32_t> tokens;
+    for (int64_t t = 0; t < count; ++t) tokens.push_back(static_cast<int32_t>((10 + t * t) % 11));
+    const TensorView x = filled({count, width}, NAN);
+    embedding_forward(exec(), tensor(tokens, {count}), tensor(table, {11, width}), x);
+    const std::vector<float> actual = host(x);
+    for (int64_t t = 0; t < count; ++t) {
+      for (int64_t i = 0; i < width; ++i) ASSERT_EQ(actual[t * width + i], table[tokens[t] * width + i]);
     }
   }
 }

@@ -3,6 +3,7 @@
 #include <cmath>
 #include <map>
 #include <numbers>
+#include <tuple>
 
 #include "tests/ops/ops_fixture.h"
 
@@ -284,6 +285,26 @@ TEST_P(QkvRopeTest, BackwardMatchesFiniteDifferences) {
       expect_close(host(dkn), expected_kn, 1e-5, "dk_norm");
     }
   }
+}
+
+TEST_P(QkvRopeTest, NormGradientsDoNotDependOnThreads) {
+  const QkvShape shape = {3, 1, 64};
+  const int64_t tokens = 400, d = shape.head_dim;
+  const Case c = make(shape, tokens);
+  const TensorView qkv = tensor(c.qkv, {tokens, shape.width()}), qn = tensor(c.q_norm, {d}), kn = tensor(c.k_norm, {d}),
+                   rq = filled({tokens, shape.heads}, NAN), rk = filled({tokens, shape.kv_heads}, NAN),
+                   q = filled({tokens, shape.heads, d}, 0), k = filled({tokens, shape.kv_heads, d}, 0),
+                   v = filled({tokens, shape.kv_heads, d}, 0), dqkv = filled({tokens, shape.width()}, NAN);
+  qkv_rope_forward(exec(), shape, qkv, c.positions, c.cos, c.sin, qn, kn, 1e-6f, q, k, v, rq, rk);
+  const auto norm_gradients = [&](ThreadPool& pool) {
+    Exec other = exec();
+    other.pool = &pool;
+    const TensorView dqn = filled({d}, 0), dkn = filled({d}, 0);
+    qkv_rope_backward(other, shape, q, k, v, c.positions, c.cos, c.sin, qkv, qn, kn, rq, rk, dqkv, dqn, dkn);
+    return std::tuple(host(dqn), host(dkn), host(dqkv));
+  };
+  ThreadPool one(1);
+  EXPECT_EQ(norm_gradients(one), norm_gradients(*exec().pool));
 }
 
 TEST_P(QkvRopeTest, BackwardUndoesTheRotation) {
