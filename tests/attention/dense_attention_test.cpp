@@ -31,17 +31,19 @@ TEST(DenseAttention, EveryLengthAroundTileBorders) {
 }
 
 TEST(DenseAttention, HeadDimensions) {
-  for (const int head_dim : {1, 3, 8, 15, 16, 17, 32, 40, 48, 64, 65, 80, 96, 112, 128, 129, 160, 192, 256, 300}) {
+  for (const int head_dim : {1, 3, 8, 15, 16, 17, 32, 48, 64, 65, 80, 96, 128, 129, 192, 256, 300}) {
     SCOPED_TRACE(head_dim);
-    check(AttentionCase(shape_of(3, 1, head_dim), {70, 133}, head_dim));
+    check(AttentionCase(shape_of(3, 1, head_dim), {20, 133}, head_dim));
   }
 }
 
 TEST(DenseAttention, Groups) {
-  for (const auto& [heads, kv_heads] : {std::pair{1, 1}, {4, 4}, {4, 2}, {7, 1}, {14, 2}, {16, 2}, {9, 3}, {130, 1}}) {
+  for (const auto& [heads, kv_heads] : {std::pair{1, 1}, {4, 4}, {4, 2}, {7, 1}, {14, 2}, {16, 2}, {9, 3}}) {
     SCOPED_TRACE(heads);
     check(AttentionCase(shape_of(heads, kv_heads, 32), {5, 130, 61}, heads));
   }
+  // One token has more rows than a tile.
+  check(AttentionCase(shape_of(130, 1, 16), {5, 33}, 130));
 }
 
 TEST(DenseAttention, PackedSequences) {

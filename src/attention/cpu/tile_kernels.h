@@ -21,7 +21,7 @@ constexpr int kKeyTile = 128;      // most keys of a tile
 constexpr int kScoreStride = 144;  // row stride of score tiles: a multiple of 512 bytes would fall into few cache sets
 constexpr int kDepthUnit = 16;     // head_dim is padded to a multiple of it
 constexpr int kPanelSlack = 32;    // floats behind the last panel that may be read (never used)
-constexpr int kMaxRowsHint = 112;  // rows a tile should have where it is free to choose
+constexpr int kDenseTileRows = 112;  // rows of a tile that is free to choose: a multiple of 14 and of 8
 
 constexpr int kMaxHeadDim = 1024;  // slabs are gathered in small arrays
 constexpr int kMaxSegments = 16;

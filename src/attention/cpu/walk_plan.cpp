@@ -28,7 +28,7 @@ std::vector<SequenceWalk> plan_walks(const AttentionShape& shape, const PackedSe
     if (index != nullptr && !index->sequences()[i].dense) walk.listed = &index->sequences()[i];
     walk.list_heads = walk.listed ? index->shape().list_heads : shape.kv_heads;
     walk.row_heads = shape.heads / walk.list_heads;
-    const int rows_wanted = walk.listed ? kTileRows : kMaxRowsHint;
+    const int rows_wanted = walk.listed ? kTileRows : kDenseTileRows;
     walk.tile_tokens = std::max(1, rows_wanted / walk.row_heads);
     walk.query_block = walk.tile_tokens;
     int key_block = kKeyTile;

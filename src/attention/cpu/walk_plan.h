@@ -49,7 +49,7 @@ struct Visibility {
 Visibility visibility(const SequenceWalk& walk, const QueryTile& tile, int first, int64_t key, int keys,
                       int32_t* buffer);
 
-// K and V of all sequences, repacked for the kernels: part p of (sequence, kv head) begins at offset().
+// Where the repacked keys or values of a (sequence, kv head) lie: one after the other, in any of the packed forms.
 class PackedKeys {
  public:
   PackedKeys(const AttentionShape& shape, int64_t tokens)
