@@ -237,22 +237,33 @@ std::string run_sparse(ThreadPool& pool, const Options& o, std::vector<double> d
   Bench bench(pool, shape_of(o), o.sequence);
   fmt::print("sparse, S = {}, {}:{} heads, d = {}, block {}, query block {}, {} threads\n", o.sequence, o.heads,
              o.kv_heads, o.head_dim, o.block, o.query_block, o.threads);
-  std::string summary;
+  struct Run {
+    BlockIndex index;
+    double density;
+    Times times;
+  };
+  std::vector<Run> runs;
   for (const double wanted : densities) {
-    const BlockIndex index = index_of_density(pool, {o.block, o.query_block, o.kv_heads}, o.sequence, wanted);
-    const double density = static_cast<double>(index.token_pairs()) / static_cast<double>(index.causal_token_pairs());
-    // In turns, so that a disturbance of the machine meets both.
-    Times dense, t;
-    for (int i = 0; i < o.repeats; ++i) {
-      dense.keep_best(bench.dense(1));
-      t.keep_best(bench.sparse(2, index));
-    }
-    const double flops = bench.flops(causal_pairs(o.sequence));
-    print("dense", dense, flops);
-    print(fmt::format("{:.2f} % of pairs", 100 * density).c_str(), t, density * flops);
-    summary += fmt::format("{}sparse S={} at {:.2f} %: forward {:.2f}x, backward {:.2f}x, both {:.2f}x dense",
-                           summary.empty() ? "" : "\n", o.sequence, 100 * density, dense.forward / t.forward,
-                           dense.backward / t.backward, dense.both() / t.both());
+    Run run;
+    run.index = index_of_density(pool, {o.block, o.query_block, o.kv_heads}, o.sequence, wanted);
+    run.density = static_cast<double>(run.index.token_pairs()) / static_cast<double>(run.index.causal_token_pairs());
+    runs.push_back(std::move(run));
+  }
+  // In turns, so that a disturbance of the machine meets all of them.
+  Times dense;
+  for (int i = 0; i < o.repeats; ++i) {
+    dense.keep_best(bench.dense(1));
+    for (Run& run : runs) run.times.keep_best(bench.sparse(run.density < 0.5 ? 2 : 1, run.index));
+  }
+  const double flops = bench.flops(causal_pairs(o.sequence));
+  print("dense", dense, flops);
+  std::string summary;
+  for (const Run& run : runs) {
+    print(fmt::format("{:.2f} % of pairs", 100 * run.density).c_str(), run.times, run.density * flops);
+    summary +=
+        fmt::format("{}sparse S={} at {:.2f} %: forward {:.2f}x, backward {:.2f}x, both {:.2f}x dense",
+                    summary.empty() ? "" : "\n", o.sequence, 100 * run.density, dense.forward / run.times.forward,
+                    dense.backward / run.times.backward, dense.both() / run.times.both());
   }
   return summary;
 }
