@@ -106,6 +106,16 @@ TEST(Sources, SyntheticValidationHasTheFullLengthAndOtherSequences) {
   EXPECT_NE(plain.train->read(0).tokens, plain.validation->read(0).tokens);
 }
 
+TEST(Examples, AllOfThemLoad) {
+  int examples = 0;
+  for (const auto& entry : fs::directory_iterator(fs::path(SB_SOURCE_DIR) / "examples")) {
+    if (entry.path().extension() != ".yaml") continue;
+    EXPECT_EQ(user_error_of([&] { load_run_config(entry.path()); }), "") << entry.path();
+    ++examples;
+  }
+  EXPECT_GE(examples, 2);
+}
+
 TEST(TrainingRun, TokenFilesTrainAndResumeExactly) {
   ScratchDirectory scratch;
   TokenWriter writer((scratch / "text").string(), {});
