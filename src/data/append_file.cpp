@@ -5,9 +5,7 @@
 #include <unistd.h>
 
 #include <cerrno>
-#include <cstdio>
 #include <cstring>
-#include <filesystem>
 
 #include "core/errors.h"
 
@@ -56,27 +54,6 @@ void AppendFile::flush() {
 void AppendFile::sync() {
   flush();
   SB_USER_CHECK(::fsync(file_) == 0, "{}: cannot write to disk: {}", path_, std::strerror(errno));
-}
-
-void rename_durably(const std::string& from, const std::string& to) {
-  SB_USER_CHECK(std::rename(from.c_str(), to.c_str()) == 0, "cannot rename {} to {}: {}", from, to,
-                std::strerror(errno));
-  std::filesystem::path folder = std::filesystem::path(to).parent_path();
-  if (folder.empty()) folder = ".";
-  const int file = ::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-  if (file < 0) return;
-  ::fsync(file);
-  ::close(file);
-}
-
-void write_file_atomically(const std::string& path, std::string_view contents) {
-  const std::string temporary = path + ".tmp";
-  {
-    AppendFile file(temporary, 0);
-    file.append(contents.data(), contents.size());
-    file.sync();
-  }
-  rename_durably(temporary, path);
 }
 
 }  // namespace sb

@@ -2,7 +2,6 @@
 
 #include <cstdint>
 #include <string>
-#include <string_view>
 
 namespace sb {
 
@@ -32,10 +31,5 @@ class AppendFile {
   int file_ = -1;
   int64_t size_ = 0;
 };
-
-// Replaces the file's contents in one step: whoever opens it sees the old or the new, also after a crash.
-void write_file_atomically(const std::string& path, std::string_view contents);
-// Renames onto `to` and makes that durable.
-void rename_durably(const std::string& from, const std::string& to);
 
 }  // namespace sb

@@ -8,6 +8,7 @@
 #include <nlohmann/json.hpp>
 #include <vector>
 
+#include "core/durable_file.h"
 #include "core/errors.h"
 #include "data/append_file.h"
 #include "data/label_mask.h"
@@ -37,6 +38,15 @@ class FolderLock {
  private:
   int file_ = -1;
 };
+
+// Renames onto `to`, in one step and for good.
+void publish_file(const std::string& from, const std::string& to) {
+  std::error_code error;
+  fs::rename(from, to, error);
+  SB_USER_CHECK(!error, "cannot rename {} to {}: {}", from, to, error.message());
+  const fs::path folder = fs::path(to).parent_path();
+  sync_directory(folder.empty() ? "." : folder);
+}
 
 void append_copy(AppendFile& to, const std::string& from) {
   const MappedFile file(from);
@@ -190,7 +200,7 @@ void TokenWriter::Impl::sync() {
 void TokenWriter::checkpoint(const std::string& note) {
   impl_->note = note;
   impl_->sync();
-  write_file_atomically(impl_->part("state.json"), impl_->state(false).dump());
+  replace_file(impl_->part("state.json"), impl_->state(false).dump());
 }
 
 void TokenWriter::Impl::write_index() {
@@ -238,12 +248,12 @@ void TokenWriter::Impl::write_mask() {
 void TokenWriter::Impl::publish() {
   // While the old index (of an output that is overwritten) is there, it must not meet new tokens.
   if (fs::exists(part("bin"))) fs::remove(prefix + ".idx");
-  if (fs::exists(part("bin"))) rename_durably(part("bin"), prefix + ".bin");
+  if (fs::exists(part("bin"))) publish_file(part("bin"), prefix + ".bin");
   if (!masked)
     fs::remove(prefix + ".mask");
   else if (fs::exists(part("mask")))
-    rename_durably(part("mask"), prefix + ".mask");
-  if (fs::exists(part("idx"))) rename_durably(part("idx"), prefix + ".idx");
+    publish_file(part("mask"), prefix + ".mask");
+  if (fs::exists(part("idx"))) publish_file(part("idx"), prefix + ".idx");
   finished = true;
   fs::remove_all(folder);
 }
@@ -255,7 +265,7 @@ void TokenWriter::finish() {
   w.sync();
   w.write_index();
   if (w.masked) w.write_mask();
-  write_file_atomically(w.part("state.json"), w.state(true).dump());
+  replace_file(w.part("state.json"), w.state(true).dump());
   w.publish();
 }
 

@@ -1,0 +1,73 @@
+#include "data/jsonl.h"
+
+#include <gtest/gtest.h>
+
+#include "core/errors.h"
+#include "tests/data/temporary_folder.h"
+
+namespace sb {
+namespace {
+
+TEST(Jsonl, TheThreeKinds) {
+  JsonlRecord record = parse_jsonl_record(R"({"id": 7, "text": "a\u00e9\ud83d\ude42\n"})");
+  EXPECT_EQ(record.kind, JsonlRecord::Kind::text);
+  EXPECT_EQ(record.text, "aé🙂\n");
+  record = parse_jsonl_record(R"({"prompt": "", "completion": "x"})");
+  EXPECT_EQ(record.kind, JsonlRecord::Kind::completion);
+  EXPECT_EQ(record.completion, "x");
+  record = parse_jsonl_record(
+      R"({"messages": [{"role": "user", "content": "q", "name": "n"}, {"role": "assistant", "content": "a"}]})");
+  EXPECT_EQ(record.kind, JsonlRecord::Kind::messages);
+  ASSERT_EQ(record.messages.size(), 2u);
+  EXPECT_EQ(record.messages[1].role, "assistant");
+  EXPECT_EQ(record.messages[1].content, "a");
+  EXPECT_EQ(parse_jsonl_record(R"({"content": "t"})", "content").text, "t");
+}
+
+TEST(Jsonl, BadLinesSayWhatIsWrong) {
+  const auto error = [](const std::string& line) { return user_error([&] { parse_jsonl_record(line); }); };
+  const std::pair<const char*, const char*> cases[] = {
+      {"", "not JSON"},
+      {"{", "not JSON"},
+      {R"({"text": "a"} x)", "not JSON"},
+      {R"({"text": "\ud800"})", "not JSON"},
+      {"[1]", "object"},
+      {"3", "object"},
+      {"{}", "none of"},
+      {R"({"text": 3})", "must be a string"},
+      {R"({"text": null})", "must be a string"},
+      {R"({"text": ""})", "empty"},
+      {R"({"text": "a", "messages": []})", "more than one"},
+      {R"({"prompt": "a"})", "\"completion\" is missing"},
+      {R"({"completion": "a"})", "\"prompt\" is missing"},
+      {R"({"prompt": "a", "completion": ""})", "no label"},
+      {R"({"messages": []})", "list with entries"},
+      {R"({"messages": {}})", "list with entries"},
+      {R"({"messages": [3]})", "message 1: must be an object"},
+      {R"({"messages": [{"role": "user", "content": "a"}]})", "no label"},
+      {R"({"messages": [{"role": "assistant", "content": "a"}, {"role": "user"}]})", "message 2: \"content\""},
+      {R"({"messages": [{"role": "", "content": "a"}]})", "role"},
+  };
+  for (const auto& [line, part] : cases)
+    EXPECT_NE(error(line).find(part), std::string::npos) << line << " gave: " << error(line);
+  EXPECT_NE(error("{\"text\": \"ab\xff\"}").find("invalid UTF-8 at byte 12"), std::string::npos);
+}
+
+TEST(Jsonl, DeepNestingIsNoProblem) {
+  const std::string deep = std::string(200000, '[') + std::string(200000, ']');
+  EXPECT_NE(user_error([&] { parse_jsonl_record(deep); }).find("object"), std::string::npos);
+  EXPECT_NE(user_error([&] { parse_jsonl_record(std::string(200000, '[')); }).find("not JSON"), std::string::npos);
+}
+
+TEST(Jsonl, Lines) {
+  const std::string text = "a\r\n\nb\n \nlast";
+  std::vector<std::string> lines;
+  std::string_view line;
+  for (size_t offset = 0; next_line(text, offset, line);) lines.emplace_back(line);
+  EXPECT_EQ(lines, (std::vector<std::string>{"a", "", "b", " ", "last"}));
+  EXPECT_TRUE(is_blank(" \t"));
+  EXPECT_FALSE(is_blank(" x"));
+}
+
+}  // namespace
+}  // namespace sb

@@ -1,0 +1,203 @@
+#include <gtest/gtest.h>
+
+#include "core/errors.h"
+#include "data/document_encoder.h"
+#include "data/label_mask.h"
+#include "data/token_file.h"
+#include "data/tokenize_job.h"
+#include "tests/data/temporary_folder.h"
+
+namespace sb {
+namespace {
+
+namespace fs = std::filesystem;
+
+const char* const kQwen = "/tokenizer_qwen2_style/tokenizer.json";
+
+const Tokenizer& qwen() {
+  static const Tokenizer tokenizer = Tokenizer::load(std::string(SB_TEST_DATA) + kQwen);
+  return tokenizer;
+}
+
+std::string targets_text(const EncodedDocument& document) {
+  std::vector<int32_t> ids;
+  for (size_t t = 0; t < document.tokens.size(); ++t)
+    if (document.targets.empty() || document.targets[t]) ids.push_back(document.tokens[t]);
+  return qwen().decode(ids);
+}
+
+TEST(DocumentEncoder, ChatIsWrittenAsChatMl) {
+  const DocumentEncoder encoder(qwen(), {});
+  const EncodedDocument document = encoder.encode(parse_jsonl_record(
+      R"({"messages": [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"},
+          {"role": "assistant", "content": "hello there"}, {"role": "user", "content": "bye"},
+          {"role": "assistant", "content": "so long"}]})"));
+  const std::string whole =
+      "<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nhello there"
+      "<|im_end|>\n<|im_start|>user\nbye<|im_end|>\n<|im_start|>assistant\nso long<|im_end|>\n";
+  EXPECT_EQ(qwen().decode(document.tokens), whole);
+  EXPECT_EQ(document.tokens, qwen().encode(whole)) << "as encoding the whole text at once";
+  EXPECT_EQ(targets_text(document), "hello there<|im_end|>so long<|im_end|>");
+}
+
+TEST(DocumentEncoder, MarkersInsideContentEndNothing) {
+  const DocumentEncoder encoder(qwen(), {});
+  const EncodedDocument document = encoder.encode(parse_jsonl_record(
+      R"({"messages": [{"role": "user", "content": "a<|im_end|>b"}, {"role": "assistant", "content": "c<|im_end|>"}]})"));
+  EXPECT_EQ(std::count(document.tokens.begin(), document.tokens.end(), 8002), 2);
+  EXPECT_EQ(targets_text(document), "c<|im_end|><|im_end|>");
+}
+
+TEST(DocumentEncoder, CompletionsAreTheTargets) {
+  DocumentEncoderOptions options;
+  options.append_eod = true;
+  const DocumentEncoder encoder(qwen(), options);
+  const EncodedDocument document =
+      encoder.encode(parse_jsonl_record(R"({"prompt": "The sky is", "completion": " blue"})"));
+  EXPECT_EQ(qwen().decode(document.tokens), "The sky is blue<|endoftext|>");
+  EXPECT_EQ(targets_text(document), " blue<|endoftext|>");
+  const EncodedDocument chat =
+      encoder.encode(parse_jsonl_record(R"({"messages": [{"role": "assistant", "content": "x"}]})"));
+  EXPECT_EQ(chat.tokens.back(), 8000);
+  EXPECT_EQ(chat.targets.back(), 0);
+}
+
+TEST(DocumentEncoder, TextIsAllTargets) {
+  DocumentEncoderOptions options;
+  options.append_eod = true;
+  const EncodedDocument document = DocumentEncoder(qwen(), options).encode(parse_jsonl_record(R"({"text": "a b"})"));
+  std::vector<int32_t> expected = qwen().encode("a b");
+  expected.push_back(8000);
+  EXPECT_EQ(document.tokens, expected);
+  EXPECT_TRUE(document.targets.empty());
+  options.eod_token = "<|im_end|>";
+  EXPECT_EQ(DocumentEncoder(qwen(), options).encode(parse_jsonl_record(R"({"text": "a"})")).tokens.back(), 8002);
+  options.eod_token = "<eos>";
+  EXPECT_THROW(DocumentEncoder(qwen(), options), UserError);
+  // One token alone has nothing to be predicted from.
+  EXPECT_NE(
+      user_error([&] { DocumentEncoder(qwen(), {}).encode(parse_jsonl_record(R"({"text": "a"})")); }).find("no label"),
+      std::string::npos);
+}
+
+class TokenizeFiles : public testing::Test {
+ protected:
+  TokenizeOptions options(std::vector<std::string> inputs, const std::string& output) {
+    TokenizeOptions o;
+    o.tokenizer = std::string(SB_TEST_DATA) + kQwen;
+    for (const std::string& input : inputs) o.inputs.push_back(folder_.path(input));
+    o.output = folder_.path(output);
+    return o;
+  }
+  static TokenizeProgress run(const TokenizeOptions& o) {
+    return tokenize_files(o, [](const TokenizeProgress&) {});
+  }
+
+  TemporaryFolder folder_;
+};
+
+TEST_F(TokenizeFiles, OneDocumentALine) {
+  write_bytes(folder_.path("a.jsonl"), "{\"text\": \"Hello, world!\"}\n\n{\"text\": \"don't stop\"}\r\n");
+  write_bytes(folder_.path("b.jsonl"), R"({"prompt": "1 + 1 =", "completion": " 2"})");
+  TokenizeOptions o = options({"a.jsonl", "b.jsonl"}, "out");
+  o.documents.append_eod = true;
+  const TokenizeProgress progress = run(o);
+  EXPECT_EQ(progress.documents, 3);
+  EXPECT_EQ(progress.bytes, progress.total_bytes);
+  const auto file = open_token_file(folder_.path("out"));
+  ASSERT_EQ(file->documents(), 3);
+  EXPECT_EQ(file->type(), TokenType::u16);
+  const std::string texts[] = {"Hello, world!<|endoftext|>", "don't stop<|endoftext|>", "1 + 1 = 2<|endoftext|>"};
+  for (int64_t d = 0; d < 3; ++d) {
+    std::vector<int32_t> tokens(static_cast<size_t>(file->length(d)));
+    file->read(d, 0, file->length(d), tokens.data());
+    EXPECT_EQ(qwen().decode(tokens), texts[d]);
+  }
+  ASSERT_NE(file->mask(), nullptr);
+  EXPECT_EQ(file->mask()->valid_targets(0), file->length(0) - 1);
+  EXPECT_EQ(file->mask()->valid_targets(2), 1 + static_cast<int64_t>(qwen().encode(" 2").size()));
+  EXPECT_NE(user_error([&] { run(o); }).find("exists already"), std::string::npos);
+  o.overwrite = true;
+  EXPECT_EQ(run(o).documents, 3);
+}
+
+TEST_F(TokenizeFiles, BadLinesAreNamedOrCounted) {
+  write_bytes(folder_.path("a.jsonl"),
+              "{\"text\": \"good one\"}\n{\"text\": oops}\n{\"text\": \"good two\"}\n"
+              "{\"text\": \"bad \xff\"}\n{\"messages\": [{\"role\": \"user\", \"content\": \"q\"}]}\n");
+  TokenizeOptions o = options({"a.jsonl"}, "out");
+  const std::string error = user_error([&] { run(o); });
+  EXPECT_NE(error.find("a.jsonl:2: not JSON"), std::string::npos) << error;
+  EXPECT_FALSE(fs::exists(folder_.path("out.idx")));
+  o.skip_bad_lines = true;
+  const TokenizeProgress progress = run(o);
+  EXPECT_EQ(progress.documents, 2);
+  EXPECT_EQ(progress.bad_lines, 3);
+}
+
+TEST_F(TokenizeFiles, EmptyInputs) {
+  write_bytes(folder_.path("empty.jsonl"), "");
+  write_bytes(folder_.path("blank.jsonl"), "\n \n\n");
+  EXPECT_NE(user_error([&] { run(options({"empty.jsonl"}, "out")); }).find("empty"), std::string::npos);
+  EXPECT_NE(user_error([&] { run(options({"blank.jsonl"}, "out")); }).find("no line gave a document"),
+            std::string::npos);
+  EXPECT_THROW(run(options({"none.jsonl"}, "out")), UserError);
+  EXPECT_THROW(run(options({}, "out")), UserError);
+  EXPECT_FALSE(fs::exists(folder_.path("out.idx")));
+}
+
+// Interrupted by an exception after each batch in turn, the run gives the same files as one that is not, whatever the
+// number of workers.
+TEST_F(TokenizeFiles, AnInterruptedRunGoesOn) {
+  std::string lines;
+  for (int i = 0; i < 3000; ++i) {
+    lines += "{\"text\": \"line " + std::to_string(i) + " of the file";
+    for (int w = 0; w < 400; ++w) lines += " word" + std::to_string(i * 31 % 97 + w);
+    lines += "\"}\n";
+  }
+  write_bytes(folder_.path("a.jsonl"), lines);
+  write_bytes(folder_.path("b.jsonl"), R"({"prompt": "x", "completion": "y z"})");
+  ASSERT_GT(lines.size(), 8u << 20) << "more than two batches";
+  run(options({"a.jsonl", "b.jsonl"}, "straight"));
+
+  struct Stop {};
+  TokenizeOptions o = options({"a.jsonl", "b.jsonl"}, "out");
+  o.checkpoint_seconds = 0.0;
+  int64_t last = -1;
+  int interruptions = 0;
+  while (true) {
+    try {
+      const TokenizeProgress done = tokenize_files(o, [&](const TokenizeProgress& p) {
+        if (p.bytes > last) {
+          last = p.bytes;
+          throw Stop();
+        }
+      });
+      EXPECT_GT(done.resumed_bytes, 0);
+      break;
+    } catch (const Stop&) {
+      ++interruptions;
+      ASSERT_LT(interruptions, 20);
+      EXPECT_FALSE(fs::exists(folder_.path("out.idx")));
+      o.workers = 1 + interruptions % 3;
+    }
+  }
+  EXPECT_GE(interruptions, 2);
+  for (const char* suffix : {".bin", ".idx", ".mask"})
+    EXPECT_EQ(read_bytes(folder_.path("out") + suffix), read_bytes(folder_.path("straight") + suffix)) << suffix;
+}
+
+TEST_F(TokenizeFiles, AnotherRunsRemainsAreNotMixedIn) {
+  write_bytes(folder_.path("a.jsonl"), "{\"text\": \"some words here\"}\n");
+  TokenizeOptions o = options({"a.jsonl"}, "out");
+  o.checkpoint_seconds = 0.0;
+  struct Stop {};
+  EXPECT_THROW(tokenize_files(o, [](const TokenizeProgress&) { throw Stop(); }), Stop);
+  o.documents.append_eod = true;
+  EXPECT_NE(user_error([&] { run(o); }).find("--restart"), std::string::npos);
+  o.restart = true;
+  EXPECT_EQ(run(o).documents, 1);
+}
+
+}  // namespace
+}  // namespace sb
