@@ -2,15 +2,10 @@
 
 #include <algorithm>
 #include <bit>
-#include <charconv>
 #include <cmath>
 #include <nlohmann/json.hpp>
 
-#include "core/durable_file.h"
 #include "core/errors.h"
-#include "data/jsonl.h"
-#include "data/mapped_file.h"
-#include "data/utf8.h"
 
 namespace sb {
 namespace {
@@ -102,30 +97,6 @@ std::string length_statistics_json(const LengthStatistics& s) {
          {"token_share", s.tokens > 0 ? static_cast<double>(c.tokens) / static_cast<double>(s.tokens) : 0.0},
          {"attention_share", s.attention > 0.0 ? c.attention / s.attention : 0.0}});
   return out.dump(2);
-}
-
-std::vector<int64_t> read_length_pool(const std::string& path) {
-  const MappedFile file(path);
-  std::vector<int64_t> lengths;
-  std::string_view line;
-  int64_t number = 0;
-  for (size_t offset = 0; next_line(file.text(), offset, line);) {
-    ++number;
-    if (is_blank(line) || line[0] == '#') continue;
-    int64_t length = 0;
-    const auto [end, error] = std::from_chars(line.data(), line.data() + line.size(), length);
-    SB_USER_CHECK(error == std::errc() && end == line.data() + line.size() && length > 0,
-                  "{}:{}: \"{}\" is not a length; each line holds one positive number", path, number, printable(line));
-    lengths.push_back(length);
-  }
-  SB_USER_CHECK(!lengths.empty(), "{}: empty: it holds no length", path);
-  return lengths;
-}
-
-void write_length_pool(const std::string& path, const std::vector<int64_t>& lengths, const std::string& comment) {
-  std::string text = comment.empty() ? "" : fmt::format("# {}\n", comment);
-  for (int64_t length : lengths) text += std::to_string(length) + "\n";
-  replace_file(path, text);
 }
 
 }  // namespace sb

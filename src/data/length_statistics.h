@@ -31,8 +31,4 @@ LengthStatistics measure_lengths(std::vector<int64_t> lengths);
 std::string format_length_statistics(const LengthStatistics& statistics, int width = 100);
 std::string length_statistics_json(const LengthStatistics& statistics);
 
-// One length a line; lines that start with # are comments.
-std::vector<int64_t> read_length_pool(const std::string& path);
-void write_length_pool(const std::string& path, const std::vector<int64_t>& lengths, const std::string& comment);
-
 }  // namespace sb

@@ -63,7 +63,8 @@ class TokenizeJob {
   }
 
  private:
-  // What must be equal for an interrupted run to be continued.
+  // What must be equal for an interrupted run to be continued. Bad lines may be skipped from here on: the ones before
+  // were good.
   json identity() const {
     return {{"inputs", options_.inputs},
             {"sizes", sizes_},
@@ -72,8 +73,7 @@ class TokenizeJob {
             {"append_eod", options_.documents.append_eod},
             {"eod_token", options_.documents.eod_token},
             {"special", options_.documents.add_special_tokens},
-            {"text_key", options_.text_key},
-            {"skip_bad_lines", options_.skip_bad_lines}};
+            {"text_key", options_.text_key}};
   }
   std::string note() const {
     return json{{"identity", identity()},

@@ -2,9 +2,6 @@
 
 #include <gtest/gtest.h>
 
-#include "core/errors.h"
-#include "tests/data/temporary_folder.h"
-
 namespace sb {
 namespace {
 
@@ -47,17 +44,6 @@ TEST(LengthStatistics, ZeroAndHugeLengths) {
   EXPECT_EQ(s.classes.front().to, 1);
   EXPECT_EQ(s.classes.back().from, int64_t{1} << 40);
   EXPECT_NE(format_length_statistics(measure_lengths({0})).find("1 sequences"), std::string::npos);
-}
-
-TEST(LengthPool, WrittenAndReadBack) {
-  TemporaryFolder folder;
-  write_length_pool(folder.path("pool"), {5, 70000, 1}, "three lengths");
-  EXPECT_EQ(read_bytes(folder.path("pool")), "# three lengths\n5\n70000\n1\n");
-  EXPECT_EQ(read_length_pool(folder.path("pool")), (std::vector<int64_t>{5, 70000, 1}));
-  for (const char* bad : {"5\nx\n", "5\n-1\n", "0\n", "5 6\n", "", "# nothing\n", "99999999999999999999\n"}) {
-    write_bytes(folder.path("pool"), bad);
-    EXPECT_THROW(read_length_pool(folder.path("pool")), UserError) << bad;
-  }
 }
 
 }  // namespace

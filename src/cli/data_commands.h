@@ -1,0 +1,15 @@
+#pragma once
+
+namespace CLI {
+class App;
+}
+
+// The sub-commands of `sparsebalance data`, one file each.
+namespace sb {
+
+void add_data_tokenize(CLI::App& data);
+void add_data_stats(CLI::App& data);
+void add_data_synth(CLI::App& data);
+void add_data_lengths(CLI::App& data);
+
+}  // namespace sb

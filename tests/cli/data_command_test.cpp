@@ -1,0 +1,113 @@
+#include <gtest/gtest.h>
+
+#include <filesystem>
+#include <fstream>
+
+#include "tests/cli/program.h"
+
+namespace sb::testing {
+namespace {
+
+class DataCommand : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    directory_ = std::filesystem::path(::testing::TempDir()) /
+                 (std::string("cli_data_") + ::testing::UnitTest::GetInstance()->current_test_info()->name());
+    std::filesystem::remove_all(directory_);
+    std::filesystem::create_directories(directory_);
+  }
+  void TearDown() override { std::filesystem::remove_all(directory_); }
+
+  std::string path(const std::string& name) const { return (directory_ / name).string(); }
+  void write(const std::string& name, const std::string& text) const { std::ofstream(directory_ / name) << text; }
+
+  std::filesystem::path directory_;
+};
+
+TEST_F(DataCommand, SynthesisedTokensAndTheirStatistics) {
+  const ProgramResult synth = run_program({"data", "synth", "--task", "needle_multi_key", "--sequences", "5",
+                                           "--length", "512", "--vocab-size", "100", "--output", path("syn")});
+  ASSERT_EQ(synth.exit_code, 0) << synth.err;
+  for (const char* file : {"syn.bin", "syn.idx", "syn.mask"}) EXPECT_TRUE(std::filesystem::exists(path(file))) << file;
+  EXPECT_EQ(std::filesystem::file_size(path("syn.bin")), 5u * 512 * 2);
+  const ProgramResult stats = run_program({"data", "stats", path("syn")});
+  EXPECT_EQ(stats.exit_code, 0) << stats.err;
+  EXPECT_NE(stats.out.find("5 sequences, 2,560 tokens"), std::string::npos) << stats.out;
+  const ProgramResult json = run_program({"data", "stats", "--json", path("syn")});
+  EXPECT_NE(json.out.find("\"tokens\": 2560"), std::string::npos) << json.out;
+  EXPECT_EQ(run_program({"data", "synth", "--output", path("syn")}).exit_code, 2) << "the output exists";
+}
+
+TEST_F(DataCommand, SynthesisedText) {
+  const ProgramResult synth = run_program({"data", "synth", "--text", "--task", "vt", "--sequences", "3", "--length",
+                                           "1000", "--output", path("vt.jsonl")});
+  ASSERT_EQ(synth.exit_code, 0) << synth.err;
+  std::ifstream file(path("vt.jsonl"));
+  int lines = 0;
+  for (std::string line; std::getline(file, line); ++lines)
+    EXPECT_EQ(line.rfind("{\"index\":" + std::to_string(lines) + ",\"input\":\"Memorize", 0), 0u) << line;
+  EXPECT_EQ(lines, 3);
+}
+
+TEST_F(DataCommand, TokenizeNamesTheBadLine) {
+  write("a.jsonl", "{\"text\": \"Hello, world!\"}\nnot json\n");
+  const std::vector<std::string> command = {"data",
+                                            "tokenize",
+                                            "--tokenizer",
+                                            "tests/data/tokenizer_qwen2_style/tokenizer.json",
+                                            "--input",
+                                            path("a.jsonl"),
+                                            "--output",
+                                            path("out"),
+                                            "--append-eod",
+                                            "--workers",
+                                            "2"};
+  const ProgramResult failed = run_program(command);
+  if (failed.err.find("this build has no tokenizer") != std::string::npos) GTEST_SKIP() << failed.err;
+  EXPECT_EQ(failed.exit_code, 2);
+  EXPECT_NE(failed.err.find("a.jsonl:2:"), std::string::npos) << failed.err;
+  EXPECT_FALSE(std::filesystem::exists(path("out.idx")));
+  std::vector<std::string> skipping = command;
+  skipping.push_back("--skip-bad-lines");
+  const ProgramResult done = run_program(skipping);
+  ASSERT_EQ(done.exit_code, 0) << done.err;
+  EXPECT_NE(done.out.find("1 documents, 6 tokens, 1 bad lines"), std::string::npos) << done.out;
+  EXPECT_EQ(std::filesystem::file_size(path("out.bin")), 6u * 2);
+}
+
+TEST_F(DataCommand, Lengths) {
+  for (const char* pool : {"chatqa2-like", "longalign-like"}) {
+    const ProgramResult named =
+        run_program({"data", "lengths", "--pool", pool, "--count", "50", "--output", path("pool.txt")});
+    ASSERT_EQ(named.exit_code, 0) << named.err;
+    std::ifstream file(path("pool.txt"));
+    std::string line;
+    std::getline(file, line);
+    EXPECT_EQ(line, std::string("# ") + pool + ", 50 drawn with seed 1");
+    int lengths = 0;
+    while (std::getline(file, line)) lengths += std::stoll(line) > 0;
+    EXPECT_EQ(lengths, 50);
+  }
+  ASSERT_EQ(run_program({"data", "synth", "--task", "copy", "--sequences", "4", "--lengths", path("pool.txt"),
+                         "--output", path("syn")})
+                .exit_code,
+            0);
+  const ProgramResult from_files =
+      run_program({"data", "lengths", "--input", path("syn"), "--output", path("own.txt")});
+  ASSERT_EQ(from_files.exit_code, 0) << from_files.err;
+  EXPECT_NE(from_files.out.find("4 sequences"), std::string::npos);
+  EXPECT_EQ(run_program({"data", "stats", "--lengths", path("own.txt")}).exit_code, 0);
+  EXPECT_EQ(run_program({"data", "lengths", "--output", path("x")}).exit_code, 2);
+  EXPECT_EQ(run_program({"data", "lengths", "--pool", "none", "--output", path("x")}).exit_code, 2);
+}
+
+TEST_F(DataCommand, WrongArguments) {
+  EXPECT_EQ(run_program({"data"}).exit_code, 2);
+  EXPECT_EQ(run_program({"data", "stats"}).exit_code, 2);
+  EXPECT_EQ(run_program({"data", "stats", path("none")}).exit_code, 2);
+  EXPECT_EQ(run_program({"data", "tokenize"}).exit_code, 2);
+  EXPECT_EQ(run_program({"data", "synth", "--task", "none", "--output", path("x")}).exit_code, 2);
+}
+
+}  // namespace
+}  // namespace sb::testing
