@@ -24,10 +24,10 @@ nvcc $out/attention_bench.o $library -lfmt -o $out/attention_bench
 nvidia-smi --query-gpu=name,driver_version,clocks.sm --format=csv,noheader
 timeout 200 $out/hopper_test
 if [[ " $* " == *" --sanitize "* ]]; then
-  compute-sanitizer --tool memcheck $out/hopper_test | tail -3
+  compute-sanitizer --tool memcheck $out/hopper_test --short | tail -3
 fi
 [ "$mode" = check ] && exit 0
 timeout 200 $out/attention_bench "$mode"
 if [[ " $* " == *" --peers "* ]]; then
-  PYTHONUNBUFFERED=1 python3 bench/peers/attention_peers.py
+  PYTHONUNBUFFERED=1 python3 bench/peers/attention_lists.py
 fi

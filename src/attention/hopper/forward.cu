@@ -252,6 +252,7 @@ struct Consumer {
         pin(s);
         done_keys();
         const bool raised = softmax(shrink);
+        pin(s);  // or the compiler waits for the product below before it takes the exponentials
         wgmma_wait<0>();
         pin(o);
         done_values();

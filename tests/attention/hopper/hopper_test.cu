@@ -46,6 +46,11 @@ ErrorOf compare(const std::vector<T>& got, const std::vector<double>& want) {
   return {std::sqrt(difference / norm), largest / std::sqrt(norm / want.size())};
 }
 
+template <typename T>
+bool same_bits(const std::vector<T>& a, const std::vector<T>& b) {
+  return std::memcmp(a.data(), b.data(), a.size() * sizeof(T)) == 0;
+}
+
 int failures = 0;
 
 void expect(const Case& c, const char* what, ErrorOf error, double relative, double largest) {
@@ -61,7 +66,7 @@ void check_backward(const Case& c, const Tensors& t, const Reference& want) {
   expect(c, "dv", compare(t.dv.host(), want.dv), 6e-3, 0.15);
 }
 
-void run(const Case& c, bool deterministic) {
+void run(const Case& c) {
   Shape shape;
   std::vector<int32_t> cu{0};
   for (int length : c.lengths) cu.push_back(cu.back() + length);
@@ -98,29 +103,72 @@ void run(const Case& c, bool deterministic) {
   backward(p, nullptr);
   must(cudaDeviceSynchronize(), "backward");
   check_backward(c, t, want);
-  if (deterministic) {
-    t.dq.poison();
-    t.dk.poison();
-    t.dv.poison();
-    w.partials.poison();
+  t.dq.poison();
+  t.dk.poison();
+  t.dv.poison();
+  w.partials.poison();
+  backward_deterministic(p, nullptr);
+  must(cudaDeviceSynchronize(), "deterministic backward");
+  std::printf(" | deterministic");
+  check_backward(c, t, want);
+  const auto dq = t.dq.host(), dk = t.dk.host(), dv = t.dv.host();
+  for (int i = 0; i < 3; ++i) {
     backward_deterministic(p, nullptr);
     must(cudaDeviceSynchronize(), "deterministic backward");
-    std::printf(" | deterministic");
-    check_backward(c, t, want);
-    const auto dq = t.dq.host(), dk = t.dk.host(), dv = t.dv.host();
-    for (int i = 0; i < 3; ++i) {
-      backward_deterministic(p, nullptr);
-      must(cudaDeviceSynchronize(), "deterministic backward");
-      const auto same = [](const auto& a, const auto& b) { return std::memcmp(a.data(), b.data(), a.size() * 2) == 0; };
-      if (!same(dq, t.dq.host()) || !same(dk, t.dk.host()) || !same(dv, t.dv.host())) {
-        std::printf(" NOT BIT-EQUAL");
-        ++failures;
-        break;
-      }
+    if (!same_bits(dq, t.dq.host()) || !same_bits(dk, t.dk.host()) || !same_bits(dv, t.dv.host())) {
+      std::printf(" NOT BIT-EQUAL");
+      ++failures;
+      break;
     }
   }
   std::printf("\n");
   std::fflush(stdout);
+}
+
+// Forward and deterministic backward captured into a graph give what direct calls gave, replay after replay.
+void check_graph(int replays) {
+  Shape shape{1500, 16, 2, 128, 0.088f};
+  const std::vector<int32_t> cu{0, 1100, 1500};
+  ListOptions options;
+  options.heads = 2;
+  options.keep = 0.3;
+  options.staircase = true;
+  options.sinks = 1;
+  const RowLists lists = random_lists(cu, options);
+  Tensors t(shape, 7);
+  DeviceWork w(shape, cu, {false, true}, &lists, 16);
+  const ForwardParams f = forward_params(shape, t, w);
+  const BackwardParams b = backward_params(shape, t, w);
+  forward(f, nullptr);
+  backward_deterministic(b, nullptr);
+  must(cudaDeviceSynchronize(), "direct");
+  const auto o = t.o.host(), dq = t.dq.host(), dk = t.dk.host(), dv = t.dv.host();
+
+  cudaStream_t stream;
+  must(cudaStreamCreate(&stream), "stream");
+  must(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal), "capture");
+  forward(f, stream);
+  backward(b, stream);
+  backward_deterministic(b, stream);
+  cudaGraph_t graph;
+  must(cudaStreamEndCapture(stream, &graph), "capture");
+  cudaGraphExec_t executable;
+  must(cudaGraphInstantiate(&executable, graph, 0), "graph");
+  bool same = true;
+  for (int i = 0; i < replays && same; ++i) {
+    if (i % 100 == 0)
+      for (auto* out : {&t.o, &t.dq, &t.dk, &t.dv}) out->poison();
+    must(cudaGraphLaunch(executable, stream), "graph");
+    must(cudaStreamSynchronize(stream), "graph");
+    same = same_bits(o, t.o.host()) && same_bits(dq, t.dq.host()) && same_bits(dk, t.dk.host()) &&
+           same_bits(dv, t.dv.host());
+  }
+  std::printf("graph of forward and backwards, %d replays, splits %zu: %s\n", replays, w.work.splits.size(),
+              same ? "bit-equal" : "FAILED");
+  if (!same) ++failures;
+  must(cudaGraphExecDestroy(executable), "graph");
+  must(cudaGraphDestroy(graph), "graph");
+  must(cudaStreamDestroy(stream), "stream");
 }
 
 std::vector<Case> cases() {
@@ -164,11 +212,13 @@ std::vector<Case> cases() {
 }  // namespace
 }  // namespace sb::hopper
 
+// --short leaves out the repetitions, for the memory checker.
 int main(int argc, char** argv) {
   std::setvbuf(stdout, nullptr, _IONBF, 0);
-  const bool deterministic = argc < 2 || std::string(argv[1]) != "--no-deterministic";
+  const bool full = argc < 2 || std::string(argv[1]) != "--short";
   std::printf("relative / largest errors against fp64\n");
-  for (const auto& c : sb::hopper::cases()) sb::hopper::run(c, deterministic);
+  for (const auto& c : sb::hopper::cases()) sb::hopper::run(c);
+  sb::hopper::check_graph(full ? 1000 : 2);
   std::printf(sb::hopper::failures ? "%d FAILED\n" : "all passed\n", sb::hopper::failures);
   return sb::hopper::failures ? 1 : 0;
 }

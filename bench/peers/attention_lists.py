@@ -1,0 +1,113 @@
+"""FlexAttention on the very lists of bench/attention/hopper/attention_bench.cu (query blocks of 128, shared by the query
+heads of a group), and cuDNN and FlashAttention-2 dense, beside it. Useful FLOPs: 4·d for every selected (query, key)
+pair and head, 2.5 times that backward."""
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+DEVICE, BLOCK = "cuda", 128
+
+
+def median_ms(body, repeats=15, warm_up=3):
+    for _ in range(warm_up):
+        body()
+    torch.cuda.synchronize()
+    times = []
+    for _ in range(repeats):
+        begin, end = torch.cuda.Event(True), torch.cuda.Event(True)
+        begin.record()
+        body()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end))
+    return sorted(times)[repeats // 2]
+
+
+def mix(x):
+    m = 0xFFFFFFFF
+    x = x ^ (x >> 16)
+    x = (x * 0x7FEB352D) & m
+    x = x ^ (x >> 15)
+    x = (x * 0x846CA68B) & m
+    return x ^ (x >> 16)
+
+
+def kept_blocks(kv_heads, n, keep):
+    """The same draw as block_kept() in tests/attention/hopper/device_case.h."""
+    h = torch.arange(kv_heads).view(-1, 1, 1)
+    q = torch.arange(n).view(1, -1, 1)
+    k = torch.arange(n).view(1, 1, -1)
+    draw = mix((h * 0x9E3779B1 + q * 0x85EBCA77 + k * 0xC2B2AE3D) & 0xFFFFFFFF)
+    causal = torch.ones(n, n, dtype=torch.bool).tril(-1)
+    return ((draw < keep * 4294967296.0) & causal) | torch.eye(n, dtype=torch.bool)
+
+
+def tensors(heads, kv_heads, d, s):
+    make = lambda h: torch.randn(1, h, s, d, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+    return make(heads), make(kv_heads), make(kv_heads), torch.randn(1, heads, s, d, device=DEVICE, dtype=torch.bfloat16)
+
+
+def report(name, forward, inputs, d_o, flops):
+    try:
+        f = median_ms(forward)
+        out = forward()
+        b = median_ms(lambda: torch.autograd.grad(out, inputs, d_o, retain_graph=True))
+        print(f"{name:<44} {f:8.3f} {flops / f / 1e9:6.0f} | {b:8.3f} {2.5 * flops / b / 1e9:6.0f}", flush=True)
+    except Exception as error:  # a backend that refuses the shape must not hide the others
+        print(f"{name:<44} {str(error)[:120]}", flush=True)
+
+
+def dense(heads, kv_heads, d, s):
+    q, k, v, d_o = tensors(heads, kv_heads, d, s)
+    flops = 4.0 * d * heads * s * (s + 1) / 2
+    for name, backend in [("cuDNN", SDPBackend.CUDNN_ATTENTION), ("FlashAttention-2", SDPBackend.FLASH_ATTENTION)]:
+        with sdpa_kernel(backend):
+            forward = lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+            report(f"{name} dense {heads}:{kv_heads} d{d} {s // 1024}K", forward, (q, k, v), d_o, flops)
+
+
+compiled = torch.compile(flex_attention, dynamic=False)
+
+
+def sparse(heads, kv_heads, d, s, keep):
+    n = s // BLOCK
+    mask = kept_blocks(kv_heads, n, keep).repeat_interleave(heads // kv_heads, 0)[None].to(DEVICE)
+    diagonal = torch.eye(n, dtype=torch.bool, device=DEVICE).expand_as(mask)
+
+    def lists(m):
+        return m.sum(-1).int().contiguous(), torch.argsort(m.int(), dim=-1, descending=True, stable=True).int().contiguous()
+
+    block_mask = BlockMask.from_kv_blocks(*lists(diagonal), *lists(mask & ~diagonal), BLOCK_SIZE=BLOCK,
+                                          mask_mod=lambda b, h, i, j: i >= j, seq_lengths=(s, s))
+    q, k, v, d_o = tensors(heads, kv_heads, d, s)
+    pairs = (mask & ~diagonal).sum().item() * BLOCK * BLOCK + heads * n * BLOCK * (BLOCK + 1) / 2
+    report(f"FlexAttention {keep:.0%} {heads}:{kv_heads} d{d} {s // 1024}K qb128",
+           lambda: compiled(q, k, v, block_mask=block_mask, enable_gqa=True), (q, k, v), d_o, 4.0 * d * pairs)
+
+
+def errors(heads, kv_heads, d, s):
+    """Relative (Frobenius) errors of the dense peers against fp64, to set beside those of hopper_test."""
+    q, k, v, d_o = tensors(heads, kv_heads, d, s)
+    exact = [t.detach().double().requires_grad_() for t in (q, k, v)]
+    group = heads // kv_heads
+    scores = exact[0] @ exact[1].repeat_interleave(group, 1).transpose(-1, -2) / d**0.5
+    causal = torch.ones(s, s, dtype=torch.bool, device=DEVICE).tril()
+    want = scores.masked_fill(~causal, float("-inf")).softmax(-1) @ exact[2].repeat_interleave(group, 1)
+    want = [want, *torch.autograd.grad(want, exact, d_o.double())]
+    for name, backend in [("cuDNN", SDPBackend.CUDNN_ATTENTION), ("FlashAttention-2", SDPBackend.FLASH_ATTENTION)]:
+        with sdpa_kernel(backend):
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+            got = [out, *torch.autograd.grad(out, (q, k, v), d_o)]
+        relative = [((g.double() - w).norm() / w.norm()).item() for g, w in zip(got, want)]
+        print(f"{name} errors {heads}:{kv_heads} d{d} {s}:", *(f"{n} {r:.1e}" for n, r in zip(("o", "dq", "dk", "dv"), relative)))
+
+
+if __name__ == "__main__":
+    errors(8, 1, 128, 1000)
+    errors(8, 1, 64, 1000)
+    print(f"{'PyTorch ' + torch.__version__:<44} {'fwd ms':>8} {'TF/s':>6} | {'bwd ms':>8} {'TF/s':>6}")
+    for shape in [(16, 2, 128), (14, 2, 64)]:
+        dense(*shape, 32768)
+        sparse(*shape, 32768, 0.1)
+    sparse(16, 2, 128, 65536, 0.1)
