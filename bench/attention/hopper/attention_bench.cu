@@ -7,7 +7,7 @@
 #include <string>
 
 #include "attention/hopper/prepare.cuh"
-#include "tests/attention/hopper/device_case.h"
+#include "tests/attention/hopper/select_case.h"
 
 namespace sb::hopper {
 namespace {
@@ -101,6 +101,26 @@ void run(const std::string& name, int query_heads, int kv_heads, int d, const st
   std::fflush(stdout);
 }
 
+// Selection with its lists against the attention it selects for.
+void run_selection(const std::string& name, int query_heads, int kv_heads, int d, int length, double keep) {
+  if (name.find(filter) == std::string::npos) return;
+  const Shape shape{length, query_heads, kv_heads, d, 1.f / std::sqrt(float(d))};
+  const std::vector<int32_t> cu{0, length};
+  const SequenceTiles tiles{length, kBlock, 16, 1, 2, static_cast<int64_t>(keep * length / 2)};
+  Tensors t(shape, 42);
+  SelectCase chosen(shape, cu, {false}, {tiles}, 1);
+  const SelectParams p = chosen.params(shape, t.q.get(), t.k.get());
+  const double select_ms = median_ms([&] { select(p, nullptr); }, 11);
+  const RowLists lists = chosen.lists(shape);
+  DeviceWork w(shape, cu, {false}, &lists, 132);
+  const ForwardParams f = forward_params(shape, t, w);
+  const BackwardParams b = backward_params(shape, t, w);
+  const double forward_ms = median_ms([&] { forward(f, nullptr); }, 11);
+  const double backward_ms = median_ms([&] { backward(b, nullptr); }, 11);
+  std::printf("%-30s selection %.3f ms, forward %.3f, backward %.3f: %.1f %%\n", name.c_str(), select_ms, forward_ms,
+              backward_ms, 100 * select_ms / (forward_ms + backward_ms));
+}
+
 }  // namespace
 }  // namespace sb::hopper
 
@@ -119,6 +139,9 @@ int main(int argc, char** argv) {
   run("10% 16:2 d128 128K qb16", 16, 2, 128, {131072}, 0.1, 16, false, false);
   run("dense 14:2 d64 32K", 14, 2, 64, {32768}, 1, 0, false, det);
   run("10% 14:2 d64 32K qb16", 14, 2, 64, {32768}, 0.1, 16, false, det);
+  sb::hopper::run_selection("topk 10% 16:2 d128 32K", 16, 2, 128, 32768, 0.1);
+  sb::hopper::run_selection("topk 10% 16:2 d128 128K", 16, 2, 128, 131072, 0.1);
+  sb::hopper::run_selection("topk 10% 14:2 d64 32K", 14, 2, 64, 32768, 0.1);
   if (!all) return 0;
   run("dense 16:2 d128 8K", 16, 2, 128, {8192}, 1, 0, false, det);
   run("dense 16:2 d128 4x8K packed", 16, 2, 128, {8192, 8192, 8192, 8192}, 1, 0, false, det);

@@ -113,7 +113,6 @@ struct Consumer {
           mask(s[half], step, half);
 #pragma unroll
           for (int i = 0; i < 32; ++i) s[half][i] = exp2_fast(fmaf(s[half][i], scale_log2, minus[(i >> 1) & 1]));
-          pin(s[half]);  // the exponentials before the wait for dP
           if (half == 0)
             wgmma_wait<2>();
           else

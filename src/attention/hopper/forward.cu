@@ -252,7 +252,9 @@ struct Consumer {
         pin(s);
         done_keys();
         const bool raised = softmax(shrink);
-        pin(s);  // or the compiler waits for the product below before it takes the exponentials
+        // Never taken: a branch on the sums keeps the assembler from moving the wait above the exponentials, which are
+        // to run beside the product.
+        if (__any_sync(~0u, row_sum[0] + row_sum[1] < 0)) asm volatile("nanosleep.u32 1;");
         wgmma_wait<0>();
         pin(o);
         done_values();
