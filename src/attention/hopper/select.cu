@@ -80,13 +80,12 @@ struct alignas(1024) Smem {
   __nv_bfloat16 statistics[kChunk * 2 * D];  // [2 d / 64][block][64]
   float lse[kSubtileRows];
   alignas(8) uint64_t q_full, statistics_full;
-  int32_t chosen;
-  // then: scores __half [64][padded + 8], keys uint32 [padded], first uint8 [padded]
+  // then: scores __half [64][padded + 8], first uint8 [padded]
 };
 
 template <int D>
 size_t shared_bytes(int padded) {
-  return sizeof(Smem<D>) + kSubtileRows * (padded + 8) * sizeof(__half) + padded * (sizeof(uint32_t) + 1);
+  return sizeof(Smem<D>) + kSubtileRows * (padded + 8) * sizeof(__half) + padded;
 }
 
 // Larger mass first, ties to the lower block: the low bits of the order-preserving bits of the mass give way to the
@@ -97,29 +96,59 @@ __device__ __forceinline__ uint32_t sort_key(float mass, int block) {
   return (ordered & 0xFFFFF000u) | static_cast<uint32_t>(0xFFF - block);
 }
 
-// One warp marks the `room` largest keys as chosen by token `row`.
-__device__ __forceinline__ void choose(const uint32_t* keys, uint8_t* first, int count, int room, int row, int lane) {
-  if (room == 1) {
-    uint32_t best = 0;
-    for (int j = lane; j < count; j += 32) best = max(best, keys[j]);
-    best = __reduce_max_sync(~0u, best);
-    if (lane == 0 && best != 0) first[0xFFF - (best & 0xFFF)] = static_cast<uint8_t>(row);
-    return;
-  }
-  // The largest threshold that at least `room` keys reach, bit by bit.
-  uint32_t threshold = 0;
-  for (int bit = 31; bit >= 0; --bit) {
-    const uint32_t trial = threshold | (1u << bit);
-    int reached = 0;
-    for (int j = lane; j < count; j += 32) reached += keys[j] >= trial;
-    if (static_cast<int>(__reduce_add_sync(~0u, static_cast<unsigned>(reached))) >= room) threshold = trial;
-  }
-  if (threshold == 0) threshold = 1;
-  for (int j = lane; j < count; j += 32)
-    if (keys[j] >= threshold) first[j] = static_cast<uint8_t>(row);
-}
+// The choices of one warp for the tokens of a tile, one after the other. Lane l holds blocks 32·i + l.
+template <int kPer>
+struct Chooser {
+  uint8_t* first;  // of each block, the token that chose it
+  int lane;
+  uint64_t taken = 0;  // bit i: block 32·i + lane is chosen or does not exist
 
-template <int D>
+  __device__ void begin(int count) {
+#pragma unroll
+    for (int i = 0; i < kPer; ++i) {
+      const int j = 32 * i + lane;
+      if (j >= count || first[j] != kUnchosen) taken |= uint64_t{1} << i;
+    }
+  }
+
+  // Marks the `room` largest of `keys` that are free as chosen by token `row`.
+  __device__ void choose(const uint32_t* keys, int room, int row) {
+    uint32_t key[kPer];
+    uint32_t best = 0;
+#pragma unroll
+    for (int i = 0; i < kPer; ++i) {
+      key[i] = (taken >> i & 1) != 0 ? 0 : keys[32 * i + lane];
+      best = max(best, key[i]);
+    }
+    best = __reduce_max_sync(~0u, best);
+    uint32_t threshold = best;
+    if (room > 1) {
+      // The largest threshold that at least `room` keys reach, bit by bit below what the best and the least share.
+      uint32_t least = ~0u;
+#pragma unroll
+      for (int i = 0; i < kPer; ++i)
+        if (key[i] != 0) least = min(least, key[i]);
+      least = __reduce_min_sync(~0u, least);
+      int bit = 31 - __clz(static_cast<int>(best ^ least));
+      threshold = bit < 0 ? best : best & ~((2u << bit) - 1);
+      for (; bit >= 0; --bit) {
+        const uint32_t trial = threshold | (1u << bit);
+        unsigned reached = 0;
+#pragma unroll
+        for (int i = 0; i < kPer; ++i) reached += key[i] >= trial;
+        if (__reduce_add_sync(~0u, reached) >= static_cast<unsigned>(room)) threshold = trial;
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kPer; ++i)
+      if (key[i] >= threshold && key[i] != 0) {
+        taken |= uint64_t{1} << i;
+        first[32 * i + lane] = static_cast<uint8_t>(row);
+      }
+  }
+};
+
+template <int D, int kPer>
 __global__ void __launch_bounds__(128)
     select_kernel(const __grid_constant__ CUtensorMap q_map, const __grid_constant__ CUtensorMap statistics_map,
                   const __grid_constant__ Arguments args) {
@@ -127,8 +156,7 @@ __global__ void __launch_bounds__(128)
   Smem<D>& smem = *reinterpret_cast<Smem<D>*>(raw);
   const int stride = args.padded + 8;
   __half* scores = reinterpret_cast<__half*>(raw + sizeof(Smem<D>));
-  uint32_t* keys = reinterpret_cast<uint32_t*>(scores + kSubtileRows * stride);
-  uint8_t* first = reinterpret_cast<uint8_t*>(keys + args.padded);
+  uint8_t* first = reinterpret_cast<uint8_t*>(scores + kSubtileRows * stride);
   const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;
   const SelectItem item = args.items[blockIdx.x];
 
@@ -141,23 +169,44 @@ __global__ void __launch_bounds__(128)
     first[j] = item.everything || j < item.sinks || j >= item.competing - item.local ? 0 : kUnchosen;
   __syncthreads();
 
+  const int chunks = item.everything ? 0 : (item.competing + kChunk - 1) / kChunk;
+  const auto load_rows = [&](int begin) {
+    const uint32_t barrier = shared_address(&smem.q_full);
+    barrier_expect(barrier, args.rows.heads * args.rows.tokens * D * 2);
+    for (int c = 0; c < D / 64; ++c)
+      tensor_load(shared_address(smem.q + c * kSubtileRows * 64), &q_map, c * 64, item.head * args.rows.heads,
+                  item.token + begin, barrier);
+  };
+  const auto load_chunk = [&](int chunk) {
+    const uint32_t barrier = shared_address(&smem.statistics_full);
+    barrier_expect(barrier, sizeof(smem.statistics));
+    for (int c = 0; c < 2 * D / 64; ++c)
+      tensor_load(shared_address(smem.statistics + c * kChunk * 64), &statistics_map, c * 64, 0,
+                  item.statistics + chunk * kChunk, barrier);
+  };
+  if (thread == 0 && chunks > 0) {
+    load_rows(0);
+    load_chunk(0);
+  }
+
   uint32_t q_phase = 0, statistics_phase = 0;
   int chosen = 0;
-  const int chunks = item.everything ? 0 : (item.competing + kChunk - 1) / kChunk;
+  Chooser<kPer> chooser{first, lane};
+  if (warp == 0) chooser.begin(item.competing);
   for (int begin = 0; begin < item.tokens && chunks > 0; begin += args.rows.tokens) {
-    if (thread == 0) {
-      const uint32_t barrier = shared_address(&smem.q_full);
-      barrier_expect(barrier, args.rows.heads * args.rows.tokens * D * 2);
-      for (int c = 0; c < D / 64; ++c)
-        tensor_load(shared_address(smem.q + c * kSubtileRows * 64), &q_map, c * 64, item.head * args.rows.heads,
-                    item.token + begin, barrier);
-    }
     barrier_wait(shared_address(&smem.q_full), q_phase);
     q_phase ^= 1;
     // q², element by element, so the swizzle stays as it is.
-    for (int i = thread; i < kSubtileRows * D / 2; i += 128) {
-      const float2 x = __bfloat1622float2(reinterpret_cast<const __nv_bfloat162*>(smem.q)[i]);
-      reinterpret_cast<uint32_t*>(smem.q + kSubtileRows * D)[i] = pack_bf16(x.x * x.x, x.y * x.y);
+    for (int i = thread; i < kSubtileRows * D / 8; i += 128) {
+      const uint4 four = reinterpret_cast<const uint4*>(smem.q)[i];
+      const uint32_t in[4] = {four.x, four.y, four.z, four.w};
+      uint32_t out[4];
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const float2 x = __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(&in[e]));
+        out[e] = pack_bf16(x.x * x.x, x.y * x.y);
+      }
+      reinterpret_cast<uint4*>(smem.q + kSubtileRows * D)[i] = make_uint4(out[0], out[1], out[2], out[3]);
     }
     async_fence();
     __syncthreads();
@@ -166,13 +215,6 @@ __global__ void __launch_bounds__(128)
     float reference[2] = {0,
                           0};  // scores are kept relative to one of the row, so that 16 bits are precise near the top
     for (int chunk = 0; chunk < chunks; ++chunk) {
-      if (thread == 0) {
-        const uint32_t barrier = shared_address(&smem.statistics_full);
-        barrier_expect(barrier, sizeof(smem.statistics));
-        for (int c = 0; c < 2 * D / 64; ++c)
-          tensor_load(shared_address(smem.statistics + c * kChunk * 64), &statistics_map, c * 64, 0,
-                      item.statistics + chunk * kChunk, barrier);
-      }
       barrier_wait(shared_address(&smem.statistics_full), statistics_phase);
       statistics_phase ^= 1;
       float s[32];
@@ -187,6 +229,16 @@ __global__ void __launch_bounds__(128)
       wgmma_commit();
       wgmma_wait<0>();
       pin(s);
+      __syncthreads();  // all have read the chunk: the next may come
+      if (thread == 0) {
+        const int next = begin + args.rows.tokens;
+        if (chunk + 1 < chunks) {
+          load_chunk(chunk + 1);
+        } else if (next < item.tokens) {
+          load_rows(next);
+          load_chunk(0);
+        }
+      }
       const int row = warp * 16 + lane / 4;
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
@@ -217,7 +269,6 @@ __global__ void __launch_bounds__(128)
           *reinterpret_cast<__half2*>(scores + (row + 8 * h) * stride + chunk * kChunk + 8 * j + 2 * (lane % 4)) =
               __floats2half2_rn(s[4 * j + 2 * h], s[4 * j + 2 * h + 1]);
       }
-      __syncthreads();  // the next chunk takes the place of this one
     }
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -230,25 +281,39 @@ __global__ void __launch_bounds__(128)
     }
     __syncthreads();
 
-    // Token after token: what it would choose, among what nobody before it chose.
-    for (int t = 0; t < args.rows.tokens && begin + t < item.tokens; ++t) {
-      const int row = begin + t;
-      const int allowed = item.first + (item.total - item.first) * row / (args.query_block - 1);
-      const int room = allowed - chosen;
-      if (room <= 0) continue;
-      for (int j = thread; j < item.competing; j += 128) {
+    // The masses of a token, as keys, take the place of its own scores (the upper half when a token has one row only).
+    const auto keys_of = [&](int t) {
+      const int row = args.rows.heads > 1 ? t * args.rows.heads : kSubtileRows / 2 + 2 * t;
+      return reinterpret_cast<uint32_t*>(scores + row * stride);
+    };
+    const int tokens = min(args.rows.tokens, item.tokens - begin);
+    for (int t = warp; t < tokens; t += 4) {
+      uint32_t key[kPer];
+#pragma unroll
+      for (int i = 0; i < kPer; ++i) {
+        const int j = 32 * i + lane;
+        if (j >= item.competing) break;
         float mass = -INFINITY;
-        for (int head = 0; head < args.rows.heads; ++head) {
-          const int r = t * args.rows.heads + head;
+        for (int r = t * args.rows.heads; r < (t + 1) * args.rows.heads; ++r)
           mass = fmaxf(mass, __half2float(scores[r * stride + j]) - smem.lse[r]);
-        }
-        keys[j] = first[j] == kUnchosen ? sort_key(mass, j) : 0;
+        key[i] = sort_key(mass, j);
       }
-      __syncthreads();
-      if (warp == 0) choose(keys, first, item.competing, room, row, lane);
-      __syncthreads();
-      chosen = allowed;
+      __syncwarp();
+      uint32_t* keys = keys_of(t);
+#pragma unroll
+      for (int i = 0; i < kPer; ++i)
+        if (32 * i + lane < item.competing) keys[32 * i + lane] = key[i];
     }
+    __syncthreads();
+    if (warp == 0) {
+      // Token after token: what it would choose, among what nobody before it chose.
+      for (int t = 0; t < tokens; ++t) {
+        const int allowed = item.first + (item.total - item.first) * (begin + t) / (args.query_block - 1);
+        if (allowed > chosen) chooser.choose(keys_of(t), allowed - chosen, begin + t);
+        chosen = allowed;
+      }
+    }
+    __syncthreads();
   }
   __syncthreads();
 
@@ -268,18 +333,25 @@ __global__ void __launch_bounds__(128)
 // A warp a column: counts (entries == nullptr) or writes the query blocks that chose a key block, ascending.
 __global__ void __launch_bounds__(256)
     columns_kernel(const SelectColumn* columns, int count, const uint8_t* map, int32_t* offsets, uint32_t* entries) {
-  const int id = blockIdx.x * 8 + threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int id = blockIdx.x * 2 + threadIdx.x / 32, lane = threadIdx.x % 32;
   if (id >= count) return;
   const SelectColumn column = columns[id];
   int at = entries != nullptr ? offsets[id] : 0;
-  for (int base = 0; base < column.blocks; base += 32) {
-    const int b = base + lane;
-    uint8_t by = kUnchosen;
-    if (b < column.blocks) by = map[column.map + static_cast<int64_t>(b) * column.stride];
-    const uint32_t kept = __ballot_sync(~0u, by != kUnchosen);
-    if (entries != nullptr && by != kUnchosen)
-      entries[at + __popc(kept & ((1u << lane) - 1))] = list_entry(column.first_block + b, by);
-    at += __popc(kept);
+  constexpr int kAhead = 8;  // loads in flight
+  for (int base = 0; base < column.blocks; base += 32 * kAhead) {
+    uint8_t by[kAhead];
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      const int b = base + 32 * i + lane;
+      by[i] = b < column.blocks ? map[column.map + static_cast<int64_t>(b) * column.stride] : kUnchosen;
+    }
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      const uint32_t kept = __ballot_sync(~0u, by[i] != kUnchosen);
+      if (entries != nullptr && by[i] != kUnchosen)
+        entries[at + __popc(kept & ((1u << lane) - 1))] = list_entry(column.first_block + base + 32 * i + lane, by[i]);
+      at += __popc(kept);
+    }
   }
   if (entries == nullptr && lane == 0) offsets[id] = at;
 }
@@ -323,16 +395,19 @@ void launch(const SelectParams& p, cudaStream_t stream) {
   const size_t bytes = shared_bytes<D>(padded);
   if (bytes > kSharedMemory) throw_unsupported("blocks to choose among", p.max_competing);
   const Arguments args{row_map({group, p.subtile_tokens, 0, 0}), p.query_block, padded, p.items, p.row_entries, p.map};
-  check(cudaFuncSetAttribute(select_kernel<D>, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)),
+  const auto kernel = padded <= 256   ? select_kernel<D, 8>
+                      : padded <= 512 ? select_kernel<D, 16>
+                                      : select_kernel<D, kMaxCompeting / 32>;
+  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)),
         "shared memory of the selection");
-  select_kernel<D><<<p.item_count, 128, bytes, stream>>>(
+  kernel<<<p.item_count, 128, bytes, stream>>>(
       packed_map(p.q, p.shape.tokens, p.shape.query_heads, D, group, p.subtile_tokens),
       packed_map(p.statistics, p.block_count, 1, 2 * D, 1, kChunk), args);
   check(cudaGetLastError(), "selection");
-  const int grid = (p.column_count + 7) / 8;
-  columns_kernel<<<grid, 256, 0, stream>>>(p.columns, p.column_count, p.map, p.column_offsets, nullptr);
+  const int grid = (p.column_count + 1) / 2;
+  columns_kernel<<<grid, 64, 0, stream>>>(p.columns, p.column_count, p.map, p.column_offsets, nullptr);
   scan_kernel<<<1, 1024, 0, stream>>>(p.column_offsets, p.column_count);
-  columns_kernel<<<grid, 256, 0, stream>>>(p.columns, p.column_count, p.map, p.column_offsets, p.column_entries);
+  columns_kernel<<<grid, 64, 0, stream>>>(p.columns, p.column_count, p.map, p.column_offsets, p.column_entries);
   check(cudaGetLastError(), "column lists");
 }
 

@@ -64,7 +64,7 @@ SelectPlan make_select_plan(const Shape& shape, std::span<const int32_t> cu_seql
                             const std::vector<SequenceTiles>& tiles, int step);
 
 // Longest sequence whose scores fit the shared memory, in key blocks.
-constexpr int kMaxCompeting = 1280;
+constexpr int kMaxCompeting = 1216;
 
 struct SelectParams {
   Shape shape;

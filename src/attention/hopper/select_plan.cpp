@@ -16,6 +16,7 @@ SelectPlan make_select_plan(const Shape& shape, std::span<const int32_t> cu_seql
   plan.query_block = sequences > 0 ? tiles[0].query_block : 0;
   // Rows of 64 that hold whole tokens and divide the query block.
   plan.subtile_tokens = std::max(1, kSubtileRows / (shape.query_heads / shape.kv_heads));
+  if (shape.query_heads == shape.kv_heads) plan.subtile_tokens = kSubtileRows / 4;  // half of the rows hold the keys
   while (plan.query_block % plan.subtile_tokens != 0) --plan.subtile_tokens;
 
   for (size_t s = 0; s < sequences; ++s)
