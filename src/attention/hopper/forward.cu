@@ -12,7 +12,7 @@ constexpr float kSlack = 8;         // probabilities up to 2^8 before a row's ma
 
 template <int D>
 struct alignas(1024) Smem {
-  static constexpr int kDim = D, kSlots = 2, kStages = 2;
+  static constexpr int kDim = D, kSlots = 2, kStages = D == 128 ? 2 : 4;
   static constexpr bool kGradient = false, kKeysAhead = true;
   __nv_bfloat16 q[kSlots][2 * kSubtileRows * D];  // [slot][subtile][d / 64][row][64]
   __nv_bfloat16 k[kStages][kBlock * D];           // [stage][d / 64][row][64]

@@ -78,7 +78,7 @@ template <int D>
 struct alignas(1024) Smem {
   __nv_bfloat16 q[2 * kSubtileRows * D];     // q, then q²: [d / 64][row][64] each
   __nv_bfloat16 statistics[kChunk * 2 * D];  // [2 d / 64][block][64]
-  float lse[kSubtileRows];
+  __half2 lse[kSubtileRows];                 // twice
   alignas(8) uint64_t q_full, statistics_full;
   // then: scores __half [64][padded + 8], first uint8 [padded]
 };
@@ -277,7 +277,7 @@ __global__ void __launch_bounds__(128)
       float all = sum[h] * exp2_fast((top[h] - m) * kLog2e);
       all += __shfl_xor_sync(~0u, all, 1);
       all += __shfl_xor_sync(~0u, all, 2);
-      if (lane % 4 == 0) smem.lse[warp * 16 + lane / 4 + 8 * h] = m + logf(all);
+      if (lane % 4 == 0) smem.lse[warp * 16 + lane / 4 + 8 * h] = __float2half2_rn(m + logf(all));
     }
     __syncthreads();
 
@@ -288,21 +288,25 @@ __global__ void __launch_bounds__(128)
     };
     const int tokens = min(args.rows.tokens, item.tokens - begin);
     for (int t = warp; t < tokens; t += 4) {
-      uint32_t key[kPer];
+      // Two blocks at a time, in 16 bits, as the scores are.
+      __half2 mass[kPer / 2];
 #pragma unroll
-      for (int i = 0; i < kPer; ++i) {
-        const int j = 32 * i + lane;
-        if (j >= item.competing) break;
-        float mass = -INFINITY;
-        for (int r = t * args.rows.heads; r < (t + 1) * args.rows.heads; ++r)
-          mass = fmaxf(mass, __half2float(scores[r * stride + j]) - smem.lse[r]);
-        key[i] = sort_key(mass, j);
+      for (int i = 0; i < kPer / 2; ++i) mass[i] = __half2half2(__ushort_as_half(0xFC00));  // -infinity
+      for (int r = t * args.rows.heads; r < (t + 1) * args.rows.heads; ++r) {
+        const __half2* row = reinterpret_cast<const __half2*>(scores + r * stride) + lane;
+        const __half2 lse = smem.lse[r];
+#pragma unroll
+        for (int i = 0; i < kPer / 2; ++i)
+          if (64 * i < item.competing) mass[i] = __hmax2(mass[i], __hsub2(row[32 * i], lse));
       }
       __syncwarp();
-      uint32_t* keys = keys_of(t);
+      uint2* keys = reinterpret_cast<uint2*>(keys_of(t)) + lane;
 #pragma unroll
-      for (int i = 0; i < kPer; ++i)
-        if (32 * i + lane < item.competing) keys[32 * i + lane] = key[i];
+      for (int i = 0; i < kPer / 2; ++i) {
+        const int j = 64 * i + 2 * lane;
+        const float2 m = __half22float2(mass[i]);
+        if (64 * i < item.competing) keys[32 * i] = make_uint2(sort_key(m.x, j), sort_key(m.y, j + 1));
+      }
     }
     __syncthreads();
     if (warp == 0) {

@@ -212,12 +212,13 @@ std::vector<Case> cases() {
 }  // namespace
 }  // namespace sb::hopper
 
-// --short leaves out the repetitions, for the memory checker.
+// --short leaves out the repetitions, for the memory checker; a second argument keeps the cases whose name holds it.
 int main(int argc, char** argv) {
   std::setvbuf(stdout, nullptr, _IONBF, 0);
   const bool full = argc < 2 || std::string(argv[1]) != "--short";
   std::printf("relative / largest errors against fp64\n");
-  for (const auto& c : sb::hopper::cases()) sb::hopper::run(c);
+  for (const auto& c : sb::hopper::cases())
+    if (argc < 3 || c.name.find(argv[2]) != std::string::npos) sb::hopper::run(c);
   sb::hopper::check_graph(full ? 1000 : 2);
   std::printf(sb::hopper::failures ? "%d FAILED\n" : "all passed\n", sb::hopper::failures);
   return sb::hopper::failures ? 1 : 0;
