@@ -207,7 +207,12 @@ void remove_old_checkpoints(const fs::path& output_dir, int64_t keep) {
   for (auto step = steps.rbegin(); step != steps.rend(); ++step) {
     const fs::path path = checkpoint_path(output_dir, *step);
     if (compare_with_manifest(path, /*checksums=*/false)) continue;
-    if (++complete > keep) remove_directory(path);
+    if (++complete <= keep) continue;
+    try {
+      remove_directory(path);
+    } catch (const fs::filesystem_error& error) {
+      log::warning("{} could not be removed: {}", path.string(), error.what());  // no reason to end a run
+    }
   }
 }
 

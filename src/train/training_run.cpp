@@ -49,9 +49,9 @@ std::string footer(const RunConfig& config, const TrainSummary& summary) {
                               summary.steps, config.train.max_steps, summary.checkpoint.string());
   if (summary.first_validation) text += "before: " + format_validation(*summary.first_validation) + "\n";
   if (summary.last_validation) text += "after:  " + format_validation(*summary.last_validation) + "\n";
-  text += fmt::format("model        {}\nlast checkpoint {}\nmetrics      {}/metrics.jsonl\n",
-                      summary.final_model.string(), summary.checkpoint.string(), output);
-  if (config.train.tensorboard) text += fmt::format("curves       tensorboard --logdir {}/tensorboard\n", output);
+  text += fmt::format("model       {}\ncheckpoint  {}\nmetrics     {}/metrics.jsonl\n", summary.final_model.string(),
+                      summary.checkpoint.string(), output);
+  if (config.train.tensorboard) text += fmt::format("curves      tensorboard --logdir {}/tensorboard\n", output);
   return text;
 }
 
