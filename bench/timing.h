@@ -25,7 +25,7 @@ inline double best_seconds(int runs, const std::function<void()>& body) {
 }
 
 // FLOP/s of OpenBLAS's own sgemm at 2048³ with its own threads: what the rest is measured against.
-inline double sgemm_rate(int threads, int runs = 5) {
+inline double sgemm_rate(int threads, int runs = 12) {
   constexpr int kSize = 2048;
   std::vector<float> a(size_t{kSize} * kSize, 0.5f), b(a), c(a.size());
   openblas_set_num_threads(threads);
