@@ -275,7 +275,8 @@ void add_batch(OptionTable& table, Draft& draft) {
 
 void add_attention(OptionTable& table, Draft& draft) {
   SelectionConfig& selection = draft.config.attention.selection;
-  table.section("attention", "Which keys a query sees.");
+  table.section("attention",
+                "Which keys a query sees. With `pattern: dense` the other options of this section have no effect.");
   using Pattern = SelectionPattern;
   table.choice<Pattern>("attention.pattern", &selection.pattern,
                         {{"dense", Pattern::dense},
