@@ -12,6 +12,7 @@ namespace sb {
 void add_bench_command(CLI::App& app);
 void add_config_command(CLI::App& app);
 void add_data_command(CLI::App& app);
+void add_eval_command(CLI::App& app);
 void add_train_command(CLI::App& app);
 void add_simulate_command(CLI::App& app);
 

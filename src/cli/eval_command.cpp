@@ -1,0 +1,397 @@
+#include <CLI/CLI.hpp>
+#include <chrono>
+#include <cstdio>
+#include <fstream>
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <sstream>
+
+#include "cli/commands.h"
+#include "core/errors.h"
+#include "data/ruler_text.h"
+#include "data/synthetic.h"
+#include "data/token_dataset.h"
+#include "eval/eval_model.h"
+#include "eval/longbench_metrics.h"
+#include "eval/needle.h"
+#include "eval/perplexity.h"
+#include "train/run_config.h"
+
+namespace sb {
+namespace {
+
+namespace fs = std::filesystem;
+using Json = nlohmann::ordered_json;
+
+// What every evaluation takes.
+struct EvalOptions {
+  std::string model, attention = "dense", run_config, json;
+  int64_t max_tokens = 4096, max_new_tokens = 64;
+  int batch = 1, threads = 0;
+  double temperature = 0, top_p = 1;
+  uint64_t seed = 1;
+};
+
+// run.yaml lies beside a checkpoint's weights, or in the run's folder beside the final model.
+fs::path find_run_config(const EvalOptions& options) {
+  if (!options.run_config.empty()) return options.run_config;
+  const fs::path model = fs::absolute(options.model).lexically_normal();
+  for (const fs::path& candidate : {model / "run.yaml", model.parent_path() / "run.yaml"}) {
+    if (fs::exists(candidate)) return candidate;
+  }
+  throw UserError("--attention as-trained: no run.yaml in {} or beside it; name it with --run-config", options.model);
+}
+
+EvalModel open_model(const EvalOptions& options) {
+  EvalModelOptions model;
+  model.model = options.model;
+  model.max_tokens = options.max_tokens;
+  model.batch = options.batch;
+  model.threads = options.threads;
+  if (options.attention == "as-trained") {
+    model.attention = load_run_config(find_run_config(options)).attention.selection;
+  }
+  return EvalModel(model);
+}
+
+GenerationOptions generation(const EvalOptions& options) {
+  GenerationOptions result;
+  result.max_new_tokens = options.max_new_tokens;
+  result.sampling = {options.temperature, options.top_p, options.seed};
+  return result;
+}
+
+void write_file(const std::string& path, const std::string& text) {
+  std::ofstream file(path);
+  file << text;
+  file.close();
+  SB_USER_CHECK(file.good(), "{}: cannot be written", path);
+}
+
+void write_json(const EvalOptions& options, Json result) {
+  if (options.json.empty()) return;
+  result["model"] = options.model;
+  result["attention"] = options.attention;
+  write_file(options.json, result.dump(1) + "\n");
+}
+
+// "12/40  ETA 8s" on standard error, redrawn.
+class Progress {
+ public:
+  void operator()(size_t done, size_t all) {
+    const double passed = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin_).count();
+    std::fprintf(stderr, "\r%zu/%zu  ETA %.0fs \033[K", done, all,
+                 done == 0 ? 0.0 : passed * static_cast<double>(all - done) / static_cast<double>(done));
+    if (done == all) std::fprintf(stderr, "\r\033[K");
+  }
+
+ private:
+  std::chrono::steady_clock::time_point begin_ = std::chrono::steady_clock::now();
+};
+
+// The objects of a JSONL file; a bad line is a UserError with its number.
+std::vector<Json> read_jsonl(const std::string& path) {
+  std::ifstream file(path);
+  SB_USER_CHECK(file.good(), "{}: cannot be read", path);
+  std::vector<Json> rows;
+  std::string line;
+  for (int64_t number = 1; std::getline(file, line); ++number) {
+    if (line.find_first_not_of(" \t\r") == std::string::npos) continue;
+    try {
+      rows.push_back(Json::parse(line));
+    } catch (const nlohmann::json::exception& error) {
+      throw UserError("{}:{}: not a JSON object: {}", path, number, error.what());
+    }
+    SB_USER_CHECK(rows.back().is_object(), "{}:{}: not a JSON object", path, number);
+  }
+  SB_USER_CHECK(!rows.empty(), "{}: holds no lines", path);
+  return rows;
+}
+
+template <typename T>
+T field(const Json& row, const char* key, const std::string& path, size_t line) {
+  try {
+    return row.at(key).get<T>();
+  } catch (const nlohmann::json::exception&) {
+    throw UserError("{}:{}: key \"{}\" is missing or of another type", path, line + 1, key);
+  }
+}
+
+void run_ppl(const EvalOptions& options, const std::vector<std::string>& data, int64_t sequences) {
+  EvalModel model = open_model(options);
+  TokenDatasetOptions files;
+  files.paths = data;
+  files.max_sequence_length = options.max_tokens;
+  files.shuffle = false;
+  files.vocab_size = model.config().vocab_size;
+  const TokenDataset dataset(files, options.seed);
+  const auto count = static_cast<int64_t>(dataset.size());
+  const int64_t chosen = sequences > 0 ? std::min(sequences, count) : count;
+  PositionLosses losses;
+  Progress progress;
+  for (int64_t i = 0; i < chosen; ++i) {
+    const TokenSequence sequence = dataset.read(static_cast<uint64_t>(i));
+    losses.add(model.score(sequence.tokens, sequence.labels).token_loss, sequence.labels);
+    progress(static_cast<size_t>(i + 1), static_cast<size_t>(chosen));
+  }
+  std::printf("%18s %12s %10s %12s\n", "positions", "tokens", "loss", "perplexity");
+  Json rows = Json::array();
+  const auto print = [&](const PositionLosses::Bucket& bucket, const std::string& name) {
+    const double loss = bucket.tokens == 0 ? 0.0 : bucket.loss / static_cast<double>(bucket.tokens);
+    std::printf("%18s %12lld %10.4f %12.4f\n", name.c_str(), static_cast<long long>(bucket.tokens), loss,
+                bucket.perplexity());
+    rows.push_back(
+        {{"positions", name}, {"tokens", bucket.tokens}, {"loss", loss}, {"perplexity", bucket.perplexity()}});
+  };
+  for (const PositionLosses::Bucket& bucket : losses.buckets()) {
+    print(bucket, fmt::format("{}-{}", bucket.begin, bucket.end - 1));
+  }
+  print(losses.total(), "all");
+  write_json(options, {{"task", "ppl"}, {"rows", rows}});
+}
+
+struct NeedleOptions {
+  std::vector<int64_t> lengths = {1024, 2048, 4096};
+  std::vector<double> depths = {0.0, 0.25, 0.5, 0.75};
+  int64_t samples = 4, vocab = 0;
+  std::string svg;
+};
+
+// Over text when the model has a tokenizer: the answer is generated and has to contain the number. Over token ids
+// otherwise: every token of the answer has to be the most likely one.
+double needle_cell(EvalModel& model, const EvalOptions& options, const NeedleOptions& needle, int64_t length,
+                   double depth) {
+  double found = 0;
+  if (model.has_tokenizer()) {
+    RulerOptions ruler;
+    ruler.length = length;
+    ruler.depth = depth;
+    std::vector<std::string> prompts;
+    std::vector<std::vector<std::string>> outputs;
+    for (int64_t i = 0; i < needle.samples; ++i) {
+      const RulerSample sample = make_ruler_sample(
+          ruler, [&](std::string_view text) { return std::ssize(model.tokenizer().encode(text)); }, options.seed, i);
+      prompts.push_back(sample.input);
+      outputs.push_back(sample.outputs);
+    }
+    const std::vector<std::string> answers = model.answer(prompts, generation(options));
+    for (size_t i = 0; i < answers.size(); ++i) found += ruler_match_all(answers[i], outputs[i]);
+  } else {
+    SyntheticOptions task;
+    task.task = SyntheticTask::needle_single;
+    task.vocab_size = needle.vocab > 0 ? needle.vocab : model.config().vocab_size;
+    task.length = LengthDistribution::fixed(length);
+    task.depth = depth;
+    const auto source = make_synthetic_source(task, options.seed);
+    for (int64_t i = 0; i < needle.samples; ++i) {
+      const TokenSequence sequence = source->read(static_cast<uint64_t>(i));
+      const LossSums sums = model.score(sequence.tokens, sequence.labels).sums;
+      found += sums.correct == sums.targets ? 1.0 : 0.0;
+    }
+  }
+  return found / static_cast<double>(needle.samples);
+}
+
+void run_needle(EvalOptions options, const NeedleOptions& needle) {
+  for (const int64_t length : needle.lengths) options.max_tokens = std::max(options.max_tokens, length);
+  EvalModel model = open_model(options);
+  NeedleGrid grid{needle.depths, needle.lengths, {}};
+  Progress progress;
+  size_t done = 0;
+  const size_t cells = needle.depths.size() * needle.lengths.size();
+  for (const double depth : needle.depths) {
+    std::vector<double>& row = grid.values.emplace_back();
+    for (const int64_t length : needle.lengths) {
+      row.push_back(needle_cell(model, options, needle, length, depth));
+      progress(++done, cells);
+    }
+  }
+  std::printf("%s", needle_table(grid).c_str());
+  if (!needle.svg.empty()) write_file(needle.svg, needle_svg(grid, "needle: " + options.model));
+  write_json(options, {{"task", "needle"},
+                       {"depths", grid.depths},
+                       {"lengths", grid.lengths},
+                       {"values", grid.values},
+                       {"mean", grid.mean()}});
+}
+
+// Predictions of a file ("pred"), or made by the model for `prompt_key` of every row.
+std::vector<std::string> predictions_for(const EvalOptions& options, const std::string& file,
+                                         const std::vector<Json>& rows, const std::vector<std::string>& prompts) {
+  if (!file.empty()) {
+    const std::vector<Json> given = read_jsonl(file);
+    SB_USER_CHECK(given.size() == rows.size(), "{}: {} predictions for {} lines", file, given.size(), rows.size());
+    std::vector<std::string> texts;
+    for (size_t i = 0; i < given.size(); ++i) texts.push_back(field<std::string>(given[i], "pred", file, i));
+    return texts;
+  }
+  SB_USER_CHECK(!options.model.empty(), "name a --model to run, or --predictions to score");
+  EvalModel model = open_model(options);
+  Progress progress;
+  return model.answer(prompts, generation(options), std::ref(progress));
+}
+
+void run_ruler(const EvalOptions& options, const std::string& input, const std::string& predictions, bool part) {
+  const std::vector<Json> rows = read_jsonl(input);
+  std::vector<std::string> prompts;
+  for (size_t i = 0; i < rows.size(); ++i) prompts.push_back(field<std::string>(rows[i], "input", input, i));
+  const std::vector<std::string> texts = predictions_for(options, predictions, rows, prompts);
+  double sum = 0;
+  Json scored = Json::array();
+  for (size_t i = 0; i < rows.size(); ++i) {
+    const auto outputs = field<std::vector<std::string>>(rows[i], "outputs", input, i);
+    SB_USER_CHECK(!outputs.empty(), "{}:{}: \"outputs\" is empty", input, i + 1);
+    const double score = part ? ruler_match_part(texts[i], outputs) : ruler_match_all(texts[i], outputs);
+    sum += score;
+    scored.push_back({{"index", i}, {"pred", texts[i]}, {"score", score}});
+  }
+  const double mean = 100 * sum / static_cast<double>(rows.size());
+  std::printf("%s: %.2f over %zu samples (string match, %s)\n", input.c_str(), mean, rows.size(),
+              part ? "part" : "all");
+  write_json(options, {{"task", "ruler"}, {"score", mean}, {"rows", scored}});
+}
+
+void run_longbench(const EvalOptions& options, const std::string& input, const std::string& predictions,
+                   std::string task) {
+  const std::vector<Json> rows = read_jsonl(input);
+  std::vector<std::string> prompts;
+  for (size_t i = 0; i < rows.size(); ++i) {
+    prompts.push_back(field<std::string>(rows[i], "context", input, i) + "\n\n" +
+                      field<std::string>(rows[i], "input", input, i) + "\n");
+  }
+  const std::vector<std::string> texts = predictions_for(options, predictions, rows, prompts);
+  double sum = 0;
+  Json scored = Json::array();
+  for (size_t i = 0; i < rows.size(); ++i) {
+    const std::string name = task.empty() ? field<std::string>(rows[i], "dataset", input, i) : task;
+    std::vector<std::string> classes;
+    if (rows[i].contains("all_classes") && !rows[i]["all_classes"].is_null()) {
+      classes = field<std::vector<std::string>>(rows[i], "all_classes", input, i);
+    }
+    const double score =
+        longbench::score(name, texts[i], field<std::vector<std::string>>(rows[i], "answers", input, i), classes);
+    sum += score;
+    scored.push_back({{"index", i}, {"dataset", name}, {"pred", texts[i]}, {"score", score}});
+  }
+  const double mean = 100 * sum / static_cast<double>(rows.size());
+  std::printf("%s: %.2f over %zu samples\n", input.c_str(), mean, rows.size());
+  write_json(options, {{"task", "longbench"}, {"score", mean}, {"rows", scored}});
+}
+
+void run_generate(const EvalOptions& options, const std::vector<std::string>& prompts, bool token_ids) {
+  EvalModel model = open_model(options);
+  Json rows = Json::array();
+  if (token_ids) {
+    std::vector<std::vector<int32_t>> tokens;
+    for (const std::string& prompt : prompts) {
+      std::istringstream words(prompt);
+      std::vector<int32_t>& ids = tokens.emplace_back();
+      for (int32_t id; words >> id;) ids.push_back(id);
+      SB_USER_CHECK(words.eof(), "--prompt \"{}\": with --token-ids a prompt is numbers with blanks between", prompt);
+    }
+    GenerationOptions how = generation(options);
+    how.stop_tokens = model.config().eos_token_ids;
+    for (const std::vector<int32_t>& ids : model.generate(tokens, how)) {
+      std::string line;
+      for (const int32_t id : ids) line += fmt::format("{}{}", line.empty() ? "" : " ", id);
+      std::printf("%s\n", line.c_str());
+      rows.push_back({{"tokens", ids}});
+    }
+  } else {
+    for (const std::string& text : model.answer(prompts, generation(options))) {
+      std::printf("%s\n", text.c_str());
+      rows.push_back({{"text", text}});
+    }
+  }
+  write_json(options, {{"task", "generate"}, {"rows", rows}});
+}
+
+void add_common(CLI::App* command, EvalOptions& options, bool model_required) {
+  auto* model = command->add_option("--model", options.model, "Hugging Face directory of the model");
+  if (model_required) model->required();
+  command->add_option("--attention", options.attention, "dense, or as-trained (the pattern of the run's run.yaml)")
+      ->check(CLI::IsMember({"dense", "as-trained"}))
+      ->capture_default_str();
+  command->add_option("--run-config", options.run_config, "run.yaml for as-trained, where it is not beside the model");
+  command->add_option("--max-tokens", options.max_tokens, "Longest sequence, prompt and answer together")
+      ->check(CLI::Range(int64_t{2}, int64_t{1} << 24))
+      ->capture_default_str();
+  command->add_option("--threads", options.threads, "Threads; 0: all cores")
+      ->check(CLI::Range(0, 1024))
+      ->capture_default_str();
+  command->add_option("--seed", options.seed, "Of samples and of sampling")->capture_default_str();
+  command->add_option("--json", options.json, "Also write the results to this file");
+}
+
+void add_sampling(CLI::App* command, EvalOptions& options) {
+  command->add_option("--max-new-tokens", options.max_new_tokens, "Most tokens of an answer")
+      ->check(CLI::Range(int64_t{1}, int64_t{1} << 20))
+      ->capture_default_str();
+  command->add_option("--batch", options.batch, "Prompts that run together")
+      ->check(CLI::Range(1, 4096))
+      ->capture_default_str();
+  command->add_option("--temperature", options.temperature, "0: the most likely token")
+      ->check(CLI::Range(0.0, 100.0))
+      ->capture_default_str();
+  command->add_option("--top-p", options.top_p, "Sample from the fewest tokens that hold this probability")
+      ->check(CLI::Range(0.0, 1.0))
+      ->capture_default_str();
+}
+
+}  // namespace
+
+void add_eval_command(CLI::App& app) {
+  CLI::App* eval = app.add_subcommand("eval", "Ask a trained model: perplexity, needles, RULER, LongBench, generation");
+  eval->require_subcommand(1);
+  auto options = std::make_shared<EvalOptions>();
+
+  CLI::App* ppl = eval->add_subcommand("ppl", "Perplexity of token files, by position");
+  auto data = std::make_shared<std::vector<std::string>>();
+  auto sequences = std::make_shared<int64_t>(0);
+  add_common(ppl, *options, true);
+  ppl->add_option("--data", *data, "Prefixes of .bin/.idx, or llm.c .bin files")->required();
+  ppl->add_option("--sequences", *sequences, "At most so many; 0: all")->capture_default_str();
+  ppl->callback([=] { run_ppl(*options, *data, *sequences); });
+
+  CLI::App* needle = eval->add_subcommand("needle", "Find one fact: depth by length");
+  auto grid = std::make_shared<NeedleOptions>();
+  add_common(needle, *options, true);
+  add_sampling(needle, *options);
+  needle->add_option("--lengths", grid->lengths, "Tokens")->delimiter(',')->capture_default_str();
+  needle->add_option("--depths", grid->depths, "0 (start) to 1 (end)")->delimiter(',')->capture_default_str();
+  needle->add_option("--samples", grid->samples, "Per cell")->check(CLI::Range(1, 100000))->capture_default_str();
+  needle->add_option("--vocab", grid->vocab, "Token ids in use, for models without a tokenizer; 0: the model's");
+  needle->add_option("--svg", grid->svg, "Also write a heat map");
+  needle->callback([=] { run_needle(*options, *grid); });
+
+  auto input = std::make_shared<std::string>(), predictions = std::make_shared<std::string>();
+  CLI::App* ruler = eval->add_subcommand("ruler", "RULER-layout files (index, input, outputs, length)");
+  auto part = std::make_shared<bool>(false);
+  add_common(ruler, *options, false);
+  add_sampling(ruler, *options);
+  ruler->add_option("--input", *input, "JSONL")->required();
+  ruler->add_option("--predictions", *predictions, "JSONL with \"pred\" a line, to score instead of running a model");
+  ruler->add_flag("--part", *part, "One of the expected strings is enough (question answering)");
+  ruler->callback([=] { run_ruler(*options, *input, *predictions, *part); });
+
+  CLI::App* bench = eval->add_subcommand("longbench", "LongBench v1 files with each task's own metric");
+  auto task = std::make_shared<std::string>();
+  add_common(bench, *options, false);
+  add_sampling(bench, *options);
+  bench->add_option("--input", *input, "JSONL")->required();
+  bench->add_option("--predictions", *predictions, "JSONL with \"pred\" a line, to score instead of running a model");
+  bench->add_option("--task", *task, "Task name; otherwise every line's \"dataset\"")
+      ->check(CLI::IsMember(longbench::known_tasks()));
+  bench->callback([=] { run_longbench(*options, *input, *predictions, *task); });
+
+  CLI::App* generate = eval->add_subcommand("generate", "Continue prompts");
+  auto prompts = std::make_shared<std::vector<std::string>>();
+  auto token_ids = std::make_shared<bool>(false);
+  add_common(generate, *options, true);
+  add_sampling(generate, *options);
+  generate->add_option("--prompt", *prompts, "Text; may be repeated")->required();
+  generate->add_flag("--token-ids", *token_ids, "Prompts and answers are token ids (models without a tokenizer)");
+  generate->callback([=] { run_generate(*options, *prompts, *token_ids); });
+}
+
+}  // namespace sb

@@ -1,0 +1,108 @@
+#include "eval/eval_model.h"
+
+#include <cmath>
+#include <numeric>
+
+#include "attention/dense_attention.h"
+#include "attention/sparse_attention.h"
+#include "core/errors.h"
+#include "core/log.h"
+#include "model/hf_checkpoint.h"
+
+namespace sb {
+
+EvalModel::EvalModel(const EvalModelOptions& options)
+    : options_(options),
+      config_(read_model_config(options.model / "config.json")),
+      pool_(options.threads > 0 ? options.threads : available_cores()) {
+  exec_.pool = &pool_;
+  CachedAttention::Options cache;
+  if (options.attention && options.attention->pattern != SelectionPattern::dense) {
+    SparseAttention::Options sparse;
+    sparse.selection = *options.attention;
+    sparse.layers = config_.layers;
+    auto attention = std::make_unique<SparseAttention>(sparse);
+    const SelectionConfig& selection = sparse.selection;
+    if (selection.order == SelectionOrder::causal || selection.pattern == SelectionPattern::window) {
+      cache.selector = &attention->selector();
+    } else {
+      log::warning(
+          "the pattern looks ahead, which a new token cannot: prompts run as trained, new tokens see all keys");
+    }
+    prefill_ = std::move(attention);
+  } else {
+    prefill_ = std::make_unique<DenseAttention>();
+  }
+  cache.prefill = prefill_.get();
+  cache.layers = config_.layers;
+  cache.sequences = options.batch;
+  cache.capacity = options.max_tokens;
+  cache.shape = {config_.heads, config_.kv_heads, config_.head_dim,
+                 1.0f / std::sqrt(static_cast<float>(config_.head_dim))};
+  cached_ = std::make_unique<CachedAttention>(cache);
+
+  StageOptions stage;
+  stage.last_layer = config_.layers;
+  stage.max_micro_batch_tokens = std::max<int64_t>(options.max_tokens, options.batch);
+  stage.max_sequence_length = options.max_tokens;
+  stage.training = false;
+  stage_ = std::make_unique<Stage>(config_, stage, *cached_, pool_.threads());
+  read_hf_weights(options.model, stage_->parameters());
+}
+
+EvalModel::~EvalModel() = default;
+
+bool EvalModel::has_tokenizer() const {
+  return std::filesystem::exists(options_.model / "tokenizer.json");
+}
+
+const Tokenizer& EvalModel::tokenizer() {
+  if (!tokenizer_) {
+    SB_USER_CHECK(has_tokenizer(), "{}: no tokenizer.json, which text needs; copy it there", options_.model.string());
+    tokenizer_ = Tokenizer::load((options_.model / "tokenizer.json").string());
+  }
+  return *tokenizer_;
+}
+
+EvalModel::Score EvalModel::score(const std::vector<int32_t>& tokens, const std::vector<int32_t>& labels) {
+  SB_CHECK(tokens.size() == labels.size(), "{} tokens, {} labels", tokens.size(), labels.size());
+  SB_USER_CHECK(std::ssize(tokens) <= options_.max_tokens, "a sequence of {} tokens, but --max-tokens is {}",
+                tokens.size(), options_.max_tokens);
+  if (tokens.empty()) return {};
+  MicroBatch batch;
+  batch.tokens = tokens;
+  batch.labels = labels;
+  batch.positions.resize(tokens.size());
+  std::iota(batch.positions.begin(), batch.positions.end(), 0);
+  batch.weights.assign(tokens.size(), 1.0f);
+  batch.cu_seqlens = {0, static_cast<int32_t>(tokens.size())};
+  batch.sequence_ids = {0};
+  cached_->clear();
+  cached_->use({0});
+  stage_->forward(exec_, batch, 0, {});
+  const float* losses = stage_->token_loss(0).f32();
+  return {stage_->loss(0), {losses, losses + tokens.size()}};
+}
+
+std::vector<std::vector<int32_t>> EvalModel::generate(const std::vector<std::vector<int32_t>>& prompts,
+                                                      const GenerationOptions& options,
+                                                      const std::function<void(size_t, size_t)>& progress) {
+  Generator generator(*stage_, *cached_, options_.batch, options_.max_tokens);
+  return generator.generate(exec_, prompts, options, progress);
+}
+
+std::vector<std::string> EvalModel::answer(const std::vector<std::string>& prompts, GenerationOptions options,
+                                           const std::function<void(size_t, size_t)>& progress) {
+  std::vector<std::vector<int32_t>> tokens;
+  EncodeOptions encode;
+  encode.add_special_tokens = true;
+  for (const std::string& prompt : prompts) tokens.push_back(tokenizer().encode(prompt, encode));
+  options.stop_tokens.insert(options.stop_tokens.end(), config_.eos_token_ids.begin(), config_.eos_token_ids.end());
+  std::vector<std::string> texts;
+  for (const std::vector<int32_t>& ids : generate(tokens, options, progress)) {
+    texts.push_back(tokenizer().decode(ids, /*skip_special_tokens=*/true));
+  }
+  return texts;
+}
+
+}  // namespace sb

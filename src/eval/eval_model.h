@@ -1,0 +1,62 @@
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "attention/selection/selection_config.h"
+#include "data/tokenizer.h"
+#include "eval/generation.h"
+#include "model/stage.h"
+
+namespace sb {
+
+struct EvalModelOptions {
+  std::filesystem::path model;               // a Hugging Face directory
+  std::optional<SelectionConfig> attention;  // what it was trained with; nothing: dense
+  int64_t max_tokens = 4096;                 // longest sequence, prompt and answer together
+  int batch = 1;                             // sequences that are continued together
+  int threads = 0;                           // 0: all cores
+};
+
+// A model to be asked questions: scores sequences and continues prompts.
+class EvalModel {
+ public:
+  explicit EvalModel(const EvalModelOptions& options);
+  ~EvalModel();
+
+  const ModelConfig& config() const { return config_; }
+  // UserError when the directory has no tokenizer.json.
+  const Tokenizer& tokenizer();
+  bool has_tokenizer() const;
+  ThreadPool& pool() { return pool_; }
+
+  // Losses of one sequence's tokens against its labels (next token, or kIgnoredLabel).
+  struct Score {
+    LossSums sums;
+    std::vector<float> token_loss;
+  };
+  Score score(const std::vector<int32_t>& tokens, const std::vector<int32_t>& labels);
+
+  std::vector<std::vector<int32_t>> generate(const std::vector<std::vector<int32_t>>& prompts,
+                                             const GenerationOptions& options,
+                                             const std::function<void(size_t, size_t)>& progress = {});
+  // Text in, text out; stops at the model's end tokens.
+  std::vector<std::string> answer(const std::vector<std::string>& prompts, GenerationOptions options,
+                                  const std::function<void(size_t, size_t)>& progress = {});
+
+ private:
+  EvalModelOptions options_;
+  ModelConfig config_;
+  ThreadPool pool_;
+  Exec exec_;
+  std::unique_ptr<Attention> prefill_;
+  std::unique_ptr<CachedAttention> cached_;
+  std::unique_ptr<Stage> stage_;
+  std::optional<Tokenizer> tokenizer_;
+};
+
+}  // namespace sb
