@@ -3,15 +3,13 @@
 #include <fcntl.h>
 #include <sys/file.h>
 #include <unistd.h>
-#include <yaml-cpp/yaml.h>
 
 #include <algorithm>
 #include <array>
 #include <cerrno>
 #include <cstring>
-#include <fstream>
-#include <sstream>
 
+#include "core/config_value.h"
 #include "core/durable_file.h"
 #include "core/errors.h"
 #include "core/log.h"
@@ -32,32 +30,39 @@ bool may_change(std::string_view key) {
   return std::any_of(kMayChange.begin(), kMayChange.end(), [&](std::string_view p) { return key.starts_with(p); });
 }
 
-void flatten(const YAML::Node& node, const std::string& prefix, std::map<std::string, std::string>& into) {
-  if (node.IsMap()) {
-    for (const auto& entry : node) {
-      const auto key = entry.first.as<std::string>();
-      flatten(entry.second, prefix.empty() ? key : prefix + "." + key, into);
+std::string text_of(const ConfigValue& value) {
+  switch (value.kind) {
+    case ConfigValue::Kind::null:
+      return "";
+    case ConfigValue::Kind::scalar:
+      return value.text;
+    case ConfigValue::Kind::list: {
+      std::vector<std::string> items;
+      for (const ConfigValue& item : value.items) items.push_back(text_of(item));
+      return fmt::format("[{}]", fmt::join(items, ", "));
     }
-    return;
+    case ConfigValue::Kind::map: {
+      std::vector<std::string> entries;
+      for (const auto& [key, entry] : value.entries) entries.push_back(fmt::format("{}: {}", key, text_of(entry)));
+      return fmt::format("{{{}}}", fmt::join(entries, ", "));
+    }
   }
-  YAML::Emitter emitter;
-  emitter << YAML::Flow << node;
-  into[prefix] = emitter.c_str();
+  return "";
 }
 
-std::string read_text(const fs::path& file) {
-  std::ifstream in(file);
-  SB_USER_CHECK(in, "{}: cannot be opened", file.string());
-  std::ostringstream text;
-  text << in.rdbuf();
-  return text.str();
+void flatten(const ConfigValue& value, const std::string& prefix, std::map<std::string, std::string>& into) {
+  if (value.kind != ConfigValue::Kind::map) {
+    into[prefix] = text_of(value);
+    return;
+  }
+  for (const auto& [key, entry] : value.entries) flatten(entry, prefix.empty() ? key : prefix + "." + key, into);
 }
 
 }  // namespace
 
 std::map<std::string, std::string> flatten_yaml(const std::string& yaml) {
   std::map<std::string, std::string> options;
-  flatten(YAML::Load(yaml), "", options);
+  flatten(parse_config(yaml, "run.yaml"), "", options);
   return options;
 }
 
@@ -131,7 +136,9 @@ void RunDirectory::refuse_another_run(const RunConfig& config) const {
   SB_USER_CHECK(fs::exists(path_ / "run.yaml"),
                 "{} holds a run's files but no run.yaml to say which: choose another train.output_dir", path_.string());
 
-  const RunDifference difference = compare_runs(read_text(path_ / "run.yaml"), print_run_config(config));
+  // Loaded and printed, not as it stands: options that its version did not know yet have their defaults.
+  const std::string before = print_run_config(load_run_config(path_ / "run.yaml"));
+  const RunDifference difference = compare_runs(before, print_run_config(config));
   if (!difference.forbidden.empty()) {
     std::string changes;
     for (const OptionChange& change : difference.forbidden)

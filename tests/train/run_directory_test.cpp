@@ -24,6 +24,8 @@ void expect_refused(const RunConfig& config, const std::vector<std::string>& wor
 TEST(FlattenYaml, NamesEveryValueByItsPath) {
   const auto flat = flatten_yaml("a: 1\nb: {c: x, d: {e: [1, 2]}}\n");
   EXPECT_EQ(flat, (std::map<std::string, std::string>{{"a", "1"}, {"b.c", "x"}, {"b.d.e", "[1, 2]"}}));
+  const auto list = flatten_yaml("a: [{path: x, weight: 2}, y]\n");
+  EXPECT_EQ(list, (std::map<std::string, std::string>{{"a", "[{path: x, weight: 2}, y]"}}));
 }
 
 TEST(CompareRuns, TellsHarmlessChangesFromAnotherRun) {
@@ -76,6 +78,19 @@ TEST(RunDirectory, MoreStepsAndAnotherLearningRateAreTheSameRun) {
   const std::string log = testing::internal::GetCapturedStderr();
   EXPECT_NE(log.find("train.max_steps: 99 (was 20)"), std::string::npos) << log;
   EXPECT_EQ(read_bytes(scratch / "run" / "run.yaml"), print_run_config(changed));
+}
+
+TEST(RunDirectory, OptionsThatTheRunDidNotKnowYetHaveTheirDefaults) {
+  ScratchDirectory scratch;
+  begin_run(tiny_run(scratch / "run"));
+  std::string old = read_bytes(scratch / "run" / "run.yaml");
+  const std::string option = "  loss: token_mean\n";
+  ASSERT_NE(old.find(option), std::string::npos);
+  old.erase(old.find(option), option.size());
+  write_bytes(scratch / "run" / "run.yaml", old);
+  { const RunDirectory same(tiny_run(scratch / "run")); }
+  write_bytes(scratch / "run" / "run.yaml", old);
+  expect_refused(tiny_run(scratch / "run", {"batch.loss=sequence_mean"}), {"batch.loss: token_mean there"});
 }
 
 TEST(RunDirectory, NeverResumeRefusesAnyRun) {
