@@ -20,7 +20,7 @@ for name in "$@"; do
   echo "== $name: $seconds s"
   dictionary=()
   [ -f "fuzz/corpus/$name.dict" ] && dictionary=("-dict=fuzz/corpus/$name.dict")
-  if ! "build/fuzz/fuzz/${name}_fuzz" -max_total_time="$seconds" -timeout=20 -rss_limit_mb=4096 -max_len=16384 \
+  if ! "build/fuzz/fuzz/${name}_fuzz" -max_total_time="$seconds" -timeout=120 -rss_limit_mb=4096 -max_len=16384 \
       -print_final_stats=1 -verbosity=1 -artifact_prefix="$found/" "${dictionary[@]}" "$found" "fuzz/corpus/$name" \
       >"$found.log" 2>&1; then
     failed+=("$name")
