@@ -241,6 +241,9 @@ void OptionTable::mark_present(const std::string& name) {
 }
 
 void OptionTable::fail_unknown(const std::string& name, const std::string& where) const {
+  const std::string shown = name.size() <= 80 ? name : name.substr(0, 80) + "...";
+  SB_USER_CHECK(name.find(':') == std::string::npos, "{}: unknown key '{}'; YAML needs a space after the ':' of a key",
+                where, shown);
   std::vector<std::string> names;
   for (const auto& section : sections_) names.push_back(section.name);
   for (const auto& option : options_) names.push_back(option.name);
@@ -256,7 +259,6 @@ void OptionTable::fail_unknown(const std::string& name, const std::string& where
     for (const auto& known : names)
       if (nearest.empty() && !part.empty() && last_part(known) == part) nearest = known;
   }
-  const std::string shown = name.size() <= 80 ? name : name.substr(0, 80) + "...";
   if (!nearest.empty()) throw UserError("{}: unknown key '{}'; did you mean '{}'?", where, shown, nearest);
   throw UserError("{}: unknown key '{}'; docs/configuration.md lists the known ones", where, shown);
 }

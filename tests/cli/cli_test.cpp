@@ -81,6 +81,26 @@ TEST_F(Cli, ConfigErrorsAreOneLineWithExitCode2) {
   EXPECT_NE(missing.err.find("none.yaml: cannot be opened"), std::string::npos);
 }
 
+TEST_F(Cli, PrintConfigTrainsNothing) {
+  const std::string output = (directory_ / "out").string();
+  const std::vector<std::string> set{"--set", "train.output_dir=" + output};
+  const ProgramResult train = run_program({"train", run_file(), set[0], set[1], "--print-config"});
+  ASSERT_EQ(train.exit_code, 0) << train.err;
+  EXPECT_EQ(train.out, run_program({"config", run_file(), set[0], set[1]}).out);
+  EXPECT_FALSE(std::filesystem::exists(output));
+}
+
+TEST_F(Cli, AModelThatDoesNotFitIsExitCode3WithThePlan) {
+  const std::string output = (directory_ / "out").string();
+  const ProgramResult result =
+      run_program({"train", run_file(), "--set", "train.output_dir=" + output, "--set", "model.init.hidden_size=65536",
+                   "--set", "model.init.head_dim=128", "--set", "model.init.num_hidden_layers=1024"});
+  EXPECT_EQ(result.exit_code, 3) << result.err;
+  EXPECT_EQ(result.err.rfind("out of memory: ", 0), 0u) << result.err;
+  EXPECT_NE(result.err.find("weights"), std::string::npos) << result.err;
+  EXPECT_NE(result.err.find("batch.micro_batch_tokens"), std::string::npos) << "the cure: " << result.err;
+}
+
 TEST_F(Cli, MarkdownIsTheReference) {
   const ProgramResult result = run_program({"config", "--markdown"});
   EXPECT_EQ(result.exit_code, 0);

@@ -148,6 +148,7 @@ TEST(Config, UnknownKeysNameTheLineAndTheNearestKey) {
             "f.yaml:3: unknown key 'a.extra.cuont'; did you mean 'a.extra.count'?");
   EXPECT_EQ(f.load_error("zzzzzzzzzzzz: 3\n"),
             "f.yaml:1: unknown key 'zzzzzzzzzzzz'; docs/configuration.md lists the known ones");
+  EXPECT_EQ(f.set_error("a={small:3}"), "--set: unknown key 'a.small:3'; YAML needs a space after the ':' of a key");
   // A key below something that is no section.
   EXPECT_EQ(f.set_error("a.small.x=3").substr(0, 31), "--set: unknown key 'a.small.x';");
   EXPECT_EQ(f.set_error("a.smalll=3"), "--set: unknown key 'a.smalll'; did you mean 'a.small'?");
