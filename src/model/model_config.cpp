@@ -156,14 +156,6 @@ ModelConfig parse_model_config(const std::string& text, const std::string& where
   return config;
 }
 
-void override_rope(ModelConfig& config, const RopeConfig& rope) {
-  config.rope = rope;
-  const int64_t original = rope.original_max_position_embeddings;
-  if (rope.type == RopeConfig::Type::standard || original <= 0) return;
-  const auto reach = static_cast<int64_t>(std::llround(rope.factor * static_cast<double>(original)));
-  config.max_position_embeddings = std::max(config.max_position_embeddings, reach);
-}
-
 void check_model_config(const ModelConfig& config, const std::string& where) {
   constexpr int64_t kLimit = int64_t{1} << 31;  // keeps every product of two sizes inside 64 bits
   const auto positive = [&](int64_t value, const char* key) {

@@ -40,8 +40,6 @@ ModelConfig read_model_config(const std::filesystem::path& config_json);
 ModelConfig parse_model_config(const std::string& json, const std::string& where);
 // config.json for `transformers`: the source with our values put in where they differ, in the source's own spelling.
 std::string write_model_config(const ModelConfig& config, const std::string& torch_dtype);
-// Another rope than the checkpoint's (`model.rope` of the run): max_position_embeddings grows to what it reaches.
-void override_rope(ModelConfig& config, const RopeConfig& rope);
 // Sizes must be positive and fit each other; UserError otherwise.
 void check_model_config(const ModelConfig& config, const std::string& where);
 

@@ -180,7 +180,9 @@ void check_rope(const RopeConfig& rope, const std::string& where) {
   const auto positive = [&](double value, const char* key) {
     SB_USER_CHECK(value > 0 && std::isfinite(value), "{}: rope: {} must be positive, got {}", where, key, value);
   };
-  positive(rope.theta, "rope_theta");
+  // At 1 every channel would turn alike, and yarn divides by its logarithm.
+  SB_USER_CHECK(rope.theta > 1 && std::isfinite(rope.theta), "{}: rope_theta must be above 1, got {}", where,
+                rope.theta);
   if (rope.type == RopeConfig::Type::standard) return;
   SB_USER_CHECK(rope.factor >= 1 && std::isfinite(rope.factor), "{}: rope: factor must be at least 1, got {}", where,
                 rope.factor);

@@ -183,6 +183,7 @@ TEST(ModelConfigTest, NamesTheKeyThatIsWrong) {
   EXPECT_SAYS(complaint(with(minimal(), {{"eos_token_id", {1, -2}}})), "eos_token_id");
   EXPECT_SAYS(complaint(with(minimal(), {{"architectures", "Qwen2ForCausalLM"}})), "architectures");
   EXPECT_SAYS(complaint(with(minimal(), {{"rope_theta", 0}})), "rope_theta");
+  EXPECT_SAYS(complaint(with(minimal(), {{"rope_theta", 1}})), "rope_theta must be above 1");
   EXPECT_SAYS(complaint(with(minimal(), {{"rope_scaling", 3}})), "rope_scaling must be an object");
 }
 
@@ -258,7 +259,8 @@ TEST(ModelConfigTest, ANewRopeIsWrittenInTheSpellingOfTheSource) {
   const RopeConfig yarn{.type = Type::yarn, .theta = 1e6, .factor = 16, .original_max_position_embeddings = 4096};
   for (const char* file : {"config.json", "config.v4.json"}) {
     ModelConfig config = read_model_config(std::filesystem::path(SB_TEST_DATA) / "hf" / "qwen2_tied" / file);
-    override_rope(config, yarn);
+    config.rope = yarn;
+    config.max_position_embeddings = 65536;
     const std::string text = write_model_config(config, "float32");
     const ModelConfig again = parse_model_config(text, "config.json");
     EXPECT_EQ(again.rope, yarn);
@@ -273,15 +275,6 @@ TEST(ModelConfigTest, ANewRopeIsWrittenInTheSpellingOfTheSource) {
   EXPECT_EQ(written["rope_scaling"], (ordered_json{{"type", "linear"}, {"factor", 3.0}}));
   old.rope = {};
   EXPECT_TRUE(ordered_json::parse(write_model_config(old, "float32"))["rope_scaling"].is_null());
-}
-
-TEST(ModelConfigTest, RopeThatReachesLessKeepsTheLength) {
-  ModelConfig config = parse(with(minimal(), {{"max_position_embeddings", 1000}}));
-  override_rope(config, {.type = Type::yarn, .factor = 2, .original_max_position_embeddings = 100});
-  EXPECT_EQ(config.max_position_embeddings, 1000);
-  override_rope(config, {.theta = 7});
-  EXPECT_EQ(config.rope.theta, 7);
-  EXPECT_EQ(config.max_position_embeddings, 1000);
 }
 
 class WriteFromScratchTest : public testing::TestWithParam<ModelConfig::Family> {};
