@@ -8,7 +8,7 @@
 namespace sb {
 namespace {
 
-// Budgets that are tried: multiples of the block, at least 2.5 % apart below the base and 6 % above it.
+// Budgets that are tried: multiples of the block, at least 2.5 % apart below the base and 8 % above it.
 struct LevelGrid {
   std::vector<int32_t> budgets;
   std::vector<double> logs;
@@ -27,7 +27,7 @@ LevelGrid level_grid(const AttentionSpec& spec, int64_t longest) {
   }
   std::reverse(down.begin(), down.end());
   for (double k = base;;) {
-    k = std::max(k + static_cast<double>(spec.block), 1.06 * k);
+    k = std::max(k + static_cast<double>(spec.block), 1.08 * k);
     k = std::floor(k / static_cast<double>(spec.block)) * static_cast<double>(spec.block);
     if (static_cast<int64_t>(k) > top) break;
     down.push_back(static_cast<int64_t>(k));
@@ -72,12 +72,24 @@ BudgetCurves::BudgetCurves(const CostModel& cost, const CoverageModel& coverage,
       // Levels below the sequence's length, and the length itself as the dense one.
       const auto levels = static_cast<size_t>(
           std::lower_bound(grid.budgets.begin(), grid.budgets.end(), static_cast<int32_t>(top)) - grid.budgets.begin());
-      coverage.evaluate(sequence, layer, std::span(grid.budgets).first(levels), std::span(grid.logs).first(levels),
-                        value);
+      // From the base up, then down in pieces until the loss is more than p allows.
+      const auto evaluate = [&](size_t from, size_t to) {
+        coverage.evaluate(sequence, layer, std::span(grid.budgets).subspan(from, to - from),
+                          std::span(grid.logs).subspan(from, to - from), std::span(value).subspan(from, to - from));
+      };
+      evaluate(base_level, levels);
       const double base = value[base_level];
       const double floor = (1.0 - p) * base * (1 - 1e-12);
-      size_t low = base_level;
-      while (low > 0 && value[low - 1] >= floor) --low;
+      size_t low = base_level, known = base_level;
+      while (low > 0) {
+        if (low == known) {
+          constexpr size_t kPiece = 6;
+          known = low > kPiece ? low - kPiece : 0;
+          evaluate(known, low);
+        }
+        if (value[low - 1] < floor) break;
+        --low;
+      }
       const size_t start = vertices_.size();
       const double scores = work_of(spec, sequence.tokens, spec.budget).scores;
       const auto add = [&](int64_t budget, double covered, double score) {

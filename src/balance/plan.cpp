@@ -76,7 +76,8 @@ class Planner {
     // With the budgets of this order another one may be faster; then what it frees is shared out again.
     Draft again = draft;
     if (!order(again)) return;
-    tune(again);
+    // In a large step the shorter order is taken as it is: the coverage is there already.
+    if (sequences_.size() <= kSmallStep) tune(again);
     if (again.makespan < draft.makespan) draft = std::move(again);
   }
 
@@ -87,10 +88,10 @@ class Planner {
     std::vector<double> makespan(static_cast<size_t>(ranks));
     OrderingLimits limits = options_.order_limits;
     // The whole step's trials, shared: many ranks get fewer each.
-    constexpr int64_t kOperations = 600'000;
+    const int64_t most = sequences_.size() <= kSmallStep ? 600'000 : 60'000;
     int64_t operations = 0;
     for (int r = 0; r < ranks; ++r) operations += 2 * cost_.stages() * draft.batches.micro_batches(r);
-    limits.trials = std::min(limits.trials, std::max<int64_t>(4, kOperations / operations));
+    limits.trials = std::min(limits.trials, std::max<int64_t>(4, most / operations));
     const auto one = [&](int r) {
       const PipelineTimes times = stage_times(cost_, sequences_, draft.batches, r, draft.budgets);
       std::vector<int64_t> tokens;
@@ -116,7 +117,8 @@ class Planner {
 
   void tune(Draft& draft) {
     if (options_.tuning.policy == TuningPolicy::off) return;
-    const TuningInput input{cost_, coverage_, sequences_, curves(), draft.batches, draft.orders, schedules_, pool_};
+    const TuningInput input{cost_,        coverage_,  sequences_, curves(), draft.batches,
+                            draft.orders, schedules_, base_,      pool_};
     TuningResult result = sb::tune(input, options_.tuning);
     draft.budgets = std::move(result.budgets);
     draft.relaxed_bound = result.relaxed_bound;
@@ -175,8 +177,7 @@ Plan plan_step(int64_t step, const CostModel& cost, const CoverageModel& coverag
     drafts.back().budgets = std::move(floors);
     planner.finish(drafts.back());
   }
-  constexpr size_t kBothWeights = 64;
-  if (drafts.empty() || sequences.size() <= kBothWeights) {
+  if (drafts.empty() || sequences.size() <= kSmallStep) {
     if (options.tuning.policy != TuningPolicy::off)
       for (size_t i = 0; i < budgets.size(); ++i) budgets[i] = expected.of(spec, sequences[i].tokens);
     drafts.push_back(options.batching.policy == BatchingPolicy::in_order

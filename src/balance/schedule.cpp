@@ -41,7 +41,7 @@ Schedule::Schedule(int stages, int micro_batches, int warmup_depth)
         const bool needs = is_backward || s > 0;
         if (needs && dependency < 0) break;
         const auto id = static_cast<int32_t>(nodes_.size());
-        nodes_.push_back({s, i, last_node_[us], dependency, is_backward});
+        nodes_.push_back({last_node_[us], dependency, i, static_cast<int16_t>(s), is_backward});
         (is_backward ? backward_node : forward_node)[own] = id;
         last_node_[us] = id;
         ++next[us];
@@ -58,29 +58,27 @@ int Schedule::warmup(int stage) const {
 
 template <bool kTransfers>
 double Schedule::run(const PipelineTimes& times, std::span<const int> order, double* end) const {
-  const double* forward = times.forward.data();
-  const double* backward = times.backward.data();
-  for (size_t id = 0; id < nodes_.size(); ++id) {
-    const Node& node = nodes_[id];
-    const int micro_batch = order.empty() ? node.position : order[static_cast<size_t>(node.position)];
-    const size_t index = times.at(micro_batch, node.stage);
-    double start = node.previous < 0 ? 0.0 : end[node.previous];
-    if (node.dependency >= 0) {
-      double ready = end[node.dependency];
-      if constexpr (kTransfers) {
-        // The last stage turns from forward to backward without a transfer.
-        if (!node.backward)
-          ready += times.forward_transfer[index];
-        else if (node.stage + 1 < stages_)
-          ready += times.backward_transfer[index];
-      }
-      start = std::max(start, ready);
+  const double* duration[2] = {times.forward.data(), times.backward.data()};
+  const int* place = order.empty() ? nullptr : order.data();
+  const Node* nodes = nodes_.data();
+  const size_t count = nodes_.size();
+  // end[0] is the time before everything, so that a missing predecessor (-1) needs no branch.
+  end[0] = 0.0;
+  double* ends = end + 1;
+  for (size_t id = 0; id < count; ++id) {
+    const Node node = nodes[id];
+    const int micro_batch = place == nullptr ? node.position : place[node.position];
+    const size_t index = static_cast<size_t>(micro_batch * stages_ + node.stage);
+    double ready = ends[node.dependency];
+    if constexpr (kTransfers) {
+      // The first stage receives nothing, and the last one turns from forward to backward without a transfer.
+      ready += (node.backward ? times.backward_transfer : times.forward_transfer)[index];
     }
-    end[id] = start + (node.backward ? backward : forward)[index];
+    ends[id] = std::max(ends[node.previous], ready) + duration[node.backward][index];
   }
   double makespan = 0;
   for (size_t s = 0; s < last_node_.size(); ++s)
-    makespan = std::max(makespan, end[last_node_[s]] + (times.tail.empty() ? 0.0 : times.tail[s]));
+    makespan = std::max(makespan, ends[last_node_[s]] + (times.tail.empty() ? 0.0 : times.tail[s]));
   return makespan;
 }
 
@@ -89,18 +87,19 @@ double Schedule::run(const PipelineTimes& times, std::span<const int> order, dou
 }
 
 double Schedule::makespan(const PipelineTimes& times, std::span<const int> order) const {
-  constexpr size_t kOnStack = 512;
-  if (nodes_.size() <= kOnStack) {
+  constexpr size_t kOnStack = 1024;
+  if (nodes_.size() < kOnStack) {
     double end[kOnStack];
     return run(times, order, end);
   }
-  std::vector<double> end(nodes_.size());
+  std::vector<double> end(nodes_.size() + 1);
   return run(times, order, end.data());
 }
 
 double Schedule::critical_path(const PipelineTimes& times, std::span<const int> order, std::vector<int>& chain) const {
-  std::vector<double> end(nodes_.size());
-  const double makespan = run(times, order, end.data());
+  std::vector<double> buffer(nodes_.size() + 1);
+  const double makespan = run(times, order, buffer.data());
+  const double* end = buffer.data() + 1;
   chain.clear();
   int32_t at = -1;
   double latest = -1;
@@ -119,12 +118,8 @@ double Schedule::critical_path(const PipelineTimes& times, std::span<const int> 
     double ready = -1;
     if (node.dependency >= 0) {
       ready = end[static_cast<size_t>(node.dependency)];
-      if (!times.forward_transfer.empty()) {
-        if (!node.backward)
-          ready += times.forward_transfer[index];
-        else if (node.stage + 1 < stages_)
-          ready += times.backward_transfer[index];
-      }
+      if (!times.forward_transfer.empty())
+        ready += (node.backward ? times.backward_transfer : times.forward_transfer)[index];
     }
     const double free = node.previous >= 0 ? end[static_cast<size_t>(node.previous)] : -1;
     at = ready > free ? node.dependency : node.previous;
@@ -133,10 +128,37 @@ double Schedule::critical_path(const PipelineTimes& times, std::span<const int> 
   return makespan;
 }
 
+void Schedule::slacks(const PipelineTimes& times, std::span<const int> order, double deadline,
+                      std::span<double> slack) const {
+  std::vector<double> buffer(2 * nodes_.size() + 1);
+  run(times, order, buffer.data());
+  const double* end = buffer.data() + 1;
+  double* latest = buffer.data() + nodes_.size() + 1;
+  std::fill_n(latest, nodes_.size(), deadline);
+  for (size_t s = 0; s < last_node_.size(); ++s)
+    if (!times.tail.empty()) latest[last_node_[s]] -= times.tail[s];
+  std::fill(slack.begin(), slack.end(), deadline);
+  for (size_t id = nodes_.size(); id-- > 0;) {
+    const Node& node = nodes_[id];
+    const int micro_batch = order.empty() ? node.position : order[static_cast<size_t>(node.position)];
+    const size_t index = times.at(micro_batch, node.stage);
+    const double start = latest[id] - (node.backward ? times.backward : times.forward)[index];
+    if (node.previous >= 0) latest[node.previous] = std::min(latest[node.previous], start);
+    if (node.dependency >= 0) {
+      const double transfer = times.forward_transfer.empty()
+                                  ? 0.0
+                                  : (node.backward ? times.backward_transfer : times.forward_transfer)[index];
+      latest[node.dependency] = std::min(latest[node.dependency], start - transfer);
+    }
+    slack[index] = std::min(slack[index], latest[id] - end[id]);
+  }
+}
+
 ScheduleResult Schedule::analyze(const PipelineTimes& times, std::span<const int> order) const {
-  std::vector<double> end(nodes_.size());
+  std::vector<double> buffer(nodes_.size() + 1);
   ScheduleResult result;
-  result.makespan = run(times, order, end.data());
+  result.makespan = run(times, order, buffer.data());
+  const double* end = buffer.data() + 1;
   // Latest ends, backwards through the graph.
   std::vector<double> latest(nodes_.size(), result.makespan);
   for (size_t s = 0; s < last_node_.size(); ++s)
@@ -153,12 +175,8 @@ ScheduleResult Schedule::analyze(const PipelineTimes& times, std::span<const int
       latest[static_cast<size_t>(node.previous)] = std::min(latest[static_cast<size_t>(node.previous)], latest_start);
     if (node.dependency >= 0) {
       double transfer = 0;
-      if (!times.forward_transfer.empty()) {
-        if (!node.backward)
-          transfer = times.forward_transfer[index];
-        else if (node.stage + 1 < stages_)
-          transfer = times.backward_transfer[index];
-      }
+      if (!times.forward_transfer.empty())
+        transfer = (node.backward ? times.backward_transfer : times.forward_transfer)[index];
       double& limit = latest[static_cast<size_t>(node.dependency)];
       limit = std::min(limit, latest_start - transfer);
     }

@@ -12,8 +12,8 @@ struct PipelineTimes {
   int stages = 1;
   int micro_batches = 0;
   std::vector<double> forward, backward;
-  // Transfer of a micro-batch's activations into a stage from the one before, and of its gradient from the one after;
-  // empty: free. Transfers run beside the computation.
+  // Transfer of a micro-batch's activations into a stage from the one before (0 for the first stage), and of its
+  // gradient from the one after (0 for the last). Empty: free. Transfers run beside the computation.
   std::vector<double> forward_transfer, backward_transfer;
   // After the last backward of a stage: the gradient reduction. Empty: free.
   std::vector<double> tail;
@@ -56,13 +56,17 @@ class Schedule {
   // The same with everything in it.
   ScheduleResult analyze(const PipelineTimes& times, std::span<const int> order) const;
 
-  // Longest path through all operations: fills `chain` with indices of operations() and returns its length.
+  // Longest path through all operations: fills `chain` with indices of nodes() and returns its length.
   double critical_path(const PipelineTimes& times, std::span<const int> order, std::vector<int>& chain) const;
+  // The smaller slack of forward and backward of every (micro-batch, stage), against `deadline` instead of the
+  // makespan.
+  void slacks(const PipelineTimes& times, std::span<const int> order, double deadline, std::span<double> slack) const;
 
   struct Node {
-    int32_t stage, position;
     int32_t previous;    // node that runs before on the same stage, or -1
     int32_t dependency;  // node whose output it needs, or -1
+    int32_t position;
+    int16_t stage;
     bool backward;
   };
   const std::vector<Node>& nodes() const { return nodes_; }

@@ -134,11 +134,11 @@ CoverageSummary summarize_coverage(const CoverageModel& coverage, const Attentio
 }
 
 TuningResult tune_anchor(const TuningInput& input, const TuningOptions& options) {
-  const auto [cost, coverage, sequences, curves, batches, orders, schedules, pool] = input;
+  const auto [cost, coverage, sequences, curves, batches, orders, schedules, base_list, pool] = input;
   const AttentionSpec& spec = cost.spec();
   const auto layers = static_cast<size_t>(cost.layers());
   TuningResult result;
-  result.budgets = base_budgets(spec, sequences, cost.layers());
+  result.budgets.assign(base_list.begin(), base_list.end());
   const auto fill = [&](std::span<const int> members, double scale, Budgets& budgets) {
     for (int member : members) {
       const int64_t tokens = sequences[static_cast<size_t>(member)].tokens;
@@ -197,7 +197,7 @@ TuningResult tune(const TuningInput& input, const TuningOptions& options) {
                 "target must be equal_coverage or a number from 0 to 1, got {}", options.target);
   switch (options.policy) {
     case TuningPolicy::off:
-      return {base_budgets(input.cost.spec(), input.sequences, input.cost.layers())};
+      return {Budgets(input.base.begin(), input.base.end())};
     case TuningPolicy::anchor:
       return tune_anchor(input, options);
     case TuningPolicy::optimal:

@@ -68,7 +68,8 @@ struct TuningInput {
   const Batches& batches;
   const Orders& orders;
   const ScheduleSet& schedules;
-  ThreadPool* pool = nullptr;  // optional
+  std::span<const int32_t> base;  // base_budgets()
+  ThreadPool* pool = nullptr;     // optional
 };
 
 struct TuningResult {
@@ -77,7 +78,8 @@ struct TuningResult {
   double deadline = 0;       // microseconds, what the budgets were filled to
   double fastest = 0;        // makespan with every budget at its floor
   double mean_coverage = 0;  // at the deadline
-  double relaxed_bound = 0;  // no budgets, not even continuous ones, have a higher mean coverage at this deadline
+  // No budgets, not even continuous ones, have a higher mean coverage at this deadline; 0 where prices were used.
+  double relaxed_bound = 0;
 };
 
 TuningResult tune_anchor(const TuningInput& input, const TuningOptions& options);

@@ -5,6 +5,9 @@
 
 namespace sb {
 
+// Up to this many sequences a plan may take its time: it is well under a millisecond anyway.
+inline constexpr size_t kSmallStep = 64;
+
 // One training document of a global batch.
 struct Sequence {
   int64_t id = 0;  // unique in the global batch; breaks ties

@@ -25,10 +25,11 @@ PipelineTimes random_times(Random& random, int stages, int micro_batches, bool t
   for (double& t : times.forward) t = 1 + 9 * random.uniform();
   for (double& t : times.backward) t = 2 + 18 * random.uniform();
   if (transfers) {
-    for (size_t i = 0; i < times.forward.size(); ++i) {
-      times.forward_transfer.push_back(3 * random.uniform());
-      times.backward_transfer.push_back(3 * random.uniform());
-    }
+    for (int i = 0; i < micro_batches; ++i)
+      for (int s = 0; s < stages; ++s) {
+        times.forward_transfer.push_back(s == 0 ? 0.0 : 3 * random.uniform());
+        times.backward_transfer.push_back(s + 1 == stages ? 0.0 : 3 * random.uniform());
+      }
     for (int s = 0; s < stages; ++s) times.tail.push_back(5 * random.uniform());
   }
   return times;
@@ -161,8 +162,11 @@ TEST(Schedule, ADeeperWarmUpHidesTransfers) {
   const int p = 4, m = 16;
   PipelineTimes times = equal_times(p, m, 10.0, 20.0);
   const double free = Schedule(p, m, 1).makespan(times, {});
-  times.forward_transfer.assign(static_cast<size_t>(p * m), 4.0);
-  times.backward_transfer = times.forward_transfer;
+  for (int i = 0; i < m; ++i)
+    for (int s = 0; s < p; ++s) {
+      times.forward_transfer.push_back(s == 0 ? 0.0 : 4.0);
+      times.backward_transfer.push_back(s + 1 == p ? 0.0 : 4.0);
+    }
   const double plain = Schedule(p, m, 1).makespan(times, {}), deep = Schedule(p, m, 2).makespan(times, {});
   EXPECT_GT(plain, free);
   EXPECT_LT(deep, plain);

@@ -68,7 +68,8 @@ void against_brute_force(const Case& c, uint64_t seed) {
   const Orders orders = given_orders(batches);
   ScheduleSet schedules(c.stages, 1);
   schedules.prepare(batches);
-  const TuningInput input{cost, *coverage, sequences, curves, batches, orders, schedules};
+  const Budgets base_list = base_budgets(cost.spec(), sequences, cost.layers());
+  const TuningInput input{cost, *coverage, sequences, curves, batches, orders, schedules, base_list};
   for (double target : {0.0, 0.3, 0.6, 1.0}) {
     TuningOptions options;
     options.target = target;
@@ -171,7 +172,8 @@ TEST(Tuning, AnchorMeetsTheAnchorOrTheFloor) {
   const Orders orders = given_orders(batches);
   ScheduleSet schedules(1, 1);
   schedules.prepare(batches);
-  const TuningInput input{cost, *coverage, sequences, curves, batches, orders, schedules};
+  const Budgets base_list = base_budgets(cost.spec(), sequences, cost.layers());
+  const TuningInput input{cost, *coverage, sequences, curves, batches, orders, schedules, base_list};
   const auto latencies = [&](const Budgets& budgets) {
     const PipelineTimes times = stage_times(cost, sequences, batches, 0, budgets);
     std::vector<double> out;

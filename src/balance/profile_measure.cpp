@@ -1,0 +1,212 @@
+#include "balance/profile_measure.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cmath>
+
+#include "balance/profile_fit.h"
+#include "core/errors.h"
+#include "core/random.h"
+
+namespace sb {
+namespace {
+
+double quantile(std::vector<double> values, double q) {
+  std::sort(values.begin(), values.end());
+  return values[static_cast<size_t>(std::lround(q * static_cast<double>(values.size() - 1)))];
+}
+
+// Repeats until the middle half lies close together; then the median.
+template <typename Run>
+auto repeated(const Run& run, const MeasureOptions& options, const auto& total) {
+  std::vector<decltype(run())> runs;
+  std::vector<double> totals;
+  run();  // caches, pages and the thread pool
+  while (static_cast<int>(runs.size()) < options.max_repeats) {
+    runs.push_back(run());
+    totals.push_back(total(runs.back()));
+    if (static_cast<int>(runs.size()) < options.min_repeats) continue;
+    const double middle = quantile(totals, 0.5);
+    if (quantile(totals, 0.75) - quantile(totals, 0.25) <= options.spread * middle) break;
+  }
+  return runs;
+}
+
+double MeasuredTimes::* const kParts[kOperations] = {
+    &MeasuredTimes::linear_forward,     &MeasuredTimes::linear_backward, &MeasuredTimes::attention_forward,
+    &MeasuredTimes::attention_backward, &MeasuredTimes::selection,       &MeasuredTimes::head_forward,
+    &MeasuredTimes::head_backward};
+
+class Measurement {
+ public:
+  Measurement(const ModelShape& shape, const MeasureTarget& target, const MeasureOptions& options)
+      : target_(target), options_(options), random_(options.seed) {
+    profile_.shape = shape;
+  }
+
+  Profile run() {
+    std::vector<MeasuredShape> grid = first_grid();
+    total_ = static_cast<int>(grid.size()) + options_.refinements + options_.held_out + 2;
+    for (const MeasuredShape& shape : grid) add(shape);
+    fit();
+    for (int i = 0; i < options_.refinements; ++i) {
+      const MeasuredShape shape = random_shape();
+      const MeasuredTimes times = measure(shape);
+      double predicted = 0, measured = 0;
+      for (int part = 0; part < kOperations; ++part) {
+        predicted += profile_.tables[static_cast<size_t>(part)](shape.work(options_.spec));
+        measured += times.*kParts[part];
+      }
+      // What the fit knows already would only weigh more.
+      if (std::abs(predicted / measured - 1) > 0.04) record(shape, times);
+    }
+    fit();
+    links();
+    hold_out();
+    return profile_;
+  }
+
+ private:
+  std::vector<MeasuredShape> first_grid() const {
+    std::vector<MeasuredShape> grid;
+    const AttentionSpec& spec = options_.spec;
+    for (int64_t n = 64; n <= options_.max_tokens; n *= 2) {
+      grid.push_back({{n}, {n}});
+      for (int64_t k = spec.least_budget(); k < n; k *= 2)
+        if (n > spec.dense_limit() || spec.dense_below >= 0) grid.push_back({{n}, {k}});
+      // The same tokens in short sequences: few pairs, the same linear part.
+      if (n >= 256) {
+        grid.push_back({std::vector<int64_t>(8, n / 8), std::vector<int64_t>(8, n / 8)});
+      }
+    }
+    return grid;
+  }
+
+  MeasuredShape random_shape() {
+    MeasuredShape shape;
+    const AttentionSpec& spec = options_.spec;
+    const double low = std::log(128.0), high = std::log(static_cast<double>(options_.max_tokens));
+    auto left = static_cast<int64_t>(std::exp(low + (high - low) * random_.uniform()));
+    while (left > 0 && shape.tokens.size() < 8) {
+      const int64_t n = shape.tokens.size() == 7 ? left : std::max<int64_t>(16, static_cast<int64_t>(static_cast<double>(left) * (0.2 + 0.8 * random_.uniform())));
+      const int64_t own = std::min(n, left);
+      shape.tokens.push_back(own);
+      const int64_t least = spec.least_budget();
+      const bool dense = own <= spec.dense_limit() || own <= least || random_.below(3) == 0;
+      shape.budgets.push_back(dense ? own : least + static_cast<int64_t>(random_.below(static_cast<uint64_t>(own - least))));
+      left -= own;
+    }
+    return shape;
+  }
+
+  MeasuredTimes measure(const MeasuredShape& shape) {
+    report(fmt::format("{} tokens in {} sequence{}", shape.total_tokens(), shape.tokens.size(), shape.tokens.size() == 1 ? "" : "s"));
+    const auto total = [](const MeasuredTimes& times) {
+      double sum = 0;
+      for (auto part : kParts) sum += times.*part;
+      return sum;
+    };
+    const auto runs = repeated([&] { return target_.parts(shape); }, options_, total);
+    MeasuredTimes middle;
+    for (auto part : kParts) {
+      std::vector<double> values;
+      for (const MeasuredTimes& times : runs) values.push_back(times.*part);
+      middle.*part = quantile(values, 0.5);
+    }
+    return middle;
+  }
+
+  void record(const MeasuredShape& shape, const MeasuredTimes& times) {
+    const Work work = shape.work(options_.spec);
+    for (int part = 0; part < kOperations; ++part)
+      samples_[static_cast<size_t>(part)].push_back({work, std::max(times.*kParts[part], 0.0)});
+  }
+  void add(const MeasuredShape& shape) { record(shape, measure(shape)); }
+
+  void fit() {
+    const auto set = [&](Operation operation, Coordinate along, FitTerms terms) {
+      auto samples = samples_[static_cast<size_t>(operation)];
+      std::erase_if(samples, [](const LatencySample& sample) { return sample.us <= 0; });
+      OperationTable& table = profile_.tables[static_cast<size_t>(operation)];
+      // Nothing to choose from in dense runs: selection then costs nothing.
+      if (samples.empty())
+        table = {along, {{0.0, 1.0}, {0.0, 0.0}}, 0, 0, 0};
+      else
+        table = fit_table(along, samples, terms);
+    };
+    set(Operation::linear_forward, Coordinate::tokens, {});
+    set(Operation::linear_backward, Coordinate::tokens, {});
+    set(Operation::attention_forward, Coordinate::pairs, {true, true, false});
+    set(Operation::attention_backward, Coordinate::pairs, {true, true, false});
+    set(Operation::selection, Coordinate::scores, {false, true, false});
+    set(Operation::head_forward, Coordinate::tokens, {});
+    set(Operation::head_backward, Coordinate::tokens, {});
+  }
+
+  void links() {
+    const auto series = [&](const std::function<double(int64_t)>& one, const char* what) {
+      report(what);
+      std::vector<std::pair<double, double>> samples;
+      if (!one) return Link{};
+      for (int64_t bytes = 1 << 12; bytes <= 1 << 24; bytes *= 8) {
+        const auto runs = repeated([&] { return one(bytes); }, options_, [](double us) { return us; });
+        samples.emplace_back(static_cast<double>(bytes), quantile(runs, 0.5));
+      }
+      return fit_link(samples);
+    };
+    profile_.transfer_inside = profile_.transfer_between = series(target_.transfer, "point to point");
+    profile_.reduce_inside = profile_.reduce_between = series(target_.reduction, "reduction");
+  }
+
+  void hold_out() {
+    std::vector<double> errors;
+    for (int i = 0; i < options_.held_out; ++i) {
+      const MeasuredShape shape = random_shape();
+      report(fmt::format("held out: {} tokens in {} sequence{}", shape.total_tokens(), shape.tokens.size(),
+                         shape.tokens.size() == 1 ? "" : "s"));
+      const auto runs = repeated([&] { return target_.whole(shape); }, options_, [](double us) { return us; });
+      const Work work = shape.work(options_.spec);
+      double predicted = 0;
+      for (int part = 0; part < kOperations; ++part) {
+        const bool head = part >= static_cast<int>(Operation::head_forward);
+        predicted += (head ? 1 : target_.layers) * profile_.tables[static_cast<size_t>(part)](work);
+      }
+      errors.push_back(std::abs(predicted / quantile(runs, 0.5) - 1));
+    }
+    profile_.held_out = summarize_errors(errors);
+  }
+
+  void report(const std::string& what) {
+    if (options_.progress) options_.progress(done_, total_, what);
+    ++done_;
+  }
+
+  const MeasureTarget& target_;
+  const MeasureOptions& options_;
+  Random random_;
+  Profile profile_;
+  std::vector<LatencySample> samples_[kOperations];
+  int done_ = 0, total_ = 0;
+};
+
+}  // namespace
+
+Work MeasuredShape::work(const AttentionSpec& spec) const {
+  Work sum;
+  for (size_t i = 0; i < tokens.size(); ++i) sum += work_of(spec, tokens[i], budgets[i]);
+  return sum;
+}
+
+int64_t MeasuredShape::total_tokens() const {
+  int64_t sum = 0;
+  for (int64_t n : tokens) sum += n;
+  return sum;
+}
+
+Profile measure_profile(const ModelShape& shape, const MeasureTarget& target, const MeasureOptions& options) {
+  SB_USER_CHECK(options.max_tokens >= 256, "a profile needs micro-batches of 256 tokens or more, got {}", options.max_tokens);
+  return Measurement(shape, target, options).run();
+}
+
+}  // namespace sb
