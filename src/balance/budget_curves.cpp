@@ -8,7 +8,7 @@
 namespace sb {
 namespace {
 
-// Budgets that are tried: multiples of the block, at least 2.5 % apart below the base and 8 % above it.
+// Budgets that are tried: multiples of the block, at least 2.5 % apart below the base and 12 % above it.
 struct LevelGrid {
   std::vector<int32_t> budgets;
   std::vector<double> logs;
@@ -27,7 +27,7 @@ LevelGrid level_grid(const AttentionSpec& spec, int64_t longest) {
   }
   std::reverse(down.begin(), down.end());
   for (double k = base;;) {
-    k = std::max(k + static_cast<double>(spec.block), 1.08 * k);
+    k = std::max(k + static_cast<double>(spec.block), 1.12 * k);
     k = std::floor(k / static_cast<double>(spec.block)) * static_cast<double>(spec.block);
     if (static_cast<int64_t>(k) > top) break;
     down.push_back(static_cast<int64_t>(k));

@@ -19,7 +19,8 @@ class PipelineSearch {
         options_(options),
         slot_(slot),
         per_rank_(per_rank),
-        schedule_(cost.stages(), per_rank, cost.layout().warmup_depth) {
+        shared_(shared_schedule(cost.stages(), per_rank, cost.layout().warmup_depth)),
+        schedule_(*shared_) {
     const auto slots = static_cast<size_t>(cost.layout().dp * per_rank);
     members_.resize(slots);
     load_.resize(slots);
@@ -36,7 +37,14 @@ class PipelineSearch {
       times_.forward_transfer.resize(size);
       times_.backward_transfer.resize(size);
       for (int s = 0; s < cost.stages(); ++s) times_.tail.push_back(cost.reduction(s));
+      // Transfers are linear in the tokens; nothing enters the first stage or comes back into the last.
+      for (int s = 0; s <= cost.stages(); ++s) {
+        const bool any = s > 0 && s < cost.stages();
+        transfer_fixed_.push_back(any ? cost.transfer(s, 0) : 0.0);
+        transfer_rate_.push_back(any ? cost.transfer(s, 1) - cost.transfer(s, 0) : 0.0);
+      }
     }
+    for (int s = 0; s < cost.stages(); ++s) layers_.push_back(cost.stage_layers(s));
     base_layer_ = {cost.linear(0).forward + cost.attention({}).forward,
                    cost.linear(0).backward + cost.attention({}).backward};
     base_head_ = cost.head(0);
@@ -74,14 +82,16 @@ class PipelineSearch {
       for (int s = 0; s < times_.stages; ++s) {
         const bool last = s + 1 == times_.stages;
         const size_t at = times_.at(i, s);
-        const int layers = cost_.stage_layers(s);
+        const double layers = layers_[static_cast<size_t>(s)];
         times_.forward[at] =
             layers * (base_layer_.forward + load.layer.forward) + (last ? base_head_.forward + load.head.forward : 0.0);
         times_.backward[at] = layers * (base_layer_.backward + load.layer.backward) +
                               (last ? base_head_.backward + load.head.backward : 0.0);
         if (!times_.forward_transfer.empty()) {
-          times_.forward_transfer[at] = cost_.transfer(s, static_cast<double>(load.tokens));
-          times_.backward_transfer[at] = last ? 0.0 : cost_.transfer(s + 1, static_cast<double>(load.tokens));
+          const auto tokens = static_cast<double>(load.tokens);
+          const auto us = static_cast<size_t>(s);
+          times_.forward_transfer[at] = transfer_fixed_[us] + tokens * transfer_rate_[us];
+          times_.backward_transfer[at] = transfer_fixed_[us + 1] + tokens * transfer_rate_[us + 1];
         }
       }
     }
@@ -192,10 +202,12 @@ class PipelineSearch {
   const BatchingOptions& options_;
   std::vector<int>& slot_;
   int per_rank_;
-  Schedule schedule_;
+  std::shared_ptr<const Schedule> shared_;
+  const Schedule& schedule_;
   std::vector<std::vector<int>> members_;
   std::vector<Load> load_;
   PipelineTimes times_;
+  std::vector<double> transfer_fixed_, transfer_rate_, layers_;
   StageTime base_layer_, base_head_;
   std::vector<double> makespan_;
   std::vector<int> order_, ascending_;

@@ -50,8 +50,11 @@ class Planner {
     draft.orders = given_orders(draft.batches);
     draft.budgets = base_;
     schedules_.prepare(draft.batches);
-    draft.makespan = step_makespan(cost_, schedules_, sequences_, draft.batches, draft.orders, draft.budgets);
     return draft;
+  }
+
+  void predict(Draft& draft) const {
+    draft.makespan = step_makespan(cost_, schedules_, sequences_, draft.batches, draft.orders, draft.budgets);
   }
 
   const BudgetCurves& curves() {
@@ -70,9 +73,14 @@ class Planner {
 
   // Order, fill, order again.
   void finish(Draft& draft) {
-    order(draft);
-    if (options_.tuning.policy == TuningPolicy::off) return;
+    const bool ordered = options_.ordering && cost_.stages() > 1;
+    if (ordered) order(draft);
+    if (options_.tuning.policy == TuningPolicy::off) {
+      if (!ordered) predict(draft);
+      return;
+    }
     tune(draft);
+    if (!ordered) return;
     // With the budgets of this order another one may be faster; then what it frees is shared out again.
     Draft again = draft;
     if (!order(again)) return;
@@ -83,7 +91,6 @@ class Planner {
 
   // Improves every rank's order at the draft's budgets; true if the step became shorter.
   bool order(Draft& draft) {
-    if (!options_.ordering || cost_.stages() == 1) return false;
     const int ranks = draft.batches.ranks();
     std::vector<double> makespan(static_cast<size_t>(ranks));
     OrderingLimits limits = options_.order_limits;
@@ -122,7 +129,14 @@ class Planner {
     TuningResult result = sb::tune(input, options_.tuning);
     draft.budgets = std::move(result.budgets);
     draft.relaxed_bound = result.relaxed_bound;
-    draft.makespan = step_makespan(cost_, schedules_, sequences_, draft.batches, draft.orders, draft.budgets);
+    predict(draft);
+    // Rounding in a large step may pass the deadline by a fraction of a step: never beyond what the base budgets take.
+    if (options_.tuning.policy != TuningPolicy::optimal || draft.makespan <= result.deadline * (1 + 1e-9)) return;
+    const double base = step_makespan(cost_, schedules_, sequences_, draft.batches, draft.orders, base_);
+    if (base >= draft.makespan) return;
+    draft.budgets = base_;
+    draft.makespan = base;
+    draft.relaxed_bound = 0;
   }
 
  private:
@@ -161,7 +175,8 @@ Plan plan_step(int64_t step, const CostModel& cost, const CoverageModel& coverag
   const AttentionSpec& spec = cost.spec();
   std::vector<int64_t> budgets(sequences.size());
   for (size_t i = 0; i < budgets.size(); ++i) budgets[i] = spec.base_budget(sequences[i].tokens);
-  const Draft baseline = planner.batch(BatchingPolicy::in_order, budgets);
+  Draft baseline = planner.batch(BatchingPolicy::in_order, budgets);
+  planner.predict(baseline);
   const bool sab = options.batching.policy == BatchingPolicy::sab;
   const bool optimal = options.tuning.policy == TuningPolicy::optimal;
   std::vector<Draft> drafts;

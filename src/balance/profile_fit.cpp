@@ -16,7 +16,8 @@ std::vector<double> choose_knots(Coordinate along, std::span<const LatencySample
     if (x > 0) values.push_back(x);
   }
   std::sort(values.begin(), values.end());
-  values.erase(std::unique(values.begin(), values.end(), [](double a, double b) { return b <= 1.3 * a; }), values.end());
+  values.erase(std::unique(values.begin(), values.end(), [](double a, double b) { return b <= 1.3 * a; }),
+               values.end());
   if (values.empty()) return {1.0};
   std::vector<double> knots;
   const auto count = std::min(values.size(), static_cast<size_t>(most));

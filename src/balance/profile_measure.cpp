@@ -33,7 +33,7 @@ auto repeated(const Run& run, const MeasureOptions& options, const auto& total) 
   return runs;
 }
 
-double MeasuredTimes::* const kParts[kOperations] = {
+double MeasuredTimes::*const kParts[kOperations] = {
     &MeasuredTimes::linear_forward,     &MeasuredTimes::linear_backward, &MeasuredTimes::attention_forward,
     &MeasuredTimes::attention_backward, &MeasuredTimes::selection,       &MeasuredTimes::head_forward,
     &MeasuredTimes::head_backward};
@@ -89,19 +89,24 @@ class Measurement {
     const double low = std::log(128.0), high = std::log(static_cast<double>(options_.max_tokens));
     auto left = static_cast<int64_t>(std::exp(low + (high - low) * random_.uniform()));
     while (left > 0 && shape.tokens.size() < 8) {
-      const int64_t n = shape.tokens.size() == 7 ? left : std::max<int64_t>(16, static_cast<int64_t>(static_cast<double>(left) * (0.2 + 0.8 * random_.uniform())));
+      const int64_t n = shape.tokens.size() == 7
+                            ? left
+                            : std::max<int64_t>(16, static_cast<int64_t>(static_cast<double>(left) *
+                                                                         (0.2 + 0.8 * random_.uniform())));
       const int64_t own = std::min(n, left);
       shape.tokens.push_back(own);
       const int64_t least = spec.least_budget();
       const bool dense = own <= spec.dense_limit() || own <= least || random_.below(3) == 0;
-      shape.budgets.push_back(dense ? own : least + static_cast<int64_t>(random_.below(static_cast<uint64_t>(own - least))));
+      shape.budgets.push_back(dense ? own
+                                    : least + static_cast<int64_t>(random_.below(static_cast<uint64_t>(own - least))));
       left -= own;
     }
     return shape;
   }
 
   MeasuredTimes measure(const MeasuredShape& shape) {
-    report(fmt::format("{} tokens in {} sequence{}", shape.total_tokens(), shape.tokens.size(), shape.tokens.size() == 1 ? "" : "s"));
+    report(fmt::format("{} tokens in {} sequence{}", shape.total_tokens(), shape.tokens.size(),
+                       shape.tokens.size() == 1 ? "" : "s"));
     const auto total = [](const MeasuredTimes& times) {
       double sum = 0;
       for (auto part : kParts) sum += times.*part;
@@ -205,7 +210,8 @@ int64_t MeasuredShape::total_tokens() const {
 }
 
 Profile measure_profile(const ModelShape& shape, const MeasureTarget& target, const MeasureOptions& options) {
-  SB_USER_CHECK(options.max_tokens >= 256, "a profile needs micro-batches of 256 tokens or more, got {}", options.max_tokens);
+  SB_USER_CHECK(options.max_tokens >= 256, "a profile needs micro-batches of 256 tokens or more, got {}",
+                options.max_tokens);
   return Measurement(shape, target, options).run();
 }
 

@@ -52,8 +52,8 @@ void RankTuner::relax_by_prices(double deadline) {
       // Near the price of the deadline before.
       double guess = time_price_;
       bool fits = positions_at_price(guess, high_) <= deadline;
-      for (int i = 0; i < 6; ++i) {
-        const double next = fits ? guess / 1.3 : guess * 1.3;
+      for (int i = 0; i < 8; ++i) {
+        const double next = fits ? guess / 1.12 : guess * 1.12;
         if (next >= dear || next <= cheap) break;
         const bool also = positions_at_price(next, fits ? low_ : high_) <= deadline;
         if (also != fits) {
@@ -73,7 +73,7 @@ void RankTuner::relax_by_prices(double deadline) {
     time_price_ = dear;
     // Between the two: the same share of every difference.
     double share = 0, too_much = 1;
-    for (int i = 0; i < 5; ++i) {
+    for (int i = 0; i < 4; ++i) {
       const double middle = 0.5 * (share + too_much);
       for (size_t v = 0; v < variables_.size(); ++v)
         if (low_[v] != high_[v]) set_position(v, high_[v] + middle * (low_[v] - high_[v]));

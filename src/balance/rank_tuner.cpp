@@ -10,7 +10,7 @@ namespace sb {
 
 RankTunerLimits rank_tuner_limits(int64_t variables) {
   RankTunerLimits limits;
-  if (variables > 96) limits = {false, 6, 0, 5, 2, 2, 0};
+  if (variables > 96) limits = {false, 5, 0, 4, 2, 2, 0};
   if (variables > 2048) limits = {false, 4, 0, 4, 2, 1, 0};
   return limits;
 }

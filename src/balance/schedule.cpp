@@ -1,6 +1,10 @@
 #include "balance/schedule.h"
 
 #include <algorithm>
+#include <array>
+#include <deque>
+#include <mutex>
+#include <utility>
 
 #include "core/errors.h"
 
@@ -188,6 +192,20 @@ ScheduleResult Schedule::analyze(const PipelineTimes& times, std::span<const int
   critical_path(times, order, result.critical_path);
   for (int id : result.critical_path) result.operations[static_cast<size_t>(id)].critical = true;
   return result;
+}
+
+std::shared_ptr<const Schedule> shared_schedule(int stages, int micro_batches, int warmup_depth) {
+  constexpr size_t kKept = 32;
+  static std::mutex mutex;
+  static std::deque<std::pair<std::array<int, 3>, std::shared_ptr<const Schedule>>> kept;
+  const std::array<int, 3> key{stages, micro_batches, warmup_depth};
+  const std::lock_guard lock(mutex);
+  for (const auto& [known, schedule] : kept)
+    if (known == key) return schedule;
+  auto schedule = std::make_shared<const Schedule>(stages, micro_batches, warmup_depth);
+  kept.emplace_front(key, schedule);
+  if (kept.size() > kKept) kept.pop_back();
+  return schedule;
 }
 
 }  // namespace sb

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <span>
 #include <vector>
 
@@ -80,5 +81,8 @@ class Schedule {
   std::vector<Node> nodes_;         // topological
   std::vector<int32_t> last_node_;  // of every stage
 };
+
+// The same graph serves every step, so the ones used last are kept.
+std::shared_ptr<const Schedule> shared_schedule(int stages, int micro_batches, int warmup_depth);
 
 }  // namespace sb

@@ -29,14 +29,14 @@ void ScheduleSet::prepare(const Batches& batches) {
   for (int r = 0; r < batches.ranks(); ++r) {
     const int m = batches.micro_batches(r);
     const bool known =
-        std::any_of(schedules_.begin(), schedules_.end(), [&](const Schedule& s) { return s.micro_batches() == m; });
-    if (!known) schedules_.emplace_back(stages_, m, warmup_depth_);
+        std::any_of(schedules_.begin(), schedules_.end(), [&](const auto& s) { return s->micro_batches() == m; });
+    if (!known) schedules_.push_back(shared_schedule(stages_, m, warmup_depth_));
   }
 }
 
 const Schedule& ScheduleSet::of(int micro_batches) const {
-  for (const Schedule& schedule : schedules_)
-    if (schedule.micro_batches() == micro_batches) return schedule;
+  for (const auto& schedule : schedules_)
+    if (schedule->micro_batches() == micro_batches) return *schedule;
   throw InternalError("no schedule of {} micro-batches was prepared", micro_batches);
 }
 

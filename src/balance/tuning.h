@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <span>
 #include <vector>
 
@@ -41,7 +42,7 @@ class ScheduleSet {
 
  private:
   int stages_, warmup_depth_;
-  std::vector<Schedule> schedules_;
+  std::vector<std::shared_ptr<const Schedule>> schedules_;
 };
 
 // Stage times of a rank at these budgets, as the latency model says.

@@ -33,6 +33,7 @@ int run(int argc, char** argv) {
   sb::add_bench_command(app);
   sb::add_eval_command(app);
   sb::add_config_command(app);
+  sb::add_profile_command(app);
   sb::add_simulate_command(app);
   sb::add_data_command(app);
 

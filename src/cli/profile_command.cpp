@@ -247,7 +247,8 @@ std::string today() {
 
 void run(Arguments arguments) {
   const ModelShape shape = find_model_shape(arguments.model);
-  SB_USER_CHECK(arguments.layers >= 3, "--layers: three layers or more are needed to tell them from embedding and loss");
+  SB_USER_CHECK(arguments.layers >= 3,
+                "--layers: three layers or more are needed to tell them from embedding and loss");
   arguments.spec.dense_below = 0;
   arguments.measure.spec = arguments.spec;
   const int layers = static_cast<int>(std::min<int64_t>(arguments.layers, shape.layers));
@@ -264,8 +265,9 @@ void run(Arguments arguments) {
   arguments.measure.progress = [&](int done, int total, const std::string& what) {
     if (!terminal) return;
     const int filled = 30 * done / std::max(1, total);
-    fmt::print(stderr, "\r[{:<30}] {:>3} %  {:.0f} s  {:<48}", std::string(static_cast<size_t>(std::min(filled, 30)), '#'),
-               100 * done / std::max(1, total), microseconds_since(begin) / 1e6, what);
+    fmt::print(stderr, "\r[{:<30}] {:>3} %  {:.0f} s  {:<48}",
+               std::string(static_cast<size_t>(std::min(filled, 30)), '#'), 100 * done / std::max(1, total),
+               microseconds_since(begin) / 1e6, what);
   };
   Profile profile = measure_profile(shape, target, arguments.measure);
   if (terminal) fmt::print(stderr, "\n");
@@ -278,16 +280,17 @@ void run(Arguments arguments) {
   file << write_profile(profile);
   file.flush();
   SB_USER_CHECK(file.good(), "{}: cannot be written", arguments.out);
-  fmt::print("{}: {}\n{}, {} of {} layers measured in {:.0f} s\n", arguments.model, describe(shape), profile.machine, layers,
-             shape.layers, microseconds_since(begin) / 1e6);
-  fmt::print("error on {} held-out micro-batches: median {:.1f} %, p95 {:.1f} %\nwritten to {}\n", profile.held_out.count,
-             100 * profile.held_out.median, 100 * profile.held_out.p95, arguments.out);
+  fmt::print("{}: {}\n{}, {} of {} layers measured in {:.0f} s\n", arguments.model, describe(shape), profile.machine,
+             layers, shape.layers, microseconds_since(begin) / 1e6);
+  fmt::print("error on {} held-out micro-batches: median {:.1f} %, p95 {:.1f} %\nwritten to {}\n",
+             profile.held_out.count, 100 * profile.held_out.median, 100 * profile.held_out.p95, arguments.out);
 }
 
 }  // namespace
 
 void add_profile_command(CLI::App& app) {
-  CLI::App* command = app.add_subcommand("profile", "measure this machine for a model shape, so that latencies can be predicted");
+  CLI::App* command =
+      app.add_subcommand("profile", "measure this machine for a model shape, so that latencies can be predicted");
   auto a = std::make_shared<Arguments>();
   a->spec.budget = 1024;
   command->add_option("--model", a->model, "name, or config.json")->capture_default_str();
@@ -296,8 +299,11 @@ void add_profile_command(CLI::App& app) {
   command->add_option("--budget", a->spec.budget, "base budget of the run, keys per query")->capture_default_str();
   command->add_option("--block", a->spec.block, "tokens a key block")->capture_default_str();
   command->add_option("--query-block", a->spec.query_block, "tokens a query block")->capture_default_str();
-  command->add_option("--recompute", a->recompute, "none, attention or layer, as the run will have it")->check(CLI::IsMember({"none", "attention", "layer"}))->capture_default_str();
-  command->add_option("--layers", a->layers, "layers to build; the rest follows by multiplication")->capture_default_str();
+  command->add_option("--recompute", a->recompute, "none, attention or layer, as the run will have it")
+      ->check(CLI::IsMember({"none", "attention", "layer"}))
+      ->capture_default_str();
+  command->add_option("--layers", a->layers, "layers to build; the rest follows by multiplication")
+      ->capture_default_str();
   command->add_option("--threads", a->threads, "0: all cores")->capture_default_str();
   command->add_option("--held-out", a->measure.held_out, "random micro-batches to check with")->capture_default_str();
   command->add_option("--repeats", a->measure.max_repeats, "most repeats of a measurement")->capture_default_str();

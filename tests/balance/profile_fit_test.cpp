@@ -1,0 +1,131 @@
+#include "balance/profile_fit.h"
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+
+#include "balance/latency_model.h"
+#include "balance/profile_measure.h"
+#include "core/errors.h"
+#include "core/random.h"
+
+namespace sb {
+namespace {
+
+TEST(ProfileFit, NonNegativeLeastSquares) {
+  // Unconstrained answer (1, 2); then one whose second part would be negative.
+  const std::vector<double> a{1, 0, 0, 1, 1, 1};
+  const auto x = nonnegative_least_squares(a, std::vector<double>{1, 2, 3}, 2);
+  EXPECT_NEAR(x[0], 1, 1e-9);
+  EXPECT_NEAR(x[1], 2, 1e-9);
+  const auto y = nonnegative_least_squares(a, std::vector<double>{2, -1, 1}, 2);
+  EXPECT_NEAR(y[0], 1.5, 1e-9);  // the projection of (2, -1, 1) on (1, 0, 1)
+  EXPECT_EQ(y[1], 0);
+}
+
+TEST(ProfileFit, FindsAKinkedCurveAndARate) {
+  const auto truth = [](const Work& w) {
+    return 5 + 0.002 * w.pairs + 0.001 * std::max(0.0, w.pairs - 40000) + 0.3 * w.tiles;
+  };
+  std::vector<LatencySample> samples;
+  for (double pairs : {1000.0, 5000.0, 20000.0, 40000.0, 80000.0, 160000.0})
+    for (double tiles : {10.0, 50.0, 200.0}) {
+      Work work;
+      work.pairs = pairs;
+      work.tiles = tiles;
+      samples.push_back({work, truth(work)});
+    }
+  const OperationTable table = fit_table(Coordinate::pairs, samples, {true, false, false});
+  for (double pairs : {2500.0, 30000.0, 120000.0, 400000.0}) {
+    Work work;
+    work.pairs = pairs;
+    work.tiles = 100;
+    EXPECT_NEAR(table(work), truth(work), 0.01 * truth(work)) << pairs;
+  }
+  EXPECT_NEAR(table.per_tile, 0.3, 0.01);
+}
+
+TEST(ProfileFit, IsMonotoneWhateverTheNoise) {
+  Random random(3);
+  for (int trial = 0; trial < 50; ++trial) {
+    std::vector<LatencySample> samples;
+    for (int i = 0; i < 30; ++i) {
+      Work work;
+      work.tokens = 1 + static_cast<double>(random.below(5000));
+      samples.push_back({work, 100 * random.uniform() + 0.01});
+    }
+    const OperationTable table = fit_table(Coordinate::tokens, samples, {});
+    double last = -1;
+    for (double tokens = 0; tokens < 8000; tokens += 37) {
+      Work work;
+      work.tokens = tokens;
+      EXPECT_GE(table(work), last - 1e-9);
+      last = table(work);
+    }
+    for (size_t i = 1; i < table.curve.x.size(); ++i) EXPECT_GT(table.curve.x[i], table.curve.x[i - 1]);
+  }
+}
+
+TEST(ProfileFit, Links) {
+  const std::vector<std::pair<double, double>> samples{{1e3, 10.5}, {1e4, 15}, {1e5, 60}, {1e6, 510}};
+  const Link link = fit_link(samples);
+  EXPECT_NEAR(link.latency_us, 10, 1e-6);
+  EXPECT_NEAR(link.us_per_byte, 5e-4, 1e-9);
+}
+
+// A machine that follows a known law with noise: the profile must find it and state its error honestly.
+TEST(ProfileMeasure, PredictsAMachineItHasNotSeen) {
+  Random random(1);
+  AttentionSpec spec;
+  spec.dense_below = 0;
+  spec.budget = 1024;
+  const auto noisy = [&](double us) { return us * (1 + 0.02 * (random.uniform() - 0.5)); };
+  const auto law = [&](const MeasuredShape& shape) {
+    const Work w = shape.work(spec);
+    MeasuredTimes t;
+    t.linear_forward = 30 + 0.8 * w.tokens;
+    t.linear_backward = 50 + 1.7 * w.tokens;
+    t.attention_forward = 10 + 4e-4 * w.pairs + 0.5 * w.tiles;
+    t.attention_backward = 15 + 9e-4 * w.pairs + 0.6 * w.tiles;
+    t.selection = w.scores > 0 ? 0.01 * w.scores + 0.02 * w.tokens : 0.0;
+    t.head_forward = 100 + 2.0 * w.tokens;
+    t.head_backward = 20 + 0.1 * w.tokens;
+    return t;
+  };
+  MeasureTarget target;
+  target.layers = 4;
+  target.parts = [&](const MeasuredShape& shape) {
+    MeasuredTimes t = law(shape);
+    t.linear_forward = noisy(t.linear_forward);
+    t.attention_backward = noisy(t.attention_backward);
+    return t;
+  };
+  target.whole = [&](const MeasuredShape& shape) {
+    const MeasuredTimes t = law(shape);
+    return noisy(4 * (t.linear_forward + t.linear_backward + t.attention_forward + t.attention_backward + t.selection) +
+                 t.head_forward + t.head_backward);
+  };
+  target.transfer = [](int64_t bytes) { return 3 + 1e-4 * static_cast<double>(bytes); };
+  target.reduction = [](int64_t bytes) { return 5 + 2e-4 * static_cast<double>(bytes); };
+  MeasureOptions options;
+  options.spec = spec;
+  int reports = 0;
+  options.progress = [&](int done, int total, const std::string&) {
+    EXPECT_LT(done, total);
+    ++reports;
+  };
+  Profile profile = measure_profile(find_model_shape("qwen2-25m"), target, options);
+  EXPECT_GT(reports, 20);
+  EXPECT_EQ(profile.held_out.count, options.held_out);
+  EXPECT_LE(profile.held_out.median, 0.03);
+  EXPECT_LE(profile.held_out.p95, 0.08);
+  EXPECT_NEAR(profile.reduce_inside.us_per_byte, 2e-4, 1e-6);
+  // What is written is read again.
+  const Profile again = parse_profile(write_profile(profile), "profile.json");
+  EXPECT_EQ(write_profile(again), write_profile(profile));
+  options.max_tokens = 100;
+  EXPECT_THROW(measure_profile(find_model_shape("qwen2-25m"), target, options), UserError);
+}
+
+}  // namespace
+}  // namespace sb
