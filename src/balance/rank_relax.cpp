@@ -60,6 +60,8 @@ void RankTuner::positions_from_programme() {
 }
 
 void RankTuner::relax_exactly(double deadline) {
+  // At the fastest schedule nothing but the floors fits; a hair more room keeps rounding from denying even these.
+  deadline = std::max(deadline, fastest_ * (1 + 1e-9));
   programme_->shift_limits(deadline - deadline_);
   deadline_ = deadline;
   for (;;) {

@@ -38,7 +38,7 @@ struct Contents {
         second[at] = 1e-9f * static_cast<float>(1 + at);
       }
     }
-    state = {step, 6, 123456789012345, "curriculum \"state\"\n", 0xffffffffffffffff, 99, 1, 1};
+    state = {step, 6, 123456789012345, "curriculum \"state\"\n", 0xffffffffffffffff, 99, 1, 1, {{{0, 12}, -3.5f}}};
   }
   TensorView moment(std::vector<float>& values) const { return {values.data(), {parameters.flat_elements()}}; }
   fs::path save(const fs::path& directory) {
