@@ -173,7 +173,7 @@ void Tokenizer::Impl::run_stage(size_t index, std::string_view text, Encoder& en
   const Stage& stage = stages[index];
   std::string prefixed;
   if (stage.add_prefix_space && text[0] != ' ') {
-    prefixed = " " + std::string(text);
+    prefixed.append(1, ' ').append(text);
     text = prefixed;
   }
   if (!stage.pattern) return run_stage(index + 1, text, encoder, out);
