@@ -207,9 +207,10 @@ void add_data(OptionTable& table, Draft& draft) {
   DataOptions& data = draft.config.data;
   table.section("data",
                 "What it is trained on: token files (`train`) or a built-in task (`synthetic`), one of the two.");
-  add_weighted_paths(table, "data.train", &data.train,
-                     "token files, each the common prefix of a .bin and an .idx; `{path: ..., weight: ...}` to see one "
-                     "more or less often");
+  add_weighted_paths(
+      table, "data.train", &data.train,
+      "token files: the common prefix of a .bin and an .idx, or an llm.c .bin; `{path: ..., weight: 2}` to "
+      "see each sequence of one twice as often");
   add_weighted_paths(table, "data.validation", &data.validation, "token files for validation");
   table.integer("data.max_sequence_length", &data.max_sequence_length, 2, kMaxTokens,
                 "longest sequence in tokens; with `synthetic` its length where not given");
@@ -383,7 +384,7 @@ void add_train(OptionTable& table, Draft& draft) {
   table.integer("train.validation_steps", &train.validation_steps, 0, OptionTable::kAny,
                 "steps between validations; 0: only at the end, where there is validation data");
   table.integer("train.validation_sequences", &train.validation_sequences, 0, OptionTable::kAny,
-                "sequences of a validation, at most; 0: all (token files)");
+                "sequences of a validation, at most; 0: all of the token files, none of a synthetic task");
   table.integer("train.log_steps", &train.log_steps, 1, OptionTable::kAny, "steps between progress lines");
   table.flag("train.tensorboard", &train.tensorboard, "write TensorBoard event files next to metrics.jsonl");
   table.integer("train.threads", &train.threads, 0, 1024, "worker threads; 0: all cores");

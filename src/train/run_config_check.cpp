@@ -35,6 +35,11 @@ void check_data(const RunConfig& config, const OptionTable& table, const std::st
                 table.label("data.validation"));
   SB_USER_CHECK(config.train.validation_steps == 0 || data.synthetic || !data.validation.empty(),
                 "{}: there is no validation data; set data.validation", table.label("train.validation_steps"));
+  for (const WeightedPath& path : data.validation)
+    SB_USER_CHECK(path.weight == 1.0, "{}: validation reads its files as they are; '{}' cannot have a weight",
+                  table.label("data.validation"), path.path.string());
+  SB_USER_CHECK(!data.synthetic || config.train.validation_steps == 0 || config.train.validation_sequences > 0,
+                "{}: a synthetic task has no end; say how many sequences", table.label("train.validation_sequences"));
   SB_USER_CHECK(!data.synthetic || data.shuffle, "{}: has no meaning with data.synthetic; remove it",
                 table.label("data.shuffle"));
   SB_USER_CHECK(!data.synthetic || data.overlong == DataOptions::Overlong::split,

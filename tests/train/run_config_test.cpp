@@ -175,6 +175,8 @@ TEST(RunConfig, WhatExcludesOrNeedsEachOther) {
       {kSynthetic, {"data.validation=[a]"}, "--set: data.validation: with data.synthetic"},
       {kSynthetic, {"data.shuffle=false"}, "--set: data.shuffle: has no meaning with data.synthetic"},
       {kSynthetic, {"data.overlong=drop"}, "--set: data.overlong: has no meaning with data.synthetic"},
+      {kFromCheckpoint, {"data.validation=[{path: v, weight: 2}]"}, "'v' cannot have a weight"},
+      {kSynthetic, {"train.validation_steps=5", "train.validation_sequences=0"}, "a synthetic task has no end"},
       {kFromCheckpoint, {"train.validation_steps=5"}, "--set: train.validation_steps: there is no validation data"},
       {kFromCheckpoint, {"model.rope={factor: 2}"}, "--set: model.rope.factor: has no meaning with type: default"},
       {kSynthetic, {"batch.micro_batch_sequences=17"}, "is above batch.global_batch_size 16"},
