@@ -68,7 +68,8 @@ LossSums run(const Exec& exec, const LossOperands& operands, int64_t chunk) {
                                 .ldb = width,
                                 .c = logits,
                                 .ldc = vocabulary});
-    exec.pool->parallel_for(rows, 8, [&](int64_t first, int64_t last, int) {
+    // `begin` by name: clang before 16 does not capture structured bindings on its own.
+    exec.pool->parallel_for(rows, 8, [&, begin = begin](int64_t first, int64_t last, int) {
       for (int64_t r = first; r < last; ++r) {
         float* row = logits + r * vocabulary;
         const int32_t label = labels[begin + r];
