@@ -8,13 +8,14 @@
 namespace sb {
 namespace {
 
-// Budgets that are tried: multiples of the block, at least 2.5 % apart below the base and 12 % above it.
+// Budgets that are tried: multiples of the block, at least 10 % apart below the base and 15 % above it (30 % where
+// every layer has a curve of its own).
 struct LevelGrid {
   std::vector<int32_t> budgets;
   std::vector<double> logs;
 };
 
-LevelGrid level_grid(const AttentionSpec& spec, int64_t longest) {
+LevelGrid level_grid(const AttentionSpec& spec, int64_t longest, bool uniform) {
   LevelGrid grid;
   const int64_t top = spec.max_budget > 0 ? std::min(spec.max_budget, longest) : longest;
   const auto base = static_cast<double>(spec.budget);
@@ -22,12 +23,12 @@ LevelGrid level_grid(const AttentionSpec& spec, int64_t longest) {
   std::vector<int64_t> down;
   for (double k = base; k >= least;) {
     down.push_back(static_cast<int64_t>(k));
-    k = std::min(k - static_cast<double>(spec.block), 0.975 * k);
+    k = std::min(k - static_cast<double>(spec.block), 0.9 * k);
     k = std::ceil(k / static_cast<double>(spec.block)) * static_cast<double>(spec.block);
   }
   std::reverse(down.begin(), down.end());
   for (double k = base;;) {
-    k = std::max(k + static_cast<double>(spec.block), 1.12 * k);
+    k = std::max(k + static_cast<double>(spec.block), (uniform ? 1.15 : 1.3) * k);
     k = std::floor(k / static_cast<double>(spec.block)) * static_cast<double>(spec.block);
     if (static_cast<int64_t>(k) > top) break;
     down.push_back(static_cast<int64_t>(k));
@@ -47,7 +48,7 @@ BudgetCurves::BudgetCurves(const CostModel& cost, const CoverageModel& coverage,
   const AttentionSpec& spec = cost.spec();
   int64_t longest = 0;
   for (const Sequence& sequence : sequences) longest = std::max(longest, sequence.tokens);
-  const LevelGrid grid = level_grid(spec, longest);
+  const LevelGrid grid = level_grid(spec, longest, uniform_);
   const auto base_level =
       static_cast<size_t>(std::find(grid.budgets.begin(), grid.budgets.end(), spec.budget) - grid.budgets.begin());
   SB_CHECK(base_level < grid.budgets.size(), "the base budget {} is no level", spec.budget);
@@ -90,6 +91,16 @@ BudgetCurves::BudgetCurves(const CostModel& cost, const CoverageModel& coverage,
         if (value[low - 1] < floor) break;
         --low;
       }
+      // The lowest budget of all lies between two levels.
+      int64_t lowest = grid.budgets[low];
+      if (low > 0) {
+        int64_t too_low = grid.budgets[low - 1] / spec.block, enough = (lowest + spec.block - 1) / spec.block;
+        while (enough - too_low > 1) {
+          const int64_t middle = (enough + too_low) / 2;
+          (coverage.at(sequence, layer, middle * spec.block) >= floor ? enough : too_low) = middle;
+        }
+        lowest = std::min(lowest, enough * spec.block);
+      }
       const size_t start = vertices_.size();
       const double scores = work_of(spec, sequence.tokens, spec.budget).scores;
       const auto add = [&](int64_t budget, double covered, double score) {
@@ -103,6 +114,7 @@ BudgetCurves::BudgetCurves(const CostModel& cost, const CoverageModel& coverage,
         }
         vertices_.push_back({static_cast<int32_t>(budget), pairs, score, covered});
       };
+      if (lowest < grid.budgets[low]) add(lowest, coverage.at(sequence, layer, lowest), scores);
       for (size_t i = low; i < levels; ++i) add(grid.budgets[i], value[i], scores);
       if (top == sequence.tokens)
         add(top, 1.0, 0.0);
@@ -180,7 +192,8 @@ StageCurve stage_curve(const CostModel& cost, const BudgetCurves& curves, std::s
   const auto at = [&](int i) { return curve.gain[static_cast<size_t>(i)]; };
   auto& corners = curve.corners;
   for (int i = 0; i <= static_cast<int>(n); ++i) {
-    while (!corners.empty() && time(i) <= time(corners.back()) && corners.size() > 1) corners.pop_back();
+    // More for no more time (a dense sequence needs no selection): the lower step is never worth taking.
+    while (!corners.empty() && time(i) <= time(corners.back())) corners.pop_back();
     while (corners.size() >= 2) {
       const int b = corners.back(), a = corners[corners.size() - 2];
       if ((at(b) - at(a)) * (time(i) - time(a)) > (at(i) - at(a)) * (time(b) - time(a))) break;

@@ -59,9 +59,8 @@ struct StageCurve {
   std::vector<Step> steps;
   std::vector<double> forward, backward;  // attention and selection after i steps, all layers of the stage
   std::vector<double> gain;               // Σ tokens · coverage after i steps, all layers of the stage
-  // Positions on the concave envelope of (time, gain), at most `kCorners`, for the solvers.
+  // Positions on the concave envelope of (time, gain), for the solvers; the first is the fastest.
   std::vector<int> corners;
-  static constexpr int kCorners = 12;
 };
 
 // The curve of one micro-batch on one stage. With uniform curves all stages share it up to the number of layers: it is

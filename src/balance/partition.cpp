@@ -124,7 +124,8 @@ Assignment longest_first(const PartitionProblem& problem) {
         bin[static_cast<size_t>(item)] = b;
         queue.emplace(load + problem.weight[static_cast<size_t>(item)], b);
         placed = true;
-      } else {
+      } else if (problem.max_items == 0 || items[ub] < problem.max_items) {
+        // A full bin never comes back.
         aside.emplace_back(load, b);
       }
     }

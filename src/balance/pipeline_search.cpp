@@ -50,7 +50,7 @@ class PipelineSearch {
     base_head_ = cost.head(0);
     // A trial simulates two ranks, each in two orders.
     const int64_t operations = 8 * static_cast<int64_t>(size);
-    const int64_t most = sequences.size() <= kSmallStep ? 160'000 : 40'000;
+    const int64_t most = sequences.size() <= kSmallStep ? 160'000 : 25'000;
     trials_ = std::min(options.trials, std::max<int64_t>(16, most / operations));
     for (int r = 0; r < cost.layout().dp; ++r) makespan_.push_back(rank_makespan(r));
   }

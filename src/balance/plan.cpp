@@ -95,7 +95,7 @@ class Planner {
     std::vector<double> makespan(static_cast<size_t>(ranks));
     OrderingLimits limits = options_.order_limits;
     // The whole step's trials, shared: many ranks get fewer each.
-    const int64_t most = sequences_.size() <= kSmallStep ? 600'000 : 60'000;
+    const int64_t most = sequences_.size() <= kSmallStep ? 600'000 : 40'000;
     int64_t operations = 0;
     for (int r = 0; r < ranks; ++r) operations += 2 * cost_.stages() * draft.batches.micro_batches(r);
     limits.trials = std::min(limits.trials, std::max<int64_t>(4, most / operations));

@@ -69,7 +69,7 @@ OperationTable fit_table(Coordinate along, std::span<const LatencySample> sample
   for (const LatencySample& sample : samples) {
     if (sample.us <= 0) continue;
     const double weight = 1.0 / sample.us, x = coordinate(sample.work, along);
-    a.push_back(weight);
+    a.push_back(terms.fixed ? weight : 0.0);
     for (size_t j = 0; j < pieces; ++j) {
       const double from = j == 0 ? 0.0 : knots[j - 1];
       // The last piece goes on for ever.

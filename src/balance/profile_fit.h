@@ -15,6 +15,7 @@ struct LatencySample {
 // Which rates besides the curve an operation may have.
 struct FitTerms {
   bool tile = false, token = false, score = false;
+  bool fixed = true;  // a time that even nothing takes
 };
 
 // Monotone fit with the smallest relative error (least squares of predicted / measured - 1): a curve with at most

@@ -17,18 +17,22 @@ double quantile(std::vector<double> values, double q) {
   return values[static_cast<size_t>(std::lround(q * static_cast<double>(values.size() - 1)))];
 }
 
-// Repeats until the middle half lies close together; then the median.
+// Repeats until the middle half lies close together, or enough time is spent; the caller takes the median.
 template <typename Run>
 auto repeated(const Run& run, const MeasureOptions& options, const auto& total) {
   std::vector<decltype(run())> runs;
   std::vector<double> totals;
-  run();  // caches, pages and the thread pool
+  double spent = total(run());  // caches, pages and the thread pool
   while (static_cast<int>(runs.size()) < options.max_repeats) {
     runs.push_back(run());
     totals.push_back(total(runs.back()));
-    if (static_cast<int>(runs.size()) < options.min_repeats) continue;
-    const double middle = quantile(totals, 0.5);
-    if (quantile(totals, 0.75) - quantile(totals, 0.25) <= options.spread * middle) break;
+    spent += totals.back();
+    if (runs.size() < 3) continue;
+    if (static_cast<int>(runs.size()) >= options.min_repeats) {
+      const double middle = quantile(totals, 0.5);
+      if (quantile(totals, 0.75) - quantile(totals, 0.25) <= options.spread * middle) break;
+    }
+    if (spent > options.longest_us) break;
   }
   return runs;
 }
@@ -134,7 +138,6 @@ class Measurement {
       auto samples = samples_[static_cast<size_t>(operation)];
       std::erase_if(samples, [](const LatencySample& sample) { return sample.us <= 0; });
       OperationTable& table = profile_.tables[static_cast<size_t>(operation)];
-      // Nothing to choose from in dense runs: selection then costs nothing.
       if (samples.empty())
         table = {along, {{0.0, 1.0}, {0.0, 0.0}}, 0, 0, 0};
       else
@@ -144,7 +147,8 @@ class Measurement {
     set(Operation::linear_backward, Coordinate::tokens, {});
     set(Operation::attention_forward, Coordinate::pairs, {true, true, false});
     set(Operation::attention_backward, Coordinate::pairs, {true, true, false});
-    set(Operation::selection, Coordinate::scores, {false, true, false});
+    // Dense sequences have no scores, and selection then costs nothing.
+    set(Operation::selection, Coordinate::scores, {false, false, false, false});
     set(Operation::head_forward, Coordinate::tokens, {});
     set(Operation::head_backward, Coordinate::tokens, {});
   }

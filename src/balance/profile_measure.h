@@ -36,9 +36,10 @@ struct MeasureTarget {
 
 struct MeasureOptions {
   AttentionSpec spec;
-  int64_t max_tokens = 2048;
-  int min_repeats = 3, max_repeats = 9;
-  double spread = 0.03;  // repeats stop when the quartiles are this close to the median
+  int64_t max_tokens = 1024;
+  int min_repeats = 5, max_repeats = 15;
+  double spread = 0.03;     // repeats stop when the quartiles are this close to the median
+  double longest_us = 7e5;  // a shape that took so long altogether is not repeated further
   int held_out = 16;
   int refinements = 6;  // shapes added where the fit is worst
   uint64_t seed = 1;

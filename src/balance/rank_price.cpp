@@ -41,38 +41,38 @@ double RankTuner::positions_at_price(double price, std::vector<double>& position
   return simulate();
 }
 
-void RankTuner::relax_by_prices(double deadline) {
+void RankTuner::relax_by_prices(double deadline, int rounds) {
   double best_gain = -1;
   std::fill(weight_.begin(), weight_.end(), 1.0);
-  const double ceiling = highest_slope_ * 1.01, ground = lowest_slope_ * 0.5;
-  for (int round = 0; round < limits_.price_rounds; ++round) {
-    // low_: too much, at a price too low; high_: fits.
+  const double ceiling = highest_slope_ * 1.01, ground = std::max(lowest_slope_ * 0.5, highest_slope_ * 1e-9);
+  for (int round = 0; round < rounds; ++round) {
+    // low_: too much, at a price too low; high_: fits. The floor always fits, everything never does.
     double dear = ceiling / *std::min_element(weight_.begin(), weight_.end()), cheap = ground;
-    if (time_price_ > 0) {
+    bool have_low = false, have_high = false;
+    const auto evaluate = [&](double price) {
+      const bool fits = positions_at_price(price, slack_) <= deadline;
+      (fits ? dear : cheap) = price;
+      (fits ? have_high : have_low) = true;
+      slack_.swap(fits ? high_ : low_);
+      return fits;
+    };
+    if (time_price_ > cheap && time_price_ < dear) {
       // Near the price of the deadline before.
-      double guess = time_price_;
-      bool fits = positions_at_price(guess, high_) <= deadline;
+      const bool fits = evaluate(time_price_);
       for (int i = 0; i < 8; ++i) {
-        const double next = fits ? guess / 1.12 : guess * 1.12;
-        if (next >= dear || next <= cheap) break;
-        const bool also = positions_at_price(next, fits ? low_ : high_) <= deadline;
-        if (also != fits) {
-          dear = fits ? guess : next;
-          cheap = fits ? next : guess;
-          break;
-        }
-        guess = next;
+        const double next = fits ? dear / 1.12 : cheap * 1.12;
+        if (next >= dear && !fits) break;
+        if (next <= cheap && fits) break;
+        if (evaluate(next) != fits) break;
       }
     }
-    while (dear > cheap * 1.04) {
-      const double middle = std::sqrt(dear * cheap);
-      (positions_at_price(middle, slack_) <= deadline ? dear : cheap) = middle;
-    }
-    positions_at_price(cheap, low_);
-    positions_at_price(dear, high_);
+    while (dear > cheap * 1.04) evaluate(std::sqrt(dear * cheap));
+    if (!have_low) positions_at_price(cheap, low_);
+    if (!have_high) positions_at_price(dear, high_);
     time_price_ = dear;
     // Between the two: the same share of every difference.
     double share = 0, too_much = 1;
+    set_all(high_);
     for (int i = 0; i < 4; ++i) {
       const double middle = 0.5 * (share + too_much);
       for (size_t v = 0; v < variables_.size(); ++v)
@@ -85,7 +85,7 @@ void RankTuner::relax_by_prices(double deadline) {
       best_gain = gain;
       best_ = position_;
     }
-    if (round + 1 == limits_.price_rounds) break;
+    if (round + 1 == rounds) break;
     // Operations with slack are not what the deadline is about: their time is cheaper.
     schedule_.slacks(times_, order_, deadline, slack_);
     bool changed = false;

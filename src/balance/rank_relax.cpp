@@ -20,7 +20,8 @@ bool RankTuner::add_critical_path(double deadline) {
     const Variable& v = variables_[at];
     const StageCurve& curve = curves_[static_cast<size_t>(v.curve)];
     const auto& values = node.backward ? curve.backward : curve.forward;
-    fixed += (node.backward ? v.fixed_backward : v.fixed_forward) + v.scale * values[0];
+    fixed += (node.backward ? v.fixed_backward : v.fixed_forward) +
+             v.scale * values[static_cast<size_t>(curve.corners.front())];
     for (size_t c = 1; c < curve.corners.size(); ++c)
       row_[static_cast<size_t>(v.first_column) + c - 1] +=
           v.scale * (values[static_cast<size_t>(curve.corners[c])] - values[static_cast<size_t>(curve.corners[c - 1])]);
@@ -50,9 +51,10 @@ void RankTuner::positions_from_programme() {
     for (size_t c = 1; c < curve.corners.size(); ++c)
       more += std::clamp(programme_->x(v.first_column + static_cast<int>(c) - 1), 0.0, 1.0) *
               (time(curve.corners[c]) - time(curve.corners[c - 1]));
-    const double until = time(0) + more * (1 + 1e-12);
+    const int floor = curve.corners.front();
+    const double until = time(floor) + more * (1 + 1e-12);
     const auto steps = static_cast<int>(curve.steps.size());
-    int k = 0;
+    int k = floor;
     while (k < steps && time(k + 1) <= until) ++k;
     const double part = k < steps ? (until - time(k)) / (time(k + 1) - time(k)) : 0.0;
     set_position(i, k + std::clamp(part, 0.0, 1.0));

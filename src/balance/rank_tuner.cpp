@@ -11,7 +11,7 @@ namespace sb {
 RankTunerLimits rank_tuner_limits(int64_t variables) {
   RankTunerLimits limits;
   if (variables > 96) limits = {false, 5, 0, 4, 2, 2, 0};
-  if (variables > 2048) limits = {false, 4, 0, 4, 2, 1, 0};
+  if (variables > 2048) limits = {false, 4, 0, 3, 2, 1, 0};
   return limits;
 }
 
@@ -35,7 +35,7 @@ RankTuner::RankTuner(const TuningInput& input, int rank, const RankTunerLimits& 
     for (int s = 0; s < stages; ++s) times_.tail.push_back(cost.reduction(s));
   }
   position_.assign(size, 0.0);
-  std::vector<double> base_position(size, 0.0), top(size, 0.0), gains;
+  std::vector<double> floor_position(size, 0.0), top(size, 0.0), gains;
   curves_.reserve(uniform ? static_cast<size_t>(micro_batches) : size);
   for (int i = 0; i < micro_batches; ++i) {
     const auto members = input.batches.members(input.batches.first(rank) + i);
@@ -57,7 +57,9 @@ RankTuner::RankTuner(const TuningInput& input, int rank, const RankTunerLimits& 
       for (size_t c = 1; c < curve.corners.size(); ++c)
         gains.push_back(variables_.back().scale * (curve.gain[static_cast<size_t>(curve.corners[c])] -
                                                    curve.gain[static_cast<size_t>(curve.corners[c - 1])]));
-      floor_gain_ += variables_.back().scale * curve.gain[0];
+      const auto floor = static_cast<size_t>(curve.corners.front());
+      floor_position[at] = curve.corners.front();
+      floor_gain_ += variables_.back().scale * curve.gain[floor];
       top[at] = static_cast<double>(curve.steps.size());
       if (cost.layout().comm) {
         times_.forward_transfer[at] = cost.transfer(s, tokens);
@@ -69,7 +71,7 @@ RankTuner::RankTuner(const TuningInput& input, int rank, const RankTunerLimits& 
   set_all(top);
   slowest_ = simulate();
   gain_ = total_gain();
-  set_all(base_position);
+  set_all(floor_position);
   fastest_ = simulate();
   top_gain_ = gain_;
   if (limits.exact) {
@@ -80,7 +82,7 @@ RankTuner::RankTuner(const TuningInput& input, int rank, const RankTunerLimits& 
   }
 }
 
-void RankTuner::relax(double deadline) {
+void RankTuner::relax(double deadline, bool roughly) {
   price_ = 0;
   if (slowest_ <= deadline) {
     for (size_t i = 0; i < variables_.size(); ++i)
@@ -89,7 +91,7 @@ void RankTuner::relax(double deadline) {
   } else if (limits_.exact) {
     relax_exactly(deadline);
   } else {
-    relax_by_prices(deadline);
+    relax_by_prices(deadline, roughly ? 1 : limits_.price_rounds);
   }
 }
 
@@ -123,13 +125,19 @@ void RankTuner::round(double deadline, bool nearest) {
   // Where the rows ran out the relaxed solution is too long: back towards the floor until it fits.
   if (slowest_ > deadline && simulate() > allowed) {
     const std::vector<double> wanted = position_;
+    const auto shrink = [&](double share) {
+      for (size_t v = 0; v < wanted.size(); ++v) {
+        const double floor = curves_[static_cast<size_t>(variables_[v].curve)].corners.front();
+        set_position(v, floor + (wanted[v] - floor) * share);
+      }
+    };
     double low = 0, high = 1;
     for (int i = 0; i < 8; ++i) {
       const double middle = 0.5 * (low + high);
-      for (size_t v = 0; v < wanted.size(); ++v) set_position(v, wanted[v] * middle);
+      shrink(middle);
       (simulate() <= allowed ? low : high) = middle;
     }
-    for (size_t v = 0; v < wanted.size(); ++v) set_position(v, wanted[v] * low);
+    shrink(low);
   }
   for (size_t v = 0; v < position_.size(); ++v)
     set_position(v, std::floor(position_[v] * variables_[v].units + (nearest ? 0.5 : 1e-6)) / variables_[v].units);

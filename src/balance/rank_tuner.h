@@ -29,8 +29,8 @@ class RankTuner {
   double fastest() const { return fastest_; }              // every budget at its floor
   double base_makespan() const { return base_makespan_; }  // every budget at its base
 
-  // Solves the relaxed problem, exactly or by prices; deadline ≥ fastest().
-  void relax(double deadline);
+  // Solves the relaxed problem, exactly or by prices; deadline ≥ fastest(). `roughly`: prices do not follow the slack.
+  void relax(double deadline, bool roughly = false);
   double relaxed_gain() const { return relaxed_gain_; }
   double price() const { return price_; }
 
@@ -58,7 +58,7 @@ class RankTuner {
   void positions_from_programme();
   // One price of time for all operations, lower where there is slack.
   void prepare_prices();
-  void relax_by_prices(double deadline);
+  void relax_by_prices(double deadline, int rounds);
   double positions_at_price(double price, std::vector<double>& positions);
   double total_gain() const;
   void fill(double deadline);

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <numeric>
 
 #include "core/errors.h"
@@ -60,25 +61,39 @@ PipelineTimes stage_times(const CostModel& cost, std::span<const Sequence> seque
     double tokens = 0;
     for (int member : members) tokens += static_cast<double>(sequences[static_cast<size_t>(member)].tokens);
     const StageTime linear = cost.linear(tokens), head = cost.head(tokens);
+    const auto attention_of = [&](int layer) {
+      Work work;
+      for (int member : members)
+        work += work_of(spec, sequences[static_cast<size_t>(member)].tokens,
+                        budgets[static_cast<size_t>(member) * layers + static_cast<size_t>(layer)]);
+      return cost.attention(work);
+    };
     StageTime attention;
     for (int s = 0; s < times.stages; ++s) {
-      StageTime sum{cost.stage_layers(s) * linear.forward, cost.stage_layers(s) * linear.backward};
-      for (int l = cost.first_layer(s); l < cost.first_layer(s) + cost.stage_layers(s); ++l) {
-        // Most layers have the budgets of the one before.
-        bool same = l > 0;
-        for (size_t k = 0; same && k < members.size(); ++k) {
-          const size_t at = static_cast<size_t>(members[k]) * layers + static_cast<size_t>(l);
-          same = budgets[at] == budgets[at - 1];
+      const int first = cost.first_layer(s), count = cost.stage_layers(s);
+      StageTime sum{count * linear.forward, count * linear.backward};
+      // Most stages have one budget a sequence, and most that of the stage before.
+      bool alike = true, as_before = s > 0;
+      for (int member : members) {
+        const int32_t* own = budgets.data() + static_cast<size_t>(member) * layers + first;
+        alike = alike && std::memcmp(own, own + 1, static_cast<size_t>(count - 1) * sizeof *own) == 0;
+        as_before = as_before && own[0] == own[-1];
+      }
+      if (alike) {
+        if (!as_before) attention = attention_of(first);
+        sum.forward += count * attention.forward;
+        sum.backward += count * attention.backward;
+      } else {
+        for (int l = first; l < first + count; ++l) {
+          bool same = l > first;
+          for (size_t k = 0; same && k < members.size(); ++k) {
+            const size_t at = static_cast<size_t>(members[k]) * layers + static_cast<size_t>(l);
+            same = budgets[at] == budgets[at - 1];
+          }
+          if (!same) attention = attention_of(l);
+          sum.forward += attention.forward;
+          sum.backward += attention.backward;
         }
-        if (!same) {
-          Work work;
-          for (int member : members)
-            work += work_of(spec, sequences[static_cast<size_t>(member)].tokens,
-                            budgets[static_cast<size_t>(member) * layers + static_cast<size_t>(l)]);
-          attention = cost.attention(work);
-        }
-        sum.forward += attention.forward;
-        sum.backward += attention.backward;
       }
       const bool last = s + 1 == times.stages;
       times.forward[times.at(i, s)] = sum.forward + (last ? head.forward : 0.0);

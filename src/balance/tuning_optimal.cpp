@@ -26,8 +26,8 @@ class StepTuner {
   double base_makespan() const { return base_makespan_; }
 
   // Relaxed optimum at a deadline; price() is then what more time is worth.
-  double relax(double deadline) {
-    each_rank([&](size_t r) { tuners_[r]->relax(deadline); });
+  double relax(double deadline, bool roughly = false) {
+    each_rank([&](size_t r) { tuners_[r]->relax(deadline, roughly); });
     return sum([](const RankTuner& tuner) { return tuner.relaxed_gain(); });
   }
   double price() const {
@@ -69,30 +69,30 @@ class StepTuner {
 
   // Prices only estimate the slope: steps that pass the aim are followed by ones between.
   double reach_priced(double start, double aim) {
-    double low = start, low_gain = relax(start);
-    if (low_gain >= aim) return start;
+    double low = start, low_gain = relax(start, true);
+    double high = low_gain >= aim ? start : -1, high_gain = low_gain;
     double slope = price();
-    double high = -1, high_gain = 0, last = start;
-    for (int step = 1; step < limits_.deadlines; ++step) {
-      double next = high < 0 ? low + (slope > 0 ? 1.1 * (aim - low_gain) / slope : base_makespan_ - low)
-                             : low + (high - low) * std::min(0.95, 1.05 * (aim - low_gain) / (high_gain - low_gain));
-      // The last step must end on the far side.
-      if (high < 0 && step + 1 == limits_.deadlines) next = base_makespan_;
-      next = std::clamp(next, low, base_makespan_);
-      const double reached = relax(last = next);
+    for (int step = 1; step < limits_.deadlines && high != start; ++step) {
+      const double wanted = high < 0
+                                ? low + (slope > 0 ? 1.1 * (aim - low_gain) / slope : base_makespan_ - low)
+                                : low + (high - low) * std::min(0.95, 1.05 * (aim - low_gain) / (high_gain - low_gain));
+      const double next = std::clamp(wanted, low, base_makespan_);
+      const double reached = relax(next, true);
       if (reached >= aim) {
         high = next;
         high_gain = reached;
-        if (reached <= aim * (1 + 2e-4)) break;
+        if (reached <= aim * (1 + 5e-4)) break;
       } else {
         if (next > low) slope = (reached - low_gain) / (next - low);
         low = next;
         low_gain = reached;
-        if (low >= base_makespan_) return low;
+        if (low >= base_makespan_) break;
       }
     }
-    if (high >= 0 && last != high) relax(high);
-    return high >= 0 ? high : low;
+    // Beyond the last one that fell short, by as much as its slope says and half of that again.
+    if (high < 0) high = std::min(base_makespan_, low + (slope > 0 ? 1.5 * (aim - low_gain) / slope : base_makespan_));
+    relax(high);
+    return high;
   }
 
   template <typename Body>

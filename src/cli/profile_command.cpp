@@ -26,7 +26,7 @@ struct Arguments {
   std::string model = "qwen2-25m", out = "profile.json", recompute = "attention";
   AttentionSpec spec;
   MeasureOptions measure;
-  int threads = 0, layers = 4;
+  int threads = 0, layers = 3;
 };
 
 using Clock = std::chrono::steady_clock;

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
+#include <filesystem>
 #include <fstream>
 #include <map>
 #include <memory>
@@ -16,6 +17,7 @@
 #include "balance/simulate.h"
 #include "cli/commands.h"
 #include "core/errors.h"
+#include "data/token_file.h"
 
 namespace sb {
 namespace {
@@ -88,8 +90,20 @@ Json row_json(const SimulatedRow& row) {
   return json;
 }
 
+// A named pool, a list of lengths, or the documents of a token file (its prefix, .bin or .idx).
+std::vector<int64_t> pool_of(const std::string& name) {
+  const bool tokens = name.ends_with(".bin") || name.ends_with(".idx") || std::filesystem::exists(name + ".idx");
+  if (!tokens) return find_lengths(name);
+  const std::unique_ptr<TokenFile> file = open_token_file(name);
+  std::vector<int64_t> pool;
+  for (int64_t d = 0; d < file->documents(); ++d)
+    if (file->length(d) > 0) pool.push_back(file->length(d));
+  SB_USER_CHECK(!pool.empty(), "{}: holds no document with a token", name);
+  return pool;
+}
+
 std::vector<int64_t> read_pool(const Arguments& arguments) {
-  std::vector<int64_t> pool = find_lengths(arguments.lengths);
+  std::vector<int64_t> pool = pool_of(arguments.lengths);
   if (arguments.max_length > 0)
     for (int64_t& length : pool) length = std::min(length, arguments.max_length);
   const int64_t longest = *std::max_element(pool.begin(), pool.end());
@@ -281,7 +295,9 @@ void add_simulate_command(CLI::App& app) {
                    "h200-analytic, h100-analytic, a100-analytic, h20-analytic or a profile.json")
       ->capture_default_str();
   command->add_option("--coverage", a->coverage, "power:GAMMA, layered or a coverage.json")->capture_default_str();
-  command->add_option("--lengths", a->lengths, "chatqa2-like, longalign-like or a file with one length a line")
+  command
+      ->add_option("--lengths", a->lengths,
+                   "chatqa2-like, longalign-like, a file with one length a line, or a token file")
       ->capture_default_str();
   command->add_option("--max-length", a->max_length, "cut longer sequences of the pool to this many tokens");
   command->add_option("--dp", a->layout.dp, "data-parallel ranks")->capture_default_str();

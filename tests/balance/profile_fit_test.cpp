@@ -87,7 +87,7 @@ TEST(ProfileMeasure, PredictsAMachineItHasNotSeen) {
     t.linear_backward = 50 + 1.7 * w.tokens;
     t.attention_forward = 10 + 4e-4 * w.pairs + 0.5 * w.tiles;
     t.attention_backward = 15 + 9e-4 * w.pairs + 0.6 * w.tiles;
-    t.selection = w.scores > 0 ? 0.01 * w.scores + 0.02 * w.tokens : 0.0;
+    t.selection = 0.012 * w.scores;
     t.head_forward = 100 + 2.0 * w.tokens;
     t.head_backward = 20 + 0.1 * w.tokens;
     return t;
