@@ -12,12 +12,15 @@
 namespace sb {
 namespace {
 
+constexpr double kTypical = 0.25;
+
 double quantile(std::vector<double> values, double q) {
   std::sort(values.begin(), values.end());
   return values[static_cast<size_t>(std::lround(q * static_cast<double>(values.size() - 1)))];
 }
 
-// Repeats until the middle half lies close together, or enough time is spent; the caller takes the median.
+// Repeats until the middle half lies close together, or enough time is spent; the caller takes the lower quartile,
+// which other work on the machine disturbs less than the median.
 template <typename Run>
 auto repeated(const Run& run, const MeasureOptions& options, const auto& total) {
   std::vector<decltype(run())> runs;
@@ -121,7 +124,7 @@ class Measurement {
     for (auto part : kParts) {
       std::vector<double> values;
       for (const MeasuredTimes& times : runs) values.push_back(times.*part);
-      middle.*part = quantile(values, 0.5);
+      middle.*part = quantile(values, kTypical);
     }
     return middle;
   }
@@ -160,7 +163,7 @@ class Measurement {
       if (!one) return Link{};
       for (int64_t bytes = 1 << 12; bytes <= 1 << 24; bytes *= 8) {
         const auto runs = repeated([&] { return one(bytes); }, options_, [](double us) { return us; });
-        samples.emplace_back(static_cast<double>(bytes), quantile(runs, 0.5));
+        samples.emplace_back(static_cast<double>(bytes), quantile(runs, kTypical));
       }
       return fit_link(samples);
     };
@@ -181,7 +184,7 @@ class Measurement {
         const bool head = part >= static_cast<int>(Operation::head_forward);
         predicted += (head ? 1 : target_.layers) * profile_.tables[static_cast<size_t>(part)](work);
       }
-      errors.push_back(std::abs(predicted / quantile(runs, 0.5) - 1));
+      errors.push_back(std::abs(predicted / quantile(runs, kTypical) - 1));
     }
     profile_.held_out = summarize_errors(errors);
   }
