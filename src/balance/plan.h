@@ -18,7 +18,8 @@ namespace sb {
 struct PlannedMicroBatch {
   std::vector<int64_t> sequences;  // ids, ascending place in the global batch
   int64_t tokens = 0;
-  // [layer · sequences + sequence], keys per query; a sequence runs dense where it is no longer than its budget.
+  // [layer · sequences + sequence], keys per query; a sequence runs dense where it is no longer than its budget. Empty:
+  // the configured budget everywhere.
   std::vector<int32_t> budgets;
   std::vector<double> forward_us, backward_us;  // predicted, of every stage
 };

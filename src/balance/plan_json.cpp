@@ -67,7 +67,7 @@ std::string write_plan(const Plan& plan) {
     Json micro_batches = Json::array();
     for (const PlannedMicroBatch& micro_batch : rank.micro_batches) {
       Json budgets = Json::array();
-      for (size_t k = 0; k < micro_batch.sequences.size(); ++k)
+      for (size_t k = 0; k < micro_batch.sequences.size() && !micro_batch.budgets.empty(); ++k)
         budgets.push_back(run_lengths(micro_batch, k, plan.layers));
       micro_batches.push_back({{"sequences", micro_batch.sequences},
                                {"tokens", micro_batch.tokens},
@@ -128,6 +128,7 @@ Plan parse_plan(const std::string& text, const std::string& where) {
       micro_batch.forward_us = numbers(item, "forward_us", where);
       micro_batch.backward_us = numbers(item, "backward_us", where);
       const Json& budgets = list(item, "budgets", where);
+      if (budgets.empty()) continue;
       SB_USER_CHECK(budgets.size() == n, "{}: {} sequences and {} lists of budgets", where, n, budgets.size());
       micro_batch.budgets.resize(n * static_cast<size_t>(plan.layers));
       for (size_t k = 0; k < n; ++k) {

@@ -1,0 +1,44 @@
+#include "train/step_planner.h"
+
+#include <utility>
+
+#include "core/errors.h"
+
+namespace sb {
+
+void InOrderPlanner::announce(int64_t step, std::vector<Sequence> sequences) {
+  const auto count = static_cast<int64_t>(sequences.size());
+  SB_USER_CHECK(count >= dp_, "batch.global_batch_size {} is below parallel.dp {}: a rank would have nothing to do",
+                count, dp_);
+  plan_ = {};
+  plan_.step = step;
+  plan_.layers = layers_;
+  for (int64_t rank = 0; rank < dp_; ++rank) {
+    PlannedRank& planned = plan_.ranks.emplace_back();
+    const int64_t begin = count * rank / dp_, end = count * (rank + 1) / dp_;
+    std::vector<int64_t> lengths, ids;
+    for (int64_t i = begin; i < end; ++i) {
+      lengths.push_back(sequences[static_cast<size_t>(i)].tokens);
+      ids.push_back(sequences[static_cast<size_t>(i)].id);
+    }
+    for (const std::vector<int>& chosen : pack_in_order(lengths, ids, limits_)) {
+      PlannedMicroBatch& micro_batch = planned.micro_batches.emplace_back();
+      for (const int i : chosen) {
+        micro_batch.sequences.push_back(ids[static_cast<size_t>(i)]);
+        micro_batch.tokens += lengths[static_cast<size_t>(i)];
+      }
+    }
+  }
+}
+
+Plan InOrderPlanner::next() {
+  SB_CHECK(!plan_.ranks.empty(), "no step is announced");
+  return std::exchange(plan_, {});
+}
+
+std::unique_ptr<StepPlanner> make_step_planner(const RunConfig& config, const ModelConfig& model,
+                                               const PackingLimits& limits) {
+  return std::make_unique<InOrderPlanner>(config.parallel.dp, model.layers, limits);
+}
+
+}  // namespace sb

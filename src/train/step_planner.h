@@ -1,0 +1,69 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "attention/sparse_attention.h"
+#include "balance/plan.h"
+#include "balance/workload.h"
+#include "train/packing.h"
+
+namespace sb {
+
+// How long one micro-batch took on the stages it went through, nanoseconds.
+struct MicroBatchTimes {
+  std::vector<int64_t> forward, backward;  // of every stage
+};
+
+// What a step showed, gathered from all ranks.
+struct StepMeasurement {
+  int64_t step = 0;
+  int64_t step_ns = 0;                              // from the plan to the end of the update
+  std::vector<std::vector<MicroBatchTimes>> ranks;  // [data-parallel rank][micro-batch, in the plan's order]
+  std::vector<MeasuredCoverage> coverage;           // sampled curves; empty with dense attention
+};
+
+// Decides what every step does. Lives on rank 0; the trainer sends its plans to the others. It is told of a step's
+// global batch ahead() steps early, so that a plan may be made while earlier steps run:
+//
+//   announce(1) … announce(1 + ahead), then for every step s: next() → s, [the step runs], learn(s), announce(s + 1 +
+//   ahead)
+//
+// A sequence's id is its position in the source: unique in a global batch, whatever the source repeats.
+class StepPlanner {
+ public:
+  virtual ~StepPlanner() = default;
+
+  virtual int ahead() const { return 0; }
+  virtual void announce(int64_t step, std::vector<Sequence> sequences) = 0;
+  // The plan of the step announced first and not yet taken. Every data-parallel rank has at least one micro-batch. A
+  // micro-batch without budgets runs at the configured one.
+  virtual Plan next() = 0;
+  virtual void learn(const StepMeasurement& measurement) {}
+
+  // What later plans depend on besides what will be announced, as printable text for the checkpoint: taken between
+  // learn() and announce(). After restore_state() the steps that follow are announced as at the start.
+  virtual std::string state() const { return {}; }
+  virtual void restore_state(const std::string& state) {}
+};
+
+// The sequences in the order they come, in equal numbers on all ranks, at the configured budgets.
+class InOrderPlanner final : public StepPlanner {
+ public:
+  InOrderPlanner(int dp, int layers, PackingLimits limits) : dp_(dp), layers_(layers), limits_(limits) {}
+  void announce(int64_t step, std::vector<Sequence> sequences) override;
+  Plan next() override;
+
+ private:
+  int dp_, layers_;
+  PackingLimits limits_;
+  Plan plan_;
+};
+
+// The planner that balance.* asks for.
+std::unique_ptr<StepPlanner> make_step_planner(const RunConfig& config, const ModelConfig& model,
+                                               const PackingLimits& limits);
+
+}  // namespace sb
