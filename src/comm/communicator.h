@@ -6,6 +6,7 @@
 #include <span>
 #include <string>
 #include <type_traits>
+#include <utility>
 
 #include "core/errors.h"
 
@@ -14,6 +15,12 @@ namespace sb {
 // A wait for other ranks took longer than allowed; the message says who waited for what: "rank 3 waited 60 s for
 // all_reduce #812 of group dp".
 class CommTimeout : public Error {
+ public:
+  using Error::Error;
+};
+
+// Another rank ended the job, or failed while this one waited for it.
+class CommAborted : public Error {
  public:
   using Error::Error;
 };
