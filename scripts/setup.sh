@@ -9,6 +9,7 @@ packages=(
   libfmt-dev libspdlog-dev libcli11-dev libyaml-cpp-dev nlohmann-json3-dev libpcre2-dev libicu-dev
   libgtest-dev libbenchmark-dev
   clang clang-format libclang-rt-14-dev
+  chromium # looks at the page that `sparsebalance report` writes, in a test
 )
 
 if ! command -v dpkg-query >/dev/null; then

@@ -17,6 +17,20 @@ Work divided(const Work& work, double by) {
 
 CostModel::CostModel(const LatencyModel& latency, AttentionSpec spec, Layout layout)
     : latency_(latency), spec_(spec), layout_(layout) {
+  check();
+  split_layers();
+}
+
+CostModel::CostModel(const LatencyModel& latency, AttentionSpec spec, Layout layout, std::vector<int> first_layer)
+    : latency_(latency), spec_(spec), layout_(layout), first_layer_(std::move(first_layer)) {
+  check();
+  bool fits =
+      std::ssize(first_layer_) == layout_.pp + 1 && first_layer_.front() == 0 && first_layer_.back() == layers();
+  for (size_t s = 1; fits && s < first_layer_.size(); ++s) fits = first_layer_[s] > first_layer_[s - 1];
+  SB_CHECK(fits, "the split does not fit {} stages and {} layers", layout_.pp, layers());
+}
+
+void CostModel::check() const {
   SB_USER_CHECK(layout_.dp > 0 && layout_.pp > 0 && layout_.cp > 0, "dp {}, pp {} and cp {} must be positive",
                 layout_.dp, layout_.pp, layout_.cp);
   SB_USER_CHECK(layout_.pp <= shape().layers,
@@ -29,7 +43,6 @@ CostModel::CostModel(const LatencyModel& latency, AttentionSpec spec, Layout lay
                 spec_.budget, spec_.sink_blocks, spec_.local_blocks, spec_.block, spec_.least_budget());
   SB_USER_CHECK(spec_.max_budget == 0 || spec_.max_budget >= spec_.budget,
                 "the largest budget {} is below the base budget {}", spec_.max_budget, spec_.budget);
-  split_layers();
 }
 
 void CostModel::split_layers() {

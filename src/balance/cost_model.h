@@ -34,6 +34,8 @@ class CostModel {
   // Splits the layers over the stages so that the slowest stage is as fast as possible (earlier stages get the
   // remainder). UserError when there are more stages than layers.
   CostModel(const LatencyModel& latency, AttentionSpec spec, Layout layout);
+  // With a split that is given: where every stage begins, and one past the last layer.
+  CostModel(const LatencyModel& latency, AttentionSpec spec, Layout layout, std::vector<int> first_layer);
 
   const AttentionSpec& spec() const { return spec_; }
   const Layout& layout() const { return layout_; }
@@ -57,6 +59,7 @@ class CostModel {
   double reduction(int stage) const;
 
  private:
+  void check() const;
   void split_layers();
 
   const LatencyModel& latency_;

@@ -5,6 +5,7 @@
 
 #include "core/config.h"
 #include "core/errors.h"
+#include "train/run_config_balance.h"
 #include "train/run_config_check.h"
 
 namespace sb {
@@ -320,18 +321,6 @@ void add_attention(OptionTable& table, Draft& draft) {
              "coverage and density of every layer in metrics.jsonl");
 }
 
-// What this version does not do yet is refused here, with the reason; a feature's arrival widens a list or a range.
-void add_balance(OptionTable& table, Draft& draft) {
-  table.section("balance", "How sequences are put into micro-batches.");
-  using Batching = BalanceOptions::Batching;
-  table.choice<Batching>("balance.batching", &draft.config.balance.batching, {{"in_order", Batching::in_order}},
-                         "in_order: as they come; a micro-batch is closed when the next sequence would not fit");
-  const char* reason = "this version trains in one process, where there is nothing to balance";
-  for (const char* word : {"length", "quadratic", "wlb", "sab"}) table.refuse_word("balance.batching", word, reason);
-  for (const char* name : {"ordering", "tuning", "anchor", "p", "target", "adapt", "profile"})
-    table.refuse(fmt::format("balance.{}", name), reason);
-}
-
 void add_parallel(OptionTable& table, Draft& draft) {
   ParallelOptions& parallel = draft.config.parallel;
   table.section("parallel", "Ranks. This version trains in one process.");
@@ -400,7 +389,7 @@ OptionTable run_options(Draft& draft) {
   add_data(table, draft);
   add_batch(table, draft);
   add_attention(table, draft);
-  add_balance(table, draft);
+  add_balance_options(table, draft.config.balance);
   add_parallel(table, draft);
   add_optimizer(table, draft);
   add_train(table, draft);

@@ -69,7 +69,8 @@ struct BalanceOptions {
   double p = 0.1;
   double target = -1.0;  // -1: equal_coverage
   bool adapt = true;
-  std::filesystem::path profile;
+  std::filesystem::path profile;  // or the name of a built-in one
+  std::filesystem::path replay;   // plan.jsonl of another run
 };
 
 struct ParallelOptions {

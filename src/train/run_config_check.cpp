@@ -1,6 +1,7 @@
 #include "train/run_config_check.h"
 
 #include "core/errors.h"
+#include "train/run_config_balance.h"
 
 namespace sb {
 namespace {
@@ -102,6 +103,7 @@ void check_run_config(const RunConfig& config, const OptionTable& table, const s
   check_model(config, table, file);
   check_data(config, table, file);
   check_batch(config, table);
+  check_balance(config, table);
   check_optimizer(config, table);
   check_train(config, table);
 }

@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "core/errors.h"
+#include "train/balanced_planner_config.h"
 
 namespace sb {
 
@@ -38,6 +39,7 @@ Plan InOrderPlanner::next() {
 
 std::unique_ptr<StepPlanner> make_step_planner(const RunConfig& config, const ModelConfig& model,
                                                const PackingLimits& limits) {
+  if (wants_balancing(config.balance)) return make_balanced_planner(config, model, limits);
   return std::make_unique<InOrderPlanner>(config.parallel.dp, model.layers, limits);
 }
 

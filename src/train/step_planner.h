@@ -8,6 +8,7 @@
 #include "attention/sparse_attention.h"
 #include "balance/plan.h"
 #include "balance/workload.h"
+#include "train/metrics_log.h"
 #include "train/packing.h"
 
 namespace sb {
@@ -42,6 +43,8 @@ class StepPlanner {
   // micro-batch without budgets runs at the configured one.
   virtual Plan next() = 0;
   virtual void learn(const StepMeasurement& measurement) {}
+  // What plan and measurement of the step learned last show, for metrics.jsonl.
+  virtual std::vector<Metric> metrics() const { return {}; }
 
   // What later plans depend on besides what will be announced, as printable text for the checkpoint: taken between
   // learn() and announce(). After restore_state() the steps that follow are announced as at the start.

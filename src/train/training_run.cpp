@@ -21,7 +21,7 @@ void refuse_unsupported(const RunConfig& config) {
   SB_USER_CHECK(config.balance.batching == BalanceOptions::Batching::in_order &&
                     config.balance.ordering == BalanceOptions::Ordering::none &&
                     config.balance.tuning == BalanceOptions::Tuning::none,
-                "balance: this build trains with batching: in_order, ordering: none, tuning: none");
+                "balance: this build trains with batching: in_order, ordering: none, tuning: off");
 }
 
 std::string header(const RunConfig& config, const TrainerParts& parts, const MemoryPlan& plan, int64_t memory_limit) {

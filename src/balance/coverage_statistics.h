@@ -1,0 +1,47 @@
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <map>
+#include <span>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "balance/coverage.h"
+
+namespace sb {
+
+// Coverage curves learned while training: for every (layer, length class) a running average of the share of the mass
+// that a budget of k of n tokens holds, over k / n, in parts per million so that plans replay exactly. Where a class
+// has not been seen, the nearest one of the layer counts; before anything was seen, (k / n)^0.22 does.
+class CoverageStatistics final : public CoverageModel {
+ public:
+  // k / n = 2^(-i/2) for i = 1 … kPoints; at k = n the coverage is 1.
+  static constexpr int kPoints = 12;
+  struct Curve {
+    int64_t seen = 0;                       // samples so far, up to where the average forgets
+    std::array<int64_t, kPoints> ppm = {};  // falling
+    bool operator==(const Curve&) const = default;
+  };
+  using Curves = std::map<std::pair<int, int>, Curve>;  // by (layer, length class)
+
+  // One measured curve: coverage (ppm, rising) at ascending budgets, the last of which holds everything.
+  void observe(int layer, int64_t tokens, std::span<const int64_t> budgets, std::span<const int64_t> coverage_ppm);
+
+  const Curves& curves() const { return curves_; }
+  // UserError names `where` when a curve is none.
+  void set_curves(Curves curves, const std::string& where);
+
+  std::string name() const override { return "measured"; }
+  bool uniform_layers() const override { return curves_.empty(); }
+  void evaluate(const Sequence& sequence, int layer, std::span<const int32_t> budgets,
+                std::span<const double> log_budgets, std::span<double> out) const override;
+  bool operator==(const CoverageStatistics& other) const { return curves_ == other.curves_; }
+
+ private:
+  const Curve* nearest(int layer, int64_t tokens) const;
+  Curves curves_;
+};
+
+}  // namespace sb

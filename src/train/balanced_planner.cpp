@@ -1,0 +1,384 @@
+#include "train/balanced_planner.h"
+
+#include <time.h>
+
+#include <algorithm>
+#include <cmath>
+#include <numeric>
+#include <set>
+
+#include "attention/selection/coverage.h"
+#include "balance/schedule.h"
+#include "core/errors.h"
+#include "core/log.h"
+
+namespace sb {
+namespace {
+
+constexpr double kOne = 1e6;
+constexpr double kOverheadSmoothing = 0.2;
+
+double clock_seconds(clockid_t clock) {
+  timespec now = {};
+  clock_gettime(clock, &now);
+  return static_cast<double>(now.tv_sec) + 1e-9 * static_cast<double>(now.tv_nsec);
+}
+
+std::map<int64_t, int64_t> lengths_by_id(const std::vector<Sequence>& sequences) {
+  std::map<int64_t, int64_t> lengths;
+  for (const Sequence& sequence : sequences) lengths[sequence.id] = sequence.tokens;
+  return lengths;
+}
+
+std::vector<int64_t> lengths_of(const PlannedMicroBatch& micro_batch, const std::map<int64_t, int64_t>& by_id) {
+  std::vector<int64_t> lengths;
+  for (const int64_t id : micro_batch.sequences) lengths.push_back(by_id.at(id));
+  return lengths;
+}
+
+double sum(const std::vector<int64_t>& values) {
+  return static_cast<double>(std::accumulate(values.begin(), values.end(), int64_t{0}));
+}
+
+// Mean over tokens and layers of the keys a query may see.
+double mean_budget(const Plan& plan, const std::map<int64_t, int64_t>& by_id) {
+  double keys = 0, tokens = 0;
+  for (const PlannedRank& rank : plan.ranks)
+    for (const PlannedMicroBatch& micro_batch : rank.micro_batches) {
+      const std::vector<int64_t> lengths = lengths_of(micro_batch, by_id);
+      for (size_t i = 0; i < micro_batch.budgets.size(); ++i) {
+        const int64_t length = lengths[i % lengths.size()];
+        keys += static_cast<double>(length) * static_cast<double>(std::min<int64_t>(length, micro_batch.budgets[i]));
+        tokens += static_cast<double>(length);
+      }
+    }
+  return tokens > 0 ? keys / tokens : 0;
+}
+
+}  // namespace
+
+std::vector<StageTime> predict_micro_batch(const CostModel& cost, const PlannedMicroBatch& micro_batch,
+                                           const std::vector<int64_t>& lengths) {
+  const auto tokens = static_cast<double>(micro_batch.tokens);
+  const StageTime linear = cost.linear(tokens), head = cost.head(tokens);
+  std::vector<StageTime> stages;
+  for (int s = 0; s < cost.stages(); ++s) {
+    StageTime& stage = stages.emplace_back();
+    for (int layer = cost.first_layer(s); layer < cost.first_layer(s) + cost.stage_layers(s); ++layer) {
+      Work work;
+      for (size_t k = 0; k < lengths.size(); ++k)
+        work +=
+            work_of(cost.spec(), lengths[k],
+                    micro_batch.budgets.empty() ? cost.spec().base_budget(lengths[k])
+                                                : micro_batch.budgets[static_cast<size_t>(layer) * lengths.size() + k]);
+      const StageTime attention = cost.attention(work);
+      stage.forward += linear.forward + attention.forward;
+      stage.backward += linear.backward + attention.backward;
+    }
+  }
+  stages.back().forward += head.forward;
+  stages.back().backward += head.backward;
+  return stages;
+}
+
+BalancedPlanner::BalancedPlanner(Profile profile, BalancedPlannerOptions options)
+    : profile_(std::move(profile)), options_(std::move(options)) {
+  const LatencyModel latency(profile_);
+  const CostModel cost = options_.first_layer.empty()
+                             ? CostModel(latency, options_.spec, options_.layout)
+                             : CostModel(latency, options_.spec, options_.layout, options_.first_layer);
+  // From here on the split is fixed, whatever the latencies turn out to be.
+  if (options_.first_layer.empty())
+    for (int s = 0; s <= cost.stages(); ++s) options_.first_layer.push_back(cost.first_layer(s));
+  states_.push_back(std::make_shared<const BalanceState>());
+  if (!options_.replay.empty()) {
+    record_ = read_plan_log(options_.replay);
+    if (!record_.damage.empty()) log::warning("{}; the plans before it are used", record_.damage);
+  } else if (!options_.log.empty() && std::filesystem::exists(options_.log)) {
+    record_ = read_plan_log(options_.log);
+    record_is_own_ = true;
+    if (!record_.damage.empty()) log::warning("{}; it and what follows is planned anew", record_.damage);
+  }
+}
+
+BalancedPlanner::~BalancedPlanner() = default;
+
+// When the first step is announced it is known where the run goes on, and which plans of the log still apply.
+void BalancedPlanner::open_log() {
+  if (log_ || options_.log.empty()) return;
+  if (record_is_own_)
+    log_ = std::make_unique<PlanLog>(options_.log, &record_);
+  else
+    log_ = std::make_unique<PlanLog>(options_.log);
+}
+
+const LoggedStep* BalancedPlanner::recorded(int64_t step) const {
+  const auto found = record_.steps.find(step);
+  return found == record_.steps.end() ? nullptr : &found->second;
+}
+
+// A plan of another batch or layout would train something else.
+void BalancedPlanner::check_recorded(const Plan& plan, const std::vector<Sequence>& sequences) const {
+  const std::string where =
+      fmt::format("{}: the plan of step {}", (record_is_own_ ? options_.log : options_.replay).string(), plan.step);
+  SB_USER_CHECK(static_cast<int>(plan.ranks.size()) == options_.layout.dp, "{} is for {} data-parallel ranks, not {}",
+                where, plan.ranks.size(), options_.layout.dp);
+  SB_USER_CHECK(plan.layers == static_cast<int>(profile_.shape.layers), "{} is for {} layers, not {}", where,
+                plan.layers, profile_.shape.layers);
+  const std::map<int64_t, int64_t> by_id = lengths_by_id(sequences);
+  std::set<int64_t> seen;
+  const int64_t cap = options_.plan.batching.micro_batch_tokens;
+  for (const PlannedRank& rank : plan.ranks) {
+    SB_USER_CHECK(!rank.micro_batches.empty(), "{} leaves a rank without work", where);
+    SB_USER_CHECK(options_.layout.pp == 1 || rank.micro_batches.size() == plan.ranks[0].micro_batches.size(),
+                  "{} has different numbers of micro-batches on its pipelines", where);
+    for (const PlannedMicroBatch& micro_batch : rank.micro_batches) {
+      int64_t tokens = 0;
+      for (const int64_t id : micro_batch.sequences) {
+        const auto found = by_id.find(id);
+        SB_USER_CHECK(found != by_id.end() && seen.insert(id).second,
+                      "{} has sequence {}, which is not (or not once) in the step's batch: it is of other data", where,
+                      id);
+        tokens += found->second;
+      }
+      SB_USER_CHECK(tokens == micro_batch.tokens,
+                    "{} counts {} tokens where the sequences have {}: it is of other data", where, micro_batch.tokens,
+                    tokens);
+      SB_USER_CHECK(cap == 0 || tokens <= cap, "{} has a micro-batch of {} tokens, above the {} of this run", where,
+                    tokens, cap);
+      SB_USER_CHECK(static_cast<int>(micro_batch.forward_us.size()) == options_.layout.pp &&
+                        static_cast<int>(micro_batch.backward_us.size()) == options_.layout.pp,
+                    "{} is for {} pipeline stages, not {}", where, micro_batch.forward_us.size(), options_.layout.pp);
+    }
+  }
+  SB_USER_CHECK(seen.size() == sequences.size(), "{} has {} sequences, the step has {}", where, seen.size(),
+                sequences.size());
+}
+
+std::shared_ptr<const BalanceState> BalancedPlanner::state_for(int64_t step) const {
+  // The newest that steps up to step-3 have made; at the start of a run there is none but the first.
+  for (auto state = states_.rbegin(); state != states_.rend(); ++state)
+    if ((*state)->step <= step - 1 - kAhead) return *state;
+  return states_.front();
+}
+
+void BalancedPlanner::announce(int64_t step, std::vector<Sequence> sequences) {
+  Pending pending;
+  if (const LoggedStep* logged = recorded(step)) {
+    bool fits = true;
+    if (record_is_own_) {
+      // A run may go on with other ranks; the plans that its log has left do not fit then.
+      try {
+        check_recorded(logged->plan, sequences);
+      } catch (const UserError& error) {
+        log::warning("{}; from here on it is planned anew", error.what());
+        record_.steps.erase(record_.steps.find(step), record_.steps.end());
+        log_.reset();
+        fits = false;
+      }
+    } else {
+      check_recorded(logged->plan, sequences);
+    }
+    if (fits) {
+      std::promise<Made> ready;
+      ready.set_value({*logged, 0.0});
+      pending.made = ready.get_future();
+      pending.replayed = true;
+    }
+  }
+  SB_USER_CHECK(pending.replayed || options_.replay.empty(), "{}: has no plan of step {}; {}", options_.replay.string(),
+                step,
+                record_.steps.empty()
+                    ? std::string("it holds none")
+                    : fmt::format("it holds {} to {}", record_.steps.begin()->first, record_.steps.rbegin()->first));
+  open_log();
+  pending.sequences = std::move(sequences);
+  if (!pending.replayed)
+    pending.made = std::async(std::launch::async, [this, step, batch = pending.sequences, state = state_for(step)] {
+      return make(step, batch, *state);
+    });
+  pending_[step] = std::move(pending);
+}
+
+BalancedPlanner::Made BalancedPlanner::make(int64_t step, const std::vector<Sequence>& sequences,
+                                            const BalanceState& state) const {
+  const double begin = clock_seconds(CLOCK_THREAD_CPUTIME_ID);
+  LatencyModel latency(profile_);
+  latency.set_corrections_ppm(state.corrections_ppm);
+  const CostModel cost(latency, options_.spec, options_.layout, options_.first_layer);
+  ExpectedBudgets expected;
+  expected.set_ppm(state.expected_budgets_ppm);
+  Made made;
+  made.step.plan = plan_step(step, cost, state.coverage, sequences, options_.plan, expected);
+  made.step.predicted_step_us = made.step.plan.makespan_us + static_cast<double>(state.overhead_ns) / 1e3;
+  made.seconds = clock_seconds(CLOCK_THREAD_CPUTIME_ID) - begin;
+  PlanOptions plain = options_.plan;
+  plain.batching.policy = BatchingPolicy::in_order;
+  plain.ordering = false;
+  plain.tuning.policy = TuningPolicy::off;
+  made.step.in_order = plan_step(step, cost, state.coverage, sequences, plain, expected);
+  return made;
+}
+
+Plan BalancedPlanner::next() {
+  SB_CHECK(!pending_.empty(), "no step is announced");
+  const int64_t step = pending_.begin()->first;
+  Pending pending = std::move(pending_.begin()->second);
+  pending_.erase(pending_.begin());
+  const double begin = clock_seconds(CLOCK_MONOTONIC);
+  Made made = pending.made.get();
+  Running run;
+  run.waited_seconds = clock_seconds(CLOCK_MONOTONIC) - begin;
+  run.planning_seconds = made.seconds;
+  run.sequences = std::move(pending.sequences);
+  run.step = std::move(made.step);
+  // What an earlier process of this run has written stands there already.
+  if (log_ && !(pending.replayed && record_is_own_)) log_->plan(run.step);
+  Plan plan = run.step.plan;
+  running_.clear();  // a step that was begun and given up
+  running_[step] = std::move(run);
+  return plan;
+}
+
+void BalancedPlanner::learn(const StepMeasurement& measurement) {
+  const double begin = clock_seconds(CLOCK_THREAD_CPUTIME_ID);
+  const auto found = running_.find(measurement.step);
+  SB_CHECK(found != running_.end(), "step {} was not planned", measurement.step);
+  const Running run = std::move(found->second);
+  running_.erase(found);
+  SB_CHECK(measurement.ranks.size() == run.step.plan.ranks.size(), "step {}: {} ranks planned, {} measured",
+           measurement.step, run.step.plan.ranks.size(), measurement.ranks.size());
+  for (size_t r = 0; r < measurement.ranks.size(); ++r)
+    SB_CHECK(measurement.ranks[r].size() == run.step.plan.ranks[r].micro_batches.size(),
+             "step {}, rank {}: {} micro-batches planned, {} measured", measurement.step, r,
+             run.step.plan.ranks[r].micro_batches.size(), measurement.ranks[r].size());
+  if (log_) log_->measured(measurement);
+
+  auto state = std::make_shared<BalanceState>(*states_.back());
+  state->step = measurement.step;
+  LatencyModel latency(profile_);
+  latency.set_corrections_ppm(state->corrections_ppm);
+  const CostModel cost(latency, options_.spec, options_.layout, options_.first_layer);
+  // The schedule with what its operations really took; transfers and reductions as the profile has them.
+  double makespan_us = 0;
+  for (size_t r = 0; r < measurement.ranks.size(); ++r) {
+    PipelineTimes times;
+    times.stages = cost.stages();
+    times.micro_batches = static_cast<int>(measurement.ranks[r].size());
+    for (size_t i = 0; i < measurement.ranks[r].size(); ++i) {
+      const MicroBatchTimes& micro_batch = measurement.ranks[r][i];
+      for (int s = 0; s < times.stages; ++s) {
+        times.forward.push_back(static_cast<double>(micro_batch.forward[static_cast<size_t>(s)]) / 1e3);
+        times.backward.push_back(static_cast<double>(micro_batch.backward[static_cast<size_t>(s)]) / 1e3);
+        const auto tokens = static_cast<double>(run.step.plan.ranks[r].micro_batches[i].tokens);
+        times.forward_transfer.push_back(cost.transfer(s, tokens));
+        times.backward_transfer.push_back(s + 1 < times.stages ? cost.transfer(s + 1, tokens) : 0.0);
+      }
+    }
+    for (int s = 0; s < times.stages; ++s) times.tail.push_back(cost.reduction(s));
+    const auto schedule = shared_schedule(times.stages, times.micro_batches, options_.layout.warmup_depth);
+    makespan_us = std::max(makespan_us, schedule->makespan(times, {}));
+  }
+
+  if (options_.adapt) {
+    learn_times(run, measurement, *state);
+    const double overhead = static_cast<double>(measurement.step_ns) - 1e3 * makespan_us;
+    state->overhead_ns = states_.back()->step == 0
+                             ? std::llround(overhead)
+                             : std::llround((1 - kOverheadSmoothing) * static_cast<double>(state->overhead_ns) +
+                                            kOverheadSmoothing * overhead);
+    ExpectedBudgets expected;
+    expected.set_ppm(state->expected_budgets_ppm);
+    learn_budgets(run.step.plan, options_.spec, run.sequences, expected);
+    state->expected_budgets_ppm = expected.ppm();
+    for (const MeasuredCoverage& measured : measurement.coverage) {
+      const std::vector<int64_t> budgets = coverage_grid(measured.tokens, static_cast<int>(options_.spec.block));
+      std::vector<int64_t> ppm;
+      for (const double share : measured.sample.curve) ppm.push_back(std::llround(share * kOne));
+      state->coverage.observe(measured.layer, measured.tokens, budgets, ppm);
+    }
+    states_.push_back(std::move(state));
+    if (states_.size() > kAhead + 1) states_.pop_front();
+  }
+  note(run, measurement, makespan_us, clock_seconds(CLOCK_THREAD_CPUTIME_ID) - begin);
+}
+
+// Compares every pass with what the present model says of it (not with the plan, which is a few corrections old).
+void BalancedPlanner::learn_times(const Running& run, const StepMeasurement& measurement, BalanceState& state) const {
+  LatencyModel latency(profile_);
+  latency.set_corrections_ppm(state.corrections_ppm);
+  const CostModel cost(latency, options_.spec, options_.layout, options_.first_layer);
+  const std::map<int64_t, int64_t> by_id = lengths_by_id(run.sequences);
+  for (size_t r = 0; r < measurement.ranks.size(); ++r)
+    for (size_t i = 0; i < measurement.ranks[r].size(); ++i) {
+      const PlannedMicroBatch& planned = run.step.plan.ranks[r].micro_batches[i];
+      const MicroBatchTimes& measured = measurement.ranks[r][i];
+      for (size_t s = 0; s < measured.forward.size(); ++s) {
+        // Predicted anew each time: the pass before has moved the corrections.
+        const StageTime predicted = predict_micro_batch(cost, planned, lengths_of(planned, by_id))[s];
+        if (measured.forward[s] > 0)
+          latency.observe_pass(false, predicted.forward, static_cast<double>(measured.forward[s]) / 1e3);
+        if (measured.backward[s] > 0)
+          latency.observe_pass(true, predicted.backward, static_cast<double>(measured.backward[s]) / 1e3);
+      }
+    }
+  state.corrections_ppm = latency.corrections_ppm();
+}
+
+void BalancedPlanner::note(const Running& run, const StepMeasurement& measurement, double makespan_us,
+                           double learning_seconds) {
+  const Plan& plan = run.step.plan;
+  double predicted = 0, measured = 0, most = 0, count = 0;
+  std::vector<double> errors;
+  for (size_t r = 0; r < measurement.ranks.size(); ++r)
+    for (size_t i = 0; i < measurement.ranks[r].size(); ++i) {
+      const PlannedMicroBatch& planned = plan.ranks[r].micro_batches[i];
+      const double said = std::accumulate(planned.forward_us.begin(), planned.forward_us.end(), 0.0) +
+                          std::accumulate(planned.backward_us.begin(), planned.backward_us.end(), 0.0);
+      const double took = (sum(measurement.ranks[r][i].forward) + sum(measurement.ranks[r][i].backward)) / 1e3;
+      predicted += said;
+      measured += took;
+      most = std::max(most, took);
+      count += 1;
+      if (took > 0) errors.push_back(std::abs(said / took - 1));
+    }
+  const double step_us = static_cast<double>(measurement.step_ns) / 1e3;
+  const double planning_ms = 1e3 * (run.planning_seconds + learning_seconds);
+  const int workers = options_.layout.dp * options_.layout.pp;
+  metrics_ = {{"predicted_step_ms", run.step.predicted_step_us / 1e3},
+              {"predicted_makespan_ms", plan.makespan_us / 1e3},
+              {"measured_makespan_ms", makespan_us / 1e3},
+              {"predicted_in_order_ms", plan.baseline_us / 1e3},
+              {"lower_bound_ms", plan.lower_bound_us / 1e3},
+              {"predicted_micro_batch_ms", predicted / count / 1e3},
+              {"measured_micro_batch_ms", measured / count / 1e3},
+              {"prediction_error", summarize_errors(errors).median},
+              {"predicted_imbalance", plan.imbalance},
+              {"imbalance", measured > 0 ? most / (measured / count) : 1.0},
+              {"worker_imbalance", plan.worker_imbalance},
+              {"predicted_bubble_percent", 100 * plan.bubble_share},
+              {"bubble_percent", step_us > 0 ? 100 * (1 - measured / (workers * step_us)) : 0.0},
+              {"planning_ms", planning_ms},
+              {"planning_percent", step_us > 0 ? 1e5 * planning_ms / step_us : 0.0},
+              {"planning_wait_ms", 1e3 * run.waited_seconds},
+              {"budget", mean_budget(plan, lengths_by_id(run.sequences))},
+              {"predicted_coverage", plan.mean_coverage},
+              {"base_coverage", plan.base_coverage}};
+}
+
+std::string BalancedPlanner::state() const {
+  if (!options_.adapt) return {};
+  std::vector<BalanceState> states;
+  for (const auto& state : states_) states.push_back(*state);
+  return write_balance_states(states);
+}
+
+void BalancedPlanner::restore_state(const std::string& text) {
+  SB_CHECK(pending_.empty(), "steps are announced already");
+  if (!options_.adapt || text.empty()) return;
+  states_.clear();
+  for (BalanceState& state : parse_balance_states(text, "checkpoint"))
+    states_.push_back(std::make_shared<const BalanceState>(std::move(state)));
+}
+
+}  // namespace sb

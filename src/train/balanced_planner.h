@@ -1,0 +1,96 @@
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <filesystem>
+#include <future>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "balance/cost_model.h"
+#include "balance/plan.h"
+#include "balance/profile.h"
+#include "train/balance_state.h"
+#include "train/plan_log.h"
+#include "train/step_planner.h"
+
+namespace sb {
+
+struct BalancedPlannerOptions {
+  PlanOptions plan;
+  AttentionSpec spec;
+  Layout layout;
+  std::vector<int> first_layer;  // of every stage and one past the last; empty: split by the profile
+  bool adapt = true;             // false: nothing is learned, a plan follows from the configuration and the step
+  std::filesystem::path log;     // plan.jsonl; empty: none is written or read
+  std::filesystem::path replay;  // the log of a run whose plans are used again; empty: none
+};
+
+// Batches, orders and tunes every step, two steps ahead, in threads of its own.
+//
+// The plan of step s is a pure function of its sequences and of what the steps up to s-3 taught, so it does not matter
+// when and where it is made: a run repeats exactly from the measurements, or from the plans in its log.
+class BalancedPlanner final : public StepPlanner {
+ public:
+  static constexpr int kAhead = 2;
+
+  BalancedPlanner(Profile profile, BalancedPlannerOptions options);
+  ~BalancedPlanner() override;
+
+  int ahead() const override { return kAhead; }
+  void announce(int64_t step, std::vector<Sequence> sequences) override;
+  Plan next() override;
+  void learn(const StepMeasurement& measurement) override;
+  std::vector<Metric> metrics() const override { return metrics_; }
+  std::string state() const override;
+  void restore_state(const std::string& text) override;
+
+  // Where the stages begin, and one past the last.
+  const std::vector<int>& first_layer() const { return options_.first_layer; }
+  // What all steps so far have taught.
+  const BalanceState& learned() const { return *states_.back(); }
+
+ private:
+  // A planned step on its way from announce() to learn().
+  struct Made {
+    LoggedStep step;
+    double seconds = 0;  // processor time of making it
+  };
+  struct Pending {
+    std::vector<Sequence> sequences;
+    std::future<Made> made;
+    bool replayed = false;
+  };
+  struct Running {
+    std::vector<Sequence> sequences;
+    LoggedStep step;
+    double planning_seconds = 0, waited_seconds = 0;
+  };
+
+  void open_log();
+  const LoggedStep* recorded(int64_t step) const;
+  void check_recorded(const Plan& plan, const std::vector<Sequence>& sequences) const;
+  std::shared_ptr<const BalanceState> state_for(int64_t step) const;
+  Made make(int64_t step, const std::vector<Sequence>& sequences, const BalanceState& state) const;
+  void learn_times(const Running& run, const StepMeasurement& measurement, BalanceState& state) const;
+  void note(const Running& run, const StepMeasurement& measurement, double makespan_us, double learning_seconds);
+
+  Profile profile_;
+  BalancedPlannerOptions options_;
+  // After the last kAhead + 1 steps learned from, oldest first: announce() may ask for any of them.
+  std::deque<std::shared_ptr<const BalanceState>> states_;
+  PlanRecord record_;  // of options_.replay, or of an earlier process of this run
+  bool record_is_own_ = false;
+  std::unique_ptr<PlanLog> log_;
+  std::map<int64_t, Pending> pending_;
+  std::map<int64_t, Running> running_;
+  std::vector<Metric> metrics_;
+};
+
+// Predicted times of a plan's micro-batch on every stage, microseconds, from the lengths of its sequences.
+std::vector<StageTime> predict_micro_batch(const CostModel& cost, const PlannedMicroBatch& micro_batch,
+                                           const std::vector<int64_t>& lengths);
+
+}  // namespace sb

@@ -1,0 +1,113 @@
+#include "train/balanced_planner_config.h"
+
+#include <algorithm>
+#include <limits>
+
+#include "core/errors.h"
+#include "core/log.h"
+
+namespace sb {
+namespace {
+
+BatchingPolicy batching_policy(BalanceOptions::Batching batching) {
+  switch (batching) {
+    case BalanceOptions::Batching::in_order:
+      return BatchingPolicy::in_order;
+    case BalanceOptions::Batching::length:
+      return BatchingPolicy::length;
+    case BalanceOptions::Batching::quadratic:
+      return BatchingPolicy::quadratic;
+    case BalanceOptions::Batching::wlb:
+      return BatchingPolicy::wlb;
+    case BalanceOptions::Batching::sab:
+      return BatchingPolicy::sab;
+  }
+  throw InternalError("no such batching");
+}
+
+TuningOptions tuning_options(const BalanceOptions& balance) {
+  TuningOptions tuning;
+  tuning.policy = balance.tuning == BalanceOptions::Tuning::none     ? TuningPolicy::off
+                  : balance.tuning == BalanceOptions::Tuning::anchor ? TuningPolicy::anchor
+                                                                     : TuningPolicy::optimal;
+  tuning.anchor = balance.anchor == BalanceOptions::Anchor::mean  ? AnchorKind::mean
+                  : balance.anchor == BalanceOptions::Anchor::min ? AnchorKind::min
+                                                                  : AnchorKind::max;
+  tuning.p = balance.p;
+  tuning.target = balance.target < 0 ? kEqualCoverage : balance.target;
+  return tuning;
+}
+
+const char* recompute_name(Recompute recompute) {
+  return recompute == Recompute::none ? "none" : recompute == Recompute::layer ? "layer" : "attention";
+}
+
+}  // namespace
+
+bool wants_balancing(const BalanceOptions& balance) {
+  return balance.batching != BalanceOptions::Batching::in_order || balance.ordering != BalanceOptions::Ordering::none ||
+         balance.tuning != BalanceOptions::Tuning::none || !balance.profile.empty() || !balance.replay.empty();
+}
+
+ModelShape model_shape(const ModelConfig& model) {
+  ModelShape shape;
+  shape.name = "the model";
+  shape.layers = model.layers;
+  shape.hidden = model.hidden_size;
+  shape.heads = model.heads;
+  shape.kv_heads = model.kv_heads;
+  shape.head_dim = model.head_dim;
+  shape.intermediate = model.intermediate_size;
+  shape.vocabulary = model.vocab_size;
+  shape.tied = model.tie_word_embeddings;
+  return shape;
+}
+
+AttentionSpec attention_spec(const RunConfig& config) {
+  const SelectionConfig& selection = config.attention.selection;
+  AttentionSpec spec;
+  spec.block = selection.block;
+  spec.query_block = selection.query_block;
+  spec.budget = selection.budget;
+  spec.sink_blocks = selection.sink_blocks;
+  spec.local_blocks = selection.local_blocks;
+  spec.dense_below = selection.dense_below;
+  if (selection.pattern == SelectionPattern::dense) {
+    spec.dense_below = std::numeric_limits<int64_t>::max();
+    spec.budget = std::max(spec.budget, spec.least_budget());
+  }
+  // A window is what is always chosen, and the query's own block.
+  if (selection.pattern == SelectionPattern::window) spec.budget = spec.least_budget();
+  return spec;
+}
+
+Profile run_profile(const RunConfig& config, const ModelConfig& model) {
+  // Balancing by lengths needs no latencies; predictions then come from a built-in table and are corrected.
+  const bool given = !config.balance.profile.empty();
+  Profile profile = find_profile(given ? config.balance.profile.string() : "h200-analytic", model_shape(model));
+  SB_USER_CHECK(profile.held_out.count == 0 || profile.recompute == recompute_name(config.train.recompute),
+                "{}: was measured with --recompute {} and train.recompute is {}; measure again, or change it",
+                profile.name, profile.recompute, recompute_name(config.train.recompute));
+  if (!given) log::info("balance.profile is not set: predictions start from {}", profile.name);
+  return profile;
+}
+
+std::unique_ptr<BalancedPlanner> make_balanced_planner(const RunConfig& config, const ModelConfig& model,
+                                                       const PackingLimits& limits) {
+  BalancedPlannerOptions options;
+  options.plan.batching.policy = batching_policy(config.balance.batching);
+  options.plan.batching.micro_batch_sequences = config.batch.micro_batch_sequences;
+  options.plan.batching.micro_batch_tokens = limits.max_tokens;
+  options.plan.ordering = config.balance.ordering == BalanceOptions::Ordering::automatic;
+  options.plan.tuning = tuning_options(config.balance);
+  options.spec = attention_spec(config);
+  options.layout.dp = config.parallel.dp;
+  options.layout.pp = config.parallel.pp;
+  options.layout.cp = config.parallel.cp;
+  options.adapt = config.balance.adapt;
+  options.log = config.train.output_dir / "plan.jsonl";
+  options.replay = config.balance.replay;
+  return std::make_unique<BalancedPlanner>(run_profile(config, model), std::move(options));
+}
+
+}  // namespace sb

@@ -1,0 +1,26 @@
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "model/model_config.h"
+#include "train/balanced_planner.h"
+#include "train/packing.h"
+#include "train/run_config.h"
+
+namespace sb {
+
+// Whether `balance` asks for more than the sequences in their order.
+bool wants_balancing(const BalanceOptions& balance);
+
+// The sizes that a profile is of.
+ModelShape model_shape(const ModelConfig& model);
+// What the planner has to know about attention.
+AttentionSpec attention_spec(const RunConfig& config);
+
+// UserError when the profile is of another shape or of another recompute level.
+Profile run_profile(const RunConfig& config, const ModelConfig& model);
+std::unique_ptr<BalancedPlanner> make_balanced_planner(const RunConfig& config, const ModelConfig& model,
+                                                       const PackingLimits& limits);
+
+}  // namespace sb

@@ -1,0 +1,94 @@
+#include "balance/coverage_statistics.h"
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+
+#include "core/errors.h"
+
+namespace sb {
+namespace {
+
+void show(CoverageStatistics& statistics, int layer, int64_t tokens, double gamma) {
+  std::vector<int64_t> budgets, ppm;
+  for (int64_t budget = 512; budget < tokens; budget += budget / 2) budgets.push_back(budget);
+  budgets.push_back((tokens + 127) / 128 * 128);
+  for (const int64_t budget : budgets)
+    ppm.push_back(
+        std::llround(1e6 * std::pow(std::min(1.0, static_cast<double>(budget) / static_cast<double>(tokens)), gamma)));
+  statistics.observe(layer, tokens, budgets, ppm);
+}
+
+TEST(CoverageStatistics, ColdStartIsThePowerFamily) {
+  const CoverageStatistics statistics;
+  EXPECT_TRUE(statistics.uniform_layers());
+  for (const int64_t k : {128, 1000, 5000, 19999})
+    EXPECT_NEAR(statistics.at({0, 20000}, 3, k), std::pow(static_cast<double>(k) / 20000, 0.22), 1e-9);
+  EXPECT_EQ(statistics.at({0, 20000}, 3, 20000), 1.0);
+  EXPECT_EQ(statistics.at({0, 10}, 3, 20000), 1.0);
+}
+
+TEST(CoverageStatistics, LearnsCurvesOfLayersAndLengths) {
+  CoverageStatistics statistics;
+  for (int i = 0; i < 10; ++i) {
+    show(statistics, 0, 30000, 0.1);
+    show(statistics, 1, 30000, 0.6);
+    show(statistics, 1, 4000, 0.3);
+  }
+  EXPECT_FALSE(statistics.uniform_layers());
+  for (const double share : {0.9, 0.5, 0.25, 0.1, 0.03}) {
+    const auto k = static_cast<int64_t>(share * 30000);
+    EXPECT_NEAR(statistics.at({0, 30000}, 0, k), std::pow(share, 0.1), 0.01) << share;
+    EXPECT_NEAR(statistics.at({0, 30000}, 1, k), std::pow(share, 0.6), 0.02) << share;
+  }
+  EXPECT_NEAR(statistics.at({0, 4000}, 1, 1000), std::pow(0.25, 0.3), 0.01);
+  // The nearest class that was seen.
+  EXPECT_EQ(statistics.at({0, 64000}, 1, 16000), statistics.at({0, 32000}, 1, 8000));
+  EXPECT_NEAR(statistics.at({0, 1000}, 1, 250), std::pow(0.25, 0.3), 0.01);
+  // Rising everywhere, also below the smallest share kept.
+  double before = 0;
+  for (int64_t k = 16; k <= 30000; k += 16) {
+    const double now = statistics.at({0, 30000}, 1, k);
+    EXPECT_GE(now, before) << k;
+    before = now;
+  }
+  EXPECT_EQ(before, 1.0);
+}
+
+TEST(CoverageStatistics, ForgetsSlowly) {
+  CoverageStatistics statistics;
+  for (int i = 0; i < 100; ++i) show(statistics, 0, 8192, 0.5);
+  const double settled = statistics.at({0, 8192}, 0, 1024);
+  show(statistics, 0, 8192, 0.1);
+  const double after_one = statistics.at({0, 8192}, 0, 1024);
+  EXPECT_GT(after_one, settled);
+  EXPECT_LT(after_one - settled, 0.1 * (std::pow(0.125, 0.1) - settled));
+  for (int i = 0; i < 200; ++i) show(statistics, 0, 8192, 0.1);
+  EXPECT_NEAR(statistics.at({0, 8192}, 0, 1024), std::pow(0.125, 0.1), 0.01);
+}
+
+TEST(CoverageStatistics, CurvesGoIntoACheckpointAndBack) {
+  CoverageStatistics statistics, other;
+  show(statistics, 0, 8192, 0.5);
+  show(statistics, 2, 700, 0.2);
+  other.set_curves(statistics.curves(), "state");
+  EXPECT_TRUE(statistics == other);
+  CoverageStatistics::Curves curves = statistics.curves();
+  curves.begin()->second.ppm[3] = 2'000'000;
+  EXPECT_THROW(other.set_curves(curves, "state"), UserError);
+  curves = statistics.curves();
+  curves.begin()->second.ppm[5] = curves.begin()->second.ppm[4] + 1000;
+  EXPECT_THROW(other.set_curves(curves, "state"), UserError);
+}
+
+TEST(CoverageStatistics, SequencesOfOneTokenAndOneBlock) {
+  CoverageStatistics statistics;
+  const int64_t budget = 128, all = 1'000'000;
+  statistics.observe(0, 1, {&budget, 1}, {&all, 1});
+  statistics.observe(0, 100, {&budget, 1}, {&all, 1});
+  EXPECT_EQ(statistics.at({0, 1}, 0, 1), 1.0);
+  EXPECT_LE(statistics.at({0, 100}, 0, 50), 1.0);
+}
+
+}  // namespace
+}  // namespace sb

@@ -1,0 +1,339 @@
+#include "train/balanced_planner.h"
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <fstream>
+#include <functional>
+#include <set>
+
+#include "attention/selection/coverage.h"
+#include "core/errors.h"
+#include "core/random.h"
+#include "tests/data/temporary_folder.h"
+#include "train/balanced_planner_config.h"
+
+namespace sb {
+namespace {
+
+constexpr int kLayers = 4;
+
+ModelShape shape() {
+  ModelShape shape;
+  shape.layers = kLayers;
+  shape.hidden = 2048;
+  shape.heads = 16;
+  shape.kv_heads = 4;
+  shape.head_dim = 128;
+  shape.intermediate = 8192;
+  shape.vocabulary = 32000;
+  return shape;
+}
+
+BalancedPlannerOptions options(int dp = 2, int pp = 1) {
+  BalancedPlannerOptions options;
+  options.plan.batching.micro_batch_sequences = 1;
+  options.plan.batching.micro_batch_tokens = 1 << 17;
+  options.spec.budget = 4096;
+  options.layout.dp = dp;
+  options.layout.pp = pp;
+  return options;
+}
+
+std::vector<Sequence> batch_of(int64_t step) {
+  std::vector<Sequence> sequences;
+  Random random(static_cast<uint64_t>(step));
+  for (int64_t i = 0; i < 8; ++i)
+    sequences.push_back(
+        {(step - 1) * 8 + i, 1000 + static_cast<int64_t>(std::exp(random.uniform() * std::log(60.0)) * 1000)});
+  return sequences;
+}
+
+// A machine that takes `slowness` times what the profile says, and has (k/n)^gamma coverage.
+StepMeasurement measure(const Plan& plan, const BalancedPlannerOptions& options, double slowness, double gamma = 0.4) {
+  const LatencyModel latency(analytic_profile("h200-analytic", shape()));
+  const CostModel cost(latency, options.spec, options.layout);
+  StepMeasurement measurement;
+  measurement.step = plan.step;
+  const std::vector<Sequence> sequences = batch_of(plan.step);
+  double longest = 0;
+  for (const PlannedRank& rank : plan.ranks) {
+    auto& times = measurement.ranks.emplace_back();
+    double total = 0;
+    for (const PlannedMicroBatch& micro_batch : rank.micro_batches) {
+      std::vector<int64_t> lengths;
+      for (const int64_t id : micro_batch.sequences)
+        lengths.push_back(sequences[static_cast<size_t>(id - sequences[0].id)].tokens);
+      MicroBatchTimes& own = times.emplace_back();
+      for (const StageTime& stage : predict_micro_batch(cost, micro_batch, lengths)) {
+        own.forward.push_back(std::llround(1e3 * slowness * stage.forward));
+        own.backward.push_back(std::llround(1e3 * slowness * stage.backward));
+        total += slowness * (stage.forward + stage.backward);
+      }
+      for (const int64_t tokens : lengths)
+        for (int layer = 0; layer < kLayers; ++layer) {
+          MeasuredCoverage sample{layer, tokens, {}};
+          for (const int64_t budget : coverage_grid(tokens, 128))
+            sample.sample.curve.push_back(
+                std::pow(std::min(1.0, static_cast<double>(budget) / static_cast<double>(tokens)), gamma));
+          measurement.coverage.push_back(sample);
+        }
+    }
+    longest = std::max(longest, total);
+  }
+  measurement.step_ns = std::llround(1e3 * longest + 5e6);
+  return measurement;
+}
+
+std::unique_ptr<BalancedPlanner> planner(const BalancedPlannerOptions& options) {
+  return std::make_unique<BalancedPlanner>(analytic_profile("h200-analytic", shape()), options);
+}
+
+// Runs steps first … last as the trainer does and returns what was planned. `slowness` is asked for every step.
+std::vector<std::string> run(BalancedPlanner& planner, const BalancedPlannerOptions& options, int64_t first,
+                             int64_t last, const std::function<double(int64_t)>& slowness) {
+  std::vector<std::string> plans;
+  for (int64_t step = first; step <= first + planner.ahead(); ++step) planner.announce(step, batch_of(step));
+  for (int64_t step = first; step <= last; ++step) {
+    const Plan plan = planner.next();
+    EXPECT_EQ(plan.step, step);
+    plans.push_back(write_plan(plan));
+    planner.learn(measure(plan, options, slowness(step)));
+    if (step < last) planner.announce(step + 1 + planner.ahead(), batch_of(step + 1 + planner.ahead()));
+  }
+  return plans;
+}
+
+double steady(int64_t) {
+  return 1.7;
+}
+
+double metric(const std::vector<Metric>& metrics, const std::string& name) {
+  for (const Metric& one : metrics)
+    if (one.name == name) return one.value;
+  ADD_FAILURE() << "no metric " << name;
+  return 0;
+}
+
+std::string error_of(const std::function<void()>& body) {
+  try {
+    body();
+  } catch (const UserError& error) {
+    return error.what();
+  }
+  return "";
+}
+
+TEST(BalancedPlanner, EverySequenceRunsOnceUnderTheCap) {
+  for (const auto& [dp, pp] : {std::pair{2, 1}, {1, 2}, {2, 2}}) {
+    const BalancedPlannerOptions chosen = options(dp, pp);
+    const auto planned = planner(chosen);
+    for (const std::string& text : run(*planned, chosen, 1, 6, steady)) {
+      const Plan plan = parse_plan(text, "plan");
+      ASSERT_EQ(static_cast<int>(plan.ranks.size()), dp);
+      std::set<int64_t> seen;
+      for (const PlannedRank& rank : plan.ranks)
+        for (const PlannedMicroBatch& micro_batch : rank.micro_batches) {
+          EXPECT_LE(micro_batch.tokens, chosen.plan.batching.micro_batch_tokens);
+          for (const int64_t id : micro_batch.sequences) EXPECT_TRUE(seen.insert(id).second);
+        }
+      EXPECT_EQ(seen.size(), 8u);
+      EXPECT_EQ(*seen.begin(), (plan.step - 1) * 8);
+      EXPECT_LE(plan.makespan_us, plan.baseline_us * (1 + 1e-9));
+    }
+  }
+}
+
+TEST(BalancedPlanner, PlansFollowFromWhatWasMeasured) {
+  const BalancedPlannerOptions chosen = options();
+  const auto slowness = [](int64_t step) { return 1.0 + 0.1 * static_cast<double>(step % 5); };
+  EXPECT_EQ(run(*planner(chosen), chosen, 1, 12, slowness), run(*planner(chosen), chosen, 1, 12, slowness));
+}
+
+TEST(BalancedPlanner, AMeasurementCountsThreeStepsLater) {
+  const BalancedPlannerOptions chosen = options();
+  const auto usual = run(*planner(chosen), chosen, 1, 8, steady);
+  const auto disturbed =
+      run(*planner(chosen), chosen, 1, 8, [](int64_t step) { return step == 4 ? 3.0 : steady(step); });
+  for (size_t i = 0; i < 6; ++i) EXPECT_EQ(usual[i], disturbed[i]) << "step " << i + 1;
+  EXPECT_NE(usual[6], disturbed[6]);  // step 7 is the first that knows of step 4
+}
+
+TEST(BalancedPlanner, WithoutAdaptionAPlanFollowsFromTheStep) {
+  BalancedPlannerOptions chosen = options();
+  chosen.adapt = false;
+  const auto planned = planner(chosen);
+  const auto all = run(*planned, chosen, 1, 8, [](int64_t step) { return static_cast<double>(step); });
+  EXPECT_EQ(planned->state(), "");
+  const auto later = run(*planner(chosen), chosen, 5, 8, steady);
+  EXPECT_EQ(std::vector(all.begin() + 4, all.end()), later);
+}
+
+TEST(BalancedPlanner, GoesOnFromItsState) {
+  const BalancedPlannerOptions chosen = options();
+  const auto slowness = [](int64_t step) { return 1.0 + 0.2 * static_cast<double>(step % 3); };
+  const auto whole = run(*planner(chosen), chosen, 1, 11, slowness);
+  const auto first = planner(chosen);
+  run(*first, chosen, 1, 6, slowness);
+  const auto second = planner(chosen);
+  second->restore_state(first->state());
+  const auto rest = run(*second, chosen, 7, 11, slowness);
+  EXPECT_EQ(std::vector(whole.begin() + 6, whole.end()), rest);
+  EXPECT_NE(error_of([&] { planner(chosen)->restore_state("{}"); }).find("balance state"), std::string::npos);
+  std::string damaged = first->state();
+  damaged.replace(damaged.find("corrections_ppm"), 15, "corrections_ppx");
+  EXPECT_NE(error_of([&] { planner(chosen)->restore_state(damaged); }).find("corrections_ppm"), std::string::npos);
+}
+
+TEST(BalancedPlanner, LearnsTheMachineWithoutOvershooting) {
+  const BalancedPlannerOptions chosen = options();
+  const auto planned = planner(chosen);
+  double highest = 0;
+  for (int64_t step = 1; step <= 3; ++step) planned->announce(step, batch_of(step));
+  for (int64_t step = 1; step <= 30; ++step) {
+    planned->learn(measure(planned->next(), chosen, 2.5));
+    highest = std::max(highest, static_cast<double>(planned->learned().corrections_ppm[0]) / 1e6);
+    planned->announce(step + 3, batch_of(step + 3));
+  }
+  EXPECT_LE(highest, 2.5 * 1.01);
+  for (const int64_t ppm : planned->learned().corrections_ppm) EXPECT_NEAR(static_cast<double>(ppm) / 1e6, 2.5, 0.03);
+  EXPECT_LT(metric(planned->metrics(), "prediction_error"), 0.02);
+  EXPECT_NEAR(metric(planned->metrics(), "predicted_makespan_ms"), metric(planned->metrics(), "measured_makespan_ms"),
+              0.02 * metric(planned->metrics(), "measured_makespan_ms"));
+  // Coverage (k/n)^0.4 was shown; a curve of its own for every layer.
+  EXPECT_NEAR(planned->learned().coverage.at({0, 40000}, 2, 10000), std::pow(0.25, 0.4), 0.02);
+  EXPECT_GT(metric(planned->metrics(), "imbalance"), 0.99);
+  EXPECT_GT(metric(planned->metrics(), "planning_ms"), 0.0);
+  EXPECT_GT(metric(planned->metrics(), "budget"), 1000.0);
+}
+
+TEST(BalancedPlanner, ReplaysTheLogOfAKilledProcess) {
+  TemporaryFolder folder;
+  BalancedPlannerOptions chosen = options();
+  chosen.log = std::filesystem::path(folder.path("plan.jsonl"));
+  const auto slow = [](int64_t step) { return 1.0 + 0.3 * static_cast<double>(step % 2); };
+  const auto whole = run(*planner(chosen), chosen, 1, 9, slow);
+  // A second process starts after step 4 on a machine that has become slower: up to step 9 the plans are the old ones.
+  const auto again = run(*planner(chosen), chosen, 5, 11, [](int64_t) { return 3.0; });
+  EXPECT_EQ(std::vector(whole.begin() + 4, whole.end()), std::vector(again.begin(), again.begin() + 5));
+  const PlanRecord record = read_plan_log(chosen.log);
+  EXPECT_EQ(record.damage, "");
+  ASSERT_EQ(record.steps.size(), 11u);
+  EXPECT_EQ(write_plan(record.steps.at(11).plan), again.back());
+  ASSERT_TRUE(record.steps.at(7).measured);
+  EXPECT_EQ(record.steps.at(7).measured->ranks.size(), 2u);
+  EXPECT_FALSE(record.steps.at(7).in_order.ranks.empty());
+
+  // And the whole of it in another run.
+  BalancedPlannerOptions replay = options();
+  replay.replay = chosen.log;
+  replay.log = std::filesystem::path(folder.path("other.jsonl"));
+  std::vector<std::string> expected(whole.begin(), whole.begin() + 8);
+  EXPECT_EQ(run(*planner(replay), replay, 1, 8, steady), expected);
+  EXPECT_EQ(read_plan_log(replay.log).steps.size(), 8u);
+  const auto past_the_end = [&] { run(*planner(replay), replay, 9, 12, steady); };
+  EXPECT_NE(error_of(past_the_end).find("no plan of step 12; it holds 1 to 11"), std::string::npos);
+}
+
+TEST(BalancedPlanner, RefusesPlansOfOtherRanksOrData) {
+  TemporaryFolder folder;
+  BalancedPlannerOptions chosen = options();
+  chosen.log = std::filesystem::path(folder.path("plan.jsonl"));
+  run(*planner(chosen), chosen, 1, 6, steady);
+
+  BalancedPlannerOptions replay = options(4);
+  replay.replay = chosen.log;
+  EXPECT_NE(error_of([&] { planner(replay)->announce(1, batch_of(1)); }).find("2 data-parallel ranks, not 4"),
+            std::string::npos);
+  replay.layout.dp = 2;
+  std::vector<Sequence> other = batch_of(1);
+  other[3].tokens += 1;
+  EXPECT_NE(error_of([&] { planner(replay)->announce(1, other); }).find("other data"), std::string::npos);
+
+  // The own log of a run that goes on with more ranks: planned anew from there, and the log says so from there on.
+  BalancedPlannerOptions wider = options(4);
+  wider.log = chosen.log;
+  const auto plans = run(*planner(wider), wider, 4, 6, steady);
+  EXPECT_EQ(parse_plan(plans[0], "plan").ranks.size(), 4u);
+  const PlanRecord record = read_plan_log(chosen.log);
+  EXPECT_EQ(record.steps.at(3).plan.ranks.size(), 2u);
+  EXPECT_EQ(record.steps.at(4).plan.ranks.size(), 4u);
+}
+
+TEST(PlanLog, DamagedAndUnfinishedLines) {
+  TemporaryFolder folder;
+  BalancedPlannerOptions chosen = options();
+  chosen.log = std::filesystem::path(folder.path("plan.jsonl"));
+  const auto whole = run(*planner(chosen), chosen, 1, 6, steady);
+  std::ifstream in(chosen.log);
+  std::vector<std::string> lines;
+  for (std::string line; std::getline(in, line);) lines.push_back(line);
+  ASSERT_EQ(lines.size(), 12u);  // a plan and a measurement a step
+  const auto write = [&](const std::string& text) { std::ofstream(chosen.log, std::ios::binary) << text; };
+  const auto joined = [&](size_t count) {
+    std::string text;
+    for (size_t i = 0; i < count; ++i) text += lines[i] + "\n";
+    return text;
+  };
+
+  write(joined(8) + lines[8].substr(0, lines[8].size() / 2));
+  PlanRecord record = read_plan_log(chosen.log);
+  EXPECT_EQ(record.steps.size(), 4u);
+  EXPECT_NE(record.damage.find("line 9: the line is not finished"), std::string::npos);
+
+  // A digit of a budget: still JSON, and caught by the checksum.
+  std::string damaged = lines[2];
+  const size_t digit = damaged.find("\"budgets\":[[") + 12;
+  damaged[digit] = damaged[digit] == '1' ? '2' : '1';
+  write(lines[0] + "\n" + lines[1] + "\n" + damaged + "\n" + lines[3] + "\n");
+  record = read_plan_log(chosen.log);
+  EXPECT_EQ(record.steps.size(), 1u);
+  EXPECT_NE(record.damage.find("line 3"), std::string::npos);
+  EXPECT_NE(record.damage.find("checksum"), std::string::npos);
+
+  // The run goes on from what is left, and its log is whole again.
+  const auto rest = run(*planner(chosen), chosen, 1, 6, steady);
+  EXPECT_EQ(rest, whole);
+  record = read_plan_log(chosen.log);
+  EXPECT_EQ(record.damage, "");
+  EXPECT_EQ(record.steps.size(), 6u);
+  EXPECT_THROW(read_plan_log(folder.path("none.jsonl")), UserError);
+}
+
+TEST(BalancedPlannerConfig, TakesItFromTheRun) {
+  RunConfig config;
+  EXPECT_FALSE(wants_balancing(config.balance));
+  config.balance.batching = BalanceOptions::Batching::length;
+  EXPECT_TRUE(wants_balancing(config.balance));
+  EXPECT_TRUE(attention_spec(config).always_dense(1'000'000));  // the default pattern is dense
+  config.attention.selection.pattern = SelectionPattern::topk;
+  config.attention.selection.budget = 2048;
+  EXPECT_FALSE(attention_spec(config).always_dense(2049));
+  EXPECT_TRUE(attention_spec(config).always_dense(2048));
+
+  ModelConfig model;
+  model.layers = kLayers;
+  model.hidden_size = 256;
+  model.intermediate_size = 512;
+  model.heads = 4;
+  model.kv_heads = 2;
+  model.head_dim = 64;
+  model.vocab_size = 1000;
+  TemporaryFolder folder;
+  config.train.output_dir = folder.path("");
+  config.balance.profile = "a100-analytic";
+  config.parallel.dp = 2;
+  const auto planned = make_balanced_planner(config, model, {1, 4096});
+  planned->announce(1, {{0, 4000}, {1, 300}, {2, 2000}});
+  EXPECT_EQ(planned->next().ranks.size(), 2u);
+
+  // A measured profile of another model.
+  Profile profile = analytic_profile("a100-analytic", shape());
+  profile.held_out.count = 3;
+  std::ofstream(std::filesystem::path(folder.path("profile.json"))) << write_profile(profile);
+  config.balance.profile = std::filesystem::path(folder.path("profile.json"));
+  EXPECT_THROW(make_balanced_planner(config, model, {1, 4096}), UserError);
+}
+
+}  // namespace
+}  // namespace sb
