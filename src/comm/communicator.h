@@ -74,6 +74,8 @@ class CommRequest {
 // implementation takes device memory and queues on a stream.
 //
 // Every wait ends: after timeout() it throws CommTimeout and the group is unusable from then on.
+//
+// One thread at a time uses a group; threads of a rank that communicate independently use a group each.
 class Communicator {
  public:
   virtual ~Communicator() = default;

@@ -1,0 +1,107 @@
+#include <fcntl.h>
+#include <signal.h>
+#include <sys/prctl.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstdlib>
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+
+#include "comm/world.h"
+
+namespace sb {
+namespace {
+
+namespace fs = std::filesystem;
+
+// The processes a process started, from /proc/<pid>/stat: "pid (name) state parent ...".
+std::vector<pid_t> children_of(pid_t parent) {
+  std::vector<pid_t> children;
+  for (const fs::directory_entry& entry :
+       fs::directory_iterator("/proc", fs::directory_options::skip_permission_denied)) {
+    const std::string name = entry.path().filename();
+    if (name.find_first_not_of("0123456789") != std::string::npos) continue;
+    std::ifstream file(entry.path() / "stat");
+    std::string text;
+    std::getline(file, text);
+    const size_t after_name = text.rfind(')');
+    if (after_name == std::string::npos) continue;  // it has just ended
+    char state = 0;
+    int found = 0;
+    if (std::sscanf(text.c_str() + after_name + 1, " %c %d", &state, &found) == 2 && found == parent)
+      children.push_back(std::stoi(name));
+  }
+  return children;
+}
+
+std::vector<std::string> mpirun_arguments(int ranks, std::vector<std::string> command) {
+  if (command[0].empty()) command[0] = fs::read_symlink("/proc/self/exe").string();
+  std::vector<std::string> arguments = {"mpirun", "-n", std::to_string(ranks), "--oversubscribe", "--bind-to", "none"};
+  if (geteuid() == 0) arguments.push_back("--allow-run-as-root");
+  // Copying out of another process's memory is forbidden in many containers, where it fails in the middle of a run.
+  if (std::getenv("OMPI_MCA_btl_vader_single_copy_mechanism") == nullptr)
+    arguments.insert(arguments.end(), {"--mca", "btl_vader_single_copy_mechanism", "none"});
+  arguments.insert(arguments.end(), command.begin(), command.end());
+  return arguments;
+}
+
+[[noreturn]] void become(const std::vector<std::string>& arguments, pid_t parent, int failure_pipe) {
+  // A group of its own: Ctrl-C comes to the launcher alone, which passes it on to the ranks.
+  setpgid(0, 0);
+  prctl(PR_SET_PDEATHSIG, SIGTERM);
+  if (getppid() != parent) _exit(127);
+  const int nothing = open("/dev/null", O_RDONLY);
+  if (nothing >= 0) dup2(nothing, STDIN_FILENO);
+  sigset_t none;
+  sigemptyset(&none);
+  sigprocmask(SIG_SETMASK, &none, nullptr);
+  std::vector<char*> pointers;
+  for (const std::string& argument : arguments) pointers.push_back(const_cast<char*>(argument.c_str()));
+  pointers.push_back(nullptr);
+  execvp(pointers[0], pointers.data());
+  const int error = errno;
+  (void)!write(failure_pipe, &error, sizeof error);
+  _exit(127);
+}
+
+}  // namespace
+
+int launch_local_ranks(int ranks, std::vector<std::string> command) {
+  SB_USER_CHECK(ranks > 0, "--ranks: at least one, got {}", ranks);
+  SB_CHECK(!command.empty());
+  const std::vector<std::string> arguments = mpirun_arguments(ranks, std::move(command));
+
+  // Taken one by one below instead of interrupting anything.
+  sigset_t watched, before;
+  sigemptyset(&watched);
+  for (const int signal : {SIGTERM, SIGINT, SIGHUP, SIGCHLD}) sigaddset(&watched, signal);
+  sigprocmask(SIG_BLOCK, &watched, &before);
+
+  int failure[2];
+  SB_CHECK(pipe2(failure, O_CLOEXEC) == 0, "pipe: {}", std::strerror(errno));
+  const pid_t launcher = getpid(), child = fork();
+  SB_CHECK(child >= 0, "fork: {}", std::strerror(errno));
+  if (child == 0) become(arguments, launcher, failure[1]);
+  close(failure[1]);
+  int error = 0;
+  const bool failed = read(failure[0], &error, sizeof error) == sizeof error;
+  close(failure[0]);
+
+  int status = 0;
+  while (waitpid(child, &status, WNOHANG) == 0) {
+    const timespec pause{0, 500'000'000};  // should a SIGCHLD get lost in another thread
+    const int signal = sigtimedwait(&watched, nullptr, &pause);
+    if (signal != SIGTERM && signal != SIGINT && signal != SIGHUP) continue;
+    const std::vector<pid_t> processes = children_of(child);
+    for (const pid_t process : processes) kill(process, signal);
+    if (processes.empty()) kill(child, signal);
+  }
+  sigprocmask(SIG_SETMASK, &before, nullptr);
+  SB_USER_CHECK(!failed, "mpirun does not start: {}. Install openmpi-bin, or run with one rank", std::strerror(error));
+  return WIFSIGNALED(status) ? 128 + WTERMSIG(status) : WEXITSTATUS(status);
+}
+
+}  // namespace sb

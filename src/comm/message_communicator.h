@@ -1,0 +1,17 @@
+#pragma once
+
+#include <chrono>
+#include <functional>
+#include <memory>
+
+#include "comm/communicator.h"
+#include "comm/transport.h"
+
+namespace sb {
+
+// The group "world" of all processes a transport connects. Reductions add in rank order, so that the bits are those of
+// ranks in one process. At most 65536 tags and 511 splits.
+std::unique_ptr<Communicator> make_message_communicator(const std::function<std::unique_ptr<Transport>()>& open,
+                                                        std::chrono::milliseconds timeout);
+
+}  // namespace sb

@@ -1,0 +1,275 @@
+#include "comm/message_engine.h"
+
+#include <pthread.h>
+#include <sched.h>
+#include <signal.h>
+#include <sys/prctl.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <exception>
+
+namespace sb {
+
+using std::chrono::microseconds;
+using Clock = std::chrono::steady_clock;
+
+// Collects what a round posts.
+class MessageEngine::Poster final : public MessagePoster {
+ public:
+  Poster(Transport& transport, const MessageOperation& operation) : transport_(transport), operation_(operation) {}
+
+  void send(const void* data, int64_t bytes, int to) override {
+    for_parts(bytes, [&](int64_t begin, int64_t count) {
+      const int64_t ticket =
+          transport_.send(static_cast<const char*>(data) + begin, count, world_rank(to), operation_.tag);
+      posted.emplace_back(ticket, MessageOperation::Pending{to, false, count});
+    });
+  }
+  void receive(void* data, int64_t bytes, int from) override {
+    for_parts(bytes, [&](int64_t begin, int64_t count) {
+      const int64_t ticket =
+          transport_.receive(static_cast<char*>(data) + begin, count, world_rank(from), operation_.tag);
+      posted.emplace_back(ticket, MessageOperation::Pending{from, true, count});
+    });
+  }
+
+  std::vector<std::pair<int64_t, MessageOperation::Pending>> posted;
+
+ private:
+  int world_rank(int r) const { return operation_.group->world_rank[r]; }
+
+  // An empty message is one, too.
+  template <typename Post>
+  static void for_parts(int64_t bytes, const Post& post) {
+    int64_t begin = 0;
+    do {
+      const int64_t count = std::min(bytes - begin, Transport::kLargestMessage);
+      post(begin, count);
+      begin += count;
+    } while (begin < bytes);
+  }
+
+  Transport& transport_;
+  const MessageOperation& operation_;
+};
+
+MessageEngine::MessageEngine(const std::function<std::unique_ptr<Transport>()>& open, std::chrono::milliseconds timeout)
+    : timeout_(timeout) {
+  // Signals are for the threads of the program; those the library starts inherit this, too.
+  sigset_t all, before;
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, &before);
+  thread_ = std::thread([this, open] { run(open); });
+  pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  std::unique_lock lock(mutex_);
+  over_.wait(lock, [&] { return opened_ || !failed_.empty(); });
+  if (opened_) return;
+  lock.unlock();
+  thread_.join();
+  throw UserError("{}", failed_);
+}
+
+MessageEngine::~MessageEngine() {
+  {
+    std::lock_guard lock(mutex_);
+    // On the way out with an error this rank must not wait for the others: the launcher ends them when it is gone.
+    if (std::uncaught_exceptions() > 0 && failed_.empty()) failed_ = "the rank failed";
+    stop_ = true;
+    changed_.notify_all();
+  }
+  thread_.join();
+}
+
+void MessageEngine::begin(const std::shared_ptr<MessageOperation>& operation) {
+  std::lock_guard lock(mutex_);
+  if (!failed_.empty()) {
+    const std::string text = fmt::format("group {} is unusable: {}", operation->group->name, failed_);
+    if (timed_out_) throw CommTimeout(text);
+    throw CommAborted(text);
+  }
+  asked_.push_back(operation);
+  changed_.notify_all();
+}
+
+void MessageEngine::wait(MessageOperation& operation) {
+  std::unique_lock lock(mutex_);
+  if (!operation.done) {
+    ++waiting_;
+    changed_.notify_all();
+    const bool in_time = over_.wait_for(lock, timeout_, [&] { return operation.done || !failed_.empty(); });
+    --waiting_;
+    if (!in_time) {
+      std::string text = fmt::format("rank {} waited {:g} s for {}", operation.group->rank,
+                                     std::chrono::duration<double>(timeout_).count(), operation.text);
+      for (const bool receive : {true, false}) {
+        std::vector<int> peers;
+        for (const auto& [ticket, pending] : operation.pending)
+          if (pending.receive == receive) peers.push_back(pending.peer);
+        std::sort(peers.begin(), peers.end());
+        peers.erase(std::unique(peers.begin(), peers.end()), peers.end());
+        if (!peers.empty())
+          text += fmt::format("; {} rank {}", receive ? "nothing came from" : "not taken by", fmt::join(peers, ", "));
+      }
+      timed_out_ = true;
+      fail(text);
+      over_.wait(lock, [&] { return !moving_; });
+      throw CommTimeout(text);
+    }
+  }
+  if (!operation.error.empty()) throw InternalError("{}", operation.error);
+  if (operation.done) return;
+  over_.wait(lock, [&] { return !moving_; });
+  const std::string text = fmt::format("{} ended: {}", operation.text, failed_);
+  if (timed_out_) throw CommTimeout(text);
+  throw CommAborted(text);
+}
+
+bool MessageEngine::done(const MessageOperation& operation) {
+  std::lock_guard lock(mutex_);
+  return operation.done || !failed_.empty();
+}
+
+void MessageEngine::abandon(const MessageOperation& operation) {
+  std::unique_lock lock(mutex_);
+  if (operation.done) return;
+  fail(fmt::format("rank {} failed and left {}", operation.group->rank, operation.text));
+  over_.wait(lock, [&] { return !moving_; });
+}
+
+void MessageEngine::abort(const std::string& message) {
+  std::fprintf(stderr, "%s\n", message.c_str());
+  {
+    std::lock_guard lock(mutex_);
+    abort_ = true;
+    fail(message);
+    changed_.notify_all();
+  }
+  // The library ends this process, too; should it be stuck, an exit without a farewell makes the launcher end the rest.
+  std::this_thread::sleep_for(std::chrono::seconds(10));
+  _exit(1);
+}
+
+int MessageEngine::next_context() {
+  std::lock_guard lock(mutex_);
+  return next_context_;
+}
+
+void MessageEngine::use_context(int context) {
+  std::lock_guard lock(mutex_);
+  next_context_ = std::max(next_context_, context + 1);
+}
+
+void MessageEngine::fail(const std::string& why) {
+  if (failed_.empty()) failed_ = why;
+  over_.notify_all();
+}
+
+void MessageEngine::run(const std::function<std::unique_ptr<Transport>()>& open) {
+  prctl(PR_SET_TIMERSLACK, 5000UL);  // short naps; the default slack alone is 50 microseconds
+  std::unique_ptr<Transport> transport;
+  try {
+    transport = open();
+    std::lock_guard lock(mutex_);
+    rank_ = transport->rank();
+    size_ = transport->size();
+    opened_ = true;
+    over_.notify_all();
+  } catch (const std::exception& failure) {
+    std::lock_guard lock(mutex_);
+    return fail(failure.what());
+  }
+  try {
+    work(*transport);
+  } catch (const std::exception& failure) {
+    std::unique_lock lock(mutex_);
+    moving_ = false;
+    fail(fmt::format("rank {}: {}", rank_, failure.what()));
+    changed_.wait(lock, [&] { return stop_ || abort_; });
+  }
+  std::unique_lock lock(mutex_);
+  const bool leave = abort_, healthy = failed_.empty();
+  lock.unlock();
+  if (leave) transport->abort(1);
+  if (healthy) transport->close();
+}
+
+void MessageEngine::work(Transport& transport) {
+  int idle = 0;  // looks in a row that found nothing
+  std::unique_lock lock(mutex_);
+  for (;;) {
+    const auto asked = [&] { return !asked_.empty() || stop_ || abort_; };
+    if (!failed_.empty())
+      changed_.wait(lock, [&] { return stop_ || abort_; });
+    else if (by_ticket_.empty())
+      changed_.wait(lock, asked);
+    else if (idle > (waiting_ > 0 ? 100 : 2) && asked_.empty())
+      // While somebody waits the core is free but for other ranks on it; otherwise the model computes on it.
+      changed_.wait_for(lock, microseconds(waiting_ > 0 ? 20 : 100));
+    if (abort_ || (stop_ && (!failed_.empty() || (asked_.empty() && by_ticket_.empty())))) return;
+    if (!failed_.empty()) continue;
+    std::vector<std::shared_ptr<MessageOperation>> asked_now;
+    asked_now.swap(asked_);
+    moving_ = true;
+    lock.unlock();
+    for (const std::shared_ptr<MessageOperation>& operation : asked_now) advance(transport, operation);
+    const bool moved = move_on(transport);
+    if (moved || !asked_now.empty())
+      idle = 0;
+    else if (++idle <= 100)
+      sched_yield();
+    lock.lock();
+    moving_ = false;
+    if (!failed_.empty()) over_.notify_all();
+  }
+}
+
+// Posts rounds until one has messages to wait for.
+void MessageEngine::advance(Transport& transport, const std::shared_ptr<MessageOperation>& operation) {
+  for (;;) {
+    Poster poster(transport, *operation);
+    const bool more = operation->steps->next(poster);
+    std::lock_guard lock(mutex_);
+    for (const auto& [ticket, pending] : poster.posted) {
+      operation->pending.emplace(ticket, pending);
+      by_ticket_.emplace(ticket, operation);
+    }
+    if (!poster.posted.empty()) return;
+    if (!more) return finish(*operation, "");
+  }
+}
+
+void MessageEngine::finish(MessageOperation& operation, const std::string& error) {
+  operation.done = true;
+  operation.error = error;
+  if (!error.empty()) fail(error);
+  over_.notify_all();
+}
+
+bool MessageEngine::move_on(Transport& transport) {
+  finished_.clear();
+  transport.poll(finished_);
+  for (const Transport::Finished& message : finished_) {
+    const auto found = by_ticket_.find(message.ticket);
+    const std::shared_ptr<MessageOperation> operation = found->second;
+    by_ticket_.erase(found);
+    {
+      std::lock_guard lock(mutex_);
+      const MessageOperation::Pending pending = operation->pending.at(message.ticket);
+      operation->pending.erase(message.ticket);
+      if (operation->done) continue;
+      if (!message.error.empty() || (pending.receive && message.bytes != pending.bytes))
+        finish(*operation, fmt::format("rank {}: {}: {} rank {}: {}", operation->group->rank, operation->text,
+                                       pending.receive ? "from" : "to", pending.peer,
+                                       message.error.empty() ? fmt::format("{} bytes came, {} were expected",
+                                                                           message.bytes, pending.bytes)
+                                                             : message.error));
+      if (!operation->pending.empty() || operation->done) continue;
+    }
+    advance(transport, operation);
+  }
+  return !finished_.empty();
+}
+
+}  // namespace sb

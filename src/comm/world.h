@@ -1,0 +1,25 @@
+#pragma once
+
+#include <chrono>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "comm/communicator.h"
+
+namespace sb {
+
+// How many ranks the launcher of this process (mpirun, srun) started, by its environment; 1 without a launcher.
+int launched_ranks();
+
+// All ranks of this run: a group of one without a launcher, the MPI processes with one. MPI is a module that is loaded
+// only then; a program that runs alone needs none.
+std::unique_ptr<Communicator> open_world_communicator(std::chrono::milliseconds timeout = std::chrono::seconds(60));
+
+// Runs `command` (a program and its arguments) as `ranks` processes on this machine under mpirun, also as root and with
+// more ranks than cores, and gives its exit code (128 + number when a signal ended it). SIGTERM and SIGINT are passed
+// on to the ranks themselves: mpirun would leave them no time to save anything. `command[0]` "" stands for this
+// program.
+int launch_local_ranks(int ranks, std::vector<std::string> command);
+
+}  // namespace sb

@@ -1,0 +1,154 @@
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <atomic>
+
+#include "tests/comm/comm_cases.h"
+#include "tests/comm/memory_transport.h"
+
+namespace sb {
+namespace {
+
+using std::chrono::milliseconds;
+using testing::HasSubstr;
+
+class OnMessages : public testing::TestWithParam<std::tuple<int, CommCase>> {};
+
+TEST_P(OnMessages, Case) {
+  const auto& [ranks, test] = GetParam();
+  run_message_ranks(ranks, std::chrono::seconds(60), test.body);
+}
+
+INSTANTIATE_TEST_SUITE_P(Comm, OnMessages,
+                         testing::Combine(testing::Values(1, 2, 3, 5), testing::ValuesIn(comm_cases())),
+                         [](const auto& param_info) {
+                           return std::string(std::get<1>(param_info.param).name) + "_" +
+                                  std::to_string(std::get<0>(param_info.param));
+                         });
+
+template <typename Exception>
+std::string message_of(const std::function<void()>& action) {
+  try {
+    action();
+  } catch (const Exception& exception) {
+    return exception.what();
+  }
+  return "nothing was thrown";
+}
+
+TEST(MessageTimeout, NamesRankOperationNumberAndGroup) {
+  std::atomic<int> gone = 0;
+  run_message_ranks(3, milliseconds(200), [&](Communicator& world) {
+    const auto dp = world.split(0, 0, "dp");
+    if (world.rank() == 1) {
+      while (gone < 2) std::this_thread::yield();
+      return;
+    }
+    std::vector<float> data(10'000);
+    EXPECT_THAT(
+        message_of<CommTimeout>([&] { dp->all_reduce(std::span<float>(data)); }),
+        testing::AllOf(HasSubstr("waited 0.2 s for all_reduce #1 of group dp"), HasSubstr("nothing came from rank 1")));
+    EXPECT_THAT(message_of<CommTimeout>([&] { world.barrier(); }), HasSubstr("group world is unusable"));
+    ++gone;
+  });
+}
+
+// Different collectives never take each other's data.
+TEST(MessageMismatch, OfOperationsTimesOut) {
+  run_message_ranks(2, milliseconds(200), [&](Communicator& world) {
+    std::vector<float> data(10, 1.0f);
+    const std::string text = message_of<CommTimeout>([&] {
+      if (world.rank() == 0)
+        world.broadcast(std::span<float>(data), 1);
+      else
+        world.all_reduce(std::span<float>(data));
+    });
+    EXPECT_THAT(text, HasSubstr(world.rank() == 0 ? "broadcast #1 of group world" : "all_reduce #1 of group world"));
+    EXPECT_EQ(data[0], 1.0f);
+  });
+}
+
+TEST(MessageMismatch, OfSizesIsSaid) {
+  std::atomic<int> gone = 0;
+  run_message_ranks(2, milliseconds(3000), [&](Communicator& world) {
+    char data[8] = {};
+    if (world.rank() == 0) {
+      world.send_async(data, 4, 1, 0).wait();
+    } else {
+      EXPECT_THAT(message_of<InternalError>([&] { world.receive_async(data, 8, 0, 0).wait(); }),
+                  testing::AllOf(HasSubstr("receive #1 of group world"), HasSubstr("4 bytes came, 8 were expected")));
+    }
+    ++gone;
+    while (gone < 2) std::this_thread::yield();
+  });
+}
+
+TEST(MessageFailure, OfARankEndsItsRequests) {
+  std::atomic<bool> gone = false;
+  run_message_ranks(2, milliseconds(30'000), [&](Communicator& world) {
+    if (world.rank() == 1) {
+      while (!gone) std::this_thread::yield();
+      return;
+    }
+    EXPECT_EQ(message_of<UserError>([&] {
+                int value = 0;
+                CommRequest request = world.receive_async(&value, sizeof value, 1, 0);
+                throw UserError("no such file");
+              }),
+              "no such file");
+    EXPECT_THAT(message_of<CommAborted>([&] { world.barrier(); }), HasSubstr("rank 0 failed and left receive #1"));
+    gone = true;
+  });
+}
+
+TEST(MessageOpen, SaysWhyItCannot) {
+  EXPECT_THAT(message_of<UserError>([] {
+                make_message_communicator(
+                    []() -> std::unique_ptr<Transport> { throw std::runtime_error("no network"); }, milliseconds(100));
+              }),
+              HasSubstr("no network"));
+}
+
+// Writes down what is sent and lets all of it be over at once, without touching the data.
+class CountingTransport final : public Transport {
+ public:
+  explicit CountingTransport(std::vector<int64_t>& sizes) : sizes_(sizes) {}
+  int rank() const override { return 0; }
+  int size() const override { return 2; }
+  int64_t send(const void* data, int64_t bytes, int to, int tag) override { return post(bytes); }
+  int64_t receive(void* data, int64_t bytes, int from, int tag) override { return post(bytes); }
+  void poll(std::vector<Finished>& finished) override {
+    finished.insert(finished.end(), finished_.begin(), finished_.end());
+    finished_.clear();
+  }
+  void close() override {}
+  void abort(int) override {}
+
+ private:
+  int64_t post(int64_t bytes) {
+    EXPECT_LE(bytes, kLargestMessage);
+    sizes_.push_back(bytes);
+    finished_.push_back({++ticket_, bytes, ""});
+    return ticket_;
+  }
+  std::vector<int64_t>& sizes_;
+  std::vector<Finished> finished_;
+  int64_t ticket_ = 0;
+};
+
+TEST(MessageSizes, BeyondWhatALibraryTakesGoInParts) {
+  const int64_t huge = (int64_t{5} << 30) + 123;
+  std::vector<int64_t> sizes;
+  const auto world =
+      make_message_communicator([&] { return std::make_unique<CountingTransport>(sizes); }, milliseconds(5000));
+  world->send_async(nullptr, huge, 1, 3).wait();
+  EXPECT_EQ(sizes.size(), 6u);
+  world->broadcast_async(nullptr, huge / 8, CommType::f64, 0).wait();
+  EXPECT_EQ(sizes.size(), 12u);
+  int64_t sum = 0;
+  for (const int64_t bytes : sizes) sum += bytes;
+  EXPECT_EQ(sum, huge + huge / 8 * 8);
+}
+
+}  // namespace
+}  // namespace sb
