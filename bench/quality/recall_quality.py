@@ -1,0 +1,171 @@
+#!/usr/bin/env python3
+"""What sparse attention costs in quality and saves in time, on chunk recall: one model, trained by the quickstart and then
+taken to long sequences with dense attention, goes on for the same number of steps under each pattern.
+
+    cmake --preset cpu && cmake --build --preset cpu --target sparsebalance bench_coverage
+    bench/quality/recall_quality.py
+
+trains all of it (under an hour on two cores), measures and prints the tables in Markdown. Finished runs under --out are not
+repeated. --parts chooses: train (accuracy and coverage), needle, time (seconds a step; needs an idle machine), coverage."""
+
+import argparse
+import json
+import pathlib
+import statistics
+import subprocess
+import sys
+
+# One row each: options of the attention section besides the block. The staircase computes fewer pairs than whole lists of the
+# same budget, because early tokens of a query block do not see what later ones add: `budget_factor` makes the pairs equal
+# (bench_coverage finds it; the tables show the pairs).
+PATTERNS = {
+    "dense": {"pattern": "dense"},
+    "window": {"pattern": "window"},
+    "topk causal, moments": {"pattern": "topk", "selection": "causal", "score": "moments", "budget_factor": 1.22},
+    "topk look-ahead, mean": {"pattern": "topk", "selection": "lookahead", "score": "mean"},
+    "topk look-ahead, moments": {"pattern": "topk", "selection": "lookahead", "score": "moments"},
+    "topk causal, mean": {"pattern": "topk", "selection": "causal", "score": "mean", "budget_factor": 1.22},
+}
+
+
+def run(command, log):
+    """Runs a command with its output in a file; shows the end of it when it fails."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with open(log, "w", encoding="utf-8") as out:
+        code = subprocess.run([str(word) for word in command], stdout=out, stderr=subprocess.STDOUT, check=False).returncode
+    if code != 0:
+        sys.exit(f"{' '.join(map(str, command))}\nfailed, {log}:\n" + log.read_text(encoding="utf-8")[-2000:])
+
+
+def metrics(directory):
+    with open(directory / "metrics.jsonl", encoding="utf-8") as file:
+        return [json.loads(line) for line in file]
+
+
+class Study:
+    def __init__(self, arguments):
+        self.arguments = arguments
+        self.out = arguments.out
+
+    def train(self, name, settings, config="examples/quickstart.yaml"):
+        """A run under --out, unless it is there already; returns its directory."""
+        directory = self.out / name
+        if not (directory / "final").exists():
+            print(f"training {name}", file=sys.stderr, flush=True)
+            values = dict(settings, **{"train.output_dir": directory, "train.threads": self.arguments.threads})
+            command = [self.arguments.binary, "train", config]
+            for key, value in values.items():
+                command += ["--set", f"{key}={value}"]
+            run(command, self.out / f"{name}.log")
+        return directory
+
+    def attention(self, pattern):
+        options = dict(PATTERNS[pattern], block=64)
+        options["budget"] = round(self.arguments.budget * options.pop("budget_factor", 1.0))
+        return "{" + ", ".join(f"{key}: {value}" for key, value in options.items()) + "}"
+
+    def continued(self, base, length, steps, start=None):
+        """Settings to go on from another run's model on sequences of this length."""
+        curriculum = "null" if start is None else f"{{start_length: {start}, threshold: 0.85, smoothing: 0.8}}"
+        return {
+            "model.init": "null", "model.path": base / "final", "data.synthetic.length": length,
+            "data.synthetic.curriculum": curriculum, "batch.global_batch_size": 2, "batch.micro_batch_tokens": length,
+            "optimizer.learning_rate": 1e-3, "optimizer.warmup_steps": 10, "optimizer.decay_steps": steps // 3,
+            "train.max_steps": steps, "train.validation_sequences": self.arguments.validation, "train.log_steps": 10,
+            "train.seed": 11,
+        }
+
+    def long_base(self):
+        base = self.train("base", {})
+        length = self.arguments.length
+        return self.train("long", self.continued(base, length, self.arguments.lengthening_steps, start=min(4096, length)))
+
+    def pattern_run(self, pattern):
+        settings = self.continued(self.long_base(), self.arguments.length, self.arguments.steps)
+        settings["attention"] = self.attention(pattern)
+        return self.train(pattern.replace(",", "").replace(" ", "_"), settings)
+
+    def train_table(self):
+        print(f"\nChunk recall at {self.arguments.length} tokens, budget {self.arguments.budget}, {self.arguments.steps} steps "
+              f"from the same dense model\n")
+        print("| attention | pairs | attention kept | recall before | recall after | all targets |")
+        print("| --- | --- | --- | --- | --- | --- |")
+        for pattern in self.arguments.patterns:
+            rows = metrics(self.pattern_run(pattern))
+            steps = [row for row in rows if "loss" in row][-10:]
+            checks = [row for row in rows if "validation_recall" in row]
+            share = lambda key: f"{100 * statistics.mean(row.get(key, 1.0) for row in steps):.1f} %"
+            percent = lambda row, key: f"{100 * row[key]:.1f} %"
+            print(f"| {pattern} | {share('density')} | {share('coverage')} | {percent(checks[0], 'validation_recall')} | "
+                  f"{percent(checks[-1], 'validation_recall')} | {percent(checks[-1], 'validation_accuracy')} |", flush=True)
+
+    def needle_table(self):
+        length = self.arguments.length
+        depths = [0.0, 0.25, 0.5, 0.75]
+        print(f"\nOne needle in {length} tokens, {self.arguments.needles} samples a depth, each model with the attention it was "
+              "trained with\n")
+        print("| attention | " + " | ".join(f"depth {depth}" for depth in depths) + " | all |")
+        print("| --- |" + " --- |" * (len(depths) + 1))
+        for pattern in self.arguments.patterns:
+            directory = self.pattern_run(pattern)
+            result = directory / f"needle-{length}.json"
+            if not result.exists():
+                run([self.arguments.binary, "eval", "needle", "--model", directory / "final", "--attention", "as-trained",
+                     "--lengths", length, "--depths", ",".join(map(str, depths)), "--samples", self.arguments.needles,
+                     "--max-tokens", length, "--threads", self.arguments.threads, "--json", result],
+                    directory / "needle.log")
+            found = json.loads(result.read_text(encoding="utf-8"))
+            cells = [f"{100 * row[0]:.1f} %" for row in found["values"]] + [f"{100 * found['mean']:.1f} %"]
+            print(f"| {pattern} | " + " | ".join(cells) + " |", flush=True)
+
+    def time_table(self):
+        print(f"\nSeconds a training step, one sequence, budget {self.arguments.budget}, the fastest of three\n")
+        lengths = self.arguments.time_lengths
+        print("| attention | " + " | ".join(f"{length} tokens | against dense" for length in lengths) + " |")
+        print("| --- |" + " --- |" * 2 * len(lengths))
+        dense = {}
+        for pattern in self.arguments.patterns:
+            cells = []
+            for length in lengths:
+                settings = self.continued(self.long_base(), length, 3)
+                settings.update({"attention": self.attention(pattern), "attention.coverage_rows": 0,
+                                 "batch.global_batch_size": 1, "train.validation_sequences": 0, "train.resume": "never"})
+                directory = self.train(f"time_{length}_" + pattern.replace(",", "").replace(" ", "_"), settings)
+                seconds = min(row["step_ms"] for row in metrics(directory) if "step_ms" in row) / 1000
+                dense.setdefault(length, seconds)
+                cells += [f"{seconds:.2f}", f"{dense[length] / seconds:.2f} times"]
+            print(f"| {pattern} | " + " | ".join(cells) + " |", flush=True)
+
+    def coverage_tables(self):
+        for base, tokens, budget in ((self.train("base", {}), 2048, 512),
+                                     (self.long_base(), self.arguments.length, self.arguments.budget)):
+            print(flush=True)
+            subprocess.run([self.arguments.coverage_binary, base / "final", str(tokens), str(budget)], check=True)
+
+
+def main():
+    root = pathlib.Path(__file__).resolve().parents[2]
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--binary", default=root / "build/cpu/src/cli/sparsebalance")
+    parser.add_argument("--coverage-binary", default=root / "build/cpu/bench/quality/bench_coverage")
+    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("runs/quality"))
+    parser.add_argument("--length", type=int, default=8192)
+    parser.add_argument("--budget", type=int, default=2048, help="keys a query")
+    parser.add_argument("--steps", type=int, default=40, help="steps under each pattern")
+    parser.add_argument("--lengthening-steps", type=int, default=45, help="dense steps from the quickstart's length to --length")
+    parser.add_argument("--validation", type=int, default=8, help="validation sequences")
+    parser.add_argument("--needles", type=int, default=50, help="samples a depth")
+    parser.add_argument("--time-lengths", type=int, nargs="+", default=[8192, 16384])
+    parser.add_argument("--threads", type=int, default=0)
+    parser.add_argument("--patterns", nargs="+", choices=PATTERNS, default=list(PATTERNS))
+    parser.add_argument("--parts", nargs="+", choices=["train", "needle", "time", "coverage"],
+                        default=["train", "needle", "time", "coverage"])
+    study = Study(parser.parse_args())
+    tables = {"train": study.train_table, "needle": study.needle_table, "time": study.time_table,
+              "coverage": study.coverage_tables}
+    for part in study.arguments.parts:
+        tables[part]()
+
+
+if __name__ == "__main__":
+    main()
