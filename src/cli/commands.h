@@ -15,6 +15,7 @@ void add_data_command(CLI::App& app);
 void add_eval_command(CLI::App& app);
 void add_train_command(CLI::App& app);
 void add_profile_command(CLI::App& app);
+void add_report_command(CLI::App& app);
 void add_simulate_command(CLI::App& app);
 
 }  // namespace sb

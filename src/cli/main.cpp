@@ -35,6 +35,7 @@ int run(int argc, char** argv) {
   sb::add_config_command(app);
   sb::add_profile_command(app);
   sb::add_simulate_command(app);
+  sb::add_report_command(app);
   sb::add_data_command(app);
 
   try {

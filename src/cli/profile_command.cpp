@@ -18,12 +18,14 @@
 #include "core/random.h"
 #include "core/thread_pool.h"
 #include "model/stage.h"
+#include "train/balanced_planner_config.h"
+#include "train/training_run.h"
 
 namespace sb {
 namespace {
 
 struct Arguments {
-  std::string model = "qwen2-25m", out = "profile.json", recompute = "attention";
+  std::string model = "qwen2-25m", run, out = "profile.json", recompute = "attention";
   AttentionSpec spec;
   MeasureOptions measure;
   int threads = 0, layers = 3;
@@ -245,14 +247,30 @@ std::string today() {
   return text;
 }
 
+// Everything that a run's latencies depend on, as its configuration has it.
+ModelShape take_from_run(Arguments& arguments) {
+  // What is about to be measured need not have a name yet.
+  const RunConfig config = load_run_config(arguments.run, {"balance.profile=h200-analytic"});
+  arguments.spec = attention_spec(config);
+  arguments.recompute = config.train.recompute == Recompute::none    ? "none"
+                        : config.train.recompute == Recompute::layer ? "layer"
+                                                                     : "attention";
+  arguments.measure.max_tokens = packing_limits(config.batch, config.data.max_sequence_length).max_tokens;
+  // Ranks of one machine share its cores.
+  const int ranks = config.parallel.dp * config.parallel.pp * config.parallel.cp;
+  arguments.threads = config.train.threads > 0 ? config.train.threads : std::max(1, available_cores() / ranks);
+  arguments.model = arguments.run;
+  return model_shape(run_model_config(config));
+}
+
 void run(Arguments arguments) {
-  const ModelShape shape = find_model_shape(arguments.model);
+  const ModelShape shape = arguments.run.empty() ? find_model_shape(arguments.model) : take_from_run(arguments);
   SB_USER_CHECK(arguments.layers >= 3,
                 "--layers: three layers or more are needed to tell them from embedding and loss");
   arguments.spec.dense_below = 0;
   arguments.measure.spec = arguments.spec;
-  const int layers = static_cast<int>(std::min<int64_t>(arguments.layers, shape.layers));
-  SB_USER_CHECK(layers >= 3, "a model of {} layers is too small to be profiled", shape.layers);
+  // A layer costs the same in a model of fewer.
+  const int layers = static_cast<int>(std::clamp<int64_t>(shape.layers, 3, arguments.layers));
   Engine engine(shape, arguments, layers);
   MeasureTarget target;
   target.parts = [&](const MeasuredShape& s) { return engine.parts(s); };
@@ -280,8 +298,8 @@ void run(Arguments arguments) {
   file << write_profile(profile);
   file.flush();
   SB_USER_CHECK(file.good(), "{}: cannot be written", arguments.out);
-  fmt::print("{}: {}\n{}, {} of {} layers measured in {:.0f} s\n", arguments.model, describe(shape), profile.machine,
-             layers, shape.layers, microseconds_since(begin) / 1e6);
+  fmt::print("{}: {}\n{}, {} layers measured in {:.0f} s\n", arguments.model, describe(shape), profile.machine, layers,
+             microseconds_since(begin) / 1e6);
   fmt::print("error on {} held-out micro-batches: median {:.1f} %, p95 {:.1f} %\nwritten to {}\n",
              profile.held_out.count, 100 * profile.held_out.median, 100 * profile.held_out.p95, arguments.out);
 }
@@ -294,6 +312,9 @@ void add_profile_command(CLI::App& app) {
   auto a = std::make_shared<Arguments>();
   a->spec.budget = 1024;
   command->add_option("--model", a->model, "name, or config.json")->capture_default_str();
+  command
+      ->add_option("--run", a->run, "run.yaml: model, budget, blocks, recompute, longest micro-batch and threads of it")
+      ->check(CLI::ExistingFile);
   command->add_option("--out", a->out, "file to write")->capture_default_str();
   command->add_option("--max-tokens", a->measure.max_tokens, "largest micro-batch to measure")->capture_default_str();
   command->add_option("--budget", a->spec.budget, "base budget of the run, keys per query")->capture_default_str();

@@ -13,6 +13,7 @@ namespace sb {
 namespace {
 
 using Json = nlohmann::ordered_json;
+constexpr int kDeepest = 12;
 
 std::string checksum(const std::string& text) {
   return fmt::format("{:08x}", crc32c(0, text.data(), text.size()));
@@ -65,7 +66,9 @@ StepMeasurement parse_measured(int64_t step, const Json& json, const std::string
 }
 
 void parse_line(const std::string& line, const std::string& where, PlanRecord& record) {
-  const Json json = Json::parse(line, nullptr, /*allow_exceptions=*/false);
+  // Deeper nesting than a plan has would only cost stack.
+  const auto shallow = [](int depth, Json::parse_event_t, Json&) { return depth < kDeepest; };
+  const Json json = Json::parse(line, shallow, /*allow_exceptions=*/false);
   SB_USER_CHECK(json.is_object() && json.contains("step") && json["step"].is_number_integer(),
                 "{}: is not a line of a plan log", where);
   const int64_t step = json["step"].get<int64_t>();

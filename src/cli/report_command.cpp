@@ -1,0 +1,37 @@
+#include <fmt/format.h>
+
+#include <CLI/CLI.hpp>
+#include <filesystem>
+#include <memory>
+
+#include "cli/commands.h"
+#include "core/durable_file.h"
+#include "core/errors.h"
+#include "train/report.h"
+
+namespace sb {
+
+void add_report_command(CLI::App& app) {
+  struct Arguments {
+    std::string run, out;
+    int64_t step = 0;
+  };
+  CLI::App* command = app.add_subcommand("report", "one HTML page about a run: loss, speed, coverage, schedules");
+  auto a = std::make_shared<Arguments>();
+  command->add_option("run", a->run, "train.output_dir of the run")->required()->check(CLI::ExistingDirectory);
+  command->add_option("--out", a->out, "file to write; report.html in the run's directory where not given");
+  command->add_option("--step", a->step, "step whose schedule is drawn; a typical one where not given")
+      ->check(CLI::PositiveNumber);
+  command->callback([a] {
+    ReportInput input = read_run(a->run);
+    SB_USER_CHECK(a->step == 0 || input.plans.steps.contains(a->step), "--step: {} has no plan of step {}",
+                  (std::filesystem::path(a->run) / "plan.jsonl").string(), a->step);
+    input.step = a->step;
+    const std::filesystem::path out =
+        a->out.empty() ? std::filesystem::path(a->run) / "report.html" : std::filesystem::path(a->out);
+    replace_file(out, write_report(input));
+    fmt::print("written to {}; open it in a browser\n", out.string());
+  });
+}
+
+}  // namespace sb
