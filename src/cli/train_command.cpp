@@ -4,33 +4,81 @@
 #include <csignal>
 #include <cstdio>
 #include <memory>
+#include <thread>
 
 #include "cli/commands.h"
 #include "cli/run_arguments.h"
+#include "comm/world.h"
+#include "core/log.h"
+#include "parallel/grid.h"
 #include "train/stop_signal.h"
 #include "train/training_run.h"
 
 namespace sb {
 namespace {
 
-void run(const RunArguments& arguments) {
-  const RunConfig config = load_run_config(arguments.file, arguments.overrides);
-  if (arguments.print_config) {
+struct TrainArguments {
+  RunArguments run;
+  int ranks = 0;  // 0: as started
+};
+
+GridShape grid_of(const RunConfig& config) {
+  return {config.parallel.dp, config.parallel.pp, config.parallel.cp};
+}
+
+// This program again, as so many processes.
+void launch(const TrainArguments& arguments) {
+  std::vector<std::string> command = {"", "train", arguments.run.file.string()};
+  for (const std::string& assignment : arguments.run.overrides) command.insert(command.end(), {"--set", assignment});
+  const int code = launch_local_ranks(arguments.ranks, std::move(command));
+  if (code != 0) throw CLI::RuntimeError(code);
+}
+
+void train(const RunConfig& config, Communicator& world) {
+  const StopSignal stop;
+  const bool terminal = isatty(STDOUT_FILENO) != 0;
+  if (world.size() == 1) {
+    run_training(config, stdout, terminal, StopSignal::requested);
+    return;
+  }
+  log::set_prefix(fmt::format("rank {}", world.rank()));
+  try {
+    run_training(config, stdout, terminal, StopSignal::requested, {&world, ranks_on_this_machine(world)});
+  } catch (const std::exception& error) {
+    // What is wrong on all ranks is said by rank 0, whose abort ends the others.
+    if (world.rank() != 0) std::this_thread::sleep_for(std::chrono::milliseconds(500));
+    world.abort(error.what());
+  }
+}
+
+void run(const TrainArguments& arguments) {
+  const RunConfig config = arguments.run.load();
+  if (arguments.run.print_config) {
     std::fputs(print_run_config(config).c_str(), stdout);
     return;
   }
+  const int launched = launched_ranks();
+  SB_USER_CHECK(arguments.ranks == 0 || launched == 1 || launched == arguments.ranks,
+                "--ranks {}: a launcher has already started {} ranks; leave it out", arguments.ranks, launched);
+  check_grid(grid_of(config), arguments.ranks > 0 ? arguments.ranks : launched);
+  if (arguments.ranks > 1 && launched == 1) return launch(arguments);
+
   // A file-size limit is to be an error that names the file, like a full disk, and not the end of the process.
   std::signal(SIGXFSZ, SIG_IGN);
-  const StopSignal stop;
-  run_training(config, stdout, isatty(STDOUT_FILENO) != 0, StopSignal::requested);
+  const std::unique_ptr<Communicator> world = open_world_communicator(std::chrono::seconds(config.parallel.timeout));
+  train(config, *world);
 }
 
 }  // namespace
 
 void add_train_command(CLI::App& app) {
   CLI::App* command = app.add_subcommand("train", "train a model as run.yaml says; run it again to resume");
-  auto arguments = std::make_shared<RunArguments>();
-  add_run_arguments(*command, *arguments);
+  auto arguments = std::make_shared<TrainArguments>();
+  add_run_arguments(*command, arguments->run);
+  command
+      ->add_option("--ranks", arguments->ranks,
+                   "starts so many processes on this machine, as many as parallel.dp times pp times cp says")
+      ->check(CLI::Range(1, 4096));
   command->callback([arguments] { run(*arguments); });
 }
 

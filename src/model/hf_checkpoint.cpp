@@ -34,27 +34,6 @@ constexpr const char* kCompanions[] = {"generation_config.json",
                                        "chat_template.json",
                                        "chat_template.jinja"};
 
-// One tensor of the checkpoint and where it goes or comes from: rows of a parameter.
-struct HfTensor {
-  std::string name;
-  std::vector<int64_t> shape;
-  TensorView values;
-};
-
-std::vector<HfTensor> hf_tensors(const ParameterSet& parameters) {
-  std::vector<HfTensor> tensors;
-  for (int i = 0; i < parameters.count(); ++i) {
-    const Parameter& parameter = parameters.parameter(i);
-    for (const Parameter::Part& part : parameter.parts) {
-      const TensorView rows = parameters.value(i).rows(part.row_begin, part.row_end);
-      std::vector<int64_t> shape;
-      for (int axis = 0; axis < rows.shape().rank(); ++axis) shape.push_back(rows.dim(axis));
-      tensors.push_back({part.hf_name, std::move(shape), rows});
-    }
-  }
-  return tensors;
-}
-
 // From the index: tensor name → file name.
 std::map<std::string, std::string> read_weight_map(const fs::path& index) {
   std::ifstream file(index, std::ios::binary);
@@ -98,14 +77,14 @@ std::map<std::string, std::string> locate_tensors(const fs::path& directory) {
 // A tensor inside one of our layers that we do not have (an extra bias, a quantization scale, an adapter) changes what
 // the model computes: it may not be passed over.
 void refuse_unknown_tensors(const fs::path& directory, const std::map<std::string, std::string>& files,
-                            const std::vector<HfTensor>& wanted) {
+                            const std::vector<FlatTensor>& wanted) {
   std::set<std::string> names, layers;
   const auto layer_of = [](const std::string& name) {
     constexpr std::string_view kLayers = "model.layers.";
     if (!name.starts_with(kLayers)) return std::string();
     return name.substr(0, name.find('.', kLayers.size()) + 1);
   };
-  for (const HfTensor& tensor : wanted) {
+  for (const FlatTensor& tensor : wanted) {
     names.insert(tensor.name);
     layers.insert(layer_of(tensor.name));
   }
@@ -118,12 +97,13 @@ void refuse_unknown_tensors(const fs::path& directory, const std::map<std::strin
   }
 }
 
-void read_tensor(const SafetensorsFile& file, const HfTensor& tensor) {
+void read_tensor(const SafetensorsFile& file, const FlatTensor& tensor, TensorView values) {
   const SafetensorsEntry* entry = file.find(tensor.name);
   SB_USER_CHECK(entry, "{}: tensor '{}' is not there, though the index says so", file.path().string(), tensor.name);
   SB_USER_CHECK(entry->shape == tensor.shape, "{}: tensor '{}' has shape {}, config.json asks for {}",
-                file.path().string(), tensor.name, entry->shape_text(), tensor.values.shape().to_string());
-  file.read_f32(*entry, {tensor.values.f32(), static_cast<size_t>(tensor.values.elements())});
+                file.path().string(), tensor.name, entry->shape_text(),
+                fmt::format("[{}]", fmt::join(tensor.shape, ", ")));
+  file.read_f32(*entry, {values.f32() + tensor.begin, static_cast<size_t>(tensor.end - tensor.begin)});
 }
 
 // Files written under temporary names, put in place together. Whatever was not put in place is removed.
@@ -159,24 +139,24 @@ class PendingFiles {
   std::vector<std::string> names_;
 };
 
-std::vector<std::vector<SafetensorsTensor>> cut_into_shards(const ParameterSet& parameters,
+std::vector<std::vector<SafetensorsTensor>> cut_into_shards(std::span<const SafetensorsTensor> tensors,
                                                             const HfWriteOptions& options) {
   std::vector<std::vector<SafetensorsTensor>> shards(1);
   int64_t shard_bytes = 0;
-  for (HfTensor& tensor : hf_tensors(parameters)) {
-    const int64_t bytes = tensor.values.elements() * dtype_bytes(options.dtype);
+  for (const SafetensorsTensor& tensor : tensors) {
+    const int64_t bytes = tensor.elements() * dtype_bytes(options.dtype);
     if (!shards.back().empty() && shard_bytes + bytes > options.max_shard_bytes) {
       shards.emplace_back();
       shard_bytes = 0;
     }
     shard_bytes += bytes;
-    shards.back().push_back({std::move(tensor.name), std::move(tensor.shape), tensor.values.f32()});
+    shards.back().push_back(tensor);
   }
   return shards;
 }
 
-void write_weights(PendingFiles& files, const ParameterSet& parameters, const HfWriteOptions& options) {
-  const auto shards = cut_into_shards(parameters, options);
+void write_weights(PendingFiles& files, std::span<const SafetensorsTensor> tensors, const HfWriteOptions& options) {
+  const auto shards = cut_into_shards(tensors, options);
   if (shards.size() == 1) {
     write_safetensors(files.add(kSingleFile), shards[0], options.dtype);
     return;
@@ -225,11 +205,11 @@ void remove_older_weights(const fs::path& directory, const std::vector<std::stri
 void read_hf_weights(const fs::path& directory, ParameterSet& parameters) {
   SB_USER_CHECK(fs::is_directory(directory), "{}: no such directory", directory.string());
   const std::map<std::string, std::string> files = locate_tensors(directory);
-  const std::vector<HfTensor> wanted = hf_tensors(parameters);
+  const std::vector<FlatTensor> wanted = parameters.flat_tensors();
   refuse_unknown_tensors(directory, files, wanted);
 
-  std::map<std::string, std::vector<const HfTensor*>> by_file;  // each file is opened once
-  for (const HfTensor& tensor : wanted) {
+  std::map<std::string, std::vector<const FlatTensor*>> by_file;  // each file is opened once
+  for (const FlatTensor& tensor : wanted) {
     const auto found = files.find(tensor.name);
     SB_USER_CHECK(found != files.end(), "{}: tensor '{}' is missing{}", directory.string(), tensor.name,
                   tensor.name == "lm_head.weight" ? " (does config.json lack \"tie_word_embeddings\": true?)" : "");
@@ -237,15 +217,23 @@ void read_hf_weights(const fs::path& directory, ParameterSet& parameters) {
   }
   for (const auto& [name, tensors] : by_file) {
     const SafetensorsFile file(directory / name);
-    for (const HfTensor* tensor : tensors) read_tensor(file, *tensor);
+    for (const FlatTensor* tensor : tensors) read_tensor(file, *tensor, parameters.values());
   }
 }
 
 void write_hf_model(const fs::path& directory, const ModelConfig& config, const ParameterSet& parameters,
                     const HfWriteOptions& options) {
+  std::vector<SafetensorsTensor> tensors;
+  for (FlatTensor& tensor : parameters.flat_tensors())
+    tensors.push_back({std::move(tensor.name), std::move(tensor.shape), parameters.values().f32() + tensor.begin});
+  write_hf_model(directory, config, tensors, options);
+}
+
+void write_hf_model(const fs::path& directory, const ModelConfig& config, std::span<const SafetensorsTensor> tensors,
+                    const HfWriteOptions& options) {
   SB_USER_CHECK(fs::is_directory(directory), "{}: no such directory", directory.string());
   PendingFiles files(directory);
-  write_weights(files, parameters, options);
+  write_weights(files, tensors, options);
   write_new_file(files.add("config.json"),
                  write_model_config(config, options.dtype == DType::bf16 ? "bfloat16" : "float32"));
   const bool in_place =

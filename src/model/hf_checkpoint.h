@@ -1,9 +1,11 @@
 #pragma once
 
 #include <filesystem>
+#include <span>
 
 #include "model/model_config.h"
 #include "model/parameters.h"
+#include "model/safetensors.h"
 
 namespace sb {
 
@@ -24,5 +26,8 @@ struct HfWriteOptions {
 // it was. Weights of an older model under other names are removed at the end.
 void write_hf_model(const std::filesystem::path& directory, const ModelConfig& config, const ParameterSet& parameters,
                     const HfWriteOptions& options);
+// The same from tensors that may come from elsewhere; each is fetched once, in order.
+void write_hf_model(const std::filesystem::path& directory, const ModelConfig& config,
+                    std::span<const SafetensorsTensor> tensors, const HfWriteOptions& options);
 
 }  // namespace sb

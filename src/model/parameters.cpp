@@ -26,6 +26,13 @@ int ParameterSet::declare(std::string name, Shape shape, std::vector<Parameter::
   return count() - 1;
 }
 
+void ParameterSet::end_group(int shards) {
+  SB_CHECK(!values_ && shards > 0, "{} shards", shards);
+  const int64_t begin = groups_.empty() ? 0 : groups_.back().end, multiple = kAlignElements * shards;
+  flat_elements_ = begin + (flat_elements_ - begin + multiple - 1) / multiple * multiple;
+  groups_.push_back({begin, flat_elements_});
+}
+
 void ParameterSet::allocate(bool with_gradients) {
   SB_CHECK(!values_, "allocated twice");
   const int64_t bytes = flat_bytes();
@@ -36,6 +43,20 @@ void ParameterSet::allocate(bool with_gradients) {
   gradients_ = std::make_unique<Arena>("gradients", bytes);
   flat_gradients_ = gradients_->allocate(DType::f32, {flat_elements_});
   zero_gradients();
+}
+
+std::vector<FlatTensor> ParameterSet::flat_tensors() const {
+  std::vector<FlatTensor> tensors;
+  for (const Parameter& parameter : parameters_) {
+    const int64_t row = parameter.elements() / parameter.shape[0];
+    for (const Parameter::Part& part : parameter.parts) {
+      std::vector<int64_t> shape = {part.row_end - part.row_begin};
+      for (int axis = 1; axis < parameter.shape.rank(); ++axis) shape.push_back(parameter.shape[axis]);
+      tensors.push_back({part.hf_name, std::move(shape), parameter.offset + part.row_begin * row,
+                         parameter.offset + part.row_end * row});
+    }
+  }
+  return tensors;
 }
 
 TensorView ParameterSet::value(int index) const {

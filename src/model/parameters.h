@@ -25,16 +25,32 @@ struct Parameter {
   int64_t elements() const { return shape.elements(); }
 };
 
+// One Hugging Face tensor: a run of elements of the flat buffers.
+struct FlatTensor {
+  std::string name;
+  std::vector<int64_t> shape;
+  int64_t begin, end;
+};
+
 // The parameters of a stage: values and gradients as two flat fp32 buffers of equal layout (moments follow the same
 // layout), which is what the optimizer, its sharding and checkpoints work on.
 class ParameterSet {
  public:
   // Declares a parameter; all are declared before allocate().
   int declare(std::string name, Shape shape, std::vector<Parameter::Part> parts);
+  // Ends a group of parameters whose gradients become final together. Padding lets it be cut into `shards` equal,
+  // aligned pieces.
+  void end_group(int shards);
   void allocate(bool with_gradients);
 
   int count() const { return static_cast<int>(parameters_.size()); }
   const Parameter& parameter(int index) const { return parameters_[index]; }
+  struct Group {
+    int64_t begin, end;  // elements of the flat buffers
+  };
+  const std::vector<Group>& groups() const { return groups_; }
+  // All Hugging Face tensors, in the order of the buffers.
+  std::vector<FlatTensor> flat_tensors() const;
   TensorView value(int index) const;
   TensorView gradient(int index) const;
   // The flat buffers, padding included (padding is zero).
@@ -51,6 +67,7 @@ class ParameterSet {
   static TensorView view(const TensorView& flat, const Parameter& parameter);
 
   std::vector<Parameter> parameters_;
+  std::vector<Group> groups_;
   int64_t flat_elements_ = 0;
   std::unique_ptr<Arena> values_, gradients_;
   TensorView flat_values_, flat_gradients_;

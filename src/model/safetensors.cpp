@@ -261,15 +261,16 @@ void write_safetensors(const std::filesystem::path& path, std::span<const Safete
     std::vector<uint16_t> piece;
     for (const SafetensorsTensor& tensor : tensors) {
       const int64_t elements = tensor.elements();
+      const float* data = tensor.data != nullptr ? tensor.data : tensor.fetch();
       if (dtype == DType::f32) {
-        file.write(tensor.data, static_cast<size_t>(elements) * sizeof(float));
+        file.write(data, static_cast<size_t>(elements) * sizeof(float));
         continue;
       }
       constexpr int64_t kPiece = 1 << 20;
       for (int64_t begin = 0; begin < elements; begin += kPiece) {
         const int64_t count = std::min(kPiece, elements - begin);
         piece.resize(static_cast<size_t>(count));
-        std::transform(tensor.data + begin, tensor.data + begin + count, piece.begin(), bf16_from_f32);
+        std::transform(data + begin, data + begin + count, piece.begin(), bf16_from_f32);
         file.write(piece.data(), piece.size() * sizeof(uint16_t));
       }
     }

@@ -3,6 +3,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <filesystem>
+#include <functional>
 #include <map>
 #include <span>
 #include <string>
@@ -59,6 +60,8 @@ struct SafetensorsTensor {
   std::string name;
   std::vector<int64_t> shape;
   const float* data = nullptr;
+  // Where there is no data yet: called when the tensor's turn comes; what it returns must last until the next one's.
+  std::function<const float*()> fetch = {};
   int64_t elements() const;
 };
 

@@ -27,20 +27,26 @@ struct StageModel {
     const auto declare_embedding = [&] {
       return parameters.declare("embed_tokens.weight", table, {{"model.embed_tokens.weight", 0, config.vocab_size}});
     };
-    if (first) embedding = declare_embedding();
+    if (first) {
+      embedding = declare_embedding();
+      parameters.end_group(options.shards);
+    }
     layers.reserve(static_cast<size_t>(options.last_layer - options.first_layer));
     for (int layer = options.first_layer; layer < options.last_layer; ++layer) {
       layers.emplace_back(config, layer, parameters);
+      parameters.end_group(options.shards);
     }
     if (!last) return;
     final_norm =
         parameters.declare("norm.weight", {config.hidden_size}, {{"model.norm.weight", 0, config.hidden_size}});
+    parameters.end_group(options.shards);
     if (!config.tie_word_embeddings) {
       head = parameters.declare("lm_head.weight", table, {{"lm_head.weight", 0, config.vocab_size}});
     } else {
       // Tied: one parameter. A last stage without the first layer has its own copy, under the same name.
       head = first ? embedding : declare_embedding();
     }
+    if (head != embedding) parameters.end_group(options.shards);
   }
 };
 
@@ -91,6 +97,7 @@ void check_options(const ModelConfig& config, const StageOptions& options) {
                options.loss_chunk > 0,
            "max_micro_batch_tokens {}, max_sequence_length {}, slots {}, loss_chunk {}", options.max_micro_batch_tokens,
            options.max_sequence_length, options.slots, options.loss_chunk);
+  SB_CHECK(options.shards > 0, "{} shards", options.shards);
 }
 
 MemoryPlan plan_of(const StageOptions& options, const StageBytes& bytes) {
@@ -297,6 +304,10 @@ Stage::Stage(const ModelConfig& config, const StageOptions& options, Attention& 
 
 Stage::~Stage() = default;
 
+ParameterSet Stage::declare_parameters(const ModelConfig& config, const StageOptions& options) {
+  return std::move(StageModel(config, options).parameters);
+}
+
 MemoryPlan Stage::memory_plan(const ModelConfig& config, const StageOptions& options, const Attention& attention,
                               int threads) {
   check_options(config, options);
@@ -393,7 +404,8 @@ TensorView Stage::evaluate(const Exec& caller, const MicroBatch& batch, int slot
   return {};
 }
 
-TensorView Stage::backward(const Exec& caller, const MicroBatch& batch, int slot_index, TensorView output_gradient) {
+TensorView Stage::backward(const Exec& caller, const MicroBatch& batch, int slot_index, TensorView output_gradient,
+                           const GradientsFinal& gradients_final) {
   Implementation& s = *implementation_;
   Slot& slot = s.slot(slot_index);
   SB_CHECK(slot.holds == Slot::Holds::forward && slot.tokens == batch.size(),
@@ -406,12 +418,21 @@ TensorView Stage::backward(const Exec& caller, const MicroBatch& batch, int slot
     gradient = s.workspace.allocate(DType::f32, {slot.tokens, s.config.hidden_size});
     copy_tensor(exec, output_gradient, gradient);
   }
+  // The gradients of norm and head come with the loss, in forward.
+  auto group = static_cast<int>(s.model.parameters.groups().size());
+  const int first_layer_group = s.first ? 1 : 0;
+  const auto down_to = [&](int final_group) {
+    while (gradients_final && group > final_group) gradients_final(--group);
+  };
+  down_to(first_layer_group + static_cast<int>(s.model.layers.size()));
   for (size_t i = s.model.layers.size(); i-- > 0;) {
     s.model.layers[i].backward(s.layer_run(exec, batch, s.model.layers[i]), slot.saved[i], gradient);
+    down_to(first_layer_group + static_cast<int>(i));
   }
   slot.holds = Slot::Holds::nothing;
   if (!s.first) return gradient;
   embedding_backward(exec, vector_view(batch.tokens), gradient, s.model.parameters.gradient(s.model.embedding));
+  down_to(0);
   return {};
 }
 

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <vector>
 
@@ -26,7 +27,12 @@ struct StageOptions {
   int slots = 1;                    // micro-batches in flight
   int64_t loss_chunk = 1024;        // tokens per piece of the vocabulary projection
   bool training = true;             // false: no gradients, no saved activations; forward() is evaluate()
+  int shards = 1;                   // every group of the parameters can be cut into so many equal pieces
 };
+
+// Told, during a backward, which group of the parameters (ParameterSet::groups()) it will not touch again: from the
+// last one to the first.
+using GradientsFinal = std::function<void(int group)>;
 
 // A contiguous range of layers, with the embedding if it holds the first layer and final norm + vocabulary projection
 // if it holds the last: the whole model on one process, one pipeline stage otherwise. All memory is taken in the
@@ -36,6 +42,8 @@ class Stage {
   Stage(const ModelConfig& config, const StageOptions& options, Attention& attention, int threads);
   ~Stage();
 
+  // The parameters such a stage has, without memory.
+  static ParameterSet declare_parameters(const ModelConfig& config, const StageOptions& options);
   // What the constructor will allocate, item by item.
   static MemoryPlan memory_plan(const ModelConfig& config, const StageOptions& options, const Attention& attention,
                                 int threads);
@@ -62,7 +70,8 @@ class Stage {
   TensorView evaluate(const Exec& exec, const MicroBatch& batch, int slot, TensorView input);
   // `output_gradient` [T, H] is empty on the last stage. Parameter gradients accumulate. Returns the gradient of the
   // input, empty on the first stage; valid until the next call.
-  TensorView backward(const Exec& exec, const MicroBatch& batch, int slot, TensorView output_gradient);
+  TensorView backward(const Exec& exec, const MicroBatch& batch, int slot, TensorView output_gradient,
+                      const GradientsFinal& gradients_final = {});
 
   // Last stage: sums of the micro-batch most recently run forward in the slot, and its token losses [T].
   const LossSums& loss(int slot) const;

@@ -10,6 +10,13 @@ struct LossSums {
   double nll = 0;       // Σ token loss over counted targets
   int64_t targets = 0;  // labels that count
   int64_t correct = 0;  // of these, how many had the largest logit
+  LossSums& operator+=(const LossSums& other) {
+    weighted += other.weighted;
+    nll += other.nll;
+    targets += other.targets;
+    correct += other.correct;
+    return *this;
+  }
 };
 
 // Vocabulary projection and cross-entropy in chunks of `chunk` tokens, so that all logits never exist at once.

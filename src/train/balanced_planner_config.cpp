@@ -5,6 +5,7 @@
 
 #include "core/errors.h"
 #include "core/log.h"
+#include "train/stage_split.h"
 
 namespace sb {
 namespace {
@@ -104,6 +105,7 @@ std::unique_ptr<BalancedPlanner> make_balanced_planner(const RunConfig& config, 
   options.layout.dp = config.parallel.dp;
   options.layout.pp = config.parallel.pp;
   options.layout.cp = config.parallel.cp;
+  options.first_layer = split_layers(config, model);
   options.adapt = config.balance.adapt;
   options.log = config.train.output_dir / "plan.jsonl";
   options.replay = config.balance.replay;

@@ -64,7 +64,7 @@ void write_state(const fs::path& file, const TrainState& state) {
                                        {"position", state.position}, {"source_state", state.source_state},
                                        {"seed", state.seed},         {"tokens", state.tokens},
                                        {"skipped", state.skipped},   {"skipped_in_row", state.skipped_in_row},
-                                       {"thresholds", thresholds}};
+                                       {"thresholds", thresholds},   {"planner_state", state.planner_state}};
   write_new_file(file, json.dump(1) + "\n");
 }
 
@@ -83,6 +83,7 @@ TrainState read_state(const fs::path& file) {
     for (const nlohmann::json& entry : json.at("thresholds")) {
       state.thresholds[{entry.at(0).get<int>(), entry.at(1).get<int>()}] = entry.at(2).get<float>();
     }
+    state.planner_state = json.value("planner_state", "");  // older checkpoints have none
   } catch (const nlohmann::json::exception& error) {
     throw UserError("{}: {}", file.string(), error.what());
   }
@@ -181,9 +182,8 @@ fs::path save_checkpoint(const fs::path& output_dir, const CheckpointContents& c
       HfWriteOptions options;
       options.dtype = DType::f32;
       options.copy_from = contents.copy_from;
-      write_hf_model(temporary, contents.model, contents.parameters, options);
-      write_optimizer_file(temporary / "optimizer.safetensors", contents.parameters, contents.first_moment,
-                           contents.second_moment);
+      write_hf_model(temporary, contents.model, contents.weights, options);
+      write_safetensors(temporary / "optimizer.safetensors", contents.moments, DType::f32);
       write_state(temporary / "state.json", contents.state);
       write_new_file(temporary / "run.yaml", contents.run_config);
       write_manifest(temporary);
@@ -191,11 +191,13 @@ fs::path save_checkpoint(const fs::path& output_dir, const CheckpointContents& c
   } catch (const UserError& error) {
     std::error_code ignored;
     const fs::space_info space = fs::space(output_dir, ignored);
+    int64_t elements = 0;
+    for (const SafetensorsTensor& tensor : contents.weights) elements += tensor.elements();
     throw UserError(
         "the checkpoint of step {} could not be saved: {}. {} are free there; a checkpoint takes {}. Make "
         "room; {}.",
         contents.state.step, error.what(), format_bytes(static_cast<int64_t>(space.available)),
-        format_bytes(contents.parameters.elements() * 12), previous_checkpoint_note(output_dir));
+        format_bytes(elements * 12), previous_checkpoint_note(output_dir));
   }
   return directory;
 }
@@ -234,10 +236,10 @@ std::optional<fs::path> newest_intact_checkpoint(const fs::path& output_dir) {
   return std::nullopt;
 }
 
-TrainState load_checkpoint(const fs::path& checkpoint, ParameterSet& parameters, TensorView first_moment,
-                           TensorView second_moment) {
+TrainState load_checkpoint(const fs::path& checkpoint, ParameterSet& parameters, const ShardLayout& layout, int shard,
+                           TensorView first_moment, TensorView second_moment) {
   read_hf_weights(checkpoint, parameters);
-  read_optimizer_file(checkpoint / "optimizer.safetensors", parameters, first_moment, second_moment);
+  read_optimizer_file(checkpoint / "optimizer.safetensors", parameters, layout, shard, first_moment, second_moment);
   return read_state(checkpoint / "state.json");
 }
 

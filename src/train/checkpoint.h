@@ -4,6 +4,7 @@
 #include <filesystem>
 #include <functional>
 #include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -11,6 +12,8 @@
 #include "core/tensor.h"
 #include "model/model_config.h"
 #include "model/parameters.h"
+#include "model/safetensors.h"
+#include "parallel/shard_layout.h"
 
 namespace sb {
 
@@ -25,6 +28,7 @@ struct TrainState {
   int64_t skipped = 0;              // steps skipped because of a non-finite gradient
   int64_t skipped_in_row = 0;       // of these, how many just now
   Selector::Thresholds thresholds;  // what the `mass` pattern has learned
+  std::string planner_state;        // what the planner has learned
   bool operator==(const TrainState&) const = default;
 };
 
@@ -37,8 +41,8 @@ struct TrainState {
 // it.
 struct CheckpointContents {
   const ModelConfig& model;
-  const ParameterSet& parameters;
-  TensorView first_moment, second_moment;  // flat, in the layout of the parameters
+  // Of the whole model; fetched once each, weights before moments.
+  std::span<const SafetensorsTensor> weights, moments;
   const TrainState& state;
   const std::string& run_config;
   std::filesystem::path copy_from;  // tokenizer and the like; empty: nothing
@@ -62,9 +66,10 @@ std::optional<std::filesystem::path> newest_intact_checkpoint(const std::filesys
 std::vector<int64_t> checkpoint_steps(const std::filesystem::path& output_dir);
 std::filesystem::path checkpoint_path(const std::filesystem::path& output_dir, int64_t step);
 
-// Loads weights and moments; returns the rest. UserError when the checkpoint is of another model.
-TrainState load_checkpoint(const std::filesystem::path& checkpoint, ParameterSet& parameters, TensorView first_moment,
-                           TensorView second_moment);
+// Loads a stage's weights and its share of the moments; returns the rest. UserError when the checkpoint is of another
+// model.
+TrainState load_checkpoint(const std::filesystem::path& checkpoint, ParameterSet& parameters, const ShardLayout& layout,
+                           int shard, TensorView first_moment, TensorView second_moment);
 
 // Writes `directory` (of which only the last name is new) as save_checkpoint does, from `fill`: under a temporary
 // name, synced, renamed; an existing one is replaced.

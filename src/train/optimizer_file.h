@@ -1,19 +1,23 @@
 #pragma once
 
 #include <filesystem>
+#include <span>
+#include <vector>
 
 #include "core/tensor.h"
 #include "model/parameters.h"
+#include "model/safetensors.h"
+#include "parallel/shard_layout.h"
 
 namespace sb {
 
 // AdamW's moments as a safetensors file: "exp_avg.<name>" and "exp_avg_sq.<name>" for every Hugging Face tensor of the
 // model, in fp32. Whole tensors by name, so that a run with another number of ranks finds its part.
-void write_optimizer_file(const std::filesystem::path& file, const ParameterSet& parameters, TensorView first_moment,
-                          TensorView second_moment);
+std::string first_moment_name(const std::string& tensor);
+std::string second_moment_name(const std::string& tensor);
 
-// Fills both moments; padding becomes zero. UserError when a tensor is missing or has another size.
-void read_optimizer_file(const std::filesystem::path& file, const ParameterSet& parameters, TensorView first_moment,
-                         TensorView second_moment);
+// Fills one shard's moments; padding becomes zero. UserError when a tensor is missing or has another size.
+void read_optimizer_file(const std::filesystem::path& file, const ParameterSet& parameters, const ShardLayout& layout,
+                         int shard, TensorView first_moment, TensorView second_moment);
 
 }  // namespace sb

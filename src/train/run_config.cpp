@@ -323,10 +323,15 @@ void add_attention(OptionTable& table, Draft& draft) {
 
 void add_parallel(OptionTable& table, Draft& draft) {
   ParallelOptions& parallel = draft.config.parallel;
-  table.section("parallel", "Ranks. This version trains in one process.");
-  table.integer("parallel.dp", &parallel.dp, 1, 1, "data-parallel ranks");
-  table.integer("parallel.pp", &parallel.pp, 1, 1, "pipeline stages");
+  table.section(
+      "parallel",
+      "Ranks: dp times pp of them. Start them with `--ranks` or `mpirun`, docs/parallel.md. A resumed run may "
+      "have others.");
+  table.integer("parallel.dp", &parallel.dp, 1, 1 << 16, "data-parallel ranks");
+  table.integer("parallel.pp", &parallel.pp, 1, 1 << 16, "pipeline stages");
   table.integer("parallel.cp", &parallel.cp, 1, 1, "context-parallel ranks");
+  table.integer("parallel.timeout", &parallel.timeout, 1, 1 << 20,
+                "seconds that a rank waits for another before the run ends; longer than the longest micro-batch");
 }
 
 void add_optimizer(OptionTable& table, Draft& draft) {
@@ -376,7 +381,8 @@ void add_train(OptionTable& table, Draft& draft) {
                 "sequences of a validation, at most; 0: all of the token files, none of a synthetic task");
   table.integer("train.log_steps", &train.log_steps, 1, OptionTable::kAny, "steps between progress lines");
   table.flag("train.tensorboard", &train.tensorboard, "write TensorBoard event files next to metrics.jsonl");
-  table.integer("train.threads", &train.threads, 0, 1024, "worker threads; 0: all cores");
+  table.integer("train.threads", &train.threads, 0, 1024,
+                "worker threads of a rank; 0: the cores, shared among the ranks of a machine");
   table.integer("train.loss_chunk", &train.loss_chunk, 1, 1 << 20, "tokens per piece of the vocabulary projection");
   table.flag("train.trace", &train.trace, "write trace.json, for Chrome's tracing view or Perfetto");
 }
@@ -444,6 +450,7 @@ void adapt_model_config(const RunConfig& run, ModelConfig& config) {
       reach = std::llround(static_cast<double>(original) * config.rope.factor);
     }
     config.max_position_embeddings = std::max(config.max_position_embeddings, reach);
+    check_model_config(config, "model.rope");
   }
   SB_USER_CHECK(
       run.data.max_sequence_length <= config.max_position_embeddings,

@@ -77,6 +77,7 @@ struct ParallelOptions {
   int dp = 1;
   int pp = 1;
   int cp = 1;
+  int64_t timeout = 600;  // seconds that a rank waits for another
 };
 
 struct OptimizerOptions {

@@ -74,6 +74,16 @@ void check_batch(const RunConfig& config, const OptionTable& table) {
                 table.label("batch.micro_batch_tokens"), batch.micro_batch_tokens, config.data.max_sequence_length);
 }
 
+void check_parallel(const RunConfig& config, const OptionTable& table) {
+  const ParallelOptions& parallel = config.parallel;
+  SB_USER_CHECK(parallel.dp <= config.batch.global_batch_size,
+                "{}: {} ranks for batch.global_batch_size {}: some would have no sequence", table.label("parallel.dp"),
+                parallel.dp, config.batch.global_batch_size);
+  SB_USER_CHECK(!config.model.init || parallel.pp <= config.model.init->layers,
+                "{}: {} stages for {} layers: some would be empty", table.label("parallel.pp"), parallel.pp,
+                config.model.init->layers);
+}
+
 void check_optimizer(const RunConfig& config, const OptionTable& table) {
   const OptimizerOptions& optimizer = config.optimizer;
   using Schedule = OptimizerOptions::Schedule;
@@ -104,6 +114,7 @@ void check_run_config(const RunConfig& config, const OptionTable& table, const s
   check_data(config, table, file);
   check_batch(config, table);
   check_balance(config, table);
+  check_parallel(config, table);
   check_optimizer(config, table);
   check_train(config, table);
 }

@@ -107,8 +107,11 @@ RunDirectory::RunDirectory(const RunConfig& config) : path_(config.train.output_
   }
 }
 
+RunDirectory::RunDirectory(const RunConfig& config, std::optional<fs::path> resume_from)
+    : path_(config.train.output_dir), resume_from_(std::move(resume_from)) {}
+
 RunDirectory::~RunDirectory() {
-  ::close(lock_);
+  if (lock_ >= 0) ::close(lock_);
 }
 
 void RunDirectory::lock() {

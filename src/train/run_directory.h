@@ -19,6 +19,8 @@ namespace sb {
 class RunDirectory {
  public:
   explicit RunDirectory(const RunConfig& config);
+  // For the other ranks of a run: the directory that rank 0 has opened, with what it decided.
+  RunDirectory(const RunConfig& config, std::optional<std::filesystem::path> resume_from);
   ~RunDirectory();
   RunDirectory(const RunDirectory&) = delete;
   RunDirectory& operator=(const RunDirectory&) = delete;

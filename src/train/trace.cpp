@@ -4,35 +4,58 @@
 
 #include <cerrno>
 #include <cstring>
+#include <iterator>
+#include <utility>
 
 #include "core/errors.h"
 
 namespace sb {
 
-TraceWriter::TraceWriter(const std::filesystem::path& file) {
+TraceWriter::TraceWriter(bool enabled, const std::filesystem::path& file, int rank, const std::string& label)
+    : enabled_(enabled), rank_(rank) {
+  if (!enabled_) return;
+  const auto describe = [&](const char* what, const char* key, const std::string& value) {
+    events_ += fmt::format(",\n{{\"ph\":\"M\",\"pid\":{},\"tid\":0,\"name\":\"{}\",\"args\":{{\"{}\":{}}}}}", rank,
+                           what, key, value);
+  };
+  describe("process_name", "name", fmt::format("\"rank {}\"", rank));
+  describe("process_sort_index", "sort_index", fmt::format("{}", rank));
+  describe("thread_name", "name", fmt::format("\"{}\"", label));
   if (file.empty()) return;
   stream_.reset(std::fopen(file.c_str(), "wb"));
   SB_USER_CHECK(stream_ != nullptr, "{}: cannot be created: {}", file.string(), std::strerror(errno));
-  fmt::print(stream_.get(),
-             "[\n{{\"ph\":\"M\",\"pid\":0,\"tid\":0,\"name\":\"process_name\",\"args\":{{\"name\":\"rank 0\"}}}},\n"
-             "{{\"ph\":\"M\",\"pid\":0,\"tid\":0,\"name\":\"thread_name\",\"args\":{{\"name\":\"training loop\"}}}}");
 }
 
 TraceWriter::~TraceWriter() {
-  if (stream_) fmt::print(stream_.get(), "\n]\n");
+  if (!stream_) return;
+  const std::string rest = take();
+  write({&rest, 1});
+  std::fputs("\n]\n", stream_.get());
 }
 
-void TraceWriter::complete(const char* name, int64_t argument, std::chrono::steady_clock::time_point begin) {
+void TraceWriter::complete(const char* name, int64_t argument, std::chrono::steady_clock::time_point begin,
+                           std::chrono::steady_clock::time_point end) {
+  if (!enabled_) return;
   using Microseconds = std::chrono::duration<double, std::micro>;
-  const auto now = std::chrono::steady_clock::now();
-  fmt::print(
-      stream_.get(),
-      ",\n{{\"ph\":\"X\",\"pid\":0,\"tid\":0,\"name\":\"{}\",\"ts\":{:.3f},\"dur\":{:.3f},\"args\":{{\"n\":{}}}}}",
-      name, Microseconds(begin - start_).count(), Microseconds(now - begin).count(), argument);
+  fmt::format_to(
+      std::back_inserter(events_),
+      ",\n{{\"ph\":\"X\",\"pid\":{},\"tid\":0,\"name\":\"{}\",\"ts\":{:.3f},\"dur\":{:.3f},\"args\":{{\"n\":{}}}}}",
+      rank_, name, Microseconds(begin - start_).count(), Microseconds(end - begin).count(), argument);
 }
 
-void TraceWriter::flush() {
-  if (stream_) std::fflush(stream_.get());
+std::string TraceWriter::take() {
+  return std::exchange(events_, {});
+}
+
+void TraceWriter::write(std::span<const std::string> events) {
+  if (!stream_) return;
+  for (const std::string& text : events) {
+    if (text.empty()) continue;
+    if (!begun_) std::fputc('[', stream_.get());
+    std::fputs(text.c_str() + (begun_ ? 0 : 1), stream_.get());  // the first event has no comma before it
+    begun_ = true;
+  }
+  std::fflush(stream_.get());
 }
 
 }  // namespace sb

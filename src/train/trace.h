@@ -5,26 +5,29 @@
 #include <cstdio>
 #include <filesystem>
 #include <memory>
+#include <span>
 #include <string>
 
 namespace sb {
 
-// A Chrome trace (chrome://tracing, ui.perfetto.dev) of where the time of a run went: complete events on one track.
-// Written as they come; the format allows the closing bracket to be missing, so a killed run leaves a readable file.
+// A Chrome trace (chrome://tracing, ui.perfetto.dev) of where the time of a run went: complete events, one process a
+// rank. Every rank collects its own; rank 0 writes all of them into one file as they come. The format allows the
+// closing bracket to be missing, so a killed run leaves a readable file.
 class TraceWriter {
  public:
-  // An empty path: every call does nothing.
-  explicit TraceWriter(const std::filesystem::path& file);
+  // Not enabled: every call does nothing. `file` is rank 0's, and empty on the others. `label` is shown with the rank.
+  // Times count from here, so that all ranks should get here together.
+  TraceWriter(bool enabled, const std::filesystem::path& file, int rank, const std::string& label);
   ~TraceWriter();
 
   // The time from construction to destruction is one event. Spans of one writer must nest.
   class Span {
    public:
     Span(TraceWriter& writer, const char* name, int64_t argument) : writer_(writer), name_(name), argument_(argument) {
-      if (writer_.stream_) begin_ = std::chrono::steady_clock::now();
+      if (writer_.enabled_) begin_ = std::chrono::steady_clock::now();
     }
     ~Span() {
-      if (writer_.stream_) writer_.complete(name_, argument_, begin_);
+      if (writer_.enabled_) writer_.complete(name_, argument_, begin_, std::chrono::steady_clock::now());
     }
     Span(const Span&) = delete;
     Span& operator=(const Span&) = delete;
@@ -38,14 +41,24 @@ class TraceWriter {
   // `name` is one of the program's own words and needs no escaping; `argument` is shown with the event (the step, the
   // micro-batch).
   [[nodiscard]] Span span(const char* name, int64_t argument) { return Span(*this, name, argument); }
-  void flush();
+  // The same for an operation that is over.
+  void complete(const char* name, int64_t argument, std::chrono::steady_clock::time_point begin,
+                std::chrono::steady_clock::time_point end);
+
+  bool enabled() const { return enabled_; }
+  // This rank's events since the last call, and writing those of all ranks.
+  std::string take();
+  void write(std::span<const std::string> events);
 
  private:
   struct Closer {
     void operator()(std::FILE* file) const { std::fclose(file); }
   };
-  void complete(const char* name, int64_t argument, std::chrono::steady_clock::time_point begin);
 
+  bool enabled_;
+  int rank_;
+  std::string events_;  // each begins with the comma after the one before
+  bool begun_ = false;
   std::unique_ptr<std::FILE, Closer> stream_;
   std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
 };

@@ -3,39 +3,25 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
-#include <cstring>
 #include <numeric>
 
+#include "comm/self_communicator.h"
 #include "core/errors.h"
 #include "core/log.h"
-#include "data/synthetic.h"
 #include "model/hf_checkpoint.h"
-#include "ops/adamw.h"
+#include "train/attention_sums.h"
 #include "train/flops.h"
 #include "train/lr_schedule.h"
+#include "train/stage_split.h"
+#include "train/step_sums.h"
 
 namespace sb {
 namespace {
 
 constexpr int64_t kMaxSkippedInRow = 10;
 
-double seconds_since(std::chrono::steady_clock::time_point begin) {
-  return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
-}
-
-void add(LossSums& to, const LossSums& from) {
-  to.weighted += from.weighted;
-  to.nll += from.nll;
-  to.targets += from.targets;
-  to.correct += from.correct;
-}
-
-double ratio(int64_t part, int64_t whole) {
-  return whole > 0 ? static_cast<double>(part) / static_cast<double>(whole) : 0.0;
-}
-
-int thread_count(const RunConfig& config) {
-  return config.train.threads > 0 ? config.train.threads : available_cores();
+std::chrono::nanoseconds time_since(std::chrono::steady_clock::time_point begin) {
+  return std::chrono::steady_clock::now() - begin;
 }
 
 int64_t longest_sequence(const TrainerParts& parts) {
@@ -43,24 +29,27 @@ int64_t longest_sequence(const TrainerParts& parts) {
   return std::max(parts.source.max_length(), validation);
 }
 
-StageOptions stage_options(const RunConfig& config, const TrainerParts& parts) {
-  const int64_t longest = longest_sequence(parts);
-  StageOptions options;
-  options.last_layer = parts.model.layers;
+RankModelOptions rank_model_options(const RunConfig& config, const TrainerParts& parts) {
+  RankModelOptions options;
+  options.model = parts.model;
+  options.first_layers = split_layers(config, parts.model);
+  options.grid = {config.parallel.dp, config.parallel.pp, config.parallel.cp};
   options.recompute = config.train.recompute;
-  options.max_micro_batch_tokens = packing_limits(config.batch, longest).max_tokens;
-  options.max_sequence_length = longest;
+  options.max_sequence_length = longest_sequence(parts);
+  options.max_micro_batch_tokens = packing_limits(config.batch, options.max_sequence_length).max_tokens;
   options.loss_chunk = config.train.loss_chunk;
+  options.threads = thread_count(config, parts);
   return options;
 }
 
 }  // namespace
 
-MemoryPlan Trainer::memory_plan(const RunConfig& config, const TrainerParts& parts) {
-  const StageOptions options = stage_options(config, parts);
-  MemoryPlan plan = Stage::memory_plan(parts.model, options, parts.attention, thread_count(config));
-  plan.add("optimizer", 2 * plan.items().front().bytes);  // two moments as large as the weights, which come first
-  return plan;
+int thread_count(const RunConfig& config, const TrainerParts& parts) {
+  return config.train.threads > 0 ? config.train.threads : std::max(1, available_cores() / parts.local_ranks);
+}
+
+MemoryPlan Trainer::memory_plan(const RunConfig& config, const TrainerParts& parts, int stage) {
+  return RankModel::memory_plan(rank_model_options(config, parts), parts.attention, stage);
 }
 
 Trainer::Trainer(const RunConfig& config, TrainerParts parts, RunDirectory& directory)
@@ -68,47 +57,37 @@ Trainer::Trainer(const RunConfig& config, TrainerParts parts, RunDirectory& dire
       parts_(std::move(parts)),
       directory_(directory),
       limits_(packing_limits(config.batch, longest_sequence(parts_))),
-      pool_(thread_count(config)),
-      trace_(config.train.trace ? directory.path() / "trace.json" : std::filesystem::path()) {
+      alone_(parts_.world ? nullptr : make_self_communicator()),
+      world_(parts_.world ? parts_.world : alone_.get()),
+      pool_(thread_count(config, parts_)),
+      model_(std::make_unique<RankModel>(rank_model_options(config_, parts_), parts_.attention, *world_)),
+      trace_(config.train.trace, leads() ? directory.path() / "trace.json" : std::filesystem::path(), world_->rank(),
+             config.parallel.pp > 1 ? fmt::format("stage {}", model_->grid().stage()) : "training loop") {
   exec_.pool = &pool_;
-  stage_ = std::make_unique<Stage>(parts_.model, stage_options(config_, parts_), parts_.attention, pool_.threads());
-  const ParameterSet& parameters = stage_->parameters();
-  moments_ = std::make_unique<Arena>("optimizer", 2 * Arena::rounded(parameters.flat_elements() * 4));
-  first_moment_ = moments_->allocate(DType::f32, {parameters.flat_elements()});
-  second_moment_ = moments_->allocate(DType::f32, {parameters.flat_elements()});
-
-  // Neighbours of the same kind are updated together; the padding between them is zero and stays zero.
-  for (int i = 0; i < parameters.count(); ++i) {
-    const Parameter& parameter = parameters.parameter(i);
-    const int64_t end = parameter.offset + parameter.elements();
-    if (!decay_ranges_.empty() && decay_ranges_.back().decay == parameter.decay)
-      decay_ranges_.back().end = end;
-    else
-      decay_ranges_.push_back({parameter.offset, end, parameter.decay});
-  }
-
+  if (leads() && parts_.planner == nullptr) own_planner_ = make_step_planner(config_, parts_.model, limits_);
+  if (leads()) planner_ = parts_.planner ? parts_.planner : own_planner_.get();
+  ahead_ = world_->all_reduce(planner_ ? int64_t{planner_->ahead()} : 0);
   load_start_of_run();
-  metrics_ = std::make_unique<MetricsLog>(directory_.path() / "metrics.jsonl", state_.step);
-  if (config_.train.tensorboard)
-    tensorboard_ = std::make_unique<TensorBoardWriter>(directory_.path() / "tensorboard", state_.step + 1);
+  if (leads())
+    log_ = std::make_unique<RunLog>(parts_.console, directory_.path(), state_.step, config_.train.tensorboard);
 }
 
 void Trainer::load_start_of_run() {
   if (const auto& checkpoint = directory_.resume_from()) {
-    state_ = load_checkpoint(*checkpoint, stage_->parameters(), first_moment_, second_moment_);
+    state_ = model_->load(*checkpoint);
     parts_.source.restore_state(state_.source_state);
     if (parts_.sparse) parts_.sparse->selector().set_thresholds(state_.thresholds);
+    if (planner_) planner_->restore_state(state_.planner_state);
     if (checkpoint->parent_path() == directory_.path()) saved_step_ = state_.step;
-    parts_.console.text(fmt::format("resumed from {} after step {}", checkpoint->string(), state_.step));
-    return;
+    if (leads()) parts_.console.text(fmt::format("resumed from {} after step {}", checkpoint->string(), state_.step));
+  } else {
+    state_.seed = config_.train.seed;
+    if (config_.model.path.empty())
+      stage().initialize(config_.train.seed);
+    else
+      read_hf_weights(config_.model.path, stage().parameters());
   }
-  state_.seed = config_.train.seed;
-  std::memset(first_moment_.raw(), 0, static_cast<size_t>(first_moment_.bytes()));
-  std::memset(second_moment_.raw(), 0, static_cast<size_t>(second_moment_.bytes()));
-  if (config_.model.path.empty())
-    stage_->initialize(config_.train.seed);
-  else
-    read_hf_weights(config_.model.path, stage_->parameters());
+  next_announced_ = state_.step + 1;
 }
 
 TrainSummary Trainer::run() {
@@ -127,73 +106,115 @@ TrainSummary Trainer::run() {
   }
   save();
   if (!summary.interrupted) write_final_model(summary);
+  flush_trace();
   summary.steps = state_.step;
   summary.skipped = state_.skipped;
   summary.checkpoint = checkpoint_path(directory_.path(), saved_step_);
-  parts_.console.finish();
+  if (leads()) parts_.console.finish();
   return summary;
 }
 
 bool Trainer::step() {
+  if (stop_agreed()) return false;
   const auto begin = std::chrono::steady_clock::now();
   const auto span = trace_.span("step", state_.step + 1);
 
   const StepPlan plan = plan_step();
   const std::optional<LossSums> sums = forward_backward(plan);
   if (!sums) return false;
-  const double grad_norm = std::sqrt(squared_norm(exec_, stage_->parameters().gradients()));
+  double grad_norm;
+  {
+    const auto reducing = trace_.span("reduce", state_.step + 1);
+    grad_norm = model_->reduce(exec_);
+  }
 
   // From here on the step counts, whatever comes of it: its sequences are not seen again.
   ++state_.step;
-  state_.position += plan.sequences.size();
+  state_.position += plan.lengths.size();
   state_.tokens += std::accumulate(plan.lengths.begin(), plan.lengths.end(), int64_t{0});
   const bool finite = std::isfinite(grad_norm) && std::isfinite(sums->weighted);
   if (finite) {
     state_.skipped_in_row = 0;
     update(grad_norm);
-    learn(*sums);
   } else {
     ++state_.skipped;
     ++state_.skipped_in_row;
   }
-  log_step(plan, *sums, grad_norm, !finite, seconds_since(begin));
-  if (state_.skipped_in_row >= kMaxSkippedInRow) give_up(plan);
+  const std::chrono::nanoseconds time = time_since(begin);
+  if (parts_.sparse) attention_report_ = sum_over_ranks(*world_, parts_.sparse->take_report());
+  if (finite) learn(plan, *sums, time.count());
+  log_step(plan, *sums, grad_norm, !finite, std::chrono::duration<double>(time).count());
+  if (state_.skipped_in_row >= kMaxSkippedInRow) give_up();
   return true;
 }
 
+// A signal may reach some ranks and not others: all stop at the same step.
+bool Trainer::stop_agreed() {
+  if (world_->size() == 1) return parts_.stop_requested();
+  return world_->all_reduce(int32_t{parts_.stop_requested()}, ReduceOp::max) != 0;
+}
+
 // The global batch is the next global_batch_size sequences of the source, whatever micro-batches they end up in.
-Trainer::StepPlan Trainer::plan_step() const {
-  StepPlan plan;
+Trainer::StepPlan Trainer::plan_step() {
+  const auto span = trace_.span("plan", state_.step + 1);
+  StepPlan step;
+  announce_steps();
+  if (planner_) step.plan = planner_->next();
+  if (world_->size() > 1)
+    step.plan = parse_plan(broadcast_text(*world_, leads() ? write_plan(step.plan) : "", 0), "the plan from rank 0");
+  SB_CHECK(step.plan.step == state_.step + 1 && std::ssize(step.plan.ranks) == config_.parallel.dp,
+           "a plan of step {} for {} ranks at step {}", step.plan.step, step.plan.ranks.size(), state_.step + 1);
+
   std::vector<int64_t> targets;
   for (int64_t i = 0; i < config_.batch.global_batch_size; ++i) {
     const uint64_t position = state_.position + static_cast<uint64_t>(i);
-    plan.sequences.push_back(parts_.source.read(position));
-    plan.lengths.push_back(static_cast<int64_t>(plan.sequences.back().tokens.size()));
-    plan.ids.push_back(plan.sequences.back().id);
+    step.lengths.push_back(parts_.source.length(position));
     targets.push_back(parts_.source.valid_targets(position));
   }
-  plan.weights = target_weights(config_.batch.loss, targets);
-  plan.micro_batches = pack_in_order(plan.lengths, plan.ids, limits_);
-  return plan;
+  const std::vector<float> weights = target_weights(config_.batch.loss, targets);
+  for (const PlannedMicroBatch& planned : step.plan.ranks[static_cast<size_t>(model_->grid().dp_rank())].micro_batches)
+    step.micro_batches.push_back(read_micro_batch(planned, weights));
+  return step;
 }
 
-// Gradients of the whole global batch; nothing when asked to stop on the way.
-std::optional<LossSums> Trainer::forward_backward(const StepPlan& plan) {
-  stage_->parameters().zero_gradients();
-  LossSums sums;
-  for (size_t i = 0; i < plan.micro_batches.size(); ++i) {
-    if (parts_.stop_requested()) return std::nullopt;
-    const MicroBatch batch =
-        make_micro_batch(plan.sequences, plan.micro_batches[i], plan.weights, parts_.model.vocab_size);
-    {
-      const auto span = trace_.span("forward", static_cast<int64_t>(i));
-      stage_->forward(exec_, batch, 0, {});
+void Trainer::announce_steps() {
+  if (!planner_) return;
+  const int64_t last = std::min(state_.step + 1 + ahead_, std::max(config_.train.max_steps, state_.step + 1));
+  for (; next_announced_ <= last; ++next_announced_) {
+    std::vector<Sequence> sequences;
+    const auto batch = config_.batch.global_batch_size;
+    for (int64_t i = 0; i < batch; ++i) {
+      const int64_t position = static_cast<int64_t>(state_.position) + (next_announced_ - state_.step - 1) * batch + i;
+      sequences.push_back({position, parts_.source.length(static_cast<uint64_t>(position))});
     }
-    add(sums, stage_->loss(0));
-    const auto span = trace_.span("backward", static_cast<int64_t>(i));
-    stage_->backward(exec_, batch, 0, {});
+    planner_->announce(next_announced_, std::move(sequences));
   }
-  return sums;
+}
+
+MicroBatch Trainer::read_micro_batch(const PlannedMicroBatch& planned, std::span<const float> weights) const {
+  std::vector<TokenSequence> sequences;
+  std::vector<float> own_weights;
+  for (const int64_t position : planned.sequences) {
+    sequences.push_back(parts_.source.read(static_cast<uint64_t>(position)));
+    own_weights.push_back(weights[static_cast<size_t>(position - static_cast<int64_t>(state_.position))]);
+  }
+  std::vector<int> all(sequences.size());
+  std::iota(all.begin(), all.end(), 0);
+  MicroBatch batch = make_micro_batch(sequences, all, own_weights, parts_.model.vocab_size);
+  batch.budgets = planned.budgets;
+  return batch;
+}
+
+// Gradients of the whole global batch, before their reduction; nothing when asked to stop on the way.
+std::optional<LossSums> Trainer::forward_backward(const StepPlan& plan) {
+  const bool one_rank = world_->size() == 1;
+  Pipeline::Result result =
+      model_->forward_backward(exec_, plan.micro_batches, one_rank ? parts_.stop_requested : std::function<bool()>());
+  if (result.stopped) return std::nullopt;
+  for (const Pipeline::Operation& operation : result.operations)
+    trace_.complete(operation.backward ? "backward" : "forward", operation.micro_batch, operation.begin, operation.end);
+  operations_ = std::move(result.operations);
+  return sum_over_ranks(*world_, result.loss);
 }
 
 void Trainer::update(double grad_norm) {
@@ -204,35 +225,46 @@ void Trainer::update(double grad_norm) {
   adamw.beta1 = static_cast<float>(options.beta1);
   adamw.beta2 = static_cast<float>(options.beta2);
   adamw.eps = static_cast<float>(options.eps);
+  adamw.weight_decay = static_cast<float>(options.weight_decay);
   adamw.step = ++state_.updates;
   const bool clip = options.max_grad_norm > 0 && grad_norm > options.max_grad_norm;
   adamw.gradient_scale = clip ? static_cast<float>(options.max_grad_norm / (grad_norm + 1e-6)) : 1.0f;
-  const ParameterSet& parameters = stage_->parameters();
-  for (const DecayRange& range : decay_ranges_) {
-    adamw.weight_decay = range.decay ? static_cast<float>(options.weight_decay) : 0.0f;
-    adamw_update(exec_, adamw, parameters.values().rows(range.begin, range.end),
-                 parameters.gradients().rows(range.begin, range.end), first_moment_.rows(range.begin, range.end),
-                 second_moment_.rows(range.begin, range.end));
-  }
+  model_->update(exec_, adamw);
 }
 
 // A single non-finite gradient costs one step; a run of them does not heal by itself.
-void Trainer::give_up(const StepPlan& plan) const {
+void Trainer::give_up() const {
+  std::vector<int64_t> ids;
+  for (int64_t i = config_.batch.global_batch_size; i > 0; --i)
+    ids.push_back(parts_.source.read(state_.position - static_cast<uint64_t>(i)).id);
   throw UserError(
       "step {}: the gradient was not finite in {} steps in a row; the last batch had the sequences {}. "
       "Lower optimizer.learning_rate or look at these sequences; {}",
-      state_.step, kMaxSkippedInRow, fmt::join(plan.ids, ", "),
+      state_.step, kMaxSkippedInRow, fmt::join(ids, ", "),
       saved_step_ >= 0 ? "the newest checkpoint is " + checkpoint_path(directory_.path(), saved_step_).string()
                        : std::string("there is no checkpoint yet"));
 }
 
-// A source with a curriculum moves on when the model is good enough.
-void Trainer::learn(const LossSums& sums) {
-  if (parts_.source.observe(sums.correct, sums.targets, state_.position))
+// A source with a curriculum moves on when the model is good enough; thresholds and the planner follow what was
+// measured.
+void Trainer::learn(const StepPlan& plan, const LossSums& sums, int64_t step_ns) {
+  const uint64_t unseen = state_.position + static_cast<uint64_t>(ahead_ * config_.batch.global_batch_size);
+  if (parts_.source.observe(sums.correct, sums.targets, unseen) && leads())
     parts_.console.text(fmt::format("step {}: accuracy {:.1f} %, sequences of {} tokens from here on", state_.step,
-                                    100.0 * ratio(sums.correct, sums.targets), parts_.source.length(state_.position)));
+                                    100.0 * accuracy(sums), parts_.source.length(unseen)));
   state_.source_state = parts_.source.state();
-  if (parts_.sparse) state_.thresholds = parts_.sparse->selector().thresholds();
+  if (parts_.sparse) {
+    Selector& selector = parts_.sparse->selector();
+    if (selector.config().pattern == SelectionPattern::mass)
+      selector.set_thresholds(mean_over_ranks(*world_, selector.thresholds()));
+    state_.thresholds = selector.thresholds();
+  }
+  StepMeasurement measurement = gather_times(model_->grid(), plan.plan, operations_);
+  if (!planner_) return;
+  measurement.step = state_.step;
+  measurement.step_ns = step_ns;
+  measurement.coverage = std::move(attention_report_.samples);
+  planner_->learn(measurement);
 }
 
 void Trainer::log_step(const StepPlan& plan, const LossSums& sums, double grad_norm, bool skipped, double seconds) {
@@ -244,154 +276,59 @@ void Trainer::log_step(const StepPlan& plan, const LossSums& sums, double grad_n
   report_.learning_rate = learning_rate(config_.optimizer, config_.train.max_steps, state_.step);
   report_.tokens = std::accumulate(plan.lengths.begin(), plan.lengths.end(), int64_t{0});
   report_.targets = sums.targets;
-  report_.accuracy = ratio(sums.correct, sums.targets);
+  report_.accuracy = accuracy(sums);
   report_.seconds = seconds;
   report_.flops = training_flops(parts_.model, plan.lengths);
   report_.skipped = skipped;
   report_.skipped_total = state_.skipped;
   std::vector<Metric> attention;
-  add_attention_metrics(attention);
-  parts_.console.step(report_);
+  if (parts_.sparse) attention = attention_metrics(attention_report_, config_.attention.layer_metrics, report_);
+  flush_trace();
+  if (!log_) return;
 
+  size_t micro_batches = 0;
+  for (const PlannedRank& rank : plan.plan.ranks) micro_batches += rank.micro_batches.size();
   const int64_t longest = *std::max_element(plan.lengths.begin(), plan.lengths.end());
-  std::vector<Metric> metrics = {
-      {"step", static_cast<double>(report_.step), true},
-      {"loss", report_.loss},
-      {"grad_norm", report_.grad_norm},
-      {"learning_rate", report_.learning_rate},
-      {"tokens", static_cast<double>(report_.tokens), true},
-      {"tokens_per_second", report_.tokens_per_second()},
-      {"step_ms", 1e3 * seconds},
-      {"accuracy", report_.accuracy},
-      {"targets", static_cast<double>(report_.targets), true},
-      {"micro_batches", static_cast<double>(plan.micro_batches.size()), true},
-      {"longest_sequence", static_cast<double>(longest), true},
-      {"gflops_per_second", report_.flops / seconds / 1e9},
-      {"skipped_steps", static_cast<double>(state_.skipped), true},
-      {"total_tokens", static_cast<double>(state_.tokens), true},
-  };
+  std::vector<Metric> metrics = {{"micro_batches", static_cast<double>(micro_batches), true},
+                                 {"longest_sequence", static_cast<double>(longest), true},
+                                 {"total_tokens", static_cast<double>(state_.tokens), true}};
   metrics.insert(metrics.end(), attention.begin(), attention.end());
-  metrics_->write(metrics);
-  if (tensorboard_) {
-    std::vector<Scalar> scalars;
-    for (const Metric& metric : metrics)
-      if (metric.name != "step") scalars.push_back({"train/" + metric.name, metric.value});
-    tensorboard_->write(report_.step, scalars);
-  }
-  trace_.flush();
+  const std::vector<Metric> planning = planner_->metrics();
+  metrics.insert(metrics.end(), planning.begin(), planning.end());
+  log_->step(report_, metrics);
 }
 
-// What sparse attention computed and kept in this step.
-void Trainer::add_attention_metrics(std::vector<Metric>& metrics) {
-  if (!parts_.sparse) return;
-  const AttentionReport report = parts_.sparse->take_report();
-  const LayerAttention total = report.total();
-  report_.density = total.density();
-  metrics.push_back({"density", total.density()});
-  metrics.push_back({"attention_pairs", static_cast<double>(total.pairs), true});
-  if (total.covered_tokens > 0) {
-    report_.coverage = total.mean_coverage();
-    metrics.push_back({"coverage", total.mean_coverage()});
-  }
-  if (!config_.attention.layer_metrics) return;
-  for (size_t layer = 0; layer < report.layers.size(); ++layer) {
-    metrics.push_back({fmt::format("density_layer_{}", layer), report.layers[layer].density()});
-    if (report.layers[layer].covered_tokens > 0)
-      metrics.push_back({fmt::format("coverage_layer_{}", layer), report.layers[layer].mean_coverage()});
-  }
-}
-
-bool Trainer::validation_due() const {
-  const int64_t every = config_.train.validation_steps;
-  return state_.step == config_.train.max_steps || (every > 0 && state_.step % every == 0);
-}
-
-std::optional<ValidationReport> Trainer::validate() {
-  const ValidationSet& set = parts_.validation;
-  if (set.source == nullptr || set.sequences == 0) return std::nullopt;
-  const auto span = trace_.span("validation", state_.step);
-  // Looking must not change what training does next.
-  const Selector::Thresholds kept = parts_.sparse ? parts_.sparse->selector().thresholds() : Selector::Thresholds();
-  const std::optional<LossSums> all = evaluate(/*later_chunk_tokens_only=*/false);
-  if (!all) return std::nullopt;
-  const LossSums& sums = *all;
-  ValidationReport report;
-  report.step = state_.step;
-  report.sequences = set.sequences;
-  report.loss = sums.targets > 0 ? sums.nll / static_cast<double>(sums.targets) : 0.0;
-  report.accuracy = ratio(sums.correct, sums.targets);
-  std::vector<Metric> metrics = {{"step", static_cast<double>(report.step), true},
-                                 {"validation_loss", report.loss},
-                                 {"validation_accuracy", report.accuracy}};
-  if (set.recall_chunk > 0) {
-    const std::optional<LossSums> later = evaluate(/*later_chunk_tokens_only=*/true);
-    if (!later) return std::nullopt;
-    report.recall = ratio(later->correct, later->targets);
-    metrics.push_back({"validation_recall", *report.recall});
-  }
-  if (parts_.sparse) {
-    parts_.sparse->selector().set_thresholds(kept);
-    parts_.sparse->take_report();
-  }
-  parts_.console.validation(report);
-  metrics_->write(metrics);
-  if (tensorboard_) {
-    std::vector<Scalar> scalars;
-    for (const Metric& metric : metrics)
-      if (metric.name != "step") scalars.push_back({"validation/" + metric.name.substr(11), metric.value});
-    tensorboard_->write(report.step, scalars);
-  }
-  return report;
-}
-
-// Nothing when asked to stop on the way.
-std::optional<LossSums> Trainer::evaluate(bool later_chunk_tokens_only) {
-  const ValidationSet& set = parts_.validation;
-  LossSums sums;
-  std::vector<int64_t> lengths, ids;
-  for (int64_t i = 0; i < set.sequences; ++i) {
-    lengths.push_back(set.source->length(static_cast<uint64_t>(i)));
-    ids.push_back(i);
-  }
-  for (const std::vector<int>& chosen : pack_in_order(lengths, ids, limits_)) {
-    if (parts_.stop_requested()) return std::nullopt;
-    std::vector<TokenSequence> sequences;
-    for (const int position : chosen) {
-      sequences.push_back(set.source->read(static_cast<uint64_t>(position)));
-      if (!later_chunk_tokens_only) continue;
-      std::vector<int32_t>& labels = sequences.back().labels;
-      const auto length = static_cast<int64_t>(labels.size());
-      for (int64_t i = 0; i < length; ++i)
-        if (chunk_recall_token(i, length, set.recall_chunk) < 3) labels[static_cast<size_t>(i)] = kIgnoredLabel;
-    }
-    std::vector<int> all(sequences.size());
-    std::iota(all.begin(), all.end(), 0);
-    const std::vector<float> weights(sequences.size(), 1.0f);
-    stage_->evaluate(exec_, make_micro_batch(sequences, all, weights, parts_.model.vocab_size), 0, {});
-    add(sums, stage_->loss(0));
-  }
-  return sums;
+void Trainer::flush_trace() {
+  if (trace_.enabled()) trace_.write(gather_texts(*world_, trace_.take(), 0));
 }
 
 void Trainer::save() {
   if (saved_step_ == state_.step) return;
   const auto span = trace_.span("save", state_.step);
-  const std::string run_config = print_run_config(config_);
-  const std::filesystem::path saved = save_checkpoint(
-      directory_.path(),
-      {parts_.model, stage_->parameters(), first_moment_, second_moment_, state_, run_config, config_.model.path});
+  const std::vector<SafetensorsTensor> weights = model_->weights(), moments = model_->moments();
   saved_step_ = state_.step;
+  if (!leads()) {
+    RankModel::serve(weights);
+    RankModel::serve(moments);
+    return;
+  }
+  state_.planner_state = planner_->state();
+  const std::string run_config = print_run_config(config_);
+  const std::filesystem::path saved =
+      save_checkpoint(directory_.path(), {parts_.model, weights, moments, state_, run_config, config_.model.path});
   remove_old_checkpoints(directory_.path(), config_.train.save_total_limit);
   log::debug("saved {}", saved.string());
 }
 
 void Trainer::write_final_model(TrainSummary& summary) {
   summary.final_model = directory_.path() / "final";
+  const std::vector<SafetensorsTensor> weights = model_->weights();
+  if (!leads()) return RankModel::serve(weights);
   write_directory_atomically(summary.final_model, [&](const std::filesystem::path& temporary) {
     HfWriteOptions options;
     options.dtype = config_.model.save_dtype;
     options.copy_from = config_.model.path;
-    write_hf_model(temporary, parts_.model, stage_->parameters(), options);
+    write_hf_model(temporary, parts_.model, weights, options);
   });
 }
 

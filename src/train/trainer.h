@@ -9,6 +9,7 @@
 
 #include "attention/attention.h"
 #include "attention/sparse_attention.h"
+#include "comm/communicator.h"
 #include "core/memory_plan.h"
 #include "core/thread_pool.h"
 #include "data/sequence_source.h"
@@ -16,11 +17,12 @@
 #include "model/stage.h"
 #include "train/checkpoint.h"
 #include "train/console.h"
-#include "train/metrics_log.h"
 #include "train/packing.h"
+#include "train/rank_model.h"
 #include "train/run_config.h"
 #include "train/run_directory.h"
-#include "train/tensorboard_writer.h"
+#include "train/run_log.h"
+#include "train/step_planner.h"
 #include "train/trace.h"
 
 namespace sb {
@@ -38,10 +40,14 @@ struct TrainerParts {
   Attention& attention;
   SequenceSource& source;
   ValidationSet validation;
-  Console& console;
-  std::function<bool()> stop_requested;  // asked between micro-batches
+  Console& console;                      // rank 0's is used
+  std::function<bool()> stop_requested;  // one rank: asked between micro-batches; several: between steps
   // `attention`, where it is sparse: its choices are reported and what it learns is saved.
   SparseAttention* sparse = nullptr;
+  // All ranks of the run, and how many of them share this machine; nullptr: this one alone.
+  Communicator* world = nullptr;
+  int local_ranks = 1;
+  StepPlanner* planner = nullptr;  // rank 0's; nullptr: as the configuration says
 };
 
 struct TrainSummary {
@@ -56,7 +62,10 @@ struct TrainSummary {
   std::filesystem::path final_model;  // empty: interrupted before the end
 };
 
-// The training loop of one process.
+// Worker threads of a rank.
+int thread_count(const RunConfig& config, const TrainerParts& parts);
+
+// The training loop, as every rank of a run goes through it. Rank 0 plans, writes and speaks for all.
 class Trainer {
  public:
   // Takes all memory, loads or initialises the model and, when the directory says so, resumes.
@@ -65,36 +74,35 @@ class Trainer {
   // Trains to train.max_steps, or until asked to stop: then saves and returns.
   TrainSummary run();
 
-  // What the constructor takes.
-  static MemoryPlan memory_plan(const RunConfig& config, const TrainerParts& parts);
+  // What the constructor takes on a rank of this stage.
+  static MemoryPlan memory_plan(const RunConfig& config, const TrainerParts& parts, int stage = 0);
 
-  // One optimizer step; false: asked to stop in the middle, nothing has changed.
+  // One optimizer step; false: asked to stop, nothing has changed.
   bool step();
 
-  Stage& stage() { return *stage_; }
+  Stage& stage() { return model_->stage(); }
   const TrainState& state() const { return state_; }
   const StepReport& last_step() const { return report_; }
 
  private:
   struct StepPlan {
-    std::vector<TokenSequence> sequences;  // the global batch
-    std::vector<int64_t> lengths, ids;
-    std::vector<float> weights;                   // of each sequence's targets
-    std::vector<std::vector<int>> micro_batches;  // indices into `sequences`
-  };
-  struct DecayRange {
-    int64_t begin, end;  // elements of the flat buffers
-    bool decay;
+    Plan plan;
+    std::vector<int64_t> lengths;           // of the global batch
+    std::vector<MicroBatch> micro_batches;  // of this rank, in the order they run
   };
 
+  bool leads() const { return world_->rank() == 0; }
+  bool stop_agreed();
   void load_start_of_run();
-  StepPlan plan_step() const;
+  StepPlan plan_step();
+  void announce_steps();
+  MicroBatch read_micro_batch(const PlannedMicroBatch& planned, std::span<const float> weights) const;
   std::optional<LossSums> forward_backward(const StepPlan& plan);
   void update(double grad_norm);
-  [[noreturn]] void give_up(const StepPlan& plan) const;
-  void learn(const LossSums& sums);
-  void add_attention_metrics(std::vector<Metric>& metrics);
+  [[noreturn]] void give_up() const;
+  void learn(const StepPlan& plan, const LossSums& sums, int64_t step_ns);
   void log_step(const StepPlan& plan, const LossSums& sums, double grad_norm, bool skipped, double seconds);
+  void flush_trace();
 
   bool validation_due() const;
   std::optional<ValidationReport> validate();
@@ -106,17 +114,21 @@ class Trainer {
   TrainerParts parts_;
   RunDirectory& directory_;
   PackingLimits limits_;
+  std::unique_ptr<Communicator> alone_;
+  Communicator* world_;
   ThreadPool pool_;
   Exec exec_;
-  std::unique_ptr<Stage> stage_;
-  std::unique_ptr<Arena> moments_;
-  TensorView first_moment_, second_moment_;
-  std::vector<DecayRange> decay_ranges_;
+  std::unique_ptr<RankModel> model_;
+  std::unique_ptr<StepPlanner> own_planner_;
+  StepPlanner* planner_ = nullptr;  // on rank 0
+  int64_t ahead_ = 0;               // steps that it is told of early
+  int64_t next_announced_ = 0;      // step
   TrainState state_;
   StepReport report_;
+  AttentionReport attention_report_;             // of the last step, all ranks
+  std::vector<Pipeline::Operation> operations_;  // of the last step, this rank
   int64_t saved_step_ = -1;
-  std::unique_ptr<MetricsLog> metrics_;
-  std::unique_ptr<TensorBoardWriter> tensorboard_;
+  std::unique_ptr<RunLog> log_;  // on rank 0
   TraceWriter trace_;
 };
 

@@ -6,8 +6,10 @@
 #include "attention/sparse_attention.h"
 #include "core/errors.h"
 #include "core/log.h"
+#include "parallel/grid.h"
 #include "train/host_memory.h"
 #include "train/sources.h"
+#include "train/stage_split.h"
 
 namespace sb {
 namespace {
@@ -15,26 +17,42 @@ namespace {
 // Nothing is switched off silently: what this build cannot do is refused.
 void refuse_unsupported(const RunConfig& config) {
   SB_USER_CHECK(config.device == DeviceKind::cpu, "device: cuda is not available in this build; set device: cpu");
-  SB_USER_CHECK(config.parallel.dp == 1 && config.parallel.pp == 1 && config.parallel.cp == 1,
-                "parallel: dp {}, pp {}, cp {}: this build trains on one process; set all to 1", config.parallel.dp,
-                config.parallel.pp, config.parallel.cp);
-  SB_USER_CHECK(config.balance.batching == BalanceOptions::Batching::in_order &&
-                    config.balance.ordering == BalanceOptions::Ordering::none &&
-                    config.balance.tuning == BalanceOptions::Tuning::none,
-                "balance: this build trains with batching: in_order, ordering: none, tuning: off");
 }
 
-std::string header(const RunConfig& config, const TrainerParts& parts, const MemoryPlan& plan, int64_t memory_limit) {
+// Before anything is taken or written: a run started with another number of ranks says so at once.
+void check_ranks(const RunConfig& config, const RunRanks& ranks) {
+  const GridShape grid{config.parallel.dp, config.parallel.pp, config.parallel.cp};
+  check_grid(grid, ranks.world ? ranks.world->size() : 1);
+}
+
+std::string ranks_text(const RunConfig& config, const ModelConfig& model) {
+  const ParallelOptions& parallel = config.parallel;
+  if (parallel.dp * parallel.pp * parallel.cp == 1) return "1 process";
+  std::string text = fmt::format("{} ranks: dp {} x pp {} x cp {}", parallel.dp * parallel.pp * parallel.cp,
+                                 parallel.dp, parallel.pp, parallel.cp);
+  if (parallel.pp == 1) return text;
+  const std::vector<int> first_layers = split_layers(config, model);
+  std::vector<std::string> stages;
+  for (size_t i = 0; i + 1 < first_layers.size(); ++i)
+    stages.push_back(fmt::format("{}-{}", first_layers[i], first_layers[i + 1] - 1));
+  return text + fmt::format(", layers {}", fmt::join(stages, " | "));
+}
+
+std::string header(const RunConfig& config, const TrainerParts& parts, int64_t memory_limit) {
   const PackingLimits limits = packing_limits(config.batch, parts.source.max_length());
-  const int threads = config.train.threads > 0 ? config.train.threads : available_cores();
   std::string text = "configuration\n";
   text += print_run_config(config);
   if (!text.ends_with('\n')) text += '\n';
   text += fmt::format(
-      "\nlayout\n  1 process, {} threads; {} sequences a step, at most {} sequences and {} tokens a "
-      "micro-batch\n\nmemory plan\n",
-      threads, config.batch.global_batch_size, limits.max_sequences, limits.max_tokens);
-  return text + plan.table(memory_limit);
+      "\nlayout\n  {}, {} threads; {} sequences a step, at most {} sequences and {} tokens a "
+      "micro-batch\n",
+      ranks_text(config, parts.model), thread_count(config, parts), config.batch.global_batch_size,
+      limits.max_sequences, limits.max_tokens);
+  for (int stage = 0; stage < config.parallel.pp; ++stage) {
+    text += config.parallel.pp == 1 ? "\nmemory plan\n" : fmt::format("\nmemory plan of a rank of stage {}\n", stage);
+    text += Trainer::memory_plan(config, parts, stage).table(memory_limit);
+  }
+  return text;
 }
 
 std::string footer(const RunConfig& config, const TrainSummary& summary) {
@@ -55,6 +73,19 @@ std::string footer(const RunConfig& config, const TrainSummary& summary) {
   return text;
 }
 
+// Rank 0 opens and decides; the others follow.
+std::unique_ptr<RunDirectory> open_run_directory(const RunConfig& config, Communicator* world) {
+  if (world == nullptr || world->size() == 1) return std::make_unique<RunDirectory>(config);
+  if (world->rank() == 0) {
+    auto directory = std::make_unique<RunDirectory>(config);
+    broadcast_text(*world, directory->resume_from() ? directory->resume_from()->string() : "", 0);
+    return directory;
+  }
+  const std::string resume_from = broadcast_text(*world, "", 0);
+  return std::make_unique<RunDirectory>(
+      config, resume_from.empty() ? std::nullopt : std::optional<std::filesystem::path>(resume_from));
+}
+
 }  // namespace
 
 ModelConfig run_model_config(const RunConfig& config) {
@@ -64,8 +95,10 @@ ModelConfig run_model_config(const RunConfig& config) {
 }
 
 TrainSummary run_training(const RunConfig& config, std::FILE* out, bool terminal,
-                          const std::function<bool()>& stop_requested) {
+                          const std::function<bool()>& stop_requested, const RunRanks& ranks) {
   refuse_unsupported(config);
+  check_ranks(config, ranks);
+  const bool leads = ranks.world == nullptr || ranks.world->rank() == 0;
   Console console(out, terminal, config.train.log_steps);
   const ModelConfig model = run_model_config(config);
   DenseAttention dense;
@@ -75,18 +108,22 @@ TrainSummary run_training(const RunConfig& config, std::FILE* out, bool terminal
                                             static_cast<int>(config.attention.coverage_rows)});
   Attention& attention = sparse ? static_cast<Attention&>(*sparse) : dense;
   const Sources sources = make_sources(config, model.vocab_size);
-  const TrainerParts parts{
+  TrainerParts parts{
       model, attention, *sources.train, sources.validation_set, console, stop_requested, sparse ? &*sparse : nullptr};
+  parts.world = ranks.world;
+  parts.local_ranks = ranks.local_ranks;
 
-  const MemoryPlan plan = Trainer::memory_plan(config, parts);
-  const int64_t memory = available_host_memory();
-  console.text(header(config, parts, plan, memory));
-  plan.check_fits(memory, "Lower batch.micro_batch_tokens or data.max_sequence_length, or set train.recompute: layer.");
+  // What the ranks of one machine share.
+  const int64_t memory = available_host_memory() / ranks.local_ranks;
+  if (leads) console.text(header(config, parts, memory));
+  const int stage = ranks.world ? ranks.world->rank() / config.parallel.cp % config.parallel.pp : 0;
+  Trainer::memory_plan(config, parts, stage)
+      .check_fits(memory, "Lower batch.micro_batch_tokens or data.max_sequence_length, or set train.recompute: layer.");
 
-  RunDirectory directory(config);
-  Trainer trainer(config, parts, directory);
+  const std::unique_ptr<RunDirectory> directory = open_run_directory(config, ranks.world);
+  Trainer trainer(config, parts, *directory);
   const TrainSummary summary = trainer.run();
-  console.text(footer(config, summary));
+  if (leads) console.text(footer(config, summary));
   return summary;
 }
 

@@ -8,10 +8,16 @@
 
 namespace sb {
 
+// The ranks that train together, as one of them sees them.
+struct RunRanks {
+  Communicator* world = nullptr;  // nullptr: this process alone
+  int local_ranks = 1;            // on this machine, this one included
+};
+
 // Everything `sparsebalance train` does with a configuration: builds what it names, prints the header with the memory
-// plan, trains and says what came out. `stop_requested` is asked between micro-batches.
+// plan, trains and says what came out. Every rank calls it; rank 0 writes to `out`. `stop_requested`: see TrainerParts.
 TrainSummary run_training(const RunConfig& config, std::FILE* out, bool terminal,
-                          const std::function<bool()>& stop_requested);
+                          const std::function<bool()>& stop_requested, const RunRanks& ranks = {});
 
 // The model the run trains: config.json of model.path, or model.init, with model.rope put over it.
 ModelConfig run_model_config(const RunConfig& config);

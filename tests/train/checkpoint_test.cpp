@@ -26,6 +26,7 @@ struct Contents {
   explicit Contents(int64_t step = 7) {
     parameters.declare("qkv.weight", {6, 4}, {{"q", 0, 3}, {"k", 3, 5}, {"v", 5, 6}});
     parameters.declare("norm.weight", {5}, {{"norm", 0, 5}});
+    parameters.end_group(2);
     parameters.allocate(false);
     first.resize(static_cast<size_t>(parameters.flat_elements()), 0.0f);
     second = first;
@@ -38,11 +39,19 @@ struct Contents {
         second[at] = 1e-9f * static_cast<float>(1 + at);
       }
     }
-    state = {step, 6, 123456789012345, "curriculum \"state\"\n", 0xffffffffffffffff, 99, 1, 1, {{{0, 12}, -3.5f}}};
+    state = {step,    6, 123456789012345, "curriculum \"state\"\n", 0xffffffffffffffff, 99, 1, 1, {{{0, 12}, -3.5f}},
+             "plan\n"};
   }
   TensorView moment(std::vector<float>& values) const { return {values.data(), {parameters.flat_elements()}}; }
+  ShardLayout layout(int shards = 1) const { return ShardLayout(parameters, shards, 1); }
   fs::path save(const fs::path& directory) {
-    return save_checkpoint(directory, {model, parameters, moment(first), moment(second), state, run_config, {}});
+    std::vector<SafetensorsTensor> weights, moments;
+    for (const FlatTensor& tensor : parameters.flat_tensors()) {
+      weights.push_back({tensor.name, tensor.shape, parameters.values().f32() + tensor.begin});
+      moments.push_back({first_moment_name(tensor.name), tensor.shape, first.data() + tensor.begin});
+      moments.push_back({second_moment_name(tensor.name), tensor.shape, second.data() + tensor.begin});
+    }
+    return save_checkpoint(directory, {model, weights, moments, state, run_config, {}});
   }
 };
 
@@ -62,13 +71,30 @@ TEST(Checkpoint, EverythingComesBackBitByBit) {
   std::memset(loaded.parameters.values().raw(), 0xff, static_cast<size_t>(loaded.parameters.values().bytes()));
   std::fill(loaded.first.begin(), loaded.first.end(), 5.0f);
   std::fill(loaded.second.begin(), loaded.second.end(), 5.0f);
-  const TrainState state =
-      load_checkpoint(path, loaded.parameters, loaded.moment(loaded.first), loaded.moment(loaded.second));
+  const TrainState state = load_checkpoint(path, loaded.parameters, loaded.layout(), 0, loaded.moment(loaded.first),
+                                           loaded.moment(loaded.second));
   EXPECT_EQ(state, saved.state);
   EXPECT_EQ(loaded.first, saved.first);  // padding included
   EXPECT_EQ(loaded.second, saved.second);
   for (int i = 0; i < saved.parameters.count(); ++i)
     EXPECT_EQ(copy(loaded.parameters.value(i)), copy(saved.parameters.value(i)));
+}
+
+TEST(Checkpoint, AShardGetsItsOwnPieces) {
+  ScratchDirectory scratch;
+  Contents saved;
+  const fs::path path = saved.save(scratch.path());
+  const ShardLayout halves = saved.layout(2);
+  const auto half = static_cast<size_t>(halves.shard_elements());
+  for (const int shard : {0, 1}) {
+    std::vector<float> first(half, 5.0f), second(half, 5.0f);
+    read_optimizer_file(path / "optimizer.safetensors", saved.parameters, halves, shard,
+                        {first.data(), {halves.shard_elements()}}, {second.data(), {halves.shard_elements()}});
+    const auto begin = static_cast<std::ptrdiff_t>(half) * shard;
+    EXPECT_EQ(first, std::vector<float>(saved.first.begin() + begin, saved.first.begin() + begin + std::ssize(first)));
+    EXPECT_EQ(second,
+              std::vector<float>(saved.second.begin() + begin, saved.second.begin() + begin + std::ssize(second)));
+  }
 }
 
 TEST(Checkpoint, OfAnotherModelIsRefused) {
@@ -78,21 +104,23 @@ TEST(Checkpoint, OfAnotherModelIsRefused) {
   ParameterSet other;
   other.declare("q.weight", {3, 4}, {{"q", 0, 3}});
   other.declare("bias", {2}, {{"bias", 0, 2}});
+  other.end_group(1);
   other.allocate(false);
   std::vector<float> moments(static_cast<size_t>(other.flat_elements()));
   const TensorView view(moments.data(), {other.flat_elements()});
   EXPECT_NE(user_error_of([&] {
-              read_optimizer_file(path / "optimizer.safetensors", other, view, view);
+              read_optimizer_file(path / "optimizer.safetensors", other, ShardLayout(other, 1, 1), 0, view, view);
             }).find("exp_avg.bias is missing"),
             std::string::npos);
 
   ParameterSet wider;
   wider.declare("q.weight", {3, 5}, {{"q", 0, 3}});
+  wider.end_group(1);
   wider.allocate(false);
   moments.resize(static_cast<size_t>(wider.flat_elements()));
   const TensorView wide(moments.data(), {wider.flat_elements()});
   EXPECT_NE(user_error_of([&] {
-              read_optimizer_file(path / "optimizer.safetensors", wider, wide, wide);
+              read_optimizer_file(path / "optimizer.safetensors", wider, ShardLayout(wider, 1, 1), 0, wide, wide);
             }).find("the model needs F32 [3, 5]"),
             std::string::npos);
 }

@@ -78,7 +78,7 @@ TEST(DurableFile, ReplacesAtOnceAndReportsFailures) {
 TEST(Trace, IsAChromeTraceOfNestedSpans) {
   ScratchDirectory scratch;
   {
-    TraceWriter trace(scratch / "trace.json");
+    TraceWriter trace(true, scratch / "trace.json", 0, "training loop");
     const auto outer = trace.span("step", 7);
     const auto inner = trace.span("forward", 0);
   }
@@ -95,10 +95,30 @@ TEST(Trace, IsAChromeTraceOfNestedSpans) {
             complete[0]["ts"].get<double>() + complete[0]["dur"].get<double>());
 }
 
-TEST(Trace, WithoutAFileDoesNothing) {
-  TraceWriter trace{std::filesystem::path()};
-  const auto span = trace.span("step", 1);
-  trace.flush();
+TEST(Trace, HoldsTheEventsOfAllRanks) {
+  ScratchDirectory scratch;
+  {
+    TraceWriter first(true, scratch / "trace.json", 0, "stage 0"), second(true, {}, 1, "stage 1");
+    for (int step = 0; step < 2; ++step) {
+      { const auto span = first.span("step", step); }
+      { const auto span = second.span("step", step); }
+      const std::vector<std::string> events = {first.take(), second.take()};
+      first.write(events);
+    }
+  }
+  std::map<std::pair<int, std::string>, int> count;
+  for (const auto& event : nlohmann::json::parse(read_bytes(scratch / "trace.json")))
+    ++count[{event["pid"].get<int>(), event["name"].get<std::string>()}];
+  for (const int rank : {0, 1}) {
+    EXPECT_EQ((count[{rank, "step"}]), 2);
+    EXPECT_EQ((count[{rank, "process_name"}]), 1);
+  }
+}
+
+TEST(Trace, SwitchedOffItDoesNothing) {
+  TraceWriter trace(false, {}, 0, "");
+  { const auto span = trace.span("step", 1); }
+  EXPECT_EQ(trace.take(), "");
 }
 
 StepReport report(int64_t step) {

@@ -204,8 +204,14 @@ TEST(RunConfig, WhatExcludesOrNeedsEachOther) {
 
 TEST(RunConfig, WhatThisVersionCannotDoIsRefused) {
   EXPECT_NE(error_of(kSynthetic, {"device=cuda"}).find("this version"), std::string::npos);
-  for (const char* assignment : {"parallel.dp=2", "parallel.pp=2", "parallel.cp=2"})
-    EXPECT_NE(error_of(kSynthetic, {assignment}).find("must be at most 1"), std::string::npos) << assignment;
+  EXPECT_NE(error_of(kSynthetic, {"parallel.cp=2"}).find("must be at most 1"), std::string::npos);
+}
+
+TEST(RunConfig, RanksWithNothingToDoAreRefused) {
+  EXPECT_NE(error_of(kSynthetic, {"parallel.dp=3", "batch.global_batch_size=2"})
+                .find("--set: parallel.dp: 3 ranks for batch.global_batch_size 2"),
+            std::string::npos);
+  EXPECT_NE(error_of(kSynthetic, {"parallel.pp=1000"}).find("--set: parallel.pp: 1000 stages for"), std::string::npos);
 }
 
 TEST(RunConfig, PrintedConfigurationLoadsAgain) {
@@ -253,7 +259,7 @@ TEST(RunConfig, LoadsFromAFile) {
 
 // A model of 4096 positions with the given rope override, trained at `length` tokens.
 ModelConfig adapted(const std::string& rope, int64_t length, RopeConfig own = {}) {
-  ModelConfig model;
+  ModelConfig model = *parse(kSynthetic).model.init;
   model.max_position_embeddings = 4096;
   model.rope = own;
   model.rope.theta = 1e6;

@@ -1,0 +1,35 @@
+#pragma once
+
+#include <vector>
+
+#include "comm/communicator.h"
+#include "model/parameters.h"
+#include "parallel/shard_layout.h"
+
+namespace sb {
+
+// Adds the gradients of all replicas of a stage, bucket by bucket while the last backward of a step still runs: of each
+// bucket every rank ends up with the sum in its own piece; the other pieces are undefined.
+class GradientReducer {
+ public:
+  // `ends`: the other end of the pipeline holds the bucket `tied_bucket` too, and their sums are added; nullptr: no.
+  GradientReducer(const ParameterSet& parameters, const ShardLayout& layout, Communicator& replicas, Communicator* ends,
+                  int tied_bucket);
+
+  // Before the last backward of a step; then every group once, in the order backward reports them.
+  void start();
+  void group_final(int group);
+  // Waits for all of it.
+  void finish();
+
+ private:
+  const ParameterSet& parameters_;
+  const ShardLayout& layout_;
+  Communicator& replicas_;
+  Communicator* ends_;
+  int tied_bucket_;
+  int next_bucket_ = -1;               // the one to be completed next, from the last to the first
+  std::vector<CommRequest> requests_;  // in the order they were started
+};
+
+}  // namespace sb

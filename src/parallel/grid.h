@@ -1,0 +1,60 @@
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "comm/communicator.h"
+
+namespace sb {
+
+struct GridShape {
+  int dp = 1, pp = 1, cp = 1;
+  int ranks() const { return dp * pp * cp; }
+};
+
+// UserError, with the cure, when so many ranks do not make this grid.
+void check_grid(const GridShape& shape, int ranks);
+
+// The ranks of a run as a grid: context-parallel ranks stand side by side, then the stages of a pipeline, then its
+// data-parallel copies.
+class Grid {
+ public:
+  // Collective over the world.
+  Grid(Communicator& world, const GridShape& shape);
+
+  const GridShape& shape() const { return shape_; }
+  int dp_rank() const { return dp_rank_; }
+  int stage() const { return stage_; }
+  int cp_rank() const { return cp_rank_; }
+  bool first_stage() const { return stage_ == 0; }
+  bool last_stage() const { return stage_ == shape_.pp - 1; }
+  // Rank in the world of a place on the grid.
+  int rank_of(int dp_rank, int stage, int cp_rank) const { return (dp_rank * shape_.pp + stage) * shape_.cp + cp_rank; }
+
+  Communicator& world() { return world_; }
+  // All with this rank's stage: they hold the same parameters, share their optimizer and add their gradients. Ranks are
+  // ordered by (data-parallel, context-parallel) rank.
+  Communicator& replicas() { return *replicas_; }
+  // The stages of this rank's pipeline, in order.
+  Communicator& pipeline() { return *pipeline_; }
+  Communicator& context() { return *context_; }
+  // First and last stage of this rank's pipeline, which both hold a tied embedding; nullptr on the other stages and
+  // where one stage is both.
+  Communicator* ends() { return ends_.get(); }
+
+ private:
+  Communicator& world_;
+  GridShape shape_;
+  int dp_rank_, stage_, cp_rank_;
+  std::unique_ptr<Communicator> replicas_, pipeline_, context_, ends_;
+};
+
+// How many ranks run on this machine, this one included. Collective.
+int ranks_on_this_machine(Communicator& world);
+
+// Text of any length from `root` to all, and from all to `root` (in rank order; empty elsewhere). Collective.
+std::string broadcast_text(Communicator& group, std::string text, int root);
+std::vector<std::string> gather_texts(Communicator& group, const std::string& text, int root);
+
+}  // namespace sb

@@ -1,0 +1,157 @@
+#include "parallel/pipeline.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "balance/schedule.h"
+
+namespace sb {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr int kBuffers = 2;
+enum Tag { kActivations = 0, kGradients = 1 };
+
+// How many of the three channels a stage has: inputs and their gradients with the stage before, gradients of the
+// outputs with the stage after.
+int channels(int stage, int stages) {
+  return (stage > 0 ? 2 : 0) + (stage + 1 < stages ? 1 : 0);
+}
+
+}  // namespace
+
+std::vector<int> split_layers_evenly(int layers, int stages) {
+  SB_USER_CHECK(stages <= layers, "parallel.pp {} is more than the model's {} layers: a stage would be empty; lower it",
+                stages, layers);
+  std::vector<int> first;
+  for (int stage = 0; stage <= stages; ++stage)
+    first.push_back(stage * (layers / stages) + std::min(stage, layers % stages));
+  return first;
+}
+
+class Pipeline::Channel {
+ public:
+  Channel(Arena& arena, Communicator& group, int other, int tag, int64_t max_tokens, int64_t hidden)
+      : group_(group), other_(other), tag_(tag) {
+    for (TensorView& buffer : buffers_) buffer = arena.allocate(DType::f32, {max_tokens, hidden});
+  }
+
+  // A message of `tokens` rows is asked for; up to two may be under way.
+  void post_receive(int64_t tokens) {
+    const int slot = posted_++ % kBuffers;
+    views_[slot] = buffers_[slot].rows(0, tokens);
+    requests_[slot] = group_.receive_async(views_[slot].raw(), views_[slot].bytes(), other_, tag_);
+  }
+  // The oldest one asked for; its buffer serves the next post_receive().
+  TensorView receive() {
+    const int slot = taken_++ % kBuffers;
+    requests_[slot].wait();
+    return views_[slot];
+  }
+
+  // Copies the rows and sends them; waits only while both buffers are still on their way.
+  void send(TensorView rows) {
+    const int slot = posted_++ % kBuffers;
+    requests_[slot].wait();
+    std::memcpy(buffers_[slot].raw(), rows.raw(), static_cast<size_t>(rows.bytes()));
+    requests_[slot] = group_.send_async(buffers_[slot].raw(), rows.bytes(), other_, tag_);
+  }
+  void finish() {
+    for (CommRequest& request : requests_) request.wait();
+    posted_ = taken_ = 0;
+  }
+
+ private:
+  Communicator& group_;
+  int other_, tag_;
+  int posted_ = 0, taken_ = 0;
+  std::array<TensorView, kBuffers> buffers_, views_;
+  std::array<CommRequest, kBuffers> requests_;
+};
+
+int64_t Pipeline::buffer_bytes(int stage, int stages, int64_t hidden_size, int64_t max_micro_batch_tokens) {
+  return channels(stage, stages) * kBuffers *
+         Arena::rounded(max_micro_batch_tokens * hidden_size * dtype_bytes(DType::f32));
+}
+
+Pipeline::Pipeline(Stage& stage, Communicator& group, int64_t max_micro_batch_tokens)
+    : stage_(stage),
+      group_(group),
+      previous_(group.rank() - 1),
+      next_(group.rank() + 1 < group.size() ? group.rank() + 1 : -1),
+      arena_("pipeline buffers",
+             buffer_bytes(group.rank(), group.size(), stage.config().hidden_size, max_micro_batch_tokens)) {
+  SB_CHECK(stage.first() == (previous_ < 0) && stage.last() == (next_ < 0), "stage {} of {} has other layers",
+           group.rank(), group.size());
+  const auto channel = [&](int other, int tag) {
+    return std::make_unique<Channel>(arena_, group_, other, tag, max_micro_batch_tokens, stage.config().hidden_size);
+  };
+  if (previous_ >= 0) {
+    inputs_ = channel(previous_, kActivations);
+    input_gradients_ = channel(previous_, kGradients);
+  }
+  if (next_ >= 0) output_gradients_ = channel(next_, kGradients);
+}
+
+Pipeline::~Pipeline() = default;
+
+Pipeline::Result Pipeline::train(const Exec& exec, std::span<const MicroBatch> batches, const Hooks& hooks) {
+  const auto count = static_cast<int>(batches.size());
+  const int slots = Pipeline::slots(group_.rank(), group_.size());
+  const auto schedule = shared_schedule(group_.size(), count, /*warmup_depth=*/1);
+  const auto tokens = [&](int i) { return batches[static_cast<size_t>(i)].size(); };
+  Result result;
+
+  for (int i = 0; i < std::min(kBuffers, count); ++i) {
+    if (inputs_) inputs_->post_receive(tokens(i));
+    if (output_gradients_) output_gradients_->post_receive(tokens(i));
+  }
+  std::vector<CommRequest> sent(static_cast<size_t>(slots));  // the slot's output; in use until its backward
+  for (const Schedule::Node& node : schedule->nodes()) {
+    if (node.stage != group_.rank()) continue;
+    const int i = node.position, slot = i % slots;
+    const MicroBatch& batch = batches[static_cast<size_t>(i)];
+    if (!node.backward) {
+      if (hooks.stop && hooks.stop()) {
+        result.stopped = true;
+        return result;
+      }
+      const TensorView input = inputs_ ? inputs_->receive() : TensorView();
+      const auto begin = Clock::now();
+      const TensorView output = stage_.forward(exec, batch, slot, input);
+      result.operations.push_back({i, false, begin, Clock::now()});
+      if (inputs_ && i + kBuffers < count) inputs_->post_receive(tokens(i + kBuffers));
+      if (next_ >= 0)
+        sent[static_cast<size_t>(slot)] = group_.send_async(output.raw(), output.bytes(), next_, kActivations);
+      else
+        result.loss += stage_.loss(slot);
+    } else {
+      sent[static_cast<size_t>(slot)].wait();
+      const TensorView gradient = output_gradients_ ? output_gradients_->receive() : TensorView();
+      const auto begin = Clock::now();
+      const TensorView down =
+          stage_.backward(exec, batch, slot, gradient, i + 1 == count ? hooks.gradients_final : GradientsFinal());
+      result.operations.push_back({i, true, begin, Clock::now()});
+      if (output_gradients_ && i + kBuffers < count) output_gradients_->post_receive(tokens(i + kBuffers));
+      if (input_gradients_) input_gradients_->send(down);
+    }
+  }
+  for (const auto& channel : {&inputs_, &output_gradients_, &input_gradients_})
+    if (*channel) (*channel)->finish();
+  return result;
+}
+
+LossSums Pipeline::evaluate(const Exec& exec, const MicroBatch& batch) {
+  TensorView input;
+  if (inputs_) {
+    inputs_->post_receive(batch.size());
+    input = inputs_->receive();
+  }
+  const TensorView output = stage_.evaluate(exec, batch, 0, input);
+  if (next_ < 0) return stage_.loss(0);
+  group_.send_async(output.raw(), output.bytes(), next_, kActivations).wait();
+  return {};
+}
+
+}  // namespace sb

@@ -1,0 +1,67 @@
+#pragma once
+
+#include <array>
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "comm/communicator.h"
+#include "core/arena.h"
+#include "model/stage.h"
+
+namespace sb {
+
+// First layer of every stage and, last, the number of layers: equal shares, the remainder on the first stages (the last
+// one has the loss besides).
+std::vector<int> split_layers_evenly(int layers, int stages);
+
+// Runs one stage of a pipeline: micro-batches of different sizes in the order of 1F1B, the very order that
+// balance/schedule.h predicts. Activations and gradients travel with their real size while other micro-batches are
+// computed. A pipeline of one stage is forward and backward of each micro-batch in turn.
+class Pipeline {
+ public:
+  // `group`: the stages, in order. The stage needs slots(...) slots.
+  Pipeline(Stage& stage, Communicator& group, int64_t max_micro_batch_tokens);
+  ~Pipeline();
+
+  // Micro-batches that a stage holds at once, at most.
+  static int slots(int stage, int stages) { return stages - stage; }
+  // What the constructor will allocate.
+  static int64_t buffer_bytes(int stage, int stages, int64_t hidden_size, int64_t max_micro_batch_tokens);
+
+  struct Operation {
+    int micro_batch;
+    bool backward;
+    std::chrono::steady_clock::time_point begin, end;  // the computation, without what it waited for
+    int64_t nanoseconds() const { return std::chrono::duration_cast<std::chrono::nanoseconds>(end - begin).count(); }
+  };
+  struct Result {
+    LossSums loss;  // of all micro-batches, on the last stage; zero elsewhere
+    std::vector<Operation> operations;
+    bool stopped = false;  // asked to stop on the way
+  };
+  struct Hooks {
+    GradientsFinal gradients_final;  // of the last micro-batch: nothing changes these gradients any more
+    // Asked before each micro-batch; true ends the run early. For a pipeline of one stage: others would wait.
+    std::function<bool()> stop;
+  };
+
+  // All stages call it with the same micro-batches in the same order.
+  Result train(const Exec& exec, std::span<const MicroBatch> batches, const Hooks& hooks);
+  // Forward alone.
+  LossSums evaluate(const Exec& exec, const MicroBatch& batch);
+
+ private:
+  // Two buffers for messages in one direction: one is filled or sent while the other is used.
+  class Channel;
+
+  Stage& stage_;
+  Communicator& group_;
+  int previous_, next_;  // stages; -1: none
+  Arena arena_;
+  std::unique_ptr<Channel> inputs_, output_gradients_, input_gradients_;
+};
+
+}  // namespace sb

@@ -1,0 +1,61 @@
+#include "parallel/sharded_adamw.h"
+
+#include <algorithm>
+#include <cstring>
+
+namespace sb {
+
+ShardedAdamW::ShardedAdamW(ParameterSet& parameters, const ShardLayout& layout, Communicator& replicas)
+    : parameters_(parameters),
+      layout_(layout),
+      replicas_(replicas),
+      arena_("optimizer", bytes(parameters.flat_elements(), layout.shards())) {
+  SB_CHECK(replicas.size() == layout.shards(), "{} replicas, {} shards", replicas.size(), layout.shards());
+  first_moment_ = arena_.allocate(DType::f32, {layout.shard_elements()});
+  second_moment_ = arena_.allocate(DType::f32, {layout.shard_elements()});
+  std::memset(first_moment_.raw(), 0, static_cast<size_t>(first_moment_.bytes()));
+  std::memset(second_moment_.raw(), 0, static_cast<size_t>(second_moment_.bytes()));
+  // Neighbours of the same kind are updated together; the padding between them is zero and stays zero.
+  for (int i = 0; i < parameters.count(); ++i) {
+    const Parameter& parameter = parameters.parameter(i);
+    const int64_t end = parameter.offset + parameter.elements();
+    if (!decay_ranges_.empty() && decay_ranges_.back().decay == parameter.decay)
+      decay_ranges_.back().range.end = end;
+    else
+      decay_ranges_.push_back({{parameter.offset, end}, parameter.decay});
+  }
+}
+
+int64_t ShardedAdamW::bytes(int64_t flat_elements, int shards) {
+  return 2 * Arena::rounded(flat_elements / shards * dtype_bytes(DType::f32));
+}
+
+double ShardedAdamW::squared_norm(const Exec& exec, int left_out) const {
+  double sum = 0;
+  for (const FlatRange& piece : layout_.pieces(replicas_.rank(), left_out))
+    sum += sb::squared_norm(exec, parameters_.gradients().rows(piece.begin, piece.end));
+  return sum;
+}
+
+void ShardedAdamW::update(const Exec& exec, const AdamWStep& step) {
+  std::vector<CommRequest> gathering;
+  for (int bucket = 0; bucket < layout_.buckets(); ++bucket) {
+    const FlatRange own = layout_.piece(bucket, replicas_.rank());
+    for (const DecayRange& kind : decay_ranges_) {
+      const int64_t begin = std::max(own.begin, kind.range.begin), end = std::min(own.end, kind.range.end);
+      if (begin >= end) continue;
+      AdamWStep part = step;
+      if (!kind.decay) part.weight_decay = 0;
+      const int64_t place = layout_.place(bucket) + begin - own.begin;
+      adamw_update(exec, part, parameters_.values().rows(begin, end), parameters_.gradients().rows(begin, end),
+                   first_moment_.rows(place, place + end - begin), second_moment_.rows(place, place + end - begin));
+    }
+    // On its way while the next bucket is updated.
+    if (replicas_.size() > 1)
+      gathering.push_back(replicas_.all_gather_async(parameters_.values().f32() + layout_.bucket(bucket).begin,
+                                                     own.size(), CommType::f32));
+  }
+  for (CommRequest& request : gathering) request.wait();
+}
+
+}  // namespace sb

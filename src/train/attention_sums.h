@@ -1,0 +1,16 @@
+#pragma once
+
+#include "attention/sparse_attention.h"
+#include "comm/communicator.h"
+
+namespace sb {
+
+// What sparse attention did on all ranks: the layers' sums everywhere, the sampled curves on rank 0 (in rank order).
+// Collective.
+AttentionReport sum_over_ranks(Communicator& world, AttentionReport own);
+
+// The thresholds that all ranks go on with: every rank steers its own by its own sequences; the mean over the ranks
+// that have one is the same on all of them, and one rank alone keeps its own. Collective.
+Selector::Thresholds mean_over_ranks(Communicator& world, const Selector::Thresholds& own);
+
+}  // namespace sb

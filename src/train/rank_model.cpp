@@ -1,0 +1,86 @@
+#include "train/rank_model.h"
+
+#include <cmath>
+
+#include "train/optimizer_file.h"
+
+namespace sb {
+
+StageOptions RankModelOptions::stage(int index) const {
+  StageOptions options;
+  options.first_layer = first_layers[static_cast<size_t>(index)];
+  options.last_layer = first_layers[static_cast<size_t>(index) + 1];
+  options.recompute = recompute;
+  options.max_micro_batch_tokens = max_micro_batch_tokens;
+  options.max_sequence_length = max_sequence_length;
+  options.slots = Pipeline::slots(index, grid.pp);
+  options.loss_chunk = loss_chunk;
+  options.shards = grid.dp * grid.cp;
+  return options;
+}
+
+RankModel::RankModel(const RankModelOptions& options, Attention& attention, Communicator& world)
+    : grid_(world, options.grid),
+      layout_(options.model, options.first_layers, options.grid.dp * options.grid.cp),
+      stage_(options.model, options.stage(grid_.stage()), attention, options.threads),
+      pipeline_(stage_, grid_.pipeline(), options.max_micro_batch_tokens),
+      shards_(layout_.shards(grid_.stage())),
+      reducer_(stage_.parameters(), shards_, grid_.replicas(),
+               options.model.tie_word_embeddings ? grid_.ends() : nullptr, layout_.tied_bucket(grid_.stage())),
+      optimizer_(stage_.parameters(), shards_, grid_.replicas()),
+      collector_(grid_, layout_) {}
+
+MemoryPlan RankModel::memory_plan(const RankModelOptions& options, const Attention& attention, int stage) {
+  const StageOptions own = options.stage(stage);
+  MemoryPlan plan = Stage::memory_plan(options.model, own, attention, options.threads);
+  plan.add("optimizer", ShardedAdamW::bytes(Stage::declare_parameters(options.model, own).flat_elements(), own.shards));
+  if (options.grid.pp > 1)
+    plan.add("pipeline buffers",
+             Pipeline::buffer_bytes(stage, options.grid.pp, options.model.hidden_size, options.max_micro_batch_tokens));
+  return plan;
+}
+
+Pipeline::Result RankModel::forward_backward(const Exec& exec, std::span<const MicroBatch> batches,
+                                             const std::function<bool()>& stop) {
+  stage_.parameters().zero_gradients();
+  reducer_.start();
+  return pipeline_.train(exec, batches, {[this](int group) { reducer_.group_final(group); }, stop});
+}
+
+double RankModel::reduce(const Exec& exec) {
+  reducer_.finish();
+  // A tied embedding is on two stages and counts once.
+  const bool second_copy = grid_.last_stage() && !grid_.first_stage();
+  const double own = optimizer_.squared_norm(exec, second_copy ? layout_.tied_bucket(grid_.stage()) : -1);
+  return std::sqrt(grid_.world().all_reduce(own));
+}
+
+std::vector<SafetensorsTensor> RankModel::weights() {
+  std::vector<SafetensorsTensor> tensors;
+  for (const ModelLayout::Tensor& tensor : layout_.tensors())
+    tensors.push_back({tensor.flat.name, tensor.flat.shape, nullptr,
+                       [this, &tensor] { return collector_.replicated(tensor, stage_.parameters().values()); }});
+  return tensors;
+}
+
+std::vector<SafetensorsTensor> RankModel::moments() {
+  std::vector<SafetensorsTensor> tensors;
+  for (const ModelLayout::Tensor& tensor : layout_.tensors())
+    tensors.push_back({first_moment_name(tensor.flat.name), tensor.flat.shape, nullptr,
+                       [this, &tensor] { return collector_.sharded(tensor, optimizer_.first_moment()); }});
+  for (const ModelLayout::Tensor& tensor : layout_.tensors())
+    tensors.push_back({second_moment_name(tensor.flat.name), tensor.flat.shape, nullptr,
+                       [this, &tensor] { return collector_.sharded(tensor, optimizer_.second_moment()); }});
+  return tensors;
+}
+
+void RankModel::serve(std::span<const SafetensorsTensor> tensors) {
+  for (const SafetensorsTensor& tensor : tensors) tensor.fetch();
+}
+
+TrainState RankModel::load(const std::filesystem::path& checkpoint) {
+  return load_checkpoint(checkpoint, stage_.parameters(), shards_, grid_.replicas().rank(), optimizer_.first_moment(),
+                         optimizer_.second_moment());
+}
+
+}  // namespace sb

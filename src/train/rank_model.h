@@ -1,0 +1,72 @@
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "attention/attention.h"
+#include "core/memory_plan.h"
+#include "device/exec.h"
+#include "model/stage.h"
+#include "parallel/gradient_reducer.h"
+#include "parallel/grid.h"
+#include "parallel/model_layout.h"
+#include "parallel/pipeline.h"
+#include "parallel/sharded_adamw.h"
+#include "parallel/tensor_collector.h"
+#include "train/checkpoint.h"
+#include "train/run_config.h"
+
+namespace sb {
+
+// What a rank has to know to take its memory; the same on all ranks.
+struct RankModelOptions {
+  ModelConfig model;
+  std::vector<int> first_layers;  // of every stage and, last, the number of layers
+  GridShape grid;
+  Recompute recompute = Recompute::attention;
+  int64_t max_micro_batch_tokens = 0, max_sequence_length = 0;
+  int64_t loss_chunk = 1024;
+  int threads = 1;
+
+  StageOptions stage(int index) const;
+};
+
+// One rank's share of the model in training: its pipeline stage, its shard of the optimizer and the ways to the other
+// ranks. Everything but memory_plan() and stage() is collective.
+class RankModel {
+ public:
+  RankModel(const RankModelOptions& options, Attention& attention, Communicator& world);
+
+  // What a rank of this stage takes.
+  static MemoryPlan memory_plan(const RankModelOptions& options, const Attention& attention, int stage);
+
+  Grid& grid() { return grid_; }
+  Stage& stage() { return stage_; }
+
+  // Gradients of this rank's micro-batches, the reduction between ranks already under way; they start from zero.
+  // `stop` may end it early in a run of one rank.
+  Pipeline::Result forward_backward(const Exec& exec, std::span<const MicroBatch> batches,
+                                    const std::function<bool()>& stop);
+  LossSums evaluate(const Exec& exec, const MicroBatch& batch) { return pipeline_.evaluate(exec, batch); }
+  // Ends the reduction; the norm of the whole gradient.
+  double reduce(const Exec& exec);
+  void update(const Exec& exec, const AdamWStep& step) { optimizer_.update(exec, step); }
+
+  // All tensors of the model, for writing on rank 0; the other ranks serve() them in the same order.
+  std::vector<SafetensorsTensor> weights();
+  std::vector<SafetensorsTensor> moments();
+  static void serve(std::span<const SafetensorsTensor> tensors);
+  TrainState load(const std::filesystem::path& checkpoint);
+
+ private:
+  Grid grid_;
+  ModelLayout layout_;
+  Stage stage_;
+  Pipeline pipeline_;
+  const ShardLayout& shards_;
+  GradientReducer reducer_;
+  ShardedAdamW optimizer_;
+  TensorCollector collector_;
+};
+
+}  // namespace sb

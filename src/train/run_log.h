@@ -1,0 +1,35 @@
+#pragma once
+
+#include <filesystem>
+#include <memory>
+#include <vector>
+
+#include "attention/sparse_attention.h"
+#include "train/console.h"
+#include "train/metrics_log.h"
+#include "train/tensorboard_writer.h"
+
+namespace sb {
+
+// Where a run's numbers go: the console, metrics.jsonl and TensorBoard. Rank 0 has one.
+class RunLog {
+ public:
+  // `last_step`: the one the run goes on from; what was logged after it goes.
+  RunLog(Console& console, const std::filesystem::path& directory, int64_t last_step, bool tensorboard);
+
+  // `more` follows what the report says.
+  void step(const StepReport& report, const std::vector<Metric>& more);
+  void validation(const ValidationReport& report);
+
+ private:
+  void write(int64_t step, const std::string& section, size_t prefix, const std::vector<Metric>& metrics);
+
+  Console& console_;
+  MetricsLog metrics_;
+  std::unique_ptr<TensorBoardWriter> tensorboard_;
+};
+
+// Density and coverage of a step; into the report too.
+std::vector<Metric> attention_metrics(const AttentionReport& attention, bool every_layer, StepReport& report);
+
+}  // namespace sb

@@ -1,0 +1,245 @@
+// The same global batch on any grid, in any arrangement: the same loss and the same gradients.
+#include "train/rank_model.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <map>
+#include <mutex>
+#include <numeric>
+
+#include "attention/dense_attention.h"
+#include "attention/sparse_attention.h"
+#include "comm/thread_communicator.h"
+#include "core/random.h"
+#include "tests/model/model_fixture.h"
+#include "train/step_sums.h"
+
+namespace sb::test {
+namespace {
+
+// Micro-batches of every data-parallel rank, by the places of their sequences.
+using Arrangement = std::vector<std::vector<std::vector<int>>>;
+
+struct Case {
+  ModelConfig model;
+  std::vector<std::vector<int32_t>> sequences;
+  std::optional<SelectionConfig> selection;  // none: dense
+};
+
+struct Outcome {
+  LossSums loss;
+  double norm = 0;
+  double density = 1;
+  Tensors gradients;                       // of the whole model, by Hugging Face's names
+  std::vector<std::vector<float>> values;  // of every rank, after one update
+  std::vector<Tensors> moments;            // first moments that came to rank 0
+};
+
+RankModelOptions options_of(const Case& c, const GridShape& grid, Recompute recompute) {
+  RankModelOptions options;
+  options.model = c.model;
+  options.first_layers = split_layers_evenly(c.model.layers, grid.pp);
+  options.grid = grid;
+  options.recompute = recompute;
+  for (const auto& sequence : c.sequences) {
+    options.max_micro_batch_tokens += std::ssize(sequence);
+    options.max_sequence_length = std::max(options.max_sequence_length, std::ssize(sequence));
+  }
+  options.loss_chunk = 50;
+  return options;
+}
+
+Outcome run(const Case& c, const GridShape& grid, const Arrangement& arrangement,
+            Recompute recompute = Recompute::attention) {
+  const RankModelOptions options = options_of(c, grid, recompute);
+  const int64_t targets = count_targets(c.sequences);
+  Outcome outcome;
+  outcome.values.resize(static_cast<size_t>(grid.ranks()));
+  std::mutex mutex;
+  run_thread_ranks(grid.ranks(), [&](Communicator& world) {
+    DenseAttention dense;
+    std::optional<SparseAttention> sparse;
+    if (c.selection) sparse.emplace(SparseAttention::Options{*c.selection, c.model.layers, 0});
+    RankModel model(options, sparse ? static_cast<Attention&>(*sparse) : dense, world);
+    model.stage().initialize(7);
+    TestExec run(1);
+
+    std::vector<MicroBatch> batches;
+    for (const std::vector<int>& places : arrangement[static_cast<size_t>(model.grid().dp_rank())]) {
+      std::vector<std::vector<int32_t>> members;
+      for (const int place : places) members.push_back(c.sequences[static_cast<size_t>(place)]);
+      batches.push_back(pack(members, targets));
+    }
+    const Pipeline::Result result = model.forward_backward(run.exec, batches, {});
+    EXPECT_EQ(result.operations.size(), 2 * batches.size());
+    const LossSums loss = sum_over_ranks(world, result.loss);
+    const double norm = model.reduce(run.exec);
+
+    const ModelLayout layout(c.model, options.first_layers, grid.dp);
+    const float* gradients = model.stage().parameters().gradients().f32();
+    {
+      std::lock_guard lock(mutex);
+      for (const ModelLayout::Tensor& tensor : layout.tensors()) {
+        std::vector<float>& whole = outcome.gradients[tensor.flat.name];
+        whole.resize(static_cast<size_t>(tensor.flat.end - tensor.flat.begin));
+        if (tensor.stage != model.grid().stage()) continue;
+        for (const auto& segment : layout.shards(tensor.stage).segments({tensor.flat.begin, tensor.flat.end}))
+          if (segment.shard == model.grid().dp_rank())
+            std::copy(gradients + segment.flat.begin, gradients + segment.flat.end,
+                      whole.begin() + (segment.flat.begin - tensor.flat.begin));
+      }
+      if (world.rank() == 0) {
+        outcome.loss = loss;
+        outcome.norm = norm;
+        if (sparse) outcome.density = sparse->take_report().total().density();
+      }
+      EXPECT_EQ(outcome.norm == 0 ? norm : outcome.norm, norm);
+    }
+    model.update(run.exec, {1e-2f, 0.9f, 0.95f, 1e-8f, 0.1f, 1, 1.0f});
+    const TensorView values = model.stage().parameters().values();
+    outcome.values[static_cast<size_t>(world.rank())].assign(values.f32(), values.f32() + values.elements());
+
+    // What a checkpoint would hold.
+    const std::vector<SafetensorsTensor> weights = model.weights();
+    Tensors collected;
+    for (const SafetensorsTensor& tensor : weights) {
+      const float* data = tensor.fetch();
+      EXPECT_EQ(data != nullptr, world.rank() == 0);
+      if (data != nullptr) collected[tensor.name].assign(data, data + tensor.elements());
+    }
+    const std::vector<SafetensorsTensor> moments = model.moments();
+    Tensors collected_moments;
+    for (const SafetensorsTensor& tensor : moments) {
+      const float* data = tensor.fetch();
+      if (data != nullptr) collected_moments[tensor.name].assign(data, data + tensor.elements());
+    }
+    if (world.rank() == 0) outcome.moments = {collected, collected_moments};
+  });
+  return outcome;
+}
+
+// All sequences dealt out to the ranks and packed at random, every rank with at least one.
+Arrangement random_arrangement(int sequences, int dp, uint64_t seed) {
+  Random random(seed);
+  std::vector<int> order(static_cast<size_t>(sequences));
+  std::iota(order.begin(), order.end(), 0);
+  for (size_t i = order.size(); i > 1; --i) std::swap(order[i - 1], order[random.below(i)]);
+  Arrangement arrangement(static_cast<size_t>(dp));
+  for (size_t i = 0; i < order.size(); ++i) {
+    auto& rank = arrangement[i < static_cast<size_t>(dp) ? i : random.below(static_cast<uint64_t>(dp))];
+    if (rank.empty() || random.below(3) > 0) rank.emplace_back();
+    rank.back().push_back(order[i]);
+  }
+  return arrangement;
+}
+
+Case small_case(ModelConfig::Family family, bool tied, int layers) {
+  Case c;
+  c.model = tiny_config(family);
+  c.model.layers = layers;
+  c.model.tie_word_embeddings = tied;
+  c.sequences = random_sequences({9, 1, 5, 30, 2, 17, 8, 21, 3, 12, 26}, c.model.vocab_size, 11);
+  return c;
+}
+
+void expect_same(const Outcome& got, const Outcome& expected) {
+  EXPECT_NEAR(got.loss.weighted, expected.loss.weighted, 1e-5 * expected.loss.weighted);
+  EXPECT_NEAR(got.loss.nll, expected.loss.nll, 1e-5 * expected.loss.nll);
+  EXPECT_EQ(got.loss.targets, expected.loss.targets);
+  EXPECT_EQ(got.loss.correct, expected.loss.correct);
+  EXPECT_NEAR(got.norm, expected.norm, 1e-5 * expected.norm);
+  EXPECT_LT(largest_relative_difference(got.gradients, expected.gradients), 1e-5);
+}
+
+constexpr GridShape kGrids[] = {{1, 1}, {2, 1}, {4, 1}, {1, 2}, {1, 3}, {2, 2}, {3, 2}, {2, 3}};
+
+TEST(Ranks, AnyGridAndArrangementGivesTheSameGradients) {
+  for (const bool tied : {true, false}) {
+    const auto family = tied ? ModelConfig::Family::qwen2 : ModelConfig::Family::llama;
+    const Case c = small_case(family, tied, 4);
+    std::vector<int> all(c.sequences.size());
+    std::iota(all.begin(), all.end(), 0);
+    const Outcome reference = run(c, {1, 1}, {{all}}, Recompute::none);
+    uint64_t seed = 0;
+    for (const GridShape& grid : kGrids) {
+      for (const Recompute recompute : {Recompute::none, Recompute::attention, Recompute::layer}) {
+        SCOPED_TRACE(
+            fmt::format("tied {}, dp {}, pp {}, recompute {}", tied, grid.dp, grid.pp, static_cast<int>(recompute)));
+        const Arrangement arrangement = random_arrangement(static_cast<int>(c.sequences.size()), grid.dp, ++seed);
+        expect_same(run(c, grid, arrangement, recompute), reference);
+      }
+    }
+  }
+}
+
+// The same micro-batches: forward computes the same bits wherever it runs, and so chooses the same pairs.
+TEST(Ranks, SparseAttentionToo) {
+  Case c = small_case(ModelConfig::Family::qwen3, true, 3);
+  c.model.head_dim = 16;
+  c.model.max_position_embeddings = 1024;
+  c.sequences = random_sequences({700, 90, 400, 333, 512, 64, 650}, c.model.vocab_size, 12);
+  SelectionConfig selection;
+  selection.pattern = SelectionPattern::topk;
+  selection.block = 64;
+  selection.budget = 256;
+  selection.sink_blocks = 1;
+  selection.local_blocks = 1;
+  c.selection = selection;
+  const Arrangement one = {{{0}, {1, 2}, {3}, {4, 5}, {6}}};
+  const Outcome reference = run(c, {1, 1}, one);
+  EXPECT_LT(reference.density, 0.8);
+  const Arrangement reversed = {{{6}, {4, 5}, {3}, {1, 2}, {0}}}, two = {{{3}, {0}}, {{6}, {4, 5}, {1, 2}}};
+  for (const Recompute recompute : {Recompute::none, Recompute::attention, Recompute::layer}) {
+    SCOPED_TRACE(static_cast<int>(recompute));
+    expect_same(run(c, {1, 1}, reversed, recompute), reference);
+    expect_same(run(c, {2, 1}, two, recompute), reference);
+    expect_same(run(c, {1, 3}, reversed, recompute), reference);
+    expect_same(run(c, {2, 2}, two, recompute), reference);
+  }
+}
+
+TEST(Ranks, CopiesAreBitEqualAfterAnUpdateAndCollectedOnce) {
+  for (const bool tied : {true, false}) {
+    const Case c = small_case(ModelConfig::Family::qwen2, tied, 3);
+    const GridShape grid{3, 2};
+    const Arrangement arrangement = random_arrangement(static_cast<int>(c.sequences.size()), grid.dp, 5);
+    const Outcome outcome = run(c, grid, arrangement);
+    for (int dp = 1; dp < grid.dp; ++dp)
+      for (int stage = 0; stage < grid.pp; ++stage)
+        EXPECT_EQ(outcome.values[static_cast<size_t>(dp * grid.pp + stage)],
+                  outcome.values[static_cast<size_t>(stage)]);
+    const Tensors& weights = outcome.moments[0];
+    const Outcome alone = run(c, {1, 1}, {{{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10}}});
+    ASSERT_EQ(weights.size(), alone.moments[0].size());
+    for (const auto& [name, values] : alone.moments[0]) EXPECT_EQ(weights.at(name).size(), values.size()) << name;
+    EXPECT_LT(largest_relative_difference(outcome.moments[1], alone.moments[1]), 2e-5);
+    if (!tied) continue;
+    const std::vector<float>& embedding = weights.at("model.embed_tokens.weight");
+    const std::vector<float>& first = outcome.values[0];
+    EXPECT_TRUE(std::equal(embedding.begin(), embedding.end(), first.begin()));
+    // On the last stage it comes at the end.
+    RankModelOptions options = options_of(c, grid, Recompute::none);
+    const ParameterSet last = Stage::declare_parameters(c.model, options.stage(1));
+    EXPECT_TRUE(std::equal(embedding.begin(), embedding.end(), outcome.values[1].begin() + last.groups().back().begin));
+  }
+}
+
+TEST(Ranks, OptimizerMemoryFallsWithTheRanks) {
+  const Case c = small_case(ModelConfig::Family::qwen2, true, 4);
+  const DenseAttention attention;
+  std::map<int, int64_t> optimizer, weights;
+  for (const int dp : {1, 2, 4}) {
+    const MemoryPlan plan = RankModel::memory_plan(options_of(c, {dp, 1}, Recompute::none), attention, 0);
+    for (const MemoryPlan::Item& item : plan.items()) {
+      if (item.name == "optimizer") optimizer[dp] = item.bytes;
+      if (item.name == "weights") weights[dp] = item.bytes;
+    }
+    EXPECT_EQ(optimizer[dp], 2 * weights[dp] / dp) << dp;
+  }
+  // Padding to equal pieces is all that weights may grow by.
+  EXPECT_LE(weights[4], weights[1] + 6 * 3 * 64);
+}
+
+}  // namespace
+}  // namespace sb::test
