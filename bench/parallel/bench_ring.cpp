@@ -8,13 +8,20 @@
 //   - verticals: 500 token columns, drawn evenly, in the blocks that no slash covers as gathered columns;
 //   - a sink: block 0.
 // The second case has its slashes at multiples of the number of ranks instead: the worst case of plain stripes.
+//
+// Part 2: a ring over 4 nodes of 8 ranks with the published times of a step's work and of transfers within and between
+// nodes: simulated, and by the clock on thread ranks whose work sleeps and whose links take the times (ten times as
+// long, so that waking up costs little).
 #include <fmt/format.h>
 
 #include <cmath>
 #include <set>
+#include <thread>
 
+#include "comm/thread_communicator.h"
 #include "core/random.h"
 #include "parallel/context_layout.h"
+#include "parallel/ring_travel.h"
 
 namespace {
 
@@ -96,6 +103,44 @@ RingWork report(const char* title, const BlockIndex& index) {
   }
   fmt::print("\n");
   return work;
+}
+
+constexpr int kNodeSize = 8;
+constexpr RingTimes kPublished{0.51, 0.13, 0.98};  // milliseconds
+
+double measured_ring(int node_size, double slow_down) {
+  const auto lasting = [&](double ms) { return std::chrono::nanoseconds(static_cast<int64_t>(ms * slow_down * 1e6)); };
+  ThreadCommOptions options;
+  options.transfer_time = [&](int from, int to, int64_t) {
+    return lasting(from / kNodeSize == to / kNodeSize ? kPublished.inner_hop : kPublished.outer_hop);
+  };
+  double seconds = 0;
+  run_thread_ranks(
+      kRanks,
+      [&](Communicator& group) {
+        RingTravel travel(group, node_size);
+        const std::vector<int64_t> floats(kRanks, 16);
+        const std::vector<float> own(16);
+        group.barrier();
+        const auto begin = std::chrono::steady_clock::now();
+        travel.forward(own.data(), floats,
+                       [&](int, const float*) { std::this_thread::sleep_for(lasting(kPublished.compute)); });
+        group.barrier();
+        if (group.rank() == 0)
+          seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+      },
+      options);
+  return seconds * 1e3 / slow_down;
+}
+
+void report_travel() {
+  fmt::print("{} ranks in nodes of {}: work {} ms, hop within a node {} ms, between nodes {} ms\n", kRanks, kNodeSize,
+             kPublished.compute, kPublished.inner_hop, kPublished.outer_hop);
+  fmt::print("{:<14} {:>14} {:>14}\n", "ring", "simulated ms", "measured ms");
+  for (const auto& [name, node_size] : {std::pair("plain", kRanks), std::pair("hierarchical", kNodeSize)})
+    fmt::print("{:<14} {:>14.2f} {:>14.2f}\n", name, simulate_ring(RingShape(kRanks, node_size), kNodeSize, kPublished),
+               measured_ring(node_size, 10));
+  fmt::print("\n");
 }
 
 }  // namespace
