@@ -150,6 +150,7 @@ int main() {
              kTokens, kBlock, kRanks, kHeads);
   const RingWork drawn = report("vertical-slash", make_index(false));
   const RingWork regular = report("slashes at multiples of the ranks", make_index(true));
+  report_travel();
   fmt::print(
       "triangular, sink replicated: worker {:.3f}, step {:.3f}, lock-step over ideal {:.3f}; regular slashes: "
       "step {:.3f}, lock-step over ideal {:.3f}\n",

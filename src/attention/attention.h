@@ -20,6 +20,9 @@ struct PackedSequences {
   std::span<const int32_t> cu_seqlens;
   // Attention budget in keys per query of every sequence, for the layer at hand; empty: the configured one.
   std::span<const int32_t> budgets;
+  // Where several ranks share the sequences (context parallelism): the same for the whole sequences, of which
+  // cu_seqlens has the part of this rank, some maybe empty. Empty: nothing is shared.
+  std::span<const int32_t> whole_cu_seqlens = {};
   int sequences() const { return static_cast<int>(cu_seqlens.size()) - 1; }
   int64_t tokens() const { return cu_seqlens.back(); }
 };

@@ -44,28 +44,15 @@ BlockIndex& SparseAttention::index(AttentionState& state) {
 }
 
 SequenceTiles SparseAttention::tiles_of(const PackedSequences& sequences, int sequence) const {
-  const SelectionConfig& selection = options_.selection;
-  SequenceTiles tiles;
-  tiles.tokens = sequences.cu_seqlens[sequence + 1] - sequences.cu_seqlens[sequence];
-  tiles.block = selection.block;
-  tiles.query_block = selection.query_block;
-  tiles.sink_blocks = selection.sink_blocks;
-  tiles.local_blocks = selection.local_blocks;
-  tiles.budget = sequences.budgets.empty() ? selection.budget : sequences.budgets[sequence];
-  return tiles;
+  return sequence_tiles(options_.selection, sequences.cu_seqlens[sequence + 1] - sequences.cu_seqlens[sequence],
+                        sequences.budgets.empty() ? options_.selection.budget : sequences.budgets[sequence]);
 }
 
 void SparseAttention::choose(const Exec& exec, int layer, const AttentionShape& shape, const PackedSequences& sequences,
                              const AttentionOperands& operands, BlockIndex& index) {
   const SelectionConfig& selection = options_.selection;
-  const bool dense_layer =
-      std::find(selection.dense_layers.begin(), selection.dense_layers.end(), layer) != selection.dense_layers.end();
   std::vector<uint8_t> dense(sequences.sequences());
-  for (int s = 0; s < sequences.sequences(); ++s) {
-    const SequenceTiles tiles = tiles_of(sequences, s);
-    dense[s] = dense_layer || selection.pattern == SelectionPattern::dense || tiles.tokens <= selection.dense_limit() ||
-               tiles.everything_fits();
-  }
+  for (int s = 0; s < sequences.sequences(); ++s) dense[s] = runs_dense(selection, layer, tiles_of(sequences, s));
   const BlockIndexShape index_shape = {selection.block, selection.query_block, selector_.list_heads(shape)};
   builder_.begin(index, index_shape, sequences.cu_seqlens, dense, exec.pool->threads());
   for (int s = 0; s < sequences.sequences(); ++s) {

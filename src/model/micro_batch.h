@@ -15,6 +15,8 @@ struct MicroBatch {
   // loss is the plain sum over all micro-batches, whatever the packing.
   std::vector<float> weights;
   std::vector<int32_t> cu_seqlens{0};
+  // Where several ranks share the sequences: cu_seqlens of the whole ones; empty otherwise.
+  std::vector<int32_t> whole_cu_seqlens;
   std::vector<int64_t> sequence_ids;
   // Attention budgets [layer · sequences + sequence] in keys per query; empty: the configured one everywhere.
   std::vector<int32_t> budgets;

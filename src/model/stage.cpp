@@ -210,7 +210,7 @@ struct Stage::Implementation {
   }
 
   LayerRun layer_run(const Exec& exec, const MicroBatch& batch, const DecoderLayer& layer) {
-    PackedSequences sequences{batch.cu_seqlens, {}};
+    PackedSequences sequences{batch.cu_seqlens, {}, batch.whole_cu_seqlens};
     if (!batch.budgets.empty()) {
       const auto count = static_cast<size_t>(batch.sequences());
       sequences.budgets = std::span(batch.budgets).subspan(static_cast<size_t>(layer.index()) * count, count);

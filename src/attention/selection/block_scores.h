@@ -16,6 +16,7 @@ class BlockScorer {
   // for `blocks` blocks.
   BlockScorer(const AttentionShape& shape, BlockScore score, const float* q, const float* statistics, int64_t blocks,
               int64_t first_token = 0);
+  void set_first_token(int64_t first_token) { first_token_ = first_token; }
 
   // Log relative masses of blocks 0 … count-1 for tokens [begin, end) under kv head `head`: row t of the result (stride
   // `count`) belongs to token begin + t. Over the query heads of the group the largest relative mass counts.

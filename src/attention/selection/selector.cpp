@@ -24,6 +24,22 @@ struct Chunks {
 
 }  // namespace
 
+SequenceTiles sequence_tiles(const SelectionConfig& config, int64_t tokens, int64_t budget) {
+  SequenceTiles tiles;
+  tiles.tokens = tokens;
+  tiles.block = config.block;
+  tiles.query_block = config.query_block;
+  tiles.sink_blocks = config.sink_blocks;
+  tiles.local_blocks = config.local_blocks;
+  tiles.budget = budget;
+  return tiles;
+}
+
+bool runs_dense(const SelectionConfig& config, int layer, const SequenceTiles& tiles) {
+  return config.pattern == SelectionPattern::dense || tiles.tokens <= config.dense_limit() || tiles.everything_fits() ||
+         std::find(config.dense_layers.begin(), config.dense_layers.end(), layer) != config.dense_layers.end();
+}
+
 Selector::Selector(const SelectionConfig& config) : config_(config) {
   check_selection_config(config);
 }
@@ -46,8 +62,7 @@ void Selector::select(const Exec& exec, const SelectionRequest& request, BlockIn
       if (config_.order == SelectionOrder::lookahead) {
         select_most_mass(exec, request, builder);
       } else {
-        steer_threshold(request,
-                        select_by_scores(exec, request, StaircaseRule::Kind::mass, threshold(request), builder));
+        steer(request, select_by_scores(exec, request, StaircaseRule::Kind::mass, threshold(request), builder));
       }
       return;
     case SelectionPattern::window: {
@@ -67,11 +82,31 @@ void Selector::select(const Exec& exec, const SelectionRequest& request, BlockIn
   throw InternalError("dense attention makes no lists");
 }
 
+int64_t Selector::select_held(const Exec& exec, const SelectionRequest& request, BlockIndexBuilder& builder) const {
+  const SequenceTiles& tiles = request.tiles;
+  SB_CHECK(tiles.block % tiles.query_block == 0, "query blocks of {} across blocks of {}", tiles.query_block,
+           tiles.block);
+  if (request.held_blocks.empty()) return 0;
+  switch (config_.pattern) {
+    case SelectionPattern::topk:
+      return select_by_scores(exec, request, StaircaseRule::Kind::topk, 0.0f, builder);
+    case SelectionPattern::topp:
+      return select_by_scores(exec, request, StaircaseRule::Kind::topp, 0.0f, builder);
+    case SelectionPattern::mass:
+      SB_CHECK(config_.order == SelectionOrder::causal, "the best pairs of a whole sequence need all of it");
+      return select_by_scores(exec, request, StaircaseRule::Kind::mass, threshold(request), builder);
+    default:
+      throw InternalError("this pattern is not chosen by scores");
+  }
+}
+
 int64_t Selector::select_by_scores(const Exec& exec, const SelectionRequest& request, StaircaseRule::Kind kind,
                                    float threshold, BlockIndexBuilder& builder) const {
   const SequenceTiles& tiles = request.tiles;
   const bool lookahead = config_.order == SelectionOrder::lookahead;
-  const Chunks chunks(tiles);
+  Chunks chunks(tiles);
+  const bool shared = !request.held_blocks.empty();
+  if (shared) chunks.count = std::ssize(request.held_blocks);
   std::atomic<int64_t> chosen = 0;
   struct Worker {
     BlockScorer scorer;
@@ -82,7 +117,8 @@ int64_t Selector::select_by_scores(const Exec& exec, const SelectionRequest& req
   std::vector<Worker> workers(exec.pool->threads(), Worker{scorer, {}, {}});
   exec.pool->parallel_for(chunks.count * request.shape.kv_heads, 1, [&](int64_t item, int64_t, int thread) {
     // The last chunk has the most blocks: it goes first.
-    const int64_t chunk = chunks.count - 1 - item / request.shape.kv_heads;
+    const int64_t place = chunks.count - 1 - item / request.shape.kv_heads;
+    const int64_t chunk = shared ? request.held_blocks[place] : place;
     const int head = static_cast<int>(item % request.shape.kv_heads);
     const int64_t first = chunk * chunks.tiles_per_chunk,
                   last = std::min(tiles.tiles(), first + chunks.tiles_per_chunk);
@@ -93,6 +129,7 @@ int64_t Selector::select_by_scores(const Exec& exec, const SelectionRequest& req
       needed = needed || tiles.candidates(tile) > (kind == StaircaseRule::Kind::topk ? tiles.free_quota(tile) : 0);
     }
     Worker& worker = workers[thread];
+    worker.scorer.set_first_token((chunk - place) * tiles.block);
     std::vector<IndexEntry>& row = worker.row;
     const float* masses = nullptr;
     if (needed) {
@@ -180,7 +217,7 @@ float Selector::threshold(const SelectionRequest& request) const {
   return -std::log(2.0f * static_cast<float>(request.tiles.quota(0)));
 }
 
-void Selector::steer_threshold(const SelectionRequest& request, int64_t chosen) {
+void Selector::steer(const SelectionRequest& request, int64_t chosen) {
   const SequenceTiles& tiles = request.tiles;
   int64_t given = 0, wanted = 0;
   for (int64_t tile = 0; tile < tiles.tiles(); ++tile) {

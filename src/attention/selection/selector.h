@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <map>
+#include <span>
 #include <utility>
 #include <vector>
 
@@ -22,7 +23,14 @@ struct SelectionRequest {
   const float* k = nullptr;           // [tokens, kv_heads, d]
   const float* statistics = nullptr;  // what BlockStatistics filled for it
   BlockIndex::Sequence place;         // its rows in the index under construction
+  // Where several ranks share the sequence: the key blocks this one holds, ascending. Then `q` has their tokens only
+  // and only their rows are chosen; statistics still cover the whole sequence.
+  std::span<const int32_t> held_blocks = {};
 };
+
+SequenceTiles sequence_tiles(const SelectionConfig& config, int64_t tokens, int64_t budget);
+// Whether a sequence is computed whole in a layer.
+bool runs_dense(const SelectionConfig& config, int layer, const SequenceTiles& tiles);
 
 // Chooses the pairs of sequences by the configured pattern. The same inputs give the same rows for any number of
 // threads.
@@ -36,6 +44,10 @@ class Selector {
   }
   // Hands every row of the sequence to the builder.
   void select(const Exec& exec, const SelectionRequest& request, BlockIndexBuilder& builder);
+  // Hands the rows of request.held_blocks to the builder and returns the number of chosen pairs, forced ones included.
+  // With `mass`, steer() has to follow with the sum over the ranks that share the sequence.
+  int64_t select_held(const Exec& exec, const SelectionRequest& request, BlockIndexBuilder& builder) const;
+  void steer(const SelectionRequest& request, int64_t chosen);
   // Appends the list of one tile alone, for decoding: the scorer needs the queries of that tile only. Causal patterns
   // with lists per kv head.
   void choose_tile(const SelectionRequest& request, int head, int64_t tile, BlockScorer& scorer,
@@ -54,7 +66,6 @@ class Selector {
   void select_vertical_slash(const Exec& exec, const SelectionRequest& request, BlockIndexBuilder& builder) const;
   StaircaseRule rule(StaircaseRule::Kind kind, const SequenceTiles& tiles, int64_t tile, float threshold) const;
   float threshold(const SelectionRequest& request) const;
-  void steer_threshold(const SelectionRequest& request, int64_t chosen);
 
   SelectionConfig config_;
   Thresholds thresholds_;

@@ -1,6 +1,7 @@
 #include "attention/selection/vertical_slash.h"
 
 #include <algorithm>
+#include <cmath>
 #include <numeric>
 
 #include "core/errors.h"
@@ -40,6 +41,11 @@ VerticalSlash find_vertical_slash(const float* probabilities, int rows, int64_t 
       distances[query_block - m / block] += row[m];
     }
   }
+  return choose_vertical_slash(columns, distances, limits);
+}
+
+VerticalSlash choose_vertical_slash(const std::vector<double>& columns, const std::vector<double>& distances,
+                                    const VerticalSlashLimits& limits) {
   VerticalSlash found;
   found.verticals = fewest_reaching(columns, limits.vertical_coverage, limits.vertical_cap, 0.0);
   const double diagonal = distances[0];
@@ -48,6 +54,34 @@ VerticalSlash find_vertical_slash(const float* probabilities, int rows, int64_t 
   for (int32_t& slash : found.slashes) ++slash;
   found.slashes.insert(found.slashes.begin(), 0);
   return found;
+}
+
+VerticalSlashLimits vertical_slash_limits(const SelectionConfig& config, int64_t budget) {
+  const double share = static_cast<double>(budget) / static_cast<double>(config.budget);
+  return {config.vertical_coverage, config.slash_coverage,
+          std::llround(static_cast<double>(config.vertical_cap) * share),
+          std::max<int64_t>(1, std::llround(static_cast<double>(config.slash_cap) * share))};
+}
+
+void vertical_slash_row(const SequenceTiles& tiles, const VerticalSlash& found, int64_t tile,
+                        std::vector<uint8_t>& listed, std::vector<IndexEntry>& row, std::vector<int32_t>& columns) {
+  listed.resize(tiles.blocks());
+  row.clear();
+  columns.clear();
+  const int64_t competing = tiles.competing(tile), visible = tiles.visible(tile);
+  for (int64_t j = 0; j < visible; ++j) listed[j] = tiles.forced(tile, j);
+  for (int64_t own = competing; own < visible; ++own) {
+    for (const int32_t distance : found.slashes) {
+      if (distance <= own) listed[own - distance] = 1;
+    }
+  }
+  for (int64_t j = 0; j < visible; ++j) {
+    if (listed[j]) row.push_back({static_cast<uint16_t>(j), 0});
+  }
+  for (const int32_t column : found.verticals) {
+    const int64_t block = column / tiles.block;
+    if (block < competing && !listed[block]) columns.push_back(column);
+  }
 }
 
 }  // namespace sb

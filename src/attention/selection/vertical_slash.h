@@ -3,6 +3,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "attention/block_index.h"
+#include "attention/selection/selection_config.h"
 #include "attention/selection/tiles.h"
 
 namespace sb {
@@ -20,12 +22,24 @@ struct VerticalSlashLimits {
   int64_t slash_cap;
 };
 
+// A tuned budget moves the caps in proportion; the coverages stay.
+VerticalSlashLimits vertical_slash_limits(const SelectionConfig& config, int64_t budget);
+
 // Queries used for the estimate.
 constexpr int kEstimationQueries = 64;
 
-// `probabilities` [rows, tokens]: softmax of the last `rows` queries over all keys (zero above the diagonal).
-// The smallest sets that reach the coverages, within the caps; the diagonal is forced and counts against its cap.
+// From the mass of every column (token) and of every distance between query and key in blocks. The smallest sets that
+// reach the coverages, within the caps; the diagonal is forced and counts against its cap.
+VerticalSlash choose_vertical_slash(const std::vector<double>& columns, const std::vector<double>& distances,
+                                    const VerticalSlashLimits& limits);
+
+// The same from `probabilities` [rows, tokens]: softmax of the last `rows` queries over all keys (zero above the
+// diagonal).
 VerticalSlash find_vertical_slash(const float* probabilities, int rows, int64_t tokens, int block,
                                   const VerticalSlashLimits& limits);
+
+// The row of one query tile: its key blocks (`listed` is room for blocks() flags), and the columns outside them.
+void vertical_slash_row(const SequenceTiles& tiles, const VerticalSlash& found, int64_t tile,
+                        std::vector<uint8_t>& listed, std::vector<IndexEntry>& row, std::vector<int32_t>& columns);
 
 }  // namespace sb

@@ -43,37 +43,17 @@ std::vector<float> last_queries(const SelectionRequest& request, int rows, int h
 void Selector::select_vertical_slash(const Exec& exec, const SelectionRequest& request,
                                      BlockIndexBuilder& builder) const {
   const SequenceTiles& tiles = request.tiles;
-  // A tuned budget moves the caps in proportion; the coverages stay.
-  const double share = static_cast<double>(tiles.budget) / static_cast<double>(config_.budget);
-  const VerticalSlashLimits limits = {
-      config_.vertical_coverage, config_.slash_coverage,
-      std::llround(static_cast<double>(config_.vertical_cap) * share),
-      std::max<int64_t>(1, std::llround(static_cast<double>(config_.slash_cap) * share))};
+  const VerticalSlashLimits limits = vertical_slash_limits(config_, tiles.budget);
   exec.pool->parallel_for(request.shape.heads, 1, [&](int64_t head, int64_t, int thread) {
     const int estimation_rows = static_cast<int>(std::min<int64_t>(kEstimationQueries, tiles.tokens));
     const std::vector<float> map = last_queries(request, estimation_rows, static_cast<int>(head));
     const VerticalSlash found = find_vertical_slash(map.data(), estimation_rows, tiles.tokens, tiles.block, limits);
 
-    std::vector<uint8_t> listed(tiles.blocks());
+    std::vector<uint8_t> listed;
     std::vector<IndexEntry> row;
     std::vector<int32_t> columns;
     for (int64_t tile = 0; tile < tiles.tiles(); ++tile) {
-      const int64_t competing = tiles.competing(tile), visible = tiles.visible(tile);
-      for (int64_t j = 0; j < visible; ++j) listed[j] = tiles.forced(tile, j);
-      for (int64_t own = competing; own < visible; ++own) {
-        for (const int32_t distance : found.slashes) {
-          if (distance <= own) listed[own - distance] = 1;
-        }
-      }
-      row.clear();
-      columns.clear();
-      for (int64_t j = 0; j < visible; ++j) {
-        if (listed[j]) row.push_back({static_cast<uint16_t>(j), 0});
-      }
-      for (const int32_t column : found.verticals) {
-        const int64_t block = column / tiles.block;
-        if (block < competing && !listed[block]) columns.push_back(column);
-      }
+      vertical_slash_row(tiles, found, tile, listed, row, columns);
       builder.set_row(thread, BlockIndex::row_id(request.place, static_cast<int>(head), static_cast<int>(tile)), row,
                       columns);
     }

@@ -1,0 +1,64 @@
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "attention/attention.h"
+#include "attention/sparse_attention.h"
+#include "comm/communicator.h"
+#include "parallel/context_layout.h"
+#include "parallel/ring_plan.h"
+#include "parallel/ring_selection.h"
+#include "parallel/ring_travel.h"
+
+namespace sb {
+
+// Attention of sequences that the ranks of a group share (context parallelism): every rank has some blocks of every
+// sequence, keys and values travel around a ring past all queries, and partial results are put together by their
+// log-sum-exp. Dense, or with the pairs of a selection pattern; the same result as one rank alone up to the order of
+// sums. All ranks of the group call it with their parts of the same micro-batches, in the same order.
+class RingAttention final : public Attention {
+ public:
+  struct Options {
+    SelectionConfig selection;  // pattern dense: everything
+    int layers = 0;
+    ContextPlacement placement = ContextPlacement::triangular;
+    int node_size = 0;  // ranks of a node, for the hierarchical ring; 0: a plain ring
+  };
+  // The group must outlive this and carry nothing else.
+  RingAttention(Communicator& group, const Options& options);
+  ~RingAttention() override;
+
+  // How a micro-batch has to be shared out.
+  ContextLayout layout(std::span<const int32_t> whole_cu_seqlens) const;
+
+  std::unique_ptr<AttentionState> make_state() const override;
+  void forward(const Exec& exec, int layer, const AttentionShape& shape, const PackedSequences& sequences,
+               const AttentionOperands& operands, AttentionState& state, bool replay) override;
+  void backward(const Exec& exec, int layer, const AttentionShape& shape, const PackedSequences& sequences,
+                const AttentionOperands& operands, const AttentionGradients& gradients, AttentionState& state) override;
+  int64_t scratch_bytes(const AttentionShape& shape, int64_t max_tokens, int threads) const override;
+  int64_t state_bytes(const AttentionShape& shape, int64_t max_tokens) const override;
+
+  // The index a state holds: of the whole sequences, but with the rows of this rank's query blocks alone. To compare
+  // it, or to put one in before a forward with `replay`.
+  static BlockIndex& index(AttentionState& state);
+  // Pairs of this rank's queries since the last call; starts anew. Coverage is not measured.
+  AttentionReport take_report();
+  Selector& selector() { return selection_.selector(); }
+
+ private:
+  class State;
+  class Call;
+  int64_t replicated_limit(const AttentionShape& shape, int64_t max_tokens) const;
+  void count_pairs(int layer, const State& state);
+
+  Communicator& group_;
+  const Options options_;
+  RingSelection selection_;
+  RingTravel travel_;
+  std::vector<float> own_, own_gradient_;  // keys, then values; for travelling
+  AttentionReport report_;
+};
+
+}  // namespace sb

@@ -1,0 +1,66 @@
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "attention/block_index.h"
+#include "core/thread_pool.h"
+#include "parallel/context_layout.h"
+
+namespace sb {
+
+// Keys that every rank gets a copy of before the ring starts: sinks and gathered columns, which nearly all queries
+// want, so that their owner would be a straggler. The same on all ranks.
+struct ReplicatedKeys {
+  // For every rank the tokens it gives copies of, counted among the tokens it holds, ascending.
+  std::vector<std::vector<int32_t>> given;
+  // A rank's piece has room for this many: the most any gives.
+  int64_t piece = 0;
+  // Of a token of the micro-batch: rank · piece + number in `given`, or -1.
+  std::vector<int32_t> copy;
+};
+
+// `wanted`: nonzero for every token of the micro-batch that some rank's row has as a gathered column; empty: none.
+// Besides these, the first `replicated_blocks` blocks of every sequence that is not dense, but not its last block,
+// which nobody else sees.
+ReplicatedKeys replicated_keys(const ContextLayout& layout, const BlockIndex& index, int replicated_blocks,
+                               std::span<const uint8_t> wanted);
+
+// One call of the attention kernels: the queries of this rank against the keys of one chunk. The kernels know packed
+// sequences of queries that are keys at the same time, so a call gets sequences made of the chunk's blocks (their
+// queries have no keys), followed by the rank's own blocks: every chosen block then lies before its queries, as it does
+// in the true order. With the rank's own chunk, copies of replicated keys come first, and own blocks are keys, too.
+struct RingPass {
+  struct Part {
+    int64_t begin = 0;         // first token of the made-up sequence
+    int64_t keys = 0;          // tokens before the own ones, a multiple of the block
+    int64_t key_source = 0;    // where they come from in the chunk, or in `copies`
+    int64_t queries = 0;       // own tokens
+    int64_t query_source = 0;  // their place among the tokens the rank holds
+  };
+  bool own = false;
+  std::vector<Part> parts;
+  std::vector<int32_t> copies;  // own: of every token of the parts' keys its copy (ReplicatedKeys), or -1: padding
+  BlockIndex index;
+  int64_t tokens() const { return parts.empty() ? 0 : parts.back().begin + parts.back().keys + parts.back().queries; }
+};
+
+// All calls of one attention forward or backward. `index` covers the whole micro-batch, but only the rows of query
+// blocks that `rank` holds count.
+constexpr int kDenseQueryBlock = 64;  // tokens that share a list of a dense sequence
+
+class RingPlan {
+ public:
+  void build(const ContextLayout& layout, int rank, int kv_heads, const BlockIndex& index,
+             const ReplicatedKeys& replicated, int replicated_blocks, ThreadPool& pool);
+  // The calls for one chunk: none when nothing of it was chosen.
+  std::span<const RingPass> passes(int chunk) const { return passes_[chunk]; }
+  // Bytes the lists hold now.
+  int64_t bytes() const;
+
+ private:
+  std::vector<std::vector<RingPass>> passes_;  // [ranks]
+};
+
+}  // namespace sb

@@ -1,0 +1,223 @@
+#include "parallel/ring_selection.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+
+#include "attention/selection/vertical_slash.h"
+#include "core/errors.h"
+#include "device/blas.h"
+
+namespace sb {
+
+RingSelection::RingSelection(const SelectionConfig& config) : selector_(config) {
+  SB_USER_CHECK(config.block % config.query_block == 0,
+                "attention.query_block: {} does not divide attention.block {}, as it must when ranks share sequences "
+                "(parallel.cp); use {}",
+                config.query_block, config.block, 16);
+  SB_USER_CHECK(
+      config.pattern != SelectionPattern::mass || config.order == SelectionOrder::causal,
+      "attention.pattern: mass with selection: lookahead ranks the pairs of a whole sequence, which ranks that "
+      "share it (parallel.cp) do not have; use selection: causal");
+}
+
+void RingSelection::choose(const Exec& exec, Communicator& group, int layer, const AttentionShape& shape,
+                           const ContextLayout& layout, std::span<const int32_t> budgets, const float* q,
+                           const float* k, BlockIndex& index) {
+  const SelectionConfig& config = selector_.config();
+  const int rank = group.rank();
+  const auto tiles_of = [&](int s) {
+    return sequence_tiles(config, layout.length(s), budgets.empty() ? config.budget : budgets[s]);
+  };
+  std::vector<uint8_t> dense(layout.sequences());
+  for (int s = 0; s < layout.sequences(); ++s) dense[s] = runs_dense(config, layer, tiles_of(s));
+  builder_.begin(index, {config.block, config.query_block, selector_.list_heads(shape)}, layout.cu_seqlens(), dense,
+                 exec.pool->threads());
+  const bool all_dense = std::all_of(dense.begin(), dense.end(), [](uint8_t d) { return d != 0; });
+  const bool by_scores =
+      config.pattern != SelectionPattern::window && config.pattern != SelectionPattern::vertical_slash;
+  if (by_scores && !all_dense) gather_statistics(exec, group, shape, layout, index, k);
+
+  const std::vector<int32_t> local = layout.local_cu_seqlens(rank);
+  std::vector<int64_t> chosen(layout.sequences());
+  for (int s = 0; s < layout.sequences(); ++s) {
+    if (dense[s]) continue;
+    SelectionRequest request;
+    request.layer = layer;
+    request.shape = shape;
+    request.tiles = tiles_of(s);
+    request.q = q + int64_t{local[s]} * shape.heads * shape.head_dim;
+    request.k = k + int64_t{local[s]} * shape.kv_heads * shape.head_dim;
+    request.place = index.sequences()[s];
+    request.held_blocks = layout.held(rank, s);
+    SB_USER_CHECK(request.tiles.blocks() <= 65536,
+                  "a sequence of {} tokens has more than 65,536 blocks of {}; use larger blocks", request.tiles.tokens,
+                  request.tiles.block);
+    if (config.pattern == SelectionPattern::window) {
+      choose_window_rows(request);
+    } else if (config.pattern == SelectionPattern::vertical_slash) {
+      choose_vertical_slash_rows(exec, group, request, layout, s);
+    } else {
+      request.statistics = statistics_[s].data();
+      chosen[s] = selector_.select_held(exec, request, builder_);
+    }
+  }
+  builder_.finish(*exec.pool);
+  if (config.pattern == SelectionPattern::mass && !all_dense) {
+    group.all_reduce(std::span<int64_t>(chosen));
+    for (int s = 0; s < layout.sequences(); ++s) {
+      if (dense[s]) continue;
+      SelectionRequest request;
+      request.layer = layer;
+      request.shape = shape;
+      request.tiles = tiles_of(s);
+      selector_.steer(request, chosen[s]);
+    }
+  }
+}
+
+void RingSelection::gather_statistics(const Exec& exec, Communicator& group, const AttentionShape& shape,
+                                      const ContextLayout& layout, const BlockIndex& index, const float* k) {
+  const SelectionConfig& config = selector_.config();
+  const int64_t width = BlockStatistics::row_width(config.score, shape.head_dim);
+  // Pieces of equal size: the most blocks any rank has.
+  std::vector<int64_t> blocks(layout.ranks());
+  for (int r = 0; r < layout.ranks(); ++r)
+    for (int s = 0; s < layout.sequences(); ++s)
+      if (!index.sequences()[s].dense) blocks[r] += std::ssize(layout.held(r, s));
+  const int64_t piece = *std::max_element(blocks.begin(), blocks.end()) * shape.kv_heads * width;
+  std::vector<float> all(piece * layout.ranks());
+
+  const std::vector<int32_t> local = layout.local_cu_seqlens(group.rank());
+  float* own = all.data() + group.rank() * piece;
+  for (int s = 0; s < layout.sequences(); ++s) {
+    if (index.sequences()[s].dense) continue;
+    BlockStatistics::fill(exec, shape, config.score, k + int64_t{local[s]} * shape.kv_heads * shape.head_dim,
+                          local[s + 1] - local[s], config.block, own);
+    own += std::ssize(layout.held(group.rank(), s)) * shape.kv_heads * width;
+  }
+  group.all_gather(std::span<float>(all), piece);
+
+  // [rank][sequence][kv head][its blocks] becomes [sequence][kv head][blocks].
+  statistics_.resize(layout.sequences());
+  for (int s = 0; s < layout.sequences(); ++s)
+    if (!index.sequences()[s].dense)
+      statistics_[s].resize(BlockStatistics::floats(config.score, shape, layout.blocks(s)));
+  for (int r = 0; r < layout.ranks(); ++r) {
+    const float* source = all.data() + r * piece;
+    for (int s = 0; s < layout.sequences(); ++s) {
+      if (index.sequences()[s].dense) continue;
+      for (int head = 0; head < shape.kv_heads; ++head)
+        for (const int32_t b : layout.held(r, s)) {
+          std::memcpy(statistics_[s].data() + (head * layout.blocks(s) + b) * width, source, width * sizeof(float));
+          source += width;
+        }
+    }
+  }
+}
+
+void RingSelection::choose_window_rows(const SelectionRequest& request) {
+  const SequenceTiles& tiles = request.tiles;
+  std::vector<IndexEntry> row;
+  const int64_t tiles_a_block = tiles.block / tiles.query_block;
+  for (const int32_t b : request.held_blocks)
+    for (int64_t tile = b * tiles_a_block; tile < std::min((b + 1) * tiles_a_block, tiles.tiles()); ++tile) {
+      row.clear();
+      choose_window(tiles, tile, row);
+      for (int head = 0; head < request.shape.kv_heads; ++head)
+        builder_.set_row(0, BlockIndex::row_id(request.place, head, static_cast<int>(tile)), row);
+    }
+}
+
+// The last queries go to all ranks; each computes its part of their attention. Row maxima and sums, then the masses of
+// columns and distances, are all that is exchanged.
+void RingSelection::choose_vertical_slash_rows(const Exec& exec, Communicator& group, const SelectionRequest& request,
+                                               const ContextLayout& layout, int s) {
+  const SequenceTiles& tiles = request.tiles;
+  const AttentionShape& shape = request.shape;
+  const int rank = group.rank(), d = shape.head_dim, block = tiles.block;
+  const int64_t tokens = tiles.tokens, heads = shape.heads, blocks = tiles.blocks();
+  const int64_t rows = std::min<int64_t>(kEstimationQueries, tokens);
+  std::vector<int64_t> position;  // of every key this rank holds
+  for (const int32_t b : request.held_blocks)
+    for (int64_t i = 0; i < layout.block_length(s, b); ++i) position.push_back(int64_t{b} * block + i);
+  const int64_t held = std::ssize(position);
+
+  std::vector<float> queries(rows * heads * d, 0.0f);
+  for (int64_t i = 0; i < held; ++i)
+    if (position[i] >= tokens - rows)
+      std::memcpy(queries.data() + (position[i] - (tokens - rows)) * heads * d, request.q + i * heads * d,
+                  heads * d * sizeof(float));
+  group.all_reduce(std::span<float>(queries));  // one rank has each, the others zeros
+
+  // Keys a row sees are a prefix of those held.
+  std::vector<int64_t> seen(rows);
+  for (int64_t r = 0; r < rows; ++r)
+    seen[r] = std::upper_bound(position.begin(), position.end(), tokens - rows + r) - position.begin();
+  std::vector<float> map(heads * rows * held), top(heads * rows, -std::numeric_limits<float>::infinity());
+  exec.pool->parallel_for(heads, 1, [&](int64_t head, int64_t, int) {
+    if (held == 0) return;
+    float* head_map = map.data() + head * rows * held;
+    sgemm({.transpose_b = true,
+           .m = rows,
+           .n = held,
+           .k = d,
+           .a = queries.data() + head * d,
+           .lda = heads * d,
+           .b = request.k + head / shape.group() * d,
+           .ldb = int64_t{shape.kv_heads} * d,
+           .c = head_map,
+           .ldc = held});
+    for (int64_t r = 0; r < rows; ++r)
+      for (int64_t m = 0; m < seen[r]; ++m)
+        top[head * rows + r] = std::max(top[head * rows + r], head_map[r * held + m]);
+  });
+  group.all_reduce(std::span<float>(top), ReduceOp::max);
+  std::vector<double> sums(heads * rows, 0.0);
+  exec.pool->parallel_for(heads, 1, [&](int64_t head, int64_t, int) {
+    for (int64_t r = 0; r < rows; ++r) {
+      float* row = map.data() + (head * rows + r) * held;
+      for (int64_t m = 0; m < seen[r]; ++m) {
+        row[m] = std::exp(shape.scale * (row[m] - top[head * rows + r]));
+        sums[head * rows + r] += row[m];
+      }
+    }
+  });
+  group.all_reduce(std::span<double>(sums));
+
+  std::vector<double> columns(heads * tokens, 0.0), distances(heads * blocks, 0.0);
+  exec.pool->parallel_for(heads, 1, [&](int64_t head, int64_t, int) {
+    for (int64_t r = 0; r < rows; ++r) {
+      const float* row = map.data() + (head * rows + r) * held;
+      const int64_t query_block = (tokens - rows + r) / block;
+      for (int64_t m = 0; m < seen[r]; ++m) {
+        const auto mass = static_cast<float>(row[m] / sums[head * rows + r]);
+        columns[head * tokens + position[m]] += mass;
+        distances[head * blocks + query_block - position[m] / block] += mass;
+      }
+    }
+  });
+  group.all_reduce(std::span<double>(columns));  // again: one rank has each
+  group.all_reduce(std::span<double>(distances));
+
+  const VerticalSlashLimits limits = vertical_slash_limits(selector_.config(), tiles.budget);
+  const int64_t tiles_a_block = block / tiles.query_block;
+  exec.pool->parallel_for(heads, 1, [&](int64_t head, int64_t, int thread) {
+    const auto part = [&](const std::vector<double>& all, int64_t count) {
+      return std::vector<double>(all.begin() + head * count, all.begin() + (head + 1) * count);
+    };
+    const VerticalSlash found = choose_vertical_slash(part(columns, tokens), part(distances, blocks), limits);
+    std::vector<uint8_t> listed;
+    std::vector<IndexEntry> row;
+    std::vector<int32_t> single;
+    for (const int32_t b : layout.held(rank, s))
+      for (int64_t tile = b * tiles_a_block; tile < std::min((b + 1) * tiles_a_block, tiles.tiles()); ++tile) {
+        vertical_slash_row(tiles, found, tile, listed, row, single);
+        builder_.set_row(thread, BlockIndex::row_id(request.place, static_cast<int>(head), static_cast<int>(tile)), row,
+                         single);
+      }
+  });
+}
+
+}  // namespace sb

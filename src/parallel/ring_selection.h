@@ -1,0 +1,40 @@
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "attention/selection/selector.h"
+#include "comm/communicator.h"
+#include "parallel/context_layout.h"
+
+namespace sb {
+
+// Chooses pairs where several ranks share the sequences: each rank for the query blocks it holds. What one rank alone
+// would look at in the keys of others is exchanged in a small form: the statistics of key blocks, or the masses of
+// columns and diagonals. The choices are those of one rank alone up to rounding.
+class RingSelection {
+ public:
+  explicit RingSelection(const SelectionConfig& config);
+
+  const Selector& selector() const { return selector_; }
+  Selector& selector() { return selector_; }
+
+  // Collective. `index` covers the whole sequences; only the rows of query blocks that this rank holds are filled.
+  // `budgets`: of every sequence, or empty; q and k are the tokens this rank holds.
+  void choose(const Exec& exec, Communicator& group, int layer, const AttentionShape& shape,
+              const ContextLayout& layout, std::span<const int32_t> budgets, const float* q, const float* k,
+              BlockIndex& index);
+
+ private:
+  void gather_statistics(const Exec& exec, Communicator& group, const AttentionShape& shape,
+                         const ContextLayout& layout, const BlockIndex& index, const float* k);
+  void choose_vertical_slash_rows(const Exec& exec, Communicator& group, const SelectionRequest& request,
+                                  const ContextLayout& layout, int sequence);
+  void choose_window_rows(const SelectionRequest& request);
+
+  Selector selector_;
+  BlockIndexBuilder builder_;
+  std::vector<std::vector<float>> statistics_;  // [sequence], of the whole ones
+};
+
+}  // namespace sb
