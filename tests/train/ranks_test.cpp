@@ -1,0 +1,216 @@
+// Whole runs on ranks that are threads of this process.
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <cmath>
+#include <map>
+#include <nlohmann/json.hpp>
+#include <set>
+
+#include "comm/thread_communicator.h"
+#include "tests/train/scratch_directory.h"
+#include "tests/train/tiny_run.h"
+#include "train/training_run.h"
+
+namespace sb {
+namespace {
+
+namespace fs = std::filesystem;
+
+struct Layout {
+  int dp, pp;
+  std::vector<std::string> overrides() const {
+    return {fmt::format("parallel.dp={}", dp), fmt::format("parallel.pp={}", pp)};
+  }
+};
+
+using Stop = std::function<bool(int rank)>;
+
+// Trains on dp x pp ranks; the summary of rank 0.
+TrainSummary train(
+    const fs::path& directory, const Layout& layout, std::vector<std::string> overrides,
+    const Stop& stop = [](int) { return false; }) {
+  const std::vector<std::string> ranks = layout.overrides();
+  overrides.insert(overrides.begin(), {"model.init.num_hidden_layers=3", "batch.global_batch_size=6", "train.threads=1",
+                                       "train.max_steps=8", "train.save_steps=4"});
+  overrides.insert(overrides.end(), ranks.begin(), ranks.end());
+  const RunConfig config = tiny_run(directory, overrides);
+  TrainSummary summary;
+  const std::unique_ptr<std::FILE, int (*)(std::FILE*)> out(std::fopen("/dev/null", "w"), std::fclose);
+  run_thread_ranks(layout.dp * layout.pp, [&](Communicator& world) {
+    const TrainSummary own =
+        run_training(config, out.get(), false, [&] { return stop(world.rank()); }, {&world, world.size()});
+    if (world.rank() == 0) summary = own;
+  });
+  return summary;
+}
+
+std::vector<nlohmann::json> metrics_of(const fs::path& run) {
+  std::istringstream in(read_bytes(run / "metrics.jsonl"));
+  std::vector<nlohmann::json> lines;
+  std::string line;
+  while (std::getline(in, line)) lines.push_back(nlohmann::json::parse(line));
+  return lines;
+}
+
+// Every number of the record that does not depend on the clock or on the layout.
+void expect_same_record(const fs::path& got, const fs::path& expected) {
+  const auto a = metrics_of(got), b = metrics_of(expected);
+  ASSERT_EQ(a.size(), b.size());
+  for (size_t i = 0; i < a.size(); ++i) {
+    for (const char* key : {"step", "tokens", "total_tokens", "targets", "longest_sequence", "skipped_steps"})
+      EXPECT_EQ(a[i].value(key, -1), b[i].value(key, -1)) << key << " of line " << i;
+    for (const char* key : {"loss", "grad_norm", "validation_loss", "validation_recall", "coverage", "density"}) {
+      ASSERT_EQ(a[i].contains(key), b[i].contains(key)) << key;
+      if (!b[i].contains(key)) continue;
+      const double value = b[i][key].get<double>();
+      EXPECT_NEAR(a[i][key].get<double>(), value, 1e-5 * std::max(std::abs(value), 1e-3)) << key << " of line " << i;
+    }
+  }
+}
+
+const std::vector<Layout> kLayouts = {{2, 1}, {3, 1}, {1, 2}, {1, 3}, {2, 2}};
+
+TEST(RanksRun, EveryLayoutLearnsTheSame) {
+  ScratchDirectory scratch;
+  for (const bool tied : {true, false}) {
+    const std::vector<std::string> overrides = {fmt::format("model.init.tie_word_embeddings={}", tied),
+                                                "train.validation_steps=4"};
+    const fs::path alone = scratch / fmt::format("alone-{}", tied);
+    const TrainSummary expected = train(alone, {1, 1}, overrides);
+    for (const Layout& layout : kLayouts) {
+      SCOPED_TRACE(fmt::format("tied {} dp {} pp {}", tied, layout.dp, layout.pp));
+      const fs::path run = scratch / fmt::format("{}-{}-{}", tied, layout.dp, layout.pp);
+      const TrainSummary summary = train(run, layout, overrides);
+      EXPECT_EQ(summary.steps, 8);
+      EXPECT_EQ(summary.tokens, expected.tokens);
+      expect_same_record(run, alone);
+      EXPECT_TRUE(fs::exists(run / "final" / "model.safetensors"));
+    }
+  }
+}
+
+TEST(RanksRun, TwiceTheSameLayoutGivesTheSameBits) {
+  ScratchDirectory scratch;
+  train(scratch / "a", {2, 2}, {});
+  train(scratch / "b", {2, 2}, {});
+  for (const char* file : {"final/model.safetensors", "checkpoint-8/optimizer.safetensors", "checkpoint-8/state.json"})
+    EXPECT_EQ(read_bytes(scratch / "a" / file), read_bytes(scratch / "b" / file)) << file;
+}
+
+// Saved by one layout, loaded by another and saved again: the same bytes.
+TEST(RanksRun, ACheckpointIsTheSameOnEveryLayout) {
+  ScratchDirectory scratch;
+  train(scratch / "saved", {2, 2}, {});
+  const fs::path checkpoint = scratch / "saved" / "checkpoint-8";
+  for (const Layout& layout : std::vector<Layout>{{1, 1}, {3, 1}, {1, 3}, {2, 2}, {2, 3}}) {
+    SCOPED_TRACE(fmt::format("dp {} pp {}", layout.dp, layout.pp));
+    const fs::path run = scratch / fmt::format("{}-{}", layout.dp, layout.pp);
+    train(run, layout, {"train.resume=" + checkpoint.string()});
+    for (const char* file : {"model.safetensors", "optimizer.safetensors", "state.json"})
+      EXPECT_EQ(read_bytes(run / "checkpoint-8" / file), read_bytes(checkpoint / file)) << file;
+    EXPECT_EQ(read_bytes(run / "final" / "model.safetensors"), read_bytes(scratch / "saved/final/model.safetensors"));
+  }
+}
+
+TEST(RanksRun, ResumedOnOtherLayoutsItGoesOn) {
+  ScratchDirectory scratch;
+  train(scratch / "undisturbed", {2, 1}, {"train.max_steps=12"});
+  const fs::path run = scratch / "run";
+  const std::vector<Layout> layouts = {{2, 1}, {1, 1}, {2, 1}, {1, 3}, {2, 2}, {3, 1}};
+  for (size_t i = 0; i < layouts.size(); ++i) {
+    // The learning rate is constant after the warm-up, so that the number of steps may grow.
+    const TrainSummary summary = train(run, layouts[i], {fmt::format("train.max_steps={}", 2 * (i + 1))});
+    EXPECT_EQ(summary.steps, static_cast<int64_t>(2 * (i + 1)));
+  }
+  const auto losses = [](const fs::path& directory) {
+    std::vector<double> result;
+    for (const auto& line : metrics_of(directory))
+      if (line.contains("loss")) result.push_back(line["loss"]);
+    return result;
+  };
+  const std::vector<double> got = losses(run), expected = losses(scratch / "undisturbed");
+  ASSERT_EQ(got.size(), 12u);
+  for (size_t i = 0; i < got.size(); ++i) EXPECT_NEAR(got[i], expected[i], 1e-5 * expected[i]) << i;
+}
+
+// A signal that reaches one rank only, and not the first: all of them save the same step.
+TEST(RanksRun, OneRankAskedToStopStopsAll) {
+  ScratchDirectory scratch;
+  std::atomic<int> asked = 0;
+  const TrainSummary summary = train(scratch / "run", {2, 2}, {"train.save_steps=0", "train.validation_sequences=0"},
+                                     [&](int rank) { return rank == 2 && ++asked > 5; });
+  EXPECT_TRUE(summary.interrupted);
+  EXPECT_EQ(summary.steps, 5);
+  EXPECT_TRUE(fs::exists(scratch / "run" / "checkpoint-5"));
+  EXPECT_FALSE(fs::exists(scratch / "run" / "final"));
+  train(scratch / "run", {2, 2}, {"train.save_steps=0", "train.validation_sequences=0"});
+  train(scratch / "undisturbed", {2, 2}, {"train.save_steps=0", "train.validation_sequences=0"});
+  EXPECT_EQ(read_bytes(scratch / "run" / "final" / "model.safetensors"),
+            read_bytes(scratch / "undisturbed" / "final" / "model.safetensors"));
+}
+
+TEST(RanksRun, OneRanksFailureEndsAll) {
+  ScratchDirectory scratch;
+  const std::string message = user_error_of([&] {
+    train(scratch / "run", {2, 1}, {}, [](int rank) -> bool {
+      if (rank == 1) throw UserError("rank 1 has had enough");
+      return false;
+    });
+  });
+  EXPECT_EQ(message, "rank 1 has had enough");
+}
+
+TEST(RanksRun, AnotherNumberOfRanksIsRefusedBeforeAnythingIsWritten) {
+  ScratchDirectory scratch;
+  const std::string message = user_error_of([&] {
+    const RunConfig config = tiny_run(scratch / "run", {"parallel.dp=2"});
+    run_training(config, stdout, false, [] { return false; });
+  });
+  EXPECT_NE(message.find("need 2 ranks, but 1 were started"), std::string::npos) << message;
+  EXPECT_FALSE(fs::exists(scratch / "run"));
+}
+
+// Sparse attention with a threshold that it learns, on sequences long enough to have something to choose from.
+TEST(RanksRun, SparseAttentionIsReportedForTheWholeModel) {
+  ScratchDirectory scratch;
+  const std::vector<std::string> overrides = {
+      "attention.pattern=topk",
+      "attention.block=64",
+      "attention.budget=256",
+      "attention.local_blocks=1",
+      "train.max_steps=2",
+      "train.trace=true",
+      "attention.layer_metrics=true",
+      "data.synthetic={task: chunk_recall, vocab_size: 16, length: 600, min_length: 300, chunk: 4}"};
+  train(scratch / "alone", {1, 1}, overrides);
+  train(scratch / "ranks", {2, 2}, overrides);
+  expect_same_record(scratch / "ranks", scratch / "alone");
+  const auto line = metrics_of(scratch / "ranks")[1];
+  EXPECT_LT(line["density"].get<double>(), 0.95);
+  for (const char* key : {"density_layer_0", "coverage_layer_2"}) EXPECT_TRUE(line.contains(key)) << line;
+
+  std::map<std::pair<int, std::string>, int> events;
+  for (const auto& event : nlohmann::json::parse(read_bytes(scratch / "ranks" / "trace.json")))
+    ++events[{event["pid"].get<int>(), event["name"].get<std::string>()}];
+  for (int rank = 0; rank < 4; ++rank) {
+    EXPECT_EQ((events[{rank, "step"}]), 2);
+    EXPECT_GE((events[{rank, "forward"}]), 2);
+    EXPECT_EQ((events[{rank, "backward"}]), (events[{rank, "forward"}]));
+  }
+}
+
+TEST(RanksRun, LearnedThresholdsAreSharedAndSaved) {
+  ScratchDirectory scratch;
+  train(scratch / "run", {2, 2},
+        {"attention.pattern=mass", "attention.block=64", "attention.budget=256", "attention.local_blocks=1",
+         "train.max_steps=2",
+         "data.synthetic={task: chunk_recall, vocab_size: 16, length: 600, min_length: 300, chunk: 4}"});
+  const auto state = nlohmann::json::parse(read_bytes(scratch / "run" / "checkpoint-2" / "state.json"));
+  std::set<int> layers;
+  for (const auto& entry : state["thresholds"]) layers.insert(entry[0].get<int>());
+  EXPECT_EQ(layers, (std::set<int>{0, 1, 2}));  // of both stages
+}
+
+}  // namespace
+}  // namespace sb
