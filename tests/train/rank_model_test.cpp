@@ -13,6 +13,7 @@
 #include "comm/thread_communicator.h"
 #include "core/random.h"
 #include "tests/model/model_fixture.h"
+#include "tests/train/replayed_attention.h"
 #include "train/step_sums.h"
 
 namespace sb::test {
@@ -25,6 +26,8 @@ struct Case {
   ModelConfig model;
   std::vector<std::vector<int32_t>> sequences;
   std::optional<SelectionConfig> selection;  // none: dense
+  RecordedChoices* recorded = nullptr;       // sparse: choices of another run to use
+  RecordedChoices* recording = nullptr;      // sparse: where this run's go
 };
 
 struct Outcome {
@@ -61,7 +64,13 @@ Outcome run(const Case& c, const GridShape& grid, const Arrangement& arrangement
     DenseAttention dense;
     std::optional<SparseAttention> sparse;
     if (c.selection) sparse.emplace(SparseAttention::Options{*c.selection, c.model.layers, 0});
-    RankModel model(options, sparse ? static_cast<Attention&>(*sparse) : dense, world);
+    std::optional<ReplayedAttention> replayed;
+    if (c.recorded) replayed.emplace(*sparse, *c.recorded, /*record=*/false);
+    if (c.recording) replayed.emplace(*sparse, *c.recording, /*record=*/true);
+    Attention& attention = replayed ? static_cast<Attention&>(*replayed)
+                           : sparse ? static_cast<Attention&>(*sparse)
+                                    : static_cast<Attention&>(dense);
+    RankModel model(options, attention, world);
     model.stage().initialize(7);
     TestExec run(1);
 
@@ -173,8 +182,7 @@ TEST(Ranks, AnyGridAndArrangementGivesTheSameGradients) {
   }
 }
 
-// The same micro-batches: forward computes the same bits wherever it runs, and so chooses the same pairs.
-TEST(Ranks, SparseAttentionToo) {
+Case sparse_case() {
   Case c = small_case(ModelConfig::Family::qwen3, true, 3);
   c.model.head_dim = 16;
   c.model.max_position_embeddings = 1024;
@@ -186,16 +194,37 @@ TEST(Ranks, SparseAttentionToo) {
   selection.sink_blocks = 1;
   selection.local_blocks = 1;
   c.selection = selection;
+  return c;
+}
+
+// The same micro-batches: forward computes the same bits wherever it runs, and so chooses the same pairs.
+TEST(Ranks, SparseAttentionChoosesTheSame) {
+  const Case c = sparse_case();
   const Arrangement one = {{{0}, {1, 2}, {3}, {4, 5}, {6}}};
   const Outcome reference = run(c, {1, 1}, one);
   EXPECT_LT(reference.density, 0.8);
   const Arrangement reversed = {{{6}, {4, 5}, {3}, {1, 2}, {0}}}, two = {{{3}, {0}}, {{6}, {4, 5}, {1, 2}}};
-  for (const Recompute recompute : {Recompute::none, Recompute::attention, Recompute::layer}) {
-    SCOPED_TRACE(static_cast<int>(recompute));
-    expect_same(run(c, {1, 1}, reversed, recompute), reference);
-    expect_same(run(c, {2, 1}, two, recompute), reference);
-    expect_same(run(c, {1, 3}, reversed, recompute), reference);
-    expect_same(run(c, {2, 2}, two, recompute), reference);
+  expect_same(run(c, {1, 1}, reversed), reference);
+  expect_same(run(c, {2, 1}, two), reference);
+  expect_same(run(c, {1, 3}, reversed), reference);
+  expect_same(run(c, {2, 2}, two), reference);
+}
+
+TEST(Ranks, SparseAttentionWithReplayedChoicesInAnyArrangement) {
+  Case c = sparse_case();
+  RecordedChoices choices;
+  c.recording = &choices;
+  const Outcome reference = run(c, {1, 1}, {{{0, 1, 2, 3, 4, 5, 6}}}, Recompute::none);
+  EXPECT_LT(reference.density, 0.8);
+  c.recording = nullptr;
+  c.recorded = &choices;
+  uint64_t seed = 0;
+  for (const GridShape& grid : kGrids) {
+    for (const Recompute recompute : {Recompute::none, Recompute::attention, Recompute::layer}) {
+      SCOPED_TRACE(fmt::format("dp {}, pp {}, recompute {}", grid.dp, grid.pp, static_cast<int>(recompute)));
+      const Arrangement arrangement = random_arrangement(static_cast<int>(c.sequences.size()), grid.dp, ++seed);
+      expect_same(run(c, grid, arrangement, recompute), reference);
+    }
   }
 }
 

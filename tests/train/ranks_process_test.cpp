@@ -1,0 +1,200 @@
+// The real program as several processes: started, stopped, killed and frozen.
+#include <gtest/gtest.h>
+
+#include <cstdlib>
+#include <fstream>
+#include <map>
+#include <set>
+
+#include "core/random.h"
+#include "data/token_writer.h"
+#include "tests/train/scratch_directory.h"
+#include "tests/train/training_process.h"
+#include "train/checkpoint.h"
+
+namespace sb {
+namespace {
+
+namespace fs = std::filesystem;
+using std::chrono::milliseconds, std::chrono::seconds;
+
+// Nothing that works takes so long, however busy the machine.
+constexpr seconds kHang{100};
+
+std::vector<std::string> on_ranks(int dp, int pp, std::vector<std::string> more = {}) {
+  std::vector<std::string> arguments = {"--ranks", std::to_string(dp * pp),
+                                        "--set",   "parallel.dp=" + std::to_string(dp),
+                                        "--set",   "parallel.pp=" + std::to_string(pp),
+                                        "--set",   "train.threads=1",
+                                        "--set",   "train.max_steps=20"};
+  for (std::string& option : more) arguments.insert(arguments.end(), {"--set", std::move(option)});
+  return arguments;
+}
+
+pid_t parent_of(const fs::path& process) {
+  std::ifstream file(process / "stat");
+  std::string text;
+  std::getline(file, text);
+  const size_t after_name = text.rfind(')');
+  if (after_name == std::string::npos) return -1;
+  char state = 0;
+  int parent = -1;
+  std::sscanf(text.c_str() + after_name + 1, " %c %d", &state, &parent);
+  return state == 'Z' ? -1 : parent;
+}
+
+// The processes of the ranks: grandchildren of the program that was started, by the launcher's word for their number.
+std::map<int, pid_t> ranks_of(const Training& training) {
+  std::map<pid_t, std::vector<fs::path>> children;
+  std::error_code ignored;
+  for (const auto& entry : fs::directory_iterator("/proc", ignored)) {
+    const std::string name = entry.path().filename();
+    if (name.find_first_not_of("0123456789") == std::string::npos) children[parent_of(entry.path())].push_back(entry);
+  }
+  std::map<int, pid_t> ranks;
+  for (const fs::path& launcher : children[training.process()]) {
+    for (const fs::path& process : children[std::stoi(launcher.filename())]) {
+      std::ifstream file(process / "environ", std::ios::binary);
+      std::string word;
+      while (std::getline(file, word, '\0'))
+        if (word.starts_with("OMPI_COMM_WORLD_RANK="))
+          ranks[std::stoi(word.substr(21))] = std::stoi(process.filename());
+    }
+  }
+  return ranks;
+}
+
+bool all_started(const Training& training, size_t ranks) {
+  return ranks_of(training).size() == ranks;
+}
+
+void expect_gone(const std::map<int, pid_t>& ranks) {
+  for (const auto& [rank, process] : ranks) {
+    const fs::path folder = "/proc/" + std::to_string(process);
+    for (int tries = 0; tries < 500 && fs::exists(folder) && parent_of(folder) >= 0; ++tries)
+      std::this_thread::sleep_for(milliseconds(10));
+    EXPECT_FALSE(fs::exists(folder) && parent_of(folder) >= 0) << "rank " << rank << " is still there";
+  }
+}
+
+TEST(RanksProcess, TrainAsOneProcessDoes) {
+  ScratchDirectory alone, ranks;
+  ASSERT_EQ(train(alone.path(), {"--set", "train.threads=1", "--set", "train.max_steps=20"}), 0);
+  ASSERT_EQ(train(ranks.path(), on_ranks(2, 2, {"train.trace=true"})), 0);
+  const auto expected = losses(alone.path()), got = losses(ranks.path());
+  ASSERT_EQ(got.size(), 20u);
+  for (size_t i = 0; i < got.size(); ++i) {
+    EXPECT_EQ(got[i].first, expected[i].first);
+    EXPECT_NEAR(got[i].second, expected[i].second, 1e-5 * expected[i].second);
+  }
+  std::set<int> processes;
+  for (const auto& event : nlohmann::json::parse(read_bytes(ranks / "run" / "trace.json")))
+    processes.insert(event["pid"].get<int>());
+  EXPECT_EQ(processes, (std::set<int>{0, 1, 2, 3}));
+  const std::string out = read_bytes(ranks / "output.txt");
+  for (const char* part :
+       {"4 ranks: dp 2 x pp 2 x cp 1, layers 0-0 | 1-1", "memory plan of a rank of stage 1", "step 20/20"})
+    EXPECT_TRUE(contains(out, part)) << part << "\n" << out;
+  // One of them speaks.
+  EXPECT_EQ(out.find("step 7/20"), out.rfind("step 7/20")) << out;
+}
+
+// SB_KILL_ROUNDS=20 for the long form.
+TEST(RanksProcess, ARankKilledAtAnyMomentEndsTheRunWhichThenGoesOnExactly) {
+  const char* asked = std::getenv("SB_KILL_ROUNDS");
+  const int rounds = asked ? std::atoi(asked) : 4;
+  ScratchDirectory undisturbed, killed;
+  // Long enough that the first kills find it running.
+  const std::vector<std::string> arguments = on_ranks(2, 2, {"train.max_steps=" + std::to_string(100 + 50 * rounds)});
+  ASSERT_EQ(train(undisturbed.path(), arguments), 0);
+  Random random(static_cast<uint64_t>(std::chrono::steady_clock::now().time_since_epoch().count()));
+  int kills = 0;
+  for (int round = 0; round < rounds; ++round) {
+    Training training(killed.path(), arguments);
+    ASSERT_TRUE(wait_for(training, [&] { return all_started(training, 4); })) << training.output();
+    const auto moment = std::chrono::steady_clock::now() + milliseconds(random.below(700));
+    if (!wait_for(training, [&] { return std::chrono::steady_clock::now() >= moment; })) break;  // it was faster
+    const std::map<int, pid_t> ranks = ranks_of(training);
+    const auto victim = static_cast<int>(random.below(4));
+    if (!ranks.contains(victim)) break;
+    kill(ranks.at(victim), SIGKILL);
+    ASSERT_TRUE(training.ends_within(kHang)) << "it hangs after rank " << victim << " was killed\n"
+                                             << training.output();
+    if (training.wait() == 0) break;
+    ++kills;
+    EXPECT_TRUE(contains(training.output(), "rank " + std::to_string(victim))) << training.output();
+    expect_gone(ranks);
+    for (const int64_t step : checkpoint_steps(killed / "run"))
+      EXPECT_EQ(find_damage(checkpoint_path(killed / "run", step)), std::nullopt) << step;
+  }
+  EXPECT_GT(kills, 0);
+  ASSERT_EQ(train(killed.path(), arguments), 0);
+  EXPECT_EQ(losses(killed.path()), losses(undisturbed.path()));
+  EXPECT_EQ(final_weights(killed.path()), final_weights(undisturbed.path()));
+}
+
+TEST(RanksProcess, AFrozenRankEndsTheRunByTheTimeOut) {
+  ScratchDirectory scratch;
+  Training training(scratch.path(), on_ranks(3, 1, {"parallel.timeout=3", "train.max_steps=100000"}));
+  ASSERT_TRUE(wait_for(training, [&] { return metric_lines(scratch.path()) >= 3; })) << training.output();
+  const std::map<int, pid_t> ranks = ranks_of(training);
+  kill(ranks.at(1), SIGSTOP);
+  ASSERT_TRUE(training.ends_within(kHang)) << training.output();
+  EXPECT_NE(training.wait(), 0);
+  EXPECT_TRUE(contains(training.output(), "waited 3")) << training.output();
+  expect_gone(ranks);
+}
+
+TEST(RanksProcess, ASignalToTheProgramOrToOneRankSavesAndGoesOnExactly) {
+  ScratchDirectory undisturbed;
+  const std::vector<std::string> arguments = on_ranks(2, 1, {"train.save_steps=0"});
+  ASSERT_EQ(train(undisturbed.path(), arguments), 0);
+  for (const bool one_rank : {false, true}) {
+    SCOPED_TRACE(one_rank);
+    ScratchDirectory stopped;
+    {
+      Training training(stopped.path(), arguments);
+      ASSERT_TRUE(wait_for(training, [&] { return metric_lines(stopped.path()) >= 3; })) << training.output();
+      if (one_rank)
+        kill(ranks_of(training).at(1), SIGTERM);
+      else
+        training.signal(SIGTERM);
+      ASSERT_TRUE(training.ends_within(kHang)) << training.output();
+      EXPECT_EQ(training.wait(), 0) << training.output();
+      EXPECT_TRUE(contains(training.output(), "stopped after step")) << training.output();
+    }
+    EXPECT_EQ(checkpoint_steps(stopped / "run").size(), 1u);
+    EXPECT_EQ(train(stopped.path(), arguments), 0);
+    EXPECT_EQ(final_weights(stopped.path()), final_weights(undisturbed.path()));
+  }
+}
+
+// Rank 1 alone comes to read the one sequence that cannot be right.
+TEST(RanksProcess, AFailingRankIsNamedAndEndsTheRun) {
+  ScratchDirectory scratch;
+  TokenWriter writer((scratch / "data").string(), {});
+  for (const int32_t last : {1, 2, 99, 3}) writer.add(std::vector<int32_t>{5, 6, 7, last});
+  writer.finish();
+  Training training(scratch.path(), on_ranks(2, 1,
+                                             {"data={train: [" + (scratch / "data").string() +
+                                                  "], shuffle: false, synthetic: null, max_sequence_length: 48}",
+                                              "train.validation_steps=0"}));
+  ASSERT_TRUE(training.ends_within(kHang)) << training.output();
+  EXPECT_NE(training.wait(), 0);
+  EXPECT_TRUE(contains(training.output(), "rank 1 ended the job: ")) << training.output();
+  EXPECT_TRUE(contains(training.output(), "99")) << training.output();
+  EXPECT_FALSE(contains(training.output(), "rank 0 ended the job: ")) << training.output();
+}
+
+TEST(RanksProcess, AWrongNumberOfRanksIsRefusedOnce) {
+  ScratchDirectory scratch;
+  Training training(scratch.path(), {"--ranks", "3", "--set", "parallel.dp=2"});
+  EXPECT_EQ(training.wait(), 2);
+  EXPECT_TRUE(contains(training.output(),
+                       "dp 2 x pp 1 x cp 1 need 2 ranks, but 3 were started: start the program with `--ranks 2`"))
+      << training.output();
+  EXPECT_FALSE(fs::exists(scratch / "run"));
+}
+
+}  // namespace
+}  // namespace sb

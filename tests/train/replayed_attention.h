@@ -1,0 +1,86 @@
+#pragma once
+
+#include <map>
+#include <mutex>
+#include <vector>
+
+#include "attention/sparse_attention.h"
+
+namespace sb::test {
+
+// The pairs that one run chose, by layer and length of the sequence (lengths must differ), for other runs to use again
+// however the sequences are packed: selection is discontinuous, and so it is compared on its own.
+class RecordedChoices {
+ public:
+  void record(int layer, const BlockIndex& index) {
+    std::lock_guard lock(mutex_);
+    shape_ = index.shape();
+    for (const BlockIndex::Sequence& sequence : index.sequences()) {
+      Choice& choice = choices_[{layer, sequence.length}];
+      choice = {sequence.dense, {}};
+      const int64_t rows = int64_t{sequence.query_blocks} * shape_.list_heads;
+      for (int64_t i = 0; i < rows; ++i) {
+        const BlockIndex::Row row = index.row(sequence.row_begin + i);
+        std::vector<IndexEntry>& entries = choice.rows.emplace_back();
+        for (size_t e = 0; e < row.blocks.size(); ++e) entries.push_back({row.blocks[e], row.first[e]});
+      }
+    }
+  }
+
+  void replay(const Exec& exec, int layer, std::span<const int32_t> cu_seqlens, BlockIndex& index) const {
+    std::vector<const Choice*> wanted;
+    std::vector<uint8_t> dense;
+    for (size_t s = 0; s + 1 < cu_seqlens.size(); ++s) {
+      wanted.push_back(&choices_.at({layer, cu_seqlens[s + 1] - cu_seqlens[s]}));
+      dense.push_back(wanted.back()->dense);
+    }
+    BlockIndexBuilder builder;
+    builder.begin(index, shape_, cu_seqlens, dense, 1);
+    for (size_t s = 0; s < wanted.size(); ++s)
+      for (size_t i = 0; i < wanted[s]->rows.size(); ++i)
+        builder.set_row(0, index.sequences()[s].row_begin + static_cast<int64_t>(i), wanted[s]->rows[i]);
+    builder.finish(*exec.pool);
+  }
+
+ private:
+  struct Choice {
+    bool dense = false;
+    std::vector<std::vector<IndexEntry>> rows;
+  };
+  std::mutex mutex_;
+  BlockIndexShape shape_;
+  std::map<std::pair<int, int32_t>, Choice> choices_;
+};
+
+// Sparse attention that records its choices, or uses recorded ones.
+class ReplayedAttention final : public Attention {
+ public:
+  ReplayedAttention(SparseAttention& inner, RecordedChoices& choices, bool record)
+      : inner_(inner), choices_(choices), record_(record) {}
+
+  std::unique_ptr<AttentionState> make_state() const override { return inner_.make_state(); }
+  void forward(const Exec& exec, int layer, const AttentionShape& shape, const PackedSequences& sequences,
+               const AttentionOperands& operands, AttentionState& state, bool replay) override {
+    if (!record_ && !replay) choices_.replay(exec, layer, sequences.cu_seqlens, SparseAttention::index(state));
+    inner_.forward(exec, layer, shape, sequences, operands, state, replay || !record_);
+    if (record_) choices_.record(layer, SparseAttention::index(state));
+  }
+  void backward(const Exec& exec, int layer, const AttentionShape& shape, const PackedSequences& sequences,
+                const AttentionOperands& operands, const AttentionGradients& gradients,
+                AttentionState& state) override {
+    inner_.backward(exec, layer, shape, sequences, operands, gradients, state);
+  }
+  int64_t scratch_bytes(const AttentionShape& shape, int64_t max_tokens, int threads) const override {
+    return inner_.scratch_bytes(shape, max_tokens, threads);
+  }
+  int64_t state_bytes(const AttentionShape& shape, int64_t max_tokens) const override {
+    return inner_.state_bytes(shape, max_tokens);
+  }
+
+ private:
+  SparseAttention& inner_;
+  RecordedChoices& choices_;
+  bool record_;
+};
+
+}  // namespace sb::test
