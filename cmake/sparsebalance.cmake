@@ -5,6 +5,8 @@ add_library(sb_options INTERFACE)
 target_include_directories(sb_options INTERFACE ${CMAKE_SOURCE_DIR}/src)
 target_compile_options(
   sb_options INTERFACE $<$<COMPILE_LANGUAGE:CXX>:-Wall -Wextra -Wshadow -Wno-unused-parameter -fno-math-errno>)
+# fmt takes nvcc for a compiler without constexpr and then fails to check its format strings.
+target_compile_options(sb_options INTERFACE $<$<COMPILE_LANGUAGE:CUDA>:--expt-relaxed-constexpr -DFMT_USE_CONSTEXPR=1>)
 if(SB_SANITIZE)
   target_compile_options(sb_options INTERFACE $<$<COMPILE_LANGUAGE:CXX>:-fsanitize=${SB_SANITIZE} -O1
                                               -fno-omit-frame-pointer -fno-sanitize-recover=all>)
@@ -63,4 +65,16 @@ function(sb_test_on_avx2 name)
   get_test_property(${name} TIMEOUT timeout)
   add_test(NAME ${name}_avx2 COMMAND ${name} ${ARGN} WORKING_DIRECTORY ${CMAKE_SOURCE_DIR})
   set_tests_properties(${name}_avx2 PROPERTIES LABELS ${label} TIMEOUT ${timeout} ENVIRONMENT SB_CPU_ISA=avx2)
+endfunction()
+
+# Runs the cases of a test that are named after CUDA once more under the label gpu, as <name>_cuda; without a GPU they say
+# so and are skipped. The test itself leaves them out. Nothing without the CUDA build.
+function(sb_test_on_cuda name)
+  if(NOT SB_CUDA)
+    return()
+  endif()
+  target_compile_definitions(${name} PRIVATE SB_TEST_CUDA)
+  add_test(NAME ${name}_cuda COMMAND ${name} --gtest_filter=*cuda*:*Cuda* WORKING_DIRECTORY ${CMAKE_SOURCE_DIR})
+  set_tests_properties(${name}_cuda PROPERTIES LABELS gpu TIMEOUT 300)
+  set_tests_properties(${name} PROPERTIES ENVIRONMENT GTEST_FILTER=-*cuda*:*Cuda*)
 endfunction()

@@ -5,20 +5,21 @@
 
 namespace sb {
 
-void Arena::FreeDeleter::operator()(void* pointer) const {
-  std::free(pointer);
-}
-
 Arena::Arena(std::string name, int64_t capacity) : name_(std::move(name)), capacity_(rounded(capacity)) {
   SB_CHECK(capacity >= 0, "arena {}: capacity {}", name_, capacity);
   if (capacity_ == 0) return;
-  owned_.reset(std::aligned_alloc(kAlignment, static_cast<size_t>(capacity_)));
+  owned_ = {std::aligned_alloc(kAlignment, static_cast<size_t>(capacity_)), std::free};
   if (!owned_) throw OutOfMemory("arena {}: the system refused {} bytes", name_, capacity_);
   memory_ = static_cast<char*>(owned_.get());
 }
 
 Arena::Arena(std::string name, void* memory, int64_t capacity, DeviceKind device)
     : name_(std::move(name)), memory_(static_cast<char*>(memory)), capacity_(capacity), device_(device) {}
+
+Arena::Arena(std::string name, std::shared_ptr<void> memory, int64_t capacity, DeviceKind device)
+    : Arena(std::move(name), memory.get(), capacity, device) {
+  owned_ = std::move(memory);
+}
 
 void* Arena::allocate_bytes(int64_t bytes) {
   SB_CHECK(bytes >= 0, "arena {}: {} bytes asked for", name_, bytes);

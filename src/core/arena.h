@@ -16,8 +16,10 @@ class Arena {
 
   // Host memory of `capacity` bytes. `name` appears in errors and in the memory plan.
   Arena(std::string name, int64_t capacity);
-  // Memory owned by somebody else (device memory, a slice of a larger arena).
+  // Memory owned by somebody else (a slice of a larger arena).
   Arena(std::string name, void* memory, int64_t capacity, DeviceKind device);
+  // Memory that comes with its owner (device memory; see device/memory.h).
+  Arena(std::string name, std::shared_ptr<void> memory, int64_t capacity, DeviceKind device);
 
   TensorView allocate(DType dtype, Shape shape);
   template <typename T>
@@ -39,11 +41,8 @@ class Arena {
   static int64_t rounded(int64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
 
  private:
-  struct FreeDeleter {
-    void operator()(void* pointer) const;
-  };
   std::string name_;
-  std::unique_ptr<void, FreeDeleter> owned_;
+  std::shared_ptr<void> owned_;
   char* memory_ = nullptr;
   int64_t capacity_ = 0;
   int64_t used_ = 0;

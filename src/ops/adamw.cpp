@@ -17,6 +17,53 @@ void adamw_update(const Exec& exec, const AdamWStep& step, TensorView parameters
   cpu::adamw_update(exec, step, parameters, gradients, m, v);
 }
 
+namespace {
+
+void check_clip(const Exec& exec, const char* operation, const TensorView& clip) {
+  check_operand(exec, operation, "clip", clip, DType::f32, {2});
+}
+
+}  // namespace
+
+void adamw_update(const Exec& exec, const AdamWStep& step, std::span<const DecayRange> ranges,
+                  const AdamWBuffers& buffers) {
+  SB_CHECK(step.step >= 1, "adamw_update: step {}; the first is 1", step.step);
+  const int64_t elements = buffers.parameters.elements();
+  const Shape flat = {elements};
+  check_operand(exec, "adamw_update", "parameters", buffers.parameters, DType::f32, flat);
+  check_operand(exec, "adamw_update", "gradients", buffers.gradients, DType::f32, flat);
+  check_operand(exec, "adamw_update", "m", buffers.m, DType::f32, flat);
+  check_operand(exec, "adamw_update", "v", buffers.v, DType::f32, flat);
+  if (!buffers.weights.empty()) check_operand(exec, "adamw_update", "weights", buffers.weights, DType::bf16, flat);
+  if (!buffers.clip.empty()) check_clip(exec, "adamw_update", buffers.clip);
+  int64_t last = 0;
+  for (const DecayRange& range : ranges) {
+    SB_CHECK(last <= range.begin && range.begin <= range.end && range.end <= elements,
+             "adamw_update: range {} to {} after {} of {} elements", range.begin, range.end, last, elements);
+    last = range.end;
+  }
+  if (exec.device == DeviceKind::cuda) return cuda::adamw_update(exec, step, ranges, buffers);
+  cpu::adamw_update(exec, step, ranges, buffers);
+}
+
+void clip_by_norm(const Exec& exec, TensorView gradients, double max_norm, TensorView clip) {
+  check_operand(exec, "clip_by_norm", "gradients", gradients, DType::f32, gradients.shape());
+  check_clip(exec, "clip_by_norm", clip);
+  if (exec.device == DeviceKind::cuda) return cuda::clip_by_norm(exec, gradients, max_norm, clip);
+  cpu::clip_by_norm(exec, gradients, max_norm, clip);
+}
+
+void round_parameters(const Exec& exec, TensorView parameters, TensorView weights) {
+  check_operand(exec, "round_parameters", "parameters", parameters, DType::f32, parameters.shape());
+  check_operand(exec, "round_parameters", "weights", weights, DType::bf16, parameters.shape());
+  SB_CHECK(exec.device == DeviceKind::cuda, "round_parameters: the CPU computes in fp32");
+  cuda::round_parameters(exec, parameters, weights);
+}
+
+int64_t norm_scratch_bytes(DeviceKind device) {
+  return device == DeviceKind::cuda ? cuda::norm_scratch_bytes() : 0;
+}
+
 double squared_norm(const Exec& exec, TensorView x) {
   check_operand(exec, "squared_norm", "x", x, DType::f32, x.shape());
   if (exec.device == DeviceKind::cuda) return cuda::squared_norm(exec, x);

@@ -12,7 +12,8 @@
 
 namespace sb::cpu {
 
-void linear_forward(const Exec& exec, TensorView x, TensorView weight, TensorView bias, TensorView y, bool accumulate);
+void linear_forward(const Exec& exec, TensorView x, TensorView weight, TensorView bias, TensorView y,
+                    TensorView residual);
 void linear_backward_input(const Exec& exec, TensorView dy, TensorView weight, TensorView dx, bool accumulate);
 void linear_backward_weight(const Exec& exec, TensorView x, TensorView dy, TensorView dweight, TensorView dbias);
 void rmsnorm_forward(const Exec& exec, TensorView x, TensorView weight, float eps, TensorView y, TensorView rstd);
@@ -29,20 +30,24 @@ void swiglu_forward(const Exec& exec, TensorView gate_up, TensorView h);
 void swiglu_backward(const Exec& exec, TensorView gate_up, TensorView dh, TensorView dgate_up);
 void embedding_forward(const Exec& exec, TensorView tokens, TensorView table, TensorView x);
 void embedding_backward(const Exec& exec, TensorView tokens, TensorView dx, TensorView dtable);
-LossSums loss_forward(const Exec& exec, TensorView hidden, TensorView weight, TensorView labels, TensorView weights,
-                      int64_t chunk, TensorView token_loss);
-LossSums loss_forward_backward(const Exec& exec, TensorView hidden, TensorView weight, TensorView labels,
-                               TensorView weights, int64_t chunk, TensorView token_loss, TensorView dhidden,
-                               TensorView dweight);
+void loss_forward(const Exec& exec, TensorView hidden, TensorView weight, TensorView labels, TensorView weights,
+                  int64_t chunk, TensorView token_loss, LossSums* sums);
+void loss_forward_backward(const Exec& exec, TensorView hidden, TensorView weight, TensorView labels,
+                           TensorView weights, int64_t chunk, TensorView token_loss, TensorView dhidden,
+                           TensorView dweight, LossSums* sums);
 void adamw_update(const Exec& exec, const AdamWStep& step, TensorView parameters, TensorView gradients, TensorView m,
                   TensorView v);
+void adamw_update(const Exec& exec, const AdamWStep& step, std::span<const DecayRange> ranges,
+                  const AdamWBuffers& buffers);
+void clip_by_norm(const Exec& exec, TensorView gradients, double max_norm, TensorView clip);
 double squared_norm(const Exec& exec, TensorView x);
 
 }  // namespace sb::cpu
 
 namespace sb::cuda {
 
-void linear_forward(const Exec& exec, TensorView x, TensorView weight, TensorView bias, TensorView y, bool accumulate);
+void linear_forward(const Exec& exec, TensorView x, TensorView weight, TensorView bias, TensorView y,
+                    TensorView residual);
 void linear_backward_input(const Exec& exec, TensorView dy, TensorView weight, TensorView dx, bool accumulate);
 void linear_backward_weight(const Exec& exec, TensorView x, TensorView dy, TensorView dweight, TensorView dbias);
 void rmsnorm_forward(const Exec& exec, TensorView x, TensorView weight, float eps, TensorView y, TensorView rstd);
@@ -59,13 +64,21 @@ void swiglu_forward(const Exec& exec, TensorView gate_up, TensorView h);
 void swiglu_backward(const Exec& exec, TensorView gate_up, TensorView dh, TensorView dgate_up);
 void embedding_forward(const Exec& exec, TensorView tokens, TensorView table, TensorView x);
 void embedding_backward(const Exec& exec, TensorView tokens, TensorView dx, TensorView dtable);
-LossSums loss_forward(const Exec& exec, TensorView hidden, TensorView weight, TensorView labels, TensorView weights,
-                      int64_t chunk, TensorView token_loss);
-LossSums loss_forward_backward(const Exec& exec, TensorView hidden, TensorView weight, TensorView labels,
-                               TensorView weights, int64_t chunk, TensorView token_loss, TensorView dhidden,
-                               TensorView dweight);
+void loss_forward(const Exec& exec, TensorView hidden, TensorView weight, TensorView labels, TensorView weights,
+                  int64_t chunk, TensorView token_loss, LossSums* sums);
+void loss_forward_backward(const Exec& exec, TensorView hidden, TensorView weight, TensorView labels,
+                           TensorView weights, int64_t chunk, TensorView token_loss, TensorView dhidden,
+                           TensorView dweight, LossSums* sums);
 void adamw_update(const Exec& exec, const AdamWStep& step, TensorView parameters, TensorView gradients, TensorView m,
                   TensorView v);
+void adamw_update(const Exec& exec, const AdamWStep& step, std::span<const DecayRange> ranges,
+                  const AdamWBuffers& buffers);
+void clip_by_norm(const Exec& exec, TensorView gradients, double max_norm, TensorView clip);
 double squared_norm(const Exec& exec, TensorView x);
+void round_parameters(const Exec& exec, TensorView parameters, TensorView weights);
+// Scratch: partial sums of `width` columns; what embedding_backward sorts with; what the norms need.
+int64_t partial_sums_bytes(int64_t width);
+int64_t embedding_scratch_bytes(int64_t tokens);
+int64_t norm_scratch_bytes();
 
 }  // namespace sb::cuda

@@ -10,6 +10,7 @@ void check_loss_operands(const Exec& exec, const char* operation, const TensorVi
                          const TensorView& labels, const TensorView& weights, int64_t chunk,
                          const TensorView& token_loss) {
   const int64_t tokens = hidden.dim(0), width = hidden.dim(1);
+  SB_CHECK(weight.dim(0) > 0, "{}: a vocabulary of none", operation);
   SB_CHECK(chunk > 0, "{}: chunks of {} tokens", operation, chunk);
   check_operand(exec, operation, "hidden", hidden, hidden.dtype(), {tokens, width});
   check_operand(exec, operation, "weight", weight, hidden.dtype(), {weight.dim(0), width});
@@ -20,31 +21,33 @@ void check_loss_operands(const Exec& exec, const char* operation, const TensorVi
 
 }  // namespace
 
-LossSums loss_forward(const Exec& exec, TensorView hidden, TensorView weight, TensorView labels, TensorView weights,
-                      int64_t chunk, TensorView token_loss) {
+void loss_forward(const Exec& exec, TensorView hidden, TensorView weight, TensorView labels, TensorView weights,
+                  int64_t chunk, TensorView token_loss, LossSums* sums) {
   check_loss_operands(exec, "loss_forward", hidden, weight, labels, weights, chunk, token_loss);
   if (exec.device == DeviceKind::cuda) {
-    return cuda::loss_forward(exec, hidden, weight, labels, weights, chunk, token_loss);
+    return cuda::loss_forward(exec, hidden, weight, labels, weights, chunk, token_loss, sums);
   }
-  return cpu::loss_forward(exec, hidden, weight, labels, weights, chunk, token_loss);
+  cpu::loss_forward(exec, hidden, weight, labels, weights, chunk, token_loss, sums);
 }
 
-LossSums loss_forward_backward(const Exec& exec, TensorView hidden, TensorView weight, TensorView labels,
-                               TensorView weights, int64_t chunk, TensorView token_loss, TensorView dhidden,
-                               TensorView dweight) {
+void loss_forward_backward(const Exec& exec, TensorView hidden, TensorView weight, TensorView labels,
+                           TensorView weights, int64_t chunk, TensorView token_loss, TensorView dhidden,
+                           TensorView dweight, LossSums* sums) {
   check_loss_operands(exec, "loss_forward_backward", hidden, weight, labels, weights, chunk, token_loss);
   check_operand(exec, "loss_forward_backward", "dhidden", dhidden, hidden.dtype(), hidden.shape());
   check_operand(exec, "loss_forward_backward", "dweight", dweight, DType::f32, weight.shape());
   SB_CHECK(hidden.empty() || hidden.raw() != dhidden.raw(), "loss_forward_backward: hidden and dhidden alias");
   if (exec.device == DeviceKind::cuda) {
-    return cuda::loss_forward_backward(exec, hidden, weight, labels, weights, chunk, token_loss, dhidden, dweight);
+    return cuda::loss_forward_backward(exec, hidden, weight, labels, weights, chunk, token_loss, dhidden, dweight,
+                                       sums);
   }
-  return cpu::loss_forward_backward(exec, hidden, weight, labels, weights, chunk, token_loss, dhidden, dweight);
+  cpu::loss_forward_backward(exec, hidden, weight, labels, weights, chunk, token_loss, dhidden, dweight, sums);
 }
 
-int64_t loss_scratch_bytes(int64_t vocabulary, int64_t chunk, int /*threads*/) {
-  return Arena::rounded(vocabulary * chunk * static_cast<int64_t>(sizeof(float))) +
-         2 * Arena::rounded(chunk * static_cast<int64_t>(sizeof(float)));
+int64_t loss_scratch_bytes(DeviceKind device, DType dtype, int64_t vocabulary, int64_t chunk) {
+  const int64_t sums = device == DeviceKind::cuda ? Arena::rounded(sizeof(LossSums)) : 0;
+  return Arena::rounded(vocabulary * chunk * dtype_bytes(dtype)) +
+         2 * Arena::rounded(chunk * static_cast<int64_t>(sizeof(float))) + sums;
 }
 
 }  // namespace sb

@@ -21,17 +21,19 @@ struct LossSums {
 
 // Vocabulary projection and cross-entropy in chunks of `chunk` tokens, so that all logits never exist at once.
 // hidden [T, H], weight [V, H], labels [T] (i32, kIgnoredLabel does not count), weights [T] (f32; see
-// model/micro_batch.h). token_loss [T] gets each token's loss (0 where it does not count); empty: not wanted.
-LossSums loss_forward(const Exec& exec, TensorView hidden, TensorView weight, TensorView labels, TensorView weights,
-                      int64_t chunk, TensorView token_loss);
+// model/micro_batch.h). token_loss [T] gets each token's loss (0 where it does not count); empty: not wanted. `sums` is
+// host memory (HostMemory of device/memory.h on CUDA: it holds the sums once the stream has come that far; a label
+// outside the vocabulary makes them NaN there and is refused on the CPU).
+void loss_forward(const Exec& exec, TensorView hidden, TensorView weight, TensorView labels, TensorView weights,
+                  int64_t chunk, TensorView token_loss, LossSums* sums);
 
 // The same, and in the same pass over the logits dhidden [T, H] (written) and dweight [V, H] (accumulated) of
 // Σ weight · token loss. `hidden` and `dhidden` may not alias.
-LossSums loss_forward_backward(const Exec& exec, TensorView hidden, TensorView weight, TensorView labels,
-                               TensorView weights, int64_t chunk, TensorView token_loss, TensorView dhidden,
-                               TensorView dweight);
+void loss_forward_backward(const Exec& exec, TensorView hidden, TensorView weight, TensorView labels,
+                           TensorView weights, int64_t chunk, TensorView token_loss, TensorView dhidden,
+                           TensorView dweight, LossSums* sums);
 
 // Bytes of exec.scratch that either needs.
-int64_t loss_scratch_bytes(int64_t vocabulary, int64_t chunk, int threads);
+int64_t loss_scratch_bytes(DeviceKind device, DType dtype, int64_t vocabulary, int64_t chunk);
 
 }  // namespace sb

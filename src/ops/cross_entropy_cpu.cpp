@@ -122,15 +122,15 @@ LossSums run(const Exec& exec, const LossOperands& operands, int64_t chunk) {
 
 }  // namespace
 
-LossSums loss_forward(const Exec& exec, TensorView hidden, TensorView weight, TensorView labels, TensorView weights,
-                      int64_t chunk, TensorView token_loss) {
-  return run(exec, {hidden, weight, labels, weights, token_loss, {}, {}}, chunk);
+void loss_forward(const Exec& exec, TensorView hidden, TensorView weight, TensorView labels, TensorView weights,
+                  int64_t chunk, TensorView token_loss, LossSums* sums) {
+  *sums = run(exec, {hidden, weight, labels, weights, token_loss, {}, {}}, chunk);
 }
 
-LossSums loss_forward_backward(const Exec& exec, TensorView hidden, TensorView weight, TensorView labels,
-                               TensorView weights, int64_t chunk, TensorView token_loss, TensorView dhidden,
-                               TensorView dweight) {
-  return run(exec, {hidden, weight, labels, weights, token_loss, dhidden, dweight}, chunk);
+void loss_forward_backward(const Exec& exec, TensorView hidden, TensorView weight, TensorView labels,
+                           TensorView weights, int64_t chunk, TensorView token_loss, TensorView dhidden,
+                           TensorView dweight, LossSums* sums) {
+  *sums = run(exec, {hidden, weight, labels, weights, token_loss, dhidden, dweight}, chunk);
 }
 
 }  // namespace sb::cpu

@@ -21,4 +21,8 @@ void embedding_backward(const Exec& exec, TensorView tokens, TensorView dx, Tens
   cpu::embedding_backward(exec, tokens, dx, dtable);
 }
 
+int64_t embedding_scratch_bytes(DeviceKind device, int64_t tokens) {
+  return device == DeviceKind::cuda ? cuda::embedding_scratch_bytes(tokens) : 0;
+}
+
 }  // namespace sb

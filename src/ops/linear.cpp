@@ -5,14 +5,16 @@
 
 namespace sb {
 
-void linear_forward(const Exec& exec, TensorView x, TensorView weight, TensorView bias, TensorView y, bool accumulate) {
+void linear_forward(const Exec& exec, TensorView x, TensorView weight, TensorView bias, TensorView y,
+                    TensorView residual) {
   const int64_t tokens = x.dim(0), in = x.dim(1), out = weight.dim(0);
   check_operand(exec, "linear_forward", "x", x, x.dtype(), {tokens, in});
   check_operand(exec, "linear_forward", "weight", weight, x.dtype(), {out, in});
   if (!bias.empty()) check_operand(exec, "linear_forward", "bias", bias, x.dtype(), {out});
   check_operand(exec, "linear_forward", "y", y, x.dtype(), {tokens, out});
-  if (exec.device == DeviceKind::cuda) return cuda::linear_forward(exec, x, weight, bias, y, accumulate);
-  cpu::linear_forward(exec, x, weight, bias, y, accumulate);
+  if (!residual.empty()) check_operand(exec, "linear_forward", "residual", residual, x.dtype(), {tokens, out});
+  if (exec.device == DeviceKind::cuda) return cuda::linear_forward(exec, x, weight, bias, y, residual);
+  cpu::linear_forward(exec, x, weight, bias, y, residual);
 }
 
 void linear_backward_input(const Exec& exec, TensorView dy, TensorView weight, TensorView dx, bool accumulate) {
@@ -33,6 +35,10 @@ void linear_backward_weight(const Exec& exec, TensorView x, TensorView dy, Tenso
   if (!dbias.empty()) check_operand(exec, "linear_backward_weight", "dbias", dbias, DType::f32, {out});
   if (exec.device == DeviceKind::cuda) return cuda::linear_backward_weight(exec, x, dy, dweight, dbias);
   cpu::linear_backward_weight(exec, x, dy, dweight, dbias);
+}
+
+int64_t linear_scratch_bytes(DeviceKind device, int64_t out) {
+  return device == DeviceKind::cuda ? cuda::partial_sums_bytes(out) : 0;
 }
 
 }  // namespace sb

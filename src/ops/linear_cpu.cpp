@@ -1,12 +1,15 @@
 #include <algorithm>
 
 #include "device/blas.h"
+#include "device/memory.h"
 #include "ops/backends.h"
 #include "ops/cpu/kernels.h"
 
 namespace sb::cpu {
 
-void linear_forward(const Exec& exec, TensorView x, TensorView weight, TensorView bias, TensorView y, bool accumulate) {
+void linear_forward(const Exec& exec, TensorView x, TensorView weight, TensorView bias, TensorView y,
+                    TensorView residual) {
+  if (!residual.empty()) copy_tensor(exec, residual, y);
   const int64_t tokens = x.dim(0), in = x.dim(1), out = weight.dim(0);
   parallel_sgemm(*exec.pool, {.transpose_b = true,
                               .m = tokens,
@@ -16,7 +19,7 @@ void linear_forward(const Exec& exec, TensorView x, TensorView weight, TensorVie
                               .lda = in,
                               .b = weight.f32(),
                               .ldb = in,
-                              .beta = accumulate ? 1.0f : 0.0f,
+                              .beta = residual.empty() ? 0.0f : 1.0f,
                               .c = y.f32(),
                               .ldc = out,
                               .bias = bias.empty() ? nullptr : bias.f32()});

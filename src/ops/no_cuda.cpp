@@ -12,7 +12,7 @@ namespace {
 
 }  // namespace
 
-void linear_forward(const Exec&, TensorView, TensorView, TensorView, TensorView, bool) {
+void linear_forward(const Exec&, TensorView, TensorView, TensorView, TensorView, TensorView) {
   refuse();
 }
 void linear_backward_input(const Exec&, TensorView, TensorView, TensorView, bool) {
@@ -48,14 +48,32 @@ void embedding_forward(const Exec&, TensorView, TensorView, TensorView) {
 void embedding_backward(const Exec&, TensorView, TensorView, TensorView) {
   refuse();
 }
-LossSums loss_forward(const Exec&, TensorView, TensorView, TensorView, TensorView, int64_t, TensorView) {
+void loss_forward(const Exec&, TensorView, TensorView, TensorView, TensorView, int64_t, TensorView, LossSums*) {
   refuse();
 }
-LossSums loss_forward_backward(const Exec&, TensorView, TensorView, TensorView, TensorView, int64_t, TensorView,
-                               TensorView, TensorView) {
+void loss_forward_backward(const Exec&, TensorView, TensorView, TensorView, TensorView, int64_t, TensorView, TensorView,
+                           TensorView, LossSums*) {
   refuse();
 }
 void adamw_update(const Exec&, const AdamWStep&, TensorView, TensorView, TensorView, TensorView) {
+  refuse();
+}
+void adamw_update(const Exec&, const AdamWStep&, std::span<const DecayRange>, const AdamWBuffers&) {
+  refuse();
+}
+void clip_by_norm(const Exec&, TensorView, double, TensorView) {
+  refuse();
+}
+void round_parameters(const Exec&, TensorView, TensorView) {
+  refuse();
+}
+int64_t partial_sums_bytes(int64_t) {
+  refuse();
+}
+int64_t embedding_scratch_bytes(int64_t) {
+  refuse();
+}
+int64_t norm_scratch_bytes() {
   refuse();
 }
 double squared_norm(const Exec&, TensorView) {

@@ -33,4 +33,8 @@ void rmsnorm_backward(const Exec& exec, TensorView x, TensorView weight, TensorV
   cpu::rmsnorm_backward(exec, x, weight, rstd, dy, dx, accumulate, dweight);
 }
 
+int64_t rmsnorm_scratch_bytes(DeviceKind device, int64_t width) {
+  return device == DeviceKind::cuda ? cuda::partial_sums_bytes(width) : 0;
+}
+
 }  // namespace sb

@@ -11,4 +11,7 @@ void rmsnorm_forward(const Exec& exec, TensorView x, TensorView weight, float ep
 void rmsnorm_backward(const Exec& exec, TensorView x, TensorView weight, TensorView rstd, TensorView dy, TensorView dx,
                       bool accumulate, TensorView dweight);
 
+// Bytes of exec.scratch that backward needs.
+int64_t rmsnorm_scratch_bytes(DeviceKind device, int64_t width);
+
 }  // namespace sb

@@ -169,4 +169,8 @@ void qkv_rope_backward(const Exec& exec, const QkvShape& shape, TensorView dq, T
                          dq_norm, dk_norm);
 }
 
+int64_t qkv_rope_scratch_bytes(DeviceKind device, const QkvShape& shape) {
+  return device == DeviceKind::cuda ? cuda::partial_sums_bytes(2 * int64_t{shape.head_dim}) + Arena::kAlignment : 0;
+}
+
 }  // namespace sb

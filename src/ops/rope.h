@@ -56,4 +56,7 @@ void qkv_rope_backward(const Exec& exec, const QkvShape& shape, TensorView dq, T
                        TensorView k_norm, TensorView rstd_q, TensorView rstd_k, TensorView dqkv, TensorView dq_norm,
                        TensorView dk_norm);
 
+// Bytes of exec.scratch that backward needs.
+int64_t qkv_rope_scratch_bytes(DeviceKind device, const QkvShape& shape);
+
 }  // namespace sb

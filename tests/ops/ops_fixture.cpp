@@ -1,43 +1,124 @@
 #include "tests/ops/ops_fixture.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 
+#include "device/cuda.h"
+#include "device/memory.h"
+
 namespace sb::testing {
 
+namespace {
+
+uint16_t bf16_bits(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, 4);
+  if (std::isnan(value)) return static_cast<uint16_t>(bits >> 16 | 0x40);
+  return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+float from_bf16_bits(uint16_t half) {
+  const uint32_t bits = uint32_t{half} << 16;
+  float value;
+  std::memcpy(&value, &bits, 4);
+  return value;
+}
+
+}  // namespace
+
+float to_bf16(float value) {
+  return from_bf16_bits(bf16_bits(value));
+}
+
 std::vector<DeviceParam> all_devices() {
-  return {{DeviceKind::cpu, 1}, {DeviceKind::cpu, 2}, {DeviceKind::cpu, 3}};
+  std::vector<DeviceParam> devices = {{DeviceKind::cpu, 1}, {DeviceKind::cpu, 2}, {DeviceKind::cpu, 3}};
+#ifdef SB_TEST_CUDA
+  devices.push_back({DeviceKind::cuda, 1, DType::f32});
+  devices.push_back({DeviceKind::cuda, 1, DType::bf16});
+#endif
+  return devices;
 }
 
 std::string device_name(const ::testing::TestParamInfo<DeviceParam>& info) {
-  return (info.param.device == DeviceKind::cpu ? "cpu" : "cuda") + std::to_string(info.param.threads);
+  if (info.param.device == DeviceKind::cuda) return "cuda_" + std::string(dtype_name(info.param.dtype));
+  return "cpu" + std::to_string(info.param.threads);
 }
 
-OpsTest::OpsTest()
-    : pool_(std::make_unique<ThreadPool>(GetParam().threads)), scratch_(std::make_unique<Arena>("scratch", 1 << 22)) {
-  exec_ = {.device = GetParam().device, .pool = pool_.get(), .scratch = scratch_.get()};
+OpsTest::OpsTest() : pool_(std::make_unique<ThreadPool>(GetParam().threads)) {
+  if (on_cuda() && !cuda::problem().empty()) return;  // SetUp skips
+  context_ = std::make_unique<DeviceContext>(GetParam().device, *pool_);
+  scratch_ = std::make_unique<Arena>(make_arena("scratch", 1 << 24, GetParam().device));
+  exec_ = context_->exec();
+  exec_.scratch = scratch_.get();
+}
+
+void OpsTest::SetUp() {
+  if (!context_) GTEST_SKIP() << cuda::problem();
+}
+
+TensorView OpsTest::place(const void* values, DType dtype, Shape shape) {
+  const int64_t bytes = shape.elements() * dtype_bytes(dtype);
+  if (!on_cuda()) {  // exact, for the address sanitizer
+    std::shared_ptr<char[]> memory(new char[static_cast<size_t>(bytes)]);
+    if (bytes > 0) std::memcpy(memory.get(), values, static_cast<size_t>(bytes));
+    memory_.emplace_back("tensor", memory, bytes, DeviceKind::cpu);
+    return {memory.get(), dtype, shape};
+  }
+  memory_.push_back(make_arena("tensor", std::max<int64_t>(bytes, 1), DeviceKind::cuda));
+  const TensorView view = memory_.back().allocate(dtype, shape);
+  if (bytes > 0) cuda::copy_and_wait(values, view.raw(), bytes);
+  return view;
+}
+
+TensorView OpsTest::floats(const std::vector<float>& values, Shape shape) {
+  EXPECT_EQ(static_cast<int64_t>(values.size()), shape.elements());
+  return place(values.data(), DType::f32, shape);
 }
 
 TensorView OpsTest::tensor(const std::vector<float>& values, Shape shape) {
+  if (dtype() == DType::f32) return floats(values, shape);
   EXPECT_EQ(static_cast<int64_t>(values.size()), shape.elements());
-  floats_.push_back(std::make_unique<float[]>(values.size()));
-  std::copy(values.begin(), values.end(), floats_.back().get());
-  return {floats_.back().get(), shape};
+  std::vector<uint16_t> rounded;
+  for (const float value : values) rounded.push_back(bf16_bits(value));
+  return place(rounded.data(), DType::bf16, shape);
 }
 
 TensorView OpsTest::tensor(const std::vector<int32_t>& values, Shape shape) {
   EXPECT_EQ(static_cast<int64_t>(values.size()), shape.elements());
-  ints_.push_back(std::make_unique<int32_t[]>(values.size()));
-  std::copy(values.begin(), values.end(), ints_.back().get());
-  return {ints_.back().get(), shape};
+  return place(values.data(), DType::i32, shape);
 }
 
 TensorView OpsTest::filled(Shape shape, float value) {
   return tensor(std::vector<float>(static_cast<size_t>(shape.elements()), value), shape);
 }
 
+TensorView OpsTest::filled_f32(Shape shape, float value) {
+  return floats(std::vector<float>(static_cast<size_t>(shape.elements()), value), shape);
+}
+
 std::vector<float> OpsTest::host(const TensorView& view) const {
-  return {view.f32(), view.f32() + view.elements()};
+  const HostCopy copy(view);
+  std::vector<float> values;
+  if (view.dtype() == DType::f32) {
+    values.assign(copy.view().f32(), copy.view().f32() + view.elements());
+  } else {
+    const auto* bits = static_cast<const uint16_t*>(copy.view().raw());
+    for (int64_t i = 0; i < view.elements(); ++i) values.push_back(from_bf16_bits(bits[i]));
+  }
+  return values;
+}
+
+std::vector<float> OpsTest::random_operand(int64_t count, uint64_t seed, double scale) const {
+  std::vector<float> values = random_values(count, seed, scale);
+  if (dtype() == DType::bf16) {
+    for (float& value : values) value = to_bf16(value);
+  }
+  return values;
+}
+
+double OpsTest::tolerance(double fp32, double roundings) const {
+  return dtype() == DType::bf16 ? roundings * 0x1p-8 : fp32;
 }
 
 std::vector<float> random_values(int64_t count, uint64_t seed, double scale) {

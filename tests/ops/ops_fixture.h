@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "core/random.h"
-#include "device/exec.h"
+#include "device/context.h"
 
 namespace sb::testing {
 
@@ -16,31 +16,51 @@ namespace sb::testing {
 struct DeviceParam {
   DeviceKind device;
   int threads;
+  DType dtype = DType::f32;  // of activations and weights
 };
 
-// All devices of this build, the CPU with 1, 2 and 3 threads.
+// All devices of this build: the CPU with 1, 2 and 3 threads; CUDA in fp32 and bf16, skipped where there is no GPU.
 std::vector<DeviceParam> all_devices();
 std::string device_name(const ::testing::TestParamInfo<DeviceParam>& info);
 
-// Owns an Exec and the tensors of one test. Every tensor is its own exact allocation, so that the address sanitizer
-// sees a kernel that reads or writes past an end.
+// Owns an Exec and the tensors of one test. Every tensor is its own exact allocation, so that the address sanitizer (or
+// compute-sanitizer) sees a kernel that reads or writes past an end.
+//
+// `tensor` and `filled` make operands of the type the test runs in, `floats` and `filled_f32` what is fp32 in every
+// mode: statistics, loss weights, parameter gradients, the optimizer's state.
 class OpsTest : public ::testing::TestWithParam<DeviceParam> {
  protected:
   OpsTest();
+  void SetUp() override;
   const Exec& exec() const { return exec_; }
+  DType dtype() const { return GetParam().dtype; }
+  bool on_cuda() const { return GetParam().device == DeviceKind::cuda; }
 
   TensorView tensor(const std::vector<float>& values, Shape shape);
   TensorView tensor(const std::vector<int32_t>& values, Shape shape);
   TensorView filled(Shape shape, float value);
+  TensorView floats(const std::vector<float>& values, Shape shape);
+  TensorView filled_f32(Shape shape, float value);
   std::vector<float> host(const TensorView& view) const;
 
+  // Normal numbers times `scale` that the type of the test holds exactly.
+  std::vector<float> random_operand(int64_t count, uint64_t seed, double scale = 1.0) const;
+  // `fp32` in fp32. In bf16 what its rounding adds: half a unit in the last place (2⁻⁹) of each result, twice that for
+  // results that pass through a rounded tensor on the way or add to one.
+  double tolerance(double fp32, double roundings = 1) const;
+
  private:
+  TensorView place(const void* values, DType dtype, Shape shape);
+
   std::unique_ptr<ThreadPool> pool_;
+  std::unique_ptr<DeviceContext> context_;
   std::unique_ptr<Arena> scratch_;
-  std::vector<std::unique_ptr<float[]>> floats_;
-  std::vector<std::unique_ptr<int32_t[]>> ints_;
+  std::vector<Arena> memory_;
   Exec exec_;
 };
+
+// Rounded to the nearest bf16, ties to even.
+float to_bf16(float value);
 
 #define SB_INSTANTIATE_ON_ALL_DEVICES(suite)                                                  \
   INSTANTIATE_TEST_SUITE_P(Devices, suite, ::testing::ValuesIn(::sb::testing::all_devices()), \

@@ -200,13 +200,15 @@ class QkvRopeTest : public OpsTest {
     const RopeFrequencies f = rope_frequencies({.theta = 100.0}, shape.head_dim);
     c.reference.inverse = f.inverse;
     for (int64_t t = 0; t < tokens; ++t) c.reference.positions.push_back(static_cast<int32_t>((t * 7) % 23));
-    c.cos = filled({23, shape.head_dim / 2}, NAN);
-    c.sin = filled({23, shape.head_dim / 2}, NAN);
-    rope_fill_table(f, 23, c.cos, c.sin);
+    const Shape table = {23, shape.head_dim / 2};
+    std::vector<float> cos(static_cast<size_t>(table.elements()), NAN), sin(cos);
+    rope_fill_table(f, 23, {cos.data(), table}, {sin.data(), table});
+    c.cos = floats(cos, table);
+    c.sin = floats(sin, table);
     c.positions = tensor(c.reference.positions, {tokens});
-    c.qkv = random_values(tokens * shape.width(), 1);
-    c.q_norm = random_values(shape.head_dim, 2);
-    c.k_norm = random_values(shape.head_dim, 3);
+    c.qkv = random_operand(tokens * shape.width(), 1);
+    c.q_norm = random_operand(shape.head_dim, 2);
+    c.k_norm = random_operand(shape.head_dim, 3);
     return c;
   }
 };
@@ -228,15 +230,15 @@ TEST_P(QkvRopeTest, ForwardMatchesReference) {
         if (norm) {
           qn = tensor(c.q_norm, {shape.head_dim});
           kn = tensor(c.k_norm, {shape.head_dim});
-          rq = filled({tokens, shape.heads}, NAN);
-          rk = filled({tokens, shape.kv_heads}, NAN);
+          rq = filled_f32({tokens, shape.heads}, NAN);
+          rk = filled_f32({tokens, shape.kv_heads}, NAN);
         }
         qkv_rope_forward(exec(), shape, tensor(c.qkv, {tokens, shape.width()}), c.positions, c.cos, c.sin, qn, kn,
                          1e-6f, q, k, v, rq, rk);
         const auto expected = c.reference.run(doubles(c.qkv), norm ? doubles(c.q_norm) : std::vector<double>{},
                                               norm ? doubles(c.k_norm) : std::vector<double>{});
-        expect_close(host(q), expected.q, 1e-6, "q");
-        expect_close(host(k), expected.k, 1e-6, "k");
+        expect_close(host(q), expected.q, tolerance(1e-6), "q");
+        expect_close(host(k), expected.k, tolerance(1e-6), "k");
         expect_close(host(v), expected.v, 1e-9, "v");
       }
     }
@@ -250,8 +252,9 @@ TEST_P(QkvRopeTest, BackwardMatchesFiniteDifferences) {
                                         << norm);
       const int64_t tokens = 3, d = shape.head_dim;
       const Case c = make(shape, tokens);
-      const auto dq = random_values(tokens * shape.heads * d, 11), dk = random_values(tokens * shape.kv_heads * d, 12),
-                 dv = random_values(tokens * shape.kv_heads * d, 13);
+      const auto dq = random_operand(tokens * shape.heads * d, 11),
+                 dk = random_operand(tokens * shape.kv_heads * d, 12),
+                 dv = random_operand(tokens * shape.kv_heads * d, 13);
       const auto objective = [&](const std::vector<double>& qkv, const std::vector<double>& qn,
                                  const std::vector<double>& kn) {
         const auto r = c.reference.run(qkv, qn, kn);
@@ -265,22 +268,22 @@ TEST_P(QkvRopeTest, BackwardMatchesFiniteDifferences) {
                        dvt = tensor(dv, {tokens, shape.kv_heads, d}), dqkv = filled({tokens, shape.width()}, NAN);
       if (!norm) {
         qkv_rope_backward(exec(), shape, dqt, dkt, dvt, c.positions, c.cos, c.sin, {}, {}, {}, {}, {}, dqkv, {}, {});
-        expect_close(host(dqkv), expected, 1e-5, "dqkv");
+        expect_close(host(dqkv), expected, tolerance(1e-5), "dqkv");
         continue;
       }
       const TensorView qkv = tensor(c.qkv, {tokens, shape.width()}), qn = tensor(c.q_norm, {d}),
-                       kn = tensor(c.k_norm, {d}), rq = filled({tokens, shape.heads}, NAN),
-                       rk = filled({tokens, shape.kv_heads}, NAN), q = filled({tokens, shape.heads, d}, 0),
+                       kn = tensor(c.k_norm, {d}), rq = filled_f32({tokens, shape.heads}, NAN),
+                       rk = filled_f32({tokens, shape.kv_heads}, NAN), q = filled({tokens, shape.heads, d}, 0),
                        k = filled({tokens, shape.kv_heads, d}, 0), v = filled({tokens, shape.kv_heads, d}, 0);
       qkv_rope_forward(exec(), shape, qkv, c.positions, c.cos, c.sin, qn, kn, 1e-6f, q, k, v, rq, rk);
-      const TensorView dqn = filled({d}, 1), dkn = filled({d}, 2);  // accumulate
+      const TensorView dqn = filled_f32({d}, 1), dkn = filled_f32({d}, 2);  // accumulate
       qkv_rope_backward(exec(), shape, dqt, dkt, dvt, c.positions, c.cos, c.sin, qkv, qn, kn, rq, rk, dqkv, dqn, dkn);
       auto expected_qn = numeric_gradient([&](const auto& x) { return objective(doubles(c.qkv), x, kn64); }, qn64);
       auto expected_kn = numeric_gradient([&](const auto& x) { return objective(doubles(c.qkv), qn64, x); }, kn64);
       for (double& value : expected_qn) value += 1;
       for (double& value : expected_kn) value += 2;
       // With two channels the normalised head is nearly constant and its gradient a difference of equal numbers.
-      expect_close(host(dqkv), expected, d == 2 ? 1e-4 : 1e-5, "dqkv");
+      expect_close(host(dqkv), expected, tolerance(d == 2 ? 1e-4 : 1e-5), "dqkv");
       expect_close(host(dqn), expected_qn, 1e-5, "dq_norm");
       expect_close(host(dkn), expected_kn, 1e-5, "dk_norm");
     }
@@ -292,14 +295,14 @@ TEST_P(QkvRopeTest, NormGradientsDoNotDependOnThreads) {
   const int64_t tokens = 400, d = shape.head_dim;
   const Case c = make(shape, tokens);
   const TensorView qkv = tensor(c.qkv, {tokens, shape.width()}), qn = tensor(c.q_norm, {d}), kn = tensor(c.k_norm, {d}),
-                   rq = filled({tokens, shape.heads}, NAN), rk = filled({tokens, shape.kv_heads}, NAN),
+                   rq = filled_f32({tokens, shape.heads}, NAN), rk = filled_f32({tokens, shape.kv_heads}, NAN),
                    q = filled({tokens, shape.heads, d}, 0), k = filled({tokens, shape.kv_heads, d}, 0),
                    v = filled({tokens, shape.kv_heads, d}, 0), dqkv = filled({tokens, shape.width()}, NAN);
   qkv_rope_forward(exec(), shape, qkv, c.positions, c.cos, c.sin, qn, kn, 1e-6f, q, k, v, rq, rk);
   const auto norm_gradients = [&](ThreadPool& pool) {
     Exec other = exec();
     other.pool = &pool;
-    const TensorView dqn = filled({d}, 0), dkn = filled({d}, 0);
+    const TensorView dqn = filled_f32({d}, 0), dkn = filled_f32({d}, 0);
     qkv_rope_backward(other, shape, q, k, v, c.positions, c.cos, c.sin, qkv, qn, kn, rq, rk, dqkv, dqn, dkn);
     return std::tuple(host(dqn), host(dkn), host(dqkv));
   };
@@ -316,19 +319,19 @@ TEST_P(QkvRopeTest, BackwardUndoesTheRotation) {
   qkv_rope_forward(exec(), shape, tensor(c.qkv, {tokens, shape.width()}), c.positions, c.cos, c.sin, {}, {}, 0.0f, q, k,
                    v, {}, {});
   qkv_rope_backward(exec(), shape, q, k, v, c.positions, c.cos, c.sin, {}, {}, {}, {}, {}, back, {}, {});
-  expect_close(host(back), doubles(c.qkv), 1e-6, "qkv");
+  expect_close(host(back), doubles(c.qkv), tolerance(1e-6, 2), "qkv");
 }
 
 TEST_P(QkvRopeTest, RefusesWrongShapes) {
   const QkvShape shape = {2, 1, 4};
   const TensorView qkv = filled({3, 16}, 0), positions = tensor(std::vector<int32_t>{0, 1, 2}, {3}),
-                   table = filled({8, 2}, 0), q = filled({3, 2, 4}, 0), k = filled({3, 1, 4}, 0);
+                   table = filled_f32({8, 2}, 0), q = filled({3, 2, 4}, 0), k = filled({3, 1, 4}, 0);
   const auto forward = [&](TensorView qkv_in, TensorView cos, TensorView qn, TensorView kn, TensorView rq) {
     qkv_rope_forward(exec(), shape, qkv_in, positions, cos, table, qn, kn, 0.0f, q, k, k, rq, rq);
   };
   EXPECT_NO_THROW(forward(qkv, table, {}, {}, {}));
   EXPECT_THROW(forward(filled({3, 12}, 0), table, {}, {}, {}), InternalError);
-  EXPECT_THROW(forward(qkv, filled({8, 4}, 0), {}, {}, {}), InternalError);
+  EXPECT_THROW(forward(qkv, filled_f32({8, 4}, 0), {}, {}, {}), InternalError);
   EXPECT_THROW(forward(qkv, table, filled({4}, 1), {}, {}), InternalError);              // one norm only
   EXPECT_THROW(forward(qkv, table, filled({4}, 1), filled({4}, 1), {}), InternalError);  // nowhere to keep rstd
   EXPECT_THROW(qkv_rope_backward(exec(), shape, k, k, k, positions, table, table, {}, {}, {}, {}, {}, qkv, {}, {}),

@@ -25,19 +25,22 @@ SB_INSTANTIATE_ON_ALL_DEVICES(SwiGluTest);
 
 TEST_P(SwiGluTest, ForwardMatchesReference) {
   for (const int64_t rows : {0, 1, 3, 67}) {
-    for (const int64_t width : {1, 3, 8, 16, 17, 97, 128}) {
+    for (const int64_t width : {1, 3, 8, 16, 17, 97, 128, 4864}) {
       SCOPED_TRACE(::testing::Message() << rows << "x" << width);
-      const auto gate_up = random_values(rows * 2 * width, 1, 4.0);
+      const auto gate_up = random_operand(rows * 2 * width, 1, 4.0);
       const TensorView h = filled({rows, width}, NAN);
       swiglu_forward(exec(), tensor(gate_up, {rows, 2 * width}), h);
-      expect_close(host(h), swiglu(width, doubles(gate_up)), 1e-6, "h");
+      expect_close(host(h), swiglu(width, doubles(gate_up)), tolerance(1e-6), "h");
     }
   }
 }
 
 TEST_P(SwiGluTest, ExtremeGatesGiveTheLimit) {
   // silu(g) → g above, → 0 below; exp must neither overflow into NaN nor divide by zero.
-  const std::vector<float> gates = {-1e30f, -200.0f, -89.0f, -87.5f, 0.0f, 87.5f, 200.0f, 1e30f};
+  std::vector<float> gates = {-1e30f, -200.0f, -89.0f, -87.5f, 0.0f, 87.5f, 200.0f, 1e30f};
+  if (dtype() == DType::bf16) {
+    for (float& gate : gates) gate = to_bf16(gate);
+  }
   const int64_t width = static_cast<int64_t>(gates.size());
   std::vector<float> gate_up = gates;
   gate_up.insert(gate_up.end(), gates.size(), 1.0f);
@@ -54,13 +57,13 @@ TEST_P(SwiGluTest, ExtremeGatesGiveTheLimit) {
 TEST_P(SwiGluTest, BackwardMatchesFiniteDifferences) {
   for (const auto& [rows, width] : {std::pair<int64_t, int64_t>{1, 1}, {3, 17}, {7, 5}, {2, 32}}) {
     SCOPED_TRACE(::testing::Message() << rows << "x" << width);
-    const auto gate_up = random_values(rows * 2 * width, 1, 2.0), dh = random_values(rows * width, 2);
+    const auto gate_up = random_operand(rows * 2 * width, 1, 2.0), dh = random_operand(rows * width, 2);
     const auto expected =
         numeric_gradient([&, w = width](const auto& v) { return dot(swiglu(w, v), doubles(dh)); }, doubles(gate_up));
     const TensorView gu = tensor(gate_up, {rows, 2 * width}), d = filled({rows, 2 * width}, NAN),
                      dht = tensor(dh, {rows, width});
     swiglu_backward(exec(), gu, dht, d);
-    expect_close(host(d), expected, 1e-5, "dgate_up");
+    expect_close(host(d), expected, tolerance(1e-5), "dgate_up");
     swiglu_backward(exec(), gu, dht, gu);  // in place
     EXPECT_EQ(host(gu), host(d));
   }

@@ -1,0 +1,118 @@
+#include "device/cuda.h"
+
+#include <cuda_runtime_api.h>
+
+#include "device/cuda_check.h"
+
+namespace sb::cuda {
+namespace {
+
+cudaStream_t stream_of(void* stream) {
+  return static_cast<cudaStream_t>(stream);
+}
+cudaEvent_t event_of(void* event) {
+  return static_cast<cudaEvent_t>(event);
+}
+
+}  // namespace
+
+std::string problem() {
+  int devices = 0;
+  const cudaError_t error = cudaGetDeviceCount(&devices);
+  if (error != cudaSuccess) {
+    cudaGetLastError();  // what failed here must not be found by the next call
+    return cudaGetErrorString(error);
+  }
+  return devices == 0 ? "no CUDA device in this machine" : "";
+}
+
+void require_device() {
+  const std::string why = problem();
+  SB_USER_CHECK(why.empty(), "device: cuda asked for, but there is no usable GPU ({}); use device: cpu", why);
+}
+
+DeviceInfo device_info() {
+  require_device();
+  int device = 0;
+  SB_CUDA_CHECK(cudaGetDevice(&device));
+  cudaDeviceProp properties;
+  SB_CUDA_CHECK(cudaGetDeviceProperties(&properties, device));
+  size_t free = 0, total = 0;
+  SB_CUDA_CHECK(cudaMemGetInfo(&free, &total));
+  return {properties.name,
+          static_cast<int64_t>(total),
+          static_cast<int64_t>(free),
+          properties.multiProcessorCount,
+          properties.major,
+          properties.minor};
+}
+
+std::shared_ptr<void> allocate(const std::string& name, int64_t bytes) {
+  require_device();
+  void* memory = nullptr;
+  if (cudaMalloc(&memory, static_cast<size_t>(bytes)) != cudaSuccess) {
+    cudaGetLastError();
+    size_t free = 0, total = 0;
+    SB_CUDA_CHECK(cudaMemGetInfo(&free, &total));
+    throw OutOfMemory("arena {}: the GPU refused {} bytes; {} of {} are free", name, bytes, free, total);
+  }
+  return {memory, [](void* pointer) { cudaFree(pointer); }};
+}
+
+std::shared_ptr<void> allocate_host(int64_t bytes) {
+  require_device();
+  void* memory = nullptr;
+  if (cudaHostAlloc(&memory, static_cast<size_t>(bytes), cudaHostAllocDefault) != cudaSuccess) {
+    cudaGetLastError();
+    throw OutOfMemory("the system refused {} bytes of page-locked memory", bytes);
+  }
+  return {memory, [](void* pointer) { cudaFreeHost(pointer); }};
+}
+
+void copy(void* stream, const void* from, void* to, int64_t bytes) {
+  SB_CUDA_CHECK(cudaMemcpyAsync(to, from, static_cast<size_t>(bytes), cudaMemcpyDefault, stream_of(stream)));
+}
+
+void zero(void* stream, void* to, int64_t bytes) {
+  SB_CUDA_CHECK(cudaMemsetAsync(to, 0, static_cast<size_t>(bytes), stream_of(stream)));
+}
+
+void copy_and_wait(const void* from, void* to, int64_t bytes) {
+  SB_CUDA_CHECK(cudaDeviceSynchronize());  // our streams do not wait for the one cudaMemcpy uses
+  SB_CUDA_CHECK(cudaMemcpy(to, from, static_cast<size_t>(bytes), cudaMemcpyDefault));
+  SB_CUDA_CHECK(cudaDeviceSynchronize());
+}
+
+std::shared_ptr<void> make_stream() {
+  require_device();
+  cudaStream_t stream = nullptr;
+  SB_CUDA_CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+  return {stream, [](void* pointer) { cudaStreamDestroy(stream_of(pointer)); }};
+}
+
+void synchronize(void* stream) {
+  SB_CUDA_CHECK(cudaStreamSynchronize(stream_of(stream)));
+}
+
+std::shared_ptr<void> make_event() {
+  require_device();
+  cudaEvent_t event = nullptr;
+  SB_CUDA_CHECK(cudaEventCreate(&event));
+  return {event, [](void* pointer) { cudaEventDestroy(event_of(pointer)); }};
+}
+
+void record(void* event, void* stream) {
+  SB_CUDA_CHECK(cudaEventRecord(event_of(event), stream_of(stream)));
+}
+
+void wait(void* event) {
+  SB_CUDA_CHECK(cudaEventSynchronize(event_of(event)));
+}
+
+double milliseconds_between(void* begin, void* end) {
+  float milliseconds = 0;
+  SB_CUDA_CHECK(cudaEventElapsedTime(&milliseconds, event_of(begin), event_of(end)));
+  return milliseconds;
+}
+
+}  // namespace sb::cuda

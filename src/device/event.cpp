@@ -1,0 +1,29 @@
+#include "device/event.h"
+
+#include "device/cuda.h"
+
+namespace sb {
+
+DeviceEvent::DeviceEvent(DeviceKind device) {
+  if (device == DeviceKind::cuda) event_ = cuda::make_event();
+}
+
+void DeviceEvent::record(const Exec& exec) {
+  recorded_ = true;
+  if (event_)
+    cuda::record(event_.get(), exec.stream);
+  else
+    moment_ = std::chrono::steady_clock::now();
+}
+
+void DeviceEvent::wait() const {
+  if (event_ && recorded_) cuda::wait(event_.get());
+}
+
+double DeviceEvent::milliseconds_between(const DeviceEvent& begin, const DeviceEvent& end) {
+  SB_CHECK(begin.recorded_ && end.recorded_, "time between events that were not recorded");
+  if (begin.event_) return cuda::milliseconds_between(begin.event_.get(), end.event_.get());
+  return std::chrono::duration<double, std::milli>(end.moment_ - begin.moment_).count();
+}
+
+}  // namespace sb

@@ -1,0 +1,232 @@
+#include <algorithm>
+
+#include "device/cuda_products.h"
+#include "device/memory.h"
+#include "ops/backends.h"
+#include "ops/cuda/vector.cuh"
+
+namespace sb::cuda {
+namespace {
+
+constexpr int kThreads = 512;
+
+// Largest logit and Σ exp(logit - largest) of a part of a row.
+struct Partial {
+  float largest, sum;
+};
+
+template <typename T>
+__device__ Partial merged(const Partial& a, const Partial& b) {
+  const float largest = fmaxf(a.largest, b.largest);
+  // An empty part has nothing to scale (and its -inf would make NaN of it).
+  const float first = a.largest == -INFINITY && a.sum == 0.0f ? 0.0f : a.sum * exp_for<T>(a.largest - largest);
+  const float second = b.largest == -INFINITY && b.sum == 0.0f ? 0.0f : b.sum * exp_for<T>(b.largest - largest);
+  return {largest, first + second};
+}
+
+template <typename T>
+__device__ Partial block_merged(Partial part) {
+  __shared__ Partial warps[kThreads / 32];
+#pragma unroll
+  for (int offset = 16; offset > 0; offset /= 2) {
+    part = merged<T>(
+        part, {__shfl_xor_sync(0xffffffffu, part.largest, offset), __shfl_xor_sync(0xffffffffu, part.sum, offset)});
+  }
+  if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = part;
+  __syncthreads();
+  part = warps[0];
+  for (int warp = 1; warp < kThreads / 32; ++warp) part = merged<T>(part, warps[warp]);
+  return part;
+}
+
+// One block a row of logits. With kGradient the logits give way to their gradient; the second reading of the row finds
+// most of it in the L2 cache.
+template <typename T, int N, bool kGradient>
+__global__ void __launch_bounds__(kThreads)
+    row_kernel(T* logits, int64_t vocabulary, const int32_t* labels, const float* weights, float* losses,
+               int32_t* correct, float* token_loss) {
+  T* row = logits + blockIdx.x * vocabulary;
+  const int32_t label = labels[blockIdx.x];
+  if (label == kIgnoredLabel) {
+    if (threadIdx.x == 0) {
+      losses[blockIdx.x] = 0;
+      correct[blockIdx.x] = 0;
+      if (token_loss != nullptr) token_loss[blockIdx.x] = 0;
+    }
+    if constexpr (kGradient) {
+      const float zeros[N] = {};
+      for (int64_t c = threadIdx.x * N; c < vocabulary; c += kThreads * N) store(row + c, zeros);
+    }
+    return;
+  }
+  Partial part = {-INFINITY, 0};
+#pragma unroll 4
+  for (int64_t c = threadIdx.x * N; c < vocabulary; c += kThreads * N) {
+    float logit[N];
+    load(row + c, logit);
+    float largest = logit[0];
+#pragma unroll
+    for (int i = 1; i < N; ++i) largest = fmaxf(largest, logit[i]);
+    if (largest > part.largest) {
+      part.sum *= part.sum == 0.0f ? 0.0f : exp_for<T>(part.largest - largest);
+      part.largest = largest;
+    }
+#pragma unroll
+    for (int i = 0; i < N; ++i) part.sum += exp_for<T>(logit[i] - part.largest);
+  }
+  const bool known = 0 <= label && label < vocabulary;
+  const float target = known ? to_float(row[label]) : NAN;  // before the gradient takes its place
+  const Partial all = block_merged<T>(part);
+  if (threadIdx.x == 0) {
+    const float loss = all.largest + logf(all.sum) - target;
+    losses[blockIdx.x] = loss;
+    correct[blockIdx.x] = target == all.largest ? 1 : 0;
+    if (token_loss != nullptr) token_loss[blockIdx.x] = loss;
+  }
+  if constexpr (kGradient) {
+    const float weight = weights[blockIdx.x], scale = weight / all.sum;
+#pragma unroll 4
+    for (int64_t c = threadIdx.x * N; c < vocabulary; c += kThreads * N) {
+      float logit[N];
+      load(row + c, logit);
+#pragma unroll
+      for (int i = 0; i < N; ++i) {
+        logit[i] = scale * exp_for<T>(logit[i] - all.largest) - (c + i == label ? weight : 0.0f);
+      }
+      store(row + c, logit);
+    }
+  }
+}
+
+__device__ double block_sum(double x, double* warps) {
+#pragma unroll
+  for (int offset = 16; offset > 0; offset /= 2) x += __shfl_xor_sync(0xffffffffu, x, offset);
+  __syncthreads();
+  if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = x;
+  __syncthreads();
+  x = 0;
+  for (int warp = 0; warp < kThreads / 32; ++warp) x += warps[warp];
+  return x;
+}
+
+// Adds a chunk to the sums, by one block: the order is fixed. `result` (host memory) gets them after the last chunk.
+__global__ void __launch_bounds__(kThreads)
+    sum_kernel(const int32_t* labels, const float* weights, const float* losses, const int32_t* correct, int64_t rows,
+               LossSums* sums, LossSums* result) {
+  __shared__ double warps[kThreads / 32];
+  double weighted = 0, nll = 0, targets = 0, right = 0;
+  for (int64_t r = threadIdx.x; r < rows; r += kThreads) {
+    if (labels[r] == kIgnoredLabel) continue;
+    weighted += static_cast<double>(weights[r]) * losses[r];
+    nll += losses[r];
+    targets += 1;
+    right += correct[r];
+  }
+  weighted = block_sum(weighted, warps);
+  nll = block_sum(nll, warps);
+  targets = block_sum(targets, warps);
+  right = block_sum(right, warps);
+  if (threadIdx.x != 0) return;
+  LossSums total = *sums;
+  total.weighted += weighted;
+  total.nll += nll;
+  total.targets += static_cast<int64_t>(targets);
+  total.correct += static_cast<int64_t>(right);
+  *sums = total;
+  if (result != nullptr) *result = total;
+}
+
+struct LossOperands {
+  TensorView hidden, weight, labels, weights, token_loss;
+  TensorView dhidden, dweight;  // empty: forward only
+};
+
+template <typename T, int N>
+void launch_rows(const Exec& exec, const LossOperands& o, T* logits, int64_t begin, int64_t rows, float* losses,
+                 int32_t* correct) {
+  const int64_t vocabulary = o.weight.dim(0);
+  const int32_t* labels = data<int32_t>(o.labels) + begin;
+  const float* weights = data<float>(o.weights) + begin;
+  float* token_loss = o.token_loss.empty() ? nullptr : o.token_loss.f32() + begin;
+  const auto grid = static_cast<unsigned>(rows);
+  if (o.dweight.empty())
+    row_kernel<T, N, false>
+        <<<grid, kThreads, 0, stream_of(exec)>>>(logits, vocabulary, labels, weights, losses, correct, token_loss);
+  else
+    row_kernel<T, N, true>
+        <<<grid, kThreads, 0, stream_of(exec)>>>(logits, vocabulary, labels, weights, losses, correct, token_loss);
+  SB_CUDA_LAUNCHED();
+}
+
+void run(const Exec& exec, const LossOperands& o, int64_t chunk, LossSums* result) {
+  const int64_t tokens = o.hidden.dim(0), width = o.hidden.dim(1), vocabulary = o.weight.dim(0);
+  const DType dtype = o.hidden.dtype();
+  const ArenaScope scope(*exec.scratch);
+  const TensorView logits = exec.scratch->allocate(dtype, {chunk, vocabulary});
+  float* losses = exec.scratch->allocate_array<float>(chunk);
+  int32_t* correct = exec.scratch->allocate_array<int32_t>(chunk);
+  LossSums* sums = exec.scratch->allocate_array<LossSums>(1);
+  SB_CUDA_CHECK(cudaMemsetAsync(sums, 0, sizeof(LossSums), stream_of(exec)));
+  if (tokens == 0) {
+    SB_CUDA_CHECK(cudaMemcpyAsync(result, sums, sizeof(LossSums), cudaMemcpyDefault, stream_of(exec)));
+    return;
+  }
+  for (int64_t begin = 0; begin < tokens; begin += chunk) {
+    const int64_t rows = std::min(chunk, tokens - begin);
+    const TensorView hidden = o.hidden.rows(begin, begin + rows);
+    exec.products->run(exec.stream, {.transpose_b = true,
+                                     .m = rows,
+                                     .n = vocabulary,
+                                     .k = width,
+                                     .input = dtype,
+                                     .output = dtype,
+                                     .a = hidden.raw(),
+                                     .b = o.weight.raw(),
+                                     .d = logits.raw()});
+    with_type(dtype, "cross entropy", [&](auto element) {
+      using T = decltype(element);
+      if (vectors_fit<T>(vocabulary, {logits.raw()}))
+        launch_rows<T, kVector<T>>(exec, o, data<T>(logits), begin, rows, losses, correct);
+      else
+        launch_rows<T, 1>(exec, o, data<T>(logits), begin, rows, losses, correct);
+    });
+    sum_kernel<<<1, kThreads, 0, stream_of(exec)>>>(data<int32_t>(o.labels) + begin, data<float>(o.weights) + begin,
+                                                    losses, correct, rows, sums,
+                                                    begin + rows == tokens ? result : nullptr);
+    SB_CUDA_LAUNCHED();
+    if (o.dweight.empty()) continue;
+    exec.products->run(exec.stream, {.m = rows,
+                                     .n = width,
+                                     .k = vocabulary,
+                                     .input = dtype,
+                                     .output = dtype,
+                                     .a = logits.raw(),
+                                     .b = o.weight.raw(),
+                                     .d = o.dhidden.rows(begin, begin + rows).raw()});
+    exec.products->run(exec.stream, {.transpose_a = true,
+                                     .m = vocabulary,
+                                     .n = width,
+                                     .k = rows,
+                                     .input = dtype,
+                                     .output = DType::f32,
+                                     .a = logits.raw(),
+                                     .b = hidden.raw(),
+                                     .c = o.dweight.raw(),
+                                     .d = o.dweight.raw()});
+  }
+}
+
+}  // namespace
+
+void loss_forward(const Exec& exec, TensorView hidden, TensorView weight, TensorView labels, TensorView weights,
+                  int64_t chunk, TensorView token_loss, LossSums* sums) {
+  run(exec, {hidden, weight, labels, weights, token_loss, {}, {}}, chunk, sums);
+}
+
+void loss_forward_backward(const Exec& exec, TensorView hidden, TensorView weight, TensorView labels,
+                           TensorView weights, int64_t chunk, TensorView token_loss, TensorView dhidden,
+                           TensorView dweight, LossSums* sums) {
+  run(exec, {hidden, weight, labels, weights, token_loss, dhidden, dweight}, chunk, sums);
+}
+
+}  // namespace sb::cuda

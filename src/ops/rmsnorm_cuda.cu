@@ -1,0 +1,198 @@
+#include "ops/backends.h"
+#include "ops/check_shape.h"
+#include "ops/cuda/partial_sums.h"
+#include "ops/cuda/vector.cuh"
+
+namespace sb::cuda {
+namespace {
+
+constexpr int kWarps = 8;
+
+// One warp a row. The second reading of the row finds it in the cache.
+template <typename T, int N>
+__global__ void __launch_bounds__(kWarps * 32)
+    forward_kernel(const T* x, const T* weight, float eps, int64_t rows, int64_t width, T* y, float* rstd) {
+  const int lane = threadIdx.x % 32;
+  for (int64_t row = int64_t{blockIdx.x} * kWarps + threadIdx.x / 32; row < rows; row += int64_t{gridDim.x} * kWarps) {
+    const T* from = x + row * width;
+    float squares = 0;
+#pragma unroll 4
+    for (int64_t c = lane * N; c < width; c += 32 * N) {
+      float value[N];
+      load(from + c, value);
+#pragma unroll
+      for (int i = 0; i < N; ++i) squares += value[i] * value[i];
+    }
+    const float r = 1.0f / sqrtf(warp_sum(squares) / static_cast<float>(width) + eps);
+    if (lane == 0) rstd[row] = r;
+#pragma unroll 4
+    for (int64_t c = lane * N; c < width; c += 32 * N) {
+      float value[N], w[N];
+      load(from + c, value);
+      load(weight + c, w);
+#pragma unroll
+      for (int i = 0; i < N; ++i) value[i] = value[i] * r * w[i];
+      store(y + row * width + c, value);
+    }
+  }
+}
+
+// dx = r · (dy·w - x·r²·mean(dy·w·x))
+template <typename T, int N>
+__device__ float mean_product(const T* x, const T* weight, const T* dy, int64_t width, int lane) {
+  float sum = 0;
+#pragma unroll 4
+  for (int64_t c = lane * N; c < width; c += 32 * N) {
+    float value[N], w[N], g[N];
+    load(x + c, value);
+    load(weight + c, w);
+    load(dy + c, g);
+#pragma unroll
+    for (int i = 0; i < N; ++i) sum += g[i] * w[i] * value[i];
+  }
+  return warp_sum(sum) / static_cast<float>(width);
+}
+
+// dx alone, for any width.
+template <typename T, int N>
+__global__ void __launch_bounds__(kWarps * 32)
+    backward_input_kernel(const T* x, const T* weight, const float* rstd, const T* dy, int64_t rows, int64_t width,
+                          T* dx, bool accumulate) {
+  const int lane = threadIdx.x % 32;
+  for (int64_t row = int64_t{blockIdx.x} * kWarps + threadIdx.x / 32; row < rows; row += int64_t{gridDim.x} * kWarps) {
+    const float r = rstd[row];
+    const float pull = r * r * r * mean_product<T, N>(x + row * width, weight, dy + row * width, width, lane);
+    for (int64_t c = lane * N; c < width; c += 32 * N) {
+      float value[N], w[N], g[N], sum[N] = {};
+      load(x + row * width + c, value);
+      load(weight + c, w);
+      load(dy + row * width + c, g);
+      if (accumulate) load(dx + row * width + c, sum);
+#pragma unroll
+      for (int i = 0; i < N; ++i) sum[i] += r * g[i] * w[i] - pull * value[i];
+      store(dx + row * width + c, sum);
+    }
+  }
+}
+
+// dx and the block's part of dweight in one pass: a lane has the same columns in all rows of its warp and keeps their
+// sums in registers. width ≤ 32·N·V.
+template <typename T, int N, int V>
+__global__ void __launch_bounds__(kWarps * 32)
+    backward_kernel(const T* x, const T* weight, const float* rstd, const T* dy, int64_t rows, int64_t width, T* dx,
+                    bool accumulate, float* partial) {
+  extern __shared__ float sums[];  // [width]
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  float dweight[V][N] = {};
+  for (int64_t row = int64_t{blockIdx.x} * kWarps + warp; row < rows; row += int64_t{gridDim.x} * kWarps) {
+    const float r = rstd[row];
+    const float pull = r * r * r * mean_product<T, N>(x + row * width, weight, dy + row * width, width, lane);
+#pragma unroll
+    for (int v = 0; v < V; ++v) {
+      const int64_t c = (v * 32 + lane) * N;
+      if (c >= width) continue;
+      float value[N], w[N], g[N], sum[N] = {};
+      load(x + row * width + c, value);
+      load(weight + c, w);
+      load(dy + row * width + c, g);
+      if (accumulate) load(dx + row * width + c, sum);
+#pragma unroll
+      for (int i = 0; i < N; ++i) {
+        sum[i] += r * g[i] * w[i] - pull * value[i];
+        dweight[v][i] += g[i] * (value[i] * r);
+      }
+      store(dx + row * width + c, sum);
+    }
+  }
+  // Warp after warp, so that the order of the sum is fixed.
+  for (int turn = 0; turn < kWarps; ++turn) {
+    if (warp == turn) {
+#pragma unroll
+      for (int v = 0; v < V; ++v) {
+        const int64_t c = (v * 32 + lane) * N;
+        if (c >= width) continue;
+#pragma unroll
+        for (int i = 0; i < N; ++i) sums[c + i] = turn == 0 ? dweight[v][i] : sums[c + i] + dweight[v][i];
+      }
+    }
+    __syncthreads();
+  }
+  for (int64_t c = threadIdx.x; c < width; c += kWarps * 32) partial[blockIdx.x * width + c] = sums[c];
+}
+
+struct Backward {
+  const Exec& exec;
+  TensorView x, weight, rstd, dy, dx;
+  bool accumulate;
+  int64_t rows, width;
+  float* dweight;
+};
+
+template <typename T, int V>
+void launch_backward(const Backward& b) {
+  const ArenaScope scope(*b.exec.scratch);
+  float* partial = b.exec.scratch->allocate_array<float>(kPartialRows * b.width);
+  const int blocks = static_cast<int>(std::min<int64_t>(kPartialRows, ceil_div(b.rows, kWarps)));
+  backward_kernel<T, kVector<T>, V>
+      <<<static_cast<unsigned>(blocks), kWarps * 32, static_cast<size_t>(b.width) * sizeof(float), stream_of(b.exec)>>>(
+          data<T>(b.x), data<T>(b.weight), data<float>(b.rstd), data<T>(b.dy), b.rows, b.width, data<T>(b.dx),
+          b.accumulate, partial);
+  SB_CUDA_LAUNCHED();
+  add_partial_sums(b.exec, partial, blocks, b.width, b.dweight);
+}
+
+// In two passes. dweight first: dx may take the place of dy.
+template <typename T>
+void launch_backward_any(const Backward& b) {
+  add_column_sums(b.exec, b.dy, b.rows, b.width, b.x, b.rstd, b.dweight);
+  const auto launch = [&]<int N>() {
+    backward_input_kernel<T, N><<<grid_for(ceil_div(b.rows, kWarps)), kWarps * 32, 0, stream_of(b.exec)>>>(
+        data<T>(b.x), data<T>(b.weight), data<float>(b.rstd), data<T>(b.dy), b.rows, b.width, data<T>(b.dx),
+        b.accumulate);
+  };
+  if (vectors_fit<T>(b.width, {b.x.raw(), b.weight.raw(), b.dy.raw(), b.dx.raw()}))
+    launch.template operator()<kVector<T>>();
+  else
+    launch.template operator()<1>();
+  SB_CUDA_LAUNCHED();
+}
+
+}  // namespace
+
+void rmsnorm_forward(const Exec& exec, TensorView x, TensorView weight, float eps, TensorView y, TensorView rstd) {
+  const int64_t rows = rstd.elements(), width = last_dim(x);
+  if (rows == 0) return;
+  with_type(x.dtype(), "rmsnorm_forward", [&](auto element) {
+    using T = decltype(element);
+    const auto launch = [&]<int N>() {
+      forward_kernel<T, N><<<grid_for(ceil_div(rows, kWarps)), kWarps * 32, 0, stream_of(exec)>>>(
+          data<T>(x), data<T>(weight), eps, rows, width, data<T>(y), data<float>(rstd));
+    };
+    if (vectors_fit<T>(width, {x.raw(), weight.raw(), y.raw()}))
+      launch.template operator()<kVector<T>>();
+    else
+      launch.template operator()<1>();
+  });
+  SB_CUDA_LAUNCHED();
+}
+
+void rmsnorm_backward(const Exec& exec, TensorView x, TensorView weight, TensorView rstd, TensorView dy, TensorView dx,
+                      bool accumulate, TensorView dweight) {
+  const Backward b = {exec, x, weight, rstd, dy, dx, accumulate, rstd.elements(), last_dim(x), dweight.f32()};
+  if (b.rows == 0) return;
+  with_type(x.dtype(), "rmsnorm_backward", [&](auto element) {
+    using T = decltype(element);
+    constexpr int kLane = 32 * kVector<T>;  // columns of a vector a lane
+    const bool fits = vectors_fit<T>(b.width, {x.raw(), weight.raw(), dy.raw(), dx.raw()});
+    if (fits && b.width <= 1024)
+      launch_backward<T, 1024 / kLane>(b);
+    else if (fits && b.width <= 2048)
+      launch_backward<T, 2048 / kLane>(b);
+    else if (fits && b.width <= 4096)
+      launch_backward<T, 4096 / kLane>(b);
+    else
+      launch_backward_any<T>(b);
+  });
+}
+
+}  // namespace sb::cuda
