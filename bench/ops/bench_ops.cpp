@@ -28,7 +28,7 @@ class Bench {
  public:
   explicit Bench(int threads)
       : pool_(threads),
-        scratch_("scratch", loss_scratch_bytes(kVocabulary, kChunk, threads)),
+        scratch_("scratch", loss_scratch_bytes(DeviceKind::cpu, DType::f32, kVocabulary, kChunk)),
         rate_(bench::sgemm_rate(threads)) {
     exec_ = {.pool = &pool_, .scratch = &scratch_};
   }
@@ -49,12 +49,13 @@ class Bench {
                      weights = tensor({kTokens}), dhidden = tensor({kTokens, kHidden}),
                      dweight = tensor({kVocabulary, kHidden});
     const std::vector<int32_t> labels(kTokens, 7);
+    LossSums sums;
     const TensorView label_view(labels.data(), Shape{kTokens});
     const double flop = 2.0 * kTokens * static_cast<double>(kHidden * kVocabulary);
     product("loss forward", flop,
-            [&] { loss_forward(exec_, hidden, weight, label_view, weights, kChunk, TensorView()); });
+            [&] { loss_forward(exec_, hidden, weight, label_view, weights, kChunk, TensorView(), &sums); });
     product("loss forward + backward", 3 * flop, [&] {
-      loss_forward_backward(exec_, hidden, weight, label_view, weights, kChunk, TensorView(), dhidden, dweight);
+      loss_forward_backward(exec_, hidden, weight, label_view, weights, kChunk, TensorView(), dhidden, dweight, &sums);
     });
   }
 

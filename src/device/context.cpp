@@ -2,15 +2,17 @@
 
 #include "device/cuda.h"
 #include "device/cuda_products.h"
+#include "device/memory.h"
 
 namespace sb {
 
-DeviceContext::DeviceContext(DeviceKind device, ThreadPool& pool) {
+DeviceContext::DeviceContext(DeviceKind device, ThreadPool& pool, int64_t scratch_bytes)
+    : scratch_(make_arena("operations", scratch_bytes, device)) {
   if (device == DeviceKind::cuda) {
     stream_ = cuda::make_stream();
     products_ = std::make_unique<CudaProducts>();
   }
-  exec_ = {.device = device, .pool = &pool, .stream = stream_.get(), .products = products_.get()};
+  exec_ = {.device = device, .pool = &pool, .stream = stream_.get(), .products = products_.get(), .scratch = &scratch_};
 }
 
 DeviceContext::~DeviceContext() = default;

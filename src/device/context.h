@@ -10,7 +10,8 @@ namespace sb {
 // alone. UserError when the device cannot be used.
 class DeviceContext {
  public:
-  DeviceContext(DeviceKind device, ThreadPool& pool);
+  // `scratch_bytes`: for operations outside the model, which has its own.
+  DeviceContext(DeviceKind device, ThreadPool& pool, int64_t scratch_bytes = 0);
   ~DeviceContext();
   DeviceContext(const DeviceContext&) = delete;
   DeviceContext& operator=(const DeviceContext&) = delete;
@@ -22,6 +23,7 @@ class DeviceContext {
  private:
   std::shared_ptr<void> stream_;
   std::unique_ptr<CudaProducts> products_;
+  Arena scratch_;
   Exec exec_;
 };
 

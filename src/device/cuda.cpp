@@ -83,6 +83,12 @@ void copy_and_wait(const void* from, void* to, int64_t bytes) {
   SB_CUDA_CHECK(cudaDeviceSynchronize());
 }
 
+void zero_and_wait(void* to, int64_t bytes) {
+  SB_CUDA_CHECK(cudaDeviceSynchronize());
+  SB_CUDA_CHECK(cudaMemset(to, 0, static_cast<size_t>(bytes)));
+  SB_CUDA_CHECK(cudaDeviceSynchronize());
+}
+
 std::shared_ptr<void> make_stream() {
   require_device();
   cudaStream_t stream = nullptr;

@@ -31,6 +31,7 @@ void copy(void* stream, const void* from, void* to, int64_t bytes);
 void zero(void* stream, void* to, int64_t bytes);
 // After everything queued on the device so far, and waits.
 void copy_and_wait(const void* from, void* to, int64_t bytes);
+void zero_and_wait(void* to, int64_t bytes);
 
 std::shared_ptr<void> make_stream();
 void synchronize(void* stream);

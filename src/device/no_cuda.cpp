@@ -40,6 +40,9 @@ void zero(void*, void*, int64_t) {
 void copy_and_wait(const void*, void*, int64_t) {
   refuse();
 }
+void zero_and_wait(void*, int64_t) {
+  refuse();
+}
 std::shared_ptr<void> make_stream() {
   refuse();
 }

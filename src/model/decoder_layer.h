@@ -35,8 +35,8 @@ struct LayerRun {
 // Pre-norm decoder layer of the Qwen2 / Llama / Qwen3 family.
 class DecoderLayer {
  public:
-  // Declares the layer's parameters.
-  DecoderLayer(const ModelConfig& config, int index, ParameterSet& parameters);
+  // Declares the layer's parameters. `dtype` is that of the activations.
+  DecoderLayer(const ModelConfig& config, int index, ParameterSet& parameters, DType dtype);
 
   int index() const { return index_; }
 
@@ -48,13 +48,15 @@ class DecoderLayer {
   // `gradient` [T, H] holds the loss's gradient of y and gets that of x; parameter gradients accumulate.
   void backward(const LayerRun& run, const LayerSaved& saved, TensorView gradient) const;
 
-  static int64_t saved_bytes(const ModelConfig& config, int64_t tokens, Recompute recompute);
+  static int64_t saved_bytes(const ModelConfig& config, DType dtype, int64_t tokens, Recompute recompute);
   // Most that forward (one that keeps nothing: the others need less) and backward hold in the workspace.
-  static int64_t forward_workspace_bytes(const ModelConfig& config, int64_t tokens);
-  static int64_t backward_workspace_bytes(const ModelConfig& config, int64_t tokens, Recompute recompute);
+  static int64_t forward_workspace_bytes(const ModelConfig& config, DType dtype, int64_t tokens);
+  static int64_t backward_workspace_bytes(const ModelConfig& config, DType dtype, int64_t tokens, Recompute recompute);
+  // Of exec.scratch, for all operations but attention.
+  static int64_t scratch_bytes(const ModelConfig& config, DeviceKind device);
 
  private:
-  TensorView value(int parameter) const;
+  TensorView weight(int parameter) const;
   TensorView gradient_of(int parameter) const;
   void project_qkv(const LayerRun& run, TensorView normed, TensorView qkv) const;
   void split_and_rotate(const LayerRun& run, TensorView qkv, TensorView q, TensorView k, TensorView v,
@@ -65,14 +67,12 @@ class DecoderLayer {
   const ModelConfig& config_;
   const ParameterSet& parameters_;
   int index_;
+  DType dtype_;
   AttentionShape attention_shape_;
   QkvShape qkv_shape_;
   // Indices of parameters; -1 where the family has none.
   int input_norm_ = -1, qkv_weight_ = -1, qkv_bias_ = -1, q_norm_ = -1, k_norm_ = -1, output_weight_ = -1,
       output_bias_ = -1, post_attention_norm_ = -1, gate_up_weight_ = -1, down_weight_ = -1;
 };
-
-// to = from, in parallel; nothing when they are the same memory.
-void copy_tensor(const Exec& exec, TensorView from, TensorView to);
 
 }  // namespace sb

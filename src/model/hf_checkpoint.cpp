@@ -215,17 +215,20 @@ void read_hf_weights(const fs::path& directory, ParameterSet& parameters) {
                   tensor.name == "lm_head.weight" ? " (does config.json lack \"tie_word_embeddings\": true?)" : "");
     by_file[found->second].push_back(&tensor);
   }
+  const HostCopy values = parameters.host_values();
   for (const auto& [name, tensors] : by_file) {
     const SafetensorsFile file(directory / name);
-    for (const FlatTensor* tensor : tensors) read_tensor(file, *tensor, parameters.values());
+    for (const FlatTensor* tensor : tensors) read_tensor(file, *tensor, values.view());
   }
+  parameters.store_values(values);
 }
 
 void write_hf_model(const fs::path& directory, const ModelConfig& config, const ParameterSet& parameters,
                     const HfWriteOptions& options) {
+  const HostCopy values = parameters.host_values();
   std::vector<SafetensorsTensor> tensors;
   for (FlatTensor& tensor : parameters.flat_tensors())
-    tensors.push_back({std::move(tensor.name), std::move(tensor.shape), parameters.values().f32() + tensor.begin});
+    tensors.push_back({std::move(tensor.name), std::move(tensor.shape), values.view().f32() + tensor.begin});
   write_hf_model(directory, config, tensors, options);
 }
 

@@ -3,6 +3,9 @@
 #include <cstring>
 #include <utility>
 
+#include "device/cuda.h"
+#include "ops/adamw.h"
+
 namespace sb {
 
 namespace {
@@ -33,16 +36,22 @@ void ParameterSet::end_group(int shards) {
   groups_.push_back({begin, flat_elements_});
 }
 
-void ParameterSet::allocate(bool with_gradients) {
+void ParameterSet::allocate(bool with_gradients, DeviceKind device, DType weights) {
   SB_CHECK(!values_, "allocated twice");
-  const int64_t bytes = flat_bytes();
-  values_ = std::make_unique<Arena>("weights", bytes);
-  flat_values_ = values_->allocate(DType::f32, {flat_elements_});
-  std::memset(flat_values_.raw(), 0, static_cast<size_t>(bytes));
-  if (!with_gradients) return;
-  gradients_ = std::make_unique<Arena>("gradients", bytes);
-  flat_gradients_ = gradients_->allocate(DType::f32, {flat_elements_});
-  zero_gradients();
+  SB_CHECK(weights == DType::f32 || (weights == DType::bf16 && device == DeviceKind::cuda),
+           "weights in {} on this device", dtype_name(weights));
+  const auto zeros = [&](const char* name, std::unique_ptr<Arena>& arena, DType dtype) {
+    arena = std::make_unique<Arena>(make_arena(name, flat_elements_ * dtype_bytes(dtype), device));
+    const TensorView flat = arena->allocate(dtype, {flat_elements_});
+    if (device == DeviceKind::cpu)
+      std::memset(flat.raw(), 0, static_cast<size_t>(flat.bytes()));
+    else
+      cuda::zero_and_wait(flat.raw(), flat.bytes());
+    return flat;
+  };
+  flat_values_ = zeros("weights", values_, DType::f32);
+  if (with_gradients) flat_gradients_ = zeros("gradients", gradients_, DType::f32);
+  if (weights != DType::f32) flat_weights_ = zeros("rounded weights", weights_, weights);
 }
 
 std::vector<FlatTensor> ParameterSet::flat_tensors() const {
@@ -60,11 +69,15 @@ std::vector<FlatTensor> ParameterSet::flat_tensors() const {
 }
 
 TensorView ParameterSet::value(int index) const {
-  return view(flat_values_, parameter(index));
+  return part(flat_values_, index);
+}
+
+TensorView ParameterSet::weight(int index) const {
+  return part(flat_weights_.empty() ? flat_values_ : flat_weights_, index);
 }
 
 TensorView ParameterSet::gradient(int index) const {
-  return view(flat_gradients_, parameter(index));
+  return part(flat_gradients_, index);
 }
 
 TensorView ParameterSet::values() const {
@@ -83,14 +96,23 @@ int64_t ParameterSet::elements() const {
   return sum;
 }
 
-void ParameterSet::zero_gradients() {
+void ParameterSet::zero_gradients(const Exec& exec) {
   SB_CHECK(gradients_, "these parameters have no gradients");
-  std::memset(flat_gradients_.raw(), 0, static_cast<size_t>(flat_gradients_.bytes()));
+  zero_tensor(exec, flat_gradients_);
 }
 
-TensorView ParameterSet::view(const TensorView& flat, const Parameter& parameter) {
-  SB_CHECK(!flat.empty(), "{} is not allocated", parameter.name);
-  return flat.rows(parameter.offset, parameter.offset + parameter.elements()).reshaped(parameter.shape);
+void ParameterSet::store_values(const HostCopy& values) {
+  values.store();
+  if (flat_weights_.empty()) return;
+  const Exec exec = {.device = DeviceKind::cuda};  // the device's own stream: nothing else is running
+  round_parameters(exec, flat_values_, flat_weights_);
+  cuda::synchronize(exec.stream);
+}
+
+TensorView ParameterSet::part(const TensorView& flat, int index) const {
+  const Parameter& own = parameter(index);
+  SB_CHECK(!flat.empty(), "{} is not allocated", own.name);
+  return flat.rows(own.offset, own.offset + own.elements()).reshaped(own.shape);
 }
 
 }  // namespace sb

@@ -7,6 +7,7 @@
 
 #include "core/arena.h"
 #include "core/tensor.h"
+#include "device/memory.h"
 
 namespace sb {
 
@@ -33,7 +34,8 @@ struct FlatTensor {
 };
 
 // The parameters of a stage: values and gradients as two flat fp32 buffers of equal layout (moments follow the same
-// layout), which is what the optimizer, its sharding and checkpoints work on.
+// layout), which is what the optimizer, its sharding and checkpoints work on. On CUDA the operations may read a copy of
+// the values in bf16, the weights, which the optimizer writes along with them.
 class ParameterSet {
  public:
   // Declares a parameter; all are declared before allocate().
@@ -41,7 +43,7 @@ class ParameterSet {
   // Ends a group of parameters whose gradients become final together. Padding lets it be cut into `shards` equal,
   // aligned pieces.
   void end_group(int shards);
-  void allocate(bool with_gradients);
+  void allocate(bool with_gradients, DeviceKind device = DeviceKind::cpu, DType weights = DType::f32);
 
   int count() const { return static_cast<int>(parameters_.size()); }
   const Parameter& parameter(int index) const { return parameters_[index]; }
@@ -52,25 +54,34 @@ class ParameterSet {
   // All Hugging Face tensors, in the order of the buffers.
   std::vector<FlatTensor> flat_tensors() const;
   TensorView value(int index) const;
+  // What the operations read: the value itself, or its rounded copy.
+  TensorView weight(int index) const;
   TensorView gradient(int index) const;
   // The flat buffers, padding included (padding is zero).
   TensorView values() const;
+  // Rounded copies of all values; empty when the operations read the values themselves.
+  TensorView rounded_weights() const { return flat_weights_; }
   TensorView gradients() const;
   int64_t flat_elements() const { return flat_elements_; }
   // Bytes of one flat buffer.
   int64_t flat_bytes() const { return flat_elements_ * dtype_bytes(DType::f32); }
   // Sum of the parameters' elements, without padding.
   int64_t elements() const;
-  void zero_gradients();
+  void zero_gradients(const Exec& exec = {});
+
+  // The values where the host can read and write them, for loading and saving; changes count after store_values(),
+  // which waits for the device.
+  HostCopy host_values() const { return HostCopy(values()); }
+  void store_values(const HostCopy& values);
+  // A parameter's part of any buffer of the flat layout.
+  TensorView part(const TensorView& flat, int index) const;
 
  private:
-  static TensorView view(const TensorView& flat, const Parameter& parameter);
-
   std::vector<Parameter> parameters_;
   std::vector<Group> groups_;
   int64_t flat_elements_ = 0;
-  std::unique_ptr<Arena> values_, gradients_;
-  TensorView flat_values_, flat_gradients_;
+  std::unique_ptr<Arena> values_, gradients_, weights_;
+  TensorView flat_values_, flat_gradients_, flat_weights_;
 };
 
 }  // namespace sb

@@ -2,9 +2,12 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <string_view>
 
 #include "core/random.h"
+#include "device/event.h"
+#include "device/memory.h"
 #include "model/decoder_layer.h"
 #include "ops/embedding.h"
 #include "ops/linear.h"
@@ -33,7 +36,7 @@ struct StageModel {
     }
     layers.reserve(static_cast<size_t>(options.last_layer - options.first_layer));
     for (int layer = options.first_layer; layer < options.last_layer; ++layer) {
-      layers.emplace_back(config, layer, parameters);
+      layers.emplace_back(config, layer, parameters, options.dtype);
       parameters.end_group(options.shards);
     }
     if (!last) return;
@@ -50,38 +53,45 @@ struct StageModel {
   }
 };
 
-int64_t f32_bytes(int64_t elements) {
-  return Arena::rounded(elements * dtype_bytes(DType::f32));
+int64_t array_bytes(int64_t elements, DType dtype) {
+  return Arena::rounded(elements * dtype_bytes(dtype));
 }
 
 // Bytes of every piece of memory, from which both the plan and the arenas are made.
 struct StageBytes {
-  int64_t weights, gradients, slot, state, rope_table, workspace, scratch;
+  int64_t weights, gradients, rounded_weights, slot, inputs, state, rope_table, workspace, scratch;
 
   StageBytes(const ModelConfig& config, const StageOptions& options, const ParameterSet& parameters,
              const Attention& attention, int threads) {
     const int64_t tokens = options.max_micro_batch_tokens;
     const int layers = options.last_layer - options.first_layer;
-    const bool last = options.last_layer == config.layers;
-    const int64_t stream = f32_bytes(tokens * config.hidden_size);
+    const bool first = options.first_layer == 0, last = options.last_layer == config.layers;
+    const int64_t stream = array_bytes(tokens * config.hidden_size, options.dtype);
     const AttentionShape shape{config.heads, config.kv_heads, config.head_dim, 1.0f};
 
     weights = Arena::rounded(parameters.flat_bytes());
     gradients = options.training ? weights : 0;
+    rounded_weights = options.dtype == DType::f32 ? 0 : array_bytes(parameters.flat_elements(), options.dtype);
     slot = 0;
-    if (options.training) slot += layers * DecoderLayer::saved_bytes(config, tokens, options.recompute);
+    if (options.training) slot += layers * DecoderLayer::saved_bytes(config, options.dtype, tokens, options.recompute);
     if (options.training || last) slot += stream;  // the stage's output, or the loss's gradient, or the final hidden
-    if (last) slot += f32_bytes(tokens);           // token losses
+    if (last) slot += array_bytes(tokens, DType::f32);  // token losses
+    inputs = options.device == DeviceKind::cuda ? 4 * array_bytes(tokens, DType::i32) : 0;
     state = attention.state_bytes(shape, tokens);
-    rope_table = 2 * f32_bytes(options.max_sequence_length * (config.head_dim / 2));
-    workspace = stream + DecoderLayer::forward_workspace_bytes(config, tokens);
+    rope_table = 2 * array_bytes(options.max_sequence_length * (config.head_dim / 2), DType::f32);
+    workspace = stream + DecoderLayer::forward_workspace_bytes(config, options.dtype, tokens);
     if (options.training) {
       // The last stage's gradient lies in its slot.
-      workspace = std::max(
-          workspace, (last ? 0 : stream) + DecoderLayer::backward_workspace_bytes(config, tokens, options.recompute));
+      workspace = std::max(workspace, (last ? 0 : stream) + DecoderLayer::backward_workspace_bytes(
+                                                                config, options.dtype, tokens, options.recompute));
     }
-    scratch = attention.scratch_bytes(shape, tokens, threads);
-    if (last) scratch = std::max(scratch, loss_scratch_bytes(config.vocab_size, options.loss_chunk, threads));
+    scratch =
+        std::max(attention.scratch_bytes(shape, tokens, threads), DecoderLayer::scratch_bytes(config, options.device));
+    if (first && options.training) scratch = std::max(scratch, embedding_scratch_bytes(options.device, tokens));
+    if (last) {
+      scratch =
+          std::max(scratch, loss_scratch_bytes(options.device, options.dtype, config.vocab_size, options.loss_chunk));
+    }
   }
 };
 
@@ -98,13 +108,17 @@ void check_options(const ModelConfig& config, const StageOptions& options) {
            "max_micro_batch_tokens {}, max_sequence_length {}, slots {}, loss_chunk {}", options.max_micro_batch_tokens,
            options.max_sequence_length, options.slots, options.loss_chunk);
   SB_CHECK(options.shards > 0, "{} shards", options.shards);
+  SB_CHECK(options.dtype == DType::f32 || (options.dtype == DType::bf16 && options.device == DeviceKind::cuda),
+           "activations in {} on this device", dtype_name(options.dtype));
 }
 
 MemoryPlan plan_of(const StageOptions& options, const StageBytes& bytes) {
   MemoryPlan plan;
   plan.add("weights", bytes.weights);
   if (options.training) plan.add("gradients", bytes.gradients);
+  if (bytes.rounded_weights > 0) plan.add("rounded weights", bytes.rounded_weights);
   plan.add("activations", options.slots * bytes.slot);
+  if (bytes.inputs > 0) plan.add("micro-batch ids", options.slots * bytes.inputs);
   plan.add("attention state", attention_states(options) * bytes.state);
   plan.add("rope table", bytes.rope_table);
   plan.add("workspace", bytes.workspace);
@@ -144,6 +158,11 @@ TensorView vector_view(const std::vector<int32_t>& values) {
   return {values.data(), {static_cast<int64_t>(values.size())}};
 }
 
+// A micro-batch's ids where the operations find them.
+struct DeviceBatch {
+  TensorView tokens, positions, labels, weights;
+};
+
 // A micro-batch in flight.
 struct Slot {
   enum class Holds { nothing, forward, evaluation };
@@ -155,7 +174,22 @@ struct Slot {
   // evaluate the normed final hidden state.
   TensorView end;
   TensorView token_loss;
-  LossSums loss;
+  // Host memory: what the loss writes, and on CUDA the ids on their way to the device.
+  HostMemory loss_memory, staging;
+  std::unique_ptr<Arena> inputs;
+  DeviceBatch ids;
+  DeviceEvent uploaded, loss_ready;
+
+  explicit Slot(const StageOptions& options, const StageBytes& bytes)
+      : arena(std::make_unique<Arena>(make_arena("activations", bytes.slot, options.device))),
+        loss_memory(sizeof(LossSums), options.device),
+        staging(bytes.inputs, options.device),
+        inputs(std::make_unique<Arena>(make_arena("micro-batch ids", bytes.inputs, options.device))),
+        uploaded(options.device),
+        loss_ready(options.device) {
+    new (loss_memory.data()) LossSums;
+  }
+  LossSums* loss() const { return static_cast<LossSums*>(loss_memory.data()); }
 };
 
 }  // namespace
@@ -181,20 +215,24 @@ struct Stage::Implementation {
         last(options.last_layer == config.layers),
         model(config, options),
         bytes(config, options, model.parameters, attention, threads),
-        slots(static_cast<size_t>(options.slots)),
-        rope_arena("rope table", bytes.rope_table),
-        workspace("workspace", bytes.workspace),
-        scratch("scratch", bytes.scratch) {
-    model.parameters.allocate(options.training);
+        rope_arena(make_arena("rope table", bytes.rope_table, options.device)),
+        workspace(make_arena("workspace", bytes.workspace, options.device)),
+        scratch(make_arena("scratch", bytes.scratch, options.device)) {
+    model.parameters.allocate(options.training, options.device, options.dtype);
     for (int64_t i = 0; i < attention_states(options); ++i) states.push_back(attention.make_state());
-    for (Slot& slot : slots) slot.arena = std::make_unique<Arena>("activations", bytes.slot);
+    for (int i = 0; i < options.slots; ++i) slots.emplace_back(options, bytes);
     const Shape table{options.max_sequence_length, config.head_dim / 2};
     cos = rope_arena.allocate(DType::f32, table);
     sin = rope_arena.allocate(DType::f32, table);
-    rope_fill_table(rope_frequencies(config.rope, config.head_dim), options.max_sequence_length, cos, sin);
+    const HostCopy host_cos(cos), host_sin(sin);
+    rope_fill_table(rope_frequencies(config.rope, config.head_dim), options.max_sequence_length, host_cos.view(),
+                    host_sin.view());
+    host_cos.store();
+    host_sin.store();
   }
 
   Exec with_scratch(const Exec& exec) {
+    SB_CHECK(exec.device == options.device, "the stage lies on another device");
     Exec own = exec;
     own.scratch = &scratch;
     return own;
@@ -209,13 +247,13 @@ struct Stage::Implementation {
     return states[options.training ? static_cast<size_t>(slot_index) * model.layers.size() + layer : 0].get();
   }
 
-  LayerRun layer_run(const Exec& exec, const MicroBatch& batch, const DecoderLayer& layer) {
+  LayerRun layer_run(const Exec& exec, const MicroBatch& batch, const Slot& slot, const DecoderLayer& layer) {
     PackedSequences sequences{batch.cu_seqlens, {}, batch.whole_cu_seqlens};
     if (!batch.budgets.empty()) {
       const auto count = static_cast<size_t>(batch.sequences());
       sequences.budgets = std::span(batch.budgets).subspan(static_cast<size_t>(layer.index()) * count, count);
     }
-    return {exec, workspace, attention, sequences, vector_view(batch.positions), cos, sin};
+    return {exec, workspace, attention, sequences, slot.ids.positions, cos, sin};
   }
 
   // Everything the operations rely on without looking.
@@ -253,48 +291,66 @@ struct Stage::Implementation {
   }
 
   // Empties the slot for a new micro-batch.
-  void begin(Slot& slot, const MicroBatch& batch) {
+  void begin(const Exec& exec, Slot& slot, const MicroBatch& batch) {
     slot.arena->release(0);
     slot.saved.clear();
     slot.tokens = batch.size();
-    slot.loss = {};
     slot.end = slot.token_loss = {};
-    if (options.training || last) slot.end = slot.arena->allocate(DType::f32, {slot.tokens, config.hidden_size});
+    if (options.training || last) slot.end = slot.arena->allocate(options.dtype, {slot.tokens, config.hidden_size});
     if (last) slot.token_loss = slot.arena->allocate(DType::f32, {slot.tokens});
+    slot.ids = {vector_view(batch.tokens), vector_view(batch.positions), vector_view(batch.labels),
+                TensorView(batch.weights.data(), {static_cast<int64_t>(batch.weights.size())})};
+    if (options.device == DeviceKind::cuda) upload_ids(exec, slot);
   }
 
-  void start_of_stream(const Exec& exec, const MicroBatch& batch, TensorView input, TensorView x) {
+  // Through page-locked memory, so that the host does not wait; from then on slot.ids lie on the device.
+  static void upload_ids(const Exec& exec, Slot& slot) {
+    slot.uploaded.wait();  // for the ids before these
+    slot.inputs->release(0);
+    auto* next = static_cast<char*>(slot.staging.data());
+    for (TensorView* ids : {&slot.ids.tokens, &slot.ids.positions, &slot.ids.labels, &slot.ids.weights}) {
+      if (ids->elements() == 0) continue;  // stages in the middle have no labels
+      const TensorView there = slot.inputs->allocate(ids->dtype(), ids->shape());
+      std::memcpy(next, ids->raw(), static_cast<size_t>(ids->bytes()));
+      upload(exec, next, there);
+      next += Arena::rounded(ids->bytes());
+      *ids = there;
+    }
+    slot.uploaded.record(exec);
+  }
+
+  void start_of_stream(const Exec& exec, const Slot& slot, TensorView input, TensorView x) {
     if (first) {
-      embedding_forward(exec, vector_view(batch.tokens), model.parameters.value(model.embedding), x);
+      embedding_forward(exec, slot.ids.tokens, model.parameters.weight(model.embedding), x);
     } else {
       copy_tensor(exec, input, x);
     }
   }
 
   // Loss and, on the way, the gradient of `x`, the last layer's output; it stays in slot.end.
-  void loss_with_gradient(const Exec& exec, const MicroBatch& batch, Slot& slot, TensorView x) {
+  void loss_with_gradient(const Exec& exec, Slot& slot, TensorView x) {
     ParameterSet& p = model.parameters;
     ArenaScope scope(workspace);
-    const TensorView hidden = workspace.allocate(DType::f32, x.shape());
+    const TensorView hidden = workspace.allocate(options.dtype, x.shape());
     const TensorView rstd = workspace.allocate(DType::f32, {slot.tokens});
-    rmsnorm_forward(exec, x, p.value(model.final_norm), config.rms_norm_eps, hidden, rstd);
-    slot.loss = loss_forward_backward(exec, hidden, p.value(model.head), vector_view(batch.labels), weights_view(batch),
-                                      options.loss_chunk, slot.token_loss, slot.end, p.gradient(model.head));
-    rmsnorm_backward(exec, x, p.value(model.final_norm), rstd, slot.end, slot.end, /*accumulate=*/false,
+    rmsnorm_forward(exec, x, p.weight(model.final_norm), config.rms_norm_eps, hidden, rstd);
+    loss_forward_backward(exec, hidden, p.weight(model.head), slot.ids.labels, slot.ids.weights, options.loss_chunk,
+                          slot.token_loss, slot.end, p.gradient(model.head), slot.loss());
+    slot.loss_ready.record(exec);
+    rmsnorm_backward(exec, x, p.weight(model.final_norm), rstd, slot.end, slot.end, /*accumulate=*/false,
                      p.gradient(model.final_norm));
   }
 
   // Loss alone; the normed hidden state stays in slot.end for logits().
-  void loss_only(const Exec& exec, const MicroBatch& batch, Slot& slot, TensorView x) {
+  void loss_only(const Exec& exec, Slot& slot, TensorView x) {
     const ParameterSet& p = model.parameters;
     ArenaScope scope(workspace);
     const TensorView rstd = workspace.allocate(DType::f32, {slot.tokens});
-    rmsnorm_forward(exec, x, p.value(model.final_norm), config.rms_norm_eps, slot.end, rstd);
-    slot.loss = loss_forward(exec, slot.end, p.value(model.head), vector_view(batch.labels), weights_view(batch),
-                             options.loss_chunk, slot.token_loss);
+    rmsnorm_forward(exec, x, p.weight(model.final_norm), config.rms_norm_eps, slot.end, rstd);
+    loss_forward(exec, slot.end, p.weight(model.head), slot.ids.labels, slot.ids.weights, options.loss_chunk,
+                 slot.token_loss, slot.loss());
+    slot.loss_ready.record(exec);
   }
-
-  static TensorView weights_view(const MicroBatch& batch) { return {batch.weights.data(), {batch.size()}}; }
 };
 
 Stage::Stage(const ModelConfig& config, const StageOptions& options, Attention& attention, int threads) {
@@ -342,16 +398,23 @@ const ModelConfig& Stage::config() const {
   return implementation_->config;
 }
 
+const StageOptions& Stage::options() const {
+  return implementation_->options;
+}
+
 void Stage::initialize(uint64_t seed) {
   ParameterSet& parameters = implementation_->model.parameters;
+  const HostCopy values = parameters.host_values();
   for (int i = 0; i < parameters.count(); ++i) {
     const Parameter& parameter = parameters.parameter(i);
+    const TensorView value = parameters.part(values.view(), i);
     if (parameter.shape.rank() >= 2) {
-      fill_normal(parameters.value(i), implementation_->config.initializer_range, seed, name_hash(parameter.name));
+      fill_normal(value, implementation_->config.initializer_range, seed, name_hash(parameter.name));
     } else {
-      fill(parameters.value(i), parameter.name.ends_with(".bias") ? 0.0f : 1.0f);
+      fill(value, parameter.name.ends_with(".bias") ? 0.0f : 1.0f);
     }
   }
+  parameters.store_values(values);
 }
 
 TensorView Stage::forward(const Exec& caller, const MicroBatch& batch, int slot_index, TensorView input) {
@@ -363,22 +426,22 @@ TensorView Stage::forward(const Exec& caller, const MicroBatch& batch, int slot_
   const Exec exec = s.with_scratch(caller);
   const size_t layers = s.model.layers.size();
 
-  s.begin(slot, batch);
+  s.begin(exec, slot, batch);
   for (size_t i = 0; i < layers; ++i) {
     slot.saved.push_back(s.model.layers[i].allocate_saved(*slot.arena, slot.tokens, s.options.recompute));
     slot.saved[i].state = s.state(slot_index, i);
   }
   ArenaScope scope(s.workspace);
-  const TensorView stream = s.workspace.allocate(DType::f32, {slot.tokens, s.config.hidden_size});
+  const TensorView stream = s.workspace.allocate(s.options.dtype, {slot.tokens, s.config.hidden_size});
 
-  s.start_of_stream(exec, batch, input, slot.saved[0].x);
+  s.start_of_stream(exec, slot, input, slot.saved[0].x);
   for (size_t i = 0; i < layers; ++i) {
     const TensorView y = i + 1 < layers ? slot.saved[i + 1].x : s.last ? stream : slot.end;
-    s.model.layers[i].forward(s.layer_run(exec, batch, s.model.layers[i]), slot.saved[i], y);
+    s.model.layers[i].forward(s.layer_run(exec, batch, slot, s.model.layers[i]), slot.saved[i], y);
   }
   slot.holds = Slot::Holds::forward;
   if (!s.last) return slot.end;
-  s.loss_with_gradient(exec, batch, slot, stream);
+  s.loss_with_gradient(exec, slot, stream);
   return {};
 }
 
@@ -389,18 +452,18 @@ TensorView Stage::evaluate(const Exec& caller, const MicroBatch& batch, int slot
   SB_CHECK(slot.holds != Slot::Holds::forward, "slot {} still waits for its backward", slot_index);
   const Exec exec = s.with_scratch(caller);
 
-  s.begin(slot, batch);
+  s.begin(exec, slot, batch);
   ArenaScope scope(s.workspace);
   LayerSaved saved;
-  saved.x = s.workspace.allocate(DType::f32, {slot.tokens, s.config.hidden_size});
-  s.start_of_stream(exec, batch, input, saved.x);
+  saved.x = s.workspace.allocate(s.options.dtype, {slot.tokens, s.config.hidden_size});
+  s.start_of_stream(exec, slot, input, saved.x);
   for (size_t i = 0; i < s.model.layers.size(); ++i) {
     saved.state = s.state(slot_index, i);
-    s.model.layers[i].forward(s.layer_run(exec, batch, s.model.layers[i]), saved, saved.x);
+    s.model.layers[i].forward(s.layer_run(exec, batch, slot, s.model.layers[i]), saved, saved.x);
   }
   slot.holds = Slot::Holds::evaluation;
   if (!s.last) return saved.x;
-  s.loss_only(exec, batch, slot, saved.x);
+  s.loss_only(exec, slot, saved.x);
   return {};
 }
 
@@ -415,7 +478,7 @@ TensorView Stage::backward(const Exec& caller, const MicroBatch& batch, int slot
   ArenaScope scope(s.workspace);
   TensorView gradient = slot.end;
   if (!s.last) {
-    gradient = s.workspace.allocate(DType::f32, {slot.tokens, s.config.hidden_size});
+    gradient = s.workspace.allocate(s.options.dtype, {slot.tokens, s.config.hidden_size});
     copy_tensor(exec, output_gradient, gradient);
   }
   // The gradients of norm and head come with the loss, in forward.
@@ -426,19 +489,21 @@ TensorView Stage::backward(const Exec& caller, const MicroBatch& batch, int slot
   };
   down_to(first_layer_group + static_cast<int>(s.model.layers.size()));
   for (size_t i = s.model.layers.size(); i-- > 0;) {
-    s.model.layers[i].backward(s.layer_run(exec, batch, s.model.layers[i]), slot.saved[i], gradient);
+    s.model.layers[i].backward(s.layer_run(exec, batch, slot, s.model.layers[i]), slot.saved[i], gradient);
     down_to(first_layer_group + static_cast<int>(i));
   }
   slot.holds = Slot::Holds::nothing;
   if (!s.first) return gradient;
-  embedding_backward(exec, vector_view(batch.tokens), gradient, s.model.parameters.gradient(s.model.embedding));
+  embedding_backward(exec, slot.ids.tokens, gradient, s.model.parameters.gradient(s.model.embedding));
   down_to(0);
   return {};
 }
 
 const LossSums& Stage::loss(int slot) const {
   SB_CHECK(implementation_->last, "only the last stage has a loss");
-  return implementation_->slot(slot).loss;
+  const Slot& own = implementation_->slot(slot);
+  own.loss_ready.wait();
+  return *own.loss();
 }
 
 TensorView Stage::token_loss(int slot) const {
@@ -450,7 +515,7 @@ void Stage::logits(const Exec& caller, int slot_index, int64_t row_begin, int64_
   Implementation& s = *implementation_;
   const Slot& slot = s.slot(slot_index);
   SB_CHECK(s.last && slot.holds == Slot::Holds::evaluation, "logits of slot {} without evaluate()", slot_index);
-  linear_forward(s.with_scratch(caller), slot.end.rows(row_begin, row_end), s.model.parameters.value(s.model.head), {},
+  linear_forward(s.with_scratch(caller), slot.end.rows(row_begin, row_end), s.model.parameters.weight(s.model.head), {},
                  logits);
 }
 

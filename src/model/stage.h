@@ -19,6 +19,8 @@ namespace sb {
 enum class Recompute { none, attention, layer };
 
 struct StageOptions {
+  DeviceKind device = DeviceKind::cpu;
+  DType dtype = DType::f32;  // of activations and of the weights the operations read: f32, or bf16 on CUDA
   int first_layer = 0;
   int last_layer = 0;  // exclusive
   Recompute recompute = Recompute::attention;
@@ -36,7 +38,8 @@ using GradientsFinal = std::function<void(int group)>;
 
 // A contiguous range of layers, with the embedding if it holds the first layer and final norm + vocabulary projection
 // if it holds the last: the whole model on one process, one pipeline stage otherwise. All memory is taken in the
-// constructor. The operations' temporaries come from the stage's own scratch memory, whatever exec.scratch is.
+// constructor, on the device. The operations' temporaries come from the stage's own scratch memory, whatever
+// exec.scratch is.
 class Stage {
  public:
   Stage(const ModelConfig& config, const StageOptions& options, Attention& attention, int threads);
@@ -55,6 +58,7 @@ class Stage {
   bool last() const;
   ParameterSet& parameters();
   const ModelConfig& config() const;
+  const StageOptions& options() const;
 
   // Random initialisation: normal(0, initializer_range), norms one, biases zero; a pure function of (seed, parameter
   // name).
@@ -73,11 +77,13 @@ class Stage {
   TensorView backward(const Exec& exec, const MicroBatch& batch, int slot, TensorView output_gradient,
                       const GradientsFinal& gradients_final = {});
 
-  // Last stage: sums of the micro-batch most recently run forward in the slot, and its token losses [T].
+  // Last stage: sums of the micro-batch most recently run forward in the slot, and its token losses [T]. On CUDA loss()
+  // waits until the device has come to the end of that forward: ask after backward is queued, and the device never
+  // waits.
   const LossSums& loss(int slot) const;
   TensorView token_loss(int slot) const;
 
-  // Last stage, after evaluate() in the slot: logits [rows, V] of rows of the micro-batch.
+  // Last stage, after evaluate() in the slot: logits [rows, V] of rows of the micro-batch, in the stage's type.
   void logits(const Exec& exec, int slot, int64_t row_begin, int64_t row_end, TensorView logits) const;
 
  private:

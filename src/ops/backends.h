@@ -76,8 +76,7 @@ void adamw_update(const Exec& exec, const AdamWStep& step, std::span<const Decay
 void clip_by_norm(const Exec& exec, TensorView gradients, double max_norm, TensorView clip);
 double squared_norm(const Exec& exec, TensorView x);
 void round_parameters(const Exec& exec, TensorView parameters, TensorView weights);
-// Scratch: partial sums of `width` columns; what embedding_backward sorts with; what the norms need.
-int64_t partial_sums_bytes(int64_t width);
+// Scratch: what embedding_backward sorts with; what the norms need.
 int64_t embedding_scratch_bytes(int64_t tokens);
 int64_t norm_scratch_bytes();
 

@@ -15,7 +15,7 @@ void linear_backward_input(const Exec& exec, TensorView dy, TensorView weight, T
 // dweight += dyᵀ · x and, unless empty, dbias += column sums of dy. Always accumulates: gradients span micro-batches.
 void linear_backward_weight(const Exec& exec, TensorView x, TensorView dy, TensorView dweight, TensorView dbias);
 
-// Bytes of exec.scratch that these need with at most `out` columns.
+// Bytes of exec.scratch that linear_backward_weight needs for a bias of `out` columns.
 int64_t linear_scratch_bytes(DeviceKind device, int64_t out);
 
 }  // namespace sb

@@ -67,9 +67,6 @@ void clip_by_norm(const Exec&, TensorView, double, TensorView) {
 void round_parameters(const Exec&, TensorView, TensorView) {
   refuse();
 }
-int64_t partial_sums_bytes(int64_t) {
-  refuse();
-}
 int64_t embedding_scratch_bytes(int64_t) {
   refuse();
 }

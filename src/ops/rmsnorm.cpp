@@ -2,6 +2,7 @@
 
 #include "ops/backends.h"
 #include "ops/check_shape.h"
+#include "ops/cuda/partial_sums.h"
 
 namespace sb {
 

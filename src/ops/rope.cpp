@@ -6,6 +6,7 @@
 
 #include "ops/backends.h"
 #include "ops/check_shape.h"
+#include "ops/cuda/partial_sums.h"
 
 namespace sb {
 namespace {
@@ -170,7 +171,10 @@ void qkv_rope_backward(const Exec& exec, const QkvShape& shape, TensorView dq, T
 }
 
 int64_t qkv_rope_scratch_bytes(DeviceKind device, const QkvShape& shape) {
-  return device == DeviceKind::cuda ? cuda::partial_sums_bytes(2 * int64_t{shape.head_dim}) + Arena::kAlignment : 0;
+  if (device == DeviceKind::cpu) return 0;
+  // Partial sums of both norms' gradients, and their sum.
+  const int64_t sums = 2 * int64_t{shape.head_dim} * static_cast<int64_t>(sizeof(float));
+  return Arena::rounded((cuda::kPartialRows - 1) * sums) + Arena::rounded(sums);
 }
 
 }  // namespace sb

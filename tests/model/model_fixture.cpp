@@ -9,6 +9,8 @@
 #include <nlohmann/json.hpp>
 
 #include "core/random.h"
+#include "device/memory.h"
+#include "tests/model/host_attention.h"
 
 namespace sb::test {
 
@@ -24,8 +26,9 @@ std::vector<int32_t> read_i32(const SafetensorsFile& file, const char* name) {
 
 Tensors hf_tensors(const ParameterSet& parameters, bool gradients) {
   Tensors tensors;
+  const HostCopy flat(gradients ? parameters.gradients() : parameters.values());
   for (int i = 0; i < parameters.count(); ++i) {
-    const TensorView view = gradients ? parameters.gradient(i) : parameters.value(i);
+    const TensorView view = parameters.part(flat.view(), i);
     for (const Parameter::Part& part : parameters.parameter(i).parts) {
       const TensorView rows = view.rows(part.row_begin, part.row_end);
       tensors[part.hf_name] = {rows.f32(), rows.f32() + rows.elements()};
@@ -117,12 +120,13 @@ Tensors hf_values(ParameterSet& parameters) {
 std::vector<float> all_logits(Stage& stage, const Exec& exec, const MicroBatch& batch) {
   stage.evaluate(exec, batch, 0, {});
   const int64_t tokens = batch.size(), vocabulary = stage.config().vocab_size;
-  std::vector<float> logits(static_cast<size_t>(tokens * vocabulary));
+  Arena memory = make_arena("logits", tokens * vocabulary * dtype_bytes(stage.options().dtype), exec.device);
+  const TensorView logits = memory.allocate(stage.options().dtype, {tokens, vocabulary});
   // In two pieces, as evaluation asks for them.
   const int64_t middle = tokens / 3;
-  stage.logits(exec, 0, 0, middle, {logits.data(), {middle, vocabulary}});
-  stage.logits(exec, 0, middle, tokens, {logits.data() + middle * vocabulary, {tokens - middle, vocabulary}});
-  return logits;
+  stage.logits(exec, 0, 0, middle, logits.rows(0, middle));
+  stage.logits(exec, 0, middle, tokens, logits.rows(middle, tokens));
+  return host_values(logits);
 }
 
 double norm(const std::vector<float>& x) {
@@ -138,7 +142,7 @@ double relative_difference(const std::vector<float>& a, const std::vector<float>
   return std::sqrt(squares) / std::max(norm(b), floor);
 }
 
-double largest_relative_difference(const Tensors& got, const Tensors& expected) {
+double largest_relative_difference(const Tensors& got, const Tensors& expected, double floor) {
   EXPECT_EQ(got.size(), expected.size());
   double top = 0;
   for (const auto& [name, values] : expected) top = std::max(top, norm(values));
@@ -149,7 +153,7 @@ double largest_relative_difference(const Tensors& got, const Tensors& expected) 
       ADD_FAILURE() << name << " is missing";
       continue;
     }
-    const double difference = relative_difference(found->second, values, 1e-6 * top);
+    const double difference = relative_difference(found->second, values, floor * top);
     worst = std::isnan(difference) ? INFINITY : std::max(worst, difference);
   }
   return worst;

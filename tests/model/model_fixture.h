@@ -7,9 +7,11 @@
 #include <vector>
 
 #include "core/thread_pool.h"
+#include "device/context.h"
 #include "model/micro_batch.h"
 #include "model/safetensors.h"
 #include "model/stage.h"
+#include "ops/adamw.h"
 #include "tests/model/naive_attention.h"
 
 namespace sb::test {
@@ -36,10 +38,12 @@ int64_t count_targets(const std::vector<std::vector<int32_t>>& sequences);
 std::vector<std::vector<int32_t>> random_sequences(const std::vector<int64_t>& lengths, int64_t vocabulary,
                                                    uint64_t seed);
 
-// A pool and the Exec over it.
+// A pool, a device and the Exec over them.
 struct TestExec {
-  explicit TestExec(int threads = 2) : pool(threads) { exec.pool = &pool; }
+  explicit TestExec(int threads = 2, DeviceKind device = DeviceKind::cpu)
+      : pool(threads), context(device, pool, norm_scratch_bytes(device)), exec(context.exec()) {}
   ThreadPool pool;
+  DeviceContext context;
   Exec exec;
 };
 
@@ -55,9 +59,9 @@ std::vector<float> all_logits(Stage& stage, const Exec& exec, const MicroBatch& 
 double norm(const std::vector<float>& x);
 // ‖a - b‖ / max(‖b‖, floor)
 double relative_difference(const std::vector<float>& a, const std::vector<float>& b, double floor = 0);
-// Largest relative difference over the tensors, with a floor of 1e-6 of the largest norm for those that are tiny by
+// Largest relative difference over the tensors, with a floor (a share of the largest norm) for those that are tiny by
 // cancellation; records a failure for missing or surplus tensors.
-double largest_relative_difference(const Tensors& got, const Tensors& expected);
+double largest_relative_difference(const Tensors& got, const Tensors& expected, double floor = 1e-6);
 
 // A tiny model for gradient checks.
 ModelConfig tiny_config(ModelConfig::Family family);

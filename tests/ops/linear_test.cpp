@@ -43,18 +43,19 @@ TEST_P(LinearTest, ForwardMatchesReference) {
     const TensorView xt = tensor(x, {s.tokens, s.in}), wt = tensor(w, {s.out, s.in}), bt = tensor(b, {s.out});
     const auto plain = linear(s, doubles(x), doubles(w), {}), with_bias = linear(s, doubles(x), doubles(w), doubles(b));
 
+    // In bf16, at sizes of no use to it, cuBLASLt rounds before it adds.
     const TensorView y = filled({s.tokens, s.out}, NAN);  // what was there must not matter
     linear_forward(exec(), xt, wt, {}, y);
     expect_close(host(y), plain, tolerance(2e-6), "plain");
     const TensorView yb = filled({s.tokens, s.out}, NAN);
     linear_forward(exec(), xt, wt, bt, yb);
-    expect_close(host(yb), with_bias, tolerance(2e-6), "bias");
+    expect_close(host(yb), with_bias, tolerance(2e-6, 2), "bias");
     const TensorView ya = tensor(before, {s.tokens, s.out});
     linear_forward(exec(), xt, wt, {}, ya, ya);
-    expect_close(host(ya), plus(plain, before), tolerance(2e-6), "accumulate");
+    expect_close(host(ya), plus(plain, before), tolerance(2e-6, 2), "accumulate");
     const TensorView yba = filled({s.tokens, s.out}, NAN);  // the residual lies elsewhere
     linear_forward(exec(), xt, wt, bt, yba, tensor(before, {s.tokens, s.out}));
-    expect_close(host(yba), plus(with_bias, before), tolerance(2e-6), "bias and accumulate");
+    expect_close(host(yba), plus(with_bias, before), tolerance(2e-6, 2), "bias and accumulate");
   }
 }
 
@@ -105,7 +106,7 @@ TEST_P(LinearTest, BackwardAccumulatesAtAllSizes) {
     const TensorView dxt = tensor(dx0, {s.tokens, s.in}), dwt = floats(dw0, {s.out, s.in}), dbt = floats(db0, {s.out});
     linear_backward_input(exec(), dyt, wt, dxt, true);
     linear_backward_weight(exec(), xt, dyt, dwt, dbt);
-    expect_close(host(dxt), plus(dx, dx0), tolerance(3e-6), "dx");
+    expect_close(host(dxt), plus(dx, dx0), tolerance(3e-6, 2), "dx");
     expect_close(host(dwt), plus(dw, dw0), 3e-6, "dweight");
     expect_close(host(dbt), plus(db, db0), 3e-6, "dbias");
     const TensorView alone = filled_f32({s.out, s.in}, 0);

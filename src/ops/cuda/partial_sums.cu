@@ -65,10 +65,6 @@ __global__ void column_sums_kernel(const T* dy, const T* x, const float* rstd, i
 
 }  // namespace
 
-int64_t partial_sums_bytes(int64_t width) {
-  return Arena::rounded(kPartialRows * width * static_cast<int64_t>(sizeof(float)));
-}
-
 void add_partial_sums(const Exec& exec, const float* partial, int rows, int64_t width, float* sums) {
   add_partial_kernel<<<static_cast<unsigned>(ceil_div(width, 32)), dim3(32, kSlices), 0, stream_of(exec)>>>(
       partial, rows, width, sums);

@@ -10,6 +10,11 @@ namespace sb::cuda {
 // those are added in order. The number is fixed, so that a result does not depend on the GPU.
 constexpr int kPartialRows = 264;
 
+// Of scratch memory, for sums of `width` columns.
+inline int64_t partial_sums_bytes(int64_t width) {
+  return Arena::rounded(kPartialRows * width * static_cast<int64_t>(sizeof(float)));
+}
+
 // sums [width] += Σ over the `rows` rows of partial [rows, width].
 void add_partial_sums(const Exec& exec, const float* partial, int rows, int64_t width, float* sums);
 

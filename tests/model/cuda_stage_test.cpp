@@ -1,0 +1,175 @@
+// What only a stage on CUDA can show: it agrees with the CPU step after step, recomputes the same bits and uses the
+// memory it planned.
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <string>
+
+#include "device/cuda.h"
+#include "device/memory.h"
+#include "model/hf_checkpoint.h"
+#include "ops/adamw.h"
+#include "tests/model/host_attention.h"
+#include "tests/model/model_fixture.h"
+
+namespace sb::test {
+namespace {
+
+ModelConfig small_config(ModelConfig::Family family) {
+  ModelConfig config = tiny_config(family);
+  config.vocab_size = 96;
+  config.hidden_size = 32;
+  config.intermediate_size = 80;
+  config.head_dim = 16;
+  config.initializer_range = 0.1f;
+  return config;
+}
+
+struct Rig {
+  Rig(const ModelConfig& config, StageOptions options, DeviceKind device, DType dtype) : run(2, device) {
+    options.device = device;
+    options.dtype = dtype;
+    if (device == DeviceKind::cuda)
+      attention = std::make_unique<HostAttention>();
+    else
+      attention = std::make_unique<DenseAttention>();
+    stage = std::make_unique<Stage>(config, options, *attention, 2);
+    stage->initialize(3);
+  }
+  void step(const MicroBatch& batch) {
+    stage->forward(run.exec, batch, 0, {});
+    stage->backward(run.exec, batch, 0, {});
+  }
+  TestExec run;
+  std::unique_ptr<Attention> attention;
+  std::unique_ptr<Stage> stage;
+};
+
+class CudaStageTest : public testing::TestWithParam<DType> {
+ protected:
+  void SetUp() override {
+    if (!cuda::problem().empty()) GTEST_SKIP() << cuda::problem();
+  }
+};
+INSTANTIATE_TEST_SUITE_P(Types, CudaStageTest, testing::Values(DType::f32, DType::bf16),
+                         [](const auto& type) { return std::string(dtype_name(type.param)); });
+
+std::vector<double> loss_curve(const ModelConfig& config, const MicroBatch& batch, DeviceKind device, DType dtype) {
+  Rig rig(config, whole_model(config, batch.size(), Recompute::attention), device, dtype);
+  const Exec& exec = rig.run.exec;
+  ParameterSet& parameters = rig.stage->parameters();
+  const int64_t elements = parameters.flat_elements();
+  Arena memory = make_arena("moments", 2 * parameters.flat_bytes() + 64, device);
+  AdamWBuffers buffers{parameters.values(),
+                       parameters.gradients(),
+                       memory.allocate(DType::f32, {elements}),
+                       memory.allocate(DType::f32, {elements}),
+                       parameters.rounded_weights(),
+                       memory.allocate(DType::f32, {2})};
+  zero_tensor(exec, buffers.m);
+  zero_tensor(exec, buffers.v);
+  const DecayRange all{0, elements, true};
+  std::vector<double> losses;
+  for (int64_t step = 1; step <= 100; ++step) {
+    parameters.zero_gradients(exec);
+    rig.step(batch);
+    clip_by_norm(exec, buffers.gradients, 1.0, buffers.clip);
+    adamw_update(exec, {3e-3f, 0.9f, 0.95f, 1e-8f, 0.1f, step, 1.0f}, std::span(&all, 1), buffers);
+    losses.push_back(rig.stage->loss(0).weighted);
+  }
+  return losses;
+}
+
+TEST_P(CudaStageTest, LossCurveOfAHundredStepsFollowsTheCpu) {
+  const ModelConfig config = small_config(ModelConfig::Family::qwen3);
+  const auto sequences = random_sequences({40, 17, 33}, config.vocab_size, 5);
+  const MicroBatch batch = pack(sequences, count_targets(sequences));
+  const std::vector<double> cpu = loss_curve(config, batch, DeviceKind::cpu, DType::f32),
+                            got = loss_curve(config, batch, DeviceKind::cuda, GetParam());
+  ASSERT_LT(cpu.back(), 0.5 * cpu.front());  // it learns
+  const double allowed = GetParam() == DType::f32 ? 1e-3 : 3e-2;
+  for (size_t i = 0; i < cpu.size(); ++i) ASSERT_NEAR(got[i], cpu[i], allowed * cpu.front()) << "step " << i;
+}
+
+TEST_P(CudaStageTest, RecomputeLevelsGiveTheSameBits) {
+  for (const ModelConfig::Family family : {ModelConfig::Family::qwen2, ModelConfig::Family::qwen3}) {
+    const ModelConfig config = small_config(family);
+    const auto sequences = random_sequences({70, 1, 30}, config.vocab_size, 7);
+    const MicroBatch batch = pack(sequences, count_targets(sequences));
+    std::vector<Tensors> gradients;
+    for (const Recompute level : {Recompute::none, Recompute::attention, Recompute::layer}) {
+      Rig rig(config, whole_model(config, batch.size(), level), DeviceKind::cuda, GetParam());
+      rig.step(batch);
+      gradients.push_back(hf_gradients(rig.stage->parameters()));
+    }
+    EXPECT_EQ(gradients[0], gradients[1]);
+    EXPECT_EQ(gradients[0], gradients[2]);
+  }
+}
+
+TEST_P(CudaStageTest, TwoStagesEqualOne) {
+  ModelConfig config = small_config(ModelConfig::Family::qwen2);
+  config.layers = 3;
+  config.tie_word_embeddings = true;
+  const auto sequences = random_sequences({25, 30}, config.vocab_size, 2);
+  const MicroBatch batch = pack(sequences, count_targets(sequences));
+  StageOptions options = whole_model(config, batch.size(), Recompute::attention);
+  Rig whole(config, options, DeviceKind::cuda, GetParam());
+  options.last_layer = 1;
+  Rig front(config, options, DeviceKind::cuda, GetParam());
+  options.first_layer = 1;
+  options.last_layer = 3;
+  Rig back(config, options, DeviceKind::cuda, GetParam());
+  whole.step(batch);
+  // One stream for both, as the ranks of a process that share it would have to synchronise otherwise.
+  const Exec& exec = front.run.exec;
+  back.stage->forward(exec, batch, 0, front.stage->forward(exec, batch, 0, {}));
+  front.stage->backward(exec, batch, 0, back.stage->backward(exec, batch, 0, {}));
+  EXPECT_EQ(back.stage->loss(0).weighted, whole.stage->loss(0).weighted);
+  const Tensors expected = hf_gradients(whole.stage->parameters());
+  for (Rig* part : {&front, &back}) {
+    for (const auto& [name, values] : hf_gradients(part->stage->parameters())) {
+      if (name == "model.embed_tokens.weight") continue;  // a part of the gradient on both
+      EXPECT_EQ(values, expected.at(name)) << name;
+    }
+  }
+}
+
+TEST_P(CudaStageTest, WhatIsUsedIsWhatWasPlanned) {
+  const ModelConfig config = small_config(ModelConfig::Family::qwen3);
+  const auto sequences = random_sequences({50}, config.vocab_size, 1);
+  const MicroBatch batch = pack(sequences, count_targets(sequences));
+  StageOptions options = whole_model(config, 50, Recompute::layer);
+  options.slots = 2;
+  Rig rig(config, options, DeviceKind::cuda, GetParam());
+  rig.stage->evaluate(rig.run.exec, batch, 0, {});
+  rig.step(batch);
+  options.device = DeviceKind::cuda;
+  options.dtype = GetParam();
+  const MemoryPlan plan = Stage::memory_plan(config, options, *rig.attention, 2), used = rig.stage->memory_used();
+  ASSERT_EQ(plan.items().size(), used.items().size());
+  for (size_t i = 0; i < plan.items().size(); ++i) {
+    EXPECT_EQ(plan.items()[i].name, used.items()[i].name);
+    EXPECT_EQ(plan.items()[i].bytes, used.items()[i].bytes) << plan.items()[i].name;
+  }
+}
+
+TEST_P(CudaStageTest, WeightsGoToDiskAndBackUnchanged) {
+  const ModelConfig config = small_config(ModelConfig::Family::llama);
+  const StageOptions options = whole_model(config, 8);
+  Rig there(config, options, DeviceKind::cuda, GetParam()), cpu(config, options, DeviceKind::cpu, DType::f32),
+      again(config, options, DeviceKind::cuda, GetParam());
+  EXPECT_EQ(hf_values(there.stage->parameters()), hf_values(cpu.stage->parameters()));  // the same initialisation
+  TemporaryDirectory directory;
+  write_hf_model(directory.path(), config, there.stage->parameters(), {});
+  again.stage->initialize(99);
+  read_hf_weights(directory.path(), again.stage->parameters());
+  EXPECT_EQ(hf_values(again.stage->parameters()), hf_values(there.stage->parameters()));
+  if (GetParam() == DType::bf16) {
+    EXPECT_EQ(host_values(again.stage->parameters().rounded_weights()),
+              host_values(there.stage->parameters().rounded_weights()));
+  }
+}
+
+}  // namespace
+}  // namespace sb::test
