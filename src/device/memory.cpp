@@ -54,6 +54,12 @@ void zero_tensor(const Exec& exec, TensorView tensor) {
   std::memset(tensor.raw(), 0, static_cast<size_t>(tensor.bytes()));
 }
 
+void zero_now(TensorView tensor) {
+  if (tensor.bytes() == 0) return;
+  if (tensor.device() == DeviceKind::cuda) return cuda::zero_and_wait(tensor.raw(), tensor.bytes());
+  std::memset(tensor.raw(), 0, static_cast<size_t>(tensor.bytes()));
+}
+
 HostCopy::HostCopy(TensorView tensor) : tensor_(tensor), view_(tensor) {
   if (tensor.device() == DeviceKind::cpu || tensor.bytes() == 0) return;
   memory_ = plain_memory(tensor.bytes());

@@ -30,6 +30,9 @@ void upload(const Exec& exec, const void* from, TensorView to);
 // Zeros, in the order of the stream.
 void zero_tensor(const Exec& exec, TensorView tensor);
 
+// Zeros at once, for memory just taken; waits for the device.
+void zero_now(TensorView tensor);
+
 // A tensor as the host sees it, for what is not done every step (loading, saving, tests): the tensor itself on the CPU;
 // a copy on CUDA, taken when everything queued so far is done.
 class HostCopy {

@@ -1,6 +1,5 @@
 #include "model/parameters.h"
 
-#include <cstring>
 #include <utility>
 
 #include "device/cuda.h"
@@ -43,10 +42,7 @@ void ParameterSet::allocate(bool with_gradients, DeviceKind device, DType weight
   const auto zeros = [&](const char* name, std::unique_ptr<Arena>& arena, DType dtype) {
     arena = std::make_unique<Arena>(make_arena(name, flat_elements_ * dtype_bytes(dtype), device));
     const TensorView flat = arena->allocate(dtype, {flat_elements_});
-    if (device == DeviceKind::cpu)
-      std::memset(flat.raw(), 0, static_cast<size_t>(flat.bytes()));
-    else
-      cuda::zero_and_wait(flat.raw(), flat.bytes());
+    zero_now(flat);
     return flat;
   };
   flat_values_ = zeros("weights", values_, DType::f32);

@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "balance/schedule.h"
+#include "device/event.h"
 
 namespace sb {
 namespace {
@@ -70,6 +71,41 @@ class Pipeline::Channel {
   std::array<CommRequest, kBuffers> requests_;
 };
 
+// When operations ran: by the clock on the CPU, by events on a device, where the host only queues them.
+class Pipeline::Timer {
+ public:
+  explicit Timer(const Exec& exec) : exec_(exec), start_(Clock::now()), origin_(exec.device) { origin_.record(exec); }
+  void begin() {
+    begins_.emplace_back(exec_.device);
+    begins_.back().record(exec_);
+  }
+  void end(int micro_batch, bool backward) {
+    ends_.emplace_back(exec_.device);
+    ends_.back().record(exec_);
+    kinds_.push_back({micro_batch, backward, {}, {}});
+  }
+  // Waits for the last one.
+  std::vector<Operation> operations() {
+    if (!ends_.empty()) ends_.back().wait();
+    const auto moment = [&](const DeviceEvent& event) {
+      const std::chrono::duration<double, std::milli> since(DeviceEvent::milliseconds_between(origin_, event));
+      return start_ + std::chrono::duration_cast<Clock::duration>(since);
+    };
+    for (size_t i = 0; i < kinds_.size(); ++i) {
+      kinds_[i].begin = moment(begins_[i]);
+      kinds_[i].end = moment(ends_[i]);
+    }
+    return std::move(kinds_);
+  }
+
+ private:
+  const Exec& exec_;
+  Clock::time_point start_;
+  DeviceEvent origin_;
+  std::vector<DeviceEvent> begins_, ends_;
+  std::vector<Operation> kinds_;
+};
+
 int64_t Pipeline::buffer_bytes(int stage, int stages, int64_t hidden_size, int64_t max_micro_batch_tokens) {
   return channels(stage, stages) * kBuffers *
          Arena::rounded(max_micro_batch_tokens * hidden_size * dtype_bytes(DType::f32));
@@ -102,6 +138,7 @@ Pipeline::Result Pipeline::train(const Exec& exec, std::span<const MicroBatch> b
   const auto schedule = shared_schedule(group_.size(), count, /*warmup_depth=*/1);
   const auto tokens = [&](int i) { return batches[static_cast<size_t>(i)].size(); };
   Result result;
+  Timer timer(exec);
 
   for (int i = 0; i < std::min(kBuffers, count); ++i) {
     if (inputs_) inputs_->post_receive(tokens(i));
@@ -118,27 +155,28 @@ Pipeline::Result Pipeline::train(const Exec& exec, std::span<const MicroBatch> b
         return result;
       }
       const TensorView input = inputs_ ? inputs_->receive() : TensorView();
-      const auto begin = Clock::now();
+      timer.begin();
       const TensorView output = stage_.forward(exec, batch, slot, input);
-      result.operations.push_back({i, false, begin, Clock::now()});
+      timer.end(i, false);
       if (inputs_ && i + kBuffers < count) inputs_->post_receive(tokens(i + kBuffers));
       if (next_ >= 0)
         sent[static_cast<size_t>(slot)] = group_.send_async(output.raw(), output.bytes(), next_, kActivations);
-      else
-        result.loss += stage_.loss(slot);
     } else {
       sent[static_cast<size_t>(slot)].wait();
       const TensorView gradient = output_gradients_ ? output_gradients_->receive() : TensorView();
-      const auto begin = Clock::now();
+      timer.begin();
       const TensorView down =
           stage_.backward(exec, batch, slot, gradient, i + 1 == count ? hooks.gradients_final : GradientsFinal());
-      result.operations.push_back({i, true, begin, Clock::now()});
+      timer.end(i, true);
+      // Only now that backward is queued: a device does not wait for the host to read the loss.
+      if (next_ < 0) result.loss += stage_.loss(slot);
       if (output_gradients_ && i + kBuffers < count) output_gradients_->post_receive(tokens(i + kBuffers));
       if (input_gradients_) input_gradients_->send(down);
     }
   }
   for (const auto& channel : {&inputs_, &output_gradients_, &input_gradients_})
     if (*channel) (*channel)->finish();
+  result.operations = timer.operations();
   return result;
 }
 

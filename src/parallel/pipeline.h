@@ -56,6 +56,7 @@ class Pipeline {
  private:
   // Two buffers for messages in one direction: one is filled or sent while the other is used.
   class Channel;
+  class Timer;
 
   Stage& stage_;
   Communicator& group_;

@@ -1,7 +1,8 @@
 #include "parallel/sharded_adamw.h"
 
 #include <algorithm>
-#include <cstring>
+
+#include "device/memory.h"
 
 namespace sb {
 
@@ -9,20 +10,21 @@ ShardedAdamW::ShardedAdamW(ParameterSet& parameters, const ShardLayout& layout, 
     : parameters_(parameters),
       layout_(layout),
       replicas_(replicas),
-      arena_("optimizer", bytes(parameters.flat_elements(), layout.shards())) {
+      arena_(
+          make_arena("optimizer", bytes(parameters.flat_elements(), layout.shards()), parameters.values().device())) {
   SB_CHECK(replicas.size() == layout.shards(), "{} replicas, {} shards", replicas.size(), layout.shards());
   first_moment_ = arena_.allocate(DType::f32, {layout.shard_elements()});
   second_moment_ = arena_.allocate(DType::f32, {layout.shard_elements()});
-  std::memset(first_moment_.raw(), 0, static_cast<size_t>(first_moment_.bytes()));
-  std::memset(second_moment_.raw(), 0, static_cast<size_t>(second_moment_.bytes()));
+  zero_now(first_moment_);
+  zero_now(second_moment_);
   // Neighbours of the same kind are updated together; the padding between them is zero and stays zero.
   for (int i = 0; i < parameters.count(); ++i) {
     const Parameter& parameter = parameters.parameter(i);
     const int64_t end = parameter.offset + parameter.elements();
     if (!decay_ranges_.empty() && decay_ranges_.back().decay == parameter.decay)
-      decay_ranges_.back().range.end = end;
+      decay_ranges_.back().end = end;
     else
-      decay_ranges_.push_back({{parameter.offset, end}, parameter.decay});
+      decay_ranges_.push_back({parameter.offset, end, parameter.decay});
   }
 }
 
@@ -41,15 +43,19 @@ void ShardedAdamW::update(const Exec& exec, const AdamWStep& step) {
   std::vector<CommRequest> gathering;
   for (int bucket = 0; bucket < layout_.buckets(); ++bucket) {
     const FlatRange own = layout_.piece(bucket, replicas_.rank());
+    std::vector<DecayRange> ranges;  // of the piece
     for (const DecayRange& kind : decay_ranges_) {
-      const int64_t begin = std::max(own.begin, kind.range.begin), end = std::min(own.end, kind.range.end);
-      if (begin >= end) continue;
-      AdamWStep part = step;
-      if (!kind.decay) part.weight_decay = 0;
-      const int64_t place = layout_.place(bucket) + begin - own.begin;
-      adamw_update(exec, part, parameters_.values().rows(begin, end), parameters_.gradients().rows(begin, end),
-                   first_moment_.rows(place, place + end - begin), second_moment_.rows(place, place + end - begin));
+      const int64_t begin = std::max(own.begin, kind.begin), end = std::min(own.end, kind.end);
+      if (begin < end) ranges.push_back({begin - own.begin, end - own.begin, kind.decay});
     }
+    const auto flat = [&](const TensorView& buffer) {
+      return buffer.empty() ? TensorView() : buffer.rows(own.begin, own.end);
+    };
+    const int64_t place = layout_.place(bucket);
+    adamw_update(
+        exec, step, ranges,
+        {flat(parameters_.values()), flat(parameters_.gradients()), first_moment_.rows(place, place + own.size()),
+         second_moment_.rows(place, place + own.size()), flat(parameters_.rounded_weights()), TensorView()});
     // On its way while the next bucket is updated.
     if (replicas_.size() > 1)
       gathering.push_back(replicas_.all_gather_async(parameters_.values().f32() + layout_.bucket(bucket).begin,

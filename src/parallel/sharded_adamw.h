@@ -32,11 +32,6 @@ class ShardedAdamW {
   TensorView second_moment() const { return second_moment_; }
 
  private:
-  struct DecayRange {
-    FlatRange range;
-    bool decay;
-  };
-
   ParameterSet& parameters_;
   const ShardLayout& layout_;
   Communicator& replicas_;

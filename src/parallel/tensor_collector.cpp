@@ -2,6 +2,8 @@
 
 #include <cstring>
 
+#include "device/memory.h"
+
 namespace sb {
 
 const float* TensorCollector::replicated(const ModelLayout::Tensor& tensor, TensorView own) {
@@ -20,13 +22,14 @@ const float* TensorCollector::sharded(const ModelLayout::Tensor& tensor, TensorV
 const float* TensorCollector::collect(const std::vector<Source>& sources, TensorView own) {
   constexpr int kTag = 11;
   Communicator& world = grid_.world();
+  const auto part = [&](const Source& source) { return own.rows(source.place, source.place + source.count); };
   if (world.rank() != 0) {
     for (const Source& source : sources)
       if (source.rank == world.rank())
-        world.send_async(own.f32() + source.place, source.count * int64_t{sizeof(float)}, 0, kTag).wait();
+        world.send_async(HostCopy(part(source)).view().raw(), source.count * int64_t{sizeof(float)}, 0, kTag).wait();
     return nullptr;
   }
-  if (sources.size() == 1 && sources[0].rank == 0) return own.f32() + sources[0].place;
+  if (sources.size() == 1 && sources[0].rank == 0 && own.device() == DeviceKind::cpu) return part(sources[0]).f32();
   int64_t total = 0;
   for (const Source& source : sources) total += source.count;
   buffer_.resize(static_cast<size_t>(total));
@@ -35,7 +38,7 @@ const float* TensorCollector::collect(const std::vector<Source>& sources, Tensor
   for (const Source& source : sources) {
     const int64_t bytes = source.count * int64_t{sizeof(float)};
     if (source.rank == 0)
-      std::memcpy(into, own.f32() + source.place, static_cast<size_t>(bytes));
+      std::memcpy(into, HostCopy(part(source)).view().raw(), static_cast<size_t>(bytes));
     else
       requests.push_back(world.receive_async(into, bytes, source.rank, kTag));
     into += source.count;

@@ -3,6 +3,7 @@
 #include <cstring>
 
 #include "core/errors.h"
+#include "device/memory.h"
 
 namespace sb {
 namespace {
@@ -33,8 +34,9 @@ void read_optimizer_file(const std::filesystem::path& file, const ParameterSet& 
            "moments of {} and {} elements for a shard of {}", first_moment.elements(), second_moment.elements(),
            layout.shard_elements());
   const SafetensorsFile in(file);
-  std::memset(first_moment.raw(), 0, static_cast<size_t>(first_moment.bytes()));
-  std::memset(second_moment.raw(), 0, static_cast<size_t>(second_moment.bytes()));
+  zero_now(first_moment);
+  zero_now(second_moment);
+  const HostCopy first_values(first_moment), second_values(second_moment);
   for (const FlatTensor& tensor : parameters.flat_tensors()) {
     const std::byte* first = find_values(in, first_moment_name(tensor.name), tensor);
     const std::byte* second = find_values(in, second_moment_name(tensor.name), tensor);
@@ -42,10 +44,12 @@ void read_optimizer_file(const std::filesystem::path& file, const ParameterSet& 
       if (segment.shard != shard) continue;
       const int64_t from = (segment.flat.begin - tensor.begin) * int64_t{sizeof(float)};
       const auto bytes = static_cast<size_t>(segment.flat.size()) * sizeof(float);
-      std::memcpy(first_moment.f32() + segment.place, first + from, bytes);
-      std::memcpy(second_moment.f32() + segment.place, second + from, bytes);
+      std::memcpy(first_values.view().f32() + segment.place, first + from, bytes);
+      std::memcpy(second_values.view().f32() + segment.place, second + from, bytes);
     }
   }
+  first_values.store();
+  second_values.store();
 }
 
 }  // namespace sb

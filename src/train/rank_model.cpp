@@ -8,6 +8,8 @@ namespace sb {
 
 StageOptions RankModelOptions::stage(int index) const {
   StageOptions options;
+  options.device = device;
+  options.dtype = dtype;
   options.first_layer = first_layers[static_cast<size_t>(index)];
   options.last_layer = first_layers[static_cast<size_t>(index) + 1];
   options.recompute = recompute;
@@ -42,7 +44,7 @@ MemoryPlan RankModel::memory_plan(const RankModelOptions& options, const Attenti
 
 Pipeline::Result RankModel::forward_backward(const Exec& exec, std::span<const MicroBatch> batches,
                                              const std::function<bool()>& stop) {
-  stage_.parameters().zero_gradients();
+  stage_.parameters().zero_gradients(exec);
   reducer_.start();
   return pipeline_.train(exec, batches, {[this](int group) { reducer_.group_final(group); }, stop});
 }

@@ -23,6 +23,8 @@ struct RankModelOptions {
   ModelConfig model;
   std::vector<int> first_layers;  // of every stage and, last, the number of layers
   GridShape grid;
+  DeviceKind device = DeviceKind::cpu;
+  DType dtype = DType::f32;  // of activations
   Recompute recompute = Recompute::attention;
   int64_t max_micro_batch_tokens = 0, max_sequence_length = 0;
   int64_t loss_chunk = 1024;

@@ -34,6 +34,8 @@ RankModelOptions rank_model_options(const RunConfig& config, const TrainerParts&
   options.model = parts.model;
   options.first_layers = split_layers(config, parts.model);
   options.grid = {config.parallel.dp, config.parallel.pp, config.parallel.cp};
+  options.device = config.device;
+  options.dtype = config.device == DeviceKind::cuda ? DType::bf16 : DType::f32;
   options.recompute = config.train.recompute;
   options.max_sequence_length = longest_sequence(parts);
   options.max_micro_batch_tokens = packing_limits(config.batch, options.max_sequence_length).max_tokens;
@@ -60,10 +62,11 @@ Trainer::Trainer(const RunConfig& config, TrainerParts parts, RunDirectory& dire
       alone_(parts_.world ? nullptr : make_self_communicator()),
       world_(parts_.world ? parts_.world : alone_.get()),
       pool_(thread_count(config, parts_)),
+      device_(config.device, pool_, norm_scratch_bytes(config.device)),
+      exec_(device_.exec()),
       model_(std::make_unique<RankModel>(rank_model_options(config_, parts_), parts_.attention, *world_)),
       trace_(config.train.trace, leads() ? directory.path() / "trace.json" : std::filesystem::path(), world_->rank(),
              config.parallel.pp > 1 ? fmt::format("stage {}", model_->grid().stage()) : "training loop") {
-  exec_.pool = &pool_;
   if (leads() && parts_.planner == nullptr) own_planner_ = make_step_planner(config_, parts_.model, limits_);
   if (leads()) planner_ = parts_.planner ? parts_.planner : own_planner_.get();
   ahead_ = world_->all_reduce(planner_ ? int64_t{planner_->ahead()} : 0);

@@ -13,7 +13,7 @@
 #include "core/memory_plan.h"
 #include "core/thread_pool.h"
 #include "data/sequence_source.h"
-#include "device/exec.h"
+#include "device/context.h"
 #include "model/stage.h"
 #include "train/checkpoint.h"
 #include "train/console.h"
@@ -117,6 +117,7 @@ class Trainer {
   std::unique_ptr<Communicator> alone_;
   Communicator* world_;
   ThreadPool pool_;
+  DeviceContext device_;
   Exec exec_;
   std::unique_ptr<RankModel> model_;
   std::unique_ptr<StepPlanner> own_planner_;
