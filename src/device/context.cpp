@@ -12,7 +12,7 @@ DeviceContext::DeviceContext(DeviceKind device, ThreadPool& pool, int64_t scratc
     stream_ = cuda::make_stream();
     products_ = std::make_unique<CudaProducts>();
   }
-  exec_ = {.device = device, .pool = &pool, .stream = stream_.get(), .products = products_.get(), .scratch = &scratch_};
+  exec_ = {.device = device, .pool = &pool, .stream = stream_.get(), .scratch = &scratch_, .products = products_.get()};
 }
 
 DeviceContext::~DeviceContext() = default;

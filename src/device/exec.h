@@ -14,9 +14,9 @@ struct Exec {
   DeviceKind device = DeviceKind::cpu;
   ThreadPool* pool = nullptr;
   void* stream = nullptr;
-  CudaProducts* products = nullptr;  // CUDA: matrix products on the stream
   // Temporaries of one operation; always released before it returns.
   Arena* scratch = nullptr;
+  CudaProducts* products = nullptr;  // CUDA: matrix products on the stream
 };
 
 }  // namespace sb

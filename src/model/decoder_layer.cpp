@@ -137,7 +137,7 @@ int64_t DecoderLayer::forward_workspace_bytes(const ModelConfig& config, DType d
       of.activations({width.qkv, width.query, width.key, width.key, width.query}) + of.statistics({width.heads});
   if (config.qk_norm) attention += of.statistics({width.heads, width.kv_heads});
   const int64_t mlp = of.activations({2 * width.intermediate, width.intermediate});
-  return of.activations({width.hidden}) + of.statistics({1}) + std::max(attention, mlp);
+  return of.activations({width.hidden, width.hidden}) + of.statistics({1}) + std::max(attention, mlp);
 }
 
 int64_t DecoderLayer::backward_workspace_bytes(const ModelConfig& config, DType dtype, int64_t tokens,
@@ -190,10 +190,9 @@ void DecoderLayer::forward(const LayerRun& run, const LayerSaved& saved, TensorV
   Arena& workspace = run.workspace;
   const Widths width(config_);
   const int64_t tokens = saved.x.dim(0), d = config_.head_dim;
-  // When the sum after attention is not kept, y holds it until the MLP adds its part.
-  const TensorView middle = saved.middle.empty() ? y : saved.middle;
-
   ArenaScope scope(workspace);
+  // Never y itself: the same products on the same kinds of operands give the same bits at all levels of recompute.
+  const TensorView middle = kept_or_new(saved.middle, workspace, dtype_, {tokens, width.hidden});
   const TensorView normed = workspace.allocate(dtype_, {tokens, width.hidden});
   const TensorView rstd = workspace.allocate(DType::f32, {tokens});
   {

@@ -215,6 +215,7 @@ void read_hf_weights(const fs::path& directory, ParameterSet& parameters) {
                   tensor.name == "lm_head.weight" ? " (does config.json lack \"tie_word_embeddings\": true?)" : "");
     by_file[found->second].push_back(&tensor);
   }
+  if (by_file.empty()) return;
   const HostCopy values = parameters.host_values();
   for (const auto& [name, tensors] : by_file) {
     const SafetensorsFile file(directory / name);
@@ -225,6 +226,7 @@ void read_hf_weights(const fs::path& directory, ParameterSet& parameters) {
 
 void write_hf_model(const fs::path& directory, const ModelConfig& config, const ParameterSet& parameters,
                     const HfWriteOptions& options) {
+  SB_USER_CHECK(fs::is_directory(directory), "{}: no such directory", directory.string());
   const HostCopy values = parameters.host_values();
   std::vector<SafetensorsTensor> tensors;
   for (FlatTensor& tensor : parameters.flat_tensors())

@@ -2,6 +2,7 @@
 
 #include "device/memory.h"
 #include "model/float16.h"
+#include "tests/model/model_fixture.h"
 
 namespace sb::test {
 namespace {
@@ -24,17 +25,6 @@ struct Staged {
 };
 
 }  // namespace
-
-std::vector<float> host_values(const TensorView& tensor) {
-  const HostCopy copy(tensor);
-  std::vector<float> values(static_cast<size_t>(tensor.elements()));
-  for (int64_t i = 0; i < tensor.elements(); ++i) {
-    values[static_cast<size_t>(i)] = tensor.dtype() == DType::bf16
-                                         ? f32_from_bf16(static_cast<const uint16_t*>(copy.view().raw())[i])
-                                         : copy.view().f32()[i];
-  }
-  return values;
-}
 
 void HostAttention::forward(const Exec&, int layer, const AttentionShape& shape, const PackedSequences& sequences,
                             const AttentionOperands& operands, AttentionState& state, bool replay) {

@@ -22,7 +22,4 @@ class HostAttention final : public Attention {
   ThreadPool pool_{2};
 };
 
-// A tensor's elements as fp32, wherever it lies and whatever its type.
-std::vector<float> host_values(const TensorView& tensor);
-
 }  // namespace sb::test

@@ -10,7 +10,7 @@
 
 #include "core/random.h"
 #include "device/memory.h"
-#include "tests/model/host_attention.h"
+#include "model/float16.h"
 
 namespace sb::test {
 
@@ -115,6 +115,17 @@ Tensors hf_gradients(ParameterSet& parameters) {
 
 Tensors hf_values(ParameterSet& parameters) {
   return hf_tensors(parameters, false);
+}
+
+std::vector<float> host_values(const TensorView& tensor) {
+  const HostCopy copy(tensor);
+  std::vector<float> values(static_cast<size_t>(tensor.elements()));
+  for (int64_t i = 0; i < tensor.elements(); ++i) {
+    values[static_cast<size_t>(i)] = tensor.dtype() == DType::bf16
+                                         ? f32_from_bf16(static_cast<const uint16_t*>(copy.view().raw())[i])
+                                         : copy.view().f32()[i];
+  }
+  return values;
 }
 
 std::vector<float> all_logits(Stage& stage, const Exec& exec, const MicroBatch& batch) {

@@ -53,6 +53,8 @@ StageOptions whole_model(const ModelConfig& config, int64_t tokens, Recompute re
 // Gradients under Hugging Face's names.
 Tensors hf_gradients(ParameterSet& parameters);
 Tensors hf_values(ParameterSet& parameters);
+// A tensor's elements as fp32, wherever it lies and whatever its type.
+std::vector<float> host_values(const TensorView& tensor);
 // Logits of the whole micro-batch, from evaluate().
 std::vector<float> all_logits(Stage& stage, const Exec& exec, const MicroBatch& batch);
 
