@@ -170,7 +170,7 @@ std::vector<Setting> settings(int64_t budget) {
     const std::string by = score == BlockScore::moments ? "moments" : "mean";
     const auto causal = SelectionOrder::causal, lookahead = SelectionOrder::lookahead;
     add("topk | every token | " + by + " | 1 | –", SelectionPattern::topk, causal, score, 1, 1);
-    for (const int query_block : {16, 128}) {
+    for (const int query_block : {4, 8, 16, 128}) {
       for (const int step : {1, 2}) {
         add(fmt::format("topk | causal | {} | {} | {}", by, query_block, step), SelectionPattern::topk, causal, score,
             query_block, step);
@@ -282,7 +282,7 @@ int64_t calibrate(Measurement& measurement, SparseAttention& attention, bool ste
   int64_t low = kBlock, high = most;
   while (high - low > kBlock / 8) {
     const int64_t middle = (low + high) / 2;
-    for (int i = 0; steered && i < 4; ++i) measurement.run(attention, middle, false);
+    for (int i = 0; steered && i < 10; ++i) measurement.run(attention, middle, false);
     (measurement.run(attention, middle, false).pairs > wanted ? high : low) = middle;
   }
   return low;

@@ -18,13 +18,15 @@ import sys
 # One row each: options of the attention section besides the block. The staircase computes fewer pairs than whole lists of the
 # same budget, because early tokens of a query block do not see what later ones add: `budget_factor` makes the pairs equal
 # (bench_coverage finds it; the tables show the pairs).
+CAUSAL = {"pattern": "topk", "selection": "causal", "score": "moments"}
+LOOKAHEAD = {"pattern": "topk", "selection": "lookahead", "score": "mean"}
 PATTERNS = {
     "dense": {"pattern": "dense"},
     "window": {"pattern": "window"},
-    "topk causal, moments": {"pattern": "topk", "selection": "causal", "score": "moments", "budget_factor": 1.22},
-    "topk look-ahead, mean": {"pattern": "topk", "selection": "lookahead", "score": "mean"},
-    "topk look-ahead, moments": {"pattern": "topk", "selection": "lookahead", "score": "moments"},
-    "topk causal, mean": {"pattern": "topk", "selection": "causal", "score": "mean", "budget_factor": 1.22},
+    "topk causal, moments, query block 4": dict(CAUSAL, query_block=4, budget_factor=1.046),
+    "topk causal, moments, query block 16": dict(CAUSAL, query_block=16, budget_factor=1.22),
+    "topk look-ahead, mean, query block 16": dict(LOOKAHEAD, query_block=16),
+    "topk look-ahead, mean, query block 128": dict(LOOKAHEAD, query_block=128, budget_factor=1.015),
 }
 
 
@@ -64,12 +66,12 @@ class Study:
         options["budget"] = round(self.arguments.budget * options.pop("budget_factor", 1.0))
         return "{" + ", ".join(f"{key}: {value}" for key, value in options.items()) + "}"
 
-    def continued(self, base, length, steps, start=None):
+    def continued(self, base, length, steps, batch, start=None):
         """Settings to go on from another run's model on sequences of this length."""
         curriculum = "null" if start is None else f"{{start_length: {start}, threshold: 0.85, smoothing: 0.8}}"
         return {
             "model.init": "null", "model.path": base / "final", "data.synthetic.length": length,
-            "data.synthetic.curriculum": curriculum, "batch.global_batch_size": 2, "batch.micro_batch_tokens": length,
+            "data.synthetic.curriculum": curriculum, "batch.global_batch_size": batch, "batch.micro_batch_tokens": length,
             "optimizer.learning_rate": 1e-3, "optimizer.warmup_steps": 10, "optimizer.decay_steps": steps // 3,
             "train.max_steps": steps, "train.validation_sequences": self.arguments.validation, "train.log_steps": 10,
             "train.seed": 11,
@@ -78,10 +80,10 @@ class Study:
     def long_base(self):
         base = self.train("base", {})
         length = self.arguments.length
-        return self.train("long", self.continued(base, length, self.arguments.lengthening_steps, start=min(4096, length)))
+        return self.train("long", self.continued(base, length, self.arguments.lengthening_steps, 2, start=min(4096, length)))
 
     def pattern_run(self, pattern):
-        settings = self.continued(self.long_base(), self.arguments.length, self.arguments.steps)
+        settings = self.continued(self.long_base(), self.arguments.length, self.arguments.steps, 1)
         settings["attention"] = self.attention(pattern)
         return self.train(pattern.replace(",", "").replace(" ", "_"), settings)
 
@@ -127,9 +129,9 @@ class Study:
         for pattern in self.arguments.patterns:
             cells = []
             for length in lengths:
-                settings = self.continued(self.long_base(), length, 3)
+                settings = self.continued(self.long_base(), length, 3, 1)
                 settings.update({"attention": self.attention(pattern), "attention.coverage_rows": 0,
-                                 "batch.global_batch_size": 1, "train.validation_sequences": 0, "train.resume": "never"})
+                                 "optimizer.warmup_steps": 0, "train.validation_sequences": 0, "train.resume": "never"})
                 directory = self.train(f"time_{length}_" + pattern.replace(",", "").replace(" ", "_"), settings)
                 seconds = min(row["step_ms"] for row in metrics(directory) if "step_ms" in row) / 1000
                 dense.setdefault(length, seconds)
@@ -151,7 +153,7 @@ def main():
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("runs/quality"))
     parser.add_argument("--length", type=int, default=8192)
     parser.add_argument("--budget", type=int, default=2048, help="keys a query")
-    parser.add_argument("--steps", type=int, default=40, help="steps under each pattern")
+    parser.add_argument("--steps", type=int, default=120, help="steps of one sequence under each pattern")
     parser.add_argument("--lengthening-steps", type=int, default=45, help="dense steps from the quickstart's length to --length")
     parser.add_argument("--validation", type=int, default=8, help="validation sequences")
     parser.add_argument("--needles", type=int, default=50, help="samples a depth")

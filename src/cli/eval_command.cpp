@@ -1,3 +1,5 @@
+#include <unistd.h>
+
 #include <CLI/CLI.hpp>
 #include <chrono>
 #include <cstdio>
@@ -43,6 +45,10 @@ fs::path find_run_config(const EvalOptions& options) {
 }
 
 EvalModel open_model(const EvalOptions& options) {
+  const fs::path named = options.model;
+  SB_USER_CHECK(fs::exists(named / "config.json") || !fs::exists(named / "final" / "config.json"),
+                "--model {}: this is a run's folder; its trained model is {}", options.model,
+                (named / "final").string());
   EvalModelOptions model;
   model.model = options.model;
   model.max_tokens = options.max_tokens;
@@ -75,10 +81,11 @@ void write_json(const EvalOptions& options, Json result) {
   write_file(options.json, result.dump(1) + "\n");
 }
 
-// "12/40  ETA 8s" on standard error, redrawn.
+// "12/40  ETA 8s" on standard error, redrawn; nothing where that is no terminal.
 class Progress {
  public:
   void operator()(size_t done, size_t all) {
+    if (!terminal_) return;
     const double passed = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin_).count();
     std::fprintf(stderr, "\r%zu/%zu  ETA %.0fs \033[K", done, all,
                  done == 0 ? 0.0 : passed * static_cast<double>(all - done) / static_cast<double>(done));
@@ -86,6 +93,7 @@ class Progress {
   }
 
  private:
+  bool terminal_ = isatty(STDERR_FILENO) != 0;
   std::chrono::steady_clock::time_point begin_ = std::chrono::steady_clock::now();
 };
 

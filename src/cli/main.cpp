@@ -1,10 +1,15 @@
+#include <fmt/ranges.h>
+
 #include <CLI/CLI.hpp>
 #include <cstdio>
 #include <exception>
 #include <map>
 #include <new>
+#include <string>
+#include <vector>
 
 #include "cli/commands.h"
+#include "core/config.h"
 #include "core/errors.h"
 #include "core/log.h"
 
@@ -14,6 +19,23 @@ namespace {
 constexpr int kUserError = 2;
 constexpr int kOutOfMemory = 3;
 constexpr int kInternalError = 70;
+
+// The parser answers a misspelt command with "A subcommand is required"; this names the word and the nearest command.
+void explain_unknown_command(const CLI::App& app) {
+  const CLI::App* command = &app;
+  while (!command->get_subcommands().empty()) command = command->get_subcommands().front();
+  const std::vector<std::string> rest = command->remaining();
+  if (rest.empty() || rest.front().starts_with('-')) return;
+  std::vector<std::string> names;
+  for (const CLI::App* known : command->get_subcommands([](const CLI::App*) { return true; })) {
+    names.push_back(known->get_name());
+  }
+  if (names.empty()) return;
+  const std::string nearest = sb::nearest_word(rest.front(), names);
+  throw sb::UserError("unknown command '{}'; {}", rest.front(),
+                      nearest.empty() ? fmt::format("known are {}", fmt::join(names, ", "))
+                                      : fmt::format("did you mean '{}'?", nearest));
+}
 
 int run(int argc, char** argv) {
   CLI::App app{"SparseBalance: trains long-context language models", "sparsebalance"};
@@ -43,6 +65,7 @@ int run(int argc, char** argv) {
   } catch (const CLI::RuntimeError& error) {
     return error.get_exit_code();
   } catch (const CLI::ParseError& error) {
+    if (error.get_exit_code() != 0) explain_unknown_command(app);
     return app.exit(error) == 0 ? 0 : kUserError;
   }
   return 0;

@@ -53,6 +53,25 @@ TEST_F(Cli, WrongArgumentsAreTheUsersError) {
   }
 }
 
+TEST_F(Cli, UnknownCommandsNameTheNearest) {
+  const ProgramResult first = run_program({"--log-level", "debug", "trian"});
+  EXPECT_EQ(first.exit_code, 2);
+  EXPECT_NE(first.err.find("unknown command 'trian'; did you mean 'train'?"), std::string::npos) << first.err;
+  const ProgramResult second = run_program({"data", "tokenise"});
+  EXPECT_EQ(second.exit_code, 2);
+  EXPECT_NE(second.err.find("'tokenise'; did you mean 'tokenize'?"), std::string::npos) << second.err;
+  const ProgramResult far = run_program({"frobnicate"});
+  EXPECT_NE(far.err.find("known are train, "), std::string::npos) << far.err;
+}
+
+TEST_F(Cli, EvalOfARunsFolderNamesTheModelInIt) {
+  std::filesystem::create_directories(directory_ / "final");
+  write("final/config.json", "{}");
+  const ProgramResult result = run_program({"eval", "needle", "--model", directory_.string()});
+  EXPECT_EQ(result.exit_code, 2);
+  EXPECT_NE(result.err.find((directory_ / "final").string()), std::string::npos) << result.err;
+}
+
 TEST_F(Cli, ConfigPrintsWhatLoadsAgain) {
   const ProgramResult first =
       run_program({"config", run_file(), "--set", "train.max_steps=7", "--set", "train.seed=3"});
