@@ -23,6 +23,7 @@ LOOKAHEAD = {"pattern": "topk", "selection": "lookahead", "score": "mean"}
 PATTERNS = {
     "dense": {"pattern": "dense"},
     "window": {"pattern": "window"},
+    "topk causal, moments, query block 2": dict(CAUSAL, query_block=2, budget_factor=1.016),
     "topk causal, moments, query block 4": dict(CAUSAL, query_block=4, budget_factor=1.046),
     "topk causal, moments, query block 16": dict(CAUSAL, query_block=16, budget_factor=1.22),
     "topk look-ahead, mean, query block 16": dict(LOOKAHEAD, query_block=16),

@@ -108,6 +108,12 @@ TrainSummary run_training(const RunConfig& config, std::FILE* out, bool terminal
                                             static_cast<int>(config.attention.coverage_rows)});
   Attention& attention = sparse ? static_cast<Attention&>(*sparse) : dense;
   const Sources sources = make_sources(config, model.vocab_size);
+  const SelectionConfig& selection = config.attention.selection;
+  if (leads && sparse && sources.train->max_length() <= selection.dense_limit())
+    log::warning(
+        "attention.pattern has no effect: the longest sequence has {} tokens and those up to {} run dense; lower "
+        "attention.{}",
+        sources.train->max_length(), selection.dense_limit(), selection.dense_below < 0 ? "budget" : "dense_below");
   TrainerParts parts{
       model, attention, *sources.train, sources.validation_set, console, stop_requested, sparse ? &*sparse : nullptr};
   parts.world = ranks.world;

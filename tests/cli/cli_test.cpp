@@ -72,6 +72,24 @@ TEST_F(Cli, EvalOfARunsFolderNamesTheModelInIt) {
   EXPECT_NE(result.err.find((directory_ / "final").string()), std::string::npos) << result.err;
 }
 
+TEST_F(Cli, ABudgetThatHoldsEverySequenceIsSaid) {
+  std::vector<std::string> arguments = {"train", run_file()};
+  for (const std::string& setting :
+       {std::string("attention.pattern=window"), std::string("attention.block=64"), std::string("train.max_steps=1"),
+        std::string("batch.global_batch_size=1"), std::string("train.validation_sequences=0"),
+        "train.output_dir=" + (directory_ / "run").string()}) {
+    arguments.insert(arguments.end(), {"--set", setting});
+  }
+  const ProgramResult roomy = run_program(arguments);
+  EXPECT_EQ(roomy.exit_code, 0) << roomy.err;
+  EXPECT_NE(roomy.err.find("lower attention.budget"), std::string::npos) << roomy.err;
+  arguments.insert(arguments.end(),
+                   {"--set", "attention.budget=64", "--set", "train.output_dir=" + (directory_ / "tight").string()});
+  const ProgramResult tight = run_program(arguments);
+  EXPECT_EQ(tight.exit_code, 0) << tight.err;
+  EXPECT_EQ(tight.err.find("lower attention."), std::string::npos) << tight.err;
+}
+
 TEST_F(Cli, ConfigPrintsWhatLoadsAgain) {
   const ProgramResult first =
       run_program({"config", run_file(), "--set", "train.max_steps=7", "--set", "train.seed=3"});
