@@ -29,6 +29,7 @@ struct Arguments {
   AttentionSpec spec;
   MeasureOptions measure;
   int threads = 0, layers = 3;
+  bool tokens_given = false, threads_given = false;
 };
 
 using Clock = std::chrono::steady_clock;
@@ -255,10 +256,12 @@ ModelShape take_from_run(Arguments& arguments) {
   arguments.recompute = config.train.recompute == Recompute::none    ? "none"
                         : config.train.recompute == Recompute::layer ? "layer"
                                                                      : "attention";
-  arguments.measure.max_tokens = packing_limits(config.batch, config.data.max_sequence_length).max_tokens;
+  if (!arguments.tokens_given)
+    arguments.measure.max_tokens = packing_limits(config.batch, config.data.max_sequence_length).max_tokens;
   // Ranks of one machine share its cores.
   const int ranks = config.parallel.dp * config.parallel.pp * config.parallel.cp;
-  arguments.threads = config.train.threads > 0 ? config.train.threads : std::max(1, available_cores() / ranks);
+  if (!arguments.threads_given)
+    arguments.threads = config.train.threads > 0 ? config.train.threads : std::max(1, available_cores() / ranks);
   arguments.model = arguments.run;
   return model_shape(run_model_config(config));
 }
@@ -328,7 +331,11 @@ void add_profile_command(CLI::App& app) {
   command->add_option("--threads", a->threads, "0: all cores")->capture_default_str();
   command->add_option("--held-out", a->measure.held_out, "random micro-batches to check with")->capture_default_str();
   command->add_option("--repeats", a->measure.max_repeats, "most repeats of a measurement")->capture_default_str();
-  command->callback([a] { run(*a); });
+  command->callback([a, command] {
+    a->tokens_given = command->count("--max-tokens") > 0;
+    a->threads_given = command->count("--threads") > 0;
+    run(*a);
+  });
 }
 
 }  // namespace sb

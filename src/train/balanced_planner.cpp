@@ -236,6 +236,7 @@ Plan BalancedPlanner::next() {
   if (log_ && !(pending.replayed && record_is_own_)) log_->plan(run.step);
   Plan plan = run.step.plan;
   running_.clear();  // a step that was begun and given up
+  metrics_.clear();
   running_[step] = std::move(run);
   return plan;
 }
