@@ -26,6 +26,7 @@ void CoverageStatistics::observe(int layer, int64_t tokens, std::span<const int6
                                  std::span<const int64_t> coverage_ppm) {
   SB_CHECK(budgets.size() == coverage_ppm.size() && !budgets.empty(), "{} budgets, {} values", budgets.size(),
            coverage_ppm.size());
+  if (budgets.size() < 2) return;  // as short as the smallest budget: says nothing about what a budget holds
   Curve& curve = curves_[{layer, length_class(tokens)}];
   curve.seen = std::min(curve.seen + 1, kMemory);
   const double log_tokens = std::log(static_cast<double>(tokens));

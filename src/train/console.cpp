@@ -43,6 +43,12 @@ std::string format_step(const StepReport& report) {
     line += fmt::format("  {:.1f} GFLOP/s", rate / 1e9);
   if (report.coverage) line += fmt::format("  coverage {:.3f}", *report.coverage);
   if (report.density) line += fmt::format("  density {:.3f}", *report.density);
+  if (report.budget) line += fmt::format("  budget {:.0f}", *report.budget);
+  if (report.imbalance) line += fmt::format("  imbalance {:.2f}", *report.imbalance);
+  if (report.bubble_percent) line += fmt::format("  bubbles {:.0f} %", *report.bubble_percent);
+  if (report.predicted_ms)
+    line += fmt::format("  {:.0f} ms (predicted {:.0f})", 1e3 * report.seconds, *report.predicted_ms);
+  if (report.planning_percent) line += fmt::format("  planning {:.2f} %", *report.planning_percent);
   if (report.skipped) line += fmt::format("  SKIPPED: gradient not finite ({} so far)", report.skipped_total);
   return line;
 }

@@ -24,6 +24,8 @@ struct StepReport {
   bool skipped = false;   // a non-finite gradient: no update
   int64_t skipped_total = 0;
   std::optional<double> coverage, density;  // sparse attention only: mass kept, share of the pairs computed
+  // Balanced runs only: what the planner predicted and what its plan came to.
+  std::optional<double> predicted_ms, budget, imbalance, bubble_percent, planning_percent;
 
   double tokens_per_second() const { return static_cast<double>(tokens) / seconds; }
 };

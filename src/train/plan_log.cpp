@@ -115,6 +115,22 @@ PlanRecord read_plan_log(const std::filesystem::path& file) {
   return record;
 }
 
+std::string pack_plan(const Plan& plan) {
+  const std::string text = write_plan(plan);
+  return checksum(text) + text;
+}
+
+Plan unpack_plan(const std::string& message, int64_t step) {
+  constexpr size_t kChecksum = 8;
+  const std::string text = message.size() > kChecksum ? message.substr(kChecksum) : "";
+  if (text.empty() || message.substr(0, kChecksum) != checksum(text))
+    throw Error(fmt::format("the plan of step {} came damaged from rank 0: its checksum does not fit", step));
+  Plan plan = parse_plan(text, "the plan from rank 0");
+  if (plan.step != step)
+    throw Error(fmt::format("a plan of step {} came where step {} begins: the ranks are out of step", plan.step, step));
+  return plan;
+}
+
 PlanLog::PlanLog(std::filesystem::path file, const PlanRecord* keep) : file_(std::move(file)) {
   if (keep != nullptr) {
     std::string text;

@@ -30,6 +30,11 @@ struct PlanRecord {
 };
 PlanRecord read_plan_log(const std::filesystem::path& file);
 
+// A plan on its way from rank 0 to the others, with a checksum. A damaged one, or one of another step, is an Error that
+// ends the run: ranks that follow different plans would wait for each other.
+std::string pack_plan(const Plan& plan);
+Plan unpack_plan(const std::string& message, int64_t step);
+
 // plan.jsonl, the record of what every step was told to do. Lines: {"step", "crc32c", "plan", "in_order",
 // "predicted_step_us"} before a step, {"step", "measured"} after it. Every line is flushed.
 class PlanLog {

@@ -64,4 +64,14 @@ std::vector<Metric> attention_metrics(const AttentionReport& attention, bool eve
   return metrics;
 }
 
+void show_planning(const std::vector<Metric>& planning, StepReport& report) {
+  for (const Metric& metric : planning) {
+    if (metric.name == "predicted_step_ms") report.predicted_ms = metric.value;
+    if (metric.name == "budget") report.budget = metric.value;
+    if (metric.name == "imbalance") report.imbalance = metric.value;
+    if (metric.name == "bubble_percent") report.bubble_percent = metric.value;
+    if (metric.name == "planning_percent") report.planning_percent = metric.value;
+  }
+}
+
 }  // namespace sb

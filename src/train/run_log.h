@@ -32,4 +32,7 @@ class RunLog {
 // Density and coverage of a step; into the report too.
 std::vector<Metric> attention_metrics(const AttentionReport& attention, bool every_layer, StepReport& report);
 
+// What of a planner's metrics the progress line shows, into the report.
+void show_planning(const std::vector<Metric>& planning, StepReport& report);
+
 }  // namespace sb

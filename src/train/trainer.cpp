@@ -12,6 +12,7 @@
 #include "train/attention_sums.h"
 #include "train/flops.h"
 #include "train/lr_schedule.h"
+#include "train/plan_log.h"
 #include "train/stage_split.h"
 #include "train/step_sums.h"
 
@@ -164,7 +165,7 @@ Trainer::StepPlan Trainer::plan_step() {
   announce_steps();
   if (planner_) step.plan = planner_->next();
   if (world_->size() > 1)
-    step.plan = parse_plan(broadcast_text(*world_, leads() ? write_plan(step.plan) : "", 0), "the plan from rank 0");
+    step.plan = unpack_plan(broadcast_text(*world_, leads() ? pack_plan(step.plan) : "", 0), state_.step + 1);
   SB_CHECK(step.plan.step == state_.step + 1 && std::ssize(step.plan.ranks) == config_.parallel.dp,
            "a plan of step {} for {} ranks at step {}", step.plan.step, step.plan.ranks.size(), state_.step + 1);
 
@@ -297,6 +298,7 @@ void Trainer::log_step(const StepPlan& plan, const LossSums& sums, double grad_n
                                  {"total_tokens", static_cast<double>(state_.tokens), true}};
   metrics.insert(metrics.end(), attention.begin(), attention.end());
   const std::vector<Metric> planning = planner_->metrics();
+  show_planning(planning, report_);
   metrics.insert(metrics.end(), planning.begin(), planning.end());
   log_->step(report_, metrics);
 }

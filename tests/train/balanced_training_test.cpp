@@ -1,0 +1,201 @@
+// SparseBalance in the training loop, on ranks that are threads: what it may change and what not, and that a run can be
+// repeated from its log.
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <nlohmann/json.hpp>
+
+#include "comm/thread_communicator.h"
+#include "core/errors.h"
+#include "tests/data/temporary_folder.h"
+#include "train/plan_log.h"
+#include "train/training_run.h"
+
+namespace sb {
+namespace {
+
+namespace fs = std::filesystem;
+
+RunConfig config_of(const std::string& output, const std::vector<std::string>& overrides) {
+  const std::string yaml = R"(
+model:
+  init: {model_type: llama, vocab_size: 32, hidden_size: 32, intermediate_size: 48, num_hidden_layers: 2,
+         num_attention_heads: 2, num_key_value_heads: 1, head_dim: 16, initializer_range: 0.2}
+data:
+  synthetic: {task: chunk_recall, vocab_size: 32, length: 900, min_length: 60, chunk: 4}
+batch: {global_batch_size: 6, micro_batch_sequences: 1}
+attention: {pattern: topk, block: 64, budget: 256, local_blocks: 1}
+balance: {batching: sab, ordering: auto, tuning: optimal, profile: h200-analytic}
+parallel: {dp: 2}
+optimizer: {learning_rate: 1.0e-3, schedule: constant}
+train: {max_steps: 8, save_steps: 0, threads: 1, validation_sequences: 2, tensorboard: false}
+)";
+  std::vector<std::string> all = {"train.output_dir=" + output};
+  all.insert(all.end(), overrides.begin(), overrides.end());
+  return parse_run_config(yaml, "run.yaml", all);
+}
+
+// Trains on as many threads as the configuration has ranks.
+void train(const RunConfig& config) {
+  const int ranks = config.parallel.dp * config.parallel.pp;
+  std::FILE* out = std::fopen("/dev/null", "w");
+  const auto go = [] { return false; };
+  if (ranks == 1)
+    run_training(config, out, false, go);
+  else
+    run_thread_ranks(ranks, [&](Communicator& world) { run_training(config, out, false, go, {&world, ranks}); });
+  std::fclose(out);
+}
+
+std::string final_weights(const std::string& output) {
+  return read_bytes(output + "/final/model.safetensors");
+}
+
+// Lines of metrics.jsonl that have this key, by step.
+std::map<int64_t, nlohmann::json> metrics(const std::string& output, const std::string& key) {
+  std::map<int64_t, nlohmann::json> lines;
+  std::ifstream in(output + "/metrics.jsonl");
+  for (std::string line; std::getline(in, line);) {
+    const auto json = nlohmann::json::parse(line);
+    if (json.contains(key)) lines[json["step"].get<int64_t>()] = json;
+  }
+  return lines;
+}
+
+std::string plan_texts(const std::string& output) {
+  std::string texts;
+  for (const auto& [step, logged] : read_plan_log(output + "/plan.jsonl").steps)
+    texts += write_plan(logged.plan) + "\n";
+  return texts;
+}
+
+TEST(BalancedTraining, BatchingAndOrderingChangeNothing) {
+  TemporaryFolder folder;
+  const std::vector<std::string> dense = {"attention.pattern=dense", "balance.tuning=off"};
+  const auto with = [&](std::vector<std::string> more) {
+    more.insert(more.begin(), dense.begin(), dense.end());
+    return more;
+  };
+  train(config_of(folder.path("one"), with({"parallel.dp=1", "balance.batching=in_order", "balance.ordering=none"})));
+  const auto expected = metrics(folder.path("one"), "loss");
+  ASSERT_EQ(expected.size(), 8u);
+  const std::vector<std::pair<std::string, std::vector<std::string>>> runs = {
+      {"sab", {}},
+      {"length", {"balance.batching=length"}},
+      {"wlb", {"balance.batching=wlb", "batch.micro_batch_sequences=2"}},
+      {"pipeline", {"parallel.dp=1", "parallel.pp=2"}},
+      {"grid", {"parallel.pp=2", "train.max_steps=4"}},
+  };
+  for (const auto& [name, more] : runs) {
+    train(config_of(folder.path(name), with(more)));
+    for (const auto& [step, line] : metrics(folder.path(name), "loss")) {
+      const auto& same = expected.at(step);
+      EXPECT_NEAR(line["loss"].get<double>(), same["loss"].get<double>(), 2e-4) << name << " " << step;
+      EXPECT_NEAR(line["grad_norm"].get<double>(), same["grad_norm"].get<double>(),
+                  2e-3 * same["grad_norm"].get<double>())
+          << name << " " << step;
+    }
+  }
+  // Sparse: the first step, where the weights are still the same bit by bit.
+  for (const char* name : {"sparse-one", "sparse-sab"})
+    train(config_of(folder.path(name), {"train.max_steps=1", "balance.tuning=off",
+                                        name == std::string("sparse-one") ? "parallel.dp=1" : "parallel.dp=2"}));
+  const auto one = metrics(folder.path("sparse-one"), "loss").at(1),
+             sab = metrics(folder.path("sparse-sab"), "loss").at(1);
+  EXPECT_NEAR(one["loss"].get<double>(), sab["loss"].get<double>(), 1e-4);
+  EXPECT_NEAR(one["grad_norm"].get<double>(), sab["grad_norm"].get<double>(), 1e-3 * one["grad_norm"].get<double>());
+  EXPECT_NEAR(one["coverage"].get<double>(), sab["coverage"].get<double>(), 1e-4);
+}
+
+TEST(BalancedTraining, ARunRepeatsFromItsLog) {
+  for (const auto& [dp, pp] : {std::pair{2, 1}, {1, 2}}) {
+    TemporaryFolder folder;
+    const std::vector<std::string> grid = {fmt::format("parallel.dp={}", dp), fmt::format("parallel.pp={}", pp)};
+    const auto with = [&](std::vector<std::string> more) {
+      more.insert(more.begin(), grid.begin(), grid.end());
+      return more;
+    };
+    train(config_of(folder.path("first"), with({"train.save_steps=3"})));
+    // Replayed as a whole.
+    train(config_of(folder.path("second"), with({"balance.replay=" + folder.path("first/plan.jsonl")})));
+    EXPECT_EQ(plan_texts(folder.path("second")), plan_texts(folder.path("first")));
+    EXPECT_EQ(final_weights(folder.path("second")), final_weights(folder.path("first")));
+    // As after a crash between steps 6 and 8: the checkpoint of step 3 is there, and the log up to the end.
+    for (const char* gone : {"first/checkpoint-6", "first/checkpoint-8", "first/final"})
+      fs::remove_all(folder.path(gone));
+    const std::string plans = plan_texts(folder.path("first"));
+    train(config_of(folder.path("first"), with({"train.save_steps=3"})));
+    EXPECT_EQ(plan_texts(folder.path("first")), plans);
+    EXPECT_EQ(final_weights(folder.path("first")), final_weights(folder.path("second")));
+  }
+}
+
+TEST(BalancedTraining, WithoutAdaptionRunsAreEqual) {
+  TemporaryFolder folder;
+  for (const char* name : {"a", "b"}) train(config_of(folder.path(name), {"balance.adapt=off", "train.max_steps=5"}));
+  EXPECT_EQ(plan_texts(folder.path("a")), plan_texts(folder.path("b")));
+  EXPECT_EQ(final_weights(folder.path("a")), final_weights(folder.path("b")));
+}
+
+TEST(BalancedTraining, BudgetsMoveAndValidationKeepsItsOwn) {
+  TemporaryFolder folder;
+  train(config_of(folder.path("tuned"), {"optimizer.learning_rate=0"}));
+  train(config_of(folder.path("plain"), {"optimizer.learning_rate=0", "balance.tuning=off"}));
+  bool moved = false;
+  for (const auto& [step, logged] : read_plan_log(folder.path("tuned/plan.jsonl")).steps)
+    for (const PlannedRank& rank : logged.plan.ranks)
+      for (const PlannedMicroBatch& micro_batch : rank.micro_batches)
+        for (const int32_t budget : micro_batch.budgets)
+          moved = moved || (budget != 256 && budget < micro_batch.tokens);
+  EXPECT_TRUE(moved);
+  const auto tuned = metrics(folder.path("tuned"), "validation_loss"),
+             plain = metrics(folder.path("plain"), "validation_loss");
+  ASSERT_FALSE(tuned.empty());
+  EXPECT_EQ(tuned.rbegin()->second["validation_loss"], plain.rbegin()->second["validation_loss"]);
+  const auto last = metrics(folder.path("tuned"), "predicted_step_ms");
+  ASSERT_EQ(last.size(), 8u);
+  for (const char* key : {"imbalance", "bubble_percent", "planning_ms", "planning_percent", "budget",
+                          "predicted_coverage", "measured_makespan_ms", "coverage"})
+    EXPECT_TRUE(last.at(8).contains(key)) << key;
+}
+
+TEST(BalancedTraining, ACurriculumIsPlannedWithTheLengthsItHas) {
+  TemporaryFolder folder;
+  train(config_of(folder.path("run"),
+                  {"data.synthetic.min_length=0", "data.synthetic.length=512", "train.max_steps=10",
+                   "data.synthetic.curriculum={start_length: 64, threshold: 0.01, min_observations: 1}"}));
+  const auto lines = metrics(folder.path("run"), "loss");
+  ASSERT_EQ(lines.size(), 10u);
+  EXPECT_EQ(lines.at(1)["longest_sequence"], 64);
+  EXPECT_GT(lines.at(10)["longest_sequence"].get<int64_t>(), 64);
+}
+
+TEST(PlanMessage, DamagedOrLateOnesAreRefused) {
+  Plan plan;
+  plan.step = 7;
+  plan.layers = 1;
+  plan.ranks.resize(1);
+  plan.ranks[0].micro_batches.resize(1);
+  plan.ranks[0].micro_batches[0] = {{3}, 10, {10}, {1.0}, {2.0}};
+  const std::string message = pack_plan(plan);
+  EXPECT_EQ(write_plan(unpack_plan(message, 7)), write_plan(plan));
+  const auto error_of = [](const std::string& text, int64_t step) -> std::string {
+    try {
+      unpack_plan(text, step);
+    } catch (const Error& error) {
+      return error.what();
+    }
+    return "";
+  };
+  EXPECT_NE(error_of(message, 8).find("plan of step 7 came where step 8"), std::string::npos);
+  for (size_t at = 0; at < message.size(); ++at) {
+    std::string damaged = message;
+    damaged[at] = static_cast<char>(damaged[at] ^ 1);
+    EXPECT_NE(error_of(damaged, 7), "") << at;
+  }
+  for (const size_t length : {size_t{0}, size_t{5}, message.size() / 2, message.size() - 1})
+    EXPECT_NE(error_of(message.substr(0, length), 7), "") << length;
+}
+
+}  // namespace
+}  // namespace sb
