@@ -1,11 +1,12 @@
 // SparseBalance in the training loop, measured: the same global batches under several policies in turn, step by step,
 // on two ranks of this machine.
 //
-//   bench_balance [--pp] [--batches 34] [--out DIR] [--profile FILE]     measures (starts its ranks itself) and sums up
-//   bench_balance --batches 8 …                                          again and again: goes on where DIR ends
-//   bench_balance --summary --out DIR                                    only sums up
+//   bench_balance [--pp] [--batches 34] [--policies A,B] [--out DIR] [--profile FILE]   measures and sums up
+//   bench_balance --summary [--pp] --out DIR                                            sums up again
 //
-// Lengths are a quarter of the pool chatqa2-like. Without --profile the program's `profile` command measures one.
+// It starts its ranks itself. With the same DIR it goes on where the last measurement of these policies ended, so that
+// a long one can be cut into pieces. Lengths are a quarter of the pool chatqa2-like. Where FILE (profile.json in DIR)
+// is not there, the program's `profile` command measures it.
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
@@ -43,6 +44,7 @@ constexpr int64_t kWarmUp = 4;  // batches that are left out: predictions and ca
 struct Arguments {
   bool pipeline = false, summary = false;
   int64_t batches = 34;
+  std::vector<std::string> policies;  // in_order first
   fs::path out = "bench_balance.out", profile;
 };
 
@@ -61,7 +63,7 @@ std::string run_yaml(const Arguments& arguments, int64_t longest) {
   return fmt::format(
       "model:\n"
       "  init: {{ model_type: llama, vocab_size: 1024, hidden_size: 64, intermediate_size: 64, num_hidden_layers: 2,\n"
-      "          num_attention_heads: 1, num_key_value_heads: 1, head_dim: 64, initializer_range: {6} }}\n"
+      "          num_attention_heads: 1, num_key_value_heads: 1, head_dim: 64, initializer_range: 0.25 }}\n"
       "data: {{ synthetic: {{ task: chunk_recall, length: {0}, vocab_size: 1024 }} }}\n"
       "batch: {{ global_batch_size: {1}, micro_batch_sequences: 1 }}\n"
       "attention: {{ pattern: topk, block: 64, budget: 1024, local_blocks: 1, coverage_rows: 8 }}\n"
@@ -70,7 +72,7 @@ std::string run_yaml(const Arguments& arguments, int64_t longest) {
       "optimizer: {{ learning_rate: 0, schedule: constant }}\n"
       "train: {{ max_steps: 1000000, threads: 1, tensorboard: false, output_dir: {5}, save_steps: 0 }}\n",
       longest, kGlobalBatch, arguments.profile.string(), arguments.pipeline ? 1 : 2, arguments.pipeline ? 2 : 1,
-      (arguments.out / "run").string(), std::getenv("RNG") ? std::getenv("RNG") : "0.22");
+      (arguments.out / "run").string());
 }
 
 // The same global batch for every policy, batch after batch. Segments of a sequence draw from a few tokens each, so
@@ -119,8 +121,13 @@ class RepeatedBatches final : public SequenceSource {
 // its own steps only, as in a run of its own.
 class TurnsPlanner final : public StepPlanner {
  public:
-  TurnsPlanner(std::vector<std::unique_ptr<BalancedPlanner>> planners, int64_t first_batch, fs::path results)
-      : planners_(std::move(planners)), names_(planners_.size()), first_(first_batch), results_(std::move(results)) {}
+  TurnsPlanner(std::vector<std::unique_ptr<BalancedPlanner>> planners, std::vector<std::string> names, int64_t run,
+               int64_t first_batch, fs::path results)
+      : planners_(std::move(planners)),
+        names_(std::move(names)),
+        run_(run),
+        first_(first_batch),
+        results_(std::move(results)) {}
 
   int ahead() const override { return BalancedPlanner::kAhead * static_cast<int>(planners_.size()); }
   void announce(int64_t step, std::vector<Sequence> sequences) override {
@@ -142,11 +149,11 @@ class TurnsPlanner final : public StepPlanner {
       held += sample.sample.held * static_cast<double>(sample.tokens);
       tokens += static_cast<double>(sample.tokens);
     }
-    Json line = {{"policy", policy(step_)},
+    Json line = {{"run", run_},
+                 {"policy", names_[policy(step_)]},
                  {"batch", batch(step_)},
                  {"step_ms", 1e-6 * static_cast<double>(measurement.step_ns)},
-                 {"coverage", tokens > 0 ? held / tokens : 1.0},
-                 {"baseline_ms", plan_.baseline_us / 1e3}};
+                 {"coverage", tokens > 0 ? held / tokens : 1.0}};
     for (const Metric& one : planner.metrics()) line[one.name] = one.value;
     std::ofstream(results_, std::ios::app) << line.dump() << "\n";
   }
@@ -156,7 +163,7 @@ class TurnsPlanner final : public StepPlanner {
   int64_t batch(int64_t step) const { return first_ + (step - 1) / std::ssize(planners_); }
   std::vector<std::unique_ptr<BalancedPlanner>> planners_;
   std::vector<std::string> names_;
-  int64_t first_, step_ = 0;
+  int64_t run_, first_, step_ = 0;
   fs::path results_;
   Plan plan_;
 };
@@ -168,11 +175,14 @@ std::string text_of(const fs::path& file) {
   return text.str();
 }
 
-std::vector<SimulatedPolicy> policies(const Arguments& arguments, const BatchingOptions& batching) {
+std::vector<SimulatedPolicy> find_policies(const std::vector<std::string>& names, const BatchingOptions& batching) {
   std::vector<SimulatedPolicy> chosen;
-  for (const std::string& name : policy_names(arguments.pipeline))
+  for (const std::string& name : names) {
+    const size_t before = chosen.size();
     for (const SimulatedPolicy& policy : standard_policies(batching, 0.1))
       if (policy.name == name) chosen.push_back(policy);
+    SB_USER_CHECK(chosen.size() > before, "--policies: {} is none", name);
+  }
   return chosen;
 }
 
@@ -196,37 +206,45 @@ Setup make_setup(const Arguments& arguments) {
   return setup;
 }
 
-fs::path state_file(const Arguments& arguments, size_t policy) {
-  return arguments.out / fmt::format("state-{}.json", policy);
+// What a policy learned, in the company it ran in.
+fs::path state_file(const Arguments& arguments, const std::string& policy) {
+  std::string name = arguments.policies.back() + "-" + policy;
+  for (char& c : name)
+    if (c == '+' || c == ':') c = '_';
+  return arguments.out / ("state-" + name + ".json");
 }
 
-int64_t batches_done(const Arguments& arguments) {
+std::vector<Json> measured_steps(const Arguments& arguments) {
   std::ifstream in(arguments.out / "steps.jsonl");
-  int64_t done = 0;
-  for (std::string line; std::getline(in, line);) done = std::max(done, Json::parse(line)["batch"].get<int64_t>() + 1);
-  return done;
+  std::vector<Json> steps;
+  for (std::string line; std::getline(in, line);) steps.push_back(Json::parse(line));
+  return steps;
 }
 
 void measure(const Arguments& arguments) {
   const std::unique_ptr<Communicator> world = open_world_communicator();
-  const int64_t first = batches_done(arguments);
-  world->barrier();
+  int64_t first = 0, number = 0;
+  for (const Json& step : measured_steps(arguments)) {
+    number = std::max(number, step["run"].get<int64_t>() + 1);
+    if (step["policy"] == arguments.policies.back()) first = std::max(first, step["batch"].get<int64_t>() + 1);
+  }
+  world->barrier();  // rank 0 writes only after all have read
   const Setup setup = make_setup(arguments);
-  const std::vector<SimulatedPolicy> all = policies(arguments, setup.options.plan.batching);
-  const bool leads = world->rank() == 0;
+  const std::vector<SimulatedPolicy> all = find_policies(arguments.policies, setup.options.plan.batching);
   std::unique_ptr<TurnsPlanner> planner;
   std::vector<BalancedPlanner*> planners;
-  if (leads) {
+  if (world->rank() == 0) {
     std::vector<std::unique_ptr<BalancedPlanner>> own;
     for (const SimulatedPolicy& policy : all) {
       BalancedPlannerOptions options = setup.options;
       options.plan = policy.options;
       own.push_back(std::make_unique<BalancedPlanner>(run_profile(setup.config, setup.model), options));
-      if (const fs::path state = state_file(arguments, own.size() - 1); fs::exists(state))
+      if (const fs::path state = state_file(arguments, policy.name); fs::exists(state))
         own.back()->restore_state(text_of(state));
       planners.push_back(own.back().get());
     }
-    planner = std::make_unique<TurnsPlanner>(std::move(own), first, arguments.out / "steps.jsonl");
+    planner = std::make_unique<TurnsPlanner>(std::move(own), arguments.policies, number, first,
+                                             arguments.out / "steps.jsonl");
   }
 
   SparseAttention attention(
@@ -248,7 +266,8 @@ void measure(const Arguments& arguments) {
   }
   fs::remove_all(config.train.output_dir);
   std::fclose(nothing);
-  for (size_t i = 0; i < planners.size(); ++i) std::ofstream(state_file(arguments, i)) << planners[i]->state();
+  for (size_t i = 0; i < planners.size(); ++i)
+    std::ofstream(state_file(arguments, arguments.policies[i])) << planners[i]->state();
 }
 
 double median(std::vector<double> values) {
@@ -256,53 +275,85 @@ double median(std::vector<double> values) {
   return values.empty() ? 0 : values[values.size() / 2];
 }
 
+// Speed-up over in_order that the simulator predicts for the batches that count.
+double simulated_speedup(const CostModel& cost, const CoverageModel& coverage, const SimulatedPolicy& policy,
+                         int64_t batches) {
+  const std::vector<int64_t> lengths = pool();
+  LengthSampler sampler(lengths, kSeed);
+  ExpectedBudgets expected;
+  double before = 0, after = 0;
+  for (int64_t batch = 0; batch < batches; ++batch) {
+    const std::vector<Sequence> sequences = sampler.next(kGlobalBatch);
+    const Plan plan = plan_step(batch, cost, coverage, sequences, policy.options, expected);
+    learn_budgets(plan, cost.spec(), sequences, expected);
+    if (batch < kWarmUp) continue;
+    before += plan.baseline_us;
+    after += plan.makespan_us;
+  }
+  return after > 0 ? before / after : 1;
+}
+
+struct Totals {
+  double own = 0, base = 0, covered = 0, base_covered = 0, budget = 0, planning = 0;
+  std::vector<double> errors, ratios;
+  int64_t batches = 0;
+};
+
 void sum_up(const Arguments& arguments) {
   const Setup setup = make_setup(arguments);
-  const std::vector<SimulatedPolicy> all = policies(arguments, setup.options.plan.batching);
-  std::vector<std::map<int64_t, Json>> steps(all.size());
-  std::ifstream in(arguments.out / "steps.jsonl");
-  for (std::string line; std::getline(in, line);) {
-    const Json json = Json::parse(line);
-    if (json["batch"].get<int64_t>() >= kWarmUp)
-      steps[json["policy"].get<size_t>()][json["batch"].get<int64_t>()] = json;
+  std::map<std::pair<int64_t, int64_t>, Json> in_order;  // by run and batch
+  std::map<std::string, Totals> totals;
+  const std::vector<Json> steps = measured_steps(arguments);
+  for (const Json& step : steps)
+    if (step["policy"] == "in_order") in_order[{step["run"].get<int64_t>(), step["batch"].get<int64_t>()}] = step;
+  for (const Json& step : steps) {
+    const auto batch = step["batch"].get<int64_t>();
+    const auto base = in_order.find({step["run"].get<int64_t>(), batch});
+    if (batch < kWarmUp || base == in_order.end()) continue;
+    Totals& total = totals[step["policy"].get<std::string>()];
+    const auto own_ms = step["step_ms"].get<double>(), base_ms = base->second["step_ms"].get<double>();
+    total.own += own_ms;
+    total.base += base_ms;
+    total.ratios.push_back(base_ms / own_ms);
+    total.covered += step["coverage"].get<double>();
+    total.base_covered += base->second["coverage"].get<double>();
+    total.budget += step["budget"].get<double>();
+    total.planning += step["planning_ms"].get<double>() + step["planning_wait_ms"].get<double>();
+    total.errors.push_back(std::abs(step["predicted_step_ms"].get<double>() / own_ms - 1));
+    total.batches = std::max(total.batches, batch + 1);
   }
-  const int64_t total = batches_done(arguments);
 
-  // What the simulator says of the same batches: the profile as it was measured, coverage as it was learned.
+  // The simulator knows the profile as it was measured and the coverage as the last policy learned it.
   const LatencyModel latency(run_profile(setup.config, setup.model));
   const CostModel cost(latency, setup.options.spec, setup.options.layout);
-  const std::vector<int64_t> lengths = pool();
-  const BalanceState learned = parse_balance_states(text_of(state_file(arguments, all.size() - 1)), "state").back();
-  const SimulateInput input{cost, learned.coverage, lengths, kGlobalBatch, total, kSeed, [] { return 0.0; }, nullptr};
+  const fs::path state = state_file(arguments, arguments.policies.back());
+  SB_USER_CHECK(fs::exists(state), "{}: nothing was measured there", arguments.out.string());
+  const BalanceState learned = parse_balance_states(text_of(state), state.string()).back();
 
-  fmt::print("{} batches of {} sequences, lengths chatqa2-like / 4, {}; {} batches measured after {} of warm-up\n\n",
-             total, kGlobalBatch, arguments.pipeline ? "pp 2" : "dp 2", steps[0].size(), std::min(total, kWarmUp));
-  fmt::print("{:<20} {:>9} {:>9} {:>9} {:>9} {:>9} {:>9} {:>10} {:>10}\n", "policy", "step ms", "speed-up", "simulated",
-             "of it", "coverage", "budget", "step error", "planning");
-  double last_speedup = 0, last_share = 0;
-  for (size_t i = 0; i < all.size(); ++i) {
-    double own = 0, base = 0, covered = 0, budget = 0, planning = 0;
-    std::vector<double> errors;
-    for (const auto& [batch, json] : steps[i]) {
-      const auto found = steps[0].find(batch);
-      if (found == steps[0].end()) continue;
-      own += json["step_ms"].get<double>();
-      base += found->second["step_ms"].get<double>();
-      covered += json["coverage"].get<double>();
-      budget += json["budget"].get<double>();
-      planning += json["planning_ms"].get<double>() + json["planning_wait_ms"].get<double>();
-      errors.push_back(std::abs(json["predicted_step_ms"].get<double>() / json["step_ms"].get<double>() - 1));
-    }
-    const auto count = static_cast<double>(errors.size());
-    const double simulated = simulate_policy(input, all[i]).speedup;
-    last_speedup = base / own;
-    last_share = last_speedup / simulated;
-    fmt::print("{:<20} {:>9.1f} {:>8.3f}x {:>8.3f}x {:>7.1f} % {:>9.4f} {:>9.0f} {:>8.1f} % {:>8.2f} %\n", all[i].name,
-               own / count, last_speedup, simulated, 100 * last_share, covered / count, budget / count,
-               100 * median(errors), 100 * planning / own);
+  fmt::print(
+      "{}, global batches of {} sequences, one a micro-batch, lengths chatqa2-like / 4; the first {} batches do not "
+      "count\n\n{:<20} {:>7} {:>8} {:>9} {:>8} {:>10} {:>7} {:>19} {:>7} {:>10} {:>9}\n",
+      arguments.pipeline ? "pp 2" : "dp 2", kGlobalBatch, kWarmUp, "policy", "batches", "step ms", "speed-up", "median",
+      "simulated", "of it", "coverage (in order)", "budget", "step error", "planning");
+  double speedup = 0, share = 0;
+  for (const std::string& name : policy_names(arguments.pipeline)) {
+    const auto found = totals.find(name);
+    if (found == totals.end()) continue;
+    const Totals& total = found->second;
+    const auto count = static_cast<double>(total.errors.size());
+    const double simulated = simulated_speedup(
+        cost, learned.coverage, find_policies({name}, setup.options.plan.batching).front(), total.batches);
+    speedup = total.base / total.own;
+    share = speedup / simulated;
+    fmt::print(
+        "{:<20} {:>7} {:>8.1f} {:>8.3f}x {:>7.3f}x {:>9.3f}x {:>5.1f} % {:>10.4f} ({:.4f}) {:>7.0f} {:>8.1f} % "
+        "{:>7.2f} %\n",
+        name, total.errors.size(), total.own / count, speedup, median(total.ratios), simulated, 100 * share,
+        total.covered / count, total.base_covered / count, total.budget / count, 100 * median(total.errors),
+        100 * total.planning / total.own);
   }
-  fmt::print("\n{} over in_order: {:.3f} times, {:.1f} % of what the simulator says\n", all.back().name, last_speedup,
-             100 * last_share);
+  fmt::print("\n{} over in_order: {:.3f} times, {:.1f} % of what the simulator says\n",
+             policy_names(arguments.pipeline).back(), speedup, 100 * share);
 }
 
 int run(int argc, char** argv) {
@@ -321,11 +372,16 @@ int run(int argc, char** argv) {
       arguments.batches = std::stoll(value());
     else if (word == "--out")
       arguments.out = value();
-    else if (word == "--profile")
+    else if (word == "--policies") {
+      std::istringstream list(value());
+      for (std::string name; std::getline(list, name, ',');) arguments.policies.push_back(name);
+    } else if (word == "--profile")
       arguments.profile = value();
     else
       throw UserError("unknown argument {}", word);
   }
+  if (arguments.policies.empty()) arguments.policies = policy_names(arguments.pipeline);
+  SB_USER_CHECK(arguments.policies.front() == "in_order", "--policies: in_order must come first, to compare with");
   fs::create_directories(arguments.out);
   if (arguments.profile.empty()) arguments.profile = arguments.out / "profile.json";
   if (launched_ranks() > 1) {
