@@ -13,7 +13,8 @@
 namespace sb {
 
 using std::chrono::microseconds;
-using Clock = std::chrono::steady_clock;
+// Looks in a row that find nothing before the thread takes a nap although somebody waits: about a millisecond.
+constexpr int kPatience = 1000;
 
 // Collects what a round posts.
 class MessageEngine::Poster final : public MessagePoster {
@@ -204,7 +205,7 @@ void MessageEngine::work(Transport& transport) {
       changed_.wait(lock, [&] { return stop_ || abort_; });
     else if (by_ticket_.empty())
       changed_.wait(lock, asked);
-    else if (idle > (waiting_ > 0 ? 100 : 2) && asked_.empty())
+    else if (idle > (waiting_ > 0 ? kPatience : 2) && asked_.empty())
       // While somebody waits the core is free but for other ranks on it; otherwise the model computes on it.
       changed_.wait_for(lock, microseconds(waiting_ > 0 ? 20 : 100));
     if (abort_ || (stop_ && (!failed_.empty() || (asked_.empty() && by_ticket_.empty())))) return;
@@ -217,7 +218,7 @@ void MessageEngine::work(Transport& transport) {
     const bool moved = move_on(transport);
     if (moved || !asked_now.empty())
       idle = 0;
-    else if (++idle <= 100)
+    else if (++idle <= kPatience)
       sched_yield();
     lock.lock();
     moving_ = false;
