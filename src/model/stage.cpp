@@ -259,8 +259,9 @@ struct Stage::Implementation {
   // Everything the operations rely on without looking.
   void check_batch(const MicroBatch& batch, const TensorView& input) const {
     const int64_t tokens = batch.size();
-    SB_CHECK(0 < tokens && tokens <= options.max_micro_batch_tokens, "a micro-batch of {} tokens, planned for {}",
-             tokens, options.max_micro_batch_tokens);
+    // A rank that shares short sequences with others may have none of their tokens.
+    SB_CHECK((0 < tokens || !batch.whole_cu_seqlens.empty()) && tokens <= options.max_micro_batch_tokens,
+             "a micro-batch of {} tokens, planned for {}", tokens, options.max_micro_batch_tokens);
     SB_CHECK(std::ssize(batch.positions) == tokens, "{} positions for {} tokens", batch.positions.size(), tokens);
     SB_CHECK(batch.sequences() >= 1 && batch.cu_seqlens.front() == 0 && batch.cu_seqlens.back() == tokens &&
                  std::is_sorted(batch.cu_seqlens.begin(), batch.cu_seqlens.end()),
