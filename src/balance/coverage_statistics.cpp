@@ -20,38 +20,52 @@ int length_class(int64_t tokens) {
   return static_cast<int>(std::floor(2.0 * std::log2(static_cast<double>(std::max<int64_t>(1, tokens)))));
 }
 
+// A measured curve at any budget, as logarithms: linear in log k between two budgets; below the smallest, proportional
+// to k, the least it can be.
+double sample_at(std::span<const int64_t> budgets, std::span<const int64_t> ppm, double log_tokens, double log_k) {
+  const auto log_budget = [&](size_t i) { return std::min(std::log(static_cast<double>(budgets[i])), log_tokens); };
+  size_t at = budgets.size() - 1;
+  while (at > 0 && log_budget(at - 1) > log_k) --at;
+  const double right = log_budget(at), above = static_cast<double>(ppm[at]);
+  double value = above * std::exp(std::min(0.0, log_k - right));
+  if (at > 0 && log_budget(at - 1) < right) {
+    const double left = log_budget(at - 1), below = static_cast<double>(ppm[at - 1]);
+    value = below + (above - below) * (log_k - left) / (right - left);
+  }
+  return std::clamp(value, 0.0, kOne);
+}
+
+// Takes one more into a running average of whole numbers.
+void average(int64_t& kept, double value, int64_t seen) {
+  kept += std::llround((value - static_cast<double>(kept)) / static_cast<double>(seen));
+}
+
 }  // namespace
 
 void CoverageStatistics::observe(int layer, int64_t tokens, std::span<const int64_t> budgets,
-                                 std::span<const int64_t> coverage_ppm) {
+                                 std::span<const int64_t> coverage_ppm, int64_t used_budget, int64_t held_ppm) {
   SB_CHECK(budgets.size() == coverage_ppm.size() && !budgets.empty(), "{} budgets, {} values", budgets.size(),
            coverage_ppm.size());
   if (budgets.size() < 2) return;  // as short as the smallest budget: says nothing about what a budget holds
   Curve& curve = curves_[{layer, length_class(tokens)}];
   curve.seen = std::min(curve.seen + 1, kMemory);
   const double log_tokens = std::log(static_cast<double>(tokens));
-  const auto log_budget = [&](size_t i) { return std::min(std::log(static_cast<double>(budgets[i])), log_tokens); };
-  size_t at = budgets.size() - 1;
-  for (int point = 1; point <= kPoints; ++point) {
-    const double log_k = log_tokens - point * kHalfOctave;
-    while (at > 0 && log_budget(at - 1) > log_k) --at;
-    // Between two measured budgets the coverage is linear in log k; below the smallest it is taken as proportional to
-    // k, the least it can be.
-    const double right = log_budget(at), above = static_cast<double>(coverage_ppm[at]);
-    double value = above * std::exp(std::min(0.0, log_k - right));
-    if (at > 0 && log_budget(at - 1) < right) {
-      const double left = log_budget(at - 1), below = static_cast<double>(coverage_ppm[at - 1]);
-      value = below + (above - below) * (log_k - left) / (right - left);
-    }
-    int64_t& kept = curve.ppm[static_cast<size_t>(point - 1)];
-    kept += std::llround((std::clamp(value, 0.0, kOne) - static_cast<double>(kept)) / static_cast<double>(curve.seen));
-  }
+  for (int point = 1; point <= kPoints; ++point)
+    average(curve.ppm[static_cast<size_t>(point - 1)],
+            sample_at(budgets, coverage_ppm, log_tokens, log_tokens - point * kHalfOctave), curve.seen);
+  if (used_budget <= 0 || used_budget >= tokens || held_ppm <= 0) return;
+  const double best = sample_at(budgets, coverage_ppm, log_tokens, std::log(static_cast<double>(used_budget))) / kOne;
+  const double held = static_cast<double>(held_ppm) / kOne;
+  // Close to everything or nothing, rounding would decide.
+  if (best < 0.01 || best > 0.99 || held < 0.01 || held > 0.99) return;
+  curve.held_seen = std::min(curve.held_seen + 1, kMemory);
+  average(curve.exponent_ppm, kOne * std::clamp(std::log(held) / std::log(best), 0.5, 4.0), curve.held_seen);
 }
 
 void CoverageStatistics::set_curves(Curves curves, const std::string& where) {
   for (const auto& [key, curve] : curves) {
     int64_t above = static_cast<int64_t>(kOne);
-    bool falls = curve.seen > 0 && key.first >= 0;
+    bool falls = curve.seen > 0 && curve.held_seen >= 0 && curve.exponent_ppm > 0 && key.first >= 0;
     for (const int64_t ppm : curve.ppm) {
       falls = falls && ppm >= 0 && ppm <= above + 1;  // averages of rounded values may cross by one
       above = ppm;
@@ -90,11 +104,13 @@ void CoverageStatistics::evaluate(const Sequence& sequence, int layer, std::span
     const auto value = [&](int point) {
       return point == 0 ? 1.0 : static_cast<double>(curve->ppm[static_cast<size_t>(point - 1)]) / kOne;
     };
+    const double exponent = static_cast<double>(curve->exponent_ppm) / kOne;
     const int point = static_cast<int>(std::min(depth, static_cast<double>(kPoints)));
     if (point >= kPoints)
       out[i] = value(kPoints) * std::exp(-(depth - kPoints) * kHalfOctave);
     else
       out[i] = value(point) + (value(point + 1) - value(point)) * (depth - point);
+    if (exponent != 1.0) out[i] = std::pow(out[i], exponent);
   }
 }
 

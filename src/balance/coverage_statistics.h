@@ -20,14 +20,20 @@ class CoverageStatistics final : public CoverageModel {
   // k / n = 2^(-i/2) for i = 1 … kPoints; at k = n the coverage is 1.
   static constexpr int kPoints = 12;
   struct Curve {
-    int64_t seen = 0;                       // samples so far, up to where the average forgets
+    int64_t seen = 0;       // samples so far, up to where the average forgets
+    int64_t held_seen = 0;  // of these, with what the lists in use held
+    // A selector's lists hold less than each token's own best blocks would: coverage is the curve to this power, which
+    // leaves 1 where everything is chosen.
+    int64_t exponent_ppm = 1'000'000;
     std::array<int64_t, kPoints> ppm = {};  // falling
     bool operator==(const Curve&) const = default;
   };
   using Curves = std::map<std::pair<int, int>, Curve>;  // by (layer, length class)
 
-  // One measured curve: coverage (ppm, rising) at ascending budgets, the last of which holds everything.
-  void observe(int layer, int64_t tokens, std::span<const int64_t> budgets, std::span<const int64_t> coverage_ppm);
+  // One measured curve: coverage (ppm, rising) at ascending budgets, the last of which holds everything. Where it is
+  // known, what the lists in use held at their budget; 0: not known.
+  void observe(int layer, int64_t tokens, std::span<const int64_t> budgets, std::span<const int64_t> coverage_ppm,
+               int64_t used_budget = 0, int64_t held_ppm = 0);
 
   const Curves& curves() const { return curves_; }
   // UserError names `where` when a curve is none.

@@ -11,10 +11,10 @@ using Json = nlohmann::ordered_json;
 constexpr int kVersion = 1;
 
 Json to_json(const BalanceState& state) {
-  // A curve is [layer, length class, seen, ppm …].
+  // A curve is [layer, length class, seen, held seen, exponent, ppm …].
   Json curves = Json::array();
   for (const auto& [key, curve] : state.coverage.curves()) {
-    Json row = {key.first, key.second, curve.seen};
+    Json row = {key.first, key.second, curve.seen, curve.held_seen, curve.exponent_ppm};
     for (const int64_t ppm : curve.ppm) row.push_back(ppm);
     curves.push_back(std::move(row));
   }
@@ -54,10 +54,12 @@ BalanceState from_json(const Json& json, const std::string& where) {
   state.overhead_ns = integer(field(json, "overhead_ns", where), INT64_MIN, where);
   CoverageStatistics::Curves curves;
   for (const Json& row : list(field(json, "curves", where), 0, where)) {
-    list(row, 3 + CoverageStatistics::kPoints, where);
+    list(row, 5 + CoverageStatistics::kPoints, where);
     CoverageStatistics::Curve curve;
     curve.seen = integer(row[2], 1, where);
-    for (size_t i = 0; i < curve.ppm.size(); ++i) curve.ppm[i] = integer(row[3 + i], 0, where);
+    curve.held_seen = integer(row[3], 0, where);
+    curve.exponent_ppm = integer(row[4], 1, where);
+    for (size_t i = 0; i < curve.ppm.size(); ++i) curve.ppm[i] = integer(row[5 + i], 0, where);
     const auto layer = static_cast<int>(integer(row[0], 0, where)),
                length = static_cast<int>(integer(row[1], 0, where));
     curves[{layer, length}] = curve;

@@ -40,6 +40,26 @@ double sum(const std::vector<int64_t>& values) {
   return static_cast<double>(std::accumulate(values.begin(), values.end(), int64_t{0}));
 }
 
+// Budgets that sequences of each length ran at, of every layer: samples of coverage know their length and layer.
+std::map<int64_t, std::vector<int64_t>> budgets_by_length(const Plan& plan, const std::map<int64_t, int64_t>& by_id) {
+  std::map<int64_t, std::vector<int64_t>> budgets;
+  for (const PlannedRank& rank : plan.ranks)
+    for (const PlannedMicroBatch& micro_batch : rank.micro_batches) {
+      const std::vector<int64_t> lengths = lengths_of(micro_batch, by_id);
+      for (size_t k = 0; k < lengths.size(); ++k) {
+        const auto [entry, fresh] = budgets.try_emplace(lengths[k]);
+        for (int layer = 0; layer < plan.layers; ++layer) {
+          const int32_t budget = micro_batch.budgets[static_cast<size_t>(layer) * lengths.size() + k];
+          if (fresh)
+            entry->second.push_back(budget);
+          else if (entry->second[static_cast<size_t>(layer)] != budget)
+            entry->second[static_cast<size_t>(layer)] = 0;  // two of one length at different budgets: not known
+        }
+      }
+    }
+  return budgets;
+}
+
 // Mean over tokens and layers of the keys a query may see.
 double mean_budget(const Plan& plan, const std::map<int64_t, int64_t>& by_id) {
   double keys = 0, tokens = 0;
@@ -292,11 +312,15 @@ void BalancedPlanner::learn(const StepMeasurement& measurement) {
     expected.set_ppm(state->expected_budgets_ppm);
     learn_budgets(run.step.plan, options_.spec, run.sequences, expected);
     state->expected_budgets_ppm = expected.ppm();
+    const auto used = budgets_by_length(run.step.plan, lengths_by_id(run.sequences));
     for (const MeasuredCoverage& measured : measurement.coverage) {
       const std::vector<int64_t> budgets = coverage_grid(measured.tokens, static_cast<int>(options_.spec.block));
       std::vector<int64_t> ppm;
       for (const double share : measured.sample.curve) ppm.push_back(std::llround(share * kOne));
-      state->coverage.observe(measured.layer, measured.tokens, budgets, ppm);
+      const auto own = used.find(measured.tokens);
+      state->coverage.observe(measured.layer, measured.tokens, budgets, ppm,
+                              own == used.end() ? 0 : own->second[static_cast<size_t>(measured.layer)],
+                              std::llround(measured.sample.held * kOne));
     }
     states_.push_back(std::move(state));
     if (states_.size() > kAhead + 1) states_.pop_front();

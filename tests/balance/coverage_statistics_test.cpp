@@ -67,6 +67,25 @@ TEST(CoverageStatistics, ForgetsSlowly) {
   EXPECT_NEAR(statistics.at({0, 8192}, 0, 1024), std::pow(0.125, 0.1), 0.01);
 }
 
+TEST(CoverageStatistics, WhatTheListsHeldCorrectsTheCurve) {
+  CoverageStatistics statistics;
+  // Coverage (k/n)^0.3 at each token's best; the lists hold (k/n)^0.45 at a budget of a quarter.
+  const std::vector<int64_t> budgets = {1024, 2048, 4096, 8192};
+  std::vector<int64_t> ppm;
+  for (const int64_t budget : budgets)
+    ppm.push_back(std::llround(1e6 * std::pow(static_cast<double>(budget) / 8192, 0.3)));
+  for (int i = 0; i < 5; ++i) statistics.observe(0, 8192, budgets, ppm, 2048, std::llround(1e6 * std::pow(0.25, 0.45)));
+  for (const double share : {0.125, 0.25, 0.5})
+    EXPECT_NEAR(statistics.at({0, 8192}, 0, static_cast<int64_t>(share * 8192)), std::pow(share, 0.45), 2e-3) << share;
+  EXPECT_EQ(statistics.at({0, 8192}, 0, 8192), 1.0);
+  const int64_t exponent = statistics.curves().begin()->second.exponent_ppm;
+  EXPECT_NEAR(static_cast<double>(exponent), 1.5e6, 1e4);
+  // Dense lists, and lists that hold nothing, say nothing.
+  statistics.observe(0, 8192, budgets, ppm, 8192, 1'000'000);
+  statistics.observe(0, 8192, budgets, ppm, 2048, 0);
+  EXPECT_EQ(statistics.curves().begin()->second.exponent_ppm, exponent);
+}
+
 TEST(CoverageStatistics, CurvesGoIntoACheckpointAndBack) {
   CoverageStatistics statistics, other;
   show(statistics, 0, 8192, 0.5);
