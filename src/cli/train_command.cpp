@@ -36,14 +36,14 @@ void launch(const TrainArguments& arguments) {
 
 void train(const RunConfig& config, Communicator& world) {
   const StopSignal stop;
-  const bool terminal = isatty(STDOUT_FILENO) != 0;
   if (world.size() == 1) {
-    run_training(config, stdout, terminal, StopSignal::requested);
+    run_training(config, stdout, isatty(STDOUT_FILENO) != 0, StopSignal::requested);
     return;
   }
   log::set_prefix(fmt::format("rank {}", world.rank()));
   try {
-    run_training(config, stdout, terminal, StopSignal::requested, {&world, ranks_on_this_machine(world)});
+    // A launcher gives its ranks terminals of its own, wherever the output then goes: plain lines.
+    run_training(config, stdout, /*terminal=*/false, StopSignal::requested, {&world, ranks_on_this_machine(world)});
   } catch (const std::exception& error) {
     // What is wrong on all ranks is said by rank 0, whose abort ends the others.
     if (world.rank() != 0) std::this_thread::sleep_for(std::chrono::milliseconds(500));

@@ -200,6 +200,57 @@ TEST(RanksRun, SparseAttentionIsReportedForTheWholeModel) {
   }
 }
 
+const std::vector<std::string> kBalanced = {"balance={batching: sab, ordering: auto, profile: h200-analytic}",
+                                            "batch.global_batch_size=8"};
+
+// The planner deals the sequences out and orders the micro-batches as it likes: the same numbers.
+TEST(RanksRun, BalancedStepsLearnTheSame) {
+  ScratchDirectory scratch;
+  train(scratch / "alone", {1, 1}, {"batch.global_batch_size=8"});
+  for (const Layout& layout : std::vector<Layout>{{2, 1}, {1, 3}, {2, 2}}) {
+    SCOPED_TRACE(fmt::format("dp {} pp {}", layout.dp, layout.pp));
+    const fs::path run = scratch / fmt::format("{}-{}", layout.dp, layout.pp);
+    train(run, layout, kBalanced);
+    expect_same_record(run, scratch / "alone");
+
+    // It has heard how long every micro-batch took on every stage.
+    std::istringstream in(read_bytes(run / "plan.jsonl"));
+    std::string line;
+    int measured = 0;
+    while (std::getline(in, line)) {
+      const auto object = nlohmann::json::parse(line);
+      if (!object.contains("measured")) continue;
+      ++measured;
+      ASSERT_EQ(object["measured"]["ranks"].size(), static_cast<size_t>(layout.dp));
+      for (const auto& rank : object["measured"]["ranks"]) {
+        ASSERT_FALSE(rank.empty());
+        for (const auto& micro_batch : rank) {
+          for (const char* key : {"forward_ns", "backward_ns"}) {
+            ASSERT_EQ(micro_batch[key].size(), static_cast<size_t>(layout.pp));
+            for (const auto& time : micro_batch[key]) EXPECT_GT(time.get<int64_t>(), 0);
+          }
+        }
+      }
+    }
+    EXPECT_EQ(measured, 8);
+  }
+}
+
+TEST(RanksRun, BalancedRunsWithoutAdaptationGoOnExactly) {
+  ScratchDirectory scratch;
+  std::vector<std::string> overrides = kBalanced;
+  overrides.push_back("balance.adapt=false");
+  train(scratch / "undisturbed", {2, 2}, overrides);
+  std::atomic<int> asked = 0;
+  overrides.push_back("train.validation_sequences=0");
+  const TrainSummary stopped =
+      train(scratch / "run", {2, 2}, overrides, [&](int rank) { return rank == 3 && ++asked > 3; });
+  EXPECT_EQ(stopped.steps, 3);
+  train(scratch / "run", {2, 2}, overrides);
+  EXPECT_EQ(read_bytes(scratch / "run" / "final" / "model.safetensors"),
+            read_bytes(scratch / "undisturbed" / "final" / "model.safetensors"));
+}
+
 TEST(RanksRun, LearnedThresholdsAreSharedAndSaved) {
   ScratchDirectory scratch;
   train(scratch / "run", {2, 2},
