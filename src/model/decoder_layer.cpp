@@ -295,14 +295,14 @@ void DecoderLayer::backward_mlp(const LayerRun& run, const LayerSaved& saved, Te
   rmsnorm_forward(exec, middle, weight(post_attention_norm_), config_.rms_norm_eps, normed, rstd);
   const TensorView gate_up = kept_or_new(saved.gate_up, workspace, dtype_, {tokens, 2 * width.intermediate});
   if (saved.gate_up.empty()) linear_forward(exec, normed, weight(gate_up_weight_), {}, gate_up);
-  const TensorView inner = workspace.allocate(dtype_, {tokens, width.intermediate});
-  swiglu_forward(exec, gate_up, inner);
 
-  linear_backward_weight(exec, inner, gradient, gradient_of(down_weight_), {});
-  const TensorView dinner = inner;  // each gradient takes the place of its tensor after the tensor's last use
+  // Each gradient takes the place of its tensor after the tensor's last use, and silu(gate)·up comes back in the pass
+  // that needs the same operands.
+  const TensorView dinner = workspace.allocate(dtype_, {tokens, width.intermediate}), inner = dinner,
+                   dgate_up = gate_up;
   linear_backward_input(exec, gradient, weight(down_weight_), dinner);
-  const TensorView dgate_up = gate_up;
-  swiglu_backward(exec, gate_up, dinner, dgate_up);
+  swiglu_backward(exec, gate_up, dinner, dgate_up, inner);
+  linear_backward_weight(exec, inner, gradient, gradient_of(down_weight_), {});
   linear_backward_weight(exec, normed, dgate_up, gradient_of(gate_up_weight_), {});
   const TensorView dnormed = normed;
   linear_backward_input(exec, dgate_up, weight(gate_up_weight_), dnormed);

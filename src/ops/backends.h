@@ -27,7 +27,7 @@ void qkv_rope_backward(const Exec& exec, const QkvShape& shape, TensorView dq, T
                        TensorView k_norm, TensorView rstd_q, TensorView rstd_k, TensorView dqkv, TensorView dq_norm,
                        TensorView dk_norm);
 void swiglu_forward(const Exec& exec, TensorView gate_up, TensorView h);
-void swiglu_backward(const Exec& exec, TensorView gate_up, TensorView dh, TensorView dgate_up);
+void swiglu_backward(const Exec& exec, TensorView gate_up, TensorView dh, TensorView dgate_up, TensorView h);
 void embedding_forward(const Exec& exec, TensorView tokens, TensorView table, TensorView x);
 void embedding_backward(const Exec& exec, TensorView tokens, TensorView dx, TensorView dtable);
 void loss_forward(const Exec& exec, TensorView hidden, TensorView weight, TensorView labels, TensorView weights,
@@ -61,7 +61,7 @@ void qkv_rope_backward(const Exec& exec, const QkvShape& shape, TensorView dq, T
                        TensorView k_norm, TensorView rstd_q, TensorView rstd_k, TensorView dqkv, TensorView dq_norm,
                        TensorView dk_norm);
 void swiglu_forward(const Exec& exec, TensorView gate_up, TensorView h);
-void swiglu_backward(const Exec& exec, TensorView gate_up, TensorView dh, TensorView dgate_up);
+void swiglu_backward(const Exec& exec, TensorView gate_up, TensorView dh, TensorView dgate_up, TensorView h);
 void embedding_forward(const Exec& exec, TensorView tokens, TensorView table, TensorView x);
 void embedding_backward(const Exec& exec, TensorView tokens, TensorView dx, TensorView dtable);
 void loss_forward(const Exec& exec, TensorView hidden, TensorView weight, TensorView labels, TensorView weights,

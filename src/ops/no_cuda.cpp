@@ -39,7 +39,7 @@ void qkv_rope_backward(const Exec&, const QkvShape&, TensorView, TensorView, Ten
 void swiglu_forward(const Exec&, TensorView, TensorView) {
   refuse();
 }
-void swiglu_backward(const Exec&, TensorView, TensorView, TensorView) {
+void swiglu_backward(const Exec&, TensorView, TensorView, TensorView, TensorView) {
   refuse();
 }
 void embedding_forward(const Exec&, TensorView, TensorView, TensorView) {

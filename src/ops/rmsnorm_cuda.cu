@@ -8,15 +8,60 @@ namespace {
 
 constexpr int kWarps = 8;
 
-// One warp a row. The second reading of the row finds it in the cache.
+// 16 bytes of a row, in registers.
 template <typename T, int N>
+struct alignas(sizeof(T) * N) Pack {
+  T values[N];
+  __device__ float operator[](int i) const { return to_float(values[i]); }
+};
+
+template <typename T, int N, int V>
+__device__ void load_row(const T* from, int64_t width, int lane, Pack<T, N> (&to)[V]) {
+#pragma unroll
+  for (int v = 0; v < V; ++v) {
+    const int64_t c = (v * 32 + lane) * N;
+    if (c < width) to[v] = *reinterpret_cast<const Pack<T, N>*>(from + c);
+  }
+}
+
+// One warp a row, which is read once and kept in registers: width ≤ 32·N·V.
+template <typename T, int N, int V>
 __global__ void __launch_bounds__(kWarps * 32)
     forward_kernel(const T* x, const T* weight, float eps, int64_t rows, int64_t width, T* y, float* rstd) {
   const int lane = threadIdx.x % 32;
   for (int64_t row = int64_t{blockIdx.x} * kWarps + threadIdx.x / 32; row < rows; row += int64_t{gridDim.x} * kWarps) {
+    Pack<T, N> value[V];
+    load_row(x + row * width, width, lane, value);
+    float squares = 0;
+#pragma unroll
+    for (int v = 0; v < V; ++v) {
+      if ((v * 32 + lane) * N >= width) continue;
+#pragma unroll
+      for (int i = 0; i < N; ++i) squares += value[v][i] * value[v][i];
+    }
+    const float r = 1.0f / sqrtf(warp_sum(squares) / static_cast<float>(width) + eps);
+    if (lane == 0) rstd[row] = r;
+#pragma unroll
+    for (int v = 0; v < V; ++v) {
+      const int64_t c = (v * 32 + lane) * N;
+      if (c >= width) continue;
+      float w[N], out[N];
+      load(weight + c, w);
+#pragma unroll
+      for (int i = 0; i < N; ++i) out[i] = value[v][i] * r * w[i];
+      store(y + row * width + c, out);
+    }
+  }
+}
+
+// For any width: the row is read twice.
+template <typename T, int N>
+__global__ void __launch_bounds__(kWarps * 32)
+    forward_any_kernel(const T* x, const T* weight, float eps, int64_t rows, int64_t width, T* y, float* rstd) {
+  const int lane = threadIdx.x % 32;
+  for (int64_t row = int64_t{blockIdx.x} * kWarps + threadIdx.x / 32; row < rows; row += int64_t{gridDim.x} * kWarps) {
     const T* from = x + row * width;
     float squares = 0;
-#pragma unroll 4
     for (int64_t c = lane * N; c < width; c += 32 * N) {
       float value[N];
       load(from + c, value);
@@ -25,7 +70,6 @@ __global__ void __launch_bounds__(kWarps * 32)
     }
     const float r = 1.0f / sqrtf(warp_sum(squares) / static_cast<float>(width) + eps);
     if (lane == 0) rstd[row] = r;
-#pragma unroll 4
     for (int64_t c = lane * N; c < width; c += 32 * N) {
       float value[N], w[N];
       load(from + c, value);
@@ -75,8 +119,8 @@ __global__ void __launch_bounds__(kWarps * 32)
   }
 }
 
-// dx and the block's part of dweight in one pass: a lane has the same columns in all rows of its warp and keeps their
-// sums in registers. width ≤ 32·N·V.
+// dx and the block's part of dweight in one pass: a warp has a row in registers, a lane the same columns of all rows of
+// its warp, whose sums it keeps. width ≤ 32·N·V.
 template <typename T, int N, int V>
 __global__ void __launch_bounds__(kWarps * 32)
     backward_kernel(const T* x, const T* weight, const float* rstd, const T* dy, int64_t rows, int64_t width, T* dx,
@@ -85,21 +129,32 @@ __global__ void __launch_bounds__(kWarps * 32)
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   float dweight[V][N] = {};
   for (int64_t row = int64_t{blockIdx.x} * kWarps + warp; row < rows; row += int64_t{gridDim.x} * kWarps) {
+    Pack<T, N> value[V], g[V];
+    load_row(x + row * width, width, lane, value);
+    load_row(dy + row * width, width, lane, g);
     const float r = rstd[row];
-    const float pull = r * r * r * mean_product<T, N>(x + row * width, weight, dy + row * width, width, lane);
+    float product = 0;
 #pragma unroll
     for (int v = 0; v < V; ++v) {
       const int64_t c = (v * 32 + lane) * N;
       if (c >= width) continue;
-      float value[N], w[N], g[N], sum[N] = {};
-      load(x + row * width + c, value);
+      float w[N];
       load(weight + c, w);
-      load(dy + row * width + c, g);
+#pragma unroll
+      for (int i = 0; i < N; ++i) product += g[v][i] * w[i] * value[v][i];
+    }
+    const float pull = r * r * r * (warp_sum(product) / static_cast<float>(width));
+#pragma unroll
+    for (int v = 0; v < V; ++v) {
+      const int64_t c = (v * 32 + lane) * N;
+      if (c >= width) continue;
+      float w[N], sum[N] = {};
+      load(weight + c, w);
       if (accumulate) load(dx + row * width + c, sum);
 #pragma unroll
       for (int i = 0; i < N; ++i) {
-        sum[i] += r * g[i] * w[i] - pull * value[i];
-        dweight[v][i] += g[i] * (value[i] * r);
+        sum[i] += r * g[v][i] * w[i] - pull * value[v][i];
+        dweight[v][i] += g[v][i] * (value[v][i] * r);
       }
       store(dx + row * width + c, sum);
     }
@@ -162,16 +217,24 @@ void launch_backward_any(const Backward& b) {
 void rmsnorm_forward(const Exec& exec, TensorView x, TensorView weight, float eps, TensorView y, TensorView rstd) {
   const int64_t rows = rstd.elements(), width = last_dim(x);
   if (rows == 0) return;
+  const unsigned grid = grid_for(ceil_div(rows, kWarps));
   with_type(x.dtype(), "rmsnorm_forward", [&](auto element) {
     using T = decltype(element);
-    const auto launch = [&]<int N>() {
-      forward_kernel<T, N><<<grid_for(ceil_div(rows, kWarps)), kWarps * 32, 0, stream_of(exec)>>>(
-          data<T>(x), data<T>(weight), eps, rows, width, data<T>(y), data<float>(rstd));
+    constexpr int kLane = 32 * kVector<T>;  // columns of a vector a lane
+    const auto launch = [&](auto* kernel) {
+      kernel<<<grid, kWarps * 32, 0, stream_of(exec)>>>(data<T>(x), data<T>(weight), eps, rows, width, data<T>(y),
+                                                        data<float>(rstd));
     };
-    if (vectors_fit<T>(width, {x.raw(), weight.raw(), y.raw()}))
-      launch.template operator()<kVector<T>>();
+    if (!vectors_fit<T>(width, {x.raw(), weight.raw(), y.raw()}))
+      launch(forward_any_kernel<T, 1>);
+    else if (width <= 1024)
+      launch(forward_kernel<T, kVector<T>, 1024 / kLane>);
+    else if (width <= 2048)
+      launch(forward_kernel<T, kVector<T>, 2048 / kLane>);
+    else if (width <= 4096)
+      launch(forward_kernel<T, kVector<T>, 4096 / kLane>);
     else
-      launch.template operator()<1>();
+      launch(forward_any_kernel<T, kVector<T>>);
   });
   SB_CUDA_LAUNCHED();
 }
@@ -188,8 +251,6 @@ void rmsnorm_backward(const Exec& exec, TensorView x, TensorView weight, TensorV
       launch_backward<T, 1024 / kLane>(b);
     else if (fits && b.width <= 2048)
       launch_backward<T, 2048 / kLane>(b);
-    else if (fits && b.width <= 4096)
-      launch_backward<T, 4096 / kLane>(b);
     else
       launch_backward_any<T>(b);
   });

@@ -32,18 +32,20 @@ struct Rotation {
   const float *cos, *sin;
 };
 
-// Without norms. A thread has N channels and their partners, half a head further on. Backward is the rotation by the
-// negative angle, from the three tensors into the projection's gradient.
+// Without norms. A thread has N channels and their partners, half a head further on; a block has `tokens_per_block`
+// tokens. Backward is the rotation by the negative angle, from the three tensors into the projection's gradient.
 template <typename T, int N, bool kBackward>
-__global__ void __launch_bounds__(kThreads) rotate_kernel(Heads<T> h, Rotation r, int64_t tokens) {
-  const int half = h.head_dim / 2, pieces = half / N;
-  const int64_t per_token = int64_t{h.all()} * pieces;
-  const auto per_token32 = static_cast<uint32_t>(per_token);
-  for (int64_t token = blockIdx.x; token < tokens; token += gridDim.x) {
-    const int64_t row = int64_t{r.positions[token]} * half;
-    for (uint32_t i = threadIdx.x; i < per_token32; i += kThreads) {
-      const int head = static_cast<int>(i / static_cast<uint32_t>(pieces));
-      const int c = static_cast<int>(i % static_cast<uint32_t>(pieces)) * N;
+__global__ void __launch_bounds__(kThreads)
+    rotate_kernel(Heads<T> h, Rotation r, int64_t tokens, uint32_t tokens_per_block) {
+  const int half = h.head_dim / 2;
+  const auto pieces = static_cast<uint32_t>(half / N), per_token = static_cast<uint32_t>(h.all()) * pieces;
+  for (int64_t first = int64_t{blockIdx.x} * tokens_per_block; first < tokens;
+       first += int64_t{gridDim.x} * tokens_per_block) {
+    const auto count = static_cast<uint32_t>(min(int64_t{tokens_per_block}, tokens - first)) * per_token;
+    for (uint32_t i = threadIdx.x; i < count; i += kThreads) {
+      const int64_t token = first + i / per_token;
+      const uint32_t rest = i % per_token;
+      const int head = static_cast<int>(rest / pieces), c = static_cast<int>(rest % pieces) * N;
       T* packed = h.packed(token, head) + c;
       T* apart = h.apart(token, head) + c;
       const T* from = kBackward ? apart : packed;
@@ -52,14 +54,15 @@ __global__ void __launch_bounds__(kThreads) rotate_kernel(Heads<T> h, Rotation r
       load(from, a);
       load(from + half, b);
       if (!h.is_v(head)) {
+        const int64_t row = int64_t{r.positions[token]} * half;
         float cos[N], sin[N];
         load_f32(r.cos + row + c, cos);
         load_f32(r.sin + row + c, sin);
 #pragma unroll
         for (int k = 0; k < N; ++k) {
-          const float s = kBackward ? -sin[k] : sin[k], first = a[k];
-          a[k] = first * cos[k] - b[k] * s;
-          b[k] = b[k] * cos[k] + first * s;
+          const float s = kBackward ? -sin[k] : sin[k], first_half = a[k];
+          a[k] = first_half * cos[k] - b[k] * s;
+          b[k] = b[k] * cos[k] + first_half * s;
         }
       }
       store(to, a);
@@ -200,7 +203,10 @@ __global__ void add_norm_sums(const float* sums, int head_dim, float* q, float* 
 template <typename T, bool kBackward>
 void launch_rotation(const Exec& exec, const Heads<T>& h, const Rotation& r, int64_t tokens) {
   const auto launch = [&]<int N>() {
-    rotate_kernel<T, N, kBackward><<<grid_for(tokens), kThreads, 0, stream_of(exec)>>>(h, r, tokens);
+    const int64_t per_token = int64_t{h.heads + 2 * h.kv_heads} * (h.head_dim / 2 / N);
+    const int64_t tokens_per_block = std::max<int64_t>(1, 2 * kThreads / per_token);
+    rotate_kernel<T, N, kBackward><<<grid_for(ceil_div(tokens, tokens_per_block)), kThreads, 0, stream_of(exec)>>>(
+        h, r, tokens, static_cast<uint32_t>(tokens_per_block));
   };
   if (vectors_fit<T>(h.head_dim / 2, {h.qkv, h.q, h.k, h.v, r.cos, r.sin}))
     launch.template operator()<kVector<T>>();

@@ -12,13 +12,14 @@ void swiglu_forward(const Exec& exec, TensorView gate_up, TensorView h) {
   cpu::swiglu_forward(exec, gate_up, h);
 }
 
-void swiglu_backward(const Exec& exec, TensorView gate_up, TensorView dh, TensorView dgate_up) {
+void swiglu_backward(const Exec& exec, TensorView gate_up, TensorView dh, TensorView dgate_up, TensorView h) {
   const Shape wide = {dh.dim(0), 2 * dh.dim(1)};
   check_operand(exec, "swiglu_backward", "gate_up", gate_up, dh.dtype(), wide);
   check_operand(exec, "swiglu_backward", "dh", dh, dh.dtype(), {dh.dim(0), dh.dim(1)});
   check_operand(exec, "swiglu_backward", "dgate_up", dgate_up, dh.dtype(), wide);
-  if (exec.device == DeviceKind::cuda) return cuda::swiglu_backward(exec, gate_up, dh, dgate_up);
-  cpu::swiglu_backward(exec, gate_up, dh, dgate_up);
+  if (!h.empty()) check_operand(exec, "swiglu_backward", "h", h, dh.dtype(), dh.shape());
+  if (exec.device == DeviceKind::cuda) return cuda::swiglu_backward(exec, gate_up, dh, dgate_up, h);
+  cpu::swiglu_backward(exec, gate_up, dh, dgate_up, h);
 }
 
 }  // namespace sb

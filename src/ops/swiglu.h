@@ -7,7 +7,8 @@ namespace sb {
 // gate_up [T, 2·I] holds the gate's I columns, then the up projection's. h [T, I] = silu(gate) · up.
 void swiglu_forward(const Exec& exec, TensorView gate_up, TensorView h);
 
-// dgate_up [T, 2·I]; may alias gate_up.
-void swiglu_backward(const Exec& exec, TensorView gate_up, TensorView dh, TensorView dgate_up);
+// dgate_up [T, 2·I]; may alias gate_up. Unless empty, h [T, I] gets what forward gave, in the same pass; it may alias
+// dh.
+void swiglu_backward(const Exec& exec, TensorView gate_up, TensorView dh, TensorView dgate_up, TensorView h = {});
 
 }  // namespace sb

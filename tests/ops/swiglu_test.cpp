@@ -64,7 +64,12 @@ TEST_P(SwiGluTest, BackwardMatchesFiniteDifferences) {
                      dht = tensor(dh, {rows, width});
     swiglu_backward(exec(), gu, dht, d);
     expect_close(host(d), expected, tolerance(1e-5), "dgate_up");
-    swiglu_backward(exec(), gu, dht, gu);  // in place
+    const TensorView forward = filled({rows, width}, NAN), again = filled({rows, 2 * width}, NAN);
+    swiglu_forward(exec(), gu, forward);
+    swiglu_backward(exec(), gu, dht, again, dht);  // forward's result in place of its gradient
+    EXPECT_EQ(host(again), host(d));
+    EXPECT_EQ(host(dht), host(forward));
+    swiglu_backward(exec(), gu, tensor(dh, {rows, width}), gu);  // in place
     EXPECT_EQ(host(gu), host(d));
   }
 }

@@ -19,7 +19,7 @@ void swiglu_forward(const float* gate_up, int64_t rows, int64_t width, float* h)
   }
 }
 
-void swiglu_backward(const float* gate_up, const float* dh, int64_t rows, int64_t width, float* dgate_up) {
+void swiglu_backward(const float* gate_up, const float* dh, int64_t rows, int64_t width, float* dgate_up, float* h) {
   const Vf one = splat(1.0f);
   for (int64_t t = 0; t < rows; ++t, gate_up += 2 * width, dgate_up += 2 * width, dh += width) {
     for_vectors(width, [&](int64_t i, auto m) {
@@ -27,6 +27,7 @@ void swiglu_backward(const float* gate_up, const float* dh, int64_t rows, int64_
       const Vf s = sigmoid(g);
       store(dgate_up + i, m, d * u * (s * fma(g, one - s, one)));
       store(dgate_up + width + i, m, d * (g * s));
+      if (h != nullptr) store(h + t * width + i, m, g * s * u);
     });
   }
 }

@@ -11,7 +11,7 @@ void rmsnorm_forward(const float* x, const float* weight, float eps, int64_t row
 void rmsnorm_backward(const float* x, const float* weight, const float* rstd, const float* dy, int64_t rows,
                       int64_t width, float* dx, bool accumulate, float* dweight_sum);
 void swiglu_forward(const float* gate_up, int64_t rows, int64_t width, float* h);
-void swiglu_backward(const float* gate_up, const float* dh, int64_t rows, int64_t width, float* dgate_up);
+void swiglu_backward(const float* gate_up, const float* dh, int64_t rows, int64_t width, float* dgate_up, float* h);
 void rope_forward(const RopeRows& rope, const float* qkv, float* q, float* k, float* v, float* rstd_q, float* rstd_k);
 void rope_backward(const RopeRows& rope, const float* dq, const float* dk, const float* dv, const float* qkv,
                    const float* rstd_q, const float* rstd_k, float* dqkv, float* dq_norm_sum, float* dk_norm_sum);

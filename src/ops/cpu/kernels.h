@@ -36,7 +36,8 @@ struct CpuKernels {
   void (*rmsnorm_backward)(const float* x, const float* weight, const float* rstd, const float* dy, int64_t rows,
                            int64_t width, float* dx, bool accumulate, float* dweight_sum);
   void (*swiglu_forward)(const float* gate_up, int64_t rows, int64_t width, float* h);
-  void (*swiglu_backward)(const float* gate_up, const float* dh, int64_t rows, int64_t width, float* dgate_up);
+  void (*swiglu_backward)(const float* gate_up, const float* dh, int64_t rows, int64_t width, float* dgate_up,
+                          float* h);  // h: forward's result besides, or none
   void (*rope_forward)(const RopeRows& rope, const float* qkv, float* q, float* k, float* v, float* rstd_q,
                        float* rstd_k);
   // dq_norm_sum, dk_norm_sum [d] += over these rows.
