@@ -329,27 +329,27 @@ struct Stage::Implementation {
   }
 
   // Loss and, on the way, the gradient of `x`, the last layer's output; it stays in slot.end.
-  void loss_with_gradient(const Exec& exec, Slot& slot, TensorView x) {
+  void loss_with_gradient(const Exec& exec, const MicroBatch& batch, Slot& slot, TensorView x) {
     ParameterSet& p = model.parameters;
     ArenaScope scope(workspace);
     const TensorView hidden = workspace.allocate(options.dtype, x.shape());
     const TensorView rstd = workspace.allocate(DType::f32, {slot.tokens});
     rmsnorm_forward(exec, x, p.weight(model.final_norm), config.rms_norm_eps, hidden, rstd);
     loss_forward_backward(exec, hidden, p.weight(model.head), slot.ids.labels, slot.ids.weights, options.loss_chunk,
-                          slot.token_loss, slot.end, p.gradient(model.head), slot.loss());
+                          slot.token_loss, slot.end, p.gradient(model.head), slot.loss(), batch.labels);
     slot.loss_ready.record(exec);
     rmsnorm_backward(exec, x, p.weight(model.final_norm), rstd, slot.end, slot.end, /*accumulate=*/false,
                      p.gradient(model.final_norm));
   }
 
   // Loss alone; the normed hidden state stays in slot.end for logits().
-  void loss_only(const Exec& exec, Slot& slot, TensorView x) {
+  void loss_only(const Exec& exec, const MicroBatch& batch, Slot& slot, TensorView x) {
     const ParameterSet& p = model.parameters;
     ArenaScope scope(workspace);
     const TensorView rstd = workspace.allocate(DType::f32, {slot.tokens});
     rmsnorm_forward(exec, x, p.weight(model.final_norm), config.rms_norm_eps, slot.end, rstd);
     loss_forward(exec, slot.end, p.weight(model.head), slot.ids.labels, slot.ids.weights, options.loss_chunk,
-                 slot.token_loss, slot.loss());
+                 slot.token_loss, slot.loss(), batch.labels);
     slot.loss_ready.record(exec);
   }
 };
@@ -442,7 +442,7 @@ TensorView Stage::forward(const Exec& caller, const MicroBatch& batch, int slot_
   }
   slot.holds = Slot::Holds::forward;
   if (!s.last) return slot.end;
-  s.loss_with_gradient(exec, slot, stream);
+  s.loss_with_gradient(exec, batch, slot, stream);
   return {};
 }
 
@@ -464,7 +464,7 @@ TensorView Stage::evaluate(const Exec& caller, const MicroBatch& batch, int slot
   }
   slot.holds = Slot::Holds::evaluation;
   if (!s.last) return saved.x;
-  s.loss_only(exec, slot, saved.x);
+  s.loss_only(exec, batch, slot, saved.x);
   return {};
 }
 

@@ -65,10 +65,10 @@ void swiglu_backward(const Exec& exec, TensorView gate_up, TensorView dh, Tensor
 void embedding_forward(const Exec& exec, TensorView tokens, TensorView table, TensorView x);
 void embedding_backward(const Exec& exec, TensorView tokens, TensorView dx, TensorView dtable);
 void loss_forward(const Exec& exec, TensorView hidden, TensorView weight, TensorView labels, TensorView weights,
-                  int64_t chunk, TensorView token_loss, LossSums* sums);
+                  int64_t chunk, TensorView token_loss, LossSums* sums, std::span<const int32_t> host_labels);
 void loss_forward_backward(const Exec& exec, TensorView hidden, TensorView weight, TensorView labels,
                            TensorView weights, int64_t chunk, TensorView token_loss, TensorView dhidden,
-                           TensorView dweight, LossSums* sums);
+                           TensorView dweight, LossSums* sums, std::span<const int32_t> host_labels);
 void adamw_update(const Exec& exec, const AdamWStep& step, TensorView parameters, TensorView gradients, TensorView m,
                   TensorView v);
 void adamw_update(const Exec& exec, const AdamWStep& step, std::span<const DecayRange> ranges,

@@ -19,27 +19,34 @@ void check_loss_operands(const Exec& exec, const char* operation, const TensorVi
   if (!token_loss.empty()) check_operand(exec, operation, "token_loss", token_loss, DType::f32, {tokens});
 }
 
+void check_host_labels(std::span<const int32_t> host_labels, const TensorView& labels) {
+  SB_CHECK(host_labels.empty() || std::ssize(host_labels) == labels.elements(),
+           "{} labels on the host, {} on the device", host_labels.size(), labels.elements());
+}
+
 }  // namespace
 
 void loss_forward(const Exec& exec, TensorView hidden, TensorView weight, TensorView labels, TensorView weights,
-                  int64_t chunk, TensorView token_loss, LossSums* sums) {
+                  int64_t chunk, TensorView token_loss, LossSums* sums, std::span<const int32_t> host_labels) {
   check_loss_operands(exec, "loss_forward", hidden, weight, labels, weights, chunk, token_loss);
   if (exec.device == DeviceKind::cuda) {
-    return cuda::loss_forward(exec, hidden, weight, labels, weights, chunk, token_loss, sums);
+    check_host_labels(host_labels, labels);
+    return cuda::loss_forward(exec, hidden, weight, labels, weights, chunk, token_loss, sums, host_labels);
   }
   cpu::loss_forward(exec, hidden, weight, labels, weights, chunk, token_loss, sums);
 }
 
 void loss_forward_backward(const Exec& exec, TensorView hidden, TensorView weight, TensorView labels,
                            TensorView weights, int64_t chunk, TensorView token_loss, TensorView dhidden,
-                           TensorView dweight, LossSums* sums) {
+                           TensorView dweight, LossSums* sums, std::span<const int32_t> host_labels) {
   check_loss_operands(exec, "loss_forward_backward", hidden, weight, labels, weights, chunk, token_loss);
   check_operand(exec, "loss_forward_backward", "dhidden", dhidden, hidden.dtype(), hidden.shape());
   check_operand(exec, "loss_forward_backward", "dweight", dweight, DType::f32, weight.shape());
   SB_CHECK(hidden.empty() || hidden.raw() != dhidden.raw(), "loss_forward_backward: hidden and dhidden alias");
   if (exec.device == DeviceKind::cuda) {
-    return cuda::loss_forward_backward(exec, hidden, weight, labels, weights, chunk, token_loss, dhidden, dweight,
-                                       sums);
+    check_host_labels(host_labels, labels);
+    return cuda::loss_forward_backward(exec, hidden, weight, labels, weights, chunk, token_loss, dhidden, dweight, sums,
+                                       host_labels);
   }
   cpu::loss_forward_backward(exec, hidden, weight, labels, weights, chunk, token_loss, dhidden, dweight, sums);
 }

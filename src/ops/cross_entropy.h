@@ -1,5 +1,8 @@
 #pragma once
 
+#include <algorithm>
+#include <span>
+
 #include "core/labels.h"
 #include "device/exec.h"
 
@@ -23,15 +26,33 @@ struct LossSums {
 // hidden [T, H], weight [V, H], labels [T] (i32, kIgnoredLabel does not count), weights [T] (f32; see
 // model/micro_batch.h). token_loss [T] gets each token's loss (0 where it does not count); empty: not wanted. `sums` is
 // host memory (HostMemory of device/memory.h on CUDA: it holds the sums once the stream has come that far; a label
-// outside the vocabulary makes them NaN there and is refused on the CPU).
+// outside the vocabulary makes them NaN there and is refused on the CPU). Long stretches that do not count (prompts)
+// are not computed; CUDA sees them in host_labels, the labels once more in host memory (empty: it computes all rows).
 void loss_forward(const Exec& exec, TensorView hidden, TensorView weight, TensorView labels, TensorView weights,
-                  int64_t chunk, TensorView token_loss, LossSums* sums);
+                  int64_t chunk, TensorView token_loss, LossSums* sums, std::span<const int32_t> host_labels = {});
 
 // The same, and in the same pass over the logits dhidden [T, H] (written) and dweight [V, H] (accumulated) of
 // Σ weight · token loss. `hidden` and `dhidden` may not alias.
 void loss_forward_backward(const Exec& exec, TensorView hidden, TensorView weight, TensorView labels,
                            TensorView weights, int64_t chunk, TensorView token_loss, TensorView dhidden,
-                           TensorView dweight, LossSums* sums);
+                           TensorView dweight, LossSums* sums, std::span<const int32_t> host_labels = {});
+
+// The next rows to compute at or after `row`: starts and ends with a label that counts, at most `chunk` rows, and stops
+// before a long stretch that does not count. No rows: none is left.
+struct LossRows {
+  int64_t begin, end;
+};
+inline LossRows next_loss_rows(std::span<const int32_t> labels, int64_t row, int64_t chunk) {
+  constexpr int64_t kWorthSkipping = 32;
+  const auto tokens = static_cast<int64_t>(labels.size());
+  while (row < tokens && labels[static_cast<size_t>(row)] == kIgnoredLabel) ++row;
+  int64_t end = row;
+  for (int64_t t = row; t < std::min(tokens, row + chunk); ++t) {
+    if (labels[static_cast<size_t>(t)] != kIgnoredLabel) end = t + 1;
+    if (t - end >= kWorthSkipping) break;
+  }
+  return {row, end};
+}
 
 // Bytes of exec.scratch that either needs.
 int64_t loss_scratch_bytes(DeviceKind device, DType dtype, int64_t vocabulary, int64_t chunk);

@@ -8,22 +8,6 @@
 namespace sb::cpu {
 namespace {
 
-// The next rows to compute at or after `row`: starts and ends with a label that counts, at most `chunk` rows, and stops
-// before a long stretch that does not count (prompts): its logits are never computed.
-struct Rows {
-  int64_t begin, end;
-};
-Rows next_rows(const int32_t* labels, int64_t row, int64_t tokens, int64_t chunk) {
-  constexpr int64_t kWorthSkipping = 32;
-  while (row < tokens && labels[row] == kIgnoredLabel) ++row;
-  int64_t end = row;
-  for (int64_t t = row; t < std::min(tokens, row + chunk); ++t) {
-    if (labels[t] != kIgnoredLabel) end = t + 1;
-    if (t - end >= kWorthSkipping) break;
-  }
-  return {row, end};
-}
-
 struct LossOperands {
   TensorView hidden, weight, labels, weights, token_loss;
   TensorView dhidden, dweight;  // empty: forward only
@@ -54,7 +38,7 @@ LossSums run(const Exec& exec, const LossOperands& operands, int64_t chunk) {
     done = row;
   };
   while (done < tokens) {
-    const auto [begin, end] = next_rows(labels, done, tokens, chunk);
+    const auto [begin, end] = next_loss_rows({labels, static_cast<size_t>(tokens)}, done, chunk);
     skip_to(begin);
     const int64_t rows = end - begin;
     if (rows == 0) break;

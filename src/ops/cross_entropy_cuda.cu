@@ -109,10 +109,9 @@ __device__ double block_sum(double x, double* warps) {
   return x;
 }
 
-// Adds a chunk to the sums, by one block: the order is fixed. `result` (host memory) gets them after the last chunk.
-__global__ void __launch_bounds__(kThreads)
-    sum_kernel(const int32_t* labels, const float* weights, const float* losses, const int32_t* correct, int64_t rows,
-               LossSums* sums, LossSums* result) {
+// Adds a chunk to the sums, by one block: the order is fixed.
+__global__ void __launch_bounds__(kThreads) sum_kernel(const int32_t* labels, const float* weights, const float* losses,
+                                                       const int32_t* correct, int64_t rows, LossSums* sums) {
   __shared__ double warps[kThreads / 32];
   double weighted = 0, nll = 0, targets = 0, right = 0;
   for (int64_t r = threadIdx.x; r < rows; r += kThreads) {
@@ -133,7 +132,6 @@ __global__ void __launch_bounds__(kThreads)
   total.targets += static_cast<int64_t>(targets);
   total.correct += static_cast<int64_t>(right);
   *sums = total;
-  if (result != nullptr) *result = total;
 }
 
 struct LossOperands {
@@ -158,7 +156,15 @@ void launch_rows(const Exec& exec, const LossOperands& o, T* logits, int64_t beg
   SB_CUDA_LAUNCHED();
 }
 
-void run(const Exec& exec, const LossOperands& o, int64_t chunk, LossSums* result) {
+// What a stretch of rows that is not computed must hold: nothing.
+void clear_rows(const Exec& exec, const LossOperands& o, int64_t begin, int64_t end) {
+  if (begin == end) return;
+  if (!o.token_loss.empty()) zero_tensor(exec, o.token_loss.rows(begin, end));
+  if (!o.dweight.empty()) zero_tensor(exec, o.dhidden.rows(begin, end));
+}
+
+void run(const Exec& exec, const LossOperands& o, int64_t chunk, LossSums* result,
+         std::span<const int32_t> host_labels) {
   const int64_t tokens = o.hidden.dim(0), width = o.hidden.dim(1), vocabulary = o.weight.dim(0);
   const DType dtype = o.hidden.dtype();
   const ArenaScope scope(*exec.scratch);
@@ -167,12 +173,13 @@ void run(const Exec& exec, const LossOperands& o, int64_t chunk, LossSums* resul
   int32_t* correct = exec.scratch->allocate_array<int32_t>(chunk);
   LossSums* sums = exec.scratch->allocate_array<LossSums>(1);
   SB_CUDA_CHECK(cudaMemsetAsync(sums, 0, sizeof(LossSums), stream_of(exec)));
-  if (tokens == 0) {
-    SB_CUDA_CHECK(cudaMemcpyAsync(result, sums, sizeof(LossSums), cudaMemcpyDefault, stream_of(exec)));
-    return;
-  }
-  for (int64_t begin = 0; begin < tokens; begin += chunk) {
-    const int64_t rows = std::min(chunk, tokens - begin);
+  for (int64_t done = 0; done < tokens;) {
+    const auto [begin, end] =
+        host_labels.empty() ? LossRows{done, std::min(tokens, done + chunk)} : next_loss_rows(host_labels, done, chunk);
+    clear_rows(exec, o, done, begin);
+    done = end;
+    const int64_t rows = end - begin;
+    if (rows == 0) break;
     const TensorView hidden = o.hidden.rows(begin, begin + rows);
     exec.products->run(exec.stream, {.transpose_b = true,
                                      .m = rows,
@@ -191,8 +198,7 @@ void run(const Exec& exec, const LossOperands& o, int64_t chunk, LossSums* resul
         launch_rows<T, 1>(exec, o, data<T>(logits), begin, rows, losses, correct);
     });
     sum_kernel<<<1, kThreads, 0, stream_of(exec)>>>(data<int32_t>(o.labels) + begin, data<float>(o.weights) + begin,
-                                                    losses, correct, rows, sums,
-                                                    begin + rows == tokens ? result : nullptr);
+                                                    losses, correct, rows, sums);
     SB_CUDA_LAUNCHED();
     if (o.dweight.empty()) continue;
     exec.products->run(exec.stream, {.m = rows,
@@ -214,19 +220,20 @@ void run(const Exec& exec, const LossOperands& o, int64_t chunk, LossSums* resul
                                      .c = o.dweight.raw(),
                                      .d = o.dweight.raw()});
   }
+  SB_CUDA_CHECK(cudaMemcpyAsync(result, sums, sizeof(LossSums), cudaMemcpyDefault, stream_of(exec)));
 }
 
 }  // namespace
 
 void loss_forward(const Exec& exec, TensorView hidden, TensorView weight, TensorView labels, TensorView weights,
-                  int64_t chunk, TensorView token_loss, LossSums* sums) {
-  run(exec, {hidden, weight, labels, weights, token_loss, {}, {}}, chunk, sums);
+                  int64_t chunk, TensorView token_loss, LossSums* sums, std::span<const int32_t> host_labels) {
+  run(exec, {hidden, weight, labels, weights, token_loss, {}, {}}, chunk, sums, host_labels);
 }
 
 void loss_forward_backward(const Exec& exec, TensorView hidden, TensorView weight, TensorView labels,
                            TensorView weights, int64_t chunk, TensorView token_loss, TensorView dhidden,
-                           TensorView dweight, LossSums* sums) {
-  run(exec, {hidden, weight, labels, weights, token_loss, dhidden, dweight}, chunk, sums);
+                           TensorView dweight, LossSums* sums, std::span<const int32_t> host_labels) {
+  run(exec, {hidden, weight, labels, weights, token_loss, dhidden, dweight}, chunk, sums, host_labels);
 }
 
 }  // namespace sb::cuda

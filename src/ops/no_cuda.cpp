@@ -48,11 +48,12 @@ void embedding_forward(const Exec&, TensorView, TensorView, TensorView) {
 void embedding_backward(const Exec&, TensorView, TensorView, TensorView) {
   refuse();
 }
-void loss_forward(const Exec&, TensorView, TensorView, TensorView, TensorView, int64_t, TensorView, LossSums*) {
+void loss_forward(const Exec&, TensorView, TensorView, TensorView, TensorView, int64_t, TensorView, LossSums*,
+                  std::span<const int32_t>) {
   refuse();
 }
 void loss_forward_backward(const Exec&, TensorView, TensorView, TensorView, TensorView, int64_t, TensorView, TensorView,
-                           TensorView, LossSums*) {
+                           TensorView, LossSums*, std::span<const int32_t>) {
   refuse();
 }
 void adamw_update(const Exec&, const AdamWStep&, TensorView, TensorView, TensorView, TensorView) {

@@ -76,7 +76,7 @@ class CrossEntropyTest : public OpsTest {
     const HostMemory memory(sizeof(LossSums), exec().device);
     auto* sums = static_cast<LossSums*>(memory.data());
     loss_forward(exec(), tensor(p.hidden, {p.tokens, p.width}), tensor(p.weight, {p.vocabulary, p.width}),
-                 tensor(p.labels, {p.tokens}), floats(p.weights, {p.tokens}), chunk, token_loss, sums);
+                 tensor(p.labels, {p.tokens}), floats(p.weights, {p.tokens}), chunk, token_loss, sums, p.labels);
     std::vector<float> losses = host(token_loss);  // waits
     return {*sums, losses, {}, {}};
   }
@@ -87,7 +87,7 @@ class CrossEntropyTest : public OpsTest {
     auto* sums = static_cast<LossSums*>(memory.data());
     loss_forward_backward(exec(), tensor(p.hidden, {p.tokens, p.width}), tensor(p.weight, {p.vocabulary, p.width}),
                           tensor(p.labels, {p.tokens}), floats(p.weights, {p.tokens}), chunk, token_loss, dhidden,
-                          dweight, sums);
+                          dweight, sums, p.labels);
     std::vector<float> gradient = host(dweight);
     return {*sums, host(token_loss), host(dhidden), gradient};
   }
@@ -270,6 +270,10 @@ TEST_P(CrossEntropyTest, RefusesWrongInput) {
   EXPECT_THROW(loss_forward(exec(), hidden, weight, weights, weights, 2, {}, &sums), InternalError);
   EXPECT_THROW(loss_forward_backward(exec(), hidden, weight, labels, weights, 2, {}, hidden, dweight, &sums),
                InternalError);
+  if (on_cuda()) {
+    EXPECT_THROW(loss_forward(exec(), hidden, weight, labels, weights, 2, {}, &sums, std::span(p.labels).first(3)),
+                 InternalError);
+  }
 }
 
 }  // namespace
