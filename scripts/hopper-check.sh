@@ -1,34 +1,42 @@
 #!/usr/bin/env bash
-# Builds, checks and times the Hopper attention kernels with nothing but nvcc (and PyTorch for the peers).
-#   scripts/hopper-check.sh [check|quick|all] [--peers] [--sanitize]
+# Builds, checks and times the CUDA attention kernels with nothing but nvcc (and PyTorch for the peers).
+#   scripts/hopper-check.sh [build|check|quick|all] [--peers] [--sanitize] [--built]
+# --built: uses what an earlier `build` left in build/hopper, if it runs here.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 mode=${1:-all}
 out=build/hopper
 mkdir -p $out
 flags="-O3 -std=c++20 --expt-relaxed-constexpr -gencode=arch=compute_90a,code=sm_90a -lineinfo -Isrc -I."
-pids=()
-for file in src/attention/hopper/*.cu tests/attention/hopper/hopper_test.cu \
-    tests/attention/hopper/select_test.cu bench/attention/hopper/attention_bench.cu; do
-  nvcc $flags -c "$file" -o $out/$(basename "$file" .cu).o >$out/$(basename "$file" .cu).log 2>&1 &
-  pids+=($!)
-done
-for file in src/attention/hopper/*.cpp src/attention/selection/staircase.cpp src/core/errors.cpp; do
-  g++ -O2 -std=c++20 -Isrc -c "$file" -o $out/$(echo "$file" | tr / _).o &
-  pids+=($!)
-done
-for pid in "${pids[@]}"; do wait "$pid" || { cat $out/*.log; exit 1; }; done
-library=$(ls $out/*.o | grep -v -e hopper_test.o -e select_test.o -e attention_bench.o)
-nvcc $out/hopper_test.o $library -lfmt -o $out/hopper_test
-nvcc $out/select_test.o $library -lfmt -o $out/select_test
-nvcc $out/attention_bench.o $library -lfmt -o $out/attention_bench
+tests="hopper_test select_test attention_bench"
+
+build() {
+  local jobs=${JOBS:-$(nproc)} files
+  files="$(ls src/attention/hopper/*.cu src/attention/cuda/*.cu) tests/attention/hopper/hopper_test.cu
+    tests/attention/hopper/select_test.cu bench/attention/hopper/attention_bench.cu"
+  rm -f $out/*.o
+  echo $files | tr ' ' '\n' | xargs -P "$jobs" -I{} sh -c \
+    "nvcc $flags -Xptxas -v -c {} -o $out/\$(basename {} .cu).o >$out/\$(basename {} .cu).log 2>&1 || { cat $out/\$(basename {} .cu).log; exit 255; }"
+  for file in src/attention/cuda/{errors,select_plan,work}.cpp src/attention/selection/staircase.cpp src/core/errors.cpp; do
+    g++ -O2 -std=c++20 -DFMT_HEADER_ONLY -Isrc -c "$file" -o $out/$(echo "$file" | tr / _).o
+  done
+  local library
+  library=$(ls $out/*.o | grep -v -e hopper_test.o -e select_test.o -e attention_bench.o)
+  for test in $tests; do nvcc $out/$test.o $library -o $out/$test; done
+}
+
+if [[ " $* " == *" --built "* ]] && $out/attention_bench quick none >/dev/null 2>&1; then
+  echo "built before"
+else
+  build
+fi
 [ "$mode" = build ] && exit 0
 nvidia-smi --query-gpu=name,driver_version,clocks.sm --format=csv,noheader
 timeout 200 $out/hopper_test
 timeout 200 $out/select_test
 if [[ " $* " == *" --sanitize "* ]]; then
   compute-sanitizer --tool memcheck $out/hopper_test --short | tail -3
-  compute-sanitizer --tool memcheck $out/select_test | tail -3
+  compute-sanitizer --tool memcheck $out/select_test --short | tail -3
 fi
 [ "$mode" = check ] && exit 0
 timeout 200 $out/attention_bench "$mode"

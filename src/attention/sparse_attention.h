@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "attention/attention.h"
@@ -36,10 +37,20 @@ struct AttentionReport {
   LayerAttention total() const;
 };
 
+// Attention that chooses what it computes: it reports what it did and may learn from step to step.
+class ChoosingAttention : public Attention {
+ public:
+  // What happened since the last call; starts anew.
+  virtual AttentionReport take_report() = 0;
+  // What the `mass` pattern learned: what a checkpoint must keep.
+  virtual Selector::Thresholds thresholds() const = 0;
+  virtual void set_thresholds(Selector::Thresholds thresholds) = 0;
+};
+
 // Dynamic block-sparse attention: chooses pairs by the configured pattern under each sequence's budget, computes these,
 // and keeps the index for backward and recompute. Sequences within `dense_below` or their budget, and layers in
 // `dense_layers`, run dense in the same call.
-class SparseAttention final : public Attention {
+class SparseAttention final : public ChoosingAttention {
  public:
   struct Options {
     SelectionConfig selection;
@@ -60,8 +71,9 @@ class SparseAttention final : public Attention {
 
   // The index a state holds: to dump it, to compare it, or to put one in before a forward with `replay`.
   static BlockIndex& index(AttentionState& state);
-  // What happened since the last call; starts anew.
-  AttentionReport take_report();
+  AttentionReport take_report() override;
+  Selector::Thresholds thresholds() const override { return selector_.thresholds(); }
+  void set_thresholds(Selector::Thresholds thresholds) override { selector_.set_thresholds(std::move(thresholds)); }
   Selector& selector() { return selector_; }
 
  private:

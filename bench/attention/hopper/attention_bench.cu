@@ -9,7 +9,7 @@
 #include "attention/hopper/prepare.cuh"
 #include "tests/attention/hopper/select_case.h"
 
-namespace sb::hopper {
+namespace sb::gpu {
 namespace {
 
 double median_ms(const std::function<void()>& body, int repeats) {
@@ -87,15 +87,15 @@ void run(const std::string& name, int query_heads, int kv_heads, int d, const st
   const ForwardParams f = forward_params(shape, t, w);
   const BackwardParams b = backward_params(shape, t, w);
   const int repeats = flops > 2e13 ? 5 : flops > 2e12 ? 11 : 41;
-  const double forward_ms = median_ms([&] { forward(f, nullptr); }, repeats);
+  const double forward_ms = median_ms([&] { hopper_forward(f, nullptr); }, repeats);
   const double prepare_ms = median_ms([&] { prepare_rows(b, true, nullptr); }, repeats);
   const double finish_ms = median_ms([&] { finish_dq(b, nullptr), finish_split_columns(b, nullptr); }, repeats);
-  const double backward_ms = median_ms([&] { backward(b, nullptr); }, repeats);
+  const double backward_ms = median_ms([&] { hopper_backward(b, nullptr); }, repeats);
   double deterministic_ms = 0;
-  if (deterministic) deterministic_ms = median_ms([&] { backward_deterministic(b, nullptr); }, repeats);
-  std::printf("%-30s %8.3f %6.0f | %8.3f %6.0f (rows %.3f, finish %.3f, splits %zu)", name.c_str(), forward_ms,
+  if (deterministic) deterministic_ms = median_ms([&] { hopper_backward_deterministic(b, nullptr); }, repeats);
+  std::printf("%-30s %8.3f %6.0f | %8.3f %6.0f (rows %.3f, finish %.3f, splits %d)", name.c_str(), forward_ms,
               flops / forward_ms / 1e9, backward_ms, 2.5 * flops / backward_ms / 1e9, prepare_ms, finish_ms,
-              w.work.splits.size());
+              w.split_count());
   if (deterministic) std::printf(" | %8.3f %6.0f", deterministic_ms, 2.5 * flops / deterministic_ms / 1e9);
   std::printf("\n");
   std::fflush(stdout);
@@ -106,29 +106,51 @@ void run_selection(const std::string& name, int query_heads, int kv_heads, int d
   if (name.find(filter) == std::string::npos) return;
   const Shape shape{length, query_heads, kv_heads, d, 1.f / std::sqrt(float(d))};
   const std::vector<int32_t> cu{0, length};
-  const SequenceTiles tiles{length, kBlock, 16, 1, 2, static_cast<int64_t>(keep * length / 2)};
+  SelectionConfig config;
+  config.budget = static_cast<int64_t>(keep * length / 2);
+  const SequenceTiles tiles{length, kBlock, 16, 1, 2, config.budget};
   Tensors t(shape, 42);
-  SelectCase chosen(shape, cu, {false}, {tiles}, 1);
-  const SelectParams p = chosen.params(shape, t.q.get(), t.k.get());
-  const double select_ms = median_ms([&] { select(p, nullptr); }, 11);
+  SelectCase chosen(shape, cu, {false}, {tiles}, config, true);
+  const double select_ms = median_ms([&] { chosen.run(shape, t.q.get(), t.k.get()); }, 11);
   const RowLists lists = chosen.lists(shape);
   DeviceWork w(shape, cu, {false}, &lists, 132);
   const ForwardParams f = forward_params(shape, t, w);
   const BackwardParams b = backward_params(shape, t, w);
-  const double forward_ms = median_ms([&] { forward(f, nullptr); }, 11);
-  const double backward_ms = median_ms([&] { backward(b, nullptr); }, 11);
-  std::printf("%-30s selection %.3f ms, forward %.3f, backward %.3f: %.1f %%\n", name.c_str(), select_ms, forward_ms,
-              backward_ms, 100 * select_ms / (forward_ms + backward_ms));
+  const double order_ms = median_ms([&] { w.order(shape, nullptr); }, 11);
+  const double forward_ms = median_ms([&] { hopper_forward(f, nullptr); }, 11);
+  const double backward_ms = median_ms([&] { hopper_backward(b, nullptr); }, 11);
+  std::printf("%-30s selection %.3f ms, order %.3f, forward %.3f, backward %.3f: %.1f %%\n", name.c_str(), select_ms,
+              order_ms, forward_ms, backward_ms, 100 * (select_ms + order_ms) / (forward_ms + backward_ms));
+}
+
+// The portable kernels on the same lists.
+void run_portable(const std::string& name, int query_heads, int kv_heads, int d, int length, double keep) {
+  if (name.find(filter) == std::string::npos) return;
+  const Shape shape{length, query_heads, kv_heads, d, 1.f / std::sqrt(float(d))};
+  const std::vector<int32_t> cu{0, length};
+  ListOptions options;
+  options.heads = kv_heads;
+  options.keep = keep;
+  const RowLists lists = keep < 1 ? random_lists(cu, options) : RowLists{};
+  Tensors t(shape, 42);
+  DeviceWork w(shape, cu, {keep >= 1}, keep < 1 ? &lists : nullptr, 132);
+  const double flops = 4.0 * d * useful_pairs(cu, keep < 1 ? &lists : nullptr, kv_heads) * (query_heads / kv_heads);
+  const double forward_ms =
+      median_ms([&] { portable_forward(forward_params(shape, t, w), Precision::bf16, nullptr); }, 5);
+  const double backward_ms =
+      median_ms([&] { portable_backward(backward_params(shape, t, w), Precision::bf16, nullptr); }, 5);
+  std::printf("%-30s %8.3f %6.0f | %8.3f %6.0f\n", name.c_str(), forward_ms, flops / forward_ms / 1e9, backward_ms,
+              2.5 * flops / backward_ms / 1e9);
 }
 
 }  // namespace
-}  // namespace sb::hopper
+}  // namespace sb::gpu
 
 int main(int argc, char** argv) {
-  using sb::hopper::run;
+  using sb::gpu::run;
   std::setvbuf(stdout, nullptr, _IONBF, 0);
   const std::string mode = argc > 1 ? argv[1] : "all";
-  if (argc > 2) sb::hopper::filter = argv[2];
+  if (argc > 2) sb::gpu::filter = argv[2];
   const bool det = mode != "quick";
   const bool all = mode == "all";
   std::printf("%-30s %8s %6s | %8s %6s\n", "case (causal, block 128)", "fwd ms", "TF/s", "bwd ms", "TF/s");
@@ -139,9 +161,11 @@ int main(int argc, char** argv) {
   run("10% 16:2 d128 128K qb16", 16, 2, 128, {131072}, 0.1, 16, false, false);
   run("dense 14:2 d64 32K", 14, 2, 64, {32768}, 1, 0, false, det);
   run("10% 14:2 d64 32K qb16", 14, 2, 64, {32768}, 0.1, 16, false, det);
-  sb::hopper::run_selection("topk 10% 16:2 d128 32K", 16, 2, 128, 32768, 0.1);
-  sb::hopper::run_selection("topk 10% 16:2 d128 128K", 16, 2, 128, 131072, 0.1);
-  sb::hopper::run_selection("topk 10% 14:2 d64 32K", 14, 2, 64, 32768, 0.1);
+  sb::gpu::run_selection("topk 10% 16:2 d128 32K", 16, 2, 128, 32768, 0.1);
+  sb::gpu::run_selection("topk 10% 16:2 d128 128K", 16, 2, 128, 131072, 0.1);
+  sb::gpu::run_selection("topk 10% 14:2 d64 32K", 14, 2, 64, 32768, 0.1);
+  sb::gpu::run_portable("portable dense 16:2 d128 16K", 16, 2, 128, 16384, 1);
+  sb::gpu::run_portable("portable 10% 16:2 d128 32K", 16, 2, 128, 32768, 0.1);
   if (!all) return 0;
   run("dense 16:2 d128 8K", 16, 2, 128, {8192}, 1, 0, false, det);
   run("dense 16:2 d128 4x8K packed", 16, 2, 128, {8192, 8192, 8192, 8192}, 1, 0, false, det);

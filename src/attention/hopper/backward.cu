@@ -1,9 +1,11 @@
+#include <algorithm>
+
 #include "attention/hopper/launch.cuh"
 #include "attention/hopper/prepare.cuh"
 #include "attention/hopper/tile.cuh"
 #include "attention/hopper/wgmma.cuh"
 
-namespace sb::hopper {
+namespace sb::gpu {
 namespace {
 
 // Key-stationary backward. A block of 128 keys walks the subtiles of queries that see it. Everything is computed
@@ -48,10 +50,12 @@ struct Arguments {
   float scale;
   RowMap rows;
   int32_t query_block, kv_heads, subtiles;
+  int32_t heads_per_kv;  // list heads of a key/value head
+  int32_t columns;
   __nv_bfloat16 *dk, *dv;
   const BackwardItem* items;
-  int32_t item_count;
-  const ColumnSegment* segments;
+  const WorkCounts* counts;
+  const int32_t* offsets;
   const uint32_t* entries;
   const float* statistics;
   float* dq_sum;
@@ -128,40 +132,56 @@ struct Loader {
     ring.advance(kStages);
   }
 
+  // From the end of the sequence towards the diagonal: all key blocks that run beside each other start at the same
+  // queries, and find each other's Q, dO and dQ in the L2.
+  __device__ void walk_tiles(const BackwardItem& item, int head, int begin, int count) {
+    const int unit_tokens = kUnit * args.rows.tokens, units = item.subtiles / kUnit;
+    const int first = begin * 2 / kUnit, end = min((begin + count) * 2 / kUnit, units);
+    for (int unit = end - 1; unit >= first; --unit)
+      if ((unit + 1) * unit_tokens > item.position) step(item, head, unit, 0);
+  }
+
+  __device__ void walk_entries(const BackwardItem& item, int head, const uint32_t* entries, int count) {
+    const int unit_tokens = kUnit * args.rows.tokens, units = item.subtiles / kUnit;
+    const int block_units = args.query_block / unit_tokens;
+    uint32_t next = entries[count - 1];
+    for (int i = count - 1; i >= 0; --i) {
+      const uint32_t entry = next;
+      if (i > 0) next = entries[i - 1];
+      const int begin = static_cast<int>(entry_id(entry)) * block_units;
+      for (int u = min(block_units, units - begin) - 1; u >= 0; --u) {
+        const int first = static_cast<int>(entry_first(entry)) - u * unit_tokens;
+        if (first < unit_tokens && (begin + u + 1) * unit_tokens > item.position) step(item, head, begin + u, first);
+      }
+    }
+  }
+
   __device__ void run() {
-    const int unit_tokens = kUnit * args.rows.tokens;
+    const int item_count = args.counts->items;
     uint32_t phase = 0;
     for (;;) {
       int index = 0;
       if (lane == 0) index = atomicAdd(args.counter, 1);
       index = __shfl_sync(~0u, index, 0);
-      if (index >= args.item_count) break;
+      if (index >= item_count) break;
       const BackwardItem item = args.items[index];
       load_keys(item, phase);
       phase ^= 1;
-      // From the end of the sequence towards the diagonal: all key blocks that run beside each other start at the same
-      // queries, and find each other's Q, dO and dQ in the L2.
-      const int units = item.subtiles / kUnit;
-      for (int s = 0; s < item.segment_count; ++s) {
-        const ColumnSegment segment = args.segments[item.segment_begin + s];
-        if (item.dense) {
-          const int begin = segment.begin * 2 / kUnit, end = min((segment.begin + segment.count) * 2 / kUnit, units);
-          for (int unit = end - 1; unit >= begin; --unit)
-            if ((unit + 1) * unit_tokens > item.position) step(item, segment.head, unit, 0);
-          continue;
+      int before = 0;  // in the column
+      for (int head = item.head * args.heads_per_kv; head < (item.head + 1) * args.heads_per_kv; ++head) {
+        int at = item.position / (2 * args.rows.tokens), count = item.subtiles / 2 - at;
+        if (!item.dense) {
+          const int column = head * args.columns + item.column;
+          at = args.offsets[column];
+          count = args.offsets[column + 1] - at;
         }
-        const int block_units = args.query_block / unit_tokens;
-        uint32_t next = segment.count > 0 ? args.entries[segment.begin + segment.count - 1] : 0;
-        for (int i = segment.count - 1; i >= 0; --i) {
-          const uint32_t entry = next;
-          if (i > 0) next = args.entries[segment.begin + i - 1];
-          const int begin = static_cast<int>(entry_id(entry)) * block_units;
-          for (int u = min(block_units, units - begin) - 1; u >= 0; --u) {
-            const int first = static_cast<int>(entry_first(entry)) - u * unit_tokens;
-            if (first < unit_tokens && (begin + u + 1) * unit_tokens > item.position)
-              step(item, segment.head, begin + u, first);
-          }
-        }
+        const int begin = max(item.begin - before, 0), end = min(item.begin + item.count - before, count);
+        before += count;
+        if (begin >= end) continue;
+        if (item.dense)
+          walk_tiles(item, head, at + begin, end - begin);
+        else
+          walk_entries(item, head, args.entries + at + begin, end - begin);
       }
       end_column();
     }
@@ -462,11 +482,13 @@ void launch(const BackwardParams& p, cudaStream_t stream) {
                  p.tiling.query_block,
                  p.shape.kv_heads,
                  p.tiling.subtiles,
+                 p.shape.query_heads / p.shape.kv_heads / p.tiling.heads,
+                 p.columns,
                  static_cast<__nv_bfloat16*>(p.dk),
                  static_cast<__nv_bfloat16*>(p.dv),
                  p.items,
-                 p.item_count,
-                 p.segments,
+                 p.counts,
+                 p.column_offsets,
                  p.column_entries,
                  p.statistics,
                  p.dq_sum,
@@ -476,7 +498,7 @@ void launch(const BackwardParams& p, cudaStream_t stream) {
   const auto kernel = backward_kernel<D, kWithDq>;
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Smem<D>)),
         "shared memory of the backward");
-  const int grid = p.item_count < multiprocessors() ? p.item_count : multiprocessors();
+  const int grid = std::min(p.limits.items, multiprocessors());
   kernel<<<grid, kThreads, sizeof(Smem<D>), stream>>>(rows(p.q), rows(p.d_o), keys(p.k), keys(p.v), args);
   check(cudaGetLastError(), "attention backward");
 }
@@ -491,9 +513,9 @@ void run_backward(const BackwardParams& p, cudaStream_t stream) {
 
 }  // namespace
 
-void backward(const BackwardParams& p, void* stream) {
+void hopper_backward(const BackwardParams& p, void* stream) {
   check_shape(p.shape, p.tiling);
-  if (p.item_count == 0) return;
+  if (p.shape.tokens == 0) return;
   if (p.shape.head_dim == 128)
     run_backward<128>(p, static_cast<cudaStream_t>(stream));
   else
@@ -507,4 +529,4 @@ void backward_keys(const BackwardParams& p, cudaStream_t stream) {
     launch<64, false>(p, stream);
 }
 
-}  // namespace sb::hopper
+}  // namespace sb::gpu

@@ -3,7 +3,7 @@
 #include "attention/hopper/row_loader.cuh"
 #include "attention/hopper/wgmma.cuh"
 
-namespace sb::hopper {
+namespace sb::gpu {
 namespace {
 
 // Query-stationary half of the deterministic backward: dQ of a tile from its row list, three products a block, nothing
@@ -196,9 +196,9 @@ void launch(const BackwardParams& p, cudaStream_t stream) {
 
 }  // namespace
 
-void backward_deterministic(const BackwardParams& p, void* stream) {
+void hopper_backward_deterministic(const BackwardParams& p, void* stream) {
   check_shape(p.shape, p.tiling);
-  if (p.item_count == 0) return;
+  if (p.shape.tokens == 0) return;
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
   prepare_rows(p, false, cuda_stream);
   backward_keys(p, cuda_stream);
@@ -209,4 +209,4 @@ void backward_deterministic(const BackwardParams& p, void* stream) {
   finish_split_columns(p, cuda_stream);
 }
 
-}  // namespace sb::hopper
+}  // namespace sb::gpu

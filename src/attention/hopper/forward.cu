@@ -2,7 +2,7 @@
 #include "attention/hopper/row_loader.cuh"
 #include "attention/hopper/wgmma.cuh"
 
-namespace sb::hopper {
+namespace sb::gpu {
 namespace {
 
 constexpr int kThreads = 384;  // two warpgroups compute, each owns one subtile of the tile; one loads
@@ -29,6 +29,7 @@ struct Arguments {
   RowArguments work;
   float scale_log2;  // of the products q·k, with log2(e)
   int32_t query_heads;
+  int64_t tokens;
   __nv_bfloat16* o;
   float* lse;
 };
@@ -154,10 +155,14 @@ struct Consumer {
 
   __device__ void store_lse(const ForwardItem& it, float upper, float lower) {
     if (lane % 4 != 0) return;
-    const int row = warp * 16 + lane / 4;
-    const int64_t first = output_row(it, row), second = output_row(it, row + 8);
-    if (first >= 0) args.lse[first] = upper;
-    if (second >= 0) args.lse[second] = lower;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int row = warp * 16 + lane / 4 + 8 * h;
+      if (output_row(it, row) < 0) continue;
+      const int head =
+          it.head * args.work.rows.heads + row - (token[h] - group * args.work.rows.tokens) * args.work.rows.heads;
+      args.lse[head * args.tokens + it.token + token[h]] = h == 0 ? upper : lower;
+    }
   }
 
   __device__ void store_output(const ForwardItem& it, uint32_t staging, bool zero) {
@@ -299,6 +304,7 @@ void launch(const ForwardParams& p, cudaStream_t stream) {
   const Arguments args{{group / p.tiling.heads, row_map(p.tiling), p.items, p.item_count, p.row_entries, p.counter},
                        p.shape.scale * kLog2e,
                        p.shape.query_heads,
+                       p.shape.tokens,
                        static_cast<__nv_bfloat16*>(p.o),
                        p.lse};
   check(cudaMemsetAsync(p.counter, 0, sizeof(int32_t), stream), "work counter");
@@ -311,7 +317,7 @@ void launch(const ForwardParams& p, cudaStream_t stream) {
 
 }  // namespace
 
-void forward(const ForwardParams& p, void* stream) {
+void hopper_forward(const ForwardParams& p, void* stream) {
   check_shape(p.shape, p.tiling);
   if (p.item_count == 0) return;
   if (p.shape.head_dim == 128)
@@ -320,4 +326,4 @@ void forward(const ForwardParams& p, void* stream) {
     launch<64>(p, static_cast<cudaStream_t>(stream));
 }
 
-}  // namespace sb::hopper
+}  // namespace sb::gpu

@@ -1,6 +1,6 @@
 #include "attention/hopper/launch.cuh"
 
-namespace sb::hopper {
+namespace sb::gpu {
 
 int multiprocessors() {
   int device = 0, count = 0;
@@ -44,18 +44,9 @@ void check_shape(const Shape& shape, const Tiling& tiling) {
     throw_unsupported("query_heads", shape.query_heads);
   if (tiling.heads != 1 && tiling.heads != shape.query_heads / shape.kv_heads)
     throw_unsupported("heads of a tile", tiling.heads);
+  if (tiling.block != kBlock) throw_unsupported("blocks of tokens", tiling.block);
   if (tiling.tokens < 1 || tiling.tokens * tiling.heads > kSubtileRows)
     throw_unsupported("tokens of a subtile", tiling.tokens);
 }
 
-size_t statistics_size(const Shape& shape, const Tiling& tiling) {
-  return static_cast<size_t>(shape.query_heads / tiling.heads) * tiling.subtiles * 2 * kSubtileRows;
-}
-size_t dq_sum_size(const Shape& shape, const Tiling& tiling) {
-  return static_cast<size_t>(shape.query_heads / tiling.heads) * tiling.subtiles * kSubtileRows * shape.head_dim;
-}
-size_t partials_size(const Shape& shape, int slots) {
-  return static_cast<size_t>(slots) * 2 * kBlock * shape.head_dim;
-}
-
-}  // namespace sb::hopper
+}  // namespace sb::gpu

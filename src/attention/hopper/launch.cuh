@@ -5,16 +5,10 @@
 #include <cuda.h>
 #include <cuda_runtime.h>
 
-#include "attention/hopper/params.h"
+#include "attention/cuda/check.cuh"
+#include "attention/cuda/params.h"
 
-namespace sb::hopper {
-
-[[noreturn]] void throw_cuda(const char* what, const char* error);
-[[noreturn]] void throw_unsupported(const char* what, int64_t value);
-
-inline void check(cudaError_t error, const char* what) {
-  if (error != cudaSuccess) throw_cuda(what, cudaGetErrorString(error));
-}
+namespace sb::gpu {
 
 int multiprocessors();
 
@@ -24,4 +18,4 @@ CUtensorMap packed_map(const void* data, int64_t tokens, int heads, int d, int b
 
 void check_shape(const Shape& shape, const Tiling& tiling);
 
-}  // namespace sb::hopper
+}  // namespace sb::gpu

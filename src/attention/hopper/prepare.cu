@@ -3,17 +3,19 @@
 #include "attention/hopper/launch.cuh"
 #include "attention/hopper/tile.cuh"
 
-namespace sb::hopper {
+namespace sb::gpu {
 namespace {
 
 struct SubtileArguments {
   RowMap rows;
+  int64_t tokens;
   int32_t query_heads, subtiles, sequences;
   const int32_t *cu_seqlens, *cu_subtiles;
 };
 
 SubtileArguments subtile_arguments(const BackwardParams& p) {
-  return {row_map(p.tiling), p.shape.query_heads, p.tiling.subtiles, p.sequences, p.cu_seqlens, p.cu_subtiles};
+  return {row_map(p.tiling), p.shape.tokens, p.shape.query_heads, p.tiling.subtiles,
+          p.sequences,       p.cu_seqlens,   p.cu_subtiles};
 }
 
 // Where a subtile's rows are in the packed tensors.
@@ -37,6 +39,11 @@ struct SubtilePlace {
     const int t = rows.token(r);
     if (t >= tokens) return -1;
     return static_cast<int64_t>(token + t) * query_heads + head + (r - t * rows.heads);
+  }
+  // Of the same row in [query_heads, tokens].
+  __device__ int64_t statistic(int r, int64_t all_tokens) const {
+    const int t = rows.token(r);
+    return (head + (r - t * rows.heads)) * all_tokens + token + t;
   }
 };
 
@@ -75,7 +82,7 @@ __global__ void __launch_bounds__(256)
     if (lane == 0) {
       float l = INFINITY;
       if (at >= 0) {
-        l = lse[at] * kLog2e;
+        l = lse[place.statistic(row, args.tokens)] * kLog2e;
         if (l == -INFINITY) l = INFINITY;
       }
       float* out = statistics + static_cast<int64_t>(subtile) * 2 * kSubtileRows;
@@ -111,9 +118,10 @@ __global__ void __launch_bounds__(128)
 
 template <int D>
 __global__ void __launch_bounds__(128)
-    finish_split_kernel(const SplitColumn* splits, const float* partials, __nv_bfloat16* dk, __nv_bfloat16* dv,
-                        int kv_heads, float scale) {
+    finish_split_kernel(const SplitColumn* splits, const WorkCounts* counts, const float* partials, __nv_bfloat16* dk,
+                        __nv_bfloat16* dv, int kv_heads, float scale) {
   __shared__ __align__(1024) __nv_bfloat16 staging[kSubtileRows * D];
+  if (static_cast<int>(blockIdx.x) >= counts->splits) return;
   const SplitColumn split = splits[blockIdx.x];
   const int which = blockIdx.y / 2, group = blockIdx.y % 2;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -162,12 +170,12 @@ void finish_dq(const BackwardParams& p, cudaStream_t stream) {
 }
 
 void finish_split_columns(const BackwardParams& p, cudaStream_t stream) {
-  if (p.split_count == 0) return;
+  if (p.limits.splits == 0) return;
   const auto kernel = p.shape.head_dim == 128 ? finish_split_kernel<128> : finish_split_kernel<64>;
-  kernel<<<dim3(p.split_count, 4), 128, 0, stream>>>(p.splits, p.partials, static_cast<__nv_bfloat16*>(p.dk),
-                                                     static_cast<__nv_bfloat16*>(p.dv), p.shape.kv_heads,
-                                                     p.shape.scale);
+  kernel<<<dim3(p.limits.splits, 4), 128, 0, stream>>>(
+      p.splits, p.counts, p.partials, static_cast<__nv_bfloat16*>(p.dk), static_cast<__nv_bfloat16*>(p.dv),
+      p.shape.kv_heads, p.shape.scale);
   check(cudaGetLastError(), "attention backward: split columns");
 }
 
-}  // namespace sb::hopper
+}  // namespace sb::gpu

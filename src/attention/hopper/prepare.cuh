@@ -4,9 +4,9 @@
 
 #include <cuda_runtime.h>
 
-#include "attention/hopper/params.h"
+#include "attention/cuda/params.h"
 
-namespace sb::hopper {
+namespace sb::gpu {
 
 // Log-sum-exp (base 2) and dO·O of every row into `statistics`, padding and rows that see nothing as +infinity, so that
 // their probabilities come out as zero; clears the sum of dQ if asked.
@@ -18,4 +18,4 @@ void finish_split_columns(const BackwardParams& params, cudaStream_t stream);
 // dK and dV alone, for the deterministic backward.
 void backward_keys(const BackwardParams& params, cudaStream_t stream);
 
-}  // namespace sb::hopper
+}  // namespace sb::gpu

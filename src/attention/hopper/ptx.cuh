@@ -8,7 +8,7 @@
 
 #include <cstdint>
 
-namespace sb::hopper {
+namespace sb::gpu {
 
 __device__ __forceinline__ uint32_t shared_address(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
@@ -124,4 +124,4 @@ __device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
   return r;
 }
 
-}  // namespace sb::hopper
+}  // namespace sb::gpu

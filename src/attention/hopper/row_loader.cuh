@@ -5,7 +5,7 @@
 
 #include "attention/hopper/tile.cuh"
 
-namespace sb::hopper {
+namespace sb::gpu {
 
 // What the loader tells the others about a tile: the item, and whether there is any key block to see.
 struct TileMessage {
@@ -190,4 +190,4 @@ __device__ __forceinline__ int64_t packed_row(const RowMap& rows, const ForwardI
   return static_cast<int64_t>(item.token + in_tile) * query_heads + item.head * rows.heads + (row - t * rows.heads);
 }
 
-}  // namespace sb::hopper
+}  // namespace sb::gpu

@@ -2,10 +2,10 @@
 
 // What the kernels share: rings of barriers, the meaning of a subtile's rows, and the way of an accumulator to memory.
 
-#include "attention/hopper/params.h"
+#include "attention/cuda/params.h"
 #include "attention/hopper/ptx.cuh"
 
-namespace sb::hopper {
+namespace sb::gpu {
 
 constexpr size_t kSharedMemory = 227 * 1024;  // a thread block's limit
 constexpr float kLog2e = 1.4426950408889634f;
@@ -72,4 +72,4 @@ __device__ __forceinline__ void store_staged(__nv_bfloat16* out, uint32_t stagin
   }
 }
 
-}  // namespace sb::hopper
+}  // namespace sb::gpu

@@ -8,7 +8,7 @@
 
 #include <cstdint>
 
-namespace sb::hopper {
+namespace sb::gpu {
 
 // A tile in shared memory is rows of 128 bytes (64 bf16), 128-byte swizzled, in chunks of 64 columns. `address` may
 // point inside a row (advance along the contiguous direction) or at a multiple of 8 rows. `chunk_bytes` is the distance
@@ -119,4 +119,4 @@ __device__ __forceinline__ void wgmma_rs(float (&d)[64], const uint32_t* a, uint
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(kTransB));
 }
 
-}  // namespace sb::hopper
+}  // namespace sb::gpu

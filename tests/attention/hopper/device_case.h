@@ -1,6 +1,7 @@
 #pragma once
 
-// Inputs for tests and benchmarks of the Hopper kernels: device memory, random tensors, random lists. CUDA files only.
+// Inputs for tests and benchmarks of the attention kernels: device memory, random tensors, random lists. CUDA files
+// only.
 
 #include <cuda_bf16.h>
 #include <cuda_runtime.h>
@@ -10,10 +11,11 @@
 #include <cstdlib>
 #include <vector>
 
-#include "attention/hopper/params.h"
-#include "attention/hopper/work.h"
+#include "attention/cuda/params.h"
+#include "attention/cuda/work.h"
+#include "tests/attention/hopper/lists.h"
 
-namespace sb::hopper {
+namespace sb::gpu {
 
 inline void must(cudaError_t error, const char* what) {
   if (error == cudaSuccess) return;
@@ -81,6 +83,7 @@ inline DeviceArray<__nv_bfloat16> random_tensor(size_t count, uint32_t seed) {
 
 struct ListOptions {
   int query_block = 16;
+  int block = kBlock;
   int heads = 0;
   double keep = 0.1;
   bool staircase = false;  // entries that later tokens of the query block add
@@ -92,6 +95,7 @@ inline RowLists random_lists(const std::vector<int32_t>& cu_seqlens, const ListO
   RowLists out;
   out.heads = options.heads;
   out.query_block = options.query_block;
+  out.block = options.block;
   out.offsets.push_back(0);
   for (int head = 0; head < options.heads; ++head) {
     out.rows = 0;
@@ -100,10 +104,10 @@ inline RowLists random_lists(const std::vector<int32_t>& cu_seqlens, const ListO
       for (int row = 0; row * options.query_block < length; ++row, ++out.rows) {
         const int first_token = row * options.query_block;
         const int last_token = std::min(first_token + options.query_block, length) - 1;
-        for (int block = 0; block * kBlock <= last_token; ++block) {
-          const bool diagonal = (block + 1) * kBlock > first_token;
+        for (int block = 0; block * options.block <= last_token; ++block) {
+          const bool diagonal = (block + 1) * options.block > first_token;
           const bool forced = (diagonal && options.diagonal) || block < options.sinks ||
-                              (block + options.local) * kBlock + kBlock > first_token;
+                              (block + options.local) * options.block + options.block > first_token;
           uint32_t first = 0;
           if (!forced || (diagonal && !options.diagonal)) {
             if (!block_kept(head + 977 * s, row, block, options.keep)) continue;
@@ -121,32 +125,63 @@ inline RowLists random_lists(const std::vector<int32_t>& cu_seqlens, const ListO
   return out;
 }
 
-// Device copies of a work list.
+// Device copies of a work list; the order of the backward's work comes from the device.
 struct DeviceWork {
   Work work;
+  ColumnLists columns;
   DeviceArray<int32_t> cu_seqlens, cu_subtiles;
   DeviceArray<ForwardItem> forward;
-  DeviceArray<BackwardItem> backward;
-  DeviceArray<ColumnSegment> segments;
+  DeviceArray<BackwardItem> places, backward;
   DeviceArray<SplitColumn> splits;
+  DeviceArray<WorkCounts> counts{1};
+  DeviceArray<int32_t> column_offsets;
   DeviceArray<uint32_t> row_entries, column_entries;
   DeviceArray<float> statistics, dq_sum, partials;
   DeviceArray<int32_t> counter{4};
 
   DeviceWork(const Shape& shape, const std::vector<int32_t>& seqlens, const std::vector<bool>& dense,
              const RowLists* lists, int workers)
-      : work(make_work(shape, seqlens, dense, lists, workers)),
+      : work(work_of(shape, seqlens, dense, lists, workers)),
+        columns(lists ? transpose(*lists, seqlens) : ColumnLists{}),
         cu_seqlens(seqlens),
         cu_subtiles(work.cu_subtiles),
         forward(work.forward),
-        backward(work.backward),
-        segments(work.segments),
-        splits(work.splits),
+        places(work.places),
+        backward(work.limits.items),
+        splits(work.limits.splits),
+        column_offsets(columns.offsets),
         row_entries(lists ? lists->entries : std::vector<uint32_t>{}),
-        column_entries(work.columns.entries),
+        column_entries(columns.entries),
         statistics(statistics_size(shape, work.tiling)),
         dq_sum(dq_sum_size(shape, work.tiling)),
-        partials(partials_size(shape, work.partial_slots)) {}
+        partials(partials_size(shape, work.limits.slots)) {
+    backward.poison();
+    splits.poison();
+    order(shape, nullptr);
+    must(cudaDeviceSynchronize(), "order of the backward's work");
+  }
+
+  void order(const Shape& shape, cudaStream_t stream) const {
+    BackwardWorkParams p;
+    p.shape = shape;
+    p.tiling = work.tiling;
+    p.places = places.get();
+    p.column_offsets = column_offsets.get();
+    p.columns = work.columns;
+    p.workers = work.workers;
+    p.items = backward.get();
+    p.splits = splits.get();
+    p.counts = counts.get();
+    make_backward_work(p, stream);
+  }
+  int split_count() const { return counts.host()[0].splits; }
+
+  static Work work_of(const Shape& shape, const std::vector<int32_t>& seqlens, const std::vector<bool>& dense,
+                      const RowLists* lists, int workers) {
+    if (lists == nullptr) return make_work(shape, seqlens, dense, nullptr, workers);
+    const RowLayout layout = lists->layout();
+    return make_work(shape, seqlens, dense, &layout, workers);
+  }
 };
 
 struct Tensors {
@@ -197,11 +232,12 @@ inline BackwardParams backward_params(const Shape& shape, const Tensors& t, cons
   p.cu_subtiles = w.cu_subtiles.get();
   p.sequences = static_cast<int32_t>(w.cu_seqlens.size()) - 1;
   p.items = w.backward.get();
-  p.item_count = static_cast<int32_t>(w.backward.size());
-  p.segments = w.segments.get();
-  p.column_entries = w.column_entries.get();
   p.splits = w.splits.get();
-  p.split_count = static_cast<int32_t>(w.splits.size());
+  p.counts = w.counts.get();
+  p.limits = w.work.limits;
+  p.column_offsets = w.column_offsets.get();
+  p.column_entries = w.column_entries.get();
+  p.columns = w.work.columns;
   p.row_items = w.forward.get();
   p.row_item_count = static_cast<int32_t>(w.forward.size());
   p.row_entries = w.row_entries.get();
@@ -212,4 +248,4 @@ inline BackwardParams backward_params(const Shape& shape, const Tensors& t, cons
   return p;
 }
 
-}  // namespace sb::hopper
+}  // namespace sb::gpu

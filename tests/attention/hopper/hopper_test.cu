@@ -1,12 +1,14 @@
-// Checks the Hopper kernels against fp64 on a machine with an SM90 GPU. Exit status 0: all passed.
+// Checks the attention kernels against fp64: the Hopper ones (on an SM90 GPU), the portable ones in bf16 and in fp32.
+// Exit status 0: all passed.
 
 #include <algorithm>
 #include <cstring>
+#include <functional>
 #include <string>
 
 #include "tests/attention/hopper/reference.h"
 
-namespace sb::hopper {
+namespace sb::gpu {
 namespace {
 
 struct Case {
@@ -15,6 +17,7 @@ struct Case {
   std::vector<int> lengths;
   std::vector<bool> dense;  // empty: all dense
   ListOptions lists{};
+  bool hopper = true;  // a case that the Hopper kernels take
 };
 
 struct ErrorOf {
@@ -60,10 +63,140 @@ void expect(const Case& c, const char* what, ErrorOf error, double relative, dou
   (void)c;
 }
 
-void check_backward(const Case& c, const Tensors& t, const Reference& want) {
-  expect(c, "dq", compare(t.dq.host(), want.dq), 6e-3, 0.15);
-  expect(c, "dk", compare(t.dk.host(), want.dk), 6e-3, 0.15);
-  expect(c, "dv", compare(t.dv.host(), want.dv), 6e-3, 0.15);
+// What the device made of the columns: every entry (or dense tile) in exactly one item, every key written once, falling
+// cost within each head.
+void check_order(const Case& c, const Shape& shape, const DeviceWork& w) {
+  const auto items = w.backward.host();
+  const auto splits = w.splits.host();
+  const WorkCounts counts = w.counts.host()[0];
+  const Work& work = w.work;
+  bool good = counts.items <= work.limits.items && counts.splits <= work.limits.splits;
+  const int heads_per_kv = shape.query_heads / shape.kv_heads / work.tiling.heads;
+  std::vector<std::vector<std::pair<int, int>>> parts(work.places.size());
+  std::vector<int> slots(work.limits.slots, 0), written(work.places.size(), 0);
+  int64_t cost_before = 0;
+  for (int i = 0; good && i < counts.items; ++i) {
+    const BackwardItem& item = items[i];
+    const size_t at = static_cast<size_t>(item.head) * work.columns + item.column;
+    good = good && item.token == work.places[at].token && item.head == work.places[at].head;
+    parts[at].emplace_back(item.begin, item.count);
+    if (item.partial < 0)
+      ++written[at];
+    else
+      ++slots[item.partial];
+    const int64_t each = item.dense ? 2 : work.tiling.query_block / work.tiling.tokens, cost = item.count * each;
+    if (i > 0 && items[i - 1].head == item.head) {
+      // To within a bucket, and the last part of a split column may be short.
+      if (item.partial < 0 && items[i - 1].partial < 0) good = good && cost <= cost_before + cost_before / 8 + 64;
+    } else if (i > 0) {
+      good = good && items[i - 1].head < item.head;
+    }
+    cost_before = cost;
+  }
+  for (int i = 0; good && i < counts.splits; ++i) {
+    for (int slot = splits[i].begin; slot < splits[i].begin + splits[i].count; ++slot) good = good && slots[slot] == 1;
+    for (size_t at = 0; at < work.places.size(); ++at)
+      if (work.places[at].token == splits[i].token && work.places[at].head == splits[i].head) ++written[at];
+  }
+  for (size_t at = 0; good && at < work.places.size(); ++at) {
+    const BackwardItem& place = work.places[at];
+    int total = 0;
+    for (int head = place.head * heads_per_kv; head < (place.head + 1) * heads_per_kv; ++head)
+      total += place.dense ? place.subtiles / 2 - place.position / (2 * work.tiling.tokens)
+                           : w.columns.offsets[head * work.columns + place.column + 1] -
+                                 w.columns.offsets[head * work.columns + place.column];
+    std::sort(parts[at].begin(), parts[at].end());
+    int covered = 0;
+    for (const auto& [begin, count] : parts[at]) {
+      good = good && begin == covered;
+      covered += count;
+    }
+    good = good && covered == total && written[at] == 1;
+  }
+  if (!good) {
+    std::printf(" ORDER OF THE BACKWARD'S WORK WRONG");
+    ++failures;
+  }
+}
+
+void poison_gradients(Tensors& t, DeviceWork& w) {
+  for (auto* out : {&t.dq, &t.dk, &t.dv}) out->poison();
+  w.dq_sum.poison();
+  w.partials.poison();
+  w.statistics.poison();
+}
+
+template <typename T>
+void check_backward(const Case& c, const std::vector<T>& dq, const std::vector<T>& dk, const std::vector<T>& dv,
+                    const Reference& want, double relative, double largest) {
+  expect(c, "dq", compare(dq, want.dq), relative, largest);
+  expect(c, "dk", compare(dk, want.dk), relative, largest);
+  expect(c, "dv", compare(dv, want.dv), relative, largest);
+}
+
+// Runs a backward that claims to be deterministic, four times.
+void check_deterministic(const Case& c, Tensors& t, DeviceWork& w, const Reference& want,
+                         const std::function<void()>& backward) {
+  poison_gradients(t, w);
+  backward();
+  must(cudaDeviceSynchronize(), "deterministic backward");
+  const auto dq = t.dq.host(), dk = t.dk.host(), dv = t.dv.host();
+  check_backward(c, dq, dk, dv, want, 6e-3, 0.15);
+  for (int i = 0; i < 3; ++i) {
+    backward();
+    must(cudaDeviceSynchronize(), "deterministic backward");
+    if (!same_bits(dq, t.dq.host()) || !same_bits(dk, t.dk.host()) || !same_bits(dv, t.dv.host())) {
+      std::printf(" NOT BIT-EQUAL");
+      ++failures;
+      break;
+    }
+  }
+}
+
+void check_forward(const Case& c, Tensors& t, const Reference& want, const std::function<void()>& forward) {
+  t.o.poison();
+  t.lse.poison();
+  forward();
+  must(cudaDeviceSynchronize(), "forward");
+  expect(c, "o", compare(t.o.host(), want.o), 4e-3, 0.1);
+  expect(c, "lse", compare(t.lse.host(), want.lse), 1e-5, 1e-3);
+}
+
+DeviceArray<float> as_floats(const DeviceArray<__nv_bfloat16>& x) {
+  std::vector<float> out;
+  for (const __nv_bfloat16 v : x.host()) out.push_back(__bfloat162float(v));
+  return DeviceArray<float>(out);
+}
+
+void check_fp32(const Case& c, const Shape& shape, const Tensors& t, DeviceWork& w, const Reference& want) {
+  const DeviceArray<float> q = as_floats(t.q), k = as_floats(t.k), v = as_floats(t.v), d_o = as_floats(t.d_o);
+  DeviceArray<float> o(q.size()), lse(t.lse.size()), dq(q.size()), dk(k.size()), dv(k.size());
+  for (auto* out : {&o, &lse, &dq, &dk, &dv}) out->poison();
+  ForwardParams f = forward_params(shape, t, w);
+  f.q = q.get();
+  f.k = k.get();
+  f.v = v.get();
+  f.o = o.get();
+  f.lse = lse.get();
+  portable_forward(f, Precision::fp32, nullptr);
+  BackwardParams b = backward_params(shape, t, w);
+  b.q = q.get();
+  b.k = k.get();
+  b.v = v.get();
+  b.o = o.get();
+  b.lse = lse.get();
+  b.d_o = d_o.get();
+  b.dq = dq.get();
+  b.dk = dk.get();
+  b.dv = dv.get();
+  w.statistics.poison();
+  w.partials.poison();
+  portable_backward(b, Precision::fp32, nullptr);
+  must(cudaDeviceSynchronize(), "fp32");
+  std::printf("\n%-36s fp32", "");
+  expect(c, "o", compare(o.host(), want.o), 2e-6, 1e-4);
+  expect(c, "lse", compare(lse.host(), want.lse), 1e-6, 1e-4);
+  check_backward(c, dq.host(), dk.host(), dv.host(), want, 4e-6, 1e-3);
 }
 
 void run(const Case& c) {
@@ -85,42 +218,24 @@ void run(const Case& c) {
   DeviceWork w(shape, cu, dense, any_sparse ? &lists : nullptr, 132);
   const Reference want = reference(shape, t, cu, dense, any_sparse ? &lists : nullptr);
 
-  std::printf("%-34s splits %zu", c.name.c_str(), w.work.splits.size());
-  t.o.poison();
-  t.lse.poison();
-  forward(forward_params(shape, t, w), nullptr);
-  must(cudaDeviceSynchronize(), "forward");
-  expect(c, "o", compare(t.o.host(), want.o), 4e-3, 0.1);
-  expect(c, "lse", compare(t.lse.host(), want.lse), 1e-5, 1e-3);
-
-  t.dq.poison();
-  t.dk.poison();
-  t.dv.poison();
-  w.dq_sum.poison();
-  w.partials.poison();
-  w.statistics.poison();
+  std::printf("%-34s splits %d", c.name.c_str(), w.split_count());
+  check_order(c, shape, w);
+  const ForwardParams f = forward_params(shape, t, w);
   const BackwardParams p = backward_params(shape, t, w);
-  backward(p, nullptr);
-  must(cudaDeviceSynchronize(), "backward");
-  check_backward(c, t, want);
-  t.dq.poison();
-  t.dk.poison();
-  t.dv.poison();
-  w.partials.poison();
-  backward_deterministic(p, nullptr);
-  must(cudaDeviceSynchronize(), "deterministic backward");
-  std::printf(" | deterministic");
-  check_backward(c, t, want);
-  const auto dq = t.dq.host(), dk = t.dk.host(), dv = t.dv.host();
-  for (int i = 0; i < 3; ++i) {
-    backward_deterministic(p, nullptr);
-    must(cudaDeviceSynchronize(), "deterministic backward");
-    if (!same_bits(dq, t.dq.host()) || !same_bits(dk, t.dk.host()) || !same_bits(dv, t.dv.host())) {
-      std::printf(" NOT BIT-EQUAL");
-      ++failures;
-      break;
-    }
+  if (c.hopper) {
+    check_forward(c, t, want, [&] { hopper_forward(f, nullptr); });
+    poison_gradients(t, w);
+    hopper_backward(p, nullptr);
+    must(cudaDeviceSynchronize(), "backward");
+    check_backward(c, t.dq.host(), t.dk.host(), t.dv.host(), want, 6e-3, 0.15);
+    std::printf(" | deterministic");
+    check_deterministic(c, t, w, want, [&] { hopper_backward_deterministic(p, nullptr); });
+    std::printf("\n%-36s", "");
   }
+  std::printf(" portable");
+  check_forward(c, t, want, [&] { portable_forward(f, Precision::bf16, nullptr); });
+  check_deterministic(c, t, w, want, [&] { portable_backward(p, Precision::bf16, nullptr); });
+  check_fp32(c, shape, t, w, want);
   std::printf("\n");
   std::fflush(stdout);
 }
@@ -139,17 +254,18 @@ void check_graph(int replays) {
   DeviceWork w(shape, cu, {false, true}, &lists, 16);
   const ForwardParams f = forward_params(shape, t, w);
   const BackwardParams b = backward_params(shape, t, w);
-  forward(f, nullptr);
-  backward_deterministic(b, nullptr);
+  hopper_forward(f, nullptr);
+  hopper_backward_deterministic(b, nullptr);
   must(cudaDeviceSynchronize(), "direct");
   const auto o = t.o.host(), dq = t.dq.host(), dk = t.dk.host(), dv = t.dv.host();
 
   cudaStream_t stream;
   must(cudaStreamCreate(&stream), "stream");
   must(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal), "capture");
-  forward(f, stream);
-  backward(b, stream);
-  backward_deterministic(b, stream);
+  w.order(shape, stream);
+  hopper_forward(f, stream);
+  hopper_backward(b, stream);
+  hopper_backward_deterministic(b, stream);
   cudaGraph_t graph;
   must(cudaStreamEndCapture(stream, &graph), "capture");
   cudaGraphExec_t executable;
@@ -163,7 +279,7 @@ void check_graph(int replays) {
     same = same_bits(o, t.o.host()) && same_bits(dq, t.dq.host()) && same_bits(dk, t.dk.host()) &&
            same_bits(dv, t.dv.host());
   }
-  std::printf("graph of forward and backwards, %d replays, splits %zu: %s\n", replays, w.work.splits.size(),
+  std::printf("graph of order, forward and backwards, %d replays, splits %d: %s\n", replays, w.split_count(),
               same ? "bit-equal" : "FAILED");
   if (!same) ++failures;
   must(cudaGraphExecDestroy(executable), "graph");
@@ -206,20 +322,45 @@ std::vector<Case> cases() {
     lists.local = 1;
     out.push_back({"hub columns 8:1 qb16" + s, 8, 1, d, {3000}, {false}, lists});
   }
+  // What only the portable kernels take.
+  for (int d : {16, 32, 96}) {
+    const std::string s = " d" + std::to_string(d);
+    ListOptions lists;
+    lists.heads = 2;
+    lists.keep = 0.4;
+    lists.staircase = true;
+    out.push_back({"dense 4:2" + s, 4, 2, d, {300, 1, 77}, {}, {}, false});
+    out.push_back({"staircase 14:2 mixed dense" + s, 14, 2, d, {700, 300}, {false, true}, lists, false});
+  }
+  for (int group : {1, 2, 7, 8}) {
+    ListOptions lists;
+    lists.heads = 2;
+    lists.block = 64;
+    lists.keep = 0.3;
+    lists.staircase = true;
+    lists.sinks = 1;
+    const std::string s = " of " + std::to_string(group);
+    out.push_back({"blocks of 64, group" + s, 2 * group, 2, 64, {1100, 65, 1}, {false, false, true}, lists, false});
+    lists.block = kBlock;
+    lists.sinks = 0;
+    lists.diagonal = false;
+    lists.keep = 0.1;
+    out.push_back({"empty rows and columns, group" + s, 2 * group, 2, 128, {1300, 130}, {false, false}, lists});
+  }
   return out;
 }
 
 }  // namespace
-}  // namespace sb::hopper
+}  // namespace sb::gpu
 
 // --short leaves out the repetitions, for the memory checker; a second argument keeps the cases whose name holds it.
 int main(int argc, char** argv) {
   std::setvbuf(stdout, nullptr, _IONBF, 0);
   const bool full = argc < 2 || std::string(argv[1]) != "--short";
   std::printf("relative / largest errors against fp64\n");
-  for (const auto& c : sb::hopper::cases())
-    if (argc < 3 || c.name.find(argv[2]) != std::string::npos) sb::hopper::run(c);
-  sb::hopper::check_graph(full ? 1000 : 2);
-  std::printf(sb::hopper::failures ? "%d FAILED\n" : "all passed\n", sb::hopper::failures);
-  return sb::hopper::failures ? 1 : 0;
+  for (const auto& c : sb::gpu::cases())
+    if (argc < 3 || c.name.find(argv[2]) != std::string::npos) sb::gpu::run(c);
+  sb::gpu::check_graph(full ? 1000 : 2);
+  std::printf(sb::gpu::failures ? "%d FAILED\n" : "all passed\n", sb::gpu::failures);
+  return sb::gpu::failures ? 1 : 0;
 }

@@ -7,12 +7,12 @@
 
 #include "tests/attention/hopper/device_case.h"
 
-namespace sb::hopper {
+namespace sb::gpu {
 
 constexpr uint8_t kUnseen = 255;
 
 struct ReferenceArguments {
-  int query_heads, kv_heads, d, list_heads, max_length, blocks;
+  int query_heads, kv_heads, d, list_heads, max_length, blocks, block;
   double scale;
   const __nv_bfloat16 *q, *k, *v, *d_o;
   const int32_t *start, *length_before;  // of each token: first token of its sequence; its position
@@ -28,7 +28,7 @@ __device__ inline bool reference_sees(const ReferenceArguments& a, int token, in
   const int row = a.mask_row[token];
   if (row < 0) return true;
   const int list_head = head / (a.query_heads / a.list_heads);
-  const uint8_t first = a.mask[(static_cast<int64_t>(list_head) * a.rows + row) * a.blocks + key / kBlock];
+  const uint8_t first = a.mask[(static_cast<int64_t>(list_head) * a.rows + row) * a.blocks + key / a.block];
   return first != kUnseen && first <= a.token_in_block[token];
 }
 
@@ -36,6 +36,7 @@ static __global__ void reference_rows(ReferenceArguments a) {
   const int token = blockIdx.x, head = blockIdx.y, kv = head / (a.query_heads / a.kv_heads);
   const int start = a.start[token], length = a.length_before[token] + 1;
   const int64_t row = static_cast<int64_t>(token) * a.query_heads + head;
+  const int64_t statistic = static_cast<int64_t>(head) * gridDim.x + token;
   const __nv_bfloat16 *q = a.q + row * a.d, *d_o = a.d_o + row * a.d;
   double* p = a.p + (static_cast<int64_t>(head) * gridDim.x + token) * a.max_length;
   double* ds = a.ds + (static_cast<int64_t>(head) * gridDim.x + token) * a.max_length;
@@ -63,7 +64,7 @@ static __global__ void reference_rows(ReferenceArguments a) {
     shared_max = m;
     shared_sum = sum;
     shared_delta = sum > 0 ? delta / sum : 0;
-    a.lse[row] = sum > 0 ? m + log(sum) : -INFINITY;
+    a.lse[statistic] = sum > 0 ? m + log(sum) : -INFINITY;
   }
   __syncthreads();
   for (int key = threadIdx.x; key < length; key += blockDim.x) {
@@ -123,7 +124,7 @@ inline Reference reference(const Shape& shape, const Tensors& t, const std::vect
     }
     if (lists) row += (length + lists->query_block - 1) / lists->query_block;
   }
-  const int blocks = (longest + kBlock - 1) / kBlock;
+  const int block = lists ? lists->block : kBlock, blocks = (longest + block - 1) / block;
   std::vector<uint8_t> mask(1, 0);
   if (lists) {
     mask.assign(static_cast<size_t>(lists->heads) * lists->rows * blocks, kUnseen);
@@ -142,6 +143,7 @@ inline Reference reference(const Shape& shape, const Tensors& t, const std::vect
                        lists ? lists->heads : 1,
                        longest,
                        blocks,
+                       block,
                        shape.scale,
                        t.q.get(),
                        t.k.get(),
@@ -166,4 +168,4 @@ inline Reference reference(const Shape& shape, const Tensors& t, const std::vect
   return {o.host(), lse.host(), dq.host(), dk.host(), dv.host()};
 }
 
-}  // namespace sb::hopper
+}  // namespace sb::gpu

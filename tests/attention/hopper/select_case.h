@@ -2,53 +2,89 @@
 
 // Selection on the device for tests and benchmarks: plan, device memory, and the lists back on the host.
 
-#include "attention/hopper/select.h"
+#include <functional>
+
+#include "attention/cuda/select.h"
 #include "tests/attention/hopper/device_case.h"
 
-namespace sb::hopper {
+namespace sb::gpu {
 
 struct SelectCase {
+  SelectionConfig config;
+  bool hopper;
   SelectPlan plan;
+  DeviceArray<ScoreItem> scores;
   DeviceArray<SelectItem> items;
   DeviceArray<SelectBlock> blocks;
-  DeviceArray<SelectColumn> columns;
+  DeviceArray<SelectGroup> groups;
   DeviceArray<uint32_t> row_entries, column_entries;
-  DeviceArray<int32_t> column_offsets;
-  DeviceArray<__nv_bfloat16> statistics;
+  DeviceArray<int32_t> column_offsets, column_counts;
+  DeviceArray<uint8_t> statistics;
+  DeviceArray<uint16_t> masses;
   DeviceArray<uint8_t> map;
+  DeviceArray<float> thresholds;
+  DeviceArray<unsigned long long> chosen;
 
   SelectCase(const Shape& shape, const std::vector<int32_t>& cu, const std::vector<bool>& dense,
-             const std::vector<SequenceTiles>& tiles, int step)
-      : plan(make_select_plan(shape, cu, dense, tiles, step)),
+             const std::vector<SequenceTiles>& tiles, const SelectionConfig& selection, bool on_hopper,
+             int64_t batch_masses = int64_t{1} << 26, float threshold = 0)
+      : config(selection),
+        hopper(on_hopper),
+        plan(make_select_plan(shape, cu, dense, tiles, selection,
+                              on_hopper ? hopper_score_tokens(shape) : kPortableScoreTokens, batch_masses)),
+        scores(plan.scores),
         items(plan.items),
         blocks(plan.blocks),
-        columns(plan.columns),
+        groups(plan.groups),
         row_entries(plan.entries),
         column_entries(plan.entries),
-        column_offsets(plan.columns.size() + 1),
-        statistics(plan.blocks.size() * 2 * shape.head_dim),
-        map(plan.map_bytes) {}
+        column_offsets(plan.columns + 1),
+        column_counts(plan.columns),
+        statistics(on_hopper ? hopper_statistics_bytes(shape, plan.blocks.size())
+                             : portable_statistics_bytes(shape, plan.blocks.size())),
+        masses(plan.masses),
+        map(plan.map_bytes),
+        thresholds(std::vector<float>(kLengthClasses, threshold)),
+        chosen(std::vector<unsigned long long>(2 * kLengthClasses, 0)) {}
 
   SelectParams params(const Shape& shape, const void* q, const void* k) const {
     SelectParams p;
     p.shape = shape;
     p.q = q;
     p.k = k;
+    p.pattern = config.pattern;
+    p.lookahead = config.order == SelectionOrder::lookahead;
+    p.moments = config.score == BlockScore::moments;
+    p.coverage = static_cast<float>(config.coverage);
+    p.thresholds = thresholds.get();
     p.query_block = plan.query_block;
-    p.subtile_tokens = plan.subtile_tokens;
+    p.select_block = plan.select_block;
+    p.block = plan.block;
     p.max_competing = plan.max_competing;
+    p.scores = scores.get();
     p.items = items.get();
-    p.item_count = static_cast<int32_t>(items.size());
+    p.batches = plan.batches;
     p.blocks = blocks.get();
     p.block_count = static_cast<int32_t>(blocks.size());
-    p.columns = columns.get();
-    p.column_count = static_cast<int32_t>(columns.size());
+    p.groups = groups.get();
+    p.group_count = static_cast<int32_t>(groups.size());
+    p.column_count = plan.columns;
     p.row_entries = row_entries.get();
     p.column_offsets = column_offsets.get();
     p.column_entries = column_entries.get();
+    if (config.pattern != SelectionPattern::topk) p.chosen = chosen.get();
     p.statistics = statistics.get();
+    p.masses = masses.get();
     p.map = map.get();
+    p.column_counts = column_counts.get();
     return p;
+  }
+
+  void run(const Shape& shape, const void* q, const void* k) const {
+    if (hopper)
+      hopper_select(params(shape, q, k), nullptr);
+    else
+      portable_select(params(shape, q, k), Precision::bf16, nullptr);
   }
 
   void poison() {
@@ -56,11 +92,23 @@ struct SelectCase {
     column_entries.poison();
     column_offsets.poison();
     statistics.poison();
+    masses.poison();
+    map.poison();
+    column_counts.poison();
+    must(cudaMemset(chosen.get(), 0, chosen.size() * sizeof(unsigned long long)), "clear");
   }
 
+  // Without what fills up the rows.
   RowLists lists(const Shape& shape) const {
-    return {shape.kv_heads, plan.query_block, plan.rows, plan.row_offsets, row_entries.host()};
+    RowLists out{shape.kv_heads, plan.query_block, plan.rows, {0}, {}, plan.block};
+    const auto all = row_entries.host();
+    for (size_t row = 0; row + 1 < plan.row_offsets.size(); ++row) {
+      for (int32_t i = plan.row_offsets[row]; i < plan.row_offsets[row + 1]; ++i)
+        if (all[i] != kNoEntry) out.entries.push_back(all[i]);
+      out.offsets.push_back(static_cast<int32_t>(out.entries.size()));
+    }
+    return out;
   }
 };
 
-}  // namespace sb::hopper
+}  // namespace sb::gpu

@@ -2,14 +2,15 @@
 
 #include <algorithm>
 #include <cmath>
+#include <string>
 
 #include "attention/selection/staircase.h"
 #include "tests/attention/hopper/select_case.h"
 
-namespace sb::hopper {
+namespace sb::gpu {
 namespace {
 
-constexpr double kMargin = 0.05;  // bf16 statistics and q², 16-bit scores
+constexpr double kMargin = 0.06;  // bf16 statistics and q², 16-bit scores
 int failures = 0;
 
 void fail(const char* what, int64_t a, int64_t b) {
@@ -29,7 +30,7 @@ std::vector<double> statistics_of(const Shape& shape, const Inputs& in, int begi
   const int d = shape.head_dim;
   std::vector<double> out(t.blocks() * 2 * d, 0);
   for (int64_t b = 0; b < t.blocks(); ++b) {
-    const int64_t first = b * kBlock, last = std::min<int64_t>(t.tokens, first + kBlock);
+    const int64_t first = b * t.block, last = std::min<int64_t>(t.tokens, first + t.block);
     for (int c = 0; c < d; ++c) {
       double mean = 0, square = 0;
       for (int64_t i = first; i < last; ++i) mean += value(in.k, ((begin + i) * shape.kv_heads + head) * d + c);
@@ -47,7 +48,7 @@ std::vector<double> statistics_of(const Shape& shape, const Inputs& in, int begi
 
 // Log relative masses of the competing blocks for one token, the largest over the heads of the group.
 std::vector<double> masses_of(const Shape& shape, const Inputs& in, const std::vector<double>& statistics, int token,
-                              int head, int64_t competing) {
+                              int head, int64_t competing, bool moments) {
   const int d = shape.head_dim, group = shape.query_heads / shape.kv_heads;
   std::vector<double> out(competing, -INFINITY), scores(competing);
   for (int g = 0; g < group; ++g) {
@@ -57,7 +58,8 @@ std::vector<double> masses_of(const Shape& shape, const Inputs& in, const std::v
       double s = 0;
       for (int c = 0; c < d; ++c) {
         const double x = value(in.q, q + c) * shape.scale;
-        s += x * statistics[b * 2 * d + c] + 0.5 * x * x * statistics[b * 2 * d + d + c];
+        s += x * statistics[b * 2 * d + c];
+        if (moments) s += 0.5 * x * x * statistics[b * 2 * d + d + c];
       }
       scores[b] = s;
       top = std::max(top, s);
@@ -68,63 +70,123 @@ std::vector<double> masses_of(const Shape& shape, const Inputs& in, const std::v
   return out;
 }
 
-void check_tile(const SequenceTiles& t, int64_t tile, int step, std::span<const uint32_t> entries,
-                const std::vector<std::vector<double>>& masses) {
-  const int64_t competing = t.competing(tile);
-  std::vector<int> first(t.visible(tile), -1);
+// Whether the choices of one query block are right, up to near ties: each token's against its own masses.
+void check_tile(const SequenceTiles& t, int64_t tile, const SelectionConfig& config, float threshold,
+                std::span<const uint32_t> entries, const std::vector<std::vector<double>>& masses) {
+  const int64_t competing = t.competing(tile), candidates = t.candidates(tile);
+  const int fine = std::min(t.block, kBlock), expand = t.block / fine;
+  const int64_t visible = (t.end(tile) - 1) / fine + 1;
+  std::vector<int> listed(visible, -1), first(t.visible(tile), -1);
   for (size_t i = 0; i < entries.size(); ++i) {
     const int64_t j = entry_id(entries[i]);
-    if (j >= t.visible(tile) || (i > 0 && entry_id(entries[i - 1]) >= j)) return fail("ids", tile, j);
-    first[j] = static_cast<int>(entry_first(entries[i]));
+    if (j >= visible || (i > 0 && entry_id(entries[i - 1]) >= j)) return fail("ids", tile, j);
+    listed[j] = static_cast<int>(entry_first(entries[i]));
+  }
+  for (int64_t j = 0; j < visible; ++j) {
+    first[j / expand] = listed[j];
+    if (listed[j] != listed[j / expand * expand]) return fail("halves of a block differ", tile, j);
+  }
+  const bool window = config.pattern == SelectionPattern::window;
+  if (window) {
+    std::vector<IndexEntry> want;
+    choose_window(t, tile, want);
+    std::vector<int> expected(t.visible(tile), -1);
+    for (const IndexEntry& entry : want) expected[entry.block] = 0;
+    if (expected != first) fail("window", tile, 0);
+    return;
   }
   for (int64_t j = 0; j < t.visible(tile); ++j)
     if ((j >= competing || t.forced(tile, j)) && first[j] != 0) fail("forced block", tile, j);
-  const StaircaseRule rule = staircase_rule(StaircaseRule::Kind::topk, t.free_quota(tile), step, t.query_block);
-  if (t.candidates(tile) <= rule.total) {
+  const bool lookahead = config.order == SelectionOrder::lookahead;
+  const auto kind = config.pattern == SelectionPattern::topk   ? StaircaseRule::Kind::topk
+                    : config.pattern == SelectionPattern::topp ? StaircaseRule::Kind::topp
+                                                               : StaircaseRule::Kind::mass;
+  StaircaseRule rule = staircase_rule(kind, t.free_quota(tile), config.step, lookahead ? 1 : t.query_block);
+  if (kind == StaircaseRule::Kind::mass) rule.first = rule.total = 2 * t.free_quota(tile);
+  if (kind == StaircaseRule::Kind::topk && candidates <= rule.total) {
     if (std::count(first.begin(), first.end(), 0) != t.visible(tile)) fail("everything", tile, 0);
     return;
   }
   int64_t chosen = 0;
-  for (int row = 0; row < t.rows(tile); ++row) {
-    const int64_t room = rule.allowed(row) - chosen;
+  for (int row = 0; row < static_cast<int>(masses.size()); ++row) {
+    const int64_t room = std::max<int64_t>(0, std::min(rule.allowed(row), candidates) - chosen);
     int64_t found = 0;
-    double worst = INFINITY, missed = -INFINITY;
+    double worst = INFINITY, missed = -INFINITY, held_before = 0, held = 0, all = 0, last = 0;
     for (int64_t j = 0; j < competing; ++j) {
+      const double mass = std::exp(masses[row][j]);
+      all += mass;
+      if (first[j] >= 0 && (t.forced(tile, j) || first[j] < row)) held_before += mass;
       if (t.forced(tile, j)) continue;
       if (first[j] == row) {
         ++found;
+        held += mass;
+        if (masses[row][j] < worst) last = mass;
         worst = std::min(worst, masses[row][j]);
       } else if (first[j] < 0 || first[j] > row) {
         missed = std::max(missed, masses[row][j]);
       }
     }
-    if (found != std::max<int64_t>(room, 0)) fail("choices of a token", tile, row);
+    if (found > room) fail("more than allowed", tile, row);
     if (found > 0 && worst < missed - kMargin) fail("a better block was left out", tile, row);
+    if (kind == StaircaseRule::Kind::topk && found != room) fail("choices of a token", tile, row);
+    const double slack = 0.03 * all;  // of sums of 16-bit masses
+    if (kind == StaircaseRule::Kind::topp) {
+      const double wanted = config.coverage * all;
+      if (found < room && held_before + held < wanted - slack) fail("coverage not reached", tile, row);
+      if (found > 0 && held_before + held - last > wanted + slack) fail("more than coverage asks for", tile, row);
+    }
+    if (kind == StaircaseRule::Kind::mass) {
+      const int64_t floor = row == 0 ? std::min<int64_t>((t.free_quota(tile) + 3) / 4, room) : 0;
+      if (found < floor) fail("less than the floor", tile, row);
+      if (found > floor && worst < threshold - kMargin) fail("below the threshold", tile, row);
+      if (found < room && missed > threshold + kMargin) fail("above the threshold but left out", tile, row);
+    }
     chosen += found;
   }
 }
 
-void run(const char* name, int query_heads, int kv_heads, int d, const std::vector<int>& lengths,
-         const std::vector<bool>& dense, int query_block, int64_t budget, int step,
-         int stride = 1) {  // every stride-th query block is compared with fp64
+struct Options {
+  SelectionPattern pattern = SelectionPattern::topk;
+  SelectionOrder order = SelectionOrder::causal;
+  BlockScore score = BlockScore::moments;
+  int block = kBlock;
+  int step = 1;
+  float threshold = 0;
+  int stride = 1;  // every stride-th query block is compared with fp64
+  int64_t batch_masses = int64_t{1} << 26;
+};
+
+void run(const char* name, bool hopper, int query_heads, int kv_heads, int d, const std::vector<int>& lengths,
+         const std::vector<bool>& dense, int query_block, int64_t budget, const Options& options = {}) {
   Shape shape{0, query_heads, kv_heads, d, 1.f / std::sqrt(float(d))};
+  SelectionConfig config;
+  config.pattern = options.pattern;
+  config.order = options.order;
+  config.score = options.score;
+  config.block = options.block;
+  config.query_block = query_block;
+  config.budget = budget;
+  config.step = options.step;
+  config.coverage = 0.8;
   std::vector<int32_t> cu{0};
   std::vector<SequenceTiles> tiles;
   for (int length : lengths) {
     cu.push_back(cu.back() + length);
-    tiles.push_back({length, kBlock, query_block, 1, 2, budget});
+    tiles.push_back({length, options.block, query_block, 1, 2, budget});
   }
   shape.tokens = cu.back();
-  Tensors t(shape, 99);
-  SelectCase select_case(shape, cu, dense, tiles, step);
+  const Tensors t(shape, 99);
+  SelectCase select_case(shape, cu, dense, tiles, config, hopper, options.batch_masses, options.threshold);
   select_case.poison();
-  select(select_case.params(shape, t.q.get(), t.k.get()), nullptr);
+  select_case.run(shape, t.q.get(), t.k.get());
   must(cudaDeviceSynchronize(), "select");
   const RowLists lists = select_case.lists(shape);
   const int before = failures;
-  std::printf("%-28s %zu entries", name, lists.entries.size());
+  std::printf("%-8s %-34s %zu entries, %zu batches", hopper ? "hopper" : "portable", name, lists.entries.size(),
+              select_case.plan.batches.size());
 
   const Inputs in{t.q.host(), t.k.host()};
+  unsigned long long blocks = 0, pairs = 0;
   for (int head = 0; head < kv_heads; ++head) {
     int row = 0;
     for (size_t s = 0; s < lengths.size(); ++s) {
@@ -138,64 +200,120 @@ void run(const char* name, int query_heads, int kv_heads, int d, const std::vect
           if (!entries.empty()) fail("list of a dense sequence", s, tile);
           continue;
         }
-        if (tile % stride != 0) continue;
+        for (const uint32_t entry : entries) {
+          const int64_t key = int64_t{entry_id(entry)} * lists.block;
+          blocks += key % tiling.block == 0;
+          for (int64_t p = tiling.begin(tile) + entry_first(entry); p < tiling.end(tile); ++p)
+            pairs += std::clamp<int64_t>(p - key + 1, 0, lists.block);
+        }
+        if (tile % options.stride != 0) continue;
         std::vector<std::vector<double>> masses;
         for (int r = 0; r < tiling.rows(tile); ++r)
-          masses.push_back(
-              masses_of(shape, in, statistics, cu[s] + int(tiling.begin(tile)) + r, head, tiling.competing(tile)));
-        check_tile(tiling, tile, step, entries, masses);
+          masses.push_back(masses_of(shape, in, statistics, cu[s] + int(tiling.begin(tile)) + r, head,
+                                     tiling.competing(tile), options.score == BlockScore::moments));
+        if (options.order == SelectionOrder::lookahead) {
+          std::vector<double> sums(tiling.competing(tile), 0);
+          for (const auto& token : masses)
+            for (size_t j = 0; j < sums.size(); ++j) sums[j] += std::exp(token[j]);
+          for (double& sum : sums) sum = std::log(sum);
+          masses = {sums};
+        }
+        check_tile(tiling, tile, config, options.threshold, entries, masses);
       }
     }
   }
   const ColumnLists want = transpose(lists, cu);
-  if (want.offsets != select_case.column_offsets.host()) fail("column offsets", 0, 0);
-  if (want.entries != select_case.column_entries.host()) fail("column entries", 0, 0);
-
-  // The future must not show: other keys and queries from token `change` of the first sequence on.
-  const int change = lengths[0] * 2 / 3 + 5;
-  Inputs other = in;
-  for (int64_t i = int64_t(change) * query_heads * d; i < int64_t(cu[1]) * query_heads * d; ++i)
-    other.q[i] = __float2bfloat16(2.f * __bfloat162float(in.q[i]) + 0.25f);
-  for (int64_t i = int64_t(change) * kv_heads * d; i < int64_t(cu[1]) * kv_heads * d; ++i)
-    other.k[i] = __float2bfloat16(-3.f * __bfloat162float(in.k[i]) + 0.5f);
-  const DeviceArray<__nv_bfloat16> q(other.q), k(other.k);
-  select_case.poison();
-  select(select_case.params(shape, q.get(), k.get()), nullptr);
-  must(cudaDeviceSynchronize(), "select");
-  const RowLists changed = select_case.lists(shape);
-  bool differs = false;
-  for (int head = 0; head < kv_heads && !dense[0]; ++head)
-    for (int64_t tile = 0; tile < tiles[0].tiles(); ++tile) {
-      const size_t at = size_t(head) * lists.rows + tile;
-      const int known = change - int(tiles[0].begin(tile));  // tokens of the tile that come before the change
-      const auto seen = [&](const RowLists& l) {
-        std::vector<uint32_t> out;
-        for (int32_t i = l.offsets[at]; i < l.offsets[at + 1]; ++i)
-          if (int(entry_first(l.entries[i])) < known) out.push_back(l.entries[i]);
-        return out;
-      };
-      if (seen(lists) != seen(changed)) fail("the future shows", head, tile);
-      differs = differs ||
-                !std::equal(lists.entries.begin() + lists.offsets[at], lists.entries.begin() + lists.offsets[at + 1],
-                            changed.entries.begin() + lists.offsets[at]);
+  auto offsets = select_case.column_offsets.host();
+  auto column_entries = select_case.column_entries.host();
+  column_entries.resize(want.entries.size());
+  if (want.offsets != offsets) fail("column offsets", 0, 0);
+  if (want.entries != column_entries) fail("column entries", 0, 0);
+  if (options.pattern != SelectionPattern::topk) {
+    const auto counted = select_case.chosen.host();
+    unsigned long long found_blocks = 0, found_pairs = 0;
+    for (int c = 0; c < kLengthClasses; ++c) {
+      found_blocks += counted[2 * c];
+      found_pairs += counted[2 * c + 1];
     }
-  if (!dense[0] && !differs) fail("the change changed nothing", 0, 0);
+    if (found_blocks != blocks) fail("count of blocks", found_blocks, blocks);
+    if (found_pairs != pairs) fail("count of pairs", found_pairs, pairs);
+  } else {
+    int64_t dense_pairs = 0;
+    for (size_t s = 0; s < lengths.size(); ++s)
+      if (dense[s]) dense_pairs += int64_t{kv_heads} * lengths[s] * (lengths[s] + 1) / 2;
+    if (select_case.plan.token_pairs != static_cast<int64_t>(pairs) + dense_pairs)
+      fail("pairs known beforehand", select_case.plan.token_pairs, pairs);
+  }
+  const bool forward_looking = options.order == SelectionOrder::lookahead;
+  if (!forward_looking && options.pattern != SelectionPattern::window) {
+    // The future must not show: other keys and queries from token `change` of the first sequence on.
+    const int change = lengths[0] * 2 / 3 + 5;
+    Inputs other = in;
+    for (int64_t i = int64_t(change) * query_heads * d; i < int64_t(cu[1]) * query_heads * d; ++i)
+      other.q[i] = __float2bfloat16(2.f * __bfloat162float(in.q[i]) + 0.25f);
+    for (int64_t i = int64_t(change) * kv_heads * d; i < int64_t(cu[1]) * kv_heads * d; ++i)
+      other.k[i] = __float2bfloat16(-3.f * __bfloat162float(in.k[i]) + 0.5f);
+    const DeviceArray<__nv_bfloat16> q(other.q), k(other.k);
+    select_case.poison();
+    select_case.run(shape, q.get(), k.get());
+    must(cudaDeviceSynchronize(), "select");
+    const RowLists changed = select_case.lists(shape);
+    bool differs = false;
+    for (int head = 0; head < kv_heads && !dense[0]; ++head)
+      for (int64_t tile = 0; tile < tiles[0].tiles(); ++tile) {
+        const size_t at = size_t(head) * lists.rows + tile;
+        const int known = change - int(tiles[0].begin(tile));  // tokens of the tile that come before the change
+        const auto seen = [&](const RowLists& l, int limit) {
+          std::vector<uint32_t> out;
+          for (int32_t i = l.offsets[at]; i < l.offsets[at + 1]; ++i)
+            if (int(entry_first(l.entries[i])) < limit) out.push_back(l.entries[i]);
+          return out;
+        };
+        if (seen(lists, known) != seen(changed, known)) fail("the future shows", head, tile);
+        differs = differs || seen(lists, 1000) != seen(changed, 1000);
+      }
+    if (!dense[0] && !differs) fail("the change changed nothing", 0, 0);
+  }
   std::printf(failures == before ? " ok\n" : "\n");
 }
 
 }  // namespace
-}  // namespace sb::hopper
+}  // namespace sb::gpu
 
-int main() {
+// --short leaves out the longest, for the memory checker.
+int main(int argc, char** argv) {
+  using namespace sb;
+  using gpu::Options;
+  using gpu::run;
   std::setvbuf(stdout, nullptr, _IONBF, 0);
-  using sb::hopper::run;
-  run("16:2 d128 4000", 16, 2, 128, {4000}, {false}, 16, 1200, 1);
-  run("14:2 d64 mixed", 14, 2, 64, {3000, 500, 1, 2200}, {false, true, false, false}, 16, 1100, 1);
-  run("8:2 d128 query block 32", 8, 2, 128, {2600, 900}, {false, false}, 32, 1000, 1);
-  run("2:2 d64", 2, 2, 64, {3000}, {false}, 16, 900, 1);
-  run("8:1 d64 70000", 8, 1, 64, {70000}, {false}, 128, 9000, 1, 40);
-  run("8:1 d64 step 0", 8, 1, 64, {5000}, {false}, 16, 900, 0);
-  run("8:1 d128 step 2", 8, 1, 128, {9001}, {false}, 16, 3300, 2);
-  std::printf(sb::hopper::failures ? "%d FAILED\n" : "selection: all passed\n", sb::hopper::failures);
-  return sb::hopper::failures ? 1 : 0;
+  const bool full = argc < 2 || std::string(argv[1]) != "--short";
+  const auto topp = SelectionPattern::topp, mass = SelectionPattern::mass, window = SelectionPattern::window;
+  const auto ahead = SelectionOrder::lookahead;
+  for (const bool hopper : {true, false}) {
+    run("16:2 d128 4000", hopper, 16, 2, 128, {4000}, {false}, 16, 1200);
+    run("14:2 d64 mixed", hopper, 14, 2, 64, {3000, 500, 1, 2200}, {false, true, false, false}, 16, 1100);
+    run("8:2 d128 query block 32", hopper, 8, 2, 128, {2600, 900}, {false, false}, 32, 1000);
+    run("2:2 d64", hopper, 2, 2, 64, {3000}, {false}, 16, 900);
+    run("4:2 d64", hopper, 4, 2, 64, {3000, 1300}, {false, false}, 64, 900);
+    run("16:1 d128", hopper, 16, 1, 128, {2500}, {false}, 16, 900);
+    run("8:1 d64 step 0", hopper, 8, 1, 64, {5000}, {false}, 16, 900, {.step = 0});
+    run("8:1 d128 step 2", hopper, 8, 1, 128, {9001}, {false}, 16, 3300, {.step = 2});
+    run("8:2 d64 mean", hopper, 8, 2, 64, {3000}, {false}, 16, 900, {.score = BlockScore::mean});
+    run("8:2 d64 blocks of 256", hopper, 8, 2, 64, {6000, 300}, {false, false}, 16, 2600, {.block = 256});
+    run("8:2 d64 small batches", hopper, 8, 2, 64, {4000}, {false}, 16, 900, {.batch_masses = 10000});
+    run("8:2 d64 topp", hopper, 8, 2, 64, {4000, 700}, {false, true}, 16, 2000, {.pattern = topp});
+    run("8:2 d64 mass", hopper, 8, 2, 64, {4000, 2500}, {false, false}, 16, 900, {.pattern = mass, .threshold = -3.f});
+    run("8:2 d64 mass, high", hopper, 8, 2, 64, {4000}, {false}, 16, 900, {.pattern = mass, .threshold = -1.f});
+    run("8:2 d64 window", hopper, 8, 2, 64, {4000}, {false}, 16, 900, {.pattern = window});
+    run("8:2 d64 lookahead", hopper, 8, 2, 64, {4000}, {false}, 32, 900, {.order = ahead});
+    run("8:2 d64 lookahead topp", hopper, 8, 2, 64, {4000}, {false}, 32, 2000, {.pattern = topp, .order = ahead});
+  }
+  run("32:1 d64 blocks of 64", false, 32, 1, 64, {2000}, {false}, 16, 600, {.block = 64});
+  if (full) {
+    run("8:1 d64 70000", true, 8, 1, 64, {70000}, {false}, 128, 9000, {.stride = 40});
+    run("8:1 d128 200000", true, 8, 1, 128, {200000}, {false}, 128, 20000, {.stride = 200});
+    run("8:1 d64 524288 topp", true, 8, 1, 64, {524288}, {false}, 128, 30000, {.pattern = topp, .stride = 500});
+  }
+  std::printf(gpu::failures ? "%d FAILED\n" : "selection: all passed\n", gpu::failures);
+  return gpu::failures ? 1 : 0;
 }

@@ -1,4 +1,4 @@
-#include "attention/hopper/work.h"
+#include "attention/cuda/work.h"
 
 #include <gtest/gtest.h>
 
@@ -7,11 +7,12 @@
 #include <random>
 #include <tuple>
 
-#include "attention/hopper/select.h"
+#include "attention/cuda/select.h"
 #include "attention/selection/staircase.h"
 #include "core/errors.h"
+#include "tests/attention/hopper/lists.h"
 
-namespace sb::hopper {
+namespace sb::gpu {
 namespace {
 
 Shape shape_of(int query_heads, int kv_heads) {
@@ -41,7 +42,7 @@ RowLists random_lists(const std::vector<int32_t>& cu, int heads, int query_block
 // (list head, sequence, query block, key block, first) of every entry, in order.
 using Pair = std::tuple<int, int, int, int, int>;
 
-TEST(HopperTiling, HoldsWholeTokensAndDividesTheQueryBlock) {
+TEST(GpuTiling, HoldsWholeTokensAndDividesTheQueryBlock) {
   const std::vector<int32_t> cu{0, 100, 100, 261};
   EXPECT_EQ(make_tiling(shape_of(16, 2), 2, 16, cu).tokens, 8);
   EXPECT_EQ(make_tiling(shape_of(14, 2), 2, 16, cu).tokens, 8);
@@ -57,7 +58,7 @@ TEST(HopperTiling, HoldsWholeTokensAndDividesTheQueryBlock) {
   EXPECT_THROW(make_tiling(shape_of(16, 2), 2, 15, cu), UserError);
 }
 
-TEST(HopperWork, ColumnsHoldTheSamePairsAsRows) {
+TEST(GpuWork, ColumnsHoldTheSamePairsAsRows) {
   const std::vector<int32_t> cu{0, 700, 701, 701, 1400};
   const RowLists rows = random_lists(cu, 3, 32, 0.4, 1);
   const ColumnLists columns = transpose(rows, cu);
@@ -84,95 +85,79 @@ TEST(HopperWork, ColumnsHoldTheSamePairsAsRows) {
   EXPECT_EQ(from_rows, from_columns);
 }
 
-// Every token of every list head in exactly one tile; every entry (or dense tile) of every column in exactly one item.
+// Every token of every list head in exactly one tile, every key of every key/value head in exactly one place.
 void check_work(const Shape& shape, const std::vector<int32_t>& cu, const std::vector<bool>& dense,
-                const RowLists* lists, int workers, bool expect_splits) {
-  const Work work = make_work(shape, cu, dense, lists, workers);
+                const RowLists* lists) {
+  const RowLayout layout = lists ? lists->layout() : RowLayout{};
+  const Work work = make_work(shape, cu, dense, lists ? &layout : nullptr, 132);
   const int list_heads = lists ? lists->heads : shape.kv_heads;
   std::vector<int> tokens(static_cast<size_t>(cu.back()) * list_heads, 0);
   for (const ForwardItem& item : work.forward) {
     EXPECT_GE(item.tokens, 1);
     EXPECT_LE(item.tokens, 2 * work.tiling.tokens);
     for (int t = 0; t < item.tokens; ++t) ++tokens[static_cast<size_t>(item.head) * cu.back() + item.token + t];
+    if (item.list_begin < 0) continue;
+    // Its list is the one of its query block.
+    const auto s = static_cast<size_t>(std::upper_bound(cu.begin(), cu.end(), item.token) - cu.begin() - 1);
+    int row = item.position / lists->query_block;
+    for (size_t before = 0; before < s; ++before)
+      row += (cu[before + 1] - cu[before] + lists->query_block - 1) / lists->query_block;
+    EXPECT_EQ(item.list_begin, lists->offsets[item.head * lists->rows + row]);
+    EXPECT_EQ(item.query_token, item.position % lists->query_block);
+    EXPECT_FALSE(dense[s]);
   }
   EXPECT_EQ(std::count(tokens.begin(), tokens.end(), 1), static_cast<int64_t>(tokens.size()));
 
-  // What each (sequence start, key block, list head) is made of.
-  std::map<std::tuple<int, int, int>, std::vector<std::pair<int, int>>> ranges;
-  std::map<int, int> slots;
-  int64_t keys = 0;
-  for (const BackwardItem& item : work.backward) {
-    const int start = item.token - item.position;
-    if (item.partial < 0) keys += item.keys;
-    if (item.partial >= 0) ++slots[item.partial];
-    for (int s = item.segment_begin; s < item.segment_begin + item.segment_count; ++s) {
-      const ColumnSegment& segment = work.segments[s];
-      EXPECT_EQ(segment.head / (list_heads / shape.kv_heads), item.head);
-      ranges[{start, item.position / kBlock, segment.head}].emplace_back(segment.begin, segment.count);
-    }
+  ASSERT_EQ(work.places.size(), static_cast<size_t>(work.columns) * shape.kv_heads);
+  std::vector<int> keys(static_cast<size_t>(cu.back()) * shape.kv_heads, 0);
+  for (size_t i = 0; i < work.places.size(); ++i) {
+    const BackwardItem& place = work.places[i];
+    EXPECT_EQ(place.column, static_cast<int>(i % work.columns));
+    EXPECT_EQ(place.head, static_cast<int>(i / work.columns));
+    for (int k = 0; k < place.keys; ++k) ++keys[static_cast<size_t>(place.head) * cu.back() + place.token + k];
   }
-  EXPECT_EQ(work.splits.empty(), !expect_splits);
-  int covered = 0;
-  for (const SplitColumn& split : work.splits) {
-    keys += split.keys;
-    for (int slot = split.begin; slot < split.begin + split.count; ++slot, ++covered) EXPECT_EQ(slots[slot], 1);
-  }
-  EXPECT_EQ(covered, work.partial_slots);
-  EXPECT_EQ(keys, int64_t{cu.back()} * shape.kv_heads);  // dK and dV of every key are written once
-
-  int column = 0;
-  for (size_t s = 0; s + 1 < cu.size(); ++s)
-    for (int b = 0; b * kBlock < cu[s + 1] - cu[s]; ++b, ++column)
-      for (int head = 0; head < list_heads; ++head) {
-        auto& parts = ranges[{cu[s], b, head}];
-        std::sort(parts.begin(), parts.end());
-        int at, end;
-        if (dense[s]) {
-          at = b * kBlock / (2 * work.tiling.tokens);
-          end = (work.cu_subtiles[s + 1] - work.cu_subtiles[s]) / 2;
-        } else {
-          at = work.columns.offsets[head * work.columns.columns + column];
-          end = work.columns.offsets[head * work.columns.columns + column + 1];
-        }
-        for (const auto& [begin, count] : parts) {
-          EXPECT_EQ(begin, at);
-          at += count;
-        }
-        EXPECT_EQ(at, end) << "sequence " << s << " block " << b << " head " << head;
-      }
+  EXPECT_EQ(std::count(keys.begin(), keys.end(), 1), static_cast<int64_t>(keys.size()));
 }
 
-TEST(HopperWork, CoversEverythingOnce) {
+TEST(GpuWork, CoversEverythingOnce) {
   const std::vector<int32_t> cu{0, 1, 900, 900, 1700};
-  check_work(shape_of(16, 2), cu, {true, true, true, true}, nullptr, 132, false);
-  check_work(shape_of(14, 2), {0, 9001}, {true}, nullptr, 132, true);
+  check_work(shape_of(16, 2), cu, {true, true, true, true}, nullptr);
+  check_work(shape_of(14, 2), {0, 9001}, {true}, nullptr);
   const RowLists lists = random_lists(cu, 2, 16, 0.3, 2);
-  check_work(shape_of(16, 2), cu, {false, false, false, true}, &lists, 132, false);
+  check_work(shape_of(16, 2), cu, {false, false, false, true}, &lists);
   const RowLists per_head = random_lists(cu, 8, 64, 0.5, 3);
-  check_work(shape_of(8, 2), cu, {false, true, false, false}, &per_head, 132, false);
+  check_work(shape_of(8, 2), cu, {false, true, false, false}, &per_head);
 }
 
-TEST(HopperWork, SplitsHubColumns) {
-  // Everybody chooses block 0 and their own.
-  const std::vector<int32_t> cu{0, 20000};
-  RowLists lists;
-  lists.heads = 1;
-  lists.query_block = 16;
-  lists.rows = 1250;
-  lists.offsets.push_back(0);
-  for (int row = 0; row < lists.rows; ++row) {
-    lists.entries.push_back(list_entry(0, 0));
-    if (row * 16 / kBlock > 0) lists.entries.push_back(list_entry(row * 16 / kBlock, 0));
-    lists.offsets.push_back(static_cast<int32_t>(lists.entries.size()));
+TEST(GpuWork, LimitsHoldForAnyColumns) {
+  // Cuts columns as the device does and compares with what was promised beforehand.
+  std::mt19937 random(11);
+  for (int round = 0; round < 200; ++round) {
+    const int workers = 1 + static_cast<int>(random() % 132);
+    std::vector<int64_t> columns(1 + random() % 300);
+    for (int64_t& cost : columns) cost = random() % (random() % 20 == 0 ? 100000 : 300);
+    int64_t total = 0;
+    for (const int64_t cost : columns) total += cost;
+    const int64_t share = fair_share(total, workers);
+    int64_t items = 0, splits = 0, slots = 0;
+    for (const int64_t cost : columns) {
+      const int64_t pieces = cost <= share ? 1 : (cost + share - 1) / share;
+      items += pieces;
+      splits += pieces > 1;
+      slots += pieces > 1 ? pieces : 0;
+    }
+    const WorkLimits limits = work_limits(static_cast<int64_t>(columns.size()), total, workers);
+    EXPECT_LE(items, limits.items);
+    EXPECT_LE(splits, limits.splits);
+    EXPECT_LE(slots, limits.slots);
+    // More than there is, as for lists that are not full.
+    const WorkLimits wide = work_limits(static_cast<int64_t>(columns.size()), total + random() % 10000, workers);
+    EXPECT_LE(items, wide.items);
+    EXPECT_LE(slots, wide.slots);
   }
-  check_work(shape_of(8, 1), cu, {false}, &lists, 132, true);
-  const Work work = make_work(shape_of(8, 1), cu, {false}, &lists, 132);
-  ASSERT_EQ(work.splits.size(), 1u);
-  EXPECT_EQ(work.splits[0].token, 0);
-  EXPECT_GT(work.splits[0].count, 4);
 }
 
-TEST(HopperWork, LongItemsOfAHeadComeFirst) {
+TEST(GpuWork, LongItemsOfAHeadComeFirst) {
   const std::vector<int32_t> cu{0, 3000};
   const Work work = make_work(shape_of(16, 2), cu, {true}, nullptr, 132);
   for (size_t i = 1; i < work.forward.size(); ++i) {
@@ -182,36 +167,125 @@ TEST(HopperWork, LongItemsOfAHeadComeFirst) {
   }
 }
 
-TEST(HopperSelectPlan, KnowsTheLengthOfEveryListBeforehand) {
+SelectionConfig config_of(SelectionPattern pattern, int block = kBlock) {
+  SelectionConfig config;
+  config.pattern = pattern;
+  config.block = block;
+  config.budget = 1300;
+  return config;
+}
+
+// Row lists of `plan` have exactly (topk) or at most (others) the length that the staircase makes of random masses; and
+// the masses that the plan provides for are those of the tokens that choose.
+void check_plan(const SelectionConfig& config, bool exact) {
   const Shape shape = shape_of(16, 2);
   const std::vector<int32_t> cu{0, 4001, 4500, 7000};
-  const int step = 1;
   std::vector<SequenceTiles> tiles;
-  for (size_t s = 0; s + 1 < cu.size(); ++s) tiles.push_back({cu[s + 1] - cu[s], kBlock, 16, 1, 2, 1300});
-  const SelectPlan plan = make_select_plan(shape, cu, {false, true, false}, tiles, step);
+  for (size_t s = 0; s + 1 < cu.size(); ++s)
+    tiles.push_back({cu[s + 1] - cu[s], config.block, 16, 1, 2, config.budget});
+  const int64_t batch = 40000;
+  const SelectPlan plan = make_select_plan(shape, cu, {false, true, false}, tiles, config, 16, batch);
+  const int expand = plan.select_block / plan.block;
   std::mt19937 random(5);
   std::normal_distribution<float> draw;
   int row = 0;
+  int64_t pairs = 0;
   for (int head = 0; head < shape.kv_heads; ++head)
     for (size_t s = 0; s < tiles.size(); ++s)
       for (int64_t tile = 0; tile < tiles[s].tiles(); ++tile, ++row) {
         std::vector<IndexEntry> chosen;
-        if (s != 1) {
-          const int64_t competing = tiles[s].competing(tile);
+        const int64_t competing = tiles[s].competing(tile);
+        const auto kind =
+            config.pattern == SelectionPattern::topk ? StaircaseRule::Kind::topk : StaircaseRule::Kind::topp;
+        if (s == 1) {
+          pairs += tile == 0 ? int64_t{499} * 500 / 2 : 0;
+        } else if (config.pattern == SelectionPattern::window) {
+          choose_window(tiles[s], tile, chosen);
+        } else {
           std::vector<float> masses(competing * tiles[s].rows(tile));
           for (float& mass : masses) mass = draw(random);
-          Staircase().choose(tiles[s], tile, {masses.data(), competing, tiles[s].rows(tile), competing},
-                             staircase_rule(StaircaseRule::Kind::topk, tiles[s].free_quota(tile), step, 16), chosen);
+          StaircaseRule rule = staircase_rule(kind, tiles[s].free_quota(tile), config.step, 16);
+          Staircase().choose(tiles[s], tile, {masses.data(), competing, tiles[s].rows(tile), competing}, rule, chosen);
         }
-        ASSERT_EQ(plan.row_offsets[row + 1] - plan.row_offsets[row], static_cast<int64_t>(chosen.size()))
-            << "head " << head << " sequence " << s << " tile " << tile;
+        int64_t length = 0;
+        for (const IndexEntry& entry : chosen) {
+          for (int64_t p = tiles[s].begin(tile) + entry.first; p < tiles[s].end(tile); ++p)
+            pairs += std::clamp<int64_t>(p - int64_t{entry.block} * config.block + 1, 0, config.block);
+          for (int part = 0; part < expand; ++part)
+            length += int64_t{entry.block} * config.block + part * plan.block < tiles[s].end(tile);
+        }
+        if (exact)
+          ASSERT_EQ(plan.row_offsets[row + 1] - plan.row_offsets[row], length)
+              << "head " << head << " sequence " << s << " tile " << tile;
+        else
+          ASSERT_GE(plan.row_offsets[row + 1] - plan.row_offsets[row], length);
       }
   EXPECT_EQ(plan.row_offsets.back(), plan.entries);
-  EXPECT_EQ(plan.columns.size(), 2u * (32 + 4 + 20));
-  tiles[0].tokens = 10 * 1000 * 1000;
-  EXPECT_THROW(make_select_plan(shape, std::vector<int32_t>{0, 10 * 1000 * 1000}, {false}, {tiles[0]}, step),
+  if (exact) {
+    EXPECT_EQ(plan.token_pairs, pairs);
+  }
+
+  // Every batch fits, its items have the masses of the tokens that choose, and no two share any.
+  for (const SelectBatch& part : plan.batches) {
+    std::map<int64_t, std::pair<int32_t, int32_t>> at;  // masses → token, competing
+    for (int i = part.score_begin; i < part.score_begin + part.score_count; ++i) {
+      const ScoreItem& score = plan.scores[i];
+      EXPECT_LE(score.tokens, 16);
+      EXPECT_LE(score.competing, score.stride);
+      for (int t = 0; t < score.tokens; ++t) {
+        const int64_t place = score.masses + int64_t{t} * score.stride;
+        EXPECT_LE(place + score.stride, std::max(plan.masses, batch));
+        EXPECT_TRUE(at.insert({place, {score.token + score.later[t], score.competing}}).second);
+      }
+    }
+    for (int i = part.item_begin; i < part.item_begin + part.item_count; ++i) {
+      const SelectItem& item = plan.items[i];
+      if (item.everything || item.total == 0 || item.competing <= item.sinks + item.local) continue;
+      int index = 0;
+      const auto allowed = [&](int r) { return item.first + (item.total - item.first) * r / 15; };
+      for (int r = 0; r < item.tokens; ++r) {
+        if (config.pattern == SelectionPattern::topk && r > 0 && allowed(r) == allowed(r - 1)) continue;
+        const auto found = at.find(item.masses + int64_t{index++} * item.stride);
+        ASSERT_NE(found, at.end());
+        const int32_t start = found->second.first - item.position - r;
+        EXPECT_TRUE(start == 0 || start == 4500) << start;
+        EXPECT_EQ(found->second.second, item.competing);
+      }
+    }
+  }
+}
+
+TEST(GpuSelectPlan, KnowsTheLengthOfEveryListBeforehand) {
+  check_plan(config_of(SelectionPattern::topk), true);
+  check_plan(config_of(SelectionPattern::topk, 64), true);
+  check_plan(config_of(SelectionPattern::topk, 256), true);
+  check_plan(config_of(SelectionPattern::window), true);
+  check_plan(config_of(SelectionPattern::topp), false);
+}
+
+TEST(GpuSelectPlan, AllowanceIsTheStaircaseOfTheRule) {
+  for (const int query_block : {1, 2, 7, 16, 128})
+    for (const int first : {0, 1, 5, 40})
+      for (const int total : {first, first + 1, first + 7, first + 15, first + 300}) {
+        StaircaseRule rule;
+        rule.first = first;
+        rule.total = total;
+        rule.rows = query_block;
+        Allowance allowance(first, total, query_block);
+        for (int row = 0; row < query_block; ++row, allowance.next()) {
+          ASSERT_EQ(allowance.allowed, rule.allowed(row)) << query_block << " " << first << " " << total << " " << row;
+          ASSERT_EQ(allowance.grew, rule.allowed(row) > (row == 0 ? 0 : rule.allowed(row - 1)));
+        }
+      }
+}
+
+TEST(GpuSelectPlan, RefusesWhatListsCannotName) {
+  const int32_t length = 10 * 1000 * 1000;
+  SelectionConfig config = config_of(SelectionPattern::topk);
+  const SequenceTiles tiles{length, kBlock, 16, 1, 2, 1300};
+  EXPECT_THROW(make_select_plan(shape_of(16, 2), std::vector<int32_t>{0, length}, {false}, {tiles}, config, 16, 1000),
                UserError);
 }
 
 }  // namespace
-}  // namespace sb::hopper
+}  // namespace sb::gpu

@@ -1,17 +1,18 @@
 #pragma once
 
-// What the Hopper attention kernels are told: plain structs and raw device pointers.
+// What the attention kernels are told: plain structs and raw device pointers. The Hopper kernels take bf16 and key
+// blocks of 128; the portable ones take bf16 or fp32 and blocks of 64 or 128.
 //
-// Tensors are packed: q, o [tokens, query_heads, d] and k, v [tokens, kv_heads, d] in bf16, log-sum-exp
-// [tokens, query_heads] in fp32. Rows of a tile are (token, head of the group), head fastest. A subtile has 64 rows:
-// `tokens` consecutive tokens of one sequence, counted from its start, times `heads` query heads; rows that are left
-// over (64 is no multiple of 7) and tokens past the end of the sequence are padding. A tile of the forward is two
-// subtiles. Key blocks have 128 tokens and are counted from the start of their sequence.
+// Tensors are packed: q, o [tokens, query_heads, d] and k, v [tokens, kv_heads, d], log-sum-exp [query_heads, tokens]
+// in fp32. Rows of a tile are (token, head of the group), head fastest. A subtile has 64 rows: `tokens` consecutive
+// tokens of one sequence, counted from its start, times `heads` query heads; rows that are left over (64 is no multiple
+// of 7) and tokens past the end of the sequence are padding. A tile of the forward is two subtiles. Key blocks are
+// counted from the start of their sequence.
 
 #include <cstddef>
 #include <cstdint>
 
-namespace sb::hopper {
+namespace sb::gpu {
 
 constexpr int kBlock = 128;
 constexpr int kSubtileRows = 64;
@@ -41,6 +42,7 @@ struct Tiling {
   int32_t tokens = 0;       // tokens in a subtile
   int32_t query_block = 0;  // tokens that share a list, a multiple of a tile
   int32_t subtiles = 0;     // of all sequences, for one list head; every sequence rounded up to whole tiles
+  int32_t block = kBlock;   // tokens of a key block
 };
 
 // One tile of the forward (and of the query-stationary backward), in the order in which they are started.
@@ -55,30 +57,35 @@ struct alignas(16) ForwardItem {
   int32_t subtile = 0;      // first subtile among all of all list heads
 };
 
-// One key block of the backward or a part of its column.
+// One key block of the backward, or a part of its column. A column is what all list heads of the key/value head chose
+// it with, one list head after the other: entries, or tiles of the sequence where that is dense.
 struct alignas(16) BackwardItem {
   int32_t token = 0;     // first key, in the packed tensors
-  int32_t keys = 0;      // 1..128
+  int32_t keys = 0;      // 1..block
   int32_t position = 0;  // of the first key in its sequence
   int32_t head = 0;      // key/value head
   int32_t subtile = 0;   // the sequence's first subtile, for list head 0
   int32_t subtiles = 0;  // of the sequence
-  int32_t segment_begin = 0;
-  int32_t segment_count = 0;
-  int32_t partial = -1;  // slot for an unfinished sum of a split column; -1: this item is the whole column
-  int32_t dense = 0;     // segments count tiles of the sequence instead of list entries
-  int32_t unused[2] = {0, 0};
-};
-
-struct ColumnSegment {
-  int32_t head = 0;   // list head
-  int32_t begin = 0;  // in the column entries; dense: the first tile
-  int32_t count = 0;
+  int32_t column = 0;    // number of the key block among those of one list head
+  int32_t dense = 0;
+  int32_t begin = 0, count = 0;  // the part of the column
+  int32_t partial = -1;          // slot for an unfinished sum of a split column; -1: this item is the whole column
+  int32_t unused = 0;
 };
 
 // A key block whose column was split: dK and dV are the sum of the slots [begin, begin + count).
 struct SplitColumn {
   int32_t token = 0, keys = 0, head = 0, begin = 0, count = 0;
+};
+
+// How many there are, written by the kernel that makes them.
+struct WorkCounts {
+  int32_t items = 0, splits = 0;
+};
+
+// How many there may be.
+struct WorkLimits {
+  int32_t items = 0, splits = 0, slots = 0;
 };
 
 struct ForwardParams {
@@ -111,11 +118,12 @@ struct BackwardParams {
   const int32_t* cu_subtiles = nullptr;  // [sequences + 1], for one list head
   int32_t sequences = 0;
   const BackwardItem* items = nullptr;
-  int32_t item_count = 0;
-  const ColumnSegment* segments = nullptr;
-  const uint32_t* column_entries = nullptr;
   const SplitColumn* splits = nullptr;
-  int32_t split_count = 0;
+  const WorkCounts* counts = nullptr;  // of both
+  WorkLimits limits;
+  const int32_t* column_offsets = nullptr;  // [list heads · columns + 1]
+  const uint32_t* column_entries = nullptr;
+  int32_t columns = 0;  // key blocks of all sequences
   // The deterministic backward walks the rows a second time.
   const ForwardItem* row_items = nullptr;
   int32_t row_item_count = 0;
@@ -132,10 +140,38 @@ size_t statistics_size(const Shape& shape, const Tiling& tiling);
 size_t dq_sum_size(const Shape& shape, const Tiling& tiling);
 size_t partials_size(const Shape& shape, int slots);
 
-// All asynchronous on `stream` (a cudaStream_t); no host synchronisation, capturable into a graph.
-void forward(const ForwardParams& params, void* stream);
-void backward(const BackwardParams& params, void* stream);
-// Bit-equal over runs: dK/dV and dQ in two kernels without concurrent sums.
-void backward_deterministic(const BackwardParams& params, void* stream);
+// The order of the backward's work, made on the device from the column lists.
+struct BackwardWorkParams {
+  Shape shape;
+  Tiling tiling;
+  const BackwardItem* places = nullptr;     // [kv heads · columns]: every key block, begin and count left out
+  const int32_t* column_offsets = nullptr;  // null when all sequences are dense
+  int32_t columns = 0;
+  int32_t workers = 0;  // that share the work: a column longer than a fair share is split
+  BackwardItem* items = nullptr;
+  SplitColumn* splits = nullptr;
+  WorkCounts* counts = nullptr;
+};
 
-}  // namespace sb::hopper
+// The most items, splits and slots that `columns` key blocks with altogether at most `cost` subtiles can need.
+WorkLimits work_limits(int64_t columns, int64_t cost, int workers);
+// Subtiles in one fair share.
+constexpr int64_t fair_share(int64_t cost, int workers) {
+  const int64_t share = (cost + 2 * workers - 1) / (2 * workers);
+  return share < 128 ? 128 : share;
+}
+
+// All asynchronous on `stream` (a cudaStream_t); no host synchronisation, capturable into a graph.
+void make_backward_work(const BackwardWorkParams& params, void* stream);
+void hopper_forward(const ForwardParams& params, void* stream);
+void hopper_backward(const BackwardParams& params, void* stream);
+// Bit-equal over runs: dK/dV and dQ in two kernels without concurrent sums.
+void hopper_backward_deterministic(const BackwardParams& params, void* stream);
+
+// For any GPU with bf16 tensor cores (SM80 and later), and in fp32 with plain arithmetic for exact comparison. The
+// backward is the deterministic one: it sums nothing concurrently.
+enum class Precision { bf16, fp32 };
+void portable_forward(const ForwardParams& params, Precision precision, void* stream);
+void portable_backward(const BackwardParams& params, Precision precision, void* stream);
+
+}  // namespace sb::gpu

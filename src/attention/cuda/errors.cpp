@@ -4,13 +4,13 @@
 
 #include <cstdint>
 
-namespace sb::hopper {
+namespace sb::gpu {
 
 [[noreturn]] void throw_cuda(const char* what, const char* error) {
   throw InternalError("{}: {}", what, error);
 }
 [[noreturn]] void throw_unsupported(const char* what, int64_t value) {
-  throw UserError("the Hopper attention kernels do not support {} = {}", what, value);
+  throw UserError("attention on CUDA does not support {} = {}", what, value);
 }
 
-}  // namespace sb::hopper
+}  // namespace sb::gpu

@@ -1,0 +1,442 @@
+#include "attention/cuda/choose.cuh"
+
+#include "attention/cuda/check.cuh"
+
+namespace sb::gpu {
+namespace {
+
+constexpr uint8_t kUnchosen = 255;
+constexpr int kWarps = 4;  // query blocks of a thread block
+constexpr float kLog2e = 1.4426950408889634f;
+
+struct Arguments {
+  const SelectItem* items;
+  int32_t count;
+  int32_t query_block, select_block, expand;  // expand: key blocks of the lists in one of the selection
+  int32_t warp_bytes;                         // of shared memory: a third for `first`, the rest for masses
+  SelectionPattern pattern;
+  bool lookahead;
+  float coverage;
+  const float* thresholds;
+  const uint16_t* masses;
+  uint32_t* entries;
+  uint8_t* map;
+  int32_t* column_counts;
+  unsigned long long* chosen;
+};
+
+// The choices of one warp for the tokens of a query block, one after the other. Lane l looks after blocks 64·i + 2·l
+// and the next. A block's key is its mass, then its number: larger mass first, ties to the lower block, and no two keys
+// equal. Masses are held in registers, `kPairs` twice two; with kPairs = 0 in shared memory, for any number.
+template <int kPairs>
+struct Chooser {
+  static constexpr int kHeld = kPairs > 0 ? kPairs : 1;
+  const Arguments& args;
+  const SelectItem& item;
+  uint8_t* first;           // of each block, the token that chose it
+  uint32_t* shared_masses;  // kPairs = 0 only
+  int lane;
+  int chosen = 0, candidates = 0;
+  uint32_t held[kHeld];
+  uint32_t taken[(2 * kHeld + 31) / 32] = {};  // bit 2·i + e: chosen, or does not exist
+
+  __device__ __forceinline__ uint32_t pair(int i) const {
+    if constexpr (kPairs > 0) return held[i];
+    return shared_masses[32 * i + lane];
+  }
+  __device__ __forceinline__ void set_pair(int i, uint32_t value) {
+    if constexpr (kPairs > 0)
+      held[i] = value;
+    else
+      shared_masses[32 * i + lane] = value;
+  }
+  __device__ __forceinline__ bool is_taken(int i, int e) const {
+    if constexpr (kPairs > 0) return (taken[(2 * i + e) / 32] >> ((2 * i + e) % 32) & 1) != 0;
+    const int j = 64 * i + 2 * lane + e;
+    return j >= item.competing || first[j] != kUnchosen;
+  }
+  __device__ __forceinline__ void take(int i, int e, int row) {
+    if constexpr (kPairs > 0) taken[(2 * i + e) / 32] |= 1u << ((2 * i + e) % 32);
+    first[64 * i + 2 * lane + e] = static_cast<uint8_t>(row);
+  }
+  __device__ __forceinline__ uint32_t key(int i, int e) const {
+    const uint32_t mass = e == 0 ? pair(i) << 16 : pair(i) & 0xFFFF0000u;
+    return is_taken(i, e) ? 0 : mass | static_cast<uint32_t>(0xFFFF - (64 * i + 2 * lane + e));
+  }
+  // Calls body(i) for all pairs of this lane.
+  template <typename Body>
+  __device__ __forceinline__ void each_pair(Body body) const {
+    if constexpr (kPairs > 0) {
+#pragma unroll
+      for (int i = 0; i < kPairs; ++i)
+        if (64 * i < item.competing) body(i);
+    } else {
+      for (int i = 0; 64 * i < item.competing; ++i) body(i);
+    }
+  }
+  // Calls body(i, e) for all blocks of this lane.
+  template <typename Body>
+  __device__ __forceinline__ void each(Body body) const {
+    each_pair([&](int i) {
+      body(i, 0);
+      body(i, 1);
+    });
+  }
+
+  __device__ void begin() {
+    candidates = item.competing - item.sinks - item.local;
+    each([&](int i, int e) {
+      const int j = 64 * i + 2 * lane + e;
+      const bool forced = j < item.sinks || j >= item.competing - item.local;
+      if (j < item.competing) first[j] = forced ? 0 : kUnchosen;
+      if constexpr (kPairs > 0)
+        if (forced) taken[(2 * i + e) / 32] |= 1u << ((2 * i + e) % 32);  // those past the end too
+    });
+    __syncwarp();
+  }
+
+  // Of the index-th token that chooses.
+  __device__ __forceinline__ uint32_t load(int index, int i) const {
+    return reinterpret_cast<const uint32_t*>(args.masses + item.masses +
+                                             static_cast<int64_t>(index) * item.stride)[32 * i + lane];
+  }
+
+  // Masses of the whole query block: the sum over its tokens.
+  __device__ void load_sum() {
+    each_pair([&](int i) {
+      float sum[2] = {0, 0};
+      for (int row = 0; row < item.tokens; ++row) {
+        const uint32_t two = load(row, i);
+        sum[0] += exp2f(mass_of(two & 0xFFFF));
+        sum[1] += exp2f(mass_of(two >> 16));
+      }
+      const __half2 mass = __floats2half2_rn(__log2f(sum[0]), __log2f(sum[1]));
+      set_pair(i, ordered(*reinterpret_cast<const uint32_t*>(&mass)));
+    });
+  }
+
+  __device__ uint32_t best() const {
+    uint32_t top = 0;
+    each([&](int i, int e) { top = max(top, key(i, e)); });
+    return __reduce_max_sync(~0u, top);
+  }
+
+  enum Verdict { kTooFew, kEnough, kJustRight };
+  // A threshold that is just right, or the largest one for which there are enough; that holds for all thresholds below
+  // one of the keys.
+  template <typename Enough>
+  __device__ uint32_t search(uint32_t top, Enough enough) const {
+    // Bit by bit, below what the largest and the least key share.
+    uint32_t least = ~0u;
+    each([&](int i, int e) {
+      const uint32_t k = key(i, e);
+      if (k != 0) least = min(least, k);
+    });
+    least = __reduce_min_sync(~0u, least);
+    int bit = 31 - __clz(static_cast<int>(top ^ least));
+    uint32_t threshold = bit < 0 ? top : top & ~((2u << bit) - 1);
+    for (; bit >= 0; --bit) {
+      const uint32_t trial = threshold | (1u << bit);
+      const Verdict verdict = enough(trial);
+      if (verdict != kTooFew) threshold = trial;
+      if (verdict == kJustRight) break;
+    }
+    return threshold;
+  }
+  __device__ int count_from(uint32_t threshold) const {
+    unsigned reached = 0;
+    each([&](int i, int e) { reached += key(i, e) >= threshold; });
+    return static_cast<int>(__reduce_add_sync(~0u, reached));
+  }
+  // The key of rank `rank` among the free ones.
+  __device__ uint32_t ranked(uint32_t top, int rank) const {
+    if (rank <= 1) return top;
+    return search(top, [&](uint32_t trial) {
+      const int count = count_from(trial);
+      return count < rank ? kTooFew : count == rank ? kJustRight : kEnough;
+    });
+  }
+  // Masses of the free blocks from a threshold on.
+  __device__ float held_from(uint32_t threshold) const {
+    float sum = 0;
+    each([&](int i, int e) {
+      const uint32_t k = key(i, e);
+      if (k >= threshold) sum += exp2f(mass_of(k >> 16));
+    });
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
+    return sum;
+  }
+
+  // What token `row` chooses, at most `room` blocks.
+  __device__ void choose(int room, int row) {
+    const uint32_t top = best();
+    uint32_t threshold = top;
+    if (args.pattern == SelectionPattern::topp) {
+      float all = 0, held = 0;
+      each([&](int i, int e) {
+        if (64 * i + 2 * lane + e >= item.competing) return;
+        const float m = exp2f(mass_of(e == 0 ? pair(i) & 0xFFFF : pair(i) >> 16));
+        all += m;
+        if (is_taken(i, e)) held += m;
+      });
+#pragma unroll
+      for (int step = 16; step > 0; step /= 2) {
+        all += __shfl_xor_sync(~0u, all, step);
+        held += __shfl_xor_sync(~0u, held, step);
+      }
+      const float wanted = args.coverage * all - held;
+      if (wanted <= 0) return;
+      threshold = search(top, [&](uint32_t trial) {
+        return count_from(trial) >= room || held_from(trial) >= wanted ? kEnough : kTooFew;
+      });
+    } else if (args.pattern == SelectionPattern::mass) {
+      const __half limit = __float2half_rn(args.thresholds[item.length_class] * kLog2e);
+      const uint32_t worth = ordered(__half_as_ushort(limit)) << 16;
+      threshold = max(ranked(top, room), worth);
+      const int least = min((item.total / 2 + 3) / 4, room);
+      if (row == 0 && least > 0 && count_from(threshold) < least) threshold = ranked(top, least);
+    } else {
+      threshold = ranked(top, room);
+    }
+    unsigned marked = 0;
+    each([&](int i, int e) {
+      const uint32_t k = key(i, e);
+      if (k < threshold || k == 0) return;
+      take(i, e, row);
+      ++marked;
+    });
+    chosen += static_cast<int>(__reduce_add_sync(~0u, marked));
+  }
+
+  __device__ void run() {
+    begin();
+    if (args.lookahead) {
+      load_sum();
+      choose(min(item.total, candidates), 0);
+      __syncwarp();
+      return;
+    }
+    // Tokens that have nothing to add have no masses either.
+    const bool all = args.pattern != SelectionPattern::topk;
+    Allowance allowance(item.first, item.total, args.query_block);
+    int row = 0, index = 0;
+    const auto next_token = [&] {
+      do {
+        ++row;
+        allowance.next();
+      } while (row < item.tokens && !all && !allowance.grew);
+    };
+    if (!all && !allowance.grew) next_token();
+    each_pair([&](int i) { set_pair(i, load(0, i)); });
+    while (row < item.tokens) {
+      const int token = row, room = min(allowance.allowed, candidates) - chosen;
+      next_token();
+      ++index;
+      // The next token's masses are on their way while this one chooses.
+      constexpr bool kAhead = kPairs > 0 && kPairs <= 8;
+      uint32_t next[kHeld];
+      if constexpr (kAhead)
+        if (row < item.tokens) each_pair([&](int i) { next[i] = load(index, i); });
+      if (room > 0) choose(room, token);
+      if (row >= item.tokens) break;
+      each_pair([&](int i) {
+        if constexpr (kAhead)
+          held[i] = next[i];
+        else
+          set_pair(i, load(index, i));
+      });
+    }
+    __syncwarp();
+  }
+};
+
+// `first` is null where nothing was to choose.
+__device__ void emit(const Arguments& args, const SelectItem& item, const uint8_t* first, int lane) {
+  const auto chosen_by = [&](int j) -> uint8_t {
+    if (j >= item.competing || item.everything) return 0;
+    if (first != nullptr) return first[j];
+    return j < item.sinks || j >= item.competing - item.local ? 0 : kUnchosen;
+  };
+  int at = item.list_begin;
+  for (int base = 0; base < item.visible; base += 32) {
+    const int j = base + lane;
+    uint8_t by = kUnchosen;
+    if (j < item.visible) {
+      by = chosen_by(j / args.expand);
+      args.map[item.map + j] = by;
+    }
+    const uint32_t kept = __ballot_sync(~0u, by != kUnchosen);
+    if (by != kUnchosen) {
+      args.entries[at + __popc(kept & ((1u << lane) - 1))] = list_entry(j, by);
+      atomicAdd(args.column_counts + item.column + j, 1);
+    }
+    at += __popc(kept);
+  }
+  for (int i = at + lane; i < item.list_begin + item.capacity; i += 32) args.entries[i] = kNoEntry;
+
+  if (args.chosen == nullptr) return;
+  unsigned blocks = 0, pairs = 0;
+  for (int j = lane; j < item.competing; j += 32)
+    if (const uint8_t by = chosen_by(j); by != kUnchosen) {
+      ++blocks;
+      pairs += (item.tokens - by) * args.select_block;
+    }
+  blocks = __reduce_add_sync(~0u, blocks);
+  pairs = __reduce_add_sync(~0u, pairs);
+  if (lane != 0) return;
+  const int own = item.position - item.competing * args.select_block;  // keys of its own blocks before the query block
+  blocks += (item.position + item.tokens - 1) / args.select_block + 1 - item.competing;
+  atomicAdd(args.chosen + 2 * item.length_class, static_cast<unsigned long long>(blocks));
+  atomicAdd(args.chosen + 2 * item.length_class + 1, static_cast<unsigned long long>(pairs) +
+                                                         static_cast<unsigned long long>(item.tokens) * own +
+                                                         item.tokens * (item.tokens + 1) / 2);
+}
+
+template <int kPairs>
+__global__ void __launch_bounds__(32 * kWarps, kPairs == 16 ? 2 : 4)
+    choose_kernel(const __grid_constant__ Arguments args) {
+  extern __shared__ __align__(16) uint8_t shared[];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int index = blockIdx.x * kWarps + warp;
+  if (index >= args.count) return;
+  const SelectItem item = args.items[index];
+  uint8_t* first = nullptr;
+  if (!item.everything && item.total > 0 && item.competing > item.sinks + item.local) {
+    first = shared + warp * args.warp_bytes;
+    Chooser<kPairs> chooser{args, item, first, reinterpret_cast<uint32_t*>(first + args.warp_bytes / 3), lane};
+    chooser.run();
+  }
+  emit(args, item, first, lane);
+}
+
+// 32 columns a thread block. Each warp takes a part of the query blocks, a lane one of them at a time and all 32 key
+// blocks of it in one load; it counts first, and writes when it knows what comes before. Where a column begins follows
+// from the counts of the selection; every thread block sums those before its own, which is quicker than another kernel.
+constexpr int kColumnWarps = 16;
+
+struct MapRow {
+  uint4 low, high;  // who chose 32 neighbouring key blocks
+  __device__ uint8_t operator[](int c) const {
+    const uint32_t words[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+    return static_cast<uint8_t>(words[c / 4] >> (8 * (c % 4)));
+  }
+};
+
+__global__ void __launch_bounds__(32 * kColumnWarps)
+    columns_kernel(const SelectGroup* groups, int count, const uint8_t* map, const int32_t* counts, int32_t* offsets,
+                   uint32_t* entries) {
+  __shared__ int32_t sums[kColumnWarps], parts[kColumnWarps][32];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const SelectGroup group = groups[blockIdx.x];
+  int before = 0;
+  for (int i = threadIdx.x; i < group.column; i += 32 * kColumnWarps) before += counts[i];
+  before = static_cast<int>(__reduce_add_sync(~0u, static_cast<unsigned>(before)));
+  if (lane == 0) sums[warp] = before;
+
+  // Query blocks of this warp, whole multiples of 32 from the first that can see the first of the key blocks.
+  const int rounds = (group.query_blocks + 32 * kColumnWarps - 1) / (32 * kColumnWarps);
+  const int begin = group.first_block + warp * rounds * 32, end = group.first_block + group.query_blocks;
+  const auto read = [&](int block) {
+    MapRow row{make_uint4(~0u, ~0u, ~0u, ~0u), make_uint4(~0u, ~0u, ~0u, ~0u)};
+    if (block < end) {
+      const uint4* from = reinterpret_cast<const uint4*>(map + group.map + static_cast<int64_t>(block) * group.stride);
+      row.low = from[0];
+      if (group.wide) row.high = from[1];
+    }
+    return row;
+  };
+  // Beyond what a query block can see the map holds nothing; lane c keeps column c.
+  const auto sees = [&](int block, int c) {
+    return (group.key_block + c) * group.block < (block + 1) * group.query_block;
+  };
+  int own = 0;
+  for (int i = 0; i < rounds; ++i) {
+    const int block = begin + 32 * i + lane;
+    const MapRow row = read(block);
+#pragma unroll
+    for (int c = 0; c < 32; ++c) {
+      const uint32_t kept = __ballot_sync(~0u, row[c] != kUnchosen && sees(block, c) && c < group.columns);
+      if (lane == c) own += __popc(kept);
+    }
+  }
+  parts[warp][lane] = own;
+  __syncthreads();
+  int start = 0;
+  for (int w = 0; w < kColumnWarps; ++w) start += sums[w];
+  int total = 0, earlier = 0;
+  for (int w = 0; w < kColumnWarps; ++w) {
+    total += parts[w][lane];
+    if (w < warp) earlier += parts[w][lane];
+  }
+  int sum = total;  // over the columns up to this lane's
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const int left = __shfl_up_sync(~0u, sum, step);
+    if (lane >= step) sum += left;
+  }
+  int at = start + sum - total;
+  if (warp == 0 && lane < group.columns) {
+    offsets[group.column + lane] = at;
+    if (group.column + lane == count - 1) offsets[count] = at + total;
+  }
+  at += earlier;
+  for (int i = 0; i < rounds; ++i) {
+    const int block = begin + 32 * i + lane;
+    const MapRow row = read(block);
+#pragma unroll
+    for (int c = 0; c < 32; ++c) {
+      const uint8_t by = row[c];
+      const bool keep = by != kUnchosen && sees(block, c) && c < group.columns;
+      const uint32_t kept = __ballot_sync(~0u, keep);
+      const int to = __shfl_sync(~0u, at, c);
+      if (keep) entries[to + __popc(kept & ((1u << lane) - 1))] = list_entry(block, by);
+      if (lane == c) at += __popc(kept);
+    }
+  }
+}
+
+}  // namespace
+
+void choose_blocks(const SelectParams& p, const SelectBatch& batch, cudaStream_t stream) {
+  if (batch.item_count == 0) return;
+  const int chunks = (p.max_competing + 63) / 64;
+  const auto kernel = chunks <= 4    ? choose_kernel<4>
+                      : chunks <= 8  ? choose_kernel<8>
+                      : chunks <= 16 ? choose_kernel<16>
+                                     : choose_kernel<0>;
+  const int shared = kWarps * 3 * 64 * chunks;
+  constexpr int kSharedLimit = 160 * 1024;  // of an SM80
+  if (shared > kSharedLimit) throw_unsupported("key blocks to choose among", p.max_competing);
+  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared),
+        "shared memory of the choice");
+  const Arguments args{p.items + batch.item_begin,
+                       batch.item_count,
+                       p.query_block,
+                       p.select_block,
+                       p.select_block / p.block,
+                       3 * 64 * chunks,
+                       p.pattern,
+                       p.lookahead,
+                       p.coverage,
+                       p.thresholds,
+                       p.masses,
+                       p.row_entries,
+                       p.map,
+                       p.column_counts,
+                       p.chosen};
+  kernel<<<(batch.item_count + kWarps - 1) / kWarps, 32 * kWarps, shared, stream>>>(args);
+  check(cudaGetLastError(), "choice of key blocks");
+}
+
+void begin_selection(const SelectParams& p, cudaStream_t stream) {
+  check(cudaMemsetAsync(p.column_counts, 0, p.column_count * sizeof(int32_t), stream), "column counts");
+}
+
+void list_columns(const SelectParams& p, cudaStream_t stream) {
+  columns_kernel<<<p.group_count, 32 * kColumnWarps, 0, stream>>>(p.groups, p.column_count, p.map, p.column_counts,
+                                                                  p.column_offsets, p.column_entries);
+  check(cudaGetLastError(), "column lists");
+}
+
+}  // namespace sb::gpu

@@ -1,0 +1,403 @@
+#include "attention/cuda/cuda_attention.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "attention/cuda/device_plan.h"
+#include "device/cuda.h"
+
+namespace sb {
+namespace {
+
+using gpu::DeviceBuffer;
+using gpu::DevicePlan;
+using gpu::Precision;
+
+// Masses of so many (token, key block) are held at a time, two bytes each.
+constexpr int64_t kBatchMasses = int64_t{1} << 26;
+// Plans are kept for as many different micro-batches, and by the states that use them.
+constexpr size_t kPlans = 64;
+
+class CudaState final : public AttentionState {
+ public:
+  std::shared_ptr<DevicePlan> plan;
+  DeviceBuffer lists;
+  void* list_memory() const { return plan->sparse() ? lists.data() : plan->own_lists(); }
+};
+
+bool hopper_takes(const CudaAttentionOptions& options, const AttentionShape& shape, DType dtype, int major) {
+  const SelectionConfig& selection = options.attention.selection;
+  const bool selects = selection.pattern != SelectionPattern::dense;
+  return !options.portable && major == 9 && dtype == DType::bf16 && (shape.head_dim == 64 || shape.head_dim == 128) &&
+         (!selects || (selection.block != 64 && shape.group() <= 16));
+}
+
+class CudaAttention final : public ChoosingAttention {
+ public:
+  explicit CudaAttention(const CudaAttentionOptions& options)
+      : options_(options), selection_(options.attention.selection), device_(cuda::device_info()) {
+    if (selection_.pattern != SelectionPattern::dense) check_selection_config(selection_);
+    SB_USER_CHECK(selection_.pattern != SelectionPattern::vertical_slash,
+                  "attention.pattern: vertical_slash does not run on device: cuda yet; use topk, topp, mass or window");
+    SB_USER_CHECK(selection_.pattern != SelectionPattern::mass || selection_.order == SelectionOrder::causal,
+                  "attention.order: lookahead with attention.pattern: mass does not run on device: cuda; use causal");
+    SB_USER_CHECK(options.attention.coverage_rows == 0,
+                  "attention.coverage_rows: {}, but coverage is not measured on device: cuda yet; set it to 0",
+                  options.attention.coverage_rows);
+    SB_USER_CHECK(device_.major >= 8, "{} is too old: attention on CUDA needs compute capability 8.0 or later",
+                  device_.name);
+    for (const int64_t layer : selection_.dense_layers) {
+      SB_USER_CHECK(layer >= 0 && layer < options.attention.layers,
+                    "attention.dense_layers: {}, but the model has layers 0 to {}", layer,
+                    options.attention.layers - 1);
+    }
+    report_.layers.resize(options.attention.layers);
+    if (counts_on_device()) {
+      counted_.ensure("attention counts", counted_bytes());
+      cuda::zero_and_wait(counted_.data(), counted_bytes());
+      set_thresholds({});
+    }
+  }
+
+  std::unique_ptr<AttentionState> make_state() const override { return std::make_unique<CudaState>(); }
+
+  void forward(const Exec& exec, int layer, const AttentionShape& shape, const PackedSequences& sequences,
+               const AttentionOperands& operands, AttentionState& state, bool replay) override {
+    CudaState& kept = static_cast<CudaState&>(state);
+    check_operands(operands);
+    if (!replay) {
+      kept.plan = plan_for(exec, layer, shape, sequences, operands.q.dtype());
+      if (kept.plan->sparse()) choose(exec, layer, operands, kept);
+      report_.layers[layer].causal_pairs += kept.plan->causal_pairs();
+      if (!kept.plan->sparse()) report_.layers[layer].pairs += kept.plan->causal_pairs();
+    }
+    SB_CHECK(kept.plan != nullptr, "replay without an earlier forward");
+    if (sequences.tokens() == 0) return;
+    const ArenaScope scope(*exec.scratch);
+    gpu::ForwardParams params;
+    kept.plan->set(params);
+    params.q = operands.q.raw();
+    params.k = operands.k.raw();
+    params.v = operands.v.raw();
+    params.o = operands.out.raw();
+    params.lse = operands.lse.f32();
+    params.row_entries = kept.plan->lists_in(kept.list_memory()).row_entries;
+    params.counter = exec.scratch->allocate_array<int32_t>(4);
+    if (kept.plan->hopper())
+      gpu::hopper_forward(params, exec.stream);
+    else
+      gpu::portable_forward(params, kept.plan->precision(), exec.stream);
+  }
+
+  void backward(const Exec& exec, int layer, const AttentionShape& shape, const PackedSequences& sequences,
+                const AttentionOperands& operands, const AttentionGradients& gradients,
+                AttentionState& state) override {
+    CudaState& kept = static_cast<CudaState&>(state);
+    check_operands(operands);
+    SB_CHECK(kept.plan != nullptr && kept.plan->cu_seqlens().back() == sequences.tokens(),
+             "backward of {} tokens without their forward", sequences.tokens());
+    if (sequences.tokens() == 0) return;
+    const ArenaScope scope(*exec.scratch);
+    gpu::BackwardParams params;
+    kept.plan->set(params);
+    params.q = operands.q.raw();
+    params.k = operands.k.raw();
+    params.v = operands.v.raw();
+    params.o = operands.out.raw();
+    params.lse = operands.lse.f32();
+    params.d_o = gradients.dout.raw();
+    params.dq = gradients.dq.raw();
+    params.dk = gradients.dk.raw();
+    params.dv = gradients.dv.raw();
+    const DevicePlan::Lists lists = kept.plan->lists_in(kept.list_memory());
+    params.items = lists.items;
+    params.splits = lists.splits;
+    params.counts = lists.counts;
+    params.column_offsets = lists.column_offsets;
+    params.column_entries = lists.column_entries;
+    params.row_entries = lists.row_entries;
+    const bool summed = kept.plan->hopper() && !options_.deterministic;
+    params.statistics = floats(exec, gpu::statistics_size(params.shape, params.tiling));
+    if (summed) params.dq_sum = floats(exec, gpu::dq_sum_size(params.shape, params.tiling));
+    params.partials = floats(exec, gpu::partials_size(params.shape, params.limits.slots));
+    params.counter = exec.scratch->allocate_array<int32_t>(4);
+    if (!kept.plan->hopper())
+      gpu::portable_backward(params, kept.plan->precision(), exec.stream);
+    else if (summed)
+      gpu::hopper_backward(params, exec.stream);
+    else
+      gpu::hopper_backward_deterministic(params, exec.stream);
+  }
+
+  int64_t scratch_bytes(const AttentionShape& shape, int64_t max_tokens, int threads) const override {
+    const int64_t d = shape.head_dim;
+    const int64_t sequences = usual_sequences(max_tokens);
+    // Every sequence is rounded up to whole tiles, and query blocks may cut tiles short.
+    const gpu::Shape dims{max_tokens, shape.heads, shape.kv_heads, shape.head_dim, shape.scale};
+    const int32_t all[2] = {0, static_cast<int32_t>(max_tokens)};
+    int64_t subtiles = gpu::make_tiling(dims, shape.kv_heads, 0, all).subtiles;
+    if (selection_.pattern != SelectionPattern::dense)
+      subtiles =
+          std::max<int64_t>(subtiles, gpu::make_tiling(dims, shape.kv_heads, selection_.query_block, all).subtiles);
+    const int64_t rows = (subtiles + 2 * sequences) * shape.kv_heads * gpu::kSubtileRows;
+    const int64_t slots = 4 * device_.multiprocessors;
+    const int64_t backward = 4 * (2 * rows + rows * d + slots * 2 * gpu::kBlock * d);
+    int64_t selection = 0;
+    if (selection_.pattern != SelectionPattern::dense) {
+      const int64_t blocks = (max_tokens + selection_.block - 1) / selection_.block + sequences;
+      const int64_t fine = (max_tokens + gpu::kBlock - 1) / std::min(selection_.block, gpu::kBlock) + 16;
+      const int64_t lists = (max_tokens + selection_.query_block - 1) / selection_.query_block + sequences;
+      const int64_t masses =
+          std::min(kBatchMasses, shape.kv_heads * max_tokens * (blocks + 64)) + selection_.query_block * (blocks + 64);
+      selection = shape.kv_heads * (blocks * 2 * d * 4 + lists * fine + 4 * (fine + sequences)) + 2 * masses;
+    }
+    return std::max(backward, selection) + 16 * 1024;
+  }
+
+  int64_t state_bytes(const AttentionShape& shape, int64_t max_tokens) const override {
+    if (selection_.pattern == SelectionPattern::dense) return 0;
+    // Twice the base budget: tuned budgets rise above it.
+    const int block = std::min(selection_.block, gpu::kBlock);
+    const int64_t blocks = (max_tokens + block - 1) / block + usual_sequences(max_tokens);
+    const int64_t list =
+        std::min(blocks, (2 * selection_.budget + selection_.query_block) / block +
+                             (selection_.sink_blocks + selection_.local_blocks + 2) * (selection_.block / block));
+    const int64_t rows =
+        ((max_tokens + selection_.query_block - 1) / selection_.query_block + usual_sequences(max_tokens)) *
+        shape.kv_heads;
+    const int64_t items = blocks * shape.kv_heads + 2 * device_.multiprocessors;
+    return rows * list * 8 + items * static_cast<int64_t>(sizeof(gpu::BackwardItem) + 4) + 16 * 1024;
+  }
+
+  AttentionReport take_report() override {
+    if (counts_on_device()) {
+      std::vector<unsigned long long> pairs(options_.attention.layers);
+      const int64_t bytes = static_cast<int64_t>(pairs.size() * sizeof(pairs[0]));
+      cuda::copy_and_wait(counted_.data(), pairs.data(), bytes);
+      cuda::zero_and_wait(counted_.data(), bytes);
+      for (size_t layer = 0; layer < pairs.size(); ++layer)
+        report_.layers[layer].pairs += static_cast<int64_t>(pairs[layer]);
+    }
+    AttentionReport taken = std::move(report_);
+    report_ = {};
+    report_.layers.resize(options_.attention.layers);
+    return taken;
+  }
+
+  Selector::Thresholds thresholds() const override {
+    Selector::Thresholds found;
+    if (selection_.pattern != SelectionPattern::mass) return found;
+    std::vector<float> values(options_.attention.layers * gpu::kLengthClasses);
+    cuda::copy_and_wait(device_thresholds(0), values.data(), static_cast<int64_t>(values.size() * sizeof(float)));
+    for (size_t i = 0; i < values.size(); ++i)
+      if (!std::isnan(values[i]))
+        found[{static_cast<int>(i / gpu::kLengthClasses), static_cast<int>(i % gpu::kLengthClasses)}] = values[i];
+    return found;
+  }
+
+  void set_thresholds(Selector::Thresholds thresholds) override {
+    if (selection_.pattern != SelectionPattern::mass) return;
+    std::vector<float> values(options_.attention.layers * gpu::kLengthClasses, std::numeric_limits<float>::quiet_NaN());
+    for (const auto& [place, value] : thresholds)
+      if (place.first < options_.attention.layers && place.second < gpu::kLengthClasses)
+        values[place.first * gpu::kLengthClasses + place.second] = value;
+    cuda::copy_and_wait(values.data(), device_thresholds(0), static_cast<int64_t>(values.size() * sizeof(float)));
+  }
+
+ private:
+  // Sequences of a micro-batch that memory is planned for.
+  static int64_t usual_sequences(int64_t tokens) { return tokens / 64 + 64; }
+
+  static float* floats(const Exec& exec, size_t count) {
+    return exec.scratch->allocate_array<float>(static_cast<int64_t>(count));
+  }
+
+  static void check_operands(const AttentionOperands& operands) {
+    for (const TensorView* view : {&operands.q, &operands.k, &operands.v, &operands.out})
+      SB_CHECK(view->device() == DeviceKind::cuda && view->dtype() == operands.q.dtype(),
+               "attention on CUDA takes tensors of one type on the device");
+    SB_CHECK(operands.q.dtype() == DType::bf16 || operands.q.dtype() == DType::f32, "attention in {}",
+             dtype_name(operands.q.dtype()));
+  }
+
+  SequenceTiles tiles_of(const PackedSequences& sequences, int sequence) const {
+    SequenceTiles tiles;
+    tiles.tokens = sequences.cu_seqlens[sequence + 1] - sequences.cu_seqlens[sequence];
+    tiles.block = selection_.block;
+    tiles.query_block = selection_.query_block;
+    tiles.sink_blocks = selection_.sink_blocks;
+    tiles.local_blocks = selection_.local_blocks;
+    tiles.budget = sequences.budgets.empty() ? selection_.budget : sequences.budgets[sequence];
+    return tiles;
+  }
+
+  std::shared_ptr<DevicePlan> plan_for(const Exec& exec, int layer, const AttentionShape& shape,
+                                       const PackedSequences& sequences, DType dtype) {
+    gpu::PlanRequest request;
+    request.shape = {sequences.tokens(), shape.heads, shape.kv_heads, shape.head_dim, shape.scale};
+    request.precision = dtype == DType::f32 ? Precision::fp32 : Precision::bf16;
+    request.hopper = hopper_takes(options_, shape, dtype, device_.major);
+    request.cu_seqlens = sequences.cu_seqlens;
+    request.selection = &selection_;
+    request.multiprocessors = device_.multiprocessors;
+    request.batch_masses = kBatchMasses;
+    const bool dense_layer = selection_.pattern == SelectionPattern::dense ||
+                             std::ranges::find(selection_.dense_layers, layer) != selection_.dense_layers.end();
+    for (int s = 0; s < sequences.sequences(); ++s) {
+      request.tiles.push_back(tiles_of(sequences, s));
+      const SequenceTiles& tiles = request.tiles.back();
+      request.dense.push_back(dense_layer || tiles.tokens <= selection_.dense_limit() || tiles.everything_fits());
+    }
+    for (size_t i = 0; i < plans_.size(); ++i) {
+      if (!plans_[i]->matches(request)) continue;
+      std::rotate(plans_.begin(), plans_.begin() + static_cast<ptrdiff_t>(i),
+                  plans_.begin() + static_cast<ptrdiff_t>(i) + 1);
+      return plans_.front();
+    }
+    // The oldest one that no state needs gives its memory.
+    std::shared_ptr<DevicePlan> plan;
+    if (plans_.size() >= kPlans) {
+      const auto free = std::find_if(plans_.rbegin(), plans_.rend(), [](const auto& p) { return p.use_count() == 1; });
+      if (free != plans_.rend()) {
+        plan = *free;
+        plans_.erase(std::next(free).base());
+      } else {
+        plans_.pop_back();
+      }
+    }
+    if (plan == nullptr) plan = std::make_shared<DevicePlan>();
+    plan->build(request, staging_, exec.stream);
+    plans_.insert(plans_.begin(), plan);
+    return plan;
+  }
+
+  void choose(const Exec& exec, int layer, const AttentionOperands& operands, CudaState& state) {
+    const DevicePlan& plan = *state.plan;
+    const DevicePlan::Lists lists = plan.lists_in(state.lists.ensure("block index", plan.list_bytes()));
+    const ArenaScope scope(*exec.scratch);
+    gpu::SelectParams params;
+    plan.set(params);
+    params.q = operands.q.raw();
+    params.k = operands.k.raw();
+    params.pattern = selection_.pattern;
+    params.lookahead = selection_.order == SelectionOrder::lookahead;
+    params.moments = selection_.score == BlockScore::moments;
+    params.coverage = static_cast<float>(selection_.coverage);
+    params.row_entries = lists.row_entries;
+    params.column_offsets = lists.column_offsets;
+    params.column_entries = lists.column_entries;
+    params.statistics = exec.scratch->allocate_bytes(plan.statistics_bytes());
+    params.masses = exec.scratch->allocate_array<uint16_t>(plan.select().masses);
+    params.map = exec.scratch->allocate_array<uint8_t>(plan.select().map_bytes);
+    params.column_counts = exec.scratch->allocate_array<int32_t>(params.column_count);
+    if (counts_on_device()) {
+      constexpr int64_t kCounts = 2 * gpu::kLengthClasses;
+      params.chosen = exec.scratch->allocate_array<unsigned long long>(kCounts);
+      cuda::zero(exec.stream, params.chosen, kCounts * static_cast<int64_t>(sizeof(unsigned long long)));
+    }
+    if (selection_.pattern == SelectionPattern::mass) {
+      params.thresholds = device_thresholds(layer);
+      gpu::begin_thresholds(device_thresholds(layer), plan.thresholds(), exec.stream);
+    }
+    if (plan.hopper())
+      gpu::hopper_select(params, exec.stream);
+    else
+      gpu::portable_select(params, plan.precision(), exec.stream);
+    if (selection_.pattern == SelectionPattern::mass)
+      gpu::steer_thresholds(device_thresholds(layer), plan.thresholds(), params.chosen, exec.stream);
+    if (counts_on_device()) {
+      gpu::add_pairs(static_cast<unsigned long long*>(counted_.data()) + layer, params.chosen, exec.stream);
+      // Dense sequences beside them.
+      for (int s = 0; s < plan.sequences(); ++s) {
+        const int64_t n = plan.cu_seqlens()[s + 1] - plan.cu_seqlens()[s];
+        if (plan.dense()[s]) report_.layers[layer].pairs += params.shape.kv_heads * (n * (n + 1) / 2);
+      }
+    } else {
+      report_.layers[layer].pairs += plan.select().token_pairs;
+    }
+    gpu::BackwardWorkParams work;
+    plan.set(work);
+    work.column_offsets = lists.column_offsets;
+    work.items = lists.items;
+    work.splits = lists.splits;
+    work.counts = lists.counts;
+    gpu::make_backward_work(work, exec.stream);
+  }
+
+  // How many blocks are chosen is known beforehand but for these.
+  bool counts_on_device() const {
+    return selection_.pattern == SelectionPattern::topp || selection_.pattern == SelectionPattern::mass;
+  }
+  // Pairs of every layer, then thresholds of every layer and length class.
+  int64_t counted_bytes() const {
+    return options_.attention.layers *
+           static_cast<int64_t>(sizeof(unsigned long long) + gpu::kLengthClasses * sizeof(float));
+  }
+  float* device_thresholds(int layer) const {
+    return reinterpret_cast<float*>(static_cast<unsigned long long*>(counted_.data()) + options_.attention.layers) +
+           static_cast<int64_t>(layer) * gpu::kLengthClasses;
+  }
+
+  CudaAttentionOptions options_;
+  SelectionConfig selection_;
+  cuda::DeviceInfo device_;
+  gpu::Staging staging_;
+  std::vector<std::shared_ptr<DevicePlan>> plans_;  // used last first
+  DeviceBuffer counted_;
+  AttentionReport report_;
+};
+
+}  // namespace
+
+std::unique_ptr<ChoosingAttention> make_cuda_attention(const CudaAttentionOptions& options) {
+  cuda::require_device();
+  return std::make_unique<CudaAttention>(options);
+}
+
+const char* cuda_attention_kernels(const CudaAttentionOptions& options, const AttentionShape& shape, DType dtype) {
+  return hopper_takes(options, shape, dtype, cuda::device_info().major) ? "Hopper" : "portable";
+}
+
+BlockIndex read_block_index(const AttentionState& state, ThreadPool& pool) {
+  const CudaState& kept = static_cast<const CudaState&>(state);
+  SB_CHECK(kept.plan != nullptr, "a state without a forward has no lists");
+  const DevicePlan& plan = *kept.plan;
+  const gpu::SelectPlan& select = plan.select();
+  BlockIndex index;
+  BlockIndexBuilder builder;
+  BlockIndexShape shape;
+  if (plan.sparse()) {
+    shape.block = select.select_block;
+    shape.query_block = select.query_block;
+  }
+  shape.list_heads = plan.list_heads();
+  std::vector<uint8_t> dense(plan.dense().begin(), plan.dense().end());
+  builder.begin(index, shape, plan.cu_seqlens(), dense, pool.threads());
+  if (plan.sparse()) {
+    std::vector<uint32_t> entries(select.entries);
+    cuda::copy_and_wait(plan.lists_in(kept.list_memory()).row_entries, entries.data(),
+                        static_cast<int64_t>(entries.size() * sizeof(uint32_t)));
+    const int expand = select.select_block / select.block;
+    for (int head = 0; head < shape.list_heads; ++head) {
+      int64_t row = int64_t{head} * select.rows;
+      for (const BlockIndex::Sequence& sequence : index.sequences()) {
+        const int tiles = (sequence.length + select.query_block - 1) / select.query_block;
+        for (int tile = 0; tile < tiles; ++tile, ++row) {
+          if (sequence.dense) continue;
+          std::vector<IndexEntry> list;
+          for (int32_t i = select.row_offsets[row]; i < select.row_offsets[row + 1]; ++i) {
+            if (entries[i] == gpu::kNoEntry || gpu::entry_id(entries[i]) % expand != 0) continue;
+            list.push_back({static_cast<uint16_t>(gpu::entry_id(entries[i]) / expand),
+                            static_cast<uint8_t>(gpu::entry_first(entries[i]))});
+          }
+          builder.set_row(0, BlockIndex::row_id(sequence, head, tile), list);
+        }
+      }
+    }
+  }
+  builder.finish(pool);
+  return index;
+}
+
+}  // namespace sb

@@ -1,0 +1,211 @@
+#include "attention/cuda/device_plan.h"
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <cstring>
+
+#include "core/errors.h"
+#include "device/cuda.h"
+
+namespace sb::gpu {
+
+void* DeviceBuffer::ensure(const char* name, int64_t bytes) {
+  if (bytes > bytes_) {
+    bytes_ = bytes + bytes / 4;
+    memory_.reset();
+    memory_ = cuda::allocate(name, bytes_);
+  }
+  return memory_.get();
+}
+
+char* Staging::take(int64_t bytes) {
+  current_ = (current_ + 1) % slots_.size();
+  Slot& slot = slots_[current_];
+  if (slot.event == nullptr) slot.event = cuda::make_event();
+  if (slot.used) cuda::wait(slot.event.get());
+  if (bytes > slot.bytes) {
+    slot.bytes = bytes + bytes / 4;
+    slot.memory = cuda::allocate_host(slot.bytes);
+  }
+  return static_cast<char*>(slot.memory.get());
+}
+
+void Staging::send(void* stream, void* to, int64_t bytes) {
+  Slot& slot = slots_[current_];
+  cuda::copy(stream, slot.memory.get(), to, bytes);
+  cuda::record(slot.event.get(), stream);
+  slot.used = true;
+}
+
+bool DevicePlan::matches(const PlanRequest& request) const {
+  const Shape &a = shape_, &b = request.shape;
+  if (a.tokens != b.tokens || a.query_heads != b.query_heads || a.kv_heads != b.kv_heads || a.head_dim != b.head_dim ||
+      a.scale != b.scale || precision_ != request.precision || hopper_ != request.hopper || dense_ != request.dense ||
+      !std::ranges::equal(cu_seqlens_, request.cu_seqlens))
+    return false;
+  for (size_t s = 0; s < dense_.size(); ++s)
+    if (!dense_[s] && budgets_[s] != request.tiles[s].budget) return false;
+  return true;
+}
+
+ThresholdPlan DevicePlan::threshold_plan(const PlanRequest& request) const {
+  ThresholdPlan plan;
+  for (size_t s = 0; s < dense_.size(); ++s) {
+    if (dense_[s]) continue;
+    const SequenceTiles& tiles = request.tiles[s];
+    const int length_class = std::bit_width(static_cast<uint64_t>(tiles.tokens));
+    for (int64_t tile = 0; tile < tiles.tiles(); ++tile) {
+      plan.given[length_class] +=
+          shape_.kv_heads * (tiles.forced_competing(tile) + tiles.visible(tile) - tiles.competing(tile));
+      plan.wanted[length_class] += shape_.kv_heads * std::min(tiles.free_quota(tile), tiles.candidates(tile));
+    }
+    // What each block would hold if the mass lay evenly on twice the quota.
+    plan.start[length_class] = -std::log(2.0f * static_cast<float>(tiles.quota(0)));
+  }
+  return plan;
+}
+
+void DevicePlan::build(const PlanRequest& request, Staging& staging, void* stream) {
+  shape_ = request.shape;
+  precision_ = request.precision;
+  hopper_ = request.hopper;
+  cu_seqlens_.assign(request.cu_seqlens.begin(), request.cu_seqlens.end());
+  dense_ = request.dense;
+  budgets_.clear();
+  for (const SequenceTiles& tiles : request.tiles) budgets_.push_back(tiles.budget);
+  sparse_ = std::find(dense_.begin(), dense_.end(), false) != dense_.end();
+  causal_pairs_ = 0;
+  for (const SequenceTiles& tiles : request.tiles)
+    causal_pairs_ += shape_.kv_heads * (tiles.tokens * (tiles.tokens + 1) / 2);
+
+  select_ = {};
+  RowLayout rows;
+  if (sparse_) {
+    const int score_tokens = hopper_ ? hopper_score_tokens(shape_) : kPortableScoreTokens;
+    select_ = make_select_plan(shape_, cu_seqlens_, dense_, request.tiles, *request.selection, score_tokens,
+                               request.batch_masses);
+    rows = {shape_.kv_heads, select_.query_block, select_.block, select_.rows, select_.row_offsets};
+  }
+  work_ = make_work(shape_, cu_seqlens_, dense_, sparse_ ? &rows : nullptr, request.multiprocessors);
+  const ThresholdPlan thresholds = threshold_plan(request);
+
+  Layout layout;
+  const auto place = [&]<typename T>(const std::vector<T>& array) {
+    return layout.add<T>(static_cast<int64_t>(array.size()));
+  };
+  places_.cu_seqlens = place(cu_seqlens_);
+  places_.cu_subtiles = place(work_.cu_subtiles);
+  places_.forward = place(work_.forward);
+  places_.places = place(work_.places);
+  places_.scores = place(select_.scores);
+  places_.items = place(select_.items);
+  places_.blocks = place(select_.blocks);
+  places_.groups = place(select_.groups);
+  places_.thresholds = layout.add<ThresholdPlan>(1);
+  const int64_t uploaded = layout.bytes();
+
+  Layout lists;
+  lists_.row_entries = lists.add<uint32_t>(select_.entries);
+  lists_.column_entries = lists.add<uint32_t>(select_.entries);
+  lists_.column_offsets = lists.add<int32_t>(select_.columns + 1);
+  lists_.items = lists.add<BackwardItem>(work_.limits.items);
+  lists_.splits = lists.add<SplitColumn>(work_.limits.splits);
+  lists_.counts = lists.add<WorkCounts>(1);
+  lists_.bytes = lists.bytes();
+  own_lists_ = (uploaded + 255) / 256 * 256;
+
+  memory_.ensure("attention plan", own_lists_ + (sparse_ ? 0 : lists_.bytes));
+  char* host = staging.take(uploaded);
+  const auto fill = [&]<typename T>(int64_t offset, const std::vector<T>& array) {
+    if (!array.empty()) std::memcpy(host + offset, array.data(), array.size() * sizeof(T));
+  };
+  fill(places_.cu_seqlens, cu_seqlens_);
+  fill(places_.cu_subtiles, work_.cu_subtiles);
+  fill(places_.forward, work_.forward);
+  fill(places_.places, work_.places);
+  fill(places_.scores, select_.scores);
+  fill(places_.items, select_.items);
+  fill(places_.blocks, select_.blocks);
+  fill(places_.groups, select_.groups);
+  std::memcpy(host + places_.thresholds, &thresholds, sizeof(thresholds));
+  staging.send(stream, memory_.data(), uploaded);
+
+  forward_count_ = static_cast<int32_t>(work_.forward.size());
+  block_count_ = static_cast<int32_t>(select_.blocks.size());
+  group_count_ = static_cast<int32_t>(select_.groups.size());
+  work_.forward = {};
+  work_.places = {};
+  select_.scores = {};
+  select_.items = {};
+  select_.blocks = {};
+  select_.groups = {};
+  if (!sparse_) {
+    BackwardWorkParams params;
+    set(params);
+    const Lists own = lists_in(own_lists());
+    params.items = own.items;
+    params.splits = own.splits;
+    params.counts = own.counts;
+    make_backward_work(params, stream);
+  }
+}
+
+int64_t DevicePlan::statistics_bytes() const {
+  return hopper_ ? hopper_statistics_bytes(shape_, block_count_) : portable_statistics_bytes(shape_, block_count_);
+}
+
+DevicePlan::Lists DevicePlan::lists_in(void* memory) const {
+  char* base = static_cast<char*>(memory);
+  return {reinterpret_cast<uint32_t*>(base + lists_.row_entries),
+          reinterpret_cast<uint32_t*>(base + lists_.column_entries),
+          reinterpret_cast<int32_t*>(base + lists_.column_offsets),
+          reinterpret_cast<BackwardItem*>(base + lists_.items),
+          reinterpret_cast<SplitColumn*>(base + lists_.splits),
+          reinterpret_cast<WorkCounts*>(base + lists_.counts)};
+}
+
+void DevicePlan::set(SelectParams& params) const {
+  params.shape = shape_;
+  params.query_block = select_.query_block;
+  params.select_block = select_.select_block;
+  params.block = select_.block;
+  params.max_competing = select_.max_competing;
+  params.scores = at<ScoreItem>(places_.scores);
+  params.items = at<SelectItem>(places_.items);
+  params.batches = select_.batches;
+  params.blocks = at<SelectBlock>(places_.blocks);
+  params.block_count = block_count_;
+  params.groups = at<SelectGroup>(places_.groups);
+  params.group_count = group_count_;
+  params.column_count = select_.columns;
+}
+
+void DevicePlan::set(BackwardWorkParams& params) const {
+  params.shape = shape_;
+  params.tiling = work_.tiling;
+  params.places = at<BackwardItem>(places_.places);
+  params.columns = work_.columns;
+  params.workers = work_.workers;
+}
+
+void DevicePlan::set(ForwardParams& params) const {
+  params.shape = shape_;
+  params.tiling = work_.tiling;
+  params.items = at<ForwardItem>(places_.forward);
+  params.item_count = forward_count_;
+}
+
+void DevicePlan::set(BackwardParams& params) const {
+  params.shape = shape_;
+  params.tiling = work_.tiling;
+  params.cu_seqlens = at<int32_t>(places_.cu_seqlens);
+  params.cu_subtiles = at<int32_t>(places_.cu_subtiles);
+  params.sequences = sequences();
+  params.limits = work_.limits;
+  params.columns = work_.columns;
+  params.row_items = at<ForwardItem>(places_.forward);
+  params.row_item_count = forward_count_;
+}
+
+}  // namespace sb::gpu

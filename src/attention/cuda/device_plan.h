@@ -1,0 +1,138 @@
+#pragma once
+
+// What attention on CUDA prepares on the host for one kind of micro-batch, in device memory, and the memory itself.
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "attention/attention.h"
+#include "attention/cuda/select.h"
+#include "attention/cuda/thresholds.h"
+#include "attention/cuda/work.h"
+
+namespace sb::gpu {
+
+// Device memory that only grows. What is queued on the one stream that uses it keeps its order, so contents may be
+// overwritten while older work still waits.
+class DeviceBuffer {
+ public:
+  void* ensure(const char* name, int64_t bytes);
+  void* data() const { return memory_.get(); }
+
+ private:
+  std::shared_ptr<void> memory_;
+  int64_t bytes_ = 0;
+};
+
+// Places of arrays in one piece of memory.
+class Layout {
+ public:
+  template <typename T>
+  int64_t add(int64_t count) {
+    const int64_t at = (bytes_ + 255) / 256 * 256;
+    bytes_ = at + count * static_cast<int64_t>(sizeof(T));
+    return at;
+  }
+  int64_t bytes() const { return bytes_; }
+
+ private:
+  int64_t bytes_ = 0;
+};
+
+// Page-locked memory on its way to the device, reused in turns.
+class Staging {
+ public:
+  // A piece of at least `bytes`; waits only if the copy that used it some rounds ago is still not done.
+  char* take(int64_t bytes);
+  // Copies the piece taken last.
+  void send(void* stream, void* to, int64_t bytes);
+
+ private:
+  struct Slot {
+    std::shared_ptr<void> memory, event;
+    int64_t bytes = 0;
+    bool used = false;
+  };
+  std::vector<Slot> slots_{16};
+  size_t current_ = 0;
+};
+
+struct PlanRequest {
+  Shape shape;
+  Precision precision = Precision::bf16;
+  bool hopper = false;
+  std::span<const int32_t> cu_seqlens;
+  std::vector<bool> dense;
+  std::vector<SequenceTiles> tiles;
+  const SelectionConfig* selection = nullptr;
+  int multiprocessors = 0;
+  int64_t batch_masses = 0;
+};
+
+class DevicePlan {
+ public:
+  // Builds the plan and queues its upload; for plans without lists also the order of the backward's work.
+  void build(const PlanRequest& request, Staging& staging, void* stream);
+  bool matches(const PlanRequest& request) const;
+
+  bool sparse() const { return sparse_; }
+  const Work& work() const { return work_; }
+  const SelectPlan& select() const { return select_; }
+  Precision precision() const { return precision_; }
+  bool hopper() const { return hopper_; }
+  int list_heads() const { return shape_.kv_heads; }
+  int sequences() const { return static_cast<int>(cu_seqlens_.size()) - 1; }
+  const std::vector<int32_t>& cu_seqlens() const { return cu_seqlens_; }
+  const std::vector<bool>& dense() const { return dense_; }
+  int64_t causal_pairs() const { return causal_pairs_; }  // over the list heads
+  int64_t statistics_bytes() const;
+  int64_t list_bytes() const { return lists_.bytes; }
+
+  // Arrays that belong to a state when there are lists, to the plan when there are none.
+  struct Lists {
+    uint32_t* row_entries = nullptr;
+    uint32_t* column_entries = nullptr;
+    int32_t* column_offsets = nullptr;
+    BackwardItem* items = nullptr;
+    SplitColumn* splits = nullptr;
+    WorkCounts* counts = nullptr;
+  };
+  Lists lists_in(void* memory) const;
+  void* own_lists() const { return static_cast<char*>(memory_.data()) + own_lists_; }
+
+  void set(SelectParams& params) const;
+  void set(BackwardWorkParams& params) const;
+  void set(ForwardParams& params) const;
+  void set(BackwardParams& params) const;
+  const ThresholdPlan* thresholds() const { return at<ThresholdPlan>(places_.thresholds); }
+
+ private:
+  template <typename T>
+  const T* at(int64_t offset) const {
+    return reinterpret_cast<const T*>(static_cast<const char*>(memory_.data()) + offset);
+  }
+  ThresholdPlan threshold_plan(const PlanRequest& request) const;
+
+  Shape shape_;
+  Precision precision_ = Precision::bf16;
+  bool hopper_ = false, sparse_ = false;
+  std::vector<int32_t> cu_seqlens_;
+  std::vector<bool> dense_;
+  std::vector<int64_t> budgets_;
+  Work work_;          // vectors emptied once they are on the device
+  SelectPlan select_;  // likewise, but for the batches and the row offsets
+  int64_t causal_pairs_ = 0;
+  int32_t forward_count_ = 0, block_count_ = 0, group_count_ = 0;
+  struct {
+    int64_t cu_seqlens, cu_subtiles, forward, places, scores, items, blocks, groups, thresholds;
+  } places_{};
+  struct {
+    int64_t row_entries, column_entries, column_offsets, items, splits, counts, bytes;
+  } lists_{};
+  int64_t own_lists_ = 0;
+  DeviceBuffer memory_;
+};
+
+}  // namespace sb::gpu

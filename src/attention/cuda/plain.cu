@@ -1,0 +1,412 @@
+#include "attention/cuda/plain.cuh"
+
+#include "attention/cuda/check.cuh"
+#include "attention/cuda/portable.cuh"
+
+namespace sb::gpu {
+namespace {
+
+// fp32 with plain arithmetic, any head_dim up to 128: for exact comparison, not for speed. Every kernel keeps 64 rows
+// (queries or keys) and passes 16 of the other kind at a time. Thread (y, x) of 16 × 16 looks after rows 4y … 4y+3 and
+// item x, or columns x, x + 16, … of a result.
+
+constexpr int kThreads = 256;
+constexpr int kStill = 64, kMoving = 16;
+constexpr int kMaxDim = 128;
+constexpr int kColumns = kMaxDim / 16;
+
+struct Tiles {
+  float *a, *b;  // [64][d + 1]: what stays
+  float *c, *e;  // [16][d + 1]: what passes
+  float *p, *s;  // [64][17]
+  float* rows;   // [2][64]
+  int stride;
+  __device__ Tiles(float* memory, int d) : stride(d + 1) {
+    a = memory;
+    b = a + kStill * stride;
+    c = b + kStill * stride;
+    e = c + kMoving * stride;
+    p = e + kMoving * stride;
+    s = p + kStill * (kMoving + 1);
+    rows = s + kStill * (kMoving + 1);
+  }
+  static size_t bytes(int d) {
+    return sizeof(float) * (2 * (kStill + kMoving) * (d + 1) + 2 * kStill * (kMoving + 1) + 2 * kStill);
+  }
+};
+
+template <typename Offset>
+__device__ void load(float* to, const float* from, int rows, int d, Offset offset) {
+  for (int i = threadIdx.x; i < rows * d; i += kThreads) {
+    const int64_t at = offset(i / d);
+    to[i / d * (d + 1) + i % d] = at < 0 ? 0.f : from[at + i % d];
+  }
+}
+
+// Products of rows 4y … 4y+3 of what stays with row x of what passes.
+__device__ void products(float (&out)[4], const float* still, const float* moving, int d) {
+  const float* a = still + threadIdx.x / 16 * 4 * (d + 1);
+  const float* b = moving + threadIdx.x % 16 * (d + 1);
+  for (int r = 0; r < 4; ++r) out[r] = 0;
+  for (int i = 0; i < d; ++i)
+#pragma unroll
+    for (int r = 0; r < 4; ++r) out[r] = fmaf(a[r * (d + 1) + i], b[i], out[r]);
+}
+
+// sum += weights [64][17] · moving [16][d + 1].
+__device__ void add_products(float (&sum)[4][kColumns], const float* weights, const float* moving, int d) {
+  const float* w = weights + threadIdx.x / 16 * 4 * (kMoving + 1);
+  for (int m = 0; m < kMoving; ++m)
+#pragma unroll
+    for (int j = 0; j < kColumns; ++j) {
+      const int column = threadIdx.x % 16 + 16 * j;
+      if (column >= d) break;
+#pragma unroll
+      for (int r = 0; r < 4; ++r) sum[r][j] = fmaf(w[r * (kMoving + 1) + m], moving[m * (d + 1) + column], sum[r][j]);
+    }
+}
+
+template <typename Offset>
+__device__ void store(float* out, const float (&sum)[4][kColumns], int d, const float (&factor)[4], Offset offset) {
+#pragma unroll
+  for (int r = 0; r < 4; ++r) {
+    const int64_t at = offset(threadIdx.x / 16 * 4 + r);
+    if (at < 0) continue;
+#pragma unroll
+    for (int j = 0; j < kColumns; ++j) {
+      const int column = threadIdx.x % 16 + 16 * j;
+      if (column < d) out[at + column] = sum[r][j] * factor[r];
+    }
+  }
+}
+
+struct ForwardArguments {
+  RowWalk walk;
+  const float *q, *k, *v;
+  float *o, *lse;
+  int64_t tokens;
+  int32_t d;
+  float scale;
+};
+
+__global__ void __launch_bounds__(kThreads) forward_kernel(const __grid_constant__ ForwardArguments args) {
+  extern __shared__ float memory[];
+  const int d = args.d, y = threadIdx.x / 16, x = threadIdx.x % 16;
+  const Tiles tiles(memory, d);
+  const ForwardItem item = args.walk.items[blockIdx.x / 2];
+  const int sub = blockIdx.x % 2;
+  const SubtileRows rows = args.walk.rows(item, sub);
+  if (rows.valid == 0) return;
+  const int kv_head = item.head / args.walk.heads_per_kv, sequence = item.token - item.position;
+  const auto packed = [&](int r) { return rows.exists(r) ? rows.packed(r) * d : int64_t{-1}; };
+  load(tiles.a, args.q, kStill, d, packed);
+  float o[4][kColumns] = {}, top[4], sum[4] = {0, 0, 0, 0};
+  for (float& t : top) t = -INFINITY;
+  args.walk.each_block(item, [&](int key_position, int first) {
+    for (int part = 0; part < args.walk.tiling.block; part += kMoving) {
+      const int position = key_position + part;
+      if (position >= item.position + item.tokens) break;
+      const auto key_row = [&](int r) {
+        const int64_t key = sequence + position + r;
+        return position + r < item.position + item.tokens ? (key * args.walk.kv_heads + kv_head) * d : int64_t{-1};
+      };
+      __syncthreads();
+      load(tiles.c, args.k, kMoving, d, key_row);
+      load(tiles.e, args.v, kMoving, d, key_row);
+      __syncthreads();
+      float s[4];
+      products(s, tiles.a, tiles.c, d);
+#pragma unroll
+      for (int r = 0; r < 4; ++r) {
+        const int token = sub * rows.tokens + rows.token_of(4 * y + r);
+        const bool sees = token >= first && position + x <= item.position + token;
+        s[r] = sees ? s[r] * args.scale : -INFINITY;
+        float m = fmaxf(top[r], s[r]);
+#pragma unroll
+        for (int step = 1; step < 16; step *= 2) m = fmaxf(m, __shfl_xor_sync(~0u, m, step));
+        const float base = m == -INFINITY ? 0.f : m;
+        const float shrink = expf(top[r] - base), p = expf(s[r] - base);
+        tiles.p[(4 * y + r) * (kMoving + 1) + x] = p;
+        sum[r] = sum[r] * shrink + p;  // of this thread's keys
+        top[r] = m;
+#pragma unroll
+        for (int j = 0; j < kColumns; ++j) o[r][j] *= shrink;
+      }
+      __syncwarp();  // a row's weights come from the half-warp that uses them
+      add_products(o, tiles.p, tiles.e, d);
+    }
+  });
+  float inverse[4];
+#pragma unroll
+  for (int r = 0; r < 4; ++r) {
+    float all = sum[r];
+#pragma unroll
+    for (int step = 1; step < 16; step *= 2) all += __shfl_xor_sync(~0u, all, step);
+    inverse[r] = all > 0 ? 1.f / all : 0.f;
+    if (x == 0 && rows.exists(4 * y + r))
+      args.lse[rows.statistic(4 * y + r, args.tokens)] = all > 0 ? top[r] + logf(all) : -INFINITY;
+  }
+  store(args.o, o, d, inverse, packed);
+}
+
+struct BackwardArguments {
+  ColumnWalk columns;
+  RowWalk rows;
+  const float *q, *k, *v, *d_o;
+  const float* statistics;
+  float *dq, *dk, *dv, *partials;
+  int32_t d;
+  float scale;
+};
+
+__global__ void __launch_bounds__(kThreads) keys_kernel(const __grid_constant__ BackwardArguments args) {
+  extern __shared__ float memory[];
+  const int d = args.d, y = threadIdx.x / 16, x = threadIdx.x % 16;
+  const Tiles tiles(memory, d);
+  if (static_cast<int>(blockIdx.x) >= args.columns.counts->items) return;
+  const BackwardItem item = args.columns.items[blockIdx.x];
+  const int half = blockIdx.y * kStill;
+  if (half >= item.keys) return;
+  const auto key_row = [&](int r) {
+    return half + r < item.keys ? (static_cast<int64_t>(item.token + half + r) * args.columns.kv_heads + item.head) * d
+                                : int64_t{-1};
+  };
+  load(tiles.a, args.k, kStill, d, key_row);
+  load(tiles.b, args.v, kStill, d, key_row);
+  float dk[4][kColumns] = {}, dv[4][kColumns] = {};
+  args.columns.each_subtile(item, [&](int head, int subtile, int first) {
+    const SubtileRows rows = args.columns.rows(item, head, subtile);
+    const float* statistics =
+        args.statistics + static_cast<int64_t>(head * args.columns.tiling.subtiles + item.subtile + subtile) * 128;
+    for (int part = 0; part < kSubtileRows; part += kMoving) {
+      const auto query_row = [&](int r) { return rows.exists(part + r) ? rows.packed(part + r) * d : int64_t{-1}; };
+      __syncthreads();
+      load(tiles.c, args.q, kMoving, d, query_row);
+      load(tiles.e, args.d_o, kMoving, d, query_row);
+      __syncthreads();
+      float s[4], dp[4];
+      products(s, tiles.a, tiles.c, d);
+      products(dp, tiles.b, tiles.e, d);
+      const int token = rows.token_of(part + x);
+      const float lse = statistics[part + x], delta = statistics[kSubtileRows + part + x];
+#pragma unroll
+      for (int r = 0; r < 4; ++r) {
+        const int key = item.position + half + 4 * y + r;
+        const bool sees = token >= first && key <= subtile * rows.tokens + token;
+        const float p = sees ? expf(s[r] * args.scale - lse) : 0.f;
+        tiles.p[(4 * y + r) * (kMoving + 1) + x] = p;
+        tiles.s[(4 * y + r) * (kMoving + 1) + x] = p * (dp[r] - delta);
+      }
+      __syncwarp();
+      add_products(dv, tiles.p, tiles.e, d);
+      add_products(dk, tiles.s, tiles.c, d);
+    }
+  });
+  const float one[4] = {1, 1, 1, 1}, scale[4] = {args.scale, args.scale, args.scale, args.scale};
+  if (item.partial < 0) {
+    store(args.dk, dk, d, scale, key_row);
+    store(args.dv, dv, d, one, key_row);
+    return;
+  }
+  const auto slot_row = [&](int r) {
+    return half + r < item.keys ? (static_cast<int64_t>(item.partial) * 2 * kBlock + half + r) * d : int64_t{-1};
+  };
+  store(args.partials, dk, d, one, slot_row);
+  store(args.partials + kBlock * d, dv, d, one, slot_row);
+}
+
+__global__ void __launch_bounds__(kThreads) rows_kernel(const __grid_constant__ BackwardArguments args) {
+  extern __shared__ float memory[];
+  const int d = args.d, y = threadIdx.x / 16, x = threadIdx.x % 16;
+  const Tiles tiles(memory, d);
+  const ForwardItem item = args.rows.items[blockIdx.x / 2];
+  const int sub = blockIdx.x % 2;
+  const SubtileRows rows = args.rows.rows(item, sub);
+  if (rows.valid == 0) return;
+  const int kv_head = item.head / args.rows.heads_per_kv, sequence = item.token - item.position;
+  const auto packed = [&](int r) { return rows.exists(r) ? rows.packed(r) * d : int64_t{-1}; };
+  load(tiles.a, args.q, kStill, d, packed);
+  load(tiles.b, args.d_o, kStill, d, packed);
+  const float* statistics = args.statistics + static_cast<int64_t>(item.subtile + sub) * 128;
+  float dq[4][kColumns] = {};
+  args.rows.each_block(item, [&](int key_position, int first) {
+    for (int part = 0; part < args.rows.tiling.block; part += kMoving) {
+      const int position = key_position + part;
+      if (position >= item.position + item.tokens) break;
+      const auto key_row = [&](int r) {
+        const int64_t key = sequence + position + r;
+        return position + r < item.position + item.tokens ? (key * args.rows.kv_heads + kv_head) * d : int64_t{-1};
+      };
+      __syncthreads();
+      load(tiles.c, args.k, kMoving, d, key_row);
+      load(tiles.e, args.v, kMoving, d, key_row);
+      __syncthreads();
+      float s[4], dp[4];
+      products(s, tiles.a, tiles.c, d);
+      products(dp, tiles.b, tiles.e, d);
+#pragma unroll
+      for (int r = 0; r < 4; ++r) {
+        const int token = sub * rows.tokens + rows.token_of(4 * y + r);
+        const bool sees = token >= first && position + x <= item.position + token;
+        const float p = sees ? expf(s[r] * args.scale - statistics[4 * y + r]) : 0.f;
+        tiles.s[(4 * y + r) * (kMoving + 1) + x] = p * (dp[r] - statistics[kSubtileRows + 4 * y + r]);
+      }
+      __syncwarp();
+      add_products(dq, tiles.s, tiles.c, d);
+    }
+  });
+  const float scale[4] = {args.scale, args.scale, args.scale, args.scale};
+  store(args.dq, dq, d, scale, packed);
+}
+
+__device__ __forceinline__ float as_float(float x) {
+  return x;
+}
+__device__ __forceinline__ float as_float(__nv_bfloat16 x) {
+  return __bfloat162float(x);
+}
+__device__ __forceinline__ void set(float& to, float x) {
+  to = x;
+}
+__device__ __forceinline__ void set(__nv_bfloat16& to, float x) {
+  to = __float2bfloat16_rn(x);
+}
+
+struct StatisticsArguments {
+  Tiling tiling;
+  const int32_t *cu_seqlens, *cu_subtiles;
+  int32_t sequences, query_heads, d;
+  int64_t tokens;
+  const float* lse;
+  float* out;
+};
+
+// A thread block a subtile, a warp a row.
+template <typename T>
+__global__ void __launch_bounds__(128) statistics_kernel(StatisticsArguments args, const T* o, const T* d_o) {
+  const int list_head = blockIdx.x / args.tiling.subtiles, in_head = blockIdx.x % args.tiling.subtiles;
+  int low = 0, high = args.sequences;  // cu_subtiles[low] <= in_head < cu_subtiles[high]
+  while (high - low > 1) {
+    const int middle = (low + high) / 2;
+    (args.cu_subtiles[middle] <= in_head ? low : high) = middle;
+  }
+  const int token = args.cu_seqlens[low] + (in_head - args.cu_subtiles[low]) * args.tiling.tokens;
+  const SubtileRows rows{token,
+                         args.tiling.tokens,
+                         max(0, min(args.tiling.tokens, args.cu_seqlens[low + 1] - token)),
+                         list_head * args.tiling.heads,
+                         args.tiling.heads,
+                         args.query_heads};
+  float* out = args.out + static_cast<int64_t>(blockIdx.x) * 2 * kSubtileRows;
+  for (int r = threadIdx.x / 32; r < kSubtileRows; r += 4) {
+    float sum = 0, lse = INFINITY;
+    if (rows.exists(r)) {
+      const int64_t at = rows.packed(r) * args.d;
+      for (int c = threadIdx.x % 32; c < args.d; c += 32) sum += as_float(o[at + c]) * as_float(d_o[at + c]);
+      lse = args.lse[rows.statistic(r, args.tokens)];
+      if (lse == -INFINITY) lse = INFINITY;
+    }
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
+    if (threadIdx.x % 32 == 0) {
+      out[r] = lse;
+      out[kSubtileRows + r] = sum;
+    }
+  }
+}
+
+// A thread block a split column and result.
+template <typename T>
+__global__ void __launch_bounds__(256)
+    finish_kernel(const SplitColumn* splits, const WorkCounts* counts, const float* partials, T* dk, T* dv,
+                  int kv_heads, int d, float scale) {
+  if (static_cast<int>(blockIdx.x) >= counts->splits) return;
+  const SplitColumn split = splits[blockIdx.x];
+  const int which = blockIdx.y;
+  T* out = which == 0 ? dk : dv;
+  for (int i = threadIdx.x; i < split.keys * d; i += 256) {
+    float sum = 0;
+    for (int slot = split.begin; slot < split.begin + split.count; ++slot)
+      sum += partials[static_cast<int64_t>(slot * 2 + which) * kBlock * d + i];
+    const int64_t at = (static_cast<int64_t>(split.token + i / d) * kv_heads + split.head) * d + i % d;
+    set(out[at], which == 0 ? sum * scale : sum);
+  }
+}
+
+void check_dim(int d) {
+  if (d > kMaxDim) throw_unsupported("head_dim", d);
+}
+
+}  // namespace
+
+void plain_forward(const ForwardParams& p, cudaStream_t stream) {
+  check_dim(p.shape.head_dim);
+  const ForwardArguments args{row_walk(p.shape, p.tiling, p.items, p.row_entries),
+                              static_cast<const float*>(p.q),
+                              static_cast<const float*>(p.k),
+                              static_cast<const float*>(p.v),
+                              static_cast<float*>(p.o),
+                              p.lse,
+                              p.shape.tokens,
+                              p.shape.head_dim,
+                              p.shape.scale};
+  const size_t bytes = Tiles::bytes(p.shape.head_dim);
+  check(cudaFuncSetAttribute(forward_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)),
+        "shared memory of the fp32 forward");
+  forward_kernel<<<2 * p.item_count, kThreads, bytes, stream>>>(args);
+  check(cudaGetLastError(), "attention forward in fp32");
+}
+
+void plain_backward(const BackwardParams& p, cudaStream_t stream) {
+  check_dim(p.shape.head_dim);
+  const BackwardArguments args{column_walk(p),
+                               row_walk(p.shape, p.tiling, p.row_items, p.row_entries),
+                               static_cast<const float*>(p.q),
+                               static_cast<const float*>(p.k),
+                               static_cast<const float*>(p.v),
+                               static_cast<const float*>(p.d_o),
+                               p.statistics,
+                               static_cast<float*>(p.dq),
+                               static_cast<float*>(p.dk),
+                               static_cast<float*>(p.dv),
+                               p.partials,
+                               p.shape.head_dim,
+                               p.shape.scale};
+  const size_t bytes = Tiles::bytes(p.shape.head_dim);
+  for (const auto kernel : {keys_kernel, rows_kernel})
+    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)),
+          "shared memory of the fp32 backward");
+  keys_kernel<<<dim3(p.limits.items, p.tiling.block / kStill), kThreads, bytes, stream>>>(args);
+  check(cudaGetLastError(), "attention backward in fp32: keys");
+  rows_kernel<<<2 * p.row_item_count, kThreads, bytes, stream>>>(args);
+  check(cudaGetLastError(), "attention backward in fp32: rows");
+}
+
+void portable_statistics(const BackwardParams& p, Precision precision, cudaStream_t stream) {
+  const StatisticsArguments args{p.tiling,         p.cu_seqlens,   p.cu_subtiles, p.sequences, p.shape.query_heads,
+                                 p.shape.head_dim, p.shape.tokens, p.lse,         p.statistics};
+  const int subtiles = p.shape.query_heads / p.tiling.heads * p.tiling.subtiles;
+  if (precision == Precision::fp32)
+    statistics_kernel<<<subtiles, 128, 0, stream>>>(args, static_cast<const float*>(p.o),
+                                                    static_cast<const float*>(p.d_o));
+  else
+    statistics_kernel<<<subtiles, 128, 0, stream>>>(args, static_cast<const __nv_bfloat16*>(p.o),
+                                                    static_cast<const __nv_bfloat16*>(p.d_o));
+  check(cudaGetLastError(), "attention backward: statistics");
+}
+
+void portable_finish_columns(const BackwardParams& p, Precision precision, cudaStream_t stream) {
+  if (p.limits.splits == 0) return;
+  const dim3 grid(p.limits.splits, 2);
+  if (precision == Precision::fp32)
+    finish_kernel<<<grid, 256, 0, stream>>>(p.splits, p.counts, p.partials, static_cast<float*>(p.dk),
+                                            static_cast<float*>(p.dv), p.shape.kv_heads, p.shape.head_dim,
+                                            p.shape.scale);
+  else
+    finish_kernel<<<grid, 256, 0, stream>>>(p.splits, p.counts, p.partials, static_cast<__nv_bfloat16*>(p.dk),
+                                            static_cast<__nv_bfloat16*>(p.dv), p.shape.kv_heads, p.shape.head_dim,
+                                            p.shape.scale);
+  check(cudaGetLastError(), "attention backward: split columns");
+}
+
+}  // namespace sb::gpu

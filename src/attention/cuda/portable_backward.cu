@@ -1,0 +1,245 @@
+#include "attention/cuda/check.cuh"
+#include "attention/cuda/plain.cuh"
+#include "attention/cuda/portable.cuh"
+
+namespace sb::gpu {
+namespace {
+
+// Two kernels that sum nothing concurrently: dK and dV with 64 keys a thread block, dQ with 64 rows a thread block.
+
+template <int D>
+struct Smem {
+  __nv_bfloat16 k[64 * kTileStride<D>], v[64 * kTileStride<D>], q[64 * kTileStride<D>], d_o[64 * kTileStride<D>];
+  float statistics[2][64];
+};
+
+struct KeyArguments {
+  ColumnWalk walk;
+  const __nv_bfloat16 *q, *k, *v, *d_o;
+  const float* statistics;
+  __nv_bfloat16 *dk, *dv;
+  float* partials;
+  float scale;
+};
+
+template <int D>
+__device__ void store_keys(const KeyArguments& args, const BackwardItem& item, int part, int which,
+                           const float (&a)[D / 2], __nv_bfloat16* out, float scale) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const int key = part + warp * 16 + lane / 4 + 8 * h;
+    if (key >= item.keys) continue;
+    if (item.partial >= 0) {
+      float* to = args.partials + (static_cast<int64_t>(item.partial * 2 + which) * kBlock + key) * D + 2 * (lane % 4);
+#pragma unroll
+      for (int j = 0; j < D / 8; ++j)
+        *reinterpret_cast<float2*>(to + 8 * j) = make_float2(a[4 * j + 2 * h], a[4 * j + 2 * h + 1]);
+      continue;
+    }
+    __nv_bfloat16* to =
+        out + (static_cast<int64_t>(item.token + key) * args.walk.kv_heads + item.head) * D + 2 * (lane % 4);
+#pragma unroll
+    for (int j = 0; j < D / 8; ++j)
+      *reinterpret_cast<uint32_t*>(to + 8 * j) = pack(a[4 * j + 2 * h] * scale, a[4 * j + 2 * h + 1] * scale);
+  }
+}
+
+template <int D>
+__global__ void __launch_bounds__(128) keys_kernel(const __grid_constant__ KeyArguments args) {
+  extern __shared__ __align__(16) unsigned char raw[];
+  Smem<D>& smem = *reinterpret_cast<Smem<D>*>(raw);
+  if (static_cast<int>(blockIdx.x) >= args.walk.counts->items) return;
+  const BackwardItem item = args.walk.items[blockIdx.x];
+  const int part = blockIdx.y * 64, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  if (part >= item.keys) return;
+  const auto key_row = [&](int r) {
+    return part + r < item.keys ? (static_cast<int64_t>(item.token + part + r) * args.walk.kv_heads + item.head) * D
+                                : int64_t{-1};
+  };
+  load_tile<D>(smem.k, args.k, key_row);
+  load_tile<D>(smem.v, args.v, key_row);
+  float dk[D / 2] = {}, dv[D / 2] = {};
+  const int key = item.position + part + warp * 16 + lane / 4;
+  args.walk.each_subtile(item, [&](int head, int subtile, int first) {
+    const SubtileRows rows = args.walk.rows(item, head, subtile);
+    const auto query_row = [&](int r) { return rows.exists(r) ? rows.packed(r) * D : int64_t{-1}; };
+    __syncthreads();
+    load_tile<D>(smem.q, args.q, query_row);
+    load_tile<D>(smem.d_o, args.d_o, query_row);
+    smem.statistics[threadIdx.x / 64][threadIdx.x % 64] =
+        args.statistics[static_cast<int64_t>(head * args.walk.tiling.subtiles + item.subtile + subtile) * 128 +
+                        threadIdx.x];
+    copies_done();
+    __syncthreads();
+    const int position = subtile * rows.tokens;
+#pragma unroll 1
+    for (int half = 0; half < 64; half += 32) {
+      float s[16], dp[16];
+      product<D, 4>(s, smem.k, warp * 16, smem.q, half);
+      product<D, 4>(dp, smem.v, warp * 16, smem.d_o, half);
+#pragma unroll
+      for (int j = 0; j < 4; ++j)
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const int r = half + 8 * j + 2 * (lane % 4) + e, t = rows.token_of(r);
+          const float lse = smem.statistics[0][r], delta = smem.statistics[1][r];
+#pragma unroll
+          for (int h = 0; h < 2; ++h) {
+            float& x = s[4 * j + 2 * h + e];
+            const bool sees = t >= first && key + 8 * h <= position + t;
+            x = sees ? __expf(x * args.scale - lse) : 0.f;
+            float& y = dp[4 * j + 2 * h + e];
+            y = x * (y - delta);
+          }
+        }
+      add_product<D, 4>(dv, s, smem.d_o, half);
+      add_product<D, 4>(dk, dp, smem.q, half);
+    }
+  });
+  copies_done();
+  store_keys<D>(args, item, part, 0, dk, args.dk, args.scale);
+  store_keys<D>(args, item, part, 1, dv, args.dv, 1.f);
+}
+
+struct RowArguments {
+  RowWalk walk;
+  const __nv_bfloat16 *q, *k, *v, *d_o;
+  const float* statistics;
+  __nv_bfloat16* dq;
+  float scale;
+};
+
+template <int D>
+__global__ void __launch_bounds__(128) rows_kernel(const __grid_constant__ RowArguments args) {
+  extern __shared__ __align__(16) unsigned char raw[];
+  Smem<D>& smem = *reinterpret_cast<Smem<D>*>(raw);
+  const ForwardItem item = args.walk.items[blockIdx.x / 2];
+  const int sub = blockIdx.x % 2, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const SubtileRows rows = args.walk.rows(item, sub);
+  if (rows.valid == 0) return;
+  const int kv_head = item.head / args.walk.heads_per_kv, sequence = item.token - item.position;
+  const auto query_row = [&](int r) { return rows.exists(r) ? rows.packed(r) * D : int64_t{-1}; };
+  load_tile<D>(smem.q, args.q, query_row);
+  load_tile<D>(smem.d_o, args.d_o, query_row);
+  const float* statistics = args.statistics + static_cast<int64_t>(item.subtile + sub) * 128;
+  int row[2], token[2];
+  float lse[2], delta[2];
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    row[h] = warp * 16 + lane / 4 + 8 * h;
+    token[h] = sub * rows.tokens + rows.token_of(row[h]);
+    lse[h] = statistics[row[h]];
+    delta[h] = statistics[64 + row[h]];
+  }
+  float dq[D / 2] = {};
+  args.walk.each_block(item, [&](int key_position, int first) {
+    for (int part = 0; part < args.walk.tiling.block; part += 64) {
+      const int position = key_position + part;
+      if (position > item.position + item.tokens - 1) break;
+      const auto key_row = [&](int r) {
+        const int64_t key = sequence + position + r;
+        return position + r < item.position + item.tokens ? (key * args.walk.kv_heads + kv_head) * D : int64_t{-1};
+      };
+      __syncthreads();
+      load_tile<D>(smem.k, args.k, key_row);
+      load_tile<D>(smem.v, args.v, key_row);
+      copies_done();
+      __syncthreads();
+#pragma unroll 1
+      for (int half = 0; half < 64; half += 32) {
+        float s[16], dp[16];
+        product<D, 4>(s, smem.q, warp * 16, smem.k, half);
+        product<D, 4>(dp, smem.d_o, warp * 16, smem.v, half);
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const int limit = token[h] < first ? -1 : item.position + token[h] - position;
+#pragma unroll
+          for (int j = 0; j < 4; ++j)
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+              const int i = 4 * j + 2 * h + e;
+              const bool sees = half + 8 * j + 2 * (lane % 4) + e <= limit;
+              const float p = sees ? __expf(s[i] * args.scale - lse[h]) : 0.f;
+              dp[i] = p * (dp[i] - delta[h]);
+            }
+        }
+        add_product<D, 4>(dq, dp, smem.k, half);
+      }
+    }
+  });
+  copies_done();
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    if (!rows.exists(row[h])) continue;
+    __nv_bfloat16* out = args.dq + rows.packed(row[h]) * D + 2 * (lane % 4);
+#pragma unroll
+    for (int j = 0; j < D / 8; ++j)
+      *reinterpret_cast<uint32_t*>(out + 8 * j) =
+          pack(dq[4 * j + 2 * h] * args.scale, dq[4 * j + 2 * h + 1] * args.scale);
+  }
+}
+
+template <int D>
+void launch(const BackwardParams& p, cudaStream_t stream) {
+  const auto q = static_cast<const __nv_bfloat16*>(p.q), k = static_cast<const __nv_bfloat16*>(p.k),
+             v = static_cast<const __nv_bfloat16*>(p.v), d_o = static_cast<const __nv_bfloat16*>(p.d_o);
+  const KeyArguments keys{column_walk(p),
+                          q,
+                          k,
+                          v,
+                          d_o,
+                          p.statistics,
+                          static_cast<__nv_bfloat16*>(p.dk),
+                          static_cast<__nv_bfloat16*>(p.dv),
+                          p.partials,
+                          p.shape.scale};
+  check(cudaFuncSetAttribute(keys_kernel<D>, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Smem<D>)),
+        "shared memory of the backward");
+  keys_kernel<D><<<dim3(p.limits.items, p.tiling.block / 64), 128, sizeof(Smem<D>), stream>>>(keys);
+  check(cudaGetLastError(), "attention backward: keys");
+  const RowArguments rows{row_walk(p.shape, p.tiling, p.row_items, p.row_entries),
+                          q,
+                          k,
+                          v,
+                          d_o,
+                          p.statistics,
+                          static_cast<__nv_bfloat16*>(p.dq),
+                          p.shape.scale};
+  check(cudaFuncSetAttribute(rows_kernel<D>, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Smem<D>)),
+        "shared memory of the backward");
+  rows_kernel<D><<<2 * p.row_item_count, 128, sizeof(Smem<D>), stream>>>(rows);
+  check(cudaGetLastError(), "attention backward: rows");
+}
+
+void launch_any(const BackwardParams& p, cudaStream_t stream) {
+  switch (p.shape.head_dim) {
+    case 16:
+      return launch<16>(p, stream);
+    case 32:
+      return launch<32>(p, stream);
+    case 64:
+      return launch<64>(p, stream);
+    case 96:
+      return launch<96>(p, stream);
+    case 128:
+      return launch<128>(p, stream);
+    default:
+      throw_unsupported("head_dim in bf16", p.shape.head_dim);
+  }
+}
+
+}  // namespace
+
+void portable_backward(const BackwardParams& p, Precision precision, void* stream) {
+  if (p.shape.tokens == 0) return;
+  const auto cuda_stream = static_cast<cudaStream_t>(stream);
+  portable_statistics(p, precision, cuda_stream);
+  if (precision == Precision::fp32)
+    plain_backward(p, cuda_stream);
+  else
+    launch_any(p, cuda_stream);
+  portable_finish_columns(p, precision, cuda_stream);
+}
+
+}  // namespace sb::gpu

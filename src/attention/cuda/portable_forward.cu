@@ -1,0 +1,150 @@
+#include "attention/cuda/check.cuh"
+#include "attention/cuda/plain.cuh"
+#include "attention/cuda/portable.cuh"
+
+namespace sb::gpu {
+namespace {
+
+// A thread block of four warps works on one subtile of 64 rows, each warp on 16 of them, and takes 64 keys at a time.
+
+template <int D>
+struct Smem {
+  __nv_bfloat16 q[64 * kTileStride<D>], k[64 * kTileStride<D>], v[64 * kTileStride<D>];
+};
+
+struct Arguments {
+  RowWalk walk;
+  const __nv_bfloat16 *q, *k, *v;
+  __nv_bfloat16* o;
+  float* lse;
+  int64_t tokens;
+  float scale;
+};
+
+template <int D>
+__global__ void __launch_bounds__(128) forward_kernel(const __grid_constant__ Arguments args) {
+  extern __shared__ __align__(16) unsigned char raw[];
+  Smem<D>& smem = *reinterpret_cast<Smem<D>*>(raw);
+  const ForwardItem item = args.walk.items[blockIdx.x / 2];
+  const int sub = blockIdx.x % 2, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const SubtileRows rows = args.walk.rows(item, sub);
+  if (rows.valid == 0) return;
+  const int kv_head = item.head / args.walk.heads_per_kv, sequence = item.token - item.position;
+  const int before = sub * rows.tokens;  // tokens of the tile before this subtile
+  int row[2], token[2];                  // of this lane; tokens count from the tile's start
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    row[h] = warp * 16 + lane / 4 + 8 * h;
+    token[h] = before + rows.token_of(row[h]);
+  }
+  load_tile<D>(smem.q, args.q, [&](int r) { return rows.exists(r) ? rows.packed(r) * D : int64_t{-1}; });
+
+  float o[D / 2] = {}, top[2] = {-INFINITY, -INFINITY}, sum[2] = {0, 0};
+  args.walk.each_block(item, [&](int key_position, int first) {
+    for (int part = 0; part < args.walk.tiling.block; part += 64) {
+      const int position = key_position + part;  // of the first key of these 64
+      if (position > item.position + item.tokens - 1) break;
+      const auto key_row = [&](int r) {
+        const int64_t key = sequence + position + r;
+        // Keys after the tile's last token are masked; zeros there keep what lies behind out of the products.
+        return position + r < item.position + item.tokens ? (key * args.walk.kv_heads + kv_head) * D : int64_t{-1};
+      };
+      __syncthreads();
+      load_tile<D>(smem.k, args.k, key_row);
+      load_tile<D>(smem.v, args.v, key_row);
+      copies_done();
+      __syncthreads();
+      float s[32];
+      product<D, 8>(s, smem.q, warp * 16, smem.k, 0);
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const int limit = token[h] < first ? -1 : item.position + token[h] - position;  // last key this row sees
+        float m = top[h];
+#pragma unroll
+        for (int j = 0; j < 8; ++j)
+#pragma unroll
+          for (int e = 0; e < 2; ++e) {
+            float& x = s[4 * j + 2 * h + e];
+            x = 8 * j + 2 * (lane % 4) + e <= limit ? x * args.scale : -INFINITY;
+            m = fmaxf(m, x);
+          }
+        m = fmaxf(m, __shfl_xor_sync(~0u, m, 1));
+        m = fmaxf(m, __shfl_xor_sync(~0u, m, 2));
+        const float base = m == -INFINITY ? 0.f : m;
+        const float shrink = __expf(top[h] - base);
+        float added = 0;
+#pragma unroll
+        for (int j = 0; j < 8; ++j)
+#pragma unroll
+          for (int e = 0; e < 2; ++e) {
+            float& x = s[4 * j + 2 * h + e];
+            x = __expf(x - base);
+            added += x;
+          }
+        sum[h] = sum[h] * shrink + added;
+        top[h] = m;
+#pragma unroll
+        for (int j = 0; j < D / 8; ++j) {
+          o[4 * j + 2 * h] *= shrink;
+          o[4 * j + 2 * h + 1] *= shrink;
+        }
+      }
+      add_product<D, 8>(o, s, smem.v, 0);
+    }
+  });
+  copies_done();
+
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    float all = sum[h];
+    all += __shfl_xor_sync(~0u, all, 1);
+    all += __shfl_xor_sync(~0u, all, 2);
+    if (!rows.exists(row[h])) continue;
+    const float inverse = all > 0 ? 1.f / all : 0.f;
+    __nv_bfloat16* out = args.o + rows.packed(row[h]) * D + 2 * (lane % 4);
+#pragma unroll
+    for (int j = 0; j < D / 8; ++j)
+      *reinterpret_cast<uint32_t*>(out + 8 * j) = pack(o[4 * j + 2 * h] * inverse, o[4 * j + 2 * h + 1] * inverse);
+    if (lane % 4 == 0) args.lse[rows.statistic(row[h], args.tokens)] = all > 0 ? top[h] + logf(all) : -INFINITY;
+  }
+}
+
+template <int D>
+void launch(const ForwardParams& p, cudaStream_t stream) {
+  const Arguments args{row_walk(p.shape, p.tiling, p.items, p.row_entries),
+                       static_cast<const __nv_bfloat16*>(p.q),
+                       static_cast<const __nv_bfloat16*>(p.k),
+                       static_cast<const __nv_bfloat16*>(p.v),
+                       static_cast<__nv_bfloat16*>(p.o),
+                       p.lse,
+                       p.shape.tokens,
+                       p.shape.scale};
+  check(cudaFuncSetAttribute(forward_kernel<D>, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Smem<D>)),
+        "shared memory of the forward");
+  forward_kernel<D><<<2 * p.item_count, 128, sizeof(Smem<D>), stream>>>(args);
+  check(cudaGetLastError(), "attention forward");
+}
+
+}  // namespace
+
+void portable_forward(const ForwardParams& p, Precision precision, void* stream) {
+  if (p.item_count == 0) return;
+  const auto cuda_stream = static_cast<cudaStream_t>(stream);
+  if (precision == Precision::fp32) return plain_forward(p, cuda_stream);
+  switch (p.shape.head_dim) {
+    case 16:
+      return launch<16>(p, cuda_stream);
+    case 32:
+      return launch<32>(p, cuda_stream);
+    case 64:
+      return launch<64>(p, cuda_stream);
+    case 96:
+      return launch<96>(p, cuda_stream);
+    case 128:
+      return launch<128>(p, cuda_stream);
+    default:
+      throw_unsupported("head_dim in bf16", p.shape.head_dim);
+  }
+}
+
+}  // namespace sb::gpu

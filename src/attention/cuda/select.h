@@ -1,0 +1,174 @@
+#pragma once
+
+// Choosing key blocks on the device, straight into row and column lists, without atomics on the lists and without the
+// host: statistics of the key blocks, estimated masses of every (token, key block), choices of every query block, and
+// the transpose. How many blocks a query block may list follows from the budget alone, so the host lays out the lists
+// before the run; what a query block does not use is filled with entries that no kernel follows.
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "attention/cuda/params.h"
+#include "attention/selection/selection_config.h"
+#include "attention/selection/tiles.h"
+
+namespace sb::gpu {
+
+constexpr uint32_t kNoEntry = 0xFFFFFFFFu;
+
+// Tokens of one key/value head that choose among the same key blocks. Masses of the i-th are at masses + i · stride.
+constexpr int kMaxScoreTokens = 128;
+struct alignas(16) ScoreItem {
+  int32_t token = 0;  // first, in the packed tensors
+  int32_t tokens = 0;
+  int32_t head = 0;        // key/value head
+  int32_t competing = 0;   // key blocks that end before the query block
+  int32_t statistics = 0;  // row of the sequence's first block under this head
+  int32_t stride = 0;
+  int64_t masses = 0;
+  uint8_t later[kMaxScoreTokens] = {};  // of each token, how far it is behind the first
+};
+
+// One query block of one key/value head. Counts of key blocks are in those of the selection, `visible` and the lists in
+// those of the kernels (Tiling::block), of which a block of the selection may hold two.
+struct alignas(16) SelectItem {
+  int32_t tokens = 0;
+  int32_t position = 0;    // of the first token in its sequence
+  int32_t competing = 0;   // key blocks that end before the query block
+  int32_t visible = 0;     // these and its own
+  int32_t sinks = 0;       // always chosen: the first
+  int32_t local = 0;       // and the last of the competing ones
+  int32_t first = 0;       // the most the first token may choose, besides
+  int32_t total = 0;       // and the whole query block
+  int32_t list_begin = 0;  // in the row entries
+  int32_t capacity = 0;
+  int32_t everything = 0;  // no choice to make: all visible blocks
+  int32_t length_class = 0;
+  int64_t masses = 0;  // of its first token that chooses
+  int64_t map = 0;     // byte of (query block, key block 0) in the map
+  int32_t stride = 0;  // of the masses
+  int32_t column = 0;  // number of key block 0 of its sequence and head among the columns
+  int32_t unused[2] = {0, 0};
+};
+
+// What the tokens of a query block may have chosen together, token by token: first + (total - first) · row /
+// (query_block
+// - 1), without a division a token.
+struct Allowance {
+  int allowed, each, rest, wrap, carry = 0;
+  bool grew = true;  // whether this token may add to what the one before it might have chosen
+  constexpr Allowance(int first, int total, int query_block)
+      : allowed(query_block <= 1 ? total : first),
+        each(query_block <= 1 ? 0 : (total - first) / (query_block - 1)),
+        rest(query_block <= 1 ? 0 : (total - first) % (query_block - 1)),
+        wrap(query_block - 1) {
+    grew = allowed > 0;
+  }
+  constexpr void next() {
+    const int before = allowed;
+    allowed += each;
+    carry += rest;
+    if (carry >= wrap && wrap > 0) {
+      carry -= wrap;
+      ++allowed;
+    }
+    grew = allowed > before;
+  }
+};
+
+// Up to 32 neighbouring key blocks of one sequence and key/value head; those of dense sequences are there too, with no
+// query blocks.
+struct SelectGroup {
+  int64_t map = 0;  // byte of (query block 0, first of the key blocks) in the map
+  int32_t stride = 0;
+  int32_t column = 0, columns = 0;  // numbers of the key blocks among all
+  int32_t key_block = 0;            // number of the first in its sequence
+  int32_t first_block = 0;          // first query block that can see it
+  int32_t query_blocks = 0;         // from there to the end of the sequence
+  int32_t block = 0, query_block = 0;
+  int32_t wide = 0;  // whether the map has more than 16 key blocks here
+  int32_t unused = 0;
+};
+
+// A key block whose mean and variance are to be taken.
+struct SelectBlock {
+  int32_t token = 0, keys = 0, head = 0, unused = 0;
+};
+
+// Masses of all tokens at once would not fit: the tokens are worked off in batches, each within its own part of the
+// items.
+struct SelectBatch {
+  int32_t score_begin = 0, score_count = 0, item_begin = 0, item_count = 0;
+};
+
+struct SelectPlan {
+  int32_t query_block = 0;
+  int32_t select_block = 0;   // tokens of a key block in the selection
+  int32_t block = 0;          // and in the lists
+  int32_t max_competing = 0;  // of the query blocks that choose
+  int64_t masses = 0;         // 16-bit masses of the largest batch
+  int64_t map_bytes = 0;
+  std::vector<ScoreItem> scores;  // of every batch in the order in which they are started
+  std::vector<SelectItem> items;
+  std::vector<SelectBatch> batches;
+  std::vector<SelectBlock> blocks;
+  std::vector<SelectGroup> groups;
+  int32_t columns = 0;               // key blocks of all sequences and heads
+  std::vector<int32_t> row_offsets;  // as in RowLayout
+  int32_t rows = 0;
+  int32_t entries = 0;
+  int64_t token_pairs = 0;  // (query, key) pairs over the list heads, if every query block uses all it may
+};
+
+// Sequences that run dense take no part. `tiles[s]` carries block, query_block, sinks, local blocks and budget of
+// sequence s; a score item has at most `score_tokens` tokens, a batch at most `batch_masses` masses (and at least one
+// query block).
+SelectPlan make_select_plan(const Shape& shape, std::span<const int32_t> cu_seqlens, const std::vector<bool>& dense,
+                            const std::vector<SequenceTiles>& tiles, const SelectionConfig& config, int score_tokens,
+                            int64_t batch_masses);
+
+struct SelectParams {
+  Shape shape;
+  const void* q = nullptr;
+  const void* k = nullptr;
+  // What the configuration says.
+  SelectionPattern pattern = SelectionPattern::topk;
+  bool lookahead = false;
+  bool moments = true;
+  float coverage = 1;
+  const float* thresholds = nullptr;  // `mass`: of every length class
+  // The plan, arrays in device memory.
+  int32_t query_block = 0, select_block = 0, block = 0, max_competing = 0;
+  const ScoreItem* scores = nullptr;
+  const SelectItem* items = nullptr;
+  std::span<const SelectBatch> batches;  // host memory
+  const SelectBlock* blocks = nullptr;
+  int32_t block_count = 0;
+  const SelectGroup* groups = nullptr;
+  int32_t group_count = 0, column_count = 0;
+  uint32_t* row_entries = nullptr;     // [entries]
+  int32_t* column_offsets = nullptr;   // [columns + 1]
+  uint32_t* column_entries = nullptr;  // [entries]
+  // Sum of what was chosen, forced blocks included: [length class][blocks, (query, key) pairs]; null: not counted.
+  unsigned long long* chosen = nullptr;
+  // Workspace.
+  void* statistics = nullptr;  // statistics_bytes()
+  uint16_t* masses = nullptr;  // [plan.masses]: log2 as 16-bit floats, mapped so that they order as unsigned integers
+  uint8_t* map = nullptr;      // [plan.map_bytes]
+  int32_t* column_counts = nullptr;  // [columns]
+};
+
+// Of a sequence: bits of the number of tokens.
+constexpr int kLengthClasses = 32;
+
+int64_t hopper_statistics_bytes(const Shape& shape, int64_t blocks);
+int64_t portable_statistics_bytes(const Shape& shape, int64_t blocks);
+// Most tokens of a score item; 0: this shape is for the portable kernels.
+int hopper_score_tokens(const Shape& shape);
+constexpr int kPortableScoreTokens = 16;
+
+void hopper_select(const SelectParams& params, void* stream);
+void portable_select(const SelectParams& params, Precision precision, void* stream);
+
+}  // namespace sb::gpu

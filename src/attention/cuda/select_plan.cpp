@@ -1,0 +1,243 @@
+#include <algorithm>
+#include <bit>
+
+#include "attention/cuda/select.h"
+#include "attention/selection/staircase.h"
+#include "core/errors.h"
+
+namespace sb::gpu {
+namespace {
+
+StaircaseRule rule_of(const SelectionConfig& config, int64_t free_quota) {
+  const auto kind = config.pattern == SelectionPattern::topp   ? StaircaseRule::Kind::topp
+                    : config.pattern == SelectionPattern::mass ? StaircaseRule::Kind::mass
+                                                               : StaircaseRule::Kind::topk;
+  const int rows = config.order == SelectionOrder::lookahead ? 1 : config.query_block;
+  StaircaseRule rule = staircase_rule(kind, free_quota, config.step, rows);
+  if (kind == StaircaseRule::Kind::mass) rule.first = rule.total = 2 * free_quota;
+  return rule;
+}
+
+// The query blocks of one sequence under one key/value head, and what they are scored with.
+class SequencePlanner {
+ public:
+  SequencePlanner(SelectPlan& plan, const SelectionConfig& config, const SequenceTiles& tiles, int head, int32_t begin,
+                  int score_tokens, int64_t batch_masses)
+      : plan_(plan),
+        config_(config),
+        tiles_(tiles),
+        head_(head),
+        begin_(begin),
+        score_tokens_(score_tokens),
+        batch_masses_(batch_masses),
+        statistics_(static_cast<int32_t>(plan.blocks.size())),
+        map_stride_((fine_blocks(tiles.tokens) + 15) / 16 * 16) {}
+
+  void add(int64_t& batch_used) {
+    add_blocks();
+    for (int64_t tile = 0; tile < tiles_.tiles(); ++tile) {
+      SelectItem item = make_item(tile);
+      const bool scored = !item.everything && item.total > 0 && tiles_.candidates(tile) > 0;
+      if (scored) {
+        find_choosing(item);
+        item.stride = static_cast<int32_t>((item.competing + 63) / 64 * 64);
+        const int64_t needed = static_cast<int64_t>(choosing_.size()) * item.stride;
+        if (batch_used > 0 && batch_used + needed > batch_masses_) {
+          plan_.batches.push_back(
+              {static_cast<int32_t>(plan_.scores.size()), 0, static_cast<int32_t>(plan_.items.size()), 0});
+          batch_used = 0;
+        }
+        item.masses = batch_used;
+        add_scores(item);
+        batch_used += needed;
+        plan_.masses = std::max(plan_.masses, batch_used);
+        plan_.max_competing = std::max(plan_.max_competing, item.competing);
+      }
+      plan_.items.push_back(item);
+      plan_.batches.back().item_count = static_cast<int32_t>(plan_.items.size()) - plan_.batches.back().item_begin;
+      plan_.batches.back().score_count = static_cast<int32_t>(plan_.scores.size()) - plan_.batches.back().score_begin;
+    }
+    add_columns();
+    plan_.map_bytes += tiles_.tiles() * map_stride_;
+  }
+
+ private:
+  int64_t fine_blocks(int64_t tokens) const { return (tokens + plan_.block - 1) / plan_.block; }
+
+  void add_blocks() {
+    for (int64_t b = 0; b < tiles_.blocks(); ++b)
+      plan_.blocks.push_back({static_cast<int32_t>(begin_ + b * tiles_.block),
+                              static_cast<int32_t>(std::min<int64_t>(tiles_.block, tiles_.tokens - b * tiles_.block)),
+                              head_, 0});
+  }
+
+  SelectItem make_item(int64_t tile) {
+    const int expand = plan_.select_block / plan_.block;
+    SelectItem item;
+    item.tokens = tiles_.rows(tile);
+    item.position = static_cast<int32_t>(tiles_.begin(tile));
+    item.competing = static_cast<int32_t>(tiles_.competing(tile));
+    item.visible = static_cast<int32_t>(fine_blocks(tiles_.end(tile)));
+    item.sinks = std::min(tiles_.sink_blocks, item.competing);
+    item.local = std::min(tiles_.local_blocks, item.competing - item.sinks);
+    item.length_class = static_cast<int32_t>(std::bit_width(static_cast<uint64_t>(tiles_.tokens)));
+    item.list_begin = plan_.row_offsets.back();
+    item.map = plan_.map_bytes + tile * map_stride_;
+    item.column = plan_.columns;  // those of this sequence follow
+    const int64_t own = item.visible - int64_t{item.competing} * expand, candidates = tiles_.candidates(tile);
+    int64_t seen_by_last = item.competing;
+    StaircaseRule rule = rule_of(config_, tiles_.free_quota(tile));
+    if (config_.pattern == SelectionPattern::window) {
+      const int64_t local = std::max<int64_t>(
+          tiles_.local_blocks, tiles_.quota(tile) - (tiles_.visible(tile) - item.competing) - item.sinks);
+      item.local = static_cast<int32_t>(std::min<int64_t>(local, item.competing - item.sinks));
+      seen_by_last = item.sinks + item.local;
+      rule = {};
+      rule.first = rule.total = 0;
+    } else if (config_.pattern == SelectionPattern::topk && candidates <= rule.total) {
+      item.everything = 1;
+    } else {
+      item.first = static_cast<int32_t>(rule.first);
+      item.total = static_cast<int32_t>(rule.total);
+      const int64_t allowed = rule.allowed(rule.rows == 1 ? 0 : item.tokens - 1);
+      seen_by_last = tiles_.forced_competing(tile) + std::min(allowed, candidates);
+    }
+    item.capacity = static_cast<int32_t>(seen_by_last * expand + own);
+    const int64_t entries = int64_t{plan_.row_offsets.back()} + item.capacity;
+    SB_USER_CHECK(entries < INT32_MAX,
+                  "the block lists of this micro-batch exceed 2^31 entries; lower attention.budget or the micro-batch");
+    plan_.row_offsets.push_back(static_cast<int32_t>(entries));
+    plan_.token_pairs += pairs_of(tile, item, rule);
+    return item;
+  }
+
+  // What each token of the tile computes, all of its allowance used.
+  int64_t pairs_of(int64_t tile, const SelectItem& item, const StaircaseRule& rule) const {
+    int64_t pairs = 0;
+    for (int row = 0; row < item.tokens; ++row) {
+      int64_t seen = item.competing;
+      if (!item.everything) {
+        const int64_t allowed = rule.allowed(rule.rows == 1 ? 0 : row);
+        seen = item.sinks + item.local + std::min(allowed, tiles_.candidates(tile));
+      }
+      pairs += seen * tiles_.block + (tiles_.begin(tile) + row + 1 - int64_t{item.competing} * tiles_.block);
+    }
+    return pairs;
+  }
+
+  // Tokens whose masses are needed: with topk some may have nothing to add.
+  void find_choosing(const SelectItem& item) {
+    choosing_.clear();
+    const bool some = config_.pattern == SelectionPattern::topk && config_.order == SelectionOrder::causal;
+    Allowance allowance(item.first, item.total, config_.query_block);
+    for (int row = 0; row < item.tokens; ++row, allowance.next())
+      if (!some || allowance.grew) choosing_.push_back(row);
+  }
+
+  // Query blocks with the same competing key blocks join.
+  void add_scores(const SelectItem& item) {
+    const int32_t token = begin_ + item.position;
+    for (size_t i = 0; i < choosing_.size(); ++i) {
+      const int32_t at = token + choosing_[i];
+      ScoreItem* last = nullptr;
+      if (static_cast<int32_t>(plan_.scores.size()) > plan_.batches.back().score_begin) last = &plan_.scores.back();
+      if (last == nullptr || last->head != head_ || last->statistics != statistics_ ||
+          last->competing != item.competing || last->tokens == score_tokens_ || at - last->token > 255) {
+        last = &plan_.scores.emplace_back();
+        last->token = at;
+        last->head = head_;
+        last->competing = item.competing;
+        last->statistics = statistics_;
+        last->stride = item.stride;
+        last->masses = item.masses + static_cast<int64_t>(i) * item.stride;
+      }
+      last->later[last->tokens++] = static_cast<uint8_t>(at - last->token);
+    }
+  }
+
+  void add_columns() {
+    const int64_t blocks = fine_blocks(tiles_.tokens);
+    for (int64_t b = 0; b < blocks; b += 32) {
+      SelectGroup group;
+      group.column = plan_.columns + static_cast<int32_t>(b);
+      group.columns = static_cast<int32_t>(std::min<int64_t>(32, blocks - b));
+      group.key_block = static_cast<int32_t>(b);
+      group.first_block = static_cast<int32_t>(b * plan_.block / plan_.query_block);
+      group.query_blocks = static_cast<int32_t>(tiles_.tiles() - group.first_block);
+      group.stride = static_cast<int32_t>(map_stride_);
+      group.map = plan_.map_bytes + b;
+      group.block = plan_.block;
+      group.query_block = plan_.query_block;
+      group.wide = group.columns > 16;
+      plan_.groups.push_back(group);
+    }
+    plan_.columns += static_cast<int32_t>(blocks);
+  }
+
+  SelectPlan& plan_;
+  const SelectionConfig& config_;
+  const SequenceTiles& tiles_;
+  int head_;
+  int32_t begin_;
+  int score_tokens_;
+  int64_t batch_masses_;
+  int32_t statistics_;
+  int64_t map_stride_;
+  std::vector<int> choosing_;
+};
+
+}  // namespace
+
+SelectPlan make_select_plan(const Shape& shape, std::span<const int32_t> cu_seqlens, const std::vector<bool>& dense,
+                            const std::vector<SequenceTiles>& tiles, const SelectionConfig& config, int score_tokens,
+                            int64_t batch_masses) {
+  const size_t sequences = cu_seqlens.size() - 1;
+  SB_CHECK(score_tokens <= kMaxScoreTokens, "{} tokens in a score item", score_tokens);
+  SB_CHECK(dense.size() == sequences && tiles.size() == sequences, "{} flags, {} tilings for {} sequences",
+           dense.size(), tiles.size(), sequences);
+  SelectPlan plan;
+  plan.query_block = config.query_block;
+  plan.select_block = config.block;
+  plan.block = std::min(config.block, kBlock);
+  for (size_t s = 0; s < sequences; ++s)
+    plan.rows += static_cast<int32_t>((cu_seqlens[s + 1] - cu_seqlens[s] + plan.query_block - 1) / plan.query_block);
+  plan.row_offsets.push_back(0);
+  plan.batches.emplace_back();
+  int64_t batch_used = 0;
+  for (int32_t head = 0; head < shape.kv_heads; ++head) {
+    for (size_t s = 0; s < sequences; ++s) {
+      const SequenceTiles& t = tiles[s];
+      SB_CHECK(
+          t.tokens == cu_seqlens[s + 1] - cu_seqlens[s] && t.block == config.block && t.query_block == plan.query_block,
+          "tiling of sequence {} does not match", s);
+      if (dense[s]) {
+        plan.row_offsets.insert(plan.row_offsets.end(), t.tiles(), plan.row_offsets.back());
+        const auto blocks = static_cast<int32_t>((t.tokens + plan.block - 1) / plan.block);
+        for (int32_t b = 0; b < blocks; b += 32) {
+          SelectGroup group;
+          group.column = plan.columns + b;
+          group.columns = std::min(32, blocks - b);
+          plan.groups.push_back(group);
+        }
+        plan.columns += blocks;
+        plan.token_pairs += t.tokens * (t.tokens + 1) / 2;
+        continue;
+      }
+      SB_USER_CHECK(t.blocks() <= 65536, "a sequence of {} tokens has more than 65,536 blocks of {}; use larger blocks",
+                    t.tokens, t.block);
+      SequencePlanner(plan, config, t, head, cu_seqlens[s], score_tokens, batch_masses).add(batch_used);
+    }
+  }
+  plan.entries = plan.row_offsets.back();
+  // Long ones first, within each batch.
+  for (const SelectBatch& batch : plan.batches) {
+    std::stable_sort(plan.scores.begin() + batch.score_begin,
+                     plan.scores.begin() + batch.score_begin + batch.score_count,
+                     [](const ScoreItem& a, const ScoreItem& b) { return a.competing > b.competing; });
+    std::stable_sort(plan.items.begin() + batch.item_begin, plan.items.begin() + batch.item_begin + batch.item_count,
+                     [](const SelectItem& a, const SelectItem& b) { return a.competing > b.competing; });
+  }
+  return plan;
+}
+
+}  // namespace sb::gpu
