@@ -80,7 +80,7 @@ void Trainer::load_start_of_run() {
   if (const auto& checkpoint = directory_.resume_from()) {
     state_ = model_->load(*checkpoint);
     parts_.source.restore_state(state_.source_state);
-    if (parts_.sparse) parts_.sparse->selector().set_thresholds(state_.thresholds);
+    if (parts_.sparse) parts_.sparse->set_thresholds(state_.thresholds);
     if (planner_) planner_->restore_state(state_.planner_state);
     if (checkpoint->parent_path() == directory_.path()) saved_step_ = state_.step;
     if (leads()) parts_.console.text(fmt::format("resumed from {} after step {}", checkpoint->string(), state_.step));
@@ -258,10 +258,9 @@ void Trainer::learn(const StepPlan& plan, const LossSums& sums, int64_t step_ns)
                                     100.0 * accuracy(sums), parts_.source.length(unseen)));
   state_.source_state = parts_.source.state();
   if (parts_.sparse) {
-    Selector& selector = parts_.sparse->selector();
-    if (selector.config().pattern == SelectionPattern::mass)
-      selector.set_thresholds(mean_over_ranks(*world_, selector.thresholds()));
-    state_.thresholds = selector.thresholds();
+    if (config_.attention.selection.pattern == SelectionPattern::mass)
+      parts_.sparse->set_thresholds(mean_over_ranks(*world_, parts_.sparse->thresholds()));
+    state_.thresholds = parts_.sparse->thresholds();
   }
   StepMeasurement measurement = gather_times(model_->grid(), plan.plan, operations_);
   if (!planner_) return;

@@ -43,7 +43,7 @@ struct TrainerParts {
   Console& console;                      // rank 0's is used
   std::function<bool()> stop_requested;  // one rank: asked between micro-batches; several: between steps
   // `attention`, where it is sparse: its choices are reported and what it learns is saved.
-  SparseAttention* sparse = nullptr;
+  ChoosingAttention* sparse = nullptr;
   // All ranks of the run, and how many of them share this machine; nullptr: this one alone.
   Communicator* world = nullptr;
   int local_ranks = 1;

@@ -17,7 +17,7 @@ std::optional<ValidationReport> Trainer::validate() {
   if (set.source == nullptr || set.sequences == 0) return std::nullopt;
   const auto span = trace_.span("validation", state_.step);
   // Looking must not change what training does next.
-  const Selector::Thresholds kept = parts_.sparse ? parts_.sparse->selector().thresholds() : Selector::Thresholds();
+  const Selector::Thresholds kept = parts_.sparse ? parts_.sparse->thresholds() : Selector::Thresholds();
   const std::optional<LossSums> all = evaluate(/*later_chunk_tokens_only=*/false);
   if (!all) return std::nullopt;
   const LossSums& sums = *all;
@@ -32,7 +32,7 @@ std::optional<ValidationReport> Trainer::validate() {
     report.recall = accuracy(*later);
   }
   if (parts_.sparse) {
-    parts_.sparse->selector().set_thresholds(kept);
+    parts_.sparse->set_thresholds(kept);
     parts_.sparse->take_report();
   }
   if (log_) log_->validation(report);

@@ -1,0 +1,333 @@
+#include "attention/cuda/cuda_attention.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#include "attention/block_sparse.h"
+#include "core/random.h"
+#include "device/cuda.h"
+#include "device/memory.h"
+
+namespace sb {
+namespace {
+
+float rounded(float x, DType dtype) {
+  if (dtype == DType::f32) return x;
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000u;
+  std::memcpy(&x, &bits, 4);
+  return x;
+}
+
+// One set of operands on the host in fp32 and on the device in the type of the test.
+struct Operands {
+  std::vector<float> q, k, v, dout;
+  AttentionShape shape;
+  int64_t tokens;
+
+  Operands(const AttentionShape& s, int64_t n, DType dtype, uint64_t seed) : shape(s), tokens(n) {
+    const auto draw = [&](int heads, uint64_t which) {
+      std::vector<float> out(n * heads * s.head_dim);
+      Random random(seed * 10 + which);
+      for (float& x : out) x = rounded(static_cast<float>(random.normal()), dtype);
+      return out;
+    };
+    q = draw(s.heads, 0);
+    k = draw(s.kv_heads, 1);
+    v = draw(s.kv_heads, 2);
+    dout = draw(s.heads, 3);
+  }
+};
+
+struct Results {
+  std::vector<float> out, lse, dq, dk, dv;
+};
+
+class DeviceTensor {
+ public:
+  DeviceTensor(Shape shape, DType dtype)
+      : arena_(make_arena("test", shape.elements() * dtype_bytes(dtype), DeviceKind::cuda)),
+        view_(arena_.allocate(dtype, shape)) {
+    std::vector<char> poison(view_.bytes(), static_cast<char>(0xFF));
+    cuda::copy_and_wait(poison.data(), view_.raw(), view_.bytes());
+  }
+  DeviceTensor(const std::vector<float>& values, Shape shape, DType dtype) : DeviceTensor(shape, dtype) {
+    if (dtype == DType::f32) {
+      cuda::copy_and_wait(values.data(), view_.raw(), view_.bytes());
+      return;
+    }
+    std::vector<uint16_t> halves;
+    for (const float x : values) {
+      uint32_t bits;
+      std::memcpy(&bits, &x, 4);
+      halves.push_back(static_cast<uint16_t>(bits >> 16));
+    }
+    cuda::copy_and_wait(halves.data(), view_.raw(), view_.bytes());
+  }
+  const TensorView& view() const { return view_; }
+  std::vector<float> host() const {
+    std::vector<float> out(view_.elements());
+    if (view_.dtype() == DType::f32) {
+      cuda::copy_and_wait(view_.raw(), out.data(), view_.bytes());
+      return out;
+    }
+    std::vector<uint16_t> halves(out.size());
+    cuda::copy_and_wait(view_.raw(), halves.data(), view_.bytes());
+    for (size_t i = 0; i < out.size(); ++i) {
+      const uint32_t bits = uint32_t{halves[i]} << 16;
+      std::memcpy(&out[i], &bits, 4);
+    }
+    return out;
+  }
+
+ private:
+  Arena arena_;
+  TensorView view_;
+};
+
+double difference(const std::vector<float>& got, const std::vector<float>& want) {
+  double sum = 0, norm = 0;
+  for (size_t i = 0; i < want.size(); ++i) {
+    if (std::isinf(want[i]) && got[i] == want[i]) continue;
+    const double d = got[i] - want[i];
+    if (!(std::abs(d) < 1e30)) return INFINITY;
+    sum += d * d;
+    norm += double{want[i]} * want[i];
+  }
+  return norm == 0 ? std::sqrt(sum) : std::sqrt(sum / norm);
+}
+
+class CudaAttentionTest : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    if (!cuda::problem().empty()) GTEST_SKIP() << cuda::problem();
+    stream_ = cuda::make_stream();
+  }
+
+  Exec cpu_exec() { return {.pool = &pool_, .scratch = &cpu_scratch_}; }
+
+  // Forward and backward on the device; the lists in `index`.
+  Results run(ChoosingAttention& attention, const Operands& in, const PackedSequences& sequences, DType dtype,
+              BlockIndex* index = nullptr, int layer = 0) {
+    const int d = in.shape.head_dim;
+    const Shape wide{in.tokens, in.shape.heads, d}, narrow{in.tokens, in.shape.kv_heads, d};
+    const DeviceTensor q(in.q, wide, dtype), k(in.k, narrow, dtype), v(in.v, narrow, dtype), dout(in.dout, wide, dtype);
+    DeviceTensor out(wide, dtype), lse({in.shape.heads, in.tokens}, DType::f32), dq(wide, dtype), dk(narrow, dtype),
+        dv(narrow, dtype);
+    Arena scratch = make_arena("scratch", attention.scratch_bytes(in.shape, in.tokens, 1), DeviceKind::cuda);
+    const Exec exec{.device = DeviceKind::cuda, .pool = &pool_, .stream = stream_.get(), .scratch = &scratch};
+    const auto state = attention.make_state();
+    const AttentionOperands operands{q.view(), k.view(), v.view(), out.view(), lse.view()};
+    attention.forward(exec, layer, in.shape, sequences, operands, *state, false);
+    attention.backward(exec, layer, in.shape, sequences, operands, {dout.view(), dq.view(), dk.view(), dv.view()},
+                       *state);
+    cuda::synchronize(stream_.get());
+    EXPECT_EQ(scratch.used(), 0);
+    if (index != nullptr) *index = read_block_index(*state, pool_);
+    Results results{out.host(), lse.host(), dq.host(), dk.host(), dv.host()};
+    // The same choices again give the same.
+    attention.forward(exec, layer, in.shape, sequences, operands, *state, true);
+    cuda::synchronize(stream_.get());
+    EXPECT_EQ(out.host(), results.out);
+    return results;
+  }
+
+  Results on_cpu(const Operands& in, const BlockIndex& index) {
+    const int d = in.shape.head_dim;
+    const Shape wide{in.tokens, in.shape.heads, d}, narrow{in.tokens, in.shape.kv_heads, d};
+    Results r;
+    r.out.resize(in.q.size());
+    r.lse.resize(in.shape.heads * in.tokens);
+    r.dq.resize(in.q.size());
+    r.dk.resize(in.k.size());
+    r.dv.resize(in.k.size());
+    const AttentionOperands operands{{in.q.data(), wide},
+                                     {in.k.data(), narrow},
+                                     {in.v.data(), narrow},
+                                     {r.out.data(), wide},
+                                     {r.lse.data(), {in.shape.heads, in.tokens}}};
+    const Exec exec = cpu_exec();
+    block_sparse_forward(exec, in.shape, index, operands);
+    block_sparse_backward(exec, in.shape, index, operands,
+                          {{in.dout.data(), wide}, {r.dq.data(), wide}, {r.dk.data(), narrow}, {r.dv.data(), narrow}});
+    return r;
+  }
+
+  static void expect_close(const Results& got, const Results& want, DType dtype) {
+    const bool exact = dtype == DType::f32;
+    EXPECT_LT(difference(got.out, want.out), exact ? 3e-6 : 5e-3);
+    EXPECT_LT(difference(got.lse, want.lse), 1e-5);
+    EXPECT_LT(difference(got.dq, want.dq), exact ? 5e-6 : 7e-3);
+    EXPECT_LT(difference(got.dk, want.dk), exact ? 5e-6 : 7e-3);
+    EXPECT_LT(difference(got.dv, want.dv), exact ? 5e-6 : 7e-3);
+  }
+
+  std::shared_ptr<void> stream_;
+  ThreadPool pool_{2};
+  Arena cpu_scratch_{"cpu", 256 << 20};
+};
+
+CudaAttentionOptions options_of(SelectionPattern pattern, int64_t budget) {
+  CudaAttentionOptions options;
+  options.attention.layers = 3;
+  options.attention.selection.pattern = pattern;
+  options.attention.selection.budget = budget;
+  options.attention.selection.dense_layers = {2};
+  return options;
+}
+
+TEST_F(CudaAttentionTest, EqualsTheCpuOnTheSameLists) {
+  struct Case {
+    SelectionPattern pattern;
+    int heads, kv_heads, d, block;
+    std::vector<int32_t> cu;
+  };
+  const std::vector<int32_t> packed{0, 1500, 1501, 1501, 2300, 3333};
+  const Case cases[] = {
+      {SelectionPattern::dense, 8, 2, 64, 128, packed},   {SelectionPattern::dense, 7, 1, 128, 128, {0, 777}},
+      {SelectionPattern::topk, 8, 1, 64, 128, packed},    {SelectionPattern::topk, 14, 2, 128, 128, packed},
+      {SelectionPattern::topk, 4, 2, 64, 256, {0, 4100}}, {SelectionPattern::topk, 4, 4, 64, 64, packed},
+      {SelectionPattern::topp, 8, 2, 64, 128, packed},    {SelectionPattern::mass, 8, 2, 128, 128, packed},
+      {SelectionPattern::window, 2, 2, 64, 128, packed},  {SelectionPattern::topk, 4, 2, 16, 128, packed},
+  };
+  for (const Case& c : cases)
+    for (const DType dtype : {DType::bf16, DType::f32})
+      for (const bool portable : {false, true})
+        for (const bool deterministic : {false, true}) {
+          if (portable && deterministic) continue;
+          if (dtype == DType::f32 && (portable || deterministic)) continue;
+          SCOPED_TRACE(fmt::format("pattern {} {}:{} d{} block {} {} portable {} deterministic {}",
+                                   static_cast<int>(c.pattern), c.heads, c.kv_heads, c.d, c.block, dtype_name(dtype),
+                                   portable, deterministic));
+          CudaAttentionOptions options = options_of(c.pattern, 700);
+          options.attention.selection.block = c.block;
+          options.portable = portable;
+          options.deterministic = deterministic;
+          const auto attention = make_cuda_attention(options);
+          const AttentionShape shape{c.heads, c.kv_heads, c.d, 1.f / std::sqrt(static_cast<float>(c.d))};
+          const Operands in(shape, c.cu.back(), dtype, 7);
+          BlockIndex index;
+          const Results got = run(*attention, in, {c.cu, {}}, dtype, &index);
+          if (c.pattern != SelectionPattern::dense) {
+            EXPECT_GT(index.entries(), 0);
+          }
+          expect_close(got, on_cpu(in, index), dtype);
+          const AttentionReport report = attention->take_report();
+          EXPECT_EQ(report.layers[0].pairs, index.token_pairs());
+          EXPECT_EQ(report.layers[0].causal_pairs, index.causal_token_pairs());
+          EXPECT_EQ(attention->take_report().layers[0].pairs, 0);
+        }
+}
+
+TEST_F(CudaAttentionTest, ChoosesWhatTheCpuChooses) {
+  // In fp32 masses differ by rounding to 16 bits only, so most entries agree.
+  CudaAttentionOptions options = options_of(SelectionPattern::topk, 900);
+  const auto attention = make_cuda_attention(options);
+  const AttentionShape shape{8, 2, 64, 0.125f};
+  const std::vector<int32_t> cu{0, 3000, 5000};
+  const Operands in(shape, cu.back(), DType::f32, 3);
+  BlockIndex index;
+  run(*attention, in, {cu, {}}, DType::f32, &index);
+
+  SparseAttention cpu(options.attention);
+  const auto state = cpu.make_state();
+  Results r;
+  r.out.resize(in.q.size());
+  r.lse.resize(shape.heads * in.tokens);
+  const Exec exec = cpu_exec();
+  cpu.forward(exec, 0, shape, {cu, {}},
+              {{in.q.data(), {in.tokens, 8, 64}},
+               {in.k.data(), {in.tokens, 2, 64}},
+               {in.v.data(), {in.tokens, 2, 64}},
+               {r.out.data(), {in.tokens, 8, 64}},
+               {r.lse.data(), {8, in.tokens}}},
+              *state, false);
+  const BlockIndex& want = SparseAttention::index(*state);
+  ASSERT_EQ(index.rows(), want.rows());
+  int64_t same = 0;
+  for (int64_t row = 0; row < want.rows(); ++row) {
+    const BlockIndex::Row a = index.row(row), b = want.row(row);
+    ASSERT_EQ(a.blocks.size(), b.blocks.size());
+    for (size_t i = 0; i < a.blocks.size(); ++i) same += std::ranges::binary_search(b.blocks, a.blocks[i]);
+  }
+  EXPECT_GT(static_cast<double>(same), 0.97 * static_cast<double>(want.entries()));
+}
+
+TEST_F(CudaAttentionTest, BudgetsAndDenseLayersCount) {
+  const auto attention = make_cuda_attention(options_of(SelectionPattern::topk, 900));
+  const AttentionShape shape{8, 2, 64, 0.125f};
+  const std::vector<int32_t> cu{0, 3000, 5000}, budgets{1300, 5000};
+  const Operands in(shape, cu.back(), DType::bf16, 3);
+  BlockIndex index;
+  run(*attention, in, {cu, budgets}, DType::bf16, &index);
+  EXPECT_FALSE(index.sequences()[0].dense);
+  EXPECT_TRUE(index.sequences()[1].dense);
+  const int64_t entries = index.entries();
+  run(*attention, in, {cu, {}}, DType::bf16, &index);
+  EXPECT_FALSE(index.sequences()[1].dense);
+  EXPECT_NE(index.entries(), entries);
+  run(*attention, in, {cu, {}}, DType::bf16, &index, 2);
+  EXPECT_TRUE(index.sequences()[0].dense && index.sequences()[1].dense);
+}
+
+TEST_F(CudaAttentionTest, ManyMicroBatchesInTurn) {
+  // More kinds than plans are kept, states held over others' steps.
+  const auto attention = make_cuda_attention(options_of(SelectionPattern::topk, 300));
+  const AttentionShape shape{4, 2, 64, 0.125f};
+  std::vector<Results> first;
+  for (int round = 0; round < 2; ++round)
+    for (int i = 0; i < 80; ++i) {
+      const std::vector<int32_t> cu{0, 400 + i, 900};
+      const Operands in(shape, cu.back(), DType::bf16, i);
+      BlockIndex index;
+      CudaAttentionOptions options = options_of(SelectionPattern::topk, 300);
+      const Results got = run(*attention, in, {cu, {}}, DType::bf16, &index);
+      if (round == 0 && i % 16 == 0) expect_close(got, on_cpu(in, index), DType::bf16);
+      if (round == 0)
+        first.push_back(got);
+      else
+        EXPECT_EQ(got.out, first[i].out);
+    }
+}
+
+TEST_F(CudaAttentionTest, ThresholdsMeetTheQuotaAndTravel) {
+  CudaAttentionOptions options = options_of(SelectionPattern::mass, 900);
+  const auto attention = make_cuda_attention(options);
+  const AttentionShape shape{8, 2, 64, 0.125f};
+  const std::vector<int32_t> cu{0, 5000};
+  const Operands in(shape, cu.back(), DType::bf16, 3);
+  EXPECT_TRUE(attention->thresholds().empty());
+  double density = 0;
+  for (int step = 0; step < 12; ++step) {
+    run(*attention, in, {cu, {}}, DType::bf16);
+    density = attention->take_report().layers[0].density();
+  }
+  const auto topk = make_cuda_attention(options_of(SelectionPattern::topk, 900));
+  run(*topk, in, {cu, {}}, DType::bf16);
+  EXPECT_NEAR(density, topk->take_report().layers[0].density(), 0.08);
+  const Selector::Thresholds learned = attention->thresholds();
+  ASSERT_EQ(learned.size(), 1u);
+  const auto other = make_cuda_attention(options);
+  other->set_thresholds(learned);
+  EXPECT_EQ(other->thresholds(), learned);
+}
+
+TEST_F(CudaAttentionTest, RefusesWhatItCannotDo) {
+  EXPECT_THROW(make_cuda_attention(options_of(SelectionPattern::vertical_slash, 900)), UserError);
+  CudaAttentionOptions options = options_of(SelectionPattern::mass, 900);
+  options.attention.selection.order = SelectionOrder::lookahead;
+  EXPECT_THROW(make_cuda_attention(options), UserError);
+  options = options_of(SelectionPattern::topk, 900);
+  options.attention.coverage_rows = 4;
+  EXPECT_THROW(make_cuda_attention(options), UserError);
+  options = options_of(SelectionPattern::topk, 900);
+  options.attention.selection.dense_layers = {3};
+  EXPECT_THROW(make_cuda_attention(options), UserError);
+}
+
+}  // namespace
+}  // namespace sb
