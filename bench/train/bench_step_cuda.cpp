@@ -242,7 +242,7 @@ class ClassBench {
     const double norm_back = timed(exec_, 20, [&] { rmsnorm_backward(exec_, x, w, rstd, y, dx, true, dw); });
     const TensorView gate_up = noise({tokens_, 2 * i}), inner = noise({tokens_, i});
     const double swiglu = timed(exec_, 20, [&] { swiglu_forward(exec_, gate_up, inner); });
-    const double swiglu_back = timed(exec_, 20, [&] { swiglu_backward(exec_, gate_up, inner, gate_up); });
+    const double swiglu_back = timed(exec_, 20, [&] { swiglu_backward(exec_, gate_up, inner, gate_up, inner); });
     const int64_t half = shape.head_dim / 2;
     const TensorView qkv = noise({tokens_, shape.width()}), q = noise({tokens_, shape.heads, shape.head_dim}),
                      k = noise({tokens_, shape.kv_heads, shape.head_dim}),
@@ -261,15 +261,15 @@ class ClassBench {
     const auto rate = [&](double bytes, double milliseconds) { return bytes / milliseconds / 1e9; };
     const double norm_bytes = 2.0 * x.bytes(), norm_back_bytes = 4.0 * x.bytes(),
                  swiglu_bytes = 1.0 * gate_up.bytes() + inner.bytes(),
-                 swiglu_back_bytes = 2.0 * gate_up.bytes() + inner.bytes(),
+                 swiglu_back_bytes = 2.0 * gate_up.bytes() + 2.0 * inner.bytes(),
                  rope_bytes = 2.0 * qkv.bytes() + 2.0 * cos.bytes();
     fmt::print(
         "  passes, TB/s: rmsnorm {:.2f}, backward {:.2f}; swiglu {:.2f}, backward {:.2f}; rope {:.2f}, backward "
         "{:.2f}\n",
         rate(norm_bytes, norm), rate(norm_back_bytes, norm_back), rate(swiglu_bytes, swiglu),
         rate(swiglu_back_bytes, swiglu_back), rate(rope_bytes, rope), rate(rope_bytes, rope_back));
-    const double layer = 4 * norm + 2 * norm_back + 2 * swiglu + swiglu_back + rope + rope_back;
-    const double bytes = 4 * norm_bytes + 2 * norm_back_bytes + 2 * swiglu_bytes + swiglu_back_bytes + 2 * rope_bytes;
+    const double layer = 4 * norm + 2 * norm_back + swiglu + swiglu_back + rope + rope_back;
+    const double bytes = 4 * norm_bytes + 2 * norm_back_bytes + swiglu_bytes + swiglu_back_bytes + 2 * rope_bytes;
     return {"norms, rope, swiglu", config_.layers * layer, config_.layers * bytes_floor(bytes)};
   }
 

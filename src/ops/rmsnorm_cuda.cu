@@ -119,31 +119,39 @@ __global__ void __launch_bounds__(kWarps * 32)
   }
 }
 
-// dx and the block's part of dweight in one pass: a warp has a row in registers, a lane the same columns of all rows of
-// its warp, whose sums it keeps. width ≤ 32·N·V.
+// dx and the block's part of dweight in one pass: a lane has the same columns of all rows of its warp and keeps their
+// sums in registers, and the row besides where that leaves enough of them; else its second reading finds it in the
+// cache. width ≤ 32·N·V.
 template <typename T, int N, int V>
 __global__ void __launch_bounds__(kWarps * 32)
     backward_kernel(const T* x, const T* weight, const float* rstd, const T* dy, int64_t rows, int64_t width, T* dx,
                     bool accumulate, float* partial) {
   extern __shared__ float sums[];  // [width]
+  constexpr bool kKeep = V * N <= 32;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   float dweight[V][N] = {};
   for (int64_t row = int64_t{blockIdx.x} * kWarps + warp; row < rows; row += int64_t{gridDim.x} * kWarps) {
-    Pack<T, N> value[V], g[V];
-    load_row(x + row * width, width, lane, value);
-    load_row(dy + row * width, width, lane, g);
     const float r = rstd[row];
-    float product = 0;
+    Pack<T, N> value[V], g[V];
+    float product;
+    if constexpr (kKeep) {
+      load_row(x + row * width, width, lane, value);
+      load_row(dy + row * width, width, lane, g);
+      product = 0;
 #pragma unroll
-    for (int v = 0; v < V; ++v) {
-      const int64_t c = (v * 32 + lane) * N;
-      if (c >= width) continue;
-      float w[N];
-      load(weight + c, w);
+      for (int v = 0; v < V; ++v) {
+        const int64_t c = (v * 32 + lane) * N;
+        if (c >= width) continue;
+        float w[N];
+        load(weight + c, w);
 #pragma unroll
-      for (int i = 0; i < N; ++i) product += g[v][i] * w[i] * value[v][i];
+        for (int i = 0; i < N; ++i) product += g[v][i] * w[i] * value[v][i];
+      }
+      product = warp_sum(product) / static_cast<float>(width);
+    } else {
+      product = mean_product<T, N>(x + row * width, weight, dy + row * width, width, lane);
     }
-    const float pull = r * r * r * (warp_sum(product) / static_cast<float>(width));
+    const float pull = r * r * r * product;
 #pragma unroll
     for (int v = 0; v < V; ++v) {
       const int64_t c = (v * 32 + lane) * N;
@@ -151,6 +159,10 @@ __global__ void __launch_bounds__(kWarps * 32)
       float w[N], sum[N] = {};
       load(weight + c, w);
       if (accumulate) load(dx + row * width + c, sum);
+      if constexpr (!kKeep) {
+        value[v] = *reinterpret_cast<const Pack<T, N>*>(x + row * width + c);
+        g[v] = *reinterpret_cast<const Pack<T, N>*>(dy + row * width + c);
+      }
 #pragma unroll
       for (int i = 0; i < N; ++i) {
         sum[i] += r * g[v][i] * w[i] - pull * value[v][i];

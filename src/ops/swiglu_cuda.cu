@@ -15,33 +15,25 @@ __device__ float sigmoid(float x) {
   }
 }
 
-// A thread has kVectors vectors, kThreads apart, all under way before the first is used.
-constexpr int kVectors = 2;
-
+// A block has kThreads·N columns of a row at a time.
 template <typename T, int N>
 __global__ void __launch_bounds__(kThreads)
     forward_kernel(const T* gate_up, int64_t pieces, int64_t pieces_per_row, int64_t width, T* h) {
   for (int64_t piece = blockIdx.x; piece < pieces; piece += gridDim.x) {
     const int64_t row = piece / pieces_per_row;
-    const int64_t first = (piece % pieces_per_row * kThreads * kVectors + threadIdx.x) * N;
-    float gate[kVectors][N], up[kVectors][N];
+    const int64_t c = (piece % pieces_per_row * kThreads + threadIdx.x) * N;
+    if (c >= width) continue;
+    float gate[N], up[N];
+    load(gate_up + 2 * row * width + c, gate);
+    load(gate_up + (2 * row + 1) * width + c, up);
 #pragma unroll
-    for (int v = 0; v < kVectors; ++v) {
-      const int64_t c = first + int64_t{v} * kThreads * N;
-      if (c >= width) continue;
-      load(gate_up + 2 * row * width + c, gate[v]);
-      load(gate_up + (2 * row + 1) * width + c, up[v]);
-    }
-#pragma unroll
-    for (int v = 0; v < kVectors; ++v) {
-      const int64_t c = first + int64_t{v} * kThreads * N;
-      if (c >= width) continue;
-#pragma unroll
-      for (int i = 0; i < N; ++i) gate[v][i] = gate[v][i] * sigmoid<T>(gate[v][i]) * up[v][i];
-      store(h + row * width + c, gate[v]);
-    }
+    for (int i = 0; i < N; ++i) gate[i] = gate[i] * sigmoid<T>(gate[i]) * up[i];
+    store(h + row * width + c, gate);
   }
 }
+
+// Here a thread has two vectors, kThreads apart, all under way before the first is used.
+constexpr int kVectors = 2;
 
 template <typename T, int N, bool kWithForward>
 __global__ void __launch_bounds__(kThreads) backward_kernel(const T* gate_up, const T* dh, int64_t pieces,
@@ -85,7 +77,7 @@ void swiglu_forward(const Exec& exec, TensorView gate_up, TensorView h) {
   with_type(h.dtype(), "swiglu_forward", [&](auto element) {
     using T = decltype(element);
     const auto launch = [&]<int N>() {
-      const int64_t per_row = ceil_div(width, kThreads * kVectors * N);
+      const int64_t per_row = ceil_div(width, kThreads * N);
       forward_kernel<T, N><<<grid_for(rows * per_row), kThreads, 0, stream_of(exec)>>>(data<T>(gate_up), rows * per_row,
                                                                                        per_row, width, data<T>(h));
     };

@@ -1,0 +1,57 @@
+#include "model/initialization.h"
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <string_view>
+
+#include "core/random.h"
+
+namespace sb {
+namespace {
+
+// FNV-1a: a name's own stream of random numbers.
+uint64_t name_hash(std::string_view name) {
+  uint64_t hash = 0xcbf29ce484222325;
+  for (const char c : name) hash = (hash ^ static_cast<unsigned char>(c)) * 0x100000001b3;
+  return hash;
+}
+
+// Four normal numbers from each Philox block.
+void fill_normal(TensorView tensor, float deviation, uint64_t seed, uint64_t stream) {
+  float* data = tensor.f32();
+  const int64_t count = tensor.elements();
+  for (int64_t i = 0; i < count; i += 4) {
+    const std::array<uint32_t, 4> bits = Random::block(seed, static_cast<uint64_t>(i / 4), stream);
+    float normal[4];
+    for (int pair = 0; pair < 2; ++pair) {
+      const double radius = std::sqrt(-2.0 * std::log((bits[2 * pair] + 1.0) * 0x1p-32));
+      const double angle = 6.283185307179586 * (bits[2 * pair + 1] * 0x1p-32);
+      normal[2 * pair] = static_cast<float>(deviation * radius * std::cos(angle));
+      normal[2 * pair + 1] = static_cast<float>(deviation * radius * std::sin(angle));
+    }
+    std::copy_n(normal, std::min<int64_t>(4, count - i), data + i);
+  }
+}
+
+void fill(TensorView tensor, float value) {
+  std::fill_n(tensor.f32(), tensor.elements(), value);
+}
+
+}  // namespace
+
+void initialize_parameters(ParameterSet& parameters, float deviation, uint64_t seed) {
+  const HostCopy values = parameters.host_values();
+  for (int i = 0; i < parameters.count(); ++i) {
+    const Parameter& parameter = parameters.parameter(i);
+    const TensorView value = parameters.part(values.view(), i);
+    if (parameter.shape.rank() >= 2) {
+      fill_normal(value, deviation, seed, name_hash(parameter.name));
+    } else {
+      fill(value, parameter.name.ends_with(".bias") ? 0.0f : 1.0f);
+    }
+  }
+  parameters.store_values(values);
+}
+
+}  // namespace sb
