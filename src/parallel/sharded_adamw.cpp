@@ -33,6 +33,9 @@ int64_t ShardedAdamW::bytes(int64_t flat_elements, int shards) {
 }
 
 double ShardedAdamW::squared_norm(const Exec& exec, int left_out) const {
+  // All pieces at once where one rank has them: every call waits for the device.
+  if (exec.device == DeviceKind::cuda && layout_.shards() == 1 && left_out < 0)
+    return sb::squared_norm(exec, parameters_.gradients());
   double sum = 0;
   for (const FlatRange& piece : layout_.pieces(replicas_.rank(), left_out))
     sum += sb::squared_norm(exec, parameters_.gradients().rows(piece.begin, piece.end));
