@@ -252,6 +252,11 @@ std::string today() {
 ModelShape take_from_run(Arguments& arguments) {
   // What is about to be measured need not have a name yet.
   const RunConfig config = load_run_config(arguments.run, {"balance.profile=h200-analytic"});
+  SB_USER_CHECK(
+      config.device == DeviceKind::cpu,
+      "{}: device: cuda: only the CPU is measured so far; set balance.profile: h200-analytic (or h100-analytic, "
+      "a100-analytic) instead",
+      arguments.run);
   arguments.spec = attention_spec(config);
   arguments.recompute = config.train.recompute == Recompute::none    ? "none"
                         : config.train.recompute == Recompute::layer ? "layer"

@@ -18,4 +18,13 @@ double training_flops(const ModelConfig& config, std::span<const int64_t> length
   return 3.0 * forward;
 }
 
+double peak_bf16_flops(std::string_view device_name) {
+  // Names as the driver gives them. The PCIe and NVL models are other chips: not known.
+  const auto is = [&](std::string_view prefix) { return device_name.starts_with(prefix); };
+  if (is("NVIDIA H200 NVL") || is("NVIDIA H100 PCIe") || is("NVIDIA H100 NVL")) return 0;
+  if (is("NVIDIA H200") || is("NVIDIA H100")) return 989e12;
+  if (is("NVIDIA A100")) return 312e12;
+  return 0;
+}
+
 }  // namespace sb

@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <span>
+#include <string_view>
 
 #include "model/model_config.h"
 
@@ -10,5 +11,9 @@ namespace sb {
 // Products of one training step (forward and twice that for backward) on sequences of these lengths with dense causal
 // attention, what is recomputed not counted: the numerator of MFU. The embedding look-up is no product.
 double training_flops(const ModelConfig& config, std::span<const int64_t> lengths);
+
+// What a GPU of this name does at most in bf16 without sparsity, by its data sheet: the denominator of MFU. 0: not
+// known.
+double peak_bf16_flops(std::string_view device_name);
 
 }  // namespace sb

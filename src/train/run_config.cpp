@@ -389,8 +389,9 @@ void add_train(OptionTable& table, Draft& draft) {
 
 OptionTable run_options(Draft& draft) {
   OptionTable table;
-  table.choice<DeviceKind>("device", &draft.config.device, {{"cpu", DeviceKind::cpu}}, "where it runs");
-  table.refuse_word("device", "cuda", "this version runs on the CPU only");
+  table.choice<DeviceKind>(
+      "device", &draft.config.device, {{"cpu", DeviceKind::cpu}, {"cuda", DeviceKind::cuda}},
+      "where it runs: cpu in fp32; cuda on one GPU, in bf16 with fp32 values, gradients and moments");
   add_model(table, draft);
   add_data(table, draft);
   add_batch(table, draft);

@@ -8,6 +8,7 @@
 #include "comm/self_communicator.h"
 #include "core/errors.h"
 #include "core/log.h"
+#include "device/cuda.h"
 #include "model/hf_checkpoint.h"
 #include "train/attention_sums.h"
 #include "train/flops.h"
@@ -65,6 +66,7 @@ Trainer::Trainer(const RunConfig& config, TrainerParts parts, RunDirectory& dire
       pool_(thread_count(config, parts_)),
       device_(config.device, pool_, norm_scratch_bytes(config.device)),
       exec_(device_.exec()),
+      peak_flops_(config.device == DeviceKind::cuda ? peak_bf16_flops(cuda::device_info().name) : 0),
       model_(std::make_unique<RankModel>(rank_model_options(config_, parts_), parts_.attention, *world_)),
       trace_(config.train.trace, leads() ? directory.path() / "trace.json" : std::filesystem::path(), world_->rank(),
              config.parallel.pp > 1 ? fmt::format("stage {}", model_->grid().stage()) : "training loop") {
@@ -282,6 +284,7 @@ void Trainer::log_step(const StepPlan& plan, const LossSums& sums, double grad_n
   report_.accuracy = accuracy(sums);
   report_.seconds = seconds;
   report_.flops = training_flops(parts_.model, plan.lengths);
+  report_.peak_flops = peak_flops_ * world_->size();
   report_.skipped = skipped;
   report_.skipped_total = state_.skipped;
   std::vector<Metric> attention;

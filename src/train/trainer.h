@@ -119,6 +119,7 @@ class Trainer {
   ThreadPool pool_;
   DeviceContext device_;
   Exec exec_;
+  double peak_flops_;  // of a rank's device; 0: unknown
   std::unique_ptr<RankModel> model_;
   std::unique_ptr<StepPlanner> own_planner_;
   StepPlanner* planner_ = nullptr;  // on rank 0

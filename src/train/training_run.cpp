@@ -2,10 +2,12 @@
 
 #include <algorithm>
 
+#include "attention/cuda/cuda_attention.h"
 #include "attention/dense_attention.h"
 #include "attention/sparse_attention.h"
 #include "core/errors.h"
 #include "core/log.h"
+#include "device/cuda.h"
 #include "parallel/grid.h"
 #include "train/host_memory.h"
 #include "train/sources.h"
@@ -16,7 +18,12 @@ namespace {
 
 // Nothing is switched off silently: what this build cannot do is refused.
 void refuse_unsupported(const RunConfig& config) {
-  SB_USER_CHECK(config.device == DeviceKind::cpu, "device: cuda is not available in this build; set device: cpu");
+  if (config.device == DeviceKind::cpu) return;
+  cuda::require_device();
+  const ParallelOptions& parallel = config.parallel;
+  SB_USER_CHECK(parallel.dp == 1 && parallel.pp == 1 && parallel.cp == 1,
+                "device: cuda with parallel dp {}, pp {}, cp {}: one GPU so far; set all to 1 or use device: cpu",
+                parallel.dp, parallel.pp, parallel.cp);
 }
 
 // Before anything is taken or written: a run started with another number of ranks says so at once.
@@ -27,8 +34,18 @@ void check_ranks(const RunConfig& config, const RunRanks& ranks) {
                 "device: cuda trains on one rank in this version; set parallel.dp, pp and cp to 1, or device: cpu");
 }
 
+std::unique_ptr<Attention> make_attention(const RunConfig& config, const ModelConfig& model) {
+  const bool dense = config.attention.selection.pattern == SelectionPattern::dense;
+  const SparseAttention::Options options{config.attention.selection, model.layers,
+                                         dense ? 0 : static_cast<int>(config.attention.coverage_rows)};
+  if (config.device == DeviceKind::cuda) return make_cuda_attention({.attention = options});
+  if (dense) return std::make_unique<DenseAttention>();
+  return std::make_unique<SparseAttention>(options);
+}
+
 std::string ranks_text(const RunConfig& config, const ModelConfig& model) {
   const ParallelOptions& parallel = config.parallel;
+  if (config.device == DeviceKind::cuda) return "1 process on " + cuda::device_info().name;
   if (parallel.dp * parallel.pp * parallel.cp == 1) return "1 process";
   std::string text = fmt::format("{} ranks: dp {} x pp {} x cp {}", parallel.dp * parallel.pp * parallel.cp,
                                  parallel.dp, parallel.pp, parallel.cp);
@@ -103,12 +120,9 @@ TrainSummary run_training(const RunConfig& config, std::FILE* out, bool terminal
   const bool leads = ranks.world == nullptr || ranks.world->rank() == 0;
   Console console(out, terminal, config.train.log_steps);
   const ModelConfig model = run_model_config(config);
-  DenseAttention dense;
-  std::optional<SparseAttention> sparse;
-  if (config.attention.selection.pattern != SelectionPattern::dense)
-    sparse.emplace(SparseAttention::Options{config.attention.selection, model.layers,
-                                            static_cast<int>(config.attention.coverage_rows)});
-  Attention& attention = sparse ? static_cast<Attention&>(*sparse) : dense;
+  const std::unique_ptr<Attention> attention = make_attention(config, model);
+  auto* sparse = dynamic_cast<ChoosingAttention*>(attention.get());
+  if (config.attention.selection.pattern == SelectionPattern::dense) sparse = nullptr;
   const Sources sources = make_sources(config, model.vocab_size);
   const SelectionConfig& selection = config.attention.selection;
   if (leads && sparse && sources.train->max_length() <= selection.dense_limit())
@@ -116,13 +130,13 @@ TrainSummary run_training(const RunConfig& config, std::FILE* out, bool terminal
         "attention.pattern has no effect: the longest sequence has {} tokens and those up to {} run dense; lower "
         "attention.{}",
         sources.train->max_length(), selection.dense_limit(), selection.dense_below < 0 ? "budget" : "dense_below");
-  TrainerParts parts{
-      model, attention, *sources.train, sources.validation_set, console, stop_requested, sparse ? &*sparse : nullptr};
+  TrainerParts parts{model, *attention, *sources.train, sources.validation_set, console, stop_requested, sparse};
   parts.world = ranks.world;
   parts.local_ranks = ranks.local_ranks;
 
-  // What the ranks of one machine share.
-  const int64_t memory = available_host_memory() / ranks.local_ranks;
+  // What the ranks of one machine share, or what is left on the GPU.
+  const int64_t memory =
+      config.device == DeviceKind::cuda ? cuda::device_info().free_bytes : available_host_memory() / ranks.local_ranks;
   if (leads) console.text(header(config, parts, memory));
   const int stage = ranks.world ? ranks.world->rank() / config.parallel.cp % config.parallel.pp : 0;
   Trainer::memory_plan(config, parts, stage)

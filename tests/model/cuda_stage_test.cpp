@@ -5,6 +5,7 @@
 #include <cmath>
 #include <string>
 
+#include "attention/cuda/cuda_attention.h"
 #include "device/cuda.h"
 #include "device/memory.h"
 #include "model/hf_checkpoint.h"
@@ -26,10 +27,14 @@ ModelConfig small_config(ModelConfig::Family family) {
 }
 
 struct Rig {
-  Rig(const ModelConfig& config, StageOptions options, DeviceKind device, DType dtype) : run(2, device) {
+  Rig(const ModelConfig& config, StageOptions options, DeviceKind device, DType dtype,
+      std::unique_ptr<Attention> own_attention = nullptr)
+      : run(2, device), attention(std::move(own_attention)) {
     options.device = device;
     options.dtype = dtype;
-    if (device == DeviceKind::cuda)
+    if (attention)
+      SB_CHECK(device == DeviceKind::cuda, "an attention of the device");
+    else if (device == DeviceKind::cuda)
       attention = std::make_unique<HostAttention>();
     else
       attention = std::make_unique<DenseAttention>();
@@ -89,6 +94,30 @@ TEST_P(CudaStageTest, LossCurveOfAHundredStepsFollowsTheCpu) {
   ASSERT_LT(cpu.back(), 0.5 * cpu.front());  // it learns
   const double allowed = GetParam() == DType::f32 ? 1e-3 : 3e-2;
   for (size_t i = 0; i < cpu.size(); ++i) ASSERT_NEAR(got[i], cpu[i], allowed * cpu.front()) << "step " << i;
+}
+
+// The device's own attention in place of the CPU's.
+TEST_P(CudaStageTest, AttentionOfTheDeviceAgrees) {
+  for (const int head_dim : {16, 64, 128}) {
+    SCOPED_TRACE(head_dim);
+    ModelConfig config = small_config(ModelConfig::Family::qwen2);
+    config.head_dim = head_dim;
+    const auto sequences = random_sequences({300, 1, 130}, config.vocab_size, 5);
+    const MicroBatch batch = pack(sequences, count_targets(sequences));
+    const StageOptions options = whole_model(config, batch.size(), Recompute::layer);
+    Rig expected(config, options, DeviceKind::cuda, GetParam());
+    expected.step(batch);
+    CudaAttentionOptions dense;
+    dense.attention.selection.pattern = SelectionPattern::dense;
+    dense.attention.layers = config.layers;
+    Rig got(config, options, DeviceKind::cuda, GetParam(), make_cuda_attention(dense));
+    got.step(batch);
+    const bool exact = GetParam() == DType::f32;
+    EXPECT_NEAR(got.stage->loss(0).weighted / expected.stage->loss(0).weighted, 1, exact ? 1e-5 : 5e-3);
+    EXPECT_LT(largest_relative_difference(hf_gradients(got.stage->parameters()),
+                                          hf_gradients(expected.stage->parameters()), exact ? 1e-6 : 0.05),
+              exact ? 1e-4 : 4e-2);
+  }
 }
 
 TEST_P(CudaStageTest, RecomputeLevelsGiveTheSameBits) {
