@@ -23,6 +23,7 @@ LOOKAHEAD = {"pattern": "topk", "selection": "lookahead", "score": "mean"}
 PATTERNS = {
     "dense": {"pattern": "dense"},
     "window": {"pattern": "window"},
+    "topk causal, moments, query block 1": dict(CAUSAL, query_block=1),
     "topk causal, moments, query block 2": dict(CAUSAL, query_block=2, budget_factor=1.016),
     "topk causal, moments, query block 4": dict(CAUSAL, query_block=4, budget_factor=1.046),
     "topk causal, moments, query block 16": dict(CAUSAL, query_block=16, budget_factor=1.22),
@@ -59,7 +60,10 @@ class Study:
             command = [self.arguments.binary, "train", config]
             for key, value in values.items():
                 command += ["--set", f"{key}={value}"]
-            run(command, self.out / f"{name}.log")
+            log = self.out / f"{name}.log"
+            run(command, log)
+            if not (directory / "final").exists():
+                sys.exit(f"{name} was stopped before its end ({log}); the same command goes on with it")
         return directory
 
     def attention(self, pattern):
@@ -103,22 +107,29 @@ class Study:
                   f"{percent(checks[-1], 'validation_recall')} | {percent(checks[-1], 'validation_accuracy')} |", flush=True)
 
     def needle_table(self):
+        """Dense attention learns the form of the question in a few steps; the patterns then only have to find the place."""
         length = self.arguments.length
+        settings = self.continued(self.pattern_run("dense"), length, 16, 1)
+        settings.update({"data.synthetic.task": "needle_multi_query", "data.synthetic.needles": 64,
+                         "data.synthetic.queries": 32, "optimizer.learning_rate": 5e-4, "optimizer.warmup_steps": 5,
+                         "optimizer.decay_steps": 8, "train.seed": 21})
+        model = self.train("needle", settings) / "final"
         depths = [0.0, 0.25, 0.5, 0.75]
-        print(f"\nOne needle in {length} tokens, {self.arguments.needles} samples a depth, each model with the attention it was "
-              "trained with\n")
+        print(f"\nOne needle in {length} tokens, {self.arguments.needles} samples a depth\n")
         print("| attention | " + " | ".join(f"depth {depth}" for depth in depths) + " | all |")
         print("| --- |" + " --- |" * (len(depths) + 1))
         for pattern in self.arguments.patterns:
-            directory = self.pattern_run(pattern)
-            result = directory / f"needle-{length}.json"
+            name = pattern.replace(",", "").replace(" ", "_")
+            result, config = self.out / f"needle_{name}.json", self.out / f"needle_{name}.yaml"
             if not result.exists():
-                run([self.arguments.binary, "eval", "needle", "--model", directory / "final", "--attention", "as-trained",
-                     "--lengths", length, "--depths", ",".join(map(str, depths)), "--samples", self.arguments.needles,
-                     "--max-tokens", length, "--threads", self.arguments.threads, "--json", result],
-                    directory / "needle.log")
+                config.write_text(f"model: {{path: {model}}}\ndata: {{synthetic: {{length: {length}}}}}\n"
+                                  f"attention: {self.attention(pattern)}\n", encoding="utf-8")
+                run([self.arguments.binary, "eval", "needle", "--model", model, "--attention", "as-trained", "--run-config",
+                     config, "--lengths", length, "--depths", ",".join(map(str, depths)), "--samples",
+                     self.arguments.needles, "--max-tokens", length, "--threads", self.arguments.threads, "--json", result],
+                    self.out / f"needle_{name}.log")
             found = json.loads(result.read_text(encoding="utf-8"))
-            cells = [f"{100 * row[0]:.1f} %" for row in found["values"]] + [f"{100 * found['mean']:.1f} %"]
+            cells = [f"{100 * row[0]:.0f} %" for row in found["values"]] + [f"{100 * found['mean']:.0f} %"]
             print(f"| {pattern} | " + " | ".join(cells) + " |", flush=True)
 
     def time_table(self):
@@ -157,7 +168,7 @@ def main():
     parser.add_argument("--steps", type=int, default=120, help="steps of one sequence under each pattern")
     parser.add_argument("--lengthening-steps", type=int, default=45, help="dense steps from the quickstart's length to --length")
     parser.add_argument("--validation", type=int, default=8, help="validation sequences")
-    parser.add_argument("--needles", type=int, default=50, help="samples a depth")
+    parser.add_argument("--needles", type=int, default=25, help="samples a depth")
     parser.add_argument("--time-lengths", type=int, nargs="+", default=[8192, 16384])
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--patterns", nargs="+", choices=PATTERNS, default=list(PATTERNS))
