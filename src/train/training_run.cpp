@@ -30,8 +30,6 @@ void refuse_unsupported(const RunConfig& config) {
 void check_ranks(const RunConfig& config, const RunRanks& ranks) {
   const GridShape grid{config.parallel.dp, config.parallel.pp, config.parallel.cp};
   check_grid(grid, ranks.world ? ranks.world->size() : 1);
-  SB_USER_CHECK(config.device == DeviceKind::cpu || grid.ranks() == 1,
-                "device: cuda trains on one rank in this version; set parallel.dp, pp and cp to 1, or device: cpu");
 }
 
 std::unique_ptr<Attention> make_attention(const RunConfig& config, const ModelConfig& model) {
