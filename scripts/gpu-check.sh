@@ -34,7 +34,7 @@ if part tests; then
   timeout 540 ctest --test-dir build/cuda -L gpu --output-on-failure
 fi
 if part attention; then
-  timeout 240 "$(find build/cuda -name attention_hopper_bench -type f)" quick
+  timeout 240 build/cuda/bench/attention/attention_hopper_bench quick
   if with_peers torch; then PYTHONUNBUFFERED=1 timeout 240 python3 bench/peers/attention_lists.py; fi
 fi
 if part step; then
