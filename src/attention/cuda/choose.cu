@@ -27,8 +27,9 @@ struct Arguments {
 
 // The choices of one warp for the tokens of a query block, one after the other. Lane l looks after blocks 64·i + 2·l
 // and the next. A block's key is its mass, then its number: larger mass first, ties to the lower block, and no two keys
-// equal. Masses are held in registers, `kPairs` twice two; with kPairs = 0 in shared memory, for any number.
-template <int kPairs>
+// equal. Masses are held in registers, `kPairs` twice two; with kPairs = 0 in shared memory, for any number. kCount:
+// the number of choices is known beforehand (topk).
+template <int kPairs, bool kCount>
 struct Chooser {
   static constexpr int kHeld = kPairs > 0 ? kPairs : 1;
   const Arguments& args;
@@ -172,7 +173,9 @@ struct Chooser {
   __device__ void choose(int room, int row) {
     const uint32_t top = best();
     uint32_t threshold = top;
-    if (args.pattern == SelectionPattern::topp) {
+    if constexpr (kCount) {
+      threshold = ranked(top, room);
+    } else if (args.pattern == SelectionPattern::topp) {
       float all = 0, held = 0;
       each([&](int i, int e) {
         if (64 * i + 2 * lane + e >= item.competing) return;
@@ -190,14 +193,12 @@ struct Chooser {
       threshold = search(top, [&](uint32_t trial) {
         return count_from(trial) >= room || held_from(trial) >= wanted ? kEnough : kTooFew;
       });
-    } else if (args.pattern == SelectionPattern::mass) {
+    } else {
       const __half limit = __float2half_rn(args.thresholds[item.length_class] * kLog2e);
       const uint32_t worth = ordered(__half_as_ushort(limit)) << 16;
       threshold = max(ranked(top, room), worth);
       const int least = min((item.total / 2 + 3) / 4, room);
       if (row == 0 && least > 0 && count_from(threshold) < least) threshold = ranked(top, least);
-    } else {
-      threshold = ranked(top, room);
     }
     unsigned marked = 0;
     each([&](int i, int e) {
@@ -218,7 +219,7 @@ struct Chooser {
       return;
     }
     // Tokens that have nothing to add have no masses either.
-    const bool all = args.pattern != SelectionPattern::topk;
+    constexpr bool all = !kCount;
     Allowance allowance(item.first, item.total, args.query_block);
     int row = 0, index = 0;
     const auto next_token = [&] {
@@ -293,7 +294,7 @@ __device__ void emit(const Arguments& args, const SelectItem& item, const uint8_
                                                          item.tokens * (item.tokens + 1) / 2);
 }
 
-template <int kPairs>
+template <int kPairs, bool kCount>
 __global__ void __launch_bounds__(32 * kWarps, kPairs == 16 ? 2 : 4)
     choose_kernel(const __grid_constant__ Arguments args) {
   extern __shared__ __align__(16) uint8_t shared[];
@@ -304,29 +305,30 @@ __global__ void __launch_bounds__(32 * kWarps, kPairs == 16 ? 2 : 4)
   uint8_t* first = nullptr;
   if (!item.everything && item.total > 0 && item.competing > item.sinks + item.local) {
     first = shared + warp * args.warp_bytes;
-    Chooser<kPairs> chooser{args, item, first, reinterpret_cast<uint32_t*>(first + args.warp_bytes / 3), lane};
+    Chooser<kPairs, kCount> chooser{args, item, first, reinterpret_cast<uint32_t*>(first + args.warp_bytes / 3), lane};
     chooser.run();
   }
   emit(args, item, first, lane);
 }
 
-// 32 columns a thread block. Each warp takes a part of the query blocks, a lane one of them at a time and all 32 key
-// blocks of it in one load; it counts first, and writes when it knows what comes before. Where a column begins follows
-// from the counts of the selection; every thread block sums those before its own, which is quicker than another kernel.
-constexpr int kColumnWarps = 16;
+template <bool kCount>
+auto kernel_for(int chunks) {
+  return chunks <= 4    ? choose_kernel<4, kCount>
+         : chunks <= 8  ? choose_kernel<8, kCount>
+         : chunks <= 16 ? choose_kernel<16, kCount>
+                        : choose_kernel<0, kCount>;
+}
 
-struct MapRow {
-  uint4 low, high;  // who chose 32 neighbouring key blocks
-  __device__ uint8_t operator[](int c) const {
-    const uint32_t words[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
-    return static_cast<uint8_t>(words[c / 4] >> (8 * (c % 4)));
-  }
-};
+// Eight columns a thread block. Each warp takes a part of the query blocks, a lane one of them at a time and all eight
+// key blocks of it in one load; it counts first, and writes when it knows what comes before. Where a column begins
+// follows from the counts of the selection; every thread block sums those before its own, which is quicker than another
+// kernel.
+constexpr int kColumnWarps = 16;
 
 __global__ void __launch_bounds__(32 * kColumnWarps)
     columns_kernel(const SelectGroup* groups, int count, const uint8_t* map, const int32_t* counts, int32_t* offsets,
                    uint32_t* entries) {
-  __shared__ int32_t sums[kColumnWarps], parts[kColumnWarps][32];
+  __shared__ int32_t sums[kColumnWarps], parts[kColumnWarps][kGroupColumns];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const SelectGroup group = groups[blockIdx.x];
   int before = 0;
@@ -337,61 +339,52 @@ __global__ void __launch_bounds__(32 * kColumnWarps)
   // Query blocks of this warp, whole multiples of 32 from the first that can see the first of the key blocks.
   const int rounds = (group.query_blocks + 32 * kColumnWarps - 1) / (32 * kColumnWarps);
   const int begin = group.first_block + warp * rounds * 32, end = group.first_block + group.query_blocks;
+  // Who chose the eight key blocks, a byte each. Beyond what a query block can see the map holds nothing.
   const auto read = [&](int block) {
-    MapRow row{make_uint4(~0u, ~0u, ~0u, ~0u), make_uint4(~0u, ~0u, ~0u, ~0u)};
+    uint64_t row = ~uint64_t{0};
     if (block < end) {
-      const uint4* from = reinterpret_cast<const uint4*>(map + group.map + static_cast<int64_t>(block) * group.stride);
-      row.low = from[0];
-      if (group.wide) row.high = from[1];
+      row = *reinterpret_cast<const uint64_t*>(map + group.map + static_cast<int64_t>(block) * group.stride);
+      const int visible = ((block + 1) * group.query_block + group.block - 1) / group.block - group.key_block;
+      if (visible < group.columns) row |= visible <= 0 ? ~uint64_t{0} : ~uint64_t{0} << (8 * visible);
+      if (group.columns < kGroupColumns) row |= ~uint64_t{0} << (8 * group.columns);
     }
     return row;
   };
-  // Beyond what a query block can see the map holds nothing; lane c keeps column c.
-  const auto sees = [&](int block, int c) {
-    return (group.key_block + c) * group.block < (block + 1) * group.query_block;
-  };
-  int own = 0;
+  int own[kGroupColumns] = {};
   for (int i = 0; i < rounds; ++i) {
-    const int block = begin + 32 * i + lane;
-    const MapRow row = read(block);
+    const uint64_t row = read(begin + 32 * i + lane);
 #pragma unroll
-    for (int c = 0; c < 32; ++c) {
-      const uint32_t kept = __ballot_sync(~0u, row[c] != kUnchosen && sees(block, c) && c < group.columns);
-      if (lane == c) own += __popc(kept);
-    }
+    for (int c = 0; c < kGroupColumns; ++c)
+      own[c] += __popc(__ballot_sync(~0u, static_cast<uint8_t>(row >> (8 * c)) != kUnchosen));
   }
-  parts[warp][lane] = own;
+#pragma unroll
+  for (int c = 0; c < kGroupColumns; ++c)
+    if (lane == c) parts[warp][c] = own[c];
   __syncthreads();
+  int at[kGroupColumns];
   int start = 0;
   for (int w = 0; w < kColumnWarps; ++w) start += sums[w];
-  int total = 0, earlier = 0;
-  for (int w = 0; w < kColumnWarps; ++w) {
-    total += parts[w][lane];
-    if (w < warp) earlier += parts[w][lane];
-  }
-  int sum = total;  // over the columns up to this lane's
 #pragma unroll
-  for (int step = 1; step < 32; step *= 2) {
-    const int left = __shfl_up_sync(~0u, sum, step);
-    if (lane >= step) sum += left;
+  for (int c = 0; c < kGroupColumns; ++c) {
+    at[c] = start;
+    for (int w = 0; w < kColumnWarps; ++w) {
+      if (w < warp) at[c] += parts[w][c];
+      start += parts[w][c];
+    }
+    if (threadIdx.x == 0 && c < group.columns) {
+      offsets[group.column + c] = at[c];
+      if (group.column + c == count - 1) offsets[count] = start;
+    }
   }
-  int at = start + sum - total;
-  if (warp == 0 && lane < group.columns) {
-    offsets[group.column + lane] = at;
-    if (group.column + lane == count - 1) offsets[count] = at + total;
-  }
-  at += earlier;
   for (int i = 0; i < rounds; ++i) {
     const int block = begin + 32 * i + lane;
-    const MapRow row = read(block);
+    const uint64_t row = read(block);
 #pragma unroll
-    for (int c = 0; c < 32; ++c) {
-      const uint8_t by = row[c];
-      const bool keep = by != kUnchosen && sees(block, c) && c < group.columns;
-      const uint32_t kept = __ballot_sync(~0u, keep);
-      const int to = __shfl_sync(~0u, at, c);
-      if (keep) entries[to + __popc(kept & ((1u << lane) - 1))] = list_entry(block, by);
-      if (lane == c) at += __popc(kept);
+    for (int c = 0; c < kGroupColumns; ++c) {
+      const auto by = static_cast<uint8_t>(row >> (8 * c));
+      const uint32_t kept = __ballot_sync(~0u, by != kUnchosen);
+      if (by != kUnchosen) entries[at[c] + __popc(kept & ((1u << lane) - 1))] = list_entry(block, by);
+      at[c] += __popc(kept);
     }
   }
 }
@@ -401,10 +394,8 @@ __global__ void __launch_bounds__(32 * kColumnWarps)
 void choose_blocks(const SelectParams& p, const SelectBatch& batch, cudaStream_t stream) {
   if (batch.item_count == 0) return;
   const int chunks = (p.max_competing + 63) / 64;
-  const auto kernel = chunks <= 4    ? choose_kernel<4>
-                      : chunks <= 8  ? choose_kernel<8>
-                      : chunks <= 16 ? choose_kernel<16>
-                                     : choose_kernel<0>;
+  const bool counted = p.pattern == SelectionPattern::topk || p.pattern == SelectionPattern::window;
+  const auto kernel = counted ? kernel_for<true>(chunks) : kernel_for<false>(chunks);
   const int shared = kWarps * 3 * 64 * chunks;
   constexpr int kSharedLimit = 160 * 1024;  // of an SM80
   if (shared > kSharedLimit) throw_unsupported("key blocks to choose among", p.max_competing);
@@ -427,10 +418,6 @@ void choose_blocks(const SelectParams& p, const SelectBatch& batch, cudaStream_t
                        p.chosen};
   kernel<<<(batch.item_count + kWarps - 1) / kWarps, 32 * kWarps, shared, stream>>>(args);
   check(cudaGetLastError(), "choice of key blocks");
-}
-
-void begin_selection(const SelectParams& p, cudaStream_t stream) {
-  check(cudaMemsetAsync(p.column_counts, 0, p.column_count * sizeof(int32_t), stream), "column counts");
 }
 
 void list_columns(const SelectParams& p, cudaStream_t stream) {

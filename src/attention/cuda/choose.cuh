@@ -20,8 +20,7 @@ __device__ __forceinline__ float mass_of(uint32_t ordered_half) {
   return __half2float(__ushort_as_half(static_cast<unsigned short>(bits)));
 }
 
-void begin_selection(const SelectParams& params, cudaStream_t stream);
-// Row lists and map of one batch, from its masses.
+// Row lists and map of one batch, from its masses; adds to the column counts, which begin at zero.
 void choose_blocks(const SelectParams& params, const SelectBatch& batch, cudaStream_t stream);
 // Column lists from the map, when all batches are done.
 void list_columns(const SelectParams& params, cudaStream_t stream);

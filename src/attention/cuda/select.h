@@ -77,8 +77,9 @@ struct Allowance {
   }
 };
 
-// Up to 32 neighbouring key blocks of one sequence and key/value head; those of dense sequences are there too, with no
-// query blocks.
+// Up to eight neighbouring key blocks of one sequence and key/value head; those of dense sequences are there too, with
+// no query blocks.
+constexpr int kGroupColumns = 8;
 struct SelectGroup {
   int64_t map = 0;  // byte of (query block 0, first of the key blocks) in the map
   int32_t stride = 0;
@@ -87,8 +88,6 @@ struct SelectGroup {
   int32_t first_block = 0;          // first query block that can see it
   int32_t query_blocks = 0;         // from there to the end of the sequence
   int32_t block = 0, query_block = 0;
-  int32_t wide = 0;  // whether the map has more than 16 key blocks here
-  int32_t unused = 0;
 };
 
 // A key block whose mean and variance are to be taken.

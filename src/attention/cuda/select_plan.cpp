@@ -157,10 +157,10 @@ class SequencePlanner {
 
   void add_columns() {
     const int64_t blocks = fine_blocks(tiles_.tokens);
-    for (int64_t b = 0; b < blocks; b += 32) {
+    for (int64_t b = 0; b < blocks; b += kGroupColumns) {
       SelectGroup group;
       group.column = plan_.columns + static_cast<int32_t>(b);
-      group.columns = static_cast<int32_t>(std::min<int64_t>(32, blocks - b));
+      group.columns = static_cast<int32_t>(std::min<int64_t>(kGroupColumns, blocks - b));
       group.key_block = static_cast<int32_t>(b);
       group.first_block = static_cast<int32_t>(b * plan_.block / plan_.query_block);
       group.query_blocks = static_cast<int32_t>(tiles_.tiles() - group.first_block);
@@ -168,7 +168,6 @@ class SequencePlanner {
       group.map = plan_.map_bytes + b;
       group.block = plan_.block;
       group.query_block = plan_.query_block;
-      group.wide = group.columns > 16;
       plan_.groups.push_back(group);
     }
     plan_.columns += static_cast<int32_t>(blocks);
@@ -213,10 +212,10 @@ SelectPlan make_select_plan(const Shape& shape, std::span<const int32_t> cu_seql
       if (dense[s]) {
         plan.row_offsets.insert(plan.row_offsets.end(), t.tiles(), plan.row_offsets.back());
         const auto blocks = static_cast<int32_t>((t.tokens + plan.block - 1) / plan.block);
-        for (int32_t b = 0; b < blocks; b += 32) {
+        for (int32_t b = 0; b < blocks; b += kGroupColumns) {
           SelectGroup group;
           group.column = plan.columns + b;
-          group.columns = std::min(32, blocks - b);
+          group.columns = std::min(kGroupColumns, blocks - b);
           plan.groups.push_back(group);
         }
         plan.columns += blocks;

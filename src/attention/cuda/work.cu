@@ -12,9 +12,9 @@ namespace {
 // block a head; no atomics, so the order is the same in every run.
 
 constexpr int kThreads = 256;
-constexpr int kBuckets = 64;  // of cost
+constexpr int kBuckets = 32;  // of cost
 
-// Where count (bucket, thread) lies in shared memory: a gap every run of 64 keeps runs in different banks.
+// Where count (bucket, thread) lies in shared memory: a gap every run keeps runs in different banks.
 constexpr int kCounts = kBuckets * kThreads + kThreads;
 __device__ __forceinline__ int place_of(int index) {
   return index + index / kBuckets;

@@ -26,11 +26,12 @@ constexpr int kKeptBytes = 2 * kSubtileRows * kChunk * 2;  // of a chunk's score
 template <int D, int kTokensOfBlock>
 __global__ void __launch_bounds__(256)
     statistics_kernel(const __nv_bfloat16* k, const SelectBlock* blocks, __nv_bfloat16* out, int kv_heads, float scale,
-                      float variance_scale) {
+                      float variance_scale, int32_t* column_counts, int column_count) {
   constexpr int kPairs = D / 2;                      // threads of a token
   constexpr int kGroups = 256 / kPairs;              // tokens at a time
   constexpr int kTokens = kTokensOfBlock / kGroups;  // of a thread
   __shared__ float2 partial[kGroups][kPairs];
+  for (int i = blockIdx.x * 256 + threadIdx.x; i < column_count; i += gridDim.x * 256) column_counts[i] = 0;
   const SelectBlock block = blocks[blockIdx.x];
   const int pair = threadIdx.x % kPairs, group = threadIdx.x / kPairs;
   __nv_bfloat162 keys[kTokens];
@@ -451,13 +452,15 @@ void launch_masses(const SelectParams& p, const SelectBatch& batch, cudaStream_t
 
 template <int D>
 void launch(const SelectParams& p, cudaStream_t stream) {
-  begin_selection(p, stream);
   if (p.max_competing > 0) {
     const auto kernel = p.select_block == 256 ? statistics_kernel<D, 256> : statistics_kernel<D, 128>;
     kernel<<<p.block_count, 256, 0, stream>>>(
         static_cast<const __nv_bfloat16*>(p.k), p.blocks, static_cast<__nv_bfloat16*>(p.statistics), p.shape.kv_heads,
-        p.shape.scale * kLog2e, p.moments ? p.shape.scale * p.shape.scale / 2 * kLog2e : 0.f);
+        p.shape.scale * kLog2e, p.moments ? p.shape.scale * p.shape.scale / 2 * kLog2e : 0.f, p.column_counts,
+        p.column_count);
     check(cudaGetLastError(), "block statistics");
+  } else {
+    check(cudaMemsetAsync(p.column_counts, 0, p.column_count * sizeof(int32_t), stream), "column counts");
   }
   const int log = std::bit_width(static_cast<unsigned>(p.shape.query_heads / p.shape.kv_heads - 1));
   for (const SelectBatch& batch : p.batches) {
