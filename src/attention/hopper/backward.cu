@@ -164,10 +164,10 @@ struct Loader {
       if (lane == 0) index = atomicAdd(args.counter, 1);
       index = __shfl_sync(~0u, index, 0);
       if (index >= item_count) break;
-      const BackwardItem item = args.items[index];
-      load_keys(item, phase);
+      load_keys(args.items[index], phase);
       phase ^= 1;
-      int before = 0;  // in the column
+      const BackwardItem& item = smem.item.item;  // registers are scarce here
+      int before = 0;                             // in the column
       for (int head = item.head * args.heads_per_kv; head < (item.head + 1) * args.heads_per_kv; ++head) {
         int at = item.position / (2 * args.rows.tokens), count = item.subtiles / 2 - at;
         if (!item.dense) {
