@@ -66,7 +66,7 @@ std::string run_yaml(const Arguments& arguments, int64_t longest) {
       "          num_attention_heads: 1, num_key_value_heads: 1, head_dim: 64, initializer_range: 0.25 }}\n"
       "data: {{ synthetic: {{ task: chunk_recall, length: {0}, vocab_size: 1024 }} }}\n"
       "batch: {{ global_batch_size: {1}, micro_batch_sequences: 1 }}\n"
-      "attention: {{ pattern: topk, block: 64, budget: 1024, local_blocks: 1, coverage_rows: 8 }}\n"
+      "attention: {{ pattern: topk, block: 64, budget: 2048, local_blocks: 1, coverage_rows: 8 }}\n"
       "balance: {{ batching: sab, ordering: auto, tuning: optimal, profile: {2} }}\n"
       "parallel: {{ dp: {3}, pp: {4} }}\n"
       "optimizer: {{ learning_rate: 0, schedule: constant }}\n"
@@ -75,7 +75,7 @@ std::string run_yaml(const Arguments& arguments, int64_t longest) {
       (arguments.out / "run").string());
 }
 
-// The same global batch for every policy, batch after batch. Segments of a sequence draw from a few tokens each, so
+// The same global batch for every policy, batch after batch. Segments of a sequence draw from two tokens each, so
 // that key blocks differ and attention has something to choose.
 class RepeatedBatches final : public SequenceSource {
  public:
@@ -95,7 +95,7 @@ class RepeatedBatches final : public SequenceSource {
     Random random(1000 + number);
     TokenSequence sequence;
     sequence.id = static_cast<int64_t>(number);
-    constexpr int64_t kSegment = 192, kWords = 6;
+    constexpr int64_t kSegment = 192, kWords = 2;
     std::vector<int32_t> words(kWords);
     for (int64_t t = 0; t < lengths_[number]; ++t) {
       if (t % kSegment == 0)

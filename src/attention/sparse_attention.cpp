@@ -117,11 +117,13 @@ int64_t SparseAttention::scratch_bytes(const AttentionShape& shape, int64_t max_
 }
 
 int64_t SparseAttention::state_bytes(const AttentionShape& shape, int64_t max_tokens) const {
-  // Twice the base budget: tuned budgets rise above it. Rows hold three bytes an entry, columns four.
+  // Twice the budget: a list holds what any token of the query block chose. Rows hold three bytes an entry, columns
+  // four.
   const SelectionConfig& selection = options_.selection;
   const int64_t blocks = (max_tokens + selection.block - 1) / selection.block;
+  const int64_t budget = std::max(selection.budget, options_.largest_budget);
   const int64_t list =
-      std::min(blocks, 2 * selection.budget / selection.block + selection.sink_blocks + selection.local_blocks + 2);
+      std::min(blocks, 2 * budget / selection.block + selection.sink_blocks + selection.local_blocks + 2);
   const int64_t rows = (max_tokens + selection.query_block - 1) / selection.query_block * selector_.list_heads(shape);
   int64_t bytes = rows * (list * 7 + 12);
   if (selection.pattern == SelectionPattern::vertical_slash) {

@@ -57,6 +57,8 @@ class SparseAttention final : public ChoosingAttention {
     int layers = 0;
     // Rows of every sequence on which the true coverage is measured each forward; 0: none.
     int coverage_rows = 0;
+    // Largest budget that a micro-batch may bring, for the memory plan; 0: the configured one.
+    int64_t largest_budget = 0;
   };
   explicit SparseAttention(const Options& options);
   ~SparseAttention() override;

@@ -13,6 +13,8 @@ constexpr double kOne = 1e6;
 constexpr double kColdExponent = 0.22;
 // The average forgets: a sample weighs at least 1 / kMemory.
 constexpr int64_t kMemory = 20;
+// Bounds of what one sample may say: lists worth a twentieth of their budget, or twice of it.
+constexpr double kLargestShift = 3.0, kLargestGain = 0.7;
 const double kHalfOctave = 0.5 * std::log(2.0);
 
 // Half octaves.
@@ -54,18 +56,22 @@ void CoverageStatistics::observe(int layer, int64_t tokens, std::span<const int6
     average(curve.ppm[static_cast<size_t>(point - 1)],
             sample_at(budgets, coverage_ppm, log_tokens, log_tokens - point * kHalfOctave), curve.seen);
   if (used_budget <= 0 || used_budget >= tokens || held_ppm <= 0) return;
-  const double best = sample_at(budgets, coverage_ppm, log_tokens, std::log(static_cast<double>(used_budget))) / kOne;
-  const double held = static_cast<double>(held_ppm) / kOne;
-  // Close to everything or nothing, rounding would decide.
-  if (best < 0.01 || best > 0.99 || held < 0.01 || held > 0.99) return;
+  // The budget whose best blocks hold what the lists held.
+  const double used = std::log(static_cast<double>(used_budget));
+  double low = used - kLargestShift, high = std::min(used + kLargestGain, log_tokens);
+  for (int round = 0; round < 40; ++round) {
+    const double middle = 0.5 * (low + high);
+    (sample_at(budgets, coverage_ppm, log_tokens, middle) < static_cast<double>(held_ppm) ? low : high) = middle;
+  }
   curve.held_seen = std::min(curve.held_seen + 1, kMemory);
-  average(curve.exponent_ppm, kOne * std::clamp(std::log(held) / std::log(best), 0.5, 4.0), curve.held_seen);
+  average(curve.shift_ppm, kOne * (used - low), curve.held_seen);
 }
 
 void CoverageStatistics::set_curves(Curves curves, const std::string& where) {
   for (const auto& [key, curve] : curves) {
     int64_t above = static_cast<int64_t>(kOne);
-    bool falls = curve.seen > 0 && curve.held_seen >= 0 && curve.exponent_ppm > 0 && key.first >= 0;
+    bool falls = curve.seen > 0 && curve.held_seen >= 0 &&
+                 std::abs(static_cast<double>(curve.shift_ppm)) <= kLargestShift * kOne && key.first >= 0;
     for (const int64_t ppm : curve.ppm) {
       falls = falls && ppm >= 0 && ppm <= above + 1;  // averages of rounded values may cross by one
       above = ppm;
@@ -96,7 +102,7 @@ void CoverageStatistics::evaluate(const Sequence& sequence, int layer, std::span
       out[i] = 1.0;
       continue;
     }
-    const double depth = (log_tokens - log_budgets[i]) / kHalfOctave;  // points below the whole sequence
+    double depth = (log_tokens - log_budgets[i]) / kHalfOctave;  // points below the whole sequence
     if (curve == nullptr) {
       out[i] = std::exp(-kColdExponent * depth * kHalfOctave);
       continue;
@@ -104,13 +110,12 @@ void CoverageStatistics::evaluate(const Sequence& sequence, int layer, std::span
     const auto value = [&](int point) {
       return point == 0 ? 1.0 : static_cast<double>(curve->ppm[static_cast<size_t>(point - 1)]) / kOne;
     };
-    const double exponent = static_cast<double>(curve->exponent_ppm) / kOne;
+    depth = std::max(0.0, depth + static_cast<double>(curve->shift_ppm) / kOne / kHalfOctave);
     const int point = static_cast<int>(std::min(depth, static_cast<double>(kPoints)));
     if (point >= kPoints)
       out[i] = value(kPoints) * std::exp(-(depth - kPoints) * kHalfOctave);
     else
       out[i] = value(point) + (value(point + 1) - value(point)) * (depth - point);
-    if (exponent != 1.0) out[i] = std::pow(out[i], exponent);
   }
 }
 

@@ -22,9 +22,9 @@ class CoverageStatistics final : public CoverageModel {
   struct Curve {
     int64_t seen = 0;       // samples so far, up to where the average forgets
     int64_t held_seen = 0;  // of these, with what the lists in use held
-    // A selector's lists hold less than each token's own best blocks would: coverage is the curve to this power, which
-    // leaves 1 where everything is chosen.
-    int64_t exponent_ppm = 1'000'000;
+    // Tokens that share a list do not all want the same blocks: it holds as much as the best blocks of a smaller budget
+    // would. By how much smaller, as a logarithm in ppm.
+    int64_t shift_ppm = 0;
     std::array<int64_t, kPoints> ppm = {};  // falling
     bool operator==(const Curve&) const = default;
   };

@@ -11,10 +11,10 @@ using Json = nlohmann::ordered_json;
 constexpr int kVersion = 1;
 
 Json to_json(const BalanceState& state) {
-  // A curve is [layer, length class, seen, held seen, exponent, ppm …].
+  // A curve is [layer, length class, seen, held seen, shift, ppm …].
   Json curves = Json::array();
   for (const auto& [key, curve] : state.coverage.curves()) {
-    Json row = {key.first, key.second, curve.seen, curve.held_seen, curve.exponent_ppm};
+    Json row = {key.first, key.second, curve.seen, curve.held_seen, curve.shift_ppm};
     for (const int64_t ppm : curve.ppm) row.push_back(ppm);
     curves.push_back(std::move(row));
   }
@@ -58,7 +58,7 @@ BalanceState from_json(const Json& json, const std::string& where) {
     CoverageStatistics::Curve curve;
     curve.seen = integer(row[2], 1, where);
     curve.held_seen = integer(row[3], 0, where);
-    curve.exponent_ppm = integer(row[4], 1, where);
+    curve.shift_ppm = integer(row[4], INT64_MIN, where);
     for (size_t i = 0; i < curve.ppm.size(); ++i) curve.ppm[i] = integer(row[5 + i], 0, where);
     const auto layer = static_cast<int>(integer(row[0], 0, where)),
                length = static_cast<int>(integer(row[1], 0, where));

@@ -34,8 +34,10 @@ void check_ranks(const RunConfig& config, const RunRanks& ranks) {
 
 std::unique_ptr<Attention> make_attention(const RunConfig& config, const ModelConfig& model) {
   const bool dense = config.attention.selection.pattern == SelectionPattern::dense;
-  const SparseAttention::Options options{config.attention.selection, model.layers,
-                                         dense ? 0 : static_cast<int>(config.attention.coverage_rows)};
+  SparseAttention::Options options{config.attention.selection, model.layers,
+                                   dense ? 0 : static_cast<int>(config.attention.coverage_rows)};
+  // Tuning may raise a budget up to the whole sequence.
+  if (config.balance.tuning != BalanceOptions::Tuning::none) options.largest_budget = config.data.max_sequence_length;
   if (config.device == DeviceKind::cuda) return make_cuda_attention({.attention = options});
   if (dense) return std::make_unique<DenseAttention>();
   return std::make_unique<SparseAttention>(options);

@@ -69,21 +69,28 @@ TEST(CoverageStatistics, ForgetsSlowly) {
 
 TEST(CoverageStatistics, WhatTheListsHeldCorrectsTheCurve) {
   CoverageStatistics statistics;
-  // Coverage (k/n)^0.3 at each token's best; the lists hold (k/n)^0.45 at a budget of a quarter.
-  const std::vector<int64_t> budgets = {1024, 2048, 4096, 8192};
+  // Coverage (k/n)^0.3 at each token's best; lists hold what the best blocks of 0.4 of their budget would.
+  const std::vector<int64_t> budgets = {256, 512, 1024, 2048, 4096, 8192};
   std::vector<int64_t> ppm;
   for (const int64_t budget : budgets)
     ppm.push_back(std::llround(1e6 * std::pow(static_cast<double>(budget) / 8192, 0.3)));
-  for (int i = 0; i < 5; ++i) statistics.observe(0, 8192, budgets, ppm, 2048, std::llround(1e6 * std::pow(0.25, 0.45)));
+  for (int i = 0; i < 5; ++i)
+    statistics.observe(0, 8192, budgets, ppm, 2048, std::llround(1e6 * std::pow(0.4 * 0.25, 0.3)));
   for (const double share : {0.125, 0.25, 0.5})
-    EXPECT_NEAR(statistics.at({0, 8192}, 0, static_cast<int64_t>(share * 8192)), std::pow(share, 0.45), 2e-3) << share;
+    EXPECT_NEAR(statistics.at({0, 8192}, 0, static_cast<int64_t>(share * 8192)), std::pow(0.4 * share, 0.3), 0.01)
+        << share;
   EXPECT_EQ(statistics.at({0, 8192}, 0, 8192), 1.0);
-  const int64_t exponent = statistics.curves().begin()->second.exponent_ppm;
-  EXPECT_NEAR(static_cast<double>(exponent), 1.5e6, 1e4);
-  // Dense lists, and lists that hold nothing, say nothing.
+  const int64_t shift = statistics.curves().begin()->second.shift_ppm;
+  EXPECT_NEAR(static_cast<double>(shift), -1e6 * std::log(0.4), 3e4);
+  // Dense lists say nothing; nor does what is not known.
   statistics.observe(0, 8192, budgets, ppm, 8192, 1'000'000);
   statistics.observe(0, 8192, budgets, ppm, 2048, 0);
-  EXPECT_EQ(statistics.curves().begin()->second.exponent_ppm, exponent);
+  EXPECT_EQ(statistics.curves().begin()->second.shift_ppm, shift);
+  // Lists of tokens that help each other hold more than their own best blocks.
+  CoverageStatistics better;
+  better.observe(0, 8192, budgets, ppm, 2048, std::llround(1e6 * std::pow(1.5 * 0.25, 0.3)));
+  EXPECT_LT(better.curves().begin()->second.shift_ppm, 0);
+  EXPECT_LE(better.at({0, 8192}, 0, 8191), 1.0);
 }
 
 TEST(CoverageStatistics, CurvesGoIntoACheckpointAndBack) {

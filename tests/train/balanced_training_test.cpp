@@ -170,6 +170,18 @@ TEST(BalancedTraining, ACurriculumIsPlannedWithTheLengthsItHas) {
   EXPECT_GT(lines.at(10)["longest_sequence"].get<int64_t>(), 64);
 }
 
+TEST(BalancedTraining, MemoryIsPlannedForTunedBudgets) {
+  SparseAttention::Options options;
+  options.selection.budget = 1024;
+  options.layers = 1;
+  const AttentionShape shape{4, 2, 64, 1.0f};
+  const int64_t plain = SparseAttention(options).state_bytes(shape, 65536);
+  options.largest_budget = 65536;
+  // Every row may list all 512 blocks, three bytes an entry and four in the columns.
+  EXPECT_GE(SparseAttention(options).state_bytes(shape, 65536), int64_t{65536} / 16 * 2 * 512 * 7);
+  EXPECT_LT(plain, int64_t{65536} / 16 * 2 * 512 * 7);
+}
+
 TEST(PlanMessage, DamagedOrLateOnesAreRefused) {
   Plan plan;
   plan.step = 7;
