@@ -40,6 +40,31 @@ double sum(const std::vector<int64_t>& values) {
   return static_cast<double>(std::accumulate(values.begin(), values.end(), int64_t{0}));
 }
 
+// Budgets are chosen where the estimates promise most, so on average the choice disappoints. What a (sequence, layer)
+// loses below the base budget therefore counts more than estimated, and what it gains above counts less.
+class CautiousCoverage final : public CoverageModel {
+ public:
+  CautiousCoverage(const CoverageModel& inner, const AttentionSpec& spec) : inner_(inner), spec_(spec) {}
+  std::string name() const override { return inner_.name(); }
+  bool uniform_layers() const override { return inner_.uniform_layers(); }
+  void evaluate(const Sequence& sequence, int layer, std::span<const int32_t> budgets,
+                std::span<const double> log_budgets, std::span<double> out) const override {
+    inner_.evaluate(sequence, layer, budgets, log_budgets, out);
+    if (spec_.always_dense(sequence.tokens)) return;
+    const double base = inner_.at(sequence, layer, spec_.budget);
+    for (size_t i = 0; i < budgets.size(); ++i) {
+      if (budgets[i] >= sequence.tokens) continue;  // dense is no estimate
+      const double difference = out[i] - base;
+      out[i] = base + difference * (difference < 0 ? 1 + kCaution : 1 - kCaution);
+    }
+  }
+
+ private:
+  static constexpr double kCaution = 0.15;
+  const CoverageModel& inner_;
+  const AttentionSpec& spec_;
+};
+
 // Budgets that sequences of each length ran at, of every layer: samples of coverage know their length and layer.
 std::map<int64_t, std::vector<int64_t>> budgets_by_length(const Plan& plan, const std::map<int64_t, int64_t>& by_id) {
   std::map<int64_t, std::vector<int64_t>> budgets;
@@ -229,14 +254,15 @@ BalancedPlanner::Made BalancedPlanner::make(int64_t step, const std::vector<Sequ
   ExpectedBudgets expected;
   expected.set_ppm(state.expected_budgets_ppm);
   Made made;
-  made.step.plan = plan_step(step, cost, state.coverage, sequences, options_.plan, expected);
+  const CautiousCoverage coverage(state.coverage, options_.spec);
+  made.step.plan = plan_step(step, cost, coverage, sequences, options_.plan, expected);
   made.step.predicted_step_us = made.step.plan.makespan_us + static_cast<double>(state.overhead_ns) / 1e3;
   made.seconds = clock_seconds(CLOCK_THREAD_CPUTIME_ID) - begin;
   PlanOptions plain = options_.plan;
   plain.batching.policy = BatchingPolicy::in_order;
   plain.ordering = false;
   plain.tuning.policy = TuningPolicy::off;
-  made.step.in_order = plan_step(step, cost, state.coverage, sequences, plain, expected);
+  made.step.in_order = plan_step(step, cost, coverage, sequences, plain, expected);
   return made;
 }
 
