@@ -5,7 +5,7 @@ taken to long sequences with dense attention, goes on for the same number of ste
     cmake --preset cpu && cmake --build --preset cpu --target sparsebalance bench_coverage
     bench/quality/recall_quality.py
 
-trains all of it (under an hour on two cores), measures and prints the tables in Markdown. Finished runs under --out are not
+trains all of it (allow an hour on two cores), measures and prints the tables in Markdown. Finished runs under --out are not
 repeated. --parts chooses: train (accuracy and coverage), needle, time (seconds a step; needs an idle machine), coverage."""
 
 import argparse
