@@ -56,7 +56,8 @@ class Study:
         directory = self.out / name
         if not (directory / "final").exists():
             print(f"training {name}", file=sys.stderr, flush=True)
-            values = dict(settings, **{"train.output_dir": directory, "train.threads": self.arguments.threads})
+            values = dict(settings, **{"train.output_dir": directory, "train.threads": self.arguments.threads,
+                                         "parallel.dp": 1})
             command = [self.arguments.binary, "train", config]
             for key, value in values.items():
                 command += ["--set", f"{key}={value}"]
