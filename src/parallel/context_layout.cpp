@@ -78,6 +78,12 @@ ContextLayout::ContextLayout(ContextPlacement placement, int ranks, int block, s
     }
 }
 
+// A rank has, of every sequence, its share of the tokens and at most a block more; with zigzag, whose runs are rounded
+// twice, two blocks.
+int64_t ContextLayout::most_tokens(int ranks, int block, int64_t tokens, int64_t sequences) {
+  return ranks == 1 ? tokens : std::min(tokens, tokens / ranks + 1 + 2 * block * sequences);
+}
+
 std::span<const int32_t> ContextLayout::held(int rank, int sequence) const {
   const int64_t slot = int64_t{rank} * sequences() + sequence;
   return std::span(held_).subspan(held_begin_[slot], held_begin_[slot + 1] - held_begin_[slot]);

@@ -6,19 +6,9 @@
 #include <vector>
 
 #include "attention/block_index.h"
+#include "parallel/context_placement.h"
 
 namespace sb {
-
-// Which rank of a context-parallel group holds which block of a sequence.
-// A turn is `ranks` consecutive blocks.
-enum class ContextPlacement {
-  zigzag,   // 2·ranks runs of blocks; rank r has run r and run 2·ranks-1-r
-  striped,  // block b on rank b mod ranks
-  shifted,  // block b of turn k on rank (b + k) mod ranks: slashes spaced at multiples of `ranks` blocks, which meet in
-            // one ring step on plain stripes, go to different ones
-  triangular,  // block b of turn k on rank (b + k(k+1)/2) mod ranks: the shift from a turn to the next differs from
-               // turn to turn, so that every slash that crosses turns is spread over all steps
-};
 
 // The rank that holds block `block` of a sequence of `blocks` blocks, before the sequence's offset.
 int context_owner(ContextPlacement placement, int ranks, int64_t blocks, int64_t block);
@@ -48,6 +38,8 @@ class ContextLayout {
   int32_t place(int sequence, int64_t b) const { return place_[first_block_[sequence] + b]; }
   // The blocks of a sequence on a rank, ascending.
   std::span<const int32_t> held(int rank, int sequence) const;
+  // The most tokens any rank gets of micro-batches with at most this many tokens and sequences, for planning memory.
+  static int64_t most_tokens(int ranks, int block, int64_t tokens, int64_t sequences);
   // The packed sequences as a rank holds them: its tokens of each, some maybe none.
   std::vector<int32_t> local_cu_seqlens(int rank) const;
   // For every token a rank holds, in its order: which token of the micro-batch it is.

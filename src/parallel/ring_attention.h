@@ -17,7 +17,7 @@ namespace sb {
 // sequence, keys and values travel around a ring past all queries, and partial results are put together by their
 // log-sum-exp. Dense, or with the pairs of a selection pattern; the same result as one rank alone up to the order of
 // sums. All ranks of the group call it with their parts of the same micro-batches, in the same order.
-class RingAttention final : public Attention {
+class RingAttention final : public ChoosingAttention {
  public:
   struct Options {
     SelectionConfig selection;  // pattern dense: everything
@@ -43,9 +43,12 @@ class RingAttention final : public Attention {
   // The index a state holds: of the whole sequences, but with the rows of this rank's query blocks alone. To compare
   // it, or to put one in before a forward with `replay`.
   static BlockIndex& index(AttentionState& state);
-  // Pairs of this rank's queries since the last call; starts anew. Coverage is not measured.
-  AttentionReport take_report();
-  Selector& selector() { return selection_.selector(); }
+  // Pairs of this rank's queries. Coverage is not measured.
+  AttentionReport take_report() override;
+  Selector::Thresholds thresholds() const override { return selection_.selector().thresholds(); }
+  void set_thresholds(Selector::Thresholds thresholds) override {
+    selection_.selector().set_thresholds(std::move(thresholds));
+  }
 
  private:
   class State;

@@ -325,11 +325,21 @@ void add_parallel(OptionTable& table, Draft& draft) {
   ParallelOptions& parallel = draft.config.parallel;
   table.section(
       "parallel",
-      "Ranks: dp times pp of them. Start them with `--ranks` or `mpirun`, docs/parallel.md. A resumed run may "
+      "Ranks: dp times pp times cp of them. Start them with `--ranks` or `mpirun`, docs/parallel.md. A resumed run may "
       "have others.");
   table.integer("parallel.dp", &parallel.dp, 1, 1 << 16, "data-parallel ranks");
   table.integer("parallel.pp", &parallel.pp, 1, 1 << 16, "pipeline stages");
-  table.integer("parallel.cp", &parallel.cp, 1, 1, "context-parallel ranks");
+  table.integer("parallel.cp", &parallel.cp, 1, 1 << 16,
+                "context-parallel ranks: they share every sequence, block by block, and attention is a ring");
+  table.choice<ContextPlacement>("parallel.placement", &parallel.placement,
+                                 {{"triangular", ContextPlacement::triangular},
+                                  {"shifted", ContextPlacement::shifted},
+                                  {"striped", ContextPlacement::striped},
+                                  {"zigzag", ContextPlacement::zigzag}},
+                                 "which of the cp ranks holds which block; triangular spreads the work best");
+  table.integer("parallel.node_size", &parallel.node_size, 0, 1 << 16,
+                "cp ranks of one machine: transfers between machines then hide behind a whole turn inside them; 0: a "
+                "plain ring");
   table.integer("parallel.timeout", &parallel.timeout, 1, 1 << 20,
                 "seconds that a rank waits for another before the run ends; longer than the longest micro-batch");
 }

@@ -11,6 +11,7 @@
 #include "data/synthetic.h"
 #include "model/model_config.h"
 #include "model/stage.h"
+#include "parallel/context_placement.h"
 
 namespace sb {
 
@@ -77,6 +78,8 @@ struct ParallelOptions {
   int dp = 1;
   int pp = 1;
   int cp = 1;
+  ContextPlacement placement = ContextPlacement::triangular;  // of a sequence's blocks on cp ranks
+  int node_size = 0;      // cp ranks of one machine, for the hierarchical ring; 0: a plain ring
   int64_t timeout = 600;  // seconds that a rank waits for another
 };
 

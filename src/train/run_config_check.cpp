@@ -82,6 +82,18 @@ void check_parallel(const RunConfig& config, const OptionTable& table) {
   SB_USER_CHECK(!config.model.init || parallel.pp <= config.model.init->layers,
                 "{}: {} stages for {} layers: some would be empty", table.label("parallel.pp"), parallel.pp,
                 config.model.init->layers);
+  SB_USER_CHECK(parallel.node_size == 0 || parallel.cp % parallel.node_size == 0,
+                "{}: {} does not divide parallel.cp {}; machines have equal numbers of ranks",
+                table.label("parallel.node_size"), parallel.node_size, parallel.cp);
+  const SelectionConfig& selection = config.attention.selection;
+  SB_USER_CHECK(parallel.cp == 1 || selection.block % selection.query_block == 0,
+                "{}: {} does not divide attention.block {}, as it must where ranks share sequences (parallel.cp)",
+                table.label("attention.query_block"), selection.query_block, selection.block);
+  SB_USER_CHECK(
+      parallel.cp == 1 || selection.pattern != SelectionPattern::mass || selection.order == SelectionOrder::causal,
+      "{}: with pattern: mass it ranks the pairs of whole sequences, which ranks that share them (parallel.cp) "
+      "do not have; use causal",
+      table.label("attention.selection"));
 }
 
 void check_optimizer(const RunConfig& config, const OptionTable& table) {

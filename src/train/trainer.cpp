@@ -10,6 +10,7 @@
 #include "core/log.h"
 #include "device/cuda.h"
 #include "model/hf_checkpoint.h"
+#include "parallel/context_batch.h"
 #include "train/attention_sums.h"
 #include "train/flops.h"
 #include "train/lr_schedule.h"
@@ -40,7 +41,9 @@ RankModelOptions rank_model_options(const RunConfig& config, const TrainerParts&
   options.dtype = config.device == DeviceKind::cuda ? DType::bf16 : DType::f32;
   options.recompute = config.train.recompute;
   options.max_sequence_length = longest_sequence(parts);
-  options.max_micro_batch_tokens = packing_limits(config.batch, options.max_sequence_length).max_tokens;
+  const PackingLimits limits = packing_limits(config.batch, options.max_sequence_length);
+  options.max_micro_batch_tokens = ContextLayout::most_tokens(config.parallel.cp, config.attention.selection.block,
+                                                              limits.max_tokens, limits.max_sequences);
   options.loss_chunk = config.train.loss_chunk;
   options.threads = thread_count(config, parts);
   return options;
@@ -208,7 +211,15 @@ MicroBatch Trainer::read_micro_batch(const PlannedMicroBatch& planned, std::span
   std::iota(all.begin(), all.end(), 0);
   MicroBatch batch = make_micro_batch(sequences, all, own_weights, parts_.model.vocab_size);
   batch.budgets = planned.budgets;
-  return batch;
+  return own_part(std::move(batch));
+}
+
+// What this rank has of a micro-batch whose sequences context-parallel ranks share.
+MicroBatch Trainer::own_part(MicroBatch batch) const {
+  const ParallelOptions& parallel = config_.parallel;
+  if (parallel.cp == 1) return batch;
+  const ContextLayout layout(parallel.placement, parallel.cp, config_.attention.selection.block, batch.cu_seqlens);
+  return context_part(batch, layout, model_->grid().cp_rank());
 }
 
 // Gradients of the whole global batch, before their reduction; nothing when asked to stop on the way.

@@ -97,6 +97,7 @@ class Trainer {
   StepPlan plan_step();
   void announce_steps();
   MicroBatch read_micro_batch(const PlannedMicroBatch& planned, std::span<const float> weights) const;
+  MicroBatch own_part(MicroBatch batch) const;
   std::optional<LossSums> forward_backward(const StepPlan& plan);
   void update(double grad_norm);
   [[noreturn]] void give_up() const;

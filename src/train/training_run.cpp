@@ -9,6 +9,7 @@
 #include "core/log.h"
 #include "device/cuda.h"
 #include "parallel/grid.h"
+#include "parallel/ring_attention.h"
 #include "train/host_memory.h"
 #include "train/sources.h"
 #include "train/stage_split.h"
@@ -32,7 +33,12 @@ void check_ranks(const RunConfig& config, const RunRanks& ranks) {
   check_grid(grid, ranks.world ? ranks.world->size() : 1);
 }
 
-std::unique_ptr<Attention> make_attention(const RunConfig& config, const ModelConfig& model) {
+// `ring_group`: the ranks that share this one's sequences; nullptr: none do.
+std::unique_ptr<Attention> make_attention(const RunConfig& config, const ModelConfig& model, Communicator* ring_group) {
+  if (ring_group)
+    return std::make_unique<RingAttention>(
+        *ring_group, RingAttention::Options{config.attention.selection, model.layers, config.parallel.placement,
+                                            config.parallel.node_size});
   const bool dense = config.attention.selection.pattern == SelectionPattern::dense;
   SparseAttention::Options options{config.attention.selection, model.layers,
                                    dense ? 0 : static_cast<int>(config.attention.coverage_rows)};
@@ -120,7 +126,11 @@ TrainSummary run_training(const RunConfig& config, std::FILE* out, bool terminal
   const bool leads = ranks.world == nullptr || ranks.world->rank() == 0;
   Console console(out, terminal, config.train.log_steps);
   const ModelConfig model = run_model_config(config);
-  const std::unique_ptr<Attention> attention = make_attention(config, model);
+  // Ranks that share sequences talk in a group of their own.
+  std::unique_ptr<Communicator> ring_group;
+  const int cp = config.parallel.cp;
+  if (cp > 1) ring_group = ranks.world->split(ranks.world->rank() / cp, ranks.world->rank() % cp, "cp");
+  const std::unique_ptr<Attention> attention = make_attention(config, model, ring_group.get());
   auto* sparse = dynamic_cast<ChoosingAttention*>(attention.get());
   if (config.attention.selection.pattern == SelectionPattern::dense) sparse = nullptr;
   const Sources sources = make_sources(config, model.vocab_size);
@@ -130,6 +140,8 @@ TrainSummary run_training(const RunConfig& config, std::FILE* out, bool terminal
         "attention.pattern has no effect: the longest sequence has {} tokens and those up to {} run dense; lower "
         "attention.{}",
         sources.train->max_length(), selection.dense_limit(), selection.dense_below < 0 ? "budget" : "dense_below");
+  if (leads && ring_group && sparse && config.attention.coverage_rows > 0)
+    log::info("coverage is not measured where ranks share sequences (parallel.cp)");
   TrainerParts parts{model, *attention, *sources.train, sources.validation_set, console, stop_requested, sparse};
   parts.world = ranks.world;
   parts.local_ranks = ranks.local_ranks;

@@ -67,7 +67,7 @@ std::optional<LossSums> Trainer::evaluate(bool later_chunk_tokens_only) {
     std::vector<int> all(sequences.size());
     std::iota(all.begin(), all.end(), 0);
     const std::vector<float> weights(sequences.size(), 1.0f);
-    sums += model_->evaluate(exec_, make_micro_batch(sequences, all, weights, parts_.model.vocab_size));
+    sums += model_->evaluate(exec_, own_part(make_micro_batch(sequences, all, weights, parts_.model.vocab_size)));
   }
   return sum_over_ranks(*world_, sums);
 }

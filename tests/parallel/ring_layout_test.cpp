@@ -50,6 +50,22 @@ TEST(ContextLayout, HoldsEveryTokenOnce) {
       }
 }
 
+TEST(ContextLayout, MostTokensIsABound) {
+  Random rng(9);
+  for (int round = 0; round < 300; ++round) {
+    std::vector<int32_t> cu_seqlens = {0};
+    const auto sequences = static_cast<int64_t>(1 + rng.below(6));
+    for (int64_t i = 0; i < sequences; ++i)
+      cu_seqlens.push_back(cu_seqlens.back() + static_cast<int32_t>(rng.below(round % 2 == 0 ? 40 : 700)));
+    const int ranks = 1 + static_cast<int>(rng.below(9));
+    const int64_t most = ContextLayout::most_tokens(ranks, 8, cu_seqlens.back(), sequences);
+    for (const ContextPlacement placement : kPlacements) {
+      const ContextLayout layout(placement, ranks, 8, cu_seqlens);
+      for (int r = 0; r < ranks; ++r) ASSERT_LE(std::ssize(layout.tokens(r)), most) << ranks;
+    }
+  }
+}
+
 TEST(ContextLayout, SpreadsShortSequences) {
   std::vector<int32_t> cu_seqlens = {0};
   for (int i = 0; i < 40; ++i) cu_seqlens.push_back(cu_seqlens.back() + 128);  // one block each
