@@ -2,7 +2,9 @@
 // then the time of every class of operations at the step's sizes against its floor (FLOPs at the rate of a large
 // product, bytes at the rate of a large copy, both measured in the same run). bench/peers/train_step_peers.py is the
 // peer.
-//   bench_step_cuda [0.5B|3B|all] [tokens] [--measure-products]
+//   bench_step_cuda [0.5B|3B|all] [tokens] [--budget N] [--recompute none|attention|layer] [--steps N] [--no-classes]
+//                   [--measure-products]
+// With a budget attention is sparse: topk, blocks of 128.
 
 #include <fmt/format.h>
 
@@ -13,6 +15,7 @@
 #include <vector>
 
 #include "attention/cuda/cuda_attention.h"
+#include "core/errors.h"
 #include "core/random.h"
 #include "device/context.h"
 #include "device/cuda.h"
@@ -337,13 +340,61 @@ class ClassBench {
   Arena arena_, scratch_;
 };
 
-double measure_step(const DeviceContext& context, const Case& c, int64_t tokens, Attention& attention) {
+struct Arguments {
+  std::string model = "all";
+  int64_t tokens = 8192;
+  int64_t budget = 0;  // 0: dense
+  std::string recompute = "none";
+  int steps = 10;
+  bool classes = true;
+  bool measure_products = false;
+};
+
+Arguments parse_arguments(int argc, char** argv) {
+  Arguments arguments;
+  int place = 0;
+  for (int i = 1; i < argc; ++i) {
+    const std::string word = argv[i];
+    const auto value = [&] {
+      SB_USER_CHECK(i + 1 < argc, "{} needs a value", word);
+      return std::string(argv[++i]);
+    };
+    if (word == "--budget")
+      arguments.budget = std::stoll(value());
+    else if (word == "--recompute")
+      arguments.recompute = value();
+    else if (word == "--steps")
+      arguments.steps = std::stoi(value());
+    else if (word == "--no-classes")
+      arguments.classes = false;
+    else if (word == "--measure-products")
+      arguments.measure_products = true;
+    else if (word.starts_with("-") || place > 1)
+      throw UserError("{}: no such argument", word);
+    else if (place++ == 0)
+      arguments.model = word;
+    else
+      arguments.tokens = std::stoll(word);
+  }
+  SB_USER_CHECK(arguments.steps > 0 && arguments.tokens > 1, "steps and tokens must be positive");
+  return arguments;
+}
+
+Recompute recompute_level(const std::string& name) {
+  if (name == "none") return Recompute::none;
+  if (name == "attention") return Recompute::attention;
+  SB_USER_CHECK(name == "layer", "--recompute {}: none, attention or layer", name);
+  return Recompute::layer;
+}
+
+double measure_step(const DeviceContext& context, const Case& c, const Arguments& arguments, Attention& attention) {
+  const int64_t tokens = arguments.tokens;
   const Exec& exec = context.exec();
   StageOptions options;
   options.device = DeviceKind::cuda;
   options.dtype = kType;
   options.last_layer = c.config.layers;
-  options.recompute = Recompute::none;
+  options.recompute = recompute_level(arguments.recompute);
   options.max_micro_batch_tokens = options.max_sequence_length = tokens;
   options.loss_chunk = kLossChunk;
   MemoryPlan plan = Stage::memory_plan(c.config, options, attention, 1);
@@ -369,12 +420,12 @@ double measure_step(const DeviceContext& context, const Case& c, int64_t tokens,
   }
   const MicroBatch batch = random_batch(c.config, tokens);
 
-  constexpr int kWarmUp = 3, kSteps = 10;
+  const int warm_up = std::min(arguments.steps, 3), steps = arguments.steps;
   std::vector<DeviceEvent> borders;
-  for (int i = 0; i <= kWarmUp + kSteps; ++i) borders.emplace_back(DeviceKind::cuda);
+  for (int i = 0; i <= warm_up + steps; ++i) borders.emplace_back(DeviceKind::cuda);
   double first_loss = 0, last_loss = 0;
   borders[0].record(exec);
-  for (int step = 1; step <= kWarmUp + kSteps; ++step) {
+  for (int step = 1; step <= warm_up + steps; ++step) {
     parameters.zero_gradients(exec);
     stage.forward(exec, batch, 0, {});
     stage.backward(exec, batch, 0, {});
@@ -386,8 +437,9 @@ double measure_step(const DeviceContext& context, const Case& c, int64_t tokens,
   }
   context.synchronize();
   std::vector<double> times;
-  for (size_t i = kWarmUp; i < kWarmUp + kSteps; ++i)
-    times.push_back(DeviceEvent::milliseconds_between(borders[i], borders[i + 1]));
+  for (int i = warm_up; i < warm_up + steps; ++i)
+    times.push_back(
+        DeviceEvent::milliseconds_between(borders[static_cast<size_t>(i)], borders[static_cast<size_t>(i) + 1]));
   fmt::print("  steps {:.2f} to {:.2f} ms; loss {:.4f} to {:.4f}\n", *std::min_element(times.begin(), times.end()),
              *std::max_element(times.begin(), times.end()), first_loss, last_loss);
   return median(times);
@@ -395,10 +447,10 @@ double measure_step(const DeviceContext& context, const Case& c, int64_t tokens,
 
 }  // namespace
 
-int main(int argc, char** argv) {
-  const std::string which = argc > 1 ? argv[1] : "all";
-  const int64_t tokens = argc > 2 ? std::atoll(argv[2]) : 8192;
-  const bool measure = argc > 3 && std::string(argv[3]) == "--measure-products";
+int main(int argc, char** argv) try {
+  const Arguments arguments = parse_arguments(argc, argv);
+  const int64_t tokens = arguments.tokens;
+  const bool measure = arguments.measure_products;
   if (!cuda::problem().empty()) {
     fmt::print("no GPU: {}\n", cuda::problem());
     return 1;
@@ -413,15 +465,19 @@ int main(int argc, char** argv) {
   std::vector<std::string> ratios;
   for (const Case& c : {Case{"0.5B", qwen(896, 4864, 24, 14, 64), 62968, 1.3},
                         Case{"3B", qwen(2048, 11008, 36, 16, 128), 18793, 1.15}}) {
-    if (which != "all" && which != c.name) continue;
-    fmt::print("Qwen2.5-{}, {} tokens, bf16, no recompute\n", c.name, tokens);
+    if (arguments.model != "all" && arguments.model != c.name) continue;
+    const std::string attention_name =
+        arguments.budget > 0 ? fmt::format("topk, budget {}", arguments.budget) : std::string("dense");
+    fmt::print("Qwen2.5-{}, {} tokens, bf16, recompute {}, attention {}\n", c.name, tokens, arguments.recompute,
+               attention_name);
     CudaAttentionOptions options;
-    options.attention.selection.pattern = SelectionPattern::dense;
+    options.attention.selection.pattern = arguments.budget > 0 ? SelectionPattern::topk : SelectionPattern::dense;
+    if (arguments.budget > 0) options.attention.selection.budget = arguments.budget;
     options.attention.layers = c.config.layers;
     const auto attention = make_cuda_attention(options);
-    const double step = measure_step(context, c, tokens, *attention);
+    const double step = measure_step(context, c, arguments, *attention);
     std::vector<ClassTime> classes;
-    {
+    if (arguments.classes) {
       ClassBench bench(context.exec(), c.config, tokens, ceilings);
       classes = bench.run(*attention);
     }
@@ -432,13 +488,18 @@ int main(int argc, char** argv) {
       sum += time.milliseconds;
       floor += time.floor;
     }
-    fmt::print("  {:<40} {:8.2f} ms, floor {:8.2f}; the step takes {:.2f} ms\n", "sum", sum, floor, step);
+    if (arguments.classes)
+      fmt::print("  {:<40} {:8.2f} ms, floor {:8.2f}; the step takes {:.2f} ms\n", "sum", sum, floor, step);
     const double rate = static_cast<double>(tokens) / step * 1e3;
-    ratios.push_back(fmt::format("Qwen2.5-{} at {}: {:.0f} tokens/s", c.name, tokens, rate));
-    if (tokens == 8192) {
+    ratios.push_back(
+        fmt::format("Qwen2.5-{} at {}, {}: {:.0f} ms, {:.0f} tokens/s", c.name, tokens, attention_name, step, rate));
+    if (tokens == 8192 && arguments.budget == 0) {
       ratios.back() += fmt::format(", {:.2f} x the peer's {:.0f} (target {}: {})", rate / c.peer, c.peer, c.target,
                                    rate >= c.target * c.peer ? "met" : "MISSED");
     }
   }
   for (const std::string& line : ratios) fmt::print("{}\n", line);
+} catch (const std::exception& failure) {
+  fmt::print(stderr, "error: {}\n", failure.what());
+  return 1;
 }
