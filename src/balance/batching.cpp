@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <numeric>
 
+#include "balance/parallel_pieces.h"
 #include "balance/partition.h"
 #include "balance/pipeline_search.h"
 #include "core/errors.h"
@@ -263,69 +264,46 @@ Batches make_batches(const CostModel& cost, std::span<const Sequence> sequences,
   return in_order(sequences, dp, first, cap);
 }
 
-PipelineTimes additive_times(const CostModel& cost, std::span<const Sequence> sequences,
-                             std::span<const SequenceCost> costs, const Batches& batches, int rank) {
-  PipelineTimes times;
-  times.stages = cost.stages();
-  times.micro_batches = batches.micro_batches(rank);
-  const StageTime l0 = cost.linear(0), a0 = cost.attention({}), h0 = cost.head(0);
-  const auto size = static_cast<size_t>(times.stages * times.micro_batches);
-  times.forward.resize(size);
-  times.backward.resize(size);
-  if (cost.layout().comm) {
-    times.forward_transfer.resize(size);
-    times.backward_transfer.resize(size);
-    for (int s = 0; s < times.stages; ++s) times.tail.push_back(cost.reduction(s));
-  }
-  for (int i = 0; i < times.micro_batches; ++i) {
-    StageTime layer{l0.forward + a0.forward, l0.backward + a0.backward}, head = h0;
-    double tokens = 0;
-    for (int member : batches.members(batches.first(rank) + i)) {
-      const SequenceCost& c = costs[static_cast<size_t>(member)];
-      layer.forward += c.layer.forward;
-      layer.backward += c.layer.backward;
-      head.forward += c.head.forward;
-      head.backward += c.head.backward;
-      tokens += static_cast<double>(sequences[static_cast<size_t>(member)].tokens);
-    }
-    for (int s = 0; s < times.stages; ++s) {
-      const bool last = s + 1 == times.stages;
-      times.forward[times.at(i, s)] = cost.stage_layers(s) * layer.forward + (last ? head.forward : 0.0);
-      times.backward[times.at(i, s)] = cost.stage_layers(s) * layer.backward + (last ? head.backward : 0.0);
-      if (!times.forward_transfer.empty()) {
-        times.forward_transfer[times.at(i, s)] = cost.transfer(s, tokens);
-        times.backward_transfer[times.at(i, s)] = last ? 0.0 : cost.transfer(s + 1, tokens);
-      }
-    }
-  }
-  return times;
-}
-
 double step_lower_bound(const CostModel& cost, std::span<const Sequence> sequences, size_t layers,
-                        std::span<const int32_t> budgets, std::span<const double> stage_busy) {
-  const int stages = cost.stages();
-  double longest = 0, least_forward = 1e300, least_backward = 1e300;
-  for (size_t i = 0; i < sequences.size(); ++i) {
-    const auto tokens = static_cast<double>(sequences[i].tokens);
-    const StageTime linear = cost.linear(tokens), head = cost.head(tokens);
-    double sum = head.forward + head.backward;
-    StageTime attention;
-    for (size_t l = 0; l < layers; ++l) {
-      const int32_t budget = budgets[i * layers + l];
-      if (l == 0 || budget != budgets[i * layers + l - 1])
-        attention = cost.attention(work_of(cost.spec(), sequences[i].tokens, budget));
-      const StageTime layer{linear.forward + attention.forward, linear.backward + attention.backward};
-      sum += layer.forward + layer.backward;
-      least_forward = std::min(least_forward, layer.forward);
-      least_backward = std::min(least_backward, layer.backward);
+                        std::span<const int32_t> budgets, std::span<const double> stage_busy, ThreadPool* pool) {
+  // Longest sequence through all stages, and the least that a layer takes.
+  struct Extremes {
+    double longest = 0, least_forward = 1e300, least_backward = 1e300;
+  };
+  constexpr int64_t kChunk = 64;
+  const auto count = std::ssize(sequences);
+  std::vector<Extremes> chunks(static_cast<size_t>((count + kChunk - 1) / kChunk));
+  parallel_pieces(pool, std::ssize(chunks), [&](int64_t c, int) {
+    Extremes own;
+    for (auto i = static_cast<size_t>(c * kChunk); i < static_cast<size_t>(std::min(count, (c + 1) * kChunk)); ++i) {
+      const auto tokens = static_cast<double>(sequences[i].tokens);
+      const StageTime linear = cost.linear(tokens), head = cost.head(tokens);
+      double sum = head.forward + head.backward;
+      StageTime attention;
+      for (size_t l = 0; l < layers; ++l) {
+        const int32_t budget = budgets[i * layers + l];
+        if (l == 0 || budget != budgets[i * layers + l - 1])
+          attention = cost.attention(work_of(cost.spec(), sequences[i].tokens, budget));
+        const StageTime layer{linear.forward + attention.forward, linear.backward + attention.backward};
+        sum += layer.forward + layer.backward;
+        own.least_forward = std::min(own.least_forward, layer.forward);
+        own.least_backward = std::min(own.least_backward, layer.backward);
+      }
+      own.longest = std::max(own.longest, sum);
     }
-    longest = std::max(longest, sum);
+    chunks[static_cast<size_t>(c)] = own;
+  });
+  Extremes all;
+  for (const Extremes& own : chunks) {
+    all.longest = std::max(all.longest, own.longest);
+    all.least_forward = std::min(all.least_forward, own.least_forward);
+    all.least_backward = std::min(all.least_backward, own.least_backward);
   }
-  double bound = longest;
-  for (int s = 0; s < stages; ++s) {
+  double bound = all.longest;
+  for (int s = 0; s < cost.stages(); ++s) {
     // Before its first forward a stage waits for the stages before it; after its last backward they still run, and its
     // own gradients are reduced.
-    const double fill = least_forward * cost.first_layer(s), drain = least_backward * cost.first_layer(s);
+    const double fill = all.least_forward * cost.first_layer(s), drain = all.least_backward * cost.first_layer(s);
     bound = std::max(bound,
                      fill + stage_busy[static_cast<size_t>(s)] / cost.layout().dp + std::max(drain, cost.reduction(s)));
   }

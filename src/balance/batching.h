@@ -8,6 +8,7 @@
 #include "balance/cost_model.h"
 #include "balance/schedule.h"
 #include "balance/workload.h"
+#include "core/thread_pool.h"
 
 namespace sb {
 
@@ -55,14 +56,11 @@ Batches make_batches(const CostModel& cost, std::span<const Sequence> sequences,
                      const BatchingOptions& options);
 void check_sequences(std::span<const Sequence> sequences, int dp, int64_t cap);
 
-// Stage times of one rank's micro-batches from sequence costs.
-PipelineTimes additive_times(const CostModel& cost, std::span<const Sequence> sequences,
-                             std::span<const SequenceCost> costs, const Batches& batches, int rank);
-
 // No arrangement of these sequences at these budgets ([sequence · layers + layer]) is faster: the mean load of the
 // busiest stage with the least possible fill and drain, or the longest sequence through all stages. `stage_busy` is the
 // total work of every stage over all ranks.
 double step_lower_bound(const CostModel& cost, std::span<const Sequence> sequences, size_t layers,
-                        std::span<const int32_t> budgets, std::span<const double> stage_busy);
+                        std::span<const int32_t> budgets, std::span<const double> stage_busy,
+                        ThreadPool* pool = nullptr);
 
 }  // namespace sb

@@ -7,6 +7,7 @@
 #include "balance/batching.h"
 #include "balance/cost_model.h"
 #include "balance/coverage.h"
+#include "core/thread_pool.h"
 
 namespace sb {
 
@@ -16,34 +17,46 @@ class BudgetCurves {
  public:
   struct Vertex {
     int32_t budget;
-    double pairs, scores;
     double coverage;
   };
 
-  BudgetCurves(const CostModel& cost, const CoverageModel& coverage, std::span<const Sequence> sequences, double p);
+  BudgetCurves(const CostModel& cost, const CoverageModel& coverage, std::span<const Sequence> sequences, double p,
+               ThreadPool* pool = nullptr);
 
   // All layers share one curve.
   bool uniform() const { return uniform_; }
   int layers() const { return layers_; }
   std::span<const Vertex> vertices(int sequence, int layer) const {
-    const size_t i = index(sequence, layer);
-    return {vertices_.data() + begin_[i], begin_[i + 1] - begin_[i]};
+    const Chunk& chunk = chunks_[static_cast<size_t>(sequence / kChunk)];
+    const size_t i = index(sequence % kChunk, layer);
+    return {chunk.vertices.data() + chunk.begin[i], chunk.begin[i + 1] - chunk.begin[i]};
   }
+  int32_t floor(int sequence, int layer) const { return vertices(sequence, layer)[0].budget; }
   // At the base budget.
-  double base_coverage(int sequence, int layer) const { return base_[index(sequence, layer)]; }
+  double base_coverage(int sequence, int layer) const {
+    return chunks_[static_cast<size_t>(sequence / kChunk)].base[index(sequence % kChunk, layer)];
+  }
   // Σ tokens · Σ layers · coverage at the base budget.
   double base_total() const { return base_total_; }
 
  private:
+  // Sequences are worked on by several threads, a chunk at a time.
+  static constexpr int kChunk = 16;
+  struct Chunk {
+    std::vector<Vertex> vertices;
+    std::vector<uint32_t> begin{0};
+    std::vector<double> base;
+    double base_total = 0;
+  };
+  class Builder;
+
   size_t index(int sequence, int layer) const {
     return uniform_ ? static_cast<size_t>(sequence)
                     : static_cast<size_t>(sequence) * static_cast<size_t>(layers_) + static_cast<size_t>(layer);
   }
   bool uniform_;
   int layers_;
-  std::vector<Vertex> vertices_;
-  std::vector<size_t> begin_{0};
-  std::vector<double> base_;
+  std::vector<Chunk> chunks_;
   double base_total_ = 0;
 };
 
@@ -64,7 +77,7 @@ struct StageCurve {
 };
 
 // The curve of one micro-batch on one stage. With uniform curves all stages share it up to the number of layers: it is
-// then built for one layer and `scale_curve` fits it to a stage.
+// then built for one layer and multiplied.
 StageCurve stage_curve(const CostModel& cost, const BudgetCurves& curves, std::span<const Sequence> sequences,
                        std::span<const int> members, int first_layer, int layers, int max_corners);
 

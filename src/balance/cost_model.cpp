@@ -19,6 +19,7 @@ CostModel::CostModel(const LatencyModel& latency, AttentionSpec spec, Layout lay
     : latency_(latency), spec_(spec), layout_(layout) {
   check();
   split_layers();
+  prepare_communication();
 }
 
 CostModel::CostModel(const LatencyModel& latency, AttentionSpec spec, Layout layout, std::vector<int> first_layer)
@@ -28,6 +29,14 @@ CostModel::CostModel(const LatencyModel& latency, AttentionSpec spec, Layout lay
       std::ssize(first_layer_) == layout_.pp + 1 && first_layer_.front() == 0 && first_layer_.back() == layers();
   for (size_t s = 1; fits && s < first_layer_.size(); ++s) fits = first_layer_[s] > first_layer_[s - 1];
   SB_CHECK(fits, "the split does not fit {} stages and {} layers", layout_.pp, layers());
+  prepare_communication();
+}
+
+void CostModel::prepare_communication() {
+  for (int s = 0; s < stages(); ++s) {
+    transfer_.push_back(transfer_per_token(s));
+    reduction_.push_back(reduction_time(s));
+  }
 }
 
 void CostModel::check() const {
@@ -108,15 +117,16 @@ StageTime CostModel::head(double tokens) const {
   return {latency_.predict(Operation::head_forward, work), latency_.predict(Operation::head_backward, work)};
 }
 
-double CostModel::transfer(int stage, double tokens) const {
-  if (!layout_.comm || stage == 0) return 0;
+Link CostModel::transfer_per_token(int stage) const {
+  if (!layout_.comm || stage == 0) return {};
   const Profile& profile = latency_.profile();
   const bool same_node = (stage - 1) * layout_.cp / profile.gpus_per_node == stage * layout_.cp / profile.gpus_per_node;
-  const double bytes = tokens / layout_.cp * static_cast<double>(shape().hidden) * kActivationBytes;
-  return (same_node ? profile.transfer_inside : profile.transfer_between)(bytes);
+  const double bytes = static_cast<double>(shape().hidden) * kActivationBytes / layout_.cp;
+  const Link& link = same_node ? profile.transfer_inside : profile.transfer_between;
+  return {link.latency_us, link.us_per_byte * bytes};
 }
 
-double CostModel::reduction(int stage) const {
+double CostModel::reduction_time(int stage) const {
   const int group = layout_.dp * layout_.cp;
   if (!layout_.comm || group == 1) return 0;
   const Profile& profile = latency_.profile();

@@ -54,18 +54,25 @@ class CostModel {
   // Embedding and loss, zero where the layout leaves them out; they belong to the last stage.
   StageTime head(double tokens) const;
   // Activations from stage-1 to stage (and gradients back), for a micro-batch.
-  double transfer(int stage, double tokens) const;
+  double transfer(int stage, double tokens) const {
+    return stage == 0 ? 0.0 : transfer_[static_cast<size_t>(stage)](tokens);
+  }
   // Gradient reduction and parameter gathering after the last backward of a stage.
-  double reduction(int stage) const;
+  double reduction(int stage) const { return reduction_[static_cast<size_t>(stage)]; }
 
  private:
   void check() const;
   void split_layers();
+  void prepare_communication();
+  Link transfer_per_token(int stage) const;
+  double reduction_time(int stage) const;
 
   const LatencyModel& latency_;
   AttentionSpec spec_;
   Layout layout_;
   std::vector<int> first_layer_;
+  std::vector<Link> transfer_;  // into every stage, over tokens
+  std::vector<double> reduction_;
 };
 
 }  // namespace sb

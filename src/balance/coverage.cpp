@@ -8,6 +8,7 @@
 #include <sstream>
 #include <utility>
 
+#include "balance/vector_kernels.h"
 #include "core/errors.h"
 
 namespace sb {
@@ -22,11 +23,15 @@ double hashed_uniform(int64_t id) {
   return static_cast<double>(z >> 11) * 0x1p-53;
 }
 
-void power_curve(double gamma, int64_t tokens, std::span<const int32_t> budgets, std::span<const double> log_budgets,
-                 std::span<double> out) {
+// The logarithm of (k / n)^γ, 0 where k ≥ n; no smaller than exp_all takes.
+double log_power(double gamma, double log_budget, double log_tokens) {
+  return std::max(-700.0, gamma * std::min(0.0, log_budget - log_tokens));
+}
+
+void power_curve(double gamma, int64_t tokens, std::span<const double> log_budgets, std::span<double> out) {
   const double log_tokens = std::log(static_cast<double>(tokens));
-  for (size_t i = 0; i < budgets.size(); ++i)
-    out[i] = budgets[i] >= tokens ? 1.0 : std::exp(gamma * (log_budgets[i] - log_tokens));
+  for (size_t i = 0; i < log_budgets.size(); ++i) out[i] = log_power(gamma, log_budgets[i], log_tokens);
+  exp_all(out.data(), log_budgets.size());
 }
 
 class PowerCoverage final : public CoverageModel {
@@ -34,9 +39,13 @@ class PowerCoverage final : public CoverageModel {
   explicit PowerCoverage(double gamma) : gamma_(gamma) {}
   std::string name() const override { return fmt::format("power:{}", gamma_); }
   bool uniform_layers() const override { return true; }
-  void evaluate(const Sequence& sequence, int, std::span<const int32_t> budgets, std::span<const double> log_budgets,
+  void evaluate(const Sequence& sequence, int, std::span<const int32_t>, std::span<const double> log_budgets,
                 std::span<double> out) const override {
-    power_curve(gamma_, sequence.tokens, budgets, log_budgets, out);
+    power_curve(gamma_, sequence.tokens, log_budgets, out);
+  }
+  void evaluate_each(const Sequence& sequence, std::span<const int32_t>, std::span<const double> log_budgets,
+                     std::span<double> out) const override {
+    power_curve(gamma_, sequence.tokens, log_budgets, out);
   }
 
  private:
@@ -48,14 +57,35 @@ class LayeredCoverage final : public CoverageModel {
   explicit LayeredCoverage(int layers) : layers_(layers) {}
   std::string name() const override { return "layered"; }
   bool uniform_layers() const override { return false; }
-  void evaluate(const Sequence& sequence, int layer, std::span<const int32_t> budgets,
-                std::span<const double> log_budgets, std::span<double> out) const override {
-    const double share = layers_ > 1 ? static_cast<double>(layer) / (layers_ - 1) : 0.0;
-    const double gamma = (0.10 + 0.30 * share) * (0.7 + 0.6 * hashed_uniform(sequence.id));
-    power_curve(gamma, sequence.tokens, budgets, log_budgets, out);
+  void evaluate(const Sequence& sequence, int layer, std::span<const int32_t>, std::span<const double> log_budgets,
+                std::span<double> out) const override {
+    power_curve(gamma(layer, factor(sequence)), sequence.tokens, log_budgets, out);
+  }
+  void evaluate_layers(const Sequence& sequence, int layers, std::span<const int32_t>,
+                       std::span<const double> log_budgets, std::span<double> out) const override {
+    const double own = factor(sequence), log_tokens = std::log(static_cast<double>(sequence.tokens));
+    const size_t count = log_budgets.size();
+    for (int l = 0; l < layers; ++l) {
+      const double exponent = gamma(l, own);
+      double* to = out.data() + static_cast<size_t>(l) * count;
+      for (size_t i = 0; i < count; ++i) to[i] = log_power(exponent, log_budgets[i], log_tokens);
+    }
+    exp_all(out.data(), count * static_cast<size_t>(layers));
+  }
+  void evaluate_each(const Sequence& sequence, std::span<const int32_t>, std::span<const double> log_budgets,
+                     std::span<double> out) const override {
+    const double own = factor(sequence), log_tokens = std::log(static_cast<double>(sequence.tokens));
+    for (size_t l = 0; l < log_budgets.size(); ++l)
+      out[l] = log_power(gamma(static_cast<int>(l), own), log_budgets[l], log_tokens);
+    exp_all(out.data(), log_budgets.size());
   }
 
  private:
+  static double factor(const Sequence& sequence) { return 0.7 + 0.6 * hashed_uniform(sequence.id); }
+  double gamma(int layer, double own) const {
+    const double share = layers_ > 1 ? static_cast<double>(layer) / (layers_ - 1) : 0.0;
+    return (0.10 + 0.30 * share) * own;
+  }
   int layers_;
 };
 
@@ -66,28 +96,57 @@ class TableCoverage final : public CoverageModel {
   }
   std::string name() const override { return name_; }
   bool uniform_layers() const override { return false; }
-  void evaluate(const Sequence& sequence, int layer, std::span<const int32_t> budgets,
-                std::span<const double> log_budgets, std::span<double> out) const override {
-    const auto& classes = table_.length_classes;
-    const auto found = std::lower_bound(classes.begin(), classes.end(), sequence.tokens);
-    const auto index = static_cast<size_t>(std::min<ptrdiff_t>(found - classes.begin(), std::ssize(classes) - 1));
-    const auto& curve = table_.coverage[static_cast<size_t>(layer)][index];
+  void evaluate(const Sequence& sequence, int layer, std::span<const int32_t>, std::span<const double> log_budgets,
+                std::span<double> out) const override {
+    const auto& curve = table_.coverage[static_cast<size_t>(layer)][class_of(sequence)];
     const double log_tokens = std::log(static_cast<double>(sequence.tokens));
-    for (size_t i = 0; i < budgets.size(); ++i)
-      out[i] = budgets[i] >= sequence.tokens ? 1.0 : interpolate(curve, log_budgets[i], log_tokens);
+    for (size_t i = 0; i < log_budgets.size(); ++i) out[i] = value(curve, place(log_budgets[i], log_tokens));
+  }
+  void evaluate_layers(const Sequence& sequence, int layers, std::span<const int32_t>,
+                       std::span<const double> log_budgets, std::span<double> out) const override {
+    const size_t own = class_of(sequence), count = log_budgets.size();
+    const double log_tokens = std::log(static_cast<double>(sequence.tokens));
+    for (size_t i = 0; i < count; ++i) {
+      const Place at = place(log_budgets[i], log_tokens);
+      for (size_t l = 0; l < static_cast<size_t>(layers); ++l) out[l * count + i] = value(table_.coverage[l][own], at);
+    }
+  }
+  void evaluate_each(const Sequence& sequence, std::span<const int32_t>, std::span<const double> log_budgets,
+                     std::span<double> out) const override {
+    const size_t own = class_of(sequence);
+    const double log_tokens = std::log(static_cast<double>(sequence.tokens));
+    for (size_t l = 0; l < log_budgets.size(); ++l)
+      out[l] = value(table_.coverage[l][own], place(log_budgets[l], log_tokens));
   }
 
  private:
+  // Where a budget stands between the measured ones: the same for all layers.
+  struct Place {
+    size_t left = 0;
+    double share = 0;                    // of the way to the next
+    bool below = false, to_end = false;  // before the first: its part · share; towards 1 at the sequence's length
+  };
+
+  size_t class_of(const Sequence& sequence) const {
+    const auto& classes = table_.length_classes;
+    const auto found = std::lower_bound(classes.begin(), classes.end(), sequence.tokens);
+    return static_cast<size_t>(std::min<ptrdiff_t>(found - classes.begin(), std::ssize(classes) - 1));
+  }
+
   // Linear in log k between the measured budgets, 1 at the sequence's own length.
-  double interpolate(const std::vector<double>& curve, double log_budget, double log_tokens) const {
-    if (log_budget <= log_budgets_[0]) return curve[0] * std::exp(log_budget - log_budgets_[0]);
+  Place place(double log_budget, double log_tokens) const {
+    if (log_budget >= log_tokens) return {log_budgets_.size() - 1, 1.0, false, true};
+    if (log_budget <= log_budgets_[0]) return {0, std::exp(log_budget - log_budgets_[0]), true, false};
     size_t i = 1;
-    while (i < curve.size() && log_budgets_[i] < log_budget) ++i;
-    const bool past_end = i == curve.size() || log_budgets_[i] >= log_tokens;
-    const double left = log_budgets_[i - 1], right = past_end ? log_tokens : log_budgets_[i];
-    if (right <= left) return 1.0;
-    const double end = past_end ? 1.0 : curve[i];
-    return curve[i - 1] + (end - curve[i - 1]) * (log_budget - left) / (right - left);
+    while (i < log_budgets_.size() && log_budgets_[i] < log_budget) ++i;
+    const bool to_end = i == log_budgets_.size() || log_budgets_[i] >= log_tokens;
+    const double left = log_budgets_[i - 1], right = to_end ? log_tokens : log_budgets_[i];
+    return {i - 1, right <= left ? 1.0 : (log_budget - left) / (right - left), false, to_end};
+  }
+  double value(const std::vector<double>& curve, const Place& at) const {
+    const double left = curve[at.left];
+    if (at.below) return left * at.share;
+    return left + ((at.to_end ? 1.0 : curve[at.left + 1]) - left) * at.share;
   }
 
   CoverageTable table_;
@@ -96,6 +155,18 @@ class TableCoverage final : public CoverageModel {
 };
 
 }  // namespace
+
+void CoverageModel::evaluate_layers(const Sequence& sequence, int layers, std::span<const int32_t> budgets,
+                                    std::span<const double> log_budgets, std::span<double> out) const {
+  for (int l = 0; l < layers; ++l)
+    evaluate(sequence, l, budgets, log_budgets, out.subspan(static_cast<size_t>(l) * budgets.size(), budgets.size()));
+}
+
+void CoverageModel::evaluate_each(const Sequence& sequence, std::span<const int32_t> budgets,
+                                  std::span<const double> log_budgets, std::span<double> out) const {
+  for (size_t l = 0; l < budgets.size(); ++l)
+    evaluate(sequence, static_cast<int>(l), budgets.subspan(l, 1), log_budgets.subspan(l, 1), out.subspan(l, 1));
+}
 
 double CoverageModel::at(const Sequence& sequence, int layer, int64_t budget) const {
   const auto k = static_cast<int32_t>(budget);

@@ -21,6 +21,12 @@ class CoverageModel {
   // many sequences.
   virtual void evaluate(const Sequence& sequence, int layer, std::span<const int32_t> budgets,
                         std::span<const double> log_budgets, std::span<double> out) const = 0;
+  // The same for every one of `layers` layers: out[layer · budgets + i]. One call a sequence instead of one a layer.
+  virtual void evaluate_layers(const Sequence& sequence, int layers, std::span<const int32_t> budgets,
+                               std::span<const double> log_budgets, std::span<double> out) const;
+  // Every layer at a budget of its own: out[layer].
+  virtual void evaluate_each(const Sequence& sequence, std::span<const int32_t> budgets,
+                             std::span<const double> log_budgets, std::span<double> out) const;
   // One value.
   double at(const Sequence& sequence, int layer, int64_t budget) const;
 };

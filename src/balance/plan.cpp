@@ -4,6 +4,7 @@
 #include <cmath>
 #include <numeric>
 
+#include "balance/parallel_pieces.h"
 #include "core/errors.h"
 
 namespace sb {
@@ -22,6 +23,7 @@ struct Draft {
   Batches batches;
   Orders orders;
   Budgets budgets;
+  std::vector<PipelineTimes> times;  // of every rank, at the budgets
   double makespan = 0;
   double relaxed_bound = 0;
 };
@@ -35,11 +37,9 @@ class Planner {
         sequences_(sequences),
         options_(options),
         pool_(pool),
+        small_(sequences.size() <= kSmallStep),
         schedules_(cost.stages(), cost.layout().warmup_depth),
         base_(base_budgets(cost.spec(), sequences, cost.layers())) {}
-
-  const ScheduleSet& schedules() const { return schedules_; }
-  const Budgets& base() const { return base_; }
 
   Draft batch(BatchingPolicy policy, std::span<const int64_t> budgets) {
     BatchingOptions batching = options_.batching;
@@ -49,81 +49,96 @@ class Planner {
     draft.batches = make_batches(cost_, sequences_, budgets, batching);
     draft.orders = given_orders(draft.batches);
     draft.budgets = base_;
+    draft.times.resize(static_cast<size_t>(draft.batches.ranks()));
     schedules_.prepare(draft.batches);
     return draft;
   }
 
   void predict(Draft& draft) const {
-    draft.makespan = step_makespan(cost_, schedules_, sequences_, draft.batches, draft.orders, draft.budgets);
+    draft.makespan = slowest(draft, [&](int r) {
+      PipelineTimes& times = draft.times[static_cast<size_t>(r)];
+      times = stage_times(cost_, sequences_, draft.batches, r, draft.budgets);
+      return schedules_.of(times.micro_batches).makespan(times, draft.orders[static_cast<size_t>(r)]);
+    });
   }
 
   const BudgetCurves& curves() {
-    if (!curves_) curves_ = std::make_unique<BudgetCurves>(cost_, coverage_, sequences_, options_.tuning.p);
+    if (!curves_) curves_ = std::make_unique<BudgetCurves>(cost_, coverage_, sequences_, options_.tuning.p, pool_);
     return *curves_;
   }
 
-  // The lowest budgets that p allows, [sequence · layers + layer].
-  Budgets floors() {
-    const auto layers = static_cast<size_t>(cost_.layers());
-    Budgets budgets(base_.size());
-    for (size_t i = 0; i < budgets.size(); ++i)
-      budgets[i] = curves().vertices(static_cast<int>(i / layers), static_cast<int>(i % layers))[0].budget;
-    return budgets;
+  // The lowest budgets that p allows, on average over the layers.
+  std::vector<int64_t> mean_floors() {
+    const BudgetCurves& all = curves();
+    const int layers = all.uniform() ? 1 : all.layers();
+    std::vector<int64_t> floors(sequences_.size(), 0);
+    for (size_t i = 0; i < floors.size(); ++i) {
+      for (int l = 0; l < layers; ++l) floors[i] += all.floor(static_cast<int>(i), l);
+      floors[i] /= layers;
+    }
+    return floors;
   }
 
-  // Order, fill, order again.
-  void finish(Draft& draft) {
-    const bool ordered = options_.ordering && cost_.stages() > 1;
-    if (ordered) order(draft);
-    if (options_.tuning.policy == TuningPolicy::off) {
-      if (!ordered) predict(draft);
-      return;
+  // Order, fill, order again. The first order is made for `expected` budgets, one a sequence.
+  void finish(Draft& draft, std::span<const int64_t> expected) {
+    const bool ordered = options_.ordering && cost_.stages() > 1, tuned = options_.tuning.policy != TuningPolicy::off;
+    if (ordered || !tuned) {
+      if (tuned) {
+        const auto layers = static_cast<size_t>(cost_.layers());
+        for (size_t i = 0; i < draft.budgets.size(); ++i) draft.budgets[i] = static_cast<int32_t>(expected[i / layers]);
+      }
+      predict(draft);
     }
+    if (ordered) order(draft);
+    if (!tuned) return;
     tune(draft);
     if (!ordered) return;
-    // With the budgets of this order another one may be faster; then what it frees is shared out again.
+    // With the budgets of this order another one may be faster. In a large step it is taken as it is: the coverage is
+    // there already. In a small one what it frees is shared out again.
+    if (!small_) {
+      order(draft);
+      return;
+    }
     Draft again = draft;
     if (!order(again)) return;
-    // In a large step the shorter order is taken as it is: the coverage is there already.
-    if (sequences_.size() <= kSmallStep) tune(again);
+    tune(again);
     if (again.makespan < draft.makespan) draft = std::move(again);
   }
 
-  // Improves every rank's order at the draft's budgets; true if the step became shorter.
-  bool order(Draft& draft) {
-    const int ranks = draft.batches.ranks();
-    std::vector<double> makespan(static_cast<size_t>(ranks));
+  Plan write(int64_t step, const Draft& draft, double baseline) const;
+
+ private:
+  // body(rank) gives a rank's makespan.
+  template <typename Body>
+  double slowest(const Draft& draft, const Body& body) const {
+    std::vector<double> makespan(static_cast<size_t>(draft.batches.ranks()));
+    parallel_pieces(pool_, std::ssize(makespan),
+                    [&](int64_t r, int) { makespan[static_cast<size_t>(r)] = body(static_cast<int>(r)); });
+    return *std::max_element(makespan.begin(), makespan.end());
+  }
+
+  // Improves every rank's order at the draft's times; true if the step became shorter.
+  bool order(Draft& draft) const {
     OrderingLimits limits = options_.order_limits;
     // The whole step's trials, shared: many ranks get fewer each.
-    const int64_t most = sequences_.size() <= kSmallStep ? 600'000 : 40'000;
-    int64_t operations = 0;
-    for (int r = 0; r < ranks; ++r) operations += 2 * cost_.stages() * draft.batches.micro_batches(r);
+    const int64_t most = small_ ? 600'000 : 40'000;
+    const int64_t operations = 2 * cost_.stages() * draft.batches.micro_batches();
     limits.trials = std::min(limits.trials, std::max<int64_t>(4, most / operations));
-    const auto one = [&](int r) {
-      const PipelineTimes times = stage_times(cost_, sequences_, draft.batches, r, draft.budgets);
-      std::vector<int64_t> tokens;
-      for (int i = 0; i < draft.batches.micro_batches(r); ++i) {
-        tokens.push_back(0);
-        for (int member : draft.batches.members(draft.batches.first(r) + i))
-          tokens.back() += sequences_[static_cast<size_t>(member)].tokens;
-      }
-      makespan[static_cast<size_t>(r)] = improve_order(schedules_.of(draft.batches.micro_batches(r)), times, tokens,
-                                                       limits, draft.orders[static_cast<size_t>(r)]);
-    };
-    if (pool_ != nullptr && ranks >= 8)
-      pool_->parallel_for(ranks, std::max(1, ranks / 16), [&](int64_t begin, int64_t end, int) {
-        for (int64_t r = begin; r < end; ++r) one(static_cast<int>(r));
-      });
-    else
-      for (int r = 0; r < ranks; ++r) one(r);
-    const double slowest = *std::max_element(makespan.begin(), makespan.end());
-    const bool better = slowest < draft.makespan * (1 - 1e-9);
-    draft.makespan = slowest;
-    return better;
+    const double before = draft.makespan;
+    draft.makespan = slowest(draft, [&](int r) {
+      const PipelineTimes& times = draft.times[static_cast<size_t>(r)];
+      std::vector<int64_t> tokens(static_cast<size_t>(times.micro_batches), 0);
+      if (limits.tokens_in_flight > 0)
+        for (int i = 0; i < times.micro_batches; ++i)
+          for (int member : draft.batches.members(draft.batches.first(r) + i))
+            tokens[static_cast<size_t>(i)] += sequences_[static_cast<size_t>(member)].tokens;
+      return improve_order(schedules_.of(times.micro_batches), times, tokens, limits,
+                           draft.orders[static_cast<size_t>(r)]);
+    });
+    return draft.makespan < before * (1 - 1e-9);
   }
 
   void tune(Draft& draft) {
-    if (options_.tuning.policy == TuningPolicy::off) return;
     const TuningInput input{cost_,        coverage_,  sequences_, curves(), draft.batches,
                             draft.orders, schedules_, base_,      pool_};
     TuningResult result = sb::tune(input, options_.tuning);
@@ -135,20 +150,85 @@ class Planner {
     const double base = step_makespan(cost_, schedules_, sequences_, draft.batches, draft.orders, base_);
     if (base >= draft.makespan) return;
     draft.budgets = base_;
-    draft.makespan = base;
     draft.relaxed_bound = 0;
+    predict(draft);
   }
 
- private:
   const CostModel& cost_;
   const CoverageModel& coverage_;
   std::span<const Sequence> sequences_;
   const PlanOptions& options_;
   ThreadPool* pool_;
+  bool small_;
   ScheduleSet schedules_;
   Budgets base_;
   std::unique_ptr<BudgetCurves> curves_;
 };
+
+Plan Planner::write(int64_t step, const Draft& draft, double baseline) const {
+  Plan plan;
+  plan.step = step;
+  plan.layers = cost_.layers();
+  plan.makespan_us = draft.makespan;
+  plan.baseline_us = baseline;
+  plan.relaxed_bound = draft.relaxed_bound;
+  const CoverageSummary summary =
+      summarize_coverage(coverage_, cost_.spec(), sequences_, cost_.layers(), draft.budgets, pool_);
+  plan.mean_coverage = summary.mean;
+  plan.min_coverage = summary.min;
+  plan.worst_loss = summary.worst_loss;
+  plan.base_coverage = summary.base_mean;
+
+  const auto layers = static_cast<size_t>(cost_.layers());
+  const auto stages = static_cast<size_t>(cost_.stages());
+  const int ranks = draft.batches.ranks();
+  plan.ranks.resize(static_cast<size_t>(ranks));
+  parallel_pieces(pool_, ranks, [&](int64_t r, int) {
+    PlannedRank& rank = plan.ranks[static_cast<size_t>(r)];
+    const PipelineTimes& times = draft.times[static_cast<size_t>(r)];
+    const auto& order = draft.orders[static_cast<size_t>(r)];
+    rank.makespan_us = schedules_.of(times.micro_batches).makespan(times, order);
+    rank.micro_batches.resize(order.size());
+    for (size_t position = 0; position < order.size(); ++position) {
+      PlannedMicroBatch& micro_batch = rank.micro_batches[position];
+      const auto members = draft.batches.members(draft.batches.first(static_cast<int>(r)) + order[position]);
+      micro_batch.sequences.reserve(members.size());
+      micro_batch.budgets.resize(members.size() * layers);
+      for (size_t k = 0; k < members.size(); ++k) {
+        const auto member = static_cast<size_t>(members[k]);
+        micro_batch.sequences.push_back(sequences_[member].id);
+        micro_batch.tokens += sequences_[member].tokens;
+        for (size_t l = 0; l < layers; ++l)
+          micro_batch.budgets[l * members.size() + k] = draft.budgets[member * layers + l];
+      }
+      const auto first = static_cast<ptrdiff_t>(times.at(order[position], 0)), last = first + cost_.stages();
+      micro_batch.forward_us.assign(times.forward.begin() + first, times.forward.begin() + last);
+      micro_batch.backward_us.assign(times.backward.begin() + first, times.backward.begin() + last);
+    }
+  });
+  double most = 0, total = 0, most_rank = 0;
+  std::vector<double> stage_busy(stages, 0.0);
+  for (const PlannedRank& rank : plan.ranks) {
+    double rank_busy = 0;
+    for (const PlannedMicroBatch& micro_batch : rank.micro_batches) {
+      double latency = 0;
+      for (size_t s = 0; s < stages; ++s) {
+        const double busy = micro_batch.forward_us[s] + micro_batch.backward_us[s];
+        latency += busy;
+        stage_busy[s] += busy;
+      }
+      most = std::max(most, latency);
+      rank_busy += latency;
+    }
+    total += rank_busy;
+    most_rank = std::max(most_rank, rank_busy);
+  }
+  plan.imbalance = most / (total / draft.batches.micro_batches());
+  plan.worker_imbalance = most_rank / (total / ranks);
+  plan.bubble_share = 1.0 - total / (cost_.stages() * ranks * plan.makespan_us);
+  plan.lower_bound_us = step_lower_bound(cost_, sequences_, layers, draft.budgets, stage_busy, pool_);
+  return plan;
+}
 
 }  // namespace
 
@@ -182,84 +262,23 @@ Plan plan_step(int64_t step, const CostModel& cost, const CoverageModel& coverag
   std::vector<Draft> drafts;
   if (sab && optimal) {
     // Where the longest sequences decide, they will run at their floor: weights and first order of that case.
-    Budgets floors = planner.floors();
-    const auto layers = static_cast<ptrdiff_t>(cost.layers());
-    for (size_t i = 0; i < budgets.size(); ++i) {
-      const auto own = floors.begin() + static_cast<ptrdiff_t>(i) * layers;
-      budgets[i] = std::accumulate(own, own + layers, int64_t{0}) / layers;
-    }
-    drafts.push_back(planner.batch(BatchingPolicy::sab, budgets));
-    drafts.back().budgets = std::move(floors);
-    planner.finish(drafts.back());
+    const std::vector<int64_t> floors = planner.mean_floors();
+    drafts.push_back(planner.batch(BatchingPolicy::sab, floors));
+    planner.finish(drafts.back(), floors);
   }
   if (drafts.empty() || sequences.size() <= kSmallStep) {
+    const std::vector<int64_t> base = budgets;
     if (options.tuning.policy != TuningPolicy::off)
       for (size_t i = 0; i < budgets.size(); ++i) budgets[i] = expected.of(spec, sequences[i].tokens);
     drafts.push_back(options.batching.policy == BatchingPolicy::in_order
                          ? baseline
                          : planner.batch(options.batching.policy, budgets));
-    planner.finish(drafts.back());
+    planner.finish(drafts.back(), base);
   }
   if (sab) drafts.push_back(baseline);
   const Draft& draft = *std::min_element(drafts.begin(), drafts.end(),
                                          [](const Draft& a, const Draft& b) { return a.makespan < b.makespan; });
-
-  Plan plan;
-  plan.step = step;
-  plan.layers = cost.layers();
-  plan.makespan_us = draft.makespan;
-  plan.baseline_us = baseline.makespan;
-  plan.relaxed_bound = draft.relaxed_bound;
-  const CoverageSummary summary = summarize_coverage(coverage, spec, sequences, cost.layers(), draft.budgets);
-  plan.mean_coverage = summary.mean;
-  plan.min_coverage = summary.min;
-  plan.worst_loss = summary.worst_loss;
-  plan.base_coverage = summarize_coverage(coverage, spec, sequences, cost.layers(), planner.base()).mean;
-
-  double most = 0, total = 0, most_rank = 0;
-  int count = 0;
-  const auto layers = static_cast<size_t>(cost.layers());
-  plan.ranks.resize(static_cast<size_t>(draft.batches.ranks()));
-  std::vector<double> stage_busy(static_cast<size_t>(cost.stages()), 0.0);
-  for (int r = 0; r < draft.batches.ranks(); ++r) {
-    PlannedRank& rank = plan.ranks[static_cast<size_t>(r)];
-    const PipelineTimes times = stage_times(cost, sequences, draft.batches, r, draft.budgets);
-    const auto& order = draft.orders[static_cast<size_t>(r)];
-    rank.makespan_us = planner.schedules().of(times.micro_batches).makespan(times, order);
-    rank.micro_batches.resize(order.size());
-    double rank_busy = 0;
-    for (size_t position = 0; position < order.size(); ++position) {
-      PlannedMicroBatch& micro_batch = rank.micro_batches[position];
-      const auto members = draft.batches.members(draft.batches.first(r) + order[position]);
-      micro_batch.sequences.reserve(members.size());
-      micro_batch.budgets.resize(members.size() * layers);
-      for (size_t k = 0; k < members.size(); ++k) {
-        const auto member = static_cast<size_t>(members[k]);
-        micro_batch.sequences.push_back(sequences[member].id);
-        micro_batch.tokens += sequences[member].tokens;
-        for (size_t l = 0; l < layers; ++l)
-          micro_batch.budgets[l * members.size() + k] = draft.budgets[member * layers + l];
-      }
-      double latency = 0;
-      for (int s = 0; s < cost.stages(); ++s) {
-        const size_t at = times.at(order[position], s);
-        micro_batch.forward_us.push_back(times.forward[at]);
-        micro_batch.backward_us.push_back(times.backward[at]);
-        latency += times.forward[at] + times.backward[at];
-        stage_busy[static_cast<size_t>(s)] += times.forward[at] + times.backward[at];
-      }
-      most = std::max(most, latency);
-      rank_busy += latency;
-      ++count;
-    }
-    total += rank_busy;
-    most_rank = std::max(most_rank, rank_busy);
-  }
-  plan.imbalance = most / (total / count);
-  plan.worker_imbalance = most_rank / (total / draft.batches.ranks());
-  plan.bubble_share = 1.0 - total / (cost.stages() * draft.batches.ranks() * plan.makespan_us);
-  plan.lower_bound_us = step_lower_bound(cost, sequences, layers, draft.budgets, stage_busy);
-  return plan;
+  return planner.write(step, draft, baseline.makespan);
 }
 
 void learn_budgets(const Plan& plan, const AttentionSpec& spec, std::span<const Sequence> sequences,

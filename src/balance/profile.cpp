@@ -40,20 +40,6 @@ const char* operation_name(Operation operation) {
   return names[static_cast<int>(operation)];
 }
 
-double coordinate(const Work& work, Coordinate which) {
-  switch (which) {
-    case Coordinate::tokens:
-      return work.tokens;
-    case Coordinate::tiles:
-      return work.tiles;
-    case Coordinate::pairs:
-      return work.pairs;
-    case Coordinate::scores:
-      return work.scores;
-  }
-  return 0;
-}
-
 ErrorSummary summarize_errors(std::vector<double> errors) {
   if (errors.empty()) return {};
   std::sort(errors.begin(), errors.end());

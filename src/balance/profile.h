@@ -36,7 +36,19 @@ struct PiecewiseLinear {
 };
 
 enum class Coordinate { tokens, tiles, pairs, scores };
-double coordinate(const Work& work, Coordinate which);
+inline double coordinate(const Work& work, Coordinate which) {
+  switch (which) {
+    case Coordinate::tokens:
+      return work.tokens;
+    case Coordinate::tiles:
+      return work.tiles;
+    case Coordinate::pairs:
+      return work.pairs;
+    case Coordinate::scores:
+      return work.scores;
+  }
+  return 0;
+}
 
 // Latency of one operation: piecewise-linear along one coordinate, plus a non-negative rate for the others.
 struct OperationTable {

@@ -9,7 +9,7 @@ namespace sb {
 // Takes single steps, best gain for its time first, while the schedule allows.
 void RankTuner::fill(double deadline) {
   const double allowed = deadline * (1 + 1e-9);
-  int64_t trials = limits_.fill_trials;
+  int64_t trials = 2000;
   std::vector<size_t> order(variables_.size());
   std::vector<double> value(variables_.size());
   std::vector<char> closed(variables_.size(), 0);
@@ -63,11 +63,13 @@ void RankTuner::fill_between(double deadline) {
       const auto& from = vertices[static_cast<size_t>(step.vertex) - 1];
       const auto& to = vertices[static_cast<size_t>(step.vertex)];
       const Sequence& sequence = input_.sequences[static_cast<size_t>(step.sequence)];
+      const double low_pairs = selected_pairs(sequence.tokens, from.budget),
+                   high_pairs = selected_pairs(sequence.tokens, to.budget);
       const double forward = times_.forward[variable], backward = times_.backward[variable];
       const double more_forward = v.scale / v.units * (curve.forward[whole + 1] - curve.forward[whole]);
       const double more_backward = v.scale / v.units * (curve.backward[whole + 1] - curve.backward[whole]);
       const auto try_budget = [&](int64_t budget) {
-        const double share = (selected_pairs(sequence.tokens, budget) - from.pairs) / (to.pairs - from.pairs);
+        const double share = (selected_pairs(sequence.tokens, budget) - low_pairs) / (high_pairs - low_pairs);
         times_.forward[variable] = forward + share * more_forward;
         times_.backward[variable] = backward + share * more_backward;
         return simulate() <= allowed;

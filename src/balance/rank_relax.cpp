@@ -5,10 +5,15 @@
 #include "core/errors.h"
 
 namespace sb {
+namespace {
+
+constexpr int kRows = 60;  // paths in the programme of a rank
+
+}  // namespace
 
 // Adds the longest path at the present positions as a row.
 bool RankTuner::add_critical_path(double deadline) {
-  if (programme_->rows() >= limits_.rows) return false;
+  if (programme_->rows() >= kRows) return false;
   schedule_.critical_path(times_, order_, chain_);
   std::fill(row_.begin(), row_.end(), 0.0);
   double fixed = 0;
@@ -61,7 +66,14 @@ void RankTuner::positions_from_programme() {
   }
 }
 
-void RankTuner::relax_exactly(double deadline) {
+void RankTuner::relax(double deadline) {
+  price_ = 0;
+  if (slowest_ <= deadline) {
+    for (size_t i = 0; i < variables_.size(); ++i)
+      set_position(i, static_cast<double>(curves_[static_cast<size_t>(variables_[i].curve)].steps.size()));
+    relaxed_gain_ = top_gain_;
+    return;
+  }
   // At the fastest schedule nothing but the floors fits; a hair more room keeps rounding from denying even these.
   deadline = std::max(deadline, fastest_ * (1 + 1e-9));
   programme_->shift_limits(deadline - deadline_);

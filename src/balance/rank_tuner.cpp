@@ -7,18 +7,15 @@
 #include "core/errors.h"
 
 namespace sb {
+namespace {
 
-RankTunerLimits rank_tuner_limits(int64_t variables) {
-  RankTunerLimits limits;
-  if (variables > 96) limits = {false, 5, 0, 4, 2, 2, 0};
-  if (variables > 2048) limits = {false, 4, 0, 3, 2, 1, 0};
-  return limits;
-}
+constexpr int kCorners = 12;  // of a stage curve
 
-RankTuner::RankTuner(const TuningInput& input, int rank, const RankTunerLimits& limits)
+}  // namespace
+
+RankTuner::RankTuner(const TuningInput& input, int rank)
     : input_(input),
       rank_(rank),
-      limits_(limits),
       schedule_(input.schedules.of(input.batches.micro_batches(rank))),
       order_(input.orders[static_cast<size_t>(rank)]) {
   const CostModel& cost = input.cost;
@@ -42,12 +39,12 @@ RankTuner::RankTuner(const TuningInput& input, int rank, const RankTunerLimits& 
     double tokens = 0;
     for (int member : members) tokens += static_cast<double>(input.sequences[static_cast<size_t>(member)].tokens);
     const StageTime linear = cost.linear(tokens), head = cost.head(tokens);
-    if (uniform) curves_.push_back(stage_curve(cost, input.curves, input.sequences, members, 0, 1, limits.corners));
+    if (uniform) curves_.push_back(stage_curve(cost, input.curves, input.sequences, members, 0, 1, kCorners));
     for (int s = 0; s < stages; ++s) {
       const int layers = cost.stage_layers(s);
       if (!uniform)
         curves_.push_back(
-            stage_curve(cost, input.curves, input.sequences, members, cost.first_layer(s), layers, limits.corners));
+            stage_curve(cost, input.curves, input.sequences, members, cost.first_layer(s), layers, kCorners));
       const bool last = s + 1 == stages;
       const size_t at = times_.at(i, s);
       variables_.push_back({static_cast<int>(curves_.size()) - 1, uniform ? static_cast<double>(layers) : 1.0,
@@ -74,25 +71,8 @@ RankTuner::RankTuner(const TuningInput& input, int rank, const RankTunerLimits& 
   set_all(floor_position);
   fastest_ = simulate();
   top_gain_ = gain_;
-  if (limits.exact) {
-    programme_ = std::make_unique<DeadlineLp>(gains);
-    row_.resize(gains.size());
-  } else {
-    prepare_prices();
-  }
-}
-
-void RankTuner::relax(double deadline, bool roughly) {
-  price_ = 0;
-  if (slowest_ <= deadline) {
-    for (size_t i = 0; i < variables_.size(); ++i)
-      set_position(i, static_cast<double>(curves_[static_cast<size_t>(variables_[i].curve)].steps.size()));
-    relaxed_gain_ = top_gain_;
-  } else if (limits_.exact) {
-    relax_exactly(deadline);
-  } else {
-    relax_by_prices(deadline, roughly ? 1 : limits_.price_rounds);
-  }
+  programme_ = std::make_unique<DeadlineLp>(gains);
+  row_.resize(gains.size());
 }
 
 double RankTuner::at(const std::vector<double>& values, double position) const {
@@ -120,7 +100,7 @@ double RankTuner::total_gain() const {
   return sum;
 }
 
-void RankTuner::round(double deadline, bool nearest) {
+void RankTuner::round(double deadline) {
   const double allowed = deadline * (1 + 1e-9);
   // Where the rows ran out the relaxed solution is too long: back towards the floor until it fits.
   if (slowest_ > deadline && simulate() > allowed) {
@@ -140,13 +120,11 @@ void RankTuner::round(double deadline, bool nearest) {
     shrink(low);
   }
   for (size_t v = 0; v < position_.size(); ++v)
-    set_position(v, std::floor(position_[v] * variables_[v].units + (nearest ? 0.5 : 1e-6)) / variables_[v].units);
+    set_position(v, std::floor(position_[v] * variables_[v].units + 1e-6) / variables_[v].units);
   between_.clear();
   between_gain_ = 0;
-  if (limits_.fill_trials > 0) {
-    fill(deadline);
-    fill_between(deadline);
-  }
+  fill(deadline);
+  fill_between(deadline);
   gain_ = total_gain() + between_gain_;
 }
 
@@ -158,7 +136,7 @@ void RankTuner::write(Budgets& budgets) const {
     for (int member : members)
       for (size_t l = 0; l < layers; ++l)
         budgets[static_cast<size_t>(member) * layers + l] =
-            input_.curves.vertices(member, static_cast<int>(l))[0].budget;
+            input_.curves.floor(member, static_cast<int>(l));
     for (int s = 0; s < stages; ++s) {
       const size_t at = times_.at(i, s);
       const Variable& v = variables_[at];

@@ -6,6 +6,7 @@
 #include <mutex>
 #include <utility>
 
+#include "balance/vector_kernels.h"
 #include "core/errors.h"
 
 namespace sb {
@@ -98,6 +99,21 @@ double Schedule::makespan(const PipelineTimes& times, std::span<const int> order
   }
   std::vector<double> end(nodes_.size() + 1);
   return run(times, order, end.data());
+}
+
+void Schedule::makespans(const PipelineTimes& times, std::span<const double> forward, std::span<const double> backward,
+                         std::vector<double>& scratch, std::span<double, kLanes> out) const {
+  scratch.resize((nodes_.size() + 1) * kLanes);
+  const bool transfers = !times.forward_transfer.empty();
+  run_lanes(nodes_.data(), nodes_.size(), stages_, forward.data(), backward.data(),
+            transfers ? times.forward_transfer.data() : nullptr, transfers ? times.backward_transfer.data() : nullptr,
+            scratch.data());
+  std::fill(out.begin(), out.end(), 0.0);
+  for (size_t s = 0; s < last_node_.size(); ++s) {
+    const double* ends = scratch.data() + static_cast<size_t>(last_node_[s] + 1) * kLanes;
+    const double tail = times.tail.empty() ? 0.0 : times.tail[s];
+    for (size_t lane = 0; lane < kLanes; ++lane) out[lane] = std::max(out[lane], ends[lane] + tail);
+  }
 }
 
 double Schedule::critical_path(const PipelineTimes& times, std::span<const int> order, std::vector<int>& chain) const {

@@ -54,6 +54,11 @@ class Schedule {
 
   // End of the last operation (and tail) when position i runs micro-batch order[i]; empty order: as they stand.
   double makespan(const PipelineTimes& times, std::span<const int> order) const;
+  // The makespans of kLanes variants of the durations at once, [(position · stages + stage) · kLanes + lane]; transfers
+  // and tails are those of `times`, whose durations are not read. One pass costs little more than a single makespan.
+  static constexpr int kLanes = 8;
+  void makespans(const PipelineTimes& times, std::span<const double> forward, std::span<const double> backward,
+                 std::vector<double>& scratch, std::span<double, kLanes> out) const;
   // The same with everything in it.
   ScheduleResult analyze(const PipelineTimes& times, std::span<const int> order) const;
 

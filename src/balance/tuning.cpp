@@ -5,6 +5,8 @@
 #include <cstring>
 #include <numeric>
 
+#include "balance/parallel_pieces.h"
+#include "balance/vector_kernels.h"
 #include "core/errors.h"
 
 namespace sb {
@@ -118,33 +120,53 @@ double step_makespan(const CostModel& cost, const ScheduleSet& schedules, std::s
 }
 
 CoverageSummary summarize_coverage(const CoverageModel& coverage, const AttentionSpec& spec,
-                                   std::span<const Sequence> sequences, int layers, std::span<const int32_t> budgets) {
-  CoverageSummary summary;
-  double sum = 0, weight = 0;
-  for (size_t i = 0; i < sequences.size(); ++i) {
-    const Sequence& sequence = sequences[i];
-    const auto tokens = static_cast<double>(sequence.tokens);
-    weight += tokens * layers;
-    if (spec.always_dense(sequence.tokens)) {
-      sum += tokens * layers;
-      continue;
-    }
-    int32_t last_budget = -1;
-    double value = 0, base = 0;
-    for (int l = 0; l < layers; ++l) {
-      const int32_t budget = budgets[i * static_cast<size_t>(layers) + static_cast<size_t>(l)];
-      const bool fresh = l == 0 || !coverage.uniform_layers();
-      if (fresh) base = coverage.at(sequence, l, spec.budget);
-      if (fresh || budget != last_budget) {
-        value = budget == spec.budget ? base : coverage.at(sequence, l, budget);
-        summary.min = std::min(summary.min, value);
-        summary.worst_loss = std::max(summary.worst_loss, 1.0 - value / base);
-        last_budget = budget;
+                                   std::span<const Sequence> sequences, int layers, std::span<const int32_t> budgets,
+                                   ThreadPool* pool) {
+  constexpr int64_t kChunk = 32;
+  const auto count = std::ssize(sequences);
+  const auto depth = static_cast<size_t>(layers);
+  const std::vector<int32_t> base(depth, static_cast<int32_t>(spec.budget));
+  const std::vector<double> log_base(depth, std::log(static_cast<double>(spec.budget)));
+  std::vector<CoverageSummary> chunks(static_cast<size_t>((count + kChunk - 1) / kChunk));
+  parallel_pieces(pool, std::ssize(chunks), [&](int64_t c, int) {
+    CoverageSummary own;
+    std::vector<double> logs(depth), value(depth), base_value(depth);
+    for (auto i = static_cast<size_t>(c * kChunk); i < static_cast<size_t>(std::min(count, (c + 1) * kChunk)); ++i) {
+      const auto tokens = static_cast<double>(sequences[i].tokens);
+      if (spec.always_dense(sequences[i].tokens)) {
+        own.mean += tokens * layers;
+        own.base_mean += tokens * layers;
+        continue;
       }
-      sum += tokens * value;
+      const auto list = budgets.subspan(i * depth, depth);
+      // One layer stands for all where they are alike in curve and budget.
+      const bool alike = coverage.uniform_layers() && std::equal(list.begin() + 1, list.end(), list.begin());
+      const size_t distinct = alike ? 1 : depth;
+      log_all(list.data(), distinct, logs.data());
+      coverage.evaluate_each(sequences[i], list.first(distinct), std::span(logs).first(distinct), value);
+      coverage.evaluate_each(sequences[i], std::span(base).first(distinct), std::span(log_base).first(distinct),
+                             base_value);
+      const double weight = tokens * (alike ? layers : 1);
+      for (size_t l = 0; l < distinct; ++l) {
+        own.mean += weight * value[l];
+        own.base_mean += weight * base_value[l];
+        own.min = std::min(own.min, value[l]);
+        own.worst_loss = std::max(own.worst_loss, 1.0 - value[l] / base_value[l]);
+      }
     }
+    chunks[static_cast<size_t>(c)] = own;
+  });
+  CoverageSummary summary;
+  for (const CoverageSummary& own : chunks) {
+    summary.mean += own.mean;
+    summary.base_mean += own.base_mean;
+    summary.min = std::min(summary.min, own.min);
+    summary.worst_loss = std::max(summary.worst_loss, own.worst_loss);
   }
-  summary.mean = sum / weight;
+  double weight = 0;
+  for (const Sequence& sequence : sequences) weight += static_cast<double>(sequence.tokens) * layers;
+  summary.mean /= weight;
+  summary.base_mean /= weight;
   return summary;
 }
 
@@ -163,7 +185,7 @@ TuningResult tune_anchor(const TuningInput& input, const TuningOptions& options)
       const double wanted = scale * static_cast<double>(spec.budget) / static_cast<double>(spec.block);
       const auto budget = std::min(top, scale == 1.0 ? spec.budget : static_cast<int64_t>(wanted + 1e-9) * spec.block);
       for (size_t l = 0; l < layers; ++l) {
-        const int64_t floor = curves.vertices(member, static_cast<int>(l))[0].budget;
+        const int64_t floor = curves.floor(member, static_cast<int>(l));
         budgets[static_cast<size_t>(member) * layers + l] = static_cast<int32_t>(std::max(budget, floor));
       }
     }

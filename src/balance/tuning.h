@@ -54,11 +54,13 @@ double step_makespan(const CostModel& cost, const ScheduleSet& schedules, std::s
 
 struct CoverageSummary {
   double mean = 0;        // Σ tokens · coverage ÷ Σ tokens, over layers
+  double base_mean = 0;   // the same at the base budgets
   double min = 1;         // over (sequence, layer)
   double worst_loss = 0;  // largest relative loss against the base budget, over (sequence, layer)
 };
 CoverageSummary summarize_coverage(const CoverageModel& coverage, const AttentionSpec& spec,
-                                   std::span<const Sequence> sequences, int layers, std::span<const int32_t> budgets);
+                                   std::span<const Sequence> sequences, int layers, std::span<const int32_t> budgets,
+                                   ThreadPool* pool = nullptr);
 
 // What a plan is tuned from.
 struct TuningInput {

@@ -1,0 +1,96 @@
+#include <algorithm>
+#include <bit>
+
+#include "balance/vector_kernels.h"
+
+namespace sb::SB_ISA {
+
+constexpr size_t kLanes = Schedule::kLanes;
+
+// Neither has a branch or a table, so that the loops vectorise.
+void exp_all(double* x, size_t count) {
+  constexpr double kLog2e = 1.4426950408889634, kLn2High = 0x1.62e42fefa3800p-1, kLn2Low = 0x1.ef35793c76730p-45;
+  // Adding 1.5·2^52 rounds to an integer and leaves it in the low bits.
+  constexpr double kRound = 0x1.8p52;
+  for (size_t i = 0; i < count; ++i) {
+    const double shifted = x[i] * kLog2e + kRound;
+    const double whole = shifted - kRound;
+    const double r = (x[i] - whole * kLn2High) - whole * kLn2Low;  // |r| ≤ ½ ln 2: the series ends at r^13
+    double sum = 1.0 / 6227020800.0;
+    sum = sum * r + 1.0 / 479001600;
+    sum = sum * r + 1.0 / 39916800;
+    sum = sum * r + 1.0 / 3628800;
+    sum = sum * r + 1.0 / 362880;
+    sum = sum * r + 1.0 / 40320;
+    sum = sum * r + 1.0 / 5040;
+    sum = sum * r + 1.0 / 720;
+    sum = sum * r + 1.0 / 120;
+    sum = sum * r + 1.0 / 24;
+    sum = sum * r + 1.0 / 6;
+    sum = sum * r + 0.5;
+    sum = sum * r + 1.0;
+    sum = sum * r + 1.0;
+    x[i] = std::bit_cast<double>(std::bit_cast<uint64_t>(sum) + (std::bit_cast<uint64_t>(shifted) << 52));
+  }
+}
+
+void log_all(const int32_t* x, size_t count, double* out) {
+  constexpr double kLn2 = 0.6931471805599453;
+  constexpr uint64_t kMantissa = (uint64_t{1} << 52) - 1, kOne = uint64_t{1023} << 52, kInteger = uint64_t{0x433} << 52;
+  for (size_t i = 0; i < count; ++i) {
+    const uint64_t bits = std::bit_cast<uint64_t>(static_cast<double>(x[i]));
+    // x = 2^exponent · m with m in 1 … 2; the exponent becomes a double by the bits of 2^52 + exponent.
+    const double exponent = std::bit_cast<double>(kInteger | (bits >> 52)) - (0x1p52 + 1023);
+    const double m = std::bit_cast<double>((bits & kMantissa) | kOne);
+    const double upper = m > 1.4142135623730951 ? 1.0 : 0.0;
+    const double near = m * (1.0 - 0.5 * upper);  // √½ … √2
+    const double s = (near - 1.0) / (near + 1.0), z = s * s;  // log m = 2 (s + s³/3 + …), z ≤ 0.0295
+    double sum = 1.0 / 21;
+    sum = sum * z + 1.0 / 19;
+    sum = sum * z + 1.0 / 17;
+    sum = sum * z + 1.0 / 15;
+    sum = sum * z + 1.0 / 13;
+    sum = sum * z + 1.0 / 11;
+    sum = sum * z + 1.0 / 9;
+    sum = sum * z + 1.0 / 7;
+    sum = sum * z + 0.2;
+    sum = sum * z + 1.0 / 3;
+    sum = sum * z + 1.0;
+    out[i] = (exponent + upper) * kLn2 + 2.0 * s * sum;
+  }
+}
+
+void blend_lanes(const double* value, size_t rows, size_t levels, const double* weight, double* out) {
+  for (size_t row = 0; row < rows; ++row) {
+    double sum[kLanes] = {};
+    for (size_t q = 0; q < levels; ++q) {
+      const double one = value[row * levels + q];
+      for (size_t lane = 0; lane < kLanes; ++lane) sum[lane] += one * weight[q * kLanes + lane];
+    }
+    for (size_t lane = 0; lane < kLanes; ++lane) out[row * kLanes + lane] = sum[lane];
+  }
+}
+
+void run_lanes(const Schedule::Node* nodes, size_t count, int stages, const double* forward, const double* backward,
+               const double* forward_transfer, const double* backward_transfer, double* end) {
+  std::fill_n(end, kLanes, 0.0);
+  double* ends = end + kLanes;
+  for (size_t id = 0; id < count; ++id) {
+    const Schedule::Node node = nodes[id];
+    const auto index = static_cast<size_t>(node.position * stages + node.stage);
+    const double* duration = (node.backward ? backward : forward) + index * kLanes;
+    const double* ready = ends + static_cast<ptrdiff_t>(node.dependency) * static_cast<ptrdiff_t>(kLanes);
+    const double* free = ends + static_cast<ptrdiff_t>(node.previous) * static_cast<ptrdiff_t>(kLanes);
+    const double transfer =
+        forward_transfer == nullptr ? 0.0 : (node.backward ? backward_transfer : forward_transfer)[index];
+    // Through a local array: the compiler cannot know that the node differs from those before it.
+    double done[kLanes];
+    for (size_t lane = 0; lane < kLanes; ++lane) {
+      const double received = ready[lane] + transfer;
+      done[lane] = (free[lane] > received ? free[lane] : received) + duration[lane];
+    }
+    std::copy_n(done, kLanes, ends + id * kLanes);
+  }
+}
+
+}  // namespace sb::SB_ISA
