@@ -9,8 +9,8 @@
 namespace sb {
 namespace {
 
-// Budgets that are tried: multiples of the block, at least 10 % apart below the base and 15 % above it; 30 % above where
-// every layer has a curve of its own; 25 % below and 50 % above when there are also many sequences.
+// Budgets that are tried: multiples of the block, at least 10 % apart below the base and 15 % above it; 30 % above
+// where every layer has a curve of its own; 25 % below and 50 % above when there are also many sequences.
 struct LevelGrid {
   std::vector<int32_t> budgets;
   std::vector<double> logs;

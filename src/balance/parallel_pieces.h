@@ -20,6 +20,8 @@ void parallel_pieces(ThreadPool* pool, int64_t count, const Body& body) {
   });
 }
 
-inline int pool_threads(const ThreadPool* pool) { return pool == nullptr ? 1 : pool->threads(); }
+inline int pool_threads(const ThreadPool* pool) {
+  return pool == nullptr ? 1 : pool->threads();
+}
 
 }  // namespace sb

@@ -24,7 +24,8 @@ struct Draft {
   Orders orders;
   Budgets budgets;
   std::vector<PipelineTimes> times;  // of every rank, at the budgets
-  double makespan = 0;
+  std::vector<double> rank_makespan;
+  double makespan = 0;  // of the slowest
   double relaxed_bound = 0;
 };
 
@@ -50,12 +51,13 @@ class Planner {
     draft.orders = given_orders(draft.batches);
     draft.budgets = base_;
     draft.times.resize(static_cast<size_t>(draft.batches.ranks()));
+    draft.rank_makespan.resize(draft.times.size());
     schedules_.prepare(draft.batches);
     return draft;
   }
 
   void predict(Draft& draft) const {
-    draft.makespan = slowest(draft, [&](int r) {
+    each_rank(draft, [&](int r) {
       PipelineTimes& times = draft.times[static_cast<size_t>(r)];
       times = stage_times(cost_, sequences_, draft.batches, r, draft.budgets);
       return schedules_.of(times.micro_batches).makespan(times, draft.orders[static_cast<size_t>(r)]);
@@ -96,7 +98,7 @@ class Planner {
     // With the budgets of this order another one may be faster. In a large step it is taken as it is: the coverage is
     // there already. In a small one what it frees is shared out again.
     if (!small_) {
-      order(draft);
+      order_slowest(draft);
       return;
     }
     Draft again = draft;
@@ -110,32 +112,47 @@ class Planner {
  private:
   // body(rank) gives a rank's makespan.
   template <typename Body>
-  double slowest(const Draft& draft, const Body& body) const {
-    std::vector<double> makespan(static_cast<size_t>(draft.batches.ranks()));
-    parallel_pieces(pool_, std::ssize(makespan),
-                    [&](int64_t r, int) { makespan[static_cast<size_t>(r)] = body(static_cast<int>(r)); });
-    return *std::max_element(makespan.begin(), makespan.end());
+  void each_rank(Draft& draft, const Body& body) const {
+    parallel_pieces(pool_, std::ssize(draft.rank_makespan),
+                    [&](int64_t r, int) { draft.rank_makespan[static_cast<size_t>(r)] = body(static_cast<int>(r)); });
+    draft.makespan = *std::max_element(draft.rank_makespan.begin(), draft.rank_makespan.end());
   }
 
-  // Improves every rank's order at the draft's times; true if the step became shorter.
-  bool order(Draft& draft) const {
+  // Improves the order of one rank at the draft's times; its makespan then.
+  double order_rank(Draft& draft, int r) const {
     OrderingLimits limits = options_.order_limits;
     // The whole step's trials, shared: many ranks get fewer each.
     const int64_t most = small_ ? 600'000 : 40'000;
     const int64_t operations = 2 * cost_.stages() * draft.batches.micro_batches();
     limits.trials = std::min(limits.trials, std::max<int64_t>(4, most / operations));
+    const PipelineTimes& times = draft.times[static_cast<size_t>(r)];
+    std::vector<int64_t> tokens(static_cast<size_t>(times.micro_batches), 0);
+    if (limits.tokens_in_flight > 0)
+      for (int i = 0; i < times.micro_batches; ++i)
+        for (int member : draft.batches.members(draft.batches.first(r) + i))
+          tokens[static_cast<size_t>(i)] += sequences_[static_cast<size_t>(member)].tokens;
+    return improve_order(schedules_.of(times.micro_batches), times, tokens, limits,
+                         draft.orders[static_cast<size_t>(r)]);
+  }
+
+  // All ranks; true if the step became shorter.
+  bool order(Draft& draft) const {
     const double before = draft.makespan;
-    draft.makespan = slowest(draft, [&](int r) {
-      const PipelineTimes& times = draft.times[static_cast<size_t>(r)];
-      std::vector<int64_t> tokens(static_cast<size_t>(times.micro_batches), 0);
-      if (limits.tokens_in_flight > 0)
-        for (int i = 0; i < times.micro_batches; ++i)
-          for (int member : draft.batches.members(draft.batches.first(r) + i))
-            tokens[static_cast<size_t>(i)] += sequences_[static_cast<size_t>(member)].tokens;
-      return improve_order(schedules_.of(times.micro_batches), times, tokens, limits,
-                           draft.orders[static_cast<size_t>(r)]);
-    });
+    each_rank(draft, [&](int r) { return order_rank(draft, r); });
     return draft.makespan < before * (1 - 1e-9);
+  }
+
+  // Only the ranks that decide, until one of them stays the slowest.
+  void order_slowest(Draft& draft) const {
+    std::vector<char> done(draft.rank_makespan.size(), 0);
+    for (;;) {
+      const auto slowest = std::max_element(draft.rank_makespan.begin(), draft.rank_makespan.end());
+      const auto r = static_cast<size_t>(slowest - draft.rank_makespan.begin());
+      draft.makespan = *slowest;
+      if (done[r] != 0) return;
+      done[r] = 1;
+      *slowest = order_rank(draft, static_cast<int>(r));
+    }
   }
 
   void tune(Draft& draft) {
@@ -187,7 +204,7 @@ Plan Planner::write(int64_t step, const Draft& draft, double baseline) const {
     PlannedRank& rank = plan.ranks[static_cast<size_t>(r)];
     const PipelineTimes& times = draft.times[static_cast<size_t>(r)];
     const auto& order = draft.orders[static_cast<size_t>(r)];
-    rank.makespan_us = schedules_.of(times.micro_batches).makespan(times, order);
+    rank.makespan_us = draft.rank_makespan[static_cast<size_t>(r)];
     rank.micro_batches.resize(order.size());
     for (size_t position = 0; position < order.size(); ++position) {
       PlannedMicroBatch& micro_batch = rank.micro_batches[position];

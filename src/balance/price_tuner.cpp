@@ -78,7 +78,8 @@ void PriceTuner::choose_prices() {
   size_t level = 1;
   for (const Piece& piece : pieces) {
     sum += piece.gain;
-    while (level + 1 < kLevels && sum >= total * static_cast<double>(level) / (kLevels - 1)) price_[level++] = piece.slope;
+    while (level + 1 < kLevels && sum >= total * static_cast<double>(level) / (kLevels - 1))
+      price_[level++] = piece.slope;
   }
 }
 
@@ -324,9 +325,9 @@ double PriceTuner::relax(double deadline, int rounds) {
   return gain;
 }
 
-double PriceTuner::reach(double aim) {
+double PriceTuner::reach(double aim, double from) {
   constexpr double kEnough = 1 + 4e-4;
-  double low = fastest_, low_gain = relax(fastest_, kRounds);
+  double low = from, low_gain = relax(from, from == fastest_ ? kRounds : 1);
   if (low_gain >= aim) return low;
   double high = -1, high_gain = 0, deadline = low;
   constexpr int kDeadlines = 5;

@@ -24,8 +24,9 @@ class PriceTuner {
   // `rounds`: times that the slack is looked at again, and operations with slack run further ahead.
   static constexpr int kRounds = 3;
   double relax(double deadline, int rounds = kRounds);
-  // The smallest deadline found whose gain reaches `aim`; at most base_makespan(). Leaves the levels there.
-  double reach(double aim);
+  // The smallest deadline found from `from` (≥ fastest()) whose gain reaches `aim`; at most base_makespan(). Leaves the
+  // levels there.
+  double reach(double aim, double from);
 
   // Budgets of the present levels. Between two levels some of a stage's layers take the step: so many that the time is
   // met to the nearest one, or not exceeded. Returns the gain, exactly.
@@ -51,8 +52,8 @@ class PriceTuner {
     PipelineTimes times;          // of the positions, at `level`
     double fastest = 0, slowest = 0, base_makespan = 0, top_gain = 0;
     double level = 0, gain = 0;
-    double price = 0;     // gain per microsecond of deadline
-    bool fresh = true;    // no deadline tried yet
+    double price = 0;   // gain per microsecond of deadline
+    bool fresh = true;  // no deadline tried yet
   };
   struct Scratch {
     std::vector<double> values, lanes, ends, slack;

@@ -135,8 +135,7 @@ void RankTuner::write(Budgets& budgets) const {
     const auto members = input_.batches.members(input_.batches.first(rank_) + i);
     for (int member : members)
       for (size_t l = 0; l < layers; ++l)
-        budgets[static_cast<size_t>(member) * layers + l] =
-            input_.curves.floor(member, static_cast<int>(l));
+        budgets[static_cast<size_t>(member) * layers + l] = input_.curves.floor(member, static_cast<int>(l));
     for (int s = 0; s < stages; ++s) {
       const size_t at = times_.at(i, s);
       const Variable& v = variables_[at];

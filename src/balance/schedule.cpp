@@ -15,7 +15,8 @@ Schedule::Schedule(int stages, int micro_batches, int warmup_depth)
     : stages_(stages), micro_batches_(micro_batches), warmup_depth_(warmup_depth) {
   SB_CHECK(stages > 0 && micro_batches > 0 && warmup_depth > 0, "{} stages, {} micro-batches, warm-up depth {}", stages,
            micro_batches, warmup_depth);
-  // What each stage runs, in its own order; then merged into one order that respects the dependencies.
+  // What each stage runs, in its own order; then merged into one order that respects the dependencies. It goes in
+  // waves of operations that do not depend on each other, which a processor can run side by side.
   std::vector<std::vector<std::pair<bool, int>>> program(static_cast<size_t>(stages));
   for (int s = 0; s < stages; ++s) {
     auto& list = program[static_cast<size_t>(s)];
@@ -37,20 +38,19 @@ Schedule::Schedule(int stages, int micro_batches, int warmup_depth)
     const size_t before = nodes_.size();
     for (int s = 0; s < stages; ++s) {
       const auto us = static_cast<size_t>(s);
-      while (next[us] < program[us].size()) {
-        const auto [is_backward, i] = program[us][next[us]];
-        const size_t own = us * m + static_cast<size_t>(i);
-        int32_t dependency = -1;
-        if (!is_backward && s > 0) dependency = forward_node[own - m];
-        if (is_backward) dependency = s + 1 < stages ? backward_node[own + m] : forward_node[own];
-        const bool needs = is_backward || s > 0;
-        if (needs && dependency < 0) break;
-        const auto id = static_cast<int32_t>(nodes_.size());
-        nodes_.push_back({last_node_[us], dependency, i, static_cast<int16_t>(s), is_backward});
-        (is_backward ? backward_node : forward_node)[own] = id;
-        last_node_[us] = id;
-        ++next[us];
-      }
+      if (next[us] == program[us].size()) continue;
+      const auto [is_backward, i] = program[us][next[us]];
+      const size_t own = us * m + static_cast<size_t>(i);
+      int32_t dependency = -1;
+      if (!is_backward && s > 0) dependency = forward_node[own - m];
+      if (is_backward) dependency = s + 1 < stages ? backward_node[own + m] : forward_node[own];
+      const bool needs = is_backward || s > 0;
+      if (needs && (dependency < 0 || dependency >= static_cast<int32_t>(before))) continue;
+      const auto id = static_cast<int32_t>(nodes_.size());
+      nodes_.push_back({last_node_[us], dependency, i, static_cast<int16_t>(s), is_backward});
+      (is_backward ? backward_node : forward_node)[own] = id;
+      last_node_[us] = id;
+      ++next[us];
     }
     SB_CHECK(nodes_.size() > before, "1F1B of {} stages, {} micro-batches, depth {} has a cycle", stages, micro_batches,
              warmup_depth);

@@ -14,8 +14,7 @@ namespace {
 // All ranks of a small step under one deadline, each solved exactly.
 class StepTuner {
  public:
-  explicit StepTuner(const TuningInput& input)
-      : input_(input), tuners_(static_cast<size_t>(input.batches.ranks())) {
+  explicit StepTuner(const TuningInput& input) : input_(input), tuners_(static_cast<size_t>(input.batches.ranks())) {
     each_rank([&](size_t r) { tuners_[r] = std::make_unique<RankTuner>(input, static_cast<int>(r)); });
     for (const auto& tuner : tuners_) {
       fastest_ = std::max(fastest_, tuner->fastest());
@@ -116,10 +115,11 @@ void tune_by_prices(const TuningInput& input, const TuningOptions& options, Tuni
     return;
   }
   const double base = input.curves.base_total();
-  double aim = base * (1 + 2e-5);
+  double aim = base * (1 + 1e-4);  // rounding loses a little
+  result.deadline = tuner.fastest();
   constexpr int kAttempts = 3;
   for (int attempt = 0; attempt < kAttempts; ++attempt) {
-    result.deadline = tuner.reach(aim);
+    result.deadline = tuner.reach(aim, result.deadline);
     // Rounded down where there is coverage to spare: then no rank passes the deadline.
     gain = tuner.write(result.budgets, false);
     if (gain < base) gain = tuner.write(result.budgets, true);

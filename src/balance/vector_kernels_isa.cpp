@@ -1,4 +1,3 @@
-#include <algorithm>
 #include <bit>
 
 #include "balance/vector_kernels.h"
@@ -6,6 +5,18 @@
 namespace sb::SB_ISA {
 
 constexpr size_t kLanes = Schedule::kLanes;
+
+// Eight doubles: one or two registers. Nothing outside this file sees them, so how they would be passed is no matter.
+#pragma GCC diagnostic ignored "-Wpsabi"
+typedef double Lanes __attribute__((vector_size(kLanes * sizeof(double))));
+static Lanes load(const double* from) {
+  Lanes lanes;
+  __builtin_memcpy(&lanes, from, sizeof lanes);
+  return lanes;
+}
+static void store(double* to, const Lanes& lanes) {
+  __builtin_memcpy(to, &lanes, sizeof lanes);
+}
 
 // Neither has a branch or a table, so that the loops vectorise.
 void exp_all(double* x, size_t count) {
@@ -43,7 +54,7 @@ void log_all(const int32_t* x, size_t count, double* out) {
     const double exponent = std::bit_cast<double>(kInteger | (bits >> 52)) - (0x1p52 + 1023);
     const double m = std::bit_cast<double>((bits & kMantissa) | kOne);
     const double upper = m > 1.4142135623730951 ? 1.0 : 0.0;
-    const double near = m * (1.0 - 0.5 * upper);  // √½ … √2
+    const double near = m * (1.0 - 0.5 * upper);              // √½ … √2
     const double s = (near - 1.0) / (near + 1.0), z = s * s;  // log m = 2 (s + s³/3 + …), z ≤ 0.0295
     double sum = 1.0 / 21;
     sum = sum * z + 1.0 / 19;
@@ -62,34 +73,25 @@ void log_all(const int32_t* x, size_t count, double* out) {
 
 void blend_lanes(const double* value, size_t rows, size_t levels, const double* weight, double* out) {
   for (size_t row = 0; row < rows; ++row) {
-    double sum[kLanes] = {};
-    for (size_t q = 0; q < levels; ++q) {
-      const double one = value[row * levels + q];
-      for (size_t lane = 0; lane < kLanes; ++lane) sum[lane] += one * weight[q * kLanes + lane];
-    }
-    for (size_t lane = 0; lane < kLanes; ++lane) out[row * kLanes + lane] = sum[lane];
+    Lanes sum{};
+    for (size_t q = 0; q < levels; ++q) sum += value[row * levels + q] * load(weight + q * kLanes);
+    store(out + row * kLanes, sum);
   }
 }
 
 void run_lanes(const Schedule::Node* nodes, size_t count, int stages, const double* forward, const double* backward,
                const double* forward_transfer, const double* backward_transfer, double* end) {
-  std::fill_n(end, kLanes, 0.0);
+  store(end, Lanes{});
   double* ends = end + kLanes;
+  constexpr auto kStride = static_cast<ptrdiff_t>(kLanes);
   for (size_t id = 0; id < count; ++id) {
     const Schedule::Node node = nodes[id];
     const auto index = static_cast<size_t>(node.position * stages + node.stage);
-    const double* duration = (node.backward ? backward : forward) + index * kLanes;
-    const double* ready = ends + static_cast<ptrdiff_t>(node.dependency) * static_cast<ptrdiff_t>(kLanes);
-    const double* free = ends + static_cast<ptrdiff_t>(node.previous) * static_cast<ptrdiff_t>(kLanes);
-    const double transfer =
-        forward_transfer == nullptr ? 0.0 : (node.backward ? backward_transfer : forward_transfer)[index];
-    // Through a local array: the compiler cannot know that the node differs from those before it.
-    double done[kLanes];
-    for (size_t lane = 0; lane < kLanes; ++lane) {
-      const double received = ready[lane] + transfer;
-      done[lane] = (free[lane] > received ? free[lane] : received) + duration[lane];
-    }
-    std::copy_n(done, kLanes, ends + id * kLanes);
+    Lanes ready = load(ends + node.dependency * kStride);
+    if (forward_transfer != nullptr) ready += (node.backward ? backward_transfer : forward_transfer)[index];
+    const Lanes free = load(ends + node.previous * kStride);
+    store(ends + id * kLanes,
+          (free > ready ? free : ready) + load((node.backward ? backward : forward) + index * kLanes));
   }
 }
 
