@@ -102,12 +102,14 @@ class Improvement {
     while (trials_ > 0) {
       const auto heaviest = static_cast<size_t>(std::max_element(load_.begin(), load_.end()) - load_.begin());
       if (load_[heaviest] <= bound_ * (1 + 1e-9)) return;
+      // Lightest first; mostly one of the first few helps, so they are not sorted beforehand.
+      const auto later = [&](size_t a, size_t b) { return load_[a] != load_[b] ? load_[a] > load_[b] : a > b; };
       std::iota(order.begin(), order.end(), size_t{0});
-      std::stable_sort(order.begin(), order.end(), [&](size_t a, size_t b) { return load_[a] < load_[b]; });
+      std::make_heap(order.begin(), order.end(), later);
       bool better = false;
-      for (size_t other : order) {
-        if (other == heaviest || trials_ <= 0) continue;
-        if ((better = resplit(heaviest, other))) break;
+      for (auto end = order.end(); end != order.begin() && trials_ > 0 && !better; --end) {
+        std::pop_heap(order.begin(), end, later);
+        if (*(end - 1) != heaviest) better = resplit(heaviest, *(end - 1));
       }
       if (!better) return;
     }

@@ -37,17 +37,17 @@ struct MeasureTarget {
 struct MeasureOptions {
   AttentionSpec spec;
   int64_t max_tokens = 1024;
-  int min_repeats = 5, max_repeats = 15;
+  int min_repeats = 3, max_repeats = 6;
   double spread = 0.03;     // repeats stop when the quartiles are this close to the median
-  double longest_us = 7e5;  // a shape that took so long altogether is not repeated further
+  double longest_us = 3e5;  // a shape that took so long altogether is not repeated further
   int held_out = 16;
   int refinements = 6;  // shapes added where the fit is worst
   uint64_t seed = 1;
   std::function<void(int done, int total, const std::string& what)> progress;
 };
 
-// Measures a grid of shapes, fits, measures again between grid points where the fit is off by more than 4 %, and states
-// the error on random micro-batches that were not fitted.
+// Measures a grid of shapes twice, fits, measures again between grid points where the fit is off by more than 4 %, and
+// states the error on random micro-batches that were not fitted.
 Profile measure_profile(const ModelShape& shape, const MeasureTarget& target, const MeasureOptions& options);
 
 }  // namespace sb

@@ -121,8 +121,9 @@ void tune_by_prices(const TuningInput& input, const TuningOptions& options, Tuni
   for (int attempt = 0; attempt < kAttempts; ++attempt) {
     result.deadline = tuner.reach(aim, result.deadline);
     // Rounded down where there is coverage to spare: then no rank passes the deadline.
-    gain = tuner.write(result.budgets, false);
-    if (gain < base) gain = tuner.write(result.budgets, true);
+    const bool spare = result.deadline == tuner.fastest();
+    gain = tuner.write(result.budgets, !spare);
+    if (spare && gain < base) gain = tuner.write(result.budgets, true);
     if (gain >= base) return;
     aim += 1.2 * (base - gain) + base * 1e-4;
   }

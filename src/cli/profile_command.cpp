@@ -291,9 +291,12 @@ void run(Arguments arguments) {
   arguments.measure.progress = [&](int done, int total, const std::string& what) {
     if (!terminal) return;
     const int filled = 30 * done / std::max(1, total);
-    fmt::print(stderr, "\r[{:<30}] {:>3} %  {:.0f} s  {:<48}",
-               std::string(static_cast<size_t>(std::min(filled, 30)), '#'), 100 * done / std::max(1, total),
-               microseconds_since(begin) / 1e6, what);
+    const double spent = microseconds_since(begin) / 1e6;
+    // Small shapes come first, so the rest is guessed only when there is something to guess from.
+    const std::string left = 4 * done >= total ? fmt::format("about {:.0f} s left", spent * (total - done) / done)
+                                               : fmt::format("{:.0f} s", spent);
+    fmt::print(stderr, "\r[{:<30}] {:>3} %  {:<16} {:<48}", std::string(static_cast<size_t>(std::min(filled, 30)), '#'),
+               100 * done / std::max(1, total), left, what);
   };
   Profile profile = measure_profile(shape, target, arguments.measure);
   if (terminal) fmt::print(stderr, "\n");

@@ -22,9 +22,27 @@ std::vector<Sequence> draw(Random& random, int64_t count, int kind) {
     if (kind == 2) n = 200 + 100 * random.uniform();                                    // all dense
     if (kind == 3) n = 40000;                                                           // all equal
     if (kind == 4) n = random.below(20) == 0 ? 200000 : 2000 + 500 * random.uniform();  // rare giants
+    if (kind == 5) n = i == count / 2 ? 300000 : 9000;                                  // one giant
+    if (kind == 6) n = 8100 + 200 * random.uniform();                                   // around the budget
+    if (kind == 7) n = 1 + static_cast<double>(i % 3);                                  // next to nothing
     sequences.push_back({100 + i, std::clamp<int64_t>(static_cast<int64_t>(n), 1, 400000)});
   }
   return sequences;
+}
+
+// As a measured profile may look: kinks, fixed costs, and a selection that dense sequences do without.
+Profile kinked_profile(const ModelShape& shape) {
+  Profile profile = analytic_profile("h200-analytic", shape);
+  const auto table = [&](Operation operation) -> OperationTable& {
+    return profile.tables[static_cast<size_t>(operation)];
+  };
+  table(Operation::linear_forward).curve = {{0, 2000, 30000}, {20, 150, 1200}};
+  table(Operation::linear_backward).curve = {{0, 2000, 30000}, {40, 290, 2400}};
+  table(Operation::attention_forward).curve = {{0, 1e7, 2e8, 1e9}, {10, 60, 900, 4100}};
+  table(Operation::attention_forward).per_tile = 0.01;
+  table(Operation::attention_backward).curve = {{0, 1e7, 2e8, 1e9}, {15, 140, 2400, 11000}};
+  table(Operation::selection) = {Coordinate::scores, {{0, 1e6}, {0, 120}}, 0, 0, 0};
+  return profile;
 }
 
 // The promise to the user, on arbitrary pools and layouts.
@@ -32,7 +50,8 @@ TEST(Plan, IsNeverWorseThanInOrderAndKeepsItsPromises) {
   Random random(1);
   const LatencyModel small(analytic_profile("h200-analytic", find_model_shape("qwen2.5-0.5b")));
   const LatencyModel large(analytic_profile("a100-analytic", find_model_shape("qwen2.5-3b")));
-  for (int trial = 0; trial < 160; ++trial) {
+  const LatencyModel kinked(kinked_profile(find_model_shape("qwen2.5-0.5b")));
+  for (int trial = 0; trial < 240; ++trial) {
     Layout layout;
     layout.dp = 1 << random.below(trial % 8 == 0 ? 7 : 4);
     layout.pp = 1 + static_cast<int>(random.below(8));
@@ -42,9 +61,9 @@ TEST(Plan, IsNeverWorseThanInOrderAndKeepsItsPromises) {
     AttentionSpec spec;
     spec.block = random.below(2) == 0 ? 128 : 256;
     spec.budget = random.below(2) == 0 ? 8192 : 4096;
-    const CostModel cost(trial % 2 == 0 ? small : large, spec, layout);
-    const auto coverage = find_coverage(trial % 3 == 0 ? "layered" : "power:0.22", cost.layers());
-    const auto sequences = draw(random, layout.dp * (1 + static_cast<int64_t>(random.below(9))), trial % 5);
+    const CostModel cost(trial % 3 == 0 ? small : trial % 3 == 1 ? large : kinked, spec, layout);
+    const auto coverage = find_coverage(random.below(2) == 0 ? "layered" : "power:0.22", cost.layers());
+    const auto sequences = draw(random, layout.dp * (1 + static_cast<int64_t>(random.below(9))), trial % 8);
     PlanOptions options;
     options.batching.micro_batch_sequences = 1 + static_cast<int64_t>(random.below(3));
     if (trial % 4 == 0) options.batching.micro_batch_tokens = 500000;

@@ -46,6 +46,13 @@ TEST(Simulate, OneNodeOfThePaper) {
   EXPECT_GE(tuned.mean_coverage, 0.97 * tuned.relaxed_bound);
 }
 
+TEST(Simulate, OneNodeWithTheSmallModel) {
+  const SimulatedRow tuned = run("qwen2.5-0.5b", "chatqa2-like", 2, 4, 2, "sab+order+optimal");
+  EXPECT_GE(tuned.speedup, 1.45);
+  EXPECT_GE(tuned.worst_mean_difference, -1e-12);
+  EXPECT_GE(tuned.mean_coverage, 0.97 * tuned.relaxed_bound);
+}
+
 TEST(Simulate, FourByFourOfThePaper) {
   for (const char* pool : {"chatqa2-like", "longalign-like"}) {
     const SimulatedRow small = run("qwen2.5-0.5b", pool, 4, 4, 1, "sab+order+optimal");
