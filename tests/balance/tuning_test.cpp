@@ -275,7 +275,8 @@ TEST(Tuning, MemoryBoundsTheBudget) {
   // Nothing above the base at all.
   spec.max_budget = 8192;
   const CostModel tight(latency, spec, {});
-  for (const auto& micro_batch : plan_step(0, tight, *coverage, sequences, options, {}).ranks[0].micro_batches)
+  const Plan plan = plan_step(0, tight, *coverage, sequences, options, {});
+  for (const auto& micro_batch : plan.ranks[0].micro_batches)
     for (int32_t budget : micro_batch.budgets) EXPECT_LE(budget, 8192);
   spec.max_budget = 4096;
   EXPECT_THROW(CostModel(latency, spec, {}), UserError);
