@@ -19,6 +19,7 @@
 #include <fstream>
 #include <map>
 #include <nlohmann/json.hpp>
+#include <set>
 #include <sstream>
 
 #include "attention/sparse_attention.h"
@@ -39,7 +40,8 @@ using Json = nlohmann::ordered_json;
 
 constexpr int64_t kGlobalBatch = 8;
 constexpr uint64_t kSeed = 1;
-constexpr int64_t kWarmUp = 4;  // batches that are left out: predictions and caches are cold
+// Batches at the beginning of every piece that are left out: predictions and caches are cold.
+constexpr int64_t kWarmUp = 8;
 
 struct Arguments {
   bool pipeline = false, summary = false;
@@ -277,16 +279,16 @@ double median(std::vector<double> values) {
 
 // Speed-up over in_order that the simulator predicts for the batches that count.
 double simulated_speedup(const CostModel& cost, const CoverageModel& coverage, const SimulatedPolicy& policy,
-                         int64_t batches) {
+                         const std::set<int64_t>& batches) {
   const std::vector<int64_t> lengths = pool();
   LengthSampler sampler(lengths, kSeed);
   ExpectedBudgets expected;
   double before = 0, after = 0;
-  for (int64_t batch = 0; batch < batches; ++batch) {
+  for (int64_t batch = 0; !batches.empty() && batch <= *batches.rbegin(); ++batch) {
     const std::vector<Sequence> sequences = sampler.next(kGlobalBatch);
     const Plan plan = plan_step(batch, cost, coverage, sequences, policy.options, expected);
     learn_budgets(plan, cost.spec(), sequences, expected);
-    if (batch < kWarmUp) continue;
+    if (!batches.contains(batch)) continue;
     before += plan.baseline_us;
     after += plan.makespan_us;
   }
@@ -296,7 +298,7 @@ double simulated_speedup(const CostModel& cost, const CoverageModel& coverage, c
 struct Totals {
   double own = 0, base = 0, covered = 0, base_covered = 0, budget = 0, planning = 0;
   std::vector<double> errors, ratios;
-  int64_t batches = 0;
+  std::set<int64_t> batches;
 };
 
 void sum_up(const Arguments& arguments) {
@@ -304,12 +306,18 @@ void sum_up(const Arguments& arguments) {
   std::map<std::pair<int64_t, int64_t>, Json> in_order;  // by run and batch
   std::map<std::string, Totals> totals;
   const std::vector<Json> steps = measured_steps(arguments);
+  std::map<int64_t, int64_t> first;  // batch of every run
+  for (const Json& step : steps) {
+    const auto batch = step["batch"].get<int64_t>();
+    const auto found = first.try_emplace(step["run"].get<int64_t>(), batch).first;
+    found->second = std::min(found->second, batch);
+  }
   for (const Json& step : steps)
     if (step["policy"] == "in_order") in_order[{step["run"].get<int64_t>(), step["batch"].get<int64_t>()}] = step;
   for (const Json& step : steps) {
     const auto batch = step["batch"].get<int64_t>();
     const auto base = in_order.find({step["run"].get<int64_t>(), batch});
-    if (batch < kWarmUp || base == in_order.end()) continue;
+    if (base == in_order.end() || batch < first.at(step["run"].get<int64_t>()) + kWarmUp) continue;
     Totals& total = totals[step["policy"].get<std::string>()];
     const auto own_ms = step["step_ms"].get<double>(), base_ms = base->second["step_ms"].get<double>();
     total.own += own_ms;
@@ -320,7 +328,7 @@ void sum_up(const Arguments& arguments) {
     total.budget += step["budget"].get<double>();
     total.planning += step["planning_ms"].get<double>() + step["planning_wait_ms"].get<double>();
     total.errors.push_back(std::abs(step["predicted_step_ms"].get<double>() / own_ms - 1));
-    total.batches = std::max(total.batches, batch + 1);
+    total.batches.insert(batch);
   }
 
   // The simulator knows the profile as it was measured and the coverage as the last policy learned it.
@@ -331,8 +339,8 @@ void sum_up(const Arguments& arguments) {
   const BalanceState learned = parse_balance_states(text_of(state), state.string()).back();
 
   fmt::print(
-      "{}, global batches of {} sequences, one a micro-batch, lengths chatqa2-like / 4; the first {} batches do not "
-      "count\n\n{:<20} {:>7} {:>8} {:>9} {:>8} {:>10} {:>7} {:>19} {:>7} {:>10} {:>9}\n",
+      "{}, global batches of {} sequences, one a micro-batch, lengths chatqa2-like / 4; the first {} batches of "
+      "every piece do not count\n\n{:<20} {:>7} {:>8} {:>9} {:>8} {:>10} {:>7} {:>19} {:>7} {:>10} {:>9}\n",
       arguments.pipeline ? "pp 2" : "dp 2", kGlobalBatch, kWarmUp, "policy", "batches", "step ms", "speed-up", "median",
       "simulated", "of it", "coverage (in order)", "budget", "step error", "planning");
   double speedup = 0, share = 0;
