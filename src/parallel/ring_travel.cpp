@@ -1,7 +1,6 @@
 #include "parallel/ring_travel.h"
 
 #include <algorithm>
-#include <cstring>
 
 #include "core/errors.h"
 
@@ -122,7 +121,7 @@ void RingTravel::backward(const float* own, std::span<const int64_t> floats, con
     if (members > 1)
       receive(node_sum_, floats[entry_chunk], shape_.inner(rank, -1), kInnerGradient).wait();
     else
-      std::memcpy(node_sum_.data(), sum_[0].data(), floats[entry_chunk] * sizeof(float));
+      std::copy_n(sum_[0].data(), floats[entry_chunk], node_sum_.data());
     for (CommRequest& request : sums) request.wait();
     arriving.wait();
     if (turn > 0) add_before(arrived_.data(), node_sum_.data(), floats[entry_chunk]);
@@ -137,7 +136,7 @@ void RingTravel::backward(const float* own, std::span<const int64_t> floats, con
   }
   if (nodes > 1) receive(node_sum_, floats[rank], shape_.outer(rank, -1), kOuterGradient).wait();
   for (CommRequest& request : leaving) request.wait();
-  std::memcpy(own_gradient, node_sum_.data(), floats[rank] * sizeof(float));
+  std::copy_n(node_sum_.data(), floats[rank], own_gradient);
 }
 
 double simulate_ring(const RingShape& shape, int machine_node, const RingTimes& times) {
