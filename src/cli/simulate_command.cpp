@@ -217,6 +217,13 @@ void run(Arguments arguments) {
   SB_USER_CHECK(arguments.steps > 0 && arguments.global_batch > 0, "--steps and --global-batch must be positive");
   if (arguments.batching.micro_batch_sequences == 0 && arguments.batching.micro_batch_tokens == 0)
     arguments.batching.micro_batch_sequences = 1;
+  SB_USER_CHECK(arguments.p >= 0 && arguments.p < 1, "--p must be in [0, 1), got {}", arguments.p);
+  SB_USER_CHECK(
+      arguments.sweep || arguments.global_batch >= arguments.layout.dp,
+      "--global-batch {} is smaller than --dp {}: a rank would have nothing to do; raise the one or lower the "
+      "other",
+      arguments.global_batch, arguments.layout.dp);
+  const auto policies = chosen(standard_policies(arguments.batching, arguments.p), arguments.policies);
   const LatencyModel latency(find_profile(arguments.profile, find_model_shape(arguments.model)));
   const ModelShape& shape = latency.profile().shape;
   const CostModel cost(latency, arguments.spec, arguments.layout);
@@ -256,17 +263,16 @@ void run(Arguments arguments) {
   if (arguments.sweep) {
     json["layouts"] = run_sweep(arguments, latency, *coverage, pool, threads);
   } else {
-    const auto table = [&](const char* key, const std::vector<SimulatedPolicy>& policies) {
+    const auto table = [&](const char* key, const std::vector<SimulatedPolicy>& list) {
       print_head();
       Json rows = Json::array();
-      for (const SimulatedPolicy& policy : policies) {
+      for (const SimulatedPolicy& policy : list) {
         const SimulatedRow row = simulate_policy(input, policy);
         print_row(row);
         rows.push_back(row_json(row));
       }
       json[key] = rows;
     };
-    const auto policies = chosen(standard_policies(arguments.batching, arguments.p), arguments.policies);
     table("rows", policies);
     if (arguments.frontier || (arguments.policies.empty() && !arguments.no_frontier)) {
       fmt::print("\nfrontier: the deadline between the fastest schedule (0) and the one at base budgets (1)\n");
