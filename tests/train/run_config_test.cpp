@@ -202,8 +202,13 @@ TEST(RunConfig, WhatExcludesOrNeedsEachOther) {
   }
 }
 
-TEST(RunConfig, WhatThisVersionCannotDoIsRefused) {
-  EXPECT_NE(error_of(kSynthetic, {"parallel.cp=2"}).find("must be at most 1"), std::string::npos);
+TEST(RunConfig, SharedSequencesThatDoNotWorkAreRefused) {
+  EXPECT_NE(error_of(kSynthetic, {"parallel.cp=4", "parallel.node_size=3"})
+                .find("parallel.node_size: 3 does not divide parallel.cp 4"),
+            std::string::npos);
+  EXPECT_NE(error_of(kSynthetic, {"parallel.cp=2", "attention.block=64", "attention.query_block=48"})
+                .find("does not divide attention.block 64"),
+            std::string::npos);
 }
 
 TEST(RunConfig, RanksWithNothingToDoAreRefused) {
