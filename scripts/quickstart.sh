@@ -15,6 +15,6 @@ build/cpu/src/cli/sparsebalance train examples/quickstart.yaml --ranks 2 "$@"
 echo
 echo "== unbalanced and balanced in turn: sequences of up to 8K tokens and more, two ranks"
 rm -rf runs/quickstart-balance
-build/cpu/bench/balance/bench_balance --batches 10 --policies in_order,sab+order+optimal --out runs/quickstart-balance
+build/cpu/bench/balance/bench_balance --batches 24 --policies in_order,sab+order+optimal --out runs/quickstart-balance
 echo
 build/cpu/src/cli/sparsebalance report runs/quickstart
