@@ -1,9 +1,28 @@
 #include "ops/adamw.h"
 
+#include <cmath>
+
+#include "ops/adamw_scalars.h"
 #include "ops/backends.h"
 #include "ops/check_shape.h"
 
 namespace sb {
+
+AdamWScalars adamw_scalars(const AdamWStep& step) {
+  const double beta1 = step.beta1, beta2 = step.beta2, rate = step.learning_rate;
+  return {
+      .gradient_scale = step.gradient_scale,
+      .beta1 = step.beta1,
+      .one_minus_beta1 = static_cast<float>(1.0 - beta1),
+      .beta2 = step.beta2,
+      .one_minus_beta2 = static_cast<float>(1.0 - beta2),
+      .decay = static_cast<float>(1.0 - rate * step.weight_decay),
+      .step_size = static_cast<float>(rate / (1.0 - std::pow(beta1, static_cast<double>(step.step)))),
+      .inverse_sqrt_correction2 =
+          static_cast<float>(1.0 / std::sqrt(1.0 - std::pow(beta2, static_cast<double>(step.step)))),
+      .eps = step.eps,
+  };
+}
 
 void adamw_update(const Exec& exec, const AdamWStep& step, TensorView parameters, TensorView gradients, TensorView m,
                   TensorView v) {

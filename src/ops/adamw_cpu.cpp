@@ -9,19 +9,7 @@ namespace sb::cpu {
 
 void adamw_update(const Exec& exec, const AdamWStep& step, TensorView parameters, TensorView gradients, TensorView m,
                   TensorView v) {
-  const double beta1 = step.beta1, beta2 = step.beta2, rate = step.learning_rate;
-  const AdamWScalars scalars = {
-      .gradient_scale = step.gradient_scale,
-      .beta1 = step.beta1,
-      .one_minus_beta1 = static_cast<float>(1.0 - beta1),
-      .beta2 = step.beta2,
-      .one_minus_beta2 = static_cast<float>(1.0 - beta2),
-      .decay = static_cast<float>(1.0 - rate * step.weight_decay),
-      .step_size = static_cast<float>(rate / (1.0 - std::pow(beta1, static_cast<double>(step.step)))),
-      .inverse_sqrt_correction2 =
-          static_cast<float>(1.0 / std::sqrt(1.0 - std::pow(beta2, static_cast<double>(step.step)))),
-      .eps = step.eps,
-  };
+  const AdamWScalars scalars = adamw_scalars(step);
   constexpr int64_t kPiece = 1 << 16;
   exec.pool->parallel_for(parameters.elements(), kPiece, [&](int64_t begin, int64_t end, int) {
     cpu_kernels().adamw(scalars, end - begin, parameters.f32() + begin, gradients.f32() + begin, m.f32() + begin,

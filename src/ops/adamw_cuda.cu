@@ -1,6 +1,7 @@
 #include <cmath>
 
 #include "device/memory.h"
+#include "ops/adamw_scalars.h"
 #include "ops/backends.h"
 #include "ops/cuda/vector.cuh"
 
@@ -12,10 +13,6 @@ constexpr int kElements = 4;                      // of a thread: 16 bytes of ev
 constexpr int64_t kPiece = kThreads * kElements;  // elements of a block at a time
 constexpr int kMaxRanges = 120;                   // of one launch: they travel as an argument of at most 4 KiB
 constexpr int kNormBlocks = 1056;                 // 8 for every multiprocessor of an H200; fixed, so that sums are too
-
-struct Scalars {
-  float gradient_scale, beta1, one_minus_beta1, beta2, one_minus_beta2, decay, step_size, inverse_sqrt_correction2, eps;
-};
 
 struct Ranges {
   int count;
@@ -33,7 +30,7 @@ struct Buffers {
   bool vectors;       // the buffers start on 16-byte borders
 };
 
-__device__ inline void update(const Scalars& s, float decay, float scale, float g, float& p, float& m, float& v) {
+__device__ inline void update(const AdamWScalars& s, float decay, float scale, float g, float& p, float& m, float& v) {
   g *= scale;
   m = s.beta1 * m + s.one_minus_beta1 * g;
   v = s.beta2 * v + s.one_minus_beta2 * (g * g);
@@ -42,7 +39,7 @@ __device__ inline void update(const Scalars& s, float decay, float scale, float 
 }
 
 __global__ void __launch_bounds__(kThreads)
-    update_kernel(const Scalars s, const __grid_constant__ Ranges ranges, Buffers b) {
+    update_kernel(const AdamWScalars s, const __grid_constant__ Ranges ranges, Buffers b) {
   float scale = s.gradient_scale;
   if (b.clip != nullptr) {
     if (!isfinite(b.clip[1])) return;
@@ -152,19 +149,7 @@ double* queue_squared_norm(const Exec& exec, TensorView x) {
 
 void adamw_update(const Exec& exec, const AdamWStep& step, std::span<const DecayRange> ranges,
                   const AdamWBuffers& buffers) {
-  const double beta1 = step.beta1, beta2 = step.beta2, rate = step.learning_rate;
-  const Scalars scalars = {
-      .gradient_scale = step.gradient_scale,
-      .beta1 = step.beta1,
-      .one_minus_beta1 = static_cast<float>(1.0 - beta1),
-      .beta2 = step.beta2,
-      .one_minus_beta2 = static_cast<float>(1.0 - beta2),
-      .decay = static_cast<float>(1.0 - rate * step.weight_decay),
-      .step_size = static_cast<float>(rate / (1.0 - std::pow(beta1, static_cast<double>(step.step)))),
-      .inverse_sqrt_correction2 =
-          static_cast<float>(1.0 / std::sqrt(1.0 - std::pow(beta2, static_cast<double>(step.step)))),
-      .eps = step.eps,
-  };
+  const AdamWScalars scalars = adamw_scalars(step);
   const Buffers pointers = {
       .p = buffers.parameters.f32(),
       .g = buffers.gradients.f32(),

@@ -75,20 +75,6 @@ BlockIndex build_index(const AttentionCase& c, const BlockIndexShape& shape, con
   return index;
 }
 
-SeesKey sees_by(const BlockIndex& index, const AttentionShape& shape) {
-  return [&index, shape](int head, int sequence, int query, int key) {
-    const BlockIndex::Sequence& s = index.sequences()[sequence];
-    if (s.dense) return true;
-    const BlockIndexShape& lists = index.shape();
-    const int list_head = head / (shape.heads / lists.list_heads);
-    const BlockIndex::Row row = index.row(BlockIndex::row_id(s, list_head, query / lists.query_block));
-    for (size_t i = 0; i < row.blocks.size(); ++i) {
-      if (row.blocks[i] == key / lists.block && query % lists.query_block >= row.first[i]) return true;
-    }
-    return std::find(row.columns.begin(), row.columns.end(), key) != row.columns.end();
-  };
-}
-
 void check(const AttentionCase& c, const BlockIndex& index, double tolerance = 1e-5) {
   GivenIndex attention(index);
   const AttentionResults<float> one = run_attention(attention, c, 1);

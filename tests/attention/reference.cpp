@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 
@@ -48,6 +49,19 @@ AttentionCase::AttentionCase(AttentionShape s, std::vector<int32_t> lengths, uin
 
 bool sees_everything(int, int, int, int) {
   return true;
+}
+
+SeesKey sees_by(const BlockIndex& index, const AttentionShape& shape) {
+  return [&index, shape](int head, int sequence, int query, int key) {
+    const BlockIndex::Sequence& s = index.sequences()[sequence];
+    if (s.dense) return true;
+    const BlockIndexShape& lists = index.shape();
+    const int list_head = head / (shape.heads / lists.list_heads);
+    const BlockIndex::Row row = index.row(BlockIndex::row_id(s, list_head, query / lists.query_block));
+    for (size_t i = 0; i < row.blocks.size(); ++i)
+      if (row.blocks[i] == key / lists.block) return query % lists.query_block >= row.first[i];
+    return std::find(row.columns.begin(), row.columns.end(), key) != row.columns.end();
+  };
 }
 
 AttentionResults<double> reference_attention(const AttentionCase& c, const SeesKey& sees) {

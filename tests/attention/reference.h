@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "attention/attention.h"
+#include "attention/block_index.h"
 
 namespace sb {
 
@@ -35,6 +36,8 @@ using SeesKey = std::function<bool(int head, int sequence, int query, int key)>;
 // Masked attention straight from the definition, with a full row of probabilities for every query, in fp64.
 AttentionResults<double> reference_attention(const AttentionCase& c, const SeesKey& sees);
 bool sees_everything(int head, int sequence, int query, int key);
+// What the definition of the index says, entry by entry. The index must outlive the result.
+SeesKey sees_by(const BlockIndex& index, const AttentionShape& shape);
 
 // Runs forward and backward of an implementation on `threads` threads with exactly the scratch memory it asks for. The
 // outputs hold NaN before, so that whatever is not written is noticed.

@@ -45,21 +45,6 @@ class Recording final : public Attention {
   int layer_;
 };
 
-// What the definition of the index says, entry by entry.
-SeesKey sees_by(const BlockIndex& index, const AttentionShape& shape) {
-  return [&index, shape](int head, int sequence, int query, int key) {
-    const BlockIndex::Sequence& s = index.sequences()[sequence];
-    if (s.dense) return true;
-    const BlockIndexShape& lists = index.shape();
-    const int list_head = lists.list_heads == shape.heads ? head : head / shape.group();
-    const BlockIndex::Row row = index.row(BlockIndex::row_id(s, list_head, query / lists.query_block));
-    for (size_t i = 0; i < row.blocks.size(); ++i) {
-      if (row.blocks[i] == key / lists.block) return query % lists.query_block >= row.first[i];
-    }
-    return std::find(row.columns.begin(), row.columns.end(), key) != row.columns.end();
-  };
-}
-
 SparseAttention::Options options_for(Pattern pattern, Order order, int query_block, int64_t budget, int block = 64) {
   SparseAttention::Options options;
   options.layers = 2;

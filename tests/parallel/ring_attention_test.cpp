@@ -155,19 +155,6 @@ BlockIndex random_index(const AttentionCase& c, const BlockIndexShape& shape, st
   return index;
 }
 
-SeesKey sees_by(const BlockIndex& index, const AttentionShape& shape) {
-  return [&index, shape](int head, int sequence, int query, int key) {
-    const BlockIndex::Sequence& s = index.sequences()[sequence];
-    if (s.dense) return true;
-    const BlockIndexShape& lists = index.shape();
-    const int list_head = head / (shape.heads / lists.list_heads);
-    const BlockIndex::Row row = index.row(BlockIndex::row_id(s, list_head, query / lists.query_block));
-    for (size_t i = 0; i < row.blocks.size(); ++i)
-      if (row.blocks[i] == key / lists.block) return query % lists.query_block >= row.first[i];
-    return std::find(row.columns.begin(), row.columns.end(), key) != row.columns.end();
-  };
-}
-
 TEST(RingAttention, ReplayedIndexEqualsTheDefinition) {
   const AttentionCase c(shape_of(4, 2, 16), {500, 64, 333, 1}, 7);
   for (const int list_heads : {2, 4})

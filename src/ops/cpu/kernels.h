@@ -2,6 +2,8 @@
 
 #include <cstdint>
 
+#include "ops/adamw_scalars.h"
+
 namespace sb {
 
 // Rotary embedding of some rows: cos and sin already point at the table, positions say which row of it.
@@ -11,14 +13,6 @@ struct RopeRows {
   const int32_t* positions;
   const float *cos, *sin;
   const float *q_norm, *k_norm;  // both null: no normalisation
-  float eps;
-};
-
-struct AdamWScalars {
-  float gradient_scale, beta1, one_minus_beta1, beta2, one_minus_beta2;
-  float decay;      // 1 - lr·weight_decay
-  float step_size;  // lr / (1 - beta1^step)
-  float inverse_sqrt_correction2;
   float eps;
 };
 
