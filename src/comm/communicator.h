@@ -53,6 +53,7 @@ class CommRequest {
     virtual ~State() = default;
     virtual void wait() = 0;  // CommTimeout, or what the operation failed with
     virtual bool done() = 0;  // also moves the operation on, where nothing else does
+    virtual void abandon() = 0;
   };
   CommRequest() = default;
   explicit CommRequest(std::unique_ptr<State> state) : state_(std::move(state)) {}
@@ -63,6 +64,12 @@ class CommRequest {
     state_.reset();
   }
   bool done() { return !state_ || state_->done(); }
+  // The operation's memory is about to go, whether it is over or not: nobody touches it afterwards, and unless it was
+  // over the group is unusable from then on.
+  void abandon() {
+    if (state_) state_->abandon();
+    state_.reset();
+  }
 
  private:
   std::unique_ptr<State> state_;
@@ -70,8 +77,8 @@ class CommRequest {
 
 // A group of ranks as one of them sees it. All ranks of a group call the same collectives in the same order with equal
 // counts. Every result is the same on all ranks bit by bit, and the same for every run: reductions add in rank order
-// wherever the implementation lets us choose (the documentation of each says). Buffers are host memory here; the NCCL
-// implementation takes device memory and queues on a stream.
+// wherever the implementation lets us choose (the documentation of each says). Buffers are host memory; those of the
+// communicators in device_communicator.h are device memory, and operations stand in the order of a stream.
 //
 // Every wait ends: after timeout() it throws CommTimeout and the group is unusable from then on.
 //
@@ -105,7 +112,8 @@ class Communicator {
 
   // Ends the job for all ranks, from any of them: a rank that failed must not leave the others waiting. Ranks of the
   // same process get an exception from their next wait; other processes are stopped by the launcher.
-  [[noreturn]] virtual void abort(const std::string& why) = 0;
+  // `exit_code` is what the launcher gives, where it passes one on.
+  [[noreturn]] virtual void abort(const std::string& why, int exit_code = 1) = 0;
 
   // The same, waited for.
   template <typename T>

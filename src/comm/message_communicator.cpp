@@ -28,7 +28,7 @@ class MessageRequest final : public CommRequest::State {
     if (over_) return;
     try {
       if (std::uncaught_exceptions() > 0)
-        engine_->abandon(*operation_);
+        abandon();
       else
         wait();
     } catch (const Error&) {  // whoever cares about the outcome waits
@@ -39,6 +39,10 @@ class MessageRequest final : public CommRequest::State {
     engine_->wait(*operation_);
   }
   bool done() override { return engine_->done(*operation_); }
+  void abandon() override {
+    over_ = true;
+    engine_->abandon(*operation_);
+  }
 
  private:
   std::shared_ptr<MessageEngine> engine_;
@@ -117,8 +121,8 @@ class MessageCommunicator final : public Communicator {
         receive_steps(data, bytes, from));
   }
 
-  [[noreturn]] void abort(const std::string& why) override {
-    engine_->abort(fmt::format("rank {} ended the job: {}", engine_->rank(), why));
+  [[noreturn]] void abort(const std::string& why, int exit_code) override {
+    engine_->abort(fmt::format("rank {} ended the job: {}", engine_->rank(), why), exit_code);
   }
 
  private:

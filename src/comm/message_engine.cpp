@@ -139,17 +139,18 @@ void MessageEngine::abandon(const MessageOperation& operation) {
   over_.wait(lock, [&] { return !moving_; });
 }
 
-void MessageEngine::abort(const std::string& message) {
+void MessageEngine::abort(const std::string& message, int exit_code) {
   std::fprintf(stderr, "%s\n", message.c_str());
   {
     std::lock_guard lock(mutex_);
     abort_ = true;
+    exit_code_ = exit_code;
     fail(message);
     changed_.notify_all();
   }
   // The library ends this process, too; should it be stuck, an exit without a farewell makes the launcher end the rest.
   std::this_thread::sleep_for(std::chrono::seconds(10));
-  _exit(1);
+  _exit(exit_code);
 }
 
 int MessageEngine::next_context() {
@@ -191,8 +192,9 @@ void MessageEngine::run(const std::function<std::unique_ptr<Transport>()>& open)
   }
   std::unique_lock lock(mutex_);
   const bool leave = abort_, healthy = failed_.empty();
+  const int exit_code = exit_code_;
   lock.unlock();
-  if (leave) transport->abort(1);
+  if (leave) transport->abort(exit_code);
   if (healthy) transport->close();
 }
 

@@ -63,7 +63,7 @@ class MessageEngine {
   bool done(const MessageOperation& operation);
   // The operation's memory is about to go while it is under way.
   void abandon(const MessageOperation& operation);
-  [[noreturn]] void abort(const std::string& message);
+  [[noreturn]] void abort(const std::string& message, int exit_code);
 
   // Contexts are handed out by agreement: each member proposes its next free one, all take the largest.
   int next_context();
@@ -88,6 +88,7 @@ class MessageEngine {
   int waiting_ = 0;
   int next_context_ = 1;
   bool opened_ = false, stop_ = false, abort_ = false, timed_out_ = false;
+  int exit_code_ = 1;    // with abort_
   std::string failed_;   // why nothing moves any more
   bool moving_ = false;  // the thread is at the data of operations right now
 

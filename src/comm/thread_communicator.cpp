@@ -160,7 +160,7 @@ class ThreadRequest final : public CommRequest::State {
     if (over_) return;
     try {
       if (std::uncaught_exceptions() > 0)
-        give_up();
+        abandon();
       else
         wait();
     } catch (const Error&) {  // whoever cares about the outcome waits
@@ -185,6 +185,16 @@ class ThreadRequest final : public CommRequest::State {
   bool done() override {
     std::lock_guard lock(world_->mutex);
     return !op_->running && finished(Clock::now());
+  }
+
+  // This rank is on its way out with an error: nobody may touch its data afterwards.
+  void abandon() override {
+    over_ = true;
+    std::unique_lock lock(world_->mutex);
+    wake().wait(lock, [&] { return !op_->running; });
+    if (op_->done || !world_->aborted.empty() || !group_->failed.empty()) return;
+    group_->failed = fmt::format("rank {} failed and left {}", rank_, text_);
+    world_->wake_all();
   }
 
  private:
@@ -215,15 +225,6 @@ class ThreadRequest final : public CommRequest::State {
     group_->timed_out = true;
     world_->wake_all();
     throw CommTimeout(group_->failed);
-  }
-
-  // This rank is on its way out with an error: nobody may touch its data afterwards.
-  void give_up() {
-    std::unique_lock lock(world_->mutex);
-    wake().wait(lock, [&] { return !op_->running; });
-    if (op_->done || !world_->aborted.empty() || !group_->failed.empty()) return;
-    group_->failed = fmt::format("rank {} failed and left {}", rank_, text_);
-    world_->wake_all();
   }
 
   std::shared_ptr<World> world_;
@@ -273,7 +274,7 @@ class ThreadCommunicator final : public Communicator {
     return message(false, data, bytes, from, tag);
   }
 
-  [[noreturn]] void abort(const std::string& why) override {
+  [[noreturn]] void abort(const std::string& why, int exit_code) override {
     std::lock_guard lock(world_->mutex);
     if (world_->aborted.empty()) {
       world_->aborted = fmt::format("rank {} ended the job: {}", group_->world_rank[rank_], why);

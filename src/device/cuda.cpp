@@ -47,6 +47,23 @@ DeviceInfo device_info() {
           properties.minor};
 }
 
+int device_count() {
+  require_device();
+  int devices = 0;
+  SB_CUDA_CHECK(cudaGetDeviceCount(&devices));
+  return devices;
+}
+
+void use_device(int index) {
+  SB_CUDA_CHECK(cudaSetDevice(index));
+}
+
+int current_device() {
+  int device = 0;
+  SB_CUDA_CHECK(cudaGetDevice(&device));
+  return device;
+}
+
 std::shared_ptr<void> allocate(const std::string& name, int64_t bytes) {
   require_device();
   void* memory = nullptr;
@@ -113,6 +130,20 @@ void record(void* event, void* stream) {
 
 void wait(void* event) {
   SB_CUDA_CHECK(cudaEventSynchronize(event_of(event)));
+}
+
+bool passed(void* event) {
+  const cudaError_t state = cudaEventQuery(event_of(event));
+  if (state == cudaErrorNotReady) {
+    cudaGetLastError();  // what is no error must not be found by the next call
+    return false;
+  }
+  SB_CHECK(state == cudaSuccess, "cudaEventQuery: {}", cudaGetErrorString(state));
+  return true;
+}
+
+void wait_on_stream(void* event, void* stream) {
+  SB_CUDA_CHECK(cudaStreamWaitEvent(stream_of(stream), event_of(event), 0));
 }
 
 double milliseconds_between(void* begin, void* end) {

@@ -21,6 +21,11 @@ struct DeviceInfo {
 };
 DeviceInfo device_info();
 
+// Which of the machine's devices the calling thread uses, from 0; each thread has its own.
+int device_count();
+void use_device(int index);
+int current_device();
+
 // Device memory; freed with its last owner. `name` is for the error.
 std::shared_ptr<void> allocate(const std::string& name, int64_t bytes);
 // Page-locked host memory that kernels can address too.
@@ -38,7 +43,9 @@ void synchronize(void* stream);
 
 std::shared_ptr<void> make_event();  // a cudaEvent_t
 void record(void* event, void* stream);
-void wait(void* event);  // the host, for what was recorded
+void wait(void* event);                          // the host, for what was recorded
+bool passed(void* event);                        // what was recorded is done
+void wait_on_stream(void* event, void* stream);  // what is queued from now on, for what was recorded
 double milliseconds_between(void* begin, void* end);
 
 }  // namespace sb::cuda

@@ -20,6 +20,14 @@ void DeviceEvent::wait() const {
   if (event_ && recorded_) cuda::wait(event_.get());
 }
 
+bool DeviceEvent::passed() const {
+  return !event_ || !recorded_ || cuda::passed(event_.get());
+}
+
+void DeviceEvent::hold(const Exec& exec) const {
+  if (event_ && recorded_) cuda::wait_on_stream(event_.get(), exec.stream);
+}
+
 double DeviceEvent::milliseconds_between(const DeviceEvent& begin, const DeviceEvent& end) {
   SB_CHECK(begin.recorded_ && end.recorded_, "time between events that were not recorded");
   if (begin.event_) return cuda::milliseconds_between(begin.event_.get(), end.event_.get());

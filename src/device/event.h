@@ -14,6 +14,10 @@ class DeviceEvent {
   void record(const Exec& exec);
   // Until the device has come there; at once when nothing was recorded.
   void wait() const;
+  // Whether the device has come there; true when nothing was recorded.
+  bool passed() const;
+  // What `exec` queues from now on comes after it.
+  void hold(const Exec& exec) const;
   // Both recorded and passed.
   static double milliseconds_between(const DeviceEvent& begin, const DeviceEvent& end);
 

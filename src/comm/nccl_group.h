@@ -1,0 +1,82 @@
+#pragma once
+
+#include <deque>
+#include <map>
+#include <memory>
+#include <tuple>
+
+#include "comm/device_engine.h"
+#include "comm/nccl_library.h"
+
+namespace sb {
+
+// Operations on device memory through NCCL. Collectives share one NCCL communicator; messages have one of two ranks for
+// each (from, to, tag), with a stream of its own, because NCCL runs what shares a communicator strictly in order. Made
+// when first needed. A message is handed to NCCL when the sender's data is there and the receive was asked for, which
+// the sides tell each other over the host's communicator: a device never spins for what is not about to come.
+class NcclGroup final : public DeviceGroup {
+ public:
+  NcclGroup(std::unique_ptr<Communicator> host, std::shared_ptr<NcclLibrary> library, DeviceKind device);
+  ~NcclGroup() override;
+
+  void begin(std::shared_ptr<DeviceOperation> operation) override;
+  bool advance(const Queued& queued) override;
+  bool idle() const override;
+  void drop() override;
+
+ private:
+  // What the sender of a message tells the receiver: how long it is, and with the first one how to meet.
+  struct Announcement {
+    nccl::UniqueId id;
+    int64_t bytes = 0;
+  };
+  struct Task {
+    std::shared_ptr<DeviceOperation> operation;
+    std::unique_ptr<Announcement> announcement;  // of a message
+    CommRequest request;                         // on its way; or a barrier's
+    bool asked = false;                          // the request was made
+    Clock::time_point begun;                     // of what it waits for
+    bool running = false;                        // the device has come to it
+  };
+  struct Lane {
+    nccl::Comm comm = nullptr;
+    enum class State { new_, meeting, initialising, usable, handing_over } state = State::new_;
+    int rank = 0, ranks = 1;  // in the NCCL communicator
+    nccl::UniqueId id;
+    CommRequest meeting;
+    std::shared_ptr<void> stream;
+    Exec exec;
+    std::deque<Task> waiting, handed_over;
+    Clock::time_point begun;  // of the state
+
+    void enter(State next) {
+      state = next;
+      begun = Clock::now();
+    }
+  };
+  using Key = std::tuple<int, int, int>;  // from, to, tag; collectives: (-1, -1, -1)
+
+  Lane& lane(const DeviceOperation& operation);
+  bool advance(Lane& lane, const Queued& queued);
+  bool advance_self(const Queued& queued);
+  bool prepare(Lane& lane, Task& task);
+  bool meet(Lane& lane, Task& task);
+  void initialise(Lane& lane);
+  bool advance_barrier(Lane& lane, Task& task, const Queued& queued);
+  void hand_over(Lane& lane, const DeviceOperation& operation);
+  bool over_everywhere() const;
+  bool settled(Lane& lane) const;
+  void check(nccl::Result result, const Lane& lane, const std::string& what) const;
+  void check_time(const Lane& lane, const Task& front) const;
+  void check_running(Lane& lane);
+
+  std::unique_ptr<Communicator> host_;
+  std::shared_ptr<NcclLibrary> library_;
+  const DeviceKind device_;
+  std::map<Key, Lane> lanes_;
+  std::map<int, std::deque<std::shared_ptr<DeviceOperation>>> self_sends_, self_receives_;  // by tag
+  std::shared_ptr<void> self_stream_;
+  Exec self_;
+};
+
+}  // namespace sb

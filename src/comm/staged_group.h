@@ -1,0 +1,88 @@
+#pragma once
+
+#include <deque>
+#include <map>
+#include <memory>
+#include <optional>
+#include <tuple>
+#include <vector>
+
+#include "comm/device_engine.h"
+#include "device/memory.h"
+
+namespace sb {
+
+// What the groups of a rank share: the queues for copies out and in, and page-locked memory, kept once taken.
+class StagedCopies {
+ public:
+  StagedCopies(DeviceKind device, int64_t piece_bytes);
+
+  int64_t piece_bytes() const { return piece_bytes_; }
+  DeviceKind device() const { return device_; }
+  const Exec& out() const { return out_; }
+  const Exec& in() const { return in_; }
+  void copy(const Exec& queue, const void* from, void* to, int64_t bytes) const;
+
+  struct Buffer {
+    HostMemory memory;
+    int64_t bytes = 0;
+  };
+  Buffer take(int64_t bytes);
+  void give_back(Buffer buffer) { free_[buffer.bytes].push_back(std::move(buffer)); }
+
+ private:
+  const DeviceKind device_;
+  const int64_t piece_bytes_;
+  std::shared_ptr<void> out_stream_, in_stream_;
+  Exec out_, in_;
+  std::map<int64_t, std::vector<Buffer>> free_;  // by size
+};
+
+// Operations on device memory by way of a host communicator. Collectives stand in one line, messages in one for each
+// (direction, other side, tag); in a line two pieces are under way at once: while one is exchanged, the next is copied
+// out or the one before it in.
+class StagedGroup final : public DeviceGroup {
+ public:
+  StagedGroup(std::unique_ptr<Communicator> host, std::shared_ptr<StagedCopies> copies)
+      : host_(std::move(host)), copies_(std::move(copies)) {}
+  ~StagedGroup() override;
+
+  void begin(std::shared_ptr<DeviceOperation> operation) override;
+  bool advance(const Queued& queued) override;
+  bool idle() const override;
+  void drop() override;
+
+ private:
+  struct Piece {
+    explicit Piece(DeviceKind device) : fetched(device), stored(device) {}
+    std::shared_ptr<DeviceOperation> operation;
+    int64_t begin = 0, count = 0;  // elements of the operation's count
+    bool last = false;
+    StagedCopies::Buffer buffer;
+    enum class State { fetching, exchanging, storing } state = State::fetching;
+    DeviceEvent fetched, stored;
+    CommRequest request;
+    Clock::time_point exchange_begun;
+  };
+  struct Line {
+    std::deque<std::shared_ptr<DeviceOperation>> operations;  // not cut completely yet
+    int64_t cut = 0;                                          // elements of the first one
+    std::deque<Piece> pieces;
+  };
+  using Key = std::tuple<DeviceOperation::Kind, int, int>;  // collectives: (barrier, 0, 0)
+
+  int64_t element_bytes(const DeviceOperation& operation) const;
+  int64_t piece_elements(const DeviceOperation& operation) const;
+  bool cut_piece(Line& line);
+  void fetch(Piece& piece) const;
+  CommRequest exchange(const Piece& piece);
+  void store(Piece& piece) const;
+  bool advance(Line& line, const Queued& queued);
+  void check_time(const Line& line, const Piece& piece) const;
+
+  std::unique_ptr<Communicator> host_;
+  std::shared_ptr<StagedCopies> copies_;
+  std::map<Key, Line> lines_;
+};
+
+}  // namespace sb

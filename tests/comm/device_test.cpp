@@ -1,0 +1,362 @@
+// Communicators of device memory: by way of the host, and NCCL. Without a GPU "device" memory is the host's and NCCL a
+// library of the tests' own; the same cases run on a GPU where there is one.
+#include <dlfcn.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <filesystem>
+#include <functional>
+#include <thread>
+
+#include "comm/device_communicator.h"
+#include "comm/self_communicator.h"
+#include "comm/thread_communicator.h"
+#include "device/cuda.h"
+#include "tests/comm/comm_cases.h"
+
+namespace sb {
+namespace {
+
+using std::chrono::milliseconds;
+using testing::HasSubstr;
+
+// Next to the test itself.
+std::filesystem::path fake_library() {
+  return std::filesystem::read_symlink("/proc/self/exe").parent_path() / "fake_nccl.so";
+}
+
+constexpr DeviceCommOptions kHostMemory{DeviceKind::cpu, nullptr};
+// Small, so that operations have many.
+constexpr int64_t kPieceBytes = 40'000;
+
+enum class Way { staged, nccl };
+std::string name_of(Way way) {
+  return way == Way::staged ? "staged" : "nccl";
+}
+
+std::unique_ptr<Communicator> make(Way way, Communicator& host, const DeviceCommOptions& options = kHostMemory) {
+  if (way == Way::staged) return make_staged_communicator(host, options, kPieceBytes);
+  return make_nccl_communicator(host, options, fake_library());
+}
+
+class OnHostMemory : public testing::TestWithParam<std::tuple<Way, int, CommCase>> {};
+
+TEST_P(OnHostMemory, Case) {
+  const auto& [way, ranks, test] = GetParam();
+  run_thread_ranks(ranks, [&, way = way, &body = test.body](Communicator& host) {
+    const auto world = make(way, host);
+    EXPECT_EQ(world->name(), "world");
+    body(*world);
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(Device, OnHostMemory,
+                         testing::Combine(testing::Values(Way::staged, Way::nccl), testing::Values(1, 2, 3),
+                                          testing::ValuesIn(comm_cases())),
+                         [](const auto& given) {
+                           return name_of(std::get<0>(given.param)) + "_" + std::get<2>(given.param).name + "_" +
+                                  std::to_string(std::get<1>(given.param));
+                         });
+
+class DeviceFailures : public testing::TestWithParam<Way> {
+ protected:
+  void TearDown() override { behave("", ""); }
+
+  static void behave(const char* hangs, const char* fails) {
+    void* library = dlopen(fake_library().c_str(), RTLD_NOW | RTLD_LOCAL);
+    ASSERT_NE(library, nullptr) << dlerror();
+    reinterpret_cast<void (*)(const char*, const char*)>(dlsym(library, "fake_nccl_behave"))(hangs, fails);
+    dlclose(library);
+  }
+  static std::string take_calls() {
+    void* library = dlopen(fake_library().c_str(), RTLD_NOW | RTLD_LOCAL);
+    std::vector<char> text(100'000);
+    reinterpret_cast<void (*)(char*, size_t)>(dlsym(library, "fake_nccl_take_calls"))(text.data(), text.size());
+    dlclose(library);
+    return text.data();
+  }
+
+  // What rank 0 hears.
+  template <typename Exception>
+  std::string message_of_rank_0(int ranks, milliseconds timeout, const std::function<void(Communicator&)>& body) {
+    std::string message;
+    ThreadCommOptions options;
+    options.timeout = timeout;
+    run_thread_ranks(
+        ranks,
+        [&](Communicator& host) {
+          const auto world = make(GetParam(), host);
+          try {
+            body(*world);
+            EXPECT_NE(world->rank(), 0) << "nothing was thrown";
+          } catch (const Error& error) {
+            if (world->rank() != 0) return;
+            EXPECT_NE(dynamic_cast<const Exception*>(&error), nullptr) << error.what();
+            message = error.what();
+          }
+        },
+        options);
+    return message;
+  }
+};
+
+INSTANTIATE_TEST_SUITE_P(Device, DeviceFailures, testing::Values(Way::staged, Way::nccl),
+                         [](const auto& given) { return name_of(given.param); });
+
+TEST_P(DeviceFailures, WhoWaitsTooLongSaysForWhat) {
+  const std::string collective = message_of_rank_0<CommTimeout>(2, milliseconds(150), [](Communicator& world) {
+    const auto dp = world.split(0, world.rank(), "dp");
+    std::vector<float> values(100);
+    if (world.rank() == 1) return std::this_thread::sleep_for(milliseconds(600));
+    dp->all_reduce(std::span<float>(values));
+  });
+  EXPECT_THAT(collective, HasSubstr("rank 0 waited 0.15 s for all_reduce #1 of group dp"));
+  const std::string message = message_of_rank_0<CommTimeout>(2, milliseconds(150), [](Communicator& world) {
+    std::vector<float> values(100);
+    if (world.rank() == 1) return std::this_thread::sleep_for(milliseconds(600));
+    CommRequest early = world.receive_async(values.data(), 40, 1, 3);
+    world.receive_async(values.data() + 10, 80, 1, 4).wait();
+  });
+  EXPECT_THAT(message, HasSubstr("receive #2 of group world (from rank 1, tag 4, 80 bytes)"));
+}
+
+// Data that is asked for long before it is needed may come late.
+TEST_P(DeviceFailures, OnlyWhoWaitsCanWaitTooLong) {
+  ThreadCommOptions options;
+  options.timeout = milliseconds(200);
+  run_thread_ranks(
+      2,
+      [&](Communicator& host) {
+        const auto world = make(GetParam(), host);
+        int64_t value = 0;
+        if (world->rank() == 0) {
+          CommRequest request = world->receive_async(&value, sizeof value, 1, 0);
+          std::this_thread::sleep_for(milliseconds(500));
+          request.wait();
+          EXPECT_EQ(value, 17);
+        } else {
+          value = 17;
+          std::this_thread::sleep_for(milliseconds(450));
+          world->send_async(&value, sizeof value, 0, 0).wait();
+        }
+      },
+      options);
+}
+
+TEST_P(DeviceFailures, AGroupThatFailedRefusesWhatComesAfter) {
+  const std::string message = message_of_rank_0<CommTimeout>(2, milliseconds(100), [](Communicator& world) {
+    std::vector<float> values(100);
+    if (world.rank() == 1) return std::this_thread::sleep_for(milliseconds(400));
+    try {
+      world.all_reduce(std::span<float>(values));
+      ADD_FAILURE() << "nobody else was there";
+    } catch (const CommTimeout&) {
+    }
+    world.broadcast(std::span<float>(values), 0);
+  });
+  EXPECT_THAT(message, HasSubstr("broadcast #2 of group world cannot begin: rank 0 waited 0.1 s for all_reduce #1"));
+}
+
+// A rank that fails in the middle of an operation leaves nothing behind that writes into its memory.
+TEST_P(DeviceFailures, ARankThatFailsLeavesItsOperations) {
+  EXPECT_THROW(run_thread_ranks(2,
+                                [&](Communicator& host) {
+                                  const auto world = make(GetParam(), host);
+                                  std::vector<float> values(100'000);
+                                  const CommRequest request = world->all_reduce_async(values.data(), std::ssize(values),
+                                                                                      CommType::f32, ReduceOp::sum);
+                                  if (world->rank() == 1) throw UserError("a bad key");
+                                  std::vector<float> more(10);
+                                  world->all_reduce(std::span<float>(more));
+                                }),
+               Error);
+}
+
+TEST_P(DeviceFailures, MessagesOfOtherLengthsAreRefused) {
+  const std::string message = message_of_rank_0<Error>(2, milliseconds(2000), [](Communicator& world) {
+    std::vector<char> bytes(100);
+    if (world.rank() == 1)
+      world.send_async(bytes.data(), 60, 0, 0).wait();
+    else
+      world.receive_async(bytes.data(), 50, 1, 0).wait();
+  });
+  EXPECT_THAT(message, HasSubstr("bytes"));
+}
+
+class NcclFailures : public DeviceFailures {};
+INSTANTIATE_TEST_SUITE_P(Nccl, NcclFailures, testing::Values(Way::nccl),
+                         [](const auto& given) { return name_of(given.param); });
+
+TEST_P(NcclFailures, WhatHangsIsAborted) {
+  behave("reduce_scatter", "");
+  take_calls();
+  const std::string message = message_of_rank_0<CommTimeout>(2, milliseconds(150), [](Communicator& world) {
+    std::vector<float> values(200);
+    world.reduce_scatter(std::span<float>(values), 100);
+  });
+  EXPECT_THAT(message, HasSubstr("rank 0 waited 0.15 s for reduce_scatter #1 of group world"));
+  const std::string calls = take_calls();
+  EXPECT_THAT(calls, HasSubstr("init 2\n"));
+  EXPECT_THAT(calls, HasSubstr("reduce_scatter 100\n"));
+  EXPECT_THAT(calls, HasSubstr("abort\n"));
+}
+
+TEST_P(NcclFailures, WhatTheLibraryReportsIsTold) {
+  behave("", "all_gather");
+  const std::string message = message_of_rank_0<CommAborted>(1, milliseconds(2000), [](Communicator& world) {
+    std::vector<float> values(100);
+    world.all_gather(std::span<float>(values), 100);
+  });
+  EXPECT_THAT(message, HasSubstr("all_gather #1 of group world failed: NCCL: invalid usage: the cable is loose"));
+}
+
+TEST(Nccl, AMissingLibraryIsTheUsersToInstall) {
+  const auto self = make_self_communicator();
+  try {
+    make_nccl_communicator(*self, kHostMemory, "libnccl-that-is-not-there.so");
+    FAIL() << "nothing was thrown";
+  } catch (const UserError& error) {
+    EXPECT_THAT(error.what(), HasSubstr("libnccl-that-is-not-there.so"));
+    EXPECT_THAT(error.what(), HasSubstr("parallel.backend: staged"));
+  }
+}
+
+// Gives the cases, which know host memory, a communicator of device memory: every buffer has a twin there.
+class Twins final : public Communicator {
+ public:
+  Twins(std::unique_ptr<Communicator> device, void* stream) : device_(std::move(device)), stream_(stream) {}
+
+  int rank() const override { return device_->rank(); }
+  int size() const override { return device_->size(); }
+  const std::string& name() const override { return device_->name(); }
+  milliseconds timeout() const override { return device_->timeout(); }
+  std::unique_ptr<Communicator> split(int color, int key, const std::string& name) override {
+    auto part = device_->split(color, key, name);
+    return part ? std::make_unique<Twins>(std::move(part), stream_) : nullptr;
+  }
+  CommRequest all_reduce_async(void* data, int64_t count, CommType type, ReduceOp op) override {
+    return run(data, count * bytes_of(type),
+               [&](void* twin) { return device_->all_reduce_async(twin, count, type, op); });
+  }
+  CommRequest reduce_scatter_async(void* data, int64_t count, CommType type, ReduceOp op) override {
+    return run(data, size() * count * bytes_of(type),
+               [&](void* twin) { return device_->reduce_scatter_async(twin, count, type, op); });
+  }
+  CommRequest all_gather_async(void* data, int64_t count, CommType type) override {
+    return run(data, size() * count * bytes_of(type),
+               [&](void* twin) { return device_->all_gather_async(twin, count, type); });
+  }
+  CommRequest broadcast_async(void* data, int64_t count, CommType type, int root) override {
+    return run(data, count * bytes_of(type),
+               [&](void* twin) { return device_->broadcast_async(twin, count, type, root); });
+  }
+  CommRequest send_async(const void* data, int64_t bytes, int to, int tag) override {
+    return run(const_cast<void*>(data), bytes, [&](void* twin) { return device_->send_async(twin, bytes, to, tag); });
+  }
+  CommRequest receive_async(void* data, int64_t bytes, int from, int tag) override {
+    return run(data, bytes, [&](void* twin) { return device_->receive_async(twin, bytes, from, tag); });
+  }
+  CommRequest barrier_async() override { return device_->barrier_async(); }
+  [[noreturn]] void abort(const std::string& why, int exit_code) override {
+    device_->abort(why, exit_code);
+    throw CommAborted(why);
+  }
+
+ private:
+  static int64_t bytes_of(CommType type) {
+    return type == CommType::u8 ? 1 : type == CommType::i32 || type == CommType::f32 ? 4 : 8;
+  }
+
+  class Request final : public CommRequest::State {
+   public:
+    Request(CommRequest request, void* data, std::shared_ptr<void> twin, int64_t bytes, void* stream)
+        : request_(std::move(request)), data_(data), twin_(std::move(twin)), bytes_(bytes), stream_(stream) {}
+    ~Request() override { wait(); }
+    void wait() override {
+      request_.wait();
+      if (bytes_ > 0) cuda::copy(stream_, twin_.get(), data_, bytes_);
+      cuda::synchronize(stream_);
+      bytes_ = 0;
+    }
+    bool done() override { return request_.done(); }
+    void abandon() override { request_.abandon(); }
+
+   private:
+    CommRequest request_;
+    void* data_;
+    std::shared_ptr<void> twin_;
+    int64_t bytes_;
+    void* stream_;
+  };
+
+  CommRequest run(void* data, int64_t bytes, const std::function<CommRequest(void*)>& begin) {
+    std::shared_ptr<void> twin = bytes > 0 ? cuda::allocate("test", bytes) : nullptr;
+    if (bytes > 0) cuda::copy(stream_, data, twin.get(), bytes);
+    CommRequest request = begin(twin.get());
+    return CommRequest(std::make_unique<Request>(std::move(request), data, twin, bytes, stream_));
+  }
+
+  std::unique_ptr<Communicator> device_;
+  void* stream_;
+};
+
+class OnCuda : public testing::TestWithParam<CommCase> {
+ protected:
+  void SetUp() override {
+    if (!cuda::problem().empty()) GTEST_SKIP() << cuda::problem();
+  }
+};
+
+TEST_P(OnCuda, StagedCase) {
+  for (const int ranks : {1, 2, 3})
+    run_thread_ranks(ranks, [&](Communicator& host) {
+      const std::shared_ptr<void> stream = cuda::make_stream();
+      Twins world(make_staged_communicator(host, {DeviceKind::cuda, stream.get()}, kPieceBytes), stream.get());
+      GetParam().body(world);
+    });
+}
+
+// As many ranks as there are GPUs: NCCL refuses two on one.
+TEST_P(OnCuda, NcclCase) {
+  const int ranks = std::min(cuda::device_count(), 2);
+  if (ranks == 1) std::printf("one GPU: NCCL runs with one rank\n");
+  run_thread_ranks(ranks, [&](Communicator& host) {
+    cuda::use_device(host.rank());
+    const std::shared_ptr<void> stream = cuda::make_stream();
+    Twins world(make_nccl_communicator(host, {DeviceKind::cuda, stream.get()}), stream.get());
+    GetParam().body(world);
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(Device, OnCuda, testing::ValuesIn(comm_cases()),
+                         [](const auto& given) { return std::string(given.param.name); });
+
+// Work queued before an operation is in its data, and work queued after its wait() sees the result, without the host
+// waiting in between.
+TEST(CudaOrder, OperationsStandInTheOrderOfTheStream) {
+  if (!cuda::problem().empty()) GTEST_SKIP() << cuda::problem();
+  run_thread_ranks(2, [&](Communicator& host) {
+    const std::shared_ptr<void> stream = cuda::make_stream();
+    const auto world = make_staged_communicator(host, {DeviceKind::cuda, stream.get()}, 1 << 20);
+    constexpr int64_t kCount = 5'000'003;
+    const auto a = cuda::allocate("a", kCount * 4), b = cuda::allocate("b", kCount * 4);
+    std::vector<float> ones(kCount, 1.0f + static_cast<float>(host.rank())), got(kCount);
+    const auto pinned = cuda::allocate_host(kCount * 4);
+    std::copy(ones.begin(), ones.end(), static_cast<float*>(pinned.get()));
+    for (int round = 0; round < 5; ++round) {
+      cuda::copy(stream.get(), pinned.get(), b.get(), kCount * 4);
+      cuda::copy(stream.get(), b.get(), a.get(), kCount * 4);
+      CommRequest request = world->all_reduce_async(a.get(), kCount, CommType::f32, ReduceOp::sum);
+      cuda::zero(stream.get(), b.get(), kCount * 4);
+      request.wait();
+      cuda::copy(stream.get(), a.get(), b.get(), kCount * 4);
+      cuda::zero(stream.get(), a.get(), kCount * 4);
+    }
+    cuda::synchronize(stream.get());
+    cuda::copy_and_wait(b.get(), got.data(), kCount * 4);
+    EXPECT_EQ(std::count(got.begin(), got.end(), 3.0f), kCount);
+  });
+}
+
+}  // namespace
+}  // namespace sb
