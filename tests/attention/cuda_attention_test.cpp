@@ -185,14 +185,17 @@ TEST_F(CudaAttentionTest, EqualsTheCpuOnTheSameLists) {
     SelectionPattern pattern;
     int heads, kv_heads, d, block;
     std::vector<int32_t> cu;
+    SelectionOrder order = SelectionOrder::causal;
   };
+  const auto ahead = SelectionOrder::lookahead;
   const std::vector<int32_t> packed{0, 1500, 1501, 1501, 2300, 3333};
   const Case cases[] = {
-      {SelectionPattern::dense, 8, 2, 64, 128, packed},   {SelectionPattern::dense, 7, 1, 128, 128, {0, 777}},
-      {SelectionPattern::topk, 8, 1, 64, 128, packed},    {SelectionPattern::topk, 14, 2, 128, 128, packed},
-      {SelectionPattern::topk, 4, 2, 64, 256, {0, 4100}}, {SelectionPattern::topk, 4, 4, 64, 64, packed},
-      {SelectionPattern::topp, 8, 2, 64, 128, packed},    {SelectionPattern::mass, 8, 2, 128, 128, packed},
-      {SelectionPattern::window, 2, 2, 64, 128, packed},  {SelectionPattern::topk, 4, 2, 16, 128, packed},
+      {SelectionPattern::dense, 8, 2, 64, 128, packed},       {SelectionPattern::dense, 7, 1, 128, 128, {0, 777}},
+      {SelectionPattern::topk, 8, 1, 64, 128, packed},        {SelectionPattern::topk, 14, 2, 128, 128, packed},
+      {SelectionPattern::topk, 4, 2, 64, 256, {0, 4100}},     {SelectionPattern::topk, 4, 4, 64, 64, packed},
+      {SelectionPattern::topp, 8, 2, 64, 128, packed},        {SelectionPattern::mass, 8, 2, 128, 128, packed},
+      {SelectionPattern::window, 2, 2, 64, 128, packed},      {SelectionPattern::topk, 4, 2, 16, 128, packed},
+      {SelectionPattern::mass, 8, 2, 64, 128, packed, ahead}, {SelectionPattern::topk, 8, 2, 64, 128, packed, ahead},
   };
   for (const Case& c : cases)
     for (const DType dtype : {DType::bf16, DType::f32})
@@ -205,6 +208,7 @@ TEST_F(CudaAttentionTest, EqualsTheCpuOnTheSameLists) {
                                    portable, deterministic));
           CudaAttentionOptions options = options_of(c.pattern, 700);
           options.attention.selection.block = c.block;
+          options.attention.selection.order = c.order;
           options.portable = portable;
           options.deterministic = deterministic;
           const auto attention = make_cuda_attention(options);
@@ -255,6 +259,59 @@ TEST_F(CudaAttentionTest, ChoosesWhatTheCpuChooses) {
     for (size_t i = 0; i < a.blocks.size(); ++i) same += std::ranges::binary_search(b.blocks, a.blocks[i]);
   }
   EXPECT_GT(static_cast<double>(same), 0.97 * static_cast<double>(want.entries()));
+}
+
+TEST_F(CudaAttentionTest, MeasuresCoverageLikeTheCpu) {
+  struct Case {
+    SelectionPattern pattern;
+    SelectionOrder order;
+    int block, heads;
+    DType dtype;
+  };
+  for (const Case& c : {Case{SelectionPattern::topk, SelectionOrder::causal, 128, 8, DType::f32},
+                        {SelectionPattern::topk, SelectionOrder::causal, 64, 14, DType::f32},
+                        {SelectionPattern::topp, SelectionOrder::causal, 256, 2, DType::f32},
+                        {SelectionPattern::mass, SelectionOrder::lookahead, 128, 8, DType::bf16},
+                        {SelectionPattern::window, SelectionOrder::causal, 128, 8, DType::bf16}}) {
+    SCOPED_TRACE(fmt::format("pattern {} block {} heads {}", static_cast<int>(c.pattern), c.block, c.heads));
+    CudaAttentionOptions options = options_of(c.pattern, 900);
+    options.attention.selection.order = c.order;
+    options.attention.selection.block = c.block;
+    options.attention.coverage_rows = 7;
+    const auto attention = make_cuda_attention(options);
+    const AttentionShape shape{c.heads, 2, 64, 0.125f};
+    const std::vector<int32_t> cu{0, 3001, 3001, 3004, 3600, 6600};  // the empty one is not measured, short ones dense
+    const Operands in(shape, cu.back(), c.dtype, 3);
+    BlockIndex index;
+    run(*attention, in, {cu, {}}, c.dtype, &index, 1);
+    const AttentionReport report = attention->take_report();
+    ASSERT_EQ(report.samples.size(), 4u);
+    double held = 0;
+    size_t at = 0;
+    for (int s = 0; s < 5; ++s) {
+      if (cu[s] == cu[s + 1]) continue;
+      const SequenceTiles tiles = sequence_tiles(options.attention.selection, cu[s + 1] - cu[s], 900);
+      const float* k = in.k.data() + int64_t{cu[s]} * 2 * 64;
+      std::vector<float> statistics(BlockStatistics::floats(BlockScore::moments, shape, tiles.blocks()));
+      const Exec exec = cpu_exec();
+      BlockStatistics::fill(exec, shape, BlockScore::moments, k, tiles.tokens, c.block, statistics.data());
+      const CoverageSample want = measure_coverage(
+          exec, shape, tiles,
+          {in.q.data() + int64_t{cu[s]} * c.heads * 64, k, statistics.data(), BlockScore::moments, 7, &index, s});
+      const MeasuredCoverage& got = report.samples[at++];
+      EXPECT_EQ(got.layer, 1);
+      EXPECT_EQ(got.tokens, tiles.tokens);
+      EXPECT_EQ(got.sample.rows, want.rows);
+      EXPECT_NEAR(got.sample.held, want.held, 2e-4);
+      ASSERT_EQ(got.sample.curve.size(), want.curve.size());
+      // Blocks of nearly the same estimate may change places.
+      for (size_t i = 0; i < want.curve.size(); ++i) EXPECT_NEAR(got.sample.curve[i], want.curve[i], 2e-3);
+      held += want.held * static_cast<double>(tiles.tokens);
+    }
+    EXPECT_EQ(report.layers[1].covered_tokens, 6600);
+    EXPECT_NEAR(report.layers[1].coverage, held, 2e-4 * 6600);
+    EXPECT_TRUE(attention->take_report().samples.empty());
+  }
 }
 
 TEST_F(CudaAttentionTest, BudgetsAndDenseLayersCount) {
@@ -318,13 +375,7 @@ TEST_F(CudaAttentionTest, ThresholdsMeetTheQuotaAndTravel) {
 
 TEST_F(CudaAttentionTest, RefusesWhatItCannotDo) {
   EXPECT_THROW(make_cuda_attention(options_of(SelectionPattern::vertical_slash, 900)), UserError);
-  CudaAttentionOptions options = options_of(SelectionPattern::mass, 900);
-  options.attention.selection.order = SelectionOrder::lookahead;
-  EXPECT_THROW(make_cuda_attention(options), UserError);
-  options = options_of(SelectionPattern::topk, 900);
-  options.attention.coverage_rows = 4;
-  EXPECT_THROW(make_cuda_attention(options), UserError);
-  options = options_of(SelectionPattern::topk, 900);
+  CudaAttentionOptions options = options_of(SelectionPattern::topk, 900);
   options.attention.selection.dense_layers = {3};
   EXPECT_THROW(make_cuda_attention(options), UserError);
 }

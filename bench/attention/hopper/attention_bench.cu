@@ -1,16 +1,63 @@
 // Times the Hopper attention kernels. Useful FLOPs: 4·d for every selected (query, key) pair and head forward, 2.5
 // times that backward. Lists are drawn at random; bench/peers/attention_lists.py draws the same ones for FlexAttention.
 
+#include <dlfcn.h>
+
 #include <algorithm>
+#include <chrono>
 #include <cmath>
 #include <functional>
 #include <string>
+#include <thread>
 
 #include "attention/hopper/prepare.cuh"
 #include "tests/attention/hopper/select_case.h"
 
 namespace sb::gpu {
+void hopper_forward_before(const ForwardParams& params, void* stream);
+void hopper_forward_no_turns(const ForwardParams& params, void* stream);
 namespace {
+
+// What the card does, from the driver's own library where there is one.
+class Card {
+ public:
+  Card() {
+    library_ = dlopen("libnvidia-ml.so.1", RTLD_NOW);
+    if (library_ == nullptr) return;
+    const auto init = reinterpret_cast<int (*)()>(dlsym(library_, "nvmlInit_v2"));
+    const auto handle = reinterpret_cast<int (*)(unsigned, void**)>(dlsym(library_, "nvmlDeviceGetHandleByIndex_v2"));
+    clock_ = reinterpret_cast<int (*)(void*, int, unsigned*)>(dlsym(library_, "nvmlDeviceGetClockInfo"));
+    power_ = reinterpret_cast<int (*)(void*, unsigned*)>(dlsym(library_, "nvmlDeviceGetPowerUsage"));
+    if (!init || !handle || !clock_ || !power_ || init() != 0 || handle(0, &device_) != 0) device_ = nullptr;
+  }
+  unsigned megahertz() const {
+    unsigned value = 0;
+    if (device_ != nullptr) clock_(device_, 1, &value);
+    return value;
+  }
+  unsigned watts() const {
+    unsigned value = 0;
+    if (device_ != nullptr) power_(device_, &value);
+    return value / 1000;
+  }
+
+ private:
+  void *library_ = nullptr, *device_ = nullptr;
+  int (*clock_)(void*, int, unsigned*) = nullptr;
+  int (*power_)(void*, unsigned*) = nullptr;
+};
+
+const Card& card() {
+  static const Card one;
+  return one;
+}
+
+// The card runs at its power limit and remembers for a while what it did before: every case starts from rest.
+int pause_ms = 250;
+void rest() {
+  must(cudaDeviceSynchronize(), "rest");
+  std::this_thread::sleep_for(std::chrono::milliseconds(pause_ms));
+}
 
 double median_ms(const std::function<void()>& body, int repeats) {
   cudaEvent_t begin, end;
@@ -56,6 +103,33 @@ double useful_pairs(const std::vector<int32_t>& cu, const RowLists* lists, int l
   return pairs;
 }
 
+void variants(const char* name, int query_heads, int kv_heads, int d, int length, double keep, int query_block) {
+  const Shape shape{length, query_heads, kv_heads, d, 1.f / std::sqrt(float(d))};
+  const std::vector<int32_t> cu{0, length};
+  ListOptions options;
+  options.heads = kv_heads;
+  options.keep = keep;
+  options.query_block = query_block;
+  const RowLists lists = keep < 1 ? random_lists(cu, options) : RowLists{};
+  Tensors t(shape, 42);
+  DeviceWork w(shape, cu, {keep >= 1}, keep < 1 ? &lists : nullptr, 132);
+  const double flops = 4.0 * d * useful_pairs(cu, keep < 1 ? &lists : nullptr, kv_heads) * (query_heads / kv_heads);
+  const ForwardParams f = forward_params(shape, t, w);
+  const struct {
+    const char* name;
+    void (*forward)(const ForwardParams&, void*);
+  } all[] = {{"before", hopper_forward_before}, {"now", hopper_forward}, {"no turns", hopper_forward_no_turns}};
+  for (int round = 0; round < 3; ++round) {
+    std::printf("%-26s", name);
+    for (const auto& one : all) {
+      rest();
+      const double ms = median_ms([&] { one.forward(f, nullptr); }, flops > 2e12 ? 11 : 41);
+      std::printf(" | %s %.3f ms %.0f (%u MHz)", one.name, ms, flops / ms / 1e9, card().megahertz());
+    }
+    std::printf("\n");
+  }
+}
+
 std::string filter;  // only the cases whose name holds it
 
 void run(const std::string& name, int query_heads, int kv_heads, int d, const std::vector<int>& lengths, double keep,
@@ -87,17 +161,22 @@ void run(const std::string& name, int query_heads, int kv_heads, int d, const st
   const ForwardParams f = forward_params(shape, t, w);
   const BackwardParams b = backward_params(shape, t, w);
   const int repeats = flops > 2e13 ? 5 : flops > 2e12 ? 11 : 41;
+  rest();
   const double forward_ms = median_ms([&] { hopper_forward(f, nullptr); }, repeats);
+  const unsigned forward_clock = card().megahertz();
   const double prepare_ms = median_ms([&] { prepare_rows(b, true, nullptr); }, repeats);
   const double finish_ms = median_ms([&] { finish_dq(b, nullptr), finish_split_columns(b, nullptr); }, repeats);
+  rest();
   const double backward_ms = median_ms([&] { hopper_backward(b, nullptr); }, repeats);
+  const unsigned backward_clock = card().megahertz(), watts = card().watts();
   double deterministic_ms = 0;
+  if (deterministic) rest();
   if (deterministic) deterministic_ms = median_ms([&] { hopper_backward_deterministic(b, nullptr); }, repeats);
   std::printf("%-30s %8.3f %6.0f | %8.3f %6.0f (rows %.3f, finish %.3f, splits %d)", name.c_str(), forward_ms,
               flops / forward_ms / 1e9, backward_ms, 2.5 * flops / backward_ms / 1e9, prepare_ms, finish_ms,
               w.split_count());
   if (deterministic) std::printf(" | %8.3f %6.0f", deterministic_ms, 2.5 * flops / deterministic_ms / 1e9);
-  std::printf("\n");
+  std::printf(" | %u, %u MHz, %u W\n", forward_clock, backward_clock, watts);
   std::fflush(stdout);
 }
 
@@ -111,6 +190,7 @@ void run_selection(const std::string& name, int query_heads, int kv_heads, int d
   const SequenceTiles tiles{length, kBlock, 16, 1, 2, config.budget};
   Tensors t(shape, 42);
   SelectCase chosen(shape, cu, {false}, {tiles}, config, true);
+  rest();
   const double select_ms = median_ms([&] { chosen.run(shape, t.q.get(), t.k.get()); }, 11);
   const RowLists lists = chosen.lists(shape);
   DeviceWork w(shape, cu, {false}, &lists, 132);
@@ -151,6 +231,15 @@ int main(int argc, char** argv) {
   std::setvbuf(stdout, nullptr, _IONBF, 0);
   const std::string mode = argc > 1 ? argv[1] : "all";
   if (argc > 2) sb::gpu::filter = argv[2];
+  if (mode == "variants") {
+    sb::gpu::variants("10% 14:2 d64 32K qb16", 14, 2, 64, 32768, 0.1, 16);
+    sb::gpu::variants("dense 14:2 d64 32K", 14, 2, 64, 32768, 1, 0);
+    sb::gpu::variants("10% 16:2 d128 32K qb16", 16, 2, 128, 32768, 0.1, 16);
+    sb::gpu::variants("dense 16:2 d128 32K", 16, 2, 128, 32768, 1, 0);
+    sb::gpu::variants("10% 16:2 d128 128K qb16", 16, 2, 128, 131072, 0.1, 16);
+    return 0;
+  }
+  if (argc > 3) sb::gpu::pause_ms = std::atoi(argv[3]);
   const bool det = mode != "quick";
   const bool all = mode == "all";
   std::printf("%-30s %8s %6s | %8s %6s\n", "case (causal, block 128)", "fwd ms", "TF/s", "bwd ms", "TF/s");

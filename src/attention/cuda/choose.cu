@@ -1,29 +1,12 @@
 #include "attention/cuda/choose.cuh"
 
 #include "attention/cuda/check.cuh"
+#include "attention/cuda/emit.cuh"
 
 namespace sb::gpu {
 namespace {
 
-constexpr uint8_t kUnchosen = 255;
-constexpr int kWarps = 4;  // query blocks of a thread block
 constexpr float kLog2e = 1.4426950408889634f;
-
-struct Arguments {
-  const SelectItem* items;
-  int32_t count;
-  int32_t query_block, select_block, expand;  // expand: key blocks of the lists in one of the selection
-  int32_t warp_bytes;                         // of shared memory: a third for `first`, the rest for masses
-  SelectionPattern pattern;
-  bool lookahead;
-  float coverage;
-  const float* thresholds;
-  const uint16_t* masses;
-  uint32_t* entries;
-  uint8_t* map;
-  int32_t* column_counts;
-  unsigned long long* chosen;
-};
 
 // The choices of one warp for the tokens of a query block, one after the other. Lane l looks after blocks 64·i + 2·l
 // and the next. A block's key is its mass, then its number: larger mass first, ties to the lower block, and no two keys
@@ -32,7 +15,7 @@ struct Arguments {
 template <int kPairs, bool kCount>
 struct Chooser {
   static constexpr int kHeld = kPairs > 0 ? kPairs : 1;
-  const Arguments& args;
+  const ChoiceArguments& args;
   const SelectItem& item;
   uint8_t* first;           // of each block, the token that chose it
   uint32_t* shared_masses;  // kPairs = 0 only
@@ -59,6 +42,17 @@ struct Chooser {
   __device__ __forceinline__ void take(int i, int e, int row) {
     if constexpr (kPairs > 0) taken[(2 * i + e) / 32] |= 1u << ((2 * i + e) % 32);
     first[64 * i + 2 * lane + e] = static_cast<uint8_t>(row);
+  }
+  // The block that a key is of; what a token adds is mostly one.
+  __device__ __forceinline__ void take_one(uint32_t key, int row) {
+    if (key == 0) return;
+    const int j = 0xFFFF - static_cast<int>(key & 0xFFFF);
+    if (lane == j % 64 / 2) {
+      static_assert(sizeof(taken) == sizeof(uint32_t));
+      if constexpr (kPairs > 0) taken[0] |= 1u << (j / 64 * 2 + j % 2);
+      first[j] = static_cast<uint8_t>(row);
+    }
+    ++chosen;
   }
   __device__ __forceinline__ uint32_t key(int i, int e) const {
     const uint32_t mass = e == 0 ? pair(i) << 16 : pair(i) & 0xFFFF0000u;
@@ -174,6 +168,7 @@ struct Chooser {
     const uint32_t top = best();
     uint32_t threshold = top;
     if constexpr (kCount) {
+      if (room == 1) return take_one(top, row);
       threshold = ranked(top, room);
     } else if (args.pattern == SelectionPattern::topp) {
       float all = 0, held = 0;
@@ -235,7 +230,7 @@ struct Chooser {
       next_token();
       ++index;
       // The next token's masses are on their way while this one chooses.
-      constexpr bool kAhead = kPairs > 0 && kPairs <= 8;
+      constexpr bool kAhead = kPairs > 0;
       uint32_t next[kHeld];
       if constexpr (kAhead)
         if (row < item.tokens) each_pair([&](int i) { next[i] = load(index, i); });
@@ -252,51 +247,9 @@ struct Chooser {
   }
 };
 
-// `first` is null where nothing was to choose.
-__device__ void emit(const Arguments& args, const SelectItem& item, const uint8_t* first, int lane) {
-  const auto chosen_by = [&](int j) -> uint8_t {
-    if (j >= item.competing || item.everything) return 0;
-    if (first != nullptr) return first[j];
-    return j < item.sinks || j >= item.competing - item.local ? 0 : kUnchosen;
-  };
-  int at = item.list_begin;
-  for (int base = 0; base < item.visible; base += 32) {
-    const int j = base + lane;
-    uint8_t by = kUnchosen;
-    if (j < item.visible) {
-      by = chosen_by(j / args.expand);
-      args.map[item.map + j] = by;
-    }
-    const uint32_t kept = __ballot_sync(~0u, by != kUnchosen);
-    if (by != kUnchosen) {
-      args.entries[at + __popc(kept & ((1u << lane) - 1))] = list_entry(j, by);
-      atomicAdd(args.column_counts + item.column + j, 1);
-    }
-    at += __popc(kept);
-  }
-  for (int i = at + lane; i < item.list_begin + item.capacity; i += 32) args.entries[i] = kNoEntry;
-
-  if (args.chosen == nullptr) return;
-  unsigned blocks = 0, pairs = 0;
-  for (int j = lane; j < item.competing; j += 32)
-    if (const uint8_t by = chosen_by(j); by != kUnchosen) {
-      ++blocks;
-      pairs += (item.tokens - by) * args.select_block;
-    }
-  blocks = __reduce_add_sync(~0u, blocks);
-  pairs = __reduce_add_sync(~0u, pairs);
-  if (lane != 0) return;
-  const int own = item.position - item.competing * args.select_block;  // keys of its own blocks before the query block
-  blocks += (item.position + item.tokens - 1) / args.select_block + 1 - item.competing;
-  atomicAdd(args.chosen + 2 * item.length_class, static_cast<unsigned long long>(blocks));
-  atomicAdd(args.chosen + 2 * item.length_class + 1, static_cast<unsigned long long>(pairs) +
-                                                         static_cast<unsigned long long>(item.tokens) * own +
-                                                         item.tokens * (item.tokens + 1) / 2);
-}
-
 template <int kPairs, bool kCount>
 __global__ void __launch_bounds__(32 * kWarps, kPairs == 16 ? 2 : 4)
-    choose_kernel(const __grid_constant__ Arguments args) {
+    choose_kernel(const __grid_constant__ ChoiceArguments args) {
   extern __shared__ __align__(16) uint8_t shared[];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int index = blockIdx.x * kWarps + warp;
@@ -393,6 +346,7 @@ __global__ void __launch_bounds__(32 * kColumnWarps)
 
 void choose_blocks(const SelectParams& p, const SelectBatch& batch, cudaStream_t stream) {
   if (batch.item_count == 0) return;
+  if (p.most_mass()) return sum_tile_masses(p, batch, stream);
   const int chunks = (p.max_competing + 63) / 64;
   const bool counted = p.pattern == SelectionPattern::topk || p.pattern == SelectionPattern::window;
   const auto kernel = counted ? kernel_for<true>(chunks) : kernel_for<false>(chunks);
@@ -401,26 +355,13 @@ void choose_blocks(const SelectParams& p, const SelectBatch& batch, cudaStream_t
   if (shared > kSharedLimit) throw_unsupported("key blocks to choose among", p.max_competing);
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared),
         "shared memory of the choice");
-  const Arguments args{p.items + batch.item_begin,
-                       batch.item_count,
-                       p.query_block,
-                       p.select_block,
-                       p.select_block / p.block,
-                       3 * 64 * chunks,
-                       p.pattern,
-                       p.lookahead,
-                       p.coverage,
-                       p.thresholds,
-                       p.masses,
-                       p.row_entries,
-                       p.map,
-                       p.column_counts,
-                       p.chosen};
+  const ChoiceArguments args = choice_arguments(p, batch.item_begin, batch.item_count, 3 * 64 * chunks);
   kernel<<<(batch.item_count + kWarps - 1) / kWarps, 32 * kWarps, shared, stream>>>(args);
   check(cudaGetLastError(), "choice of key blocks");
 }
 
 void list_columns(const SelectParams& p, cudaStream_t stream) {
+  if (p.most_mass()) choose_most_mass(p, stream);
   columns_kernel<<<p.group_count, 32 * kColumnWarps, 0, stream>>>(p.groups, p.column_count, p.map, p.column_counts,
                                                                   p.column_offsets, p.column_entries);
   check(cudaGetLastError(), "column lists");

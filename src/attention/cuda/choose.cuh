@@ -20,9 +20,15 @@ __device__ __forceinline__ float mass_of(uint32_t ordered_half) {
   return __half2float(__ushort_as_half(static_cast<unsigned short>(bits)));
 }
 
+// Before the first batch.
+void begin_choices(const SelectParams& params, cudaStream_t stream);
 // Row lists and map of one batch, from its masses; adds to the column counts, which begin at zero.
 void choose_blocks(const SelectParams& params, const SelectBatch& batch, cudaStream_t stream);
 // Column lists from the map, when all batches are done.
 void list_columns(const SelectParams& params, cudaStream_t stream);
+
+// `mass` with look-ahead: the masses of query blocks, batch by batch; then the best pairs of each sequence and head.
+void sum_tile_masses(const SelectParams& params, const SelectBatch& batch, cudaStream_t stream);
+void choose_most_mass(const SelectParams& params, cudaStream_t stream);
 
 }  // namespace sb::gpu

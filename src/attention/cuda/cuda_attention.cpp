@@ -4,6 +4,7 @@
 #include <cmath>
 #include <limits>
 
+#include "attention/cuda/coverage_log.h"
 #include "attention/cuda/device_plan.h"
 #include "device/cuda.h"
 
@@ -40,11 +41,6 @@ class CudaAttention final : public ChoosingAttention {
     if (selection_.pattern != SelectionPattern::dense) check_selection_config(selection_);
     SB_USER_CHECK(selection_.pattern != SelectionPattern::vertical_slash,
                   "attention.pattern: vertical_slash does not run on device: cuda yet; use topk, topp, mass or window");
-    SB_USER_CHECK(selection_.pattern != SelectionPattern::mass || selection_.order == SelectionOrder::causal,
-                  "attention.order: lookahead with attention.pattern: mass does not run on device: cuda; use causal");
-    SB_USER_CHECK(options.attention.coverage_rows == 0,
-                  "attention.coverage_rows: {}, but coverage is not measured on device: cuda yet; set it to 0",
-                  options.attention.coverage_rows);
     SB_USER_CHECK(device_.major >= 8, "{} is too old: attention on CUDA needs compute capability 8.0 or later",
                   device_.name);
     for (const int64_t layer : selection_.dense_layers) {
@@ -77,17 +73,14 @@ class CudaAttention final : public ChoosingAttention {
     const ArenaScope scope(*exec.scratch);
     gpu::ForwardParams params;
     kept.plan->set(params);
-    params.q = operands.q.raw();
-    params.k = operands.k.raw();
-    params.v = operands.v.raw();
-    params.o = operands.out.raw();
-    params.lse = operands.lse.f32();
+    set_operands(params, operands);
     params.row_entries = kept.plan->lists_in(kept.list_memory()).row_entries;
     params.counter = exec.scratch->allocate_array<int32_t>(4);
     if (kept.plan->hopper())
       gpu::hopper_forward(params, exec.stream);
     else
       gpu::portable_forward(params, kept.plan->precision(), exec.stream);
+    if (!replay && options_.attention.coverage_rows > 0) measure(exec, layer, operands, kept);
   }
 
   void backward(const Exec& exec, int layer, const AttentionShape& shape, const PackedSequences& sequences,
@@ -101,11 +94,7 @@ class CudaAttention final : public ChoosingAttention {
     const ArenaScope scope(*exec.scratch);
     gpu::BackwardParams params;
     kept.plan->set(params);
-    params.q = operands.q.raw();
-    params.k = operands.k.raw();
-    params.v = operands.v.raw();
-    params.o = operands.out.raw();
-    params.lse = operands.lse.f32();
+    set_operands(params, operands);
     params.d_o = gradients.dout.raw();
     params.dq = gradients.dq.raw();
     params.dk = gradients.dk.raw();
@@ -151,8 +140,16 @@ class CudaAttention final : public ChoosingAttention {
       const int64_t masses =
           std::min(kBatchMasses, shape.kv_heads * max_tokens * (blocks + 64)) + selection_.query_block * (blocks + 64);
       selection = shape.kv_heads * (blocks * 2 * d * 4 + lists * fine + 4 * (fine + sequences)) + 2 * masses;
+      if (chooses_most_mass())  // masses of all query blocks, and the counts of every sequence
+        selection +=
+            shape.kv_heads * (2 * lists * (blocks + 64) + 4 * gpu::pool_counts_size(sequences, lists + sequences));
     }
-    return std::max(backward, selection) + 16 * 1024;
+    int64_t coverage = 0;
+    if (options_.attention.coverage_rows > 0) {
+      const int64_t blocks = (max_tokens + selection_.block - 1) / selection_.block + sequences;
+      coverage = 3 * 4 * options_.attention.coverage_rows * blocks * (shape.heads + shape.kv_heads);
+    }
+    return std::max({backward, selection, coverage}) + 16 * 1024;
   }
 
   int64_t state_bytes(const AttentionShape& shape, int64_t max_tokens) const override {
@@ -161,8 +158,10 @@ class CudaAttention final : public ChoosingAttention {
     const int block = std::min(selection_.block, gpu::kBlock);
     const int64_t blocks = (max_tokens + block - 1) / block + usual_sequences(max_tokens);
     const int64_t list =
-        std::min(blocks, (2 * selection_.budget + selection_.query_block) / block +
-                             (selection_.sink_blocks + selection_.local_blocks + 2) * (selection_.block / block));
+        chooses_most_mass()
+            ? blocks
+            : std::min(blocks, (2 * selection_.budget + selection_.query_block) / block +
+                                   (selection_.sink_blocks + selection_.local_blocks + 2) * (selection_.block / block));
     const int64_t rows =
         ((max_tokens + selection_.query_block - 1) / selection_.query_block + usual_sequences(max_tokens)) *
         shape.kv_heads;
@@ -179,6 +178,7 @@ class CudaAttention final : public ChoosingAttention {
       for (size_t layer = 0; layer < pairs.size(); ++layer)
         report_.layers[layer].pairs += static_cast<int64_t>(pairs[layer]);
     }
+    coverage_.take(report_);
     AttentionReport taken = std::move(report_);
     report_ = {};
     report_.layers.resize(options_.attention.layers);
@@ -187,7 +187,7 @@ class CudaAttention final : public ChoosingAttention {
 
   Selector::Thresholds thresholds() const override {
     Selector::Thresholds found;
-    if (selection_.pattern != SelectionPattern::mass) return found;
+    if (!steers()) return found;
     std::vector<float> values(options_.attention.layers * gpu::kLengthClasses);
     cuda::copy_and_wait(device_thresholds(0), values.data(), static_cast<int64_t>(values.size() * sizeof(float)));
     for (size_t i = 0; i < values.size(); ++i)
@@ -197,7 +197,7 @@ class CudaAttention final : public ChoosingAttention {
   }
 
   void set_thresholds(Selector::Thresholds thresholds) override {
-    if (selection_.pattern != SelectionPattern::mass) return;
+    if (!steers()) return;
     std::vector<float> values(options_.attention.layers * gpu::kLengthClasses, std::numeric_limits<float>::quiet_NaN());
     for (const auto& [place, value] : thresholds)
       if (place.first < options_.attention.layers && place.second < gpu::kLengthClasses)
@@ -206,6 +206,10 @@ class CudaAttention final : public ChoosingAttention {
   }
 
  private:
+  // `mass` with look-ahead: any query block may take everything, so that every list has room for it.
+  bool chooses_most_mass() const {
+    return selection_.pattern == SelectionPattern::mass && selection_.order == SelectionOrder::lookahead;
+  }
   // Sequences of a micro-batch that memory is planned for.
   static int64_t usual_sequences(int64_t tokens) { return tokens / 64 + 64; }
 
@@ -219,6 +223,34 @@ class CudaAttention final : public ChoosingAttention {
                "attention on CUDA takes tensors of one type on the device");
     SB_CHECK(operands.q.dtype() == DType::bf16 || operands.q.dtype() == DType::f32, "attention in {}",
              dtype_name(operands.q.dtype()));
+  }
+
+  template <typename Params>
+  static void set_operands(Params& params, const AttentionOperands& operands) {
+    params.q = operands.q.raw();
+    params.k = operands.k.raw();
+    params.v = operands.v.raw();
+    params.o = operands.out.raw();
+    params.lse = operands.lse.f32();
+  }
+
+  void measure(const Exec& exec, int layer, const AttentionOperands& operands, const CudaState& state) {
+    const DevicePlan& plan = *state.plan;
+    const ArenaScope scope(*exec.scratch);
+    gpu::CoverageParams params;
+    plan.set(params);
+    params.q = operands.q.raw();
+    params.k = operands.k.raw();
+    params.moments = selection_.score == BlockScore::moments;
+    params.block = selection_.block;
+    params.query_block = selection_.query_block;
+    params.sinks = selection_.sink_blocks;
+    params.local = selection_.local_blocks;
+    params.row_entries = plan.lists_in(state.list_memory()).row_entries;
+    params.scores = floats(exec, 3 * plan.coverage().scores);
+    params.ranks = floats(exec, 3 * plan.coverage().ranks);
+    params.results = coverage_.add(layer, plan);
+    gpu::measure_coverage(params, plan.precision(), exec.stream);
   }
 
   SequenceTiles tiles_of(const PackedSequences& sequences, int sequence) const {
@@ -242,6 +274,7 @@ class CudaAttention final : public ChoosingAttention {
     request.selection = &selection_;
     request.multiprocessors = device_.multiprocessors;
     request.batch_masses = kBatchMasses;
+    request.coverage_rows = options_.attention.coverage_rows;
     const bool dense_layer = selection_.pattern == SelectionPattern::dense ||
                              std::ranges::find(selection_.dense_layers, layer) != selection_.dense_layers.end();
     for (int s = 0; s < sequences.sequences(); ++s) {
@@ -296,7 +329,11 @@ class CudaAttention final : public ChoosingAttention {
       params.chosen = exec.scratch->allocate_array<unsigned long long>(kCounts);
       cuda::zero(exec.stream, params.chosen, kCounts * static_cast<int64_t>(sizeof(unsigned long long)));
     }
-    if (selection_.pattern == SelectionPattern::mass) {
+    if (params.most_mass()) {
+      params.sums = exec.scratch->allocate_array<uint16_t>(plan.select().sums);
+      params.pool_counts = exec.scratch->allocate_array<int32_t>(plan.pool_counts());
+    }
+    if (steers()) {
       params.thresholds = device_thresholds(layer);
       gpu::begin_thresholds(device_thresholds(layer), plan.thresholds(), exec.stream);
     }
@@ -304,8 +341,7 @@ class CudaAttention final : public ChoosingAttention {
       gpu::hopper_select(params, exec.stream);
     else
       gpu::portable_select(params, plan.precision(), exec.stream);
-    if (selection_.pattern == SelectionPattern::mass)
-      gpu::steer_thresholds(device_thresholds(layer), plan.thresholds(), params.chosen, exec.stream);
+    if (steers()) gpu::steer_thresholds(device_thresholds(layer), plan.thresholds(), params.chosen, exec.stream);
     if (counts_on_device()) {
       gpu::add_pairs(static_cast<unsigned long long*>(counted_.data()) + layer, params.chosen, exec.stream);
       // Dense sequences beside them.
@@ -329,6 +365,10 @@ class CudaAttention final : public ChoosingAttention {
   bool counts_on_device() const {
     return selection_.pattern == SelectionPattern::topp || selection_.pattern == SelectionPattern::mass;
   }
+  // Whether thresholds are carried from step to step; with look-ahead they are found anew each time.
+  bool steers() const {
+    return selection_.pattern == SelectionPattern::mass && selection_.order == SelectionOrder::causal;
+  }
   // Pairs of every layer, then thresholds of every layer and length class.
   int64_t counted_bytes() const {
     return options_.attention.layers *
@@ -345,6 +385,7 @@ class CudaAttention final : public ChoosingAttention {
   gpu::Staging staging_;
   std::vector<std::shared_ptr<DevicePlan>> plans_;  // used last first
   DeviceBuffer counted_;
+  gpu::CoverageLog coverage_;
   AttentionReport report_;
 };
 

@@ -89,6 +89,10 @@ void DevicePlan::build(const PlanRequest& request, Staging& staging, void* strea
   }
   work_ = make_work(shape_, cu_seqlens_, dense_, sparse_ ? &rows : nullptr, request.multiprocessors);
   const ThresholdPlan thresholds = threshold_plan(request);
+  coverage_ = {};
+  if (request.coverage_rows > 0)
+    coverage_ = make_coverage_plan(shape_, cu_seqlens_, dense_, request.tiles, request.coverage_rows,
+                                   sparse_ ? &select_ : nullptr);
 
   Layout layout;
   const auto place = [&]<typename T>(const std::vector<T>& array) {
@@ -102,6 +106,11 @@ void DevicePlan::build(const PlanRequest& request, Staging& staging, void* strea
   places_.items = place(select_.items);
   places_.blocks = place(select_.blocks);
   places_.groups = place(select_.groups);
+  places_.pools = place(select_.pools);
+  places_.coverage_sequences = place(coverage_.sequences);
+  places_.coverage_tokens = place(coverage_.tokens);
+  places_.coverage_lists = place(coverage_.lists);
+  places_.coverage_grid = place(coverage_.grid);
   places_.thresholds = layout.add<ThresholdPlan>(1);
   const int64_t uploaded = layout.bytes();
 
@@ -128,18 +137,29 @@ void DevicePlan::build(const PlanRequest& request, Staging& staging, void* strea
   fill(places_.items, select_.items);
   fill(places_.blocks, select_.blocks);
   fill(places_.groups, select_.groups);
+  fill(places_.pools, select_.pools);
+  fill(places_.coverage_sequences, coverage_.sequences);
+  fill(places_.coverage_tokens, coverage_.tokens);
+  fill(places_.coverage_lists, coverage_.lists);
+  fill(places_.coverage_grid, coverage_.grid);
   std::memcpy(host + places_.thresholds, &thresholds, sizeof(thresholds));
   staging.send(stream, memory_.data(), uploaded);
 
   forward_count_ = static_cast<int32_t>(work_.forward.size());
   block_count_ = static_cast<int32_t>(select_.blocks.size());
   group_count_ = static_cast<int32_t>(select_.groups.size());
+  coverage_count_ = static_cast<int32_t>(coverage_.tokens.size());
+  coverage_.tokens = {};
+  coverage_.lists = {};
+  coverage_.grid = {};
   work_.forward = {};
   work_.places = {};
   select_.scores = {};
   select_.items = {};
   select_.blocks = {};
   select_.groups = {};
+  pool_count_ = static_cast<int32_t>(select_.pools.size());
+  select_.pools = {};
   if (!sparse_) {
     BackwardWorkParams params;
     set(params);
@@ -179,6 +199,9 @@ void DevicePlan::set(SelectParams& params) const {
   params.groups = at<SelectGroup>(places_.groups);
   params.group_count = group_count_;
   params.column_count = select_.columns;
+  params.pools = at<SelectPool>(places_.pools);
+  params.pool_count = pool_count_;
+  params.pool_tiles = select_.pool_tiles;
 }
 
 void DevicePlan::set(BackwardWorkParams& params) const {
@@ -194,6 +217,21 @@ void DevicePlan::set(ForwardParams& params) const {
   params.tiling = work_.tiling;
   params.items = at<ForwardItem>(places_.forward);
   params.item_count = forward_count_;
+}
+
+void DevicePlan::set(CoverageParams& params) const {
+  params.shape = shape_;
+  params.sequences = at<CoverageSequence>(places_.coverage_sequences);
+  params.sequence_count = static_cast<int32_t>(coverage_.sequences.size());
+  params.blocks = coverage_.blocks;
+  params.tokens = at<CoverageToken>(places_.coverage_tokens);
+  params.token_count = coverage_count_;
+  params.lists = at<CoverageList>(places_.coverage_lists);
+  params.grid = at<int32_t>(places_.coverage_grid);
+  if (!sparse_) return;
+  params.list_heads = select_.list_heads;
+  params.list_block = select_.block;
+  params.list_query_block = select_.query_block;
 }
 
 void DevicePlan::set(BackwardParams& params) const {

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "attention/attention.h"
+#include "attention/cuda/coverage.h"
 #include "attention/cuda/select.h"
 #include "attention/cuda/thresholds.h"
 #include "attention/cuda/work.h"
@@ -69,6 +70,7 @@ struct PlanRequest {
   const SelectionConfig* selection = nullptr;
   int multiprocessors = 0;
   int64_t batch_masses = 0;
+  int coverage_rows = 0;  // tokens of every sequence on which coverage is measured
 };
 
 class DevicePlan {
@@ -77,6 +79,7 @@ class DevicePlan {
   void build(const PlanRequest& request, Staging& staging, void* stream);
   bool matches(const PlanRequest& request) const;
 
+  const Shape& shape() const { return shape_; }
   bool sparse() const { return sparse_; }
   const Work& work() const { return work_; }
   const SelectPlan& select() const { return select_; }
@@ -88,6 +91,7 @@ class DevicePlan {
   const std::vector<bool>& dense() const { return dense_; }
   int64_t causal_pairs() const { return causal_pairs_; }  // over the list heads
   int64_t statistics_bytes() const;
+  int64_t pool_counts() const { return pool_counts_size(pool_count_, select_.pool_tiles); }
   int64_t list_bytes() const { return lists_.bytes; }
 
   // Arrays that belong to a state when there are lists, to the plan when there are none.
@@ -106,6 +110,8 @@ class DevicePlan {
   void set(BackwardWorkParams& params) const;
   void set(ForwardParams& params) const;
   void set(BackwardParams& params) const;
+  void set(CoverageParams& params) const;
+  const CoveragePlan& coverage() const { return coverage_; }
   const ThresholdPlan* thresholds() const { return at<ThresholdPlan>(places_.thresholds); }
 
  private:
@@ -121,12 +127,14 @@ class DevicePlan {
   std::vector<int32_t> cu_seqlens_;
   std::vector<bool> dense_;
   std::vector<int64_t> budgets_;
-  Work work_;          // vectors emptied once they are on the device
-  SelectPlan select_;  // likewise, but for the batches and the row offsets
+  Work work_;              // vectors emptied once they are on the device
+  SelectPlan select_;      // likewise, but for the batches and the row offsets
+  CoveragePlan coverage_;  // likewise, but for the sequences
   int64_t causal_pairs_ = 0;
-  int32_t forward_count_ = 0, block_count_ = 0, group_count_ = 0;
+  int32_t forward_count_ = 0, block_count_ = 0, group_count_ = 0, pool_count_ = 0, coverage_count_ = 0;
   struct {
-    int64_t cu_seqlens, cu_subtiles, forward, places, scores, items, blocks, groups, thresholds;
+    int64_t cu_seqlens, cu_subtiles, forward, places, scores, items, blocks, groups, pools, thresholds,
+        coverage_sequences, coverage_tokens, coverage_lists, coverage_grid;
   } places_{};
   struct {
     int64_t row_entries, column_entries, column_offsets, items, splits, counts, bytes;

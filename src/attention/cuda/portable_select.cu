@@ -151,6 +151,7 @@ void launch(const SelectParams& p, cudaStream_t stream) {
         p.shape.scale, p.moments ? p.shape.scale * p.shape.scale / 2 : 0.f);
     check(cudaGetLastError(), "block statistics");
   }
+  begin_choices(p, stream);
   for (const SelectBatch& batch : p.batches) {
     if (batch.score_count > 0) {
       const Arguments args{p.q,

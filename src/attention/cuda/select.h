@@ -49,7 +49,9 @@ struct alignas(16) SelectItem {
   int64_t map = 0;     // byte of (query block, key block 0) in the map
   int32_t stride = 0;  // of the masses
   int32_t column = 0;  // number of key block 0 of its sequence and head among the columns
-  int32_t unused[2] = {0, 0};
+  int32_t pool = 0;    // SelectPool it belongs to
+  int32_t unused = 0;
+  int64_t sums = 0;  // `mass` with look-ahead: its own masses
 };
 
 // What the tokens of a query block may have chosen together, token by token: first + (total - first) · row /
@@ -90,6 +92,13 @@ struct SelectGroup {
   int32_t block = 0, query_block = 0;
 };
 
+// `mass` with look-ahead: the query blocks of one sequence and head, which share their choices.
+struct SelectPool {
+  int64_t wanted = 0;      // choices besides the forced ones
+  int32_t first_tile = 0;  // of its query blocks among those of all pools
+  int32_t tiles = 0;
+};
+
 // A key block whose mean and variance are to be taken.
 struct SelectBlock {
   int32_t token = 0, keys = 0, head = 0, unused = 0;
@@ -102,6 +111,7 @@ struct SelectBatch {
 };
 
 struct SelectPlan {
+  int32_t list_heads = 0;
   int32_t query_block = 0;
   int32_t select_block = 0;   // tokens of a key block in the selection
   int32_t block = 0;          // and in the lists
@@ -113,6 +123,9 @@ struct SelectPlan {
   std::vector<SelectBatch> batches;
   std::vector<SelectBlock> blocks;
   std::vector<SelectGroup> groups;
+  std::vector<SelectPool> pools;
+  int64_t sums = 0;  // masses of query blocks
+  int32_t pool_tiles = 0;
   int32_t columns = 0;               // key blocks of all sequences and heads
   std::vector<int32_t> row_offsets;  // as in RowLayout
   int32_t rows = 0;
@@ -149,6 +162,8 @@ struct SelectParams {
   uint32_t* row_entries = nullptr;     // [entries]
   int32_t* column_offsets = nullptr;   // [columns + 1]
   uint32_t* column_entries = nullptr;  // [entries]
+  const SelectPool* pools = nullptr;
+  int32_t pool_count = 0, pool_tiles = 0;
   // Sum of what was chosen, forced blocks included: [length class][blocks, (query, key) pairs]; null: not counted.
   unsigned long long* chosen = nullptr;
   // Workspace.
@@ -156,7 +171,16 @@ struct SelectParams {
   uint16_t* masses = nullptr;  // [plan.masses]: log2 as 16-bit floats, mapped so that they order as unsigned integers
   uint8_t* map = nullptr;      // [plan.map_bytes]
   int32_t* column_counts = nullptr;  // [columns]
+  uint16_t* sums = nullptr;          // [plan.sums], like the masses
+  int32_t* pool_counts = nullptr;    // [pool_counts_size()]
+
+  bool most_mass() const { return pattern == SelectionPattern::mass && lookahead; }
 };
+
+// Of each pool two histograms and what was found, of each query block one number.
+constexpr int64_t pool_counts_size(int64_t pools, int64_t pool_tiles) {
+  return pools * 520 + pool_tiles;
+}
 
 // Of a sequence: bits of the number of tokens.
 constexpr int kLengthClasses = 32;

@@ -30,11 +30,15 @@ class SequencePlanner {
         begin_(begin),
         score_tokens_(score_tokens),
         batch_masses_(batch_masses),
+        most_mass_(config.pattern == SelectionPattern::mass && config.order == SelectionOrder::lookahead),
         statistics_(static_cast<int32_t>(plan.blocks.size())),
         map_stride_((fine_blocks(tiles.tokens) + 15) / 16 * 16) {}
 
   void add(int64_t& batch_used) {
     add_blocks();
+    SelectPool pool;
+    pool.first_tile = plan_.pool_tiles;
+    pool.tiles = static_cast<int32_t>(tiles_.tiles());
     for (int64_t tile = 0; tile < tiles_.tiles(); ++tile) {
       SelectItem item = make_item(tile);
       const bool scored = !item.everything && item.total > 0 && tiles_.candidates(tile) > 0;
@@ -50,12 +54,21 @@ class SequencePlanner {
         item.masses = batch_used;
         add_scores(item);
         batch_used += needed;
+        if (most_mass_) {
+          item.sums = plan_.sums;
+          plan_.sums += item.stride;
+          pool.wanted += std::min(tiles_.free_quota(tile), tiles_.candidates(tile));
+        }
         plan_.masses = std::max(plan_.masses, batch_used);
         plan_.max_competing = std::max(plan_.max_competing, item.competing);
       }
       plan_.items.push_back(item);
       plan_.batches.back().item_count = static_cast<int32_t>(plan_.items.size()) - plan_.batches.back().item_begin;
       plan_.batches.back().score_count = static_cast<int32_t>(plan_.scores.size()) - plan_.batches.back().score_begin;
+    }
+    if (most_mass_) {
+      plan_.pools.push_back(pool);
+      plan_.pool_tiles += pool.tiles;
     }
     add_columns();
     plan_.map_bytes += tiles_.tiles() * map_stride_;
@@ -84,6 +97,7 @@ class SequencePlanner {
     item.list_begin = plan_.row_offsets.back();
     item.map = plan_.map_bytes + tile * map_stride_;
     item.column = plan_.columns;  // those of this sequence follow
+    item.pool = static_cast<int32_t>(plan_.pools.size());
     const int64_t own = item.visible - int64_t{item.competing} * expand, candidates = tiles_.candidates(tile);
     int64_t seen_by_last = item.competing;
     StaircaseRule rule = rule_of(config_, tiles_.free_quota(tile));
@@ -94,6 +108,8 @@ class SequencePlanner {
       seen_by_last = item.sinks + item.local;
       rule = {};
       rule.first = rule.total = 0;
+    } else if (most_mass_) {
+      item.first = item.total = static_cast<int32_t>(candidates);
     } else if (config_.pattern == SelectionPattern::topk && candidates <= rule.total) {
       item.everything = 1;
     } else {
@@ -180,6 +196,7 @@ class SequencePlanner {
   int32_t begin_;
   int score_tokens_;
   int64_t batch_masses_;
+  bool most_mass_;
   int32_t statistics_;
   int64_t map_stride_;
   std::vector<int> choosing_;
@@ -195,6 +212,7 @@ SelectPlan make_select_plan(const Shape& shape, std::span<const int32_t> cu_seql
   SB_CHECK(dense.size() == sequences && tiles.size() == sequences, "{} flags, {} tilings for {} sequences",
            dense.size(), tiles.size(), sequences);
   SelectPlan plan;
+  plan.list_heads = shape.kv_heads;
   plan.query_block = config.query_block;
   plan.select_block = config.block;
   plan.block = std::min(config.block, kBlock);

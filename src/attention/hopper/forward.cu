@@ -8,7 +8,7 @@ namespace {
 constexpr int kThreads = 384;  // two warpgroups compute, each owns one subtile of the tile; one loads
 constexpr float kLn2 = 0.6931471805599453f;
 constexpr float kNothing = -1e30f;  // before the first key; finite, so that differences are
-constexpr float kSlack = 8;         // probabilities up to 2^8 before a row's maximum is raised
+constexpr float kLargeSum = 1e18f;  // sums of a block up to here leave a row's base as it is
 
 template <int D>
 struct alignas(1024) Smem {
@@ -32,10 +32,33 @@ struct Arguments {
   int64_t tokens;
   __nv_bfloat16* o;
   float* lse;
+  uint32_t zero;
+};
+
+// New probabilities wait here while the old ones are being multiplied.
+template <int D>
+struct HeldProbabilities;
+template <>
+struct HeldProbabilities<64> {
+  float x[kBlock / 2];
+  __device__ void set(int i, float a, float b) {
+    x[2 * i] = a;
+    x[2 * i + 1] = b;
+  }
+  __device__ uint32_t pair(int i, uint32_t) const { return pack_bf16(x[2 * i], x[2 * i + 1]); }
+};
+// Registers for the pairs only. The copy must be an instruction: the assembler serialises products whose operands are
+// written while others run.
+template <>
+struct HeldProbabilities<128> {
+  uint32_t x[kBlock / 4];
+  __device__ void set(int i, float a, float b) { x[i] = pack_bf16(a, b); }
+  __device__ uint32_t pair(int i, uint32_t zero) const { return x[i] ^ zero; }
 };
 
 template <int D>
 struct Consumer {
+  using Held = HeldProbabilities<D>;
   static constexpr int kSlots = Smem<D>::kSlots, kStages = Smem<D>::kStages;
   Smem<D>& smem;
   const Arguments& args;
@@ -47,7 +70,7 @@ struct Consumer {
   int token[2];  // of this thread's two rows, in the tile
   float o[D / 2];
   float s[kBlock / 2];
-  uint32_t p[kBlock / 4];
+  uint32_t p[kBlock / 4];         // probabilities that are being multiplied with V
   float row_base[2], row_sum[2];  // exponents (base 2) are taken relative to row_base
 
   __device__ void issue_scores() {
@@ -92,18 +115,39 @@ struct Consumer {
     ++v;
   }
 
-  // Turns s into probabilities relative to a maximum of the row. The maximum is raised only when the new one is well
-  // above it: a stale one gives the same result, since sum and output refer to the same. Returns whether any row of the
-  // warp was raised, and by how much its older sums shrink.
-  __device__ bool softmax(float (&shrink)[2]) {
-    if (step.offset + kBlock - 1 > 0) {  // some key is later than the tile's first token
-      const int column = 2 * (lane % 4) + step.offset;
+  __device__ void mask() {
+    if (step.offset + kBlock - 1 <= 0) return;  // no key is later than the tile's first token
+    const int column = 2 * (lane % 4) + step.offset;
 #pragma unroll
-      for (int j = 0; j < kBlock / 8; ++j)
+    for (int j = 0; j < kBlock / 8; ++j)
 #pragma unroll
-        for (int e = 0; e < 4; ++e)
-          if (column + 8 * j + (e & 1) > token[e >> 1]) s[4 * j + e] = -INFINITY;
+      for (int e = 0; e < 4; ++e)
+        if (column + 8 * j + (e & 1) > token[e >> 1]) s[4 * j + e] = -INFINITY;
+  }
+
+  // The staircase: a row that came before the block was chosen sees nothing of it.
+  __device__ bool hidden(int h) const {
+    return token[h] < step.first;
+  }
+
+  // Probabilities relative to row_base, and their sums over this thread's columns.
+  __device__ void exponentials(Held& out, float (&sum)[2]) const {
+    const float minus[2] = {hidden(0) ? -INFINITY : -row_base[0], hidden(1) ? -INFINITY : -row_base[1]};
+    float part[4] = {0, 0, 0, 0};
+#pragma unroll
+    for (int i = 0; i < kBlock / 4; ++i) {
+      const float x = exp2_fast(fmaf(s[2 * i], args.scale_log2, minus[i & 1]));
+      const float y = exp2_fast(fmaf(s[2 * i + 1], args.scale_log2, minus[i & 1]));
+      out.set(i, x, y);
+      part[2 * (i & 1)] += x;
+      part[2 * (i & 1) + 1] += y;
     }
+    sum[0] = part[0] + part[1];
+    sum[1] = part[2] + part[3];
+  }
+
+  // Raises the base of each row to the largest score of this block; what is summed so far shrinks with it.
+  __device__ void raise(float (&shrink)[2]) {
     float top[4] = {s[0], s[1], s[2], s[3]};
 #pragma unroll
     for (int i = 4; i < kBlock / 2; ++i) top[i % 4] = fmaxf(top[i % 4], s[i]);
@@ -112,41 +156,50 @@ struct Consumer {
     for (int lanes = 1; lanes < 4; lanes *= 2)
 #pragma unroll
       for (int h = 0; h < 2; ++h) m[h] = fmaxf(m[h], __shfl_xor_sync(~0u, m[h], lanes));
-    float minus[2];
-    bool raised = false;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const bool hidden = token[h] < step.first;  // the staircase: this row came before the block was chosen
-      const float scaled = m[h] * args.scale_log2;
-      const bool raise = !hidden && scaled > row_base[h] + kSlack;
-      const float base = raise ? scaled : row_base[h];
+      const float base = hidden(h) ? row_base[h] : fmaxf(row_base[h], m[h] * args.scale_log2);
       shrink[h] = exp2_fast(row_base[h] - base);
       row_base[h] = base;
-      minus[h] = hidden ? -INFINITY : -base;
-      raised = raised || raise;
+      row_sum[h] *= shrink[h];
     }
-#pragma unroll
-    for (int i = 0; i < kBlock / 2; ++i) s[i] = exp2_fast(fmaf(s[i], args.scale_log2, minus[(i >> 1) & 1]));
-    float sum[4] = {0, 0, 0, 0};
-#pragma unroll
-    for (int i = 0; i < kBlock / 2; ++i) sum[i % 4] += s[i];
-    row_sum[0] = row_sum[0] * shrink[0] + (sum[0] + sum[1]);
-    row_sum[1] = row_sum[1] * shrink[1] + (sum[2] + sum[3]);
-    return __any_sync(~0u, raised);
   }
 
-  __device__ void pack() {
+  // The first block of a tile: relative to its own maximum.
+  __device__ void begin_softmax(Held& out) {
+    mask();
+    row_base[0] = row_base[1] = kNothing;
+    row_sum[0] = row_sum[1] = 0;
+    float shrink[2];
+    raise(shrink);
+    exponentials(out, row_sum);
+  }
+
+  // Any other block: relative to the base as it is. Floating point does not care how far the maximum is above the base,
+  // since sum and output refer to the same one, as long as nothing overflows: then, and only then, the maximum has to
+  // be looked for. Returns whether that is so for any row of the warp.
+  __device__ bool next_softmax(Held& out, float (&sum)[2]) {
+    mask();
+    exponentials(out, sum);
+    return __any_sync(~0u, !(fmaxf(sum[0], sum[1]) < kLargeSum));  // infinity and NaN too
+  }
+
+  __device__ void take(const Held& held) {
 #pragma unroll
-    for (int i = 0; i < kBlock / 4; ++i) p[i] = pack_bf16(s[2 * i], s[2 * i + 1]);
+    for (int i = 0; i < kBlock / 4; ++i) p[i] = held.pair(i, args.zero);
   }
 
   // The two groups take turns in filling the tensor cores, so that one computes exponentials while the other
   // multiplies.
   __device__ void turn_begin() {
+#ifndef SB_VARIANT_NO_TURNS
     named_sync(1 + group, 256);
+#endif
   }
   __device__ void turn_end() {
+#ifndef SB_VARIANT_NO_TURNS
     named_arrive(1 + (group ^ 1), 256);
+#endif
   }
 
   __device__ int64_t output_row(const ForwardItem& it, int row) const {
@@ -237,11 +290,9 @@ struct Consumer {
         continue;
       }
       done_keys();
-      row_base[0] = row_base[1] = kNothing;
-      row_sum[0] = row_sum[1] = 0;
-      float shrink[2];
-      softmax(shrink);
-      pack();
+      Held held;
+      begin_softmax(held);
+      take(held);
       accumulate = 0;
       while (!step.last) {
         wait_keys();
@@ -256,18 +307,24 @@ struct Consumer {
         wgmma_wait<1>();
         pin(s);
         done_keys();
-        const bool raised = softmax(shrink);
-        // Never taken: a branch on the sums keeps the assembler from moving the wait above the exponentials, which are
-        // to run beside the product.
-        if (__any_sync(~0u, row_sum[0] + row_sum[1] < 0)) asm volatile("nanosleep.u32 1;");
+        float sum[2];
+        const bool large = next_softmax(held, sum);
+        // A branch on the sums keeps the assembler from moving the wait above the exponentials, which are to run beside
+        // the product.
+        if (large) asm volatile("nanosleep.u32 1;");
         wgmma_wait<0>();
         pin(o);
         done_values();
-        if (raised) {
+        if (large) {
+          float shrink[2];
+          raise(shrink);
 #pragma unroll
           for (int i = 0; i < D / 2; ++i) o[i] *= shrink[(i >> 1) & 1];
+          exponentials(held, sum);
         }
-        pack();
+        row_sum[0] += sum[0];
+        row_sum[1] += sum[1];
+        take(held);
       }
     }
   }
@@ -306,7 +363,8 @@ void launch(const ForwardParams& p, cudaStream_t stream) {
                        p.shape.query_heads,
                        p.shape.tokens,
                        static_cast<__nv_bfloat16*>(p.o),
-                       p.lse};
+                       p.lse,
+                       0};
   check(cudaMemsetAsync(p.counter, 0, sizeof(int32_t), stream), "work counter");
   check(cudaFuncSetAttribute(forward_kernel<D>, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Smem<D>)),
         "shared memory of the forward");

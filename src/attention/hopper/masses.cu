@@ -463,6 +463,7 @@ void launch(const SelectParams& p, cudaStream_t stream) {
     check(cudaMemsetAsync(p.column_counts, 0, p.column_count * sizeof(int32_t), stream), "column counts");
   }
   const int log = std::bit_width(static_cast<unsigned>(p.shape.query_heads / p.shape.kv_heads - 1));
+  begin_choices(p, stream);
   for (const SelectBatch& batch : p.batches) {
     if (batch.score_count > 0) {
       switch (log) {

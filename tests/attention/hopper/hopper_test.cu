@@ -240,6 +240,27 @@ void run(const Case& c) {
   std::fflush(stdout);
 }
 
+// Scores so far apart that a row's base must be raised on the way, again and again.
+void check_large_scores(int d) {
+  const Shape shape{900, 8, 1, d, 25.f / std::sqrt(float(d))};
+  const std::vector<int32_t> cu{0, 900};
+  ListOptions options;
+  options.heads = 1;
+  options.keep = 0.5;
+  options.staircase = true;
+  const RowLists lists = random_lists(cu, options);
+  Tensors t(shape, 17);
+  DeviceWork w(shape, cu, {false}, &lists, 132);
+  const Reference want = reference(shape, t, cu, {false}, &lists);
+  const Case c{"large scores d" + std::to_string(d), 8, 1, d, {900}};
+  std::printf("%-34s", c.name.c_str());
+  const ForwardParams f = forward_params(shape, t, w);
+  check_forward(c, t, want, [&] { hopper_forward(f, nullptr); });
+  std::printf(" portable");
+  check_forward(c, t, want, [&] { portable_forward(f, Precision::bf16, nullptr); });
+  std::printf("\n");
+}
+
 // Forward and deterministic backward captured into a graph give what direct calls gave, replay after replay.
 void check_graph(int replays) {
   Shape shape{1500, 16, 2, 128, 0.088f};
@@ -360,6 +381,7 @@ int main(int argc, char** argv) {
   std::printf("relative / largest errors against fp64\n");
   for (const auto& c : sb::gpu::cases())
     if (argc < 3 || c.name.find(argv[2]) != std::string::npos) sb::gpu::run(c);
+  for (const int d : {64, 128}) sb::gpu::check_large_scores(d);
   sb::gpu::check_graph(full ? 1000 : 2);
   std::printf(sb::gpu::failures ? "%d FAILED\n" : "all passed\n", sb::gpu::failures);
   return sb::gpu::failures ? 1 : 0;

@@ -17,10 +17,12 @@ struct SelectCase {
   DeviceArray<SelectItem> items;
   DeviceArray<SelectBlock> blocks;
   DeviceArray<SelectGroup> groups;
+  DeviceArray<SelectPool> pools;
   DeviceArray<uint32_t> row_entries, column_entries;
   DeviceArray<int32_t> column_offsets, column_counts;
   DeviceArray<uint8_t> statistics;
-  DeviceArray<uint16_t> masses;
+  DeviceArray<uint16_t> masses, sums;
+  DeviceArray<int32_t> pool_counts;
   DeviceArray<uint8_t> map;
   DeviceArray<float> thresholds;
   DeviceArray<unsigned long long> chosen;
@@ -36,6 +38,7 @@ struct SelectCase {
         items(plan.items),
         blocks(plan.blocks),
         groups(plan.groups),
+        pools(plan.pools),
         row_entries(plan.entries),
         column_entries(plan.entries),
         column_offsets(plan.columns + 1),
@@ -43,6 +46,8 @@ struct SelectCase {
         statistics(on_hopper ? hopper_statistics_bytes(shape, plan.blocks.size())
                              : portable_statistics_bytes(shape, plan.blocks.size())),
         masses(plan.masses),
+        sums(plan.sums),
+        pool_counts(pool_counts_size(plan.pools.size(), plan.pool_tiles)),
         map(plan.map_bytes),
         thresholds(std::vector<float>(kLengthClasses, threshold)),
         chosen(std::vector<unsigned long long>(2 * kLengthClasses, 0)) {}
@@ -77,6 +82,11 @@ struct SelectCase {
     p.masses = masses.get();
     p.map = map.get();
     p.column_counts = column_counts.get();
+    p.pools = pools.get();
+    p.pool_count = static_cast<int32_t>(pools.size());
+    p.pool_tiles = plan.pool_tiles;
+    p.sums = sums.get();
+    p.pool_counts = pool_counts.get();
     return p;
   }
 
@@ -93,6 +103,8 @@ struct SelectCase {
     column_offsets.poison();
     statistics.poison();
     masses.poison();
+    sums.poison();
+    pool_counts.poison();
     map.poison();
     column_counts.poison();
     must(cudaMemset(chosen.get(), 0, chosen.size() * sizeof(unsigned long long)), "clear");

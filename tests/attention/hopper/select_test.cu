@@ -145,6 +145,36 @@ void check_tile(const SequenceTiles& t, int64_t tile, const SelectionConfig& con
   }
 }
 
+// `mass` with look-ahead: nothing left out may be better than what was chosen anywhere in the sequence.
+struct MostMass {
+  int64_t wanted = 0, found = 0;
+  double worst = INFINITY, missed = -INFINITY;
+
+  void add(const SequenceTiles& t, int64_t tile, std::span<const uint32_t> entries, const std::vector<double>& masses) {
+    const int expand = t.block / std::min(t.block, kBlock);
+    std::vector<bool> chosen(t.visible(tile), false);
+    for (const uint32_t entry : entries) {
+      if (entry_first(entry) != 0) fail("first token with look-ahead", tile, entry_id(entry));
+      chosen[entry_id(entry) / expand] = true;
+    }
+    wanted += std::min(t.free_quota(tile), t.candidates(tile));
+    for (int64_t j = 0; j < t.visible(tile); ++j) {
+      if (j >= t.competing(tile) || t.forced(tile, j)) {
+        if (!chosen[j]) fail("forced block", tile, j);
+      } else if (chosen[j]) {
+        ++found;
+        worst = std::min(worst, masses[j]);
+      } else {
+        missed = std::max(missed, masses[j]);
+      }
+    }
+  }
+  void check() const {
+    if (found != wanted) fail("number of choices", found, wanted);
+    if (worst < missed - kMargin) fail("a better pair was left out", found, wanted);
+  }
+};
+
 struct Options {
   SelectionPattern pattern = SelectionPattern::topk;
   SelectionOrder order = SelectionOrder::causal;
@@ -186,11 +216,13 @@ void run(const char* name, bool hopper, int query_heads, int kv_heads, int d, co
               select_case.plan.batches.size());
 
   const Inputs in{t.q.host(), t.k.host()};
+  const bool most_mass = options.pattern == SelectionPattern::mass && options.order == SelectionOrder::lookahead;
   unsigned long long blocks = 0, pairs = 0;
   for (int head = 0; head < kv_heads; ++head) {
     int row = 0;
     for (size_t s = 0; s < lengths.size(); ++s) {
       const SequenceTiles& tiling = tiles[s];
+      MostMass most;
       const auto statistics = dense[s] ? std::vector<double>{} : statistics_of(shape, in, cu[s], tiling, head);
       for (int64_t tile = 0; tile < tiling.tiles(); ++tile, ++row) {
         const size_t at = size_t(head) * lists.rows + row;
@@ -218,8 +250,12 @@ void run(const char* name, bool hopper, int query_heads, int kv_heads, int d, co
           for (double& sum : sums) sum = std::log(sum);
           masses = {sums};
         }
-        check_tile(tiling, tile, config, options.threshold, entries, masses);
+        if (most_mass)
+          most.add(tiling, tile, entries, masses[0]);
+        else
+          check_tile(tiling, tile, config, options.threshold, entries, masses);
       }
+      if (most_mass && !dense[s]) most.check();
     }
   }
   const ColumnLists want = transpose(lists, cu);
@@ -307,6 +343,10 @@ int main(int argc, char** argv) {
     run("8:2 d64 window", hopper, 8, 2, 64, {4000}, {false}, 16, 900, {.pattern = window});
     run("8:2 d64 lookahead", hopper, 8, 2, 64, {4000}, {false}, 32, 900, {.order = ahead});
     run("8:2 d64 lookahead topp", hopper, 8, 2, 64, {4000}, {false}, 32, 2000, {.pattern = topp, .order = ahead});
+    run("8:2 d64 lookahead mass", hopper, 8, 2, 64, {4000, 300, 2700}, {false, true, false}, 16, 900,
+        {.pattern = mass, .order = ahead});
+    run("8:1 d128 lookahead mass, batches", hopper, 8, 1, 128, {5000}, {false}, 64, 1100,
+        {.pattern = mass, .order = ahead, .batch_masses = 20000});
   }
   run("32:1 d64 blocks of 64", false, 32, 1, 64, {2000}, {false}, 16, 600, {.block = 64});
   if (full) {

@@ -1,0 +1,330 @@
+// The forward as it was, for a comparison in one run.
+#include "attention/hopper/launch.cuh"
+#include "attention/hopper/row_loader.cuh"
+#include "attention/hopper/wgmma.cuh"
+
+namespace sb::gpu {
+namespace {
+
+constexpr int kThreads = 384;  // two warpgroups compute, each owns one subtile of the tile; one loads
+constexpr float kLn2 = 0.6931471805599453f;
+constexpr float kNothing = -1e30f;  // before the first key; finite, so that differences are
+constexpr float kSlack = 8;         // probabilities up to 2^8 before a row's maximum is raised
+
+template <int D>
+struct alignas(1024) Smem {
+  static constexpr int kDim = D, kSlots = 2, kStages = D == 128 ? 2 : 4;
+  static constexpr bool kGradient = false, kKeysAhead = true;
+  __nv_bfloat16 q[kSlots][2 * kSubtileRows * D];  // [slot][subtile][d / 64][row][64]
+  __nv_bfloat16 k[kStages][kBlock * D];           // [stage][d / 64][row][64]
+  __nv_bfloat16 v[kStages][kBlock * D];
+  TileMessage tile[kSlots];
+  StepMessage step[kStages];
+  alignas(8) uint64_t q_full[kSlots], q_empty[kSlots], k_full[kStages], k_empty[kStages], v_full[kStages],
+      v_empty[kStages];
+};
+
+static_assert(sizeof(Smem<128>) <= kSharedMemory && sizeof(Smem<64>) <= kSharedMemory);
+
+struct Arguments {
+  RowArguments work;
+  float scale_log2;  // of the products q·k, with log2(e)
+  int32_t query_heads;
+  int64_t tokens;
+  __nv_bfloat16* o;
+  float* lse;
+};
+
+template <int D>
+struct Consumer {
+  static constexpr int kSlots = Smem<D>::kSlots, kStages = Smem<D>::kStages;
+  Smem<D>& smem;
+  const Arguments& args;
+  int group, warp, lane;  // group 0 or 1, warp 0..3 in it
+  Cursor tile;
+  uint32_t k = 0, v = 0;  // key blocks done; stage and phase follow from them
+  StepMessage step;
+  int slot = 0;  // of the tile in work
+  int token[2];  // of this thread's two rows, in the tile
+  float o[D / 2];
+  float s[kBlock / 2];
+  uint32_t p[kBlock / 4];
+  float row_base[2], row_sum[2];  // exponents (base 2) are taken relative to row_base
+
+  __device__ void issue_scores() {
+    const uint64_t a = tile_descriptor(shared_address(smem.q[slot]) + group * kSubtileRows * D * 2);
+    const uint64_t b = tile_descriptor(shared_address(smem.k[stage(k)]));
+#pragma unroll
+    for (int kk = 0; kk < D / 16; ++kk) {
+      const uint32_t inside = (kk % 4) * 32;
+      wgmma_ss<0, 0>(s, further(a, (kk / 4) * kSubtileRows * 128 + inside),
+                     further(b, (kk / 4) * kBlock * 128 + inside), kk != 0);
+    }
+    wgmma_commit();
+  }
+
+  __device__ void issue_output(int accumulate) {
+    const uint64_t b = tile_descriptor(shared_address(smem.v[stage(v)]), kBlock * 128);
+#pragma unroll
+    for (int kk = 0; kk < kBlock / 16; ++kk) wgmma_rs<1>(o, p + 4 * kk, further(b, kk * 2048), accumulate | (kk != 0));
+    wgmma_commit();
+  }
+
+  __device__ static uint32_t stage(uint32_t block) {
+    return block % kStages;
+  }
+  __device__ static uint32_t phase(uint32_t block) {
+    return block / kStages & 1;
+  }
+
+  __device__ void wait_keys() {
+    barrier_wait(shared_address(&smem.k_full[stage(k)]), phase(k));
+    step = smem.step[stage(k)];
+  }
+  __device__ void wait_values() {
+    barrier_wait(shared_address(&smem.v_full[stage(v)]), phase(v));
+  }
+  __device__ void done_keys() {
+    release(smem.k_empty[stage(k)], lane);
+    ++k;
+  }
+  __device__ void done_values() {
+    release(smem.v_empty[stage(v)], lane);
+    ++v;
+  }
+
+  // Turns s into probabilities relative to a maximum of the row. The maximum is raised only when the new one is well
+  // above it: a stale one gives the same result, since sum and output refer to the same. Returns whether any row of the
+  // warp was raised, and by how much its older sums shrink.
+  __device__ bool softmax(float (&shrink)[2]) {
+    if (step.offset + kBlock - 1 > 0) {  // some key is later than the tile's first token
+      const int column = 2 * (lane % 4) + step.offset;
+#pragma unroll
+      for (int j = 0; j < kBlock / 8; ++j)
+#pragma unroll
+        for (int e = 0; e < 4; ++e)
+          if (column + 8 * j + (e & 1) > token[e >> 1]) s[4 * j + e] = -INFINITY;
+    }
+    float top[4] = {s[0], s[1], s[2], s[3]};
+#pragma unroll
+    for (int i = 4; i < kBlock / 2; ++i) top[i % 4] = fmaxf(top[i % 4], s[i]);
+    float m[2] = {fmaxf(top[0], top[1]), fmaxf(top[2], top[3])};
+#pragma unroll
+    for (int lanes = 1; lanes < 4; lanes *= 2)
+#pragma unroll
+      for (int h = 0; h < 2; ++h) m[h] = fmaxf(m[h], __shfl_xor_sync(~0u, m[h], lanes));
+    float minus[2];
+    bool raised = false;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const bool hidden = token[h] < step.first;  // the staircase: this row came before the block was chosen
+      const float scaled = m[h] * args.scale_log2;
+      const bool raise = !hidden && scaled > row_base[h] + kSlack;
+      const float base = raise ? scaled : row_base[h];
+      shrink[h] = exp2_fast(row_base[h] - base);
+      row_base[h] = base;
+      minus[h] = hidden ? -INFINITY : -base;
+      raised = raised || raise;
+    }
+#pragma unroll
+    for (int i = 0; i < kBlock / 2; ++i) s[i] = exp2_fast(fmaf(s[i], args.scale_log2, minus[(i >> 1) & 1]));
+    float sum[4] = {0, 0, 0, 0};
+#pragma unroll
+    for (int i = 0; i < kBlock / 2; ++i) sum[i % 4] += s[i];
+    row_sum[0] = row_sum[0] * shrink[0] + (sum[0] + sum[1]);
+    row_sum[1] = row_sum[1] * shrink[1] + (sum[2] + sum[3]);
+    return __any_sync(~0u, raised);
+  }
+
+  __device__ void pack() {
+#pragma unroll
+    for (int i = 0; i < kBlock / 4; ++i) p[i] = pack_bf16(s[2 * i], s[2 * i + 1]);
+  }
+
+  // The two groups take turns in filling the tensor cores, so that one computes exponentials while the other
+  // multiplies.
+  __device__ void turn_begin() {
+    named_sync(1 + group, 256);
+  }
+  __device__ void turn_end() {
+    named_arrive(1 + (group ^ 1), 256);
+  }
+
+  __device__ int64_t output_row(const ForwardItem& it, int row) const {
+    return packed_row(args.work.rows, it, group, row, args.query_heads);
+  }
+
+  __device__ void store_lse(const ForwardItem& it, float upper, float lower) {
+    if (lane % 4 != 0) return;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int row = warp * 16 + lane / 4 + 8 * h;
+      if (output_row(it, row) < 0) continue;
+      const int head =
+          it.head * args.work.rows.heads + row - (token[h] - group * args.work.rows.tokens) * args.work.rows.heads;
+      args.lse[head * args.tokens + it.token + token[h]] = h == 0 ? upper : lower;
+    }
+  }
+
+  __device__ void store_output(const ForwardItem& it, uint32_t staging, bool zero) {
+    store_staged<D>(args.o, staging, warp, lane, zero, [&](int row) { return output_row(it, row) * D; });
+  }
+
+  __device__ void epilogue(int tile_slot) {
+    const ForwardItem& it = smem.tile[tile_slot].item;
+    float lse[2], inverse[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      float sum = row_sum[h];
+      sum += __shfl_xor_sync(~0u, sum, 1);
+      sum += __shfl_xor_sync(~0u, sum, 2);
+      inverse[h] = sum > 0 ? 1.f / sum : 0.f;
+      lse[h] = sum > 0 ? row_base[h] * kLn2 + logf(sum) : -INFINITY;
+    }
+    store_lse(it, lse[0], lse[1]);
+    // The tile's own q is not needed any more: its area takes the output on the way out.
+    const uint32_t staging = shared_address(smem.q[tile_slot]) + group * kSubtileRows * D * 2;
+    named_sync(3 + group, 128);
+    stage_accumulator<D>(staging, o, inverse[0], inverse[1], warp, lane);
+    __syncwarp();
+    store_output(it, staging, false);
+    async_fence();  // the copy engine fills this area next
+    release(smem.q_empty[tile_slot], lane);
+  }
+
+  // Waits for the next tile; returns its state.
+  __device__ int next_tile() {
+    barrier_wait(shared_address(&smem.q_full[tile.stage]), tile.phase);
+    slot = tile.stage;
+    tile.advance(kSlots);
+    return smem.tile[slot].state;
+  }
+
+  __device__ void run() {
+#pragma unroll
+    for (int h = 0; h < 2; ++h)
+      token[h] = group * args.work.rows.tokens + args.work.rows.token(warp * 16 + lane / 4 + 8 * h);
+    if (group == 1) turn_end();  // group 0 begins
+    // One turn of the loop finishes a tile (its last product with V) and starts the next (its first product with K,
+    // which runs while the finished output is written). Before the first tile and after the last one the missing half
+    // multiplies whatever lies there: a branch around it would make the compiler serialise the products.
+    bool begun = false;
+    int accumulate = 0;
+    for (;;) {
+      const int done_slot = slot;
+      const int state = next_tile();
+      if (state == 0) wait_keys();
+      if (begun) wait_values();
+      turn_begin();
+      pin(s);
+      wgmma_fence();
+      issue_output(accumulate);
+      issue_scores();
+      turn_end();
+      wgmma_wait<1>();
+      pin(o);
+      if (begun) {
+        done_values();
+        epilogue(done_slot);
+      }
+      wgmma_wait<0>();
+      pin(s);
+      begun = state == 0;
+      if (state == 2) break;
+      if (state == 1) {  // nothing to see
+        store_output(smem.tile[slot].item, 0, true);
+        store_lse(smem.tile[slot].item, -INFINITY, -INFINITY);
+        release(smem.q_empty[slot], lane);
+        continue;
+      }
+      done_keys();
+      row_base[0] = row_base[1] = kNothing;
+      row_sum[0] = row_sum[1] = 0;
+      float shrink[2];
+      softmax(shrink);
+      pack();
+      accumulate = 0;
+      while (!step.last) {
+        wait_keys();
+        turn_begin();
+        pin(s);
+        wgmma_fence();
+        issue_scores();
+        wait_values();
+        issue_output(accumulate);
+        turn_end();
+        accumulate = 1;
+        wgmma_wait<1>();
+        pin(s);
+        done_keys();
+        const bool raised = softmax(shrink);
+        // Never taken: a branch on the sums keeps the assembler from moving the wait above the exponentials, which are
+        // to run beside the product.
+        if (__any_sync(~0u, row_sum[0] + row_sum[1] < 0)) asm volatile("nanosleep.u32 1;");
+        wgmma_wait<0>();
+        pin(o);
+        done_values();
+        if (raised) {
+#pragma unroll
+          for (int i = 0; i < D / 2; ++i) o[i] *= shrink[(i >> 1) & 1];
+        }
+        pack();
+      }
+    }
+  }
+};
+
+template <int D>
+__global__ void __launch_bounds__(kThreads, 1)
+    forward_kernel(const __grid_constant__ CUtensorMap q_map, const __grid_constant__ CUtensorMap k_map,
+                   const __grid_constant__ CUtensorMap v_map, const __grid_constant__ Arguments args) {
+  extern __shared__ __align__(1024) unsigned char raw[];
+  Smem<D>& smem = *reinterpret_cast<Smem<D>*>(raw);
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  if (threadIdx.x == 0) init_row_barriers(smem);
+  __syncthreads();
+  if (warp >= 8) {
+    registers_shrink<40>();
+    if (warp == 8) {
+      RowLoader<Smem<D>> loader{smem, &q_map, nullptr, &k_map, &v_map, args.work, lane};
+      loader.run();
+    }
+  } else {
+    registers_grow<232>();
+    Consumer<D> consumer{smem, args, __shfl_sync(~0u, warp / 4, 0), warp % 4, lane};
+    consumer.run();
+  }
+}
+
+template <int D>
+void launch(const ForwardParams& p, cudaStream_t stream) {
+  const int group = p.shape.query_heads / p.shape.kv_heads;
+  const CUtensorMap q_map = packed_map(p.q, p.shape.tokens, p.shape.query_heads, D, p.tiling.heads, p.tiling.tokens);
+  const CUtensorMap k_map = packed_map(p.k, p.shape.tokens, p.shape.kv_heads, D, 1, kBlock);
+  const CUtensorMap v_map = packed_map(p.v, p.shape.tokens, p.shape.kv_heads, D, 1, kBlock);
+  const Arguments args{{group / p.tiling.heads, row_map(p.tiling), p.items, p.item_count, p.row_entries, p.counter},
+                       p.shape.scale * kLog2e,
+                       p.shape.query_heads,
+                       p.shape.tokens,
+                       static_cast<__nv_bfloat16*>(p.o),
+                       p.lse};
+  check(cudaMemsetAsync(p.counter, 0, sizeof(int32_t), stream), "work counter");
+  check(cudaFuncSetAttribute(forward_kernel<D>, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Smem<D>)),
+        "shared memory of the forward");
+  const int grid = p.item_count < multiprocessors() ? p.item_count : multiprocessors();
+  forward_kernel<D><<<grid, kThreads, sizeof(Smem<D>), stream>>>(q_map, k_map, v_map, args);
+  check(cudaGetLastError(), "attention forward");
+}
+
+}  // namespace
+
+void hopper_forward_before(const ForwardParams& p, void* stream) {
+  check_shape(p.shape, p.tiling);
+  if (p.item_count == 0) return;
+  if (p.shape.head_dim == 128)
+    launch<128>(p, static_cast<cudaStream_t>(stream));
+  else
+    launch<64>(p, static_cast<cudaStream_t>(stream));
+}
+
+}  // namespace sb::gpu

@@ -1,0 +1,249 @@
+#include "attention/cuda/coverage.h"
+
+#include <cuda_bf16.h>
+
+#include "attention/cuda/check.cuh"
+
+namespace sb::gpu {
+namespace {
+
+constexpr int kThreads = 128;      // of a key block
+constexpr int kRankThreads = 512;  // of a measured token
+constexpr int kHeads = 4;          // scored at a time
+
+struct Four {
+  float x[4];
+};
+__device__ __forceinline__ Four load_four(const float* p) {
+  const float4 v = *reinterpret_cast<const float4*>(p);
+  return {{v.x, v.y, v.z, v.w}};
+}
+__device__ __forceinline__ Four load_four(const __nv_bfloat16* p) {
+  const uint2 v = *reinterpret_cast<const uint2*>(p);
+  const float2 a = __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(&v.x)),
+               b = __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(&v.y));
+  return {{a.x, a.y, b.x, b.y}};
+}
+__device__ __forceinline__ float as_float(float x) {
+  return x;
+}
+__device__ __forceinline__ float as_float(__nv_bfloat16 x) {
+  return __bfloat162float(x);
+}
+
+// Over the thread block, in a fixed order; everybody gets the result. `room` has a float a warp.
+template <typename Join>
+__device__ float reduce(float x, float* room, Join join) {
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) x = join(x, __shfl_xor_sync(~0u, x, step));
+  __syncthreads();
+  if (threadIdx.x % 32 == 0) room[threadIdx.x / 32] = x;
+  __syncthreads();
+  x = room[0];
+  for (int w = 1; w < static_cast<int>(blockDim.x) / 32; ++w) x = join(x, room[w]);
+  return x;
+}
+__device__ float sum_all(float x, float* room) {
+  return reduce(x, room, [](float a, float b) { return a + b; });
+}
+__device__ float max_all(float x, float* room) {
+  return reduce(x, room, [](float a, float b) { return fmaxf(a, b); });
+}
+
+// One key block under one key/value head, for all measured tokens of its sequence and all heads of the group: the
+// largest score, the sum of exponentials relative to it, and the estimate that the selection would make.
+template <typename T>
+__global__ void __launch_bounds__(kThreads) blocks_kernel(const __grid_constant__ CoverageParams args) {
+  extern __shared__ __align__(16) float shared[];  // q of kHeads heads, mean, variance
+  __shared__ float room[kThreads / 32];
+  int low = 0, high = args.sequence_count;
+  while (high - low > 1) {
+    const int middle = (low + high) / 2;
+    (args.sequences[middle].first_block <= static_cast<int>(blockIdx.x) ? low : high) = middle;
+  }
+  const CoverageSequence sequence = args.sequences[low];
+  const int block = blockIdx.x - sequence.first_block, kv = blockIdx.y;
+  if (block >= sequence.blocks) return;
+  const int d = args.shape.head_dim, group = args.shape.query_heads / args.shape.kv_heads;
+  const int first_key = block * args.block, keys = min(args.block, sequence.tokens - first_key);
+  const int64_t key_stride = static_cast<int64_t>(args.shape.kv_heads) * d;
+  const T* k = static_cast<const T*>(args.k) + (sequence.token + first_key) * key_stride + kv * d;
+  float *q = shared, *mean = shared + kHeads * d, *variance = mean + d;
+  for (int c = threadIdx.x; c < d; c += kThreads) {
+    float sum = 0, square = 0;
+#pragma unroll 8
+    for (int t = 0; t < keys; ++t) sum += as_float(k[t * key_stride + c]);
+    sum /= static_cast<float>(keys);
+#pragma unroll 8
+    for (int t = 0; t < keys; ++t) {
+      const float x = as_float(k[t * key_stride + c]) - sum;
+      square += x * x;
+    }
+    mean[c] = sum * args.shape.scale;
+    variance[c] = args.moments ? square / static_cast<float>(keys) * args.shape.scale * args.shape.scale / 2 : 0.f;
+  }
+  for (int i = 0; i < sequence.sampled; ++i) {
+    const int position = args.tokens[sequence.first_token + i].position;
+    if (position < first_key) continue;
+    for (int h0 = 0; h0 < group; h0 += kHeads) {
+      __syncthreads();
+      for (int at = threadIdx.x; at < kHeads * d; at += kThreads) {
+        const int head = kv * group + min(h0 + at / d, group - 1);
+        q[at] = as_float(static_cast<const T*>(
+            args.q)[((static_cast<int64_t>(sequence.token + position)) * args.shape.query_heads + head) * d + at % d]);
+      }
+      __syncthreads();
+      float top[kHeads], sum[kHeads];
+#pragma unroll
+      for (int h = 0; h < kHeads; ++h) {
+        top[h] = -INFINITY;
+        sum[h] = 0;
+      }
+      for (int t = threadIdx.x; t < keys && first_key + t <= position; t += kThreads) {
+        float s[kHeads] = {};
+        for (int c = 0; c < d; c += 4) {
+          const Four x = load_four(k + t * key_stride + c);
+#pragma unroll
+          for (int h = 0; h < kHeads; ++h) {
+            const Four y = load_four(q + h * d + c);
+#pragma unroll
+            for (int e = 0; e < 4; ++e) s[h] = fmaf(x.x[e], y.x[e], s[h]);
+          }
+        }
+#pragma unroll
+        for (int h = 0; h < kHeads; ++h) {
+          const float x = s[h] * args.shape.scale, m = fmaxf(top[h], x);
+          sum[h] = sum[h] * expf(top[h] - m) + expf(x - m);
+          top[h] = m;
+        }
+      }
+#pragma unroll
+      for (int h = 0; h < kHeads; ++h) {
+        const float m = max_all(top[h], room);
+        const float z = sum_all(top[h] == -INFINITY ? 0.f : sum[h] * expf(top[h] - m), room);
+        float estimate = 0;
+        for (int c = threadIdx.x; c < d; c += kThreads) {
+          const float x = q[h * d + c];
+          estimate += x * mean[c] + x * x * variance[c];
+        }
+        estimate = sum_all(estimate, room);
+        if (threadIdx.x == 0 && h0 + h < group) {
+          float* to =
+              args.scores +
+              3 * (sequence.scores +
+                   (static_cast<int64_t>(i) * args.shape.query_heads + kv * group + h0 + h) * sequence.blocks + block);
+          to[0] = m;
+          to[1] = z;
+          to[2] = estimate;
+        }
+      }
+    }
+  }
+}
+
+// One measured token under one key/value head: what its list holds, and the curve over budgets.
+__global__ void __launch_bounds__(kRankThreads) ranks_kernel(const __grid_constant__ CoverageParams args) {
+  __shared__ float room[kRankThreads / 32];
+  const CoverageToken token = args.tokens[blockIdx.x];
+  const CoverageSequence sequence = args.sequences[token.sequence];
+  const int kv = blockIdx.y, kv_heads = args.shape.kv_heads, group = args.shape.query_heads / kv_heads;
+  const int local = blockIdx.x - sequence.first_token;
+  const int tile_begin = token.position / args.query_block * args.query_block;
+  const int competing = tile_begin / args.block, seen = token.position / args.block + 1;
+  const int row = token.position % args.list_query_block;
+  const bool per_query_head = args.list_heads == args.shape.query_heads && group > 1;
+  float* mass = args.ranks + 3 * (sequence.ranks + (static_cast<int64_t>(local) * kv_heads + kv) * sequence.blocks);
+  float *key = mass + sequence.blocks, *sorted = key + sequence.blocks;
+  const auto forced = [&](int j) { return j < args.sinks || j >= competing - args.local; };
+  // What the list of a list head holds of a mass that `of` gives.
+  const auto held_by = [&](int list_head, auto of) {
+    const CoverageList list = args.lists[static_cast<int64_t>(blockIdx.x) * args.list_heads + list_head];
+    const int expand = args.block / args.list_block;
+    float sum = 0;
+    for (int i = threadIdx.x; i < list.count; i += kRankThreads) {
+      const uint32_t entry = args.row_entries[list.begin + i];
+      const int id = static_cast<int>(entry_id(entry));
+      if (id % expand == 0 && id / expand < seen && static_cast<int>(entry_first(entry)) <= row) sum += of(id / expand);
+    }
+    return sum_all(sum, room);
+  };
+
+  for (int j = threadIdx.x; j < seen; j += kRankThreads) {
+    mass[j] = 0;
+    key[j] = -INFINITY;
+  }
+  float held = sequence.dense ? static_cast<float>(group) : 0.f;
+  for (int h = 0; h < group; ++h) {
+    const float* from =
+        args.scores + 3 * (sequence.scores +
+                           (static_cast<int64_t>(local) * args.shape.query_heads + kv * group + h) * sequence.blocks);
+    float top = -INFINITY, best = -INFINITY;
+    for (int j = threadIdx.x; j < seen; j += kRankThreads) {
+      top = fmaxf(top, from[3 * j]);
+      if (j < competing) best = fmaxf(best, from[3 * j + 2]);
+    }
+    top = max_all(top, room);
+    best = max_all(best, room);
+    float sum = 0, estimates = 0;
+    for (int j = threadIdx.x; j < seen; j += kRankThreads) {
+      sum += from[3 * j + 1] * expf(from[3 * j] - top);
+      if (j < competing) estimates += expf(from[3 * j + 2] - best);
+    }
+    sum = sum_all(sum, room);
+    estimates = logf(sum_all(estimates, room)) + best;
+    const auto own = [&](int j) { return from[3 * j + 1] * expf(from[3 * j] - top) / sum; };
+    for (int j = threadIdx.x; j < seen; j += kRankThreads) {
+      mass[j] += own(j);
+      if (j < competing) key[j] = fmaxf(key[j], from[3 * j + 2] - estimates);
+    }
+    if (!sequence.dense && per_query_head) held += held_by(kv * group + h, own);
+  }
+  __syncthreads();
+  if (!sequence.dense && !per_query_head) held = held_by(kv, [&](int j) { return mass[j]; });
+
+  // Free blocks in the order in which this token would take them: larger estimate first, ties to the lower block.
+  const int free_begin = min(args.sinks, competing), free_end = max(free_begin, competing - args.local);
+  float given = 0;
+  for (int j = threadIdx.x; j < seen; j += kRankThreads) {
+    if (j >= competing || forced(j)) {
+      given += mass[j];
+      continue;
+    }
+    const float mine = key[j];
+    int rank = 0;
+    for (int i = free_begin; i < free_end; ++i) rank += key[i] > mine || (key[i] == mine && i < j);
+    sorted[rank] = mass[j];
+  }
+  float held_mass = sum_all(given, room);
+  const int candidates = free_end - free_begin, given_blocks = seen - candidates;
+  float* out = args.results + sequence.results + (static_cast<int64_t>(local) * kv_heads + kv) * (1 + sequence.points);
+  if (threadIdx.x == 0) out[0] = held;
+  int taken = 0;
+  for (int i = 0; i < sequence.points; ++i) {
+    const int until = min(max(args.grid[sequence.grid + i] - given_blocks, taken), candidates);
+    float added = 0;
+    for (int r = taken + threadIdx.x; r < until; r += kRankThreads) added += sorted[r];
+    held_mass += sum_all(added, room);
+    taken = max(taken, until);
+    if (threadIdx.x == 0) out[1 + i] = held_mass;
+  }
+}
+
+}  // namespace
+
+void measure_coverage(const CoverageParams& p, Precision precision, void* stream) {
+  if (p.token_count == 0) return;
+  if (p.shape.head_dim % 4 != 0) throw_unsupported("head_dim", p.shape.head_dim);
+  const auto cuda_stream = static_cast<cudaStream_t>(stream);
+  const size_t bytes = (kHeads + 2) * p.shape.head_dim * sizeof(float);
+  const dim3 grid(p.blocks, p.shape.kv_heads);
+  if (precision == Precision::fp32)
+    blocks_kernel<float><<<grid, kThreads, bytes, cuda_stream>>>(p);
+  else
+    blocks_kernel<__nv_bfloat16><<<grid, kThreads, bytes, cuda_stream>>>(p);
+  check(cudaGetLastError(), "coverage of key blocks");
+  ranks_kernel<<<dim3(p.token_count, p.shape.kv_heads), kRankThreads, 0, cuda_stream>>>(p);
+  check(cudaGetLastError(), "coverage of tokens");
+}
+
+}  // namespace sb::gpu

@@ -1,0 +1,34 @@
+#pragma once
+
+#include <vector>
+
+#include "attention/cuda/device_plan.h"
+#include "attention/sparse_attention.h"
+
+namespace sb::gpu {
+
+// Results of coverage measurements on their way to the host: they stay in device memory until somebody asks.
+class CoverageLog {
+ public:
+  // Room for the results of one forward of a plan with a coverage plan.
+  float* add(int layer, const DevicePlan& plan);
+  // Adds everything to a report and starts anew. Waits for the device.
+  void take(AttentionReport& report);
+
+ private:
+  struct Record {
+    int layer;
+    int64_t tokens;
+    int32_t sampled, points, kv_heads, heads;
+    size_t piece;
+    int64_t begin;  // float
+  };
+  struct Piece {
+    DeviceBuffer memory;
+    int64_t floats = 0, used = 0;
+  };
+  std::vector<Record> records_;
+  std::vector<Piece> pieces_;
+};
+
+}  // namespace sb::gpu

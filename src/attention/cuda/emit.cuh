@@ -1,0 +1,89 @@
+#pragma once
+
+// From the choices of a query block to its row list, its line in the map, and the counts. CUDA files only.
+
+#include "attention/cuda/choose.cuh"
+
+namespace sb::gpu {
+
+constexpr uint8_t kUnchosen = 255;
+constexpr int kWarps = 4;  // query blocks of a thread block
+
+// What the kernels that choose are told.
+struct ChoiceArguments {
+  const SelectItem* items;
+  int32_t count;
+  int32_t query_block, select_block, expand;  // expand: key blocks of the lists in one of the selection
+  int32_t warp_bytes;                         // of shared memory: a third for `first`, the rest for masses
+  SelectionPattern pattern;
+  bool lookahead;
+  float coverage;
+  const float* thresholds;
+  const uint16_t* masses;
+  uint32_t* entries;
+  uint8_t* map;
+  int32_t* column_counts;
+  unsigned long long* chosen;
+};
+
+inline ChoiceArguments choice_arguments(const SelectParams& p, int item_begin, int item_count, int warp_bytes) {
+  return {p.items + item_begin,
+          item_count,
+          p.query_block,
+          p.select_block,
+          p.select_block / p.block,
+          warp_bytes,
+          p.pattern,
+          p.lookahead,
+          p.coverage,
+          p.thresholds,
+          p.masses,
+          p.row_entries,
+          p.map,
+          p.column_counts,
+          p.chosen};
+}
+
+// `first` is null where nothing was to choose.
+__device__ inline void emit(const ChoiceArguments& args, const SelectItem& item, const uint8_t* first, int lane) {
+  const auto chosen_by = [&](int j) -> uint8_t {
+    if (j >= item.competing || item.everything) return 0;
+    if (first != nullptr) return first[j];
+    return j < item.sinks || j >= item.competing - item.local ? 0 : kUnchosen;
+  };
+  int at = item.list_begin;
+  for (int base = 0; base < item.visible; base += 32) {
+    const int j = base + lane;
+    uint8_t by = kUnchosen;
+    if (j < item.visible) {
+      by = chosen_by(j / args.expand);
+      args.map[item.map + j] = by;
+    }
+    const uint32_t kept = __ballot_sync(~0u, by != kUnchosen);
+    if (by != kUnchosen) {
+      args.entries[at + __popc(kept & ((1u << lane) - 1))] = list_entry(j, by);
+      atomicAdd(args.column_counts + item.column + j, 1);
+    }
+    at += __popc(kept);
+  }
+  for (int i = at + lane; i < item.list_begin + item.capacity; i += 32) args.entries[i] = kNoEntry;
+
+  if (args.chosen == nullptr) return;
+  unsigned blocks = 0, pairs = 0;
+  for (int j = lane; j < item.competing; j += 32)
+    if (const uint8_t by = chosen_by(j); by != kUnchosen) {
+      ++blocks;
+      pairs += (item.tokens - by) * args.select_block;
+    }
+  blocks = __reduce_add_sync(~0u, blocks);
+  pairs = __reduce_add_sync(~0u, pairs);
+  if (lane != 0) return;
+  const int own = item.position - item.competing * args.select_block;  // keys of its own blocks before the query block
+  blocks += (item.position + item.tokens - 1) / args.select_block + 1 - item.competing;
+  atomicAdd(args.chosen + 2 * item.length_class, static_cast<unsigned long long>(blocks));
+  atomicAdd(args.chosen + 2 * item.length_class + 1, static_cast<unsigned long long>(pairs) +
+                                                         static_cast<unsigned long long>(item.tokens) * own +
+                                                         item.tokens * (item.tokens + 1) / 2);
+}
+
+}  // namespace sb::gpu
