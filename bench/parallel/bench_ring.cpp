@@ -111,20 +111,26 @@ constexpr RingTimes kPublished{0.51, 0.13, 0.98};  // milliseconds
 double measured_ring(int node_size, double slow_down) {
   const auto lasting = [&](double ms) { return std::chrono::nanoseconds(static_cast<int64_t>(ms * slow_down * 1e6)); };
   ThreadCommOptions options;
-  options.transfer_time = [&](int from, int to, int64_t) {
-    return lasting(from / kNodeSize == to / kNodeSize ? kPublished.inner_hop : kPublished.outer_hop);
+  constexpr int64_t kElements = 16;
+  // A hop brings keys and values, a message each.
+  options.transfer_time = [&](int from, int to, int64_t bytes) {
+    const double share = static_cast<double>(bytes) / static_cast<double>(2 * kElements * sizeof(float));
+    return lasting((from / kNodeSize == to / kNodeSize ? kPublished.inner_hop : kPublished.outer_hop) * share);
   };
   double seconds = 0;
   run_thread_ranks(
       kRanks,
       [&](Communicator& group) {
         RingTravel travel(group, node_size);
-        const std::vector<int64_t> floats(kRanks, 16);
-        const std::vector<float> own(16);
+        const std::vector<int64_t> elements(kRanks, kElements);
+        const std::vector<float> own(kElements);
+        ThreadPool pool(1);
+        Arena scratch("scratch", travel.forward_scratch_bytes(DType::f32, kElements));
+        const Exec exec{DeviceKind::cpu, &pool, nullptr, &scratch};
         group.barrier();
         const auto begin = std::chrono::steady_clock::now();
-        travel.forward(own.data(), floats,
-                       [&](int, const float*) { std::this_thread::sleep_for(lasting(kPublished.compute)); });
+        travel.forward(exec, DType::f32, {own.data(), own.data()}, elements,
+                       [&](int, const RingData&) { std::this_thread::sleep_for(lasting(kPublished.compute)); });
         group.barrier();
         if (group.rank() == 0)
           seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();

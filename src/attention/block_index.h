@@ -9,6 +9,14 @@
 
 namespace sb {
 
+// Where the tokens of a sequence lie in packed tensors when its queries and its keys are not the same tokens: the
+// tokens before `keys` are keys, in the rows of k and v from key_row on; those from `first_query` (a multiple of the
+// query block) on are queries, in the rows of q, out and lse from query_row on.
+struct SequenceRows {
+  int64_t keys = 0, first_query = 0;
+  int64_t key_row = 0, query_row = 0;
+};
+
 struct BlockIndexShape {
   int block = 128;       // keys of a key block: 64, 128 or 256
   int query_block = 16;  // query tokens that share a list: 1 … 128

@@ -53,14 +53,13 @@ class RingAttention final : public ChoosingAttention {
  private:
   class State;
   class Call;
-  int64_t replicated_limit(const AttentionShape& shape, int64_t max_tokens) const;
+  int64_t copies_limit(const AttentionShape& shape, int64_t max_tokens) const;
   void count_pairs(int layer, const State& state);
 
   Communicator& group_;
   const Options options_;
   RingSelection selection_;
   RingTravel travel_;
-  std::vector<float> own_, own_gradient_;  // keys, then values; for travelling
   AttentionReport report_;
 };
 

@@ -23,15 +23,16 @@ struct ReplicatedKeys {
 
 // `wanted`: nonzero for every token of the micro-batch that some rank's row has as a gathered column; empty: none.
 // Besides these, the first `replicated_blocks` blocks of every sequence that is not dense, but not its last block,
-// which nobody else sees.
+// which nobody else sees. Copies never take more room than the tokens that one rank holds: gathered columns that are
+// too many for that are left out and travel with the ring (being many, they are on all ranks alike), and so are sinks.
 ReplicatedKeys replicated_keys(const ContextLayout& layout, const BlockIndex& index, int replicated_blocks,
                                std::span<const uint8_t> wanted);
 
-// One call of the attention kernels: the queries of this rank against the keys of one chunk. The kernels know packed
-// sequences of queries that are keys at the same time, so a call gets sequences made of the chunk's blocks (their
-// queries have no keys), followed by the rank's own blocks: every chosen block then lies before its queries, as it does
-// in the true order. With the rank's own chunk, copies of replicated keys come first, and own blocks are keys, too.
+// One call of the attention kernels: the queries of this rank against keys that lie together. Chosen blocks lie before
+// their queries, as in the true order: the index of a call is one of sequences made of the keys' blocks, followed by
+// the rank's own blocks. Against its own keys the sequences are the rank's tokens, which are keys and queries.
 struct RingPass {
+  enum class Keys { own, copies, chunk };
   struct Part {
     int64_t begin = 0;         // first token of the made-up sequence
     int64_t keys = 0;          // tokens before the own ones, a multiple of the block
@@ -39,11 +40,13 @@ struct RingPass {
     int64_t queries = 0;       // own tokens
     int64_t query_source = 0;  // their place among the tokens the rank holds
   };
-  bool own = false;
+  Keys source = Keys::chunk;
   std::vector<Part> parts;
-  std::vector<int32_t> copies;  // own: of every token of the parts' keys its copy (ReplicatedKeys), or -1: padding
+  std::vector<int32_t> copies;  // of every token of the parts' keys its copy (ReplicatedKeys), or -1: padding
   BlockIndex index;
   int64_t tokens() const { return parts.empty() ? 0 : parts.back().begin + parts.back().keys + parts.back().queries; }
+  // The parts, as the kernels want them.
+  std::vector<SequenceRows> rows() const;
 };
 
 // All calls of one attention forward or backward. `index` covers the whole micro-batch, but only the rows of query
@@ -56,11 +59,13 @@ class RingPlan {
              const ReplicatedKeys& replicated, int replicated_blocks, ThreadPool& pool);
   // The calls for one chunk: none when nothing of it was chosen.
   std::span<const RingPass> passes(int chunk) const { return passes_[chunk]; }
+  // The one for copies, or null.
+  const RingPass* copies() const { return passes_.empty() || passes_.back().empty() ? nullptr : &passes_.back()[0]; }
   // Bytes the lists hold now.
   int64_t bytes() const;
 
  private:
-  std::vector<std::vector<RingPass>> passes_;  // [ranks]
+  std::vector<std::vector<RingPass>> passes_;  // [ranks + 1]: of every chunk, then of the copies
 };
 
 }  // namespace sb

@@ -10,6 +10,23 @@
 #include "device/blas.h"
 
 namespace sb {
+namespace {
+
+// Of vertical_slash, heads whose masses are exchanged together: few enough that the masses of all columns, which every
+// rank has whole, shrink with the number of ranks as everything else does.
+int64_t heads_at_once(int heads, int ranks, int threads) {
+  return std::min(heads, std::max((heads + ranks - 1) / ranks, threads));
+}
+
+// Zeros, in scratch.
+template <typename T>
+std::span<T> array(const Exec& exec, int64_t count) {
+  T* data = exec.scratch->allocate_array<T>(count);
+  std::fill_n(data, count, T{});
+  return {data, static_cast<size_t>(count)};
+}
+
+}  // namespace
 
 RingSelection::RingSelection(const SelectionConfig& config) : selector_(config) {
   SB_USER_CHECK(config.block % config.query_block == 0,
@@ -37,7 +54,9 @@ void RingSelection::choose(const Exec& exec, Communicator& group, int layer, con
   const bool all_dense = std::all_of(dense.begin(), dense.end(), [](uint8_t d) { return d != 0; });
   const bool by_scores =
       config.pattern != SelectionPattern::window && config.pattern != SelectionPattern::vertical_slash;
-  if (by_scores && !all_dense) gather_statistics(exec, group, shape, layout, index, k);
+  const ArenaScope scope(*exec.scratch);
+  std::vector<const float*> statistics;
+  if (by_scores && !all_dense) statistics = gather_statistics(exec, group, shape, layout, index, k);
 
   const std::vector<int32_t> local = layout.local_cu_seqlens(rank);
   std::vector<int64_t> chosen(layout.sequences());
@@ -59,7 +78,7 @@ void RingSelection::choose(const Exec& exec, Communicator& group, int layer, con
     } else if (config.pattern == SelectionPattern::vertical_slash) {
       choose_vertical_slash_rows(exec, group, request, layout, s);
     } else {
-      request.statistics = statistics_[s].data();
+      request.statistics = statistics[s];
       chosen[s] = selector_.select_held(exec, request, builder_);
     }
   }
@@ -77,8 +96,9 @@ void RingSelection::choose(const Exec& exec, Communicator& group, int layer, con
   }
 }
 
-void RingSelection::gather_statistics(const Exec& exec, Communicator& group, const AttentionShape& shape,
-                                      const ContextLayout& layout, const BlockIndex& index, const float* k) {
+std::vector<const float*> RingSelection::gather_statistics(const Exec& exec, Communicator& group,
+                                                           const AttentionShape& shape, const ContextLayout& layout,
+                                                           const BlockIndex& index, const float* k) {
   const SelectionConfig& config = selector_.config();
   const int64_t width = BlockStatistics::row_width(config.score, shape.head_dim);
   // Pieces of equal size: the most blocks any rank has.
@@ -87,7 +107,14 @@ void RingSelection::gather_statistics(const Exec& exec, Communicator& group, con
     for (int s = 0; s < layout.sequences(); ++s)
       if (!index.sequences()[s].dense) blocks[r] += std::ssize(layout.held(r, s));
   const int64_t piece = *std::max_element(blocks.begin(), blocks.end()) * shape.kv_heads * width;
-  std::vector<float> all(piece * layout.ranks());
+  std::vector<float*> statistics(layout.sequences(), nullptr);
+  for (int s = 0; s < layout.sequences(); ++s)
+    if (!index.sequences()[s].dense)
+      statistics[s] =
+          exec.scratch->allocate_array<float>(BlockStatistics::floats(config.score, shape, layout.blocks(s)));
+  const ArenaScope scope(*exec.scratch);
+  const std::span<float> all(exec.scratch->allocate_array<float>(piece * layout.ranks()),
+                             static_cast<size_t>(piece * layout.ranks()));
 
   const std::vector<int32_t> local = layout.local_cu_seqlens(group.rank());
   float* own = all.data() + group.rank() * piece;
@@ -97,22 +124,44 @@ void RingSelection::gather_statistics(const Exec& exec, Communicator& group, con
                           local[s + 1] - local[s], config.block, own);
     own += std::ssize(layout.held(group.rank(), s)) * shape.kv_heads * width;
   }
-  group.all_gather(std::span<float>(all), piece);
+  group.all_gather(all, piece);
 
   // [rank][sequence][kv head][its blocks] becomes [sequence][kv head][blocks].
-  statistics_.resize(layout.sequences());
-  for (int s = 0; s < layout.sequences(); ++s)
-    if (!index.sequences()[s].dense)
-      statistics_[s].resize(BlockStatistics::floats(config.score, shape, layout.blocks(s)));
   for (int r = 0; r < layout.ranks(); ++r) {
     const float* source = all.data() + r * piece;
     for (int s = 0; s < layout.sequences(); ++s) {
       if (index.sequences()[s].dense) continue;
       for (int head = 0; head < shape.kv_heads; ++head)
         for (const int32_t b : layout.held(r, s)) {
-          std::memcpy(statistics_[s].data() + (head * layout.blocks(s) + b) * width, source, width * sizeof(float));
+          std::memcpy(statistics[s] + (head * layout.blocks(s) + b) * width, source, width * sizeof(float));
           source += width;
         }
+    }
+  }
+  return {statistics.begin(), statistics.end()};
+}
+
+int64_t RingSelection::scratch_bytes(const AttentionShape& shape, int64_t max_tokens, int ranks, int threads) const {
+  const SelectionConfig& config = selector_.config();
+  const auto bytes = [](int64_t count, size_t each) { return Arena::rounded(count * static_cast<int64_t>(each)); };
+  const int64_t all = max_tokens * ranks, sequences = all / (config.dense_limit() + 1);  // that are not dense
+  switch (config.pattern) {
+    case SelectionPattern::dense:
+    case SelectionPattern::window:
+      return 0;
+    case SelectionPattern::vertical_slash: {
+      // One sequence at a time.
+      const int64_t heads = heads_at_once(shape.heads, ranks, threads), rows = kEstimationQueries;
+      return bytes(max_tokens, sizeof(int32_t)) + bytes(rows * shape.heads * shape.head_dim, sizeof(float)) +
+             bytes(heads * rows * max_tokens, sizeof(float)) + bytes(heads * rows, sizeof(float)) +
+             bytes(heads * rows, sizeof(double)) + bytes(heads * all, sizeof(double)) +
+             bytes(heads * (all / config.block + 1), sizeof(double));
+    }
+    default: {
+      // Every sequence may have a short block, and all sequences' may be on one rank.
+      const int64_t blocks = max_tokens / config.block + sequences;
+      const int64_t floats = BlockStatistics::floats(config.score, shape, blocks * ranks);
+      return bytes(floats, sizeof(float)) + sequences * Arena::kAlignment + bytes(floats, sizeof(float));
     }
   }
 }
@@ -131,93 +180,101 @@ void RingSelection::choose_window_rows(const SelectionRequest& request) {
 }
 
 // The last queries go to all ranks; each computes its part of their attention. Row maxima and sums, then the masses of
-// columns and distances, are all that is exchanged.
+// columns and distances, are all that is exchanged; for some heads at a time, so that it takes little memory.
 void RingSelection::choose_vertical_slash_rows(const Exec& exec, Communicator& group, const SelectionRequest& request,
                                                const ContextLayout& layout, int s) {
   const SequenceTiles& tiles = request.tiles;
   const AttentionShape& shape = request.shape;
-  const int rank = group.rank(), d = shape.head_dim, block = tiles.block;
+  const int d = shape.head_dim, block = tiles.block;
   const int64_t tokens = tiles.tokens, heads = shape.heads, blocks = tiles.blocks();
   const int64_t rows = std::min<int64_t>(kEstimationQueries, tokens);
-  std::vector<int64_t> position;  // of every key this rank holds
-  for (const int32_t b : request.held_blocks)
-    for (int64_t i = 0; i < layout.block_length(s, b); ++i) position.push_back(int64_t{b} * block + i);
-  const int64_t held = std::ssize(position);
+  const ArenaScope scope(*exec.scratch);
+  int64_t held = 0;
+  for (const int32_t b : request.held_blocks) held += layout.block_length(s, b);
+  const std::span<int32_t> position = array<int32_t>(exec, held);  // of every key this rank holds
+  for (int64_t i = 0; const int32_t b : request.held_blocks)
+    for (int64_t t = 0; t < layout.block_length(s, b); ++t)
+      position[i++] = static_cast<int32_t>(int64_t{b} * block + t);
 
-  std::vector<float> queries(rows * heads * d, 0.0f);
+  const std::span<float> queries = array<float>(exec, rows * heads * d);
   for (int64_t i = 0; i < held; ++i)
     if (position[i] >= tokens - rows)
       std::memcpy(queries.data() + (position[i] - (tokens - rows)) * heads * d, request.q + i * heads * d,
                   heads * d * sizeof(float));
-  group.all_reduce(std::span<float>(queries));  // one rank has each, the others zeros
-
+  group.all_reduce(queries);  // one rank has each, the others zeros
   // Keys a row sees are a prefix of those held.
   std::vector<int64_t> seen(rows);
   for (int64_t r = 0; r < rows; ++r)
     seen[r] = std::upper_bound(position.begin(), position.end(), tokens - rows + r) - position.begin();
-  std::vector<float> map(heads * rows * held), top(heads * rows, -std::numeric_limits<float>::infinity());
-  exec.pool->parallel_for(heads, 1, [&](int64_t head, int64_t, int) {
-    if (held == 0) return;
-    float* head_map = map.data() + head * rows * held;
-    sgemm({.transpose_b = true,
-           .m = rows,
-           .n = held,
-           .k = d,
-           .a = queries.data() + head * d,
-           .lda = heads * d,
-           .b = request.k + head / shape.group() * d,
-           .ldb = int64_t{shape.kv_heads} * d,
-           .c = head_map,
-           .ldc = held});
-    for (int64_t r = 0; r < rows; ++r)
-      for (int64_t m = 0; m < seen[r]; ++m)
-        top[head * rows + r] = std::max(top[head * rows + r], head_map[r * held + m]);
-  });
-  group.all_reduce(std::span<float>(top), ReduceOp::max);
-  std::vector<double> sums(heads * rows, 0.0);
-  exec.pool->parallel_for(heads, 1, [&](int64_t head, int64_t, int) {
-    for (int64_t r = 0; r < rows; ++r) {
-      float* row = map.data() + (head * rows + r) * held;
-      for (int64_t m = 0; m < seen[r]; ++m) {
-        row[m] = std::exp(shape.scale * (row[m] - top[head * rows + r]));
-        sums[head * rows + r] += row[m];
-      }
-    }
-  });
-  group.all_reduce(std::span<double>(sums));
-
-  std::vector<double> columns(heads * tokens, 0.0), distances(heads * blocks, 0.0);
-  exec.pool->parallel_for(heads, 1, [&](int64_t head, int64_t, int) {
-    for (int64_t r = 0; r < rows; ++r) {
-      const float* row = map.data() + (head * rows + r) * held;
-      const int64_t query_block = (tokens - rows + r) / block;
-      for (int64_t m = 0; m < seen[r]; ++m) {
-        const auto mass = static_cast<float>(row[m] / sums[head * rows + r]);
-        columns[head * tokens + position[m]] += mass;
-        distances[head * blocks + query_block - position[m] / block] += mass;
-      }
-    }
-  });
-  group.all_reduce(std::span<double>(columns));  // again: one rank has each
-  group.all_reduce(std::span<double>(distances));
 
   const VerticalSlashLimits limits = vertical_slash_limits(selector_.config(), tiles.budget);
-  const int64_t tiles_a_block = block / tiles.query_block;
-  exec.pool->parallel_for(heads, 1, [&](int64_t head, int64_t, int thread) {
-    const auto part = [&](const std::vector<double>& all, int64_t count) {
-      return std::vector<double>(all.begin() + head * count, all.begin() + (head + 1) * count);
-    };
-    const VerticalSlash found = choose_vertical_slash(part(columns, tokens), part(distances, blocks), limits);
-    std::vector<uint8_t> listed;
-    std::vector<IndexEntry> row;
-    std::vector<int32_t> single;
-    for (const int32_t b : layout.held(rank, s))
-      for (int64_t tile = b * tiles_a_block; tile < std::min((b + 1) * tiles_a_block, tiles.tiles()); ++tile) {
-        vertical_slash_row(tiles, found, tile, listed, row, single);
-        builder_.set_row(thread, BlockIndex::row_id(request.place, static_cast<int>(head), static_cast<int>(tile)), row,
-                         single);
+  const int64_t at_once = heads_at_once(shape.heads, layout.ranks(), exec.pool->threads());
+  for (int64_t first = 0; first < heads; first += at_once) {
+    const int64_t count = std::min(at_once, heads - first);
+    const ArenaScope heads_scope(*exec.scratch);
+    const std::span<float> map = array<float>(exec, count * rows * held), top = array<float>(exec, count * rows);
+    std::fill(top.begin(), top.end(), -std::numeric_limits<float>::infinity());
+    exec.pool->parallel_for(count, 1, [&](int64_t i, int64_t, int) {
+      if (held == 0) return;
+      float* head_map = map.data() + i * rows * held;
+      sgemm({.transpose_b = true,
+             .m = rows,
+             .n = held,
+             .k = d,
+             .a = queries.data() + (first + i) * d,
+             .lda = heads * d,
+             .b = request.k + (first + i) / shape.group() * d,
+             .ldb = int64_t{shape.kv_heads} * d,
+             .c = head_map,
+             .ldc = held});
+      for (int64_t r = 0; r < rows; ++r)
+        for (int64_t m = 0; m < seen[r]; ++m) top[i * rows + r] = std::max(top[i * rows + r], head_map[r * held + m]);
+    });
+    group.all_reduce(top, ReduceOp::max);
+    const std::span<double> sums = array<double>(exec, count * rows);
+    exec.pool->parallel_for(count, 1, [&](int64_t i, int64_t, int) {
+      for (int64_t r = 0; r < rows; ++r) {
+        float* row = map.data() + (i * rows + r) * held;
+        for (int64_t m = 0; m < seen[r]; ++m) {
+          row[m] = std::exp(shape.scale * (row[m] - top[i * rows + r]));
+          sums[i * rows + r] += row[m];
+        }
       }
-  });
+    });
+    group.all_reduce(sums);
+
+    const std::span<double> columns = array<double>(exec, count * tokens),
+                            distances = array<double>(exec, count * blocks);
+    exec.pool->parallel_for(count, 1, [&](int64_t i, int64_t, int) {
+      for (int64_t r = 0; r < rows; ++r) {
+        const float* row = map.data() + (i * rows + r) * held;
+        const int64_t query_block = (tokens - rows + r) / block;
+        for (int64_t m = 0; m < seen[r]; ++m) {
+          const auto mass = static_cast<float>(row[m] / sums[i * rows + r]);
+          columns[i * tokens + position[m]] += mass;
+          distances[i * blocks + query_block - position[m] / block] += mass;
+        }
+      }
+    });
+    group.all_reduce(columns);  // again: one rank has each
+    group.all_reduce(distances);
+
+    const int64_t tiles_a_block = block / tiles.query_block;
+    exec.pool->parallel_for(count, 1, [&](int64_t i, int64_t, int thread) {
+      const VerticalSlash found =
+          choose_vertical_slash(columns.subspan(i * tokens, tokens), distances.subspan(i * blocks, blocks), limits);
+      std::vector<uint8_t> listed;
+      std::vector<IndexEntry> row;
+      std::vector<int32_t> single;
+      for (const int32_t b : request.held_blocks)
+        for (int64_t tile = b * tiles_a_block; tile < std::min((b + 1) * tiles_a_block, tiles.tiles()); ++tile) {
+          vertical_slash_row(tiles, found, tile, listed, row, single);
+          builder_.set_row(thread,
+                           BlockIndex::row_id(request.place, static_cast<int>(first + i), static_cast<int>(tile)), row,
+                           single);
+        }
+    });
+  }
 }
 
 }  // namespace sb

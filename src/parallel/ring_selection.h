@@ -25,16 +25,19 @@ class RingSelection {
               const ContextLayout& layout, std::span<const int32_t> budgets, const float* q, const float* k,
               BlockIndex& index);
 
+  // Bytes of exec.scratch that choose() takes when no one of `ranks` ranks has more tokens than this.
+  int64_t scratch_bytes(const AttentionShape& shape, int64_t max_tokens, int ranks, int threads) const;
+
  private:
-  void gather_statistics(const Exec& exec, Communicator& group, const AttentionShape& shape,
-                         const ContextLayout& layout, const BlockIndex& index, const float* k);
+  // Of the whole sequences, in exec.scratch; null for dense ones.
+  std::vector<const float*> gather_statistics(const Exec& exec, Communicator& group, const AttentionShape& shape,
+                                              const ContextLayout& layout, const BlockIndex& index, const float* k);
   void choose_vertical_slash_rows(const Exec& exec, Communicator& group, const SelectionRequest& request,
                                   const ContextLayout& layout, int sequence);
   void choose_window_rows(const SelectionRequest& request);
 
   Selector selector_;
   BlockIndexBuilder builder_;
-  std::vector<std::vector<float>> statistics_;  // [sequence], of the whole ones
 };
 
 }  // namespace sb

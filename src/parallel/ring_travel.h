@@ -6,6 +6,8 @@
 #include <vector>
 
 #include "comm/communicator.h"
+#include "core/dtype.h"
+#include "device/exec.h"
 
 namespace sb {
 
@@ -24,38 +26,53 @@ struct RingShape {
   int outer(int rank, int by) const;
 };
 
-// Brings every rank's data past every rank: each has all chunks in turn, its own first, while the next one is already
-// on its way. Between nodes data moves while the ranks of a node pass theirs around, so that a slow link has a whole
-// turn's time.
+// Keys and values of a chunk, and sums of their gradients.
+struct RingData {
+  const void *keys, *values;
+};
+struct RingGradients {
+  float *keys, *values;
+};
+
+// Brings every rank's keys and values past every rank: each has all chunks in turn, its own first, while the next one
+// is already on its way. Between nodes data moves while the ranks of a node pass theirs around, so that a slow link has
+// a whole turn's time. Data on its way lies in exec.scratch, in at most two chunks' room for each of the two rings; the
+// sums of gradients take as much, and a chunk's for what arrives.
 class RingTravel {
  public:
   RingTravel(Communicator& group, int node_size) : group_(group), shape_(group.size(), node_size) {}
 
   const RingShape& shape() const { return shape_; }
 
-  // floats[c]: how much data rank c brings. `visit` is called once for every chunk.
-  using Visit = std::function<void(int chunk, const float* data)>;
-  void forward(const float* own, std::span<const int64_t> floats, const Visit& visit);
+  // elements[c]: how many numbers of type `dtype` the keys of rank c are, and its values. `visit` is called once for
+  // every chunk.
+  using Visit = std::function<void(int chunk, const RingData& data)>;
+  void forward(const Exec& exec, DType dtype, const RingData& own, std::span<const int64_t> elements,
+               const Visit& visit);
 
-  // The same tour; `contribute` writes what this rank adds to the gradient of the chunk (floats[chunk] numbers). The
-  // sums travel behind the data, in fp32, always added in the order of the tour, and end at their owners.
-  using Contribute = std::function<void(int chunk, const float* data, float* gradient)>;
-  void backward(const float* own, std::span<const int64_t> floats, const Contribute& contribute, float* own_gradient);
+  // The same tour; `contribute` adds this rank's part to the gradients of the chunk. The sums travel behind the data,
+  // in fp32, always added in the order of the tour, and end at their owners, where they are added to `home`.
+  using Contribute = std::function<void(int chunk, const RingData& data, const RingGradients& sum)>;
+  void backward(const Exec& exec, DType dtype, const RingData& own, std::span<const int64_t> elements,
+                const Contribute& contribute, const RingGradients& home);
+
+  // Bytes of exec.scratch that a tour takes when no rank has more elements than this.
+  int64_t forward_scratch_bytes(DType dtype, int64_t elements) const;
+  int64_t backward_scratch_bytes(DType dtype, int64_t elements) const;
 
  private:
-  CommRequest send(const float* data, int64_t count, int to, int tag) {
-    return group_.send_async(data, count * static_cast<int64_t>(sizeof(float)), to, tag);
-  }
-  CommRequest receive(std::vector<float>& data, int64_t count, int from, int tag) {
-    return group_.receive_async(data.data(), count * static_cast<int64_t>(sizeof(float)), from, tag);
-  }
-  void reserve(int64_t floats, bool gradients);
+  struct Transfer {
+    CommRequest keys, values;
+    void wait() {
+      keys.wait();
+      values.wait();
+    }
+  };
+  Transfer send(const void* keys, const void* values, int64_t bytes, int to, int tag);
+  Transfer receive(void* keys, void* values, int64_t bytes, int from, int tag);
 
   Communicator& group_;
   const RingShape shape_;
-  std::vector<float> inner_[2], outer_[2];              // data on its way
-  std::vector<float> sum_[2], partial_;                 // gradients going around the node
-  std::vector<float> node_sum_, arrived_, leaving_[2];  // and between nodes
 };
 
 // What a tour takes when a rank's work on a chunk, a transfer within a node and one between nodes take the given times,

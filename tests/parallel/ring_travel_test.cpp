@@ -2,6 +2,8 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <limits>
 #include <numeric>
 #include <set>
 
@@ -21,6 +23,18 @@ std::vector<int64_t> sizes(int ranks) {
   return floats;
 }
 
+// Scratch full of NaN, as large as planned.
+struct TravelExec {
+  explicit TravelExec(int64_t bytes) : scratch("scratch", bytes) {
+    float* all = scratch.allocate_array<float>(bytes / 4);
+    std::fill_n(all, bytes / 4, std::numeric_limits<float>::quiet_NaN());
+    scratch.release(0);
+  }
+  ThreadPool pool{1};
+  Arena scratch;
+  Exec exec{DeviceKind::cpu, &pool, nullptr, &scratch};
+};
+
 TEST(RingShape, RefusesNodesThatDoNotFit) {
   EXPECT_THROW(RingShape(6, 4), UserError);
 }
@@ -30,18 +44,26 @@ TEST(RingTravel, BringsEveryChunkPastEveryRankOnce) {
     run_thread_ranks(c.ranks, [&](Communicator& group) {
       RingTravel travel(group, c.node_size);
       const std::vector<int64_t> floats = sizes(c.ranks);
-      std::vector<float> own(floats[group.rank()]);
-      std::iota(own.begin(), own.end(), 100.0f * group.rank());
+      const int64_t most = *std::max_element(floats.begin(), floats.end());
+      TravelExec run(travel.forward_scratch_bytes(DType::f32, most));
+      std::vector<float> keys(floats[group.rank()]), values(keys.size());
+      std::iota(keys.begin(), keys.end(), 100.0f * group.rank());
+      std::iota(values.begin(), values.end(), -100.0f * group.rank());
       for (int again = 0; again < 2; ++again) {
         std::vector<int> visited;
-        travel.forward(own.data(), floats, [&](int chunk, const float* data) {
-          for (int64_t i = 0; i < floats[chunk]; ++i) ASSERT_EQ(data[i], 100.0f * chunk + i);
-          visited.push_back(chunk);
-        });
+        travel.forward(run.exec, DType::f32, {keys.data(), values.data()}, floats,
+                       [&](int chunk, const RingData& data) {
+                         for (int64_t i = 0; i < floats[chunk]; ++i) {
+                           ASSERT_EQ(static_cast<const float*>(data.keys)[i], 100.0f * chunk + i);
+                           ASSERT_EQ(static_cast<const float*>(data.values)[i], -100.0f * chunk + i);
+                         }
+                         visited.push_back(chunk);
+                       });
         EXPECT_EQ(visited.front(), group.rank());
         EXPECT_EQ(std::set<int>(visited.begin(), visited.end()).size(), static_cast<size_t>(c.ranks));
         EXPECT_EQ(static_cast<int>(visited.size()), c.ranks);
       }
+      EXPECT_EQ(run.scratch.high_water(), run.scratch.capacity());
     });
 }
 
@@ -50,19 +72,28 @@ TEST(RingTravel, BringsSumsHome) {
     run_thread_ranks(c.ranks, [&](Communicator& group) {
       RingTravel travel(group, c.node_size);
       const std::vector<int64_t> floats = sizes(c.ranks);
-      std::vector<float> own(floats[group.rank()], static_cast<float>(group.rank())), gradient(own.size(), -1);
-      travel.backward(
-          own.data(), floats,
-          [&](int chunk, const float* data, float* out) {
-            for (int64_t i = 0; i < floats[chunk]; ++i) {
-              ASSERT_EQ(data[i], chunk);
-              out[i] = static_cast<float>((group.rank() + 1) * (chunk + 1) * (i + 1));
-            }
-          },
-          gradient.data());
-      const int ranks_sum = c.ranks * (c.ranks + 1) / 2;
-      for (int64_t i = 0; i < floats[group.rank()]; ++i)
-        ASSERT_EQ(gradient[i], ranks_sum * (group.rank() + 1) * (i + 1)) << c.ranks << " " << c.node_size;
+      const int64_t most = *std::max_element(floats.begin(), floats.end());
+      TravelExec run(travel.backward_scratch_bytes(DType::f32, most));
+      std::vector<float> own(floats[group.rank()], static_cast<float>(group.rank()));
+      for (int again = 0; again < 2; ++again) {
+        std::vector<float> dk(own.size(), 1000), dv(own.size(), 2000);
+        travel.backward(run.exec, DType::f32, {own.data(), own.data()}, floats,
+                        [&](int chunk, const RingData& data, const RingGradients& sum) {
+                          for (int64_t i = 0; i < floats[chunk]; ++i) {
+                            ASSERT_EQ(static_cast<const float*>(data.keys)[i], chunk);
+                            ASSERT_EQ(static_cast<const float*>(data.values)[i], chunk);
+                            sum.keys[i] += static_cast<float>((group.rank() + 1) * (chunk + 1) * (i + 1));
+                            sum.values[i] += static_cast<float>((group.rank() + 1) * (chunk + 2) * (i + 1));
+                          }
+                        },
+                        {dk.data(), dv.data()});
+        const int ranks_sum = c.ranks * (c.ranks + 1) / 2;
+        for (int64_t i = 0; i < floats[group.rank()]; ++i) {
+          ASSERT_EQ(dk[i], 1000 + ranks_sum * (group.rank() + 1) * (i + 1)) << c.ranks << " " << c.node_size;
+          ASSERT_EQ(dv[i], 2000 + ranks_sum * (group.rank() + 2) * (i + 1)) << c.ranks << " " << c.node_size;
+        }
+      }
+      EXPECT_EQ(run.scratch.high_water(), run.scratch.capacity());
     });
 }
 

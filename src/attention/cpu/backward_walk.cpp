@@ -24,13 +24,17 @@ int64_t wanted_chunk(int64_t length) {
 }
 
 int64_t chunk_tokens(const SequenceWalk& walk) {
-  return (wanted_chunk(walk.length) + walk.query_block - 1) / walk.query_block * walk.query_block;
+  return (wanted_chunk(walk.queries()) + walk.query_block - 1) / walk.query_block * walk.query_block;
+}
+
+int64_t chunk_count(const SequenceWalk& walk) {
+  return (walk.queries() + chunk_tokens(walk) - 1) / chunk_tokens(walk);
 }
 
 struct BackwardLayout {
   int64_t chunk_rows, stack_rows, padded, slabs;
-  BackwardLayout(const AttentionShape& shape, int64_t tokens)
-      : chunk_rows((wanted_chunk(tokens) + kTileRows) * shape.group()),
+  BackwardLayout(const AttentionShape& shape, int64_t queries)
+      : chunk_rows((wanted_chunk(queries) + kTileRows) * shape.group()),
         stack_rows(std::max<int64_t>(kStackRows, shape.heads)),
         padded(padded_depth(shape.head_dim)),
         slabs(slab_floats(chunk_rows, static_cast<int>(padded))) {}
@@ -87,6 +91,7 @@ struct BackwardOperands {
   const float *q, *k, *v, *out, *lse, *dout;
   float *dq, *dk, *dv;
   const float *k_panels, *v_panels, *k_rows;  // packed
+  bool add;                                   // to dq, too
 };
 
 class BackwardTask {
@@ -109,13 +114,13 @@ class BackwardTask {
         slab_stride_(layout.chunk_rows * row_stride(padded_)),
         stack_rows_(static_cast<int>(layout.stack_rows)),
         chunk_(chunk),
-        chunks_((walk.length + chunk_tokens(walk) - 1) / chunk_tokens(walk)),
-        begin_(chunk * chunk_tokens(walk)),
+        chunks_(chunk_count(walk)),
+        begin_(walk.rows.first_query + chunk * chunk_tokens(walk)),
         end_(std::min(begin_ + chunk_tokens(walk), walk.length)) {}
 
   void run() {
     load_rows();
-    for (int64_t key = 0; key < end_; key += walk_.key_tile) run_keys(key);
+    for (int64_t key = 0; key < std::min(end_, walk_.rows.keys); key += walk_.key_tile) run_keys(key);
     store_rows();
   }
 
@@ -132,8 +137,8 @@ class BackwardTask {
       for (int64_t token = begin_; token < end_; ++token) {
         for (int i = 0; i < walk_.row_heads; ++i) {
           const int head = head_of(list, i);
-          body(chunk_row(list, token) + i, ((walk_.token_begin + token) * shape_.heads + head) * shape_.head_dim,
-               head * tokens_ + walk_.token_begin + token);
+          body(chunk_row(list, token) + i, (walk_.query_row(token) * shape_.heads + head) * shape_.head_dim,
+               head * tokens_ + walk_.query_row(token));
         }
       }
     }
@@ -152,12 +157,14 @@ class BackwardTask {
 
   void store_rows() {
     for_each_row([&](int64_t row, int64_t target, int64_t) {
-      kernels_.scale_row(b_.dq + row * padded_, shape_.head_dim, shape_.scale, x_.dq + target);
+      float* dq = b_.dq + row * padded_;
+      kernels_.scale_row(dq, shape_.head_dim, shape_.scale, x_.add ? dq : x_.dq + target);
+      if (x_.add) kernels_.add_rows(dq, padded_, 1, shape_.head_dim, x_.dq + target, 0);
     });
   }
 
   void run_keys(int64_t key) {
-    const int keys = static_cast<int>(std::min<int64_t>(walk_.key_tile, walk_.length - key));
+    const int keys = static_cast<int>(std::min<int64_t>(walk_.key_tile, walk_.rows.keys - key));
     used_ = false;
     keys_ = keys;
     int64_t previous = chunks_;  // the chunk that adds to these keys before this one
@@ -191,7 +198,8 @@ class BackwardTask {
       for (int i = 0; i < walk_.tiles_a_block; ++i) visit(list, tile + i, BlockIndex::first_of(*entry), key);
     }
     if (entry == column.end()) return chunks_;
-    return int64_t{BlockIndex::query_block_of(*entry)} * walk_.query_block / chunk_tokens(walk_);
+    return (int64_t{BlockIndex::query_block_of(*entry)} * walk_.query_block - walk_.rows.first_query) /
+           chunk_tokens(walk_);
   }
 
   // dk and dv of the key tile take part from here on.
@@ -282,7 +290,7 @@ class BackwardTask {
   void gather(std::span<const int32_t> columns) {
     const int count = static_cast<int>(columns.size());
     for (int i = 0; i < count; ++i) {
-      const int64_t source = ((walk_.token_begin + columns[i]) * shape_.kv_heads + kv_head_) * shape_.head_dim;
+      const int64_t source = (walk_.key_row(columns[i]) * shape_.kv_heads + kv_head_) * shape_.head_dim;
       kernels_.pack_rows(x_.k + source, 0, 1, shape_.head_dim, padded_, b_.gathered_k + int64_t{i} * padded_);
       kernels_.pack_rows(x_.v + source, 0, 1, shape_.head_dim, padded_, b_.gathered_v + int64_t{i} * padded_);
     }
@@ -294,7 +302,7 @@ class BackwardTask {
     Turn& turn = turns_[key / walk_.key_tile];
     wait_for(turn, previous);
     const int64_t stride = int64_t{shape_.kv_heads} * shape_.head_dim;
-    const int64_t target = (walk_.token_begin + key) * stride + int64_t{kv_head_} * shape_.head_dim;
+    const int64_t target = walk_.key_row(key) * stride + int64_t{kv_head_} * shape_.head_dim;
     kernels_.add_rows(b_.dk, padded_, keys_, shape_.head_dim, x_.dk + target, stride);
     kernels_.add_rows(b_.dv, padded_, keys_, shape_.head_dim, x_.dv + target, stride);
     turn.store(static_cast<int32_t>(chunks_ - chunk_), std::memory_order_release);
@@ -326,24 +334,24 @@ void clear(ThreadPool& pool, float* data, int64_t count) {
 
 }  // namespace
 
-int64_t backward_scratch_bytes(const AttentionShape& shape, int64_t tokens, int threads) {
-  const int64_t packed = Arena::rounded(PackedKeys(shape, tokens).floats() * static_cast<int64_t>(sizeof(float)));
+int64_t cpu_backward_scratch_bytes(const AttentionShape& shape, int64_t queries, int64_t keys, int threads) {
+  const int64_t packed = Arena::rounded(PackedKeys(shape, keys).floats() * static_cast<int64_t>(sizeof(float)));
   // A sequence has at least one key tile, so there are at most as many as tokens.
-  const int64_t turns = Arena::rounded(tokens * shape.kv_heads * static_cast<int64_t>(sizeof(Turn)));
-  return 3 * packed + turns + threads * BackwardBuffers::bytes(BackwardLayout(shape, tokens));
+  const int64_t turns = Arena::rounded(keys * shape.kv_heads * static_cast<int64_t>(sizeof(Turn)));
+  return 3 * packed + turns + threads * BackwardBuffers::bytes(BackwardLayout(shape, queries));
 }
 
 void cpu_attention_backward(const Exec& exec, const AttentionShape& shape, const PackedSequences& sequences,
                             const AttentionOperands& operands, const AttentionGradients& gradients,
-                            const BlockIndex* index) {
-  check_operands(exec, shape, sequences, operands, index);
+                            const BlockIndex* index, std::span<const SequenceRows> rows) {
+  check_operands(exec, shape, sequences, operands, index, rows);
   SB_CHECK(gradients.dout.shape() == operands.q.shape() && gradients.dq.shape() == operands.q.shape() &&
                gradients.dk.shape() == operands.k.shape() && gradients.dv.shape() == operands.k.shape(),
            "gradients of other shapes than the operands");
-  const std::vector<SequenceWalk> walks = plan_walks(shape, sequences, index);
+  const std::vector<SequenceWalk> walks = plan_walks(shape, sequences, index, rows);
   const TileKernels& kernels = tile_kernels(cpu_isa());
-  const PackedKeys packed(shape, sequences.tokens());
-  const BackwardLayout layout(shape, sequences.tokens());
+  const PackedKeys packed(shape, operands.k.dim(0));
+  const BackwardLayout layout(shape, operands.q.dim(0));
   const ArenaScope scope(*exec.scratch);
   float* k_panels = exec.scratch->allocate_array<float>(packed.floats());
   float* v_panels = exec.scratch->allocate_array<float>(packed.floats());
@@ -354,14 +362,16 @@ void cpu_attention_backward(const Exec& exec, const AttentionShape& shape, const
   FlatTasks tasks;
   std::vector<int64_t> turn_begin = {0};
   for (const SequenceWalk& walk : walks) {
-    tasks.add((walk.length + chunk_tokens(walk) - 1) / chunk_tokens(walk) * shape.kv_heads);
+    tasks.add(chunk_count(walk) * shape.kv_heads);
     turn_begin.push_back(turn_begin.back() + walk.key_tiles() * shape.kv_heads);
   }
   Turn* turns = exec.scratch->allocate_array<Turn>(turn_begin.back());
   for (int64_t i = 0; i < turn_begin.back(); ++i) new (turns + i) Turn(0);
 
-  clear(*exec.pool, gradients.dk.f32(), gradients.dk.elements());
-  clear(*exec.pool, gradients.dv.f32(), gradients.dv.elements());
+  if (rows.empty()) {
+    clear(*exec.pool, gradients.dk.f32(), gradients.dk.elements());
+    clear(*exec.pool, gradients.dv.f32(), gradients.dv.elements());
+  }
   const PackRequest requests[] = {{operands.k.f32(), k_panels, PackedForm::panels},
                                   {operands.v.f32(), v_panels, PackedForm::panels},
                                   {operands.k.f32(), k_rows, PackedForm::rows}};
@@ -370,18 +380,18 @@ void cpu_attention_backward(const Exec& exec, const AttentionShape& shape, const
   const BackwardOperands x = {operands.q.f32(),   operands.k.f32(),   operands.v.f32(),
                               operands.out.f32(), operands.lse.f32(), gradients.dout.f32(),
                               gradients.dq.f32(), gradients.dk.f32(), gradients.dv.f32(),
-                              k_panels,           v_panels,           k_rows};
+                              k_panels,           v_panels,           k_rows,
+                              !rows.empty()};
   // Not the pool's own hand-out: waiting is safe only if tasks are begun in ascending order.
   std::atomic<int64_t> next{0};
   exec.pool->parallel_for(exec.pool->threads(), 1, [&](int64_t, int64_t, int thread) {
     for (int64_t flat; (flat = next.fetch_add(1, std::memory_order_relaxed)) < tasks.size();) {
       const auto [part, number] = tasks.at(flat);
       const SequenceWalk& walk = walks[part];
-      const int64_t chunks = (walk.length + chunk_tokens(walk) - 1) / chunk_tokens(walk);
       const int kv_head = static_cast<int>(number % shape.kv_heads);
-      BackwardTask(shape, x, index, kernels, packed, layout, sequences.tokens(), walk, kv_head,
-                   chunks - 1 - number / shape.kv_heads, turns + turn_begin[part] + kv_head * walk.key_tiles(),
-                   buffers[thread])
+      BackwardTask(shape, x, index, kernels, packed, layout, operands.q.dim(0), walk, kv_head,
+                   chunk_count(walk) - 1 - number / shape.kv_heads,
+                   turns + turn_begin[part] + kv_head * walk.key_tiles(), buffers[thread])
           .run();
     }
   });

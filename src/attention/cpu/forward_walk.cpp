@@ -45,7 +45,7 @@ class ForwardWalk {
  public:
   ForwardWalk(const AttentionShape& shape, const AttentionOperands& operands, const BlockIndex* index,
               const TileKernels& kernels, const PackedKeys& packed, const float* k_panels, const float* v_rows,
-              int64_t tokens)
+              bool merge)
       : shape_(shape),
         index_(index),
         kernels_(kernels),
@@ -57,18 +57,21 @@ class ForwardWalk {
         lse_(operands.lse.f32()),
         k_panels_(k_panels),
         v_rows_(v_rows),
-        tokens_(tokens),
+        tokens_(operands.q.dim(0)),
+        merge_(merge),
         padded_(padded_depth(shape.head_dim)) {}
 
   void run(const SequenceWalk& walk, int list_head, int64_t tile_number, const ForwardBuffers& b) const {
     const QueryTile tile = query_tile(walk, tile_number);
     if (tile.begin >= tile.end) return;
     const int kv_head = list_head / (walk.list_heads / shape_.kv_heads);
+    const BlockIndex::Row row =
+        walk.listed ? index_->row(BlockIndex::row_id(*walk.listed, list_head, tile.block)) : BlockIndex::Row{};
+    if (merge_ && row.blocks.empty() && row.columns.empty()) return;
     ForwardTile t = begin_tile(walk, list_head, tile, b);
     if (walk.listed == nullptr) {
       for (int64_t key = 0; key < tile.end; key += walk.key_tile) visit_keys(walk, tile, kv_head, 0, key, b, t);
     } else {
-      const BlockIndex::Row row = index_->row(BlockIndex::row_id(*walk.listed, list_head, tile.block));
       for (size_t i = 0; i < row.blocks.size(); ++i) {
         for (int part = 0; part < walk.tiles_a_key_block; ++part) {
           const int64_t key = (int64_t{row.blocks[i]} * walk.tiles_a_key_block + part) * walk.key_tile;
@@ -82,7 +85,7 @@ class ForwardWalk {
 
  private:
   int64_t row_offset(const SequenceWalk& walk, int list_head, int64_t token) const {
-    return ((walk.token_begin + token) * shape_.heads + int64_t{list_head} * walk.row_heads) * shape_.head_dim;
+    return (walk.query_row(token) * shape_.heads + int64_t{list_head} * walk.row_heads) * shape_.head_dim;
   }
 
   ForwardTile begin_tile(const SequenceWalk& walk, int list_head, const QueryTile& tile,
@@ -110,7 +113,7 @@ class ForwardWalk {
 
   void visit_keys(const SequenceWalk& walk, const QueryTile& tile, int kv_head, int first, int64_t key,
                   const ForwardBuffers& b, ForwardTile& t) const {
-    t.pair.keys = static_cast<int>(std::min<int64_t>(walk.key_tile, walk.length - key));
+    t.pair.keys = static_cast<int>(std::min<int64_t>(walk.key_tile, walk.rows.keys - key));
     const Visibility seen = visibility(walk, tile, first, key, t.pair.keys, b.visible);
     if (seen.row_begin >= t.pair.rows) return;
     t.pair.row_begin = seen.row_begin;
@@ -126,7 +129,7 @@ class ForwardWalk {
       const auto part = columns.subspan(begin, std::min<size_t>(kKeyTile, columns.size() - begin));
       t.pair.keys = static_cast<int>(part.size());
       for (size_t i = 0; i < part.size(); ++i) {
-        const int64_t source = ((walk.token_begin + part[i]) * shape_.kv_heads + kv_head) * int64_t{shape_.head_dim};
+        const int64_t source = (walk.key_row(part[i]) * shape_.kv_heads + kv_head) * int64_t{shape_.head_dim};
         kernels_.pack_rows(k_ + source, 0, 1, shape_.head_dim, padded_, b.gathered_k + i * padded_);
         kernels_.pack_rows(v_ + source, 0, 1, shape_.head_dim, padded_, b.gathered_v + i * padded_);
       }
@@ -150,11 +153,25 @@ class ForwardWalk {
       const int64_t token = tile.begin + row / walk.row_heads;
       const int head = row % walk.row_heads;
       const bool empty = b.sum[row] == 0.0f;  // nothing seen
-      kernels_.scale_row(b.out + int64_t{row} * padded_, shape_.head_dim, empty ? 0.0f : 1.0f / b.sum[row],
-                         out_ + row_offset(walk, list_head, token) + int64_t{head} * shape_.head_dim);
-      lse_[(int64_t{list_head} * walk.row_heads + head) * tokens_ + walk.token_begin + token] =
-          empty ? -std::numeric_limits<float>::infinity() : b.maximum[row] + std::log(b.sum[row]);
+      float* sums = b.out + int64_t{row} * padded_;
+      float* out = out_ + row_offset(walk, list_head, token) + int64_t{head} * shape_.head_dim;
+      float& lse = lse_[(int64_t{list_head} * walk.row_heads + head) * tokens_ + walk.query_row(token)];
+      if (merge_) {
+        if (!empty) merge_row(sums, b.maximum[row], b.sum[row], out, lse);
+        continue;
+      }
+      kernels_.scale_row(sums, shape_.head_dim, empty ? 0.0f : 1.0f / b.sum[row], out);
+      lse = empty ? -std::numeric_limits<float>::infinity() : b.maximum[row] + std::log(b.sum[row]);
     }
+  }
+
+  // Both are means under the softmax of their own keys.
+  void merge_row(const float* sums, float maximum, float sum, float* out, float& lse) const {
+    const float more = maximum + std::log(sum), top = std::max(lse, more);
+    const float have = std::exp(lse - top), add = std::exp(more - top), all = have + add;
+    const float keep = have / all, take = add / all / sum;
+    for (int c = 0; c < shape_.head_dim; ++c) out[c] = keep * out[c] + take * sums[c];
+    lse = top + std::log(all);
   }
 
   const AttentionShape& shape_;
@@ -164,23 +181,25 @@ class ForwardWalk {
   const float *q_, *k_, *v_;
   float *out_, *lse_;
   const float *k_panels_, *v_rows_;
-  int64_t tokens_;
+  int64_t tokens_;  // rows of lse
+  bool merge_;
   int padded_;
 };
 
 }  // namespace
 
-int64_t forward_scratch_bytes(const AttentionShape& shape, int64_t tokens, int threads) {
-  const int64_t packed = Arena::rounded(PackedKeys(shape, tokens).floats() * static_cast<int64_t>(sizeof(float)));
+int64_t cpu_forward_scratch_bytes(const AttentionShape& shape, int64_t keys, int threads) {
+  const int64_t packed = Arena::rounded(PackedKeys(shape, keys).floats() * static_cast<int64_t>(sizeof(float)));
   return 2 * packed + threads * ForwardBuffers::bytes(shape);
 }
 
 void cpu_attention_forward(const Exec& exec, const AttentionShape& shape, const PackedSequences& sequences,
-                           const AttentionOperands& operands, const BlockIndex* index) {
-  check_operands(exec, shape, sequences, operands, index);
-  const std::vector<SequenceWalk> walks = plan_walks(shape, sequences, index);
+                           const AttentionOperands& operands, const BlockIndex* index,
+                           std::span<const SequenceRows> rows) {
+  check_operands(exec, shape, sequences, operands, index, rows);
+  const std::vector<SequenceWalk> walks = plan_walks(shape, sequences, index, rows);
   const TileKernels& kernels = tile_kernels(cpu_isa());
-  const PackedKeys packed(shape, sequences.tokens());
+  const PackedKeys packed(shape, operands.k.dim(0));
   const ArenaScope scope(*exec.scratch);
   float* k_panels = exec.scratch->allocate_array<float>(packed.floats());
   float* v_rows = exec.scratch->allocate_array<float>(packed.floats());
@@ -193,13 +212,14 @@ void cpu_attention_forward(const Exec& exec, const AttentionShape& shape, const 
 
   FlatTasks tasks;
   for (const SequenceWalk& walk : walks) tasks.add(walk.list_heads * walk.query_tiles());
-  const ForwardWalk forward(shape, operands, index, kernels, packed, k_panels, v_rows, sequences.tokens());
+  const ForwardWalk forward(shape, operands, index, kernels, packed, k_panels, v_rows, !rows.empty());
   exec.pool->parallel_for(tasks.size(), 1, [&](int64_t begin, int64_t end, int thread) {
     for (int64_t flat = begin; flat < end; ++flat) {
       const auto [part, number] = tasks.at(flat);
       const int64_t tiles = walks[part].query_tiles();
       // Last tiles first: they are the longest.
-      forward.run(walks[part], static_cast<int>(number / tiles), tiles - 1 - number % tiles, buffers[thread]);
+      forward.run(walks[part], static_cast<int>(number / tiles), walks[part].first_tile() + tiles - 1 - number % tiles,
+                  buffers[thread]);
     }
   });
 }

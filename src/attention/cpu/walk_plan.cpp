@@ -18,13 +18,13 @@ QueryTile query_tile(const SequenceWalk& walk, int64_t tile) {
 }
 
 std::vector<SequenceWalk> plan_walks(const AttentionShape& shape, const PackedSequences& sequences,
-                                     const BlockIndex* index) {
+                                     const BlockIndex* index, std::span<const SequenceRows> rows) {
   std::vector<SequenceWalk> walks;
   for (int i = 0; i < sequences.sequences(); ++i) {
     SequenceWalk walk;
-    walk.token_begin = sequences.cu_seqlens[i];
     walk.length = sequences.cu_seqlens[i + 1] - sequences.cu_seqlens[i];
     if (walk.length == 0) continue;
+    walk.rows = rows.empty() ? SequenceRows{walk.length, 0, sequences.cu_seqlens[i], sequences.cu_seqlens[i]} : rows[i];
     if (index != nullptr && !index->sequences()[i].dense) walk.listed = &index->sequences()[i];
     walk.list_heads = walk.listed ? index->shape().list_heads : shape.kv_heads;
     walk.row_heads = shape.heads / walk.list_heads;
@@ -64,7 +64,7 @@ void pack_keys(ThreadPool& pool, const TileKernels& kernels, const AttentionShap
                std::span<const PackRequest> requests) {
   FlatTasks tasks;
   for (const SequenceWalk& walk : walks) {
-    tasks.add(static_cast<int64_t>(requests.size()) * shape.kv_heads * ((walk.length + kPackKeys - 1) / kPackKeys));
+    tasks.add(static_cast<int64_t>(requests.size()) * shape.kv_heads * ((walk.rows.keys + kPackKeys - 1) / kPackKeys));
   }
   const int padded = padded_depth(shape.head_dim);
   const int64_t stride = int64_t{shape.kv_heads} * shape.head_dim;
@@ -72,11 +72,11 @@ void pack_keys(ThreadPool& pool, const TileKernels& kernels, const AttentionShap
     for (int64_t flat = begin; flat < end; ++flat) {
       const auto [part, number] = tasks.at(flat);
       const SequenceWalk& walk = walks[part];
-      const int64_t pieces = (walk.length + kPackKeys - 1) / kPackKeys;
+      const int64_t pieces = (walk.rows.keys + kPackKeys - 1) / kPackKeys;
       const PackRequest& request = requests[number / (pieces * shape.kv_heads)];
       const int head = static_cast<int>(number / pieces % shape.kv_heads);
-      const int64_t key = number % pieces * kPackKeys, count = std::min(kPackKeys, walk.length - key);
-      const float* source = request.source + (walk.token_begin + key) * stride + int64_t{head} * shape.head_dim;
+      const int64_t key = number % pieces * kPackKeys, count = std::min(kPackKeys, walk.rows.keys - key);
+      const float* source = request.source + walk.key_row(key) * stride + int64_t{head} * shape.head_dim;
       float* target = request.target + packed.offset(walk, head, key);
       const auto pack = request.form == PackedForm::panels ? kernels.pack_panels : kernels.pack_rows;
       pack(source, stride, count, shape.head_dim, padded, target);
@@ -85,28 +85,44 @@ void pack_keys(ThreadPool& pool, const TileKernels& kernels, const AttentionShap
 }
 
 void check_operands(const Exec& exec, const AttentionShape& shape, const PackedSequences& sequences,
-                    const AttentionOperands& operands, const BlockIndex* index) {
+                    const AttentionOperands& operands, const BlockIndex* index, std::span<const SequenceRows> rows) {
   SB_CHECK(exec.device == DeviceKind::cpu && exec.pool != nullptr && exec.scratch != nullptr,
            "attention on the CPU needs a pool and scratch memory");
   SB_CHECK(shape.heads > 0 && shape.kv_heads > 0 && shape.heads % shape.kv_heads == 0, "{} heads on {} kv heads",
            shape.heads, shape.kv_heads);
   SB_CHECK(shape.head_dim >= 1 && shape.head_dim <= kMaxHeadDim, "head_dim {}: 1 … {}", shape.head_dim, kMaxHeadDim);
   SB_CHECK(!sequences.cu_seqlens.empty() && sequences.cu_seqlens[0] == 0, "cu_seqlens must begin with 0");
-  const int64_t tokens = sequences.tokens();
-  const Shape queries = {tokens, shape.heads, shape.head_dim}, keys = {tokens, shape.kv_heads, shape.head_dim};
+  int64_t query_rows = sequences.tokens(), key_rows = query_rows;
+  if (!rows.empty()) {
+    SB_CHECK(index != nullptr && std::ssize(rows) == sequences.sequences(), "{} places of sequences for {}",
+             rows.size(), sequences.sequences());
+    query_rows = operands.q.dim(0);
+    key_rows = operands.k.dim(0);
+    for (int i = 0; i < sequences.sequences(); ++i) {
+      const SequenceRows& r = rows[i];
+      const int64_t length = index->sequences()[i].length;
+      SB_CHECK(!index->sequences()[i].dense && 0 <= r.first_query && r.first_query <= length &&
+                   r.first_query % index->shape().query_block == 0 && 0 <= r.keys && r.keys <= length,
+               "sequence {} of {} tokens with {} keys and queries from {} on", i, length, r.keys, r.first_query);
+      SB_CHECK(0 <= r.key_row && r.key_row + r.keys <= key_rows && 0 <= r.query_row &&
+                   r.query_row + length - r.first_query <= query_rows,
+               "sequence {} lies outside of {} queries and {} keys", i, query_rows, key_rows);
+    }
+  }
+  const Shape queries = {query_rows, shape.heads, shape.head_dim}, keys = {key_rows, shape.kv_heads, shape.head_dim};
   SB_CHECK(operands.q.shape() == queries && operands.out.shape() == queries, "q {}, out {}",
            operands.q.shape().to_string(), operands.out.shape().to_string());
   SB_CHECK(operands.k.shape() == keys && operands.v.shape() == keys, "k {}, v {}", operands.k.shape().to_string(),
            operands.v.shape().to_string());
-  SB_CHECK(operands.lse.shape() == Shape({shape.heads, tokens}), "lse {}", operands.lse.shape().to_string());
+  SB_CHECK(operands.lse.shape() == Shape({shape.heads, query_rows}), "lse {}", operands.lse.shape().to_string());
   if (index == nullptr) return;
   SB_CHECK(index->shape().list_heads == shape.kv_heads || index->shape().list_heads == shape.heads,
            "an index of {} list heads for {}:{} heads", index->shape().list_heads, shape.heads, shape.kv_heads);
 }
 
 int64_t cpu_attention_scratch_bytes(const AttentionShape& shape, int64_t max_tokens, int threads) {
-  return std::max(forward_scratch_bytes(shape, max_tokens, threads),
-                  backward_scratch_bytes(shape, max_tokens, threads));
+  return std::max(cpu_forward_scratch_bytes(shape, max_tokens, threads),
+                  cpu_backward_scratch_bytes(shape, max_tokens, max_tokens, threads));
 }
 
 }  // namespace sb

@@ -14,7 +14,8 @@ constexpr int kTileRows = 128;
 // How one sequence is cut into query tiles and key tiles. The rows of a query tile are (token, head of the list), and
 // all of them walk the same list of key blocks.
 struct SequenceWalk {
-  int64_t token_begin = 0, length = 0;
+  int64_t length = 0;  // all tokens, keys and queries
+  SequenceRows rows;
   const BlockIndex::Sequence* listed = nullptr;  // null: dense
   int list_heads = 0;
   int row_heads = 0;      // query heads of a list
@@ -24,9 +25,13 @@ struct SequenceWalk {
   int key_tile = 0;  // keys of a key tile
   int tiles_a_key_block = 0;
 
-  int64_t query_blocks() const { return (length + query_block - 1) / query_block; }
-  int64_t query_tiles() const { return query_blocks() * tiles_a_block; }
-  int64_t key_tiles() const { return (length + key_tile - 1) / key_tile; }
+  int64_t queries() const { return length - rows.first_query; }
+  int64_t first_tile() const { return rows.first_query / query_block * tiles_a_block; }
+  int64_t query_tiles() const { return (queries() + query_block - 1) / query_block * tiles_a_block; }
+  int64_t key_tiles() const { return (rows.keys + key_tile - 1) / key_tile; }
+  // Rows of the operands.
+  int64_t query_row(int64_t token) const { return rows.query_row + token - rows.first_query; }
+  int64_t key_row(int64_t key) const { return rows.key_row + key; }
 };
 
 struct QueryTile {
@@ -36,9 +41,9 @@ struct QueryTile {
 };
 QueryTile query_tile(const SequenceWalk& walk, int64_t tile);
 
-// Walks of the sequences that are not empty, longest first.
+// Walks of the sequences that are not empty, longest first. `rows` empty: queries and keys are the same tokens.
 std::vector<SequenceWalk> plan_walks(const AttentionShape& shape, const PackedSequences& sequences,
-                                     const BlockIndex* index);
+                                     const BlockIndex* index, std::span<const SequenceRows> rows);
 
 // The rows of a query tile that see keys [key, key + keys), and how many each sees.
 struct Visibility {
@@ -56,7 +61,7 @@ class PackedKeys {
       : padded_(padded_depth(shape.head_dim)), kv_heads_(shape.kv_heads), tokens_(tokens) {}
   int64_t floats() const { return tokens_ * kv_heads_ * padded_ + kPanelSlack; }
   int64_t offset(const SequenceWalk& walk, int kv_head, int64_t key) const {
-    return ((walk.token_begin * kv_heads_ + kv_head * walk.length) + key) * padded_;
+    return ((walk.rows.key_row * kv_heads_ + kv_head * walk.rows.keys) + key) * padded_;
   }
 
  private:
@@ -92,10 +97,6 @@ class FlatTasks {
 };
 
 void check_operands(const Exec& exec, const AttentionShape& shape, const PackedSequences& sequences,
-                    const AttentionOperands& operands, const BlockIndex* index);
-
-// Scratch of the two walks, for planning.
-int64_t forward_scratch_bytes(const AttentionShape& shape, int64_t tokens, int threads);
-int64_t backward_scratch_bytes(const AttentionShape& shape, int64_t tokens, int threads);
+                    const AttentionOperands& operands, const BlockIndex* index, std::span<const SequenceRows> rows);
 
 }  // namespace sb

@@ -10,7 +10,7 @@ namespace sb {
 namespace {
 
 // Indices of the fewest entries whose sum reaches `share` of the total, `already` counting as reached; at most `cap`.
-std::vector<int32_t> fewest_reaching(const std::vector<double>& mass, double share, int64_t cap, double already) {
+std::vector<int32_t> fewest_reaching(std::span<const double> mass, double share, int64_t cap, double already) {
   std::vector<int32_t> order(mass.size());
   std::iota(order.begin(), order.end(), 0);
   const double total = std::accumulate(mass.begin(), mass.end(), already);
@@ -44,13 +44,13 @@ VerticalSlash find_vertical_slash(const float* probabilities, int rows, int64_t 
   return choose_vertical_slash(columns, distances, limits);
 }
 
-VerticalSlash choose_vertical_slash(const std::vector<double>& columns, const std::vector<double>& distances,
+VerticalSlash choose_vertical_slash(std::span<const double> columns, std::span<const double> distances,
                                     const VerticalSlashLimits& limits) {
   VerticalSlash found;
   found.verticals = fewest_reaching(columns, limits.vertical_coverage, limits.vertical_cap, 0.0);
   const double diagonal = distances[0];
-  std::vector<double> others(distances.begin() + 1, distances.end());
-  found.slashes = fewest_reaching(others, limits.slash_coverage, std::max<int64_t>(0, limits.slash_cap - 1), diagonal);
+  found.slashes = fewest_reaching(distances.subspan(1), limits.slash_coverage,
+                                  std::max<int64_t>(0, limits.slash_cap - 1), diagonal);
   for (int32_t& slash : found.slashes) ++slash;
   found.slashes.insert(found.slashes.begin(), 0);
   return found;

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <span>
 #include <vector>
 
 #include "attention/block_index.h"
@@ -30,7 +31,7 @@ constexpr int kEstimationQueries = 64;
 
 // From the mass of every column (token) and of every distance between query and key in blocks. The smallest sets that
 // reach the coverages, within the caps; the diagonal is forced and counts against its cap.
-VerticalSlash choose_vertical_slash(const std::vector<double>& columns, const std::vector<double>& distances,
+VerticalSlash choose_vertical_slash(std::span<const double> columns, std::span<const double> distances,
                                     const VerticalSlashLimits& limits);
 
 // The same from `probabilities` [rows, tokens]: softmax of the last `rows` queries over all keys (zero above the
