@@ -157,6 +157,25 @@ class CudaAttentionTest : public ::testing::Test {
     return r;
   }
 
+  BlockIndex chosen_by_cpu(const CudaAttentionOptions& options, const Operands& in, const std::vector<int32_t>& cu) {
+    SparseAttention cpu(options.attention);
+    const auto state = cpu.make_state();
+    Results r;
+    r.out.resize(in.q.size());
+    r.lse.resize(in.shape.heads * in.tokens);
+    const Exec exec = cpu_exec();
+    const Shape wide{in.tokens, in.shape.heads, in.shape.head_dim},
+        narrow{in.tokens, in.shape.kv_heads, in.shape.head_dim};
+    cpu.forward(exec, 0, in.shape, {cu, {}},
+                {{in.q.data(), wide},
+                 {in.k.data(), narrow},
+                 {in.v.data(), narrow},
+                 {r.out.data(), wide},
+                 {r.lse.data(), {in.shape.heads, in.tokens}}},
+                *state, false);
+    return SparseAttention::index(*state);
+  }
+
   static void expect_close(const Results& got, const Results& want, DType dtype) {
     const bool exact = dtype == DType::f32;
     EXPECT_LT(difference(got.out, want.out), exact ? 3e-6 : 5e-3);
@@ -237,20 +256,7 @@ TEST_F(CudaAttentionTest, ChoosesWhatTheCpuChooses) {
   BlockIndex index;
   run(*attention, in, {cu, {}}, DType::f32, &index);
 
-  SparseAttention cpu(options.attention);
-  const auto state = cpu.make_state();
-  Results r;
-  r.out.resize(in.q.size());
-  r.lse.resize(shape.heads * in.tokens);
-  const Exec exec = cpu_exec();
-  cpu.forward(exec, 0, shape, {cu, {}},
-              {{in.q.data(), {in.tokens, 8, 64}},
-               {in.k.data(), {in.tokens, 2, 64}},
-               {in.v.data(), {in.tokens, 2, 64}},
-               {r.out.data(), {in.tokens, 8, 64}},
-               {r.lse.data(), {8, in.tokens}}},
-              *state, false);
-  const BlockIndex& want = SparseAttention::index(*state);
+  const BlockIndex want = chosen_by_cpu(options, in, cu);
   ASSERT_EQ(index.rows(), want.rows());
   int64_t same = 0;
   for (int64_t row = 0; row < want.rows(); ++row) {
@@ -373,8 +379,68 @@ TEST_F(CudaAttentionTest, ThresholdsMeetTheQuotaAndTravel) {
   EXPECT_EQ(other->thresholds(), learned);
 }
 
+CudaAttentionOptions vertical_slash_options() {
+  CudaAttentionOptions options = options_of(SelectionPattern::vertical_slash, 600);
+  options.attention.selection.order = SelectionOrder::lookahead;
+  options.attention.selection.vertical_cap = 200;
+  options.attention.selection.slash_cap = 4;
+  options.attention.selection.vertical_coverage = 0.7;
+  options.attention.selection.slash_coverage = 0.8;
+  options.attention.coverage_rows = 5;
+  return options;
+}
+
+TEST_F(CudaAttentionTest, VerticalSlashEqualsTheCpuOnTheSameLists) {
+  for (const auto& [block, query_block, heads] : {std::tuple{128, 16, 4}, {64, 128, 14}, {256, 128, 2}, {64, 16, 4}})
+    for (const DType dtype : {DType::f32, DType::bf16}) {
+      SCOPED_TRACE(fmt::format("block {} query block {} heads {} {}", block, query_block, heads, dtype_name(dtype)));
+      CudaAttentionOptions options = vertical_slash_options();
+      options.attention.selection.block = block;
+      options.attention.selection.query_block = query_block;
+      const auto attention = make_cuda_attention(options);
+      const AttentionShape shape{heads, 2, 64, 0.125f};
+      const std::vector<int32_t> cu{0, 1500, 1501, 1501, 2300, 3333};
+      const Operands in(shape, cu.back(), dtype, 7);
+      BlockIndex index;
+      const Results got = run(*attention, in, {cu, {}}, dtype, &index);
+      EXPECT_TRUE(index.has_gathered_columns());
+      expect_close(got, on_cpu(in, index), dtype);
+      const AttentionReport report = attention->take_report();
+      EXPECT_EQ(report.layers[0].pairs, index.token_pairs());
+      EXPECT_EQ(report.layers[0].causal_pairs, index.causal_token_pairs());
+      const SequenceTiles tiles = sequence_tiles(options.attention.selection, 1500, 600);
+      std::vector<float> statistics(BlockStatistics::floats(BlockScore::moments, shape, tiles.blocks()));
+      const Exec exec = cpu_exec();
+      BlockStatistics::fill(exec, shape, BlockScore::moments, in.k.data(), 1500, block, statistics.data());
+      const CoverageSample want = measure_coverage(
+          exec, shape, tiles, {in.q.data(), in.k.data(), statistics.data(), BlockScore::moments, 5, &index, 0});
+      EXPECT_NEAR(report.samples[0].sample.held, want.held, 2e-4);
+    }
+}
+
+TEST_F(CudaAttentionTest, VerticalSlashFindsWhatTheCpuFinds) {
+  const CudaAttentionOptions options = vertical_slash_options();
+  const auto attention = make_cuda_attention(options);
+  const AttentionShape shape{4, 2, 64, 0.125f};
+  const std::vector<int32_t> cu{0, 2000, 2900};
+  const Operands in(shape, cu.back(), DType::f32, 3);
+  BlockIndex index;
+  run(*attention, in, {cu, {}}, DType::f32, &index);
+  const BlockIndex want = chosen_by_cpu(options, in, cu);
+  ASSERT_EQ(index.rows(), want.rows());
+  int64_t same = 0, all = 0;
+  for (int64_t row = 0; row < want.rows(); ++row) {
+    const BlockIndex::Row a = index.row(row), b = want.row(row);
+    EXPECT_TRUE(std::ranges::equal(a.blocks, b.blocks)) << "row " << row;
+    for (const int32_t column : b.columns) same += std::ranges::binary_search(a.columns, column);
+    all += static_cast<int64_t>(b.columns.size());
+    EXPECT_NEAR(static_cast<double>(a.columns.size()), static_cast<double>(b.columns.size()), 1.0);
+  }
+  // Sums of another order: the last column may be another one.
+  EXPECT_GE(static_cast<double>(same), 0.99 * static_cast<double>(all));
+}
+
 TEST_F(CudaAttentionTest, RefusesWhatItCannotDo) {
-  EXPECT_THROW(make_cuda_attention(options_of(SelectionPattern::vertical_slash, 900)), UserError);
   CudaAttentionOptions options = options_of(SelectionPattern::topk, 900);
   options.attention.selection.dense_layers = {3};
   EXPECT_THROW(make_cuda_attention(options), UserError);

@@ -142,6 +142,7 @@ __global__ void __launch_bounds__(kThreads) blocks_kernel(const __grid_constant_
 }
 
 // One measured token under one key/value head: what its list holds, and the curve over budgets.
+template <typename T>
 __global__ void __launch_bounds__(kRankThreads) ranks_kernel(const __grid_constant__ CoverageParams args) {
   __shared__ float room[kRankThreads / 32];
   const CoverageToken token = args.tokens[blockIdx.x];
@@ -151,7 +152,7 @@ __global__ void __launch_bounds__(kRankThreads) ranks_kernel(const __grid_consta
   const int tile_begin = token.position / args.query_block * args.query_block;
   const int competing = tile_begin / args.block, seen = token.position / args.block + 1;
   const int row = token.position % args.list_query_block;
-  const bool per_query_head = args.list_heads == args.shape.query_heads && group > 1;
+  const bool per_query_head = args.list_heads == args.shape.query_heads;
   float* mass = args.ranks + 3 * (sequence.ranks + (static_cast<int64_t>(local) * kv_heads + kv) * sequence.blocks);
   float *key = mass + sequence.blocks, *sorted = key + sequence.blocks;
   const auto forced = [&](int j) { return j < args.sinks || j >= competing - args.local; };
@@ -164,6 +165,28 @@ __global__ void __launch_bounds__(kRankThreads) ranks_kernel(const __grid_consta
       const uint32_t entry = args.row_entries[list.begin + i];
       const int id = static_cast<int>(entry_id(entry));
       if (id % expand == 0 && id / expand < seen && static_cast<int>(entry_first(entry)) <= row) sum += of(id / expand);
+    }
+    return sum_all(sum, room);
+  };
+
+  // And its gathered columns; `log_sum` is the row's.
+  const auto held_columns = [&](int head, float log_sum) {
+    const GatheredList& list = args.gathered.lists[sequence.gathered + head];
+    const int d = args.shape.head_dim, lane = threadIdx.x % 32;
+    const T* q = static_cast<const T*>(args.q) +
+                 (static_cast<int64_t>(sequence.token + token.position) * args.shape.query_heads + head) * d;
+    const uint64_t* bits =
+        args.gathered.bits + list.bits + static_cast<int64_t>(token.position / args.list_query_block) * list.pieces;
+    float sum = 0;
+    for (int i = threadIdx.x / 32; i < list.pieces * kGatheredPiece; i += kRankThreads / 32) {
+      const int column = args.gathered.columns[list.columns + i];
+      if ((bits[i / kGatheredPiece] >> (i % kGatheredPiece) & 1) == 0 || column > token.position) continue;
+      const T* k = static_cast<const T*>(args.k) + (static_cast<int64_t>(sequence.token + column) * kv_heads + kv) * d;
+      float s = 0;
+      for (int c = lane; c < d; c += 32) s += as_float(q[c]) * as_float(k[c]);
+#pragma unroll
+      for (int step = 16; step > 0; step /= 2) s += __shfl_xor_sync(~0u, s, step);
+      if (lane == 0) sum += expf(s * args.shape.scale - log_sum);
     }
     return sum_all(sum, room);
   };
@@ -196,7 +219,9 @@ __global__ void __launch_bounds__(kRankThreads) ranks_kernel(const __grid_consta
       mass[j] += own(j);
       if (j < competing) key[j] = fmaxf(key[j], from[3 * j + 2] - estimates);
     }
-    if (!sequence.dense && per_query_head) held += held_by(kv * group + h, own);
+    if (sequence.dense || !per_query_head) continue;
+    held += held_by(kv * group + h, own);
+    if (sequence.gathered >= 0) held += held_columns(kv * group + h, top + logf(sum));
   }
   __syncthreads();
   if (!sequence.dense && !per_query_head) held = held_by(kv, [&](int j) { return mass[j]; });
@@ -242,7 +267,8 @@ void measure_coverage(const CoverageParams& p, Precision precision, void* stream
   else
     blocks_kernel<__nv_bfloat16><<<grid, kThreads, bytes, cuda_stream>>>(p);
   check(cudaGetLastError(), "coverage of key blocks");
-  ranks_kernel<<<dim3(p.token_count, p.shape.kv_heads), kRankThreads, 0, cuda_stream>>>(p);
+  const auto ranks = precision == Precision::fp32 ? ranks_kernel<float> : ranks_kernel<__nv_bfloat16>;
+  ranks<<<dim3(p.token_count, p.shape.kv_heads), kRankThreads, 0, cuda_stream>>>(p);
   check(cudaGetLastError(), "coverage of tokens");
 }
 

@@ -23,6 +23,7 @@ struct CoverageSequence {
   int32_t sampled = 0;
   int32_t grid = 0, points = 0;  // budgets of its curve, in key blocks
   int32_t results = 0;           // first float: [token][kv head][1 + points]: held, then the curve; sums over the group
+  int32_t gathered = -1;         // its first GatheredList; -1: no single keys
 };
 struct CoverageToken {
   int32_t sequence = 0, position = 0;
@@ -41,9 +42,11 @@ struct CoveragePlan {
   int64_t scores = 0, ranks = 0;  // triples of floats
 };
 
-// `rows` tokens of every sequence, spread evenly. `select` may be null when every sequence is dense.
+// `rows` tokens of every sequence, spread evenly. `select` may be null when every sequence is dense. `gathered` as in
+// RowLayout.
 CoveragePlan make_coverage_plan(const Shape& shape, std::span<const int32_t> cu_seqlens, const std::vector<bool>& dense,
-                                const std::vector<SequenceTiles>& tiles, int rows, const SelectPlan* select);
+                                const std::vector<SequenceTiles>& tiles, int rows, const SelectPlan* select,
+                                std::span<const int32_t> gathered);
 
 struct CoverageParams {
   Shape shape;
@@ -62,6 +65,7 @@ struct CoverageParams {
   const CoverageList* lists = nullptr;
   const int32_t* grid = nullptr;
   const uint32_t* row_entries = nullptr;
+  GatheredColumns gathered;
   // Workspace and results.
   float* scores = nullptr;  // [3 · plan.scores]
   float* ranks = nullptr;   // [3 · plan.ranks]

@@ -6,8 +6,10 @@
 namespace sb::gpu {
 
 CoveragePlan make_coverage_plan(const Shape& shape, std::span<const int32_t> cu_seqlens, const std::vector<bool>& dense,
-                                const std::vector<SequenceTiles>& tiles, int rows, const SelectPlan* select) {
+                                const std::vector<SequenceTiles>& tiles, int rows, const SelectPlan* select,
+                                std::span<const int32_t> gathered) {
   CoveragePlan plan;
+  int32_t lists = 0;
   int32_t row_base = 0;
   for (size_t s = 0; s < tiles.size(); ++s) {
     const SequenceTiles& t = tiles[s];
@@ -17,6 +19,10 @@ CoveragePlan make_coverage_plan(const Shape& shape, std::span<const int32_t> cu_
     one.token = cu_seqlens[s];
     one.tokens = static_cast<int32_t>(t.tokens);
     one.dense = dense[s];
+    if (!gathered.empty() && gathered[s] > 0) {
+      one.gathered = lists;
+      lists += select->list_heads;
+    }
     one.first_block = plan.blocks;
     one.blocks = static_cast<int32_t>(t.blocks());
     one.first_token = static_cast<int32_t>(plan.tokens.size());

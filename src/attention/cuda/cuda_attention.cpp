@@ -6,6 +6,7 @@
 
 #include "attention/cuda/coverage_log.h"
 #include "attention/cuda/device_plan.h"
+#include "attention/cuda/given_index.h"
 #include "device/cuda.h"
 
 namespace sb {
@@ -31,7 +32,9 @@ bool hopper_takes(const CudaAttentionOptions& options, const AttentionShape& sha
   const SelectionConfig& selection = options.attention.selection;
   const bool selects = selection.pattern != SelectionPattern::dense;
   return !options.portable && major == 9 && dtype == DType::bf16 && (shape.head_dim == 64 || shape.head_dim == 128) &&
-         (!selects || (selection.block != 64 && shape.group() <= 16));
+         shape.group() <= gpu::kSubtileRows &&
+         (!selects || (selection.block != 64 && shape.group() <= 16 && selection.query_block % 2 == 0 &&
+                       selection.pattern != SelectionPattern::vertical_slash));
 }
 
 class CudaAttention final : public ChoosingAttention {
@@ -39,8 +42,6 @@ class CudaAttention final : public ChoosingAttention {
   explicit CudaAttention(const CudaAttentionOptions& options)
       : options_(options), selection_(options.attention.selection), device_(cuda::device_info()) {
     if (selection_.pattern != SelectionPattern::dense) check_selection_config(selection_);
-    SB_USER_CHECK(selection_.pattern != SelectionPattern::vertical_slash,
-                  "attention.pattern: vertical_slash does not run on device: cuda yet; use topk, topp, mass or window");
     SB_USER_CHECK(device_.major >= 8, "{} is too old: attention on CUDA needs compute capability 8.0 or later",
                   device_.name);
     for (const int64_t layer : selection_.dense_layers) {
@@ -74,7 +75,9 @@ class CudaAttention final : public ChoosingAttention {
     gpu::ForwardParams params;
     kept.plan->set(params);
     set_operands(params, operands);
-    params.row_entries = kept.plan->lists_in(kept.list_memory()).row_entries;
+    const DevicePlan::Lists lists = kept.plan->lists_in(kept.list_memory());
+    params.row_entries = lists.row_entries;
+    params.gathered = kept.plan->gathered(lists);
     params.counter = exec.scratch->allocate_array<int32_t>(4);
     if (kept.plan->hopper())
       gpu::hopper_forward(params, exec.stream);
@@ -106,10 +109,12 @@ class CudaAttention final : public ChoosingAttention {
     params.column_offsets = lists.column_offsets;
     params.column_entries = lists.column_entries;
     params.row_entries = lists.row_entries;
+    params.gathered = kept.plan->gathered(lists);
     const bool summed = kept.plan->hopper() && !options_.deterministic;
     params.statistics = floats(exec, gpu::statistics_size(params.shape, params.tiling));
     if (summed) params.dq_sum = floats(exec, gpu::dq_sum_size(params.shape, params.tiling));
     params.partials = floats(exec, gpu::partials_size(params.shape, params.limits.slots));
+    params.gathered_sums = floats(exec, gpu::gathered_sums_size(params.shape, params.gathered.piece_count));
     params.counter = exec.scratch->allocate_array<int32_t>(4);
     if (!kept.plan->hopper())
       gpu::portable_backward(params, kept.plan->precision(), exec.stream);
@@ -119,27 +124,68 @@ class CudaAttention final : public ChoosingAttention {
       gpu::hopper_backward_deterministic(params, exec.stream);
   }
 
+  // Puts lists that come from elsewhere into a state, for a forward with `replay`.
+  void give(const BlockIndex& index, const Exec& exec, const AttentionShape& shape, DType dtype, CudaState& state) {
+    std::vector<int32_t> cu_seqlens{0};
+    gpu::PlanRequest request;
+    for (const BlockIndex::Sequence& sequence : index.sequences()) {
+      cu_seqlens.push_back(sequence.token_begin + sequence.length);
+      request.dense.push_back(sequence.dense);
+      request.tiles.push_back(sequence_tiles(selection_, sequence.length, selection_.budget));
+    }
+    request.shape = {cu_seqlens.back(), shape.heads, shape.kv_heads, shape.head_dim, shape.scale};
+    request.precision = dtype == DType::f32 ? Precision::fp32 : Precision::bf16;
+    request.hopper = hopper_takes(options_, shape, dtype, device_.major) && index.shape().block != 64 &&
+                     index.shape().query_block % 2 == 0 && !index.has_gathered_columns();
+    request.cu_seqlens = cu_seqlens;
+    request.selection = &selection_;
+    request.multiprocessors = device_.multiprocessors;
+    request.index = &index;
+    state.plan = std::make_shared<DevicePlan>();
+    state.plan->build(request, staging_, exec.stream);
+    if (!state.plan->sparse()) return;
+    const DevicePlan::Lists lists = state.plan->lists_in(state.lists.ensure("block index", state.plan->list_bytes()));
+    const gpu::HostLists host = gpu::lists_of(index, state.plan->select(), state.plan->work());
+    const auto write = [](const auto& from, void* to) {
+      if (!from.empty()) cuda::copy_and_wait(from.data(), to, static_cast<int64_t>(from.size() * sizeof(from[0])));
+    };
+    write(host.row_entries, lists.row_entries);
+    write(host.column_entries, lists.column_entries);
+    write(host.column_offsets, lists.column_offsets);
+    write(host.gathered_columns, lists.gathered_columns);
+    write(host.gathered_bits, lists.gathered_bits);
+    order_work(exec, *state.plan, lists);
+  }
+
   int64_t scratch_bytes(const AttentionShape& shape, int64_t max_tokens, int threads) const override {
     const int64_t d = shape.head_dim;
     const int64_t sequences = usual_sequences(max_tokens);
     // Every sequence is rounded up to whole tiles, and query blocks may cut tiles short.
     const gpu::Shape dims{max_tokens, shape.heads, shape.kv_heads, shape.head_dim, shape.scale};
     const int32_t all[2] = {0, static_cast<int32_t>(max_tokens)};
-    int64_t subtiles = gpu::make_tiling(dims, shape.kv_heads, 0, all).subtiles;
+    const auto subtiles_of = [&](int list_heads, int query_block) {
+      const gpu::Tiling tiling = gpu::make_tiling(dims, list_heads, query_block, all);
+      return (tiling.subtiles + 2 * sequences) * (shape.heads / tiling.heads);
+    };
+    int64_t subtiles = subtiles_of(shape.kv_heads, 0);
+    const int list_heads = selection_.lists_per_query_head() ? shape.heads : shape.kv_heads;
     if (selection_.pattern != SelectionPattern::dense)
-      subtiles =
-          std::max<int64_t>(subtiles, gpu::make_tiling(dims, shape.kv_heads, selection_.query_block, all).subtiles);
-    const int64_t rows = (subtiles + 2 * sequences) * shape.kv_heads * gpu::kSubtileRows;
+      subtiles = std::max(subtiles, subtiles_of(list_heads, list_query_block()));
+    const int64_t rows = subtiles * gpu::kSubtileRows;
     const int64_t slots = 4 * device_.multiprocessors;
-    const int64_t backward = 4 * (2 * rows + rows * d + slots * 2 * gpu::kBlock * d);
+    const int64_t backward =
+        4 * (2 * rows + rows * d + slots * 2 * gpu::kBlock * d + list_heads * gathered_columns(max_tokens) * 2 * d);
     int64_t selection = 0;
     if (selection_.pattern != SelectionPattern::dense) {
       const int64_t blocks = (max_tokens + selection_.block - 1) / selection_.block + sequences;
       const int64_t fine = (max_tokens + gpu::kBlock - 1) / std::min(selection_.block, gpu::kBlock) + 16;
-      const int64_t lists = (max_tokens + selection_.query_block - 1) / selection_.query_block + sequences;
+      const int64_t lists = (max_tokens + list_query_block() - 1) / list_query_block() + sequences;
       const int64_t masses =
           std::min(kBatchMasses, shape.kv_heads * max_tokens * (blocks + 64)) + selection_.query_block * (blocks + 64);
-      selection = shape.kv_heads * (blocks * 2 * d * 4 + lists * fine + 4 * (fine + sequences)) + 2 * masses;
+      selection = list_heads * (blocks * 2 * d * 4 + lists * fine + 4 * (fine + sequences)) + 2 * masses;
+      if (selection_.pattern == SelectionPattern::vertical_slash)
+        selection += list_heads * (4 * (max_tokens / gpu::kSlashChunk + sequences) * gpu::kSlashChunkFloats +
+                                   4 * gpu::kSlashChunk * sequences + 5 * blocks);
       if (chooses_most_mass())  // masses of all query blocks, and the counts of every sequence
         selection +=
             shape.kv_heads * (2 * lists * (blocks + 64) + 4 * gpu::pool_counts_size(sequences, lists + sequences));
@@ -162,11 +208,13 @@ class CudaAttention final : public ChoosingAttention {
             ? blocks
             : std::min(blocks, (2 * selection_.budget + selection_.query_block) / block +
                                    (selection_.sink_blocks + selection_.local_blocks + 2) * (selection_.block / block));
+    const int list_heads = selection_.lists_per_query_head() ? shape.heads : shape.kv_heads;
     const int64_t rows =
-        ((max_tokens + selection_.query_block - 1) / selection_.query_block + usual_sequences(max_tokens)) *
-        shape.kv_heads;
-    const int64_t items = blocks * shape.kv_heads + 2 * device_.multiprocessors;
-    return rows * list * 8 + items * static_cast<int64_t>(sizeof(gpu::BackwardItem) + 4) + 16 * 1024;
+        ((max_tokens + list_query_block() - 1) / list_query_block() + usual_sequences(max_tokens)) * list_heads;
+    const int64_t items = blocks * list_heads + 2 * device_.multiprocessors;
+    const int64_t columns = gathered_columns(max_tokens);
+    return rows * (list * 8 + std::min(columns, max_tokens) / 8) + list_heads * columns * 4 +
+           items * static_cast<int64_t>(sizeof(gpu::BackwardItem) + 4) + 16 * 1024;
   }
 
   AttentionReport take_report() override {
@@ -210,6 +258,16 @@ class CudaAttention final : public ChoosingAttention {
   bool chooses_most_mass() const {
     return selection_.pattern == SelectionPattern::mass && selection_.order == SelectionOrder::lookahead;
   }
+  int list_query_block() const {
+    return selection_.pattern == SelectionPattern::vertical_slash ? gpu::slash_query_block(selection_)
+                                                                  : selection_.query_block;
+  }
+  // Of one list head, for micro-batches of at most so many tokens: twice the cap, since tuned budgets raise it.
+  int64_t gathered_columns(int64_t max_tokens) const {
+    if (selection_.pattern != SelectionPattern::vertical_slash) return 0;
+    const int64_t sequences = max_tokens / (selection_.dense_limit() + 1) + 1;
+    return std::min(max_tokens, sequences * 2 * selection_.vertical_cap) + gpu::kGatheredPiece * sequences;
+  }
   // Sequences of a micro-batch that memory is planned for.
   static int64_t usual_sequences(int64_t tokens) { return tokens / 64 + 64; }
 
@@ -246,7 +304,9 @@ class CudaAttention final : public ChoosingAttention {
     params.query_block = selection_.query_block;
     params.sinks = selection_.sink_blocks;
     params.local = selection_.local_blocks;
-    params.row_entries = plan.lists_in(state.list_memory()).row_entries;
+    const DevicePlan::Lists lists = plan.lists_in(state.list_memory());
+    params.row_entries = lists.row_entries;
+    params.gathered = plan.gathered(lists);
     params.scores = floats(exec, 3 * plan.coverage().scores);
     params.ranks = floats(exec, 3 * plan.coverage().ranks);
     params.results = coverage_.add(layer, plan);
@@ -337,7 +397,9 @@ class CudaAttention final : public ChoosingAttention {
       params.thresholds = device_thresholds(layer);
       gpu::begin_thresholds(device_thresholds(layer), plan.thresholds(), exec.stream);
     }
-    if (plan.hopper())
+    if (selection_.pattern == SelectionPattern::vertical_slash)
+      choose_vertical_slash(exec, plan, params, lists);
+    else if (plan.hopper())
       gpu::hopper_select(params, exec.stream);
     else
       gpu::portable_select(params, plan.precision(), exec.stream);
@@ -347,11 +409,15 @@ class CudaAttention final : public ChoosingAttention {
       // Dense sequences beside them.
       for (int s = 0; s < plan.sequences(); ++s) {
         const int64_t n = plan.cu_seqlens()[s + 1] - plan.cu_seqlens()[s];
-        if (plan.dense()[s]) report_.layers[layer].pairs += params.shape.kv_heads * (n * (n + 1) / 2);
+        if (plan.dense()[s]) report_.layers[layer].pairs += plan.list_heads() * (n * (n + 1) / 2);
       }
     } else {
       report_.layers[layer].pairs += plan.select().token_pairs;
     }
+    order_work(exec, plan, lists);
+  }
+
+  static void order_work(const Exec& exec, const DevicePlan& plan, const DevicePlan::Lists& lists) {
     gpu::BackwardWorkParams work;
     plan.set(work);
     work.column_offsets = lists.column_offsets;
@@ -361,9 +427,28 @@ class CudaAttention final : public ChoosingAttention {
     gpu::make_backward_work(work, exec.stream);
   }
 
+  void choose_vertical_slash(const Exec& exec, const DevicePlan& plan, const gpu::SelectParams& select,
+                             const DevicePlan::Lists& lists) {
+    gpu::SlashParams params;
+    plan.set(params);
+    params.select = select;
+    params.vertical_coverage = static_cast<float>(selection_.vertical_coverage);
+    params.slash_coverage = static_cast<float>(selection_.slash_coverage);
+    params.gathered = plan.gathered(lists);
+    params.columns = lists.gathered_columns;
+    params.bits = lists.gathered_bits;
+    const gpu::SlashPlan& slash = plan.slash();
+    params.chunk_values = floats(exec, slash.chunks * gpu::kSlashChunkFloats);
+    params.row_sums = floats(exec, int64_t{slash.lists} * gpu::kSlashChunk);
+    params.distances = floats(exec, slash.blocks);
+    params.slashes = exec.scratch->allocate_array<uint8_t>(slash.blocks);
+    gpu::select_vertical_slash(params, plan.precision(), exec.stream);
+  }
+
   // How many blocks are chosen is known beforehand but for these.
   bool counts_on_device() const {
-    return selection_.pattern == SelectionPattern::topp || selection_.pattern == SelectionPattern::mass;
+    return selection_.pattern == SelectionPattern::topp || selection_.pattern == SelectionPattern::mass ||
+           selection_.pattern == SelectionPattern::vertical_slash;
   }
   // Whether thresholds are carried from step to step; with look-ahead they are found anew each time.
   bool steers() const {
@@ -405,40 +490,29 @@ BlockIndex read_block_index(const AttentionState& state, ThreadPool& pool) {
   SB_CHECK(kept.plan != nullptr, "a state without a forward has no lists");
   const DevicePlan& plan = *kept.plan;
   const gpu::SelectPlan& select = plan.select();
-  BlockIndex index;
-  BlockIndexBuilder builder;
-  BlockIndexShape shape;
+  gpu::IndexOf what{{}, plan.cu_seqlens(), plan.dense()};
   if (plan.sparse()) {
-    shape.block = select.select_block;
-    shape.query_block = select.query_block;
+    what.shape.block = select.select_block;
+    what.shape.query_block = plan.index_query_block();
   }
-  shape.list_heads = plan.list_heads();
-  std::vector<uint8_t> dense(plan.dense().begin(), plan.dense().end());
-  builder.begin(index, shape, plan.cu_seqlens(), dense, pool.threads());
+  what.shape.list_heads = plan.list_heads();
+  gpu::HostLists host;
+  const auto read = [](const auto* from, auto& to, int64_t count) {
+    to.resize(count);
+    if (count > 0) cuda::copy_and_wait(from, to.data(), count * static_cast<int64_t>(sizeof(to[0])));
+  };
   if (plan.sparse()) {
-    std::vector<uint32_t> entries(select.entries);
-    cuda::copy_and_wait(plan.lists_in(kept.list_memory()).row_entries, entries.data(),
-                        static_cast<int64_t>(entries.size() * sizeof(uint32_t)));
-    const int expand = select.select_block / select.block;
-    for (int head = 0; head < shape.list_heads; ++head) {
-      int64_t row = int64_t{head} * select.rows;
-      for (const BlockIndex::Sequence& sequence : index.sequences()) {
-        const int tiles = (sequence.length + select.query_block - 1) / select.query_block;
-        for (int tile = 0; tile < tiles; ++tile, ++row) {
-          if (sequence.dense) continue;
-          std::vector<IndexEntry> list;
-          for (int32_t i = select.row_offsets[row]; i < select.row_offsets[row + 1]; ++i) {
-            if (entries[i] == gpu::kNoEntry || gpu::entry_id(entries[i]) % expand != 0) continue;
-            list.push_back({static_cast<uint16_t>(gpu::entry_id(entries[i]) / expand),
-                            static_cast<uint8_t>(gpu::entry_first(entries[i]))});
-          }
-          builder.set_row(0, BlockIndex::row_id(sequence, head, tile), list);
-        }
-      }
-    }
+    const DevicePlan::Lists lists = plan.lists_in(kept.list_memory());
+    read(lists.row_entries, host.row_entries, select.entries);
+    read(lists.gathered_columns, host.gathered_columns, plan.work().gathered_columns);
+    read(lists.gathered_bits, host.gathered_bits, plan.work().gathered_words);
   }
-  builder.finish(pool);
-  return index;
+  return gpu::index_of(what, select, plan.work(), host, pool);
+}
+
+void write_block_index(const BlockIndex& index, ChoosingAttention& attention, const Exec& exec,
+                       const AttentionShape& shape, DType dtype, AttentionState& state) {
+  static_cast<CudaAttention&>(attention).give(index, exec, shape, dtype, static_cast<CudaState&>(state));
 }
 
 }  // namespace sb

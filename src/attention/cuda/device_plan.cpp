@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstring>
 
+#include "attention/cuda/given_index.h"
 #include "core/errors.h"
 #include "device/cuda.h"
 
@@ -66,6 +67,24 @@ ThresholdPlan DevicePlan::threshold_plan(const PlanRequest& request) const {
   return plan;
 }
 
+RowLayout DevicePlan::plan_lists(const PlanRequest& request) {
+  if (request.index != nullptr) {
+    select_ = plan_of(*request.index);
+    slash_.gathered = gathered_capacities(*request.index);
+  } else {
+    SelectionConfig config = *request.selection;
+    std::vector<SequenceTiles> tiles = request.tiles;
+    if (config.pattern == SelectionPattern::vertical_slash) {
+      slash_ = make_slash_plan(shape_, cu_seqlens_, dense_, tiles, config);
+      config.query_block = slash_query_block(config);
+      for (SequenceTiles& one : tiles) one.query_block = config.query_block;
+    }
+    const int score_tokens = hopper_ ? hopper_score_tokens(shape_) : kPortableScoreTokens;
+    select_ = make_select_plan(shape_, cu_seqlens_, dense_, tiles, config, score_tokens, request.batch_masses);
+  }
+  return {select_.list_heads, select_.query_block, select_.block, select_.rows, select_.row_offsets, slash_.gathered};
+}
+
 void DevicePlan::build(const PlanRequest& request, Staging& staging, void* stream) {
   shape_ = request.shape;
   precision_ = request.precision;
@@ -75,24 +94,26 @@ void DevicePlan::build(const PlanRequest& request, Staging& staging, void* strea
   budgets_.clear();
   for (const SequenceTiles& tiles : request.tiles) budgets_.push_back(tiles.budget);
   sparse_ = std::find(dense_.begin(), dense_.end(), false) != dense_.end();
+  list_heads_ = request.index != nullptr                    ? request.index->shape().list_heads
+                : request.selection->lists_per_query_head() ? shape_.query_heads
+                                                            : shape_.kv_heads;
+  index_query_block_ = request.index != nullptr ? request.index->shape().query_block : request.selection->query_block;
   causal_pairs_ = 0;
-  for (const SequenceTiles& tiles : request.tiles)
-    causal_pairs_ += shape_.kv_heads * (tiles.tokens * (tiles.tokens + 1) / 2);
+  for (size_t s = 0; s + 1 < cu_seqlens_.size(); ++s) {
+    const int64_t tokens = cu_seqlens_[s + 1] - cu_seqlens_[s];
+    causal_pairs_ += list_heads_ * (tokens * (tokens + 1) / 2);
+  }
 
   select_ = {};
+  slash_ = {};
   RowLayout rows;
-  if (sparse_) {
-    const int score_tokens = hopper_ ? hopper_score_tokens(shape_) : kPortableScoreTokens;
-    select_ = make_select_plan(shape_, cu_seqlens_, dense_, request.tiles, *request.selection, score_tokens,
-                               request.batch_masses);
-    rows = {shape_.kv_heads, select_.query_block, select_.block, select_.rows, select_.row_offsets};
-  }
+  if (sparse_) rows = plan_lists(request);
   work_ = make_work(shape_, cu_seqlens_, dense_, sparse_ ? &rows : nullptr, request.multiprocessors);
   const ThresholdPlan thresholds = threshold_plan(request);
   coverage_ = {};
   if (request.coverage_rows > 0)
     coverage_ = make_coverage_plan(shape_, cu_seqlens_, dense_, request.tiles, request.coverage_rows,
-                                   sparse_ ? &select_ : nullptr);
+                                   sparse_ ? &select_ : nullptr, slash_.gathered);
 
   Layout layout;
   const auto place = [&]<typename T>(const std::vector<T>& array) {
@@ -111,6 +132,9 @@ void DevicePlan::build(const PlanRequest& request, Staging& staging, void* strea
   places_.coverage_tokens = place(coverage_.tokens);
   places_.coverage_lists = place(coverage_.lists);
   places_.coverage_grid = place(coverage_.grid);
+  places_.gathered = place(work_.gathered);
+  places_.gathered_pieces = place(work_.gathered_pieces);
+  places_.slash_sequences = place(slash_.sequences);
   places_.thresholds = layout.add<ThresholdPlan>(1);
   const int64_t uploaded = layout.bytes();
 
@@ -121,6 +145,8 @@ void DevicePlan::build(const PlanRequest& request, Staging& staging, void* strea
   lists_.items = lists.add<BackwardItem>(work_.limits.items);
   lists_.splits = lists.add<SplitColumn>(work_.limits.splits);
   lists_.counts = lists.add<WorkCounts>(1);
+  lists_.gathered_columns = lists.add<int32_t>(work_.gathered_columns);
+  lists_.gathered_bits = lists.add<uint64_t>(work_.gathered_words);
   lists_.bytes = lists.bytes();
   own_lists_ = (uploaded + 255) / 256 * 256;
 
@@ -142,6 +168,9 @@ void DevicePlan::build(const PlanRequest& request, Staging& staging, void* strea
   fill(places_.coverage_tokens, coverage_.tokens);
   fill(places_.coverage_lists, coverage_.lists);
   fill(places_.coverage_grid, coverage_.grid);
+  fill(places_.gathered, work_.gathered);
+  fill(places_.gathered_pieces, work_.gathered_pieces);
+  fill(places_.slash_sequences, slash_.sequences);
   std::memcpy(host + places_.thresholds, &thresholds, sizeof(thresholds));
   staging.send(stream, memory_.data(), uploaded);
 
@@ -182,7 +211,9 @@ DevicePlan::Lists DevicePlan::lists_in(void* memory) const {
           reinterpret_cast<int32_t*>(base + lists_.column_offsets),
           reinterpret_cast<BackwardItem*>(base + lists_.items),
           reinterpret_cast<SplitColumn*>(base + lists_.splits),
-          reinterpret_cast<WorkCounts*>(base + lists_.counts)};
+          reinterpret_cast<WorkCounts*>(base + lists_.counts),
+          reinterpret_cast<int32_t*>(base + lists_.gathered_columns),
+          reinterpret_cast<uint64_t*>(base + lists_.gathered_bits)};
 }
 
 void DevicePlan::set(SelectParams& params) const {
@@ -217,6 +248,26 @@ void DevicePlan::set(ForwardParams& params) const {
   params.tiling = work_.tiling;
   params.items = at<ForwardItem>(places_.forward);
   params.item_count = forward_count_;
+}
+
+GatheredColumns DevicePlan::gathered(const Lists& lists) const {
+  if (work_.gathered.empty()) return {};
+  return {at<GatheredList>(places_.gathered),
+          list_heads_,
+          at<int32_t>(places_.gathered_pieces),
+          static_cast<int32_t>(work_.gathered_pieces.size()),
+          lists.gathered_columns,
+          lists.gathered_bits};
+}
+
+void DevicePlan::set(SlashParams& params) const {
+  set(params.select);
+  params.sequences = at<SlashSequence>(places_.slash_sequences);
+  params.sequence_count = static_cast<int32_t>(slash_.sequences.size());
+  params.head_chunks = slash_.head_chunks;
+  params.lists = slash_.lists;
+  for (const SlashSequence& sequence : slash_.sequences)
+    params.max_blocks = std::max(params.max_blocks, sequence.blocks);
 }
 
 void DevicePlan::set(CoverageParams& params) const {

@@ -8,9 +8,11 @@
 #include <vector>
 
 #include "attention/attention.h"
+#include "attention/block_index.h"
 #include "attention/cuda/coverage.h"
 #include "attention/cuda/select.h"
 #include "attention/cuda/thresholds.h"
+#include "attention/cuda/vertical_slash.h"
 #include "attention/cuda/work.h"
 
 namespace sb::gpu {
@@ -70,7 +72,8 @@ struct PlanRequest {
   const SelectionConfig* selection = nullptr;
   int multiprocessors = 0;
   int64_t batch_masses = 0;
-  int coverage_rows = 0;  // tokens of every sequence on which coverage is measured
+  int coverage_rows = 0;              // tokens of every sequence on which coverage is measured
+  const BlockIndex* index = nullptr;  // lists that are given instead of chosen
 };
 
 class DevicePlan {
@@ -85,7 +88,8 @@ class DevicePlan {
   const SelectPlan& select() const { return select_; }
   Precision precision() const { return precision_; }
   bool hopper() const { return hopper_; }
-  int list_heads() const { return shape_.kv_heads; }
+  int list_heads() const { return list_heads_; }
+  int index_query_block() const { return index_query_block_; }  // what the configuration says
   int sequences() const { return static_cast<int>(cu_seqlens_.size()) - 1; }
   const std::vector<int32_t>& cu_seqlens() const { return cu_seqlens_; }
   const std::vector<bool>& dense() const { return dense_; }
@@ -102,6 +106,8 @@ class DevicePlan {
     BackwardItem* items = nullptr;
     SplitColumn* splits = nullptr;
     WorkCounts* counts = nullptr;
+    int32_t* gathered_columns = nullptr;
+    uint64_t* gathered_bits = nullptr;
   };
   Lists lists_in(void* memory) const;
   void* own_lists() const { return static_cast<char*>(memory_.data()) + own_lists_; }
@@ -111,6 +117,10 @@ class DevicePlan {
   void set(ForwardParams& params) const;
   void set(BackwardParams& params) const;
   void set(CoverageParams& params) const;
+  void set(SlashParams& params) const;
+  // With the columns and bits of one state.
+  GatheredColumns gathered(const Lists& lists) const;
+  const SlashPlan& slash() const { return slash_; }
   const CoveragePlan& coverage() const { return coverage_; }
   const ThresholdPlan* thresholds() const { return at<ThresholdPlan>(places_.thresholds); }
 
@@ -120,6 +130,8 @@ class DevicePlan {
     return reinterpret_cast<const T*>(static_cast<const char*>(memory_.data()) + offset);
   }
   ThresholdPlan threshold_plan(const PlanRequest& request) const;
+  // Row lists of the sequences that are not dense, and where they lie.
+  RowLayout plan_lists(const PlanRequest& request);
 
   Shape shape_;
   Precision precision_ = Precision::bf16;
@@ -130,14 +142,16 @@ class DevicePlan {
   Work work_;              // vectors emptied once they are on the device
   SelectPlan select_;      // likewise, but for the batches and the row offsets
   CoveragePlan coverage_;  // likewise, but for the sequences
+  SlashPlan slash_;
+  int list_heads_ = 0, index_query_block_ = 0;
   int64_t causal_pairs_ = 0;
   int32_t forward_count_ = 0, block_count_ = 0, group_count_ = 0, pool_count_ = 0, coverage_count_ = 0;
   struct {
     int64_t cu_seqlens, cu_subtiles, forward, places, scores, items, blocks, groups, pools, thresholds,
-        coverage_sequences, coverage_tokens, coverage_lists, coverage_grid;
+        coverage_sequences, coverage_tokens, coverage_lists, coverage_grid, gathered, gathered_pieces, slash_sequences;
   } places_{};
   struct {
-    int64_t row_entries, column_entries, column_offsets, items, splits, counts, bytes;
+    int64_t row_entries, column_entries, column_offsets, items, splits, counts, gathered_columns, gathered_bits, bytes;
   } lists_{};
   int64_t own_lists_ = 0;
   DeviceBuffer memory_;

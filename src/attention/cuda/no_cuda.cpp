@@ -18,6 +18,10 @@ std::unique_ptr<ChoosingAttention> make_cuda_attention(const CudaAttentionOption
 BlockIndex read_block_index(const AttentionState&, ThreadPool&) {
   refuse();
 }
+void write_block_index(const BlockIndex&, ChoosingAttention&, const Exec&, const AttentionShape&, DType,
+                       AttentionState&) {
+  refuse();
+}
 const char* cuda_attention_kernels(const CudaAttentionOptions&, const AttentionShape&, DType) {
   refuse();
 }

@@ -6,8 +6,11 @@
 // Tensors are packed: q, o [tokens, query_heads, d] and k, v [tokens, kv_heads, d], log-sum-exp [query_heads, tokens]
 // in fp32. Rows of a tile are (token, head of the group), head fastest. A subtile has 64 rows: `tokens` consecutive
 // tokens of one sequence, counted from its start, times `heads` query heads; rows that are left over (64 is no multiple
-// of 7) and tokens past the end of the sequence are padding. A tile of the forward is two subtiles. Key blocks are
-// counted from the start of their sequence.
+// of 7) and tokens past the end of the sequence are padding. A tile of the forward is two subtiles (one where a query
+// block has an odd number of tokens). Key blocks are counted from the start of their sequence.
+//
+// Lists may also hold single keys ("gathered columns"): of every sequence and list head one ascending list of key
+// tokens, and of every query block a bit for each of them. The portable kernels take them, in the same softmax.
 
 #include <cstddef>
 #include <cstdint>
@@ -38,11 +41,14 @@ struct Shape {
 };
 
 struct Tiling {
-  int32_t heads = 0;        // query heads in a subtile: the whole group, or 1 when every query head has its own list
+  int32_t heads = 0;        // query heads in a subtile: the whole group, or 1 when every query head has its own list;
+                            // a part of the group where that has more than 64
   int32_t tokens = 0;       // tokens in a subtile
   int32_t query_block = 0;  // tokens that share a list, a multiple of a tile
   int32_t subtiles = 0;     // of all sequences, for one list head; every sequence rounded up to whole tiles
   int32_t block = kBlock;   // tokens of a key block
+  int32_t tile = 2;         // subtiles of a tile
+  int32_t parts = 1;        // parts of a group that share a list; a "list head" below is one of them
 };
 
 // One tile of the forward (and of the query-stationary backward), in the order in which they are started.
@@ -55,6 +61,8 @@ struct alignas(16) ForwardItem {
   int32_t list_count = 0;
   int32_t query_token = 0;  // of the first token in its query block
   int32_t subtile = 0;      // first subtile among all of all list heads
+  int32_t gathered = -1;    // its GatheredList; -1: no single keys
+  int32_t unused[3] = {0, 0, 0};
 };
 
 // One key block of the backward, or a part of its column. A column is what all list heads of the key/value head chose
@@ -70,12 +78,37 @@ struct alignas(16) BackwardItem {
   int32_t dense = 0;
   int32_t begin = 0, count = 0;  // the part of the column
   int32_t partial = -1;          // slot for an unfinished sum of a split column; -1: this item is the whole column
-  int32_t unused = 0;
+  int32_t gathered = -1;         // the sequence's first GatheredList; -1: no single keys
 };
 
 // A key block whose column was split: dK and dV are the sum of the slots [begin, begin + count).
 struct SplitColumn {
   int32_t token = 0, keys = 0, head = 0, begin = 0, count = 0;
+  int32_t position = 0, gathered = -1;  // as in BackwardItem
+};
+
+// The gathered columns of one sequence and list head, in pieces of 64: the last are padded with kNoColumn.
+constexpr int32_t kNoColumn = INT32_MAX;
+constexpr int kGatheredPiece = 64;
+struct GatheredList {
+  int64_t columns = 0;  // first in the array of columns
+  int64_t bits = 0;     // first 64-bit word of query block 0; `pieces` words a query block
+  int32_t pieces = 0;
+  int32_t slot = 0;   // of piece 0 among all pieces: where the sums of its gradients go
+  int32_t token = 0;  // the sequence's first, in the packed tensors
+  int32_t tokens = 0;
+  int32_t head = 0;     // list head
+  int32_t subtile = 0;  // the sequence's first subtile, for list head 0
+  int32_t rows = 0;     // query blocks
+  int32_t unused = 0;
+};
+struct GatheredColumns {
+  const GatheredList* lists = nullptr;  // [sequence][list head]; null: none
+  int32_t list_heads = 0;
+  const int32_t* pieces = nullptr;  // of every piece its list
+  int32_t piece_count = 0;
+  const int32_t* columns = nullptr;
+  const uint64_t* bits = nullptr;
 };
 
 // How many there are, written by the kernel that makes them.
@@ -99,6 +132,7 @@ struct ForwardParams {
   const ForwardItem* items = nullptr;
   int32_t item_count = 0;
   const uint32_t* row_entries = nullptr;
+  GatheredColumns gathered;
   int32_t* counter = nullptr;  // one int of workspace
 };
 
@@ -128,17 +162,20 @@ struct BackwardParams {
   const ForwardItem* row_items = nullptr;
   int32_t row_item_count = 0;
   const uint32_t* row_entries = nullptr;
+  GatheredColumns gathered;
   // Workspace; sizes below.
   float* statistics = nullptr;
   float* dq_sum = nullptr;  // not needed when deterministic
   float* partials = nullptr;
-  int32_t* counter = nullptr;  // two ints
+  float* gathered_sums = nullptr;  // [piece][dK, dV][64][d]
+  int32_t* counter = nullptr;      // two ints
 };
 
 // Floats of workspace: log-sum-exp and dO·O of every row, the fp32 sum of dQ, the slots of split columns.
 size_t statistics_size(const Shape& shape, const Tiling& tiling);
 size_t dq_sum_size(const Shape& shape, const Tiling& tiling);
 size_t partials_size(const Shape& shape, int slots);
+size_t gathered_sums_size(const Shape& shape, int pieces);
 
 // The order of the backward's work, made on the device from the column lists.
 struct BackwardWorkParams {

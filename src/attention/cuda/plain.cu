@@ -80,6 +80,29 @@ __device__ void store(float* out, const float (&sum)[4][kColumns], int d, const 
   }
 }
 
+// Calls attend for every 16 keys that a tile looks at, blocks first, then gathered columns. `x`: this thread's key.
+template <typename Attend>
+__device__ void each_sixteen(const RowWalk& walk, const ForwardItem& item, int kv_head, int x, int d, Attend attend) {
+  const int sequence = item.token - item.position;
+  const auto element = [&](int key) { return (static_cast<int64_t>(sequence + key) * walk.kv_heads + kv_head) * d; };
+  walk.each_block(item, [&](int key_position, int first) {
+    for (int part = 0; part < walk.tiling.block; part += kMoving) {
+      const int position = key_position + part;
+      if (position >= item.position + item.tokens) break;
+      attend([&](int r) { return position + r < item.position + item.tokens ? element(position + r) : int64_t{-1}; },
+             [&](int token) { return token >= first && position + x <= item.position + token; });
+    }
+  });
+  walk.each_piece(item, [&](const int32_t* columns, uint64_t all) {
+    for (int part = 0; part < kGatheredPiece; part += kMoving) {
+      const uint64_t seen = all >> part & 0xFFFF;
+      if (seen == 0) continue;
+      attend([&](int r) { return seen >> r & 1 ? element(columns[part + r]) : int64_t{-1}; },
+             [&](int token) { return (seen >> x & 1) != 0 && columns[part + x] <= item.position + token; });
+    }
+  });
+}
+
 struct ForwardArguments {
   RowWalk walk;
   const float *q, *k, *v;
@@ -97,45 +120,38 @@ __global__ void __launch_bounds__(kThreads) forward_kernel(const __grid_constant
   const int sub = blockIdx.x % 2;
   const SubtileRows rows = args.walk.rows(item, sub);
   if (rows.valid == 0) return;
-  const int kv_head = item.head / args.walk.heads_per_kv, sequence = item.token - item.position;
+  const int kv_head = item.head / args.walk.heads_per_kv;
   const auto packed = [&](int r) { return rows.exists(r) ? rows.packed(r) * d : int64_t{-1}; };
   load(tiles.a, args.q, kStill, d, packed);
   float o[4][kColumns] = {}, top[4], sum[4] = {0, 0, 0, 0};
   for (float& t : top) t = -INFINITY;
-  args.walk.each_block(item, [&](int key_position, int first) {
-    for (int part = 0; part < args.walk.tiling.block; part += kMoving) {
-      const int position = key_position + part;
-      if (position >= item.position + item.tokens) break;
-      const auto key_row = [&](int r) {
-        const int64_t key = sequence + position + r;
-        return position + r < item.position + item.tokens ? (key * args.walk.kv_heads + kv_head) * d : int64_t{-1};
-      };
-      __syncthreads();
-      load(tiles.c, args.k, kMoving, d, key_row);
-      load(tiles.e, args.v, kMoving, d, key_row);
-      __syncthreads();
-      float s[4];
-      products(s, tiles.a, tiles.c, d);
+  // 16 keys: key_row(r) is where one starts (negative: none), sees(token of the tile) whether that token looks at key
+  // x.
+  const auto attend = [&](auto key_row, auto sees) {
+    __syncthreads();
+    load(tiles.c, args.k, kMoving, d, key_row);
+    load(tiles.e, args.v, kMoving, d, key_row);
+    __syncthreads();
+    float s[4];
+    products(s, tiles.a, tiles.c, d);
 #pragma unroll
-      for (int r = 0; r < 4; ++r) {
-        const int token = sub * rows.tokens + rows.token_of(4 * y + r);
-        const bool sees = token >= first && position + x <= item.position + token;
-        s[r] = sees ? s[r] * args.scale : -INFINITY;
-        float m = fmaxf(top[r], s[r]);
+    for (int r = 0; r < 4; ++r) {
+      s[r] = sees(sub * rows.tokens + rows.token_of(4 * y + r)) ? s[r] * args.scale : -INFINITY;
+      float m = fmaxf(top[r], s[r]);
 #pragma unroll
-        for (int step = 1; step < 16; step *= 2) m = fmaxf(m, __shfl_xor_sync(~0u, m, step));
-        const float base = m == -INFINITY ? 0.f : m;
-        const float shrink = expf(top[r] - base), p = expf(s[r] - base);
-        tiles.p[(4 * y + r) * (kMoving + 1) + x] = p;
-        sum[r] = sum[r] * shrink + p;  // of this thread's keys
-        top[r] = m;
+      for (int step = 1; step < 16; step *= 2) m = fmaxf(m, __shfl_xor_sync(~0u, m, step));
+      const float base = m == -INFINITY ? 0.f : m;
+      const float shrink = expf(top[r] - base), p = expf(s[r] - base);
+      tiles.p[(4 * y + r) * (kMoving + 1) + x] = p;
+      sum[r] = sum[r] * shrink + p;  // of this thread's keys
+      top[r] = m;
 #pragma unroll
-        for (int j = 0; j < kColumns; ++j) o[r][j] *= shrink;
-      }
-      __syncwarp();  // a row's weights come from the half-warp that uses them
-      add_products(o, tiles.p, tiles.e, d);
+      for (int j = 0; j < kColumns; ++j) o[r][j] *= shrink;
     }
-  });
+    __syncwarp();  // a row's weights come from the half-warp that uses them
+    add_products(o, tiles.p, tiles.e, d);
+  };
+  each_sixteen(args.walk, item, kv_head, x, d, attend);
   float inverse[4];
 #pragma unroll
   for (int r = 0; r < 4; ++r) {
@@ -154,14 +170,62 @@ struct BackwardArguments {
   RowWalk rows;
   const float *q, *k, *v, *d_o;
   const float* statistics;
-  float *dq, *dk, *dv, *partials;
+  float *dq, *dk, *dv, *partials, *gathered_sums;
   int32_t d;
   float scale;
 };
 
+// What keys got as gathered columns; the rows of this thread are keys half + 4y … of the item.
+__device__ void add_gathered(const BackwardArguments& args, const BackwardItem& item, int half, int which,
+                             float (&sum)[4][kColumns]) {
+  const int list_heads = args.columns.heads_per_kv / args.columns.tiling.parts;
+#pragma unroll
+  for (int r = 0; r < 4; ++r)
+    for (int list = 0; list < list_heads; ++list) {
+      const int64_t row = gathered_row(args.columns.gathered, item.gathered + item.head * list_heads + list,
+                                       item.position + half + static_cast<int>(threadIdx.x) / 16 * 4 + r);
+      if (row < 0) continue;
+#pragma unroll
+      for (int j = 0; j < kColumns; ++j) {
+        const int column = threadIdx.x % 16 + 16 * j;
+        if (column < args.d) sum[r][j] += args.gathered_sums[gathered_place(row, which, args.d) + column];
+      }
+    }
+}
+
+// One subtile of queries against the 64 keys that stay. sees(token of the subtile, r) says whether that token looks at
+// this thread's key r.
+template <typename Sees>
+__device__ void add_subtile(const BackwardArguments& args, const Tiles& tiles, const SubtileRows& rows,
+                            int64_t statistics_at, float (&dk)[4][kColumns], float (&dv)[4][kColumns], Sees sees) {
+  const int d = args.d, y = threadIdx.x / 16, x = threadIdx.x % 16;
+  const float* statistics = args.statistics + statistics_at * 128;
+  for (int part = 0; part < kSubtileRows; part += kMoving) {
+    const auto query_row = [&](int r) { return rows.exists(part + r) ? rows.packed(part + r) * d : int64_t{-1}; };
+    __syncthreads();
+    load(tiles.c, args.q, kMoving, d, query_row);
+    load(tiles.e, args.d_o, kMoving, d, query_row);
+    __syncthreads();
+    float s[4], dp[4];
+    products(s, tiles.a, tiles.c, d);
+    products(dp, tiles.b, tiles.e, d);
+    const int token = rows.token_of(part + x);
+    const float lse = statistics[part + x], delta = statistics[kSubtileRows + part + x];
+#pragma unroll
+    for (int r = 0; r < 4; ++r) {
+      const float p = sees(token, r) ? expf(s[r] * args.scale - lse) : 0.f;
+      tiles.p[(4 * y + r) * (kMoving + 1) + x] = p;
+      tiles.s[(4 * y + r) * (kMoving + 1) + x] = p * (dp[r] - delta);
+    }
+    __syncwarp();
+    add_products(dv, tiles.p, tiles.e, d);
+    add_products(dk, tiles.s, tiles.c, d);
+  }
+}
+
 __global__ void __launch_bounds__(kThreads) keys_kernel(const __grid_constant__ BackwardArguments args) {
   extern __shared__ float memory[];
-  const int d = args.d, y = threadIdx.x / 16, x = threadIdx.x % 16;
+  const int d = args.d, y = threadIdx.x / 16;
   const Tiles tiles(memory, d);
   if (static_cast<int>(blockIdx.x) >= args.columns.counts->items) return;
   const BackwardItem item = args.columns.items[blockIdx.x];
@@ -176,34 +240,16 @@ __global__ void __launch_bounds__(kThreads) keys_kernel(const __grid_constant__ 
   float dk[4][kColumns] = {}, dv[4][kColumns] = {};
   args.columns.each_subtile(item, [&](int head, int subtile, int first) {
     const SubtileRows rows = args.columns.rows(item, head, subtile);
-    const float* statistics =
-        args.statistics + static_cast<int64_t>(head * args.columns.tiling.subtiles + item.subtile + subtile) * 128;
-    for (int part = 0; part < kSubtileRows; part += kMoving) {
-      const auto query_row = [&](int r) { return rows.exists(part + r) ? rows.packed(part + r) * d : int64_t{-1}; };
-      __syncthreads();
-      load(tiles.c, args.q, kMoving, d, query_row);
-      load(tiles.e, args.d_o, kMoving, d, query_row);
-      __syncthreads();
-      float s[4], dp[4];
-      products(s, tiles.a, tiles.c, d);
-      products(dp, tiles.b, tiles.e, d);
-      const int token = rows.token_of(part + x);
-      const float lse = statistics[part + x], delta = statistics[kSubtileRows + part + x];
-#pragma unroll
-      for (int r = 0; r < 4; ++r) {
-        const int key = item.position + half + 4 * y + r;
-        const bool sees = token >= first && key <= subtile * rows.tokens + token;
-        const float p = sees ? expf(s[r] * args.scale - lse) : 0.f;
-        tiles.p[(4 * y + r) * (kMoving + 1) + x] = p;
-        tiles.s[(4 * y + r) * (kMoving + 1) + x] = p * (dp[r] - delta);
-      }
-      __syncwarp();
-      add_products(dv, tiles.p, tiles.e, d);
-      add_products(dk, tiles.s, tiles.c, d);
-    }
+    const int key = item.position + half + 4 * y - subtile * rows.tokens;
+    add_subtile(args, tiles, rows, static_cast<int64_t>(head) * args.columns.tiling.subtiles + item.subtile + subtile,
+                dk, dv, [&](int token, int r) { return token >= first && key + r <= token; });
   });
   const float one[4] = {1, 1, 1, 1}, scale[4] = {args.scale, args.scale, args.scale, args.scale};
   if (item.partial < 0) {
+    if (item.gathered >= 0) {
+      add_gathered(args, item, half, 0, dk);
+      add_gathered(args, item, half, 1, dv);
+    }
     store(args.dk, dk, d, scale, key_row);
     store(args.dv, dv, d, one, key_row);
     return;
@@ -215,6 +261,29 @@ __global__ void __launch_bounds__(kThreads) keys_kernel(const __grid_constant__ 
   store(args.partials + kBlock * d, dv, d, one, slot_row);
 }
 
+__global__ void __launch_bounds__(kThreads) pieces_kernel(const __grid_constant__ BackwardArguments args) {
+  extern __shared__ float memory[];
+  const int d = args.d, y = threadIdx.x / 16;
+  const Tiles tiles(memory, d);
+  const PieceWalk walk(args.columns);
+  const auto key_row = [&](int r) { return walk.key_row(r, d); };
+  load(tiles.a, args.k, kStill, d, key_row);
+  load(tiles.b, args.v, kStill, d, key_row);
+  float dk[4][kColumns] = {}, dv[4][kColumns] = {};
+  walk.each_subtile([&](int head, int subtile, uint64_t seen) {
+    const SubtileRows rows = args.columns.rows_of(walk.list.token, head, subtile);
+    const int before = subtile * rows.tokens;
+    add_subtile(
+        args, tiles, rows, static_cast<int64_t>(head) * args.columns.tiling.subtiles + walk.list.subtile + subtile, dk,
+        dv,
+        [&](int token, int r) { return (seen >> (4 * y + r) & 1) != 0 && walk.column(4 * y + r) <= before + token; });
+  });
+  const float one[4] = {1, 1, 1, 1};
+  const int64_t first = static_cast<int64_t>(blockIdx.x) * kGatheredPiece;
+  store(args.gathered_sums, dk, d, one, [&](int r) { return gathered_place(first + r, 0, d); });
+  store(args.gathered_sums, dv, d, one, [&](int r) { return gathered_place(first + r, 1, d); });
+}
+
 __global__ void __launch_bounds__(kThreads) rows_kernel(const __grid_constant__ BackwardArguments args) {
   extern __shared__ float memory[];
   const int d = args.d, y = threadIdx.x / 16, x = threadIdx.x % 16;
@@ -223,38 +292,30 @@ __global__ void __launch_bounds__(kThreads) rows_kernel(const __grid_constant__ 
   const int sub = blockIdx.x % 2;
   const SubtileRows rows = args.rows.rows(item, sub);
   if (rows.valid == 0) return;
-  const int kv_head = item.head / args.rows.heads_per_kv, sequence = item.token - item.position;
+  const int kv_head = item.head / args.rows.heads_per_kv;
   const auto packed = [&](int r) { return rows.exists(r) ? rows.packed(r) * d : int64_t{-1}; };
   load(tiles.a, args.q, kStill, d, packed);
   load(tiles.b, args.d_o, kStill, d, packed);
   const float* statistics = args.statistics + static_cast<int64_t>(item.subtile + sub) * 128;
   float dq[4][kColumns] = {};
-  args.rows.each_block(item, [&](int key_position, int first) {
-    for (int part = 0; part < args.rows.tiling.block; part += kMoving) {
-      const int position = key_position + part;
-      if (position >= item.position + item.tokens) break;
-      const auto key_row = [&](int r) {
-        const int64_t key = sequence + position + r;
-        return position + r < item.position + item.tokens ? (key * args.rows.kv_heads + kv_head) * d : int64_t{-1};
-      };
-      __syncthreads();
-      load(tiles.c, args.k, kMoving, d, key_row);
-      load(tiles.e, args.v, kMoving, d, key_row);
-      __syncthreads();
-      float s[4], dp[4];
-      products(s, tiles.a, tiles.c, d);
-      products(dp, tiles.b, tiles.e, d);
+  const auto attend = [&](auto key_row, auto sees) {
+    __syncthreads();
+    load(tiles.c, args.k, kMoving, d, key_row);
+    load(tiles.e, args.v, kMoving, d, key_row);
+    __syncthreads();
+    float s[4], dp[4];
+    products(s, tiles.a, tiles.c, d);
+    products(dp, tiles.b, tiles.e, d);
 #pragma unroll
-      for (int r = 0; r < 4; ++r) {
-        const int token = sub * rows.tokens + rows.token_of(4 * y + r);
-        const bool sees = token >= first && position + x <= item.position + token;
-        const float p = sees ? expf(s[r] * args.scale - statistics[4 * y + r]) : 0.f;
-        tiles.s[(4 * y + r) * (kMoving + 1) + x] = p * (dp[r] - statistics[kSubtileRows + 4 * y + r]);
-      }
-      __syncwarp();
-      add_products(dq, tiles.s, tiles.c, d);
+    for (int r = 0; r < 4; ++r) {
+      const bool seen = sees(sub * rows.tokens + rows.token_of(4 * y + r));
+      const float p = seen ? expf(s[r] * args.scale - statistics[4 * y + r]) : 0.f;
+      tiles.s[(4 * y + r) * (kMoving + 1) + x] = p * (dp[r] - statistics[kSubtileRows + 4 * y + r]);
     }
-  });
+    __syncwarp();
+    add_products(dq, tiles.s, tiles.c, d);
+  };
+  each_sixteen(args.rows, item, kv_head, x, d, attend);
   const float scale[4] = {args.scale, args.scale, args.scale, args.scale};
   store(args.dq, dq, d, scale, packed);
 }
@@ -315,21 +376,33 @@ __global__ void __launch_bounds__(128) statistics_kernel(StatisticsArguments arg
   }
 }
 
+struct FinishArguments {
+  const SplitColumn* splits;
+  const WorkCounts* counts;
+  const float *partials, *gathered_sums;
+  ColumnWalk walk;
+  int32_t d;
+  float scale;
+};
+
 // A thread block a split column and result.
 template <typename T>
-__global__ void __launch_bounds__(256)
-    finish_kernel(const SplitColumn* splits, const WorkCounts* counts, const float* partials, T* dk, T* dv,
-                  int kv_heads, int d, float scale) {
-  if (static_cast<int>(blockIdx.x) >= counts->splits) return;
-  const SplitColumn split = splits[blockIdx.x];
-  const int which = blockIdx.y;
+__global__ void __launch_bounds__(256) finish_kernel(const __grid_constant__ FinishArguments args, T* dk, T* dv) {
+  if (static_cast<int>(blockIdx.x) >= args.counts->splits) return;
+  const SplitColumn split = args.splits[blockIdx.x];
+  const int which = blockIdx.y, d = args.d, list_heads = args.walk.heads_per_kv / args.walk.tiling.parts;
   T* out = which == 0 ? dk : dv;
   for (int i = threadIdx.x; i < split.keys * d; i += 256) {
     float sum = 0;
     for (int slot = split.begin; slot < split.begin + split.count; ++slot)
-      sum += partials[static_cast<int64_t>(slot * 2 + which) * kBlock * d + i];
-    const int64_t at = (static_cast<int64_t>(split.token + i / d) * kv_heads + split.head) * d + i % d;
-    set(out[at], which == 0 ? sum * scale : sum);
+      sum += args.partials[static_cast<int64_t>(slot * 2 + which) * kBlock * d + i];
+    for (int list = 0; split.gathered >= 0 && list < list_heads; ++list) {
+      const int64_t row =
+          gathered_row(args.walk.gathered, split.gathered + split.head * list_heads + list, split.position + i / d);
+      if (row >= 0) sum += args.gathered_sums[gathered_place(row, which, d) + i % d];
+    }
+    const int64_t at = (static_cast<int64_t>(split.token + i / d) * args.walk.kv_heads + split.head) * d + i % d;
+    set(out[at], which == 0 ? sum * args.scale : sum);
   }
 }
 
@@ -341,7 +414,7 @@ void check_dim(int d) {
 
 void plain_forward(const ForwardParams& p, cudaStream_t stream) {
   check_dim(p.shape.head_dim);
-  const ForwardArguments args{row_walk(p.shape, p.tiling, p.items, p.row_entries),
+  const ForwardArguments args{row_walk(p, p.items),
                               static_cast<const float*>(p.q),
                               static_cast<const float*>(p.k),
                               static_cast<const float*>(p.v),
@@ -360,7 +433,7 @@ void plain_forward(const ForwardParams& p, cudaStream_t stream) {
 void plain_backward(const BackwardParams& p, cudaStream_t stream) {
   check_dim(p.shape.head_dim);
   const BackwardArguments args{column_walk(p),
-                               row_walk(p.shape, p.tiling, p.row_items, p.row_entries),
+                               row_walk(p, p.row_items),
                                static_cast<const float*>(p.q),
                                static_cast<const float*>(p.k),
                                static_cast<const float*>(p.v),
@@ -370,12 +443,14 @@ void plain_backward(const BackwardParams& p, cudaStream_t stream) {
                                static_cast<float*>(p.dk),
                                static_cast<float*>(p.dv),
                                p.partials,
+                               p.gathered_sums,
                                p.shape.head_dim,
                                p.shape.scale};
   const size_t bytes = Tiles::bytes(p.shape.head_dim);
-  for (const auto kernel : {keys_kernel, rows_kernel})
+  for (const auto kernel : {pieces_kernel, keys_kernel, rows_kernel})
     check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)),
           "shared memory of the fp32 backward");
+  if (p.gathered.piece_count > 0) pieces_kernel<<<p.gathered.piece_count, kThreads, bytes, stream>>>(args);
   keys_kernel<<<dim3(p.limits.items, p.tiling.block / kStill), kThreads, bytes, stream>>>(args);
   check(cudaGetLastError(), "attention backward in fp32: keys");
   rows_kernel<<<2 * p.row_item_count, kThreads, bytes, stream>>>(args);
@@ -398,14 +473,12 @@ void portable_statistics(const BackwardParams& p, Precision precision, cudaStrea
 void portable_finish_columns(const BackwardParams& p, Precision precision, cudaStream_t stream) {
   if (p.limits.splits == 0) return;
   const dim3 grid(p.limits.splits, 2);
+  const FinishArguments args{p.splits,       p.counts,         p.partials,   p.gathered_sums,
+                             column_walk(p), p.shape.head_dim, p.shape.scale};
   if (precision == Precision::fp32)
-    finish_kernel<<<grid, 256, 0, stream>>>(p.splits, p.counts, p.partials, static_cast<float*>(p.dk),
-                                            static_cast<float*>(p.dv), p.shape.kv_heads, p.shape.head_dim,
-                                            p.shape.scale);
+    finish_kernel<<<grid, 256, 0, stream>>>(args, static_cast<float*>(p.dk), static_cast<float*>(p.dv));
   else
-    finish_kernel<<<grid, 256, 0, stream>>>(p.splits, p.counts, p.partials, static_cast<__nv_bfloat16*>(p.dk),
-                                            static_cast<__nv_bfloat16*>(p.dv), p.shape.kv_heads, p.shape.head_dim,
-                                            p.shape.scale);
+    finish_kernel<<<grid, 256, 0, stream>>>(args, static_cast<__nv_bfloat16*>(p.dk), static_cast<__nv_bfloat16*>(p.dv));
   check(cudaGetLastError(), "attention backward: split columns");
 }
 

@@ -7,7 +7,9 @@
 #include <cuda_runtime.h>
 
 #include <cstdint>
+#include <type_traits>
 
+#include "attention/cuda/check.cuh"
 #include "attention/cuda/params.h"
 
 namespace sb::gpu {
@@ -34,6 +36,7 @@ struct SubtileRows {
 struct RowWalk {
   const ForwardItem* items;
   const uint32_t* entries;
+  GatheredColumns gathered;
   Tiling tiling;
   int32_t query_heads, heads_per_kv, kv_heads;
 
@@ -55,19 +58,55 @@ struct RowWalk {
       body(static_cast<int>(entry_id(entry)) * tiling.block, first);
     }
   }
+  // Calls body(64 columns, which of them the query block sees) for every piece of gathered columns of a tile.
+  template <typename Body>
+  __device__ void each_piece(const ForwardItem& item, Body body) const {
+    if (item.gathered < 0) return;
+    const GatheredList& list = gathered.lists[item.gathered];
+    const uint64_t* bits =
+        gathered.bits + list.bits + static_cast<int64_t>(item.position / tiling.query_block) * list.pieces;
+    const int32_t* columns = gathered.columns + list.columns;
+    for (int p = 0; p < list.pieces; ++p)
+      if (const uint64_t seen = bits[p]; seen != 0) body(columns + p * kGatheredPiece, seen);
+  }
 };
+
+// Where the sums of a key's gradients as a gathered column are: row of [piece][64]; -1: it is none.
+__device__ inline int64_t gathered_row(const GatheredColumns& gathered, int list, int position) {
+  const GatheredList& found = gathered.lists[list];
+  const int32_t* columns = gathered.columns + found.columns;
+  int low = 0, high = found.pieces * kGatheredPiece;
+  while (low < high) {
+    const int middle = (low + high) / 2;
+    if (columns[middle] < position)
+      low = middle + 1;
+    else
+      high = middle;
+  }
+  if (low == found.pieces * kGatheredPiece || columns[low] != position) return -1;
+  return static_cast<int64_t>(found.slot) * kGatheredPiece + low;
+}
+// The place of that row's dK (which = 0) or dV (1) in the sums.
+__device__ __forceinline__ int64_t gathered_place(int64_t row, int which, int d) {
+  return ((row / kGatheredPiece * 2 + which) * kGatheredPiece + row % kGatheredPiece) * d;
+}
 
 struct ColumnWalk {
   const BackwardItem* items;
   const WorkCounts* counts;
   const int32_t* offsets;
   const uint32_t* entries;
+  GatheredColumns gathered;
   Tiling tiling;
   int32_t columns, query_heads, heads_per_kv, kv_heads;
   int64_t all_tokens;
 
   __device__ SubtileRows rows(const BackwardItem& item, int list_head, int subtile) const {
-    const int token = item.token - item.position + subtile * tiling.tokens;
+    return rows_of(item.token - item.position, list_head, subtile);
+  }
+  // `sequence`: its first token.
+  __device__ SubtileRows rows_of(int sequence, int list_head, int subtile) const {
+    const int token = sequence + subtile * tiling.tokens;
     // Rows past the end of the sequence have a log-sum-exp of +infinity; here only the tensor's end counts.
     return {token,
             tiling.tokens,
@@ -79,12 +118,12 @@ struct ColumnWalk {
   // Calls body(list head, subtile of the sequence, first token of it that sees the keys) for all of an item.
   template <typename Body>
   __device__ void each_subtile(const BackwardItem& item, Body body) const {
-    const int units = item.dense ? 2 : tiling.query_block / tiling.tokens;  // subtiles of an entry, or of a tile
+    const int units = item.dense ? tiling.tile : tiling.query_block / tiling.tokens;  // subtiles of an entry, or a tile
     int before = 0;
     for (int head = item.head * heads_per_kv; head < (item.head + 1) * heads_per_kv; ++head) {
-      int at = item.position / (2 * tiling.tokens), count = item.subtiles / 2 - at;
+      int at = item.position / (tiling.tile * tiling.tokens), count = item.subtiles / tiling.tile - at;
       if (!item.dense) {
-        const int column = head * columns + item.column;
+        const int column = head / tiling.parts * columns + item.column;
         at = offsets[column];
         count = offsets[column + 1] - at;
       }
@@ -103,13 +142,71 @@ struct ColumnWalk {
   }
 };
 
-inline RowWalk row_walk(const Shape& shape, const Tiling& tiling, const ForwardItem* items, const uint32_t* entries) {
-  return {items, entries, tiling, shape.query_heads, shape.query_heads / shape.kv_heads / tiling.heads, shape.kv_heads};
+template <typename Params>
+RowWalk row_walk(const Params& p, const ForwardItem* items) {
+  const Shape& shape = p.shape;
+  return {items,         p.row_entries,     p.gathered,
+          p.tiling,      shape.query_heads, shape.query_heads / shape.kv_heads / p.tiling.heads,
+          shape.kv_heads};
 }
 inline ColumnWalk column_walk(const BackwardParams& p) {
-  return {p.items,          p.counts,      p.column_offsets,    p.column_entries,
-          p.tiling,         p.columns,     p.shape.query_heads, p.shape.query_heads / p.shape.kv_heads / p.tiling.heads,
-          p.shape.kv_heads, p.shape.tokens};
+  const Shape& shape = p.shape;
+  return {p.items,          p.counts,          p.column_offsets,
+          p.column_entries, p.gathered,        p.tiling,
+          p.columns,        shape.query_heads, shape.query_heads / shape.kv_heads / p.tiling.heads,
+          shape.kv_heads,   shape.tokens};
+}
+
+// A piece of gathered columns and everything that sees it; a thread block each.
+struct PieceWalk {
+  ColumnWalk walk;
+  GatheredList list;
+  int piece;
+  __device__ explicit PieceWalk(const ColumnWalk& columns)
+      : walk(columns),
+        list(columns.gathered.lists[columns.gathered.pieces[blockIdx.x]]),
+        piece(blockIdx.x - list.slot) {}
+
+  __device__ int column(int i) const { return walk.gathered.columns[list.columns + piece * kGatheredPiece + i]; }
+  __device__ int kv_head() const { return list.head * walk.tiling.parts / walk.heads_per_kv; }
+  // Element where a column's key starts, negative for what pads the list.
+  __device__ int64_t key_row(int i, int d) const {
+    const int key = column(i);
+    return key == kNoColumn ? -1 : (static_cast<int64_t>(list.token + key) * walk.kv_heads + kv_head()) * d;
+  }
+  // Calls body(list head, subtile of the sequence, which columns it sees).
+  template <typename Body>
+  __device__ void each_subtile(Body body) const {
+    const Tiling& tiling = walk.tiling;
+    const int units = tiling.query_block / tiling.tokens;
+    for (int row = 0; row < list.rows; ++row) {
+      const uint64_t seen = walk.gathered.bits[list.bits + static_cast<int64_t>(row) * list.pieces + piece];
+      if (seen == 0) continue;
+      for (int part = 0; part < tiling.parts; ++part)
+        for (int u = 0; u < units; ++u)
+          if ((row * units + u) * tiling.tokens < list.tokens)
+            body(list.head * tiling.parts + part, row * units + u, seen);
+    }
+  }
+};
+
+// Calls launch(std::integral_constant<int, D>) for the head dimensions that tiles of bf16 are compiled for.
+template <typename Launch>
+void for_head_dim(int d, Launch launch) {
+  switch (d) {
+    case 16:
+      return launch(std::integral_constant<int, 16>{});
+    case 32:
+      return launch(std::integral_constant<int, 32>{});
+    case 64:
+      return launch(std::integral_constant<int, 64>{});
+    case 96:
+      return launch(std::integral_constant<int, 96>{});
+    case 128:
+      return launch(std::integral_constant<int, 128>{});
+    default:
+      throw_unsupported("head_dim in bf16", d);
+  }
 }
 
 // --- tiles of bf16 in shared memory: rows of D and 8 more, so that neighbouring rows lie in different banks

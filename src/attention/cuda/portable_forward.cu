@@ -40,57 +40,72 @@ __global__ void __launch_bounds__(128) forward_kernel(const __grid_constant__ Ar
   load_tile<D>(smem.q, args.q, [&](int r) { return rows.exists(r) ? rows.packed(r) * D : int64_t{-1}; });
 
   float o[D / 2] = {}, top[2] = {-INFINITY, -INFINITY}, sum[2] = {0, 0};
+  // 64 keys: key_row(r) is where one starts (negative: none), sees(h, r) whether this lane's row h looks at it.
+  const auto attend = [&](auto key_row, auto sees) {
+    __syncthreads();
+    load_tile<D>(smem.k, args.k, key_row);
+    load_tile<D>(smem.v, args.v, key_row);
+    copies_done();
+    __syncthreads();
+    float s[32];
+    product<D, 8>(s, smem.q, warp * 16, smem.k, 0);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      float m = top[h];
+#pragma unroll
+      for (int j = 0; j < 8; ++j)
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          float& x = s[4 * j + 2 * h + e];
+          x = sees(h, 8 * j + 2 * (lane % 4) + e) ? x * args.scale : -INFINITY;
+          m = fmaxf(m, x);
+        }
+      m = fmaxf(m, __shfl_xor_sync(~0u, m, 1));
+      m = fmaxf(m, __shfl_xor_sync(~0u, m, 2));
+      const float base = m == -INFINITY ? 0.f : m;
+      const float shrink = __expf(top[h] - base);
+      float added = 0;
+#pragma unroll
+      for (int j = 0; j < 8; ++j)
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          float& x = s[4 * j + 2 * h + e];
+          x = __expf(x - base);
+          added += x;
+        }
+      sum[h] = sum[h] * shrink + added;
+      top[h] = m;
+#pragma unroll
+      for (int j = 0; j < D / 8; ++j) {
+        o[4 * j + 2 * h] *= shrink;
+        o[4 * j + 2 * h + 1] *= shrink;
+      }
+    }
+    add_product<D, 8>(o, s, smem.v, 0);
+  };
   args.walk.each_block(item, [&](int key_position, int first) {
     for (int part = 0; part < args.walk.tiling.block; part += 64) {
       const int position = key_position + part;  // of the first key of these 64
       if (position > item.position + item.tokens - 1) break;
-      const auto key_row = [&](int r) {
-        const int64_t key = sequence + position + r;
-        // Keys after the tile's last token are masked; zeros there keep what lies behind out of the products.
-        return position + r < item.position + item.tokens ? (key * args.walk.kv_heads + kv_head) * D : int64_t{-1};
-      };
-      __syncthreads();
-      load_tile<D>(smem.k, args.k, key_row);
-      load_tile<D>(smem.v, args.v, key_row);
-      copies_done();
-      __syncthreads();
-      float s[32];
-      product<D, 8>(s, smem.q, warp * 16, smem.k, 0);
+      int limit[2];  // last key a row sees
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const int limit = token[h] < first ? -1 : item.position + token[h] - position;  // last key this row sees
-        float m = top[h];
-#pragma unroll
-        for (int j = 0; j < 8; ++j)
-#pragma unroll
-          for (int e = 0; e < 2; ++e) {
-            float& x = s[4 * j + 2 * h + e];
-            x = 8 * j + 2 * (lane % 4) + e <= limit ? x * args.scale : -INFINITY;
-            m = fmaxf(m, x);
-          }
-        m = fmaxf(m, __shfl_xor_sync(~0u, m, 1));
-        m = fmaxf(m, __shfl_xor_sync(~0u, m, 2));
-        const float base = m == -INFINITY ? 0.f : m;
-        const float shrink = __expf(top[h] - base);
-        float added = 0;
-#pragma unroll
-        for (int j = 0; j < 8; ++j)
-#pragma unroll
-          for (int e = 0; e < 2; ++e) {
-            float& x = s[4 * j + 2 * h + e];
-            x = __expf(x - base);
-            added += x;
-          }
-        sum[h] = sum[h] * shrink + added;
-        top[h] = m;
-#pragma unroll
-        for (int j = 0; j < D / 8; ++j) {
-          o[4 * j + 2 * h] *= shrink;
-          o[4 * j + 2 * h + 1] *= shrink;
-        }
-      }
-      add_product<D, 8>(o, s, smem.v, 0);
+      for (int h = 0; h < 2; ++h) limit[h] = token[h] < first ? -1 : item.position + token[h] - position;
+      attend(
+          [&](int r) {
+            const int64_t key = sequence + position + r;
+            // Keys after the tile's last token are masked; zeros there keep what lies behind out of the products.
+            return position + r < item.position + item.tokens ? (key * args.walk.kv_heads + kv_head) * D : int64_t{-1};
+          },
+          [&](int h, int r) { return r <= limit[h]; });
     }
+  });
+  args.walk.each_piece(item, [&](const int32_t* columns, uint64_t seen) {
+    attend(
+        [&](int r) {
+          return seen >> r & 1 ? (static_cast<int64_t>(sequence + columns[r]) * args.walk.kv_heads + kv_head) * D
+                               : int64_t{-1};
+        },
+        [&](int h, int r) { return (seen >> r & 1) != 0 && columns[r] <= item.position + token[h]; });
   });
   copies_done();
 
@@ -111,7 +126,7 @@ __global__ void __launch_bounds__(128) forward_kernel(const __grid_constant__ Ar
 
 template <int D>
 void launch(const ForwardParams& p, cudaStream_t stream) {
-  const Arguments args{row_walk(p.shape, p.tiling, p.items, p.row_entries),
+  const Arguments args{row_walk(p, p.items),
                        static_cast<const __nv_bfloat16*>(p.q),
                        static_cast<const __nv_bfloat16*>(p.k),
                        static_cast<const __nv_bfloat16*>(p.v),
@@ -131,20 +146,7 @@ void portable_forward(const ForwardParams& p, Precision precision, void* stream)
   if (p.item_count == 0) return;
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
   if (precision == Precision::fp32) return plain_forward(p, cuda_stream);
-  switch (p.shape.head_dim) {
-    case 16:
-      return launch<16>(p, cuda_stream);
-    case 32:
-      return launch<32>(p, cuda_stream);
-    case 64:
-      return launch<64>(p, cuda_stream);
-    case 96:
-      return launch<96>(p, cuda_stream);
-    case 128:
-      return launch<128>(p, cuda_stream);
-    default:
-      throw_unsupported("head_dim in bf16", p.shape.head_dim);
-  }
+  for_head_dim(p.shape.head_dim, [&](auto d) { launch<d()>(p, cuda_stream); });
 }
 
 }  // namespace sb::gpu

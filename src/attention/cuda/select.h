@@ -49,7 +49,7 @@ struct alignas(16) SelectItem {
   int64_t map = 0;     // byte of (query block, key block 0) in the map
   int32_t stride = 0;  // of the masses
   int32_t column = 0;  // number of key block 0 of its sequence and head among the columns
-  int32_t pool = 0;    // SelectPool it belongs to
+  int32_t pool = 0;    // SelectPool it belongs to; `vertical_slash`: GatheredList
   int32_t unused = 0;
   int64_t sums = 0;  // `mass` with look-ahead: its own masses
 };

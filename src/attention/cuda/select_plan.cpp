@@ -3,6 +3,7 @@
 
 #include "attention/cuda/select.h"
 #include "attention/selection/staircase.h"
+#include "attention/selection/vertical_slash.h"
 #include "core/errors.h"
 
 namespace sb::gpu {
@@ -22,12 +23,13 @@ StaircaseRule rule_of(const SelectionConfig& config, int64_t free_quota) {
 class SequencePlanner {
  public:
   SequencePlanner(SelectPlan& plan, const SelectionConfig& config, const SequenceTiles& tiles, int head, int32_t begin,
-                  int score_tokens, int64_t batch_masses)
+                  int32_t list, int score_tokens, int64_t batch_masses)
       : plan_(plan),
         config_(config),
         tiles_(tiles),
         head_(head),
         begin_(begin),
+        list_(list),
         score_tokens_(score_tokens),
         batch_masses_(batch_masses),
         most_mass_(config.pattern == SelectionPattern::mass && config.order == SelectionOrder::lookahead),
@@ -35,7 +37,7 @@ class SequencePlanner {
         map_stride_((fine_blocks(tiles.tokens) + 15) / 16 * 16) {}
 
   void add(int64_t& batch_used) {
-    add_blocks();
+    if (config_.pattern != SelectionPattern::vertical_slash) add_blocks();
     SelectPool pool;
     pool.first_tile = plan_.pool_tiles;
     pool.tiles = static_cast<int32_t>(tiles_.tiles());
@@ -97,7 +99,7 @@ class SequencePlanner {
     item.list_begin = plan_.row_offsets.back();
     item.map = plan_.map_bytes + tile * map_stride_;
     item.column = plan_.columns;  // those of this sequence follow
-    item.pool = static_cast<int32_t>(plan_.pools.size());
+    item.pool = most_mass_ ? static_cast<int32_t>(plan_.pools.size()) : list_;
     const int64_t own = item.visible - int64_t{item.competing} * expand, candidates = tiles_.candidates(tile);
     int64_t seen_by_last = item.competing;
     StaircaseRule rule = rule_of(config_, tiles_.free_quota(tile));
@@ -108,6 +110,10 @@ class SequencePlanner {
       seen_by_last = item.sinks + item.local;
       rule = {};
       rule.first = rule.total = 0;
+    } else if (config_.pattern == SelectionPattern::vertical_slash) {
+      const int64_t slashes = vertical_slash_limits(config_, tiles_.budget).slash_cap - 1;
+      seen_by_last = std::min<int64_t>(
+          item.competing, tiles_.forced_competing(tile) + slashes * (tiles_.visible(tile) - item.competing));
     } else if (most_mass_) {
       item.first = item.total = static_cast<int32_t>(candidates);
     } else if (config_.pattern == SelectionPattern::topk && candidates <= rule.total) {
@@ -193,7 +199,7 @@ class SequencePlanner {
   const SelectionConfig& config_;
   const SequenceTiles& tiles_;
   int head_;
-  int32_t begin_;
+  int32_t begin_, list_;
   int score_tokens_;
   int64_t batch_masses_;
   bool most_mass_;
@@ -212,7 +218,7 @@ SelectPlan make_select_plan(const Shape& shape, std::span<const int32_t> cu_seql
   SB_CHECK(dense.size() == sequences && tiles.size() == sequences, "{} flags, {} tilings for {} sequences",
            dense.size(), tiles.size(), sequences);
   SelectPlan plan;
-  plan.list_heads = shape.kv_heads;
+  plan.list_heads = config.lists_per_query_head() ? shape.query_heads : shape.kv_heads;
   plan.query_block = config.query_block;
   plan.select_block = config.block;
   plan.block = std::min(config.block, kBlock);
@@ -221,7 +227,8 @@ SelectPlan make_select_plan(const Shape& shape, std::span<const int32_t> cu_seql
   plan.row_offsets.push_back(0);
   plan.batches.emplace_back();
   int64_t batch_used = 0;
-  for (int32_t head = 0; head < shape.kv_heads; ++head) {
+  for (int32_t head = 0; head < plan.list_heads; ++head) {
+    int32_t sparse = 0;
     for (size_t s = 0; s < sequences; ++s) {
       const SequenceTiles& t = tiles[s];
       SB_CHECK(
@@ -242,7 +249,9 @@ SelectPlan make_select_plan(const Shape& shape, std::span<const int32_t> cu_seql
       }
       SB_USER_CHECK(t.blocks() <= 65536, "a sequence of {} tokens has more than 65,536 blocks of {}; use larger blocks",
                     t.tokens, t.block);
-      SequencePlanner(plan, config, t, head, cu_seqlens[s], score_tokens, batch_masses).add(batch_used);
+      SequencePlanner(plan, config, t, head, cu_seqlens[s], sparse++ * plan.list_heads + head, score_tokens,
+                      batch_masses)
+          .add(batch_used);
     }
   }
   plan.entries = plan.row_offsets.back();

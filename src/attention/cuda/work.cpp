@@ -28,6 +28,26 @@ void sort_items(std::vector<Item>& items, const std::vector<int64_t>& cost) {
   items = std::move(sorted);
 }
 
+// The gathered lists of one sequence.
+void add_gathered(Work& work, const RowLayout& lists, int32_t columns, int32_t token, int32_t tokens) {
+  for (int32_t head = 0; head < lists.heads; ++head) {
+    GatheredList list;
+    list.columns = work.gathered_columns;
+    list.bits = work.gathered_words;
+    list.pieces = static_cast<int32_t>(divide_up(columns, kGatheredPiece));
+    list.slot = static_cast<int32_t>(work.gathered_pieces.size());
+    list.token = token;
+    list.tokens = tokens;
+    list.head = head;
+    list.subtile = work.cu_subtiles.back();
+    list.rows = static_cast<int32_t>(divide_up(tokens, lists.query_block));
+    work.gathered_columns += int64_t{list.pieces} * kGatheredPiece;
+    work.gathered_words += int64_t{list.pieces} * list.rows;
+    work.gathered_pieces.insert(work.gathered_pieces.end(), list.pieces, static_cast<int32_t>(work.gathered.size()));
+    work.gathered.push_back(list);
+  }
+}
+
 }  // namespace
 
 Tiling make_tiling(const Shape& shape, int list_heads, int query_block, std::span<const int32_t> cu_seqlens) {
@@ -35,23 +55,22 @@ Tiling make_tiling(const Shape& shape, int list_heads, int query_block, std::spa
                 "attention lists are per key/value head ({}) or per query head ({}), not {}", shape.kv_heads,
                 shape.query_heads, list_heads);
   Tiling tiling;
-  tiling.heads = shape.query_heads / list_heads;
-  SB_USER_CHECK(tiling.heads <= kSubtileRows, "a group of {} query heads does not fit the kernel's {} rows",
-                tiling.heads, kSubtileRows);
+  const int group = shape.query_heads / list_heads;
+  // The largest part of a group that fits.
+  while (group % tiling.parts != 0 || group / tiling.parts > kSubtileRows) ++tiling.parts;
+  tiling.heads = group / tiling.parts;
   tiling.tokens = kSubtileRows / tiling.heads;
   tiling.query_block = query_block;
   if (query_block > 0) {
-    SB_USER_CHECK(query_block >= 2 && query_block <= 128, "query_block must be 2..128, got {}", query_block);
+    SB_USER_CHECK(query_block >= 1 && query_block <= 128, "query_block must be 1..128, got {}", query_block);
     // The largest subtile of which a query block holds whole tiles.
-    while (query_block % (2 * tiling.tokens) != 0) {
-      --tiling.tokens;
-      SB_USER_CHECK(tiling.tokens > 0, "query_block must be even, got {}", query_block);
-    }
+    if (query_block % 2 != 0) tiling.tile = 1;
+    while (query_block % (tiling.tile * tiling.tokens) != 0) --tiling.tokens;
   }
   int64_t subtiles = 0;
   for (size_t s = 0; s + 1 < cu_seqlens.size(); ++s)
-    subtiles += 2 * divide_up(cu_seqlens[s + 1] - cu_seqlens[s], 2 * tiling.tokens);
-  SB_CHECK(subtiles * list_heads < INT32_MAX, "too many tiles for 32-bit indices");
+    subtiles += tiling.tile * divide_up(cu_seqlens[s + 1] - cu_seqlens[s], tiling.tile * tiling.tokens);
+  SB_CHECK(subtiles * list_heads * tiling.parts < INT32_MAX, "too many tiles for 32-bit indices");
   tiling.subtiles = static_cast<int32_t>(subtiles);
   return tiling;
 }
@@ -66,10 +85,12 @@ Work make_work(const Shape& shape, std::span<const int32_t> cu_seqlens, const st
   work.tiling = make_tiling(shape, list_heads, lists ? lists->query_block : 0, cu_seqlens);
   if (lists) work.tiling.block = lists->block;
   const Tiling& tiling = work.tiling;
-  const int32_t tile_tokens = 2 * tiling.tokens, block = tiling.block;
+  const int32_t tile_tokens = tiling.tile * tiling.tokens, block = tiling.block;
+  const int32_t tile_heads = list_heads * tiling.parts;
 
   work.cu_subtiles.push_back(0);
   std::vector<int64_t> forward_cost;
+  std::vector<int32_t> first_gathered;  // list of each sequence
   int64_t column_cost = 0;
   int32_t row_base = 0;
   for (size_t s = 0; s < sequences; ++s) {
@@ -77,37 +98,48 @@ Work make_work(const Shape& shape, std::span<const int32_t> cu_seqlens, const st
     const auto tiles = static_cast<int32_t>(divide_up(length, tile_tokens));
     const auto blocks = static_cast<int32_t>(divide_up(length, block));
     SB_CHECK(dense[s] || lists, "sequence {} is sparse but there are no lists", s);
-    for (int32_t head = 0; head < list_heads; ++head)
+    int32_t gathered = -1;
+    if (!dense[s] && !lists->gathered.empty() && lists->gathered[s] > 0) {
+      gathered = static_cast<int32_t>(work.gathered.size());
+      add_gathered(work, *lists, lists->gathered[s], begin, length);
+    }
+    first_gathered.push_back(gathered);
+    for (int32_t head = 0; head < tile_heads; ++head)
       for (int32_t t = 0; t < tiles; ++t) {
         ForwardItem item;
         item.position = t * tile_tokens;
         item.token = begin + item.position;
         item.tokens = std::min(tile_tokens, length - item.position);
         item.head = head;
-        item.subtile = head * tiling.subtiles + work.cu_subtiles.back() + 2 * t;
+        item.subtile = head * tiling.subtiles + work.cu_subtiles.back() + tiling.tile * t;
         if (dense[s]) {
           item.list_begin = -1;
           forward_cost.push_back(divide_up(item.position + item.tokens, block));
         } else {
-          const size_t row = static_cast<size_t>(head) * lists->rows + row_base + item.position / lists->query_block;
+          const int32_t list_head = head / tiling.parts;
+          const size_t row =
+              static_cast<size_t>(list_head) * lists->rows + row_base + item.position / lists->query_block;
+          if (gathered >= 0) item.gathered = gathered + list_head;
           item.list_begin = lists->offsets[row];
           item.list_count = lists->offsets[row + 1] - item.list_begin;
           item.query_token = item.position % lists->query_block;
-          forward_cost.push_back(item.list_count);
+          forward_cost.push_back(item.list_count + (gathered < 0 ? 0 : lists->gathered[s] / block));
         }
         work.forward.push_back(item);
       }
     if (dense[s]) {
-      for (int32_t b = 0; b < blocks; ++b) column_cost += 2LL * list_heads * (tiles - b * block / tile_tokens);
+      for (int32_t b = 0; b < blocks; ++b)
+        column_cost += int64_t{tiling.tile} * tile_heads * (tiles - b * block / tile_tokens);
     } else {
       const auto rows = static_cast<int32_t>(divide_up(length, lists->query_block));
       for (int32_t head = 0; head < list_heads; ++head) {
         const size_t row = static_cast<size_t>(head) * lists->rows + row_base;
-        column_cost += int64_t{lists->offsets[row + rows] - lists->offsets[row]} * (lists->query_block / tiling.tokens);
+        column_cost += int64_t{lists->offsets[row + rows] - lists->offsets[row]} * tiling.parts *
+                       (lists->query_block / tiling.tokens);
       }
     }
     if (lists) row_base += static_cast<int32_t>(divide_up(length, lists->query_block));
-    work.cu_subtiles.push_back(work.cu_subtiles.back() + 2 * tiles);
+    work.cu_subtiles.push_back(work.cu_subtiles.back() + tiling.tile * tiles);
   }
   sort_items(work.forward, forward_cost);
 
@@ -125,6 +157,7 @@ Work make_work(const Shape& shape, std::span<const int32_t> cu_seqlens, const st
         place.subtiles = work.cu_subtiles[s + 1] - work.cu_subtiles[s];
         place.column = column++;
         place.dense = dense[s];
+        place.gathered = first_gathered[s];
         work.places.push_back(place);
       }
     }
@@ -146,6 +179,9 @@ size_t statistics_size(const Shape& shape, const Tiling& tiling) {
 }
 size_t dq_sum_size(const Shape& shape, const Tiling& tiling) {
   return static_cast<size_t>(shape.query_heads / tiling.heads) * tiling.subtiles * kSubtileRows * shape.head_dim;
+}
+size_t gathered_sums_size(const Shape& shape, int pieces) {
+  return static_cast<size_t>(pieces) * 2 * kGatheredPiece * shape.head_dim;
 }
 size_t partials_size(const Shape& shape, int slots) {
   return static_cast<size_t>(slots) * 2 * kBlock * shape.head_dim;

@@ -23,7 +23,7 @@ __device__ __forceinline__ int place_of(int index) {
 struct Arguments {
   const BackwardItem* places;
   const int32_t* offsets;
-  int32_t columns, heads_per_kv, tile_tokens, entry_cost, workers;
+  int32_t columns, heads_per_kv, parts, tile, tile_tokens, entry_cost, workers;
   BackwardItem* items;
   SplitColumn* splits;
   WorkCounts* counts;
@@ -36,17 +36,17 @@ struct Parts {
 };
 
 __device__ int column_length(const Arguments& args, const BackwardItem& place) {
-  if (place.dense) return args.heads_per_kv * (place.subtiles / 2 - place.position / args.tile_tokens);
+  if (place.dense) return args.heads_per_kv * (place.subtiles / args.tile - place.position / args.tile_tokens);
   int count = 0;
   for (int head = place.head * args.heads_per_kv; head < (place.head + 1) * args.heads_per_kv; ++head) {
-    const int at = head * args.columns + place.column;
+    const int at = head / args.parts * args.columns + place.column;
     count += args.offsets[at + 1] - args.offsets[at];
   }
   return count;
 }
 
 __device__ int each_cost(const Arguments& args, const BackwardItem& place) {
-  return place.dense ? 2 : args.entry_cost;
+  return place.dense ? args.tile : args.entry_cost;
 }
 
 __device__ Parts cut(const Arguments& args, const BackwardItem& place, int64_t share) {
@@ -141,7 +141,8 @@ __global__ void __launch_bounds__(kThreads) backward_work_kernel(Arguments args)
     const Parts parts = cut(args, item, share);
     int32_t& to = counts[place_of(bucket_of(parts) * kThreads + thread)];
     if (parts.pieces > 1)
-      args.splits[split++] = {item.token, item.keys, item.head, static_cast<int32_t>(slot), parts.pieces};
+      args.splits[split++] = {item.token,   item.keys,     item.head,    static_cast<int32_t>(slot),
+                              parts.pieces, item.position, item.gathered};
     for (int piece = 0; piece < parts.pieces; ++piece) {
       item.begin = piece * parts.each;
       item.count = min(parts.each, parts.count - item.begin);
@@ -161,7 +162,9 @@ void make_backward_work(const BackwardWorkParams& p, void* stream) {
                        p.column_offsets,
                        p.columns,
                        p.shape.query_heads / p.shape.kv_heads / p.tiling.heads,
-                       2 * p.tiling.tokens,
+                       p.tiling.parts,
+                       p.tiling.tile,
+                       p.tiling.tile * p.tiling.tokens,
                        p.tiling.query_block / p.tiling.tokens,
                        p.workers,
                        p.items,

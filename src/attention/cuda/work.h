@@ -19,6 +19,7 @@ struct RowLayout {
   int32_t block = kBlock;
   int32_t rows = 0;
   std::span<const int32_t> offsets;
+  std::span<const int32_t> gathered = {};  // gathered columns of a list head of every sequence, at most; empty: none
 };
 
 struct Work {
@@ -29,6 +30,9 @@ struct Work {
   int32_t columns = 0;
   int32_t workers = 0;
   WorkLimits limits;
+  std::vector<GatheredList> gathered;
+  std::vector<int32_t> gathered_pieces;
+  int64_t gathered_columns = 0, gathered_words = 0;
 };
 
 // Rows of 64 that hold whole tokens. `query_block` 0: no lists, every sequence is dense.

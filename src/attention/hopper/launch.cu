@@ -42,6 +42,7 @@ void check_shape(const Shape& shape, const Tiling& tiling) {
   if (shape.head_dim != 64 && shape.head_dim != 128) throw_unsupported("head_dim", shape.head_dim);
   if (shape.kv_heads < 1 || shape.query_heads % shape.kv_heads != 0)
     throw_unsupported("query_heads", shape.query_heads);
+  if (tiling.tile != 2) throw_unsupported("odd tokens of a query block", tiling.query_block);
   if (tiling.heads != 1 && tiling.heads != shape.query_heads / shape.kv_heads)
     throw_unsupported("heads of a tile", tiling.heads);
   if (tiling.block != kBlock) throw_unsupported("blocks of tokens", tiling.block);
