@@ -52,10 +52,16 @@ TEST(GpuTiling, HoldsWholeTokensAndDividesTheQueryBlock) {
   EXPECT_EQ(make_tiling(shape_of(64, 1), 1, 0, cu).tokens, 1);
   // 100 tokens are 7 tiles of 16, 161 are 11.
   EXPECT_EQ(make_tiling(shape_of(16, 2), 2, 16, cu).subtiles, 2 * (7 + 11));
-  EXPECT_THROW(make_tiling(shape_of(128, 1), 1, 0, cu), UserError);
+  // A group of 130 is worked off in five parts of 26.
+  EXPECT_EQ(make_tiling(shape_of(130, 1), 1, 0, cu).parts, 5);
+  EXPECT_EQ(make_tiling(shape_of(130, 1), 1, 0, cu).tokens, 2);
+  // Odd query blocks make tiles of one subtile.
+  EXPECT_EQ(make_tiling(shape_of(16, 2), 2, 15, cu).tile, 1);
+  EXPECT_EQ(make_tiling(shape_of(16, 2), 2, 15, cu).tokens, 5);
+  EXPECT_EQ(make_tiling(shape_of(16, 2), 2, 1, cu).subtiles, 261);
   EXPECT_THROW(make_tiling(shape_of(16, 2), 3, 16, cu), UserError);
   EXPECT_THROW(make_tiling(shape_of(16, 2), 2, 256, cu), UserError);
-  EXPECT_THROW(make_tiling(shape_of(16, 2), 2, 15, cu), UserError);
+  EXPECT_THROW(make_tiling(shape_of(16, 2), 2, 129, cu), UserError);
 }
 
 TEST(GpuWork, ColumnsHoldTheSamePairsAsRows) {
