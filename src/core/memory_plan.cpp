@@ -28,12 +28,26 @@ int64_t MemoryPlan::total() const {
   return sum;
 }
 
+void MemoryPlan::add_on_host(std::string name, int64_t bytes) {
+  SB_CHECK(bytes >= 0, "{}: {} bytes", name, bytes);
+  if (bytes > 0) on_host_.push_back({std::move(name), bytes});
+}
+
+int64_t MemoryPlan::host_total() const {
+  int64_t sum = 0;
+  for (const Item& item : on_host_) sum += item.bytes;
+  return sum;
+}
+
 std::string MemoryPlan::table(int64_t limit_bytes) const {
   std::string text;
   for (const Item& item : items_) text += fmt::format("  {:<28} {:>12}\n", item.name, format_bytes(item.bytes));
   text += fmt::format("  {:<28} {:>12}", "total", format_bytes(total()));
   if (limit_bytes > 0) text += fmt::format("  of {}", format_bytes(limit_bytes));
-  return text + "\n";
+  text += "\n";
+  for (const Item& item : on_host_)
+    text += fmt::format("  {:<28} {:>12}  in host memory\n", item.name, format_bytes(item.bytes));
+  return text;
 }
 
 void MemoryPlan::check_fits(int64_t limit_bytes, const std::string& cure) const {

@@ -15,6 +15,14 @@ std::shared_ptr<void> plain_memory(int64_t bytes) {
   return memory;
 }
 
+void copy_on_host(const Exec& exec, const void* from, void* to, int64_t bytes) {
+  const auto* source = static_cast<const char*>(from);
+  auto* target = static_cast<char*>(to);
+  exec.pool->parallel_slices(bytes, [&](int64_t begin, int64_t end, int) {
+    std::memcpy(target + begin, source + begin, static_cast<size_t>(end - begin));
+  });
+}
+
 }  // namespace
 
 Arena make_arena(std::string name, int64_t capacity, DeviceKind device) {
@@ -24,10 +32,10 @@ Arena make_arena(std::string name, int64_t capacity, DeviceKind device) {
   return {std::move(name), std::move(memory), bytes, device};
 }
 
-HostMemory::HostMemory(int64_t bytes, DeviceKind device) {
+HostMemory::HostMemory(int64_t bytes, DeviceKind device, bool zeroed) {
   if (bytes == 0) return;
   memory_ = device == DeviceKind::cuda ? cuda::allocate_host(bytes) : plain_memory(bytes);
-  std::memset(memory_.get(), 0, static_cast<size_t>(bytes));
+  if (zeroed) std::memset(memory_.get(), 0, static_cast<size_t>(bytes));
 }
 
 void copy_tensor(const Exec& exec, TensorView from, TensorView to) {
@@ -35,16 +43,21 @@ void copy_tensor(const Exec& exec, TensorView from, TensorView to) {
   SB_CHECK(from.device() == exec.device && to.device() == exec.device, "copy between devices");
   if (from.raw() == to.raw() || from.bytes() == 0) return;
   if (exec.device == DeviceKind::cuda) return cuda::copy(exec.stream, from.raw(), to.raw(), from.bytes());
-  const auto* source = static_cast<const char*>(from.raw());
-  auto* target = static_cast<char*>(to.raw());
-  exec.pool->parallel_slices(from.bytes(), [&](int64_t begin, int64_t end, int) {
-    std::memcpy(target + begin, source + begin, static_cast<size_t>(end - begin));
-  });
+  copy_on_host(exec, from.raw(), to.raw(), from.bytes());
+}
+
+void download(const Exec& exec, TensorView from, void* to) {
+  SB_CHECK(from.device() == exec.device, "download from another device");
+  if (from.bytes() == 0) return;
+  if (exec.device == DeviceKind::cuda) return cuda::copy(exec.stream, from.raw(), to, from.bytes());
+  copy_on_host(exec, from.raw(), to, from.bytes());
 }
 
 void upload(const Exec& exec, const void* from, TensorView to) {
-  SB_CHECK(exec.device == DeviceKind::cuda && to.device() == exec.device, "upload to the CPU");
-  if (to.bytes() > 0) cuda::copy(exec.stream, from, to.raw(), to.bytes());
+  SB_CHECK(to.device() == exec.device, "upload to another device");
+  if (to.bytes() == 0) return;
+  if (exec.device == DeviceKind::cuda) return cuda::copy(exec.stream, from, to.raw(), to.bytes());
+  copy_on_host(exec, from, to.raw(), to.bytes());
 }
 
 void zero_tensor(const Exec& exec, TensorView tensor) {

@@ -12,11 +12,11 @@ namespace sb {
 Arena make_arena(std::string name, int64_t capacity, DeviceKind device);
 
 // Host memory beside work on `device`: page-locked for CUDA, so that copies run on the stream while the host goes on
-// and kernels may write results straight into it. Zeroed.
+// and kernels may write results straight into it.
 class HostMemory {
  public:
   HostMemory() = default;
-  HostMemory(int64_t bytes, DeviceKind device);
+  HostMemory(int64_t bytes, DeviceKind device, bool zeroed = true);
   void* data() const { return memory_.get(); }
 
  private:
@@ -25,7 +25,9 @@ class HostMemory {
 
 // to = from in the order of the stream; nothing when they are the same memory. On the CPU over the threads of the pool.
 void copy_tensor(const Exec& exec, TensorView from, TensorView to);
-// Page-locked host memory to the device. The host may not touch `from` until the stream has come that far.
+// Host memory (HostMemory) to the device and back. On CUDA the host may not touch it until the stream has come that
+// far.
+void download(const Exec& exec, TensorView from, void* to);
 void upload(const Exec& exec, const void* from, TensorView to);
 // Zeros, in the order of the stream.
 void zero_tensor(const Exec& exec, TensorView tensor);

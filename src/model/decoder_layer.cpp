@@ -102,7 +102,6 @@ LayerSaved DecoderLayer::allocate_saved(Arena& arena, int64_t tokens, Recompute 
   const Widths width(config_);
   const int64_t d = config_.head_dim;
   LayerSaved saved;
-  saved.x = arena.allocate(dtype_, {tokens, width.hidden});
   if (recompute == Recompute::layer) return saved;
   saved.out = arena.allocate(dtype_, {tokens, width.heads, d});
   saved.lse = arena.allocate(DType::f32, {width.heads, tokens});
@@ -122,42 +121,43 @@ LayerSaved DecoderLayer::allocate_saved(Arena& arena, int64_t tokens, Recompute 
 int64_t DecoderLayer::saved_bytes(const ModelConfig& config, DType dtype, int64_t tokens, Recompute recompute) {
   const Widths width(config);
   const TensorBytes of{tokens, dtype};
-  int64_t bytes = of.activations({width.hidden});
-  if (recompute == Recompute::layer) return bytes;
-  bytes += of.activations({width.query}) + of.statistics({width.heads});
+  if (recompute == Recompute::layer) return 0;
+  int64_t bytes = of.activations({width.query}) + of.statistics({width.heads});
   if (recompute == Recompute::attention) return bytes;
   bytes += config.qk_norm ? of.activations({width.qkv}) : of.activations({width.query, width.key, width.key});
   return bytes + of.activations({width.hidden, 2 * width.intermediate});
 }
 
-int64_t DecoderLayer::forward_workspace_bytes(const ModelConfig& config, DType dtype, int64_t tokens) {
+int64_t DecoderLayer::forward_workspace_bytes(const ModelConfig& config, DType dtype, int64_t tokens, int64_t chunk) {
   const Widths width(config);
-  const TensorBytes of{tokens, dtype};
-  int64_t attention =
-      of.activations({width.qkv, width.query, width.key, width.key, width.query}) + of.statistics({width.heads});
-  if (config.qk_norm) attention += of.statistics({width.heads, width.kv_heads});
-  const int64_t mlp = of.activations({2 * width.intermediate, width.intermediate});
-  return of.activations({width.hidden, width.hidden}) + of.statistics({1}) + std::max(attention, mlp);
+  const TensorBytes of{tokens, dtype}, piece{std::min(tokens, chunk), dtype};
+  const int64_t norm = piece.activations({width.hidden}) + piece.statistics({1});
+  int64_t operands = of.activations({width.query, width.key, width.key});
+  if (config.qk_norm) operands += of.statistics({width.heads, width.kv_heads});
+  const int64_t projection = norm + piece.activations({width.qkv}),
+                results = of.activations({width.query}) + of.statistics({width.heads});
+  const int64_t mlp = norm + piece.activations({2 * width.intermediate, width.intermediate});
+  return of.activations({width.hidden}) + std::max(operands + std::max(projection, results), mlp);
 }
 
-int64_t DecoderLayer::backward_workspace_bytes(const ModelConfig& config, DType dtype, int64_t tokens,
+int64_t DecoderLayer::backward_workspace_bytes(const ModelConfig& config, DType dtype, int64_t tokens, int64_t chunk,
                                                Recompute recompute) {
   const Widths width(config);
-  const TensorBytes of{tokens, dtype};
-  const int64_t norm = of.activations({width.hidden}) + of.statistics({1});
+  const TensorBytes of{tokens, dtype}, piece{std::min(tokens, chunk), dtype};
+  const int64_t norm = piece.activations({width.hidden}) + piece.statistics({1});
   const int64_t qkv = of.activations({width.qkv});
   const int64_t operands = of.activations({width.query, width.key, width.key});
   const bool none = recompute == Recompute::none;
 
-  int64_t restored = norm;
+  int64_t restored = 0, projection = 0;
   if (!none || config.qk_norm) restored += operands;
   if (config.qk_norm) restored += of.statistics({width.heads, width.kv_heads}) + (none ? 0 : qkv);
+  if (!none) projection = restored + norm + (config.qk_norm ? 0 : piece.activations({width.qkv}));
   if (recompute == Recompute::layer) restored += of.activations({width.query}) + of.statistics({width.heads});
-  if (!none) restored += of.activations({width.hidden});
-  const int64_t mlp =
-      norm + of.activations({width.intermediate}) + (none ? 0 : of.activations({2 * width.intermediate}));
-  const int64_t attention = qkv + operands;  // their gradients
-  return restored + std::max(mlp, attention);
+  const int64_t mlp = (none ? 0 : of.activations({width.hidden}) + piece.activations({2 * width.intermediate})) + norm +
+                      piece.activations({width.intermediate});
+  const int64_t attention = qkv + std::max(operands, norm);  // gradients
+  return std::max(projection, restored + std::max(mlp, attention));
 }
 
 int64_t DecoderLayer::scratch_bytes(const ModelConfig& config, DeviceKind device) {
@@ -171,14 +171,43 @@ int64_t DecoderLayer::scratch_bytes(const ModelConfig& config, DeviceKind device
   return bytes;
 }
 
-void DecoderLayer::project_qkv(const LayerRun& run, TensorView normed, TensorView qkv) const {
-  linear_forward(run.exec, normed, weight(qkv_weight_), weight(qkv_bias_), qkv);
+void DecoderLayer::norm_piece(const LayerRun& run, int norm, TensorView x, Piece& piece) const {
+  piece.normed = run.workspace.allocate(dtype_, x.shape());
+  piece.rstd = run.workspace.allocate(DType::f32, {x.dim(0)});
+  rmsnorm_forward(run.exec, x, weight(norm), config_.rms_norm_eps, piece.normed, piece.rstd);
 }
 
-void DecoderLayer::split_and_rotate(const LayerRun& run, TensorView qkv, TensorView q, TensorView k, TensorView v,
-                                    TensorView rstd_q, TensorView rstd_k) const {
-  qkv_rope_forward(run.exec, qkv_shape_, qkv, run.positions, run.cos, run.sin, weight(q_norm_), weight(k_norm_),
-                   config_.rms_norm_eps, q, k, v, rstd_q, rstd_k);
+void DecoderLayer::project(const LayerRun& run, TensorView x, TensorView kept_qkv, const Operands& to) const {
+  run.each_piece(x.dim(0), [&](int64_t begin, int64_t end) {
+    ArenaScope scope(run.workspace);
+    Piece piece;
+    norm_piece(run, input_norm_, x.rows(begin, end), piece);
+    const TensorView qkv = kept_qkv.empty() ? run.workspace.allocate(dtype_, {end - begin, qkv_shape_.width()})
+                                            : kept_qkv.rows(begin, end);
+    linear_forward(run.exec, piece.normed, weight(qkv_weight_), weight(qkv_bias_), qkv);
+    split_and_rotate(run, qkv, to, begin, end);
+  });
+}
+
+void DecoderLayer::split_and_rotate(const LayerRun& run, TensorView qkv, const Operands& to, int64_t begin,
+                                    int64_t end) const {
+  const auto rows = [&](TensorView view) { return view.empty() ? view : view.rows(begin, end); };
+  qkv_rope_forward(run.exec, qkv_shape_, qkv, run.positions.rows(begin, end), run.cos, run.sin, weight(q_norm_),
+                   weight(k_norm_), config_.rms_norm_eps, rows(to.q), rows(to.k), rows(to.v), rows(to.rstd_q),
+                   rows(to.rstd_k));
+}
+
+DecoderLayer::Operands DecoderLayer::operands(const LayerSaved& saved, Arena& workspace, int64_t tokens) const {
+  const int64_t d = config_.head_dim;
+  Operands to;
+  to.q = kept_or_new(saved.q, workspace, dtype_, {tokens, config_.heads, d});
+  to.k = kept_or_new(saved.k, workspace, dtype_, {tokens, config_.kv_heads, d});
+  to.v = kept_or_new(saved.v, workspace, dtype_, {tokens, config_.kv_heads, d});
+  if (config_.qk_norm) {
+    to.rstd_q = workspace.allocate(DType::f32, {tokens, config_.heads});
+    to.rstd_k = workspace.allocate(DType::f32, {tokens, config_.kv_heads});
+  }
+  return to;
 }
 
 void DecoderLayer::add_attention(const LayerRun& run, TensorView x, TensorView out, TensorView middle) const {
@@ -193,96 +222,98 @@ void DecoderLayer::forward(const LayerRun& run, const LayerSaved& saved, TensorV
   ArenaScope scope(workspace);
   // Never y itself: the same products on the same kinds of operands give the same bits at all levels of recompute.
   const TensorView middle = kept_or_new(saved.middle, workspace, dtype_, {tokens, width.hidden});
-  const TensorView normed = workspace.allocate(dtype_, {tokens, width.hidden});
-  const TensorView rstd = workspace.allocate(DType::f32, {tokens});
   {
     ArenaScope attention_scope(workspace);
-    const TensorView qkv = kept_or_new(saved.qkv, workspace, dtype_, {tokens, width.qkv});
-    const TensorView q = kept_or_new(saved.q, workspace, dtype_, {tokens, width.heads, d});
-    const TensorView k = kept_or_new(saved.k, workspace, dtype_, {tokens, width.kv_heads, d});
-    const TensorView v = kept_or_new(saved.v, workspace, dtype_, {tokens, width.kv_heads, d});
-    TensorView rstd_q, rstd_k;
-    if (config_.qk_norm) {
-      rstd_q = workspace.allocate(DType::f32, {tokens, width.heads});
-      rstd_k = workspace.allocate(DType::f32, {tokens, width.kv_heads});
-    }
+    const Operands to = operands(saved, workspace, tokens);
+    project(run, saved.x, saved.qkv, to);
     const TensorView out = kept_or_new(saved.out, workspace, dtype_, {tokens, width.heads, d});
     const TensorView lse = kept_or_new(saved.lse, workspace, DType::f32, {width.heads, tokens});
-
-    rmsnorm_forward(exec, saved.x, weight(input_norm_), config_.rms_norm_eps, normed, rstd);
-    project_qkv(run, normed, qkv);
-    split_and_rotate(run, qkv, q, k, v, rstd_q, rstd_k);
-    run.attention.forward(exec, index_, attention_shape_, run.sequences, {q, k, v, out, lse}, *saved.state,
+    run.attention.forward(exec, index_, attention_shape_, run.sequences, {to.q, to.k, to.v, out, lse}, *saved.state,
                           /*replay=*/false);
     add_attention(run, saved.x, out, middle);
   }
-  const TensorView gate_up = kept_or_new(saved.gate_up, workspace, dtype_, {tokens, 2 * width.intermediate});
-  const TensorView inner = workspace.allocate(dtype_, {tokens, width.intermediate});
-  rmsnorm_forward(exec, middle, weight(post_attention_norm_), config_.rms_norm_eps, normed, rstd);
-  linear_forward(exec, normed, weight(gate_up_weight_), {}, gate_up);
-  swiglu_forward(exec, gate_up, inner);
-  linear_forward(exec, inner, weight(down_weight_), {}, y, /*residual=*/middle);
+  run.each_piece(tokens, [&](int64_t begin, int64_t end) {
+    ArenaScope piece_scope(workspace);
+    Piece piece;
+    norm_piece(run, post_attention_norm_, middle.rows(begin, end), piece);
+    const TensorView gate_up = saved.gate_up.empty() ? workspace.allocate(dtype_, {end - begin, 2 * width.intermediate})
+                                                     : saved.gate_up.rows(begin, end);
+    const TensorView inner = workspace.allocate(dtype_, {end - begin, width.intermediate});
+    linear_forward(exec, piece.normed, weight(gate_up_weight_), {}, gate_up);
+    swiglu_forward(exec, gate_up, inner);
+    linear_forward(exec, inner, weight(down_weight_), {}, y.rows(begin, end), /*residual=*/middle.rows(begin, end));
+  });
 }
 
 void DecoderLayer::backward(const LayerRun& run, const LayerSaved& saved, TensorView gradient) const {
-  const Exec& exec = run.exec;
   Arena& workspace = run.workspace;
   const Widths width(config_);
   const int64_t tokens = saved.x.dim(0), d = config_.head_dim;
 
   // Bring back what forward did not keep.
   ArenaScope scope(workspace);
-  const TensorView normed = workspace.allocate(dtype_, {tokens, width.hidden});
-  const TensorView rstd = workspace.allocate(DType::f32, {tokens});
-  rmsnorm_forward(exec, saved.x, weight(input_norm_), config_.rms_norm_eps, normed, rstd);
-
-  const TensorView q = kept_or_new(saved.q, workspace, dtype_, {tokens, width.heads, d});
-  const TensorView k = kept_or_new(saved.k, workspace, dtype_, {tokens, width.kv_heads, d});
-  const TensorView v = kept_or_new(saved.v, workspace, dtype_, {tokens, width.kv_heads, d});
-  TensorView qkv, rstd_q, rstd_k;  // of use in backward with q/k norms only
-  if (config_.qk_norm) {
-    rstd_q = workspace.allocate(DType::f32, {tokens, width.heads});
-    rstd_k = workspace.allocate(DType::f32, {tokens, width.kv_heads});
-    qkv = kept_or_new(saved.qkv, workspace, dtype_, {tokens, width.qkv});
-    if (saved.qkv.empty()) project_qkv(run, normed, qkv);
-    split_and_rotate(run, qkv, q, k, v, rstd_q, rstd_k);
-  } else if (saved.q.empty()) {
-    ArenaScope projection_scope(workspace);
-    const TensorView projection = workspace.allocate(dtype_, {tokens, width.qkv});
-    project_qkv(run, normed, projection);
-    split_and_rotate(run, projection, q, k, v, {}, {});
-  }
+  const Operands to = operands(saved, workspace, tokens);
+  TensorView qkv;  // of use in backward with q/k norms only
+  if (config_.qk_norm) qkv = kept_or_new(saved.qkv, workspace, dtype_, {tokens, width.qkv});
+  if (!saved.qkv.empty())
+    split_and_rotate(run, qkv, to, 0, tokens);
+  else if (saved.q.empty())
+    project(run, saved.x, qkv, to);
   const TensorView out = kept_or_new(saved.out, workspace, dtype_, {tokens, width.heads, d});
   const TensorView lse = kept_or_new(saved.lse, workspace, DType::f32, {width.heads, tokens});
-  const AttentionOperands operands{q, k, v, out, lse};
+  const AttentionOperands attended{to.q, to.k, to.v, out, lse};
   if (saved.out.empty()) {
-    run.attention.forward(exec, index_, attention_shape_, run.sequences, operands, *saved.state, /*replay=*/true);
+    run.attention.forward(run.exec, index_, attention_shape_, run.sequences, attended, *saved.state, /*replay=*/true);
   }
-  const TensorView middle = kept_or_new(saved.middle, workspace, dtype_, {tokens, width.hidden});
-  if (saved.middle.empty()) add_attention(run, saved.x, out, middle);
-
-  backward_mlp(run, saved, middle, gradient);
-
-  // gradient: of middle, and through the residual of x. Attention's part is added.
-  linear_backward_weight(exec, flat_heads(out), gradient, gradient_of(output_weight_), gradient_of(output_bias_));
-  // The gradient of attention's output is done with when that of the projection comes: they share memory.
-  const TensorView dqkv = workspace.allocate(dtype_, {tokens, width.qkv});
-  const TensorView dout(dqkv.raw(), dtype_, {tokens, width.heads, d}, dqkv.device());
-  linear_backward_input(exec, gradient, weight(output_weight_), flat_heads(dout));
-  const TensorView dq = workspace.allocate(dtype_, {tokens, width.heads, d});
-  const TensorView dk = workspace.allocate(dtype_, {tokens, width.kv_heads, d});
-  const TensorView dv = workspace.allocate(dtype_, {tokens, width.kv_heads, d});
-  run.attention.backward(exec, index_, attention_shape_, run.sequences, operands, {dout, dq, dk, dv}, *saved.state);
-  qkv_rope_backward(exec, qkv_shape_, dq, dk, dv, run.positions, run.cos, run.sin, qkv, weight(q_norm_),
-                    weight(k_norm_), rstd_q, rstd_k, dqkv, gradient_of(q_norm_), gradient_of(k_norm_));
-  linear_backward_weight(exec, normed, dqkv, gradient_of(qkv_weight_), gradient_of(qkv_bias_));
-  const TensorView dnormed = normed;  // its last use was the line above
-  linear_backward_input(exec, dqkv, weight(qkv_weight_), dnormed);
-  rmsnorm_backward(exec, saved.x, weight(input_norm_), rstd, dnormed, gradient, /*accumulate=*/true,
-                   gradient_of(input_norm_));
+  {
+    ArenaScope mlp_scope(workspace);
+    const TensorView middle = kept_or_new(saved.middle, workspace, dtype_, {tokens, width.hidden});
+    if (saved.middle.empty()) add_attention(run, saved.x, out, middle);
+    run.each_piece(tokens, [&](int64_t begin, int64_t end) {
+      backward_mlp(run, saved.gate_up.empty() ? TensorView() : saved.gate_up.rows(begin, end), middle.rows(begin, end),
+                   gradient.rows(begin, end));
+    });
+  }
+  backward_attention(run, saved, attended, to, qkv, gradient);
 }
 
-void DecoderLayer::backward_mlp(const LayerRun& run, const LayerSaved& saved, TensorView middle,
+void DecoderLayer::backward_attention(const LayerRun& run, const LayerSaved& saved, const AttentionOperands& attended,
+                                      const Operands& to, TensorView qkv, TensorView gradient) const {
+  const Exec& exec = run.exec;
+  Arena& workspace = run.workspace;
+  const Widths width(config_);
+  const int64_t tokens = saved.x.dim(0), d = config_.head_dim;
+
+  // gradient: of middle, and through the residual of x. Attention's part is added.
+  linear_backward_weight(exec, flat_heads(attended.out), gradient, gradient_of(output_weight_),
+                         gradient_of(output_bias_));
+  // The gradient of attention's output is done with when that of the projection comes: they share memory.
+  const TensorView dqkv = workspace.allocate(dtype_, {tokens, width.qkv});
+  {
+    ArenaScope scope(workspace);
+    const TensorView dout(dqkv.raw(), dtype_, {tokens, width.heads, d}, dqkv.device());
+    linear_backward_input(exec, gradient, weight(output_weight_), flat_heads(dout));
+    const TensorView dq = workspace.allocate(dtype_, {tokens, width.heads, d});
+    const TensorView dk = workspace.allocate(dtype_, {tokens, width.kv_heads, d});
+    const TensorView dv = workspace.allocate(dtype_, {tokens, width.kv_heads, d});
+    run.attention.backward(exec, index_, attention_shape_, run.sequences, attended, {dout, dq, dk, dv}, *saved.state);
+    qkv_rope_backward(exec, qkv_shape_, dq, dk, dv, run.positions, run.cos, run.sin, qkv, weight(q_norm_),
+                      weight(k_norm_), to.rstd_q, to.rstd_k, dqkv, gradient_of(q_norm_), gradient_of(k_norm_));
+  }
+  run.each_piece(tokens, [&](int64_t begin, int64_t end) {
+    ArenaScope scope(workspace);
+    const TensorView x = saved.x.rows(begin, end), own = dqkv.rows(begin, end);
+    Piece piece;
+    norm_piece(run, input_norm_, x, piece);
+    linear_backward_weight(exec, piece.normed, own, gradient_of(qkv_weight_), gradient_of(qkv_bias_));
+    const TensorView dnormed = piece.normed;  // its last use was the line above
+    linear_backward_input(exec, own, weight(qkv_weight_), dnormed);
+    rmsnorm_backward(exec, x, weight(input_norm_), piece.rstd, dnormed, gradient.rows(begin, end), /*accumulate=*/true,
+                     gradient_of(input_norm_));
+  });
+}
+
+void DecoderLayer::backward_mlp(const LayerRun& run, TensorView kept_gate_up, TensorView middle,
                                 TensorView gradient) const {
   const Exec& exec = run.exec;
   Arena& workspace = run.workspace;
@@ -290,11 +321,10 @@ void DecoderLayer::backward_mlp(const LayerRun& run, const LayerSaved& saved, Te
   const int64_t tokens = middle.dim(0);
 
   ArenaScope scope(workspace);
-  const TensorView normed = workspace.allocate(dtype_, {tokens, width.hidden});
-  const TensorView rstd = workspace.allocate(DType::f32, {tokens});
-  rmsnorm_forward(exec, middle, weight(post_attention_norm_), config_.rms_norm_eps, normed, rstd);
-  const TensorView gate_up = kept_or_new(saved.gate_up, workspace, dtype_, {tokens, 2 * width.intermediate});
-  if (saved.gate_up.empty()) linear_forward(exec, normed, weight(gate_up_weight_), {}, gate_up);
+  Piece piece;
+  norm_piece(run, post_attention_norm_, middle, piece);
+  const TensorView gate_up = kept_or_new(kept_gate_up, workspace, dtype_, {tokens, 2 * width.intermediate});
+  if (kept_gate_up.empty()) linear_forward(exec, piece.normed, weight(gate_up_weight_), {}, gate_up);
 
   // Each gradient takes the place of its tensor after the tensor's last use, and silu(gate)·up comes back in the pass
   // that needs the same operands.
@@ -303,10 +333,10 @@ void DecoderLayer::backward_mlp(const LayerRun& run, const LayerSaved& saved, Te
   linear_backward_input(exec, gradient, weight(down_weight_), dinner);
   swiglu_backward(exec, gate_up, dinner, dgate_up, inner);
   linear_backward_weight(exec, inner, gradient, gradient_of(down_weight_), {});
-  linear_backward_weight(exec, normed, dgate_up, gradient_of(gate_up_weight_), {});
-  const TensorView dnormed = normed;
+  linear_backward_weight(exec, piece.normed, dgate_up, gradient_of(gate_up_weight_), {});
+  const TensorView dnormed = piece.normed;
   linear_backward_input(exec, dgate_up, weight(gate_up_weight_), dnormed);
-  rmsnorm_backward(exec, middle, weight(post_attention_norm_), rstd, dnormed, gradient, /*accumulate=*/true,
+  rmsnorm_backward(exec, middle, weight(post_attention_norm_), piece.rstd, dnormed, gradient, /*accumulate=*/true,
                    gradient_of(post_attention_norm_));
 }
 

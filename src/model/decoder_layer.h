@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "attention/attention.h"
@@ -13,7 +14,7 @@ namespace sb {
 // with the operations forward used, so that it has the same bits. Norm outputs and silu(gate)·up are never kept: they
 // cost one pass over memory to bring back.
 struct LayerSaved {
-  TensorView x;         // [T, H] the layer's input
+  TensorView x;         // [T, H] the layer's input; the stage's, which may have moved it in between
   TensorView qkv;       // [T, (heads + 2 kv_heads)·d] the projection's output; in place of q, k, v with q/k norms
   TensorView q, k, v;   // attention's operands
   TensorView out, lse;  // attention's results
@@ -30,6 +31,13 @@ struct LayerRun {
   PackedSequences sequences;
   TensorView positions;  // [T]
   TensorView cos, sin;   // rope table
+  int64_t chunk;         // tokens at a time through projections and MLP
+
+  // body(begin, end) for all tokens, a piece at a time.
+  template <typename Body>
+  void each_piece(int64_t tokens, const Body& body) const {
+    for (int64_t begin = 0; begin < tokens; begin += chunk) body(begin, std::min(tokens, begin + chunk));
+  }
 };
 
 // Pre-norm decoder layer of the Qwen2 / Llama / Qwen3 family.
@@ -40,7 +48,7 @@ class DecoderLayer {
 
   int index() const { return index_; }
 
-  // The saved tensors of `tokens` tokens, carved from `arena`.
+  // The saved tensors of `tokens` tokens but x, carved from `arena`.
   LayerSaved allocate_saved(Arena& arena, int64_t tokens, Recompute recompute) const;
 
   // y [T, H] from saved.x; writes what `saved` has room for. Without backward, y may be saved.x itself.
@@ -50,19 +58,33 @@ class DecoderLayer {
 
   static int64_t saved_bytes(const ModelConfig& config, DType dtype, int64_t tokens, Recompute recompute);
   // Most that forward (one that keeps nothing: the others need less) and backward hold in the workspace.
-  static int64_t forward_workspace_bytes(const ModelConfig& config, DType dtype, int64_t tokens);
-  static int64_t backward_workspace_bytes(const ModelConfig& config, DType dtype, int64_t tokens, Recompute recompute);
+  static int64_t forward_workspace_bytes(const ModelConfig& config, DType dtype, int64_t tokens, int64_t chunk);
+  static int64_t backward_workspace_bytes(const ModelConfig& config, DType dtype, int64_t tokens, int64_t chunk,
+                                          Recompute recompute);
   // Of exec.scratch, for all operations but attention.
   static int64_t scratch_bytes(const ModelConfig& config, DeviceKind device);
 
  private:
   TensorView weight(int parameter) const;
   TensorView gradient_of(int parameter) const;
-  void project_qkv(const LayerRun& run, TensorView normed, TensorView qkv) const;
-  void split_and_rotate(const LayerRun& run, TensorView qkv, TensorView q, TensorView k, TensorView v,
-                        TensorView rstd_q, TensorView rstd_k) const;
+  // What attention reads, and with q/k norms what their backward needs.
+  struct Operands {
+    TensorView q, k, v, rstd_q, rstd_k;
+  };
+  // Rows of a norm's output, in the workspace.
+  struct Piece {
+    TensorView normed, rstd;
+  };
+  Operands operands(const LayerSaved& saved, Arena& workspace, int64_t tokens) const;
+  void norm_piece(const LayerRun& run, int norm, TensorView x, Piece& piece) const;
+  void project(const LayerRun& run, TensorView x, TensorView kept_qkv, const Operands& to) const;
+  // qkv: rows begin to end of the projection.
+  void split_and_rotate(const LayerRun& run, TensorView qkv, const Operands& to, int64_t begin, int64_t end) const;
   void add_attention(const LayerRun& run, TensorView x, TensorView out, TensorView middle) const;
-  void backward_mlp(const LayerRun& run, const LayerSaved& saved, TensorView middle, TensorView gradient) const;
+  // Of a piece.
+  void backward_mlp(const LayerRun& run, TensorView kept_gate_up, TensorView middle, TensorView gradient) const;
+  void backward_attention(const LayerRun& run, const LayerSaved& saved, const AttentionOperands& attended,
+                          const Operands& to, TensorView qkv, TensorView gradient) const;
 
   const ModelConfig& config_;
   const ParameterSet& parameters_;

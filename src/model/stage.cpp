@@ -3,10 +3,12 @@
 #include <algorithm>
 #include <cstring>
 
+#include "device/cuda.h"
 #include "device/event.h"
 #include "device/memory.h"
 #include "model/decoder_layer.h"
 #include "model/initialization.h"
+#include "model/layer_inputs.h"
 #include "ops/embedding.h"
 #include "ops/linear.h"
 #include "ops/rmsnorm.h"
@@ -58,6 +60,7 @@ int64_t array_bytes(int64_t elements, DType dtype) {
 // Bytes of every piece of memory, from which both the plan and the arenas are made.
 struct StageBytes {
   int64_t weights, gradients, rounded_weights, slot, inputs, state, rope_table, workspace, scratch;
+  LayerInputsPlan layer_inputs;
 
   StageBytes(const ModelConfig& config, const StageOptions& options, const ParameterSet& parameters,
              const Attention& attention, int threads) {
@@ -71,17 +74,24 @@ struct StageBytes {
     gradients = options.training ? weights : 0;
     rounded_weights = options.dtype == DType::f32 ? 0 : array_bytes(parameters.flat_elements(), options.dtype);
     slot = 0;
-    if (options.training) slot += layers * DecoderLayer::saved_bytes(config, options.dtype, tokens, options.recompute);
+    if (options.training) {
+      layer_inputs = {layers, options.offload, stream};
+      slot += layer_inputs.device_bytes() +
+              layers * DecoderLayer::saved_bytes(config, options.dtype, tokens, options.recompute);
+    }
     if (options.training || last) slot += stream;  // the stage's output, or the loss's gradient, or the final hidden
     if (last) slot += array_bytes(tokens, DType::f32);  // token losses
     inputs = options.device == DeviceKind::cuda ? 4 * array_bytes(tokens, DType::i32) : 0;
     state = attention.state_bytes(shape, tokens);
     rope_table = 2 * array_bytes(options.max_sequence_length * (config.head_dim / 2), DType::f32);
-    workspace = stream + DecoderLayer::forward_workspace_bytes(config, options.dtype, tokens);
+    workspace =
+        stream + std::max(DecoderLayer::forward_workspace_bytes(config, options.dtype, tokens, options.layer_chunk),
+                          stream + array_bytes(tokens, DType::f32));  // the loss
     if (options.training) {
       // The last stage's gradient lies in its slot.
-      workspace = std::max(workspace, (last ? 0 : stream) + DecoderLayer::backward_workspace_bytes(
-                                                                config, options.dtype, tokens, options.recompute));
+      workspace = std::max(
+          workspace, (last ? 0 : stream) + DecoderLayer::backward_workspace_bytes(
+                                               config, options.dtype, tokens, options.layer_chunk, options.recompute));
     }
     scratch =
         std::max(attention.scratch_bytes(shape, tokens, threads), DecoderLayer::scratch_bytes(config, options.device));
@@ -102,9 +112,12 @@ void check_options(const ModelConfig& config, const StageOptions& options) {
   SB_CHECK(0 <= options.first_layer && options.first_layer < options.last_layer && options.last_layer <= config.layers,
            "layers {} to {} of {}", options.first_layer, options.last_layer, config.layers);
   SB_CHECK(options.max_micro_batch_tokens > 0 && options.max_sequence_length > 0 && options.slots > 0 &&
-               options.loss_chunk > 0,
-           "max_micro_batch_tokens {}, max_sequence_length {}, slots {}, loss_chunk {}", options.max_micro_batch_tokens,
-           options.max_sequence_length, options.slots, options.loss_chunk);
+               options.loss_chunk > 0 && options.layer_chunk > 0,
+           "max_micro_batch_tokens {}, max_sequence_length {}, slots {}, loss_chunk {}, layer_chunk {}",
+           options.max_micro_batch_tokens, options.max_sequence_length, options.slots, options.loss_chunk,
+           options.layer_chunk);
+  SB_CHECK(0 <= options.offload && options.offload <= Stage::most_offload(options), "{} layer inputs in host memory",
+           options.offload);
   SB_CHECK(options.shards > 0, "{} shards", options.shards);
   SB_CHECK(options.dtype == DType::f32 || (options.dtype == DType::bf16 && options.device == DeviceKind::cuda),
            "activations in {} on this device", dtype_name(options.dtype));
@@ -121,6 +134,11 @@ MemoryPlan plan_of(const StageOptions& options, const StageBytes& bytes) {
   plan.add("rope table", bytes.rope_table);
   plan.add("workspace", bytes.workspace);
   plan.add("scratch", bytes.scratch);
+  const int64_t on_host = options.slots * bytes.layer_inputs.host_bytes();
+  if (options.device == DeviceKind::cuda)
+    plan.add_on_host("layer inputs, offloaded", on_host);
+  else if (on_host > 0)
+    plan.add("layer inputs, offloaded", on_host);
   return plan;
 }
 
@@ -139,6 +157,7 @@ struct Slot {
   Holds holds = Holds::nothing;
   int64_t tokens = 0;
   std::unique_ptr<Arena> arena;
+  LayerInputs layer_inputs;
   std::vector<LayerSaved> saved;
   // [T, H]. Not the last stage: its output. Last stage: after forward the gradient of the last layer's output, after
   // evaluate the normed final hidden state.
@@ -150,8 +169,9 @@ struct Slot {
   DeviceBatch ids;
   DeviceEvent uploaded, loss_ready;
 
-  explicit Slot(const StageOptions& options, const StageBytes& bytes)
+  Slot(const StageOptions& options, const StageBytes& bytes, const std::shared_ptr<void>& copies)
       : arena(std::make_unique<Arena>(make_arena("activations", bytes.slot, options.device))),
+        layer_inputs(bytes.layer_inputs, options.device, copies),
         loss_memory(sizeof(LossSums), options.device),
         staging(bytes.inputs, options.device),
         inputs(std::make_unique<Arena>(make_arena("micro-batch ids", bytes.inputs, options.device))),
@@ -172,6 +192,7 @@ struct Stage::Implementation {
   StageModel model;
   StageBytes bytes;
   std::vector<std::unique_ptr<AttentionState>> states;
+  std::shared_ptr<void> copies;  // the stream of offloaded layer inputs
   std::vector<Slot> slots;
   Arena rope_arena, workspace, scratch;
   TensorView cos, sin;
@@ -190,7 +211,8 @@ struct Stage::Implementation {
         scratch(make_arena("scratch", bytes.scratch, options.device)) {
     model.parameters.allocate(options.training, options.device, options.dtype);
     for (int64_t i = 0; i < attention_states(options); ++i) states.push_back(attention.make_state());
-    for (int i = 0; i < options.slots; ++i) slots.emplace_back(options, bytes);
+    if (options.offload > 0 && options.device == DeviceKind::cuda) copies = cuda::make_stream();
+    for (int i = 0; i < options.slots; ++i) slots.emplace_back(options, bytes, copies);
     const Shape table{options.max_sequence_length, config.head_dim / 2};
     cos = rope_arena.allocate(DType::f32, table);
     sin = rope_arena.allocate(DType::f32, table);
@@ -223,7 +245,7 @@ struct Stage::Implementation {
       const auto count = static_cast<size_t>(batch.sequences());
       sequences.budgets = std::span(batch.budgets).subspan(static_cast<size_t>(layer.index()) * count, count);
     }
-    return {exec, workspace, attention, sequences, slot.ids.positions, cos, sin};
+    return {exec, workspace, attention, sequences, slot.ids.positions, cos, sin, options.layer_chunk};
   }
 
   // Everything the operations rely on without looking.
@@ -342,6 +364,10 @@ MemoryPlan Stage::memory_plan(const ModelConfig& config, const StageOptions& opt
   return plan_of(options, StageBytes(config, options, model.parameters, attention, threads));
 }
 
+int Stage::most_offload(const StageOptions& options) {
+  return options.training ? LayerInputsPlan::most_on_host(options.last_layer - options.first_layer) : 0;
+}
+
 MemoryPlan Stage::memory_used() const {
   const Implementation& s = *implementation_;
   StageBytes used = s.bytes;
@@ -387,16 +413,22 @@ TensorView Stage::forward(const Exec& caller, const MicroBatch& batch, int slot_
   const size_t layers = s.model.layers.size();
 
   s.begin(exec, slot, batch);
+  slot.layer_inputs.begin(*slot.arena, s.options.dtype, {slot.tokens, s.config.hidden_size});
   for (size_t i = 0; i < layers; ++i) {
     slot.saved.push_back(s.model.layers[i].allocate_saved(*slot.arena, slot.tokens, s.options.recompute));
+    slot.saved[i].x = slot.layer_inputs.input(static_cast<int>(i));
     slot.saved[i].state = s.state(slot_index, i);
   }
   ArenaScope scope(s.workspace);
   const TensorView stream = s.workspace.allocate(s.options.dtype, {slot.tokens, s.config.hidden_size});
 
+  slot.layer_inputs.before_write(exec, 0);
   s.start_of_stream(exec, slot, input, slot.saved[0].x);
   for (size_t i = 0; i < layers; ++i) {
+    const int layer = static_cast<int>(i);
     const TensorView y = i + 1 < layers ? slot.saved[i + 1].x : s.last ? stream : slot.end;
+    slot.layer_inputs.written(exec, layer);
+    if (i + 1 < layers) slot.layer_inputs.before_write(exec, layer + 1);
     s.model.layers[i].forward(s.layer_run(exec, batch, slot, s.model.layers[i]), slot.saved[i], y);
   }
   slot.holds = Slot::Holds::forward;
@@ -449,7 +481,9 @@ TensorView Stage::backward(const Exec& caller, const MicroBatch& batch, int slot
   };
   down_to(first_layer_group + static_cast<int>(s.model.layers.size()));
   for (size_t i = s.model.layers.size(); i-- > 0;) {
+    slot.layer_inputs.before_read(exec, static_cast<int>(i));
     s.model.layers[i].backward(s.layer_run(exec, batch, slot, s.model.layers[i]), slot.saved[i], gradient);
+    slot.layer_inputs.done(exec, static_cast<int>(i));
     down_to(first_layer_group + static_cast<int>(i));
   }
   slot.holds = Slot::Holds::nothing;

@@ -28,6 +28,8 @@ struct StageOptions {
   int64_t max_sequence_length = 0;  // positions of the rope table
   int slots = 1;                    // micro-batches in flight
   int64_t loss_chunk = 1024;        // tokens per piece of the vocabulary projection
+  int64_t layer_chunk = 32768;      // tokens per piece of a layer's projections and MLP
+  int offload = 0;                  // layer inputs that wait for backward in host memory
   bool training = true;             // false: no gradients, no saved activations; forward() is evaluate()
   int shards = 1;                   // every group of the parameters can be cut into so many equal pieces
 };
@@ -50,6 +52,8 @@ class Stage {
   // What the constructor will allocate, item by item.
   static MemoryPlan memory_plan(const ModelConfig& config, const StageOptions& options, const Attention& attention,
                                 int threads);
+  // The largest options.offload.
+  static int most_offload(const StageOptions& options);
 
   // What was really used so far, by the names of the plan: weights and the like in full, the others at their highest.
   MemoryPlan memory_used() const;

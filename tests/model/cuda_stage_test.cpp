@@ -138,6 +138,60 @@ TEST_P(CudaStageTest, RecomputeLevelsGiveTheSameBits) {
   }
 }
 
+// Large enough that a copy takes as long as a layer: a missing wait would show.
+TEST_P(CudaStageTest, LayerInputsInHostMemoryGiveTheSameBits) {
+  ModelConfig config = small_config(ModelConfig::Family::qwen2);
+  config.layers = 6;
+  config.hidden_size = 512;
+  config.intermediate_size = 64;
+  config.head_dim = 64;
+  CudaAttentionOptions dense;
+  dense.attention.selection.pattern = SelectionPattern::dense;
+  dense.attention.layers = config.layers;
+  dense.deterministic = true;
+  const auto long_ones = random_sequences(std::vector<int64_t>(160, 100), config.vocab_size, 1),
+             short_ones = random_sequences({700, 1, 90}, config.vocab_size, 2);
+  const MicroBatch batches[] = {pack(long_ones, count_targets(long_ones)), pack(short_ones, count_targets(short_ones)),
+                                pack(long_ones, count_targets(long_ones))};
+  for (const Recompute level : {Recompute::attention, Recompute::layer}) {
+    StageOptions options = whole_model(config, batches[0].size(), level);
+    options.slots = 2;
+    Tensors expected;
+    for (const int offload : {0, 1, 4}) {
+      SCOPED_TRACE(offload);
+      options.offload = offload;
+      Rig rig(config, options, DeviceKind::cuda, GetParam(), make_cuda_attention(dense));
+      rig.step(batches[0]);
+      for (int i : {0, 1}) rig.stage->forward(rig.run.exec, batches[1 + i], i, {});
+      for (int i : {0, 1}) rig.stage->backward(rig.run.exec, batches[1 + i], i, {});
+      const Tensors gradients = hf_gradients(rig.stage->parameters());
+      if (offload == 0) expected = gradients;
+      for (const auto& [name, values] : expected) EXPECT_EQ(gradients.at(name), values) << name;
+    }
+  }
+}
+
+TEST_P(CudaStageTest, ChunksChangeNothingButRounding) {
+  for (const ModelConfig::Family family : {ModelConfig::Family::qwen2, ModelConfig::Family::qwen3}) {
+    const ModelConfig config = small_config(family);
+    const auto sequences = random_sequences({70, 1, 30}, config.vocab_size, 7);
+    const MicroBatch batch = pack(sequences, count_targets(sequences));
+    Rig expected(config, whole_model(config, batch.size(), Recompute::none), DeviceKind::cuda, GetParam());
+    expected.step(batch);
+    for (const Recompute level : {Recompute::none, Recompute::layer}) {
+      StageOptions options = whole_model(config, batch.size(), level);
+      options.layer_chunk = 33;
+      Rig rig(config, options, DeviceKind::cuda, GetParam());
+      rig.step(batch);
+      const bool exact = GetParam() == DType::f32;
+      EXPECT_NEAR(rig.stage->loss(0).weighted / expected.stage->loss(0).weighted, 1, exact ? 1e-5 : 5e-3);
+      EXPECT_LT(largest_relative_difference(hf_gradients(rig.stage->parameters()),
+                                            hf_gradients(expected.stage->parameters()), exact ? 1e-6 : 0.05),
+                exact ? 1e-5 : 2e-2);
+    }
+  }
+}
+
 TEST_P(CudaStageTest, TwoStagesEqualOne) {
   ModelConfig config = small_config(ModelConfig::Family::qwen2);
   config.layers = 3;
@@ -172,6 +226,7 @@ TEST_P(CudaStageTest, WhatIsUsedIsWhatWasPlanned) {
   const MicroBatch batch = pack(sequences, count_targets(sequences));
   StageOptions options = whole_model(config, 50, Recompute::layer);
   options.slots = 2;
+  options.layer_chunk = 17;
   Rig rig(config, options, DeviceKind::cuda, GetParam());
   rig.stage->evaluate(rig.run.exec, batch, 0, {});
   rig.step(batch);

@@ -144,6 +144,64 @@ TEST(StageTest, RecomputeLevelsGiveTheSameBits) {
   }
 }
 
+// Micro-batches of different sizes, one after the other and in flight at the same time.
+TEST(StageTest, LayerInputsInHostMemoryGiveTheSameBits) {
+  for (const ModelConfig::Family family : kFamilies) {
+    ModelConfig config = tiny_config(family);
+    config.layers = 5;
+    const MicroBatch batches[] = {random_batch({11}, 13, 1), random_batch({2, 5}, 13, 2), random_batch({16}, 13, 3)};
+    for (const Recompute level : kLevels) {
+      StageOptions options = whole_model(config, 16, level);
+      options.slots = 2;
+      Tensors expected;
+      double expected_loss = 0;
+      EXPECT_EQ(Stage::most_offload(options), 3);
+      for (int offload = 0; offload <= 3; ++offload) {
+        SCOPED_TRACE(offload);
+        options.offload = offload;
+        Whole<DenseAttention> whole(config, options);
+        whole.step(batches[0]);
+        const Exec& exec = whole.run.exec;
+        for (int i : {0, 1}) whole.stage.forward(exec, batches[1 + i], i, {});
+        for (int i : {0, 1}) whole.stage.backward(exec, batches[1 + i], i, {});
+        const Tensors gradients = hf_gradients(whole.stage.parameters());
+        const double loss = whole.stage.loss(0).weighted + whole.stage.loss(1).weighted;
+        if (offload == 0) {
+          expected = gradients;
+          expected_loss = loss;
+        }
+        EXPECT_EQ(gradients, expected);
+        EXPECT_EQ(loss, expected_loss);
+      }
+    }
+  }
+}
+
+TEST(StageTest, ChunksChangeNothingButRounding) {
+  for (const ModelConfig::Family family : kFamilies) {
+    const ModelConfig config = tiny_config(family);
+    const MicroBatch batch = random_batch({17, 3}, config.vocab_size, 7);
+    Whole<DenseAttention> expected(config, whole_model(config, 20, Recompute::layer));
+    expected.step(batch);
+    Tensors first_level;
+    for (const Recompute level : kLevels) {
+      for (const int64_t chunk : {1, 7, 19, 20}) {
+        StageOptions options = whole_model(config, 20, level);
+        options.layer_chunk = chunk;
+        Whole<DenseAttention> whole(config, options);
+        whole.step(batch);
+        EXPECT_NEAR(whole.stage.loss(0).weighted / expected.stage.loss(0).weighted, 1, 1e-6);
+        const Tensors gradients = hf_gradients(whole.stage.parameters());
+        EXPECT_LT(largest_relative_difference(gradients, hf_gradients(expected.stage.parameters())), 1e-5);
+        // What is recomputed has the same bits in pieces, too.
+        if (chunk != 7) continue;
+        if (level == Recompute::none) first_level = gradients;
+        EXPECT_EQ(gradients, first_level);
+      }
+    }
+  }
+}
+
 TEST(StageTest, AttentionRunsTwiceOnlyWhenTheLayerIsRecomputed) {
   const ModelConfig config = tiny_config(ModelConfig::Family::llama);
   const MicroBatch batch = random_batch({4}, config.vocab_size, 1);
@@ -312,10 +370,14 @@ class MemoryTest : public testing::TestWithParam<Recompute> {};
 TEST_P(MemoryTest, WhatIsUsedIsWhatWasPlanned) {
   for (const ModelConfig::Family family : kFamilies) {
     for (const int64_t intermediate : {3, 200}) {  // attention's or the MLP's temporaries are the larger ones
-      for (const auto& [first, last] : {std::pair{0, 2}, {0, 1}, {1, 2}}) {
+      for (const auto& [first, last, chunk, offload] :
+           {std::tuple{0, 5, 1000, 0}, {0, 1, 1000, 0}, {1, 5, 1000, 1}, {0, 5, 7, 3}, {3, 5, 49, 0}}) {
         ModelConfig config = tiny_config(family);
+        config.layers = 5;
         config.intermediate_size = intermediate;
         StageOptions options = whole_model(config, 50, GetParam());
+        options.layer_chunk = chunk;
+        options.offload = offload;
         options.first_layer = first;
         options.last_layer = last;
         options.slots = 2;
