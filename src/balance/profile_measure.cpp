@@ -15,9 +15,6 @@ namespace sb {
 namespace {
 
 constexpr double kTypical = 0.25;
-// Other work on the machine only ever makes a measurement longer. Every shape is measured in this many passes, with all
-// others between, and the shortest counts: a disturbance seldom lasts that long.
-constexpr int kPasses = 2;
 
 double quantile(std::vector<double> values, double q) {
   std::sort(values.begin(), values.end());
@@ -35,7 +32,7 @@ auto repeated(const Run& run, const MeasureOptions& options, const auto& total) 
     runs.push_back(run());
     totals.push_back(total(runs.back()));
     spent += totals.back();
-    if (runs.size() < 3) continue;
+    if (static_cast<int>(runs.size()) < options.least_runs) continue;
     if (static_cast<int>(runs.size()) >= options.min_repeats) {
       const double middle = quantile(totals, 0.5);
       if (quantile(totals, 0.75) - quantile(totals, 0.25) <= options.spread * middle) break;
@@ -61,7 +58,8 @@ class Measurement {
     std::vector<MeasuredShape> grid = first_grid();
     std::vector<MeasuredShape> refinements;
     for (int i = 0; i < options_.refinements; ++i) refinements.push_back(random_shape());
-    total_ = kPasses * static_cast<int>(grid.size() + refinements.size()) + kPasses * options_.held_out + 2;
+    total_ =
+        options_.passes * static_cast<int>(grid.size() + refinements.size()) + options_.passes * options_.held_out + 2;
     measured_ = measure_all(grid);
     fit();
     const auto more = measure_all(refinements);
@@ -78,7 +76,7 @@ class Measurement {
   std::vector<MeasuredShape> first_grid() const {
     std::vector<MeasuredShape> grid;
     const AttentionSpec& spec = options_.spec;
-    for (int64_t n = 64; n <= options_.max_tokens; n *= 2) {
+    for (int64_t n = options_.min_tokens; n <= options_.max_tokens; n *= 2) {
       grid.push_back({{n}, {n}});
       for (int64_t k = spec.least_budget(); k < n; k *= 2)
         if (n > spec.dense_limit() || spec.dense_below >= 0) grid.push_back({{n}, {k}});
@@ -93,7 +91,8 @@ class Measurement {
   MeasuredShape random_shape() {
     MeasuredShape shape;
     const AttentionSpec& spec = options_.spec;
-    const double low = std::log(128.0), high = std::log(static_cast<double>(options_.max_tokens));
+    const double low = std::log(2.0 * static_cast<double>(options_.min_tokens)),
+                 high = std::log(static_cast<double>(options_.max_tokens));
     auto left = static_cast<int64_t>(std::exp(low + (high - low) * random_.uniform()));
     while (left > 0 && shape.tokens.size() < 8) {
       const int64_t n = shape.tokens.size() == 7
@@ -114,7 +113,7 @@ class Measurement {
   std::vector<std::pair<MeasuredShape, MeasuredTimes>> measure_all(const std::vector<MeasuredShape>& shapes) {
     std::vector<std::pair<MeasuredShape, MeasuredTimes>> all;
     for (const MeasuredShape& shape : shapes) all.emplace_back(shape, measure(shape));
-    for (int pass = 1; pass < kPasses; ++pass) {
+    for (int pass = 1; pass < options_.passes; ++pass) {
       for (auto& [shape, times] : all) {
         const MeasuredTimes later = measure(shape);
         for (auto part : kParts) times.*part = std::min(times.*part, later.*part);
@@ -131,13 +130,16 @@ class Measurement {
       for (auto part : kParts) sum += times.*part;
       return sum;
     };
-    const auto runs = repeated([&] { return target_.parts(shape); }, options_, total);
+    // Embedding and loss want shapes whose attention takes little of the time.
+    const bool head = options_.head_everywhere || shape.tokens.size() > 1;
+    const auto runs = repeated([&] { return target_.parts(shape, head); }, options_, total);
     MeasuredTimes middle;
     for (auto part : kParts) {
       std::vector<double> values;
       for (const MeasuredTimes& times : runs) values.push_back(times.*part);
       middle.*part = quantile(values, kTypical);
     }
+    if (options_.measured) options_.measured(shape, middle);
     return middle;
   }
 
@@ -146,6 +148,7 @@ class Measurement {
     const Work work = shape.work(options_.spec);
     double predicted = 0, measured = 0;
     for (int part = 0; part < kOperations; ++part) {
+      if (times.*kParts[part] == 0) continue;  // not measured, or nothing to do
       predicted += profile_.tables[static_cast<size_t>(part)](work);
       measured += times.*kParts[part];
     }
@@ -192,10 +195,13 @@ class Measurement {
 
   void hold_out() {
     std::vector<MeasuredShape> shapes;
-    for (int i = 0; i < options_.held_out; ++i) shapes.push_back(random_shape());
+    // The longest sequence at the base budget is always among them.
+    const int64_t longest = options_.max_tokens - options_.max_tokens / 64;
+    if (options_.held_out > 0) shapes.push_back({{longest}, {std::min(longest, options_.spec.budget)}});
+    while (std::ssize(shapes) < options_.held_out) shapes.push_back(random_shape());
     // What the fit predicts plays no part in how often they are measured.
     std::vector<double> measured(shapes.size(), std::numeric_limits<double>::infinity());
-    for (int pass = 0; pass < kPasses; ++pass) {
+    for (int pass = 0; pass < options_.passes; ++pass) {
       for (size_t i = 0; i < shapes.size(); ++i) {
         const MeasuredShape& shape = shapes[i];
         report(fmt::format("held out: {} tokens in {} sequence{}", shape.total_tokens(), shape.tokens.size(),
@@ -212,6 +218,7 @@ class Measurement {
         const bool head = part >= static_cast<int>(Operation::head_forward);
         predicted += (head ? 1 : target_.layers) * profile_.tables[static_cast<size_t>(part)](work);
       }
+      if (options_.checked) options_.checked(shapes[i], predicted, measured[i]);
       errors.push_back(std::abs(predicted / measured[i] - 1));
     }
     profile_.held_out = summarize_errors(errors);

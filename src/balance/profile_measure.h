@@ -27,7 +27,7 @@ struct MeasuredTimes {
 
 // How the machine is asked; this file knows neither devices nor clocks.
 struct MeasureTarget {
-  std::function<MeasuredTimes(const MeasuredShape&)> parts;
+  std::function<MeasuredTimes(const MeasuredShape&, bool head)> parts;  // without `head` its times are 0
   // Forward + backward of the whole model, `layers` layers and head.
   std::function<double(const MeasuredShape&)> whole;
   int layers = 1;
@@ -36,17 +36,26 @@ struct MeasureTarget {
 
 struct MeasureOptions {
   AttentionSpec spec;
-  int64_t max_tokens = 1024;
+  int64_t min_tokens = 64, max_tokens = 1024;
+  // Other work on the machine only ever makes a measurement longer. Every shape is measured in so many passes, with all
+  // others between, and the shortest counts: a disturbance seldom lasts that long.
+  int passes = 2;
   int min_repeats = 3, max_repeats = 6;
+  int least_runs = 3;       // even of a shape that takes long
   double spread = 0.03;     // repeats stop when the quartiles are this close to the median
   double longest_us = 3e5;  // a shape that took so long altogether is not repeated further
   int held_out = 16;
+  bool head_everywhere =
+      true;             // false: embedding and loss on shapes of short sequences only, they depend on tokens alone
   int refinements = 6;  // shapes added where the fit is worst
   uint64_t seed = 1;
   std::function<void(int done, int total, const std::string& what)> progress;
+  // Told every measurement, and of every held-out micro-batch what was predicted and measured.
+  std::function<void(const MeasuredShape&, const MeasuredTimes&)> measured;
+  std::function<void(const MeasuredShape&, double predicted_us, double measured_us)> checked;
 };
 
-// Measures a grid of shapes twice, fits, measures again between grid points where the fit is off by more than 4 %, and
+// Measures a grid of shapes, fits, measures again between grid points where the fit is off by more than 4 %, and
 // states the error on random micro-batches that were not fitted.
 Profile measure_profile(const ModelShape& shape, const MeasureTarget& target, const MeasureOptions& options);
 

@@ -368,6 +368,13 @@ int Stage::most_offload(const StageOptions& options) {
   return options.training ? LayerInputsPlan::most_on_host(options.last_layer - options.first_layer) : 0;
 }
 
+int Stage::least_offload(const StageOptions& options, int64_t limit,
+                         const std::function<MemoryPlan(int offload)>& plan) {
+  int offload = 0;
+  while (limit > 0 && offload < most_offload(options) && plan(offload).total() > limit) ++offload;
+  return offload;
+}
+
 MemoryPlan Stage::memory_used() const {
   const Implementation& s = *implementation_;
   StageBytes used = s.bytes;

@@ -54,6 +54,9 @@ class Stage {
                                 int threads);
   // The largest options.offload.
   static int most_offload(const StageOptions& options);
+  // The smallest one with which the plan for it fits into `limit` bytes (0: unknown); the largest when none does.
+  static int least_offload(const StageOptions& options, int64_t limit,
+                           const std::function<MemoryPlan(int offload)>& plan);
 
   // What was really used so far, by the names of the plan: weights and the like in full, the others at their highest.
   MemoryPlan memory_used() const;

@@ -17,6 +17,8 @@ StageOptions RankModelOptions::stage(int index) const {
   options.max_sequence_length = max_sequence_length;
   options.slots = Pipeline::slots(index, grid.pp);
   options.loss_chunk = loss_chunk;
+  options.layer_chunk = layer_chunk;
+  if (!offload.empty()) options.offload = offload[static_cast<size_t>(index)];
   options.shards = grid.dp * grid.cp;
   return options;
 }

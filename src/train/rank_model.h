@@ -27,7 +27,8 @@ struct RankModelOptions {
   DType dtype = DType::f32;  // of activations
   Recompute recompute = Recompute::attention;
   int64_t max_micro_batch_tokens = 0, max_sequence_length = 0;
-  int64_t loss_chunk = 1024;
+  int64_t loss_chunk = 1024, layer_chunk = 32768;
+  std::vector<int> offload;  // of every stage; empty: nothing
   int threads = 1;
 
   StageOptions stage(int index) const;

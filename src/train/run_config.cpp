@@ -394,6 +394,11 @@ void add_train(OptionTable& table, Draft& draft) {
   table.integer("train.threads", &train.threads, 0, 1024,
                 "worker threads of a rank; 0: the cores, shared among the ranks of a machine");
   table.integer("train.loss_chunk", &train.loss_chunk, 1, 1 << 20, "tokens per piece of the vocabulary projection");
+  table.integer("train.layer_chunk", &train.layer_chunk, 1, 1 << 20,
+                "tokens per piece of a layer's projections and MLP: bounds their temporaries");
+  table.integer("train.offload", &train.offload, -1, 1 << 16,
+                "layers of a stage whose input waits for backward in host memory; -1: as many as the GPU's memory asks "
+                "for (none on the CPU); never changes the result");
   table.flag("train.trace", &train.trace, "write trace.json, for Chrome's tracing view or Perfetto");
 }
 

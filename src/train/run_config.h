@@ -111,7 +111,9 @@ struct TrainOptions {
   bool tensorboard = true;
   int threads = 0;  // 0: all cores
   int64_t loss_chunk = 1024;
-  bool trace = false;  // write trace.json
+  int64_t layer_chunk = 32768;
+  int64_t offload = -1;  // layer inputs in host memory; -1: as many as the device's memory asks for
+  bool trace = false;    // write trace.json
 };
 
 struct RunConfig {

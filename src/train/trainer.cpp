@@ -45,6 +45,8 @@ RankModelOptions rank_model_options(const RunConfig& config, const TrainerParts&
   options.max_micro_batch_tokens = ContextLayout::most_tokens(config.parallel.cp, config.attention.selection.block,
                                                               limits.max_tokens, limits.max_sequences);
   options.loss_chunk = config.train.loss_chunk;
+  options.layer_chunk = config.train.layer_chunk;
+  options.offload = parts.offload;
   options.threads = thread_count(config, parts);
   return options;
 }
@@ -57,6 +59,29 @@ int thread_count(const RunConfig& config, const TrainerParts& parts) {
 
 MemoryPlan Trainer::memory_plan(const RunConfig& config, const TrainerParts& parts, int stage) {
   return RankModel::memory_plan(rank_model_options(config, parts), parts.attention, stage);
+}
+
+std::vector<int> Trainer::offload(const RunConfig& config, TrainerParts parts, int64_t memory) {
+  parts.offload.assign(static_cast<size_t>(config.parallel.pp), 0);
+  const int64_t wanted = config.train.offload;
+  for (int stage = 0; stage < config.parallel.pp; ++stage) {
+    const StageOptions options = rank_model_options(config, parts).stage(stage);
+    const int most = Stage::most_offload(options);
+    SB_USER_CHECK(wanted <= most,
+                  "train.offload: {}, but of the {} layers of stage {} at most {} can move their input to host memory "
+                  "(two stay); lower it or set -1",
+                  wanted, options.last_layer - options.first_layer, stage, most);
+    int& chosen = parts.offload[static_cast<size_t>(stage)];
+    if (wanted >= 0) {
+      chosen = static_cast<int>(wanted);
+    } else if (config.device == DeviceKind::cuda) {
+      chosen = Stage::least_offload(options, memory, [&](int offload) {
+        chosen = offload;
+        return memory_plan(config, parts, stage);
+      });
+    }
+  }
+  return parts.offload;
 }
 
 Trainer::Trainer(const RunConfig& config, TrainerParts parts, RunDirectory& directory)

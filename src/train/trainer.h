@@ -48,6 +48,7 @@ struct TrainerParts {
   Communicator* world = nullptr;
   int local_ranks = 1;
   StepPlanner* planner = nullptr;  // rank 0's; nullptr: as the configuration says
+  std::vector<int> offload = {};   // layer inputs of every stage in host memory (Trainer::offload); empty: none
 };
 
 struct TrainSummary {
@@ -76,6 +77,9 @@ class Trainer {
 
   // What the constructor takes on a rank of this stage.
   static MemoryPlan memory_plan(const RunConfig& config, const TrainerParts& parts, int stage = 0);
+  // How many layer inputs of every stage go to host memory, as train.offload says, on a device with `memory` bytes (0:
+  // unknown).
+  static std::vector<int> offload(const RunConfig& config, TrainerParts parts, int64_t memory);
 
   // One optimizer step; false: asked to stop, nothing has changed.
   bool step();

@@ -7,6 +7,7 @@
 #include "attention/sparse_attention.h"
 #include "core/errors.h"
 #include "core/log.h"
+#include "core/memory_plan.h"
 #include "device/cuda.h"
 #include "parallel/grid.h"
 #include "parallel/ring_attention.h"
@@ -80,6 +81,21 @@ std::string header(const RunConfig& config, const TrainerParts& parts, int64_t m
   return text;
 }
 
+// What is left on the GPU, less what is taken outside the plan: kernels, the product library, attention's work lists.
+int64_t device_memory() {
+  constexpr int64_t kOutsideThePlan = int64_t{3} << 29;
+  return std::max<int64_t>(cuda::device_info().free_bytes - kOutsideThePlan, 1);
+}
+
+std::string cure(const RunConfig& config, int offload) {
+  std::string text;
+  if (config.train.recompute != Recompute::layer) text += "Set train.recompute: layer. ";
+  if (config.device == DeviceKind::cuda)
+    text += fmt::format("{} layer inputs are in host memory already{}. ", offload,
+                        config.train.offload >= 0 ? ", as train.offload says: -1 takes as many as needed" : "");
+  return text + "Lower batch.micro_batch_tokens or data.max_sequence_length.";
+}
+
 std::string footer(const RunConfig& config, const TrainSummary& summary) {
   const std::string output = config.train.output_dir.string();
   std::string text;
@@ -147,12 +163,18 @@ TrainSummary run_training(const RunConfig& config, std::FILE* out, bool terminal
   parts.local_ranks = ranks.local_ranks;
 
   // What the ranks of one machine share, or what is left on the GPU.
-  const int64_t memory =
-      config.device == DeviceKind::cuda ? cuda::device_info().free_bytes : available_host_memory() / ranks.local_ranks;
+  const int64_t host_memory = available_host_memory() / ranks.local_ranks;
+  const int64_t memory = config.device == DeviceKind::cuda ? device_memory() : host_memory;
+  parts.offload = Trainer::offload(config, parts, memory);
   if (leads) console.text(header(config, parts, memory));
   const int stage = ranks.world ? ranks.world->rank() / config.parallel.cp % config.parallel.pp : 0;
-  Trainer::memory_plan(config, parts, stage)
-      .check_fits(memory, "Lower batch.micro_batch_tokens or data.max_sequence_length, or set train.recompute: layer.");
+  const MemoryPlan plan = Trainer::memory_plan(config, parts, stage);
+  plan.check_fits(memory, cure(config, parts.offload[static_cast<size_t>(stage)]));
+  if (plan.host_total() > host_memory && host_memory > 0)
+    throw OutOfMemory(
+        "the memory plan does not fit: {} of layer inputs in host memory, of which {} are left; lower "
+        "batch.micro_batch_tokens or data.max_sequence_length",
+        format_bytes(plan.host_total()), format_bytes(host_memory));
 
   const std::unique_ptr<RunDirectory> directory = open_run_directory(config, ranks.world);
   Trainer trainer(config, parts, *directory);

@@ -94,7 +94,7 @@ TEST(ProfileMeasure, PredictsAMachineItHasNotSeen) {
   };
   MeasureTarget target;
   target.layers = 4;
-  target.parts = [&](const MeasuredShape& shape) {
+  target.parts = [&](const MeasuredShape& shape, bool) {
     MeasuredTimes t = law(shape);
     t.linear_forward = noisy(t.linear_forward);
     t.attention_backward = noisy(t.attention_backward);
@@ -137,7 +137,7 @@ TEST(ProfileMeasure, ABurstOfOtherWorkDoesNotSpoilIt) {
     int runs = 0;
     const auto disturbed = [&](double us) { return us * (runs >= burst && runs < burst + 24 ? 3.0 : 1.0); };
     MeasureTarget target;
-    target.parts = [&](const MeasuredShape& shape) {
+    target.parts = [&](const MeasuredShape& shape, bool) {
       ++runs;
       const Work w = shape.work(spec);
       MeasuredTimes t;

@@ -365,6 +365,34 @@ TEST(StageTest, StageWithoutTrainingHasNoGradientsAndEvaluates) {
 
 // --- memory
 
+TEST(StageTest, AsFewLayerInputsAsNeededGoToHostMemory) {
+  ModelConfig config = tiny_config(ModelConfig::Family::qwen2);
+  config.layers = 6;
+  StageOptions options = whole_model(config, 50, Recompute::layer);
+  NaiveAttention attention;
+  const auto plan = [&](int offload) {
+    StageOptions own = options;
+    own.offload = offload;
+    // As on a device with memory of its own.
+    MemoryPlan apart;
+    for (const MemoryPlan::Item& item : Stage::memory_plan(config, own, attention, 2).items())
+      item.name == "layer inputs, offloaded" ? apart.add_on_host(item.name, item.bytes)
+                                             : apart.add(item.name, item.bytes);
+    return apart;
+  };
+  const int64_t input = Arena::rounded(50 * config.hidden_size * 4), all = plan(0).total();
+  EXPECT_EQ(plan(3).total(), all - 3 * input);
+  EXPECT_EQ(plan(3).host_total(), 3 * input);
+  for (const auto& [limit, expected] : {std::pair<int64_t, int>{0, 0},
+                                        {all, 0},
+                                        {all - 1, 1},
+                                        {all - input, 1},
+                                        {all - 2 * input + 1, 2},
+                                        {all - 4 * input, 4},
+                                        {1, 4}})
+    EXPECT_EQ(Stage::least_offload(options, limit, plan), expected) << limit;
+}
+
 class MemoryTest : public testing::TestWithParam<Recompute> {};
 
 TEST_P(MemoryTest, WhatIsUsedIsWhatWasPlanned) {

@@ -61,7 +61,7 @@ TEST(Trainer, PackingChangesNothing) {
              {"batch.micro_batch_sequences=9"},
              {"batch.micro_batch_sequences=0", "batch.micro_batch_tokens=120"},
              {"batch.micro_batch_sequences=4", "batch.micro_batch_tokens=100"},
-             {"batch.micro_batch_sequences=3", "train.recompute=none", "train.loss_chunk=7"},
+             {"batch.micro_batch_sequences=3", "train.recompute=none", "train.loss_chunk=7", "train.layer_chunk=13"},
              {"batch.micro_batch_sequences=3", "train.recompute=layer", "train.threads=1"}}) {
       std::vector<std::string> overrides = {loss, "batch.global_batch_size=9"};
       overrides.insert(overrides.end(), packing.begin(), packing.end());
