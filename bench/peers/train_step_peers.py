@@ -1,6 +1,6 @@
 """A training step of Qwen2.5 shapes with Hugging Face transformers and PyTorch: what bench/train/bench_step_cuda.cpp is measured
 against. bf16 weights, fused AdamW, cuDNN attention, the loss in chunks, random weights.
-  train_step_peers.py [SIZE:TOKENS[:layer][:compile] ...]     all cases of docs/results/engine-cuda.md without arguments
+  train_step_peers.py [SIZE:TOKENS[:layer][:compile][:stepsN] ...]     all cases of docs/results/engine-cuda.md without arguments
 """
 import torch, time, sys, gc, json
 from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -44,5 +44,6 @@ def run(size,S,ckpt,comp,steps=4):
 ALL = ['0.5B:8192', '0.5B:32768', '0.5B:131072:layer', '3B:8192', '3B:32768:layer', '3B:131072:layer']
 for case in sys.argv[1:] or ALL:
     size, tokens, *options = case.split(':')
-    try: run(size, int(tokens), 'layer' in options, 'compile' in options)
+    steps = [int(option[5:]) for option in options if option.startswith('steps')] or [4]  # the first warms up
+    try: run(size, int(tokens), 'layer' in options, 'compile' in options, steps[0])
     except Exception as e: print(case,'ERR',str(e)[:200],flush=True); gc.collect(); torch.cuda.empty_cache()
