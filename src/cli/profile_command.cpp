@@ -137,13 +137,13 @@ void run(Arguments arguments) {
   std::ofstream samples;
   if (!arguments.samples.empty()) {
     samples = open_samples(arguments.samples);
-    arguments.measure.measured = [&](const MeasuredShape& shape, const MeasuredTimes& t) {
-      samples << sample_text("parts", shape, arguments.measure.spec)
+    arguments.measure.measured = [&](const MeasuredShape& batch, const MeasuredTimes& t) {
+      samples << sample_text("parts", batch, arguments.measure.spec)
               << fmt::format(",{:.2f},{:.2f},{:.2f},{:.2f},{:.2f},{:.2f},{:.2f}\n", t.linear_forward, t.linear_backward,
                              t.attention_forward, t.attention_backward, t.selection, t.head_forward, t.head_backward);
     };
-    arguments.measure.checked = [&](const MeasuredShape& shape, double predicted, double measured) {
-      samples << sample_text("held_out", shape, arguments.measure.spec)
+    arguments.measure.checked = [&](const MeasuredShape& batch, double predicted, double measured) {
+      samples << sample_text("held_out", batch, arguments.measure.spec)
               << fmt::format(",{:.2f},{:.2f},,,,,\n", predicted, measured);
     };
   }

@@ -375,7 +375,8 @@ TEST(StageTest, AsFewLayerInputsAsNeededGoToHostMemory) {
     own.offload = offload;
     // As on a device with memory of its own.
     MemoryPlan apart;
-    for (const MemoryPlan::Item& item : Stage::memory_plan(config, own, attention, 2).items())
+    const MemoryPlan together = Stage::memory_plan(config, own, attention, 2);
+    for (const MemoryPlan::Item& item : together.items())
       item.name == "layer inputs, offloaded" ? apart.add_on_host(item.name, item.bytes)
                                              : apart.add(item.name, item.bytes);
     return apart;
