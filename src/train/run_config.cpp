@@ -233,6 +233,9 @@ void add_data(OptionTable& table, Draft& draft) {
   table.integer("data.synthetic.length", &draft.synthetic_length, 2, kMaxTokens, "tokens of a sequence; the most");
   table.integer("data.synthetic.min_length", &draft.synthetic_min_length, 0, kMaxTokens,
                 "lengths are log-uniform from here to `length`; 0: all have `length`");
+  table.path("data.synthetic.lengths", &data.synthetic_lengths,
+             "file with one length a line (`sparsebalance data lengths` writes such) or named pool, drawn with equal "
+             "chances; those above `length` become that long");
   table.integer("data.synthetic.chunk", &task.chunk, 2, 1 << 16, "chunk_recall: tokens of a chunk");
   table.integer("data.synthetic.needles", &task.needles, 1, 1 << 16,
                 "needle_multi_key, needle_multi_query: keys planted; associative_recall: pairs");

@@ -38,6 +38,7 @@ struct DataOptions {
   std::vector<WeightedPath> validation;
   std::optional<SyntheticOptions>
       synthetic;  // instead of train; validation then draws from the same task, another seed
+  std::filesystem::path synthetic_lengths;  // file the lengths of `synthetic` are drawn from; empty: by its options
   int64_t max_sequence_length = 2048;
   bool shuffle = true;
   Overlong overlong = Overlong::split;  // what happens to sequences longer than max_sequence_length

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "balance/length_pool.h"
 #include "core/errors.h"
 #include "core/log.h"
 #include "data/synthetic.h"
@@ -14,7 +15,12 @@ namespace {
 constexpr uint64_t kValidationSeed = 0x76616c6964617465;
 
 Sources synthetic_sources(const RunConfig& config, int64_t vocab_size) {
-  const SyntheticOptions& task = *config.data.synthetic;
+  SyntheticOptions task = *config.data.synthetic;
+  if (const std::filesystem::path& file = config.data.synthetic_lengths; !file.empty()) {
+    std::vector<int64_t> lengths = find_lengths(file.string());
+    for (int64_t& length : lengths) length = std::min(length, task.length.max);
+    task.length = LengthDistribution::from_pool(std::move(lengths));
+  }
   SB_USER_CHECK(task.vocab_size <= vocab_size, "data.synthetic.vocab_size is {} but the model's vocabulary is {}",
                 task.vocab_size, vocab_size);
   Sources sources;

@@ -161,6 +161,11 @@ TEST(RunConfig, SyntheticLengthsAndCurriculum) {
   EXPECT_NE(error_of(kSynthetic, {"data.synthetic.curriculum.start_length=257"}).find("is above"), std::string::npos);
   EXPECT_NE(error_of(kSynthetic, {"data.synthetic.min_length=8", "data.synthetic.curriculum={}"}).find("keep one"),
             std::string::npos);
+  EXPECT_EQ(parse(kSynthetic, {"data.synthetic.lengths=lengths.txt"}).data.synthetic_lengths, "lengths.txt");
+  for (const char* other : {"data.synthetic.min_length=8", "data.synthetic.curriculum={start_length: 16}"})
+    EXPECT_NE(error_of(kSynthetic, {"data.synthetic.lengths=lengths.txt", other}).find("excludes min_length"),
+              std::string::npos)
+        << other;
   EXPECT_NE(error_of(kSynthetic, {"data.synthetic.vocab_size=65"}).find("above the model's vocab_size 64"),
             std::string::npos);
   EXPECT_NE(error_of(kSynthetic, {"data.synthetic.task=chunk_recal"}).find("chunk_recall, copy"), std::string::npos);

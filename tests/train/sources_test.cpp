@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include <fstream>
 #include <map>
 
 #include "data/token_writer.h"
@@ -104,6 +105,27 @@ TEST(Sources, SyntheticValidationHasTheFullLengthAndOtherSequences) {
   const RunConfig fixed = tiny_run(scratch / "run");
   const Sources plain = make_sources(fixed, 16);
   EXPECT_NE(plain.train->read(0).tokens, plain.validation->read(0).tokens);
+}
+
+TEST(Sources, SyntheticLengthsComeFromAFile) {
+  ScratchDirectory scratch;
+  std::ofstream(scratch / "lengths.txt") << "# tokens\n17\n30\n1000\n";
+  const std::vector<std::string> set = {"data.synthetic.min_length=0", "data.synthetic.length=64",
+                                        "data.synthetic.lengths=" + (scratch / "lengths.txt").string()};
+  const Sources sources = make_sources(tiny_run(scratch / "run", set), 16);
+  std::map<int64_t, int> seen;
+  for (uint64_t i = 0; i < 300; ++i) ++seen[sources.train->length(i)];
+  ASSERT_EQ(seen.size(), 3u);
+  for (const int64_t length : {17, 30, 64}) EXPECT_NEAR(seen[length], 100, 40) << length;
+  EXPECT_EQ(std::ssize(sources.train->read(0).tokens), sources.train->length(0));
+  EXPECT_TRUE(seen.contains(sources.validation->length(0)));
+
+  std::ofstream(scratch / "lengths.txt") << "17\nx\n";
+  EXPECT_NE(user_error_of([&] { make_sources(tiny_run(scratch / "run", set), 16); }).find("lengths.txt:2"),
+            std::string::npos);
+  fs::remove(scratch / "lengths.txt");
+  EXPECT_NE(user_error_of([&] { make_sources(tiny_run(scratch / "run", set), 16); }).find("lengths.txt"),
+            std::string::npos);
 }
 
 TEST(Examples, AllOfThemLoad) {
