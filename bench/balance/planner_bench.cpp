@@ -6,8 +6,11 @@
 #include <cstdio>
 #include <cstdlib>
 #include <iterator>
+#include <memory>
+#include <string_view>
 #include <vector>
 
+#include "balance/coverage_statistics.h"
 #include "balance/length_pool.h"
 #include "balance/plan.h"
 
@@ -27,6 +30,22 @@ struct Case {
   double limit_ms;
 };
 
+// Curves as a run has learned them, of all layers and lengths.
+std::unique_ptr<CoverageModel> learned_coverage(int layers) {
+  auto statistics = std::make_unique<CoverageStatistics>();
+  const auto like = layered_coverage(layers);
+  for (int64_t tokens = 256; tokens < 500'000; tokens += tokens / 3)
+    for (int layer = 0; layer < layers; ++layer) {
+      std::vector<int64_t> budgets, ppm;
+      for (int64_t budget = 256; budget < tokens; budget *= 2) budgets.push_back(budget);
+      budgets.push_back(tokens);
+      for (const int64_t budget : budgets)
+        ppm.push_back(static_cast<int64_t>(1e6 * like->at({tokens, tokens}, layer, budget)));
+      statistics->observe(layer, tokens, budgets, ppm);
+    }
+  return statistics;
+}
+
 double run(const Case& c, int threads) {
   const LatencyModel latency(analytic_profile("h200-analytic", find_model_shape("qwen2.5-3b")));
   AttentionSpec spec;
@@ -35,7 +54,8 @@ double run(const Case& c, int threads) {
   layout.dp = c.dp;
   layout.pp = c.pp;
   const CostModel cost(latency, spec, layout);
-  const auto coverage = find_coverage(c.coverage, cost.layers());
+  const auto coverage = std::string_view(c.coverage) == "learned" ? learned_coverage(cost.layers())
+                                                                  : find_coverage(c.coverage, cost.layers());
   const auto pool = find_lengths(c.pool);
   LengthSampler sampler(pool, 1);
   ThreadPool workers(threads);
@@ -82,7 +102,8 @@ int main(int argc, char** argv) {
       {"chatqa2-like", "power:0.22", 32, 8, 1, 256, 1},      {"chatqa2-like", "power:0.22", 4, 8, 2, 256, 1},
       {"chatqa2-like", "layered", 8, 4, 4, 256, 1},          {"chatqa2-like", "power:0.22", 512, 8, 1, 4096, 30},
       {"longalign-like", "power:0.22", 512, 8, 1, 4096, 30}, {"chatqa2-like", "power:0.22", 512, 8, 2, 4096, 30},
-      {"longalign-like", "layered", 512, 8, 1, 4096, 30}};
+      {"longalign-like", "layered", 512, 8, 1, 4096, 30},    {"chatqa2-like", "learned", 8, 4, 4, 256, 1},
+      {"longalign-like", "learned", 512, 8, 1, 4096, 30}};
   double worst = 0;
   // A second argument names one case by its number.
   const int only = argc > 2 ? std::atoi(argv[2]) : -1;

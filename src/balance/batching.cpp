@@ -212,11 +212,17 @@ void check_sequences(std::span<const Sequence> sequences, int dp, int64_t cap) {
 std::vector<SequenceCost> sequence_costs(const CostModel& cost, std::span<const Sequence> sequences,
                                          std::span<const int64_t> budgets) {
   const StageTime l0 = cost.linear(0), a0 = cost.attention({}), h0 = cost.head(0);
+  const double dense = static_cast<double>(cost.spec().dense_layers.size()) / cost.layers();
   std::vector<SequenceCost> costs(sequences.size());
   for (size_t i = 0; i < costs.size(); ++i) {
     const auto tokens = static_cast<double>(sequences[i].tokens);
     const StageTime l = cost.linear(tokens), h = cost.head(tokens);
-    const StageTime a = cost.attention(work_of(cost.spec(), sequences[i].tokens, budgets[i]));
+    StageTime a = cost.attention(work_of(cost.spec(), sequences[i].tokens, budgets[i]));
+    if (dense > 0) {
+      // One kind of layer, that takes what they take on average.
+      const StageTime d = cost.attention(work_of(cost.spec(), sequences[i].tokens, sequences[i].tokens));
+      a = {a.forward + dense * (d.forward - a.forward), a.backward + dense * (d.backward - a.backward)};
+    }
     costs[i].layer = {l.forward - l0.forward + a.forward - a0.forward,
                       l.backward - l0.backward + a.backward - a0.backward};
     costs[i].head = {h.forward - h0.forward, h.backward - h0.backward};

@@ -87,6 +87,11 @@ class BudgetCurves::Builder {
     for (size_t i = 0; i < end; ++i) pairs_[i] = selected_pairs(sequence.tokens, budgets[i]);
     const double top_pairs = selected_pairs(sequence.tokens, top);
     for (int layer = 0; layer < curves_; ++layer) {
+      if (spec_.dense_layer(layer)) {
+        chunk_.vertices.push_back({static_cast<int32_t>(sequence.tokens), 1.0});
+        close(tokens, 1.0);
+        continue;
+      }
       hull_.clear();
       const Floor& floor = floors_[static_cast<size_t>(layer)];
       const int64_t lowest = floor.enough * spec_.block;
@@ -206,7 +211,7 @@ class BudgetCurves::Builder {
 
 BudgetCurves::BudgetCurves(const CostModel& cost, const CoverageModel& coverage, std::span<const Sequence> sequences,
                            double p, ThreadPool* pool)
-    : uniform_(coverage.uniform_layers()), layers_(cost.layers()) {
+    : uniform_(coverage.uniform_layers() && cost.spec().dense_layers.empty()), layers_(cost.layers()) {
   int64_t longest = 0;
   for (const Sequence& sequence : sequences) longest = std::max(longest, sequence.tokens);
   const bool many = !uniform_ && sequences.size() > kSmallStep;

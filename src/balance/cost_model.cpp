@@ -50,6 +50,9 @@ void CostModel::check() const {
   SB_USER_CHECK(spec_.budget >= spec_.least_budget(),
                 "budget {} is below {} sink + {} local + 2 blocks of {} tokens = {}; raise it or shrink the block",
                 spec_.budget, spec_.sink_blocks, spec_.local_blocks, spec_.block, spec_.least_budget());
+  for (const int layer : spec_.dense_layers)
+    SB_USER_CHECK(layer >= 0 && layer < layers(), "attention.dense_layers: {}, but the model has layers 0 to {}", layer,
+                  layers() - 1);
   SB_USER_CHECK(spec_.max_budget == 0 || spec_.max_budget >= spec_.budget,
                 "the largest budget {} is below the base budget {}", spec_.max_budget, spec_.budget);
 }

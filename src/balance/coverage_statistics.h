@@ -43,11 +43,27 @@ class CoverageStatistics final : public CoverageModel {
   bool uniform_layers() const override { return curves_.empty(); }
   void evaluate(const Sequence& sequence, int layer, std::span<const int32_t> budgets,
                 std::span<const double> log_budgets, std::span<double> out) const override;
+  void evaluate_layers(const Sequence& sequence, int layers, std::span<const int32_t> budgets,
+                       std::span<const double> log_budgets, std::span<double> out) const override;
+  void evaluate_each(const Sequence& sequence, std::span<const int32_t> budgets, std::span<const double> log_budgets,
+                     std::span<double> out) const override;
   bool operator==(const CoverageStatistics& other) const { return curves_ == other.curves_; }
 
  private:
-  const Curve* nearest(int layer, int64_t tokens) const;
+  // A curve as evaluation wants it: shares instead of parts per million, from the whole sequence (1) down.
+  struct Shares {
+    int length_class = 0;
+    double shift = 0;                            // in points
+    std::array<double, kPoints + 2> share = {};  // the last stands twice, so that every point has a next one
+  };
+  void refresh(int layer, int length_class, const Curve& curve, bool fresh);
+  const Shares* nearest(int layer, int length_class) const;
+  // At this many points below the whole sequence.
+  static double value(const Shares* curve, double depth);
+
   Curves curves_;
+  std::vector<Shares> shares_;    // in the order in which the curves came
+  std::vector<int32_t> nearest_;  // by layer and length class the place in shares_; -1: the layer has none
 };
 
 }  // namespace sb

@@ -69,14 +69,16 @@ class Planner {
     return *curves_;
   }
 
-  // The lowest budgets that p allows, on average over the layers.
+  // The lowest budgets that p allows, on average over the layers that have a choice.
   std::vector<int64_t> mean_floors() {
     const BudgetCurves& all = curves();
-    const int layers = all.uniform() ? 1 : all.layers();
+    std::vector<int> open;
+    for (int l = 0; l < (all.uniform() ? 1 : all.layers()); ++l)
+      if (!cost_.spec().dense_layer(l)) open.push_back(l);
     std::vector<int64_t> floors(sequences_.size(), 0);
     for (size_t i = 0; i < floors.size(); ++i) {
-      for (int l = 0; l < layers; ++l) floors[i] += all.floor(static_cast<int>(i), l);
-      floors[i] /= layers;
+      for (const int l : open) floors[i] += all.floor(static_cast<int>(i), l);
+      floors[i] = open.empty() ? sequences_[i].tokens : floors[i] / std::ssize(open);
     }
     return floors;
   }
@@ -87,7 +89,9 @@ class Planner {
     if (ordered || !tuned) {
       if (tuned) {
         const auto layers = static_cast<size_t>(cost_.layers());
-        for (size_t i = 0; i < draft.budgets.size(); ++i) draft.budgets[i] = static_cast<int32_t>(expected[i / layers]);
+        for (size_t i = 0; i < draft.budgets.size(); ++i)
+          if (!cost_.spec().dense_layer(static_cast<int>(i % layers)))
+            draft.budgets[i] = static_cast<int32_t>(expected[i / layers]);
       }
       predict(draft);
     }
@@ -300,6 +304,10 @@ Plan plan_step(int64_t step, const CostModel& cost, const CoverageModel& coverag
 
 void learn_budgets(const Plan& plan, const AttentionSpec& spec, std::span<const Sequence> sequences,
                    ExpectedBudgets& expected) {
+  std::vector<int> open;  // layers that have a choice
+  for (int l = 0; l < plan.layers; ++l)
+    if (!spec.dense_layer(l)) open.push_back(l);
+  if (open.empty()) return;
   // By id, in the order of the batch, so that the result does not depend on the arrangement.
   std::vector<std::pair<int64_t, double>> mean;
   mean.reserve(sequences.size());
@@ -308,8 +316,8 @@ void learn_budgets(const Plan& plan, const AttentionSpec& spec, std::span<const 
       const size_t n = micro_batch.sequences.size();
       for (size_t k = 0; k < n; ++k) {
         double sum = 0;
-        for (int l = 0; l < plan.layers; ++l) sum += micro_batch.budgets[static_cast<size_t>(l) * n + k];
-        mean.emplace_back(micro_batch.sequences[k], sum / plan.layers);
+        for (const int l : open) sum += micro_batch.budgets[static_cast<size_t>(l) * n + k];
+        mean.emplace_back(micro_batch.sequences[k], sum / static_cast<double>(open.size()));
       }
     }
   std::sort(mean.begin(), mean.end());

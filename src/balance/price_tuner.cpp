@@ -52,10 +52,14 @@ void PriceTuner::choose_prices() {
   struct Piece {
     double slope, gain;
   };
-  std::vector<int> open;  // sequences with a choice
-  for (int i = 0; i < static_cast<int>(input_.sequences.size()); ++i)
-    if (input_.curves.vertices(i, 0).size() > 1) open.push_back(i);
   const int layers = uniform_ ? 1 : input_.cost.layers();
+  std::vector<int> open;  // sequences with a choice in some layer
+  for (int i = 0; i < static_cast<int>(input_.sequences.size()); ++i)
+    for (int l = 0; l < layers; ++l)
+      if (input_.curves.vertices(i, l).size() > 1) {
+        open.push_back(i);
+        break;
+      }
   constexpr size_t kSampled = 64;
   const size_t stride = std::max<size_t>(1, open.size() / kSampled);
   std::vector<Piece> pieces;

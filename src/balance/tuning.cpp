@@ -16,6 +16,9 @@ Budgets base_budgets(const AttentionSpec& spec, std::span<const Sequence> sequen
   for (size_t i = 0; i < sequences.size(); ++i)
     std::fill_n(budgets.begin() + static_cast<ptrdiff_t>(i * static_cast<size_t>(layers)), layers,
                 static_cast<int32_t>(spec.base_budget(sequences[i].tokens)));
+  for (const int layer : spec.dense_layers)
+    for (size_t i = 0; i < sequences.size(); ++i)
+      budgets[i * static_cast<size_t>(layers) + static_cast<size_t>(layer)] = static_cast<int32_t>(sequences[i].tokens);
   return budgets;
 }
 
@@ -125,8 +128,11 @@ CoverageSummary summarize_coverage(const CoverageModel& coverage, const Attentio
   constexpr int64_t kChunk = 32;
   const auto count = std::ssize(sequences);
   const auto depth = static_cast<size_t>(layers);
-  const std::vector<int32_t> base(depth, static_cast<int32_t>(spec.budget));
-  const std::vector<double> log_base(depth, std::log(static_cast<double>(spec.budget)));
+  // Beyond every length in layers that are always dense.
+  std::vector<int32_t> base(depth, static_cast<int32_t>(spec.budget));
+  for (const int layer : spec.dense_layers) base[static_cast<size_t>(layer)] = INT32_MAX;
+  std::vector<double> log_base(depth);
+  log_all(base.data(), depth, log_base.data());
   std::vector<CoverageSummary> chunks(static_cast<size_t>((count + kChunk - 1) / kChunk));
   parallel_pieces(pool, std::ssize(chunks), [&](int64_t c, int) {
     CoverageSummary own;
@@ -140,7 +146,8 @@ CoverageSummary summarize_coverage(const CoverageModel& coverage, const Attentio
       }
       const auto list = budgets.subspan(i * depth, depth);
       // One layer stands for all where they are alike in curve and budget.
-      const bool alike = coverage.uniform_layers() && std::equal(list.begin() + 1, list.end(), list.begin());
+      const bool alike = coverage.uniform_layers() && spec.dense_layers.empty() &&
+                         std::equal(list.begin() + 1, list.end(), list.begin());
       const size_t distinct = alike ? 1 : depth;
       log_all(list.data(), distinct, logs.data());
       coverage.evaluate_each(sequences[i], list.first(distinct), std::span(logs).first(distinct), value);

@@ -20,6 +20,10 @@ void log_all(const int32_t* x, size_t count, double* out) {
   (wide() ? avx512::log_all : avx2::log_all)(x, count, out);
 }
 
+void read_curve(const double* share, double shift, const double* depth, size_t count, double* out) {
+  (wide() ? avx512::read_curve : avx2::read_curve)(share, shift, depth, count, out);
+}
+
 void blend_lanes(const double* value, size_t rows, size_t levels, const double* weight, double* out) {
   (wide() ? avx512::blend_lanes : avx2::blend_lanes)(value, rows, levels, weight, out);
 }

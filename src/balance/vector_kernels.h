@@ -11,6 +11,8 @@
   /* e^x in place, for x from -700 to 0, to a few units in the last place. */                                          \
   void exp_all(double* x, size_t count);                                                                               \
   void log_all(const int32_t* x, size_t count, double* out);                                                           \
+  /* out[i] = the curve through share[0], share[1] … at max(0, depth[i] + shift), linear between two points. */      \
+  void read_curve(const double* share, double shift, const double* depth, size_t count, double* out);                  \
   /* out[row · 8 + lane] = Σ_q weight[q · 8 + lane] · value[row · levels + q]. */                                 \
   void blend_lanes(const double* value, size_t rows, size_t levels, const double* weight, double* out);                \
   /* Ends of all nodes in 8 lanes, after 8 zeros; transfers are the same in every lane, and may be null. */            \

@@ -71,6 +71,14 @@ void log_all(const int32_t* x, size_t count, double* out) {
   }
 }
 
+void read_curve(const double* share, double shift, const double* depth, size_t count, double* out) {
+  for (size_t i = 0; i < count; ++i) {
+    const double at = depth[i] + shift > 0.0 ? depth[i] + shift : 0.0;
+    const auto point = static_cast<int>(at);
+    out[i] = share[point] + (share[point + 1] - share[point]) * (at - point);
+  }
+}
+
 void blend_lanes(const double* value, size_t rows, size_t levels, const double* weight, double* out) {
   for (size_t row = 0; row < rows; ++row) {
     Lanes sum{};

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <vector>
 
 namespace sb {
 
@@ -22,13 +23,16 @@ struct AttentionSpec {
   int64_t budget = 8192;  // keys per query, the base that tuning starts from
   int64_t sink_blocks = 1;
   int64_t local_blocks = 2;
-  int64_t dense_below = -1;  // sequences up to this length run dense; -1: the budget
-  int64_t max_budget = 0;    // what memory was planned for; 0: up to dense
+  int64_t dense_below = -1;       // sequences up to this length run dense; -1: the budget
+  int64_t max_budget = 0;         // what memory was planned for; 0: up to dense
+  std::vector<int> dense_layers;  // that tuning must leave dense whatever the sequence
 
   int64_t dense_limit() const { return dense_below < 0 ? budget : dense_below; }
   // A sequence that tuning must leave dense.
   bool always_dense(int64_t tokens) const { return tokens <= dense_limit() || tokens <= budget; }
   int64_t base_budget(int64_t tokens) const { return always_dense(tokens) ? tokens : budget; }
+  bool dense_layer(int layer) const { return std::ranges::find(dense_layers, layer) != dense_layers.end(); }
+  int64_t base_budget(int64_t tokens, int layer) const { return dense_layer(layer) ? tokens : base_budget(tokens); }
   // Sinks, local blocks and two more: below that a selector has nothing left to choose from.
   int64_t least_budget() const { return (sink_blocks + local_blocks + 2) * block; }
 };

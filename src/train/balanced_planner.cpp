@@ -52,14 +52,41 @@ class CautiousCoverage final : public CoverageModel {
     inner_.evaluate(sequence, layer, budgets, log_budgets, out);
     if (spec_.always_dense(sequence.tokens)) return;
     const double base = inner_.at(sequence, layer, spec_.budget);
-    for (size_t i = 0; i < budgets.size(); ++i) {
-      if (budgets[i] >= sequence.tokens) continue;  // dense is no estimate
-      const double difference = out[i] - base;
-      out[i] = base + difference * (difference < 0 ? 1 + kCaution : 1 - kCaution);
-    }
+    for (size_t i = 0; i < budgets.size(); ++i) out[i] = cautious(sequence, budgets[i], base, out[i]);
+  }
+  void evaluate_layers(const Sequence& sequence, int layers, std::span<const int32_t> budgets,
+                       std::span<const double> log_budgets, std::span<double> out) const override {
+    inner_.evaluate_layers(sequence, layers, budgets, log_budgets, out);
+    if (spec_.always_dense(sequence.tokens)) return;
+    const std::vector<double> base = at_base(sequence, static_cast<size_t>(layers));
+    for (size_t l = 0; l < base.size(); ++l)
+      for (size_t i = 0; i < budgets.size(); ++i) {
+        double& value = out[l * budgets.size() + i];
+        value = cautious(sequence, budgets[i], base[l], value);
+      }
+  }
+  void evaluate_each(const Sequence& sequence, std::span<const int32_t> budgets, std::span<const double> log_budgets,
+                     std::span<double> out) const override {
+    inner_.evaluate_each(sequence, budgets, log_budgets, out);
+    if (spec_.always_dense(sequence.tokens)) return;
+    const std::vector<double> base = at_base(sequence, budgets.size());
+    for (size_t l = 0; l < base.size(); ++l) out[l] = cautious(sequence, budgets[l], base[l], out[l]);
   }
 
  private:
+  std::vector<double> at_base(const Sequence& sequence, size_t layers) const {
+    const std::vector<int32_t> budgets(layers, static_cast<int32_t>(spec_.budget));
+    const std::vector<double> logs(layers, std::log(static_cast<double>(spec_.budget)));
+    std::vector<double> base(layers);
+    inner_.evaluate_each(sequence, budgets, logs, base);
+    return base;
+  }
+  static double cautious(const Sequence& sequence, int64_t budget, double base, double value) {
+    if (budget >= sequence.tokens) return value;  // dense is no estimate
+    const double difference = value - base;
+    return base + difference * (difference < 0 ? 1 + kCaution : 1 - kCaution);
+  }
+
   static constexpr double kCaution = 0.15;
   const CoverageModel& inner_;
   const AttentionSpec& spec_;
@@ -114,7 +141,7 @@ std::vector<StageTime> predict_micro_batch(const CostModel& cost, const PlannedM
       for (size_t k = 0; k < lengths.size(); ++k)
         work +=
             work_of(cost.spec(), lengths[k],
-                    micro_batch.budgets.empty() ? cost.spec().base_budget(lengths[k])
+                    micro_batch.budgets.empty() ? cost.spec().base_budget(lengths[k], layer)
                                                 : micro_batch.budgets[static_cast<size_t>(layer) * lengths.size() + k]);
       const StageTime attention = cost.attention(work);
       stage.forward += linear.forward + attention.forward;

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <set>
 
 #include "core/errors.h"
 #include "core/log.h"
@@ -73,7 +74,10 @@ AttentionSpec attention_spec(const RunConfig& config) {
   spec.sink_blocks = selection.sink_blocks;
   spec.local_blocks = selection.local_blocks;
   spec.dense_below = selection.dense_below;
+  const std::set<int64_t> dense_layers(selection.dense_layers.begin(), selection.dense_layers.end());
+  for (const int64_t layer : dense_layers) spec.dense_layers.push_back(static_cast<int>(layer));
   if (selection.pattern == SelectionPattern::dense) {
+    spec.dense_layers.clear();
     spec.dense_below = std::numeric_limits<int64_t>::max();
     spec.budget = std::max(spec.budget, spec.least_budget());
   }

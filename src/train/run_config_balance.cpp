@@ -79,11 +79,6 @@ void check_balance(const RunConfig& config, const OptionTable& table) {
                 table.label(tuned                                                ? "balance.tuning"
                             : balance.ordering != BalanceOptions::Ordering::none ? "balance.ordering"
                                                                                  : "balance.batching"));
-  SB_USER_CHECK(
-      balance.profile.empty() || selection.dense_layers.empty() || selection.pattern == SelectionPattern::dense,
-      "{}: the latency model has one kind of layer; remove it, or balance without a profile (batching: length "
-      "or quadratic)",
-      table.label("attention.dense_layers"));
 }
 
 }  // namespace sb

@@ -52,9 +52,9 @@ void check_data(const RunConfig& config, const OptionTable& table, const std::st
                   table.label("data.max_sequence_length"), data.max_sequence_length, longest);
     SB_USER_CHECK(task.length.min <= task.length.max, "{}: {} is above data.synthetic.length {}",
                   table.label("data.synthetic.min_length"), task.length.min, task.length.max);
-    SB_USER_CHECK(data.synthetic_lengths.empty() ||
-                      (task.length.kind == LengthDistribution::Kind::fixed && !task.curriculum),
-                  "{}: excludes min_length and curriculum; keep one", table.label("data.synthetic.lengths"));
+    SB_USER_CHECK(
+        data.synthetic_lengths.empty() || (task.length.kind == LengthDistribution::Kind::fixed && !task.curriculum),
+        "{}: excludes min_length and curriculum; keep one", table.label("data.synthetic.lengths"));
     if (task.curriculum) {
       SB_USER_CHECK(task.length.kind == LengthDistribution::Kind::fixed,
                     "{}: excludes data.synthetic.curriculum; keep one", table.label("data.synthetic.min_length"));

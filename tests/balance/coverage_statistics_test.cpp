@@ -2,9 +2,11 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 
 #include "core/errors.h"
+#include "core/random.h"
 
 namespace sb {
 namespace {
@@ -53,6 +55,68 @@ TEST(CoverageStatistics, LearnsCurvesOfLayersAndLengths) {
     before = now;
   }
   EXPECT_EQ(before, 1.0);
+}
+
+// All layers at once, and every layer at its own budget, give what one question at a time gives.
+TEST(CoverageStatistics, ManyQuestionsAtOnce) {
+  CoverageStatistics statistics;
+  Random random(5);
+  constexpr int kLayers = 7;
+  for (int i = 0; i < 60; ++i) {
+    const int layer = static_cast<int>(random.below(kLayers - 1));  // the last is never seen
+    const auto tokens = static_cast<int64_t>(std::exp(6.5 + 6 * random.uniform()));
+    std::vector<int64_t> budgets{256, 1024, 4096, std::max<int64_t>(tokens, 4097)}, ppm;
+    const double gamma = 0.05 + random.uniform();
+    for (const int64_t budget : budgets)
+      ppm.push_back(std::llround(
+          1e6 * std::pow(std::min(1.0, static_cast<double>(budget) / static_cast<double>(budgets.back())), gamma)));
+    statistics.observe(layer, tokens, budgets, ppm, i % 3 == 0 ? 0 : 512,
+                       1 + static_cast<int64_t>(random.below(900'000)));
+  }
+  const std::vector<int32_t> budgets{1, 16, 64, 100, 512, 513, 4096, 30000, 100000, 2000000};
+  std::vector<double> logs;
+  for (const int32_t budget : budgets) logs.push_back(std::log(budget));
+  for (const int64_t tokens : {1, 17, 512, 513, 5000, 50000, 800000}) {
+    const Sequence sequence{3, tokens};
+    std::vector<double> all(kLayers * budgets.size());
+    statistics.evaluate_layers(sequence, kLayers, budgets, logs, all);
+    for (int l = 0; l < kLayers; ++l)
+      for (size_t i = 0; i < budgets.size(); ++i)
+        EXPECT_NEAR(all[static_cast<size_t>(l) * budgets.size() + i], statistics.at(sequence, l, budgets[i]), 1e-12)
+            << tokens << " " << l << " " << budgets[i];
+    std::vector<int32_t> own;
+    std::vector<double> own_logs, each(kLayers);
+    for (int l = 0; l < kLayers; ++l) {
+      own.push_back(budgets[random.below(budgets.size())]);
+      own_logs.push_back(std::log(own.back()));
+    }
+    statistics.evaluate_each(sequence, own, own_logs, each);
+    for (int l = 0; l < kLayers; ++l) {
+      const auto at = static_cast<size_t>(l);
+      EXPECT_NEAR(each[at], statistics.at(sequence, l, own[at]), 1e-12) << tokens << " " << l;
+    }
+  }
+}
+
+// The nearest length class that was seen, the longer one of two; whatever the order in which they were seen.
+TEST(CoverageStatistics, TheNearestClassCounts) {
+  const std::vector<std::pair<int64_t, double>> seen{{1024, 0.1}, {4096, 0.4}, {65536, 0.8}};  // classes 20, 24, 32
+  std::vector<std::pair<int64_t, double>> asked{{1, 0.1},     {1024, 0.1},  {1500, 0.1},  {2048, 0.4},   {4096, 0.4},
+                                                {11000, 0.4}, {16384, 0.8}, {65536, 0.8}, {1 << 20, 0.8}};
+  std::vector<size_t> order{0, 1, 2};
+  do {
+    CoverageStatistics statistics;
+    for (const size_t i : order)
+      for (int k = 0; k < 3; ++k) show(statistics, 0, seen[i].first, seen[i].second);
+    for (const auto& [tokens, gamma] : asked) {
+      if (tokens < 4) continue;
+      EXPECT_NEAR(statistics.at({0, tokens}, 0, tokens / 2), std::pow(0.5, gamma), 0.01) << tokens;
+    }
+    CoverageStatistics again;
+    again.set_curves(statistics.curves(), "test");
+    for (const auto& [tokens, gamma] : asked)
+      EXPECT_EQ(again.at({0, tokens}, 0, 1 + tokens / 3), statistics.at({0, tokens}, 0, 1 + tokens / 3)) << tokens;
+  } while (std::next_permutation(order.begin(), order.end()));
 }
 
 TEST(CoverageStatistics, ForgetsSlowly) {

@@ -129,12 +129,15 @@ TEST(Tuning, OptimalAgainstBruteForceOnAPipeline) {
   }
 }
 
-// What prices leave on the table, against the linear programme's bound, on one pipeline, where it is most; and what is
-// written is what was promised.
+// What prices leave on the table, against the linear programme's bound, on one pipeline in an order that nobody chose,
+// where it is most: a pipeline has one price, and which operations have slack is found out in rounds. The three rounds
+// of a plan find 92 to 94 % of the bound here, sixteen 97 % (relaxed). Steps that are large enough to be tuned by
+// prices are no faster for it: their speed-ups at 3 and at 8 rounds are equal to three digits. Small steps are solved
+// exactly.
 TEST(Tuning, PricesComeCloseToTheBound) {
   Random random(8);
   for (const char* name : {"power:0.22", "layered"}) {
-    double found = 0, bound = 0;
+    double found = 0, patient = 0, bound = 0;
     for (int trial = 0; trial < 12; ++trial) {
       const LatencyModel latency(analytic_profile("h200-analytic", shape_of(8)));
       Layout layout;
@@ -167,9 +170,12 @@ TEST(Tuning, PricesComeCloseToTheBound) {
       for (const Sequence& s : sequences) tokens += static_cast<double>(s.tokens) * 8;
       EXPECT_LE(gain, exact.relaxed_bound * tokens * (1 + 1e-3));
       found += gain;
+      patient += PriceTuner(input).relax(exact.deadline, 16);
       bound += exact.relaxed_bound * tokens;
     }
     EXPECT_GE(found, 0.92 * bound) << name;
+    EXPECT_GE(patient, 0.96 * bound) << name;
+    EXPECT_LE(patient, bound * (1 + 1e-3)) << name;
   }
 }
 
@@ -253,6 +259,91 @@ TEST(Tuning, AnchorMeetsTheAnchorOrTheFloor) {
     const CoverageSummary summary = summarize_coverage(*coverage, cost.spec(), sequences, 24, budgets);
     EXPECT_LE(summary.worst_loss, 0.1 + 1e-9);
   }
+}
+
+// Layers that are always dense: in time, in coverage and for every policy, in small steps and in large ones.
+TEST(Tuning, DenseLayersStayDenseAndCountAsSuch) {
+  const LatencyModel latency(analytic_profile("h200-analytic", shape_of(6)));
+  AttentionSpec spec;
+  spec.dense_layers = {0, 3};
+  Random random(9);
+  for (const int count : {8, 96})
+    for (const int stages : {1, 2})
+      for (const char* name : {"power:0.22", "layered"}) {
+        Layout layout;
+        layout.dp = 2;
+        layout.pp = stages;
+        const CostModel cost(latency, spec, layout);
+        const auto coverage = find_coverage(name, 6);
+        std::vector<Sequence> sequences;
+        for (int i = 0; i < count; ++i) sequences.push_back({i, 2000 + static_cast<int64_t>(random.below(50000))});
+        double tokens = 0, base = 0;
+        for (const Sequence& s : sequences) {
+          const auto weight = static_cast<double>(s.tokens);
+          tokens += 6 * weight;
+          base += 2 * weight;
+          for (const int l : {1, 2, 4, 5}) base += weight * coverage->at(s, l, spec.base_budget(s.tokens));
+        }
+        for (TuningPolicy policy : {TuningPolicy::off, TuningPolicy::anchor, TuningPolicy::optimal}) {
+          PlanOptions options;
+          options.batching.micro_batch_sequences = 2;
+          options.tuning.policy = policy;
+          const Plan plan = plan_step(0, cost, *coverage, sequences, options, {});
+          EXPECT_NEAR(plan.base_coverage, base / tokens, 1e-9);
+          bool moved = false;
+          double slowest = 0;
+          for (const PlannedRank& rank : plan.ranks) {
+            double sum = 0;
+            for (const PlannedMicroBatch& micro_batch : rank.micro_batches) {
+              const size_t n = micro_batch.sequences.size();
+              const StageTime linear = cost.linear(static_cast<double>(micro_batch.tokens)),
+                              head = cost.head(static_cast<double>(micro_batch.tokens));
+              sum += head.forward + head.backward;
+              for (int l = 0; l < 6; ++l) {
+                Work work;
+                for (size_t k = 0; k < n; ++k) {
+                  const int64_t length = sequences[static_cast<size_t>(micro_batch.sequences[k])].tokens;
+                  const int32_t budget = micro_batch.budgets[static_cast<size_t>(l) * n + k];
+                  if (spec.dense_layer(l)) {
+                    EXPECT_EQ(budget, length);
+                  }
+                  moved |= budget != spec.base_budget(length, l);
+                  work += work_of(spec, length, budget);
+                }
+                const StageTime attention = cost.attention(work);
+                sum += linear.forward + linear.backward + attention.forward + attention.backward;
+              }
+            }
+            slowest = std::max(slowest, sum);
+          }
+          EXPECT_EQ(moved, policy != TuningPolicy::off);
+          // Without a pipeline the step is the slowest rank and the reduction.
+          if (stages == 1) {
+            EXPECT_NEAR(plan.makespan_us, slowest + cost.reduction(0), 1e-9 * slowest);
+          }
+          if (policy == TuningPolicy::optimal) {
+            EXPECT_GE(plan.mean_coverage, plan.base_coverage * (1 - 1e-9));
+          }
+          EXPECT_LE(plan.makespan_us, plan.baseline_us * (policy == TuningPolicy::anchor ? 2.0 : 1 + 1e-9));
+          ExpectedBudgets expected;
+          learn_budgets(plan, spec, sequences, expected);
+          if (policy == TuningPolicy::off) {
+            EXPECT_EQ(expected.of(spec, 40000), spec.budget);
+          }
+        }
+      }
+  // All of them; and one that is not there.
+  spec.dense_layers = {0, 1, 2, 3, 4, 5};
+  const CostModel dense(latency, spec, {});
+  PlanOptions options;
+  options.batching.micro_batch_sequences = 1;
+  const std::vector<Sequence> sequences{{0, 30000}, {1, 10000}};
+  const Plan plan = plan_step(0, dense, *find_coverage("layered", 6), sequences, options, {});
+  EXPECT_EQ(plan.mean_coverage, 1.0);
+  ExpectedBudgets expected;
+  learn_budgets(plan, spec, sequences, expected);
+  spec.dense_layers = {6};
+  EXPECT_THROW(CostModel(latency, spec, {}), UserError);
 }
 
 TEST(Tuning, MemoryBoundsTheBudget) {

@@ -29,6 +29,25 @@ TEST(VectorKernels, ExpAndLogAreThoseOfTheLibrary) {
   for (size_t i = 0; i < x.size(); ++i) EXPECT_NEAR(wide[i] / narrow[i], 1.0, 1e-15);
 }
 
+TEST(VectorKernels, CurvesAreReadBetweenTheirPoints) {
+  const std::vector<double> share{1.0, 0.9, 0.5, 0.45, 0.1, 0.1};
+  std::vector<double> depth{4.0, 3.9999, 3.0, 2.25, 1.5, 1.0, 0.5, 0.0, -0.25, -3.0};
+  Random random(4);
+  for (int i = 0; i < 100; ++i) depth.push_back(4 * random.uniform());
+  for (const double shift : {0.0, -0.75}) {
+    std::vector<double> narrow(depth.size()), wide(depth.size());
+    avx2::read_curve(share.data(), shift, depth.data(), depth.size(), narrow.data());
+    for (size_t i = 0; i < depth.size(); ++i) {
+      const double at = std::max(0.0, depth[i] + shift), whole = std::floor(at);
+      const auto point = static_cast<size_t>(whole);
+      EXPECT_NEAR(narrow[i], (1 - (at - whole)) * share[point] + (at - whole) * share[point + 1], 1e-14) << at;
+    }
+    if (cpu_isa() != CpuIsa::avx512) continue;
+    avx512::read_curve(share.data(), shift, depth.data(), depth.size(), wide.data());
+    for (size_t i = 0; i < depth.size(); ++i) EXPECT_NEAR(wide[i], narrow[i], 1e-15);
+  }
+}
+
 TEST(VectorKernels, LanesAreSchedulesOfTheirOwn) {
   Random random(2);
   for (int trial = 0; trial < 40; ++trial) {

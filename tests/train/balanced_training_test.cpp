@@ -69,6 +69,22 @@ std::string plan_texts(const std::string& output) {
   return texts;
 }
 
+TEST(BalancedTraining, DenseLayersArePlannedDense) {
+  TemporaryFolder folder;
+  train(config_of(folder.path("run"), {"attention.dense_layers=[1, 1]"}));
+  bool tuned = false;
+  for (const auto& [step, logged] : read_plan_log(folder.path("run") + "/plan.jsonl").steps)
+    for (const PlannedRank& rank : logged.plan.ranks)
+      for (const PlannedMicroBatch& micro_batch : rank.micro_batches) {
+        ASSERT_EQ(micro_batch.budgets.size(), 2u);  // one sequence, two layers
+        EXPECT_EQ(micro_batch.budgets[1], micro_batch.tokens);
+        tuned |= micro_batch.budgets[0] != std::min<int64_t>(256, micro_batch.tokens);
+      }
+  EXPECT_TRUE(tuned);
+  for (const auto& [step, line] : metrics(folder.path("run"), "loss")) EXPECT_GT(line["coverage"], 0.5);
+  EXPECT_THROW(train(config_of(folder.path("other"), {"attention.dense_layers=[2]"})), UserError);
+}
+
 TEST(BalancedTraining, BatchingAndOrderingChangeNothing) {
   TemporaryFolder folder;
   const std::vector<std::string> dense = {"attention.pattern=dense", "balance.tuning=off"};

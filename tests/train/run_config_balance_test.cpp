@@ -50,7 +50,6 @@ TEST(RunConfigBalance, SaysWhatDoesNotFit) {
   EXPECT_NE(error_of({"attention.pattern=dense"}).find("topk or mass"), std::string::npos);
   EXPECT_NE(error_of({"balance.profile=''"}).find("sparsebalance profile --run"), std::string::npos);
   EXPECT_NE(error_of({"balance.adapt=on", "attention.coverage_rows=0"}).find("measured coverage"), std::string::npos);
-  EXPECT_NE(error_of({"attention.dense_layers=[1]"}).find("attention.dense_layers"), std::string::npos);
   EXPECT_NE(error_of({"balance.tuning=best"}).find("optimal"), std::string::npos);
   // Balancing by lengths needs no latencies.
   EXPECT_EQ(error_of({"balance.profile=''", "balance.batching=length", "balance.ordering=none", "balance.tuning=off",
