@@ -10,6 +10,9 @@ namespace {
 
 using Json = nlohmann::ordered_json;
 
+// No model has as many; what a damaged plan says must not decide how much memory is taken.
+constexpr int64_t kMostLayers = 1 << 14;
+
 // Budgets of one sequence over the layers as [budget, layers, budget, layers, …]: most layers are alike.
 Json run_lengths(const PlannedMicroBatch& micro_batch, size_t sequence, int layers) {
   Json runs = Json::array();
@@ -40,7 +43,8 @@ double number(const Json& json, const char* key, const std::string& where) {
 }
 
 int64_t integer(const Json& value, const char* what, const std::string& where) {
-  SB_USER_CHECK(value.is_number_integer(), "{}: {} must be an integer", where, what);
+  SB_USER_CHECK(value.is_number_integer() && (!value.is_number_unsigned() || value.get<uint64_t>() <= INT64_MAX),
+                "{}: {} must be an integer", where, what);
   return value.get<int64_t>();
 }
 
@@ -102,8 +106,9 @@ Plan parse_plan(const std::string& text, const std::string& where) {
                 "{}: plan version {} and this program reads {}", where, json["version"].dump(), Plan::kVersion);
   Plan plan;
   plan.step = integer(get(json, "step", where), "`step`", where);
-  plan.layers = static_cast<int>(integer(get(json, "layers", where), "`layers`", where));
-  SB_USER_CHECK(plan.layers > 0, "{}: `layers` must be positive", where);
+  const int64_t layers = integer(get(json, "layers", where), "`layers`", where);
+  SB_USER_CHECK(layers > 0 && layers <= kMostLayers, "{}: `layers` must be from 1 to {}", where, kMostLayers);
+  plan.layers = static_cast<int>(layers);
   plan.makespan_us = number(json, "makespan_us", where);
   plan.lower_bound_us = number(json, "lower_bound_us", where);
   plan.baseline_us = number(json, "baseline_us", where);
@@ -138,7 +143,7 @@ Plan parse_plan(const std::string& text, const std::string& where) {
         for (size_t i = 0; i < runs.size(); i += 2) {
           const int64_t budget = integer(runs[i], "a budget", where),
                         count = integer(runs[i + 1], "a number of layers", where);
-          SB_USER_CHECK(budget > 0 && budget <= INT32_MAX && count > 0 && layer + count <= plan.layers,
+          SB_USER_CHECK(budget > 0 && budget <= INT32_MAX && count > 0 && count <= plan.layers - layer,
                         "{}: budget {} over {} layers does not fit {} layers", where, budget, count, plan.layers);
           for (int64_t end = layer + count; layer < end; ++layer)
             micro_batch.budgets[static_cast<size_t>(layer) * n + k] = static_cast<int32_t>(budget);

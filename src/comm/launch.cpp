@@ -77,7 +77,7 @@ int launch_local_ranks(int ranks, std::vector<std::string> command) {
   // Taken one by one below instead of interrupting anything.
   sigset_t watched, before;
   sigemptyset(&watched);
-  for (const int signal : {SIGTERM, SIGINT, SIGHUP, SIGCHLD}) sigaddset(&watched, signal);
+  for (const int signal : {SIGTERM, SIGINT, SIGHUP, SIGUSR1, SIGCHLD}) sigaddset(&watched, signal);
   sigprocmask(SIG_BLOCK, &watched, &before);
 
   int failure[2];
@@ -94,7 +94,7 @@ int launch_local_ranks(int ranks, std::vector<std::string> command) {
   while (waitpid(child, &status, WNOHANG) == 0) {
     const timespec pause{0, 500'000'000};  // should a SIGCHLD get lost in another thread
     const int signal = sigtimedwait(&watched, nullptr, &pause);
-    if (signal != SIGTERM && signal != SIGINT && signal != SIGHUP) continue;
+    if (signal < 0 || signal == SIGCHLD) continue;
     const std::vector<pid_t> processes = children_of(child);
     for (const pid_t process : processes) kill(process, signal);
     if (processes.empty()) kill(child, signal);

@@ -17,8 +17,8 @@ int launched_ranks();
 std::unique_ptr<Communicator> open_world_communicator(std::chrono::milliseconds timeout = std::chrono::seconds(60));
 
 // Runs `command` (a program and its arguments) as `ranks` processes on this machine under mpirun, also as root and with
-// more ranks than cores, and gives its exit code (128 + number when a signal ended it). SIGTERM and SIGINT are passed
-// on to the ranks themselves: mpirun would leave them no time to save anything. `command[0]` "" stands for this
+// more ranks than cores, and gives its exit code (128 + number when a signal ended it). SIGTERM, SIGINT and SIGUSR1 are
+// passed on to the ranks themselves: mpirun would leave them no time to save anything. `command[0]` "" stands for this
 // program.
 int launch_local_ranks(int ranks, std::vector<std::string> command);
 

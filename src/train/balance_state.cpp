@@ -1,5 +1,7 @@
 #include "train/balance_state.h"
 
+#include <algorithm>
+#include <limits>
 #include <nlohmann/json.hpp>
 
 #include "core/errors.h"
@@ -32,7 +34,8 @@ const Json& field(const Json& json, const char* key, const std::string& where) {
 }
 
 int64_t integer(const Json& value, int64_t least, const std::string& where) {
-  SB_USER_CHECK(value.is_number_integer() && value.get<int64_t>() >= least,
+  SB_USER_CHECK(value.is_number_integer() && value.get<int64_t>() >= least &&
+                    (!value.is_number_unsigned() || value.get<uint64_t>() <= INT64_MAX),
                 "{}: the balance state holds {} where an integer of at least {} belongs", where, value.dump(), least);
   return value.get<int64_t>();
 }
@@ -60,9 +63,11 @@ BalanceState from_json(const Json& json, const std::string& where) {
     curve.held_seen = integer(row[3], 0, where);
     curve.shift_ppm = integer(row[4], INT64_MIN, where);
     for (size_t i = 0; i < curve.ppm.size(); ++i) curve.ppm[i] = integer(row[5 + i], 0, where);
-    const auto layer = static_cast<int>(integer(row[0], 0, where)),
-               length = static_cast<int>(integer(row[1], 0, where));
-    curves[{layer, length}] = curve;
+    // What is too large for a layer or a length class is damaged, and stays so as the largest int.
+    const auto whole = [&](size_t i) {
+      return static_cast<int>(std::min<int64_t>(integer(row[i], 0, where), std::numeric_limits<int>::max()));
+    };
+    curves[{whole(0), whole(1)}] = curve;
   }
   state.coverage.set_curves(std::move(curves), where);
   return state;

@@ -18,13 +18,11 @@ StopSignal::StopSignal() {
   sigemptyset(&action.sa_mask);
   // The default action returns with the first signal: the next one kills. Interrupted system calls go on.
   action.sa_flags = static_cast<int>(SA_RESETHAND | SA_RESTART);
-  sigaction(SIGTERM, &action, &previous_term_);
-  sigaction(SIGINT, &action, &previous_int_);
+  for (size_t i = 0; i < kSignals.size(); ++i) sigaction(kSignals[i], &action, &previous_[i]);
 }
 
 StopSignal::~StopSignal() {
-  sigaction(SIGTERM, &previous_term_, nullptr);
-  sigaction(SIGINT, &previous_int_, nullptr);
+  for (size_t i = 0; i < kSignals.size(); ++i) sigaction(kSignals[i], &previous_[i], nullptr);
 }
 
 bool StopSignal::requested() {

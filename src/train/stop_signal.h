@@ -1,11 +1,13 @@
 #pragma once
 
+#include <array>
 #include <csignal>
 
 namespace sb {
 
-// While it lives, SIGTERM and SIGINT ask the training loop to save and stop instead of ending the process. The second
-// one ends it at once. One at a time.
+// While it lives, SIGTERM, SIGINT and SIGUSR1 ask the training loop to save and stop instead of ending the process. The
+// second of a kind ends it at once. SIGUSR1 is what mpirun passes on to its ranks: it ends them soon after any other.
+// One at a time.
 class StopSignal {
  public:
   StopSignal();
@@ -16,7 +18,8 @@ class StopSignal {
   static bool requested();
 
  private:
-  struct sigaction previous_term_, previous_int_;
+  static constexpr std::array kSignals = {SIGTERM, SIGINT, SIGUSR1};
+  std::array<struct sigaction, kSignals.size()> previous_;
 };
 
 }  // namespace sb

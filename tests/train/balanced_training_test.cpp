@@ -76,9 +76,15 @@ TEST(BalancedTraining, DenseLayersArePlannedDense) {
   for (const auto& [step, logged] : read_plan_log(folder.path("run") + "/plan.jsonl").steps)
     for (const PlannedRank& rank : logged.plan.ranks)
       for (const PlannedMicroBatch& micro_batch : rank.micro_batches) {
-        ASSERT_EQ(micro_batch.budgets.size(), 2u);  // one sequence, two layers
-        EXPECT_EQ(micro_batch.budgets[1], micro_batch.tokens);
-        tuned |= micro_batch.budgets[0] != std::min<int64_t>(256, micro_batch.tokens);
+        const size_t n = micro_batch.sequences.size();
+        ASSERT_EQ(micro_batch.budgets.size(), 2 * n);
+        int64_t dense = 0;
+        for (size_t k = 0; k < n; ++k) {
+          const int32_t length = micro_batch.budgets[n + k];
+          dense += length;
+          tuned |= micro_batch.budgets[k] != std::min(256, length);
+        }
+        EXPECT_EQ(dense, micro_batch.tokens);
       }
   EXPECT_TRUE(tuned);
   for (const auto& [step, line] : metrics(folder.path("run"), "loss")) EXPECT_GT(line["coverage"], 0.5);

@@ -81,7 +81,7 @@ TEST_P(StopSignals, SavesExitsWithZeroAndGoesOnExactly) {
   EXPECT_EQ(final_weights(stopped.path()), final_weights(undisturbed.path()));
 }
 
-INSTANTIATE_TEST_SUITE_P(Signals, StopSignals, testing::Values(SIGTERM, SIGINT));
+INSTANTIATE_TEST_SUITE_P(Signals, StopSignals, testing::Values(SIGTERM, SIGINT, SIGUSR1));
 
 TEST(Process, ADamagedCheckpointIsNamedAndSkipped) {
   ScratchDirectory undisturbed, damaged;

@@ -43,14 +43,23 @@ pid_t parent_of(const fs::path& process) {
   return state == 'Z' ? -1 : parent;
 }
 
-// The processes of the ranks: grandchildren of the program that was started, by the launcher's word for their number.
-std::map<int, pid_t> ranks_of(const Training& training) {
+std::map<pid_t, std::vector<fs::path>> processes_by_parent() {
   std::map<pid_t, std::vector<fs::path>> children;
   std::error_code ignored;
   for (const auto& entry : fs::directory_iterator("/proc", ignored)) {
     const std::string name = entry.path().filename();
     if (name.find_first_not_of("0123456789") == std::string::npos) children[parent_of(entry.path())].push_back(entry);
   }
+  return children;
+}
+
+pid_t mpirun_of(const Training& training) {
+  return std::stoi(processes_by_parent()[training.process()].at(0).filename());
+}
+
+// The processes of the ranks: grandchildren of the program that was started, by the launcher's word for their number.
+std::map<int, pid_t> ranks_of(const Training& training) {
+  std::map<pid_t, std::vector<fs::path>> children = processes_by_parent();
   std::map<int, pid_t> ranks;
   for (const fs::path& launcher : children[training.process()]) {
     for (const fs::path& process : children[std::stoi(launcher.filename())]) {
@@ -145,18 +154,20 @@ TEST(RanksProcess, AFrozenRankEndsTheRunByTheTimeOut) {
   expect_gone(ranks);
 }
 
-TEST(RanksProcess, ASignalToTheProgramOrToOneRankSavesAndGoesOnExactly) {
+TEST(RanksProcess, ASignalToTheProgramToMpirunOrToOneRankSavesAndGoesOnExactly) {
   ScratchDirectory undisturbed;
   const std::vector<std::string> arguments = on_ranks(2, 1, {"train.save_steps=0"});
   ASSERT_EQ(train(undisturbed.path(), arguments), 0);
-  for (const bool one_rank : {false, true}) {
-    SCOPED_TRACE(one_rank);
+  for (const std::string to : {"the program", "mpirun", "one rank"}) {
+    SCOPED_TRACE(to);
     ScratchDirectory stopped;
     {
       Training training(stopped.path(), arguments);
       ASSERT_TRUE(wait_for(training, [&] { return metric_lines(stopped.path()) >= 3; })) << training.output();
-      if (one_rank)
+      if (to == "one rank")
         kill(ranks_of(training).at(1), SIGTERM);
+      else if (to == "mpirun")
+        kill(mpirun_of(training), SIGUSR1);
       else
         training.signal(SIGTERM);
       ASSERT_TRUE(training.ends_within(kHang)) << training.output();
