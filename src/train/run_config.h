@@ -37,7 +37,7 @@ struct DataOptions {
   std::vector<WeightedPath> train;
   std::vector<WeightedPath> validation;
   std::optional<SyntheticOptions>
-      synthetic;  // instead of train; validation then draws from the same task, another seed
+      synthetic;                            // instead of train; validation then draws from the same task, another seed
   std::filesystem::path synthetic_lengths;  // file the lengths of `synthetic` are drawn from; empty: by its options
   int64_t max_sequence_length = 2048;
   bool shuffle = true;
