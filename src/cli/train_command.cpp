@@ -41,9 +41,10 @@ void train(const RunConfig& config, Communicator& world) {
     return;
   }
   log::set_prefix(fmt::format("rank {}", world.rank()));
+  const MachineRanks machine = ranks_on_this_machine(world);
   try {
     // A launcher gives its ranks terminals of its own, wherever the output then goes: plain lines.
-    run_training(config, stdout, /*terminal=*/false, StopSignal::requested, {&world, ranks_on_this_machine(world)});
+    run_training(config, stdout, /*terminal=*/false, StopSignal::requested, {&world, machine.count, machine.index});
   } catch (const std::exception& error) {
     // What is wrong on all ranks is said by rank 0, whose abort ends the others.
     if (world.rank() != 0) std::this_thread::sleep_for(std::chrono::milliseconds(500));

@@ -39,12 +39,15 @@ DeviceInfo device_info() {
   SB_CUDA_CHECK(cudaGetDeviceProperties(&properties, device));
   size_t free = 0, total = 0;
   SB_CUDA_CHECK(cudaMemGetInfo(&free, &total));
+  std::string uuid;
+  for (const char byte : properties.uuid.bytes) uuid += fmt::format("{:02x}", static_cast<unsigned char>(byte));
   return {properties.name,
           static_cast<int64_t>(total),
           static_cast<int64_t>(free),
           properties.multiProcessorCount,
           properties.major,
-          properties.minor};
+          properties.minor,
+          uuid};
 }
 
 int device_count() {

@@ -18,6 +18,7 @@ struct DeviceInfo {
   int64_t total_bytes = 0, free_bytes = 0;
   int multiprocessors = 0;
   int major = 0, minor = 0;  // compute capability
+  std::string uuid;          // the same device in every process
 };
 DeviceInfo device_info();
 

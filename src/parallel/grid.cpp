@@ -15,20 +15,21 @@ void check_grid(const GridShape& shape, int ranks) {
                 shape.dp, shape.pp, shape.cp, shape.ranks(), ranks, shape.ranks(), shape.ranks());
 }
 
-Grid::Grid(Communicator& world, const GridShape& shape) : world_(world), shape_(shape) {
+Grid::Grid(Communicator& world, const GridShape& shape, Communicator* data) : world_(world), shape_(shape) {
   check_grid(shape, world.size());
   cp_rank_ = world.rank() % shape.cp;
   stage_ = world.rank() / shape.cp % shape.pp;
   dp_rank_ = world.rank() / shape.cp / shape.pp;
   const int replica = dp_rank_ * shape.cp + cp_rank_;
-  replicas_ = world.split(stage_, replica, "dp");
-  pipeline_ = world.split(replica, stage_, "pp");
-  context_ = world.split(dp_rank_ * shape.pp + stage_, cp_rank_, "cp");
+  Communicator& all = data ? *data : world;
+  replicas_ = all.split(stage_, replica, "dp");
+  pipeline_ = all.split(replica, stage_, "pp");
+  context_ = all.split(dp_rank_ * shape.pp + stage_, cp_rank_, "cp");
   const bool end = shape.pp > 1 && (first_stage() || last_stage());
-  ends_ = world.split(end ? replica : -1, stage_, "pipeline ends");
+  ends_ = all.split(end ? replica : -1, stage_, "pipeline ends");
 }
 
-int ranks_on_this_machine(Communicator& world) {
+MachineRanks ranks_on_this_machine(Communicator& world) {
   char name[256] = {};
   gethostname(name, sizeof name - 1);
   std::vector<uint64_t> machines(static_cast<size_t>(world.size()));
@@ -36,7 +37,8 @@ int ranks_on_this_machine(Communicator& world) {
   own = std::hash<std::string>()(name);
   const uint64_t here = own;
   world.all_gather_async(machines.data(), 1, CommType::i64).wait();
-  return static_cast<int>(std::count(machines.begin(), machines.end(), here));
+  return {static_cast<int>(std::count(machines.begin(), machines.end(), here)),
+          static_cast<int>(std::count(machines.begin(), machines.begin() + world.rank(), here))};
 }
 
 std::string broadcast_text(Communicator& group, std::string text, int root) {

@@ -20,8 +20,9 @@ void check_grid(const GridShape& shape, int ranks);
 // data-parallel copies.
 class Grid {
  public:
-  // Collective over the world.
-  Grid(Communicator& world, const GridShape& shape);
+  // Collective over the world. `data`: the same ranks for buffers on their devices, from which all groups are made;
+  // nullptr: the world.
+  Grid(Communicator& world, const GridShape& shape, Communicator* data = nullptr);
 
   const GridShape& shape() const { return shape_; }
   int dp_rank() const { return dp_rank_; }
@@ -50,8 +51,11 @@ class Grid {
   std::unique_ptr<Communicator> replicas_, pipeline_, context_, ends_;
 };
 
-// How many ranks run on this machine, this one included. Collective.
-int ranks_on_this_machine(Communicator& world);
+// The ranks on this machine: how many, and which of them this one is. Collective.
+struct MachineRanks {
+  int count = 1, index = 0;
+};
+MachineRanks ranks_on_this_machine(Communicator& world);
 
 // Text of any length from `root` to all, and from all to `root` (in rank order; empty elsewhere). Collective.
 std::string broadcast_text(Communicator& group, std::string text, int root);

@@ -1,10 +1,10 @@
 #include "parallel/pipeline.h"
 
 #include <algorithm>
-#include <cstring>
 
 #include "balance/schedule.h"
 #include "device/event.h"
+#include "device/memory.h"
 
 namespace sb {
 namespace {
@@ -33,9 +33,9 @@ std::vector<int> split_layers_evenly(int layers, int stages) {
 
 class Pipeline::Channel {
  public:
-  Channel(Arena& arena, Communicator& group, int other, int tag, int64_t max_tokens, int64_t hidden)
+  Channel(Arena& arena, Communicator& group, int other, int tag, int64_t max_tokens, int64_t hidden, DType dtype)
       : group_(group), other_(other), tag_(tag) {
-    for (TensorView& buffer : buffers_) buffer = arena.allocate(DType::f32, {max_tokens, hidden});
+    for (TensorView& buffer : buffers_) buffer = arena.allocate(dtype, {max_tokens, hidden});
   }
 
   // A message of `tokens` rows is asked for; up to two may be under way.
@@ -52,10 +52,10 @@ class Pipeline::Channel {
   }
 
   // Copies the rows and sends them; waits only while both buffers are still on their way.
-  void send(TensorView rows) {
+  void send(const Exec& exec, TensorView rows) {
     const int slot = posted_++ % kBuffers;
     requests_[slot].wait();
-    std::memcpy(buffers_[slot].raw(), rows.raw(), static_cast<size_t>(rows.bytes()));
+    copy_tensor(exec, rows, buffers_[slot].rows(0, rows.dim(0)));
     requests_[slot] = group_.send_async(buffers_[slot].raw(), rows.bytes(), other_, tag_);
   }
   void finish() {
@@ -106,9 +106,9 @@ class Pipeline::Timer {
   std::vector<Operation> kinds_;
 };
 
-int64_t Pipeline::buffer_bytes(int stage, int stages, int64_t hidden_size, int64_t max_micro_batch_tokens) {
-  return channels(stage, stages) * kBuffers *
-         Arena::rounded(max_micro_batch_tokens * hidden_size * dtype_bytes(DType::f32));
+int64_t Pipeline::buffer_bytes(int stage, int stages, int64_t hidden_size, int64_t max_micro_batch_tokens,
+                               DType dtype) {
+  return channels(stage, stages) * kBuffers * Arena::rounded(max_micro_batch_tokens * hidden_size * dtype_bytes(dtype));
 }
 
 Pipeline::Pipeline(Stage& stage, Communicator& group, int64_t max_micro_batch_tokens)
@@ -116,12 +116,15 @@ Pipeline::Pipeline(Stage& stage, Communicator& group, int64_t max_micro_batch_to
       group_(group),
       previous_(group.rank() - 1),
       next_(group.rank() + 1 < group.size() ? group.rank() + 1 : -1),
-      arena_("pipeline buffers",
-             buffer_bytes(group.rank(), group.size(), stage.config().hidden_size, max_micro_batch_tokens)) {
+      arena_(make_arena("pipeline buffers",
+                        buffer_bytes(group.rank(), group.size(), stage.config().hidden_size, max_micro_batch_tokens,
+                                     stage.options().dtype),
+                        stage.options().device)) {
   SB_CHECK(stage.first() == (previous_ < 0) && stage.last() == (next_ < 0), "stage {} of {} has other layers",
            group.rank(), group.size());
   const auto channel = [&](int other, int tag) {
-    return std::make_unique<Channel>(arena_, group_, other, tag, max_micro_batch_tokens, stage.config().hidden_size);
+    return std::make_unique<Channel>(arena_, group_, other, tag, max_micro_batch_tokens, stage.config().hidden_size,
+                                     stage.options().dtype);
   };
   if (previous_ >= 0) {
     inputs_ = channel(previous_, kActivations);
@@ -171,7 +174,7 @@ Pipeline::Result Pipeline::train(const Exec& exec, std::span<const MicroBatch> b
       // Only now that backward is queued: a device does not wait for the host to read the loss.
       if (next_ < 0) result.loss += stage_.loss(slot);
       if (output_gradients_ && i + kBuffers < count) output_gradients_->post_receive(tokens(i + kBuffers));
-      if (input_gradients_) input_gradients_->send(down);
+      if (input_gradients_) input_gradients_->send(exec, down);
     }
   }
   for (const auto& channel : {&inputs_, &output_gradients_, &input_gradients_})

@@ -19,7 +19,8 @@ std::vector<int> split_layers_evenly(int layers, int stages);
 
 // Runs one stage of a pipeline: micro-batches of different sizes in the order of 1F1B, the very order that
 // balance/schedule.h predicts. Activations and gradients travel with their real size while other micro-batches are
-// computed. A pipeline of one stage is forward and backward of each micro-batch in turn.
+// computed. A pipeline of one stage is forward and backward of each micro-batch in turn. Buffers lie on the stage's
+// device, and so must those that the group takes.
 class Pipeline {
  public:
   // `group`: the stages, in order. The stage needs slots(...) slots.
@@ -29,7 +30,7 @@ class Pipeline {
   // Micro-batches that a stage holds at once, at most.
   static int slots(int stage, int stages) { return stages - stage; }
   // What the constructor will allocate.
-  static int64_t buffer_bytes(int stage, int stages, int64_t hidden_size, int64_t max_micro_batch_tokens);
+  static int64_t buffer_bytes(int stage, int stages, int64_t hidden_size, int64_t max_micro_batch_tokens, DType dtype);
 
   struct Operation {
     int micro_batch;

@@ -60,9 +60,13 @@ void ShardedAdamW::update(const Exec& exec, const AdamWStep& step) {
         {flat(parameters_.values()), flat(parameters_.gradients()), first_moment_.rows(place, place + own.size()),
          second_moment_.rows(place, place + own.size()), flat(parameters_.rounded_weights()), TensorView()});
     // On its way while the next bucket is updated.
-    if (replicas_.size() > 1)
-      gathering.push_back(replicas_.all_gather_async(parameters_.values().f32() + layout_.bucket(bucket).begin,
-                                                     own.size(), CommType::f32));
+    if (replicas_.size() > 1) {
+      const TensorView read =
+          parameters_.rounded_weights().empty() ? parameters_.values() : parameters_.rounded_weights();
+      const FlatRange range = layout_.bucket(bucket);
+      gathering.push_back(replicas_.all_gather_async(read.rows(range.begin, range.end).raw(),
+                                                     own.size() * dtype_bytes(read.dtype()), CommType::u8));
+    }
   }
   for (CommRequest& request : gathering) request.wait();
 }

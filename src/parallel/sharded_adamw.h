@@ -13,7 +13,8 @@
 namespace sb {
 
 // AdamW whose moments are spread over the replicas of a stage (ZeRO-1): each rank updates its own pieces and gathers
-// the others' values.
+// the others'. Where the operations read rounded weights these are gathered, and the fp32 values of the other ranks'
+// pieces are out of date from the first update on.
 class ShardedAdamW {
  public:
   ShardedAdamW(ParameterSet& parameters, const ShardLayout& layout, Communicator& replicas);
@@ -23,7 +24,7 @@ class ShardedAdamW {
 
   // Σ gradient² over this rank's pieces, in fp64. `left_out`: a bucket that another rank counts; -1: none.
   double squared_norm(const Exec& exec, int left_out) const;
-  // Needs the reduced gradients of the own pieces. Afterwards all ranks have the same values. step.weight_decay is for
+  // Needs the reduced gradients of the own pieces. Afterwards all ranks read the same values. step.weight_decay is for
   // the parameters that decay.
   void update(const Exec& exec, const AdamWStep& step);
 

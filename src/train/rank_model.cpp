@@ -23,8 +23,8 @@ StageOptions RankModelOptions::stage(int index) const {
   return options;
 }
 
-RankModel::RankModel(const RankModelOptions& options, Attention& attention, Communicator& world)
-    : grid_(world, options.grid),
+RankModel::RankModel(const RankModelOptions& options, Attention& attention, Communicator& world, Communicator* data)
+    : grid_(world, options.grid, data),
       layout_(options.model, options.first_layers, options.grid.dp * options.grid.cp),
       stage_(options.model, options.stage(grid_.stage()), attention, options.threads),
       pipeline_(stage_, grid_.pipeline(), options.max_micro_batch_tokens),
@@ -39,8 +39,8 @@ MemoryPlan RankModel::memory_plan(const RankModelOptions& options, const Attenti
   MemoryPlan plan = Stage::memory_plan(options.model, own, attention, options.threads);
   plan.add("optimizer", ShardedAdamW::bytes(Stage::declare_parameters(options.model, own).flat_elements(), own.shards));
   if (options.grid.pp > 1)
-    plan.add("pipeline buffers",
-             Pipeline::buffer_bytes(stage, options.grid.pp, options.model.hidden_size, options.max_micro_batch_tokens));
+    plan.add("pipeline buffers", Pipeline::buffer_bytes(stage, options.grid.pp, options.model.hidden_size,
+                                                        options.max_micro_batch_tokens, options.dtype));
   return plan;
 }
 
@@ -59,11 +59,20 @@ double RankModel::reduce(const Exec& exec) {
   return std::sqrt(grid_.world().all_reduce(own));
 }
 
+void RankModel::settle() {
+  grid_.replicas().barrier();
+  grid_.pipeline().barrier();
+}
+
 std::vector<SafetensorsTensor> RankModel::weights() {
+  const bool all_have_all = stage_.parameters().rounded_weights().empty();
   std::vector<SafetensorsTensor> tensors;
   for (const ModelLayout::Tensor& tensor : layout_.tensors())
-    tensors.push_back({tensor.flat.name, tensor.flat.shape, nullptr,
-                       [this, &tensor] { return collector_.replicated(tensor, stage_.parameters().values()); }});
+    tensors.push_back({tensor.flat.name, tensor.flat.shape, nullptr, [this, &tensor, all_have_all] {
+                         const TensorView values = stage_.parameters().values();
+                         return all_have_all ? collector_.replicated(tensor, values)
+                                             : collector_.in_pieces(tensor, values);
+                       }});
   return tensors;
 }
 

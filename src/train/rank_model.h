@@ -38,7 +38,8 @@ struct RankModelOptions {
 // ranks. Everything but memory_plan() and stage() is collective.
 class RankModel {
  public:
-  RankModel(const RankModelOptions& options, Attention& attention, Communicator& world);
+  // `data`: all ranks for memory of their devices; nullptr: the world.
+  RankModel(const RankModelOptions& options, Attention& attention, Communicator& world, Communicator* data = nullptr);
 
   // What a rank of this stage takes.
   static MemoryPlan memory_plan(const RankModelOptions& options, const Attention& attention, int stage);
@@ -54,6 +55,9 @@ class RankModel {
   // Ends the reduction; the norm of the whole gradient.
   double reduce(const Exec& exec);
   void update(const Exec& exec, const AdamWStep& step) { optimizer_.update(exec, step); }
+
+  // Until nothing is on its way between ranks any more; throws what failed in the meantime.
+  void settle();
 
   // All tensors of the model, for writing on rank 0; the other ranks serve() them in the same order.
   std::vector<SafetensorsTensor> weights();

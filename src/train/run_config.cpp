@@ -343,6 +343,13 @@ void add_parallel(OptionTable& table, Draft& draft) {
   table.integer("parallel.node_size", &parallel.node_size, 0, 1 << 16,
                 "cp ranks of one machine: transfers between machines then hide behind a whole turn inside them; 0: a "
                 "plain ring");
+  table.choice<ParallelOptions::Backend>(
+      "parallel.backend", &parallel.backend,
+      {{"auto", ParallelOptions::Backend::automatic},
+       {"nccl", ParallelOptions::Backend::nccl},
+       {"staged", ParallelOptions::Backend::staged}},
+      "device: cuda: how data gets from GPU to GPU; staged: through host memory, also where ranks share a GPU; auto: "
+      "nccl where each rank has a GPU of its own, else staged");
   table.integer("parallel.timeout", &parallel.timeout, 1, 1 << 20,
                 "seconds that a rank waits for another before the run ends; longer than the longest micro-batch");
 }

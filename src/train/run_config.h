@@ -76,12 +76,14 @@ struct BalanceOptions {
 };
 
 struct ParallelOptions {
+  enum class Backend { automatic, nccl, staged };
   int dp = 1;
   int pp = 1;
   int cp = 1;
   ContextPlacement placement = ContextPlacement::triangular;  // of a sequence's blocks on cp ranks
-  int node_size = 0;      // cp ranks of one machine, for the hierarchical ring; 0: a plain ring
-  int64_t timeout = 600;  // seconds that a rank waits for another
+  int node_size = 0;                     // cp ranks of one machine, for the hierarchical ring; 0: a plain ring
+  Backend backend = Backend::automatic;  // device: cuda
+  int64_t timeout = 600;                 // seconds that a rank waits for another
 };
 
 struct OptimizerOptions {

@@ -92,10 +92,15 @@ Trainer::Trainer(const RunConfig& config, TrainerParts parts, RunDirectory& dire
       alone_(parts_.world ? nullptr : make_self_communicator()),
       world_(parts_.world ? parts_.world : alone_.get()),
       pool_(thread_count(config, parts_)),
-      device_(config.device, pool_, norm_scratch_bytes(config.device)),
-      exec_(device_.exec()),
-      peak_flops_(config.device == DeviceKind::cuda ? peak_bf16_flops(cuda::device_info().name) : 0),
-      model_(std::make_unique<RankModel>(rank_model_options(config_, parts_), parts_.attention, *world_)),
+      own_device_(parts_.device
+                      ? nullptr
+                      : std::make_unique<DeviceContext>(config.device, pool_, norm_scratch_bytes(config.device))),
+      exec_(parts_.device ? parts_.device->exec() : own_device_->exec()),
+      peak_flops_(config.device == DeviceKind::cuda
+                      ? peak_bf16_flops(cuda::device_info().name) / (parts_.device ? parts_.device->sharing() : 1)
+                      : 0),
+      model_(std::make_unique<RankModel>(rank_model_options(config_, parts_), parts_.attention, *world_,
+                                         parts_.device ? &parts_.device->data() : nullptr)),
       trace_(config.train.trace, leads() ? directory.path() / "trace.json" : std::filesystem::path(), world_->rank(),
              config.parallel.pp > 1 ? fmt::format("stage {}", model_->grid().stage()) : "training loop") {
   if (leads() && parts_.planner == nullptr) own_planner_ = make_step_planner(config_, parts_.model, limits_);
@@ -348,6 +353,7 @@ void Trainer::flush_trace() {
 void Trainer::save() {
   if (saved_step_ == state_.step) return;
   const auto span = trace_.span("save", state_.step);
+  model_->settle();
   const std::vector<SafetensorsTensor> weights = model_->weights(), moments = model_->moments();
   saved_step_ = state_.step;
   if (!leads()) {

@@ -18,6 +18,7 @@
 #include "train/checkpoint.h"
 #include "train/console.h"
 #include "train/packing.h"
+#include "train/rank_device.h"
 #include "train/rank_model.h"
 #include "train/run_config.h"
 #include "train/run_directory.h"
@@ -49,6 +50,8 @@ struct TrainerParts {
   int local_ranks = 1;
   StepPlanner* planner = nullptr;  // rank 0's; nullptr: as the configuration says
   std::vector<int> offload = {};   // layer inputs of every stage in host memory (Trainer::offload); empty: none
+  // Several ranks on GPUs: where this one computes and how its data gets to the others.
+  RankDevice* device = nullptr;
 };
 
 struct TrainSummary {
@@ -122,7 +125,7 @@ class Trainer {
   std::unique_ptr<Communicator> alone_;
   Communicator* world_;
   ThreadPool pool_;
-  DeviceContext device_;
+  std::unique_ptr<DeviceContext> own_device_;
   Exec exec_;
   double peak_flops_;  // of a rank's device; 0: unknown
   std::unique_ptr<RankModel> model_;

@@ -22,10 +22,11 @@ namespace {
 void refuse_unsupported(const RunConfig& config) {
   if (config.device == DeviceKind::cpu) return;
   cuda::require_device();
-  const ParallelOptions& parallel = config.parallel;
-  SB_USER_CHECK(parallel.dp == 1 && parallel.pp == 1 && parallel.cp == 1,
-                "device: cuda with parallel dp {}, pp {}, cp {}: one GPU so far; set all to 1 or use device: cpu",
-                parallel.dp, parallel.pp, parallel.cp);
+  SB_USER_CHECK(
+      config.parallel.cp == 1,
+      "device: cuda with parallel.cp {}: ranks that share sequences compute on CPUs so far; set it to 1 or use "
+      "device: cpu",
+      config.parallel.cp);
 }
 
 // Before anything is taken or written: a run started with another number of ranks says so at once.
@@ -50,12 +51,14 @@ std::unique_ptr<Attention> make_attention(const RunConfig& config, const ModelCo
   return std::make_unique<SparseAttention>(options);
 }
 
-std::string ranks_text(const RunConfig& config, const ModelConfig& model) {
+std::string ranks_text(const RunConfig& config, const ModelConfig& model, const RankDevice* device) {
   const ParallelOptions& parallel = config.parallel;
-  if (config.device == DeviceKind::cuda) return "1 process on " + cuda::device_info().name;
-  if (parallel.dp * parallel.pp * parallel.cp == 1) return "1 process";
-  std::string text = fmt::format("{} ranks: dp {} x pp {} x cp {}", parallel.dp * parallel.pp * parallel.cp,
-                                 parallel.dp, parallel.pp, parallel.cp);
+  if (parallel.dp * parallel.pp * parallel.cp == 1)
+    return config.device == DeviceKind::cuda ? "1 process on " + cuda::device_info().name : "1 process";
+  std::string text =
+      fmt::format("{}: dp {} x pp {} x cp {}",
+                  device ? device->text() : fmt::format("{} ranks", parallel.dp * parallel.pp * parallel.cp),
+                  parallel.dp, parallel.pp, parallel.cp);
   if (parallel.pp == 1) return text;
   const std::vector<int> first_layers = split_layers(config, model);
   std::vector<std::string> stages;
@@ -72,7 +75,7 @@ std::string header(const RunConfig& config, const TrainerParts& parts, int64_t m
   text += fmt::format(
       "\nlayout\n  {}, {} threads; {} sequences a step, at most {} sequences and {} tokens a "
       "micro-batch\n",
-      ranks_text(config, parts.model), thread_count(config, parts), config.batch.global_batch_size,
+      ranks_text(config, parts.model, parts.device), thread_count(config, parts), config.batch.global_batch_size,
       limits.max_sequences, limits.max_tokens);
   for (int stage = 0; stage < config.parallel.pp; ++stage) {
     text += config.parallel.pp == 1 ? "\nmemory plan\n" : fmt::format("\nmemory plan of a rank of stage {}\n", stage);
@@ -161,10 +164,16 @@ TrainSummary run_training(const RunConfig& config, std::FILE* out, bool terminal
   TrainerParts parts{model, *attention, *sources.train, sources.validation_set, console, stop_requested, sparse};
   parts.world = ranks.world;
   parts.local_ranks = ranks.local_ranks;
+  std::unique_ptr<RankDevice> device;
+  if (config.device == DeviceKind::cuda && ranks.world && ranks.world->size() > 1)
+    device = std::make_unique<RankDevice>(config, *ranks.world, ranks.local_rank, thread_count(config, parts));
+  parts.device = device.get();
 
-  // What the ranks of one machine share, or what is left on the GPU.
+  // What the ranks of one machine, or of one GPU, share of what is left there.
   const int64_t host_memory = available_host_memory() / ranks.local_ranks;
-  const int64_t memory = config.device == DeviceKind::cuda ? device_memory() : host_memory;
+  const int64_t memory =
+      config.device == DeviceKind::cuda ? device_memory() / (device ? device->sharing() : 1) : host_memory;
+  if (device) ranks.world->barrier();  // before anybody takes any
   parts.offload = Trainer::offload(config, parts, memory);
   if (leads) console.text(header(config, parts, memory));
   const int stage = ranks.world ? ranks.world->rank() / config.parallel.cp % config.parallel.pp : 0;

@@ -12,6 +12,7 @@ namespace sb {
 struct RunRanks {
   Communicator* world = nullptr;  // nullptr: this process alone
   int local_ranks = 1;            // on this machine, this one included
+  int local_rank = 0;             // which of them this one is
 };
 
 // Everything `sparsebalance train` does with a configuration: builds what it names, prints the header with the memory

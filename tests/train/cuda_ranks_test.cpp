@@ -1,0 +1,261 @@
+// Several ranks on GPUs. Ranks are threads that share one GPU, their data goes through host memory: the same loss and
+// gradients as one rank, and the same runs.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <cstdlib>
+#include <fstream>
+#include <map>
+#include <mutex>
+#include <nlohmann/json.hpp>
+#include <numeric>
+
+#include "attention/cuda/cuda_attention.h"
+#include "comm/device_communicator.h"
+#include "comm/thread_communicator.h"
+#include "core/errors.h"
+#include "device/cuda.h"
+#include "tests/data/temporary_folder.h"
+#include "tests/model/model_fixture.h"
+#include "train/rank_model.h"
+#include "train/step_sums.h"
+#include "train/training_run.h"
+
+namespace sb::test {
+namespace {
+
+// Micro-batches of every data-parallel rank, by the places of their sequences.
+using Arrangement = std::vector<std::vector<std::vector<int>>>;
+
+struct Outcome {
+  LossSums loss;
+  double norm = 0;
+  Tensors gradients;                             // of the whole model
+  Tensors weights, moments;                      // what a checkpoint would hold after an update
+  std::vector<std::vector<float>> weights_read;  // by the operations of every rank
+};
+
+ModelConfig model_of(bool tied) {
+  ModelConfig model = tiny_config(ModelConfig::Family::qwen2);
+  model.layers = 4;
+  model.hidden_size = 128;
+  model.heads = 4;
+  model.kv_heads = 2;
+  model.head_dim = 64;
+  model.intermediate_size = 192;
+  model.max_position_embeddings = 1024;
+  model.tie_word_embeddings = tied;
+  return model;
+}
+
+Outcome run(const ModelConfig& config, const std::vector<std::vector<int32_t>>& sequences, DType dtype,
+            const GridShape& grid, const Arrangement& arrangement) {
+  RankModelOptions options;
+  options.model = config;
+  options.first_layers = split_layers_evenly(config.layers, grid.pp);
+  options.grid = grid;
+  options.device = DeviceKind::cuda;
+  options.dtype = dtype;
+  options.loss_chunk = 100;
+  for (const auto& sequence : sequences) {
+    options.max_micro_batch_tokens += std::ssize(sequence);
+    options.max_sequence_length = std::max(options.max_sequence_length, std::ssize(sequence));
+  }
+  const int64_t targets = count_targets(sequences);
+  Outcome outcome;
+  outcome.weights_read.resize(static_cast<size_t>(grid.ranks()));
+  std::mutex mutex;
+  run_thread_ranks(grid.ranks(), [&](Communicator& world) {
+    const TestExec run(1, DeviceKind::cuda);
+    const auto data = make_staged_communicator(world, {DeviceKind::cuda, run.exec.stream}, 1 << 16);
+    SelectionConfig dense;
+    dense.pattern = SelectionPattern::dense;
+    const auto attention = make_cuda_attention({.attention = {dense, config.layers, 0}});
+    RankModel model(options, *attention, world, data.get());
+    model.stage().initialize(7);
+
+    std::vector<MicroBatch> batches;
+    for (const std::vector<int>& places : arrangement[static_cast<size_t>(model.grid().dp_rank())]) {
+      std::vector<std::vector<int32_t>> members;
+      for (const int place : places) members.push_back(sequences[static_cast<size_t>(place)]);
+      batches.push_back(pack(members, targets));
+    }
+    const Pipeline::Result result = model.forward_backward(run.exec, batches, {});
+    const LossSums loss = sum_over_ranks(world, result.loss);
+    const double norm = model.reduce(run.exec);
+    const std::vector<float> gradients = host_values(model.stage().parameters().gradients());
+    const ModelLayout layout(config, options.first_layers, grid.dp);
+    {
+      std::lock_guard lock(mutex);
+      for (const ModelLayout::Tensor& tensor : layout.tensors()) {
+        std::vector<float>& whole = outcome.gradients[tensor.flat.name];
+        whole.resize(static_cast<size_t>(tensor.flat.end - tensor.flat.begin));
+        if (tensor.stage != model.grid().stage()) continue;
+        for (const auto& segment : layout.shards(tensor.stage).segments({tensor.flat.begin, tensor.flat.end}))
+          if (segment.shard == model.grid().dp_rank())
+            std::copy(gradients.begin() + segment.flat.begin, gradients.begin() + segment.flat.end,
+                      whole.begin() + (segment.flat.begin - tensor.flat.begin));
+      }
+      if (world.rank() == 0) outcome.loss = loss, outcome.norm = norm;
+    }
+    model.update(run.exec, {1e-2f, 0.9f, 0.95f, 1e-8f, 0.1f, 1, 1.0f});
+    model.settle();
+    const ParameterSet& parameters = model.stage().parameters();
+    outcome.weights_read[static_cast<size_t>(world.rank())] =
+        host_values(dtype == DType::f32 ? parameters.values() : parameters.rounded_weights());
+    const auto collect = [&](const std::vector<SafetensorsTensor>& tensors, Tensors& into) {
+      for (const SafetensorsTensor& tensor : tensors)
+        if (const float* values = tensor.fetch()) into[tensor.name].assign(values, values + tensor.elements());
+    };
+    Tensors weights, moments;
+    collect(model.weights(), weights);
+    collect(model.moments(), moments);
+    if (world.rank() != 0) return;
+    outcome.weights = std::move(weights);
+    outcome.moments = std::move(moments);
+  });
+  return outcome;
+}
+
+class CudaRanks : public testing::TestWithParam<DType> {
+ protected:
+  void SetUp() override {
+    if (!cuda::problem().empty()) GTEST_SKIP() << cuda::problem();
+  }
+};
+
+INSTANTIATE_TEST_SUITE_P(Types, CudaRanks, testing::Values(DType::f32, DType::bf16),
+                         [](const auto& given) { return std::string(dtype_name(given.param)); });
+
+// fp32: nothing but the order of sums differs. bf16: activations are rounded to 8 bits, and products of other sizes
+// round some the other way.
+TEST_P(CudaRanks, AnyGridGivesTheGradientsOfOneRank) {
+  const double loss_tolerance = GetParam() == DType::f32 ? 1e-5 : 2e-3;
+  const double gradient_tolerance = GetParam() == DType::f32 ? 1e-5 : 2e-2;
+  for (const bool tied : {true, false}) {
+    const ModelConfig config = model_of(tied);
+    const auto sequences = random_sequences({9, 200, 65, 130, 2, 317, 80}, config.vocab_size, 11);
+    const Outcome one = run(config, sequences, GetParam(), {1, 1}, {{{0, 1, 2, 3, 4, 5, 6}}});
+    const Arrangement alone = {{{3, 6}, {5}, {0, 1}, {2, 4}}}, two = {{{3}, {0, 6}}, {{5}, {4, 1, 2}}};
+    const std::vector<std::pair<GridShape, Arrangement>> grids = {
+        {{1, 1}, alone}, {{2, 1}, two}, {{1, 2}, alone}, {{1, 3}, alone}, {{2, 2}, two}};
+    for (const auto& [grid, arrangement] : grids) {
+      SCOPED_TRACE(fmt::format("tied {}, dp {}, pp {}", tied, grid.dp, grid.pp));
+      const Outcome got = run(config, sequences, GetParam(), grid, arrangement);
+      EXPECT_NEAR(got.loss.weighted, one.loss.weighted, loss_tolerance * one.loss.weighted);
+      EXPECT_EQ(got.loss.targets, one.loss.targets);
+      EXPECT_NEAR(got.norm, one.norm, gradient_tolerance * one.norm);
+      EXPECT_LT(largest_relative_difference(got.gradients, one.gradients), gradient_tolerance);
+      // Copies are bit-equal after an update, and a checkpoint has what one rank's would have.
+      for (int dp = 1; dp < grid.dp; ++dp)
+        for (int stage = 0; stage < grid.pp; ++stage)
+          EXPECT_EQ(got.weights_read[static_cast<size_t>(dp * grid.pp + stage)],
+                    got.weights_read[static_cast<size_t>(stage)]);
+      EXPECT_LT(largest_relative_difference(got.moments, one.moments), 2 * gradient_tolerance);
+      EXPECT_EQ(got.weights.size(), one.weights.size());
+    }
+  }
+}
+
+// What is saved is the fp32 values that the ranks' pieces were updated to.
+TEST_P(CudaRanks, TheCheckpointHasEveryRanksPieces) {
+  const ModelConfig config = model_of(true);
+  const auto sequences = random_sequences({100, 100}, config.vocab_size, 5);
+  // Both ranks have the same sequence: the mean of their gradients is that of each, whatever the number of ranks.
+  const Outcome one = run(config, {sequences[0], sequences[0]}, GetParam(), {1, 1}, {{{0}, {1}}});
+  const Outcome two = run(config, {sequences[0], sequences[0]}, GetParam(), {2, 1}, {{{0}}, {{1}}});
+  EXPECT_LT(largest_relative_difference(two.weights, one.weights), 1e-4);
+  ASSERT_EQ(two.weights.count("model.embed_tokens.weight"), 1u);
+}
+
+RunConfig config_of(const std::string& output, const std::vector<std::string>& overrides) {
+  const std::string yaml = R"(
+device: cuda
+model:
+  init: {model_type: qwen2, vocab_size: 64, hidden_size: 128, intermediate_size: 256, num_hidden_layers: 2,
+         num_attention_heads: 4, num_key_value_heads: 2, head_dim: 64, initializer_range: 0.1, tie_word_embeddings: true}
+data:
+  synthetic: {task: chunk_recall, vocab_size: 64, length: 700, min_length: 60, chunk: 4}
+batch: {global_batch_size: 6, micro_batch_sequences: 2}
+attention: {pattern: dense, coverage_rows: 0}
+optimizer: {learning_rate: 2.0e-3, schedule: constant}
+train: {max_steps: 20, save_steps: 10, threads: 1, validation_sequences: 2, tensorboard: false}
+)";
+  std::vector<std::string> all = {"train.output_dir=" + output};
+  all.insert(all.end(), overrides.begin(), overrides.end());
+  return parse_run_config(yaml, "run.yaml", all);
+}
+
+std::map<int64_t, double> losses_of(const RunConfig& config) {
+  std::map<int64_t, double> losses;
+  std::ifstream in(config.train.output_dir / "metrics.jsonl");
+  for (std::string line; std::getline(in, line);) {
+    const auto json = nlohmann::json::parse(line);
+    if (json.contains("loss")) losses[json["step"].get<int64_t>()] = json["loss"].get<double>();
+  }
+  return losses;
+}
+
+std::map<int64_t, double> train(const RunConfig& config) {
+  const int ranks = config.parallel.dp * config.parallel.pp * config.parallel.cp;
+  std::FILE* out = std::fopen("/dev/null", "w");
+  run_thread_ranks(ranks, [&](Communicator& world) {
+    run_training(config, out, false, [] { return false; }, {&world, ranks, world.rank()});
+  });
+  std::fclose(out);
+  return losses_of(config);
+}
+
+class CudaRuns : public testing::Test {
+ protected:
+  void SetUp() override {
+    if (!cuda::problem().empty()) GTEST_SKIP() << cuda::problem();
+  }
+  TemporaryFolder folder_;
+};
+
+void expect_close(const std::map<int64_t, double>& got, const std::map<int64_t, double>& expected, double tolerance) {
+  ASSERT_EQ(got.size(), expected.size());
+  for (const auto& [step, loss] : expected) EXPECT_NEAR(got.at(step) / loss, 1, tolerance) << "step " << step;
+}
+
+TEST_F(CudaRuns, FollowOneRank) {
+  const auto one = train(config_of(folder_.path("one"), {}));
+  ASSERT_EQ(one.size(), 20u);
+  EXPECT_LT(one.at(20), one.at(1));
+  expect_close(train(config_of(folder_.path("dp"), {"parallel.dp=2"})), one, 0.03);
+  expect_close(train(config_of(folder_.path("pp"), {"parallel.pp=2"})), one, 0.03);
+  expect_close(train(config_of(folder_.path("both"), {"parallel.dp=2", "parallel.pp=2"})), one, 0.03);
+}
+
+TEST_F(CudaRuns, GoOnWithOtherRanks) {
+  const auto whole = train(config_of(folder_.path("whole"), {}));
+  train(config_of(folder_.path("parts"), {"parallel.dp=2", "train.max_steps=10"}));
+  train(config_of(folder_.path("parts"), {"train.max_steps=15"}));
+  expect_close(train(config_of(folder_.path("parts"), {"parallel.pp=2"})), whole, 0.03);
+}
+
+TEST_F(CudaRuns, NcclIsRefusedWhereRanksShareAGpu) {
+  if (cuda::device_count() > 1) GTEST_SKIP() << "each rank has a GPU";
+  try {
+    train(config_of(folder_.path("nccl"), {"parallel.dp=2", "parallel.backend=nccl"}));
+    FAIL() << "nothing was thrown";
+  } catch (const UserError& error) {
+    EXPECT_THAT(error.what(), testing::HasSubstr("2 ranks have 1"));
+    EXPECT_THAT(error.what(), testing::HasSubstr("parallel.backend: staged"));
+  }
+}
+
+TEST_F(CudaRuns, ProcessesShareAGpu) {
+  if (std::system("command -v mpirun > /dev/null") != 0) GTEST_SKIP() << "no mpirun on this machine";
+  const auto one = train(config_of(folder_.path("one"), {}));
+  const RunConfig config = config_of(folder_.path("mpi"), {"parallel.dp=2"});
+  const std::string file = folder_.path("run.yaml");
+  std::ofstream(file) << print_run_config(config);
+  const std::string command = fmt::format("{} train {} --ranks 2 > {} 2>&1", SB_PROGRAM, file, folder_.path("log"));
+  ASSERT_EQ(std::system(command.c_str()), 0) << std::ifstream(folder_.path("log")).rdbuf();
+  expect_close(losses_of(config), one, 0.03);
+}
+
+}  // namespace
+}  // namespace sb::test
