@@ -157,8 +157,9 @@ std::vector<Setting> settings(int64_t budget) {
   base.dense_below = 0;
   std::vector<Setting> all;
   const auto add = [&](const std::string& name, SelectionPattern pattern, SelectionOrder order, BlockScore score,
-                       int query_block, int step) {
+                       int query_block, int step, int score_tokens = 0) {
     Setting setting{name, base};
+    setting.selection.score_tokens = score_tokens;
     setting.selection.pattern = pattern;
     setting.selection.order = order;
     setting.selection.score = score;
@@ -182,6 +183,26 @@ std::vector<Setting> settings(int64_t budget) {
     add("mass | causal | " + by + " | 16 | 1", SelectionPattern::mass, causal, score, 16, 1);
     add("mass | lookahead | " + by + " | 16 | –", SelectionPattern::mass, lookahead, score, 16, 1);
     add("topp | causal | " + by + " | 16 | 1", SelectionPattern::topp, causal, score, 16, 1);
+  }
+  // Parts of blocks: with single keys the estimate is exact, which is the most that choosing whole blocks can reach.
+  for (const BlockScore score : {BlockScore::moments, BlockScore::mean}) {
+    for (const int part : {1, 2, 4, 8, 16}) {
+      if (part == 1 && score == BlockScore::mean) continue;  // a single key has no variance
+      const std::string by =
+          part == 1 ? "single keys" : fmt::format("{} of {}", score == BlockScore::moments ? "moments" : "mean", part);
+      add(fmt::format("topk | causal | {} | 16 | 1", by), SelectionPattern::topk, SelectionOrder::causal, score, 16, 1,
+          part);
+      if (part == 1 || part == 4) {
+        add(fmt::format("topk | every token | {} | 1 | –", by), SelectionPattern::topk, SelectionOrder::causal, score,
+            1, 1, part);
+        add(fmt::format("topk | lookahead | {} | 16 | –", by), SelectionPattern::topk, SelectionOrder::lookahead, score,
+            16, 1, part);
+      }
+      if (part == 1) {
+        add("mass | causal | single keys | 16 | 1", SelectionPattern::mass, SelectionOrder::causal, score, 16, 1, part);
+        add("topp | causal | single keys | 16 | 1", SelectionPattern::topp, SelectionOrder::causal, score, 16, 1, part);
+      }
+    }
   }
   add("vertical_slash | lookahead | last queries | 64 | –", SelectionPattern::vertical_slash, SelectionOrder::lookahead,
       BlockScore::moments, 64, 1);

@@ -27,6 +27,10 @@ PATTERNS = {
     "topk causal, moments, query block 2": dict(CAUSAL, query_block=2, budget_factor=1.016),
     "topk causal, moments, query block 4": dict(CAUSAL, query_block=4, budget_factor=1.046),
     "topk causal, moments, query block 16": dict(CAUSAL, query_block=16, budget_factor=1.22),
+    "topk causal, moments, query block 2, score_tokens 1": dict(CAUSAL, query_block=2, budget_factor=1.016, score_tokens=1),
+    "topk causal, moments, query block 16, score_tokens 1": dict(CAUSAL, query_block=16, budget_factor=1.22, score_tokens=1),
+    "topk causal, moments, query block 16, score_tokens 4": dict(CAUSAL, query_block=16, budget_factor=1.22, score_tokens=4),
+    "topk look-ahead, mean, query block 16, score_tokens 1": dict(LOOKAHEAD, query_block=16, score_tokens=1),
     "topk look-ahead, mean, query block 16": dict(LOOKAHEAD, query_block=16),
     "topk look-ahead, mean, query block 128": dict(LOOKAHEAD, query_block=128, budget_factor=1.015),
 }

@@ -65,9 +65,9 @@ void SparseAttention::choose(const Exec& exec, int layer, const AttentionShape& 
     request.k = operands.k.rows(sequences.cu_seqlens[s], sequences.cu_seqlens[s + 1]).f32();
     request.place = index.sequences()[s];
     if (selection.pattern != SelectionPattern::window && selection.pattern != SelectionPattern::vertical_slash) {
-      statistics_.resize(BlockStatistics::floats(selection.score, shape, request.tiles.blocks()));
-      BlockStatistics::fill(exec, shape, selection.score, request.k, request.tiles.tokens, selection.block,
-                            statistics_.data());
+      const BlockScoring scoring(selection);
+      statistics_.resize(BlockStatistics::floats(scoring, shape, request.tiles.blocks()));
+      BlockStatistics::fill(exec, shape, scoring, request.k, request.tiles.tokens, statistics_.data());
       request.statistics = statistics_.data();
     }
     selector_.select(exec, request, builder_);
@@ -90,16 +90,19 @@ void SparseAttention::forward(const Exec& exec, int layer, const AttentionShape&
   for (int s = 0; s < sequences.sequences(); ++s) {
     const SequenceTiles tiles = tiles_of(sequences, s);
     if (tiles.tokens == 0) continue;
-    CoverageRequest request;
-    request.q = operands.q.rows(sequences.cu_seqlens[s], sequences.cu_seqlens[s + 1]).f32();
-    request.k = operands.k.rows(sequences.cu_seqlens[s], sequences.cu_seqlens[s + 1]).f32();
-    request.score = options_.selection.score;
-    request.rows = options_.coverage_rows;
-    request.index = &chosen;
-    request.sequence = s;
-    statistics_.resize(BlockStatistics::floats(request.score, shape, tiles.blocks()));
-    BlockStatistics::fill(exec, shape, request.score, request.k, tiles.tokens, tiles.block, statistics_.data());
-    request.statistics = statistics_.data();
+    const BlockScoring scoring(options_.selection);
+    const float* k = operands.k.rows(sequences.cu_seqlens[s], sequences.cu_seqlens[s + 1]).f32();
+    statistics_.resize(BlockStatistics::floats(scoring, shape, tiles.blocks()));
+    BlockStatistics::fill(exec, shape, scoring, k, tiles.tokens, statistics_.data());
+    const CoverageRequest request{
+        .q = operands.q.rows(sequences.cu_seqlens[s], sequences.cu_seqlens[s + 1]).f32(),
+        .k = k,
+        .statistics = statistics_.data(),
+        .scoring = scoring,
+        .rows = options_.coverage_rows,
+        .index = &chosen,
+        .sequence = s,
+    };
     report_.samples.push_back({layer, tiles.tokens, measure_coverage(exec, shape, tiles, request)});
     layer_report.coverage += report_.samples.back().sample.held * static_cast<double>(tiles.tokens);
     layer_report.covered_tokens += tiles.tokens;

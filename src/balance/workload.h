@@ -20,7 +20,8 @@ struct Sequence {
 struct AttentionSpec {
   int64_t block = 128;
   int64_t query_block = 16;
-  int64_t budget = 8192;  // keys per query, the base that tuning starts from
+  int64_t score_tokens = 0;  // keys that selection judges together; 0: a block
+  int64_t budget = 8192;     // keys per query, the base that tuning starts from
   int64_t sink_blocks = 1;
   int64_t local_blocks = 2;
   int64_t dense_below = -1;       // sequences up to this length run dense; -1: the budget
@@ -49,7 +50,7 @@ struct Work {
   double tokens = 0;
   double tiles = 0;   // query tiles
   double pairs = 0;   // selected query × key token pairs
-  double scores = 0;  // query × key-block scores that selection computes
+  double scores = 0;  // query × key-block (or part of one) scores that selection computes
   Work& operator+=(const Work& other) {
     tokens += other.tokens;
     tiles += other.tiles;
@@ -63,7 +64,7 @@ inline Work work_of(const AttentionSpec& spec, int64_t tokens, int64_t budget) {
   const double n = static_cast<double>(tokens);
   const bool dense = budget >= tokens;
   return {n, static_cast<double>((tokens + spec.query_block - 1) / spec.query_block), selected_pairs(tokens, budget),
-          dense ? 0.0 : 0.5 * n * n / static_cast<double>(spec.block)};
+          dense ? 0.0 : 0.5 * n * n / static_cast<double>(spec.score_tokens > 0 ? spec.score_tokens : spec.block)};
 }
 
 }  // namespace sb

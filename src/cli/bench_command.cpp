@@ -19,7 +19,7 @@ struct AttentionBench {
   std::vector<int64_t> sequences = {16384};
   std::vector<double> densities = {0.1};
   int heads = 14, kv_heads = 2, head_dim = 64;
-  int block = 128, query_block = 16, threads = 0, repeats = 2;
+  int block = 128, query_block = 16, score_tokens = 0, threads = 0, repeats = 2;
   std::string pattern = "topk", selection = "causal", score = "moments", json;
 };
 
@@ -119,6 +119,7 @@ void run_attention_bench(const AttentionBench& options) {
       sparse.selection.pattern = parse_selection_pattern(options.pattern);
       sparse.selection.order = parse_selection_order(options.selection);
       sparse.selection.score = parse_block_score(options.score);
+      sparse.selection.score_tokens = options.score_tokens;
       sparse.selection.block = options.block;
       sparse.selection.query_block = options.query_block;
       // A query sees k keys, or all it has: (2·k·n - k²) / n² of the causal pairs.
@@ -186,6 +187,8 @@ void add_bench_command(CLI::App& app) {
       ->capture_default_str();
   attention->add_option("--selection", options->selection, "causal or lookahead")->capture_default_str();
   attention->add_option("--score", options->score, "moments or mean")->capture_default_str();
+  attention->add_option("--score-tokens", options->score_tokens, "Keys of a block judged together; 0: the whole block")
+      ->capture_default_str();
   attention->add_option("--threads", options->threads, "Threads; 0: all cores")
       ->check(CLI::Range(0, 1024))
       ->capture_default_str();

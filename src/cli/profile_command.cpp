@@ -186,6 +186,8 @@ void add_profile_command(CLI::App& app) {
       ->capture_default_str();
   command->add_option("--block", a->engine.spec.block, "tokens a key block")->capture_default_str();
   command->add_option("--query-block", a->engine.spec.query_block, "tokens a query block")->capture_default_str();
+  command->add_option("--score-tokens", a->engine.spec.score_tokens, "keys that selection judges together; 0: a block")
+      ->capture_default_str();
   command->add_option("--recompute", a->engine.recompute, "none, attention or layer, as the run will have it")
       ->check(CLI::IsMember({"none", "attention", "layer"}))
       ->capture_default_str();

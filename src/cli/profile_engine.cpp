@@ -113,6 +113,7 @@ std::unique_ptr<Attention> make_attention(const ProfileEngineOptions& profile) {
   const AttentionSpec& spec = profile.spec;
   options.selection.block = static_cast<int>(spec.block);
   options.selection.query_block = static_cast<int>(spec.query_block);
+  options.selection.score_tokens = static_cast<int>(spec.score_tokens);
   options.selection.budget = spec.budget;
   options.selection.sink_blocks = static_cast<int>(spec.sink_blocks);
   options.selection.local_blocks = static_cast<int>(spec.local_blocks);

@@ -327,6 +327,8 @@ void add_simulate_command(CLI::App& app) {
   command->add_option("--budget", a->spec.budget, "keys per query, the base")->capture_default_str();
   command->add_option("--block", a->spec.block, "tokens a key block")->capture_default_str();
   command->add_option("--query-block", a->spec.query_block, "tokens a query block")->capture_default_str();
+  command->add_option("--score-tokens", a->spec.score_tokens, "keys that selection judges together; 0: a block")
+      ->capture_default_str();
   command->add_option("--max-budget", a->spec.max_budget, "largest budget that memory allows; 0: dense")
       ->capture_default_str();
   command->add_option("--p", a->p, "share of its coverage that a (sequence, layer) may lose")->capture_default_str();

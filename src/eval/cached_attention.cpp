@@ -18,7 +18,7 @@ CachedAttention::CachedAttention(const Options& options)
     if (options_.selector == nullptr) continue;
     const SelectionConfig& config = options_.selector->config();
     slot.tile_q.reserve(int64_t{config.query_block} * shape.heads * shape.head_dim);
-    slot.statistics.resize(BlockStatistics::floats(config.score, shape, options_.capacity / config.block));
+    slot.statistics.resize(BlockStatistics::floats(BlockScoring(config), shape, options_.capacity / config.block));
   }
 }
 
@@ -61,15 +61,16 @@ void CachedAttention::append(const Exec& exec, Slot& slot, const float* q, const
   const int64_t first_new = std::max(tile_begin, before);
   slot.tile_q.insert(slot.tile_q.end(), q + (first_new - before) * query_row, q + tokens * query_row);
 
-  const int64_t width = BlockStatistics::row_width(config.score, shape.head_dim);
+  const BlockScoring scoring(config);
+  const int64_t floats = scoring.block_floats(shape.head_dim);
   const int64_t room = options_.capacity / config.block;
-  std::vector<float> rows(shape.kv_heads * width);
+  std::vector<float> rows(shape.kv_heads * floats);
   for (; (slot.finished_blocks + 1) * config.block <= slot.tokens; ++slot.finished_blocks) {
-    BlockStatistics::fill(exec, shape, config.score, slot.k.data() + slot.finished_blocks * config.block * row,
-                          config.block, config.block, rows.data());
+    BlockStatistics::fill(exec, shape, scoring, slot.k.data() + slot.finished_blocks * config.block * row, config.block,
+                          rows.data());
     for (int head = 0; head < shape.kv_heads; ++head) {
-      std::copy_n(rows.data() + head * width, width,
-                  slot.statistics.data() + (head * room + slot.finished_blocks) * width);
+      std::copy_n(rows.data() + head * floats, floats,
+                  slot.statistics.data() + (head * room + slot.finished_blocks) * floats);
     }
   }
 }
@@ -87,7 +88,7 @@ std::vector<std::pair<int64_t, int64_t>> CachedAttention::visible_keys(const Slo
   if (dense_layer || slot.tokens <= config.dense_limit() || request.tiles.everything_fits()) return {{0, slot.tokens}};
 
   const int64_t token = slot.tokens - 1, tile = token / config.query_block;
-  BlockScorer scorer(options_.shape, config.score, slot.tile_q.data(), slot.statistics.data(),
+  BlockScorer scorer(options_.shape, BlockScoring(config), slot.tile_q.data(), slot.statistics.data(),
                      options_.capacity / config.block, request.tiles.begin(tile));
   std::vector<IndexEntry> entries;
   selector->choose_tile(request, kv_head, tile, scorer, entries);

@@ -100,7 +100,8 @@ std::vector<const float*> RingSelection::gather_statistics(const Exec& exec, Com
                                                            const AttentionShape& shape, const ContextLayout& layout,
                                                            const BlockIndex& index, const float* k) {
   const SelectionConfig& config = selector_.config();
-  const int64_t width = BlockStatistics::row_width(config.score, shape.head_dim);
+  const BlockScoring scoring(config);
+  const int64_t width = scoring.block_floats(shape.head_dim);
   // Pieces of equal size: the most blocks any rank has.
   std::vector<int64_t> blocks(layout.ranks());
   for (int r = 0; r < layout.ranks(); ++r)
@@ -110,8 +111,7 @@ std::vector<const float*> RingSelection::gather_statistics(const Exec& exec, Com
   std::vector<float*> statistics(layout.sequences(), nullptr);
   for (int s = 0; s < layout.sequences(); ++s)
     if (!index.sequences()[s].dense)
-      statistics[s] =
-          exec.scratch->allocate_array<float>(BlockStatistics::floats(config.score, shape, layout.blocks(s)));
+      statistics[s] = exec.scratch->allocate_array<float>(BlockStatistics::floats(scoring, shape, layout.blocks(s)));
   const ArenaScope scope(*exec.scratch);
   const std::span<float> all(exec.scratch->allocate_array<float>(piece * layout.ranks()),
                              static_cast<size_t>(piece * layout.ranks()));
@@ -120,8 +120,8 @@ std::vector<const float*> RingSelection::gather_statistics(const Exec& exec, Com
   float* own = all.data() + group.rank() * piece;
   for (int s = 0; s < layout.sequences(); ++s) {
     if (index.sequences()[s].dense) continue;
-    BlockStatistics::fill(exec, shape, config.score, k + int64_t{local[s]} * shape.kv_heads * shape.head_dim,
-                          local[s + 1] - local[s], config.block, own);
+    BlockStatistics::fill(exec, shape, scoring, k + int64_t{local[s]} * shape.kv_heads * shape.head_dim,
+                          local[s + 1] - local[s], own);
     own += std::ssize(layout.held(group.rank(), s)) * shape.kv_heads * width;
   }
   group.all_gather(all, piece);
@@ -160,7 +160,7 @@ int64_t RingSelection::scratch_bytes(const AttentionShape& shape, int64_t max_to
     default: {
       // Every sequence may have a short block, and all sequences' may be on one rank.
       const int64_t blocks = max_tokens / config.block + sequences;
-      const int64_t floats = BlockStatistics::floats(config.score, shape, blocks * ranks);
+      const int64_t floats = BlockStatistics::floats(BlockScoring(config), shape, blocks * ranks);
       return bytes(floats, sizeof(float)) + sequences * Arena::kAlignment + bytes(floats, sizeof(float));
     }
   }

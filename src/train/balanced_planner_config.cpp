@@ -70,6 +70,7 @@ AttentionSpec attention_spec(const RunConfig& config) {
   AttentionSpec spec;
   spec.block = selection.block;
   spec.query_block = selection.query_block;
+  spec.score_tokens = selection.score_tokens;
   spec.budget = selection.budget;
   spec.sink_blocks = selection.sink_blocks;
   spec.local_blocks = selection.local_blocks;

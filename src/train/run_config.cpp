@@ -299,6 +299,9 @@ void add_attention(OptionTable& table, Draft& draft) {
   table.choice<BlockScore>("attention.score", &selection.score,
                            {{"moments", BlockScore::moments}, {"mean", BlockScore::mean}},
                            "what a key block is judged by: mean and variance of its keys, or the mean only");
+  table.integer("attention.score_tokens", &selection.score_tokens, 0, 256,
+                "keys of a block that are judged together: smaller parts find single keys better and cost more, "
+                "docs/attention.md; 0: the whole block");
   table.integer("attention.block", &selection.block, 64, 256, "tokens of a key block: 64, 128 or 256");
   table.integer("attention.query_block", &selection.query_block, 1, 128,
                 "query tokens that share a list, a power of two");

@@ -298,12 +298,13 @@ TEST_F(CudaAttentionTest, MeasuresCoverageLikeTheCpu) {
       if (cu[s] == cu[s + 1]) continue;
       const SequenceTiles tiles = sequence_tiles(options.attention.selection, cu[s + 1] - cu[s], 900);
       const float* k = in.k.data() + int64_t{cu[s]} * 2 * 64;
-      std::vector<float> statistics(BlockStatistics::floats(BlockScore::moments, shape, tiles.blocks()));
+      const BlockScoring scoring(BlockScore::moments, c.block);
+      std::vector<float> statistics(BlockStatistics::floats(scoring, shape, tiles.blocks()));
       const Exec exec = cpu_exec();
-      BlockStatistics::fill(exec, shape, BlockScore::moments, k, tiles.tokens, c.block, statistics.data());
-      const CoverageSample want = measure_coverage(
-          exec, shape, tiles,
-          {in.q.data() + int64_t{cu[s]} * c.heads * 64, k, statistics.data(), BlockScore::moments, 7, &index, s});
+      BlockStatistics::fill(exec, shape, scoring, k, tiles.tokens, statistics.data());
+      const CoverageSample want =
+          measure_coverage(exec, shape, tiles,
+                           {in.q.data() + int64_t{cu[s]} * c.heads * 64, k, statistics.data(), scoring, 7, &index, s});
       const MeasuredCoverage& got = report.samples[at++];
       EXPECT_EQ(got.layer, 1);
       EXPECT_EQ(got.tokens, tiles.tokens);
@@ -409,11 +410,12 @@ TEST_F(CudaAttentionTest, VerticalSlashEqualsTheCpuOnTheSameLists) {
       EXPECT_EQ(report.layers[0].pairs, index.token_pairs());
       EXPECT_EQ(report.layers[0].causal_pairs, index.causal_token_pairs());
       const SequenceTiles tiles = sequence_tiles(options.attention.selection, 1500, 600);
-      std::vector<float> statistics(BlockStatistics::floats(BlockScore::moments, shape, tiles.blocks()));
+      const BlockScoring scoring(BlockScore::moments, block);
+      std::vector<float> statistics(BlockStatistics::floats(scoring, shape, tiles.blocks()));
       const Exec exec = cpu_exec();
-      BlockStatistics::fill(exec, shape, BlockScore::moments, in.k.data(), 1500, block, statistics.data());
-      const CoverageSample want = measure_coverage(
-          exec, shape, tiles, {in.q.data(), in.k.data(), statistics.data(), BlockScore::moments, 5, &index, 0});
+      BlockStatistics::fill(exec, shape, scoring, in.k.data(), 1500, statistics.data());
+      const CoverageSample want =
+          measure_coverage(exec, shape, tiles, {in.q.data(), in.k.data(), statistics.data(), scoring, 5, &index, 0});
       EXPECT_NEAR(report.samples[0].sample.held, want.held, 2e-4);
     }
 }
@@ -442,6 +444,9 @@ TEST_F(CudaAttentionTest, VerticalSlashFindsWhatTheCpuFinds) {
 
 TEST_F(CudaAttentionTest, RefusesWhatItCannotDo) {
   CudaAttentionOptions options = options_of(SelectionPattern::topk, 900);
+  options.attention.selection.score_tokens = 16;
+  EXPECT_THROW(make_cuda_attention(options), UserError);
+  options = options_of(SelectionPattern::topk, 900);
   options.attention.selection.dense_layers = {3};
   EXPECT_THROW(make_cuda_attention(options), UserError);
 }

@@ -151,6 +151,24 @@ TEST_P(SparsePattern, CausalOrderIsCausalAndLookaheadLeaks) {
   }
 }
 
+TEST_P(SparsePattern, PartsOfBlocksKeepTheOrder) {
+  if (GetParam().pattern == Pattern::window || GetParam().pattern == Pattern::vertical_slash) return;  // no scores
+  for (const int score_tokens : {1, 8}) {
+    SparseAttention::Options options = options_for(GetParam().pattern, GetParam().order, 16, 384);
+    options.selection.dense_below = 0;
+    options.selection.score_tokens = score_tokens;
+    EXPECT_EQ(past_is_untouched(options), GetParam().order == Order::causal) << "score_tokens " << score_tokens;
+
+    const AttentionCase c({4, 2, 16, 0.3f}, {900, 3, 511, 64}, 7);
+    SparseAttention two(options), one(options);
+    Recording two_threads(two), one_thread(one);
+    const AttentionResults<float> results = run_attention(two_threads, c, 2);
+    expect_close(results, reference_attention(c, sees_by(two_threads.index, c.shape)));
+    EXPECT_TRUE(run_attention(one_thread, c, 1) == results) << "1 and 2 threads differ";
+    EXPECT_TRUE(one_thread.index == two_threads.index);
+  }
+}
+
 TEST_P(SparsePattern, ReplayUsesTheSameChoices) {
   const SparseAttention::Options options = options_for(GetParam().pattern, GetParam().order, 16, 320);
   const AttentionCase c({4, 2, 16, 0.5f}, {900, 40}, 3);

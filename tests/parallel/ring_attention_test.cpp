@@ -190,6 +190,7 @@ TEST(RingAttention, SameBitsWhateverTheThreads) {
 struct Choice {
   Pattern pattern;
   SelectionOrder order;
+  int score_tokens = 0;
 };
 class RingChoice : public testing::TestWithParam<std::tuple<Choice, int>> {};
 
@@ -229,6 +230,7 @@ TEST_P(RingChoice, IsThatOfOneRank) {
   SelectionConfig config;
   config.pattern = choice.pattern;
   config.order = choice.order;
+  config.score_tokens = choice.score_tokens;
   config.block = 64;
   config.budget = 384;
   config.dense_below = 128;
@@ -276,6 +278,7 @@ INSTANTIATE_TEST_SUITE_P(
     Ring, RingChoice,
     testing::Combine(testing::Values(Choice{Pattern::topk, kCausal}, Choice{Pattern::topk, kLookahead},
                                      Choice{Pattern::topp, kCausal}, Choice{Pattern::mass, kCausal},
+                                     Choice{Pattern::topk, kCausal, 8}, Choice{Pattern::mass, kCausal, 1},
                                      Choice{Pattern::window, kCausal}, Choice{Pattern::vertical_slash, kLookahead},
                                      Choice{Pattern::dense, kCausal}),
                      testing::Values(1, 2, 3, 4, 8)));

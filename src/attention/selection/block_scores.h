@@ -14,8 +14,8 @@ class BlockScorer {
  public:
   // `q` points to token `first_token` of the sequence [tokens, heads, d]; `statistics` is what BlockStatistics filled
   // for `blocks` blocks.
-  BlockScorer(const AttentionShape& shape, BlockScore score, const float* q, const float* statistics, int64_t blocks,
-              int64_t first_token = 0);
+  BlockScorer(const AttentionShape& shape, const BlockScoring& scoring, const float* q, const float* statistics,
+              int64_t blocks, int64_t first_token = 0);
   void set_first_token(int64_t first_token) { first_token_ = first_token; }
 
   // Log relative masses of blocks 0 … count-1 for tokens [begin, end) under kv head `head`: row t of the result (stride
@@ -25,12 +25,15 @@ class BlockScorer {
   const float* tile_masses(int head, const SequenceTiles& tiles, int64_t first_tile, int64_t last_tile, int64_t count);
 
  private:
+  // Scores of blocks 0 … count-1 for `rows` query rows, unnormalised.
+  void score_blocks(int head, int64_t rows, int64_t count);
+
   AttentionShape shape_;
-  BlockScore score_;
+  BlockScoring scoring_;
   const float* q_;
   const float* statistics_;
   int64_t blocks_, first_token_;
-  std::vector<float> queries_, scores_, masses_, tile_masses_;
+  std::vector<float> queries_, part_scratch_, scores_, masses_, tile_masses_;
 };
 
 }  // namespace sb

@@ -111,7 +111,7 @@ CoverageSample measure_coverage(const Exec& exec, const AttentionShape& shape, c
   exec.pool->parallel_for(items, 1, [&](int64_t item, int64_t, int) {
     const int64_t i = item / shape.kv_heads;
     const int64_t token = (2 * i + 1) * tiles.tokens / (2 * rows);
-    BlockScorer scorer(shape, request.score, request.q, request.statistics, tiles.blocks());
+    BlockScorer scorer(shape, request.scoring, request.q, request.statistics, tiles.blocks());
     sampled[item] = measure_token(shape, tiles, request, grid, token, static_cast<int>(item % shape.kv_heads), scorer);
   });
   CoverageSample total;

@@ -25,7 +25,7 @@ struct CoverageRequest {
   const float* q;           // the sequence's first token, [tokens, heads, d]
   const float* k;           // [tokens, kv_heads, d]
   const float* statistics;  // BlockStatistics rows of the sequence
-  BlockScore score;
+  BlockScoring scoring;
   int rows;                 // tokens to sample, spread evenly
   const BlockIndex* index;  // the lists in use, and which of its sequences this is
   int sequence;

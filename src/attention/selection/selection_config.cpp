@@ -10,6 +10,10 @@ void check_selection_config(const SelectionConfig& config) {
   SB_USER_CHECK(
       config.query_block >= 1 && config.query_block <= 128 && (config.query_block & (config.query_block - 1)) == 0,
       "attention.query_block: {} tokens; a power of two from 1 to 128 is needed", config.query_block);
+  SB_USER_CHECK(config.score_tokens >= 0 && (config.score_tokens == 0 || config.block % config.score_tokens == 0),
+                "attention.score_tokens: {} does not divide attention.block {}; use 0 (the whole block) or a power of "
+                "two up to {}",
+                config.score_tokens, config.block, config.block);
   SB_USER_CHECK(config.budget >= 1, "attention.budget: {} keys a query; at least 1 is needed", config.budget);
   SB_USER_CHECK(config.sink_blocks >= 0, "attention.sink_blocks: {} is negative", config.sink_blocks);
   SB_USER_CHECK(config.local_blocks >= 0, "attention.local_blocks: {} is negative", config.local_blocks);

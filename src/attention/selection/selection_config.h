@@ -17,6 +17,7 @@ struct SelectionConfig {
   SelectionPattern pattern = SelectionPattern::topk;
   SelectionOrder order = SelectionOrder::causal;
   BlockScore score = BlockScore::moments;
+  int score_tokens = 0;      // keys of a block that are judged together; 0: the whole block
   int block = 128;           // tokens of a key block
   int query_block = 16;      // tokens that share one list
   int64_t budget = 8192;     // keys per query where the micro-batch gives none

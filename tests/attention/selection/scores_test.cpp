@@ -28,20 +28,23 @@ Inputs make_inputs(int heads, int kv_heads, int d, int64_t tokens, uint64_t seed
   return in;
 }
 
-std::vector<float> statistics(const Inputs& in, BlockScore score, int block, ThreadPool& pool) {
+std::vector<float> statistics(const Inputs& in, const BlockScoring& scoring, ThreadPool& pool) {
   Exec exec;
   exec.pool = &pool;
-  std::vector<float> rows(BlockStatistics::floats(score, in.shape, (in.tokens + block - 1) / block));
-  BlockStatistics::fill(exec, in.shape, score, in.k.data(), in.tokens, block, rows.data());
+  const int64_t blocks = (in.tokens + scoring.block - 1) / scoring.block;
+  std::vector<float> rows(BlockStatistics::floats(scoring, in.shape, blocks), 77.0f);
+  BlockStatistics::fill(exec, in.shape, scoring, in.k.data(), in.tokens, rows.data());
   return rows;
 }
+
+const BlockScoring kMoments(BlockScore::moments, 64);
 
 TEST(BlockStatistics, MeanAndVarianceOfEveryBlock) {
   for (const int threads : {1, 2}) {
     ThreadPool pool(threads);
     for (const int64_t tokens : {1, 63, 64, 65, 300}) {
       const Inputs in = make_inputs(4, 2, 16, tokens, 7);
-      const std::vector<float> rows = statistics(in, BlockScore::moments, 64, pool);
+      const std::vector<float> rows = statistics(in, kMoments, pool);
       const int64_t blocks = (tokens + 63) / 64;
       for (int h = 0; h < 2; ++h) {
         for (int64_t j = 0; j < blocks; ++j) {
@@ -61,14 +64,47 @@ TEST(BlockStatistics, MeanAndVarianceOfEveryBlock) {
   }
 }
 
+// The rows of parts, with odd tails, and zeros where there are no keys.
+TEST(BlockStatistics, MeanAndVarianceOfEveryPart) {
+  ThreadPool pool(2);
+  for (const int64_t tokens : {1, 13, 64, 1100}) {
+    for (const int part : {1, 8, 32}) {
+      const Inputs in = make_inputs(2, 2, 8, tokens, 15);
+      const BlockScoring scoring(BlockScore::moments, 64, part);
+      const std::vector<float> rows = statistics(in, scoring, pool);
+      const int64_t blocks = (tokens + 63) / 64, width = part == 1 ? 8 : 16, parts = 64 / part;
+      ASSERT_EQ(rows.size(), static_cast<size_t>(2 * blocks * width * parts));
+      for (int64_t j = 0; j < blocks; ++j) {
+        for (int64_t p = 0; p < parts; ++p) {
+          const int64_t begin = j * 64 + p * part, end = std::min(tokens, begin + part);
+          const double count = static_cast<double>(std::max<int64_t>(1, end - begin));
+          for (int h = 0; h < 2; ++h) {
+            for (int c = 0; c < 8; ++c) {
+              double sum = 0, squares = 0;
+              for (int64_t t = begin; t < end; ++t) sum += in.k[(t * 2 + h) * 8 + c];
+              for (int64_t t = begin; t < end; ++t) squares += std::pow(in.k[(t * 2 + h) * 8 + c] - sum / count, 2);
+              const float* found = rows.data() + (h * blocks + j) * width * parts + p;
+              EXPECT_NEAR(found[c * parts], sum / count, 1e-5);
+              if (part > 1) {
+                EXPECT_NEAR(found[(8 + c) * parts], squares / count, 1e-4);
+              }
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
 // The formula of the log-mass, term by term in fp64.
 TEST(BlockScorer, RelativeMassesMatchTheFormula) {
   ThreadPool pool(1);
   for (const BlockScore score : {BlockScore::moments, BlockScore::mean}) {
     const Inputs in = make_inputs(6, 2, 32, 64 * 9 + 5, 3);
-    const std::vector<float> rows = statistics(in, score, 64, pool);
-    const int64_t blocks = 10, count = 7, width = BlockStatistics::row_width(score, 32);
-    BlockScorer scorer(in.shape, score, in.q.data(), rows.data(), blocks);
+    const BlockScoring scoring(score, 64);
+    const std::vector<float> rows = statistics(in, scoring, pool);
+    const int64_t blocks = 10, count = 7, width = scoring.row_width(32);
+    BlockScorer scorer(in.shape, scoring, in.q.data(), rows.data(), blocks);
     const float* masses = scorer.token_masses(1, 450, 470, count);
     for (int64_t t = 0; t < 20; ++t) {
       std::vector<double> expected(count, -1e30);
@@ -91,16 +127,92 @@ TEST(BlockScorer, RelativeMassesMatchTheFormula) {
   }
 }
 
+// Log-sum-exp over the parts of every block, straight from the keys in fp64, for one query; with single keys that is
+// the exact log-mass. `rounding`: the most that operands rounded to bf16 can change any part's score.
+struct ExactScores {
+  std::vector<double> blocks;
+  double rounding = 0;
+};
+ExactScores exact_scores(const Inputs& in, BlockScore score, int part, int64_t token, int head, int64_t count) {
+  const int d = in.shape.head_dim, kv_heads = in.shape.kv_heads, kv_head = head / in.shape.group();
+  const float* q = in.q.data() + (token * in.shape.heads + head) * d;
+  ExactScores result;
+  for (int64_t j = 0; j < count; ++j) {
+    std::vector<double> parts;
+    for (int64_t first = j * 64; first < (j + 1) * 64; first += part) {
+      double s = 0, size = 0;
+      for (int c = 0; c < d; ++c) {
+        double mean = 0, variance = 0;
+        const auto key = [&](int m) { return double{in.k[((first + m) * kv_heads + kv_head) * d + c]}; };
+        for (int m = 0; m < part; ++m) mean += key(m) / part;
+        for (int m = 0; m < part; ++m) variance += std::pow(key(m) - mean, 2) / part;
+        const double linear = q[c] * mean / std::sqrt(static_cast<double>(d)),
+                     square = 0.5 * q[c] * q[c] * variance / d;
+        s += linear + (score == BlockScore::moments ? square : 0.0);
+        size += std::abs(linear) + square;
+      }
+      parts.push_back(s);
+      result.rounding = std::max(result.rounding, size / 256);
+    }
+    const double top = *std::max_element(parts.begin(), parts.end());
+    double sum = 0;
+    for (const double s : parts) sum += std::exp(s - top);
+    result.blocks.push_back(top + std::log(sum));
+  }
+  return result;
+}
+
+// Large queries: the exponentials of a row then differ by more than fp32 can hold.
+TEST(BlockScorer, PartsAddUpTheirMasses) {
+  ThreadPool pool(1);
+  for (const float size : {1.0f, 25.0f}) {
+    for (const int d : {24, 7}) {
+      Inputs in = make_inputs(6, 2, d, 64 * 19 + 5, 3);
+      for (float& x : in.q) x *= size;
+      for (const BlockScore score : {BlockScore::moments, BlockScore::mean}) {
+        for (const int part : {1, 2, 8, 32}) {
+          const BlockScoring scoring(score, 64, part);
+          const std::vector<float> rows = statistics(in, scoring, pool);
+          BlockScorer scorer(in.shape, scoring, in.q.data(), rows.data(), 20);
+          for (const int64_t count : {1, 19}) {
+            for (const int64_t tokens : {1, 13}) {  // 3 and 39 rows: less and more than a panel
+              const int64_t begin = count * 64 - 8;
+              const float* masses = scorer.token_masses(1, begin, begin + tokens, count);
+              for (const int64_t t : {int64_t{0}, tokens - 1}) {
+                std::vector<double> expected(count, -1e30);
+                double rounding = 0;
+                for (int h = 3; h < 6; ++h) {
+                  const ExactScores exact = exact_scores(in, score, part, begin + t, h, count);
+                  const double top = *std::max_element(exact.blocks.begin(), exact.blocks.end());
+                  double sum = 0;
+                  for (const double s : exact.blocks) sum += std::exp(s - top);
+                  for (int64_t j = 0; j < count; ++j)
+                    expected[j] = std::max(expected[j], exact.blocks[j] - top - std::log(sum));
+                  rounding = std::max(rounding, exact.rounding);
+                }
+                for (int64_t j = 0; j < count; ++j) {
+                  EXPECT_NEAR(masses[t * count + j], expected[j], 1e-4 + 1e-5 * std::abs(expected[j]) + rounding)
+                      << "part " << part << " block " << j << " of " << count;
+                }
+              }
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
 TEST(BlockScorer, TileMassesSumTheTokens) {
   ThreadPool pool(1);
   const Inputs in = make_inputs(2, 1, 16, 600, 9);
-  const std::vector<float> rows = statistics(in, BlockScore::moments, 64, pool);
+  const std::vector<float> rows = statistics(in, kMoments, pool);
   SequenceTiles tiles;
   tiles.tokens = 600;
   tiles.block = 64;
   tiles.query_block = 16;
   const int64_t count = 9;
-  BlockScorer scorer(in.shape, BlockScore::moments, in.q.data(), rows.data(), 10);
+  BlockScorer scorer(in.shape, kMoments, in.q.data(), rows.data(), 10);
   const float* got = scorer.tile_masses(0, tiles, 36, 38, count);
   const std::vector<float> sums(got, got + 2 * count);
   const float* tokens = scorer.token_masses(0, 576, 600, count);
@@ -149,7 +261,7 @@ TEST(Coverage, HeldMassIsExact) {
     ThreadPool pool(threads);
     Exec exec;
     exec.pool = &pool;
-    const std::vector<float> rows = statistics(in, BlockScore::moments, 64, pool);
+    const std::vector<float> rows = statistics(in, kMoments, pool);
     // Own block, block 1 from the tile's third token on, and column 7.
     const std::vector<int32_t> cu = {0, 500};
     BlockIndex index;
@@ -166,7 +278,7 @@ TEST(Coverage, HeldMassIsExact) {
       }
     }
     builder.finish(pool);
-    const CoverageRequest request{in.q.data(), in.k.data(), rows.data(), BlockScore::moments, 500, &index, 0};
+    const CoverageRequest request{in.q.data(), in.k.data(), rows.data(), kMoments, 500, &index, 0};
     const CoverageSample sample = measure_coverage(exec, in.shape, tiles, request);
     EXPECT_EQ(sample.rows, 500);
     EXPECT_NEAR(sample.held, held, 1e-5);
@@ -177,7 +289,7 @@ TEST(Coverage, HeldMassIsExact) {
     const std::vector<uint8_t> is_dense = {1};
     builder.begin(dense, {64, 16, 2}, cu, is_dense, 1);
     builder.finish(pool);
-    const CoverageRequest all{in.q.data(), in.k.data(), rows.data(), BlockScore::moments, 50, &dense, 0};
+    const CoverageRequest all{in.q.data(), in.k.data(), rows.data(), kMoments, 50, &dense, 0};
     EXPECT_DOUBLE_EQ(measure_coverage(exec, in.shape, tiles, all).held, 1.0);
   }
 }

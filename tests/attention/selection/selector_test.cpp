@@ -55,8 +55,9 @@ BlockIndex run(Selector& selector, const Case& in, int threads, int layer = 0) {
   request.q = in.q.data();
   request.k = in.k.data();
   request.place = index.sequences()[0];
-  std::vector<float> statistics(BlockStatistics::floats(config.score, in.shape, request.tiles.blocks()));
-  BlockStatistics::fill(exec, in.shape, config.score, in.k.data(), in.tokens, config.block, statistics.data());
+  const BlockScoring scoring(config);
+  std::vector<float> statistics(BlockStatistics::floats(scoring, in.shape, request.tiles.blocks()));
+  BlockStatistics::fill(exec, in.shape, scoring, in.k.data(), in.tokens, statistics.data());
   request.statistics = statistics.data();
   selector.select(exec, request, builder);
   builder.finish(pool);
@@ -79,9 +80,10 @@ double held_mass(const BlockIndex& index, const Case& in, const SelectionConfig&
   Exec exec;
   exec.pool = &pool;
   const SequenceTiles tiles = in.tiles(config);
-  std::vector<float> statistics(BlockStatistics::floats(config.score, in.shape, tiles.blocks()));
-  BlockStatistics::fill(exec, in.shape, config.score, in.k.data(), in.tokens, config.block, statistics.data());
-  BlockScorer scorer(in.shape, config.score, in.q.data(), statistics.data(), tiles.blocks());
+  const BlockScoring scoring(config);
+  std::vector<float> statistics(BlockStatistics::floats(scoring, in.shape, tiles.blocks()));
+  BlockStatistics::fill(exec, in.shape, scoring, in.k.data(), in.tokens, statistics.data());
+  BlockScorer scorer(in.shape, scoring, in.q.data(), statistics.data(), tiles.blocks());
   double held = 0;
   for (int64_t tile = 0; tile < tiles.tiles(); ++tile) {
     if (tiles.competing(tile) == 0) continue;
@@ -138,22 +140,64 @@ TEST(Selector, SameRowsForAnyNumberOfThreads) {
   for (const Pattern pattern :
        {Pattern::topk, Pattern::topp, Pattern::mass, Pattern::window, Pattern::vertical_slash}) {
     const Case in(6, 2, 2000, 17);
-    SelectionConfig config = config_for(pattern, Order::lookahead, 16, 64 * 8);
-    Selector one(config), two(config);
-    EXPECT_TRUE(run(one, in, 1) == run(two, in, 2));
-    if (pattern == Pattern::vertical_slash) continue;
-    config.order = Order::causal;
-    Selector three(config), four(config);
-    EXPECT_TRUE(run(three, in, 1) == run(four, in, 3));
+    for (const int score_tokens : {0, 8, 1}) {
+      SelectionConfig config = config_for(pattern, Order::lookahead, 16, 64 * 8);
+      config.score_tokens = score_tokens;
+      Selector one(config), two(config);
+      EXPECT_TRUE(run(one, in, 1) == run(two, in, 2));
+      if (pattern == Pattern::vertical_slash) continue;
+      config.order = Order::causal;
+      Selector three(config), four(config);
+      EXPECT_TRUE(run(three, in, 1) == run(four, in, 3));
+    }
   }
+}
+
+// A part as long as the block is the block: the same choices.
+TEST(Selector, PartsAsLongAsTheBlockChangeNothing) {
+  for (const Order order : {Order::causal, Order::lookahead}) {
+    const Case in(4, 2, 1500, 31);
+    SelectionConfig config = config_for(Pattern::topk, order, 16, 64 * 8);
+    Selector whole(config);
+    config.score_tokens = 64;
+    Selector parts(config);
+    config.score_tokens = 8;
+    Selector finer(config);
+    const BlockIndex index = run(whole, in, 2);
+    EXPECT_TRUE(index == run(parts, in, 2));
+    EXPECT_FALSE(index == run(finer, in, 2)) << "finer parts make no difference: the test is blind";
+  }
+}
+
+// One key a query looks for, in a block whose other keys point the other way: the block's mean hides it, parts show it.
+TEST(Selector, SmallPartsFindASingleKey) {
+  Case in(2, 1, 4096, 41);
+  constexpr int64_t kNeedle = 64 * 20 + 37, kAsking = 4090;
+  for (int64_t t = 64 * 20; t < 64 * 21; ++t) {
+    for (int c = 0; c < 16; ++c) in.k[t * 16 + c] = -0.5f * in.q[kAsking * 32 + c];
+  }
+  for (int c = 0; c < 16; ++c) in.k[kNeedle * 16 + c] = 4.0f * in.q[kAsking * 32 + c];
+  const auto found = [&](int score_tokens) {
+    SelectionConfig config = config_for(Pattern::topk, Order::causal, 16, 64 * 8);
+    config.score_tokens = score_tokens;
+    Selector selector(config);
+    const BlockIndex index = run(selector, in, 1);
+    const BlockIndex::Row row = index.row(BlockIndex::row_id(index.sequences()[0], 0, kAsking / 16));
+    const auto at = std::find(row.blocks.begin(), row.blocks.end(), uint16_t{20});
+    return at != row.blocks.end() && row.first[at - row.blocks.begin()] <= kAsking % 16;
+  };
+  EXPECT_TRUE(found(1));
+  EXPECT_TRUE(found(4));
+  EXPECT_FALSE(found(0)) << "the whole block shows the key too: the test is blind";
 }
 
 TEST(Selector, MostMassIsNeverBelowTopk) {
   for (uint64_t seed = 0; seed < 20; ++seed) {
     for (const int query_block : {16, 64}) {
       const Case in(4, 2, 700 + static_cast<int64_t>(seed) * 61, seed);
-      const SelectionConfig topk = config_for(Pattern::topk, Order::lookahead, query_block, 64 * 6);
-      const SelectionConfig mass = config_for(Pattern::mass, Order::lookahead, query_block, 64 * 6);
+      SelectionConfig topk = config_for(Pattern::topk, Order::lookahead, query_block, 64 * 6);
+      SelectionConfig mass = config_for(Pattern::mass, Order::lookahead, query_block, 64 * 6);
+      topk.score_tokens = mass.score_tokens = seed % 2 == 0 ? 0 : 16;
       Selector by_topk(topk), by_mass(mass);
       const BlockIndex a = run(by_topk, in, 1), b = run(by_mass, in, 1);
       EXPECT_EQ(a.entries(), b.entries());
@@ -242,6 +286,9 @@ TEST(SelectionConfig, RefusesWhatDoesNotWork) {
   refused([](SelectionConfig& c) { c.block = 100; });
   refused([](SelectionConfig& c) { c.query_block = 24; });
   refused([](SelectionConfig& c) { c.query_block = 256; });
+  refused([](SelectionConfig& c) { c.score_tokens = -1; });
+  refused([](SelectionConfig& c) { c.score_tokens = 3; });
+  refused([](SelectionConfig& c) { c.score_tokens = 256; });
   refused([](SelectionConfig& c) { c.budget = 0; });
   refused([](SelectionConfig& c) { c.sink_blocks = -1; });
   refused([](SelectionConfig& c) { c.local_blocks = -1; });
