@@ -59,7 +59,7 @@ int64_t array_bytes(int64_t elements, DType dtype) {
 
 // Bytes of every piece of memory, from which both the plan and the arenas are made.
 struct StageBytes {
-  int64_t weights, gradients, rounded_weights, slot, inputs, state, rope_table, workspace, scratch;
+  int64_t weights, gradients, rounded_weights, slot, inputs, state, call, rope_table, workspace, scratch;
   LayerInputsPlan layer_inputs;
 
   StageBytes(const ModelConfig& config, const StageOptions& options, const ParameterSet& parameters,
@@ -83,6 +83,7 @@ struct StageBytes {
     if (last) slot += array_bytes(tokens, DType::f32);  // token losses
     inputs = options.device == DeviceKind::cuda ? 4 * array_bytes(tokens, DType::i32) : 0;
     state = attention.state_bytes(shape, tokens);
+    call = attention.call_bytes(shape, tokens);
     rope_table = 2 * array_bytes(options.max_sequence_length * (config.head_dim / 2), DType::f32);
     workspace =
         stream + std::max(DecoderLayer::forward_workspace_bytes(config, options.dtype, tokens, options.layer_chunk),
@@ -130,7 +131,7 @@ MemoryPlan plan_of(const StageOptions& options, const StageBytes& bytes) {
   if (bytes.rounded_weights > 0) plan.add("rounded weights", bytes.rounded_weights);
   plan.add("activations", options.slots * bytes.slot);
   if (bytes.inputs > 0) plan.add("micro-batch ids", options.slots * bytes.inputs);
-  plan.add("attention state", attention_states(options) * bytes.state);
+  plan.add("attention state", attention_states(options) * bytes.state + bytes.call);
   plan.add("rope table", bytes.rope_table);
   plan.add("workspace", bytes.workspace);
   plan.add("scratch", bytes.scratch);

@@ -21,10 +21,7 @@ class RingAttention::State final : public AttentionState {
  public:
   std::optional<ContextLayout> layout;
   BlockIndex index;
-  // Copies of keys: which of its tokens this rank gives, and how many any rank gives at most.
-  std::vector<int32_t> given;
-  int64_t piece = 0;
-  RingPlan plan;
+  std::vector<int32_t> columns;  // gathered ones that every rank has copies of, tokens of the micro-batch
 };
 
 // What forward and backward of one call have in common.
@@ -42,6 +39,67 @@ class RingAttention::Call {
       chunk_elements_.push_back(state.layout->local_cu_seqlens(r).back() * key_width_);
   }
 
+  // Which gathered columns of the index have copies. Collective.
+  void find_columns() {
+    const std::vector<uint8_t> wanted = wanted_columns();
+    const ReplicatedKeys keys =
+        replicated_keys(*state_.layout, state_.index, ring_.options_.selection.sink_blocks, wanted);
+    state_.columns.clear();
+    for (size_t token = 0; token < wanted.size(); ++token)
+      if (wanted[token] != 0 && keys.copy[token] >= 0) state_.columns.push_back(static_cast<int32_t>(token));
+  }
+
+  // Makes the calls of the kernels.
+  void plan() {
+    std::vector<uint8_t> wanted(state_.columns.empty() ? 0 : state_.layout->cu_seqlens().back());
+    for (const int32_t token : state_.columns) wanted[token] = 1;
+    const int sinks = ring_.options_.selection.sink_blocks, rank = ring_.group_.rank();
+    ReplicatedKeys keys = replicated_keys(*state_.layout, state_.index, sinks, wanted);
+    ring_.plan_.build(*state_.layout, rank, shape_.kv_heads, state_.index, keys, sinks, *exec_.pool);
+    given_ = std::move(keys.given[rank]);
+    piece_ = keys.piece;
+  }
+
+  void forward() {
+    zero_tensor(exec_, x_.out);
+    std::fill_n(x_.lse.f32(), x_.lse.elements(), kNothing);
+    if (piece_ > 0) {
+      const ArenaScope scope(*exec_.scratch);
+      const AttentionOperands copies = gathered_copies();
+      if (const RingPass* pass = ring_.plan_.copies())
+        block_sparse_merge_forward(exec_, shape_, pass->index, pass->rows(), copies);
+    }
+    ring_.travel_.forward(exec_, x_.k.dtype(), {x_.k.raw(), x_.v.raw()}, chunk_elements_,
+                          [&](int chunk, const RingData& data) {
+                            for (const RingPass& pass : ring_.plan_.passes(chunk))
+                              block_sparse_merge_forward(exec_, shape_, pass.index, pass.rows(), with(chunk, data));
+                          });
+  }
+
+  void backward(const AttentionGradients& g) {
+    for (const TensorView& gradient : {g.dq, g.dk, g.dv}) zero_tensor(exec_, gradient);
+    if (piece_ > 0) {
+      const ArenaScope scope(*exec_.scratch);
+      const AttentionOperands copies = gathered_copies();
+      AttentionGradients h{g.dout, g.dq, exec_.scratch->allocate(DType::f32, copies.k.shape()),
+                           exec_.scratch->allocate(DType::f32, copies.v.shape())};
+      for (const TensorView& gradient : {h.dk, h.dv}) zero_tensor(exec_, gradient);
+      if (const RingPass* pass = ring_.plan_.copies())
+        block_sparse_add_backward(exec_, shape_, pass->index, pass->rows(), copies, h);
+      return_copies(h, g);
+    }
+    ring_.travel_.backward(
+        exec_, x_.k.dtype(), {x_.k.raw(), x_.v.raw()}, chunk_elements_,
+        [&](int chunk, const RingData& data, const RingGradients& sum) {
+          const Shape shape = keys_of(chunk);
+          const AttentionGradients h{g.dout, g.dq, TensorView(sum.keys, shape), TensorView(sum.values, shape)};
+          for (const RingPass& pass : ring_.plan_.passes(chunk))
+            block_sparse_add_backward(exec_, shape_, pass.index, pass.rows(), with(chunk, data), h);
+        },
+        {g.dk.f32(), g.dv.f32()});
+  }
+
+ private:
   // Which tokens somebody's rows have as gathered columns.
   std::vector<uint8_t> wanted_columns() const {
     const BlockIndex& index = state_.index;
@@ -58,46 +116,6 @@ class RingAttention::Call {
     return wanted;
   }
 
-  void forward() {
-    zero_tensor(exec_, x_.out);
-    std::fill_n(x_.lse.f32(), x_.lse.elements(), kNothing);
-    if (state_.piece > 0) {
-      const ArenaScope scope(*exec_.scratch);
-      const AttentionOperands copies = gathered_copies();
-      if (const RingPass* pass = state_.plan.copies())
-        block_sparse_merge_forward(exec_, shape_, pass->index, pass->rows(), copies);
-    }
-    ring_.travel_.forward(exec_, x_.k.dtype(), {x_.k.raw(), x_.v.raw()}, chunk_elements_,
-                          [&](int chunk, const RingData& data) {
-                            for (const RingPass& pass : state_.plan.passes(chunk))
-                              block_sparse_merge_forward(exec_, shape_, pass.index, pass.rows(), with(chunk, data));
-                          });
-  }
-
-  void backward(const AttentionGradients& g) {
-    for (const TensorView& gradient : {g.dq, g.dk, g.dv}) zero_tensor(exec_, gradient);
-    if (state_.piece > 0) {
-      const ArenaScope scope(*exec_.scratch);
-      const AttentionOperands copies = gathered_copies();
-      AttentionGradients h{g.dout, g.dq, exec_.scratch->allocate(DType::f32, copies.k.shape()),
-                           exec_.scratch->allocate(DType::f32, copies.v.shape())};
-      for (const TensorView& gradient : {h.dk, h.dv}) zero_tensor(exec_, gradient);
-      if (const RingPass* pass = state_.plan.copies())
-        block_sparse_add_backward(exec_, shape_, pass->index, pass->rows(), copies, h);
-      return_copies(h, g);
-    }
-    ring_.travel_.backward(
-        exec_, x_.k.dtype(), {x_.k.raw(), x_.v.raw()}, chunk_elements_,
-        [&](int chunk, const RingData& data, const RingGradients& sum) {
-          const Shape shape = keys_of(chunk);
-          const AttentionGradients h{g.dout, g.dq, TensorView(sum.keys, shape), TensorView(sum.values, shape)};
-          for (const RingPass& pass : state_.plan.passes(chunk))
-            block_sparse_add_backward(exec_, shape_, pass.index, pass.rows(), with(chunk, data), h);
-        },
-        {g.dk.f32(), g.dv.f32()});
-  }
-
- private:
   Shape keys_of(int chunk) const { return {chunk_elements_[chunk] / key_width_, shape_.kv_heads, shape_.head_dim}; }
 
   // This rank's queries and a chunk's keys.
@@ -110,11 +128,11 @@ class RingAttention::Call {
 
   // [rank · piece + number][key, value][kv_heads · d]
   std::span<float> allocate_pieces() const {
-    const int64_t count = ring_.group_.size() * state_.piece * 2 * key_width_;
+    const int64_t count = ring_.group_.size() * piece_ * 2 * key_width_;
     return {exec_.scratch->allocate_array<float>(count), static_cast<size_t>(count)};
   }
   std::span<const int32_t> copies_of_keys() const {
-    const RingPass* pass = state_.plan.copies();
+    const RingPass* pass = ring_.plan_.copies();
     return pass ? std::span<const int32_t>(pass->copies) : std::span<const int32_t>();
   }
 
@@ -127,10 +145,10 @@ class RingAttention::Call {
     y.v = exec_.scratch->allocate(DType::f32, shape);
     const ArenaScope scope(*exec_.scratch);
     const std::span<float> pieces = allocate_pieces();
-    const int64_t piece = state_.piece * 2 * key_width_;
+    const int64_t piece = piece_ * 2 * key_width_;
     float* own = pieces.data() + ring_.group_.rank() * piece;
     std::fill_n(own, piece, 0.0f);
-    for (const int32_t token : state_.given) {
+    for (const int32_t token : given_) {
       std::memcpy(own, x_.k.f32() + token * key_width_, key_width_ * sizeof(float));
       std::memcpy(own + key_width_, x_.v.f32() + token * key_width_, key_width_ * sizeof(float));
       own += 2 * key_width_;
@@ -165,10 +183,10 @@ class RingAttention::Call {
       std::memcpy(target, copies.dk.f32() + row, key_width_ * sizeof(float));
       std::memcpy(target + key_width_, copies.dv.f32() + row, key_width_ * sizeof(float));
     }
-    const int64_t piece = state_.piece * 2 * key_width_;
+    const int64_t piece = piece_ * 2 * key_width_;
     ring_.group_.reduce_scatter(pieces, piece);
     const float* sum = pieces.data() + ring_.group_.rank() * piece;
-    for (const int32_t token : state_.given) {
+    for (const int32_t token : given_) {
       for (int64_t c = 0; c < key_width_; ++c) own.dk.f32()[token * key_width_ + c] += sum[c];
       for (int64_t c = 0; c < key_width_; ++c) own.dv.f32()[token * key_width_ + c] += sum[key_width_ + c];
       sum += 2 * key_width_;
@@ -182,6 +200,9 @@ class RingAttention::Call {
   State& state_;
   const int64_t key_width_;
   std::vector<int64_t> chunk_elements_;  // of the keys of every rank
+  // Copies of keys: which of its tokens this rank gives, and how many any rank gives at most.
+  std::vector<int32_t> given_;
+  int64_t piece_ = 0;
 };
 
 RingAttention::RingAttention(Communicator& group, const Options& options)
@@ -206,6 +227,11 @@ BlockIndex& RingAttention::index(AttentionState& state) {
   return static_cast<State&>(state).index;
 }
 
+int64_t RingAttention::bytes(const AttentionState& any_state) {
+  const State& state = static_cast<const State&>(any_state);
+  return state.index.bytes() + std::ssize(state.columns) * static_cast<int64_t>(sizeof(int32_t));
+}
+
 void RingAttention::forward(const Exec& exec, int layer, const AttentionShape& shape, const PackedSequences& sequences,
                             const AttentionOperands& operands, AttentionState& any_state, bool replay) {
   State& state = static_cast<State&>(any_state);
@@ -216,12 +242,9 @@ void RingAttention::forward(const Exec& exec, int layer, const AttentionShape& s
   if (!replay)
     selection_.choose(exec, group_, layer, shape, *state.layout, sequences.budgets, operands.q.f32(), operands.k.f32(),
                       state.index);
-  const int sinks = options_.selection.sink_blocks;
   Call call(*this, exec, shape, operands, state);
-  ReplicatedKeys replicated = replicated_keys(*state.layout, state.index, sinks, call.wanted_columns());
-  state.plan.build(*state.layout, group_.rank(), shape.kv_heads, state.index, replicated, sinks, *exec.pool);
-  state.given = std::move(replicated.given[group_.rank()]);
-  state.piece = replicated.piece;
+  call.find_columns();
+  call.plan();
   call.forward();
   if (!replay) count_pairs(layer, state);
 }
@@ -229,7 +252,9 @@ void RingAttention::forward(const Exec& exec, int layer, const AttentionShape& s
 void RingAttention::backward(const Exec& exec, int layer, const AttentionShape& shape, const PackedSequences& sequences,
                              const AttentionOperands& operands, const AttentionGradients& gradients,
                              AttentionState& state) {
-  Call(*this, exec, shape, operands, static_cast<State&>(state)).backward(gradients);
+  Call call(*this, exec, shape, operands, static_cast<State&>(state));
+  call.plan();
+  call.backward(gradients);
 }
 
 void RingAttention::count_pairs(int layer, const State& state) {
@@ -277,29 +302,37 @@ int64_t RingAttention::scratch_bytes(const AttentionShape& shape, int64_t max_to
   return std::max({ring, before, selection_.scratch_bytes(shape, max_tokens, group_.size(), threads)});
 }
 
-int64_t RingAttention::state_bytes(const AttentionShape& shape, int64_t max_tokens) const {
+// Lists of this rank's rows, with places where the rows of `offset_tokens` tokens begin. Dense sequences have lists,
+// too, where keys come chunk by chunk.
+int64_t RingAttention::list_bytes(const AttentionShape& shape, int64_t max_tokens, int64_t offset_tokens) const {
   const SelectionConfig& selection = options_.selection;
   const int64_t all = max_tokens * group_.size(), blocks = (all + selection.block - 1) / selection.block;
-  // Lists of dense sequences are those of blocks, only by chunk; the others' as in one process, whole and by chunk.
-  int64_t list = blocks, query_block = std::min(selection.block, kDenseQueryBlock), forms = 1;
+  int64_t list = blocks, query_block = std::min(selection.block, kDenseQueryBlock), columns = 0;
   if (selection.pattern != SelectionPattern::dense) {
+    // Twice the budget: a list holds what any token of the query block chose.
     list =
         std::min(blocks, 2 * selection.budget / selection.block + selection.sink_blocks + selection.local_blocks + 2);
     query_block = selection.query_block;
-    forms = 2;
   }
+  if (selection.pattern == SelectionPattern::vertical_slash) columns = std::min(all, 2 * selection.vertical_cap);
   const int lists = selection.lists_per_query_head() ? shape.heads : shape.kv_heads;
   const auto rows = [&](int64_t tokens) { return (tokens + query_block - 1) / query_block * lists; };
-  int64_t bytes = forms * rows(max_tokens) * list * 7;
-  // Where lists begin: of all rows in the whole form; by chunk, of this rank's and of the chunk's, which are empty.
-  bytes += 8 * ((forms - 1) * rows(all) + rows(2 * max_tokens) * (group_.size() + 1));
-  bytes += 4 * forms * 2 * blocks * lists;
-  // The layout, and which keys have copies.
-  bytes += blocks * int64_t{3 * sizeof(int32_t)} +
-           2 * copies_limit(shape, max_tokens) * static_cast<int64_t>(sizeof(int32_t));
-  if (selection.pattern == SelectionPattern::vertical_slash)
-    bytes += 2 * rows(max_tokens) * std::min(all, 2 * selection.vertical_cap) * static_cast<int64_t>(sizeof(int32_t));
-  return bytes;
+  return rows(max_tokens) * (7 * list + 4 * columns) + 8 * rows(offset_tokens) +
+         4 * lists * (offset_tokens / selection.block + 1);
+}
+
+int64_t RingAttention::state_bytes(const AttentionShape& shape, int64_t max_tokens) const {
+  const int64_t all = max_tokens * group_.size(), blocks = all / options_.selection.block + 1;
+  // The layout, and which columns have copies.
+  const int64_t places = (3 * blocks + copies_limit(shape, max_tokens)) * static_cast<int64_t>(sizeof(int32_t));
+  if (options_.selection.pattern == SelectionPattern::dense) return places;
+  return places + list_bytes(shape, max_tokens, all);
+}
+
+// By chunk, a row is one of the chunk's tokens or of this rank's; and there are the copies.
+int64_t RingAttention::call_bytes(const AttentionShape& shape, int64_t max_tokens) const {
+  return list_bytes(shape, max_tokens, 2 * max_tokens * (group_.size() + 1)) +
+         copies_limit(shape, max_tokens) * static_cast<int64_t>(sizeof(int32_t));
 }
 
 }  // namespace sb

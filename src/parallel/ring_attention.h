@@ -39,10 +39,14 @@ class RingAttention final : public ChoosingAttention {
                 const AttentionOperands& operands, const AttentionGradients& gradients, AttentionState& state) override;
   int64_t scratch_bytes(const AttentionShape& shape, int64_t max_tokens, int threads) const override;
   int64_t state_bytes(const AttentionShape& shape, int64_t max_tokens) const override;
+  int64_t call_bytes(const AttentionShape& shape, int64_t max_tokens) const override;
 
   // The index a state holds: of the whole sequences, but with the rows of this rank's query blocks alone. To compare
   // it, or to put one in before a forward with `replay`.
   static BlockIndex& index(AttentionState& state);
+  // Bytes a state holds now, and the lists of the last call.
+  static int64_t bytes(const AttentionState& state);
+  int64_t call_bytes_used() const { return plan_.bytes(); }
   // Pairs of this rank's queries. Coverage is not measured.
   AttentionReport take_report() override;
   Selector::Thresholds thresholds() const override { return selection_.selector().thresholds(); }
@@ -54,12 +58,14 @@ class RingAttention final : public ChoosingAttention {
   class State;
   class Call;
   int64_t copies_limit(const AttentionShape& shape, int64_t max_tokens) const;
+  int64_t list_bytes(const AttentionShape& shape, int64_t max_tokens, int64_t offset_tokens) const;
   void count_pairs(int layer, const State& state);
 
   Communicator& group_;
   const Options options_;
   RingSelection selection_;
   RingTravel travel_;
+  RingPlan plan_;  // of the call at hand
   AttentionReport report_;
 };
 

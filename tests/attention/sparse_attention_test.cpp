@@ -6,6 +6,7 @@
 #include <string>
 
 #include "attention/dense_attention.h"
+#include "attention/forwarding_attention.h"
 #include "tests/attention/reference.h"
 
 namespace sb {
@@ -15,32 +16,24 @@ using Pattern = SelectionPattern;
 using Order = SelectionOrder;
 
 // Passes calls on, hands given budgets in, and keeps a copy of the index that was used.
-class Recording final : public Attention {
+class Recording final : public ForwardingAttention {
  public:
   Recording(Attention& inner, std::vector<int32_t> budgets = {}, int layer = 0)
-      : inner_(inner), budgets_(std::move(budgets)), layer_(layer) {}
-  std::unique_ptr<AttentionState> make_state() const override { return inner_.make_state(); }
+      : ForwardingAttention(inner), budgets_(std::move(budgets)), layer_(layer) {}
   void forward(const Exec& exec, int, const AttentionShape& shape, const PackedSequences& sequences,
                const AttentionOperands& operands, AttentionState& state, bool replay) override {
-    inner_.forward(exec, layer_, shape, {sequences.cu_seqlens, budgets_}, operands, state, replay);
+    ForwardingAttention::forward(exec, layer_, shape, {sequences.cu_seqlens, budgets_}, operands, state, replay);
     index = SparseAttention::index(state);
   }
   void backward(const Exec& exec, int, const AttentionShape& shape, const PackedSequences& sequences,
                 const AttentionOperands& operands, const AttentionGradients& gradients,
                 AttentionState& state) override {
-    inner_.backward(exec, layer_, shape, {sequences.cu_seqlens, budgets_}, operands, gradients, state);
-  }
-  int64_t scratch_bytes(const AttentionShape& shape, int64_t max_tokens, int threads) const override {
-    return inner_.scratch_bytes(shape, max_tokens, threads);
-  }
-  int64_t state_bytes(const AttentionShape& shape, int64_t max_tokens) const override {
-    return inner_.state_bytes(shape, max_tokens);
+    ForwardingAttention::backward(exec, layer_, shape, {sequences.cu_seqlens, budgets_}, operands, gradients, state);
   }
 
   BlockIndex index;
 
  private:
-  Attention& inner_;
   std::vector<int32_t> budgets_;
   int layer_;
 };

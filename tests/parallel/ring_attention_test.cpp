@@ -6,6 +6,7 @@
 #include <cmath>
 
 #include "attention/dense_attention.h"
+#include "attention/forwarding_attention.h"
 #include "comm/thread_communicator.h"
 #include "core/random.h"
 #include "tests/attention/reference.h"
@@ -194,32 +195,19 @@ struct Choice {
 };
 class RingChoice : public testing::TestWithParam<std::tuple<Choice, int>> {};
 
-class KeepIndex final : public Attention {
+class KeepIndex final : public ForwardingAttention {
  public:
   KeepIndex(SparseAttention& inner, std::vector<int32_t> budgets, int steps)
-      : inner_(inner), budgets_(std::move(budgets)), steps_(steps) {}
-  std::unique_ptr<AttentionState> make_state() const override { return inner_.make_state(); }
+      : ForwardingAttention(inner), budgets_(std::move(budgets)), steps_(steps) {}
   void forward(const Exec& exec, int layer, const AttentionShape& shape, const PackedSequences& sequences,
                const AttentionOperands& operands, AttentionState& state, bool replay) override {
     for (int i = 0; i < steps_; ++i)
-      inner_.forward(exec, layer, shape, {sequences.cu_seqlens, budgets_}, operands, state, replay);
+      ForwardingAttention::forward(exec, layer, shape, {sequences.cu_seqlens, budgets_}, operands, state, replay);
     index = SparseAttention::index(state);
-  }
-  void backward(const Exec& exec, int layer, const AttentionShape& shape, const PackedSequences& sequences,
-                const AttentionOperands& operands, const AttentionGradients& gradients,
-                AttentionState& state) override {
-    inner_.backward(exec, layer, shape, sequences, operands, gradients, state);
-  }
-  int64_t scratch_bytes(const AttentionShape& shape, int64_t max_tokens, int threads) const override {
-    return inner_.scratch_bytes(shape, max_tokens, threads);
-  }
-  int64_t state_bytes(const AttentionShape& shape, int64_t max_tokens) const override {
-    return inner_.state_bytes(shape, max_tokens);
   }
   BlockIndex index;
 
  private:
-  SparseAttention& inner_;
   std::vector<int32_t> budgets_;
   int steps_;
 };

@@ -4,6 +4,7 @@
 #include <mutex>
 #include <vector>
 
+#include "attention/forwarding_attention.h"
 #include "attention/sparse_attention.h"
 
 namespace sb::test {
@@ -53,32 +54,19 @@ class RecordedChoices {
 };
 
 // Sparse attention that records its choices, or uses recorded ones.
-class ReplayedAttention final : public Attention {
+class ReplayedAttention final : public ForwardingAttention {
  public:
   ReplayedAttention(SparseAttention& inner, RecordedChoices& choices, bool record)
-      : inner_(inner), choices_(choices), record_(record) {}
+      : ForwardingAttention(inner), choices_(choices), record_(record) {}
 
-  std::unique_ptr<AttentionState> make_state() const override { return inner_.make_state(); }
   void forward(const Exec& exec, int layer, const AttentionShape& shape, const PackedSequences& sequences,
                const AttentionOperands& operands, AttentionState& state, bool replay) override {
     if (!record_ && !replay) choices_.replay(exec, layer, sequences.cu_seqlens, SparseAttention::index(state));
-    inner_.forward(exec, layer, shape, sequences, operands, state, replay || !record_);
+    ForwardingAttention::forward(exec, layer, shape, sequences, operands, state, replay || !record_);
     if (record_) choices_.record(layer, SparseAttention::index(state));
-  }
-  void backward(const Exec& exec, int layer, const AttentionShape& shape, const PackedSequences& sequences,
-                const AttentionOperands& operands, const AttentionGradients& gradients,
-                AttentionState& state) override {
-    inner_.backward(exec, layer, shape, sequences, operands, gradients, state);
-  }
-  int64_t scratch_bytes(const AttentionShape& shape, int64_t max_tokens, int threads) const override {
-    return inner_.scratch_bytes(shape, max_tokens, threads);
-  }
-  int64_t state_bytes(const AttentionShape& shape, int64_t max_tokens) const override {
-    return inner_.state_bytes(shape, max_tokens);
   }
 
  private:
-  SparseAttention& inner_;
   RecordedChoices& choices_;
   bool record_;
 };

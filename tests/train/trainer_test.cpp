@@ -5,6 +5,7 @@
 #include <cmath>
 #include <nlohmann/json.hpp>
 
+#include "attention/forwarding_attention.h"
 #include "model/hf_checkpoint.h"
 #include "tests/model/model_fixture.h"
 #include "tests/train/scratch_directory.h"
@@ -248,25 +249,14 @@ TEST(Trainer, KeepsOnlyTheLastCheckpoints) {
 }
 
 // Dense attention that writes a NaN in the forward calls it is told to.
-class PoisonedAttention final : public Attention {
+class PoisonedAttention final : public ForwardingAttention {
  public:
-  explicit PoisonedAttention(std::function<bool(int call)> poison) : poison_(std::move(poison)) {}
-  std::unique_ptr<AttentionState> make_state() const override { return dense_.make_state(); }
+  explicit PoisonedAttention(std::function<bool(int call)> poison)
+      : ForwardingAttention(dense_), poison_(std::move(poison)) {}
   void forward(const Exec& exec, int layer, const AttentionShape& shape, const PackedSequences& sequences,
                const AttentionOperands& operands, AttentionState& state, bool replay) override {
-    dense_.forward(exec, layer, shape, sequences, operands, state, replay);
+    ForwardingAttention::forward(exec, layer, shape, sequences, operands, state, replay);
     if (layer == 0 && poison_(calls_++)) operands.out.f32()[0] = NAN;
-  }
-  void backward(const Exec& exec, int layer, const AttentionShape& shape, const PackedSequences& sequences,
-                const AttentionOperands& operands, const AttentionGradients& gradients,
-                AttentionState& state) override {
-    dense_.backward(exec, layer, shape, sequences, operands, gradients, state);
-  }
-  int64_t scratch_bytes(const AttentionShape& shape, int64_t max_tokens, int threads) const override {
-    return dense_.scratch_bytes(shape, max_tokens, threads);
-  }
-  int64_t state_bytes(const AttentionShape& shape, int64_t max_tokens) const override {
-    return dense_.state_bytes(shape, max_tokens);
   }
 
  private:
