@@ -4,102 +4,11 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstring>
 
-#include "attention/block_sparse.h"
-#include "core/random.h"
-#include "device/cuda.h"
-#include "device/memory.h"
+#include "tests/attention/cuda_case.h"
 
 namespace sb {
 namespace {
-
-float rounded(float x, DType dtype) {
-  if (dtype == DType::f32) return x;
-  uint32_t bits;
-  std::memcpy(&bits, &x, 4);
-  bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000u;
-  std::memcpy(&x, &bits, 4);
-  return x;
-}
-
-// One set of operands on the host in fp32 and on the device in the type of the test.
-struct Operands {
-  std::vector<float> q, k, v, dout;
-  AttentionShape shape;
-  int64_t tokens;
-
-  Operands(const AttentionShape& s, int64_t n, DType dtype, uint64_t seed) : shape(s), tokens(n) {
-    const auto draw = [&](int heads, uint64_t which) {
-      std::vector<float> out(n * heads * s.head_dim);
-      Random random(seed * 10 + which);
-      for (float& x : out) x = rounded(static_cast<float>(random.normal()), dtype);
-      return out;
-    };
-    q = draw(s.heads, 0);
-    k = draw(s.kv_heads, 1);
-    v = draw(s.kv_heads, 2);
-    dout = draw(s.heads, 3);
-  }
-};
-
-struct Results {
-  std::vector<float> out, lse, dq, dk, dv;
-};
-
-class DeviceTensor {
- public:
-  DeviceTensor(Shape shape, DType dtype)
-      : arena_(make_arena("test", shape.elements() * dtype_bytes(dtype), DeviceKind::cuda)),
-        view_(arena_.allocate(dtype, shape)) {
-    std::vector<char> poison(view_.bytes(), static_cast<char>(0xFF));
-    cuda::copy_and_wait(poison.data(), view_.raw(), view_.bytes());
-  }
-  DeviceTensor(const std::vector<float>& values, Shape shape, DType dtype) : DeviceTensor(shape, dtype) {
-    if (dtype == DType::f32) {
-      cuda::copy_and_wait(values.data(), view_.raw(), view_.bytes());
-      return;
-    }
-    std::vector<uint16_t> halves;
-    for (const float x : values) {
-      uint32_t bits;
-      std::memcpy(&bits, &x, 4);
-      halves.push_back(static_cast<uint16_t>(bits >> 16));
-    }
-    cuda::copy_and_wait(halves.data(), view_.raw(), view_.bytes());
-  }
-  const TensorView& view() const { return view_; }
-  std::vector<float> host() const {
-    std::vector<float> out(view_.elements());
-    if (view_.dtype() == DType::f32) {
-      cuda::copy_and_wait(view_.raw(), out.data(), view_.bytes());
-      return out;
-    }
-    std::vector<uint16_t> halves(out.size());
-    cuda::copy_and_wait(view_.raw(), halves.data(), view_.bytes());
-    for (size_t i = 0; i < out.size(); ++i) {
-      const uint32_t bits = uint32_t{halves[i]} << 16;
-      std::memcpy(&out[i], &bits, 4);
-    }
-    return out;
-  }
-
- private:
-  Arena arena_;
-  TensorView view_;
-};
-
-double difference(const std::vector<float>& got, const std::vector<float>& want) {
-  double sum = 0, norm = 0;
-  for (size_t i = 0; i < want.size(); ++i) {
-    if (std::isinf(want[i]) && got[i] == want[i]) continue;
-    const double d = got[i] - want[i];
-    if (!(std::abs(d) < 1e30)) return INFINITY;
-    sum += d * d;
-    norm += double{want[i]} * want[i];
-  }
-  return norm == 0 ? std::sqrt(sum) : std::sqrt(sum / norm);
-}
 
 class CudaAttentionTest : public ::testing::Test {
  protected:
@@ -111,8 +20,8 @@ class CudaAttentionTest : public ::testing::Test {
   Exec cpu_exec() { return {.pool = &pool_, .scratch = &cpu_scratch_}; }
 
   // Forward and backward on the device; the lists in `index`.
-  Results run(ChoosingAttention& attention, const Operands& in, const PackedSequences& sequences, DType dtype,
-              BlockIndex* index = nullptr, int layer = 0) {
+  CudaResults run(ChoosingAttention& attention, const CudaOperands& in, const PackedSequences& sequences, DType dtype,
+                  BlockIndex* index = nullptr, int layer = 0) {
     const int d = in.shape.head_dim;
     const Shape wide{in.tokens, in.shape.heads, d}, narrow{in.tokens, in.shape.kv_heads, d};
     const DeviceTensor q(in.q, wide, dtype), k(in.k, narrow, dtype), v(in.v, narrow, dtype), dout(in.dout, wide, dtype);
@@ -128,7 +37,7 @@ class CudaAttentionTest : public ::testing::Test {
     cuda::synchronize(stream_.get());
     EXPECT_EQ(scratch.used(), 0);
     if (index != nullptr) *index = read_block_index(*state, pool_);
-    Results results{out.host(), lse.host(), dq.host(), dk.host(), dv.host()};
+    CudaResults results{out.host(), lse.host(), dq.host(), dk.host(), dv.host()};
     // The same choices again give the same.
     attention.forward(exec, layer, in.shape, sequences, operands, *state, true);
     cuda::synchronize(stream_.get());
@@ -136,31 +45,11 @@ class CudaAttentionTest : public ::testing::Test {
     return results;
   }
 
-  Results on_cpu(const Operands& in, const BlockIndex& index) {
-    const int d = in.shape.head_dim;
-    const Shape wide{in.tokens, in.shape.heads, d}, narrow{in.tokens, in.shape.kv_heads, d};
-    Results r;
-    r.out.resize(in.q.size());
-    r.lse.resize(in.shape.heads * in.tokens);
-    r.dq.resize(in.q.size());
-    r.dk.resize(in.k.size());
-    r.dv.resize(in.k.size());
-    const AttentionOperands operands{{in.q.data(), wide},
-                                     {in.k.data(), narrow},
-                                     {in.v.data(), narrow},
-                                     {r.out.data(), wide},
-                                     {r.lse.data(), {in.shape.heads, in.tokens}}};
-    const Exec exec = cpu_exec();
-    block_sparse_forward(exec, in.shape, index, operands);
-    block_sparse_backward(exec, in.shape, index, operands,
-                          {{in.dout.data(), wide}, {r.dq.data(), wide}, {r.dk.data(), narrow}, {r.dv.data(), narrow}});
-    return r;
-  }
-
-  BlockIndex chosen_by_cpu(const CudaAttentionOptions& options, const Operands& in, const std::vector<int32_t>& cu) {
+  BlockIndex chosen_by_cpu(const CudaAttentionOptions& options, const CudaOperands& in,
+                           const std::vector<int32_t>& cu) {
     SparseAttention cpu(options.attention);
     const auto state = cpu.make_state();
-    Results r;
+    CudaResults r;
     r.out.resize(in.q.size());
     r.lse.resize(in.shape.heads * in.tokens);
     const Exec exec = cpu_exec();
@@ -174,15 +63,6 @@ class CudaAttentionTest : public ::testing::Test {
                  {r.lse.data(), {in.shape.heads, in.tokens}}},
                 *state, false);
     return SparseAttention::index(*state);
-  }
-
-  static void expect_close(const Results& got, const Results& want, DType dtype) {
-    const bool exact = dtype == DType::f32;
-    EXPECT_LT(difference(got.out, want.out), exact ? 3e-6 : 5e-3);
-    EXPECT_LT(difference(got.lse, want.lse), 1e-5);
-    EXPECT_LT(difference(got.dq, want.dq), exact ? 5e-6 : 7e-3);
-    EXPECT_LT(difference(got.dk, want.dk), exact ? 5e-6 : 7e-3);
-    EXPECT_LT(difference(got.dv, want.dv), exact ? 5e-6 : 7e-3);
   }
 
   std::shared_ptr<void> stream_;
@@ -232,13 +112,13 @@ TEST_F(CudaAttentionTest, EqualsTheCpuOnTheSameLists) {
           options.deterministic = deterministic;
           const auto attention = make_cuda_attention(options);
           const AttentionShape shape{c.heads, c.kv_heads, c.d, 1.f / std::sqrt(static_cast<float>(c.d))};
-          const Operands in(shape, c.cu.back(), dtype, 7);
+          const CudaOperands in(shape, c.cu.back(), dtype, 7);
           BlockIndex index;
-          const Results got = run(*attention, in, {c.cu, {}}, dtype, &index);
+          const CudaResults got = run(*attention, in, {c.cu, {}}, dtype, &index);
           if (c.pattern != SelectionPattern::dense) {
             EXPECT_GT(index.entries(), 0);
           }
-          expect_close(got, on_cpu(in, index), dtype);
+          expect_close(got, on_cpu(cpu_exec(), in, index), dtype);
           const AttentionReport report = attention->take_report();
           EXPECT_EQ(report.layers[0].pairs, index.token_pairs());
           EXPECT_EQ(report.layers[0].causal_pairs, index.causal_token_pairs());
@@ -252,7 +132,7 @@ TEST_F(CudaAttentionTest, ChoosesWhatTheCpuChooses) {
   const auto attention = make_cuda_attention(options);
   const AttentionShape shape{8, 2, 64, 0.125f};
   const std::vector<int32_t> cu{0, 3000, 5000};
-  const Operands in(shape, cu.back(), DType::f32, 3);
+  const CudaOperands in(shape, cu.back(), DType::f32, 3);
   BlockIndex index;
   run(*attention, in, {cu, {}}, DType::f32, &index);
 
@@ -287,7 +167,7 @@ TEST_F(CudaAttentionTest, MeasuresCoverageLikeTheCpu) {
     const auto attention = make_cuda_attention(options);
     const AttentionShape shape{c.heads, 2, 64, 0.125f};
     const std::vector<int32_t> cu{0, 3001, 3001, 3004, 3600, 6600};  // the empty one is not measured, short ones dense
-    const Operands in(shape, cu.back(), c.dtype, 3);
+    const CudaOperands in(shape, cu.back(), c.dtype, 3);
     BlockIndex index;
     run(*attention, in, {cu, {}}, c.dtype, &index, 1);
     const AttentionReport report = attention->take_report();
@@ -325,7 +205,7 @@ TEST_F(CudaAttentionTest, BudgetsAndDenseLayersCount) {
   const auto attention = make_cuda_attention(options_of(SelectionPattern::topk, 900));
   const AttentionShape shape{8, 2, 64, 0.125f};
   const std::vector<int32_t> cu{0, 3000, 5000}, budgets{1300, 5000};
-  const Operands in(shape, cu.back(), DType::bf16, 3);
+  const CudaOperands in(shape, cu.back(), DType::bf16, 3);
   BlockIndex index;
   run(*attention, in, {cu, budgets}, DType::bf16, &index);
   EXPECT_FALSE(index.sequences()[0].dense);
@@ -342,15 +222,15 @@ TEST_F(CudaAttentionTest, ManyMicroBatchesInTurn) {
   // More kinds than plans are kept, states held over others' steps.
   const auto attention = make_cuda_attention(options_of(SelectionPattern::topk, 300));
   const AttentionShape shape{4, 2, 64, 0.125f};
-  std::vector<Results> first;
+  std::vector<CudaResults> first;
   for (int round = 0; round < 2; ++round)
     for (int i = 0; i < 80; ++i) {
       const std::vector<int32_t> cu{0, 400 + i, 900};
-      const Operands in(shape, cu.back(), DType::bf16, i);
+      const CudaOperands in(shape, cu.back(), DType::bf16, i);
       BlockIndex index;
       CudaAttentionOptions options = options_of(SelectionPattern::topk, 300);
-      const Results got = run(*attention, in, {cu, {}}, DType::bf16, &index);
-      if (round == 0 && i % 16 == 0) expect_close(got, on_cpu(in, index), DType::bf16);
+      const CudaResults got = run(*attention, in, {cu, {}}, DType::bf16, &index);
+      if (round == 0 && i % 16 == 0) expect_close(got, on_cpu(cpu_exec(), in, index), DType::bf16);
       if (round == 0)
         first.push_back(got);
       else
@@ -363,7 +243,7 @@ TEST_F(CudaAttentionTest, ThresholdsMeetTheQuotaAndTravel) {
   const auto attention = make_cuda_attention(options);
   const AttentionShape shape{8, 2, 64, 0.125f};
   const std::vector<int32_t> cu{0, 5000};
-  const Operands in(shape, cu.back(), DType::bf16, 3);
+  const CudaOperands in(shape, cu.back(), DType::bf16, 3);
   EXPECT_TRUE(attention->thresholds().empty());
   double density = 0;
   for (int step = 0; step < 12; ++step) {
@@ -401,11 +281,11 @@ TEST_F(CudaAttentionTest, VerticalSlashEqualsTheCpuOnTheSameLists) {
       const auto attention = make_cuda_attention(options);
       const AttentionShape shape{heads, 2, 64, 0.125f};
       const std::vector<int32_t> cu{0, 1500, 1501, 1501, 2300, 3333};
-      const Operands in(shape, cu.back(), dtype, 7);
+      const CudaOperands in(shape, cu.back(), dtype, 7);
       BlockIndex index;
-      const Results got = run(*attention, in, {cu, {}}, dtype, &index);
+      const CudaResults got = run(*attention, in, {cu, {}}, dtype, &index);
       EXPECT_TRUE(index.has_gathered_columns());
-      expect_close(got, on_cpu(in, index), dtype);
+      expect_close(got, on_cpu(cpu_exec(), in, index), dtype);
       const AttentionReport report = attention->take_report();
       EXPECT_EQ(report.layers[0].pairs, index.token_pairs());
       EXPECT_EQ(report.layers[0].causal_pairs, index.causal_token_pairs());
@@ -425,7 +305,7 @@ TEST_F(CudaAttentionTest, VerticalSlashFindsWhatTheCpuFinds) {
   const auto attention = make_cuda_attention(options);
   const AttentionShape shape{4, 2, 64, 0.125f};
   const std::vector<int32_t> cu{0, 2000, 2900};
-  const Operands in(shape, cu.back(), DType::f32, 3);
+  const CudaOperands in(shape, cu.back(), DType::f32, 3);
   BlockIndex index;
   run(*attention, in, {cu, {}}, DType::f32, &index);
   const BlockIndex want = chosen_by_cpu(options, in, cu);

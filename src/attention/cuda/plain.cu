@@ -6,14 +6,13 @@
 namespace sb::gpu {
 namespace {
 
-// fp32 with plain arithmetic, any head_dim up to 128: for exact comparison, not for speed. Every kernel keeps 64 rows
+// fp32 with plain arithmetic, any head_dim up to 256: for exact comparison, not for speed. Every kernel keeps 64 rows
 // (queries or keys) and passes 16 of the other kind at a time. Thread (y, x) of 16 × 16 looks after rows 4y … 4y+3 and
 // item x, or columns x, x + 16, … of a result.
 
 constexpr int kThreads = 256;
 constexpr int kStill = 64, kMoving = 16;
-constexpr int kMaxDim = 128;
-constexpr int kColumns = kMaxDim / 16;
+constexpr int kMaxDim = 256;
 
 struct Tiles {
   float *a, *b;  // [64][d + 1]: what stays
@@ -54,6 +53,7 @@ __device__ void products(float (&out)[4], const float* still, const float* movin
 }
 
 // sum += weights [64][17] · moving [16][d + 1].
+template <int kColumns>
 __device__ void add_products(float (&sum)[4][kColumns], const float* weights, const float* moving, int d) {
   const float* w = weights + threadIdx.x / 16 * 4 * (kMoving + 1);
   for (int m = 0; m < kMoving; ++m)
@@ -66,7 +66,7 @@ __device__ void add_products(float (&sum)[4][kColumns], const float* weights, co
     }
 }
 
-template <typename Offset>
+template <int kColumns, typename Offset>
 __device__ void store(float* out, const float (&sum)[4][kColumns], int d, const float (&factor)[4], Offset offset) {
 #pragma unroll
   for (int r = 0; r < 4; ++r) {
@@ -112,6 +112,7 @@ struct ForwardArguments {
   float scale;
 };
 
+template <int kColumns>
 __global__ void __launch_bounds__(kThreads) forward_kernel(const __grid_constant__ ForwardArguments args) {
   extern __shared__ float memory[];
   const int d = args.d, y = threadIdx.x / 16, x = threadIdx.x % 16;
@@ -176,6 +177,7 @@ struct BackwardArguments {
 };
 
 // What keys got as gathered columns; the rows of this thread are keys half + 4y … of the item.
+template <int kColumns>
 __device__ void add_gathered(const BackwardArguments& args, const BackwardItem& item, int half, int which,
                              float (&sum)[4][kColumns]) {
   const int list_heads = args.columns.heads_per_kv / args.columns.tiling.parts;
@@ -195,7 +197,7 @@ __device__ void add_gathered(const BackwardArguments& args, const BackwardItem& 
 
 // One subtile of queries against the 64 keys that stay. sees(token of the subtile, r) says whether that token looks at
 // this thread's key r.
-template <typename Sees>
+template <int kColumns, typename Sees>
 __device__ void add_subtile(const BackwardArguments& args, const Tiles& tiles, const SubtileRows& rows,
                             int64_t statistics_at, float (&dk)[4][kColumns], float (&dv)[4][kColumns], Sees sees) {
   const int d = args.d, y = threadIdx.x / 16, x = threadIdx.x % 16;
@@ -223,6 +225,7 @@ __device__ void add_subtile(const BackwardArguments& args, const Tiles& tiles, c
   }
 }
 
+template <int kColumns>
 __global__ void __launch_bounds__(kThreads) keys_kernel(const __grid_constant__ BackwardArguments args) {
   extern __shared__ float memory[];
   const int d = args.d, y = threadIdx.x / 16;
@@ -261,6 +264,7 @@ __global__ void __launch_bounds__(kThreads) keys_kernel(const __grid_constant__ 
   store(args.partials + kBlock * d, dv, d, one, slot_row);
 }
 
+template <int kColumns>
 __global__ void __launch_bounds__(kThreads) pieces_kernel(const __grid_constant__ BackwardArguments args) {
   extern __shared__ float memory[];
   const int d = args.d, y = threadIdx.x / 16;
@@ -284,6 +288,7 @@ __global__ void __launch_bounds__(kThreads) pieces_kernel(const __grid_constant_
   store(args.gathered_sums, dv, d, one, [&](int r) { return gathered_place(first + r, 1, d); });
 }
 
+template <int kColumns>
 __global__ void __launch_bounds__(kThreads) rows_kernel(const __grid_constant__ BackwardArguments args) {
   extern __shared__ float memory[];
   const int d = args.d, y = threadIdx.x / 16, x = threadIdx.x % 16;
@@ -320,90 +325,19 @@ __global__ void __launch_bounds__(kThreads) rows_kernel(const __grid_constant__ 
   store(args.dq, dq, d, scale, packed);
 }
 
-__device__ __forceinline__ float as_float(float x) {
-  return x;
-}
-__device__ __forceinline__ float as_float(__nv_bfloat16 x) {
-  return __bfloat162float(x);
-}
-__device__ __forceinline__ void set(float& to, float x) {
-  to = x;
-}
-__device__ __forceinline__ void set(__nv_bfloat16& to, float x) {
-  to = __float2bfloat16_rn(x);
-}
-
-struct StatisticsArguments {
-  Tiling tiling;
-  const int32_t *cu_seqlens, *cu_subtiles;
-  int32_t sequences, query_heads, d;
-  int64_t tokens;
-  const float* lse;
-  float* out;
-};
-
-// A thread block a subtile, a warp a row.
-template <typename T>
-__global__ void __launch_bounds__(128) statistics_kernel(StatisticsArguments args, const T* o, const T* d_o) {
-  const int list_head = blockIdx.x / args.tiling.subtiles, in_head = blockIdx.x % args.tiling.subtiles;
-  int low = 0, high = args.sequences;  // cu_subtiles[low] <= in_head < cu_subtiles[high]
-  while (high - low > 1) {
-    const int middle = (low + high) / 2;
-    (args.cu_subtiles[middle] <= in_head ? low : high) = middle;
-  }
-  const int token = args.cu_seqlens[low] + (in_head - args.cu_subtiles[low]) * args.tiling.tokens;
-  const SubtileRows rows{token,
-                         args.tiling.tokens,
-                         max(0, min(args.tiling.tokens, args.cu_seqlens[low + 1] - token)),
-                         list_head * args.tiling.heads,
-                         args.tiling.heads,
-                         args.query_heads};
-  float* out = args.out + static_cast<int64_t>(blockIdx.x) * 2 * kSubtileRows;
-  for (int r = threadIdx.x / 32; r < kSubtileRows; r += 4) {
-    float sum = 0, lse = INFINITY;
-    if (rows.exists(r)) {
-      const int64_t at = rows.packed(r) * args.d;
-      for (int c = threadIdx.x % 32; c < args.d; c += 32) sum += as_float(o[at + c]) * as_float(d_o[at + c]);
-      lse = args.lse[rows.statistic(r, args.tokens)];
-      if (lse == -INFINITY) lse = INFINITY;
-    }
-#pragma unroll
-    for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
-    if (threadIdx.x % 32 == 0) {
-      out[r] = lse;
-      out[kSubtileRows + r] = sum;
-    }
-  }
-}
-
-struct FinishArguments {
-  const SplitColumn* splits;
-  const WorkCounts* counts;
-  const float *partials, *gathered_sums;
-  ColumnWalk walk;
-  int32_t d;
-  float scale;
-};
-
-// A thread block a split column and result.
-template <typename T>
-__global__ void __launch_bounds__(256) finish_kernel(const __grid_constant__ FinishArguments args, T* dk, T* dv) {
-  if (static_cast<int>(blockIdx.x) >= args.counts->splits) return;
-  const SplitColumn split = args.splits[blockIdx.x];
-  const int which = blockIdx.y, d = args.d, list_heads = args.walk.heads_per_kv / args.walk.tiling.parts;
-  T* out = which == 0 ? dk : dv;
-  for (int i = threadIdx.x; i < split.keys * d; i += 256) {
-    float sum = 0;
-    for (int slot = split.begin; slot < split.begin + split.count; ++slot)
-      sum += args.partials[static_cast<int64_t>(slot * 2 + which) * kBlock * d + i];
-    for (int list = 0; split.gathered >= 0 && list < list_heads; ++list) {
-      const int64_t row =
-          gathered_row(args.walk.gathered, split.gathered + split.head * list_heads + list, split.position + i / d);
-      if (row >= 0) sum += args.gathered_sums[gathered_place(row, which, d) + i % d];
-    }
-    const int64_t at = (static_cast<int64_t>(split.token + i / d) * args.walk.kv_heads + split.head) * d + i % d;
-    set(out[at], which == 0 ? sum * args.scale : sum);
-  }
+template <int kColumns>
+void launch_backward(const BackwardParams& p, const BackwardArguments& args, cudaStream_t stream) {
+  const size_t bytes = Tiles::bytes(p.shape.head_dim);
+  const auto pieces = pieces_kernel<kColumns>, keys = keys_kernel<kColumns>, rows = rows_kernel<kColumns>;
+  for (const auto kernel : {pieces, keys, rows})
+    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)),
+          "shared memory of the fp32 backward");
+  if (p.gathered.piece_count > 0) pieces<<<p.gathered.piece_count, kThreads, bytes, stream>>>(args);
+  check(cudaGetLastError(), "attention backward in fp32: gathered columns");
+  keys<<<dim3(p.limits.items, p.tiling.block / kStill), kThreads, bytes, stream>>>(args);
+  check(cudaGetLastError(), "attention backward in fp32: keys");
+  rows<<<2 * p.row_item_count, kThreads, bytes, stream>>>(args);
+  check(cudaGetLastError(), "attention backward in fp32: rows");
 }
 
 void check_dim(int d) {
@@ -424,9 +358,10 @@ void plain_forward(const ForwardParams& p, cudaStream_t stream) {
                               p.shape.head_dim,
                               p.shape.scale};
   const size_t bytes = Tiles::bytes(p.shape.head_dim);
-  check(cudaFuncSetAttribute(forward_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)),
+  const auto kernel = p.shape.head_dim <= kMaxDim / 2 ? forward_kernel<kMaxDim / 32> : forward_kernel<kMaxDim / 16>;
+  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)),
         "shared memory of the fp32 forward");
-  forward_kernel<<<2 * p.item_count, kThreads, bytes, stream>>>(args);
+  kernel<<<2 * p.item_count, kThreads, bytes, stream>>>(args);
   check(cudaGetLastError(), "attention forward in fp32");
 }
 
@@ -446,40 +381,10 @@ void plain_backward(const BackwardParams& p, cudaStream_t stream) {
                                p.gathered_sums,
                                p.shape.head_dim,
                                p.shape.scale};
-  const size_t bytes = Tiles::bytes(p.shape.head_dim);
-  for (const auto kernel : {pieces_kernel, keys_kernel, rows_kernel})
-    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)),
-          "shared memory of the fp32 backward");
-  if (p.gathered.piece_count > 0) pieces_kernel<<<p.gathered.piece_count, kThreads, bytes, stream>>>(args);
-  keys_kernel<<<dim3(p.limits.items, p.tiling.block / kStill), kThreads, bytes, stream>>>(args);
-  check(cudaGetLastError(), "attention backward in fp32: keys");
-  rows_kernel<<<2 * p.row_item_count, kThreads, bytes, stream>>>(args);
-  check(cudaGetLastError(), "attention backward in fp32: rows");
-}
-
-void portable_statistics(const BackwardParams& p, Precision precision, cudaStream_t stream) {
-  const StatisticsArguments args{p.tiling,         p.cu_seqlens,   p.cu_subtiles, p.sequences, p.shape.query_heads,
-                                 p.shape.head_dim, p.shape.tokens, p.lse,         p.statistics};
-  const int subtiles = p.shape.query_heads / p.tiling.heads * p.tiling.subtiles;
-  if (precision == Precision::fp32)
-    statistics_kernel<<<subtiles, 128, 0, stream>>>(args, static_cast<const float*>(p.o),
-                                                    static_cast<const float*>(p.d_o));
+  if (p.shape.head_dim <= kMaxDim / 2)
+    launch_backward<kMaxDim / 32>(p, args, stream);
   else
-    statistics_kernel<<<subtiles, 128, 0, stream>>>(args, static_cast<const __nv_bfloat16*>(p.o),
-                                                    static_cast<const __nv_bfloat16*>(p.d_o));
-  check(cudaGetLastError(), "attention backward: statistics");
-}
-
-void portable_finish_columns(const BackwardParams& p, Precision precision, cudaStream_t stream) {
-  if (p.limits.splits == 0) return;
-  const dim3 grid(p.limits.splits, 2);
-  const FinishArguments args{p.splits,       p.counts,         p.partials,   p.gathered_sums,
-                             column_walk(p), p.shape.head_dim, p.shape.scale};
-  if (precision == Precision::fp32)
-    finish_kernel<<<grid, 256, 0, stream>>>(args, static_cast<float*>(p.dk), static_cast<float*>(p.dv));
-  else
-    finish_kernel<<<grid, 256, 0, stream>>>(args, static_cast<__nv_bfloat16*>(p.dk), static_cast<__nv_bfloat16*>(p.dv));
-  check(cudaGetLastError(), "attention backward: split columns");
+    launch_backward<kMaxDim / 16>(p, args, stream);
 }
 
 }  // namespace sb::gpu

@@ -1,0 +1,79 @@
+#include <gtest/gtest.h>
+
+#include "attention/cuda/cuda_attention.h"
+#include "tests/attention/cuda_case.h"
+#include "tests/attention/sparse_cases.h"
+
+namespace sb {
+namespace {
+
+// Every case of the CPU's table on the device, with the lists given: in fp32, and in bf16 on the kernels that take it.
+class CudaTable : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    if (!cuda::problem().empty()) GTEST_SKIP() << cuda::problem();
+    stream_ = cuda::make_stream();
+    scratch_ = make_arena("scratch", int64_t{256} << 20, DeviceKind::cuda);
+  }
+
+  CudaResults run(const CudaAttentionOptions& options, const CudaOperands& in, const AttentionCase& c,
+                  const BlockIndex& index, DType dtype) {
+    const auto attention = make_cuda_attention(options);
+    const Shape wide{in.tokens, in.shape.heads, in.shape.head_dim},
+        narrow{in.tokens, in.shape.kv_heads, in.shape.head_dim};
+    const DeviceTensor q(in.q, wide, dtype), k(in.k, narrow, dtype), v(in.v, narrow, dtype), dout(in.dout, wide, dtype);
+    DeviceTensor out(wide, dtype), lse({in.shape.heads, in.tokens}, DType::f32), dq(wide, dtype), dk(narrow, dtype),
+        dv(narrow, dtype);
+    const Exec exec{.device = DeviceKind::cuda, .pool = &pool_, .stream = stream_.get(), .scratch = &scratch_};
+    const auto state = attention->make_state();
+    const AttentionOperands operands{q.view(), k.view(), v.view(), out.view(), lse.view()};
+    write_block_index(index, *attention, exec, in.shape, dtype, *state);
+    EXPECT_TRUE(read_block_index(*state, pool_) == index) << "not what was written";
+    attention->forward(exec, 0, in.shape, c.sequences(), operands, *state, true);
+    attention->backward(exec, 0, in.shape, c.sequences(), operands, {dout.view(), dq.view(), dk.view(), dv.view()},
+                        *state);
+    cuda::synchronize(stream_.get());
+    return {out.host(), lse.host(), dq.host(), dk.host(), dv.host()};
+  }
+
+  std::shared_ptr<void> stream_;
+  ThreadPool pool_{2};
+  Arena cpu_scratch_{"cpu", 256 << 20};
+  Arena scratch_{"none", 0};
+};
+
+TEST_F(CudaTable, EveryCaseOfTheCpu) {
+  int hopper = 0, portable = 0, refused = 0;
+  for (const SparseCase& one : sparse_cases()) {
+    const AttentionCase c = one.operands();
+    const BlockIndex index = one.index(c);
+    for (const DType dtype : {DType::f32, DType::bf16}) {
+      const CudaOperands in(c.shape, c.tokens(), dtype, c.q, c.k, c.v, c.dout);
+      const Exec exec{.pool = &pool_, .scratch = &cpu_scratch_};
+      const CudaResults want = on_cpu(exec, in, index);
+      for (const int kind : {0, 1, 2}) {
+        if (kind > 0 && dtype == DType::f32) continue;
+        CudaAttentionOptions options;
+        options.attention.layers = 1;
+        options.attention.selection.pattern = SelectionPattern::dense;
+        options.portable = kind == 1;
+        options.deterministic = kind == 2;
+        SCOPED_TRACE(one.name + " " + std::string(dtype_name(dtype)) + " kind " + std::to_string(kind));
+        const int d = c.shape.head_dim;
+        if (dtype == DType::bf16 && (d % 16 != 0 || d == 80 || d > 128)) {
+          EXPECT_THROW(run(options, in, c, index, dtype), UserError);
+          scratch_.release(0);
+          ++refused;
+          continue;
+        }
+        expect_close(run(options, in, c, index, dtype), want, dtype);
+        ++(kind == 1 || dtype == DType::f32 ? portable : hopper);
+      }
+    }
+  }
+  std::printf("%d runs with the kernels chosen for the GPU, %d with the portable ones, %d refused\n", hopper, portable,
+              refused);
+}
+
+}  // namespace
+}  // namespace sb
