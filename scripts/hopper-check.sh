@@ -13,7 +13,7 @@ tests="hopper_test select_test attention_bench"
 build() {
   local jobs=${JOBS:-$(nproc)} files
   files="$(ls src/attention/hopper/*.cu src/attention/cuda/*.cu) tests/attention/hopper/hopper_test.cu
-    tests/attention/hopper/select_test.cu $(ls bench/attention/hopper/*.cu)"
+    tests/attention/hopper/select_test.cu bench/attention/hopper/attention_bench.cu"
   rm -f $out/*.o
   echo $files | tr ' ' '\n' | xargs -P "$jobs" -I{} sh -c \
     "nvcc $flags -Xptxas -v -c {} -o $out/\$(basename {} .cu).o >$out/\$(basename {} .cu).log 2>&1 || { cat $out/\$(basename {} .cu).log; exit 255; }"

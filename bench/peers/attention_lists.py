@@ -1,12 +1,22 @@
 """FlexAttention on the very lists of bench/attention/hopper/attention_bench.cu (query blocks of 128, shared by the query
 heads of a group), and cuDNN and FlashAttention-2 dense, beside it. Useful FLOPs: 4·d for every selected (query, key)
 pair and head, 2.5 times that backward."""
+import pathlib
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 DEVICE, BLOCK = "cuda", 128
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+OURS = [ROOT / "build/cuda/bench/attention/attention_hopper_bench", ROOT / "build/hopper/attention_bench"]
+REST = 0.25  # seconds before a measurement, as in our own benchmark
 
 
 def median_ms(body, repeats=15, warm_up=3):
@@ -50,8 +60,15 @@ def tensors(heads, kv_heads, d, s):
 
 def report(name, forward, inputs, d_o, flops):
     try:
+        torch.cuda.synchronize()
+        forward()  # compiles
+        torch.cuda.synchronize()
+        time.sleep(REST)
         f = median_ms(forward)
         out = forward()
+        torch.autograd.grad(out, inputs, d_o, retain_graph=True)
+        torch.cuda.synchronize()
+        time.sleep(REST)
         b = median_ms(lambda: torch.autograd.grad(out, inputs, d_o, retain_graph=True))
         print(f"{name:<44} {f:8.3f} {flops / f / 1e9:6.0f} | {b:8.3f} {2.5 * flops / b / 1e9:6.0f}", flush=True)
     except Exception as error:  # a backend that refuses the shape must not hide the others
@@ -70,9 +87,17 @@ def dense(heads, kv_heads, d, s):
 compiled = torch.compile(flex_attention, dynamic=False)
 
 
-def sparse(heads, kv_heads, d, s, keep):
+def trained_blocks():
+    """What bench/attention/dump_lists wrote: chosen blocks of a trained model, query blocks of 128."""
+    data = (ROOT / "bench/attention/trained_lists_32k.bin").read_bytes()
+    heads, rows, blocks, query_block, block = struct.unpack("5i", data[:20])
+    assert query_block == block == BLOCK
+    return torch.frombuffer(bytearray(data[20:]), dtype=torch.uint8).view(heads, rows, blocks) == 0
+
+
+def sparse(heads, kv_heads, d, s, name, blocks):
     n = s // BLOCK
-    mask = kept_blocks(kv_heads, n, keep).repeat_interleave(heads // kv_heads, 0)[None].to(DEVICE)
+    mask = blocks.repeat_interleave(heads // kv_heads, 0)[None].to(DEVICE)
     diagonal = torch.eye(n, dtype=torch.bool, device=DEVICE).expand_as(mask)
 
     def lists(m):
@@ -82,12 +107,31 @@ def sparse(heads, kv_heads, d, s, keep):
                                           mask_mod=lambda b, h, i, j: i >= j, seq_lengths=(s, s))
     q, k, v, d_o = tensors(heads, kv_heads, d, s)
     pairs = (mask & ~diagonal).sum().item() * BLOCK * BLOCK + heads * n * BLOCK * (BLOCK + 1) / 2
-    report(f"FlexAttention {keep:.0%} {heads}:{kv_heads} d{d} {s // 1024}K qb128",
+    report(f"FlexAttention {name} {heads}:{kv_heads} d{d} {s // 1024}K qb128",
            lambda: compiled(q, k, v, block_mask=block_mask, enable_gqa=True), (q, k, v), d_o, 4.0 * d * pairs)
 
 
+def ours(q, k, v, d_o):
+    """Our kernels on the same operands, through files."""
+    binary = next((path for path in OURS if path.exists()), None)
+    if binary is None:
+        return None
+    heads, s, d = q.shape[1:]
+    with tempfile.TemporaryDirectory() as directory:
+        packed = lambda t: t.detach()[0].transpose(0, 1).contiguous().view(torch.int16).cpu().numpy()
+        for name, tensor in zip(("q", "k", "v", "do"), (q, k, v, d_o)):
+            packed(tensor).tofile(f"{directory}/{name}")
+        subprocess.run([binary, "files", directory, *map(str, (heads, k.shape[1], d, s))], check=True)
+
+        def read(name, like):
+            data = torch.frombuffer(bytearray(pathlib.Path(directory, name).read_bytes()), dtype=torch.bfloat16)
+            return data.view(s, like.shape[1], d).transpose(0, 1)[None].to(DEVICE)
+
+        return [read("o", q), read("dq", q), read("dk", k), read("dv", v)]
+
+
 def errors(heads, kv_heads, d, s):
-    """Relative (Frobenius) errors of the dense peers against fp64, to set beside those of hopper_test."""
+    """Relative (Frobenius) errors against fp64, ours and the dense peers' on the same operands."""
     q, k, v, d_o = tensors(heads, kv_heads, d, s)
     exact = [t.detach().double().requires_grad_() for t in (q, k, v)]
     group = heads // kv_heads
@@ -95,19 +139,30 @@ def errors(heads, kv_heads, d, s):
     causal = torch.ones(s, s, dtype=torch.bool, device=DEVICE).tril()
     want = scores.masked_fill(~causal, float("-inf")).softmax(-1) @ exact[2].repeat_interleave(group, 1)
     want = [want, *torch.autograd.grad(want, exact, d_o.double())]
+
+    def show(name, got):
+        relative = [((g.double() - w).norm() / w.norm()).item() for g, w in zip(got, want)]
+        print(f"{name} errors {heads}:{kv_heads} d{d} {s}:",
+              *(f"{n} {r:.2e}" for n, r in zip(("o", "dq", "dk", "dv"), relative)), flush=True)
+
+    got = ours(q, k, v, d_o)
+    if got is not None:
+        show("ours", got)
     for name, backend in [("cuDNN", SDPBackend.CUDNN_ATTENTION), ("FlashAttention-2", SDPBackend.FLASH_ATTENTION)]:
         with sdpa_kernel(backend):
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-            got = [out, *torch.autograd.grad(out, (q, k, v), d_o)]
-        relative = [((g.double() - w).norm() / w.norm()).item() for g, w in zip(got, want)]
-        print(f"{name} errors {heads}:{kv_heads} d{d} {s}:", *(f"{n} {r:.1e}" for n, r in zip(("o", "dq", "dk", "dv"), relative)))
+            show(name, [out, *torch.autograd.grad(out, (q, k, v), d_o)])
 
 
 if __name__ == "__main__":
     errors(8, 1, 128, 1000)
     errors(8, 1, 64, 1000)
+    errors(14, 2, 64, 3000)
+    if sys.argv[1:] == ["errors"]:
+        sys.exit()
     print(f"{'PyTorch ' + torch.__version__:<44} {'fwd ms':>8} {'TF/s':>6} | {'bwd ms':>8} {'TF/s':>6}")
     for shape in [(16, 2, 128), (14, 2, 64)]:
         dense(*shape, 32768)
-        sparse(*shape, 32768, 0.1)
-    sparse(16, 2, 128, 65536, 0.1)
+        sparse(*shape, 32768, "10%", kept_blocks(shape[1], 32768 // BLOCK, 0.1))
+        sparse(*shape, 32768, "trained", trained_blocks())
+    sparse(16, 2, 128, 65536, "10%", kept_blocks(2, 65536 // BLOCK, 0.1))

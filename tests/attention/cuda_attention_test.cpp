@@ -94,6 +94,7 @@ TEST_F(CudaAttentionTest, EqualsTheCpuOnTheSameLists) {
       {SelectionPattern::topk, 4, 2, 64, 256, {0, 4100}},     {SelectionPattern::topk, 4, 4, 64, 64, packed},
       {SelectionPattern::topp, 8, 2, 64, 128, packed},        {SelectionPattern::mass, 8, 2, 128, 128, packed},
       {SelectionPattern::window, 2, 2, 64, 128, packed},      {SelectionPattern::topk, 4, 2, 16, 128, packed},
+      {SelectionPattern::topk, 40, 2, 64, 128, packed},       {SelectionPattern::topk, 66, 1, 64, 128, {0, 1300}},
       {SelectionPattern::mass, 8, 2, 64, 128, packed, ahead}, {SelectionPattern::topk, 8, 2, 64, 128, packed, ahead},
   };
   for (const Case& c : cases)
@@ -198,6 +199,40 @@ TEST_F(CudaAttentionTest, MeasuresCoverageLikeTheCpu) {
     EXPECT_EQ(report.layers[1].covered_tokens, 6600);
     EXPECT_NEAR(report.layers[1].coverage, held, 2e-4 * 6600);
     EXPECT_TRUE(attention->take_report().samples.empty());
+  }
+}
+
+TEST_F(CudaAttentionTest, TheFutureDoesNotShowInASingleBit) {
+  // Scores far apart, so that rows are rescaled on the way: a neighbour's future must not show there either.
+  struct Case {
+    SelectionPattern pattern;
+    int heads, d;
+    float scale;
+    DType dtype;
+  };
+  for (const Case& c : {Case{SelectionPattern::topk, 8, 64, 0.125f, DType::bf16},
+                        {SelectionPattern::topk, 14, 64, 4.0f, DType::bf16},
+                        {SelectionPattern::dense, 8, 128, 3.0f, DType::bf16},
+                        {SelectionPattern::topp, 16, 128, 3.0f, DType::bf16},
+                        {SelectionPattern::topk, 8, 64, 4.0f, DType::f32}}) {
+    SCOPED_TRACE(
+        fmt::format("pattern {} heads {} d {} {}", static_cast<int>(c.pattern), c.heads, c.d, dtype_name(c.dtype)));
+    const auto attention = make_cuda_attention(options_of(c.pattern, 700));
+    const AttentionShape shape{c.heads, 2, c.d, c.scale};
+    const std::vector<int32_t> cu{0, 3000};
+    CudaOperands in(shape, 3000, c.dtype, 5);
+    const CudaResults before = run(*attention, in, {cu, {}}, c.dtype);
+    const int64_t known = 1803;  // inside a query block and inside a key block
+    const auto change = [&](std::vector<float>& x, int heads) {
+      for (size_t i = known * heads * c.d; i < x.size(); ++i) x[i] = rounded(-3.0f * x[i] + 0.5f, c.dtype);
+    };
+    change(in.q, c.heads);
+    change(in.k, 2);
+    change(in.v, 2);
+    const CudaResults after = run(*attention, in, {cu, {}}, c.dtype);
+    const auto end = static_cast<ptrdiff_t>(known * c.heads * c.d);
+    EXPECT_TRUE(std::equal(before.out.begin(), before.out.begin() + end, after.out.begin()));
+    EXPECT_NE(before.out, after.out);
   }
 }
 

@@ -1,11 +1,15 @@
 // Times the Hopper attention kernels. Useful FLOPs: 4·d for every selected (query, key) pair and head forward, 2.5
-// times that backward. Lists are drawn at random; bench/peers/attention_lists.py draws the same ones for FlexAttention.
+// times that backward. Lists are drawn at random (bench/peers/attention_lists.py draws the same ones for FlexAttention)
+// or read from bench/attention/trained_lists_32k.bin, which dump_lists wrote. From the repository root:
+//   attention_hopper_bench [quick|all] [part of a case's name] [milliseconds of rest before a measurement]
+//   attention_hopper_bench files DIRECTORY query_heads kv_heads d tokens
 
 #include <dlfcn.h>
 
 #include <algorithm>
 #include <chrono>
 #include <cmath>
+#include <fstream>
 #include <functional>
 #include <string>
 #include <thread>
@@ -14,8 +18,6 @@
 #include "tests/attention/hopper/select_case.h"
 
 namespace sb::gpu {
-void hopper_forward_before(const ForwardParams& params, void* stream);
-void hopper_forward_no_turns(const ForwardParams& params, void* stream);
 namespace {
 
 // What the card does, from the driver's own library where there is one.
@@ -52,11 +54,12 @@ const Card& card() {
   return one;
 }
 
-// The card runs at its power limit and remembers for a while what it did before: every case starts from rest.
+// The card runs at its power limit and remembers for a while what it did before: every case starts from rest, four
+// times as long where kernels take long.
 int pause_ms = 250;
-void rest() {
+void rest(bool longer = false) {
   must(cudaDeviceSynchronize(), "rest");
-  std::this_thread::sleep_for(std::chrono::milliseconds(pause_ms));
+  std::this_thread::sleep_for(std::chrono::milliseconds(longer ? 4 * pause_ms : pause_ms));
 }
 
 double median_ms(const std::function<void()>& body, int repeats) {
@@ -103,49 +106,47 @@ double useful_pairs(const std::vector<int32_t>& cu, const RowLists* lists, int l
   return pairs;
 }
 
-void variants(const char* name, int query_heads, int kv_heads, int d, int length, double keep, int query_block) {
-  const Shape shape{length, query_heads, kv_heads, d, 1.f / std::sqrt(float(d))};
-  const std::vector<int32_t> cu{0, length};
-  ListOptions options;
-  options.heads = kv_heads;
-  options.keep = keep;
-  options.query_block = query_block;
-  const RowLists lists = keep < 1 ? random_lists(cu, options) : RowLists{};
-  Tensors t(shape, 42);
-  DeviceWork w(shape, cu, {keep >= 1}, keep < 1 ? &lists : nullptr, 132);
-  const double flops = 4.0 * d * useful_pairs(cu, keep < 1 ? &lists : nullptr, kv_heads) * (query_heads / kv_heads);
-  const ForwardParams f = forward_params(shape, t, w);
-  const struct {
-    const char* name;
-    void (*forward)(const ForwardParams&, void*);
-  } all[] = {{"before", hopper_forward_before}, {"now", hopper_forward}, {"no turns", hopper_forward_no_turns}};
-  for (int round = 0; round < 3; ++round) {
-    std::printf("%-26s", name);
-    for (const auto& one : all) {
-      rest();
-      const double ms = median_ms([&] { one.forward(f, nullptr); }, flops > 2e12 ? 11 : 41);
-      std::printf(" | %s %.3f ms %.0f (%u MHz)", one.name, ms, flops / ms / 1e9, card().megahertz());
-    }
-    std::printf("\n");
-  }
-}
-
 std::string filter;  // only the cases whose name holds it
+
+// `lists` null: dense.
+void measure(const std::string& name, const Shape& shape, const std::vector<int32_t>& cu, const RowLists* lists,
+             bool deterministic) {
+  Tensors t(shape, 42);
+  DeviceWork w(shape, cu, std::vector<bool>(cu.size() - 1, lists == nullptr), lists, 132);
+  const double flops =
+      4.0 * shape.head_dim * useful_pairs(cu, lists, shape.kv_heads) * (shape.query_heads / shape.kv_heads);
+  const ForwardParams f = forward_params(shape, t, w);
+  const BackwardParams b = backward_params(shape, t, w);
+  const int repeats = flops > 2e13 ? 5 : flops > 2e12 ? 11 : 41;
+  const bool heavy = flops > 2e12;
+  rest(heavy);
+  const double forward_ms = median_ms([&] { hopper_forward(f, nullptr); }, repeats);
+  const unsigned forward_clock = card().megahertz();
+  const double prepare_ms = median_ms([&] { prepare_rows(b, true, nullptr); }, repeats);
+  const double finish_ms = median_ms([&] { finish_dq(b, nullptr), finish_split_columns(b, nullptr); }, repeats);
+  rest(heavy);
+  const double backward_ms = median_ms([&] { hopper_backward(b, nullptr); }, repeats);
+  const unsigned backward_clock = card().megahertz(), watts = card().watts();
+  std::printf("%-30s %8.3f %6.0f | %8.3f %6.0f (rows %.3f, finish %.3f, splits %d)", name.c_str(), forward_ms,
+              flops / forward_ms / 1e9, backward_ms, 2.5 * flops / backward_ms / 1e9, prepare_ms, finish_ms,
+              w.split_count());
+  if (deterministic) {
+    rest(heavy);
+    const double ms = median_ms([&] { hopper_backward_deterministic(b, nullptr); }, repeats);
+    std::printf(" | %8.3f %6.0f", ms, 2.5 * flops / ms / 1e9);
+  }
+  std::printf(" | %u, %u MHz, %u W\n", forward_clock, backward_clock, watts);
+  std::fflush(stdout);
+}
 
 void run(const std::string& name, int query_heads, int kv_heads, int d, const std::vector<int>& lengths, double keep,
          int query_block, bool staircase, bool deterministic, int sinks = 0, int local = 0) {
   if (name.find(filter) == std::string::npos) return;
-  Shape shape;
   std::vector<int32_t> cu{0};
   for (int length : lengths) cu.push_back(cu.back() + length);
-  shape.tokens = cu.back();
-  shape.query_heads = query_heads;
-  shape.kv_heads = kv_heads;
-  shape.head_dim = d;
-  shape.scale = 1.f / std::sqrt(float(d));
+  const Shape shape{cu.back(), query_heads, kv_heads, d, 1.f / std::sqrt(float(d))};
   RowLists lists;
-  const bool sparse = keep < 1;
-  if (sparse) {
+  if (keep < 1) {
     ListOptions options;
     options.query_block = query_block;
     options.heads = kv_heads;
@@ -155,29 +156,61 @@ void run(const std::string& name, int query_heads, int kv_heads, int d, const st
     options.local = local;
     lists = random_lists(cu, options);
   }
-  Tensors t(shape, 42);
-  DeviceWork w(shape, cu, std::vector<bool>(lengths.size(), !sparse), sparse ? &lists : nullptr, 132);
-  const double flops = 4.0 * d * useful_pairs(cu, sparse ? &lists : nullptr, kv_heads) * (query_heads / kv_heads);
-  const ForwardParams f = forward_params(shape, t, w);
-  const BackwardParams b = backward_params(shape, t, w);
-  const int repeats = flops > 2e13 ? 5 : flops > 2e12 ? 11 : 41;
-  rest();
-  const double forward_ms = median_ms([&] { hopper_forward(f, nullptr); }, repeats);
-  const unsigned forward_clock = card().megahertz();
-  const double prepare_ms = median_ms([&] { prepare_rows(b, true, nullptr); }, repeats);
-  const double finish_ms = median_ms([&] { finish_dq(b, nullptr), finish_split_columns(b, nullptr); }, repeats);
-  rest();
-  const double backward_ms = median_ms([&] { hopper_backward(b, nullptr); }, repeats);
-  const unsigned backward_clock = card().megahertz(), watts = card().watts();
-  double deterministic_ms = 0;
-  if (deterministic) rest();
-  if (deterministic) deterministic_ms = median_ms([&] { hopper_backward_deterministic(b, nullptr); }, repeats);
-  std::printf("%-30s %8.3f %6.0f | %8.3f %6.0f (rows %.3f, finish %.3f, splits %d)", name.c_str(), forward_ms,
-              flops / forward_ms / 1e9, backward_ms, 2.5 * flops / backward_ms / 1e9, prepare_ms, finish_ms,
-              w.split_count());
-  if (deterministic) std::printf(" | %8.3f %6.0f", deterministic_ms, 2.5 * flops / deterministic_ms / 1e9);
-  std::printf(" | %u, %u MHz, %u W\n", forward_clock, backward_clock, watts);
-  std::fflush(stdout);
+  measure(name, shape, cu, keep < 1 ? &lists : nullptr, deterministic);
+}
+
+// Lists from a file of dump_lists.
+void run_file(const std::string& name, const std::string& path, int query_heads, int d, bool deterministic) {
+  if (name.find(filter) == std::string::npos) return;
+  std::ifstream in(path, std::ios::binary);
+  int32_t head[5] = {};
+  in.read(reinterpret_cast<char*>(head), sizeof(head));
+  std::vector<uint8_t> bytes(size_t(head[0]) * head[1] * head[2]);
+  in.read(reinterpret_cast<char*>(bytes.data()), static_cast<std::streamsize>(bytes.size()));
+  if (!in || head[4] != kBlock) {
+    std::printf("%-30s %s is not there or no file of dump_lists\n", name.c_str(), path.c_str());
+    return;
+  }
+  RowLists lists{head[0], head[3], head[1], {0}, {}, kBlock};
+  for (size_t row = 0; row < size_t(head[0]) * head[1]; ++row) {
+    for (int block = 0; block < head[2]; ++block)
+      if (const uint8_t first = bytes[row * head[2] + block]; first != 255)
+        lists.entries.push_back(list_entry(block, first));
+    lists.offsets.push_back(static_cast<int32_t>(lists.entries.size()));
+  }
+  const std::vector<int32_t> cu{0, head[1] * head[3]};
+  measure(name, {cu[1], query_heads, head[0], d, 1.f / std::sqrt(float(d))}, cu, &lists, deterministic);
+}
+
+// Attention of given operands to files, for the script that compares errors: q, k, v, do in, o, dq, dk, dv out, bf16.
+void run_files(const std::string& directory, const Shape& shape) {
+  const std::vector<int32_t> cu{0, static_cast<int32_t>(shape.tokens)};
+  Tensors t(shape, 1);
+  DeviceWork w(shape, cu, {true}, nullptr, 132);
+  const auto copy = [&](const char* name, DeviceArray<__nv_bfloat16>& array, bool in) {
+    std::vector<__nv_bfloat16> host(array.size());
+    const auto bytes = static_cast<std::streamsize>(host.size() * sizeof(host[0]));
+    std::fstream file(directory + "/" + name, std::ios::binary | (in ? std::ios::in : std::ios::out));
+    if (in) {
+      file.read(reinterpret_cast<char*>(host.data()), bytes);
+      must(cudaMemcpy(array.get(), host.data(), bytes, cudaMemcpyHostToDevice), "copy to device");
+    } else {
+      host = array.host();
+      file.write(reinterpret_cast<const char*>(host.data()), bytes);
+    }
+    if (!file) std::printf("%s/%s cannot be %s\n", directory.c_str(), name, in ? "read" : "written");
+  };
+  copy("q", t.q, true);
+  copy("k", t.k, true);
+  copy("v", t.v, true);
+  copy("do", t.d_o, true);
+  hopper_forward(forward_params(shape, t, w), nullptr);
+  hopper_backward(backward_params(shape, t, w), nullptr);
+  must(cudaDeviceSynchronize(), "attention");
+  copy("o", t.o, false);
+  copy("dq", t.dq, false);
+  copy("dk", t.dk, false);
+  copy("dv", t.dv, false);
 }
 
 // Selection with its lists against the attention it selects for.
@@ -231,12 +264,9 @@ int main(int argc, char** argv) {
   std::setvbuf(stdout, nullptr, _IONBF, 0);
   const std::string mode = argc > 1 ? argv[1] : "all";
   if (argc > 2) sb::gpu::filter = argv[2];
-  if (mode == "variants") {
-    sb::gpu::variants("10% 14:2 d64 32K qb16", 14, 2, 64, 32768, 0.1, 16);
-    sb::gpu::variants("dense 14:2 d64 32K", 14, 2, 64, 32768, 1, 0);
-    sb::gpu::variants("10% 16:2 d128 32K qb16", 16, 2, 128, 32768, 0.1, 16);
-    sb::gpu::variants("dense 16:2 d128 32K", 16, 2, 128, 32768, 1, 0);
-    sb::gpu::variants("10% 16:2 d128 128K qb16", 16, 2, 128, 131072, 0.1, 16);
+  if (mode == "files" && argc > 6) {
+    const auto number = [&](int i) { return std::atoi(argv[i]); };
+    sb::gpu::run_files(argv[2], {number(6), number(3), number(4), number(5), 1.f / std::sqrt(float(number(5)))});
     return 0;
   }
   if (argc > 3) sb::gpu::pause_ms = std::atoi(argv[3]);
@@ -247,9 +277,12 @@ int main(int argc, char** argv) {
   run("10% 16:2 d128 32K qb16", 16, 2, 128, {32768}, 0.1, 16, false, det);
   run("10% stairs 16:2 d128 32K qb16", 16, 2, 128, {32768}, 0.1, 16, true, det);
   run("10% 16:2 d128 32K qb128", 16, 2, 128, {32768}, 0.1, 128, false, det);
-  run("10% 16:2 d128 128K qb16", 16, 2, 128, {131072}, 0.1, 16, false, false);
+  run("10% 16:2 d128 128K qb16", 16, 2, 128, {131072}, 0.1, 16, false, det);
   run("dense 14:2 d64 32K", 14, 2, 64, {32768}, 1, 0, false, det);
   run("10% 14:2 d64 32K qb16", 14, 2, 64, {32768}, 0.1, 16, false, det);
+  const std::string trained = "bench/attention/trained_lists_32k.bin";
+  sb::gpu::run_file("trained 16:2 d128 32K qb128", trained, 16, 128, det);
+  sb::gpu::run_file("trained 14:2 d64 32K qb128", trained, 14, 64, det);
   sb::gpu::run_selection("topk 10% 16:2 d128 32K", 16, 2, 128, 32768, 0.1);
   sb::gpu::run_selection("topk 10% 16:2 d128 128K", 16, 2, 128, 131072, 0.1);
   sb::gpu::run_selection("topk 10% 14:2 d64 32K", 14, 2, 64, 32768, 0.1);
@@ -264,7 +297,7 @@ int main(int argc, char** argv) {
   run("10% sink+local 16:2 d128 32K", 16, 2, 128, {32768}, 0.1, 16, false, det, 1, 2);
   run("10% 16:2 d128 64K qb16", 16, 2, 128, {65536}, 0.1, 16, false, det);
   run("10% 16:2 d128 64K qb128", 16, 2, 128, {65536}, 0.1, 128, false, det);
-  run("5% 16:2 d128 128K qb16", 16, 2, 128, {131072}, 0.05, 16, false, false);
+  run("5% 16:2 d128 128K qb16", 16, 2, 128, {131072}, 0.05, 16, false, det);
   run("10% 14:2 d64 32K qb128", 14, 2, 64, {32768}, 0.1, 128, false, det);
   run("10% 32:8 d128 32K qb32", 32, 8, 128, {32768}, 0.1, 32, false, det);
   return 0;

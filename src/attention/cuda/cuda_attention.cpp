@@ -4,6 +4,7 @@
 #include <cmath>
 #include <limits>
 
+#include "attention/cuda/attention_memory.h"
 #include "attention/cuda/coverage_log.h"
 #include "attention/cuda/device_plan.h"
 #include "attention/cuda/given_index.h"
@@ -33,7 +34,7 @@ bool hopper_takes(const CudaAttentionOptions& options, const AttentionShape& sha
   const bool selects = selection.pattern != SelectionPattern::dense;
   return !options.portable && major == 9 && dtype == DType::bf16 && (shape.head_dim == 64 || shape.head_dim == 128) &&
          shape.group() <= gpu::kSubtileRows &&
-         (!selects || (selection.block != 64 && shape.group() <= 16 && selection.query_block % 2 == 0 &&
+         (!selects || (selection.block != 64 && selection.query_block % 2 == 0 &&
                        selection.pattern != SelectionPattern::vertical_slash));
 }
 
@@ -160,64 +161,11 @@ class CudaAttention final : public ChoosingAttention {
     order_work(exec, *state.plan, lists);
   }
 
-  int64_t scratch_bytes(const AttentionShape& shape, int64_t max_tokens, int threads) const override {
-    const int64_t d = shape.head_dim;
-    const int64_t sequences = usual_sequences(max_tokens);
-    // Every sequence is rounded up to whole tiles, and query blocks may cut tiles short.
-    const gpu::Shape dims{max_tokens, shape.heads, shape.kv_heads, shape.head_dim, shape.scale};
-    const int32_t all[2] = {0, static_cast<int32_t>(max_tokens)};
-    const auto subtiles_of = [&](int list_heads, int query_block) {
-      const gpu::Tiling tiling = gpu::make_tiling(dims, list_heads, query_block, all);
-      return (tiling.subtiles + 2 * sequences) * (shape.heads / tiling.heads);
-    };
-    int64_t subtiles = subtiles_of(shape.kv_heads, 0);
-    const int list_heads = selection_.lists_per_query_head() ? shape.heads : shape.kv_heads;
-    if (selection_.pattern != SelectionPattern::dense)
-      subtiles = std::max(subtiles, subtiles_of(list_heads, list_query_block()));
-    const int64_t rows = subtiles * gpu::kSubtileRows;
-    const int64_t slots = 4 * device_.multiprocessors;
-    const int64_t backward =
-        4 * (2 * rows + rows * d + slots * 2 * gpu::kBlock * d + list_heads * gathered_columns(max_tokens) * 2 * d);
-    int64_t selection = 0;
-    if (selection_.pattern != SelectionPattern::dense) {
-      const int64_t blocks = (max_tokens + selection_.block - 1) / selection_.block + sequences;
-      const int64_t fine = (max_tokens + gpu::kBlock - 1) / std::min(selection_.block, gpu::kBlock) + 16;
-      const int64_t lists = (max_tokens + list_query_block() - 1) / list_query_block() + sequences;
-      const int64_t masses =
-          std::min(kBatchMasses, shape.kv_heads * max_tokens * (blocks + 64)) + selection_.query_block * (blocks + 64);
-      selection = list_heads * (blocks * 2 * d * 4 + lists * fine + 4 * (fine + sequences)) + 2 * masses;
-      if (selection_.pattern == SelectionPattern::vertical_slash)
-        selection += list_heads * (4 * (max_tokens / gpu::kSlashChunk + sequences) * gpu::kSlashChunkFloats +
-                                   4 * gpu::kSlashChunk * sequences + 5 * blocks);
-      if (chooses_most_mass())  // masses of all query blocks, and the counts of every sequence
-        selection +=
-            shape.kv_heads * (2 * lists * (blocks + 64) + 4 * gpu::pool_counts_size(sequences, lists + sequences));
-    }
-    int64_t coverage = 0;
-    if (options_.attention.coverage_rows > 0) {
-      const int64_t blocks = (max_tokens + selection_.block - 1) / selection_.block + sequences;
-      coverage = 3 * 4 * options_.attention.coverage_rows * blocks * (shape.heads + shape.kv_heads);
-    }
-    return std::max({backward, selection, coverage}) + 16 * 1024;
+  int64_t scratch_bytes(const AttentionShape& shape, int64_t max_tokens, int) const override {
+    return memory().scratch_bytes(shape, max_tokens);
   }
-
   int64_t state_bytes(const AttentionShape& shape, int64_t max_tokens) const override {
-    if (selection_.pattern == SelectionPattern::dense) return 0;
-    // Twice the base budget: tuned budgets rise above it.
-    const int block = std::min(selection_.block, gpu::kBlock);
-    const int64_t blocks = (max_tokens + block - 1) / block + usual_sequences(max_tokens);
-    const int64_t list =
-        chooses_most_mass()
-            ? blocks
-            : std::min(blocks, (2 * selection_.budget + selection_.query_block) / block +
-                                   (selection_.sink_blocks + selection_.local_blocks + 2) * (selection_.block / block));
-    const int list_heads = selection_.lists_per_query_head() ? shape.heads : shape.kv_heads;
-    const int64_t rows =
-        ((max_tokens + list_query_block() - 1) / list_query_block() + usual_sequences(max_tokens)) * list_heads;
-    const int64_t items = blocks * list_heads + 2 * device_.multiprocessors;
-    const int64_t columns = gathered_columns(max_tokens);
-    return rows * (list * 8 + std::min(columns, max_tokens) / 8) + list_heads * columns * 4 +
-           items * static_cast<int64_t>(sizeof(gpu::BackwardItem) + 4) + 16 * 1024;
+    return memory().state_bytes(shape, max_tokens);
   }
 
   AttentionReport take_report() override {
@@ -257,22 +205,7 @@ class CudaAttention final : public ChoosingAttention {
   }
 
  private:
-  // `mass` with look-ahead: any query block may take everything, so that every list has room for it.
-  bool chooses_most_mass() const {
-    return selection_.pattern == SelectionPattern::mass && selection_.order == SelectionOrder::lookahead;
-  }
-  int list_query_block() const {
-    return selection_.pattern == SelectionPattern::vertical_slash ? gpu::slash_query_block(selection_)
-                                                                  : selection_.query_block;
-  }
-  // Of one list head, for micro-batches of at most so many tokens: twice the cap, since tuned budgets raise it.
-  int64_t gathered_columns(int64_t max_tokens) const {
-    if (selection_.pattern != SelectionPattern::vertical_slash) return 0;
-    const int64_t sequences = max_tokens / (selection_.dense_limit() + 1) + 1;
-    return std::min(max_tokens, sequences * 2 * selection_.vertical_cap) + gpu::kGatheredPiece * sequences;
-  }
-  // Sequences of a micro-batch that memory is planned for.
-  static int64_t usual_sequences(int64_t tokens) { return tokens / 64 + 64; }
+  gpu::AttentionMemory memory() const { return {options_.attention, device_.multiprocessors, kBatchMasses}; }
 
   static float* floats(const Exec& exec, size_t count) {
     return exec.scratch->allocate_array<float>(static_cast<int64_t>(count));
@@ -402,7 +335,7 @@ class CudaAttention final : public ChoosingAttention {
     }
     if (selection_.pattern == SelectionPattern::vertical_slash)
       choose_vertical_slash(exec, plan, params, lists);
-    else if (plan.hopper())
+    else if (plan.hopper_selects())
       gpu::hopper_select(params, exec.stream);
     else
       gpu::portable_select(params, plan.precision(), exec.stream);

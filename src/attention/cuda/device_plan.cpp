@@ -79,7 +79,7 @@ RowLayout DevicePlan::plan_lists(const PlanRequest& request) {
       config.query_block = slash_query_block(config);
       for (SequenceTiles& one : tiles) one.query_block = config.query_block;
     }
-    const int score_tokens = hopper_ ? hopper_score_tokens(shape_) : kPortableScoreTokens;
+    const int score_tokens = hopper_selects() ? hopper_score_tokens(shape_) : kPortableScoreTokens;
     select_ = make_select_plan(shape_, cu_seqlens_, dense_, tiles, config, score_tokens, request.batch_masses);
   }
   return {select_.list_heads, select_.query_block, select_.block, select_.rows, select_.row_offsets, slash_.gathered};
@@ -201,7 +201,8 @@ void DevicePlan::build(const PlanRequest& request, Staging& staging, void* strea
 }
 
 int64_t DevicePlan::statistics_bytes() const {
-  return hopper_ ? hopper_statistics_bytes(shape_, block_count_) : portable_statistics_bytes(shape_, block_count_);
+  return hopper_selects() ? hopper_statistics_bytes(shape_, block_count_)
+                          : portable_statistics_bytes(shape_, block_count_);
 }
 
 DevicePlan::Lists DevicePlan::lists_in(void* memory) const {

@@ -88,6 +88,8 @@ class DevicePlan {
   const SelectPlan& select() const { return select_; }
   Precision precision() const { return precision_; }
   bool hopper() const { return hopper_; }
+  // Selection for large groups has portable kernels only; they feed either kind.
+  bool hopper_selects() const { return hopper_ && hopper_score_tokens(shape_) > 0; }
   int list_heads() const { return list_heads_; }
   int index_query_block() const { return index_query_block_; }  // what the configuration says
   int sequences() const { return static_cast<int>(cu_seqlens_.size()) - 1; }

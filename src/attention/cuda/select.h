@@ -18,7 +18,7 @@ namespace sb::gpu {
 constexpr uint32_t kNoEntry = 0xFFFFFFFFu;
 
 // Tokens of one key/value head that choose among the same key blocks. Masses of the i-th are at masses + i · stride.
-constexpr int kMaxScoreTokens = 128;
+constexpr int kMaxScoreTokens = 192;
 struct alignas(16) ScoreItem {
   int32_t token = 0;  // first, in the packed tensors
   int32_t tokens = 0;

@@ -34,6 +34,8 @@ struct Parts {
   int pieces, each;  // each: of a piece, but for the last
   int64_t cost;      // of a piece
 };
+// So many lengths of columns are kept in shared memory.
+constexpr int kKept = 8192;
 
 __device__ int column_length(const Arguments& args, const BackwardItem& place) {
   if (place.dense) return args.heads_per_kv * (place.subtiles / args.tile - place.position / args.tile_tokens);
@@ -49,15 +51,12 @@ __device__ int each_cost(const Arguments& args, const BackwardItem& place) {
   return place.dense ? args.tile : args.entry_cost;
 }
 
-__device__ Parts cut(const Arguments& args, const BackwardItem& place, int64_t share) {
-  Parts parts;
-  parts.count = column_length(args, place);
-  const int64_t cost = static_cast<int64_t>(parts.count) * each_cost(args, place);
-  const int wanted = cost <= share ? 1 : static_cast<int>((cost + share - 1) / share);
-  parts.each = (parts.count + wanted - 1) / wanted;
-  parts.pieces = parts.each == 0 ? 1 : (parts.count + parts.each - 1) / parts.each;
-  parts.cost = static_cast<int64_t>(parts.each) * each_cost(args, place);
-  return parts;
+__device__ Parts cut(int count, int each_cost, int64_t share) {
+  const int64_t cost = static_cast<int64_t>(count) * each_cost;
+  if (cost <= share) return {count, 1, count, cost};
+  const int wanted = static_cast<int>((cost + share - 1) / share);
+  const int each = (count + wanted - 1) / wanted;
+  return {count, (count + each - 1) / each, each, static_cast<int64_t>(each) * each_cost};
 }
 
 // Sum over the thread block of what comes before this thread; `total` gets the sum of all.
@@ -83,14 +82,23 @@ __device__ T scan_block(T own, T* warp_sums, T& total) {
 }
 
 __global__ void __launch_bounds__(kThreads) backward_work_kernel(Arguments args) {
-  extern __shared__ int32_t counts[];  // [bucket][thread]
+  extern __shared__ int32_t counts[];                      // [bucket][thread]
+  int2* kept = reinterpret_cast<int2*>(counts + kCounts);  // of columns: length, cost of an entry
   __shared__ int64_t sums[kThreads / 32];
   const int head = blockIdx.x, heads = gridDim.x, thread = threadIdx.x;
   int64_t own = 0, total;
-  for (int i = thread; i < heads * args.columns; i += kThreads)
-    own += static_cast<int64_t>(column_length(args, args.places[i])) * each_cost(args, args.places[i]);
+  for (int i = thread; i < heads * args.columns; i += kThreads) {
+    const int2 column{column_length(args, args.places[i]), each_cost(args, args.places[i])};
+    if (i < kKept) kept[i] = column;
+    own += static_cast<int64_t>(column.x) * column.y;
+  }
   scan_block(own, sums, total);
   const int64_t share = fair_share(total, args.workers);
+  const auto parts_of = [&](int i) {
+    const int2 column =
+        i < kKept ? kept[i] : int2{column_length(args, args.places[i]), each_cost(args, args.places[i])};
+    return cut(column.x, column.y, share);
+  };
 
   // What the heads before this one take.
   int64_t items_before = 0, splits_before = 0, slots_before = 0;
@@ -98,7 +106,7 @@ __global__ void __launch_bounds__(kThreads) backward_work_kernel(Arguments args)
   int64_t own_splits = 0;
   int64_t own_slots = 0;
   for (int i = thread; i < head * args.columns; i += kThreads) {
-    const Parts parts = cut(args, args.places[i], share);
+    const Parts parts = parts_of(i);
     own += parts.pieces;
     own_splits += parts.pieces > 1;
     own_slots += parts.pieces > 1 ? parts.pieces : 0;
@@ -111,13 +119,14 @@ __global__ void __launch_bounds__(kThreads) backward_work_kernel(Arguments args)
   const int per_thread = (args.columns + kThreads - 1) / kThreads;
   const int begin = min(thread * per_thread, args.columns), end = min(begin + per_thread, args.columns);
   const BackwardItem* places = args.places + static_cast<int64_t>(head) * args.columns;
+  const float bucket_cost = static_cast<float>(share + 1) / kBuckets;
   const auto bucket_of = [&](const Parts& parts) {
-    return kBuckets - 1 - static_cast<int>(min(parts.cost * kBuckets / (share + 1), int64_t{kBuckets - 1}));
+    return kBuckets - 1 - min(static_cast<int>(static_cast<float>(parts.cost) / bucket_cost), kBuckets - 1);
   };
   for (int b = 0; b < kBuckets; ++b) counts[place_of(b * kThreads + thread)] = 0;
   own_splits = own_slots = 0;
   for (int i = begin; i < end; ++i) {
-    const Parts parts = cut(args, places[i], share);
+    const Parts parts = parts_of(head * args.columns + i);
     counts[place_of(bucket_of(parts) * kThreads + thread)] += parts.pieces;
     own_splits += parts.pieces > 1;
     own_slots += parts.pieces > 1 ? parts.pieces : 0;
@@ -138,7 +147,7 @@ __global__ void __launch_bounds__(kThreads) backward_work_kernel(Arguments args)
   __syncthreads();
   for (int i = begin; i < end; ++i) {
     BackwardItem item = places[i];
-    const Parts parts = cut(args, item, share);
+    const Parts parts = parts_of(head * args.columns + i);
     int32_t& to = counts[place_of(bucket_of(parts) * kThreads + thread)];
     if (parts.pieces > 1)
       args.splits[split++] = {item.token,   item.keys,     item.head,    static_cast<int32_t>(slot),
@@ -170,10 +179,11 @@ void make_backward_work(const BackwardWorkParams& p, void* stream) {
                        p.items,
                        p.splits,
                        p.counts};
-  constexpr int kBytes = kCounts * sizeof(int32_t);
-  check(cudaFuncSetAttribute(backward_work_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes),
+  const int columns = p.shape.kv_heads * p.columns;
+  const int bytes = static_cast<int>(kCounts * sizeof(int32_t) + (columns < kKept ? columns : kKept) * sizeof(int2));
+  check(cudaFuncSetAttribute(backward_work_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
         "shared memory of the work order");
-  backward_work_kernel<<<p.shape.kv_heads, kThreads, kBytes, static_cast<cudaStream_t>(stream)>>>(args);
+  backward_work_kernel<<<p.shape.kv_heads, kThreads, bytes, static_cast<cudaStream_t>(stream)>>>(args);
   check(cudaGetLastError(), "order of the backward's work");
 }
 

@@ -8,6 +8,7 @@ namespace {
 constexpr int kThreads = 384;  // two warpgroups compute, each owns one subtile of the tile; one loads
 constexpr float kLn2 = 0.6931471805599453f;
 constexpr float kNothing = -1e30f;  // before the first key; finite, so that differences are
+constexpr int kNowhere = -(1 << 20);
 constexpr float kLargeSum = 1e18f;  // sums of a block up to here leave a row's base as it is
 
 template <int D>
@@ -146,8 +147,9 @@ struct Consumer {
     sum[1] = part[2] + part[3];
   }
 
-  // Raises the base of each row to the largest score of this block; what is summed so far shrinks with it.
-  __device__ void raise(float (&shrink)[2]) {
+  // Raises the base of rows to the largest score of this block; what is summed so far shrinks with it. `large` says
+  // which rows: nothing of one row may show in another, not even in its rounding.
+  __device__ void raise(const bool (&large)[2], float (&shrink)[2]) {
     float top[4] = {s[0], s[1], s[2], s[3]};
 #pragma unroll
     for (int i = 4; i < kBlock / 2; ++i) top[i % 4] = fmaxf(top[i % 4], s[i]);
@@ -158,7 +160,7 @@ struct Consumer {
       for (int h = 0; h < 2; ++h) m[h] = fmaxf(m[h], __shfl_xor_sync(~0u, m[h], lanes));
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const float base = hidden(h) ? row_base[h] : fmaxf(row_base[h], m[h] * args.scale_log2);
+      const float base = large[h] && !hidden(h) ? fmaxf(row_base[h], m[h] * args.scale_log2) : row_base[h];
       shrink[h] = exp2_fast(row_base[h] - base);
       row_base[h] = base;
       row_sum[h] *= shrink[h];
@@ -171,7 +173,7 @@ struct Consumer {
     row_base[0] = row_base[1] = kNothing;
     row_sum[0] = row_sum[1] = 0;
     float shrink[2];
-    raise(shrink);
+    raise({true, true}, shrink);
     exponentials(out, row_sum);
   }
 
@@ -192,14 +194,10 @@ struct Consumer {
   // The two groups take turns in filling the tensor cores, so that one computes exponentials while the other
   // multiplies.
   __device__ void turn_begin() {
-#ifndef SB_VARIANT_NO_TURNS
     named_sync(1 + group, 256);
-#endif
   }
   __device__ void turn_end() {
-#ifndef SB_VARIANT_NO_TURNS
     named_arrive(1 + (group ^ 1), 256);
-#endif
   }
 
   __device__ int64_t output_row(const ForwardItem& it, int row) const {
@@ -254,8 +252,11 @@ struct Consumer {
 
   __device__ void run() {
 #pragma unroll
-    for (int h = 0; h < 2; ++h)
-      token[h] = group * args.work.rows.tokens + args.work.rows.token(warp * 16 + lane / 4 + 8 * h);
+    for (int h = 0; h < 2; ++h) {
+      const int in_subtile = args.work.rows.token(warp * 16 + lane / 4 + 8 * h);
+      // Rows that are padding in every subtile see nothing.
+      token[h] = in_subtile < args.work.rows.tokens ? group * args.work.rows.tokens + in_subtile : kNowhere;
+    }
     if (group == 1) turn_end();  // group 0 begins
     // One turn of the loop finishes a tile (its last product with V) and starts the next (its first product with K,
     // which runs while the finished output is written). Before the first tile and after the last one the missing half
@@ -316,8 +317,12 @@ struct Consumer {
         pin(o);
         done_values();
         if (large) {
+          const unsigned quad = 0xFu << (lane & 28);
+          bool rows[2];
+#pragma unroll
+          for (int h = 0; h < 2; ++h) rows[h] = (__ballot_sync(~0u, !(sum[h] < kLargeSum)) & quad) != 0;
           float shrink[2];
-          raise(shrink);
+          raise(rows, shrink);
 #pragma unroll
           for (int i = 0; i < D / 2; ++i) o[i] *= shrink[(i >> 1) & 1];
           exponentials(held, sum);
@@ -338,6 +343,13 @@ __global__ void __launch_bounds__(kThreads, 1)
   Smem<D>& smem = *reinterpret_cast<Smem<D>*>(raw);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   if (threadIdx.x == 0) init_row_barriers(smem);
+  // Such rows are never loaded; whatever lay there could be no number.
+  if (args.work.rows.heads * args.work.rows.tokens < kSubtileRows) {
+    uint4* area = reinterpret_cast<uint4*>(smem.q);
+    for (int i = threadIdx.x; i < static_cast<int>(sizeof(smem.q) / 16); i += kThreads)
+      area[i] = make_uint4(0, 0, 0, 0);
+    async_fence();
+  }
   __syncthreads();
   if (warp >= 8) {
     registers_shrink<40>();

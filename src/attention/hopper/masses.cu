@@ -9,17 +9,23 @@
 namespace sb::gpu {
 namespace {
 
-// Estimated masses of key blocks. A thread block scores 128 rows at a time, rows being (token, head of the group) with
-// the heads padded to a power of two, against 64 key blocks at a time. The queries and their squares stay in registers
-// as one operand, the statistics of the key blocks stream through shared memory as the other. Scores wait as 16-bit
-// floats, each thread's own, until the sum of their row is known; those that do not fit the shared memory are computed
-// a second time. Then the largest of the heads of a token goes to memory.
+// Estimated masses of key blocks. A thread block scores 128 or 192 rows at a time, rows being (token, head of the
+// group) with the heads padded to a power of two, against 64 key blocks at a time. The queries and their squares stay
+// in registers as one operand, the statistics of the key blocks stream through shared memory as the other. Scores wait
+// as 16-bit floats, each thread's own, until the sum of their row is known; those that do not fit the shared memory are
+// computed a second time. Then the largest of the heads of a token goes to memory.
 
 constexpr int kChunk = 64;  // key blocks scored at a time
-constexpr int kConsumers = 256;
-constexpr int kThreads = kConsumers + 128;  // one more warpgroup, of which one warp loads
 constexpr int kMaxStages = 4;
-constexpr int kKeptBytes = 2 * kSubtileRows * kChunk * 2;  // of a chunk's scores
+
+// As many computing warpgroups as there are registers for, and one more, of which one warp loads.
+template <int D>
+struct Build {
+  static constexpr int kGroups = D == 128 ? 2 : 3;
+  static constexpr int kConsumers = 128 * kGroups, kThreads = kConsumers + 128;
+  static constexpr int kLoading = D == 128 ? 40 : 56, kComputing = D == 128 ? 232 : 152;  // registers
+  static constexpr int kKeptBytes = kGroups * kSubtileRows * kChunk * 2;                  // of a chunk's scores
+};
 
 // Mean and variance per channel of a key block, times scale and scale²/2: what q and q² are multiplied with. Everything
 // is in units of log2.
@@ -123,12 +129,13 @@ constexpr uint32_t kHiddenPair = 0xFC00FC00u;  // minus infinity, twice
 // kLog: log2 of the row slots a token has.
 template <int D, int kLog>
 struct Scorer {
+  static constexpr int kConsumers = Build<D>::kConsumers;
   static constexpr int kSlots = 1 << kLog;
   static constexpr int kTokens = kSubtileRows / kSlots;  // of a warpgroup
   const Arguments& args;
   Barriers& barriers;
   uint32_t statistics;  // shared addresses
-  uint4* kept;          // this thread's: [chunk][4], stride 2 · 128
+  uint4* kept;          // this thread's: [chunk][4], a thread block's threads apart
   int group, warp, lane;
   Cursor ring;
   uint32_t a[2 * D / 4];  // operand: q, then its square
@@ -385,8 +392,9 @@ struct Scorer {
 };
 
 template <int D, int kLog>
-__global__ void __launch_bounds__(kThreads, 1)
+__global__ void __launch_bounds__(Build<D>::kThreads, 1)
     masses_kernel(const __grid_constant__ CUtensorMap statistics_map, const __grid_constant__ Arguments args) {
+  constexpr int kConsumers = Build<D>::kConsumers;
   extern __shared__ __align__(1024) unsigned char raw[];
   __shared__ Barriers barriers;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -400,7 +408,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   __syncthreads();
   const uint32_t statistics = shared_address(raw);
   if (warp >= kConsumers / 32) {
-    registers_shrink<40>();
+    registers_shrink<Build<D>::kLoading>();
     if (warp > kConsumers / 32) return;
     Cursor ring;
     for (int index = blockIdx.x; index < args.item_count; index += gridDim.x) {
@@ -418,7 +426,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       }
     }
   } else {
-    registers_grow<232>();
+    registers_grow<Build<D>::kComputing>();
     Scorer<D, kLog> scorer{
         args,     barriers, statistics, reinterpret_cast<uint4*>(raw + args.stages * stage_bytes<D>()) + threadIdx.x,
         warp / 4, warp % 4, lane};
@@ -428,6 +436,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 
 template <int D, int kLog>
 void launch_masses(const SelectParams& p, const SelectBatch& batch, cudaStream_t stream) {
+  constexpr int kKeptBytes = Build<D>::kKeptBytes;
   const int chunks = (p.max_competing + kChunk - 1) / kChunk;
   const int limit = static_cast<int>(kSharedMemory) - 1024;
   int stages = D == 128 ? 3 : 4;
@@ -445,7 +454,7 @@ void launch_masses(const SelectParams& p, const SelectBatch& batch, cudaStream_t
   const auto kernel = masses_kernel<D, kLog>;
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
         "shared memory of the masses");
-  kernel<<<std::min(batch.score_count, multiprocessors()), kThreads, bytes, stream>>>(
+  kernel<<<std::min(batch.score_count, multiprocessors()), Build<D>::kThreads, bytes, stream>>>(
       packed_map(p.statistics, p.block_count, 1, 2 * D, 1, kChunk), args);
   check(cudaGetLastError(), "masses of key blocks");
 }
@@ -496,7 +505,8 @@ int64_t hopper_statistics_bytes(const Shape& shape, int64_t blocks) {
 
 int hopper_score_tokens(const Shape& shape) {
   const unsigned group = shape.query_heads / shape.kv_heads;
-  return group > 16 ? 0 : 2 * kSubtileRows / static_cast<int>(std::bit_ceil(group));
+  const int warpgroups = shape.head_dim == 128 ? Build<128>::kGroups : Build<64>::kGroups;
+  return group > 16 ? 0 : warpgroups * kSubtileRows / static_cast<int>(std::bit_ceil(group));
 }
 
 void hopper_select(const SelectParams& p, void* stream) {
