@@ -66,7 +66,7 @@ class CudaAttentionTest : public ::testing::Test {
   }
 
   std::shared_ptr<void> stream_;
-  ThreadPool pool_{2};
+  ThreadPool pool_{std::min(8, available_cores())};
   Arena cpu_scratch_{"cpu", 256 << 20};
 };
 

@@ -1,5 +1,7 @@
 #include <gtest/gtest.h>
 
+#include <algorithm>
+
 #include "attention/cuda/cuda_attention.h"
 #include "tests/attention/cuda_case.h"
 #include "tests/attention/sparse_cases.h"
@@ -37,7 +39,7 @@ class CudaTable : public ::testing::Test {
   }
 
   std::shared_ptr<void> stream_;
-  ThreadPool pool_{2};
+  ThreadPool pool_{std::min(8, available_cores())};
   Arena cpu_scratch_{"cpu", 256 << 20};
   Arena scratch_{"none", 0};
 };
