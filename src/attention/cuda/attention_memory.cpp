@@ -19,15 +19,19 @@ int64_t usual_sequences(int64_t tokens) {
 bool AttentionMemory::chooses_most_mass() const {
   return options.selection.pattern == SelectionPattern::mass && options.selection.order == SelectionOrder::lookahead;
 }
+// How far tuned budgets may raise the caps of `vertical_slash`.
+int64_t AttentionMemory::most_caps() const {
+  return std::max<int64_t>(2, (options.largest_budget + options.selection.budget - 1) / options.selection.budget);
+}
 int AttentionMemory::list_query_block() const {
   return options.selection.pattern == SelectionPattern::vertical_slash ? slash_query_block(options.selection)
                                                                        : options.selection.query_block;
 }
-// Of one list head, for micro-batches of at most so many tokens: twice the cap, since tuned budgets raise it.
+// Of one list head, for micro-batches of at most so many tokens: tuned budgets raise the cap.
 int64_t AttentionMemory::gathered_columns(int64_t max_tokens) const {
   if (options.selection.pattern != SelectionPattern::vertical_slash) return 0;
   const int64_t sequences = max_tokens / (options.selection.dense_limit() + 1) + 1;
-  return std::min(max_tokens, sequences * 2 * options.selection.vertical_cap) + kGatheredPiece * sequences;
+  return std::min(max_tokens, sequences * most_caps() * options.selection.vertical_cap) + kGatheredPiece * sequences;
 }
 
 int64_t AttentionMemory::scratch_bytes(const AttentionShape& shape, int64_t max_tokens) const {
@@ -72,14 +76,14 @@ int64_t AttentionMemory::scratch_bytes(const AttentionShape& shape, int64_t max_
 
 int64_t AttentionMemory::state_bytes(const AttentionShape& shape, int64_t max_tokens) const {
   if (options.selection.pattern == SelectionPattern::dense) return 0;
-  // Twice the base budget: tuned budgets rise above it.
+  // Tuned budgets rise above the configured one.
   const int block = std::min(options.selection.block, kBlock);
   const int64_t blocks = (max_tokens + block - 1) / block + usual_sequences(max_tokens);
   const SelectionConfig& selection = options.selection;
-  int64_t list = (2 * selection.budget + selection.query_block) / block;
+  int64_t list = (std::max(2 * selection.budget, options.largest_budget) + selection.query_block) / block;
   if (chooses_most_mass()) list = blocks;
   if (selection.pattern == SelectionPattern::vertical_slash)
-    list = 2 * selection.slash_cap * (list_query_block() / block + 1);
+    list = most_caps() * selection.slash_cap * (list_query_block() / block + 1);
   list = std::min(blocks, list + (selection.sink_blocks + selection.local_blocks + 2) * (selection.block / block));
   const int list_heads = options.selection.lists_per_query_head() ? shape.heads : shape.kv_heads;
   const int64_t rows =

@@ -192,7 +192,7 @@ __global__ void __launch_bounds__(kRankThreads) ranks_kernel(const __grid_consta
   };
 
   for (int j = threadIdx.x; j < seen; j += kRankThreads) {
-    mass[j] = 0;
+    mass[j] = sorted[j] = 0;
     key[j] = -INFINITY;
   }
   float held = sequence.dense ? static_cast<float>(group) : 0.f;

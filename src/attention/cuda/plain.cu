@@ -340,8 +340,12 @@ void launch_backward(const BackwardParams& p, const BackwardArguments& args, cud
   check(cudaGetLastError(), "attention backward in fp32: rows");
 }
 
+// Some GPUs have too little shared memory for the largest.
 void check_dim(int d) {
-  if (d > kMaxDim) throw_unsupported("head_dim", d);
+  int device = 0, most = 0;
+  check(cudaGetDevice(&device), "cudaGetDevice");
+  check(cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device), "shared memory");
+  if (d > kMaxDim || Tiles::bytes(d) > static_cast<size_t>(most)) throw_unsupported("head_dim in fp32", d);
 }
 
 }  // namespace

@@ -183,7 +183,7 @@ struct Consumer {
   __device__ bool next_softmax(Held& out, float (&sum)[2]) {
     mask();
     exponentials(out, sum);
-    return __any_sync(~0u, !(fmaxf(sum[0], sum[1]) < kLargeSum));  // infinity and NaN too
+    return __any_sync(~0u, !(fmaxf(sum[0], sum[1]) < kLargeSum));  // infinity too
   }
 
   __device__ void take(const Held& held) {
