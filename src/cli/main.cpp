@@ -9,16 +9,12 @@
 #include <vector>
 
 #include "cli/commands.h"
+#include "cli/exit_code.h"
 #include "core/config.h"
 #include "core/errors.h"
 #include "core/log.h"
 
 namespace {
-
-// Exit codes; 0 is success. 2 is also what wrong arguments give, 70 is EX_SOFTWARE.
-constexpr int kUserError = 2;
-constexpr int kOutOfMemory = 3;
-constexpr int kInternalError = 70;
 
 // The parser answers a misspelt command with "A subcommand is required"; this names the word and the nearest command.
 void explain_unknown_command(const CLI::App& app) {
@@ -66,7 +62,7 @@ int run(int argc, char** argv) {
     return error.get_exit_code();
   } catch (const CLI::ParseError& error) {
     if (error.get_exit_code() != 0) explain_unknown_command(app);
-    return app.exit(error) == 0 ? 0 : kUserError;
+    return app.exit(error) == 0 ? 0 : sb::kUserErrorCode;
   }
   return 0;
 }
@@ -76,17 +72,16 @@ int run(int argc, char** argv) {
 int main(int argc, char** argv) {
   try {
     return run(argc, argv);
-  } catch (const sb::UserError& error) {
-    std::fprintf(stderr, "error: %s\n", error.what());
-    return kUserError;
-  } catch (const sb::OutOfMemory& error) {
-    std::fprintf(stderr, "out of memory: %s\n", error.what());
-    return kOutOfMemory;
-  } catch (const std::bad_alloc&) {
-    std::fprintf(stderr, "out of memory: an allocation failed\n");
-    return kOutOfMemory;
   } catch (const std::exception& error) {
-    std::fprintf(stderr, "internal error (please report it): %s\n", error.what());
-    return kInternalError;
+    const int code = sb::exit_code(error);
+    if (code == sb::kUserErrorCode)
+      std::fprintf(stderr, "error: %s\n", error.what());
+    else if (dynamic_cast<const std::bad_alloc*>(&error) != nullptr)
+      std::fprintf(stderr, "out of memory: an allocation failed\n");
+    else if (dynamic_cast<const sb::OutOfMemory*>(&error) != nullptr)
+      std::fprintf(stderr, "out of memory: %s\n", error.what());
+    else
+      std::fprintf(stderr, "%s%s\n", code == 1 ? "" : "internal error (please report it): ", error.what());
+    return code;
   }
 }

@@ -7,6 +7,7 @@
 #include <thread>
 
 #include "cli/commands.h"
+#include "cli/exit_code.h"
 #include "cli/run_arguments.h"
 #include "comm/world.h"
 #include "core/log.h"
@@ -48,7 +49,7 @@ void train(const RunConfig& config, Communicator& world) {
   } catch (const std::exception& error) {
     // What is wrong on all ranks is said by rank 0, whose abort ends the others.
     if (world.rank() != 0) std::this_thread::sleep_for(std::chrono::milliseconds(500));
-    world.abort(error.what());
+    world.abort(error.what(), exit_code(error));
   }
 }
 

@@ -41,7 +41,7 @@ class RingAttention::Call {
 
   // Which gathered columns of the index have copies. Collective.
   void find_columns() {
-    const std::vector<uint8_t> wanted = wanted_columns();
+    const std::vector<uint8_t> wanted = wanted_columns(ring_.group_, *state_.layout, state_.index);
     const ReplicatedKeys keys =
         replicated_keys(*state_.layout, state_.index, ring_.options_.selection.sink_blocks, wanted);
     state_.columns.clear();
@@ -100,22 +100,6 @@ class RingAttention::Call {
   }
 
  private:
-  // Which tokens somebody's rows have as gathered columns.
-  std::vector<uint8_t> wanted_columns() const {
-    const BlockIndex& index = state_.index;
-    std::vector<uint8_t> wanted;
-    if (ring_.group_.all_reduce(static_cast<int32_t>(index.has_gathered_columns()), ReduceOp::max) == 0) return wanted;
-    wanted.resize(state_.layout->cu_seqlens().back());
-    for (int64_t id = 0; id < index.rows(); ++id) {
-      const BlockIndex::Row row = index.row(id);
-      if (row.columns.empty()) continue;
-      const int64_t begin = index.place_of(id).sequence->token_begin;
-      for (const int32_t column : row.columns) wanted[begin + column] = 1;
-    }
-    ring_.group_.all_reduce(std::span<uint8_t>(wanted), ReduceOp::max);
-    return wanted;
-  }
-
   Shape keys_of(int chunk) const { return {chunk_elements_[chunk] / key_width_, shape_.kv_heads, shape_.head_dim}; }
 
   // This rank's queries and a chunk's keys.
@@ -246,7 +230,7 @@ void RingAttention::forward(const Exec& exec, int layer, const AttentionShape& s
   call.find_columns();
   call.plan();
   call.forward();
-  if (!replay) count_pairs(layer, state);
+  if (!replay) count_ring_pairs(*state.layout, group_.rank(), state.index, report_.layers[layer]);
 }
 
 void RingAttention::backward(const Exec& exec, int layer, const AttentionShape& shape, const PackedSequences& sequences,
@@ -255,22 +239,6 @@ void RingAttention::backward(const Exec& exec, int layer, const AttentionShape& 
   Call call(*this, exec, shape, operands, static_cast<State&>(state));
   call.plan();
   call.backward(gradients);
-}
-
-void RingAttention::count_pairs(int layer, const State& state) {
-  const ContextLayout& layout = *state.layout;
-  LayerAttention& report = report_.layers[layer];
-  const RingWork work = count_ring_work(layout, state.index, 0);
-  for (int w = 0; w < layout.ranks(); ++w) {
-    if (w != group_.rank()) continue;
-    report.pairs += work.outside[w];
-    for (int t = 0; t < layout.ranks(); ++t) report.pairs += work.at(w, t);
-  }
-  for (int s = 0; s < layout.sequences(); ++s)
-    for (const int32_t b : layout.held(group_.rank(), s)) {
-      const int64_t begin = int64_t{b} * layout.block(), end = begin + layout.block_length(s, b);
-      report.causal_pairs += state.index.shape().list_heads * (end * (end + 1) - begin * (begin + 1)) / 2;
-    }
 }
 
 AttentionReport RingAttention::take_report() {

@@ -59,7 +59,6 @@ class RingAttention final : public ChoosingAttention {
   class Call;
   int64_t copies_limit(const AttentionShape& shape, int64_t max_tokens) const;
   int64_t list_bytes(const AttentionShape& shape, int64_t max_tokens, int64_t offset_tokens) const;
-  void count_pairs(int layer, const State& state);
 
   Communicator& group_;
   const Options options_;

@@ -65,6 +65,31 @@ ReplicatedKeys replicated_keys(const ContextLayout& layout, const BlockIndex& in
   return keys;
 }
 
+std::vector<uint8_t> wanted_columns(Communicator& group, const ContextLayout& layout, const BlockIndex& index) {
+  std::vector<uint8_t> wanted;
+  if (group.all_reduce(static_cast<int32_t>(index.has_gathered_columns()), ReduceOp::max) == 0) return wanted;
+  wanted.resize(layout.cu_seqlens().back());
+  for (int64_t id = 0; id < index.rows(); ++id) {
+    const BlockIndex::Row row = index.row(id);
+    if (row.columns.empty()) continue;
+    const int64_t begin = index.place_of(id).sequence->token_begin;
+    for (const int32_t column : row.columns) wanted[begin + column] = 1;
+  }
+  group.all_reduce(std::span<uint8_t>(wanted), ReduceOp::max);
+  return wanted;
+}
+
+void count_ring_pairs(const ContextLayout& layout, int rank, const BlockIndex& index, LayerAttention& report) {
+  const RingWork work = count_ring_work(layout, index, 0);
+  report.pairs += work.outside[rank];
+  for (int t = 0; t < layout.ranks(); ++t) report.pairs += work.at(rank, t);
+  for (int s = 0; s < layout.sequences(); ++s)
+    for (const int32_t b : layout.held(rank, s)) {
+      const int64_t begin = int64_t{b} * layout.block(), end = begin + layout.block_length(s, b);
+      report.causal_pairs += index.shape().list_heads * (end * (end + 1) - begin * (begin + 1)) / 2;
+    }
+}
+
 std::vector<SequenceRows> RingPass::rows() const {
   std::vector<SequenceRows> rows;
   for (const Part& part : parts)

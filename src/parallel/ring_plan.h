@@ -5,6 +5,8 @@
 #include <vector>
 
 #include "attention/block_index.h"
+#include "attention/sparse_attention.h"
+#include "comm/communicator.h"
 #include "core/thread_pool.h"
 #include "parallel/context_layout.h"
 
@@ -27,6 +29,12 @@ struct ReplicatedKeys {
 // too many for that are left out and travel with the ring (being many, they are on all ranks alike), and so are sinks.
 ReplicatedKeys replicated_keys(const ContextLayout& layout, const BlockIndex& index, int replicated_blocks,
                                std::span<const uint8_t> wanted);
+
+// Which tokens of the micro-batch somebody's rows have as gathered columns; empty: none. Collective.
+std::vector<uint8_t> wanted_columns(Communicator& group, const ContextLayout& layout, const BlockIndex& index);
+
+// Adds the pairs of this rank's queries to a report.
+void count_ring_pairs(const ContextLayout& layout, int rank, const BlockIndex& index, LayerAttention& report);
 
 // One call of the attention kernels: the queries of this rank against keys that lie together. Chosen blocks lie before
 // their queries, as in the true order: the index of a call is one of sequences made of the keys' blocks, followed by

@@ -4,6 +4,7 @@
 
 #include "core/errors.h"
 #include "device/memory.h"
+#include "parallel/cuda/ring_kernels.h"
 
 namespace sb {
 namespace {
@@ -36,6 +37,10 @@ void clear(const Exec& exec, const RingGradients& sum, int64_t count) {
 }
 
 void add(const Exec& exec, const RingGradients& more, const RingGradients& sum, int64_t count) {
+  if (exec.device == DeviceKind::cuda) {
+    gpu::add_floats(exec, more.keys, sum.keys, count);
+    return gpu::add_floats(exec, more.values, sum.values, count);
+  }
   for (const auto& [from, to] : {std::pair(more.keys, sum.keys), std::pair(more.values, sum.values)})
     exec.pool->parallel_slices(count, [&](int64_t begin, int64_t end, int) {
       for (int64_t i = begin; i < end; ++i) to[i] += from[i];

@@ -47,14 +47,14 @@ RankModelOptions rank_model_options(const RunConfig& config, const TrainerParts&
   options.loss_chunk = config.train.loss_chunk;
   options.layer_chunk = config.train.layer_chunk;
   options.offload = parts.offload;
-  options.threads = thread_count(config, parts);
+  options.threads = thread_count(config, parts.local_ranks);
   return options;
 }
 
 }  // namespace
 
-int thread_count(const RunConfig& config, const TrainerParts& parts) {
-  return config.train.threads > 0 ? config.train.threads : std::max(1, available_cores() / parts.local_ranks);
+int thread_count(const RunConfig& config, int local_ranks) {
+  return config.train.threads > 0 ? config.train.threads : std::max(1, available_cores() / local_ranks);
 }
 
 MemoryPlan Trainer::memory_plan(const RunConfig& config, const TrainerParts& parts, int stage) {
@@ -91,7 +91,7 @@ Trainer::Trainer(const RunConfig& config, TrainerParts parts, RunDirectory& dire
       limits_(packing_limits(config.batch, longest_sequence(parts_))),
       alone_(parts_.world ? nullptr : make_self_communicator()),
       world_(parts_.world ? parts_.world : alone_.get()),
-      pool_(thread_count(config, parts_)),
+      pool_(thread_count(config, parts_.local_ranks)),
       own_device_(parts_.device
                       ? nullptr
                       : std::make_unique<DeviceContext>(config.device, pool_, norm_scratch_bytes(config.device))),

@@ -67,7 +67,7 @@ struct TrainSummary {
 };
 
 // Worker threads of a rank.
-int thread_count(const RunConfig& config, const TrainerParts& parts);
+int thread_count(const RunConfig& config, int local_ranks);
 
 // The training loop, as every rank of a run goes through it. Rank 0 plans, writes and speaks for all.
 class Trainer {

@@ -9,6 +9,7 @@
 #include "core/log.h"
 #include "core/memory_plan.h"
 #include "device/cuda.h"
+#include "parallel/cuda/cuda_ring_attention.h"
 #include "parallel/grid.h"
 #include "parallel/ring_attention.h"
 #include "train/host_memory.h"
@@ -18,29 +19,32 @@
 namespace sb {
 namespace {
 
-// Nothing is switched off silently: what this build cannot do is refused.
-void refuse_unsupported(const RunConfig& config) {
-  if (config.device == DeviceKind::cpu) return;
-  cuda::require_device();
-  SB_USER_CHECK(
-      config.parallel.cp == 1,
-      "device: cuda with parallel.cp {}: ranks that share sequences compute on CPUs so far; set it to 1 or use "
-      "device: cpu",
-      config.parallel.cp);
-}
-
 // Before anything is taken or written: a run started with another number of ranks says so at once.
 void check_ranks(const RunConfig& config, const RunRanks& ranks) {
   const GridShape grid{config.parallel.dp, config.parallel.pp, config.parallel.cp};
   check_grid(grid, ranks.world ? ranks.world->size() : 1);
 }
 
-// `ring_group`: the ranks that share this one's sequences; nullptr: none do.
-std::unique_ptr<Attention> make_attention(const RunConfig& config, const ModelConfig& model, Communicator* ring_group) {
-  if (ring_group)
-    return std::make_unique<RingAttention>(
-        *ring_group, RingAttention::Options{config.attention.selection, model.layers, config.parallel.placement,
-                                            config.parallel.node_size});
+// The ranks that share this one's sequences: for what they tell each other, and for data on their devices. Nothing
+// where none do.
+struct RingGroups {
+  std::unique_ptr<Communicator> host, data;
+
+  RingGroups(const RunConfig& config, Communicator* world, const RankDevice* device) {
+    const int cp = config.parallel.cp;
+    if (cp == 1) return;
+    host = world->split(world->rank() / cp, world->rank() % cp, "cp");
+    if (device) data = device->data().split(world->rank() / cp, world->rank() % cp, "cp");
+  }
+};
+
+std::unique_ptr<Attention> make_attention(const RunConfig& config, const ModelConfig& model, const RingGroups& ring) {
+  if (ring.host) {
+    const RingAttention::Options options{config.attention.selection, model.layers, config.parallel.placement,
+                                         config.parallel.node_size};
+    if (ring.data) return make_cuda_ring_attention(*ring.host, *ring.data, options);
+    return std::make_unique<RingAttention>(*ring.host, options);
+  }
   const bool dense = config.attention.selection.pattern == SelectionPattern::dense;
   SparseAttention::Options options{config.attention.selection, model.layers,
                                    dense ? 0 : static_cast<int>(config.attention.coverage_rows)};
@@ -75,8 +79,8 @@ std::string header(const RunConfig& config, const TrainerParts& parts, int64_t m
   text += fmt::format(
       "\nlayout\n  {}, {} threads; {} sequences a step, at most {} sequences and {} tokens a "
       "micro-batch\n",
-      ranks_text(config, parts.model, parts.device), thread_count(config, parts), config.batch.global_batch_size,
-      limits.max_sequences, limits.max_tokens);
+      ranks_text(config, parts.model, parts.device), thread_count(config, parts.local_ranks),
+      config.batch.global_batch_size, limits.max_sequences, limits.max_tokens);
   for (int stage = 0; stage < config.parallel.pp; ++stage) {
     text += config.parallel.pp == 1 ? "\nmemory plan\n" : fmt::format("\nmemory plan of a rank of stage {}\n", stage);
     text += Trainer::memory_plan(config, parts, stage).table(memory_limit);
@@ -140,16 +144,18 @@ ModelConfig run_model_config(const RunConfig& config) {
 
 TrainSummary run_training(const RunConfig& config, std::FILE* out, bool terminal,
                           const std::function<bool()>& stop_requested, const RunRanks& ranks) {
-  refuse_unsupported(config);
+  if (config.device == DeviceKind::cuda) cuda::require_device();
   check_ranks(config, ranks);
   const bool leads = ranks.world == nullptr || ranks.world->rank() == 0;
   Console console(out, terminal, config.train.log_steps);
   const ModelConfig model = run_model_config(config);
-  // Ranks that share sequences talk in a group of their own.
-  std::unique_ptr<Communicator> ring_group;
-  const int cp = config.parallel.cp;
-  if (cp > 1) ring_group = ranks.world->split(ranks.world->rank() / cp, ranks.world->rank() % cp, "cp");
-  const std::unique_ptr<Attention> attention = make_attention(config, model, ring_group.get());
+  // First of all, since it chooses the GPU.
+  std::unique_ptr<RankDevice> device;
+  if (config.device == DeviceKind::cuda && ranks.world && ranks.world->size() > 1)
+    device =
+        std::make_unique<RankDevice>(config, *ranks.world, ranks.local_rank, thread_count(config, ranks.local_ranks));
+  const RingGroups ring(config, ranks.world, device.get());
+  const std::unique_ptr<Attention> attention = make_attention(config, model, ring);
   auto* sparse = dynamic_cast<ChoosingAttention*>(attention.get());
   if (config.attention.selection.pattern == SelectionPattern::dense) sparse = nullptr;
   const Sources sources = make_sources(config, model.vocab_size);
@@ -159,14 +165,13 @@ TrainSummary run_training(const RunConfig& config, std::FILE* out, bool terminal
         "attention.pattern has no effect: the longest sequence has {} tokens and those up to {} run dense; lower "
         "attention.{}",
         sources.train->max_length(), selection.dense_limit(), selection.dense_below < 0 ? "budget" : "dense_below");
-  if (leads && ring_group && sparse && config.attention.coverage_rows > 0)
+  if (leads && ring.data && sparse)
+    log::warning("parallel.cp on GPUs: attention.pattern chooses its pairs on the CPU, which takes time");
+  if (leads && ring.host && sparse && config.attention.coverage_rows > 0)
     log::info("coverage is not measured where ranks share sequences (parallel.cp)");
   TrainerParts parts{model, *attention, *sources.train, sources.validation_set, console, stop_requested, sparse};
   parts.world = ranks.world;
   parts.local_ranks = ranks.local_ranks;
-  std::unique_ptr<RankDevice> device;
-  if (config.device == DeviceKind::cuda && ranks.world && ranks.world->size() > 1)
-    device = std::make_unique<RankDevice>(config, *ranks.world, ranks.local_rank, thread_count(config, parts));
   parts.device = device.get();
 
   // What the ranks of one machine, or of one GPU, share of what is left there.

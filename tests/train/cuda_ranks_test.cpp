@@ -226,6 +226,8 @@ TEST_F(CudaRuns, FollowOneRank) {
   expect_close(train(config_of(folder_.path("dp"), {"parallel.dp=2"})), one, 0.03);
   expect_close(train(config_of(folder_.path("pp"), {"parallel.pp=2"})), one, 0.03);
   expect_close(train(config_of(folder_.path("both"), {"parallel.dp=2", "parallel.pp=2"})), one, 0.03);
+  expect_close(train(config_of(folder_.path("cp"), {"parallel.cp=2"})), one, 0.03);
+  expect_close(train(config_of(folder_.path("cp and dp"), {"parallel.cp=2", "parallel.dp=2"})), one, 0.03);
 }
 
 TEST_F(CudaRuns, GoOnWithOtherRanks) {

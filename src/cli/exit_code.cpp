@@ -1,0 +1,20 @@
+#include "cli/exit_code.h"
+
+#include <new>
+
+#include "comm/communicator.h"
+#include "core/errors.h"
+
+namespace sb {
+
+int exit_code(const std::exception& error) {
+  if (dynamic_cast<const UserError*>(&error) != nullptr) return kUserErrorCode;
+  if (dynamic_cast<const OutOfMemory*>(&error) != nullptr || dynamic_cast<const std::bad_alloc*>(&error) != nullptr)
+    return 3;
+  // Ranks that were lost: neither the user's fault nor a bug of the one that says so.
+  if (dynamic_cast<const CommTimeout*>(&error) != nullptr || dynamic_cast<const CommAborted*>(&error) != nullptr)
+    return 1;
+  return 70;  // EX_SOFTWARE
+}
+
+}  // namespace sb

@@ -1,0 +1,33 @@
+// The ring's CUDA side of a build without CUDA: nothing gets this far, since there is no device.
+
+#include "core/errors.h"
+#include "parallel/cuda/cuda_ring_attention.h"
+#include "parallel/cuda/ring_kernels.h"
+
+namespace sb {
+namespace {
+
+[[noreturn]] void refuse() {
+  throw UserError("a ring of GPUs asked for, but this program was built without CUDA; use device: cpu");
+}
+
+}  // namespace
+
+namespace gpu {
+
+void add_floats(const Exec&, const float*, float*, int64_t) {
+  refuse();
+}
+
+}  // namespace gpu
+
+std::unique_ptr<ChoosingAttention> make_cuda_ring_attention(Communicator&, Communicator&,
+                                                            const RingAttention::Options&) {
+  refuse();
+}
+
+BlockIndex& cuda_ring_index(AttentionState&) {
+  refuse();
+}
+
+}  // namespace sb
