@@ -191,7 +191,7 @@ TEST(RanksProcess, AFailingRankIsNamedAndEndsTheRun) {
                                                   "], shuffle: false, synthetic: null, max_sequence_length: 48}",
                                               "train.validation_steps=0"}));
   ASSERT_TRUE(training.ends_within(kHang)) << training.output();
-  EXPECT_NE(training.wait(), 0);
+  EXPECT_EQ(training.wait(), 2) << "as one rank would";
   EXPECT_TRUE(contains(training.output(), "rank 1 ended the job: ")) << training.output();
   EXPECT_TRUE(contains(training.output(), "99")) << training.output();
   EXPECT_FALSE(contains(training.output(), "rank 0 ended the job: ")) << training.output();
