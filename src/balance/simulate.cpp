@@ -99,6 +99,7 @@ SimulatedRow simulate_policy(const SimulateInput& input, const SimulatedPolicy& 
     row.worst_loss = std::max(row.worst_loss, plan.worst_loss);
     row.worst_step_speedup = std::min(row.worst_step_speedup, plan.baseline_us / plan.makespan_us);
     row.worst_mean_difference = std::min(row.worst_mean_difference, plan.mean_coverage - plan.base_coverage);
+    if (input.step_done) input.step_done();
   }
   const auto steps = static_cast<double>(input.steps);
   row.makespan_ms = total / steps / 1e3;

@@ -44,6 +44,7 @@ struct SimulateInput {
   uint64_t seed = 1;
   std::function<double()> seconds;  // a clock, for planner_ms
   ThreadPool* threads = nullptr;
+  std::function<void()> step_done = {};  // after every step of every policy; empty: nobody wants to know
 };
 
 // The policies that `simulate` compares: each lever alone and together.

@@ -1,5 +1,6 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
+#include <unistd.h>
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
@@ -16,6 +17,7 @@
 #include "balance/schedule_picture.h"
 #include "balance/simulate.h"
 #include "cli/commands.h"
+#include "cli/simulate_ring.h"
 #include "core/errors.h"
 #include "data/token_file.h"
 
@@ -37,11 +39,44 @@ struct Arguments {
   bool sweep = false;
   int gpus = 0, max_cp = 8, threads = 0;
   std::string json, trace, svg;
+  RingArguments ring;
 };
 
 double seconds() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
+
+// How far a long simulation is, on standard error: redrawn on a terminal, a line every ten seconds elsewhere. The first
+// seconds pass in silence.
+class Progress {
+ public:
+  explicit Progress(int64_t steps) : steps_(steps) {}
+  ~Progress() { clear(); }
+  Progress(const Progress&) = delete;
+  Progress& operator=(const Progress&) = delete;
+
+  void step() {
+    ++done_;
+    const double now = seconds(), passed = now - begin_;
+    if (passed < 3 || now - shown_ < (terminal_ ? 0.2 : 10.0)) return;
+    shown_ = now;
+    const double left = passed * static_cast<double>(steps_ - done_) / static_cast<double>(done_);
+    fmt::print(stderr, "{}{} of {} steps, ETA {:.0f} s{}", terminal_ ? "\r" : "", done_, steps_, left,
+               terminal_ ? "\033[K" : "\n");
+    std::fflush(stderr);
+    drawn_ = terminal_;
+  }
+  // Leaves the terminal's line free again.
+  void clear() {
+    if (drawn_) fmt::print(stderr, "\r\033[K");
+    drawn_ = false;
+  }
+
+ private:
+  int64_t steps_, done_ = 0;
+  double begin_ = seconds(), shown_ = begin_;
+  bool terminal_ = isatty(STDERR_FILENO) != 0, drawn_ = false;
+};
 
 void write_file(const std::string& path, const std::string& text) {
   std::ofstream file(path, std::ios::binary);
@@ -161,11 +196,13 @@ Json run_sweep(const Arguments& arguments, const LatencyModel& latency, const Co
   Json rows = Json::array();
   double best = 0;
   std::string fastest;
+  Progress progress(std::ssize(layouts) * arguments.steps);
   for (const Layout& layout : layouts) {
     const CostModel cost(latency, arguments.spec, layout);
-    const SimulateInput input{cost,           coverage, pool,    arguments.global_batch, arguments.steps,
-                              arguments.seed, seconds,  &threads};
+    const SimulateInput input{cost,           coverage, pool,     arguments.global_batch,  arguments.steps,
+                              arguments.seed, seconds,  &threads, [&] { progress.step(); }};
     const SimulatedRow row = simulate_policy(input, policy);
+    progress.clear();
     // The largest micro-batch seen bounds the memory.
     LengthSampler sampler(pool, arguments.seed);
     int64_t most = 0, tokens = 0;
@@ -213,7 +250,18 @@ Json run_sweep(const Arguments& arguments, const LatencyModel& latency, const Co
   return rows;
 }
 
+Json run_ring(const Arguments& arguments) {
+  return run_ring(arguments.ring, arguments.layout.cp, static_cast<int>(find_model_shape(arguments.model).heads),
+                  static_cast<int>(arguments.spec.block), arguments.seed);
+}
+
 void run(Arguments arguments) {
+  if (arguments.ring.only) {
+    SB_USER_CHECK(arguments.layout.cp > 1, "--ring: how many ranks share the sequence? Set --cp");
+    const Json json = {{"cp", arguments.layout.cp}, {"ring", run_ring(arguments)}};
+    if (!arguments.json.empty()) write_file(arguments.json, json.dump(2) + "\n");
+    return;
+  }
   SB_USER_CHECK(arguments.steps > 0 && arguments.global_batch > 0, "--steps and --global-batch must be positive");
   if (arguments.batching.micro_batch_sequences == 0 && arguments.batching.micro_batch_tokens == 0)
     arguments.batching.micro_batch_sequences = 1;
@@ -230,8 +278,12 @@ void run(Arguments arguments) {
   const auto coverage = find_coverage(arguments.coverage, static_cast<int>(shape.layers));
   const std::vector<int64_t> pool = read_pool(arguments);
   ThreadPool threads(arguments.threads > 0 ? arguments.threads : available_cores());
-  const SimulateInput input{cost,           *coverage, pool,    arguments.global_batch, arguments.steps,
-                            arguments.seed, seconds,   &threads};
+  const auto frontier = frontier_policies(arguments.batching, arguments.p), by_loss = loss_policies(arguments.batching);
+  const bool with_frontier = arguments.frontier || (arguments.policies.empty() && !arguments.no_frontier);
+  Progress progress((std::ssize(policies) + (with_frontier ? std::ssize(frontier) + std::ssize(by_loss) : 0)) *
+                    arguments.steps);
+  const SimulateInput input{cost,           *coverage, pool,     arguments.global_batch,  arguments.steps,
+                            arguments.seed, seconds,   &threads, [&] { progress.step(); }};
 
   fmt::print("{}: {}\nprofile {} ({}), coverage {}, lengths {} ({} sequences)\n", arguments.model, describe(shape),
              latency.profile().name, latency.profile().machine, coverage->name(), arguments.lengths, pool.size());
@@ -268,19 +320,24 @@ void run(Arguments arguments) {
       Json rows = Json::array();
       for (const SimulatedPolicy& policy : list) {
         const SimulatedRow row = simulate_policy(input, policy);
+        progress.clear();
         print_row(row);
         rows.push_back(row_json(row));
       }
       json[key] = rows;
     };
     table("rows", policies);
-    if (arguments.frontier || (arguments.policies.empty() && !arguments.no_frontier)) {
+    if (with_frontier) {
       fmt::print("\nfrontier: the deadline between the fastest schedule (0) and the one at base budgets (1)\n");
-      table("frontier", frontier_policies(arguments.batching, arguments.p));
+      table("frontier", frontier);
       fmt::print("\nequal mean coverage, by the loss p that is allowed to a (sequence, layer)\n");
-      table("by_p", loss_policies(arguments.batching));
+      table("by_p", by_loss);
     }
     write_pictures(arguments, input, policies);
+    if (arguments.layout.cp > 1) {
+      fmt::print("\n");
+      json["ring"] = run_ring(arguments);
+    }
   }
   if (!arguments.json.empty()) write_file(arguments.json, json.dump(2) + "\n");
 }
@@ -345,6 +402,7 @@ void add_simulate_command(CLI::App& app) {
   command->add_option("--json", a->json, "write the rows to this file");
   command->add_option("--trace", a->trace, "write a Chrome trace of one step of the last policy");
   command->add_option("--svg", a->svg, "draw one step before (in_order) and after (the last policy)");
+  add_ring_options(*command, a->ring);
   command->callback([a] { run(*a); });
 }
 

@@ -14,6 +14,7 @@ namespace sb {
 namespace {
 
 constexpr float kNothing = -std::numeric_limits<float>::infinity();
+constexpr int64_t kStagedRow = 32;  // bytes of a row in a BlockIndexBuilder, besides its entries
 
 }  // namespace
 
@@ -22,6 +23,7 @@ class RingAttention::State final : public AttentionState {
   std::optional<ContextLayout> layout;
   BlockIndex index;
   std::vector<int32_t> columns;  // gathered ones that every rank has copies of, tokens of the micro-batch
+  bool columns_known = false;    // `columns` are those of the index
 };
 
 // What forward and backward of one call have in common.
@@ -47,6 +49,7 @@ class RingAttention::Call {
     state_.columns.clear();
     for (size_t token = 0; token < wanted.size(); ++token)
       if (wanted[token] != 0 && keys.copy[token] >= 0) state_.columns.push_back(static_cast<int32_t>(token));
+    state_.columns_known = true;
   }
 
   // Makes the calls of the kernels.
@@ -208,6 +211,7 @@ std::unique_ptr<AttentionState> RingAttention::make_state() const {
 }
 
 BlockIndex& RingAttention::index(AttentionState& state) {
+  static_cast<State&>(state).columns_known = false;
   return static_cast<State&>(state).index;
 }
 
@@ -223,11 +227,14 @@ void RingAttention::forward(const Exec& exec, int layer, const AttentionShape& s
   state.layout.emplace(layout(sequences.whole_cu_seqlens));
   SB_CHECK(std::ranges::equal(state.layout->local_cu_seqlens(group_.rank()), sequences.cu_seqlens),
            "the micro-batch is not shared out as the ring's layout says");
-  if (!replay)
+  if (!replay) {
     selection_.choose(exec, group_, layer, shape, *state.layout, sequences.budgets, operands.q.f32(), operands.k.f32(),
                       state.index);
+    state.columns.clear();
+    state.columns_known = options_.selection.pattern != SelectionPattern::vertical_slash;
+  }
   Call call(*this, exec, shape, operands, state);
-  call.find_columns();
+  if (!state.columns_known) call.find_columns();
   call.plan();
   call.forward();
   if (!replay) count_ring_pairs(*state.layout, group_.rank(), state.index, report_.layers[layer]);
@@ -267,40 +274,48 @@ int64_t RingAttention::scratch_bytes(const AttentionShape& shape, int64_t max_to
   // Before the ring: keys and values of the copies, their gradients, and the kernels' or the exchange's memory.
   const BlockSparseScratch copied = block_sparse_scratch(shape, max_tokens, copies, threads);
   const int64_t before = copies == 0 ? 0 : 4 * bytes(copies) + std::max(copied.backward, bytes(2 * copies));
-  return std::max({ring, before, selection_.scratch_bytes(shape, max_tokens, group_.size(), threads)});
+  return std::max({ring, before, selection_.scratch_bytes(shape, max_tokens, group_.size())});
 }
 
-// Lists of this rank's rows, with places where the rows of `offset_tokens` tokens begin. Dense sequences have lists,
-// too, where keys come chunk by chunk.
-int64_t RingAttention::list_bytes(const AttentionShape& shape, int64_t max_tokens, int64_t offset_tokens) const {
+// The most that lists of chosen blocks and columns hold in this rank's rows.
+RingAttention::Lists RingAttention::chosen_lists(const AttentionShape& shape, int64_t max_tokens) const {
   const SelectionConfig& selection = options_.selection;
-  const int64_t all = max_tokens * group_.size(), blocks = (all + selection.block - 1) / selection.block;
-  int64_t list = blocks, query_block = std::min(selection.block, kDenseQueryBlock), columns = 0;
-  if (selection.pattern != SelectionPattern::dense) {
-    // Twice the budget: a list holds what any token of the query block chose.
-    list =
-        std::min(blocks, 2 * selection.budget / selection.block + selection.sink_blocks + selection.local_blocks + 2);
-    query_block = selection.query_block;
-  }
-  if (selection.pattern == SelectionPattern::vertical_slash) columns = std::min(all, 2 * selection.vertical_cap);
-  const int lists = selection.lists_per_query_head() ? shape.heads : shape.kv_heads;
-  const auto rows = [&](int64_t tokens) { return (tokens + query_block - 1) / query_block * lists; };
-  return rows(max_tokens) * (7 * list + 4 * columns) + 8 * rows(offset_tokens) +
-         4 * lists * (offset_tokens / selection.block + 1);
+  const int64_t all = max_tokens * group_.size(), blocks = all / selection.block + 1;
+  if (selection.pattern == SelectionPattern::dense) return {};
+  // Twice the budget: a list holds what any token of the query block chose.
+  const int64_t budget = std::max(selection.budget, options_.largest_budget);
+  const int64_t list =
+      std::min(blocks, 2 * budget / selection.block + selection.sink_blocks + selection.local_blocks + 2);
+  const bool by_head = selection.lists_per_query_head();
+  const int64_t columns = by_head ? std::min(all, 2 * selection.vertical_cap * budget / selection.budget) : 0;
+  return {selection.query_block, by_head ? shape.heads : shape.kv_heads, list, columns};
+}
+
+// By chunk, sequences that are computed whole have lists, too.
+RingAttention::Lists RingAttention::dense_lists(const AttentionShape& shape, int64_t max_tokens) const {
+  const SelectionConfig& selection = options_.selection;
+  const int64_t blocks = max_tokens * group_.size() / selection.block + 1;
+  const bool any_length = selection.pattern == SelectionPattern::dense || !selection.dense_layers.empty();
+  const int64_t list = any_length ? blocks : std::min(blocks, selection.dense_limit() / selection.block + 1);
+  return {std::min(selection.block, kDenseQueryBlock), shape.kv_heads, list, 0};
 }
 
 int64_t RingAttention::state_bytes(const AttentionShape& shape, int64_t max_tokens) const {
   const int64_t all = max_tokens * group_.size(), blocks = all / options_.selection.block + 1;
-  // The layout, and which columns have copies.
-  const int64_t places = (3 * blocks + copies_limit(shape, max_tokens)) * static_cast<int64_t>(sizeof(int32_t));
-  if (options_.selection.pattern == SelectionPattern::dense) return places;
-  return places + list_bytes(shape, max_tokens, all);
+  const Lists lists = chosen_lists(shape, max_tokens);
+  // The layout, which columns have copies, the lists, and where those of all rows and columns begin.
+  return (3 * blocks + copies_limit(shape, max_tokens)) * static_cast<int64_t>(sizeof(int32_t)) +
+         lists.rows(max_tokens) * lists.row_bytes() + 8 * lists.rows(all) + 4 * lists.heads * blocks;
 }
 
-// By chunk, a row is one of the chunk's tokens or of this rank's; and there are the copies.
 int64_t RingAttention::call_bytes(const AttentionShape& shape, int64_t max_tokens) const {
-  return list_bytes(shape, max_tokens, 2 * max_tokens * (group_.size() + 1)) +
-         copies_limit(shape, max_tokens) * static_cast<int64_t>(sizeof(int32_t));
+  // A row by chunk is one of the chunk's tokens or of this rank's. While they are made, rows wait in another form.
+  const int64_t tokens = 2 * max_tokens * (group_.size() + 1), blocks = tokens / options_.selection.block + 1;
+  int64_t most = 0;
+  for (const Lists& lists : {chosen_lists(shape, max_tokens), dense_lists(shape, max_tokens)})
+    most = std::max(most, lists.rows(max_tokens) * (lists.row_bytes() + lists.staged_row_bytes()) +
+                              (8 + kStagedRow) * lists.rows(tokens) + 4 * lists.heads * blocks);
+  return most + copies_limit(shape, max_tokens) * static_cast<int64_t>(sizeof(int32_t));
 }
 
 }  // namespace sb

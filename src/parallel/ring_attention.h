@@ -24,6 +24,8 @@ class RingAttention final : public ChoosingAttention {
     int layers = 0;
     ContextPlacement placement = ContextPlacement::triangular;
     int node_size = 0;  // ranks of a node, for the hierarchical ring; 0: a plain ring
+    // Largest budget that a micro-batch may bring, for the memory plan; 0: the configured one.
+    int64_t largest_budget = 0;
   };
   // The group must outlive this and carry nothing else.
   RingAttention(Communicator& group, const Options& options);
@@ -42,7 +44,7 @@ class RingAttention final : public ChoosingAttention {
   int64_t call_bytes(const AttentionShape& shape, int64_t max_tokens) const override;
 
   // The index a state holds: of the whole sequences, but with the rows of this rank's query blocks alone. To compare
-  // it, or to put one in before a forward with `replay`.
+  // it, or to put one in before a forward with `replay`; on all ranks alike.
   static BlockIndex& index(AttentionState& state);
   // Bytes a state holds now, and the lists of the last call.
   static int64_t bytes(const AttentionState& state);
@@ -58,7 +60,15 @@ class RingAttention final : public ChoosingAttention {
   class State;
   class Call;
   int64_t copies_limit(const AttentionShape& shape, int64_t max_tokens) const;
-  int64_t list_bytes(const AttentionShape& shape, int64_t max_tokens, int64_t offset_tokens) const;
+  // The size of lists, for planning.
+  struct Lists {
+    int64_t query_block = 1, heads = 0, entries = 0, columns = 0;
+    int64_t rows(int64_t tokens) const { return (tokens + query_block - 1) / query_block * heads; }
+    int64_t row_bytes() const { return 7 * entries + 4 * columns; }  // by row and by column
+    int64_t staged_row_bytes() const { return 4 * (entries + columns); }
+  };
+  Lists chosen_lists(const AttentionShape& shape, int64_t max_tokens) const;
+  Lists dense_lists(const AttentionShape& shape, int64_t max_tokens) const;
 
   Communicator& group_;
   const Options options_;

@@ -14,8 +14,8 @@ namespace {
 
 // Of vertical_slash, heads whose masses are exchanged together: few enough that the masses of all columns, which every
 // rank has whole, shrink with the number of ranks as everything else does.
-int64_t heads_at_once(int heads, int ranks, int threads) {
-  return std::min(heads, std::max((heads + ranks - 1) / ranks, threads));
+int64_t heads_at_once(int heads, int ranks) {
+  return (heads + ranks - 1) / ranks;  // the same on all ranks, however many threads each has
 }
 
 // Zeros, in scratch.
@@ -141,7 +141,7 @@ std::vector<const float*> RingSelection::gather_statistics(const Exec& exec, Com
   return {statistics.begin(), statistics.end()};
 }
 
-int64_t RingSelection::scratch_bytes(const AttentionShape& shape, int64_t max_tokens, int ranks, int threads) const {
+int64_t RingSelection::scratch_bytes(const AttentionShape& shape, int64_t max_tokens, int ranks) const {
   const SelectionConfig& config = selector_.config();
   const auto bytes = [](int64_t count, size_t each) { return Arena::rounded(count * static_cast<int64_t>(each)); };
   const int64_t all = max_tokens * ranks, sequences = all / (config.dense_limit() + 1);  // that are not dense
@@ -151,7 +151,7 @@ int64_t RingSelection::scratch_bytes(const AttentionShape& shape, int64_t max_to
       return 0;
     case SelectionPattern::vertical_slash: {
       // One sequence at a time.
-      const int64_t heads = heads_at_once(shape.heads, ranks, threads), rows = kEstimationQueries;
+      const int64_t heads = heads_at_once(shape.heads, ranks), rows = kEstimationQueries;
       return bytes(max_tokens, sizeof(int32_t)) + bytes(rows * shape.heads * shape.head_dim, sizeof(float)) +
              bytes(heads * rows * max_tokens, sizeof(float)) + bytes(heads * rows, sizeof(float)) +
              bytes(heads * rows, sizeof(double)) + bytes(heads * all, sizeof(double)) +
@@ -208,7 +208,7 @@ void RingSelection::choose_vertical_slash_rows(const Exec& exec, Communicator& g
     seen[r] = std::upper_bound(position.begin(), position.end(), tokens - rows + r) - position.begin();
 
   const VerticalSlashLimits limits = vertical_slash_limits(selector_.config(), tiles.budget);
-  const int64_t at_once = heads_at_once(shape.heads, layout.ranks(), exec.pool->threads());
+  const int64_t at_once = heads_at_once(shape.heads, layout.ranks());
   for (int64_t first = 0; first < heads; first += at_once) {
     const int64_t count = std::min(at_once, heads - first);
     const ArenaScope heads_scope(*exec.scratch);

@@ -26,7 +26,7 @@ class RingSelection {
               BlockIndex& index);
 
   // Bytes of exec.scratch that choose() takes when no one of `ranks` ranks has more tokens than this.
-  int64_t scratch_bytes(const AttentionShape& shape, int64_t max_tokens, int ranks, int threads) const;
+  int64_t scratch_bytes(const AttentionShape& shape, int64_t max_tokens, int ranks) const;
 
  private:
   // Of the whole sequences, in exec.scratch; null for dense ones.

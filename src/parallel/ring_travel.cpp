@@ -217,34 +217,4 @@ void RingTravel::backward(const Exec& exec, DType dtype, const RingData& own, st
   for (Transfer& transfer : left) transfer.wait();
 }
 
-double simulate_ring(const RingShape& shape, int machine_node, const RingTimes& times) {
-  const int ranks = shape.ranks;
-  const auto hop = [&](int from, int to) {
-    return from / machine_node == to / machine_node ? times.inner_hop : times.outer_hop;
-  };
-  std::vector<double> turn_begin(ranks, 0.0);
-  for (int turn = 0; turn < shape.nodes(); ++turn) {
-    // A transfer begins when both sides are there, and both are free of it when it is over.
-    std::vector<double> begin = turn_begin, end(ranks);
-    for (int step = 0; step < shape.node_size; ++step) {
-      for (int r = 0; r < ranks; ++r) end[r] = begin[r] + times.compute;
-      for (int r = 0; r < ranks && step + 1 < shape.node_size; ++r) {
-        const int next = shape.inner(r, 1);
-        const double over = std::max(begin[r], begin[next]) + hop(r, next);
-        end[r] = std::max(end[r], over);
-        end[next] = std::max(end[next], over);
-      }
-      begin = end;
-    }
-    for (int r = 0; r < ranks && turn + 1 < shape.nodes(); ++r) {
-      const int next = shape.outer(r, 1);
-      const double over = std::max(turn_begin[r], turn_begin[next]) + hop(r, next);
-      end[r] = std::max(end[r], over);
-      end[next] = std::max(end[next], over);
-    }
-    turn_begin = end;
-  }
-  return *std::max_element(turn_begin.begin(), turn_begin.end());
-}
-
 }  // namespace sb

@@ -75,13 +75,4 @@ class RingTravel {
   const RingShape shape_;
 };
 
-// What a tour takes when a rank's work on a chunk, a transfer within a node and one between nodes take the given times,
-// by following every transfer and every step of forward(): the last rank's end.
-struct RingTimes {
-  double compute, inner_hop, outer_hop;
-};
-// Ranks are laid out in nodes of `machine_node`; the ring itself is made for nodes of `shape.node_size` (all ranks: a
-// plain ring over all machines).
-double simulate_ring(const RingShape& shape, int machine_node, const RingTimes& times);
-
 }  // namespace sb

@@ -39,17 +39,19 @@ struct RingGroups {
 };
 
 std::unique_ptr<Attention> make_attention(const RunConfig& config, const ModelConfig& model, const RingGroups& ring) {
+  // Tuning may raise a budget up to the whole sequence.
+  const int64_t largest_budget =
+      config.balance.tuning == BalanceOptions::Tuning::none ? 0 : config.data.max_sequence_length;
   if (ring.host) {
     const RingAttention::Options options{config.attention.selection, model.layers, config.parallel.placement,
-                                         config.parallel.node_size};
+                                         config.parallel.node_size, largest_budget};
     if (ring.data) return make_cuda_ring_attention(*ring.host, *ring.data, options);
     return std::make_unique<RingAttention>(*ring.host, options);
   }
   const bool dense = config.attention.selection.pattern == SelectionPattern::dense;
   SparseAttention::Options options{config.attention.selection, model.layers,
                                    dense ? 0 : static_cast<int>(config.attention.coverage_rows)};
-  // Tuning may raise a budget up to the whole sequence.
-  if (config.balance.tuning != BalanceOptions::Tuning::none) options.largest_budget = config.data.max_sequence_length;
+  options.largest_budget = largest_budget;
   if (config.device == DeviceKind::cuda) return make_cuda_attention({.attention = options});
   if (dense) return std::make_unique<DenseAttention>();
   return std::make_unique<SparseAttention>(options);

@@ -97,15 +97,5 @@ TEST(RingTravel, BringsSumsHome) {
     });
 }
 
-// Four nodes of eight, times as published for one attention call (milliseconds).
-TEST(RingSimulation, HidesTheOuterRing) {
-  const RingTimes times{0.51, 0.13, 0.98};
-  EXPECT_NEAR(simulate_ring(RingShape(32, 32), 8, times), 31 * 0.98 + 0.51, 1e-9);
-  EXPECT_NEAR(simulate_ring(RingShape(32, 8), 8, times), 32 * 0.51, 1e-9);
-  EXPECT_NEAR(simulate_ring(RingShape(8, 8), 8, times), 8 * 0.51, 1e-9);  // one node: nothing to hide
-  // An outer link slower than a whole turn shows: 3 transfers, then the last turn.
-  EXPECT_NEAR(simulate_ring(RingShape(32, 8), 8, {0.51, 0.13, 5.0}), 3 * 5.0 + 8 * 0.51, 1e-9);
-}
-
 }  // namespace
 }  // namespace sb

@@ -277,7 +277,7 @@ void CudaRingAttention::choose(const Exec& exec, int layer, const AttentionShape
     int64_t most = 0;
     for (int r = 0; r < state.layout->ranks(); ++r)
       most = std::max<int64_t>(most, state.layout->local_cu_seqlens(r).back());
-    scratch = selection_.scratch_bytes(shape, most, host_.size(), exec.pool->threads());
+    scratch = selection_.scratch_bytes(shape, most, host_.size());
   }
   if (!host_scratch_ || host_scratch_->capacity() < scratch)
     host_scratch_ = std::make_unique<Arena>("choices of a ring", scratch);
