@@ -62,6 +62,10 @@ class Attention {
   virtual void backward(const Exec& exec, int layer, const AttentionShape& shape, const PackedSequences& sequences,
                         const AttentionOperands& operands, const AttentionGradients& gradients,
                         AttentionState& state) = 0;
+  // Before the first forward: these states will see micro-batches of this type and of at most so many tokens. What an
+  // implementation would allocate on the device for them later it takes now.
+  virtual void reserve(const AttentionShape& shape, int64_t max_tokens, DType dtype,
+                       std::span<const std::unique_ptr<AttentionState>> states) {}
   // Bytes of exec.scratch that forward or backward needs for micro-batches of at most this many tokens.
   virtual int64_t scratch_bytes(const AttentionShape& shape, int64_t max_tokens, int threads) const = 0;
   // Bytes a state may hold for a micro-batch of at most this many tokens, for the memory plan.

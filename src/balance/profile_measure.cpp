@@ -58,8 +58,8 @@ class Measurement {
     std::vector<MeasuredShape> grid = first_grid();
     std::vector<MeasuredShape> refinements;
     for (int i = 0; i < options_.refinements; ++i) refinements.push_back(random_shape());
-    total_ =
-        options_.passes * static_cast<int>(grid.size() + refinements.size()) + options_.passes * options_.held_out + 2;
+    const int wholes = options_.held_out + (options_.calibrate ? options_.refinements : 0);
+    total_ = options_.passes * (static_cast<int>(grid.size() + refinements.size()) + wholes) + 2;
     measured_ = measure_all(grid);
     fit();
     const auto more = measure_all(refinements);
@@ -67,6 +67,7 @@ class Measurement {
     for (const auto& [shape, times] : more)
       if (std::abs(misfit(shape, times)) > 0.04) measured_.emplace_back(shape, times);
     fit();
+    if (options_.calibrate) calibrate(refinements);
     links();
     hold_out();
     return profile_;
@@ -193,31 +194,55 @@ class Measurement {
     profile_.reduce_inside = profile_.reduce_between = series(target_.reduction, "reduction");
   }
 
+  // What the fit predicts plays no part in how often they are measured.
+  std::vector<double> measure_wholes(const std::vector<MeasuredShape>& shapes, const char* what) {
+    std::vector<double> measured(shapes.size(), std::numeric_limits<double>::infinity());
+    for (int pass = 0; pass < options_.passes; ++pass) {
+      for (size_t i = 0; i < shapes.size(); ++i) {
+        const MeasuredShape& shape = shapes[i];
+        report(fmt::format("{}: {} tokens in {} sequence{}", what, shape.total_tokens(), shape.tokens.size(),
+                           shape.tokens.size() == 1 ? "" : "s"));
+        const auto runs = repeated([&] { return target_.whole(shape); }, options_, [](double us) { return us; });
+        measured[i] = std::min(measured[i], quantile(runs, kTypical));
+      }
+    }
+    return measured;
+  }
+
+  double predicted_whole(const MeasuredShape& shape) const {
+    const Work work = shape.work(options_.spec);
+    double predicted = 0;
+    for (int part = 0; part < kOperations; ++part) {
+      const bool head = part >= static_cast<int>(Operation::head_forward);
+      predicted += (head ? 1 : target_.layers) * profile_.tables[static_cast<size_t>(part)](work);
+    }
+    return predicted;
+  }
+
+  void calibrate(const std::vector<MeasuredShape>& shapes) {
+    if (shapes.empty()) return;
+    const std::vector<double> measured = measure_wholes(shapes, "whole");
+    std::vector<double> ratios;
+    for (size_t i = 0; i < shapes.size(); ++i) ratios.push_back(measured[i] / predicted_whole(shapes[i]));
+    const double scale = quantile(ratios, 0.5);
+    for (OperationTable& table : profile_.tables) {
+      for (double& us : table.curve.y) us *= scale;
+      table.per_tile *= scale;
+      table.per_token *= scale;
+      table.per_score *= scale;
+    }
+  }
+
   void hold_out() {
     std::vector<MeasuredShape> shapes;
     // The longest sequence at the base budget is always among them.
     const int64_t longest = options_.max_tokens - options_.max_tokens / 64;
     if (options_.held_out > 0) shapes.push_back({{longest}, {std::min(longest, options_.spec.budget)}});
     while (std::ssize(shapes) < options_.held_out) shapes.push_back(random_shape());
-    // What the fit predicts plays no part in how often they are measured.
-    std::vector<double> measured(shapes.size(), std::numeric_limits<double>::infinity());
-    for (int pass = 0; pass < options_.passes; ++pass) {
-      for (size_t i = 0; i < shapes.size(); ++i) {
-        const MeasuredShape& shape = shapes[i];
-        report(fmt::format("held out: {} tokens in {} sequence{}", shape.total_tokens(), shape.tokens.size(),
-                           shape.tokens.size() == 1 ? "" : "s"));
-        const auto runs = repeated([&] { return target_.whole(shape); }, options_, [](double us) { return us; });
-        measured[i] = std::min(measured[i], quantile(runs, kTypical));
-      }
-    }
+    const std::vector<double> measured = measure_wholes(shapes, "held out");
     std::vector<double> errors;
     for (size_t i = 0; i < shapes.size(); ++i) {
-      const Work work = shapes[i].work(options_.spec);
-      double predicted = 0;
-      for (int part = 0; part < kOperations; ++part) {
-        const bool head = part >= static_cast<int>(Operation::head_forward);
-        predicted += (head ? 1 : target_.layers) * profile_.tables[static_cast<size_t>(part)](work);
-      }
+      const double predicted = predicted_whole(shapes[i]);
       if (options_.checked) options_.checked(shapes[i], predicted, measured[i]);
       errors.push_back(std::abs(predicted / measured[i] - 1));
     }

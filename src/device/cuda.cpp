@@ -2,10 +2,14 @@
 
 #include <cuda_runtime_api.h>
 
+#include <atomic>
+
 #include "device/cuda_check.h"
 
 namespace sb::cuda {
 namespace {
+
+std::atomic<int64_t> allocation_count = 0;
 
 cudaStream_t stream_of(void* stream) {
   return static_cast<cudaStream_t>(stream);
@@ -67,8 +71,13 @@ int current_device() {
   return device;
 }
 
+int64_t allocations() {
+  return allocation_count;
+}
+
 std::shared_ptr<void> allocate(const std::string& name, int64_t bytes) {
   require_device();
+  ++allocation_count;
   void* memory = nullptr;
   if (cudaMalloc(&memory, static_cast<size_t>(bytes)) != cudaSuccess) {
     cudaGetLastError();
@@ -81,6 +90,7 @@ std::shared_ptr<void> allocate(const std::string& name, int64_t bytes) {
 
 std::shared_ptr<void> allocate_host(int64_t bytes) {
   require_device();
+  ++allocation_count;
   void* memory = nullptr;
   if (cudaHostAlloc(&memory, static_cast<size_t>(bytes), cudaHostAllocDefault) != cudaSuccess) {
     cudaGetLastError();

@@ -27,6 +27,8 @@ int device_count();
 void use_device(int index);
 int current_device();
 
+// How often this process took memory with the two functions below.
+int64_t allocations();
 // Device memory; freed with its last owner. `name` is for the error.
 std::shared_ptr<void> allocate(const std::string& name, int64_t bytes);
 // Page-locked host memory that kernels can address too.

@@ -212,6 +212,8 @@ struct Stage::Implementation {
         scratch(make_arena("scratch", bytes.scratch, options.device)) {
     model.parameters.allocate(options.training, options.device, options.dtype);
     for (int64_t i = 0; i < attention_states(options); ++i) states.push_back(attention.make_state());
+    attention.reserve({config.heads, config.kv_heads, config.head_dim, 1.0f}, options.max_micro_batch_tokens,
+                      options.dtype, states);
     if (options.offload > 0 && options.device == DeviceKind::cuda) copies = cuda::make_stream();
     for (int i = 0; i < options.slots; ++i) slots.emplace_back(options, bytes, copies);
     const Shape table{options.max_sequence_length, config.head_dim / 2};

@@ -412,6 +412,12 @@ void add_train(OptionTable& table, Draft& draft) {
   table.integer("train.offload", &train.offload, -1, 1 << 16,
                 "layers of a stage whose input waits for backward in host memory; -1: as many as the GPU's memory asks "
                 "for (none on the CPU); never changes the result");
+  table.choice<TrainOptions::Precision>(
+      "train.precision", &train.precision,
+      {{"auto", TrainOptions::Precision::automatic}, {"float32", TrainOptions::Precision::float32}},
+      "activations and the weights that operations read: auto is bfloat16 on device: cuda and float32 on the CPU");
+  table.flag("train.deterministic", &train.deterministic,
+             "device: cuda: the same bits in every run, somewhat slower backward of attention; the CPU always is");
   table.flag("train.trace", &train.trace, "write trace.json, for Chrome's tracing view or Perfetto");
 }
 

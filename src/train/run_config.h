@@ -116,7 +116,10 @@ struct TrainOptions {
   int64_t loss_chunk = 1024;
   int64_t layer_chunk = 32768;
   int64_t offload = -1;  // layer inputs in host memory; -1: as many as the device's memory asks for
-  bool trace = false;    // write trace.json
+  enum class Precision { automatic, float32 };
+  Precision precision = Precision::automatic;  // of activations on CUDA: bf16 unless float32
+  bool deterministic = false;
+  bool trace = false;  // write trace.json
 };
 
 struct RunConfig {

@@ -38,7 +38,8 @@ RankModelOptions rank_model_options(const RunConfig& config, const TrainerParts&
   options.first_layers = split_layers(config, parts.model);
   options.grid = {config.parallel.dp, config.parallel.pp, config.parallel.cp};
   options.device = config.device;
-  options.dtype = config.device == DeviceKind::cuda ? DType::bf16 : DType::f32;
+  const bool exact = config.train.precision == TrainOptions::Precision::float32;
+  options.dtype = config.device == DeviceKind::cuda && !exact ? DType::bf16 : DType::f32;
   options.recompute = config.train.recompute;
   options.max_sequence_length = longest_sequence(parts);
   const PackingLimits limits = packing_limits(config.batch, options.max_sequence_length);

@@ -52,7 +52,8 @@ std::unique_ptr<Attention> make_attention(const RunConfig& config, const ModelCo
   SparseAttention::Options options{config.attention.selection, model.layers,
                                    dense ? 0 : static_cast<int>(config.attention.coverage_rows)};
   options.largest_budget = largest_budget;
-  if (config.device == DeviceKind::cuda) return make_cuda_attention({.attention = options});
+  if (config.device == DeviceKind::cuda)
+    return make_cuda_attention({.attention = options, .deterministic = config.train.deterministic});
   if (dense) return std::make_unique<DenseAttention>();
   return std::make_unique<SparseAttention>(options);
 }

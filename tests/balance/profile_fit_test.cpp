@@ -123,6 +123,14 @@ TEST(ProfileMeasure, PredictsAMachineItHasNotSeen) {
   // What is written is read again.
   const Profile again = parse_profile(write_profile(profile), "profile.json");
   EXPECT_EQ(write_profile(again), write_profile(profile));
+  // The whole is slower than its parts: found out, and what is predicted follows.
+  const auto law_of_parts = target.whole;
+  target.whole = [&](const MeasuredShape& shape) { return 1.2 * law_of_parts(shape); };
+  options.calibrate = true;
+  options.refinements = 12;
+  options.head_everywhere = false;
+  const Profile calibrated = measure_profile(find_model_shape("qwen2-25m"), target, options);
+  EXPECT_LE(calibrated.held_out.median, 0.04);
   options.max_tokens = 100;
   EXPECT_THROW(measure_profile(find_model_shape("qwen2-25m"), target, options), UserError);
 }

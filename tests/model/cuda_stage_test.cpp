@@ -6,6 +6,7 @@
 #include <string>
 
 #include "attention/cuda/cuda_attention.h"
+#include "core/random.h"
 #include "device/cuda.h"
 #include "device/memory.h"
 #include "model/hf_checkpoint.h"
@@ -238,6 +239,61 @@ TEST_P(CudaStageTest, WhatIsUsedIsWhatWasPlanned) {
     EXPECT_EQ(plan.items()[i].name, used.items()[i].name);
     EXPECT_EQ(plan.items()[i].bytes, used.items()[i].bytes) << plan.items()[i].name;
   }
+}
+
+// Packed sequences of ever-changing lengths, dense and sparse ones, with layer inputs in host memory.
+TEST_P(CudaStageTest, TwoHundredStepsOfChangingLengthsTakeNoMemory) {
+  ModelConfig config = small_config(ModelConfig::Family::qwen2);
+  config.layers = 4;
+  config.hidden_size = 128;
+  config.head_dim = 64;
+  constexpr int64_t kTokens = 4096;
+  CudaAttentionOptions sparse;
+  sparse.attention.selection.budget = 640;
+  sparse.attention.selection.block = 128;
+  sparse.attention.selection.dense_layers = {1};
+  sparse.attention.layers = config.layers;
+  StageOptions options = whole_model(config, kTokens, Recompute::attention);
+  options.offload = 2;
+  options.layer_chunk = 1000;
+  Rig rig(config, options, DeviceKind::cuda, GetParam(), make_cuda_attention(sparse));
+  ParameterSet& parameters = rig.stage->parameters();
+  const Exec& exec = rig.run.exec;
+  Arena memory = make_arena("moments", 2 * Arena::rounded(parameters.flat_bytes()) + 64, DeviceKind::cuda);
+  const int64_t elements = parameters.flat_elements();
+  const AdamWBuffers buffers{parameters.values(),
+                             parameters.gradients(),
+                             memory.allocate(DType::f32, {elements}),
+                             memory.allocate(DType::f32, {elements}),
+                             parameters.rounded_weights(),
+                             memory.allocate(DType::f32, {2})};
+  zero_tensor(exec, buffers.m);
+  zero_tensor(exec, buffers.v);
+  const DecayRange all{0, elements, true};
+  Random random(3);
+  const int64_t allocations = cuda::allocations();
+  int64_t free_early = 0;
+  for (int64_t step = 1; step <= 200; ++step) {
+    std::vector<int64_t> lengths;
+    int64_t left = step == 17 ? kTokens : 1 + static_cast<int64_t>(random.below(kTokens));  // the largest, once
+    while (left > 0) {
+      lengths.push_back(1 + static_cast<int64_t>(random.below(static_cast<uint64_t>(left))));
+      left -= lengths.back();
+    }
+    const auto sequences = random_sequences(lengths, config.vocab_size, static_cast<uint64_t>(step));
+    const MicroBatch batch = pack(sequences, std::max<int64_t>(1, count_targets(sequences)));
+    parameters.zero_gradients(exec);
+    rig.step(batch);
+    clip_by_norm(exec, buffers.gradients, 1.0, buffers.clip);
+    adamw_update(exec, {1e-3f, 0.9f, 0.95f, 1e-8f, 0.1f, step, 1.0f}, std::span(&all, 1), buffers);
+    ASSERT_TRUE(std::isfinite(rig.stage->loss(0).weighted)) << "step " << step;
+    if (step == 20) free_early = cuda::device_info().free_bytes;
+  }
+  EXPECT_EQ(cuda::allocations(), allocations);
+  // Kernels are loaded when they are first used, and new lengths may need other products.
+  const int64_t growth = free_early - cuda::device_info().free_bytes;
+  RecordProperty("growth_bytes", std::to_string(growth));
+  EXPECT_LE(growth, int64_t{64} << 20);
 }
 
 TEST_P(CudaStageTest, WeightsGoToDiskAndBackUnchanged) {

@@ -73,7 +73,8 @@ TEST(RunConfig, ReadsEverySection) {
       "             schedule: warmup_stable_decay, warmup_steps: 100, decay_steps: 50, min_learning_rate_ratio: 0.1 }\n"
       "train: { max_steps: 1234, recompute: layer, save_steps: 7, save_total_limit: 2, resume: never,\n"
       "         output_dir: runs/first, seed: 9, validation_steps: 5, validation_sequences: 6, log_steps: 3,\n"
-      "         tensorboard: false, threads: 4, loss_chunk: 512, layer_chunk: 4096, offload: 3, trace: true }\n");
+      "         tensorboard: false, threads: 4, loss_chunk: 512, layer_chunk: 4096, offload: 3, trace: true,\n"
+      "         precision: float32, deterministic: true }\n");
   EXPECT_EQ(config.model.save_dtype, DType::bf16);
   ASSERT_TRUE(config.model.rope.has_value());
   EXPECT_EQ(config.model.rope->type, RopeConfig::Type::yarn);
@@ -114,6 +115,8 @@ TEST(RunConfig, ReadsEverySection) {
   EXPECT_EQ(config.train.loss_chunk, 512);
   EXPECT_EQ(config.train.layer_chunk, 4096);
   EXPECT_EQ(config.train.offload, 3);
+  EXPECT_EQ(config.train.precision, TrainOptions::Precision::float32);
+  EXPECT_TRUE(config.train.deterministic);
   EXPECT_TRUE(config.train.trace);
 }
 

@@ -21,6 +21,8 @@ using gpu::Precision;
 constexpr int64_t kBatchMasses = int64_t{1} << 26;
 // Plans are kept for as many different micro-batches, and by the states that use them.
 constexpr size_t kPlans = 64;
+// With memory from the start: one a state, and so many for micro-batches that come again.
+constexpr size_t kPlansBeside = 8;
 
 class CudaState final : public AttentionState {
  public:
@@ -168,6 +170,33 @@ class CudaAttention final : public ChoosingAttention {
     return memory().state_bytes(shape, max_tokens);
   }
 
+  void reserve(const AttentionShape& shape, int64_t max_tokens, DType dtype,
+               std::span<const std::unique_ptr<AttentionState>> states) override {
+    const int64_t lists = state_bytes(shape, max_tokens);
+    for (const auto& state : states) static_cast<CudaState&>(*state).lists.reserve("block index", lists);
+    // A plan grows with the longest sequence and with the number of sequences: no mixture needs more than the largest
+    // of both kinds together.
+    const auto built = [&](int64_t length, bool dense) {
+      std::vector<int32_t> cu_seqlens = {0};
+      while (cu_seqlens.back() < max_tokens)
+        cu_seqlens.push_back(static_cast<int32_t>(std::min<int64_t>(max_tokens, cu_seqlens.back() + length)));
+      DevicePlan plan;
+      plan.build(plan_request(shape, {cu_seqlens, {}}, dtype, dense), staging_, nullptr);
+      return std::pair(plan.bytes(), plan.uploaded_bytes());
+    };
+    const auto dense = built(max_tokens, true), many = built(64, true);
+    const auto sparse = selection_.pattern == SelectionPattern::dense ? dense : built(max_tokens, false);
+    reserved_states_ += states.size();
+    reserved_bytes_ = std::max(reserved_bytes_, std::max(dense.first, sparse.first) + many.first);
+    most_plans_ = std::min(kPlans, reserved_states_ + kPlansBeside);
+    plans_.clear();  // states keep those they use
+    while (plans_.size() < most_plans_) {
+      plans_.push_back(std::make_shared<DevicePlan>());
+      plans_.back()->reserve(reserved_bytes_);
+    }
+    staging_.reserve(std::max(dense.second, sparse.second) + many.second);
+  }
+
   AttentionReport take_report() override {
     if (counts_on_device()) {
       std::vector<unsigned long long> pairs(options_.attention.layers);
@@ -260,8 +289,8 @@ class CudaAttention final : public ChoosingAttention {
     return tiles;
   }
 
-  std::shared_ptr<DevicePlan> plan_for(const Exec& exec, int layer, const AttentionShape& shape,
-                                       const PackedSequences& sequences, DType dtype) {
+  gpu::PlanRequest plan_request(const AttentionShape& shape, const PackedSequences& sequences, DType dtype,
+                                bool dense_layer) const {
     gpu::PlanRequest request;
     request.shape = {sequences.tokens(), shape.heads, shape.kv_heads, shape.head_dim, shape.scale};
     request.precision = dtype == DType::f32 ? Precision::fp32 : Precision::bf16;
@@ -271,13 +300,19 @@ class CudaAttention final : public ChoosingAttention {
     request.multiprocessors = device_.multiprocessors;
     request.batch_masses = kBatchMasses;
     request.coverage_rows = options_.attention.coverage_rows;
-    const bool dense_layer = selection_.pattern == SelectionPattern::dense ||
-                             std::ranges::find(selection_.dense_layers, layer) != selection_.dense_layers.end();
     for (int s = 0; s < sequences.sequences(); ++s) {
       request.tiles.push_back(tiles_of(sequences, s));
       const SequenceTiles& tiles = request.tiles.back();
       request.dense.push_back(dense_layer || tiles.tokens <= selection_.dense_limit() || tiles.everything_fits());
     }
+    return request;
+  }
+
+  std::shared_ptr<DevicePlan> plan_for(const Exec& exec, int layer, const AttentionShape& shape,
+                                       const PackedSequences& sequences, DType dtype) {
+    const bool dense_layer = selection_.pattern == SelectionPattern::dense ||
+                             std::ranges::find(selection_.dense_layers, layer) != selection_.dense_layers.end();
+    const gpu::PlanRequest request = plan_request(shape, sequences, dtype, dense_layer);
     for (size_t i = 0; i < plans_.size(); ++i) {
       if (!plans_[i]->matches(request)) continue;
       std::rotate(plans_.begin(), plans_.begin() + static_cast<ptrdiff_t>(i),
@@ -286,7 +321,7 @@ class CudaAttention final : public ChoosingAttention {
     }
     // The oldest one that no state needs gives its memory.
     std::shared_ptr<DevicePlan> plan;
-    if (plans_.size() >= kPlans) {
+    if (plans_.size() >= most_plans_) {
       const auto free = std::find_if(plans_.rbegin(), plans_.rend(), [](const auto& p) { return p.use_count() == 1; });
       if (free != plans_.rend()) {
         plan = *free;
@@ -405,6 +440,8 @@ class CudaAttention final : public ChoosingAttention {
   cuda::DeviceInfo device_;
   gpu::Staging staging_;
   std::vector<std::shared_ptr<DevicePlan>> plans_;  // used last first
+  size_t most_plans_ = kPlans, reserved_states_ = 0;
+  int64_t reserved_bytes_ = 0;
   DeviceBuffer counted_;
   gpu::CoverageLog coverage_;
   AttentionReport report_;

@@ -12,12 +12,15 @@
 namespace sb::gpu {
 
 void* DeviceBuffer::ensure(const char* name, int64_t bytes) {
-  if (bytes > bytes_) {
-    bytes_ = bytes + bytes / 4;
-    memory_.reset();
-    memory_ = cuda::allocate(name, bytes_);
-  }
+  if (bytes > bytes_) reserve(name, bytes + bytes / 4);
   return memory_.get();
+}
+
+void DeviceBuffer::reserve(const char* name, int64_t bytes) {
+  if (bytes <= bytes_) return;
+  memory_.reset();
+  memory_ = cuda::allocate(name, bytes);
+  bytes_ = bytes;
 }
 
 char* Staging::take(int64_t bytes) {
@@ -30,6 +33,10 @@ char* Staging::take(int64_t bytes) {
     slot.memory = cuda::allocate_host(slot.bytes);
   }
   return static_cast<char*>(slot.memory.get());
+}
+
+void Staging::reserve(int64_t bytes) {
+  for (size_t i = 0; i < slots_.size(); ++i) take(bytes);
 }
 
 void Staging::send(void* stream, void* to, int64_t bytes) {
@@ -150,7 +157,7 @@ void DevicePlan::build(const PlanRequest& request, Staging& staging, void* strea
   lists_.bytes = lists.bytes();
   own_lists_ = (uploaded + 255) / 256 * 256;
 
-  memory_.ensure("attention plan", own_lists_ + (sparse_ ? 0 : lists_.bytes));
+  memory_.ensure("attention plan", bytes());
   char* host = staging.take(uploaded);
   const auto fill = [&]<typename T>(int64_t offset, const std::vector<T>& array) {
     if (!array.empty()) std::memcpy(host + offset, array.data(), array.size() * sizeof(T));

@@ -22,6 +22,8 @@ namespace sb::gpu {
 class DeviceBuffer {
  public:
   void* ensure(const char* name, int64_t bytes);
+  // So many bytes, without the room to grow that ensure() adds.
+  void reserve(const char* name, int64_t bytes);
   void* data() const { return memory_.get(); }
 
  private:
@@ -49,6 +51,8 @@ class Staging {
  public:
   // A piece of at least `bytes`; waits only if the copy that used it some rounds ago is still not done.
   char* take(int64_t bytes);
+  // Room for pieces of so many bytes in all turns.
+  void reserve(int64_t bytes);
   // Copies the piece taken last.
   void send(void* stream, void* to, int64_t bytes);
 
@@ -81,6 +85,10 @@ class DevicePlan {
   // Builds the plan and queues its upload; for plans without lists also the order of the backward's work.
   void build(const PlanRequest& request, Staging& staging, void* stream);
   bool matches(const PlanRequest& request) const;
+  // Device memory, for a plan to be built later; and what a built one has taken.
+  void reserve(int64_t bytes) { memory_.reserve("attention plan", bytes); }
+  int64_t bytes() const { return own_lists_ + (sparse_ ? 0 : lists_.bytes); }
+  int64_t uploaded_bytes() const { return own_lists_; }
 
   const Shape& shape() const { return shape_; }
   bool sparse() const { return sparse_; }
