@@ -20,6 +20,10 @@ class ForwardingAttention : public Attention {
                 AttentionState& state) override {
     inner_.backward(exec, layer, shape, sequences, operands, gradients, state);
   }
+  void reserve(const AttentionShape& shape, int64_t max_tokens, DType dtype,
+               std::span<const std::unique_ptr<AttentionState>> states) override {
+    inner_.reserve(shape, max_tokens, dtype, states);
+  }
   int64_t scratch_bytes(const AttentionShape& shape, int64_t max_tokens, int threads) const override {
     return inner_.scratch_bytes(shape, max_tokens, threads);
   }

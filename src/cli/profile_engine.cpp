@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "attention/cuda/cuda_attention.h"
+#include "attention/forwarding_attention.h"
 #include "attention/sparse_attention.h"
 #include "core/errors.h"
 #include "core/random.h"
@@ -49,16 +50,15 @@ class Stopwatch {
 
 // Passes everything on and takes the time. Forward runs twice when the parts are wanted: once with selection, once with
 // the choices of the first run. A forward in the course of backward (recompute) counts there.
-class TimedAttention final : public Attention {
+class TimedAttention final : public ForwardingAttention {
  public:
   TimedAttention(Attention& inner, DeviceKind device)
-      : inner_(inner), choosing_(device), again_(device), backward_(device) {}
-  std::unique_ptr<AttentionState> make_state() const override { return inner_.make_state(); }
+      : ForwardingAttention(inner), choosing_(device), again_(device), backward_(device) {}
   void forward(const Exec& exec, int layer, const AttentionShape& shape, const PackedSequences& sequences,
                const AttentionOperands& operands, AttentionState& state, bool replay) override {
     const auto timed = [&](Stopwatch& watch, bool with_replay) {
       watch.start(exec);
-      inner_.forward(exec, layer, shape, sequences, operands, state, with_replay);
+      ForwardingAttention::forward(exec, layer, shape, sequences, operands, state, with_replay);
       watch.stop(exec);
     };
     if (replay) return timed(backward_, true);
@@ -69,14 +69,8 @@ class TimedAttention final : public Attention {
                 const AttentionOperands& operands, const AttentionGradients& gradients,
                 AttentionState& state) override {
     backward_.start(exec);
-    inner_.backward(exec, layer, shape, sequences, operands, gradients, state);
+    ForwardingAttention::backward(exec, layer, shape, sequences, operands, gradients, state);
     backward_.stop(exec);
-  }
-  int64_t scratch_bytes(const AttentionShape& shape, int64_t max_tokens, int threads) const override {
-    return inner_.scratch_bytes(shape, max_tokens, threads);
-  }
-  int64_t state_bytes(const AttentionShape& shape, int64_t max_tokens) const override {
-    return inner_.state_bytes(shape, max_tokens);
   }
 
   // All layers since the last call, when the device has passed them.
@@ -90,7 +84,6 @@ class TimedAttention final : public Attention {
   bool parts = true;
 
  private:
-  Attention& inner_;
   Stopwatch choosing_, again_, backward_;
 };
 
