@@ -22,6 +22,7 @@ namespace {
     SB_CHECK(sb_status == CUBLAS_STATUS_SUCCESS, "{}: {}", #call, cublasLtGetStatusString(sb_status)); \
   } while (false)
 
+constexpr size_t kMostPlans = 8192;
 constexpr size_t kWorkspaceBytes = size_t{32} << 20;  // what cuBLAS recommends for Hopper
 constexpr int kCandidates = 8;
 
@@ -178,6 +179,9 @@ struct CudaProducts::Implementation {
     describe(p, plan);
     const std::vector<cublasLtMatmulAlgo_t> algorithms = candidates(p, kind, plan);
     plan.algorithm = measure ? fastest(stream, p, plan, algorithms) : algorithms.front();
+    // Micro-batches of ever-changing lengths bring new kinds without end. The first proposal for a kind is always the
+    // same, so it may be asked for again.
+    if (!measure && plans.size() >= kMostPlans) plans.clear();
     return plans.emplace(kind, plan).first->second;
   }
 };
