@@ -1,9 +1,9 @@
 // How much attention mass each way of choosing key blocks keeps, on the queries and keys of a trained model and at the
 // same number of computed pairs:
-//   bench_coverage MODEL [TOKENS [BUDGET [SEQUENCES]]]
+//   bench_coverage MODEL [TOKENS [BUDGET [SEQUENCES [ROWS]]]]
 // MODEL is a Hugging Face directory, for example runs/quickstart/final. The model reads chunk-recall sequences with
 // dense attention; what it would have kept is computed from the full softmax of sampled rows. The table stands at the
-// end, in Markdown.
+// end, in Markdown. ROWS: only those whose name has this in it.
 
 #include <fmt/format.h>
 
@@ -189,7 +189,8 @@ std::vector<Setting> settings(int64_t budget) {
     for (const int part : {1, 2, 4, 8, 16}) {
       if (part == 1 && score == BlockScore::mean) continue;  // a single key has no variance
       const std::string by =
-          part == 1 ? "single keys" : fmt::format("{} of {}", score == BlockScore::moments ? "moments" : "mean", part);
+          part == 1 ? "parts of 1"
+                    : fmt::format("{}, parts of {}", score == BlockScore::moments ? "moments" : "mean", part);
       add(fmt::format("topk | causal | {} | 16 | 1", by), SelectionPattern::topk, SelectionOrder::causal, score, 16, 1,
           part);
       if (part == 1 || part == 4) {
@@ -199,8 +200,8 @@ std::vector<Setting> settings(int64_t budget) {
             16, 1, part);
       }
       if (part == 1) {
-        add("mass | causal | single keys | 16 | 1", SelectionPattern::mass, SelectionOrder::causal, score, 16, 1, part);
-        add("topp | causal | single keys | 16 | 1", SelectionPattern::topp, SelectionOrder::causal, score, 16, 1, part);
+        add("mass | causal | parts of 1 | 16 | 1", SelectionPattern::mass, SelectionOrder::causal, score, 16, 1, part);
+        add("topp | causal | parts of 1 | 16 | 1", SelectionPattern::topp, SelectionOrder::causal, score, 16, 1, part);
       }
     }
   }
@@ -310,7 +311,8 @@ int64_t calibrate(Measurement& measurement, SparseAttention& attention, bool ste
   return low;
 }
 
-void run(const std::filesystem::path& directory, int64_t tokens, int64_t budget, int64_t count) {
+void run(const std::filesystem::path& directory, int64_t tokens, int64_t budget, int64_t count,
+         const std::string& rows) {
   const ModelConfig config = read_model_config(directory / "config.json");
   SB_USER_CHECK(budget >= 8 * kBlock && budget <= tokens / 2 && count >= 1,
                 "a budget of {} for {} sequences of {} tokens; at least {} and at most half of the tokens make sense",
@@ -346,6 +348,7 @@ void run(const std::filesystem::path& directory, int64_t tokens, int64_t budget,
              "recalling tokens, last layer");
   fmt::print("| --- | --- | --- | --- | --- | ---: | ---: |{} --- |\n", rule);
   for (const Setting& setting : all) {
+    if (setting.name.find(rows) == std::string::npos) continue;
     SparseAttention attention = open(setting);
     const bool steered = setting.selection.pattern == SelectionPattern::mass;
     const int64_t chosen = calibrate(measurement, attention, steered, wanted, std::min(4 * budget, tokens - 1));
@@ -363,13 +366,13 @@ void run(const std::filesystem::path& directory, int64_t tokens, int64_t budget,
 
 int main(int argc, char** argv) {
   if (argc < 2) {
-    fmt::print(stderr, "usage: bench_coverage MODEL [TOKENS [BUDGET [SEQUENCES]]]\n");
+    fmt::print(stderr, "usage: bench_coverage MODEL [TOKENS [BUDGET [SEQUENCES [ROWS]]]]\n");
     return 2;
   }
   const auto number = [&](int i, int64_t otherwise) { return argc > i ? std::atoll(argv[i]) : otherwise; };
   try {
     const int64_t tokens = number(2, 2048);
-    run(argv[1], tokens, number(3, tokens / 4), number(4, 2));
+    run(argv[1], tokens, number(3, tokens / 4), number(4, 2), argc > 5 ? argv[5] : "");
   } catch (const std::exception& error) {
     fmt::print(stderr, "bench_coverage: {}\n", error.what());
     return 1;

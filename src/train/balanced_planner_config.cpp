@@ -82,8 +82,6 @@ AttentionSpec attention_spec(const RunConfig& config) {
     spec.dense_below = std::numeric_limits<int64_t>::max();
     spec.budget = std::max(spec.budget, spec.least_budget());
   }
-  // A window is what is always chosen, and the query's own block.
-  if (selection.pattern == SelectionPattern::window) spec.budget = spec.least_budget();
   return spec;
 }
 

@@ -310,6 +310,12 @@ TEST(BalancedPlannerConfig, TakesItFromTheRun) {
   config.attention.selection.budget = 2048;
   EXPECT_FALSE(attention_spec(config).always_dense(2049));
   EXPECT_TRUE(attention_spec(config).always_dense(2048));
+  config.attention.selection.score_tokens = 4;
+  EXPECT_DOUBLE_EQ(work_of(attention_spec(config), 8192, 2048).scores, 8192.0 * 8192.0 / 2 / 4);
+  config.attention.selection.pattern = SelectionPattern::window;  // as wide as its budget
+  EXPECT_EQ(attention_spec(config).budget, 2048);
+  config.attention.selection.pattern = SelectionPattern::topk;
+  config.attention.selection.score_tokens = 0;
 
   ModelConfig model;
   model.layers = kLayers;
