@@ -178,11 +178,14 @@ CoverageSummary summarize_coverage(const CoverageModel& coverage, const Attentio
 }
 
 TuningResult tune_anchor(const TuningInput& input, const TuningOptions& options) {
-  const auto [cost, coverage, sequences, curves, batches, orders, schedules, base_list, pool] = input;
+  const CostModel& cost = input.cost;
+  const std::span<const Sequence> sequences = input.sequences;
+  const BudgetCurves& curves = input.curves;
+  const Batches& batches = input.batches;
   const AttentionSpec& spec = cost.spec();
   const auto layers = static_cast<size_t>(cost.layers());
   TuningResult result;
-  result.budgets.assign(base_list.begin(), base_list.end());
+  result.budgets.assign(input.base.begin(), input.base.end());
   const auto fill = [&](std::span<const int> members, double scale, Budgets& budgets) {
     for (int member : members) {
       const int64_t tokens = sequences[static_cast<size_t>(member)].tokens;
