@@ -75,8 +75,8 @@ class Comparison:
 
     def profile(self):
         if not self.profile_file.exists():
-            run([self.arguments.binary, "profile", "--run", self.config, "--threads", 1, "--max-tokens", 4096, "--repeats", 3, "--held-out", 6,
-                 "--out", self.profile_file], self.out / "profile.log")
+            run([self.arguments.binary, "profile", "--run", self.config, "--threads", 1, "--max-tokens", 4096, "--repeats", 3,
+                 "--held-out", 6, "--out", self.profile_file], self.out / "profile.log")
 
     def train(self, arm, seed, directory, settings):
         values = dict(ARMS[arm], **{"train.seed": seed, "train.output_dir": directory}, **settings)
@@ -123,10 +123,11 @@ class Comparison:
         seed = self.arguments.seeds[number % len(self.arguments.seeds)]
         turn = number // len(self.arguments.seeds) + 1
         for arm in self.arguments.arms:
-            source = self.directory(arm, seed)
-            directory = self.out / ("time-" + source.name)
+            directory = self.out / f"time-{self.directory(arm, seed).name}"
             if not directory.exists():
-                shutil.copytree(source, directory)
+                # In order it is the same training as on one rank, so one of the two is enough.
+                own = self.directory(arm, seed)
+                shutil.copytree(own if own.exists() else self.directory("one rank", seed), directory)
             self.train(arm, seed, directory, {"train.max_steps": self.arguments.steps + turn * self.arguments.time_steps,
                                               "train.validation_sequences": 0, "train.save_total_limit": 1})
 
@@ -148,14 +149,17 @@ class Comparison:
         if not steps:
             sys.exit("nothing was measured: --slice 0 1 2 ...")
         print(f"\nMilliseconds of {len(steps)} steps that follow the {self.arguments.steps}, the same batches for all\n")
-        print("| | mean | of that, per seed | against " + " | against ".join(self.arguments.arms) + " |")
+        print("How many times as fast as another way: by the sums (and the median of the steps' own ratios)\n")
+        print("| | mean | by seed | against " + " | against ".join(self.arguments.arms) + " |")
         print("| --- | --- | --- |" + " --- |" * len(self.arguments.arms))
         sums = {arm: sum(own[arm] for own in steps.values()) for arm in self.arguments.arms}
         for arm in self.arguments.arms:
             seeds = [statistics.mean(own[arm] for (s, _), own in steps.items() if s == seed)
                      for seed in self.arguments.seeds if any(s == seed for s, _ in steps)]
+            ratios = [(sums[other] / sums[arm], statistics.median(own[other] / own[arm] for own in steps.values()))
+                      for other in self.arguments.arms]
             print(f"| {arm} | {sums[arm] / len(steps):.0f} | {', '.join(f'{value:.0f}' for value in seeds)} | "
-                  + " | ".join(f"{sums[other] / sums[arm]:.3f} times as fast" for other in self.arguments.arms) + " |")
+                  + " | ".join(f"{whole:.3f} ({middle:.3f})" for whole, middle in ratios) + " |")
 
 
 def main():
@@ -165,7 +169,7 @@ def main():
     parser.add_argument("--start", type=pathlib.Path, default=pathlib.Path("runs/quickstart/final"),
                         help="the model to go on with; scripts/quickstart.sh trains it")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("runs/convergence"))
-    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--budget", type=int, default=1024)
     parser.add_argument("--validation", type=int, default=64, help="validation sequences")
     parser.add_argument("--seeds", type=int, nargs="+", default=[11, 12, 13])

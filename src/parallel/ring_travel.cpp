@@ -42,7 +42,8 @@ void add(const Exec& exec, const RingGradients& more, const RingGradients& sum, 
     return gpu::add_floats(exec, more.values, sum.values, count);
   }
   for (const auto& [from, to] : {std::pair(more.keys, sum.keys), std::pair(more.values, sum.values)})
-    exec.pool->parallel_slices(count, [&](int64_t begin, int64_t end, int) {
+    // Named anew: clang before 16 captures no structured bindings.
+    exec.pool->parallel_slices(count, [from = from, to = to](int64_t begin, int64_t end, int) {
       for (int64_t i = begin; i < end; ++i) to[i] += from[i];
     });
 }

@@ -166,6 +166,24 @@ TEST(Plan, LineRoundTripAndComplaints) {
     EXPECT_THROW(parse_plan(broken, "plan.jsonl:1"), UserError) << key;
   }
   EXPECT_THROW(parse_plan("[]", "plan.jsonl:1"), UserError);
+  // Numbers that no model has neither take memory nor wrap around.
+  Plan one;
+  one.layers = 2;
+  one.ranks.push_back({{{{7}, 24, {24, 24}, {1.0}, {2.0}}}, 3.0});
+  const std::string small = write_plan(one);
+  EXPECT_EQ(write_plan(parse_plan(small, "plan.jsonl:1")), small);
+  for (const auto& [what, with] :
+       std::vector<std::pair<std::string, std::string>>{{"\"layers\":2", "\"layers\":2000000000"},
+                                                        {"\"layers\":2", "\"layers\":4294967298"},
+                                                        {"\"layers\":2", "\"layers\":18446744073709551615"},
+                                                        {"[24,2]", "[24,2000000000]"},
+                                                        {"[24,2]", "[24,1,24,9223372036854775807]"},
+                                                        {"[24,2]", "[4294967320,2]"},
+                                                        {"\"tokens\":24", "\"tokens\":18446744073709551615"}}) {
+    std::string broken = small;
+    broken.replace(broken.find(what), what.size(), with);
+    EXPECT_THROW(parse_plan(broken, "plan.jsonl:1"), UserError) << broken;
+  }
   EXPECT_THROW(parse_plan(line.substr(0, line.size() / 2), "plan.jsonl:1"), UserError);
 }
 
