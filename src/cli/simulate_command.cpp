@@ -251,8 +251,22 @@ Json run_sweep(const Arguments& arguments, const LatencyModel& latency, const Co
 }
 
 Json run_ring(const Arguments& arguments) {
-  return run_ring(arguments.ring, arguments.layout.cp, static_cast<int>(find_model_shape(arguments.model).heads),
-                  static_cast<int>(arguments.spec.block), arguments.seed);
+  Json json = Json::array();
+  for (const RingRow& row :
+       run_ring(arguments.ring, arguments.layout.cp, static_cast<int>(find_model_shape(arguments.model).heads),
+                static_cast<int>(arguments.spec.block), arguments.seed))
+    json.push_back({{"placement", placement_name(row.placement)},
+                    {"copied", row.copied},
+                    {"worker_imbalance", row.worker},
+                    {"step_imbalance", row.step},
+                    {"lock_step_over_ideal", row.lock_step},
+                    {"ideal_ms", row.ideal},
+                    {"work_ms", row.computing},
+                    {"plain_ms", row.plain},
+                    {"plain_exposed_ms", row.plain_exposed()},
+                    {"hierarchical_ms", row.hierarchical},
+                    {"hierarchical_exposed_ms", row.hierarchical_exposed()}});
+  return json;
 }
 
 void run(Arguments arguments) {

@@ -4,11 +4,9 @@
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
-#include <nlohmann/json.hpp>
 
 #include "core/errors.h"
 #include "core/thread_pool.h"
-#include "parallel/ring_simulation.h"
 
 namespace sb {
 namespace {
@@ -64,7 +62,7 @@ void add_ring_options(CLI::App& command, RingArguments& a) {
       ->expected(3);
 }
 
-nlohmann::ordered_json run_ring(const RingArguments& arguments, int ranks, int heads, int block, uint64_t seed) {
+std::vector<RingRow> run_ring(const RingArguments& arguments, int ranks, int heads, int block, uint64_t seed) {
   RingComparison comparison;
   comparison.ranks = ranks;
   comparison.machine_node = machine_node(arguments.node_size, ranks);
@@ -99,20 +97,7 @@ nlohmann::ordered_json run_ring(const RingArguments& arguments, int ranks, int h
       comparison.times.outer_hop);
   const std::vector<RingRow> rows = compare_placements(index, comparison);
   fmt::print("{}", ring_table(rows));
-  nlohmann::ordered_json json = nlohmann::ordered_json::array();
-  for (const RingRow& row : rows)
-    json.push_back({{"placement", placement_name(row.placement)},
-                    {"copied", row.copied},
-                    {"worker_imbalance", row.worker},
-                    {"step_imbalance", row.step},
-                    {"lock_step_over_ideal", row.lock_step},
-                    {"ideal_ms", row.ideal},
-                    {"work_ms", row.computing},
-                    {"plain_ms", row.plain},
-                    {"plain_exposed_ms", row.plain_exposed()},
-                    {"hierarchical_ms", row.hierarchical},
-                    {"hierarchical_exposed_ms", row.hierarchical_exposed()}});
-  return json;
+  return rows;
 }
 
 }  // namespace sb

@@ -1,9 +1,10 @@
 #pragma once
 
 #include <cstdint>
-#include <nlohmann/json_fwd.hpp>
 #include <string>
 #include <vector>
+
+#include "parallel/ring_simulation.h"
 
 namespace CLI {
 class App;
@@ -26,6 +27,6 @@ struct RingArguments {
 void add_ring_options(CLI::App& command, RingArguments& arguments);
 
 // Prints the table and returns its rows. `heads` and `block` are those of a drawn pattern.
-nlohmann::ordered_json run_ring(const RingArguments& arguments, int ranks, int heads, int block, uint64_t seed);
+std::vector<RingRow> run_ring(const RingArguments& arguments, int ranks, int heads, int block, uint64_t seed);
 
 }  // namespace sb

@@ -53,6 +53,31 @@ TEST_F(Cli, WrongArgumentsAreTheUsersError) {
   }
 }
 
+TEST_F(Cli, SimulatesARing) {
+  const std::string json = (directory_ / "ring.json").string();
+  const ProgramResult result = run_program({"simulate", "--ring", "--cp", "4", "--node-size", "2", "--ring-tokens",
+                                            "32768", "--placement", "striped,triangular", "--json", json});
+  EXPECT_EQ(result.exit_code, 0) << result.err;
+  for (const char* part : {"ring of 4 ranks in machines of 2", "striped", "triangular", "lock-step", "exposed"})
+    EXPECT_NE(result.out.find(part), std::string::npos) << result.out;
+  EXPECT_EQ(result.out.find("zigzag"), std::string::npos);
+  std::ifstream file(json);
+  const std::string text((std::istreambuf_iterator<char>(file)), {});
+  EXPECT_NE(text.find("hierarchical_exposed_ms"), std::string::npos) << text;
+  for (const std::vector<std::string>& wrong :
+       std::vector<std::vector<std::string>>{{"--ring"},
+                                             {"--ring", "--cp", "4", "--node-size", "3"},
+                                             {"--ring", "--cp", "4", "--placement", "round"},
+                                             {"--ring", "--cp", "4", "--ring-index", "no-such-file"},
+                                             {"--ring", "--cp", "4", "--ring-times", "1,2"}}) {
+    std::vector<std::string> arguments = {"simulate"};
+    arguments.insert(arguments.end(), wrong.begin(), wrong.end());
+    const ProgramResult refused = run_program(arguments);
+    EXPECT_EQ(refused.exit_code, 2) << wrong.back();
+    EXPECT_EQ(refused.out, "");
+  }
+}
+
 TEST_F(Cli, UnknownCommandsNameTheNearest) {
   const ProgramResult first = run_program({"--log-level", "debug", "trian"});
   EXPECT_EQ(first.exit_code, 2);

@@ -1,10 +1,8 @@
 // Whole runs whose sequences several ranks share.
 #include <gtest/gtest.h>
 
-#include <cmath>
-#include <nlohmann/json.hpp>
-
-#include "comm/thread_communicator.h"
+#include "model/model_config.h"
+#include "tests/train/rank_runs.h"
 #include "tests/train/scratch_directory.h"
 #include "tests/train/tiny_run.h"
 #include "train/training_run.h"
@@ -14,60 +12,30 @@ namespace {
 
 namespace fs = std::filesystem;
 
-struct Grid3 {
-  int dp, pp, cp, node_size;
-};
-
-TrainSummary train(const fs::path& directory, const Grid3& grid, std::vector<std::string> overrides) {
+TrainSummary train(const fs::path& directory, const RankGrid& grid, std::vector<std::string> overrides) {
   overrides.insert(overrides.begin(), {"model.init.num_hidden_layers=3", "batch.global_batch_size=6", "train.threads=1",
                                        "train.max_steps=6", "train.save_steps=3", "train.validation_steps=3",
                                        "data.max_sequence_length=512", "data.synthetic.length=448",
                                        "data.synthetic.min_length=64", "attention.block=64"});
-  overrides.insert(overrides.end(),
-                   {fmt::format("parallel.dp={}", grid.dp), fmt::format("parallel.pp={}", grid.pp),
-                    fmt::format("parallel.cp={}", grid.cp), fmt::format("parallel.node_size={}", grid.node_size)});
-  const RunConfig config = tiny_run(directory, overrides);
-  TrainSummary summary;
-  const std::unique_ptr<std::FILE, int (*)(std::FILE*)> out(std::fopen("/dev/null", "w"), std::fclose);
-  run_thread_ranks(grid.dp * grid.pp * grid.cp, [&](Communicator& world) {
-    const TrainSummary own = run_training(config, out.get(), false, [] { return false; }, {&world, world.size()});
-    if (world.rank() == 0) summary = own;
-  });
-  return summary;
+  const std::vector<std::string> ranks = grid.overrides();
+  overrides.insert(overrides.end(), ranks.begin(), ranks.end());
+  return train_on_ranks(tiny_run(directory, overrides));
 }
 
-std::vector<nlohmann::json> metrics_of(const fs::path& run) {
-  std::istringstream in(read_bytes(run / "metrics.jsonl"));
-  std::vector<nlohmann::json> lines;
-  std::string line;
-  while (std::getline(in, line)) lines.push_back(nlohmann::json::parse(line));
-  return lines;
-}
-
-void expect_same_record(const fs::path& got, const fs::path& expected, double tolerance) {
-  const auto a = metrics_of(got), b = metrics_of(expected);
-  ASSERT_EQ(a.size(), b.size());
-  for (size_t i = 0; i < a.size(); ++i) {
-    for (const char* key : {"step", "tokens", "targets", "attention_pairs"})
-      EXPECT_EQ(a[i].value(key, -1), b[i].value(key, -1)) << key << " of line " << i;
-    for (const char* key : {"loss", "grad_norm", "validation_loss", "density"}) {
-      ASSERT_EQ(a[i].contains(key), b[i].contains(key)) << key;
-      if (!b[i].contains(key)) continue;
-      const double value = b[i][key].get<double>();
-      EXPECT_NEAR(a[i][key].get<double>(), value, tolerance * std::max(std::abs(value), 1e-3)) << key << " " << i;
-    }
-  }
+RecordKeys within(double tolerance) {
+  return {
+      {"step", "tokens", "targets", "attention_pairs"}, {"loss", "grad_norm", "validation_loss", "density"}, tolerance};
 }
 
 TEST(ContextRanks, LearnWhatOneRankLearns) {
   ScratchDirectory scratch;
   train(scratch / "alone", {1, 1, 1, 0}, {"attention.pattern=dense"});
-  for (const Grid3& grid : {Grid3{1, 1, 2, 0}, Grid3{1, 1, 3, 0}, Grid3{2, 1, 2, 0}, Grid3{1, 2, 2, 0},
-                            Grid3{1, 1, 4, 2}, Grid3{2, 2, 2, 1}}) {
-    SCOPED_TRACE(fmt::format("dp {} pp {} cp {} nodes of {}", grid.dp, grid.pp, grid.cp, grid.node_size));
-    const fs::path run = scratch / fmt::format("{}-{}-{}-{}", grid.dp, grid.pp, grid.cp, grid.node_size);
+  for (const RankGrid& grid : {RankGrid{1, 1, 2, 0}, RankGrid{1, 1, 3, 0}, RankGrid{2, 1, 2, 0}, RankGrid{1, 2, 2, 0},
+                               RankGrid{1, 1, 4, 2}, RankGrid{2, 2, 2, 1}}) {
+    SCOPED_TRACE(grid.name());
+    const fs::path run = scratch / grid.name();
     EXPECT_EQ(train(run, grid, {"attention.pattern=dense"}).steps, 6);
-    expect_same_record(run, scratch / "alone", 1e-5);
+    expect_same_record(run, scratch / "alone", within(1e-5));
   }
 }
 
@@ -78,13 +46,87 @@ TEST(ContextRanks, ChooseWhatOneRankChooses) {
                                              "attention.dense_below=64", "attention.coverage_rows=0"};
     const fs::path alone = scratch / fmt::format("{}-alone", pattern);
     train(alone, {1, 1, 1, 0}, sparse);
-    for (const Grid3& grid : {Grid3{1, 1, 2, 0}, Grid3{1, 1, 4, 2}}) {
-      SCOPED_TRACE(fmt::format("{} cp {}", pattern, grid.cp));
-      const fs::path run = scratch / fmt::format("{}-{}", pattern, grid.cp);
+    for (const RankGrid& grid :
+         {RankGrid{1, 1, 2, 0}, RankGrid{1, 1, 4, 2}, RankGrid{2, 1, 2, 0}, RankGrid{1, 2, 2, 0}}) {
+      // What `mass` learns depends on the order of the micro-batches, which is another on other grids.
+      if (std::string(pattern) == "mass" && grid.dp * grid.pp > 1) continue;
+      SCOPED_TRACE(fmt::format("{} {}", pattern, grid.name()));
+      const fs::path run = scratch / fmt::format("{}-{}", pattern, grid.name());
       train(run, grid, sparse);
-      expect_same_record(run, alone, 1e-4);
+      expect_same_record(run, alone, within(1e-4));
     }
   }
+}
+
+std::vector<double> losses_of(const fs::path& run) {
+  std::vector<double> losses;
+  for (const auto& line : metrics_of(run))
+    if (line.contains("loss")) losses.push_back(line["loss"].get<double>());
+  return losses;
+}
+
+// The recall task at cp 2, step by step (docs/results/ring.md has a run until it is learnt).
+TEST(ContextRanks, LearnToRecallAlike) {
+  ScratchDirectory scratch;
+  for (const bool sparse : {false, true}) {
+    std::vector<std::string> overrides = {"train.max_steps=30",
+                                          "train.save_steps=0",
+                                          "train.validation_steps=0",
+                                          "data.synthetic.length=256",
+                                          "data.synthetic.min_length=256",
+                                          "batch.global_batch_size=4",
+                                          "model.init.num_hidden_layers=2"};
+    if (sparse)
+      overrides.insert(overrides.end(), {"attention.pattern=topk", "attention.budget=192", "attention.dense_below=64",
+                                         "attention.local_blocks=1", "attention.coverage_rows=0"});
+    else
+      overrides.push_back("attention.pattern=dense");
+    const fs::path alone = scratch / fmt::format("alone-{}", sparse), shared = scratch / fmt::format("cp2-{}", sparse);
+    train(alone, {}, overrides);
+    train(shared, {.cp = 2}, overrides);
+    const std::vector<double> a = losses_of(alone), b = losses_of(shared);
+    ASSERT_EQ(a.size(), 30u);
+    ASSERT_EQ(b.size(), a.size());
+    for (size_t i = 0; i < a.size(); ++i) EXPECT_NEAR(b[i], a[i], 1e-4 * a[i]) << "sparse " << sparse << " step " << i;
+  }
+}
+
+// MTraining's recipe in small: a checkpoint of 64 positions goes on at 448 with YaRN, vertical-slash attention and a
+// ring.
+TEST(ContextRanks, ExtendACheckpoint) {
+  ScratchDirectory scratch;
+  train_on_ranks(tiny_run(scratch / "short", {"model.init.max_position_embeddings=64", "train.max_steps=2"}));
+  const auto extend = [&](const RankGrid& grid, const std::string& length) {
+    const std::string yaml = R"(
+model: {path: )" + (scratch / "short/final").string() +
+                             R"(, rope: {type: yarn, factor: 7}}
+data:
+  synthetic: {task: chunk_recall, vocab_size: 16, length: 448, chunk: 4}
+  max_sequence_length: )" + length +
+                             R"(
+batch: {global_batch_size: 2, micro_batch_sequences: 1}
+attention: {pattern: vertical_slash, selection: lookahead, block: 64, query_block: 64, budget: 192, vertical_cap: 24,
+            slash_cap: 3, coverage_rows: 0}
+optimizer: {learning_rate: 1.0e-3, schedule: constant}
+train: {max_steps: 3, recompute: layer, save_steps: 0, threads: 1, validation_sequences: 0, tensorboard: false}
+)";
+    std::vector<std::string> overrides = grid.overrides();
+    overrides.push_back("train.output_dir=" + (scratch / grid.name()).string());
+    return train_on_ranks(parse_run_config(yaml, "extend.yaml", overrides));
+  };
+  extend({}, "448");
+  for (const RankGrid& grid : {RankGrid{.cp = 2}, RankGrid{.cp = 4, .node_size = 2}}) {
+    SCOPED_TRACE(grid.name());
+    EXPECT_EQ(extend(grid, "448").steps, 3);
+    expect_same_record(scratch / grid.name(), scratch / RankGrid{}.name(), within(1e-4));
+    const ModelConfig written = read_model_config(scratch / grid.name() / "final/config.json");
+    EXPECT_EQ(written.rope.type, RopeConfig::Type::yarn);
+    EXPECT_EQ(written.rope.factor, 7);
+    EXPECT_EQ(written.rope.original_max_position_embeddings, 64);
+    EXPECT_EQ(written.max_position_embeddings, 448);
+  }
+  EXPECT_LT(metrics_of(scratch / RankGrid{}.name())[0]["density"].get<double>(), 0.95);
+  EXPECT_NE(user_error_of([&] { extend({}, "449"); }).find("data.max_sequence_length: 449"), std::string::npos);
 }
 
 TEST(ContextRanks, ResumeOnAnotherGrid) {

@@ -108,6 +108,37 @@ TEST(RanksProcess, TrainAsOneProcessDoes) {
   EXPECT_EQ(out.find("step 7/20"), out.rfind("step 7/20")) << out;
 }
 
+// Sequences that two and four processes share, dense and sparse.
+TEST(RanksProcess, ShareSequencesAndLearnWhatOneProcessLearns) {
+  for (const char* attention :
+       {"{pattern: dense, block: 64}",
+        "{pattern: topk, block: 64, budget: 256, dense_below: 64, local_blocks: 1, coverage_rows: 0}"}) {
+    const std::vector<std::string> options = {std::string("attention=") + attention,
+                                              "data.max_sequence_length=448",
+                                              "train.save_steps=0",
+                                              "data.synthetic.length=448",
+                                              "data.synthetic.curriculum.start_length=300",
+                                              "train.max_steps=6"};
+    ScratchDirectory alone;
+    ASSERT_EQ(train(alone.path(), on_ranks(1, 1, options)), 0);
+    const auto expected = losses(alone.path());
+    ASSERT_EQ(expected.size(), 6u);
+    for (const int cp : {2, 4}) {
+      SCOPED_TRACE(testing::Message() << attention << " cp " << cp);
+      std::vector<std::string> shared = options;
+      shared.insert(shared.end(), {"parallel.cp=" + std::to_string(cp), "parallel.node_size=2"});
+      std::vector<std::string> arguments = on_ranks(1, 1, shared);
+      arguments[1] = std::to_string(cp);
+      ScratchDirectory ranks;
+      ASSERT_EQ(train(ranks.path(), arguments), 0) << read_bytes(ranks / "output.txt");
+      const auto got = losses(ranks.path());
+      ASSERT_EQ(got.size(), expected.size());
+      for (size_t i = 0; i < got.size(); ++i)
+        EXPECT_NEAR(got[i].second, expected[i].second, 1e-5 * expected[i].second) << i;
+    }
+  }
+}
+
 // SB_KILL_ROUNDS=20 for the long form.
 TEST(RanksProcess, ARankKilledAtAnyMomentEndsTheRunWhichThenGoesOnExactly) {
   const char* asked = std::getenv("SB_KILL_ROUNDS");

@@ -7,7 +7,7 @@
 #include <nlohmann/json.hpp>
 #include <set>
 
-#include "comm/thread_communicator.h"
+#include "tests/train/rank_runs.h"
 #include "tests/train/scratch_directory.h"
 #include "tests/train/tiny_run.h"
 #include "train/training_run.h"
@@ -17,59 +17,25 @@ namespace {
 
 namespace fs = std::filesystem;
 
-struct Layout {
-  int dp, pp;
-  std::vector<std::string> overrides() const {
-    return {fmt::format("parallel.dp={}", dp), fmt::format("parallel.pp={}", pp)};
-  }
-};
-
-using Stop = std::function<bool(int rank)>;
-
-// Trains on dp x pp ranks; the summary of rank 0.
+// Trains the tiny model; the summary of rank 0.
 TrainSummary train(
-    const fs::path& directory, const Layout& layout, std::vector<std::string> overrides,
-    const Stop& stop = [](int) { return false; }) {
-  const std::vector<std::string> ranks = layout.overrides();
+    const fs::path& directory, const RankGrid& grid, std::vector<std::string> overrides,
+    const std::function<bool(int rank)>& stop = [](int) { return false; }) {
+  const std::vector<std::string> ranks = grid.overrides();
   overrides.insert(overrides.begin(), {"model.init.num_hidden_layers=3", "batch.global_batch_size=6", "train.threads=1",
                                        "train.max_steps=8", "train.save_steps=4"});
   overrides.insert(overrides.end(), ranks.begin(), ranks.end());
-  const RunConfig config = tiny_run(directory, overrides);
-  TrainSummary summary;
-  const std::unique_ptr<std::FILE, int (*)(std::FILE*)> out(std::fopen("/dev/null", "w"), std::fclose);
-  run_thread_ranks(layout.dp * layout.pp, [&](Communicator& world) {
-    const TrainSummary own =
-        run_training(config, out.get(), false, [&] { return stop(world.rank()); }, {&world, world.size()});
-    if (world.rank() == 0) summary = own;
-  });
-  return summary;
-}
-
-std::vector<nlohmann::json> metrics_of(const fs::path& run) {
-  std::istringstream in(read_bytes(run / "metrics.jsonl"));
-  std::vector<nlohmann::json> lines;
-  std::string line;
-  while (std::getline(in, line)) lines.push_back(nlohmann::json::parse(line));
-  return lines;
+  return train_on_ranks(tiny_run(directory, overrides), stop);
 }
 
 // Every number of the record that does not depend on the clock or on the layout.
 void expect_same_record(const fs::path& got, const fs::path& expected) {
-  const auto a = metrics_of(got), b = metrics_of(expected);
-  ASSERT_EQ(a.size(), b.size());
-  for (size_t i = 0; i < a.size(); ++i) {
-    for (const char* key : {"step", "tokens", "total_tokens", "targets", "longest_sequence", "skipped_steps"})
-      EXPECT_EQ(a[i].value(key, -1), b[i].value(key, -1)) << key << " of line " << i;
-    for (const char* key : {"loss", "grad_norm", "validation_loss", "validation_recall", "coverage", "density"}) {
-      ASSERT_EQ(a[i].contains(key), b[i].contains(key)) << key;
-      if (!b[i].contains(key)) continue;
-      const double value = b[i][key].get<double>();
-      EXPECT_NEAR(a[i][key].get<double>(), value, 1e-5 * std::max(std::abs(value), 1e-3)) << key << " of line " << i;
-    }
-  }
+  sb::expect_same_record(got, expected,
+                         {{"step", "tokens", "total_tokens", "targets", "longest_sequence", "skipped_steps"},
+                          {"loss", "grad_norm", "validation_loss", "validation_recall", "coverage", "density"}});
 }
 
-const std::vector<Layout> kLayouts = {{2, 1}, {3, 1}, {1, 2}, {1, 3}, {2, 2}};
+const std::vector<RankGrid> kLayouts = {{2, 1}, {3, 1}, {1, 2}, {1, 3}, {2, 2}};
 
 TEST(RanksRun, EveryLayoutLearnsTheSame) {
   ScratchDirectory scratch;
@@ -78,7 +44,7 @@ TEST(RanksRun, EveryLayoutLearnsTheSame) {
                                                 "train.validation_steps=4"};
     const fs::path alone = scratch / fmt::format("alone-{}", tied);
     const TrainSummary expected = train(alone, {1, 1}, overrides);
-    for (const Layout& layout : kLayouts) {
+    for (const RankGrid& layout : kLayouts) {
       SCOPED_TRACE(fmt::format("tied {} dp {} pp {}", tied, layout.dp, layout.pp));
       const fs::path run = scratch / fmt::format("{}-{}-{}", tied, layout.dp, layout.pp);
       const TrainSummary summary = train(run, layout, overrides);
@@ -103,7 +69,7 @@ TEST(RanksRun, ACheckpointIsTheSameOnEveryLayout) {
   ScratchDirectory scratch;
   train(scratch / "saved", {2, 2}, {});
   const fs::path checkpoint = scratch / "saved" / "checkpoint-8";
-  for (const Layout& layout : std::vector<Layout>{{1, 1}, {3, 1}, {1, 3}, {2, 2}, {2, 3}}) {
+  for (const RankGrid& layout : std::vector<RankGrid>{{1, 1}, {3, 1}, {1, 3}, {2, 2}, {2, 3}}) {
     SCOPED_TRACE(fmt::format("dp {} pp {}", layout.dp, layout.pp));
     const fs::path run = scratch / fmt::format("{}-{}", layout.dp, layout.pp);
     train(run, layout, {"train.resume=" + checkpoint.string()});
@@ -117,7 +83,7 @@ TEST(RanksRun, ResumedOnOtherLayoutsItGoesOn) {
   ScratchDirectory scratch;
   train(scratch / "undisturbed", {2, 1}, {"train.max_steps=12"});
   const fs::path run = scratch / "run";
-  const std::vector<Layout> layouts = {{2, 1}, {1, 1}, {2, 1}, {1, 3}, {2, 2}, {3, 1}};
+  const std::vector<RankGrid> layouts = {{2, 1}, {1, 1}, {2, 1}, {1, 3}, {2, 2}, {3, 1}};
   for (size_t i = 0; i < layouts.size(); ++i) {
     // The learning rate is constant after the warm-up, so that the number of steps may grow.
     const TrainSummary summary = train(run, layouts[i], {fmt::format("train.max_steps={}", 2 * (i + 1))});
@@ -207,7 +173,7 @@ const std::vector<std::string> kBalanced = {"balance={batching: sab, ordering: a
 TEST(RanksRun, BalancedStepsLearnTheSame) {
   ScratchDirectory scratch;
   train(scratch / "alone", {1, 1}, {"batch.global_batch_size=8"});
-  for (const Layout& layout : std::vector<Layout>{{2, 1}, {1, 3}, {2, 2}}) {
+  for (const RankGrid& layout : std::vector<RankGrid>{{2, 1}, {1, 3}, {2, 2}}) {
     SCOPED_TRACE(fmt::format("dp {} pp {}", layout.dp, layout.pp));
     const fs::path run = scratch / fmt::format("{}-{}", layout.dp, layout.pp);
     train(run, layout, kBalanced);
