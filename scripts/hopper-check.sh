@@ -17,7 +17,8 @@ build() {
   rm -f $out/*.o
   echo $files | tr ' ' '\n' | xargs -P "$jobs" -I{} sh -c \
     "nvcc $flags -Xptxas -v -c {} -o $out/\$(basename {} .cu).o >$out/\$(basename {} .cu).log 2>&1 || { cat $out/\$(basename {} .cu).log; exit 255; }"
-  for file in src/attention/cuda/{errors,select_plan,work}.cpp src/attention/selection/staircase.cpp src/core/errors.cpp; do
+  for file in src/attention/cuda/{errors,select_plan,work}.cpp src/attention/selection/{staircase,vertical_slash}.cpp \
+    src/core/errors.cpp; do
     g++ -O2 -std=c++20 -DFMT_HEADER_ONLY -Isrc -c "$file" -o $out/$(echo "$file" | tr / _).o
   done
   local library
