@@ -97,7 +97,10 @@ TEST_F(CudaAttentionTest, EqualsTheCpuOnTheSameLists) {
       {SelectionPattern::topk, 40, 2, 64, 128, packed},       {SelectionPattern::topk, 66, 1, 64, 128, {0, 1300}},
       {SelectionPattern::mass, 8, 2, 64, 128, packed, ahead}, {SelectionPattern::topk, 8, 2, 64, 128, packed, ahead},
   };
-  for (const Case& c : cases)
+  for (const Case& c : cases) {
+    BlockIndex known;
+    DType known_dtype = DType::f32;
+    CudaResults want;
     for (const DType dtype : {DType::bf16, DType::f32})
       for (const bool portable : {false, true})
         for (const bool deterministic : {false, true}) {
@@ -119,12 +122,19 @@ TEST_F(CudaAttentionTest, EqualsTheCpuOnTheSameLists) {
           if (c.pattern != SelectionPattern::dense) {
             EXPECT_GT(index.entries(), 0);
           }
-          expect_close(got, on_cpu(cpu_exec(), in, index), dtype);
+          // The same lists mostly come again.
+          if (!(index == known) || dtype != known_dtype) {
+            known = index;
+            known_dtype = dtype;
+            want = on_cpu(cpu_exec(), in, index);
+          }
+          expect_close(got, want, dtype);
           const AttentionReport report = attention->take_report();
           EXPECT_EQ(report.layers[0].pairs, index.token_pairs());
           EXPECT_EQ(report.layers[0].causal_pairs, index.causal_token_pairs());
           EXPECT_EQ(attention->take_report().layers[0].pairs, 0);
         }
+  }
 }
 
 TEST_F(CudaAttentionTest, ChoosesWhatTheCpuChooses) {

@@ -205,6 +205,13 @@ void hopper_backward(const BackwardParams& params, void* stream);
 // Bit-equal over runs: dK/dV and dQ in two kernels without concurrent sums.
 void hopper_backward_deterministic(const BackwardParams& params, void* stream);
 
+// Which of the two is quicker: where few pairs are chosen, the sums of dQ in memory cost more than computing the scores
+// twice (measured, docs/results/hopper-kernels.md). `entries`: of the row lists.
+constexpr bool quicker_in_two_kernels(const Shape& shape, const Tiling& tiling, int64_t entries, int64_t causal_pairs) {
+  return shape.head_dim == 128 && entries > 0 &&
+         static_cast<double>(entries) * tiling.query_block * tiling.block <= 0.07 * static_cast<double>(causal_pairs);
+}
+
 // For any GPU with bf16 tensor cores (SM80 and later), and in fp32 with plain arithmetic for exact comparison. The
 // backward is the deterministic one: it sums nothing concurrently.
 enum class Precision { bf16, fp32 };
