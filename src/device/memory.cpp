@@ -80,8 +80,15 @@ HostCopy::HostCopy(TensorView tensor) : tensor_(tensor), view_(tensor) {
   cuda::copy_and_wait(tensor.raw(), memory_.get(), tensor.bytes());
 }
 
+HostCopy::HostCopy(DType dtype, const Shape& shape) {
+  const int64_t bytes = shape.elements() * dtype_bytes(dtype);
+  memory_ = plain_memory(bytes);
+  std::memset(memory_.get(), 0, static_cast<size_t>(bytes));
+  view_ = {memory_.get(), dtype, shape};
+}
+
 void HostCopy::store() const {
-  if (memory_) cuda::copy_and_wait(memory_.get(), tensor_.raw(), tensor_.bytes());
+  if (memory_ && !tensor_.empty()) cuda::copy_and_wait(memory_.get(), tensor_.raw(), tensor_.bytes());
 }
 
 }  // namespace sb

@@ -40,6 +40,8 @@ void zero_now(TensorView tensor);
 class HostCopy {
  public:
   explicit HostCopy(TensorView tensor);
+  // Zeros that are no tensor's copy: store() does nothing.
+  HostCopy(DType dtype, const Shape& shape);
   const TensorView& view() const { return view_; }
   // Brings a changed copy back and waits for it.
   void store() const;

@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "device/cuda.h"
+#include "model/float16.h"
 #include "ops/adamw.h"
 
 namespace sb {
@@ -35,8 +36,9 @@ void ParameterSet::end_group(int shards) {
   groups_.push_back({begin, flat_elements_});
 }
 
-void ParameterSet::allocate(bool with_gradients, DeviceKind device, DType weights) {
-  SB_CHECK(!values_, "allocated twice");
+void ParameterSet::allocate(bool with_gradients, DeviceKind device, DType weights, bool with_values) {
+  SB_CHECK(!values_ && !weights_, "allocated twice");
+  SB_CHECK(with_values || weights != DType::f32, "the operations read the values");
   SB_CHECK(weights == DType::f32 || (weights == DType::bf16 && device == DeviceKind::cuda),
            "weights in {} on this device", dtype_name(weights));
   const auto zeros = [&](const char* name, std::unique_ptr<Arena>& arena, DType dtype) {
@@ -45,7 +47,7 @@ void ParameterSet::allocate(bool with_gradients, DeviceKind device, DType weight
     zero_now(flat);
     return flat;
   };
-  flat_values_ = zeros("weights", values_, DType::f32);
+  if (with_values) flat_values_ = zeros("weights", values_, DType::f32);
   if (with_gradients) flat_gradients_ = zeros("gradients", gradients_, DType::f32);
   if (weights != DType::f32) flat_weights_ = zeros("rounded weights", weights_, weights);
 }
@@ -77,7 +79,7 @@ TensorView ParameterSet::gradient(int index) const {
 }
 
 TensorView ParameterSet::values() const {
-  SB_CHECK(values_, "the parameters are not allocated");
+  SB_CHECK(values_, "the parameters are not allocated, or their values are somebody else's");
   return flat_values_;
 }
 
@@ -97,12 +99,25 @@ void ParameterSet::zero_gradients(const Exec& exec) {
   zero_tensor(exec, flat_gradients_);
 }
 
+HostCopy ParameterSet::host_values() const {
+  return has_values() ? HostCopy(values()) : HostCopy(DType::f32, {flat_elements_});
+}
+
 void ParameterSet::store_values(const HostCopy& values) {
   values.store();
   if (flat_weights_.empty()) return;
-  const Exec exec = {.device = DeviceKind::cuda};  // the device's own stream: nothing else is running
-  round_parameters(exec, flat_values_, flat_weights_);
-  cuda::synchronize(exec.stream);
+  if (has_values()) {
+    const Exec exec = {.device = DeviceKind::cuda};  // the device's own stream: nothing else is running
+    round_parameters(exec, flat_values_, flat_weights_);
+    return cuda::synchronize(exec.stream);
+  }
+  SB_CHECK(values_owner_, "nobody takes the values");
+  const HostCopy weights(flat_weights_);
+  const float* from = values.view().f32();
+  auto* to = static_cast<uint16_t*>(weights.view().raw());
+  for (int64_t i = 0; i < flat_elements_; ++i) to[i] = bf16_from_f32(from[i]);
+  weights.store();
+  values_owner_(values.view());
 }
 
 TensorView ParameterSet::part(const TensorView& flat, int index) const {

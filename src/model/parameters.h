@@ -1,8 +1,10 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "core/arena.h"
@@ -35,7 +37,8 @@ struct FlatTensor {
 
 // The parameters of a stage: values and gradients as two flat fp32 buffers of equal layout (moments follow the same
 // layout), which is what the optimizer, its sharding and checkpoints work on. On CUDA the operations may read a copy of
-// the values in bf16, the weights, which the optimizer writes along with them.
+// the values in bf16, the weights, which the optimizer writes along with them; the values themselves may then be
+// somebody else's (an optimizer that is spread over ranks).
 class ParameterSet {
  public:
   // Declares a parameter; all are declared before allocate().
@@ -43,7 +46,8 @@ class ParameterSet {
   // Ends a group of parameters whose gradients become final together. Padding lets it be cut into `shards` equal,
   // aligned pieces.
   void end_group(int shards);
-  void allocate(bool with_gradients, DeviceKind device = DeviceKind::cpu, DType weights = DType::f32);
+  void allocate(bool with_gradients, DeviceKind device = DeviceKind::cpu, DType weights = DType::f32,
+                bool with_values = true);
 
   int count() const { return static_cast<int>(parameters_.size()); }
   const Parameter& parameter(int index) const { return parameters_[index]; }
@@ -71,8 +75,12 @@ class ParameterSet {
 
   // The values where the host can read and write them, for loading and saving; changes count after store_values(),
   // which waits for the device.
-  HostCopy host_values() const { return HostCopy(values()); }
+  HostCopy host_values() const;
   void store_values(const HostCopy& values);
+  // Who has the values where they are not here: gets all of them (fp32, on the host) with every store_values().
+  using ValuesOwner = std::function<void(const TensorView& values)>;
+  void set_values_owner(ValuesOwner owner) { values_owner_ = std::move(owner); }
+  bool has_values() const { return !flat_values_.empty(); }
   // A parameter's part of any buffer of the flat layout.
   TensorView part(const TensorView& flat, int index) const;
 
@@ -82,6 +90,7 @@ class ParameterSet {
   int64_t flat_elements_ = 0;
   std::unique_ptr<Arena> values_, gradients_, weights_;
   TensorView flat_values_, flat_gradients_, flat_weights_;
+  ValuesOwner values_owner_;
 };
 
 }  // namespace sb

@@ -70,8 +70,8 @@ struct StageBytes {
     const int64_t stream = array_bytes(tokens * config.hidden_size, options.dtype);
     const AttentionShape shape{config.heads, config.kv_heads, config.head_dim, 1.0f};
 
-    weights = Arena::rounded(parameters.flat_bytes());
-    gradients = options.training ? weights : 0;
+    weights = options.with_values ? Arena::rounded(parameters.flat_bytes()) : 0;
+    gradients = options.training ? Arena::rounded(parameters.flat_bytes()) : 0;
     rounded_weights = options.dtype == DType::f32 ? 0 : array_bytes(parameters.flat_elements(), options.dtype);
     slot = 0;
     if (options.training) {
@@ -126,7 +126,7 @@ void check_options(const ModelConfig& config, const StageOptions& options) {
 
 MemoryPlan plan_of(const StageOptions& options, const StageBytes& bytes) {
   MemoryPlan plan;
-  plan.add("weights", bytes.weights);
+  if (bytes.weights > 0) plan.add("weights", bytes.weights);
   if (options.training) plan.add("gradients", bytes.gradients);
   if (bytes.rounded_weights > 0) plan.add("rounded weights", bytes.rounded_weights);
   plan.add("activations", options.slots * bytes.slot);
@@ -210,7 +210,7 @@ struct Stage::Implementation {
         rope_arena(make_arena("rope table", bytes.rope_table, options.device)),
         workspace(make_arena("workspace", bytes.workspace, options.device)),
         scratch(make_arena("scratch", bytes.scratch, options.device)) {
-    model.parameters.allocate(options.training, options.device, options.dtype);
+    model.parameters.allocate(options.training, options.device, options.dtype, options.with_values);
     for (int64_t i = 0; i < attention_states(options); ++i) states.push_back(attention.make_state());
     attention.reserve({config.heads, config.kv_heads, config.head_dim, 1.0f}, options.max_micro_batch_tokens,
                       options.dtype, states);

@@ -32,6 +32,7 @@ struct StageOptions {
   int offload = 0;                  // layer inputs that wait for backward in host memory
   bool training = true;             // false: no gradients, no saved activations; forward() is evaluate()
   int shards = 1;                   // every group of the parameters can be cut into so many equal pieces
+  bool with_values = true;          // false: the fp32 values are somebody else's (ParameterSet::set_values_owner)
 };
 
 // Told, during a backward, which group of the parameters (ParameterSet::groups()) it will not touch again: from the

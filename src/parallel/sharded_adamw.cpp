@@ -10,9 +10,14 @@ ShardedAdamW::ShardedAdamW(ParameterSet& parameters, const ShardLayout& layout, 
     : parameters_(parameters),
       layout_(layout),
       replicas_(replicas),
-      arena_(
-          make_arena("optimizer", bytes(parameters.flat_elements(), layout.shards()), parameters.values().device())) {
+      arena_(make_arena("optimizer", bytes(parameters.flat_elements(), layout.shards(), parameters.has_values()),
+                        parameters.gradients().device())) {
   SB_CHECK(replicas.size() == layout.shards(), "{} replicas, {} shards", replicas.size(), layout.shards());
+  if (!parameters.has_values()) {
+    values_ = arena_.allocate(DType::f32, {layout.shard_elements()});
+    zero_now(values_);
+    parameters.set_values_owner([this](const TensorView& all) { take_values(all); });
+  }
   first_moment_ = arena_.allocate(DType::f32, {layout.shard_elements()});
   second_moment_ = arena_.allocate(DType::f32, {layout.shard_elements()});
   zero_now(first_moment_);
@@ -28,8 +33,17 @@ ShardedAdamW::ShardedAdamW(ParameterSet& parameters, const ShardLayout& layout, 
   }
 }
 
-int64_t ShardedAdamW::bytes(int64_t flat_elements, int shards) {
-  return 2 * Arena::rounded(flat_elements / shards * dtype_bytes(DType::f32));
+int64_t ShardedAdamW::bytes(int64_t flat_elements, int shards, bool with_values) {
+  return (with_values ? 2 : 3) * Arena::rounded(flat_elements / shards * dtype_bytes(DType::f32));
+}
+
+void ShardedAdamW::take_values(const TensorView& all) {
+  const HostCopy own(values_);
+  for (int bucket = 0; bucket < layout_.buckets(); ++bucket) {
+    const FlatRange piece = layout_.piece(bucket, replicas_.rank());
+    std::copy(all.f32() + piece.begin, all.f32() + piece.end, own.view().f32() + layout_.place(bucket));
+  }
+  own.store();
 }
 
 double ShardedAdamW::squared_norm(const Exec& exec, int left_out) const {
@@ -55,10 +69,10 @@ void ShardedAdamW::update(const Exec& exec, const AdamWStep& step) {
       return buffer.empty() ? TensorView() : buffer.rows(own.begin, own.end);
     };
     const int64_t place = layout_.place(bucket);
-    adamw_update(
-        exec, step, ranges,
-        {flat(parameters_.values()), flat(parameters_.gradients()), first_moment_.rows(place, place + own.size()),
-         second_moment_.rows(place, place + own.size()), flat(parameters_.rounded_weights()), TensorView()});
+    adamw_update(exec, step, ranges,
+                 {values_.empty() ? flat(parameters_.values()) : values_.rows(place, place + own.size()),
+                  flat(parameters_.gradients()), first_moment_.rows(place, place + own.size()),
+                  second_moment_.rows(place, place + own.size()), flat(parameters_.rounded_weights()), TensorView()});
     // On its way while the next bucket is updated.
     if (replicas_.size() > 1) {
       const TensorView read =

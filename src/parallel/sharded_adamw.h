@@ -13,14 +13,14 @@
 namespace sb {
 
 // AdamW whose moments are spread over the replicas of a stage (ZeRO-1): each rank updates its own pieces and gathers
-// the others'. Where the operations read rounded weights these are gathered, and the fp32 values of the other ranks'
-// pieces are out of date from the first update on.
+// the others'. Where the parameters leave their values to others, because the operations read rounded weights, the fp32
+// values are spread like the moments, and the weights are gathered.
 class ShardedAdamW {
  public:
   ShardedAdamW(ParameterSet& parameters, const ShardLayout& layout, Communicator& replicas);
 
-  // What the constructor will allocate.
-  static int64_t bytes(int64_t flat_elements, int shards);
+  // What the constructor will allocate; `with_values`: the parameters have them.
+  static int64_t bytes(int64_t flat_elements, int shards, bool with_values);
 
   // Σ gradient² over this rank's pieces, in fp64. `left_out`: a bucket that another rank counts; -1: none.
   double squared_norm(const Exec& exec, int left_out) const;
@@ -28,16 +28,20 @@ class ShardedAdamW {
   // the parameters that decay.
   void update(const Exec& exec, const AdamWStep& step);
 
+  // The own shard's values, where the parameters have none; empty otherwise.
+  TensorView values() const { return values_; }
   // The own shard's moments.
   TensorView first_moment() const { return first_moment_; }
   TensorView second_moment() const { return second_moment_; }
 
  private:
+  void take_values(const TensorView& all);
+
   ParameterSet& parameters_;
   const ShardLayout& layout_;
   Communicator& replicas_;
   Arena arena_;
-  TensorView first_moment_, second_moment_;
+  TensorView values_, first_moment_, second_moment_;
   std::vector<DecayRange> decay_ranges_;
 };
 

@@ -10,22 +10,12 @@ const float* TensorCollector::replicated(const ModelLayout::Tensor& tensor, Tens
   return collect({{grid_.rank_of(0, tensor.stage, 0), tensor.flat.begin, tensor.flat.end - tensor.flat.begin}}, own);
 }
 
-int TensorCollector::owner(const ModelLayout::Tensor& tensor, const ShardLayout::Segment& segment) const {
-  const int cp = grid_.shape().cp;
-  return grid_.rank_of(segment.shard / cp, tensor.stage, segment.shard % cp);
-}
-
-const float* TensorCollector::in_pieces(const ModelLayout::Tensor& tensor, TensorView own) {
-  std::vector<Source> sources;
-  for (const auto& segment : layout_.shards(tensor.stage).segments({tensor.flat.begin, tensor.flat.end}))
-    sources.push_back({owner(tensor, segment), segment.flat.begin, segment.flat.size()});
-  return collect(sources, own);
-}
-
 const float* TensorCollector::sharded(const ModelLayout::Tensor& tensor, TensorView own) {
   std::vector<Source> sources;
+  const int cp = grid_.shape().cp;
   for (const auto& segment : layout_.shards(tensor.stage).segments({tensor.flat.begin, tensor.flat.end}))
-    sources.push_back({owner(tensor, segment), segment.place, segment.flat.size()});
+    sources.push_back(
+        {grid_.rank_of(segment.shard / cp, tensor.stage, segment.shard % cp), segment.place, segment.flat.size()});
   return collect(sources, own);
 }
 

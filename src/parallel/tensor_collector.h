@@ -17,8 +17,6 @@ class TensorCollector {
   // Of a flat buffer that all replicas hold (`own`: this rank's). On rank 0: the values, until the next call; nullptr
   // elsewhere.
   const float* replicated(const ModelLayout::Tensor& tensor, TensorView own);
-  // Of a flat buffer in which each replica has its own pieces right.
-  const float* in_pieces(const ModelLayout::Tensor& tensor, TensorView own);
   // Of a buffer that the replicas share (`own`: this rank's shard).
   const float* sharded(const ModelLayout::Tensor& tensor, TensorView own);
 
@@ -28,7 +26,6 @@ class TensorCollector {
     int64_t place;  // in its buffer
     int64_t count;
   };
-  int owner(const ModelLayout::Tensor& tensor, const ShardLayout::Segment& segment) const;
   const float* collect(const std::vector<Source>& sources, TensorView own);
 
   Grid& grid_;

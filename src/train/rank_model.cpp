@@ -20,6 +20,8 @@ StageOptions RankModelOptions::stage(int index) const {
   options.layer_chunk = layer_chunk;
   if (!offload.empty()) options.offload = offload[static_cast<size_t>(index)];
   options.shards = grid.dp * grid.cp;
+  // The operations read rounded weights: each rank needs the values of its own shard alone.
+  options.with_values = dtype == DType::f32 || options.shards == 1;
   return options;
 }
 
@@ -37,7 +39,8 @@ RankModel::RankModel(const RankModelOptions& options, Attention& attention, Comm
 MemoryPlan RankModel::memory_plan(const RankModelOptions& options, const Attention& attention, int stage) {
   const StageOptions own = options.stage(stage);
   MemoryPlan plan = Stage::memory_plan(options.model, own, attention, options.threads);
-  plan.add("optimizer", ShardedAdamW::bytes(Stage::declare_parameters(options.model, own).flat_elements(), own.shards));
+  plan.add("optimizer", ShardedAdamW::bytes(Stage::declare_parameters(options.model, own).flat_elements(), own.shards,
+                                            own.with_values));
   if (options.grid.pp > 1)
     plan.add("pipeline buffers", Pipeline::buffer_bytes(stage, options.grid.pp, options.model.hidden_size,
                                                         options.max_micro_batch_tokens, options.dtype));
@@ -65,13 +68,12 @@ void RankModel::settle() {
 }
 
 std::vector<SafetensorsTensor> RankModel::weights() {
-  const bool all_have_all = stage_.parameters().rounded_weights().empty();
   std::vector<SafetensorsTensor> tensors;
   for (const ModelLayout::Tensor& tensor : layout_.tensors())
-    tensors.push_back({tensor.flat.name, tensor.flat.shape, nullptr, [this, &tensor, all_have_all] {
-                         const TensorView values = stage_.parameters().values();
-                         return all_have_all ? collector_.replicated(tensor, values)
-                                             : collector_.in_pieces(tensor, values);
+    tensors.push_back({tensor.flat.name, tensor.flat.shape, nullptr, [this, &tensor] {
+                         return optimizer_.values().empty()
+                                    ? collector_.replicated(tensor, stage_.parameters().values())
+                                    : collector_.sharded(tensor, optimizer_.values());
                        }});
   return tensors;
 }
