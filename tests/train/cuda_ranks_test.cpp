@@ -171,6 +171,34 @@ TEST_P(CudaRanks, TheCheckpointHasEveryRanksPieces) {
   ASSERT_EQ(two.weights.count("model.embed_tokens.weight"), 1u);
 }
 
+// Values and moments shrink with the ranks; the weights that the operations read do not.
+TEST_P(CudaRanks, MemoryFallsWithTheRanks) {
+  SelectionConfig dense;
+  dense.pattern = SelectionPattern::dense;
+  const auto attention = make_cuda_attention({.attention = {dense, 4, 0}});
+  std::map<int, int64_t> fp32, rounded;
+  for (const int dp : {1, 2, 4}) {
+    RankModelOptions options;
+    options.model = model_of(true);
+    options.first_layers = {0, 4};
+    options.grid = {dp, 1, 1};
+    options.device = DeviceKind::cuda;
+    options.dtype = GetParam();
+    options.max_micro_batch_tokens = options.max_sequence_length = 100;
+    for (const MemoryPlan::Item& item : RankModel::memory_plan(options, *attention, 0).items()) {
+      if (item.name == "optimizer" || item.name == "weights") fp32[dp] += item.bytes;
+      if (item.name == "rounded weights") rounded[dp] = item.bytes;
+    }
+  }
+  if (GetParam() == DType::f32) {
+    EXPECT_NEAR(static_cast<double>(fp32[2]) / static_cast<double>(fp32[1]), 2.0 / 3, 1e-2);
+  } else {
+    EXPECT_NEAR(static_cast<double>(fp32[2]) / static_cast<double>(fp32[1]), 1.0 / 2, 1e-2);
+    EXPECT_NEAR(static_cast<double>(fp32[4]) / static_cast<double>(fp32[1]), 1.0 / 4, 1e-2);
+    EXPECT_NEAR(static_cast<double>(rounded[4]) / static_cast<double>(rounded[1]), 1, 1e-2);
+  }
+}
+
 RunConfig config_of(const std::string& output, const std::vector<std::string>& overrides) {
   const std::string yaml = R"(
 device: cuda
