@@ -5,6 +5,9 @@
 #include <cuda_runtime.h>
 
 #include <cstdint>
+#include <map>
+#include <mutex>
+#include <utility>
 
 namespace sb::gpu {
 
@@ -13,6 +16,21 @@ namespace sb::gpu {
 
 inline void check(cudaError_t error, const char* what) {
   if (error != cudaSuccess) throw_cuda(what, cudaGetErrorString(error));
+}
+
+// Lets a kernel have at least so much shared memory. Never less than somebody asked for before: the limit is the
+// process's, and the launch of another thread (ranks that share a GPU) may be about to come.
+template <typename Kernel>
+void allow_shared_memory(Kernel* kernel, int bytes, const char* what) {
+  static std::mutex mutex;
+  static std::map<std::pair<Kernel*, int>, int> allowed;  // by kernel and device
+  int device = 0;
+  check(cudaGetDevice(&device), what);
+  const std::lock_guard lock(mutex);
+  int& most = allowed[{kernel, device}];
+  if (bytes <= most) return;
+  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), what);
+  most = bytes;
 }
 
 }  // namespace sb::gpu

@@ -357,8 +357,7 @@ void choose_blocks(const SelectParams& p, const SelectBatch& batch, cudaStream_t
   const int shared = kWarps * 3 * 64 * chunks;
   constexpr int kSharedLimit = 160 * 1024;  // of an SM80
   if (shared > kSharedLimit) throw_unsupported("key blocks to choose among", p.max_competing);
-  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared),
-        "shared memory of the choice");
+  allow_shared_memory(kernel, shared, "shared memory of the choice");
   const ChoiceArguments args = choice_arguments(p, batch.item_begin, batch.item_count, 3 * 64 * chunks);
   kernel<<<(batch.item_count + kWarps - 1) / kWarps, 32 * kWarps, shared, stream>>>(args);
   check(cudaGetLastError(), "choice of key blocks");

@@ -188,8 +188,7 @@ void choose_most_mass(const SelectParams& p, cudaStream_t stream) {
   find_kernel<true><<<pool_grid, 128, 0, stream>>>(args);
   ties_kernel<<<grid, 32 * kWarps, 0, stream>>>(args);
   scan_kernel<<<p.pool_count, 1024, 0, stream>>>(args);
-  check(cudaFuncSetAttribute(list_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared),
-        "shared memory of the choice");
+  allow_shared_memory(list_kernel, shared, "shared memory of the choice");
   list_kernel<<<grid, 32 * kWarps, shared, stream>>>(args);
   check(cudaGetLastError(), "choice of the largest masses");
 }

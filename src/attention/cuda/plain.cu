@@ -330,8 +330,7 @@ void launch_backward(const BackwardParams& p, const BackwardArguments& args, cud
   const size_t bytes = Tiles::bytes(p.shape.head_dim);
   const auto pieces = pieces_kernel<kColumns>, keys = keys_kernel<kColumns>, rows = rows_kernel<kColumns>;
   for (const auto kernel : {pieces, keys, rows})
-    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)),
-          "shared memory of the fp32 backward");
+    allow_shared_memory(kernel, static_cast<int>(bytes), "shared memory of the fp32 backward");
   if (p.gathered.piece_count > 0) pieces<<<p.gathered.piece_count, kThreads, bytes, stream>>>(args);
   check(cudaGetLastError(), "attention backward in fp32: gathered columns");
   keys<<<dim3(p.limits.items, p.tiling.block / kStill), kThreads, bytes, stream>>>(args);
@@ -363,8 +362,7 @@ void plain_forward(const ForwardParams& p, cudaStream_t stream) {
                               p.shape.scale};
   const size_t bytes = Tiles::bytes(p.shape.head_dim);
   const auto kernel = p.shape.head_dim <= kMaxDim / 2 ? forward_kernel<kMaxDim / 32> : forward_kernel<kMaxDim / 16>;
-  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)),
-        "shared memory of the fp32 forward");
+  allow_shared_memory(kernel, static_cast<int>(bytes), "shared memory of the fp32 forward");
   kernel<<<2 * p.item_count, kThreads, bytes, stream>>>(args);
   check(cudaGetLastError(), "attention forward in fp32");
 }

@@ -300,8 +300,7 @@ void launch(const SlashParams& p, cudaStream_t stream) {
   const int stride = shape.head_dim + 1;
   const int bytes = static_cast<int>(sizeof(float)) * (2 * kRows * stride + kRows * (kSlashChunk + 1));
   for (const auto kernel : {chunks_kernel<T, false>, chunks_kernel<T, true>})
-    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
-          "shared memory of the last queries");
+    allow_shared_memory(kernel, bytes, "shared memory of the last queries");
   const dim3 grid(p.head_chunks, shape.query_heads);
   chunks_kernel<T, false><<<grid, kThreads, bytes, stream>>>(p);
   rows_kernel<<<p.lists, kRows, 0, stream>>>(p);
@@ -322,8 +321,7 @@ void select_vertical_slash(const SlashParams& p, Precision precision, void* stre
   pick_kernel<<<dim3(p.lists, 2), kPickThreads, 0, cuda_stream>>>(p);
   check(cudaGetLastError(), "choice of columns and diagonals");
   const int items = p.select.batches[0].item_count, warp_bytes = (p.max_blocks + 63) / 64 * 64;
-  check(cudaFuncSetAttribute(lists_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kWarps * warp_bytes),
-        "shared memory of the lists");
+  allow_shared_memory(lists_kernel, kWarps * warp_bytes, "shared memory of the lists");
   lists_kernel<<<(items + kWarps - 1) / kWarps, 32 * kWarps, kWarps * warp_bytes, cuda_stream>>>(
       p, choice_arguments(p.select, 0, items, warp_bytes));
   check(cudaGetLastError(), "lists of columns and diagonals");

@@ -181,8 +181,7 @@ void make_backward_work(const BackwardWorkParams& p, void* stream) {
                        p.counts};
   const int columns = p.shape.kv_heads * p.columns;
   const int bytes = static_cast<int>(kCounts * sizeof(int32_t) + (columns < kKept ? columns : kKept) * sizeof(int2));
-  check(cudaFuncSetAttribute(backward_work_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
-        "shared memory of the work order");
+  allow_shared_memory(backward_work_kernel, bytes, "shared memory of the work order");
   backward_work_kernel<<<p.shape.kv_heads, kThreads, bytes, static_cast<cudaStream_t>(stream)>>>(args);
   check(cudaGetLastError(), "order of the backward's work");
 }

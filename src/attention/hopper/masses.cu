@@ -452,8 +452,7 @@ void launch_masses(const SelectParams& p, const SelectBatch& batch, cudaStream_t
                        kept,
                        p.masses};
   const auto kernel = masses_kernel<D, kLog>;
-  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
-        "shared memory of the masses");
+  allow_shared_memory(kernel, bytes, "shared memory of the masses");
   kernel<<<std::min(batch.score_count, multiprocessors()), Build<D>::kThreads, bytes, stream>>>(
       packed_map(p.statistics, p.block_count, 1, 2 * D, 1, kChunk), args);
   check(cudaGetLastError(), "masses of key blocks");
