@@ -237,7 +237,19 @@ void RingAttention::forward(const Exec& exec, int layer, const AttentionShape& s
   if (!state.columns_known) call.find_columns();
   call.plan();
   call.forward();
-  if (!replay) count_ring_pairs(*state.layout, group_.rank(), state.index, report_.layers[layer]);
+  if (replay) return;
+  count_ring_pairs(*state.layout, group_.rank(), state.index, report_.layers[layer]);
+  if (options_.coverage_rows == 0) return;
+  const std::vector<CoverageSample> samples =
+      selection_.measure(exec, group_, shape, *state.layout, sequences.budgets, operands.q.f32(), operands.k.f32(),
+                         state.index, options_.coverage_rows);
+  for (int s = 0; s < state.layout->sequences() && group_.rank() == 0; ++s) {
+    const int64_t tokens = state.layout->length(s);
+    if (tokens == 0) continue;
+    report_.samples.push_back({layer, tokens, samples[s]});
+    report_.layers[layer].coverage += samples[s].held * static_cast<double>(tokens);
+    report_.layers[layer].covered_tokens += tokens;
+  }
 }
 
 void RingAttention::backward(const Exec& exec, int layer, const AttentionShape& shape, const PackedSequences& sequences,
@@ -315,7 +327,9 @@ int64_t RingAttention::call_bytes(const AttentionShape& shape, int64_t max_token
   for (const Lists& lists : {chosen_lists(shape, max_tokens), dense_lists(shape, max_tokens)})
     most = std::max(most, lists.rows(max_tokens) * (lists.row_bytes() + lists.staged_row_bytes()) +
                               (8 + kStagedRow) * lists.rows(tokens) + 4 * lists.heads * blocks);
-  return most + copies_limit(shape, max_tokens) * static_cast<int64_t>(sizeof(int32_t));
+  most += copies_limit(shape, max_tokens) * static_cast<int64_t>(sizeof(int32_t));
+  // Coverage comes when the lists have done their work.
+  return std::max(most, selection_.measure_bytes(shape, max_tokens, group_.size(), options_.coverage_rows));
 }
 
 }  // namespace sb

@@ -26,6 +26,8 @@ class RingAttention final : public ChoosingAttention {
     int node_size = 0;  // ranks of a node, for the hierarchical ring; 0: a plain ring
     // Largest budget that a micro-batch may bring, for the memory plan; 0: the configured one.
     int64_t largest_budget = 0;
+    // Rows of every sequence on which the true coverage is measured each forward; 0: none.
+    int coverage_rows = 0;
   };
   // The group must outlive this and carry nothing else.
   RingAttention(Communicator& group, const Options& options);
@@ -49,7 +51,7 @@ class RingAttention final : public ChoosingAttention {
   // Bytes a state holds now, and the lists of the last call.
   static int64_t bytes(const AttentionState& state);
   int64_t call_bytes_used() const { return plan_.bytes(); }
-  // Pairs of this rank's queries. Coverage is not measured.
+  // Pairs of this rank's queries; coverage on the first rank alone, for all of them.
   AttentionReport take_report() override;
   Selector::Thresholds thresholds() const override { return selection_.selector().thresholds(); }
   void set_thresholds(Selector::Thresholds thresholds) override {

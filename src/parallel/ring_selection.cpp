@@ -56,7 +56,11 @@ void RingSelection::choose(const Exec& exec, Communicator& group, int layer, con
       config.pattern != SelectionPattern::window && config.pattern != SelectionPattern::vertical_slash;
   const ArenaScope scope(*exec.scratch);
   std::vector<const float*> statistics;
-  if (by_scores && !all_dense) statistics = gather_statistics(exec, group, shape, layout, index, k);
+  if (by_scores && !all_dense) {
+    std::vector<uint8_t> wanted(dense.size());
+    for (size_t s = 0; s < dense.size(); ++s) wanted[s] = dense[s] == 0;
+    statistics = gather_statistics(exec, group, shape, layout, wanted, k);
+  }
 
   const std::vector<int32_t> local = layout.local_cu_seqlens(rank);
   std::vector<int64_t> chosen(layout.sequences());
@@ -98,7 +102,7 @@ void RingSelection::choose(const Exec& exec, Communicator& group, int layer, con
 
 std::vector<const float*> RingSelection::gather_statistics(const Exec& exec, Communicator& group,
                                                            const AttentionShape& shape, const ContextLayout& layout,
-                                                           const BlockIndex& index, const float* k) {
+                                                           std::span<const uint8_t> wanted, const float* k) {
   const SelectionConfig& config = selector_.config();
   const BlockScoring scoring(config);
   const int64_t width = scoring.block_floats(shape.head_dim);
@@ -106,11 +110,11 @@ std::vector<const float*> RingSelection::gather_statistics(const Exec& exec, Com
   std::vector<int64_t> blocks(layout.ranks());
   for (int r = 0; r < layout.ranks(); ++r)
     for (int s = 0; s < layout.sequences(); ++s)
-      if (!index.sequences()[s].dense) blocks[r] += std::ssize(layout.held(r, s));
+      if (wanted[s]) blocks[r] += std::ssize(layout.held(r, s));
   const int64_t piece = *std::max_element(blocks.begin(), blocks.end()) * shape.kv_heads * width;
   std::vector<float*> statistics(layout.sequences(), nullptr);
   for (int s = 0; s < layout.sequences(); ++s)
-    if (!index.sequences()[s].dense)
+    if (wanted[s])
       statistics[s] = exec.scratch->allocate_array<float>(BlockStatistics::floats(scoring, shape, layout.blocks(s)));
   const ArenaScope scope(*exec.scratch);
   const std::span<float> all(exec.scratch->allocate_array<float>(piece * layout.ranks()),
@@ -119,7 +123,7 @@ std::vector<const float*> RingSelection::gather_statistics(const Exec& exec, Com
   const std::vector<int32_t> local = layout.local_cu_seqlens(group.rank());
   float* own = all.data() + group.rank() * piece;
   for (int s = 0; s < layout.sequences(); ++s) {
-    if (index.sequences()[s].dense) continue;
+    if (!wanted[s]) continue;
     BlockStatistics::fill(exec, shape, scoring, k + int64_t{local[s]} * shape.kv_heads * shape.head_dim,
                           local[s + 1] - local[s], own);
     own += std::ssize(layout.held(group.rank(), s)) * shape.kv_heads * width;
@@ -130,7 +134,7 @@ std::vector<const float*> RingSelection::gather_statistics(const Exec& exec, Com
   for (int r = 0; r < layout.ranks(); ++r) {
     const float* source = all.data() + r * piece;
     for (int s = 0; s < layout.sequences(); ++s) {
-      if (index.sequences()[s].dense) continue;
+      if (!wanted[s]) continue;
       for (int head = 0; head < shape.kv_heads; ++head)
         for (const int32_t b : layout.held(r, s)) {
           std::memcpy(statistics[s] + (head * layout.blocks(s) + b) * width, source, width * sizeof(float));

@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "attention/selection/coverage.h"
 #include "attention/selection/selector.h"
 #include "comm/communicator.h"
 #include "parallel/context_layout.h"
@@ -25,13 +26,25 @@ class RingSelection {
               const ContextLayout& layout, std::span<const int32_t> budgets, const float* q, const float* k,
               BlockIndex& index);
 
+  // Collective: measure_coverage() of every sequence, on `rows` of its tokens; the same on all ranks. A sequence
+  // without tokens has no rows. Takes memory of its own.
+  std::vector<CoverageSample> measure(const Exec& exec, Communicator& group, const AttentionShape& shape,
+                                      const ContextLayout& layout, std::span<const int32_t> budgets, const float* q,
+                                      const float* k, const BlockIndex& index, int rows);
+
+  // About what it takes when no one of `ranks` ranks has more tokens than this.
+  int64_t measure_bytes(const AttentionShape& shape, int64_t max_tokens, int ranks, int rows) const;
+
   // Bytes of exec.scratch that choose() takes when no one of `ranks` ranks has more tokens than this.
   int64_t scratch_bytes(const AttentionShape& shape, int64_t max_tokens, int ranks) const;
 
  private:
-  // Of the whole sequences, in exec.scratch; null for dense ones.
+  // Of whole sequences, in exec.scratch; null for those that are not `wanted`.
   std::vector<const float*> gather_statistics(const Exec& exec, Communicator& group, const AttentionShape& shape,
-                                              const ContextLayout& layout, const BlockIndex& index, const float* k);
+                                              const ContextLayout& layout, std::span<const uint8_t> wanted,
+                                              const float* k);
+  CoverageSample measure_sequence(const Exec& exec, Communicator& group, const SelectionRequest& request,
+                                  const ContextLayout& layout, int sequence, const BlockIndex& index, int rows);
   void choose_vertical_slash_rows(const Exec& exec, Communicator& group, const SelectionRequest& request,
                                   const ContextLayout& layout, int sequence);
   void choose_window_rows(const SelectionRequest& request);

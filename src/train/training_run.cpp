@@ -42,15 +42,15 @@ std::unique_ptr<Attention> make_attention(const RunConfig& config, const ModelCo
   // Tuning may raise a budget up to the whole sequence.
   const int64_t largest_budget =
       config.balance.tuning == BalanceOptions::Tuning::none ? 0 : config.data.max_sequence_length;
+  const bool dense = config.attention.selection.pattern == SelectionPattern::dense;
+  const int coverage_rows = dense ? 0 : static_cast<int>(config.attention.coverage_rows);
   if (ring.host) {
-    const RingAttention::Options options{config.attention.selection, model.layers, config.parallel.placement,
-                                         config.parallel.node_size, largest_budget};
+    const RingAttention::Options options{config.attention.selection, model.layers,   config.parallel.placement,
+                                         config.parallel.node_size,  largest_budget, coverage_rows};
     if (ring.data) return make_cuda_ring_attention(*ring.host, *ring.data, options);
     return std::make_unique<RingAttention>(*ring.host, options);
   }
-  const bool dense = config.attention.selection.pattern == SelectionPattern::dense;
-  SparseAttention::Options options{config.attention.selection, model.layers,
-                                   dense ? 0 : static_cast<int>(config.attention.coverage_rows)};
+  SparseAttention::Options options{config.attention.selection, model.layers, coverage_rows};
   options.largest_budget = largest_budget;
   if (config.device == DeviceKind::cuda)
     return make_cuda_attention({.attention = options, .deterministic = config.train.deterministic});
@@ -170,8 +170,8 @@ TrainSummary run_training(const RunConfig& config, std::FILE* out, bool terminal
         sources.train->max_length(), selection.dense_limit(), selection.dense_below < 0 ? "budget" : "dense_below");
   if (leads && ring.data && sparse)
     log::warning("parallel.cp on GPUs: attention.pattern chooses its pairs on the CPU, which takes time");
-  if (leads && ring.host && sparse && config.attention.coverage_rows > 0)
-    log::info("coverage is not measured where ranks share sequences (parallel.cp)");
+  if (leads && ring.data && sparse && config.attention.coverage_rows > 0)
+    log::warning("parallel.cp on GPUs: coverage is not measured");
   TrainerParts parts{model, *attention, *sources.train, sources.validation_set, console, stop_requested, sparse};
   parts.world = ranks.world;
   parts.local_ranks = ranks.local_ranks;

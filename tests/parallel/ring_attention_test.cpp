@@ -43,7 +43,8 @@ struct RingRun {
   const BlockIndex* given = nullptr;          // replayed instead of choosing
   std::vector<BlockIndex>* chosen = nullptr;  // what every rank chose
   std::vector<int32_t> budgets = {};
-  int steps = 1;  // forward that often before backward
+  int steps = 1;                      // forward that often before backward
+  AttentionReport* report = nullptr;  // of the first rank
 };
 
 // Shares the operands out, runs forward and backward on thread ranks, puts the results together again.
@@ -85,6 +86,7 @@ AttentionResults<float> run_ring(const AttentionCase& c, const RingRun& run) {
     for (int step = 0; step < run.steps; ++step)
       ring.forward(exec, 0, s, sequences, operands, *state, run.given != nullptr);
     if (run.chosen) (*run.chosen)[world.rank()] = RingAttention::index(*state);
+    if (run.report && world.rank() == 0) *run.report = ring.take_report();
     const AttentionGradients gradients = {
         {dout.data(), queries}, {dq.data(), queries}, {dk.data(), keys}, {dv.data(), keys}};
     ring.backward(exec, 0, s, sequences, operands, gradients, *state);
@@ -226,7 +228,8 @@ TEST_P(RingChoice, IsThatOfOneRank) {
   config.vertical_cap = 40;
   config.slash_cap = 5;
   const std::vector<int32_t> budgets = {384, 384, 384, 448};
-  SparseAttention alone({config, 1, 0});
+  const int coverage_rows = choice.pattern == Pattern::dense ? 0 : 7;
+  SparseAttention alone({config, 1, coverage_rows});
   KeepIndex keeper(alone, budgets, 3);  // several times: `mass` carries its threshold on
   const AttentionResults<float> expected = run_attention(keeper, c, 1);
 
@@ -235,6 +238,9 @@ TEST_P(RingChoice, IsThatOfOneRank) {
   run.chosen = &chosen;
   run.budgets = budgets;
   run.steps = 3;
+  run.options.coverage_rows = coverage_rows;
+  AttentionReport report;
+  run.report = &report;
   const AttentionResults<float> results = run_ring(c, run);
 
   // Every row on the rank that holds it, nothing elsewhere.
@@ -253,6 +259,20 @@ TEST_P(RingChoice, IsThatOfOneRank) {
           << "row " << id << " rank " << r;
     }
   }
+  // True coverage, whoever holds the sampled rows.
+  const AttentionReport expected_report = alone.take_report();
+  ASSERT_EQ(report.samples.size(), expected_report.samples.size());
+  for (size_t i = 0; i < report.samples.size(); ++i) {
+    const MeasuredCoverage &got = report.samples[i], &want = expected_report.samples[i];
+    EXPECT_EQ(got.tokens, want.tokens);
+    EXPECT_EQ(got.sample.rows, want.sample.rows);
+    EXPECT_NEAR(got.sample.held, want.sample.held, 1e-5);
+    ASSERT_EQ(got.sample.curve.size(), want.sample.curve.size());
+    for (size_t j = 0; j < got.sample.curve.size(); ++j)
+      EXPECT_NEAR(got.sample.curve[j], want.sample.curve[j], 1e-5) << i << " " << j;
+  }
+  EXPECT_EQ(report.total().covered_tokens, expected_report.total().covered_tokens);
+  EXPECT_NEAR(report.total().coverage, expected_report.total().coverage, 1e-5 * (1 + expected_report.total().coverage));
   AttentionResults<double> wide;
   for (const auto& [from, to] :
        {std::pair(&expected.out, &wide.out), std::pair(&expected.lse, &wide.lse), std::pair(&expected.dq, &wide.dq),

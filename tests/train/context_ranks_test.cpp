@@ -43,7 +43,7 @@ TEST(ContextRanks, ChooseWhatOneRankChooses) {
   ScratchDirectory scratch;
   for (const char* pattern : {"topk", "mass"}) {
     const std::vector<std::string> sparse = {fmt::format("attention.pattern={}", pattern), "attention.budget=320",
-                                             "attention.dense_below=64", "attention.coverage_rows=0"};
+                                             "attention.dense_below=64"};
     const fs::path alone = scratch / fmt::format("{}-alone", pattern);
     train(alone, {1, 1, 1, 0}, sparse);
     for (const RankGrid& grid :
