@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Compiles, without linking or running, what the CUDA build has and the CPU build has not: every kernel and every host file
-# that differs. Needs nvcc and the headers of the toolkit, but no GPU. Says so and ends well where there is no nvcc.
+# Compiles, without running anything, what the CUDA build has and the CPU build has not: every kernel and every host file
+# that differs, and what those targets have to wait for (the program itself, whose other files come from the compiler cache
+# after a CPU build). Needs nvcc and the toolkit, but no GPU. Says so and ends well where there is no nvcc.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -26,5 +27,4 @@ cpu, cuda = (commands(folder) for folder in sys.argv[1:])
 print(*(output for output, command in cuda.items() if cpu.get(output) != command), sep="\n")
 PYTHON
 echo "compile-cuda: $(wc -l <build/cuda/cuda_objects.txt) files with $nvcc ($("$nvcc" --version | sed -n 's/.*release \([0-9.]*\).*/CUDA \1/p'))"
-# MPI modules and the like link nothing of CUDA; only the objects are asked for.
 xargs cmake --build --preset cuda --target <build/cuda/cuda_objects.txt
