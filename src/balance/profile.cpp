@@ -8,6 +8,7 @@
 #include <fstream>
 #include <sstream>
 
+#include "balance/measured_profiles.h"
 #include "core/errors.h"
 
 namespace sb {
@@ -103,10 +104,23 @@ Profile analytic_profile(const std::string& name, const ModelShape& shape) {
 
 Profile find_profile(const std::string& name_or_path, const ModelShape& shape) {
   if (is_analytic_profile(name_or_path)) return analytic_profile(name_or_path, shape);
+  std::vector<std::string> built_in = analytic_profiles(), measured_shapes;
+  for (const MeasuredProfile& measured : measured_profiles()) {
+    if (std::find(built_in.begin(), built_in.end(), measured.name) == built_in.end()) built_in.push_back(measured.name);
+    if (measured.name != name_or_path) continue;
+    Profile profile = parse_profile(measured.json, name_or_path);
+    profile.name = name_or_path;
+    if (same_sizes(profile.shape, shape)) return profile;
+    measured_shapes.push_back(profile.shape.name);
+  }
+  SB_USER_CHECK(measured_shapes.empty(),
+                "profile `{}` was measured for {} and not for {} ({}); use {}-analytic, or run `sparsebalance profile` "
+                "for this model",
+                name_or_path, fmt::join(measured_shapes, ", "), shape.name, describe(shape), name_or_path);
   std::ifstream file(name_or_path);
   SB_USER_CHECK(file.good(),
                 "profile `{}` is neither built in ({}) nor a readable file; `sparsebalance profile` makes one",
-                name_or_path, fmt::join(analytic_profiles(), ", "));
+                name_or_path, fmt::join(built_in, ", "));
   std::stringstream text;
   text << file.rdbuf();
   Profile profile = parse_profile(text.str(), name_or_path);

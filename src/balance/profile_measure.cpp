@@ -219,17 +219,37 @@ class Measurement {
     return predicted;
   }
 
+  // What depends on tokens alone is scaled by a line over their logarithm, the one with which predictions come closest
+  // to the measured wholes; shapes that spend their time there count most.
   void calibrate(const std::vector<MeasuredShape>& shapes) {
-    if (shapes.empty()) return;
+    if (shapes.size() < 2) return;
     const std::vector<double> measured = measure_wholes(shapes, "whole");
-    std::vector<double> ratios;
-    for (size_t i = 0; i < shapes.size(); ++i) ratios.push_back(measured[i] / predicted_whole(shapes[i]));
-    const double scale = quantile(ratios, 0.5);
+    double weights = 0, xs = 0, squares = 0, ys = 0, products = 0;
+    for (size_t i = 0; i < shapes.size(); ++i) {
+      const Work work = shapes[i].work(options_.spec);
+      double by_tokens = 0;
+      for (int part = 0; part < kOperations; ++part) {
+        const OperationTable& table = profile_.tables[static_cast<size_t>(part)];
+        const bool head = part >= static_cast<int>(Operation::head_forward);
+        if (table.along == Coordinate::tokens) by_tokens += (head ? 1 : target_.layers) * table(work);
+      }
+      const double scale = (measured[i] - (predicted_whole(shapes[i]) - by_tokens)) / by_tokens;
+      const double x = std::log(work.tokens), weight = std::pow(by_tokens / measured[i], 2);
+      weights += weight;
+      xs += weight * x;
+      squares += weight * x * x;
+      ys += weight * scale;
+      products += weight * x * scale;
+    }
+    const double spread = weights * squares - xs * xs;
+    const double slope = spread > 0 ? (weights * products - xs * ys) / spread : 0, start = (ys - slope * xs) / weights;
     for (OperationTable& table : profile_.tables) {
-      for (double& us : table.curve.y) us *= scale;
-      table.per_tile *= scale;
-      table.per_token *= scale;
-      table.per_score *= scale;
+      if (table.along != Coordinate::tokens) continue;
+      for (size_t k = 0; k < table.curve.x.size(); ++k) {
+        const double tokens = std::max(table.curve.x[k], static_cast<double>(options_.min_tokens));
+        table.curve.y[k] *= std::clamp(start + slope * std::log(tokens), 0.5, 2.0);
+        if (k > 0) table.curve.y[k] = std::max(table.curve.y[k], table.curve.y[k - 1]);
+      }
     }
   }
 

@@ -48,8 +48,8 @@ struct MeasureOptions {
   bool head_everywhere =
       true;             // false: embedding and loss on shapes of short sequences only, they depend on tokens alone
   int refinements = 6;  // shapes added where the fit is worst
-  // Parts alone are faster than inside the whole (caches, power, round sizes): with this, the tables are scaled by the
-  // median ratio of both over the refinements.
+  // Parts alone take other times than inside the whole (caches, power, round sizes): with this, what depends on tokens
+  // alone is scaled to the wholes of the refinements.
   bool calibrate = false;
   uint64_t seed = 1;
   std::function<void(int done, int total, const std::string& what)> progress;

@@ -368,8 +368,10 @@ void add_simulate_command(CLI::App& app) {
                    "name (" + fmt::format("{}", fmt::join(named_model_shapes(), ", ")) + ") or config.json")
       ->capture_default_str();
   command
-      ->add_option("--profile", a->profile,
-                   "h200-analytic, h100-analytic, a100-analytic, h20-analytic or a profile.json")
+      ->add_option(
+          "--profile", a->profile,
+          "h200 (measured: Qwen2.5-0.5B and 3B), h200-analytic, h100-analytic, a100-analytic, h20-analytic or a "
+          "profile.json")
       ->capture_default_str();
   command->add_option("--coverage", a->coverage, "power:GAMMA, layered or a coverage.json")->capture_default_str();
   command

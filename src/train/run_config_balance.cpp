@@ -48,7 +48,8 @@ void add_balance_options(OptionTable& table, BalanceOptions& balance) {
              "measured times and coverage correct the predictions; false: a plan follows from the configuration and "
              "the step alone");
   table.path("balance.profile", &balance.profile,
-             "latencies: a file that `sparsebalance profile` wrote, or h200-analytic, h100-analytic, a100-analytic, "
+             "latencies: a file that `sparsebalance profile` wrote, or h200 (measured: Qwen2.5-0.5B and 3B), "
+             "h200-analytic, h100-analytic, a100-analytic, "
              "h20-analytic");
   table.path("balance.replay", &balance.replay,
              "plan.jsonl of another run, whose plans are used again, step by step; empty: plans are made");

@@ -89,6 +89,26 @@ TEST(Profile, JsonRoundTripAndComplaints) {
             std::string::npos);
 }
 
+TEST(Profile, MeasuredOnesAreBuiltIn) {
+  for (const char* model : {"qwen2.5-0.5b", "qwen2.5-3b"}) {
+    const ModelShape shape = find_model_shape(model);
+    const Profile measured = find_profile("h200", shape), analytic = find_profile("h200-analytic", shape);
+    EXPECT_EQ(measured.name, "h200");
+    EXPECT_EQ(measured.machine, "NVIDIA H200");
+    EXPECT_GE(measured.held_out.count, 40);
+    // A layer of 32K tokens, sparse: within a factor of two of what its FLOPs would take.
+    const Work work = work_of({}, 32768, 8192);
+    for (const Operation operation : {Operation::linear_forward, Operation::attention_backward}) {
+      const auto place = static_cast<size_t>(operation);
+      const double ratio = measured.tables[place](work) / analytic.tables[place](work);
+      EXPECT_GT(ratio, 0.5);
+      EXPECT_LT(ratio, 2.0);
+    }
+  }
+  const std::string complaint = error_of([] { find_profile("h200", find_model_shape("qwen2.5-7b")); });
+  EXPECT_NE(complaint.find("qwen2.5-0.5b, qwen2.5-3b and not for qwen2.5-7b"), std::string::npos) << complaint;
+}
+
 TEST(Profile, OfAnotherModelIsRefused) {
   const std::string path = testing::TempDir() + "/sb_profile_test.json";
   const std::string text = write_profile(analytic_profile("h200-analytic", find_model_shape("qwen2.5-0.5b")));
