@@ -62,7 +62,7 @@ ModelShape take_from_run(Arguments& arguments) {
 // On a GPU nothing else disturbs a measurement and large shapes take long: fewer repeats, embedding and loss on some
 // shapes only. Small micro-batches are of no interest there.
 void measure_on_gpu(MeasureOptions& measure) {
-  measure.min_tokens = 1024;
+  measure.min_tokens = std::min<int64_t>(1024, measure.max_tokens / 4);
   measure.passes = 1;
   measure.least_runs = 1;
   measure.longest_us = 1e5;
@@ -107,6 +107,7 @@ void run(Arguments arguments) {
   const bool gpu = arguments.engine.device == DeviceKind::cuda;
   if (gpu) {
     cuda::require_device();
+    if (!arguments.tokens_given && arguments.run.empty()) arguments.measure.max_tokens = 131072;
     measure_on_gpu(arguments.measure);
   }
   arguments.engine.spec.dense_below = 0;
@@ -183,7 +184,9 @@ void add_profile_command(CLI::App& app) {
       ->capture_default_str();
   command->add_option("--out", a->out, "file to write")->capture_default_str();
   command->add_option("--samples", a->samples, "also write every measurement to this file, as CSV");
-  command->add_option("--max-tokens", a->measure.max_tokens, "largest micro-batch to measure")->capture_default_str();
+  command
+      ->add_option("--max-tokens", a->measure.max_tokens, "largest micro-batch to measure; on cuda 131072 unless given")
+      ->capture_default_str();
   command->add_option("--budget", a->engine.spec.budget, "base budget of the run, keys per query")
       ->capture_default_str();
   command->add_option("--block", a->engine.spec.block, "tokens a key block")->capture_default_str();

@@ -91,18 +91,21 @@ std::string header(const RunConfig& config, const TrainerParts& parts, int64_t m
   return text;
 }
 
-// What is left on the GPU, less what is taken outside the plan: kernels, the product library, attention's work lists.
-int64_t device_memory() {
-  constexpr int64_t kOutsideThePlan = int64_t{3} << 29;
-  return std::max<int64_t>(cuda::device_info().free_bytes - kOutsideThePlan, 1);
+// This rank's part of what is left on the GPU, less what every rank takes outside the plan: kernels, the product
+// library, attention's work lists, NCCL's buffers. `device`: of one of several ranks.
+int64_t device_memory(const RankDevice* device) {
+  constexpr int64_t kOutsideThePlan = int64_t{3} << 29, kNccl = int64_t{1} << 29;
+  const int64_t part = cuda::device_info().free_bytes / (device ? device->sharing() : 1);
+  return std::max<int64_t>(part - kOutsideThePlan - (device && device->over_nccl() ? kNccl : 0), 1);
 }
 
 std::string cure(const RunConfig& config, int offload) {
   std::string text;
   if (config.train.recompute != Recompute::layer) text += "Set train.recompute: layer. ";
-  if (config.device == DeviceKind::cuda)
-    text += fmt::format("{} layer inputs are in host memory already{}. ", offload,
-                        config.train.offload >= 0 ? ", as train.offload says: -1 takes as many as needed" : "");
+  if (config.device == DeviceKind::cuda && config.train.offload >= 0)
+    text += fmt::format("train.offload is {}: -1 moves as many layer inputs to host memory as needed. ", offload);
+  else if (offload > 0)
+    text += fmt::format("The inputs of {} layers are in host memory already. ", offload);
   return text + "Lower batch.micro_batch_tokens or data.max_sequence_length.";
 }
 
@@ -179,8 +182,7 @@ TrainSummary run_training(const RunConfig& config, std::FILE* out, bool terminal
 
   // What the ranks of one machine, or of one GPU, share of what is left there.
   const int64_t host_memory = available_host_memory() / ranks.local_ranks;
-  const int64_t memory =
-      config.device == DeviceKind::cuda ? device_memory() / (device ? device->sharing() : 1) : host_memory;
+  const int64_t memory = config.device == DeviceKind::cuda ? device_memory(device.get()) : host_memory;
   if (device) ranks.world->barrier();  // before anybody takes any
   parts.offload = Trainer::offload(config, parts, memory);
   if (leads) console.text(header(config, parts, memory));
