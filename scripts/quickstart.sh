@@ -17,7 +17,7 @@ needle() {
 }
 # A step without learning saves the model as it is before the first one.
 rm -rf runs/quickstart-untrained
-$sparsebalance train examples/quickstart.yaml "$@" --set train.max_steps=1 --set parallel.dp=1 \
+$sparsebalance train examples/quickstart.yaml "$@" --set train.max_steps=1 --set parallel.dp=1 --set parallel.pp=1 --set parallel.cp=1 \
   --set "optimizer={learning_rate: 0, schedule: constant, warmup_steps: 0, decay_steps: 0}" \
   --set train.validation_sequences=0 --set train.output_dir=runs/quickstart-untrained >/dev/null
 needle before runs/quickstart-untrained

@@ -42,8 +42,8 @@ void train(const RunConfig& config, Communicator& world) {
     return;
   }
   log::set_prefix(fmt::format("rank {}", world.rank()));
-  const MachineRanks machine = ranks_on_this_machine(world);
   try {
+    const MachineRanks machine = ranks_on_this_machine(world);
     // A launcher gives its ranks terminals of its own, wherever the output then goes: plain lines.
     run_training(config, stdout, /*terminal=*/false, StopSignal::requested, {&world, machine.count, machine.index});
   } catch (const std::exception& error) {

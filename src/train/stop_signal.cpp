@@ -16,9 +16,12 @@ StopSignal::StopSignal() {
   struct sigaction action = {};
   action.sa_handler = on_signal;
   sigemptyset(&action.sa_mask);
-  // The default action returns with the first signal: the next one kills. Interrupted system calls go on.
-  action.sa_flags = static_cast<int>(SA_RESETHAND | SA_RESTART);
-  for (size_t i = 0; i < kSignals.size(); ++i) sigaction(kSignals[i], &action, &previous_[i]);
+  for (size_t i = 0; i < kSignals.size(); ++i) {
+    // The default action returns with the first signal: the next one kills. Not with SIGUSR1, which comes from
+    // schedulers and launchers, often from several of them at once. Interrupted system calls go on.
+    action.sa_flags = static_cast<int>(kSignals[i] == SIGUSR1 ? SA_RESTART : SA_RESETHAND | SA_RESTART);
+    sigaction(kSignals[i], &action, &previous_[i]);
+  }
 }
 
 StopSignal::~StopSignal() {
