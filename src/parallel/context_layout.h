@@ -71,9 +71,9 @@ struct RingWork {
   double lock_step_over_ideal() const;
 };
 
-// Gathered columns are counted as copied to every rank, and so are the first `replicated_blocks` blocks of the sequences
-// that are not dense (the sinks): their owner would have to be visited by everybody. (The ring keeps them where copies
-// would take more room than a rank's tokens, see replicated_keys.)
+// Gathered columns are counted as copied to every rank, and so are the first `replicated_blocks` blocks of the
+// sequences that are not dense (the sinks): their owner would have to be visited by everybody. (The ring keeps them
+// where copies would take more room than a rank's tokens, see replicated_keys.)
 RingWork count_ring_work(const ContextLayout& layout, const BlockIndex& index, int replicated_blocks);
 
 }  // namespace sb
