@@ -48,6 +48,23 @@ SequenceTiles SparseAttention::tiles_of(const PackedSequences& sequences, int se
                         sequences.budgets.empty() ? options_.selection.budget : sequences.budgets[sequence]);
 }
 
+bool SparseAttention::scores_blocks() const {
+  const SelectionPattern pattern = options_.selection.pattern;
+  return pattern == SelectionPattern::topk || pattern == SelectionPattern::topp || pattern == SelectionPattern::mass;
+}
+
+const float* SparseAttention::statistics(const Exec& exec, const AttentionShape& shape, const float* k,
+                                         const SequenceTiles& tiles) {
+  const BlockScoring scoring(options_.selection);
+  const auto floats = static_cast<size_t>(BlockStatistics::floats(scoring, shape, tiles.blocks()));
+  // A vector that grows by itself takes more than was planned, and holds the old memory beside the new.
+  if (statistics_.capacity() < floats) std::vector<float>().swap(statistics_);
+  statistics_.reserve(floats);
+  statistics_.resize(floats);
+  BlockStatistics::fill(exec, shape, scoring, k, tiles.tokens, statistics_.data());
+  return statistics_.data();
+}
+
 void SparseAttention::choose(const Exec& exec, int layer, const AttentionShape& shape, const PackedSequences& sequences,
                              const AttentionOperands& operands, BlockIndex& index) {
   const SelectionConfig& selection = options_.selection;
@@ -64,12 +81,7 @@ void SparseAttention::choose(const Exec& exec, int layer, const AttentionShape& 
     request.q = operands.q.rows(sequences.cu_seqlens[s], sequences.cu_seqlens[s + 1]).f32();
     request.k = operands.k.rows(sequences.cu_seqlens[s], sequences.cu_seqlens[s + 1]).f32();
     request.place = index.sequences()[s];
-    if (selection.pattern != SelectionPattern::window && selection.pattern != SelectionPattern::vertical_slash) {
-      const BlockScoring scoring(selection);
-      statistics_.resize(BlockStatistics::floats(scoring, shape, request.tiles.blocks()));
-      BlockStatistics::fill(exec, shape, scoring, request.k, request.tiles.tokens, statistics_.data());
-      request.statistics = statistics_.data();
-    }
+    if (scores_blocks()) request.statistics = statistics(exec, shape, request.k, request.tiles);
     selector_.select(exec, request, builder_);
   }
   builder_.finish(*exec.pool);
@@ -90,15 +102,12 @@ void SparseAttention::forward(const Exec& exec, int layer, const AttentionShape&
   for (int s = 0; s < sequences.sequences(); ++s) {
     const SequenceTiles tiles = tiles_of(sequences, s);
     if (tiles.tokens == 0) continue;
-    const BlockScoring scoring(options_.selection);
     const float* k = operands.k.rows(sequences.cu_seqlens[s], sequences.cu_seqlens[s + 1]).f32();
-    statistics_.resize(BlockStatistics::floats(scoring, shape, tiles.blocks()));
-    BlockStatistics::fill(exec, shape, scoring, k, tiles.tokens, statistics_.data());
     const CoverageRequest request{
         .q = operands.q.rows(sequences.cu_seqlens[s], sequences.cu_seqlens[s + 1]).f32(),
         .k = k,
-        .statistics = statistics_.data(),
-        .scoring = scoring,
+        .statistics = statistics(exec, shape, k, tiles),
+        .scoring = BlockScoring(options_.selection),
         .rows = options_.coverage_rows,
         .index = &chosen,
         .sequence = s,
@@ -133,6 +142,12 @@ int64_t SparseAttention::state_bytes(const AttentionShape& shape, int64_t max_to
     bytes += rows * std::min(max_tokens, 2 * selection.vertical_cap) * static_cast<int64_t>(sizeof(int32_t));
   }
   return bytes;
+}
+
+int64_t SparseAttention::call_bytes(const AttentionShape& shape, int64_t max_tokens) const {
+  if (!scores_blocks() && options_.coverage_rows == 0) return 0;
+  const int64_t blocks = (max_tokens + options_.selection.block - 1) / options_.selection.block;
+  return BlockStatistics::floats(BlockScoring(options_.selection), shape, blocks) * static_cast<int64_t>(sizeof(float));
 }
 
 AttentionReport SparseAttention::take_report() {

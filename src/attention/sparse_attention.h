@@ -70,6 +70,9 @@ class SparseAttention final : public ChoosingAttention {
                 const AttentionOperands& operands, const AttentionGradients& gradients, AttentionState& state) override;
   int64_t scratch_bytes(const AttentionShape& shape, int64_t max_tokens, int threads) const override;
   int64_t state_bytes(const AttentionShape& shape, int64_t max_tokens) const override;
+  int64_t call_bytes(const AttentionShape& shape, int64_t max_tokens) const override;
+  // What the calls so far took of it.
+  int64_t call_bytes_used() const { return static_cast<int64_t>(statistics_.capacity() * sizeof(float)); }
 
   // The index a state holds: to dump it, to compare it, or to put one in before a forward with `replay`.
   static BlockIndex& index(AttentionState& state);
@@ -82,11 +85,14 @@ class SparseAttention final : public ChoosingAttention {
   void choose(const Exec& exec, int layer, const AttentionShape& shape, const PackedSequences& sequences,
               const AttentionOperands& operands, BlockIndex& index);
   SequenceTiles tiles_of(const PackedSequences& sequences, int sequence) const;
+  bool scores_blocks() const;
+  // Of one sequence's keys; valid until the next call.
+  const float* statistics(const Exec& exec, const AttentionShape& shape, const float* k, const SequenceTiles& tiles);
 
   Options options_;
   Selector selector_;
   BlockIndexBuilder builder_;
-  std::vector<float> statistics_;
+  std::vector<float> statistics_;  // of the sequence at hand
   AttentionReport report_;
 };
 

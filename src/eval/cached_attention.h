@@ -41,6 +41,9 @@ class CachedAttention final : public Attention {
                 const AttentionOperands& operands, const AttentionGradients& gradients, AttentionState& state) override;
   int64_t scratch_bytes(const AttentionShape& shape, int64_t max_tokens, int threads) const override;
   int64_t state_bytes(const AttentionShape& shape, int64_t max_tokens) const override;
+  int64_t call_bytes(const AttentionShape& shape, int64_t max_tokens) const override {
+    return options_.prefill->call_bytes(shape, max_tokens);
+  }
 
  private:
   // One sequence in one layer.

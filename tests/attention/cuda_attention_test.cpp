@@ -371,6 +371,8 @@ TEST_F(CudaAttentionTest, RefusesWhatItCannotDo) {
   CudaAttentionOptions options = options_of(SelectionPattern::topk, 900);
   options.attention.selection.score_tokens = 16;
   EXPECT_THROW(make_cuda_attention(options), UserError);
+  options.attention.selection.pattern = SelectionPattern::dense;  // judges nothing
+  EXPECT_NO_THROW(make_cuda_attention(options));
   options = options_of(SelectionPattern::topk, 900);
   options.attention.selection.dense_layers = {3};
   EXPECT_THROW(make_cuda_attention(options), UserError);

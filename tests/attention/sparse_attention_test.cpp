@@ -191,6 +191,27 @@ TEST_P(SparsePattern, ReplayUsesTheSameChoices) {
 INSTANTIATE_TEST_SUITE_P(Patterns, SparsePattern, testing::ValuesIn(kPatterns),
                          [](const auto& pattern) { return pattern.param.name; });
 
+TEST(SparseAttention, CallsTakeTheMemoryThatWasPlanned) {
+  const AttentionShape shape{4, 2, 16, 0.3f};
+  for (const Pattern pattern : {Pattern::topk, Pattern::topp, Pattern::mass, Pattern::window, Pattern::dense})
+    for (const int score_tokens : {0, 8, 1})
+      for (const int coverage_rows : {0, 3}) {
+        SparseAttention::Options options = options_for(pattern, Order::causal, 16, 384);
+        options.selection.dense_below = 0;
+        options.selection.score_tokens = score_tokens;
+        options.coverage_rows = coverage_rows;
+        SparseAttention attention(options);
+        // Ever longer ones: memory that grew by doubling would be more than the last asks for.
+        for (const int32_t tokens : {500, 700, 900}) run_attention(attention, AttentionCase(shape, {tokens}, 7), 1);
+        const bool judges = pattern != Pattern::window && pattern != Pattern::dense;
+        // 900 tokens are 15 blocks of 64; mean and variance a part, of single keys the keys.
+        const int64_t rows = score_tokens == 0 ? 15 * 2 : score_tokens == 8 ? 15 * 8 * 2 : 15 * 64;
+        EXPECT_EQ(attention.call_bytes(shape, 900), judges || coverage_rows > 0 ? rows * 2 * 16 * 4 : 0);
+        EXPECT_EQ(attention.call_bytes_used(), attention.call_bytes(shape, 900))
+            << "pattern " << static_cast<int>(pattern) << ", score_tokens " << score_tokens;
+      }
+}
+
 TEST(SparseAttention, ShortSequencesAndDenseLayersAreDense) {
   SparseAttention::Options options = options_for(Pattern::topk, Order::causal, 16, 320);
   options.selection.dense_layers = {1};

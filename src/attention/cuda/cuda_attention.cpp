@@ -44,10 +44,12 @@ class CudaAttention final : public ChoosingAttention {
  public:
   explicit CudaAttention(const CudaAttentionOptions& options)
       : options_(options), selection_(options.attention.selection), device_(cuda::device_info()) {
-    if (selection_.pattern != SelectionPattern::dense) check_selection_config(selection_);
-    SB_USER_CHECK(selection_.score_tokens == 0 || selection_.score_tokens == selection_.block,
-                  "attention.score_tokens: {}, but parts of a block are not judged on device: cuda yet; set it to 0",
-                  selection_.score_tokens);
+    if (selection_.pattern != SelectionPattern::dense) {
+      check_selection_config(selection_);
+      SB_USER_CHECK(selection_.score_tokens == 0 || selection_.score_tokens == selection_.block,
+                    "attention.score_tokens: {}, but parts of a block are not judged on device: cuda yet; set it to 0",
+                    selection_.score_tokens);
+    }
     SB_USER_CHECK(device_.major >= 8, "{} is too old: attention on CUDA needs compute capability 8.0 or later",
                   device_.name);
     for (const int64_t layer : selection_.dense_layers) {
