@@ -124,11 +124,28 @@ Profile find_profile(const std::string& name_or_path, const ModelShape& shape) {
   std::stringstream text;
   text << file.rdbuf();
   Profile profile = parse_profile(text.str(), name_or_path);
+  profile.name = name_or_path;  // where it lies now
   SB_USER_CHECK(
       same_sizes(profile.shape, shape),
       "{}: measured for another model shape ({}), not for {} ({}); run `sparsebalance profile` for this model",
       name_or_path, describe(profile.shape), shape.name, describe(shape));
   return profile;
+}
+
+void check_measured_blocks(const Profile& profile, const AttentionSpec& spec, const std::array<const char*, 3>& names) {
+  if (!profile.blocks) return;
+  const Profile::Blocks& measured = *profile.blocks;
+  const auto check = [&](const char* name, const char* option, int64_t then, int64_t now, bool same) {
+    SB_USER_CHECK(same,
+                  "{}: was measured with {} {} and {} is {}; measure again with `sparsebalance profile {} {}`, or "
+                  "set {} to {}",
+                  profile.name, option, then, name, now, option, now, name, then);
+  };
+  const auto part = [](int64_t score_tokens, int64_t block) { return score_tokens == 0 ? block : score_tokens; };
+  check(names[0], "--block", measured.block, spec.block, measured.block == spec.block);
+  check(names[1], "--query-block", measured.query_block, spec.query_block, measured.query_block == spec.query_block);
+  check(names[2], "--score-tokens", measured.score_tokens, spec.score_tokens,
+        part(measured.score_tokens, measured.block) == part(spec.score_tokens, spec.block));
 }
 
 }  // namespace sb

@@ -3,6 +3,7 @@
 #include <array>
 #include <cstdint>
 #include <filesystem>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -80,6 +81,11 @@ struct Profile {
   std::string machine;  // what was measured
   std::string date;
   std::string recompute = "attention";  // contained in the backward tables
+  // The blocks that were measured; none in analytic profiles and in files that do not tell.
+  struct Blocks {
+    int64_t block, query_block, score_tokens;
+  };
+  std::optional<Blocks> blocks;
   ModelShape shape;
   std::array<OperationTable, kOperations> tables;
   Link transfer_inside, transfer_between;  // point to point, inside a node and between nodes
@@ -99,5 +105,8 @@ Profile parse_profile(const std::string& json, const std::string& where);
 std::string write_profile(const Profile& profile);
 // A built-in name or a file; a measured profile must be of this shape.
 Profile find_profile(const std::string& name_or_path, const ModelShape& shape);
+// UserError when `spec` has other blocks than were measured. `names`: how its block, query_block and score_tokens are
+// called where they can be changed.
+void check_measured_blocks(const Profile& profile, const AttentionSpec& spec, const std::array<const char*, 3>& names);
 
 }  // namespace sb

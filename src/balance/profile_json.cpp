@@ -103,7 +103,7 @@ std::string write_profile(const Profile& profile) {
   for (int i = 0; i < kOperations; ++i)
     operations[operation_name(static_cast<Operation>(i))] = table_json(profile.tables[static_cast<size_t>(i)]);
   const ModelShape& shape = profile.shape;
-  const Json json = {
+  Json json = {
       {"format", "sparsebalance-profile"},
       {"version", Profile::kVersion},
       {"name", profile.name},
@@ -130,6 +130,9 @@ std::string write_profile(const Profile& profile) {
       {"memory_bytes", profile.memory_bytes},
       {"held_out_error",
        {{"median", profile.held_out.median}, {"p95", profile.held_out.p95}, {"count", profile.held_out.count}}}};
+  if (const auto& blocks = profile.blocks)
+    json["attention"] = {
+        {"block", blocks->block}, {"query_block", blocks->query_block}, {"score_tokens", blocks->score_tokens}};
   return json.dump(2) + "\n";
 }
 
@@ -148,6 +151,14 @@ Profile parse_profile(const std::string& text, const std::string& where) {
   profile.machine = reader.text("machine");
   profile.date = reader.text("date");
   profile.recompute = reader.text("recompute");
+  if (json.contains("attention")) {
+    const Reader attention = reader.child("attention");
+    profile.blocks = {attention.integer("block"), attention.integer("query_block"), attention.integer("score_tokens")};
+    const auto& [block, query_block, score_tokens] = *profile.blocks;
+    SB_USER_CHECK(block > 0 && query_block > 0, "{}: block and query_block must be positive", attention.where());
+    SB_USER_CHECK(score_tokens == 0 || (score_tokens > 0 && block % score_tokens == 0),
+                  "{}.score_tokens: {} is neither 0 nor a divisor of block {}", attention.where(), score_tokens, block);
+  }
   const Reader model = reader.child("model");
   profile.shape = {model.text("name"),
                    model.integer("layers"),

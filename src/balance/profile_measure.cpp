@@ -52,6 +52,7 @@ class Measurement {
   Measurement(const ModelShape& shape, const MeasureTarget& target, const MeasureOptions& options)
       : target_(target), options_(options), random_(options.seed) {
     profile_.shape = shape;
+    profile_.blocks = {options.spec.block, options.spec.query_block, options.spec.score_tokens};
   }
 
   Profile run() {

@@ -269,6 +269,17 @@ Json run_ring(const Arguments& arguments) {
   return json;
 }
 
+void check_score_tokens(const Arguments& arguments, const Profile& profile) {
+  const AttentionSpec& spec = arguments.spec;
+  SB_USER_CHECK(spec.score_tokens == 0 || (spec.score_tokens > 0 && spec.block % spec.score_tokens == 0),
+                "--score-tokens {} does not divide --block {}; use 0 (the whole block) or a divisor", spec.score_tokens,
+                spec.block);
+  SB_USER_CHECK(!is_analytic_profile(arguments.profile) || spec.score_tokens == 0 || spec.score_tokens == spec.block,
+                "--score-tokens {}: {} has no times for parts of a block; give a --profile that was measured with "
+                "`sparsebalance profile --score-tokens {}`, or leave it at 0",
+                spec.score_tokens, profile.name, spec.score_tokens);
+}
+
 void run(Arguments arguments) {
   if (arguments.ring.only) {
     SB_USER_CHECK(arguments.layout.cp > 1, "--ring: how many ranks share the sequence? Set --cp");
@@ -288,6 +299,7 @@ void run(Arguments arguments) {
   const auto policies = chosen(standard_policies(arguments.batching, arguments.p), arguments.policies);
   const LatencyModel latency(find_profile(arguments.profile, find_model_shape(arguments.model)));
   const ModelShape& shape = latency.profile().shape;
+  check_score_tokens(arguments, latency.profile());
   const CostModel cost(latency, arguments.spec, arguments.layout);
   const auto coverage = find_coverage(arguments.coverage, static_cast<int>(shape.layers));
   const std::vector<int64_t> pool = read_pool(arguments);
@@ -304,9 +316,17 @@ void run(Arguments arguments) {
   if (latency.profile().held_out.count > 0)
     fmt::print("profile's own error on held-out shapes: median {:.1f} %, p95 {:.1f} %\n",
                100 * latency.profile().held_out.median, 100 * latency.profile().held_out.p95);
-  fmt::print("dp {} x pp {} x cp {}, global batch {}, {} steps, budget {}, block {}, p {}\n\n", arguments.layout.dp,
+  const AttentionSpec& spec = arguments.spec;
+  if (const auto& measured = latency.profile().blocks;
+      measured && (measured->block != spec.block || measured->query_block != spec.query_block ||
+                   measured->score_tokens != spec.score_tokens))
+    fmt::print("measured with block {}, query block {}, score tokens {}: other blocks are an extrapolation\n",
+               measured->block, measured->query_block, measured->score_tokens);
+  fmt::print("dp {} x pp {} x cp {}, global batch {}, {} steps, budget {}, block {}{}, p {}\n\n", arguments.layout.dp,
              arguments.layout.pp, arguments.layout.cp, arguments.global_batch, arguments.steps, arguments.spec.budget,
-             arguments.spec.block, arguments.p);
+             arguments.spec.block,
+             arguments.spec.score_tokens > 0 ? fmt::format(", score tokens {}", arguments.spec.score_tokens) : "",
+             arguments.p);
 
   Json json = {{"model", arguments.model},
                {"profile", latency.profile().name},
@@ -323,6 +343,8 @@ void run(Arguments arguments) {
                {"micro_batch_tokens", arguments.batching.micro_batch_tokens},
                {"budget", arguments.spec.budget},
                {"block", arguments.spec.block},
+               {"query_block", arguments.spec.query_block},
+               {"score_tokens", arguments.spec.score_tokens},
                {"p", arguments.p},
                {"steps", arguments.steps},
                {"seed", arguments.seed}};

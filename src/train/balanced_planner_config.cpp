@@ -92,6 +92,9 @@ Profile run_profile(const RunConfig& config, const ModelConfig& model) {
   SB_USER_CHECK(profile.held_out.count == 0 || profile.recompute == recompute_name(config.train.recompute),
                 "{}: was measured with --recompute {} and train.recompute is {}; measure again, or change it",
                 profile.name, profile.recompute, recompute_name(config.train.recompute));
+  if (config.attention.selection.pattern != SelectionPattern::dense)
+    check_measured_blocks(profile, attention_spec(config),
+                          {"attention.block", "attention.query_block", "attention.score_tokens"});
   if (!given) log::info("balance.profile is not set: predictions start from {}", profile.name);
   return profile;
 }
@@ -112,7 +115,11 @@ std::unique_ptr<BalancedPlanner> make_balanced_planner(const RunConfig& config, 
   options.adapt = config.balance.adapt;
   options.log = config.train.output_dir / "plan.jsonl";
   options.replay = config.balance.replay;
-  return std::make_unique<BalancedPlanner>(run_profile(config, model), std::move(options));
+  Profile profile = run_profile(config, model);
+  // Dense attention does not know the run's query blocks: tiles are counted as they were measured.
+  if (config.attention.selection.pattern == SelectionPattern::dense && profile.blocks)
+    options.spec.query_block = profile.blocks->query_block;
+  return std::make_unique<BalancedPlanner>(std::move(profile), std::move(options));
 }
 
 }  // namespace sb

@@ -18,7 +18,7 @@ ModelShape model_shape(const ModelConfig& model);
 // What the planner has to know about attention.
 AttentionSpec attention_spec(const RunConfig& config);
 
-// UserError when the profile is of another shape or of another recompute level.
+// UserError when the profile is of another shape, of another recompute level or of other blocks.
 Profile run_profile(const RunConfig& config, const ModelConfig& model);
 std::unique_ptr<BalancedPlanner> make_balanced_planner(const RunConfig& config, const ModelConfig& model,
                                                        const PackingLimits& limits);

@@ -1,5 +1,6 @@
 #include <gtest/gtest.h>
 
+#include <array>
 #include <cmath>
 
 #include "balance/cost_model.h"
@@ -96,6 +97,8 @@ TEST(Profile, MeasuredOnesAreBuiltIn) {
     EXPECT_EQ(measured.name, "h200");
     EXPECT_EQ(measured.machine, "NVIDIA H200");
     EXPECT_GE(measured.held_out.count, 20);
+    EXPECT_NO_THROW(check_measured_blocks(measured, {}, {"block", "query_block", "score_tokens"}));
+    EXPECT_TRUE(measured.blocks.has_value());
     EXPECT_LE(measured.held_out.median, 0.03);
     EXPECT_LE(measured.held_out.p95, 0.08);
     // A layer of 32K tokens, sparse: within a factor of two of what its FLOPs would take.
@@ -111,6 +114,56 @@ TEST(Profile, MeasuredOnesAreBuiltIn) {
   EXPECT_NE(complaint.find("qwen2.5-0.5b, qwen2.5-3b and not for qwen2.5-7b"), std::string::npos) << complaint;
 }
 
+TEST(Profile, KnowsTheBlocksThatWereMeasured) {
+  Profile profile = analytic_profile("h200-analytic", find_model_shape("qwen2.5-0.5b"));
+  profile.name = "p.json";
+  AttentionSpec spec;
+  spec.block = 64;
+  spec.query_block = 4;
+  spec.score_tokens = 8;
+  const std::array<const char*, 3> names{"attention.block", "attention.query_block", "attention.score_tokens"};
+  const auto complaint = [&] { return error_of([&] { check_measured_blocks(profile, spec, names); }); };
+
+  // A file that does not tell, as older ones.
+  EXPECT_EQ(write_profile(profile).find("score_tokens"), std::string::npos);
+  EXPECT_FALSE(parse_profile(write_profile(profile), "p.json").blocks.has_value());
+  EXPECT_NO_THROW(check_measured_blocks(profile, spec, names));
+
+  profile.blocks = {64, 4, 8};
+  const std::string text = write_profile(profile);
+  profile = parse_profile(text, "p.json");
+  ASSERT_TRUE(profile.blocks.has_value());
+  EXPECT_EQ(profile.blocks->block, 64);
+  EXPECT_EQ(profile.blocks->query_block, 4);
+  EXPECT_EQ(profile.blocks->score_tokens, 8);
+  EXPECT_NO_THROW(check_measured_blocks(profile, spec, names));
+  const auto refused = [&](int64_t AttentionSpec::*field, int64_t value, const char* name, const char* cure) {
+    const AttentionSpec before = spec;
+    spec.*field = value;
+    const std::string said = complaint();
+    for (const char* part : {"p.json", name, cure, "sparsebalance profile"})
+      EXPECT_NE(said.find(part), std::string::npos) << part << " in: " << said;
+    spec = before;
+  };
+  refused(&AttentionSpec::block, 128, "attention.block is 128", "set attention.block to 64");
+  refused(&AttentionSpec::query_block, 16, "attention.query_block is 16", "--query-block 16");
+  refused(&AttentionSpec::score_tokens, 0, "attention.score_tokens is 0", "set attention.score_tokens to 8");
+  // 0 is the whole block.
+  profile.blocks->score_tokens = 64;
+  spec.score_tokens = 0;
+  EXPECT_NO_THROW(check_measured_blocks(profile, spec, names));
+
+  for (const auto& [from, to] : {std::pair{"\"query_block\": 4", "\"query_block\": 0"},
+                                 {"\"score_tokens\": 8", "\"score_tokens\": 7"},
+                                 {"\"score_tokens\": 8", "\"score_tokens\": -8"},
+                                 {"\"score_tokens\": 8", "\"scoretokens\": 8"}}) {
+    std::string changed = text;
+    ASSERT_NE(changed.find(from), std::string::npos) << from;
+    changed.replace(changed.find(from), std::string(from).size(), to);
+    EXPECT_NE(error_of([&] { parse_profile(changed, "p.json"); }).find("p.json.attention"), std::string::npos) << to;
+  }
+}
+
 TEST(Profile, OfAnotherModelIsRefused) {
   const std::string path = testing::TempDir() + "/sb_profile_test.json";
   const std::string text = write_profile(analytic_profile("h200-analytic", find_model_shape("qwen2.5-0.5b")));
@@ -119,6 +172,7 @@ TEST(Profile, OfAnotherModelIsRefused) {
   std::fputs(text.c_str(), file);
   std::fclose(file);
   EXPECT_EQ(find_profile(path, find_model_shape("qwen2.5-0.5b")).shape.layers, 24);
+  EXPECT_EQ(find_profile(path, find_model_shape("qwen2.5-0.5b")).name, path);
   const std::string complaint = error_of([&] { find_profile(path, find_model_shape("qwen2.5-3b")); });
   EXPECT_NE(complaint.find("another model shape"), std::string::npos);
   EXPECT_NE(complaint.find("36 layers"), std::string::npos);

@@ -120,6 +120,9 @@ TEST(ProfileMeasure, PredictsAMachineItHasNotSeen) {
   EXPECT_LE(profile.held_out.median, 0.03);
   EXPECT_LE(profile.held_out.p95, 0.08);
   EXPECT_NEAR(profile.reduce_inside.us_per_byte, 2e-4, 1e-6);
+  ASSERT_TRUE(profile.blocks.has_value());
+  EXPECT_EQ(profile.blocks->block, spec.block);
+  EXPECT_EQ(profile.blocks->query_block, spec.query_block);
   // What is written is read again.
   const Profile again = parse_profile(write_profile(profile), "profile.json");
   EXPECT_EQ(write_profile(again), write_profile(profile));

@@ -78,6 +78,31 @@ TEST_F(Cli, SimulatesARing) {
   }
 }
 
+TEST_F(Cli, SimulateTakesNoPartsThatTheProfileDoesNotKnow) {
+  const auto simulate = [&](std::vector<std::string> more) {
+    std::vector<std::string> arguments = {"simulate", "--model",    "qwen2.5-0.5b", "--steps",
+                                          "1",        "--policies", "in_order"};
+    arguments.insert(arguments.end(), more.begin(), more.end());
+    return run_program(arguments);
+  };
+  const ProgramResult whole = simulate({}),
+                      same = simulate({"--score-tokens", "128", "--json", (directory_ / "rows.json").string()});
+  EXPECT_EQ(whole.exit_code, 0) << whole.err;
+  EXPECT_EQ(same.exit_code, 0) << same.err;
+  EXPECT_NE(same.out.find("block 128, score tokens 128"), std::string::npos) << same.out;
+  std::ifstream file(directory_ / "rows.json");
+  const std::string text((std::istreambuf_iterator<char>(file)), {});
+  EXPECT_NE(text.find("\"score_tokens\": 128"), std::string::npos) << text;
+  for (const auto& [value, says] :
+       {std::pair{"-1", "does not divide"}, {"48", "does not divide"}, {"8", "--profile"}}) {
+    const ProgramResult refused = simulate({"--score-tokens", value});
+    EXPECT_EQ(refused.exit_code, 2) << value;
+    EXPECT_EQ(refused.out, "");
+    EXPECT_NE(refused.err.find("--score-tokens"), std::string::npos) << refused.err;
+    EXPECT_NE(refused.err.find(says), std::string::npos) << refused.err;
+  }
+}
+
 TEST_F(Cli, UnknownCommandsNameTheNearest) {
   const ProgramResult first = run_program({"--log-level", "debug", "trian"});
   EXPECT_EQ(first.exit_code, 2);

@@ -339,6 +339,19 @@ TEST(BalancedPlannerConfig, TakesItFromTheRun) {
   std::ofstream(std::filesystem::path(folder.path("profile.json"))) << write_profile(profile);
   config.balance.profile = std::filesystem::path(folder.path("profile.json"));
   EXPECT_THROW(make_balanced_planner(config, model, {1, 4096}), UserError);
+
+  // One of this model, measured with other blocks.
+  profile.shape = model_shape(model);
+  profile.recompute = "attention";
+  profile.blocks = {64, 16, 0};
+  std::ofstream(std::filesystem::path(folder.path("profile.json"))) << write_profile(profile);
+  config.train.recompute = Recompute::attention;
+  config.attention.selection.block = 64;
+  EXPECT_EQ(run_profile(config, model).shape.layers, kLayers);
+  config.attention.selection.score_tokens = 8;
+  EXPECT_THROW(run_profile(config, model), UserError);
+  config.attention.selection.pattern = SelectionPattern::dense;  // has no blocks
+  EXPECT_NO_THROW(make_balanced_planner(config, model, {1, 4096}));
 }
 
 }  // namespace
