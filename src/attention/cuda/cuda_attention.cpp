@@ -468,10 +468,8 @@ BlockIndex read_block_index(const AttentionState& state, ThreadPool& pool) {
   const DevicePlan& plan = *kept.plan;
   const gpu::SelectPlan& select = plan.select();
   gpu::IndexOf what{{}, plan.cu_seqlens(), plan.dense()};
-  if (plan.sparse()) {
-    what.shape.block = select.select_block;
-    what.shape.query_block = plan.index_query_block();
-  }
+  what.shape.block = plan.index_block();
+  what.shape.query_block = plan.index_query_block();
   what.shape.list_heads = plan.list_heads();
   gpu::HostLists host;
   const auto read = [](const auto* from, auto& to, int64_t count) {

@@ -104,6 +104,7 @@ void DevicePlan::build(const PlanRequest& request, Staging& staging, void* strea
   list_heads_ = request.index != nullptr                    ? request.index->shape().list_heads
                 : request.selection->lists_per_query_head() ? shape_.query_heads
                                                             : shape_.kv_heads;
+  index_block_ = request.index != nullptr ? request.index->shape().block : request.selection->block;
   index_query_block_ = request.index != nullptr ? request.index->shape().query_block : request.selection->query_block;
   causal_pairs_ = 0;
   for (size_t s = 0; s + 1 < cu_seqlens_.size(); ++s) {

@@ -99,7 +99,9 @@ class DevicePlan {
   // Selection for large groups has portable kernels only; they feed either kind.
   bool hopper_selects() const { return hopper_ && hopper_score_tokens(shape_) > 0; }
   int list_heads() const { return list_heads_; }
-  int index_query_block() const { return index_query_block_; }  // what the configuration says
+  // What the configuration or the given lists say.
+  int index_block() const { return index_block_; }
+  int index_query_block() const { return index_query_block_; }
   int sequences() const { return static_cast<int>(cu_seqlens_.size()) - 1; }
   const std::vector<int32_t>& cu_seqlens() const { return cu_seqlens_; }
   const std::vector<bool>& dense() const { return dense_; }
@@ -153,7 +155,7 @@ class DevicePlan {
   SelectPlan select_;      // likewise, but for the batches and the row offsets
   CoveragePlan coverage_;  // likewise, but for the sequences
   SlashPlan slash_;
-  int list_heads_ = 0, index_query_block_ = 0;
+  int list_heads_ = 0, index_block_ = 0, index_query_block_ = 0;
   int64_t causal_pairs_ = 0;
   int32_t forward_count_ = 0, block_count_ = 0, group_count_ = 0, pool_count_ = 0, coverage_count_ = 0;
   struct {
