@@ -11,8 +11,8 @@ namespace sb {
 
 // Communicators whose buffers lie on a device. Operations stand in the order of a stream: one begins when what was
 // queued on the stream before the call is done, and what is queued after its wait() comes after it. wait() itself does
-// not wait for the device; what it waits for is said with each implementation. barrier() waits until all earlier
-// operations of the group are over on the device as well, and throws what any of them failed with.
+// not wait for the device; what it waits for is said with each implementation. barrier() waits for all ranks, after the
+// earlier collectives of the group (and what NCCL works on) are over, and throws what any of them failed with.
 struct DeviceCommOptions {
   DeviceKind device = DeviceKind::cuda;  // cpu: host memory, where everything is done at once; for tests
   void* stream = nullptr;                // of the rank's computations

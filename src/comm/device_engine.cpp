@@ -192,8 +192,14 @@ bool DeviceEngine::work_round(std::vector<Asked> asked) {
     }
   }
   for (const auto& group : leaving) {
-    if (!group->idle()) drop(*group);
+    const bool still = !group->dropped_ && !group->idle();  // what the device works on ends, or its time does
     std::lock_guard guard(mutex_);
+    if (still) {
+      leaving_.push_back(group);
+      continue;
+    }
+    if (group->failed_.empty()) group->failed_ = "the group is gone";
+    group->dropped_ = true;
     std::erase(groups_, group);
     over_.notify_all();
   }

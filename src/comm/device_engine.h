@@ -86,7 +86,7 @@ class DeviceEngine {
   Exec exec() const { return {.device = options_.device, .stream = options_.stream}; }
 
   void add(std::shared_ptr<DeviceGroup> group);
-  // What is under way is let go of.
+  // Waits for what the device still works on.
   void remove(const std::shared_ptr<DeviceGroup>& group);
 
   void begin(const std::shared_ptr<DeviceGroup>& group, std::shared_ptr<DeviceOperation> operation);

@@ -104,6 +104,7 @@ void NcclGroup::drop() {
     lane.meeting.abandon();
     for (Task& task : lane.waiting) task.request.abandon();
     if (lane.comm != nullptr) library_->comm_abort(lane.comm);
+    lane.comm = nullptr;  // gone, whatever fails from here on
   }
   if (device_ == DeviceKind::cuda)
     for (auto& [key, lane] : lanes_) cuda::synchronize(lane.exec.stream);
@@ -190,8 +191,8 @@ bool NcclGroup::prepare(Lane& lane, Task& task) {
   const DeviceOperation& operation = *task.operation;
   if (operation.message()) {
     if (!task.asked) {
-      // A sender speaks when its data is there.
-      if (operation.kind == Kind::send && !operation.ready.passed()) {
+      // A side takes part when its stream has come so far.
+      if (!operation.ready.passed()) {
         task.begun = Clock::now();
         return false;
       }
@@ -246,7 +247,10 @@ void NcclGroup::initialise(Lane& lane) {
 
 bool NcclGroup::advance_barrier(Lane& lane, Task& task, const Queued& queued) {
   if (!task.asked) {
-    if (!task.operation->ready.passed() || !over_everywhere()) return false;
+    if (!task.operation->ready.passed() || !over_everywhere()) {
+      task.begun = Clock::now();
+      return false;
+    }
     task.request = host_->barrier_async();
     task.asked = true;
     task.begun = Clock::now();

@@ -12,8 +12,8 @@ namespace sb {
 
 // Operations on device memory through NCCL. Collectives share one NCCL communicator; messages have one of two ranks for
 // each (from, to, tag), with a stream of its own, because NCCL runs what shares a communicator strictly in order. Made
-// when first needed. A message is handed to NCCL when the sender's data is there and the receive was asked for, which
-// the sides tell each other over the host's communicator: a device never spins for what is not about to come.
+// when first needed. A message is announced over the host's communicator when the sender's data is there, and handed to
+// NCCL then; by the receiver when it has heard of it and asked for it: a device does not spin for what was asked early.
 class NcclGroup final : public DeviceGroup {
  public:
   NcclGroup(std::unique_ptr<Communicator> host, std::shared_ptr<NcclLibrary> library, DeviceKind device);

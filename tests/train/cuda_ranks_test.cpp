@@ -185,7 +185,8 @@ TEST_P(CudaRanks, MemoryFallsWithTheRanks) {
     options.device = DeviceKind::cuda;
     options.dtype = GetParam();
     options.max_micro_batch_tokens = options.max_sequence_length = 100;
-    for (const MemoryPlan::Item& item : RankModel::memory_plan(options, *attention, 0).items()) {
+    const MemoryPlan plan = RankModel::memory_plan(options, *attention, 0);
+    for (const MemoryPlan::Item& item : plan.items()) {
       if (item.name == "optimizer" || item.name == "weights") fp32[dp] += item.bytes;
       if (item.name == "rounded weights") rounded[dp] = item.bytes;
     }
@@ -257,8 +258,23 @@ TEST_F(CudaRuns, FollowOneRank) {
   expect_close(train(config_of(folder_.path("dp"), {"parallel.dp=2"})), one, 0.03);
   expect_close(train(config_of(folder_.path("pp"), {"parallel.pp=2"})), one, 0.03);
   expect_close(train(config_of(folder_.path("both"), {"parallel.dp=2", "parallel.pp=2"})), one, 0.03);
-  expect_close(train(config_of(folder_.path("cp"), {"parallel.cp=2"})), one, 0.03);
-  expect_close(train(config_of(folder_.path("cp and dp"), {"parallel.cp=2", "parallel.dp=2"})), one, 0.03);
+}
+
+std::string sequences(int shortest, int longest) {
+  return fmt::format("data={{synthetic: {{task: chunk_recall, vocab_size: 64, length: {}, min_length: {}, chunk: 4}}}}",
+                     longest, shortest);
+}
+
+// Long enough that each rank has tokens of every micro-batch.
+TEST_F(CudaRuns, SharedSequencesFollowOneRank) {
+  const auto one = train(config_of(folder_.path("one"), {sequences(400, 700)}));
+  expect_close(train(config_of(folder_.path("cp"), {sequences(400, 700), "parallel.cp=2"})), one, 0.03);
+  expect_close(train(config_of(folder_.path("both"), {sequences(400, 700), "parallel.cp=2", "parallel.dp=2"})), one,
+               0.03);
+}
+
+TEST_F(CudaRuns, ARankWithoutTokensIsRefused) {
+  EXPECT_THROW(train(config_of(folder_.path("cp"), {sequences(60, 100), "parallel.cp=4"})), UserError);
 }
 
 TEST_F(CudaRuns, GoOnWithOtherRanks) {
