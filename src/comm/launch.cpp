@@ -4,20 +4,25 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
+#include <chrono>
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
 #include <fstream>
+#include <set>
+#include <string_view>
 
 #include "comm/world.h"
+#include "core/log.h"
 
 namespace sb {
 namespace {
 
 namespace fs = std::filesystem;
 
-// The processes a process started, from /proc/<pid>/stat: "pid (name) state parent ...".
+// The processes a process started and that have not ended, from /proc/<pid>/stat: "pid (name) state parent ...".
 std::vector<pid_t> children_of(pid_t parent) {
   std::vector<pid_t> children;
   for (const fs::directory_entry& entry :
@@ -31,11 +36,49 @@ std::vector<pid_t> children_of(pid_t parent) {
     if (after_name == std::string::npos) continue;  // it has just ended
     char state = 0;
     int found = 0;
-    if (std::sscanf(text.c_str() + after_name + 1, " %c %d", &state, &found) == 2 && found == parent)
+    if (std::sscanf(text.c_str() + after_name + 1, " %c %d", &state, &found) == 2 && found == parent && state != 'Z')
       children.push_back(std::stoi(name));
   }
   return children;
 }
+
+// The rank that a process of mpirun's is, by mpirun's word for it; -1 while it is not one yet.
+int rank_of(pid_t process) {
+  constexpr std::string_view kName = "OMPI_COMM_WORLD_RANK=";
+  std::ifstream file(fmt::format("/proc/{}/environ", process), std::ios::binary);
+  std::string word;
+  while (std::getline(file, word, '\0'))
+    if (word.starts_with(kName)) return std::atoi(word.c_str() + kName.size());
+  return -1;
+}
+
+// mpirun ends the other ranks when one dies. When one dies while they are still finding each other it sometimes waits
+// for ever instead; ranks that end in peace do so together.
+class RankWatch {
+ public:
+  static constexpr std::chrono::seconds kTimeToLeave{15};
+
+  explicit RankWatch(int ranks) : ranks_(ranks) {}
+
+  // Takes the processes that mpirun has now. The ranks that ended, once mpirun had that long to end the others.
+  std::vector<int> gone(const std::vector<pid_t>& processes) {
+    started_ = started_ || !processes.empty();
+    const auto now = std::chrono::steady_clock::now();
+    if (!started_ || std::ssize(processes) >= ranks_) complete_ = now;
+    if (now - complete_ <= kTimeToLeave) return {};
+    std::set<int> living;
+    for (const pid_t process : processes) living.insert(rank_of(process));
+    std::vector<int> gone;
+    for (int rank = 0; rank < ranks_; ++rank)
+      if (!living.contains(rank)) gone.push_back(rank);
+    return gone;
+  }
+
+ private:
+  const int ranks_;
+  bool started_ = false;
+  std::chrono::steady_clock::time_point complete_ = std::chrono::steady_clock::now();  // none was missing
+};
 
 std::vector<std::string> mpirun_arguments(int ranks, std::vector<std::string> command) {
   if (command[0].empty()) command[0] = fs::read_symlink("/proc/self/exe").string();
@@ -91,11 +134,20 @@ int launch_local_ranks(int ranks, std::vector<std::string> command) {
   close(failure[0]);
 
   int status = 0;
+  RankWatch watch(ranks);
   while (waitpid(child, &status, WNOHANG) == 0) {
     const timespec pause{0, 500'000'000};  // should a SIGCHLD get lost in another thread
     const int signal = sigtimedwait(&watched, nullptr, &pause);
-    if (signal < 0 || signal == SIGCHLD) continue;
     const std::vector<pid_t> processes = children_of(child);
+    if (const std::vector<int> gone = watch.gone(processes); !gone.empty()) {
+      log::error("rank {} ended, and mpirun did not end the others within {} s: all are ended now",
+                 fmt::join(gone, ", "), RankWatch::kTimeToLeave.count());
+      for (const pid_t process : processes) kill(process, SIGKILL);
+      kill(child, SIGKILL);
+      waitpid(child, &status, 0);
+      break;
+    }
+    if (signal < 0 || signal == SIGCHLD) continue;
     for (const pid_t process : processes) kill(process, signal);
     if (processes.empty()) kill(child, signal);
   }

@@ -173,6 +173,20 @@ TEST(RanksProcess, ARankKilledAtAnyMomentEndsTheRunWhichThenGoesOnExactly) {
   EXPECT_EQ(final_weights(killed.path()), final_weights(undisturbed.path()));
 }
 
+// mpirun itself hangs at times when a rank dies while it connects the others; a stopped one stands for it.
+TEST(RanksProcess, ADeadRankEndsTheRunThoughMpirunHangs) {
+  ScratchDirectory scratch;
+  Training training(scratch.path(), on_ranks(2, 1, {"train.max_steps=100000"}));
+  ASSERT_TRUE(wait_for(training, [&] { return metric_lines(scratch.path()) >= 1; })) << training.output();
+  const std::map<int, pid_t> ranks = ranks_of(training);
+  kill(mpirun_of(training), SIGSTOP);
+  kill(ranks.at(1), SIGKILL);
+  ASSERT_TRUE(training.ends_within(kHang)) << training.output();
+  EXPECT_NE(training.wait(), 0);
+  EXPECT_TRUE(contains(training.output(), "rank 1 ended")) << training.output();
+  expect_gone(ranks);
+}
+
 TEST(RanksProcess, AFrozenRankEndsTheRunByTheTimeOut) {
   ScratchDirectory scratch;
   Training training(scratch.path(), on_ranks(3, 1, {"parallel.timeout=3", "train.max_steps=100000"}));
