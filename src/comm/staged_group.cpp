@@ -172,7 +172,8 @@ void StagedGroup::store(Piece& piece) const {
 
 bool StagedGroup::advance(Line& line, const Queued& queued) {
   bool moved = cut_piece(line);
-  bool earlier_exchanging = true;  // pieces are exchanged in order: the other ranks' are the same
+  // Pieces are exchanged in order, as the other ranks' are, and stored in order: with the last one all are there.
+  bool earlier_exchanging = true, earlier_stored = true;
   for (Piece& piece : line.pieces) {
     if (piece.state == Piece::State::fetching && earlier_exchanging && piece.fetched.passed()) {
       piece.request = exchange(piece);
@@ -181,17 +182,19 @@ bool StagedGroup::advance(Line& line, const Queued& queued) {
       moved = true;
     }
     if (piece.state == Piece::State::exchanging) {
-      if (piece.request.done()) {
+      // Asked of every piece: asking may be what moves it on.
+      if (const bool done = piece.request.done(); done && earlier_stored) {
         piece.request.wait();
         store(piece);
         piece.state = Piece::State::storing;
         if (piece.last) queued(*piece.operation);
         moved = true;
-      } else {
+      } else if (!done) {
         check_time(line, piece);
       }
     }
     earlier_exchanging = piece.state != Piece::State::fetching;
+    earlier_stored = piece.state == Piece::State::storing;
   }
   while (!line.pieces.empty() && line.pieces.front().state == Piece::State::storing &&
          line.pieces.front().stored.passed()) {
