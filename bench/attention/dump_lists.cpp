@@ -7,46 +7,33 @@
 
 #include <fmt/format.h>
 
+#include <array>
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
-#include <numeric>
 
+#include "attention/forwarding_attention.h"
 #include "attention/sparse_attention.h"
 #include "core/errors.h"
 #include "data/synthetic.h"
 #include "model/hf_checkpoint.h"
 #include "model/stage.h"
+#include "train/packing.h"
 
 namespace {
 
 using namespace sb;
 
 // Keeps the lists of the layer that ran last.
-class KeepingAttention final : public Attention {
+class KeepingAttention final : public ForwardingAttention {
  public:
-  explicit KeepingAttention(const SparseAttention::Options& options) : inner_(options) {}
-  std::unique_ptr<AttentionState> make_state() const override { return inner_.make_state(); }
+  using ForwardingAttention::ForwardingAttention;
   void forward(const Exec& exec, int layer, const AttentionShape& shape, const PackedSequences& sequences,
                const AttentionOperands& operands, AttentionState& state, bool replay) override {
-    inner_.forward(exec, layer, shape, sequences, operands, state, replay);
+    ForwardingAttention::forward(exec, layer, shape, sequences, operands, state, replay);
     kept = SparseAttention::index(state);
   }
-  void backward(const Exec& exec, int layer, const AttentionShape& shape, const PackedSequences& sequences,
-                const AttentionOperands& operands, const AttentionGradients& gradients,
-                AttentionState& state) override {
-    inner_.backward(exec, layer, shape, sequences, operands, gradients, state);
-  }
-  int64_t scratch_bytes(const AttentionShape& shape, int64_t max_tokens, int threads) const override {
-    return inner_.scratch_bytes(shape, max_tokens, threads);
-  }
-  int64_t state_bytes(const AttentionShape& shape, int64_t max_tokens) const override {
-    return inner_.state_bytes(shape, max_tokens);
-  }
   BlockIndex kept;
-
- private:
-  SparseAttention inner_;
 };
 
 void run(const std::filesystem::path& model, const std::string& file, int64_t tokens, int64_t budget, int query_block) {
@@ -56,7 +43,8 @@ void run(const std::filesystem::path& model, const std::string& file, int64_t to
   options.selection.budget = budget;
   options.selection.query_block = query_block;
   if (query_block == 128) options.selection.order = SelectionOrder::lookahead;
-  KeepingAttention attention(options);
+  SparseAttention sparse(options);
+  KeepingAttention attention(sparse);
   ThreadPool pool(available_cores());
   StageOptions stage_options;
   stage_options.last_layer = config.layers;
@@ -68,14 +56,9 @@ void run(const std::filesystem::path& model, const std::string& file, int64_t to
   task.vocab_size = config.vocab_size;
   task.length = LengthDistribution::fixed(tokens);
   const TokenSequence sequence = make_synthetic_source(task, /*seed=*/4711)->read(0);
-  MicroBatch batch;
-  batch.tokens = sequence.tokens;
-  batch.labels = sequence.labels;
-  batch.positions.resize(tokens);
-  std::iota(batch.positions.begin(), batch.positions.end(), 0);
-  batch.weights.assign(tokens, 1.0f);
-  batch.cu_seqlens = {0, static_cast<int32_t>(tokens)};
-  batch.sequence_ids = {0};
+  const std::array chosen{0};
+  const std::array weight{1.0f};
+  const MicroBatch batch = make_micro_batch({&sequence, 1}, chosen, weight, config.vocab_size);
   Exec exec;
   exec.pool = &pool;
   stage.forward(exec, batch, 0, {});

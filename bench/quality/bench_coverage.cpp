@@ -8,6 +8,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -17,6 +18,7 @@
 #include <vector>
 
 #include "attention/dense_attention.h"
+#include "attention/forwarding_attention.h"
 #include "attention/sparse_attention.h"
 #include "core/errors.h"
 #include "core/random.h"
@@ -24,6 +26,7 @@
 #include "device/blas.h"
 #include "model/hf_checkpoint.h"
 #include "model/stage.h"
+#include "train/packing.h"
 
 namespace {
 
@@ -40,40 +43,26 @@ struct Recorded {
   std::vector<float> q, k, v;
 };
 
-// Dense attention that keeps its operands.
-class RecordingAttention final : public Attention {
+// Keeps the operands of the attention it passes on to.
+class RecordingAttention final : public ForwardingAttention {
  public:
-  std::unique_ptr<AttentionState> make_state() const override { return dense_.make_state(); }
+  using ForwardingAttention::ForwardingAttention;
   void forward(const Exec& exec, int layer, const AttentionShape& shape, const PackedSequences& sequences,
                const AttentionOperands& operands, AttentionState& state, bool replay) override {
-    dense_.forward(exec, layer, shape, sequences, operands, state, replay);
+    ForwardingAttention::forward(exec, layer, shape, sequences, operands, state, replay);
     const int64_t tokens = sequences.tokens(), queries = tokens * shape.heads * shape.head_dim,
                   keys = tokens * shape.kv_heads * shape.head_dim;
     const auto copy = [](const TensorView& x, int64_t count) { return std::vector<float>(x.f32(), x.f32() + count); };
     recorded.push_back(
         {layer, shape, tokens, copy(operands.q, queries), copy(operands.k, keys), copy(operands.v, keys)});
   }
-  void backward(const Exec& exec, int layer, const AttentionShape& shape, const PackedSequences& sequences,
-                const AttentionOperands& operands, const AttentionGradients& gradients,
-                AttentionState& state) override {
-    dense_.backward(exec, layer, shape, sequences, operands, gradients, state);
-  }
-  int64_t scratch_bytes(const AttentionShape& shape, int64_t max_tokens, int threads) const override {
-    return dense_.scratch_bytes(shape, max_tokens, threads);
-  }
-  int64_t state_bytes(const AttentionShape& shape, int64_t max_tokens) const override {
-    return dense_.state_bytes(shape, max_tokens);
-  }
-
   std::vector<Recorded> recorded;
-
- private:
-  DenseAttention dense_;
 };
 
 std::vector<Recorded> record(const std::filesystem::path& directory, const std::vector<TokenSequence>& sequences,
                              int64_t tokens, ThreadPool& pool, const ModelConfig& config) {
-  RecordingAttention attention;
+  DenseAttention dense;
+  RecordingAttention attention(dense);
   StageOptions options;
   options.last_layer = config.layers;
   options.max_micro_batch_tokens = options.max_sequence_length = tokens;
@@ -81,15 +70,10 @@ std::vector<Recorded> record(const std::filesystem::path& directory, const std::
   Stage stage(config, options, attention, pool.threads());
   read_hf_weights(directory, stage.parameters());
   LossSums sums;
+  const std::array chosen{0};
+  const std::array weight{1.0f};
   for (const TokenSequence& sequence : sequences) {
-    MicroBatch batch;
-    batch.tokens = sequence.tokens;
-    batch.labels = sequence.labels;
-    batch.positions.resize(tokens);
-    std::iota(batch.positions.begin(), batch.positions.end(), 0);
-    batch.weights.assign(tokens, 1.0f);
-    batch.cu_seqlens = {0, static_cast<int32_t>(tokens)};
-    batch.sequence_ids = {0};
+    const MicroBatch batch = make_micro_batch({&sequence, 1}, chosen, weight, config.vocab_size);
     Exec exec;
     exec.pool = &pool;
     stage.forward(exec, batch, 0, {});

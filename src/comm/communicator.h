@@ -2,6 +2,7 @@
 
 #include <chrono>
 #include <cstdint>
+#include <exception>
 #include <memory>
 #include <span>
 #include <string>
@@ -58,20 +59,36 @@ class CommRequest {
   CommRequest() = default;
   explicit CommRequest(std::unique_ptr<State> state) : state_(std::move(state)) {}
   CommRequest(CommRequest&&) = default;
-  CommRequest& operator=(CommRequest&&) = default;
+  CommRequest& operator=(CommRequest&& other) noexcept {
+    if (this != &other) {
+      leave();
+      state_ = std::move(other.state_);
+    }
+    return *this;
+  }
+  ~CommRequest() { leave(); }
   void wait() {
-    if (state_) state_->wait();
-    state_.reset();
+    if (const std::unique_ptr<State> state = std::move(state_)) state->wait();
   }
   bool done() { return !state_ || state_->done(); }
   // The operation's memory is about to go, whether it is over or not: nobody touches it afterwards, and unless it was
   // over the group is unusable from then on.
   void abandon() {
-    if (state_) state_->abandon();
-    state_.reset();
+    if (const std::unique_ptr<State> state = std::move(state_)) state->abandon();
   }
 
  private:
+  // Where an exception is on its way the memory goes with it, and nobody waits for anything.
+  void leave() noexcept {
+    try {
+      if (std::uncaught_exceptions() > 0)
+        abandon();
+      else
+        wait();
+    } catch (const Error&) {  // whoever cares about the outcome waits
+    }
+  }
+
   std::unique_ptr<State> state_;
 };
 

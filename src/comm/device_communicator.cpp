@@ -1,7 +1,5 @@
 #include "comm/device_communicator.h"
 
-#include <exception>
-
 #include "comm/device_engine.h"
 #include "comm/nccl_group.h"
 #include "comm/staged_group.h"
@@ -16,32 +14,15 @@ class DeviceRequest final : public CommRequest::State {
   DeviceRequest(std::shared_ptr<DeviceEngine> engine, std::shared_ptr<DeviceGroup> group,
                 std::shared_ptr<DeviceOperation> operation, int rank)
       : engine_(std::move(engine)), group_(std::move(group)), operation_(std::move(operation)), rank_(rank) {}
-  ~DeviceRequest() override {
-    if (over_) return;
-    try {
-      if (std::uncaught_exceptions() > 0)
-        abandon();
-      else
-        wait();
-    } catch (const Error&) {  // whoever cares about the outcome waits
-    }
-  }
-  void wait() override {
-    over_ = true;
-    engine_->wait(group_, *operation_);
-  }
+  void wait() override { engine_->wait(group_, *operation_); }
   bool done() override { return engine_->done(group_, *operation_); }
-  void abandon() override {
-    over_ = true;
-    engine_->abandon(group_, *operation_, rank_);
-  }
+  void abandon() override { engine_->abandon(group_, *operation_, rank_); }
 
  private:
   std::shared_ptr<DeviceEngine> engine_;
   std::shared_ptr<DeviceGroup> group_;
   std::shared_ptr<DeviceOperation> operation_;
   const int rank_;
-  bool over_ = false;
 };
 
 using MakeGroup = std::function<std::shared_ptr<DeviceGroup>(std::unique_ptr<Communicator> host)>;

@@ -1,7 +1,6 @@
 #include "comm/message_communicator.h"
 
 #include <algorithm>
-#include <exception>
 
 #include "comm/message_engine.h"
 #include "comm/reduce.h"
@@ -24,30 +23,13 @@ class MessageRequest final : public CommRequest::State {
  public:
   MessageRequest(std::shared_ptr<MessageEngine> engine, std::shared_ptr<MessageOperation> operation)
       : engine_(std::move(engine)), operation_(std::move(operation)) {}
-  ~MessageRequest() override {
-    if (over_) return;
-    try {
-      if (std::uncaught_exceptions() > 0)
-        abandon();
-      else
-        wait();
-    } catch (const Error&) {  // whoever cares about the outcome waits
-    }
-  }
-  void wait() override {
-    over_ = true;
-    engine_->wait(*operation_);
-  }
+  void wait() override { engine_->wait(*operation_); }
   bool done() override { return engine_->done(*operation_); }
-  void abandon() override {
-    over_ = true;
-    engine_->abandon(*operation_);
-  }
+  void abandon() override { engine_->abandon(*operation_); }
 
  private:
   std::shared_ptr<MessageEngine> engine_;
   std::shared_ptr<MessageOperation> operation_;
-  bool over_ = false;
 };
 
 class MessageCommunicator final : public Communicator {

@@ -156,17 +156,6 @@ class ThreadRequest final : public CommRequest::State {
                 std::string text)
       : world_(std::move(world)), group_(std::move(group)), rank_(rank), op_(std::move(op)), text_(std::move(text)) {}
 
-  ~ThreadRequest() override {
-    if (over_) return;
-    try {
-      if (std::uncaught_exceptions() > 0)
-        abandon();
-      else
-        wait();
-    } catch (const Error&) {  // whoever cares about the outcome waits
-    }
-  }
-
   void wait() override {
     std::unique_lock lock(world_->mutex);
     const Clock::time_point deadline = Clock::now() + world_->options.timeout;
@@ -189,7 +178,6 @@ class ThreadRequest final : public CommRequest::State {
 
   // This rank is on its way out with an error: nobody may touch its data afterwards.
   void abandon() override {
-    over_ = true;
     std::unique_lock lock(world_->mutex);
     wake().wait(lock, [&] { return !op_->running; });
     if (op_->done || !world_->aborted.empty() || !group_->failed.empty()) return;
@@ -206,7 +194,6 @@ class ThreadRequest final : public CommRequest::State {
   }
 
   void settle() {
-    over_ = true;
     if (op_->done && op_->error.empty()) return;
     if (op_->done) throw InternalError("{}", op_->error);
     if (!world_->aborted.empty()) throw CommAborted(world_->aborted);
@@ -214,7 +201,6 @@ class ThreadRequest final : public CommRequest::State {
   }
 
   void time_out() {
-    over_ = true;
     group_->failed = fmt::format("rank {} waited {:g} s for {}", rank_,
                                  std::chrono::duration<double>(world_->options.timeout).count(), text_);
     if (const auto* collective = dynamic_cast<const Collective*>(op_.get())) {
@@ -232,7 +218,6 @@ class ThreadRequest final : public CommRequest::State {
   const int rank_;
   std::shared_ptr<Operation> op_;
   const std::string text_;
-  bool over_ = false;
 };
 
 class ThreadCommunicator final : public Communicator {

@@ -7,7 +7,6 @@
 #include <fstream>
 #include <map>
 #include <mutex>
-#include <nlohmann/json.hpp>
 #include <numeric>
 
 #include "attention/cuda/cuda_attention.h"
@@ -17,6 +16,7 @@
 #include "device/cuda.h"
 #include "tests/data/temporary_folder.h"
 #include "tests/model/model_fixture.h"
+#include "tests/train/cuda_run.h"
 #include "train/rank_model.h"
 #include "train/step_sums.h"
 #include "train/training_run.h"
@@ -201,31 +201,9 @@ TEST_P(CudaRanks, MemoryFallsWithTheRanks) {
 }
 
 RunConfig config_of(const std::string& output, const std::vector<std::string>& overrides) {
-  const std::string yaml = R"(
-device: cuda
-model:
-  init: {model_type: qwen2, vocab_size: 64, hidden_size: 128, intermediate_size: 256, num_hidden_layers: 2,
-         num_attention_heads: 4, num_key_value_heads: 2, head_dim: 64, initializer_range: 0.1, tie_word_embeddings: true}
-data:
-  synthetic: {task: chunk_recall, vocab_size: 64, length: 700, min_length: 60, chunk: 4}
-batch: {global_batch_size: 6, micro_batch_sequences: 2}
-attention: {pattern: dense, coverage_rows: 0}
-optimizer: {learning_rate: 2.0e-3, schedule: constant}
-train: {max_steps: 20, save_steps: 10, threads: 1, validation_sequences: 2, tensorboard: false}
-)";
-  std::vector<std::string> all = {"train.output_dir=" + output};
+  std::vector<std::string> all = {"device=cuda", "train.max_steps=20", "train.threads=1"};
   all.insert(all.end(), overrides.begin(), overrides.end());
-  return parse_run_config(yaml, "run.yaml", all);
-}
-
-std::map<int64_t, double> losses_of(const RunConfig& config) {
-  std::map<int64_t, double> losses;
-  std::ifstream in(config.train.output_dir / "metrics.jsonl");
-  for (std::string line; std::getline(in, line);) {
-    const auto json = nlohmann::json::parse(line);
-    if (json.contains("loss")) losses[json["step"].get<int64_t>()] = json["loss"].get<double>();
-  }
-  return losses;
+  return small_run(output, all);
 }
 
 std::map<int64_t, double> train(const RunConfig& config) {
@@ -235,7 +213,7 @@ std::map<int64_t, double> train(const RunConfig& config) {
     run_training(config, out, false, [] { return false; }, {&world, ranks, world.rank()});
   });
   std::fclose(out);
-  return losses_of(config);
+  return losses_by_step(config);
 }
 
 class CudaRuns : public testing::Test {
@@ -303,7 +281,7 @@ TEST_F(CudaRuns, ProcessesShareAGpu) {
   std::ofstream(file) << print_run_config(config);
   const std::string command = fmt::format("{} train {} --ranks 2 > {} 2>&1", SB_PROGRAM, file, folder_.path("log"));
   ASSERT_EQ(std::system(command.c_str()), 0) << std::ifstream(folder_.path("log")).rdbuf();
-  expect_close(losses_of(config), one, 0.03);
+  expect_close(losses_by_step(config), one, 0.03);
 }
 
 }  // namespace
