@@ -305,9 +305,9 @@ struct Stage::Implementation {
     slot.inputs->release(0);
     auto* next = static_cast<char*>(slot.staging.data());
     for (TensorView* ids : {&slot.ids.tokens, &slot.ids.positions, &slot.ids.labels, &slot.ids.weights}) {
-      if (ids->elements() == 0) continue;  // stages in the middle have no labels
+      // Stages in the middle have no labels, and a rank that shares short sequences maybe no tokens.
       const TensorView there = slot.inputs->allocate(ids->dtype(), ids->shape());
-      std::memcpy(next, ids->raw(), static_cast<size_t>(ids->bytes()));
+      if (ids->elements() > 0) std::memcpy(next, ids->raw(), static_cast<size_t>(ids->bytes()));
       upload(exec, next, there);
       next += Arena::rounded(ids->bytes());
       *ids = there;

@@ -250,12 +250,7 @@ MicroBatch Trainer::own_part(MicroBatch batch) const {
   const ParallelOptions& parallel = config_.parallel;
   if (parallel.cp == 1) return batch;
   const ContextLayout layout(parallel.placement, parallel.cp, config_.attention.selection.block, batch.cu_seqlens);
-  MicroBatch own = context_part(batch, layout, model_->grid().cp_rank());
-  SB_USER_CHECK(own.size() > 0 || config_.device == DeviceKind::cpu,
-                "a micro-batch of {} tokens has none for rank {} of parallel.cp {}, which a GPU cannot have: lower "
-                "attention.block or parallel.cp, or raise batch.micro_batch_tokens",
-                batch.cu_seqlens.back(), model_->grid().cp_rank(), parallel.cp);
-  return own;
+  return context_part(batch, layout, model_->grid().cp_rank());
 }
 
 // Gradients of the whole global batch, before their reduction; nothing when asked to stop on the way.

@@ -178,6 +178,20 @@ TEST_P(CudaRing, DenseEqualsTheDefinition) {
   }
 }
 
+// Fewer blocks than ranks: some have no queries and no keys, and pass on what the others send.
+TEST_P(CudaRing, RanksWithoutTokensPassKeysOn) {
+  for (const std::vector<int32_t>& lengths : {std::vector<int32_t>{100}, {130, 60}}) {
+    const AttentionCase c = rounded({shape_of(4, 2, 64), lengths, 5});
+    const AttentionResults<double> expected = reference_attention(c, sees_everything);
+    for (const SelectionPattern pattern : {SelectionPattern::dense, SelectionPattern::topk})
+      for (const int node_size : {0, 2}) {
+        SCOPED_TRACE(
+            fmt::format("{} sequences, pattern {}, nodes of {}", lengths.size(), static_cast<int>(pattern), node_size));
+        expect_close(run_ring(c, {config_of(pattern), GetParam(), 4, node_size}), expected, tolerance());
+      }
+  }
+}
+
 TEST_P(CudaRing, GivenListsEqualTheDefinition) {
   const AttentionCase c = rounded({shape_of(4, 2, 64), kLengths, 4});
   for (const SelectionPattern pattern : {SelectionPattern::topk, SelectionPattern::vertical_slash}) {
