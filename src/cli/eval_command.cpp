@@ -27,7 +27,7 @@ using Json = nlohmann::ordered_json;
 
 // What every evaluation takes.
 struct EvalOptions {
-  std::string model, attention = "dense", run_config, json;
+  std::string model, attention = "dense", run_config, json, device = "cpu";
   int64_t max_tokens = 4096, max_new_tokens = 64;
   int batch = 1, threads = 0;
   double temperature = 0, top_p = 1;
@@ -54,6 +54,10 @@ EvalModel open_model(const EvalOptions& options) {
   model.max_tokens = options.max_tokens;
   model.batch = options.batch;
   model.threads = options.threads;
+  if (options.device == "cuda") {
+    model.device = DeviceKind::cuda;
+    model.dtype = DType::bf16;
+  }
   if (options.attention == "as-trained") {
     model.attention = load_run_config(find_run_config(options)).attention.selection;
   }
@@ -78,6 +82,7 @@ void write_json(const EvalOptions& options, Json result) {
   if (options.json.empty()) return;
   result["model"] = options.model;
   result["attention"] = options.attention;
+  result["device"] = options.device;
   write_file(options.json, result.dump(1) + "\n");
 }
 
@@ -323,6 +328,9 @@ void add_common(CLI::App* command, EvalOptions& options, bool model_required) {
   command->add_option("--run-config", options.run_config, "run.yaml for as-trained, where it is not beside the model");
   command->add_option("--max-tokens", options.max_tokens, "Longest sequence, prompt and answer together")
       ->check(CLI::Range(int64_t{2}, int64_t{1} << 24))
+      ->capture_default_str();
+  command->add_option("--device", options.device, "cpu (fp32), or cuda (bf16)")
+      ->check(CLI::IsMember({"cpu", "cuda"}))
       ->capture_default_str();
   command->add_option("--threads", options.threads, "Threads; 0: all cores")
       ->check(CLI::Range(0, 1024))

@@ -6,20 +6,13 @@
 
 #include "core/errors.h"
 #include "device/blas.h"
+#include "eval/host_floats.h"
 
 namespace sb {
 
 CachedAttention::CachedAttention(const Options& options)
     : options_(options), slots_(static_cast<size_t>(options.sequences) * options.layers) {
-  const AttentionShape& shape = options_.shape;
-  for (Slot& slot : slots_) {
-    slot.k.resize(options_.capacity * shape.kv_heads * shape.head_dim);
-    slot.v.resize(slot.k.size());
-    if (options_.selector == nullptr) continue;
-    const SelectionConfig& config = options_.selector->config();
-    slot.tile_q.reserve(int64_t{config.query_block} * shape.heads * shape.head_dim);
-    slot.statistics.resize(BlockStatistics::floats(BlockScoring(config), shape, options_.capacity / config.block));
-  }
+  if (options_.choosing != nullptr) selector_.emplace(options_.selection);
 }
 
 void CachedAttention::clear() {
@@ -29,37 +22,41 @@ void CachedAttention::clear() {
   }
 }
 
-int64_t CachedAttention::bytes() const {
-  int64_t floats = 0;
-  for (const Slot& slot : slots_) {
-    floats += static_cast<int64_t>(slot.k.size() + slot.v.size() + slot.statistics.size() + slot.tile_q.capacity());
-  }
-  return floats * static_cast<int64_t>(sizeof(float));
+// With a cache's first prompt: whoever only scores never needs it.
+void CachedAttention::make_room(Slot& slot) const {
+  const AttentionShape& shape = options_.shape;
+  slot.k.resize(options_.capacity * shape.kv_heads * shape.head_dim);
+  slot.v.resize(slot.k.size());
+  if (!selector_) return;
+  const SelectionConfig& config = selector_->config();
+  slot.tile_q.reserve(int64_t{config.query_block} * shape.heads * shape.head_dim);
+  slot.statistics.resize(BlockStatistics::floats(BlockScoring(config), shape, options_.capacity / config.block));
 }
 
 SequenceTiles CachedAttention::tiles(int64_t tokens) const {
-  const SelectionConfig& config = options_.selector->config();
+  const SelectionConfig& config = selector_->config();
   return {tokens, config.block, config.query_block, config.sink_blocks, config.local_blocks, config.budget};
 }
 
-void CachedAttention::append(const Exec& exec, Slot& slot, const float* q, const float* k, const float* v,
-                             int64_t tokens) {
+// Tokens [begin, end) of the operands.
+void CachedAttention::append(const Exec& exec, Slot& slot, const AttentionOperands& operands, int64_t begin,
+                             int64_t end) const {
   const AttentionShape& shape = options_.shape;
-  const int64_t row = int64_t{shape.kv_heads} * shape.head_dim, query_row = int64_t{shape.heads} * shape.head_dim;
-  SB_CHECK(slot.tokens + tokens <= options_.capacity, "{} + {} tokens in a cache of {}", slot.tokens, tokens,
-           options_.capacity);
-  std::copy_n(k, tokens * row, slot.k.data() + slot.tokens * row);
-  std::copy_n(v, tokens * row, slot.v.data() + slot.tokens * row);
-  const int64_t before = slot.tokens;
+  const int64_t row = int64_t{shape.kv_heads} * shape.head_dim, tokens = end - begin, before = slot.tokens;
+  SB_CHECK(before + tokens <= options_.capacity, "{} + {} tokens in a cache of {}", before, tokens, options_.capacity);
+  if (slot.k.empty()) make_room(slot);
+  std::ranges::copy(HostFloats(operands.k.rows(begin, end)).values(), slot.k.data() + before * row);
+  std::ranges::copy(HostFloats(operands.v.rows(begin, end)).values(), slot.v.data() + before * row);
   slot.tokens += tokens;
-  if (options_.selector == nullptr) return;
+  if (!selector_) return;
 
   // Queries of the tile that the last token belongs to.
-  const SelectionConfig& config = options_.selector->config();
+  const SelectionConfig& config = selector_->config();
   const int64_t tile_begin = (slot.tokens - 1) / config.query_block * config.query_block;
   if (tile_begin >= before) slot.tile_q.clear();
-  const int64_t first_new = std::max(tile_begin, before);
-  slot.tile_q.insert(slot.tile_q.end(), q + (first_new - before) * query_row, q + tokens * query_row);
+  const int64_t first_new = std::max(tile_begin, before) - before;
+  const HostFloats queries(operands.q.rows(begin + first_new, end));
+  slot.tile_q.insert(slot.tile_q.end(), queries.values().begin(), queries.values().end());
 
   const BlockScoring scoring(config);
   const int64_t floats = scoring.block_floats(shape.head_dim);
@@ -76,9 +73,8 @@ void CachedAttention::append(const Exec& exec, Slot& slot, const float* q, const
 }
 
 std::vector<std::pair<int64_t, int64_t>> CachedAttention::visible_keys(const Slot& slot, int layer, int kv_head) const {
-  const Selector* selector = options_.selector;
-  if (selector == nullptr) return {{0, slot.tokens}};
-  const SelectionConfig& config = selector->config();
+  if (!selector_) return {{0, slot.tokens}};
+  const SelectionConfig& config = selector_->config();
   SelectionRequest request;
   request.layer = layer;
   request.shape = options_.shape;
@@ -91,7 +87,7 @@ std::vector<std::pair<int64_t, int64_t>> CachedAttention::visible_keys(const Slo
   BlockScorer scorer(options_.shape, BlockScoring(config), slot.tile_q.data(), slot.statistics.data(),
                      options_.capacity / config.block, request.tiles.begin(tile));
   std::vector<IndexEntry> entries;
-  selector->choose_tile(request, kv_head, tile, scorer, entries);
+  selector_->choose_tile(request, kv_head, tile, scorer, entries);
   std::vector<std::pair<int64_t, int64_t>> ranges;
   for (const IndexEntry& entry : entries) {
     if (entry.first > token - request.tiles.begin(tile)) continue;
@@ -159,26 +155,31 @@ void CachedAttention::attend(const Slot& slot, int layer, int kv_head, const flo
 void CachedAttention::forward(const Exec& exec, int layer, const AttentionShape& shape,
                               const PackedSequences& sequences, const AttentionOperands& operands,
                               AttentionState& state, bool replay) {
-  SB_CHECK(!replay && sequences.sequences() == static_cast<int>(caches_.size()), "{} sequences, {} caches in use",
-           sequences.sequences(), caches_.size());
-  const bool prompts = slot(caches_.front(), layer).tokens == 0;
+  SB_CHECK(!replay && (caches_.empty() || std::ssize(caches_) == sequences.sequences()),
+           "{} sequences, {} caches in use", sequences.sequences(), caches_.size());
+  const bool prompts = caches_.empty() || slot(caches_.front(), layer).tokens == 0;
   if (prompts) options_.prefill->forward(exec, layer, shape, sequences, operands, state, false);
+  if (caches_.empty()) return;
+  // What prompts teach, new tokens go by.
+  if (prompts && selector_) selector_->set_thresholds(options_.choosing->thresholds());
 
-  const int64_t query_row = int64_t{shape.heads} * shape.head_dim;
+  const Exec host = {.pool = exec.pool};
   for (int s = 0; s < sequences.sequences(); ++s) {
     Slot& cache = slot(caches_[s], layer);
     const int64_t begin = sequences.cu_seqlens[s], end = sequences.cu_seqlens[s + 1];
     SB_CHECK((cache.tokens == 0) == prompts && (prompts || end - begin == 1),
              "a micro-batch holds prompts, or one new token of each sequence");
-    append(exec, cache, operands.q.rows(begin, end).f32(), operands.k.rows(begin, end).f32(),
-           operands.v.rows(begin, end).f32(), end - begin);
+    append(host, cache, operands, begin, end);
   }
   if (prompts) return;
-  exec.pool->parallel_for(int64_t{sequences.sequences()} * shape.kv_heads, 1, [&](int64_t item, int64_t, int) {
+  const int64_t query_row = int64_t{shape.heads} * shape.head_dim;
+  const HostFloats q(operands.q), out(operands.out);
+  host.pool->parallel_for(int64_t{sequences.sequences()} * shape.kv_heads, 1, [&](int64_t item, int64_t, int) {
     const int64_t s = item / shape.kv_heads;
-    attend(slot(caches_[s], layer), layer, static_cast<int>(item % shape.kv_heads), operands.q.f32() + s * query_row,
-           operands.out.f32() + s * query_row);
+    attend(slot(caches_[s], layer), layer, static_cast<int>(item % shape.kv_heads), q.data() + s * query_row,
+           out.data() + s * query_row);
   });
+  out.store();
 }
 
 void CachedAttention::backward(const Exec&, int, const AttentionShape&, const PackedSequences&,

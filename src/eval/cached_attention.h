@@ -2,22 +2,24 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <vector>
 
-#include "attention/attention.h"
-#include "attention/selection/selector.h"
+#include "attention/sparse_attention.h"
 
 namespace sb {
 
 // Attention for generation: keys and values of every (sequence, layer) stay in a cache, so that a new token costs one
-// row. The first micro-batch of a sequence (its prompt) runs through `prefill`; later ones look at the cache. With a
-// selector, new tokens choose key blocks by the rule they would have had in training; otherwise they look at
-// everything.
+// row. The first micro-batch of a sequence (its prompt) runs through `prefill`; later ones look at the cache. With
+// `choosing`, new tokens choose key blocks by the rule they would have had in training; otherwise they look at
+// everything. Caches lie in host memory in fp32 and new tokens attend there, whatever device the model runs on.
 class CachedAttention final : public Attention {
  public:
   struct Options {
     Attention* prefill = nullptr;
-    const Selector* selector = nullptr;  // causal pattern with lists per kv head, or null: dense
+    // `prefill` once more where it is causal with lists per kv head, and its pattern; null: new tokens see everything.
+    const ChoosingAttention* choosing = nullptr;
+    SelectionConfig selection = {};
     int layers = 0;
     int sequences = 0;     // caches
     int64_t capacity = 0;  // tokens of each
@@ -27,11 +29,10 @@ class CachedAttention final : public Attention {
 
   // Forgets what the caches hold.
   void clear();
-  // The sequences of the micro-batches to come, as cache numbers.
+  // The sequences of the micro-batches to come, as cache numbers. None: `prefill` alone, nothing is kept.
   void use(std::vector<int> caches) { caches_ = std::move(caches); }
   // Tokens in a cache (after whole forwards).
   int64_t length(int cache) const { return slots_[cache * options_.layers].tokens; }
-  int64_t bytes() const;
 
   std::unique_ptr<AttentionState> make_state() const override { return options_.prefill->make_state(); }
   void forward(const Exec& exec, int layer, const AttentionShape& shape, const PackedSequences& sequences,
@@ -39,6 +40,10 @@ class CachedAttention final : public Attention {
   // Generation has no backward: InternalError.
   void backward(const Exec& exec, int layer, const AttentionShape& shape, const PackedSequences& sequences,
                 const AttentionOperands& operands, const AttentionGradients& gradients, AttentionState& state) override;
+  void reserve(const AttentionShape& shape, int64_t max_tokens, DType dtype,
+               std::span<const std::unique_ptr<AttentionState>> states) override {
+    options_.prefill->reserve(shape, max_tokens, dtype, states);
+  }
   int64_t scratch_bytes(const AttentionShape& shape, int64_t max_tokens, int threads) const override;
   int64_t state_bytes(const AttentionShape& shape, int64_t max_tokens) const override;
   int64_t call_bytes(const AttentionShape& shape, int64_t max_tokens) const override {
@@ -55,12 +60,14 @@ class CachedAttention final : public Attention {
     int64_t finished_blocks = 0;
   };
   Slot& slot(int cache, int layer) { return slots_[cache * options_.layers + layer]; }
-  void append(const Exec& exec, Slot& slot, const float* q, const float* k, const float* v, int64_t tokens);
+  void make_room(Slot& slot) const;
+  void append(const Exec& exec, Slot& slot, const AttentionOperands& operands, int64_t begin, int64_t end) const;
   void attend(const Slot& slot, int layer, int kv_head, const float* q, float* out) const;
   std::vector<std::pair<int64_t, int64_t>> visible_keys(const Slot& slot, int layer, int kv_head) const;
   SequenceTiles tiles(int64_t tokens) const;
 
   Options options_;
+  std::optional<Selector> selector_;
   std::vector<Slot> slots_;
   std::vector<int> caches_;
 };

@@ -3,10 +3,13 @@
 #include <cmath>
 #include <numeric>
 
+#include "attention/cuda/cuda_attention.h"
 #include "attention/dense_attention.h"
 #include "attention/sparse_attention.h"
 #include "core/errors.h"
 #include "core/log.h"
+#include "device/cuda.h"
+#include "eval/host_floats.h"
 #include "model/hf_checkpoint.h"
 
 namespace sb {
@@ -14,25 +17,10 @@ namespace sb {
 EvalModel::EvalModel(const EvalModelOptions& options)
     : options_(options),
       config_(read_model_config(options.model / "config.json")),
-      pool_(options.threads > 0 ? options.threads : available_cores()) {
-  exec_.pool = &pool_;
+      pool_(options.threads > 0 ? options.threads : available_cores()),
+      context_(options.device, pool_) {
   CachedAttention::Options cache;
-  if (options.attention && options.attention->pattern != SelectionPattern::dense) {
-    SparseAttention::Options sparse;
-    sparse.selection = *options.attention;
-    sparse.layers = config_.layers;
-    auto attention = std::make_unique<SparseAttention>(sparse);
-    const SelectionConfig& selection = sparse.selection;
-    if (selection.order == SelectionOrder::causal || selection.pattern == SelectionPattern::window) {
-      cache.selector = &attention->selector();
-    } else {
-      log::warning(
-          "the pattern looks ahead, which a new token cannot: prompts run as trained, new tokens see all keys");
-    }
-    prefill_ = std::move(attention);
-  } else {
-    prefill_ = std::make_unique<DenseAttention>();
-  }
+  prefill_ = make_prefill(cache);
   cache.prefill = prefill_.get();
   cache.layers = config_.layers;
   cache.sequences = options.batch;
@@ -42,12 +30,45 @@ EvalModel::EvalModel(const EvalModelOptions& options)
   cached_ = std::make_unique<CachedAttention>(cache);
 
   StageOptions stage;
+  stage.device = options.device;
+  stage.dtype = options.dtype;
   stage.last_layer = config_.layers;
   stage.max_micro_batch_tokens = std::max<int64_t>(options.max_tokens, options.batch);
   stage.max_sequence_length = options.max_tokens;
   stage.training = false;
+  stage.with_values = options.dtype == DType::f32;
+  if (options.device == DeviceKind::cuda) {
+    constexpr int64_t kOutsideThePlan = int64_t{1} << 30;  // kernels, attention's work lists
+    Stage::memory_plan(config_, stage, *cached_, pool_.threads())
+        .check_fits(std::max<int64_t>(cuda::device_info().free_bytes - kOutsideThePlan, 1), "Lower --max-tokens.");
+  }
   stage_ = std::make_unique<Stage>(config_, stage, *cached_, pool_.threads());
+  // Rounded weights are all that is ever read.
+  if (!stage.with_values) stage_->parameters().set_values_owner([](const TensorView&) {});
   read_hf_weights(options.model, stage_->parameters());
+}
+
+std::unique_ptr<Attention> EvalModel::make_prefill(CachedAttention::Options& cache) const {
+  SparseAttention::Options sparse;
+  sparse.layers = config_.layers;
+  sparse.selection.pattern = SelectionPattern::dense;
+  if (options_.attention) sparse.selection = *options_.attention;
+  const SelectionConfig& selection = sparse.selection;
+  const bool dense = selection.pattern == SelectionPattern::dense, on_cuda = options_.device == DeviceKind::cuda;
+  if (dense && !on_cuda) return std::make_unique<DenseAttention>();
+  std::unique_ptr<ChoosingAttention> attention;
+  if (on_cuda)
+    attention = make_cuda_attention({.attention = sparse});
+  else
+    attention = std::make_unique<SparseAttention>(sparse);
+  if (dense) return attention;
+  if (selection.order == SelectionOrder::causal || selection.pattern == SelectionPattern::window) {
+    cache.choosing = attention.get();
+    cache.selection = selection;
+  } else {
+    log::warning("the pattern looks ahead, which a new token cannot: prompts run as trained, new tokens see all keys");
+  }
+  return attention;
 }
 
 EvalModel::~EvalModel() = default;
@@ -77,18 +98,17 @@ EvalModel::Score EvalModel::score(const std::vector<int32_t>& tokens, const std:
   batch.weights.assign(tokens.size(), 1.0f);
   batch.cu_seqlens = {0, static_cast<int32_t>(tokens.size())};
   batch.sequence_ids = {0};
-  cached_->clear();
-  cached_->use({0});
-  stage_->forward(exec_, batch, 0, {});
-  const float* losses = stage_->token_loss(0).f32();
-  return {stage_->loss(0), {losses, losses + tokens.size()}};
+  cached_->use({});
+  stage_->forward(context_.exec(), batch, 0, {});
+  const HostFloats losses(stage_->token_loss(0));
+  return {stage_->loss(0), {losses.values().begin(), losses.values().end()}};
 }
 
 std::vector<std::vector<int32_t>> EvalModel::generate(const std::vector<std::vector<int32_t>>& prompts,
                                                       const GenerationOptions& options,
                                                       const std::function<void(size_t, size_t)>& progress) {
   Generator generator(*stage_, *cached_, options_.batch, options_.max_tokens);
-  return generator.generate(exec_, prompts, options, progress);
+  return generator.generate(context_.exec(), prompts, options, progress);
 }
 
 std::vector<std::string> EvalModel::answer(const std::vector<std::string>& prompts, GenerationOptions options,

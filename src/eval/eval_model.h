@@ -9,6 +9,7 @@
 
 #include "attention/selection/selection_config.h"
 #include "data/tokenizer.h"
+#include "device/context.h"
 #include "eval/generation.h"
 #include "model/stage.h"
 
@@ -20,9 +21,12 @@ struct EvalModelOptions {
   int64_t max_tokens = 4096;                 // longest sequence, prompt and answer together
   int batch = 1;                             // sequences that are continued together
   int threads = 0;                           // 0: all cores
+  DeviceKind device = DeviceKind::cpu;
+  DType dtype = DType::f32;  // of weights and activations: f32, or bf16 on CUDA
 };
 
-// A model to be asked questions: scores sequences and continues prompts.
+// A model to be asked questions: scores sequences and continues prompts. OutOfMemory with the plan when it does not fit
+// on the GPU.
 class EvalModel {
  public:
   explicit EvalModel(const EvalModelOptions& options);
@@ -49,10 +53,13 @@ class EvalModel {
                                   const std::function<void(size_t, size_t)>& progress = {});
 
  private:
+  // How prompts run; into `cache` what new tokens need of it.
+  std::unique_ptr<Attention> make_prefill(CachedAttention::Options& cache) const;
+
   EvalModelOptions options_;
   ModelConfig config_;
   ThreadPool pool_;
-  Exec exec_;
+  DeviceContext context_;
   std::unique_ptr<Attention> prefill_;
   std::unique_ptr<CachedAttention> cached_;
   std::unique_ptr<Stage> stage_;

@@ -4,11 +4,18 @@
 #include <numeric>
 
 #include "core/errors.h"
+#include "eval/host_floats.h"
 
 namespace sb {
 
 Generator::Generator(Stage& stage, CachedAttention& attention, int batch, int64_t capacity)
-    : stage_(stage), attention_(attention), batch_(batch), capacity_(capacity), logits_(stage.config().vocab_size) {
+    : stage_(stage),
+      attention_(attention),
+      batch_(batch),
+      capacity_(capacity),
+      logits_memory_(
+          make_arena("logits", stage.config().vocab_size * dtype_bytes(stage.options().dtype), stage.options().device)),
+      logits_(logits_memory_.allocate(stage.options().dtype, {1, stage.config().vocab_size})) {
   SB_CHECK(stage.first() && stage.last(), "generation needs the whole model on one stage");
 }
 
@@ -27,9 +34,8 @@ MicroBatch Generator::batch_of(const std::vector<int32_t>& tokens, int64_t first
 
 int32_t Generator::choose(const Exec& exec, int64_t row, const GenerationOptions& options, size_t prompt,
                           int64_t position) {
-  const TensorView logits(logits_.data(), {1, static_cast<int64_t>(logits_.size())});
-  stage_.logits(exec, 0, row, row + 1, logits);
-  return sample_token(logits_, options.sampling, prompt, static_cast<uint64_t>(position));
+  stage_.logits(exec, 0, row, row + 1, logits_);
+  return sample_token(HostFloats(logits_).values(), options.sampling, prompt, static_cast<uint64_t>(position));
 }
 
 std::vector<std::vector<int32_t>> Generator::generate(const Exec& exec,

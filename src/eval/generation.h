@@ -42,7 +42,8 @@ class Generator {
   CachedAttention& attention_;
   int batch_;
   int64_t capacity_;
-  std::vector<float> logits_;
+  Arena logits_memory_;
+  TensorView logits_;  // of one row
 };
 
 }  // namespace sb

@@ -68,7 +68,10 @@ struct Pair {
     }
     CachedAttention::Options options;
     options.prefill = prefill.get();
-    if (sparse) options.selector = &static_cast<SparseAttention&>(*prefill).selector();
+    if (sparse) {
+      options.choosing = static_cast<SparseAttention*>(prefill.get());
+      options.selection = sparse->selection;
+    }
     options.layers = 2;
     options.sequences = batch;
     options.capacity = 1024;

@@ -1,0 +1,200 @@
+#include "eval/eval_model.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <memory>
+#include <numeric>
+
+#include "attention/dense_attention.h"
+#include "attention/sparse_attention.h"
+#include "core/random.h"
+#include "device/cuda.h"
+#include "model/hf_checkpoint.h"
+#include "tests/train/scratch_directory.h"
+
+namespace sb {
+namespace {
+
+constexpr int64_t kCapacity = 800;
+
+ModelConfig small_model() {
+  ModelConfig config;
+  config.family = ModelConfig::Family::qwen2;
+  config.vocab_size = 61;
+  config.hidden_size = 32;
+  config.intermediate_size = 48;
+  config.layers = 2;
+  config.heads = 4;
+  config.kv_heads = 2;
+  config.head_dim = 64;
+  config.qkv_bias = true;
+  config.initializer_range = 0.3f;  // large, so that attention is far from uniform
+  config.max_position_embeddings = 1024;
+  config.tie_word_embeddings = true;
+  return config;
+}
+
+std::vector<int32_t> random_tokens(int64_t length, uint64_t seed) {
+  Random random(seed);
+  std::vector<int32_t> tokens(static_cast<size_t>(length));
+  for (int32_t& token : tokens) token = static_cast<int32_t>(random.below(61));
+  return tokens;
+}
+
+SelectionConfig selection(SelectionPattern pattern) {
+  SelectionConfig config;
+  config.pattern = pattern;
+  config.budget = 384;
+  config.coverage = 0.5;
+  return config;
+}
+
+// The same weights on a stage of the CPU, without caches.
+struct Reference {
+  ThreadPool pool{2};
+  Exec exec = {.pool = &pool};
+  std::unique_ptr<Attention> attention;
+  std::unique_ptr<Stage> stage;
+
+  explicit Reference(const std::optional<SelectionConfig>& pattern) {
+    if (pattern)
+      attention = std::make_unique<SparseAttention>(SparseAttention::Options{*pattern, 2});
+    else
+      attention = std::make_unique<DenseAttention>();
+    StageOptions options;
+    options.last_layer = 2;
+    options.max_micro_batch_tokens = options.max_sequence_length = kCapacity;
+    options.training = false;
+    stage = std::make_unique<Stage>(small_model(), options, *attention, 2);
+    stage->initialize(5);
+  }
+
+  void run(const std::vector<int32_t>& tokens, const std::vector<int32_t>& labels) {
+    MicroBatch batch;
+    batch.tokens = tokens;
+    batch.labels = labels;
+    batch.positions.resize(tokens.size());
+    std::iota(batch.positions.begin(), batch.positions.end(), 0);
+    batch.weights.assign(tokens.size(), 1.0f);
+    batch.cu_seqlens = {0, static_cast<int32_t>(tokens.size())};
+    batch.sequence_ids = {0};
+    stage->forward(exec, batch, 0, {});
+  }
+};
+
+struct Where {
+  const char* name;
+  DeviceKind device;
+  DType dtype;
+};
+
+class EvalModelTest : public testing::TestWithParam<Where> {
+ protected:
+  void SetUp() override {
+    if (on_cuda() && !cuda::problem().empty()) GTEST_SKIP() << cuda::problem();
+    write_hf_model(directory_.path(), small_model(), Reference({}).stage->parameters(), {});
+  }
+  bool on_cuda() const { return GetParam().device == DeviceKind::cuda; }
+  // `fp32` on the CPU and on CUDA alike, what rounding the weights and every activation leaves otherwise.
+  double tolerance(double fp32, double bf16) const { return GetParam().dtype == DType::f32 ? fp32 : bf16; }
+
+  EvalModel open(const std::optional<SelectionConfig>& pattern, int batch = 1) const {
+    EvalModelOptions options;
+    options.model = directory_.path();
+    options.attention = pattern;
+    options.max_tokens = kCapacity;
+    options.batch = batch;
+    options.threads = 2;
+    options.device = GetParam().device;
+    options.dtype = GetParam().dtype;
+    return EvalModel(options);
+  }
+
+  ScratchDirectory directory_;
+};
+
+std::vector<Where> everywhere() {
+  std::vector<Where> places = {{"cpu", DeviceKind::cpu, DType::f32}};
+#ifdef SB_TEST_CUDA
+  places.push_back({"cuda_f32", DeviceKind::cuda, DType::f32});
+  places.push_back({"cuda_bf16", DeviceKind::cuda, DType::bf16});
+#endif
+  return places;
+}
+INSTANTIATE_TEST_SUITE_P(Devices, EvalModelTest, testing::ValuesIn(everywhere()),
+                         [](const auto& place) { return std::string(place.param.name); });
+
+std::vector<std::optional<SelectionConfig>> patterns() {
+  return {std::nullopt, selection(SelectionPattern::topk), selection(SelectionPattern::topp),
+          selection(SelectionPattern::window)};
+}
+
+TEST_P(EvalModelTest, LossesAreThoseOfTheCpu) {
+  for (const auto& pattern : patterns()) {
+    SCOPED_TRACE(pattern ? static_cast<int>(pattern->pattern) : -1);
+    Reference reference(pattern);
+    EvalModel model = open(pattern);
+    for (const int64_t length : {1, 130, 700}) {
+      const std::vector<int32_t> tokens = random_tokens(length, 3);
+      std::vector<int32_t> labels = random_tokens(length, 4);
+      if (length > 1) labels[1] = kIgnoredLabel;
+      reference.run(tokens, labels);
+      const LossSums& expected = reference.stage->loss(0);
+      const EvalModel::Score got = model.score(tokens, labels);
+      EXPECT_EQ(got.sums.targets, expected.targets);
+      EXPECT_NEAR(got.sums.nll / expected.nll, 1.0, tolerance(1e-5, 1e-2)) << length;
+      ASSERT_EQ(std::ssize(got.token_loss), length);
+      const float* losses = reference.stage->token_loss(0).f32();
+      double largest = 0;
+      for (size_t i = 0; i < got.token_loss.size(); ++i)
+        largest = std::max<double>(largest, std::abs(got.token_loss[i] - losses[i]));
+      const double mean = expected.nll / static_cast<double>(expected.targets);
+      EXPECT_LT(largest, tolerance(1e-3, 0.1) * mean) << length;
+    }
+  }
+}
+
+// Every new token is the likeliest one when the whole sequence runs at once on the CPU; with rounding, as likely as the
+// likeliest but for that.
+TEST_P(EvalModelTest, ContinuesPromptsAsTheCpuWould) {
+  for (const auto& pattern : patterns()) {
+    SCOPED_TRACE(pattern ? static_cast<int>(pattern->pattern) : -1);
+    Reference reference(pattern);
+    EvalModel model = open(pattern, 2);
+    const std::vector<std::vector<int32_t>> prompts = {random_tokens(600, 7), random_tokens(1, 8),
+                                                       random_tokens(250, 9)};
+    GenerationOptions options;
+    options.max_new_tokens = 24;  // crosses a tile and a block
+    const auto answers = model.generate(prompts, options);
+    for (size_t i = 0; i < prompts.size(); ++i) {
+      ASSERT_EQ(answers[i].size(), 24u);
+      for (size_t n = 0; n < answers[i].size(); ++n) {
+        std::vector<int32_t> tokens = prompts[i];
+        tokens.insert(tokens.end(), answers[i].begin(), answers[i].begin() + static_cast<ptrdiff_t>(n));
+        reference.run(tokens, std::vector<int32_t>(tokens.size(), kIgnoredLabel));
+        std::vector<float> logits(61);
+        const int64_t last = std::ssize(tokens) - 1;
+        reference.stage->logits(reference.exec, 0, last, last + 1, {logits.data(), {1, 61}});
+        const auto [least, most] = std::minmax_element(logits.begin(), logits.end());
+        const float chosen = logits[static_cast<size_t>(answers[i][n])];
+        ASSERT_LE(*most - chosen, tolerance(1e-4, 0.05) * (*most - *least)) << "prompt " << i << ", token " << n;
+      }
+    }
+  }
+}
+
+TEST_P(EvalModelTest, ScoresBetweenAnswersChangeNeither) {
+  EvalModel model = open(selection(SelectionPattern::topk));
+  GenerationOptions options;
+  options.max_new_tokens = 6;
+  const std::vector<int32_t> prompt = random_tokens(500, 2);
+  const auto first = model.generate({prompt}, options);
+  const EvalModel::Score score = model.score(prompt, prompt);
+  EXPECT_EQ(model.generate({prompt}, options), first);
+  EXPECT_EQ(model.score(prompt, prompt).token_loss, score.token_loss);
+}
+
+}  // namespace
+}  // namespace sb
