@@ -84,9 +84,15 @@ int64_t norm_scratch_bytes(DeviceKind device) {
 }
 
 double squared_norm(const Exec& exec, TensorView x) {
-  check_operand(exec, "squared_norm", "x", x, DType::f32, x.shape());
-  if (exec.device == DeviceKind::cuda) return cuda::squared_norm(exec, x);
-  return cpu::squared_norm(exec, x);
+  return squared_norm(exec, std::span<const TensorView>(&x, 1));
+}
+
+double squared_norm(const Exec& exec, std::span<const TensorView> pieces) {
+  for (const TensorView& x : pieces) check_operand(exec, "squared_norm", "x", x, DType::f32, x.shape());
+  if (exec.device == DeviceKind::cuda) return cuda::squared_norm(exec, pieces);
+  double sum = 0;
+  for (const TensorView& x : pieces) sum += cpu::squared_norm(exec, x);
+  return sum;
 }
 
 }  // namespace sb

@@ -44,6 +44,8 @@ void round_parameters(const Exec& exec, TensorView parameters, TensorView weight
 // Σ x², summed in fp64 in an order that does not depend on the number of threads. Infinite or NaN when x is.
 // Waits for the device.
 double squared_norm(const Exec& exec, TensorView x);
+// The sum of that over the pieces, in order; waits once.
+double squared_norm(const Exec& exec, std::span<const TensorView> pieces);
 
 // Bytes of exec.scratch that the norms need.
 int64_t norm_scratch_bytes(DeviceKind device);

@@ -114,11 +114,12 @@ __global__ void __launch_bounds__(kThreads) squares_kernel(const float* x, int64
   if (threadIdx.x == 0) sums[blockIdx.x] = sum;
 }
 
+// total += Σ sums
 __global__ void __launch_bounds__(kThreads) total_kernel(const double* sums, double* total) {
   double sum = 0;
   for (int i = threadIdx.x; i < kNormBlocks; i += kThreads) sum += sums[i];
   sum = block_sum(sum);
-  if (threadIdx.x == 0) *total = sum;
+  if (threadIdx.x == 0) *total += sum;
 }
 
 __global__ void clip_kernel(const double* total, double max_norm, float* clip) {
@@ -133,15 +134,18 @@ __global__ void __launch_bounds__(kThreads) round_kernel(const float* from, int6
   }
 }
 
-// Σ x² into the returned place in the scratch memory.
-double* queue_squared_norm(const Exec& exec, TensorView x) {
+// Σ x² over the pieces, into the returned place in the scratch memory.
+double* queue_squared_norm(const Exec& exec, std::span<const TensorView> pieces) {
   double* sums = exec.scratch->allocate_array<double>(kNormBlocks);
   double* total = exec.scratch->allocate_array<double>(1);
-  const bool vectors = reinterpret_cast<uintptr_t>(x.raw()) % 16 == 0;
-  squares_kernel<<<kNormBlocks, kThreads, 0, stream_of(exec)>>>(x.f32(), x.elements(), vectors, sums);
-  SB_CUDA_LAUNCHED();
-  total_kernel<<<1, kThreads, 0, stream_of(exec)>>>(sums, total);
-  SB_CUDA_LAUNCHED();
+  SB_CUDA_CHECK(cudaMemsetAsync(total, 0, sizeof(double), stream_of(exec)));
+  for (const TensorView& x : pieces) {
+    const bool vectors = reinterpret_cast<uintptr_t>(x.raw()) % 16 == 0;
+    squares_kernel<<<kNormBlocks, kThreads, 0, stream_of(exec)>>>(x.f32(), x.elements(), vectors, sums);
+    SB_CUDA_LAUNCHED();
+    total_kernel<<<1, kThreads, 0, stream_of(exec)>>>(sums, total);
+    SB_CUDA_LAUNCHED();
+  }
   return total;
 }
 
@@ -189,13 +193,14 @@ int64_t norm_scratch_bytes() {
 
 void clip_by_norm(const Exec& exec, TensorView gradients, double max_norm, TensorView clip) {
   const ArenaScope scope(*exec.scratch);
-  clip_kernel<<<1, 1, 0, stream_of(exec)>>>(queue_squared_norm(exec, gradients), max_norm, clip.f32());
+  const double* total = queue_squared_norm(exec, std::span<const TensorView>(&gradients, 1));
+  clip_kernel<<<1, 1, 0, stream_of(exec)>>>(total, max_norm, clip.f32());
   SB_CUDA_LAUNCHED();
 }
 
-double squared_norm(const Exec& exec, TensorView x) {
+double squared_norm(const Exec& exec, std::span<const TensorView> pieces) {
   const ArenaScope scope(*exec.scratch);
-  const double* total = queue_squared_norm(exec, x);
+  const double* total = queue_squared_norm(exec, pieces);
   double result = 0;
   SB_CUDA_CHECK(cudaMemcpyAsync(&result, total, sizeof(result), cudaMemcpyDeviceToHost, stream_of(exec)));
   SB_CUDA_CHECK(cudaStreamSynchronize(stream_of(exec)));

@@ -74,7 +74,7 @@ void adamw_update(const Exec& exec, const AdamWStep& step, TensorView parameters
 void adamw_update(const Exec& exec, const AdamWStep& step, std::span<const DecayRange> ranges,
                   const AdamWBuffers& buffers);
 void clip_by_norm(const Exec& exec, TensorView gradients, double max_norm, TensorView clip);
-double squared_norm(const Exec& exec, TensorView x);
+double squared_norm(const Exec& exec, std::span<const TensorView> pieces);
 void round_parameters(const Exec& exec, TensorView parameters, TensorView weights);
 // Scratch: what embedding_backward sorts with; what the norms need.
 int64_t embedding_scratch_bytes(int64_t tokens);

@@ -74,7 +74,7 @@ int64_t embedding_scratch_bytes(int64_t) {
 int64_t norm_scratch_bytes() {
   refuse();
 }
-double squared_norm(const Exec&, TensorView) {
+double squared_norm(const Exec&, std::span<const TensorView>) {
   refuse();
 }
 

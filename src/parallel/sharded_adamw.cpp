@@ -47,13 +47,13 @@ void ShardedAdamW::take_values(const TensorView& all) {
 }
 
 double ShardedAdamW::squared_norm(const Exec& exec, int left_out) const {
-  // All pieces at once where one rank has them: every call waits for the device.
+  // Where one rank has all pieces they are one: fewer, larger kernels.
   if (exec.device == DeviceKind::cuda && layout_.shards() == 1 && left_out < 0)
     return sb::squared_norm(exec, parameters_.gradients());
-  double sum = 0;
+  std::vector<TensorView> pieces;
   for (const FlatRange& piece : layout_.pieces(replicas_.rank(), left_out))
-    sum += sb::squared_norm(exec, parameters_.gradients().rows(piece.begin, piece.end));
-  return sum;
+    pieces.push_back(parameters_.gradients().rows(piece.begin, piece.end));
+  return sb::squared_norm(exec, pieces);
 }
 
 void ShardedAdamW::update(const Exec& exec, const AdamWStep& step) {

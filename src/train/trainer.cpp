@@ -85,6 +85,9 @@ std::vector<int> Trainer::offload(const RunConfig& config, TrainerParts parts, i
   return parts.offload;
 }
 
+Trainer::OwnDevice::OwnDevice(DeviceKind device, int threads)
+    : pool(threads), context(device, pool, norm_scratch_bytes(device)) {}
+
 Trainer::Trainer(const RunConfig& config, TrainerParts parts, RunDirectory& directory)
     : config_(config),
       parts_(std::move(parts)),
@@ -92,11 +95,9 @@ Trainer::Trainer(const RunConfig& config, TrainerParts parts, RunDirectory& dire
       limits_(packing_limits(config.batch, longest_sequence(parts_))),
       alone_(parts_.world ? nullptr : make_self_communicator()),
       world_(parts_.world ? parts_.world : alone_.get()),
-      pool_(thread_count(config, parts_.local_ranks)),
-      own_device_(parts_.device
-                      ? nullptr
-                      : std::make_unique<DeviceContext>(config.device, pool_, norm_scratch_bytes(config.device))),
-      exec_(parts_.device ? parts_.device->exec() : own_device_->exec()),
+      own_device_(parts_.device ? nullptr
+                                : std::make_unique<OwnDevice>(config.device, thread_count(config, parts_.local_ranks))),
+      exec_(parts_.device ? parts_.device->exec() : own_device_->context.exec()),
       peak_flops_(config.device == DeviceKind::cuda
                       ? peak_bf16_flops(cuda::device_info().name) / (parts_.device ? parts_.device->sharing() : 1)
                       : 0),

@@ -124,8 +124,13 @@ class Trainer {
   PackingLimits limits_;
   std::unique_ptr<Communicator> alone_;
   Communicator* world_;
-  ThreadPool pool_;
-  std::unique_ptr<DeviceContext> own_device_;
+  // Where the parts bring no device.
+  struct OwnDevice {
+    ThreadPool pool;
+    DeviceContext context;
+    OwnDevice(DeviceKind device, int threads);
+  };
+  std::unique_ptr<OwnDevice> own_device_;
   Exec exec_;
   double peak_flops_;  // of a rank's device; 0: unknown
   std::unique_ptr<RankModel> model_;

@@ -175,6 +175,19 @@ TEST_P(AdamWTest, SquaredNormMatchesReference) {
   }
 }
 
+// One of them empty.
+TEST_P(AdamWTest, SquaredNormOfPiecesIsTheSumOfTheirsBitForBit) {
+  const TensorView whole = floats(random_values(70001, 3), {70001});
+  std::vector<TensorView> pieces;
+  double sum = 0;
+  for (const auto& [begin, end] : {std::pair<int64_t, int64_t>{0, 16}, {16, 65553}, {65553, 65553}, {65554, 70001}}) {
+    pieces.push_back(whole.rows(begin, end));
+    sum += squared_norm(exec(), pieces.back());
+  }
+  EXPECT_EQ(squared_norm(exec(), pieces), sum);
+  EXPECT_EQ(squared_norm(exec(), std::vector<TensorView>()), 0.0);
+}
+
 TEST_P(AdamWTest, SquaredNormSpeaksUpAboutNonFiniteValues) {
   EXPECT_EQ(squared_norm(exec(), filled_f32({3}, 1e30f)),
             3.0 * static_cast<double>(1e30f) * static_cast<double>(1e30f));
