@@ -37,13 +37,13 @@ def run(size,S,ckpt,comp,steps=4):
             loss=chunked_ce(h[0],m.lm_head.weight,ids[0,1:])
             loss.backward(); opt.step(); opt.zero_grad(set_to_none=True)
             torch.cuda.synchronize(); ts.append(time.time()-t)
-    t=min(ts[1:]); L=cfg.num_hidden_layers; N=nparam(m)
+    t=min(ts[1:] or ts); L=cfg.num_hidden_layers; N=nparam(m)
     fl=6*N*S + 12*L*cfg.hidden_size*S*S/2  # causal attention 3.0x convention (fwd 2*2*S^2*h/2 *3)
     print(json.dumps(dict(size=size,S=S,ckpt=ckpt,compile=comp,step_s=round(t,3),tok_s=round(S/t),mfu=round(fl/t/989e12,3),peakGB=round(torch.cuda.max_memory_allocated()/2**30,1),loss=round(loss.item(),3))),flush=True)
     del m,opt,body; gc.collect(); torch.cuda.empty_cache(); torch._dynamo.reset()
 ALL = ['0.5B:8192', '0.5B:32768', '0.5B:131072:layer', '3B:8192', '3B:32768:layer', '3B:131072:layer']
 for case in sys.argv[1:] or ALL:
     size, tokens, *options = case.split(':')
-    steps = [int(option[5:]) for option in options if option.startswith('steps')] or [4]  # the first warms up
+    steps = [int(option[5:]) for option in options if option.startswith('steps')] or [4]  # the first of several warms up
     try: run(size, int(tokens), 'layer' in options, 'compile' in options, steps[0])
     except Exception as e: print(case,'ERR',str(e)[:200],flush=True); gc.collect(); torch.cuda.empty_cache()
