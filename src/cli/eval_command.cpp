@@ -27,7 +27,7 @@ using Json = nlohmann::ordered_json;
 
 // What every evaluation takes.
 struct EvalOptions {
-  std::string model, attention = "dense", run_config, json, device = "cpu";
+  std::string model, attention = "dense", run_config, json, device = "cpu", precision = "auto";
   int64_t max_tokens = 4096, max_new_tokens = 64;
   int batch = 1, threads = 0;
   double temperature = 0, top_p = 1;
@@ -56,7 +56,7 @@ EvalModel open_model(const EvalOptions& options) {
   model.threads = options.threads;
   if (options.device == "cuda") {
     model.device = DeviceKind::cuda;
-    model.dtype = DType::bf16;
+    if (options.precision == "auto") model.dtype = DType::bf16;
   }
   if (options.attention == "as-trained") {
     model.attention = load_run_config(find_run_config(options)).attention.selection;
@@ -329,8 +329,11 @@ void add_common(CLI::App* command, EvalOptions& options, bool model_required) {
   command->add_option("--max-tokens", options.max_tokens, "Longest sequence, prompt and answer together")
       ->check(CLI::Range(int64_t{2}, int64_t{1} << 24))
       ->capture_default_str();
-  command->add_option("--device", options.device, "cpu (fp32), or cuda (bf16)")
+  command->add_option("--device", options.device, "Where the model runs")
       ->check(CLI::IsMember({"cpu", "cuda"}))
+      ->capture_default_str();
+  command->add_option("--precision", options.precision, "Of weights and activations; auto: bfloat16 on cuda")
+      ->check(CLI::IsMember({"auto", "float32"}))
       ->capture_default_str();
   command->add_option("--threads", options.threads, "Threads; 0: all cores")
       ->check(CLI::Range(0, 1024))
