@@ -71,7 +71,7 @@ class Attention {
   // Bytes a state may hold for a micro-batch of at most this many tokens, for the memory plan.
   virtual int64_t state_bytes(const AttentionShape& shape, int64_t max_tokens) const = 0;
   // Host memory that a call takes besides exec.scratch, likewise.
-  virtual int64_t call_bytes(const AttentionShape& shape, int64_t max_tokens) const { return 0; }
+  virtual int64_t call_bytes(const AttentionShape& shape, int64_t max_tokens, int threads) const { return 0; }
 };
 
 }  // namespace sb

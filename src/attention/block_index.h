@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "attention/staged_values.h"
 #include "core/thread_pool.h"
 
 namespace sb {
@@ -124,21 +125,22 @@ class BlockIndexBuilder {
   // Puts the rows together and builds the columns, in parallel.
   void finish(ThreadPool& pool);
 
+  // Memory it holds, and the most it ever does for so many rows with so many entries and columns in all.
+  int64_t bytes() const;
+  static int64_t most_bytes(int64_t rows, int64_t entries, int64_t columns, int threads);
+
  private:
   struct StagedRow {
     int32_t thread = -1;
     uint32_t entries = 0, columns = 0;
     int64_t entry_begin = 0, column_begin = 0;
   };
-  struct Staging {
-    std::vector<IndexEntry> entries;
-    std::vector<int32_t> columns;
-  };
   void check_row(int64_t row, std::span<const IndexEntry> entries, std::span<const int32_t> columns) const;
 
   BlockIndex* index_ = nullptr;
   std::vector<StagedRow> staged_;
-  std::vector<Staging> staging_;
+  StagedValues<IndexEntry> entries_;
+  StagedValues<int32_t> columns_;
 };
 
 }  // namespace sb

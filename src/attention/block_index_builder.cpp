@@ -11,11 +11,8 @@ void BlockIndexBuilder::begin(BlockIndex& index, const BlockIndexShape& shape, s
   index_ = &index;
   index.lay_out(shape, cu_seqlens, dense);
   staged_.assign(index.rows(), StagedRow{});
-  staging_.resize(threads);
-  for (Staging& staging : staging_) {
-    staging.entries.clear();
-    staging.columns.clear();
-  }
+  entries_.begin(threads);
+  columns_.begin(threads);
 }
 
 void BlockIndexBuilder::check_row(int64_t row, std::span<const IndexEntry> entries,
@@ -46,15 +43,12 @@ void BlockIndexBuilder::check_row(int64_t row, std::span<const IndexEntry> entri
 
 void BlockIndexBuilder::set_row(int thread, int64_t row, std::span<const IndexEntry> entries,
                                 std::span<const int32_t> columns) {
-  SB_CHECK(index_ != nullptr && thread >= 0 && thread < static_cast<int>(staging_.size()), "thread {} of {}", thread,
-           staging_.size());
+  SB_CHECK(index_ != nullptr && thread >= 0 && thread < entries_.threads(), "thread {} of {}", thread,
+           entries_.threads());
   check_row(row, entries, columns);
   SB_CHECK(staged_[row].thread < 0, "row {} is set twice", row);
-  Staging& staging = staging_[thread];
   staged_[row] = {thread, static_cast<uint32_t>(entries.size()), static_cast<uint32_t>(columns.size()),
-                  static_cast<int64_t>(staging.entries.size()), static_cast<int64_t>(staging.columns.size())};
-  staging.entries.insert(staging.entries.end(), entries.begin(), entries.end());
-  staging.columns.insert(staging.columns.end(), columns.begin(), columns.end());
+                  entries_.append(thread, entries), columns_.append(thread, columns)};
 }
 
 void BlockIndexBuilder::finish(ThreadPool& pool) {
@@ -78,18 +72,29 @@ void BlockIndexBuilder::finish(ThreadPool& pool) {
     for (int64_t row = begin; row < end; ++row) {
       const StagedRow& staged = staged_[row];
       if (staged.thread < 0) continue;
-      const Staging& staging = staging_[staged.thread];
-      for (uint32_t i = 0; i < staged.entries; ++i) {
-        const IndexEntry& entry = staging.entries[staged.entry_begin + i];
-        index.row_blocks_[index.row_offsets_[row] + i] = entry.block;
-        index.row_first_[index.row_offsets_[row] + i] = entry.first;
-      }
-      std::copy_n(staging.columns.begin() + staged.column_begin, staged.columns,
-                  index.gathered_.begin() + index.gathered_offsets_[row]);
+      uint32_t next = index.row_offsets_[row];
+      entries_.read(staged.thread, staged.entry_begin, staged.entries, [&](std::span<const IndexEntry> part) {
+        for (const IndexEntry& entry : part) {
+          index.row_blocks_[next] = entry.block;
+          index.row_first_[next++] = entry.first;
+        }
+      });
+      auto gathered = index.gathered_.begin() + index.gathered_offsets_[row];
+      columns_.read(staged.thread, staged.column_begin, staged.columns,
+                    [&](std::span<const int32_t> part) { gathered = std::copy(part.begin(), part.end(), gathered); });
     }
   });
   index.build_columns(pool);
   index_ = nullptr;
+}
+
+int64_t BlockIndexBuilder::bytes() const {
+  return static_cast<int64_t>(staged_.capacity() * sizeof(StagedRow)) + entries_.bytes() + columns_.bytes();
+}
+
+int64_t BlockIndexBuilder::most_bytes(int64_t rows, int64_t entries, int64_t columns, int threads) {
+  return rows * static_cast<int64_t>(sizeof(StagedRow)) + StagedValues<IndexEntry>::most_bytes(entries, threads) +
+         StagedValues<int32_t>::most_bytes(columns, threads);
 }
 
 }  // namespace sb

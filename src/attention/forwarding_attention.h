@@ -30,8 +30,8 @@ class ForwardingAttention : public Attention {
   int64_t state_bytes(const AttentionShape& shape, int64_t max_tokens) const override {
     return inner_.state_bytes(shape, max_tokens);
   }
-  int64_t call_bytes(const AttentionShape& shape, int64_t max_tokens) const override {
-    return inner_.call_bytes(shape, max_tokens);
+  int64_t call_bytes(const AttentionShape& shape, int64_t max_tokens, int threads) const override {
+    return inner_.call_bytes(shape, max_tokens, threads);
   }
 
  private:

@@ -48,11 +48,6 @@ SequenceTiles SparseAttention::tiles_of(const PackedSequences& sequences, int se
                         sequences.budgets.empty() ? options_.selection.budget : sequences.budgets[sequence]);
 }
 
-bool SparseAttention::scores_blocks() const {
-  const SelectionPattern pattern = options_.selection.pattern;
-  return pattern == SelectionPattern::topk || pattern == SelectionPattern::topp || pattern == SelectionPattern::mass;
-}
-
 const float* SparseAttention::statistics(const Exec& exec, const AttentionShape& shape, const float* k,
                                          const SequenceTiles& tiles) {
   const BlockScoring scoring(options_.selection);
@@ -81,7 +76,7 @@ void SparseAttention::choose(const Exec& exec, int layer, const AttentionShape& 
     request.q = operands.q.rows(sequences.cu_seqlens[s], sequences.cu_seqlens[s + 1]).f32();
     request.k = operands.k.rows(sequences.cu_seqlens[s], sequences.cu_seqlens[s + 1]).f32();
     request.place = index.sequences()[s];
-    if (scores_blocks()) request.statistics = statistics(exec, shape, request.k, request.tiles);
+    if (selection.scores_blocks()) request.statistics = statistics(exec, shape, request.k, request.tiles);
     selector_.select(exec, request, builder_);
   }
   builder_.finish(*exec.pool);
@@ -128,26 +123,32 @@ int64_t SparseAttention::scratch_bytes(const AttentionShape& shape, int64_t max_
   return block_sparse_scratch_bytes(shape, max_tokens, threads);
 }
 
-int64_t SparseAttention::state_bytes(const AttentionShape& shape, int64_t max_tokens) const {
-  // Twice the budget: a list holds what any token of the query block chose. Rows hold three bytes an entry, columns
-  // four.
+SparseAttention::Lists SparseAttention::lists(const AttentionShape& shape, int64_t max_tokens) const {
   const SelectionConfig& selection = options_.selection;
+  if (selection.pattern == SelectionPattern::dense) return {};
   const int64_t blocks = (max_tokens + selection.block - 1) / selection.block;
   const int64_t budget = std::max(selection.budget, options_.largest_budget);
-  const int64_t list =
-      std::min(blocks, 2 * budget / selection.block + selection.sink_blocks + selection.local_blocks + 2);
-  const int64_t rows = (max_tokens + selection.query_block - 1) / selection.query_block * selector_.list_heads(shape);
-  int64_t bytes = rows * (list * 7 + 12);
-  if (selection.pattern == SelectionPattern::vertical_slash) {
-    bytes += rows * std::min(max_tokens, 2 * selection.vertical_cap) * static_cast<int64_t>(sizeof(int32_t));
-  }
-  return bytes;
+  // Twice the budget: a list holds what any token of the query block chose.
+  return {(max_tokens + selection.query_block - 1) / selection.query_block * selector_.list_heads(shape),
+          std::min(blocks, 2 * budget / selection.block + selection.sink_blocks + selection.local_blocks + 2),
+          selection.lists_per_query_head() ? std::min(max_tokens, 2 * selection.vertical_cap) : 0};
 }
 
-int64_t SparseAttention::call_bytes(const AttentionShape& shape, int64_t max_tokens) const {
-  if (!scores_blocks() && options_.coverage_rows == 0) return 0;
-  const int64_t blocks = (max_tokens + options_.selection.block - 1) / options_.selection.block;
-  return BlockStatistics::floats(BlockScoring(options_.selection), shape, blocks) * static_cast<int64_t>(sizeof(float));
+int64_t SparseAttention::state_bytes(const AttentionShape& shape, int64_t max_tokens) const {
+  // Rows hold three bytes an entry, columns four.
+  const auto [rows, entries, columns] = lists(shape, max_tokens);
+  return rows * (entries * 7 + columns * static_cast<int64_t>(sizeof(int32_t)) + 12);
+}
+
+int64_t SparseAttention::call_bytes(const AttentionShape& shape, int64_t max_tokens, int threads) const {
+  const auto [rows, entries, columns] = lists(shape, max_tokens);
+  int64_t bytes = BlockIndexBuilder::most_bytes(rows, rows * entries, rows * columns, threads);
+  if (options_.selection.scores_blocks() || options_.coverage_rows > 0) {
+    const int64_t blocks = (max_tokens + options_.selection.block - 1) / options_.selection.block;
+    bytes +=
+        BlockStatistics::floats(BlockScoring(options_.selection), shape, blocks) * static_cast<int64_t>(sizeof(float));
+  }
+  return bytes;
 }
 
 AttentionReport SparseAttention::take_report() {

@@ -70,9 +70,11 @@ class SparseAttention final : public ChoosingAttention {
                 const AttentionOperands& operands, const AttentionGradients& gradients, AttentionState& state) override;
   int64_t scratch_bytes(const AttentionShape& shape, int64_t max_tokens, int threads) const override;
   int64_t state_bytes(const AttentionShape& shape, int64_t max_tokens) const override;
-  int64_t call_bytes(const AttentionShape& shape, int64_t max_tokens) const override;
+  int64_t call_bytes(const AttentionShape& shape, int64_t max_tokens, int threads) const override;
   // What the calls so far took of it.
-  int64_t call_bytes_used() const { return static_cast<int64_t>(statistics_.capacity() * sizeof(float)); }
+  int64_t call_bytes_used() const {
+    return static_cast<int64_t>(statistics_.capacity() * sizeof(float)) + builder_.bytes();
+  }
 
   // The index a state holds: to dump it, to compare it, or to put one in before a forward with `replay`.
   static BlockIndex& index(AttentionState& state);
@@ -85,7 +87,11 @@ class SparseAttention final : public ChoosingAttention {
   void choose(const Exec& exec, int layer, const AttentionShape& shape, const PackedSequences& sequences,
               const AttentionOperands& operands, BlockIndex& index);
   SequenceTiles tiles_of(const PackedSequences& sequences, int sequence) const;
-  bool scores_blocks() const;
+  // The most that the lists of a micro-batch hold.
+  struct Lists {
+    int64_t rows = 0, entries = 0, columns = 0;  // of a row
+  };
+  Lists lists(const AttentionShape& shape, int64_t max_tokens) const;
   // Of one sequence's keys; valid until the next call.
   const float* statistics(const Exec& exec, const AttentionShape& shape, const float* k, const SequenceTiles& tiles);
 

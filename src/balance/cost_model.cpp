@@ -13,6 +13,49 @@ Work divided(const Work& work, double by) {
   return {work.tokens / by, work.tiles / by, work.pairs / by, work.scores / by};
 }
 
+constexpr double kNone = 1e300;
+constexpr double kEqual = 1 + 1e-9;  // sums in another order
+
+// Where every stage begins, and one past the last layer: the slowest stage is as fast as possible; of such splits the
+// one with the least sum of squares; of those the one with the larger last stage (the only one that needs no warm-up),
+// then with larger earlier ones. `costs(stage, begin, end)`: of a stage with these layers.
+template <typename Costs>
+std::vector<int> split(const Costs& costs, int layers, int stages) {
+  const auto width = static_cast<size_t>(layers) + 1;
+  std::vector<double> slowest(width, kNone);  // of the stages so far, by where they end
+  slowest[0] = 0;
+  for (int stage = 0; stage < stages; ++stage)
+    for (int end = layers; end >= 0; --end) {
+      double least = kNone;
+      for (int begin = 0; begin < end; ++begin)
+        least = std::min(least, std::max(slowest[static_cast<size_t>(begin)], costs(stage, begin, end)));
+      slowest[static_cast<size_t>(end)] = least;
+    }
+  const double most = slowest.back() * kEqual;
+  struct Best {
+    double squares = kNone;
+    int begin = 0;  // of the stage that ends here
+  };
+  std::vector<std::vector<Best>> best(static_cast<size_t>(stages) + 1, std::vector<Best>(width));
+  best[0][0].squares = 0;
+  for (int stage = 0; stage < stages; ++stage)
+    for (int end = 1; end <= layers; ++end)
+      for (int begin = 0; begin < end; ++begin) {
+        const double cost = costs(stage, begin, end);
+        const double before = best[static_cast<size_t>(stage)][static_cast<size_t>(begin)].squares;
+        if (cost > most || before >= kNone) continue;
+        Best& here = best[static_cast<size_t>(stage) + 1][static_cast<size_t>(end)];
+        const double squares = before + cost * cost;
+        const bool last = stage == stages - 1;
+        if (last ? squares * kEqual < here.squares : squares <= here.squares * kEqual) here = {squares, begin};
+      }
+  std::vector<int> first_layer(1, layers);
+  for (int stage = stages; stage > 0; --stage)
+    first_layer.push_back(best[static_cast<size_t>(stage)][static_cast<size_t>(first_layer.back())].begin);
+  std::reverse(first_layer.begin(), first_layer.end());
+  return first_layer;
+}
+
 }  // namespace
 
 CostModel::CostModel(const LatencyModel& latency, AttentionSpec spec, Layout layout)
@@ -58,36 +101,22 @@ void CostModel::check() const {
 }
 
 void CostModel::split_layers() {
-  // Costs relative to one layer, at a length where attention is at its budget.
-  const auto reference = static_cast<double>(2 * spec_.budget);
-  const Work work = work_of(spec_, 2 * spec_.budget, spec_.budget);
-  const StageTime l = linear(reference), a = attention(work), h = head(reference);
-  const double layer = l.forward + l.backward + a.forward + a.backward;
-  const double extra = (h.forward + h.backward) / layer;
+  // Costs relative to a sparse layer.
+  const int64_t tokens = layout_.split_tokens > 0 ? layout_.split_tokens : 2 * spec_.budget;
+  const auto time = [](const StageTime& t) { return t.forward + t.backward; };
+  const auto layer_time = [&](int64_t budget) {
+    return time(linear(static_cast<double>(tokens))) + time(attention(work_of(spec_, tokens, budget)));
+  };
+  const double layer = layer_time(spec_.base_budget(tokens)), dense = layer_time(tokens) / layer;
+  const double extra = time(head(static_cast<double>(tokens))) / layer;
   const int layers = static_cast<int>(shape().layers), stages = layout_.pp;
-  // The last stage gets as many layers as its head leaves room for; trying all counts is cheap and exact.
-  int best_last = 1;
-  double best = 1e300;
-  for (int last = 1; last <= layers - (stages - 1); ++last) {
-    const int rest = layers - last;
-    const double others = stages == 1 ? 0.0 : static_cast<double>((rest + stages - 2) / (stages - 1));
-    if (stages == 1 && last != layers) continue;
-    const double slowest = std::max(static_cast<double>(last) + extra, others);
-    // On a tie the larger last stage: it is the only one that needs no warm-up.
-    if (slowest <= best) {
-      best = slowest;
-      best_last = last;
-    }
-  }
-  first_layer_.assign(1, 0);
-  int rest = layers - best_last;
-  for (int stage = 0; stage + 1 < stages; ++stage) {
-    const int left = stages - 1 - stage;
-    const int take = (rest + left - 1) / left;
-    first_layer_.push_back(first_layer_.back() + take);
-    rest -= take;
-  }
-  first_layer_.push_back(layers);
+  std::vector<int> dense_before(1, 0);
+  for (int l = 0; l < layers; ++l) dense_before.push_back(dense_before.back() + (spec_.dense_layer(l) ? 1 : 0));
+  const auto costs = [&](int stage, int begin, int end) {
+    const int of_dense = dense_before[static_cast<size_t>(end)] - dense_before[static_cast<size_t>(begin)];
+    return (end - begin - of_dense) + of_dense * dense + (stage == stages - 1 ? extra : 0.0);
+  };
+  first_layer_ = split(costs, layers, stages);
 }
 
 StageTime CostModel::linear(double tokens) const {

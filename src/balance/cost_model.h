@@ -21,6 +21,8 @@ struct Layout {
   int warmup_depth = 1;
   bool comm = true;  // count transfers and the gradient reduction
   bool head = true;  // count embedding and loss
+  // Length of the sequences that layers are split over the stages for; 0: twice the budget.
+  int64_t split_tokens = 0;
   int workers() const { return dp * pp * cp; }
 };
 
@@ -31,8 +33,9 @@ struct StageTime {
 // Latencies of this model in this layout: what stages and micro-batches take.
 class CostModel {
  public:
-  // Splits the layers over the stages so that the slowest stage is as fast as possible (earlier stages get the
-  // remainder). UserError when there are more stages than layers.
+  // Splits the layers over the stages so that the slowest stage is as fast as possible and the others are alike
+  // (earlier stages get the remainder), each layer dense or sparse as it runs. UserError when there are more stages
+  // than layers.
   CostModel(const LatencyModel& latency, AttentionSpec spec, Layout layout);
   // With a split that is given: where every stage begins, and one past the last layer.
   CostModel(const LatencyModel& latency, AttentionSpec spec, Layout layout, std::vector<int> first_layer);

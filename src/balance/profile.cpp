@@ -61,7 +61,7 @@ bool is_analytic_profile(const std::string& name) {
   return std::any_of(std::begin(kDevices), std::end(kDevices), [&](const auto& device) { return device.name == name; });
 }
 
-Profile analytic_profile(const std::string& name, const ModelShape& shape) {
+Profile analytic_profile(const std::string& name, const ModelShape& shape, const AttentionSpec& spec) {
   const auto* device =
       std::find_if(std::begin(kDevices), std::end(kDevices), [&](const auto& d) { return d.name == name; });
   SB_USER_CHECK(device != std::end(kDevices), "unknown analytic profile `{}`; known: {}", name,
@@ -90,7 +90,12 @@ Profile analytic_profile(const std::string& name, const ModelShape& shape) {
   set(Operation::linear_backward, proportional(Coordinate::tokens, 2 * linear));
   set(Operation::attention_forward, proportional(Coordinate::pairs, forward));
   set(Operation::attention_backward, proportional(Coordinate::pairs, backward));
-  set(Operation::selection, proportional(Coordinate::pairs, 0.02 * forward));
+  OperationTable selection = proportional(Coordinate::pairs, 0.02 * forward);
+  // That is with whole blocks. A score takes what a pair of the forward does: two products of a head's width. Of every
+  // block's scores one is paid for.
+  if (spec.score_tokens > 0)
+    selection.per_score = forward * (1.0 - static_cast<double>(spec.score_tokens) / static_cast<double>(spec.block));
+  set(Operation::selection, std::move(selection));
   set(Operation::head_forward, proportional(Coordinate::tokens, head));
   set(Operation::head_backward, proportional(Coordinate::tokens, 2 * head));
   profile.transfer_inside = {10.0, 1e6 / 200e9};
@@ -102,8 +107,8 @@ Profile analytic_profile(const std::string& name, const ModelShape& shape) {
   return profile;
 }
 
-Profile find_profile(const std::string& name_or_path, const ModelShape& shape) {
-  if (is_analytic_profile(name_or_path)) return analytic_profile(name_or_path, shape);
+Profile find_profile(const std::string& name_or_path, const ModelShape& shape, const AttentionSpec& spec) {
+  if (is_analytic_profile(name_or_path)) return analytic_profile(name_or_path, shape, spec);
   std::vector<std::string> built_in = analytic_profiles(), measured_shapes;
   for (const MeasuredProfile& measured : measured_profiles()) {
     if (std::find(built_in.begin(), built_in.end(), measured.name) == built_in.end()) built_in.push_back(measured.name);

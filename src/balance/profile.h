@@ -99,12 +99,13 @@ struct Profile {
 // h200-analytic, h100-analytic, a100-analytic, h20-analytic.
 std::vector<std::string> analytic_profiles();
 bool is_analytic_profile(const std::string& name);
-Profile analytic_profile(const std::string& name, const ModelShape& shape);
+// `spec` says whether selection judges parts of blocks.
+Profile analytic_profile(const std::string& name, const ModelShape& shape, const AttentionSpec& spec = {});
 
 Profile parse_profile(const std::string& json, const std::string& where);
 std::string write_profile(const Profile& profile);
-// A built-in name or a file; a measured profile must be of this shape.
-Profile find_profile(const std::string& name_or_path, const ModelShape& shape);
+// A built-in name or a file; a measured profile must be of this shape. `spec` is for analytic ones.
+Profile find_profile(const std::string& name_or_path, const ModelShape& shape, const AttentionSpec& spec);
 // UserError when `spec` has other blocks than were measured. `names`: how its block, query_block and score_tokens are
 // called where they can be changed.
 void check_measured_blocks(const Profile& profile, const AttentionSpec& spec, const std::array<const char*, 3>& names);

@@ -269,15 +269,10 @@ Json run_ring(const Arguments& arguments) {
   return json;
 }
 
-void check_score_tokens(const Arguments& arguments, const Profile& profile) {
-  const AttentionSpec& spec = arguments.spec;
+void check_score_tokens(const AttentionSpec& spec) {
   SB_USER_CHECK(spec.score_tokens == 0 || (spec.score_tokens > 0 && spec.block % spec.score_tokens == 0),
                 "--score-tokens {} does not divide --block {}; use 0 (the whole block) or a divisor", spec.score_tokens,
                 spec.block);
-  SB_USER_CHECK(!is_analytic_profile(arguments.profile) || spec.score_tokens == 0 || spec.score_tokens == spec.block,
-                "--score-tokens {}: {} has no times for parts of a block; give a --profile that was measured with "
-                "`sparsebalance profile --score-tokens {}`, or leave it at 0",
-                spec.score_tokens, profile.name, spec.score_tokens);
 }
 
 void run(Arguments arguments) {
@@ -297,9 +292,9 @@ void run(Arguments arguments) {
       "other",
       arguments.global_batch, arguments.layout.dp);
   const auto policies = chosen(standard_policies(arguments.batching, arguments.p), arguments.policies);
-  const LatencyModel latency(find_profile(arguments.profile, find_model_shape(arguments.model)));
+  check_score_tokens(arguments.spec);
+  const LatencyModel latency(find_profile(arguments.profile, find_model_shape(arguments.model), arguments.spec));
   const ModelShape& shape = latency.profile().shape;
-  check_score_tokens(arguments, latency.profile());
   const CostModel cost(latency, arguments.spec, arguments.layout);
   const auto coverage = find_coverage(arguments.coverage, static_cast<int>(shape.layers));
   const std::vector<int64_t> pool = read_pool(arguments);

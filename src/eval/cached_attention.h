@@ -46,8 +46,8 @@ class CachedAttention final : public Attention {
   }
   int64_t scratch_bytes(const AttentionShape& shape, int64_t max_tokens, int threads) const override;
   int64_t state_bytes(const AttentionShape& shape, int64_t max_tokens) const override;
-  int64_t call_bytes(const AttentionShape& shape, int64_t max_tokens) const override {
-    return options_.prefill->call_bytes(shape, max_tokens);
+  int64_t call_bytes(const AttentionShape& shape, int64_t max_tokens, int threads) const override {
+    return options_.prefill->call_bytes(shape, max_tokens, threads);
   }
 
  private:

@@ -83,7 +83,7 @@ struct StageBytes {
     if (last) slot += array_bytes(tokens, DType::f32);  // token losses
     inputs = options.device == DeviceKind::cuda ? 4 * array_bytes(tokens, DType::i32) : 0;
     state = attention.state_bytes(shape, tokens);
-    call = attention.call_bytes(shape, tokens);
+    call = attention.call_bytes(shape, tokens, threads);
     rope_table = 2 * array_bytes(options.max_sequence_length * (config.head_dim / 2), DType::f32);
     workspace =
         stream + std::max(DecoderLayer::forward_workspace_bytes(config, options.dtype, tokens, options.layer_chunk),

@@ -14,7 +14,6 @@ namespace sb {
 namespace {
 
 constexpr float kNothing = -std::numeric_limits<float>::infinity();
-constexpr int64_t kStagedRow = 32;  // bytes of a row in a BlockIndexBuilder, besides its entries
 
 }  // namespace
 
@@ -320,16 +319,19 @@ int64_t RingAttention::state_bytes(const AttentionShape& shape, int64_t max_toke
          lists.rows(max_tokens) * lists.row_bytes() + 8 * lists.rows(all) + 4 * lists.heads * blocks;
 }
 
-int64_t RingAttention::call_bytes(const AttentionShape& shape, int64_t max_tokens) const {
+int64_t RingAttention::call_bytes(const AttentionShape& shape, int64_t max_tokens, int threads) const {
   // A row by chunk is one of the chunk's tokens or of this rank's. While they are made, rows wait in another form.
   const int64_t tokens = 2 * max_tokens * (group_.size() + 1), blocks = tokens / options_.selection.block + 1;
+  const Lists chosen = chosen_lists(shape, max_tokens);
   int64_t most = 0;
-  for (const Lists& lists : {chosen_lists(shape, max_tokens), dense_lists(shape, max_tokens)})
-    most = std::max(most, lists.rows(max_tokens) * (lists.row_bytes() + lists.staged_row_bytes()) +
-                              (8 + kStagedRow) * lists.rows(tokens) + 4 * lists.heads * blocks);
+  for (const Lists& lists : {chosen, dense_lists(shape, max_tokens)})
+    most = std::max(most, lists.rows(max_tokens) * lists.row_bytes() +
+                              lists.staged_bytes(lists.rows(tokens), lists.rows(max_tokens), group_.size() + 1) +
+                              8 * lists.rows(tokens) + 4 * lists.heads * blocks);
   most += copies_limit(shape, max_tokens) * static_cast<int64_t>(sizeof(int32_t));
-  // Coverage comes when the lists have done their work.
-  return std::max(most, selection_.measure_bytes(shape, max_tokens, group_.size(), options_.coverage_rows));
+  // Coverage comes when the lists have done their work; what chose them keeps its memory.
+  return chosen.staged_bytes(chosen.rows(max_tokens * group_.size()), chosen.rows(max_tokens), threads) +
+         std::max(most, selection_.measure_bytes(shape, max_tokens, group_.size(), options_.coverage_rows));
 }
 
 }  // namespace sb

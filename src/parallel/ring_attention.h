@@ -43,14 +43,14 @@ class RingAttention final : public ChoosingAttention {
                 const AttentionOperands& operands, const AttentionGradients& gradients, AttentionState& state) override;
   int64_t scratch_bytes(const AttentionShape& shape, int64_t max_tokens, int threads) const override;
   int64_t state_bytes(const AttentionShape& shape, int64_t max_tokens) const override;
-  int64_t call_bytes(const AttentionShape& shape, int64_t max_tokens) const override;
+  int64_t call_bytes(const AttentionShape& shape, int64_t max_tokens, int threads) const override;
 
   // The index a state holds: of the whole sequences, but with the rows of this rank's query blocks alone. To compare
   // it, or to put one in before a forward with `replay`; on all ranks alike.
   static BlockIndex& index(AttentionState& state);
-  // Bytes a state holds now, and the lists of the last call.
+  // Bytes a state holds now, and the lists of the last call with what chose them.
   static int64_t bytes(const AttentionState& state);
-  int64_t call_bytes_used() const { return plan_.bytes(); }
+  int64_t call_bytes_used() const { return plan_.bytes() + selection_.bytes(); }
   // Pairs of this rank's queries; coverage on the first rank alone, for all of them.
   AttentionReport take_report() override;
   Selector::Thresholds thresholds() const override { return selection_.selector().thresholds(); }
@@ -67,7 +67,9 @@ class RingAttention final : public ChoosingAttention {
     int64_t query_block = 1, heads = 0, entries = 0, columns = 0;
     int64_t rows(int64_t tokens) const { return (tokens + query_block - 1) / query_block * heads; }
     int64_t row_bytes() const { return 7 * entries + 4 * columns; }  // by row and by column
-    int64_t staged_row_bytes() const { return 4 * (entries + columns); }
+    int64_t staged_bytes(int64_t staged_rows, int64_t filled, int threads) const {
+      return BlockIndexBuilder::most_bytes(staged_rows, filled * entries, filled * columns, threads);
+    }
   };
   Lists chosen_lists(const AttentionShape& shape, int64_t max_tokens) const;
   Lists dense_lists(const AttentionShape& shape, int64_t max_tokens) const;

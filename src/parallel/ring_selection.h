@@ -35,6 +35,9 @@ class RingSelection {
   // About what it takes when no one of `ranks` ranks has more tokens than this.
   int64_t measure_bytes(const AttentionShape& shape, int64_t max_tokens, int ranks, int rows) const;
 
+  // Memory that it holds now.
+  int64_t bytes() const { return builder_.bytes(); }
+
   // Bytes of exec.scratch that choose() takes when no one of `ranks` ranks has more tokens than this.
   int64_t scratch_bytes(const AttentionShape& shape, int64_t max_tokens, int ranks) const;
 

@@ -88,13 +88,15 @@ AttentionSpec attention_spec(const RunConfig& config) {
 Profile run_profile(const RunConfig& config, const ModelConfig& model) {
   // Balancing by lengths needs no latencies; predictions then come from a built-in table and are corrected.
   const bool given = !config.balance.profile.empty();
-  Profile profile = find_profile(given ? config.balance.profile.string() : "h200-analytic", model_shape(model));
+  const AttentionSpec spec = attention_spec(config);
+  AttentionSpec scored = spec;
+  if (!config.attention.selection.scores_blocks()) scored.score_tokens = 0;
+  Profile profile = find_profile(given ? config.balance.profile.string() : "h200-analytic", model_shape(model), scored);
   SB_USER_CHECK(profile.held_out.count == 0 || profile.recompute == recompute_name(config.train.recompute),
                 "{}: was measured with --recompute {} and train.recompute is {}; measure again, or change it",
                 profile.name, profile.recompute, recompute_name(config.train.recompute));
   if (config.attention.selection.pattern != SelectionPattern::dense)
-    check_measured_blocks(profile, attention_spec(config),
-                          {"attention.block", "attention.query_block", "attention.score_tokens"});
+    check_measured_blocks(profile, spec, {"attention.block", "attention.query_block", "attention.score_tokens"});
   if (!given) log::info("balance.profile is not set: predictions start from {}", profile.name);
   return profile;
 }

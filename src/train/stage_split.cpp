@@ -14,6 +14,7 @@ std::vector<int> split_layers(const RunConfig& config, const ModelConfig& model)
   layout.dp = config.parallel.dp;
   layout.pp = config.parallel.pp;
   layout.cp = config.parallel.cp;
+  layout.split_tokens = config.data.max_sequence_length;
   const CostModel cost(latency, attention_spec(config), layout);
   std::vector<int> first_layers;
   for (int stage = 0; stage <= cost.stages(); ++stage) first_layers.push_back(cost.first_layer(stage));

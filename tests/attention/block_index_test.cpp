@@ -123,6 +123,37 @@ TEST(BlockIndex, ThreadsDoNotChangeIt) {
   }
 }
 
+// Which thread brings which row changes from layer to layer; the memory does not grow with it, and rows that lie across
+// two pieces of it come back whole.
+TEST(BlockIndex, TheBuilderHoldsNoMoreThanTheRowsAskFor) {
+  constexpr int kThreads = 3;
+  const Case c{{64, 4, 2}, {0, 3000, 9000}, {}};
+  const Rows rows = random_rows(c, 3, true);
+  int64_t entries = 0, columns = 0;
+  for (const auto& [id, row] : rows) {
+    entries += std::ssize(row.first);
+    columns += std::ssize(row.second);
+  }
+  const BlockIndex expected = build(c, rows, 1);
+  const int64_t planned = BlockIndexBuilder::most_bytes(expected.rows(), entries, columns, kThreads);
+  EXPECT_LE(planned, expected.rows() * 32 + 4 * (entries + columns) + 2 * kThreads * 16384);
+  EXPECT_GT(entries, 10 * 4096) << "many pieces";
+  ThreadPool pool(2);
+  BlockIndexBuilder builder;
+  for (int round = 0; round < 4; ++round) {
+    BlockIndex index;
+    builder.begin(index, c.shape, c.cu_seqlens, c.dense, kThreads);
+    // All by one thread, by another, and by turns.
+    int64_t i = 0;
+    for (const auto& [id, row] : rows)
+      builder.set_row(round < 3 ? round : static_cast<int>(i++ % kThreads), id, row.first, row.second);
+    builder.finish(pool);
+    EXPECT_TRUE(index == expected) << round;
+    EXPECT_LE(builder.bytes(), planned) << round;
+    EXPECT_GE(builder.bytes(), expected.rows() * 32 + 4 * (entries + columns)) << round;
+  }
+}
+
 TEST(BlockIndex, CountsTokenPairs) {
   for (const Case& c : kCases) {
     const Rows rows = random_rows(c, 13, true);

@@ -33,6 +33,18 @@ TEST(Profile, AnalyticNumbersAreTheDocumentedOnes) {
   EXPECT_NEAR(us(Operation::attention_forward, work), 4 * 128 * 16 * 1e6 / 480e12 * 1e6, 1e-9);
   EXPECT_NEAR(us(Operation::attention_backward, work), 2.5 * 4 * 128 * 16 * 1e6 / 400e12 * 1e6, 1e-9);
   EXPECT_NEAR(us(Operation::selection, work), 0.02 * us(Operation::attention_forward, work), 1e-12);
+  // Parts of 32 of a block's 128 tokens: four scores in place of one, each as two products of the heads' width.
+  AttentionSpec parts;
+  parts.score_tokens = 32;
+  const Profile judged = analytic_profile("h200-analytic", shape, parts);
+  Work scored = work;
+  scored.scores = 4000;
+  const auto selection = [&](const Profile& of) {
+    return of.tables[static_cast<size_t>(Operation::selection)](scored);
+  };
+  EXPECT_NEAR(selection(judged) - selection(profile), 3000 * 2 * 2 * 128 * 16 / 480e12 * 1e6, 1e-9);
+  parts.score_tokens = parts.block;
+  EXPECT_EQ(selection(analytic_profile("h200-analytic", shape, parts)), selection(profile));
   EXPECT_NEAR(us(Operation::head_forward, work), 1000 * 2.0 * 2048 * 151936 / 600e12 * 1e6, 1e-6);
   EXPECT_NEAR(profile.transfer_inside(2e6), 10 + 10, 1e-9);
   EXPECT_NEAR(profile.reduce_between(4e6), 20 + 100, 1e-9);
@@ -86,14 +98,15 @@ TEST(Profile, JsonRoundTripAndComplaints) {
             std::string::npos);
   EXPECT_NE(with("\"latency_us\"", "\"latencyus\"").find("latency_us"), std::string::npos);
   EXPECT_NE(error_of([] { parse_profile("{", "p.json"); }).find("p.json"), std::string::npos);
-  EXPECT_NE(error_of([] { find_profile("no-such-profile", find_model_shape("qwen2.5-3b")); }).find("neither built in"),
-            std::string::npos);
+  EXPECT_NE(
+      error_of([] { find_profile("no-such-profile", find_model_shape("qwen2.5-3b"), {}); }).find("neither built in"),
+      std::string::npos);
 }
 
 TEST(Profile, MeasuredOnesAreBuiltIn) {
   for (const char* model : {"qwen2.5-0.5b", "qwen2.5-3b"}) {
     const ModelShape shape = find_model_shape(model);
-    const Profile measured = find_profile("h200", shape), analytic = find_profile("h200-analytic", shape);
+    const Profile measured = find_profile("h200", shape, {}), analytic = find_profile("h200-analytic", shape, {});
     EXPECT_EQ(measured.name, "h200");
     EXPECT_EQ(measured.machine, "NVIDIA H200");
     EXPECT_GE(measured.held_out.count, 20);
@@ -110,7 +123,7 @@ TEST(Profile, MeasuredOnesAreBuiltIn) {
       EXPECT_LT(ratio, 2.0);
     }
   }
-  const std::string complaint = error_of([] { find_profile("h200", find_model_shape("qwen2.5-7b")); });
+  const std::string complaint = error_of([] { find_profile("h200", find_model_shape("qwen2.5-7b"), {}); });
   EXPECT_NE(complaint.find("qwen2.5-0.5b, qwen2.5-3b and not for qwen2.5-7b"), std::string::npos) << complaint;
 }
 
@@ -171,9 +184,9 @@ TEST(Profile, OfAnotherModelIsRefused) {
   ASSERT_NE(file, nullptr);
   std::fputs(text.c_str(), file);
   std::fclose(file);
-  EXPECT_EQ(find_profile(path, find_model_shape("qwen2.5-0.5b")).shape.layers, 24);
-  EXPECT_EQ(find_profile(path, find_model_shape("qwen2.5-0.5b")).name, path);
-  const std::string complaint = error_of([&] { find_profile(path, find_model_shape("qwen2.5-3b")); });
+  EXPECT_EQ(find_profile(path, find_model_shape("qwen2.5-0.5b"), {}).shape.layers, 24);
+  EXPECT_EQ(find_profile(path, find_model_shape("qwen2.5-0.5b"), {}).name, path);
+  const std::string complaint = error_of([&] { find_profile(path, find_model_shape("qwen2.5-3b"), {}); });
   EXPECT_NE(complaint.find("another model shape"), std::string::npos);
   EXPECT_NE(complaint.find("36 layers"), std::string::npos);
 }
@@ -226,8 +239,54 @@ TEST(CostModel, SplitsLayersByTime) {
   layout.head = false;
   const CostModel odd(latency, {}, layout);
   for (int s = 0; s < 5; ++s) EXPECT_LE(odd.stage_layers(s), 8);
+  EXPECT_EQ(odd.stage_layers(4), 8);  // one more for the last
+  layout.pp = 8;
+  const CostModel more(latency, {}, layout);
+  for (int s = 0; s < 8; ++s) EXPECT_EQ(more.stage_layers(s), s < 3 || s == 7 ? 5 : 4) << s;
   layout.pp = 37;
   EXPECT_NE(error_of([&] { CostModel(latency, {}, layout); }).find("more than the 36 layers"), std::string::npos);
+}
+
+// Against all splits there are.
+TEST(CostModel, SplitsDenseLayersByWhatTheyTake) {
+  ModelShape shape = find_model_shape("qwen2.5-3b");
+  shape.layers = 9;
+  const LatencyModel latency(analytic_profile("h200-analytic", shape));
+  Layout layout;
+  layout.pp = 3;
+  AttentionSpec spec;
+  spec.budget = 2048;
+  for (const bool head : {false, true})
+    for (const std::vector<int>& dense : {std::vector<int>{}, {0}, {0, 1}, {8}, {0, 4, 8}})
+      for (const int64_t tokens : {int64_t{0}, int64_t{8192}, int64_t{262144}}) {
+        layout.head = head;
+        layout.split_tokens = tokens;
+        spec.dense_layers = dense;
+        const CostModel cost(latency, spec, layout);
+        const int64_t n = tokens == 0 ? 2 * spec.budget : tokens;
+        const auto stage = [&](int begin, int end) {
+          double sum = 0;
+          for (int layer = begin; layer < end; ++layer) {
+            const StageTime linear = cost.linear(static_cast<double>(n)),
+                            attention = cost.attention(work_of(spec, n, spec.base_budget(n, layer)));
+            sum += linear.forward + linear.backward + attention.forward + attention.backward;
+          }
+          if (end == 9) sum += cost.head(static_cast<double>(n)).forward + cost.head(static_cast<double>(n)).backward;
+          return sum;
+        };
+        double least = 1e300;
+        for (int a = 1; a < 8; ++a)
+          for (int b = a + 1; b < 9; ++b) least = std::min(least, std::max({stage(0, a), stage(a, b), stage(b, 9)}));
+        const int a = cost.first_layer(1), b = cost.first_layer(2);
+        EXPECT_LE(std::max({stage(0, a), stage(a, b), stage(b, 9)}), least * (1 + 1e-6));
+      }
+  // Eight sparse layers take less than a dense one of 256K tokens: the others share them.
+  layout.head = false;
+  spec.dense_layers = {0};
+  const CostModel cost(latency, spec, layout);
+  EXPECT_EQ(cost.stage_layers(0), 1);
+  EXPECT_EQ(cost.stage_layers(1), 4);
+  EXPECT_EQ(cost.stage_layers(2), 4);
 }
 
 TEST(CostModel, ContextParallelDividesTheWork) {

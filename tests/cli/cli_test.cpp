@@ -78,7 +78,7 @@ TEST_F(Cli, SimulatesARing) {
   }
 }
 
-TEST_F(Cli, SimulateTakesNoPartsThatTheProfileDoesNotKnow) {
+TEST_F(Cli, SimulateTakesPartsThatDivideTheBlock) {
   const auto simulate = [&](std::vector<std::string> more) {
     std::vector<std::string> arguments = {"simulate", "--model",    "qwen2.5-0.5b", "--steps",
                                           "1",        "--policies", "in_order"};
@@ -93,13 +93,12 @@ TEST_F(Cli, SimulateTakesNoPartsThatTheProfileDoesNotKnow) {
   std::ifstream file(directory_ / "rows.json");
   const std::string text((std::istreambuf_iterator<char>(file)), {});
   EXPECT_NE(text.find("\"score_tokens\": 128"), std::string::npos) << text;
-  for (const auto& [value, says] :
-       {std::pair{"-1", "does not divide"}, {"48", "does not divide"}, {"8", "--profile"}}) {
+  for (const char* value : {"-1", "48"}) {
     const ProgramResult refused = simulate({"--score-tokens", value});
     EXPECT_EQ(refused.exit_code, 2) << value;
     EXPECT_EQ(refused.out, "");
     EXPECT_NE(refused.err.find("--score-tokens"), std::string::npos) << refused.err;
-    EXPECT_NE(refused.err.find(says), std::string::npos) << refused.err;
+    EXPECT_NE(refused.err.find("does not divide"), std::string::npos) << refused.err;
   }
 }
 

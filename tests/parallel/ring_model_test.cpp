@@ -175,7 +175,7 @@ TEST(RingModel, TakesTheMemoryThatWasPlanned) {
         }
         const AttentionShape shape{model.heads, model.kv_heads, model.head_dim, 1.0f};
         EXPECT_LE(watched.states, ring.state_bytes(shape, most)) << ranks << " ranks";
-        EXPECT_LE(watched.calls, ring.call_bytes(shape, most)) << ranks << " ranks";
+        EXPECT_LE(watched.calls, ring.call_bytes(shape, most, 1)) << ranks << " ranks";
         EXPECT_GT(watched.calls, 0);
       });
 }

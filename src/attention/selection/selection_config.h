@@ -36,6 +36,10 @@ struct SelectionConfig {
 
   int64_t dense_limit() const { return dense_below < 0 ? budget : dense_below; }
   bool operator==(const SelectionConfig&) const = default;
+  // Whether key blocks are judged by their statistics.
+  bool scores_blocks() const {
+    return pattern == SelectionPattern::topk || pattern == SelectionPattern::topp || pattern == SelectionPattern::mass;
+  }
   bool lists_per_query_head() const { return pattern == SelectionPattern::vertical_slash; }
 };
 
