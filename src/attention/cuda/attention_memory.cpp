@@ -31,7 +31,8 @@ int AttentionMemory::list_query_block() const {
 int64_t AttentionMemory::gathered_columns(int64_t max_tokens) const {
   if (options.selection.pattern != SelectionPattern::vertical_slash) return 0;
   const int64_t sequences = max_tokens / (options.selection.dense_limit() + 1) + 1;
-  return std::min(max_tokens, sequences * most_caps() * options.selection.vertical_cap) + kGatheredPiece * sequences;
+  return std::min(max_tokens, sequences * most_caps() * options.selection.vertical_cap) +
+         2 * kGatheredPiece * sequences;
 }
 
 int64_t AttentionMemory::scratch_bytes(const AttentionShape& shape, int64_t max_tokens) const {
@@ -50,8 +51,13 @@ int64_t AttentionMemory::scratch_bytes(const AttentionShape& shape, int64_t max_
     subtiles = std::max(subtiles, subtiles_of(list_heads, list_query_block()));
   const int64_t rows = subtiles * kSubtileRows;
   const int64_t slots = 4 * multiprocessors;
-  const int64_t backward =
-      4 * (2 * rows + rows * d + slots * 2 * kBlock * d + list_heads * gathered_columns(max_tokens) * 2 * d);
+  const int64_t columns = list_heads * gathered_columns(max_tokens);
+  int64_t backward = 4 * (2 * rows + rows * d + slots * 2 * kBlock * d + columns * 2 * d);
+  // Copies of their rows, places, and the parts that gathered_parts() makes of few columns.
+  if (columns > 0)
+    backward += 2 * columns * 2 * d +
+                list_heads * (max_tokens / kBlock + sequences) * static_cast<int64_t>(sizeof(GatheredPlace)) +
+                3 * int64_t{multiprocessors} * 2 * kBlock * d * 4;
   int64_t selection = 0;
   if (options.selection.pattern != SelectionPattern::dense) {
     const int64_t blocks = (max_tokens + options.selection.block - 1) / options.selection.block + sequences;
@@ -70,6 +76,7 @@ int64_t AttentionMemory::scratch_bytes(const AttentionShape& shape, int64_t max_
   if (options.coverage_rows > 0) {
     const int64_t blocks = (max_tokens + options.selection.block - 1) / options.selection.block + sequences;
     coverage = 3 * 4 * options.coverage_rows * blocks * (shape.heads + shape.kv_heads);
+    coverage += 2 * columns * 2 * d;  // beside the forward's copies
   }
   return std::max({backward, selection, coverage}) + 16 * 1024;
 }

@@ -35,9 +35,8 @@ bool hopper_takes(const CudaAttentionOptions& options, const AttentionShape& sha
   const SelectionConfig& selection = options.attention.selection;
   const bool selects = selection.pattern != SelectionPattern::dense;
   return !options.portable && major == 9 && dtype == DType::bf16 && (shape.head_dim == 64 || shape.head_dim == 128) &&
-         shape.group() <= gpu::kSubtileRows &&
-         (!selects || (selection.block != 64 && selection.query_block % 2 == 0 &&
-                       selection.pattern != SelectionPattern::vertical_slash));
+         (!selects || (selection.block != 64 &&
+                       (selection.query_block % 2 == 0 || selection.pattern == SelectionPattern::vertical_slash)));
 }
 
 class CudaAttention final : public ChoosingAttention {
@@ -87,6 +86,7 @@ class CudaAttention final : public ChoosingAttention {
     params.row_entries = lists.row_entries;
     params.gathered = kept.plan->gathered(lists);
     params.counter = exec.scratch->allocate_array<int32_t>(4);
+    if (kept.plan->hopper()) params.gathered_rows = gathered_rows(exec, params);
     if (kept.plan->hopper())
       gpu::hopper_forward(params, exec.stream);
     else
@@ -120,11 +120,17 @@ class CudaAttention final : public ChoosingAttention {
     params.gathered = kept.plan->gathered(lists);
     const bool summed = kept.plan->hopper() && !options_.deterministic &&
                         !gpu::quicker_in_two_kernels(params.shape, params.tiling, kept.plan->select().entries,
-                                                     kept.plan->causal_pairs());
+                                                     kept.plan->causal_pairs(), kept.plan->work().gathered_words);
     params.statistics = floats(exec, gpu::statistics_size(params.shape, params.tiling));
     if (summed) params.dq_sum = floats(exec, gpu::dq_sum_size(params.shape, params.tiling));
     params.partials = floats(exec, gpu::partials_size(params.shape, params.limits.slots));
-    params.gathered_sums = floats(exec, gpu::gathered_sums_size(params.shape, params.gathered.piece_count));
+    if (kept.plan->hopper() && params.gathered.piece_count > 0) {
+      params.gathered_rows = gathered_rows(exec, params);
+      params.gathered_parts = gpu::gathered_parts(params.gathered.piece_count, device_.multiprocessors);
+      params.gathered_places = exec.scratch->allocate_array<gpu::GatheredPlace>(params.gathered.place_count);
+    }
+    params.gathered_sums =
+        floats(exec, gpu::gathered_sums_size(params.shape, params.gathered.piece_count, params.gathered_parts));
     params.counter = exec.scratch->allocate_array<int32_t>(4);
     if (!kept.plan->hopper())
       gpu::portable_backward(params, kept.plan->precision(), exec.stream);
@@ -146,7 +152,7 @@ class CudaAttention final : public ChoosingAttention {
     request.shape = {cu_seqlens.back(), shape.heads, shape.kv_heads, shape.head_dim, shape.scale};
     request.precision = dtype == DType::f32 ? Precision::fp32 : Precision::bf16;
     request.hopper = hopper_takes(options_, shape, dtype, device_.major) && index.shape().block != 64 &&
-                     index.shape().query_block % 2 == 0 && !index.has_gathered_columns();
+                     index.shape().query_block % 2 == 0;
     request.cu_seqlens = cu_seqlens;
     request.selection = &selection_;
     request.multiprocessors = device_.multiprocessors;
@@ -242,6 +248,13 @@ class CudaAttention final : public ChoosingAttention {
 
   static float* floats(const Exec& exec, size_t count) {
     return exec.scratch->allocate_array<float>(static_cast<int64_t>(count));
+  }
+
+  // Room for K and V at the gathered columns, in bf16.
+  template <typename Params>
+  static gpu::GatheredRows gathered_rows(const Exec& exec, const Params& params) {
+    const int64_t count = int64_t{params.gathered.piece_count} * gpu::kGatheredPiece * params.shape.head_dim;
+    return {exec.scratch->allocate_array<uint16_t>(count), exec.scratch->allocate_array<uint16_t>(count)};
   }
 
   static void check_operands(const AttentionOperands& operands) {

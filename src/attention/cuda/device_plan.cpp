@@ -266,7 +266,9 @@ GatheredColumns DevicePlan::gathered(const Lists& lists) const {
           at<int32_t>(places_.gathered_pieces),
           static_cast<int32_t>(work_.gathered_pieces.size()),
           lists.gathered_columns,
-          lists.gathered_bits};
+          lists.gathered_bits,
+          static_cast<int32_t>(work_.gathered.size()),
+          work_.gathered_places};
 }
 
 void DevicePlan::set(SlashParams& params) const {

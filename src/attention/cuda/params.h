@@ -10,7 +10,8 @@
 // block has an odd number of tokens). Key blocks are counted from the start of their sequence.
 //
 // Lists may also hold single keys ("gathered columns"): of every sequence and list head one ascending list of key
-// tokens, and of every query block a bit for each of them. The portable kernels take them, in the same softmax.
+// tokens, and of every query block a bit for each of them. They are part of the same softmax. The Hopper kernels read
+// them from copies of their rows, 128 one after the other like the keys of a block.
 
 #include <cstddef>
 #include <cstdint>
@@ -87,7 +88,8 @@ struct SplitColumn {
   int32_t position = 0, gathered = -1;  // as in BackwardItem
 };
 
-// The gathered columns of one sequence and list head, in pieces of 64: the last are padded with kNoColumn.
+// The gathered columns of one sequence and list head, in an even number of pieces of 64: the last are padded with
+// kNoColumn.
 constexpr int32_t kNoColumn = INT32_MAX;
 constexpr int kGatheredPiece = 64;
 struct GatheredList {
@@ -100,7 +102,7 @@ struct GatheredList {
   int32_t head = 0;     // list head
   int32_t subtile = 0;  // the sequence's first subtile, for list head 0
   int32_t rows = 0;     // query blocks
-  int32_t unused = 0;
+  int32_t place = 0;    // first GatheredPlace of its key blocks
 };
 struct GatheredColumns {
   const GatheredList* lists = nullptr;  // [sequence][list head]; null: none
@@ -109,6 +111,18 @@ struct GatheredColumns {
   int32_t piece_count = 0;
   const int32_t* columns = nullptr;
   const uint64_t* bits = nullptr;
+  int32_t list_count = 0, place_count = 0;
+};
+// Of kBlock keys of one list: which of them are columns, and the place of the first of those among all columns.
+struct alignas(16) GatheredPlace {
+  uint32_t bits[kBlock / 32] = {};
+  int32_t first = 0;
+  int32_t unused[3] = {0, 0, 0};
+};
+// Workspace of the Hopper kernels: K and V at the columns, [columns of all lists, d].
+struct GatheredRows {
+  void* k = nullptr;
+  void* v = nullptr;
 };
 
 // How many there are, written by the kernel that makes them.
@@ -133,6 +147,7 @@ struct ForwardParams {
   int32_t item_count = 0;
   const uint32_t* row_entries = nullptr;
   GatheredColumns gathered;
+  GatheredRows gathered_rows;
   int32_t* counter = nullptr;  // one int of workspace
 };
 
@@ -167,15 +182,23 @@ struct BackwardParams {
   float* statistics = nullptr;
   float* dq_sum = nullptr;  // not needed when deterministic
   float* partials = nullptr;
-  float* gathered_sums = nullptr;  // [piece][dK, dV][64][d]
-  int32_t* counter = nullptr;      // two ints
+  float* gathered_sums = nullptr;  // [piece][dK, dV][64][d]; Hopper: [two pieces][part][dK, dV][kBlock · d]
+  GatheredRows gathered_rows;
+  GatheredPlace* gathered_places = nullptr;  // Hopper
+  int32_t gathered_parts = 1;                // Hopper: parts in which the query blocks of a list are walked
+  int32_t* counter = nullptr;                // three ints
 };
 
 // Floats of workspace: log-sum-exp and dO·O of every row, the fp32 sum of dQ, the slots of split columns.
 size_t statistics_size(const Shape& shape, const Tiling& tiling);
 size_t dq_sum_size(const Shape& shape, const Tiling& tiling);
 size_t partials_size(const Shape& shape, int slots);
-size_t gathered_sums_size(const Shape& shape, int pieces);
+size_t gathered_sums_size(const Shape& shape, int pieces, int parts = 1);
+// Parts enough for all workers to share the walks of so many pieces.
+constexpr int gathered_parts(int pieces, int workers) {
+  const int items = pieces / 2 < 1 ? 1 : pieces / 2, parts = (3 * workers + items - 1) / items;
+  return parts < 16 ? parts : 16;
+}
 
 // The order of the backward's work, made on the device from the column lists.
 struct BackwardWorkParams {
@@ -206,10 +229,12 @@ void hopper_backward(const BackwardParams& params, void* stream);
 void hopper_backward_deterministic(const BackwardParams& params, void* stream);
 
 // Which of the two is quicker: where few pairs are chosen, the sums of dQ in memory cost more than computing the scores
-// twice (measured, docs/results/hopper-kernels.md). `entries`: of the row lists.
-constexpr bool quicker_in_two_kernels(const Shape& shape, const Tiling& tiling, int64_t entries, int64_t causal_pairs) {
-  return shape.head_dim == 128 && entries > 0 &&
-         static_cast<double>(entries) * tiling.query_block * tiling.block <= 0.07 * static_cast<double>(causal_pairs);
+// twice (measured, docs/results/hopper-kernels.md). `entries`: of the row lists; `words`: of 64 gathered columns each,
+// of which half come before a query block.
+constexpr bool quicker_in_two_kernels(const Shape& shape, const Tiling& tiling, int64_t entries, int64_t causal_pairs,
+                                      int64_t words = 0) {
+  const double keys = static_cast<double>(entries) * tiling.block + static_cast<double>(words) * kGatheredPiece / 2;
+  return shape.head_dim == 128 && entries > 0 && keys * tiling.query_block <= 0.07 * static_cast<double>(causal_pairs);
 }
 
 // For any GPU with bf16 tensor cores (SM80 and later), and in fp32 with plain arithmetic for exact comparison. The

@@ -34,13 +34,15 @@ void add_gathered(Work& work, const RowLayout& lists, int32_t columns, int32_t t
     GatheredList list;
     list.columns = work.gathered_columns;
     list.bits = work.gathered_words;
-    list.pieces = static_cast<int32_t>(divide_up(columns, kGatheredPiece));
+    list.pieces = static_cast<int32_t>(2 * divide_up(columns, 2 * kGatheredPiece));
     list.slot = static_cast<int32_t>(work.gathered_pieces.size());
     list.token = token;
     list.tokens = tokens;
     list.head = head;
     list.subtile = work.cu_subtiles.back();
     list.rows = static_cast<int32_t>(divide_up(tokens, lists.query_block));
+    list.place = work.gathered_places;
+    work.gathered_places += static_cast<int32_t>(divide_up(tokens, kBlock));
     work.gathered_columns += int64_t{list.pieces} * kGatheredPiece;
     work.gathered_words += int64_t{list.pieces} * list.rows;
     work.gathered_pieces.insert(work.gathered_pieces.end(), list.pieces, static_cast<int32_t>(work.gathered.size()));
@@ -123,7 +125,9 @@ Work make_work(const Shape& shape, std::span<const int32_t> cu_seqlens, const st
           item.list_begin = lists->offsets[row];
           item.list_count = lists->offsets[row + 1] - item.list_begin;
           item.query_token = item.position % lists->query_block;
-          forward_cost.push_back(item.list_count + (gathered < 0 ? 0 : lists->gathered[s] / block));
+          // As many of the columns as lie before the tile if they are spread evenly.
+          const int64_t columns = gathered < 0 ? 0 : int64_t{lists->gathered[s]} * item.position / length;
+          forward_cost.push_back(item.list_count + columns / block);
         }
         work.forward.push_back(item);
       }
@@ -180,8 +184,8 @@ size_t statistics_size(const Shape& shape, const Tiling& tiling) {
 size_t dq_sum_size(const Shape& shape, const Tiling& tiling) {
   return static_cast<size_t>(shape.query_heads / tiling.heads) * tiling.subtiles * kSubtileRows * shape.head_dim;
 }
-size_t gathered_sums_size(const Shape& shape, int pieces) {
-  return static_cast<size_t>(pieces) * 2 * kGatheredPiece * shape.head_dim;
+size_t gathered_sums_size(const Shape& shape, int pieces, int parts) {
+  return static_cast<size_t>(pieces) * parts * 2 * kGatheredPiece * shape.head_dim;
 }
 size_t partials_size(const Shape& shape, int slots) {
   return static_cast<size_t>(slots) * 2 * kBlock * shape.head_dim;

@@ -33,6 +33,7 @@ struct Work {
   std::vector<GatheredList> gathered;
   std::vector<int32_t> gathered_pieces;
   int64_t gathered_columns = 0, gathered_words = 0;
+  int32_t gathered_places = 0;  // key blocks of all gathered lists
 };
 
 // Rows of 64 that hold whole tokens. `query_block` 0: no lists, every sequence is dense.

@@ -1,5 +1,6 @@
 #include <algorithm>
 
+#include "attention/hopper/gathered.cuh"
 #include "attention/hopper/launch.cuh"
 #include "attention/hopper/prepare.cuh"
 #include "attention/hopper/tile.cuh"
@@ -22,10 +23,13 @@ struct ItemMessage {
 };
 // One step: a unit of `kUnit` subtiles of queries.
 struct StepMessage {
-  int32_t diagonal;  // position of the first key minus position of the first query
-  int32_t first;     // tokens of the unit before this one do not see the block
-  int32_t subtile;   // first subtile of the unit among all; negative: the column ends
+  int32_t diagonal;            // position of the first key minus position of the first query
+  int32_t first;               // tokens of the unit before this one do not see the block
+  int32_t subtile;             // first subtile of the unit among all; negative: the column ends
+  uint32_t seen[kBlock / 32];  // of gathered columns: which of them the query block sees; `diagonal` is as in
+                               // gathered.cuh, `first` the position of the unit in its sequence where that matters
 };
+constexpr int32_t kGatheredItem = -1;  // column of an item of 128 gathered columns
 
 template <int D>
 struct alignas(1024) Smem {
@@ -61,13 +65,19 @@ struct Arguments {
   float* dq_sum;
   float* partials;
   int32_t* counter;
+  int32_t parts;  // of a group that share a list
+  GatheredColumns gathered;
+  GatheredSums gathered_sums;
+  float* sums;             // what they read, to be written
+  int32_t* gathered_done;  // how often a warpgroup has written one
+  __device__ int gathered_items() const { return gathered.piece_count / 2 * gathered_sums.parts; }
 };
 
-template <int D>
+template <int D, bool kGathered>
 struct Loader {
   static constexpr int kUnit = Smem<D>::kUnit, kStages = Smem<D>::kStages;
   Smem<D>& smem;
-  const CUtensorMap *q_map, *do_map, *k_map, *v_map;
+  const CUtensorMap *q_map, *do_map, *k_map, *v_map, *gathered_k_map, *gathered_v_map;
   const Arguments& args;
   int lane;
   Cursor ring;
@@ -75,9 +85,13 @@ struct Loader {
   // Each lane issues one box; lane 0 first says how many bytes will come.
   __device__ void load_keys(const BackwardItem& item, uint32_t phase) {
     barrier_wait(shared_address(&smem.kv_empty), phase ^ 1);
+    if (lane == 0) smem.item.item = item;
+    load_boxes(k_map, v_map, item.head, item.token);
+  }
+
+  __device__ void load_boxes(const CUtensorMap* keys, const CUtensorMap* values, int head, int token) {
     const uint32_t barrier = shared_address(&smem.kv_full);
     if (lane == 0) {
-      smem.item.item = item;
       smem.item.end = 0;
       barrier_expect(barrier, 2 * kBlock * D * 2);
     }
@@ -85,8 +99,8 @@ struct Loader {
     constexpr int kBoxes = D / 64;
     if (lane < 2 * kBoxes) {
       const int c = lane % kBoxes;
-      tensor_load(shared_address(lane < kBoxes ? smem.k : smem.v) + c * kBlock * 128, lane < kBoxes ? k_map : v_map,
-                  c * 64, item.head, item.token, barrier);
+      tensor_load(shared_address(lane < kBoxes ? smem.k : smem.v) + c * kBlock * 128, lane < kBoxes ? keys : values,
+                  c * 64, head, token, barrier);
     }
   }
 
@@ -96,7 +110,9 @@ struct Loader {
                   head * args.rows.heads, token + lane / (D / 64) * args.rows.tokens, barrier);
   }
 
-  __device__ void step(const BackwardItem& item, int head, int unit, int first) {
+  // `seen` and `kind`: of gathered columns.
+  __device__ void step(const BackwardItem& item, int head, int unit, int first, const uint4& seen = {},
+                       int32_t kind = 0) {
     const int position = unit * kUnit * args.rows.tokens;
     const int token = item.token - item.position + position;
     const int subtile = head * args.subtiles + item.subtile + unit * kUnit;
@@ -104,7 +120,18 @@ struct Loader {
     const uint32_t q_barrier = shared_address(&smem.q_full[ring.stage]);
     barrier_wait(shared_address(&smem.q_empty[ring.stage]), ring.phase ^ 1);
     if (lane == 0) {
-      smem.step[ring.stage] = {item.position - position, first, subtile};
+      StepMessage& message = smem.step[ring.stage];
+      message.diagonal = item.position - position;
+      message.first = first;
+      message.subtile = subtile;
+      if (kGathered && kind != 0) {
+        message.diagonal = kind;
+        message.first = kind == kLateSeen ? position : 0;
+        message.seen[0] = seen.x;
+        message.seen[1] = seen.y;
+        message.seen[2] = seen.z;
+        message.seen[3] = seen.w;
+      }
       barrier_expect(q_barrier, bytes + sizeof(smem.statistics[0]));
       bulk_load(shared_address(smem.statistics[ring.stage]),
                 args.statistics + static_cast<int64_t>(subtile) * 2 * kSubtileRows, sizeof(smem.statistics[0]),
@@ -156,22 +183,73 @@ struct Loader {
     }
   }
 
+  // 128 gathered columns against a part of the query blocks; they come before all key blocks, which add what they give.
+  __device__ void walk_gathered(int index, uint32_t& phase) {
+    const int piece = index / args.gathered_sums.parts, part = index - piece * args.gathered_sums.parts;
+    if (args.gathered.columns[static_cast<int64_t>(piece) * kBlock] == kNoColumn) {
+      if (lane == 0) atomicAdd(args.gathered_done, 2);
+      return;
+    }
+    const GatheredList& list = args.gathered.lists[args.gathered.pieces[2 * piece]];
+    barrier_wait(shared_address(&smem.kv_empty), phase ^ 1);
+    phase ^= 1;
+    BackwardItem& item = smem.item.item;
+    if (lane == 0) {
+      item.token = piece * kBlock;
+      item.position = item.token - list.token;  // so that the difference is where the sequence starts
+      item.subtile = list.subtile;
+      item.column = kGatheredItem;
+      item.partial = index;
+    }
+    load_boxes(gathered_k_map, gathered_v_map, 0, piece * kBlock);
+    const int each = (list.rows + args.gathered_sums.parts - 1) / args.gathered_sums.parts;
+    const int begin = part * each, end = min(begin + each, list.rows);
+    const int units = args.query_block / (kUnit * args.rows.tokens);
+    const uint64_t* bits = args.gathered.bits + list.bits + 2 * (piece - list.slot / 2);
+    for (int head = list.head * args.parts; head < (list.head + 1) * args.parts; ++head)
+      for (int base = end; base > begin; base -= 32) {
+        const int row = base - 1 - lane;
+        uint4 own{0, 0, 0, 0};
+        if (row >= begin) own = *reinterpret_cast<const uint4*>(bits + static_cast<int64_t>(row) * list.pieces);
+        int32_t kind = 0;
+        if ((own.x | own.y | own.z | own.w) != 0)
+          kind = step_kind(own, args.gathered.columns[static_cast<int64_t>(piece) * kBlock + last_seen(own)] >
+                                    row * args.query_block);
+        for (uint32_t kept = __ballot_sync(~0u, kind != 0); kept != 0; kept &= kept - 1) {
+          const int source = __ffs(kept) - 1;
+          const uint4 seen{__shfl_sync(~0u, own.x, source), __shfl_sync(~0u, own.y, source),
+                           __shfl_sync(~0u, own.z, source), __shfl_sync(~0u, own.w, source)};
+          const int32_t common = __shfl_sync(~0u, kind, source);
+          for (int u = units - 1; u >= 0; --u) {
+            const int unit = (base - 1 - source) * units + u;
+            if (unit * kUnit * args.rows.tokens < list.tokens) step(item, head, unit, 0, seen, common);
+          }
+        }
+      }
+    end_column();
+  }
+
   __device__ void run() {
-    const int item_count = args.counts->items;
+    const int gathered_items = kGathered ? args.gathered_items() : 0;
+    const int item_count = args.counts->items + gathered_items;
     uint32_t phase = 0;
     for (;;) {
       int index = 0;
       if (lane == 0) index = atomicAdd(args.counter, 1);
       index = __shfl_sync(~0u, index, 0);
       if (index >= item_count) break;
-      load_keys(args.items[index], phase);
+      if (kGathered && index < gathered_items) {
+        walk_gathered(index, phase);
+        continue;
+      }
+      load_keys(args.items[index - gathered_items], phase);
       phase ^= 1;
       const BackwardItem& item = smem.item.item;  // registers are scarce here
       int before = 0;                             // in the column
       for (int head = item.head * args.heads_per_kv; head < (item.head + 1) * args.heads_per_kv; ++head) {
         int at = item.position / (2 * args.rows.tokens), count = item.subtiles / 2 - at;
         if (!item.dense) {
-          const int column = head * args.columns + item.column;
+          const int column = head / args.parts * args.columns + item.column;
           at = args.offsets[column];
           count = args.offsets[column + 1] - at;
         }
@@ -193,7 +271,7 @@ struct Loader {
   }
 };
 
-template <int D, bool kWithDq>
+template <int D, bool kWithDq, bool kGathered>
 struct Consumer {
   static constexpr int kUnit = Smem<D>::kUnit, kStages = Smem<D>::kStages;
   Smem<D>& smem;
@@ -234,9 +312,29 @@ struct Consumer {
     wgmma_commit();
   }
 
+  __device__ void mask_gathered(float (&s)[32], const StepMessage& step, int before) {
+    const int key = group * 64 + warp * 16 + lane / 4;
+    const uint32_t seen = smem.step[ring.stage].seen[key / 32] >> key % 32;
+    const bool hidden[2] = {(seen & 1) == 0, (seen >> 8 & 1) == 0};
+#pragma unroll
+    for (int i = 0; i < 32; ++i)
+      if (hidden[(i >> 1) & 1]) s[i] = -INFINITY;
+    if (step.diagonal != kLateSeen) return;
+    const int32_t* columns = args.gathered.columns + smem.item.item.token + key;
+#pragma unroll
+    for (int j = 0; j < 8; ++j)
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const int position = step.first + before + args.rows.token(8 * j + 2 * (lane % 4) + e);
+        if (columns[0] > position) s[4 * j + e] = -INFINITY;
+        if (columns[8] > position) s[4 * j + 2 + e] = -INFINITY;
+      }
+  }
+
   // `before`: tokens of the unit that come before this subtile.
   __device__ void mask(float (&s)[32], const StepMessage& step, int before) {
     if (step.diagonal + kBlock - 1 <= before && step.first <= before) return;
+    if (kGathered && step.diagonal >= kSomeSeen) return mask_gathered(s, step, before);
     const int key = group * 64 + warp * 16 + lane / 4;
 #pragma unroll
     for (int j = 0; j < 8; ++j)
@@ -320,11 +418,41 @@ struct Consumer {
     });
   }
 
-  __device__ void store_partial(int slot, int which, const float (&a)[D / 2]) {
-    float4* out = reinterpret_cast<float4*>(args.partials) +
+  __device__ void store_partial(float* slots, int slot, int which, const float (&a)[D / 2]) {
+    float4* out = reinterpret_cast<float4*>(slots) +
                   (static_cast<int64_t>(slot * 2 + which) * 2 + group) * (D / 8) * 128 + warp * 32 + lane;
 #pragma unroll
     for (int j = 0; j < D / 8; ++j) out[j * 128] = make_float4(a[4 * j], a[4 * j + 1], a[4 * j + 2], a[4 * j + 3]);
+  }
+
+  __device__ void store_gathered(const BackwardItem& item) {
+    store_partial(args.sums, item.partial, 0, dk);
+    store_partial(args.sums, item.partial, 1, dv);
+    __threadfence();
+    named_sync(2 + group, 128);
+    if (warp == 0 && lane == 0) atomicAdd(args.gathered_done, 1);
+  }
+
+  // Until all gathered columns are summed: items that came before this one, so that somebody works on them.
+  __device__ void wait_gathered() {
+    const int wanted = 2 * args.gathered_items();
+    int done;
+    do {
+      asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(done) : "l"(args.gathered_done) : "memory");
+    } while (done < wanted);
+  }
+
+  __device__ void add_gathered(const BackwardItem& item) {
+    args.gathered_sums.each(item.gathered, item.head, item.position, group * 64 + warp * 16 + lane / 4, lane,
+                            [&](int h, int row) {
+                              if (h == 0) {
+                                args.gathered_sums.template add<D, 0>(dk, row, 0, lane);
+                                args.gathered_sums.template add<D, 0>(dv, row, 1, lane);
+                              } else {
+                                args.gathered_sums.template add<D, 1>(dk, row, 0, lane);
+                                args.gathered_sums.template add<D, 1>(dv, row, 1, lane);
+                              }
+                            });
   }
 
   __device__ void run() {
@@ -415,12 +543,18 @@ struct Consumer {
       ring.advance(kStages);
       const BackwardItem item = smem.item.item;
       release(smem.kv_empty, lane);
-      if (item.partial >= 0) {
-        store_partial(item.partial, 0, dk);
-        store_partial(item.partial, 1, dv);
+      if (kGathered && item.column == kGatheredItem) {
+        store_gathered(item);
+      } else if (item.partial >= 0) {
+        store_partial(args.partials, item.partial, 0, dk);
+        store_partial(args.partials, item.partial, 1, dv);
       } else {
-        if (warp == 0 && lane == 0) bulk_wait_read();  // the staging area still feeds the last dQ
+        if (warp == 0 && lane == 0) {
+          bulk_wait_read();  // the staging area still feeds the last dQ
+          if (kGathered && item.gathered >= 0) wait_gathered();
+        }
         named_sync(2 + group, 128);
+        if (kGathered && item.gathered >= 0) add_gathered(item);
         store(item, args.dv, dv, 1.f);
         store(item, args.dk, dk, args.scale);
         async_fence();
@@ -431,11 +565,12 @@ struct Consumer {
   }
 };
 
-template <int D, bool kWithDq>
+template <int D, bool kWithDq, bool kGathered>
 __global__ void __launch_bounds__(kThreads, 1)
     backward_kernel(const __grid_constant__ CUtensorMap q_map, const __grid_constant__ CUtensorMap do_map,
                     const __grid_constant__ CUtensorMap k_map, const __grid_constant__ CUtensorMap v_map,
-                    const __grid_constant__ Arguments args) {
+                    const __grid_constant__ CUtensorMap gathered_k_map,
+                    const __grid_constant__ CUtensorMap gathered_v_map, const __grid_constant__ Arguments args) {
   extern __shared__ __align__(1024) unsigned char raw[];
   Smem<D>& smem = *reinterpret_cast<Smem<D>*>(raw);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -459,19 +594,19 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   __syncthreads();
   if (warp < 4) {
-    registers_shrink<24>();
+    registers_shrink<kGathered ? 32 : 24>();
     if (warp == 0) {
-      Loader<D> loader{smem, &q_map, &do_map, &k_map, &v_map, args, lane};
+      Loader<D, kGathered> loader{smem, &q_map, &do_map, &k_map, &v_map, &gathered_k_map, &gathered_v_map, args, lane};
       loader.run();
     }
   } else {
     registers_grow<240>();
-    Consumer<D, kWithDq> consumer{smem, args, warp / 4 - 1, warp % 4, lane};
+    Consumer<D, kWithDq, kGathered> consumer{smem, args, warp / 4 - 1, warp % 4, lane};
     consumer.run();
   }
 }
 
-template <int D, bool kWithDq>
+template <int D, bool kWithDq, bool kGathered>
 void launch(const BackwardParams& p, cudaStream_t stream) {
   const auto rows = [&](const void* data) {
     return packed_map(data, p.shape.tokens, p.shape.query_heads, D, p.tiling.heads, p.tiling.tokens);
@@ -493,22 +628,40 @@ void launch(const BackwardParams& p, cudaStream_t stream) {
                  p.statistics,
                  p.dq_sum,
                  p.partials,
-                 p.counter};
+                 p.counter,
+                 p.tiling.parts,
+                 p.gathered,
+                 gathered_sums(p),
+                 p.gathered_sums,
+                 p.counter + 2};
   check(cudaMemsetAsync(p.counter, 0, sizeof(int32_t), stream), "work counter");
-  const auto kernel = backward_kernel<D, kWithDq>;
+  const CUtensorMap k_map = keys(p.k), v_map = keys(p.v);
+  CUtensorMap gathered_k_map = k_map, gathered_v_map = v_map;
+  int64_t items = p.limits.items;
+  if constexpr (kGathered) {
+    check(cudaMemsetAsync(p.counter + 2, 0, sizeof(int32_t), stream), "work counter");
+    gather_rows(p.gathered, p.shape, p.k, p.v, p.gathered_rows, stream);
+    find_gathered_places(p.gathered, p.gathered_places, stream);
+    gathered_k_map = gathered_map(p.gathered_rows.k, p.gathered, D);
+    gathered_v_map = gathered_map(p.gathered_rows.v, p.gathered, D);
+    items += int64_t{p.gathered.piece_count / 2} * p.gathered_parts;
+  }
+  const auto kernel = backward_kernel<D, kWithDq, kGathered>;
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Smem<D>)),
         "shared memory of the backward");
-  const int grid = std::min(p.limits.items, multiprocessors());
-  kernel<<<grid, kThreads, sizeof(Smem<D>), stream>>>(rows(p.q), rows(p.d_o), keys(p.k), keys(p.v), args);
+  const int grid = static_cast<int>(std::min<int64_t>(items, multiprocessors()));
+  kernel<<<grid, kThreads, sizeof(Smem<D>), stream>>>(rows(p.q), rows(p.d_o), k_map, v_map, gathered_k_map,
+                                                      gathered_v_map, args);
   check(cudaGetLastError(), "attention backward");
 }
 
-template <int D>
-void run_backward(const BackwardParams& p, cudaStream_t stream) {
-  prepare_rows(p, true, stream);
-  launch<D, true>(p, stream);
-  finish_dq(p, stream);
-  finish_split_columns(p, stream);
+template <bool kWithDq>
+void launch(const BackwardParams& p, cudaStream_t stream) {
+  const bool gathered = p.gathered.piece_count > 0;
+  const auto kind = p.shape.head_dim == 128 ? gathered ? launch<128, kWithDq, true> : launch<128, kWithDq, false>
+                    : gathered ? launch<64, kWithDq, true>
+                                            : launch<64, kWithDq, false>;
+  kind(p, stream);
 }
 
 }  // namespace
@@ -516,17 +669,15 @@ void run_backward(const BackwardParams& p, cudaStream_t stream) {
 void hopper_backward(const BackwardParams& p, void* stream) {
   check_shape(p.shape, p.tiling);
   if (p.shape.tokens == 0) return;
-  if (p.shape.head_dim == 128)
-    run_backward<128>(p, static_cast<cudaStream_t>(stream));
-  else
-    run_backward<64>(p, static_cast<cudaStream_t>(stream));
+  const auto cuda_stream = static_cast<cudaStream_t>(stream);
+  prepare_rows(p, true, cuda_stream);
+  launch<true>(p, cuda_stream);
+  finish_dq(p, cuda_stream);
+  finish_split_columns(p, cuda_stream);
 }
 
 void backward_keys(const BackwardParams& p, cudaStream_t stream) {
-  if (p.shape.head_dim == 128)
-    launch<128, false>(p, stream);
-  else
-    launch<64, false>(p, stream);
+  launch<false>(p, stream);
 }
 
 }  // namespace sb::gpu

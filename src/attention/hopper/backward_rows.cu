@@ -12,10 +12,10 @@ namespace {
 
 constexpr int kThreads = 384;
 
-template <int D>
+template <int D, bool kWithGathered>
 struct alignas(1024) Smem {
   static constexpr int kDim = D, kSlots = D == 128 ? 1 : 2, kStages = 2;
-  static constexpr bool kGradient = true, kKeysAhead = false;
+  static constexpr bool kGradient = true, kKeysAhead = false, kGathered = kWithGathered;
   __nv_bfloat16 q[kSlots][2 * kSubtileRows * D];  // [slot][subtile][d / 64][row][64]
   __nv_bfloat16 d_o[kSlots][2 * kSubtileRows * D];
   __nv_bfloat16 k[kStages][kBlock * D];  // [stage][d / 64][row][64]
@@ -26,7 +26,7 @@ struct alignas(1024) Smem {
       v_empty[kStages];
 };
 
-static_assert(sizeof(Smem<128>) <= kSharedMemory && sizeof(Smem<64>) <= kSharedMemory);
+static_assert(sizeof(Smem<128, true>) <= kSharedMemory && sizeof(Smem<64, true>) <= kSharedMemory);
 
 struct Arguments {
   RowArguments work;
@@ -36,10 +36,10 @@ struct Arguments {
   __nv_bfloat16* dq;
 };
 
-template <int D>
+template <int D, bool kGathered>
 struct Consumer {
-  static constexpr int kSlots = Smem<D>::kSlots, kStages = Smem<D>::kStages;
-  Smem<D>& smem;
+  static constexpr int kSlots = Smem<D, kGathered>::kSlots, kStages = Smem<D, kGathered>::kStages;
+  Smem<D, kGathered>& smem;
   const Arguments& args;
   int group, warp, lane;
   Cursor tile, ring;
@@ -59,7 +59,25 @@ struct Consumer {
     wgmma_commit();
   }
 
-  __device__ void mask(float (&s)[32], const StepMessage& step, int half) {
+  __device__ void mask_gathered(float (&s)[32], const StepMessage& step, int half, int slot) {
+    const uint32_t seen = smem.step[ring.stage].seen[lane % 4];
+#pragma unroll
+    for (int j = 0; j < 8; ++j)
+#pragma unroll
+      for (int e = 0; e < 4; ++e)
+        if (!seen_column(seen, 8 * half + j, e & 1)) s[4 * j + e] = -INFINITY;
+    if (step.offset != kLateSeen) return;
+    const int32_t* columns = args.work.gathered.columns + step.column + half * 64 + 2 * (lane % 4);
+    const int position = smem.tile[slot].item.position;
+#pragma unroll
+    for (int j = 0; j < 8; ++j)
+#pragma unroll
+      for (int e = 0; e < 4; ++e)
+        if (columns[8 * j + (e & 1)] - position > token[e >> 1]) s[4 * j + e] = -INFINITY;
+  }
+
+  __device__ void mask(float (&s)[32], const StepMessage& step, int half, int slot) {
+    if (kGathered && step.offset >= kSomeSeen) return mask_gathered(s, step, half, slot);
     const int column = step.offset + half * 64 + 2 * (lane % 4);
     if (step.offset + half * 64 + 63 > 0) {
 #pragma unroll
@@ -110,7 +128,7 @@ struct Consumer {
           else
             wgmma_wait<2>();
           pin(s[half]);
-          mask(s[half], step, half);
+          mask(s[half], step, half, slot);
 #pragma unroll
           for (int i = 0; i < 32; ++i) s[half][i] = exp2_fast(fmaf(s[half][i], scale_log2, minus[(i >> 1) & 1]));
           if (half == 0)
@@ -149,30 +167,33 @@ struct Consumer {
   }
 };
 
-template <int D>
+template <int D, bool kGathered>
 __global__ void __launch_bounds__(kThreads, 1)
     backward_rows_kernel(const __grid_constant__ CUtensorMap q_map, const __grid_constant__ CUtensorMap do_map,
                          const __grid_constant__ CUtensorMap k_map, const __grid_constant__ CUtensorMap v_map,
-                         const __grid_constant__ Arguments args) {
+                         const __grid_constant__ CUtensorMap gathered_k_map,
+                         const __grid_constant__ CUtensorMap gathered_v_map, const __grid_constant__ Arguments args) {
+  using Memory = Smem<D, kGathered>;
   extern __shared__ __align__(1024) unsigned char raw[];
-  Smem<D>& smem = *reinterpret_cast<Smem<D>*>(raw);
+  Memory& smem = *reinterpret_cast<Memory*>(raw);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   if (threadIdx.x == 0) init_row_barriers(smem);
   __syncthreads();
   if (warp < 4) {
-    registers_shrink<40>();
+    registers_shrink<kGathered ? 48 : 40>();
     if (warp == 0) {
-      RowLoader<Smem<D>> loader{smem, &q_map, &do_map, &k_map, &v_map, args.work, lane};
+      RowLoader<Memory> loader{smem,      &q_map, &do_map, &k_map, &v_map, &gathered_k_map, &gathered_v_map,
+                               args.work, lane};
       loader.run();
     }
   } else {
     registers_grow<232>();
-    Consumer<D> consumer{smem, args, warp / 4 - 1, warp % 4, lane};
+    Consumer<D, kGathered> consumer{smem, args, warp / 4 - 1, warp % 4, lane};
     consumer.run();
   }
 }
 
-template <int D>
+template <int D, bool kGathered>
 void launch(const BackwardParams& p, cudaStream_t stream) {
   const auto rows = [&](const void* data) {
     return packed_map(data, p.shape.tokens, p.shape.query_heads, D, p.tiling.heads, p.tiling.tokens);
@@ -180,17 +201,25 @@ void launch(const BackwardParams& p, cudaStream_t stream) {
   const auto keys = [&](const void* data) { return packed_map(data, p.shape.tokens, p.shape.kv_heads, D, 1, kBlock); };
   int32_t* counter = p.counter + 1;
   const Arguments args{{p.shape.query_heads / p.shape.kv_heads / p.tiling.heads, row_map(p.tiling), p.row_items,
-                        p.row_item_count, p.row_entries, counter},
+                        p.row_item_count, p.row_entries, counter, p.gathered, p.tiling.query_block},
                        p.shape.scale,
                        p.shape.query_heads,
                        p.statistics,
                        static_cast<__nv_bfloat16*>(p.dq)};
   check(cudaMemsetAsync(counter, 0, sizeof(int32_t), stream), "work counter");
-  check(cudaFuncSetAttribute(backward_rows_kernel<D>, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Smem<D>)),
+  const CUtensorMap k_map = keys(p.k), v_map = keys(p.v);
+  CUtensorMap gathered_k_map = k_map, gathered_v_map = v_map;
+  if constexpr (kGathered) {
+    gathered_k_map = gathered_map(p.gathered_rows.k, p.gathered, D);
+    gathered_v_map = gathered_map(p.gathered_rows.v, p.gathered, D);
+  }
+  constexpr size_t kBytes = sizeof(Smem<D, kGathered>);
+  const auto kernel = backward_rows_kernel<D, kGathered>;
+  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes),
         "shared memory of the backward");
   const int grid = p.row_item_count < multiprocessors() ? p.row_item_count : multiprocessors();
-  backward_rows_kernel<D>
-      <<<grid, kThreads, sizeof(Smem<D>), stream>>>(rows(p.q), rows(p.d_o), keys(p.k), keys(p.v), args);
+  kernel<<<grid, kThreads, kBytes, stream>>>(rows(p.q), rows(p.d_o), k_map, v_map, gathered_k_map, gathered_v_map,
+                                             args);
   check(cudaGetLastError(), "attention backward: rows");
 }
 
@@ -201,11 +230,12 @@ void hopper_backward_deterministic(const BackwardParams& p, void* stream) {
   if (p.shape.tokens == 0) return;
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
   prepare_rows(p, false, cuda_stream);
-  backward_keys(p, cuda_stream);
-  if (p.shape.head_dim == 128)
-    launch<128>(p, cuda_stream);
-  else
-    launch<64>(p, cuda_stream);
+  backward_keys(p, cuda_stream);  // and the rows of gathered columns
+  const bool gathered = p.gathered.piece_count > 0;
+  const auto kind = p.shape.head_dim == 128 ? gathered ? launch<128, true> : launch<128, false>
+                    : gathered ? launch<64, true>
+                                            : launch<64, false>;
+  kind(p, cuda_stream);
   finish_split_columns(p, cuda_stream);
 }
 

@@ -11,10 +11,10 @@ constexpr float kNothing = -1e30f;  // before the first key; finite, so that dif
 constexpr int kNowhere = -(1 << 20);
 constexpr float kLargeSum = 1e18f;  // sums of a block up to here leave a row's base as it is
 
-template <int D>
+template <int D, bool kWithGathered>
 struct alignas(1024) Smem {
   static constexpr int kDim = D, kSlots = 2, kStages = D == 128 ? 2 : 4;
-  static constexpr bool kGradient = false, kKeysAhead = true;
+  static constexpr bool kGradient = false, kKeysAhead = true, kGathered = kWithGathered;
   __nv_bfloat16 q[kSlots][2 * kSubtileRows * D];  // [slot][subtile][d / 64][row][64]
   __nv_bfloat16 k[kStages][kBlock * D];           // [stage][d / 64][row][64]
   __nv_bfloat16 v[kStages][kBlock * D];
@@ -24,7 +24,7 @@ struct alignas(1024) Smem {
       v_empty[kStages];
 };
 
-static_assert(sizeof(Smem<128>) <= kSharedMemory && sizeof(Smem<64>) <= kSharedMemory);
+static_assert(sizeof(Smem<128, true>) <= kSharedMemory && sizeof(Smem<64, true>) <= kSharedMemory);
 
 struct Arguments {
   RowArguments work;
@@ -57,18 +57,19 @@ struct HeldProbabilities<128> {
   __device__ uint32_t pair(int i, uint32_t zero) const { return x[i] ^ zero; }
 };
 
-template <int D>
+template <int D, bool kGathered>
 struct Consumer {
   using Held = HeldProbabilities<D>;
-  static constexpr int kSlots = Smem<D>::kSlots, kStages = Smem<D>::kStages;
-  Smem<D>& smem;
+  static constexpr int kSlots = Smem<D, kGathered>::kSlots, kStages = Smem<D, kGathered>::kStages;
+  Smem<D, kGathered>& smem;
   const Arguments& args;
   int group, warp, lane;  // group 0 or 1, warp 0..3 in it
   Cursor tile;
   uint32_t k = 0, v = 0;  // key blocks done; stage and phase follow from them
   StepMessage step;
-  int slot = 0;  // of the tile in work
-  int token[2];  // of this thread's two rows, in the tile
+  uint32_t seen = 0;  // of gathered columns, this thread's
+  int slot = 0;       // of the tile in work
+  int token[2];       // of this thread's two rows, in the tile
   float o[D / 2];
   float s[kBlock / 2];
   uint32_t p[kBlock / 4];         // probabilities that are being multiplied with V
@@ -103,6 +104,7 @@ struct Consumer {
   __device__ void wait_keys() {
     barrier_wait(shared_address(&smem.k_full[stage(k)]), phase(k));
     step = smem.step[stage(k)];
+    if constexpr (kGathered) seen = smem.step[stage(k)].seen[lane % 4];
   }
   __device__ void wait_values() {
     barrier_wait(shared_address(&smem.v_full[stage(v)]), phase(v));
@@ -118,12 +120,29 @@ struct Consumer {
 
   __device__ void mask() {
     if (step.offset + kBlock - 1 <= 0) return;  // no key is later than the tile's first token
+    if (kGathered && step.offset >= kSomeSeen) return mask_gathered();
     const int column = 2 * (lane % 4) + step.offset;
 #pragma unroll
     for (int j = 0; j < kBlock / 8; ++j)
 #pragma unroll
       for (int e = 0; e < 4; ++e)
         if (column + 8 * j + (e & 1) > token[e >> 1]) s[4 * j + e] = -INFINITY;
+  }
+
+  __device__ void mask_gathered() {
+#pragma unroll
+    for (int j = 0; j < kBlock / 8; ++j)
+#pragma unroll
+      for (int e = 0; e < 4; ++e)
+        if (!seen_column(seen, j, e & 1)) s[4 * j + e] = -INFINITY;
+    if (step.offset != kLateSeen) return;
+    const int32_t* columns = args.work.gathered.columns + step.column + 2 * (lane % 4);
+    const int position = smem.tile[slot].item.position;
+#pragma unroll
+    for (int j = 0; j < kBlock / 8; ++j)
+#pragma unroll
+      for (int e = 0; e < 4; ++e)
+        if (columns[8 * j + (e & 1)] - position > token[e >> 1]) s[4 * j + e] = -INFINITY;
   }
 
   // The staircase: a row that came before the block was chosen sees nothing of it.
@@ -335,12 +354,14 @@ struct Consumer {
   }
 };
 
-template <int D>
+template <int D, bool kGathered>
 __global__ void __launch_bounds__(kThreads, 1)
     forward_kernel(const __grid_constant__ CUtensorMap q_map, const __grid_constant__ CUtensorMap k_map,
-                   const __grid_constant__ CUtensorMap v_map, const __grid_constant__ Arguments args) {
+                   const __grid_constant__ CUtensorMap v_map, const __grid_constant__ CUtensorMap gathered_k_map,
+                   const __grid_constant__ CUtensorMap gathered_v_map, const __grid_constant__ Arguments args) {
+  using Memory = Smem<D, kGathered>;
   extern __shared__ __align__(1024) unsigned char raw[];
-  Smem<D>& smem = *reinterpret_cast<Smem<D>*>(raw);
+  Memory& smem = *reinterpret_cast<Memory*>(raw);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   if (threadIdx.x == 0) init_row_barriers(smem);
   // Such rows are never loaded; whatever lay there could be no number.
@@ -352,25 +373,33 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   __syncthreads();
   if (warp >= 8) {
-    registers_shrink<40>();
+    registers_shrink<kGathered ? 48 : 40>();
     if (warp == 8) {
-      RowLoader<Smem<D>> loader{smem, &q_map, nullptr, &k_map, &v_map, args.work, lane};
+      RowLoader<Memory> loader{smem,      &q_map, nullptr, &k_map, &v_map, &gathered_k_map, &gathered_v_map,
+                               args.work, lane};
       loader.run();
     }
   } else {
     registers_grow<232>();
-    Consumer<D> consumer{smem, args, __shfl_sync(~0u, warp / 4, 0), warp % 4, lane};
+    Consumer<D, kGathered> consumer{smem, args, __shfl_sync(~0u, warp / 4, 0), warp % 4, lane};
     consumer.run();
   }
 }
 
-template <int D>
+template <int D, bool kGathered>
 void launch(const ForwardParams& p, cudaStream_t stream) {
   const int group = p.shape.query_heads / p.shape.kv_heads;
   const CUtensorMap q_map = packed_map(p.q, p.shape.tokens, p.shape.query_heads, D, p.tiling.heads, p.tiling.tokens);
   const CUtensorMap k_map = packed_map(p.k, p.shape.tokens, p.shape.kv_heads, D, 1, kBlock);
   const CUtensorMap v_map = packed_map(p.v, p.shape.tokens, p.shape.kv_heads, D, 1, kBlock);
-  const Arguments args{{group / p.tiling.heads, row_map(p.tiling), p.items, p.item_count, p.row_entries, p.counter},
+  CUtensorMap gathered_k_map = k_map, gathered_v_map = v_map;
+  if constexpr (kGathered) {
+    gather_rows(p.gathered, p.shape, p.k, p.v, p.gathered_rows, stream);
+    gathered_k_map = gathered_map(p.gathered_rows.k, p.gathered, D);
+    gathered_v_map = gathered_map(p.gathered_rows.v, p.gathered, D);
+  }
+  const Arguments args{{group / p.tiling.heads, row_map(p.tiling), p.items, p.item_count, p.row_entries, p.counter,
+                        p.gathered, p.tiling.query_block},
                        p.shape.scale * kLog2e,
                        p.shape.query_heads,
                        p.shape.tokens,
@@ -378,10 +407,12 @@ void launch(const ForwardParams& p, cudaStream_t stream) {
                        p.lse,
                        0};
   check(cudaMemsetAsync(p.counter, 0, sizeof(int32_t), stream), "work counter");
-  check(cudaFuncSetAttribute(forward_kernel<D>, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Smem<D>)),
+  constexpr size_t kBytes = sizeof(Smem<D, kGathered>);
+  const auto kernel = forward_kernel<D, kGathered>;
+  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes),
         "shared memory of the forward");
   const int grid = p.item_count < multiprocessors() ? p.item_count : multiprocessors();
-  forward_kernel<D><<<grid, kThreads, sizeof(Smem<D>), stream>>>(q_map, k_map, v_map, args);
+  kernel<<<grid, kThreads, kBytes, stream>>>(q_map, k_map, v_map, gathered_k_map, gathered_v_map, args);
   check(cudaGetLastError(), "attention forward");
 }
 
@@ -390,10 +421,11 @@ void launch(const ForwardParams& p, cudaStream_t stream) {
 void hopper_forward(const ForwardParams& p, void* stream) {
   check_shape(p.shape, p.tiling);
   if (p.item_count == 0) return;
-  if (p.shape.head_dim == 128)
-    launch<128>(p, static_cast<cudaStream_t>(stream));
-  else
-    launch<64>(p, static_cast<cudaStream_t>(stream));
+  const bool gathered = p.gathered.piece_count > 0;
+  const auto kind = p.shape.head_dim == 128 ? gathered ? launch<128, true> : launch<128, false>
+                    : gathered ? launch<64, true>
+                                            : launch<64, false>;
+  kind(p, static_cast<cudaStream_t>(stream));
 }
 
 }  // namespace sb::gpu

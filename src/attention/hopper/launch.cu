@@ -38,12 +38,16 @@ CUtensorMap packed_map(const void* data, int64_t tokens, int heads, int d, int b
   return map;
 }
 
+CUtensorMap gathered_map(const void* data, const GatheredColumns& gathered, int d) {
+  return packed_map(data, int64_t{gathered.piece_count} * kGatheredPiece, 1, d, 1, kBlock);
+}
+
 void check_shape(const Shape& shape, const Tiling& tiling) {
   if (shape.head_dim != 64 && shape.head_dim != 128) throw_unsupported("head_dim", shape.head_dim);
   if (shape.kv_heads < 1 || shape.query_heads % shape.kv_heads != 0)
     throw_unsupported("query_heads", shape.query_heads);
   if (tiling.tile != 2) throw_unsupported("odd tokens of a query block", tiling.query_block);
-  if (tiling.heads != 1 && tiling.heads != shape.query_heads / shape.kv_heads)
+  if (tiling.heads < 1 || shape.query_heads / shape.kv_heads % tiling.heads != 0)
     throw_unsupported("heads of a tile", tiling.heads);
   if (tiling.block != kBlock) throw_unsupported("blocks of tokens", tiling.block);
   if (tiling.tokens < 1 || tiling.tokens * tiling.heads > kSubtileRows)

@@ -16,6 +16,9 @@ int multiprocessors();
 // tokens past the end read as zeros.
 CUtensorMap packed_map(const void* data, int64_t tokens, int heads, int d, int box_heads, int box_tokens);
 
+// Copied rows of gathered columns, read 128 at a time.
+CUtensorMap gathered_map(const void* data, const GatheredColumns& gathered, int d);
+
 void check_shape(const Shape& shape, const Tiling& tiling);
 
 }  // namespace sb::gpu

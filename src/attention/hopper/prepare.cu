@@ -1,5 +1,6 @@
 #include "attention/hopper/prepare.cuh"
 
+#include "attention/hopper/gathered.cuh"
 #include "attention/hopper/launch.cuh"
 #include "attention/hopper/tile.cuh"
 
@@ -119,7 +120,7 @@ __global__ void __launch_bounds__(128)
 template <int D>
 __global__ void __launch_bounds__(128)
     finish_split_kernel(const SplitColumn* splits, const WorkCounts* counts, const float* partials, __nv_bfloat16* dk,
-                        __nv_bfloat16* dv, int kv_heads, float scale) {
+                        __nv_bfloat16* dv, int kv_heads, float scale, const __grid_constant__ GatheredSums gathered) {
   __shared__ __align__(1024) __nv_bfloat16 staging[kSubtileRows * D];
   if (static_cast<int>(blockIdx.x) >= counts->splits) return;
   const SplitColumn split = splits[blockIdx.x];
@@ -138,6 +139,14 @@ __global__ void __launch_bounds__(128)
       a[4 * j + 3] += x.w;
     }
   }
+  if (split.gathered >= 0)
+    gathered.each(split.gathered, split.head, split.position, group * 64 + warp * 16 + lane / 4, lane,
+                  [&](int h, int row) {
+                    if (h == 0)
+                      gathered.template add<D, 0>(a, row, which, lane);
+                    else
+                      gathered.template add<D, 1>(a, row, which, lane);
+                  });
   const uint32_t address = shared_address(staging);
   const float factor = which == 0 ? scale : 1.f;
   stage_accumulator<D>(address, a, factor, factor, warp, lane);
@@ -174,7 +183,7 @@ void finish_split_columns(const BackwardParams& p, cudaStream_t stream) {
   const auto kernel = p.shape.head_dim == 128 ? finish_split_kernel<128> : finish_split_kernel<64>;
   kernel<<<dim3(p.limits.splits, 4), 128, 0, stream>>>(
       p.splits, p.counts, p.partials, static_cast<__nv_bfloat16*>(p.dk), static_cast<__nv_bfloat16*>(p.dv),
-      p.shape.kv_heads, p.shape.scale);
+      p.shape.kv_heads, p.shape.scale, gathered_sums(p));
   check(cudaGetLastError(), "attention backward: split columns");
 }
 

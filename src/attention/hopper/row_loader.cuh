@@ -3,6 +3,7 @@
 // The loading warp of the kernels that walk row lists: takes tiles from the queue, reads their lists, and feeds Q (and
 // dO), K and V to the computing warpgroups through rings of barriers. CUDA files only.
 
+#include "attention/hopper/gathered.cuh"
 #include "attention/hopper/tile.cuh"
 
 namespace sb::gpu {
@@ -14,11 +15,14 @@ struct TileMessage {
   int32_t unused[3];
 };
 // About one step: where the key block starts, relative to the first token of the tile, and the first token of the tile
-// that sees it.
+// that sees it. Of gathered columns: what `offset` says in gathered.cuh, the place of the first among all columns, and
+// in `seen` for the lanes l, l + 4, … bit 8 · (j % 4) + 2 · (j / 4) + e for column 8 · j + 2 · l + e.
 struct StepMessage {
   int32_t offset;
   int32_t first;
   uint32_t last;
+  int32_t column;
+  uint32_t seen[4];
 };
 
 struct RowArguments {
@@ -28,19 +32,35 @@ struct RowArguments {
   int32_t item_count;
   const uint32_t* entries;
   int32_t* counter;
+  GatheredColumns gathered;
+  int32_t query_block;
 };
+
+// Whether `seen` of a step has column 8 · j + 2 · (lane % 4) + e.
+__device__ __forceinline__ bool seen_column(uint32_t seen, int j, int e) {
+  return (seen >> (8 * (j % 4) + 2 * (j / 4) + e) & 1) != 0;
+}
 
 template <typename Smem>
 struct RowLoader {
   static constexpr int D = Smem::kDim;
   static constexpr int kStages = Smem::kStages;
+  static constexpr int kNone = INT32_MIN;
   Smem& smem;
   const CUtensorMap *q_map, *do_map, *k_map, *v_map;
+  const CUtensorMap *gathered_k_map, *gathered_v_map;
   const RowArguments& args;
   int lane;
   Cursor tile, k, v;
 
-  __device__ void load_block(__nv_bfloat16* destination, const CUtensorMap* map, int head, int token, uint64_t& full) {
+  // Places of gathered columns come as ~place.
+  __device__ void load_block(__nv_bfloat16* destination, const CUtensorMap* map, const CUtensorMap* gathered_map,
+                             int head, int token, uint64_t& full) {
+    if (Smem::kGathered && token < 0) {
+      map = gathered_map;
+      head = 0;
+      token = ~token;
+    }
     const uint32_t barrier = shared_address(&full);
     if (lane == 0) barrier_expect(barrier, kBlock * D * 2);
     __syncwarp();
@@ -48,16 +68,27 @@ struct RowLoader {
       tensor_load(shared_address(destination) + lane * kBlock * 128, map, lane * 64, head, token, barrier);
   }
 
-  __device__ void load_k(int head, int token, const StepMessage& message) {
+  __device__ void load_k(int head, int token, int offset, int first, uint32_t last, const uint4& seen) {
     barrier_wait(shared_address(&smem.k_empty[k.stage]), k.phase ^ 1);
-    if (lane == 0) smem.step[k.stage] = message;
-    load_block(smem.k[k.stage], k_map, head, token, smem.k_full[k.stage]);
+    StepMessage& message = smem.step[k.stage];
+    if (lane == 0) {
+      message.offset = offset;
+      message.first = first;
+      message.last = last;
+    }
+    if (Smem::kGathered && token < 0) {
+      if (lane == 0) message.column = ~token;
+      const auto own = [&](uint32_t word) { return word >> 2 * lane & 0x03030303u; };
+      if (lane < 4) message.seen[lane] = own(seen.x) | own(seen.y) << 2 | own(seen.z) << 4 | own(seen.w) << 6;
+      __syncwarp();
+    }
+    load_block(smem.k[k.stage], k_map, gathered_k_map, head, token, smem.k_full[k.stage]);
     k.advance(kStages);
   }
 
   __device__ void load_v(int head, int token) {
     barrier_wait(shared_address(&smem.v_empty[v.stage]), v.phase ^ 1);
-    load_block(smem.v[v.stage], v_map, head, token, smem.v_full[v.stage]);
+    load_block(smem.v[v.stage], v_map, gathered_v_map, head, token, smem.v_full[v.stage]);
     v.advance(kStages);
   }
 
@@ -92,6 +123,24 @@ struct RowLoader {
     return i < item.list_count ? args.entries[item.list_begin + i] : 0;
   }
 
+  // Of up to 32 times 128 gathered columns, a lane each: which the tile's query block sees, and whether some are after
+  // the tile's first token.
+  struct Pieces {
+    uint4 seen{0, 0, 0, 0};
+    bool late = false;
+  };
+  __device__ Pieces read_pieces(const ForwardItem& item, int base) const {
+    Pieces own;
+    const GatheredList& list = args.gathered.lists[item.gathered];
+    if (base + lane < list.pieces / 2) {
+      const int64_t row = list.bits + static_cast<int64_t>(item.position / args.query_block) * list.pieces;
+      own.seen = reinterpret_cast<const uint4*>(args.gathered.bits + row)[base + lane];
+      if ((own.seen.x | own.seen.y | own.seen.z | own.seen.w) != 0)
+        own.late = args.gathered.columns[list.columns + (base + lane) * kBlock + last_seen(own.seen)] > item.position;
+    }
+    return own;
+  }
+
   // The list is read 32 entries at a time by the warp; an entry is issued when the next one is known, so that the last
   // can be marked. With kKeysAhead K runs one block ahead of V, as it is consumed. The next tile and the head of its
   // list are fetched while this one's blocks are on their way, or every tile would begin with three trips to memory.
@@ -115,16 +164,24 @@ struct RowLoader {
       };
 
       int found = 0;
-      StepMessage pending{0, 0, 0};
-      int pending_token = 0, previous_token = -1;
+      int pending_offset = 0, pending_first = 0, pending_token = 0, previous_token = kNone;
+      uint4 pending_seen{0, 0, 0, 0};
       auto issue = [&](uint32_t last) {
-        load_k(kv_head, pending_token, {pending.offset, pending.first, last});
+        load_k(kv_head, pending_token, pending_offset, pending_first, last, pending_seen);
         if constexpr (!Smem::kKeysAhead)
           load_v(kv_head, pending_token);
-        else if (previous_token >= 0)
+        else if (previous_token != kNone)
           load_v(kv_head, previous_token);
         previous_token = pending_token;
       };
+      auto found_one = [&] {
+        if (found == 0) announce(item, 0);
+        if (found > 0) issue(0);
+        if (found == 1) fetch_next();
+        ++found;
+      };
+      Pieces pieces;
+      if (Smem::kGathered && item.gathered >= 0) pieces = read_pieces(item, 0);
       for (int base = 0; base < count; base += 32) {
         const int i = base + lane;
         uint32_t entry = head_entry;
@@ -142,13 +199,30 @@ struct RowLoader {
           const int source = __ffs(kept) - 1;
           kept &= kept - 1;
           const uint32_t e = __shfl_sync(~0u, entry, source);
-          if (found == 0) announce(item, 0);
-          if (found > 0) issue(0);
-          if (found == 1) fetch_next();
-          ++found;
+          found_one();
           const int key = static_cast<int>(entry_id(e)) * kBlock;
-          pending = {key - item.position, dense ? 0 : static_cast<int>(entry_first(e)) - item.query_token, 0};
+          pending_offset = key - item.position;
+          pending_first = dense ? 0 : static_cast<int>(entry_first(e)) - item.query_token;
           pending_token = start + key;
+        }
+      }
+      if (Smem::kGathered && item.gathered >= 0) {
+        const GatheredList& list = args.gathered.lists[item.gathered];
+        for (int base = 0; base < list.pieces / 2; base += 32) {
+          if (base > 0) pieces = read_pieces(item, base);
+          uint32_t kept = __ballot_sync(~0u, (pieces.seen.x | pieces.seen.y | pieces.seen.z | pieces.seen.w) != 0);
+          while (kept != 0) {
+            const int source = __ffs(kept) - 1;
+            kept &= kept - 1;
+            found_one();
+            pending_seen.x = __shfl_sync(~0u, pieces.seen.x, source);
+            pending_seen.y = __shfl_sync(~0u, pieces.seen.y, source);
+            pending_seen.z = __shfl_sync(~0u, pieces.seen.z, source);
+            pending_seen.w = __shfl_sync(~0u, pieces.seen.w, source);
+            pending_offset = step_kind(pending_seen, __shfl_sync(~0u, pieces.late, source));
+            pending_first = 0;
+            pending_token = ~(static_cast<int>(list.columns) + (base + source) * kBlock);
+          }
         }
       }
       if (found == 0) announce(item, 1);
