@@ -110,8 +110,8 @@ struct Loader {
                   head * args.rows.heads, token + lane / (D / 64) * args.rows.tokens, barrier);
   }
 
-  // `seen` and `kind`: of gathered columns.
-  __device__ void step(const BackwardItem& item, int head, int unit, int first, const uint4& seen = {},
+  // Of gathered columns, lane `source` has `seen` and `kind`.
+  __device__ void step(const BackwardItem& item, int head, int unit, int first, int source = -1, const uint4& seen = {},
                        int32_t kind = 0) {
     const int position = unit * kUnit * args.rows.tokens;
     const int token = item.token - item.position + position;
@@ -119,12 +119,9 @@ struct Loader {
     const uint32_t bytes = kUnit * args.rows.heads * args.rows.tokens * D * 2;
     const uint32_t q_barrier = shared_address(&smem.q_full[ring.stage]);
     barrier_wait(shared_address(&smem.q_empty[ring.stage]), ring.phase ^ 1);
-    if (lane == 0) {
-      StepMessage& message = smem.step[ring.stage];
-      message.diagonal = item.position - position;
-      message.first = first;
-      message.subtile = subtile;
-      if (kGathered && kind != 0) {
+    StepMessage& message = smem.step[ring.stage];
+    if (kGathered && source >= 0) {
+      if (lane == source) {
         message.diagonal = kind;
         message.first = kind == kLateSeen ? position : 0;
         message.seen[0] = seen.x;
@@ -132,6 +129,14 @@ struct Loader {
         message.seen[2] = seen.z;
         message.seen[3] = seen.w;
       }
+      __syncwarp();
+    }
+    if (lane == 0) {
+      if (!kGathered || source < 0) {
+        message.diagonal = item.position - position;
+        message.first = first;
+      }
+      message.subtile = subtile;
       barrier_expect(q_barrier, bytes + sizeof(smem.statistics[0]));
       bulk_load(shared_address(smem.statistics[ring.stage]),
                 args.statistics + static_cast<int64_t>(subtile) * 2 * kSubtileRows, sizeof(smem.statistics[0]),
@@ -217,12 +222,9 @@ struct Loader {
                                     row * args.query_block);
         for (uint32_t kept = __ballot_sync(~0u, kind != 0); kept != 0; kept &= kept - 1) {
           const int source = __ffs(kept) - 1;
-          const uint4 seen{__shfl_sync(~0u, own.x, source), __shfl_sync(~0u, own.y, source),
-                           __shfl_sync(~0u, own.z, source), __shfl_sync(~0u, own.w, source)};
-          const int32_t common = __shfl_sync(~0u, kind, source);
           for (int u = units - 1; u >= 0; --u) {
             const int unit = (base - 1 - source) * units + u;
-            if (unit * kUnit * args.rows.tokens < list.tokens) step(item, head, unit, 0, seen, common);
+            if (unit * kUnit * args.rows.tokens < list.tokens) step(item, head, unit, 0, source, own, kind);
           }
         }
       }
@@ -594,7 +596,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   __syncthreads();
   if (warp < 4) {
-    registers_shrink<kGathered ? 32 : 24>();
+    registers_shrink<24>();
     if (warp == 0) {
       Loader<D, kGathered> loader{smem, &q_map, &do_map, &k_map, &v_map, &gathered_k_map, &gathered_v_map, args, lane};
       loader.run();

@@ -180,7 +180,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (threadIdx.x == 0) init_row_barriers(smem);
   __syncthreads();
   if (warp < 4) {
-    registers_shrink<kGathered ? 48 : 40>();
+    registers_shrink<40>();
     if (warp == 0) {
       RowLoader<Memory> loader{smem,      &q_map, &do_map, &k_map, &v_map, &gathered_k_map, &gathered_v_map,
                                args.work, lane};

@@ -373,7 +373,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   __syncthreads();
   if (warp >= 8) {
-    registers_shrink<kGathered ? 48 : 40>();
+    registers_shrink<40>();
     if (warp == 8) {
       RowLoader<Memory> loader{smem,      &q_map, nullptr, &k_map, &v_map, &gathered_k_map, &gathered_v_map,
                                args.work, lane};
