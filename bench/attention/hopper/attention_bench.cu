@@ -216,27 +216,61 @@ void run_files(const std::string& directory, const Shape& shape) {
   copy("dv", t.dv, false);
 }
 
-// Selection with its lists against the attention it selects for.
-void run_selection(const std::string& name, int query_heads, int kv_heads, int d, int length, double keep) {
+// Selection with its lists against the attention it selects for: alone, and what it adds where the column lists and the
+// order of the work are made beside the forward, as the trainer does it.
+void run_selection(const std::string& name, int query_heads, int kv_heads, int d, int length, double keep,
+                   int score_tokens = 0) {
   if (name.find(filter) == std::string::npos) return;
   const Shape shape{length, query_heads, kv_heads, d, 1.f / std::sqrt(float(d))};
   const std::vector<int32_t> cu{0, length};
   SelectionConfig config;
+  config.score_tokens = score_tokens;
   config.budget = static_cast<int64_t>(keep * length / 2);
   const SequenceTiles tiles{length, kBlock, 16, 1, 2, config.budget};
   Tensors t(shape, 42);
   SelectCase chosen(shape, cu, {false}, {tiles}, config, true);
-  rest();
-  const double select_ms = median_ms([&] { chosen.run(shape, t.q.get(), t.k.get()); }, 11);
+  chosen.run(shape, t.q.get(), t.k.get());
   const RowLists lists = chosen.lists(shape);
   DeviceWork w(shape, cu, {false}, &lists, 132);
   const ForwardParams f = forward_params(shape, t, w);
   const BackwardParams b = backward_params(shape, t, w);
-  const double order_ms = median_ms([&] { w.order(shape, nullptr); }, 11);
-  const double forward_ms = median_ms([&] { hopper_forward(f, nullptr); }, 11);
-  const double backward_ms = median_ms([&] { hopper_backward(b, nullptr); }, 11);
-  std::printf("%-30s selection %.3f ms, order %.3f, forward %.3f, backward %.3f: %.1f %%\n", name.c_str(), select_ms,
-              order_ms, forward_ms, backward_ms, 100 * (select_ms + order_ms) / (forward_ms + backward_ms));
+  const SelectParams p = chosen.params(shape, t.q.get(), t.k.get());
+  cudaStream_t beside;
+  cudaEvent_t rows, columns;
+  must(cudaStreamCreateWithFlags(&beside, cudaStreamNonBlocking), "stream");
+  must(cudaEventCreateWithFlags(&rows, cudaEventDisableTiming), "event");
+  must(cudaEventCreateWithFlags(&columns, cudaEventDisableTiming), "event");
+  const auto attend = [&] {
+    hopper_forward(f, nullptr);
+    hopper_backward(b, nullptr);
+  };
+  const auto all = [&] {
+    hopper_select(p, nullptr);
+    must(cudaEventRecord(rows, nullptr), "record");
+    must(cudaStreamWaitEvent(beside, rows), "wait");
+    list_columns(p, beside);
+    w.order(shape, beside);
+    must(cudaEventRecord(columns, beside), "record");
+    hopper_forward(f, nullptr);
+    must(cudaStreamWaitEvent(nullptr, columns), "wait");
+    hopper_backward(b, nullptr);
+  };
+  rest();
+  const double rows_ms = median_ms([&] { hopper_select(p, nullptr); }, 21);
+  const double columns_ms = median_ms([&] { list_columns(p, nullptr); }, 21);
+  const double order_ms = median_ms([&] { w.order(shape, nullptr); }, 21);
+  // Alternately, so that both see the same clock.
+  rest();
+  std::vector<double> alone, together;
+  for (int round = 0; round < 5; ++round) {
+    alone.push_back(median_ms(attend, 5));
+    together.push_back(median_ms(all, 5));
+  }
+  std::sort(alone.begin(), alone.end());
+  std::sort(together.begin(), together.end());
+  std::printf("%-30s rows %.4f ms, columns %.4f, order %.4f; attention %.3f: %.1f %%; all together %.3f: %.1f %%\n",
+              name.c_str(), rows_ms, columns_ms, order_ms, alone[2], 100 * (rows_ms + columns_ms + order_ms) / alone[2],
+              together[2], 100 * (together[2] - alone[2]) / alone[2]);
 }
 
 // The portable kernels on the same lists.
@@ -289,6 +323,11 @@ int main(int argc, char** argv) {
   sb::gpu::run_selection("topk 10% 16:2 d128 32K", 16, 2, 128, 32768, 0.1);
   sb::gpu::run_selection("topk 10% 16:2 d128 128K", 16, 2, 128, 131072, 0.1);
   sb::gpu::run_selection("topk 10% 14:2 d64 32K", 14, 2, 64, 32768, 0.1);
+  for (const int part : {64, 32, 16, 1}) {
+    const std::string parts = " parts of " + std::to_string(part);
+    sb::gpu::run_selection("topk 10% 16:2 d128 32K" + parts, 16, 2, 128, 32768, 0.1, part);
+    sb::gpu::run_selection("topk 10% 14:2 d64 32K" + parts, 14, 2, 64, 32768, 0.1, part);
+  }
   sb::gpu::run_portable("portable dense 16:2 d128 16K", 16, 2, 128, 16384, 1);
   sb::gpu::run_portable("portable 10% 16:2 d128 32K", 16, 2, 128, 32768, 0.1);
   if (!all) return 0;

@@ -4,6 +4,7 @@
 
 #include "attention/cuda/vertical_slash.h"
 #include "attention/cuda/work.h"
+#include "attention/selection/block_statistics.h"
 
 namespace sb::gpu {
 namespace {
@@ -23,6 +24,9 @@ bool AttentionMemory::chooses_most_mass() const {
 int64_t AttentionMemory::most_caps() const {
   return std::max<int64_t>(2, (options.largest_budget + options.selection.budget - 1) / options.selection.budget);
 }
+int64_t AttentionMemory::sparse_sequences(int64_t max_tokens) const {
+  return max_tokens / (options.selection.dense_limit() + 1) + 1;
+}
 int AttentionMemory::list_query_block() const {
   return options.selection.pattern == SelectionPattern::vertical_slash ? slash_query_block(options.selection)
                                                                        : options.selection.query_block;
@@ -30,7 +34,7 @@ int AttentionMemory::list_query_block() const {
 // Of one list head, for micro-batches of at most so many tokens: tuned budgets raise the cap.
 int64_t AttentionMemory::gathered_columns(int64_t max_tokens) const {
   if (options.selection.pattern != SelectionPattern::vertical_slash) return 0;
-  const int64_t sequences = max_tokens / (options.selection.dense_limit() + 1) + 1;
+  const int64_t sequences = sparse_sequences(max_tokens);
   return std::min(max_tokens, sequences * most_caps() * options.selection.vertical_cap) +
          2 * kGatheredPiece * sequences;
 }
@@ -65,9 +69,14 @@ int64_t AttentionMemory::scratch_bytes(const AttentionShape& shape, int64_t max_
     const int64_t lists = (max_tokens + list_query_block() - 1) / list_query_block() + sequences;
     const int64_t masses = std::min(batch_masses, shape.kv_heads * max_tokens * (blocks + 64)) +
                            options.selection.query_block * (blocks + 64);
-    selection = list_heads * (blocks * 2 * d * 4 + lists * fine + 4 * (fine + sequences)) + 2 * masses;
+    const BlockScoring scoring(options.selection);
+    int64_t statistics = 2 * blocks;
+    if (scoring.parts() > 1)
+      statistics = (blocks + kStatisticsGroup * sparse_sequences(max_tokens)) * scoring.parts() * scoring.row_width(1);
+    selection = list_heads * (statistics * d * 4 + lists * fine + 4 * (fine + sequences)) + 2 * masses;
     if (options.selection.pattern == SelectionPattern::vertical_slash)
-      selection += list_heads * (4 * (max_tokens / kSlashChunk + sequences) * kSlashChunkFloats +
+      selection += 2 * columns * 2 * d +  // the forward's copies lie beside
+                   list_heads * (4 * (max_tokens / kSlashChunk + sequences) * kSlashChunkFloats +
                                  4 * kSlashChunk * sequences + 5 * blocks);
     if (chooses_most_mass())  // masses of all query blocks, and the counts of every sequence
       selection += shape.kv_heads * (2 * lists * (blocks + 64) + 4 * pool_counts_size(sequences, lists + sequences));
@@ -76,7 +85,6 @@ int64_t AttentionMemory::scratch_bytes(const AttentionShape& shape, int64_t max_
   if (options.coverage_rows > 0) {
     const int64_t blocks = (max_tokens + options.selection.block - 1) / options.selection.block + sequences;
     coverage = 3 * 4 * options.coverage_rows * blocks * (shape.heads + shape.kv_heads);
-    coverage += 2 * columns * 2 * d;  // beside the forward's copies
   }
   return std::max({backward, selection, coverage}) + 16 * 1024;
 }

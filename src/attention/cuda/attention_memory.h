@@ -19,6 +19,7 @@ struct AttentionMemory {
   bool chooses_most_mass() const;
   int list_query_block() const;
   int64_t most_caps() const;
+  int64_t sparse_sequences(int64_t max_tokens) const;  // at most
   int64_t gathered_columns(int64_t max_tokens) const;
 };
 

@@ -1,6 +1,7 @@
 #include "attention/cuda/choose.cuh"
 
 #include "attention/cuda/check.cuh"
+#include "attention/cuda/early.cuh"
 #include "attention/cuda/emit.cuh"
 
 namespace sb::gpu {
@@ -257,9 +258,11 @@ __global__ void __launch_bounds__(32 * kWarps, kPairs == 16 ? 2 : 4)
   extern __shared__ __align__(16) uint8_t shared[];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int index = blockIdx.x * kWarps + warp;
+  launch_dependents();
   if (index >= args.count) return;
   const SelectItem item = args.items[index];
   uint8_t* first = nullptr;
+  wait_for_dependencies();
   if (!item.everything && item.total > 0 && item.competing > item.sinks + item.local) {
     first = shared + warp * args.warp_bytes;
     Chooser<kPairs, kCount> chooser{args, item, first, reinterpret_cast<uint32_t*>(first + args.warp_bytes / 3), lane};
@@ -348,7 +351,7 @@ __global__ void __launch_bounds__(32 * kColumnWarps)
 
 }  // namespace
 
-void choose_blocks(const SelectParams& p, const SelectBatch& batch, cudaStream_t stream) {
+void choose_blocks(const SelectParams& p, const SelectBatch& batch, cudaStream_t stream, bool early) {
   if (batch.item_count == 0) return;
   if (p.most_mass()) return sum_tile_masses(p, batch, stream);
   const int chunks = (p.max_competing + 63) / 64;
@@ -359,14 +362,21 @@ void choose_blocks(const SelectParams& p, const SelectBatch& batch, cudaStream_t
   if (shared > kSharedLimit) throw_unsupported("key blocks to choose among", p.max_competing);
   allow_shared_memory(kernel, shared, "shared memory of the choice");
   const ChoiceArguments args = choice_arguments(p, batch.item_begin, batch.item_count, 3 * 64 * chunks);
-  kernel<<<(batch.item_count + kWarps - 1) / kWarps, 32 * kWarps, shared, stream>>>(args);
+  const int blocks = (batch.item_count + kWarps - 1) / kWarps;
+  if (early)
+    launch_early(kernel, blocks, 32 * kWarps, shared, stream, args);
+  else
+    kernel<<<blocks, 32 * kWarps, shared, stream>>>(args);
   check(cudaGetLastError(), "choice of key blocks");
 }
 
-void list_columns(const SelectParams& p, cudaStream_t stream) {
+void finish_choices(const SelectParams& p, cudaStream_t stream) {
   if (p.most_mass()) choose_most_mass(p, stream);
-  columns_kernel<<<p.group_count, 32 * kColumnWarps, 0, stream>>>(p.groups, p.column_count, p.map, p.column_counts,
-                                                                  p.column_offsets, p.column_entries);
+}
+
+void list_columns(const SelectParams& p, void* stream) {
+  columns_kernel<<<p.group_count, 32 * kColumnWarps, 0, static_cast<cudaStream_t>(stream)>>>(
+      p.groups, p.column_count, p.map, p.column_counts, p.column_offsets, p.column_entries);
   check(cudaGetLastError(), "column lists");
 }
 

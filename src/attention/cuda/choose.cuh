@@ -22,10 +22,11 @@ __device__ __forceinline__ float mass_of(uint32_t ordered_half) {
 
 // Before the first batch.
 void begin_choices(const SelectParams& params, cudaStream_t stream);
-// Row lists and map of one batch, from its masses; adds to the column counts, which begin at zero.
-void choose_blocks(const SelectParams& params, const SelectBatch& batch, cudaStream_t stream);
-// Column lists from the map, when all batches are done.
-void list_columns(const SelectParams& params, cudaStream_t stream);
+// Row lists and map of one batch, from its masses; adds to the column counts, which begin at zero. `early`: the kernel
+// before it lets it start early.
+void choose_blocks(const SelectParams& params, const SelectBatch& batch, cudaStream_t stream, bool early);
+// When all batches are done.
+void finish_choices(const SelectParams& params, cudaStream_t stream);
 
 // `mass` with look-ahead: the masses of query blocks, batch by batch; then the best pairs of each sequence and head.
 void sum_tile_masses(const SelectParams& params, const SelectBatch& batch, cudaStream_t stream);

@@ -2,6 +2,8 @@
 
 #include <cuda_bf16.h>
 
+#include <algorithm>
+
 #include "attention/cuda/check.cuh"
 
 namespace sb::gpu {
@@ -52,9 +54,11 @@ __device__ float max_all(float x, float* room) {
 
 // One key block under one key/value head, for all measured tokens of its sequence and all heads of the group: the
 // largest score, the sum of exponentials relative to it, and the estimate that the selection would make.
+// `at_once`: parts of the block whose statistics the shared memory holds; the exact part comes with the first of them.
 template <typename T>
-__global__ void __launch_bounds__(kThreads) blocks_kernel(const __grid_constant__ CoverageParams args) {
-  extern __shared__ __align__(16) float shared[];  // q of kHeads heads, mean, variance
+__global__ void __launch_bounds__(kThreads)
+    blocks_kernel(const __grid_constant__ CoverageParams args, const int at_once) {
+  extern __shared__ __align__(16) float shared[];  // q of kHeads heads; of every part mean and variance
   __shared__ float room[kThreads / 32];
   int low = 0, high = args.sequence_count;
   while (high - low > 1) {
@@ -68,73 +72,101 @@ __global__ void __launch_bounds__(kThreads) blocks_kernel(const __grid_constant_
   const int first_key = block * args.block, keys = min(args.block, sequence.tokens - first_key);
   const int64_t key_stride = static_cast<int64_t>(args.shape.kv_heads) * d;
   const T* k = static_cast<const T*>(args.k) + (sequence.token + first_key) * key_stride + kv * d;
-  float *q = shared, *mean = shared + kHeads * d, *variance = mean + d;
-  for (int c = threadIdx.x; c < d; c += kThreads) {
-    float sum = 0, square = 0;
+  float *q = shared, *statistics = shared + kHeads * d;
+  const int part_tokens = args.block / args.parts;
+  const int parts = (keys + part_tokens - 1) / part_tokens;  // that have keys
+  for (int first_part = 0; first_part < parts; first_part += at_once) {
+    const int now = min(at_once, parts - first_part);
+    __syncthreads();
+    for (int at = threadIdx.x; at < d * now; at += kThreads) {
+      const int c = at % d, begin = (first_part + at / d) * part_tokens, end = min(keys, begin + part_tokens);
+      float sum = 0, square = 0;
 #pragma unroll 8
-    for (int t = 0; t < keys; ++t) sum += as_float(k[t * key_stride + c]);
-    sum /= static_cast<float>(keys);
+      for (int t = begin; t < end; ++t) sum += as_float(k[t * key_stride + c]);
+      sum /= static_cast<float>(end - begin);
 #pragma unroll 8
-    for (int t = 0; t < keys; ++t) {
-      const float x = as_float(k[t * key_stride + c]) - sum;
-      square += x * x;
+      for (int t = begin; t < end; ++t) {
+        const float x = as_float(k[t * key_stride + c]) - sum;
+        square += x * x;
+      }
+      float* mean = statistics + at / d * 2 * d;
+      mean[c] = sum * args.shape.scale;
+      mean[d + c] =
+          args.moments ? square / static_cast<float>(end - begin) * args.shape.scale * args.shape.scale / 2 : 0.f;
     }
-    mean[c] = sum * args.shape.scale;
-    variance[c] = args.moments ? square / static_cast<float>(keys) * args.shape.scale * args.shape.scale / 2 : 0.f;
-  }
-  for (int i = 0; i < sequence.sampled; ++i) {
-    const int position = args.tokens[sequence.first_token + i].position;
-    if (position < first_key) continue;
-    for (int h0 = 0; h0 < group; h0 += kHeads) {
-      __syncthreads();
-      for (int at = threadIdx.x; at < kHeads * d; at += kThreads) {
-        const int head = kv * group + min(h0 + at / d, group - 1);
-        q[at] = as_float(static_cast<const T*>(
-            args.q)[((static_cast<int64_t>(sequence.token + position)) * args.shape.query_heads + head) * d + at % d]);
-      }
-      __syncthreads();
-      float top[kHeads], sum[kHeads];
+    for (int i = 0; i < sequence.sampled; ++i) {
+      const int position = args.tokens[sequence.first_token + i].position;
+      if (position < first_key) continue;
+      for (int h0 = 0; h0 < group; h0 += kHeads) {
+        __syncthreads();
+        for (int at = threadIdx.x; at < kHeads * d; at += kThreads) {
+          const int head = kv * group + min(h0 + at / d, group - 1);
+          q[at] = as_float(static_cast<const T*>(
+              args.q)[((static_cast<int64_t>(sequence.token + position)) * args.shape.query_heads + head) * d +
+                      at % d]);
+        }
+        __syncthreads();
+        float top[kHeads], sum[kHeads];
 #pragma unroll
-      for (int h = 0; h < kHeads; ++h) {
-        top[h] = -INFINITY;
-        sum[h] = 0;
-      }
-      for (int t = threadIdx.x; t < keys && first_key + t <= position; t += kThreads) {
-        float s[kHeads] = {};
-        for (int c = 0; c < d; c += 4) {
-          const Four x = load_four(k + t * key_stride + c);
+        for (int h = 0; h < kHeads; ++h) {
+          top[h] = -INFINITY;
+          sum[h] = 0;
+        }
+        for (int t = threadIdx.x; first_part == 0 && t < keys && first_key + t <= position; t += kThreads) {
+          float s[kHeads] = {};
+          for (int c = 0; c < d; c += 4) {
+            const Four x = load_four(k + t * key_stride + c);
+#pragma unroll
+            for (int h = 0; h < kHeads; ++h) {
+              const Four y = load_four(q + h * d + c);
+#pragma unroll
+              for (int e = 0; e < 4; ++e) s[h] = fmaf(x.x[e], y.x[e], s[h]);
+            }
+          }
 #pragma unroll
           for (int h = 0; h < kHeads; ++h) {
-            const Four y = load_four(q + h * d + c);
-#pragma unroll
-            for (int e = 0; e < 4; ++e) s[h] = fmaf(x.x[e], y.x[e], s[h]);
+            const float x = s[h] * args.shape.scale, m = fmaxf(top[h], x);
+            sum[h] = sum[h] * expf(top[h] - m) + expf(x - m);
+            top[h] = m;
           }
         }
 #pragma unroll
         for (int h = 0; h < kHeads; ++h) {
-          const float x = s[h] * args.shape.scale, m = fmaxf(top[h], x);
-          sum[h] = sum[h] * expf(top[h] - m) + expf(x - m);
-          top[h] = m;
-        }
-      }
+          const float m = max_all(top[h], room);
+          const float z = sum_all(top[h] == -INFINITY ? 0.f : sum[h] * expf(top[h] - m), room);
+          // Of every part, a warp a part; their log-sum-exp.
+          const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+          float best = -INFINITY, all = 0;
+          for (int part = warp; part < now; part += kThreads / 32) {
+            const float* mean = statistics + part * 2 * d;
+            float estimate = 0;
+            for (int c = lane; c < d; c += 32) {
+              const float x = q[h * d + c];
+              estimate += x * mean[c] + x * x * mean[d + c];
+            }
 #pragma unroll
-      for (int h = 0; h < kHeads; ++h) {
-        const float m = max_all(top[h], room);
-        const float z = sum_all(top[h] == -INFINITY ? 0.f : sum[h] * expf(top[h] - m), room);
-        float estimate = 0;
-        for (int c = threadIdx.x; c < d; c += kThreads) {
-          const float x = q[h * d + c];
-          estimate += x * mean[c] + x * x * variance[c];
-        }
-        estimate = sum_all(estimate, room);
-        if (threadIdx.x == 0 && h0 + h < group) {
-          float* to =
-              args.scores +
-              3 * (sequence.scores +
-                   (static_cast<int64_t>(i) * args.shape.query_heads + kv * group + h0 + h) * sequence.blocks + block);
-          to[0] = m;
-          to[1] = z;
-          to[2] = estimate;
+            for (int step = 16; step > 0; step /= 2) estimate += __shfl_xor_sync(~0u, estimate, step);
+            const float next = fmaxf(best, estimate);
+            all = all * expf(best - next) + expf(estimate - next);
+            best = next;
+          }
+          const float highest = max_all(best, room);
+          all = sum_all(lane == 0 && best > -INFINITY ? all * expf(best - highest) : 0.f, room);
+          if (threadIdx.x == 0 && h0 + h < group) {
+            float* to = args.scores + 3 * (sequence.scores +
+                                           (static_cast<int64_t>(i) * args.shape.query_heads + kv * group + h0 + h) *
+                                               sequence.blocks +
+                                           block);
+            float estimate = highest + logf(all);
+            if (first_part == 0) {
+              to[0] = m;
+              to[1] = z;
+            } else {
+              const float top_of_both = fmaxf(estimate, to[2]);
+              estimate = top_of_both + logf(expf(estimate - top_of_both) + expf(to[2] - top_of_both));
+            }
+            to[2] = estimate;
+          }
         }
       }
     }
@@ -260,12 +292,14 @@ void measure_coverage(const CoverageParams& p, Precision precision, void* stream
   if (p.token_count == 0) return;
   if (p.shape.head_dim % 4 != 0) throw_unsupported("head_dim", p.shape.head_dim);
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
-  const size_t bytes = (kHeads + 2) * p.shape.head_dim * sizeof(float);
+  // More would leave too few thread blocks a multiprocessor.
+  const int at_once = std::min(p.parts, std::max(1, 32 * 1024 / (2 * p.shape.head_dim * 4)));
+  const size_t bytes = (kHeads + 2 * at_once) * p.shape.head_dim * sizeof(float);
   const dim3 grid(p.blocks, p.shape.kv_heads);
   if (precision == Precision::fp32)
-    blocks_kernel<float><<<grid, kThreads, bytes, cuda_stream>>>(p);
+    blocks_kernel<float><<<grid, kThreads, bytes, cuda_stream>>>(p, at_once);
   else
-    blocks_kernel<__nv_bfloat16><<<grid, kThreads, bytes, cuda_stream>>>(p);
+    blocks_kernel<__nv_bfloat16><<<grid, kThreads, bytes, cuda_stream>>>(p, at_once);
   check(cudaGetLastError(), "coverage of key blocks");
   const auto ranks = precision == Precision::fp32 ? ranks_kernel<float> : ranks_kernel<__nv_bfloat16>;
   ranks<<<dim3(p.token_count, p.shape.kv_heads), kRankThreads, 0, cuda_stream>>>(p);

@@ -55,6 +55,7 @@ struct CoverageParams {
   bool moments = true;
   // Of the selection.
   int32_t block = kBlock, list_block = kBlock;  // tokens of a key block in the selection and in the lists
+  int32_t parts = 1;                            // of a key block that are judged each by itself
   int32_t query_block = 1, list_query_block = 1;
   int32_t sinks = 0, local = 0, list_heads = 0;
   // The plan, in device memory.

@@ -43,12 +43,7 @@ class CudaAttention final : public ChoosingAttention {
  public:
   explicit CudaAttention(const CudaAttentionOptions& options)
       : options_(options), selection_(options.attention.selection), device_(cuda::device_info()) {
-    if (selection_.pattern != SelectionPattern::dense) {
-      check_selection_config(selection_);
-      SB_USER_CHECK(selection_.score_tokens == 0 || selection_.score_tokens == selection_.block,
-                    "attention.score_tokens: {}, but parts of a block are not judged on device: cuda yet; set it to 0",
-                    selection_.score_tokens);
-    }
+    if (selection_.pattern != SelectionPattern::dense) check_selection_config(selection_);
     SB_USER_CHECK(device_.major >= 8, "{} is too old: attention on CUDA needs compute capability 8.0 or later",
                   device_.name);
     for (const int64_t layer : selection_.dense_layers) {
@@ -70,28 +65,19 @@ class CudaAttention final : public ChoosingAttention {
                const AttentionOperands& operands, AttentionState& state, bool replay) override {
     CudaState& kept = static_cast<CudaState&>(state);
     check_operands(operands);
-    if (!replay) {
-      kept.plan = plan_for(exec, layer, shape, sequences, operands.q.dtype());
-      if (kept.plan->sparse()) choose(exec, layer, operands, kept);
-      report_.layers[layer].causal_pairs += kept.plan->causal_pairs();
-      if (!kept.plan->sparse()) report_.layers[layer].pairs += kept.plan->causal_pairs();
-    }
+    if (!replay) kept.plan = plan_for(exec, layer, shape, sequences, operands.q.dtype());
     SB_CHECK(kept.plan != nullptr, "replay without an earlier forward");
-    if (sequences.tokens() == 0) return;
-    const ArenaScope scope(*exec.scratch);
-    gpu::ForwardParams params;
-    kept.plan->set(params);
-    set_operands(params, operands);
-    const DevicePlan::Lists lists = kept.plan->lists_in(kept.list_memory());
-    params.row_entries = lists.row_entries;
-    params.gathered = kept.plan->gathered(lists);
-    params.counter = exec.scratch->allocate_array<int32_t>(4);
-    if (kept.plan->hopper()) params.gathered_rows = gathered_rows(exec, params);
-    if (kept.plan->hopper())
-      gpu::hopper_forward(params, exec.stream);
-    else
-      gpu::portable_forward(params, kept.plan->precision(), exec.stream);
-    if (!replay && options_.attention.coverage_rows > 0) measure(exec, layer, operands, kept);
+    const bool chooses = !replay && kept.plan->sparse();
+    {
+      const ArenaScope scope(*exec.scratch);
+      if (chooses) choose(exec, layer, operands, kept);
+      if (sequences.tokens() > 0) attend(exec, operands, kept);
+      if (chooses) cuda::wait_on_stream(columns_listed_.get(), exec.stream);
+    }
+    if (replay) return;
+    report_.layers[layer].causal_pairs += kept.plan->causal_pairs();
+    if (!chooses) report_.layers[layer].pairs += kept.plan->causal_pairs();
+    if (sequences.tokens() > 0 && options_.attention.coverage_rows > 0) measure(exec, layer, operands, kept);
   }
 
   void backward(const Exec& exec, int layer, const AttentionShape& shape, const PackedSequences& sequences,
@@ -170,7 +156,7 @@ class CudaAttention final : public ChoosingAttention {
     write(host.column_offsets, lists.column_offsets);
     write(host.gathered_columns, lists.gathered_columns);
     write(host.gathered_bits, lists.gathered_bits);
-    order_work(exec, *state.plan, lists);
+    order_work(exec.stream, *state.plan, lists);
   }
 
   int64_t scratch_bytes(const AttentionShape& shape, int64_t max_tokens, int) const override {
@@ -274,6 +260,21 @@ class CudaAttention final : public ChoosingAttention {
     params.lse = operands.lse.f32();
   }
 
+  void attend(const Exec& exec, const AttentionOperands& operands, const CudaState& state) {
+    gpu::ForwardParams params;
+    state.plan->set(params);
+    set_operands(params, operands);
+    const DevicePlan::Lists lists = state.plan->lists_in(state.list_memory());
+    params.row_entries = lists.row_entries;
+    params.gathered = state.plan->gathered(lists);
+    params.counter = exec.scratch->allocate_array<int32_t>(4);
+    if (state.plan->hopper()) params.gathered_rows = gathered_rows(exec, params);
+    if (state.plan->hopper())
+      gpu::hopper_forward(params, exec.stream);
+    else
+      gpu::portable_forward(params, state.plan->precision(), exec.stream);
+  }
+
   void measure(const Exec& exec, int layer, const AttentionOperands& operands, const CudaState& state) {
     const DevicePlan& plan = *state.plan;
     const ArenaScope scope(*exec.scratch);
@@ -283,6 +284,7 @@ class CudaAttention final : public ChoosingAttention {
     params.k = operands.k.raw();
     params.moments = selection_.score == BlockScore::moments;
     params.block = selection_.block;
+    params.parts = BlockScoring(selection_).parts();
     params.query_block = selection_.query_block;
     params.sinks = selection_.sink_blocks;
     params.local = selection_.local_blocks;
@@ -356,7 +358,6 @@ class CudaAttention final : public ChoosingAttention {
   void choose(const Exec& exec, int layer, const AttentionOperands& operands, CudaState& state) {
     const DevicePlan& plan = *state.plan;
     const DevicePlan::Lists lists = plan.lists_in(state.lists.ensure("block index", plan.list_bytes()));
-    const ArenaScope scope(*exec.scratch);
     gpu::SelectParams params;
     plan.set(params);
     params.q = operands.q.raw();
@@ -402,17 +403,22 @@ class CudaAttention final : public ChoosingAttention {
     } else {
       report_.layers[layer].pairs += plan.select().token_pairs;
     }
-    order_work(exec, plan, lists);
+    // What only the backward needs is made beside the forward.
+    cuda::record(rows_listed_.get(), exec.stream);
+    cuda::wait_on_stream(rows_listed_.get(), beside_.get());
+    gpu::list_columns(params, beside_.get());
+    order_work(beside_.get(), plan, lists);
+    cuda::record(columns_listed_.get(), beside_.get());
   }
 
-  static void order_work(const Exec& exec, const DevicePlan& plan, const DevicePlan::Lists& lists) {
+  static void order_work(void* stream, const DevicePlan& plan, const DevicePlan::Lists& lists) {
     gpu::BackwardWorkParams work;
     plan.set(work);
     work.column_offsets = lists.column_offsets;
     work.items = lists.items;
     work.splits = lists.splits;
     work.counts = lists.counts;
-    gpu::make_backward_work(work, exec.stream);
+    gpu::make_backward_work(work, stream);
   }
 
   void choose_vertical_slash(const Exec& exec, const DevicePlan& plan, const gpu::SelectParams& select,
@@ -461,6 +467,8 @@ class CudaAttention final : public ChoosingAttention {
   int64_t reserved_bytes_ = 0;
   DeviceBuffer counted_;
   gpu::CoverageLog coverage_;
+  std::shared_ptr<void> beside_ = cuda::make_stream();
+  std::shared_ptr<void> rows_listed_ = cuda::make_event(), columns_listed_ = cuda::make_event();
   AttentionReport report_;
 };
 

@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "attention/cuda/given_index.h"
+#include "attention/selection/block_statistics.h"
 #include "core/errors.h"
 #include "device/cuda.h"
 
@@ -86,7 +87,8 @@ RowLayout DevicePlan::plan_lists(const PlanRequest& request) {
       config.query_block = slash_query_block(config);
       for (SequenceTiles& one : tiles) one.query_block = config.query_block;
     }
-    const int score_tokens = hopper_selects() ? hopper_score_tokens(shape_) : kPortableScoreTokens;
+    const int parts = BlockScoring(config).parts();
+    const int score_tokens = hopper_selects() ? hopper_score_tokens(shape_, parts) : kPortableScoreTokens;
     select_ = make_select_plan(shape_, cu_seqlens_, dense_, tiles, config, score_tokens, request.batch_masses);
   }
   return {select_.list_heads, select_.query_block, select_.block, select_.rows, select_.row_offsets, slash_.gathered};
@@ -209,8 +211,7 @@ void DevicePlan::build(const PlanRequest& request, Staging& staging, void* strea
 }
 
 int64_t DevicePlan::statistics_bytes() const {
-  return hopper_selects() ? hopper_statistics_bytes(shape_, block_count_)
-                          : portable_statistics_bytes(shape_, block_count_);
+  return hopper_selects() ? hopper_statistics_bytes(shape_, select_) : portable_statistics_bytes(shape_, select_);
 }
 
 DevicePlan::Lists DevicePlan::lists_in(void* memory) const {
@@ -231,6 +232,9 @@ void DevicePlan::set(SelectParams& params) const {
   params.select_block = select_.select_block;
   params.block = select_.block;
   params.max_competing = select_.max_competing;
+  params.parts = select_.parts;
+  params.statistics_channels = select_.statistics;
+  params.statistics_rows = select_.statistics_rows;
   params.scores = at<ScoreItem>(places_.scores);
   params.items = at<SelectItem>(places_.items);
   params.batches = select_.batches;

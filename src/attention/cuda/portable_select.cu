@@ -20,30 +20,37 @@ __device__ __forceinline__ float to_float(__nv_bfloat16 x) {
   return __bfloat162float(x);
 }
 
-// Mean and variance per channel of every key block: [2 d][blocks], so that neighbouring threads read neighbouring
-// blocks.
+// Mean and variance per channel of every part of the key blocks: [channels of a row][rows], so that neighbouring
+// threads read neighbouring blocks. Parts without keys never compete.
 template <typename T>
-__global__ void statistics_kernel(const T* k, const SelectBlock* blocks, float* out, int count, int d, int kv_heads,
-                                  float mean_scale, float variance_scale) {
+__global__ void statistics_kernel(const T* k, const SelectBlock* blocks, float* out, int64_t rows, int d, int kv_heads,
+                                  int parts, int part_tokens, float mean_scale, float variance_scale, bool variances) {
   const SelectBlock block = blocks[blockIdx.x];
-  for (int c = threadIdx.x; c < d; c += blockDim.x) {
-    const T* column = k + (static_cast<int64_t>(block.token) * kv_heads + block.head) * d + c;
+  for (int i = threadIdx.x; i < d * parts; i += blockDim.x) {
+    const int c = i % d, part = i / d;
+    const int keys = min(part_tokens, block.keys - part * part_tokens);
+    if (keys <= 0) return;
+    const T* column = k + (static_cast<int64_t>(block.token + part * part_tokens) * kv_heads + block.head) * d + c;
     float mean = 0, variance = 0;
-    for (int t = 0; t < block.keys; ++t) mean += to_float(column[static_cast<int64_t>(t) * kv_heads * d]);
-    mean /= static_cast<float>(block.keys);
-    for (int t = 0; t < block.keys; ++t) {
+    for (int t = 0; t < keys; ++t) mean += to_float(column[static_cast<int64_t>(t) * kv_heads * d]);
+    mean /= static_cast<float>(keys);
+    float* to = out + block.row + part * kStatisticsGroup;
+    to[c * rows] = mean * mean_scale;
+    if (!variances) continue;
+    for (int t = 0; t < keys; ++t) {
       const float x = to_float(column[static_cast<int64_t>(t) * kv_heads * d]) - mean;
       variance += x * x;
     }
-    out[static_cast<int64_t>(c) * count + blockIdx.x] = mean * mean_scale;
-    out[static_cast<int64_t>(d + c) * count + blockIdx.x] = variance / static_cast<float>(block.keys) * variance_scale;
+    to[(d + c) * rows] = variance / static_cast<float>(keys) * variance_scale;
   }
 }
 
 struct Arguments {
   const void* q;
   const float* statistics;
-  int32_t blocks, d, query_heads, group;
+  int64_t rows;  // of the statistics
+  int32_t depth, parts;
+  int32_t d, query_heads, group;
   const ScoreItem* items;
   uint16_t* masses;
 };
@@ -54,12 +61,11 @@ __global__ void __launch_bounds__(kThreads) masses_kernel(Arguments args) {
   __shared__ float row_max[kThreads / 32][kTokens], row_sum[kThreads / 32][kTokens];
   const ScoreItem& item = args.items[blockIdx.x];
   const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, d = args.d;
-  const auto score = [&](int j, float(&s)[kTokens]) {
+  const auto multiply = [&](const float* column, float(&s)[kTokens]) {
 #pragma unroll
     for (int t = 0; t < kTokens; ++t) s[t] = 0;
-    const float* column = args.statistics + item.statistics + j;
-    for (int c = 0; c < 2 * d; ++c) {
-      const float x = column[static_cast<int64_t>(c) * args.blocks];
+    for (int c = 0; c < args.depth; ++c) {
+      const float x = column[c * args.rows];
       const float4* row = reinterpret_cast<const float4*>(q + c * kTokens);
 #pragma unroll
       for (int t = 0; t < kTokens / 4; ++t) {
@@ -70,6 +76,28 @@ __global__ void __launch_bounds__(kThreads) masses_kernel(Arguments args) {
         s[4 * t + 3] += four.w * x;
       }
     }
+  };
+  // The log of the sum over the parts of key block j.
+  const auto score = [&](int j, float(&s)[kTokens]) {
+    const float* column = args.statistics + item.statistics + j % kStatisticsGroup +
+                          static_cast<int64_t>(j / kStatisticsGroup) * args.parts * kStatisticsGroup;
+    multiply(column, s);
+    if (args.parts == 1) return;
+    float sum[kTokens];
+#pragma unroll
+    for (int t = 0; t < kTokens; ++t) sum[t] = 1;
+    for (int part = 1; part < args.parts; ++part) {
+      float x[kTokens];
+      multiply(column + part * kStatisticsGroup, x);
+#pragma unroll
+      for (int t = 0; t < kTokens; ++t) {
+        const float top = fmaxf(s[t], x[t]);
+        sum[t] = sum[t] * expf(s[t] - top) + expf(x[t] - top);
+        s[t] = top;
+      }
+    }
+#pragma unroll
+    for (int t = 0; t < kTokens; ++t) s[t] += logf(sum[t]);
   };
   for (int head = 0; head < args.group; ++head) {
     __syncthreads();
@@ -147,8 +175,9 @@ void launch(const SelectParams& p, cudaStream_t stream) {
   check(cudaMemsetAsync(p.column_counts, 0, p.column_count * sizeof(int32_t), stream), "column counts");
   if (p.max_competing > 0) {
     statistics_kernel<T><<<p.block_count, 128, 0, stream>>>(
-        static_cast<const T*>(p.k), p.blocks, static_cast<float*>(p.statistics), p.block_count, d, p.shape.kv_heads,
-        p.shape.scale, p.moments ? p.shape.scale * p.shape.scale / 2 : 0.f);
+        static_cast<const T*>(p.k), p.blocks, static_cast<float*>(p.statistics), p.statistics_rows, d, p.shape.kv_heads,
+        p.parts, p.select_block / p.parts, p.shape.scale, p.moments ? p.shape.scale * p.shape.scale / 2 : 0.f,
+        p.statistics_channels == 2);
     check(cudaGetLastError(), "block statistics");
   }
   begin_choices(p, stream);
@@ -156,7 +185,9 @@ void launch(const SelectParams& p, cudaStream_t stream) {
     if (batch.score_count > 0) {
       const Arguments args{p.q,
                            static_cast<const float*>(p.statistics),
-                           p.block_count,
+                           p.statistics_rows,
+                           p.statistics_channels * d,
+                           p.parts,
                            d,
                            p.shape.query_heads,
                            p.shape.query_heads / p.shape.kv_heads,
@@ -165,15 +196,15 @@ void launch(const SelectParams& p, cudaStream_t stream) {
       masses_kernel<T><<<batch.score_count, kThreads, 2 * d * kTokens * sizeof(float), stream>>>(args);
       check(cudaGetLastError(), "masses of key blocks");
     }
-    choose_blocks(p, batch, stream);
+    choose_blocks(p, batch, stream, false);
   }
-  list_columns(p, stream);
+  finish_choices(p, stream);
 }
 
 }  // namespace
 
-int64_t portable_statistics_bytes(const Shape& shape, int64_t blocks) {
-  return blocks * 2 * shape.head_dim * static_cast<int64_t>(sizeof(float));
+int64_t portable_statistics_bytes(const Shape& shape, const SelectPlan& plan) {
+  return int64_t{plan.statistics_rows} * plan.statistics * shape.head_dim * static_cast<int64_t>(sizeof(float));
 }
 
 void portable_select(const SelectParams& p, Precision precision, void* stream) {

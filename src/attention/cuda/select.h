@@ -24,7 +24,7 @@ struct alignas(16) ScoreItem {
   int32_t tokens = 0;
   int32_t head = 0;        // key/value head
   int32_t competing = 0;   // key blocks that end before the query block
-  int32_t statistics = 0;  // row of the sequence's first block under this head
+  int32_t statistics = 0;  // first row of the sequence's blocks under this head
   int32_t stride = 0;
   int64_t masses = 0;
   uint8_t later[kMaxScoreTokens] = {};  // of each token, how far it is behind the first
@@ -99,10 +99,13 @@ struct SelectPool {
   int32_t tiles = 0;
 };
 
-// A key block whose mean and variance are to be taken.
+// A key block whose mean and variance are to be taken, of the whole or of each of its parts. Statistics of part p are
+// in row `row` + 64 · p: rows of 64 neighbouring blocks lie together, part by part, so that a tile of 64 rows is the
+// same part of 64 blocks.
 struct SelectBlock {
-  int32_t token = 0, keys = 0, head = 0, unused = 0;
+  int32_t token = 0, keys = 0, head = 0, row = 0;
 };
+constexpr int kStatisticsGroup = 64;
 
 // Masses of all tokens at once would not fit: the tokens are worked off in batches, each within its own part of the
 // items.
@@ -113,8 +116,11 @@ struct SelectBatch {
 struct SelectPlan {
   int32_t list_heads = 0;
   int32_t query_block = 0;
-  int32_t select_block = 0;   // tokens of a key block in the selection
-  int32_t block = 0;          // and in the lists
+  int32_t select_block = 0;  // tokens of a key block in the selection
+  int32_t block = 0;         // and in the lists
+  int32_t parts = 1;         // of a key block that are judged each by itself
+  int32_t statistics = 2;    // numbers kept of every channel of a part: mean and, where it is needed, variance
+  int32_t statistics_rows = 0;
   int32_t max_competing = 0;  // of the query blocks that choose
   int64_t masses = 0;         // 16-bit masses of the largest batch
   int64_t map_bytes = 0;
@@ -152,6 +158,7 @@ struct SelectParams {
   const float* thresholds = nullptr;  // `mass`: of every length class
   // The plan, arrays in device memory.
   int32_t query_block = 0, select_block = 0, block = 0, max_competing = 0;
+  int32_t parts = 1, statistics_channels = 2, statistics_rows = 0;
   const ScoreItem* scores = nullptr;
   const SelectItem* items = nullptr;
   std::span<const SelectBatch> batches;  // host memory
@@ -185,13 +192,17 @@ constexpr int64_t pool_counts_size(int64_t pools, int64_t pool_tiles) {
 // Of a sequence: bits of the number of tokens.
 constexpr int kLengthClasses = 32;
 
-int64_t hopper_statistics_bytes(const Shape& shape, int64_t blocks);
-int64_t portable_statistics_bytes(const Shape& shape, int64_t blocks);
-// Most tokens of a score item; 0: this shape is for the portable kernels.
-int hopper_score_tokens(const Shape& shape);
+int64_t hopper_statistics_bytes(const Shape& shape, const SelectPlan& plan);
+int64_t portable_statistics_bytes(const Shape& shape, const SelectPlan& plan);
+// Most tokens of a score item with blocks judged by so many parts; 0: this shape is for the portable kernels.
+int hopper_score_tokens(const Shape& shape, int parts);
 constexpr int kPortableScoreTokens = 16;
 
+// Row lists, map and column counts.
 void hopper_select(const SelectParams& params, void* stream);
 void portable_select(const SelectParams& params, Precision precision, void* stream);
+// Column lists from the map and the counts, when the row lists are done. Only the backward needs them: this may run
+// beside the forward.
+void list_columns(const SelectParams& params, void* stream);
 
 }  // namespace sb::gpu

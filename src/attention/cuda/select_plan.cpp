@@ -2,6 +2,7 @@
 #include <bit>
 
 #include "attention/cuda/select.h"
+#include "attention/selection/block_statistics.h"
 #include "attention/selection/staircase.h"
 #include "attention/selection/vertical_slash.h"
 #include "core/errors.h"
@@ -33,7 +34,7 @@ class SequencePlanner {
         score_tokens_(score_tokens),
         batch_masses_(batch_masses),
         most_mass_(config.pattern == SelectionPattern::mass && config.order == SelectionOrder::lookahead),
-        statistics_(static_cast<int32_t>(plan.blocks.size())),
+        statistics_(plan.statistics_rows),
         map_stride_((fine_blocks(tiles.tokens) + 15) / 16 * 16) {}
 
   void add(int64_t& batch_used) {
@@ -80,10 +81,18 @@ class SequencePlanner {
   int64_t fine_blocks(int64_t tokens) const { return (tokens + plan_.block - 1) / plan_.block; }
 
   void add_blocks() {
-    for (int64_t b = 0; b < tiles_.blocks(); ++b)
+    const int parts = plan_.parts;
+    for (int64_t b = 0; b < tiles_.blocks(); ++b) {
+      const int64_t group = b / kStatisticsGroup * kStatisticsGroup;
       plan_.blocks.push_back({static_cast<int32_t>(begin_ + b * tiles_.block),
                               static_cast<int32_t>(std::min<int64_t>(tiles_.block, tiles_.tokens - b * tiles_.block)),
-                              head_, 0});
+                              head_, static_cast<int32_t>(statistics_ + group * parts + b - group)});
+    }
+    const int64_t groups = (tiles_.blocks() + kStatisticsGroup - 1) / kStatisticsGroup;
+    const int64_t rows = statistics_ + (parts == 1 ? tiles_.blocks() : groups * kStatisticsGroup * parts);
+    SB_USER_CHECK(rows < INT32_MAX, "parts of {} keys are too many for this micro-batch; raise attention.score_tokens",
+                  plan_.select_block / parts);
+    plan_.statistics_rows = static_cast<int32_t>(rows);
   }
 
   SelectItem make_item(int64_t tile) {
@@ -222,6 +231,9 @@ SelectPlan make_select_plan(const Shape& shape, std::span<const int32_t> cu_seql
   plan.query_block = config.query_block;
   plan.select_block = config.block;
   plan.block = std::min(config.block, kBlock);
+  const BlockScoring scoring(config);
+  plan.parts = scoring.parts();
+  plan.statistics = plan.parts > 1 && !scoring.moments() ? 1 : 2;
   for (size_t s = 0; s < sequences; ++s)
     plan.rows += static_cast<int32_t>((cu_seqlens[s + 1] - cu_seqlens[s] + plan.query_block - 1) / plan.query_block);
   plan.row_offsets.push_back(0);

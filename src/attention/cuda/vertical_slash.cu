@@ -325,7 +325,6 @@ void select_vertical_slash(const SlashParams& p, Precision precision, void* stre
   lists_kernel<<<(items + kWarps - 1) / kWarps, 32 * kWarps, kWarps * warp_bytes, cuda_stream>>>(
       p, choice_arguments(p.select, 0, items, warp_bytes));
   check(cudaGetLastError(), "lists of columns and diagonals");
-  list_columns(p.select, cuda_stream);
 }
 
 }  // namespace sb::gpu

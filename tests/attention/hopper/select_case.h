@@ -5,6 +5,7 @@
 #include <functional>
 
 #include "attention/cuda/select.h"
+#include "attention/selection/block_statistics.h"
 #include "tests/attention/hopper/device_case.h"
 
 namespace sb::gpu {
@@ -32,8 +33,10 @@ struct SelectCase {
              int64_t batch_masses = int64_t{1} << 26, float threshold = 0)
       : config(selection),
         hopper(on_hopper),
-        plan(make_select_plan(shape, cu, dense, tiles, selection,
-                              on_hopper ? hopper_score_tokens(shape) : kPortableScoreTokens, batch_masses)),
+        plan(make_select_plan(
+            shape, cu, dense, tiles, selection,
+            on_hopper ? hopper_score_tokens(shape, BlockScoring(selection).parts()) : kPortableScoreTokens,
+            batch_masses)),
         scores(plan.scores),
         items(plan.items),
         blocks(plan.blocks),
@@ -43,8 +46,7 @@ struct SelectCase {
         column_entries(plan.entries),
         column_offsets(plan.columns + 1),
         column_counts(plan.columns),
-        statistics(on_hopper ? hopper_statistics_bytes(shape, plan.blocks.size())
-                             : portable_statistics_bytes(shape, plan.blocks.size())),
+        statistics(on_hopper ? hopper_statistics_bytes(shape, plan) : portable_statistics_bytes(shape, plan)),
         masses(plan.masses),
         sums(plan.sums),
         pool_counts(pool_counts_size(plan.pools.size(), plan.pool_tiles)),
@@ -66,6 +68,9 @@ struct SelectCase {
     p.select_block = plan.select_block;
     p.block = plan.block;
     p.max_competing = plan.max_competing;
+    p.parts = plan.parts;
+    p.statistics_channels = plan.statistics;
+    p.statistics_rows = plan.statistics_rows;
     p.scores = scores.get();
     p.items = items.get();
     p.batches = plan.batches;
@@ -91,10 +96,14 @@ struct SelectCase {
   }
 
   void run(const Shape& shape, const void* q, const void* k) const {
+    list_rows(shape, q, k, nullptr);
+    list_columns(params(shape, q, k), nullptr);
+  }
+  void list_rows(const Shape& shape, const void* q, const void* k, void* stream) const {
     if (hopper)
-      hopper_select(params(shape, q, k), nullptr);
+      hopper_select(params(shape, q, k), stream);
     else
-      portable_select(params(shape, q, k), Precision::bf16, nullptr);
+      portable_select(params(shape, q, k), Precision::bf16, stream);
   }
 
   void poison() {

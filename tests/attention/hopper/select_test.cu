@@ -25,12 +25,13 @@ double value(const std::vector<__nv_bfloat16>& x, int64_t i) {
   return __bfloat162float(x[i]);
 }
 
-// Mean and variance of each channel of each block: [block][2][d].
-std::vector<double> statistics_of(const Shape& shape, const Inputs& in, int begin, const SequenceTiles& t, int head) {
-  const int d = shape.head_dim;
-  std::vector<double> out(t.blocks() * 2 * d, 0);
-  for (int64_t b = 0; b < t.blocks(); ++b) {
-    const int64_t first = b * t.block, last = std::min<int64_t>(t.tokens, first + t.block);
+// Mean and variance of each channel of each part of a block: [block][part][2][d].
+std::vector<double> statistics_of(const Shape& shape, const Inputs& in, int begin, const SequenceTiles& t, int head,
+                                  int parts) {
+  const int d = shape.head_dim, part_tokens = t.block / parts;
+  std::vector<double> out(t.blocks() * parts * 2 * d, 0);
+  for (int64_t b = 0; b < t.tokens / part_tokens; ++b) {
+    const int64_t first = b * part_tokens, last = first + part_tokens;
     for (int c = 0; c < d; ++c) {
       double mean = 0, square = 0;
       for (int64_t i = first; i < last; ++i) mean += value(in.k, ((begin + i) * shape.kv_heads + head) * d + c);
@@ -48,21 +49,26 @@ std::vector<double> statistics_of(const Shape& shape, const Inputs& in, int begi
 
 // Log relative masses of the competing blocks for one token, the largest over the heads of the group.
 std::vector<double> masses_of(const Shape& shape, const Inputs& in, const std::vector<double>& statistics, int token,
-                              int head, int64_t competing, bool moments) {
+                              int head, int64_t competing, int parts, bool moments) {
   const int d = shape.head_dim, group = shape.query_heads / shape.kv_heads;
-  std::vector<double> out(competing, -INFINITY), scores(competing);
+  std::vector<double> out(competing, -INFINITY), scores(competing), query(d);
   for (int g = 0; g < group; ++g) {
     const int64_t q = (int64_t(token) * shape.query_heads + head * group + g) * d;
     double top = -INFINITY, sum = 0;
+    for (int c = 0; c < d; ++c) query[c] = value(in.q, q + c) * shape.scale;
     for (int64_t b = 0; b < competing; ++b) {
-      double s = 0;
-      for (int c = 0; c < d; ++c) {
-        const double x = value(in.q, q + c) * shape.scale;
-        s += x * statistics[b * 2 * d + c];
-        if (moments) s += 0.5 * x * x * statistics[b * 2 * d + d + c];
+      double mass = 0;
+      for (int part = 0; part < parts; ++part) {
+        const double* mean = statistics.data() + (b * parts + part) * 2 * d;
+        double s = 0;
+        for (int c = 0; c < d; ++c) {
+          s += query[c] * mean[c];
+          if (moments) s += 0.5 * query[c] * query[c] * mean[d + c];
+        }
+        mass += std::exp(s);
       }
-      scores[b] = s;
-      top = std::max(top, s);
+      scores[b] = std::log(mass);
+      top = std::max(top, scores[b]);
     }
     for (double s : scores) sum += std::exp(s - top);
     for (int64_t b = 0; b < competing; ++b) out[b] = std::max(out[b], scores[b] - top - std::log(sum));
@@ -180,6 +186,7 @@ struct Options {
   SelectionOrder order = SelectionOrder::causal;
   BlockScore score = BlockScore::moments;
   int block = kBlock;
+  int score_tokens = 0;
   int step = 1;
   float threshold = 0;
   int stride = 1;  // every stride-th query block is compared with fp64
@@ -194,6 +201,7 @@ void run(const char* name, bool hopper, int query_heads, int kv_heads, int d, co
   config.order = options.order;
   config.score = options.score;
   config.block = options.block;
+  config.score_tokens = options.score_tokens;
   config.query_block = query_block;
   config.budget = budget;
   config.step = options.step;
@@ -223,7 +231,8 @@ void run(const char* name, bool hopper, int query_heads, int kv_heads, int d, co
     for (size_t s = 0; s < lengths.size(); ++s) {
       const SequenceTiles& tiling = tiles[s];
       MostMass most;
-      const auto statistics = dense[s] ? std::vector<double>{} : statistics_of(shape, in, cu[s], tiling, head);
+      const int parts = select_case.plan.parts;
+      const auto statistics = dense[s] ? std::vector<double>{} : statistics_of(shape, in, cu[s], tiling, head, parts);
       for (int64_t tile = 0; tile < tiling.tiles(); ++tile, ++row) {
         const size_t at = size_t(head) * lists.rows + row;
         const std::span<const uint32_t> entries(lists.entries.data() + lists.offsets[at],
@@ -242,7 +251,7 @@ void run(const char* name, bool hopper, int query_heads, int kv_heads, int d, co
         std::vector<std::vector<double>> masses;
         for (int r = 0; r < tiling.rows(tile); ++r)
           masses.push_back(masses_of(shape, in, statistics, cu[s] + int(tiling.begin(tile)) + r, head,
-                                     tiling.competing(tile), options.score == BlockScore::moments));
+                                     tiling.competing(tile), parts, options.score == BlockScore::moments));
         if (options.order == SelectionOrder::lookahead) {
           std::vector<double> sums(tiling.competing(tile), 0);
           for (const auto& token : masses)
@@ -347,11 +356,33 @@ int main(int argc, char** argv) {
         {.pattern = mass, .order = ahead});
     run("8:1 d128 lookahead mass, batches", hopper, 8, 1, 128, {5000}, {false}, 64, 1100,
         {.pattern = mass, .order = ahead, .batch_masses = 20000});
+    // Blocks judged by parts; every third or fifth query block against fp64.
+    run("16:2 d128 parts of 32", hopper, 16, 2, 128, {4000}, {false}, 16, 1200, {.score_tokens = 32, .stride = 3});
+    run("14:2 d64 parts of 64, mixed", hopper, 14, 2, 64, {3000, 500, 1, 2200}, {false, true, false, false}, 16, 1100,
+        {.score_tokens = 64, .stride = 3});
+    run("14:2 d64 parts of 16", hopper, 14, 2, 64, {3100}, {false}, 16, 900, {.score_tokens = 16, .stride = 5});
+    run("2:2 d128 single keys", hopper, 2, 2, 128, {2500}, {false}, 16, 900, {.score_tokens = 1, .stride = 5});
+    run("8:1 d64 single keys", hopper, 8, 1, 64, {9300}, {false}, 16, 1500, {.score_tokens = 1, .stride = 40});
+    run("16:1 d64 parts of 2", hopper, 16, 1, 64, {2000}, {false}, 16, 700, {.score_tokens = 2, .stride = 5});
+    run("4:1 d128 means of 16", hopper, 4, 1, 128, {3000}, {false}, 16, 900,
+        {.score = BlockScore::mean, .score_tokens = 16, .stride = 3});
+    run("8:2 d64 parts of 32 of 256", hopper, 8, 2, 64, {6000, 300}, {false, false}, 16, 2600,
+        {.block = 256, .score_tokens = 32, .stride = 5});
+    run("8:2 d64 topp, single keys", hopper, 8, 2, 64, {3000}, {false}, 16, 1500,
+        {.pattern = topp, .score_tokens = 1, .stride = 5});
+    run("8:2 d64 mass, parts of 8", hopper, 8, 2, 64, {3000}, {false}, 16, 900,
+        {.pattern = mass, .score_tokens = 8, .threshold = -3.f, .stride = 5});
+    run("8:2 d64 lookahead, parts of 32", hopper, 8, 2, 64, {3000}, {false}, 32, 900,
+        {.order = ahead, .score_tokens = 32, .stride = 3});
+    run("8:2 d64 lookahead mass, parts of 64", hopper, 8, 2, 64, {2500, 300}, {false, true}, 16, 900,
+        {.pattern = mass, .order = ahead, .score_tokens = 64});
   }
   run("32:1 d64 blocks of 64", false, 32, 1, 64, {2000}, {false}, 16, 600, {.block = 64});
   if (full) {
     run("8:1 d64 70000", true, 8, 1, 64, {70000}, {false}, 128, 9000, {.stride = 40});
     run("8:1 d128 200000", true, 8, 1, 128, {200000}, {false}, 128, 20000, {.stride = 200});
+    run("8:1 d128 100000 parts of 64", true, 8, 1, 128, {100000}, {false}, 16, 10000,
+        {.score_tokens = 64, .stride = 2000});
     run("8:1 d64 524288 topp", true, 8, 1, 64, {524288}, {false}, 128, 30000, {.pattern = topp, .stride = 500});
   }
   std::printf(gpu::failures ? "%d FAILED\n" : "selection: all passed\n", gpu::failures);

@@ -285,6 +285,35 @@ TEST(GpuSelectPlan, AllowanceIsTheStaircaseOfTheRule) {
       }
 }
 
+TEST(GpuSelectPlan, EveryPartHasARowOfStatistics) {
+  // A tile of 64 rows is one part of 64 neighbouring key blocks, from the sequence's first on.
+  const std::vector<int32_t> cu{0, 9000, 9100, 12000};
+  for (const int score_tokens : {0, 1, 32}) {
+    SelectionConfig config = config_of(SelectionPattern::topk);
+    config.score_tokens = score_tokens;
+    std::vector<SequenceTiles> tiles;
+    for (size_t s = 0; s + 1 < cu.size(); ++s) tiles.push_back({cu[s + 1] - cu[s], config.block, 16, 1, 2, 1300});
+    const SelectPlan plan = make_select_plan(shape_of(16, 2), cu, {false, true, false}, tiles, config, 16, 1 << 20);
+    EXPECT_EQ(plan.parts, score_tokens == 0 ? 1 : config.block / score_tokens);
+    EXPECT_EQ(plan.statistics, score_tokens == 1 ? 1 : 2);
+    std::map<int32_t, int> rows;
+    for (const SelectBlock& block : plan.blocks)
+      for (int part = 0; part < plan.parts; ++part) ++rows[block.row + part * kStatisticsGroup];
+    EXPECT_EQ(rows.size(), plan.blocks.size() * plan.parts);
+    EXPECT_LT(rows.rbegin()->first, plan.statistics_rows);
+    for (const ScoreItem& score : plan.scores) {
+      const int32_t first_token = score.token < cu[1] ? 0 : cu[2];
+      for (int32_t b = 0; b < score.competing; ++b) {
+        const int32_t row = score.statistics + b / 64 * 64 * plan.parts + b % 64;
+        const auto block = std::ranges::find(plan.blocks, row, &SelectBlock::row);
+        ASSERT_NE(block, plan.blocks.end());
+        ASSERT_EQ(block->token, first_token + b * config.block);
+        ASSERT_EQ(block->head, score.head);
+      }
+    }
+  }
+}
+
 TEST(GpuSelectPlan, RefusesWhatListsCannotName) {
   const int32_t length = 10 * 1000 * 1000;
   SelectionConfig config = config_of(SelectionPattern::topk);

@@ -1,0 +1,42 @@
+#pragma once
+
+// Kernels that start while the one before them on the stream still ends (programmatic dependent launch, SM90). What
+// they do before wait_for_dependencies() may not touch anything that kernel reads or writes. CUDA files only.
+
+#include <cuda_runtime.h>
+
+#include "attention/cuda/check.cuh"
+
+namespace sb::gpu {
+
+// Everything that the kernels before this one wrote is there.
+__device__ __forceinline__ void wait_for_dependencies() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+// The next kernel may be brought to multiprocessors that have room.
+__device__ __forceinline__ void launch_dependents() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// The kernel before it must have waited for its own dependencies. SM90 and later.
+template <typename... Parameters, typename... Arguments>
+void launch_early(void (*kernel)(Parameters...), int blocks, int threads, int shared, cudaStream_t stream,
+                  const Arguments&... arguments) {
+  cudaLaunchAttribute attribute;
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(blocks);
+  config.blockDim = dim3(threads);
+  config.dynamicSmemBytes = shared;
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  check(cudaLaunchKernelEx(&config, kernel, arguments...), "launch");
+}
+
+}  // namespace sb::gpu

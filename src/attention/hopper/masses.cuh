@@ -1,0 +1,283 @@
+#pragma once
+
+// Estimated masses of key blocks, what judging by whole blocks and by parts share. A thread block scores 128 or 192
+// rows at a time, rows being (token, head of the group) with the heads padded to a power of two, against 64 key blocks
+// at a time. The queries (and their squares) stay in registers as one operand, the statistics of the key blocks stream
+// through shared memory as the other. Scores wait as 16-bit floats, each thread's own, until the sum of their row is
+// known; those that do not fit the shared memory are computed a second time. Then the largest of the heads of a token
+// goes to memory. Everything is in units of log2.
+
+#include <algorithm>
+
+#include "attention/cuda/choose.cuh"
+#include "attention/cuda/early.cuh"
+#include "attention/hopper/launch.cuh"
+#include "attention/hopper/tile.cuh"
+#include "attention/hopper/wgmma.cuh"
+
+namespace sb::gpu {
+
+constexpr int kChunk = kStatisticsGroup;  // key blocks scored at a time
+constexpr int kMaxStages = 4;
+
+struct MassArguments {
+  const __nv_bfloat16* q;
+  int32_t query_heads, group;  // group: query heads of a key/value head
+  const ScoreItem* items;
+  int32_t item_count;
+  int32_t stages, kept;  // kept: chunks whose scores wait in shared memory
+  int32_t parts;
+  float unit;  // of the products, in log2
+  uint16_t* masses;
+};
+
+struct MassBarriers {
+  uint64_t full[kMaxStages], empty[kMaxStages];
+};
+
+// Chunks of an item in the order in which they are multiplied: all of them, then again those that were not kept.
+__device__ __forceinline__ int visits_of(int chunks, int kept) {
+  return chunks + max(0, chunks - kept);
+}
+__device__ __forceinline__ int chunk_of(int visit, int chunks, int kept) {
+  return visit < chunks ? visit : visit - chunks + kept;
+}
+
+__device__ __forceinline__ __half2 as_half2(uint32_t x) {
+  return *reinterpret_cast<__half2*>(&x);
+}
+__device__ __forceinline__ uint32_t as_bits(__half2 x) {
+  return *reinterpret_cast<uint32_t*>(&x);
+}
+__device__ __forceinline__ uint32_t half_max(uint32_t a, uint32_t b) {
+  return as_bits(__hmax2(as_half2(a), as_half2(b)));
+}
+
+// An item as a thread needs it.
+struct MassItem {
+  int token, tokens, head, competing, stride;
+  int64_t masses;
+  int later[2];  // of this thread's two rows
+};
+
+// A thread's part of two rows. kLog: log2 of the row slots a token has. kConsumers: threads that compute.
+template <int D, int kLog, int kConsumers>
+struct MassRows {
+  static constexpr int kSlots = 1 << kLog;
+  static constexpr int kTokens = kSubtileRows / kSlots;  // of a warpgroup
+  const MassArguments& args;
+  uint4* kept;  // this thread's: [chunk][4], a thread block's threads apart
+  int group, warp, lane;
+  // Scores are relative to one of the row, so that 16 bits are precise near the top; sums besides that to 2^raised,
+  // which is 1 unless a sum would overflow.
+  float reference[2], raised[2], sum[2];
+  __half2 row_lse[2];
+
+  __device__ int token_of(int h) const { return group * kTokens + (warp * 16 + lane / 4 + 8 * h) / kSlots; }
+  __device__ MassItem fetch(int index) const {
+    const ScoreItem& item = args.items[min(index, args.item_count - 1)];
+    return {item.token,
+            item.tokens,
+            item.head,
+            item.competing,
+            item.stride,
+            item.masses,
+            {item.later[token_of(0)], item.later[token_of(1)]}};
+  }
+
+  // The queries of an item as an operand.
+  __device__ void load_queries(const MassItem& item, uint32_t (&q)[D / 4]) const {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int head = (warp * 16 + lane / 4 + 8 * h) % kSlots;
+      const __nv_bfloat16* row = nullptr;
+      if (token_of(h) < item.tokens && head < args.group)
+        row = args.q +
+              (static_cast<int64_t>(item.token + item.later[h]) * args.query_heads + item.head * args.group + head) * D;
+#pragma unroll
+      for (int kk = 0; kk < D / 16; ++kk)
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+          q[4 * kk + 2 * half + h] =
+              row == nullptr ? 0 : *reinterpret_cast<const uint32_t*>(row + kk * 16 + half * 8 + 2 * (lane % 4));
+    }
+  }
+  __device__ static uint32_t squared(uint32_t two) {
+    const float2 x = __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(&two));
+    return pack_bf16(x.x * x.x, x.y * x.y);
+  }
+
+  // Key blocks past the end, whatever was multiplied there. left: blocks from this chunk on.
+  __device__ void hide_tail(float (&s)[32], int left) const {
+    left -= 2 * (lane % 4);
+#pragma unroll
+    for (int j = 0; j < 8; ++j)
+#pragma unroll
+      for (int e = 0; e < 2; ++e)
+        if (8 * j + e >= left) s[4 * j + e] = s[4 * j + 2 + e] = -INFINITY;
+  }
+
+  // A row's reference from its first products. Not even the rounding may show what comes later: those past the end are
+  // hidden before.
+  __device__ void begin_rows(const float (&s)[32]) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      float m = -1e30f;
+#pragma unroll
+      for (int j = 0; j < 8; ++j) m = fmaxf(m, fmaxf(s[4 * j + 2 * h], s[4 * j + 2 * h + 1]));
+      m = fmaxf(m, __shfl_xor_sync(~0u, m, 1));
+      reference[h] = fmaxf(m, __shfl_xor_sync(~0u, m, 2)) * args.unit;
+      raised[h] = sum[h] = 0;
+    }
+  }
+
+  __device__ void keep(const uint32_t (&x)[2][8], int chunk) const {
+    uint4* to = kept + chunk * 4 * kConsumers;
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      to[i * kConsumers] = make_uint4(x[i / 2][4 * (i % 2)], x[i / 2][4 * (i % 2) + 1], x[i / 2][4 * (i % 2) + 2],
+                                      x[i / 2][4 * (i % 2) + 3]);
+  }
+
+  __device__ void finish_sums() {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      float m = fmaxf(raised[h], __shfl_xor_sync(~0u, raised[h], 1));
+      m = fmaxf(m, __shfl_xor_sync(~0u, m, 2));
+      float all = sum[h] * exp2_fast(raised[h] - m);
+      all += __shfl_xor_sync(~0u, all, 1);
+      all += __shfl_xor_sync(~0u, all, 2);
+      // Padded heads must never win.
+      const bool padding = (warp * 16 + lane / 4 + 8 * h) % kSlots >= args.group;
+      row_lse[h] = __float2half2_rn(padding ? INFINITY : m + __log2f(all));
+    }
+  }
+
+  // Reduces x[0..7] over the lanes that hold the heads of a token; each of them ends up with 8 / 2^kSteps column
+  // groups.
+  template <int kSteps>
+  __device__ void largest(uint32_t (&x)[8]) const {
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      const int lanes = 4 << (kSteps - 1 - step), half = 4 >> step;
+      const bool upper = (lane & lanes) != 0;
+#pragma unroll
+      for (int j = 0; j < half; ++j) {
+        const uint32_t mine = upper ? x[j + half] : x[j], theirs = upper ? x[j] : x[j + half];
+        x[j] = half_max(mine, __shfl_xor_sync(~0u, theirs, lanes));
+      }
+    }
+  }
+
+  // Masses of a chunk to memory.
+  __device__ void store(uint32_t (&x)[2][8], const MassItem& item, int chunk) const {
+    constexpr int kSteps = kLog < 3 ? kLog : 3;
+#pragma unroll
+    for (int h = 0; h < 2; ++h)
+#pragma unroll
+      for (int j = 0; j < 8; ++j) x[h][j] = as_bits(__hsub2(as_half2(x[h][j]), row_lse[h]));
+    largest<kSteps>(x[0]);
+    largest<kSteps>(x[1]);
+    constexpr int kLeft = 8 >> kSteps;
+    const int group_begin = ((lane / 4) % (1 << kSteps)) * kLeft;
+    if constexpr (kLog == 4) {
+#pragma unroll
+      for (int j = 0; j < kLeft; ++j) x[0][j] = half_max(x[0][j], x[1][j]);
+    }
+#pragma unroll
+    for (int h = 0; h < (kLog == 4 ? 1 : 2); ++h) {
+      const int token = token_of(h);
+      if (token >= item.tokens) continue;
+      uint32_t* to = reinterpret_cast<uint32_t*>(args.masses + item.masses + static_cast<int64_t>(token) * item.stride +
+                                                 chunk * kChunk);
+#pragma unroll
+      for (int j = 0; j < kLeft; ++j) to[(group_begin + j) * 4 + lane % 4] = ordered(x[h][j]);
+    }
+  }
+
+  __device__ void store_kept(const MassItem& item, int count) const {
+#pragma unroll 2
+    for (int chunk = 0; chunk < count; ++chunk) {
+      const uint4* from = kept + chunk * 4 * kConsumers;
+      uint32_t x[2][8];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const uint4 four = from[i * kConsumers];
+        x[i / 2][4 * (i % 2)] = four.x;
+        x[i / 2][4 * (i % 2) + 1] = four.y;
+        x[i / 2][4 * (i % 2) + 2] = four.z;
+        x[i / 2][4 * (i % 2) + 3] = four.w;
+      }
+      store(x, item, chunk);
+    }
+  }
+};
+
+// One warp brings the statistics, `kBytes` (a multiple of 64 rows of 128 bytes) a product.
+template <int kBytes>
+__device__ void load_statistics(const CUtensorMap& map, const MassArguments& args, MassBarriers& barriers,
+                                uint32_t statistics, int lane) {
+  Cursor ring;
+  wait_for_dependencies();
+  for (int index = blockIdx.x; index < args.item_count; index += gridDim.x) {
+    const int competing = args.items[index].competing, first_row = args.items[index].statistics;
+    const int chunks = (competing + kChunk - 1) / kChunk, visits = visits_of(chunks, args.kept);
+    for (int i = 0; i < visits; ++i)
+      for (int part = 0; part < args.parts; ++part) {
+        barrier_wait(shared_address(&barriers.empty[ring.stage]), ring.phase ^ 1);
+        const uint32_t barrier = shared_address(&barriers.full[ring.stage]);
+        if (lane == 0) barrier_expect(barrier, kBytes);
+        __syncwarp();
+        if (lane < kBytes / (kChunk * 128))
+          tensor_load(statistics + ring.stage * kBytes + lane * kChunk * 128, &map, lane * 64, 0,
+                      first_row + (chunk_of(i, chunks, args.kept) * args.parts + part) * kChunk, barrier);
+        ring.advance(args.stages);
+      }
+  }
+}
+
+// The product of all channels with one stage.
+template <int kDepth>
+__device__ __forceinline__ void multiply_statistics(float (&s)[32], const uint32_t (&a)[kDepth / 4], uint32_t address) {
+  const uint64_t b = tile_descriptor(address);
+#pragma unroll
+  for (int kk = 0; kk < kDepth / 16; ++kk)
+    wgmma_rs<0>(s, a + 4 * kk, further(b, (kk / 4) * kChunk * 128 + (kk % 4) * 32), kk != 0);
+  wgmma_commit();
+}
+
+// How many stages and kept chunks fit the shared memory, and the launch.
+struct MassMemory {
+  int stages, kept, bytes;
+  MassMemory(int chunks, int most_stages, int stage_bytes, int kept_bytes) {
+    const int limit = static_cast<int>(kSharedMemory) - 1024;
+    stages = most_stages;
+    if (stages * stage_bytes + chunks * kept_bytes > limit) stages = 2;
+    kept = std::min(chunks, (limit - stages * stage_bytes) / kept_bytes);
+    bytes = stages * stage_bytes + kept * kept_bytes;
+  }
+};
+
+inline MassArguments mass_arguments(const SelectParams& p, const SelectBatch& batch, const MassMemory& memory) {
+  return {static_cast<const __nv_bfloat16*>(p.q),
+          p.shape.query_heads,
+          p.shape.query_heads / p.shape.kv_heads,
+          p.scores + batch.score_begin,
+          batch.score_count,
+          memory.stages,
+          memory.kept,
+          p.parts,
+          p.shape.scale * kLog2e,
+          p.masses};
+}
+
+// Rows scored at a time, for d = 64 and d = 128.
+constexpr int whole_rows(int d) {
+  return d == 128 ? 128 : 192;
+}
+constexpr int kPartRows = 128;
+
+void whole_masses(const SelectParams& params, const SelectBatch& batch, cudaStream_t stream);
+void part_masses(const SelectParams& params, const SelectBatch& batch, cudaStream_t stream);
+
+}  // namespace sb::gpu

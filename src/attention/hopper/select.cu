@@ -1,0 +1,153 @@
+#include <bit>
+
+#include "attention/hopper/masses.cuh"
+
+namespace sb::gpu {
+namespace {
+
+// Mean and variance per channel of a key block, the variance times scale/2: what q and q² are multiplied with. Clears
+// the column counts beside.
+template <int D, int kTokensOfBlock>
+__global__ void __launch_bounds__(256)
+    statistics_kernel(const __nv_bfloat16* k, const SelectBlock* blocks, __nv_bfloat16* out, int kv_heads,
+                      float variance_scale, int32_t* column_counts, int column_count) {
+  constexpr int kPairs = D / 2;                      // threads of a token
+  constexpr int kGroups = 256 / kPairs;              // tokens at a time
+  constexpr int kTokens = kTokensOfBlock / kGroups;  // of a thread
+  __shared__ float2 partial[kGroups][kPairs];
+  launch_dependents();
+  for (int i = blockIdx.x * 256 + threadIdx.x; i < column_count; i += gridDim.x * 256) column_counts[i] = 0;
+  const SelectBlock block = blocks[blockIdx.x];
+  const int pair = threadIdx.x % kPairs, group = threadIdx.x / kPairs;
+  __nv_bfloat162 keys[kTokens];
+#pragma unroll
+  for (int i = 0; i < kTokens; ++i) {
+    const int t = group + i * kGroups;
+    keys[i] = __nv_bfloat162{};
+    if (t < block.keys)
+      keys[i] = *reinterpret_cast<const __nv_bfloat162*>(
+          k + (static_cast<int64_t>(block.token + t) * kv_heads + block.head) * D + pair * 2);
+  }
+  float2 mean{0, 0}, variance{0, 0};
+  const float inverse = 1.f / block.keys;
+  // Two passes over the registers: the difference of large squares would lose the variance.
+#pragma unroll
+  for (int pass = 0; pass < 2; ++pass) {
+    float2 sum{0, 0};
+#pragma unroll
+    for (int i = 0; i < kTokens; ++i) {
+      if (group + i * kGroups >= block.keys) continue;
+      const float2 x = __bfloat1622float2(keys[i]);
+      if (pass == 0) {
+        sum.x += x.x;
+        sum.y += x.y;
+      } else {
+        sum.x += (x.x - mean.x) * (x.x - mean.x);
+        sum.y += (x.y - mean.y) * (x.y - mean.y);
+      }
+    }
+    __syncthreads();
+    partial[group][pair] = sum;
+    __syncthreads();
+    float2 all{0, 0};
+    for (int g = 0; g < kGroups; ++g) {
+      all.x += partial[g][pair].x;
+      all.y += partial[g][pair].y;
+    }
+    (pass == 0 ? mean : variance) = {all.x * inverse, all.y * inverse};
+  }
+  if (group != 0) return;
+  uint32_t* row = reinterpret_cast<uint32_t*>(out + static_cast<int64_t>(block.row) * 2 * D);
+  row[pair] = pack_bf16(mean.x, mean.y);
+  row[kPairs + pair] = pack_bf16(variance.x * variance_scale, variance.y * variance_scale);
+}
+
+// The same of every part of a key block, D / 2 threads a part. Only whole parts: others never compete. Deviations are
+// taken from the part's first key, so that one pass is precise.
+template <int D, bool kMoments>
+__global__ void __launch_bounds__(256)
+    part_statistics_kernel(const __nv_bfloat16* k, const SelectBlock* blocks, __nv_bfloat16* out, int kv_heads,
+                           int parts, int part_tokens, float variance_scale, int32_t* column_counts, int column_count) {
+  constexpr int kPairs = D / 2;
+  launch_dependents();
+  for (int i = blockIdx.x * 256 + threadIdx.x; i < column_count; i += gridDim.x * 256) column_counts[i] = 0;
+  const SelectBlock block = blocks[blockIdx.x];
+  const int pair = threadIdx.x % kPairs;
+  const float inverse = 1.f / part_tokens;
+  for (int part = threadIdx.x / kPairs; part < parts; part += 256 / kPairs) {
+    if ((part + 1) * part_tokens > block.keys) return;
+    const __nv_bfloat16* key =
+        k + (static_cast<int64_t>(block.token + part * part_tokens) * kv_heads + block.head) * D + pair * 2;
+    const auto at = [&](int t) {
+      return __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(key + static_cast<int64_t>(t) * kv_heads * D));
+    };
+    const float2 first = at(0);
+    float2 sum{0, 0}, square{0, 0};
+#pragma unroll 8
+    for (int t = 1; t < part_tokens; ++t) {
+      const float2 x = at(t);
+      const float2 by{x.x - first.x, x.y - first.y};
+      sum.x += by.x;
+      sum.y += by.y;
+      square.x += by.x * by.x;
+      square.y += by.y * by.y;
+    }
+    const float2 offset{sum.x * inverse, sum.y * inverse};
+    uint32_t* row = reinterpret_cast<uint32_t*>(out + static_cast<int64_t>(block.row + part * kStatisticsGroup) *
+                                                          (kMoments ? 2 * D : D));
+    row[pair] = pack_bf16(first.x + offset.x, first.y + offset.y);
+    if constexpr (kMoments)
+      row[kPairs + pair] = pack_bf16(fmaxf(square.x * inverse - offset.x * offset.x, 0.f) * variance_scale,
+                                     fmaxf(square.y * inverse - offset.y * offset.y, 0.f) * variance_scale);
+  }
+}
+
+template <int D>
+void launch_statistics(const SelectParams& p, cudaStream_t stream) {
+  const auto* k = static_cast<const __nv_bfloat16*>(p.k);
+  auto* out = static_cast<__nv_bfloat16*>(p.statistics);
+  const float variance_scale = p.moments ? p.shape.scale / 2 : 0.f;
+  if (p.parts == 1) {
+    const auto kernel = p.select_block == 256 ? statistics_kernel<D, 256> : statistics_kernel<D, 128>;
+    kernel<<<p.block_count, 256, 0, stream>>>(k, p.blocks, out, p.shape.kv_heads, variance_scale, p.column_counts,
+                                              p.column_count);
+  } else {
+    const auto kernel = p.statistics_channels == 2 ? part_statistics_kernel<D, true> : part_statistics_kernel<D, false>;
+    kernel<<<p.block_count, 256, 0, stream>>>(k, p.blocks, out, p.shape.kv_heads, p.parts, p.select_block / p.parts,
+                                              variance_scale, p.column_counts, p.column_count);
+  }
+  check(cudaGetLastError(), "block statistics");
+}
+
+}  // namespace
+
+int64_t hopper_statistics_bytes(const Shape& shape, const SelectPlan& plan) {
+  return int64_t{plan.statistics_rows} * plan.statistics * shape.head_dim * 2;
+}
+
+int hopper_score_tokens(const Shape& shape, int parts) {
+  const unsigned group = shape.query_heads / shape.kv_heads;
+  const int rows = parts > 1 ? kPartRows : whole_rows(shape.head_dim);
+  return group > 16 ? 0 : rows / static_cast<int>(std::bit_ceil(group));
+}
+
+void hopper_select(const SelectParams& p, void* stream) {
+  const auto cuda_stream = static_cast<cudaStream_t>(stream);
+  if (p.shape.head_dim != 64 && p.shape.head_dim != 128) throw_unsupported("head_dim", p.shape.head_dim);
+  if (hopper_score_tokens(p.shape, p.parts) == 0)
+    throw_unsupported("query heads of a group", p.shape.query_heads / p.shape.kv_heads);
+  begin_choices(p, cuda_stream);
+  if (p.max_competing == 0)
+    check(cudaMemsetAsync(p.column_counts, 0, p.column_count * sizeof(int32_t), cuda_stream), "column counts");
+  else if (p.shape.head_dim == 128)
+    launch_statistics<128>(p, cuda_stream);
+  else
+    launch_statistics<64>(p, cuda_stream);
+  for (const SelectBatch& batch : p.batches) {
+    if (batch.score_count > 0) (p.parts > 1 ? part_masses : whole_masses)(p, batch, cuda_stream);
+    choose_blocks(p, batch, cuda_stream, batch.score_count > 0);
+  }
+  finish_choices(p, cuda_stream);
+}
+
+}  // namespace sb::gpu
