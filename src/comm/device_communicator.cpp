@@ -81,7 +81,7 @@ class DeviceCommunicator final : public Communicator {
   CommRequest collective(Kind kind, const char* kind_name, void* data, int64_t count, CommType type, ReduceOp op,
                          int root) {
     SB_CHECK(count >= 0, "{} of {} elements", kind_name, count);
-    auto operation = std::make_shared<DeviceOperation>(engine_->options().device);
+    auto operation = std::make_shared<DeviceOperation>(engine_->events());
     operation->kind = kind;
     operation->data = data;
     operation->count = count;
@@ -95,7 +95,7 @@ class DeviceCommunicator final : public Communicator {
   CommRequest message(Kind kind, void* data, int64_t bytes, int other, int tag) {
     SB_CHECK(other >= 0 && other < size(), "a message to or from rank {} of group {} of {}", other, name(), size());
     SB_CHECK(bytes >= 0, "a message of {} bytes", bytes);
-    auto operation = std::make_shared<DeviceOperation>(engine_->options().device);
+    auto operation = std::make_shared<DeviceOperation>(engine_->events());
     operation->kind = kind;
     operation->data = data;
     operation->count = bytes;

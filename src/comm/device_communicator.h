@@ -11,8 +11,9 @@ namespace sb {
 
 // Communicators whose buffers lie on a device. Operations stand in the order of a stream: one begins when what was
 // queued on the stream before the call is done, and what is queued after its wait() comes after it. wait() itself does
-// not wait for the device; what it waits for is said with each implementation. barrier() waits for all ranks, after the
-// earlier collectives of the group (and what NCCL works on) are over, and throws what any of them failed with.
+// not wait for the device; what it waits for is said with each implementation. When barrier()
+// returns, the earlier collectives of the group and its messages that were waited for are over on the devices of all
+// ranks; it throws what any of them failed with. Messages that nobody has waited for yet may still come.
 struct DeviceCommOptions {
   DeviceKind device = DeviceKind::cuda;  // cpu: host memory, where everything is done at once; for tests
   void* stream = nullptr;                // of the rank's computations

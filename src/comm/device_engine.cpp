@@ -17,6 +17,8 @@ using Clock = DeviceGroup::Clock;
 
 // Looks in a row that find nothing before the thread takes naps.
 constexpr int kPatience = 200;
+// Made at the start: two for each operation that is under way, of which there are a few dozen.
+constexpr int kEvents = 64;
 
 }  // namespace
 
@@ -36,7 +38,9 @@ void throw_timeout(int rank, std::chrono::milliseconds timeout, const DeviceOper
 }
 
 DeviceEngine::DeviceEngine(const DeviceCommOptions& options)
-    : options_(options), device_index_(options.device == DeviceKind::cuda ? cuda::current_device() : 0) {
+    : options_(options),
+      device_index_(options.device == DeviceKind::cuda ? cuda::current_device() : 0),
+      events_(options.device, kEvents) {
   sigset_t all, before;  // signals are for the threads of the program
   sigfillset(&all);
   pthread_sigmask(SIG_SETMASK, &all, &before);

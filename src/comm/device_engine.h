@@ -22,7 +22,7 @@ namespace sb {
 struct DeviceOperation {
   enum class Kind { all_reduce, reduce_scatter, all_gather, broadcast, barrier, send, receive };
 
-  explicit DeviceOperation(DeviceKind device) : ready(device), over(device) {}
+  explicit DeviceOperation(DeviceEventPool& events) : ready(events.take()), over(events.take()) {}
 
   Kind kind = Kind::barrier;
   void* data = nullptr;
@@ -84,6 +84,7 @@ class DeviceEngine {
 
   const DeviceCommOptions& options() const { return options_; }
   Exec exec() const { return {.device = options_.device, .stream = options_.stream}; }
+  DeviceEventPool& events() { return events_; }
 
   void add(std::shared_ptr<DeviceGroup> group);
   // Waits for what the device still works on.
@@ -106,6 +107,7 @@ class DeviceEngine {
 
   const DeviceCommOptions options_;
   const int device_index_;
+  DeviceEventPool events_;
 
   std::mutex mutex_;
   std::condition_variable changed_;  // for the thread

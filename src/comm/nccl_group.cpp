@@ -69,7 +69,7 @@ void NcclGroup::begin(std::shared_ptr<DeviceOperation> operation) {
   }
   Lane& own = lane(*operation);
   Task& task = own.waiting.emplace_back();
-  if (operation->message()) task.announcement = std::make_unique<Announcement>();
+  if (operation->message()) task.announcements = std::make_unique<Announcements>();
   task.operation = std::move(operation);
   task.begun = Clock::now();
 }
@@ -93,7 +93,7 @@ bool NcclGroup::idle() const {
   const auto empty = [](const auto& lines) {
     return std::all_of(lines.begin(), lines.end(), [](const auto& entry) { return entry.second.empty(); });
   };
-  return empty(self_sends_) && empty(self_receives_) &&
+  return empty(self_sends_) && empty(self_receives_) && self_copies_.empty() &&
          std::all_of(lanes_.begin(), lanes_.end(), [](const auto& entry) {
            return entry.second.waiting.empty() && entry.second.handed_over.empty();
          });
@@ -102,13 +102,19 @@ bool NcclGroup::idle() const {
 void NcclGroup::drop() {
   for (auto& [key, lane] : lanes_) {
     lane.meeting.abandon();
-    for (Task& task : lane.waiting) task.request.abandon();
+    for (Task& task : lane.waiting) {
+      task.told.abandon();
+      task.heard.abandon();
+    }
     if (lane.comm != nullptr) library_->comm_abort(lane.comm);
     lane.comm = nullptr;  // gone, whatever fails from here on
   }
-  if (device_ == DeviceKind::cuda)
+  if (device_ == DeviceKind::cuda) {
+    cuda::synchronize(self_.stream);
     for (auto& [key, lane] : lanes_) cuda::synchronize(lane.exec.stream);
+  }
   lanes_.clear();
+  self_copies_.clear();
   self_sends_.clear();
   self_receives_.clear();
 }
@@ -136,10 +142,12 @@ bool NcclGroup::advance_self(const Queued& queued) {
         operation->over.record(self_);
         queued(*operation);
       }
+      self_copies_.push_back(receives.front());
       sends.pop_front();
       receives.pop_front();
     }
   }
+  for (; !self_copies_.empty() && self_copies_.front()->over.passed(); moved = true) self_copies_.pop_front();
   // Nobody else will ever bring the other half.
   for (auto* lines : {&self_sends_, &self_receives_})
     for (const auto& [tag, operations] : *lines)
@@ -196,23 +204,25 @@ bool NcclGroup::prepare(Lane& lane, Task& task) {
         task.begun = Clock::now();
         return false;
       }
-      if (operation.kind == Kind::send) {
-        if (lane.state == Lane::State::new_) check(library_->get_unique_id(&lane.id), lane, "ncclGetUniqueId");
-        task.announcement->id = lane.id;
-        task.announcement->bytes = operation.count;
-      }
-      task.request =
-          operation.kind == Kind::send
-              ? host_->send_async(task.announcement.get(), sizeof(Announcement), operation.peer, operation.tag)
-              : host_->receive_async(task.announcement.get(), sizeof(Announcement), operation.peer, operation.tag);
+      const bool sends = operation.kind == Kind::send;
+      auto& [mine, theirs] = *task.announcements;
+      if (sends && lane.state == Lane::State::new_) check(library_->get_unique_id(&lane.id), lane, "ncclGetUniqueId");
+      mine.id = lane.id;
+      mine.bytes = operation.count;
+      // Tags by direction: this rank may send to the other under the same tag.
+      const int forth = 2 * operation.tag, back = forth + 1;
+      task.told = host_->send_async(&mine, sizeof mine, operation.peer, sends ? forth : back);
+      task.heard = host_->receive_async(&theirs, sizeof theirs, operation.peer, sends ? back : forth);
       task.asked = true;
       task.begun = Clock::now();
     }
-    if (!task.request.done()) return false;
-    task.request.wait();
-    SB_CHECK(task.announcement->bytes == operation.count, "rank {}: {}, but the other side has {} bytes", host_->rank(),
-             operation.text, task.announcement->bytes);
-    if (lane.state == Lane::State::new_) lane.id = task.announcement->id;
+    if (!task.told.done() || !task.heard.done()) return false;
+    task.told.wait();
+    task.heard.wait();
+    const Announcement& theirs = task.announcements->theirs;
+    SB_CHECK(theirs.bytes == operation.count, "rank {}: {}, but the other side has {} bytes", host_->rank(),
+             operation.text, theirs.bytes);
+    if (lane.state == Lane::State::new_ && operation.kind == Kind::receive) lane.id = theirs.id;
   }
   if (operation.count == 0) return lane.state == Lane::State::new_ || lane.state == Lane::State::usable;
   return meet(lane, task);
@@ -251,19 +261,20 @@ bool NcclGroup::advance_barrier(Lane& lane, Task& task, const Queued& queued) {
       task.begun = Clock::now();
       return false;
     }
-    task.request = host_->barrier_async();
+    task.told = host_->barrier_async();
     task.asked = true;
     task.begun = Clock::now();
   }
-  if (!task.request.done()) return false;
-  task.request.wait();
+  if (!task.told.done()) return false;
+  task.told.wait();
   task.operation->over.record(lane.exec);
   queued(*task.operation);
   return true;
 }
 
 bool NcclGroup::over_everywhere() const {
-  return std::all_of(lanes_.begin(), lanes_.end(), [](const auto& entry) { return entry.second.handed_over.empty(); });
+  return self_copies_.empty() &&
+         std::all_of(lanes_.begin(), lanes_.end(), [](const auto& entry) { return entry.second.handed_over.empty(); });
 }
 
 void NcclGroup::hand_over(Lane& lane, const DeviceOperation& operation) {

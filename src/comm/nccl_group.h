@@ -12,8 +12,8 @@ namespace sb {
 
 // Operations on device memory through NCCL. Collectives share one NCCL communicator; messages have one of two ranks for
 // each (from, to, tag), with a stream of its own, because NCCL runs what shares a communicator strictly in order. Made
-// when first needed. A message is announced over the host's communicator when the sender's data is there, and handed to
-// NCCL then; by the receiver when it has heard of it and asked for it: a device does not spin for what was asked early.
+// when first needed. The two sides of a message tell each other over the host's communicator when they have come to it,
+// and hand it to NCCL when both have: a device does not spin for what the other side does much later.
 class NcclGroup final : public DeviceGroup {
  public:
   NcclGroup(std::unique_ptr<Communicator> host, std::shared_ptr<NcclLibrary> library, DeviceKind device);
@@ -25,18 +25,21 @@ class NcclGroup final : public DeviceGroup {
   void drop() override;
 
  private:
-  // What the sender of a message tells the receiver: how long it is, and with the first one how to meet.
+  // What the sides of a message tell each other: how long it is, and the sender of the first one how to meet.
   struct Announcement {
     nccl::UniqueId id;
     int64_t bytes = 0;
   };
+  struct Announcements {
+    Announcement mine, theirs;
+  };
   struct Task {
     std::shared_ptr<DeviceOperation> operation;
-    std::unique_ptr<Announcement> announcement;  // of a message
-    CommRequest request;                         // on its way; or a barrier's
-    bool asked = false;                          // the request was made
-    Clock::time_point begun;                     // of what it waits for
-    bool running = false;                        // the device has come to it
+    std::unique_ptr<Announcements> announcements;  // of a message
+    CommRequest told, heard;                       // on their way; `told` may be a barrier's
+    bool asked = false;                            // the requests were made
+    Clock::time_point begun;                       // of what it waits for
+    bool running = false;                          // the device has come to it
   };
   struct Lane {
     nccl::Comm comm = nullptr;
@@ -75,6 +78,7 @@ class NcclGroup final : public DeviceGroup {
   const DeviceKind device_;
   std::map<Key, Lane> lanes_;
   std::map<int, std::deque<std::shared_ptr<DeviceOperation>>> self_sends_, self_receives_;  // by tag
+  std::deque<std::shared_ptr<DeviceOperation>> self_copies_;                                // the receives, queued
   std::shared_ptr<void> self_stream_;
   Exec self_;
 };

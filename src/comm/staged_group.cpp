@@ -14,6 +14,7 @@ using Kind = DeviceOperation::Kind;
 
 constexpr size_t kPiecesUnderWay = 2;
 constexpr int64_t kSmallestBuffer = 64 << 10;
+constexpr int kEvents = 32;  // made at the start: two for each piece that is under way
 
 char* at(void* data, int64_t bytes) {
   return static_cast<char*>(data) + bytes;
@@ -26,14 +27,9 @@ bool in_parts(Kind kind) {
 
 }  // namespace
 
-StagedCopies::StagedCopies(DeviceKind device, int64_t piece_bytes) : device_(device), piece_bytes_(piece_bytes) {
+StagedCopies::StagedCopies(DeviceKind device, int64_t piece_bytes)
+    : device_(device), piece_bytes_(piece_bytes), events_(device, kEvents) {
   SB_CHECK(piece_bytes > 0, "pieces of {} bytes", piece_bytes);
-  out_.device = in_.device = device;
-  if (device == DeviceKind::cpu) return;
-  out_stream_ = cuda::make_stream();
-  in_stream_ = cuda::make_stream();
-  out_.stream = out_stream_.get();
-  in_.stream = in_stream_.get();
 }
 
 void StagedCopies::copy(const Exec& queue, const void* from, void* to, int64_t bytes) const {
@@ -55,6 +51,15 @@ StagedCopies::Buffer StagedCopies::take(int64_t bytes) {
 
 StagedGroup::~StagedGroup() = default;
 
+StagedGroup::Line::Line(DeviceKind device) {
+  out.device = in.device = device;
+  if (device == DeviceKind::cpu) return;
+  out_stream = cuda::make_stream();
+  in_stream = cuda::make_stream();
+  out.stream = out_stream.get();
+  in.stream = in_stream.get();
+}
+
 int64_t StagedGroup::element_bytes(const DeviceOperation& operation) const {
   return comm_type_bytes(operation.type) * (in_parts(operation.kind) ? host_->size() : 1);
 }
@@ -66,7 +71,7 @@ int64_t StagedGroup::piece_elements(const DeviceOperation& operation) const {
 void StagedGroup::begin(std::shared_ptr<DeviceOperation> operation) {
   const Key key =
       operation->message() ? Key{operation->kind, operation->peer, operation->tag} : Key{Kind::barrier, 0, 0};
-  lines_[key].operations.push_back(std::move(operation));
+  lines_.try_emplace(key, copies_->device()).first->second.operations.push_back(std::move(operation));
 }
 
 bool StagedGroup::idle() const {
@@ -84,7 +89,8 @@ void StagedGroup::drop() {
   for (auto& [key, line] : lines_)
     for (Piece& piece : line.pieces) piece.request.abandon();
   if (copies_->device() == DeviceKind::cuda)
-    for (const Exec* queue : {&copies_->out(), &copies_->in()}) cuda::synchronize(queue->stream);
+    for (const auto& [key, line] : lines_)
+      for (const Exec* queue : {&line.out, &line.in}) cuda::synchronize(queue->stream);
   lines_.clear();
 }
 
@@ -92,7 +98,7 @@ void StagedGroup::drop() {
 bool StagedGroup::cut_piece(Line& line) {
   if (line.operations.empty() || line.pieces.size() >= kPiecesUnderWay) return false;
   const std::shared_ptr<DeviceOperation> operation = line.operations.front();
-  Piece& piece = line.pieces.emplace_back(copies_->device());
+  Piece& piece = line.pieces.emplace_back(copies_->events());
   piece.operation = operation;
   piece.begin = line.cut;
   piece.count = std::min(operation->count - line.cut, piece_elements(*operation));
@@ -103,16 +109,16 @@ bool StagedGroup::cut_piece(Line& line) {
     line.cut = 0;
   }
   if (piece.count > 0) piece.buffer = copies_->take(piece.count * element_bytes(*operation));
-  fetch(piece);
+  fetch(line, piece);
   return true;
 }
 
-void StagedGroup::fetch(Piece& piece) const {
+void StagedGroup::fetch(const Line& line, Piece& piece) const {
   const DeviceOperation& operation = *piece.operation;
   const int64_t element = comm_type_bytes(operation.type), bytes = piece.count * element;
   const int64_t begin = piece.begin * element, part = operation.count * element;
   void* buffer = piece.buffer.memory.data();
-  const Exec& out = copies_->out();
+  const Exec& out = line.out;
   if (operation.kind == Kind::receive || (operation.kind == Kind::broadcast && operation.peer != host_->rank())) return;
   operation.ready.hold(out);
   if (operation.kind == Kind::barrier) {
@@ -126,6 +132,17 @@ void StagedGroup::fetch(Piece& piece) const {
     copies_->copy(out, at(operation.data, begin), buffer, bytes);
   }
   piece.fetched.record(out);
+}
+
+bool StagedGroup::may_exchange(const Line& line, const Piece& piece) const {
+  if (!piece.fetched.passed()) return false;
+  if (piece.operation->kind != Kind::barrier) return true;
+  // What came before in the line is over, and what somebody has waited for in others.
+  if (&piece != &line.pieces.front()) return false;
+  for (const auto& [key, other] : lines_)
+    for (const Piece& one : other.pieces)
+      if (one.state == Piece::State::storing && !one.stored.passed()) return false;
+  return true;
 }
 
 CommRequest StagedGroup::exchange(const Piece& piece) {
@@ -150,12 +167,12 @@ CommRequest StagedGroup::exchange(const Piece& piece) {
   throw InternalError("no operation {}", static_cast<int>(operation.kind));
 }
 
-void StagedGroup::store(Piece& piece) const {
+void StagedGroup::store(const Line& line, Piece& piece) const {
   const DeviceOperation& operation = *piece.operation;
   const int64_t element = comm_type_bytes(operation.type), bytes = piece.count * element;
   const int64_t begin = piece.begin * element, part = operation.count * element;
   void* buffer = piece.buffer.memory.data();
-  const Exec& in = copies_->in();
+  const Exec& in = line.in;
   operation.ready.hold(in);
   if (operation.kind == Kind::reduce_scatter) {
     copies_->copy(in, at(buffer, host_->rank() * bytes), at(operation.data, host_->rank() * part + begin), bytes);
@@ -175,7 +192,7 @@ bool StagedGroup::advance(Line& line, const Queued& queued) {
   // Pieces are exchanged in order, as the other ranks' are, and stored in order: with the last one all are there.
   bool earlier_exchanging = true, earlier_stored = true;
   for (Piece& piece : line.pieces) {
-    if (piece.state == Piece::State::fetching && earlier_exchanging && piece.fetched.passed()) {
+    if (piece.state == Piece::State::fetching && earlier_exchanging && may_exchange(line, piece)) {
       piece.request = exchange(piece);
       piece.exchange_begun = Clock::now();
       piece.state = Piece::State::exchanging;
@@ -185,7 +202,7 @@ bool StagedGroup::advance(Line& line, const Queued& queued) {
       // Asked of every piece: asking may be what moves it on.
       if (const bool done = piece.request.done(); done && earlier_stored) {
         piece.request.wait();
-        store(piece);
+        store(line, piece);
         piece.state = Piece::State::storing;
         if (piece.last) queued(*piece.operation);
         moved = true;

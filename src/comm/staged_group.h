@@ -12,15 +12,14 @@
 
 namespace sb {
 
-// What the groups of a rank share: the queues for copies out and in, and page-locked memory, kept once taken.
+// What the groups of a rank share: events and page-locked memory, kept once taken.
 class StagedCopies {
  public:
   StagedCopies(DeviceKind device, int64_t piece_bytes);
 
   int64_t piece_bytes() const { return piece_bytes_; }
   DeviceKind device() const { return device_; }
-  const Exec& out() const { return out_; }
-  const Exec& in() const { return in_; }
+  DeviceEventPool& events() { return events_; }
   void copy(const Exec& queue, const void* from, void* to, int64_t bytes) const;
 
   struct Buffer {
@@ -33,14 +32,13 @@ class StagedCopies {
  private:
   const DeviceKind device_;
   const int64_t piece_bytes_;
-  std::shared_ptr<void> out_stream_, in_stream_;
-  Exec out_, in_;
+  DeviceEventPool events_;
   std::map<int64_t, std::vector<Buffer>> free_;  // by size
 };
 
 // Operations on device memory by way of a host communicator. Collectives stand in one line, messages in one for each
 // (direction, other side, tag); in a line two pieces are under way at once: while one is exchanged, the next is copied
-// out or the one before it in.
+// out or the one before it in. Lines have queues of their own: what one waits for keeps no other.
 class StagedGroup final : public DeviceGroup {
  public:
   StagedGroup(std::unique_ptr<Communicator> host, std::shared_ptr<StagedCopies> copies)
@@ -54,7 +52,7 @@ class StagedGroup final : public DeviceGroup {
 
  private:
   struct Piece {
-    explicit Piece(DeviceKind device) : fetched(device), stored(device) {}
+    explicit Piece(DeviceEventPool& events) : fetched(events.take()), stored(events.take()) {}
     std::shared_ptr<DeviceOperation> operation;
     int64_t begin = 0, count = 0;  // elements of the operation's count
     bool last = false;
@@ -65,6 +63,9 @@ class StagedGroup final : public DeviceGroup {
     Clock::time_point exchange_begun;
   };
   struct Line {
+    explicit Line(DeviceKind device);
+    std::shared_ptr<void> out_stream, in_stream;
+    Exec out, in;
     std::deque<std::shared_ptr<DeviceOperation>> operations;  // not cut completely yet
     int64_t cut = 0;                                          // elements of the first one
     std::deque<Piece> pieces;
@@ -74,9 +75,10 @@ class StagedGroup final : public DeviceGroup {
   int64_t element_bytes(const DeviceOperation& operation) const;
   int64_t piece_elements(const DeviceOperation& operation) const;
   bool cut_piece(Line& line);
-  void fetch(Piece& piece) const;
+  void fetch(const Line& line, Piece& piece) const;
+  bool may_exchange(const Line& line, const Piece& piece) const;
   CommRequest exchange(const Piece& piece);
-  void store(Piece& piece) const;
+  void store(const Line& line, Piece& piece) const;
   bool advance(Line& line, const Queued& queued);
   void check_time(const Line& line, const Piece& piece) const;
 

@@ -130,10 +130,10 @@ void synchronize(void* stream) {
   SB_CUDA_CHECK(cudaStreamSynchronize(stream_of(stream)));
 }
 
-std::shared_ptr<void> make_event() {
+std::shared_ptr<void> make_event(bool measures_time) {
   require_device();
   cudaEvent_t event = nullptr;
-  SB_CUDA_CHECK(cudaEventCreate(&event));
+  SB_CUDA_CHECK(cudaEventCreateWithFlags(&event, measures_time ? cudaEventDefault : cudaEventDisableTiming));
   return {event, [](void* pointer) { cudaEventDestroy(event_of(pointer)); }};
 }
 

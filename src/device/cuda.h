@@ -44,7 +44,7 @@ void zero_and_wait(void* to, int64_t bytes);
 std::shared_ptr<void> make_stream();
 void synchronize(void* stream);
 
-std::shared_ptr<void> make_event();  // a cudaEvent_t
+std::shared_ptr<void> make_event(bool measures_time = true);  // a cudaEvent_t
 void record(void* event, void* stream);
 void wait(void* event);                          // the host, for what was recorded
 bool passed(void* event);                        // what was recorded is done

@@ -34,4 +34,29 @@ double DeviceEvent::milliseconds_between(const DeviceEvent& begin, const DeviceE
   return std::chrono::duration<double, std::milli>(end.moment_ - begin.moment_).count();
 }
 
+DeviceEventPool::DeviceEventPool(DeviceKind device, int made) : device_(device) {
+  if (device == DeviceKind::cpu) return;
+  for (int i = 0; i < made; ++i) free_->events.push_back(cuda::make_event(false));
+}
+
+DeviceEvent DeviceEventPool::take() {
+  DeviceEvent event(DeviceKind::cpu);
+  if (device_ == DeviceKind::cpu) return event;
+  std::shared_ptr<void> own;
+  {
+    const std::lock_guard lock(free_->mutex);
+    if (!free_->events.empty()) {
+      own = std::move(free_->events.back());
+      free_->events.pop_back();
+    }
+  }
+  if (!own) own = cuda::make_event(false);
+  void* const handle = own.get();
+  event.event_ = std::shared_ptr<void>(handle, [own = std::move(own), free = free_](void*) mutable {
+    const std::lock_guard lock(free->mutex);
+    free->events.push_back(std::move(own));
+  });
+  return event;
+}
+
 }  // namespace sb

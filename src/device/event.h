@@ -2,6 +2,8 @@
 
 #include <chrono>
 #include <memory>
+#include <mutex>
+#include <vector>
 
 #include "device/exec.h"
 
@@ -22,9 +24,27 @@ class DeviceEvent {
   static double milliseconds_between(const DeviceEvent& begin, const DeviceEvent& end);
 
  private:
+  friend class DeviceEventPool;
   std::shared_ptr<void> event_;  // CUDA
   bool recorded_ = false;
   std::chrono::steady_clock::time_point moment_;
+};
+
+// Events for what is done often: they are made once and used again. They measure no time. An event goes back when its
+// last copy does, from any thread, also after the pool.
+class DeviceEventPool {
+ public:
+  // `made`: there from the start.
+  DeviceEventPool(DeviceKind device, int made);
+  DeviceEvent take();
+
+ private:
+  struct Free {
+    std::mutex mutex;
+    std::vector<std::shared_ptr<void>> events;
+  };
+  const DeviceKind device_;
+  const std::shared_ptr<Free> free_ = std::make_shared<Free>();
 };
 
 }  // namespace sb

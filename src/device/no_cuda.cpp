@@ -61,7 +61,7 @@ std::shared_ptr<void> make_stream() {
 void synchronize(void*) {
   refuse();
 }
-std::shared_ptr<void> make_event() {
+std::shared_ptr<void> make_event(bool) {
   refuse();
 }
 void record(void*, void*) {

@@ -281,12 +281,26 @@ void groups_are_apart(Communicator& world) {
   }
 }
 
+// What is asked for early may be sent after a barrier.
+void barrier_leaves_messages_alone(Communicator& world) {
+  const int from = (world.rank() + world.size() - 1) % world.size(), to = (world.rank() + 1) % world.size();
+  int got = -1, given = world.rank();
+  CommRequest receive = world.receive_async(&got, sizeof got, from, 1);
+  world.barrier();
+  world.barrier();
+  CommRequest send = world.send_async(&given, sizeof given, to, 1);
+  receive.wait();
+  send.wait();
+  EXPECT_EQ(got, from);
+}
+
 constexpr CommCase kCases[] = {{"all_reduce", all_reduce},
                                {"all_reduce_large", all_reduce_large},
                                {"reduce_scatter", reduce_scatter},
                                {"all_gather", all_gather},
                                {"broadcast", broadcast},
                                {"barrier", barrier},
+                               {"barrier_leaves_messages_alone", barrier_leaves_messages_alone},
                                {"messages", messages},
                                {"messages_keep_their_order", messages_keep_their_order},
                                {"many_at_once", many_at_once},

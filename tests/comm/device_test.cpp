@@ -13,6 +13,7 @@
 #include "comm/thread_communicator.h"
 #include "device/cuda.h"
 #include "tests/comm/comm_cases.h"
+#include "tests/comm/memory_transport.h"
 
 namespace sb {
 namespace {
@@ -210,6 +211,38 @@ TEST_P(NcclFailures, WhatTheLibraryReportsIsTold) {
   EXPECT_THAT(message, HasSubstr("all_gather #1 of group world failed: NCCL: invalid usage: the cable is loose"));
 }
 
+// Nor does the device of a rank that is far ahead spin for one that is not there yet, though MPI lets short messages go
+// at once.
+TEST_P(NcclFailures, BothSidesAreThereBeforeAMessageGoes) {
+  take_calls();
+  run_message_ranks(
+      2, milliseconds(20'000),
+      [](Communicator& host) {
+        const auto world = make(Way::nccl, host);
+        std::vector<char> bytes(5000, static_cast<char>(world->rank()));
+        for (const int sender : {0, 1}) {
+          if (world->rank() == sender) {
+            CommRequest send = world->send_async(bytes.data(), 5000, 1 - sender, 3);
+            std::this_thread::sleep_for(milliseconds(50));
+            EXPECT_EQ(take_calls(), "");
+            host.barrier();
+            send.wait();
+          } else {
+            host.barrier();
+            world->receive_async(bytes.data(), 5000, sender, 3).wait();
+            EXPECT_EQ(bytes, std::vector<char>(5000, static_cast<char>(sender)));
+            bytes.assign(5000, static_cast<char>(world->rank()));
+          }
+          world->barrier();
+          if (world->rank() == sender) {
+            EXPECT_THAT(take_calls(), testing::AllOf(HasSubstr("send 5000"), HasSubstr("receive 5000")));
+          }
+          host.barrier();
+        }
+      },
+      1000);
+}
+
 TEST(Nccl, AMissingLibraryIsTheUsersToInstall) {
   const auto self = make_self_communicator();
   try {
@@ -355,6 +388,38 @@ TEST(CudaOrder, OperationsStandInTheOrderOfTheStream) {
     cuda::synchronize(stream.get());
     cuda::copy_and_wait(b.get(), got.data(), kCount * 4);
     EXPECT_EQ(std::count(got.begin(), got.end(), 3.0f), kCount);
+  });
+}
+
+// A barrier's end says that what came before is over on the device: another stream sees it, without waiting for
+// anything. Copies of 128 MiB take much longer than the host's own barrier.
+TEST(CudaOrder, ABarrierEndsWhatWasWaitedFor) {
+  if (!cuda::problem().empty()) GTEST_SKIP() << cuda::problem();
+  run_thread_ranks(2, [&](Communicator& host) {
+    const std::shared_ptr<void> stream = cuda::make_stream(), other = cuda::make_stream();
+    constexpr int64_t kBytes = int64_t{128} << 20;
+    const auto world = make_staged_communicator(host, {DeviceKind::cuda, stream.get()}, kBytes);
+    const auto data = cuda::allocate("data", kBytes), ones = cuda::allocate_host(kBytes);
+    const auto last = cuda::allocate_host(1);
+    std::memset(ones.get(), 1, kBytes);
+    for (const bool message : {true, false}) {
+      if (host.rank() == 0)
+        cuda::copy(stream.get(), ones.get(), data.get(), kBytes);
+      else
+        cuda::zero(stream.get(), data.get(), kBytes);
+      cuda::synchronize(stream.get());
+      if (!message)
+        world->broadcast(std::span<char>(static_cast<char*>(data.get()), kBytes), 0);
+      else if (host.rank() == 0)
+        world->send_async(data.get(), kBytes, 1, 0).wait();
+      else
+        world->receive_async(data.get(), kBytes, 0, 0).wait();
+      world->barrier();
+      cuda::copy(other.get(), static_cast<char*>(data.get()) + kBytes - 1, last.get(), 1);
+      cuda::synchronize(other.get());
+      EXPECT_EQ(*static_cast<char*>(last.get()), 1) << (message ? "message" : "broadcast");
+      host.barrier();
+    }
   });
 }
 

@@ -22,12 +22,14 @@ struct MemoryNetwork {
     int64_t ticket;
     char* data;
     int64_t bytes;
+    std::shared_ptr<std::vector<char>> copy = {};  // of an eager one
   };
   explicit MemoryNetwork(int ranks) : finished(ranks) {}
   std::mutex mutex;
   std::map<std::tuple<int, int, int>, std::deque<Letter>> sends, receives;
   std::vector<std::vector<Transport::Finished>> finished;  // a rank
   int64_t tickets = 0;
+  int64_t eager = 0;  // messages up to so many bytes leave before anybody asks for them, as with MPI
 };
 
 class MemoryTransport final : public Transport {
@@ -53,9 +55,14 @@ class MemoryTransport final : public Transport {
  private:
   int64_t post(const std::tuple<int, int, int>& channel, bool sends, char* data, int64_t bytes) {
     std::lock_guard lock(network_.mutex);
-    const MemoryNetwork::Letter mine{rank_, ++network_.tickets, data, bytes};
+    MemoryNetwork::Letter mine{rank_, ++network_.tickets, data, bytes};
     auto& others = (sends ? network_.receives : network_.sends)[channel];
     if (others.empty()) {
+      if (sends && bytes > 0 && bytes <= network_.eager) {
+        mine.copy = std::make_shared<std::vector<char>>(data, data + bytes);
+        mine.data = mine.copy->data();
+        network_.finished[rank_].push_back({mine.ticket, 0, ""});
+      }
       (sends ? network_.sends : network_.receives)[channel].push_back(mine);
       return mine.ticket;
     }
@@ -64,7 +71,7 @@ class MemoryTransport final : public Transport {
     const MemoryNetwork::Letter &from = sends ? mine : theirs, &to = sends ? theirs : mine;
     const bool fits = from.bytes <= to.bytes;
     if (fits && from.bytes > 0) std::memcpy(to.data, from.data, from.bytes);
-    network_.finished[from.rank].push_back({from.ticket, 0, ""});
+    if (!from.copy) network_.finished[from.rank].push_back({from.ticket, 0, ""});
     network_.finished[to.rank].push_back({to.ticket, from.bytes, fits ? "" : "message truncated"});
     return mine.ticket;
   }
@@ -75,8 +82,9 @@ class MemoryTransport final : public Transport {
 
 // Runs `body` on ranks that are threads here but know each other through the network only.
 inline void run_message_ranks(int ranks, std::chrono::milliseconds timeout,
-                              const std::function<void(Communicator& world)>& body) {
+                              const std::function<void(Communicator& world)>& body, int64_t eager = 0) {
   MemoryNetwork network(ranks);
+  network.eager = eager;
   std::vector<std::thread> threads;
   for (int r = 0; r < ranks; ++r)
     threads.emplace_back([&, r] {
