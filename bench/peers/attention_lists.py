@@ -130,9 +130,11 @@ def ours(q, k, v, d_o):
         return [read("o", q), read("dq", q), read("dk", k), read("dv", v)]
 
 
-def errors(heads, kv_heads, d, s):
-    """Relative (Frobenius) errors against fp64, ours and the dense peers' on the same operands."""
+def errors(heads, kv_heads, d, s, peak=1):
+    """Relative (Frobenius) errors against fp64, ours and the dense peers' on the same operands. A large `peak` makes
+    rows that see little but a few keys."""
     q, k, v, d_o = tensors(heads, kv_heads, d, s)
+    q = (peak * q.detach()).requires_grad_()
     exact = [t.detach().double().requires_grad_() for t in (q, k, v)]
     group = heads // kv_heads
     scores = exact[0] @ exact[1].repeat_interleave(group, 1).transpose(-1, -2) / d**0.5
@@ -142,7 +144,7 @@ def errors(heads, kv_heads, d, s):
 
     def show(name, got):
         relative = [((g.double() - w).norm() / w.norm()).item() for g, w in zip(got, want)]
-        print(f"{name} errors {heads}:{kv_heads} d{d} {s}:",
+        print(f"{name} errors {heads}:{kv_heads} d{d} {s}{' peaked' if peak > 1 else ''}:",
               *(f"{n} {r:.2e}" for n, r in zip(("o", "dq", "dk", "dv"), relative)), flush=True)
 
     got = ours(q, k, v, d_o)
@@ -158,6 +160,8 @@ if __name__ == "__main__":
     errors(8, 1, 128, 1000)
     errors(8, 1, 64, 1000)
     errors(14, 2, 64, 3000)
+    errors(8, 1, 128, 1000, 4)
+    errors(14, 2, 64, 3000, 4)
     if sys.argv[1:] == ["errors"]:
         sys.exit()
     print(f"{'PyTorch ' + torch.__version__:<44} {'fwd ms':>8} {'TF/s':>6} | {'bwd ms':>8} {'TF/s':>6}")

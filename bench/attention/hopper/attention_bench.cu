@@ -333,6 +333,9 @@ int main(int argc, char** argv) {
   if (!all) return 0;
   run("dense 16:2 d128 8K", 16, 2, 128, {8192}, 1, 0, false, det);
   run("dense 16:2 d128 4x8K packed", 16, 2, 128, {8192, 8192, 8192, 8192}, 1, 0, false, det);
+  run("dense 16:2 d128 32x1K packed", 16, 2, 128, std::vector<int>(32, 1024), 1, 0, false, det);
+  run("dense 16:2 d128 8x4K packed", 16, 2, 128, std::vector<int>(8, 4096), 1, 0, false, det);
+  run("dense 14:2 d64 32x1K packed", 14, 2, 64, std::vector<int>(32, 1024), 1, 0, false, det);
   run("dense 32:8 d128 16K", 32, 8, 128, {16384}, 1, 0, false, det);
   run("20% 16:2 d128 32K qb16", 16, 2, 128, {32768}, 0.2, 16, false, det);
   run("5% 16:2 d128 32K qb16", 16, 2, 128, {32768}, 0.05, 16, false, det);

@@ -1,3 +1,5 @@
+#include <cstdlib>
+
 #include "attention/hopper/launch.cuh"
 #include "attention/hopper/row_loader.cuh"
 #include "attention/hopper/wgmma.cuh"
@@ -57,7 +59,7 @@ struct HeldProbabilities<128> {
   __device__ uint32_t pair(int i, uint32_t zero) const { return x[i] ^ zero; }
 };
 
-template <int D, bool kGathered>
+template <int D, bool kGathered, int kSum>
 struct Consumer {
   using Held = HeldProbabilities<D>;
   static constexpr int kSlots = Smem<D, kGathered>::kSlots, kStages = Smem<D, kGathered>::kStages;
@@ -74,6 +76,7 @@ struct Consumer {
   float s[kBlock / 2];
   uint32_t p[kBlock / 4];         // probabilities that are being multiplied with V
   float row_base[2], row_sum[2];  // exponents (base 2) are taken relative to row_base
+  float weight[kSum == 1 ? 4 : 2];
 
   __device__ void issue_scores() {
     const uint64_t a = tile_descriptor(shared_address(smem.q[slot]) + group * kSubtileRows * D * 2);
@@ -183,6 +186,12 @@ struct Consumer {
       shrink[h] = exp2_fast(row_base[h] - base);
       row_base[h] = base;
       row_sum[h] *= shrink[h];
+      if constexpr (kSum == 1) {
+        weight[2 * h] *= shrink[h];
+        weight[2 * h + 1] *= shrink[h];
+      } else if constexpr (kSum == 2) {
+        weight[h] *= shrink[h];
+      }
     }
   }
 
@@ -191,6 +200,7 @@ struct Consumer {
     mask();
     row_base[0] = row_base[1] = kNothing;
     row_sum[0] = row_sum[1] = 0;
+    for (float& w : weight) w = 0;
     float shrink[2];
     raise({true, true}, shrink);
     exponentials(out, row_sum);
@@ -208,6 +218,44 @@ struct Consumer {
   __device__ void take(const Held& held) {
 #pragma unroll
     for (int i = 0; i < kBlock / 4; ++i) p[i] = held.pair(i, args.zero);
+  }
+
+  // The sum of what is multiplied with V, rounded as it is.
+  __device__ void add_weights() {
+    if constexpr (kSum == 1) {
+#pragma unroll
+      for (int kk = 0; kk < kBlock / 16; ++kk) row_sums(weight, p + 4 * kk);
+    } else if constexpr (kSum == 2) {
+      float part[4] = {0, 0, 0, 0};
+#pragma unroll
+      for (int i = 0; i < kBlock / 4; ++i) {
+        part[2 * (i & 1)] += low_bf16(p[i]);
+        part[2 * (i & 1) + 1] += high_bf16(p[i]);
+      }
+      weight[0] += part[0] + part[1];
+      weight[1] += part[2] + part[3];
+    }
+  }
+
+  // A tile that sees a single block: few keys, so that what the rounding of probabilities to bf16 loses shows in the
+  // output. What is lost is multiplied too.
+  __device__ void multiply_lost(const Held& held) {
+    const float minus[2] = {hidden(0) ? -INFINITY : -row_base[0], hidden(1) ? -INFINITY : -row_base[1]};
+#pragma unroll
+    for (int i = 0; i < kBlock / 4; ++i) {
+      const uint32_t pair = held.pair(i, args.zero);
+      p[i] = pack_bf16(exp2_fast(fmaf(s[2 * i], args.scale_log2, minus[i & 1])) - low_bf16(pair),
+                       exp2_fast(fmaf(s[2 * i + 1], args.scale_log2, minus[i & 1])) - high_bf16(pair));
+    }
+    wait_values();
+    pin(p);
+    pin(o);
+    wgmma_fence();
+    issue_output(0);
+    wgmma_wait<0>();
+    pin(o);
+    pin(p);
+    add_weights();
   }
 
   // The two groups take turns in filling the tensor cores, so that one computes exponentials while the other
@@ -247,7 +295,15 @@ struct Consumer {
       float sum = row_sum[h];
       sum += __shfl_xor_sync(~0u, sum, 1);
       sum += __shfl_xor_sync(~0u, sum, 2);
-      inverse[h] = sum > 0 ? 1.f / sum : 0.f;
+      float all = sum;
+      if constexpr (kSum == 1) {
+        all = weight[2 * h];
+      } else if constexpr (kSum == 2) {
+        all = weight[h];
+        all += __shfl_xor_sync(~0u, all, 1);
+        all += __shfl_xor_sync(~0u, all, 2);
+      }
+      inverse[h] = all > 0 ? 1.f / all : 0.f;
       lse[h] = sum > 0 ? row_base[h] * kLn2 + logf(sum) : -INFINITY;
     }
     store_lse(it, lse[0], lse[1]);
@@ -293,6 +349,7 @@ struct Consumer {
       issue_output(accumulate);
       issue_scores();
       turn_end();
+      add_weights();
       wgmma_wait<1>();
       pin(o);
       if (begun) {
@@ -312,8 +369,12 @@ struct Consumer {
       done_keys();
       Held held;
       begin_softmax(held);
-      take(held);
       accumulate = 0;
+      if (kSum != 0 && step.last) {
+        multiply_lost(held);
+        accumulate = 1;
+      }
+      take(held);
       while (!step.last) {
         wait_keys();
         turn_begin();
@@ -323,6 +384,7 @@ struct Consumer {
         wait_values();
         issue_output(accumulate);
         turn_end();
+        add_weights();
         accumulate = 1;
         wgmma_wait<1>();
         pin(s);
@@ -354,7 +416,7 @@ struct Consumer {
   }
 };
 
-template <int D, bool kGathered>
+template <int D, bool kGathered, int kSum>
 __global__ void __launch_bounds__(kThreads, 1)
     forward_kernel(const __grid_constant__ CUtensorMap q_map, const __grid_constant__ CUtensorMap k_map,
                    const __grid_constant__ CUtensorMap v_map, const __grid_constant__ CUtensorMap gathered_k_map,
@@ -381,7 +443,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
   } else {
     registers_grow<232>();
-    Consumer<D, kGathered> consumer{smem, args, __shfl_sync(~0u, warp / 4, 0), warp % 4, lane};
+    Consumer<D, kGathered, kSum> consumer{smem, args, __shfl_sync(~0u, warp / 4, 0), warp % 4, lane};
     consumer.run();
   }
 }
@@ -408,7 +470,10 @@ void launch(const ForwardParams& p, cudaStream_t stream) {
                        0};
   check(cudaMemsetAsync(p.counter, 0, sizeof(int32_t), stream), "work counter");
   constexpr size_t kBytes = sizeof(Smem<D, kGathered>);
-  const auto kernel = forward_kernel<D, kGathered>;
+  static const int sum = std::getenv("SB_SUM") ? std::atoi(std::getenv("SB_SUM")) : 0;
+  const auto kernel = sum == 0   ? forward_kernel<D, kGathered, 0>
+                      : sum == 1 ? forward_kernel<D, kGathered, 1>
+                                 : forward_kernel<D, kGathered, 2>;
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes),
         "shared memory of the forward");
   const int grid = p.item_count < multiprocessors() ? p.item_count : multiprocessors();

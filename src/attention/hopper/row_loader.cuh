@@ -244,13 +244,13 @@ template <typename Smem>
 __device__ __forceinline__ void init_row_barriers(Smem& smem) {
   for (int i = 0; i < Smem::kSlots; ++i) {
     barrier_init(shared_address(&smem.q_full[i]), 1);
-    barrier_init(shared_address(&smem.q_empty[i]), 8);
+    barrier_init(shared_address(&smem.q_empty[i]), 8 * kArrivals);
   }
   for (int i = 0; i < Smem::kStages; ++i) {
     barrier_init(shared_address(&smem.k_full[i]), 1);
-    barrier_init(shared_address(&smem.k_empty[i]), 8);
+    barrier_init(shared_address(&smem.k_empty[i]), 8 * kArrivals);
     barrier_init(shared_address(&smem.v_full[i]), 1);
-    barrier_init(shared_address(&smem.v_empty[i]), 8);
+    barrier_init(shared_address(&smem.v_empty[i]), 8 * kArrivals);
   }
   barrier_init_fence();
 }

@@ -22,10 +22,16 @@ struct Cursor {
   }
 };
 
-// One arrival a warp.
+// One arrival a warp, after all its lanes have read. The sanitizer follows only lanes that arrive themselves, so for it
+// every lane does.
+#ifdef SB_RACECHECK
+constexpr int kArrivals = 32;
+#else
+constexpr int kArrivals = 1;
+#endif
 __device__ __forceinline__ void release(uint64_t& barrier, int lane) {
   __syncwarp();
-  if (lane == 0) barrier_arrive(shared_address(&barrier));
+  if (lane < kArrivals) barrier_arrive(shared_address(&barrier));
 }
 
 // Row r of a subtile is head r % heads of token r / heads.
