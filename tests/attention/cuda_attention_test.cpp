@@ -386,25 +386,31 @@ TEST_F(CudaAttentionTest, VerticalSlashEqualsTheCpuOnTheSameLists) {
 }
 
 TEST_F(CudaAttentionTest, VerticalSlashFindsWhatTheCpuFinds) {
-  const CudaAttentionOptions options = vertical_slash_options();
-  const auto attention = make_cuda_attention(options);
   const AttentionShape shape{4, 2, 64, 0.125f};
   const std::vector<int32_t> cu{0, 2000, 2900};
-  const CudaOperands in(shape, cu.back(), DType::f32, 3);
-  BlockIndex index;
-  run(*attention, in, {cu, {}}, DType::f32, &index);
-  const BlockIndex want = chosen_by_cpu(options, in, cu);
-  ASSERT_EQ(index.rows(), want.rows());
-  int64_t same = 0, all = 0;
-  for (int64_t row = 0; row < want.rows(); ++row) {
-    const BlockIndex::Row a = index.row(row), b = want.row(row);
-    EXPECT_TRUE(std::ranges::equal(a.blocks, b.blocks)) << "row " << row;
-    for (const int32_t column : b.columns) same += std::ranges::binary_search(a.columns, column);
-    all += static_cast<int64_t>(b.columns.size());
-    EXPECT_NEAR(static_cast<double>(a.columns.size()), static_cast<double>(b.columns.size()), 1.0);
-  }
-  // Sums of another order: the last column may be another one.
-  EXPECT_GE(static_cast<double>(same), 0.99 * static_cast<double>(all));
+  for (const DType dtype : {DType::f32, DType::bf16})
+    for (const double coverage : {0.7, 0.02, 1.0}) {  // mostly the caps decide; few enough; the caps alone
+      SCOPED_TRACE(fmt::format("{} {}", dtype_name(dtype), coverage));
+      CudaAttentionOptions options = vertical_slash_options();
+      options.attention.selection.vertical_coverage = coverage;
+      const auto attention = make_cuda_attention(options);
+      const CudaOperands in(shape, cu.back(), dtype, 3);
+      BlockIndex index;
+      run(*attention, in, {cu, {}}, dtype, &index);
+      const BlockIndex want = chosen_by_cpu(options, in, cu);
+      ASSERT_EQ(index.rows(), want.rows());
+      int64_t same = 0, all = 0;
+      for (int64_t row = 0; row < want.rows(); ++row) {
+        const BlockIndex::Row a = index.row(row), b = want.row(row);
+        EXPECT_TRUE(std::ranges::equal(a.blocks, b.blocks)) << "row " << row;
+        for (const int32_t column : b.columns) same += std::ranges::binary_search(a.columns, column);
+        all += static_cast<int64_t>(b.columns.size());
+        EXPECT_NEAR(static_cast<double>(a.columns.size()), static_cast<double>(b.columns.size()), 1.0);
+      }
+      EXPECT_GT(all, 0);
+      // Sums of another order: the last column may be another one.
+      EXPECT_GE(static_cast<double>(same), 0.98 * static_cast<double>(all));
+    }
 }
 
 TEST_F(CudaAttentionTest, RefusesWhatItCannotDo) {

@@ -1,237 +1,151 @@
 #include "attention/cuda/vertical_slash.h"
 
-#include <cuda_bf16.h>
-
 #include "attention/cuda/check.cuh"
 #include "attention/cuda/emit.cuh"
+#include "attention/cuda/slash_masses.cuh"
 
 namespace sb::gpu {
 namespace {
 
-constexpr int kRows = kSlashChunk;  // queries of the estimate, at most
-constexpr int kThreads = 256;       // of a chunk
 constexpr int kPickThreads = 1024;
 
-__device__ __forceinline__ float as_float(float x) {
-  return x;
-}
-__device__ __forceinline__ float as_float(__nv_bfloat16 x) {
-  return __bfloat162float(x);
-}
-
-// Of a chunk: [row][largest score, sum], then the mass of each key, then the mass by query block (the last, the one
-// before it).
-struct ChunkValues {
-  float* rows;
-  float* keys;
-  float* blocks;
-  __device__ ChunkValues(const SlashParams& args, const SlashSequence& sequence, int head, int chunk)
-      : rows(args.chunk_values +
-             (sequence.first_chunk + static_cast<int64_t>(head) * sequence.chunks + chunk) * kSlashChunkFloats),
-        keys(rows + 2 * kRows),
-        blocks(keys + kSlashChunk) {}
-};
-
-// Scores of the last queries against 64 keys. First their part of the rows' sums; the second time, when those are
-// known, the mass of each key and of the two query blocks that the queries may lie in.
-template <typename T, bool kSecond>
-__global__ void __launch_bounds__(kThreads) chunks_kernel(const __grid_constant__ SlashParams args) {
-  extern __shared__ float shared[];
-  const Shape& shape = args.select.shape;
-  const int d = shape.head_dim, stride = d + 1, head = blockIdx.y;
-  float *q = shared, *k = q + kRows * stride, *s = k + kSlashChunk * stride;  // s [row][65]
-  int low = 0, high = args.sequence_count;
-  while (high - low > 1) {
-    const int middle = (low + high) / 2;
-    (args.sequences[middle].chunk_begin <= static_cast<int>(blockIdx.x) ? low : high) = middle;
-  }
-  const SlashSequence sequence = args.sequences[low];
-  const int chunk = blockIdx.x - sequence.chunk_begin, first_key = chunk * kSlashChunk;
-  const int rows = min(kRows, sequence.tokens), first_row = sequence.tokens - rows;
-  const int kv_head = head / (shape.query_heads / shape.kv_heads);
-  for (int i = threadIdx.x; i < kRows * d; i += kThreads) {
-    const int r = i / d, c = i % d;
-    q[r * stride + c] =
-        r < rows
-            ? as_float(static_cast<const T*>(
-                  args.select
-                      .q)[(static_cast<int64_t>(sequence.token + first_row + r) * shape.query_heads + head) * d + c])
-            : 0.f;
-    k[r * stride + c] =
-        first_key + r < sequence.tokens
-            ? as_float(static_cast<const T*>(
-                  args.select
-                      .k)[(static_cast<int64_t>(sequence.token + first_key + r) * shape.kv_heads + kv_head) * d + c])
-            : 0.f;
-  }
-  __syncthreads();
-  const int y = threadIdx.x / 16, x = threadIdx.x % 16;
-  float sum[4][4] = {};
-  for (int c = 0; c < d; ++c) {
-    float a[4], b[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      a[i] = q[(4 * y + i) * stride + c];
-      b[i] = k[(x + 16 * i) * stride + c];
-    }
-#pragma unroll
-    for (int i = 0; i < 4; ++i)
-#pragma unroll
-      for (int j = 0; j < 4; ++j) sum[i][j] = fmaf(a[i], b[j], sum[i][j]);
-  }
-#pragma unroll
-  for (int i = 0; i < 4; ++i)
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const int row = 4 * y + i, key = first_key + x + 16 * j;
-      const bool seen = row < rows && key <= first_row + row;
-      s[row * (kSlashChunk + 1) + x + 16 * j] = seen ? sum[i][j] * shape.scale : -INFINITY;
-    }
-  __syncthreads();
-  const ChunkValues out(args, sequence, head, chunk);
-  const int i = threadIdx.x;
-  if constexpr (!kSecond) {
-    if (i >= kRows) return;
-    float top = -INFINITY, all = 0;
-    for (int j = 0; j < kSlashChunk; ++j) top = fmaxf(top, s[i * (kSlashChunk + 1) + j]);
-    if (top > -INFINITY)
-      for (int j = 0; j < kSlashChunk; ++j) all += expf(s[i * (kSlashChunk + 1) + j] - top);
-    out.rows[2 * i] = top;
-    out.rows[2 * i + 1] = all;
-  } else {
-    __shared__ float masses[2][kSlashChunk];
-    const float* row_sums = args.row_sums + static_cast<int64_t>(sequence.list + head) * kRows;
-    const int last_block = (sequence.tokens - 1) / args.select.select_block;
-    if (i < kSlashChunk) {
-      float mass[2] = {0, 0};
-      for (int r = 0; r < rows; ++r) {
-        const float p = expf(s[r * (kSlashChunk + 1) + i] - row_sums[r]);
-        mass[(first_row + r) / args.select.select_block == last_block ? 0 : 1] += p;
-      }
-      out.keys[i] = mass[0] + mass[1];
-      masses[0][i] = mass[0];
-      masses[1][i] = mass[1];
-    }
-    __syncthreads();
-    if (i < 2) {
-      float mass = 0;
-      for (int j = 0; j < kSlashChunk; ++j) mass += masses[i][j];
-      out.blocks[i] = mass;
-    }
-  }
+// Masses as integers, so that sums do not depend on their order.
+constexpr double kUnit = 1125899906842624.0;  // 2^50; all masses together are at most 64
+__device__ double as_mass(uint64_t sum) {
+  return static_cast<double>(sum) / kUnit;
 }
 
-// Log-sum-exp of every row. A thread block a list, a thread a row.
-__global__ void __launch_bounds__(kRows) rows_kernel(const __grid_constant__ SlashParams args) {
-  const int heads = args.select.shape.query_heads;
-  const SlashSequence sequence = args.sequences[blockIdx.x / heads];
-  const int head = blockIdx.x % heads, row = threadIdx.x;
-  float top = -INFINITY, all = 0;
-  for (int chunk = 0; chunk < sequence.chunks; ++chunk) {
-    const float* part = ChunkValues(args, sequence, head, chunk).rows + 2 * row;
-    if (part[0] == -INFINITY) continue;
-    const float m = fmaxf(top, part[0]);
-    all = all * expf(top - m) + part[1] * expf(part[0] - m);
-    top = m;
-  }
-  args.row_sums[static_cast<int64_t>(sequence.list + head) * kRows + row] = top + logf(all);
-}
-
-// Sums over the thread block, in a fixed order.
 struct Reached {
   int count;
-  double mass;
+  uint64_t mass;
 };
-__device__ Reached sum_block(Reached own) {
-  __shared__ int counts[kPickThreads / 32];
-  __shared__ double masses[kPickThreads / 32];
-#pragma unroll
-  for (int step = 16; step > 0; step /= 2) {
-    own.count += __shfl_xor_sync(~0u, own.count, step);
-    own.mass += __shfl_xor_sync(~0u, own.mass, step);
-  }
-  __syncthreads();
-  if (threadIdx.x % 32 == 0) {
-    counts[threadIdx.x / 32] = own.count;
-    masses[threadIdx.x / 32] = own.mass;
-  }
-  __syncthreads();
-  Reached all{0, 0};
-  for (int w = 0; w < kPickThreads / 32; ++w) {
-    all.count += counts[w];
-    all.mass += masses[w];
-  }
-  return all;
+__device__ Reached operator+(Reached a, Reached b) {
+  return {a.count + b.count, a.mass + b.mass};
 }
-// How many threads before this one have the flag; adds all that do to `total`.
-__device__ int count_before(bool flag, int& total) {
-  __shared__ int counts[kPickThreads / 32];
-  const unsigned set = __ballot_sync(~0u, flag);
+// What the threads before this one have.
+__device__ Reached before_this(Reached own) {
+  __shared__ Reached warps[kPickThreads / 32];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  __syncthreads();
-  if (lane == 0) counts[warp] = __popc(set);
-  __syncthreads();
-  int before = total + __popc(set & ((1u << lane) - 1)), all = 0;
-  for (int w = 0; w < kPickThreads / 32; ++w) {
-    if (w < warp) before += counts[w];
-    all += counts[w];
+  Reached sum = own;
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const Reached left{__shfl_up_sync(~0u, sum.count, step), __shfl_up_sync(~0u, sum.mass, step)};
+    if (lane >= step) sum = sum + left;
   }
-  total += all;
+  __syncthreads();
+  if (lane == 31) warps[warp] = sum;
+  __syncthreads();
+  Reached before{sum.count - own.count, sum.mass - own.mass};
+  for (int w = 0; w < warp; ++w) before = before + warps[w];
   return before;
 }
 
 // The fewest of `count` masses that reach `share` of all, `already` counting as reached; at most `most`; larger ones
-// first, ties to the first. Calls take(i, how many were taken before it), i ascending.
+// first, ties to the first. Calls take(i, how many were taken before it). Masses are not negative, so that their bits
+// order them: the least that is taken is found eleven bits at a time, each time by how many and how much lies above.
+constexpr int kBins = 2048;
+struct PickRoom {
+  uint32_t counts[kBins], low[kBins], high[kBins];
+  int found_bin;
+  Reached found_above;
+};
 template <typename Mass, typename Take>
-__device__ int fewest_reaching(int count, float share, int most, double already, Mass mass, Take take) {
-  const auto reached = [&](uint32_t least) {
-    Reached own{0, 0};
+__device__ int fewest_reaching(PickRoom& room, int count, float share, int most, double already, Mass mass, Take take) {
+  auto& [counts, low, high, found_bin, found_above] = room;
+  most = min(most, count);
+  uint32_t least = 0;
+  Reached above{0, 0};  // those larger than what `least` says so far
+  double wanted = 0;
+  constexpr int kShifts[3] = {20, 9, 0}, kBits[3] = {11, 11, 9};
+#pragma unroll
+  for (int level = 0; level < 3; ++level) {
+    const int shift = kShifts[level], bins = 1 << kBits[level];
+    __syncthreads();
+    for (int i = threadIdx.x; i < kBins; i += kPickThreads) counts[i] = low[i] = high[i] = 0;
+    __syncthreads();
+#pragma unroll 4
     for (int i = threadIdx.x; i < count; i += kPickThreads) {
       const float x = mass(i);
-      if (__float_as_uint(x) < least) continue;
-      ++own.count;
-      own.mass += static_cast<double>(x);
+      const uint32_t bits = __float_as_uint(x);
+      if (level > 0 && bits >> (shift + kBits[level]) != least >> (shift + kBits[level])) continue;
+      const int bin = static_cast<int>(bits >> shift) & (bins - 1);
+      const auto units = static_cast<uint64_t>(static_cast<double>(x) * kUnit);
+      const auto part = static_cast<uint32_t>(units);
+      atomicAdd(counts + bin, 1u);
+      const uint32_t carry = atomicAdd(low + bin, part) > ~part;
+      if (const uint32_t upper = static_cast<uint32_t>(units >> 32) + carry; upper != 0) atomicAdd(high + bin, upper);
     }
-    return sum_block(own);
-  };
-  most = min(most, count);
-  const double wanted = static_cast<double>(share) * (already + reached(0).mass);
-  // The largest mass such that all from it on are enough; masses are not negative, so that their bits order them.
-  uint32_t least = 0;
-  for (int bit = 30; bit >= 0; --bit) {
-    const Reached found = reached(least | 1u << bit);
-    if (found.count >= most || (share < 1 && already + found.mass >= wanted)) least |= 1u << bit;
+    __syncthreads();
+    // From the largest bin down: the first with which it is enough. Each thread has two of them.
+    const auto bin_of = [&](int i) { return kBins - 1 - 2 * static_cast<int>(threadIdx.x) - i; };
+    const auto in_bin = [&](int i) {
+      return Reached{static_cast<int>(counts[bin_of(i)]),
+                     static_cast<uint64_t>(high[bin_of(i)]) << 32 | low[bin_of(i)]};
+    };
+    Reached sum = above + before_this(in_bin(0) + in_bin(1));
+    if (level == 0) {
+      if (threadIdx.x == kPickThreads - 1) found_above = sum + in_bin(0) + in_bin(1);
+      __syncthreads();
+      wanted = static_cast<double>(share) * (already + as_mass(found_above.mass));
+      __syncthreads();
+    }
+    const auto enough = [&](Reached r) {
+      return r.count >= most || (share < 1 && already + as_mass(r.mass) >= wanted);
+    };
+    for (int i = 0; i < 2; ++i) {
+      const Reached with = sum + in_bin(i);
+      if (bin_of(i) < bins && !enough(sum) && enough(with)) {
+        found_bin = bin_of(i);
+        found_above = sum;
+      }
+      sum = with;
+    }
+    // Enough without any: the largest bin, of which nothing will be taken.
+    if (threadIdx.x == 0 && enough(above)) {
+      found_bin = bins - 1;
+      found_above = above;
+    }
+    __syncthreads();
+    least |= static_cast<uint32_t>(found_bin) << shift;
+    above = found_above;
   }
-  const Reached above = reached(least + 1);
   int ties = most - above.count;
+  const double held = already + as_mass(above.mass);
   if (share < 1 && least > 0) {
-    const double needed = ceil((wanted - already - above.mass) / static_cast<double>(__uint_as_float(least)));
+    const double needed = ceil((wanted - held) / static_cast<double>(__uint_as_float(least)));
     ties = min(ties, max(0, static_cast<int>(fmin(needed, 2e9))));
   }
-  if (share < 1 && already + above.mass >= wanted) ties = 0;
-  int tied = 0, taken = 0;
-  for (int base = 0; base < count; base += kPickThreads) {
-    const int i = base + threadIdx.x;
-    const uint32_t bits = i < count ? __float_as_uint(mass(i)) : 0;
-    const bool tie = i < count && bits == least;
-    const bool lucky = count_before(tie, tied) < ties && tie;
-    const bool chosen = i < count && (bits > least || lucky);
-    const int at = count_before(chosen, taken);
-    if (chosen) take(i, at);
+  if (share < 1 && held >= wanted) ties = 0;
+  // Each thread takes from a run of its own.
+  const int run = (count + kPickThreads - 1) / kPickThreads;
+  const int begin = min(count, static_cast<int>(threadIdx.x) * run), end = min(count, begin + run);
+  Reached own{0, 0};  // larger ones; ties
+  for (int i = begin; i < end; ++i) {
+    const uint32_t bits = __float_as_uint(mass(i));
+    own.count += bits > least;
+    own.mass += bits == least;
   }
-  return taken;
+  const Reached before = before_this(own);
+  int tied = static_cast<int>(before.mass), taken = before.count + min(tied, ties);
+  for (int i = begin; i < end; ++i) {
+    const uint32_t bits = __float_as_uint(mass(i));
+    const bool lucky = bits == least && tied++ < ties;
+    if (bits > least || lucky) take(i, taken++);
+  }
+  return min(count, above.count + max(0, min(ties, count - above.count)));
 }
 
 // Columns (y = 0) or diagonals (y = 1) of one list.
 __global__ void __launch_bounds__(kPickThreads) pick_kernel(const __grid_constant__ SlashParams args) {
   const int heads = args.select.shape.query_heads, head = blockIdx.x % heads;
   const SlashSequence sequence = args.sequences[blockIdx.x / heads];
+  __shared__ PickRoom room;
   if (blockIdx.y == 0) {
     const GatheredList list = args.gathered.lists[sequence.list + head];
     int32_t* columns = args.columns + list.columns;
     const float* chunks = ChunkValues(args, sequence, head, 0).keys;
     const int taken = fewest_reaching(
-        sequence.tokens, args.vertical_coverage, sequence.vertical_cap, 0.0,
+        room, sequence.tokens, args.vertical_coverage, sequence.vertical_cap, 0.0,
         [&](int i) { return chunks[static_cast<int64_t>(i / kSlashChunk) * kSlashChunkFloats + i % kSlashChunk]; },
         [&](int i, int at) { columns[at] = i; });
     for (int i = taken + threadIdx.x; i < list.pieces * kGatheredPiece; i += kPickThreads) columns[i] = kNoColumn;
@@ -253,7 +167,7 @@ __global__ void __launch_bounds__(kPickThreads) pick_kernel(const __grid_constan
   }
   __syncthreads();
   fewest_reaching(
-      sequence.blocks - 1, args.slash_coverage, max(0, sequence.slash_cap - 1), static_cast<double>(distances[0]),
+      room, sequence.blocks - 1, args.slash_coverage, max(0, sequence.slash_cap - 1), static_cast<double>(distances[0]),
       [&](int i) { return distances[i + 1]; }, [&](int i, int) { slashes[i + 1] = 1; });
 }
 
@@ -294,30 +208,13 @@ __global__ void __launch_bounds__(32 * kWarps)
     atomicAdd(choice.chosen + 2 * item.length_class + 1, static_cast<unsigned long long>(seen) * item.tokens);
 }
 
-template <typename T>
-void launch(const SlashParams& p, cudaStream_t stream) {
-  const Shape& shape = p.select.shape;
-  const int stride = shape.head_dim + 1;
-  const int bytes = static_cast<int>(sizeof(float)) * (2 * kRows * stride + kRows * (kSlashChunk + 1));
-  for (const auto kernel : {chunks_kernel<T, false>, chunks_kernel<T, true>})
-    allow_shared_memory(kernel, bytes, "shared memory of the last queries");
-  const dim3 grid(p.head_chunks, shape.query_heads);
-  chunks_kernel<T, false><<<grid, kThreads, bytes, stream>>>(p);
-  rows_kernel<<<p.lists, kRows, 0, stream>>>(p);
-  chunks_kernel<T, true><<<grid, kThreads, bytes, stream>>>(p);
-  check(cudaGetLastError(), "masses of columns and diagonals");
-}
-
 }  // namespace
 
 void select_vertical_slash(const SlashParams& p, Precision precision, void* stream) {
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
   check(cudaMemsetAsync(p.select.column_counts, 0, p.select.column_count * sizeof(int32_t), cuda_stream),
         "column counts");
-  if (precision == Precision::fp32)
-    launch<float>(p, cuda_stream);
-  else
-    launch<__nv_bfloat16>(p, cuda_stream);
+  slash_masses(p, precision, cuda_stream);
   pick_kernel<<<dim3(p.lists, 2), kPickThreads, 0, cuda_stream>>>(p);
   check(cudaGetLastError(), "choice of columns and diagonals");
   const int items = p.select.batches[0].item_count, warp_bytes = (p.max_blocks + 63) / 64 * 64;
