@@ -399,17 +399,18 @@ TEST_F(CudaAttentionTest, VerticalSlashFindsWhatTheCpuFinds) {
       run(*attention, in, {cu, {}}, dtype, &index);
       const BlockIndex want = chosen_by_cpu(options, in, cu);
       ASSERT_EQ(index.rows(), want.rows());
-      int64_t same = 0, all = 0;
+      size_t all = 0;
       for (int64_t row = 0; row < want.rows(); ++row) {
         const BlockIndex::Row a = index.row(row), b = want.row(row);
         EXPECT_TRUE(std::ranges::equal(a.blocks, b.blocks)) << "row " << row;
+        size_t same = 0;
         for (const int32_t column : b.columns) same += std::ranges::binary_search(a.columns, column);
-        all += static_cast<int64_t>(b.columns.size());
-        EXPECT_NEAR(static_cast<double>(a.columns.size()), static_cast<double>(b.columns.size()), 1.0);
+        // Sums of another order: the last columns may be others.
+        EXPECT_GE(same + 2, b.columns.size()) << "row " << row;
+        EXPECT_LE(a.columns.size(), b.columns.size() + 1) << "row " << row;
+        all += b.columns.size();
       }
-      EXPECT_GT(all, 0);
-      // Sums of another order: the last column may be another one.
-      EXPECT_GE(static_cast<double>(same), 0.98 * static_cast<double>(all));
+      EXPECT_GT(all, 0u);
     }
 }
 
