@@ -20,6 +20,7 @@
 
 #include "attention/cuda/cuda_attention.h"
 #include "bench/train/step_classes.h"
+#include "bench/train/watched_attention.h"
 #include "core/errors.h"
 #include "core/random.h"
 #include "device/context.h"
@@ -193,8 +194,8 @@ double gib(int64_t bytes) {
   return static_cast<double>(bytes) / static_cast<double>(int64_t{1} << 30);
 }
 
-double measure_step(const DeviceContext& context, const Case& c, const Arguments& arguments, Attention& attention,
-                    std::span<const MicroBatch> batches) {
+double measure_step(const DeviceContext& context, const Case& c, const Arguments& arguments,
+                    WatchedAttention& attention, std::span<const MicroBatch> batches) {
   const Exec& exec = context.exec();
   const int64_t free_before = cuda::device_info().free_bytes;
   StageOptions options = stage_options(c.config, arguments);
@@ -229,6 +230,7 @@ double measure_step(const DeviceContext& context, const Case& c, const Arguments
   double first_loss = 0, last_loss = 0;
   borders[0].record(exec);
   for (int step = 1; step <= warm_up + steps; ++step) {
+    if (step == warm_up + 1) attention.restart();
     parameters.zero_gradients(exec);
     last_loss = 0;
     for (int64_t i = 0; i < micro_batches; ++i) {
@@ -250,6 +252,13 @@ double measure_step(const DeviceContext& context, const Case& c, const Arguments
         DeviceEvent::milliseconds_between(borders[static_cast<size_t>(i)], borders[static_cast<size_t>(i) + 1]));
   fmt::print("  steps {:.2f} to {:.2f} ms; loss {:.4f} to {:.4f}\n", *std::min_element(times.begin(), times.end()),
              *std::max_element(times.begin(), times.end()), first_loss, last_loss);
+  double all = 0, of_attention = 0;
+  for (const double time : times) all += time;
+  const auto spent = attention.milliseconds();
+  for (const double time : spent) of_attention += time;
+  fmt::print("  attention with selection: {:.1f} ms forward, {:.1f} recomputed, {:.1f} backward: {:.1f} % of a step\n",
+             spent[WatchedAttention::kForward] / steps, spent[WatchedAttention::kRecomputed] / steps,
+             spent[WatchedAttention::kBackward] / steps, 100 * of_attention / all);
   fmt::print("  memory: {:.2f} GiB planned, {:.2f} taken (cudaMemGetInfo): {:+.1f} %\n", gib(plan.total()), gib(taken),
              100.0 * (static_cast<double>(plan.total()) / static_cast<double>(taken) - 1));
   return median(times);
@@ -289,7 +298,8 @@ int main(int argc, char** argv) try {
     std::vector<MicroBatch> batches;
     for (uint64_t seed : {7, 8})
       batches.push_back(random_batch(c.config, tokens, arguments.packed, arguments.tokens_per_step, seed));
-    const double step = measure_step(context, c, arguments, *attention, batches);
+    WatchedAttention watched(*attention);
+    const double step = measure_step(context, c, arguments, watched, batches);
     std::vector<ClassTime> classes;
     if (arguments.classes)
       classes = measure_classes(context.exec(), c.config, batches.front(), arguments.loss_chunk, ceilings, *attention);
