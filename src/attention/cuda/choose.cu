@@ -281,20 +281,30 @@ auto kernel_for(int chunks) {
 
 // Eight columns a thread block. Each warp takes a part of the query blocks, a lane one of them at a time and all eight
 // key blocks of it in one load; it counts first, and writes when it knows what comes before. Where a column begins
-// follows from the counts of the selection; every thread block sums those before its own, which is quicker than another
-// kernel.
+// follows from the counts that the first kernel leaves; in the second every thread block sums those before its own,
+// which is quicker than a kernel between them.
 constexpr int kColumnWarps = 16;
 
-__global__ void __launch_bounds__(32 * kColumnWarps)
-    columns_kernel(const SelectGroup* groups, int count, const uint8_t* map, const int32_t* counts, int32_t* offsets,
-                   uint32_t* entries) {
+struct ColumnArguments {
+  const SelectGroup* groups;
+  int32_t count;
+  const uint8_t* map;
+  int32_t* counts;
+  int32_t* offsets;
+  uint32_t* entries;
+};
+
+template <bool kWrites>
+__global__ void __launch_bounds__(32 * kColumnWarps) columns_kernel(const __grid_constant__ ColumnArguments args) {
   __shared__ int32_t sums[kColumnWarps], parts[kColumnWarps][kGroupColumns];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const SelectGroup group = groups[blockIdx.x];
-  int before = 0;
-  for (int i = threadIdx.x; i < group.column; i += 32 * kColumnWarps) before += counts[i];
-  before = static_cast<int>(__reduce_add_sync(~0u, static_cast<unsigned>(before)));
-  if (lane == 0) sums[warp] = before;
+  const SelectGroup group = args.groups[blockIdx.x];
+  if constexpr (kWrites) {
+    int before = 0;
+    for (int i = threadIdx.x; i < group.column; i += 32 * kColumnWarps) before += args.counts[i];
+    before = static_cast<int>(__reduce_add_sync(~0u, static_cast<unsigned>(before)));
+    if (lane == 0) sums[warp] = before;
+  }
 
   // Query blocks of this warp, whole multiples of 32 from the first that can see the first of the key blocks.
   const int rounds = (group.query_blocks + 32 * kColumnWarps - 1) / (32 * kColumnWarps);
@@ -303,7 +313,7 @@ __global__ void __launch_bounds__(32 * kColumnWarps)
   const auto read = [&](int block) {
     uint64_t row = ~uint64_t{0};
     if (block < end) {
-      row = *reinterpret_cast<const uint64_t*>(map + group.map + static_cast<int64_t>(block) * group.stride);
+      row = *reinterpret_cast<const uint64_t*>(args.map + group.map + static_cast<int64_t>(block) * group.stride);
       const int visible = ((block + 1) * group.query_block + group.block - 1) / group.block - group.key_block;
       if (visible < group.columns) row |= visible <= 0 ? ~uint64_t{0} : ~uint64_t{0} << (8 * visible);
       if (group.columns < kGroupColumns) row |= ~uint64_t{0} << (8 * group.columns);
@@ -321,6 +331,13 @@ __global__ void __launch_bounds__(32 * kColumnWarps)
   for (int c = 0; c < kGroupColumns; ++c)
     if (lane == c) parts[warp][c] = own[c];
   __syncthreads();
+  if constexpr (!kWrites) {
+    if (threadIdx.x >= group.columns) return;
+    int sum = 0;
+    for (int w = 0; w < kColumnWarps; ++w) sum += parts[w][threadIdx.x];
+    args.counts[group.column + threadIdx.x] = sum;
+    return;
+  }
   int at[kGroupColumns];
   int start = 0;
   for (int w = 0; w < kColumnWarps; ++w) start += sums[w];
@@ -332,8 +349,8 @@ __global__ void __launch_bounds__(32 * kColumnWarps)
       start += parts[w][c];
     }
     if (threadIdx.x == 0 && c < group.columns) {
-      offsets[group.column + c] = at[c];
-      if (group.column + c == count - 1) offsets[count] = start;
+      args.offsets[group.column + c] = at[c];
+      if (group.column + c == args.count - 1) args.offsets[args.count] = start;
     }
   }
   for (int i = 0; i < rounds; ++i) {
@@ -343,7 +360,7 @@ __global__ void __launch_bounds__(32 * kColumnWarps)
     for (int c = 0; c < kGroupColumns; ++c) {
       const auto by = static_cast<uint8_t>(row >> (8 * c));
       const uint32_t kept = __ballot_sync(~0u, by != kUnchosen);
-      if (by != kUnchosen) entries[at[c] + __popc(kept & ((1u << lane) - 1))] = list_entry(block, by);
+      if (by != kUnchosen) args.entries[at[c] + __popc(kept & ((1u << lane) - 1))] = list_entry(block, by);
       at[c] += __popc(kept);
     }
   }
@@ -375,8 +392,10 @@ void finish_choices(const SelectParams& p, cudaStream_t stream) {
 }
 
 void list_columns(const SelectParams& p, void* stream) {
-  columns_kernel<<<p.group_count, 32 * kColumnWarps, 0, static_cast<cudaStream_t>(stream)>>>(
-      p.groups, p.column_count, p.map, p.column_counts, p.column_offsets, p.column_entries);
+  const auto cuda_stream = static_cast<cudaStream_t>(stream);
+  const ColumnArguments args{p.groups, p.column_count, p.map, p.column_counts, p.column_offsets, p.column_entries};
+  columns_kernel<false><<<p.group_count, 32 * kColumnWarps, 0, cuda_stream>>>(args);
+  columns_kernel<true><<<p.group_count, 32 * kColumnWarps, 0, cuda_stream>>>(args);
   check(cudaGetLastError(), "column lists");
 }
 

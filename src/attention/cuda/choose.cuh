@@ -22,8 +22,7 @@ __device__ __forceinline__ float mass_of(uint32_t ordered_half) {
 
 // Before the first batch.
 void begin_choices(const SelectParams& params, cudaStream_t stream);
-// Row lists and map of one batch, from its masses; adds to the column counts, which begin at zero. `early`: the kernel
-// before it lets it start early.
+// Row lists and map of one batch, from its masses. `early`: the kernel before it lets it start early.
 void choose_blocks(const SelectParams& params, const SelectBatch& batch, cudaStream_t stream, bool early);
 // When all batches are done.
 void finish_choices(const SelectParams& params, cudaStream_t stream);

@@ -1,6 +1,6 @@
 #pragma once
 
-// From the choices of a query block to its row list, its line in the map, and the counts. CUDA files only.
+// From the choices of a query block to its row list and its line in the map. CUDA files only.
 
 #include "attention/cuda/choose.cuh"
 
@@ -22,7 +22,6 @@ struct ChoiceArguments {
   const uint16_t* masses;
   uint32_t* entries;
   uint8_t* map;
-  int32_t* column_counts;
   unsigned long long* chosen;
 };
 
@@ -40,7 +39,6 @@ inline ChoiceArguments choice_arguments(const SelectParams& p, int item_begin, i
           p.masses,
           p.row_entries,
           p.map,
-          p.column_counts,
           p.chosen};
 }
 
@@ -60,10 +58,7 @@ __device__ inline void emit(const ChoiceArguments& args, const SelectItem& item,
       args.map[item.map + j] = by;
     }
     const uint32_t kept = __ballot_sync(~0u, by != kUnchosen);
-    if (by != kUnchosen) {
-      args.entries[at + __popc(kept & ((1u << lane) - 1))] = list_entry(j, by);
-      atomicAdd(args.column_counts + item.column + j, 1);
-    }
+    if (by != kUnchosen) args.entries[at + __popc(kept & ((1u << lane) - 1))] = list_entry(j, by);
     at += __popc(kept);
   }
   for (int i = at + lane; i < item.list_begin + item.capacity; i += 32) args.entries[i] = kNoEntry;

@@ -172,7 +172,6 @@ __global__ void __launch_bounds__(kThreads) masses_kernel(Arguments args) {
 template <typename T>
 void launch(const SelectParams& p, cudaStream_t stream) {
   const int d = p.shape.head_dim;
-  check(cudaMemsetAsync(p.column_counts, 0, p.column_count * sizeof(int32_t), stream), "column counts");
   if (p.max_competing > 0) {
     statistics_kernel<T><<<p.block_count, 128, 0, stream>>>(
         static_cast<const T*>(p.k), p.blocks, static_cast<float*>(p.statistics), p.statistics_rows, d, p.shape.kv_heads,

@@ -48,10 +48,8 @@ struct alignas(16) SelectItem {
   int64_t masses = 0;  // of its first token that chooses
   int64_t map = 0;     // byte of (query block, key block 0) in the map
   int32_t stride = 0;  // of the masses
-  int32_t column = 0;  // number of key block 0 of its sequence and head among the columns
   int32_t pool = 0;    // SelectPool it belongs to; `vertical_slash`: GatheredList
-  int32_t unused = 0;
-  int64_t sums = 0;  // `mass` with look-ahead: its own masses
+  int64_t sums = 0;    // `mass` with look-ahead: its own masses
 };
 
 // What the tokens of a query block may have chosen together, token by token: first + (total - first) · row /
@@ -198,11 +196,11 @@ int64_t portable_statistics_bytes(const Shape& shape, const SelectPlan& plan);
 int hopper_score_tokens(const Shape& shape, int parts);
 constexpr int kPortableScoreTokens = 16;
 
-// Row lists, map and column counts.
+// Row lists and map.
 void hopper_select(const SelectParams& params, void* stream);
 void portable_select(const SelectParams& params, Precision precision, void* stream);
-// Column lists from the map and the counts, when the row lists are done. Only the backward needs them: this may run
-// beside the forward.
+// Column lists from the map, when the row lists are done. Only the backward needs them: this may run beside the
+// forward.
 void list_columns(const SelectParams& params, void* stream);
 
 }  // namespace sb::gpu

@@ -107,7 +107,6 @@ class SequencePlanner {
     item.length_class = static_cast<int32_t>(std::bit_width(static_cast<uint64_t>(tiles_.tokens)));
     item.list_begin = plan_.row_offsets.back();
     item.map = plan_.map_bytes + tile * map_stride_;
-    item.column = plan_.columns;  // those of this sequence follow
     item.pool = most_mass_ ? static_cast<int32_t>(plan_.pools.size()) : list_;
     const int64_t own = item.visible - int64_t{item.competing} * expand, candidates = tiles_.candidates(tile);
     int64_t seen_by_last = item.competing;

@@ -212,8 +212,6 @@ __global__ void __launch_bounds__(32 * kWarps)
 
 void select_vertical_slash(const SlashParams& p, Precision precision, void* stream) {
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
-  check(cudaMemsetAsync(p.select.column_counts, 0, p.select.column_count * sizeof(int32_t), cuda_stream),
-        "column counts");
   slash_masses(p, precision, cuda_stream);
   pick_kernel<<<dim3(p.lists, 2), kPickThreads, 0, cuda_stream>>>(p);
   check(cudaGetLastError(), "choice of columns and diagonals");

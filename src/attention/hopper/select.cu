@@ -5,18 +5,15 @@
 namespace sb::gpu {
 namespace {
 
-// Mean and variance per channel of a key block, the variance times scale/2: what q and q² are multiplied with. Clears
-// the column counts beside.
+// Mean and variance per channel of a key block, the variance times scale/2: what q and q² are multiplied with.
 template <int D, int kTokensOfBlock>
-__global__ void __launch_bounds__(256)
-    statistics_kernel(const __nv_bfloat16* k, const SelectBlock* blocks, __nv_bfloat16* out, int kv_heads,
-                      float variance_scale, int32_t* column_counts, int column_count) {
+__global__ void __launch_bounds__(256) statistics_kernel(const __nv_bfloat16* k, const SelectBlock* blocks,
+                                                         __nv_bfloat16* out, int kv_heads, float variance_scale) {
   constexpr int kPairs = D / 2;                      // threads of a token
   constexpr int kGroups = 256 / kPairs;              // tokens at a time
   constexpr int kTokens = kTokensOfBlock / kGroups;  // of a thread
   __shared__ float2 partial[kGroups][kPairs];
   launch_dependents();
-  for (int i = blockIdx.x * 256 + threadIdx.x; i < column_count; i += gridDim.x * 256) column_counts[i] = 0;
   const SelectBlock block = blocks[blockIdx.x];
   const int pair = threadIdx.x % kPairs, group = threadIdx.x / kPairs;
   __nv_bfloat162 keys[kTokens];
@@ -67,10 +64,9 @@ __global__ void __launch_bounds__(256)
 template <int D, bool kMoments>
 __global__ void __launch_bounds__(256)
     part_statistics_kernel(const __nv_bfloat16* k, const SelectBlock* blocks, __nv_bfloat16* out, int kv_heads,
-                           int parts, int part_tokens, float variance_scale, int32_t* column_counts, int column_count) {
+                           int parts, int part_tokens, float variance_scale) {
   constexpr int kPairs = D / 2;
   launch_dependents();
-  for (int i = blockIdx.x * 256 + threadIdx.x; i < column_count; i += gridDim.x * 256) column_counts[i] = 0;
   const SelectBlock block = blocks[blockIdx.x];
   const int pair = threadIdx.x % kPairs;
   const float inverse = 1.f / part_tokens;
@@ -109,12 +105,11 @@ void launch_statistics(const SelectParams& p, cudaStream_t stream) {
   const float variance_scale = p.moments ? p.shape.scale / 2 : 0.f;
   if (p.parts == 1) {
     const auto kernel = p.select_block == 256 ? statistics_kernel<D, 256> : statistics_kernel<D, 128>;
-    kernel<<<p.block_count, 256, 0, stream>>>(k, p.blocks, out, p.shape.kv_heads, variance_scale, p.column_counts,
-                                              p.column_count);
+    kernel<<<p.block_count, 256, 0, stream>>>(k, p.blocks, out, p.shape.kv_heads, variance_scale);
   } else {
     const auto kernel = p.statistics_channels == 2 ? part_statistics_kernel<D, true> : part_statistics_kernel<D, false>;
     kernel<<<p.block_count, 256, 0, stream>>>(k, p.blocks, out, p.shape.kv_heads, p.parts, p.select_block / p.parts,
-                                              variance_scale, p.column_counts, p.column_count);
+                                              variance_scale);
   }
   check(cudaGetLastError(), "block statistics");
 }
@@ -137,12 +132,7 @@ void hopper_select(const SelectParams& p, void* stream) {
   if (hopper_score_tokens(p.shape, p.parts) == 0)
     throw_unsupported("query heads of a group", p.shape.query_heads / p.shape.kv_heads);
   begin_choices(p, cuda_stream);
-  if (p.max_competing == 0)
-    check(cudaMemsetAsync(p.column_counts, 0, p.column_count * sizeof(int32_t), cuda_stream), "column counts");
-  else if (p.shape.head_dim == 128)
-    launch_statistics<128>(p, cuda_stream);
-  else
-    launch_statistics<64>(p, cuda_stream);
+  if (p.max_competing > 0) (p.shape.head_dim == 128 ? launch_statistics<128> : launch_statistics<64>)(p, cuda_stream);
   for (const SelectBatch& batch : p.batches) {
     if (batch.score_count > 0) (p.parts > 1 ? part_masses : whole_masses)(p, batch, cuda_stream);
     choose_blocks(p, batch, cuda_stream, batch.score_count > 0);
