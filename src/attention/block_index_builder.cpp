@@ -79,7 +79,7 @@ void BlockIndexBuilder::finish(ThreadPool& pool) {
           index.row_first_[next++] = entry.first;
         }
       });
-      auto gathered = index.gathered_.begin() + index.gathered_offsets_[row];
+      auto to = index.gathered_.begin() + index.gathered_offsets_[row];
       columns_.read(staged.thread, staged.column_begin, staged.columns,
                     [&](std::span<const int32_t> part) { gathered = std::copy(part.begin(), part.end(), gathered); });
     }

@@ -52,11 +52,9 @@ void RingSelection::choose(const Exec& exec, Communicator& group, int layer, con
   builder_.begin(index, {config.block, config.query_block, selector_.list_heads(shape)}, layout.cu_seqlens(), dense,
                  exec.pool->threads());
   const bool all_dense = std::all_of(dense.begin(), dense.end(), [](uint8_t d) { return d != 0; });
-  const bool by_scores =
-      config.pattern != SelectionPattern::window && config.pattern != SelectionPattern::vertical_slash;
   const ArenaScope scope(*exec.scratch);
   std::vector<const float*> statistics;
-  if (by_scores && !all_dense) {
+  if (config.scores_blocks() && !all_dense) {
     std::vector<uint8_t> wanted(dense.size());
     for (size_t s = 0; s < dense.size(); ++s) wanted[s] = dense[s] == 0;
     statistics = gather_statistics(exec, group, shape, layout, wanted, k);

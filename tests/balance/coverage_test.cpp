@@ -7,18 +7,10 @@
 
 #include "balance/length_pool.h"
 #include "core/errors.h"
+#include "tests/core/message_of.h"
 
 namespace sb {
 namespace {
-
-std::string error_of(const std::function<void()>& body) {
-  try {
-    body();
-  } catch (const UserError& error) {
-    return error.what();
-  }
-  return "";
-}
 
 TEST(Coverage, PowerFamily) {
   const auto power = find_coverage("power:0.22", 36);
@@ -76,16 +68,16 @@ TEST(Coverage, FileRoundTripAndComplaints) {
     const size_t at = changed.find(from);
     EXPECT_NE(at, std::string::npos) << from;
     changed.replace(at, from.size(), to);
-    return error_of([&] { parse_coverage(changed, "c.json"); });
+    return message_of([&] { parse_coverage(changed, "c.json"); });
   };
   EXPECT_NE(with("sparsebalance-coverage", "x").find("c.json"), std::string::npos);
   EXPECT_NE(with("\"version\": 1", "\"version\": 2").find("version"), std::string::npos);
   EXPECT_NE(with("0.8", "0.4").find("must rise"), std::string::npos);
   EXPECT_NE(with("4096", "512").find("ascending"), std::string::npos);
   EXPECT_NE(with("\"layers\": 2", "\"layers\": 3").find("one list a layer"), std::string::npos);
-  EXPECT_NE(error_of([] { find_coverage("power:x", 2); }).find("not a number"), std::string::npos);
-  EXPECT_NE(error_of([] { find_coverage("power:-1", 2); }).find("exponent"), std::string::npos);
-  EXPECT_NE(error_of([] { find_coverage("nothing.json", 2); }).find("none of"), std::string::npos);
+  EXPECT_NE(message_of([] { find_coverage("power:x", 2); }).find("not a number"), std::string::npos);
+  EXPECT_NE(message_of([] { find_coverage("power:-1", 2); }).find("exponent"), std::string::npos);
+  EXPECT_NE(message_of([] { find_coverage("nothing.json", 2); }).find("none of"), std::string::npos);
 }
 
 TEST(LengthPool, NamedPoolsHaveTheirShape) {
@@ -107,11 +99,11 @@ TEST(LengthPool, NamedPoolsHaveTheirShape) {
 
 TEST(LengthPool, FilesAndComplaints) {
   EXPECT_EQ(parse_lengths("12\n# a comment\n\n 7 \r\n5", "f"), (std::vector<int64_t>{12, 7, 5}));
-  EXPECT_NE(error_of([] { parse_lengths("", "f.txt"); }).find("no lengths"), std::string::npos);
-  EXPECT_NE(error_of([] { parse_lengths("3\n0\n", "f.txt"); }).find("f.txt:2"), std::string::npos);
-  EXPECT_NE(error_of([] { parse_lengths("3\n-5\n", "f.txt"); }).find("positive"), std::string::npos);
-  EXPECT_NE(error_of([] { parse_lengths("3\n4x\n", "f.txt"); }).find("4x"), std::string::npos);
-  EXPECT_NE(error_of([] { parse_lengths("99999999999999999999\n", "f.txt"); }).find("f.txt:1"), std::string::npos);
+  EXPECT_NE(message_of([] { parse_lengths("", "f.txt"); }).find("no lengths"), std::string::npos);
+  EXPECT_NE(message_of([] { parse_lengths("3\n0\n", "f.txt"); }).find("f.txt:2"), std::string::npos);
+  EXPECT_NE(message_of([] { parse_lengths("3\n-5\n", "f.txt"); }).find("positive"), std::string::npos);
+  EXPECT_NE(message_of([] { parse_lengths("3\n4x\n", "f.txt"); }).find("4x"), std::string::npos);
+  EXPECT_NE(message_of([] { parse_lengths("99999999999999999999\n", "f.txt"); }).find("f.txt:1"), std::string::npos);
 }
 
 TEST(LengthPool, EveryLengthOnceAnEpoch) {

@@ -7,18 +7,10 @@
 #include "balance/latency_model.h"
 #include "balance/profile.h"
 #include "core/errors.h"
+#include "tests/core/message_of.h"
 
 namespace sb {
 namespace {
-
-std::string error_of(const std::function<void()>& body) {
-  try {
-    body();
-  } catch (const UserError& error) {
-    return error.what();
-  }
-  return "";
-}
 
 TEST(Profile, AnalyticNumbersAreTheDocumentedOnes) {
   const ModelShape shape = find_model_shape("qwen2.5-3b");
@@ -89,7 +81,7 @@ TEST(Profile, JsonRoundTripAndComplaints) {
     const size_t at = changed.find(from);
     EXPECT_NE(at, std::string::npos) << from;
     changed.replace(at, from.size(), to);
-    return error_of([&] { parse_profile(changed, "p.json"); });
+    return message_of([&] { parse_profile(changed, "p.json"); });
   };
   EXPECT_NE(with("\"version\": 1", "\"version\": 9").find("version 9"), std::string::npos);
   EXPECT_NE(with("sparsebalance-profile", "other").find("not a profile"), std::string::npos);
@@ -97,9 +89,9 @@ TEST(Profile, JsonRoundTripAndComplaints) {
   EXPECT_NE(with("\"us_per_tile\": 0.25", "\"us_per_tile\": -1").find("attention_forward.us_per_tile"),
             std::string::npos);
   EXPECT_NE(with("\"latency_us\"", "\"latencyus\"").find("latency_us"), std::string::npos);
-  EXPECT_NE(error_of([] { parse_profile("{", "p.json"); }).find("p.json"), std::string::npos);
+  EXPECT_NE(message_of([] { parse_profile("{", "p.json"); }).find("p.json"), std::string::npos);
   EXPECT_NE(
-      error_of([] { find_profile("no-such-profile", find_model_shape("qwen2.5-3b"), {}); }).find("neither built in"),
+      message_of([] { find_profile("no-such-profile", find_model_shape("qwen2.5-3b"), {}); }).find("neither built in"),
       std::string::npos);
 }
 
@@ -123,7 +115,7 @@ TEST(Profile, MeasuredOnesAreBuiltIn) {
       EXPECT_LT(ratio, 2.0);
     }
   }
-  const std::string complaint = error_of([] { find_profile("h200", find_model_shape("qwen2.5-7b"), {}); });
+  const std::string complaint = message_of([] { find_profile("h200", find_model_shape("qwen2.5-7b"), {}); });
   EXPECT_NE(complaint.find("qwen2.5-0.5b, qwen2.5-3b and not for qwen2.5-7b"), std::string::npos) << complaint;
 }
 
@@ -135,7 +127,7 @@ TEST(Profile, KnowsTheBlocksThatWereMeasured) {
   spec.query_block = 4;
   spec.score_tokens = 8;
   const std::array<const char*, 3> names{"attention.block", "attention.query_block", "attention.score_tokens"};
-  const auto complaint = [&] { return error_of([&] { check_measured_blocks(profile, spec, names); }); };
+  const auto complaint = [&] { return message_of([&] { check_measured_blocks(profile, spec, names); }); };
 
   // A file that does not tell, as older ones.
   EXPECT_EQ(write_profile(profile).find("score_tokens"), std::string::npos);
@@ -173,7 +165,7 @@ TEST(Profile, KnowsTheBlocksThatWereMeasured) {
     std::string changed = text;
     ASSERT_NE(changed.find(from), std::string::npos) << from;
     changed.replace(changed.find(from), std::string(from).size(), to);
-    EXPECT_NE(error_of([&] { parse_profile(changed, "p.json"); }).find("p.json.attention"), std::string::npos) << to;
+    EXPECT_NE(message_of([&] { parse_profile(changed, "p.json"); }).find("p.json.attention"), std::string::npos) << to;
   }
 }
 
@@ -186,7 +178,7 @@ TEST(Profile, OfAnotherModelIsRefused) {
   std::fclose(file);
   EXPECT_EQ(find_profile(path, find_model_shape("qwen2.5-0.5b"), {}).shape.layers, 24);
   EXPECT_EQ(find_profile(path, find_model_shape("qwen2.5-0.5b"), {}).name, path);
-  const std::string complaint = error_of([&] { find_profile(path, find_model_shape("qwen2.5-3b"), {}); });
+  const std::string complaint = message_of([&] { find_profile(path, find_model_shape("qwen2.5-3b"), {}); });
   EXPECT_NE(complaint.find("another model shape"), std::string::npos);
   EXPECT_NE(complaint.find("36 layers"), std::string::npos);
 }
@@ -244,7 +236,7 @@ TEST(CostModel, SplitsLayersByTime) {
   const CostModel more(latency, {}, layout);
   for (int s = 0; s < 8; ++s) EXPECT_EQ(more.stage_layers(s), s < 3 || s == 7 ? 5 : 4) << s;
   layout.pp = 37;
-  EXPECT_NE(error_of([&] { CostModel(latency, {}, layout); }).find("more than the 36 layers"), std::string::npos);
+  EXPECT_NE(message_of([&] { CostModel(latency, {}, layout); }).find("more than the 36 layers"), std::string::npos);
 }
 
 // Against all splits there are.
@@ -302,7 +294,7 @@ TEST(CostModel, ContextParallelDividesTheWork) {
 
 TEST(ModelShape, NamesFilesAndComplaints) {
   EXPECT_EQ(find_model_shape("llama-3-8b").kv_heads, 8);
-  EXPECT_NE(error_of([] { find_model_shape("gpt-17"); }).find("qwen2.5-3b"), std::string::npos);
+  EXPECT_NE(message_of([] { find_model_shape("gpt-17"); }).find("qwen2.5-3b"), std::string::npos);
   const std::string path = testing::TempDir() + "/sb_config_test.json";
   const auto write = [&](const char* text) {
     std::FILE* file = std::fopen(path.c_str(), "w");
@@ -315,9 +307,9 @@ TEST(ModelShape, NamesFilesAndComplaints) {
   EXPECT_EQ(find_model_shape(path).head_dim, 16);
   write(
       R"({"num_hidden_layers":2,"hidden_size":64,"num_attention_heads":4,"num_key_value_heads":3,"intermediate_size":128,"vocab_size":100})");
-  EXPECT_NE(error_of([&] { find_model_shape(path); }).find("evenly"), std::string::npos);
+  EXPECT_NE(message_of([&] { find_model_shape(path); }).find("evenly"), std::string::npos);
   write(R"({"num_hidden_layers":2})");
-  EXPECT_NE(error_of([&] { find_model_shape(path); }).find("hidden_size"), std::string::npos);
+  EXPECT_NE(message_of([&] { find_model_shape(path); }).find("hidden_size"), std::string::npos);
 }
 
 }  // namespace

@@ -5,6 +5,7 @@
 
 #include "tests/comm/comm_cases.h"
 #include "tests/comm/memory_transport.h"
+#include "tests/core/message_of.h"
 
 namespace sb {
 namespace {
@@ -25,16 +26,6 @@ INSTANTIATE_TEST_SUITE_P(Comm, OnMessages,
                            return std::string(std::get<1>(param_info.param).name) + "_" +
                                   std::to_string(std::get<0>(param_info.param));
                          });
-
-template <typename Exception>
-std::string message_of(const std::function<void()>& action) {
-  try {
-    action();
-  } catch (const Exception& exception) {
-    return exception.what();
-  }
-  return "nothing was thrown";
-}
 
 TEST(MessageTimeout, NamesRankOperationNumberAndGroup) {
   std::atomic<int> gone = 0;

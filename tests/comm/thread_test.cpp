@@ -9,6 +9,7 @@
 
 #include "comm/self_communicator.h"
 #include "tests/comm/comm_cases.h"
+#include "tests/core/message_of.h"
 
 namespace sb {
 namespace {
@@ -52,16 +53,6 @@ TEST(SelfCommunicator, HasTheNameItIsGiven) {
   } catch (const CommTimeout& timeout) {
     EXPECT_THAT(timeout.what(), HasSubstr("rank 0 waited 0.1 s for receive #1 of group dp"));
   }
-}
-
-template <typename Exception>
-std::string message_of(const std::function<void()>& action) {
-  try {
-    action();
-  } catch (const Exception& exception) {
-    return exception.what();
-  }
-  return "nothing was thrown";
 }
 
 const ThreadCommOptions kImpatient{milliseconds(500), {}};

@@ -5,18 +5,10 @@
 #include <fstream>
 
 #include "core/errors.h"
+#include "tests/core/message_of.h"
 
 namespace sb {
 namespace {
-
-std::string message_of(const std::function<void()>& action) {
-  try {
-    action();
-  } catch (const UserError& error) {
-    return error.what();
-  }
-  return "(no UserError)";
-}
 
 enum class Color { red, green };
 

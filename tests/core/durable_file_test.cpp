@@ -7,6 +7,7 @@
 #include <iterator>
 
 #include "core/errors.h"
+#include "tests/core/message_of.h"
 
 namespace sb {
 namespace {
@@ -26,15 +27,6 @@ class DurableFileTest : public testing::Test {
   static std::string content(const fs::path& path) {
     std::ifstream file(path, std::ios::binary);
     return {std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
-  }
-  template <typename Action>
-  static std::string complaint(const Action& action) {
-    try {
-      action();
-    } catch (const UserError& error) {
-      return error.what();
-    }
-    return "";
   }
 
   fs::path directory_;
@@ -61,16 +53,16 @@ TEST_F(DurableFileTest, NewAndReplacedFiles) {
 
 TEST_F(DurableFileTest, NamesThePathThatFails) {
   const fs::path missing = directory_ / "missing" / "a";
-  EXPECT_TRUE(complaint([&] { DurableFile file(missing); }).starts_with(missing.string()));
-  EXPECT_TRUE(complaint([&] { sync_file(missing); }).starts_with(missing.string()));
+  EXPECT_TRUE(message_of([&] { DurableFile file(missing); }).starts_with(missing.string()));
+  EXPECT_TRUE(message_of([&] { sync_file(missing); }).starts_with(missing.string()));
   EXPECT_TRUE(
-      complaint([&] { sync_directory(directory_ / "missing"); }).starts_with((directory_ / "missing").string()));
+      message_of([&] { sync_directory(directory_ / "missing"); }).starts_with((directory_ / "missing").string()));
 }
 
 // A device that is always full stands for a full disk.
 TEST_F(DurableFileTest, AFullDiskIsReported) {
   if (!fs::exists("/dev/full")) GTEST_SKIP() << "no /dev/full";
-  const std::string text = complaint([] {
+  const std::string text = message_of([] {
     DurableFile file("/dev/full");
     file.write("x", 1);
   });

@@ -9,39 +9,15 @@
 
 #include "attention/dense_attention.h"
 #include "attention/sparse_attention.h"
-#include "core/random.h"
 #include "device/cuda.h"
 #include "model/hf_checkpoint.h"
+#include "tests/eval/small_model.h"
 #include "tests/train/scratch_directory.h"
 
 namespace sb {
 namespace {
 
 constexpr int64_t kCapacity = 800;
-
-ModelConfig small_model() {
-  ModelConfig config;
-  config.family = ModelConfig::Family::qwen2;
-  config.vocab_size = 61;
-  config.hidden_size = 32;
-  config.intermediate_size = 48;
-  config.layers = 2;
-  config.heads = 4;
-  config.kv_heads = 2;
-  config.head_dim = 64;
-  config.qkv_bias = true;
-  config.initializer_range = 0.3f;  // large, so that attention is far from uniform
-  config.max_position_embeddings = 1024;
-  config.tie_word_embeddings = true;
-  return config;
-}
-
-std::vector<int32_t> random_tokens(int64_t length, uint64_t seed) {
-  Random random(seed);
-  std::vector<int32_t> tokens(static_cast<size_t>(length));
-  for (int32_t& token : tokens) token = static_cast<int32_t>(random.below(61));
-  return tokens;
-}
 
 SelectionConfig selection(SelectionPattern pattern) {
   SelectionConfig config;
@@ -67,7 +43,7 @@ struct Reference {
     options.last_layer = 2;
     options.max_micro_batch_tokens = options.max_sequence_length = kCapacity;
     options.training = false;
-    stage = std::make_unique<Stage>(small_model(), options, *attention, 2);
+    stage = std::make_unique<Stage>(small_model(64), options, *attention, 2);
     stage->initialize(5);
   }
 
@@ -94,7 +70,7 @@ class EvalModelTest : public testing::TestWithParam<Where> {
  protected:
   void SetUp() override {
     if (on_cuda() && !cuda::problem().empty()) GTEST_SKIP() << cuda::problem();
-    write_hf_model(directory_.path(), small_model(), Reference({}).stage->parameters(), {});
+    write_hf_model(directory_.path(), small_model(64), Reference({}).stage->parameters(), {});
   }
   bool on_cuda() const { return GetParam().device == DeviceKind::cuda; }
   // `fp32` on the CPU and on CUDA alike, what rounding the weights and every activation leaves otherwise.

@@ -10,34 +10,10 @@
 #include "attention/dense_attention.h"
 #include "attention/sparse_attention.h"
 #include "core/errors.h"
-#include "core/random.h"
+#include "tests/eval/small_model.h"
 
 namespace sb {
 namespace {
-
-ModelConfig tiny_model() {
-  ModelConfig config;
-  config.family = ModelConfig::Family::qwen2;
-  config.vocab_size = 61;
-  config.hidden_size = 32;
-  config.intermediate_size = 48;
-  config.layers = 2;
-  config.heads = 4;
-  config.kv_heads = 2;
-  config.head_dim = 16;
-  config.qkv_bias = true;
-  config.initializer_range = 0.3f;  // large, so that attention is far from uniform
-  config.max_position_embeddings = 1024;
-  config.tie_word_embeddings = true;
-  return config;
-}
-
-std::vector<int32_t> random_prompt(int64_t length, uint64_t seed) {
-  Random random(seed);
-  std::vector<int32_t> tokens(length);
-  for (int32_t& token : tokens) token = static_cast<int32_t>(random.below(61));
-  return tokens;
-}
 
 StageOptions evaluation_options() {
   StageOptions options;
@@ -50,7 +26,7 @@ StageOptions evaluation_options() {
 
 // A model for generation, and the same model without a cache.
 struct Pair {
-  ModelConfig config = tiny_model();
+  ModelConfig config = small_model(16);
   std::unique_ptr<Attention> prefill, plain;
   std::unique_ptr<CachedAttention> cached;
   std::unique_ptr<Stage> generating, whole;
@@ -119,8 +95,8 @@ SparseAttention::Options sparse_options(SelectionPattern pattern, int query_bloc
 
 TEST(Generation, DenseCacheEqualsRunningTheWholeSequence) {
   Pair pair(nullptr);
-  const std::vector<std::vector<int32_t>> prompts = {random_prompt(1, 1), random_prompt(70, 2), random_prompt(33, 3),
-                                                     random_prompt(200, 4)};
+  const std::vector<std::vector<int32_t>> prompts = {random_tokens(1, 1), random_tokens(70, 2), random_tokens(33, 3),
+                                                     random_tokens(200, 4)};
   Generator generator(*pair.generating, *pair.cached, 3, 1024);
   GenerationOptions options;
   options.max_new_tokens = 20;
@@ -134,7 +110,7 @@ TEST(Generation, SparseCacheChoosesAsTrainingWould) {
       SparseAttention::Options sparse = sparse_options(pattern, query_block);
       sparse.selection.score_tokens = query_block == 1 ? 4 : 0;
       Pair pair(&sparse);
-      const std::vector<std::vector<int32_t>> prompts = {random_prompt(700, 2), random_prompt(350, 3)};
+      const std::vector<std::vector<int32_t>> prompts = {random_tokens(700, 2), random_tokens(350, 3)};
       Generator generator(*pair.generating, *pair.cached, 2, 1024);
       GenerationOptions options;
       options.max_new_tokens = 24;  // crosses a tile and a block
@@ -146,7 +122,7 @@ TEST(Generation, SparseCacheChoosesAsTrainingWould) {
 
 TEST(Generation, DoesNotDependOnTheBatch) {
   Pair together(nullptr, 3), alone(nullptr, 1);
-  const std::vector<std::vector<int32_t>> prompts = {random_prompt(5, 1), random_prompt(50, 2), random_prompt(9, 3)};
+  const std::vector<std::vector<int32_t>> prompts = {random_tokens(5, 1), random_tokens(50, 2), random_tokens(9, 3)};
   GenerationOptions options;
   options.sampling.temperature = 1.0;
   options.sampling.top_p = 0.9;
@@ -162,7 +138,7 @@ TEST(Generation, StopsAtEndTokens) {
   Generator generator(*pair.generating, *pair.cached, 3, 1024);
   GenerationOptions options;
   options.max_new_tokens = 10;
-  const std::vector<int32_t> prompt = random_prompt(40, 8);
+  const std::vector<int32_t> prompt = random_tokens(40, 8);
   const std::vector<int32_t> all = generator.generate(pair.exec, {prompt}, options)[0];
   ASSERT_EQ(all.size(), 10u);
   options.stop_tokens = {all[4]};
@@ -179,7 +155,7 @@ TEST(Generation, RefusesBadPrompts) {
   EXPECT_THROW(generator.generate(pair.exec, {{}}, options), UserError);
   EXPECT_THROW(generator.generate(pair.exec, {{61}}, options), UserError);
   EXPECT_THROW(generator.generate(pair.exec, {{-1}}, options), UserError);
-  EXPECT_THROW(generator.generate(pair.exec, {random_prompt(1000, 1)}, options), UserError);
+  EXPECT_THROW(generator.generate(pair.exec, {random_tokens(1000, 1)}, options), UserError);
   EXPECT_TRUE(generator.generate(pair.exec, {}, options).empty());
 }
 

@@ -19,16 +19,14 @@ int64_t resident_bytes() {
   return resident * ::sysconf(_SC_PAGESIZE);
 }
 
-MicroBatch one_sequence(int64_t tokens) {
-  MicroBatch batch;
+void add_sequence(MicroBatch& batch, int64_t tokens, int32_t shift, float weight) {
   for (int32_t i = 0; i < tokens; ++i) {
     batch.tokens.push_back(i % 100);
     batch.positions.push_back(i);
-    batch.labels.push_back((i + 1) % 100);
-    batch.weights.push_back(1.0f / static_cast<float>(tokens));
+    batch.labels.push_back((i + shift) % 100);
+    batch.weights.push_back(weight);
   }
-  batch.cu_seqlens.push_back(static_cast<int32_t>(tokens));
-  return batch;
+  batch.cu_seqlens.push_back(static_cast<int32_t>(batch.size()));
 }
 
 TEST(MemoryTest, ResidentMemoryIsWithinFivePercentOfThePlan) {
@@ -55,7 +53,8 @@ TEST(MemoryTest, ResidentMemoryIsWithinFivePercentOfThePlan) {
   DenseAttention attention;
   const auto run = [&](int64_t tokens) {
     options.max_micro_batch_tokens = options.max_sequence_length = tokens;
-    const MicroBatch batch = one_sequence(tokens);
+    MicroBatch batch;
+    add_sequence(batch, tokens, 1, 1.0f / static_cast<float>(tokens));
     const int64_t before = resident_bytes();
     Stage stage(config, options, attention, 2);
     stage.initialize(1);
@@ -109,14 +108,8 @@ TEST(MemoryTest, TwoHundredStepsOfChangingLengthsTakeNoMoreMemory) {
     MicroBatch batch;
     const int64_t total = step == 17 ? 1024 : 1 + static_cast<int64_t>(random.below(1024));  // the largest, once
     while (batch.size() < total) {
-      const auto length = 1 + static_cast<int32_t>(random.below(static_cast<uint64_t>(total - batch.size())));
-      for (int32_t i = 0; i < length; ++i) {
-        batch.tokens.push_back(i % 100);
-        batch.positions.push_back(i);
-        batch.labels.push_back((i + step) % 100);
-        batch.weights.push_back(1e-3f);
-      }
-      batch.cu_seqlens.push_back(static_cast<int32_t>(batch.size()));
+      const auto length = 1 + static_cast<int64_t>(random.below(static_cast<uint64_t>(total - batch.size())));
+      add_sequence(batch, length, step, 1e-3f);
     }
     stage.forward(exec, batch, 0, {});
     stage.backward(exec, batch, 0, {});

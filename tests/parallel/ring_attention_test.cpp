@@ -9,16 +9,12 @@
 #include "attention/forwarding_attention.h"
 #include "comm/thread_communicator.h"
 #include "core/random.h"
-#include "tests/attention/reference.h"
+#include "tests/attention/sparse_cases.h"
 
 namespace sb {
 namespace {
 
 using Pattern = SelectionPattern;
-
-AttentionShape shape_of(int heads, int kv_heads, int head_dim) {
-  return {heads, kv_heads, head_dim, 1.0f / std::sqrt(static_cast<float>(head_dim))};
-}
 
 SelectionConfig dense_config(int block) {
   SelectionConfig config;
@@ -132,30 +128,14 @@ TEST(RingAttention, NodesChangeNothing) {
 }
 
 // Random rows: staircases, missing diagonals, empty rows, single columns.
-BlockIndex random_index(const AttentionCase& c, const BlockIndexShape& shape, std::vector<uint8_t> dense,
+BlockIndex random_index(const AttentionCase& c, const BlockIndexShape& shape, const std::vector<uint8_t>& dense,
                         bool columns) {
-  BlockIndex index;
-  BlockIndexBuilder builder;
-  ThreadPool pool(1);
-  Random random(17);
-  builder.begin(index, shape, c.cu_seqlens, dense, 1);
-  for (int64_t id = 0; id < index.rows(); ++id) {
-    const auto place = index.place_of(id);
-    const int tokens = index.query_tokens(*place.sequence, place.query_block);
-    const int last = place.query_block * shape.query_block + tokens - 1;
-    std::vector<IndexEntry> entries;
-    std::vector<int32_t> single;
-    for (int block = 0; block * shape.block <= last; ++block) {
-      if (random.below(3) == 0)
-        entries.push_back({static_cast<uint16_t>(block), static_cast<uint8_t>(random.below(tokens))});
-      else
-        for (int key = block * shape.block; columns && key < (block + 1) * shape.block && key <= last; ++key)
-          if (random.below(9) == 0) single.push_back(key);
-    }
-    builder.set_row(0, id, entries, single);
-  }
-  builder.finish(pool);
-  return index;
+  RowMaker rows;
+  rows.first = [](Random& random, int, int tokens, int, int) {
+    return random.below(3) == 0 ? static_cast<int>(random.below(tokens)) : -1;
+  };
+  if (columns) rows.gathered = [](Random& random, int) { return random.below(9) == 0; };
+  return build_index(c, shape, rows, dense);
 }
 
 TEST(RingAttention, ReplayedIndexEqualsTheDefinition) {

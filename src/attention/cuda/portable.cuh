@@ -71,6 +71,31 @@ struct RowWalk {
   }
 };
 
+// Calls attend(key_row, sees) for every 64 keys that a tile looks at, blocks first, then gathered columns: key_row(r)
+// is where one starts (negative: none), sees(h, r) whether this lane's row h, of token[h] of the tile, looks at it.
+template <int D, typename Attend>
+__device__ __forceinline__ void each_sixty_four(const RowWalk& walk, const ForwardItem& item, int kv_head,
+                                                const int (&token)[2], Attend attend) {
+  const int sequence = item.token - item.position;
+  const auto element = [&](int key) { return (static_cast<int64_t>(sequence + key) * walk.kv_heads + kv_head) * D; };
+  walk.each_block(item, [&](int key_position, int first) {
+    for (int part = 0; part < walk.tiling.block; part += 64) {
+      const int position = key_position + part;
+      if (position >= item.position + item.tokens) break;
+      int limit[2];  // last key a row sees
+#pragma unroll
+      for (int h = 0; h < 2; ++h) limit[h] = token[h] < first ? -1 : item.position + token[h] - position;
+      // Keys after the tile's last token are masked; zeros there keep what lies behind out of the products.
+      attend([&](int r) { return position + r < item.position + item.tokens ? element(position + r) : int64_t{-1}; },
+             [&](int h, int r) { return r <= limit[h]; });
+    }
+  });
+  walk.each_piece(item, [&](const int32_t* columns, uint64_t seen) {
+    attend([&](int r) { return seen >> r & 1 ? element(columns[r]) : int64_t{-1}; },
+           [&](int h, int r) { return (seen >> r & 1) != 0 && columns[r] <= item.position + token[h]; });
+  });
+}
+
 // Where the sums of a key's gradients as a gathered column are: row of [piece][64]; -1: it is none.
 __device__ inline int64_t gathered_row(const GatheredColumns& gathered, int list, int position) {
   const GatheredList& found = gathered.lists[list];

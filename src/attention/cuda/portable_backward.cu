@@ -173,7 +173,7 @@ __global__ void __launch_bounds__(128) rows_kernel(const __grid_constant__ RowAr
   const int sub = blockIdx.x % 2, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const SubtileRows rows = args.walk.rows(item, sub);
   if (rows.valid == 0) return;
-  const int kv_head = item.head / args.walk.heads_per_kv, sequence = item.token - item.position;
+  const int kv_head = item.head / args.walk.heads_per_kv;
   const auto query_row = [&](int r) { return rows.exists(r) ? rows.packed(r) * D : int64_t{-1}; };
   load_tile<D>(smem.q, args.q, query_row);
   load_tile<D>(smem.d_o, args.d_o, query_row);
@@ -188,7 +188,6 @@ __global__ void __launch_bounds__(128) rows_kernel(const __grid_constant__ RowAr
     delta[h] = statistics[64 + row[h]];
   }
   float dq[D / 2] = {};
-  // As in the forward.
   const auto attend = [&](auto key_row, auto sees) {
     __syncthreads();
     load_tile<D>(smem.k, args.k, key_row);
@@ -213,29 +212,7 @@ __global__ void __launch_bounds__(128) rows_kernel(const __grid_constant__ RowAr
       add_product<D, 4>(dq, dp, smem.k, half);
     }
   };
-  args.walk.each_block(item, [&](int key_position, int first) {
-    for (int part = 0; part < args.walk.tiling.block; part += 64) {
-      const int position = key_position + part;
-      if (position > item.position + item.tokens - 1) break;
-      int limit[2];
-#pragma unroll
-      for (int h = 0; h < 2; ++h) limit[h] = token[h] < first ? -1 : item.position + token[h] - position;
-      attend(
-          [&](int r) {
-            const int64_t key = sequence + position + r;
-            return position + r < item.position + item.tokens ? (key * args.walk.kv_heads + kv_head) * D : int64_t{-1};
-          },
-          [&](int h, int r) { return r <= limit[h]; });
-    }
-  });
-  args.walk.each_piece(item, [&](const int32_t* columns, uint64_t seen) {
-    attend(
-        [&](int r) {
-          return seen >> r & 1 ? (static_cast<int64_t>(sequence + columns[r]) * args.walk.kv_heads + kv_head) * D
-                               : int64_t{-1};
-        },
-        [&](int h, int r) { return (seen >> r & 1) != 0 && columns[r] <= item.position + token[h]; });
-  });
+  each_sixty_four<D>(args.walk, item, kv_head, token, attend);
   copies_done();
 #pragma unroll
   for (int h = 0; h < 2; ++h) {

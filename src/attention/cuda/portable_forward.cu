@@ -29,7 +29,7 @@ __global__ void __launch_bounds__(128) forward_kernel(const __grid_constant__ Ar
   const int sub = blockIdx.x % 2, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const SubtileRows rows = args.walk.rows(item, sub);
   if (rows.valid == 0) return;
-  const int kv_head = item.head / args.walk.heads_per_kv, sequence = item.token - item.position;
+  const int kv_head = item.head / args.walk.heads_per_kv;
   const int before = sub * rows.tokens;  // tokens of the tile before this subtile
   int row[2], token[2];                  // of this lane; tokens count from the tile's start
 #pragma unroll
@@ -40,7 +40,6 @@ __global__ void __launch_bounds__(128) forward_kernel(const __grid_constant__ Ar
   load_tile<D>(smem.q, args.q, [&](int r) { return rows.exists(r) ? rows.packed(r) * D : int64_t{-1}; });
 
   float o[D / 2] = {}, top[2] = {-INFINITY, -INFINITY}, sum[2] = {0, 0};
-  // 64 keys: key_row(r) is where one starts (negative: none), sees(h, r) whether this lane's row h looks at it.
   const auto attend = [&](auto key_row, auto sees) {
     __syncthreads();
     load_tile<D>(smem.k, args.k, key_row);
@@ -83,30 +82,7 @@ __global__ void __launch_bounds__(128) forward_kernel(const __grid_constant__ Ar
     }
     add_product<D, 8>(o, s, smem.v, 0);
   };
-  args.walk.each_block(item, [&](int key_position, int first) {
-    for (int part = 0; part < args.walk.tiling.block; part += 64) {
-      const int position = key_position + part;  // of the first key of these 64
-      if (position > item.position + item.tokens - 1) break;
-      int limit[2];  // last key a row sees
-#pragma unroll
-      for (int h = 0; h < 2; ++h) limit[h] = token[h] < first ? -1 : item.position + token[h] - position;
-      attend(
-          [&](int r) {
-            const int64_t key = sequence + position + r;
-            // Keys after the tile's last token are masked; zeros there keep what lies behind out of the products.
-            return position + r < item.position + item.tokens ? (key * args.walk.kv_heads + kv_head) * D : int64_t{-1};
-          },
-          [&](int h, int r) { return r <= limit[h]; });
-    }
-  });
-  args.walk.each_piece(item, [&](const int32_t* columns, uint64_t seen) {
-    attend(
-        [&](int r) {
-          return seen >> r & 1 ? (static_cast<int64_t>(sequence + columns[r]) * args.walk.kv_heads + kv_head) * D
-                               : int64_t{-1};
-        },
-        [&](int h, int r) { return (seen >> r & 1) != 0 && columns[r] <= item.position + token[h]; });
-  });
+  each_sixty_four<D>(args.walk, item, kv_head, token, attend);
   copies_done();
 
 #pragma unroll
