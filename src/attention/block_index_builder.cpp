@@ -81,7 +81,7 @@ void BlockIndexBuilder::finish(ThreadPool& pool) {
       });
       auto to = index.gathered_.begin() + index.gathered_offsets_[row];
       columns_.read(staged.thread, staged.column_begin, staged.columns,
-                    [&](std::span<const int32_t> part) { gathered = std::copy(part.begin(), part.end(), gathered); });
+                    [&](std::span<const int32_t> part) { to = std::copy(part.begin(), part.end(), to); });
     }
   });
   index.build_columns(pool);
