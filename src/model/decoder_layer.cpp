@@ -98,6 +98,10 @@ TensorView DecoderLayer::gradient_of(int parameter) const {
   return parameter < 0 ? TensorView() : parameters_.gradient(parameter);
 }
 
+void DecoderLayer::add_product_gradients(const LayerRun& run, TensorView x, TensorView dy, int weight, int bias) const {
+  linear_backward_weight(run.exec, x, dy, gradient_of(weight), gradient_of(bias), parameters_.add_to_gradient(weight));
+}
+
 LayerSaved DecoderLayer::allocate_saved(Arena& arena, int64_t tokens, Recompute recompute) const {
   const Widths width(config_);
   const int64_t d = config_.head_dim;
@@ -285,8 +289,7 @@ void DecoderLayer::backward_attention(const LayerRun& run, const LayerSaved& sav
   const int64_t tokens = saved.x.dim(0), d = config_.head_dim;
 
   // gradient: of middle, and through the residual of x. Attention's part is added.
-  linear_backward_weight(exec, flat_heads(attended.out), gradient, gradient_of(output_weight_),
-                         gradient_of(output_bias_));
+  add_product_gradients(run, flat_heads(attended.out), gradient, output_weight_, output_bias_);
   // The gradient of attention's output is done with when that of the projection comes: they share memory.
   const TensorView dqkv = workspace.allocate(dtype_, {tokens, width.qkv});
   {
@@ -305,7 +308,7 @@ void DecoderLayer::backward_attention(const LayerRun& run, const LayerSaved& sav
     const TensorView x = saved.x.rows(begin, end), own = dqkv.rows(begin, end);
     Piece piece;
     norm_piece(run, input_norm_, x, piece);
-    linear_backward_weight(exec, piece.normed, own, gradient_of(qkv_weight_), gradient_of(qkv_bias_));
+    add_product_gradients(run, piece.normed, own, qkv_weight_, qkv_bias_);
     const TensorView dnormed = piece.normed;  // its last use was the line above
     linear_backward_input(exec, own, weight(qkv_weight_), dnormed);
     rmsnorm_backward(exec, x, weight(input_norm_), piece.rstd, dnormed, gradient.rows(begin, end), /*accumulate=*/true,
@@ -332,8 +335,8 @@ void DecoderLayer::backward_mlp(const LayerRun& run, TensorView kept_gate_up, Te
                    dgate_up = gate_up;
   linear_backward_input(exec, gradient, weight(down_weight_), dinner);
   swiglu_backward(exec, gate_up, dinner, dgate_up, inner);
-  linear_backward_weight(exec, inner, gradient, gradient_of(down_weight_), {});
-  linear_backward_weight(exec, piece.normed, dgate_up, gradient_of(gate_up_weight_), {});
+  add_product_gradients(run, inner, gradient, down_weight_, -1);
+  add_product_gradients(run, piece.normed, dgate_up, gate_up_weight_, -1);
   const TensorView dnormed = piece.normed;
   linear_backward_input(exec, dgate_up, weight(gate_up_weight_), dnormed);
   rmsnorm_backward(exec, middle, weight(post_attention_norm_), piece.rstd, dnormed, gradient, /*accumulate=*/true,

@@ -67,6 +67,8 @@ class DecoderLayer {
  private:
   TensorView weight(int parameter) const;
   TensorView gradient_of(int parameter) const;
+  // The gradients of a product with `weight` [out, in] and `bias` (-1: none), from its input and its output's gradient.
+  void add_product_gradients(const LayerRun& run, TensorView x, TensorView dy, int weight, int bias) const;
   // What attention reads, and with q/k norms what their backward needs.
   struct Operands {
     TensorView q, k, v, rstd_q, rstd_k;
@@ -87,7 +89,7 @@ class DecoderLayer {
                           const Operands& to, TensorView qkv, TensorView gradient) const;
 
   const ModelConfig& config_;
-  const ParameterSet& parameters_;
+  ParameterSet& parameters_;
   int index_;
   DType dtype_;
   AttentionShape attention_shape_;

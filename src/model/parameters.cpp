@@ -49,6 +49,7 @@ void ParameterSet::allocate(bool with_gradients, DeviceKind device, DType weight
   };
   if (with_values) flat_values_ = zeros("weights", values_, DType::f32);
   if (with_gradients) flat_gradients_ = zeros("gradients", gradients_, DType::f32);
+  unwritten_.assign(parameters_.size(), false);
   if (weights != DType::f32) flat_weights_ = zeros("rounded weights", weights_, weights);
 }
 
@@ -97,6 +98,36 @@ int64_t ParameterSet::elements() const {
 void ParameterSet::zero_gradients(const Exec& exec) {
   SB_CHECK(gradients_, "these parameters have no gradients");
   zero_tensor(exec, flat_gradients_);
+  unwritten_.assign(parameters_.size(), false);
+}
+
+void ParameterSet::begin_gradients(const Exec& exec) {
+  SB_CHECK(gradients_, "these parameters have no gradients");
+  unwritten_.assign(parameters_.size(), false);
+  // What lies between the matrices, padding included, in one piece.
+  int64_t begin = 0;
+  for (int i = 0; i < count(); ++i) {
+    const Parameter& own = parameter(i);
+    if (own.shape.rank() < 2) continue;
+    unwritten_[static_cast<size_t>(i)] = true;
+    zero_tensor(exec, flat_gradients_.rows(begin, own.offset));
+    begin = own.offset + own.elements();
+  }
+  zero_tensor(exec, flat_gradients_.rows(begin, flat_elements_));
+}
+
+bool ParameterSet::add_to_gradient(int index) {
+  const bool written = !unwritten_[static_cast<size_t>(index)];
+  unwritten_[static_cast<size_t>(index)] = false;
+  return written;
+}
+
+void ParameterSet::complete_gradients(const Exec& exec, int group) {
+  const Group& own = groups_[static_cast<size_t>(group)];
+  for (int i = 0; i < count(); ++i) {
+    const int64_t offset = parameter(i).offset;
+    if (own.begin <= offset && offset < own.end && !add_to_gradient(i)) zero_tensor(exec, gradient(i));
+  }
 }
 
 HostCopy ParameterSet::host_values() const {

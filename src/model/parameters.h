@@ -72,6 +72,13 @@ class ParameterSet {
   // Sum of the parameters' elements, without padding.
   int64_t elements() const;
   void zero_gradients(const Exec& exec = {});
+  // The same for a step about to run, without touching most of the memory: gradients that products make (of two
+  // dimensions) keep what they hold until add_to_gradient() was asked for, which tells the first product to write.
+  void begin_gradients(const Exec& exec = {});
+  // Whether a product has to add to the gradient instead of writing it; after the first time it has.
+  bool add_to_gradient(int index);
+  // Zeros for the gradients of a group that nothing was written to since.
+  void complete_gradients(const Exec& exec, int group);
 
   // The values where the host can read and write them, for loading and saving; changes count after store_values(),
   // which waits for the device.
@@ -90,6 +97,7 @@ class ParameterSet {
   int64_t flat_elements_ = 0;
   std::unique_ptr<Arena> values_, gradients_, weights_;
   TensorView flat_values_, flat_gradients_, flat_weights_;
+  std::vector<bool> unwritten_;  // gradients, since begin_gradients()
   ValuesOwner values_owner_;
 };
 

@@ -331,7 +331,8 @@ struct Stage::Implementation {
     const TensorView rstd = workspace.allocate(DType::f32, {slot.tokens});
     rmsnorm_forward(exec, x, p.weight(model.final_norm), config.rms_norm_eps, hidden, rstd);
     loss_forward_backward(exec, hidden, p.weight(model.head), slot.ids.labels, slot.ids.weights, options.loss_chunk,
-                          slot.token_loss, slot.end, p.gradient(model.head), slot.loss(), batch.labels);
+                          slot.token_loss, slot.end, p.gradient(model.head), slot.loss(), batch.labels,
+                          p.add_to_gradient(model.head));
     slot.loss_ready.record(exec);
     rmsnorm_backward(exec, x, p.weight(model.final_norm), rstd, slot.end, slot.end, /*accumulate=*/false,
                      p.gradient(model.final_norm));
@@ -487,7 +488,10 @@ TensorView Stage::backward(const Exec& caller, const MicroBatch& batch, int slot
   auto group = static_cast<int>(s.model.parameters.groups().size());
   const int first_layer_group = s.first ? 1 : 0;
   const auto down_to = [&](int final_group) {
-    while (gradients_final && group > final_group) gradients_final(--group);
+    while (group > final_group) {
+      s.model.parameters.complete_gradients(exec, --group);
+      if (gradients_final) gradients_final(group);
+    }
   };
   down_to(first_layer_group + static_cast<int>(s.model.layers.size()));
   for (size_t i = s.model.layers.size(); i-- > 0;) {
@@ -498,7 +502,9 @@ TensorView Stage::backward(const Exec& caller, const MicroBatch& batch, int slot
   }
   slot.holds = Slot::Holds::nothing;
   if (!s.first) return gradient;
-  embedding_backward(exec, slot.ids.tokens, gradient, s.model.parameters.gradient(s.model.embedding));
+  const TensorView table = s.model.parameters.gradient(s.model.embedding);
+  if (!s.model.parameters.add_to_gradient(s.model.embedding)) zero_tensor(exec, table);  // it gets rows, not all of it
+  embedding_backward(exec, slot.ids.tokens, gradient, table);
   down_to(0);
   return {};
 }

@@ -15,7 +15,8 @@ namespace sb::cpu {
 void linear_forward(const Exec& exec, TensorView x, TensorView weight, TensorView bias, TensorView y,
                     TensorView residual);
 void linear_backward_input(const Exec& exec, TensorView dy, TensorView weight, TensorView dx, bool accumulate);
-void linear_backward_weight(const Exec& exec, TensorView x, TensorView dy, TensorView dweight, TensorView dbias);
+void linear_backward_weight(const Exec& exec, TensorView x, TensorView dy, TensorView dweight, TensorView dbias,
+                            bool accumulate);
 void rmsnorm_forward(const Exec& exec, TensorView x, TensorView weight, float eps, TensorView y, TensorView rstd);
 void rmsnorm_backward(const Exec& exec, TensorView x, TensorView weight, TensorView rstd, TensorView dy, TensorView dx,
                       bool accumulate, TensorView dweight);
@@ -34,7 +35,7 @@ void loss_forward(const Exec& exec, TensorView hidden, TensorView weight, Tensor
                   int64_t chunk, TensorView token_loss, LossSums* sums);
 void loss_forward_backward(const Exec& exec, TensorView hidden, TensorView weight, TensorView labels,
                            TensorView weights, int64_t chunk, TensorView token_loss, TensorView dhidden,
-                           TensorView dweight, LossSums* sums);
+                           TensorView dweight, LossSums* sums, bool accumulate);
 void adamw_update(const Exec& exec, const AdamWStep& step, TensorView parameters, TensorView gradients, TensorView m,
                   TensorView v);
 void adamw_update(const Exec& exec, const AdamWStep& step, std::span<const DecayRange> ranges,
@@ -49,7 +50,8 @@ namespace sb::cuda {
 void linear_forward(const Exec& exec, TensorView x, TensorView weight, TensorView bias, TensorView y,
                     TensorView residual);
 void linear_backward_input(const Exec& exec, TensorView dy, TensorView weight, TensorView dx, bool accumulate);
-void linear_backward_weight(const Exec& exec, TensorView x, TensorView dy, TensorView dweight, TensorView dbias);
+void linear_backward_weight(const Exec& exec, TensorView x, TensorView dy, TensorView dweight, TensorView dbias,
+                            bool accumulate);
 void rmsnorm_forward(const Exec& exec, TensorView x, TensorView weight, float eps, TensorView y, TensorView rstd);
 void rmsnorm_backward(const Exec& exec, TensorView x, TensorView weight, TensorView rstd, TensorView dy, TensorView dx,
                       bool accumulate, TensorView dweight);
@@ -68,7 +70,7 @@ void loss_forward(const Exec& exec, TensorView hidden, TensorView weight, Tensor
                   int64_t chunk, TensorView token_loss, LossSums* sums, std::span<const int32_t> host_labels);
 void loss_forward_backward(const Exec& exec, TensorView hidden, TensorView weight, TensorView labels,
                            TensorView weights, int64_t chunk, TensorView token_loss, TensorView dhidden,
-                           TensorView dweight, LossSums* sums, std::span<const int32_t> host_labels);
+                           TensorView dweight, LossSums* sums, std::span<const int32_t> host_labels, bool accumulate);
 void adamw_update(const Exec& exec, const AdamWStep& step, TensorView parameters, TensorView gradients, TensorView m,
                   TensorView v);
 void adamw_update(const Exec& exec, const AdamWStep& step, std::span<const DecayRange> ranges,

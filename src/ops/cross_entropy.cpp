@@ -38,7 +38,7 @@ void loss_forward(const Exec& exec, TensorView hidden, TensorView weight, Tensor
 
 void loss_forward_backward(const Exec& exec, TensorView hidden, TensorView weight, TensorView labels,
                            TensorView weights, int64_t chunk, TensorView token_loss, TensorView dhidden,
-                           TensorView dweight, LossSums* sums, std::span<const int32_t> host_labels) {
+                           TensorView dweight, LossSums* sums, std::span<const int32_t> host_labels, bool accumulate) {
   check_loss_operands(exec, "loss_forward_backward", hidden, weight, labels, weights, chunk, token_loss);
   check_operand(exec, "loss_forward_backward", "dhidden", dhidden, hidden.dtype(), hidden.shape());
   check_operand(exec, "loss_forward_backward", "dweight", dweight, DType::f32, weight.shape());
@@ -46,9 +46,10 @@ void loss_forward_backward(const Exec& exec, TensorView hidden, TensorView weigh
   if (exec.device == DeviceKind::cuda) {
     check_host_labels(host_labels, labels);
     return cuda::loss_forward_backward(exec, hidden, weight, labels, weights, chunk, token_loss, dhidden, dweight, sums,
-                                       host_labels);
+                                       host_labels, accumulate);
   }
-  cpu::loss_forward_backward(exec, hidden, weight, labels, weights, chunk, token_loss, dhidden, dweight, sums);
+  cpu::loss_forward_backward(exec, hidden, weight, labels, weights, chunk, token_loss, dhidden, dweight, sums,
+                             accumulate);
 }
 
 int64_t loss_scratch_bytes(DeviceKind device, DType dtype, int64_t vocabulary, int64_t chunk) {

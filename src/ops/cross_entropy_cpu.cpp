@@ -2,6 +2,7 @@
 #include <cstring>
 
 #include "device/blas.h"
+#include "device/memory.h"
 #include "ops/backends.h"
 #include "ops/cpu/kernels.h"
 
@@ -11,6 +12,7 @@ namespace {
 struct LossOperands {
   TensorView hidden, weight, labels, weights, token_loss;
   TensorView dhidden, dweight;  // empty: forward only
+  bool accumulate = true;       // dweight
 };
 
 LossSums run(const Exec& exec, const LossOperands& operands, int64_t chunk) {
@@ -31,6 +33,7 @@ LossSums run(const Exec& exec, const LossOperands& operands, int64_t chunk) {
   int32_t* correct = exec.scratch->allocate_array<int32_t>(chunk);
 
   LossSums sums;
+  bool holds_sums = operands.accumulate;  // dweight
   int64_t done = 0;
   const auto skip_to = [&](int64_t row) {
     if (token_loss != nullptr) std::fill(token_loss + done, token_loss + row, 0.0f);
@@ -95,12 +98,14 @@ LossSums run(const Exec& exec, const LossOperands& operands, int64_t chunk) {
                                   .lda = vocabulary,
                                   .b = hidden + begin * width,
                                   .ldb = width,
-                                  .beta = 1.0f,
+                                  .beta = holds_sums ? 1.0f : 0.0f,
                                   .c = operands.dweight.f32(),
                                   .ldc = width});
+      holds_sums = true;
     }
     done = end;
   }
+  if (!operands.dweight.empty() && !holds_sums) zero_tensor(exec, operands.dweight);
   return sums;
 }
 
@@ -113,8 +118,8 @@ void loss_forward(const Exec& exec, TensorView hidden, TensorView weight, Tensor
 
 void loss_forward_backward(const Exec& exec, TensorView hidden, TensorView weight, TensorView labels,
                            TensorView weights, int64_t chunk, TensorView token_loss, TensorView dhidden,
-                           TensorView dweight, LossSums* sums) {
-  *sums = run(exec, {hidden, weight, labels, weights, token_loss, dhidden, dweight}, chunk);
+                           TensorView dweight, LossSums* sums, bool accumulate) {
+  *sums = run(exec, {hidden, weight, labels, weights, token_loss, dhidden, dweight, accumulate}, chunk);
 }
 
 }  // namespace sb::cpu

@@ -137,6 +137,7 @@ __global__ void __launch_bounds__(kThreads) sum_kernel(const int32_t* labels, co
 struct LossOperands {
   TensorView hidden, weight, labels, weights, token_loss;
   TensorView dhidden, dweight;  // empty: forward only
+  bool accumulate = true;       // dweight
 };
 
 template <typename T, int N>
@@ -173,6 +174,7 @@ void run(const Exec& exec, const LossOperands& o, int64_t chunk, LossSums* resul
   int32_t* correct = exec.scratch->allocate_array<int32_t>(chunk);
   LossSums* sums = exec.scratch->allocate_array<LossSums>(1);
   SB_CUDA_CHECK(cudaMemsetAsync(sums, 0, sizeof(LossSums), stream_of(exec)));
+  bool holds_sums = o.accumulate;  // dweight
   for (int64_t done = 0; done < tokens;) {
     const auto [begin, end] =
         host_labels.empty() ? LossRows{done, std::min(tokens, done + chunk)} : next_loss_rows(host_labels, done, chunk);
@@ -217,9 +219,11 @@ void run(const Exec& exec, const LossOperands& o, int64_t chunk, LossSums* resul
                                      .output = DType::f32,
                                      .a = logits.raw(),
                                      .b = hidden.raw(),
-                                     .c = o.dweight.raw(),
+                                     .c = holds_sums ? o.dweight.raw() : nullptr,
                                      .d = o.dweight.raw()});
+    holds_sums = true;
   }
+  if (!o.dweight.empty() && !holds_sums) zero_tensor(exec, o.dweight);
   SB_CUDA_CHECK(cudaMemcpyAsync(result, sums, sizeof(LossSums), cudaMemcpyDefault, stream_of(exec)));
 }
 
@@ -232,8 +236,8 @@ void loss_forward(const Exec& exec, TensorView hidden, TensorView weight, Tensor
 
 void loss_forward_backward(const Exec& exec, TensorView hidden, TensorView weight, TensorView labels,
                            TensorView weights, int64_t chunk, TensorView token_loss, TensorView dhidden,
-                           TensorView dweight, LossSums* sums, std::span<const int32_t> host_labels) {
-  run(exec, {hidden, weight, labels, weights, token_loss, dhidden, dweight}, chunk, sums, host_labels);
+                           TensorView dweight, LossSums* sums, std::span<const int32_t> host_labels, bool accumulate) {
+  run(exec, {hidden, weight, labels, weights, token_loss, dhidden, dweight, accumulate}, chunk, sums, host_labels);
 }
 
 }  // namespace sb::cuda

@@ -27,15 +27,16 @@ void linear_backward_input(const Exec& exec, TensorView dy, TensorView weight, T
   cpu::linear_backward_input(exec, dy, weight, dx, accumulate);
 }
 
-void linear_backward_weight(const Exec& exec, TensorView x, TensorView dy, TensorView dweight, TensorView dbias) {
+void linear_backward_weight(const Exec& exec, TensorView x, TensorView dy, TensorView dweight, TensorView dbias,
+                            bool accumulate) {
   const int64_t tokens = x.dim(0), in = x.dim(1), out = dy.dim(1);
   check_operand(exec, "linear_backward_weight", "x", x, x.dtype(), {tokens, in});
   check_operand(exec, "linear_backward_weight", "dy", dy, x.dtype(), {tokens, out});
   // Gradients are fp32 whatever the activations are.
   check_operand(exec, "linear_backward_weight", "dweight", dweight, DType::f32, {out, in});
   if (!dbias.empty()) check_operand(exec, "linear_backward_weight", "dbias", dbias, DType::f32, {out});
-  if (exec.device == DeviceKind::cuda) return cuda::linear_backward_weight(exec, x, dy, dweight, dbias);
-  cpu::linear_backward_weight(exec, x, dy, dweight, dbias);
+  if (exec.device == DeviceKind::cuda) return cuda::linear_backward_weight(exec, x, dy, dweight, dbias, accumulate);
+  cpu::linear_backward_weight(exec, x, dy, dweight, dbias, accumulate);
 }
 
 int64_t linear_scratch_bytes(DeviceKind device, int64_t out) {

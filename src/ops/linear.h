@@ -12,8 +12,10 @@ void linear_forward(const Exec& exec, TensorView x, TensorView weight, TensorVie
 // dx = dy · weight (+= with accumulate).
 void linear_backward_input(const Exec& exec, TensorView dy, TensorView weight, TensorView dx, bool accumulate = false);
 
-// dweight += dyᵀ · x and, unless empty, dbias += column sums of dy. Always accumulates: gradients span micro-batches.
-void linear_backward_weight(const Exec& exec, TensorView x, TensorView dy, TensorView dweight, TensorView dbias);
+// dweight += dyᵀ · x (= without accumulate, whatever was there) and, unless empty, dbias += column sums of dy:
+// gradients span micro-batches.
+void linear_backward_weight(const Exec& exec, TensorView x, TensorView dy, TensorView dweight, TensorView dbias,
+                            bool accumulate = true);
 
 // Bytes of exec.scratch that linear_backward_weight needs for a bias of `out` columns.
 int64_t linear_scratch_bytes(DeviceKind device, int64_t out);

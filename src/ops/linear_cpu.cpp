@@ -39,7 +39,8 @@ void linear_backward_input(const Exec& exec, TensorView dy, TensorView weight, T
                               .ldc = in});
 }
 
-void linear_backward_weight(const Exec& exec, TensorView x, TensorView dy, TensorView dweight, TensorView dbias) {
+void linear_backward_weight(const Exec& exec, TensorView x, TensorView dy, TensorView dweight, TensorView dbias,
+                            bool accumulate) {
   const int64_t tokens = x.dim(0), in = x.dim(1), out = dy.dim(1);
   parallel_sgemm(*exec.pool, {.transpose_a = true,
                               .m = out,
@@ -49,7 +50,7 @@ void linear_backward_weight(const Exec& exec, TensorView x, TensorView dy, Tenso
                               .lda = out,
                               .b = x.f32(),
                               .ldb = in,
-                              .beta = 1.0f,
+                              .beta = accumulate ? 1.0f : 0.0f,
                               .c = dweight.f32(),
                               .ldc = in});
   if (dbias.empty()) return;

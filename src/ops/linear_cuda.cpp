@@ -1,4 +1,5 @@
 #include "device/cuda_products.h"
+#include "device/memory.h"
 #include "ops/backends.h"
 #include "ops/cuda/partial_sums.h"
 
@@ -35,9 +36,13 @@ void linear_backward_input(const Exec& exec, TensorView dy, TensorView weight, T
                                    .d = dx.raw()});
 }
 
-void linear_backward_weight(const Exec& exec, TensorView x, TensorView dy, TensorView dweight, TensorView dbias) {
+void linear_backward_weight(const Exec& exec, TensorView x, TensorView dy, TensorView dweight, TensorView dbias,
+                            bool accumulate) {
   const int64_t tokens = x.dim(0), in = x.dim(1), out = dy.dim(1);
-  if (tokens == 0) return;
+  if (tokens == 0) {
+    if (!accumulate) zero_tensor(exec, dweight);
+    return;
+  }
   exec.products->run(exec.stream, {.transpose_a = true,
                                    .m = out,
                                    .n = in,
@@ -46,7 +51,7 @@ void linear_backward_weight(const Exec& exec, TensorView x, TensorView dy, Tenso
                                    .output = DType::f32,
                                    .a = dy.raw(),
                                    .b = x.raw(),
-                                   .c = dweight.raw(),
+                                   .c = accumulate ? dweight.raw() : nullptr,
                                    .d = dweight.raw()});
   if (!dbias.empty()) add_column_sums(exec, dy, tokens, out, {}, {}, dbias.f32());
 }

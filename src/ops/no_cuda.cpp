@@ -18,7 +18,7 @@ void linear_forward(const Exec&, TensorView, TensorView, TensorView, TensorView,
 void linear_backward_input(const Exec&, TensorView, TensorView, TensorView, bool) {
   refuse();
 }
-void linear_backward_weight(const Exec&, TensorView, TensorView, TensorView, TensorView) {
+void linear_backward_weight(const Exec&, TensorView, TensorView, TensorView, TensorView, bool) {
   refuse();
 }
 void rmsnorm_forward(const Exec&, TensorView, TensorView, float, TensorView, TensorView) {
@@ -53,7 +53,7 @@ void loss_forward(const Exec&, TensorView, TensorView, TensorView, TensorView, i
   refuse();
 }
 void loss_forward_backward(const Exec&, TensorView, TensorView, TensorView, TensorView, int64_t, TensorView, TensorView,
-                           TensorView, LossSums*, std::span<const int32_t>) {
+                           TensorView, LossSums*, std::span<const int32_t>, bool) {
   refuse();
 }
 void adamw_update(const Exec&, const AdamWStep&, TensorView, TensorView, TensorView, TensorView) {

@@ -49,7 +49,7 @@ MemoryPlan RankModel::memory_plan(const RankModelOptions& options, const Attenti
 
 Pipeline::Result RankModel::forward_backward(const Exec& exec, std::span<const MicroBatch> batches,
                                              const std::function<bool()>& stop) {
-  stage_.parameters().zero_gradients(exec);
+  stage_.parameters().begin_gradients(exec);
   reducer_.start();
   return pipeline_.train(exec, batches, {[this](int group) { reducer_.group_final(group); }, stop});
 }

@@ -139,6 +139,32 @@ TEST_P(CudaStageTest, RecomputeLevelsGiveTheSameBits) {
   }
 }
 
+TEST_P(CudaStageTest, WritingTheFirstGradientsGivesTheBitsOfAddingToZeros) {
+  for (const bool tied : {true, false}) {
+    ModelConfig config = small_config(ModelConfig::Family::qwen2);
+    config.tie_word_embeddings = tied;
+    const auto sequences = random_sequences({70, 1, 30}, config.vocab_size, 7);
+    const MicroBatch batch = pack(sequences, count_targets(sequences));
+    StageOptions options = whole_model(config, batch.size(), Recompute::layer);
+    options.layer_chunk = 64;
+    std::vector<float> expected;
+    for (const bool write : {false, true}) {
+      Rig rig(config, options, DeviceKind::cuda, GetParam());
+      ParameterSet& parameters = rig.stage->parameters();
+      if (write) {
+        const HostCopy poison(parameters.gradients());
+        std::fill_n(poison.view().f32(), poison.view().elements(), NAN);
+        poison.store();
+        parameters.begin_gradients(rig.run.exec);
+      }
+      for (int i = 0; i < 2; ++i) rig.step(batch);
+      const std::vector<float> gradients = host_values(parameters.gradients());
+      if (!write) expected = gradients;
+      EXPECT_EQ(gradients, expected) << "tied " << tied;
+    }
+  }
+}
+
 // Large enough that a copy takes as long as a layer: a missing wait would show.
 TEST_P(CudaStageTest, LayerInputsInHostMemoryGiveTheSameBits) {
   ModelConfig config = small_config(ModelConfig::Family::qwen2);

@@ -2,6 +2,8 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
+
 namespace sb {
 namespace {
 
@@ -33,6 +35,32 @@ TEST(ParameterSetTest, LaysParametersOutAlignedWithZeroPadding) {
   EXPECT_EQ(set.gradient(b).f32()[6], 0);
 }
 
+TEST(ParameterSetTest, AProductWritesAGradientOnceAndAddsThen) {
+  ParameterSet set;
+  const int norm = set.declare("norm", {5}, {{"hf.norm", 0, 5}}), a = set.declare("a", {3, 5}, {{"hf.a", 0, 3}});
+  set.end_group(1);
+  const int b = set.declare("b", {2, 2}, {{"hf.b", 0, 2}}), bias = set.declare("bias", {7}, {{"hf.bias", 0, 7}});
+  set.end_group(1);
+  set.allocate(true);
+  EXPECT_TRUE(set.add_to_gradient(a));  // zeros
+  std::fill_n(set.gradients().f32(), set.flat_elements(), 8.0f);
+  set.begin_gradients();
+  EXPECT_TRUE(set.add_to_gradient(norm));
+  EXPECT_TRUE(set.add_to_gradient(bias));
+  EXPECT_FALSE(set.add_to_gradient(a));
+  EXPECT_TRUE(set.add_to_gradient(a));
+  set.complete_gradients({}, 1);
+  EXPECT_TRUE(set.add_to_gradient(b));
+  // All that is left is what the product would have written.
+  for (int64_t i = 0; i < set.flat_elements(); ++i) {
+    const int64_t inside = i - set.parameter(a).offset;
+    EXPECT_EQ(set.gradients().f32()[i], 0 <= inside && inside < 15 ? 8.0f : 0.0f) << i;
+  }
+  set.begin_gradients();
+  set.zero_gradients();
+  EXPECT_TRUE(set.add_to_gradient(a));
+}
+
 TEST(ParameterSetTest, WithoutGradients) {
   ParameterSet set;
   set.declare("a", {2}, {{"hf.a", 0, 2}});
@@ -40,6 +68,7 @@ TEST(ParameterSetTest, WithoutGradients) {
   EXPECT_THROW(set.gradients(), InternalError);
   EXPECT_THROW(set.gradient(0), InternalError);
   EXPECT_THROW(set.zero_gradients(), InternalError);
+  EXPECT_THROW(set.begin_gradients(), InternalError);
 }
 
 TEST(ParameterSetTest, RefusesPartsThatDoNotCoverTheRows) {

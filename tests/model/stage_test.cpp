@@ -202,6 +202,30 @@ TEST(StageTest, ChunksChangeNothingButRounding) {
   }
 }
 
+// Over several micro-batches, whole and in pieces, the first of them without a target.
+TEST(StageTest, WritingTheFirstGradientsGivesTheBitsOfAddingToZeros) {
+  for (const bool tied : {true, false}) {
+    ModelConfig config = with_all_biases(tiny_config(ModelConfig::Family::qwen3));
+    config.tie_word_embeddings = tied;
+    MicroBatch first = random_batch({11, 4}, config.vocab_size, 1);
+    const MicroBatch second = random_batch({20}, config.vocab_size, 2);
+    for (const bool targets : {true, false}) {
+      if (!targets) std::fill(first.labels.begin(), first.labels.end(), kIgnoredLabel);
+      StageOptions options = whole_model(config, 20, Recompute::attention);
+      options.layer_chunk = 7;
+      Whole<> added(config, options), written(config, options);
+      const TensorView gradients = written.stage.parameters().gradients();
+      std::fill_n(gradients.f32(), gradients.elements(), NAN);
+      written.stage.parameters().begin_gradients(written.run.exec);
+      for (Whole<>* whole : {&added, &written}) {
+        whole->step(first);
+        whole->step(second);
+      }
+      EXPECT_EQ(host_values(gradients), host_values(added.stage.parameters().gradients()));  // padding, too
+    }
+  }
+}
+
 TEST(StageTest, AttentionRunsTwiceOnlyWhenTheLayerIsRecomputed) {
   const ModelConfig config = tiny_config(ModelConfig::Family::llama);
   const MicroBatch batch = random_batch({4}, config.vocab_size, 1);

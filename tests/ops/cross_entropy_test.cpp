@@ -80,14 +80,14 @@ class CrossEntropyTest : public OpsTest {
     std::vector<float> losses = host(token_loss);  // waits
     return {*sums, losses, {}, {}};
   }
-  Run backward(const Problem& p, int64_t chunk, float dweight_before = 0) {
+  Run backward(const Problem& p, int64_t chunk, float dweight_before = 0, bool accumulate = true) {
     const TensorView token_loss = filled_f32({p.tokens}, NAN), dhidden = filled({p.tokens, p.width}, NAN),
                      dweight = filled_f32({p.vocabulary, p.width}, dweight_before);
     const HostMemory memory(sizeof(LossSums), exec().device);
     auto* sums = static_cast<LossSums*>(memory.data());
     loss_forward_backward(exec(), tensor(p.hidden, {p.tokens, p.width}), tensor(p.weight, {p.vocabulary, p.width}),
                           tensor(p.labels, {p.tokens}), floats(p.weights, {p.tokens}), chunk, token_loss, dhidden,
-                          dweight, sums, p.labels);
+                          dweight, sums, p.labels, accumulate);
     std::vector<float> gradient = host(dweight);
     return {*sums, host(token_loss), host(dhidden), gradient};
   }
@@ -118,6 +118,13 @@ TEST_P(CrossEntropyTest, MatchesReferenceForAnyChunk) {
       EXPECT_EQ(a.token_loss, b.token_loss);
     }
   }
+}
+
+TEST_P(CrossEntropyTest, WritesTheWeightGradientWithTheBitsOfAddingToZeros) {
+  Problem p = make_problem(67, 13, 97);
+  for (const int64_t chunk : {8, 100}) EXPECT_EQ(backward(p, chunk, NAN, false).dweight, backward(p, chunk).dweight);
+  std::fill(p.labels.begin(), p.labels.end(), kIgnoredLabel);
+  EXPECT_EQ(backward(p, 8, NAN, false).dweight, std::vector<float>(97 * 13, 0.0f));
 }
 
 TEST_P(CrossEntropyTest, GradientsMatchFiniteDifferences) {

@@ -109,9 +109,11 @@ TEST_P(LinearTest, BackwardAccumulatesAtAllSizes) {
     expect_close(host(dxt), plus(dx, dx0), tolerance(3e-6, 2), "dx");
     expect_close(host(dwt), plus(dw, dw0), 3e-6, "dweight");
     expect_close(host(dbt), plus(db, db0), 3e-6, "dbias");
-    const TensorView alone = filled_f32({s.out, s.in}, 0);
+    const TensorView alone = filled_f32({s.out, s.in}, 0), written = filled_f32({s.out, s.in}, NAN);
     linear_backward_weight(exec(), xt, dyt, alone, {});
     expect_close(host(alone), dw, 3e-6, "dweight without bias");
+    linear_backward_weight(exec(), xt, dyt, written, {}, /*accumulate=*/false);
+    EXPECT_EQ(host(written), host(alone)) << "written instead of added to zeros";
   }
 }
 
