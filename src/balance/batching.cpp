@@ -40,8 +40,9 @@ Batches from_slots(std::span<const int> slot, int dp, int per_rank) {
   return batches;
 }
 
-// Consecutive sequences, consecutive micro-batches; more of them where the cap asks for it.
-Batches in_order(std::span<const Sequence> sequences, int dp, int per_rank, int64_t cap) {
+// Consecutive sequences, consecutive micro-batches; more of them where the caps ask for it.
+Batches in_order(std::span<const Sequence> sequences, int dp, int per_rank, const BatchingOptions& options) {
+  const int64_t cap = options.micro_batch_tokens;
   const auto n = static_cast<int>(sequences.size());
   std::vector<int> slot(sequences.size());
   const int most = (n + dp - 1) / dp;
@@ -55,7 +56,8 @@ Batches in_order(std::span<const Sequence> sequences, int dp, int per_rank, int6
       for (int g = 0; g < groups; ++g) {
         // An even share, less where the cap is reached; what is left must still be one a group.
         const int later = groups - 1 - g;
-        const int share = (end - at + later) / (later + 1);
+        int share = (end - at + later) / (later + 1);
+        if (options.max_sequences > 0) share = static_cast<int>(std::min<int64_t>(share, options.max_sequences));
         int64_t held = 0;
         int taken = 0;
         while (at < end - later && taken < (cap > 0 ? end - at : share)) {
@@ -74,12 +76,15 @@ Batches in_order(std::span<const Sequence> sequences, int dp, int per_rank, int6
   throw InternalError("no in-order batching of {} sequences on {} ranks", n, dp);
 }
 
-PartitionProblem problem_of(std::span<const Sequence> sequences, std::vector<double> weight, int bins, int64_t cap) {
+// Bins that hold what `micro_batches` micro-batches may.
+PartitionProblem problem_of(std::span<const Sequence> sequences, std::vector<double> weight, int bins,
+                            int64_t micro_batches, const BatchingOptions& options) {
   PartitionProblem problem;
   problem.weight = std::move(weight);
   for (const Sequence& sequence : sequences) problem.tokens.push_back(sequence.tokens);
   problem.bins = bins;
-  problem.cap = cap;
+  problem.cap = options.micro_batch_tokens * micro_batches;
+  problem.max_items = static_cast<int>(std::min(options.max_sequences * micro_batches, std::ssize(sequences)));
   return problem;
 }
 
@@ -106,15 +111,20 @@ Assignment wlb_greedy(const PartitionProblem& problem) {
   std::stable_sort(order.begin(), order.end(), [&](int a, int b) { return problem.weight[a] > problem.weight[b]; });
   std::vector<double> load(static_cast<size_t>(problem.bins), 0.0);
   std::vector<int64_t> held(static_cast<size_t>(problem.bins), 0);
+  std::vector<int> items(static_cast<size_t>(problem.bins), 0);
   Assignment bin(order.size(), -1);
   for (int item : order) {
     const auto ui = static_cast<size_t>(item);
+    const auto full = [&](size_t b) {
+      return (problem.cap > 0 && held[b] + problem.tokens[ui] > problem.cap) ||
+             (problem.max_items > 0 && items[b] == problem.max_items);
+    };
     auto b = static_cast<size_t>(std::min_element(load.begin(), load.end()) - load.begin());
-    if (problem.cap > 0 && held[b] + problem.tokens[ui] > problem.cap)
-      b = static_cast<size_t>(std::min_element(held.begin(), held.end()) - held.begin());
-    if (problem.cap > 0 && held[b] + problem.tokens[ui] > problem.cap) return {};
+    if (full(b)) b = static_cast<size_t>(std::min_element(held.begin(), held.end()) - held.begin());
+    if (full(b)) return {};
     load[b] += problem.weight[ui];
     held[b] += problem.tokens[ui];
+    ++items[b];
     bin[ui] = static_cast<int>(b);
   }
   return respects_limits(problem, bin) ? bin : Assignment{};
@@ -162,23 +172,22 @@ Assignment fill_bins(const PartitionProblem& problem, BatchingPolicy policy, int
 // Without a pipeline only the ranks' sums count: balance those, then the micro-batches of each rank for their own sake.
 Batches sab_data_parallel(std::span<const Sequence> sequences, const std::vector<double>& weight, int dp, int per_rank,
                           const BatchingOptions& options) {
-  const int64_t cap = options.micro_batch_tokens;
-  PartitionProblem ranks = problem_of(sequences, weight, dp, cap > 0 ? cap * per_rank : 0);
+  const PartitionProblem ranks = problem_of(sequences, weight, dp, per_rank, options);
   const Assignment rank = balanced_partition(ranks, options.trials);
   if (rank.empty()) return {};
   std::vector<int> slot(sequences.size());
   for (int r = 0; r < dp; ++r) {
     std::vector<int> members;
-    PartitionProblem own;
+    std::vector<Sequence> own_sequences;
+    std::vector<double> own_weight;
     for (size_t i = 0; i < rank.size(); ++i) {
       if (rank[i] != r) continue;
       members.push_back(static_cast<int>(i));
-      own.weight.push_back(weight[i]);
-      own.tokens.push_back(sequences[i].tokens);
+      own_weight.push_back(weight[i]);
+      own_sequences.push_back(sequences[i]);
     }
-    own.bins = std::min(per_rank, static_cast<int>(members.size()));
-    own.cap = cap;
-    const Assignment bin = longest_first(own);
+    const int bins = std::min(per_rank, static_cast<int>(members.size()));
+    const Assignment bin = longest_first(problem_of(own_sequences, std::move(own_weight), bins, 1, options));
     if (bin.empty()) return {};
     for (size_t i = 0; i < bin.size(); ++i) slot[static_cast<size_t>(members[i])] = r * per_rank + bin[i];
   }
@@ -248,10 +257,11 @@ Batches make_batches(const CostModel& cost, std::span<const Sequence> sequences,
     wanted = (total + dp * cap - 1) / (dp * cap);
   }
   const int first = static_cast<int>(std::clamp<int64_t>(wanted, 1, most));
-  if (options.policy == BatchingPolicy::in_order) return in_order(sequences, dp, first, cap);
+  if (options.policy == BatchingPolicy::in_order) return in_order(sequences, dp, first, options);
 
   const auto costs = sequence_costs(cost, sequences, budgets);
-  PartitionProblem problem = problem_of(sequences, policy_weights(cost, sequences, costs, options.policy), 0, cap);
+  PartitionProblem problem =
+      problem_of(sequences, policy_weights(cost, sequences, costs, options.policy), 0, 1, options);
   const bool sab = options.policy == BatchingPolicy::sab;
   for (int per_rank = first; per_rank <= most; ++per_rank) {
     if (sab && cost.stages() == 1) {
@@ -267,7 +277,7 @@ Batches make_batches(const CostModel& cost, std::span<const Sequence> sequences,
     return from_slots(slot, dp, per_rank);
   }
   // The cap leaves no room for equal numbers of micro-batches this way; consecutive packing always has one.
-  return in_order(sequences, dp, first, cap);
+  return in_order(sequences, dp, first, options);
 }
 
 double step_lower_bound(const CostModel& cost, std::span<const Sequence> sequences, size_t layers,

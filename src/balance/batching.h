@@ -19,6 +19,7 @@ struct BatchingOptions {
   BatchingPolicy policy = BatchingPolicy::sab;
   int64_t micro_batch_sequences = 0;  // fixes the number of micro-batches: global batch ÷ dp ÷ this; 0: the cap does
   int64_t micro_batch_tokens = 0;     // hard cap; 0: none
+  int64_t max_sequences = 0;          // hard cap, not below micro_batch_sequences; 0: none
   bool reorder = true;                // the order of micro-batches will be improved afterwards
   int64_t trials = 4000;              // of local search
 };

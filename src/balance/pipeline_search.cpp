@@ -133,7 +133,9 @@ class PipelineSearch {
   }
 
   bool fits(int slot) const {
-    return options_.micro_batch_tokens == 0 || load_[static_cast<size_t>(slot)].tokens <= options_.micro_batch_tokens;
+    const auto s = static_cast<size_t>(slot);
+    return (options_.micro_batch_tokens == 0 || load_[s].tokens <= options_.micro_batch_tokens) &&
+           (options_.max_sequences == 0 || std::ssize(members_[s]) <= options_.max_sequences);
   }
 
   // Moves `item` to `slot`, and `back` (or nothing: -1) the other way; keeps it if both ranks end below the limit.

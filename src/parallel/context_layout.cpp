@@ -1,6 +1,7 @@
 #include "parallel/context_layout.h"
 
 #include <algorithm>
+#include <cmath>
 #include <numeric>
 
 #include "core/errors.h"
@@ -46,16 +47,19 @@ ContextLayout::ContextLayout(ContextPlacement placement, int ranks, int block, s
       target.tokens += block_length(s, b);
       target.pairs += block_length(s, b) * (b * block + (block_length(s, b) + 1) / 2);
     }
+    // Of the squares of the sums only have · more depends on the turn. (The largest sum would not do: it is often the
+    // same whatever the turn.)
     int offset = 0;
-    std::pair<int64_t, int64_t> best;
+    std::pair<int64_t, double> best;
     for (int turn = 0; turn < ranks; ++turn) {
-      std::pair<int64_t, int64_t> most{0, 0};
+      std::pair<int64_t, double> product{0, 0};
       for (int r = 0; r < ranks; ++r) {
         const Load &have = load[(r + turn) % ranks], &more = part[r];
-        most = {std::max(most.first, have.tokens + more.tokens), std::max(most.second, have.pairs + more.pairs)};
+        product.first += have.tokens * more.tokens;
+        product.second += static_cast<double>(have.pairs) * static_cast<double>(more.pairs);
       }
-      if (turn == 0 || most < best) {
-        best = most;
+      if (turn == 0 || product < best) {
+        best = product;
         offset = turn;
       }
     }
@@ -78,10 +82,15 @@ ContextLayout::ContextLayout(ContextPlacement placement, int ranks, int block, s
     }
 }
 
-// A rank has, of every sequence, its share of the tokens and at most a block more; with zigzag, whose runs are rounded
-// twice, two blocks.
+// Of every sequence what the ranks have differs by at most a block; with zigzag, whose runs are rounded twice, by two.
+// Deviations from the share then have squares that sum to at most ranks · block². Over all turns have · more is, for
+// deviations, zero on average and so at best not above: the squares of the sums grow by no more than that a sequence,
+// and the largest of `ranks` deviations that sum to zero is at most √((ranks - 1) / ranks) of their length.
 int64_t ContextLayout::most_tokens(int ranks, int block, int64_t tokens, int64_t sequences) {
-  return ranks == 1 ? tokens : std::min(tokens, tokens / ranks + 1 + 2 * block * sequences);
+  if (ranks == 1) return tokens;
+  const double together = std::sqrt(static_cast<double>(sequences) * (ranks - 1)) / 2;
+  const int64_t excess = 2 * block * std::min(sequences, static_cast<int64_t>(std::ceil(together)));
+  return std::min(tokens, tokens / ranks + 1 + excess);
 }
 
 std::span<const int32_t> ContextLayout::held(int rank, int sequence) const {

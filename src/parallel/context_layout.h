@@ -17,8 +17,9 @@ int context_owner(ContextPlacement placement, int ranks, int64_t blocks, int64_t
 // any sequence may have fewer blocks than there are ranks, and a short last block. A rank holds its blocks in the order
 // of the tokens, so that the tokens it holds of one sequence lie together.
 //
-// Every sequence's ranks are turned by an offset, chosen sequence by sequence such that the most loaded rank has as few
-// tokens, then as few causal pairs, as possible: short sequences do not all begin on rank 0.
+// Every sequence's ranks are turned by an offset, chosen sequence by sequence such that the squares of the ranks'
+// tokens, then of their causal pairs, have the smallest sum: short sequences do not all begin on rank 0, and remainders
+// even out.
 class ContextLayout {
  public:
   ContextLayout(ContextPlacement placement, int ranks, int block, std::span<const int32_t> cu_seqlens);

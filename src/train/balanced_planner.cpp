@@ -199,7 +199,7 @@ void BalancedPlanner::check_recorded(const Plan& plan, const std::vector<Sequenc
                 plan.layers, profile_.shape.layers);
   const std::map<int64_t, int64_t> by_id = lengths_by_id(sequences);
   std::set<int64_t> seen;
-  const int64_t cap = options_.plan.batching.micro_batch_tokens;
+  const int64_t cap = options_.plan.batching.micro_batch_tokens, most = options_.plan.batching.max_sequences;
   for (const PlannedRank& rank : plan.ranks) {
     SB_USER_CHECK(!rank.micro_batches.empty(), "{} leaves a rank without work", where);
     SB_USER_CHECK(options_.layout.pp == 1 || rank.micro_batches.size() == plan.ranks[0].micro_batches.size(),
@@ -218,6 +218,9 @@ void BalancedPlanner::check_recorded(const Plan& plan, const std::vector<Sequenc
                     tokens);
       SB_USER_CHECK(cap == 0 || tokens <= cap, "{} has a micro-batch of {} tokens, above the {} of this run", where,
                     tokens, cap);
+      SB_USER_CHECK(most == 0 || std::ssize(micro_batch.sequences) <= most,
+                    "{} has a micro-batch of {} sequences, above the {} that memory is planned for with parallel.cp",
+                    where, micro_batch.sequences.size(), most);
       SB_USER_CHECK(static_cast<int>(micro_batch.forward_us.size()) == options_.layout.pp &&
                         static_cast<int>(micro_batch.backward_us.size()) == options_.layout.pp,
                     "{} is for {} pipeline stages, not {}", where, micro_batch.forward_us.size(), options_.layout.pp);

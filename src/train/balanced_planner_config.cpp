@@ -107,6 +107,7 @@ std::unique_ptr<BalancedPlanner> make_balanced_planner(const RunConfig& config, 
   options.plan.batching.policy = batching_policy(config.balance.batching);
   options.plan.batching.micro_batch_sequences = config.batch.micro_batch_sequences;
   options.plan.batching.micro_batch_tokens = limits.max_tokens;
+  if (config.parallel.cp > 1) options.plan.batching.max_sequences = most_sequences(config, limits);
   options.plan.ordering = config.balance.ordering == BalanceOptions::Ordering::automatic;
   options.plan.tuning = tuning_options(config.balance);
   options.spec = attention_spec(config);

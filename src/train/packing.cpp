@@ -4,6 +4,8 @@
 #include <numeric>
 
 #include "core/errors.h"
+#include "parallel/context_layout.h"
+#include "train/balanced_planner_config.h"
 
 namespace sb {
 
@@ -20,6 +22,18 @@ PackingLimits packing_limits(const BatchOptions& options, int64_t longest) {
   // No micro-batch is larger than this, so memory need not be planned for more.
   limits.max_tokens = std::min(limits.max_tokens, longest * limits.max_sequences);
   return limits;
+}
+
+int64_t most_sequences(const RunConfig& config, const PackingLimits& limits) {
+  if (!wants_balancing(config.balance)) return limits.max_sequences;
+  constexpr int64_t kGathered = 4;
+  return config.parallel.cp == 1 ? config.batch.global_batch_size
+                                 : std::min(kGathered * limits.max_sequences, config.batch.global_batch_size);
+}
+
+int64_t most_rank_tokens(const RunConfig& config, const PackingLimits& limits) {
+  return ContextLayout::most_tokens(config.parallel.cp, config.attention.selection.block, limits.max_tokens,
+                                    most_sequences(config, limits));
 }
 
 std::vector<std::vector<int>> pack_in_order(std::span<const int64_t> lengths, std::span<const int64_t> ids,

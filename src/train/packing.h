@@ -21,6 +21,11 @@ struct PackingLimits {
 // The limits that the configuration means, its zeros filled in; `longest` is the longest sequence there can be. A cap
 // below it is a UserError, before the first step instead of in the middle of a run.
 PackingLimits packing_limits(const BatchOptions& options, int64_t longest);
+// The most sequences that any plan of the run has in a micro-batch. Balancing gathers short ones; where ranks share
+// sequences each may add to what a rank has above its share, and their number is limited.
+int64_t most_sequences(const RunConfig& config, const PackingLimits& limits);
+// The most tokens of a micro-batch that one of the ranks which share it has.
+int64_t most_rank_tokens(const RunConfig& config, const PackingLimits& limits);
 
 // Indices into `lengths`, in order: a micro-batch is closed when the next sequence would break a limit. A sequence
 // longer than max_tokens is a UserError (`ids` names it).

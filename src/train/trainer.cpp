@@ -42,9 +42,7 @@ RankModelOptions rank_model_options(const RunConfig& config, const TrainerParts&
   options.dtype = config.device == DeviceKind::cuda && !exact ? DType::bf16 : DType::f32;
   options.recompute = config.train.recompute;
   options.max_sequence_length = longest_sequence(parts);
-  const PackingLimits limits = packing_limits(config.batch, options.max_sequence_length);
-  options.max_micro_batch_tokens = ContextLayout::most_tokens(config.parallel.cp, config.attention.selection.block,
-                                                              limits.max_tokens, limits.max_sequences);
+  options.max_micro_batch_tokens = most_rank_tokens(config, packing_limits(config.batch, options.max_sequence_length));
   options.loss_chunk = config.train.loss_chunk;
   options.layer_chunk = config.train.layer_chunk;
   options.offload = parts.offload;

@@ -83,7 +83,7 @@ std::string header(const RunConfig& config, const TrainerParts& parts, int64_t m
       "\nlayout\n  {}, {} threads; {} sequences a step, at most {} sequences and {} tokens a "
       "micro-batch\n",
       ranks_text(config, parts.model, parts.device), thread_count(config, parts.local_ranks),
-      config.batch.global_batch_size, limits.max_sequences, limits.max_tokens);
+      config.batch.global_batch_size, most_sequences(config, limits), limits.max_tokens);
   for (int stage = 0; stage < config.parallel.pp; ++stage) {
     text += config.parallel.pp == 1 ? "\nmemory plan\n" : fmt::format("\nmemory plan of a rank of stage {}\n", stage);
     text += Trainer::memory_plan(config, parts, stage).table(memory_limit);

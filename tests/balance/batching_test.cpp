@@ -59,6 +59,9 @@ TEST(Batching, EverySequenceOnceUnderTheCapAndNoEmptyRank) {
     if (trial % 3 != 0) options.micro_batch_sequences = 1 + static_cast<int64_t>(random.below(5));
     if (trial % 3 != 1)
       options.micro_batch_tokens = longest + static_cast<int64_t>(random.below(static_cast<uint64_t>(total)));
+    if (trial % 2 != 0)
+      options.max_sequences =
+          std::max<int64_t>(1, options.micro_batch_sequences) * static_cast<int64_t>(1 + random.below(3));
     for (BatchingPolicy policy : kPolicies) {
       options.policy = policy;
       const Batches batches = make_batches(cost, sequences, base(cost, sequences), options);
@@ -77,6 +80,9 @@ TEST(Batching, EverySequenceOnceUnderTheCapAndNoEmptyRank) {
           }
           if (options.micro_batch_tokens > 0) {
             EXPECT_LE(tokens, options.micro_batch_tokens);
+          }
+          if (options.max_sequences > 0) {
+            EXPECT_LE(std::ssize(batches.members(i)), options.max_sequences) << policy_name(policy);
           }
         }
       }

@@ -54,7 +54,7 @@ TEST(ContextLayout, MostTokensIsABound) {
   Random rng(9);
   for (int round = 0; round < 300; ++round) {
     std::vector<int32_t> cu_seqlens = {0};
-    const auto sequences = static_cast<int64_t>(1 + rng.below(6));
+    const auto sequences = static_cast<int64_t>(1 + rng.below(round % 3 == 0 ? 60 : 6));
     for (int64_t i = 0; i < sequences; ++i)
       cu_seqlens.push_back(cu_seqlens.back() + static_cast<int32_t>(rng.below(round % 2 == 0 ? 40 : 700)));
     const int ranks = 1 + static_cast<int>(rng.below(9));
@@ -73,6 +73,21 @@ TEST(ContextLayout, SpreadsShortSequences) {
     const ContextLayout layout(placement, 8, 128, cu_seqlens);
     for (int r = 0; r < 8; ++r) EXPECT_EQ(layout.tokens(r).size(), 5u * 128);
   }
+}
+
+// A few blocks too many for the ranks, again and again: the remainders do not pile up on one of them.
+TEST(ContextLayout, RemaindersOfEqualSequencesEvenOut) {
+  for (const ContextPlacement placement : kPlacements)
+    for (const int ranks : {2, 3, 4, 5, 8})
+      for (const int length : {1, 130, 338, 640, 1024, 1500}) {
+        constexpr int kSequences = 120;  // a multiple of every number of ranks
+        std::vector<int32_t> cu_seqlens = {0};
+        for (int i = 0; i < kSequences; ++i) cu_seqlens.push_back(cu_seqlens.back() + length);
+        const ContextLayout layout(placement, ranks, 128, cu_seqlens);
+        for (int r = 0; r < ranks; ++r)
+          EXPECT_LE(std::ssize(layout.tokens(r)), kSequences * length / ranks + 2 * 128)
+              << static_cast<int>(placement) << " of " << ranks << " ranks, " << length << " tokens";
+      }
 }
 
 // Pairs counted one by one.

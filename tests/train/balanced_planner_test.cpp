@@ -10,6 +10,7 @@
 #include "attention/selection/coverage.h"
 #include "core/errors.h"
 #include "core/random.h"
+#include "parallel/context_layout.h"
 #include "tests/data/temporary_folder.h"
 #include "train/balanced_planner_config.h"
 
@@ -300,6 +301,55 @@ TEST(PlanLog, DamagedAndUnfinishedLines) {
   EXPECT_THROW(read_plan_log(folder.path("none.jsonl")), UserError);
 }
 
+ModelConfig small_model() {
+  ModelConfig model;
+  model.layers = kLayers;
+  model.hidden_size = 256;
+  model.intermediate_size = 512;
+  model.heads = 4;
+  model.kv_heads = 2;
+  model.head_dim = 64;
+  model.vocab_size = 1000;
+  return model;
+}
+
+// Every sequence may leave a rank a remainder, and a balanced micro-batch may have many short ones.
+TEST(BalancedPlannerConfig, RanksThatShareSequencesHaveRoomForWhatIsPlanned) {
+  RunConfig config;
+  config.parallel.cp = 3;
+  config.attention.selection.block = 64;
+  config.batch.global_batch_size = 36;
+  config.batch.micro_batch_sequences = 3;
+  config.batch.micro_batch_tokens = 8192;
+  std::vector<Sequence> sequences;
+  for (int64_t i = 0; i < 36; ++i) sequences.push_back({i, i < 11 ? 8192 : 324});
+  const PackingLimits limits = packing_limits(config.batch, 8192);
+  TemporaryFolder folder;
+  for (const auto batching :
+       {BalanceOptions::Batching::in_order, BalanceOptions::Batching::length, BalanceOptions::Batching::quadratic,
+        BalanceOptions::Batching::wlb, BalanceOptions::Batching::sab})
+    for (const auto placement : {ContextPlacement::zigzag, ContextPlacement::triangular}) {
+      config.balance.batching = batching;
+      config.balance.ordering = BalanceOptions::Ordering::automatic;
+      config.parallel.placement = placement;
+      config.train.output_dir =
+          folder.path(fmt::format("{}-{}", static_cast<int>(batching), static_cast<int>(placement)));
+      std::filesystem::create_directories(config.train.output_dir);
+      const auto planner = make_balanced_planner(config, small_model(), limits);
+      planner->announce(1, sequences);
+      const Plan plan = planner->next();
+      for (const PlannedMicroBatch& micro_batch : plan.ranks.at(0).micro_batches) {
+        std::vector<int32_t> cu_seqlens = {0};
+        for (const int64_t id : micro_batch.sequences)
+          cu_seqlens.push_back(cu_seqlens.back() + static_cast<int32_t>(sequences[static_cast<size_t>(id)].tokens));
+        const ContextLayout layout(placement, config.parallel.cp, config.attention.selection.block, cu_seqlens);
+        for (int rank = 0; rank < config.parallel.cp; ++rank)
+          EXPECT_LE(std::ssize(layout.tokens(rank)), most_rank_tokens(config, limits));
+        EXPECT_LE(std::ssize(micro_batch.sequences), 4 * config.batch.micro_batch_sequences);
+      }
+    }
+}
+
 TEST(BalancedPlannerConfig, TakesItFromTheRun) {
   RunConfig config;
   EXPECT_FALSE(wants_balancing(config.balance));
@@ -317,14 +367,7 @@ TEST(BalancedPlannerConfig, TakesItFromTheRun) {
   config.attention.selection.pattern = SelectionPattern::topk;
   config.attention.selection.score_tokens = 0;
 
-  ModelConfig model;
-  model.layers = kLayers;
-  model.hidden_size = 256;
-  model.intermediate_size = 512;
-  model.heads = 4;
-  model.kv_heads = 2;
-  model.head_dim = 64;
-  model.vocab_size = 1000;
+  const ModelConfig model = small_model();
   TemporaryFolder folder;
   config.train.output_dir = folder.path("");
   config.balance.profile = "a100-analytic";
