@@ -34,9 +34,10 @@ class CudaState final : public AttentionState {
 bool hopper_takes(const CudaAttentionOptions& options, const AttentionShape& shape, DType dtype, int major) {
   const SelectionConfig& selection = options.attention.selection;
   const bool selects = selection.pattern != SelectionPattern::dense;
+  const int query_block =
+      selection.pattern == SelectionPattern::vertical_slash ? gpu::slash_query_block(selection) : selection.query_block;
   return !options.portable && major == 9 && dtype == DType::bf16 && (shape.head_dim == 64 || shape.head_dim == 128) &&
-         (!selects || (selection.block != 64 &&
-                       (selection.query_block % 2 == 0 || selection.pattern == SelectionPattern::vertical_slash)));
+         (!selects || query_block % 2 == 0);
 }
 
 class CudaAttention final : public ChoosingAttention {
@@ -137,8 +138,7 @@ class CudaAttention final : public ChoosingAttention {
     }
     request.shape = {cu_seqlens.back(), shape.heads, shape.kv_heads, shape.head_dim, shape.scale};
     request.precision = dtype == DType::f32 ? Precision::fp32 : Precision::bf16;
-    request.hopper = hopper_takes(options_, shape, dtype, device_.major) && index.shape().block != 64 &&
-                     index.shape().query_block % 2 == 0;
+    request.hopper = hopper_takes(options_, shape, dtype, device_.major) && index.shape().query_block % 2 == 0;
     request.cu_seqlens = cu_seqlens;
     request.selection = &selection_;
     request.multiprocessors = device_.multiprocessors;

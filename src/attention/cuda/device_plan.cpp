@@ -91,7 +91,9 @@ RowLayout DevicePlan::plan_lists(const PlanRequest& request) {
     const int score_tokens = hopper_selects() ? hopper_score_tokens(shape_, parts) : kPortableScoreTokens;
     select_ = make_select_plan(shape_, cu_seqlens_, dense_, tiles, config, score_tokens, request.batch_masses);
   }
-  return {select_.list_heads, select_.query_block, select_.block, select_.rows, select_.row_offsets, slash_.gathered};
+  const int32_t keys = hopper_ ? kBlock : select_.block;
+  return {select_.list_heads, select_.query_block, select_.block,  keys,
+          select_.rows,       select_.row_offsets, slash_.gathered};
 }
 
 void DevicePlan::build(const PlanRequest& request, Staging& staging, void* stream) {
@@ -252,6 +254,7 @@ void DevicePlan::set(BackwardWorkParams& params) const {
   params.shape = shape_;
   params.tiling = work_.tiling;
   params.places = at<BackwardItem>(places_.places);
+  params.head_places = work_.head_places;
   params.columns = work_.columns;
   params.workers = work_.workers;
 }

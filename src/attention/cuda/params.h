@@ -1,7 +1,7 @@
 #pragma once
 
-// What the attention kernels are told: plain structs and raw device pointers. The Hopper kernels take bf16 and key
-// blocks of 128; the portable ones take bf16 or fp32 and blocks of 64 or 128.
+// What the attention kernels are told: plain structs and raw device pointers. Key blocks have 64 or 128 tokens. The
+// Hopper kernels take bf16, the portable ones bf16 or fp32.
 //
 // Tensors are packed: q, o [tokens, query_heads, d] and k, v [tokens, kv_heads, d], log-sum-exp [query_heads, tokens]
 // in fp32. Rows of a tile are (token, head of the group), head fastest. A subtile has 64 rows: `tokens` consecutive
@@ -48,6 +48,7 @@ struct Tiling {
   int32_t query_block = 0;  // tokens that share a list, a multiple of a tile
   int32_t subtiles = 0;     // of all sequences, for one list head; every sequence rounded up to whole tiles
   int32_t block = kBlock;   // tokens of a key block
+  int32_t keys = kBlock;    // of an item of the backward: a block, or two of 64 (Hopper)
   int32_t tile = 2;         // subtiles of a tile
   int32_t parts = 1;        // parts of a group that share a list; a "list head" below is one of them
 };
@@ -66,8 +67,9 @@ struct alignas(16) ForwardItem {
   int32_t unused[3] = {0, 0, 0};
 };
 
-// One key block of the backward, or a part of its column. A column is what all list heads of the key/value head chose
-// it with, one list head after the other: entries, or tiles of the sequence where that is dense.
+// One key block of the backward (or two of 64 tokens), or a part of its column. A column is what all list heads of the
+// key/value head chose it with, one list head after the other: entries; tiles of the sequence where that is dense; all
+// query blocks from its own on where there are two.
 struct alignas(16) BackwardItem {
   int32_t token = 0;     // first key, in the packed tensors
   int32_t keys = 0;      // 1..block
@@ -75,7 +77,7 @@ struct alignas(16) BackwardItem {
   int32_t head = 0;      // key/value head
   int32_t subtile = 0;   // the sequence's first subtile, for list head 0
   int32_t subtiles = 0;  // of the sequence
-  int32_t column = 0;    // number of the key block among those of one list head
+  int32_t column = 0;    // number of the key block (the first of two) among those of one list head
   int32_t dense = 0;
   int32_t begin = 0, count = 0;  // the part of the column
   int32_t partial = -1;          // slot for an unfinished sum of a split column; -1: this item is the whole column
@@ -204,7 +206,8 @@ constexpr int gathered_parts(int pieces, int workers) {
 struct BackwardWorkParams {
   Shape shape;
   Tiling tiling;
-  const BackwardItem* places = nullptr;     // [kv heads · columns]: every key block, begin and count left out
+  const BackwardItem* places = nullptr;  // [kv heads][head_places]: keys of every item, begin and count left out
+  int32_t head_places = 0;
   const int32_t* column_offsets = nullptr;  // null when all sequences are dense
   int32_t columns = 0;
   int32_t workers = 0;  // that share the work: a column longer than a fair share is split

@@ -85,9 +85,12 @@ Work make_work(const Shape& shape, std::span<const int32_t> cu_seqlens, const st
   Work work;
   work.workers = workers;
   work.tiling = make_tiling(shape, list_heads, lists ? lists->query_block : 0, cu_seqlens);
-  if (lists) work.tiling.block = lists->block;
+  if (lists) {
+    work.tiling.block = lists->block;
+    work.tiling.keys = lists->keys;
+  }
   const Tiling& tiling = work.tiling;
-  const int32_t tile_tokens = tiling.tile * tiling.tokens, block = tiling.block;
+  const int32_t tile_tokens = tiling.tile * tiling.tokens, block = tiling.block, keys = tiling.keys;
   const int32_t tile_heads = list_heads * tiling.parts;
 
   work.cu_subtiles.push_back(0);
@@ -98,7 +101,6 @@ Work make_work(const Shape& shape, std::span<const int32_t> cu_seqlens, const st
   for (size_t s = 0; s < sequences; ++s) {
     const int32_t begin = cu_seqlens[s], length = cu_seqlens[s + 1] - begin;
     const auto tiles = static_cast<int32_t>(divide_up(length, tile_tokens));
-    const auto blocks = static_cast<int32_t>(divide_up(length, block));
     SB_CHECK(dense[s] || lists, "sequence {} is sparse but there are no lists", s);
     int32_t gathered = -1;
     if (!dense[s] && !lists->gathered.empty() && lists->gathered[s] > 0) {
@@ -132,8 +134,8 @@ Work make_work(const Shape& shape, std::span<const int32_t> cu_seqlens, const st
         work.forward.push_back(item);
       }
     if (dense[s]) {
-      for (int32_t b = 0; b < blocks; ++b)
-        column_cost += int64_t{tiling.tile} * tile_heads * (tiles - b * block / tile_tokens);
+      for (int32_t key = 0; key < length; key += keys)
+        column_cost += int64_t{tiling.tile} * tile_heads * (tiles - key / tile_tokens);
     } else {
       const auto rows = static_cast<int32_t>(divide_up(length, lists->query_block));
       for (int32_t head = 0; head < list_heads; ++head) {
@@ -151,15 +153,16 @@ Work make_work(const Shape& shape, std::span<const int32_t> cu_seqlens, const st
     int32_t column = 0;
     for (size_t s = 0; s < sequences; ++s) {
       const int32_t begin = cu_seqlens[s], length = cu_seqlens[s + 1] - begin;
-      for (int32_t position = 0; position < length; position += block) {
+      for (int32_t position = 0; position < length; position += keys) {
         BackwardItem place;
         place.token = begin + position;
-        place.keys = std::min(block, length - position);
+        place.keys = std::min(keys, length - position);
         place.position = position;
         place.head = kv;
         place.subtile = work.cu_subtiles[s];
         place.subtiles = work.cu_subtiles[s + 1] - work.cu_subtiles[s];
-        place.column = column++;
+        place.column = column;
+        column += static_cast<int32_t>(divide_up(place.keys, block));
         place.dense = dense[s];
         place.gathered = first_gathered[s];
         work.places.push_back(place);
@@ -167,6 +170,7 @@ Work make_work(const Shape& shape, std::span<const int32_t> cu_seqlens, const st
     }
     work.columns = column;
   }
+  work.head_places = static_cast<int32_t>(work.places.size()) / shape.kv_heads;
   work.limits = work_limits(static_cast<int64_t>(work.places.size()), column_cost, workers);
   return work;
 }

@@ -23,7 +23,7 @@ __device__ __forceinline__ int place_of(int index) {
 struct Arguments {
   const BackwardItem* places;
   const int32_t* offsets;
-  int32_t columns, heads_per_kv, parts, tile, tile_tokens, entry_cost, workers;
+  int32_t columns, head_places, heads_per_kv, parts, tile, tile_tokens, entry_cost, query_block, block, keys, workers;
   BackwardItem* items;
   SplitColumn* splits;
   WorkCounts* counts;
@@ -42,21 +42,29 @@ __device__ int column_length(const Arguments& args, const BackwardItem& place) {
   int count = 0;
   for (int head = place.head * args.heads_per_kv; head < (place.head + 1) * args.heads_per_kv; ++head) {
     const int at = head / args.parts * args.columns + place.column;
-    count += args.offsets[at + 1] - args.offsets[at];
+    count += args.offsets[at + (place.keys > args.block ? 2 : 1)] - args.offsets[at];
   }
   return count;
+}
+
+// Where one of two key blocks ends the other does not: such a column is cut by query blocks.
+__device__ int column_rows(const Arguments& args, const BackwardItem& place) {
+  return args.heads_per_kv *
+         ((place.subtiles + args.entry_cost - 1) / args.entry_cost - place.position / args.query_block);
 }
 
 __device__ int each_cost(const Arguments& args, const BackwardItem& place) {
   return place.dense ? args.tile : args.entry_cost;
 }
 
-__device__ Parts cut(int count, int each_cost, int64_t share) {
+__device__ Parts cut(const Arguments& args, const BackwardItem& place, int count, int each_cost, int64_t share) {
   const int64_t cost = static_cast<int64_t>(count) * each_cost;
-  if (cost <= share) return {count, 1, count, cost};
+  const bool by_rows = !place.dense && args.block < kBlock && args.keys == kBlock;
+  if (by_rows) count = column_rows(args, place);
+  if (cost <= share || count == 0) return {count, 1, count, cost};
   const int wanted = static_cast<int>((cost + share - 1) / share);
-  const int each = (count + wanted - 1) / wanted;
-  return {count, (count + each - 1) / each, each, static_cast<int64_t>(each) * each_cost};
+  const int each = (count + wanted - 1) / wanted, pieces = (count + each - 1) / each;
+  return {count, pieces, each, by_rows ? cost / pieces : static_cast<int64_t>(each) * each_cost};
 }
 
 // Sum over the thread block of what comes before this thread; `total` gets the sum of all.
@@ -87,7 +95,7 @@ __global__ void __launch_bounds__(kThreads) backward_work_kernel(Arguments args)
   __shared__ int64_t sums[kThreads / 32];
   const int head = blockIdx.x, heads = gridDim.x, thread = threadIdx.x;
   int64_t own = 0, total;
-  for (int i = thread; i < heads * args.columns; i += kThreads) {
+  for (int i = thread; i < heads * args.head_places; i += kThreads) {
     const int2 column{column_length(args, args.places[i]), each_cost(args, args.places[i])};
     if (i < kKept) kept[i] = column;
     own += static_cast<int64_t>(column.x) * column.y;
@@ -97,7 +105,7 @@ __global__ void __launch_bounds__(kThreads) backward_work_kernel(Arguments args)
   const auto parts_of = [&](int i) {
     const int2 column =
         i < kKept ? kept[i] : int2{column_length(args, args.places[i]), each_cost(args, args.places[i])};
-    return cut(column.x, column.y, share);
+    return cut(args, args.places[i], column.x, column.y, share);
   };
 
   // What the heads before this one take.
@@ -105,7 +113,7 @@ __global__ void __launch_bounds__(kThreads) backward_work_kernel(Arguments args)
   own = 0;
   int64_t own_splits = 0;
   int64_t own_slots = 0;
-  for (int i = thread; i < head * args.columns; i += kThreads) {
+  for (int i = thread; i < head * args.head_places; i += kThreads) {
     const Parts parts = parts_of(i);
     own += parts.pieces;
     own_splits += parts.pieces > 1;
@@ -116,9 +124,9 @@ __global__ void __launch_bounds__(kThreads) backward_work_kernel(Arguments args)
   scan_block(own_slots, sums, slots_before);
 
   // Each thread takes a run of columns, so that items of one bucket keep their order.
-  const int per_thread = (args.columns + kThreads - 1) / kThreads;
-  const int begin = min(thread * per_thread, args.columns), end = min(begin + per_thread, args.columns);
-  const BackwardItem* places = args.places + static_cast<int64_t>(head) * args.columns;
+  const int per_thread = (args.head_places + kThreads - 1) / kThreads;
+  const int begin = min(thread * per_thread, args.head_places), end = min(begin + per_thread, args.head_places);
+  const BackwardItem* places = args.places + static_cast<int64_t>(head) * args.head_places;
   const float bucket_cost = static_cast<float>(share + 1) / kBuckets;
   const auto bucket_of = [&](const Parts& parts) {
     return kBuckets - 1 - min(static_cast<int>(static_cast<float>(parts.cost) / bucket_cost), kBuckets - 1);
@@ -126,7 +134,7 @@ __global__ void __launch_bounds__(kThreads) backward_work_kernel(Arguments args)
   for (int b = 0; b < kBuckets; ++b) counts[place_of(b * kThreads + thread)] = 0;
   own_splits = own_slots = 0;
   for (int i = begin; i < end; ++i) {
-    const Parts parts = parts_of(head * args.columns + i);
+    const Parts parts = parts_of(head * args.head_places + i);
     counts[place_of(bucket_of(parts) * kThreads + thread)] += parts.pieces;
     own_splits += parts.pieces > 1;
     own_slots += parts.pieces > 1 ? parts.pieces : 0;
@@ -147,7 +155,7 @@ __global__ void __launch_bounds__(kThreads) backward_work_kernel(Arguments args)
   __syncthreads();
   for (int i = begin; i < end; ++i) {
     BackwardItem item = places[i];
-    const Parts parts = parts_of(head * args.columns + i);
+    const Parts parts = parts_of(head * args.head_places + i);
     int32_t& to = counts[place_of(bucket_of(parts) * kThreads + thread)];
     if (parts.pieces > 1)
       args.splits[split++] = {item.token,   item.keys,     item.head,    static_cast<int32_t>(slot),
@@ -166,20 +174,24 @@ __global__ void __launch_bounds__(kThreads) backward_work_kernel(Arguments args)
 }  // namespace
 
 void make_backward_work(const BackwardWorkParams& p, void* stream) {
-  if (p.columns == 0) return;
+  if (p.head_places == 0) return;
   const Arguments args{p.places,
                        p.column_offsets,
                        p.columns,
+                       p.head_places,
                        p.shape.query_heads / p.shape.kv_heads / p.tiling.heads,
                        p.tiling.parts,
                        p.tiling.tile,
                        p.tiling.tile * p.tiling.tokens,
                        p.tiling.query_block / p.tiling.tokens,
+                       p.tiling.query_block,
+                       p.tiling.block,
+                       p.tiling.keys,
                        p.workers,
                        p.items,
                        p.splits,
                        p.counts};
-  const int columns = p.shape.kv_heads * p.columns;
+  const int columns = p.shape.kv_heads * p.head_places;
   const int bytes = static_cast<int>(kCounts * sizeof(int32_t) + (columns < kKept ? columns : kKept) * sizeof(int2));
   allow_shared_memory(backward_work_kernel, bytes, "shared memory of the work order");
   backward_work_kernel<<<p.shape.kv_heads, kThreads, bytes, static_cast<cudaStream_t>(stream)>>>(args);

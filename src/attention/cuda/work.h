@@ -17,6 +17,7 @@ struct RowLayout {
   int32_t heads = 0;
   int32_t query_block = 0;
   int32_t block = kBlock;
+  int32_t keys = kBlock;  // of an item of the backward (Tiling)
   int32_t rows = 0;
   std::span<const int32_t> offsets;
   std::span<const int32_t> gathered = {};  // gathered columns of a list head of every sequence, at most; empty: none
@@ -27,7 +28,8 @@ struct Work {
   std::vector<int32_t> cu_subtiles;
   std::vector<ForwardItem> forward;
   std::vector<BackwardItem> places;  // [kv head][key block of all sequences]; what make_backward_work starts from
-  int32_t columns = 0;
+  int32_t head_places = 0;           // of a key/value head
+  int32_t columns = 0;               // key blocks of all sequences
   int32_t workers = 0;
   WorkLimits limits;
   std::vector<GatheredList> gathered;

@@ -25,10 +25,10 @@ struct ItemMessage {
 // One step: a unit of `kUnit` subtiles of queries.
 struct StepMessage {
   int32_t diagonal;            // position of the first key minus position of the first query
-  int32_t first;               // tokens of the unit before this one do not see the block
+  int32_t first[2];            // tokens of the unit before this one do not see the half of the keys
   int32_t subtile;             // first subtile of the unit among all; negative: the column ends
   uint32_t seen[kBlock / 32];  // of gathered columns: which of them the query block sees; `diagonal` is as in
-                               // gathered.cuh, `first` the position of the unit in its sequence where that matters
+                               // gathered.cuh, first[0] the position of the unit in its sequence where that matters
 };
 constexpr int32_t kGatheredItem = -1;  // column of an item of 128 gathered columns
 
@@ -66,7 +66,8 @@ struct Arguments {
   float* dq_sum;
   float* partials;
   int32_t* counter;
-  int32_t parts;  // of a group that share a list
+  int32_t parts;       // of a group that share a list
+  int32_t block_rows;  // subtiles of a query block
   GatheredColumns gathered;
   GatheredSums gathered_sums;
   float* sums;             // what they read, to be written
@@ -74,7 +75,7 @@ struct Arguments {
   __device__ int gathered_items() const { return gathered.piece_count / 2 * gathered_sums.parts; }
 };
 
-template <int D, bool kGathered>
+template <int D, bool kGathered, bool kHalves>
 struct Loader {
   static constexpr int kUnit = Smem<D>::kUnit, kStages = Smem<D>::kStages;
   Smem<D>& smem;
@@ -112,8 +113,8 @@ struct Loader {
   }
 
   // Of gathered columns, lane `source` has `seen` and `kind`.
-  __device__ void step(const BackwardItem& item, int head, int unit, int first, int source = -1, const uint4& seen = {},
-                       int32_t kind = 0) {
+  __device__ void step(const BackwardItem& item, int head, int unit, int first, int second, int source = -1,
+                       const uint4& seen = {}, int32_t kind = 0) {
     const int position = unit * kUnit * args.rows.tokens;
     const int token = item.token - item.position + position;
     const int subtile = head * args.subtiles + item.subtile + unit * kUnit;
@@ -124,7 +125,7 @@ struct Loader {
     if (kGathered && source >= 0) {
       if (lane == source) {
         message.diagonal = kind;
-        message.first = kind == kLateSeen ? position : 0;
+        message.first[0] = message.first[1] = kind == kLateSeen ? position : 0;
         message.seen[0] = seen.x;
         message.seen[1] = seen.y;
         message.seen[2] = seen.z;
@@ -135,7 +136,8 @@ struct Loader {
     if (lane == 0) {
       if (!kGathered || source < 0) {
         message.diagonal = item.position - position;
-        message.first = first;
+        message.first[0] = first;
+        message.first[1] = second;
       }
       message.subtile = subtile;
       barrier_expect(q_barrier, bytes + sizeof(smem.statistics[0]));
@@ -171,7 +173,7 @@ struct Loader {
     const int unit_tokens = kUnit * args.rows.tokens, units = item.subtiles / kUnit;
     const int first = begin * 2 / kUnit, end = min((begin + count) * 2 / kUnit, units);
     for (int unit = end - 1; unit >= first; --unit)
-      if ((unit + 1) * unit_tokens > item.position) step(item, head, unit, 0);
+      if ((unit + 1) * unit_tokens > item.position) step(item, head, unit, 0, 0);
   }
 
   __device__ void walk_entries(const BackwardItem& item, int head, const uint32_t* entries, int count) {
@@ -184,8 +186,58 @@ struct Loader {
       const int begin = static_cast<int>(entry_id(entry)) * block_units;
       for (int u = min(block_units, units - begin) - 1; u >= 0; --u) {
         const int first = static_cast<int>(entry_first(entry)) - u * unit_tokens;
-        if (first < unit_tokens && (begin + u + 1) * unit_tokens > item.position) step(item, head, begin + u, first);
+        if (first < unit_tokens && (begin + u + 1) * unit_tokens > item.position)
+          step(item, head, begin + u, first, first);
       }
+    }
+  }
+
+  // Entries of a column before query block `end`.
+  __device__ int entries_before(int at, int count, int end) const {
+    int low = 0, high = count;
+    while (low < high) {
+      const int middle = (low + high) / 2;
+      if (static_cast<int>(entry_id(args.entries[at + middle])) < end)
+        low = middle + 1;
+      else
+        high = middle;
+    }
+    return at + low;
+  }
+
+  // Two columns of 64 keys at a time: query blocks from `begin` to `end` that see one or both. One of them may have to
+  // compute what it does not see.
+  __device__ void walk_halves(const BackwardItem& item, int head, int column, int begin, int end) {
+    constexpr int kUnseen = 255;
+    constexpr uint32_t kEnd = ~0u;
+    const int unit_tokens = kUnit * args.rows.tokens, units = item.subtiles / kUnit;
+    const int block_units = args.query_block / unit_tokens;
+    int at[2] = {0, 0}, from[2] = {0, 0};
+    uint32_t entry[2] = {kEnd, kEnd};
+    const auto take = [&](int c) { entry[c] = at[c] > from[c] ? args.entries[--at[c]] : kEnd; };
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+      from[c] = args.offsets[column + c];
+      const int count = c == 0 || item.keys > kBlock / 2 ? args.offsets[column + c + 1] - from[c] : 0;
+      at[c] = item.partial >= 0 ? entries_before(from[c], count, end) : from[c] + count;
+      take(c);
+    }
+    for (;;) {
+      const auto row = [&](int c) { return entry[c] == kEnd ? -1 : static_cast<int>(entry_id(entry[c])); };
+      const int now = max(row(0), row(1));
+      if (now < begin) break;
+      int first[2];
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        first[c] = kUnseen;
+        if (row(c) != now) continue;
+        first[c] = static_cast<int>(entry_first(entry[c]));
+        take(c);  // the next is on its way while this one is worked on
+      }
+      const int base = now * block_units;
+      for (int u = min(block_units, units - base) - 1; u >= 0; --u)
+        if (min(first[0], first[1]) - u * unit_tokens < unit_tokens && (base + u + 1) * unit_tokens > item.position)
+          step(item, head, base + u, first[0] - u * unit_tokens, first[1] - u * unit_tokens);
     }
   }
 
@@ -225,7 +277,7 @@ struct Loader {
           const int source = __ffs(kept) - 1;
           for (int u = units - 1; u >= 0; --u) {
             const int unit = (base - 1 - source) * units + u;
-            if (unit * kUnit * args.rows.tokens < list.tokens) step(item, head, unit, 0, source, own, kind);
+            if (unit * kUnit * args.rows.tokens < list.tokens) step(item, head, unit, 0, 0, source, own, kind);
           }
         }
       }
@@ -250,6 +302,16 @@ struct Loader {
       const BackwardItem& item = smem.item.item;  // registers are scarce here
       int before = 0;                             // in the column
       for (int head = item.head * args.heads_per_kv; head < (item.head + 1) * args.heads_per_kv; ++head) {
+        if (kHalves && !item.dense) {
+          // A column is cut by query blocks.
+          const int row = item.position / args.query_block;
+          const int rows = (item.subtiles + args.block_rows - 1) / args.block_rows - row;
+          const int begin = max(item.begin - before, 0), end = min(item.begin + item.count - before, rows);
+          before += rows;
+          if (begin < end)
+            walk_halves(item, head, head / args.parts * args.columns + item.column, row + begin, row + end);
+          continue;
+        }
         int at = item.position / (2 * args.rows.tokens), count = item.subtiles / 2 - at;
         if (!item.dense) {
           const int column = head / args.parts * args.columns + item.column;
@@ -274,7 +336,7 @@ struct Loader {
   }
 };
 
-template <int D, bool kWithDq, bool kGathered, int kAhead>
+template <int D, bool kWithDq, bool kGathered, bool kHalves, int kAhead>
 struct Consumer {
   static constexpr int kUnit = Smem<D>::kUnit, kStages = Smem<D>::kStages;
   Smem<D>& smem;
@@ -328,7 +390,7 @@ struct Consumer {
     for (int j = 0; j < 8; ++j)
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
-        const int position = step.first + before + args.rows.token(8 * j + 2 * (lane % 4) + e);
+        const int position = step.first[0] + before + args.rows.token(8 * j + 2 * (lane % 4) + e);
         if (columns[0] > position) s[4 * j + e] = -INFINITY;
         if (columns[8] > position) s[4 * j + 2 + e] = -INFINITY;
       }
@@ -336,7 +398,8 @@ struct Consumer {
 
   // `before`: tokens of the unit that come before this subtile.
   __device__ void mask(float (&s)[32], const StepMessage& step, int before) {
-    if (step.diagonal + kBlock - 1 <= before && step.first <= before) return;
+    const int first = kHalves && group == 1 ? step.first[1] : step.first[0];
+    if (step.diagonal + kBlock - 1 <= before && first <= before) return;
     if (kGathered && step.diagonal >= kSomeSeen) return mask_gathered(s, step, before);
     const int key = group * 64 + warp * 16 + lane / 4;
 #pragma unroll
@@ -344,7 +407,7 @@ struct Consumer {
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         const int t = before + args.rows.token(8 * j + 2 * (lane % 4) + e);
-        const int limit = t < step.first ? -1 : t - step.diagonal;  // the last key that this query sees
+        const int limit = t < first ? -1 : t - step.diagonal;  // the last key that this query sees
         if (key > limit) s[4 * j + e] = -INFINITY;
         if (key + 8 > limit) s[4 * j + 2 + e] = -INFINITY;
       }
@@ -712,7 +775,7 @@ struct Consumer {
   }
 };
 
-template <int D, bool kWithDq, bool kGathered, int kAhead>
+template <int D, bool kWithDq, bool kGathered, bool kHalves, int kAhead>
 __global__ void __launch_bounds__(kThreads, 1)
     backward_kernel(const __grid_constant__ CUtensorMap q_map, const __grid_constant__ CUtensorMap do_map,
                     const __grid_constant__ CUtensorMap k_map, const __grid_constant__ CUtensorMap v_map,
@@ -743,12 +806,13 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (warp < 4) {
     registers_shrink<24>();
     if (warp == 0) {
-      Loader<D, kGathered> loader{smem, &q_map, &do_map, &k_map, &v_map, &gathered_k_map, &gathered_v_map, args, lane};
+      Loader<D, kGathered, kHalves> loader{smem, &q_map, &do_map, &k_map, &v_map, &gathered_k_map, &gathered_v_map,
+                                           args, lane};
       loader.run();
     }
   } else {
     registers_grow<240>();
-    Consumer<D, kWithDq, kGathered, kAhead> consumer{smem, args, warp / 4 - 1, warp % 4, lane};
+    Consumer<D, kWithDq, kGathered, kHalves, kAhead> consumer{smem, args, warp / 4 - 1, warp % 4, lane};
     if constexpr (kAhead == 0)
       consumer.run();
     else
@@ -756,7 +820,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
 }
 
-template <int D, bool kWithDq, bool kGathered>
+template <int D, bool kWithDq, bool kGathered, bool kHalves>
 void launch(const BackwardParams& p, cudaStream_t stream) {
   const auto rows = [&](const void* data) {
     return packed_map(data, p.shape.tokens, p.shape.query_heads, D, p.tiling.heads, p.tiling.tokens);
@@ -780,6 +844,7 @@ void launch(const BackwardParams& p, cudaStream_t stream) {
                  p.partials,
                  p.counter,
                  p.tiling.parts,
+                 p.tiling.query_block / p.tiling.tokens,
                  p.gathered,
                  gathered_sums(p),
                  p.gathered_sums,
@@ -796,10 +861,10 @@ void launch(const BackwardParams& p, cudaStream_t stream) {
     gathered_v_map = gathered_map(p.gathered_rows.v, p.gathered, D);
     items += int64_t{p.gathered.piece_count / 2} * p.gathered_parts;
   }
-  constexpr int kAhead = D == 64 || kGathered ? 0 : 1;
+  constexpr int kAhead = D == 64 || kGathered || kHalves ? 0 : 1;
   static const int ahead = std::getenv("SB_AHEAD") ? std::atoi(std::getenv("SB_AHEAD")) : 0;
-  const auto kernel =
-      ahead == 0 ? backward_kernel<D, kWithDq, kGathered, 0> : backward_kernel<D, kWithDq, kGathered, kAhead>;
+  const auto kernel = ahead == 0 ? backward_kernel<D, kWithDq, kGathered, kHalves, 0>
+                                 : backward_kernel<D, kWithDq, kGathered, kHalves, kAhead>;
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Smem<D>)),
         "shared memory of the backward");
   const int grid = static_cast<int>(std::min<int64_t>(items, multiprocessors()));
@@ -810,11 +875,8 @@ void launch(const BackwardParams& p, cudaStream_t stream) {
 
 template <bool kWithDq>
 void launch(const BackwardParams& p, cudaStream_t stream) {
-  const bool gathered = p.gathered.piece_count > 0;
-  const auto kind = p.shape.head_dim == 128 ? gathered ? launch<128, kWithDq, true> : launch<128, kWithDq, false>
-                    : gathered ? launch<64, kWithDq, true>
-                                            : launch<64, kWithDq, false>;
-  kind(p, stream);
+  for_kind(p.shape, p.tiling, p.gathered,
+           [&](auto d, auto gathered, auto halves) { launch<d(), kWithDq, gathered(), halves()>(p, stream); });
 }
 
 }  // namespace

@@ -12,10 +12,10 @@ namespace {
 
 constexpr int kThreads = 384;
 
-template <int D, bool kWithGathered>
+template <int D, bool kWithGathered, bool kOfHalves>
 struct alignas(1024) Smem {
   static constexpr int kDim = D, kSlots = D == 128 ? 1 : 2, kStages = 2;
-  static constexpr bool kGradient = true, kKeysAhead = false, kGathered = kWithGathered;
+  static constexpr bool kGradient = true, kKeysAhead = false, kGathered = kWithGathered, kHalves = kOfHalves;
   __nv_bfloat16 q[kSlots][2 * kSubtileRows * D];  // [slot][subtile][d / 64][row][64]
   __nv_bfloat16 d_o[kSlots][2 * kSubtileRows * D];
   __nv_bfloat16 k[kStages][kBlock * D];  // [stage][d / 64][row][64]
@@ -26,7 +26,7 @@ struct alignas(1024) Smem {
       v_empty[kStages];
 };
 
-static_assert(sizeof(Smem<128, true>) <= kSharedMemory && sizeof(Smem<64, true>) <= kSharedMemory);
+static_assert(sizeof(Smem<128, true, true>) <= kSharedMemory && sizeof(Smem<64, true, true>) <= kSharedMemory);
 
 struct Arguments {
   RowArguments work;
@@ -36,10 +36,11 @@ struct Arguments {
   __nv_bfloat16* dq;
 };
 
-template <int D, bool kGathered>
+template <int D, bool kGathered, bool kHalves>
 struct Consumer {
-  static constexpr int kSlots = Smem<D, kGathered>::kSlots, kStages = Smem<D, kGathered>::kStages;
-  Smem<D, kGathered>& smem;
+  using Memory = Smem<D, kGathered, kHalves>;
+  static constexpr int kSlots = Memory::kSlots, kStages = Memory::kStages;
+  Memory& smem;
   const Arguments& args;
   int group, warp, lane;
   Cursor tile, ring;
@@ -78,8 +79,9 @@ struct Consumer {
 
   __device__ void mask(float (&s)[32], const StepMessage& step, int half, int slot) {
     if (kGathered && step.offset >= kSomeSeen) return mask_gathered(s, step, half, slot);
-    const int column = step.offset + half * 64 + 2 * (lane % 4);
-    if (step.offset + half * 64 + 63 > 0) {
+    const int offset = kHalves ? (half == 0 ? step.offset : step.second_offset) : step.offset + half * 64;
+    const int column = offset + 2 * (lane % 4);
+    if (offset + 63 > 0) {
 #pragma unroll
       for (int j = 0; j < 8; ++j)
 #pragma unroll
@@ -119,8 +121,12 @@ struct Consumer {
         issue_product(s[1], smem.q[slot], smem.k[ring.stage], 1);
         issue_product(dp[1], smem.d_o[slot], smem.v[ring.stage], 1);
         // A row that came before the block was chosen takes part with probability zero.
-        const float minus[2] = {token[0] < step.first ? -INFINITY : -lse[0],
-                                token[1] < step.first ? -INFINITY : -lse[1]};
+        float minus[2][2];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int first = kHalves && i / 2 == 1 ? step.second_first : step.first;
+          minus[i / 2][i % 2] = token[i % 2] < first ? -INFINITY : -lse[i % 2];
+        }
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           if (half == 0)
@@ -130,7 +136,7 @@ struct Consumer {
           pin(s[half]);
           mask(s[half], step, half, slot);
 #pragma unroll
-          for (int i = 0; i < 32; ++i) s[half][i] = exp2_fast(fmaf(s[half][i], scale_log2, minus[(i >> 1) & 1]));
+          for (int i = 0; i < 32; ++i) s[half][i] = exp2_fast(fmaf(s[half][i], scale_log2, minus[half][(i >> 1) & 1]));
           if (half == 0)
             wgmma_wait<2>();
           else
@@ -167,13 +173,13 @@ struct Consumer {
   }
 };
 
-template <int D, bool kGathered>
+template <int D, bool kGathered, bool kHalves>
 __global__ void __launch_bounds__(kThreads, 1)
     backward_rows_kernel(const __grid_constant__ CUtensorMap q_map, const __grid_constant__ CUtensorMap do_map,
                          const __grid_constant__ CUtensorMap k_map, const __grid_constant__ CUtensorMap v_map,
                          const __grid_constant__ CUtensorMap gathered_k_map,
                          const __grid_constant__ CUtensorMap gathered_v_map, const __grid_constant__ Arguments args) {
-  using Memory = Smem<D, kGathered>;
+  using Memory = Smem<D, kGathered, kHalves>;
   extern __shared__ __align__(1024) unsigned char raw[];
   Memory& smem = *reinterpret_cast<Memory*>(raw);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -188,17 +194,19 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
   } else {
     registers_grow<232>();
-    Consumer<D, kGathered> consumer{smem, args, warp / 4 - 1, warp % 4, lane};
+    Consumer<D, kGathered, kHalves> consumer{smem, args, warp / 4 - 1, warp % 4, lane};
     consumer.run();
   }
 }
 
-template <int D, bool kGathered>
+template <int D, bool kGathered, bool kHalves>
 void launch(const BackwardParams& p, cudaStream_t stream) {
   const auto rows = [&](const void* data) {
     return packed_map(data, p.shape.tokens, p.shape.query_heads, D, p.tiling.heads, p.tiling.tokens);
   };
-  const auto keys = [&](const void* data) { return packed_map(data, p.shape.tokens, p.shape.kv_heads, D, 1, kBlock); };
+  const auto keys = [&](const void* data) {
+    return packed_map(data, p.shape.tokens, p.shape.kv_heads, D, 1, p.tiling.block);
+  };
   int32_t* counter = p.counter + 1;
   const Arguments args{{p.shape.query_heads / p.shape.kv_heads / p.tiling.heads, row_map(p.tiling), p.row_items,
                         p.row_item_count, p.row_entries, counter, p.gathered, p.tiling.query_block},
@@ -213,8 +221,8 @@ void launch(const BackwardParams& p, cudaStream_t stream) {
     gathered_k_map = gathered_map(p.gathered_rows.k, p.gathered, D);
     gathered_v_map = gathered_map(p.gathered_rows.v, p.gathered, D);
   }
-  constexpr size_t kBytes = sizeof(Smem<D, kGathered>);
-  const auto kernel = backward_rows_kernel<D, kGathered>;
+  constexpr size_t kBytes = sizeof(Smem<D, kGathered, kHalves>);
+  const auto kernel = backward_rows_kernel<D, kGathered, kHalves>;
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes),
         "shared memory of the backward");
   const int grid = p.row_item_count < multiprocessors() ? p.row_item_count : multiprocessors();
@@ -231,11 +239,8 @@ void hopper_backward_deterministic(const BackwardParams& p, void* stream) {
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
   prepare_rows(p, false, cuda_stream);
   backward_keys(p, cuda_stream);  // and the rows of gathered columns
-  const bool gathered = p.gathered.piece_count > 0;
-  const auto kind = p.shape.head_dim == 128 ? gathered ? launch<128, true> : launch<128, false>
-                    : gathered ? launch<64, true>
-                                            : launch<64, false>;
-  kind(p, cuda_stream);
+  for_kind(p.shape, p.tiling, p.gathered,
+           [&](auto d, auto gathered, auto halves) { launch<d(), gathered(), halves()>(p, cuda_stream); });
   finish_split_columns(p, cuda_stream);
 }
 

@@ -13,10 +13,10 @@ constexpr float kNothing = -1e30f;  // before the first key; finite, so that dif
 constexpr int kNowhere = -(1 << 20);
 constexpr float kLargeSum = 1e18f;  // sums of a block up to here leave a row's base as it is
 
-template <int D, bool kWithGathered>
+template <int D, bool kWithGathered, bool kOfHalves>
 struct alignas(1024) Smem {
   static constexpr int kDim = D, kSlots = 2, kStages = D == 128 ? 2 : 4;
-  static constexpr bool kGradient = false, kKeysAhead = true, kGathered = kWithGathered;
+  static constexpr bool kGradient = false, kKeysAhead = true, kGathered = kWithGathered, kHalves = kOfHalves;
   __nv_bfloat16 q[kSlots][2 * kSubtileRows * D];  // [slot][subtile][d / 64][row][64]
   __nv_bfloat16 k[kStages][kBlock * D];           // [stage][d / 64][row][64]
   __nv_bfloat16 v[kStages][kBlock * D];
@@ -26,7 +26,7 @@ struct alignas(1024) Smem {
       v_empty[kStages];
 };
 
-static_assert(sizeof(Smem<128, true>) <= kSharedMemory && sizeof(Smem<64, true>) <= kSharedMemory);
+static_assert(sizeof(Smem<128, true, true>) <= kSharedMemory && sizeof(Smem<64, true, true>) <= kSharedMemory);
 
 struct Arguments {
   RowArguments work;
@@ -59,11 +59,13 @@ struct HeldProbabilities<128> {
   __device__ uint32_t pair(int i, uint32_t zero) const { return x[i] ^ zero; }
 };
 
-template <int D, bool kGathered, int kSum>
+template <int D, bool kGathered, bool kHalves, int kSum>
 struct Consumer {
   using Held = HeldProbabilities<D>;
-  static constexpr int kSlots = Smem<D, kGathered>::kSlots, kStages = Smem<D, kGathered>::kStages;
-  Smem<D, kGathered>& smem;
+  using Memory = Smem<D, kGathered, kHalves>;
+  static constexpr int kSlots = Memory::kSlots, kStages = Memory::kStages;
+  static constexpr int kBlocks = kHalves ? 2 : 1;  // of a step
+  Memory& smem;
   const Arguments& args;
   int group, warp, lane;  // group 0 or 1, warp 0..3 in it
   Cursor tile;
@@ -122,14 +124,20 @@ struct Consumer {
   }
 
   __device__ void mask() {
-    if (step.offset + kBlock - 1 <= 0) return;  // no key is later than the tile's first token
     if (kGathered && step.offset >= kSomeSeen) return mask_gathered();
-    const int column = 2 * (lane % 4) + step.offset;
+    mask_block<0>(step.offset);
+    if constexpr (kHalves) mask_block<1>(step.second_offset);
+  }
+  template <int kWhich>
+  __device__ void mask_block(int offset) {
+    constexpr int kTiles = kBlock / 8 / kBlocks;
+    if (offset + kBlock / kBlocks - 1 <= 0) return;  // no key is later than the tile's first token
+    const int column = 2 * (lane % 4) + offset;
 #pragma unroll
-    for (int j = 0; j < kBlock / 8; ++j)
+    for (int j = 0; j < kTiles; ++j)
 #pragma unroll
       for (int e = 0; e < 4; ++e)
-        if (column + 8 * j + (e & 1) > token[e >> 1]) s[4 * j + e] = -INFINITY;
+        if (column + 8 * j + (e & 1) > token[e >> 1]) s[4 * (kWhich * kTiles + j) + e] = -INFINITY;
   }
 
   __device__ void mask_gathered() {
@@ -149,18 +157,25 @@ struct Consumer {
   }
 
   // The staircase: a row that came before the block was chosen sees nothing of it.
-  __device__ bool hidden(int h) const {
-    return token[h] < step.first;
+  __device__ bool hidden(int h, int which) const {
+    return token[h] < (which == 0 ? step.first : step.second_first);
+  }
+
+  // What exponents are relative to, negated, of each of the step's blocks.
+  __device__ void bases(float (&minus)[kBlocks][2]) const {
+#pragma unroll
+    for (int i = 0; i < 2 * kBlocks; ++i) minus[i / 2][i % 2] = hidden(i % 2, i / 2) ? -INFINITY : -row_base[i % 2];
   }
 
   // Probabilities relative to row_base, and their sums over this thread's columns.
   __device__ void exponentials(Held& out, float (&sum)[2]) const {
-    const float minus[2] = {hidden(0) ? -INFINITY : -row_base[0], hidden(1) ? -INFINITY : -row_base[1]};
+    float minus[kBlocks][2];
+    bases(minus);
     float part[4] = {0, 0, 0, 0};
 #pragma unroll
     for (int i = 0; i < kBlock / 4; ++i) {
-      const float x = exp2_fast(fmaf(s[2 * i], args.scale_log2, minus[i & 1]));
-      const float y = exp2_fast(fmaf(s[2 * i + 1], args.scale_log2, minus[i & 1]));
+      const float x = exp2_fast(fmaf(s[2 * i], args.scale_log2, minus[i / (kBlock / 4 / kBlocks)][i & 1]));
+      const float y = exp2_fast(fmaf(s[2 * i + 1], args.scale_log2, minus[i / (kBlock / 4 / kBlocks)][i & 1]));
       out.set(i, x, y);
       part[2 * (i & 1)] += x;
       part[2 * (i & 1) + 1] += y;
@@ -172,17 +187,24 @@ struct Consumer {
   // Raises the base of rows to the largest score of this block; what is summed so far shrinks with it. `large` says
   // which rows: nothing of one row may show in another, not even in its rounding.
   __device__ void raise(const bool (&large)[2], float (&shrink)[2]) {
-    float top[4] = {s[0], s[1], s[2], s[3]};
+    float m[2] = {-INFINITY, -INFINITY};
 #pragma unroll
-    for (int i = 4; i < kBlock / 2; ++i) top[i % 4] = fmaxf(top[i % 4], s[i]);
-    float m[2] = {fmaxf(top[0], top[1]), fmaxf(top[2], top[3])};
+    for (int which = 0; which < kBlocks; ++which) {
+      const float* of = s + which * (kBlock / 4);
+      float top[4] = {of[0], of[1], of[2], of[3]};
+#pragma unroll
+      for (int i = 4; i < kBlock / 2 / kBlocks; ++i) top[i % 4] = fmaxf(top[i % 4], of[i]);
+#pragma unroll
+      for (int h = 0; h < 2; ++h)
+        if (!hidden(h, which)) m[h] = fmaxf(m[h], fmaxf(top[2 * h], top[2 * h + 1]));
+    }
 #pragma unroll
     for (int lanes = 1; lanes < 4; lanes *= 2)
 #pragma unroll
       for (int h = 0; h < 2; ++h) m[h] = fmaxf(m[h], __shfl_xor_sync(~0u, m[h], lanes));
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const float base = large[h] && !hidden(h) ? fmaxf(row_base[h], m[h] * args.scale_log2) : row_base[h];
+      const float base = large[h] ? fmaxf(row_base[h], m[h] * args.scale_log2) : row_base[h];
       shrink[h] = exp2_fast(row_base[h] - base);
       row_base[h] = base;
       row_sum[h] *= shrink[h];
@@ -240,12 +262,14 @@ struct Consumer {
   // A tile that sees a single block: few keys, so that what the rounding of probabilities to bf16 loses shows in the
   // output. What is lost is multiplied too.
   __device__ void multiply_lost(const Held& held) {
-    const float minus[2] = {hidden(0) ? -INFINITY : -row_base[0], hidden(1) ? -INFINITY : -row_base[1]};
+    float minus[kBlocks][2];
+    bases(minus);
 #pragma unroll
     for (int i = 0; i < kBlock / 4; ++i) {
       const uint32_t pair = held.pair(i, args.zero);
-      p[i] = pack_bf16(exp2_fast(fmaf(s[2 * i], args.scale_log2, minus[i & 1])) - low_bf16(pair),
-                       exp2_fast(fmaf(s[2 * i + 1], args.scale_log2, minus[i & 1])) - high_bf16(pair));
+      p[i] = pack_bf16(
+          exp2_fast(fmaf(s[2 * i], args.scale_log2, minus[i / (kBlock / 4 / kBlocks)][i & 1])) - low_bf16(pair),
+          exp2_fast(fmaf(s[2 * i + 1], args.scale_log2, minus[i / (kBlock / 4 / kBlocks)][i & 1])) - high_bf16(pair));
     }
     wait_values();
     pin(p);
@@ -416,12 +440,12 @@ struct Consumer {
   }
 };
 
-template <int D, bool kGathered, int kSum>
+template <int D, bool kGathered, bool kHalves, int kSum>
 __global__ void __launch_bounds__(kThreads, 1)
     forward_kernel(const __grid_constant__ CUtensorMap q_map, const __grid_constant__ CUtensorMap k_map,
                    const __grid_constant__ CUtensorMap v_map, const __grid_constant__ CUtensorMap gathered_k_map,
                    const __grid_constant__ CUtensorMap gathered_v_map, const __grid_constant__ Arguments args) {
-  using Memory = Smem<D, kGathered>;
+  using Memory = Smem<D, kGathered, kHalves>;
   extern __shared__ __align__(1024) unsigned char raw[];
   Memory& smem = *reinterpret_cast<Memory*>(raw);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -443,17 +467,17 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
   } else {
     registers_grow<232>();
-    Consumer<D, kGathered, kSum> consumer{smem, args, __shfl_sync(~0u, warp / 4, 0), warp % 4, lane};
+    Consumer<D, kGathered, kHalves, kSum> consumer{smem, args, __shfl_sync(~0u, warp / 4, 0), warp % 4, lane};
     consumer.run();
   }
 }
 
-template <int D, bool kGathered>
+template <int D, bool kGathered, bool kHalves>
 void launch(const ForwardParams& p, cudaStream_t stream) {
   const int group = p.shape.query_heads / p.shape.kv_heads;
   const CUtensorMap q_map = packed_map(p.q, p.shape.tokens, p.shape.query_heads, D, p.tiling.heads, p.tiling.tokens);
-  const CUtensorMap k_map = packed_map(p.k, p.shape.tokens, p.shape.kv_heads, D, 1, kBlock);
-  const CUtensorMap v_map = packed_map(p.v, p.shape.tokens, p.shape.kv_heads, D, 1, kBlock);
+  const CUtensorMap k_map = packed_map(p.k, p.shape.tokens, p.shape.kv_heads, D, 1, p.tiling.block);
+  const CUtensorMap v_map = packed_map(p.v, p.shape.tokens, p.shape.kv_heads, D, 1, p.tiling.block);
   CUtensorMap gathered_k_map = k_map, gathered_v_map = v_map;
   if constexpr (kGathered) {
     gather_rows(p.gathered, p.shape, p.k, p.v, p.gathered_rows, stream);
@@ -469,11 +493,11 @@ void launch(const ForwardParams& p, cudaStream_t stream) {
                        p.lse,
                        0};
   check(cudaMemsetAsync(p.counter, 0, sizeof(int32_t), stream), "work counter");
-  constexpr size_t kBytes = sizeof(Smem<D, kGathered>);
+  constexpr size_t kBytes = sizeof(Smem<D, kGathered, kHalves>);
   static const int sum = std::getenv("SB_SUM") ? std::atoi(std::getenv("SB_SUM")) : 0;
-  const auto kernel = sum == 0   ? forward_kernel<D, kGathered, 0>
-                      : sum == 1 ? forward_kernel<D, kGathered, 1>
-                                 : forward_kernel<D, kGathered, 2>;
+  const auto kernel = sum == 0   ? forward_kernel<D, kGathered, kHalves, 0>
+                      : sum == 1 ? forward_kernel<D, kGathered, kHalves, 1>
+                                 : forward_kernel<D, kGathered, kHalves, 2>;
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes),
         "shared memory of the forward");
   const int grid = p.item_count < multiprocessors() ? p.item_count : multiprocessors();
@@ -486,11 +510,9 @@ void launch(const ForwardParams& p, cudaStream_t stream) {
 void hopper_forward(const ForwardParams& p, void* stream) {
   check_shape(p.shape, p.tiling);
   if (p.item_count == 0) return;
-  const bool gathered = p.gathered.piece_count > 0;
-  const auto kind = p.shape.head_dim == 128 ? gathered ? launch<128, true> : launch<128, false>
-                    : gathered ? launch<64, true>
-                                            : launch<64, false>;
-  kind(p, static_cast<cudaStream_t>(stream));
+  for_kind(p.shape, p.tiling, p.gathered, [&](auto d, auto gathered, auto halves) {
+    launch<d(), gathered(), halves()>(p, static_cast<cudaStream_t>(stream));
+  });
 }
 
 }  // namespace sb::gpu

@@ -49,7 +49,8 @@ void check_shape(const Shape& shape, const Tiling& tiling) {
   if (tiling.tile != 2) throw_unsupported("odd tokens of a query block", tiling.query_block);
   if (tiling.heads < 1 || shape.query_heads / shape.kv_heads % tiling.heads != 0)
     throw_unsupported("heads of a tile", tiling.heads);
-  if (tiling.block != kBlock) throw_unsupported("blocks of tokens", tiling.block);
+  if (tiling.keys != kBlock) throw_unsupported("keys of an item", tiling.keys);
+  if (tiling.block != kBlock && tiling.block != kBlock / 2) throw_unsupported("blocks of tokens", tiling.block);
   if (tiling.tokens < 1 || tiling.tokens * tiling.heads > kSubtileRows)
     throw_unsupported("tokens of a subtile", tiling.tokens);
 }

@@ -5,6 +5,8 @@
 #include <cuda.h>
 #include <cuda_runtime.h>
 
+#include <type_traits>
+
 #include "attention/cuda/check.cuh"
 #include "attention/cuda/params.h"
 
@@ -18,6 +20,18 @@ CUtensorMap packed_map(const void* data, int64_t tokens, int heads, int d, int b
 
 // Copied rows of gathered columns, read 128 at a time.
 CUtensorMap gathered_map(const void* data, const GatheredColumns& gathered, int d);
+
+// Calls launch(head dimension, whether there are gathered columns, whether key blocks have 64 tokens), constants all.
+template <typename Launch>
+void for_kind(const Shape& shape, const Tiling& tiling, const GatheredColumns& gathered, Launch launch) {
+  const auto with = [](bool value, auto body) { value ? body(std::true_type{}) : body(std::false_type{}); };
+  with(shape.head_dim == 128, [&](auto wide) {
+    with(gathered.piece_count > 0, [&](auto columns) {
+      with(tiling.block == kBlock / 2,
+           [&](auto halves) { launch(std::integral_constant < int, wide() ? 128 : 64 > {}, columns, halves); });
+    });
+  });
+}
 
 void check_shape(const Shape& shape, const Tiling& tiling);
 

@@ -16,13 +16,16 @@ struct TileMessage {
 };
 // About one step: where the key block starts, relative to the first token of the tile, and the first token of the tile
 // that sees it. Of gathered columns: what `offset` says in gathered.cuh, the place of the first among all columns, and
-// in `seen` for the lanes l, l + 4, … bit 8 · (j % 4) + 2 · (j / 4) + e for column 8 · j + 2 · l + e.
+// in `seen` for the lanes l, l + 4, … bit 8 · (j % 4) + 2 · (j / 4) + e for column 8 · j + 2 · l + e. With key blocks
+// of 64 a step takes two, which need not be neighbours; a missing second one lies after everything.
+constexpr int32_t kNoHalf = 1 << 28;
 struct StepMessage {
   int32_t offset;
   int32_t first;
   uint32_t last;
   int32_t column;
   uint32_t seen[4];
+  int32_t second_offset, second_first;
 };
 
 struct RowArguments {
@@ -46,6 +49,11 @@ struct RowLoader {
   static constexpr int D = Smem::kDim;
   static constexpr int kStages = Smem::kStages;
   static constexpr int kNone = INT32_MIN;
+  static constexpr int kKeys = Smem::kHalves ? kBlock / 2 : kBlock;  // of a block
+  // Of a step: `token` and what the message says.
+  struct Keys {
+    int token = kNone, offset = 0, first = 0;
+  };
   Smem& smem;
   const CUtensorMap *q_map, *do_map, *k_map, *v_map;
   const CUtensorMap *gathered_k_map, *gathered_v_map;
@@ -55,40 +63,50 @@ struct RowLoader {
 
   // Places of gathered columns come as ~place.
   __device__ void load_block(__nv_bfloat16* destination, const CUtensorMap* map, const CUtensorMap* gathered_map,
-                             int head, int token, uint64_t& full) {
+                             int head, int token, int second, uint64_t& full) {
+    const uint32_t barrier = shared_address(&full);
+    if (lane == 0) barrier_expect(barrier, kBlock * D * 2);
+    __syncwarp();
     if (Smem::kGathered && token < 0) {
       map = gathered_map;
       head = 0;
       token = ~token;
+    } else if (Smem::kHalves) {
+      const int half = lane / (D / 64), c = lane % (D / 64);
+      if (half < 2)
+        tensor_load(shared_address(destination) + c * kBlock * 128 + half * kKeys * 128, map, c * 64, head,
+                    half == 0 ? token : second, barrier);
+      return;
     }
-    const uint32_t barrier = shared_address(&full);
-    if (lane == 0) barrier_expect(barrier, kBlock * D * 2);
-    __syncwarp();
     if (lane < D / 64)
       tensor_load(shared_address(destination) + lane * kBlock * 128, map, lane * 64, head, token, barrier);
   }
 
-  __device__ void load_k(int head, int token, int offset, int first, uint32_t last, const uint4& seen) {
+  __device__ void load_k(int head, const Keys& keys, const Keys& second, uint32_t last, const uint4& seen) {
     barrier_wait(shared_address(&smem.k_empty[k.stage]), k.phase ^ 1);
     StepMessage& message = smem.step[k.stage];
     if (lane == 0) {
-      message.offset = offset;
-      message.first = first;
+      message.offset = keys.offset;
+      message.first = keys.first;
       message.last = last;
+      if constexpr (Smem::kHalves) {
+        message.second_offset = second.offset;
+        message.second_first = second.first;
+      }
     }
-    if (Smem::kGathered && token < 0) {
-      if (lane == 0) message.column = ~token;
+    if (Smem::kGathered && keys.token < 0) {
+      if (lane == 0) message.column = ~keys.token;
       const auto own = [&](uint32_t word) { return word >> 2 * lane & 0x03030303u; };
       if (lane < 4) message.seen[lane] = own(seen.x) | own(seen.y) << 2 | own(seen.z) << 4 | own(seen.w) << 6;
       __syncwarp();
     }
-    load_block(smem.k[k.stage], k_map, gathered_k_map, head, token, smem.k_full[k.stage]);
+    load_block(smem.k[k.stage], k_map, gathered_k_map, head, keys.token, second.token, smem.k_full[k.stage]);
     k.advance(kStages);
   }
 
-  __device__ void load_v(int head, int token) {
+  __device__ void load_v(int head, int token, int second) {
     barrier_wait(shared_address(&smem.v_empty[v.stage]), v.phase ^ 1);
-    load_block(smem.v[v.stage], v_map, gathered_v_map, head, token, smem.v_full[v.stage]);
+    load_block(smem.v[v.stage], v_map, gathered_v_map, head, token, second, smem.v_full[v.stage]);
     v.advance(kStages);
   }
 
@@ -153,7 +171,7 @@ struct RowLoader {
       const int kv_head = item.head / args.heads_per_kv;
       const int start = item.token - item.position;
       const bool dense = item.list_begin < 0;
-      const int visible = (item.position + item.tokens - 1) / kBlock + 1;
+      const int visible = (item.position + item.tokens - 1) / kKeys + 1;
       const int count = dense ? visible : item.list_count;
       if (lane == 0) ticket = atomicAdd(args.counter, 1);
       ForwardItem next;
@@ -164,15 +182,17 @@ struct RowLoader {
       };
 
       int found = 0;
-      int pending_offset = 0, pending_first = 0, pending_token = 0, previous_token = kNone;
+      Keys pending, second;  // second: the other half, with blocks of 64
+      int previous_token = kNone, previous_second = kNone;
       uint4 pending_seen{0, 0, 0, 0};
       auto issue = [&](uint32_t last) {
-        load_k(kv_head, pending_token, pending_offset, pending_first, last, pending_seen);
+        load_k(kv_head, pending, second, last, pending_seen);
         if constexpr (!Smem::kKeysAhead)
-          load_v(kv_head, pending_token);
+          load_v(kv_head, pending.token, second.token);
         else if (previous_token != kNone)
-          load_v(kv_head, previous_token);
-        previous_token = pending_token;
+          load_v(kv_head, previous_token, previous_second);
+        previous_token = pending.token;
+        previous_second = second.token;
       };
       auto found_one = [&] {
         if (found == 0) announce(item, 0);
@@ -180,6 +200,7 @@ struct RowLoader {
         if (found == 1) fetch_next();
         ++found;
       };
+      Keys half;  // waits for another
       Pieces pieces;
       if (Smem::kGathered && item.gathered >= 0) pieces = read_pieces(item, 0);
       for (int base = 0; base < count; base += 32) {
@@ -199,12 +220,23 @@ struct RowLoader {
           const int source = __ffs(kept) - 1;
           kept &= kept - 1;
           const uint32_t e = __shfl_sync(~0u, entry, source);
+          const int key = static_cast<int>(entry_id(e)) * kKeys;
+          const Keys keys{start + key, key - item.position,
+                          dense ? 0 : static_cast<int>(entry_first(e)) - item.query_token};
+          if (Smem::kHalves && half.token == kNone) {
+            half = keys;
+            continue;
+          }
           found_one();
-          const int key = static_cast<int>(entry_id(e)) * kBlock;
-          pending_offset = key - item.position;
-          pending_first = dense ? 0 : static_cast<int>(entry_first(e)) - item.query_token;
-          pending_token = start + key;
+          pending = Smem::kHalves ? half : keys;
+          second = keys;
+          half.token = kNone;
         }
+      }
+      if (Smem::kHalves && half.token != kNone) {
+        found_one();
+        pending = half;
+        second = {half.token, kNoHalf, 0};
       }
       if (Smem::kGathered && item.gathered >= 0) {
         const GatheredList& list = args.gathered.lists[item.gathered];
@@ -219,9 +251,9 @@ struct RowLoader {
             pending_seen.y = __shfl_sync(~0u, pieces.seen.y, source);
             pending_seen.z = __shfl_sync(~0u, pieces.seen.z, source);
             pending_seen.w = __shfl_sync(~0u, pieces.seen.w, source);
-            pending_offset = step_kind(pending_seen, __shfl_sync(~0u, pieces.late, source));
-            pending_first = 0;
-            pending_token = ~(static_cast<int>(list.columns) + (base + source) * kBlock);
+            pending = {~(static_cast<int>(list.columns) + (base + source) * kBlock),
+                       step_kind(pending_seen, __shfl_sync(~0u, pieces.late, source)), 0};
+            second = {kNone, kAllSeen, 0};
           }
         }
       }
@@ -230,7 +262,7 @@ struct RowLoader {
       head_entry = read_entry(next, lane);
       if (found > 0) {
         issue(1);
-        if constexpr (Smem::kKeysAhead) load_v(kv_head, pending_token);
+        if constexpr (Smem::kKeysAhead) load_v(kv_head, pending.token, second.token);
       }
       item = next;
       index = next_index;

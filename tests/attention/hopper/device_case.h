@@ -167,6 +167,7 @@ struct DeviceWork {
     p.tiling = work.tiling;
     p.places = places.get();
     p.column_offsets = column_offsets.get();
+    p.head_places = work.head_places;
     p.columns = work.columns;
     p.workers = work.workers;
     p.items = backward.get();

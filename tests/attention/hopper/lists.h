@@ -18,7 +18,7 @@ struct RowLists {
   std::vector<int32_t> offsets;
   std::vector<uint32_t> entries;
   int32_t block = kBlock;
-  RowLayout layout() const { return {heads, query_block, block, rows, offsets}; }
+  RowLayout layout() const { return {heads, query_block, block, block, rows, offsets}; }
 };
 
 // offsets[head * columns + column], entries (query block, first token) ascending.

@@ -125,6 +125,28 @@ void check_work(const Shape& shape, const std::vector<int32_t>& cu, const std::v
   EXPECT_EQ(std::count(keys.begin(), keys.end(), 1), static_cast<int64_t>(keys.size()));
 }
 
+// Key blocks of 64 two by two, the last of a sequence alone where their number is odd.
+TEST(GpuWork, TakesBlocksOf64TwoByTwo) {
+  const std::vector<int32_t> cu{0, 1, 900, 900, 1700};
+  RowLists lists = random_lists(cu, 2, 16, 0.3, 2);
+  lists.block = 64;
+  RowLayout layout = lists.layout();
+  layout.keys = 128;
+  const Work work = make_work(shape_of(16, 2), cu, {false, false, false, true}, &layout, 132);
+  EXPECT_EQ(work.columns, 1 + 15 + 13);
+  ASSERT_EQ(work.head_places, 1 + 8 + 7);
+  ASSERT_EQ(work.places.size(), static_cast<size_t>(2 * work.head_places));
+  for (size_t i = 0; i < work.places.size(); ++i) {
+    const BackwardItem& place = work.places[i];
+    EXPECT_EQ(place.head, static_cast<int>(i) / work.head_places);
+    EXPECT_EQ(place.position % 128, 0);
+    const int before = place.token < 1 ? 0 : place.token < 900 ? 1 : 16;
+    EXPECT_EQ(place.column, before + place.position / 64);
+    const int length = place.token < 1 ? 1 : place.token < 900 ? 899 : 800;
+    EXPECT_EQ(place.keys, std::min(128, length - place.position));
+  }
+}
+
 TEST(GpuWork, CoversEverythingOnce) {
   const std::vector<int32_t> cu{0, 1, 900, 900, 1700};
   check_work(shape_of(16, 2), cu, {true, true, true, true}, nullptr);
