@@ -1,7 +1,8 @@
-// Times vertical_slash on a GPU: selection, forward and backward with the kernels chosen for it, the same with the
-// portable ones, and as many (query, key) pairs in plain blocks, lists per query head alike. Useful FLOPs: 4·d for
-// every pair forward, 2.5 times that backward. Operands are random, so that the caps decide how much is chosen.
-//   attention_slash_bench [part of a case's name]
+// Times what the trainer calls on a GPU, for shapes and patterns that attention_hopper_bench has not: selection,
+// forward and backward with the kernels chosen for them, the same with the portable ones, and for vertical_slash as
+// many (query, key) pairs in plain blocks, lists per query head alike. Useful FLOPs: 4·d for every pair and query head
+// forward, 2.5 times that backward. Operands are random, so that caps and budget decide how much is chosen.
+//   attention_patterns_bench [part of a case's name]
 
 #include <fmt/format.h>
 
@@ -25,8 +26,9 @@ struct Case {
   const char* name;
   int heads, kv_heads, d;
   int64_t tokens;
-  int block;
-  int64_t columns, diagonals;
+  int block, query_block;
+  int64_t columns = 0, diagonals = 0;  // vertical_slash; else topk
+  int64_t budget = 8192;
 };
 
 // Device memory of bf16, normal numbers or nothing.
@@ -74,35 +76,39 @@ class Bench {
         stream_(cuda::make_stream()) {}
 
   void run() {
-    const CudaAttentionOptions options = slash_options();
+    const CudaAttentionOptions options = options_of();
     const auto attention = make_cuda_attention(options);
     const auto state = attention->make_state();
     const double all = time(*attention, [&](const Exec& exec) { forward(exec, *attention, *state, false); });
     attention->take_report();
     run_once(*attention, [&](const Exec& exec) { forward(exec, *attention, *state, false); });
     const LayerAttention report = attention->take_report().total();
-    flops_ = 4.0 * case_.d * static_cast<double>(report.pairs);
+    const BlockIndex chosen = read_block_index(*state, pool_);
+    set_flops(chosen);
     fmt::print("{}: {} pairs, {:.2f} %\n", case_.name, report.pairs, 100 * report.density());
     const double once = measure("  chosen kernels", *attention, *state);
     fmt::print("  selection and its lists {:.3f} ms\n", all - once);
-    const BlockIndex chosen = read_block_index(*state, pool_);
-    given(slash_options(false, true), "  two kernels", chosen);
-    if (case_.tokens <= 32768) given(slash_options(true), "  portable kernels", chosen);
-    given(options, "  plain blocks", plain_blocks(report.pairs));
+    given(options_of(false, true), "  two kernels", chosen);
+    if (case_.tokens <= 32768) given(options_of(true), "  portable kernels", chosen);
+    if (case_.columns > 0) given(options, "  plain blocks", plain_blocks(report.pairs));
   }
 
  private:
-  CudaAttentionOptions slash_options(bool portable = false, bool deterministic = false) const {
+  CudaAttentionOptions options_of(bool portable = false, bool deterministic = false) const {
     CudaAttentionOptions options;
     SelectionConfig& selection = options.attention.selection;
     options.attention.layers = 1;
     options.portable = portable;
     options.deterministic = deterministic;
-    selection.pattern = SelectionPattern::vertical_slash;
-    selection.order = SelectionOrder::lookahead;
     selection.block = case_.block;
-    selection.vertical_cap = case_.columns;
-    selection.slash_cap = case_.diagonals;
+    selection.query_block = case_.query_block;
+    selection.budget = case_.budget;
+    if (case_.columns > 0) {
+      selection.pattern = SelectionPattern::vertical_slash;
+      selection.order = SelectionOrder::lookahead;
+      selection.vertical_cap = case_.columns;
+      selection.slash_cap = case_.diagonals;
+    }
     return options;
   }
 
@@ -135,8 +141,13 @@ class Bench {
     const auto state = attention->make_state();
     run_once(*attention,
              [&](const Exec& exec) { write_block_index(index, *attention, exec, shape_, DType::bf16, *state); });
-    flops_ = 4.0 * case_.d * static_cast<double>(index.token_pairs());
+    set_flops(index);
     measure(name, *attention, *state);
+  }
+
+  void set_flops(const BlockIndex& index) {
+    const int heads_per_list = case_.heads / index.shape().list_heads;
+    flops_ = 4.0 * case_.d * static_cast<double>(index.token_pairs()) * heads_per_list;
   }
 
   // Milliseconds of the forward.
@@ -203,10 +214,15 @@ class Bench {
 int main(int argc, char** argv) {
   const std::string filter = argc > 1 ? argv[1] : "";
   const sb::Case cases[] = {
-      {"16:2 d128 32K", 16, 2, 128, 32768, 128, 2048, 16},
-      {"14:2 d64 32K", 14, 2, 64, 32768, 128, 2048, 16},
-      {"16:2 d128 128K", 16, 2, 128, 131072, 128, 4096, 32},
-      {"14:2 d64 128K", 14, 2, 64, 131072, 128, 4096, 32},
+      {"vertical_slash 16:2 d128 32K", 16, 2, 128, 32768, 128, 128, 2048, 16},
+      {"vertical_slash 14:2 d64 32K", 14, 2, 64, 32768, 128, 128, 2048, 16},
+      {"vertical_slash 16:2 d128 128K", 16, 2, 128, 131072, 128, 128, 4096, 32},
+      {"vertical_slash 14:2 d64 128K", 14, 2, 64, 131072, 128, 128, 4096, 32},
+      {"vertical_slash block 64 16:2 d128 32K", 16, 2, 128, 32768, 64, 64, 2048, 32},
+      {"topk block 64 16:2 d128 32K", 16, 2, 128, 32768, 64, 16, 0, 0, 1638},
+      {"topk block 64 14:2 d64 32K", 14, 2, 64, 32768, 64, 16, 0, 0, 1638},
+      {"topk block 128 16:2 d128 32K", 16, 2, 128, 32768, 128, 16, 0, 0, 1638},
+      {"topk group 80 80:1 d64 32K", 80, 1, 64, 32768, 128, 16, 0, 0, 1638},
   };
   for (const sb::Case& c : cases)
     if (std::string(c.name).find(filter) != std::string::npos) sb::Bench(c).run();
