@@ -68,7 +68,7 @@ int64_t AttentionMemory::scratch_bytes(const AttentionShape& shape, int64_t max_
     const int64_t fine = (max_tokens + kBlock - 1) / std::min(options.selection.block, kBlock) + 16;
     const int64_t lists = (max_tokens + list_query_block() - 1) / list_query_block() + sequences;
     const int64_t masses = std::min(batch_masses, shape.kv_heads * max_tokens * (blocks + 64)) +
-                           options.selection.query_block * (blocks + 64);
+                           shape.group() * options.selection.query_block * (blocks + 64);
     const BlockScoring scoring(options.selection);
     int64_t statistics = 2 * blocks;
     if (scoring.parts() > 1)

@@ -93,8 +93,7 @@ struct Chooser {
 
   // Of the index-th token that chooses.
   __device__ __forceinline__ uint32_t load(int index, int i) const {
-    return reinterpret_cast<const uint32_t*>(args.masses + item.masses +
-                                             static_cast<int64_t>(index) * item.stride)[32 * i + lane];
+    return args.two_masses(item.masses + static_cast<int64_t>(index) * item.stride + 64 * i + 2 * lane);
   }
 
   // Masses of the whole query block: the sum over its tokens.

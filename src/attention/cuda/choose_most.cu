@@ -55,7 +55,7 @@ __global__ void __launch_bounds__(32 * kWarps) sum_kernel(const __grid_constant_
     if (have) {
       float sum = 0;
       for (int row = 0; row < item.tokens; ++row)
-        sum += exp2f(mass_of(args.choice.masses[item.masses + static_cast<int64_t>(row) * item.stride + j]));
+        sum += exp2f(mass_of(args.choice.mass(item.masses + static_cast<int64_t>(row) * item.stride + j)));
       value = ordered(__half_as_ushort(__float2half_rn(__log2f(sum)))) & 0xFFFF;
       args.sums[item.sums + j] = static_cast<uint16_t>(value);
     }

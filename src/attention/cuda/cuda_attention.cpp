@@ -370,7 +370,7 @@ class CudaAttention final : public ChoosingAttention {
     params.column_offsets = lists.column_offsets;
     params.column_entries = lists.column_entries;
     params.statistics = exec.scratch->allocate_bytes(plan.statistics_bytes());
-    params.masses = exec.scratch->allocate_array<uint16_t>(plan.select().masses);
+    params.masses = exec.scratch->allocate_array<uint16_t>(plan.select().planes * plan.select().masses);
     params.map = exec.scratch->allocate_array<uint8_t>(plan.select().map_bytes);
     params.column_counts = exec.scratch->allocate_array<int32_t>(params.column_count);
     if (counts_on_device()) {
@@ -388,7 +388,7 @@ class CudaAttention final : public ChoosingAttention {
     }
     if (selection_.pattern == SelectionPattern::vertical_slash)
       choose_vertical_slash(exec, plan, params, lists);
-    else if (plan.hopper_selects())
+    else if (plan.hopper())
       gpu::hopper_select(params, exec.stream);
     else
       gpu::portable_select(params, plan.precision(), exec.stream);

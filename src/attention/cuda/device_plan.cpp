@@ -88,8 +88,8 @@ RowLayout DevicePlan::plan_lists(const PlanRequest& request) {
       for (SequenceTiles& one : tiles) one.query_block = config.query_block;
     }
     const int parts = BlockScoring(config).parts();
-    const int score_tokens = hopper_selects() ? hopper_score_tokens(shape_, parts) : kPortableScoreTokens;
-    select_ = make_select_plan(shape_, cu_seqlens_, dense_, tiles, config, score_tokens, request.batch_masses);
+    const ScoreTile score = hopper_ ? hopper_score_tile(shape_, parts) : kPortableScoreTile;
+    select_ = make_select_plan(shape_, cu_seqlens_, dense_, tiles, config, score, request.batch_masses);
   }
   const int32_t keys = hopper_ ? kBlock : select_.block;
   return {select_.list_heads, select_.query_block, select_.block,  keys,
@@ -213,7 +213,7 @@ void DevicePlan::build(const PlanRequest& request, Staging& staging, void* strea
 }
 
 int64_t DevicePlan::statistics_bytes() const {
-  return hopper_selects() ? hopper_statistics_bytes(shape_, select_) : portable_statistics_bytes(shape_, select_);
+  return hopper_ ? hopper_statistics_bytes(shape_, select_) : portable_statistics_bytes(shape_, select_);
 }
 
 DevicePlan::Lists DevicePlan::lists_in(void* memory) const {
@@ -234,6 +234,8 @@ void DevicePlan::set(SelectParams& params) const {
   params.select_block = select_.select_block;
   params.block = select_.block;
   params.max_competing = select_.max_competing;
+  params.planes = select_.planes;
+  params.plane_masses = select_.masses;
   params.parts = select_.parts;
   params.statistics_channels = select_.statistics;
   params.statistics_rows = select_.statistics_rows;

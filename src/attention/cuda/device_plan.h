@@ -96,8 +96,6 @@ class DevicePlan {
   const SelectPlan& select() const { return select_; }
   Precision precision() const { return precision_; }
   bool hopper() const { return hopper_; }
-  // Selection for large groups has portable kernels only; they feed either kind.
-  bool hopper_selects() const { return hopper_ && hopper_score_tokens(shape_, 1) > 0; }
   int list_heads() const { return list_heads_; }
   // What the configuration or the given lists say.
   int index_block() const { return index_block_; }

@@ -20,9 +20,24 @@ struct ChoiceArguments {
   float coverage;
   const float* thresholds;
   const uint16_t* masses;
+  int32_t planes;
+  int64_t plane_masses;
   uint32_t* entries;
   uint8_t* map;
   unsigned long long* chosen;
+
+  // Of two neighbouring blocks, the largest of the planes.
+  __device__ __forceinline__ uint32_t two_masses(int64_t at) const {
+    uint32_t two = *reinterpret_cast<const uint32_t*>(masses + at);
+    for (int plane = 1; plane < planes; ++plane)
+      two = __vmaxu2(two, *reinterpret_cast<const uint32_t*>(masses + plane * plane_masses + at));
+    return two;
+  }
+  __device__ __forceinline__ uint16_t mass(int64_t at) const {
+    uint16_t one = masses[at];
+    for (int plane = 1; plane < planes; ++plane) one = max(one, masses[plane * plane_masses + at]);
+    return one;
+  }
 };
 
 inline ChoiceArguments choice_arguments(const SelectParams& p, int item_begin, int item_count, int warp_bytes) {
@@ -37,6 +52,8 @@ inline ChoiceArguments choice_arguments(const SelectParams& p, int item_begin, i
           p.coverage,
           p.thresholds,
           p.masses,
+          p.planes,
+          p.plane_masses,
           p.row_entries,
           p.map,
           p.chosen};

@@ -10,7 +10,7 @@ namespace {
 // scores up to 16 tokens of one query head at a time, twice: for the sum of their rows, and for the masses.
 
 constexpr int kThreads = 128;
-constexpr int kTokens = kPortableScoreTokens;
+constexpr int kTokens = kPortableScoreTile.tokens;
 constexpr float kLog2e = 1.4426950408889634f;
 
 __device__ __forceinline__ float to_float(float x) {

@@ -17,12 +17,19 @@ namespace sb::gpu {
 
 constexpr uint32_t kNoEntry = 0xFFFFFFFFu;
 
-// Tokens of one key/value head that choose among the same key blocks. Masses of the i-th are at masses + i · stride.
+// How tokens are scored: so many at a time, the query heads of a group in so many equal parts ("planes", whose masses
+// lie apart: of a block the largest counts).
+struct ScoreTile {
+  int tokens = 0, planes = 1;
+};
+
+// Tokens of one key/value head that choose among the same key blocks. Masses of the i-th are at masses + i · stride, in
+// each plane.
 constexpr int kMaxScoreTokens = 192;
 struct alignas(16) ScoreItem {
   int32_t token = 0;  // first, in the packed tensors
   int32_t tokens = 0;
-  int32_t head = 0;        // key/value head
+  int32_t head = 0;        // key/value head · planes + plane
   int32_t competing = 0;   // key blocks that end before the query block
   int32_t statistics = 0;  // first row of the sequence's blocks under this head
   int32_t stride = 0;
@@ -116,11 +123,12 @@ struct SelectPlan {
   int32_t query_block = 0;
   int32_t select_block = 0;  // tokens of a key block in the selection
   int32_t block = 0;         // and in the lists
-  int32_t parts = 1;         // of a key block that are judged each by itself
-  int32_t statistics = 2;    // numbers kept of every channel of a part: mean and, where it is needed, variance
+  int32_t planes = 1;
+  int32_t parts = 1;       // of a key block that are judged each by itself
+  int32_t statistics = 2;  // numbers kept of every channel of a part: mean and, where it is needed, variance
   int32_t statistics_rows = 0;
   int32_t max_competing = 0;  // of the query blocks that choose
-  int64_t masses = 0;         // 16-bit masses of the largest batch
+  int64_t masses = 0;         // 16-bit masses of the largest batch, of one plane
   int64_t map_bytes = 0;
   std::vector<ScoreItem> scores;  // of every batch in the order in which they are started
   std::vector<SelectItem> items;
@@ -138,11 +146,11 @@ struct SelectPlan {
 };
 
 // Sequences that run dense take no part. `tiles[s]` carries block, query_block, sinks, local blocks and budget of
-// sequence s; a score item has at most `score_tokens` tokens, a batch at most `batch_masses` masses (and at least one
+// sequence s; a score item has at most `score.tokens` tokens, a batch at most `batch_masses` masses (and at least one
 // query block).
 SelectPlan make_select_plan(const Shape& shape, std::span<const int32_t> cu_seqlens, const std::vector<bool>& dense,
-                            const std::vector<SequenceTiles>& tiles, const SelectionConfig& config, int score_tokens,
-                            int64_t batch_masses);
+                            const std::vector<SequenceTiles>& tiles, const SelectionConfig& config,
+                            const ScoreTile& score, int64_t batch_masses);
 
 struct SelectParams {
   Shape shape;
@@ -156,7 +164,8 @@ struct SelectParams {
   const float* thresholds = nullptr;  // `mass`: of every length class
   // The plan, arrays in device memory.
   int32_t query_block = 0, select_block = 0, block = 0, max_competing = 0;
-  int32_t parts = 1, statistics_channels = 2, statistics_rows = 0;
+  int32_t planes = 1, parts = 1, statistics_channels = 2, statistics_rows = 0;
+  int64_t plane_masses = 0;  // from one plane to the next
   const ScoreItem* scores = nullptr;
   const SelectItem* items = nullptr;
   std::span<const SelectBatch> batches;  // host memory
@@ -173,8 +182,9 @@ struct SelectParams {
   unsigned long long* chosen = nullptr;
   // Workspace.
   void* statistics = nullptr;  // statistics_bytes()
-  uint16_t* masses = nullptr;  // [plan.masses]: log2 as 16-bit floats, mapped so that they order as unsigned integers
-  uint8_t* map = nullptr;      // [plan.map_bytes]
+  uint16_t* masses =
+      nullptr;  // [plan.planes · plan.masses]: log2 as 16-bit floats, mapped so that they order as unsigned integers
+  uint8_t* map = nullptr;            // [plan.map_bytes]
   int32_t* column_counts = nullptr;  // [columns]
   uint16_t* sums = nullptr;          // [plan.sums], like the masses
   int32_t* pool_counts = nullptr;    // [pool_counts_size()]
@@ -192,9 +202,9 @@ constexpr int kLengthClasses = 32;
 
 int64_t hopper_statistics_bytes(const Shape& shape, const SelectPlan& plan);
 int64_t portable_statistics_bytes(const Shape& shape, const SelectPlan& plan);
-// Most tokens of a score item with blocks judged by so many parts; 0: this shape is for the portable kernels.
-int hopper_score_tokens(const Shape& shape, int parts);
-constexpr int kPortableScoreTokens = 16;
+// With blocks judged by so many parts.
+ScoreTile hopper_score_tile(const Shape& shape, int parts);
+constexpr ScoreTile kPortableScoreTile{16, 1};
 
 // Row lists and map.
 void hopper_select(const SelectParams& params, void* stream);

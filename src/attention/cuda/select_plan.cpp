@@ -24,14 +24,14 @@ StaircaseRule rule_of(const SelectionConfig& config, int64_t free_quota) {
 class SequencePlanner {
  public:
   SequencePlanner(SelectPlan& plan, const SelectionConfig& config, const SequenceTiles& tiles, int head, int32_t begin,
-                  int32_t list, int score_tokens, int64_t batch_masses)
+                  int32_t list, const ScoreTile& score, int64_t batch_masses)
       : plan_(plan),
         config_(config),
         tiles_(tiles),
         head_(head),
         begin_(begin),
         list_(list),
-        score_tokens_(score_tokens),
+        score_(score),
         batch_masses_(batch_masses),
         most_mass_(config.pattern == SelectionPattern::mass && config.order == SelectionOrder::lookahead),
         statistics_(plan.statistics_rows),
@@ -172,7 +172,7 @@ class SequencePlanner {
       ScoreItem* last = nullptr;
       if (static_cast<int32_t>(plan_.scores.size()) > plan_.batches.back().score_begin) last = &plan_.scores.back();
       if (last == nullptr || last->head != head_ || last->statistics != statistics_ ||
-          last->competing != item.competing || last->tokens == score_tokens_ || at - last->token > 255) {
+          last->competing != item.competing || last->tokens == score_.tokens || at - last->token > 255) {
         last = &plan_.scores.emplace_back();
         last->token = at;
         last->head = head_;
@@ -208,7 +208,7 @@ class SequencePlanner {
   const SequenceTiles& tiles_;
   int head_;
   int32_t begin_, list_;
-  int score_tokens_;
+  ScoreTile score_;
   int64_t batch_masses_;
   bool most_mass_;
   int32_t statistics_;
@@ -216,13 +216,30 @@ class SequencePlanner {
   std::vector<int> choosing_;
 };
 
+// Every score item once for each plane.
+void repeat_scores(SelectPlan& plan) {
+  std::vector<ScoreItem> all;
+  for (SelectBatch& batch : plan.batches) {
+    const auto begin = static_cast<int32_t>(all.size());
+    for (int32_t i = batch.score_begin; i < batch.score_begin + batch.score_count; ++i)
+      for (int plane = 0; plane < plan.planes; ++plane) {
+        ScoreItem item = plan.scores[i];
+        item.head = item.head * plan.planes + plane;
+        all.push_back(item);
+      }
+    batch.score_begin = begin;
+    batch.score_count = static_cast<int32_t>(all.size()) - begin;
+  }
+  plan.scores = std::move(all);
+}
+
 }  // namespace
 
 SelectPlan make_select_plan(const Shape& shape, std::span<const int32_t> cu_seqlens, const std::vector<bool>& dense,
-                            const std::vector<SequenceTiles>& tiles, const SelectionConfig& config, int score_tokens,
-                            int64_t batch_masses) {
+                            const std::vector<SequenceTiles>& tiles, const SelectionConfig& config,
+                            const ScoreTile& score, int64_t batch_masses) {
   const size_t sequences = cu_seqlens.size() - 1;
-  SB_CHECK(score_tokens <= kMaxScoreTokens, "{} tokens in a score item", score_tokens);
+  SB_CHECK(score.tokens <= kMaxScoreTokens, "{} tokens in a score item", score.tokens);
   SB_CHECK(dense.size() == sequences && tiles.size() == sequences, "{} flags, {} tilings for {} sequences",
            dense.size(), tiles.size(), sequences);
   SelectPlan plan;
@@ -232,6 +249,7 @@ SelectPlan make_select_plan(const Shape& shape, std::span<const int32_t> cu_seql
   plan.block = std::min(config.block, kBlock);
   const BlockScoring scoring(config);
   plan.parts = scoring.parts();
+  plan.planes = score.planes;
   plan.statistics = plan.parts > 1 && !scoring.moments() ? 1 : 2;
   for (size_t s = 0; s < sequences; ++s)
     plan.rows += static_cast<int32_t>((cu_seqlens[s + 1] - cu_seqlens[s] + plan.query_block - 1) / plan.query_block);
@@ -260,12 +278,13 @@ SelectPlan make_select_plan(const Shape& shape, std::span<const int32_t> cu_seql
       }
       SB_USER_CHECK(t.blocks() <= 65536, "a sequence of {} tokens has more than 65,536 blocks of {}; use larger blocks",
                     t.tokens, t.block);
-      SequencePlanner(plan, config, t, head, cu_seqlens[s], sparse++ * plan.list_heads + head, score_tokens,
-                      batch_masses)
+      SequencePlanner(plan, config, t, head, cu_seqlens[s], sparse++ * plan.list_heads + head, score,
+                      batch_masses / score.planes)
           .add(batch_used);
     }
   }
   plan.entries = plan.row_offsets.back();
+  if (plan.planes > 1) repeat_scores(plan);
   // Long ones first, within each batch.
   for (const SelectBatch& batch : plan.batches) {
     std::stable_sort(plan.scores.begin() + batch.score_begin,

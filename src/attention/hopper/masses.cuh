@@ -8,6 +8,7 @@
 // goes to memory. Everything is in units of log2.
 
 #include <algorithm>
+#include <bit>
 
 #include "attention/cuda/choose.cuh"
 #include "attention/cuda/early.cuh"
@@ -22,13 +23,14 @@ constexpr int kMaxStages = 4;
 
 struct MassArguments {
   const __nv_bfloat16* q;
-  int32_t query_heads, group;  // group: query heads of a key/value head
+  int32_t query_heads, group, planes;  // group: query heads of a plane
   const ScoreItem* items;
   int32_t item_count;
   int32_t stages, kept;  // kept: chunks whose scores wait in shared memory
   int32_t parts;
   float unit;  // of the products, in log2
   uint16_t* masses;
+  int64_t plane_masses;
 };
 
 struct MassBarriers {
@@ -81,7 +83,7 @@ struct MassRows {
             item.head,
             item.competing,
             item.stride,
-            item.masses,
+            item.masses + item.head % args.planes * args.plane_masses,
             {item.later[token_of(0)], item.later[token_of(1)]}};
   }
 
@@ -261,14 +263,16 @@ struct MassMemory {
 inline MassArguments mass_arguments(const SelectParams& p, const SelectBatch& batch, const MassMemory& memory) {
   return {static_cast<const __nv_bfloat16*>(p.q),
           p.shape.query_heads,
-          p.shape.query_heads / p.shape.kv_heads,
+          p.shape.query_heads / p.shape.kv_heads / p.planes,
+          p.planes,
           p.scores + batch.score_begin,
           batch.score_count,
           memory.stages,
           memory.kept,
           p.parts,
           p.shape.scale * kLog2e,
-          p.masses};
+          p.masses,
+          p.plane_masses};
 }
 
 // Rows scored at a time, for d = 64 and d = 128.
@@ -276,6 +280,10 @@ constexpr int whole_rows(int d) {
   return d == 128 ? 128 : 192;
 }
 constexpr int kPartRows = 128;
+constexpr int kPlaneHeads = 16;
+inline int log_slots(const SelectParams& p) {
+  return std::bit_width(static_cast<unsigned>(p.shape.query_heads / p.shape.kv_heads / p.planes - 1));
+}
 
 void whole_masses(const SelectParams& params, const SelectBatch& batch, cudaStream_t stream);
 void part_masses(const SelectParams& params, const SelectBatch& batch, cudaStream_t stream);

@@ -1,7 +1,5 @@
 #include "attention/hopper/masses.cuh"
 
-#include <bit>
-
 namespace sb::gpu {
 namespace {
 
@@ -200,7 +198,7 @@ void launch(const SelectParams& p, const SelectBatch& batch, cudaStream_t stream
 
 template <int D, bool kMoments>
 void launch_for(const SelectParams& p, const SelectBatch& batch, cudaStream_t stream) {
-  switch (std::bit_width(static_cast<unsigned>(p.shape.query_heads / p.shape.kv_heads - 1))) {
+  switch (log_slots(p)) {
     case 0:
       return launch<D, kMoments, 0>(p, batch, stream);
     case 1:

@@ -120,17 +120,16 @@ int64_t hopper_statistics_bytes(const Shape& shape, const SelectPlan& plan) {
   return int64_t{plan.statistics_rows} * plan.statistics * shape.head_dim * 2;
 }
 
-int hopper_score_tokens(const Shape& shape, int parts) {
-  const unsigned group = shape.query_heads / shape.kv_heads;
-  const int rows = parts > 1 ? kPartRows : whole_rows(shape.head_dim);
-  return group > 16 ? 0 : rows / static_cast<int>(std::bit_ceil(group));
+ScoreTile hopper_score_tile(const Shape& shape, int parts) {
+  const int group = shape.query_heads / shape.kv_heads, rows = parts > 1 ? kPartRows : whole_rows(shape.head_dim);
+  int planes = 1;
+  while (group % planes != 0 || group / planes > kPlaneHeads) ++planes;
+  return {rows / static_cast<int>(std::bit_ceil(static_cast<unsigned>(group / planes))), planes};
 }
 
 void hopper_select(const SelectParams& p, void* stream) {
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
   if (p.shape.head_dim != 64 && p.shape.head_dim != 128) throw_unsupported("head_dim", p.shape.head_dim);
-  if (hopper_score_tokens(p.shape, p.parts) == 0)
-    throw_unsupported("query heads of a group", p.shape.query_heads / p.shape.kv_heads);
   begin_choices(p, cuda_stream);
   if (p.max_competing > 0) (p.shape.head_dim == 128 ? launch_statistics<128> : launch_statistics<64>)(p, cuda_stream);
   for (const SelectBatch& batch : p.batches) {

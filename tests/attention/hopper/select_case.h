@@ -35,8 +35,7 @@ struct SelectCase {
         hopper(on_hopper),
         plan(make_select_plan(
             shape, cu, dense, tiles, selection,
-            on_hopper ? hopper_score_tokens(shape, BlockScoring(selection).parts()) : kPortableScoreTokens,
-            batch_masses)),
+            on_hopper ? hopper_score_tile(shape, BlockScoring(selection).parts()) : kPortableScoreTile, batch_masses)),
         scores(plan.scores),
         items(plan.items),
         blocks(plan.blocks),
@@ -47,7 +46,7 @@ struct SelectCase {
         column_offsets(plan.columns + 1),
         column_counts(plan.columns),
         statistics(on_hopper ? hopper_statistics_bytes(shape, plan) : portable_statistics_bytes(shape, plan)),
-        masses(plan.masses),
+        masses(plan.planes * plan.masses),
         sums(plan.sums),
         pool_counts(pool_counts_size(plan.pools.size(), plan.pool_tiles)),
         map(plan.map_bytes),
@@ -68,6 +67,8 @@ struct SelectCase {
     p.select_block = plan.select_block;
     p.block = plan.block;
     p.max_competing = plan.max_competing;
+    p.planes = plan.planes;
+    p.plane_masses = plan.masses;
     p.parts = plan.parts;
     p.statistics_channels = plan.statistics;
     p.statistics_rows = plan.statistics_rows;

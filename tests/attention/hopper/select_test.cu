@@ -377,6 +377,11 @@ int main(int argc, char** argv) {
     run("8:2 d64 lookahead mass, parts of 64", hopper, 8, 2, 64, {2500, 300}, {false, true}, 16, 900,
         {.pattern = mass, .order = ahead, .score_tokens = 64});
   }
+  run("32:1 d64", true, 32, 1, 64, {3000}, {false}, 16, 900, {.stride = 3});
+  run("40:2 d128, batches", true, 40, 2, 128, {2500, 1300}, {false, false}, 16, 900,
+      {.stride = 3, .batch_masses = 30000});
+  run("34:2 d64 single keys", true, 34, 2, 64, {1500}, {false}, 16, 700, {.score_tokens = 1, .stride = 9});
+  run("32:1 d64 lookahead mass", true, 32, 1, 64, {2500}, {false}, 16, 900, {.pattern = mass, .order = ahead});
   run("32:1 d64 blocks of 64", false, 32, 1, 64, {2000}, {false}, 16, 600, {.block = 64});
   if (full) {
     run("8:1 d64 70000", true, 8, 1, 64, {70000}, {false}, 128, 9000, {.stride = 40});

@@ -212,7 +212,7 @@ void check_plan(const SelectionConfig& config, bool exact) {
   for (size_t s = 0; s + 1 < cu.size(); ++s)
     tiles.push_back({cu[s + 1] - cu[s], config.block, 16, 1, 2, config.budget});
   const int64_t batch = 40000;
-  const SelectPlan plan = make_select_plan(shape, cu, {false, true, false}, tiles, config, 16, batch);
+  const SelectPlan plan = make_select_plan(shape, cu, {false, true, false}, tiles, config, {16}, batch);
   const int expand = plan.select_block / plan.block;
   std::mt19937 random(5);
   std::normal_distribution<float> draw;
@@ -315,7 +315,7 @@ TEST(GpuSelectPlan, EveryPartHasARowOfStatistics) {
     config.score_tokens = score_tokens;
     std::vector<SequenceTiles> tiles;
     for (size_t s = 0; s + 1 < cu.size(); ++s) tiles.push_back({cu[s + 1] - cu[s], config.block, 16, 1, 2, 1300});
-    const SelectPlan plan = make_select_plan(shape_of(16, 2), cu, {false, true, false}, tiles, config, 16, 1 << 20);
+    const SelectPlan plan = make_select_plan(shape_of(16, 2), cu, {false, true, false}, tiles, config, {16}, 1 << 20);
     EXPECT_EQ(plan.parts, score_tokens == 0 ? 1 : config.block / score_tokens);
     EXPECT_EQ(plan.statistics, score_tokens == 1 ? 1 : 2);
     std::map<int32_t, int> rows;
@@ -340,7 +340,7 @@ TEST(GpuSelectPlan, RefusesWhatListsCannotName) {
   const int32_t length = 10 * 1000 * 1000;
   SelectionConfig config = config_of(SelectionPattern::topk);
   const SequenceTiles tiles{length, kBlock, 16, 1, 2, 1300};
-  EXPECT_THROW(make_select_plan(shape_of(16, 2), std::vector<int32_t>{0, length}, {false}, {tiles}, config, 16, 1000),
+  EXPECT_THROW(make_select_plan(shape_of(16, 2), std::vector<int32_t>{0, length}, {false}, {tiles}, config, {16}, 1000),
                UserError);
 }
 
