@@ -9,7 +9,7 @@ namespace {
 template <int D>
 struct Build {
   static constexpr int kConsumers = 2 * whole_rows(D), kThreads = kConsumers + 128;
-  static constexpr int kLoading = D == 128 ? 40 : 56, kComputing = D == 128 ? 232 : 152;  // registers
+  static constexpr int kLoading = D == 128 ? 40 : 32, kComputing = D == 128 ? 232 : 160;  // registers
   static constexpr int kKeptBytes = whole_rows(D) * kChunk * 2;                           // of a chunk's scores
   static constexpr int kStageBytes = kChunk * 2 * D * 2;
 };
@@ -92,47 +92,72 @@ struct Scorer : MassRows<D, kLog, Build<D>::kConsumers> {
     }
   }
 
-  // Two steps: the second's product runs while the first's scores are worked on. Where there is no second, the product
-  // is of whatever lies there: a branch around it would make the compiler serialise the products.
-  template <bool kSecond>
-  __device__ void two_steps(const MassItem& item, int chunk, int chunks) {
-    float s[2][32];
-    Cursor second = ring;
-    second.advance(args.stages);
-    const bool both = chunk + 1 < chunks;
-    barrier_wait(shared_address(&barriers.full[ring.stage]), ring.phase);
+  // Products with the next two stages. Where there is no second (or no first), the product is of whatever lies there: a
+  // branch around it would make the compiler serialise the products.
+  __device__ void multiply_two(float (&s)[2][32], bool first, bool second) {
+    Cursor after = ring;
+    after.advance(args.stages);
+    if (first) barrier_wait(shared_address(&barriers.full[ring.stage]), ring.phase);
     pin(a);
     wgmma_fence();
     multiply_statistics<2 * D>(s[0], a, statistics + ring.stage * Build<D>::kStageBytes);
-    if (both) barrier_wait(shared_address(&barriers.full[second.stage]), second.phase);
-    multiply_statistics<2 * D>(s[1], a, statistics + second.stage * Build<D>::kStageBytes);
+    if (second) barrier_wait(shared_address(&barriers.full[after.stage]), after.phase);
+    multiply_statistics<2 * D>(s[1], a, statistics + after.stage * Build<D>::kStageBytes);
+  }
+  __device__ void release_stage() {
+    release(barriers.empty[ring.stage], lane);
+    ring.advance(args.stages);
+  }
+
+  // Two steps: the second's product runs while the first's scores are worked on.
+  template <bool kSecond>
+  __device__ void two_steps(const MassItem& item, int chunk, int chunks) {
+    float s[2][32];
+    const bool both = chunk + 1 < chunks;
+    multiply_two(s, true, both);
     wgmma_wait<1>();
     pin(s[0]);
-    release(barriers.empty[ring.stage], lane);
+    release_stage();
     step<kSecond>(s[0], item, chunk);
     wgmma_wait<0>();
     pin(s[1]);
-    ring = second;
     if (!both) return;
-    release(barriers.empty[ring.stage], lane);
-    ring.advance(args.stages);
+    release_stage();
     step<kSecond>(s[1], item, chunk + 1);
   }
 
   __device__ void run() {
-    // An item is read two rounds before its turn and its queries one round before, so that nobody waits for either.
+    // An item is read two rounds before its turn and its queries one round before, so that nobody waits for either; its
+    // first two products run while the masses of the one before it go to memory.
     MassItem item = this->fetch(blockIdx.x), next = this->fetch(blockIdx.x + gridDim.x);
     this->load_queries(item, ahead);
     wait_for_dependencies();
+    const auto chunks_of = [](const MassItem& of) { return (of.competing + kChunk - 1) / kChunk; };
+    float s[2][32];
+    take_ahead();
+    this->load_queries(next, ahead);
+    multiply_two(s, true, chunks_of(item) > 1);
+    wgmma_wait<0>();
     for (int index = blockIdx.x; index < args.item_count; index += gridDim.x) {
-      take_ahead();
       const MassItem after = this->fetch(index + 2 * gridDim.x);
-      this->load_queries(next, ahead);
-      const int chunks = (item.competing + kChunk - 1) / kChunk;
-      for (int chunk = 0; chunk < chunks; chunk += 2) two_steps<false>(item, chunk, chunks);
+      const int chunks = chunks_of(item);
+      pin(s[0]);
+      pin(s[1]);
+      release_stage();
+      step<false>(s[0], item, 0);
+      if (chunks > 1) {
+        release_stage();
+        step<false>(s[1], item, 1);
+      }
+      for (int chunk = 2; chunk < chunks; chunk += 2) two_steps<false>(item, chunk, chunks);
       this->finish_sums();
-      this->store_kept(item, min(chunks, args.kept));
       for (int chunk = args.kept; chunk < chunks; chunk += 2) two_steps<true>(item, chunk, chunks);
+      take_ahead();
+      this->load_queries(after, ahead);
+      const bool more = index + static_cast<int>(gridDim.x) < args.item_count;
+      multiply_two(s, more, more && chunks_of(next) > 1);
+      this->store_kept(item, min(chunks, args.kept));
+      wgmma_wait<0>();
       item = next;
       next = after;
     }

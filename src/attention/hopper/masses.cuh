@@ -198,7 +198,6 @@ struct MassRows {
   }
 
   __device__ void store_kept(const MassItem& item, int count) const {
-#pragma unroll 2
     for (int chunk = 0; chunk < count; ++chunk) {
       const uint4* from = kept + chunk * 4 * kConsumers;
       uint32_t x[2][8];

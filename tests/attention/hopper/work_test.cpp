@@ -336,6 +336,27 @@ TEST(GpuSelectPlan, EveryPartHasARowOfStatistics) {
   }
 }
 
+TEST(GpuSelectPlan, EveryPlaneIsScored) {
+  // The same tokens once for each part of the group, in the same batches.
+  const std::vector<int32_t> cu{0, 4000};
+  const SelectionConfig config = config_of(SelectionPattern::topk);
+  const std::vector<SequenceTiles> tiles{{4000, config.block, 16, 1, 2, 1300}};
+  const SelectPlan one = make_select_plan(shape_of(16, 2), cu, {false}, tiles, config, {16}, 20000);
+  const SelectPlan three = make_select_plan(shape_of(96, 2), cu, {false}, tiles, config, {16, 3}, 60000);
+  ASSERT_GT(one.batches.size(), 1u);
+  ASSERT_EQ(three.batches.size(), one.batches.size());
+  EXPECT_EQ(three.masses, one.masses);
+  for (size_t b = 0; b < one.batches.size(); ++b) {
+    std::map<std::tuple<int32_t, int64_t, int32_t>, int> planes;  // token, masses, key/value head → bits of the planes
+    const auto scores = [&](const SelectPlan& plan) {
+      return std::span(plan.scores).subspan(plan.batches[b].score_begin, plan.batches[b].score_count);
+    };
+    for (const ScoreItem& item : scores(three)) planes[{item.token, item.masses, item.head / 3}] += 1 << item.head % 3;
+    EXPECT_EQ(planes.size(), scores(one).size());
+    for (const ScoreItem& item : scores(one)) EXPECT_EQ((planes[{item.token, item.masses, item.head}]), 7);
+  }
+}
+
 TEST(GpuSelectPlan, RefusesWhatListsCannotName) {
   const int32_t length = 10 * 1000 * 1000;
   SelectionConfig config = config_of(SelectionPattern::topk);
