@@ -4,7 +4,6 @@
 
 #include "attention/cuda/vertical_slash.h"
 #include "attention/cuda/work.h"
-#include "attention/selection/block_statistics.h"
 
 namespace sb::gpu {
 namespace {

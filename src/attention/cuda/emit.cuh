@@ -13,7 +13,7 @@ constexpr int kWarps = 4;  // query blocks of a thread block
 struct ChoiceArguments {
   const SelectItem* items;
   int32_t count;
-  int32_t query_block, select_block, expand;  // expand: key blocks of the lists in one of the selection
+  int32_t query_block, select_block, expand;  // expand: log2 of the key blocks of the lists in one of the selection
   int32_t warp_bytes;                         // of shared memory: a third for `first`, the rest for masses
   SelectionPattern pattern;
   bool lookahead;
@@ -29,6 +29,7 @@ struct ChoiceArguments {
   // Of two neighbouring blocks, the largest of the planes.
   __device__ __forceinline__ uint32_t two_masses(int64_t at) const {
     uint32_t two = *reinterpret_cast<const uint32_t*>(masses + at);
+#pragma unroll 1
     for (int plane = 1; plane < planes; ++plane)
       two = __vmaxu2(two, *reinterpret_cast<const uint32_t*>(masses + plane * plane_masses + at));
     return two;
@@ -45,7 +46,7 @@ inline ChoiceArguments choice_arguments(const SelectParams& p, int item_begin, i
           item_count,
           p.query_block,
           p.select_block,
-          p.select_block / p.block,
+          p.select_block == p.block ? 0 : 1,
           warp_bytes,
           p.pattern,
           p.lookahead,
@@ -71,7 +72,7 @@ __device__ inline void emit(const ChoiceArguments& args, const SelectItem& item,
     const int j = base + lane;
     uint8_t by = kUnchosen;
     if (j < item.visible) {
-      by = chosen_by(j / args.expand);
+      by = chosen_by(j >> args.expand);
       args.map[item.map + j] = by;
     }
     const uint32_t kept = __ballot_sync(~0u, by != kUnchosen);

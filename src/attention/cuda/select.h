@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "attention/cuda/params.h"
+#include "attention/selection/block_statistics.h"
 #include "attention/selection/selection_config.h"
 #include "attention/selection/tiles.h"
 
@@ -202,8 +203,7 @@ constexpr int kLengthClasses = 32;
 
 int64_t hopper_statistics_bytes(const Shape& shape, const SelectPlan& plan);
 int64_t portable_statistics_bytes(const Shape& shape, const SelectPlan& plan);
-// With blocks judged by so many parts.
-ScoreTile hopper_score_tile(const Shape& shape, int parts);
+ScoreTile hopper_score_tile(const Shape& shape, const BlockScoring& scoring);
 constexpr ScoreTile kPortableScoreTile{16, 1};
 
 // Row lists and map.

@@ -2,7 +2,6 @@
 #include <bit>
 
 #include "attention/cuda/select.h"
-#include "attention/selection/block_statistics.h"
 #include "attention/selection/staircase.h"
 #include "attention/selection/vertical_slash.h"
 #include "core/errors.h"

@@ -19,13 +19,13 @@ struct Scorer : MassRows<D, kLog, Build<D>::kConsumers> {
   using Rows = MassRows<D, kLog, Build<D>::kConsumers>;
   using Rows::args, Rows::lane, Rows::reference, Rows::raised, Rows::sum;
   MassBarriers& barriers;
-  uint32_t statistics;  // shared address
+  uint64_t statistics;  // descriptor of the first stage
   Cursor ring;
   uint32_t a[2 * D / 4];  // operand: q, then its square
   uint32_t ahead[D / 4];  // the next item's q
 
   __device__ Scorer(const Rows& rows, MassBarriers& b, uint32_t address)
-      : Rows(rows), barriers(b), statistics(address) {}
+      : Rows(rows), barriers(b), statistics(tile_descriptor(address)) {}
 
   __device__ void take_ahead() {
 #pragma unroll
@@ -100,9 +100,9 @@ struct Scorer : MassRows<D, kLog, Build<D>::kConsumers> {
     if (first) barrier_wait(shared_address(&barriers.full[ring.stage]), ring.phase);
     pin(a);
     wgmma_fence();
-    multiply_statistics<2 * D>(s[0], a, statistics + ring.stage * Build<D>::kStageBytes);
+    multiply_statistics<2 * D>(s[0], a, statistics, ring.stage);
     if (second) barrier_wait(shared_address(&barriers.full[after.stage]), after.phase);
-    multiply_statistics<2 * D>(s[1], a, statistics + after.stage * Build<D>::kStageBytes);
+    multiply_statistics<2 * D>(s[1], a, statistics, after.stage);
   }
   __device__ void release_stage() {
     release(barriers.empty[ring.stage], lane);

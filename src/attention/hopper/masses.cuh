@@ -87,26 +87,23 @@ struct MassRows {
             {item.later[token_of(0)], item.later[token_of(1)]}};
   }
 
-  // The queries of an item as an operand.
+  // The queries of an item as an operand. What pads the rows are other rows again: nobody looks at their masses.
   __device__ void load_queries(const MassItem& item, uint32_t (&q)[D / 4]) const {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const int head = (warp * 16 + lane / 4 + 8 * h) % kSlots;
-      const __nv_bfloat16* row = nullptr;
-      if (token_of(h) < item.tokens && head < args.group)
-        row = args.q +
-              (static_cast<int64_t>(item.token + item.later[h]) * args.query_heads + item.head * args.group + head) * D;
+      const int head = min((warp * 16 + lane / 4 + 8 * h) % kSlots, args.group - 1);
+      const __nv_bfloat16* row =
+          args.q +
+          (static_cast<int64_t>(item.token + item.later[h]) * args.query_heads + item.head * args.group + head) * D +
+          2 * (lane % 4);
 #pragma unroll
-      for (int kk = 0; kk < D / 16; ++kk)
-#pragma unroll
-        for (int half = 0; half < 2; ++half)
-          q[4 * kk + 2 * half + h] =
-              row == nullptr ? 0 : *reinterpret_cast<const uint32_t*>(row + kk * 16 + half * 8 + 2 * (lane % 4));
+      for (int i = 0; i < D / 8; ++i) q[2 * i + h] = *reinterpret_cast<const uint32_t*>(row + i * 8);
     }
   }
   __device__ static uint32_t squared(uint32_t two) {
-    const float2 x = __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(&two));
-    return pack_bf16(x.x * x.x, x.y * x.y);
+    const auto x = *reinterpret_cast<const __nv_bfloat162*>(&two);
+    const __nv_bfloat162 square = __hmul2(x, x);
+    return *reinterpret_cast<const uint32_t*>(&square);
   }
 
   // Key blocks past the end, whatever was multiplied there. left: blocks from this chunk on.
@@ -119,14 +116,12 @@ struct MassRows {
         if (8 * j + e >= left) s[4 * j + e] = s[4 * j + 2 + e] = -INFINITY;
   }
 
-  // A row's reference from its first products. Not even the rounding may show what comes later: those past the end are
-  // hidden before.
+  // A row's reference, the largest of its first sixteen. Not even the rounding may show what comes later: those past
+  // the end are hidden before.
   __device__ void begin_rows(const float (&s)[32]) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      float m = -1e30f;
-#pragma unroll
-      for (int j = 0; j < 8; ++j) m = fmaxf(m, fmaxf(s[4 * j + 2 * h], s[4 * j + 2 * h + 1]));
+      float m = fmaxf(fmaxf(s[2 * h], s[2 * h + 1]), fmaxf(s[4 + 2 * h], s[4 + 2 * h + 1]));
       m = fmaxf(m, __shfl_xor_sync(~0u, m, 1));
       reference[h] = fmaxf(m, __shfl_xor_sync(~0u, m, 2)) * args.unit;
       raised[h] = sum[h] = 0;
@@ -237,10 +232,11 @@ __device__ void load_statistics(const CUtensorMap& map, const MassArguments& arg
   }
 }
 
-// The product of all channels with one stage.
+// The product of all channels with one stage; `first`: the descriptor of stage 0.
 template <int kDepth>
-__device__ __forceinline__ void multiply_statistics(float (&s)[32], const uint32_t (&a)[kDepth / 4], uint32_t address) {
-  const uint64_t b = tile_descriptor(address);
+__device__ __forceinline__ void multiply_statistics(float (&s)[32], const uint32_t (&a)[kDepth / 4], uint64_t first,
+                                                    int stage) {
+  const uint64_t b = first + stage * (kChunk * kDepth * 2 / 16);
 #pragma unroll
   for (int kk = 0; kk < kDepth / 16; ++kk)
     wgmma_rs<0>(s, a + 4 * kk, further(b, (kk / 4) * kChunk * 128 + (kk % 4) * 32), kk != 0);
@@ -274,11 +270,13 @@ inline MassArguments mass_arguments(const SelectParams& p, const SelectBatch& ba
           p.plane_masses};
 }
 
-// Rows scored at a time, for d = 64 and d = 128.
+// Rows scored at a time: as many warpgroups as there are registers for.
 constexpr int whole_rows(int d) {
   return d == 128 ? 128 : 192;
 }
-constexpr int kPartRows = 128;
+constexpr int part_rows(int depth) {  // depth: of the products
+  return depth > 128 ? 128 : 192;
+}
 constexpr int kPlaneHeads = 16;
 inline int log_slots(const SelectParams& p) {
   return std::bit_width(static_cast<unsigned>(p.shape.query_heads / p.shape.kv_heads / p.planes - 1));

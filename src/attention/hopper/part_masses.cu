@@ -8,10 +8,11 @@ namespace {
 // or single keys.
 template <int D, bool kMoments>
 struct Build {
-  static constexpr int kConsumers = 2 * kPartRows, kThreads = kConsumers + 128;
-  static constexpr int kLoading = 40, kComputing = 232;      // registers
-  static constexpr int kKeptBytes = kPartRows * kChunk * 2;  // of a chunk's scores
-  static constexpr int kDepth = kMoments ? 2 * D : D;        // of the products
+  static constexpr int kDepth = kMoments ? 2 * D : D;  // of the products
+  static constexpr int kRows = part_rows(kDepth);
+  static constexpr int kConsumers = 2 * kRows, kThreads = kConsumers + 128;
+  static constexpr int kLoading = kRows == 128 ? 40 : 32, kComputing = kRows == 128 ? 232 : 160;  // registers
+  static constexpr int kKeptBytes = kRows * kChunk * 2;                                           // of a chunk's scores
   static constexpr int kStageBytes = kChunk * kDepth * 2;
 };
 
@@ -19,15 +20,15 @@ template <int D, bool kMoments, int kLog>
 struct Scorer : MassRows<D, kLog, Build<D, kMoments>::kConsumers> {
   using Rows = MassRows<D, kLog, Build<D, kMoments>::kConsumers>;
   using Rows::args, Rows::lane, Rows::reference, Rows::raised, Rows::sum;
-  static constexpr int kDepth = Build<D, kMoments>::kDepth, kStageBytes = Build<D, kMoments>::kStageBytes;
+  static constexpr int kDepth = Build<D, kMoments>::kDepth;
   MassBarriers& barriers;
-  uint32_t statistics;  // shared address
+  uint64_t statistics;  // descriptor of the first stage
   Cursor ring;
   uint32_t a[kDepth / 4];  // operand: q, then its square
   float masses[32];        // sums over the parts of this thread's key blocks, relative to 2^raised
 
   __device__ Scorer(const Rows& rows, MassBarriers& b, uint32_t address)
-      : Rows(rows), barriers(b), statistics(address) {}
+      : Rows(rows), barriers(b), statistics(tile_descriptor(address)) {}
 
   __device__ void load(const MassItem& item) {
     uint32_t q[D / 4];
@@ -44,12 +45,17 @@ struct Scorer : MassRows<D, kLog, Build<D, kMoments>::kConsumers> {
     constexpr float kLimit = 80.f;
     if (left < kChunk) this->hide_tail(s, left);
     if (first) this->begin_rows(s);
-    float top[2] = {-INFINITY, -INFINITY};
     const float base[2] = {-reference[0] - raised[0], -reference[1] - raised[1]};
 #pragma unroll
-    for (int i = 0; i < 32; ++i) {
-      s[i] = fmaf(s[i], args.unit, base[i / 2 % 2]);
-      top[i / 2 % 2] = fmaxf(top[i / 2 % 2], s[i]);
+    for (int i = 0; i < 32; ++i) s[i] = fmaf(s[i], args.unit, base[i / 2 % 2]);
+    float top[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      float m[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        m[i] = fmaxf(fmaxf(s[8 * i + 2 * h], s[8 * i + 2 * h + 1]), fmaxf(s[8 * i + 4 + 2 * h], s[8 * i + 5 + 2 * h]));
+      top[h] = fmaxf(fmaxf(m[0], m[1]), fmaxf(m[2], m[3]));
     }
     if (__any_sync(~0u, fmaxf(top[0], top[1]) > kLimit)) {
       // Out of range: rarely, and each row by itself.
@@ -97,7 +103,7 @@ struct Scorer : MassRows<D, kLog, Build<D, kMoments>::kConsumers> {
   // The product with the stage at `at`, once it is there.
   __device__ void multiply(float (&s)[32], Cursor& at) {
     barrier_wait(shared_address(&barriers.full[at.stage]), at.phase);
-    multiply_statistics<kDepth>(s, a, statistics + at.stage * kStageBytes);
+    multiply_statistics<kDepth>(s, a, statistics, at.stage);
     at.advance(args.stages);
   }
   __device__ void release_stage() {

@@ -120,8 +120,10 @@ int64_t hopper_statistics_bytes(const Shape& shape, const SelectPlan& plan) {
   return int64_t{plan.statistics_rows} * plan.statistics * shape.head_dim * 2;
 }
 
-ScoreTile hopper_score_tile(const Shape& shape, int parts) {
-  const int group = shape.query_heads / shape.kv_heads, rows = parts > 1 ? kPartRows : whole_rows(shape.head_dim);
+ScoreTile hopper_score_tile(const Shape& shape, const BlockScoring& scoring) {
+  const int group = shape.query_heads / shape.kv_heads;
+  const int rows =
+      scoring.parts() > 1 ? part_rows(static_cast<int>(scoring.row_width(shape.head_dim))) : whole_rows(shape.head_dim);
   int planes = 1;
   while (group % planes != 0 || group / planes > kPlaneHeads) ++planes;
   return {rows / static_cast<int>(std::bit_ceil(static_cast<unsigned>(group / planes))), planes};

@@ -5,7 +5,6 @@
 #include <functional>
 
 #include "attention/cuda/select.h"
-#include "attention/selection/block_statistics.h"
 #include "tests/attention/hopper/device_case.h"
 
 namespace sb::gpu {
@@ -33,9 +32,9 @@ struct SelectCase {
              int64_t batch_masses = int64_t{1} << 26, float threshold = 0)
       : config(selection),
         hopper(on_hopper),
-        plan(make_select_plan(
-            shape, cu, dense, tiles, selection,
-            on_hopper ? hopper_score_tile(shape, BlockScoring(selection).parts()) : kPortableScoreTile, batch_masses)),
+        plan(make_select_plan(shape, cu, dense, tiles, selection,
+                              on_hopper ? hopper_score_tile(shape, BlockScoring(selection)) : kPortableScoreTile,
+                              batch_masses)),
         scores(plan.scores),
         items(plan.items),
         blocks(plan.blocks),
