@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
 # Builds, checks and times the CUDA attention kernels with nothing but nvcc (and PyTorch for the peers).
-#   scripts/hopper-check.sh [build|check|quick|all] [--peers] [--sanitize] [--built]
+#   scripts/hopper-check.sh [build|check|quick|all|race] [--peers] [--sanitize] [--built]
+# race: nothing but racecheck, on kernels whose barriers it can follow (SB_RACECHECK, src/attention/hopper/tile.cuh);
+# with the cuda preset the same test is the target attention_hopper_race.
 # --built: uses what an earlier `build` left in build/hopper, if it runs here.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -32,6 +34,24 @@ else
   build
 fi
 [ "$mode" = build ] && exit 0
+if [ "$mode" = race ]; then
+  mkdir -p $out/race
+  rm -f $out/race/*.o
+  kernels="backward backward_rows forward gathered launch prepare"
+  for name in src/attention/hopper/{backward,backward_rows,forward,gathered,launch,prepare} \
+    tests/attention/hopper/hopper_test; do echo $name; done |
+    xargs -P "${JOBS:-$(nproc)}" -I{} sh -c "nvcc $flags -DSB_RACECHECK -c {}.cu -o $out/race/\$(basename {}).o"
+  others=$(ls $out/*.o | grep -v -e "_test.o" -e attention_bench.o $(printf -- ' -e /%s.o' $kernels))
+  nvcc $out/race/*.o $others -o $out/race_test
+  failed=0
+  for case in "dense 8:1 128 d64" "dense 8:1 128 d128" "sparse 14:2 qb16 d64" "sparse 16:2 qb16 d128" \
+    "staircase 16:2 qb64 d128"; do
+    echo "racecheck, $case"
+    timeout 120 compute-sanitizer --tool racecheck --racecheck-report analysis --error-exitcode 9 $out/race_test \
+      --short "$case" | tail -4 || failed=1
+  done
+  exit $failed
+fi
 nvidia-smi --query-gpu=name,driver_version,clocks.sm --format=csv,noheader
 timeout 200 $out/hopper_test
 timeout 200 $out/select_test

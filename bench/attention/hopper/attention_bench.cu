@@ -133,9 +133,10 @@ void measure(const std::string& name, const Shape& shape, const std::vector<int3
   if (deterministic) {
     rest(heavy);
     const double ms = median_ms([&] { hopper_backward_deterministic(b, nullptr); }, repeats);
+    const double keys_ms = median_ms([&] { backward_keys(b, nullptr); }, repeats);
     const int64_t entries = lists ? static_cast<int64_t>(lists->entries.size()) : 0;
     const auto causal = static_cast<int64_t>(useful_pairs(cu, nullptr, shape.kv_heads));
-    std::printf(" | %8.3f %6.0f%s", ms, 2.5 * flops / ms / 1e9,
+    std::printf(" | %8.3f %6.0f (keys %.3f)%s", ms, 2.5 * flops / ms / 1e9, keys_ms,
                 quicker_in_two_kernels(shape, w.work.tiling, entries, causal) ? " (taken)" : "");
   }
   std::printf(" | %u, %u MHz, %u W\n", forward_clock, backward_clock, watts);

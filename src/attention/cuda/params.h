@@ -218,9 +218,11 @@ struct BackwardWorkParams {
 
 // The most items, splits and slots that `columns` key blocks with altogether at most `cost` subtiles can need.
 WorkLimits work_limits(int64_t columns, int64_t cost, int workers);
-// Subtiles in one fair share.
-constexpr int64_t fair_share(int64_t cost, int workers) {
-  const int64_t share = (cost + 2 * workers - 1) / (2 * workers);
+// Subtiles in one fair share: a worker takes two. Where there are few columns and most are cut, equal parts leave
+// workers idle at the end: those of the last head are cut finer.
+constexpr int64_t fair_share(int64_t cost, int workers, int64_t columns, bool last_head) {
+  const int64_t parts = (last_head && columns <= 2 * workers ? 3 : 2) * int64_t{workers};
+  const int64_t share = (cost + parts - 1) / parts;
   return share < 128 ? 128 : share;
 }
 
@@ -231,13 +233,16 @@ void hopper_backward(const BackwardParams& params, void* stream);
 // Bit-equal over runs: dK/dV and dQ in two kernels without concurrent sums.
 void hopper_backward_deterministic(const BackwardParams& params, void* stream);
 
-// Which of the two is quicker: where few pairs are chosen, the sums of dQ in memory cost more than computing the scores
-// twice (measured, docs/results/hopper-kernels.md). `entries`: of the row lists; `words`: of 64 gathered columns each,
-// of which half come before a query block.
+// Which of the two is quicker: where a query sees few keys, or few of those before it, the sums of dQ in memory cost
+// more than computing the scores twice (measured, docs/results/hopper-kernels.md). `entries`: of the row lists, none
+// when dense; `words`: of 64 gathered columns each, of which half come before a query block; `causal_pairs`: of all
+// list heads.
 constexpr bool quicker_in_two_kernels(const Shape& shape, const Tiling& tiling, int64_t entries, int64_t causal_pairs,
                                       int64_t words = 0) {
   const double keys = static_cast<double>(entries) * tiling.block + static_cast<double>(words) * kGatheredPiece / 2;
-  return shape.head_dim == 128 && entries > 0 && keys * tiling.query_block <= 0.07 * static_cast<double>(causal_pairs);
+  const double causal = static_cast<double>(causal_pairs), chosen = entries > 0 ? keys * tiling.query_block : causal;
+  const double queries = static_cast<double>(shape.tokens) * (shape.query_heads / (tiling.heads * tiling.parts));
+  return shape.head_dim == 128 && (chosen <= 2048 * queries || (entries > 0 && chosen <= 0.07 * causal));
 }
 
 // For any GPU with bf16 tensor cores (SM80 and later), and in fp32 with plain arithmetic for exact comparison. The

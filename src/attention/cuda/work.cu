@@ -101,11 +101,14 @@ __global__ void __launch_bounds__(kThreads) backward_work_kernel(Arguments args)
     own += static_cast<int64_t>(column.x) * column.y;
   }
   scan_block(own, sums, total);
-  const int64_t share = fair_share(total, args.workers);
-  const auto parts_of = [&](int i) {
+  const auto share_of = [&](int of_head) {
+    return fair_share(total, args.workers, heads * args.head_places, of_head == heads - 1);
+  };
+  const int64_t share = share_of(head), share_before = share_of(0);
+  const auto parts_of = [&](int i, int64_t of_share) {
     const int2 column =
         i < kKept ? kept[i] : int2{column_length(args, args.places[i]), each_cost(args, args.places[i])};
-    return cut(args, args.places[i], column.x, column.y, share);
+    return cut(args, args.places[i], column.x, column.y, of_share);
   };
 
   // What the heads before this one take.
@@ -114,7 +117,7 @@ __global__ void __launch_bounds__(kThreads) backward_work_kernel(Arguments args)
   int64_t own_splits = 0;
   int64_t own_slots = 0;
   for (int i = thread; i < head * args.head_places; i += kThreads) {
-    const Parts parts = parts_of(i);
+    const Parts parts = parts_of(i, share_before);
     own += parts.pieces;
     own_splits += parts.pieces > 1;
     own_slots += parts.pieces > 1 ? parts.pieces : 0;
@@ -134,7 +137,7 @@ __global__ void __launch_bounds__(kThreads) backward_work_kernel(Arguments args)
   for (int b = 0; b < kBuckets; ++b) counts[place_of(b * kThreads + thread)] = 0;
   own_splits = own_slots = 0;
   for (int i = begin; i < end; ++i) {
-    const Parts parts = parts_of(head * args.head_places + i);
+    const Parts parts = parts_of(head * args.head_places + i, share);
     counts[place_of(bucket_of(parts) * kThreads + thread)] += parts.pieces;
     own_splits += parts.pieces > 1;
     own_slots += parts.pieces > 1 ? parts.pieces : 0;
@@ -155,7 +158,7 @@ __global__ void __launch_bounds__(kThreads) backward_work_kernel(Arguments args)
   __syncthreads();
   for (int i = begin; i < end; ++i) {
     BackwardItem item = places[i];
-    const Parts parts = parts_of(head * args.head_places + i);
+    const Parts parts = parts_of(head * args.head_places + i, share);
     int32_t& to = counts[place_of(bucket_of(parts) * kThreads + thread)];
     if (parts.pieces > 1)
       args.splits[split++] = {item.token,   item.keys,     item.head,    static_cast<int32_t>(slot),

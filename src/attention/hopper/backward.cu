@@ -1,5 +1,4 @@
 #include <algorithm>
-#include <cstdlib>
 
 #include "attention/hopper/key_loader.cuh"
 #include "attention/hopper/launch.cuh"
@@ -38,7 +37,7 @@ struct alignas(1024) Smem {
 
 static_assert(sizeof(Smem<128>) <= kSharedMemory && sizeof(Smem<64>) <= kSharedMemory);
 
-template <int D, bool kWithDq, bool kGathered, bool kHalves, int kAhead>
+template <int D, bool kWithDq, bool kGathered, bool kHalves>
 struct Consumer {
   static constexpr int kUnit = Smem<D>::kUnit, kStages = Smem<D>::kStages;
   Smem<D>& smem;
@@ -331,153 +330,9 @@ struct Consumer {
     }
     if (warp == 0 && lane == 0) bulk_wait();
   }
-
-  // dK += dSᵀ·Q with dS from shared memory: registers are short while dQ and the next scores are computed.
-  __device__ void issue_dk_shared(int sub, const __nv_bfloat16* rows) {
-    const uint64_t a = tile_descriptor(shared_address(smem.ds[buffer]) + (sub * kBlock + group * 64) * 128);
-    const uint64_t b = tile_descriptor(shared_address(rows), kSubtileRows * 128);
-#pragma unroll
-    for (int kk = 0; kk < kSubtileRows / 16; ++kk) wgmma_ss<0, 1>(dk, further(a, kk * 32), further(b, kk * 2048), 1);
-  }
-
-  // Waits for the next step; returns it.
-  __device__ StepMessage next_step() {
-    barrier_wait(shared_address(&smem.q_full[ring.stage]), ring.phase);
-    return smem.step[ring.stage];
-  }
-
-  __device__ void issue_scores(float (&s)[kUnit][32]) {
-    wgmma_fence();
-#pragma unroll
-    for (int sub = 0; sub < kUnit; ++sub) issue_transposed(s[sub], smem.k, smem.q[ring.stage] + sub * kSubtileRows * D);
-  }
-
-  // From scores that are being computed to dS, in registers and shared; leaves dV running.
-  __device__ void differentiate(float (&s)[kUnit][32], uint32_t (&ds)[kUnit][16], const StepMessage& step,
-                                float scale_log2) {
-    float dp[kUnit][32];
-    uint32_t p[kUnit][16];
-    const __nv_bfloat16* d_o = smem.d_o[ring.stage];
-    float2 lse[8];
-    read_statistics(lse, 0, 0);
-    barrier_wait(shared_address(&smem.do_full[ring.stage]), ring.phase);
-    if constexpr (kAhead == 1) {
-      wgmma_wait<0>();
-#pragma unroll
-      for (int sub = 0; sub < kUnit; ++sub) pin(s[sub]);
-    }
-    wgmma_fence();
-#pragma unroll
-    for (int sub = 0; sub < kUnit; ++sub) issue_transposed(dp[sub], smem.v, d_o + sub * kSubtileRows * D);
-#pragma unroll
-    for (int sub = 0; sub < kUnit; ++sub) {
-      if (sub > 0) read_statistics(lse, sub, 0);
-      // Products are done in the order of their issue, with two subtiles s0 s1 dp0 dp1 dv0 dv1; what may still run are
-      // those behind the one waited for.
-      if (sub == 0)
-        wgmma_wait<2 * kUnit - 1>();
-      else
-        wgmma_wait<2>();
-      pin(s[sub]);
-      mask(s[sub], step, sub * args.rows.tokens);
-      probabilities(s[sub], p[sub], lse, scale_log2);
-      pin(p[sub]);
-      pin(dv);
-      wgmma_fence();
-      issue_sum(dv, p[sub], d_o + sub * kSubtileRows * D);
-      wgmma_commit();
-      float2 sums[8];
-      read_statistics(sums, sub, 1);
-      wgmma_wait<kUnit>();
-      pin(dp[sub]);
-      differences(s[sub], dp[sub], ds[sub], sums);
-      if constexpr (kWithDq) share_ds(ds[sub], sub);
-    }
-  }
-
-  __device__ void run_ahead() {
-    const float scale_log2 = args.scale * kLog2e;
-    for (;;) {
-      barrier_wait(shared_address(&smem.kv_full), kv_phase);
-      kv_phase ^= 1;
-      if (smem.item.end) break;
-#pragma unroll
-      for (int i = 0; i < D / 2; ++i) dk[i] = dv[i] = 0;
-      StepMessage step = next_step();
-      float s[kUnit][32];
-      if (step.subtile >= 0) {
-        uint32_t ds[kUnit][16];
-        issue_scores(s);
-        differentiate(s, ds, step, scale_log2);
-        for (;;) {
-          float dq[32];
-          if constexpr (kWithDq) {
-            async_fence();
-            named_sync(1, 256);
-            pin(dk);
-            wgmma_fence();
-            issue_dq(dq);
-#pragma unroll
-            for (int sub = 0; sub < kUnit; ++sub) issue_dk_shared(sub, smem.q[ring.stage] + sub * kSubtileRows * D);
-            wgmma_commit();
-          } else {
-#pragma unroll
-            for (int sub = 0; sub < kUnit; ++sub) pin(ds[sub]);
-            pin(dk);
-            wgmma_fence();
-#pragma unroll
-            for (int sub = 0; sub < kUnit; ++sub) issue_sum(dk, ds[sub], smem.q[ring.stage] + sub * kSubtileRows * D);
-            wgmma_commit();
-          }
-          const int subtile = step.subtile, done = ring.stage;
-          ring.advance(kStages);
-          step = next_step();
-          // The next scores run while dQ goes out. After the last step this multiplies what lies there.
-          issue_scores(s);
-          wgmma_wait<kUnit>();
-          pin(dv);
-          pin(dk);
-          release(smem.do_empty[done], lane);
-          release(smem.q_empty[done], lane);
-          if constexpr (kWithDq) {
-            pin(dq);
-            add_dq(dq, subtile);
-            buffer ^= 1;
-          }
-          if (step.subtile < 0) {
-            wgmma_wait<0>();
-#pragma unroll
-            for (int sub = 0; sub < kUnit; ++sub) pin(s[sub]);
-            break;
-          }
-          differentiate(s, ds, step, scale_log2);
-        }
-        wgmma_wait<0>();
-#pragma unroll
-        for (int sub = 0; sub < kUnit; ++sub) pin(s[sub]);
-      }
-      release(smem.q_empty[ring.stage], lane);
-      release(smem.do_empty[ring.stage], lane);
-      ring.advance(kStages);
-      const BackwardItem item = smem.item.item;
-      release(smem.kv_empty, lane);
-      if (item.partial >= 0) {
-        store_partial(args.partials, item.partial, 0, dk);
-        store_partial(args.partials, item.partial, 1, dv);
-      } else {
-        if (warp == 0 && lane == 0) bulk_wait_read();  // the staging area still feeds the last dQ
-        named_sync(2 + group, 128);
-        store(item, args.dv, dv, 1.f);
-        store(item, args.dk, dk, args.scale);
-        async_fence();
-        named_sync(2 + group, 128);
-      }
-    }
-    if (warp == 0 && lane == 0) bulk_wait();
-  }
 };
 
-template <int D, bool kWithDq, bool kGathered, bool kHalves, int kAhead>
+template <int D, bool kWithDq, bool kGathered, bool kHalves>
 __global__ void __launch_bounds__(kThreads, 1)
     backward_kernel(const __grid_constant__ CUtensorMap q_map, const __grid_constant__ CUtensorMap do_map,
                     const __grid_constant__ CUtensorMap k_map, const __grid_constant__ CUtensorMap v_map,
@@ -514,11 +369,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
   } else {
     registers_grow<240>();
-    Consumer<D, kWithDq, kGathered, kHalves, kAhead> consumer{smem, args, warp / 4 - 1, warp % 4, lane};
-    if constexpr (kAhead == 0)
-      consumer.run();
-    else
-      consumer.run_ahead();
+    Consumer<D, kWithDq, kGathered, kHalves> consumer{smem, args, warp / 4 - 1, warp % 4, lane};
+    consumer.run();
   }
 }
 
@@ -563,10 +415,7 @@ void launch(const BackwardParams& p, cudaStream_t stream) {
     gathered_v_map = gathered_map(p.gathered_rows.v, p.gathered, D);
     items += int64_t{p.gathered.piece_count / 2} * p.gathered_parts;
   }
-  constexpr int kAhead = D == 64 || kGathered || kHalves ? 0 : 1;
-  static const int ahead = std::getenv("SB_AHEAD") ? std::atoi(std::getenv("SB_AHEAD")) : 0;
-  const auto kernel = ahead == 0 ? backward_kernel<D, kWithDq, kGathered, kHalves, 0>
-                                 : backward_kernel<D, kWithDq, kGathered, kHalves, kAhead>;
+  const auto kernel = backward_kernel<D, kWithDq, kGathered, kHalves>;
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Smem<D>)),
         "shared memory of the backward");
   const int grid = static_cast<int>(std::min<int64_t>(items, multiprocessors()));

@@ -1,5 +1,3 @@
-#include <cstdlib>
-
 #include "attention/hopper/launch.cuh"
 #include "attention/hopper/row_loader.cuh"
 #include "attention/hopper/wgmma.cuh"
@@ -59,7 +57,7 @@ struct HeldProbabilities<128> {
   __device__ uint32_t pair(int i, uint32_t zero) const { return x[i] ^ zero; }
 };
 
-template <int D, bool kGathered, bool kHalves, int kSum>
+template <int D, bool kGathered, bool kHalves>
 struct Consumer {
   using Held = HeldProbabilities<D>;
   using Memory = Smem<D, kGathered, kHalves>;
@@ -78,7 +76,6 @@ struct Consumer {
   float s[kBlock / 2];
   uint32_t p[kBlock / 4];         // probabilities that are being multiplied with V
   float row_base[2], row_sum[2];  // exponents (base 2) are taken relative to row_base
-  float weight[kSum == 1 ? 4 : 2];
 
   __device__ void issue_scores() {
     const uint64_t a = tile_descriptor(shared_address(smem.q[slot]) + group * kSubtileRows * D * 2);
@@ -208,12 +205,6 @@ struct Consumer {
       shrink[h] = exp2_fast(row_base[h] - base);
       row_base[h] = base;
       row_sum[h] *= shrink[h];
-      if constexpr (kSum == 1) {
-        weight[2 * h] *= shrink[h];
-        weight[2 * h + 1] *= shrink[h];
-      } else if constexpr (kSum == 2) {
-        weight[h] *= shrink[h];
-      }
     }
   }
 
@@ -222,7 +213,6 @@ struct Consumer {
     mask();
     row_base[0] = row_base[1] = kNothing;
     row_sum[0] = row_sum[1] = 0;
-    for (float& w : weight) w = 0;
     float shrink[2];
     raise({true, true}, shrink);
     exponentials(out, row_sum);
@@ -240,23 +230,6 @@ struct Consumer {
   __device__ void take(const Held& held) {
 #pragma unroll
     for (int i = 0; i < kBlock / 4; ++i) p[i] = held.pair(i, args.zero);
-  }
-
-  // The sum of what is multiplied with V, rounded as it is.
-  __device__ void add_weights() {
-    if constexpr (kSum == 1) {
-#pragma unroll
-      for (int kk = 0; kk < kBlock / 16; ++kk) row_sums(weight, p + 4 * kk);
-    } else if constexpr (kSum == 2) {
-      float part[4] = {0, 0, 0, 0};
-#pragma unroll
-      for (int i = 0; i < kBlock / 4; ++i) {
-        part[2 * (i & 1)] += low_bf16(p[i]);
-        part[2 * (i & 1) + 1] += high_bf16(p[i]);
-      }
-      weight[0] += part[0] + part[1];
-      weight[1] += part[2] + part[3];
-    }
   }
 
   // A tile that sees a single block: few keys, so that what the rounding of probabilities to bf16 loses shows in the
@@ -279,7 +252,6 @@ struct Consumer {
     wgmma_wait<0>();
     pin(o);
     pin(p);
-    add_weights();
   }
 
   // The two groups take turns in filling the tensor cores, so that one computes exponentials while the other
@@ -319,15 +291,7 @@ struct Consumer {
       float sum = row_sum[h];
       sum += __shfl_xor_sync(~0u, sum, 1);
       sum += __shfl_xor_sync(~0u, sum, 2);
-      float all = sum;
-      if constexpr (kSum == 1) {
-        all = weight[2 * h];
-      } else if constexpr (kSum == 2) {
-        all = weight[h];
-        all += __shfl_xor_sync(~0u, all, 1);
-        all += __shfl_xor_sync(~0u, all, 2);
-      }
-      inverse[h] = all > 0 ? 1.f / all : 0.f;
+      inverse[h] = sum > 0 ? 1.f / sum : 0.f;
       lse[h] = sum > 0 ? row_base[h] * kLn2 + logf(sum) : -INFINITY;
     }
     store_lse(it, lse[0], lse[1]);
@@ -373,7 +337,6 @@ struct Consumer {
       issue_output(accumulate);
       issue_scores();
       turn_end();
-      add_weights();
       wgmma_wait<1>();
       pin(o);
       if (begun) {
@@ -394,7 +357,7 @@ struct Consumer {
       Held held;
       begin_softmax(held);
       accumulate = 0;
-      if (kSum != 0 && step.last) {
+      if (step.last) {
         multiply_lost(held);
         accumulate = 1;
       }
@@ -408,7 +371,6 @@ struct Consumer {
         wait_values();
         issue_output(accumulate);
         turn_end();
-        add_weights();
         accumulate = 1;
         wgmma_wait<1>();
         pin(s);
@@ -440,7 +402,7 @@ struct Consumer {
   }
 };
 
-template <int D, bool kGathered, bool kHalves, int kSum>
+template <int D, bool kGathered, bool kHalves>
 __global__ void __launch_bounds__(kThreads, 1)
     forward_kernel(const __grid_constant__ CUtensorMap q_map, const __grid_constant__ CUtensorMap k_map,
                    const __grid_constant__ CUtensorMap v_map, const __grid_constant__ CUtensorMap gathered_k_map,
@@ -467,7 +429,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
   } else {
     registers_grow<232>();
-    Consumer<D, kGathered, kHalves, kSum> consumer{smem, args, __shfl_sync(~0u, warp / 4, 0), warp % 4, lane};
+    Consumer<D, kGathered, kHalves> consumer{smem, args, __shfl_sync(~0u, warp / 4, 0), warp % 4, lane};
     consumer.run();
   }
 }
@@ -494,10 +456,7 @@ void launch(const ForwardParams& p, cudaStream_t stream) {
                        0};
   check(cudaMemsetAsync(p.counter, 0, sizeof(int32_t), stream), "work counter");
   constexpr size_t kBytes = sizeof(Smem<D, kGathered, kHalves>);
-  static const int sum = std::getenv("SB_SUM") ? std::atoi(std::getenv("SB_SUM")) : 0;
-  const auto kernel = sum == 0   ? forward_kernel<D, kGathered, kHalves, 0>
-                      : sum == 1 ? forward_kernel<D, kGathered, kHalves, 1>
-                                 : forward_kernel<D, kGathered, kHalves, 2>;
+  const auto kernel = forward_kernel<D, kGathered, kHalves>;
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes),
         "shared memory of the forward");
   const int grid = p.item_count < multiprocessors() ? p.item_count : multiprocessors();

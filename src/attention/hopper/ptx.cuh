@@ -51,9 +51,6 @@ __device__ __forceinline__ void async_fence() {
 }
 
 // --- copy engine ---------------------------------------------------------------------------------------------------
-__device__ __forceinline__ void prefetch_map(const CUtensorMap* map) {
-  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
-}
 __device__ __forceinline__ void tensor_load(uint32_t destination, const CUtensorMap* map, int x, int y, int z,
                                             uint32_t barrier) {
   asm volatile(
@@ -128,15 +125,6 @@ __device__ __forceinline__ float low_bf16(uint32_t pair) {
 }
 __device__ __forceinline__ float high_bf16(uint32_t pair) {
   return __uint_as_float(pair & 0xFFFF0000u);
-}
-// Adds the sums over 16 columns of bf16 to those of this thread's two rows (twice each), `a` laid out as the A operand
-// of a product: one with ones.
-__device__ __forceinline__ void row_sums(float (&sum)[4], const uint32_t* a) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %8}, "
-      "{%0, %1, %2, %3};"
-      : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(0x3F803F80));
 }
 
 }  // namespace sb::gpu

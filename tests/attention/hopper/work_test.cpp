@@ -166,9 +166,10 @@ TEST(GpuWork, LimitsHoldForAnyColumns) {
     for (int64_t& cost : columns) cost = random() % (random() % 20 == 0 ? 100000 : 300);
     int64_t total = 0;
     for (const int64_t cost : columns) total += cost;
-    const int64_t share = fair_share(total, workers);
+    const size_t last_head = random() % columns.size();
     int64_t items = 0, splits = 0, slots = 0;
-    for (const int64_t cost : columns) {
+    for (size_t i = 0; i < columns.size(); ++i) {
+      const int64_t share = fair_share(total, workers, std::ssize(columns), i >= last_head), cost = columns[i];
       const int64_t pieces = cost <= share ? 1 : (cost + share - 1) / share;
       items += pieces;
       splits += pieces > 1;
