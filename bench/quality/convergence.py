@@ -25,7 +25,7 @@ ARMS = {
     "one rank": {"parallel.dp": 1, "train.threads": 2},
     "in order": {"parallel.dp": 2, "train.threads": 1, "balance.profile": "PROFILE"},
     "balanced": {"parallel.dp": 2, "train.threads": 1, "balance.profile": "PROFILE", "balance.batching": "sab",
-                 "balance.ordering": "auto", "balance.tuning": "optimal"},
+                 "balance.ordering": "auto", "balance.tuning": "optimal", "balance.max_budget": 65536},
 }
 CONFIG = """\
 model: {{ path: {start} }}

@@ -200,18 +200,24 @@ void BalancedPlanner::check_recorded(const Plan& plan, const std::vector<Sequenc
   const std::map<int64_t, int64_t> by_id = lengths_by_id(sequences);
   std::set<int64_t> seen;
   const int64_t cap = options_.plan.batching.micro_batch_tokens, most = options_.plan.batching.max_sequences;
+  const int64_t largest = std::max(options_.spec.budget, options_.spec.max_budget);
   for (const PlannedRank& rank : plan.ranks) {
     SB_USER_CHECK(!rank.micro_batches.empty(), "{} leaves a rank without work", where);
     SB_USER_CHECK(options_.layout.pp == 1 || rank.micro_batches.size() == plan.ranks[0].micro_batches.size(),
                   "{} has different numbers of micro-batches on its pipelines", where);
     for (const PlannedMicroBatch& micro_batch : rank.micro_batches) {
       int64_t tokens = 0;
-      for (const int64_t id : micro_batch.sequences) {
+      for (size_t s = 0; s < micro_batch.sequences.size(); ++s) {
+        const int64_t id = micro_batch.sequences[s];
         const auto found = by_id.find(id);
         SB_USER_CHECK(found != by_id.end() && seen.insert(id).second,
                       "{} has sequence {}, which is not (or not once) in the step's batch: it is of other data", where,
                       id);
         tokens += found->second;
+        for (size_t i = s; i < micro_batch.budgets.size(); i += micro_batch.sequences.size())
+          SB_USER_CHECK(micro_batch.budgets[i] <= largest || micro_batch.budgets[i] >= found->second,
+                        "{} gives sequence {} a budget of {}, and memory is planned for {}; raise balance.max_budget",
+                        where, id, micro_batch.budgets[i], largest);
       }
       SB_USER_CHECK(tokens == micro_batch.tokens,
                     "{} counts {} tokens where the sequences have {}: it is of other data", where, micro_batch.tokens,

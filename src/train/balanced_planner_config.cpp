@@ -65,6 +65,15 @@ ModelShape model_shape(const ModelConfig& model) {
   return shape;
 }
 
+int64_t largest_budget(const RunConfig& config) {
+  const BalanceOptions& balance = config.balance;
+  const SelectionConfig& selection = config.attention.selection;
+  if (selection.pattern == SelectionPattern::dense) return 0;
+  if (balance.tuning == BalanceOptions::Tuning::none && balance.replay.empty()) return 0;
+  // Lists take memory in proportion to it: room for whole sequences would be that of dense attention's pairs.
+  return balance.max_budget > 0 ? balance.max_budget : 4 * selection.budget;
+}
+
 AttentionSpec attention_spec(const RunConfig& config) {
   const SelectionConfig& selection = config.attention.selection;
   AttentionSpec spec;
@@ -75,6 +84,7 @@ AttentionSpec attention_spec(const RunConfig& config) {
   spec.sink_blocks = selection.sink_blocks;
   spec.local_blocks = selection.local_blocks;
   spec.dense_below = selection.dense_below;
+  spec.max_budget = largest_budget(config);
   const std::set<int64_t> dense_layers(selection.dense_layers.begin(), selection.dense_layers.end());
   for (const int64_t layer : dense_layers) spec.dense_layers.push_back(static_cast<int>(layer));
   if (selection.pattern == SelectionPattern::dense) {

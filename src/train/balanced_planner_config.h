@@ -15,6 +15,9 @@ bool wants_balancing(const BalanceOptions& balance);
 
 // The sizes that a profile is of.
 ModelShape model_shape(const ModelConfig& model);
+// The largest budget that tuning, or a plan that is used again, may give: what memory is planned for. 0: there is
+// attention.budget alone.
+int64_t largest_budget(const RunConfig& config);
 // What the planner has to know about attention.
 AttentionSpec attention_spec(const RunConfig& config);
 

@@ -69,7 +69,8 @@ struct BalanceOptions {
   Tuning tuning = Tuning::none;
   Anchor anchor = Anchor::mean;
   double p = 0.1;
-  double target = -1.0;  // -1: equal_coverage
+  double target = -1.0;    // -1: equal_coverage
+  int64_t max_budget = 0;  // 0: four times attention.budget
   bool adapt = true;
   std::filesystem::path profile;  // or the name of a built-in one
   std::filesystem::path replay;   // plan.jsonl of another run

@@ -1,5 +1,7 @@
 #include "train/run_config_balance.h"
 
+#include <limits>
+
 #include "core/errors.h"
 
 namespace sb {
@@ -44,6 +46,9 @@ void add_balance_options(OptionTable& table, BalanceOptions& balance) {
           balance.target = config_number(given, label, 0.0, 1.0);
       },
       [&balance] { return balance.target < 0 ? std::string("equal_coverage") : fmt::format("{}", balance.target); });
+  table.integer("balance.max_budget", &balance.max_budget, 0, std::numeric_limits<int32_t>::max(),
+                "tuning: the largest budget that it gives; memory for the lists of chosen blocks is planned for it. 0: "
+                "four times attention.budget");
   table.flag("balance.adapt", &balance.adapt,
              "measured times and coverage correct the predictions; false: a plan follows from the configuration and "
              "the step alone");
@@ -66,6 +71,11 @@ void check_balance(const RunConfig& config, const OptionTable& table) {
                 table.label("balance.target"));
   SB_USER_CHECK(!tuned || selection.pattern == SelectionPattern::topk || selection.pattern == SelectionPattern::mass,
                 "{}: needs an attention.pattern that follows a budget, topk or mass", table.label("balance.tuning"));
+  SB_USER_CHECK(balance.max_budget == 0 || tuned || !balance.replay.empty(),
+                "{}: is for balance.tuning and balance.replay; remove it", table.label("balance.max_budget"));
+  SB_USER_CHECK(balance.max_budget == 0 || balance.max_budget >= selection.budget,
+                "{}: {} is below attention.budget, {}, which tuning starts from", table.label("balance.max_budget"),
+                balance.max_budget, selection.budget);
   SB_USER_CHECK(!tuned || !balance.adapt || config.attention.coverage_rows > 0,
                 "{}: 0 leaves tuning without measured coverage; raise it, or set balance.adapt: false to tune by the "
                 "built-in curves",

@@ -12,6 +12,7 @@
 #include "parallel/cuda/cuda_ring_attention.h"
 #include "parallel/grid.h"
 #include "parallel/ring_attention.h"
+#include "train/balanced_planner_config.h"
 #include "train/host_memory.h"
 #include "train/sources.h"
 #include "train/stage_split.h"
@@ -39,19 +40,17 @@ struct RingGroups {
 };
 
 std::unique_ptr<Attention> make_attention(const RunConfig& config, const ModelConfig& model, const RingGroups& ring) {
-  // Tuning may raise a budget up to the whole sequence.
-  const int64_t largest_budget =
-      config.balance.tuning == BalanceOptions::Tuning::none ? 0 : config.data.max_sequence_length;
+  const int64_t largest = std::min(largest_budget(config), config.data.max_sequence_length);
   const bool dense = config.attention.selection.pattern == SelectionPattern::dense;
   const int coverage_rows = dense ? 0 : static_cast<int>(config.attention.coverage_rows);
   if (ring.host) {
-    const RingAttention::Options options{config.attention.selection, model.layers,   config.parallel.placement,
-                                         config.parallel.node_size,  largest_budget, coverage_rows};
+    const RingAttention::Options options{config.attention.selection, model.layers, config.parallel.placement,
+                                         config.parallel.node_size,  largest,      coverage_rows};
     if (ring.data) return make_cuda_ring_attention(*ring.host, *ring.data, options);
     return std::make_unique<RingAttention>(*ring.host, options);
   }
   SparseAttention::Options options{config.attention.selection, model.layers, coverage_rows};
-  options.largest_budget = largest_budget;
+  options.largest_budget = largest;
   if (config.device == DeviceKind::cuda)
     return make_cuda_attention({.attention = options, .deterministic = config.train.deterministic});
   if (dense) return std::make_unique<DenseAttention>();

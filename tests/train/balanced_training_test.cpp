@@ -159,6 +159,37 @@ TEST(BalancedTraining, WithoutAdaptionRunsAreEqual) {
   EXPECT_EQ(final_weights(folder.path("a")), final_weights(folder.path("b")));
 }
 
+TEST(BalancedTraining, NoBudgetIsAboveTheLargest) {
+  TemporaryFolder folder;
+  const auto most = [&](const std::string& name) {  // of those that leave something out
+    int32_t budget = 0;
+    for (const auto& [step, logged] : read_plan_log(folder.path(name + "/plan.jsonl")).steps)
+      for (const PlannedRank& rank : logged.plan.ranks)
+        for (const PlannedMicroBatch& micro_batch : rank.micro_batches)
+          for (const int32_t own : micro_batch.budgets)
+            if (own < micro_batch.tokens) budget = std::max(budget, own);
+    return budget;
+  };
+  // Everything is raised to the slowest micro-batch.
+  const auto with = [](std::vector<std::string> more) {
+    for (const char* always : {"balance.tuning=anchor", "balance.anchor=max", "balance.adapt=off", "train.max_steps=3"})
+      more.push_back(always);
+    return more;
+  };
+  train(config_of(folder.path("free"), with({})));
+  ASSERT_GT(most("free"), 256);
+  train(config_of(folder.path("bound"), with({"balance.max_budget=256"})));
+  EXPECT_LE(most("bound"), 256);
+  // Nor do plans of another run bring one for which there is no memory.
+  try {
+    train(config_of(folder.path("replayed"),
+                    with({"balance.max_budget=256", "balance.replay=" + folder.path("free/plan.jsonl")})));
+    ADD_FAILURE();
+  } catch (const UserError& error) {
+    EXPECT_NE(std::string(error.what()).find("raise balance.max_budget"), std::string::npos) << error.what();
+  }
+}
+
 TEST(BalancedTraining, BudgetsMoveAndValidationKeepsItsOwn) {
   TemporaryFolder folder;
   train(config_of(folder.path("tuned"), {"optimizer.learning_rate=0"}));
