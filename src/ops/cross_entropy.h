@@ -39,18 +39,17 @@ void loss_forward_backward(const Exec& exec, TensorView hidden, TensorView weigh
                            bool accumulate = true);
 
 // The next rows to compute at or after `row`: starts and ends with a label that counts, at most `chunk` rows, and stops
-// before a long stretch that does not count. No rows: none is left.
+// before a stretch of more than `worth_skipping` that do not count. No rows: none is left.
 struct LossRows {
   int64_t begin, end;
 };
-inline LossRows next_loss_rows(std::span<const int32_t> labels, int64_t row, int64_t chunk) {
-  constexpr int64_t kWorthSkipping = 32;
+inline LossRows next_loss_rows(std::span<const int32_t> labels, int64_t row, int64_t chunk, int64_t worth_skipping) {
   const auto tokens = static_cast<int64_t>(labels.size());
   while (row < tokens && labels[static_cast<size_t>(row)] == kIgnoredLabel) ++row;
   int64_t end = row;
   for (int64_t t = row; t < std::min(tokens, row + chunk); ++t) {
     if (labels[static_cast<size_t>(t)] != kIgnoredLabel) end = t + 1;
-    if (t - end >= kWorthSkipping) break;
+    if (t - end >= worth_skipping) break;
   }
   return {row, end};
 }

@@ -15,6 +15,9 @@ struct LossOperands {
   bool accumulate = true;       // dweight
 };
 
+// Every chunk passes over the weight and its gradient: as long as so many rows take.
+constexpr int64_t kWorthSkipping = 32;
+
 LossSums run(const Exec& exec, const LossOperands& operands, int64_t chunk) {
   const int64_t tokens = operands.hidden.dim(0), width = operands.hidden.dim(1), vocabulary = operands.weight.dim(0);
   const int32_t* labels = operands.labels.as<int32_t>();
@@ -41,7 +44,7 @@ LossSums run(const Exec& exec, const LossOperands& operands, int64_t chunk) {
     done = row;
   };
   while (done < tokens) {
-    const auto [begin, end] = next_loss_rows({labels, static_cast<size_t>(tokens)}, done, chunk);
+    const auto [begin, end] = next_loss_rows({labels, static_cast<size_t>(tokens)}, done, chunk, kWorthSkipping);
     skip_to(begin);
     const int64_t rows = end - begin;
     if (rows == 0) break;

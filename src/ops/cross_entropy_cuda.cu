@@ -9,6 +9,8 @@ namespace sb::cuda {
 namespace {
 
 constexpr int kThreads = 512;
+// Every chunk passes over the weight and its gradient: as long as so many rows take, by memory bandwidth and FLOP/s.
+constexpr int64_t kWorthSkipping = 256;
 
 // Largest logit and Σ exp(logit - largest) of a part of a row.
 struct Partial {
@@ -176,8 +178,8 @@ void run(const Exec& exec, const LossOperands& o, int64_t chunk, LossSums* resul
   SB_CUDA_CHECK(cudaMemsetAsync(sums, 0, sizeof(LossSums), stream_of(exec)));
   bool holds_sums = o.accumulate;  // dweight
   for (int64_t done = 0; done < tokens;) {
-    const auto [begin, end] =
-        host_labels.empty() ? LossRows{done, std::min(tokens, done + chunk)} : next_loss_rows(host_labels, done, chunk);
+    const auto [begin, end] = host_labels.empty() ? LossRows{done, std::min(tokens, done + chunk)}
+                                                  : next_loss_rows(host_labels, done, chunk, kWorthSkipping);
     clear_rows(exec, o, done, begin);
     done = end;
     const int64_t rows = end - begin;

@@ -7,6 +7,7 @@ namespace sb::cuda {
 namespace {
 
 constexpr int kThreads = 128;
+constexpr int kAtOnce = 8;
 
 template <typename T, int N>
 __global__ void __launch_bounds__(kThreads)
@@ -28,7 +29,8 @@ __global__ void count_up(int32_t* to, int64_t count) {
 }
 
 // `tokens` ascend and `places` say where each came from, in order. The block that meets a token first adds all of its
-// gradients, one after the other: no two blocks share a row of the table.
+// gradients, one after the other: no two blocks share a row of the table. Several are fetched at a time, since one
+// token may be a large part of all.
 template <typename T, int N>
 __global__ void __launch_bounds__(kThreads) backward_kernel(const int32_t* tokens, const int32_t* places, const T* dx,
                                                             int64_t count, int64_t width, float* dtable) {
@@ -39,11 +41,22 @@ __global__ void __launch_bounds__(kThreads) backward_kernel(const int32_t* token
     float* row = dtable + int64_t{token} * width + c;
     float sum[N];
     load_f32(row, sum);
-    for (int64_t i = first; i < count && tokens[i] == token; ++i) {
-      float value[N];
-      load(dx + int64_t{places[i]} * width + c, value);
+    bool more = true;
+    for (int64_t i = first; more; i += kAtOnce) {
+      float value[kAtOnce][N];
+      bool same[kAtOnce];
 #pragma unroll
-      for (int k = 0; k < N; ++k) sum[k] += value[k];
+      for (int j = 0; j < kAtOnce; ++j) {
+        same[j] = i + j < count && tokens[i + j] == token;
+        if (same[j]) load(dx + int64_t{places[i + j]} * width + c, value[j]);
+      }
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j) {
+        if (!same[j]) continue;
+#pragma unroll
+        for (int k = 0; k < N; ++k) sum[k] += value[j][k];
+      }
+      more = same[kAtOnce - 1];
     }
     store_f32(row, sum);
   }

@@ -153,7 +153,7 @@ double relative_difference(const std::vector<float>& a, const std::vector<float>
   return std::sqrt(squares) / std::max(norm(b), floor);
 }
 
-double largest_relative_difference(const Tensors& got, const Tensors& expected, double floor) {
+double largest_relative_difference(const Tensors& got, const Tensors& expected, double floor, double key_bias_floor) {
   EXPECT_EQ(got.size(), expected.size());
   double top = 0;
   for (const auto& [name, values] : expected) top = std::max(top, norm(values));
@@ -164,7 +164,8 @@ double largest_relative_difference(const Tensors& got, const Tensors& expected, 
       ADD_FAILURE() << name << " is missing";
       continue;
     }
-    const double difference = relative_difference(found->second, values, floor * top);
+    const double own_floor = name.ends_with("k_proj.bias") ? std::max(floor, key_bias_floor) : floor;
+    const double difference = relative_difference(found->second, values, own_floor * top);
     worst = std::isnan(difference) ? INFINITY : std::max(worst, difference);
   }
   return worst;

@@ -62,8 +62,10 @@ double norm(const std::vector<float>& x);
 // ‖a - b‖ / max(‖b‖, floor)
 double relative_difference(const std::vector<float>& a, const std::vector<float>& b, double floor = 0);
 // Largest relative difference over the tensors, with a floor (a share of the largest norm) for those that are tiny by
-// cancellation; records a failure for missing or surplus tensors.
-double largest_relative_difference(const Tensors& got, const Tensors& expected, double floor = 1e-6);
+// cancellation; records a failure for missing or surplus tensors. A floor for k_proj.bias: its gradient is zero but for
+// rounding.
+double largest_relative_difference(const Tensors& got, const Tensors& expected, double floor = 1e-6,
+                                   double key_bias_floor = 0);
 
 // A tiny model for gradient checks.
 ModelConfig tiny_config(ModelConfig::Family family);
