@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Everything that needs a GPU, in one command: builds the cuda preset, runs the GPU tests, then the benchmarks beside
 # their peers (PyTorch and transformers where they can be imported), and prints one table with ratios and bars last.
-#   scripts/gpu-check.sh [--only build|tests|step|long|packed|attention|sanitize] [--no-peers]
+#   scripts/gpu-check.sh [--only build|tests|step|long|packed|attention|sanitize] [--no-peers] [--within SECONDS]
 # The parts, in this order; all but the last run without --only, in about eight minutes on 16 cores:
 #   build      the cuda preset, tests and benchmarks included
 #   tests      ctest -L gpu
@@ -11,11 +11,13 @@
 #   attention  the attention kernels
 #   sanitize   compute-sanitizer: memcheck on the test suites, racecheck and initcheck on the operations in bf16
 # What a part prints is shown as it comes and kept in build/cuda/gpu-check/PART.log. The exit code is not 0 when a
-# build, a test or a bar fails.
+# build, a test or a bar fails. --within: what has not ended by then is stopped and counts as failed; the table comes
+# all the same.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 parts="build tests step long packed attention"
 peers=yes
+deadline=$(($(date +%s) + 86400))
 while [ $# -gt 0 ]; do
   case $1 in
     --only)
@@ -25,40 +27,47 @@ while [ $# -gt 0 ]; do
       esac
       shift 2 ;;
     --no-peers) peers=no; shift ;;
+    --within) deadline=$(($(date +%s) + $2 - 5)); shift 2 ;;
     *) echo "unknown argument $1; see the head of $0" >&2; exit 2 ;;
   esac
 done
 
+# limit SECONDS COMMAND...
+limit() {
+  local most=$1 left=$((deadline - $(date +%s)))
+  shift
+  timeout $((left < 1 ? 1 : left < most ? left : most)) "$@"
+}
 can_import() { [ $peers = yes ] && python3 -c "import $1" 2>/dev/null; }
 ours=build/cuda/bench/train/bench_step_cuda
 export PYTHONUNBUFFERED=1
 
 build() {
   cmake --preset cuda >/dev/null
-  timeout 400 cmake --build --preset cuda -j "$(nproc)"
+  limit 400 cmake --build --preset cuda -j "$(nproc)"
 }
 tests() {
   nvidia-smi --query-gpu=name,driver_version,power.limit --format=csv,noheader
-  timeout 400 ctest --test-dir build/cuda -L gpu --output-on-failure
+  limit 400 ctest --test-dir build/cuda -L gpu -j 4 --output-on-failure
 }
 step() {
-  timeout 90 $ours all
-  timeout 40 $ours all --portable --steps 3 --no-classes
-  if can_import transformers; then timeout 90 python3 bench/peers/train_step_peers.py 0.5B:8192 3B:8192; fi
+  limit 90 $ours all
+  limit 40 $ours all --portable --steps 3 --no-classes
+  if can_import transformers; then limit 90 python3 bench/peers/train_step_peers.py 0.5B:8192 3B:8192; fi
 }
 long() {
-  timeout 60 $ours 3B 131072 --budget 8192 --recompute attention --steps 1 --warm-up 1 --no-classes
-  if can_import transformers; then timeout 120 python3 bench/peers/train_step_peers.py 3B:131072:layer:steps1; fi
-  timeout 100 $ours 3B 524288 --budget 8192 --recompute layer --steps 1 --warm-up 0 --no-classes
+  limit 60 $ours 3B 131072 --budget 8192 --recompute attention --steps 1 --warm-up 1 --no-classes
+  if can_import transformers; then limit 120 python3 bench/peers/train_step_peers.py 3B:131072:layer:steps1; fi
+  limit 100 $ours 3B 524288 --budget 8192 --recompute layer --steps 1 --warm-up 0 --no-classes
 }
 packed() {
   local how="--packed 1024 --tokens-per-step 524288 --loss-chunk 16384 --no-classes"
-  timeout 60 $ours 0.5B 65536 $how --steps 3 --warm-up 1
-  timeout 90 $ours 3B 32768 $how --steps 1 --warm-up 1
+  limit 60 $ours 0.5B 65536 $how --steps 2 --warm-up 1
+  limit 90 $ours 3B 32768 $how --steps 1 --warm-up 1
 }
 attention() {
-  timeout 90 build/cuda/bench/attention/attention_hopper_bench all
-  if can_import torch; then timeout 120 python3 bench/peers/attention_lists.py; fi
+  limit 90 build/cuda/bench/attention/attention_hopper_bench all
+  if can_import torch; then limit 120 python3 bench/peers/attention_lists.py; fi
 }
 
 # Every run is a process of its own, all side by side, since they keep the host busy rather than the GPU. initcheck does
