@@ -14,16 +14,16 @@ constexpr int kThreads = 384;
 
 template <int D, bool kWithGathered, bool kOfHalves>
 struct alignas(1024) Smem {
-  static constexpr int kDim = D, kSlots = D == 128 ? 1 : 2, kStages = 2;
+  static constexpr int kDim = D, kSlots = 2, kStages = 2;
   static constexpr bool kGradient = true, kKeysAhead = false, kGathered = kWithGathered, kHalves = kOfHalves;
   __nv_bfloat16 q[kSlots][2 * kSubtileRows * D];  // [slot][subtile][d / 64][row][64]
-  __nv_bfloat16 d_o[kSlots][2 * kSubtileRows * D];
+  __nv_bfloat16 d_o[2 * kSubtileRows * D];
   __nv_bfloat16 k[kStages][kBlock * D];  // [stage][d / 64][row][64]
   __nv_bfloat16 v[kStages][kBlock * D];
   TileMessage tile[kSlots];
   StepMessage step[kStages];
-  alignas(8) uint64_t q_full[kSlots], q_empty[kSlots], k_full[kStages], k_empty[kStages], v_full[kStages],
-      v_empty[kStages];
+  alignas(8) uint64_t q_full[kSlots], q_empty[kSlots], do_full, do_empty, k_full[kStages], k_empty[kStages],
+      v_full[kStages], v_empty[kStages];
 };
 
 static_assert(sizeof(Smem<128, true, true>) <= kSharedMemory && sizeof(Smem<64, true, true>) <= kSharedMemory);
@@ -44,6 +44,7 @@ struct Consumer {
   const Arguments& args;
   int group, warp, lane;
   Cursor tile, ring;
+  uint32_t gradient_phase = 0;
   int token[2];
   float dq[D / 2];
 
@@ -114,12 +115,13 @@ struct Consumer {
         last = step.last;
         float s[2][32], dp[2][32];
         uint32_t ds[2][16];
+        barrier_wait(shared_address(&smem.do_full), gradient_phase);
         wgmma_fence();
         issue_product(s[0], smem.q[slot], smem.k[ring.stage], 0);
         barrier_wait(shared_address(&smem.v_full[ring.stage]), ring.phase);
-        issue_product(dp[0], smem.d_o[slot], smem.v[ring.stage], 0);
+        issue_product(dp[0], smem.d_o, smem.v[ring.stage], 0);
         issue_product(s[1], smem.q[slot], smem.k[ring.stage], 1);
-        issue_product(dp[1], smem.d_o[slot], smem.v[ring.stage], 1);
+        issue_product(dp[1], smem.d_o, smem.v[ring.stage], 1);
         // A row that came before the block was chosen takes part with probability zero.
         float minus[2][2];
 #pragma unroll
@@ -159,6 +161,10 @@ struct Consumer {
         pin(dq);
         release(smem.k_empty[ring.stage], lane);
         ring.advance(kStages);
+      }
+      if (state == 0) {
+        release(smem.do_empty, lane);
+        gradient_phase ^= 1;
       }
       const ForwardItem item = smem.tile[slot].item;
       const uint32_t staging = shared_address(smem.q[slot]) + group * kSubtileRows * D * 2;

@@ -60,6 +60,7 @@ struct RowLoader {
   const RowArguments& args;
   int lane;
   Cursor tile, k, v;
+  uint32_t gradient_phase = 0;
 
   // Places of gathered columns come as ~place.
   __device__ void load_block(__nv_bfloat16* destination, const CUtensorMap* map, const CUtensorMap* gathered_map,
@@ -110,6 +111,7 @@ struct RowLoader {
     v.advance(kStages);
   }
 
+  __device__ uint32_t row_bytes() const { return 2 * args.rows.heads * args.rows.tokens * D * 2; }
   __device__ void load_rows(__nv_bfloat16* destination, const CUtensorMap* map, const ForwardItem& item,
                             uint32_t barrier) {
     constexpr int kBoxes = D / 64;
@@ -127,14 +129,21 @@ struct RowLoader {
       if (state != 0)
         barrier_arrive(barrier);
       else
-        barrier_expect(barrier, (Smem::kGradient ? 2 : 1) * 2 * args.rows.heads * args.rows.tokens * D * 2);
+        barrier_expect(barrier, row_bytes());
     }
     __syncwarp();
-    if (state == 0) {
-      load_rows(smem.q[tile.stage], q_map, item, barrier);
-      if constexpr (Smem::kGradient) load_rows(smem.d_o[tile.stage], do_map, item, barrier);
-    }
+    if (state == 0) load_rows(smem.q[tile.stage], q_map, item, barrier);
     tile.advance(Smem::kSlots);
+  }
+
+  // dO has a single buffer, which is free before the tile's end.
+  __device__ void load_gradient(const ForwardItem& item) {
+    const uint32_t barrier = shared_address(&smem.do_full);
+    barrier_wait(shared_address(&smem.do_empty), gradient_phase ^ 1);
+    if (lane == 0) barrier_expect(barrier, row_bytes());
+    __syncwarp();
+    load_rows(smem.d_o, do_map, item, barrier);
+    gradient_phase ^= 1;
   }
 
   __device__ uint32_t read_entry(const ForwardItem& item, int i) const {
@@ -187,6 +196,8 @@ struct RowLoader {
       uint4 pending_seen{0, 0, 0, 0};
       auto issue = [&](uint32_t last) {
         load_k(kv_head, pending, second, last, pending_seen);
+        if constexpr (Smem::kGradient)
+          if (previous_token == kNone) load_gradient(item);
         if constexpr (!Smem::kKeysAhead)
           load_v(kv_head, pending.token, second.token);
         else if (previous_token != kNone)
@@ -277,6 +288,10 @@ __device__ __forceinline__ void init_row_barriers(Smem& smem) {
   for (int i = 0; i < Smem::kSlots; ++i) {
     barrier_init(shared_address(&smem.q_full[i]), 1);
     barrier_init(shared_address(&smem.q_empty[i]), 8 * kArrivals);
+  }
+  if constexpr (Smem::kGradient) {
+    barrier_init(shared_address(&smem.do_full), 1);
+    barrier_init(shared_address(&smem.do_empty), 8 * kArrivals);
   }
   for (int i = 0; i < Smem::kStages; ++i) {
     barrier_init(shared_address(&smem.k_full[i]), 1);
