@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "attention/cuda/check.cuh"
+#include "attention/cuda/coverage_blocks.cuh"
 
 namespace sb::gpu {
 namespace {
@@ -19,12 +20,6 @@ struct Four {
 __device__ __forceinline__ Four load_four(const float* p) {
   const float4 v = *reinterpret_cast<const float4*>(p);
   return {{v.x, v.y, v.z, v.w}};
-}
-__device__ __forceinline__ Four load_four(const __nv_bfloat16* p) {
-  const uint2 v = *reinterpret_cast<const uint2*>(p);
-  const float2 a = __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(&v.x)),
-               b = __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(&v.y));
-  return {{a.x, a.y, b.x, b.y}};
 }
 __device__ __forceinline__ float as_float(float x) {
   return x;
@@ -52,26 +47,20 @@ __device__ float max_all(float x, float* room) {
   return reduce(x, room, [](float a, float b) { return fmaxf(a, b); });
 }
 
-// One key block under one key/value head, for all measured tokens of its sequence and all heads of the group: the
-// largest score, the sum of exponentials relative to it, and the estimate that the selection would make.
-// `at_once`: parts of the block whose statistics the shared memory holds; the exact part comes with the first of them.
-template <typename T>
+// In fp32, one key block under one key/value head, for all measured tokens of its sequence and all heads of the group:
+// the largest score, the sum of exponentials relative to it, and the estimate that the selection would make. `at_once`:
+// parts of the block whose statistics the shared memory holds; the exact part comes with the first of them.
 __global__ void __launch_bounds__(kThreads)
     blocks_kernel(const __grid_constant__ CoverageParams args, const int at_once) {
   extern __shared__ __align__(16) float shared[];  // q of kHeads heads; of every part mean and variance
   __shared__ float room[kThreads / 32];
-  int low = 0, high = args.sequence_count;
-  while (high - low > 1) {
-    const int middle = (low + high) / 2;
-    (args.sequences[middle].first_block <= static_cast<int>(blockIdx.x) ? low : high) = middle;
-  }
-  const CoverageSequence sequence = args.sequences[low];
+  const CoverageSequence sequence = args.sequences[sequence_of_block(args, blockIdx.x)];
   const int block = blockIdx.x - sequence.first_block, kv = blockIdx.y;
   if (block >= sequence.blocks) return;
   const int d = args.shape.head_dim, group = args.shape.query_heads / args.shape.kv_heads;
   const int first_key = block * args.block, keys = min(args.block, sequence.tokens - first_key);
   const int64_t key_stride = static_cast<int64_t>(args.shape.kv_heads) * d;
-  const T* k = static_cast<const T*>(args.k) + (sequence.token + first_key) * key_stride + kv * d;
+  const float* k = static_cast<const float*>(args.k) + (sequence.token + first_key) * key_stride + kv * d;
   float *q = shared, *statistics = shared + kHeads * d;
   const int part_tokens = args.block / args.parts;
   const int parts = (keys + part_tokens - 1) / part_tokens;  // that have keys
@@ -82,11 +71,11 @@ __global__ void __launch_bounds__(kThreads)
       const int c = at % d, begin = (first_part + at / d) * part_tokens, end = min(keys, begin + part_tokens);
       float sum = 0, square = 0;
 #pragma unroll 8
-      for (int t = begin; t < end; ++t) sum += as_float(k[t * key_stride + c]);
+      for (int t = begin; t < end; ++t) sum += k[t * key_stride + c];
       sum /= static_cast<float>(end - begin);
 #pragma unroll 8
       for (int t = begin; t < end; ++t) {
-        const float x = as_float(k[t * key_stride + c]) - sum;
+        const float x = k[t * key_stride + c] - sum;
         square += x * x;
       }
       float* mean = statistics + at / d * 2 * d;
@@ -101,9 +90,8 @@ __global__ void __launch_bounds__(kThreads)
         __syncthreads();
         for (int at = threadIdx.x; at < kHeads * d; at += kThreads) {
           const int head = kv * group + min(h0 + at / d, group - 1);
-          q[at] = as_float(static_cast<const T*>(
-              args.q)[((static_cast<int64_t>(sequence.token + position)) * args.shape.query_heads + head) * d +
-                      at % d]);
+          q[at] = static_cast<const float*>(
+              args.q)[((static_cast<int64_t>(sequence.token + position)) * args.shape.query_heads + head) * d + at % d];
         }
         __syncthreads();
         float top[kHeads], sum[kHeads];
@@ -153,10 +141,7 @@ __global__ void __launch_bounds__(kThreads)
           const float highest = max_all(best, room);
           all = sum_all(lane == 0 && best > -INFINITY ? all * expf(best - highest) : 0.f, room);
           if (threadIdx.x == 0 && h0 + h < group) {
-            float* to = args.scores + 3 * (sequence.scores +
-                                           (static_cast<int64_t>(i) * args.shape.query_heads + kv * group + h0 + h) *
-                                               sequence.blocks +
-                                           block);
+            float* to = block_triple(args, sequence, i, kv * group + h0 + h, block);
             float estimate = highest + logf(all);
             if (first_part == 0) {
               to[0] = m;
@@ -223,40 +208,52 @@ __global__ void __launch_bounds__(kRankThreads) ranks_kernel(const __grid_consta
     return sum_all(sum, room);
   };
 
-  for (int j = threadIdx.x; j < seen; j += kRankThreads) {
-    mass[j] = sorted[j] = 0;
-    key[j] = -INFINITY;
-  }
-  float held = sequence.dense ? static_cast<float>(group) : 0.f;
-  for (int h = 0; h < group; ++h) {
-    const float* from =
-        args.scores + 3 * (sequence.scores +
-                           (static_cast<int64_t>(local) * args.shape.query_heads + kv * group + h) * sequence.blocks);
-    float top = -INFINITY, best = -INFINITY;
-    for (int j = threadIdx.x; j < seen; j += kRankThreads) {
+  // Of every query head, a warp each: the log of the row's sum, and of the sum of the estimates.
+  extern __shared__ float2 logs[];
+  const auto triples = [&](int h) { return block_triple(args, sequence, local, kv * group + h, 0); };
+  for (int h = threadIdx.x / 32; h < group; h += kRankThreads / 32) {
+    const float* from = triples(h);
+    const int lane = threadIdx.x % 32;
+    float top = -INFINITY, best = -INFINITY, sum = 0, estimates = 0;
+    for (int j = lane; j < seen; j += 32) {
       top = fmaxf(top, from[3 * j]);
       if (j < competing) best = fmaxf(best, from[3 * j + 2]);
     }
-    top = max_all(top, room);
-    best = max_all(best, room);
-    float sum = 0, estimates = 0;
-    for (int j = threadIdx.x; j < seen; j += kRankThreads) {
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2) {
+      top = fmaxf(top, __shfl_xor_sync(~0u, top, step));
+      best = fmaxf(best, __shfl_xor_sync(~0u, best, step));
+    }
+    for (int j = lane; j < seen; j += 32) {
       sum += from[3 * j + 1] * expf(from[3 * j] - top);
       if (j < competing) estimates += expf(from[3 * j + 2] - best);
     }
-    sum = sum_all(sum, room);
-    estimates = logf(sum_all(estimates, room)) + best;
-    const auto own = [&](int j) { return from[3 * j + 1] * expf(from[3 * j] - top) / sum; };
-    for (int j = threadIdx.x; j < seen; j += kRankThreads) {
-      mass[j] += own(j);
-      if (j < competing) key[j] = fmaxf(key[j], from[3 * j + 2] - estimates);
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2) {
+      sum += __shfl_xor_sync(~0u, sum, step);
+      estimates += __shfl_xor_sync(~0u, estimates, step);
     }
-    if (sequence.dense || !per_query_head) continue;
-    held += held_by(kv * group + h, own);
-    if (sequence.gathered >= 0) held += held_columns(kv * group + h, top + logf(sum));
+    if (lane == 0) logs[h] = {top + logf(sum), best + logf(estimates)};
   }
   __syncthreads();
+  const auto own = [&](int h, int j) { return triples(h)[3 * j + 1] * expf(triples(h)[3 * j] - logs[h].x); };
+  for (int j = threadIdx.x; j < seen; j += kRankThreads) {
+    float all = 0, largest = -INFINITY;
+    for (int h = 0; h < group; ++h) {
+      all += own(h, j);
+      if (j < competing) largest = fmaxf(largest, triples(h)[3 * j + 2] - logs[h].y);
+    }
+    mass[j] = all;
+    key[j] = largest;
+    sorted[j] = 0;
+  }
+  __syncthreads();
+  float held = sequence.dense ? static_cast<float>(group) : 0.f;
   if (!sequence.dense && !per_query_head) held = held_by(kv, [&](int j) { return mass[j]; });
+  for (int h = 0; h < group && !sequence.dense && per_query_head; ++h) {
+    held += held_by(kv * group + h, [&](int j) { return own(h, j); });
+    if (sequence.gathered >= 0) held += held_columns(kv * group + h, logs[h].x);
+  }
 
   // Free blocks in the order in which this token would take them: larger estimate first, ties to the lower block.
   const int free_begin = min(args.sinks, competing), free_end = max(free_begin, competing - args.local);
@@ -271,18 +268,18 @@ __global__ void __launch_bounds__(kRankThreads) ranks_kernel(const __grid_consta
     for (int i = free_begin; i < free_end; ++i) rank += key[i] > mine || (key[i] == mine && i < j);
     sorted[rank] = mass[j];
   }
-  float held_mass = sum_all(given, room);
+  const float held_mass = sum_all(given, room);  // and everything is sorted
   const int candidates = free_end - free_begin, given_blocks = seen - candidates;
   float* out = args.results + sequence.results + (static_cast<int64_t>(local) * kv_heads + kv) * (1 + sequence.points);
   if (threadIdx.x == 0) out[0] = held;
-  int taken = 0;
-  for (int i = 0; i < sequence.points; ++i) {
-    const int until = min(max(args.grid[sequence.grid + i] - given_blocks, taken), candidates);
+  // A warp a budget.
+  for (int i = threadIdx.x / 32; i < sequence.points; i += kRankThreads / 32) {
+    const int until = min(max(args.grid[sequence.grid + i] - given_blocks, 0), candidates);
     float added = 0;
-    for (int r = taken + threadIdx.x; r < until; r += kRankThreads) added += sorted[r];
-    held_mass += sum_all(added, room);
-    taken = max(taken, until);
-    if (threadIdx.x == 0) out[1 + i] = held_mass;
+    for (int r = threadIdx.x % 32; r < until; r += 32) added += sorted[r];
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2) added += __shfl_xor_sync(~0u, added, step);
+    if (threadIdx.x % 32 == 0) out[1 + i] = held_mass + added;
   }
 }
 
@@ -292,17 +289,18 @@ void measure_coverage(const CoverageParams& p, Precision precision, void* stream
   if (p.token_count == 0) return;
   if (p.shape.head_dim % 4 != 0) throw_unsupported("head_dim", p.shape.head_dim);
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
-  // More would leave too few thread blocks a multiprocessor.
-  const int at_once = std::min(p.parts, std::max(1, 32 * 1024 / (2 * p.shape.head_dim * 4)));
-  const size_t bytes = (kHeads + 2 * at_once) * p.shape.head_dim * sizeof(float);
-  const dim3 grid(p.blocks, p.shape.kv_heads);
-  if (precision == Precision::fp32)
-    blocks_kernel<float><<<grid, kThreads, bytes, cuda_stream>>>(p, at_once);
-  else
-    blocks_kernel<__nv_bfloat16><<<grid, kThreads, bytes, cuda_stream>>>(p, at_once);
-  check(cudaGetLastError(), "coverage of key blocks");
+  if (precision == Precision::fp32) {
+    // More would leave too few thread blocks a multiprocessor.
+    const int at_once = std::min(p.parts, std::max(1, 32 * 1024 / (2 * p.shape.head_dim * 4)));
+    const size_t bytes = (kHeads + 2 * at_once) * p.shape.head_dim * sizeof(float);
+    blocks_kernel<<<dim3(p.blocks, p.shape.kv_heads), kThreads, bytes, cuda_stream>>>(p, at_once);
+    check(cudaGetLastError(), "coverage of key blocks");
+  } else {
+    tensor_coverage_blocks(p, cuda_stream);
+  }
   const auto ranks = precision == Precision::fp32 ? ranks_kernel<float> : ranks_kernel<__nv_bfloat16>;
-  ranks<<<dim3(p.token_count, p.shape.kv_heads), kRankThreads, 0, cuda_stream>>>(p);
+  ranks<<<dim3(p.token_count, p.shape.kv_heads), kRankThreads, p.shape.query_heads / p.shape.kv_heads * sizeof(float2),
+          cuda_stream>>>(p);
   check(cudaGetLastError(), "coverage of tokens");
 }
 

@@ -68,17 +68,28 @@ class CudaAttention final : public ChoosingAttention {
     check_operands(operands);
     if (!replay) kept.plan = plan_for(exec, layer, shape, sequences, operands.q.dtype());
     SB_CHECK(kept.plan != nullptr, "replay without an earlier forward");
+    const ArenaScope scope(*exec.scratch);
     const bool chooses = !replay && kept.plan->sparse();
-    {
-      const ArenaScope scope(*exec.scratch);
-      if (chooses) choose(exec, layer, operands, kept);
-      if (sequences.tokens() > 0) attend(exec, operands, kept);
-      if (chooses) cuda::wait_on_stream(columns_listed_.get(), exec.stream);
+    const bool measures = !replay && sequences.tokens() > 0 && options_.attention.coverage_rows > 0;
+    if (chooses || measures) {
+      gpu::SelectParams chosen;
+      if (chooses) chosen = choose(exec, layer, operands, kept);
+      // What the forward does not need is made beside it.
+      cuda::record(rows_listed_.get(), exec.stream);
+      cuda::wait_on_stream(rows_listed_.get(), beside_.get());
+      if (chooses) {
+        gpu::list_columns(chosen, beside_.get());
+        order_work(beside_.get(), *kept.plan, kept.plan->lists_in(kept.list_memory()));
+      }
+      Exec beside = exec;
+      beside.stream = beside_.get();
+      if (measures) measure(beside, layer, operands, kept);
+      cuda::record(made_beside_.get(), beside_.get());
     }
-    if (replay) return;
-    report_.layers[layer].causal_pairs += kept.plan->causal_pairs();
-    if (!chooses) report_.layers[layer].pairs += kept.plan->causal_pairs();
-    if (sequences.tokens() > 0 && options_.attention.coverage_rows > 0) measure(exec, layer, operands, kept);
+    if (!replay) report_.layers[layer].causal_pairs += kept.plan->causal_pairs();
+    if (!replay && !chooses) report_.layers[layer].pairs += kept.plan->causal_pairs();
+    if (sequences.tokens() > 0) attend(exec, operands, kept);
+    if (chooses || measures) cuda::wait_on_stream(made_beside_.get(), exec.stream);
   }
 
   void backward(const Exec& exec, int layer, const AttentionShape& shape, const PackedSequences& sequences,
@@ -277,7 +288,6 @@ class CudaAttention final : public ChoosingAttention {
 
   void measure(const Exec& exec, int layer, const AttentionOperands& operands, const CudaState& state) {
     const DevicePlan& plan = *state.plan;
-    const ArenaScope scope(*exec.scratch);
     gpu::CoverageParams params;
     plan.set(params);
     params.q = operands.q.raw();
@@ -355,7 +365,8 @@ class CudaAttention final : public ChoosingAttention {
     return plan;
   }
 
-  void choose(const Exec& exec, int layer, const AttentionOperands& operands, CudaState& state) {
+  // Row lists; what the column lists are made from.
+  gpu::SelectParams choose(const Exec& exec, int layer, const AttentionOperands& operands, CudaState& state) {
     const DevicePlan& plan = *state.plan;
     const DevicePlan::Lists lists = plan.lists_in(state.lists.ensure("block index", plan.list_bytes()));
     gpu::SelectParams params;
@@ -403,12 +414,7 @@ class CudaAttention final : public ChoosingAttention {
     } else {
       report_.layers[layer].pairs += plan.select().token_pairs;
     }
-    // What only the backward needs is made beside the forward.
-    cuda::record(rows_listed_.get(), exec.stream);
-    cuda::wait_on_stream(rows_listed_.get(), beside_.get());
-    gpu::list_columns(params, beside_.get());
-    order_work(beside_.get(), plan, lists);
-    cuda::record(columns_listed_.get(), beside_.get());
+    return params;
   }
 
   static void order_work(void* stream, const DevicePlan& plan, const DevicePlan::Lists& lists) {
@@ -468,7 +474,7 @@ class CudaAttention final : public ChoosingAttention {
   DeviceBuffer counted_;
   gpu::CoverageLog coverage_;
   std::shared_ptr<void> beside_ = cuda::make_stream();
-  std::shared_ptr<void> rows_listed_ = cuda::make_event(), columns_listed_ = cuda::make_event();
+  std::shared_ptr<void> rows_listed_ = cuda::make_event(), made_beside_ = cuda::make_event();
   AttentionReport report_;
 };
 
