@@ -53,7 +53,7 @@ int64_t AttentionMemory::scratch_bytes(const AttentionShape& shape, int64_t max_
   if (options.selection.pattern != SelectionPattern::dense)
     subtiles = std::max(subtiles, subtiles_of(list_heads, list_query_block()));
   const int64_t rows = subtiles * kSubtileRows;
-  const int64_t slots = 4 * multiprocessors;
+  const int64_t slots = 6 * multiprocessors;  // see fair_share
   const int64_t columns = list_heads * gathered_columns(max_tokens);
   int64_t backward = 4 * (2 * rows + rows * d + slots * 2 * kBlock * d + columns * 2 * d);
   // Copies of their rows, places, and the parts that gathered_parts() makes of few columns.
@@ -102,7 +102,7 @@ int64_t AttentionMemory::state_bytes(const AttentionShape& shape, int64_t max_to
   const int list_heads = options.selection.lists_per_query_head() ? shape.heads : shape.kv_heads;
   const int64_t rows =
       ((max_tokens + list_query_block() - 1) / list_query_block() + usual_sequences(max_tokens)) * list_heads;
-  const int64_t items = blocks * list_heads + 2 * multiprocessors;
+  const int64_t items = blocks * list_heads + 3 * multiprocessors;
   const int64_t columns = gathered_columns(max_tokens);
   return rows * (list * 8 + std::min(columns, max_tokens) / 8) + list_heads * columns * 4 +
          items * static_cast<int64_t>(sizeof(BackwardItem) + 4) + 16 * 1024;
