@@ -130,5 +130,30 @@ TEST_F(CudaTable, GatheredColumns) {
       }
 }
 
+// Query blocks of an odd number of tokens, which fill half of a tile.
+TEST_F(CudaTable, OddQueryBlocks) {
+  struct Lists {
+    int heads, kv_heads, list_heads, block, query_block;
+  };
+  for (const Lists& lists : {Lists{4, 2, 2, 128, 1}, Lists{4, 2, 4, 128, 7}, Lists{14, 2, 2, 256, 5},
+                             Lists{8, 1, 1, 128, 3}, Lists{2, 1, 2, 128, 127}, Lists{8, 2, 2, 128, 45}})
+    for (const int d : {64, 128}) {
+      const AttentionCase c(shape_of(lists.heads, lists.kv_heads, d), {500, 1, 0, 129, 260}, 12);
+      const BlockIndex index =
+          build_index(c, {lists.block, lists.query_block, lists.list_heads}, kRandomRows, {0, 0, 0, 1, 0});
+      const CudaOperands in(c.shape, c.tokens(), DType::bf16, c.q, c.k, c.v, c.dout);
+      const CudaResults want = on_cpu({.pool = &pool_, .scratch = &cpu_scratch_}, in, index);
+      for (const bool deterministic : {false, true}) {
+        SCOPED_TRACE(fmt::format("{}:{} {} lists of {} x {} d{} deterministic {}", lists.heads, lists.kv_heads,
+                                 lists.list_heads, lists.query_block, lists.block, d, deterministic));
+        CudaAttentionOptions options;
+        options.attention.layers = 1;
+        options.attention.selection.pattern = SelectionPattern::dense;
+        options.deterministic = deterministic;
+        expect_close(run(options, in, c, index, DType::bf16), want, DType::bf16);
+      }
+    }
+}
+
 }  // namespace
 }  // namespace sb

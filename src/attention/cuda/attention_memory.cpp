@@ -85,7 +85,7 @@ int64_t AttentionMemory::scratch_bytes(const AttentionShape& shape, int64_t max_
     const int64_t blocks = (max_tokens + options.selection.block - 1) / options.selection.block + sequences;
     coverage = 3 * 4 * options.coverage_rows * blocks * (shape.heads + shape.kv_heads);
   }
-  return std::max(backward, selection + coverage) + 16 * 1024;
+  return std::max(backward, selection + coverage) + 256 * 1024;  // and what odd query blocks need beside
 }
 
 int64_t AttentionMemory::state_bytes(const AttentionShape& shape, int64_t max_tokens) const {

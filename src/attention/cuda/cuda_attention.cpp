@@ -37,7 +37,8 @@ bool hopper_takes(const CudaAttentionOptions& options, const AttentionShape& sha
   const int query_block =
       selection.pattern == SelectionPattern::vertical_slash ? gpu::slash_query_block(selection) : selection.query_block;
   return !options.portable && major == 9 && dtype == DType::bf16 && (shape.head_dim == 64 || shape.head_dim == 128) &&
-         (!selects || query_block % 2 == 0);
+         (!selects || query_block % 2 == 0 ||
+          (selection.block != 64 && selection.pattern != SelectionPattern::vertical_slash));
 }
 
 class CudaAttention final : public ChoosingAttention {
@@ -119,8 +120,11 @@ class CudaAttention final : public ChoosingAttention {
     const bool summed = kept.plan->hopper() && !options_.deterministic &&
                         !gpu::quicker_in_two_kernels(params.shape, params.tiling, kept.plan->select().entries,
                                                      kept.plan->causal_pairs(), kept.plan->work().gathered_words);
-    params.statistics = floats(exec, gpu::statistics_size(params.shape, params.tiling));
-    if (summed) params.dq_sum = floats(exec, gpu::dq_sum_size(params.shape, params.tiling));
+    const auto with_room = [&](size_t count, size_t subtile) { return floats(exec, count + 2 * subtile) + subtile; };
+    params.statistics = with_room(gpu::statistics_size(params.shape, params.tiling), 2 * gpu::kSubtileRows);
+    if (summed)
+      params.dq_sum =
+          with_room(gpu::dq_sum_size(params.shape, params.tiling), gpu::kSubtileRows * params.shape.head_dim);
     params.partials = floats(exec, gpu::partials_size(params.shape, params.limits.slots));
     if (kept.plan->hopper() && params.gathered.piece_count > 0) {
       params.gathered_rows = gathered_rows(exec, params);
@@ -149,7 +153,9 @@ class CudaAttention final : public ChoosingAttention {
     }
     request.shape = {cu_seqlens.back(), shape.heads, shape.kv_heads, shape.head_dim, shape.scale};
     request.precision = dtype == DType::f32 ? Precision::fp32 : Precision::bf16;
-    request.hopper = hopper_takes(options_, shape, dtype, device_.major) && index.shape().query_block % 2 == 0;
+    request.hopper =
+        hopper_takes(options_, shape, dtype, device_.major) &&
+        (index.shape().query_block % 2 == 0 || (index.shape().block != 64 && !index.has_gathered_columns()));
     request.cu_seqlens = cu_seqlens;
     request.selection = &selection_;
     request.multiprocessors = device_.multiprocessors;

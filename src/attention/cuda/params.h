@@ -180,7 +180,8 @@ struct BackwardParams {
   int32_t row_item_count = 0;
   const uint32_t* row_entries = nullptr;
   GatheredColumns gathered;
-  // Workspace; sizes below.
+  // Workspace; sizes below. For odd query blocks, the Hopper kernels need room for one subtile more before and after
+  // the first two.
   float* statistics = nullptr;
   float* dq_sum = nullptr;  // not needed when deterministic
   float* partials = nullptr;

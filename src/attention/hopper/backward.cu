@@ -332,7 +332,7 @@ struct Consumer {
   }
 };
 
-template <int D, bool kWithDq, bool kGathered, bool kHalves>
+template <int D, bool kWithDq, bool kGathered, bool kHalves, bool kOdd>
 __global__ void __launch_bounds__(kThreads, 1)
     backward_kernel(const __grid_constant__ CUtensorMap q_map, const __grid_constant__ CUtensorMap do_map,
                     const __grid_constant__ CUtensorMap k_map, const __grid_constant__ CUtensorMap v_map,
@@ -363,7 +363,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (warp < 4) {
     registers_shrink<24>();
     if (warp == 0) {
-      KeyLoader<Smem<D>, kGathered, kHalves> loader{
+      KeyLoader<Smem<D>, kGathered, kHalves, kOdd> loader{
           smem, &q_map, &do_map, &k_map, &v_map, &gathered_k_map, &gathered_v_map, args, lane};
       loader.run();
     }
@@ -374,7 +374,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
 }
 
-template <int D, bool kWithDq, bool kGathered, bool kHalves>
+template <int D, bool kWithDq, bool kGathered, bool kHalves, bool kOdd>
 void launch(const BackwardParams& p, cudaStream_t stream) {
   const auto rows = [&](const void* data) {
     return packed_map(data, p.shape.tokens, p.shape.query_heads, D, p.tiling.heads, p.tiling.tokens);
@@ -399,10 +399,15 @@ void launch(const BackwardParams& p, cudaStream_t stream) {
                  p.counter,
                  p.tiling.parts,
                  p.tiling.query_block / p.tiling.tokens,
+                 p.tiling.tile,
                  p.gathered,
                  gathered_sums(p),
                  p.gathered_sums,
                  p.counter + 2};
+  if constexpr (kOdd) {
+    args.statistics -= 2 * kSubtileRows;
+    if (kWithDq) args.dq_sum -= kSubtileRows * D;
+  }
   check(cudaMemsetAsync(p.counter, 0, sizeof(int32_t), stream), "work counter");
   const CUtensorMap k_map = keys(p.k), v_map = keys(p.v);
   CUtensorMap gathered_k_map = k_map, gathered_v_map = v_map;
@@ -415,7 +420,7 @@ void launch(const BackwardParams& p, cudaStream_t stream) {
     gathered_v_map = gathered_map(p.gathered_rows.v, p.gathered, D);
     items += int64_t{p.gathered.piece_count / 2} * p.gathered_parts;
   }
-  const auto kernel = backward_kernel<D, kWithDq, kGathered, kHalves>;
+  const auto kernel = backward_kernel<D, kWithDq, kGathered, kHalves, kOdd>;
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Smem<D>)),
         "shared memory of the backward");
   const int grid = static_cast<int>(std::min<int64_t>(items, multiprocessors()));
@@ -426,14 +431,19 @@ void launch(const BackwardParams& p, cudaStream_t stream) {
 
 template <bool kWithDq>
 void launch(const BackwardParams& p, cudaStream_t stream) {
-  for_kind(p.shape, p.tiling, p.gathered,
-           [&](auto d, auto gathered, auto halves) { launch<d(), kWithDq, gathered(), halves()>(p, stream); });
+  for_kind(p.shape, p.tiling, p.gathered, [&](auto d, auto gathered, auto halves) {
+    constexpr bool kTwo = Smem<d()>::kUnit == 2 && !gathered() && !halves();
+    if (kTwo && p.tiling.tile == 1)
+      launch<d(), kWithDq, gathered(), halves(), kTwo>(p, stream);
+    else
+      launch<d(), kWithDq, gathered(), halves(), false>(p, stream);
+  });
 }
 
 }  // namespace
 
 void hopper_backward(const BackwardParams& p, void* stream) {
-  check_shape(p.shape, p.tiling);
+  check_shape(p.shape, p.tiling, p.gathered);
   if (p.shape.tokens == 0) return;
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
   prepare_rows(p, true, cuda_stream);

@@ -240,7 +240,7 @@ void launch(const BackwardParams& p, cudaStream_t stream) {
 }  // namespace
 
 void hopper_backward_deterministic(const BackwardParams& p, void* stream) {
-  check_shape(p.shape, p.tiling);
+  check_shape(p.shape, p.tiling, p.gathered);
   if (p.shape.tokens == 0) return;
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
   prepare_rows(p, false, cuda_stream);

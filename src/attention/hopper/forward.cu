@@ -467,7 +467,7 @@ void launch(const ForwardParams& p, cudaStream_t stream) {
 }  // namespace
 
 void hopper_forward(const ForwardParams& p, void* stream) {
-  check_shape(p.shape, p.tiling);
+  check_shape(p.shape, p.tiling, p.gathered);
   if (p.item_count == 0) return;
   for_kind(p.shape, p.tiling, p.gathered, [&](auto d, auto gathered, auto halves) {
     launch<d(), gathered(), halves()>(p, static_cast<cudaStream_t>(stream));

@@ -40,6 +40,7 @@ struct KeyArguments {
   int32_t* counter;
   int32_t parts;       // of a group that share a list
   int32_t block_rows;  // subtiles of a query block
+  int32_t tile;        // and of a tile
   GatheredColumns gathered;
   GatheredSums gathered_sums;
   float* sums;             // what they read, to be written
@@ -47,7 +48,9 @@ struct KeyArguments {
   __device__ int gathered_items() const { return gathered.piece_count / 2 * gathered_sums.parts; }
 };
 
-template <typename Smem, bool kGathered, bool kHalves>
+// kOdd: query blocks have an odd number of subtiles, of which a step takes two. The first of a query block comes
+// together with the last of the one before, which does not see the keys then.
+template <typename Smem, bool kGathered, bool kHalves, bool kOdd>
 struct KeyLoader {
   static constexpr int D = Smem::kDim, kUnit = Smem::kUnit, kStages = Smem::kStages;
   Smem& smem;
@@ -85,11 +88,12 @@ struct KeyLoader {
   }
 
   // Of gathered columns, lane `source` has `seen` and `kind`.
-  __device__ void step(const BackwardItem& item, int head, int unit, int first, int second, int source = -1,
+  // `begin`: first subtile of the sequence.
+  __device__ void step(const BackwardItem& item, int head, int begin, int first, int second, int source = -1,
                        const uint4& seen = {}, int32_t kind = 0) {
-    const int position = unit * kUnit * args.rows.tokens;
+    const int position = begin * args.rows.tokens;
     const int token = item.token - item.position + position;
-    const int subtile = head * args.subtiles + item.subtile + unit * kUnit;
+    const int subtile = head * args.subtiles + item.subtile + begin + kOdd;  // odd: the arrays begin one earlier
     const uint32_t bytes = kUnit * args.rows.heads * args.rows.tokens * D * 2;
     const uint32_t q_barrier = shared_address(&smem.q_full[ring.stage]);
     barrier_wait(shared_address(&smem.q_empty[ring.stage]), ring.phase ^ 1);
@@ -142,23 +146,24 @@ struct KeyLoader {
   // From the end of the sequence towards the diagonal: all key blocks that run beside each other start at the same
   // queries, and find each other's Q, dO and dQ in the L2.
   __device__ void walk_tiles(const BackwardItem& item, int head, int begin, int count) {
-    const int unit_tokens = kUnit * args.rows.tokens, units = item.subtiles / kUnit;
-    const int first = begin * 2 / kUnit, end = min((begin + count) * 2 / kUnit, units);
-    for (int unit = end - 1; unit >= first; --unit)
-      if ((unit + 1) * unit_tokens > item.position) step(item, head, unit, 0, 0);
+    const int first = begin * args.tile, end = min((begin + count) * args.tile, item.subtiles);
+    for (int at = end - kUnit; at > first - kUnit; at -= kUnit)
+      if ((at + kUnit) * args.rows.tokens > item.position) {
+        const int hidden = kOdd && at < first ? args.rows.tokens : 0;
+        step(item, head, at, hidden, hidden);
+      }
   }
 
   __device__ void walk_entries(const BackwardItem& item, int head, const uint32_t* entries, int count) {
-    const int unit_tokens = kUnit * args.rows.tokens, units = item.subtiles / kUnit;
-    const int block_units = args.query_block / unit_tokens;
+    const int unit_tokens = kUnit * args.rows.tokens;
     uint32_t next = entries[count - 1];
     for (int i = count - 1; i >= 0; --i) {
       const uint32_t entry = next;
       if (i > 0) next = entries[i - 1];
-      const int begin = static_cast<int>(entry_id(entry)) * block_units;
-      for (int u = min(block_units, units - begin) - 1; u >= 0; --u) {
-        const int first = static_cast<int>(entry_first(entry)) - u * unit_tokens;
-        if (first < unit_tokens && (begin + u + 1) * unit_tokens > item.position)
+      const int begin = static_cast<int>(entry_id(entry)) * args.block_rows;
+      for (int u = min(args.block_rows, item.subtiles - begin) - kUnit; u > -kUnit; u -= kUnit) {
+        const int first = static_cast<int>(entry_first(entry)) - u * args.rows.tokens;
+        if (first < unit_tokens && (begin + u) * args.rows.tokens + unit_tokens > item.position)
           step(item, head, begin + u, first, first);
       }
     }
@@ -209,7 +214,7 @@ struct KeyLoader {
       const int base = now * block_units;
       for (int u = min(block_units, units - base) - 1; u >= 0; --u)
         if (min(first[0], first[1]) - u * unit_tokens < unit_tokens && (base + u + 1) * unit_tokens > item.position)
-          step(item, head, base + u, first[0] - u * unit_tokens, first[1] - u * unit_tokens);
+          step(item, head, (base + u) * kUnit, first[0] - u * unit_tokens, first[1] - u * unit_tokens);
     }
   }
 
@@ -249,7 +254,7 @@ struct KeyLoader {
           const int source = __ffs(kept) - 1;
           for (int u = units - 1; u >= 0; --u) {
             const int unit = (base - 1 - source) * units + u;
-            if (unit * kUnit * args.rows.tokens < list.tokens) step(item, head, unit, 0, 0, source, own, kind);
+            if (unit * kUnit * args.rows.tokens < list.tokens) step(item, head, unit * kUnit, 0, 0, source, own, kind);
           }
         }
       }
@@ -284,7 +289,7 @@ struct KeyLoader {
             walk_halves(item, head, head / args.parts * args.columns + item.column, row + begin, row + end);
           continue;
         }
-        int at = item.position / (2 * args.rows.tokens), count = item.subtiles / 2 - at;
+        int at = item.position / (args.tile * args.rows.tokens), count = item.subtiles / args.tile - at;
         if (!item.dense) {
           const int column = head / args.parts * args.columns + item.column;
           at = args.offsets[column];

@@ -42,11 +42,12 @@ CUtensorMap gathered_map(const void* data, const GatheredColumns& gathered, int 
   return packed_map(data, int64_t{gathered.piece_count} * kGatheredPiece, 1, d, 1, kBlock);
 }
 
-void check_shape(const Shape& shape, const Tiling& tiling) {
+void check_shape(const Shape& shape, const Tiling& tiling, const GatheredColumns& gathered) {
   if (shape.head_dim != 64 && shape.head_dim != 128) throw_unsupported("head_dim", shape.head_dim);
   if (shape.kv_heads < 1 || shape.query_heads % shape.kv_heads != 0)
     throw_unsupported("query_heads", shape.query_heads);
-  if (tiling.tile != 2) throw_unsupported("odd tokens of a query block", tiling.query_block);
+  if (tiling.tile != 2 && (tiling.block != kBlock || gathered.piece_count > 0))
+    throw_unsupported("odd tokens of a query block", tiling.query_block);
   if (tiling.heads < 1 || shape.query_heads / shape.kv_heads % tiling.heads != 0)
     throw_unsupported("heads of a tile", tiling.heads);
   if (tiling.keys != kBlock) throw_unsupported("keys of an item", tiling.keys);

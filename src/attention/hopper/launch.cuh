@@ -33,6 +33,6 @@ void for_kind(const Shape& shape, const Tiling& tiling, const GatheredColumns& g
   });
 }
 
-void check_shape(const Shape& shape, const Tiling& tiling);
+void check_shape(const Shape& shape, const Tiling& tiling, const GatheredColumns& gathered);
 
 }  // namespace sb::gpu

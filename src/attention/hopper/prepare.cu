@@ -169,6 +169,10 @@ void prepare_rows(const BackwardParams& p, bool clear_dq, cudaStream_t stream) {
                                                static_cast<const __nv_bfloat16*>(p.d_o), p.lse, p.statistics,
                                                clear_dq ? p.dq_sum : nullptr);
   check(cudaGetLastError(), "attention backward: rows");
+  // Read with the first subtile, and masked.
+  if (p.tiling.tile == 1)
+    check(cudaMemsetAsync(p.statistics - 2 * kSubtileRows, 0, 2 * kSubtileRows * sizeof(float), stream),
+          "statistics before the first subtile");
 }
 
 void finish_dq(const BackwardParams& p, cudaStream_t stream) {
