@@ -115,7 +115,10 @@ Profile find_profile(const std::string& name_or_path, const ModelShape& shape, c
     if (measured.name != name_or_path) continue;
     Profile profile = parse_profile(measured.json, name_or_path);
     profile.name = name_or_path;
-    if (same_sizes(profile.shape, shape)) return profile;
+    if (same_sizes(profile.shape, shape)) {
+      profile.shape = shape;  // the file does not say whether embedding and head are one matrix
+      return profile;
+    }
     measured_shapes.push_back(profile.shape.name);
   }
   SB_USER_CHECK(measured_shapes.empty(),
@@ -134,6 +137,7 @@ Profile find_profile(const std::string& name_or_path, const ModelShape& shape, c
       same_sizes(profile.shape, shape),
       "{}: measured for another model shape ({}), not for {} ({}); run `sparsebalance profile` for this model",
       name_or_path, describe(profile.shape), shape.name, describe(shape));
+  profile.shape = shape;
   return profile;
 }
 

@@ -100,6 +100,7 @@ TEST(Profile, MeasuredOnesAreBuiltIn) {
     const ModelShape shape = find_model_shape(model);
     const Profile measured = find_profile("h200", shape, {}), analytic = find_profile("h200-analytic", shape, {});
     EXPECT_EQ(measured.name, "h200");
+    EXPECT_TRUE(measured.shape.tied);
     EXPECT_EQ(measured.machine, "NVIDIA H200");
     EXPECT_GE(measured.held_out.count, 20);
     EXPECT_NO_THROW(check_measured_blocks(measured, {}, {"block", "query_block", "score_tokens"}));
@@ -178,6 +179,11 @@ TEST(Profile, OfAnotherModelIsRefused) {
   std::fclose(file);
   EXPECT_EQ(find_profile(path, find_model_shape("qwen2.5-0.5b"), {}).shape.layers, 24);
   EXPECT_EQ(find_profile(path, find_model_shape("qwen2.5-0.5b"), {}).name, path);
+  // Embedding and head are one matrix or two as in the model that is asked for: the measured times are the same.
+  ModelShape shape = find_model_shape("qwen2.5-0.5b");
+  EXPECT_TRUE(find_profile(path, shape, {}).shape.tied);
+  shape.tied = false;
+  EXPECT_FALSE(find_profile(path, shape, {}).shape.tied);
   const std::string complaint = message_of([&] { find_profile(path, find_model_shape("qwen2.5-3b"), {}); });
   EXPECT_NE(complaint.find("another model shape"), std::string::npos);
   EXPECT_NE(complaint.find("36 layers"), std::string::npos);
