@@ -248,13 +248,14 @@ Batches make_batches(const CostModel& cost, std::span<const Sequence> sequences,
                 "say how large a micro-batch is: micro_batch_sequences, micro_batch_tokens, or both");
   const auto n = static_cast<int64_t>(sequences.size());
   const auto most = static_cast<int>(n / dp);
+  const auto a_rank = [&](int64_t micro_batches) { return (micro_batches + dp - 1) / dp; };
   int64_t wanted = 1;
-  if (options.micro_batch_sequences > 0) {
-    wanted = (n + dp * options.micro_batch_sequences - 1) / (dp * options.micro_batch_sequences);
-  } else {
-    int64_t total = 0;
-    for (const Sequence& sequence : sequences) total += sequence.tokens;
-    wanted = (total + dp * cap - 1) / (dp * cap);
+  for (const int64_t a_micro_batch : {options.micro_batch_sequences, options.max_sequences})
+    if (a_micro_batch > 0) wanted = std::max(wanted, a_rank((n + a_micro_batch - 1) / a_micro_batch));
+  if (cap > 0) {
+    std::vector<int64_t> tokens;
+    for (const Sequence& sequence : sequences) tokens.push_back(sequence.tokens);
+    wanted = std::max(wanted, a_rank(fewest_bins(std::move(tokens), cap)));
   }
   const int first = static_cast<int>(std::clamp<int64_t>(wanted, 1, most));
   if (options.policy == BatchingPolicy::in_order) return in_order(sequences, dp, first, options);
@@ -277,7 +278,9 @@ Batches make_batches(const CostModel& cost, std::span<const Sequence> sequences,
     return from_slots(slot, dp, per_rank);
   }
   // The cap leaves no room for equal numbers of micro-batches this way; consecutive packing always has one.
-  return in_order(sequences, dp, first, options);
+  Batches batches = in_order(sequences, dp, first, options);
+  batches.no_room = true;
+  return batches;
 }
 
 double step_lower_bound(const CostModel& cost, std::span<const Sequence> sequences, size_t layers,

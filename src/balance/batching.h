@@ -30,6 +30,7 @@ struct Batches {
   std::vector<int> rank_begin{0};
   std::vector<int> micro_batch_begin{0};
   std::vector<int> sequences;
+  bool no_room = false;  // the policy found none under the caps: the sequences are in order
 
   int ranks() const { return static_cast<int>(rank_begin.size()) - 1; }
   int micro_batches() const { return static_cast<int>(micro_batch_begin.size()) - 1; }

@@ -75,6 +75,27 @@ double partition_lower_bound(std::span<const double> weight, int bins) {
   return bound;
 }
 
+int64_t fewest_bins(std::vector<int64_t> tokens, int64_t cap) {
+  std::sort(tokens.begin(), tokens.end(), std::greater<>());
+  std::vector<int64_t> sum(1, 0);
+  for (const int64_t size : tokens) sum.push_back(sum.back() + size);
+  // How many have more than `size`.
+  const auto above = [&](int64_t size) {
+    return std::lower_bound(tokens.begin(), tokens.end(), size, std::greater<>()) - tokens.begin();
+  };
+  const auto large = above(cap / 2);  // one a bin
+  int64_t most = large;
+  for (auto end = large + 1; end <= std::ssize(tokens); ++end) {
+    const int64_t least = tokens[static_cast<size_t>(end) - 1];
+    // The small ones down to `least` go beside large ones that leave so much room, and into bins of their own.
+    const auto alone = above(cap - least);
+    const int64_t room = (large - alone) * cap - (sum[static_cast<size_t>(large)] - sum[static_cast<size_t>(alone)]);
+    const int64_t small = sum[static_cast<size_t>(end)] - sum[static_cast<size_t>(large)];
+    most = std::max(most, large + std::max<int64_t>(0, (small - room + cap - 1) / cap));
+  }
+  return most;
+}
+
 double heaviest_bin(const PartitionProblem& problem, const Assignment& assignment) {
   std::vector<double> load(static_cast<size_t>(problem.bins), 0.0);
   for (size_t i = 0; i < assignment.size(); ++i) load[static_cast<size_t>(assignment[i])] += problem.weight[i];
@@ -137,8 +158,8 @@ Assignment longest_first(const PartitionProblem& problem) {
 }
 
 Assignment karmarkar_karp(const PartitionProblem& problem) {
-  // A partial solution is the bins' loads in descending order with their items; the two with the largest spread are
-  // merged, heaviest bin to lightest, until one is left.
+  // A partial solution is the loads of the bins that are not empty, in descending order, with their items; the two with
+  // the largest spread are merged, heaviest bin to lightest, until one is left.
   struct Partial {
     double spread;
     int first_item;  // breaks ties
@@ -154,8 +175,7 @@ Assignment karmarkar_karp(const PartitionProblem& problem) {
   for (size_t i = 0; i < n; ++i) {
     pool[i].spread = problem.weight[i];
     pool[i].first_item = static_cast<int>(i);
-    pool[i].bins.resize(bins);
-    pool[i].bins[0] = {problem.weight[i], {static_cast<int>(i)}};
+    pool[i].bins.push_back({problem.weight[i], {static_cast<int>(i)}});
     queue.push(&pool[i]);
   }
   while (queue.size() > 1) {
@@ -163,19 +183,28 @@ Assignment karmarkar_karp(const PartitionProblem& problem) {
     queue.pop();
     Partial* b = queue.top();
     queue.pop();
-    for (size_t i = 0; i < bins; ++i) {
-      auto& to = a->bins[i];
-      auto& from = b->bins[bins - 1 - i];
-      to.first += from.first;
-      to.second.insert(to.second.end(), from.second.begin(), from.second.end());
-      from.second.clear();
+    const size_t same = std::min(a->bins.size(), bins - b->bins.size());  // those that meet an empty bin
+    for (size_t j = b->bins.size(); j-- > 0;) {
+      auto& from = b->bins[j];
+      const size_t i = bins - 1 - j;
+      if (i < a->bins.size()) {
+        a->bins[i].first += from.first;
+        a->bins[i].second.insert(a->bins[i].second.end(), from.second.begin(), from.second.end());
+      } else {
+        a->bins.push_back(std::move(from));
+      }
     }
-    std::stable_sort(a->bins.begin(), a->bins.end(), [](const auto& x, const auto& y) { return x.first > y.first; });
-    a->spread = a->bins.front().first - a->bins.back().first;
+    b->bins = {};
+    const auto heavier = [](const auto& x, const auto& y) { return x.first > y.first; };
+    const auto changed = a->bins.begin() + static_cast<ptrdiff_t>(same);
+    std::stable_sort(changed, a->bins.end(), heavier);
+    std::inplace_merge(a->bins.begin(), changed, a->bins.end(), heavier);
+    a->spread = a->bins.front().first - (a->bins.size() == bins ? a->bins.back().first : 0.0);
     a->first_item = std::min(a->first_item, b->first_item);
     queue.push(a);
   }
   auto& result = queue.top()->bins;
+  result.resize(bins);
   // Differencing may leave bins empty when few items dwarf the rest: the fullest bin gives its lightest item away.
   for (auto& empty : result) {
     if (!empty.second.empty()) continue;

@@ -21,6 +21,8 @@ using Assignment = std::vector<int>;
 
 // No assignment has a lighter heaviest bin: mean load, heaviest item, and items that must share a bin.
 double partition_lower_bound(std::span<const double> weight, int bins);
+// No fewer bins of `cap` hold these tokens, whatever the weights (Martello and Toth's L2).
+int64_t fewest_bins(std::vector<int64_t> tokens, int64_t cap);
 double heaviest_bin(const PartitionProblem& problem, const Assignment& assignment);
 bool respects_limits(const PartitionProblem& problem, const Assignment& assignment);
 

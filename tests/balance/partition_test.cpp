@@ -124,6 +124,26 @@ TEST(Partition, KarmarkarKarpBeatsLongestFirstOnTheTextbookCase) {
   EXPECT_TRUE(respects_limits(problem, karmarkar_karp(problem)));
 }
 
+TEST(Partition, FewestBinsIsABoundAndATightOne) {
+  Random random(8);
+  int tight = 0;
+  constexpr int kTrials = 300;
+  for (int trial = 0; trial < kTrials; ++trial) {
+    PartitionProblem problem = random_problem(random, 1 + static_cast<int>(random.below(9)), 1);
+    problem.cap = 100;
+    const int64_t bound = fewest_bins(problem.tokens, problem.cap);
+    for (problem.bins = 1; exact_partition(problem).empty();) ++problem.bins;
+    ASSERT_LE(bound, problem.bins) << "trial " << trial;
+    tight += bound == problem.bins;
+  }
+  EXPECT_GT(tight, kTrials * 8 / 10);
+  EXPECT_EQ(fewest_bins({}, 10), 0);
+  EXPECT_EQ(fewest_bins({10, 10, 10}, 10), 3);
+  EXPECT_EQ(fewest_bins({5, 5, 5, 5}, 10), 2);
+  EXPECT_EQ(fewest_bins({6, 6, 5, 5}, 10), 3);        // no small one fits beside a large one
+  EXPECT_EQ(fewest_bins({7, 7, 3, 3, 3, 3}, 10), 3);  // two do
+}
+
 TEST(Partition, MoreBinsThanItemsHasNoAnswer) {
   PartitionProblem problem;
   problem.weight = {1, 2};
