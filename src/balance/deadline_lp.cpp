@@ -73,9 +73,9 @@ void DeadlineLp::shift_limits(double by) {
   }
 }
 
-bool DeadlineLp::solve() {
-  const int64_t most = 50 + 20 * static_cast<int64_t>(basis_.size());
-  for (int64_t pivots = 0; pivots < most; ++pivots) {
+bool DeadlineLp::solve(int64_t pivots) {
+  int64_t left = pivots > 0 ? pivots : 50 + 20 * static_cast<int64_t>(basis_.size());
+  for (;;) {
     // The basic variable furthest outside its bounds leaves.
     int leaving = -1;
     double worst = kFeasible;
@@ -96,6 +96,7 @@ bool DeadlineLp::solve() {
       }
     }
     if (leaving < 0) return true;
+    if (left-- == 0) return false;
     const int out = basis_[static_cast<size_t>(leaving)];
     const double bound = below ? 0.0 : upper(out);
     double missing = below ? -value_[static_cast<size_t>(out)] : value_[static_cast<size_t>(out)] - bound;
@@ -163,7 +164,6 @@ bool DeadlineLp::solve() {
     basic_[uj] = 1;
     basis_[static_cast<size_t>(leaving)] = entering;
   }
-  return false;
 }
 
 double DeadlineLp::objective() const {

@@ -17,8 +17,8 @@ class DeadlineLp {
   void add_row(std::span<const double> coefficients, double limit);
   // Moves the limits of all rows by the same amount.
   void shift_limits(double by);
-  // False when the rows cannot be met (or the pivots run out); x() is then meaningless.
-  bool solve();
+  // False when the rows cannot be met or `pivots` (0: 50 and 20 a row) run out; x() is then meaningless.
+  bool solve(int64_t pivots = 0);
 
   double x(int column) const { return value_[static_cast<size_t>(column)]; }
   double objective() const;

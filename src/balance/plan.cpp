@@ -27,6 +27,7 @@ struct Draft {
   std::vector<double> rank_makespan;
   double makespan = 0;  // of the slowest
   double relaxed_bound = 0;
+  bool unsolved = false;
 };
 
 class Planner {
@@ -83,15 +84,15 @@ class Planner {
     return floors;
   }
 
-  // Order, fill, order again. The first order is made for `expected` budgets, one a sequence.
-  void finish(Draft& draft, std::span<const int64_t> expected) {
+  // Order, fill, order again. The first order is made for the budgets `first`, one a sequence.
+  void finish(Draft& draft, std::span<const int64_t> first) {
     const bool ordered = options_.ordering && cost_.stages() > 1, tuned = options_.tuning.policy != TuningPolicy::off;
     if (ordered || !tuned) {
       if (tuned) {
         const auto layers = static_cast<size_t>(cost_.layers());
         for (size_t i = 0; i < draft.budgets.size(); ++i)
           if (!cost_.spec().dense_layer(static_cast<int>(i % layers)))
-            draft.budgets[i] = static_cast<int32_t>(expected[i / layers]);
+            draft.budgets[i] = static_cast<int32_t>(first[i / layers]);
       }
       predict(draft);
     }
@@ -165,6 +166,7 @@ class Planner {
     TuningResult result = sb::tune(input, options_.tuning);
     draft.budgets = std::move(result.budgets);
     draft.relaxed_bound = result.relaxed_bound;
+    draft.unsolved = result.unsolved;
     predict(draft);
     // Rounding in a large step may pass the deadline by a fraction of a step: never beyond what the base budgets take.
     if (options_.tuning.policy != TuningPolicy::optimal || draft.makespan <= result.deadline * (1 + 1e-9)) return;
@@ -193,6 +195,13 @@ Plan Planner::write(int64_t step, const Draft& draft, double baseline) const {
   plan.makespan_us = draft.makespan;
   plan.baseline_us = baseline;
   plan.relaxed_bound = draft.relaxed_bound;
+  if (draft.batches.no_room)
+    plan.notes.push_back(
+        fmt::format("batching {} found no room under the caps of a micro-batch, the sequences are in order: raise the "
+                    "token cap, or "
+                    "make the global batch a multiple of dp",
+                    policy_name(options_.batching.policy)));
+  if (draft.unsolved) plan.notes.emplace_back("tuning optimal ran out of pivots and went by prices");
   const CoverageSummary summary =
       summarize_coverage(coverage_, cost_.spec(), sequences_, cost_.layers(), draft.budgets, pool_);
   plan.mean_coverage = summary.mean;
@@ -296,7 +305,8 @@ Plan plan_step(int64_t step, const CostModel& cost, const CoverageModel& coverag
                          : planner.batch(options.batching.policy, budgets));
     planner.finish(drafts.back(), base);
   }
-  if (sab) drafts.push_back(baseline);
+  // Not beside `anchor`, which may ask for a longer step.
+  if (sab && options.tuning.policy != TuningPolicy::anchor) drafts.push_back(baseline);
   const Draft& draft = *std::min_element(drafts.begin(), drafts.end(),
                                          [](const Draft& a, const Draft& b) { return a.makespan < b.makespan; });
   return planner.write(step, draft, baseline.makespan);

@@ -81,21 +81,22 @@ std::string write_plan(const Plan& plan) {
     }
     ranks.push_back({{"makespan_us", rank.makespan_us}, {"micro_batches", micro_batches}});
   }
-  const Json json = {{"version", Plan::kVersion},
-                     {"step", plan.step},
-                     {"layers", plan.layers},
-                     {"makespan_us", plan.makespan_us},
-                     {"lower_bound_us", plan.lower_bound_us},
-                     {"baseline_us", plan.baseline_us},
-                     {"imbalance", plan.imbalance},
-                     {"worker_imbalance", plan.worker_imbalance},
-                     {"bubble_share", plan.bubble_share},
-                     {"mean_coverage", plan.mean_coverage},
-                     {"min_coverage", plan.min_coverage},
-                     {"worst_loss", plan.worst_loss},
-                     {"base_coverage", plan.base_coverage},
-                     {"relaxed_bound", plan.relaxed_bound},
-                     {"ranks", ranks}};
+  Json json = {{"version", Plan::kVersion},
+               {"step", plan.step},
+               {"layers", plan.layers},
+               {"makespan_us", plan.makespan_us},
+               {"lower_bound_us", plan.lower_bound_us},
+               {"baseline_us", plan.baseline_us},
+               {"imbalance", plan.imbalance},
+               {"worker_imbalance", plan.worker_imbalance},
+               {"bubble_share", plan.bubble_share},
+               {"mean_coverage", plan.mean_coverage},
+               {"min_coverage", plan.min_coverage},
+               {"worst_loss", plan.worst_loss},
+               {"base_coverage", plan.base_coverage},
+               {"relaxed_bound", plan.relaxed_bound},
+               {"ranks", ranks}};
+  if (!plan.notes.empty()) json["notes"] = plan.notes;
   return json.dump();
 }
 
@@ -120,6 +121,11 @@ Plan parse_plan(const std::string& text, const std::string& where) {
   plan.worst_loss = number(json, "worst_loss", where);
   plan.base_coverage = number(json, "base_coverage", where);
   plan.relaxed_bound = number(json, "relaxed_bound", where);
+  if (json.contains("notes"))
+    for (const Json& note : list(json, "notes", where)) {
+      SB_USER_CHECK(note.is_string(), "{}: `notes` must hold words", where);
+      plan.notes.push_back(note.get<std::string>());
+    }
   for (const Json& rank_json : list(json, "ranks", where)) {
     PlannedRank& rank = plan.ranks.emplace_back();
     rank.makespan_us = number(rank_json, "makespan_us", where);

@@ -66,27 +66,27 @@ void RankTuner::positions_from_programme() {
   }
 }
 
-void RankTuner::relax(double deadline) {
+bool RankTuner::relax(double deadline) {
   price_ = 0;
   if (slowest_ <= deadline) {
     for (size_t i = 0; i < variables_.size(); ++i)
       set_position(i, static_cast<double>(curves_[static_cast<size_t>(variables_[i].curve)].steps.size()));
     relaxed_gain_ = top_gain_;
-    return;
+    return true;
   }
   // At the fastest schedule nothing but the floors fits; a hair more room keeps rounding from denying even these.
   deadline = std::max(deadline, fastest_ * (1 + 1e-9));
   programme_->shift_limits(deadline - deadline_);
   deadline_ = deadline;
   for (;;) {
-    SB_CHECK(programme_->solve(), "the tuning programme of rank {} has no solution at {} us (fastest {} us)", rank_,
-             deadline, fastest_);
+    if (!programme_->solve(pivots_)) return false;
     positions_from_programme();
     if (simulate() <= deadline * (1 + 1e-7)) break;
     if (!add_critical_path(deadline)) break;
   }
   relaxed_gain_ = floor_gain_ + programme_->objective();
   price_ = programme_->price();
+  return true;
 }
 
 }  // namespace sb

@@ -13,9 +13,10 @@ constexpr int kCorners = 12;  // of a stage curve
 
 }  // namespace
 
-RankTuner::RankTuner(const TuningInput& input, int rank)
+RankTuner::RankTuner(const TuningInput& input, int rank, int64_t pivots)
     : input_(input),
       rank_(rank),
+      pivots_(pivots),
       schedule_(input.schedules.of(input.batches.micro_batches(rank))),
       order_(input.orders[static_cast<size_t>(rank)]) {
   const CostModel& cost = input.cost;

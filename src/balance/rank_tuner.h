@@ -12,13 +12,14 @@ namespace sb {
 // are (micro-batch, stage); forward and backward move together.
 class RankTuner {
  public:
-  RankTuner(const TuningInput& input, int rank);
+  // `pivots`: as TuningOptions has them.
+  RankTuner(const TuningInput& input, int rank, int64_t pivots);
 
   double fastest() const { return fastest_; }              // every budget at its floor
   double base_makespan() const { return base_makespan_; }  // every budget at its base
 
-  // Solves the relaxed problem; deadline ≥ fastest().
-  void relax(double deadline);
+  // Solves the relaxed problem; deadline ≥ fastest(). False: it took too many pivots, and the tuner is of no more use.
+  bool relax(double deadline);
   double relaxed_gain() const { return relaxed_gain_; }
   double price() const { return price_; }
 
@@ -47,6 +48,7 @@ class RankTuner {
 
   const TuningInput& input_;
   int rank_;
+  int64_t pivots_;
   const Schedule& schedule_;
   const std::vector<int>& order_;
   std::vector<StageCurve> curves_;

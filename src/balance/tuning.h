@@ -23,6 +23,7 @@ struct TuningOptions {
   double p = 0.1;  // share of its base coverage that no (sequence, layer) may lose more of
   // optimal: kEqualCoverage, or where the deadline lies between the fastest possible (0) and the base makespan (1).
   double target = kEqualCoverage;
+  int64_t pivots = 0;  // optimal: most pivots of one solution of a rank's programme; 0: 50 and 20 a row
 };
 
 // Budgets [sequence · layers + layer], keys per query.
@@ -83,6 +84,7 @@ struct TuningResult {
   double mean_coverage = 0;  // at the deadline
   // No budgets, not even continuous ones, have a higher mean coverage at this deadline; 0 where prices were used.
   double relaxed_bound = 0;
+  bool unsolved = false;  // the programmes took too many pivots, and prices were used in their place
 };
 
 TuningResult tune_anchor(const TuningInput& input, const TuningOptions& options);

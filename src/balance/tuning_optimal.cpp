@@ -14,8 +14,9 @@ namespace {
 // All ranks of a small step under one deadline, each solved exactly.
 class StepTuner {
  public:
-  explicit StepTuner(const TuningInput& input) : input_(input), tuners_(static_cast<size_t>(input.batches.ranks())) {
-    each_rank([&](size_t r) { tuners_[r] = std::make_unique<RankTuner>(input, static_cast<int>(r)); });
+  StepTuner(const TuningInput& input, int64_t pivots)
+      : input_(input), tuners_(static_cast<size_t>(input.batches.ranks())), failed_(tuners_.size(), 0) {
+    each_rank([&](size_t r) { tuners_[r] = std::make_unique<RankTuner>(input, static_cast<int>(r), pivots); });
     for (const auto& tuner : tuners_) {
       fastest_ = std::max(fastest_, tuner->fastest());
       base_makespan_ = std::max(base_makespan_, tuner->base_makespan());
@@ -25,9 +26,11 @@ class StepTuner {
   double fastest() const { return fastest_; }
   double base_makespan() const { return base_makespan_; }
 
+  // Every relaxed optimum so far was found; otherwise nothing else here has a meaning.
+  bool solved() const { return std::ranges::find(failed_, 1) == failed_.end(); }
   // Relaxed optimum at a deadline; price() is then what more time is worth.
   double relax(double deadline) {
-    each_rank([&](size_t r) { tuners_[r]->relax(deadline); });
+    each_rank([&](size_t r) { failed_[r] = static_cast<char>(!tuners_[r]->relax(deadline)); });
     return sum([](const RankTuner& tuner) { return tuner.relaxed_gain(); });
   }
   double price() const {
@@ -47,6 +50,7 @@ class StepTuner {
     double deadline = fastest_, aim = base;
     for (int attempt = 0; attempt < kAttempts; ++attempt) {
       deadline = reach_relaxed(deadline, aim, bound);
+      if (!solved()) break;
       gain = round(deadline);
       if (gain >= base) return deadline;
       if (deadline >= base_makespan_) break;
@@ -62,6 +66,7 @@ class StepTuner {
     constexpr int kDeadlines = 12;
     for (int step = 0; step < kDeadlines; ++step) {
       bound = relax(deadline);
+      if (!solved()) break;
       const double slope = price();
       if (bound >= aim * (1 - 1e-9) || slope <= 0 || deadline >= base_makespan_) break;
       deadline = std::min(base_makespan_, deadline + std::max((aim - bound) / slope, deadline * 1e-6));
@@ -82,20 +87,23 @@ class StepTuner {
 
   const TuningInput& input_;
   std::vector<std::unique_ptr<RankTuner>> tuners_;
+  std::vector<char> failed_;
   double fastest_ = 0, base_makespan_ = 0;
 };
 
-void tune_exactly(const TuningInput& input, const TuningOptions& options, TuningResult& result, double& gain,
+// False: not solved, nothing is written.
+bool tune_exactly(const TuningInput& input, const TuningOptions& options, TuningResult& result, double& gain,
                   double& bound) {
-  StepTuner step(input);
+  StepTuner step(input, options.pivots);
   result.fastest = step.fastest();
   if (options.target == kEqualCoverage) {
     result.deadline = step.reach(input.curves.base_total(), bound, gain);
   } else {
     result.deadline = step.fastest() + options.target * std::max(0.0, step.base_makespan() - step.fastest());
     bound = step.relax(result.deadline);
-    gain = step.round(result.deadline);
+    if (step.solved()) gain = step.round(result.deadline);
   }
+  if (!step.solved()) return false;
   if (result.deadline >= 0) {
     step.write(result.budgets);
   } else {
@@ -103,6 +111,7 @@ void tune_exactly(const TuningInput& input, const TuningOptions& options, Tuning
     result.deadline = step.base_makespan();
     gain = input.curves.base_total();
   }
+  return true;
 }
 
 void tune_by_prices(const TuningInput& input, const TuningOptions& options, TuningResult& result, double& gain) {
@@ -142,10 +151,12 @@ TuningResult tune_optimal(const TuningInput& input, const TuningOptions& options
   TuningResult result;
   result.budgets.assign(input.base.begin(), input.base.end());
   double bound = 0, gain = 0;
-  if (variables <= kExactVariables)
-    tune_exactly(input, options, result, gain, bound);
-  else
+  const bool exact = variables <= kExactVariables && tune_exactly(input, options, result, gain, bound);
+  if (!exact) {
+    result.unsolved = variables <= kExactVariables;
+    bound = 0;
     tune_by_prices(input, options, result, gain);
+  }
   double tokens = 0;
   for (const Sequence& sequence : input.sequences) tokens += static_cast<double>(sequence.tokens);
   const double whole = tokens * input.cost.layers();

@@ -89,5 +89,18 @@ TEST(DeadlineLp, ImpossibleRowsAreReported) {
   EXPECT_FALSE(lp.solve());
 }
 
+TEST(DeadlineLp, SaysWhenThePivotsRunOut) {
+  const std::vector<double> gain = {3, 2, 1};
+  const auto solved = [&](int64_t pivots) {
+    DeadlineLp lp(gain);
+    lp.add_row(std::vector<double>{1, 2, 3}, 1.5);
+    lp.add_row(std::vector<double>{3, 2, 1}, 1.5);
+    lp.add_row(std::vector<double>{2, 1, 2}, 1.2);
+    return lp.solve(pivots);
+  };
+  EXPECT_FALSE(solved(1));
+  EXPECT_TRUE(solved(0));
+}
+
 }  // namespace
 }  // namespace sb

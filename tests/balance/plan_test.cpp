@@ -187,6 +187,61 @@ TEST(Plan, LineRoundTripAndComplaints) {
   EXPECT_THROW(parse_plan(line.substr(0, line.size() / 2), "plan.jsonl:1"), UserError);
 }
 
+// Neither ends a step: it is planned otherwise, and the plan says so.
+TEST(Plan, NotesWhatItCouldNotDo) {
+  const LatencyModel latency(analytic_profile("h200-analytic", find_model_shape("qwen2.5-0.5b")));
+  Layout layout;
+  layout.dp = 2;
+  layout.pp = 2;
+  const CostModel cost(latency, {}, layout);
+  const auto coverage = find_coverage("layered", 24);
+  // Three full micro-batches on two ranks: no policy can give both the same number.
+  const std::vector<Sequence> three = {{0, 20000}, {1, 20000}, {2, 20000}};
+  PlanOptions options;
+  options.batching.micro_batch_sequences = 1;
+  options.batching.micro_batch_tokens = 20000;
+  for (BatchingPolicy policy :
+       {BatchingPolicy::length, BatchingPolicy::quadratic, BatchingPolicy::wlb, BatchingPolicy::in_order}) {
+    options.batching.policy = policy;
+    const Plan plan = plan_step(1, cost, *coverage, three, options, {});
+    EXPECT_EQ(plan.notes.size(), policy == BatchingPolicy::in_order ? 0u : 1u) << policy_name(policy);
+    for (const std::string& note : plan.notes) EXPECT_NE(note.find("found no room"), std::string::npos) << note;
+    EXPECT_EQ(parse_plan(write_plan(plan), "plan").notes, plan.notes);
+  }
+  Random random(3);
+  const auto sequences = draw(random, 16, 0);
+  options.batching = {};
+  options.batching.micro_batch_sequences = 1;
+  EXPECT_EQ(plan_step(1, cost, *coverage, sequences, options, {}).notes, std::vector<std::string>{});
+  options.tuning.pivots = 1;
+  const Plan plan = plan_step(1, cost, *coverage, sequences, options, {});
+  ASSERT_EQ(plan.notes.size(), 1u);
+  EXPECT_NE(plan.notes[0].find("pivots"), std::string::npos);
+  EXPECT_LE(plan.makespan_us, plan.baseline_us * (1 + 1e-9));
+  EXPECT_GE(plan.mean_coverage, plan.base_coverage - 1e-12);
+  EXPECT_LE(plan.worst_loss, 0.1 + 1e-9);
+}
+
+// Raising everything to the slowest is worth a longer step to who asks for it.
+TEST(Plan, AnchorIsNotUndoneByTheInOrderPlan) {
+  Random random(6);
+  const LatencyModel latency(analytic_profile("h200-analytic", find_model_shape("qwen2.5-0.5b")));
+  Layout layout;
+  layout.dp = 8;
+  const CostModel cost(latency, {}, layout);
+  const auto coverage = find_coverage("layered", 24);
+  PlanOptions options;
+  options.batching.micro_batch_sequences = 1;
+  options.tuning.policy = TuningPolicy::anchor;
+  options.tuning.anchor = AnchorKind::max;
+  for (int step = 1; step <= 60; ++step) {
+    std::vector<Sequence> sequences;
+    for (int i = 0; i < 32; ++i) sequences.push_back({i, 12000 + static_cast<int64_t>(random.below(60000))});
+    const Plan plan = plan_step(step, cost, *coverage, sequences, options, {});
+    EXPECT_GT(plan.mean_coverage, plan.base_coverage + 0.01) << "step " << step;
+  }
+}
+
 TEST(Plan, ExpectedBudgetsFollowWhatWasChosen) {
   AttentionSpec spec;
   ExpectedBudgets expected;
