@@ -14,7 +14,7 @@ namespace {
 struct LevelGrid {
   std::vector<int32_t> budgets;
   std::vector<double> logs;
-  std::vector<double> log_blocks;  // of 0, 1, 2 … blocks up to the base budget
+  std::vector<double> log_blocks;  // of 0, 1, 2 … blocks up to the base budget, where a sequence is longer than it
 };
 
 LevelGrid level_grid(const AttentionSpec& spec, int64_t longest, double down_factor, double up_factor) {
@@ -37,7 +37,7 @@ LevelGrid level_grid(const AttentionSpec& spec, int64_t longest, double down_fac
     grid.budgets.push_back(static_cast<int32_t>(k));
     grid.logs.push_back(std::log(static_cast<double>(k)));
   }
-  for (int64_t k = 0; k < spec.budget + spec.block; k += spec.block)
+  for (int64_t k = 0; k < std::min(spec.budget, longest) + spec.block; k += spec.block)
     grid.log_blocks.push_back(std::log(static_cast<double>(k)));
   return grid;
 }

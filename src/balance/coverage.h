@@ -36,7 +36,7 @@ std::unique_ptr<CoverageModel> power_coverage(double gamma);
 // γ rises linearly over the layers from 0.10 to 0.40, times a factor in 0.7 … 1.3 hashed from the sequence id.
 std::unique_ptr<CoverageModel> layered_coverage(int layers);
 
-// Measured curves by layer and length class, as training and eval write them to coverage.json.
+// Curves by layer and length class, from a coverage.json (docs/balancing.md has the format).
 struct CoverageTable {
   static constexpr int kVersion = 1;
   int layers = 0;
@@ -46,7 +46,6 @@ struct CoverageTable {
   std::vector<std::vector<std::vector<double>>> coverage;
 };
 CoverageTable parse_coverage(const std::string& json, const std::string& where);
-std::string write_coverage(const CoverageTable& table);
 std::unique_ptr<CoverageModel> table_coverage(CoverageTable table, std::string name);
 
 // "power:0.22", "layered" or the path of a coverage.json.

@@ -61,11 +61,4 @@ CoverageTable parse_coverage(const std::string& text, const std::string& where) 
   return table;
 }
 
-std::string write_coverage(const CoverageTable& table) {
-  const Json json = {
-      {"format", "sparsebalance-coverage"},     {"version", CoverageTable::kVersion}, {"layers", table.layers},
-      {"length_classes", table.length_classes}, {"budgets", table.budgets},           {"coverage", table.coverage}};
-  return json.dump(1) + "\n";
-}
-
 }  // namespace sb

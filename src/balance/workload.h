@@ -18,6 +18,8 @@ struct Sequence {
 
 // What the plan has to know about attention.
 struct AttentionSpec {
+  // Budgets are 32-bit numbers, also when they are rounded up to a block.
+  static constexpr int64_t kMostBudget = (int64_t{1} << 31) - 1 - 256;
   int64_t block = 128;
   int64_t query_block = 16;
   int64_t score_tokens = 0;  // keys that selection judges together; 0: a block

@@ -414,7 +414,9 @@ void add_simulate_command(CLI::App& app) {
   command->add_option("--micro-batch-tokens", a->batching.micro_batch_tokens, "hard cap of tokens a micro-batch")
       ->check(CLI::PositiveNumber);
   command->add_option("--global-batch", a->global_batch, "sequences a step")->capture_default_str();
-  command->add_option("--budget", a->spec.budget, "keys per query, the base")->capture_default_str();
+  command->add_option("--budget", a->spec.budget, "keys per query, the base")
+      ->check(CLI::Range(int64_t{1}, AttentionSpec::kMostBudget))
+      ->capture_default_str();
   command->add_option("--block", a->spec.block, "tokens a key block")->capture_default_str();
   command->add_option("--query-block", a->spec.query_block, "tokens a query block")->capture_default_str();
   command->add_option("--score-tokens", a->spec.score_tokens, "keys that selection judges together; 0: a block")

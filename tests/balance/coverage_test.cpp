@@ -60,9 +60,15 @@ TEST(Coverage, TableInterpolates) {
   }
 }
 
-TEST(Coverage, FileRoundTripAndComplaints) {
-  const std::string text = write_coverage(small_table());
-  EXPECT_EQ(write_coverage(parse_coverage(text, "c.json")), text);
+TEST(Coverage, FilesAndComplaints) {
+  const std::string text = R"({"format": "sparsebalance-coverage", "version": 1, "layers": 2,
+    "length_classes": [16384, 65536], "budgets": [1024, 4096, 16384],
+    "coverage": [[[0.5, 0.8, 1.0], [0.3, 0.6, 0.9]], [[0.6, 0.9, 1.0], [0.4, 0.7, 0.95]]]})";
+  const CoverageTable table = parse_coverage(text, "c.json");
+  EXPECT_EQ(table.layers, 2);
+  EXPECT_EQ(table.length_classes, small_table().length_classes);
+  EXPECT_EQ(table.budgets, small_table().budgets);
+  EXPECT_EQ(table.coverage, small_table().coverage);
   const auto with = [&](const std::string& from, const std::string& to) {
     std::string changed = text;
     const size_t at = changed.find(from);
