@@ -239,16 +239,10 @@ void RingAttention::forward(const Exec& exec, int layer, const AttentionShape& s
   if (replay) return;
   count_ring_pairs(*state.layout, group_.rank(), state.index, report_.layers[layer]);
   if (options_.coverage_rows == 0) return;
-  const std::vector<CoverageSample> samples =
-      selection_.measure(exec, group_, shape, *state.layout, sequences.budgets, operands.q.f32(), operands.k.f32(),
-                         state.index, options_.coverage_rows);
-  for (int s = 0; s < state.layout->sequences() && group_.rank() == 0; ++s) {
-    const int64_t tokens = state.layout->length(s);
-    if (tokens == 0) continue;
-    report_.samples.push_back({layer, tokens, samples[s]});
-    report_.layers[layer].coverage += samples[s].held * static_cast<double>(tokens);
-    report_.layers[layer].covered_tokens += tokens;
-  }
+  add_ring_coverage(*state.layout, group_.rank(), layer,
+                    selection_.measure(exec, group_, shape, *state.layout, sequences.budgets, operands.q.f32(),
+                                       operands.k.f32(), state.index, options_.coverage_rows),
+                    report_);
 }
 
 void RingAttention::backward(const Exec& exec, int layer, const AttentionShape& shape, const PackedSequences& sequences,

@@ -28,6 +28,8 @@ class RingAttention final : public ChoosingAttention {
     int64_t largest_budget = 0;
     // Rows of every sequence on which the true coverage is measured each forward; 0: none.
     int coverage_rows = 0;
+    // Of the activations, for the memory plan of a ring of GPUs.
+    DType dtype = DType::f32;
   };
   // The group must outlive this and carry nothing else.
   RingAttention(Communicator& group, const Options& options);

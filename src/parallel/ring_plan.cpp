@@ -90,6 +90,17 @@ void count_ring_pairs(const ContextLayout& layout, int rank, const BlockIndex& i
     }
 }
 
+void add_ring_coverage(const ContextLayout& layout, int rank, int layer, const std::vector<CoverageSample>& samples,
+                       AttentionReport& report) {
+  for (int s = 0; s < layout.sequences() && rank == 0; ++s) {
+    const int64_t tokens = layout.length(s);
+    if (tokens == 0) continue;
+    report.samples.push_back({layer, tokens, samples[s]});
+    report.layers[layer].coverage += samples[s].held * static_cast<double>(tokens);
+    report.layers[layer].covered_tokens += tokens;
+  }
+}
+
 std::vector<SequenceRows> RingPass::rows() const {
   std::vector<SequenceRows> rows;
   for (const Part& part : parts)
@@ -98,94 +109,125 @@ std::vector<SequenceRows> RingPass::rows() const {
   return rows;
 }
 
+PassLayout::PassLayout(const ContextLayout& layout, int rank, const ReplicatedKeys& replicated, int replicated_blocks)
+    : layout_(layout),
+      rank_(rank),
+      copies_(layout.ranks()),
+      replicated_(replicated),
+      replicated_blocks_(replicated_blocks),
+      passes_(copies_ + 1),
+      part_of_(copies_ + 1, std::vector<int>(layout.sequences(), -1)),
+      copied_(layout.sequences()) {
+  for (int c = 0; c < layout.ranks(); ++c) local_.push_back(layout.local_cu_seqlens(c));
+  passes_[rank].source = RingPass::Keys::own;
+  passes_[copies_].source = RingPass::Keys::copies;
+}
+
+void PassLayout::add_sequence(int s, bool copies) {
+  const int64_t queries = local_[rank_][s + 1] - local_[rank_][s];
+  if (queries == 0) return;
+  for (int c = 0; c <= copies_; ++c) {
+    RingPass::Part part;
+    part.begin = passes_[c].tokens();
+    part.queries = queries;
+    part.query_source = local_[rank_][s];
+    if (c == copies_) {
+      part.key_source = std::ssize(passes_[c].copies);
+      if (copies) add_copies(s, passes_[c].copies);
+      part.keys = std::ssize(passes_[c].copies) - part.key_source;
+    } else if (c != rank_) {
+      // A short block is the sequence's last: only its own queries see it.
+      part.keys = (local_[c][s + 1] - local_[c][s]) / layout_.block() * layout_.block();
+      part.key_source = local_[c][s];
+    }
+    if (c != rank_ && part.keys == 0) continue;
+    part_of_[c][s] = static_cast<int>(passes_[c].parts.size());
+    passes_[c].parts.push_back(part);
+  }
+}
+
+PassLayout::Place PassLayout::place_of_block(int s, int64_t b) const {
+  const int owner = layout_.owner(s, b);
+  // Sinks come first among the copies, so entries stay ascending.
+  const int64_t copy = owner != rank_ && b < replicated_blocks_ ? place_of_copy(s, b * layout_.block()) : -1;
+  if (copy >= 0) return {copies_, copy / layout_.block()};
+  return {owner, layout_.place(s, b)};
+}
+
+PassLayout::Place PassLayout::place_of_token(int s, int64_t token) const {
+  const int64_t b = token / layout_.block();
+  const int owner = layout_.owner(s, b);
+  const int64_t copy = owner == rank_ ? -1 : place_of_copy(s, token);
+  if (copy >= 0) return {copies_, copy};
+  return {owner, layout_.place(s, b) * int64_t{layout_.block()} + token % layout_.block()};
+}
+
+// Copies of other ranks' keys, padded to a block.
+void PassLayout::add_copies(int s, std::vector<int32_t>& copies) {
+  const int block = layout_.block();
+  for (int64_t b = 0; b < layout_.blocks(s); ++b) {
+    if (layout_.owner(s, b) == rank_) continue;
+    for (int64_t i = 0; i < layout_.block_length(s, b); ++i) {
+      const int64_t token = b * block + i;
+      const int32_t copy = replicated_.copy[layout_.cu_seqlens()[s] + token];
+      if (copy < 0) continue;
+      copied_[s].push_back(static_cast<int32_t>(token));
+      copies.push_back(copy);
+    }
+  }
+  copies.resize(copies.size() + in_blocks(std::ssize(copied_[s]), block) - std::ssize(copied_[s]), -1);
+}
+
+int64_t PassLayout::place_of_copy(int s, int64_t token) const {
+  const auto found = std::lower_bound(copied_[s].begin(), copied_[s].end(), static_cast<int32_t>(token));
+  return found != copied_[s].end() && *found == token ? found - copied_[s].begin() : -1;
+}
+
 namespace {
 
-// The passes of either the sparse or the dense sequences, under construction: one for every chunk and one for the
-// copies.
+// The passes of either the sparse or the dense sequences, under construction.
 class PassBuilder {
  public:
   PassBuilder(const ContextLayout& layout, int rank, const BlockIndexShape& shape, const ReplicatedKeys& replicated,
               int replicated_blocks)
       : layout_(layout),
-        rank_(rank),
-        copies_(layout.ranks()),
         shape_(shape),
-        replicated_(replicated),
-        replicated_blocks_(replicated_blocks),
-        passes_(copies_ + 1),
-        builders_(copies_ + 1),
-        part_of_(copies_ + 1, std::vector<int>(layout.sequences(), -1)),
-        entries_(copies_ + 1),
-        columns_(copies_ + 1),
-        copied_(layout.sequences()) {
-    for (int c = 0; c < layout.ranks(); ++c) local_.push_back(layout.local_cu_seqlens(c));
-    passes_[rank].source = RingPass::Keys::own;
-    passes_[copies_].source = RingPass::Keys::copies;
-  }
+        passes_(layout, rank, replicated, replicated_blocks),
+        builders_(passes_.passes()),
+        entries_(passes_.passes()),
+        columns_(passes_.passes()) {}
 
-  void add_sequence(int s, bool sparse) {
-    const int64_t queries = local_[rank_][s + 1] - local_[rank_][s];
-    if (queries == 0) return;
-    for (int c = 0; c <= copies_; ++c) {
-      RingPass::Part part;
-      part.begin = passes_[c].tokens();
-      part.queries = queries;
-      part.query_source = local_[rank_][s];
-      if (c == copies_) {
-        part.key_source = std::ssize(passes_[c].copies);
-        if (sparse) add_copies(s, passes_[c].copies);
-        part.keys = std::ssize(passes_[c].copies) - part.key_source;
-      } else if (c != rank_) {
-        // A short block is the sequence's last: only its own queries see it.
-        part.keys = (local_[c][s + 1] - local_[c][s]) / layout_.block() * layout_.block();
-        part.key_source = local_[c][s];
-      }
-      if (c != rank_ && part.keys == 0) continue;
-      part_of_[c][s] = static_cast<int>(passes_[c].parts.size());
-      passes_[c].parts.push_back(part);
-    }
-  }
+  void add_sequence(int s, bool sparse) { passes_.add_sequence(s, sparse); }
 
   void begin() {
-    for (int c = 0; c <= copies_; ++c) {
+    for (int c = 0; c < passes_.passes(); ++c) {
       std::vector<int32_t> cu_seqlens = {0};
-      for (const RingPass::Part& part : passes_[c].parts)
+      for (const RingPass::Part& part : passes_.pass(c).parts)
         cu_seqlens.push_back(static_cast<int32_t>(part.begin + part.keys + part.queries));
-      builders_[c].begin(passes_[c].index, shape_, cu_seqlens, {}, 1);
+      builders_[c].begin(passes_.pass(c).index, shape_, cu_seqlens, {}, 1);
     }
   }
 
   void add_entry(int s, const IndexEntry& entry) {
-    const int64_t j = entry.block, block = layout_.block();
-    const int owner = layout_.owner(s, j);
-    // Sinks come first among the copies, so the entries stay ascending.
-    const int64_t copy = owner != rank_ && j < replicated_blocks_ ? place_of_copy(s, j * block) : -1;
-    if (copy >= 0)
-      entries_[copies_].push_back({static_cast<uint16_t>(copy / block), entry.first});
-    else
-      entries_[owner].push_back({static_cast<uint16_t>(layout_.place(s, j)), entry.first});
+    const PassLayout::Place place = passes_.place_of_block(s, entry.block);
+    entries_[place.pass].push_back({static_cast<uint16_t>(place.at), entry.first});
   }
 
   void add_column(int s, int32_t column) {
-    const int64_t b = column / layout_.block();
-    const int owner = layout_.owner(s, b);
-    const int64_t copy = owner == rank_ ? -1 : place_of_copy(s, column);
-    if (copy >= 0)
-      columns_[copies_].push_back(static_cast<int32_t>(copy));
-    else
-      columns_[owner].push_back(
-          static_cast<int32_t>(layout_.place(s, b) * int64_t{layout_.block()} + column % layout_.block()));
+    const PassLayout::Place place = passes_.place_of_token(s, column);
+    columns_[place.pass].push_back(static_cast<int32_t>(place.at));
   }
 
   // Hands what was added over as the row of tile `tile` of the sequence.
   void end_row(int s, int list_head, int64_t tile) {
     const int64_t first = tile * shape_.query_block, b = first / layout_.block();
-    for (int c = 0; c <= copies_; ++c) {
+    for (int c = 0; c < passes_.passes(); ++c) {
       if (entries_[c].empty() && columns_[c].empty()) continue;
-      const int part = part_of_[c][s];
-      const BlockIndex::Sequence& sequence = passes_[c].index.sequences()[part];
+      const int part = passes_.part_of(c, s);
+      const RingPass& pass = passes_.pass(c);
+      const BlockIndex::Sequence& sequence = pass.index.sequences()[part];
       const int64_t token =
-          passes_[c].parts[part].keys + layout_.place(s, b) * int64_t{layout_.block()} + first % layout_.block();
+          pass.parts[part].keys + layout_.place(s, b) * int64_t{layout_.block()} + first % layout_.block();
       builders_[c].set_row(0, BlockIndex::row_id(sequence, list_head, static_cast<int>(token / shape_.query_block)),
                            entries_[c], columns_[c]);
       entries_[c].clear();
@@ -194,48 +236,20 @@ class PassBuilder {
   }
 
   void finish(ThreadPool& pool, std::vector<std::vector<RingPass>>& out) {
-    for (int c = 0; c <= copies_; ++c) {
+    for (int c = 0; c < passes_.passes(); ++c) {
       builders_[c].finish(pool);
-      if (passes_[c].index.entries() > 0 || passes_[c].index.has_gathered_columns())
-        out[c].push_back(std::move(passes_[c]));
+      RingPass& pass = passes_.pass(c);
+      if (pass.index.entries() > 0 || pass.index.has_gathered_columns()) out[c].push_back(std::move(pass));
     }
   }
 
  private:
-  // Copies of other ranks' keys, padded to a block.
-  void add_copies(int s, std::vector<int32_t>& copies) {
-    const int block = layout_.block();
-    for (int64_t b = 0; b < layout_.blocks(s); ++b) {
-      if (layout_.owner(s, b) == rank_) continue;
-      for (int64_t i = 0; i < layout_.block_length(s, b); ++i) {
-        const int64_t token = b * block + i;
-        const int32_t copy = replicated_.copy[layout_.cu_seqlens()[s] + token];
-        if (copy < 0) continue;
-        copied_[s].push_back(static_cast<int32_t>(token));
-        copies.push_back(copy);
-      }
-    }
-    copies.resize(copies.size() + in_blocks(std::ssize(copied_[s]), block) - std::ssize(copied_[s]), -1);
-  }
-
-  // Where the copy of a token lies in the made-up sequence; -1: there is none.
-  int64_t place_of_copy(int s, int64_t token) const {
-    const auto found = std::lower_bound(copied_[s].begin(), copied_[s].end(), static_cast<int32_t>(token));
-    return found != copied_[s].end() && *found == token ? found - copied_[s].begin() : -1;
-  }
-
   const ContextLayout& layout_;
-  const int rank_, copies_;  // `copies_`: the pass after those of the chunks
   const BlockIndexShape shape_;
-  const ReplicatedKeys& replicated_;
-  const int replicated_blocks_;
-  std::vector<std::vector<int32_t>> local_;
-  std::vector<RingPass> passes_;
+  PassLayout passes_;
   std::vector<BlockIndexBuilder> builders_;
-  std::vector<std::vector<int>> part_of_;         // [pass][sequence]
   std::vector<std::vector<IndexEntry>> entries_;  // of the row, by pass
   std::vector<std::vector<int32_t>> columns_;
-  std::vector<std::vector<int32_t>> copied_;  // [sequence]: its tokens that have copies here, ascending
 };
 
 }  // namespace

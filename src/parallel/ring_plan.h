@@ -36,6 +36,10 @@ std::vector<uint8_t> wanted_columns(Communicator& group, const ContextLayout& la
 // Adds the pairs of this rank's queries to a report.
 void count_ring_pairs(const ContextLayout& layout, int rank, const BlockIndex& index, LayerAttention& report);
 
+// Adds the measured coverage of every sequence, on the first rank alone, for all of them.
+void add_ring_coverage(const ContextLayout& layout, int rank, int layer, const std::vector<CoverageSample>& samples,
+                       AttentionReport& report);
+
 // One call of the attention kernels: the queries of this rank against keys that lie together. Chosen blocks lie before
 // their queries, as in the true order: the index of a call is one of sequences made of the keys' blocks, followed by
 // the rank's own blocks. Against its own keys the sequences are the rank's tokens, which are keys and queries.
@@ -55,6 +59,44 @@ struct RingPass {
   int64_t tokens() const { return parts.empty() ? 0 : parts.back().begin + parts.back().keys + parts.back().queries; }
   // The parts, as the kernels want them.
   std::vector<SequenceRows> rows() const;
+};
+
+// Which made-up sequences the passes over some of the sequences have, and where keys lie in them: what does not depend
+// on the lists. Pass c is that of rank c's chunk, the last one that of the copies.
+class PassLayout {
+ public:
+  // `replicated_blocks` as in replicated_keys(): only these and gathered columns are looked for among the copies.
+  PassLayout(const ContextLayout& layout, int rank, const ReplicatedKeys& replicated, int replicated_blocks);
+
+  // `copies`: keys that have copies here are taken from them.
+  void add_sequence(int sequence, bool copies);
+  int passes() const { return static_cast<int>(passes_.size()); }
+  // With source, parts and copies.
+  RingPass& pass(int c) { return passes_[c]; }
+  const RingPass& pass(int c) const { return passes_[c]; }
+  // Which part of the pass a sequence is; -1: none.
+  int part_of(int c, int sequence) const { return part_of_[c][sequence]; }
+  // Which pass has a key block of a sequence, or a single key, and which block or token of the made-up sequence it is.
+  struct Place {
+    int pass;
+    int64_t at;
+  };
+  Place place_of_block(int sequence, int64_t b) const;
+  Place place_of_token(int sequence, int64_t token) const;
+
+ private:
+  void add_copies(int sequence, std::vector<int32_t>& copies);
+  // Where the copy of a token lies in the made-up sequence; -1: there is none.
+  int64_t place_of_copy(int sequence, int64_t token) const;
+
+  const ContextLayout& layout_;
+  const int rank_, copies_;  // `copies_`: the pass after those of the chunks
+  const ReplicatedKeys& replicated_;
+  const int replicated_blocks_;
+  std::vector<std::vector<int32_t>> local_;
+  std::vector<RingPass> passes_;
+  std::vector<std::vector<int>> part_of_;     // [pass][sequence]
+  std::vector<std::vector<int32_t>> copied_;  // [sequence]: its tokens that have copies here, ascending
 };
 
 // All calls of one attention forward or backward. `index` covers the whole micro-batch, but only the rows of query

@@ -4,6 +4,7 @@
 #include <bit>
 #include <cmath>
 
+#include "attention/cuda/cuda_attention.h"
 #include "attention/sparse_attention.h"
 #include "comm/device_communicator.h"
 #include "comm/thread_communicator.h"
@@ -93,9 +94,18 @@ struct RingRun {
   DType dtype = DType::f32;
   int ranks = 2, node_size = 0;
   const BlockIndex* given = nullptr;  // replayed instead of choosing
+  int coverage_rows = 0;
 };
 
-AttentionResults<float> run_ring(const AttentionCase& c, const RingRun& run) {
+// What the ranks say besides results.
+struct RingSays {
+  std::vector<BlockIndex> chosen;  // of every rank
+  std::vector<AttentionReport> reports;
+  std::vector<Selector::Thresholds> thresholds;
+  std::vector<int64_t> scratch_planned, scratch_used;
+};
+
+AttentionResults<float> run_ring(const AttentionCase& c, const RingRun& run, RingSays* says = nullptr) {
   const AttentionShape& s = c.shape;
   const int64_t query_width = s.heads * s.head_dim, key_width = s.kv_heads * s.head_dim;
   AttentionResults<float> whole;
@@ -104,12 +114,21 @@ AttentionResults<float> run_ring(const AttentionCase& c, const RingRun& run) {
   whole.dk.resize(c.k.size());
   whole.dv.resize(c.k.size());
   whole.lse.resize(static_cast<size_t>(c.tokens() * s.heads));
+  if (says) {
+    const auto ranks = static_cast<size_t>(run.ranks);
+    says->chosen.resize(ranks);
+    says->reports.resize(ranks);
+    says->thresholds.resize(ranks);
+    says->scratch_planned.resize(ranks);
+    says->scratch_used.resize(ranks);
+  }
   run_thread_ranks(run.ranks, [&](Communicator& world) {
     ThreadPool pool(1);
     const DeviceContext context(DeviceKind::cuda, pool);
     const auto group = world.split(0, world.rank(), "cp");
     const auto data = make_staged_communicator(world, {DeviceKind::cuda, context.exec().stream}, 1 << 16);
-    const RingAttention::Options options{run.selection, 1, ContextPlacement::triangular, run.node_size};
+    const RingAttention::Options options{run.selection,     1,        ContextPlacement::triangular, run.node_size, 0,
+                                         run.coverage_rows, run.dtype};
     const auto ring = make_cuda_ring_attention(*group, *data, options);
     const ContextLayout layout(options.placement, run.ranks, run.selection.block, c.cu_seqlens);
     const std::vector<int32_t> tokens = layout.tokens(world.rank()), local = layout.local_cu_seqlens(world.rank());
@@ -130,12 +149,20 @@ AttentionResults<float> run_ring(const AttentionCase& c, const RingRun& run) {
     const AttentionGradients gradients{dout.view(), dq.view(), dk.view(), dv.view()};
     const PackedSequences sequences{local, {}, c.cu_seqlens};
     const auto state = ring->make_state();
-    if (run.given) cuda_ring_index(*state) = *run.given;
+    if (run.given) write_ring_index(*run.given, *state);
     ring->forward(exec, 0, s, sequences, operands, *state, run.given != nullptr);
     ring->forward(exec, 0, s, sequences, operands, *state, true);  // as recompute does
     ring->backward(exec, 0, s, sequences, operands, gradients, *state);
     context.synchronize();
     data->barrier();
+    if (says) {
+      const auto rank = static_cast<size_t>(world.rank());
+      says->chosen[rank] = read_ring_index(*state, pool);
+      says->reports[rank] = ring->take_report();
+      says->thresholds[rank] = ring->thresholds();
+      says->scratch_planned[rank] = scratch.capacity();
+      says->scratch_used[rank] = scratch.high_water();
+    }
     const auto put = [&](const DeviceTensor& from, std::vector<float>& to, int64_t width) {
       const std::vector<float> values = from.values();
       for (int64_t i = 0; i < count; ++i)
@@ -219,6 +246,138 @@ TEST_P(CudaRing, GivenListsEqualTheDefinition) {
     // Chosen by the ranks themselves: in fp32 the same, but for ties.
     if (GetParam() == DType::f32) expect_close(run_ring(c, {config, GetParam(), 2}), expected, tolerance());
   }
+}
+
+// One GPU alone.
+struct OneGpu {
+  BlockIndex chosen;
+  AttentionReport report;
+  Selector::Thresholds thresholds;
+};
+
+OneGpu run_one(const AttentionCase& c, const SelectionConfig& selection, DType dtype, int coverage_rows) {
+  const AttentionShape& s = c.shape;
+  ThreadPool pool(1);
+  const DeviceContext context(DeviceKind::cuda, pool);
+  const auto attention = make_cuda_attention({.attention = {selection, 1, coverage_rows}});
+  const Shape queries = {c.tokens(), s.heads, s.head_dim}, keys = {c.tokens(), s.kv_heads, s.head_dim};
+  const DeviceTensor q(dtype, queries, c.q), k(dtype, keys, c.k), v(dtype, keys, c.v), out(dtype, queries);
+  const DeviceTensor lse(DType::f32, {s.heads, c.tokens()});
+  Arena scratch = make_arena("scratch", attention->scratch_bytes(s, c.tokens(), 1), DeviceKind::cuda);
+  Exec exec = context.exec();
+  exec.scratch = &scratch;
+  const auto state = attention->make_state();
+  attention->forward(exec, 0, s, c.sequences(), {q.view(), k.view(), v.view(), out.view(), lse.view()}, *state, false);
+  context.synchronize();
+  return {read_block_index(*state, pool), attention->take_report(), attention->thresholds()};
+}
+
+struct ChoiceCase {
+  const char* name;
+  SelectionPattern pattern;
+  SelectionOrder order;
+  int block = 128, query_block = 16, score_tokens = 0;
+};
+
+class CudaRingChoices : public testing::TestWithParam<std::tuple<DType, ChoiceCase>> {
+ protected:
+  void SetUp() override {
+    if (!cuda::problem().empty()) GTEST_SKIP() << cuda::problem();
+  }
+};
+
+INSTANTIATE_TEST_SUITE_P(
+    Patterns, CudaRingChoices,
+    testing::Combine(testing::Values(DType::f32, DType::bf16),
+                     testing::Values(ChoiceCase{"topk", SelectionPattern::topk, SelectionOrder::causal},
+                                     ChoiceCase{"topk_lookahead", SelectionPattern::topk, SelectionOrder::lookahead},
+                                     ChoiceCase{"topp", SelectionPattern::topp, SelectionOrder::causal},
+                                     ChoiceCase{"mass", SelectionPattern::mass, SelectionOrder::causal},
+                                     ChoiceCase{"window", SelectionPattern::window, SelectionOrder::causal},
+                                     ChoiceCase{"parts", SelectionPattern::topk, SelectionOrder::causal, 128, 16, 32},
+                                     ChoiceCase{"blocks_of_256", SelectionPattern::topk, SelectionOrder::causal, 256,
+                                                32},
+                                     ChoiceCase{"blocks_of_64", SelectionPattern::topk, SelectionOrder::causal, 64})),
+    [](const auto& given) {
+      return std::string(dtype_name(std::get<0>(given.param))) + "_" + std::get<1>(given.param).name;
+    });
+
+// Every rank chooses for its queries what one GPU chooses, and all of them together report what it reports.
+TEST_P(CudaRingChoices, AreThoseOfOneGpu) {
+  const auto& [dtype, pattern] = GetParam();
+  const AttentionCase c = rounded({shape_of(4, 2, 64), {2900, 3, 129, 1640, 257}, 6});
+  SelectionConfig config = config_of(pattern.pattern);
+  config.order = pattern.order;
+  config.block = pattern.block;
+  config.query_block = pattern.query_block;
+  config.score_tokens = pattern.score_tokens;
+  config.budget = 6 * config.block;
+  config.dense_below = 600;
+  config.coverage = 0.8;
+  const OneGpu one = run_one(c, config, dtype, 3);
+  ASSERT_LT(one.chosen.token_pairs(), one.chosen.causal_token_pairs() * 9 / 10);
+  const AttentionResults<double> expected = reference_attention(c, sees_by(one.chosen, c.shape));
+  for (const int ranks : {1, 2, 3}) {
+    SCOPED_TRACE(fmt::format("{} ranks", ranks));
+    RingSays says;
+    const AttentionResults<float> got = run_ring(c, {config, dtype, ranks, 0, nullptr, 3}, &says);
+    const ContextLayout layout(ContextPlacement::triangular, ranks, config.block, c.cu_seqlens);
+    int64_t different = 0;
+    for (int s = 0; s < layout.sequences(); ++s)
+      for (int64_t b = 0; b < layout.blocks(s); ++b) {
+        const BlockIndex& index = says.chosen[static_cast<size_t>(layout.owner(s, b))];
+        const BlockIndex::Sequence& place = one.chosen.sequences()[static_cast<size_t>(s)];
+        ASSERT_EQ(index.sequences()[static_cast<size_t>(s)], place);
+        if (place.dense) continue;
+        for (int head = 0; head < c.shape.kv_heads; ++head)
+          for (int64_t token = b * config.block; token < b * config.block + layout.block_length(s, b);
+               token += config.query_block) {
+            const int64_t row = BlockIndex::row_id(place, head, static_cast<int>(token / config.query_block));
+            const BlockIndex::Row x = index.row(row), y = one.chosen.row(row);
+            different += !std::ranges::equal(x.blocks, y.blocks) || !std::ranges::equal(x.first, y.first);
+          }
+      }
+    EXPECT_EQ(different, 0);
+    expect_close(got, expected, dtype == DType::f32 ? 1e-5 : 1e-2);
+
+    AttentionReport together = says.reports[0];
+    for (int r = 1; r < ranks; ++r) {
+      together.layers[0].pairs += says.reports[static_cast<size_t>(r)].layers[0].pairs;
+      together.layers[0].causal_pairs += says.reports[static_cast<size_t>(r)].layers[0].causal_pairs;
+      EXPECT_TRUE(says.reports[static_cast<size_t>(r)].samples.empty());
+      EXPECT_EQ(says.thresholds[static_cast<size_t>(r)], says.thresholds[0]);
+    }
+    EXPECT_EQ(together.layers[0].pairs, one.report.layers[0].pairs);
+    EXPECT_EQ(together.layers[0].causal_pairs, one.report.layers[0].causal_pairs);
+    EXPECT_EQ(says.thresholds[0], one.thresholds);
+    ASSERT_EQ(together.samples.size(), one.report.samples.size());
+    for (size_t i = 0; i < together.samples.size(); ++i) {
+      const MeasuredCoverage &x = together.samples[i], &y = one.report.samples[i];
+      EXPECT_EQ(x.tokens, y.tokens);
+      EXPECT_EQ(x.sample.rows, y.sample.rows);
+      EXPECT_NEAR(x.sample.held, y.sample.held, 1e-5);
+      ASSERT_EQ(x.sample.curve.size(), y.sample.curve.size());
+      for (size_t j = 0; j < x.sample.curve.size(); ++j) EXPECT_NEAR(x.sample.curve[j], y.sample.curve[j], 1e-5);
+    }
+  }
+}
+
+// What is planned is what is used, when the tokens are as many as planned.
+TEST_P(CudaRing, ScratchIsUsedAsPlanned) {
+  for (const SelectionPattern pattern : {SelectionPattern::dense, SelectionPattern::topk, SelectionPattern::mass})
+    for (const int ranks : {2, 4}) {
+      SelectionConfig config = config_of(pattern);
+      config.budget = 1024;
+      config.dense_below = 1024;
+      const AttentionCase c = rounded({shape_of(16, 2, 64), {4096 * ranks}, 7});
+      RingSays says;
+      run_ring(c, {config, GetParam(), ranks}, &says);
+      for (size_t r = 0; r < says.scratch_used.size(); ++r) {
+        SCOPED_TRACE(fmt::format("pattern {}, rank {} of {}", static_cast<int>(pattern), r, ranks));
+        EXPECT_LE(says.scratch_used[r], says.scratch_planned[r]);
+        EXPECT_LT(says.scratch_planned[r], says.scratch_used[r] * 11 / 10);
+      }
+    }
 }
 
 }  // namespace

@@ -54,13 +54,14 @@ __global__ void __launch_bounds__(kThreads)
     blocks_kernel(const __grid_constant__ CoverageParams args, const int at_once) {
   extern __shared__ __align__(16) float shared[];  // q of kHeads heads; of every part mean and variance
   __shared__ float room[kThreads / 32];
-  const CoverageSequence sequence = args.sequences[sequence_of_block(args, blockIdx.x)];
-  const int block = blockIdx.x - sequence.first_block, kv = blockIdx.y;
+  const CoverageBlock measured = measured_block(args, blockIdx.x);
+  const CoverageSequence sequence = args.sequences[measured.sequence];
+  const int block = measured.block, kv = blockIdx.y;
   if (block >= sequence.blocks) return;
   const int d = args.shape.head_dim, group = args.shape.query_heads / args.shape.kv_heads;
   const int first_key = block * args.block, keys = min(args.block, sequence.tokens - first_key);
   const int64_t key_stride = static_cast<int64_t>(args.shape.kv_heads) * d;
-  const float* k = static_cast<const float*>(args.k) + (sequence.token + first_key) * key_stride + kv * d;
+  const float* k = static_cast<const float*>(args.k) + measured.token * key_stride + kv * d;
   float *q = shared, *statistics = shared + kHeads * d;
   const int part_tokens = args.block / args.parts;
   const int parts = (keys + part_tokens - 1) / part_tokens;  // that have keys
@@ -91,7 +92,7 @@ __global__ void __launch_bounds__(kThreads)
         for (int at = threadIdx.x; at < kHeads * d; at += kThreads) {
           const int head = kv * group + min(h0 + at / d, group - 1);
           q[at] = static_cast<const float*>(
-              args.q)[((static_cast<int64_t>(sequence.token + position)) * args.shape.query_heads + head) * d + at % d];
+              args.q)[(query_row(args, sequence, i) * args.shape.query_heads + head) * d + at % d];
         }
         __syncthreads();
         float top[kHeads], sum[kHeads];
@@ -162,10 +163,11 @@ __global__ void __launch_bounds__(kThreads)
 template <typename T>
 __global__ void __launch_bounds__(kRankThreads) ranks_kernel(const __grid_constant__ CoverageParams args) {
   __shared__ float room[kRankThreads / 32];
-  const CoverageToken token = args.tokens[blockIdx.x];
+  const int number = args.own_tokens != nullptr ? args.own_tokens[blockIdx.x] : blockIdx.x;
+  const CoverageToken token = args.tokens[number];
   const CoverageSequence sequence = args.sequences[token.sequence];
   const int kv = blockIdx.y, kv_heads = args.shape.kv_heads, group = args.shape.query_heads / kv_heads;
-  const int local = blockIdx.x - sequence.first_token;
+  const int local = number - sequence.first_token;
   const int tile_begin = token.position / args.query_block * args.query_block;
   const int competing = tile_begin / args.block, seen = token.position / args.block + 1;
   const int row = token.position % args.list_query_block;
@@ -175,7 +177,7 @@ __global__ void __launch_bounds__(kRankThreads) ranks_kernel(const __grid_consta
   const auto forced = [&](int j) { return j < args.sinks || j >= competing - args.local; };
   // What the list of a list head holds of a mass that `of` gives.
   const auto held_by = [&](int list_head, auto of) {
-    const CoverageList list = args.lists[static_cast<int64_t>(blockIdx.x) * args.list_heads + list_head];
+    const CoverageList list = args.lists[static_cast<int64_t>(number) * args.list_heads + list_head];
     const int expand = args.block / args.list_block;
     float sum = 0;
     for (int i = threadIdx.x; i < list.count; i += kRankThreads) {
@@ -285,23 +287,31 @@ __global__ void __launch_bounds__(kRankThreads) ranks_kernel(const __grid_consta
 
 }  // namespace
 
-void measure_coverage(const CoverageParams& p, Precision precision, void* stream) {
-  if (p.token_count == 0) return;
+void measure_blocks(const CoverageParams& p, Precision precision, void* stream) {
+  const int count = p.held != nullptr ? p.held_count : p.blocks;
+  if (p.token_count == 0 || count == 0) return;
   if (p.shape.head_dim % 4 != 0) throw_unsupported("head_dim", p.shape.head_dim);
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
-  if (precision == Precision::fp32) {
-    // More would leave too few thread blocks a multiprocessor.
-    const int at_once = std::min(p.parts, std::max(1, 32 * 1024 / (2 * p.shape.head_dim * 4)));
-    const size_t bytes = (kHeads + 2 * at_once) * p.shape.head_dim * sizeof(float);
-    blocks_kernel<<<dim3(p.blocks, p.shape.kv_heads), kThreads, bytes, cuda_stream>>>(p, at_once);
-    check(cudaGetLastError(), "coverage of key blocks");
-  } else {
-    tensor_coverage_blocks(p, cuda_stream);
-  }
+  if (precision != Precision::fp32) return tensor_coverage_blocks(p, count, cuda_stream);
+  // More would leave too few thread blocks a multiprocessor.
+  const int at_once = std::min(p.parts, std::max(1, 32 * 1024 / (2 * p.shape.head_dim * 4)));
+  const size_t bytes = (kHeads + 2 * at_once) * p.shape.head_dim * sizeof(float);
+  blocks_kernel<<<dim3(count, p.shape.kv_heads), kThreads, bytes, cuda_stream>>>(p, at_once);
+  check(cudaGetLastError(), "coverage of key blocks");
+}
+
+void measure_tokens(const CoverageParams& p, Precision precision, void* stream) {
+  const int count = p.own_tokens != nullptr ? p.own_count : p.token_count;
+  if (count == 0) return;
   const auto ranks = precision == Precision::fp32 ? ranks_kernel<float> : ranks_kernel<__nv_bfloat16>;
-  ranks<<<dim3(p.token_count, p.shape.kv_heads), kRankThreads, p.shape.query_heads / p.shape.kv_heads * sizeof(float2),
-          cuda_stream>>>(p);
+  ranks<<<dim3(count, p.shape.kv_heads), kRankThreads, p.shape.query_heads / p.shape.kv_heads * sizeof(float2),
+          static_cast<cudaStream_t>(stream)>>>(p);
   check(cudaGetLastError(), "coverage of tokens");
+}
+
+void measure_coverage(const CoverageParams& p, Precision precision, void* stream) {
+  measure_blocks(p, precision, stream);
+  measure_tokens(p, precision, stream);
 }
 
 }  // namespace sb::gpu

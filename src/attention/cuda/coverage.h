@@ -28,6 +28,10 @@ struct CoverageSequence {
 struct CoverageToken {
   int32_t sequence = 0, position = 0;
 };
+// A key block whose keys are here, where several ranks share the sequences.
+struct CoverageBlock {
+  int32_t sequence = 0, block = 0, token = 0;  // token: its first key, in the packed tensors
+};
 // Row entries of a measured token's list.
 struct CoverageList {
   int32_t begin = 0, count = 0;
@@ -67,6 +71,11 @@ struct CoverageParams {
   const int32_t* grid = nullptr;
   const uint32_t* row_entries = nullptr;
   GatheredColumns gathered;
+  // Where several ranks share the sequences: the key blocks that are here, and the numbers of those tokens whose lists
+  // are here; q then has the measured tokens alone. Null: everything is here.
+  const CoverageBlock* held = nullptr;
+  const int32_t* own_tokens = nullptr;
+  int32_t held_count = 0, own_count = 0;
   // Workspace and results.
   float* scores = nullptr;  // [3 · plan.scores]
   float* ranks = nullptr;   // [3 · plan.ranks]
@@ -74,5 +83,9 @@ struct CoverageParams {
 };
 
 void measure_coverage(const CoverageParams& params, Precision precision, void* stream);
+// Its two parts, for ranks that share sequences: scores of the key blocks that are here; then, when the scores of all
+// are there, the results of the tokens whose lists are here.
+void measure_blocks(const CoverageParams& params, Precision precision, void* stream);
+void measure_tokens(const CoverageParams& params, Precision precision, void* stream);
 
 }  // namespace sb::gpu

@@ -27,8 +27,9 @@ template <int D>
 __global__ void __launch_bounds__(128) blocks_kernel(const __grid_constant__ CoverageParams args, const int at_once) {
   extern __shared__ __align__(16) unsigned char raw[];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const CoverageSequence sequence = args.sequences[sequence_of_block(args, blockIdx.x)];
-  const int block = blockIdx.x - sequence.first_block, kv = blockIdx.y;
+  const CoverageBlock measured = measured_block(args, blockIdx.x);
+  const CoverageSequence sequence = args.sequences[measured.sequence];
+  const int block = measured.block, kv = blockIdx.y;
   if (block >= sequence.blocks) return;
   const int group = args.shape.query_heads / args.shape.kv_heads;
   const int first_key = block * args.block, keys = min(args.block, sequence.tokens - first_key);
@@ -42,8 +43,7 @@ __global__ void __launch_bounds__(128) blocks_kernel(const __grid_constant__ Cov
   for (int piece = 0; piece < pieces; ++piece)
     load_tile<D>(shared.k + piece * 64 * kTileStride<D>, static_cast<const __nv_bfloat16*>(args.k), [&](int r) {
       const int key = piece * 64 + r;
-      return key < keys ? (static_cast<int64_t>(sequence.token + first_key + key) * args.shape.kv_heads + kv) * D
-                        : int64_t{-1};
+      return key < keys ? (static_cast<int64_t>(measured.token + key) * args.shape.kv_heads + kv) * D : int64_t{-1};
     });
   const int part_tokens = args.block / args.parts, parts = (keys + part_tokens - 1) / part_tokens;
   const bool single_keys = part_tokens == 1;  // their estimate is what is measured
@@ -72,8 +72,7 @@ __global__ void __launch_bounds__(128) blocks_kernel(const __grid_constant__ Cov
     __syncthreads();
     load_tile<D>(shared.q, static_cast<const __nv_bfloat16*>(args.q), [&](int r) {
       if (base + r >= rows) return int64_t{-1};
-      const int position = position_of(first_token + (base + r) / group);
-      return (static_cast<int64_t>(sequence.token + position) * args.shape.query_heads + kv * group +
+      return (query_row(args, sequence, first_token + (base + r) / group) * args.shape.query_heads + kv * group +
               (base + r) % group) *
              D;
     });
@@ -159,14 +158,14 @@ __global__ void __launch_bounds__(128) blocks_kernel(const __grid_constant__ Cov
 
 }  // namespace
 
-void tensor_coverage_blocks(const CoverageParams& p, cudaStream_t stream) {
+void tensor_coverage_blocks(const CoverageParams& p, int count, cudaStream_t stream) {
   for_head_dim(p.shape.head_dim, [&](auto d) {
     constexpr int D = decltype(d)::value;
     // More statistics at once would leave room for fewer thread blocks.
     const int at_once = std::min(p.parts, std::max(1, 16 * 1024 / (2 * D * 4)));
     const int bytes = Layout<D>::bytes(p.block / 64, at_once);
     allow_shared_memory(blocks_kernel<D>, bytes, "shared memory of the coverage");
-    blocks_kernel<D><<<dim3(p.blocks, p.shape.kv_heads), 128, bytes, stream>>>(p, at_once);
+    blocks_kernel<D><<<dim3(count, p.shape.kv_heads), 128, bytes, stream>>>(p, at_once);
     check(cudaGetLastError(), "coverage of key blocks");
   });
 }

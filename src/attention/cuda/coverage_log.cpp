@@ -11,8 +11,7 @@ constexpr int64_t kPieceFloats = 1 << 18;
 
 }  // namespace
 
-float* CoverageLog::add(int layer, const DevicePlan& plan) {
-  const CoveragePlan& coverage = plan.coverage();
+float* CoverageLog::add(int layer, const CoveragePlan& coverage, const Shape& shape) {
   size_t at = 0;
   while (at < pieces_.size() && pieces_[at].floats - pieces_[at].used < coverage.results) ++at;
   if (at == pieces_.size()) {
@@ -23,8 +22,8 @@ float* CoverageLog::add(int layer, const DevicePlan& plan) {
   Piece& piece = pieces_[at];
   for (const CoverageSequence& sequence : coverage.sequences) {
     if (sequence.sampled == 0) continue;
-    records_.push_back({layer, sequence.tokens, sequence.sampled, sequence.points, plan.shape().kv_heads,
-                        plan.shape().query_heads, at, piece.used + sequence.results});
+    records_.push_back({layer, sequence.tokens, sequence.sampled, sequence.points, shape.kv_heads, shape.query_heads,
+                        at, piece.used + sequence.results});
   }
   float* room = static_cast<float*>(piece.memory.data()) + piece.used;
   piece.used += coverage.results;

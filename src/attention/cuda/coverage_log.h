@@ -10,8 +10,8 @@ namespace sb::gpu {
 // Results of coverage measurements on their way to the host: they stay in device memory until somebody asks.
 class CoverageLog {
  public:
-  // Room for the results of one forward of a plan with a coverage plan.
-  float* add(int layer, const DevicePlan& plan);
+  // Room for the results of one forward.
+  float* add(int layer, const CoveragePlan& plan, const Shape& shape);
   // Adds everything to a report and starts anew. Waits for the device.
   void take(AttentionReport& report);
 

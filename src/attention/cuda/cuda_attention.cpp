@@ -309,7 +309,7 @@ class CudaAttention final : public ChoosingAttention {
     params.gathered = plan.gathered(lists);
     params.scores = floats(exec, 3 * plan.coverage().scores);
     params.ranks = floats(exec, 3 * plan.coverage().ranks);
-    params.results = coverage_.add(layer, plan);
+    params.results = coverage_.add(layer, plan.coverage(), plan.shape());
     gpu::measure_coverage(params, plan.precision(), exec.stream);
   }
 
@@ -491,8 +491,12 @@ std::unique_ptr<ChoosingAttention> make_cuda_attention(const CudaAttentionOption
   return std::make_unique<CudaAttention>(options);
 }
 
+bool cuda_attention_takes_hopper(const CudaAttentionOptions& options, const AttentionShape& shape, DType dtype) {
+  return hopper_takes(options, shape, dtype, cuda::device_info().major);
+}
+
 const char* cuda_attention_kernels(const CudaAttentionOptions& options, const AttentionShape& shape, DType dtype) {
-  return hopper_takes(options, shape, dtype, cuda::device_info().major) ? "Hopper" : "portable";
+  return cuda_attention_takes_hopper(options, shape, dtype) ? "Hopper" : "portable";
 }
 
 BlockIndex read_block_index(const AttentionState& state, ThreadPool& pool) {

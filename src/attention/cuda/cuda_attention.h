@@ -25,6 +25,8 @@ BlockIndex read_block_index(const AttentionState& state, ThreadPool& pool);
 void write_block_index(const BlockIndex& index, ChoosingAttention& attention, const Exec& exec,
                        const AttentionShape& shape, DType dtype, AttentionState& state);
 
+// Whether the Hopper kernels would run.
+bool cuda_attention_takes_hopper(const CudaAttentionOptions& options, const AttentionShape& shape, DType dtype);
 // Which kernels would run, for logs: "Hopper" or "portable".
 const char* cuda_attention_kernels(const CudaAttentionOptions& options, const AttentionShape& shape, DType dtype);
 

@@ -1,8 +1,6 @@
 #include "attention/cuda/device_plan.h"
 
 #include <algorithm>
-#include <bit>
-#include <cmath>
 #include <cstring>
 
 #include "attention/cuda/given_index.h"
@@ -57,23 +55,6 @@ bool DevicePlan::matches(const PlanRequest& request) const {
   return true;
 }
 
-ThresholdPlan DevicePlan::threshold_plan(const PlanRequest& request) const {
-  ThresholdPlan plan;
-  for (size_t s = 0; s < dense_.size(); ++s) {
-    if (dense_[s]) continue;
-    const SequenceTiles& tiles = request.tiles[s];
-    const int length_class = std::bit_width(static_cast<uint64_t>(tiles.tokens));
-    for (int64_t tile = 0; tile < tiles.tiles(); ++tile) {
-      plan.given[length_class] +=
-          shape_.kv_heads * (tiles.forced_competing(tile) + tiles.visible(tile) - tiles.competing(tile));
-      plan.wanted[length_class] += shape_.kv_heads * std::min(tiles.free_quota(tile), tiles.candidates(tile));
-    }
-    // What each block would hold if the mass lay evenly on twice the quota.
-    plan.start[length_class] = -std::log(2.0f * static_cast<float>(tiles.quota(0)));
-  }
-  return plan;
-}
-
 RowLayout DevicePlan::plan_lists(const PlanRequest& request) {
   if (request.index != nullptr) {
     select_ = plan_of(*request.index);
@@ -119,7 +100,7 @@ void DevicePlan::build(const PlanRequest& request, Staging& staging, void* strea
   RowLayout rows;
   if (sparse_) rows = plan_lists(request);
   work_ = make_work(shape_, cu_seqlens_, dense_, sparse_ ? &rows : nullptr, request.multiprocessors);
-  const ThresholdPlan thresholds = threshold_plan(request);
+  const ThresholdPlan thresholds = make_threshold_plan(shape_.kv_heads, dense_, request.tiles);
   coverage_ = {};
   if (request.coverage_rows > 0)
     coverage_ = make_coverage_plan(shape_, cu_seqlens_, dense_, request.tiles, request.coverage_rows,

@@ -139,7 +139,6 @@ class DevicePlan {
   const T* at(int64_t offset) const {
     return reinterpret_cast<const T*>(static_cast<const char*>(memory_.data()) + offset);
   }
-  ThresholdPlan threshold_plan(const PlanRequest& request) const;
   // Row lists of the sequences that are not dense, and where they lie.
   RowLayout plan_lists(const PlanRequest& request);
 

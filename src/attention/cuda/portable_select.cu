@@ -170,15 +170,19 @@ __global__ void __launch_bounds__(kThreads) masses_kernel(Arguments args) {
 }
 
 template <typename T>
+void launch_statistics(const SelectParams& p, cudaStream_t stream) {
+  if (p.block_count == 0) return;
+  statistics_kernel<T><<<p.block_count, 128, 0, stream>>>(
+      static_cast<const T*>(p.k), p.blocks, static_cast<float*>(p.statistics), p.statistics_rows, p.shape.head_dim,
+      p.shape.kv_heads, p.parts, p.select_block / p.parts, p.shape.scale,
+      p.moments ? p.shape.scale * p.shape.scale / 2 : 0.f, p.statistics_channels == 2);
+  check(cudaGetLastError(), "block statistics");
+}
+
+template <typename T>
 void launch(const SelectParams& p, cudaStream_t stream) {
   const int d = p.shape.head_dim;
-  if (p.max_competing > 0) {
-    statistics_kernel<T><<<p.block_count, 128, 0, stream>>>(
-        static_cast<const T*>(p.k), p.blocks, static_cast<float*>(p.statistics), p.statistics_rows, d, p.shape.kv_heads,
-        p.parts, p.select_block / p.parts, p.shape.scale, p.moments ? p.shape.scale * p.shape.scale / 2 : 0.f,
-        p.statistics_channels == 2);
-    check(cudaGetLastError(), "block statistics");
-  }
+  if (p.max_competing > 0 && !p.statistics_given) launch_statistics<T>(p, stream);
   begin_choices(p, stream);
   for (const SelectBatch& batch : p.batches) {
     if (batch.score_count > 0) {
@@ -204,6 +208,13 @@ void launch(const SelectParams& p, cudaStream_t stream) {
 
 int64_t portable_statistics_bytes(const Shape& shape, const SelectPlan& plan) {
   return int64_t{plan.statistics_rows} * plan.statistics * shape.head_dim * static_cast<int64_t>(sizeof(float));
+}
+
+void portable_block_statistics(const SelectParams& p, Precision precision, void* stream) {
+  if (precision == Precision::fp32)
+    launch_statistics<float>(p, static_cast<cudaStream_t>(stream));
+  else
+    launch_statistics<__nv_bfloat16>(p, static_cast<cudaStream_t>(stream));
 }
 
 void portable_select(const SelectParams& p, Precision precision, void* stream) {

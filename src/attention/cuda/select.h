@@ -112,6 +112,13 @@ struct SelectBlock {
   int32_t token = 0, keys = 0, head = 0, row = 0;
 };
 constexpr int kStatisticsGroup = 64;
+// The row of the first part of a block, among those of its sequence, and the rows of so many blocks.
+constexpr int64_t statistics_row(int64_t b, int parts) {
+  return b / kStatisticsGroup * kStatisticsGroup * parts + b % kStatisticsGroup;
+}
+constexpr int64_t statistics_rows(int64_t blocks, int parts) {
+  return parts == 1 ? blocks : (blocks + kStatisticsGroup - 1) / kStatisticsGroup * kStatisticsGroup * parts;
+}
 
 // Masses of all tokens at once would not fit: the tokens are worked off in batches, each within its own part of the
 // items.
@@ -146,12 +153,19 @@ struct SelectPlan {
   int64_t token_pairs = 0;  // (query, key) pairs over the list heads, if every query block uses all it may
 };
 
+// Where several ranks share the sequences, each plans for the query blocks it holds, over the key blocks of all: score
+// items count on the statistics of whole sequences, `blocks` are those that lie here, with rows among themselves. There
+// are no groups then, since columns belong to the rank that has the keys.
+struct HeldBlocks {
+  std::vector<std::span<const int32_t>> blocks;  // of every sequence those that lie here, ascending
+};
+
 // Sequences that run dense take no part. `tiles[s]` carries block, query_block, sinks, local blocks and budget of
 // sequence s; a score item has at most `score.tokens` tokens, a batch at most `batch_masses` masses (and at least one
-// query block).
+// query block). With `held`, cu_seqlens counts the tokens that lie here.
 SelectPlan make_select_plan(const Shape& shape, std::span<const int32_t> cu_seqlens, const std::vector<bool>& dense,
                             const std::vector<SequenceTiles>& tiles, const SelectionConfig& config,
-                            const ScoreTile& score, int64_t batch_masses);
+                            const ScoreTile& score, int64_t batch_masses, const HeldBlocks* held = nullptr);
 
 struct SelectParams {
   Shape shape;
@@ -183,6 +197,7 @@ struct SelectParams {
   unsigned long long* chosen = nullptr;
   // Workspace.
   void* statistics = nullptr;  // statistics_bytes()
+  bool statistics_given = false;
   uint16_t* masses =
       nullptr;  // [plan.planes · plan.masses]: log2 as 16-bit floats, mapped so that they order as unsigned integers
   uint8_t* map = nullptr;            // [plan.map_bytes]
@@ -212,5 +227,10 @@ void portable_select(const SelectParams& params, Precision precision, void* stre
 // Column lists from the map, when the row lists are done. Only the backward needs them: this may run beside the
 // forward.
 void list_columns(const SelectParams& params, void* stream);
+
+// For ranks that share sequences: the statistics of `blocks` alone. With those of all ranks in `statistics`, and
+// `statistics_given`, the functions above choose by them.
+void hopper_block_statistics(const SelectParams& params, void* stream);
+void portable_block_statistics(const SelectParams& params, Precision precision, void* stream);
 
 }  // namespace sb::gpu

@@ -1,7 +1,9 @@
 #include <algorithm>
 #include <bit>
+#include <cmath>
 
 #include "attention/cuda/select.h"
+#include "attention/cuda/thresholds.h"
 #include "attention/selection/staircase.h"
 #include "attention/selection/vertical_slash.h"
 #include "core/errors.h"
@@ -22,8 +24,9 @@ StaircaseRule rule_of(const SelectionConfig& config, int64_t free_quota) {
 // The query blocks of one sequence under one key/value head, and what they are scored with.
 class SequencePlanner {
  public:
+  // `held`: the key blocks whose query blocks are planned; null: all.
   SequencePlanner(SelectPlan& plan, const SelectionConfig& config, const SequenceTiles& tiles, int head, int32_t begin,
-                  int32_t list, const ScoreTile& score, int64_t batch_masses)
+                  int32_t list, const ScoreTile& score, int64_t batch_masses, const std::span<const int32_t>* held)
       : plan_(plan),
         config_(config),
         tiles_(tiles),
@@ -32,6 +35,7 @@ class SequencePlanner {
         list_(list),
         score_(score),
         batch_masses_(batch_masses),
+        held_(held),
         most_mass_(config.pattern == SelectionPattern::mass && config.order == SelectionOrder::lookahead),
         statistics_(plan.statistics_rows),
         map_stride_((fine_blocks(tiles.tokens) + 15) / 16 * 16) {}
@@ -41,8 +45,10 @@ class SequencePlanner {
     SelectPool pool;
     pool.first_tile = plan_.pool_tiles;
     pool.tiles = static_cast<int32_t>(tiles_.tiles());
-    for (int64_t tile = 0; tile < tiles_.tiles(); ++tile) {
+    int64_t lines = 0;  // of the map
+    each_tile([&](int64_t tile, int32_t token) {
       SelectItem item = make_item(tile);
+      item.map = plan_.map_bytes + lines++ * map_stride_;
       const bool scored = !item.everything && item.total > 0 && tiles_.candidates(tile) > 0;
       if (scored) {
         find_choosing(item);
@@ -54,7 +60,7 @@ class SequencePlanner {
           batch_used = 0;
         }
         item.masses = batch_used;
-        add_scores(item);
+        add_scores(item, token);
         batch_used += needed;
         if (most_mass_) {
           item.sums = plan_.sums;
@@ -67,28 +73,45 @@ class SequencePlanner {
       plan_.items.push_back(item);
       plan_.batches.back().item_count = static_cast<int32_t>(plan_.items.size()) - plan_.batches.back().item_begin;
       plan_.batches.back().score_count = static_cast<int32_t>(plan_.scores.size()) - plan_.batches.back().score_begin;
-    }
+    });
     if (most_mass_) {
       plan_.pools.push_back(pool);
       plan_.pool_tiles += pool.tiles;
     }
     add_columns();
-    plan_.map_bytes += tiles_.tiles() * map_stride_;
+    plan_.map_bytes += lines * map_stride_;
   }
 
  private:
   int64_t fine_blocks(int64_t tokens) const { return (tokens + plan_.block - 1) / plan_.block; }
 
+  // Calls body(tile, its first token in the packed tensors).
+  template <typename Body>
+  void each_tile(Body body) const {
+    if (held_ == nullptr) {
+      for (int64_t tile = 0; tile < tiles_.tiles(); ++tile)
+        body(tile, static_cast<int32_t>(begin_ + tiles_.begin(tile)));
+      return;
+    }
+    const int64_t each = tiles_.block / tiles_.query_block;
+    for (size_t i = 0; i < held_->size(); ++i) {
+      const int64_t first = (*held_)[i] * each, token = begin_ + static_cast<int64_t>(i) * tiles_.block;
+      for (int64_t tile = first; tile < std::min(first + each, tiles_.tiles()); ++tile)
+        body(tile, static_cast<int32_t>(token + (tile - first) * tiles_.query_block));
+    }
+  }
+
   void add_blocks() {
     const int parts = plan_.parts;
-    for (int64_t b = 0; b < tiles_.blocks(); ++b) {
-      const int64_t group = b / kStatisticsGroup * kStatisticsGroup;
-      plan_.blocks.push_back({static_cast<int32_t>(begin_ + b * tiles_.block),
+    const auto add = [&](int64_t b, int64_t place, int64_t row) {
+      plan_.blocks.push_back({static_cast<int32_t>(begin_ + place * tiles_.block),
                               static_cast<int32_t>(std::min<int64_t>(tiles_.block, tiles_.tokens - b * tiles_.block)),
-                              head_, static_cast<int32_t>(statistics_ + group * parts + b - group)});
-    }
-    const int64_t groups = (tiles_.blocks() + kStatisticsGroup - 1) / kStatisticsGroup;
-    const int64_t rows = statistics_ + (parts == 1 ? tiles_.blocks() : groups * kStatisticsGroup * parts);
+                              head_, static_cast<int32_t>(row)});
+    };
+    for (int64_t b = 0; b < tiles_.blocks() && held_ == nullptr; ++b) add(b, b, statistics_ + statistics_row(b, parts));
+    for (size_t i = 0; held_ != nullptr && i < held_->size(); ++i)
+      add((*held_)[i], static_cast<int64_t>(i), statistics_row(std::ssize(plan_.blocks), parts));
+    const int64_t rows = statistics_ + statistics_rows(tiles_.blocks(), parts);
     SB_USER_CHECK(rows < INT32_MAX, "parts of {} keys are too many for this micro-batch; raise attention.score_tokens",
                   plan_.select_block / parts);
     plan_.statistics_rows = static_cast<int32_t>(rows);
@@ -105,7 +128,6 @@ class SequencePlanner {
     item.local = std::min(tiles_.local_blocks, item.competing - item.sinks);
     item.length_class = static_cast<int32_t>(std::bit_width(static_cast<uint64_t>(tiles_.tokens)));
     item.list_begin = plan_.row_offsets.back();
-    item.map = plan_.map_bytes + tile * map_stride_;
     item.pool = most_mass_ ? static_cast<int32_t>(plan_.pools.size()) : list_;
     const int64_t own = item.visible - int64_t{item.competing} * expand, candidates = tiles_.candidates(tile);
     int64_t seen_by_last = item.competing;
@@ -164,8 +186,7 @@ class SequencePlanner {
   }
 
   // Query blocks with the same competing key blocks join.
-  void add_scores(const SelectItem& item) {
-    const int32_t token = begin_ + item.position;
+  void add_scores(const SelectItem& item, int32_t token) {
     for (size_t i = 0; i < choosing_.size(); ++i) {
       const int32_t at = token + choosing_[i];
       ScoreItem* last = nullptr;
@@ -186,7 +207,7 @@ class SequencePlanner {
 
   void add_columns() {
     const int64_t blocks = fine_blocks(tiles_.tokens);
-    for (int64_t b = 0; b < blocks; b += kGroupColumns) {
+    for (int64_t b = 0; b < blocks && held_ == nullptr; b += kGroupColumns) {
       SelectGroup group;
       group.column = plan_.columns + static_cast<int32_t>(b);
       group.columns = static_cast<int32_t>(std::min<int64_t>(kGroupColumns, blocks - b));
@@ -209,6 +230,7 @@ class SequencePlanner {
   int32_t begin_, list_;
   ScoreTile score_;
   int64_t batch_masses_;
+  const std::span<const int32_t>* held_;
   bool most_mass_;
   int32_t statistics_;
   int64_t map_stride_;
@@ -236,11 +258,15 @@ void repeat_scores(SelectPlan& plan) {
 
 SelectPlan make_select_plan(const Shape& shape, std::span<const int32_t> cu_seqlens, const std::vector<bool>& dense,
                             const std::vector<SequenceTiles>& tiles, const SelectionConfig& config,
-                            const ScoreTile& score, int64_t batch_masses) {
+                            const ScoreTile& score, int64_t batch_masses, const HeldBlocks* held) {
   const size_t sequences = cu_seqlens.size() - 1;
   SB_CHECK(score.tokens <= kMaxScoreTokens, "{} tokens in a score item", score.tokens);
   SB_CHECK(dense.size() == sequences && tiles.size() == sequences, "{} flags, {} tilings for {} sequences",
            dense.size(), tiles.size(), sequences);
+  SB_CHECK(
+      held == nullptr || (held->blocks.size() == sequences && config.block % config.query_block == 0 &&
+                          !(config.pattern == SelectionPattern::mass && config.order == SelectionOrder::lookahead)),
+      "ranks that share sequences choose by blocks of their own");
   SelectPlan plan;
   plan.list_heads = config.lists_per_query_head() ? shape.query_heads : shape.kv_heads;
   plan.query_block = config.query_block;
@@ -259,26 +285,27 @@ SelectPlan make_select_plan(const Shape& shape, std::span<const int32_t> cu_seql
     int32_t sparse = 0;
     for (size_t s = 0; s < sequences; ++s) {
       const SequenceTiles& t = tiles[s];
-      SB_CHECK(
-          t.tokens == cu_seqlens[s + 1] - cu_seqlens[s] && t.block == config.block && t.query_block == plan.query_block,
-          "tiling of sequence {} does not match", s);
+      const int32_t tokens = cu_seqlens[s + 1] - cu_seqlens[s];
+      SB_CHECK((held != nullptr || t.tokens == tokens) && t.block == config.block && t.query_block == plan.query_block,
+               "tiling of sequence {} does not match", s);
       if (dense[s]) {
-        plan.row_offsets.insert(plan.row_offsets.end(), t.tiles(), plan.row_offsets.back());
+        plan.row_offsets.insert(plan.row_offsets.end(), (tokens + plan.query_block - 1) / plan.query_block,
+                                plan.row_offsets.back());
         const auto blocks = static_cast<int32_t>((t.tokens + plan.block - 1) / plan.block);
-        for (int32_t b = 0; b < blocks; b += kGroupColumns) {
+        for (int32_t b = 0; b < blocks && held == nullptr; b += kGroupColumns) {
           SelectGroup group;
           group.column = plan.columns + b;
           group.columns = std::min(kGroupColumns, blocks - b);
           plan.groups.push_back(group);
         }
         plan.columns += blocks;
-        plan.token_pairs += t.tokens * (t.tokens + 1) / 2;
+        if (held == nullptr) plan.token_pairs += t.tokens * (t.tokens + 1) / 2;
         continue;
       }
       SB_USER_CHECK(t.blocks() <= 65536, "a sequence of {} tokens has more than 65,536 blocks of {}; use larger blocks",
                     t.tokens, t.block);
       SequencePlanner(plan, config, t, head, cu_seqlens[s], sparse++ * plan.list_heads + head, score,
-                      batch_masses / score.planes)
+                      batch_masses / score.planes, held == nullptr ? nullptr : &held->blocks[s])
           .add(batch_used);
     }
   }
@@ -291,6 +318,24 @@ SelectPlan make_select_plan(const Shape& shape, std::span<const int32_t> cu_seql
                      [](const ScoreItem& a, const ScoreItem& b) { return a.competing > b.competing; });
     std::stable_sort(plan.items.begin() + batch.item_begin, plan.items.begin() + batch.item_begin + batch.item_count,
                      [](const SelectItem& a, const SelectItem& b) { return a.competing > b.competing; });
+  }
+  return plan;
+}
+
+ThresholdPlan make_threshold_plan(int kv_heads, const std::vector<bool>& dense,
+                                  const std::vector<SequenceTiles>& all_tiles) {
+  ThresholdPlan plan;
+  for (size_t s = 0; s < dense.size(); ++s) {
+    if (dense[s]) continue;
+    const SequenceTiles& tiles = all_tiles[s];
+    const int length_class = std::bit_width(static_cast<uint64_t>(tiles.tokens));
+    for (int64_t tile = 0; tile < tiles.tiles(); ++tile) {
+      plan.given[length_class] +=
+          kv_heads * (tiles.forced_competing(tile) + tiles.visible(tile) - tiles.competing(tile));
+      plan.wanted[length_class] += kv_heads * std::min(tiles.free_quota(tile), tiles.candidates(tile));
+    }
+    // What each block would hold if the mass lay evenly on twice the quota.
+    plan.start[length_class] = -std::log(2.0f * static_cast<float>(tiles.quota(0)));
   }
   return plan;
 }

@@ -4,6 +4,7 @@
 // never waits for the host.
 
 #include <cstdint>
+#include <vector>
 
 #include "attention/cuda/select.h"
 
@@ -15,6 +16,9 @@ struct ThresholdPlan {
   int64_t wanted[kLengthClasses] = {};  // that the quota asks for besides
   float start[kLengthClasses] = {};     // threshold where none is known yet (NaN)
 };
+
+ThresholdPlan make_threshold_plan(int kv_heads, const std::vector<bool>& dense,
+                                  const std::vector<SequenceTiles>& tiles);
 
 void begin_thresholds(float* thresholds, const ThresholdPlan* plan, void* stream);
 // After a selection: `chosen` as SelectParams has it.

@@ -100,6 +100,7 @@ __global__ void __launch_bounds__(256)
 
 template <int D>
 void launch_statistics(const SelectParams& p, cudaStream_t stream) {
+  if (p.block_count == 0) return;
   const auto* k = static_cast<const __nv_bfloat16*>(p.k);
   auto* out = static_cast<__nv_bfloat16*>(p.statistics);
   const float variance_scale = p.moments ? p.shape.scale / 2 : 0.f;
@@ -129,11 +130,18 @@ ScoreTile hopper_score_tile(const Shape& shape, const BlockScoring& scoring) {
   return {rows / static_cast<int>(std::bit_ceil(static_cast<unsigned>(group / planes))), planes};
 }
 
+void hopper_block_statistics(const SelectParams& p, void* stream) {
+  if (p.shape.head_dim != 64 && p.shape.head_dim != 128) throw_unsupported("head_dim", p.shape.head_dim);
+  if (p.shape.head_dim == 128)
+    launch_statistics<128>(p, static_cast<cudaStream_t>(stream));
+  else
+    launch_statistics<64>(p, static_cast<cudaStream_t>(stream));
+}
+
 void hopper_select(const SelectParams& p, void* stream) {
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
-  if (p.shape.head_dim != 64 && p.shape.head_dim != 128) throw_unsupported("head_dim", p.shape.head_dim);
   begin_choices(p, cuda_stream);
-  if (p.max_competing > 0) (p.shape.head_dim == 128 ? launch_statistics<128> : launch_statistics<64>)(p, cuda_stream);
+  if (p.max_competing > 0 && !p.statistics_given) hopper_block_statistics(p, stream);
   for (const SelectBatch& batch : p.batches) {
     if (batch.score_count > 0) (p.parts > 1 ? part_masses : whole_masses)(p, batch, cuda_stream);
     choose_blocks(p, batch, cuda_stream, batch.score_count > 0);

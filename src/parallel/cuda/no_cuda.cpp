@@ -26,7 +26,11 @@ std::unique_ptr<ChoosingAttention> make_cuda_ring_attention(Communicator&, Commu
   refuse();
 }
 
-BlockIndex& cuda_ring_index(AttentionState&) {
+BlockIndex read_ring_index(const AttentionState&, ThreadPool&) {
+  refuse();
+}
+
+void write_ring_index(BlockIndex, AttentionState&) {
   refuse();
 }
 

@@ -1,0 +1,259 @@
+#include "parallel/cuda/cuda_ring_choice.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "attention/cuda/cuda_attention.h"
+#include "attention/selection/block_statistics.h"
+#include "device/cuda.h"
+#include "parallel/cuda/cuda_ring_memory.h"
+#include "parallel/cuda/ring_kernels.h"
+
+namespace sb {
+namespace {
+
+using gpu::CudaRingPlan;
+
+// Plans are kept for as many different micro-batches, and by the states that use them.
+constexpr size_t kPlans = 16;
+
+}  // namespace
+
+CudaRingChoice::CudaRingChoice(Communicator& data, const RingAttention::Options& options)
+    : data_(data), options_(options), multiprocessors_(cuda::device_info().multiprocessors) {
+  if (!counts()) return;
+  counted_.ensure("attention counts", counted_bytes());
+  cuda::zero_and_wait(counted_.data(), counted_bytes());
+  set_thresholds({});
+}
+
+std::shared_ptr<CudaRingPlan> CudaRingChoice::plan_for(const Exec& exec, int layer, const AttentionShape& shape,
+                                                       const PackedSequences& sequences, DType dtype) {
+  const SelectionConfig& selection = options_.selection;
+  if (!hopper_)
+    hopper_ = selection.block != 64 &&
+              cuda_attention_takes_hopper({.attention = {selection, options_.layers, 0}}, shape, dtype);
+  gpu::RingPlanRequest request;
+  request.placement = options_.placement;
+  request.ranks = data_.size();
+  request.rank = data_.rank();
+  request.cu_seqlens = sequences.whole_cu_seqlens;
+  request.shape = shape;
+  request.precision = dtype == DType::f32 ? gpu::Precision::fp32 : gpu::Precision::bf16;
+  request.hopper = *hopper_ && dtype == DType::bf16;
+  request.selection = &selection;
+  request.multiprocessors = multiprocessors_;
+  request.batch_masses = kRingBatchMasses;
+  request.coverage_rows = options_.coverage_rows;
+  for (size_t s = 0; s + 1 < sequences.whole_cu_seqlens.size(); ++s) {
+    const int64_t tokens = sequences.whole_cu_seqlens[s + 1] - sequences.whole_cu_seqlens[s];
+    request.tiles.push_back(
+        sequence_tiles(selection, tokens, sequences.budgets.empty() ? selection.budget : sequences.budgets[s]));
+    request.dense.push_back(runs_dense(selection, layer, request.tiles.back()));
+  }
+  for (size_t i = 0; i < plans_.size(); ++i) {
+    if (!plans_[i]->matches(request)) continue;
+    std::rotate(plans_.begin(), plans_.begin() + static_cast<ptrdiff_t>(i),
+                plans_.begin() + static_cast<ptrdiff_t>(i) + 1);
+    return plans_.front();
+  }
+  // The oldest one that no state needs gives its memory.
+  std::shared_ptr<CudaRingPlan> plan;
+  if (plans_.size() >= kPlans) {
+    const auto free = std::find_if(plans_.rbegin(), plans_.rend(), [](const auto& p) { return p.use_count() == 1; });
+    if (free != plans_.rend()) {
+      plan = *free;
+      plans_.erase(std::next(free).base());
+    } else {
+      plans_.pop_back();
+    }
+  }
+  if (plan == nullptr) plan = std::make_shared<CudaRingPlan>();
+  plan->build(request, staging_, exec.stream);
+  for (const CudaRingPlan::Set& set : plan->sets()) {
+    if (!set.dense) continue;
+    const ArenaScope scope(*exec.scratch);
+    gpu::SelectParams params;
+    allocate_choices(exec, *plan, set, params);
+    gpu::portable_select(params, plan->precision(), exec.stream);
+    cut(exec, *plan, set, params, plan->own_lists(set));
+  }
+  plans_.insert(plans_.begin(), plan);
+  return plan;
+}
+
+void CudaRingChoice::allocate_choices(const Exec& exec, const CudaRingPlan& plan, const CudaRingPlan::Set& set,
+                                      gpu::SelectParams& params) {
+  plan.set(set, params);
+  params.row_entries = exec.scratch->allocate_array<uint32_t>(set.plan.select.entries);
+  params.map = exec.scratch->allocate_array<uint8_t>(set.plan.select.map_bytes);
+  params.column_counts = exec.scratch->allocate_array<int32_t>(params.column_count);
+  params.statistics_given = true;  // or not needed
+}
+
+void CudaRingChoice::choose(const Exec& exec, int layer, const AttentionOperands& operands, const CudaRingPlan& plan,
+                            gpu::DeviceBuffer& list_memory, LayerAttention& report) {
+  const SelectionConfig& selection = options_.selection;
+  const CudaRingPlan::Set* set = plan.sparse();
+  const ArenaScope scope(*exec.scratch);
+  gpu::SelectParams params;
+  if (set != nullptr) {
+    const CudaRingPlan::Lists lists = plan.lists_in(*set, list_memory.ensure("block index", set->list_bytes));
+    allocate_choices(exec, plan, *set, params);
+    params.q = operands.q.raw();
+    params.k = operands.k.raw();
+    params.pattern = selection.pattern;
+    params.lookahead = selection.order == SelectionOrder::lookahead;
+    params.moments = selection.score == BlockScore::moments;
+    params.coverage = static_cast<float>(selection.coverage);
+    {
+      const ArenaScope scoring(*exec.scratch);
+      gather_statistics(exec, plan, *set, params);
+      params.masses = exec.scratch->allocate_array<uint16_t>(set->plan.select.planes * set->plan.select.masses);
+      constexpr int64_t kCounts = 2 * gpu::kLengthClasses;
+      if (counts()) {
+        params.chosen = exec.scratch->allocate_array<unsigned long long>(kCounts);
+        cuda::zero(exec.stream, params.chosen, kCounts * static_cast<int64_t>(sizeof(unsigned long long)));
+      }
+      if (steers()) {
+        params.thresholds = device_thresholds(layer);
+        gpu::begin_thresholds(device_thresholds(layer), plan.thresholds(), exec.stream);
+      }
+      if (plan.hopper())
+        gpu::hopper_select(params, exec.stream);
+      else
+        gpu::portable_select(params, plan.precision(), exec.stream);
+      if (counts()) gpu::add_pairs(counted(layer), params.chosen, exec.stream);
+      if (steers()) {
+        data_.all_reduce_async(params.chosen, kCounts, CommType::i64, ReduceOp::sum).wait();
+        gpu::steer_thresholds(device_thresholds(layer), plan.thresholds(), params.chosen, exec.stream);
+      }
+    }
+    cut(exec, plan, *set, params, lists);
+  }
+  report.causal_pairs += plan.causal_pairs();
+  report.pairs += counts() ? plan.dense_pairs() : plan.pairs();
+  if (options_.coverage_rows > 0) measure(exec, layer, operands, plan, params.row_entries);
+}
+
+// Statistics of all key blocks, from the ranks that have the keys.
+void CudaRingChoice::gather_statistics(const Exec& exec, const CudaRingPlan& plan, const CudaRingPlan::Set& set,
+                                       gpu::SelectParams& params) const {
+  const gpu::SelectPlan& select = set.plan.select;
+  const int64_t piece = set.plan.piece, rows = select.statistics_rows;
+  if (piece == 0) return;
+  const bool hopper = plan.hopper();
+  // 32-bit words of a row: the Hopper kernels have row after row, the others channel after channel.
+  const int64_t words = int64_t{select.statistics} * set.shape.head_dim / (hopper ? 2 : 1);
+  auto* pieces = exec.scratch->allocate_array<uint32_t>(data_.size() * piece * words);
+  gpu::SelectParams own = params;
+  own.statistics = pieces + data_.rank() * piece * words;
+  own.statistics_rows = static_cast<int32_t>(piece);
+  own.column_count = 0;
+  if (hopper)
+    gpu::hopper_block_statistics(own, exec.stream);
+  else
+    gpu::portable_block_statistics(own, plan.precision(), exec.stream);
+  data_.all_gather_async(pieces, piece * words * static_cast<int64_t>(sizeof(uint32_t)), CommType::u8).wait();
+  auto* statistics = exec.scratch->allocate_array<uint32_t>(rows * words);
+  gpu::PlaceStatistics place;
+  place.pieces = pieces;
+  place.to = statistics;
+  place.places = plan.at<int32_t>(set.statistics);
+  place.piece = piece;
+  place.ranks = data_.size();
+  place.words = static_cast<int32_t>(words);
+  place.from_row = place.to_row = hopper ? words : 1;
+  place.from_word = hopper ? 1 : piece;
+  place.to_word = hopper ? 1 : rows;
+  gpu::place_statistics(place, exec.stream);
+  params.statistics = statistics;
+}
+
+void CudaRingChoice::cut(const Exec& exec, const CudaRingPlan& plan, const CudaRingPlan::Set& set,
+                         const gpu::SelectParams& chosen, const CudaRingPlan::Lists& lists) {
+  gpu::RingCutParams params;
+  plan.set(set, params);
+  params.chosen = chosen.row_entries;
+  params.map = chosen.map;
+  params.column_counts = chosen.column_counts;
+  params.row_entries = lists.row_entries;
+  params.pass_begin = lists.pass_begin;
+  params.column_offsets = lists.column_offsets;
+  params.column_entries = lists.column_entries;
+  gpu::cut_ring_lists(params, exec.stream);
+}
+
+// Sampled queries go to all ranks; each weighs the key blocks it holds, and judges the tokens whose lists it has.
+void CudaRingChoice::measure(const Exec& exec, int layer, const AttentionOperands& operands, const CudaRingPlan& plan,
+                             const uint32_t* row_entries) {
+  if (plan.sampled() == 0) return;
+  const SelectionConfig& selection = options_.selection;
+  const ArenaScope scope(*exec.scratch);
+  gpu::CoverageParams params;
+  plan.set(params);
+  const int64_t row = int64_t{params.shape.query_heads} * params.shape.head_dim * dtype_bytes(operands.q.dtype());
+  void* sampled = exec.scratch->allocate_bytes(plan.sampled() * row);
+  gpu::gather_rows(exec, {operands.q.raw(), row, sampled, row, plan.sampled_rows(), plan.sampled(), row});
+  // One rank has each, the others zeros: their sums are the bits themselves.
+  data_.all_reduce_async(sampled, plan.sampled() * row / 4, CommType::i32, ReduceOp::sum).wait();
+  params.q = sampled;
+  params.k = operands.k.raw();
+  params.moments = selection.score == BlockScore::moments;
+  params.block = selection.block;
+  params.parts = BlockScoring(selection).parts();
+  params.query_block = selection.query_block;
+  params.sinks = selection.sink_blocks;
+  params.local = selection.local_blocks;
+  params.row_entries = row_entries;
+  const auto zeros = [&](float* to, int64_t count) {
+    cuda::zero(exec.stream, to, count * static_cast<int64_t>(sizeof(float)));
+    return to;
+  };
+  const int64_t scores = 3 * plan.coverage().scores, results = plan.coverage().results;
+  params.scores = zeros(exec.scratch->allocate_array<float>(scores), scores);
+  params.ranks = exec.scratch->allocate_array<float>(3 * plan.coverage().ranks);
+  params.results = data_.rank() == 0 ? coverage_.add(layer, plan.coverage(), params.shape)
+                                     : exec.scratch->allocate_array<float>(results);
+  zeros(params.results, results);
+  gpu::measure_blocks(params, plan.precision(), exec.stream);
+  data_.all_reduce_async(params.scores, scores, CommType::f32, ReduceOp::sum).wait();
+  gpu::measure_tokens(params, plan.precision(), exec.stream);
+  data_.all_reduce_async(params.results, results, CommType::f32, ReduceOp::sum).wait();
+}
+
+void CudaRingChoice::report(AttentionReport& report) {
+  if (counts()) {
+    std::vector<unsigned long long> pairs(static_cast<size_t>(options_.layers));
+    const auto bytes = static_cast<int64_t>(pairs.size() * sizeof(pairs[0]));
+    cuda::copy_and_wait(counted_.data(), pairs.data(), bytes);
+    cuda::zero_and_wait(counted_.data(), bytes);
+    for (size_t layer = 0; layer < pairs.size(); ++layer)
+      report.layers[layer].pairs += static_cast<int64_t>(pairs[layer]);
+  }
+  coverage_.take(report);
+}
+
+Selector::Thresholds CudaRingChoice::thresholds() const {
+  Selector::Thresholds found;
+  if (!steers()) return found;
+  std::vector<float> values(static_cast<size_t>(options_.layers) * gpu::kLengthClasses);
+  cuda::copy_and_wait(device_thresholds(0), values.data(), static_cast<int64_t>(values.size() * sizeof(float)));
+  for (size_t i = 0; i < values.size(); ++i)
+    if (!std::isnan(values[i]))
+      found[{static_cast<int>(i / gpu::kLengthClasses), static_cast<int>(i % gpu::kLengthClasses)}] = values[i];
+  return found;
+}
+
+void CudaRingChoice::set_thresholds(const Selector::Thresholds& thresholds) {
+  if (!steers()) return;
+  std::vector<float> values(static_cast<size_t>(options_.layers) * gpu::kLengthClasses,
+                            std::numeric_limits<float>::quiet_NaN());
+  for (const auto& [place, value] : thresholds)
+    if (place.first < options_.layers && place.second < gpu::kLengthClasses)
+      values[static_cast<size_t>(place.first) * gpu::kLengthClasses + static_cast<size_t>(place.second)] = value;
+  cuda::copy_and_wait(values.data(), device_thresholds(0), static_cast<int64_t>(values.size() * sizeof(float)));
+}
+
+}  // namespace sb

@@ -1,0 +1,67 @@
+#pragma once
+
+// Choosing pairs in a ring of GPUs, on the devices: statistics of key blocks are exchanged, every rank chooses for its
+// own queries, and the lists are cut by pass. Nothing waits for the host.
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "attention/cuda/coverage_log.h"
+#include "comm/communicator.h"
+#include "parallel/cuda/cuda_ring_plan.h"
+#include "parallel/ring_attention.h"
+
+namespace sb {
+
+class CudaRingChoice {
+ public:
+  // `data` is the ring's communicator of device memory.
+  CudaRingChoice(Communicator& data, const RingAttention::Options& options);
+
+  // The plan of a micro-batch, with the lists of its dense sequences.
+  std::shared_ptr<gpu::CudaRingPlan> plan_for(const Exec& exec, int layer, const AttentionShape& shape,
+                                              const PackedSequences& sequences, DType dtype);
+  // Lists of the sparse sequences, in `list_memory`; and true coverage, where it is asked for.
+  void choose(const Exec& exec, int layer, const AttentionOperands& operands, const gpu::CudaRingPlan& plan,
+              gpu::DeviceBuffer& list_memory, LayerAttention& report);
+  // Adds what is only known on the device; waits for it.
+  void report(AttentionReport& report);
+  Selector::Thresholds thresholds() const;
+  void set_thresholds(const Selector::Thresholds& thresholds);
+
+ private:
+  static void allocate_choices(const Exec& exec, const gpu::CudaRingPlan& plan, const gpu::CudaRingPlan::Set& set,
+                               gpu::SelectParams& params);
+  void gather_statistics(const Exec& exec, const gpu::CudaRingPlan& plan, const gpu::CudaRingPlan::Set& set,
+                         gpu::SelectParams& params) const;
+  // Row lists of the selection, by pass and by column.
+  static void cut(const Exec& exec, const gpu::CudaRingPlan& plan, const gpu::CudaRingPlan::Set& set,
+                  const gpu::SelectParams& chosen, const gpu::CudaRingPlan::Lists& lists);
+  void measure(const Exec& exec, int layer, const AttentionOperands& operands, const gpu::CudaRingPlan& plan,
+               const uint32_t* row_entries);
+
+  // How many blocks are chosen is known beforehand but for these.
+  bool counts() const { return options_.selection.pattern == SelectionPattern::topp || steers(); }
+  bool steers() const { return options_.selection.pattern == SelectionPattern::mass; }
+  // Pairs of every layer, then thresholds of every layer and length class.
+  int64_t counted_bytes() const {
+    return options_.layers * static_cast<int64_t>(sizeof(unsigned long long) + gpu::kLengthClasses * sizeof(float));
+  }
+  unsigned long long* counted(int layer) const { return static_cast<unsigned long long*>(counted_.data()) + layer; }
+  float* device_thresholds(int layer) const {
+    return reinterpret_cast<float*>(counted(options_.layers)) + int64_t{layer} * gpu::kLengthClasses;
+  }
+
+  Communicator& data_;
+  const RingAttention::Options options_;
+  const int multiprocessors_;
+  std::optional<bool> hopper_;
+  gpu::Staging staging_;
+  std::vector<std::shared_ptr<gpu::CudaRingPlan>> plans_;  // used last first
+  gpu::DeviceBuffer counted_;
+  gpu::CoverageLog coverage_;
+};
+
+}  // namespace sb
