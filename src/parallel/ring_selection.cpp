@@ -33,10 +33,6 @@ RingSelection::RingSelection(const SelectionConfig& config) : selector_(config) 
                 "attention.query_block: {} does not divide attention.block {}, as it must when ranks share sequences "
                 "(parallel.cp); use {}",
                 config.query_block, config.block, 16);
-  SB_USER_CHECK(
-      config.pattern != SelectionPattern::mass || config.order == SelectionOrder::causal,
-      "attention.pattern: mass with selection: lookahead ranks the pairs of a whole sequence, which ranks that "
-      "share it (parallel.cp) do not have; use selection: causal");
 }
 
 void RingSelection::choose(const Exec& exec, Communicator& group, int layer, const AttentionShape& shape,
@@ -52,6 +48,7 @@ void RingSelection::choose(const Exec& exec, Communicator& group, int layer, con
   builder_.begin(index, {config.block, config.query_block, selector_.list_heads(shape)}, layout.cu_seqlens(), dense,
                  exec.pool->threads());
   const bool all_dense = std::all_of(dense.begin(), dense.end(), [](uint8_t d) { return d != 0; });
+  const bool most_mass = config.pattern == SelectionPattern::mass && config.order == SelectionOrder::lookahead;
   const ArenaScope scope(*exec.scratch);
   std::vector<const float*> statistics;
   if (config.scores_blocks() && !all_dense) {
@@ -81,11 +78,14 @@ void RingSelection::choose(const Exec& exec, Communicator& group, int layer, con
       choose_vertical_slash_rows(exec, group, request, layout, s);
     } else {
       request.statistics = statistics[s];
-      chosen[s] = selector_.select_held(exec, request, builder_);
+      if (most_mass)
+        choose_most_mass_rows(exec, group, request);
+      else
+        chosen[s] = selector_.select_held(exec, request, builder_);
     }
   }
   builder_.finish(*exec.pool);
-  if (config.pattern == SelectionPattern::mass && !all_dense) {
+  if (config.pattern == SelectionPattern::mass && !most_mass && !all_dense) {
     group.all_reduce(std::span<int64_t>(chosen));
     for (int s = 0; s < layout.sequences(); ++s) {
       if (dense[s]) continue;

@@ -38,6 +38,8 @@ class RingSelection {
   // Memory that it holds now.
   int64_t bytes() const { return builder_.bytes(); }
 
+  // About what choose() takes besides exec.scratch, likewise.
+  int64_t choice_bytes(const AttentionShape& shape, int64_t max_tokens, int ranks) const;
   // Bytes of exec.scratch that choose() takes when no one of `ranks` ranks has more tokens than this.
   int64_t scratch_bytes(const AttentionShape& shape, int64_t max_tokens, int ranks) const;
 
@@ -51,6 +53,7 @@ class RingSelection {
   void choose_vertical_slash_rows(const Exec& exec, Communicator& group, const SelectionRequest& request,
                                   const ContextLayout& layout, int sequence);
   void choose_window_rows(const SelectionRequest& request);
+  void choose_most_mass_rows(const Exec& exec, Communicator& group, const SelectionRequest& request);
 
   Selector selector_;
   BlockIndexBuilder builder_;
