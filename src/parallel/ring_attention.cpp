@@ -323,6 +323,7 @@ int64_t RingAttention::call_bytes(const AttentionShape& shape, int64_t max_token
                               lists.staged_bytes(lists.rows(tokens), lists.rows(max_tokens), group_.size() + 1) +
                               8 * lists.rows(tokens) + 4 * lists.heads * blocks);
   most += copies_limit(shape, max_tokens) * static_cast<int64_t>(sizeof(int32_t));
+  most = std::max(most, selection_.choice_bytes(shape, max_tokens, group_.size()));
   // Coverage comes when the lists have done their work; what chose them keeps its memory.
   return chosen.staged_bytes(chosen.rows(max_tokens * group_.size()), chosen.rows(max_tokens), threads) +
          std::max(most, selection_.measure_bytes(shape, max_tokens, group_.size(), options_.coverage_rows));

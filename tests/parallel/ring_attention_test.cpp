@@ -267,9 +267,47 @@ INSTANTIATE_TEST_SUITE_P(
     testing::Combine(testing::Values(Choice{Pattern::topk, kCausal}, Choice{Pattern::topk, kLookahead},
                                      Choice{Pattern::topp, kCausal}, Choice{Pattern::mass, kCausal},
                                      Choice{Pattern::topk, kCausal, 8}, Choice{Pattern::mass, kCausal, 1},
-                                     Choice{Pattern::window, kCausal}, Choice{Pattern::vertical_slash, kLookahead},
-                                     Choice{Pattern::dense, kCausal}),
+                                     Choice{Pattern::mass, kLookahead}, Choice{Pattern::window, kCausal},
+                                     Choice{Pattern::vertical_slash, kLookahead}, Choice{Pattern::dense, kCausal}),
                      testing::Values(1, 2, 3, 4, 8)));
+
+// The least mass that is chosen is that of many pairs: the earlier query blocks have them, whichever ranks these are
+// on.
+TEST(RingAttention, BestPairsOfASequenceWithTies) {
+  for (const bool all_alike : {true, false}) {
+    AttentionCase c(shape_of(4, 2, 16), {900, 70, 1300}, 5);
+    // All blocks of a kind look the same to all queries: of every second block, or of all.
+    const int64_t key_width = 2 * 16, query_width = 4 * 16;
+    for (int64_t t = 0; t < c.tokens(); ++t) {
+      for (int64_t i = 0; i < key_width; ++i) c.k[t * key_width + i] = all_alike || t / 64 % 2 == 0 ? 0.5f : 0.25f;
+      for (int64_t i = 0; i < query_width; ++i) c.q[t * query_width + i] = 0.125f * static_cast<float>(1 + i % 3);
+    }
+    SelectionConfig config;
+    config.pattern = Pattern::mass;
+    config.order = kLookahead;
+    config.block = 64;
+    config.query_block = 16;
+    config.budget = 300;
+    config.dense_below = 0;
+    SparseAttention alone({config, 1, 0});
+    KeepIndex keeper(alone, {300, 300, 300}, 1);
+    run_attention(keeper, c, 1);
+    const BlockIndex& expected = keeper.index;
+    ASSERT_LT(expected.token_pairs(), expected.causal_token_pairs() * 9 / 10);
+    for (const int ranks : {1, 2, 3, 5}) {
+      std::vector<BlockIndex> chosen;
+      run_ring(c, {options_of(config, ContextPlacement::triangular), ranks, 1, nullptr, &chosen});
+      const ContextLayout layout(ContextPlacement::triangular, ranks, 64, c.cu_seqlens);
+      for (int s = 0; s < layout.sequences(); ++s)
+        for (int head = 0; head < 2 && !expected.sequences()[s].dense; ++head)
+          for (int tile = 0; tile < expected.sequences()[s].query_blocks; ++tile) {
+            const int64_t row = BlockIndex::row_id(expected.sequences()[s], head, tile);
+            EXPECT_TRUE(std::ranges::equal(chosen[layout.owner(s, tile / 4)].row(row).blocks, expected.row(row).blocks))
+                << ranks << " ranks, sequence " << s << ", head " << head << ", tile " << tile;
+          }
+    }
+  }
+}
 
 TEST(RingAttention, CountsItsPairs) {
   const AttentionCase c(shape_of(2, 1, 16), {600}, 3);
@@ -309,10 +347,6 @@ TEST(RingAttention, RefusesWhatItCannotShare) {
   run_thread_ranks(1, [](Communicator& world) {
     SelectionConfig config;
     config.query_block = 48;
-    EXPECT_THROW(RingAttention(world, options_of(config, ContextPlacement::shifted)), UserError);
-    config = {};
-    config.pattern = Pattern::mass;
-    config.order = SelectionOrder::lookahead;
     EXPECT_THROW(RingAttention(world, options_of(config, ContextPlacement::shifted)), UserError);
   });
 }

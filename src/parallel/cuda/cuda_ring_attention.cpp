@@ -58,7 +58,7 @@ class CudaRingAttention final : public ChoosingAttention {
   int64_t state_bytes(const AttentionShape& shape, int64_t max_tokens) const override {
     return memory_.state_bytes(shape, max_tokens);
   }
-  int64_t call_bytes(const AttentionShape& shape, int64_t max_tokens) const override {
+  int64_t call_bytes(const AttentionShape& shape, int64_t max_tokens, int) const override {
     return memory_.call_bytes(shape, max_tokens);
   }
   AttentionReport take_report() override {
