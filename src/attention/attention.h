@@ -70,7 +70,11 @@ class Attention {
   virtual int64_t scratch_bytes(const AttentionShape& shape, int64_t max_tokens, int threads) const = 0;
   // Bytes a state may hold for a micro-batch of at most this many tokens, for the memory plan.
   virtual int64_t state_bytes(const AttentionShape& shape, int64_t max_tokens) const = 0;
-  // Host memory that a call takes besides exec.scratch, likewise.
+  // Bytes that reserve() takes besides those of so many states, likewise.
+  virtual int64_t reserved_bytes(const AttentionShape& shape, int64_t max_tokens, DType dtype, int64_t states) const {
+    return 0;
+  }
+  // Bytes that a call on the CPU allocates besides exec.scratch, likewise.
   virtual int64_t call_bytes(const AttentionShape& shape, int64_t max_tokens, int threads) const { return 0; }
 };
 

@@ -30,6 +30,9 @@ class ForwardingAttention : public Attention {
   int64_t state_bytes(const AttentionShape& shape, int64_t max_tokens) const override {
     return inner_.state_bytes(shape, max_tokens);
   }
+  int64_t reserved_bytes(const AttentionShape& shape, int64_t max_tokens, DType dtype, int64_t states) const override {
+    return inner_.reserved_bytes(shape, max_tokens, dtype, states);
+  }
   int64_t call_bytes(const AttentionShape& shape, int64_t max_tokens, int threads) const override {
     return inner_.call_bytes(shape, max_tokens, threads);
   }

@@ -57,9 +57,14 @@ int64_t array_bytes(int64_t elements, DType dtype) {
   return Arena::rounded(elements * dtype_bytes(dtype));
 }
 
+// One state for each (slot, layer) in training; without backward nothing has to outlive a layer.
+int64_t attention_states(const StageOptions& options) {
+  return options.training ? int64_t{options.slots} * (options.last_layer - options.first_layer) : 1;
+}
+
 // Bytes of every piece of memory, from which both the plan and the arenas are made.
 struct StageBytes {
-  int64_t weights, gradients, rounded_weights, slot, inputs, state, call, rope_table, workspace, scratch;
+  int64_t weights, gradients, rounded_weights, slot, inputs, state, plans, call, rope_table, workspace, scratch;
   LayerInputsPlan layer_inputs;
 
   StageBytes(const ModelConfig& config, const StageOptions& options, const ParameterSet& parameters,
@@ -83,6 +88,7 @@ struct StageBytes {
     if (last) slot += array_bytes(tokens, DType::f32);  // token losses
     inputs = options.device == DeviceKind::cuda ? 4 * array_bytes(tokens, DType::i32) : 0;
     state = attention.state_bytes(shape, tokens);
+    plans = attention.reserved_bytes(shape, tokens, options.dtype, attention_states(options));
     call = attention.call_bytes(shape, tokens, threads);
     rope_table = 2 * array_bytes(options.max_sequence_length * (config.head_dim / 2), DType::f32);
     workspace =
@@ -103,11 +109,6 @@ struct StageBytes {
     }
   }
 };
-
-// One state for each (slot, layer) in training; without backward nothing has to outlive a layer.
-int64_t attention_states(const StageOptions& options) {
-  return options.training ? int64_t{options.slots} * (options.last_layer - options.first_layer) : 1;
-}
 
 void check_options(const ModelConfig& config, const StageOptions& options) {
   SB_CHECK(0 <= options.first_layer && options.first_layer < options.last_layer && options.last_layer <= config.layers,
@@ -132,6 +133,7 @@ MemoryPlan plan_of(const StageOptions& options, const StageBytes& bytes) {
   plan.add("activations", options.slots * bytes.slot);
   if (bytes.inputs > 0) plan.add("micro-batch ids", options.slots * bytes.inputs);
   plan.add("attention state", attention_states(options) * bytes.state + bytes.call);
+  if (bytes.plans > 0) plan.add("attention plans", bytes.plans);
   plan.add("rope table", bytes.rope_table);
   plan.add("workspace", bytes.workspace);
   plan.add("scratch", bytes.scratch);

@@ -91,9 +91,9 @@ std::string header(const RunConfig& config, const TrainerParts& parts, int64_t m
 }
 
 // This rank's part of what is left on the GPU, less what every rank takes outside the plan: kernels, the product
-// library, attention's work lists, NCCL's buffers. `device`: of one of several ranks.
+// library, NCCL's buffers. `device`: of one of several ranks.
 int64_t device_memory(const RankDevice* device) {
-  constexpr int64_t kOutsideThePlan = int64_t{3} << 29, kNccl = int64_t{1} << 29;
+  constexpr int64_t kOutsideThePlan = int64_t{1} << 29, kNccl = int64_t{1} << 29;
   const int64_t part = cuda::device_info().free_bytes / (device ? device->sharing() : 1);
   return std::max<int64_t>(part - kOutsideThePlan - (device && device->over_nccl() ? kNccl : 0), 1);
 }

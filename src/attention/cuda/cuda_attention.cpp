@@ -187,27 +187,19 @@ class CudaAttention final : public ChoosingAttention {
                std::span<const std::unique_ptr<AttentionState>> states) override {
     const int64_t lists = state_bytes(shape, max_tokens);
     for (const auto& state : states) static_cast<CudaState&>(*state).lists.reserve("block index", lists);
-    // A plan grows with the longest sequence and with the number of sequences: no mixture needs more than the largest
-    // of both kinds together.
-    const auto built = [&](int64_t length, bool dense) {
-      std::vector<int32_t> cu_seqlens = {0};
-      while (cu_seqlens.back() < max_tokens)
-        cu_seqlens.push_back(static_cast<int32_t>(std::min<int64_t>(max_tokens, cu_seqlens.back() + length)));
-      DevicePlan plan;
-      plan.build(plan_request(shape, {cu_seqlens, {}}, dtype, dense), staging_, nullptr);
-      return std::pair(plan.bytes(), plan.uploaded_bytes());
-    };
-    const auto dense = built(max_tokens, true), many = built(64, true);
-    const auto sparse = selection_.pattern == SelectionPattern::dense ? dense : built(max_tokens, false);
+    const PlanSize size = largest_plan(shape, max_tokens, dtype);
     reserved_states_ += states.size();
-    reserved_bytes_ = std::max(reserved_bytes_, std::max(dense.first, sparse.first) + many.first);
-    most_plans_ = std::min(kPlans, reserved_states_ + kPlansBeside);
+    reserved_bytes_ = std::max(reserved_bytes_, size.device);
+    most_plans_ = plans_for(reserved_states_);
     plans_.clear();  // states keep those they use
     while (plans_.size() < most_plans_) {
       plans_.push_back(std::make_shared<DevicePlan>());
       plans_.back()->reserve(reserved_bytes_);
     }
-    staging_.reserve(std::max(dense.second, sparse.second) + many.second);
+    staging_.reserve(size.uploaded);
+  }
+  int64_t reserved_bytes(const AttentionShape& shape, int64_t max_tokens, DType dtype, int64_t states) const override {
+    return static_cast<int64_t>(plans_for(static_cast<size_t>(states))) * largest_plan(shape, max_tokens, dtype).device;
   }
 
   AttentionReport take_report() override {
@@ -323,6 +315,37 @@ class CudaAttention final : public ChoosingAttention {
     tiles.budget = sequences.budgets.empty() ? selection_.budget : sequences.budgets[sequence];
     return tiles;
   }
+
+  struct PlanSize {
+    AttentionShape shape = {};
+    int64_t max_tokens = 0;
+    DType dtype = DType::bf16;
+    int64_t device = 0, uploaded = 0;  // bytes
+  };
+  // What a plan of any micro-batch of so many tokens may take. It grows with the longest sequence and with the number
+  // of sequences: no mixture needs more than the largest of both kinds together.
+  const PlanSize& largest_plan(const AttentionShape& shape, int64_t max_tokens, DType dtype) const {
+    PlanSize& known = largest_plan_;
+    if (known.shape.heads == shape.heads && known.shape.kv_heads == shape.kv_heads &&
+        known.shape.head_dim == shape.head_dim && known.max_tokens == max_tokens && known.dtype == dtype)
+      return known;
+    gpu::Staging staging;
+    const auto built = [&](int64_t length, bool dense) {
+      std::vector<int32_t> cu_seqlens = {0};
+      while (cu_seqlens.back() < max_tokens)
+        cu_seqlens.push_back(static_cast<int32_t>(std::min<int64_t>(max_tokens, cu_seqlens.back() + length)));
+      DevicePlan plan;
+      plan.build(plan_request(shape, {cu_seqlens, {}}, dtype, dense), staging, nullptr);
+      return std::pair(plan.bytes(), plan.uploaded_bytes());
+    };
+    const auto dense = built(max_tokens, true), many = built(64, true);
+    const auto sparse = selection_.pattern == SelectionPattern::dense ? dense : built(max_tokens, false);
+    known = {shape, max_tokens, dtype, std::max(dense.first, sparse.first) + many.first,
+             std::max(dense.second, sparse.second) + many.second};
+    return known;
+  }
+  // Those that states keep, and some that are made anew.
+  static size_t plans_for(size_t states) { return std::min(kPlans, states + kPlansBeside); }
 
   gpu::PlanRequest plan_request(const AttentionShape& shape, const PackedSequences& sequences, DType dtype,
                                 bool dense_layer) const {
@@ -476,6 +499,7 @@ class CudaAttention final : public ChoosingAttention {
   gpu::Staging staging_;
   std::vector<std::shared_ptr<DevicePlan>> plans_;  // used last first
   size_t most_plans_ = kPlans, reserved_states_ = 0;
+  mutable PlanSize largest_plan_;  // the one asked for last
   int64_t reserved_bytes_ = 0;
   DeviceBuffer counted_;
   gpu::CoverageLog coverage_;
