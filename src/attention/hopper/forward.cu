@@ -1,5 +1,3 @@
-#include <cstdlib>
-
 #include "attention/hopper/launch.cuh"
 #include "attention/hopper/row_loader.cuh"
 #include "attention/hopper/wgmma.cuh"
@@ -13,21 +11,20 @@ constexpr float kNothing = -1e30f;  // before the first key; finite, so that dif
 constexpr int kNowhere = -(1 << 20);
 constexpr float kLargeSum = 1e18f;  // sums of a block up to here leave a row's base as it is
 
-template <int D, bool kWithGathered, bool kOfHalves, bool kOnes>
+template <int D, bool kWithGathered, bool kOfHalves>
 struct alignas(1024) Smem {
   static constexpr int kDim = D, kSlots = 2, kStages = D == 128 ? 2 : 4;
   static constexpr bool kGradient = false, kKeysAhead = true, kGathered = kWithGathered, kHalves = kOfHalves;
-  __nv_bfloat16 q[kSlots][2 * kSubtileRows * D];              // [slot][subtile][d / 64][row][64]
-  __nv_bfloat16 k[kStages][kBlock * D];                       // [stage][d / 64][row][64]
-  __nv_bfloat16 v[kStages][kBlock * (D + (kOnes ? 64 : 0))];  // with ones behind it
+  __nv_bfloat16 q[kSlots][2 * kSubtileRows * D];  // [slot][subtile][d / 64][row][64]
+  __nv_bfloat16 k[kStages][kBlock * D];           // [stage][d / 64][row][64]
+  __nv_bfloat16 v[kStages][kBlock * D];
   TileMessage tile[kSlots];
   StepMessage step[kStages];
   alignas(8) uint64_t q_full[kSlots], q_empty[kSlots], k_full[kStages], k_empty[kStages], v_full[kStages],
       v_empty[kStages];
 };
 
-static_assert(sizeof(Smem<128, true, true, true>) <= kSharedMemory &&
-              sizeof(Smem<64, true, true, true>) <= kSharedMemory);
+static_assert(sizeof(Smem<128, true, true>) <= kSharedMemory && sizeof(Smem<64, true, true>) <= kSharedMemory);
 
 struct Arguments {
   RowArguments work;
@@ -60,10 +57,10 @@ struct HeldProbabilities<128> {
   __device__ uint32_t pair(int i, uint32_t zero) const { return x[i] ^ zero; }
 };
 
-template <int D, bool kGathered, bool kHalves, bool kOnes>
+template <int D, bool kGathered, bool kHalves>
 struct Consumer {
   using Held = HeldProbabilities<D>;
-  using Memory = Smem<D, kGathered, kHalves, kOnes>;
+  using Memory = Smem<D, kGathered, kHalves>;
   static constexpr int kSlots = Memory::kSlots, kStages = Memory::kStages;
   static constexpr int kBlocks = kHalves ? 2 : 1;  // of a step
   Memory& smem;
@@ -75,8 +72,7 @@ struct Consumer {
   uint32_t seen = 0;  // of gathered columns, this thread's
   int slot = 0;       // of the tile in work
   int token[2];       // of this thread's two rows, in the tile
-  static constexpr int kOutputs = D / 2 + (kOnes ? 4 : 0);
-  float o[kOutputs];
+  float o[D / 2];
   float s[kBlock / 2];
   uint32_t p[kBlock / 4];         // probabilities that are being multiplied with V
   float row_base[2], row_sum[2];  // exponents (base 2) are taken relative to row_base
@@ -295,9 +291,7 @@ struct Consumer {
       float sum = row_sum[h];
       sum += __shfl_xor_sync(~0u, sum, 1);
       sum += __shfl_xor_sync(~0u, sum, 2);
-      float weights = sum;
-      if constexpr (kOnes) weights = o[D / 2 + 2 * h];
-      inverse[h] = weights > 0 ? 1.f / weights : 0.f;
+      inverse[h] = sum > 0 ? 1.f / sum : 0.f;
       lse[h] = sum > 0 ? row_base[h] * kLn2 + logf(sum) : -INFINITY;
     }
     store_lse(it, lse[0], lse[1]);
@@ -397,7 +391,7 @@ struct Consumer {
           float shrink[2];
           raise(rows, shrink);
 #pragma unroll
-          for (int i = 0; i < kOutputs; ++i) o[i] *= shrink[(i >> 1) & 1];
+          for (int i = 0; i < D / 2; ++i) o[i] *= shrink[(i >> 1) & 1];
           exponentials(held, sum);
         }
         row_sum[0] += sum[0];
@@ -408,12 +402,12 @@ struct Consumer {
   }
 };
 
-template <int D, bool kGathered, bool kHalves, bool kOnes>
+template <int D, bool kGathered, bool kHalves>
 __global__ void __launch_bounds__(kThreads, 1)
     forward_kernel(const __grid_constant__ CUtensorMap q_map, const __grid_constant__ CUtensorMap k_map,
                    const __grid_constant__ CUtensorMap v_map, const __grid_constant__ CUtensorMap gathered_k_map,
                    const __grid_constant__ CUtensorMap gathered_v_map, const __grid_constant__ Arguments args) {
-  using Memory = Smem<D, kGathered, kHalves, kOnes>;
+  using Memory = Smem<D, kGathered, kHalves>;
   extern __shared__ __align__(1024) unsigned char raw[];
   Memory& smem = *reinterpret_cast<Memory*>(raw);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -423,13 +417,6 @@ __global__ void __launch_bounds__(kThreads, 1)
     uint4* area = reinterpret_cast<uint4*>(smem.q);
     for (int i = threadIdx.x; i < static_cast<int>(sizeof(smem.q) / 16); i += kThreads)
       area[i] = make_uint4(0, 0, 0, 0);
-    async_fence();
-  }
-  if constexpr (kOnes) {
-    constexpr int kPieces = kBlock * 64 / 8;
-    for (int i = threadIdx.x; i < Memory::kStages * kPieces; i += kThreads)
-      reinterpret_cast<uint4*>(smem.v[i / kPieces] + kBlock * D)[i % kPieces] =
-          make_uint4(0x3F803F80, 0x3F803F80, 0x3F803F80, 0x3F803F80);
     async_fence();
   }
   __syncthreads();
@@ -442,12 +429,12 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
   } else {
     registers_grow<232>();
-    Consumer<D, kGathered, kHalves, kOnes> consumer{smem, args, __shfl_sync(~0u, warp / 4, 0), warp % 4, lane};
+    Consumer<D, kGathered, kHalves> consumer{smem, args, __shfl_sync(~0u, warp / 4, 0), warp % 4, lane};
     consumer.run();
   }
 }
 
-template <int D, bool kGathered, bool kHalves, bool kOnes>
+template <int D, bool kGathered, bool kHalves>
 void launch(const ForwardParams& p, cudaStream_t stream) {
   const int group = p.shape.query_heads / p.shape.kv_heads;
   const CUtensorMap q_map = packed_map(p.q, p.shape.tokens, p.shape.query_heads, D, p.tiling.heads, p.tiling.tokens);
@@ -468,8 +455,8 @@ void launch(const ForwardParams& p, cudaStream_t stream) {
                        p.lse,
                        0};
   check(cudaMemsetAsync(p.counter, 0, sizeof(int32_t), stream), "work counter");
-  constexpr size_t kBytes = sizeof(Smem<D, kGathered, kHalves, kOnes>);
-  const auto kernel = forward_kernel<D, kGathered, kHalves, kOnes>;
+  constexpr size_t kBytes = sizeof(Smem<D, kGathered, kHalves>);
+  const auto kernel = forward_kernel<D, kGathered, kHalves>;
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes),
         "shared memory of the forward");
   const int grid = p.item_count < multiprocessors() ? p.item_count : multiprocessors();
@@ -483,11 +470,7 @@ void hopper_forward(const ForwardParams& p, void* stream) {
   check_shape(p.shape, p.tiling, p.gathered);
   if (p.item_count == 0) return;
   for_kind(p.shape, p.tiling, p.gathered, [&](auto d, auto gathered, auto halves) {
-    static const bool ones = std::getenv("SB_ONES") != nullptr;
-    if (ones)
-      launch<d(), gathered(), halves(), true>(p, static_cast<cudaStream_t>(stream));
-    else
-      launch<d(), gathered(), halves(), false>(p, static_cast<cudaStream_t>(stream));
+    launch<d(), gathered(), halves()>(p, static_cast<cudaStream_t>(stream));
   });
 }
 

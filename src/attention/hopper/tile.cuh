@@ -50,8 +50,8 @@ __device__ __forceinline__ uint32_t staging_address(uint32_t staging, int row, i
 
 // An accumulator of 64 × D, row scales applied, as bf16 into a staging area. Each warp writes its own 16 rows.
 template <int D>
-__device__ __forceinline__ void stage_accumulator(uint32_t staging, const float* a, float upper, float lower, int warp,
-                                                  int lane) {
+__device__ __forceinline__ void stage_accumulator(uint32_t staging, const float (&a)[D / 2], float upper, float lower,
+                                                  int warp, int lane) {
   const int row = warp * 16 + ((lane >> 3) & 1) * 8 + (lane & 7);
 #pragma unroll
   for (int j = 0; j < D / 8; j += 2)
