@@ -48,7 +48,7 @@ if [ "$mode" = race ]; then
     "staircase 16:2 qb64 d128"; do
     echo "racecheck, $case"
     timeout 120 compute-sanitizer --tool racecheck --racecheck-report analysis --error-exitcode 9 $out/race_test \
-      --short "$case" | tail -4 || failed=1
+      --hopper "$case" | tail -4 || failed=1
   done
   exit $failed
 fi
