@@ -136,8 +136,8 @@ void measure(const std::string& name, const Shape& shape, const std::vector<int3
     const double keys_ms = median_ms([&] { backward_keys(b, nullptr); }, repeats);
     const int64_t entries = lists ? static_cast<int64_t>(lists->entries.size()) : 0;
     const auto causal = static_cast<int64_t>(useful_pairs(cu, nullptr, shape.kv_heads));
-    std::printf(" | %8.3f %6.0f (keys %.3f)%s", ms, 2.5 * flops / ms / 1e9, keys_ms,
-                quicker_in_two_kernels(shape, w.work.tiling, entries, causal) ? " (taken)" : "");
+    std::printf(" | %8.3f %6.0f%s (keys %.3f)", ms, 2.5 * flops / ms / 1e9,
+                quicker_in_two_kernels(shape, w.work.tiling, entries, causal) ? " (taken)" : "", keys_ms);
   }
   std::printf(" | %u, %u MHz, %u W\n", forward_clock, backward_clock, watts);
   std::fflush(stdout);
