@@ -256,7 +256,7 @@ void measure(const Arguments& arguments) {
   Console console(nothing, false, 1);
   TrainerParts parts{setup.model, attention, source, {}, console, [] { return false; }, &attention};
   parts.world = world.get();
-  parts.local_ranks = world->size();
+  parts.cores = std::max(1, available_cores() / world->size());
   parts.planner = planner.get();
   RunConfig config = setup.config;
   config.train.output_dir = arguments.out / fmt::format("run-{}-rank-{}", first, world->rank());

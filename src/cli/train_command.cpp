@@ -45,7 +45,8 @@ void train(const RunConfig& config, Communicator& world) {
   try {
     const MachineRanks machine = ranks_on_this_machine(world);
     // A launcher gives its ranks terminals of its own, wherever the output then goes: plain lines.
-    run_training(config, stdout, /*terminal=*/false, StopSignal::requested, {&world, machine.count, machine.index});
+    run_training(config, stdout, /*terminal=*/false, StopSignal::requested,
+                 {&world, machine.count, machine.index, machine.cores});
   } catch (const std::exception& error) {
     // What is wrong on all ranks is said by rank 0, whose abort ends the others.
     if (world.rank() != 0) std::this_thread::sleep_for(std::chrono::milliseconds(500));

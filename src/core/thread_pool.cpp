@@ -145,11 +145,18 @@ void ThreadPool::parallel_slices(int64_t count, const std::function<void(int64_t
   });
 }
 
-int available_cores() {
+std::vector<int> usable_cores() {
   cpu_set_t set;
   CPU_ZERO(&set);
-  if (sched_getaffinity(0, sizeof(set), &set) != 0) return 1;
-  return std::max(1, CPU_COUNT(&set));
+  if (sched_getaffinity(0, sizeof(set), &set) != 0) return {0};
+  std::vector<int> cores;
+  for (int core = 0; core < CPU_SETSIZE; ++core)
+    if (CPU_ISSET(core, &set)) cores.push_back(core);
+  return cores;
+}
+
+int available_cores() {
+  return std::max(1, static_cast<int>(usable_cores().size()));
 }
 
 }  // namespace sb

@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <vector>
 
 namespace sb {
 
@@ -30,7 +31,8 @@ class ThreadPool {
   int threads_;
 };
 
-// Cores this process may use (respects the affinity mask).
+// Cores this process may use (respects the affinity mask): which, and how many.
+std::vector<int> usable_cores();
 int available_cores();
 
 }  // namespace sb

@@ -28,6 +28,8 @@ JsonlRecord parse_jsonl_record(std::string_view line, const std::string& text_ke
   } catch (const json::parse_error& error) {
     throw UserError("not JSON: at byte {} of the line, near \"{}\"", error.byte,
                     printable(line.substr(std::min(line.size(), error.byte > 20 ? error.byte - 20 : 0)), 40));
+  } catch (const json::out_of_range& error) {  // 1e999
+    throw UserError("not JSON that can be read: {}", printable(error.what(), 120));
   }
   SB_USER_CHECK(object.is_object(), "a line must be an object, this is {}", object.type_name());
   const bool text = object.contains(text_key), messages = object.contains("messages"),

@@ -4,6 +4,9 @@
 
 #include <algorithm>
 #include <functional>
+#include <map>
+
+#include "core/thread_pool.h"
 
 namespace sb {
 
@@ -30,15 +33,39 @@ Grid::Grid(Communicator& world, const GridShape& shape, Communicator* data) : wo
 }
 
 MachineRanks ranks_on_this_machine(Communicator& world) {
+  struct Place {
+    uint64_t machine = 0;
+    uint8_t cores[1024] = {};
+  };
   char name[256] = {};
   gethostname(name, sizeof name - 1);
-  std::vector<uint64_t> machines(static_cast<size_t>(world.size()));
-  uint64_t& own = machines[static_cast<size_t>(world.rank())];
-  own = std::hash<std::string>()(name);
-  const uint64_t here = own;
-  world.all_gather_async(machines.data(), 1, CommType::i64).wait();
-  return {static_cast<int>(std::count(machines.begin(), machines.end(), here)),
-          static_cast<int>(std::count(machines.begin(), machines.begin() + world.rank(), here))};
+  std::vector<Place> places(static_cast<size_t>(world.size()));
+  Place& own = places[static_cast<size_t>(world.rank())];
+  own.machine = std::hash<std::string>()(name);
+  for (const int core : usable_cores()) own.cores[core] = 1;
+  world.all_gather_async(places.data(), sizeof(Place), CommType::u8).wait();
+  MachineRanks ranks{0, 0, 1};
+  std::vector<std::vector<int>> cores;
+  for (int r = 0; r < world.size(); ++r) {
+    const Place& place = places[static_cast<size_t>(r)];
+    if (place.machine != own.machine) continue;
+    if (r == world.rank()) ranks.index = ranks.count;
+    ++ranks.count;
+    std::vector<int>& usable = cores.emplace_back();
+    for (int core = 0; core < 1024; ++core)
+      if (place.cores[core] != 0) usable.push_back(core);
+  }
+  ranks.cores = core_share(cores, ranks.index);
+  return ranks;
+}
+
+int core_share(const std::vector<std::vector<int>>& cores, int own) {
+  std::map<int, int> users;
+  for (const std::vector<int>& usable : cores)
+    for (const int core : usable) ++users[core];
+  double share = 0;
+  for (const int core : cores[static_cast<size_t>(own)]) share += 1.0 / users[core];
+  return std::max(1, static_cast<int>(share + 1e-6));
 }
 
 std::string broadcast_text(Communicator& group, std::string text, int root) {

@@ -51,11 +51,15 @@ class Grid {
   std::unique_ptr<Communicator> replicas_, pipeline_, context_, ends_;
 };
 
-// The ranks on this machine: how many, and which of them this one is. Collective.
+// The ranks on this machine: how many, which of them this one is, and its share of the cores. Collective.
 struct MachineRanks {
   int count = 1, index = 0;
+  int cores = 1;
 };
 MachineRanks ranks_on_this_machine(Communicator& world);
+// The share of rank `own`, when the ranks of a machine may use these cores each: launchers bind ranks to cores of their
+// own, or let all use all.
+int core_share(const std::vector<std::vector<int>>& cores, int own);
 
 // Text of any length from `root` to all, and from all to `root` (in rank order; empty elsewhere). Collective.
 std::string broadcast_text(Communicator& group, std::string text, int root);

@@ -46,14 +46,14 @@ RankModelOptions rank_model_options(const RunConfig& config, const TrainerParts&
   options.loss_chunk = config.train.loss_chunk;
   options.layer_chunk = config.train.layer_chunk;
   options.offload = parts.offload;
-  options.threads = thread_count(config, parts.local_ranks);
+  options.threads = thread_count(config, parts.cores);
   return options;
 }
 
 }  // namespace
 
-int thread_count(const RunConfig& config, int local_ranks) {
-  return config.train.threads > 0 ? config.train.threads : std::max(1, available_cores() / local_ranks);
+int thread_count(const RunConfig& config, int cores) {
+  return config.train.threads > 0 ? config.train.threads : cores;
 }
 
 MemoryPlan Trainer::memory_plan(const RunConfig& config, const TrainerParts& parts, int stage) {
@@ -94,7 +94,7 @@ Trainer::Trainer(const RunConfig& config, TrainerParts parts, RunDirectory& dire
       alone_(parts_.world ? nullptr : make_self_communicator()),
       world_(parts_.world ? parts_.world : alone_.get()),
       own_device_(parts_.device ? nullptr
-                                : std::make_unique<OwnDevice>(config.device, thread_count(config, parts_.local_ranks))),
+                                : std::make_unique<OwnDevice>(config.device, thread_count(config, parts_.cores))),
       exec_(parts_.device ? parts_.device->exec() : own_device_->context.exec()),
       peak_flops_(config.device == DeviceKind::cuda
                       ? peak_bf16_flops(cuda::device_info().name) / (parts_.device ? parts_.device->sharing() : 1)

@@ -45,9 +45,9 @@ struct TrainerParts {
   std::function<bool()> stop_requested;  // one rank: asked between micro-batches; several: between steps
   // `attention`, where it is sparse: its choices are reported and what it learns is saved.
   ChoosingAttention* sparse = nullptr;
-  // All ranks of the run, and how many of them share this machine; nullptr: this one alone.
+  // All ranks of the run; nullptr: this one alone.
   Communicator* world = nullptr;
-  int local_ranks = 1;
+  int cores = available_cores();   // this rank's share
   StepPlanner* planner = nullptr;  // rank 0's; nullptr: as the configuration says
   std::vector<int> offload = {};   // layer inputs of every stage in host memory (Trainer::offload); empty: none
   // Several ranks on GPUs: where this one computes and how its data gets to the others.
@@ -67,7 +67,7 @@ struct TrainSummary {
 };
 
 // Worker threads of a rank.
-int thread_count(const RunConfig& config, int local_ranks);
+int thread_count(const RunConfig& config, int cores);
 
 // The training loop, as every rank of a run goes through it. Rank 0 plans, writes and speaks for all.
 class Trainer {

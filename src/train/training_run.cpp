@@ -81,8 +81,8 @@ std::string header(const RunConfig& config, const TrainerParts& parts, int64_t m
   text += fmt::format(
       "\nlayout\n  {}, {} threads; {} sequences a step, at most {} sequences and {} tokens a "
       "micro-batch\n",
-      ranks_text(config, parts.model, parts.device), thread_count(config, parts.local_ranks),
-      config.batch.global_batch_size, most_sequences(config, limits), limits.max_tokens);
+      ranks_text(config, parts.model, parts.device), thread_count(config, parts.cores), config.batch.global_batch_size,
+      most_sequences(config, limits), limits.max_tokens);
   for (int stage = 0; stage < config.parallel.pp; ++stage) {
     text += config.parallel.pp == 1 ? "\nmemory plan\n" : fmt::format("\nmemory plan of a rank of stage {}\n", stage);
     text += Trainer::memory_plan(config, parts, stage).table(memory_limit);
@@ -157,8 +157,7 @@ TrainSummary run_training(const RunConfig& config, std::FILE* out, bool terminal
   // First of all, since it chooses the GPU.
   std::unique_ptr<RankDevice> device;
   if (config.device == DeviceKind::cuda && ranks.world && ranks.world->size() > 1)
-    device =
-        std::make_unique<RankDevice>(config, *ranks.world, ranks.local_rank, thread_count(config, ranks.local_ranks));
+    device = std::make_unique<RankDevice>(config, *ranks.world, ranks.local_rank, thread_count(config, ranks.cores));
   const RingGroups ring(config, ranks.world, device.get());
   const std::unique_ptr<Attention> attention = make_attention(config, model, ring);
   auto* sparse = dynamic_cast<ChoosingAttention*>(attention.get());
@@ -176,7 +175,7 @@ TrainSummary run_training(const RunConfig& config, std::FILE* out, bool terminal
     log::warning("parallel.cp on GPUs: coverage is not measured");
   TrainerParts parts{model, *attention, *sources.train, sources.validation_set, console, stop_requested, sparse};
   parts.world = ranks.world;
-  parts.local_ranks = ranks.local_ranks;
+  parts.cores = ranks.cores;
   parts.device = device.get();
 
   // What the ranks of one machine, or of one GPU, share of what is left there.

@@ -13,6 +13,7 @@ struct RunRanks {
   Communicator* world = nullptr;  // nullptr: this process alone
   int local_ranks = 1;            // on this machine, this one included
   int local_rank = 0;             // which of them this one is
+  int cores = available_cores();  // this one's share
 };
 
 // Everything `sparsebalance train` does with a configuration: builds what it names, prints the header with the memory

@@ -31,6 +31,7 @@ TEST(Jsonl, BadLinesSayWhatIsWrong) {
       {"{", "not JSON"},
       {R"({"text": "a"} x)", "not JSON"},
       {R"({"text": "\ud800"})", "not JSON"},
+      {R"({"text": "a", "n": 1e99999})", "not JSON that can be read"},
       {"[1]", "object"},
       {"3", "object"},
       {"{}", "none of"},

@@ -4,6 +4,7 @@
 
 #include "comm/self_communicator.h"
 #include "comm/thread_communicator.h"
+#include "core/thread_pool.h"
 
 namespace sb {
 namespace {
@@ -46,6 +47,19 @@ TEST(Grid, AnotherNumberOfRanksIsRefusedWithTheCure) {
     for (const char* part : {"dp 2 x pp 3 x cp 1 need 6 ranks, but 4 were started", "--ranks 6", "mpirun -n 6"})
       EXPECT_NE(text.find(part), std::string::npos) << text;
   }
+}
+
+TEST(Machine, RanksShareTheCoresThatTheyMayUse) {
+  const std::vector<int> all{0, 1, 2, 3, 4, 5, 6, 7};
+  EXPECT_EQ(core_share({all}, 0), 8);
+  EXPECT_EQ(core_share({all, all, all}, 2), 2);
+  // Bound to cores of their own, and to sockets that two share.
+  EXPECT_EQ(core_share({{0, 1, 2}, {3, 4, 5}}, 1), 3);
+  EXPECT_EQ(core_share({{0, 1, 2, 3}, {4, 5, 6, 7}, {0, 1, 2, 3}, {4, 5, 6, 7}}, 0), 2);
+  EXPECT_EQ(core_share({{0}, {0}, {0}}, 1), 1);  // never none
+  run_thread_ranks(2, [&](Communicator& world) {
+    EXPECT_EQ(ranks_on_this_machine(world).cores, std::max(1, available_cores() / 2));
+  });
 }
 
 TEST(Texts, TravelWithTheirLength) {
