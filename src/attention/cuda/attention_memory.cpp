@@ -72,7 +72,9 @@ int64_t AttentionMemory::scratch_bytes(const AttentionShape& shape, int64_t max_
     int64_t statistics = 2 * blocks;
     if (scoring.parts() > 1)
       statistics = (blocks + kStatisticsGroup * sparse_sequences(max_tokens)) * scoring.parts() * scoring.row_width(1);
-    selection = list_heads * (statistics * d * 4 + lists * fine + 4 * (fine + sequences)) + 2 * masses;
+    // Of long sequences, scores that wait for their sums: 192 rows of every multiprocessor.
+    selection = int64_t{multiprocessors} * 192 * 2 * (max_tokens / options.selection.block + 64);
+    selection += list_heads * (statistics * d * 4 + lists * fine + 4 * (fine + sequences)) + 2 * masses;
     if (options.selection.pattern == SelectionPattern::vertical_slash)
       selection += 2 * columns * 2 * d +  // the forward's copies lie beside
                    list_heads * (4 * (max_tokens / kSlashChunk + sequences) * kSlashChunkFloats +

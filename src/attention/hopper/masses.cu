@@ -5,34 +5,42 @@ namespace {
 
 // Masses of key blocks that are judged as a whole.
 
-// As many computing warpgroups as there are registers for, and one more, of which one warp loads.
-template <int D>
+template <int D, int kRows>
 struct Build {
-  static constexpr int kConsumers = 2 * whole_rows(D), kThreads = kConsumers + 128;
-  static constexpr int kLoading = D == 128 ? 40 : 32, kComputing = D == 128 ? 232 : 160;  // registers
-  static constexpr int kKeptBytes = whole_rows(D) * kChunk * 2;                           // of a chunk's scores
-  static constexpr int kStageBytes = kChunk * 2 * D * 2;
+  static constexpr int kConsumers = 2 * kRows, kThreads = kConsumers + 128;
+  static constexpr int kLoading = kRows == 128 ? 40 : 32, kComputing = kRows == 128 ? 232 : 160;  // registers
+  static constexpr int kStageBytes = mass_stage_bytes(2 * D);
+  static constexpr bool kAhead = D == 64 || kRows == 128;  // there are registers for the next item's queries
 };
 
-template <int D, int kLog>
-struct Scorer : MassRows<D, kLog, Build<D>::kConsumers> {
-  using Rows = MassRows<D, kLog, Build<D>::kConsumers>;
+template <int D, int kRows, int kLog>
+struct Scorer : MassRows<D, kLog, Build<D, kRows>::kConsumers> {
+  using Rows = MassRows<D, kLog, Build<D, kRows>::kConsumers>;
   using Rows::args, Rows::lane, Rows::reference, Rows::raised, Rows::sum;
   MassBarriers& barriers;
   uint64_t statistics;  // descriptor of the first stage
   Cursor ring;
-  uint32_t a[2 * D / 4];  // operand: q, then its square
-  uint32_t ahead[D / 4];  // the next item's q
+  uint32_t a[2 * D / 4];                                     // operand: q, then its square
+  uint32_t ahead[Build<D, kRows>::kAhead ? D / 4 : 1] = {};  // the next item's q
 
   __device__ Scorer(const Rows& rows, MassBarriers& b, uint32_t address)
       : Rows(rows), barriers(b), statistics(tile_descriptor(address)) {}
 
-  __device__ void take_ahead() {
+  // The operand of an item: from the registers ahead, or on its way from memory until it is squared.
+  __device__ void load_operand(const MassItem& item) {
+    if constexpr (Build<D, kRows>::kAhead) {
 #pragma unroll
-    for (int i = 0; i < D / 4; ++i) {
-      a[i] = ahead[i];
-      a[D / 4 + i] = Rows::squared(ahead[i]);
+      for (int i = 0; i < D / 4; ++i) a[i] = ahead[i];
+    } else {
+      this->load_queries(item, a);
     }
+  }
+  __device__ void square_operand() {
+#pragma unroll
+    for (int i = 0; i < D / 4; ++i) a[D / 4 + i] = Rows::squared(a[i]);
+  }
+  __device__ void look_ahead(const MassItem& item) {
+    if constexpr (Build<D, kRows>::kAhead) this->load_queries(item, ahead);
   }
 
   __device__ void relative(float (&s)[32], uint32_t (&x)[2][8]) const {
@@ -77,19 +85,13 @@ struct Scorer : MassRows<D, kLog, Build<D>::kConsumers> {
     }
   }
 
-  // The first look at a chunk, and the second at one that was not kept.
-  template <bool kSecond>
   __device__ void step(float (&s)[32], const MassItem& item, int chunk) {
     if (item.competing - chunk * kChunk < kChunk) this->hide_tail(s, item.competing - chunk * kChunk);
-    if (!kSecond && chunk == 0) this->begin_rows(s);
+    if (chunk == 0) this->begin_rows(s);
     uint32_t x[2][8];
     relative(s, x);
-    if constexpr (kSecond) {
-      this->store(x, item, chunk);
-    } else {
-      if (chunk < args.kept) this->keep(x, chunk);
-      add_exponentials(s);
-    }
+    this->keep(x, chunk);
+    add_exponentials(s);
   }
 
   // Products with the next two stages. Where there is no second (or no first), the product is of whatever lies there: a
@@ -110,7 +112,6 @@ struct Scorer : MassRows<D, kLog, Build<D>::kConsumers> {
   }
 
   // Two steps: the second's product runs while the first's scores are worked on.
-  template <bool kSecond>
   __device__ void two_steps(const MassItem& item, int chunk, int chunks) {
     float s[2][32];
     const bool both = chunk + 1 < chunks;
@@ -118,56 +119,60 @@ struct Scorer : MassRows<D, kLog, Build<D>::kConsumers> {
     wgmma_wait<1>();
     pin(s[0]);
     release_stage();
-    step<kSecond>(s[0], item, chunk);
+    step(s[0], item, chunk);
     wgmma_wait<0>();
     pin(s[1]);
     if (!both) return;
     release_stage();
-    step<kSecond>(s[1], item, chunk + 1);
+    step(s[1], item, chunk + 1);
   }
 
   __device__ void run() {
-    // An item is read two rounds before its turn and its queries one round before, so that nobody waits for either; its
-    // first two products run while the masses of the one before it go to memory.
-    MassItem item = this->fetch(blockIdx.x), next = this->fetch(blockIdx.x + gridDim.x);
-    this->load_queries(item, ahead);
+    // An item is read two rounds before its turn and, where there are registers for them, its queries one round before,
+    // so that nobody waits for either; then its first two products run while the masses of the one before it go to
+    // memory. Where there are none, the queries come meanwhile.
+    constexpr int kItems = Build<D, kRows>::kAhead ? 2 : 1;  // read before their turn
+    MassItem item = this->fetch(blockIdx.x), next[kItems];
+    look_ahead(item);
+    load_operand(item);
+    if constexpr (Build<D, kRows>::kAhead) next[0] = this->fetch(blockIdx.x + gridDim.x);
+    look_ahead(next[0]);
+    square_operand();
     wait_for_dependencies();
-    const auto chunks_of = [](const MassItem& of) { return (of.competing + kChunk - 1) / kChunk; };
     float s[2][32];
-    take_ahead();
-    this->load_queries(next, ahead);
-    multiply_two(s, true, chunks_of(item) > 1);
+    multiply_two(s, true, item.chunks() > 1);
     wgmma_wait<0>();
     for (int index = blockIdx.x; index < args.item_count; index += gridDim.x) {
-      const MassItem after = this->fetch(index + 2 * gridDim.x);
-      const int chunks = chunks_of(item);
+      next[kItems - 1] = this->fetch(index + kItems * gridDim.x);
+      const int chunks = item.chunks();
       pin(s[0]);
       pin(s[1]);
       release_stage();
-      step<false>(s[0], item, 0);
+      step(s[0], item, 0);
       if (chunks > 1) {
         release_stage();
-        step<false>(s[1], item, 1);
+        step(s[1], item, 1);
       }
-      for (int chunk = 2; chunk < chunks; chunk += 2) two_steps<false>(item, chunk, chunks);
+      for (int chunk = 2; chunk < chunks; chunk += 2) two_steps(item, chunk, chunks);
       this->finish_sums();
-      for (int chunk = args.kept; chunk < chunks; chunk += 2) two_steps<true>(item, chunk, chunks);
-      take_ahead();
-      this->load_queries(after, ahead);
+      load_operand(next[0]);
+      look_ahead(next[kItems - 1]);
       const bool more = index + static_cast<int>(gridDim.x) < args.item_count;
-      multiply_two(s, more, more && chunks_of(next) > 1);
-      this->store_kept(item, min(chunks, args.kept));
+      if constexpr (!Build<D, kRows>::kAhead) this->store_kept(item);
+      square_operand();
+      multiply_two(s, more, more && next[0].chunks() > 1);
+      if constexpr (Build<D, kRows>::kAhead) this->store_kept(item);
       wgmma_wait<0>();
-      item = next;
-      next = after;
+      item = next[0];
+      next[0] = next[kItems - 1];
     }
   }
 };
 
-template <int D, int kLog>
-__global__ void __launch_bounds__(Build<D>::kThreads, 1)
+template <int D, int kRows, int kLog>
+__global__ void __launch_bounds__(Build<D, kRows>::kThreads, 1)
     masses_kernel(const __grid_constant__ CUtensorMap statistics_map, const __grid_constant__ MassArguments args) {
-  constexpr int kConsumers = Build<D>::kConsumers;
+  constexpr int kConsumers = Build<D, kRows>::kConsumers;
   extern __shared__ __align__(1024) unsigned char raw[];
   __shared__ MassBarriers barriers;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -182,47 +187,48 @@ __global__ void __launch_bounds__(Build<D>::kThreads, 1)
   launch_dependents();
   const uint32_t statistics = shared_address(raw);
   if (warp >= kConsumers / 32) {
-    registers_shrink<Build<D>::kLoading>();
+    registers_shrink<Build<D, kRows>::kLoading>();
     if (warp > kConsumers / 32) return;
-    load_statistics<Build<D>::kStageBytes>(statistics_map, args, barriers, statistics, lane);
+    load_statistics<Build<D, kRows>::kStageBytes>(statistics_map, args, barriers, statistics, lane);
   } else {
-    registers_grow<Build<D>::kComputing>();
-    uint4* kept = reinterpret_cast<uint4*>(raw + args.stages * Build<D>::kStageBytes) + threadIdx.x;
-    Scorer<D, kLog>({args, kept, warp / 4, warp % 4, lane}, barriers, statistics).run();
+    registers_grow<Build<D, kRows>::kComputing>();
+    uint4* kept = reinterpret_cast<uint4*>(raw + args.stages * Build<D, kRows>::kStageBytes) + threadIdx.x;
+    Scorer<D, kRows, kLog>({args, kept, room_beyond<kConsumers>(args), warp / 4, warp % 4, lane}, barriers, statistics)
+        .run();
   }
 }
 
-template <int D, int kLog>
+template <int D, int kRows, int kLog>
 void launch(const SelectParams& p, const SelectBatch& batch, cudaStream_t stream) {
-  const MassMemory memory((p.max_competing + kChunk - 1) / kChunk, D == 128 ? 3 : 4, Build<D>::kStageBytes,
-                          Build<D>::kKeptBytes);
-  const auto kernel = masses_kernel<D, kLog>;
+  const MassMemory memory = mass_memory(p.max_competing, 2 * D, kRows);
+  const auto kernel = masses_kernel<D, kRows, kLog>;
   allow_shared_memory(kernel, memory.bytes, "shared memory of the masses");
-  launch_early(kernel, std::min(batch.score_count, multiprocessors()), Build<D>::kThreads, memory.bytes, stream,
+  launch_early(kernel, std::min(batch.score_count, multiprocessors()), Build<D, kRows>::kThreads, memory.bytes, stream,
                packed_map(p.statistics, p.statistics_rows, 1, 2 * D, 1, kChunk), mass_arguments(p, batch, memory));
   check(cudaGetLastError(), "masses of key blocks");
 }
 
-template <int D>
+template <int D, int kRows>
 void launch_for(const SelectParams& p, const SelectBatch& batch, cudaStream_t stream) {
   switch (log_slots(p)) {
     case 0:
-      return launch<D, 0>(p, batch, stream);
+      return launch<D, kRows, 0>(p, batch, stream);
     case 1:
-      return launch<D, 1>(p, batch, stream);
+      return launch<D, kRows, 1>(p, batch, stream);
     case 2:
-      return launch<D, 2>(p, batch, stream);
+      return launch<D, kRows, 2>(p, batch, stream);
     case 3:
-      return launch<D, 3>(p, batch, stream);
+      return launch<D, kRows, 3>(p, batch, stream);
     default:
-      return launch<D, 4>(p, batch, stream);
+      return launch<D, kRows, 4>(p, batch, stream);
   }
 }
 
 }  // namespace
 
 void whole_masses(const SelectParams& p, const SelectBatch& batch, cudaStream_t stream) {
-  (p.shape.head_dim == 128 ? launch_for<128> : launch_for<64>)(p, batch, stream);
+  if (p.shape.head_dim == 64) return launch_for<64, 192>(p, batch, stream);
+  (whole_rows(128) == 192 ? launch_for<128, 192> : launch_for<128, 128>)(p, batch, stream);
 }
 
 }  // namespace sb::gpu

@@ -4,11 +4,12 @@
 // rows at a time, rows being (token, head of the group) with the heads padded to a power of two, against 64 key blocks
 // at a time. The queries (and their squares) stay in registers as one operand, the statistics of the key blocks stream
 // through shared memory as the other. Scores wait as 16-bit floats, each thread's own, until the sum of their row is
-// known; those that do not fit the shared memory are computed a second time. Then the largest of the heads of a token
-// goes to memory. Everything is in units of log2.
+// known: in shared memory, and of long sequences the rest beyond it. Then the largest of the heads of a token goes to
+// memory. Everything is in units of log2.
 
 #include <algorithm>
 #include <bit>
+#include <cstdlib>
 
 #include "attention/cuda/choose.cuh"
 #include "attention/cuda/early.cuh"
@@ -27,6 +28,8 @@ struct MassArguments {
   const ScoreItem* items;
   int32_t item_count;
   int32_t stages, kept;  // kept: chunks whose scores wait in shared memory
+  int32_t beyond;        // and those that wait beyond it, at most
+  uint4* room_beyond;    // [thread block][beyond][4][computing thread]
   int32_t parts;
   float unit;  // of the products, in log2
   uint16_t* masses;
@@ -36,14 +39,6 @@ struct MassArguments {
 struct MassBarriers {
   uint64_t full[kMaxStages], empty[kMaxStages];
 };
-
-// Chunks of an item in the order in which they are multiplied: all of them, then again those that were not kept.
-__device__ __forceinline__ int visits_of(int chunks, int kept) {
-  return chunks + max(0, chunks - kept);
-}
-__device__ __forceinline__ int chunk_of(int visit, int chunks, int kept) {
-  return visit < chunks ? visit : visit - chunks + kept;
-}
 
 __device__ __forceinline__ __half2 as_half2(uint32_t x) {
   return *reinterpret_cast<__half2*>(&x);
@@ -60,6 +55,7 @@ struct MassItem {
   int token, tokens, head, competing, stride;
   int64_t masses;
   int later[2];  // of this thread's two rows
+  __device__ __forceinline__ int chunks() const { return (competing + kChunk - 1) / kChunk; }
 };
 
 // A thread's part of two rows. kLog: log2 of the row slots a token has. kConsumers: threads that compute.
@@ -68,7 +64,7 @@ struct MassRows {
   static constexpr int kSlots = 1 << kLog;
   static constexpr int kTokens = kSubtileRows / kSlots;  // of a warpgroup
   const MassArguments& args;
-  uint4* kept;  // this thread's: [chunk][4], a thread block's threads apart
+  uint4 *kept, *beyond;  // this thread's: [chunk][4], a thread block's threads apart
   int group, warp, lane;
   // Scores are relative to one of the row, so that 16 bits are precise near the top; sums besides that to 2^raised,
   // which is 1 unless a sum would overflow.
@@ -88,7 +84,7 @@ struct MassRows {
   }
 
   // The queries of an item as an operand. What pads the rows are other rows again: nobody looks at their masses.
-  __device__ void load_queries(const MassItem& item, uint32_t (&q)[D / 4]) const {
+  __device__ void load_queries(const MassItem& item, uint32_t* q) const {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int head = min((warp * 16 + lane / 4 + 8 * h) % kSlots, args.group - 1);
@@ -129,11 +125,16 @@ struct MassRows {
   }
 
   __device__ void keep(const uint32_t (&x)[2][8], int chunk) const {
-    uint4* to = kept + chunk * 4 * kConsumers;
+    const auto write = [&](uint4* to) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i)
-      to[i * kConsumers] = make_uint4(x[i / 2][4 * (i % 2)], x[i / 2][4 * (i % 2) + 1], x[i / 2][4 * (i % 2) + 2],
-                                      x[i / 2][4 * (i % 2) + 3]);
+      for (int i = 0; i < 4; ++i)
+        to[i * kConsumers] = make_uint4(x[i / 2][4 * (i % 2)], x[i / 2][4 * (i % 2) + 1], x[i / 2][4 * (i % 2) + 2],
+                                        x[i / 2][4 * (i % 2) + 3]);
+    };
+    if (chunk < args.kept)
+      write(kept + chunk * 4 * kConsumers);
+    else
+      write(beyond + (chunk - args.kept) * 4 * kConsumers);
   }
 
   __device__ void finish_sums() {
@@ -192,9 +193,8 @@ struct MassRows {
     }
   }
 
-  __device__ void store_kept(const MassItem& item, int count) const {
-    for (int chunk = 0; chunk < count; ++chunk) {
-      const uint4* from = kept + chunk * 4 * kConsumers;
+  __device__ void store_kept(const MassItem& item) const {
+    const auto move = [&](const uint4* from, int chunk) {
       uint32_t x[2][8];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
@@ -205,7 +205,10 @@ struct MassRows {
         x[i / 2][4 * (i % 2) + 3] = four.w;
       }
       store(x, item, chunk);
-    }
+    };
+    const int chunks = item.chunks();
+    for (int chunk = 0; chunk < min(chunks, args.kept); ++chunk) move(kept + chunk * 4 * kConsumers, chunk);
+    for (int chunk = args.kept; chunk < chunks; ++chunk) move(beyond + (chunk - args.kept) * 4 * kConsumers, chunk);
   }
 };
 
@@ -217,18 +220,17 @@ __device__ void load_statistics(const CUtensorMap& map, const MassArguments& arg
   wait_for_dependencies();
   for (int index = blockIdx.x; index < args.item_count; index += gridDim.x) {
     const int competing = args.items[index].competing, first_row = args.items[index].statistics;
-    const int chunks = (competing + kChunk - 1) / kChunk, visits = visits_of(chunks, args.kept);
-    for (int i = 0; i < visits; ++i)
-      for (int part = 0; part < args.parts; ++part) {
-        barrier_wait(shared_address(&barriers.empty[ring.stage]), ring.phase ^ 1);
-        const uint32_t barrier = shared_address(&barriers.full[ring.stage]);
-        if (lane == 0) barrier_expect(barrier, kBytes);
-        __syncwarp();
-        if (lane < kBytes / (kChunk * 128))
-          tensor_load(statistics + ring.stage * kBytes + lane * kChunk * 128, &map, lane * 64, 0,
-                      first_row + (chunk_of(i, chunks, args.kept) * args.parts + part) * kChunk, barrier);
-        ring.advance(args.stages);
-      }
+    const int products = (competing + kChunk - 1) / kChunk * args.parts;
+    for (int i = 0; i < products; ++i) {
+      barrier_wait(shared_address(&barriers.empty[ring.stage]), ring.phase ^ 1);
+      const uint32_t barrier = shared_address(&barriers.full[ring.stage]);
+      if (lane == 0) barrier_expect(barrier, kBytes);
+      __syncwarp();
+      if (lane < kBytes / (kChunk * 128))
+        tensor_load(statistics + ring.stage * kBytes + lane * kChunk * 128, &map, lane * 64, 0, first_row + i * kChunk,
+                    barrier);
+      ring.advance(args.stages);
+    }
   }
 }
 
@@ -243,17 +245,22 @@ __device__ __forceinline__ void multiply_statistics(float (&s)[32], const uint32
   wgmma_commit();
 }
 
-// How many stages and kept chunks fit the shared memory, and the launch.
+// How many stages and kept chunks fit the shared memory.
 struct MassMemory {
-  int stages, kept, bytes;
-  MassMemory(int chunks, int most_stages, int stage_bytes, int kept_bytes) {
-    const int limit = static_cast<int>(kSharedMemory) - 1024;
+  int stages, kept, beyond, bytes;
+  MassMemory(int max_competing, int most_stages, int stage_bytes, int kept_bytes) {
+    const int limit = static_cast<int>(kSharedMemory) - 1024, chunks = (max_competing + kChunk - 1) / kChunk;
     stages = most_stages;
-    if (stages * stage_bytes + chunks * kept_bytes > limit) stages = 2;
     kept = std::min(chunks, (limit - stages * stage_bytes) / kept_bytes);
+    beyond = chunks - kept;
     bytes = stages * stage_bytes + kept * kept_bytes;
   }
 };
+
+// Statistics, then the room for scores beyond the shared memory.
+inline int64_t statistics_only_bytes(int64_t rows, int channels, int d) {
+  return (rows * channels * d * 2 + 255) / 256 * 256;
+}
 
 inline MassArguments mass_arguments(const SelectParams& p, const SelectBatch& batch, const MassMemory& memory) {
   return {static_cast<const __nv_bfloat16*>(p.q),
@@ -264,22 +271,42 @@ inline MassArguments mass_arguments(const SelectParams& p, const SelectBatch& ba
           batch.score_count,
           memory.stages,
           memory.kept,
+          memory.beyond,
+          reinterpret_cast<uint4*>(static_cast<char*>(p.statistics) +
+                                   statistics_only_bytes(p.statistics_rows, p.statistics_channels, p.shape.head_dim)),
           p.parts,
           p.shape.scale * kLog2e,
           p.masses,
           p.plane_masses};
 }
 
-// Rows scored at a time: as many warpgroups as there are registers for.
-constexpr int whole_rows(int d) {
-  return d == 128 ? 128 : 192;
+// Sizes of the kernels, by the depth of their products (channels of a row of statistics). Computing warpgroups as many
+// as there are registers for, and one more, of which one warp loads.
+inline int whole_rows(int d) {
+  static const char* rows = std::getenv("SB_MASS_ROWS");
+  return d == 128 && rows != nullptr ? std::atoi(rows) : 192;
 }
-constexpr int part_rows(int depth) {  // depth: of the products
+constexpr int part_rows(int depth) {
   return depth > 128 ? 128 : 192;
+}
+constexpr int mass_stage_bytes(int depth) {
+  return kChunk * depth * 2;
+}
+constexpr int mass_stages(int depth) {
+  return depth > 128 ? 3 : 4;
+}
+inline MassMemory mass_memory(int max_competing, int depth, int rows) {
+  return MassMemory(max_competing, mass_stages(depth), mass_stage_bytes(depth), rows * kChunk * 2);
 }
 constexpr int kPlaneHeads = 16;
 inline int log_slots(const SelectParams& p) {
   return std::bit_width(static_cast<unsigned>(p.shape.query_heads / p.shape.kv_heads / p.planes - 1));
+}
+
+// This thread's room in shared memory and beyond.
+template <int kConsumers>
+__device__ __forceinline__ uint4* room_beyond(const MassArguments& args) {
+  return args.room_beyond + static_cast<int64_t>(blockIdx.x) * args.beyond * 4 * kConsumers + threadIdx.x;
 }
 
 void whole_masses(const SelectParams& params, const SelectBatch& batch, cudaStream_t stream);

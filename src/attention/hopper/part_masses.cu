@@ -12,8 +12,7 @@ struct Build {
   static constexpr int kRows = part_rows(kDepth);
   static constexpr int kConsumers = 2 * kRows, kThreads = kConsumers + 128;
   static constexpr int kLoading = kRows == 128 ? 40 : 32, kComputing = kRows == 128 ? 232 : 160;  // registers
-  static constexpr int kKeptBytes = kRows * kChunk * 2;                                           // of a chunk's scores
-  static constexpr int kStageBytes = kChunk * kDepth * 2;
+  static constexpr int kStageBytes = mass_stage_bytes(kDepth);
 };
 
 template <int D, bool kMoments, int kLog>
@@ -77,13 +76,10 @@ struct Scorer : MassRows<D, kLog, Build<D, kMoments>::kConsumers> {
     for (int i = 0; i < 32; ++i) masses[i] += exp2_fast(s[i]);
   }
 
-  // All parts of a chunk are in: its share of the row's sum, or, the second time, its masses.
-  __device__ void finish_chunk(const MassItem& item, int visit, int chunks) {
-    const int chunk = chunk_of(visit, chunks, args.kept);
-    if (visit < chunks) {
+  // All parts of a chunk are in: its share of the row's sum.
+  __device__ void finish_chunk(int chunk) {
 #pragma unroll
-      for (int i = 0; i < 32; ++i) sum[i / 2 % 2] += masses[i];
-    }
+    for (int i = 0; i < 32; ++i) sum[i / 2 % 2] += masses[i];
     uint32_t x[2][8];
 #pragma unroll
     for (int h = 0; h < 2; ++h)
@@ -91,13 +87,9 @@ struct Scorer : MassRows<D, kLog, Build<D, kMoments>::kConsumers> {
       for (int j = 0; j < 8; ++j)
         x[h][j] = as_bits(__floats2half2_rn(__log2f(masses[4 * j + 2 * h]) + raised[h],
                                             __log2f(masses[4 * j + 2 * h + 1]) + raised[h]));
+    this->keep(x, chunk);
 #pragma unroll
     for (int i = 0; i < 32; ++i) masses[i] = 0;
-    if (visit >= chunks) return this->store(x, item, chunk);
-    if (chunk < args.kept) this->keep(x, chunk);
-    if (visit + 1 < chunks) return;
-    this->finish_sums();
-    this->store_kept(item, min(chunks, args.kept));
   }
 
   // The product with the stage at `at`, once it is there.
@@ -139,17 +131,18 @@ struct Scorer : MassRows<D, kLog, Build<D, kMoments>::kConsumers> {
   }
 
   __device__ void score(const MassItem& item) {
-    const int chunks = (item.competing + kChunk - 1) / kChunk, visits = visits_of(chunks, args.kept);
 #pragma unroll
     for (int i = 0; i < 32; ++i) masses[i] = 0;
-    for (int visit = 0; visit < visits; ++visit) {
-      const int left = item.competing - chunk_of(visit, chunks, args.kept) * kChunk;
+    for (int chunk = 0; chunk < item.chunks(); ++chunk) {
+      const int left = item.competing - chunk * kChunk;
       if (args.parts == 2)
-        turn<2>(left, visit == 0);
+        turn<2>(left, chunk == 0);
       else
-        for (int part = 0; part < args.parts; part += 4) turn<4>(left, visit + part == 0);
-      finish_chunk(item, visit, chunks);
+        for (int part = 0; part < args.parts; part += 4) turn<4>(left, chunk + part == 0);
+      finish_chunk(chunk);
     }
+    this->finish_sums();
+    this->store_kept(item);
   }
 
   __device__ void run() {
@@ -186,14 +179,16 @@ __global__ void __launch_bounds__(Build<D, kMoments>::kThreads, 1)
   } else {
     registers_grow<Size::kComputing>();
     uint4* kept = reinterpret_cast<uint4*>(raw + args.stages * Size::kStageBytes) + threadIdx.x;
-    Scorer<D, kMoments, kLog>({args, kept, warp / 4, warp % 4, lane}, barriers, statistics).run();
+    Scorer<D, kMoments, kLog>({args, kept, room_beyond<Size::kConsumers>(args), warp / 4, warp % 4, lane}, barriers,
+                              statistics)
+        .run();
   }
 }
 
 template <int D, bool kMoments, int kLog>
 void launch(const SelectParams& p, const SelectBatch& batch, cudaStream_t stream) {
   using Size = Build<D, kMoments>;
-  const MassMemory memory((p.max_competing + kChunk - 1) / kChunk, kMaxStages, Size::kStageBytes, Size::kKeptBytes);
+  const MassMemory memory = mass_memory(p.max_competing, Size::kDepth, Size::kRows);
   const auto kernel = part_masses_kernel<D, kMoments, kLog>;
   allow_shared_memory(kernel, memory.bytes, "shared memory of the masses");
   launch_early(kernel, std::min(batch.score_count, multiprocessors()), Size::kThreads, memory.bytes, stream,

@@ -118,7 +118,10 @@ void launch_statistics(const SelectParams& p, cudaStream_t stream) {
 }  // namespace
 
 int64_t hopper_statistics_bytes(const Shape& shape, const SelectPlan& plan) {
-  return int64_t{plan.statistics_rows} * plan.statistics * shape.head_dim * 2;
+  const int depth = plan.statistics * shape.head_dim,
+            rows = plan.parts > 1 ? part_rows(depth) : whole_rows(shape.head_dim);
+  return statistics_only_bytes(plan.statistics_rows, plan.statistics, shape.head_dim) +
+         int64_t{multiprocessors()} * mass_memory(plan.max_competing, depth, rows).beyond * rows * kChunk * 2;
 }
 
 ScoreTile hopper_score_tile(const Shape& shape, const BlockScoring& scoring) {
