@@ -9,7 +9,7 @@ namespace {
 
 constexpr int kRows = kSlashChunk;  // queries of the estimate, at most
 constexpr int kThreads = 256;       // of a chunk in fp32
-constexpr int kRun = 4;             // chunks of a thread block with tensor cores
+constexpr int kRun = 8;             // chunks of a thread block with tensor cores
 constexpr int kRowParts = 16;       // threads that share a row's chunks
 
 __device__ int sequence_of(const SlashParams& args, int chunk) {
@@ -116,76 +116,96 @@ __device__ __forceinline__ void add_halves(float (&x)[16], int lane) {
   }
 }
 
-// The same in bf16 with tensor cores: four warps, each 16 of the queries, and a few chunks one after the other.
+// The same in bf16 with tensor cores: four warps, each 16 of the queries, and a few chunks one after the other, the
+// next one's keys on their way. Scores in units of log2.
 template <int D, bool kSecond>
 __global__ void __launch_bounds__(128) tensor_chunks_kernel(const __grid_constant__ SlashParams args) {
+  constexpr float kLog2e = 1.4426950408889634f;
   extern __shared__ __align__(16) unsigned char raw[];
-  __nv_bfloat16 *q = reinterpret_cast<__nv_bfloat16*>(raw), *k = q + kRows * kTileStride<D>;
+  __nv_bfloat16 *q = reinterpret_cast<__nv_bfloat16*>(raw), *k = q + kRows * kTileStride<D>;  // k: two chunks
   __shared__ float key_masses[4][kSlashChunk], block_masses[4][2];
   const Shape& shape = args.select.shape;
   const int head = blockIdx.y, kv_head = head / (shape.query_heads / shape.kv_heads);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  int loaded = -1;
-  for (int at = blockIdx.x * kRun; at < min(args.head_chunks, static_cast<int>(blockIdx.x + 1) * kRun); ++at) {
-    const int which = sequence_of(args, at);
-    const SlashSequence sequence = args.sequences[which];
+  const int begin = blockIdx.x * kRun, end = min(args.head_chunks, begin + kRun);
+  int which = sequence_of(args, begin), loaded = -1;
+  SlashSequence sequence = args.sequences[which];
+  const auto load_keys = [&](int at) {
+    const SlashSequence& of = args.sequences[sequence_of(args, at)];
+    const int first_key = (at - of.chunk_begin) * kSlashChunk, token = of.token, tokens = of.tokens;
+    load_tile<D>(
+        k + at % 2 * kSlashChunk * kTileStride<D>, static_cast<const __nv_bfloat16*>(args.select.k), [&](int r) {
+          return first_key + r < tokens ? (static_cast<int64_t>(token + first_key + r) * shape.kv_heads + kv_head) * D
+                                        : int64_t{-1};
+        });
+  };
+  load_keys(begin);
+  for (int at = begin; at < end; ++at) {
+    if (at - sequence.chunk_begin >= sequence.chunks) {
+      which = sequence_of(args, at);
+      sequence = args.sequences[which];
+    }
     const int chunk = at - sequence.chunk_begin, first_key = chunk * kSlashChunk;
     const int rows = min(kRows, sequence.tokens), first_row = sequence.tokens - rows;
-    __syncthreads();
     if (which != loaded)
       load_tile<D>(q, static_cast<const __nv_bfloat16*>(args.select.q), [&](int r) {
         return r < rows ? (static_cast<int64_t>(sequence.token + first_row + r) * shape.query_heads + head) * D
                         : int64_t{-1};
       });
     loaded = which;
-    load_tile<D>(k, static_cast<const __nv_bfloat16*>(args.select.k), [&](int r) {
-      return first_key + r < sequence.tokens
-                 ? (static_cast<int64_t>(sequence.token + first_key + r) * shape.kv_heads + kv_head) * D
-                 : int64_t{-1};
-    });
     copies_done();
     __syncthreads();
+    if (at + 1 < end) load_keys(at + 1);
     float s[32];
-    product<D, 8>(s, q, warp * 16, k, 0);
+    product<D, 8>(s, q, warp * 16, k + at % 2 * kSlashChunk * kTileStride<D>, 0);
     const ChunkValues out(args, sequence, head, chunk);
     const int row[2] = {warp * 16 + lane / 4, warp * 16 + lane / 4 + 8};
-    const auto score = [&](int i) {  // of accumulator i
-      const int r = row[i / 2 % 2], key = first_key + i / 4 * 8 + 2 * (lane % 4) + i % 2;
-      return r < rows && key <= first_row + r ? s[i] * shape.scale : -INFINITY;
-    };
+    const float unit = shape.scale * kLog2e;
+    if (rows == kRows && first_key + kSlashChunk - 1 <= first_row) {
+#pragma unroll
+      for (int i = 0; i < 32; ++i) s[i] *= unit;
+    } else {
+#pragma unroll
+      for (int i = 0; i < 32; ++i) {
+        const int r = row[i / 2 % 2], key = first_key + i / 4 * 8 + 2 * (lane % 4) + i % 2;
+        s[i] = r < rows && key <= first_row + r ? s[i] * unit : -INFINITY;
+      }
+    }
     if constexpr (!kSecond) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         float top = -INFINITY, all = 0;
 #pragma unroll
-        for (int i = 0; i < 16; ++i) top = fmaxf(top, score(i / 2 * 4 + 2 * h + i % 2));
+        for (int i = 0; i < 16; ++i) top = fmaxf(top, s[i / 2 * 4 + 2 * h + i % 2]);
         top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
         top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
-        if (top > -INFINITY) {
+        const float base = top == -INFINITY ? 0.f : top;
 #pragma unroll
-          for (int i = 0; i < 16; ++i) all += __expf(score(i / 2 * 4 + 2 * h + i % 2) - top);
-        }
+        for (int i = 0; i < 16; ++i) all += exp2f(s[i / 2 * 4 + 2 * h + i % 2] - base);
         all += __shfl_xor_sync(~0u, all, 1);
         all += __shfl_xor_sync(~0u, all, 2);
-        if (lane % 4 == 0) *reinterpret_cast<float2*>(out.rows + 2 * row[h]) = {top, all};
+        if (lane % 4 == 0) *reinterpret_cast<float2*>(out.rows + 2 * row[h]) = {top / kLog2e, all};
       }
     } else {
       const float* row_sums = args.row_sums + static_cast<int64_t>(sequence.list + head) * kRows;
       const int last_block = (sequence.tokens - 1) / args.select.select_block;
-      const float sums[2] = {row[0] < rows ? row_sums[row[0]] : 0.f, row[1] < rows ? row_sums[row[1]] : 0.f};
-      const bool last[2] = {(first_row + row[0]) / args.select.select_block == last_block,
-                            (first_row + row[1]) / args.select.select_block == last_block};
-      float mass[16], blocks[2] = {0, 0};  // of this lane's keys, over its two rows; of the two query blocks
+      const float sums[2] = {row[0] < rows ? row_sums[row[0]] * kLog2e : 0.f,
+                             row[1] < rows ? row_sums[row[1]] * kLog2e : 0.f};
+      float mass[16], by_row[2] = {0, 0};  // of this lane's keys, over its two rows; of the rows
 #pragma unroll
       for (int i = 0; i < 16; ++i) {
         const int j = i / 2 * 4 + i % 2;
-        const float p[2] = {__expf(score(j) - sums[0]), __expf(score(j + 2) - sums[1])};
+        const float p[2] = {exp2f(s[j] - sums[0]), exp2f(s[j + 2] - sums[1])};
         mass[i] = p[0] + p[1];
+        by_row[0] += p[0];
+        by_row[1] += p[1];
+      }
+      float blocks[2] = {0, 0};  // of the two query blocks that the rows may lie in
 #pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          blocks[0] += last[h] ? p[h] : 0.f;
-          blocks[1] += last[h] ? 0.f : p[h];
-        }
+      for (int h = 0; h < 2; ++h) {
+        const bool last = (first_row + row[h]) / args.select.select_block == last_block;
+        blocks[0] += last ? by_row[h] : 0.f;
+        blocks[1] += last ? 0.f : by_row[h];
       }
       // Over the lanes that have the other rows; each keeps two of the sixteen keys.
       add_halves<8>(mass, lane);
@@ -209,6 +229,7 @@ __global__ void __launch_bounds__(128) tensor_chunks_kernel(const __grid_constan
       if (i < kSlashChunk) out.keys[i] = (key_masses[0][i] + key_masses[1][i]) + (key_masses[2][i] + key_masses[3][i]);
       if (i < 2) out.blocks[i] = (block_masses[0][i] + block_masses[1][i]) + (block_masses[2][i] + block_masses[3][i]);
     }
+    __syncthreads();
   }
 }
 
@@ -253,7 +274,7 @@ void slash_masses(const SlashParams& p, Precision precision, cudaStream_t stream
   for_head_dim(shape.head_dim, [&](auto d) {
     constexpr int D = decltype(d)::value;
     both(tensor_chunks_kernel<D, false>, tensor_chunks_kernel<D, true>,
-         dim3((p.head_chunks + kRun - 1) / kRun, shape.query_heads), 128, 2 * kRows * kTileStride<D> * 2);
+         dim3((p.head_chunks + kRun - 1) / kRun, shape.query_heads), 128, 3 * kRows * kTileStride<D> * 2);
   });
 }
 

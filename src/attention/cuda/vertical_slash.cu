@@ -63,7 +63,7 @@ __device__ int fewest_reaching(PickRoom& room, int count, float share, int most,
     __syncthreads();
     for (int i = threadIdx.x; i < kBins; i += kPickThreads) counts[i] = low[i] = high[i] = 0;
     __syncthreads();
-#pragma unroll 4
+#pragma unroll 8
     for (int i = threadIdx.x; i < count; i += kPickThreads) {
       const float x = mass(i);
       const uint32_t bits = __float_as_uint(x);
@@ -120,6 +120,7 @@ __device__ int fewest_reaching(PickRoom& room, int count, float share, int most,
   const int run = (count + kPickThreads - 1) / kPickThreads;
   const int begin = min(count, static_cast<int>(threadIdx.x) * run), end = min(count, begin + run);
   Reached own{0, 0};  // larger ones; ties
+#pragma unroll 8
   for (int i = begin; i < end; ++i) {
     const uint32_t bits = __float_as_uint(mass(i));
     own.count += bits > least;

@@ -94,28 +94,24 @@ struct Scorer : MassRows<D, kLog, Build<D, kRows>::kConsumers> {
     add_exponentials(s);
   }
 
-  // Products with the next two stages. Where there is no second (or no first), the product is of whatever lies there: a
-  // branch around it would make the compiler serialise the products.
-  __device__ void multiply_two(float (&s)[2][32], bool first, bool second) {
-    Cursor after = ring;
-    after.advance(args.stages);
-    if (first) barrier_wait(shared_address(&barriers.full[ring.stage]), ring.phase);
-    pin(a);
-    wgmma_fence();
-    multiply_statistics<2 * D>(s[0], a, statistics, ring.stage);
-    if (second) barrier_wait(shared_address(&barriers.full[after.stage]), after.phase);
-    multiply_statistics<2 * D>(s[1], a, statistics, after.stage);
-  }
   __device__ void release_stage() {
     release(barriers.empty[ring.stage], lane);
     ring.advance(args.stages);
   }
 
-  // Two steps: the second's product runs while the first's scores are worked on.
+  // Two steps: the second's product runs while the first's scores are worked on. Where there is no second, the product
+  // is of whatever lies there: a branch around it would make the compiler serialise the products.
   __device__ void two_steps(const MassItem& item, int chunk, int chunks) {
     float s[2][32];
+    Cursor second = ring;
+    second.advance(args.stages);
     const bool both = chunk + 1 < chunks;
-    multiply_two(s, true, both);
+    barrier_wait(shared_address(&barriers.full[ring.stage]), ring.phase);
+    pin(a);
+    wgmma_fence();
+    multiply_statistics<2 * D>(s[0], a, statistics, ring.stage);
+    if (both) barrier_wait(shared_address(&barriers.full[second.stage]), second.phase);
+    multiply_statistics<2 * D>(s[1], a, statistics, second.stage);
     wgmma_wait<1>();
     pin(s[0]);
     release_stage();
@@ -128,41 +124,22 @@ struct Scorer : MassRows<D, kLog, Build<D, kRows>::kConsumers> {
   }
 
   __device__ void run() {
-    // An item is read two rounds before its turn and, where there are registers for them, its queries one round before,
-    // so that nobody waits for either; then its first two products run while the masses of the one before it go to
-    // memory. Where there are none, the queries come meanwhile.
-    constexpr int kItems = Build<D, kRows>::kAhead ? 2 : 1;  // read before their turn
+    // An item is read before its turn and, where there are registers for them, its queries too, so that nobody waits
+    // for either.
+    constexpr int kItems = Build<D, kRows>::kAhead ? 2 : 1;
     MassItem item = this->fetch(blockIdx.x), next[kItems];
     look_ahead(item);
-    load_operand(item);
     if constexpr (Build<D, kRows>::kAhead) next[0] = this->fetch(blockIdx.x + gridDim.x);
-    look_ahead(next[0]);
-    square_operand();
     wait_for_dependencies();
-    float s[2][32];
-    multiply_two(s, true, item.chunks() > 1);
-    wgmma_wait<0>();
     for (int index = blockIdx.x; index < args.item_count; index += gridDim.x) {
+      load_operand(item);
       next[kItems - 1] = this->fetch(index + kItems * gridDim.x);
-      const int chunks = item.chunks();
-      pin(s[0]);
-      pin(s[1]);
-      release_stage();
-      step(s[0], item, 0);
-      if (chunks > 1) {
-        release_stage();
-        step(s[1], item, 1);
-      }
-      for (int chunk = 2; chunk < chunks; chunk += 2) two_steps(item, chunk, chunks);
-      this->finish_sums();
-      load_operand(next[0]);
-      look_ahead(next[kItems - 1]);
-      const bool more = index + static_cast<int>(gridDim.x) < args.item_count;
-      if constexpr (!Build<D, kRows>::kAhead) this->store_kept(item);
       square_operand();
-      multiply_two(s, more, more && next[0].chunks() > 1);
-      if constexpr (Build<D, kRows>::kAhead) this->store_kept(item);
-      wgmma_wait<0>();
+      look_ahead(next[0]);
+      const int chunks = item.chunks();
+      for (int chunk = 0; chunk < chunks; chunk += 2) two_steps(item, chunk, chunks);
+      this->finish_sums();
+      this->store_kept(item);
       item = next[0];
       next[0] = next[kItems - 1];
     }

@@ -207,6 +207,7 @@ struct MassRows {
       store(x, item, chunk);
     };
     const int chunks = item.chunks();
+#pragma unroll 2
     for (int chunk = 0; chunk < min(chunks, args.kept); ++chunk) move(kept + chunk * 4 * kConsumers, chunk);
     for (int chunk = args.kept; chunk < chunks; ++chunk) move(beyond + (chunk - args.kept) * 4 * kConsumers, chunk);
   }
@@ -284,7 +285,7 @@ inline MassArguments mass_arguments(const SelectParams& p, const SelectBatch& ba
 // as there are registers for, and one more, of which one warp loads.
 inline int whole_rows(int d) {
   static const char* rows = std::getenv("SB_MASS_ROWS");
-  return d == 128 && rows != nullptr ? std::atoi(rows) : 192;
+  return d == 128 ? (rows != nullptr ? std::atoi(rows) : 128) : 192;
 }
 constexpr int part_rows(int depth) {
   return depth > 128 ? 128 : 192;
