@@ -2,6 +2,7 @@
 
 #include <glob.h>
 
+#include <algorithm>
 #include <filesystem>
 
 #include "core/errors.h"
@@ -44,15 +45,25 @@ std::vector<std::string> expand_token_paths(const std::vector<std::string>& path
     }
     glob_t found{};
     const int result = ::glob(path.c_str(), 0, nullptr, &found);
-    for (size_t i = 0; result == 0 && i < found.gl_pathc; ++i) {
-      // One entry a Megatron pair: the index stands for it.
-      const std::string match = found.gl_pathv[i];
-      const std::filesystem::path as_path(match);
-      const bool pair = std::filesystem::exists(std::filesystem::path(match).replace_extension(".idx"));
-      if (as_path.extension() == ".idx" || (as_path.extension() == ".bin" && !pair)) expanded.push_back(match);
+    const size_t matches = result == 0 ? found.gl_pathc : 0;
+    std::vector<std::string> files;
+    for (size_t i = 0; i < matches; ++i) {
+      // One entry a Megatron pair, whichever of its files match: the index stands for both.
+      std::filesystem::path match = found.gl_pathv[i];
+      if (match.extension() == ".bin") {
+        const std::filesystem::path index = std::filesystem::path(match).replace_extension(".idx");
+        if (std::filesystem::exists(index)) match = index;
+      } else if (match.extension() != ".idx") {
+        continue;
+      }
+      if (std::find(files.begin(), files.end(), match.string()) == files.end()) files.push_back(match.string());
     }
     ::globfree(&found);
-    SB_USER_CHECK(result == 0, "{}: nothing matches this pattern", path);
+    SB_USER_CHECK(result == 0 || result == GLOB_NOMATCH, "{}: the folders of this pattern cannot be read", path);
+    SB_USER_CHECK(matches > 0, "{}: nothing matches this pattern", path);
+    SB_USER_CHECK(!files.empty(), "{}: {} files match this pattern, none of them a token file (.idx or .bin)", path,
+                  matches);
+    expanded.insert(expanded.end(), files.begin(), files.end());
   }
   return expanded;
 }

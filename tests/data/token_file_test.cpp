@@ -203,6 +203,27 @@ TEST(TokenFile, Patterns) {
             (std::vector<std::string>{folder.path("a.idx"), folder.path("b.idx")}));
 }
 
+TEST(TokenFile, APatternMayNameEitherFileOfAPair) {
+  TemporaryFolder folder;
+  for (const char* name : {"a1", "a2", "b"}) write_documents(folder.path(name), {{1, 2}}, TokenType::u16);
+  write_bytes(folder.path("a3.bin"), "an llm.c file, judged when it is opened");
+  const std::vector<std::string> pairs = {folder.path("a1.idx"), folder.path("a2.idx")};
+  EXPECT_EQ(expand_token_paths({folder.path("a[12].bin")}), pairs);
+  EXPECT_EQ(expand_token_paths({folder.path("a[12].idx")}), pairs);
+  EXPECT_EQ(expand_token_paths({folder.path("a[12].*")}), pairs);
+  EXPECT_EQ(expand_token_paths({folder.path("*.bin")}),
+            (std::vector<std::string>{folder.path("a1.idx"), folder.path("a2.idx"), folder.path("a3.bin"),
+                                      folder.path("b.idx")}));
+}
+
+TEST(TokenFile, APatternWithoutTokenFilesIsRefused) {
+  TemporaryFolder folder;
+  write_documents(folder.path("a"), {{1, 2}}, TokenType::u16);
+  for (const char* name : {"notes.txt", "more.txt"}) write_bytes(folder.path(name), "text");
+  const std::string error = user_error([&] { expand_token_paths({folder.path("a*"), folder.path("*.txt")}); });
+  EXPECT_NE(error.find("*.txt: 2 files match this pattern, none of them a token file"), std::string::npos) << error;
+}
+
 TEST(LlmcFile, BothVersions) {
   TemporaryFolder folder;
   const std::string zeros(253 * 4, '\0');
