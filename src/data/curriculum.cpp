@@ -31,8 +31,6 @@ double LengthCurriculum::running_accuracy() const {
 
 bool LengthCurriculum::observe(int64_t correct, int64_t counted, uint64_t next_position) {
   SB_CHECK(correct >= 0 && correct <= counted, "{} correct of {}", correct, counted);
-  SB_CHECK(next_position >= switches_.back().position, "position {} lies before the last switch at {}", next_position,
-           switches_.back().position);
   if (counted == 0) return false;
   const double accuracy = static_cast<double>(correct) / static_cast<double>(counted);
   average_ = options_.smoothing * average_ + (1.0 - options_.smoothing) * accuracy;
@@ -41,7 +39,7 @@ bool LengthCurriculum::observe(int64_t correct, int64_t counted, uint64_t next_p
       current_length() >= options_.end)
     return false;
   const int64_t length = std::min(2 * current_length(), options_.end);
-  if (switches_.back().position == next_position)
+  if (next_position <= switches_.back().position)
     switches_.back().length = length;
   else
     switches_.push_back({next_position, length});

@@ -25,7 +25,8 @@ class LengthCurriculum {
   double running_accuracy() const;
   const CurriculumOptions& options() const { return options_; }
 
-  // Returns true when the length doubles, from `next_position` on (which may not lie before an earlier switch).
+  // Returns true when the length doubles, from `next_position` on, or from the last switch where that lies ahead of it
+  // (a run that looked further ahead may have been resumed by one that does not).
   bool observe(int64_t correct, int64_t counted, uint64_t next_position);
 
   // "curriculum 1 <observations> <accuracy as a hexadecimal float> <position>:<length> ..."

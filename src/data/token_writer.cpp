@@ -13,6 +13,7 @@
 #include "data/append_file.h"
 #include "data/label_mask.h"
 #include "data/mapped_file.h"
+#include "data/utf8.h"
 
 namespace sb {
 namespace {
@@ -85,7 +86,15 @@ json TokenWriter::Impl::state(bool complete) const {
 }
 
 void TokenWriter::Impl::open(const json& state) {
-  const auto number = [&](const char* key) { return state.is_null() ? int64_t{0} : state.at(key).get<int64_t>(); };
+  const auto number = [&](const char* key) {
+    constexpr int64_t kMost = INT64_MAX / 8;  // whose bytes can still be counted
+    if (state.is_null()) return int64_t{0};
+    const json& value = state.at(key);
+    SB_USER_CHECK(value.is_number_integer() && value >= 0 && value <= kMost,
+                  "{}: damaged: \"{}\" must be a whole number from 0 to {}; delete the folder {} and start again",
+                  part("state.json"), key, kMost, folder);
+    return value.get<int64_t>();
+  };
   documents = number("documents");
   tokens = number("tokens");
   if (!state.is_null()) {
@@ -126,8 +135,8 @@ TokenWriter::TokenWriter(const std::string& prefix, const Options& options) : im
       }
       w.open(state);
     } catch (const json::exception& problem) {
-      throw UserError("{}: damaged ({}); delete the folder {} and start again", w.part("state.json"), problem.what(),
-                      w.folder);
+      throw UserError("{}: damaged ({}); delete the folder {} and start again", w.part("state.json"),
+                      printable(problem.what(), 200), w.folder);
     }
   } else {
     fs::remove(w.part("state.json"));

@@ -9,6 +9,7 @@
 #include "core/thread_pool.h"
 #include "data/mapped_file.h"
 #include "data/token_writer.h"
+#include "data/utf8.h"
 
 namespace sb {
 namespace {
@@ -47,7 +48,7 @@ class TokenizeJob {
     writing.resume = !options.restart;
     writing.overwrite = options.overwrite;
     writer_ = std::make_unique<TokenWriter>(options.output, writing);
-    if (!writer_->note().empty()) restore(json::parse(writer_->note()));
+    if (!writer_->note().empty()) restore();
   }
 
   TokenizeProgress run() {
@@ -83,15 +84,29 @@ class TokenizeJob {
                 {"bad_lines", progress_.bad_lines}}
         .dump();
   }
-  void restore(const json& note) {
-    SB_USER_CHECK(note.at("identity") == identity(),
-                  "{}.partial belongs to a run with other inputs or options; give the same ones to go on with it, or "
-                  "start again with --restart",
-                  options_.output);
-    file_ = note.at("file");
-    offset_ = note.at("offset");
-    line_number_ = note.at("line");
-    progress_.bad_lines = note.at("bad_lines");
+  void restore() {
+    try {
+      const json note = json::parse(writer_->note());
+      SB_USER_CHECK(note.at("identity") == identity(),
+                    "{}.partial belongs to a run with other inputs or options; give the same ones to go on with it, or "
+                    "start again with --restart",
+                    options_.output);
+      const auto number = [&](const char* key, int64_t most) {
+        const json& value = note.at(key);
+        SB_USER_CHECK(value.is_number_integer() && value >= 0 && value <= most,
+                      "{}.partial/state.json: damaged: \"{}\" must be a whole number from 0 to {}; start again with "
+                      "--restart",
+                      options_.output, key, most);
+        return value.get<int64_t>();
+      };
+      file_ = static_cast<size_t>(number("file", std::ssize(sizes_)));
+      offset_ = static_cast<size_t>(number("offset", file_ < sizes_.size() ? sizes_[file_] : 0));
+      line_number_ = number("line", progress_.total_bytes);
+      progress_.bad_lines = number("bad_lines", progress_.total_bytes);
+    } catch (const json::exception& problem) {
+      throw UserError("{}.partial/state.json: damaged ({}); start again with --restart", options_.output,
+                      printable(problem.what(), 200));
+    }
     update_progress();
     progress_.resumed_bytes = progress_.bytes;
   }

@@ -17,6 +17,9 @@ using nlohmann::json;
 // Ids index tables; a larger one is a damaged file, not a vocabulary.
 constexpr int64_t kMaxId = (int64_t{1} << 24) - 1;
 
+// Sequences inside sequences; real files have one or two. Reading them walks the nesting on the stack.
+constexpr int kDeepest = 16;
+
 class SpecReader {
  public:
   explicit SpecReader(TokenizerSpec& spec) : spec_(spec) {}
@@ -61,6 +64,11 @@ class SpecReader {
     const json& value = member(object, key);
     SB_USER_CHECK(value.is_array(), "{}: \"{}\" must be a list", spec_.name, key);
     return value;
+  }
+  // The parts of a Sequence that lies inside `depth` others.
+  const json& parts(const json& sequence, const char* key, int depth) {
+    SB_USER_CHECK(depth < kDeepest, "{}: \"{}\" are nested deeper than {} levels", spec_.name, key, kDeepest);
+    return list(sequence, key);
   }
   int32_t id_of(const json& value, const std::string& of) {
     SB_USER_CHECK(value.is_number_integer() && value >= 0 && value <= kMaxId,
@@ -160,11 +168,11 @@ class SpecReader {
     }
   }
 
-  void read_normalizer(const json& part) {
+  void read_normalizer(const json& part, int depth = 0) {
     if (part.is_null()) return;
     const std::string type = type_of(part, "normalizer");
     if (type == "Sequence")
-      for (const json& inner : list(part, "normalizers")) read_normalizer(inner);
+      for (const json& inner : parts(part, "normalizers", depth)) read_normalizer(inner, depth + 1);
     else if (type == "NFC")
       spec_.normal_forms.push_back(NormalForm::nfc);
     else if (type == "NFD")
@@ -183,13 +191,13 @@ class SpecReader {
                   "{}: the pre-tokenizer has no ByteLevel part; only byte-level BPE tokenizers are supported",
                   spec_.name);
   }
-  void collect_splits(const json& part) {
+  void collect_splits(const json& part, int depth = 0) {
     if (part.is_null()) return;
     const std::string type = type_of(part, "pre-tokenizer");
     SB_USER_CHECK(!byte_level_, "{}: the pre-tokenizer \"{}\" after ByteLevel is not supported", spec_.name,
                   printable(type));
     if (type == "Sequence") {
-      for (const json& inner : list(part, "pretokenizers")) collect_splits(inner);
+      for (const json& inner : parts(part, "pretokenizers", depth)) collect_splits(inner, depth + 1);
     } else if (type == "ByteLevel") {
       byte_level_ = true;
       SplitSpec split;
@@ -221,11 +229,11 @@ class SpecReader {
     spec_.splits.push_back(std::move(split));
   }
 
-  void read_post_processor(const json& part) {
+  void read_post_processor(const json& part, int depth = 0) {
     if (part.is_null()) return;
     const std::string type = type_of(part, "post-processor");
     if (type == "Sequence")
-      for (const json& inner : list(part, "processors")) read_post_processor(inner);
+      for (const json& inner : parts(part, "processors", depth)) read_post_processor(inner, depth + 1);
     else if (type == "TemplateProcessing")
       read_template(part);
     else if (type != "ByteLevel")  // which only trims offsets
@@ -247,11 +255,11 @@ class SpecReader {
     SB_USER_CHECK(seen_text, "{}: the post-processor's template leaves the text out", spec_.name);
   }
 
-  void read_decoder(const json& part) {
+  void read_decoder(const json& part, int depth = 0) {
     if (part.is_null()) return;
     const std::string type = type_of(part, "decoder");
     if (type == "Sequence")
-      for (const json& inner : list(part, "decoders")) read_decoder(inner);
+      for (const json& inner : parts(part, "decoders", depth)) read_decoder(inner, depth + 1);
     else if (type != "ByteLevel")
       refuse("decoder", type, "ByteLevel");
   }

@@ -59,6 +59,26 @@ TEST(LengthCurriculum, ResumesExactly) {
   EXPECT_GT(straight.current_length(), 64);
 }
 
+// How far ahead batches are planned may change on resume, so that the last switch lies in the resumed run's future.
+TEST(LengthCurriculum, MayBeResumedByARunThatLooksLessFarAhead) {
+  LengthCurriculum first(quick());
+  first.observe(10, 10, 36);
+  ASSERT_TRUE(first.observe(10, 10, 48));
+  LengthCurriculum resumed(quick());
+  resumed.restore(first.state());
+  EXPECT_FALSE(resumed.observe(1, 10, 32));
+  EXPECT_EQ(resumed.length_at(47), 64);
+  EXPECT_EQ(resumed.length_at(48), 128);
+  // Good enough before the switch is reached: that one doubles once more, and nothing before it changes.
+  EXPECT_FALSE(resumed.observe(10, 10, 36));
+  EXPECT_TRUE(resumed.observe(10, 10, 40));
+  EXPECT_EQ(resumed.length_at(47), 64);
+  EXPECT_EQ(resumed.length_at(48), 200);
+  LengthCurriculum again(quick());
+  again.restore(resumed.state());
+  EXPECT_EQ(again.state(), resumed.state());
+}
+
 TEST(LengthCurriculum, RefusesDamagedStates) {
   LengthCurriculum curriculum(quick());
   for (const char* bad :

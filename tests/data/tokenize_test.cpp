@@ -1,5 +1,7 @@
 #include <gtest/gtest.h>
 
+#include <nlohmann/json.hpp>
+
 #include "core/errors.h"
 #include "data/document_encoder.h"
 #include "data/label_mask.h"
@@ -197,6 +199,50 @@ TEST_F(TokenizeFiles, AnotherRunsRemainsAreNotMixedIn) {
   EXPECT_NE(user_error([&] { run(o); }).find("--restart"), std::string::npos);
   o.restart = true;
   EXPECT_EQ(run(o).documents, 1);
+}
+
+// What an interrupted run left may have been damaged since, by a disk or by hand.
+TEST_F(TokenizeFiles, ADamagedStateIsRefused) {
+  write_bytes(folder_.path("a.jsonl"), "{\"text\": \"some words here\"}\n");
+  write_bytes(folder_.path("b.jsonl"), "{\"text\": \"and others\"}\n");
+  TokenizeOptions o = options({"a.jsonl", "b.jsonl"}, "out");
+  o.checkpoint_seconds = 0.0;
+  struct Stop {};
+  EXPECT_THROW(tokenize_files(o, [](const TokenizeProgress&) { throw Stop(); }), Stop);
+  const std::string file = folder_.path("out.partial/state.json");
+  const nlohmann::json good = nlohmann::json::parse(read_bytes(file));
+  const auto expect_refused = [&](const std::string& text, const char* part) {
+    write_bytes(file, text);
+    const std::string error = user_error([&] { run(o); });
+    EXPECT_NE(error.find("state.json: damaged"), std::string::npos) << error;
+    EXPECT_NE(error.find(part), std::string::npos) << error;
+  };
+  const auto with_note = [&](const char* key, const nlohmann::json& value) {
+    nlohmann::json state = good, note = nlohmann::json::parse(good.at("note").get<std::string>());
+    note[key] = value;
+    state["note"] = note.dump();
+    return state.dump();
+  };
+  for (const char* key : {"file", "offset", "line", "bad_lines"})
+    for (const nlohmann::json& value : {nlohmann::json(400000000), nlohmann::json(-1), nlohmann::json(UINT64_MAX),
+                                        nlohmann::json(1e30), nlohmann::json("x"), nlohmann::json()})
+      expect_refused(with_note(key, value), key);
+  for (const char* key : {"documents", "tokens", "bitmap_bytes", "version"})
+    for (const nlohmann::json& value : {nlohmann::json(-1), nlohmann::json(INT64_MAX), nlohmann::json(UINT64_MAX),
+                                        nlohmann::json(1e30), nlohmann::json("x"), nlohmann::json()}) {
+      nlohmann::json state = good;
+      state[key] = value;
+      expect_refused(state.dump(), key);
+    }
+  nlohmann::json state = good;
+  state["note"] = "not JSON";
+  expect_refused(state.dump(), "--restart");
+  state["note"] = "{}";
+  expect_refused(state.dump(), "identity");
+  state["note"] = 3;
+  expect_refused(state.dump(), "delete the folder");
+  write_bytes(file, good.dump());
+  EXPECT_EQ(run(o).documents, 2);
 }
 
 }  // namespace

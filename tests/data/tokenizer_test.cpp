@@ -9,6 +9,7 @@
 #include "core/errors.h"
 #include "core/random.h"
 #include "data/utf8.h"
+#include "tests/data/temporary_folder.h"
 
 namespace sb {
 namespace {
@@ -297,6 +298,33 @@ TEST(Tokenizer, RefusesDamagedFiles) {
   EXPECT_THROW(Tokenizer::parse("[1, 2", "x"), UserError);
   EXPECT_THROW(Tokenizer::parse("3", "x"), UserError);
   EXPECT_THROW(Tokenizer::load(fixture("no such file.json")), UserError);
+}
+
+// As text: what builds or writes JSON walks the nesting on the stack as well.
+TEST(Tokenizer, SequencesInsideSequencesHaveAnEnd) {
+  const std::string plain = byte_tokenizer().dump();
+  struct Part {
+    const char *name, *list, *innermost;
+  };
+  for (const Part part : {Part{"normalizer", "normalizers", R"({"type": "NFC"})"},
+                          Part{"pre_tokenizer", "pretokenizers", R"({"type": "ByteLevel", "add_prefix_space": false})"},
+                          Part{"post_processor", "processors", R"({"type": "ByteLevel"})"},
+                          Part{"decoder", "decoders", R"({"type": "ByteLevel"})"}}) {
+    const auto nested = [&](int depth) {
+      std::string text = fmt::format("{{\"{}\": ", part.name);
+      for (int i = 0; i < depth; ++i) text += fmt::format(R"({{"type": "Sequence", "{}": [)", part.list);
+      text += part.innermost;
+      for (int i = 0; i < depth; ++i) text += "]}";
+      json spec = json::parse(plain);
+      spec.erase(part.name);
+      return text + "," + spec.dump().substr(1);
+    };
+    EXPECT_EQ(Tokenizer::parse(nested(16), "x").encode("ab"), (std::vector<int32_t>{'a', 'b'})) << part.name;
+    for (const int depth : {17, 200000}) {
+      const std::string error = user_error([&] { Tokenizer::parse(nested(depth), "some.json"); });
+      EXPECT_NE(error.find("nested deeper than 16"), std::string::npos) << part.name << ": " << error;
+    }
+  }
 }
 
 TEST(Tokenizer, ABacktrackingPatternEndsWithAnError) {
