@@ -18,12 +18,12 @@ int64_t factorial(int n) {
 
 class OrderSearch {
  public:
-  OrderSearch(const Schedule& schedule, const PipelineTimes& times, std::span<const int64_t> tokens,
-              const OrderingLimits& limits, std::vector<int>& order)
-      : schedule_(schedule), times_(times), tokens_(tokens), limits_(limits), best_(order) {
-    best_makespan_ = schedule.makespan(times, order);
-    trials_ = limits.trials;
-  }
+  OrderSearch(const Schedule& schedule, const PipelineTimes& times, int64_t trials, std::vector<int>& order)
+      : schedule_(schedule),
+        times_(times),
+        best_(order),
+        best_makespan_(schedule.makespan(times, order)),
+        trials_(trials) {}
 
   double run() {
     const auto m = static_cast<int>(best_.size());
@@ -47,8 +47,6 @@ class OrderSearch {
     --trials_;
     const double makespan = schedule_.makespan(times_, order);
     if (makespan >= best_makespan_ * kGain) return false;
-    if (limits_.tokens_in_flight > 0 && tokens_in_flight(schedule_, tokens_, order) > limits_.tokens_in_flight)
-      return false;
     best_makespan_ = makespan;
     best_ = order;
     return true;
@@ -81,8 +79,6 @@ class OrderSearch {
 
   const Schedule& schedule_;
   const PipelineTimes& times_;
-  std::span<const int64_t> tokens_;
-  OrderingLimits limits_;
   std::vector<int>& best_;
   double best_makespan_;
   int64_t trials_;
@@ -104,22 +100,10 @@ std::vector<int> small_at_both_ends(std::span<const double> load, bool smallest_
   return order;
 }
 
-int64_t tokens_in_flight(const Schedule& schedule, std::span<const int64_t> tokens, std::span<const int> order) {
-  const size_t window = std::min(order.size(), static_cast<size_t>(schedule.warmup(0)) + 1);
-  int64_t held = 0, most = 0;
-  for (size_t i = 0; i < order.size(); ++i) {
-    held += tokens[static_cast<size_t>(order[i])];
-    if (i >= window) held -= tokens[static_cast<size_t>(order[i - window])];
-    most = std::max(most, held);
-  }
-  return most;
-}
-
-double improve_order(const Schedule& schedule, const PipelineTimes& times, std::span<const int64_t> tokens,
-                     const OrderingLimits& limits, std::vector<int>& order) {
+double improve_order(const Schedule& schedule, const PipelineTimes& times, int64_t trials, std::vector<int>& order) {
   SB_CHECK(static_cast<int>(order.size()) == schedule.micro_batches(), "{} positions, {} micro-batches", order.size(),
            schedule.micro_batches());
-  return OrderSearch(schedule, times, tokens, limits, order).run();
+  return OrderSearch(schedule, times, trials, order).run();
 }
 
 }  // namespace sb

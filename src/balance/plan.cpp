@@ -125,19 +125,12 @@ class Planner {
 
   // Improves the order of one rank at the draft's times; its makespan then.
   double order_rank(Draft& draft, int r) const {
-    OrderingLimits limits = options_.order_limits;
     // The whole step's trials, shared: many ranks get fewer each.
     const int64_t most = small_ ? 600'000 : 40'000;
     const int64_t operations = 2 * cost_.stages() * draft.batches.micro_batches();
-    limits.trials = std::min(limits.trials, std::max<int64_t>(4, most / operations));
+    const int64_t trials = std::clamp<int64_t>(most / operations, 4, 400);
     const PipelineTimes& times = draft.times[static_cast<size_t>(r)];
-    std::vector<int64_t> tokens(static_cast<size_t>(times.micro_batches), 0);
-    if (limits.tokens_in_flight > 0)
-      for (int i = 0; i < times.micro_batches; ++i)
-        for (int member : draft.batches.members(draft.batches.first(r) + i))
-          tokens[static_cast<size_t>(i)] += sequences_[static_cast<size_t>(member)].tokens;
-    return improve_order(schedules_.of(times.micro_batches), times, tokens, limits,
-                         draft.orders[static_cast<size_t>(r)]);
+    return improve_order(schedules_.of(times.micro_batches), times, trials, draft.orders[static_cast<size_t>(r)]);
   }
 
   // All ranks; true if the step became shorter.

@@ -50,7 +50,6 @@ struct Plan {
 struct PlanOptions {
   BatchingOptions batching;
   bool ordering = true;
-  OrderingLimits order_limits;
   TuningOptions tuning;
 };
 

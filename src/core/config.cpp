@@ -179,14 +179,6 @@ void OptionTable::add_choice(std::string name, std::vector<std::string> words, s
       });
 }
 
-void OptionTable::refuse(std::string name, std::string reason) {
-  refused_.emplace_back(std::move(name), std::move(reason));
-}
-
-void OptionTable::refuse_word(std::string name, std::string word, std::string reason) {
-  refused_words_.push_back({std::move(name), std::move(word), std::move(reason)});
-}
-
 void OptionTable::load(const std::string& yaml, const std::string& source) {
   assign_entries("", parse_config(yaml, source));
 }
@@ -203,14 +195,6 @@ void OptionTable::assign_entries(const std::string& name, const ConfigValue& val
 }
 
 void OptionTable::assign(const std::string& name, const ConfigValue& value) {
-  for (const auto& [refused, reason] : refused_) {
-    const bool inside = name.starts_with(refused) && (name.size() == refused.size() || name[refused.size()] == '.');
-    SB_USER_CHECK(!inside, "{}: {}: {}", value.where, name, reason);
-  }
-  for (const auto& refused : refused_words_) {
-    const bool here = refused.name == name && value.kind == ConfigValue::Kind::scalar && refused.word == value.text;
-    SB_USER_CHECK(!here, "{}: {}: {} is not available: {}", value.where, name, refused.word, refused.reason);
-  }
   for (auto& option : options_) {
     if (option.name != name) continue;
     SB_USER_CHECK(value.kind != ConfigValue::Kind::null, "{}: {}: has no value; give one or remove the key",

@@ -65,10 +65,6 @@ class OptionTable {
   // Anything else: `read` gets the value and the option's name for its messages, `write` gives YAML on one line.
   void add(std::string name, std::string type, std::string range, std::string help,
            std::function<void(const ConfigValue&, const std::string&)> read, std::function<std::string()> write);
-  // A name (or a whole section) that a reader may expect and that this version refuses, saying why.
-  void refuse(std::string name, std::string reason);
-  // A word that an option refuses although a reader may expect it, saying why.
-  void refuse_word(std::string name, std::string word, std::string reason);
 
   // Fills the variables. UserError names the place, the key and the cure.
   void load(const std::string& yaml, const std::string& source);
@@ -114,11 +110,6 @@ class OptionTable {
 
   std::vector<Section> sections_;
   std::vector<Option> options_;
-  std::vector<std::pair<std::string, std::string>> refused_;  // name, reason
-  struct RefusedWord {
-    std::string name, word, reason;
-  };
-  std::vector<RefusedWord> refused_words_;
 };
 
 // The text of a configuration file; UserError when it cannot be read or is larger than kMaxConfigBytes.

@@ -46,10 +46,4 @@ std::optional<std::string> byte_level_decode(std::string_view token) {
   return bytes;
 }
 
-std::string byte_level_encode(std::string_view bytes) {
-  std::string token;
-  for (char byte : bytes) append_utf8(token, byte_level_character(static_cast<unsigned char>(byte)));
-  return token;
-}
-
 }  // namespace sb

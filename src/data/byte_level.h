@@ -12,6 +12,5 @@ char32_t byte_level_character(unsigned char byte);
 
 // The bytes a vocabulary entry stands for; nothing when a character of it stands for no byte.
 std::optional<std::string> byte_level_decode(std::string_view token);
-std::string byte_level_encode(std::string_view bytes);
 
 }  // namespace sb

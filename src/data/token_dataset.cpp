@@ -42,12 +42,6 @@ int64_t pieces_of(int64_t length, const TokenDatasetOptions& options) {
 
 }  // namespace
 
-TokenDatasetOptions::LongRule parse_long_rule(const std::string& name) {
-  if (name == "split") return TokenDatasetOptions::LongRule::split;
-  if (name == "drop") return TokenDatasetOptions::LongRule::drop;
-  throw UserError("\"{}\" is no rule for long sequences; there are split and drop", name);
-}
-
 TokenDataset::TokenDataset(const TokenDatasetOptions& options, uint64_t seed) : options_(options), seed_(seed) {
   SB_USER_CHECK(options.max_sequence_length >= 2, "max_sequence_length must be at least 2, got {}",
                 options.max_sequence_length);

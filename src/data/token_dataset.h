@@ -24,8 +24,6 @@ struct TokenDatasetOptions {
   int64_t vocab_size = 0;  // ids must lie below; 0: only non-negative
 };
 
-TokenDatasetOptions::LongRule parse_long_rule(const std::string& name);
-
 // Sequences from token files in an endless order. With shuffle, every epoch has its own pseudo-random order, computed
 // and not stored; without, the files follow each other as written.
 class TokenDataset final : public SequenceSource {

@@ -44,9 +44,6 @@ struct Fixture {
     table.choice<Color>("a.color", &color, {{"red", Color::red}, {"green", Color::green}}, "a color");
     table.section("a.extra", "Optional.", &has_extra);
     table.integer("a.extra.count", &extra, 0, 100, "a count");
-    table.refuse("b", "b is gone");
-    table.refuse("a.old", "old is gone");
-    table.refuse_word("a.color", "blue", "there is no blue paint");
   }
 
   std::string load_error(const std::string& yaml) {
@@ -186,15 +183,6 @@ TEST(Config, RangeOfANarrowVariableIsCut) {
   OptionTable table;
   table.integer("n", &value, 0, OptionTable::kAny, "");
   EXPECT_EQ(message_of([&] { table.set("n=2147483648"); }), "--set: n: must be at most 2147483647, found 2147483648");
-}
-
-TEST(Config, RefusedNamesAndWordsSayWhy) {
-  Fixture f;
-  EXPECT_EQ(f.load_error("b:\n  x: 1\n"), "f.yaml:1: b: b is gone");
-  EXPECT_EQ(f.set_error("b.x=1"), "--set: b.x: b is gone");
-  EXPECT_EQ(f.load_error("a:\n  old: 1\n"), "f.yaml:2: a.old: old is gone");
-  EXPECT_EQ(f.load_error("a: {color: blue}\n"), "f.yaml:1: a.color: blue is not available: there is no blue paint");
-  EXPECT_EQ(f.load_error("a: {older: 1}\n").find("gone"), std::string::npos) << "a longer name is another name";
 }
 
 TEST(Config, DuplicateKeysAreRefused) {
