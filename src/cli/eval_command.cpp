@@ -1,6 +1,8 @@
+#include <fmt/ranges.h>
 #include <unistd.h>
 
 #include <CLI/CLI.hpp>
+#include <algorithm>
 #include <chrono>
 #include <cstdio>
 #include <fstream>
@@ -10,6 +12,7 @@
 
 #include "cli/commands.h"
 #include "core/errors.h"
+#include "core/log.h"
 #include "data/ruler_text.h"
 #include "data/synthetic.h"
 #include "data/token_dataset.h"
@@ -17,6 +20,7 @@
 #include "eval/longbench_metrics.h"
 #include "eval/needle.h"
 #include "eval/perplexity.h"
+#include "train/checkpoint.h"
 #include "train/run_config.h"
 
 namespace sb {
@@ -34,14 +38,33 @@ struct EvalOptions {
   uint64_t seed = 1;
 };
 
+// --model without the slash that shells complete with, so that what it lies in is its parent.
+fs::path model_folder(const EvalOptions& options) {
+  const fs::path model = fs::absolute(options.model).lexically_normal();
+  return model.has_filename() ? model : model.parent_path();
+}
+
 // run.yaml lies beside a checkpoint's weights, or in the run's folder beside the final model.
 fs::path find_run_config(const EvalOptions& options) {
   if (!options.run_config.empty()) return options.run_config;
-  const fs::path model = fs::absolute(options.model).lexically_normal();
+  const fs::path model = model_folder(options);
   for (const fs::path& candidate : {model / "run.yaml", model.parent_path() / "run.yaml"}) {
     if (fs::exists(candidate)) return candidate;
   }
   throw UserError("--attention as-trained: no run.yaml in {} or beside it; name it with --run-config", options.model);
+}
+
+// A checkpoint has them beside its weights. The final model is what the run's newest checkpoint holds.
+Selector::Thresholds find_thresholds(const EvalOptions& options) {
+  const fs::path folder = model_folder(options);
+  if (fs::exists(folder / "state.json")) return read_thresholds(folder);
+  const fs::path run = folder.parent_path();
+  const std::vector<int64_t> steps = fs::is_directory(run) ? checkpoint_steps(run) : std::vector<int64_t>();
+  if (folder.filename() == "final" && !steps.empty()) return read_thresholds(checkpoint_path(run, steps.back()));
+  log::warning(
+      "the thresholds that attention.pattern mass had learned are not there (a checkpoint's state.json has them): it "
+      "begins as in the first step of training");
+  return {};
 }
 
 EvalModel open_model(const EvalOptions& options) {
@@ -60,6 +83,8 @@ EvalModel open_model(const EvalOptions& options) {
   }
   if (options.attention == "as-trained") {
     model.attention = load_run_config(find_run_config(options)).attention.selection;
+    if (model.attention->pattern == SelectionPattern::mass && model.attention->order == SelectionOrder::causal)
+      model.thresholds = find_thresholds(options);
   }
   return EvalModel(model);
 }
@@ -102,31 +127,37 @@ class Progress {
   std::chrono::steady_clock::time_point begin_ = std::chrono::steady_clock::now();
 };
 
+// An object of a JSONL file and where it stands.
+struct Row {
+  Json object;
+  int64_t line = 0;
+};
+
 // The objects of a JSONL file; a bad line is a UserError with its number.
-std::vector<Json> read_jsonl(const std::string& path) {
+std::vector<Row> read_jsonl(const std::string& path) {
   std::ifstream file(path);
   SB_USER_CHECK(file.good(), "{}: cannot be read", path);
-  std::vector<Json> rows;
+  std::vector<Row> rows;
   std::string line;
   for (int64_t number = 1; std::getline(file, line); ++number) {
     if (line.find_first_not_of(" \t\r") == std::string::npos) continue;
     try {
-      rows.push_back(Json::parse(line));
+      rows.push_back({Json::parse(line), number});
     } catch (const nlohmann::json::exception& error) {
       throw UserError("{}:{}: not a JSON object: {}", path, number, error.what());
     }
-    SB_USER_CHECK(rows.back().is_object(), "{}:{}: not a JSON object", path, number);
+    SB_USER_CHECK(rows.back().object.is_object(), "{}:{}: not a JSON object", path, number);
   }
   SB_USER_CHECK(!rows.empty(), "{}: holds no lines", path);
   return rows;
 }
 
 template <typename T>
-T field(const Json& row, const char* key, const std::string& path, size_t line) {
+T field(const Row& row, const char* key, const std::string& path) {
   try {
-    return row.at(key).get<T>();
+    return row.object.at(key).get<T>();
   } catch (const nlohmann::json::exception&) {
-    throw UserError("{}:{}: key \"{}\" is missing or of another type", path, line + 1, key);
+    throw UserError("{}:{}: key \"{}\" is missing or of another type", path, row.line, key);
   }
 }
 
@@ -230,12 +261,12 @@ void run_needle(EvalOptions options, const NeedleOptions& needle) {
 
 // Predictions of a file ("pred"), or made by the model for `prompt_key` of every row.
 std::vector<std::string> predictions_for(const EvalOptions& options, const std::string& file,
-                                         const std::vector<Json>& rows, const std::vector<std::string>& prompts) {
+                                         const std::vector<Row>& rows, const std::vector<std::string>& prompts) {
   if (!file.empty()) {
-    const std::vector<Json> given = read_jsonl(file);
+    const std::vector<Row> given = read_jsonl(file);
     SB_USER_CHECK(given.size() == rows.size(), "{}: {} predictions for {} lines", file, given.size(), rows.size());
     std::vector<std::string> texts;
-    for (size_t i = 0; i < given.size(); ++i) texts.push_back(field<std::string>(given[i], "pred", file, i));
+    for (size_t i = 0; i < given.size(); ++i) texts.push_back(field<std::string>(given[i], "pred", file));
     return texts;
   }
   SB_USER_CHECK(!options.model.empty(), "name a --model to run, or --predictions to score");
@@ -245,16 +276,19 @@ std::vector<std::string> predictions_for(const EvalOptions& options, const std::
 }
 
 void run_ruler(const EvalOptions& options, const std::string& input, const std::string& predictions, bool part) {
-  const std::vector<Json> rows = read_jsonl(input);
+  const std::vector<Row> rows = read_jsonl(input);
   std::vector<std::string> prompts;
-  for (size_t i = 0; i < rows.size(); ++i) prompts.push_back(field<std::string>(rows[i], "input", input, i));
+  std::vector<std::vector<std::string>> outputs;
+  for (const Row& row : rows) {
+    prompts.push_back(field<std::string>(row, "input", input));
+    outputs.push_back(field<std::vector<std::string>>(row, "outputs", input));
+    SB_USER_CHECK(!outputs.back().empty(), "{}:{}: \"outputs\" is empty", input, row.line);
+  }
   const std::vector<std::string> texts = predictions_for(options, predictions, rows, prompts);
   double sum = 0;
   Json scored = Json::array();
   for (size_t i = 0; i < rows.size(); ++i) {
-    const auto outputs = field<std::vector<std::string>>(rows[i], "outputs", input, i);
-    SB_USER_CHECK(!outputs.empty(), "{}:{}: \"outputs\" is empty", input, i + 1);
-    const double score = part ? ruler_match_part(texts[i], outputs) : ruler_match_all(texts[i], outputs);
+    const double score = part ? ruler_match_part(texts[i], outputs[i]) : ruler_match_all(texts[i], outputs[i]);
     sum += score;
     scored.push_back({{"index", i}, {"pred", texts[i]}, {"score", score}});
   }
@@ -264,27 +298,37 @@ void run_ruler(const EvalOptions& options, const std::string& input, const std::
   write_json(options, {{"task", "ruler"}, {"score", mean}, {"rows", scored}});
 }
 
+// A line of LongBench.
+struct LongBenchItem {
+  std::string task;
+  std::vector<std::string> answers, classes;
+};
+
 void run_longbench(const EvalOptions& options, const std::string& input, const std::string& predictions,
-                   std::string task) {
-  const std::vector<Json> rows = read_jsonl(input);
+                   const std::string& task) {
+  const std::vector<std::string> known = longbench::known_tasks();
+  const std::vector<Row> rows = read_jsonl(input);
   std::vector<std::string> prompts;
-  for (size_t i = 0; i < rows.size(); ++i) {
-    prompts.push_back(field<std::string>(rows[i], "context", input, i) + "\n\n" +
-                      field<std::string>(rows[i], "input", input, i) + "\n");
+  std::vector<LongBenchItem> items;
+  for (const Row& row : rows) {
+    prompts.push_back(field<std::string>(row, "context", input) + "\n\n" + field<std::string>(row, "input", input) +
+                      "\n");
+    LongBenchItem& item = items.emplace_back();
+    item.task = task.empty() ? field<std::string>(row, "dataset", input) : task;
+    SB_USER_CHECK(std::find(known.begin(), known.end(), item.task) != known.end(),
+                  "{}:{}: the task \"{}\" has no metric here; known are {}", input, row.line, item.task,
+                  fmt::join(known, ", "));
+    item.answers = field<std::vector<std::string>>(row, "answers", input);
+    if (row.object.contains("all_classes") && !row.object["all_classes"].is_null())
+      item.classes = field<std::vector<std::string>>(row, "all_classes", input);
   }
   const std::vector<std::string> texts = predictions_for(options, predictions, rows, prompts);
   double sum = 0;
   Json scored = Json::array();
   for (size_t i = 0; i < rows.size(); ++i) {
-    const std::string name = task.empty() ? field<std::string>(rows[i], "dataset", input, i) : task;
-    std::vector<std::string> classes;
-    if (rows[i].contains("all_classes") && !rows[i]["all_classes"].is_null()) {
-      classes = field<std::vector<std::string>>(rows[i], "all_classes", input, i);
-    }
-    const double score =
-        longbench::score(name, texts[i], field<std::vector<std::string>>(rows[i], "answers", input, i), classes);
+    const double score = longbench::score(items[i].task, texts[i], items[i].answers, items[i].classes);
     sum += score;
-    scored.push_back({{"index", i}, {"dataset", name}, {"pred", texts[i]}, {"score", score}});
+    scored.push_back({{"index", i}, {"dataset", items[i].task}, {"pred", texts[i]}, {"score", score}});
   }
   const double mean = 100 * sum / static_cast<double>(rows.size());
   std::printf("%s: %.2f over %zu samples\n", input.c_str(), mean, rows.size());

@@ -12,7 +12,9 @@ namespace sb {
 
 CachedAttention::CachedAttention(const Options& options)
     : options_(options), slots_(static_cast<size_t>(options.sequences) * options.layers) {
-  if (options_.choosing != nullptr) selector_.emplace(options_.selection);
+  if (options_.choosing == nullptr) return;
+  selector_.emplace(options_.selection);
+  selector_->set_thresholds(options_.thresholds);
 }
 
 void CachedAttention::clear() {
@@ -158,10 +160,12 @@ void CachedAttention::forward(const Exec& exec, int layer, const AttentionShape&
   SB_CHECK(!replay && (caches_.empty() || std::ssize(caches_) == sequences.sequences()),
            "{} sequences, {} caches in use", sequences.sequences(), caches_.size());
   const bool prompts = caches_.empty() || slot(caches_.front(), layer).tokens == 0;
-  if (prompts) options_.prefill->forward(exec, layer, shape, sequences, operands, state, false);
+  if (prompts) {
+    if (layer == 0 && options_.selection.pattern == SelectionPattern::mass && options_.choosing != nullptr)
+      options_.choosing->set_thresholds(options_.thresholds);
+    options_.prefill->forward(exec, layer, shape, sequences, operands, state, false);
+  }
   if (caches_.empty()) return;
-  // What prompts teach, new tokens go by.
-  if (prompts && selector_) selector_->set_thresholds(options_.choosing->thresholds());
 
   const Exec host = {.pool = exec.pool};
   for (int s = 0; s < sequences.sequences(); ++s) {

@@ -18,8 +18,11 @@ class CachedAttention final : public Attention {
   struct Options {
     Attention* prefill = nullptr;
     // `prefill` once more where it is causal with lists per kv head, and its pattern; null: new tokens see everything.
-    const ChoosingAttention* choosing = nullptr;
+    ChoosingAttention* choosing = nullptr;
     SelectionConfig selection = {};
+    // What the `mass` pattern learned in training. Every micro-batch begins with these, so that no sequence changes
+    // what the next one chooses.
+    Selector::Thresholds thresholds = {};
     int layers = 0;
     int sequences = 0;     // caches
     int64_t capacity = 0;  // tokens of each

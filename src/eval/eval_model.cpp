@@ -65,6 +65,7 @@ std::unique_ptr<Attention> EvalModel::make_prefill(CachedAttention::Options& cac
   if (selection.order == SelectionOrder::causal || selection.pattern == SelectionPattern::window) {
     cache.choosing = attention.get();
     cache.selection = selection;
+    cache.thresholds = options_.thresholds;
   } else {
     log::warning("the pattern looks ahead, which a new token cannot: prompts run as trained, new tokens see all keys");
   }

@@ -7,7 +7,7 @@
 #include <optional>
 #include <vector>
 
-#include "attention/selection/selection_config.h"
+#include "attention/selection/selector.h"
 #include "data/tokenizer.h"
 #include "device/context.h"
 #include "eval/generation.h"
@@ -18,6 +18,7 @@ namespace sb {
 struct EvalModelOptions {
   std::filesystem::path model;               // a Hugging Face directory
   std::optional<SelectionConfig> attention;  // what it was trained with; nothing: dense
+  Selector::Thresholds thresholds;           // what the `mass` pattern had learned then
   int64_t max_tokens = 4096;                 // longest sequence, prompt and answer together
   int batch = 1;                             // sequences that are continued together
   int threads = 0;                           // 0: all cores

@@ -13,6 +13,8 @@ namespace sb {
 int32_t sample_token(std::span<const float> logits, const SamplingOptions& options, uint64_t stream,
                      uint64_t position) {
   SB_CHECK(!logits.empty(), "no logits");
+  for (const float logit : logits)
+    SB_USER_CHECK(!std::isnan(logit), "the model's outputs are not numbers (NaN): its weights are damaged or diverged");
   const auto best = std::max_element(logits.begin(), logits.end());
   if (options.temperature <= 0) return static_cast<int32_t>(best - logits.begin());
 
@@ -29,7 +31,8 @@ int32_t sample_token(std::span<const float> logits, const SamplingOptions& optio
     std::stable_sort(order.begin(), order.end(), [&](int32_t a, int32_t b) { return weight[a] > weight[b]; });
     double held = 0;
     kept = 0;
-    while (kept < order.size() && held < options.top_p * total) held += weight[order[kept++]];
+    do held += weight[order[kept++]];
+    while (kept < order.size() && held < options.top_p * total);
     total = held;
   }
   double left = Random(options.seed, stream, 2 * position).uniform() * total;

@@ -76,10 +76,12 @@ class EvalModelTest : public testing::TestWithParam<Where> {
   // `fp32` on the CPU and on CUDA alike, what rounding the weights and every activation leaves otherwise.
   double tolerance(double fp32, double bf16) const { return GetParam().dtype == DType::f32 ? fp32 : bf16; }
 
-  EvalModel open(const std::optional<SelectionConfig>& pattern, int batch = 1) const {
+  EvalModel open(const std::optional<SelectionConfig>& pattern, int batch = 1,
+                 const Selector::Thresholds& thresholds = {}) const {
     EvalModelOptions options;
     options.model = directory_.path();
     options.attention = pattern;
+    options.thresholds = thresholds;
     options.max_tokens = kCapacity;
     options.batch = batch;
     options.threads = 2;
@@ -159,6 +161,24 @@ TEST_P(EvalModelTest, ContinuesPromptsAsTheCpuWould) {
       }
     }
   }
+}
+
+// `mass` steers its thresholds by what it sees; asking must not.
+TEST_P(EvalModelTest, WhatWasAskedBeforeChangesNothing) {
+  const Selector::Thresholds learned = {{{0, 10}, -3.0f}, {{1, 10}, -1.0f}};
+  const std::vector<int32_t> first = random_tokens(700, 3), second = random_tokens(600, 4);
+  EvalModel model = open(selection(SelectionPattern::mass), 1, learned);
+  const std::vector<float> alone = model.score(first, first).token_loss;
+  model.score(second, second);
+  EXPECT_EQ(model.score(first, first).token_loss, alone);
+  GenerationOptions options;
+  options.max_new_tokens = 6;
+  const auto answer = model.generate({first}, options);
+  model.score(second, second);
+  EXPECT_EQ(model.generate({second, first}, options)[1], answer[0]);
+  // They are used: another model that learned something else sees other keys.
+  EvalModel cold = open(selection(SelectionPattern::mass));
+  EXPECT_NE(cold.score(first, first).token_loss, alone);
 }
 
 TEST_P(EvalModelTest, ScoresBetweenAnswersChangeNeither) {

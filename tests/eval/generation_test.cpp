@@ -33,7 +33,10 @@ struct Pair {
   ThreadPool pool{2};
   Exec exec;
 
-  explicit Pair(const SparseAttention::Options* sparse, int batch = 3) {
+  Selector::Thresholds thresholds;
+
+  explicit Pair(const SparseAttention::Options* sparse, int batch = 3, Selector::Thresholds learned = {})
+      : thresholds(std::move(learned)) {
     exec.pool = &pool;
     if (sparse) {
       prefill = std::make_unique<SparseAttention>(*sparse);
@@ -47,6 +50,7 @@ struct Pair {
     if (sparse) {
       options.choosing = static_cast<SparseAttention*>(prefill.get());
       options.selection = sparse->selection;
+      options.thresholds = thresholds;
     }
     options.layers = 2;
     options.sequences = batch;
@@ -72,6 +76,7 @@ struct Pair {
       batch.weights.assign(tokens.size(), 0.0f);
       batch.cu_seqlens = {0, static_cast<int32_t>(tokens.size())};
       batch.sequence_ids = {0};
+      if (auto* steering = dynamic_cast<SparseAttention*>(plain.get())) steering->set_thresholds(thresholds);
       whole->forward(exec, batch, 0, {});
       const int64_t last = batch.size() - 1;
       whole->logits(exec, 0, last, last + 1, {logits.data(), {1, 61}});
@@ -105,11 +110,14 @@ TEST(Generation, DenseCacheEqualsRunningTheWholeSequence) {
 }
 
 TEST(Generation, SparseCacheChoosesAsTrainingWould) {
-  for (const SelectionPattern pattern : {SelectionPattern::topk, SelectionPattern::topp, SelectionPattern::window}) {
+  // Of the length classes of 256 to 511 and 512 to 1023 tokens; far from where `mass` begins, and from each other.
+  const Selector::Thresholds learned = {{{0, 9}, -1.5f}, {{0, 10}, -3.0f}, {{1, 9}, -2.5f}, {{1, 10}, -1.0f}};
+  for (const SelectionPattern pattern :
+       {SelectionPattern::topk, SelectionPattern::topp, SelectionPattern::window, SelectionPattern::mass}) {
     for (const int query_block : {1, 16}) {
       SparseAttention::Options sparse = sparse_options(pattern, query_block);
       sparse.selection.score_tokens = query_block == 1 ? 4 : 0;
-      Pair pair(&sparse);
+      Pair pair(&sparse, 3, learned);
       const std::vector<std::vector<int32_t>> prompts = {random_tokens(700, 2), random_tokens(350, 3)};
       Generator generator(*pair.generating, *pair.cached, 2, 1024);
       GenerationOptions options;
@@ -185,6 +193,24 @@ TEST(Sampling, FollowsTheDistribution) {
   std::fill(seen.begin(), seen.end(), 0);
   for (uint64_t i = 0; i < 20000; ++i) ++seen[sample_token(logits, options, 3, i)];
   EXPECT_NEAR(seen[0], 20000 * 0.25 / 0.38, 300);
+}
+
+TEST(Sampling, TopPKeepsAtLeastTheLikeliest) {
+  const std::vector<float> logits = {1.0f, 0.5f, 4.0f, 3.9f};
+  SamplingOptions options;
+  options.temperature = 1.0;
+  for (const double top_p : {0.0, 1e-9, 0.3}) {
+    options.top_p = top_p;
+    for (uint64_t i = 0; i < 50; ++i) EXPECT_EQ(sample_token(logits, options, 3, i), 2) << top_p;
+  }
+}
+
+TEST(Sampling, LogitsThatAreNoNumbersAreRefused) {
+  SamplingOptions options;
+  for (const double temperature : {0.0, 1.0}) {
+    options.temperature = temperature;
+    EXPECT_THROW(sample_token(std::vector<float>{1.0f, NAN, 2.0f}, options, 0, 0), UserError);
+  }
 }
 
 TEST(Sampling, HugeLogitsDoNotOverflow) {
