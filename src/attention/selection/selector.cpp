@@ -5,6 +5,7 @@
 #include <bit>
 #include <cmath>
 
+#include "attention/selection/by_mass.h"
 #include "core/errors.h"
 
 namespace sb {
@@ -237,6 +238,7 @@ std::vector<std::vector<IndexEntry>> choose_most_mass(const SequenceTiles& tiles
   struct Pair {
     float mass;
     int32_t tile, block;
+    int64_t place() const { return int64_t{tile} << 32 | block; }
   };
   std::vector<Pair> candidates;
   for (int64_t tile = 0; tile < tiles.tiles(); ++tile) {
@@ -247,10 +249,8 @@ std::vector<std::vector<IndexEntry>> choose_most_mass(const SequenceTiles& tiles
     }
   }
   pairs = std::min<int64_t>(pairs, static_cast<int64_t>(candidates.size()));
-  std::nth_element(candidates.begin(), candidates.begin() + pairs, candidates.end(), [](const Pair& a, const Pair& b) {
-    if (a.mass != b.mass) return a.mass > b.mass;
-    return a.tile != b.tile ? a.tile < b.tile : a.block < b.block;
-  });
+  std::nth_element(candidates.begin(), candidates.begin() + pairs, candidates.end(),
+                   [](const Pair& a, const Pair& b) { return chosen_before(a.mass, a.place(), b.mass, b.place()); });
   std::vector<std::vector<IndexEntry>> rows(tiles.tiles());
   for (int64_t i = 0; i < pairs; ++i) {
     rows[candidates[i].tile].push_back({static_cast<uint16_t>(candidates[i].block), 0});

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "attention/selection/by_mass.h"
 #include "core/errors.h"
 
 namespace sb {
@@ -14,10 +15,9 @@ void append(std::vector<IndexEntry>& out, int64_t block, int first_row) {
   out.push_back({static_cast<uint16_t>(block), static_cast<uint8_t>(first_row)});
 }
 
-// Larger mass first, ties to the lower block, so that every run and every rank chooses alike.
 struct ByMass {
   const float* masses;
-  bool operator()(int32_t a, int32_t b) const { return masses[a] != masses[b] ? masses[a] > masses[b] : a < b; }
+  bool operator()(int32_t a, int32_t b) const { return chosen_before(masses[a], a, masses[b], b); }
 };
 
 }  // namespace

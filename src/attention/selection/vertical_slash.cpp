@@ -4,6 +4,7 @@
 #include <cmath>
 #include <numeric>
 
+#include "attention/selection/by_mass.h"
 #include "core/errors.h"
 
 namespace sb {
@@ -16,7 +17,7 @@ std::vector<int32_t> fewest_reaching(std::span<const double> mass, double share,
   const double total = std::accumulate(mass.begin(), mass.end(), already);
   const int64_t most = std::min<int64_t>(cap, static_cast<int64_t>(mass.size()));
   std::partial_sort(order.begin(), order.begin() + most, order.end(),
-                    [&](int32_t a, int32_t b) { return mass[a] != mass[b] ? mass[a] > mass[b] : a < b; });
+                    [&](int32_t a, int32_t b) { return chosen_before(mass[a], a, mass[b], b); });
   double held = already;
   int64_t taken = 0;
   // A share of 1 means everything: rounding in the sums must not leave entries out.

@@ -302,5 +302,40 @@ TEST(SelectionConfig, RefusesWhatDoesNotWork) {
   EXPECT_EQ(parse_selection_pattern("vertical_slash"), SelectionPattern::vertical_slash);
 }
 
+TEST(Selector, MostMassChoosesNotANumberLast) {
+  SelectionConfig config;
+  config.block = 64;
+  config.query_block = 64;
+  for (uint64_t seed = 0; seed < 20; ++seed) {
+    const SequenceTiles tiles = sequence_tiles(config, 64 * 40, 64 * 8);
+    Random random(seed);
+    std::vector<std::vector<float>> masses(tiles.tiles());
+    int64_t numbers = 0;
+    for (int64_t tile = 0; tile < tiles.tiles(); ++tile)
+      for (int64_t j = 0; j < tiles.competing(tile); ++j) {
+        masses[tile].push_back(random.below(3) == 0 ? NAN : static_cast<float>(random.normal()));
+        if (!tiles.forced(tile, j) && !std::isnan(masses[tile].back())) ++numbers;
+      }
+    const auto rows = choose_most_mass(tiles, masses, numbers / 2);
+    float least = INFINITY, most_left = -INFINITY;
+    int64_t chosen = 0;
+    for (int64_t tile = 0; tile < tiles.tiles(); ++tile)
+      for (int64_t j = 0; j < tiles.competing(tile); ++j) {
+        if (tiles.forced(tile, j)) continue;
+        const bool taken =
+            std::any_of(rows[tile].begin(), rows[tile].end(), [&](const IndexEntry& e) { return e.block == j; });
+        if (taken) {
+          ASSERT_FALSE(std::isnan(masses[tile][j])) << "seed " << seed;
+          least = std::min(least, masses[tile][j]);
+          ++chosen;
+        } else if (!std::isnan(masses[tile][j])) {
+          most_left = std::max(most_left, masses[tile][j]);
+        }
+      }
+    EXPECT_EQ(chosen, numbers / 2);
+    EXPECT_GE(least, most_left) << seed;
+  }
+}
+
 }  // namespace
 }  // namespace sb

@@ -254,5 +254,29 @@ TEST(ChooseEverything, FirstTokenSeesItsOwnBlock) {
   EXPECT_EQ(out[0], (IndexEntry{0, 0}));
 }
 
+// A diverged step brings NaN; which blocks it then reads matters little, but numbers come first and nothing crashes.
+TEST(Staircase, NotANumberIsChosenLast) {
+  for (uint64_t seed = 0; seed < 40; ++seed) {
+    const SequenceTiles tiles = make_tiles(64 * 64, 1, 64 * 16);
+    const int64_t tile = tiles.tiles() - 1, count = tiles.competing(tile);
+    std::vector<float> masses = random_masses(1, count, seed);
+    Random random(seed + 100);
+    for (float& mass : masses)
+      if (random.below(3) == 0) mass = NAN;
+    const std::vector<IndexEntry> out = choose(tiles, tile, masses, staircase_rule(StaircaseRule::Kind::topk, 9, 0, 1));
+    std::set<int64_t> chosen;
+    for (const IndexEntry& entry : out) chosen.insert(entry.block);
+    float least = INFINITY, most_left = -INFINITY;
+    for (int64_t j = 0; j < count; ++j) {
+      if (tiles.forced(tile, j)) continue;
+      if (chosen.count(j) == 0 && !std::isnan(masses[j])) most_left = std::max(most_left, masses[j]);
+      if (chosen.count(j) == 0) continue;
+      ASSERT_FALSE(std::isnan(masses[j])) << "seed " << seed << " block " << j;
+      least = std::min(least, masses[j]);
+    }
+    EXPECT_GE(least, most_left) << seed;
+  }
+}
+
 }  // namespace
 }  // namespace sb
