@@ -89,7 +89,10 @@ ModelShape find_model_shape(const std::string& name_or_path) {
                                                                             : shape.hidden / shape.heads;
   shape.intermediate = integer(json, "intermediate_size", where);
   shape.vocabulary = integer(json, "vocab_size", where);
-  shape.tied = json.value("tie_word_embeddings", false);
+  if (const auto tied = json.find("tie_word_embeddings"); tied != json.end()) {
+    SB_USER_CHECK(tied->is_boolean(), "{}: `tie_word_embeddings` must be true or false", where);
+    shape.tied = tied->get<bool>();
+  }
   check_model_shape(shape, where);
   return shape;
 }

@@ -198,9 +198,15 @@ void add_profile_command(CLI::App& app) {
       ->capture_default_str();
   command->add_option("--layers", a->engine.layers, "layers to build; the rest follows by multiplication")
       ->capture_default_str();
-  command->add_option("--threads", a->engine.threads, "0: all cores")->capture_default_str();
-  command->add_option("--held-out", a->measure.held_out, "random micro-batches to check with")->capture_default_str();
-  command->add_option("--repeats", a->measure.max_repeats, "most repeats of a measurement")->capture_default_str();
+  command->add_option("--threads", a->engine.threads, "0: all cores")
+      ->check(CLI::Range(0, 1024))
+      ->capture_default_str();
+  command->add_option("--held-out", a->measure.held_out, "random micro-batches to check with")
+      ->check(CLI::Range(0, 100000))
+      ->capture_default_str();
+  command->add_option("--repeats", a->measure.max_repeats, "most repeats of a measurement")
+      ->check(CLI::Range(1, 100000))
+      ->capture_default_str();
   command->callback([a, command] {
     a->tokens_given = command->count("--max-tokens") > 0;
     a->threads_given = command->count("--threads") > 0;

@@ -395,7 +395,8 @@ void add_simulate_command(CLI::App& app) {
       ->add_option("--lengths", a->lengths,
                    "chatqa2-like, longalign-like, a file with one length a line, or a token file")
       ->capture_default_str();
-  command->add_option("--max-length", a->max_length, "cut longer sequences of the pool to this many tokens");
+  command->add_option("--max-length", a->max_length, "cut longer sequences of the pool to this many tokens")
+      ->check(CLI::PositiveNumber);
   command->add_option("--dp", a->layout.dp, "data-parallel ranks")->capture_default_str();
   command->add_option("--pp", a->layout.pp, "pipeline stages")->capture_default_str();
   command->add_option("--cp", a->layout.cp, "context-parallel ranks")->capture_default_str();
@@ -432,8 +433,12 @@ void add_simulate_command(CLI::App& app) {
   command->add_flag("--no-frontier", a->no_frontier, "leave them out")->excludes("--frontier");
   command->add_flag("--sweep", a->sweep, "try all layouts of dp·pp·cp workers and say which is fastest and fits");
   command->add_option("--gpus", a->gpus, "--sweep: number of workers (default dp·pp·cp)")->check(CLI::PositiveNumber);
-  command->add_option("--max-cp", a->max_cp, "--sweep: largest cp to try")->capture_default_str();
-  command->add_option("--threads", a->threads, "of the planner; 0: all cores")->capture_default_str();
+  command->add_option("--max-cp", a->max_cp, "--sweep: largest cp to try")
+      ->check(CLI::PositiveNumber)
+      ->capture_default_str();
+  command->add_option("--threads", a->threads, "of the planner; 0: all cores")
+      ->check(CLI::Range(0, 1024))
+      ->capture_default_str();
   command->add_option("--json", a->json, "write the rows to this file");
   command->add_option("--trace", a->trace, "write a Chrome trace of one step of the last policy");
   command->add_option("--svg", a->svg, "draw one step before (in_order) and after (the last policy)");

@@ -20,7 +20,8 @@ namespace {
 
 struct TrainArguments {
   RunArguments run;
-  int ranks = 0;  // 0: as started
+  int ranks = 0;          // 0: as started
+  std::string log_level;  // as given; empty: not given
 };
 
 GridShape grid_of(const RunConfig& config) {
@@ -29,7 +30,9 @@ GridShape grid_of(const RunConfig& config) {
 
 // This program again, as so many processes.
 void launch(const TrainArguments& arguments) {
-  std::vector<std::string> command = {"", "train", arguments.run.file.string()};
+  std::vector<std::string> command = {""};
+  if (!arguments.log_level.empty()) command.insert(command.end(), {"--log-level", arguments.log_level});
+  command.insert(command.end(), {"train", arguments.run.file.string()});
   for (const std::string& assignment : arguments.run.overrides) command.insert(command.end(), {"--set", assignment});
   const int code = launch_local_ranks(arguments.ranks, std::move(command));
   if (code != 0) throw CLI::RuntimeError(code);
@@ -82,7 +85,11 @@ void add_train_command(CLI::App& app) {
       ->add_option("--ranks", arguments->ranks,
                    "starts so many processes on this machine, as many as parallel.dp times pp times cp says")
       ->check(CLI::Range(1, 4096));
-  command->callback([arguments] { run(*arguments); });
+  command->callback([&app, arguments] {
+    if (const CLI::Option* level = app.get_option("--log-level"); level->count() > 0)
+      arguments->log_level = level->as<std::string>();
+    run(*arguments);
+  });
 }
 
 }  // namespace sb

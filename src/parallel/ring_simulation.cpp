@@ -67,6 +67,8 @@ double follow_tour(const RingShape& shape, int machine_node, const RingTimes& ti
 }  // namespace
 
 BlockIndex draw_pattern(const DrawnPattern& pattern) {
+  SB_USER_CHECK(pattern.block == 64 || pattern.block == 128 || pattern.block == 256,
+                "a ring's pattern cannot be drawn in blocks of {}; there are 64, 128 and 256", pattern.block);
   const int64_t blocks = (pattern.tokens + pattern.block - 1) / pattern.block;
   SB_USER_CHECK(blocks > 0 && blocks <= 65536, "{} tokens in blocks of {}: 1 to 65,536 blocks", pattern.tokens,
                 pattern.block);

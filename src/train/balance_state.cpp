@@ -36,7 +36,8 @@ const Json& field(const Json& json, const char* key, const std::string& where) {
 int64_t integer(const Json& value, int64_t least, const std::string& where) {
   SB_USER_CHECK(value.is_number_integer() && value.get<int64_t>() >= least &&
                     (!value.is_number_unsigned() || value.get<uint64_t>() <= INT64_MAX),
-                "{}: the balance state holds {} where an integer of at least {} belongs", where, value.dump(), least);
+                "{}: the balance state holds {} where an integer of at least {} belongs", where,
+                value.is_structured() ? value.type_name() : value.dump(), least);
   return value.get<int64_t>();
 }
 

@@ -94,8 +94,10 @@ TrainState read_state(const fs::path& file) {
 std::optional<std::string> compare_with_manifest(const fs::path& checkpoint, bool checksums) {
   try {
     const nlohmann::json manifest = read_json(checkpoint / "manifest.json");
-    if (manifest.at("format") != kFormat)
-      return fmt::format("manifest.json has format {}, this version reads {}", manifest.at("format").dump(), kFormat);
+    const nlohmann::json& format = manifest.at("format");
+    if (format != kFormat)  // written out only when that cannot walk a deep nesting on the stack
+      return fmt::format("manifest.json has format {}, this version reads {}",
+                         format.is_structured() ? format.type_name() : format.dump(), kFormat);
     for (const auto& [name, entry] : manifest.at("files").items()) {
       const fs::path file = checkpoint / name;
       if (!fs::exists(file)) return fmt::format("{} is missing", name);
@@ -234,6 +236,10 @@ std::optional<fs::path> newest_intact_checkpoint(const fs::path& output_dir) {
                 "{}: all {} checkpoints are damaged. Restore one, or start over with another train.output_dir",
                 output_dir.string(), steps.size());
   return std::nullopt;
+}
+
+Selector::Thresholds read_thresholds(const fs::path& checkpoint) {
+  return read_state(checkpoint / "state.json").thresholds;
 }
 
 TrainState load_checkpoint(const fs::path& checkpoint, ParameterSet& parameters, const ShardLayout& layout, int shard,

@@ -71,6 +71,9 @@ std::filesystem::path checkpoint_path(const std::filesystem::path& output_dir, i
 TrainState load_checkpoint(const std::filesystem::path& checkpoint, ParameterSet& parameters, const ShardLayout& layout,
                            int shard, TensorView first_moment, TensorView second_moment);
 
+// What the `mass` pattern had learned by then.
+Selector::Thresholds read_thresholds(const std::filesystem::path& checkpoint);
+
 // Writes `directory` (of which only the last name is new) as save_checkpoint does, from `fill`: under a temporary
 // name, synced, renamed; an existing one is replaced.
 void write_directory_atomically(const std::filesystem::path& directory,

@@ -8,19 +8,28 @@
 
 #include "core/durable_file.h"
 #include "core/errors.h"
+#include "core/log.h"
 
 namespace sb {
 namespace {
 
-// The lines of steps up to `last_step`. A line that does not parse can only be the one being written when the process
-// was killed.
+// The lines of steps up to `last_step`. The last one may be unfinished, being written when the process was killed; any
+// other that is no metrics line is damage, and left out with a word about it.
 std::string kept_lines(const std::filesystem::path& file, int64_t last_step) {
   std::ifstream in(file);
   std::string kept, line;
-  while (std::getline(in, line)) {
+  int64_t damaged = 0, first_damaged = 0;
+  for (int64_t number = 1; std::getline(in, line); ++number) {
     const nlohmann::json object = nlohmann::json::parse(line, nullptr, /*allow_exceptions=*/false);
-    if (object.is_object() && object.value("step", int64_t{0}) <= last_step) kept += line + "\n";
+    const auto step = object.find("step");
+    if (object.is_object() && step != object.end() && step->is_number_integer()) {
+      if (step->get<int64_t>() <= last_step) kept += line + "\n";
+    } else if (!in.eof() && damaged++ == 0) {
+      first_damaged = number;
+    }
   }
+  if (damaged > 0)
+    log::warning("{}: {} damaged lines left out, the first is line {}", file.string(), damaged, first_damaged);
   return kept;
 }
 

@@ -156,11 +156,15 @@ void RunDirectory::refuse_another_run(const RunConfig& config) const {
 
   if (resume != "auto") {
     // Otherwise the next automatic resume would find a checkpoint of the abandoned branch.
-    const fs::path chosen = fs::path(resume).filename();
-    SB_USER_CHECK(steps.empty() || checkpoint_path(path_, steps.back()).filename() == chosen,
-                  "train.resume names {} but {} also holds checkpoint-{}: move the newer ones away, or choose another "
-                  "train.output_dir",
-                  resume, path_.string(), steps.back());
+    const auto place = [](const fs::path& path) {
+      const fs::path normal = fs::weakly_canonical(fs::absolute(path));
+      return normal.has_filename() ? normal : normal.parent_path();  // shells complete with a slash at the end
+    };
+    SB_USER_CHECK(
+        steps.empty() || place(checkpoint_path(path_, steps.back())) == place(resume),
+        "train.resume names {} but {} also holds checkpoint-{}: move it away (and others newer than yours), or "
+        "choose another train.output_dir",
+        resume, path_.string(), steps.back());
   }
 }
 

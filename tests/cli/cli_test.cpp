@@ -68,6 +68,8 @@ TEST_F(Cli, SimulatesARing) {
        std::vector<std::vector<std::string>>{{"--ring"},
                                              {"--ring", "--cp", "4", "--node-size", "3"},
                                              {"--ring", "--cp", "4", "--placement", "round"},
+                                             {"--ring", "--cp", "4", "--block", "200"},
+                                             {"--ring", "--cp", "4", "--block", "0"},
                                              {"--ring", "--cp", "4", "--ring-index", "no-such-file"},
                                              {"--ring", "--cp", "4", "--ring-times", "1,2"}}) {
     std::vector<std::string> arguments = {"simulate"};
@@ -102,6 +104,16 @@ TEST_F(Cli, SimulateTakesPartsThatDivideTheBlock) {
   }
 }
 
+TEST_F(Cli, ProfileRefusesNumbersThatMeasureNothing) {
+  for (const std::vector<std::string>& wrong :
+       std::vector<std::vector<std::string>>{{"--repeats", "0"}, {"--held-out", "-2"}, {"--threads", "-1"}}) {
+    const ProgramResult refused = run_program(
+        {"profile", "--max-tokens", "128", "--out", (directory_ / "profile.json").string(), wrong[0], wrong[1]});
+    EXPECT_EQ(refused.exit_code, 2) << wrong[0] << refused.err;
+    EXPECT_NE(refused.err.find(wrong[0]), std::string::npos) << refused.err;
+  }
+}
+
 TEST_F(Cli, UnknownCommandsNameTheNearest) {
   const ProgramResult first = run_program({"--log-level", "debug", "trian"});
   EXPECT_EQ(first.exit_code, 2);
@@ -119,6 +131,33 @@ TEST_F(Cli, EvalOfARunsFolderNamesTheModelInIt) {
   const ProgramResult result = run_program({"eval", "needle", "--model", directory_.string()});
   EXPECT_EQ(result.exit_code, 2);
   EXPECT_NE(result.err.find((directory_ / "final").string()), std::string::npos) << result.err;
+}
+
+TEST_F(Cli, EvalNamesTheLineOfAFile) {
+  const std::string questions = write("q.jsonl", "\n \n{\"input\": \"a\", \"outputs\": [\"b\"]}\n\n{\"input\": 3}\n");
+  const std::string answers = write("a.jsonl", "{\"pred\": \"b\"}\n\n{}\n");
+  const ProgramResult question = run_program({"eval", "ruler", "--input", questions, "--predictions", answers});
+  EXPECT_EQ(question.exit_code, 2);
+  EXPECT_NE(question.err.find("q.jsonl:5: key \"input\""), std::string::npos) << question.err;
+  write("q.jsonl", "\n{\"input\": \"a\", \"outputs\": [\"b\"]}\n\n{\"input\": \"c\", \"outputs\": [\"d\"]}\n");
+  const ProgramResult answer = run_program({"eval", "ruler", "--input", questions, "--predictions", answers});
+  EXPECT_EQ(answer.exit_code, 2);
+  EXPECT_NE(answer.err.find("a.jsonl:3: key \"pred\""), std::string::npos) << answer.err;
+  // Before a model runs for hours.
+  write("q.jsonl", "\n{\"input\": \"a\", \"outputs\": [\"b\"]}\n\n{\"input\": \"c\", \"outputs\": []}\n");
+  const ProgramResult empty = run_program({"eval", "ruler", "--input", questions, "--model", directory_.string()});
+  EXPECT_EQ(empty.exit_code, 2);
+  EXPECT_NE(empty.err.find("q.jsonl:4: \"outputs\" is empty"), std::string::npos) << empty.err;
+}
+
+TEST_F(Cli, AModelsConfigOfWrongTypesIsTheUsersError) {
+  const std::string config =
+      write("config.json",
+            "{\"num_hidden_layers\": 2, \"hidden_size\": 64, \"num_attention_heads\": 2, \"intermediate_size\": 128, "
+            "\"vocab_size\": 100, \"tie_word_embeddings\": \"yes\"}");
+  const ProgramResult result = run_program({"simulate", "--model", config});
+  EXPECT_EQ(result.exit_code, 2) << result.err;
+  EXPECT_NE(result.err.find("tie_word_embeddings"), std::string::npos) << result.err;
 }
 
 TEST_F(Cli, ABudgetThatHoldsEverySequenceIsSaid) {

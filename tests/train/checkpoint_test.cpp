@@ -8,6 +8,7 @@
 
 #include "tests/train/scratch_directory.h"
 #include "tests/train/tiny_run.h"
+#include "train/balance_state.h"
 #include "train/optimizer_file.h"
 
 namespace sb {
@@ -153,6 +154,12 @@ std::vector<Damage> damages() {
        "manifest.json is damaged"},
       {"a manifest of the future",
        [](const fs::path& c) { write_bytes(c / "manifest.json", "{\"format\":2,\"files\":{}}"); }, "format 2"},
+      {"a manifest that nests deeply",
+       [](const fs::path& c) {
+         write_bytes(c / "manifest.json",
+                     "{\"format\":" + std::string(200000, '[') + std::string(200000, ']') + ",\"files\":{}}");
+       },
+       "format array"},
   };
 }
 
@@ -252,6 +259,13 @@ TEST(Checkpoint, AFullDiskIsAClearErrorAndThePreviousOneStays) {
     EXPECT_EQ(newest_intact_checkpoint(scratch.path()), scratch / "checkpoint-5");
     EXPECT_EQ(std::distance(fs::directory_iterator(scratch.path()), {}), 1) << "nothing half-written is left";
   }
+}
+
+TEST(Checkpoint, ABalanceStateThatNestsDeeplyIsRefused) {
+  const std::string deep =
+      "{\"version\":1,\"states\":[{\"step\":" + std::string(200000, '[') + std::string(200000, ']') + "}]}";
+  const std::string error = user_error_of([&] { parse_balance_states(deep, "state.json"); });
+  EXPECT_NE(error.find("state.json: the balance state holds array"), std::string::npos) << error;
 }
 
 }  // namespace

@@ -53,6 +53,22 @@ TEST(MetricsLog, ResumingTakesOutLaterStepsAndTheUnfinishedLine) {
   EXPECT_EQ(all[3]["loss"], 0.5);
 }
 
+TEST(MetricsLog, ResumingLeavesDamagedLinesOut) {
+  ScratchDirectory scratch;
+  const auto file = scratch / "metrics.jsonl";
+  write_bytes(file,
+              "{\"step\":1,\"loss\":2}\n{\"step\":\"x\"}\n{\"step\":null}\n{\"step\":1.5}\n{\"loss\":2}\n[1]\n\n7\n"
+              "{\"step\":\n{\"step\":2,\"loss\":1}\n");
+  testing::internal::CaptureStderr();
+  { const MetricsLog log(file, 2); }
+  const std::string said = testing::internal::GetCapturedStderr();
+  const auto all = lines(file);
+  ASSERT_EQ(all.size(), 2u);
+  EXPECT_EQ(all[0]["step"], 1);
+  EXPECT_EQ(all[1]["step"], 2);
+  EXPECT_NE(said.find("8 damaged lines left out, the first is line 2"), std::string::npos) << said;
+}
+
 TEST(MetricsLog, ErrorsNameTheFile) {
   ScratchDirectory scratch;
   EXPECT_THROW(MetricsLog(scratch / "missing" / "metrics.jsonl", 0), UserError);

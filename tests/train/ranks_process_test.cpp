@@ -242,6 +242,18 @@ TEST(RanksProcess, AFailingRankIsNamedAndEndsTheRun) {
   EXPECT_FALSE(contains(training.output(), "rank 0 ended the job: ")) << training.output();
 }
 
+TEST(RanksProcess, TheLogLevelIsThatOfAllRanks) {
+  ScratchDirectory scratch;
+  for (const char* level : {"info", "error"}) {
+    fs::remove_all(scratch / "run");
+    Training training(scratch.path(), on_ranks(2, 1, {"train.max_steps=1", "attention.budget=100000"}), RLIM_INFINITY,
+                      {"--log-level", level});
+    ASSERT_TRUE(training.ends_within(kHang)) << training.output();
+    EXPECT_EQ(training.wait(), 0) << training.output();
+    EXPECT_EQ(contains(training.output(), "[info]"), level == std::string("info")) << training.output();
+  }
+}
+
 TEST(RanksProcess, AWrongNumberOfRanksIsRefusedOnce) {
   ScratchDirectory scratch;
   Training training(scratch.path(), {"--ranks", "3", "--set", "parallel.dp=2"});

@@ -127,6 +127,22 @@ TEST(RunDirectory, ANamedCheckpointMustBeIntactAndTheNewest) {
   fs::create_directories(scratch / "run" / "checkpoint-10");
   const std::string older = (scratch / "run" / "checkpoint-5").string();
   expect_refused(tiny_run(scratch / "run", {"train.resume=" + older}), {"also holds checkpoint-10"});
+  const std::string foreign = (scratch / "other" / "checkpoint-10").string();
+  expect_refused(tiny_run(scratch / "run", {"train.resume=" + foreign}), {"also holds checkpoint-10"});
+}
+
+TEST(RunDirectory, TheNewestCheckpointMayBeSpeltInManyWays) {
+  ScratchDirectory scratch;
+  begin_run(tiny_run(scratch / "run"));
+  fs::create_directories(scratch / "run" / "checkpoint-10");
+  write_bytes(scratch / "run" / "checkpoint-10" / "manifest.json", R"({"format": 1, "files": {}})");
+  fs::create_directory_symlink(scratch / "run", scratch / "link");
+  for (const char* spelling : {"run/checkpoint-10", "run/checkpoint-10/", "run/./checkpoint-10//",
+                               "run/../run/checkpoint-10/", "link/checkpoint-10/"}) {
+    const std::string resume = scratch.path().string() + "/" + spelling;
+    const RunDirectory directory(tiny_run(scratch / "run", {"train.resume=" + resume}));
+    EXPECT_EQ(directory.resume_from(), fs::path(resume)) << spelling;
+  }
 }
 
 }  // namespace

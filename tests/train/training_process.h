@@ -37,11 +37,13 @@ train: {max_steps: 40, save_steps: 1, save_total_limit: 2, threads: 2, validatio
 class Training {
  public:
   Training(const std::filesystem::path& directory, const std::vector<std::string>& arguments,
-           rlim_t file_size_limit = RLIM_INFINITY)
+           rlim_t file_size_limit = RLIM_INFINITY, const std::vector<std::string>& before_command = {})
       : output_(directory / "output.txt") {
-    std::vector<std::string> words = {SB_PROGRAM, "train", (directory / "run.yaml").string(), "--set",
-                                      "train.output_dir=" + (directory / "run").string()};
-    for (const std::string& argument : arguments) words.push_back(argument);
+    std::vector<std::string> words = {SB_PROGRAM};
+    words.insert(words.end(), before_command.begin(), before_command.end());
+    words.insert(words.end(), {"train", (directory / "run.yaml").string(), "--set",
+                               "train.output_dir=" + (directory / "run").string()});
+    words.insert(words.end(), arguments.begin(), arguments.end());
     std::vector<char*> pointers;
     for (std::string& word : words) pointers.push_back(word.data());
     pointers.push_back(nullptr);
