@@ -248,7 +248,7 @@ Plan Planner::write(int64_t step, const Draft& draft, double baseline) const {
   }
   plan.imbalance = most / (total / draft.batches.micro_batches());
   plan.worker_imbalance = most_rank / (total / ranks);
-  plan.bubble_share = 1.0 - total / (cost_.stages() * ranks * plan.makespan_us);
+  plan.bubble_share = std::max(0.0, 1.0 - total / (cost_.stages() * ranks * plan.makespan_us));  // above rounding
   plan.lower_bound_us = step_lower_bound(cost_, sequences_, layers, draft.budgets, stage_busy, pool_);
   return plan;
 }

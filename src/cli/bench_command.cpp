@@ -2,13 +2,13 @@
 #include <chrono>
 #include <cmath>
 #include <cstdio>
-#include <fstream>
 #include <memory>
 #include <nlohmann/json.hpp>
 
 #include "attention/dense_attention.h"
 #include "attention/sparse_attention.h"
 #include "cli/commands.h"
+#include "cli/output_file.h"
 #include "core/errors.h"
 #include "core/random.h"
 
@@ -96,6 +96,7 @@ Timing measure(Attention& attention, const AttentionShape& shape, int64_t tokens
 }
 
 void run_attention_bench(const AttentionBench& options) {
+  check_output(options.json);
   SB_USER_CHECK(options.kv_heads >= 1 && options.heads % options.kv_heads == 0,
                 "--heads {} is no multiple of --kv-heads {}", options.heads, options.kv_heads);
   const AttentionShape shape{options.heads, options.kv_heads, options.head_dim,
@@ -156,10 +157,7 @@ void run_attention_bench(const AttentionBench& options) {
     }
   }
   if (options.json.empty()) return;
-  std::ofstream file(options.json);
-  file << nlohmann::ordered_json{{"threads", pool.threads()}, {"rows", rows}}.dump(1) << "\n";
-  file.close();
-  SB_USER_CHECK(file.good(), "{}: cannot be written", options.json);
+  write_output(options.json, nlohmann::ordered_json{{"threads", pool.threads()}, {"rows", rows}}.dump(1) + "\n");
 }
 
 }  // namespace

@@ -57,7 +57,7 @@ void add_data_lengths(CLI::App& data) {
   command->add_option(
       "--pool", arguments->pool,
       fmt::format("a named pool ({}) or a file with one length a line", fmt::join(named_length_pools(), ", ")));
-  command->add_option("--input", arguments->paths, "token files whose documents' lengths are taken");
+  command->add_option("paths,--input", arguments->paths, "token files whose documents' lengths are taken");
   command->add_option("--count", arguments->count, "draw this many at random; otherwise all are written in order")
       ->check(CLI::Range(int64_t{1}, int64_t{1} << 32));
   command->add_option("--seed", arguments->seed, "of the draw")->capture_default_str();

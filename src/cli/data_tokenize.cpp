@@ -3,6 +3,7 @@
 #include <CLI/CLI.hpp>
 #include <chrono>
 #include <cstdio>
+#include <filesystem>
 #include <memory>
 
 #include "cli/data_commands.h"
@@ -86,7 +87,9 @@ void add_data_tokenize(CLI::App& data) {
   CLI::App* command = data.add_subcommand("tokenize", "turn JSONL text into token files, one sequence a line");
   auto options = std::make_shared<TokenizeOptions>();
   options->workers = available_cores();
-  command->add_option("--tokenizer", options->tokenizer, "a Hugging Face tokenizer.json (byte-level BPE)")->required();
+  command
+      ->add_option("--tokenizer", options->tokenizer, "a Hugging Face tokenizer.json (byte-level BPE), or its folder")
+      ->required();
   command->add_option("--input", options->inputs, "JSONL files with text, messages, or prompt and completion")
       ->required();
   command->add_option("--output", options->output, "prefix of the .bin, .idx and .mask files written")->required();
@@ -100,7 +103,11 @@ void add_data_tokenize(CLI::App& data) {
   command->add_option("--workers", options->workers, "threads")->check(CLI::Range(1, 1024))->capture_default_str();
   command->add_flag("--restart", options->restart, "forget an interrupted run of this output instead of going on");
   command->add_flag("--overwrite", options->overwrite, "replace a finished output");
-  command->callback([options] { tokenize(*options); });
+  command->callback([options] {
+    if (const std::filesystem::path folder = options->tokenizer; std::filesystem::is_directory(folder))
+      options->tokenizer = (folder / "tokenizer.json").string();
+    tokenize(*options);
+  });
 }
 
 }  // namespace sb

@@ -11,6 +11,7 @@
 #include <sstream>
 
 #include "cli/commands.h"
+#include "cli/output_file.h"
 #include "core/errors.h"
 #include "core/log.h"
 #include "data/ruler_text.h"
@@ -68,6 +69,7 @@ Selector::Thresholds find_thresholds(const EvalOptions& options) {
 }
 
 EvalModel open_model(const EvalOptions& options) {
+  check_output(options.json);
   const fs::path named = options.model;
   SB_USER_CHECK(fs::exists(named / "config.json") || !fs::exists(named / "final" / "config.json"),
                 "--model {}: this is a run's folder; its trained model is {}", options.model,
@@ -96,19 +98,12 @@ GenerationOptions generation(const EvalOptions& options) {
   return result;
 }
 
-void write_file(const std::string& path, const std::string& text) {
-  std::ofstream file(path);
-  file << text;
-  file.close();
-  SB_USER_CHECK(file.good(), "{}: cannot be written", path);
-}
-
 void write_json(const EvalOptions& options, Json result) {
   if (options.json.empty()) return;
   result["model"] = options.model;
   result["attention"] = options.attention;
   result["device"] = options.device;
-  write_file(options.json, result.dump(1) + "\n");
+  write_output(options.json, result.dump(1) + "\n");
 }
 
 // "12/40  ETA 8s" on standard error, redrawn; nothing where that is no terminal.
@@ -237,6 +232,7 @@ double needle_cell(EvalModel& model, const EvalOptions& options, const NeedleOpt
 }
 
 void run_needle(EvalOptions options, const NeedleOptions& needle) {
+  check_output(needle.svg);
   for (const int64_t length : needle.lengths) options.max_tokens = std::max(options.max_tokens, length);
   EvalModel model = open_model(options);
   NeedleGrid grid{needle.depths, needle.lengths, {}};
@@ -251,7 +247,7 @@ void run_needle(EvalOptions options, const NeedleOptions& needle) {
     }
   }
   std::printf("%s", needle_table(grid).c_str());
-  if (!needle.svg.empty()) write_file(needle.svg, needle_svg(grid, "needle: " + options.model));
+  if (!needle.svg.empty()) write_output(needle.svg, needle_svg(grid, "needle: " + options.model));
   write_json(options, {{"task", "needle"},
                        {"depths", grid.depths},
                        {"lengths", grid.lengths},
@@ -413,7 +409,9 @@ void add_eval_command(CLI::App& app) {
   auto sequences = std::make_shared<int64_t>(0);
   add_common(ppl, *options, true);
   ppl->add_option("--data", *data, "Prefixes of .bin/.idx, or llm.c .bin files")->required();
-  ppl->add_option("--sequences", *sequences, "At most so many; 0: all")->capture_default_str();
+  ppl->add_option("--sequences", *sequences, "At most so many; 0: all")
+      ->check(CLI::NonNegativeNumber)
+      ->capture_default_str();
   ppl->callback([=] { run_ppl(*options, *data, *sequences); });
 
   CLI::App* needle = eval->add_subcommand("needle", "Find one fact: depth by length");

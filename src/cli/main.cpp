@@ -1,6 +1,7 @@
 #include <fmt/ranges.h>
 
 #include <CLI/CLI.hpp>
+#include <algorithm>
 #include <cstdio>
 #include <exception>
 #include <map>
@@ -33,6 +34,19 @@ void explain_unknown_command(const CLI::App& app) {
                                       : fmt::format("did you mean '{}'?", nearest));
 }
 
+// The parser takes an option of the program before the command only; people write it anywhere.
+std::vector<std::string> with_log_level_first(int argc, char** argv) {
+  std::vector<std::string> level, rest;
+  for (int i = 1; i < argc; ++i) {
+    const std::string word = argv[i];
+    const bool named = word == "--log-level" && i + 1 < argc, whole = word.starts_with("--log-level=");
+    (named || whole ? level : rest).push_back(word);
+    if (named) level.emplace_back(argv[++i]);
+  }
+  level.insert(level.end(), rest.begin(), rest.end());
+  return level;
+}
+
 int run(int argc, char** argv) {
   CLI::App app{"SparseBalance: trains long-context language models", "sparsebalance"};
   app.set_version_flag("--version", SB_VERSION);
@@ -57,7 +71,9 @@ int run(int argc, char** argv) {
   sb::add_data_command(app);
 
   try {
-    app.parse(argc, argv);
+    std::vector<std::string> words = with_log_level_first(argc, argv);
+    std::reverse(words.begin(), words.end());  // as the parser takes them
+    app.parse(std::move(words));
   } catch (const CLI::RuntimeError& error) {
     return error.get_exit_code();
   } catch (const CLI::ParseError& error) {

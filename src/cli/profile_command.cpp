@@ -10,6 +10,7 @@
 
 #include "balance/profile_measure.h"
 #include "cli/commands.h"
+#include "cli/output_file.h"
 #include "cli/profile_engine.h"
 #include "core/errors.h"
 #include "core/thread_pool.h"
@@ -101,6 +102,7 @@ void describe_gpu(Profile& profile) {
 }
 
 void run(Arguments arguments) {
+  check_output(arguments.out);
   const ModelShape shape = arguments.run.empty() ? find_model_shape(arguments.model) : take_from_run(arguments);
   SB_USER_CHECK(arguments.engine.layers >= 3,
                 "--layers: three layers or more are needed to tell them from embedding and loss");
@@ -158,10 +160,7 @@ void run(Arguments arguments) {
   profile.recompute = arguments.engine.recompute;
   profile.gpus_per_node = engine.threads();
   if (gpu) describe_gpu(profile);
-  std::ofstream file(arguments.out, std::ios::binary);
-  file << write_profile(profile);
-  file.flush();
-  SB_USER_CHECK(file.good(), "{}: cannot be written", arguments.out);
+  write_output(arguments.out, write_profile(profile));
   fmt::print("{}: {}\n{}, {} layers measured in {:.0f} s\n", arguments.model, describe(shape), profile.machine, layers,
              microseconds_since(begin) / 1e6);
   fmt::print("error on {} held-out micro-batches: median {:.1f} %, p95 {:.1f} %\nwritten to {}\n",

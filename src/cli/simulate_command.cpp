@@ -7,7 +7,6 @@
 #include <chrono>
 #include <cstdio>
 #include <filesystem>
-#include <fstream>
 #include <map>
 #include <memory>
 #include <nlohmann/json.hpp>
@@ -17,6 +16,7 @@
 #include "balance/schedule_picture.h"
 #include "balance/simulate.h"
 #include "cli/commands.h"
+#include "cli/output_file.h"
 #include "cli/simulate_ring.h"
 #include "core/errors.h"
 #include "data/token_file.h"
@@ -77,13 +77,6 @@ class Progress {
   double begin_ = seconds(), shown_ = begin_;
   bool terminal_ = isatty(STDERR_FILENO) != 0, drawn_ = false;
 };
-
-void write_file(const std::string& path, const std::string& text) {
-  std::ofstream file(path, std::ios::binary);
-  file << text;
-  file.flush();
-  SB_USER_CHECK(file.good(), "{}: cannot be written", path);
-}
 
 void print_head() {
   fmt::print("{:<34} {:>9} {:>8} {:>9} {:>8} {:>8} {:>8} {:>8} {:>9} {:>8} {:>10}\n", "policy", "imbalance", "workers",
@@ -173,12 +166,12 @@ void write_pictures(const Arguments& arguments, const SimulateInput& input,
   };
   const SimulatedPolicy& last = policies.back();
   const Plan after = plan(last);
-  if (!arguments.trace.empty()) write_file(arguments.trace, schedule_trace(after, input.cost));
+  if (!arguments.trace.empty()) write_output(arguments.trace, schedule_trace(after, input.cost));
   if (!arguments.svg.empty()) {
     const SimulatedPolicy first = standard_policies(arguments.batching, arguments.p).front();
     const Plan before = plan(first);
-    write_file(arguments.svg,
-               schedule_svg({{"before: " + first.name, &before}, {"after: " + last.name, &after}}, input.cost));
+    write_output(arguments.svg,
+                 schedule_svg({{"before: " + first.name, &before}, {"after: " + last.name, &after}}, input.cost));
   }
 }
 
@@ -276,10 +269,11 @@ void check_score_tokens(const AttentionSpec& spec) {
 }
 
 void run(Arguments arguments) {
+  for (const std::string& path : {arguments.json, arguments.trace, arguments.svg}) check_output(path);
   if (arguments.ring.only) {
     SB_USER_CHECK(arguments.layout.cp > 1, "--ring: how many ranks share the sequence? Set --cp");
     const Json json = {{"cp", arguments.layout.cp}, {"ring", run_ring(arguments)}};
-    if (!arguments.json.empty()) write_file(arguments.json, json.dump(2) + "\n");
+    if (!arguments.json.empty()) write_output(arguments.json, json.dump(2) + "\n");
     return;
   }
   SB_USER_CHECK(arguments.steps > 0 && arguments.global_batch > 0, "--steps and --global-batch must be positive");
@@ -370,7 +364,7 @@ void run(Arguments arguments) {
       json["ring"] = run_ring(arguments);
     }
   }
-  if (!arguments.json.empty()) write_file(arguments.json, json.dump(2) + "\n");
+  if (!arguments.json.empty()) write_output(arguments.json, json.dump(2) + "\n");
 }
 
 }  // namespace

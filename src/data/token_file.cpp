@@ -29,11 +29,15 @@ std::unique_ptr<TokenFile> open_token_file(const std::string& path) {
   if (std::filesystem::exists(prefix + ".idx")) return open_megatron_file(prefix);
   for (const std::string& file : {path, prefix + ".bin"})
     if (std::filesystem::is_regular_file(file) && looks_like_llmc(file)) return open_llmc_file(file);
+  std::string hint;
+  if (std::filesystem::exists(prefix + ".partial"))
+    hint = "; " + prefix + ".partial is an unfinished run of `data tokenize`, which can be started again";
+  else if (std::filesystem::is_directory(path))
+    hint = "; it is a folder: \"" + (std::filesystem::path(path) / "*").string() + "\" names the token files in it";
+  else if (std::filesystem::exists(path))
+    hint = "; `sparsebalance data tokenize` makes token files of text";
   throw UserError("{}: no token file: there is neither {}.idx (Megatron) nor a .bin file with an llm.c header{}", path,
-                  prefix,
-                  std::filesystem::exists(prefix + ".partial")
-                      ? "; " + prefix + ".partial is an unfinished run of `data tokenize`, which can be started again"
-                      : "");
+                  prefix, hint);
 }
 
 std::vector<std::string> expand_token_paths(const std::vector<std::string>& paths) {

@@ -116,7 +116,7 @@ TokenWriter::TokenWriter(const std::string& prefix, const Options& options) : im
   w.folder = prefix + ".partial";
   w.options = options;
   SB_USER_CHECK(options.overwrite || !fs::exists(prefix + ".idx") || fs::exists(w.part("state.json")),
-                "{}.idx exists already; choose another output or allow overwriting it", prefix);
+                "{}.idx exists already; choose another output, or replace it with --overwrite", prefix);
   std::error_code error;
   fs::create_directories(w.folder, error);
   SB_USER_CHECK(!error, "{}: cannot create the folder: {}", w.folder, error.message());
@@ -143,7 +143,7 @@ TokenWriter::TokenWriter(const std::string& prefix, const Options& options) : im
     w.open(json());
   }
   SB_USER_CHECK(options.overwrite || !fs::exists(prefix + ".idx"),
-                "{}.idx exists already; choose another output or allow overwriting it", prefix);
+                "{}.idx exists already; choose another output, or replace it with --overwrite", prefix);
 }
 
 TokenWriter::~TokenWriter() = default;

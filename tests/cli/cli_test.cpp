@@ -53,6 +53,41 @@ TEST_F(Cli, WrongArgumentsAreTheUsersError) {
   }
 }
 
+TEST_F(Cli, TheLogLevelMayStandAnywhere) {
+  const std::string run = run_file();
+  for (const std::vector<std::string>& arguments :
+       std::vector<std::vector<std::string>>{{"--log-level", "error", "config", run},
+                                             {"config", "--log-level=error", run},
+                                             {"config", run, "--log-level", "error"}}) {
+    const ProgramResult result = run_program(arguments);
+    EXPECT_EQ(result.exit_code, 0) << result.err;
+  }
+  for (const std::vector<std::string>& arguments :
+       std::vector<std::vector<std::string>>{{"config", run, "--log-level", "loud"}, {"config", run, "--log-level"}}) {
+    const ProgramResult result = run_program(arguments);
+    EXPECT_EQ(result.exit_code, 2);
+    EXPECT_NE(result.err.find("--log-level"), std::string::npos) << result.err;
+  }
+}
+
+// Not after the work whose result it is to hold.
+TEST_F(Cli, AnOutputThatCannotBeWrittenIsRefusedAtOnce) {
+  const std::string nowhere = (directory_ / "none" / "out.json").string();
+  const std::string model = directory_.string();
+  for (const std::vector<std::string>& arguments :
+       std::vector<std::vector<std::string>>{{"profile", "--out", nowhere},
+                                             {"simulate", "--json", nowhere},
+                                             {"simulate", "--svg", nowhere},
+                                             {"bench", "attention", "--json", nowhere},
+                                             {"eval", "needle", "--model", model, "--json", nowhere},
+                                             {"eval", "needle", "--model", model, "--svg", nowhere}}) {
+    const ProgramResult result = run_program(arguments);
+    EXPECT_EQ(result.exit_code, 2) << arguments[0];
+    EXPECT_EQ(result.out, "") << arguments[0];
+    EXPECT_EQ(result.err, "error: " + nowhere + ": cannot be written: No such file or directory\n");
+  }
+}
+
 TEST_F(Cli, SimulatesARing) {
   const std::string json = (directory_ / "ring.json").string();
   const ProgramResult result = run_program({"simulate", "--ring", "--cp", "4", "--node-size", "2", "--ring-tokens",

@@ -97,6 +97,7 @@ TEST_F(DataCommand, Lengths) {
   ASSERT_EQ(from_files.exit_code, 0) << from_files.err;
   EXPECT_NE(from_files.out.find("4 sequences"), std::string::npos);
   EXPECT_EQ(run_program({"data", "stats", "--lengths", path("own.txt")}).exit_code, 0);
+  EXPECT_EQ(run_program({"data", "lengths", path("syn"), "--output", path("same.txt")}).exit_code, 0);
   EXPECT_EQ(run_program({"data", "lengths", "--output", path("x")}).exit_code, 2);
   EXPECT_EQ(run_program({"data", "lengths", "--pool", "none", "--output", path("x")}).exit_code, 2);
 }

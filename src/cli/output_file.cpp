@@ -1,0 +1,30 @@
+#include "cli/output_file.h"
+
+#include <cerrno>
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+
+#include "core/errors.h"
+
+namespace sb {
+
+void check_output(const std::string& path) {
+  if (path.empty()) return;
+  std::error_code unknown;
+  const bool existed = std::filesystem::exists(path, unknown);
+  errno = 0;
+  const bool writable = std::ofstream(path, std::ios::binary | std::ios::app).good();
+  SB_USER_CHECK(writable, "{}: cannot be written: {}", path, std::strerror(errno));
+  if (!existed) std::filesystem::remove(path, unknown);
+}
+
+void write_output(const std::string& path, const std::string& text) {
+  errno = 0;
+  std::ofstream file(path, std::ios::binary);
+  file << text;
+  file.close();
+  SB_USER_CHECK(file.good(), "{}: cannot be written: {}", path, std::strerror(errno));
+}
+
+}  // namespace sb
