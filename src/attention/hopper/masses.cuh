@@ -30,7 +30,7 @@ struct MassArguments {
   int32_t stages, kept;  // kept: chunks whose scores wait in shared memory
   int32_t beyond;        // and those that wait beyond it, at most
   uint4* room_beyond;    // [thread block][beyond][4][computing thread]
-  int32_t parts;
+  int32_t parts, turn;
   float unit;  // of the products, in log2
   uint16_t* masses;
   int64_t plane_masses;
@@ -276,6 +276,7 @@ inline MassArguments mass_arguments(const SelectParams& p, const SelectBatch& ba
           reinterpret_cast<uint4*>(static_cast<char*>(p.statistics) +
                                    statistics_only_bytes(p.statistics_rows, p.statistics_channels, p.shape.head_dim)),
           p.parts,
+          p.parts % 8 != 0 || std::getenv("SB_TURN") == nullptr ? 4 : 8,
           p.shape.scale * kLog2e,
           p.masses,
           p.plane_masses};
