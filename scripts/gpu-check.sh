@@ -70,38 +70,36 @@ attention() {
   if can_import torch; then limit 120 python3 bench/peers/attention_lists.py; fi
 }
 
-# Every run is a process of its own, all side by side, since they keep the host busy rather than the GPU. initcheck does
-# not see what the products of aligned bf16 matrices store through the copy engine, and takes the loss's logits for
-# unwritten: there the loss is checked in fp32. (A test shows that it reads none that was not written.)
+# Every run is a process of its own, all side by side, since they keep the host busy rather than the GPU. What is left
+# out, and why: cuBLASLt's split products, which only RealVocabulary has, are hazards to racecheck (kernels nvjet_..._splitK
+# of the library); initcheck does not see what its products of aligned bf16 matrices store through the copy engine and
+# takes logits for unwritten (CrossEntropyTest.ReadsNothingItDidNotWrite shows that none is). Both run in fp32 instead.
+# TooMuchIsRefused asks for memory that is not there.
 sanitize() {
-  local dir=build/cuda/gpu-check/sanitize tests=build/cuda/tests
+  local dir=build/cuda/gpu-check/sanitize tests=build/cuda/tests pids= i
   rm -rf $dir && mkdir -p $dir
+  trap 'kill $pids 2>/dev/null' EXIT
   # check NAME TOOL PROGRAM FILTER SHARDS
   check() {
     for ((i = 0; i < $5; ++i)); do
-      (
-        export GTEST_TOTAL_SHARDS=$5 GTEST_SHARD_INDEX=$i
-        timeout 240 compute-sanitizer --error-exitcode 9 --tool "$2" $tests/"$3" --gtest_filter="$4" --gtest_brief=1 \
-          >$dir/"$2-$1-$i.log" 2>&1 || echo "exit code $?" >>$dir/"$2-$1-$i.log"
-      ) &
+      GTEST_TOTAL_SHARDS=$5 GTEST_SHARD_INDEX=$i timeout 240 compute-sanitizer --error-exitcode 9 --tool "$2" \
+        $tests/"$3" --gtest_filter="$4" --gtest_brief=1 >$dir/"$2-$1-$i.log" 2>&1 &
+      pids+=" $!"
     done
   }
   check operations memcheck ops/ops_test '*cuda*' 2
   check stages memcheck model/model_test '*cuda*:*Cuda*' 4
   check evaluation memcheck eval/eval_test '*cuda*' 2
-  check device memcheck device/device_test '*cuda*:*Cuda*' 1
-  check operations racecheck ops/ops_test '*cuda_bf16*-*CrossEntropy*' 2
-  check loss racecheck ops/ops_test '*CrossEntropy*cuda_f32*' 2
-  check operations initcheck ops/ops_test '*cuda_bf16*-*CrossEntropy*' 2
+  check device memcheck device/device_test '*cuda*:*Cuda*-*TooMuchIsRefused*' 1
+  check operations racecheck ops/ops_test '*cuda_bf16*-*RealVocabulary*' 3
+  check loss racecheck ops/ops_test '*RealVocabulary*cuda_f32*' 1
+  check operations initcheck ops/ops_test '*cuda_bf16*-*CrossEntropy*' 1
   check loss initcheck ops/ops_test '*CrossEntropy*cuda_f32*' 2
-  wait
   local log clean=yes
+  for i in $pids; do wait "$i" || clean=no; done
   for log in $dir/*.log; do
-    printf '%-28s %s\n' "$(basename "$log" .log)" "$(grep -E 'SUMMARY' "$log" | sed 's/=//g')"
-    if ! grep -q SUMMARY "$log" || grep -q 'exit code' "$log"; then
-      clean=no
-      tail -25 "$log"
-    fi
+    printf '%-26s %s\n' "$(basename "$log" .log)" "$(grep SUMMARY "$log" | sed 's/=//g' || echo ' not finished')"
+    grep -q 'SUMMARY: 0' "$log" || tail -25 "$log"
   done
   [ $clean = yes ]
 }
