@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Everything that needs a GPU, in one command: builds the cuda preset, runs the GPU tests, then the benchmarks beside
 # their peers (PyTorch and transformers where they can be imported), and prints one table with ratios and bars last.
-#   scripts/gpu-check.sh [--only build|tests|step|long|packed|attention|sanitize] [--no-peers] [--within SECONDS]
+#   scripts/gpu-check.sh [--only PART[,PART...]] [--no-peers] [--within SECONDS]
 # The parts, in this order; all but the last run without --only, in about eight minutes on 16 cores:
 #   build      the cuda preset, tests and benchmarks included
 #   tests      ctest -L gpu
@@ -21,10 +21,15 @@ deadline=$(($(date +%s) + 86400))
 while [ $# -gt 0 ]; do
   case $1 in
     --only)
-      case ${2:-} in
-        build | tests | step | long | packed | attention | sanitize) parts=$2 ;;
-        *) echo "--only ${2:-}: build, tests, step, long, packed, attention or sanitize" >&2; exit 2 ;;
-      esac
+      parts=${2:-}
+      parts=${parts//,/ }
+      [ -n "$parts" ] || parts=none
+      for part in $parts; do
+        case $part in
+          build | tests | step | long | packed | attention | sanitize) ;;
+          *) echo "--only ${2:-}: build, tests, step, long, packed, attention or sanitize" >&2; exit 2 ;;
+        esac
+      done
       shift 2 ;;
     --no-peers) peers=no; shift ;;
     --within) deadline=$(($(date +%s) + $2 - 5)); shift 2 ;;
