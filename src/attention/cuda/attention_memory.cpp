@@ -46,7 +46,7 @@ int64_t AttentionMemory::scratch_bytes(const AttentionShape& shape, int64_t max_
   const int32_t all[2] = {0, static_cast<int32_t>(max_tokens)};
   const auto subtiles_of = [&](int list_heads, int query_block) {
     const Tiling tiling = make_tiling(dims, list_heads, query_block, all);
-    return (tiling.subtiles + 2 * sequences) * (shape.heads / tiling.heads);
+    return (tiling.subtiles + 2 * sequences) * (shape.heads / tiling.heads) + 2;
   };
   int64_t subtiles = subtiles_of(shape.kv_heads, 0);
   const int list_heads = options.selection.lists_per_query_head() ? shape.heads : shape.kv_heads;
@@ -87,7 +87,7 @@ int64_t AttentionMemory::scratch_bytes(const AttentionShape& shape, int64_t max_
     const int64_t blocks = (max_tokens + options.selection.block - 1) / options.selection.block + sequences;
     coverage = 3 * 4 * options.coverage_rows * blocks * (shape.heads + shape.kv_heads);
   }
-  return std::max(backward, selection + coverage) + 256 * 1024;  // and what odd query blocks need beside
+  return std::max(backward, selection + coverage) + 16 * 1024;
 }
 
 int64_t AttentionMemory::state_bytes(const AttentionShape& shape, int64_t max_tokens) const {

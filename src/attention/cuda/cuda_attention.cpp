@@ -120,11 +120,8 @@ class CudaAttention final : public ChoosingAttention {
     const bool summed = kept.plan->hopper() && !options_.deterministic &&
                         !gpu::quicker_in_two_kernels(params.shape, params.tiling, kept.plan->select().entries,
                                                      kept.plan->causal_pairs(), kept.plan->work().gathered_words);
-    const auto with_room = [&](size_t count, size_t subtile) { return floats(exec, count + 2 * subtile) + subtile; };
-    params.statistics = with_room(gpu::statistics_size(params.shape, params.tiling), 2 * gpu::kSubtileRows);
-    if (summed)
-      params.dq_sum =
-          with_room(gpu::dq_sum_size(params.shape, params.tiling), gpu::kSubtileRows * params.shape.head_dim);
+    params.statistics = floats(exec, gpu::statistics_size(params.shape, params.tiling));
+    if (summed) params.dq_sum = floats(exec, gpu::dq_sum_size(params.shape, params.tiling));
     params.partials = floats(exec, gpu::partials_size(params.shape, params.limits.slots));
     if (kept.plan->hopper() && params.gathered.piece_count > 0) {
       params.gathered_rows = gathered_rows(exec, params);

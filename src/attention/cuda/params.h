@@ -180,8 +180,7 @@ struct BackwardParams {
   int32_t row_item_count = 0;
   const uint32_t* row_entries = nullptr;
   GatheredColumns gathered;
-  // Workspace; sizes below. For odd query blocks, the Hopper kernels need room for one subtile more before and after
-  // the first two.
+  // Workspace; sizes below.
   float* statistics = nullptr;
   float* dq_sum = nullptr;  // not needed when deterministic
   float* partials = nullptr;
@@ -192,7 +191,8 @@ struct BackwardParams {
   int32_t* counter = nullptr;                // three ints
 };
 
-// Floats of workspace: log-sum-exp and dO·O of every row, the fp32 sum of dQ, the slots of split columns.
+// Floats of workspace: log-sum-exp and dO·O of every row, the fp32 sum of dQ (of both also a subtile before and one
+// behind, for the Hopper kernels and odd query blocks), the slots of split columns.
 size_t statistics_size(const Shape& shape, const Tiling& tiling);
 size_t dq_sum_size(const Shape& shape, const Tiling& tiling);
 size_t partials_size(const Shape& shape, int slots);
@@ -243,8 +243,11 @@ constexpr bool quicker_in_two_kernels(const Shape& shape, const Tiling& tiling, 
   const double keys = static_cast<double>(entries) * tiling.block + static_cast<double>(words) * kGatheredPiece / 2;
   const double causal = static_cast<double>(causal_pairs), chosen = entries > 0 ? keys * tiling.query_block : causal;
   const double queries = static_cast<double>(shape.tokens) * (shape.query_heads / (tiling.heads * tiling.parts));
-  // Larger query blocks spread the columns that run beside each other wider: less of dQ stays in the L2.
-  const double few = entries > 0 && tiling.query_block >= 128 ? 4096 : 2560;
+  // Where two key blocks of 64 go together, one of two kernels has nothing to do for keys that are not seen.
+  if (tiling.block < kBlock && entries > 0) return true;
+  // Larger query blocks spread the columns that run beside each other wider: less of dQ stays in the L2. Gathered
+  // columns run one after the other.
+  const double few = entries > 0 && words == 0 && tiling.query_block >= 128 ? 4096 : 2560;
   return shape.head_dim == 128 && (chosen <= few * queries || (entries > 0 && chosen <= 0.07 * causal));
 }
 

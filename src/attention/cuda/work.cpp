@@ -58,16 +58,22 @@ Tiling make_tiling(const Shape& shape, int list_heads, int query_block, std::spa
                 shape.query_heads, list_heads);
   Tiling tiling;
   const int group = shape.query_heads / list_heads;
-  // The largest part of a group that fits.
-  while (group % tiling.parts != 0 || group / tiling.parts > kSubtileRows) ++tiling.parts;
-  tiling.heads = group / tiling.parts;
-  tiling.tokens = kSubtileRows / tiling.heads;
   tiling.query_block = query_block;
   if (query_block > 0) {
     SB_USER_CHECK(query_block >= 1 && query_block <= 128, "query_block must be 1..128, got {}", query_block);
-    // The largest subtile of which a query block holds whole tiles.
     if (query_block % 2 != 0) tiling.tile = 1;
-    while (query_block % (tiling.tile * tiling.tokens) != 0) --tiling.tokens;
+  }
+  // The largest part of a group that fits, or a smaller one (of four heads or more) that fills clearly more rows of a
+  // subtile. A query block holds whole tiles.
+  for (int parts = 1; parts <= group; ++parts) {
+    const int heads = group / parts;
+    if (group % parts != 0 || heads > kSubtileRows) continue;
+    int tokens = kSubtileRows / heads;
+    while (query_block > 0 && query_block % (tiling.tile * tokens) != 0) --tokens;
+    if (tiling.heads > 0 && (heads < 4 || 8 * heads * tokens <= 9 * tiling.heads * tiling.tokens)) continue;
+    tiling.heads = heads;
+    tiling.tokens = tokens;
+    tiling.parts = parts;
   }
   int64_t subtiles = 0;
   for (size_t s = 0; s + 1 < cu_seqlens.size(); ++s)
@@ -185,10 +191,12 @@ WorkLimits work_limits(int64_t columns, int64_t cost, int workers) {
 }
 
 size_t statistics_size(const Shape& shape, const Tiling& tiling) {
-  return static_cast<size_t>(shape.query_heads / tiling.heads) * tiling.subtiles * 2 * kSubtileRows;
+  const size_t subtiles = static_cast<size_t>(shape.query_heads / tiling.heads) * tiling.subtiles + 2;
+  return subtiles * 2 * kSubtileRows;
 }
 size_t dq_sum_size(const Shape& shape, const Tiling& tiling) {
-  return static_cast<size_t>(shape.query_heads / tiling.heads) * tiling.subtiles * kSubtileRows * shape.head_dim;
+  const size_t subtiles = static_cast<size_t>(shape.query_heads / tiling.heads) * tiling.subtiles + 2;
+  return subtiles * kSubtileRows * shape.head_dim;
 }
 size_t gathered_sums_size(const Shape& shape, int pieces, int parts) {
   return static_cast<size_t>(pieces) * parts * 2 * kGatheredPiece * shape.head_dim;

@@ -222,6 +222,17 @@ struct Consumer {
                             });
   }
 
+  // Whether no token of the unit sees this group's half of two key blocks.
+  __device__ bool unseen(const StepMessage& step) const {
+    return step.subtile >= 0 && step.diagonal < kSomeSeen &&
+           (group == 1 ? step.first[1] : step.first[0]) >= kUnit * args.rows.tokens;
+  }
+  // Waits for it.
+  __device__ StepMessage next_step() {
+    barrier_wait(shared_address(&smem.q_full[ring.stage]), ring.phase);
+    return smem.step[ring.stage];
+  }
+
   __device__ void run() {
     const float scale_log2 = args.scale * kLog2e;
     for (;;) {
@@ -231,8 +242,15 @@ struct Consumer {
 #pragma unroll
       for (int i = 0; i < D / 2; ++i) dk[i] = dv[i] = 0;
       for (;;) {
-        barrier_wait(shared_address(&smem.q_full[ring.stage]), ring.phase);
-        const StepMessage step = smem.step[ring.stage];
+        StepMessage step = next_step();
+        // The groups need each other for dQ only; without it one passes by what its 64 keys have no part in.
+        if constexpr (kHalves && !kWithDq)
+          while (__any_sync(~0u, unseen(step))) {
+            release(smem.do_empty[ring.stage], lane);
+            release(smem.q_empty[ring.stage], lane);
+            ring.advance(kStages);
+            step = next_step();
+          }
         if (step.subtile < 0) break;
         float s[kUnit][32], dp[kUnit][32];
         uint32_t p[kUnit][16], ds[kUnit][16];
@@ -393,8 +411,8 @@ void launch(const BackwardParams& p, cudaStream_t stream) {
                  p.counts,
                  p.column_offsets,
                  p.column_entries,
-                 p.statistics,
-                 p.dq_sum,
+                 kOdd ? p.statistics : first_statistics(p),
+                 kOdd ? p.dq_sum : first_dq_sum(p),
                  p.partials,
                  p.counter,
                  p.tiling.parts,
@@ -404,10 +422,6 @@ void launch(const BackwardParams& p, cudaStream_t stream) {
                  gathered_sums(p),
                  p.gathered_sums,
                  p.counter + 2};
-  if constexpr (kOdd) {
-    args.statistics -= 2 * kSubtileRows;
-    if (kWithDq) args.dq_sum -= kSubtileRows * D;
-  }
   check(cudaMemsetAsync(p.counter, 0, sizeof(int32_t), stream), "work counter");
   const CUtensorMap k_map = keys(p.k), v_map = keys(p.v);
   CUtensorMap gathered_k_map = k_map, gathered_v_map = v_map;

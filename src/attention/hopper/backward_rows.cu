@@ -218,7 +218,7 @@ void launch(const BackwardParams& p, cudaStream_t stream) {
                         p.row_item_count, p.row_entries, counter, p.gathered, p.tiling.query_block},
                        p.shape.scale,
                        p.shape.query_heads,
-                       p.statistics,
+                       first_statistics(p),
                        static_cast<__nv_bfloat16*>(p.dq)};
   check(cudaMemsetAsync(counter, 0, sizeof(int32_t), stream), "work counter");
   const CUtensorMap k_map = keys(p.k), v_map = keys(p.v);

@@ -33,6 +33,14 @@ void for_kind(const Shape& shape, const Tiling& tiling, const GatheredColumns& g
   });
 }
 
+// Where subtile 0 lies in these: behind the room before it.
+inline float* first_statistics(const BackwardParams& p) {
+  return p.statistics + 2 * kSubtileRows;
+}
+inline float* first_dq_sum(const BackwardParams& p) {
+  return p.dq_sum == nullptr ? nullptr : p.dq_sum + kSubtileRows * p.shape.head_dim;
+}
+
 void check_shape(const Shape& shape, const Tiling& tiling, const GatheredColumns& gathered);
 
 }  // namespace sb::gpu

@@ -166,18 +166,18 @@ int subtile_count(const BackwardParams& p) {
 void prepare_rows(const BackwardParams& p, bool clear_dq, cudaStream_t stream) {
   const auto kernel = p.shape.head_dim == 128 ? prepare_kernel<128> : prepare_kernel<64>;
   kernel<<<subtile_count(p), 256, 0, stream>>>(subtile_arguments(p), static_cast<const __nv_bfloat16*>(p.o),
-                                               static_cast<const __nv_bfloat16*>(p.d_o), p.lse, p.statistics,
-                                               clear_dq ? p.dq_sum : nullptr);
+                                               static_cast<const __nv_bfloat16*>(p.d_o), p.lse, first_statistics(p),
+                                               clear_dq ? first_dq_sum(p) : nullptr);
   check(cudaGetLastError(), "attention backward: rows");
   // Read with the first subtile, and masked.
   if (p.tiling.tile == 1)
-    check(cudaMemsetAsync(p.statistics - 2 * kSubtileRows, 0, 2 * kSubtileRows * sizeof(float), stream),
+    check(cudaMemsetAsync(p.statistics, 0, 2 * kSubtileRows * sizeof(float), stream),
           "statistics before the first subtile");
 }
 
 void finish_dq(const BackwardParams& p, cudaStream_t stream) {
   const auto kernel = p.shape.head_dim == 128 ? finish_dq_kernel<128> : finish_dq_kernel<64>;
-  kernel<<<subtile_count(p), 128, 0, stream>>>(subtile_arguments(p), p.dq_sum, static_cast<__nv_bfloat16*>(p.dq),
+  kernel<<<subtile_count(p), 128, 0, stream>>>(subtile_arguments(p), first_dq_sum(p), static_cast<__nv_bfloat16*>(p.dq),
                                                p.shape.scale);
   check(cudaGetLastError(), "attention backward: dq");
 }

@@ -52,12 +52,16 @@ TEST(GpuTiling, HoldsWholeTokensAndDividesTheQueryBlock) {
   EXPECT_EQ(make_tiling(shape_of(64, 1), 1, 0, cu).tokens, 1);
   // 100 tokens are 7 tiles of 16, 161 are 11.
   EXPECT_EQ(make_tiling(shape_of(16, 2), 2, 16, cu).subtiles, 2 * (7 + 11));
-  // A group of 130 is worked off in five parts of 26.
-  EXPECT_EQ(make_tiling(shape_of(130, 1), 1, 0, cu).parts, 5);
-  EXPECT_EQ(make_tiling(shape_of(130, 1), 1, 0, cu).tokens, 2);
+  // A group of 130 is worked off in 13 parts of 10, six tokens each: 60 rows. Two tokens of 26 heads would be 52.
+  EXPECT_EQ(make_tiling(shape_of(130, 1), 1, 0, cu).parts, 13);
+  EXPECT_EQ(make_tiling(shape_of(130, 1), 1, 0, cu).tokens, 6);
+  EXPECT_EQ(make_tiling(shape_of(80, 1), 1, 16, cu).heads, 16);  // 4 tokens: 64 rows; 1 of 40: 40
+  EXPECT_EQ(make_tiling(shape_of(66, 1), 1, 16, cu).heads, 22);  // 2 tokens: 44 rows; 1 of 33: 33; 8 of 6: 48
+  EXPECT_EQ(make_tiling(shape_of(40, 1), 1, 0, cu).heads,
+            20);  // 3 tokens: 60 rows; 1 of 40: 40; 8 of 8: 64, little more
   // Odd query blocks make tiles of one subtile.
   EXPECT_EQ(make_tiling(shape_of(16, 2), 2, 15, cu).tile, 1);
-  EXPECT_EQ(make_tiling(shape_of(16, 2), 2, 15, cu).tokens, 5);
+  EXPECT_EQ(make_tiling(shape_of(16, 2), 2, 15, cu).tokens, 15);  // of four heads: 60 rows; 5 of eight: 40
   EXPECT_EQ(make_tiling(shape_of(16, 2), 2, 1, cu).subtiles, 261);
   EXPECT_THROW(make_tiling(shape_of(16, 2), 3, 16, cu), UserError);
   EXPECT_THROW(make_tiling(shape_of(16, 2), 2, 256, cu), UserError);
