@@ -37,12 +37,13 @@ while [ $# -gt 0 ]; do
   esac
 done
 
-# limit SECONDS COMMAND...
-limit() {
-  local most=$1 left=$((deadline - $(date +%s)))
-  shift
-  timeout $((left < 1 ? 1 : left < most ? left : most)) "$@"
+# SECONDS, or what is left of all.
+at_most() {
+  local left=$((deadline - $(date +%s)))
+  echo $((left < 1 ? 1 : left < $1 ? left : $1))
 }
+# limit SECONDS COMMAND...
+limit() { timeout -k 5 "$(at_most "$1")" "${@:2}"; }
 can_import() { [ $peers = yes ] && python3 -c "import $1" 2>/dev/null; }
 ours=build/cuda/bench/train/bench_step_cuda
 export PYTHONUNBUFFERED=1
@@ -81,14 +82,16 @@ attention() {
 # takes logits for unwritten (CrossEntropyTest.ReadsNothingItDidNotWrite shows that none is). Both run in fp32 instead.
 # TooMuchIsRefused asks for memory that is not there.
 sanitize() {
-  local dir=build/cuda/gpu-check/sanitize tests=build/cuda/tests pids= i
+  local dir=build/cuda/gpu-check/sanitize tests=build/cuda/tests i log clean=yes
+  pids=
   rm -rf $dir && mkdir -p $dir
   trap 'kill $pids 2>/dev/null' EXIT
+  trap 'exit 1' TERM INT
   # check NAME TOOL PROGRAM FILTER SHARDS
   check() {
     for ((i = 0; i < $5; ++i)); do
-      GTEST_TOTAL_SHARDS=$5 GTEST_SHARD_INDEX=$i timeout 240 compute-sanitizer --error-exitcode 9 --tool "$2" \
-        $tests/"$3" --gtest_filter="$4" --gtest_brief=1 >$dir/"$2-$1-$i.log" 2>&1 &
+      GTEST_TOTAL_SHARDS=$5 GTEST_SHARD_INDEX=$i timeout -k 5 "$(at_most 240)" compute-sanitizer --tool "$2" \
+        --error-exitcode 9 $tests/"$3" --gtest_filter="$4" --gtest_brief=1 >$dir/"$2-$1-$i.log" 2>&1 &
       pids+=" $!"
     done
   }
@@ -100,10 +103,9 @@ sanitize() {
   check loss racecheck ops/ops_test '*RealVocabulary*cuda_f32*' 1
   check operations initcheck ops/ops_test '*cuda_bf16*-*CrossEntropy*' 1
   check loss initcheck ops/ops_test '*CrossEntropy*cuda_f32*' 2
-  local log clean=yes
   for i in $pids; do wait "$i" || clean=no; done
   for log in $dir/*.log; do
-    printf '%-26s %s\n' "$(basename "$log" .log)" "$(grep SUMMARY "$log" | sed 's/=//g' || echo ' not finished')"
+    printf '%-26s %s\n' "$(basename "$log" .log)" "$(grep SUMMARY "$log" | sed 's/=* *//' || echo 'not finished')"
     grep -q 'SUMMARY: 0' "$log" || tail -25 "$log"
   done
   [ $clean = yes ]

@@ -4,11 +4,10 @@
 // peer.
 //   bench_step_cuda [0.5B|3B|all] [tokens] [--budget N] [--recompute none|attention|layer] [--steps N] [--warm-up N]
 //                   [--packed N] [--tokens-per-step N] [--loss-chunk N] [--layer-chunk N] [--offload N] [--no-classes]
-//                   [--measure-products] [--portable] [--zero-gradients]
+//                   [--measure-products] [--portable]
 // A micro-batch is one sequence of `tokens` (8,192), or sequences of --packed tokens; --tokens-per-step makes a step of
 // several micro-batches. With a budget attention is sparse: topk, blocks of 128. --offload: layer inputs in host memory
 // (-1: as many as needed). --portable: attention's portable kernels instead of the GPU's own.
-// --zero-gradients: clears gradients and adds to them, where a step writes the first ones.
 
 #include <fmt/format.h>
 
@@ -107,7 +106,6 @@ struct Arguments {
   bool classes = true;
   bool measure_products = false;
   bool portable = false;
-  bool zero_gradients = false;
 };
 
 Arguments parse_arguments(int argc, char** argv) {
@@ -143,8 +141,6 @@ Arguments parse_arguments(int argc, char** argv) {
       arguments.measure_products = true;
     else if (word == "--portable")
       arguments.portable = true;
-    else if (word == "--zero-gradients")
-      arguments.zero_gradients = true;
     else if (word.starts_with("-") || place > 1)
       throw UserError("{}: no such argument", word);
     else if (place++ == 0)
@@ -235,10 +231,7 @@ double measure_step(const DeviceContext& context, const Case& c, const Arguments
   borders[0].record(exec);
   for (int step = 1; step <= warm_up + steps; ++step) {
     if (step == warm_up + 1) attention.restart();
-    if (arguments.zero_gradients)
-      parameters.zero_gradients(exec);
-    else
-      parameters.begin_gradients(exec);
+    parameters.begin_gradients(exec);
     last_loss = 0;
     // One micro-batch is enough to warm up.
     for (int64_t i = 0; i < (step <= warm_up ? 1 : micro_batches); ++i) {
