@@ -85,7 +85,7 @@ sanitize() {
   local dir=build/cuda/gpu-check/sanitize tests=build/cuda/tests i log clean=yes
   pids=
   rm -rf $dir && mkdir -p $dir
-  trap 'kill $pids 2>/dev/null' EXIT
+  trap 'kill $pids 2>/dev/null || true' EXIT
   trap 'exit 1' TERM INT
   # check NAME TOOL PROGRAM FILTER SHARDS
   check() {
