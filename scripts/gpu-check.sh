@@ -106,7 +106,7 @@ sanitize() {
   for i in $pids; do wait "$i" || clean=no; done
   for log in $dir/*.log; do
     printf '%-26s %s\n' "$(basename "$log" .log)" "$(grep SUMMARY "$log" | sed 's/=* *//' || echo 'not finished')"
-    grep -q 'SUMMARY: 0' "$log" || tail -25 "$log"
+    grep -q 'SUMMARY: 0' "$log" || { clean=no; tail -25 "$log"; }
   done
   [ $clean = yes ]
 }
