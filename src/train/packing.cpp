@@ -3,32 +3,36 @@
 #include <algorithm>
 #include <numeric>
 
+#include "attention/most_sequences.h"
 #include "core/errors.h"
 #include "parallel/context_layout.h"
 #include "train/balanced_planner_config.h"
 
 namespace sb {
 
-PackingLimits packing_limits(const BatchOptions& options, int64_t longest) {
+PackingLimits packing_limits(const BatchOptions& options, int64_t longest, int cp) {
   PackingLimits limits;
-  limits.max_sequences = options.micro_batch_sequences > 0 ? options.micro_batch_sequences : options.global_batch_size;
-  limits.max_sequences = std::min(limits.max_sequences, options.global_batch_size);
   limits.max_tokens = options.micro_batch_tokens > 0 ? options.micro_batch_tokens
                                                      : longest * std::max<int64_t>(1, options.micro_batch_sequences);
   SB_USER_CHECK(limits.max_tokens >= longest,
                 "batch.micro_batch_tokens is {} but sequences may have {} tokens: raise it, or lower "
                 "data.max_sequence_length",
                 limits.max_tokens, longest);
+  const int64_t wanted =
+      std::min(options.micro_batch_sequences > 0 ? options.micro_batch_sequences : options.global_batch_size,
+               options.global_batch_size);
   // No micro-batch is larger than this, so memory need not be planned for more.
-  limits.max_tokens = std::min(limits.max_tokens, longest * limits.max_sequences);
+  limits.max_tokens = std::min(limits.max_tokens, longest * wanted);
+  limits.max_sequences = std::min(wanted, most_packed_sequences(limits.max_tokens / cp));
   return limits;
 }
 
 int64_t most_sequences(const RunConfig& config, const PackingLimits& limits) {
   if (!wants_balancing(config.balance)) return limits.max_sequences;
   constexpr int64_t kGathered = 4;
-  return config.parallel.cp == 1 ? config.batch.global_batch_size
-                                 : std::min(kGathered * limits.max_sequences, config.batch.global_batch_size);
+  const int64_t most = config.parallel.cp == 1 ? config.batch.global_batch_size : kGathered * limits.max_sequences;
+  return std::min(
+      {most, config.batch.global_batch_size, most_packed_sequences(limits.max_tokens / config.parallel.cp)});
 }
 
 int64_t most_rank_tokens(const RunConfig& config, const PackingLimits& limits) {

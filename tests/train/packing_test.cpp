@@ -75,6 +75,27 @@ TEST(PackingLimits, FillsInTheZeros) {
   EXPECT_EQ(packing_limits(options, 100).max_tokens, 200);
 }
 
+// Short chats under a large cap: memory is planned for so many sequences, not for a token each.
+TEST(PackingLimits, NoMoreSequencesThanMemoryIsPlannedFor) {
+  RunConfig config;
+  config.batch.global_batch_size = 100'000;
+  config.batch.micro_batch_tokens = 65'536;
+  for (const auto batching : {BalanceOptions::Batching::in_order, BalanceOptions::Batching::length})
+    for (const int cp : {1, 4})
+      for (const int64_t longest : {1, 20, 4096, 65'536}) {
+        config.balance.batching = batching;
+        config.parallel.cp = cp;
+        const PackingLimits limits = packing_limits(config.batch, longest, cp);
+        for (const int64_t sequences : {limits.max_sequences, most_sequences(config, limits)}) {
+          EXPECT_LE(sequences, limits.max_tokens / cp / 64 + 64) << longest << " tokens, cp " << cp;
+          EXPECT_GE(sequences, 64);
+        }
+      }
+  const std::vector<int64_t> lengths(3000, 20);
+  const PackingLimits limits = packing_limits(config.batch, 65'536);
+  for (const auto& batch : pack_in_order(lengths, lengths, limits)) EXPECT_LE(std::ssize(batch), 1088);
+}
+
 TEST(PackingLimits, CapBelowTheLongestSequenceIsRefused) {
   BatchOptions options;
   options.micro_batch_tokens = 99;

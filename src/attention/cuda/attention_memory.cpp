@@ -4,16 +4,9 @@
 
 #include "attention/cuda/vertical_slash.h"
 #include "attention/cuda/work.h"
+#include "attention/most_sequences.h"
 
 namespace sb::gpu {
-namespace {
-
-// Sequences of a micro-batch that memory is planned for.
-int64_t usual_sequences(int64_t tokens) {
-  return tokens / 64 + 64;
-}
-
-}  // namespace
 
 // `mass` with look-ahead: any query block may take everything, so that every list has room for it.
 bool AttentionMemory::chooses_most_mass() const {
@@ -40,7 +33,7 @@ int64_t AttentionMemory::gathered_columns(int64_t max_tokens) const {
 
 int64_t AttentionMemory::scratch_bytes(const AttentionShape& shape, int64_t max_tokens) const {
   const int64_t d = shape.head_dim;
-  const int64_t sequences = usual_sequences(max_tokens);
+  const int64_t sequences = most_packed_sequences(max_tokens);
   // Every sequence is rounded up to whole tiles, and query blocks may cut tiles short.
   const Shape dims{max_tokens, shape.heads, shape.kv_heads, shape.head_dim, shape.scale};
   const int32_t all[2] = {0, static_cast<int32_t>(max_tokens)};
@@ -94,7 +87,7 @@ int64_t AttentionMemory::state_bytes(const AttentionShape& shape, int64_t max_to
   if (options.selection.pattern == SelectionPattern::dense) return 0;
   // Tuned budgets rise above the configured one.
   const int block = std::min(options.selection.block, kBlock);
-  const int64_t blocks = (max_tokens + block - 1) / block + usual_sequences(max_tokens);
+  const int64_t blocks = (max_tokens + block - 1) / block + most_packed_sequences(max_tokens);
   const SelectionConfig& selection = options.selection;
   int64_t list = (std::max(2 * selection.budget, options.largest_budget) + selection.query_block) / block;
   if (chooses_most_mass()) list = blocks;
@@ -103,7 +96,7 @@ int64_t AttentionMemory::state_bytes(const AttentionShape& shape, int64_t max_to
   list = std::min(blocks, list + (selection.sink_blocks + selection.local_blocks + 2) * (selection.block / block));
   const int list_heads = options.selection.lists_per_query_head() ? shape.heads : shape.kv_heads;
   const int64_t rows =
-      ((max_tokens + list_query_block() - 1) / list_query_block() + usual_sequences(max_tokens)) * list_heads;
+      ((max_tokens + list_query_block() - 1) / list_query_block() + most_packed_sequences(max_tokens)) * list_heads;
   const int64_t items = blocks * list_heads + 3 * multiprocessors;
   const int64_t columns = gathered_columns(max_tokens);
   return rows * (list * 8 + std::min(columns, max_tokens) / 8) + list_heads * columns * 4 +
