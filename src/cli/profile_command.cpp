@@ -158,7 +158,6 @@ void run(Arguments arguments) {
   profile.machine = engine.machine();
   profile.date = today();
   profile.recompute = arguments.engine.recompute;
-  profile.gpus_per_node = engine.threads();
   if (gpu) describe_gpu(profile);
   write_output(arguments.out, write_profile(profile));
   fmt::print("{}: {}\n{}, {} layers measured in {:.0f} s\n", arguments.model, describe(shape), profile.machine, layers,

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "balance/workload.h"
 #include "core/config.h"
 #include "core/errors.h"
 #include "train/run_config_balance.h"
@@ -305,7 +306,7 @@ void add_attention(OptionTable& table, Draft& draft) {
   table.integer("attention.block", &selection.block, 64, 256, "tokens of a key block: 64, 128 or 256");
   table.integer("attention.query_block", &selection.query_block, 1, 128,
                 "query tokens that share a list, a power of two");
-  table.integer("attention.budget", &selection.budget, 1, kMaxTokens, "keys per query, on average");
+  table.integer("attention.budget", &selection.budget, 1, AttentionSpec::kMostBudget, "keys per query, on average");
   table.integer("attention.sink_blocks", &selection.sink_blocks, 0, 1024, "first blocks, always chosen");
   table.integer("attention.local_blocks", &selection.local_blocks, 0, 1024,
                 "blocks before the query block, always chosen");
@@ -418,7 +419,8 @@ void add_train(OptionTable& table, Draft& draft) {
       "activations and the weights that operations read: auto is bfloat16 on device: cuda and float32 on the CPU");
   table.flag("train.deterministic", &train.deterministic,
              "device: cuda: the same bits in every run, somewhat slower backward of attention; the CPU always is");
-  table.flag("train.trace", &train.trace, "write trace.json, for Chrome's tracing view or Perfetto");
+  table.flag("train.trace", &train.trace,
+             "write trace.json, for Chrome's tracing view or Perfetto; a resumed run writes trace-2.json and so on");
 }
 
 OptionTable run_options(Draft& draft) {

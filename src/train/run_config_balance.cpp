@@ -67,6 +67,8 @@ void check_balance(const RunConfig& config, const OptionTable& table) {
   const bool tuned = balance.tuning != Tuning::none;
   SB_USER_CHECK(balance.anchor == BalanceOptions::Anchor::mean || balance.tuning == Tuning::anchor,
                 "{}: is for tuning: anchor; remove it", table.label("balance.anchor"));
+  SB_USER_CHECK(balance.p < 1, "{}: must be below 1: at 1 a sequence could lose all of its coverage",
+                table.label("balance.p"));
   SB_USER_CHECK(balance.target < 0 || balance.tuning == Tuning::optimal, "{}: is for tuning: optimal; remove it",
                 table.label("balance.target"));
   SB_USER_CHECK(!tuned || selection.pattern == SelectionPattern::topk || selection.pattern == SelectionPattern::mass,
