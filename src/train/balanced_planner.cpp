@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <cmath>
 #include <numeric>
-#include <set>
 
 #include "attention/selection/coverage.h"
 #include "balance/schedule.h"
@@ -129,28 +128,28 @@ double mean_budget(const Plan& plan, const std::map<int64_t, int64_t>& by_id) {
 
 }  // namespace
 
-std::vector<StageTime> predict_micro_batch(const CostModel& cost, const PlannedMicroBatch& micro_batch,
-                                           const std::vector<int64_t>& lengths) {
+StageTime predict_stage(const CostModel& cost, const PlannedMicroBatch& micro_batch,
+                        const std::vector<int64_t>& lengths, int stage) {
   const auto tokens = static_cast<double>(micro_batch.tokens);
-  const StageTime linear = cost.linear(tokens), head = cost.head(tokens);
-  std::vector<StageTime> stages;
-  for (int s = 0; s < cost.stages(); ++s) {
-    StageTime& stage = stages.emplace_back();
-    for (int layer = cost.first_layer(s); layer < cost.first_layer(s) + cost.stage_layers(s); ++layer) {
-      Work work;
-      for (size_t k = 0; k < lengths.size(); ++k)
-        work +=
-            work_of(cost.spec(), lengths[k],
-                    micro_batch.budgets.empty() ? cost.spec().base_budget(lengths[k], layer)
-                                                : micro_batch.budgets[static_cast<size_t>(layer) * lengths.size() + k]);
-      const StageTime attention = cost.attention(work);
-      stage.forward += linear.forward + attention.forward;
-      stage.backward += linear.backward + attention.backward;
-    }
+  const StageTime linear = cost.linear(tokens);
+  StageTime time;
+  for (int layer = cost.first_layer(stage); layer < cost.first_layer(stage) + cost.stage_layers(stage); ++layer) {
+    Work work;
+    for (size_t k = 0; k < lengths.size(); ++k)
+      work +=
+          work_of(cost.spec(), lengths[k],
+                  micro_batch.budgets.empty() ? cost.spec().base_budget(lengths[k], layer)
+                                              : micro_batch.budgets[static_cast<size_t>(layer) * lengths.size() + k]);
+    const StageTime attention = cost.attention(work);
+    time.forward += linear.forward + attention.forward;
+    time.backward += linear.backward + attention.backward;
   }
-  stages.back().forward += head.forward;
-  stages.back().backward += head.backward;
-  return stages;
+  if (stage + 1 == cost.stages()) {
+    const StageTime head = cost.head(tokens);
+    time.forward += head.forward;
+    time.backward += head.backward;
+  }
+  return time;
 }
 
 BalancedPlanner::BalancedPlanner(Profile profile, BalancedPlannerOptions options)
@@ -200,11 +199,11 @@ void BalancedPlanner::check_recorded(const Plan& plan, const std::vector<Sequenc
   const std::map<int64_t, int64_t> by_id = lengths_by_id(sequences);
   std::set<int64_t> seen;
   const int64_t cap = options_.plan.batching.micro_batch_tokens, most = options_.plan.batching.max_sequences;
-  const int64_t largest = std::max(options_.spec.budget, options_.spec.max_budget);
+  // What memory is planned for; 0: up to dense.
+  const bool raised = options_.plan.tuning.policy != TuningPolicy::off || !options_.replay.empty();
+  const int64_t largest = raised ? options_.spec.max_budget : options_.spec.budget;
   for (const PlannedRank& rank : plan.ranks) {
     SB_USER_CHECK(!rank.micro_batches.empty(), "{} leaves a rank without work", where);
-    SB_USER_CHECK(options_.layout.pp == 1 || rank.micro_batches.size() == plan.ranks[0].micro_batches.size(),
-                  "{} has different numbers of micro-batches on its pipelines", where);
     for (const PlannedMicroBatch& micro_batch : rank.micro_batches) {
       int64_t tokens = 0;
       for (size_t s = 0; s < micro_batch.sequences.size(); ++s) {
@@ -215,7 +214,7 @@ void BalancedPlanner::check_recorded(const Plan& plan, const std::vector<Sequenc
                       id);
         tokens += found->second;
         for (size_t i = s; i < micro_batch.budgets.size(); i += micro_batch.sequences.size())
-          SB_USER_CHECK(micro_batch.budgets[i] <= largest || micro_batch.budgets[i] >= found->second,
+          SB_USER_CHECK(largest == 0 || micro_batch.budgets[i] <= largest || micro_batch.budgets[i] >= found->second,
                         "{} gives sequence {} a budget of {}, and memory is planned for {}; raise balance.max_budget",
                         where, id, micro_batch.budgets[i], largest);
       }
@@ -225,8 +224,8 @@ void BalancedPlanner::check_recorded(const Plan& plan, const std::vector<Sequenc
       SB_USER_CHECK(cap == 0 || tokens <= cap, "{} has a micro-batch of {} tokens, above the {} of this run", where,
                     tokens, cap);
       SB_USER_CHECK(most == 0 || std::ssize(micro_batch.sequences) <= most,
-                    "{} has a micro-batch of {} sequences, above the {} that memory is planned for with parallel.cp",
-                    where, micro_batch.sequences.size(), most);
+                    "{} has a micro-batch of {} sequences, above the {} that memory is planned for", where,
+                    micro_batch.sequences.size(), most);
       SB_USER_CHECK(static_cast<int>(micro_batch.forward_us.size()) == options_.layout.pp &&
                         static_cast<int>(micro_batch.backward_us.size()) == options_.layout.pp,
                     "{} is for {} pipeline stages, not {}", where, micro_batch.forward_us.size(), options_.layout.pp);
@@ -243,7 +242,22 @@ std::shared_ptr<const BalanceState> BalancedPlanner::state_for(int64_t step) con
   return states_.front();
 }
 
+// Plans of an earlier process beyond its checkpoint are used again, unless they are not what the run asks for now.
+void BalancedPlanner::settle_record(int64_t first) {
+  if (settled_) return;
+  settled_ = true;
+  const auto later = record_.steps.lower_bound(first);
+  if (!record_is_own_ || later == record_.steps.end()) return;
+  if (options_.replan.empty()) {
+    log::info("steps {} to {} run as {} has them", first, record_.steps.rbegin()->first, options_.log.string());
+  } else {
+    log::info("{}: the plans from step {} on are made anew, since {}", options_.log.string(), first, options_.replan);
+    record_.steps.erase(later, record_.steps.end());
+  }
+}
+
 void BalancedPlanner::announce(int64_t step, std::vector<Sequence> sequences) {
+  settle_record(step);
   Pending pending;
   if (const LoggedStep* logged = recorded(step)) {
     bool fits = true;
@@ -317,6 +331,8 @@ Plan BalancedPlanner::next() {
   // What an earlier process of this run has written stands there already.
   if (log_ && !(pending.replayed && record_is_own_)) log_->plan(run.step);
   Plan plan = run.step.plan;
+  for (const std::string& note : plan.notes)
+    if (noted_.insert(note).second) log::warning("step {}: {}", step, note);
   running_.clear();  // a step that was begun and given up
   metrics_.clear();
   running_[step] = std::move(run);
@@ -400,9 +416,10 @@ void BalancedPlanner::learn_times(const Running& run, const StepMeasurement& mea
     for (size_t i = 0; i < measurement.ranks[r].size(); ++i) {
       const PlannedMicroBatch& planned = run.step.plan.ranks[r].micro_batches[i];
       const MicroBatchTimes& measured = measurement.ranks[r][i];
+      const std::vector<int64_t> lengths = lengths_of(planned, by_id);
       for (size_t s = 0; s < measured.forward.size(); ++s) {
         // Predicted anew each time: the pass before has moved the corrections.
-        const StageTime predicted = predict_micro_batch(cost, planned, lengths_of(planned, by_id))[s];
+        const StageTime predicted = predict_stage(cost, planned, lengths, static_cast<int>(s));
         if (measured.forward[s] > 0)
           latency.observe_pass(false, predicted.forward, static_cast<double>(measured.forward[s]) / 1e3);
         if (measured.backward[s] > 0)

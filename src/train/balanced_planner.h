@@ -6,6 +6,7 @@
 #include <future>
 #include <map>
 #include <memory>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -26,6 +27,7 @@ struct BalancedPlannerOptions {
   bool adapt = true;             // false: nothing is learned, a plan follows from the configuration and the step
   std::filesystem::path log;     // plan.jsonl; empty: none is written or read
   std::filesystem::path replay;  // the log of a run whose plans are used again; empty: none
+  std::string replan;            // why the plans that `log` holds beyond the first step do not apply; empty: they do
 };
 
 // Batches, orders and tunes every step, two steps ahead, in threads of its own.
@@ -70,6 +72,7 @@ class BalancedPlanner final : public StepPlanner {
   };
 
   void open_log();
+  void settle_record(int64_t first);
   const LoggedStep* recorded(int64_t step) const;
   void check_recorded(const Plan& plan, const std::vector<Sequence>& sequences) const;
   std::shared_ptr<const BalanceState> state_for(int64_t step) const;
@@ -82,15 +85,16 @@ class BalancedPlanner final : public StepPlanner {
   // After the last kAhead + 1 steps learned from, oldest first: announce() may ask for any of them.
   std::deque<std::shared_ptr<const BalanceState>> states_;
   PlanRecord record_;  // of options_.replay, or of an earlier process of this run
-  bool record_is_own_ = false;
+  bool record_is_own_ = false, settled_ = false;
   std::unique_ptr<PlanLog> log_;
   std::map<int64_t, Pending> pending_;
   std::map<int64_t, Running> running_;
   std::vector<Metric> metrics_;
+  std::set<std::string> noted_;  // of plans, said once
 };
 
-// Predicted times of a plan's micro-batch on every stage, microseconds, from the lengths of its sequences.
-std::vector<StageTime> predict_micro_batch(const CostModel& cost, const PlannedMicroBatch& micro_batch,
-                                           const std::vector<int64_t>& lengths);
+// Predicted times of a plan's micro-batch on a stage, microseconds, from the lengths of its sequences.
+StageTime predict_stage(const CostModel& cost, const PlannedMicroBatch& micro_batch,
+                        const std::vector<int64_t>& lengths, int stage);
 
 }  // namespace sb

@@ -60,11 +60,15 @@ void write_manifest(const fs::path& directory) {
 void write_state(const fs::path& file, const TrainState& state) {
   nlohmann::ordered_json thresholds = nlohmann::ordered_json::array();
   for (const auto& [key, value] : state.thresholds) thresholds.push_back({key.first, key.second, value});
-  const nlohmann::ordered_json json = {{"step", state.step},         {"updates", state.updates},
-                                       {"position", state.position}, {"source_state", state.source_state},
-                                       {"seed", state.seed},         {"tokens", state.tokens},
-                                       {"skipped", state.skipped},   {"skipped_in_row", state.skipped_in_row},
-                                       {"thresholds", thresholds},   {"planner_state", state.planner_state}};
+  const nlohmann::ordered_json json = {{"step", state.step},
+                                       {"updates", state.updates},
+                                       {"position", state.position},
+                                       {"source_state", state.source_state},
+                                       {"tokens", state.tokens},
+                                       {"skipped", state.skipped},
+                                       {"skipped_in_row", state.skipped_in_row},
+                                       {"thresholds", thresholds},
+                                       {"planner_state", state.planner_state}};
   write_new_file(file, json.dump(1) + "\n");
 }
 
@@ -76,7 +80,6 @@ TrainState read_state(const fs::path& file) {
     state.updates = json.at("updates");
     state.position = json.at("position");
     state.source_state = json.at("source_state");
-    state.seed = json.at("seed");
     state.tokens = json.at("tokens");
     state.skipped = json.at("skipped");
     state.skipped_in_row = json.at("skipped_in_row");

@@ -23,7 +23,6 @@ struct TrainState {
   int64_t updates = 0;              // steps whose update was applied: what AdamW's bias correction follows
   uint64_t position = 0;            // of the next sequence in the source
   std::string source_state;         // what the source has learned (length curriculum)
-  uint64_t seed = 0;                // random numbers are counter-based: seed and position are their whole state
   int64_t tokens = 0;               // seen so far
   int64_t skipped = 0;              // steps skipped because of a non-finite gradient
   int64_t skipped_in_row = 0;       // of these, how many just now

@@ -99,6 +99,7 @@ RunDirectory::RunDirectory(const RunConfig& config) : path_(config.train.output_
       const std::optional<std::string> damage = find_damage(resume);
       SB_USER_CHECK(!damage, "train.resume: {} is not an intact checkpoint: {}", resume, *damage);
       resume_from_ = resume;
+      compare_with_other_run(config);
     }
     replace_file(path_ / "run.yaml", print_run_config(config));
   } catch (...) {
@@ -124,7 +125,29 @@ void RunDirectory::lock() {
                   path_.string());
 }
 
-void RunDirectory::refuse_another_run(const RunConfig& config) const {
+// A checkpoint of another directory may be of another run, which is what train.resume is for; what differs is said.
+void RunDirectory::compare_with_other_run(const RunConfig& config) const {
+  std::error_code ignored;
+  if (fs::equivalent(fs::canonical(*resume_from_, ignored).parent_path(), path_, ignored)) return;
+  RunDifference difference;
+  try {
+    difference = compare_runs(print_run_config(load_run_config(*resume_from_ / "run.yaml")), print_run_config(config));
+  } catch (const UserError& error) {
+    log::warning("train.resume {}: what it was trained with is not known: {}", resume_from_->string(), error.what());
+    return;
+  }
+  for (const OptionChange& change : difference.allowed)
+    if (change.key != "train.output_dir" && change.key != "train.resume")
+      log::info("resumed with {}: {} (was {})", change.key, change.now, change.before);
+  for (const OptionChange& change : difference.forbidden) {
+    const bool order = change.key == "train.seed" || change.key.starts_with("data.");
+    log::warning("train.resume {}: {} was {} and is {} here{}", resume_from_->string(), change.key, change.before,
+                 change.now,
+                 order ? ": its place in the data counts in another order, sequences may be repeated or left out" : "");
+  }
+}
+
+void RunDirectory::refuse_another_run(const RunConfig& config) {
   const std::vector<int64_t> steps = checkpoint_steps(path_);
   // A run.yaml alone is of an attempt that failed before its first step.
   const fs::path metrics = path_ / "metrics.jsonl";
@@ -151,8 +174,12 @@ void RunDirectory::refuse_another_run(const RunConfig& config) const {
         "checkpoint of this one to start from)",
         path_.string(), changes);
   }
-  for (const OptionChange& change : difference.allowed)
+  for (const OptionChange& change : difference.allowed) {
     log::info("resumed with {}: {} (was {})", change.key, change.now, change.before);
+    if (change.key.starts_with("balance.") || change.key.starts_with("batch.micro_batch_"))
+      changed_planning_ += fmt::format("{}{} was {} and is {}", changed_planning_.empty() ? "" : ", ", change.key,
+                                       change.before, change.now);
+  }
 
   if (resume != "auto") {
     // Otherwise the next automatic resume would find a checkpoint of the abandoned branch.

@@ -12,7 +12,7 @@ namespace sb {
 
 // The output directory of one run:
 //   run.yaml          the resolved configuration
-//   metrics.jsonl     the record; tensorboard/ the same as event files; trace.json on request
+//   metrics.jsonl     the record; tensorboard/ the same as event files; trace.json, trace-2.json … on request
 //   checkpoint-<n>/   see train/checkpoint.h
 //   final/            the trained model, as `transformers` loads it
 // Opening it locks it against a second process, refuses one that holds another run and decides where to start.
@@ -28,12 +28,16 @@ class RunDirectory {
   const std::filesystem::path& path() const { return path_; }
   // The checkpoint to go on from; nothing: start from the beginning.
   const std::optional<std::filesystem::path>& resume_from() const { return resume_from_; }
+  // What the run plans its steps by and had otherwise before, in words; empty: nothing.
+  const std::string& changed_planning() const { return changed_planning_; }
 
  private:
   void lock();
-  void refuse_another_run(const RunConfig& config) const;
+  void refuse_another_run(const RunConfig& config);
+  void compare_with_other_run(const RunConfig& config) const;
 
   std::filesystem::path path_;
+  std::string changed_planning_;
   std::optional<std::filesystem::path> resume_from_;
   int lock_ = -1;
 };

@@ -38,8 +38,8 @@ Plan InOrderPlanner::next() {
 }
 
 std::unique_ptr<StepPlanner> make_step_planner(const RunConfig& config, const ModelConfig& model,
-                                               const PackingLimits& limits) {
-  if (wants_balancing(config.balance)) return make_balanced_planner(config, model, limits);
+                                               const PackingLimits& limits, const std::string& replan) {
+  if (wants_balancing(config.balance)) return make_balanced_planner(config, model, limits, replan);
   return std::make_unique<InOrderPlanner>(config.parallel.dp, model.layers, limits);
 }
 

@@ -65,8 +65,8 @@ class InOrderPlanner final : public StepPlanner {
   Plan plan_;
 };
 
-// The planner that balance.* asks for.
+// The planner that balance.* asks for. `replan`: as BalancedPlannerOptions has it.
 std::unique_ptr<StepPlanner> make_step_planner(const RunConfig& config, const ModelConfig& model,
-                                               const PackingLimits& limits);
+                                               const PackingLimits& limits, const std::string& replan);
 
 }  // namespace sb

@@ -42,12 +42,21 @@ RankModelOptions rank_model_options(const RunConfig& config, const TrainerParts&
   options.dtype = config.device == DeviceKind::cuda && !exact ? DType::bf16 : DType::f32;
   options.recompute = config.train.recompute;
   options.max_sequence_length = longest_sequence(parts);
-  options.max_micro_batch_tokens = most_rank_tokens(config, packing_limits(config.batch, options.max_sequence_length));
+  options.max_micro_batch_tokens =
+      most_rank_tokens(config, packing_limits(config.batch, options.max_sequence_length, config.parallel.cp));
   options.loss_chunk = config.train.loss_chunk;
   options.layer_chunk = config.train.layer_chunk;
   options.offload = parts.offload;
   options.threads = thread_count(config, parts.cores);
   return options;
+}
+
+// A resumed run keeps the traces of the processes before.
+std::filesystem::path trace_path(const std::filesystem::path& directory) {
+  std::filesystem::path file = directory / "trace.json";
+  for (int process = 2; std::filesystem::exists(file); ++process)
+    file = directory / fmt::format("trace-{}.json", process);
+  return file;
 }
 
 }  // namespace
@@ -90,7 +99,7 @@ Trainer::Trainer(const RunConfig& config, TrainerParts parts, RunDirectory& dire
     : config_(config),
       parts_(std::move(parts)),
       directory_(directory),
-      limits_(packing_limits(config.batch, longest_sequence(parts_))),
+      limits_(packing_limits(config.batch, longest_sequence(parts_), config.parallel.cp)),
       alone_(parts_.world ? nullptr : make_self_communicator()),
       world_(parts_.world ? parts_.world : alone_.get()),
       own_device_(parts_.device ? nullptr
@@ -101,9 +110,10 @@ Trainer::Trainer(const RunConfig& config, TrainerParts parts, RunDirectory& dire
                       : 0),
       model_(std::make_unique<RankModel>(rank_model_options(config_, parts_), parts_.attention, *world_,
                                          parts_.device ? &parts_.device->data() : nullptr)),
-      trace_(config.train.trace, leads() ? directory.path() / "trace.json" : std::filesystem::path(), world_->rank(),
+      trace_(config.train.trace, leads() ? trace_path(directory.path()) : std::filesystem::path(), world_->rank(),
              config.parallel.pp > 1 ? fmt::format("stage {}", model_->grid().stage()) : "training loop") {
-  if (leads() && parts_.planner == nullptr) own_planner_ = make_step_planner(config_, parts_.model, limits_);
+  if (leads() && parts_.planner == nullptr)
+    own_planner_ = make_step_planner(config_, parts_.model, limits_, directory_.changed_planning());
   if (leads()) planner_ = parts_.planner ? parts_.planner : own_planner_.get();
   ahead_ = world_->all_reduce(planner_ ? int64_t{planner_->ahead()} : 0);
   load_start_of_run();
@@ -120,7 +130,6 @@ void Trainer::load_start_of_run() {
     if (checkpoint->parent_path() == directory_.path()) saved_step_ = state_.step;
     if (leads()) parts_.console.text(fmt::format("resumed from {} after step {}", checkpoint->string(), state_.step));
   } else {
-    state_.seed = config_.train.seed;
     if (config_.model.path.empty())
       stage().initialize(config_.train.seed);
     else
@@ -178,6 +187,8 @@ bool Trainer::step() {
   } else {
     ++state_.skipped;
     ++state_.skipped_in_row;
+    // What the step taught one rank the others do not know, and it came from numbers that are none.
+    if (parts_.sparse) parts_.sparse->set_thresholds(state_.thresholds);
   }
   const std::chrono::nanoseconds time = time_since(begin);
   if (parts_.sparse) attention_report_ = sum_over_ranks(*world_, parts_.sparse->take_report());

@@ -66,7 +66,8 @@ StepMeasurement measure(const Plan& plan, const BalancedPlannerOptions& options,
       for (const int64_t id : micro_batch.sequences)
         lengths.push_back(sequences[static_cast<size_t>(id - sequences[0].id)].tokens);
       MicroBatchTimes& own = times.emplace_back();
-      for (const StageTime& stage : predict_micro_batch(cost, micro_batch, lengths)) {
+      for (int s = 0; s < cost.stages(); ++s) {
+        const StageTime stage = predict_stage(cost, micro_batch, lengths, s);
         own.forward.push_back(std::llround(1e3 * slowness * stage.forward));
         own.backward.push_back(std::llround(1e3 * slowness * stage.backward));
         total += slowness * (stage.forward + stage.backward);
@@ -234,6 +235,65 @@ TEST(BalancedPlanner, ReplaysTheLogOfAKilledProcess) {
   EXPECT_EQ(read_plan_log(replay.log).steps.size(), 8u);
   const auto past_the_end = [&] { run(*planner(replay), replay, 9, 12, steady); };
   EXPECT_NE(error_of(past_the_end).find("no plan of step 12; it holds 1 to 11"), std::string::npos);
+}
+
+// A global batch that is no multiple of dp under a tight cap: pipelines with different numbers of micro-batches.
+TEST(BalancedPlanner, ReplaysPipelinesOfDifferentLengths) {
+  TemporaryFolder folder;
+  BalancedPlannerOptions chosen = options(2, 2);
+  chosen.plan.batching.policy = BatchingPolicy::length;
+  chosen.plan.batching.micro_batch_tokens = 10000;
+  chosen.log = std::filesystem::path(folder.path("plan.jsonl"));
+  const std::vector<Sequence> three = {{0, 9000}, {1, 8000}, {2, 7000}};
+  testing::internal::CaptureStderr();
+  const auto first = planner(chosen);
+  first->announce(1, three);
+  const Plan plan = first->next();
+  EXPECT_NE(plan.ranks[0].micro_batches.size(), plan.ranks[1].micro_batches.size());
+  first->announce(2, three);
+  first->next();
+  const std::string log = testing::internal::GetCapturedStderr();
+  EXPECT_NE(log.find("step 1: batching length found no room"), std::string::npos) << log;
+  EXPECT_EQ(log.find("step 2"), std::string::npos) << log;  // said once
+
+  BalancedPlannerOptions replay = options(2, 2);
+  replay.replay = chosen.log;
+  replay.plan.batching.micro_batch_tokens = 10000;
+  const auto again = planner(replay);
+  again->announce(1, three);
+  EXPECT_EQ(write_plan(again->next()), write_plan(plan));
+}
+
+TEST(BalancedPlanner, PlansAnewWhatOtherOptionsHavePlanned) {
+  TemporaryFolder folder;
+  BalancedPlannerOptions chosen = options();
+  chosen.log = std::filesystem::path(folder.path("plan.jsonl"));
+  const auto tuned = run(*planner(chosen), chosen, 1, 9, steady);
+  // Killed and resumed after step 4 without tuning.
+  BalancedPlannerOptions changed = chosen;
+  changed.plan.tuning.policy = TuningPolicy::off;
+  changed.replan = "balance.tuning was optimal and is off";
+  testing::internal::CaptureStderr();
+  const auto plans = run(*planner(changed), changed, 5, 9, steady);
+  const std::string log = testing::internal::GetCapturedStderr();
+  EXPECT_NE(log.find("the plans from step 5 on are made anew, since balance.tuning was"), std::string::npos) << log;
+  const PlanRecord record = read_plan_log(chosen.log);
+  EXPECT_EQ(write_plan(record.steps.at(4).plan), tuned[3]);
+  for (int64_t step = 5; step <= 9; ++step) {
+    EXPECT_EQ(write_plan(record.steps.at(step).plan), plans[static_cast<size_t>(step - 5)]);
+    const std::vector<Sequence> sequences = batch_of(step);
+    for (const PlannedRank& rank : record.steps.at(step).plan.ranks)
+      for (const PlannedMicroBatch& micro_batch : rank.micro_batches)
+        for (size_t i = 0; i < micro_batch.budgets.size(); ++i) {
+          const int64_t id = micro_batch.sequences[i % micro_batch.sequences.size()];
+          const int64_t tokens = sequences[static_cast<size_t>(id - sequences[0].id)].tokens;
+          EXPECT_EQ(micro_batch.budgets[i], chosen.spec.base_budget(tokens)) << "step " << step;
+        }
+  }
+  // With the same options they are used, and that is said.
+  testing::internal::CaptureStderr();
+  EXPECT_EQ(run(*planner(chosen), chosen, 7, 9, steady), std::vector(plans.begin() + 2, plans.end()));
+  EXPECT_NE(testing::internal::GetCapturedStderr().find("steps 7 to 9 run as"), std::string::npos);
 }
 
 TEST(BalancedPlanner, RefusesPlansOfOtherRanksOrData) {

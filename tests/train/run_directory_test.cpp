@@ -78,6 +78,7 @@ TEST(RunDirectory, MoreStepsAndAnotherLearningRateAreTheSameRun) {
   const std::string log = testing::internal::GetCapturedStderr();
   EXPECT_NE(log.find("train.max_steps: 99 (was 20)"), std::string::npos) << log;
   EXPECT_EQ(read_bytes(scratch / "run" / "run.yaml"), print_run_config(changed));
+  EXPECT_EQ(directory.changed_planning(), "batch.micro_batch_sequences was 2 and is 1");
 }
 
 TEST(RunDirectory, OptionsThatTheRunDidNotKnowYetHaveTheirDefaults) {
@@ -143,6 +144,27 @@ TEST(RunDirectory, TheNewestCheckpointMayBeSpeltInManyWays) {
     const RunDirectory directory(tiny_run(scratch / "run", {"train.resume=" + resume}));
     EXPECT_EQ(directory.resume_from(), fs::path(resume)) << spelling;
   }
+}
+
+// What train.resume is for; but who takes other data without meaning to should see it.
+TEST(RunDirectory, SaysWhatACheckpointOfAnotherRunWasTrainedWith) {
+  ScratchDirectory scratch;
+  TinyTrainer(tiny_run(scratch / "first", {"train.max_steps=2"}))->run();
+  const std::string resume = "train.resume=" + (scratch / "first" / "checkpoint-2").string();
+  const auto log_of = [&](const fs::path& output, std::vector<std::string> overrides) {
+    overrides.push_back(resume);
+    testing::internal::CaptureStderr();
+    { const RunDirectory directory(tiny_run(output, overrides)); }
+    return testing::internal::GetCapturedStderr();
+  };
+  const std::string log =
+      log_of(scratch / "second", {"train.max_steps=2", "train.seed=2", "model.init.rope_theta=5e4", "train.threads=1"});
+  EXPECT_NE(log.find("warning"), std::string::npos) << log;
+  EXPECT_NE(log.find("train.seed was 1 and is 2 here: its place in the data"), std::string::npos) << log;
+  EXPECT_NE(log.find("rope_theta was"), std::string::npos) << log;
+  EXPECT_NE(log.find("resumed with train.threads: 1 (was 2)"), std::string::npos) << log;
+  EXPECT_EQ(log_of(scratch / "third", {"train.max_steps=2"}), "");
+  EXPECT_EQ(log_of(scratch / "first", {"train.max_steps=2"}).find("warning"), std::string::npos);
 }
 
 }  // namespace

@@ -43,7 +43,8 @@ TinyTrainer::TinyTrainer(const RunConfig& config, const Replace& replace) : part
                            replace.source ? *replace.source : *parts_->source,
                            {parts_->validation.get(), config.train.validation_sequences, task.chunk},
                            parts_->console,
-                           replace.stop_requested};
+                           replace.stop_requested,
+                           replace.sparse};
   trainer_ = std::make_unique<Trainer>(config, parts, *parts_->directory);
 }
 

@@ -20,6 +20,7 @@ class TinyTrainer {
     Attention* attention = nullptr;
     SequenceSource* source = nullptr;
     std::function<bool()> stop_requested = [] { return false; };
+    ChoosingAttention* sparse = nullptr;  // what `attention` forwards to
   };
   explicit TinyTrainer(const RunConfig& config) : TinyTrainer(config, Replace()) {}
   TinyTrainer(const RunConfig& config, const Replace& replace);

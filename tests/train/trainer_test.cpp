@@ -248,11 +248,11 @@ TEST(Trainer, KeepsOnlyTheLastCheckpoints) {
   EXPECT_EQ(checkpoint_steps(scratch / "run"), (std::vector<int64_t>{18, 20}));
 }
 
-// Dense attention that writes a NaN in the forward calls it is told to.
+// Attention, dense unless given, that writes a NaN in the forward calls it is told to.
 class PoisonedAttention final : public ForwardingAttention {
  public:
-  explicit PoisonedAttention(std::function<bool(int call)> poison)
-      : ForwardingAttention(dense_), poison_(std::move(poison)) {}
+  explicit PoisonedAttention(std::function<bool(int call)> poison, Attention* inner = nullptr)
+      : ForwardingAttention(inner ? *inner : dense_), poison_(std::move(poison)) {}
   void forward(const Exec& exec, int layer, const AttentionShape& shape, const PackedSequences& sequences,
                const AttentionOperands& operands, AttentionState& state, bool replay) override {
     ForwardingAttention::forward(exec, layer, shape, sequences, operands, state, replay);
@@ -291,6 +291,28 @@ TEST(Trainer, ANonFiniteGradientSkipsTheStepAndIsCounted) {
   EXPECT_TRUE(metrics[2]["grad_norm"].is_null());
   EXPECT_EQ(metrics[2]["skipped_steps"], 1);
   EXPECT_EQ(metrics[3]["skipped_steps"], 1);
+}
+
+// Ranks would go on with different ones, and a resumed run with others than this one.
+TEST(Trainer, ASkippedStepLeavesTheThresholdsAlone) {
+  ScratchDirectory scratch;
+  const RunConfig config = tiny_run(
+      scratch / "run", {"batch.micro_batch_sequences=4", "attention.pattern=mass", "attention.block=64",
+                        "attention.budget=256", "attention.local_blocks=1",
+                        "data.synthetic={task: chunk_recall, vocab_size: 16, length: 600, min_length: 300, chunk: 4}"});
+  SparseAttention sparse({config.attention.selection, 2});
+  PoisonedAttention attention([](int call) { return call == 2; }, &sparse);
+  TinyTrainer trainer(config, {&attention, nullptr, [] { return false; }, &sparse});
+  trainer->step();
+  trainer->step();
+  const Selector::Thresholds before = trainer->state().thresholds;
+  EXPECT_FALSE(before.empty());
+  trainer->step();
+  EXPECT_TRUE(trainer->last_step().skipped);
+  EXPECT_EQ(trainer->state().thresholds, before);
+  EXPECT_EQ(sparse.thresholds(), before);
+  trainer->step();
+  EXPECT_NE(trainer->state().thresholds, before);
 }
 
 TEST(Trainer, TenNonFiniteGradientsInARowStopTheRun) {
@@ -363,6 +385,18 @@ TEST(Trainer, MetricsHaveTheDocumentedKeysEveryStep) {
   EXPECT_EQ(spans["update"], 3);
   EXPECT_EQ(spans["save"], 1);
   EXPECT_EQ(spans["validation"], 2);
+}
+
+TEST(Trainer, AResumedRunKeepsTheTraceOfTheOneBefore) {
+  ScratchDirectory scratch;
+  TinyTrainer(tiny_run(scratch / "run", {"train.trace=true", "train.max_steps=2"}))->run();
+  const std::string first = read_bytes(scratch / "run" / "trace.json");
+  TinyTrainer(tiny_run(scratch / "run", {"train.trace=true", "train.max_steps=5"}))->run();
+  EXPECT_EQ(read_bytes(scratch / "run" / "trace.json"), first);
+  int steps = 0;
+  for (const auto& event : nlohmann::json::parse(read_bytes(scratch / "run" / "trace-2.json")))
+    steps += event["name"] == "step";
+  EXPECT_EQ(steps, 3);
 }
 
 std::vector<float> logits_of(const fs::path& directory, const MicroBatch& batch) {
