@@ -1,5 +1,6 @@
 #include "cli/exit_code.h"
 
+#include <filesystem>
 #include <new>
 
 #include "comm/communicator.h"
@@ -9,6 +10,8 @@ namespace sb {
 
 int exit_code(const std::exception& error) {
   if (dynamic_cast<const UserError*>(&error) != nullptr) return kUserErrorCode;
+  // A folder without permission, a name too long, a loop of links: what the machine says about a path.
+  if (dynamic_cast<const std::filesystem::filesystem_error*>(&error) != nullptr) return kUserErrorCode;
   if (dynamic_cast<const OutOfMemory*>(&error) != nullptr || dynamic_cast<const std::bad_alloc*>(&error) != nullptr)
     return 3;
   // Ranks that were lost: neither the user's fault nor a bug of the one that says so.

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstdio>
 #include <exception>
+#include <filesystem>
 #include <map>
 #include <new>
 #include <string>
@@ -90,7 +91,9 @@ int main(int argc, char** argv) {
     return run(argc, argv);
   } catch (const std::exception& error) {
     const int code = sb::exit_code(error);
-    if (code == sb::kUserErrorCode)
+    if (const auto* path = dynamic_cast<const std::filesystem::filesystem_error*>(&error))
+      std::fprintf(stderr, "error: %s: %s\n", path->path1().c_str(), path->code().message().c_str());
+    else if (code == sb::kUserErrorCode)
       std::fprintf(stderr, "error: %s\n", error.what());
     else if (dynamic_cast<const std::bad_alloc*>(&error) != nullptr)
       std::fprintf(stderr, "out of memory: an allocation failed\n");

@@ -1,6 +1,8 @@
 #include "core/config.h"
 
 #include <algorithm>
+#include <cerrno>
+#include <cstring>
 #include <fstream>
 
 #include "core/errors.h"
@@ -66,7 +68,7 @@ std::string read_config_file(const std::filesystem::path& path) {
   SB_USER_CHECK(!std::filesystem::is_directory(path, error), "{}: is a directory, not a configuration file",
                 path.string());
   std::ifstream file(path, std::ios::binary);
-  SB_USER_CHECK(file.good(), "{}: cannot be opened; is the path right?", path.string());
+  SB_USER_CHECK(file.good(), "{}: cannot be opened: {}", path.string(), std::strerror(errno));
   std::string text;
   // Not by the file's stated size: it may be a pipe, or grow.
   std::vector<char> piece(1 << 16);

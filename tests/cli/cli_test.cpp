@@ -70,6 +70,16 @@ TEST_F(Cli, TheLogLevelMayStandAnywhere) {
   }
 }
 
+TEST_F(Cli, WhatTheMachineSaysAboutAPathIsNoInternalError) {
+  const std::string loop = (directory_ / "loop").string(), name(300, 'x');
+  std::filesystem::create_symlink("loop", loop);
+  for (const std::string& path : {loop + "/data", name}) {
+    const ProgramResult result = run_program({"data", "stats", path});
+    EXPECT_EQ(result.exit_code, 2) << result.err;
+    EXPECT_EQ(result.err.rfind("error: " + path, 0), 0u) << result.err;
+  }
+}
+
 // Not after the work whose result it is to hold.
 TEST_F(Cli, AnOutputThatCannotBeWrittenIsRefusedAtOnce) {
   const std::string nowhere = (directory_ / "none" / "out.json").string();
