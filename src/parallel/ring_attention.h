@@ -30,6 +30,8 @@ class RingAttention final : public ChoosingAttention {
     int coverage_rows = 0;
     // Of the activations, for the memory plan of a ring of GPUs.
     DType dtype = DType::f32;
+    // A ring of GPUs chooses pairs and makes lists on the device, where the pattern allows it.
+    bool lists_on_device = false;
   };
   // The group must outlive this and carry nothing else.
   RingAttention(Communicator& group, const Options& options);

@@ -324,6 +324,10 @@ void add_attention(OptionTable& table, Draft& draft) {
   table.integer("attention.slash_cap", &selection.slash_cap, 0, kMaxTokens, "vertical_slash: most diagonals (blocks)");
   table.integer("attention.coverage_rows", &draft.config.attention.coverage_rows, 0, 1 << 16,
                 "rows of every sequence and layer on which the true coverage is measured each step; 0: none");
+  table.path("attention.dump_index", &draft.config.attention.dump_index,
+             "folder to which the block lists of one micro-batch are saved, a file a layer, for simulate --ring-index");
+  table.integer("attention.dump_index_step", &draft.config.attention.dump_index_step, 1, kMaxTokens,
+                "dump_index: the first step from which a micro-batch may be taken");
   table.flag("attention.layer_metrics", &draft.config.attention.layer_metrics,
              "coverage and density of every layer in metrics.jsonl");
 }
@@ -347,6 +351,11 @@ void add_parallel(OptionTable& table, Draft& draft) {
   table.integer("parallel.node_size", &parallel.node_size, 0, 1 << 16,
                 "cp ranks of one machine: transfers between machines then hide behind a whole turn inside them; 0: a "
                 "plain ring");
+  table.choice<ParallelOptions::RingLists>(
+      "parallel.ring_lists", &parallel.ring_lists,
+      {{"host", ParallelOptions::RingLists::host}, {"device", ParallelOptions::RingLists::device}},
+      "device: cuda with cp: where pairs are chosen and lists made; device: nothing waits for the CPU, but for "
+      "vertical_slash and mass with lookahead, which stay on the host");
   table.choice<ParallelOptions::Backend>(
       "parallel.backend", &parallel.backend,
       {{"auto", ParallelOptions::Backend::automatic},

@@ -55,8 +55,10 @@ struct BatchOptions {
 struct AttentionRunOptions {
   AttentionRunOptions() { selection.pattern = SelectionPattern::dense; }
   SelectionConfig selection;
-  int64_t coverage_rows = 4;   // rows of every sequence and layer on which the true coverage is measured; 0: none
-  bool layer_metrics = false;  // coverage and density of every layer in metrics.jsonl
+  int64_t coverage_rows = 4;         // rows of every sequence and layer on which the true coverage is measured; 0: none
+  std::filesystem::path dump_index;  // folder for the lists of one micro-batch; empty: none
+  int64_t dump_index_step = 1;       // from this step on
+  bool layer_metrics = false;        // coverage and density of every layer in metrics.jsonl
 };
 
 struct BalanceOptions {
@@ -84,7 +86,9 @@ struct ParallelOptions {
   ContextPlacement placement = ContextPlacement::triangular;  // of a sequence's blocks on cp ranks
   int node_size = 0;                     // cp ranks of one machine, for the hierarchical ring; 0: a plain ring
   Backend backend = Backend::automatic;  // device: cuda
-  int64_t timeout = 600;                 // seconds that a rank waits for another
+  enum class RingLists { host, device };
+  RingLists ring_lists = RingLists::host;  // device: cuda, cp: where lists are made
+  int64_t timeout = 600;                   // seconds that a rank waits for another
 };
 
 struct OptimizerOptions {

@@ -82,11 +82,6 @@ void check_balance(const RunConfig& config, const OptionTable& table) {
                 "{}: 0 leaves tuning without measured coverage; raise it, or set balance.adapt: false to tune by the "
                 "built-in curves",
                 table.label("attention.coverage_rows"));
-  SB_USER_CHECK(
-      !tuned || !balance.adapt || config.device == DeviceKind::cpu || config.parallel.cp == 1,
-      "{}: GPUs that share sequences (parallel.cp) measure no coverage; set it to false to tune by the built-in "
-      "curves",
-      table.label("balance.adapt"));
   const bool predicts = tuned || balance.ordering != BalanceOptions::Ordering::none ||
                         balance.batching == BalanceOptions::Batching::sab ||
                         balance.batching == BalanceOptions::Batching::wlb;

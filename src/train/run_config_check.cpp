@@ -92,11 +92,13 @@ void check_parallel(const RunConfig& config, const OptionTable& table) {
   SB_USER_CHECK(parallel.cp == 1 || selection.block % selection.query_block == 0,
                 "{}: {} does not divide attention.block {}, as it must where ranks share sequences (parallel.cp)",
                 table.label("attention.query_block"), selection.query_block, selection.block);
-  SB_USER_CHECK(
-      parallel.cp == 1 || selection.pattern != SelectionPattern::mass || selection.order == SelectionOrder::causal,
-      "{}: with pattern: mass it ranks the pairs of whole sequences, which ranks that share them (parallel.cp) "
-      "do not have; use causal",
-      table.label("attention.selection"));
+  const bool dumps = !config.attention.dump_index.empty();
+  SB_USER_CHECK(!dumps || selection.pattern != SelectionPattern::dense,
+                "{}: pattern: dense chooses nothing that could be saved; remove it or choose a pattern",
+                table.label("attention.dump_index"));
+  SB_USER_CHECK(!dumps || parallel.cp == 1,
+                "{}: ranks that share sequences (parallel.cp {}) have a part of the lists each; set parallel.cp to 1",
+                table.label("attention.dump_index"), parallel.cp);
 }
 
 void check_optimizer(const RunConfig& config, const OptionTable& table) {

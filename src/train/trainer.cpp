@@ -13,6 +13,7 @@
 #include "parallel/context_batch.h"
 #include "train/attention_sums.h"
 #include "train/flops.h"
+#include "train/index_dump.h"
 #include "train/lr_schedule.h"
 #include "train/plan_log.h"
 #include "train/stage_split.h"
@@ -266,8 +267,10 @@ MicroBatch Trainer::own_part(MicroBatch batch) const {
 // Gradients of the whole global batch, before their reduction; nothing when asked to stop on the way.
 std::optional<LossSums> Trainer::forward_backward(const StepPlan& plan) {
   const bool one_rank = world_->size() == 1;
+  if (parts_.dump) parts_.dump->begin_step(state_.step + 1);
   Pipeline::Result result =
       model_->forward_backward(exec_, plan.micro_batches, one_rank ? parts_.stop_requested : std::function<bool()>());
+  if (parts_.dump) parts_.dump->end_step();
   if (result.stopped) return std::nullopt;
   for (const Pipeline::Operation& operation : result.operations)
     trace_.complete(operation.backward ? "backward" : "forward", operation.micro_batch, operation.begin, operation.end);

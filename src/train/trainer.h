@@ -28,6 +28,8 @@
 
 namespace sb {
 
+class IndexDump;
+
 // Fixed sequences on which the model is measured now and then: the first `sequences` of the source.
 struct ValidationSet {
   const SequenceSource* source = nullptr;  // none: no validation
@@ -52,6 +54,7 @@ struct TrainerParts {
   std::vector<int> offload = {};   // layer inputs of every stage in host memory (Trainer::offload); empty: none
   // Several ranks on GPUs: where this one computes and how its data gets to the others.
   RankDevice* device = nullptr;
+  IndexDump* dump = nullptr;  // `attention`, where lists of a step are saved
 };
 
 struct TrainSummary {

@@ -1,4 +1,5 @@
 #include "train/training_run.h"
+#include "train/index_dump.h"
 
 #include <algorithm>
 
@@ -10,6 +11,7 @@
 #include "core/memory_plan.h"
 #include "device/cuda.h"
 #include "parallel/cuda/cuda_ring_attention.h"
+#include "parallel/cuda/cuda_ring_memory.h"
 #include "parallel/grid.h"
 #include "parallel/ring_attention.h"
 #include "train/balanced_planner_config.h"
@@ -44,8 +46,10 @@ std::unique_ptr<Attention> make_attention(const RunConfig& config, const ModelCo
   const bool dense = config.attention.selection.pattern == SelectionPattern::dense;
   const int coverage_rows = dense ? 0 : static_cast<int>(config.attention.coverage_rows);
   if (ring.host) {
-    const RingAttention::Options options{config.attention.selection, model.layers, config.parallel.placement,
-                                         config.parallel.node_size,  largest,      coverage_rows};
+    RingAttention::Options options{config.attention.selection, model.layers, config.parallel.placement,
+                                   config.parallel.node_size,  largest,      coverage_rows};
+    if (config.device == DeviceKind::cuda) options.dtype = DType::bf16;
+    options.lists_on_device = config.parallel.ring_lists == ParallelOptions::RingLists::device;
     if (ring.data) return make_cuda_ring_attention(*ring.host, *ring.data, options);
     return std::make_unique<RingAttention>(*ring.host, options);
   }
@@ -169,11 +173,20 @@ TrainSummary run_training(const RunConfig& config, std::FILE* out, bool terminal
         "attention.pattern has no effect: the longest sequence has {} tokens and those up to {} run dense; lower "
         "attention.{}",
         sources.train->max_length(), selection.dense_limit(), selection.dense_below < 0 ? "budget" : "dense_below");
-  if (leads && ring.data && sparse)
+  const bool on_device = config.parallel.ring_lists == ParallelOptions::RingLists::device &&
+                         ring_chooses_on_device(config.attention.selection);
+  if (leads && ring.data && sparse && !on_device)
     log::warning("parallel.cp on GPUs: attention.pattern chooses its pairs on the CPU, which takes time");
-  if (leads && ring.data && sparse && config.attention.coverage_rows > 0)
-    log::warning("parallel.cp on GPUs: coverage is not measured");
-  TrainerParts parts{model, *attention, *sources.train, sources.validation_set, console, stop_requested, sparse};
+  // Data-parallel copies of a stage see different sequences: the first one's lists are enough.
+  std::optional<IndexDump> dump;
+  const int copies = config.parallel.pp * config.parallel.cp;
+  if (!config.attention.dump_index.empty() && (ranks.world == nullptr || ranks.world->rank() < copies))
+    dump.emplace(*attention, config.device, config.attention.dump_index, config.attention.dump_index_step);
+  TrainerParts parts{model,          dump ? static_cast<Attention&>(*dump) : *attention,
+                     *sources.train, sources.validation_set,
+                     console,        stop_requested,
+                     sparse};
+  parts.dump = dump ? &*dump : nullptr;
   parts.world = ranks.world;
   parts.cores = ranks.cores;
   parts.device = device.get();

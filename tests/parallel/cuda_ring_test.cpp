@@ -95,6 +95,7 @@ struct RingRun {
   int ranks = 2, node_size = 0;
   const BlockIndex* given = nullptr;  // replayed instead of choosing
   int coverage_rows = 0;
+  bool lists_on_device = false;
 };
 
 // What the ranks say besides results.
@@ -127,8 +128,8 @@ AttentionResults<float> run_ring(const AttentionCase& c, const RingRun& run, Rin
     const DeviceContext context(DeviceKind::cuda, pool);
     const auto group = world.split(0, world.rank(), "cp");
     const auto data = make_staged_communicator(world, {DeviceKind::cuda, context.exec().stream}, 1 << 16);
-    const RingAttention::Options options{run.selection,     1,        ContextPlacement::triangular, run.node_size, 0,
-                                         run.coverage_rows, run.dtype};
+    const RingAttention::Options options{run.selection,     1,         ContextPlacement::triangular, run.node_size, 0,
+                                         run.coverage_rows, run.dtype, run.lists_on_device};
     const auto ring = make_cuda_ring_attention(*group, *data, options);
     const ContextLayout layout(options.placement, run.ranks, run.selection.block, c.cu_seqlens);
     const std::vector<int32_t> tokens = layout.tokens(world.rank()), local = layout.local_cu_seqlens(world.rank());
@@ -200,8 +201,10 @@ TEST_P(CudaRing, DenseEqualsTheDefinition) {
   const AttentionResults<double> expected = reference_attention(c, sees_everything);
   for (const auto& [ranks, node_size] : {std::pair(1, 0), {2, 0}, {3, 0}, {4, 0}, {4, 2}}) {
     SCOPED_TRACE(fmt::format("{} ranks in nodes of {}", ranks, node_size));
-    expect_close(run_ring(c, {config_of(SelectionPattern::dense), GetParam(), ranks, node_size}), expected,
-                 tolerance());
+    for (const bool on_device : {false, true})
+      expect_close(
+          run_ring(c, {config_of(SelectionPattern::dense), GetParam(), ranks, node_size, nullptr, 0, on_device}),
+          expected, tolerance());
   }
 }
 
@@ -214,7 +217,9 @@ TEST_P(CudaRing, RanksWithoutTokensPassKeysOn) {
       for (const int node_size : {0, 2}) {
         SCOPED_TRACE(
             fmt::format("{} sequences, pattern {}, nodes of {}", lengths.size(), static_cast<int>(pattern), node_size));
-        expect_close(run_ring(c, {config_of(pattern), GetParam(), 4, node_size}), expected, tolerance());
+        for (const bool on_device : {false, true})
+          expect_close(run_ring(c, {config_of(pattern), GetParam(), 4, node_size, nullptr, 0, on_device}), expected,
+                       tolerance());
       }
   }
 }
@@ -305,7 +310,7 @@ INSTANTIATE_TEST_SUITE_P(
 // Every rank chooses for its queries what one GPU chooses, and all of them together report what it reports.
 TEST_P(CudaRingChoices, AreThoseOfOneGpu) {
   const auto& [dtype, pattern] = GetParam();
-  const AttentionCase c = rounded({shape_of(4, 2, 64), {2900, 3, 129, 1640, 257}, 6});
+  const AttentionCase c = rounded({shape_of(4, 2, 64), {1900, 3, 129, 1240, 257}, 6});
   SelectionConfig config = config_of(pattern.pattern);
   config.order = pattern.order;
   config.block = pattern.block;
@@ -320,7 +325,7 @@ TEST_P(CudaRingChoices, AreThoseOfOneGpu) {
   for (const int ranks : {1, 2, 3}) {
     SCOPED_TRACE(fmt::format("{} ranks", ranks));
     RingSays says;
-    const AttentionResults<float> got = run_ring(c, {config, dtype, ranks, 0, nullptr, 3}, &says);
+    const AttentionResults<float> got = run_ring(c, {config, dtype, ranks, 0, nullptr, 3, true}, &says);
     const ContextLayout layout(ContextPlacement::triangular, ranks, config.block, c.cu_seqlens);
     int64_t different = 0;
     for (int s = 0; s < layout.sequences(); ++s)
@@ -371,7 +376,7 @@ TEST_P(CudaRing, ScratchIsUsedAsPlanned) {
       config.dense_below = 1024;
       const AttentionCase c = rounded({shape_of(16, 2, 64), {4096 * ranks}, 7});
       RingSays says;
-      run_ring(c, {config, GetParam(), ranks}, &says);
+      run_ring(c, {config, GetParam(), ranks, 0, nullptr, 0, true}, &says);
       for (size_t r = 0; r < says.scratch_used.size(); ++r) {
         SCOPED_TRACE(fmt::format("pattern {}, rank {} of {}", static_cast<int>(pattern), r, ranks));
         EXPECT_LE(says.scratch_used[r], says.scratch_planned[r]);

@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include "model/model_config.h"
+#include "parallel/context_layout.h"
 #include "tests/train/rank_runs.h"
 #include "tests/train/scratch_directory.h"
 #include "tests/train/tiny_run.h"
@@ -138,6 +139,43 @@ TEST(ContextRanks, ResumeOnAnotherGrid) {
     EXPECT_EQ(read_bytes(scratch / "loaded/checkpoint-6" / file), read_bytes(checkpoint / file)) << file;
 }
 
+// The lists of a run on one rank, as they would lie on many.
+TEST(ContextRanks, ListsOfARunShowTheBalanceOfManyRanks) {
+  ScratchDirectory scratch;
+  const std::vector<std::string> sparse = {"attention.pattern=topk",
+                                           "attention.budget=192",
+                                           "attention.dense_below=64",
+                                           "data.synthetic.min_length=448",
+                                           "attention.dump_index=" + (scratch / "lists").string(),
+                                           "attention.dump_index_step=3"};
+  train(scratch / "run", {1, 1, 1, 0}, sparse);
+  for (int layer = 0; layer < 3; ++layer) {
+    BlockIndex index;
+    ThreadPool pool(1);
+    index.load((scratch / fmt::format("lists/layer-{:02}.index", layer)).string(), pool);
+    ASSERT_FALSE(index.sequences().empty());
+    EXPECT_FALSE(index.sequences()[0].dense);
+    EXPECT_EQ(index.shape().block, 64);
+    EXPECT_LT(index.token_pairs(), index.causal_token_pairs());
+    std::vector<int32_t> cu_seqlens = {0};
+    for (const BlockIndex::Sequence& sequence : index.sequences())
+      cu_seqlens.push_back(sequence.token_begin + sequence.length);
+    const ContextLayout layout(ContextPlacement::triangular, 4, 64, cu_seqlens);
+    const RingWork work = count_ring_work(layout, index, 1);
+    EXPECT_EQ(work.total(), index.token_pairs());
+    EXPECT_GE(work.worker_imbalance(), 1);
+  }
+  // Whole files only, and none of them from validation or from steps before.
+  int files = 0;
+  for ([[maybe_unused]] const auto& file : fs::directory_iterator(scratch / "lists")) ++files;
+  EXPECT_EQ(files, 3);
+  std::vector<std::string> late = sparse;
+  late.back() = "attention.dump_index_step=7";
+  late[4] = "attention.dump_index=" + (scratch / "late").string();
+  train(scratch / "other", {1, 1, 1, 0}, late);  // of six steps
+  EXPECT_FALSE(fs::exists(scratch / "late"));
+}
+
 TEST(ContextRanks, RefuseWhatDoesNotFit) {
   ScratchDirectory scratch;
   const auto refusal = [&](std::vector<std::string> overrides) {
@@ -145,6 +183,9 @@ TEST(ContextRanks, RefuseWhatDoesNotFit) {
   };
   EXPECT_NE(refusal({"parallel.cp=4", "parallel.node_size=3"}).find("parallel.node_size"), std::string::npos);
   EXPECT_NE(refusal({"parallel.cp=2", "attention.query_block=48"}).find("attention.query_block"), std::string::npos);
+  const std::string dump = "attention.dump_index=" + (scratch / "lists").string();
+  EXPECT_NE(refusal({dump, "parallel.cp=2", "attention.pattern=topk"}).find("attention.dump_index"), std::string::npos);
+  EXPECT_NE(refusal({dump, "attention.pattern=dense"}).find("attention.dump_index"), std::string::npos);
 }
 
 }  // namespace

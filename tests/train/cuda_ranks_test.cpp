@@ -246,6 +246,9 @@ std::string sequences(int shortest, int longest) {
 TEST_F(CudaRuns, SharedSequencesFollowOneRank) {
   const auto one = train(config_of(folder_.path("one"), {sequences(400, 700)}));
   expect_close(train(config_of(folder_.path("cp"), {sequences(400, 700), "parallel.cp=2"})), one, 0.03);
+  expect_close(
+      train(config_of(folder_.path("lists"), {sequences(400, 700), "parallel.cp=2", "parallel.ring_lists=device"})),
+      one, 0.03);
   expect_close(train(config_of(folder_.path("both"), {sequences(400, 700), "parallel.cp=2", "parallel.dp=2"})), one,
                0.03);
 }

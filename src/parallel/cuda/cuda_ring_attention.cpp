@@ -36,7 +36,7 @@ class CudaRingAttention final : public ChoosingAttention {
         travel_(data, options.node_size == 0 ? data.size() : options.node_size),
         kernels_(make_cuda_attention({.attention = {options.selection, options.layers, 0}})),
         memory_{options_, data.size(),    cuda::device_info().multiprocessors,
-                travel_,  kernels_.get(), ring_chooses_on_device(options.selection)} {
+                travel_,  kernels_.get(), options.lists_on_device && ring_chooses_on_device(options.selection)} {
     report_.layers.resize(options.layers);
     if (memory_.on_device) choice_ = std::make_unique<CudaRingChoice>(data, options);
   }
@@ -98,7 +98,11 @@ class CudaRingAttention final : public ChoosingAttention {
 void CudaRingAttention::choose_on_host(const Exec& exec, int layer, const AttentionShape& shape,
                                        const PackedSequences& sequences, const AttentionOperands& operands,
                                        CudaRingState& state) {
-  const std::vector<float> q = host_floats(operands.q), k = host_floats(operands.k);
+  std::vector<float> q, k;
+  if (options_.selection.pattern != SelectionPattern::dense) {
+    q = host_floats(operands.q);
+    k = host_floats(operands.k);
+  }
   int64_t most = 0;
   for (int r = 0; r < state.layout->ranks(); ++r)
     most = std::max<int64_t>(most, state.layout->local_cu_seqlens(r).back());

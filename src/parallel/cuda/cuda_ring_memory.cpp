@@ -1,7 +1,6 @@
 #include "parallel/cuda/cuda_ring_memory.h"
 
 #include <algorithm>
-#include <cstdlib>
 
 #include "attention/selection/block_statistics.h"
 #include "parallel/cuda/ring_lists.h"
@@ -9,7 +8,6 @@
 namespace sb {
 
 bool ring_chooses_on_device(const SelectionConfig& selection) {
-  if (std::getenv("SB_RING_DEVICE") == nullptr) return false;
   return selection.pattern != SelectionPattern::vertical_slash &&
          !(selection.pattern == SelectionPattern::mass && selection.order == SelectionOrder::lookahead);
 }
