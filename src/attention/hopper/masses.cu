@@ -5,42 +5,32 @@ namespace {
 
 // Masses of key blocks that are judged as a whole.
 
-template <int D, int kRows>
+template <int D>
 struct Build {
-  static constexpr int kConsumers = 2 * kRows, kThreads = kConsumers + 128;
+  static constexpr int kRows = whole_rows(D), kConsumers = 2 * kRows, kThreads = kConsumers + 128;
   static constexpr int kLoading = kRows == 128 ? 40 : 32, kComputing = kRows == 128 ? 232 : 160;  // registers
   static constexpr int kStageBytes = mass_stage_bytes(2 * D);
-  static constexpr bool kAhead = D == 64 || kRows == 128;  // there are registers for the next item's queries
 };
 
-template <int D, int kRows, int kLog>
-struct Scorer : MassRows<D, kLog, Build<D, kRows>::kConsumers> {
-  using Rows = MassRows<D, kLog, Build<D, kRows>::kConsumers>;
+template <int D, int kLog>
+struct Scorer : MassRows<D, kLog, Build<D>::kConsumers> {
+  using Rows = MassRows<D, kLog, Build<D>::kConsumers>;
   using Rows::args, Rows::lane, Rows::reference, Rows::raised, Rows::sum;
   MassBarriers& barriers;
   uint64_t statistics;  // descriptor of the first stage
   Cursor ring;
-  uint32_t a[2 * D / 4];                                     // operand: q, then its square
-  uint32_t ahead[Build<D, kRows>::kAhead ? D / 4 : 1] = {};  // the next item's q
+  uint32_t a[2 * D / 4];  // operand: q, then its square
+  uint32_t ahead[D / 4];  // the next item's q
 
   __device__ Scorer(const Rows& rows, MassBarriers& b, uint32_t address)
       : Rows(rows), barriers(b), statistics(tile_descriptor(address)) {}
 
-  // The operand of an item: from the registers ahead, or on its way from memory until it is squared.
-  __device__ void load_operand(const MassItem& item) {
-    if constexpr (Build<D, kRows>::kAhead) {
+  __device__ void take_ahead() {
 #pragma unroll
-      for (int i = 0; i < D / 4; ++i) a[i] = ahead[i];
-    } else {
-      this->load_queries(item, a);
+    for (int i = 0; i < D / 4; ++i) {
+      a[i] = ahead[i];
+      a[D / 4 + i] = Rows::squared(ahead[i]);
     }
-  }
-  __device__ void square_operand() {
-#pragma unroll
-    for (int i = 0; i < D / 4; ++i) a[D / 4 + i] = Rows::squared(a[i]);
-  }
-  __device__ void look_ahead(const MassItem& item) {
-    if constexpr (Build<D, kRows>::kAhead) this->load_queries(item, ahead);
   }
 
   __device__ void relative(float (&s)[32], uint32_t (&x)[2][8]) const {
@@ -124,32 +114,28 @@ struct Scorer : MassRows<D, kLog, Build<D, kRows>::kConsumers> {
   }
 
   __device__ void run() {
-    // An item is read before its turn and, where there are registers for them, its queries too, so that nobody waits
-    // for either.
-    constexpr int kItems = Build<D, kRows>::kAhead ? 2 : 1;
-    MassItem item = this->fetch(blockIdx.x), next[kItems];
-    look_ahead(item);
-    if constexpr (Build<D, kRows>::kAhead) next[0] = this->fetch(blockIdx.x + gridDim.x);
+    // An item is read two rounds before its turn and its queries one round before, so that nobody waits for either.
+    MassItem item = this->fetch(blockIdx.x), next = this->fetch(blockIdx.x + gridDim.x);
+    this->load_queries(item, ahead);
     wait_for_dependencies();
     for (int index = blockIdx.x; index < args.item_count; index += gridDim.x) {
-      load_operand(item);
-      next[kItems - 1] = this->fetch(index + kItems * gridDim.x);
-      square_operand();
-      look_ahead(next[0]);
+      take_ahead();
+      const MassItem after = this->fetch(index + 2 * gridDim.x);
+      this->load_queries(next, ahead);
       const int chunks = item.chunks();
       for (int chunk = 0; chunk < chunks; chunk += 2) two_steps(item, chunk, chunks);
       this->finish_sums();
       this->store_kept(item);
-      item = next[0];
-      next[0] = next[kItems - 1];
+      item = next;
+      next = after;
     }
   }
 };
 
-template <int D, int kRows, int kLog>
-__global__ void __launch_bounds__(Build<D, kRows>::kThreads, 1)
+template <int D, int kLog>
+__global__ void __launch_bounds__(Build<D>::kThreads, 1)
     masses_kernel(const __grid_constant__ CUtensorMap statistics_map, const __grid_constant__ MassArguments args) {
-  constexpr int kConsumers = Build<D, kRows>::kConsumers;
+  constexpr int kConsumers = Build<D>::kConsumers;
   extern __shared__ __align__(1024) unsigned char raw[];
   __shared__ MassBarriers barriers;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -164,48 +150,46 @@ __global__ void __launch_bounds__(Build<D, kRows>::kThreads, 1)
   launch_dependents();
   const uint32_t statistics = shared_address(raw);
   if (warp >= kConsumers / 32) {
-    registers_shrink<Build<D, kRows>::kLoading>();
+    registers_shrink<Build<D>::kLoading>();
     if (warp > kConsumers / 32) return;
-    load_statistics<Build<D, kRows>::kStageBytes>(statistics_map, args, barriers, statistics, lane);
+    load_statistics<Build<D>::kStageBytes>(statistics_map, args, barriers, statistics, lane);
   } else {
-    registers_grow<Build<D, kRows>::kComputing>();
-    uint4* kept = reinterpret_cast<uint4*>(raw + args.stages * Build<D, kRows>::kStageBytes) + threadIdx.x;
-    Scorer<D, kRows, kLog>({args, kept, room_beyond<kConsumers>(args), warp / 4, warp % 4, lane}, barriers, statistics)
-        .run();
+    registers_grow<Build<D>::kComputing>();
+    uint4* kept = reinterpret_cast<uint4*>(raw + args.stages * Build<D>::kStageBytes) + threadIdx.x;
+    Scorer<D, kLog>({args, kept, room_beyond<kConsumers>(args), warp / 4, warp % 4, lane}, barriers, statistics).run();
   }
 }
 
-template <int D, int kRows, int kLog>
+template <int D, int kLog>
 void launch(const SelectParams& p, const SelectBatch& batch, cudaStream_t stream) {
-  const MassMemory memory = mass_memory(p.max_competing, 2 * D, kRows);
-  const auto kernel = masses_kernel<D, kRows, kLog>;
+  const MassMemory memory = mass_memory(p.max_competing, 2 * D, Build<D>::kRows);
+  const auto kernel = masses_kernel<D, kLog>;
   allow_shared_memory(kernel, memory.bytes, "shared memory of the masses");
-  launch_early(kernel, std::min(batch.score_count, multiprocessors()), Build<D, kRows>::kThreads, memory.bytes, stream,
+  launch_early(kernel, std::min(batch.score_count, multiprocessors()), Build<D>::kThreads, memory.bytes, stream,
                packed_map(p.statistics, p.statistics_rows, 1, 2 * D, 1, kChunk), mass_arguments(p, batch, memory));
   check(cudaGetLastError(), "masses of key blocks");
 }
 
-template <int D, int kRows>
+template <int D>
 void launch_for(const SelectParams& p, const SelectBatch& batch, cudaStream_t stream) {
   switch (log_slots(p)) {
     case 0:
-      return launch<D, kRows, 0>(p, batch, stream);
+      return launch<D, 0>(p, batch, stream);
     case 1:
-      return launch<D, kRows, 1>(p, batch, stream);
+      return launch<D, 1>(p, batch, stream);
     case 2:
-      return launch<D, kRows, 2>(p, batch, stream);
+      return launch<D, 2>(p, batch, stream);
     case 3:
-      return launch<D, kRows, 3>(p, batch, stream);
+      return launch<D, 3>(p, batch, stream);
     default:
-      return launch<D, kRows, 4>(p, batch, stream);
+      return launch<D, 4>(p, batch, stream);
   }
 }
 
 }  // namespace
 
 void whole_masses(const SelectParams& p, const SelectBatch& batch, cudaStream_t stream) {
-  if (p.shape.head_dim == 64) return launch_for<64, 192>(p, batch, stream);
-  (whole_rows(128) == 192 ? launch_for<128, 192> : launch_for<128, 128>)(p, batch, stream);
+  (p.shape.head_dim == 128 ? launch_for<128> : launch_for<64>)(p, batch, stream);
 }
 
 }  // namespace sb::gpu

@@ -9,7 +9,6 @@
 
 #include <algorithm>
 #include <bit>
-#include <cstdlib>
 
 #include "attention/cuda/choose.cuh"
 #include "attention/cuda/early.cuh"
@@ -30,7 +29,7 @@ struct MassArguments {
   int32_t stages, kept;  // kept: chunks whose scores wait in shared memory
   int32_t beyond;        // and those that wait beyond it, at most
   uint4* room_beyond;    // [thread block][beyond][4][computing thread]
-  int32_t parts, turn;
+  int32_t parts;
   float unit;  // of the products, in log2
   uint16_t* masses;
   int64_t plane_masses;
@@ -276,7 +275,6 @@ inline MassArguments mass_arguments(const SelectParams& p, const SelectBatch& ba
           reinterpret_cast<uint4*>(static_cast<char*>(p.statistics) +
                                    statistics_only_bytes(p.statistics_rows, p.statistics_channels, p.shape.head_dim)),
           p.parts,
-          p.parts % 8 != 0 || std::getenv("SB_TURN") == nullptr ? 4 : 8,
           p.shape.scale * kLog2e,
           p.masses,
           p.plane_masses};
@@ -284,9 +282,8 @@ inline MassArguments mass_arguments(const SelectParams& p, const SelectBatch& ba
 
 // Sizes of the kernels, by the depth of their products (channels of a row of statistics). Computing warpgroups as many
 // as there are registers for, and one more, of which one warp loads.
-inline int whole_rows(int d) {
-  static const char* rows = std::getenv("SB_MASS_ROWS");
-  return d == 128 ? (rows != nullptr ? std::atoi(rows) : 128) : 192;
+constexpr int whole_rows(int d) {
+  return d == 128 ? 128 : 192;
 }
 constexpr int part_rows(int depth) {
   return depth > 128 ? 128 : 192;

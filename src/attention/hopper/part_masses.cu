@@ -137,10 +137,8 @@ struct Scorer : MassRows<D, kLog, Build<D, kMoments>::kConsumers> {
       const int left = item.competing - chunk * kChunk;
       if (args.parts == 2)
         turn<2>(left, chunk == 0);
-      else if (args.turn == 4)
-        for (int part = 0; part < args.parts; part += 4) turn<4>(left, chunk + part == 0);
       else
-        for (int part = 0; part < args.parts; part += 8) turn<8>(left, chunk + part == 0);
+        for (int part = 0; part < args.parts; part += 4) turn<4>(left, chunk + part == 0);
       finish_chunk(chunk);
     }
     this->finish_sums();
