@@ -247,7 +247,7 @@ constexpr bool quicker_in_two_kernels(const Shape& shape, const Tiling& tiling, 
   if (tiling.block < kBlock && entries > 0) return true;
   // Larger query blocks spread the columns that run beside each other wider: less of dQ stays in the L2. Gathered
   // columns run one after the other.
-  const double few = entries > 0 && words == 0 && tiling.query_block >= 128 ? 4096 : 2560;
+  const double few = entries > 0 && words == 0 && tiling.query_block >= 128 ? 4096 : 1024;
   return shape.head_dim == 128 && (chosen <= few * queries || (entries > 0 && chosen <= 0.07 * causal));
 }
 
