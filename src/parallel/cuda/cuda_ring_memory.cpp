@@ -69,12 +69,15 @@ CudaRingMemory::PassBytes CudaRingMemory::pass_bytes(const AttentionShape& shape
   const int64_t both = 2 * tensor(shape.heads) + 2 * tensor(shape.kv_heads) +
                        bytes(tokens * shape.heads, sizeof(float)) + bytes(items, sizeof(gpu::ForwardItem)) +
                        bytes(4, sizeof(int32_t));
-  return {both, both + 2 * tensor(shape.heads) + 2 * tensor(shape.kv_heads) +
-                    bytes(limits.items, sizeof(gpu::BackwardItem)) + bytes(limits.splits, sizeof(gpu::SplitColumn)) +
-                    bytes(1, sizeof(gpu::WorkCounts)) +
-                    bytes(static_cast<int64_t>(gpu::statistics_size(dims, tiling)), sizeof(float)) +
-                    bytes(static_cast<int64_t>(gpu::dq_sum_size(dims, tiling)), sizeof(float)) +
-                    bytes(static_cast<int64_t>(gpu::partials_size(dims, limits.slots)), sizeof(float))};
+  return {
+      both,
+      both + 2 * tensor(shape.heads) + 2 * tensor(shape.kv_heads) + bytes(limits.items, sizeof(gpu::BackwardItem)) +
+          bytes(limits.splits, sizeof(gpu::SplitColumn)) + bytes(1, sizeof(gpu::WorkCounts)) +
+          bytes(static_cast<int64_t>(gpu::statistics_size(dims, tiling)), sizeof(float)) +
+          // Only the Hopper kernels sum dQ in memory.
+          (options.dtype == DType::f32 ? 0
+                                       : bytes(static_cast<int64_t>(gpu::dq_sum_size(dims, tiling)), sizeof(float))) +
+          bytes(static_cast<int64_t>(gpu::partials_size(dims, limits.slots)), sizeof(float))};
 }
 
 // Passes with lists from the host have the attention's own way of using memory.
