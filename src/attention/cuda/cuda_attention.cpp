@@ -8,6 +8,7 @@
 #include "attention/cuda/coverage_log.h"
 #include "attention/cuda/device_plan.h"
 #include "attention/cuda/given_index.h"
+#include "attention/cuda/recent_plans.h"
 #include "device/cuda.h"
 
 namespace sb {
@@ -190,8 +191,9 @@ class CudaAttention final : public ChoosingAttention {
     most_plans_ = plans_for(reserved_states_);
     plans_.clear();  // states keep those they use
     while (plans_.size() < most_plans_) {
-      plans_.push_back(std::make_shared<DevicePlan>());
-      plans_.back()->reserve(reserved_bytes_);
+      auto plan = std::make_shared<DevicePlan>();
+      plan->reserve(reserved_bytes_);
+      plans_.put(std::move(plan));
     }
     staging_.reserve(size.uploaded);
   }
@@ -368,26 +370,10 @@ class CudaAttention final : public ChoosingAttention {
     const bool dense_layer = selection_.pattern == SelectionPattern::dense ||
                              std::ranges::find(selection_.dense_layers, layer) != selection_.dense_layers.end();
     const gpu::PlanRequest request = plan_request(shape, sequences, dtype, dense_layer);
-    for (size_t i = 0; i < plans_.size(); ++i) {
-      if (!plans_[i]->matches(request)) continue;
-      std::rotate(plans_.begin(), plans_.begin() + static_cast<ptrdiff_t>(i),
-                  plans_.begin() + static_cast<ptrdiff_t>(i) + 1);
-      return plans_.front();
-    }
-    // The oldest one that no state needs gives its memory.
-    std::shared_ptr<DevicePlan> plan;
-    if (plans_.size() >= most_plans_) {
-      const auto free = std::find_if(plans_.rbegin(), plans_.rend(), [](const auto& p) { return p.use_count() == 1; });
-      if (free != plans_.rend()) {
-        plan = *free;
-        plans_.erase(std::next(free).base());
-      } else {
-        plans_.pop_back();
-      }
-    }
-    if (plan == nullptr) plan = std::make_shared<DevicePlan>();
+    if (std::shared_ptr<DevicePlan> known = plans_.find(request)) return known;
+    std::shared_ptr<DevicePlan> plan = plans_.take(most_plans_);
     plan->build(request, staging_, exec.stream);
-    plans_.insert(plans_.begin(), plan);
+    plans_.put(plan);
     return plan;
   }
 
@@ -494,7 +480,7 @@ class CudaAttention final : public ChoosingAttention {
   SelectionConfig selection_;
   cuda::DeviceInfo device_;
   gpu::Staging staging_;
-  std::vector<std::shared_ptr<DevicePlan>> plans_;  // used last first
+  gpu::RecentPlans<DevicePlan> plans_;
   size_t most_plans_ = kPlans, reserved_states_ = 0;
   mutable PlanSize largest_plan_;  // the one asked for last
   int64_t reserved_bytes_ = 0;

@@ -52,24 +52,8 @@ std::shared_ptr<CudaRingPlan> CudaRingChoice::plan_for(const Exec& exec, int lay
         sequence_tiles(selection, tokens, sequences.budgets.empty() ? selection.budget : sequences.budgets[s]));
     request.dense.push_back(runs_dense(selection, layer, request.tiles.back()));
   }
-  for (size_t i = 0; i < plans_.size(); ++i) {
-    if (!plans_[i]->matches(request)) continue;
-    std::rotate(plans_.begin(), plans_.begin() + static_cast<ptrdiff_t>(i),
-                plans_.begin() + static_cast<ptrdiff_t>(i) + 1);
-    return plans_.front();
-  }
-  // The oldest one that no state needs gives its memory.
-  std::shared_ptr<CudaRingPlan> plan;
-  if (plans_.size() >= kPlans) {
-    const auto free = std::find_if(plans_.rbegin(), plans_.rend(), [](const auto& p) { return p.use_count() == 1; });
-    if (free != plans_.rend()) {
-      plan = *free;
-      plans_.erase(std::next(free).base());
-    } else {
-      plans_.pop_back();
-    }
-  }
-  if (plan == nullptr) plan = std::make_shared<CudaRingPlan>();
+  if (std::shared_ptr<CudaRingPlan> known = plans_.find(request)) return known;
+  std::shared_ptr<CudaRingPlan> plan = plans_.take(kPlans);
   plan->build(request, staging_, exec.stream);
   for (const CudaRingPlan::Set& set : plan->sets()) {
     if (!set.dense) continue;
@@ -79,7 +63,7 @@ std::shared_ptr<CudaRingPlan> CudaRingChoice::plan_for(const Exec& exec, int lay
     gpu::portable_select(params, plan->precision(), exec.stream);
     cut(exec, *plan, set, params, plan->own_lists(set));
   }
-  plans_.insert(plans_.begin(), plan);
+  plans_.put(plan);
   return plan;
 }
 

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "attention/cuda/coverage_log.h"
+#include "attention/cuda/recent_plans.h"
 #include "comm/communicator.h"
 #include "parallel/cuda/cuda_ring_plan.h"
 #include "parallel/ring_attention.h"
@@ -59,7 +60,7 @@ class CudaRingChoice {
   const int multiprocessors_;
   std::optional<bool> hopper_;
   gpu::Staging staging_;
-  std::vector<std::shared_ptr<gpu::CudaRingPlan>> plans_;  // used last first
+  gpu::RecentPlans<gpu::CudaRingPlan> plans_;
   gpu::DeviceBuffer counted_;
   gpu::CoverageLog coverage_;
 };

@@ -7,6 +7,7 @@
 #include <random>
 #include <tuple>
 
+#include "attention/cuda/recent_plans.h"
 #include "attention/cuda/select.h"
 #include "attention/selection/staircase.h"
 #include "core/errors.h"
@@ -368,6 +369,44 @@ TEST(GpuSelectPlan, RefusesWhatListsCannotName) {
   const SequenceTiles tiles{length, kBlock, 16, 1, 2, 1300};
   EXPECT_THROW(make_select_plan(shape_of(16, 2), std::vector<int32_t>{0, length}, {false}, {tiles}, config, {16}, 1000),
                UserError);
+}
+
+struct NumberPlan {
+  int number = 0;
+  bool matches(int request) const { return number == request; }
+};
+
+TEST(RecentPlans, TheOldestThatNobodyHoldsIsBuiltAnew) {
+  RecentPlans<NumberPlan> plans;
+  const auto make = [&](int number) {
+    const std::shared_ptr<NumberPlan> plan = plans.take(3);
+    plan->number = number;
+    plans.put(plan);
+    return plan.get();
+  };
+  const NumberPlan* one = make(1);
+  const NumberPlan* two = make(2);
+  const std::shared_ptr<NumberPlan> held = plans.find(1);  // 2 is the older one now
+  EXPECT_EQ(held.get(), one);
+  make(3);
+  EXPECT_EQ(make(4), two);
+  EXPECT_EQ(plans.find(2), nullptr);
+  EXPECT_EQ(plans.size(), 3u);
+  // A plan that a state holds keeps its numbers, however old it is.
+  for (int number = 5; number < 9; ++number) EXPECT_NE(make(number), one);
+  EXPECT_EQ(plans.find(1), held);
+  // Where all are held the oldest one leaves the list, and its holder keeps it.
+  RecentPlans<NumberPlan> full;
+  std::vector<std::shared_ptr<NumberPlan>> states;
+  for (int number = 1; number <= 3; ++number) {
+    states.push_back(full.take(2));
+    states.back()->number = number;
+    full.put(states.back());
+  }
+  EXPECT_EQ(full.size(), 2u);
+  EXPECT_EQ(full.find(1), nullptr);
+  EXPECT_EQ(states[0]->number, 1);
+  EXPECT_EQ(full.find(2), states[1]);
 }
 
 }  // namespace
