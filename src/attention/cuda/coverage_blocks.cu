@@ -91,35 +91,19 @@ __global__ void __launch_bounds__(128) blocks_kernel(const __grid_constant__ Cov
       float s[32];
       product<D, 8>(s, shared.q, warp * 16, shared.k + piece * 64 * kTileStride<D>, 0);
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        float m = top[h];
-#pragma unroll
-        for (int j = 0; j < 8; ++j)
-#pragma unroll
-          for (int e = 0; e < 2; ++e) {
-            float& x = s[4 * j + 2 * h + e];
-            x = piece * 64 + 8 * j + 2 * (lane % 4) + e <= last_key[h] ? x * args.shape.scale : -INFINITY;
-            m = fmaxf(m, x);
-          }
-        m = fmaxf(m, __shfl_xor_sync(~0u, m, 1));
-        m = fmaxf(m, __shfl_xor_sync(~0u, m, 2));
-        float added = 0;  // the first key is seen, so that m is finite
-#pragma unroll
-        for (int j = 0; j < 8; ++j) added += __expf(s[4 * j + 2 * h] - m) + __expf(s[4 * j + 2 * h + 1] - m);
-        sum[h] = sum[h] * __expf(top[h] - m) + added;
-        top[h] = m;
-      }
+      for (int h = 0; h < 2; ++h)
+        softmax_step(s, h, args.shape.scale, top[h], sum[h],
+                     [&](int row, int column) { return piece * 64 + column <= last_key[row]; });
     }
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      sum[h] += __shfl_xor_sync(~0u, sum[h], 1);
-      sum[h] += __shfl_xor_sync(~0u, sum[h], 2);
+      const float all = softmax_sum(sum[h]);
       const int row = base + warp * 16 + lane / 4 + 8 * h;
       if (lane % 4 != 0 || row >= rows) continue;
       float* to = block_triple(args, sequence, first_token + row / group, kv * group + row % group, block);
       to[0] = top[h];
-      to[1] = sum[h];
-      if (single_keys) to[2] = top[h] + logf(sum[h]);
+      to[1] = all;
+      if (single_keys) to[2] = top[h] + logf(all);
     }
     if (single_keys) continue;
 

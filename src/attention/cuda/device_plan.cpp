@@ -1,7 +1,6 @@
 #include "attention/cuda/device_plan.h"
 
 #include <algorithm>
-#include <cstring>
 
 #include "attention/cuda/given_index.h"
 #include "core/errors.h"
@@ -106,28 +105,24 @@ void DevicePlan::build(const PlanRequest& request, Staging& staging, void* strea
     coverage_ = make_coverage_plan(shape_, cu_seqlens_, dense_, request.tiles, request.coverage_rows,
                                    sparse_ ? &select_ : nullptr, slash_.gathered);
 
-  Layout layout;
-  const auto place = [&]<typename T>(const std::vector<T>& array) {
-    return layout.add<T>(static_cast<int64_t>(array.size()));
-  };
-  places_.cu_seqlens = place(cu_seqlens_);
-  places_.cu_subtiles = place(work_.cu_subtiles);
-  places_.forward = place(work_.forward);
-  places_.places = place(work_.places);
-  places_.scores = place(select_.scores);
-  places_.items = place(select_.items);
-  places_.blocks = place(select_.blocks);
-  places_.groups = place(select_.groups);
-  places_.pools = place(select_.pools);
-  places_.coverage_sequences = place(coverage_.sequences);
-  places_.coverage_tokens = place(coverage_.tokens);
-  places_.coverage_lists = place(coverage_.lists);
-  places_.coverage_grid = place(coverage_.grid);
-  places_.gathered = place(work_.gathered);
-  places_.gathered_pieces = place(work_.gathered_pieces);
-  places_.slash_sequences = place(slash_.sequences);
-  places_.thresholds = layout.add<ThresholdPlan>(1);
-  const int64_t uploaded = layout.bytes();
+  Upload upload;
+  places_.cu_seqlens = upload.add(cu_seqlens_);
+  places_.cu_subtiles = upload.add(work_.cu_subtiles);
+  places_.forward = upload.add(work_.forward);
+  places_.places = upload.add(work_.places);
+  places_.scores = upload.add(select_.scores);
+  places_.items = upload.add(select_.items);
+  places_.blocks = upload.add(select_.blocks);
+  places_.groups = upload.add(select_.groups);
+  places_.pools = upload.add(select_.pools);
+  places_.coverage_sequences = upload.add(coverage_.sequences);
+  places_.coverage_tokens = upload.add(coverage_.tokens);
+  places_.coverage_lists = upload.add(coverage_.lists);
+  places_.coverage_grid = upload.add(coverage_.grid);
+  places_.gathered = upload.add(work_.gathered);
+  places_.gathered_pieces = upload.add(work_.gathered_pieces);
+  places_.slash_sequences = upload.add(slash_.sequences);
+  places_.thresholds = upload.add(&thresholds);
 
   Layout lists;
   lists_.row_entries = lists.add<uint32_t>(select_.entries);
@@ -139,31 +134,11 @@ void DevicePlan::build(const PlanRequest& request, Staging& staging, void* strea
   lists_.gathered_columns = lists.add<int32_t>(work_.gathered_columns);
   lists_.gathered_bits = lists.add<uint64_t>(work_.gathered_words);
   lists_.bytes = lists.bytes();
-  own_lists_ = (uploaded + 255) / 256 * 256;
+  own_lists_ = (upload.bytes() + 255) / 256 * 256;
 
   memory_.ensure("attention plan", bytes());
-  char* host = staging.take(uploaded);
-  const auto fill = [&]<typename T>(int64_t offset, const std::vector<T>& array) {
-    if (!array.empty()) std::memcpy(host + offset, array.data(), array.size() * sizeof(T));
-  };
-  fill(places_.cu_seqlens, cu_seqlens_);
-  fill(places_.cu_subtiles, work_.cu_subtiles);
-  fill(places_.forward, work_.forward);
-  fill(places_.places, work_.places);
-  fill(places_.scores, select_.scores);
-  fill(places_.items, select_.items);
-  fill(places_.blocks, select_.blocks);
-  fill(places_.groups, select_.groups);
-  fill(places_.pools, select_.pools);
-  fill(places_.coverage_sequences, coverage_.sequences);
-  fill(places_.coverage_tokens, coverage_.tokens);
-  fill(places_.coverage_lists, coverage_.lists);
-  fill(places_.coverage_grid, coverage_.grid);
-  fill(places_.gathered, work_.gathered);
-  fill(places_.gathered_pieces, work_.gathered_pieces);
-  fill(places_.slash_sequences, slash_.sequences);
-  std::memcpy(host + places_.thresholds, &thresholds, sizeof(thresholds));
-  staging.send(stream, memory_.data(), uploaded);
+  upload.fill(staging.take(upload.bytes()));
+  staging.send(stream, memory_.data(), upload.bytes());
 
   forward_count_ = static_cast<int32_t>(work_.forward.size());
   block_count_ = static_cast<int32_t>(select_.blocks.size());
@@ -209,26 +184,15 @@ DevicePlan::Lists DevicePlan::lists_in(void* memory) const {
 
 void DevicePlan::set(SelectParams& params) const {
   params.shape = shape_;
-  params.query_block = select_.query_block;
-  params.select_block = select_.select_block;
-  params.block = select_.block;
-  params.max_competing = select_.max_competing;
-  params.planes = select_.planes;
-  params.plane_masses = select_.masses;
-  params.parts = select_.parts;
-  params.statistics_channels = select_.statistics;
-  params.statistics_rows = select_.statistics_rows;
+  set_plan(select_, params);
   params.scores = at<ScoreItem>(places_.scores);
   params.items = at<SelectItem>(places_.items);
-  params.batches = select_.batches;
   params.blocks = at<SelectBlock>(places_.blocks);
   params.block_count = block_count_;
   params.groups = at<SelectGroup>(places_.groups);
   params.group_count = group_count_;
-  params.column_count = select_.columns;
   params.pools = at<SelectPool>(places_.pools);
   params.pool_count = pool_count_;
-  params.pool_tiles = select_.pool_tiles;
 }
 
 void DevicePlan::set(BackwardWorkParams& params) const {

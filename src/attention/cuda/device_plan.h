@@ -3,6 +3,7 @@
 // What attention on CUDA prepares on the host for one kind of micro-batch, in device memory, and the memory itself.
 
 #include <cstdint>
+#include <cstring>
 #include <memory>
 #include <span>
 #include <vector>
@@ -44,6 +45,37 @@ class Layout {
 
  private:
   int64_t bytes_ = 0;
+};
+
+// Arrays on their way to one piece of device memory.
+class Upload {
+ public:
+  template <typename T>
+  int64_t add(const std::vector<T>& array) {
+    const int64_t at = layout_.add<T>(std::ssize(array));
+    arrays_.push_back({at, array.data(), array.size() * sizeof(T)});
+    return at;
+  }
+  template <typename T>
+  int64_t add(const T* value) {
+    const int64_t at = layout_.add<T>(1);
+    arrays_.push_back({at, value, sizeof(T)});
+    return at;
+  }
+  int64_t bytes() const { return layout_.bytes(); }
+  void fill(char* host) const {
+    for (const Array& array : arrays_)
+      if (array.bytes > 0) std::memcpy(host + array.at, array.data, array.bytes);
+  }
+
+ private:
+  struct Array {
+    int64_t at;
+    const void* data;
+    size_t bytes;
+  };
+  Layout layout_;
+  std::vector<Array> arrays_;
 };
 
 // Page-locked memory on its way to the device, reused in turns.

@@ -331,4 +331,42 @@ __device__ __forceinline__ void add_product(float (&c)[D / 2], const float (&a)[
   }
 }
 
+// Takes 64 more scores of row h of an accumulator of product() into its running softmax: they are scaled, or left out
+// where sees(h, column) is false, and become exponentials over the new `top`, which are added to this lane's part of
+// `sum`. Returns what has been added up before has to be multiplied with.
+template <typename Sees>
+__device__ __forceinline__ float softmax_step(float (&s)[32], int h, float scale, float& top, float& sum, Sees sees) {
+  const int lane = threadIdx.x % 32;
+  float m = top;
+#pragma unroll
+  for (int j = 0; j < 8; ++j)
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      float& x = s[4 * j + 2 * h + e];
+      x = sees(h, 8 * j + 2 * (lane % 4) + e) ? x * scale : -INFINITY;
+      m = fmaxf(m, x);
+    }
+  m = fmaxf(m, __shfl_xor_sync(~0u, m, 1));
+  m = fmaxf(m, __shfl_xor_sync(~0u, m, 2));
+  const float base = m == -INFINITY ? 0.f : m;
+  const float shrink = __expf(top - base);
+  float added = 0;
+#pragma unroll
+  for (int j = 0; j < 8; ++j)
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      float& x = s[4 * j + 2 * h + e];
+      x = __expf(x - base);
+      added += x;
+    }
+  sum = sum * shrink + added;
+  top = m;
+  return shrink;
+}
+// The four lanes' parts of a row's sum.
+__device__ __forceinline__ float softmax_sum(float part) {
+  part += __shfl_xor_sync(~0u, part, 1);
+  return part + __shfl_xor_sync(~0u, part, 2);
+}
+
 }  // namespace sb::gpu

@@ -50,30 +50,7 @@ __global__ void __launch_bounds__(128) forward_kernel(const __grid_constant__ Ar
     product<D, 8>(s, smem.q, warp * 16, smem.k, 0);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      float m = top[h];
-#pragma unroll
-      for (int j = 0; j < 8; ++j)
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          float& x = s[4 * j + 2 * h + e];
-          x = sees(h, 8 * j + 2 * (lane % 4) + e) ? x * args.scale : -INFINITY;
-          m = fmaxf(m, x);
-        }
-      m = fmaxf(m, __shfl_xor_sync(~0u, m, 1));
-      m = fmaxf(m, __shfl_xor_sync(~0u, m, 2));
-      const float base = m == -INFINITY ? 0.f : m;
-      const float shrink = __expf(top[h] - base);
-      float added = 0;
-#pragma unroll
-      for (int j = 0; j < 8; ++j)
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          float& x = s[4 * j + 2 * h + e];
-          x = __expf(x - base);
-          added += x;
-        }
-      sum[h] = sum[h] * shrink + added;
-      top[h] = m;
+      const float shrink = softmax_step(s, h, args.scale, top[h], sum[h], sees);
 #pragma unroll
       for (int j = 0; j < D / 8; ++j) {
         o[4 * j + 2 * h] *= shrink;
@@ -87,9 +64,7 @@ __global__ void __launch_bounds__(128) forward_kernel(const __grid_constant__ Ar
 
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    float all = sum[h];
-    all += __shfl_xor_sync(~0u, all, 1);
-    all += __shfl_xor_sync(~0u, all, 2);
+    const float all = softmax_sum(sum[h]);
     if (!rows.exists(row[h])) continue;
     const float inverse = all > 0 ? 1.f / all : 0.f;
     __nv_bfloat16* out = args.o + rows.packed(row[h]) * D + 2 * (lane % 4);

@@ -208,6 +208,9 @@ struct SelectParams {
   bool most_mass() const { return pattern == SelectionPattern::mass && lookahead; }
 };
 
+// What a plan says but for its arrays, which lie in device memory.
+void set_plan(const SelectPlan& plan, SelectParams& params);
+
 // Of each pool two histograms and what was found, of each query block one number.
 constexpr int64_t pool_counts_size(int64_t pools, int64_t pool_tiles) {
   return pools * 520 + pool_tiles;

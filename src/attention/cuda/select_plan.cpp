@@ -322,6 +322,21 @@ SelectPlan make_select_plan(const Shape& shape, std::span<const int32_t> cu_seql
   return plan;
 }
 
+void set_plan(const SelectPlan& plan, SelectParams& params) {
+  params.query_block = plan.query_block;
+  params.select_block = plan.select_block;
+  params.block = plan.block;
+  params.max_competing = plan.max_competing;
+  params.planes = plan.planes;
+  params.plane_masses = plan.masses;
+  params.parts = plan.parts;
+  params.statistics_channels = plan.statistics;
+  params.statistics_rows = plan.statistics_rows;
+  params.batches = plan.batches;
+  params.column_count = plan.columns;
+  params.pool_tiles = plan.pool_tiles;
+}
+
 ThresholdPlan make_threshold_plan(int kv_heads, const std::vector<bool>& dense,
                                   const std::vector<SequenceTiles>& all_tiles) {
   ThresholdPlan plan;

@@ -1,47 +1,12 @@
 #include "parallel/cuda/cuda_ring_plan.h"
 
 #include <algorithm>
-#include <cstring>
 
 #include "attention/selection/block_statistics.h"
 #include "core/errors.h"
 #include "device/cuda.h"
 
 namespace sb::gpu {
-namespace {
-
-// Arrays on their way to one piece of device memory.
-class Upload {
- public:
-  template <typename T>
-  int64_t add(const std::vector<T>& array) {
-    const int64_t at = layout_.add<T>(std::ssize(array));
-    arrays_.push_back({at, array.data(), array.size() * sizeof(T)});
-    return at;
-  }
-  template <typename T>
-  int64_t add(const T* value) {
-    const int64_t at = layout_.add<T>(1);
-    arrays_.push_back({at, value, sizeof(T)});
-    return at;
-  }
-  int64_t bytes() const { return layout_.bytes(); }
-  void fill(char* host) const {
-    for (const Array& array : arrays_)
-      if (array.bytes > 0) std::memcpy(host + array.at, array.data, array.bytes);
-  }
-
- private:
-  struct Array {
-    int64_t at;
-    const void* data;
-    size_t bytes;
-  };
-  Layout layout_;
-  std::vector<Array> arrays_;
-};
-
-}  // namespace
 
 bool CudaRingPlan::matches(const RingPlanRequest& request) const {
   const AttentionShape &a = attention_, &b = request.shape;
@@ -301,23 +266,12 @@ BlockIndex CudaRingPlan::read_index(void* memory, ThreadPool& pool) const {
 }
 
 void CudaRingPlan::set(const Set& set, SelectParams& params) const {
-  const SelectPlan& select = set.plan.select;
   params.shape = set.shape;
-  params.query_block = select.query_block;
-  params.select_block = select.select_block;
-  params.block = select.block;
-  params.max_competing = select.max_competing;
-  params.planes = select.planes;
-  params.plane_masses = select.masses;
-  params.parts = select.parts;
-  params.statistics_channels = select.statistics;
-  params.statistics_rows = select.statistics_rows;
+  set_plan(set.plan.select, params);
   params.scores = at<ScoreItem>(set.scores);
   params.items = at<SelectItem>(set.items);
-  params.batches = select.batches;
   params.blocks = at<SelectBlock>(set.select_blocks);
   params.block_count = set.block_count;
-  params.column_count = select.columns;
 }
 
 void CudaRingPlan::set(const Set& set, RingCutParams& params) const {
