@@ -264,9 +264,7 @@ OneGpu run_one(const AttentionCase& c, const SelectionConfig& selection, DType d
   const AttentionShape& s = c.shape;
   ThreadPool pool(1);
   const DeviceContext context(DeviceKind::cuda, pool);
-  // A ring takes the portable kernels for blocks of 64.
-  const auto attention =
-      make_cuda_attention({.attention = {selection, 1, coverage_rows}, .portable = selection.block == 64});
+  const auto attention = make_cuda_attention({.attention = {selection, 1, coverage_rows}});
   const Shape queries = {c.tokens(), s.heads, s.head_dim}, keys = {c.tokens(), s.kv_heads, s.head_dim};
   const DeviceTensor q(dtype, queries, c.q), k(dtype, keys, c.k), v(dtype, keys, c.v), out(dtype, queries);
   const DeviceTensor lse(DType::f32, {s.heads, c.tokens()});

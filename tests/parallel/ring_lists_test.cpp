@@ -14,6 +14,7 @@ namespace {
 struct RingCase {
   int ranks, block, query_block;
   std::vector<int32_t> lengths;
+  int keys = kBlock;  // of an item of the backward
 };
 
 // Rows with random choices, besides those that are always chosen, for all query blocks that `rank` holds.
@@ -48,7 +49,8 @@ class RingLists : public testing::TestWithParam<RingCase> {};
 
 INSTANTIATE_TEST_SUITE_P(Cases, RingLists,
                          testing::Values(RingCase{2, 128, 16, {1100, 3, 129, 640, 257}},
-                                         RingCase{3, 64, 16, {700, 64, 900, 0, 65}}, RingCase{4, 128, 128, {2000}},
+                                         RingCase{3, 64, 16, {700, 64, 900, 0, 65}},
+                                         RingCase{3, 64, 16, {700, 64, 900, 0, 65}, 64}, RingCase{4, 128, 128, {2000}},
                                          RingCase{4, 256, 32, {3000, 100, 1500}}, RingCase{8, 128, 16, {300, 1290}}));
 
 TEST_P(RingLists, AreThoseOfThePlanOfTheCpu) {
@@ -87,6 +89,7 @@ TEST_P(RingLists, AreThoseOfThePlanOfTheCpu) {
       request.scored = !whole;
       request.multiprocessors = 4;
       request.batch_masses = 1 << 20;
+      request.keys = c.keys;
       for (int s = 0; s < layout.sequences(); ++s) {
         // More than everything: rows with room for any choice.
         request.tiles.push_back(sequence_tiles(request.config, layout.length(s), (layout.blocks(s) + 8) * c.block));
@@ -175,6 +178,18 @@ TEST_P(RingLists, AreThoseOfThePlanOfTheCpu) {
                   to.push_back(list_entry(at.query_block + r, entry_first(entry)));
             EXPECT_EQ(std::ssize(to), offsets[column + 1] - offsets[column]);
           }
+        // Items of the backward, of so many keys each, and the columns of their blocks.
+        int32_t item_column = 0, keys_of_items = 0;
+        for (int32_t i = 0; i < pass.work.head_places; ++i) {
+          const BackwardItem& item = pass.work.places[i];
+          EXPECT_EQ(item.position % c.keys, 0);
+          EXPECT_LE(item.keys, c.keys);
+          EXPECT_EQ(item.column, item_column);
+          item_column += (item.keys + block - 1) / block;
+          keys_of_items += item.keys;
+        }
+        EXPECT_EQ(item_column, plan.head_columns[p]);
+        EXPECT_EQ(keys_of_items, pass.tokens());
         if (wanted == nullptr) {
           for (const auto& [place, row] : rows) EXPECT_TRUE(row.empty());
           continue;

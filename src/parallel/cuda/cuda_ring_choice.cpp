@@ -31,9 +31,7 @@ CudaRingChoice::CudaRingChoice(Communicator& data, const RingAttention::Options&
 std::shared_ptr<CudaRingPlan> CudaRingChoice::plan_for(const Exec& exec, int layer, const AttentionShape& shape,
                                                        const PackedSequences& sequences, DType dtype) {
   const SelectionConfig& selection = options_.selection;
-  if (!hopper_)
-    hopper_ = selection.block != 64 &&
-              cuda_attention_takes_hopper({.attention = {selection, options_.layers, 0}}, shape, dtype);
+  if (!hopper_) hopper_ = cuda_attention_takes_hopper({.attention = {selection, options_.layers, 0}}, shape, dtype);
   gpu::RingPlanRequest request;
   request.placement = options_.placement;
   request.ranks = data_.size();

@@ -32,7 +32,10 @@ void CudaRingPlan::plan_set(const RingPlanRequest& request, bool dense, const Re
   lists.tiles = request.tiles;
   lists.copies = !dense;
   lists.scored = !dense && request.selection->scores_blocks();
-  if (hopper_) lists.score = hopper_score_tile(lists.shape, BlockScoring(*request.selection));
+  if (hopper_)
+    lists.score = hopper_score_tile(lists.shape, BlockScoring(*request.selection));
+  else
+    lists.keys = std::min(request.selection->block, kBlock);
   if (dense) {
     // Everything, as a budget that is never too small.
     lists.config.pattern = SelectionPattern::topk;

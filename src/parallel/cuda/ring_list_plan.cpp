@@ -106,7 +106,7 @@ class RingListPlanner {
     for (size_t i = 0; i < offsets.size(); ++i) offsets[i] = static_cast<int32_t>(i);
     Shape shape = request_.shape;
     shape.tokens = pass.tokens();
-    const RowLayout lists{heads, query_block_, block_, block_, rows, offsets};
+    const RowLayout lists{heads, query_block_, block_, request_.keys, rows, offsets};
     to.work =
         make_work(shape, to.cu_seqlens, std::vector<bool>(pass.parts.size(), false), &lists, request_.multiprocessors);
     std::vector<ForwardItem> items;

@@ -75,6 +75,7 @@ struct RingListRequest {
   bool copies = false;               // whether keys that have copies are taken from them
   bool scored = false;               // whether choices are made by block statistics
   ScoreTile score = kPortableScoreTile;
+  int32_t keys = kBlock;  // of an item of the backward (Tiling)
   int64_t batch_masses = 0;
   int multiprocessors = 1;
 };
