@@ -268,8 +268,19 @@ void check_score_tokens(const AttentionSpec& spec) {
                 spec.block);
 }
 
+// In ascending order, each once.
+void check_dense_layers(AttentionSpec& spec, int64_t layers) {
+  for (const int layer : spec.dense_layers)
+    SB_USER_CHECK(layer >= 0 && layer < layers, "--dense-layers: {}, but the model has layers 0 to {}", layer,
+                  layers - 1);
+  std::ranges::sort(spec.dense_layers);
+  const auto repeated = std::ranges::unique(spec.dense_layers);
+  spec.dense_layers.erase(repeated.begin(), repeated.end());
+}
+
 void run(Arguments arguments) {
   for (const std::string& path : {arguments.json, arguments.trace, arguments.svg}) check_output(path);
+  if (!arguments.sweep) check_ring(arguments.layout.cp);
   if (arguments.ring.only) {
     SB_USER_CHECK(arguments.layout.cp > 1, "--ring: how many ranks share the sequence? Set --cp");
     const Json json = {{"cp", arguments.layout.cp}, {"ring", run_ring(arguments)}};
@@ -289,6 +300,7 @@ void run(Arguments arguments) {
   check_score_tokens(arguments.spec);
   const LatencyModel latency(find_profile(arguments.profile, find_model_shape(arguments.model), arguments.spec));
   const ModelShape& shape = latency.profile().shape;
+  check_dense_layers(arguments.spec, shape.layers);
   const CostModel cost(latency, arguments.spec, arguments.layout);
   const auto coverage = find_coverage(arguments.coverage, static_cast<int>(shape.layers));
   const std::vector<int64_t> pool = read_pool(arguments);
@@ -311,10 +323,13 @@ void run(Arguments arguments) {
                    measured->score_tokens != spec.score_tokens))
     fmt::print("measured with block {}, query block {}, score tokens {}: other blocks are an extrapolation\n",
                measured->block, measured->query_block, measured->score_tokens);
-  fmt::print("dp {} x pp {} x cp {}, global batch {}, {} steps, budget {}, block {}{}, p {}\n\n", arguments.layout.dp,
+  fmt::print("dp {} x pp {} x cp {}, global batch {}, {} steps, budget {}, block {}{}{}, p {}\n\n", arguments.layout.dp,
              arguments.layout.pp, arguments.layout.cp, arguments.global_batch, arguments.steps, arguments.spec.budget,
              arguments.spec.block,
              arguments.spec.score_tokens > 0 ? fmt::format(", score tokens {}", arguments.spec.score_tokens) : "",
+             arguments.spec.dense_layers.empty()
+                 ? ""
+                 : fmt::format(", dense layers {}", fmt::join(arguments.spec.dense_layers, ",")),
              arguments.p);
 
   Json json = {{"model", arguments.model},
@@ -334,6 +349,7 @@ void run(Arguments arguments) {
                {"block", arguments.spec.block},
                {"query_block", arguments.spec.query_block},
                {"score_tokens", arguments.spec.score_tokens},
+               {"dense_layers", arguments.spec.dense_layers},
                {"p", arguments.p},
                {"steps", arguments.steps},
                {"seed", arguments.seed}};
@@ -416,6 +432,7 @@ void add_simulate_command(CLI::App& app) {
   command->add_option("--query-block", a->spec.query_block, "tokens a query block")->capture_default_str();
   command->add_option("--score-tokens", a->spec.score_tokens, "keys that selection judges together; 0: a block")
       ->capture_default_str();
+  command->add_option("--dense-layers", a->spec.dense_layers, "layers that run dense, for example 0,1")->delimiter(',');
   command->add_option("--max-budget", a->spec.max_budget, "largest budget that memory allows; 0: dense")
       ->capture_default_str();
   command->add_option("--p", a->p, "share of its coverage that a (sequence, layer) may lose")->capture_default_str();

@@ -62,6 +62,14 @@ void add_ring_options(CLI::App& command, RingArguments& a) {
       ->expected(3);
 }
 
+void check_ring(int ranks) {
+  SB_USER_CHECK(
+      ranks <= kMostRingRanks,
+      "--cp {}: every step of every rank of a ring is followed, for {} ranks at most; lower --cp (--dp has no "
+      "such limit)",
+      ranks, kMostRingRanks);
+}
+
 std::vector<RingRow> run_ring(const RingArguments& arguments, int ranks, int heads, int block, uint64_t seed) {
   RingComparison comparison;
   comparison.ranks = ranks;

@@ -26,6 +26,10 @@ struct RingArguments {
 
 void add_ring_options(CLI::App& command, RingArguments& arguments);
 
+// Every step of every rank is followed, which so many ranks allow.
+constexpr int kMostRingRanks = 4096;
+void check_ring(int ranks);
+
 // Prints the table and returns its rows. `heads` and `block` are those of a drawn pattern.
 std::vector<RingRow> run_ring(const RingArguments& arguments, int ranks, int heads, int block, uint64_t seed);
 

@@ -111,6 +111,8 @@ TEST_F(Cli, SimulatesARing) {
   EXPECT_NE(text.find("hierarchical_exposed_ms"), std::string::npos) << text;
   for (const std::vector<std::string>& wrong :
        std::vector<std::vector<std::string>>{{"--ring"},
+                                             {"--ring", "--cp", "100000"},
+                                             {"--cp", "4097"},
                                              {"--ring", "--cp", "4", "--node-size", "3"},
                                              {"--ring", "--cp", "4", "--placement", "round"},
                                              {"--ring", "--cp", "4", "--block", "200"},
@@ -147,6 +149,31 @@ TEST_F(Cli, SimulateTakesPartsThatDivideTheBlock) {
     EXPECT_NE(refused.err.find("--score-tokens"), std::string::npos) << refused.err;
     EXPECT_NE(refused.err.find("does not divide"), std::string::npos) << refused.err;
   }
+}
+
+TEST_F(Cli, SimulateTakesDenseLayers) {
+  const std::string json = (directory_ / "rows.json").string();
+  const auto step_ms = [&](const std::string& layers) {
+    std::vector<std::string> arguments = {"simulate",   "--model",  "qwen2.5-0.5b", "--steps", "2",
+                                          "--policies", "in_order", "--json",       json};
+    if (!layers.empty()) arguments.insert(arguments.end(), {"--dense-layers", layers});
+    const ProgramResult result = run_program(arguments);
+    EXPECT_EQ(result.exit_code, 0) << result.err;
+    std::ifstream file(json);
+    const std::string text((std::istreambuf_iterator<char>(file)), {});
+    const size_t at = text.find("\"makespan_ms\": ");
+    EXPECT_NE(at, std::string::npos) << text;
+    return std::stod(text.substr(at + 15));
+  };
+  const double none = step_ms(""), one = step_ms("3"), two = step_ms("3,0,3");
+  EXPECT_GT(one, none);
+  EXPECT_NEAR(two - none, 2 * (one - none), 1e-6 * two);  // one stage: all layers alike
+  std::ifstream file(json);
+  const std::string text((std::istreambuf_iterator<char>(file)), {});
+  EXPECT_NE(text.find("\"dense_layers\": ["), std::string::npos) << text;
+  const ProgramResult refused = run_program({"simulate", "--model", "qwen2.5-0.5b", "--dense-layers", "24"});
+  EXPECT_EQ(refused.exit_code, 2);
+  EXPECT_NE(refused.err.find("--dense-layers: 24, but the model has layers 0 to 23"), std::string::npos) << refused.err;
 }
 
 TEST_F(Cli, ProfileRefusesNumbersThatMeasureNothing) {
