@@ -211,7 +211,7 @@ __global__ void __launch_bounds__(kRankThreads) ranks_kernel(const __grid_consta
   };
 
   // Of every query head, a warp each: the log of the row's sum, and of the sum of the estimates.
-  extern __shared__ float2 logs[];
+  extern __shared__ __align__(16) float2 logs[];
   const auto triples = [&](int h) { return block_triple(args, sequence, local, kv * group + h, 0); };
   for (int h = threadIdx.x / 32; h < group; h += kRankThreads / 32) {
     const float* from = triples(h);
@@ -304,8 +304,10 @@ void measure_tokens(const CoverageParams& p, Precision precision, void* stream) 
   const int count = p.own_tokens != nullptr ? p.own_count : p.token_count;
   if (count == 0) return;
   const auto ranks = precision == Precision::fp32 ? ranks_kernel<float> : ranks_kernel<__nv_bfloat16>;
-  ranks<<<dim3(count, p.shape.kv_heads), kRankThreads, p.shape.query_heads / p.shape.kv_heads * sizeof(float2),
-          static_cast<cudaStream_t>(stream)>>>(p);
+  // For an even number of heads: the compiler reads `logs` in pairs, of 16 bytes, the last of an odd group included.
+  const size_t pairs = (p.shape.query_heads / p.shape.kv_heads + 1) / 2;
+  ranks<<<dim3(count, p.shape.kv_heads), kRankThreads, pairs * 2 * sizeof(float2), static_cast<cudaStream_t>(stream)>>>(
+      p);
   check(cudaGetLastError(), "coverage of tokens");
 }
 
