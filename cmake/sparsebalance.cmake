@@ -38,9 +38,10 @@ function(sb_isa_sources name)
 endfunction()
 
 # sb_test(core_arena_test LABEL fast TIMEOUT 60 SOURCES arena_test.cpp LIBS sb_core)
-# Labels have a time budget for the whole suite on two cores: fast 3 min, slow 8 min, multi 4 min, gpu 9 min.
+# Labels have a time budget for the whole suite on two cores: fast 3 min, slow 8 min, multi 4 min, gpu 9 min. With SHARDS n
+# it is registered n times, as <name>_0 and so on, each with every n-th of its cases.
 function(sb_test name)
-  cmake_parse_arguments(ARG "" "LABEL;TIMEOUT" "SOURCES;LIBS" ${ARGN})
+  cmake_parse_arguments(ARG "" "LABEL;TIMEOUT;SHARDS" "SOURCES;LIBS" ${ARGN})
   if(NOT ARG_LABEL)
     set(ARG_LABEL fast)
   endif()
@@ -55,8 +56,17 @@ function(sb_test name)
   target_link_libraries(${name} PRIVATE ${ARG_LIBS} GTest::gtest_main)
   # Paths are relative to the source tree (tests run there), so that the compiler cache serves every checkout.
   target_compile_definitions(${name} PRIVATE SB_TEST_DATA="tests/data" SB_SOURCE_DIR=".")
-  add_test(NAME ${name} COMMAND ${name} WORKING_DIRECTORY ${CMAKE_SOURCE_DIR})
-  set_tests_properties(${name} PROPERTIES LABELS ${ARG_LABEL} TIMEOUT ${ARG_TIMEOUT})
+  if(NOT ARG_SHARDS)
+    add_test(NAME ${name} COMMAND ${name} WORKING_DIRECTORY ${CMAKE_SOURCE_DIR})
+    set_tests_properties(${name} PROPERTIES LABELS ${ARG_LABEL} TIMEOUT ${ARG_TIMEOUT})
+    return()
+  endif()
+  math(EXPR last "${ARG_SHARDS} - 1")
+  foreach(shard RANGE ${last})
+    add_test(NAME ${name}_${shard} COMMAND ${name} WORKING_DIRECTORY ${CMAKE_SOURCE_DIR})
+    set_tests_properties(${name}_${shard} PROPERTIES LABELS ${ARG_LABEL} TIMEOUT ${ARG_TIMEOUT}
+                         ENVIRONMENT "GTEST_TOTAL_SHARDS=${ARG_SHARDS};GTEST_SHARD_INDEX=${shard}")
+  endforeach()
 endfunction()
 
 # Runs a test once more on the narrower instruction set, as <name>_avx2.

@@ -32,7 +32,7 @@ MEMORY = re.compile(r"^  memory: ([\d.]+) GiB planned, ([\d.]+) taken")
 KERNELS = re.compile(r"^(\S.*?) {2,}[\d.]+ +(\d+) \| +[\d.]+ +(\d+)(.*)")
 SELECTION = re.compile(r"^(topk .*?) +rows [\d.]+ ms.*?: ([\d.]+) %")
 TAKEN = re.compile(r"\| +[\d.]+ +(\d+) \(taken\)")
-TESTS = re.compile(r"^\d+% tests passed, (\d+) tests failed out of (\d+)")
+TESTS = re.compile(r"^\d+% tests passed(?:, (\d+) tests? failed)? out of (\d+)")  # CMake 4 leaves out a zero
 
 
 class Table:
@@ -130,7 +130,8 @@ def make_table(lines):
     table = Table()
     for line in lines:
         if match := TESTS.match(line):
-            table.add("GPU tests", f"{int(match[2]) - int(match[1])} of {match[2]}", met=match[1] == "0")
+            failed, all = int(match[1] or 0), int(match[2])
+            table.add("GPU tests", f"{all - failed} of {all}", met=failed == 0)
     add_steps(table, lines)
     add_attention(table, lines)
     return table
@@ -158,6 +159,10 @@ topk 10% 16:2 d128 32K parts of 64 rows 0.1349 ms, columns 0.0163, order 0.0122;
         assert old in good
         bad = make_table(good.replace(old, new).splitlines())
         assert len(bad.missed) == 1, (old, bad.text())
+    for line, passed, met in [("100% tests passed out of 11", "11 of 11", "met"),
+                              ("91% tests passed, 1 test failed out of 11", "10 of 11", "MISSED"),
+                              ("0% tests passed, 12 tests failed out of 12", "0 of 12", "MISSED")]:
+        assert make_table([line]).rows == [("GPU tests", passed, "", "", "", met)], line
     print(make_table(good.splitlines()).text())
 
 

@@ -2,7 +2,7 @@
 # Everything that needs a GPU, in one command: builds the cuda preset, runs the GPU tests, then the benchmarks beside
 # their peers (PyTorch and transformers where they can be imported), and prints one table with ratios and bars last.
 #   scripts/gpu-check.sh [--only PART[,PART...]] [--no-peers] [--within SECONDS]
-# The parts, in this order; all but the last run without --only, in about eight minutes on 16 cores:
+# The parts, in this order; all but the last two run without --only, in about eight minutes on 16 cores:
 #   build      the cuda preset, tests and benchmarks included
 #   tests      ctest -L gpu
 #   step       a training step of Qwen2.5-0.5B and 3B at 8K; with the portable attention kernels too
@@ -10,6 +10,7 @@
 #   packed     steps of 524,288 tokens in sequences of 1,024
 #   attention  the attention kernels
 #   sanitize   compute-sanitizer: memcheck on the test suites, racecheck and initcheck on the operations in bf16
+#   sanitize-attention   compute-sanitizer: memcheck on attention, alone and in a ring, and on communication
 # What a part prints is shown as it comes and kept in build/cuda/gpu-check/PART.log. The exit code is not 0 when a
 # build, a test or a bar fails. --within: what has not ended by then is stopped and counts as failed; the table comes
 # all the same.
@@ -26,8 +27,8 @@ while [ $# -gt 0 ]; do
       [ -n "$parts" ] || parts=none
       for part in $parts; do
         case $part in
-          build | tests | step | long | packed | attention | sanitize) ;;
-          *) echo "--only ${2:-}: build, tests, step, long, packed, attention or sanitize" >&2; exit 2 ;;
+          build | tests | step | long | packed | attention | sanitize | sanitize-attention) ;;
+          *) echo "--only ${2:-}: see the parts at the head of $0" >&2; exit 2 ;;
         esac
       done
       shift 2 ;;
@@ -54,7 +55,7 @@ build() {
 }
 tests() {
   nvidia-smi --query-gpu=name,driver_version,power.limit --format=csv,noheader
-  limit 400 ctest --test-dir build/cuda -L gpu -j 4 --output-on-failure
+  limit 400 ctest --test-dir build/cuda -L gpu -j 8 --no-tests=error --output-on-failure
 }
 step() {
   limit 90 $ours all
@@ -76,39 +77,72 @@ attention() {
   if can_import torch; then limit 120 python3 bench/peers/attention_lists.py; fi
 }
 
-# Every run is a process of its own, all side by side, since they keep the host busy rather than the GPU. What is left
-# out, and why: cuBLASLt's split products, which only RealVocabulary has, are hazards to racecheck (kernels nvjet_..._splitK
-# of the library); initcheck does not see what its products of aligned bf16 matrices store through the copy engine and
-# takes logits for unwritten (CrossEntropyTest.ReadsNothingItDidNotWrite shows that none is). Both run in fp32 instead.
-# TooMuchIsRefused asks for memory that is not there, ReadsNothing copies scratch memory before it fills it.
-sanitize() {
-  local dir=build/cuda/gpu-check/sanitize tests=build/cuda/tests i log clean=yes
+# Every run of compute-sanitizer is a process of its own, all of a part side by side, since they keep the host busy rather
+# than the GPU. What is not ended after 240 s is stopped.
+begin_checks() {
+  dir=build/cuda/gpu-check/$1
   pids=
-  rm -rf $dir && mkdir -p $dir
+  rm -rf "$dir" && mkdir -p "$dir"
   trap 'kill $pids 2>/dev/null || true' EXIT
   trap 'exit 1' TERM INT
-  # check NAME TOOL PROGRAM FILTER SHARDS
-  check() {
-    for ((i = 0; i < $5; ++i)); do
-      GTEST_TOTAL_SHARDS=$5 GTEST_SHARD_INDEX=$i timeout -k 5 "$(at_most 240)" compute-sanitizer --tool "$2" \
-        --error-exitcode 9 $tests/"$3" --gtest_filter="$4" --gtest_brief=1 >$dir/"$2-$1-$i.log" 2>&1 &
-      pids+=" $!"
-    done
-  }
-  check operations memcheck ops/ops_test '*cuda*' 2
-  check stages memcheck model/model_test '*cuda*:*Cuda*' 4
-  check evaluation memcheck eval/eval_test '*cuda*' 2
-  check device memcheck device/device_test '*cuda*:*Cuda*-*TooMuchIsRefused*' 1
-  check operations racecheck ops/ops_test '*cuda_bf16*-*RealVocabulary*' 3
-  check loss racecheck ops/ops_test '*RealVocabulary*cuda_f32*' 1
-  check operations initcheck ops/ops_test '*cuda_bf16*-*CrossEntropy*' 1
-  check loss initcheck ops/ops_test '*CrossEntropy*cuda_f32*-*ReadsNothing*' 2
+  export SB_TEST_SHORT=1
+}
+# check NAME TOOL SHARDS PROGRAM ARGUMENTS...: with more than one shard, a gtest program, cut by gtest
+check() {
+  local i
+  for ((i = 0; i < $3; ++i)); do
+    GTEST_TOTAL_SHARDS=$3 GTEST_SHARD_INDEX=$i timeout -k 5 "$(at_most 240)" compute-sanitizer --tool "$2" \
+      --error-exitcode 9 build/cuda/tests/"$4" "${@:5}" >"$dir/$2-$1-$i.log" 2>&1 &
+    pids+=" $!"
+  done
+}
+end_checks() {
+  local clean=yes i log
   for i in $pids; do wait "$i" || clean=no; done
-  for log in $dir/*.log; do
-    printf '%-26s %s\n' "$(basename "$log" .log)" "$(grep SUMMARY "$log" | sed 's/=* *//' || echo 'not finished')"
-    grep -q 'SUMMARY: 0' "$log" || { clean=no; tail -25 "$log"; }
+  for log in "$dir"/*.log; do
+    printf '%-26s %-64s %s\n' "$(basename "$log" .log)" \
+      "$(grep SUMMARY "$log" | head -1 | sed 's/=* *//' | grep . || echo 'not finished')" \
+      "$(sed -n 's/.* ran\. (\([0-9]*\)[0-9]\{3\} ms total)/\1 s/p' "$log")"
+    # Nor may a test fail, or a filter that finds none pass.
+    if ! grep -q 'SUMMARY: 0' "$log" || grep -qE 'FAILED|\] 0 tests' "$log"; then
+      clean=no
+      tail -25 "$log"
+    fi
   done
   [ $clean = yes ]
+}
+
+# What is left out, and why: cuBLASLt's split products, which only RealVocabulary has, are hazards to racecheck (kernels
+# nvjet_..._splitK of the library); initcheck does not see what its products of aligned bf16 matrices store through the
+# copy engine and takes logits for unwritten (CrossEntropyTest.ReadsNothingItDidNotWrite shows that none is). Both run in
+# fp32 instead. TooMuchIsRefused asks for memory that is not there, ReadsNothing copies scratch memory before it fills it.
+sanitize() {
+  begin_checks sanitize
+  local brief=--gtest_brief=1
+  check operations memcheck 2 ops/ops_test $brief --gtest_filter='*cuda*'
+  # So many that no two of the long cases share one.
+  check stages memcheck 8 model/model_test $brief --gtest_filter='*cuda*:*Cuda*'
+  check evaluation memcheck 2 eval/eval_test $brief --gtest_filter='*cuda*'
+  check device memcheck 1 device/device_test $brief --gtest_filter='*cuda*:*Cuda*-*TooMuchIsRefused*'
+  check operations racecheck 3 ops/ops_test $brief --gtest_filter='*cuda_bf16*-*RealVocabulary*'
+  check loss racecheck 1 ops/ops_test $brief --gtest_filter='*RealVocabulary*cuda_f32*'
+  check operations initcheck 1 ops/ops_test $brief --gtest_filter='*cuda_bf16*-*CrossEntropy*'
+  check loss initcheck 2 ops/ops_test $brief --gtest_filter='*CrossEntropy*cuda_f32*-*ReadsNothing*'
+  end_checks
+}
+
+# Of the tests of attention those that have every kernel; the rest has them in other shapes. NCCL's kernels are not ours.
+sanitize-attention() {
+  begin_checks sanitize-attention
+  local brief=--gtest_brief=1
+  check hopper memcheck 1 attention/hopper/attention_hopper_test --short
+  check selection memcheck 1 attention/hopper/attention_select_test --short
+  check attention memcheck 4 attention/attention_cuda_test $brief \
+    --gtest_filter='*GatheredColumns*:*OddQueryBlocks*:*VerticalSlash*:*MeasuresCoverage*:*Future*:*ChoosesWhat*:*Needle*'
+  check ring memcheck 3 parallel/cuda_ring_test $brief \
+    --gtest_filter='*RanksWithout*:*GivenLists*bf16:*Choices*/bf16_topk:*Choices*/f32_mass:*Choices*/bf16_parts'
+  check communication memcheck 1 comm/comm_device_test $brief --gtest_filter='CudaOrder*:*OnCuda.Staged*'
+  end_checks
 }
 
 mkdir -p build/cuda/gpu-check

@@ -10,9 +10,9 @@
 #include <vector>
 
 #include "attention/block_sparse.h"
-#include "core/random.h"
 #include "device/cuda.h"
 #include "device/memory.h"
+#include "tests/attention/reference.h"
 
 namespace sb {
 
@@ -33,9 +33,8 @@ struct CudaOperands {
 
   CudaOperands(const AttentionShape& s, int64_t n, DType dtype, uint64_t seed) : shape(s), tokens(n) {
     const auto draw = [&](int heads, uint64_t which) {
-      std::vector<float> out(n * heads * s.head_dim);
-      Random random(seed * 10 + which);
-      for (float& x : out) x = rounded(static_cast<float>(random.normal()), dtype);
+      std::vector<float> out = draw_normal(n * heads * s.head_dim, seed * 10 + which);
+      for (float& x : out) x = rounded(x, dtype);
       return out;
     };
     q = draw(s.heads, 0);

@@ -100,13 +100,13 @@ TEST_F(CudaTable, GatheredColumns) {
   for (const Lists& lists :
        {Lists{4, 2, 4, 128, 128}, Lists{8, 1, 8, 256, 128}, Lists{4, 2, 2, 128, 16}, Lists{4, 2, 2, 64, 16},
         Lists{6, 2, 6, 64, 64}, Lists{14, 2, 2, 64, 32}, Lists{66, 1, 1, 128, 16}})
-    for (const int d : {64, 128})
+    for (const int d : {64, 128}) {
+      const std::vector<int32_t> lengths =
+          lists.heads > 8 ? std::vector<int32_t>{333, 1, 0, 129} : std::vector<int32_t>{1100, 1, 0, 129};
+      const AttentionCase c(shape_of(lists.heads, lists.kv_heads, d), lengths, 11);
+      const CudaOperands in(c.shape, c.tokens(), DType::bf16, c.q, c.k, c.v, c.dout);
       for (const auto& [name, maker] : makers) {
-        const std::vector<int32_t> lengths =
-            lists.heads > 8 ? std::vector<int32_t>{333, 1, 0, 129} : std::vector<int32_t>{1100, 1, 0, 129};
-        const AttentionCase c(shape_of(lists.heads, lists.kv_heads, d), lengths, 11);
         const BlockIndex index = build_index(c, {lists.block, lists.query_block, lists.list_heads}, *maker);
-        const CudaOperands in(c.shape, c.tokens(), DType::bf16, c.q, c.k, c.v, c.dout);
         const CudaResults want = on_cpu({.pool = &pool_, .scratch = &cpu_scratch_}, in, index);
         for (const bool deterministic : {false, true}) {
           SCOPED_TRACE(fmt::format("{} {}:{} {} lists of {} x {} d{} deterministic {}", name, lists.heads,
@@ -128,6 +128,7 @@ TEST_F(CudaTable, GatheredColumns) {
           }
         }
       }
+    }
 }
 
 // Query blocks of an odd number of tokens, which fill half of a tile.

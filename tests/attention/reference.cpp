@@ -5,16 +5,12 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <thread>
 
 #include "core/random.h"
 
 namespace sb {
 namespace {
-
-void fill_normal(std::vector<float>& x, int64_t count, double spread, Random& random) {
-  x.resize(count);
-  for (float& value : x) value = static_cast<float>(random.normal() * spread);
-}
 
 void expect_close(const std::vector<float>& actual, const std::vector<double>& expected, double tolerance,
                   const char* name) {
@@ -34,17 +30,46 @@ void expect_close(const std::vector<float>& actual, const std::vector<double>& e
   }
 }
 
+double dot(const double* a, const double* b, int count) {
+  double sums[4] = {};  // that need not wait for each other
+  int i = 0;
+  for (; i + 4 <= count; i += 4)
+    for (int j = 0; j < 4; ++j) sums[j] += a[i + j] * b[i + j];
+  for (; i < count; ++i) sums[0] += a[i] * b[i];
+  return (sums[0] + sums[1]) + (sums[2] + sums[3]);
+}
+
+void add(double* __restrict to, double factor, const double* __restrict from, int count) {
+  for (int i = 0; i < count; ++i) to[i] += factor * from[i];
+}
+
 }  // namespace
 
 AttentionCase::AttentionCase(AttentionShape s, std::vector<int32_t> lengths, uint64_t seed, double spread)
     : shape(s), cu_seqlens{0} {
   for (const int32_t length : lengths) cu_seqlens.push_back(cu_seqlens.back() + length);
-  Random random(seed);
   const int64_t queries = tokens() * s.heads * s.head_dim, keys = tokens() * s.kv_heads * s.head_dim;
-  fill_normal(q, queries, spread, random);
-  fill_normal(k, keys, spread, random);
-  fill_normal(v, keys, 1.0, random);
-  fill_normal(dout, queries, 1.0, random);
+  q = draw_normal(queries, seed, 0, spread);
+  k = draw_normal(keys, seed, queries, spread);
+  v = draw_normal(keys, seed, queries + keys);
+  dout = draw_normal(queries, seed, queries + 2 * keys);
+}
+
+std::vector<float> draw_normal(int64_t count, uint64_t seed, int64_t first, double spread) {
+  std::vector<float> values(static_cast<size_t>(count));
+  // A number takes four positions of the stream.
+  const auto fill = [&](int64_t begin, int64_t end) {
+    Random random(seed, 0, 4 * static_cast<uint64_t>(first + begin));
+    for (int64_t i = begin; i < end; ++i) values[static_cast<size_t>(i)] = static_cast<float>(random.normal() * spread);
+  };
+  const int64_t parts = std::clamp<int64_t>(count >> 16, 1, std::min(8, available_cores()));
+  {
+    std::vector<std::jthread> others;
+    for (int64_t part = 1; part < parts; ++part)
+      others.emplace_back(fill, count * part / parts, count * (part + 1) / parts);
+    fill(0, count / parts);
+  }
+  return values;
 }
 
 bool sees_everything(int, int, int, int) {
@@ -73,55 +98,57 @@ AttentionResults<double> reference_attention(const AttentionCase& c, const SeesK
   r.dk.resize(tokens * kv_heads * d);
   r.dv.resize(tokens * kv_heads * d);
   r.lse.assign(tokens * heads, -std::numeric_limits<double>::infinity());
-  const auto dot = [d](const auto* a, const auto* b) {
-    double sum = 0;
-    for (int i = 0; i < d; ++i) sum += static_cast<double>(a[i]) * static_cast<double>(b[i]);
-    return sum;
-  };
-  std::vector<double> p, dp;
-  std::vector<int> keys;
-  for (size_t s = 0; s + 1 < c.cu_seqlens.size(); ++s) {
-    const int64_t begin = c.cu_seqlens[s], length = c.cu_seqlens[s + 1] - begin;
-    for (int head = 0; head < heads; ++head) {
-      const int kv = head / (heads / kv_heads);
+  using Values = std::vector<double>;
+  const Values q(c.q.begin(), c.q.end()), k(c.k.begin(), c.k.end()), v(c.v.begin(), c.v.end()),
+      dout(c.dout.begin(), c.dout.end());
+  const auto run = [&](int kv) {
+    std::vector<double> p, dp;
+    std::vector<int> keys;
+    const int group = heads / kv_heads;
+    for (size_t s = 0; s + 1 < c.cu_seqlens.size(); ++s) {
+      const int64_t begin = c.cu_seqlens[s], length = c.cu_seqlens[s + 1] - begin;
       const auto key_at = [&](int64_t key) { return ((begin + key) * kv_heads + kv) * d; };
-      for (int query = 0; query < length; ++query) {
-        const int64_t row = ((begin + query) * heads + head) * d;
-        keys.clear();
-        p.clear();
-        double maximum = -std::numeric_limits<double>::infinity();
-        for (int key = 0; key <= query; ++key) {
-          if (!sees(head, static_cast<int>(s), query, key)) continue;
-          keys.push_back(key);
-          p.push_back(c.shape.scale * dot(&c.q[row], &c.k[key_at(key)]));
-          maximum = std::max(maximum, p.back());
-        }
-        if (keys.empty()) continue;
-        double sum = 0;
-        for (const double x : p) sum += std::exp(x - maximum);
-        r.lse[head * tokens + begin + query] = maximum + std::log(sum);
-        dp.assign(keys.size(), 0);
-        double delta = 0;
-        for (size_t i = 0; i < keys.size(); ++i) {
-          p[i] = std::exp(p[i] - maximum) / sum;
-          const int64_t at = key_at(keys[i]);
-          for (int x = 0; x < d; ++x) {
-            r.out[row + x] += p[i] * c.v[at + x];
-            r.dv[at + x] += p[i] * c.dout[row + x];
+      for (int head = kv * group; head < (kv + 1) * group; ++head)
+        for (int query = 0; query < length; ++query) {
+          const int64_t row = ((begin + query) * heads + head) * d;
+          keys.clear();
+          p.clear();
+          double maximum = -std::numeric_limits<double>::infinity();
+          for (int key = 0; key <= query; ++key) {
+            if (!sees(head, static_cast<int>(s), query, key)) continue;
+            keys.push_back(key);
+            p.push_back(c.shape.scale * dot(&q[row], &k[key_at(key)], d));
+            maximum = std::max(maximum, p.back());
           }
-          dp[i] = dot(&c.dout[row], &c.v[at]);
-          delta += p[i] * dp[i];
-        }
-        for (size_t i = 0; i < keys.size(); ++i) {
-          const double ds = p[i] * (dp[i] - delta) * c.shape.scale;
-          const int64_t at = key_at(keys[i]);
-          for (int x = 0; x < d; ++x) {
-            r.dq[row + x] += ds * c.k[at + x];
-            r.dk[at + x] += ds * c.q[row + x];
+          if (keys.empty()) continue;
+          double sum = 0;
+          for (const double x : p) sum += std::exp(x - maximum);
+          r.lse[head * tokens + begin + query] = maximum + std::log(sum);
+          dp.assign(keys.size(), 0);
+          double delta = 0;
+          for (size_t i = 0; i < keys.size(); ++i) {
+            p[i] = std::exp(p[i] - maximum) / sum;
+            const int64_t at = key_at(keys[i]);
+            add(&r.out[row], p[i], &v[at], d);
+            add(&r.dv[at], p[i], &dout[row], d);
+            dp[i] = dot(&dout[row], &v[at], d);
+            delta += p[i] * dp[i];
+          }
+          for (size_t i = 0; i < keys.size(); ++i) {
+            const double ds = p[i] * (dp[i] - delta) * c.shape.scale;
+            const int64_t at = key_at(keys[i]);
+            add(&r.dq[row], ds, &k[at], d);
+            add(&r.dk[at], ds, &q[row], d);
           }
         }
-      }
     }
+  };
+  // Key/value heads share nothing: where there is much to do, a thread each.
+  if (tokens < 1000) {
+    for (int kv = 0; kv < kv_heads; ++kv) run(kv);
+  } else {
+    std::vector<std::jthread> threads;
+    for (int kv = 0; kv < kv_heads; ++kv) threads.emplace_back(run, kv);
   }
   return r;
 }

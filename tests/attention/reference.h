@@ -10,6 +10,9 @@
 
 namespace sb {
 
+// Standard normal numbers times `spread`: those that Random(seed) gives from number `first` on.
+std::vector<float> draw_normal(int64_t count, uint64_t seed, int64_t first = 0, double spread = 1.0);
+
 // Operands of one attention call with memory of their own, random.
 struct AttentionCase {
   AttentionCase(AttentionShape shape, std::vector<int32_t> lengths, uint64_t seed = 1, double spread = 1.0);
