@@ -1,13 +1,10 @@
-#include <unistd.h>
-
 #include <CLI/CLI.hpp>
-#include <chrono>
 #include <cstdio>
 #include <filesystem>
 #include <memory>
 
 #include "cli/data_commands.h"
-#include "core/errors.h"
+#include "cli/progress.h"
 #include "core/log.h"
 #include "core/thread_pool.h"
 #include "data/tokenize_job.h"
@@ -15,65 +12,28 @@
 namespace sb {
 namespace {
 
-using Clock = std::chrono::steady_clock;
-
-// A bar that is redrawn on a terminal, a line every ten seconds elsewhere.
-class ProgressBar {
- public:
-  ProgressBar() : terminal_(::isatty(STDERR_FILENO) != 0) {}
-
-  void show(const TokenizeProgress& progress) {
-    const auto now = Clock::now();
-    const double pause = std::chrono::duration<double>(now - shown_).count();
-    if (pause < (terminal_ ? 0.2 : 10.0)) return;
-    shown_ = now;
-    const double share = static_cast<double>(progress.bytes) / static_cast<double>(progress.total_bytes);
-    const double seconds = elapsed();
-    const double rate = static_cast<double>(progress.bytes - progress.resumed_bytes) / seconds;
-    const double left = rate > 0.0 ? static_cast<double>(progress.total_bytes - progress.bytes) / rate : 0.0;
-    const std::string line =
-        fmt::format("{:5.1f} %  {} documents  {:.1f} M tokens  {:.1f} MB/s  {:.0f} s left", 100.0 * share,
-                    progress.documents, static_cast<double>(progress.tokens) / 1e6, rate / 1e6, left);
-    if (terminal_) {
-      const auto filled = static_cast<size_t>(30.0 * share);
-      std::fprintf(stderr, "\r[%s%s] %s\033[K", std::string(filled, '#').c_str(), std::string(30 - filled, ' ').c_str(),
-                   line.c_str());
-      drawn_ = true;
-    } else {
-      log::info("{}", line);
-    }
-  }
-  // Leaves the terminal's line free again.
-  void clear() {
-    if (drawn_) std::fprintf(stderr, "\r\033[K");
-    drawn_ = false;
-  }
-  double elapsed() const { return std::chrono::duration<double>(Clock::now() - start_).count(); }
-
- private:
-  bool terminal_, drawn_ = false;
-  Clock::time_point start_ = Clock::now(), shown_ = Clock::now();
-};
+double share_of(int64_t bytes, const TokenizeProgress& progress) {
+  return static_cast<double>(bytes) / static_cast<double>(progress.total_bytes);
+}
 
 void tokenize(const TokenizeOptions& options) {
-  ProgressBar bar;
-  TokenizeProgress done;
+  Progress bar;
   bool announced = false;
-  try {
-    done = tokenize_files(options, [&](const TokenizeProgress& progress) {
-      if (!announced && progress.resumed_bytes > 0)
-        log::info("going on after {:.1f} MB of {:.1f} MB", static_cast<double>(progress.resumed_bytes) / 1e6,
-                  static_cast<double>(progress.total_bytes) / 1e6);
-      announced = true;
-      bar.show(progress);
-    });
-  } catch (...) {
-    bar.clear();
-    throw;
-  }
+  const TokenizeProgress done = tokenize_files(options, [&](const TokenizeProgress& progress) {
+    if (!announced && progress.resumed_bytes > 0) {
+      bar.begin_at(share_of(progress.resumed_bytes, progress));
+      log::info("going on after {:.1f} MB of {:.1f} MB", static_cast<double>(progress.resumed_bytes) / 1e6,
+                static_cast<double>(progress.total_bytes) / 1e6);
+    }
+    announced = true;
+    bar.show(share_of(progress.bytes, progress),
+             fmt::format("{} documents  {:.1f} M tokens  {:.1f} MB/s", progress.documents,
+                         static_cast<double>(progress.tokens) / 1e6,
+                         static_cast<double>(progress.bytes - progress.resumed_bytes) / bar.seconds() / 1e6));
+  });
   bar.clear();
-  const double seconds = bar.elapsed();
-  const double share = static_cast<double>(done.bytes - done.resumed_bytes) / static_cast<double>(done.total_bytes);
+  const double seconds = bar.seconds();
+  const double share = share_of(done.bytes - done.resumed_bytes, done);
   std::printf(
       "%s: %lld documents, %lld tokens, %lld bad lines skipped; %.1f s, %.2f M tokens/s, %.1f MB/s, %d workers\n",
       options.output.c_str(), static_cast<long long>(done.documents), static_cast<long long>(done.tokens),

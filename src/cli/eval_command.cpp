@@ -1,9 +1,7 @@
 #include <fmt/ranges.h>
-#include <unistd.h>
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
-#include <chrono>
 #include <cstdio>
 #include <fstream>
 #include <memory>
@@ -12,6 +10,7 @@
 
 #include "cli/commands.h"
 #include "cli/output_file.h"
+#include "cli/progress.h"
 #include "core/errors.h"
 #include "core/log.h"
 #include "data/ruler_text.h"
@@ -106,21 +105,10 @@ void write_json(const EvalOptions& options, Json result) {
   write_output(options.json, result.dump(1) + "\n");
 }
 
-// "12/40  ETA 8s" on standard error, redrawn; nothing where that is no terminal.
-class Progress {
- public:
-  void operator()(size_t done, size_t all) {
-    if (!terminal_) return;
-    const double passed = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin_).count();
-    std::fprintf(stderr, "\r%zu/%zu  ETA %.0fs \033[K", done, all,
-                 done == 0 ? 0.0 : passed * static_cast<double>(all - done) / static_cast<double>(done));
-    if (done == all) std::fprintf(stderr, "\r\033[K");
-  }
-
- private:
-  bool terminal_ = isatty(STDERR_FILENO) != 0;
-  std::chrono::steady_clock::time_point begin_ = std::chrono::steady_clock::now();
-};
+// "12 of 40", for each of what `all` says.
+void show(Progress& progress, size_t done, size_t all, const char* what) {
+  progress.show(static_cast<double>(done) / static_cast<double>(all), fmt::format("{} of {} {}", done, all, what));
+}
 
 // An object of a JSONL file and where it stands.
 struct Row {
@@ -171,8 +159,9 @@ void run_ppl(const EvalOptions& options, const std::vector<std::string>& data, i
   for (int64_t i = 0; i < chosen; ++i) {
     const TokenSequence sequence = dataset.read(static_cast<uint64_t>(i));
     losses.add(model.score(sequence.tokens, sequence.labels).token_loss, sequence.labels);
-    progress(static_cast<size_t>(i + 1), static_cast<size_t>(chosen));
+    show(progress, static_cast<size_t>(i + 1), static_cast<size_t>(chosen), "sequences");
   }
+  progress.clear();
   std::printf("%18s %12s %10s %12s\n", "positions", "tokens", "loss", "perplexity");
   Json rows = Json::array();
   const auto print = [&](const PositionLosses::Bucket& bucket, const std::string& name) {
@@ -243,9 +232,10 @@ void run_needle(EvalOptions options, const NeedleOptions& needle) {
     std::vector<double>& row = grid.values.emplace_back();
     for (const int64_t length : needle.lengths) {
       row.push_back(needle_cell(model, options, needle, length, depth));
-      progress(++done, cells);
+      show(progress, ++done, cells, "cells");
     }
   }
+  progress.clear();
   std::printf("%s", needle_table(grid).c_str());
   if (!needle.svg.empty()) write_output(needle.svg, needle_svg(grid, "needle: " + options.model));
   write_json(options, {{"task", "needle"},
@@ -268,7 +258,8 @@ std::vector<std::string> predictions_for(const EvalOptions& options, const std::
   SB_USER_CHECK(!options.model.empty(), "name a --model to run, or --predictions to score");
   EvalModel model = open_model(options);
   Progress progress;
-  return model.answer(prompts, generation(options), std::ref(progress));
+  return model.answer(prompts, generation(options),
+                      [&](size_t done, size_t all) { show(progress, done, all, "prompts"); });
 }
 
 void run_ruler(const EvalOptions& options, const std::string& input, const std::string& predictions, bool part) {

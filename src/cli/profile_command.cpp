@@ -1,9 +1,7 @@
 #include <fmt/format.h>
-#include <unistd.h>
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
-#include <chrono>
 #include <ctime>
 #include <fstream>
 #include <memory>
@@ -12,6 +10,7 @@
 #include "cli/commands.h"
 #include "cli/output_file.h"
 #include "cli/profile_engine.h"
+#include "cli/progress.h"
 #include "core/errors.h"
 #include "core/thread_pool.h"
 #include "device/cuda.h"
@@ -28,11 +27,6 @@ struct Arguments {
   MeasureOptions measure;
   bool tokens_given = false, threads_given = false, device_given = false;
 };
-
-using Clock = std::chrono::steady_clock;
-double microseconds_since(Clock::time_point begin) {
-  return std::chrono::duration<double, std::micro>(Clock::now() - begin).count();
-}
 
 std::string today() {
   const std::time_t now = std::time(nullptr);
@@ -127,17 +121,10 @@ void run(Arguments arguments) {
     target.reduction = [&](int64_t bytes) { return engine.reduction(bytes); };
   }
   target.layers = layers;
-  const bool terminal = isatty(STDERR_FILENO) != 0;
-  const auto begin = Clock::now();
+  Progress progress;
   arguments.measure.progress = [&](int done, int total, const std::string& what) {
-    if (!terminal) return;
-    const int filled = 30 * done / std::max(1, total);
-    const double spent = microseconds_since(begin) / 1e6;
     // Small shapes come first, so the rest is guessed only when there is something to guess from.
-    const std::string left = 4 * done >= total ? fmt::format("about {:.0f} s left", spent * (total - done) / done)
-                                               : fmt::format("{:.0f} s", spent);
-    fmt::print(stderr, "\r[{:<30}] {:>3} %  {:<16} {:<48}", std::string(static_cast<size_t>(std::min(filled, 30)), '#'),
-               100 * done / std::max(1, total), left, what);
+    progress.show(static_cast<double>(done) / std::max(1, total), what, 4 * done >= total);
   };
   std::ofstream samples;
   if (!arguments.samples.empty()) {
@@ -153,7 +140,7 @@ void run(Arguments arguments) {
     };
   }
   Profile profile = measure_profile(shape, target, arguments.measure);
-  if (terminal) fmt::print(stderr, "\n");
+  progress.clear();
   profile.name = arguments.out;
   profile.machine = engine.machine();
   profile.date = today();
@@ -161,7 +148,7 @@ void run(Arguments arguments) {
   if (gpu) describe_gpu(profile);
   write_output(arguments.out, write_profile(profile));
   fmt::print("{}: {}\n{}, {} layers measured in {:.0f} s\n", arguments.model, describe(shape), profile.machine, layers,
-             microseconds_since(begin) / 1e6);
+             progress.seconds());
   fmt::print("error on {} held-out micro-batches: median {:.1f} %, p95 {:.1f} %\nwritten to {}\n",
              profile.held_out.count, 100 * profile.held_out.median, 100 * profile.held_out.p95, arguments.out);
 }

@@ -1,6 +1,5 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
-#include <unistd.h>
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
@@ -17,6 +16,7 @@
 #include "balance/simulate.h"
 #include "cli/commands.h"
 #include "cli/output_file.h"
+#include "cli/progress.h"
 #include "cli/simulate_ring.h"
 #include "core/errors.h"
 #include "data/token_file.h"
@@ -46,36 +46,21 @@ double seconds() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
-// How far a long simulation is, on standard error: redrawn on a terminal, a line every ten seconds elsewhere. The first
-// seconds pass in silence.
-class Progress {
+// Counts the steps of all policies and layouts that a simulation tries.
+class StepProgress {
  public:
-  explicit Progress(int64_t steps) : steps_(steps) {}
-  ~Progress() { clear(); }
-  Progress(const Progress&) = delete;
-  Progress& operator=(const Progress&) = delete;
-
+  explicit StepProgress(int64_t steps) : steps_(steps) {}
   void step() {
     ++done_;
-    const double now = seconds(), passed = now - begin_;
-    if (passed < 3 || now - shown_ < (terminal_ ? 0.2 : 10.0)) return;
-    shown_ = now;
-    const double left = passed * static_cast<double>(steps_ - done_) / static_cast<double>(done_);
-    fmt::print(stderr, "{}{} of {} steps, ETA {:.0f} s{}", terminal_ ? "\r" : "", done_, steps_, left,
-               terminal_ ? "\033[K" : "\n");
-    std::fflush(stderr);
-    drawn_ = terminal_;
+    progress_.show(static_cast<double>(done_) / static_cast<double>(steps_),
+                   fmt::format("{} of {} steps", done_, steps_));
   }
-  // Leaves the terminal's line free again.
-  void clear() {
-    if (drawn_) fmt::print(stderr, "\r\033[K");
-    drawn_ = false;
-  }
+  // For the rows that are printed in between.
+  void clear() { progress_.clear(); }
 
  private:
   int64_t steps_, done_ = 0;
-  double begin_ = seconds(), shown_ = begin_;
-  bool terminal_ = isatty(STDERR_FILENO) != 0, drawn_ = false;
+  Progress progress_;
 };
 
 void print_head() {
@@ -189,7 +174,7 @@ Json run_sweep(const Arguments& arguments, const LatencyModel& latency, const Co
   Json rows = Json::array();
   double best = 0;
   std::string fastest;
-  Progress progress(std::ssize(layouts) * arguments.steps);
+  StepProgress progress(std::ssize(layouts) * arguments.steps);
   for (const Layout& layout : layouts) {
     const CostModel cost(latency, arguments.spec, layout);
     const SimulateInput input{cost,           coverage, pool,     arguments.global_batch,  arguments.steps,
@@ -307,8 +292,8 @@ void run(Arguments arguments) {
   ThreadPool threads(arguments.threads > 0 ? arguments.threads : available_cores());
   const auto frontier = frontier_policies(arguments.batching, arguments.p), by_loss = loss_policies(arguments.batching);
   const bool with_frontier = arguments.frontier || (arguments.policies.empty() && !arguments.no_frontier);
-  Progress progress((std::ssize(policies) + (with_frontier ? std::ssize(frontier) + std::ssize(by_loss) : 0)) *
-                    arguments.steps);
+  StepProgress progress((std::ssize(policies) + (with_frontier ? std::ssize(frontier) + std::ssize(by_loss) : 0)) *
+                        arguments.steps);
   const SimulateInput input{cost,           *coverage, pool,     arguments.global_batch,  arguments.steps,
                             arguments.seed, seconds,   &threads, [&] { progress.step(); }};
 
