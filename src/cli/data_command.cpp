@@ -11,6 +11,7 @@ void add_data_command(CLI::App& app) {
   data->require_subcommand(1);
   add_data_tokenize(*data);
   add_data_stats(*data);
+  add_data_check(*data);
   add_data_synth(*data);
   add_data_lengths(*data);
 }

@@ -7,6 +7,7 @@
 #include "core/errors.h"
 #include "data/label_mask.h"
 #include "data/permutation.h"
+#include "data/token_check.h"
 
 namespace sb {
 namespace {
@@ -84,6 +85,7 @@ void TokenDataset::index(File& file) {
     if (d % kGroup == 0) file.before.push_back(sequences);
     const int64_t length = tokens.length(d), pieces = pieces_of(length, options_);
     sequences += pieces;
+    summary_.stored_tokens += length;
     summary_.split_documents += pieces > 1;
     summary_.dropped_short += length < 2;
     summary_.dropped_long += length >= 2 && pieces == 0;
@@ -166,6 +168,12 @@ int64_t TokenDataset::valid_targets(uint64_t position) const {
   return mask->count(place.document, place.begin + 1, place.begin + place.count);
 }
 
+int64_t TokenDataset::spot_check(int64_t most_tokens) const {
+  std::vector<const TokenFile*> files;
+  for (const auto& file : files_) files.push_back(file->tokens.get());
+  return spot_check_ids(files, options_.vocab_size, most_tokens);
+}
+
 TokenSequence TokenDataset::read(uint64_t position) const {
   const Place place = find(position);
   const TokenFile& file = *place.file->tokens;
@@ -173,12 +181,7 @@ TokenSequence TokenDataset::read(uint64_t position) const {
   sequence.id = place.id;
   sequence.tokens.resize(static_cast<size_t>(place.count));
   file.read(place.document, place.begin, place.count, sequence.tokens.data());
-  const int64_t limit = options_.vocab_size > 0 ? options_.vocab_size : int64_t{INT32_MAX} + 1;
-  for (size_t i = 0; i < sequence.tokens.size(); ++i)
-    SB_USER_CHECK(sequence.tokens[i] >= 0 && sequence.tokens[i] < limit,
-                  "{}: token {} of document {} is {}, outside the vocabulary of {}; was the file made with another "
-                  "tokenizer?",
-                  file.name(), place.begin + static_cast<int64_t>(i), place.document, sequence.tokens[i], limit);
+  check_token_ids(file, place.document, place.begin, sequence.tokens, options_.vocab_size);
   sequence.labels.assign(sequence.tokens.size(), kIgnoredLabel);
   const LabelMask* mask = file.mask();
   int64_t counted = 0;

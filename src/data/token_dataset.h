@@ -37,8 +37,12 @@ class TokenDataset final : public SequenceSource {
   uint64_t size() const override { return sequences_; }
   int64_t max_length() const override { return longest_; }
 
+  // Whether the files' ids fit the vocabulary, as far as `most_tokens` show it (data/token_check.h).
+  int64_t spot_check(int64_t most_tokens) const;
+
   struct Summary {
     int64_t files = 0, documents = 0, sequences = 0, tokens = 0;  // tokens: of the sequences
+    int64_t stored_tokens = 0;                                    // also those of documents that are left out
     int64_t split_documents = 0, dropped_long = 0, dropped_short = 0;
   };
   const Summary& summary() const { return summary_; }

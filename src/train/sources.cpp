@@ -13,6 +13,8 @@ namespace {
 
 // Validation must not repeat what was trained on.
 constexpr uint64_t kValidationSeed = 0x76616c6964617465;
+// Looked at before the first step: a moment from memory, seconds from a slow disk.
+constexpr int64_t kSpotCheck = int64_t{1} << 26;
 
 Sources synthetic_sources(const RunConfig& config, int64_t vocab_size) {
   SyntheticOptions task = *config.data.synthetic;
@@ -46,7 +48,14 @@ TokenDatasetOptions dataset_options(const RunConfig& config, const std::vector<W
   return options;
 }
 
-std::unique_ptr<SequenceSource> token_source(const RunConfig& config, int64_t vocab_size) {
+void check_vocabulary(const TokenDataset& data, const char* option) {
+  const int64_t looked_at = data.spot_check(kSpotCheck), tokens = data.summary().stored_tokens;
+  if (looked_at < tokens)
+    log::info("{}: {:.1f} % of the tokens were compared with the vocabulary; `sparsebalance data check` compares all",
+              option, 100.0 * static_cast<double>(looked_at) / static_cast<double>(tokens));
+}
+
+std::unique_ptr<SequenceSource> token_source(const RunConfig& config, int64_t vocab_size, bool leads) {
   const std::vector<WeightedPath>& paths = config.data.train;
   TokenDatasetOptions options = dataset_options(config, paths, vocab_size);
   options.shuffle = config.data.shuffle;
@@ -58,24 +67,28 @@ std::unique_ptr<SequenceSource> token_source(const RunConfig& config, int64_t vo
     }
   }
   auto source = std::make_unique<TokenDataset>(options, config.train.seed);
+  if (!leads) return source;
   const TokenDataset::Summary& summary = source->summary();
   log::info("training data: {} sequences with {} tokens from {} documents ({} split, {} too long, {} too short)",
             summary.sequences, summary.tokens, summary.documents, summary.split_documents, summary.dropped_long,
             summary.dropped_short);
+  check_vocabulary(*source, "data.train");
   return source;
 }
 
 }  // namespace
 
-Sources make_sources(const RunConfig& config, int64_t vocab_size) {
+Sources make_sources(const RunConfig& config, int64_t vocab_size, bool leads) {
   if (config.data.synthetic) return synthetic_sources(config, vocab_size);
   Sources sources;
-  sources.train = token_source(config, vocab_size);
+  sources.train = token_source(config, vocab_size, leads);
   if (config.data.validation.empty()) return sources;
   // In the order of the files, so that it is the same sequences every time.
   TokenDatasetOptions options = dataset_options(config, config.data.validation, vocab_size);
   options.shuffle = false;
-  sources.validation = std::make_unique<TokenDataset>(options, config.train.seed);
+  auto validation = std::make_unique<TokenDataset>(options, config.train.seed);
+  if (leads) check_vocabulary(*validation, "data.validation");
+  sources.validation = std::move(validation);
   const auto all = static_cast<int64_t>(sources.validation->size());
   const int64_t wanted = config.train.validation_sequences;
   sources.validation_set = {sources.validation.get(), wanted == 0 ? all : std::min(wanted, all), 0};

@@ -15,7 +15,8 @@ struct Sources {
   ValidationSet validation_set;
 };
 
-// `vocab_size` is the model's. UserError names the file or option at fault.
-Sources make_sources(const RunConfig& config, int64_t vocab_size);
+// `vocab_size` is the model's. UserError names the file or option at fault. The rank that `leads` says what it found
+// and looks whether token files fit the vocabulary: once is enough for all.
+Sources make_sources(const RunConfig& config, int64_t vocab_size, bool leads = true);
 
 }  // namespace sb

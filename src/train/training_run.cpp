@@ -166,7 +166,7 @@ TrainSummary run_training(const RunConfig& config, std::FILE* out, bool terminal
   const std::unique_ptr<Attention> attention = make_attention(config, model, ring);
   auto* sparse = dynamic_cast<ChoosingAttention*>(attention.get());
   if (config.attention.selection.pattern == SelectionPattern::dense) sparse = nullptr;
-  const Sources sources = make_sources(config, model.vocab_size);
+  const Sources sources = make_sources(config, model.vocab_size, leads);
   const SelectionConfig& selection = config.attention.selection;
   if (leads && sparse && sources.train->max_length() <= selection.dense_limit())
     log::warning(

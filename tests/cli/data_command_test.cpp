@@ -3,6 +3,7 @@
 #include <filesystem>
 #include <fstream>
 
+#include "cli/progress.h"
 #include "tests/cli/program.h"
 
 namespace sb::testing {
@@ -102,7 +103,41 @@ TEST_F(DataCommand, Lengths) {
   EXPECT_EQ(run_program({"data", "lengths", "--pool", "none", "--output", path("x")}).exit_code, 2);
 }
 
+TEST_F(DataCommand, CheckReadsEveryToken) {
+  for (const char* name : {"a", "b"})
+    ASSERT_EQ(run_program({"data", "synth", "--task", "copy", "--sequences", "6", "--length", "64", "--vocab-size",
+                           "50", "--output", path(name)})
+                  .exit_code,
+              0);
+  const ProgramResult sound = run_program({"data", "check", "--vocab-size", "50", path("*")});
+  EXPECT_EQ(sound.exit_code, 0) << sound.err;
+  // The first token of each copy is not predicted.
+  EXPECT_NE(sound.out.find("a: 6 documents, 384 tokens, 186 targets"), std::string::npos) << sound.out;
+  // Token 7 of document 2 becomes 60: fine for a larger vocabulary.
+  std::fstream(path("a.bin"), std::ios::in | std::ios::out | std::ios::binary).seekp(2 * (2 * 64 + 7)).put(60);
+  write("config.json", R"({"model_type": "qwen2", "vocab_size": 61, "hidden_size": 8, "intermediate_size": 8,
+      "num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1})");
+  EXPECT_EQ(run_program({"data", "check", "--model", directory_.string(), path("a"), path("b")}).exit_code, 0);
+  // A file that cannot even be opened does not hide what is wrong with the others.
+  write("c.idx", "");
+  write("c.bin", "");
+  const ProgramResult bad = run_program({"data", "check", "--vocab-size", "50", path("*")});
+  EXPECT_EQ(bad.exit_code, 2);
+  EXPECT_NE(bad.out.find("1 tokens in 1 documents are outside the vocabulary of 50, first token 7 of document 2: 60"),
+            std::string::npos)
+      << bad.out;
+  EXPECT_NE(bad.out.find("c.idx: truncated"), std::string::npos) << bad.out;
+  EXPECT_NE(bad.err.find("2 of 3 token files"), std::string::npos) << bad.err;
+}
+
+TEST(TimeLeft, CountsOnlyWhatThisRunDid) {
+  EXPECT_EQ(time_left(0.0, 0.25, 30.0), "1m30s left");
+  EXPECT_EQ(time_left(0.5, 0.75, 30.0), "30s left");
+  EXPECT_EQ(time_left(0.5, 0.5, 30.0), "");
+}
+
 TEST_F(DataCommand, WrongArguments) {
+  EXPECT_EQ(run_program({"data", "check"}).exit_code, 2);
   EXPECT_EQ(run_program({"data"}).exit_code, 2);
   EXPECT_EQ(run_program({"data", "stats"}).exit_code, 2);
   EXPECT_EQ(run_program({"data", "stats", path("none")}).exit_code, 2);

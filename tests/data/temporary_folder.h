@@ -8,6 +8,8 @@
 #include <sstream>
 #include <string>
 
+#include "core/errors.h"
+
 namespace sb {
 
 // A folder of its own for each test, gone afterwards.

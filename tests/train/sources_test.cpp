@@ -50,6 +50,21 @@ TEST(Sources, TokenFilesAreCutAndCounted) {
   EXPECT_EQ(drop.train->size(), 1u);
 }
 
+TEST(Sources, IdsOutsideTheVocabularyAreRefusedBeforeTheFirstStep) {
+  ScratchDirectory scratch;
+  write_documents(scratch / "good", {10, 10}, 3);
+  write_documents(scratch / "bad", {10, 10}, 16);
+  const std::string good = (scratch / "good").string(), bad = (scratch / "bad").string();
+  for (const std::string& data : {"{train: [" + bad + "]}", "{train: [" + good + "], validation: [" + bad + "]}"}) {
+    const RunConfig config = token_run(scratch.path(), data);
+    const std::string error = user_error_of([&] { make_sources(config, 16); });
+    EXPECT_NE(error.find(bad + ": token 0 of document 0 is 16, outside the vocabulary of 16"), std::string::npos)
+        << error;
+    EXPECT_NO_THROW(make_sources(config, 17));
+    EXPECT_NO_THROW(make_sources(config, 16, /*leads=*/false));
+  }
+}
+
 TEST(Sources, AWeightSaysHowOftenEachSequenceIsSeen) {
   ScratchDirectory scratch;
   write_documents(scratch / "a", std::vector<int>(10, 8), 1);
