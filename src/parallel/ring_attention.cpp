@@ -282,13 +282,18 @@ int64_t RingAttention::scratch_bytes(const AttentionShape& shape, int64_t max_to
   return std::max({ring, before, selection_.scratch_bytes(shape, max_tokens, group_.size())});
 }
 
-// The most that lists of chosen blocks and columns hold in this rank's rows.
-RingAttention::Lists RingAttention::chosen_lists(const AttentionShape& shape, int64_t max_tokens) const {
-  const SelectionConfig& selection = options_.selection;
-  const int64_t all = max_tokens * group_.size(), blocks = all / selection.block + 1;
+int64_t RingAttention::Options::longest_dense(int64_t whole_tokens) const {
+  if (selection.pattern == SelectionPattern::dense || !selection.dense_layers.empty()) return whole_tokens;
+  // What a budget covers runs dense, too.
+  return std::min(whole_tokens, std::max({selection.dense_limit(), selection.budget, largest_budget}));
+}
+
+RingAttention::Lists RingAttention::Options::chosen_lists(const AttentionShape& shape, int64_t max_tokens,
+                                                          int ranks) const {
+  const int64_t all = max_tokens * ranks, blocks = all / selection.block + 1;
   if (selection.pattern == SelectionPattern::dense) return {};
   // Twice the budget: a list holds what any token of the query block chose.
-  const int64_t budget = std::max(selection.budget, options_.largest_budget);
+  const int64_t budget = std::max(selection.budget, largest_budget);
   const int64_t list =
       std::min(blocks, 2 * budget / selection.block + selection.sink_blocks + selection.local_blocks + 2);
   const bool by_head = selection.lists_per_query_head();
@@ -299,15 +304,13 @@ RingAttention::Lists RingAttention::chosen_lists(const AttentionShape& shape, in
 // By chunk, sequences that are computed whole have lists, too.
 RingAttention::Lists RingAttention::dense_lists(const AttentionShape& shape, int64_t max_tokens) const {
   const SelectionConfig& selection = options_.selection;
-  const int64_t blocks = max_tokens * group_.size() / selection.block + 1;
-  const bool any_length = selection.pattern == SelectionPattern::dense || !selection.dense_layers.empty();
-  const int64_t list = any_length ? blocks : std::min(blocks, selection.dense_limit() / selection.block + 1);
+  const int64_t list = options_.longest_dense(max_tokens * group_.size()) / selection.block + 1;
   return {std::min(selection.block, kDenseQueryBlock), shape.kv_heads, list, 0};
 }
 
 int64_t RingAttention::state_bytes(const AttentionShape& shape, int64_t max_tokens) const {
   const int64_t all = max_tokens * group_.size(), blocks = all / options_.selection.block + 1;
-  const Lists lists = chosen_lists(shape, max_tokens);
+  const Lists lists = options_.chosen_lists(shape, max_tokens, group_.size());
   // The layout, which columns have copies, the lists, and where those of all rows and columns begin.
   return (3 * blocks + copies_limit(shape, max_tokens)) * static_cast<int64_t>(sizeof(int32_t)) +
          lists.rows(max_tokens) * lists.row_bytes() + 8 * lists.rows(all) + 4 * lists.heads * blocks;
@@ -316,7 +319,7 @@ int64_t RingAttention::state_bytes(const AttentionShape& shape, int64_t max_toke
 int64_t RingAttention::call_bytes(const AttentionShape& shape, int64_t max_tokens, int threads) const {
   // A row by chunk is one of the chunk's tokens or of this rank's. While they are made, rows wait in another form.
   const int64_t tokens = 2 * max_tokens * (group_.size() + 1), blocks = tokens / options_.selection.block + 1;
-  const Lists chosen = chosen_lists(shape, max_tokens);
+  const Lists chosen = options_.chosen_lists(shape, max_tokens, group_.size());
   int64_t most = 0;
   for (const Lists& lists : {chosen, dense_lists(shape, max_tokens)})
     most = std::max(most, lists.rows(max_tokens) * lists.row_bytes() +

@@ -19,6 +19,15 @@ namespace sb {
 // sums. All ranks of the group call it with their parts of the same micro-batches, in the same order.
 class RingAttention final : public ChoosingAttention {
  public:
+  // The size of lists, for planning.
+  struct Lists {
+    int64_t query_block = 1, heads = 0, entries = 0, columns = 0;
+    int64_t rows(int64_t tokens) const { return (tokens + query_block - 1) / query_block * heads; }
+    int64_t row_bytes() const { return 7 * entries + 4 * columns; }  // by row and by column
+    int64_t staged_bytes(int64_t staged_rows, int64_t filled, int threads) const {
+      return BlockIndexBuilder::most_bytes(staged_rows, filled * entries, filled * columns, threads);
+    }
+  };
   struct Options {
     SelectionConfig selection;  // pattern dense: everything
     int layers = 0;
@@ -32,6 +41,11 @@ class RingAttention final : public ChoosingAttention {
     DType dtype = DType::f32;
     // A ring of GPUs chooses pairs and makes lists on the device, where the pattern allows it.
     bool lists_on_device = false;
+
+    // The longest sequence that may run dense, in micro-batches of so many tokens on all ranks.
+    int64_t longest_dense(int64_t whole_tokens) const;
+    // The most that lists of chosen blocks and columns hold in the rows of a rank of at most so many tokens.
+    Lists chosen_lists(const AttentionShape& shape, int64_t max_tokens, int ranks) const;
   };
   // The group must outlive this and carry nothing else.
   RingAttention(Communicator& group, const Options& options);
@@ -66,16 +80,6 @@ class RingAttention final : public ChoosingAttention {
   class State;
   class Call;
   int64_t copies_limit(const AttentionShape& shape, int64_t max_tokens) const;
-  // The size of lists, for planning.
-  struct Lists {
-    int64_t query_block = 1, heads = 0, entries = 0, columns = 0;
-    int64_t rows(int64_t tokens) const { return (tokens + query_block - 1) / query_block * heads; }
-    int64_t row_bytes() const { return 7 * entries + 4 * columns; }  // by row and by column
-    int64_t staged_bytes(int64_t staged_rows, int64_t filled, int threads) const {
-      return BlockIndexBuilder::most_bytes(staged_rows, filled * entries, filled * columns, threads);
-    }
-  };
-  Lists chosen_lists(const AttentionShape& shape, int64_t max_tokens) const;
   Lists dense_lists(const AttentionShape& shape, int64_t max_tokens) const;
 
   Communicator& group_;

@@ -8,6 +8,7 @@
 #include "attention/sparse_attention.h"
 #include "comm/device_communicator.h"
 #include "comm/thread_communicator.h"
+#include "core/random.h"
 #include "device/context.h"
 #include "device/cuda.h"
 #include "device/memory.h"
@@ -383,6 +384,85 @@ TEST_P(CudaRing, ScratchIsUsedAsPlanned) {
       EXPECT_LE(says.scratch_used[r], says.scratch_planned[r]);
       EXPECT_LT(says.scratch_planned[r], says.scratch_used[r] * 115 / 100);
     }
+  }
+}
+
+// Micro-batches of ever-changing lengths and budgets: after the first step, in which the ranks' messages get their
+// buffers, nothing is allocated.
+TEST_P(CudaRing, StepsTakeNoMemory) {
+  constexpr int kRanks = 2, kLayers = 3, kSteps = 20;
+  constexpr int64_t kWhole = 8192;
+  const AttentionShape s = shape_of(4, 2, 64);
+  for (const SelectionPattern pattern : {SelectionPattern::dense, SelectionPattern::topk}) {
+    SCOPED_TRACE(static_cast<int>(pattern));
+    RingAttention::Options options{config_of(pattern), kLayers};
+    options.selection.budget = 640;
+    options.selection.dense_below = -1;
+    options.dtype = GetParam();
+    options.lists_on_device = true;
+    if (pattern != SelectionPattern::dense) {
+      options.largest_budget = 2048;
+      options.selection.dense_layers = {1};
+    }
+    int64_t before = 0, after = -1;
+    run_thread_ranks(kRanks, [&](Communicator& world) {
+      ThreadPool pool(1);
+      const DeviceContext context(DeviceKind::cuda, pool);
+      const auto group = world.split(0, world.rank(), "cp");
+      const auto data = make_staged_communicator(world, {DeviceKind::cuda, context.exec().stream}, 1 << 16);
+      const auto ring = make_cuda_ring_attention(*group, *data, options);
+      const int64_t most = ContextLayout::most_tokens(kRanks, options.selection.block, kWhole, kWhole / 64);
+      const Shape queries = {most, s.heads, s.head_dim}, keys = {most, s.kv_heads, s.head_dim};
+      const std::vector<float> ones(static_cast<size_t>(queries.elements()), 1.0f);
+      const DeviceTensor q(options.dtype, queries, ones), k(options.dtype, keys, ones), v(options.dtype, keys, ones),
+          dout(options.dtype, queries, ones), out(options.dtype, queries), dq(options.dtype, queries),
+          dk(options.dtype, keys), dv(options.dtype, keys), lse(DType::f32, {s.heads, most});
+      Arena scratch = make_arena("scratch", ring->scratch_bytes(s, most, 1), DeviceKind::cuda);
+      Exec exec = context.exec();
+      exec.scratch = &scratch;
+      std::vector<std::unique_ptr<AttentionState>> states;
+      for (int layer = 0; layer < kLayers; ++layer) states.push_back(ring->make_state());
+      ring->reserve(s, most, options.dtype, states);
+      Random random(7);  // the same lengths and budgets on all ranks
+      for (int step = 0; step < kSteps; ++step) {
+        std::vector<int32_t> cu_seqlens = {0};
+        const int64_t end = step == 9 ? kWhole : 1 + static_cast<int64_t>(random.below(kWhole));
+        while (cu_seqlens.back() < end && std::ssize(cu_seqlens) <= kWhole / 64) {
+          const auto left = static_cast<uint64_t>(end - cu_seqlens.back());
+          cu_seqlens.push_back(cu_seqlens.back() + (step == 9    ? static_cast<int32_t>(left)
+                                                    : step == 11 ? std::min(64, static_cast<int32_t>(left))
+                                                                 : 1 + static_cast<int32_t>(random.below(left))));
+        }
+        const ContextLayout layout(options.placement, kRanks, options.selection.block, cu_seqlens);
+        const std::vector<int32_t> local = layout.local_cu_seqlens(world.rank());
+        EXPECT_LE(local.back(), most);
+        const auto part = [&](const DeviceTensor& of) {
+          const TensorView& view = of.view();
+          return TensorView(view.raw(), view.dtype(), {local.back(), view.dim(1), view.dim(2)}, DeviceKind::cuda);
+        };
+        const AttentionOperands operands{
+            part(q), part(k), part(v), part(out),
+            TensorView(lse.view().raw(), DType::f32, {s.heads, local.back()}, DeviceKind::cuda)};
+        std::vector<std::vector<int32_t>> budgets(kLayers);
+        for (std::vector<int32_t>& of : budgets)
+          for (size_t i = 0; i + 1 < cu_seqlens.size(); ++i)
+            of.push_back(640 + 128 * static_cast<int32_t>(random.below(12)));
+        const auto sequences = [&](int layer) {
+          return PackedSequences{local, budgets[static_cast<size_t>(layer)], cu_seqlens};
+        };
+        for (int layer = 0; layer < kLayers; ++layer)
+          ring->forward(exec, layer, s, sequences(layer), operands, *states[static_cast<size_t>(layer)], false);
+        for (int layer = kLayers - 1; layer >= 0; --layer)
+          ring->backward(exec, layer, s, sequences(layer), operands, {part(dout), part(dq), part(dk), part(dv)},
+                         *states[static_cast<size_t>(layer)]);
+        context.synchronize();
+        data->barrier();
+        if (world.rank() == 0 && step == 0) before = cuda::allocations();
+        world.barrier();
+      }
+      if (world.rank() == 0) after = cuda::allocations();
+    });
+    EXPECT_EQ(after, before);
   }
 }
 

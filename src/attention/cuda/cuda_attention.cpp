@@ -20,10 +20,6 @@ using gpu::Precision;
 
 // Masses of so many (token, key block) are held at a time, two bytes each.
 constexpr int64_t kBatchMasses = int64_t{1} << 26;
-// Plans are kept for as many different micro-batches, and by the states that use them.
-constexpr size_t kPlans = 64;
-// With memory from the start: one a state, and so many for micro-batches that come again.
-constexpr size_t kPlansBeside = 8;
 
 class CudaState final : public AttentionState {
  public:
@@ -158,20 +154,21 @@ class CudaAttention final : public ChoosingAttention {
     request.selection = &selection_;
     request.multiprocessors = device_.multiprocessors;
     request.index = &index;
-    state.plan = std::make_shared<DevicePlan>();
+    if (state.plan.use_count() != 1) state.plan = std::make_shared<DevicePlan>();  // else its memory serves again
     state.plan->build(request, staging_, exec.stream);
     if (!state.plan->sparse()) return;
-    const DevicePlan::Lists lists = state.plan->lists_in(state.lists.ensure("block index", state.plan->list_bytes()));
     const gpu::HostLists host = gpu::lists_of(index, state.plan->select(), state.plan->work());
-    const auto write = [](const auto& from, void* to) {
-      if (!from.empty()) cuda::copy_and_wait(from.data(), to, static_cast<int64_t>(from.size() * sizeof(from[0])));
-    };
-    write(host.row_entries, lists.row_entries);
-    write(host.column_entries, lists.column_entries);
-    write(host.column_offsets, lists.column_offsets);
-    write(host.gathered_columns, lists.gathered_columns);
-    write(host.gathered_bits, lists.gathered_bits);
-    order_work(exec.stream, *state.plan, lists);
+    const int64_t bytes = state.plan->list_bytes();
+    const DevicePlan::Lists staged = state.plan->lists_in(staging_.take(bytes));
+    const auto write = [](const auto& from, auto* to) { std::ranges::copy(from, to); };
+    write(host.row_entries, staged.row_entries);
+    write(host.column_entries, staged.column_entries);
+    write(host.column_offsets, staged.column_offsets);
+    write(host.gathered_columns, staged.gathered_columns);
+    write(host.gathered_bits, staged.gathered_bits);
+    void* memory = state.lists.ensure("block index", bytes);
+    staging_.send(exec.stream, memory, bytes);
+    order_work(exec.stream, *state.plan, state.plan->lists_in(memory));
   }
 
   int64_t scratch_bytes(const AttentionShape& shape, int64_t max_tokens, int) const override {
@@ -186,19 +183,12 @@ class CudaAttention final : public ChoosingAttention {
     const int64_t lists = state_bytes(shape, max_tokens);
     for (const auto& state : states) static_cast<CudaState&>(*state).lists.reserve("block index", lists);
     const PlanSize size = largest_plan(shape, max_tokens, dtype);
-    reserved_states_ += states.size();
-    reserved_bytes_ = std::max(reserved_bytes_, size.device);
-    most_plans_ = plans_for(reserved_states_);
-    plans_.clear();  // states keep those they use
-    while (plans_.size() < most_plans_) {
-      auto plan = std::make_shared<DevicePlan>();
-      plan->reserve(reserved_bytes_);
-      plans_.put(std::move(plan));
-    }
+    plans_.reserve(states.size(), size.device);
     staging_.reserve(size.uploaded);
   }
   int64_t reserved_bytes(const AttentionShape& shape, int64_t max_tokens, DType dtype, int64_t states) const override {
-    return static_cast<int64_t>(plans_for(static_cast<size_t>(states))) * largest_plan(shape, max_tokens, dtype).device;
+    return static_cast<int64_t>(plans_.for_states(static_cast<size_t>(states))) *
+           largest_plan(shape, max_tokens, dtype).device;
   }
 
   AttentionReport take_report() override {
@@ -343,8 +333,6 @@ class CudaAttention final : public ChoosingAttention {
              std::max(dense.second, sparse.second) + many.second};
     return known;
   }
-  // Those that states keep, and some that are made anew.
-  static size_t plans_for(size_t states) { return std::min(kPlans, states + kPlansBeside); }
 
   gpu::PlanRequest plan_request(const AttentionShape& shape, const PackedSequences& sequences, DType dtype,
                                 bool dense_layer) const {
@@ -371,7 +359,7 @@ class CudaAttention final : public ChoosingAttention {
                              std::ranges::find(selection_.dense_layers, layer) != selection_.dense_layers.end();
     const gpu::PlanRequest request = plan_request(shape, sequences, dtype, dense_layer);
     if (std::shared_ptr<DevicePlan> known = plans_.find(request)) return known;
-    std::shared_ptr<DevicePlan> plan = plans_.take(most_plans_);
+    std::shared_ptr<DevicePlan> plan = plans_.take();
     plan->build(request, staging_, exec.stream);
     plans_.put(plan);
     return plan;
@@ -481,9 +469,7 @@ class CudaAttention final : public ChoosingAttention {
   cuda::DeviceInfo device_;
   gpu::Staging staging_;
   gpu::RecentPlans<DevicePlan> plans_;
-  size_t most_plans_ = kPlans, reserved_states_ = 0;
   mutable PlanSize largest_plan_;  // the one asked for last
-  int64_t reserved_bytes_ = 0;
   DeviceBuffer counted_;
   gpu::CoverageLog coverage_;
   std::shared_ptr<void> beside_ = cuda::make_stream();

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <cstdint>
 #include <memory>
 #include <utility>
 #include <vector>
@@ -13,6 +14,25 @@ namespace sb::gpu {
 template <typename Plan>
 class RecentPlans {
  public:
+  // Kept at most.
+  static constexpr size_t kMost = 64;
+  explicit RecentPlans(size_t most = kMost) : most_(most) {}
+
+  // Those that so many states keep, and some for micro-batches that come again.
+  static size_t for_states(size_t states) { return std::min(kMost, states + 8); }
+  // So many more states will need plans, none of more than so many bytes of the device: all get their memory now.
+  void reserve(size_t states, int64_t bytes) {
+    states_ += states;
+    bytes_ = std::max(bytes_, bytes);
+    most_ = for_states(states_);
+    plans_.clear();  // states keep those they use
+    while (plans_.size() < most_) {
+      auto plan = std::make_shared<Plan>();
+      plan->reserve(bytes_);
+      put(std::move(plan));
+    }
+  }
+
   // The plan of such a request, from now on the one used last; null where there is none.
   template <typename Request>
   std::shared_ptr<Plan> find(const Request& request) {
@@ -22,10 +42,11 @@ class RecentPlans {
     return plans_.front();
   }
 
-  // A plan to be built and put: where there are `most`, the oldest one that no state needs gives its memory.
-  std::shared_ptr<Plan> take(size_t most) {
+  // A plan to be built and put: where there are as many as are kept, the oldest one that no state needs gives its
+  // memory.
+  std::shared_ptr<Plan> take() {
     std::shared_ptr<Plan> plan;
-    if (plans_.size() >= most) {
+    if (plans_.size() >= most_) {
       const auto free = std::find_if(plans_.rbegin(), plans_.rend(), [](const auto& p) { return p.use_count() == 1; });
       if (free != plans_.rend()) {
         plan = *free;
@@ -38,10 +59,11 @@ class RecentPlans {
   }
   void put(std::shared_ptr<Plan> plan) { plans_.insert(plans_.begin(), std::move(plan)); }
 
-  void clear() { plans_.clear(); }
   size_t size() const { return plans_.size(); }
 
  private:
+  size_t most_, states_ = 0;
+  int64_t bytes_ = 0;
   std::vector<std::shared_ptr<Plan>> plans_;  // used last first
 };
 

@@ -46,20 +46,21 @@ class CudaRingAttention final : public ChoosingAttention {
                const AttentionOperands& operands, AttentionState& state, bool replay) override;
   void backward(const Exec& exec, int layer, const AttentionShape& shape, const PackedSequences& sequences,
                 const AttentionOperands& operands, const AttentionGradients& gradients, AttentionState& state) override;
-  void reserve(const AttentionShape& shape, int64_t max_tokens, DType,
+  void reserve(const AttentionShape& shape, int64_t max_tokens, DType dtype,
                std::span<const std::unique_ptr<AttentionState>> states) override {
     if (!choice_) return;
     const int64_t bytes = state_bytes(shape, max_tokens);
     for (const auto& state : states) static_cast<CudaRingState&>(*state).lists.reserve("block index", bytes);
+    choice_->reserve(shape, max_tokens, dtype, states.size());
+  }
+  int64_t reserved_bytes(const AttentionShape& shape, int64_t max_tokens, DType dtype, int64_t states) const override {
+    return choice_ ? choice_->reserved_bytes(shape, max_tokens, dtype, static_cast<size_t>(states)) : 0;
   }
   int64_t scratch_bytes(const AttentionShape& shape, int64_t max_tokens, int threads) const override {
     return memory_.scratch_bytes(shape, max_tokens, threads);
   }
   int64_t state_bytes(const AttentionShape& shape, int64_t max_tokens) const override {
     return memory_.state_bytes(shape, max_tokens);
-  }
-  int64_t call_bytes(const AttentionShape& shape, int64_t max_tokens, int) const override {
-    return memory_.call_bytes(shape, max_tokens);
   }
   AttentionReport take_report() override {
     if (choice_) choice_->report(report_);
@@ -122,8 +123,9 @@ void CudaRingAttention::build(const Exec& exec, const AttentionShape& shape, DTy
   const ContextLayout& layout = *state.layout;
   const int rank = host_.rank(), sinks = options_.selection.sink_blocks;
   // Lists that were given may hold single columns whatever the pattern.
-  const ReplicatedKeys replicated =
-      replicated_keys(layout, state.index, sinks, wanted_columns(host_, layout, state.index));
+  const bool columns = state.given_lists || options_.selection.pattern == SelectionPattern::vertical_slash;
+  const ReplicatedKeys replicated = replicated_keys(
+      layout, state.index, sinks, columns ? wanted_columns(host_, layout, state.index) : std::vector<uint8_t>());
   RingPlan plan;
   plan.build(layout, rank, shape.kv_heads, state.index, replicated, sinks, *exec.pool);
   state.given.assign(replicated.given[static_cast<size_t>(rank)]);
@@ -177,6 +179,7 @@ void CudaRingAttention::forward(const Exec& exec, int layer, const AttentionShap
   SB_CHECK(std::ranges::equal(state.shared().local_cu_seqlens(host_.rank()), sequences.cu_seqlens),
            "the micro-batch is not shared out as the ring's layout says");
   if (!replay) {
+    state.given_lists = false;
     if (on_device)
       choice_->choose(exec, layer, operands, *state.plan, state.lists, report_.layers[static_cast<size_t>(layer)]);
     else
@@ -212,6 +215,7 @@ void write_ring_index(BlockIndex index, AttentionState& state) {
   auto& kept = static_cast<CudaRingState&>(state);
   kept.plan.reset();
   kept.index = std::move(index);
+  kept.given_lists = true;
   kept.built = false;
 }
 

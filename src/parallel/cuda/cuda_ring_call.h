@@ -49,7 +49,8 @@ class CudaRingState final : public AttentionState {
   // Lists that came from the host; used when there is no plan.
   std::optional<ContextLayout> layout;
   BlockIndex index;
-  bool built = false;  // what follows, from the index
+  bool given_lists = false;  // the index was not chosen here
+  bool built = false;        // what follows, from the index
   DeviceRows given;
   int64_t piece = 0;
   std::vector<std::vector<DevicePass>> passes;  // [ranks + 1]: of every chunk, then of the copies

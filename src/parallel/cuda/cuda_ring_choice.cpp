@@ -15,8 +15,8 @@ namespace {
 
 using gpu::CudaRingPlan;
 
-// Plans are kept for as many different micro-batches, and by the states that use them.
-constexpr size_t kPlans = 16;
+constexpr int kNoLayer = -1;
+constexpr int64_t kMostBlocks = 65536;  // of a sequence that is not dense
 
 }  // namespace
 
@@ -28,15 +28,16 @@ CudaRingChoice::CudaRingChoice(Communicator& data, const RingAttention::Options&
   set_thresholds({});
 }
 
-std::shared_ptr<CudaRingPlan> CudaRingChoice::plan_for(const Exec& exec, int layer, const AttentionShape& shape,
-                                                       const PackedSequences& sequences, DType dtype) {
+gpu::RingPlanRequest CudaRingChoice::request_for(int layer, const AttentionShape& shape,
+                                                 std::span<const int32_t> whole_cu_seqlens,
+                                                 std::span<const int32_t> budgets, DType dtype) {
   const SelectionConfig& selection = options_.selection;
   if (!hopper_) hopper_ = cuda_attention_takes_hopper({.attention = {selection, options_.layers, 0}}, shape, dtype);
   gpu::RingPlanRequest request;
   request.placement = options_.placement;
   request.ranks = data_.size();
   request.rank = data_.rank();
-  request.cu_seqlens = sequences.whole_cu_seqlens;
+  request.cu_seqlens = whole_cu_seqlens;
   request.shape = shape;
   request.precision = dtype == DType::f32 ? gpu::Precision::fp32 : gpu::Precision::bf16;
   request.hopper = *hopper_ && dtype == DType::bf16;
@@ -44,14 +45,65 @@ std::shared_ptr<CudaRingPlan> CudaRingChoice::plan_for(const Exec& exec, int lay
   request.multiprocessors = multiprocessors_;
   request.batch_masses = kRingBatchMasses;
   request.coverage_rows = options_.coverage_rows;
-  for (size_t s = 0; s + 1 < sequences.whole_cu_seqlens.size(); ++s) {
-    const int64_t tokens = sequences.whole_cu_seqlens[s + 1] - sequences.whole_cu_seqlens[s];
-    request.tiles.push_back(
-        sequence_tiles(selection, tokens, sequences.budgets.empty() ? selection.budget : sequences.budgets[s]));
+  for (size_t s = 0; s + 1 < whole_cu_seqlens.size(); ++s) {
+    const int64_t tokens = whole_cu_seqlens[s + 1] - whole_cu_seqlens[s];
+    request.tiles.push_back(sequence_tiles(selection, tokens, budgets.empty() ? selection.budget : budgets[s]));
     request.dense.push_back(runs_dense(selection, layer, request.tiles.back()));
   }
+  return request;
+}
+
+// What a plan of any micro-batch of so many tokens a rank may take. It grows with the longest sequence and with the
+// number of sequences: no mixture needs more than the largest of both kinds together.
+const CudaRingChoice::PlanSize& CudaRingChoice::largest_plan(const AttentionShape& shape, int64_t max_tokens,
+                                                             DType dtype) {
+  PlanSize& known = largest_plan_;
+  if (known.shape.heads == shape.heads && known.shape.kv_heads == shape.kv_heads &&
+      known.shape.head_dim == shape.head_dim && known.max_tokens == max_tokens && known.dtype == dtype)
+    return known;
+  const int64_t whole = max_tokens * data_.size();
+  gpu::Staging staging;
+  const auto built = [&](int64_t length, bool dense) {
+    std::vector<int32_t> cu_seqlens = {0};
+    while (cu_seqlens.back() < whole)
+      cu_seqlens.push_back(static_cast<int32_t>(std::min(whole, cu_seqlens.back() + length)));
+    gpu::RingPlanRequest request = request_for(kNoLayer, shape, cu_seqlens, {}, dtype);
+    if (dense) request.dense.assign(request.dense.size(), true);
+    CudaRingPlan plan;
+    plan.build(request, staging, nullptr);
+    return std::pair(plan.bytes(), plan.uploaded_bytes());
+  };
+  const auto dense = built(options_.longest_dense(whole), true), many = built(64, true);
+  const auto sparse = options_.selection.pattern == SelectionPattern::dense
+                          ? dense
+                          : built(std::min(whole, kMostBlocks * options_.selection.block), false);
+  known = {shape, max_tokens, dtype, std::max(dense.first, sparse.first) + many.first,
+           std::max(dense.second, sparse.second) + many.second};
+  return known;
+}
+
+// Layers share a plan unless their budgets differ: then a state of every micro-batch in flight has its own.
+size_t CudaRingChoice::different_plans(size_t states) const {
+  constexpr size_t kInFlight = 8;
+  return options_.largest_budget > 0 ? states : std::min(states, kInFlight);
+}
+
+void CudaRingChoice::reserve(const AttentionShape& shape, int64_t max_tokens, DType dtype, size_t states) {
+  const PlanSize& size = largest_plan(shape, max_tokens, dtype);
+  plans_.reserve(different_plans(states), size.device);
+  staging_.reserve(size.uploaded);
+}
+
+int64_t CudaRingChoice::reserved_bytes(const AttentionShape& shape, int64_t max_tokens, DType dtype, size_t states) {
+  return static_cast<int64_t>(plans_.for_states(different_plans(states))) *
+         largest_plan(shape, max_tokens, dtype).device;
+}
+
+std::shared_ptr<CudaRingPlan> CudaRingChoice::plan_for(const Exec& exec, int layer, const AttentionShape& shape,
+                                                       const PackedSequences& sequences, DType dtype) {
+  const gpu::RingPlanRequest request = request_for(layer, shape, sequences.whole_cu_seqlens, sequences.budgets, dtype);
   if (std::shared_ptr<CudaRingPlan> known = plans_.find(request)) return known;
-  std::shared_ptr<CudaRingPlan> plan = plans_.take(kPlans);
+  std::shared_ptr<CudaRingPlan> plan = plans_.take();
   plan->build(request, staging_, exec.stream);
   for (const CudaRingPlan::Set& set : plan->sets()) {
     if (!set.dense) continue;

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <span>
 #include <vector>
 
 #include "attention/cuda/coverage_log.h"
@@ -21,6 +22,10 @@ class CudaRingChoice {
   // `data` is the ring's communicator of device memory.
   CudaRingChoice(Communicator& data, const RingAttention::Options& options);
 
+  // Before the first plan: memory for those of so many more states, of micro-batches of at most so many tokens a rank;
+  // and how much that is.
+  void reserve(const AttentionShape& shape, int64_t max_tokens, DType dtype, size_t states);
+  int64_t reserved_bytes(const AttentionShape& shape, int64_t max_tokens, DType dtype, size_t states);
   // The plan of a micro-batch, with the lists of its dense sequences.
   std::shared_ptr<gpu::CudaRingPlan> plan_for(const Exec& exec, int layer, const AttentionShape& shape,
                                               const PackedSequences& sequences, DType dtype);
@@ -33,6 +38,16 @@ class CudaRingChoice {
   void set_thresholds(const Selector::Thresholds& thresholds);
 
  private:
+  gpu::RingPlanRequest request_for(int layer, const AttentionShape& shape, std::span<const int32_t> whole_cu_seqlens,
+                                   std::span<const int32_t> budgets, DType dtype);
+  struct PlanSize {
+    AttentionShape shape{};
+    int64_t max_tokens = 0;
+    DType dtype = DType::bf16;
+    int64_t device = 0, uploaded = 0;  // bytes
+  };
+  const PlanSize& largest_plan(const AttentionShape& shape, int64_t max_tokens, DType dtype);
+  size_t different_plans(size_t states) const;
   static void allocate_choices(const Exec& exec, const gpu::CudaRingPlan& plan, const gpu::CudaRingPlan::Set& set,
                                gpu::SelectParams& params);
   void gather_statistics(const Exec& exec, const gpu::CudaRingPlan& plan, const gpu::CudaRingPlan::Set& set,
@@ -61,6 +76,7 @@ class CudaRingChoice {
   std::optional<bool> hopper_;
   gpu::Staging staging_;
   gpu::RecentPlans<gpu::CudaRingPlan> plans_;
+  PlanSize largest_plan_;  // the one asked for last
   gpu::DeviceBuffer counted_;
   gpu::CoverageLog coverage_;
 };

@@ -40,9 +40,7 @@ CudaRingMemory::Lists CudaRingMemory::sparse_lists(int64_t max_tokens) const {
 
 CudaRingMemory::Lists CudaRingMemory::dense_lists(int64_t max_tokens) const {
   const SelectionConfig& selection = options.selection;
-  const int64_t blocks = max_tokens * ranks / selection.block + 1;
-  const bool any_length = selection.pattern == SelectionPattern::dense || !selection.dense_layers.empty();
-  const int64_t list = any_length ? blocks : std::min(blocks, selection.dense_limit() / selection.block + 1);
+  const int64_t list = options.longest_dense(max_tokens * ranks) / selection.block + 1;
   return {std::min(selection.block, kDenseQueryBlock), list * (selection.block / block()), true};
 }
 
@@ -116,9 +114,7 @@ int64_t CudaRingMemory::choice_bytes(const AttentionShape& shape, int64_t max_to
     const int64_t sequences = sparse ? sparse_sequences(max_tokens) + 1 : max_tokens / 64 + 64;
     const int64_t rows = shape.kv_heads * (max_tokens / lists.query_block + sequences);
     const int64_t fine = all / block() + sequences;
-    const int64_t longest = sparse || selection.pattern == SelectionPattern::dense || !selection.dense_layers.empty()
-                                ? all
-                                : std::min(all, selection.dense_limit());
+    const int64_t longest = sparse ? all : options.longest_dense(all);
     const int64_t line = (longest / block() + 16) / 16 * 16;
     const int64_t lists_bytes = bytes(rows * std::min(lists.entries, longest / block() + 1), sizeof(uint32_t)) +
                                 bytes(rows * line, 1) + bytes(shape.kv_heads * fine, sizeof(int32_t));
@@ -181,13 +177,12 @@ int64_t CudaRingMemory::state_bytes(const AttentionShape& shape, int64_t max_tok
   const SelectionConfig& selection = options.selection;
   const int64_t passes = ranks + 1;
   if (!on_device) {
-    const int64_t blocks = max_tokens * ranks / selection.block + 1;
-    const int64_t list =
-        std::min(blocks, 2 * selection.budget / selection.block + selection.sink_blocks + selection.local_blocks + 2);
-    const int lists = selection.lists_per_query_head() ? shape.heads : shape.kv_heads;
-    const int64_t rows = (max_tokens + selection.query_block - 1) / selection.query_block * lists;
-    // Lists by rows and by columns; of every pass its rows and the order of its work.
-    return rows * list * 8 + passes * (2 * max_tokens * 8 + 2 * (blocks / ranks + 1) * lists * 64 + rows * 64);
+    const RingAttention::Lists lists = options.chosen_lists(shape, max_tokens, ranks);
+    const int64_t blocks = max_tokens * ranks / selection.block + 1, rows = lists.rows(max_tokens);
+    // Lists by rows and by columns; of every pass its rows and the order of its work. Rows of gathered columns are
+    // bits.
+    return rows * (8 * lists.entries + lists.columns / 4) +
+           passes * (16 * max_tokens + (2 * (blocks / ranks + 1) * 64 + 4 * lists.columns) * lists.heads + rows * 64);
   }
   const Lists lists = sparse_lists(max_tokens);
   if (lists.entries == 0) return 0;
@@ -195,23 +190,6 @@ int64_t CudaRingMemory::state_bytes(const AttentionShape& shape, int64_t max_tok
   const int64_t rows = shape.kv_heads * (max_tokens / lists.query_block + sequences);
   const int64_t columns = shape.kv_heads * passes * (2 * max_tokens / block() + sequences);
   return rows * (8 * lists.entries + 4 * (passes + 1)) + 4 * columns + 4 * 256;
-}
-
-// Plans of two micro-batches at once: what every pass takes from where, its work, and lists of dense sequences.
-int64_t CudaRingMemory::call_bytes(const AttentionShape& shape, int64_t max_tokens) const {
-  if (!on_device) return 0;
-  const int64_t passes = ranks + 1;
-  int64_t plan = passes * 2 * max_tokens * 2 * static_cast<int64_t>(sizeof(int32_t));
-  for (const Lists& lists : {sparse_lists(max_tokens), dense_lists(max_tokens)}) {
-    if (lists.entries == 0) continue;
-    const int64_t rows = shape.kv_heads * (max_tokens / lists.query_block + 1);
-    const int64_t columns = shape.kv_heads * (2 * max_tokens / block() + 2);
-    plan += rows * static_cast<int64_t>(sizeof(gpu::RingRow) + sizeof(gpu::SelectItem) + 8 * sizeof(gpu::ScoreItem)) +
-            passes * (rows * static_cast<int64_t>(sizeof(gpu::ForwardItem)) +
-                      columns * static_cast<int64_t>(sizeof(gpu::BackwardItem) + 2 * sizeof(int32_t)));
-    if (lists.dense) plan += rows * (8 * lists.entries + 4 * (passes + 1));
-  }
-  return 2 * plan;
 }
 
 }  // namespace sb

@@ -26,7 +26,6 @@ struct CudaRingMemory {
 
   int64_t scratch_bytes(const AttentionShape& shape, int64_t max_tokens, int threads) const;
   int64_t state_bytes(const AttentionShape& shape, int64_t max_tokens) const;
-  int64_t call_bytes(const AttentionShape& shape, int64_t max_tokens) const;
 
  private:
   // Of the sparse, or of the dense sequences: the longest list of a row. No entries: there are no such sequences.

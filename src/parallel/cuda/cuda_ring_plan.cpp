@@ -187,15 +187,15 @@ void CudaRingPlan::build(const RingPlanRequest& request, Staging& staging, void*
       pass.first_column = from.first_column;
     }
   }
-  bytes_ = upload.bytes();
+  bytes_ = uploaded_ = upload.bytes();
   for (Set& set : sets_)
     if (set.dense) {
       set.own_lists = (bytes_ + 255) / 256 * 256;
       bytes_ = set.own_lists + set.list_bytes;
     }
   memory_.ensure("ring plan", bytes_);
-  upload.fill(staging.take(upload.bytes()));
-  staging.send(stream, memory_.data(), upload.bytes());
+  upload.fill(staging.take(uploaded_));
+  staging.send(stream, memory_.data(), uploaded_);
 
   for (Set& set : sets_) {
     for (size_t c = 0; c < set.passes.size(); ++c) {

@@ -57,6 +57,10 @@ class CudaRingPlan {
   // Builds the plan and queues its upload; lists of dense sequences are made by the caller.
   void build(const RingPlanRequest& request, Staging& staging, void* stream);
   bool matches(const RingPlanRequest& request) const;
+  // Device memory, for a plan to be built later; and what a built one has taken.
+  void reserve(int64_t bytes) { memory_.reserve("ring plan", bytes); }
+  int64_t bytes() const { return bytes_; }
+  int64_t uploaded_bytes() const { return uploaded_; }
 
   const ContextLayout& layout() const { return *layout_; }
   const std::vector<Set>& sets() const { return sets_; }
@@ -93,7 +97,6 @@ class CudaRingPlan {
   const T* at(int64_t offset) const {
     return reinterpret_cast<const T*>(static_cast<const char*>(memory_.data()) + offset);
   }
-  int64_t bytes() const { return bytes_; }
 
  private:
   void* memory(int64_t offset) const { return static_cast<char*>(memory_.data()) + offset; }
@@ -113,7 +116,7 @@ class CudaRingPlan {
   std::vector<int32_t> coverage_own_, coverage_sampled_;
   int32_t sampled_ = 0, held_count_ = 0, own_count_ = 0;
   int64_t given_ = 0, given_count_ = 0, piece_ = 0, thresholds_ = 0;
-  int64_t pairs_ = 0, dense_pairs_ = 0, causal_pairs_ = 0, bytes_ = 0;
+  int64_t pairs_ = 0, dense_pairs_ = 0, causal_pairs_ = 0, bytes_ = 0, uploaded_ = 0;
   int64_t coverage_sequences_ = 0, coverage_tokens_ = 0, coverage_lists_ = 0, coverage_grid_ = 0, coverage_blocks_ = 0,
           coverage_own_tokens_ = 0, coverage_rows_ = 0;
   DeviceBuffer memory_;

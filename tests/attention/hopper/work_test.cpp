@@ -373,13 +373,15 @@ TEST(GpuSelectPlan, RefusesWhatListsCannotName) {
 
 struct NumberPlan {
   int number = 0;
+  int64_t reserved = 0;
   bool matches(int request) const { return number == request; }
+  void reserve(int64_t bytes) { reserved = bytes; }
 };
 
 TEST(RecentPlans, TheOldestThatNobodyHoldsIsBuiltAnew) {
-  RecentPlans<NumberPlan> plans;
+  RecentPlans<NumberPlan> plans(3);
   const auto make = [&](int number) {
-    const std::shared_ptr<NumberPlan> plan = plans.take(3);
+    const std::shared_ptr<NumberPlan> plan = plans.take();
     plan->number = number;
     plans.put(plan);
     return plan.get();
@@ -396,10 +398,10 @@ TEST(RecentPlans, TheOldestThatNobodyHoldsIsBuiltAnew) {
   for (int number = 5; number < 9; ++number) EXPECT_NE(make(number), one);
   EXPECT_EQ(plans.find(1), held);
   // Where all are held the oldest one leaves the list, and its holder keeps it.
-  RecentPlans<NumberPlan> full;
+  RecentPlans<NumberPlan> full(2);
   std::vector<std::shared_ptr<NumberPlan>> states;
   for (int number = 1; number <= 3; ++number) {
-    states.push_back(full.take(2));
+    states.push_back(full.take());
     states.back()->number = number;
     full.put(states.back());
   }
@@ -407,6 +409,26 @@ TEST(RecentPlans, TheOldestThatNobodyHoldsIsBuiltAnew) {
   EXPECT_EQ(full.find(1), nullptr);
   EXPECT_EQ(states[0]->number, 1);
   EXPECT_EQ(full.find(2), states[1]);
+}
+
+TEST(RecentPlans, HaveTheMemoryOfAllStates) {
+  RecentPlans<NumberPlan> plans;
+  plans.reserve(2, 100);
+  plans.reserve(3, 70);
+  const size_t count = plans.for_states(5);
+  EXPECT_EQ(plans.size(), count);
+  EXPECT_GT(count, 5u);
+  // Every state has a plan of its own, and more micro-batches come and go: all have memory of before.
+  std::vector<std::shared_ptr<NumberPlan>> states(5);
+  for (int number = 1; number < 40; ++number) {
+    const std::shared_ptr<NumberPlan> plan = plans.take();
+    EXPECT_EQ(plan->reserved, 100);
+    plan->number = number;
+    plans.put(plan);
+    states[static_cast<size_t>(number % 5)] = plan;
+  }
+  EXPECT_EQ(plans.size(), count);
+  EXPECT_EQ(plans.for_states(1000), plans.kMost);
 }
 
 }  // namespace
