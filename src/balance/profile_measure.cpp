@@ -157,10 +157,20 @@ class Measurement {
     return predicted / measured - 1;
   }
 
+  // Selection is the difference of two forwards: beside the attention of a large budget too little to be told from
+  // noise. And with a small one some tokens of a query block may add nothing, so that a GPU does not score them.
+  // Budgets between half the base and the base count, of shorter sequences those above half of their length.
+  bool tells_selection(const MeasuredShape& shape) const {
+    const int64_t most = std::max(options_.spec.budget, options_.spec.least_budget());
+    return shape.tokens.size() == 1 && shape.budgets[0] <= most &&
+           2 * shape.budgets[0] > std::min(shape.tokens[0], most);
+  }
+
   void fit() {
     const auto set = [&](Operation operation, Coordinate along, FitTerms terms) {
       std::vector<LatencySample> samples;
       for (const auto& [shape, times] : measured_) {
+        if (operation == Operation::selection && !tells_selection(shape)) continue;
         const double us = times.*kParts[static_cast<size_t>(operation)];
         if (us > 0) samples.push_back({shape.work(options_.spec), us});
       }

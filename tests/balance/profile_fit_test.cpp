@@ -138,6 +138,45 @@ TEST(ProfileMeasure, PredictsAMachineItHasNotSeen) {
   EXPECT_THROW(measure_profile(find_model_shape("qwen2-25m"), target, options), UserError);
 }
 
+// Selection on a GPU: small budgets leave some tokens without a choice, which are not scored; and as the difference of
+// two forwards it carries their error, here the second being slower by 1 %. At the base budget it must be right.
+TEST(ProfileMeasure, SelectionIsThatOfTheBaseBudget) {
+  AttentionSpec spec;
+  spec.dense_below = 0;
+  spec.budget = 8192;
+  const auto forward = [&](const Work& w) { return 15 + 1.2e-5 * w.pairs; };
+  const auto all_scored = [&](const Work& w) { return 30 + 3.6e-5 * w.scores; };
+  MeasureTarget target;
+  target.parts = [&](const MeasuredShape& shape, bool) {
+    const Work w = shape.work(spec);
+    MeasuredTimes t;
+    t.linear_forward = 30 + 0.2 * w.tokens;
+    t.linear_backward = 50 + 0.6 * w.tokens;
+    t.attention_forward = forward(w);
+    t.attention_backward = 40 + 4e-5 * w.pairs;
+    t.head_forward = 100 + 2.0 * w.tokens;
+    if (w.scores == 0) return t;
+    const double share = std::min(1.0, static_cast<double>(shape.budgets[0]) / 4352);
+    t.selection = std::max(0.0, 30 + (all_scored(w) - 30) * share - 0.01 * forward(w));
+    return t;
+  };
+  target.whole = [&](const MeasuredShape& shape) {
+    const Work w = shape.work(spec);
+    return 180 + 2.8 * w.tokens + forward(w) + 40 + 4e-5 * w.pairs + (w.scores > 0 ? all_scored(w) : 0.0);
+  };
+  MeasureOptions options;
+  options.spec = spec;
+  options.min_tokens = 1024;
+  options.max_tokens = 131072;
+  const Profile profile = measure_profile(find_model_shape("qwen2.5-3b"), target, options);
+  const OperationTable& selection = profile.tables[static_cast<size_t>(Operation::selection)];
+  for (const int64_t tokens : {16384, 30000, 65536, 100000, 131072}) {
+    const Work work = work_of(spec, tokens, 8192);
+    EXPECT_NEAR(selection(work), all_scored(work), 0.15 * all_scored(work)) << tokens;
+  }
+  EXPECT_EQ(selection(work_of(spec, 65536, 65536)), 0);
+}
+
 // Other work slows a stretch of the measurement down threefold, as on a shared machine.
 TEST(ProfileMeasure, ABurstOfOtherWorkDoesNotSpoilIt) {
   AttentionSpec spec;
