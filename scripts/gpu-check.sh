@@ -2,7 +2,7 @@
 # Everything that needs a GPU, in one command: builds the cuda preset, runs the GPU tests, then the benchmarks beside
 # their peers (PyTorch and transformers where they can be imported), and prints one table with ratios and bars last.
 #   scripts/gpu-check.sh [--only PART[,PART...]] [--no-peers] [--within SECONDS]
-# The parts, in this order; all but the last two run without --only, in about eight minutes on 16 cores:
+# The parts, in this order; all but the last two run without --only, in about nine minutes on 16 cores:
 #   build      the cuda preset, tests and benchmarks included
 #   tests      ctest -L gpu
 #   step       a training step of Qwen2.5-0.5B and 3B at 8K; with the portable attention kernels too
@@ -45,7 +45,7 @@ at_most() {
 }
 # limit SECONDS COMMAND...
 limit() { timeout -k 5 "$(at_most "$1")" "${@:2}"; }
-can_import() { [ $peers = yes ] && python3 -c "import $1" 2>/dev/null; }
+can_import() { [ $peers = yes ] && limit 30 python3 -c "import $1" 2>/dev/null; }
 ours=build/cuda/bench/train/bench_step_cuda
 export PYTHONUNBUFFERED=1
 
@@ -152,8 +152,13 @@ if [ "${parts%% *}" != build ] && [ ! -f build/cuda/build.ninja ]; then
 fi
 failed=
 times=
+for part in $parts; do rm -f build/cuda/gpu-check/$part.log; done  # the table is of this run
 for part in $parts; do
   log=build/cuda/gpu-check/$part.log
+  if [ "$(date +%s)" -ge "$deadline" ]; then
+    failed+=" $part (no time left)"
+    continue
+  fi
   echo "== $part (log: $log)"
   SECONDS=0
   (set -e; $part) 2>&1 | tee "$log"
