@@ -34,6 +34,9 @@ class SequenceSource {
   // No sequence is ever longer, whatever the source may learn later: what memory is planned for.
   virtual int64_t max_length() const = 0;
 
+  // What the order depends on besides the seed, in words; empty: nothing that could change from one run to the next.
+  virtual std::string identity() const { return {}; }
+
   // Tells the source how many of the counted targets were predicted right in a step. `next_position` is the first one
   // nobody has asked about yet: what changes, changes from there on. Returns whether something changed.
   virtual bool observe(int64_t correct, int64_t counted, uint64_t next_position) { return false; }

@@ -168,6 +168,10 @@ int64_t TokenDataset::valid_targets(uint64_t position) const {
   return mask->count(place.document, place.begin + 1, place.begin + place.count);
 }
 
+std::string TokenDataset::identity() const {
+  return fmt::format("{} files, {} sequences, {} tokens", summary_.files, summary_.sequences, summary_.tokens);
+}
+
 int64_t TokenDataset::spot_check(int64_t most_tokens) const {
   std::vector<const TokenFile*> files;
   for (const auto& file : files_) files.push_back(file->tokens.get());

@@ -36,6 +36,7 @@ class TokenDataset final : public SequenceSource {
   TokenSequence read(uint64_t position) const override;
   uint64_t size() const override { return sequences_; }
   int64_t max_length() const override { return longest_; }
+  std::string identity() const override;
 
   // Whether the files' ids fit the vocabulary, as far as `most_tokens` show it (data/token_check.h).
   int64_t spot_check(int64_t most_tokens) const;

@@ -68,7 +68,8 @@ void write_state(const fs::path& file, const TrainState& state) {
                                        {"skipped", state.skipped},
                                        {"skipped_in_row", state.skipped_in_row},
                                        {"thresholds", thresholds},
-                                       {"planner_state", state.planner_state}};
+                                       {"planner_state", state.planner_state},
+                                       {"source", state.source}};
   write_new_file(file, json.dump(1) + "\n");
 }
 
@@ -86,7 +87,8 @@ TrainState read_state(const fs::path& file) {
     for (const nlohmann::json& entry : json.at("thresholds")) {
       state.thresholds[{entry.at(0).get<int>(), entry.at(1).get<int>()}] = entry.at(2).get<float>();
     }
-    state.planner_state = json.value("planner_state", "");  // older checkpoints have none
+    state.planner_state = json.value("planner_state", "");  // older checkpoints have neither of these
+    state.source = json.value("source", "");
   } catch (const nlohmann::json::exception& error) {
     throw UserError("{}: {}", file.string(), error.what());
   }

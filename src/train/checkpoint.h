@@ -28,6 +28,7 @@ struct TrainState {
   int64_t skipped_in_row = 0;       // of these, how many just now
   Selector::Thresholds thresholds;  // what the `mass` pattern has learned
   std::string planner_state;        // what the planner has learned
+  std::string source;               // the source's identity(): `position` counts in its order
   bool operator==(const TrainState&) const = default;
 };
 

@@ -129,13 +129,20 @@ void Trainer::load_start_of_run() {
     if (parts_.sparse) parts_.sparse->set_thresholds(state_.thresholds);
     if (planner_) planner_->restore_state(state_.planner_state);
     if (checkpoint->parent_path() == directory_.path()) saved_step_ = state_.step;
-    if (leads()) parts_.console.text(fmt::format("resumed from {} after step {}", checkpoint->string(), state_.step));
+    if (leads()) {
+      parts_.console.text(fmt::format("resumed from {} after step {}", checkpoint->string(), state_.step));
+      if (!state_.source.empty() && state_.source != parts_.source.identity())
+        log::warning(
+            "the training data changed since {} was saved: {} then, {} now; sequences may be repeated or left out",
+            checkpoint->string(), state_.source, parts_.source.identity());
+    }
   } else {
     if (config_.model.path.empty())
       stage().initialize(config_.train.seed);
     else
       read_hf_weights(config_.model.path, stage().parameters());
   }
+  state_.source = parts_.source.identity();
   next_announced_ = state_.step + 1;
 }
 

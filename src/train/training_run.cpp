@@ -118,6 +118,9 @@ std::string footer(const RunConfig& config, const TrainSummary& summary) {
   if (summary.seconds > 0)
     text += fmt::format("{} tokens in {} ({:.0f} tokens/s)\n", summary.tokens, format_duration(summary.seconds),
                         static_cast<double>(summary.tokens) / summary.seconds);
+  else if (!summary.interrupted)
+    text += fmt::format("nothing was left to train: step {} is done and train.max_steps is {}; a larger one goes on\n",
+                        summary.steps, config.train.max_steps);
   if (summary.skipped > 0) text += fmt::format("{} steps skipped (gradient not finite)\n", summary.skipped);
   if (summary.interrupted)
     return text + fmt::format("stopped after step {} of {}; saved {}; the same command goes on from there\n",

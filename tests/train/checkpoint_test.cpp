@@ -40,7 +40,7 @@ struct Contents {
         second[at] = 1e-9f * static_cast<float>(1 + at);
       }
     }
-    state = {step, 6, 123456789012345, "curriculum \"state\"\n", 99, 1, 1, {{{0, 12}, -3.5f}}, "plan\n"};
+    state = {step, 6, 123456789012345, "curriculum \"state\"\n", 99, 1, 1, {{{0, 12}, -3.5f}}, "plan\n", "2 files"};
   }
   TensorView moment(std::vector<float>& values) const { return {values.data(), {parameters.flat_elements()}}; }
   ShardLayout layout(int shards = 1) const { return ShardLayout(parameters, shards, 1); }

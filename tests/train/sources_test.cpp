@@ -65,6 +65,43 @@ TEST(Sources, IdsOutsideTheVocabularyAreRefusedBeforeTheFirstStep) {
   }
 }
 
+// What a run prints, and what it logs.
+std::pair<std::string, std::string> train(const RunConfig& config) {
+  const fs::path file = config.train.output_dir.string() + ".out";
+  testing::internal::CaptureStderr();
+  const std::unique_ptr<std::FILE, int (*)(std::FILE*)> out(std::fopen(file.c_str(), "w"), std::fclose);
+  run_training(config, out.get(), false, [] { return false; });
+  std::fflush(out.get());
+  return {read_bytes(file), testing::internal::GetCapturedStderr()};
+}
+
+TEST(Sources, OtherDocumentsUnderTheSameNameAreNoticedOnResume) {
+  ScratchDirectory scratch;
+  write_documents(scratch / "a", {10, 10}, 3);
+  const std::string data = "{train: [" + (scratch / "a").string() + "], max_sequence_length: 12}";
+  EXPECT_EQ(train(token_run(scratch.path(), data, {"train.max_steps=2"})).second.find("warning"), std::string::npos);
+  const std::string same = train(token_run(scratch.path(), data, {"train.max_steps=3"})).second;
+  EXPECT_EQ(same.find("warning"), std::string::npos) << same;
+  for (const char* end : {".bin", ".idx"}) fs::remove(scratch.path() / (std::string("a") + end));
+  write_documents(scratch / "a", {10, 10, 7}, 3);
+  const std::string log = train(token_run(scratch.path(), data, {"train.max_steps=4"})).second;
+  EXPECT_NE(log.find("training data changed"), std::string::npos) << log;
+  EXPECT_NE(log.find("1 files, 2 sequences, 20 tokens then, 1 files, 3 sequences, 27 tokens now"), std::string::npos)
+      << log;
+  // Said once: what is saved from here on was trained with the new documents.
+  const std::string later = train(token_run(scratch.path(), data, {"train.max_steps=5"})).second;
+  EXPECT_EQ(later.find("training data changed"), std::string::npos) << later;
+}
+
+TEST(TrainingRun, SaysWhenNothingIsLeftToTrain) {
+  ScratchDirectory scratch;
+  const RunConfig config = tiny_run(scratch / "run", {"train.max_steps=2"});
+  EXPECT_EQ(train(config).first.find("nothing was left"), std::string::npos);
+  const std::string again = train(config).first;
+  EXPECT_NE(again.find("nothing was left to train: step 2 is done and train.max_steps is 2"), std::string::npos)
+      << again;
+}
+
 TEST(Sources, AWeightSaysHowOftenEachSequenceIsSeen) {
   ScratchDirectory scratch;
   write_documents(scratch / "a", std::vector<int>(10, 8), 1);
