@@ -83,7 +83,7 @@ void check_parallel(const RunConfig& config, const OptionTable& table) {
                 "{}: {} ranks for batch.global_batch_size {}: some would have no sequence", table.label("parallel.dp"),
                 parallel.dp, config.batch.global_batch_size);
   SB_USER_CHECK(!config.model.init || parallel.pp <= config.model.init->layers,
-                "{}: {} stages for {} layers: some would be empty", table.label("parallel.pp"), parallel.pp,
+                "{}: {} stages for {} layers: some would be empty; lower it", table.label("parallel.pp"), parallel.pp,
                 config.model.init->layers);
   SB_USER_CHECK(parallel.node_size == 0 || parallel.cp % parallel.node_size == 0,
                 "{}: {} does not divide parallel.cp {}; machines have equal numbers of ranks",

@@ -90,9 +90,11 @@ RunDirectory::RunDirectory(const RunConfig& config) : path_(config.train.output_
   SB_USER_CHECK(!failed, "train.output_dir {}: cannot be created: {}", path_.string(), failed.message());
   lock();
   try {
-    refuse_another_run(config);
-    remove_leftovers(path_);
     const std::string& resume = config.train.resume;
+    SB_USER_CHECK(resume == "auto" || resume == "never" || fs::is_directory(resume),
+                  "train.resume: {} is neither auto, never nor the folder of a checkpoint", resume);
+    const std::vector<OptionChange> changes = refuse_another_run(config);
+    remove_leftovers(path_);
     if (resume == "auto") {
       resume_from_ = newest_intact_checkpoint(path_);
     } else if (resume != "never") {
@@ -101,6 +103,9 @@ RunDirectory::RunDirectory(const RunConfig& config) : path_(config.train.output_
       resume_from_ = resume;
       compare_with_other_run(config);
     }
+    for (const OptionChange& change : changes)
+      log::info("{} with {}: {} (was {})", resume_from_ ? "resumed" : "started anew", change.key, change.now,
+                change.before);
     replace_file(path_ / "run.yaml", print_run_config(config));
   } catch (...) {
     ::close(lock_);
@@ -147,13 +152,13 @@ void RunDirectory::compare_with_other_run(const RunConfig& config) const {
   }
 }
 
-void RunDirectory::refuse_another_run(const RunConfig& config) {
+std::vector<OptionChange> RunDirectory::refuse_another_run(const RunConfig& config) {
   const std::vector<int64_t> steps = checkpoint_steps(path_);
   // A run.yaml alone is of an attempt that failed before its first step.
   const fs::path metrics = path_ / "metrics.jsonl";
   const bool holds_run =
       (fs::exists(metrics) && fs::file_size(metrics) > 0) || fs::exists(path_ / "final") || !steps.empty();
-  if (!holds_run) return;
+  if (!holds_run) return {};
   const std::string& resume = config.train.resume;
   SB_USER_CHECK(resume != "never",
                 "{} already holds a run and train.resume is never: choose another train.output_dir, or train.resume: "
@@ -175,7 +180,6 @@ void RunDirectory::refuse_another_run(const RunConfig& config) {
         path_.string(), changes);
   }
   for (const OptionChange& change : difference.allowed) {
-    log::info("resumed with {}: {} (was {})", change.key, change.now, change.before);
     if (change.key.starts_with("balance.") || change.key.starts_with("batch.micro_batch_"))
       changed_planning_ += fmt::format("{}{} was {} and is {}", changed_planning_.empty() ? "" : ", ", change.key,
                                        change.before, change.now);
@@ -193,6 +197,7 @@ void RunDirectory::refuse_another_run(const RunConfig& config) {
         "choose another train.output_dir",
         resume, path_.string(), steps.back());
   }
+  return difference.allowed;
 }
 
 }  // namespace sb

@@ -10,6 +10,18 @@
 
 namespace sb {
 
+// Every option of a YAML text as "section.key" → value.
+std::map<std::string, std::string> flatten_yaml(const std::string& yaml);
+
+struct OptionChange {
+  std::string key, before, now;
+};
+struct RunDifference {
+  std::vector<OptionChange> forbidden;  // they make it another run: model, data, batch, attention, seed
+  std::vector<OptionChange> allowed;    // a resumed run may have more steps, another learning rate or other threads
+};
+RunDifference compare_runs(const std::string& before, const std::string& now);
+
 // The output directory of one run:
 //   run.yaml          the resolved configuration
 //   metrics.jsonl     the record; tensorboard/ the same as event files; trace.json, trace-2.json … on request
@@ -33,7 +45,8 @@ class RunDirectory {
 
  private:
   void lock();
-  void refuse_another_run(const RunConfig& config);
+  // Returns what the run goes on with otherwise than it began.
+  std::vector<OptionChange> refuse_another_run(const RunConfig& config);
   void compare_with_other_run(const RunConfig& config) const;
 
   std::filesystem::path path_;
@@ -41,17 +54,5 @@ class RunDirectory {
   std::optional<std::filesystem::path> resume_from_;
   int lock_ = -1;
 };
-
-// Every option of a YAML text as "section.key" → value.
-std::map<std::string, std::string> flatten_yaml(const std::string& yaml);
-
-struct OptionChange {
-  std::string key, before, now;
-};
-struct RunDifference {
-  std::vector<OptionChange> forbidden;  // they make it another run: model, data, batch, attention, seed
-  std::vector<OptionChange> allowed;    // a resumed run may have more steps, another learning rate or other threads
-};
-RunDifference compare_runs(const std::string& before, const std::string& now);
 
 }  // namespace sb

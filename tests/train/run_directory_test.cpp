@@ -81,6 +81,26 @@ TEST(RunDirectory, MoreStepsAndAnotherLearningRateAreTheSameRun) {
   EXPECT_EQ(directory.changed_planning(), "batch.micro_batch_sequences was 2 and is 1");
 }
 
+TEST(RunDirectory, SaysResumedOnlyWhenItIs) {
+  ScratchDirectory scratch;
+  const auto log_of = [&](const std::string& steps) {
+    testing::internal::CaptureStderr();
+    user_error_of([&] { const RunDirectory directory(tiny_run(scratch / "run", {"train.max_steps=" + steps})); });
+    return testing::internal::GetCapturedStderr();
+  };
+  // A run that was stopped before its first checkpoint.
+  begin_run(tiny_run(scratch / "run"));
+  const std::string anew = log_of("30");
+  EXPECT_NE(anew.find("started anew with train.max_steps: 30 (was 20)"), std::string::npos) << anew;
+  fs::create_directories(scratch / "run" / "checkpoint-10");
+  const std::string damaged = log_of("40");
+  EXPECT_NE(damaged.find("damaged"), std::string::npos) << damaged;
+  EXPECT_EQ(damaged.find("train.max_steps"), std::string::npos) << damaged;
+  write_bytes(scratch / "run" / "checkpoint-10" / "manifest.json", R"({"format": 1, "files": {}})");
+  const std::string resumed = log_of("50");
+  EXPECT_NE(resumed.find("resumed with train.max_steps: 50 (was 30)"), std::string::npos) << resumed;
+}
+
 TEST(RunDirectory, OptionsThatTheRunDidNotKnowYetHaveTheirDefaults) {
   ScratchDirectory scratch;
   begin_run(tiny_run(scratch / "run"));
@@ -122,13 +142,18 @@ TEST(RunDirectory, AFileInItsPlaceIsRefused) {
 TEST(RunDirectory, ANamedCheckpointMustBeIntactAndTheNewest) {
   ScratchDirectory scratch;
   const std::string missing = (scratch / "checkpoint-5").string();
+  expect_refused(tiny_run(scratch / "run", {"train.resume=" + missing}),
+                 {"train.resume", "checkpoint-5 is neither auto, never nor"});
+  fs::create_directories(missing);
   expect_refused(tiny_run(scratch / "run", {"train.resume=" + missing}), {"is not an intact checkpoint"});
 
   begin_run(tiny_run(scratch / "run"));
   fs::create_directories(scratch / "run" / "checkpoint-10");
   const std::string older = (scratch / "run" / "checkpoint-5").string();
+  fs::create_directories(older);
   expect_refused(tiny_run(scratch / "run", {"train.resume=" + older}), {"also holds checkpoint-10"});
   const std::string foreign = (scratch / "other" / "checkpoint-10").string();
+  fs::create_directories(foreign);
   expect_refused(tiny_run(scratch / "run", {"train.resume=" + foreign}), {"also holds checkpoint-10"});
 }
 
