@@ -5,6 +5,10 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 seconds=${1:-30}
+if ! [[ $seconds =~ ^[0-9]+$ ]]; then
+  echo "usage: scripts/fuzz.sh [seconds [target...]]" >&2
+  exit 2
+fi
 shift || true
 
 cmake --preset fuzz >/dev/null

@@ -2,7 +2,7 @@
 # Set-up, build, and a first training run: a small Qwen2-shaped model learns, from scratch and on two ranks, to copy from
 # anywhere in its context (examples/quickstart.yaml), and is asked for a needle in a haystack before and after. Then the
 # same unequal batches are run unbalanced and balanced in turn, to show what SparseBalance is worth on this machine.
-# Further arguments go to `sparsebalance train`, for example --set train.max_steps=50.
+# Further arguments go to `sparsebalance train`, for example --set train.max_steps=200.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 

@@ -142,6 +142,15 @@ class Builder : public YAML::EventHandler {
   ConfigValue root_;
 };
 
+// The parser says of a tab only that what follows it is misplaced.
+bool indented_by_tab(const std::string& yaml, int line) {
+  std::istringstream stream(yaml);
+  std::string text;
+  for (int i = 0; i <= line; ++i)
+    if (!std::getline(stream, text)) return false;
+  return text.substr(0, text.find_first_not_of(" \t")).find('\t') != std::string::npos;
+}
+
 ConfigValue parse(const std::string& yaml, const std::string& source, bool lines) {
   SB_USER_CHECK(static_cast<int64_t>(yaml.size()) <= kMaxConfigBytes, "{}: {} bytes is too large for a configuration",
                 source, yaml.size());
@@ -158,7 +167,9 @@ ConfigValue parse(const std::string& yaml, const std::string& source, bool lines
       return first;
     }
   } catch (const YAML::Exception& error) {
-    if (lines && !error.mark.is_null()) throw UserError("{}:{}: {}", source, error.mark.line + 1, error.msg);
+    if (lines && !error.mark.is_null())
+      throw UserError("{}:{}: {}{}", source, error.mark.line + 1, error.msg,
+                      indented_by_tab(yaml, error.mark.line) ? " (indent with spaces: YAML takes no tabs)" : "");
     throw UserError("{}: {}", source, error.msg);
   }
   ConfigValue nothing;

@@ -17,6 +17,16 @@ std::string string_of(json& object, const char* key, const std::string& where) {
   return std::move(found->get_ref<std::string&>());
 }
 
+// " among "a", "b", …", to show what the file calls them.
+std::string keys_of(const json& object) {
+  std::string keys;
+  for (const auto& [key, value] : object.items()) {
+    if (keys.size() > 150) return keys + ", …";
+    keys += fmt::format("{}\"{}\"", keys.empty() ? " among " : ", ", printable(key, 30));
+  }
+  return keys;
+}
+
 }  // namespace
 
 JsonlRecord parse_jsonl_record(std::string_view line, const std::string& text_key) {
@@ -34,8 +44,10 @@ JsonlRecord parse_jsonl_record(std::string_view line, const std::string& text_ke
   SB_USER_CHECK(object.is_object(), "a line must be an object, this is {}", object.type_name());
   const bool text = object.contains(text_key), messages = object.contains("messages"),
              completion = object.contains("prompt") || object.contains("completion");
-  SB_USER_CHECK(text || messages || completion, "none of \"{}\", \"messages\" and \"prompt\"/\"completion\" is there",
-                printable(text_key));
+  SB_USER_CHECK(text || messages || completion,
+                "none of \"{}\", \"messages\" and \"prompt\"/\"completion\" is there{}; --text-key names the key of "
+                "plain text",
+                printable(text_key), keys_of(object));
   SB_USER_CHECK(text + messages + completion == 1,
                 "more than one of \"{}\", \"messages\" and \"prompt\"/\"completion\" is there", printable(text_key));
   JsonlRecord record;

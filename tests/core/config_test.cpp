@@ -238,6 +238,9 @@ TEST(Config, SyntaxErrorsNameTheLine) {
   EXPECT_EQ(f.load_error("a:\n  small: 3\n bad: [1\n").substr(0, 8), "f.yaml:3");
   EXPECT_EQ(f.load_error("a:\n\tsmall: 3\n").substr(0, 7), "f.yaml:");
   EXPECT_EQ(f.load_error("a:\n  small: [3,\n").substr(0, 7), "f.yaml:");
+  EXPECT_NE(f.load_error("a:\n\tsmall: 3\n").find("f.yaml:2: "), std::string::npos);
+  EXPECT_NE(f.load_error("a:\n\tsmall: 3\n").find("YAML takes no tabs"), std::string::npos);
+  EXPECT_EQ(f.load_error("a: [\n").find("tabs"), std::string::npos);
 }
 
 TEST(Config, OversizedInputIsRefused) {
