@@ -1,5 +1,4 @@
 #include "train/training_run.h"
-#include "train/index_dump.h"
 
 #include <algorithm>
 
@@ -15,7 +14,9 @@
 #include "parallel/grid.h"
 #include "parallel/ring_attention.h"
 #include "train/balanced_planner_config.h"
+#include "train/disk_room.h"
 #include "train/host_memory.h"
+#include "train/index_dump.h"
 #include "train/sources.h"
 #include "train/stage_split.h"
 
@@ -210,6 +211,7 @@ TrainSummary run_training(const RunConfig& config, std::FILE* out, bool terminal
         format_bytes(plan.host_total()), format_bytes(host_memory));
 
   const std::unique_ptr<RunDirectory> directory = open_run_directory(config, ranks.world);
+  if (leads) warn_of_little_room(config, model);
   Trainer trainer(config, parts, *directory);
   const TrainSummary summary = trainer.run();
   if (leads) console.text(footer(config, summary));

@@ -4,6 +4,7 @@
 
 #include "tests/train/scratch_directory.h"
 #include "tests/train/tiny_run.h"
+#include "train/disk_room.h"
 
 namespace sb {
 namespace {
@@ -190,6 +191,39 @@ TEST(RunDirectory, SaysWhatACheckpointOfAnotherRunWasTrainedWith) {
   EXPECT_NE(log.find("resumed with train.threads: 1 (was 2)"), std::string::npos) << log;
   EXPECT_EQ(log_of(scratch / "third", {"train.max_steps=2"}), "");
   EXPECT_EQ(log_of(scratch / "first", {"train.max_steps=2"}).find("warning"), std::string::npos);
+}
+
+TEST(DiskNeed, CountsWhatIsOnTheDiskAtOnce) {
+  ScratchDirectory scratch;
+  ModelConfig model;
+  model.vocab_size = 10;
+  model.hidden_size = 8;
+  model.intermediate_size = 6;
+  model.layers = 2;
+  model.heads = 2;
+  model.kv_heads = 1;
+  model.head_dim = 4;
+  model.tie_word_embeddings = true;
+  // Query and output projection 8 x 8, key and value 4 x 8, three of the MLP 6 x 8, two norms of 8; embedding and norm.
+  const int64_t parameters = 2 * (2 * 64 + 2 * 32 + 3 * 48 + 2 * 8) + 10 * 8 + 8;
+  const auto need = [&](const std::vector<std::string>& options, const std::vector<int64_t>& saved) {
+    return disk_need(tiny_run(scratch / "run", options), model, saved);
+  };
+  const std::string all = "train.save_total_limit=0", ten = "train.max_steps=10";
+  EXPECT_EQ(need({all, ten, "train.save_steps=0"}, {}).checkpoint_bytes, 12 * parameters);
+  EXPECT_EQ(need({all, ten, "train.save_steps=0"}, {}).model_bytes, 4 * parameters);
+  EXPECT_EQ(need({all, ten, "model.save_dtype=bfloat16"}, {}).model_bytes, 2 * parameters);
+  EXPECT_EQ(need({all, ten, "train.save_steps=0"}, {}).checkpoints, 1);
+  EXPECT_EQ(need({all, ten, "train.save_steps=0"}, {}).total(), 16 * parameters);
+  EXPECT_EQ(need({all, ten, "train.save_steps=3"}, {}).checkpoints, 4);  // 3, 6, 9 and 10
+  EXPECT_EQ(need({all, ten, "train.save_steps=5"}, {}).checkpoints, 2);
+  EXPECT_EQ(need({all, ten, "train.save_steps=3"}, {3, 6}).checkpoints, 2);
+  EXPECT_EQ(need({all, ten, "train.save_steps=3"}, {3, 6, 9, 10}).checkpoints, 0);
+  // Two are kept, and a third is complete before the oldest goes.
+  EXPECT_EQ(need({"train.save_total_limit=2", ten, "train.save_steps=2"}, {}).checkpoints, 3);
+  EXPECT_EQ(need({"train.save_total_limit=2", ten, "train.save_steps=2"}, {2, 4}).checkpoints, 1);
+  EXPECT_EQ(need({"train.save_total_limit=2", ten, "train.save_steps=2"}, {2, 4, 6, 8}).checkpoints, 1);
+  EXPECT_EQ(need({"train.save_total_limit=2", ten, "train.save_steps=2"}, {8, 10}).checkpoints, 0);
 }
 
 }  // namespace
