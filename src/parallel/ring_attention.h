@@ -39,7 +39,7 @@ class RingAttention final : public ChoosingAttention {
     int coverage_rows = 0;
     // Of the activations, for the memory plan of a ring of GPUs.
     DType dtype = DType::f32;
-    // A ring of GPUs chooses pairs and makes lists on the device, where the pattern allows it.
+    // A ring of GPUs chooses pairs and makes lists on the device (ring_chooses_on_device).
     bool lists_on_device = false;
 
     // The longest sequence that may run dense, in micro-batches of so many tokens on all ranks.

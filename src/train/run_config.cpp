@@ -353,9 +353,11 @@ void add_parallel(OptionTable& table, Draft& draft) {
                 "plain ring");
   table.choice<ParallelOptions::RingLists>(
       "parallel.ring_lists", &parallel.ring_lists,
-      {{"host", ParallelOptions::RingLists::host}, {"device", ParallelOptions::RingLists::device}},
-      "device: cuda with cp: where pairs are chosen and lists made; device: nothing waits for the CPU, but for "
-      "vertical_slash and mass with lookahead, which stay on the host");
+      {{"auto", ParallelOptions::RingLists::automatic},
+       {"device", ParallelOptions::RingLists::device},
+       {"host", ParallelOptions::RingLists::host}},
+      "device: cuda with cp: where pairs are chosen and lists made; auto: on the host (and the GPU waits) for "
+      "vertical_slash and for mass with lookahead, which device refuses, on the device for all others");
   table.choice<ParallelOptions::Backend>(
       "parallel.backend", &parallel.backend,
       {{"auto", ParallelOptions::Backend::automatic},

@@ -86,9 +86,9 @@ struct ParallelOptions {
   ContextPlacement placement = ContextPlacement::triangular;  // of a sequence's blocks on cp ranks
   int node_size = 0;                     // cp ranks of one machine, for the hierarchical ring; 0: a plain ring
   Backend backend = Backend::automatic;  // device: cuda
-  enum class RingLists { host, device };
-  RingLists ring_lists = RingLists::host;  // device: cuda, cp: where lists are made
-  int64_t timeout = 600;                   // seconds that a rank waits for another
+  enum class RingLists { automatic, device, host };
+  RingLists ring_lists = RingLists::automatic;  // device: cuda, cp: where lists are made
+  int64_t timeout = 600;                        // seconds that a rank waits for another
 };
 
 struct OptimizerOptions {

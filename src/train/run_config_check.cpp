@@ -1,6 +1,7 @@
 #include "train/run_config_check.h"
 
 #include "core/errors.h"
+#include "parallel/cuda/cuda_ring_memory.h"
 #include "train/run_config_balance.h"
 
 namespace sb {
@@ -92,6 +93,10 @@ void check_parallel(const RunConfig& config, const OptionTable& table) {
   SB_USER_CHECK(parallel.cp == 1 || selection.block % selection.query_block == 0,
                 "{}: {} does not divide attention.block {}, as it must where ranks share sequences (parallel.cp)",
                 table.label("attention.query_block"), selection.query_block, selection.block);
+  SB_USER_CHECK(parallel.ring_lists != ParallelOptions::RingLists::device || ring_chooses_on_device(selection),
+                "{}: device, but vertical_slash and mass with lookahead choose their pairs on the host; remove it, or "
+                "choose another attention.pattern",
+                table.label("parallel.ring_lists"));
   const bool dumps = !config.attention.dump_index.empty();
   SB_USER_CHECK(!dumps || selection.pattern != SelectionPattern::dense,
                 "{}: pattern: dense chooses nothing that could be saved; remove it or choose a pattern",

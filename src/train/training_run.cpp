@@ -42,6 +42,12 @@ struct RingGroups {
   }
 };
 
+// Where a ring of GPUs chooses pairs and makes lists.
+bool lists_on_device(const RunConfig& config) {
+  return config.parallel.ring_lists != ParallelOptions::RingLists::host &&
+         ring_chooses_on_device(config.attention.selection);
+}
+
 std::unique_ptr<Attention> make_attention(const RunConfig& config, const ModelConfig& model, const RingGroups& ring) {
   const int64_t largest = std::min(largest_budget(config), config.data.max_sequence_length);
   const bool dense = config.attention.selection.pattern == SelectionPattern::dense;
@@ -50,7 +56,7 @@ std::unique_ptr<Attention> make_attention(const RunConfig& config, const ModelCo
     RingAttention::Options options{config.attention.selection, model.layers, config.parallel.placement,
                                    config.parallel.node_size,  largest,      coverage_rows};
     if (config.device == DeviceKind::cuda) options.dtype = DType::bf16;
-    options.lists_on_device = config.parallel.ring_lists == ParallelOptions::RingLists::device;
+    options.lists_on_device = lists_on_device(config);
     if (ring.data) return make_cuda_ring_attention(*ring.host, *ring.data, options);
     return std::make_unique<RingAttention>(*ring.host, options);
   }
@@ -177,10 +183,10 @@ TrainSummary run_training(const RunConfig& config, std::FILE* out, bool terminal
         "attention.pattern has no effect: the longest sequence has {} tokens and those up to {} run dense; lower "
         "attention.{}",
         sources.train->max_length(), selection.dense_limit(), selection.dense_below < 0 ? "budget" : "dense_below");
-  const bool on_device = config.parallel.ring_lists == ParallelOptions::RingLists::device &&
-                         ring_chooses_on_device(config.attention.selection);
-  if (leads && ring.data && sparse && !on_device)
-    log::warning("parallel.cp on GPUs: attention.pattern chooses its pairs on the CPU, which takes time");
+  if (leads && ring.data && sparse && !lists_on_device(config))
+    log::warning("parallel.cp on GPUs: {} chooses its pairs on the CPU, which takes time",
+                 config.parallel.ring_lists == ParallelOptions::RingLists::host ? "parallel.ring_lists: host"
+                                                                                : "this attention.pattern");
   // Data-parallel copies of a stage see different sequences: the first one's lists are enough.
   std::optional<IndexDump> dump;
   const int copies = config.parallel.pp * config.parallel.cp;

@@ -216,6 +216,14 @@ TEST(RunConfig, SharedSequencesThatDoNotWorkAreRefused) {
   EXPECT_NE(error_of(kSynthetic, {"parallel.cp=4", "parallel.node_size=3"})
                 .find("parallel.node_size: 3 does not divide parallel.cp 4"),
             std::string::npos);
+  for (const std::vector<std::string>& pattern : std::vector<std::vector<std::string>>{
+           {"attention.pattern=vertical_slash"}, {"attention.pattern=mass", "attention.selection=lookahead"}}) {
+    std::vector<std::string> options = {"parallel.cp=2", "parallel.ring_lists=device"};
+    options.insert(options.end(), pattern.begin(), pattern.end());
+    EXPECT_NE(error_of(kSynthetic, options).find("parallel.ring_lists: device, but vertical_slash"), std::string::npos);
+    options[1] = "parallel.ring_lists=auto";
+    EXPECT_EQ(error_of(kSynthetic, options), "(no UserError)");
+  }
   EXPECT_NE(error_of(kSynthetic, {"parallel.cp=2", "attention.block=64", "attention.query_block=48"})
                 .find("does not divide attention.block 64"),
             std::string::npos);

@@ -36,7 +36,9 @@ class CudaRingAttention final : public ChoosingAttention {
         travel_(data, options.node_size == 0 ? data.size() : options.node_size),
         kernels_(make_cuda_attention({.attention = {options.selection, options.layers, 0}})),
         memory_{options_, data.size(),    cuda::device_info().multiprocessors,
-                travel_,  kernels_.get(), options.lists_on_device && ring_chooses_on_device(options.selection)} {
+                travel_,  kernels_.get(), options.lists_on_device} {
+    SB_CHECK(!options.lists_on_device || ring_chooses_on_device(options.selection),
+             "a pattern whose pairs are chosen on the host");
     report_.layers.resize(options.layers);
     if (memory_.on_device) choice_ = std::make_unique<CudaRingChoice>(data, options);
   }
