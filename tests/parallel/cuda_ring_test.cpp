@@ -278,6 +278,27 @@ OneGpu run_one(const AttentionCase& c, const SelectionConfig& selection, DType d
   return {read_block_index(*state, pool), attention->take_report(), attention->thresholds()};
 }
 
+// Rows of the ranks that are not those of one GPU.
+int64_t different_rows(const AttentionCase& c, const SelectionConfig& config, const ContextLayout& layout,
+                       const BlockIndex& one, const RingSays& says) {
+  int64_t different = 0;
+  for (int s = 0; s < layout.sequences(); ++s)
+    for (int64_t b = 0; b < layout.blocks(s); ++b) {
+      const BlockIndex& index = says.chosen[static_cast<size_t>(layout.owner(s, b))];
+      const BlockIndex::Sequence& place = one.sequences()[static_cast<size_t>(s)];
+      EXPECT_EQ(index.sequences()[static_cast<size_t>(s)], place);
+      if (place.dense) continue;
+      for (int head = 0; head < c.shape.kv_heads; ++head)
+        for (int64_t token = b * config.block; token < b * config.block + layout.block_length(s, b);
+             token += config.query_block) {
+          const int64_t row = BlockIndex::row_id(place, head, static_cast<int>(token / config.query_block));
+          const BlockIndex::Row x = index.row(row), y = one.row(row);
+          different += !std::ranges::equal(x.blocks, y.blocks) || !std::ranges::equal(x.first, y.first);
+        }
+    }
+  return different;
+}
+
 struct ChoiceCase {
   const char* name;
   SelectionPattern pattern;
@@ -329,22 +350,7 @@ TEST_P(CudaRingChoices, AreThoseOfOneGpu) {
     RingSays says;
     const AttentionResults<float> got = run_ring(c, {config, dtype, ranks, 0, nullptr, 3, true}, &says);
     const ContextLayout layout(ContextPlacement::triangular, ranks, config.block, c.cu_seqlens);
-    int64_t different = 0;
-    for (int s = 0; s < layout.sequences(); ++s)
-      for (int64_t b = 0; b < layout.blocks(s); ++b) {
-        const BlockIndex& index = says.chosen[static_cast<size_t>(layout.owner(s, b))];
-        const BlockIndex::Sequence& place = one.chosen.sequences()[static_cast<size_t>(s)];
-        ASSERT_EQ(index.sequences()[static_cast<size_t>(s)], place);
-        if (place.dense) continue;
-        for (int head = 0; head < c.shape.kv_heads; ++head)
-          for (int64_t token = b * config.block; token < b * config.block + layout.block_length(s, b);
-               token += config.query_block) {
-            const int64_t row = BlockIndex::row_id(place, head, static_cast<int>(token / config.query_block));
-            const BlockIndex::Row x = index.row(row), y = one.chosen.row(row);
-            different += !std::ranges::equal(x.blocks, y.blocks) || !std::ranges::equal(x.first, y.first);
-          }
-      }
-    EXPECT_EQ(different, 0);
+    EXPECT_EQ(different_rows(c, config, layout, one.chosen, says), 0);
     expect_close(got, expected, dtype == DType::f32 ? 1e-5 : 1e-2);
 
     AttentionReport together = says.reports[0];
@@ -367,6 +373,19 @@ TEST_P(CudaRingChoices, AreThoseOfOneGpu) {
       for (size_t j = 0; j < x.sample.curve.size(); ++j) EXPECT_NEAR(x.sample.curve[j], y.sample.curve[j], 1e-5);
     }
   }
+}
+
+// Scores of so many key blocks do not fit a multiprocessor's memory.
+TEST_P(CudaRing, LongSequencesChooseWhatOneGpuChooses) {
+  const AttentionCase c = rounded({shape_of(2, 1, 64), {70'001}, 8});
+  SelectionConfig config = config_of(SelectionPattern::topk);
+  config.budget = 1024;
+  const OneGpu one = run_one(c, config, GetParam(), 0);
+  RingSays says;
+  run_ring(c, {config, GetParam(), 2, 0, nullptr, 0, true}, &says);
+  const ContextLayout layout(ContextPlacement::triangular, 2, config.block, c.cu_seqlens);
+  EXPECT_EQ(different_rows(c, config, layout, one.chosen, says), 0);
+  for (size_t r = 0; r < says.scratch_used.size(); ++r) EXPECT_LE(says.scratch_used[r], says.scratch_planned[r]);
 }
 
 // What is planned is what is used, when the tokens are as many as planned.

@@ -190,7 +190,9 @@ void CudaRingChoice::gather_statistics(const Exec& exec, const CudaRingPlan& pla
   else
     gpu::portable_block_statistics(own, plan.precision(), exec.stream);
   data_.all_gather_async(pieces, piece * words * static_cast<int64_t>(sizeof(uint32_t)), CommType::u8).wait();
-  auto* statistics = exec.scratch->allocate_array<uint32_t>(rows * words);
+  // Behind them the Hopper kernels keep scores of long sequences.
+  auto* statistics = static_cast<uint32_t*>(exec.scratch->allocate_bytes(
+      hopper ? gpu::hopper_statistics_bytes(set.shape, select) : gpu::portable_statistics_bytes(set.shape, select)));
   gpu::PlaceStatistics place;
   place.pieces = pieces;
   place.to = statistics;

@@ -133,6 +133,8 @@ int64_t CudaRingMemory::choice_bytes(const AttentionShape& shape, int64_t max_to
       const int64_t stride = (longest / selection.block + 64) / 64 * 64;
       scoring = bytes(ranks * piece * words, sizeof(uint32_t)) +
                 bytes(shape.kv_heads * blocks * words, sizeof(uint32_t)) +
+                // Of long sequences, scores that wait for their sums: 192 rows of every multiprocessor.
+                bytes(multiprocessors * 192 * (longest / selection.block + 64), sizeof(uint16_t)) +
                 bytes(std::min(kRingBatchMasses + shape.heads * selection.query_block * stride,
                                planes * shape.kv_heads * max_tokens * stride),
                       sizeof(uint16_t)) +
