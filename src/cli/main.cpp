@@ -18,21 +18,50 @@
 
 namespace {
 
-// The parser answers a misspelt command with "A subcommand is required"; this names the word and the nearest command.
-void explain_unknown_command(const CLI::App& app) {
-  const CLI::App* command = &app;
-  while (!command->get_subcommands().empty()) command = command->get_subcommands().front();
-  const std::vector<std::string> rest = command->remaining();
-  if (rest.empty() || rest.front().starts_with('-')) return;
-  std::vector<std::string> names;
-  for (const CLI::App* known : command->get_subcommands([](const CLI::App*) { return true; })) {
-    names.push_back(known->get_name());
+// The command that the words given so far name, and how it is called.
+struct ChosenCommand {
+  const CLI::App* app;
+  std::string name;
+};
+ChosenCommand chosen_command(const CLI::App& app) {
+  ChosenCommand chosen{&app, app.get_name()};
+  while (!chosen.app->get_subcommands().empty()) {
+    chosen.app = chosen.app->get_subcommands().front();
+    chosen.name += " " + chosen.app->get_name();
   }
-  if (names.empty()) return;
-  const std::string nearest = sb::nearest_word(rest.front(), names);
-  throw sb::UserError("unknown command '{}'; {}", rest.front(),
-                      nearest.empty() ? fmt::format("known are {}", fmt::join(names, ", "))
-                                      : fmt::format("did you mean '{}'?", nearest));
+  return chosen;
+}
+
+std::string suggestion(const std::string& word, const std::vector<std::string>& known) {
+  const std::string nearest = sb::nearest_word(word, known);
+  return nearest.empty() ? "" : fmt::format("; did you mean '{}'?", nearest);
+}
+
+// What the parser could not use, as an error like all others: it names the word, the nearest known one and the help of
+// the command it was meant for, where the parser says "A subcommand is required" of a misspelt one.
+[[noreturn]] void explain(const CLI::App& app, const CLI::ParseError& error) {
+  const auto [command, name] = chosen_command(app);
+  const std::string help = fmt::format(" (see {} --help)", name);
+  const std::vector<std::string> rest = command->remaining();
+  std::vector<std::string> commands;
+  for (const CLI::App* known : command->get_subcommands([](const CLI::App*) { return true; }))
+    commands.push_back(known->get_name());
+  const std::string all = fmt::format("; known are {}", fmt::join(commands, ", "));
+  if (!commands.empty() && rest.empty()) throw sb::UserError("{}: {}{}{}", name, error.what(), all, help);
+  if (!commands.empty() && !rest.front().starts_with('-')) {
+    const std::string nearest = suggestion(rest.front(), commands);
+    throw sb::UserError("unknown command '{}'{}{}", rest.front(), nearest.empty() ? all : nearest, help);
+  }
+  const auto option =
+      std::find_if(rest.begin(), rest.end(), [](const std::string& word) { return word.starts_with('-'); });
+  if (option != rest.end()) {
+    const std::string word = option->substr(0, option->find('='));
+    std::vector<std::string> known;
+    for (const CLI::Option* one : command->get_options())
+      for (const std::string& long_name : one->get_lnames()) known.push_back("--" + long_name);
+    throw sb::UserError("unknown option '{}'{}{}", word, suggestion(word, known), help);
+  }
+  throw sb::UserError("{}: {}{}", name, error.what(), help);
 }
 
 // The parser takes an option of the program before the command only; people write it anywhere.
@@ -52,15 +81,15 @@ int run(int argc, char** argv) {
   CLI::App app{"SparseBalance: trains long-context language models", "sparsebalance"};
   app.set_version_flag("--version", SB_VERSION);
   app.require_subcommand(1);
-  auto level = sb::log::Level::info;
+  std::string level = "info";
   const std::map<std::string, sb::log::Level> levels{{"debug", sb::log::Level::debug},
                                                      {"info", sb::log::Level::info},
                                                      {"warning", sb::log::Level::warning},
                                                      {"error", sb::log::Level::error}};
   app.add_option("--log-level", level, "what is logged: debug, info, warning or error")
-      ->transform(CLI::CheckedTransformer(levels))
+      ->check(CLI::IsMember({"debug", "info", "warning", "error"}))
       ->option_text("LEVEL");
-  app.parse_complete_callback([&level] { sb::log::set_level(level); });
+  app.parse_complete_callback([&] { sb::log::set_level(levels.at(level)); });
 
   sb::add_train_command(app);
   sb::add_bench_command(app);
@@ -78,8 +107,8 @@ int run(int argc, char** argv) {
   } catch (const CLI::RuntimeError& error) {
     return error.get_exit_code();
   } catch (const CLI::ParseError& error) {
-    if (error.get_exit_code() != 0) explain_unknown_command(app);
-    return app.exit(error) == 0 ? 0 : sb::kUserErrorCode;
+    if (error.get_exit_code() != 0) explain(app, error);
+    return app.exit(error);  // the help or the version
   }
   return 0;
 }

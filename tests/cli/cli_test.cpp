@@ -186,6 +186,24 @@ TEST_F(Cli, ProfileRefusesNumbersThatMeasureNothing) {
   }
 }
 
+TEST_F(Cli, ArgumentsThatDoNotFitAreOneLineWithTheHelpToRead) {
+  const std::pair<std::vector<std::string>, const char*> cases[] = {
+      {{"train", "run.yaml", "--rank", "2"},
+       "error: unknown option '--rank'; did you mean '--ranks'? (see sparsebalance train --help)\n"},
+      {{"train", "run.yaml", "--rank=2"},
+       "error: unknown option '--rank'; did you mean '--ranks'? (see sparsebalance train --help)\n"},
+      {{"data", "stats", "--zzzzzz"}, "error: unknown option '--zzzzzz' (see sparsebalance data stats --help)\n"},
+      {{"train"}, "error: sparsebalance train: run.yaml is required (see sparsebalance train --help)\n"},
+      {{"eval", "pl", "--model", "x"},
+       "error: unknown command 'pl'; did you mean 'ppl'? (see sparsebalance eval --help)\n"},
+      {{"bench"},
+       "error: sparsebalance bench: A subcommand is required; known are attention (see sparsebalance bench --help)\n"},
+  };
+  for (const auto& [arguments, message] : cases) EXPECT_EQ(run_program(arguments).err, message);
+  const ProgramResult level = run_program({"config", "--log-level", "loud"});
+  EXPECT_NE(level.err.find("--log-level: loud not in {debug,info,warning,error}"), std::string::npos) << level.err;
+}
+
 TEST_F(Cli, UnknownCommandsNameTheNearest) {
   const ProgramResult first = run_program({"--log-level", "debug", "trian"});
   EXPECT_EQ(first.exit_code, 2);
