@@ -352,6 +352,11 @@ void BalancedPlanner::learn(const StepMeasurement& measurement) {
              "step {}, rank {}: {} micro-batches planned, {} measured", measurement.step, r,
              run.step.plan.ranks[r].micro_batches.size(), measurement.ranks[r].size());
   if (log_) log_->measured(measurement);
+  // The log is written anew from the record when a later plan does not fit.
+  if (const auto logged = record_.steps.find(measurement.step); record_is_own_ && logged != record_.steps.end()) {
+    logged->second.measured = measurement;
+    logged->second.measured->coverage.clear();
+  }
 
   auto state = std::make_shared<BalanceState>(*states_.back());
   state->step = measurement.step;

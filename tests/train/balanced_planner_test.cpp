@@ -296,6 +296,38 @@ TEST(BalancedPlanner, PlansAnewWhatOtherOptionsHavePlanned) {
   EXPECT_NE(testing::internal::GetCapturedStderr().find("steps 7 to 9 run as"), std::string::npos);
 }
 
+TEST(BalancedPlanner, WhatReplayedStepsTookStaysInALogThatIsWrittenAnew) {
+  TemporaryFolder folder;
+  BalancedPlannerOptions chosen = options();
+  chosen.log = std::filesystem::path(folder.path("plan.jsonl"));
+  run(*planner(chosen), chosen, 1, 9, steady);
+  // Resumed after step 2; from step 8 on the data are others, which is seen when step 5 is done.
+  const auto batch = [](int64_t step) {
+    std::vector<Sequence> sequences = batch_of(step);
+    if (step >= 8) sequences[0].tokens += 1;
+    return sequences;
+  };
+  const auto resumed = planner(chosen);
+  for (int64_t step = 3; step <= 3 + resumed->ahead(); ++step) resumed->announce(step, batch(step));
+  std::map<int64_t, int64_t> took;
+  testing::internal::CaptureStderr();
+  for (int64_t step = 3; step <= 7; ++step) {
+    const StepMeasurement measured = measure(resumed->next(), chosen, 2.0 + static_cast<double>(step));
+    took[step] = measured.step_ns;
+    resumed->learn(measured);
+    resumed->announce(step + 1 + resumed->ahead(), batch(step + 1 + resumed->ahead()));
+  }
+  const std::string log = testing::internal::GetCapturedStderr();
+  EXPECT_NE(log.find("from here on it is planned anew"), std::string::npos) << log;
+  const PlanRecord record = read_plan_log(chosen.log);
+  EXPECT_EQ(record.damage, "");
+  for (const auto& [step, step_ns] : took) {
+    ASSERT_TRUE(record.steps.contains(step)) << step;
+    ASSERT_TRUE(record.steps.at(step).measured) << step;
+    EXPECT_EQ(record.steps.at(step).measured->step_ns, step_ns) << step;
+  }
+}
+
 TEST(BalancedPlanner, RefusesPlansOfOtherRanksOrData) {
   TemporaryFolder folder;
   BalancedPlannerOptions chosen = options();
