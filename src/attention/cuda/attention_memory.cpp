@@ -85,11 +85,12 @@ int64_t AttentionMemory::scratch_bytes(const AttentionShape& shape, int64_t max_
 
 int64_t AttentionMemory::state_bytes(const AttentionShape& shape, int64_t max_tokens) const {
   if (options.selection.pattern == SelectionPattern::dense) return 0;
-  // Tuned budgets rise above the configured one.
   const int block = std::min(options.selection.block, kBlock);
   const int64_t blocks = (max_tokens + block - 1) / block + most_packed_sequences(max_tokens);
   const SelectionConfig& selection = options.selection;
-  int64_t list = (std::max(2 * selection.budget, options.largest_budget) + selection.query_block) / block;
+  // Tuned budgets rise above the configured one, and `mass` may list twice what it is given.
+  const int64_t most = (selection.pattern == SelectionPattern::mass ? 2 : 1) * options.largest_budget;
+  int64_t list = (std::max(2 * selection.budget, most) + selection.query_block) / block;
   if (chooses_most_mass()) list = blocks;
   if (selection.pattern == SelectionPattern::vertical_slash)
     list = most_caps() * selection.slash_cap * (list_query_block() / block + 1);

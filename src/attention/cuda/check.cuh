@@ -18,6 +18,14 @@ inline void check(cudaError_t error, const char* what) {
   if (error != cudaSuccess) throw_cuda(what, cudaGetErrorString(error));
 }
 
+// What a thread block of the current device can have.
+inline int most_shared_memory() {
+  int device = 0, bytes = 0;
+  check(cudaGetDevice(&device), "the device");
+  check(cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device), "shared memory of the device");
+  return bytes;
+}
+
 // Lets a kernel have at least so much shared memory. Never less than somebody asked for before: the limit is the
 // process's, and the launch of another thread (ranks that share a GPU) may be about to come.
 template <typename Kernel>

@@ -1,5 +1,7 @@
 #include "attention/cuda/choose.cuh"
 
+#include <algorithm>
+
 #include "attention/cuda/check.cuh"
 #include "attention/cuda/early.cuh"
 #include "attention/cuda/emit.cuh"
@@ -256,7 +258,7 @@ __global__ void __launch_bounds__(32 * kWarps, kPairs == 16 ? 2 : 4)
     choose_kernel(const __grid_constant__ ChoiceArguments args) {
   extern __shared__ __align__(16) uint8_t shared[];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int index = blockIdx.x * kWarps + warp;
+  const int index = blockIdx.x * (blockDim.x / 32) + warp;
   launch_dependents();
   if (index >= args.count) return;
   const SelectItem item = args.items[index];
@@ -373,16 +375,17 @@ void choose_blocks(const SelectParams& p, const SelectBatch& batch, cudaStream_t
   const int chunks = (p.max_competing + 63) / 64;
   const bool counted = p.pattern == SelectionPattern::topk || p.pattern == SelectionPattern::window;
   const auto kernel = counted ? kernel_for<true>(chunks) : kernel_for<false>(chunks);
-  const int shared = kWarps * 3 * 64 * chunks;
-  constexpr int kSharedLimit = 160 * 1024;  // of an SM80
-  if (shared > kSharedLimit) throw_unsupported("key blocks to choose among", p.max_competing);
+  // Of very long sequences the shared memory holds fewer query blocks.
+  const int warp_bytes = 3 * 64 * chunks, warps = std::min(kWarps, most_shared_memory() / warp_bytes);
+  if (warps == 0) throw_unsupported("key blocks to choose among", p.max_competing);
+  const int shared = warps * warp_bytes;
   allow_shared_memory(kernel, shared, "shared memory of the choice");
-  const ChoiceArguments args = choice_arguments(p, batch.item_begin, batch.item_count, 3 * 64 * chunks);
-  const int blocks = (batch.item_count + kWarps - 1) / kWarps;
+  const ChoiceArguments args = choice_arguments(p, batch.item_begin, batch.item_count, warp_bytes);
+  const int blocks = (batch.item_count + warps - 1) / warps;
   if (early)
-    launch_early(kernel, blocks, 32 * kWarps, shared, stream, args);
+    launch_early(kernel, blocks, 32 * warps, shared, stream, args);
   else
-    kernel<<<blocks, 32 * kWarps, shared, stream>>>(args);
+    kernel<<<blocks, 32 * warps, shared, stream>>>(args);
   check(cudaGetLastError(), "choice of key blocks");
 }
 

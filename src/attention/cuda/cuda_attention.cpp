@@ -183,11 +183,11 @@ class CudaAttention final : public ChoosingAttention {
     const int64_t lists = state_bytes(shape, max_tokens);
     for (const auto& state : states) static_cast<CudaState&>(*state).lists.reserve("block index", lists);
     const PlanSize size = largest_plan(shape, max_tokens, dtype);
-    plans_.reserve(states.size(), size.device);
+    plans_.reserve(different_plans(states.size()), size.device);
     staging_.reserve(size.uploaded);
   }
   int64_t reserved_bytes(const AttentionShape& shape, int64_t max_tokens, DType dtype, int64_t states) const override {
-    return static_cast<int64_t>(plans_.for_states(static_cast<size_t>(states))) *
+    return static_cast<int64_t>(plans_.for_states(different_plans(static_cast<size_t>(states)))) *
            largest_plan(shape, max_tokens, dtype).device;
   }
 
@@ -228,6 +228,11 @@ class CudaAttention final : public ChoosingAttention {
   }
 
  private:
+  // Layers share a plan unless their budgets differ: then a state of every micro-batch in flight has its own.
+  size_t different_plans(size_t states) const {
+    constexpr size_t kShared = 56;
+    return options_.attention.largest_budget > 0 ? states : std::min(states, kShared);
+  }
   gpu::AttentionMemory memory() const { return {options_.attention, device_.multiprocessors, kBatchMasses}; }
 
   static float* floats(const Exec& exec, size_t count) {

@@ -14,13 +14,13 @@ namespace sb::gpu {
 template <typename Plan>
 class RecentPlans {
  public:
-  // Kept at most.
-  static constexpr size_t kMost = 64;
+  static constexpr size_t kMost = 64;  // kept, unless more states are told of
   explicit RecentPlans(size_t most = kMost) : most_(most) {}
 
-  // Those that so many states keep, and some for micro-batches that come again.
-  static size_t for_states(size_t states) { return std::min(kMost, states + 8); }
-  // So many more states will need plans, none of more than so many bytes of the device: all get their memory now.
+  // Those that so many states keep, each one of its own, and some for micro-batches that come again.
+  static size_t for_states(size_t states) { return states + 8; }
+  // So many more states will need plans of their own, none of more than so many bytes of the device: all get their
+  // memory now.
   void reserve(size_t states, int64_t bytes) {
     states_ += states;
     bytes_ = std::max(bytes_, bytes);

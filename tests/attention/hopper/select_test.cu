@@ -388,6 +388,7 @@ int main(int argc, char** argv) {
     run("8:1 d128 200000", true, 8, 1, 128, {200000}, {false}, 128, 20000, {.stride = 200});
     run("8:1 d128 100000 parts of 64", true, 8, 1, 128, {100000}, {false}, 16, 10000,
         {.score_tokens = 64, .stride = 2000});
+    run("1:1 d64 900000 blocks of 64", false, 1, 1, 64, {900000}, {false}, 128, 9000, {.block = 64, .stride = 2000});
     run("8:1 d64 524288 topp", true, 8, 1, 64, {524288}, {false}, 128, 30000, {.pattern = topp, .stride = 500});
   }
   std::printf(gpu::failures ? "%d FAILED\n" : "selection: all passed\n", gpu::failures);

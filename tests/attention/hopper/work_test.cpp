@@ -428,7 +428,7 @@ TEST(RecentPlans, HaveTheMemoryOfAllStates) {
     states[static_cast<size_t>(number % 5)] = plan;
   }
   EXPECT_EQ(plans.size(), count);
-  EXPECT_EQ(plans.for_states(1000), plans.kMost);
+  EXPECT_GT(plans.for_states(1000), 1000u);
 }
 
 }  // namespace
