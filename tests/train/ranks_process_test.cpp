@@ -229,8 +229,11 @@ TEST(RanksProcess, ASignalToTheProgramToMpirunOrToOneRankSavesAndGoesOnExactly) 
 TEST(RanksProcess, AFailingRankIsNamedAndEndsTheRun) {
   ScratchDirectory scratch;
   TokenWriter writer((scratch / "data").string(), {});
-  for (const int32_t last : {1, 2, 99, 3}) writer.add(std::vector<int32_t>{5, 6, 7, last});
+  for (int document = 0; document < 4; ++document)
+    writer.add(std::vector<int32_t>{5, 6, 7, 8}, std::vector<uint8_t>{0, 1, 0, 1});
   writer.finish();
+  // The third one's mask promises a target less than it has, which is seen when it is read.
+  std::fstream(scratch / "data.mask", std::ios::in | std::ios::out | std::ios::binary).seekp(32 + 4 * 2).put(1);
   Training training(scratch.path(), on_ranks(2, 1,
                                              {"data={train: [" + (scratch / "data").string() +
                                                   "], shuffle: false, synthetic: null, max_sequence_length: 48}",
@@ -238,7 +241,7 @@ TEST(RanksProcess, AFailingRankIsNamedAndEndsTheRun) {
   ASSERT_TRUE(training.ends_within(kHang)) << training.output();
   EXPECT_EQ(training.wait(), 2) << "as one rank would";
   EXPECT_TRUE(contains(training.output(), "rank 1 ended the job: ")) << training.output();
-  EXPECT_TRUE(contains(training.output(), "99")) << training.output();
+  EXPECT_TRUE(contains(training.output(), "document 2 promises 1 targets and has 2")) << training.output();
   EXPECT_FALSE(contains(training.output(), "rank 0 ended the job: ")) << training.output();
 }
 
