@@ -11,7 +11,8 @@ void check_model(const RunConfig& config, const OptionTable& table, const std::s
   const ModelOptions& model = config.model;
   SB_USER_CHECK(!model.path.empty() || model.init,
                 "{}: no model; set model.path to a Hugging Face directory, or model.init for one from scratch", file);
-  SB_USER_CHECK(model.path.empty() || !model.init, "{}: model.path and model.init exclude each other; keep one",
+  SB_USER_CHECK(model.path.empty() || !model.init,
+                "{}: model.path and model.init exclude each other; keep one, or add --set model.init=null",
                 table.label("model.path"));
   if (model.init) {
     const ModelConfig& init = *model.init;
@@ -30,7 +31,8 @@ void check_data(const RunConfig& config, const OptionTable& table, const std::st
   const DataOptions& data = config.data;
   SB_USER_CHECK(!data.train.empty() || data.synthetic,
                 "{}: no training data; set data.train to token files, or data.synthetic to a built-in task", file);
-  SB_USER_CHECK(data.train.empty() || !data.synthetic, "{}: data.train and data.synthetic exclude each other; keep one",
+  SB_USER_CHECK(data.train.empty() || !data.synthetic,
+                "{}: data.train and data.synthetic exclude each other; keep one, or add --set data.synthetic=null",
                 table.label("data.train"));
   SB_USER_CHECK(!data.synthetic || data.validation.empty(),
                 "{}: with data.synthetic, validation draws from the task itself; remove it",

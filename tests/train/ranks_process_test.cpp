@@ -201,7 +201,8 @@ TEST(RanksProcess, AFrozenRankEndsTheRunByTheTimeOut) {
 
 TEST(RanksProcess, ASignalToTheProgramToMpirunOrToOneRankSavesAndGoesOnExactly) {
   ScratchDirectory undisturbed;
-  const std::vector<std::string> arguments = on_ranks(2, 1, {"train.save_steps=0"});
+  // So many steps that a busy machine does not do them all before the signal is sent.
+  const std::vector<std::string> arguments = on_ranks(2, 1, {"train.save_steps=0", "train.max_steps=300"});
   ASSERT_EQ(train(undisturbed.path(), arguments), 0);
   for (const std::string to : {"the program", "mpirun", "one rank"}) {
     SCOPED_TRACE(to);

@@ -1,0 +1,38 @@
+#include <algorithm>
+#include <cmath>
+
+#include "core/errors.h"
+#include "train/run_config.h"
+
+namespace sb {
+
+void adapt_model_config(const RunConfig& run, ModelConfig& config) {
+  if (run.model.rope) {
+    const RopeConfig own = config.rope;
+    config.rope = *run.model.rope;
+    if (config.rope.theta == 0.0) config.rope.theta = own.theta;
+    // max_position_embeddings may already be a scaled length; the model's own scaling then says the original.
+    const int64_t own_length = own.original_max_position_embeddings > 0 ? own.original_max_position_embeddings
+                                                                        : config.max_position_embeddings;
+    int64_t reach = run.data.max_sequence_length;  // another theta alone: as far as this run trains it
+    if (config.rope.type != RopeConfig::Type::standard) {
+      int64_t original = own_length;
+      if (config.rope.type != RopeConfig::Type::linear) {
+        if (config.rope.original_max_position_embeddings == 0)
+          config.rope.original_max_position_embeddings = own_length;
+        original = config.rope.original_max_position_embeddings;
+      }
+      reach = std::llround(static_cast<double>(original) * config.rope.factor);
+    }
+    config.max_position_embeddings = std::max(config.max_position_embeddings, reach);
+    check_model_config(config, "model.rope");
+  }
+  SB_USER_CHECK(
+      run.data.max_sequence_length <= config.max_position_embeddings,
+      "data.max_sequence_length: {} tokens, but the model reaches {} (max_position_embeddings); shorten it, or "
+      "extend the model with model.rope (for example type: yarn, factor: {})",
+      run.data.max_sequence_length, config.max_position_embeddings,
+      (run.data.max_sequence_length + config.max_position_embeddings - 1) / config.max_position_embeddings);
+}
+
+}  // namespace sb
