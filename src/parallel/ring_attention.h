@@ -41,6 +41,8 @@ class RingAttention final : public ChoosingAttention {
     DType dtype = DType::f32;
     // A ring of GPUs chooses pairs and makes lists on the device (ring_chooses_on_device).
     bool lists_on_device = false;
+    // A ring of GPUs gives the same bits in every run, with a somewhat slower backward; one of CPUs always does.
+    bool deterministic = false;
 
     // The longest sequence that may run dense, in micro-batches of so many tokens on all ranks.
     int64_t longest_dense(int64_t whole_tokens) const;

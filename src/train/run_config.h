@@ -137,6 +137,12 @@ struct RunConfig {
   ParallelOptions parallel;
   OptimizerOptions optimizer;
   TrainOptions train;
+
+  // Of activations and of the weights that operations read.
+  DType dtype() const {
+    const bool exact = train.precision == TrainOptions::Precision::float32;
+    return device == DeviceKind::cuda && !exact ? DType::bf16 : DType::f32;
+  }
 };
 
 // Reads and checks the file; `overrides` are "a.b=c" with c in YAML, later ones win. UserError names the file, the

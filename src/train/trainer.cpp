@@ -39,8 +39,7 @@ RankModelOptions rank_model_options(const RunConfig& config, const TrainerParts&
   options.first_layers = split_layers(config, parts.model);
   options.grid = {config.parallel.dp, config.parallel.pp, config.parallel.cp};
   options.device = config.device;
-  const bool exact = config.train.precision == TrainOptions::Precision::float32;
-  options.dtype = config.device == DeviceKind::cuda && !exact ? DType::bf16 : DType::f32;
+  options.dtype = config.dtype();
   options.recompute = config.train.recompute;
   options.max_sequence_length = longest_sequence(parts);
   options.max_micro_batch_tokens =

@@ -55,7 +55,8 @@ std::unique_ptr<Attention> make_attention(const RunConfig& config, const ModelCo
   if (ring.host) {
     RingAttention::Options options{config.attention.selection, model.layers, config.parallel.placement,
                                    config.parallel.node_size,  largest,      coverage_rows};
-    if (config.device == DeviceKind::cuda) options.dtype = DType::bf16;
+    options.dtype = config.dtype();
+    options.deterministic = config.train.deterministic;
     options.lists_on_device = lists_on_device(config);
     if (ring.data) return make_cuda_ring_attention(*ring.host, *ring.data, options);
     return std::make_unique<RingAttention>(*ring.host, options);

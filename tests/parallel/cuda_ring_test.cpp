@@ -97,6 +97,7 @@ struct RingRun {
   const BlockIndex* given = nullptr;  // replayed instead of choosing
   int coverage_rows = 0;
   bool lists_on_device = false;
+  bool deterministic = false;
 };
 
 // What the ranks say besides results.
@@ -129,8 +130,11 @@ AttentionResults<float> run_ring(const AttentionCase& c, const RingRun& run, Rin
     const DeviceContext context(DeviceKind::cuda, pool);
     const auto group = world.split(0, world.rank(), "cp");
     const auto data = make_staged_communicator(world, {DeviceKind::cuda, context.exec().stream}, 1 << 16);
-    const RingAttention::Options options{run.selection,     1,         ContextPlacement::triangular, run.node_size, 0,
-                                         run.coverage_rows, run.dtype, run.lists_on_device};
+    RingAttention::Options options{run.selection, 1, ContextPlacement::triangular, run.node_size};
+    options.coverage_rows = run.coverage_rows;
+    options.dtype = run.dtype;
+    options.lists_on_device = run.lists_on_device;
+    options.deterministic = run.deterministic;
     const auto ring = make_cuda_ring_attention(*group, *data, options);
     const ContextLayout layout(options.placement, run.ranks, run.selection.block, c.cu_seqlens);
     const std::vector<int32_t> tokens = layout.tokens(world.rank()), local = layout.local_cu_seqlens(world.rank());
@@ -373,6 +377,21 @@ TEST_P(CudaRingChoices, AreThoseOfOneGpu) {
       for (size_t j = 0; j < x.sample.curve.size(); ++j) EXPECT_NEAR(x.sample.curve[j], y.sample.curve[j], 1e-5);
     }
   }
+}
+
+TEST_P(CudaRing, DeterministicOnesGiveTheSameBits) {
+  const AttentionCase c = rounded({shape_of(16, 2, 64), {6000, 400, 2000}, 9});
+  for (const SelectionPattern pattern : {SelectionPattern::dense, SelectionPattern::topk})
+    for (const bool on_device : {true, false}) {
+      SCOPED_TRACE(
+          fmt::format("pattern {}, lists on the {}", static_cast<int>(pattern), on_device ? "device" : "host"));
+      const RingRun run{config_of(pattern), GetParam(), 2, 0, nullptr, 0, on_device, true};
+      const AttentionResults<float> first = run_ring(c, run);
+      for (int i = 0; i < 3; ++i) {
+        const AttentionResults<float> again = run_ring(c, run);
+        EXPECT_TRUE(again.out == first.out && again.dq == first.dq && again.dk == first.dk && again.dv == first.dv);
+      }
+    }
 }
 
 // Scores of so many key blocks do not fit a multiprocessor's memory.

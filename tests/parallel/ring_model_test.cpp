@@ -217,27 +217,5 @@ TEST(RingModel, PlansMemoryThatFallsWithTheRanks) {
     }
 }
 
-// Memory for lists of dense sequences is planned for the longest one there may be.
-TEST(RingMemory, KnowsTheLongestDenseSequence) {
-  for (const auto& [dense_below, largest] :
-       std::vector<std::pair<int64_t, int64_t>>{{-1, 0}, {0, 0}, {300, 0}, {2000, 0}, {-1, 3000}, {5000, 3000}}) {
-    RingAttention::Options options;
-    options.selection.budget = 1024;
-    options.selection.dense_below = dense_below;
-    options.largest_budget = largest;
-    constexpr int64_t kWhole = 8192;
-    int64_t longest = 0;
-    for (int64_t tokens = 1; tokens <= kWhole; ++tokens)
-      for (const int64_t budget : {options.selection.budget, std::max<int64_t>(options.selection.budget, largest)})
-        if (runs_dense(options.selection, 0, sequence_tiles(options.selection, tokens, budget))) longest = tokens;
-    EXPECT_LT(longest, kWhole);
-    EXPECT_LE(longest, options.longest_dense(kWhole)) << dense_below << " " << largest;
-    EXPECT_LT(options.longest_dense(kWhole), longest + options.selection.block);
-    EXPECT_EQ(options.longest_dense(200), 200);
-    options.selection.dense_layers = {3};
-    EXPECT_EQ(options.longest_dense(kWhole), kWhole);
-  }
-}
-
 }  // namespace
 }  // namespace sb::test

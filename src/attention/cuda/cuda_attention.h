@@ -20,8 +20,8 @@ std::unique_ptr<ChoosingAttention> make_cuda_attention(const CudaAttentionOption
 // The lists that a state of such an attention holds. Waits for the device.
 BlockIndex read_block_index(const AttentionState& state, ThreadPool& pool);
 
-// Puts given lists into a state of such an attention: a forward with `replay` and its backward then use them. Waits for
-// the device.
+// Puts given lists into a state of such an attention: a forward with `replay` and its backward then use them. Queued on
+// exec.stream.
 void write_block_index(const BlockIndex& index, ChoosingAttention& attention, const Exec& exec,
                        const AttentionShape& shape, DType dtype, AttentionState& state);
 

@@ -34,7 +34,8 @@ class CudaRingAttention final : public ChoosingAttention {
         options_(options),
         selection_(options.selection),
         travel_(data, options.node_size == 0 ? data.size() : options.node_size),
-        kernels_(make_cuda_attention({.attention = {options.selection, options.layers, 0}})),
+        kernels_(make_cuda_attention(
+            {.attention = {options.selection, options.layers, 0}, .deterministic = options.deterministic})),
         memory_{options_, data.size(),    cuda::device_info().multiprocessors,
                 travel_,  kernels_.get(), options.lists_on_device} {
     SB_CHECK(!options.lists_on_device || ring_chooses_on_device(options.selection),
@@ -188,7 +189,7 @@ void CudaRingAttention::forward(const Exec& exec, int layer, const AttentionShap
       choose_on_host(exec, layer, shape, sequences, operands, state);
   }
   if (!on_device && (!replay || !state.built)) build(exec, shape, operands.q.dtype(), state);
-  CudaRingCall({data_, travel_, *kernels_}, exec, layer, shape, operands, state).forward();
+  CudaRingCall({data_, travel_, *kernels_, options_.deterministic}, exec, layer, shape, operands, state).forward();
   if (!replay && !on_device)
     count_ring_pairs(*state.layout, host_.rank(), state.index, report_.layers[static_cast<size_t>(layer)]);
 }
@@ -196,7 +197,8 @@ void CudaRingAttention::forward(const Exec& exec, int layer, const AttentionShap
 void CudaRingAttention::backward(const Exec& exec, int layer, const AttentionShape& shape,
                                  const PackedSequences& sequences, const AttentionOperands& operands,
                                  const AttentionGradients& gradients, AttentionState& state) {
-  CudaRingCall({data_, travel_, *kernels_}, exec, layer, shape, operands, static_cast<CudaRingState&>(state))
+  CudaRingCall({data_, travel_, *kernels_, options_.deterministic}, exec, layer, shape, operands,
+               static_cast<CudaRingState&>(state))
       .backward(gradients);
 }
 

@@ -77,6 +77,7 @@ class CudaRingCall {
     Communicator& data;
     RingTravel& travel;
     ChoosingAttention& kernels;  // for lists from the host
+    bool deterministic = false;
   };
   CudaRingCall(const Ring& ring, const Exec& exec, int layer, const AttentionShape& shape,
                const AttentionOperands& operands, const CudaRingState& state);

@@ -58,8 +58,11 @@ CudaRingMemory::PassBytes CudaRingMemory::pass_bytes(const AttentionShape& shape
   const int64_t items = shape.kv_heads * tiling.parts * (queries / tile_tokens + sequences);
   const int64_t places = shape.kv_heads * (tokens / block() + sequences);
   const int64_t entries = shape.kv_heads * (queries / lists.query_block + sequences) * lists.entries;
-  const gpu::WorkLimits limits =
-      gpu::work_limits(places, entries * tiling.parts * (lists.query_block / tiling.tokens), multiprocessors);
+  // Few columns are cut finer than many: room for fewer than there may be, too.
+  gpu::WorkLimits limits =
+      gpu::work_limits(std::min<int64_t>(places, 2 * multiprocessors),
+                       entries * tiling.parts * (lists.query_block / tiling.tokens), multiprocessors);
+  limits.items = static_cast<int32_t>(places) + limits.splits;
   const auto bytes = [](int64_t count, size_t each) { return Arena::rounded(count * static_cast<int64_t>(each)); };
   const auto tensor = [&](int64_t heads) {
     return Arena::rounded(tokens * heads * shape.head_dim * dtype_bytes(options.dtype));
