@@ -23,6 +23,7 @@ using nlohmann::json;
 constexpr const char* kSingleFile = "model.safetensors";
 constexpr const char* kIndexFile = "model.safetensors.index.json";
 constexpr const char* kTemporarySuffix = ".tmp";
+constexpr std::string_view kLayers = "model.layers.";
 constexpr const char* kCompanions[] = {"generation_config.json",
                                        "tokenizer.json",
                                        "tokenizer_config.json",
@@ -74,22 +75,34 @@ std::map<std::string, std::string> locate_tensors(const fs::path& directory) {
   throw UserError("{}: neither {} nor {} is there", directory.string(), kSingleFile, kIndexFile);
 }
 
+// "model.layers.12." of a tensor in layer 12; empty: in none.
+std::string layer_of(const std::string& name) {
+  if (!name.starts_with(kLayers)) return {};
+  return name.substr(0, name.find('.', kLayers.size()) + 1);
+}
+
+int64_t layer_number(const std::string& name) {
+  return std::atoll(name.c_str() + kLayers.size());
+}
+
 // A tensor inside one of our layers that we do not have (an extra bias, a quantization scale, an adapter) changes what
-// the model computes: it may not be passed over.
+// the model computes, and so does a whole layer too many: they may not be passed over.
 void refuse_unknown_tensors(const fs::path& directory, const std::map<std::string, std::string>& files,
                             const std::vector<FlatTensor>& wanted) {
   std::set<std::string> names, layers;
-  const auto layer_of = [](const std::string& name) {
-    constexpr std::string_view kLayers = "model.layers.";
-    if (!name.starts_with(kLayers)) return std::string();
-    return name.substr(0, name.find('.', kLayers.size()) + 1);
-  };
+  int64_t last_layer = -1;
   for (const FlatTensor& tensor : wanted) {
     names.insert(tensor.name);
+    if (layer_of(tensor.name).empty()) continue;
     layers.insert(layer_of(tensor.name));
+    last_layer = std::max(last_layer, layer_number(tensor.name));
   }
-  layers.erase("");
+  // Other stages have other layers; the one that ends the model knows how many there are.
+  const bool ends_the_model = names.contains("model.norm.weight");
   for (const auto& [name, file] : files) {
+    SB_USER_CHECK(!ends_the_model || layer_of(name).empty() || layer_number(name) <= last_layer,
+                  "{}: tensor '{}' is of a layer beyond the {} of config.json; is its num_hidden_layers right?",
+                  (directory / file).string(), name, last_layer + 1);
     if (names.contains(name) || !layers.contains(layer_of(name))) continue;
     if (name.ends_with("rotary_emb.inv_freq")) continue;  // old checkpoints stored what config.json says anyway
     throw UserError("{}: tensor '{}' has no place in the model that config.json describes", (directory / file).string(),

@@ -261,11 +261,23 @@ TEST_F(BadCheckpointTest, TensorsTheModelHasNoPlaceFor) {
   EXPECT_SAYS(complaint(), "tensor 'model.layers.0.self_attn.o_proj.bias' has no place");
 }
 
+TEST_F(BadCheckpointTest, MoreLayersThanTheModelHas) {
+  config_.layers -= 1;
+  EXPECT_SAYS(complaint(), fmt::format("model.safetensors: tensor 'model.layers.{0}.", config_.layers));
+  EXPECT_SAYS(complaint(), fmt::format("beyond the {} of config.json", config_.layers));
+  // A stage that does not end the model leaves later layers to others.
+  StageOptions first;
+  first.last_layer = 1;
+  first.max_micro_batch_tokens = first.max_sequence_length = 8;
+  NaiveAttention attention;
+  Stage stage(config_, first, attention, 1);
+  EXPECT_NO_THROW(read_hf_weights(path(), stage.parameters()));
+}
+
 TEST_F(BadCheckpointTest, LeftoversThatChangeNothingArePassedOver) {
   const std::vector<float> values(64);
   rewrite([&](auto& tensors) {
     tensors.push_back({"model.layers.0.self_attn.rotary_emb.inv_freq", {8}, values.data()});
-    tensors.push_back({"model.layers.10.self_attn.o_proj.bias", {64}, values.data()});  // not a layer we have
     tensors.push_back({"vision.something", {64}, values.data()});
   });
   EXPECT_NO_THROW(Loaded(path(), config_));
