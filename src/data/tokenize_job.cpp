@@ -28,6 +28,18 @@ struct Line {
   std::string error;  // empty when the line is fine
 };
 
+// What data sets often come as. Without this every line of it would be said to be no JSON.
+void refuse_other_formats(const std::string& path, std::string_view text) {
+  using namespace std::string_view_literals;
+  for (const std::string_view magic : {"\x1f\x8b"sv, "\x28\xb5\x2f\xfd"sv, "\xfd\x37zXZ"sv, "BZh"sv, "PK\x03\x04"sv})
+    SB_USER_CHECK(!text.starts_with(magic), "{}: compressed; unpack it first, JSONL is read as plain text", path);
+  SB_USER_CHECK(!text.starts_with("PAR1"),
+                "{}: a Parquet file; write it as JSONL first, for example with datasets.Dataset.to_json", path);
+  const size_t first = text.find_first_not_of(" \t\r\n");
+  SB_USER_CHECK(first == std::string_view::npos || text[first] != '[',
+                "{}: a JSON array; JSONL has one object a line, as `jq -c '.[]'` writes it", path);
+}
+
 class TokenizeJob {
  public:
   TokenizeJob(const TokenizeOptions& options, const std::function<void(const TokenizeProgress&)>& report)
@@ -40,6 +52,7 @@ class TokenizeJob {
     for (const std::string& path : options.inputs) {
       const MappedFile file(path);
       SB_USER_CHECK(file.size() > 0, "{}: empty: there is nothing to tokenize", path);
+      refuse_other_formats(path, file.text());
       sizes_.push_back(file.size());
       progress_.total_bytes += file.size();
     }

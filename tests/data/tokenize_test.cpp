@@ -137,6 +137,22 @@ TEST_F(TokenizeFiles, BadLinesAreNamedOrCounted) {
   EXPECT_EQ(progress.bad_lines, 3);
 }
 
+TEST_F(TokenizeFiles, WhatIsNotJsonlIsCalledByItsName) {
+  const std::pair<std::string, const char*> cases[] = {
+      {"\x1f\x8b\b", "compressed"}, {"\x28\xb5\x2f\xfd", "compressed"},
+      {"BZh9", "compressed"},       {"PK\x03\x04", "compressed"},
+      {"PAR1\x15", "Parquet"},      {"\n[\n{\"text\": \"a b c\"}\n]\n", "a JSON array"},
+  };
+  for (const auto& [bytes, name] : cases) {
+    write_bytes(folder_.path("a.jsonl"), bytes);
+    TokenizeOptions o = options({"a.jsonl"}, "out");
+    o.skip_bad_lines = true;
+    const std::string error = user_error([&] { run(o); });
+    EXPECT_NE(error.find(std::string("a.jsonl: ")), std::string::npos) << error;
+    EXPECT_NE(error.find(name), std::string::npos) << error;
+  }
+}
+
 TEST_F(TokenizeFiles, EmptyInputs) {
   write_bytes(folder_.path("empty.jsonl"), "");
   write_bytes(folder_.path("blank.jsonl"), "\n \n\n");
