@@ -33,9 +33,11 @@ std::string format_duration(double seconds) {
 }
 
 std::string format_step(const StepReport& report) {
-  std::string line =
-      fmt::format("step {}/{}  loss {:.4f}  grad norm {:.3f}  lr {:.2e}  {} tok/s", report.step, report.max_steps,
-                  report.loss, report.grad_norm, report.learning_rate, format_count(report.tokens_per_second()));
+  std::string line = fmt::format("step {}/{}", report.step, report.max_steps);
+  // First of all: a narrow terminal cuts the end.
+  if (report.skipped) line += fmt::format("  SKIPPED: gradient not finite ({} so far)", report.skipped_total);
+  line += fmt::format("  loss {:.4f}  grad norm {:.3f}  lr {:.2e}  {} tok/s", report.loss, report.grad_norm,
+                      report.learning_rate, format_count(report.tokens_per_second()));
   const double rate = report.flops / report.seconds;
   if (report.peak_flops > 0)
     line += fmt::format("  MFU {:.1f} %", 100.0 * rate / report.peak_flops);
@@ -43,13 +45,13 @@ std::string format_step(const StepReport& report) {
     line += fmt::format("  {:.1f} GFLOP/s", rate / 1e9);
   if (report.coverage) line += fmt::format("  coverage {:.3f}", *report.coverage);
   if (report.density) line += fmt::format("  density {:.3f}", *report.density);
-  if (report.budget) line += fmt::format("  budget {:.0f}", *report.budget);
+  // Without sparse attention a sequence's budget is its length.
+  if (report.budget && report.density) line += fmt::format("  budget {:.0f}", *report.budget);
   if (report.imbalance) line += fmt::format("  imbalance {:.2f}", *report.imbalance);
   if (report.bubble_percent) line += fmt::format("  bubbles {:.0f} %", *report.bubble_percent);
   if (report.predicted_ms)
     line += fmt::format("  {:.0f} ms (predicted {:.0f})", 1e3 * report.seconds, *report.predicted_ms);
   if (report.planning_percent) line += fmt::format("  planning {:.2f} %", *report.planning_percent);
-  if (report.skipped) line += fmt::format("  SKIPPED: gradient not finite ({} so far)", report.skipped_total);
   return line;
 }
 
@@ -74,9 +76,12 @@ void Console::step(const StepReport& report) {
   const std::string left = time_left(report);
   const bool last = report.step == report.max_steps;
   if (terminal_) {
-    std::string line = format_step(report) + "  ETA " + left;
-    line.resize(std::min(line.size(), terminal_width(out_) - 1));
-    fmt::print(out_, "\r{}\033[K", line);
+    // What a narrow terminal has no room for is the rest of the measurements, not the time left.
+    const std::string eta = "  ETA " + left;
+    std::string line = format_step(report);
+    const size_t width = terminal_width(out_) - 1;
+    line.resize(std::min(line.size(), width - std::min(width, eta.size())));
+    fmt::print(out_, "\r{}{}\033[K", line, eta);
     line_open_ = true;
     if (last || report.skipped) finish();
   } else if (report.step % log_steps_ == 0 || last || report.skipped) {

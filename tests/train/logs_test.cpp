@@ -160,8 +160,13 @@ TEST(Console, StepLineSaysWhatIsKnownAndNothingElse) {
   r.skipped_total = 3;
   EXPECT_EQ(
       format_step(r),
-      "step 7/100  loss 2.3457  grad norm 1.500  lr 1.00e-03  15.0k tok/s  MFU 25.0 %  coverage 0.900  density 0.125"
-      "  SKIPPED: gradient not finite (3 so far)");
+      "step 7/100  SKIPPED: gradient not finite (3 so far)  loss 2.3457  grad norm 1.500  lr 1.00e-03  15.0k tok/s  "
+      "MFU 25.0 %  coverage 0.900  density 0.125");
+  r.skipped = false;
+  r.budget = 512;
+  EXPECT_NE(format_step(r).find("budget 512"), std::string::npos);
+  r.density.reset();
+  EXPECT_EQ(format_step(r).find("budget"), std::string::npos);
 }
 
 TEST(Console, Durations) {
@@ -206,6 +211,17 @@ TEST(Console, TerminalRedrawsOneLineAndKeepsTextApart) {
   EXPECT_EQ(std::count(out.begin(), out.end(), '\n'), 2);
   EXPECT_NE(out.find("\033[Ka note\n\rstep 2/100"), std::string::npos) << out;
   EXPECT_TRUE(out.ends_with("\n"));
+}
+
+// A file has no width: 80 columns are taken.
+TEST(Console, ANarrowTerminalStillShowsTheTimeLeft) {
+  StepReport r = report(1);
+  r.coverage = 0.9;
+  const std::string out = console_output(true, 1, [&](Console& console) { console.step(r); });
+  const std::string line = out.substr(1, out.find('\033') - 1);
+  EXPECT_EQ(line.size(), 79u) << line;
+  EXPECT_TRUE(line.starts_with("step 1/100  loss 2.3457")) << line;
+  EXPECT_TRUE(line.ends_with("  ETA 3m18s")) << line;  // 99 steps of 2 s
 }
 
 TEST(Console, ValidationLine) {
