@@ -9,6 +9,7 @@
 #include "model/decoder_layer.h"
 #include "model/initialization.h"
 #include "model/layer_inputs.h"
+#include "model/stage_memory.h"
 #include "ops/embedding.h"
 #include "ops/linear.h"
 #include "ops/rmsnorm.h"
@@ -53,63 +54,6 @@ struct StageModel {
   }
 };
 
-int64_t array_bytes(int64_t elements, DType dtype) {
-  return Arena::rounded(elements * dtype_bytes(dtype));
-}
-
-// One state for each (slot, layer) in training; without backward nothing has to outlive a layer.
-int64_t attention_states(const StageOptions& options) {
-  return options.training ? int64_t{options.slots} * (options.last_layer - options.first_layer) : 1;
-}
-
-// Bytes of every piece of memory, from which both the plan and the arenas are made.
-struct StageBytes {
-  int64_t weights, gradients, rounded_weights, slot, inputs, state, plans, call, rope_table, workspace, scratch;
-  LayerInputsPlan layer_inputs;
-
-  StageBytes(const ModelConfig& config, const StageOptions& options, const ParameterSet& parameters,
-             const Attention& attention, int threads) {
-    const int64_t tokens = options.max_micro_batch_tokens;
-    const int layers = options.last_layer - options.first_layer;
-    const bool first = options.first_layer == 0, last = options.last_layer == config.layers;
-    const int64_t stream = array_bytes(tokens * config.hidden_size, options.dtype);
-    const AttentionShape shape{config.heads, config.kv_heads, config.head_dim, 1.0f};
-
-    weights = options.with_values ? Arena::rounded(parameters.flat_bytes()) : 0;
-    gradients = options.training ? Arena::rounded(parameters.flat_bytes()) : 0;
-    rounded_weights = options.dtype == DType::f32 ? 0 : array_bytes(parameters.flat_elements(), options.dtype);
-    slot = 0;
-    if (options.training) {
-      layer_inputs = {layers, options.offload, stream};
-      slot += layer_inputs.device_bytes() +
-              layers * DecoderLayer::saved_bytes(config, options.dtype, tokens, options.recompute);
-    }
-    if (options.training || last) slot += stream;  // the stage's output, or the loss's gradient, or the final hidden
-    if (last) slot += array_bytes(tokens, DType::f32);  // token losses
-    inputs = options.device == DeviceKind::cuda ? 4 * array_bytes(tokens, DType::i32) : 0;
-    state = attention.state_bytes(shape, tokens);
-    plans = attention.reserved_bytes(shape, tokens, options.dtype, attention_states(options));
-    call = attention.call_bytes(shape, tokens, threads);
-    rope_table = 2 * array_bytes(options.max_sequence_length * (config.head_dim / 2), DType::f32);
-    workspace =
-        stream + std::max(DecoderLayer::forward_workspace_bytes(config, options.dtype, tokens, options.layer_chunk),
-                          stream + array_bytes(tokens, DType::f32));  // the loss
-    if (options.training) {
-      // The last stage's gradient lies in its slot.
-      workspace = std::max(
-          workspace, (last ? 0 : stream) + DecoderLayer::backward_workspace_bytes(
-                                               config, options.dtype, tokens, options.layer_chunk, options.recompute));
-    }
-    scratch =
-        std::max(attention.scratch_bytes(shape, tokens, threads), DecoderLayer::scratch_bytes(config, options.device));
-    if (first && options.training) scratch = std::max(scratch, embedding_scratch_bytes(options.device, tokens));
-    if (last) {
-      scratch =
-          std::max(scratch, loss_scratch_bytes(options.device, options.dtype, config.vocab_size, options.loss_chunk));
-    }
-  }
-};
-
 void check_options(const ModelConfig& config, const StageOptions& options) {
   SB_CHECK(0 <= options.first_layer && options.first_layer < options.last_layer && options.last_layer <= config.layers,
            "layers {} to {} of {}", options.first_layer, options.last_layer, config.layers);
@@ -123,26 +67,6 @@ void check_options(const ModelConfig& config, const StageOptions& options) {
   SB_CHECK(options.shards > 0, "{} shards", options.shards);
   SB_CHECK(options.dtype == DType::f32 || (options.dtype == DType::bf16 && options.device == DeviceKind::cuda),
            "activations in {} on this device", dtype_name(options.dtype));
-}
-
-MemoryPlan plan_of(const StageOptions& options, const StageBytes& bytes) {
-  MemoryPlan plan;
-  if (bytes.weights > 0) plan.add("weights", bytes.weights);
-  if (options.training) plan.add("gradients", bytes.gradients);
-  if (bytes.rounded_weights > 0) plan.add("rounded weights", bytes.rounded_weights);
-  plan.add("activations", options.slots * bytes.slot);
-  if (bytes.inputs > 0) plan.add("micro-batch ids", options.slots * bytes.inputs);
-  plan.add("attention state", attention_states(options) * bytes.state + bytes.call);
-  if (bytes.plans > 0) plan.add("attention plans", bytes.plans);
-  plan.add("rope table", bytes.rope_table);
-  plan.add("workspace", bytes.workspace);
-  plan.add("scratch", bytes.scratch);
-  const int64_t on_host = options.slots * bytes.layer_inputs.host_bytes();
-  if (options.device == DeviceKind::cuda)
-    plan.add_on_host("layer inputs, offloaded", on_host);
-  else if (on_host > 0)
-    plan.add("layer inputs, offloaded", on_host);
-  return plan;
 }
 
 TensorView vector_view(const std::vector<int32_t>& values) {
@@ -367,7 +291,7 @@ MemoryPlan Stage::memory_plan(const ModelConfig& config, const StageOptions& opt
                               int threads) {
   check_options(config, options);
   const StageModel model(config, options);
-  return plan_of(options, StageBytes(config, options, model.parameters, attention, threads));
+  return stage_memory_plan(options, StageBytes(config, options, model.parameters, attention, threads));
 }
 
 int Stage::most_offload(const StageOptions& options) {
@@ -389,7 +313,7 @@ MemoryPlan Stage::memory_used() const {
   used.rope_table = s.rope_arena.high_water();
   used.workspace = s.workspace.high_water();
   used.scratch = s.scratch.high_water();
-  return plan_of(s.options, used);
+  return stage_memory_plan(s.options, used);
 }
 
 bool Stage::first() const {

@@ -1,0 +1,84 @@
+#include "model/stage_memory.h"
+
+#include <algorithm>
+
+#include "model/decoder_layer.h"
+#include "ops/cross_entropy.h"
+#include "ops/embedding.h"
+
+namespace sb {
+namespace {
+
+int64_t array_bytes(int64_t elements, DType dtype) {
+  return Arena::rounded(elements * dtype_bytes(dtype));
+}
+
+}  // namespace
+
+int64_t attention_states(const StageOptions& options) {
+  return options.training ? int64_t{options.slots} * (options.last_layer - options.first_layer) : 1;
+}
+
+StageBytes::StageBytes(const ModelConfig& config, const StageOptions& options, const ParameterSet& parameters,
+                       const Attention& attention, int threads) {
+  const int64_t tokens = options.max_micro_batch_tokens;
+  const int layers = options.last_layer - options.first_layer;
+  const bool first = options.first_layer == 0, last = options.last_layer == config.layers;
+  const int64_t stream = array_bytes(tokens * config.hidden_size, options.dtype);
+  const AttentionShape shape{config.heads, config.kv_heads, config.head_dim, 1.0f};
+
+  weights = options.with_values ? Arena::rounded(parameters.flat_bytes()) : 0;
+  gradients = options.training ? Arena::rounded(parameters.flat_bytes()) : 0;
+  rounded_weights = options.dtype == DType::f32 ? 0 : array_bytes(parameters.flat_elements(), options.dtype);
+  slot = 0;
+  if (options.training) {
+    layer_inputs = {layers, options.offload, stream};
+    slot += layer_inputs.device_bytes() +
+            layers * DecoderLayer::saved_bytes(config, options.dtype, tokens, options.recompute);
+  }
+  if (options.training || last) slot += stream;       // the stage's output, or the loss's gradient, or the final hidden
+  if (last) slot += array_bytes(tokens, DType::f32);  // token losses
+  inputs = options.device == DeviceKind::cuda ? 4 * array_bytes(tokens, DType::i32) : 0;
+  state = attention.state_bytes(shape, tokens);
+  plans = attention.reserved_bytes(shape, tokens, options.dtype, attention_states(options));
+  call = attention.call_bytes(shape, tokens, threads);
+  rope_table = 2 * array_bytes(options.max_sequence_length * (config.head_dim / 2), DType::f32);
+  workspace =
+      stream + std::max(DecoderLayer::forward_workspace_bytes(config, options.dtype, tokens, options.layer_chunk),
+                        stream + array_bytes(tokens, DType::f32));  // the loss
+  if (options.training) {
+    // The last stage's gradient lies in its slot.
+    workspace = std::max(
+        workspace, (last ? 0 : stream) + DecoderLayer::backward_workspace_bytes(
+                                             config, options.dtype, tokens, options.layer_chunk, options.recompute));
+  }
+  scratch =
+      std::max(attention.scratch_bytes(shape, tokens, threads), DecoderLayer::scratch_bytes(config, options.device));
+  if (first && options.training) scratch = std::max(scratch, embedding_scratch_bytes(options.device, tokens));
+  if (last) {
+    scratch =
+        std::max(scratch, loss_scratch_bytes(options.device, options.dtype, config.vocab_size, options.loss_chunk));
+  }
+}
+
+MemoryPlan stage_memory_plan(const StageOptions& options, const StageBytes& bytes) {
+  MemoryPlan plan;
+  if (bytes.weights > 0) plan.add("weights", bytes.weights);
+  if (options.training) plan.add("gradients", bytes.gradients);
+  if (bytes.rounded_weights > 0) plan.add("rounded weights", bytes.rounded_weights);
+  plan.add("activations", options.slots * bytes.slot);
+  if (bytes.inputs > 0) plan.add("micro-batch ids", options.slots * bytes.inputs);
+  plan.add("attention state", attention_states(options) * bytes.state + bytes.call);
+  if (bytes.plans > 0) plan.add("attention plans", bytes.plans);
+  plan.add("rope table", bytes.rope_table);
+  plan.add("workspace", bytes.workspace);
+  plan.add("scratch", bytes.scratch);
+  const int64_t on_host = options.slots * bytes.layer_inputs.host_bytes();
+  if (options.device == DeviceKind::cuda)
+    plan.add_on_host("layer inputs, offloaded", on_host);
+  else if (on_host > 0)
+    plan.add("layer inputs, offloaded", on_host);
+  return plan;
+}
+
+}  // namespace sb

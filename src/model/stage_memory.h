@@ -1,0 +1,29 @@
+#pragma once
+
+#include <cstdint>
+
+#include "attention/attention.h"
+#include "core/memory_plan.h"
+#include "model/layer_inputs.h"
+#include "model/model_config.h"
+#include "model/parameters.h"
+#include "model/stage.h"
+
+namespace sb {
+
+// One state for each (slot, layer) in training; without backward nothing has to outlive a layer.
+int64_t attention_states(const StageOptions& options);
+
+// Bytes of every piece of a stage's memory, from which both the plan and the arenas are made.
+struct StageBytes {
+  int64_t weights, gradients, rounded_weights, slot, inputs, state, plans, call, rope_table, workspace, scratch;
+  LayerInputsPlan layer_inputs;
+
+  StageBytes(const ModelConfig& config, const StageOptions& options, const ParameterSet& parameters,
+             const Attention& attention, int threads);
+};
+
+// The same item by item, under the names that people see.
+MemoryPlan stage_memory_plan(const StageOptions& options, const StageBytes& bytes);
+
+}  // namespace sb
