@@ -19,7 +19,7 @@ Progress::Progress() : terminal_(::isatty(STDERR_FILENO) != 0) {}
 
 void Progress::show(double share, const std::string& what, bool even_pace) {
   const Clock::time_point now = Clock::now();
-  if (std::chrono::duration<double>(now - shown_).count() < (terminal_ ? 0.2 : 10.0)) return;
+  if (share >= 1.0 || std::chrono::duration<double>(now - shown_).count() < (terminal_ ? 0.2 : 10.0)) return;
   shown_ = now;
   share = std::clamp(share, 0.0, 1.0);
   const std::string text =

@@ -86,11 +86,20 @@ const Tokenizer& EvalModel::tokenizer() {
   return *tokenizer_;
 }
 
+void EvalModel::warn_beyond_reach(int64_t tokens) {
+  const int64_t reach = config_.max_position_embeddings;
+  if (warned_ || reach == 0 || tokens <= reach) return;
+  warned_ = true;
+  log::warning("a sequence of {} tokens, but the model reaches {} (max_position_embeddings of {})", tokens, reach,
+               (options_.model / "config.json").string());
+}
+
 EvalModel::Score EvalModel::score(const std::vector<int32_t>& tokens, const std::vector<int32_t>& labels) {
   SB_CHECK(tokens.size() == labels.size(), "{} tokens, {} labels", tokens.size(), labels.size());
   SB_USER_CHECK(std::ssize(tokens) <= options_.max_tokens, "a sequence of {} tokens, but --max-tokens is {}",
                 tokens.size(), options_.max_tokens);
   if (tokens.empty()) return {};
+  warn_beyond_reach(std::ssize(tokens));
   MicroBatch batch;
   batch.tokens = tokens;
   batch.labels = labels;
@@ -108,6 +117,7 @@ EvalModel::Score EvalModel::score(const std::vector<int32_t>& tokens, const std:
 std::vector<std::vector<int32_t>> EvalModel::generate(const std::vector<std::vector<int32_t>>& prompts,
                                                       const GenerationOptions& options,
                                                       const std::function<void(size_t, size_t)>& progress) {
+  for (const std::vector<int32_t>& prompt : prompts) warn_beyond_reach(std::ssize(prompt) + options.max_new_tokens);
   Generator generator(*stage_, *cached_, options_.batch, options_.max_tokens);
   return generator.generate(context_.exec(), prompts, options, progress);
 }

@@ -54,6 +54,8 @@ class EvalModel {
                                   const std::function<void(size_t, size_t)>& progress = {});
 
  private:
+  // Says once that sequences are longer than the model was made for; what comes of it may be what is to be seen.
+  void warn_beyond_reach(int64_t tokens);
   // How prompts run; into `cache` what new tokens need of it.
   std::unique_ptr<Attention> make_prefill(CachedAttention::Options& cache) const;
 
@@ -65,6 +67,7 @@ class EvalModel {
   std::unique_ptr<CachedAttention> cached_;
   std::unique_ptr<Stage> stage_;
   std::optional<Tokenizer> tokenizer_;
+  bool warned_ = false;
 };
 
 }  // namespace sb

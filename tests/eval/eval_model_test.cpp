@@ -109,6 +109,28 @@ std::vector<std::optional<SelectionConfig>> patterns() {
           selection(SelectionPattern::window)};
 }
 
+TEST_P(EvalModelTest, SaysOnceThatSequencesAreLongerThanTheModelReaches) {
+  ModelConfig short_model = small_model(64);
+  short_model.max_position_embeddings = 100;
+  write_hf_model(directory_.path(), short_model, Reference({}).stage->parameters(), {});
+  const auto warnings = [](const auto& use) {
+    testing::internal::CaptureStderr();
+    use();
+    const std::string log = testing::internal::GetCapturedStderr();
+    int count = 0;
+    for (size_t at = log.find("reaches 100"); at != std::string::npos; at = log.find("reaches 100", at + 1)) ++count;
+    return count;
+  };
+  EvalModel scored = open({}), continued = open({});
+  const auto score = [&](int64_t length) { scored.score(random_tokens(length, 3), random_tokens(length, 4)); };
+  EXPECT_EQ(warnings([&] { score(100); }), 0);
+  EXPECT_EQ(warnings([&] { score(101), score(102); }), 1);
+  GenerationOptions four;
+  four.max_new_tokens = 4;
+  EXPECT_EQ(warnings([&] { continued.generate({random_tokens(96, 5)}, four); }), 0);
+  EXPECT_EQ(warnings([&] { continued.generate({random_tokens(97, 5)}, four); }), 1);
+}
+
 TEST_P(EvalModelTest, LossesAreThoseOfTheCpu) {
   for (const auto& pattern : patterns()) {
     SCOPED_TRACE(pattern ? static_cast<int>(pattern->pattern) : -1);
