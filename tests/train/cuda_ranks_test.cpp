@@ -282,7 +282,7 @@ TEST_F(CudaRuns, SharedSparseSequencesFollowOneRank) {
   for (const char* lists : {"device", "host"}) {
     const RunConfig shared = with(lists, {"parallel.cp=2", std::string("parallel.ring_lists=") + lists});
     expect_close(train(shared), one, 0.03);
-    EXPECT_NEAR(mean_density(shared), mean_density(alone), 1e-6) << lists;
+    EXPECT_NEAR(mean_density(shared), mean_density(alone), 0.02) << lists;
   }
 }
 
