@@ -5,6 +5,7 @@
 #include "attention/cuda/check.cuh"
 #include "attention/cuda/early.cuh"
 #include "attention/cuda/emit.cuh"
+#include "attention/cuda/pick.cuh"
 
 namespace sb::gpu {
 namespace {
@@ -14,10 +15,11 @@ constexpr float kLog2e = 1.4426950408889634f;
 // The choices of one warp for the tokens of a query block, one after the other. Lane l looks after blocks 64·i + 2·l
 // and the next. A block's key is its mass, then its number: larger mass first, ties to the lower block, and no two keys
 // equal. Masses are held in registers, `kPairs` twice two; with kPairs = 0 in shared memory, for any number. kCount:
-// the number of choices is known beforehand (topk).
+// the number of choices is known beforehand (topk; those that fit registers are a Picker's).
 template <int kPairs, bool kCount>
 struct Chooser {
   static constexpr int kHeld = kPairs > 0 ? kPairs : 1;
+  static_assert(!kCount || kPairs == 0);
   const ChoiceArguments& args;
   const SelectItem& item;
   uint8_t* first;           // of each block, the token that chose it
@@ -50,11 +52,7 @@ struct Chooser {
   __device__ __forceinline__ void take_one(uint32_t key, int row) {
     if (key == 0) return;
     const int j = 0xFFFF - static_cast<int>(key & 0xFFFF);
-    if (lane == j % 64 / 2) {
-      static_assert(sizeof(taken) == sizeof(uint32_t));
-      if constexpr (kPairs > 0) taken[0] |= 1u << (j / 64 * 2 + j % 2);
-      first[j] = static_cast<uint8_t>(row);
-    }
+    if (lane == j % 64 / 2) first[j] = static_cast<uint8_t>(row);
     ++chosen;
   }
   __device__ __forceinline__ uint32_t key(int i, int e) const {
@@ -266,8 +264,10 @@ __global__ void __launch_bounds__(32 * kWarps, kPairs == 16 ? 2 : 4)
   wait_for_dependencies();
   if (!item.everything && item.total > 0 && item.competing > item.sinks + item.local) {
     first = shared + warp * args.warp_bytes;
-    Chooser<kPairs, kCount> chooser{args, item, first, reinterpret_cast<uint32_t*>(first + args.warp_bytes / 3), lane};
-    chooser.run();
+    if constexpr (kCount && kPairs > 0)
+      Picker<kPairs>{args, item, first, lane}.run();
+    else
+      Chooser<kPairs, kCount>{args, item, first, reinterpret_cast<uint32_t*>(first + args.warp_bytes / 3), lane}.run();
   }
   emit(args, item, first, lane);
 }
@@ -282,9 +282,10 @@ auto kernel_for(int chunks) {
 
 // Eight columns a thread block. Each warp takes a part of the query blocks, a lane one of them at a time and all eight
 // key blocks of it in one load; it counts first, and writes when it knows what comes before. Where a column begins
-// follows from the counts that the first kernel leaves; in the second every thread block sums those before its own,
-// which is quicker than a kernel between them.
+// follows from the counts that the first kernel leaves; in the second, which counts beside the first, every thread
+// block sums those before its own, which is quicker than a kernel between them.
 constexpr int kColumnWarps = 16;
+constexpr int kColumnTurn = 4;  // loads of a lane at a time
 
 struct ColumnArguments {
   const SelectGroup* groups;
@@ -299,70 +300,84 @@ template <bool kWrites>
 __global__ void __launch_bounds__(32 * kColumnWarps) columns_kernel(const __grid_constant__ ColumnArguments args) {
   __shared__ int32_t sums[kColumnWarps], parts[kColumnWarps][kGroupColumns];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  if constexpr (!kWrites) launch_dependents();
   const SelectGroup group = args.groups[blockIdx.x];
-  if constexpr (kWrites) {
-    int before = 0;
-    for (int i = threadIdx.x; i < group.column; i += 32 * kColumnWarps) before += args.counts[i];
-    before = static_cast<int>(__reduce_add_sync(~0u, static_cast<unsigned>(before)));
-    if (lane == 0) sums[warp] = before;
-  }
 
   // Query blocks of this warp, whole multiples of 32 from the first that can see the first of the key blocks.
   const int rounds = (group.query_blocks + 32 * kColumnWarps - 1) / (32 * kColumnWarps);
-  const int begin = group.first_block + warp * rounds * 32, end = group.first_block + group.query_blocks;
+  const int begin = group.first_block + warp * rounds * 32 + lane, end = group.first_block + group.query_blocks;
   // Who chose the eight key blocks, a byte each. Beyond what a query block can see the map holds nothing.
-  const auto read = [&](int block) {
-    uint64_t row = ~uint64_t{0};
-    if (block < end) {
-      row = *reinterpret_cast<const uint64_t*>(args.map + group.map + static_cast<int64_t>(block) * group.stride);
-      const int visible = ((block + 1) * group.query_block + group.block - 1) / group.block - group.key_block;
-      if (visible < group.columns) row |= visible <= 0 ? ~uint64_t{0} : ~uint64_t{0} << (8 * visible);
-      if (group.columns < kGroupColumns) row |= ~uint64_t{0} << (8 * group.columns);
+  uint64_t rows[kColumnTurn];
+  const auto read = [&](int round) {
+#pragma unroll
+    for (int i = 0; i < kColumnTurn; ++i) {
+      const int block = begin + 32 * (round + i);
+      rows[i] = ~uint64_t{0};
+      if (round + i < rounds && block < end)
+        rows[i] = *reinterpret_cast<const uint64_t*>(args.map + group.map + static_cast<int64_t>(block) * group.stride);
     }
-    return row;
+#pragma unroll
+    for (int i = 0; i < kColumnTurn; ++i) {
+      // The keys of a block are a power of two.
+      const int tokens = (begin + 32 * (round + i) + 1) * group.query_block;
+      const int visible = ((tokens + group.block - 1) >> (31 - __clz(group.block))) - group.key_block;
+      const int columns = min(visible, group.columns);
+      if (columns < kGroupColumns) rows[i] |= columns <= 0 ? ~uint64_t{0} : ~uint64_t{0} << (8 * columns);
+    }
   };
   int own[kGroupColumns] = {};
-  for (int i = 0; i < rounds; ++i) {
-    const uint64_t row = read(begin + 32 * i + lane);
+  for (int round = 0; round < rounds; round += kColumnTurn) {
+    read(round);
 #pragma unroll
-    for (int c = 0; c < kGroupColumns; ++c)
-      own[c] += __popc(__ballot_sync(~0u, static_cast<uint8_t>(row >> (8 * c)) != kUnchosen));
+    for (int i = 0; i < kColumnTurn; ++i)
+#pragma unroll
+      for (int c = 0; c < kGroupColumns; ++c)
+        own[c] += __popc(__ballot_sync(~0u, static_cast<uint8_t>(rows[i] >> (8 * c)) != kUnchosen));
   }
 #pragma unroll
   for (int c = 0; c < kGroupColumns; ++c)
     if (lane == c) parts[warp][c] = own[c];
-  __syncthreads();
   if constexpr (!kWrites) {
+    __syncthreads();
     if (threadIdx.x >= group.columns) return;
     int sum = 0;
+#pragma unroll
     for (int w = 0; w < kColumnWarps; ++w) sum += parts[w][threadIdx.x];
     args.counts[group.column + threadIdx.x] = sum;
     return;
   }
+  wait_for_dependencies();
+  int before = 0;
+#pragma unroll 4
+  for (int i = threadIdx.x; i < group.column; i += 32 * kColumnWarps) before += args.counts[i];
+  before = static_cast<int>(__reduce_add_sync(~0u, static_cast<unsigned>(before)));
+  if (lane == 0) sums[warp] = before;
+  __syncthreads();
   int at[kGroupColumns];
   int start = 0;
+#pragma unroll
   for (int w = 0; w < kColumnWarps; ++w) start += sums[w];
 #pragma unroll
   for (int c = 0; c < kGroupColumns; ++c) {
-    at[c] = start;
-    for (int w = 0; w < kColumnWarps; ++w) {
-      if (w < warp) at[c] += parts[w][c];
-      start += parts[w][c];
-    }
-    if (threadIdx.x == 0 && c < group.columns) {
-      args.offsets[group.column + c] = at[c];
-      if (group.column + c == args.count - 1) args.offsets[args.count] = start;
-    }
+    // A lane holds what one warp counted.
+    const int part = lane < kColumnWarps ? parts[lane][c] : 0;
+    at[c] = start + static_cast<int>(__reduce_add_sync(~0u, static_cast<unsigned>(lane < warp ? part : 0)));
+    if (threadIdx.x == 0 && c < group.columns) args.offsets[group.column + c] = at[c];
+    start += static_cast<int>(__reduce_add_sync(~0u, static_cast<unsigned>(part)));
+    if (threadIdx.x == 0 && c < group.columns && group.column + c == args.count - 1) args.offsets[args.count] = start;
   }
-  for (int i = 0; i < rounds; ++i) {
-    const int block = begin + 32 * i + lane;
-    const uint64_t row = read(block);
+  for (int round = 0; round < rounds; round += kColumnTurn) {
+    if (rounds > kColumnTurn) read(round);
 #pragma unroll
-    for (int c = 0; c < kGroupColumns; ++c) {
-      const auto by = static_cast<uint8_t>(row >> (8 * c));
-      const uint32_t kept = __ballot_sync(~0u, by != kUnchosen);
-      if (by != kUnchosen) args.entries[at[c] + __popc(kept & ((1u << lane) - 1))] = list_entry(block, by);
-      at[c] += __popc(kept);
+    for (int i = 0; i < kColumnTurn; ++i) {
+#pragma unroll
+      for (int c = 0; c < kGroupColumns; ++c) {
+        const auto by = static_cast<uint8_t>(rows[i] >> (8 * c));
+        const uint32_t kept = __ballot_sync(~0u, by != kUnchosen);
+        if (by != kUnchosen)
+          args.entries[at[c] + __popc(kept & ((1u << lane) - 1))] = list_entry(begin + 32 * (round + i), by);
+        at[c] += __popc(kept);
+      }
     }
   }
 }
@@ -372,7 +387,7 @@ __global__ void __launch_bounds__(32 * kColumnWarps) columns_kernel(const __grid
 void choose_blocks(const SelectParams& p, const SelectBatch& batch, cudaStream_t stream, bool early) {
   if (batch.item_count == 0) return;
   if (p.most_mass()) return sum_tile_masses(p, batch, stream);
-  const int chunks = (p.max_competing + 63) / 64;
+  const int chunks = std::max((p.max_competing + 63) / 64, 1);
   const bool counted = p.pattern == SelectionPattern::topk || p.pattern == SelectionPattern::window;
   const auto kernel = counted ? kernel_for<true>(chunks) : kernel_for<false>(chunks);
   // Of very long sequences the shared memory holds fewer query blocks.
@@ -397,7 +412,10 @@ void list_columns(const SelectParams& p, void* stream) {
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
   const ColumnArguments args{p.groups, p.column_count, p.map, p.column_counts, p.column_offsets, p.column_entries};
   columns_kernel<false><<<p.group_count, 32 * kColumnWarps, 0, cuda_stream>>>(args);
-  columns_kernel<true><<<p.group_count, 32 * kColumnWarps, 0, cuda_stream>>>(args);
+  if (kernels_start_early())
+    launch_early(columns_kernel<true>, p.group_count, 32 * kColumnWarps, 0, cuda_stream, args);
+  else
+    columns_kernel<true><<<p.group_count, 32 * kColumnWarps, 0, cuda_stream>>>(args);
   check(cudaGetLastError(), "column lists");
 }
 

@@ -137,7 +137,7 @@ __global__ void __launch_bounds__(1024) scan_kernel(const __grid_constant__ Argu
 }
 
 __global__ void __launch_bounds__(32 * kWarps) list_kernel(const __grid_constant__ Arguments args) {
-  extern __shared__ uint8_t shared[];
+  extern __shared__ __align__(16) uint8_t shared[];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, index = blockIdx.x * kWarps + warp;
   if (index >= args.choice.count) return;
   const SelectItem item = args.choice.items[index];

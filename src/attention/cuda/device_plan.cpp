@@ -111,6 +111,7 @@ void DevicePlan::build(const PlanRequest& request, Staging& staging, void* strea
   places_.forward = upload.add(work_.forward);
   places_.places = upload.add(work_.places);
   places_.scores = upload.add(select_.scores);
+  places_.score_rows = upload.add(select_.score_rows);
   places_.items = upload.add(select_.items);
   places_.blocks = upload.add(select_.blocks);
   places_.groups = upload.add(select_.groups);
@@ -150,6 +151,7 @@ void DevicePlan::build(const PlanRequest& request, Staging& staging, void* strea
   work_.forward = {};
   work_.places = {};
   select_.scores = {};
+  select_.score_rows = {};
   select_.items = {};
   select_.blocks = {};
   select_.groups = {};
@@ -186,6 +188,7 @@ void DevicePlan::set(SelectParams& params) const {
   params.shape = shape_;
   set_plan(select_, params);
   params.scores = at<ScoreItem>(places_.scores);
+  params.score_rows = at<ScoreToken>(places_.score_rows);
   params.items = at<SelectItem>(places_.items);
   params.blocks = at<SelectBlock>(places_.blocks);
   params.block_count = block_count_;

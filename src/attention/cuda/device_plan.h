@@ -188,7 +188,7 @@ class DevicePlan {
   int64_t causal_pairs_ = 0;
   int32_t forward_count_ = 0, block_count_ = 0, group_count_ = 0, pool_count_ = 0, coverage_count_ = 0;
   struct {
-    int64_t cu_seqlens, cu_subtiles, forward, places, scores, items, blocks, groups, pools, thresholds,
+    int64_t cu_seqlens, cu_subtiles, forward, places, scores, score_rows, items, blocks, groups, pools, thresholds,
         coverage_sequences, coverage_tokens, coverage_lists, coverage_grid, gathered, gathered_pieces, slash_sequences;
   } places_{};
   struct {

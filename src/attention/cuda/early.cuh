@@ -22,6 +22,13 @@ __device__ __forceinline__ void launch_dependents() {
 #endif
 }
 
+inline bool kernels_start_early() {
+  int device = 0, major = 0;
+  check(cudaGetDevice(&device), "cudaGetDevice");
+  check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "compute capability");
+  return major >= 9;
+}
+
 // The kernel before it must have waited for its own dependencies. SM90 and later.
 template <typename... Parameters, typename... Arguments>
 void launch_early(void (*kernel)(Parameters...), int blocks, int threads, int shared, cudaStream_t stream,

@@ -67,8 +67,32 @@ __device__ inline void emit(const ChoiceArguments& args, const SelectItem& item,
     if (first != nullptr) return first[j];
     return j < item.sinks || j >= item.competing - item.local ? 0 : kUnchosen;
   };
-  int at = item.list_begin;
-  for (int base = 0; base < item.visible; base += 32) {
+  int at = item.list_begin, base = 0;
+  // Where choices were made, four blocks a lane at a time. What the map gets beyond the visible ones nobody looks at.
+  if (first != nullptr && args.expand == 0)
+    for (; base < item.visible; base += 128) {
+      const int j = base + 4 * lane;
+      uint32_t by = 0xFFFFFFFFu;
+      if (j < item.visible) {
+        by = j < item.competing ? *reinterpret_cast<const uint32_t*>(first + j) : 0;
+        if (j + 4 > item.competing && j < item.competing) by &= (1u << (8 * (item.competing - j))) - 1;
+        *reinterpret_cast<uint32_t*>(args.map + item.map + j) = by;
+        if (j + 4 > item.visible) by |= ~0u << (8 * (item.visible - j));
+      }
+      int before = at, own = 0;
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const uint32_t kept = __ballot_sync(~0u, (by >> (8 * e) & 0xFF) != kUnchosen);
+        before += __popc(kept & ((1u << lane) - 1));
+        at += __popc(kept);
+      }
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const uint32_t chosen = by >> (8 * e) & 0xFF;
+        if (chosen != kUnchosen) args.entries[before + own++] = list_entry(j + e, chosen);
+      }
+    }
+  for (; base < item.visible; base += 32) {
     const int j = base + lane;
     uint8_t by = kUnchosen;
     if (j < item.visible) {

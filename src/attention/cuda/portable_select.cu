@@ -52,6 +52,7 @@ struct Arguments {
   int32_t depth, parts;
   int32_t d, query_heads, group;
   const ScoreItem* items;
+  const ScoreToken* score_rows;
   uint16_t* masses;
 };
 
@@ -105,11 +106,12 @@ __global__ void __launch_bounds__(kThreads) masses_kernel(Arguments args) {
       const int t = i / d, c = i % d;
       float x = 0;
       if (t < item.tokens)
-        x = to_float(
-            static_cast<const T*>(args.q)[(static_cast<int64_t>(item.token + item.later[t]) * args.query_heads +
-                                           item.head * args.group + head) *
-                                              d +
-                                          c]);
+        x = to_float(static_cast<const T*>(
+            args.q)[(static_cast<int64_t>(item.token + args.score_rows[blockIdx.x * kTokens + t].later) *
+                         args.query_heads +
+                     item.head * args.group + head) *
+                        d +
+                    c]);
       q[c * kTokens + t] = x;
       q[(d + c) * kTokens + t] = x * x;
     }
@@ -195,6 +197,7 @@ void launch(const SelectParams& p, cudaStream_t stream) {
                            p.shape.query_heads,
                            p.shape.query_heads / p.shape.kv_heads,
                            p.scores + batch.score_begin,
+                           p.score_rows + int64_t{batch.score_begin} * kTokens,
                            p.masses};
       masses_kernel<T><<<batch.score_count, kThreads, 2 * d * kTokens * sizeof(float), stream>>>(args);
       check(cudaGetLastError(), "masses of key blocks");

@@ -22,20 +22,24 @@ constexpr uint32_t kNoEntry = 0xFFFFFFFFu;
 // lie apart: of a block the largest counts).
 struct ScoreTile {
   int tokens = 0, planes = 1;
+  bool joins = false;  // tokens with different key blocks to choose among, as long as they end in the same 64
 };
 
-// Tokens of one key/value head that choose among the same key blocks. Masses of the i-th are at masses + i · stride, in
-// each plane.
-constexpr int kMaxScoreTokens = 192;
+// Tokens of one key/value head that choose among the same key blocks, or up to different ones of the same 64. Masses of
+// the i-th are at masses + i · stride.
 struct alignas(16) ScoreItem {
   int32_t token = 0;  // first, in the packed tensors
   int32_t tokens = 0;
   int32_t head = 0;        // key/value head · planes + plane
-  int32_t competing = 0;   // key blocks that end before the query block
+  int32_t competing = 0;   // key blocks that end before the query block of the last token
   int32_t statistics = 0;  // first row of the sequence's blocks under this head
-  int32_t stride = 0;
+  int32_t stride = 0;      // `competing` in whole 64s
   int64_t masses = 0;
-  uint8_t later[kMaxScoreTokens] = {};  // of each token, how far it is behind the first
+};
+// One of its tokens. What an item has fewer than it may have repeats the first.
+struct ScoreToken {
+  uint8_t later = 0;  // how far it is behind the first
+  uint8_t left = 0;   // its key blocks among the last 64
 };
 
 // One query block of one key/value head. Counts of key blocks are in those of the selection, `visible` and the lists in
@@ -60,9 +64,11 @@ struct alignas(16) SelectItem {
   int64_t sums = 0;    // `mass` with look-ahead: its own masses
 };
 
-// What the tokens of a query block may have chosen together, token by token: first + (total - first) · row /
-// (query_block
-// - 1), without a division a token.
+// What the tokens of a query block up to `row` may have chosen together.
+constexpr int allowed_until(int first, int total, int query_block, int row) {
+  return query_block <= 1 ? total : first + (total - first) * row / (query_block - 1);
+}
+// The same token by token, without divisions.
 struct Allowance {
   int allowed, each, rest, wrap, carry = 0;
   bool grew = true;  // whether this token may add to what the one before it might have chosen
@@ -138,7 +144,9 @@ struct SelectPlan {
   int32_t max_competing = 0;  // of the query blocks that choose
   int64_t masses = 0;         // 16-bit masses of the largest batch, of one plane
   int64_t map_bytes = 0;
-  std::vector<ScoreItem> scores;  // of every batch in the order in which they are started
+  std::vector<ScoreItem> scores;       // of every batch in the order in which they are started
+  int32_t score_tokens = 0;            // that an item may have
+  std::vector<ScoreToken> score_rows;  // [score item][score_tokens]
   std::vector<SelectItem> items;
   std::vector<SelectBatch> batches;
   std::vector<SelectBlock> blocks;
@@ -182,6 +190,7 @@ struct SelectParams {
   int32_t planes = 1, parts = 1, statistics_channels = 2, statistics_rows = 0;
   int64_t plane_masses = 0;  // from one plane to the next
   const ScoreItem* scores = nullptr;
+  const ScoreToken* score_rows = nullptr;  // [score item][plan.score_tokens]
   const SelectItem* items = nullptr;
   std::span<const SelectBatch> batches;  // host memory
   const SelectBlock* blocks = nullptr;

@@ -1,6 +1,8 @@
 #include <algorithm>
 #include <bit>
 #include <cmath>
+#include <functional>
+#include <numeric>
 
 #include "attention/cuda/select.h"
 #include "attention/cuda/thresholds.h"
@@ -185,23 +187,28 @@ class SequencePlanner {
       if (!some || allowance.grew) choosing_.push_back(row);
   }
 
-  // Query blocks with the same competing key blocks join.
+  // Query blocks with the same competing key blocks join, or with as many 64s of them.
   void add_scores(const SelectItem& item, int32_t token) {
+    const auto left = static_cast<uint8_t>(item.competing - (item.stride - kStatisticsGroup));
     for (size_t i = 0; i < choosing_.size(); ++i) {
       const int32_t at = token + choosing_[i];
       ScoreItem* last = nullptr;
       if (static_cast<int32_t>(plan_.scores.size()) > plan_.batches.back().score_begin) last = &plan_.scores.back();
-      if (last == nullptr || last->head != head_ || last->statistics != statistics_ ||
-          last->competing != item.competing || last->tokens == score_.tokens || at - last->token > 255) {
+      if (last == nullptr || last->head != head_ || last->statistics != statistics_ || last->stride != item.stride ||
+          (!score_.joins && last->competing != item.competing) || last->tokens == score_.tokens ||
+          at - last->token > 255) {
         last = &plan_.scores.emplace_back();
+        // What is left over is scored like the first.
+        plan_.score_rows.resize(plan_.scores.size() * score_.tokens, {0, left});
         last->token = at;
         last->head = head_;
-        last->competing = item.competing;
         last->statistics = statistics_;
         last->stride = item.stride;
         last->masses = item.masses + static_cast<int64_t>(i) * item.stride;
       }
-      last->later[last->tokens++] = static_cast<uint8_t>(at - last->token);
+      last->competing = item.competing;
+      plan_.score_rows[plan_.score_rows.size() - score_.tokens + last->tokens++] = {
+          static_cast<uint8_t>(at - last->token), left};
     }
   }
 
@@ -237,21 +244,30 @@ class SequencePlanner {
   std::vector<int> choosing_;
 };
 
-// Every score item once for each plane.
-void repeat_scores(SelectPlan& plan) {
-  std::vector<ScoreItem> all;
+// Every score item once for each plane, in each batch the long ones first.
+void order_scores(SelectPlan& plan) {
+  std::vector<ScoreItem> scores;
+  std::vector<ScoreToken> rows;
+  scores.reserve(plan.scores.size() * plan.planes);
+  rows.reserve(plan.score_rows.size() * plan.planes);
+  std::vector<int32_t> order;
   for (SelectBatch& batch : plan.batches) {
-    const auto begin = static_cast<int32_t>(all.size());
-    for (int32_t i = batch.score_begin; i < batch.score_begin + batch.score_count; ++i)
+    order.resize(batch.score_count);
+    std::iota(order.begin(), order.end(), batch.score_begin);
+    std::ranges::stable_sort(order, std::greater(), [&](int32_t i) { return plan.scores[i].competing; });
+    batch.score_begin = static_cast<int32_t>(scores.size());
+    for (const int32_t i : order)
       for (int plane = 0; plane < plan.planes; ++plane) {
-        ScoreItem item = plan.scores[i];
+        ScoreItem& item = scores.emplace_back(plan.scores[i]);
         item.head = item.head * plan.planes + plane;
-        all.push_back(item);
+        item.masses += plane * plan.masses;
+        const auto first = plan.score_rows.begin() + int64_t{i} * plan.score_tokens;
+        rows.insert(rows.end(), first, first + plan.score_tokens);
       }
-    batch.score_begin = begin;
-    batch.score_count = static_cast<int32_t>(all.size()) - begin;
+    batch.score_count = static_cast<int32_t>(scores.size()) - batch.score_begin;
   }
-  plan.scores = std::move(all);
+  plan.scores = std::move(scores);
+  plan.score_rows = std::move(rows);
 }
 
 }  // namespace
@@ -260,7 +276,6 @@ SelectPlan make_select_plan(const Shape& shape, std::span<const int32_t> cu_seql
                             const std::vector<SequenceTiles>& tiles, const SelectionConfig& config,
                             const ScoreTile& score, int64_t batch_masses, const HeldBlocks* held) {
   const size_t sequences = cu_seqlens.size() - 1;
-  SB_CHECK(score.tokens <= kMaxScoreTokens, "{} tokens in a score item", score.tokens);
   SB_CHECK(dense.size() == sequences && tiles.size() == sequences, "{} flags, {} tilings for {} sequences",
            dense.size(), tiles.size(), sequences);
   SB_CHECK(
@@ -275,6 +290,7 @@ SelectPlan make_select_plan(const Shape& shape, std::span<const int32_t> cu_seql
   const BlockScoring scoring(config);
   plan.parts = scoring.parts();
   plan.planes = score.planes;
+  plan.score_tokens = score.tokens;
   plan.statistics = plan.parts > 1 && !scoring.moments() ? 1 : 2;
   for (size_t s = 0; s < sequences; ++s)
     plan.rows += static_cast<int32_t>((cu_seqlens[s + 1] - cu_seqlens[s] + plan.query_block - 1) / plan.query_block);
@@ -310,15 +326,10 @@ SelectPlan make_select_plan(const Shape& shape, std::span<const int32_t> cu_seql
     }
   }
   plan.entries = plan.row_offsets.back();
-  if (plan.planes > 1) repeat_scores(plan);
-  // Long ones first, within each batch.
-  for (const SelectBatch& batch : plan.batches) {
-    std::stable_sort(plan.scores.begin() + batch.score_begin,
-                     plan.scores.begin() + batch.score_begin + batch.score_count,
-                     [](const ScoreItem& a, const ScoreItem& b) { return a.competing > b.competing; });
+  order_scores(plan);
+  for (const SelectBatch& batch : plan.batches)
     std::stable_sort(plan.items.begin() + batch.item_begin, plan.items.begin() + batch.item_begin + batch.item_count,
                      [](const SelectItem& a, const SelectItem& b) { return a.competing > b.competing; });
-  }
   return plan;
 }
 

@@ -175,7 +175,7 @@ __global__ void __launch_bounds__(kPickThreads) pick_kernel(const __grid_constan
 // A warp a query block: its key blocks, and which columns lie outside of them.
 __global__ void __launch_bounds__(32 * kWarps)
     lists_kernel(const __grid_constant__ SlashParams args, const __grid_constant__ ChoiceArguments choice) {
-  extern __shared__ uint8_t flags[];
+  extern __shared__ __align__(16) uint8_t flags[];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, index = blockIdx.x * kWarps + warp;
   if (index >= choice.count) return;
   const SelectItem item = choice.items[index];

@@ -75,8 +75,8 @@ struct Scorer : MassRows<D, kLog, Build<D>::kConsumers> {
     }
   }
 
-  __device__ void step(float (&s)[32], const MassItem& item, int chunk) {
-    if (item.competing - chunk * kChunk < kChunk) this->hide_tail(s, item.competing - chunk * kChunk);
+  __device__ void step(float (&s)[32], const MassItem& item, int chunk, int chunks) {
+    if (chunk + 1 == chunks) this->hide_tail(s, item);
     if (chunk == 0) this->begin_rows(s);
     uint32_t x[2][8];
     relative(s, x);
@@ -105,29 +105,32 @@ struct Scorer : MassRows<D, kLog, Build<D>::kConsumers> {
     wgmma_wait<1>();
     pin(s[0]);
     release_stage();
-    step(s[0], item, chunk);
+    step(s[0], item, chunk, chunks);
     wgmma_wait<0>();
     pin(s[1]);
     if (!both) return;
     release_stage();
-    step(s[1], item, chunk + 1);
+    step(s[1], item, chunk + 1, chunks);
   }
 
   __device__ void run() {
-    // An item is read two rounds before its turn and its queries one round before, so that nobody waits for either.
-    MassItem item = this->fetch(blockIdx.x), next = this->fetch(blockIdx.x + gridDim.x);
-    this->load_queries(item, ahead);
+    // Where an item's queries are is read two rounds before its turn, they and the rest of it one round before, so that
+    // nobody waits for them.
+    typename Rows::Queries queries = this->queries_of(item_index(0));
+    this->load_queries(queries, ahead);
+    queries = this->queries_of(item_index(1));
+    MassItem item = this->fetch(item_index(0));
     wait_for_dependencies();
-    for (int index = blockIdx.x; index < args.item_count; index += gridDim.x) {
+    for (int round = 0; item_index(round) < args.item_count; ++round) {
       take_ahead();
-      const MassItem after = this->fetch(index + 2 * gridDim.x);
-      this->load_queries(next, ahead);
+      this->load_queries(queries, ahead);
+      queries = this->queries_of(item_index(round + 2));
+      const MassItem next = this->fetch(item_index(round + 1));
       const int chunks = item.chunks();
       for (int chunk = 0; chunk < chunks; chunk += 2) two_steps(item, chunk, chunks);
       this->finish_sums();
-      this->store_kept(item);
+      this->store_kept(item, chunks);
       item = next;
-      next = after;
     }
   }
 };
@@ -166,7 +169,8 @@ void launch(const SelectParams& p, const SelectBatch& batch, cudaStream_t stream
   const auto kernel = masses_kernel<D, kLog>;
   allow_shared_memory(kernel, memory.bytes, "shared memory of the masses");
   launch_early(kernel, std::min(batch.score_count, multiprocessors()), Build<D>::kThreads, memory.bytes, stream,
-               packed_map(p.statistics, p.statistics_rows, 1, 2 * D, 1, kChunk), mass_arguments(p, batch, memory));
+               packed_map(p.statistics, p.statistics_rows, 1, 2 * D, 1, kChunk),
+               mass_arguments(p, batch, memory, Build<D>::kRows >> kLog));
   check(cudaGetLastError(), "masses of key blocks");
 }
 

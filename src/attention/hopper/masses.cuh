@@ -23,8 +23,9 @@ constexpr int kMaxStages = 4;
 
 struct MassArguments {
   const __nv_bfloat16* q;
-  int32_t query_heads, group, planes;  // group: query heads of a plane
+  int32_t query_heads, group;  // group: query heads of a plane
   const ScoreItem* items;
+  const ScoreToken* rows;
   int32_t item_count;
   int32_t stages, kept;  // kept: chunks whose scores wait in shared memory
   int32_t beyond;        // and those that wait beyond it, at most
@@ -32,7 +33,6 @@ struct MassArguments {
   int32_t parts;
   float unit;  // of the products, in log2
   uint16_t* masses;
-  int64_t plane_masses;
 };
 
 struct MassBarriers {
@@ -49,13 +49,29 @@ __device__ __forceinline__ uint32_t half_max(uint32_t a, uint32_t b) {
   return as_bits(__hmax2(as_half2(a), as_half2(b)));
 }
 
-// An item as a thread needs it.
+// What a thread needs of an item, besides its queries.
 struct MassItem {
-  int token, tokens, head, competing, stride;
+  int tokens, stride;
   int64_t masses;
-  int later[2];  // of this thread's two rows
-  __device__ __forceinline__ int chunks() const { return (competing + kChunk - 1) / kChunk; }
+  int left[2];  // of this thread's rows, key blocks in the last chunk
+  // The shuffle tells the compiler that it is the same for all threads.
+  __device__ __forceinline__ int chunks() const { return __shfl_sync(~0u, stride / kChunk, 0); }
 };
+
+// The items of a thread block, long ones first in the list of all: forth and back, so that each has as much to do.
+__device__ __forceinline__ int item_index(int round) {
+  const int blocks = gridDim.x, block = blockIdx.x;
+  return round * blocks + (round % 2 == 0 ? block : blocks - 1 - block);
+}
+
+// An index that exists. What is read there must not look alike for all threads of a warp (threadIdx.y is 0): the
+// compiler would bring it to uniform registers, and wait for it, where it is read.
+__device__ __forceinline__ int existing(const MassArguments& args, int index) {
+  return min(index, args.item_count - 1) + static_cast<int>(threadIdx.y);
+}
+__device__ __forceinline__ const ScoreItem& item_at(const MassArguments& args, int index) {
+  return args.items[existing(args, index)];
+}
 
 // A thread's part of two rows. kLog: log2 of the row slots a token has. kConsumers: threads that compute.
 template <int D, int kLog, int kConsumers>
@@ -68,28 +84,32 @@ struct MassRows {
   // Scores are relative to one of the row, so that 16 bits are precise near the top; sums besides that to 2^raised,
   // which is 1 unless a sum would overflow.
   float reference[2], raised[2], sum[2];
-  __half2 row_lse[2];
+  __half2 row_lse;  // of both
 
   __device__ int token_of(int h) const { return group * kTokens + (warp * 16 + lane / 4 + 8 * h) / kSlots; }
+  __device__ const ScoreToken& row_at(int index, int h) const {
+    return args.rows[static_cast<int64_t>(existing(args, index)) * (kConsumers / 2 / kSlots) + token_of(h)];
+  }
   __device__ MassItem fetch(int index) const {
-    const ScoreItem& item = args.items[min(index, args.item_count - 1)];
-    return {item.token,
-            item.tokens,
-            item.head,
-            item.competing,
-            item.stride,
-            item.masses + item.head % args.planes * args.plane_masses,
-            {item.later[token_of(0)], item.later[token_of(1)]}};
+    const ScoreItem& item = item_at(args, index);
+    return {item.tokens, item.stride, item.masses, {row_at(index, 0).left, row_at(index, 1).left}};
   }
 
-  // The queries of an item as an operand. What pads the rows are other rows again: nobody looks at their masses.
-  __device__ void load_queries(const MassItem& item, uint32_t* q) const {
+  // Which queries an item has: as it was read, since whatever is computed of it waits for the memory.
+  struct Queries {
+    int token, head, later[2];
+  };
+  __device__ Queries queries_of(int index) const {
+    const ScoreItem& item = item_at(args, index);
+    return {item.token, item.head, {row_at(index, 0).later, row_at(index, 1).later}};
+  }
+  // They as an operand. What pads the rows are other rows again: nobody looks at their masses.
+  __device__ void load_queries(const Queries& queries, uint32_t* q) const {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const int head = min((warp * 16 + lane / 4 + 8 * h) % kSlots, args.group - 1);
+      const int head = queries.head * args.group + min((warp * 16 + lane / 4 + 8 * h) % kSlots, args.group - 1);
       const __nv_bfloat16* row =
-          args.q +
-          (static_cast<int64_t>(item.token + item.later[h]) * args.query_heads + item.head * args.group + head) * D +
+          args.q + (static_cast<int64_t>(queries.token + queries.later[h]) * args.query_heads + head) * D +
           2 * (lane % 4);
 #pragma unroll
       for (int i = 0; i < D / 8; ++i) q[2 * i + h] = *reinterpret_cast<const uint32_t*>(row + i * 8);
@@ -101,14 +121,12 @@ struct MassRows {
     return *reinterpret_cast<const uint32_t*>(&square);
   }
 
-  // Key blocks past the end, whatever was multiplied there. left: blocks from this chunk on.
-  __device__ void hide_tail(float (&s)[32], int left) const {
-    left -= 2 * (lane % 4);
+  // Key blocks past the end of a row in the last chunk, whatever was multiplied there.
+  __device__ void hide_tail(float (&s)[32], const MassItem& item) const {
+    const int left[2] = {item.left[0] - 2 * (lane % 4), item.left[1] - 2 * (lane % 4)};
 #pragma unroll
-    for (int j = 0; j < 8; ++j)
-#pragma unroll
-      for (int e = 0; e < 2; ++e)
-        if (8 * j + e >= left) s[4 * j + e] = s[4 * j + 2 + e] = -INFINITY;
+    for (int i = 0; i < 32; ++i)
+      if (8 * (i / 4) + i % 2 >= left[i / 2 % 2]) s[i] = -INFINITY;
   }
 
   // A row's reference, the largest of its first sixteen. Not even the rounding may show what comes later: those past
@@ -137,78 +155,82 @@ struct MassRows {
   }
 
   __device__ void finish_sums() {
+    float top[2] = {0, 0};
+    if (__any_sync(~0u, fmaxf(raised[0], raised[1]) > 0.f)) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        top[h] = fmaxf(raised[h], __shfl_xor_sync(~0u, raised[h], 1));
+        top[h] = fmaxf(top[h], __shfl_xor_sync(~0u, top[h], 2));
+        sum[h] *= exp2_fast(raised[h] - top[h]);
+      }
+    }
+    float lse[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      float m = fmaxf(raised[h], __shfl_xor_sync(~0u, raised[h], 1));
-      m = fmaxf(m, __shfl_xor_sync(~0u, m, 2));
-      float all = sum[h] * exp2_fast(raised[h] - m);
-      all += __shfl_xor_sync(~0u, all, 1);
+      float all = sum[h] + __shfl_xor_sync(~0u, sum[h], 1);
       all += __shfl_xor_sync(~0u, all, 2);
       // Padded heads must never win.
       const bool padding = (warp * 16 + lane / 4 + 8 * h) % kSlots >= args.group;
-      row_lse[h] = __float2half2_rn(padding ? INFINITY : m + __log2f(all));
+      lse[h] = padding ? INFINITY : top[h] + __log2f(all);
     }
+    row_lse = __floats2half2_rn(lse[0], lse[1]);
   }
 
-  // Reduces x[0..7] over the lanes that hold the heads of a token; each of them ends up with 8 / 2^kSteps column
-  // groups.
-  template <int kSteps>
-  __device__ void largest(uint32_t (&x)[8]) const {
+  // Masses of an item to memory, the largest of each token's heads. A lane reads what the warp's lanes wrote of four
+  // key blocks and eight rows: two pairs of blocks, eight apart. Which ones its bits say: blocks 2·(bits 0, 1) +
+  // 16·(bit 2) + 32·(bit 3), rows from 8·(bit 4). Lanes that would meet in a bank (bit 3) read neighbouring rows in
+  // turn.
+  __device__ void store_kept(const MassItem& item, int chunks) const {
+    constexpr int kRows = kLog < 3 ? kSlots : 8;  // of a token, of those a lane reads
+    const int turn = (lane >> 3) & 1, half = lane >> 4;
+    uint32_t lse[8];
 #pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-      const int lanes = 4 << (kSteps - 1 - step), half = 4 >> step;
-      const bool upper = (lane & lanes) != 0;
+    for (int g = 0; g < 8; ++g)
+      lse[g] = __byte_perm(__shfl_sync(~0u, as_bits(row_lse), 4 * (g ^ turn)), 0, half == 0 ? 0x1010 : 0x3232);
+    uint32_t* to = reinterpret_cast<uint32_t*>(args.masses + item.masses) + 16 * turn + (lane & 4) * 2 + lane % 4;
+    const int first = group * kTokens + (warp * 16 + 8 * half) / kSlots;
+    const auto move = [&](const uint4* chunk_rows, int chunk) {
+      const uint2* from =
+          reinterpret_cast<const uint2*>(chunk_rows + (2 * half + turn) * kConsumers - lane + lane % 4) +
+          (lane >> 2) % 2;
+      uint2 x[8];
 #pragma unroll
-      for (int j = 0; j < half; ++j) {
-        const uint32_t mine = upper ? x[j + half] : x[j], theirs = upper ? x[j] : x[j + half];
-        x[j] = half_max(mine, __shfl_xor_sync(~0u, theirs, lanes));
+      for (int g = 0; g < 8; ++g) x[g] = from[8 * g + (g % 2 == 0 ? 8 * turn : -8 * turn)];
+#pragma unroll
+      for (int g = 0; g < 8; ++g) {
+        x[g].x = as_bits(__hsub2(as_half2(x[g].x), as_half2(lse[g])));
+        x[g].y = as_bits(__hsub2(as_half2(x[g].y), as_half2(lse[g])));
       }
-    }
-  }
-
-  // Masses of a chunk to memory.
-  __device__ void store(uint32_t (&x)[2][8], const MassItem& item, int chunk) const {
-    constexpr int kSteps = kLog < 3 ? kLog : 3;
 #pragma unroll
-    for (int h = 0; h < 2; ++h)
+      for (int t = 0; t < 8; t += kRows) {
 #pragma unroll
-      for (int j = 0; j < 8; ++j) x[h][j] = as_bits(__hsub2(as_half2(x[h][j]), row_lse[h]));
-    largest<kSteps>(x[0]);
-    largest<kSteps>(x[1]);
-    constexpr int kLeft = 8 >> kSteps;
-    const int group_begin = ((lane / 4) % (1 << kSteps)) * kLeft;
-    if constexpr (kLog == 4) {
+        for (int step = 1; step < kRows; step *= 2)
 #pragma unroll
-      for (int j = 0; j < kLeft; ++j) x[0][j] = half_max(x[0][j], x[1][j]);
-    }
-#pragma unroll
-    for (int h = 0; h < (kLog == 4 ? 1 : 2); ++h) {
-      const int token = token_of(h);
-      if (token >= item.tokens) continue;
-      uint32_t* to = reinterpret_cast<uint32_t*>(args.masses + item.masses + static_cast<int64_t>(token) * item.stride +
-                                                 chunk * kChunk);
-#pragma unroll
-      for (int j = 0; j < kLeft; ++j) to[(group_begin + j) * 4 + lane % 4] = ordered(x[h][j]);
-    }
-  }
-
-  __device__ void store_kept(const MassItem& item) const {
-    const auto move = [&](const uint4* from, int chunk) {
-      uint32_t x[2][8];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const uint4 four = from[i * kConsumers];
-        x[i / 2][4 * (i % 2)] = four.x;
-        x[i / 2][4 * (i % 2) + 1] = four.y;
-        x[i / 2][4 * (i % 2) + 2] = four.z;
-        x[i / 2][4 * (i % 2) + 3] = four.w;
+          for (int g = 0; g < kRows; g += 2 * step) {
+            x[t + g].x = half_max(x[t + g].x, x[t + g + step].x);
+            x[t + g].y = half_max(x[t + g].y, x[t + g + step].y);
+          }
+        if constexpr (kLog == 4) {
+          // The other eight heads are sixteen lanes away; each of two lanes stores one pair.
+          const uint32_t theirs = __shfl_xor_sync(~0u, half == 0 ? x[0].y : x[0].x, 16);
+          if (first < item.tokens)
+            to[static_cast<int64_t>(first) * (item.stride / 2) + chunk * (kChunk / 2) + 4 * half] =
+                ordered(half_max(half == 0 ? x[0].x : x[0].y, theirs));
+        } else {
+          const int token = first + (kLog == 0 ? t ^ turn : t / kRows);
+          if (token < item.tokens) {
+            uint32_t* at = to + static_cast<int64_t>(token) * (item.stride / 2) + chunk * (kChunk / 2);
+            at[0] = ordered(x[t].x);
+            at[4] = ordered(x[t].y);
+          }
+        }
       }
-      store(x, item, chunk);
     };
-    const int chunks = item.chunks();
+    __syncwarp();
 #pragma unroll 2
     for (int chunk = 0; chunk < min(chunks, args.kept); ++chunk) move(kept + chunk * 4 * kConsumers, chunk);
     for (int chunk = args.kept; chunk < chunks; ++chunk) move(beyond + (chunk - args.kept) * 4 * kConsumers, chunk);
+    __syncwarp();
   }
 };
 
@@ -217,10 +239,13 @@ template <int kBytes>
 __device__ void load_statistics(const CUtensorMap& map, const MassArguments& args, MassBarriers& barriers,
                                 uint32_t statistics, int lane) {
   Cursor ring;
+  int next_row = item_at(args, item_index(0)).statistics, next_stride = item_at(args, item_index(0)).stride;
   wait_for_dependencies();
-  for (int index = blockIdx.x; index < args.item_count; index += gridDim.x) {
-    const int competing = args.items[index].competing, first_row = args.items[index].statistics;
-    const int products = (competing + kChunk - 1) / kChunk * args.parts;
+  for (int round = 0; item_index(round) < args.item_count; ++round) {
+    const int first_row = next_row, products = __shfl_sync(~0u, next_stride / kChunk * args.parts, 0);
+    next_row = item_at(args, item_index(round + 1)).statistics;
+    next_stride = item_at(args, item_index(round + 1)).stride;
+#pragma unroll 1
     for (int i = 0; i < products; ++i) {
       barrier_wait(shared_address(&barriers.empty[ring.stage]), ring.phase ^ 1);
       const uint32_t barrier = shared_address(&barriers.full[ring.stage]);
@@ -262,12 +287,13 @@ inline int64_t statistics_only_bytes(int64_t rows, int channels, int d) {
   return (rows * channels * d * 2 + 255) / 256 * 256;
 }
 
-inline MassArguments mass_arguments(const SelectParams& p, const SelectBatch& batch, const MassMemory& memory) {
+inline MassArguments mass_arguments(const SelectParams& p, const SelectBatch& batch, const MassMemory& memory,
+                                    int tokens) {
   return {static_cast<const __nv_bfloat16*>(p.q),
           p.shape.query_heads,
           p.shape.query_heads / p.shape.kv_heads / p.planes,
-          p.planes,
           p.scores + batch.score_begin,
+          p.score_rows + static_cast<int64_t>(batch.score_begin) * tokens,
           batch.score_count,
           memory.stages,
           memory.kept,
@@ -276,8 +302,7 @@ inline MassArguments mass_arguments(const SelectParams& p, const SelectBatch& ba
                                    statistics_only_bytes(p.statistics_rows, p.statistics_channels, p.shape.head_dim)),
           p.parts,
           p.shape.scale * kLog2e,
-          p.masses,
-          p.plane_masses};
+          p.masses};
 }
 
 // Sizes of the kernels, by the depth of their products (channels of a row of statistics). Computing warpgroups as many

@@ -29,9 +29,9 @@ struct Scorer : MassRows<D, kLog, Build<D, kMoments>::kConsumers> {
   __device__ Scorer(const Rows& rows, MassBarriers& b, uint32_t address)
       : Rows(rows), barriers(b), statistics(tile_descriptor(address)) {}
 
-  __device__ void load(const MassItem& item) {
+  __device__ void load(int index) {
     uint32_t q[D / 4];
-    this->load_queries(item, q);
+    this->load_queries(this->queries_of(index), q);
 #pragma unroll
     for (int i = 0; i < D / 4; ++i) {
       a[i] = q[i];
@@ -39,10 +39,10 @@ struct Scorer : MassRows<D, kLog, Build<D, kMoments>::kConsumers> {
     }
   }
 
-  // One part of 64 key blocks. `first`: of the item.
-  __device__ void add(float (&s)[32], int left, bool first) {
+  // One part of 64 key blocks. `first`, `last`: of the item.
+  __device__ void add(float (&s)[32], const MassItem& item, bool first, bool last) {
     constexpr float kLimit = 80.f;
-    if (left < kChunk) this->hide_tail(s, left);
+    if (last) this->hide_tail(s, item);
     if (first) this->begin_rows(s);
     const float base[2] = {-reference[0] - raised[0], -reference[1] - raised[1]};
 #pragma unroll
@@ -106,7 +106,7 @@ struct Scorer : MassRows<D, kLog, Build<D, kMoments>::kConsumers> {
   // kTurn parts, while one is worked on the next is multiplied. Nothing is in flight from one turn to the next: the
   // compiler would serialise the products.
   template <int kTurn>
-  __device__ void turn(int left, bool first) {
+  __device__ void turn(const MassItem& item, bool first, bool last) {
     float s[2][32];
     Cursor at = ring;
     pin(a);
@@ -121,7 +121,7 @@ struct Scorer : MassRows<D, kLog, Build<D, kMoments>::kConsumers> {
         wgmma_wait<0>();
       pin(s[i % 2]);
       release_stage();
-      add(s[i % 2], left, first && i == 0);
+      add(s[i % 2], item, first && i == 0, last);
       if (i + 2 < kTurn) {
         pin(s[i % 2]);
         wgmma_fence();
@@ -133,24 +133,24 @@ struct Scorer : MassRows<D, kLog, Build<D, kMoments>::kConsumers> {
   __device__ void score(const MassItem& item) {
 #pragma unroll
     for (int i = 0; i < 32; ++i) masses[i] = 0;
-    for (int chunk = 0; chunk < item.chunks(); ++chunk) {
-      const int left = item.competing - chunk * kChunk;
+    const int chunks = item.chunks();
+    for (int chunk = 0; chunk < chunks; ++chunk) {
+      const bool last = chunk + 1 == chunks;
       if (args.parts == 2)
-        turn<2>(left, chunk == 0);
+        turn<2>(item, chunk == 0, last);
       else
-        for (int part = 0; part < args.parts; part += 4) turn<4>(left, chunk + part == 0);
+        for (int part = 0; part < args.parts; part += 4) turn<4>(item, chunk + part == 0, last);
       finish_chunk(chunk);
     }
     this->finish_sums();
-    this->store_kept(item);
+    this->store_kept(item, chunks);
   }
 
   __device__ void run() {
     wait_for_dependencies();
-    for (int index = blockIdx.x; index < args.item_count; index += gridDim.x) {
-      const MassItem item = this->fetch(index);
-      load(item);
-      score(item);
+    for (int round = 0, index; (index = item_index(round)) < args.item_count; ++round) {
+      load(index);
+      score(this->fetch(index));
     }
   }
 };
@@ -193,7 +193,7 @@ void launch(const SelectParams& p, const SelectBatch& batch, cudaStream_t stream
   allow_shared_memory(kernel, memory.bytes, "shared memory of the masses");
   launch_early(kernel, std::min(batch.score_count, multiprocessors()), Size::kThreads, memory.bytes, stream,
                packed_map(p.statistics, p.statistics_rows, 1, Size::kDepth, 1, kChunk),
-               mass_arguments(p, batch, memory));
+               mass_arguments(p, batch, memory, Size::kRows >> kLog));
   check(cudaGetLastError(), "masses of key blocks by parts");
 }
 

@@ -5,58 +5,71 @@
 namespace sb::gpu {
 namespace {
 
-// Mean and variance per channel of a key block, the variance times scale/2: what q and q² are multiplied with.
+// Mean and variance per channel of a key block, the variance times scale/2: what q and q² are multiplied with. A thread
+// has eight channels of every so many tokens.
 template <int D, int kTokensOfBlock>
 __global__ void __launch_bounds__(256) statistics_kernel(const __nv_bfloat16* k, const SelectBlock* blocks,
                                                          __nv_bfloat16* out, int kv_heads, float variance_scale) {
-  constexpr int kPairs = D / 2;                      // threads of a token
-  constexpr int kGroups = 256 / kPairs;              // tokens at a time
-  constexpr int kTokens = kTokensOfBlock / kGroups;  // of a thread
-  __shared__ float2 partial[kGroups][kPairs];
+  constexpr int kChannels = 8, kLanes = D / kChannels;  // lanes: of a token
+  constexpr int kGroups = 256 / kLanes;                 // tokens at a time
+  constexpr int kTokens = kTokensOfBlock / kGroups;     // of a thread
+  __shared__ __align__(16) float partial[8][D], means[D];
   launch_dependents();
   const SelectBlock block = blocks[blockIdx.x];
-  const int pair = threadIdx.x % kPairs, group = threadIdx.x / kPairs;
-  __nv_bfloat162 keys[kTokens];
+  const int group = threadIdx.x / kLanes, channel = threadIdx.x % kLanes * kChannels;
+  uint4 keys[kTokens];
 #pragma unroll
   for (int i = 0; i < kTokens; ++i) {
     const int t = group + i * kGroups;
-    keys[i] = __nv_bfloat162{};
+    keys[i] = make_uint4(0, 0, 0, 0);
     if (t < block.keys)
-      keys[i] = *reinterpret_cast<const __nv_bfloat162*>(
-          k + (static_cast<int64_t>(block.token + t) * kv_heads + block.head) * D + pair * 2);
+      keys[i] = *reinterpret_cast<const uint4*>(
+          k + (static_cast<int64_t>(block.token + t) * kv_heads + block.head) * D + channel);
   }
-  float2 mean{0, 0}, variance{0, 0};
-  const float inverse = 1.f / block.keys;
-  // Two passes over the registers: the difference of large squares would lose the variance.
-#pragma unroll
-  for (int pass = 0; pass < 2; ++pass) {
-    float2 sum{0, 0};
+  const auto each = [&](auto body) {
 #pragma unroll
     for (int i = 0; i < kTokens; ++i) {
       if (group + i * kGroups >= block.keys) continue;
-      const float2 x = __bfloat1622float2(keys[i]);
-      if (pass == 0) {
-        sum.x += x.x;
-        sum.y += x.y;
-      } else {
-        sum.x += (x.x - mean.x) * (x.x - mean.x);
-        sum.y += (x.y - mean.y) * (x.y - mean.y);
-      }
+      const uint32_t words[4] = {keys[i].x, keys[i].y, keys[i].z, keys[i].w};
+#pragma unroll
+      for (int c = 0; c < kChannels; ++c) body(c, c % 2 == 0 ? low_bf16(words[c / 2]) : high_bf16(words[c / 2]));
+    }
+  };
+  // A warp's sums over its tokens, to shared memory.
+  const auto leave = [&](float(&sum)[kChannels]) {
+#pragma unroll
+    for (int step = kLanes; step < 32; step *= 2)
+#pragma unroll
+      for (int c = 0; c < kChannels; ++c) sum[c] += __shfl_xor_sync(~0u, sum[c], step);
+    if (threadIdx.x % 32 < kLanes) {
+      float4* to = reinterpret_cast<float4*>(partial[threadIdx.x / 32] + channel);
+      to[0] = make_float4(sum[0], sum[1], sum[2], sum[3]);
+      to[1] = make_float4(sum[4], sum[5], sum[6], sum[7]);
     }
     __syncthreads();
-    partial[group][pair] = sum;
-    __syncthreads();
-    float2 all{0, 0};
-    for (int g = 0; g < kGroups; ++g) {
-      all.x += partial[g][pair].x;
-      all.y += partial[g][pair].y;
-    }
-    (pass == 0 ? mean : variance) = {all.x * inverse, all.y * inverse};
-  }
-  if (group != 0) return;
+  };
+  const float inverse = 1.f / block.keys;
+  const auto average = [&](int c) {
+    float sum = 0;
+#pragma unroll
+    for (int w = 0; w < 8; ++w) sum += partial[w][c];
+    return sum * inverse;
+  };
+  // Two passes over the registers: the difference of large squares would lose the variance.
+  float sum[kChannels] = {}, square[kChannels] = {}, mean[kChannels];
+  each([&](int c, float x) { sum[c] += x; });
+  leave(sum);
+  if (threadIdx.x < D) means[threadIdx.x] = average(threadIdx.x);
+  __syncthreads();
+#pragma unroll
+  for (int c = 0; c < kChannels; ++c) mean[c] = means[channel + c];
+  each([&](int c, float x) { square[c] += (x - mean[c]) * (x - mean[c]); });
+  leave(square);
+  const int pair = threadIdx.x;
+  if (pair >= D / 2) return;
   uint32_t* row = reinterpret_cast<uint32_t*>(out + static_cast<int64_t>(block.row) * 2 * D);
-  row[pair] = pack_bf16(mean.x, mean.y);
-  row[kPairs + pair] = pack_bf16(variance.x * variance_scale, variance.y * variance_scale);
+  row[pair] = pack_bf16(means[2 * pair], means[2 * pair + 1]);
+  row[D / 2 + pair] = pack_bf16(average(2 * pair) * variance_scale, average(2 * pair + 1) * variance_scale);
 }
 
 // The same of every part of a key block, D / 2 threads a part. Only whole parts: others never compete. Deviations are
@@ -130,7 +143,7 @@ ScoreTile hopper_score_tile(const Shape& shape, const BlockScoring& scoring) {
       scoring.parts() > 1 ? part_rows(static_cast<int>(scoring.row_width(shape.head_dim))) : whole_rows(shape.head_dim);
   int planes = 1;
   while (group % planes != 0 || group / planes > kPlaneHeads) ++planes;
-  return {rows / static_cast<int>(std::bit_ceil(static_cast<unsigned>(group / planes))), planes};
+  return {rows / static_cast<int>(std::bit_ceil(static_cast<unsigned>(group / planes))), planes, true};
 }
 
 void hopper_block_statistics(const SelectParams& p, void* stream) {

@@ -171,6 +171,7 @@ void CudaRingPlan::build(const RingPlanRequest& request, Staging& staging, void*
     set.head_columns = upload.add(plan.head_columns);
     set.statistics = upload.add(plan.statistics);
     set.scores = upload.add(plan.select.scores);
+    set.score_rows = upload.add(plan.select.score_rows);
     set.items = upload.add(plan.select.items);
     set.select_blocks = upload.add(plan.select.blocks);
     for (RingPassPlan& from : plan.passes) {
@@ -208,6 +209,7 @@ void CudaRingPlan::build(const RingPlanRequest& request, Staging& staging, void*
     set.plan.column_sources = {};
     set.plan.statistics = {};
     set.plan.select.scores = {};
+    set.plan.select.score_rows = {};
     set.plan.select.items = {};
     set.plan.select.blocks = {};
   }
@@ -272,6 +274,7 @@ void CudaRingPlan::set(const Set& set, SelectParams& params) const {
   params.shape = set.shape;
   set_plan(set.plan.select, params);
   params.scores = at<ScoreItem>(set.scores);
+  params.score_rows = at<ScoreToken>(set.score_rows);
   params.items = at<SelectItem>(set.items);
   params.blocks = at<SelectBlock>(set.select_blocks);
   params.block_count = set.block_count;

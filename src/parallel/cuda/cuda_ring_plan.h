@@ -42,7 +42,7 @@ class CudaRingPlan {
       Work work;
     };
     std::vector<Pass> passes;
-    int64_t rows, blocks, groups, sources, head_columns, statistics, scores, items, select_blocks;
+    int64_t rows, blocks, groups, sources, head_columns, statistics, scores, score_rows, items, select_blocks;
     int64_t list_bytes = 0;
     int64_t list_row_entries, list_pass_begin, list_column_entries, list_column_offsets;
     int64_t own_lists = 0;  // of dense sequences, in the plan's memory

@@ -14,6 +14,7 @@ struct SelectCase {
   bool hopper;
   SelectPlan plan;
   DeviceArray<ScoreItem> scores;
+  DeviceArray<ScoreToken> score_rows;
   DeviceArray<SelectItem> items;
   DeviceArray<SelectBlock> blocks;
   DeviceArray<SelectGroup> groups;
@@ -36,6 +37,7 @@ struct SelectCase {
                               on_hopper ? hopper_score_tile(shape, BlockScoring(selection)) : kPortableScoreTile,
                               batch_masses)),
         scores(plan.scores),
+        score_rows(plan.score_rows),
         items(plan.items),
         blocks(plan.blocks),
         groups(plan.groups),
@@ -72,6 +74,7 @@ struct SelectCase {
     p.statistics_channels = plan.statistics;
     p.statistics_rows = plan.statistics_rows;
     p.scores = scores.get();
+    p.score_rows = score_rows.get();
     p.items = items.get();
     p.batches = plan.batches;
     p.blocks = blocks.get();

@@ -211,14 +211,14 @@ SelectionConfig config_of(SelectionPattern pattern, int block = kBlock) {
 
 // Row lists of `plan` have exactly (topk) or at most (others) the length that the staircase makes of random masses; and
 // the masses that the plan provides for are those of the tokens that choose.
-void check_plan(const SelectionConfig& config, bool exact) {
+void check_plan(const SelectionConfig& config, bool exact, const ScoreTile& score_tile = {16}) {
   const Shape shape = shape_of(16, 2);
   const std::vector<int32_t> cu{0, 4001, 4500, 7000};
   std::vector<SequenceTiles> tiles;
   for (size_t s = 0; s + 1 < cu.size(); ++s)
     tiles.push_back({cu[s + 1] - cu[s], config.block, 16, 1, 2, config.budget});
   const int64_t batch = 40000;
-  const SelectPlan plan = make_select_plan(shape, cu, {false, true, false}, tiles, config, {16}, batch);
+  const SelectPlan plan = make_select_plan(shape, cu, {false, true, false}, tiles, config, score_tile, batch);
   const int expand = plan.select_block / plan.block;
   std::mt19937 random(5);
   std::normal_distribution<float> draw;
@@ -264,12 +264,15 @@ void check_plan(const SelectionConfig& config, bool exact) {
     std::map<int64_t, std::pair<int32_t, int32_t>> at;  // masses → token, competing
     for (int i = part.score_begin; i < part.score_begin + part.score_count; ++i) {
       const ScoreItem& score = plan.scores[i];
-      EXPECT_LE(score.tokens, 16);
-      EXPECT_LE(score.competing, score.stride);
+      EXPECT_LE(score.tokens, score_tile.tokens);
+      EXPECT_EQ(score.stride, (score.competing + 63) / 64 * 64);
       for (int t = 0; t < score.tokens; ++t) {
         const int64_t place = score.masses + int64_t{t} * score.stride;
+        const ScoreToken& token = plan.score_rows[int64_t{i} * plan.score_tokens + t];
         EXPECT_LE(place + score.stride, std::max(plan.masses, batch));
-        EXPECT_TRUE(at.insert({place, {score.token + score.later[t], score.competing}}).second);
+        const int32_t competing = score.stride - 64 + token.left;
+        EXPECT_TRUE(score_tile.joins ? competing <= score.competing : competing == score.competing);
+        EXPECT_TRUE(at.insert({place, {score.token + token.later, competing}}).second);
       }
     }
     for (int i = part.item_begin; i < part.item_begin + part.item_count; ++i) {
@@ -297,6 +300,20 @@ TEST(GpuSelectPlan, KnowsTheLengthOfEveryListBeforehand) {
   check_plan(config_of(SelectionPattern::topp), false);
 }
 
+TEST(GpuSelectPlan, JoinsTokensWithDifferentKeyBlocks) {
+  check_plan(config_of(SelectionPattern::topk), true, {24, 1, true});
+  check_plan(config_of(SelectionPattern::topk, 64), true, {192, 1, true});
+  check_plan(config_of(SelectionPattern::topp), false, {24, 1, true});
+  // All items are full but the last of each 64 key blocks.
+  const std::vector<int32_t> cu{0, 32768};
+  const SequenceTiles tiles{32768, kBlock, 16, 1, 2, 1638};
+  SelectionConfig config = config_of(SelectionPattern::topk);
+  config.budget = 1638;
+  const SelectPlan plan = make_select_plan(shape_of(14, 2), cu, {false}, {tiles}, config, {24, 1, true}, 1 << 24);
+  EXPECT_LE(std::ranges::count_if(plan.scores, [](const ScoreItem& item) { return item.tokens < 24; }), 8);
+  EXPECT_GT(plan.scores.size(), 500u);
+}
+
 TEST(GpuSelectPlan, AllowanceIsTheStaircaseOfTheRule) {
   for (const int query_block : {1, 2, 7, 16, 128})
     for (const int first : {0, 1, 5, 40})
@@ -308,6 +325,7 @@ TEST(GpuSelectPlan, AllowanceIsTheStaircaseOfTheRule) {
         Allowance allowance(first, total, query_block);
         for (int row = 0; row < query_block; ++row, allowance.next()) {
           ASSERT_EQ(allowance.allowed, rule.allowed(row)) << query_block << " " << first << " " << total << " " << row;
+          ASSERT_EQ(allowed_until(first, total, query_block, row), rule.allowed(row));
           ASSERT_EQ(allowance.grew, rule.allowed(row) > (row == 0 ? 0 : rule.allowed(row - 1)));
         }
       }
@@ -357,7 +375,8 @@ TEST(GpuSelectPlan, EveryPlaneIsScored) {
     const auto scores = [&](const SelectPlan& plan) {
       return std::span(plan.scores).subspan(plan.batches[b].score_begin, plan.batches[b].score_count);
     };
-    for (const ScoreItem& item : scores(three)) planes[{item.token, item.masses, item.head / 3}] += 1 << item.head % 3;
+    for (const ScoreItem& item : scores(three))
+      planes[{item.token, item.masses - item.head % 3 * three.masses, item.head / 3}] += 1 << item.head % 3;
     EXPECT_EQ(planes.size(), scores(one).size());
     for (const ScoreItem& item : scores(one)) EXPECT_EQ((planes[{item.token, item.masses, item.head}]), 7);
   }
