@@ -86,12 +86,13 @@ void refuse_unsupported(const JsonObject& json, const ModelConfig& config) {
       SB_USER_CHECK(type == "full_attention", "{}: layer_types: {} is not supported, only \"full_attention\" is",
                     json.where(), type.dump());
     }
-  } else if (json.flag_or("use_sliding_window", false) && json.has("sliding_window")) {
-    const int64_t first = json.integer_or("max_window_layers", 28);
+  } else if (json.flag_or("use_sliding_window", false) && !json.is_null("sliding_window")) {
+    // What `transformers` takes for keys that are missing.
+    const int64_t first = json.integer_or("max_window_layers", 28), window = json.integer_or("sliding_window", 4096);
     SB_USER_CHECK(first >= config.layers,
                   "{}: use_sliding_window with sliding_window {} on the layers from {} is not supported; "
                   "set use_sliding_window to false to train with full attention",
-                  json.where(), json.integer("sliding_window"), first);
+                  json.where(), window, first);
   }
 }
 

@@ -94,6 +94,11 @@ bool JsonObject::has(const char* key) const {
   return json_.contains(key) && !json_[key].is_null();
 }
 
+bool JsonObject::is_null(const char* key) const {
+  const auto found = json_.find(key);
+  return found != json_.end() && found->is_null();
+}
+
 const ordered_json& JsonObject::at(const char* key) const {
   SB_USER_CHECK(has(key), "{}: {} is missing", where_, key);
   return json_[key];

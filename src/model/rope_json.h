@@ -15,6 +15,8 @@ class JsonObject {
 
   const std::string& where() const { return where_; }
   bool has(const char* key) const;
+  // The key is there, and null: not what a missing one means where the default is something.
+  bool is_null(const char* key) const;
   const nlohmann::ordered_json& at(const char* key) const;
   std::string text(const char* key) const;
   std::string text_or(const char* key, const std::string& otherwise) const;

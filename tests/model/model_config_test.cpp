@@ -140,6 +140,8 @@ TEST(ModelConfigTest, SlidingWindowsAreRefusedWhenTheyAct) {
   const ordered_json window = {{"use_sliding_window", true}, {"sliding_window", 4096}};
   EXPECT_SAYS(complaint(with(with(minimal(), window), {{"max_window_layers", 2}})), "use_sliding_window");
   EXPECT_NO_THROW(parse(with(with(minimal(), window), {{"max_window_layers", 3}})));
+  EXPECT_SAYS(complaint(with(minimal(), {{"use_sliding_window", true}, {"max_window_layers", 2}})),
+              "sliding_window 4096 on the layers from 2");
   EXPECT_NO_THROW(
       parse(with(minimal(), {{"use_sliding_window", false}, {"sliding_window", 4096}, {"max_window_layers", 0}})));
   EXPECT_NO_THROW(
