@@ -226,6 +226,14 @@ void remove_old_checkpoints(const fs::path& output_dir, int64_t keep) {
 }
 
 std::optional<std::string> find_damage(const fs::path& checkpoint) {
+  // Silence would look like a program that hangs.
+  constexpr uintmax_t kTakesAWhile = uintmax_t{1} << 30;
+  uintmax_t bytes = 0;
+  std::error_code ignored;
+  for (const auto& entry : fs::directory_iterator(checkpoint, ignored))
+    if (entry.is_regular_file(ignored)) bytes += entry.file_size(ignored);
+  if (bytes >= kTakesAWhile)
+    log::info("comparing {} with its checksums ({})", checkpoint.string(), format_bytes(static_cast<int64_t>(bytes)));
   return compare_with_manifest(checkpoint, /*checksums=*/true);
 }
 

@@ -179,6 +179,23 @@ TEST(Checkpoint, DamagedOnesAreNamedAndSkipped) {
   }
 }
 
+TEST(Checkpoint, ItIsSaidWhenReadingOneTakesAWhile) {
+  ScratchDirectory scratch;
+  const auto log_of = [&](uintmax_t bytes) {
+    fs::create_directories(scratch / "checkpoint-1");
+    write_bytes(scratch / "checkpoint-1" / "weights", "");
+    fs::resize_file(scratch / "checkpoint-1" / "weights", bytes);  // a hole: nothing is written
+    // Another size: damaged before a byte is read.
+    write_bytes(scratch / "checkpoint-1" / "manifest.json",
+                R"({"format": 1, "files": {"weights": {"bytes": 7, "crc32c": "00000000"}}})");
+    testing::internal::CaptureStderr();
+    EXPECT_TRUE(find_damage(scratch / "checkpoint-1"));
+    return testing::internal::GetCapturedStderr();
+  };
+  EXPECT_EQ(log_of(1000), "");
+  EXPECT_NE(log_of(uintmax_t{3} << 30).find("checkpoint-1 with its checksums (3.00 GiB)"), std::string::npos);
+}
+
 TEST(Checkpoint, WhenAllAreDamagedTheRunDoesNotStartOver) {
   ScratchDirectory scratch;
   fs::remove(Contents(5).save(scratch.path()) / "manifest.json");
