@@ -144,7 +144,7 @@ def errors(heads, kv_heads, d, s, peak=1):
 
     def show(name, got):
         relative = [((g.double() - w).norm() / w.norm()).item() for g, w in zip(got, want)]
-        print(f"{name} errors {heads}:{kv_heads} d{d} {s}{' peaked' if peak > 1 else ''}:",
+        print(f"{name} errors {heads}:{kv_heads} d{d} {s}{f' q x {peak}' if peak > 1 else ''}:",
               *(f"{n} {r:.2e}" for n, r in zip(("o", "dq", "dk", "dv"), relative)), flush=True)
 
     got = ours(q, k, v, d_o)
@@ -162,6 +162,7 @@ if __name__ == "__main__":
     errors(14, 2, 64, 3000)
     errors(8, 1, 128, 1000, 4)
     errors(14, 2, 64, 3000, 4)
+    errors(8, 1, 128, 3000, 2)
     if sys.argv[1:] == ["errors"]:
         sys.exit()
     print(f"{'PyTorch ' + torch.__version__:<44} {'fwd ms':>8} {'TF/s':>6} | {'bwd ms':>8} {'TF/s':>6}")

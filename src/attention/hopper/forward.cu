@@ -9,7 +9,6 @@ constexpr int kThreads = 384;  // two warpgroups compute, each owns one subtile 
 constexpr float kLn2 = 0.6931471805599453f;
 constexpr float kNothing = -1e30f;  // before the first key; finite, so that differences are
 constexpr int kNowhere = -(1 << 20);
-constexpr float kLargeSum = 1e18f;  // sums of a block up to here leave a row's base as it is
 
 template <int D, bool kWithGathered, bool kOfHalves>
 struct alignas(1024) Smem {
@@ -76,6 +75,7 @@ struct Consumer {
   float s[kBlock / 2];
   uint32_t p[kBlock / 4];         // probabilities that are being multiplied with V
   float row_base[2], row_sum[2];  // exponents (base 2) are taken relative to row_base
+  bool below_zero;                // whether any row of the warp has seen no score from zero on
 
   __device__ void issue_scores() {
     const uint64_t a = tile_descriptor(shared_address(smem.q[slot]) + group * kSubtileRows * D * 2);
@@ -158,73 +158,101 @@ struct Consumer {
     return token[h] < (which == 0 ? step.first : step.second_first);
   }
 
-  // What exponents are relative to, negated, of each of the step's blocks.
-  __device__ void bases(float (&minus)[kBlocks][2]) const {
-#pragma unroll
-    for (int i = 0; i < 2 * kBlocks; ++i) minus[i / 2][i % 2] = hidden(i % 2, i / 2) ? -INFINITY : -row_base[i % 2];
+  // What exponents are relative to, negated, of the step's block `which`.
+  __device__ float minus_base(int h, int which) const {
+    return hidden(h, which) ? -INFINITY : -row_base[h];
   }
 
-  // Probabilities relative to row_base, and their sums over this thread's columns.
-  __device__ void exponentials(Held& out, float (&sum)[2]) const {
-    float minus[kBlocks][2];
-    bases(minus);
-    float part[4] = {0, 0, 0, 0};
-#pragma unroll
-    for (int i = 0; i < kBlock / 4; ++i) {
-      const float x = exp2_fast(fmaf(s[2 * i], args.scale_log2, minus[i / (kBlock / 4 / kBlocks)][i & 1]));
-      const float y = exp2_fast(fmaf(s[2 * i + 1], args.scale_log2, minus[i / (kBlock / 4 / kBlocks)][i & 1]));
-      out.set(i, x, y);
-      part[2 * (i & 1)] += x;
-      part[2 * (i & 1) + 1] += y;
-    }
-    sum[0] = part[0] + part[1];
-    sum[1] = part[2] + part[3];
+  // The probability at s[i], relative to row_base.
+  __device__ float probability(int i, const float (&minus)[kBlocks]) const {
+    return exp2_fast(fmaf(s[i], args.scale_log2, minus[i / (kBlock / 2 / kBlocks)]));
   }
 
-  // Raises the base of rows to the largest score of this block; what is summed so far shrinks with it. `large` says
-  // which rows: nothing of one row may show in another, not even in its rounding.
-  __device__ void raise(const bool (&large)[2], float (&shrink)[2]) {
-    float m[2] = {-INFINITY, -INFINITY};
+  // The largest score of this block in row h.
+  __device__ float largest(int h) const {
+    float m = -INFINITY;
 #pragma unroll
     for (int which = 0; which < kBlocks; ++which) {
-      const float* of = s + which * (kBlock / 4);
-      float top[4] = {of[0], of[1], of[2], of[3]};
+      const float* of = s + which * (kBlock / 2 / kBlocks) + 2 * h;
+      float top[2] = {of[0], of[1]};
 #pragma unroll
-      for (int i = 4; i < kBlock / 2 / kBlocks; ++i) top[i % 4] = fmaxf(top[i % 4], of[i]);
+      for (int i = 4; i < kBlock / 2 / kBlocks; i += 4)
 #pragma unroll
-      for (int h = 0; h < 2; ++h)
-        if (!hidden(h, which)) m[h] = fmaxf(m[h], fmaxf(top[2 * h], top[2 * h + 1]));
+        for (int e = 0; e < 2; ++e) top[e] = fmaxf(top[e], of[i + e]);
+      float row = fmaxf(top[0], top[1]);
+      asm volatile("" : "+f"(row));  // or the compiler puts all of it behind a branch
+      if (!hidden(h, which)) m = fmaxf(m, row);
     }
-#pragma unroll
-    for (int lanes = 1; lanes < 4; lanes *= 2)
-#pragma unroll
-      for (int h = 0; h < 2; ++h) m[h] = fmaxf(m[h], __shfl_xor_sync(~0u, m[h], lanes));
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const float base = large[h] ? fmaxf(row_base[h], m[h] * args.scale_log2) : row_base[h];
-      shrink[h] = exp2_fast(row_base[h] - base);
-      row_base[h] = base;
-      row_sum[h] *= shrink[h];
-    }
+    m = fmaxf(m, __shfl_xor_sync(~0u, m, 1));
+    return fmaxf(m, __shfl_xor_sync(~0u, m, 2));
   }
 
-  // The first block of a tile: relative to its own maximum.
+  // The same where it is not below zero, and -INFINITY elsewhere: from zero on the bits of numbers ascend with them,
+  // and the largest of three integers takes one instruction. `nothing` is -1.
+  __device__ float largest_from_zero(int h, int nothing) const {
+    int m = nothing;
+#pragma unroll
+    for (int which = 0; which < kBlocks; ++which) {
+      const float* of = s + which * (kBlock / 2 / kBlocks) + 2 * h;
+      int top[2] = {nothing, nothing};
+#pragma unroll
+      for (int i = 0; i < kBlock / 2 / kBlocks; i += 4)
+        top[i / 4 % 2] = __vimax3_s32(top[i / 4 % 2], __float_as_int(of[i]), __float_as_int(of[i + 1]));
+      int row = max(top[0], top[1]);
+      asm volatile("" : "+r"(row));
+      if (!hidden(h, which)) m = max(m, row);
+    }
+    m = max(m, __shfl_xor_sync(~0u, m, 1));
+    m = max(m, __shfl_xor_sync(~0u, m, 2));
+    return m < 0 ? -INFINITY : __int_as_float(m);
+  }
+
+  // Probabilities are relative to the largest score so far, as in FlashAttention: in rows that see little but a few
+  // keys the largest one would be rounded to bf16 otherwise, and the sum knows nothing of that. What is summed so far
+  // is to be multiplied with `shrink`. The second row's maximum is found beside the first one's exponentials: it seems
+  // to depend on one of them.
+  template <bool kFromZero>
+  __device__ void add_block(Held& out, float (&shrink)[2]) {
+    int nothing = -1;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const float base = fmaxf(row_base[h], (kFromZero ? largest_from_zero(h, nothing) : largest(h)) * args.scale_log2);
+      shrink[h] = exp2_fast(row_base[h] - base);
+      row_base[h] = base;
+      float minus[kBlocks], sum[2] = {0, 0};
+#pragma unroll
+      for (int which = 0; which < kBlocks; ++which) minus[which] = minus_base(h, which);
+#pragma unroll
+      for (int i = h; i < kBlock / 4; i += 2) {
+        const float x = probability(2 * i, minus), y = probability(2 * i + 1, minus);
+        out.set(i, x, y);
+        if (i == 0) nothing = ~(__float_as_int(x) & args.zero);
+        sum[0] += x;
+        sum[1] += y;
+      }
+      row_sum[h] = row_sum[h] * shrink[h] + (sum[0] + sum[1]);
+    }
+    below_zero =
+        __any_sync(~0u, ((row_base[0] < 0) & (token[0] != kNowhere)) | ((row_base[1] < 0) & (token[1] != kNowhere)));
+  }
+
+  // The first block of a tile.
   __device__ void begin_softmax(Held& out) {
     mask();
     row_base[0] = row_base[1] = kNothing;
     row_sum[0] = row_sum[1] = 0;
     float shrink[2];
-    raise({true, true}, shrink);
-    exponentials(out, row_sum);
+    add_block<false>(out, shrink);
   }
 
-  // Any other block: relative to the base as it is. Floating point does not care how far the maximum is above the base,
-  // since sum and output refer to the same one, as long as nothing overflows: then, and only then, the maximum has to
-  // be looked for. Returns whether that is so for any row of the warp.
-  __device__ bool next_softmax(Held& out, float (&sum)[2]) {
+  // Any other block. That there are two ways to the wait that follows also keeps the assembler from moving it above the
+  // exponentials, which are to run beside the product.
+  __device__ void next_softmax(Held& out, float (&shrink)[2]) {
     mask();
-    exponentials(out, sum);
-    return __any_sync(~0u, !(fmaxf(sum[0], sum[1]) < kLargeSum));  // infinity too
+    if (below_zero)
+      add_block<false>(out, shrink);
+    else
+      add_block<true>(out, shrink);
   }
 
   __device__ void take(const Held& held) {
@@ -235,14 +263,16 @@ struct Consumer {
   // A tile that sees a single block: few keys, so that what the rounding of probabilities to bf16 loses shows in the
   // output. What is lost is multiplied too.
   __device__ void multiply_lost(const Held& held) {
-    float minus[kBlocks][2];
-    bases(minus);
 #pragma unroll
-    for (int i = 0; i < kBlock / 4; ++i) {
-      const uint32_t pair = held.pair(i, args.zero);
-      p[i] = pack_bf16(
-          exp2_fast(fmaf(s[2 * i], args.scale_log2, minus[i / (kBlock / 4 / kBlocks)][i & 1])) - low_bf16(pair),
-          exp2_fast(fmaf(s[2 * i + 1], args.scale_log2, minus[i / (kBlock / 4 / kBlocks)][i & 1])) - high_bf16(pair));
+    for (int h = 0; h < 2; ++h) {
+      float minus[kBlocks];
+#pragma unroll
+      for (int which = 0; which < kBlocks; ++which) minus[which] = minus_base(h, which);
+#pragma unroll
+      for (int i = h; i < kBlock / 4; i += 2) {
+        const uint32_t pair = held.pair(i, args.zero);
+        p[i] = pack_bf16(probability(2 * i, minus) - low_bf16(pair), probability(2 * i + 1, minus) - high_bf16(pair));
+      }
     }
     wait_values();
     pin(p);
@@ -375,27 +405,16 @@ struct Consumer {
         wgmma_wait<1>();
         pin(s);
         done_keys();
-        float sum[2];
-        const bool large = next_softmax(held, sum);
-        // A branch on the sums keeps the assembler from moving the wait above the exponentials, which are to run beside
-        // the product.
-        if (large) asm volatile("nanosleep.u32 1;");
+        float shrink[2];
+        next_softmax(held, shrink);
         wgmma_wait<0>();
         pin(o);
         done_values();
-        if (large) {
-          const unsigned quad = 0xFu << (lane & 28);
-          bool rows[2];
-#pragma unroll
-          for (int h = 0; h < 2; ++h) rows[h] = (__ballot_sync(~0u, !(sum[h] < kLargeSum)) & quad) != 0;
-          float shrink[2];
-          raise(rows, shrink);
+        // With d = 64 always: a branch would keep the multiplications apart from the rounding that follows.
+        if (D == 64 || __any_sync(~0u, shrink[0] != 1 || shrink[1] != 1)) {
 #pragma unroll
           for (int i = 0; i < D / 2; ++i) o[i] *= shrink[(i >> 1) & 1];
-          exponentials(held, sum);
         }
-        row_sum[0] += sum[0];
-        row_sum[1] += sum[1];
         take(held);
       }
     }

@@ -104,10 +104,12 @@ static __global__ void reference_keys(ReferenceArguments a, int tokens) {
 
 struct Reference {
   std::vector<double> o, lse, dq, dk, dv;
+  int longest = 0;
+  std::vector<double> p, ds;  // probabilities and gradients of the scores, [head][token][longest], where asked for
 };
 
 inline Reference reference(const Shape& shape, const Tensors& t, const std::vector<int32_t>& cu_seqlens,
-                           const std::vector<bool>& dense, const RowLists* lists) {
+                           const std::vector<bool>& dense, const RowLists* lists, bool matrices = false) {
   const int tokens = static_cast<int>(shape.tokens);
   std::vector<int32_t> start(tokens), position(tokens), mask_row(tokens, -1), in_block(tokens, 0);
   int row = 0, longest = 1;
@@ -165,7 +167,12 @@ inline Reference reference(const Shape& shape, const Tensors& t, const std::vect
   reference_rows<<<dim3(tokens, shape.query_heads), 128>>>(a);
   reference_keys<<<dim3(tokens, shape.kv_heads), shape.head_dim>>>(a, tokens);
   must(cudaDeviceSynchronize(), "reference");
-  return {o.host(), lse.host(), dq.host(), dk.host(), dv.host()};
+  Reference out{o.host(), lse.host(), dq.host(), dk.host(), dv.host(), longest};
+  if (matrices) {
+    out.p = p.host();
+    out.ds = ds.host();
+  }
+  return out;
 }
 
 }  // namespace sb::gpu
