@@ -9,7 +9,7 @@
 namespace sb::cuda {
 namespace {
 
-std::atomic<int64_t> allocation_count = 0;
+std::atomic<int64_t> device_allocations = 0, host_allocations = 0;
 
 cudaStream_t stream_of(void* stream) {
   return static_cast<cudaStream_t>(stream);
@@ -71,13 +71,13 @@ int current_device() {
   return device;
 }
 
-int64_t allocations() {
-  return allocation_count;
+Allocations allocations() {
+  return {device_allocations, host_allocations};
 }
 
 std::shared_ptr<void> allocate(const std::string& name, int64_t bytes) {
   require_device();
-  ++allocation_count;
+  ++device_allocations;
   void* memory = nullptr;
   if (cudaMalloc(&memory, static_cast<size_t>(bytes)) != cudaSuccess) {
     cudaGetLastError();
@@ -90,7 +90,7 @@ std::shared_ptr<void> allocate(const std::string& name, int64_t bytes) {
 
 std::shared_ptr<void> allocate_host(int64_t bytes) {
   require_device();
-  ++allocation_count;
+  ++host_allocations;
   void* memory = nullptr;
   if (cudaHostAlloc(&memory, static_cast<size_t>(bytes), cudaHostAllocDefault) != cudaSuccess) {
     cudaGetLastError();

@@ -28,7 +28,11 @@ void use_device(int index);
 int current_device();
 
 // How often this process took memory with the two functions below.
-int64_t allocations();
+struct Allocations {
+  int64_t device = 0, host = 0;
+  bool operator==(const Allocations&) const = default;
+};
+Allocations allocations();
 // Device memory; freed with its last owner. `name` is for the error.
 std::shared_ptr<void> allocate(const std::string& name, int64_t bytes);
 // Page-locked host memory that kernels can address too.

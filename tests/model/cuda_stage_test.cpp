@@ -310,9 +310,9 @@ TEST_P(CudaStageTest, SparseAttentionStaysWithinThePlan) {
   Rig rig(config, options, DeviceKind::cuda, GetParam(), make_cuda_attention(deterministic_topk(config.layers)));
   options.device = DeviceKind::cuda;
   options.dtype = GetParam();
-  const int64_t allocations = cuda::allocations();
+  const cuda::Allocations allocations = cuda::allocations();
   for (const auto& sequences : {one, several}) rig.step(pack(sequences, count_targets(sequences)));
-  EXPECT_EQ(cuda::allocations(), allocations);
+  EXPECT_TRUE(cuda::allocations() == allocations);
   const MemoryPlan plan = Stage::memory_plan(config, options, *rig.attention, 2), used = rig.stage->memory_used();
   ASSERT_EQ(plan.items().size(), used.items().size());
   for (size_t i = 0; i < plan.items().size(); ++i)
@@ -349,7 +349,7 @@ TEST_P(CudaStageTest, TwoHundredStepsOfChangingLengthsTakeNoMemory) {
   zero_tensor(exec, buffers.v);
   const DecayRange all{0, elements, true};
   Random random(3);
-  const int64_t allocations = cuda::allocations();
+  const cuda::Allocations allocations = cuda::allocations();
   int64_t free_early = 0;
   // Under the memory checker fewer, in which every kind of step comes already, and with others on the GPU.
   const bool brief = std::getenv("SB_TEST_SHORT") != nullptr;
@@ -369,7 +369,7 @@ TEST_P(CudaStageTest, TwoHundredStepsOfChangingLengthsTakeNoMemory) {
     ASSERT_TRUE(std::isfinite(rig.stage->loss(0).weighted)) << "step " << step;
     if (step == 20) free_early = cuda::device_info().free_bytes;
   }
-  EXPECT_EQ(cuda::allocations(), allocations);
+  EXPECT_TRUE(cuda::allocations() == allocations);
   // Kernels are loaded when they are first used, and new lengths may need other products.
   const int64_t growth = free_early - cuda::device_info().free_bytes;
   RecordProperty("growth_bytes", std::to_string(growth));

@@ -442,7 +442,7 @@ TEST_P(CudaRing, StepsTakeNoMemory) {
       options.largest_budget = 2048;
       options.selection.dense_layers = {1};
     }
-    int64_t before = 0, after = -1;
+    cuda::Allocations before, after = {-1, -1};
     run_thread_ranks(kRanks, [&](Communicator& world) {
       ThreadPool pool(1);
       const DeviceContext context(DeviceKind::cuda, pool);
@@ -500,7 +500,8 @@ TEST_P(CudaRing, StepsTakeNoMemory) {
       }
       if (world.rank() == 0) after = cuda::allocations();
     });
-    EXPECT_LT(after, before + kSteps / 2);  // less than one in every other step
+    EXPECT_EQ(after.device, before.device);
+    EXPECT_LT(after.host, before.host + kSteps / 2);  // less than one in every other step
   }
 }
 
