@@ -40,10 +40,11 @@ void StagedCopies::copy(const Exec& queue, const void* from, void* to, int64_t b
     std::memcpy(to, from, static_cast<size_t>(bytes));
 }
 
-StagedCopies::Buffer StagedCopies::take(int64_t bytes) {
+StagedCopies::Buffer StagedCopies::take(int64_t bytes, std::set<int64_t>& sizes) {
   const auto size = static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(std::max(bytes, kSmallestBuffer))));
   std::vector<Buffer>& free = free_[size];
-  if (free.empty()) return {HostMemory(size, device_), size};
+  if (sizes.insert(size).second)
+    for (size_t i = 0; i < kPiecesUnderWay; ++i) give_back({HostMemory(size, device_), size});
   Buffer buffer = std::move(free.back());
   free.pop_back();
   return buffer;
@@ -108,7 +109,7 @@ bool StagedGroup::cut_piece(Line& line) {
     line.operations.pop_front();
     line.cut = 0;
   }
-  if (piece.count > 0) piece.buffer = copies_->take(piece.count * element_bytes(*operation));
+  if (piece.count > 0) piece.buffer = copies_->take(piece.count * element_bytes(*operation), line.sizes);
   fetch(line, piece);
   return true;
 }

@@ -4,6 +4,7 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <set>
 #include <tuple>
 #include <vector>
 
@@ -26,7 +27,9 @@ class StagedCopies {
     HostMemory memory;
     int64_t bytes = 0;
   };
-  Buffer take(int64_t bytes);
+  // `sizes` are those a line has needed so far: with a new one it gets all the buffers of that size it may have under
+  // way at once, so that how messages happen to meet takes no memory later.
+  Buffer take(int64_t bytes, std::set<int64_t>& sizes);
   void give_back(Buffer buffer) { free_[buffer.bytes].push_back(std::move(buffer)); }
 
  private:
@@ -69,6 +72,7 @@ class StagedGroup final : public DeviceGroup {
     std::deque<std::shared_ptr<DeviceOperation>> operations;  // not cut completely yet
     int64_t cut = 0;                                          // elements of the first one
     std::deque<Piece> pieces;
+    std::set<int64_t> sizes;  // of buffers
   };
   using Key = std::tuple<DeviceOperation::Kind, int, int>;  // collectives: (barrier, 0, 0)
 
