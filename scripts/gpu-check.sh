@@ -2,7 +2,7 @@
 # Everything that needs a GPU, in one command: builds the cuda preset, runs the GPU tests, then the benchmarks beside
 # their peers (PyTorch and transformers where they can be imported), and prints one table with ratios and bars last.
 #   scripts/gpu-check.sh [--only PART[,PART...]] [--no-peers] [--within SECONDS]
-# The parts, in this order; all but the last two run without --only, in about nine minutes on 16 cores:
+# The parts, in this order; all but the last three run without --only, in about nine minutes on 16 cores:
 #   build      the cuda preset, tests and benchmarks included
 #   tests      ctest -L gpu
 #   step       a training step of Qwen2.5-0.5B and 3B at 8K; with the portable attention kernels too
@@ -11,6 +11,7 @@
 #   attention  the attention kernels
 #   sanitize   compute-sanitizer: memcheck on the test suites, racecheck and initcheck on the operations in bf16
 #   sanitize-attention   compute-sanitizer: memcheck on attention, alone and in a ring, and on communication
+#   racecheck-attention  compute-sanitizer: racecheck on attention and selection, built apart for it
 # What a part prints is shown as it comes and kept in build/cuda/gpu-check/PART.log. The exit code is not 0 when a
 # build, a test or a bar fails. --within: what has not ended by then is stopped and counts as failed; the table comes
 # all the same.
@@ -27,7 +28,7 @@ while [ $# -gt 0 ]; do
       [ -n "$parts" ] || parts=none
       for part in $parts; do
         case $part in
-          build | tests | step | long | packed | attention | sanitize | sanitize-attention) ;;
+          build | tests | step | long | packed | attention | sanitize | sanitize-attention | racecheck-attention) ;;
           *) echo "--only ${2:-}: see the parts at the head of $0" >&2; exit 2 ;;
         esac
       done
@@ -100,7 +101,7 @@ end_checks() {
   local clean=yes i log
   for i in $pids; do wait "$i" || clean=no; done
   for log in "$dir"/*.log; do
-    printf '%-26s %-64s %s\n' "$(basename "$log" .log)" \
+    printf '%-44s %-64s %s\n' "$(basename "$log" .log)" \
       "$(grep SUMMARY "$log" | head -1 | sed 's/=* *//' | grep . || echo 'not finished')" \
       "$(sed -n 's/.* ran\. (\([0-9]*\)[0-9]\{3\} ms total)/\1 s/p' "$log")"
     # Nor may a test fail, or a filter that finds none pass.
@@ -142,6 +143,24 @@ sanitize-attention() {
   check ring memcheck 3 parallel/cuda_ring_test $brief \
     --gtest_filter='*RanksWithout*:*GivenLists*bf16:*Choices*/bf16_topk:*Choices*/f32_mass:*Choices*/bf16_parts'
   check communication memcheck 1 comm/comm_device_test $brief --gtest_filter='CudaOrder*:*OnCuda.Staged*'
+  end_checks
+}
+
+# Kernels whose barriers racecheck can follow (src/attention/hopper/tile.cuh). Forward and both backwards of each case:
+# both head dimensions, dense, lists, staircase, split columns, blocks of 64; selection on the Hopper and the portable
+# kernels: blocks, parts of blocks, every pattern.
+racecheck-attention() {
+  limit 300 cmake --build --preset cuda -j "$(nproc)" --target attention_hopper_race attention_select_race
+  begin_checks racecheck-attention
+  local case
+  for case in "dense 8:1 128 d64" "dense 8:1 128 d128" "sparse 14:2 qb16 d64" "sparse 16:2 qb16 d128" \
+    "staircase 16:2 qb64 d128" "hub columns 8:1 qb16 d64" "peaked 4 blocks of 64 d64" "peaked 4 blocks of 64 d128"; do
+    check "${case// /-}" racecheck 1 attention/hopper/attention_hopper_race --hopper "$case"
+  done
+  for case in "16:2 d128 4000" "14:2 d64 mixed" "8:2 d64 topp" "8:2 d64 mass, high" "8:1 d128 lookahead mass" \
+    "14:2 d64 parts of 64"; do
+    check "select-${case// /-}" racecheck 1 attention/hopper/attention_select_race --short "$case"
+  done
   end_checks
 }
 

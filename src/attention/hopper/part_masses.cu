@@ -165,7 +165,7 @@ __global__ void __launch_bounds__(Build<D, kMoments>::kThreads, 1)
   if (threadIdx.x == 0) {
     for (int i = 0; i < args.stages; ++i) {
       barrier_init(shared_address(&barriers.full[i]), 1);
-      barrier_init(shared_address(&barriers.empty[i]), Size::kConsumers / 32);
+      barrier_init(shared_address(&barriers.empty[i]), Size::kConsumers / 32 * kArrivals);
     }
     barrier_init_fence();
   }

@@ -201,9 +201,11 @@ void check_fp32(const Case& c, const Shape& shape, const Tensors& t, DeviceWork&
 
 bool portable = true;  // those kernels too
 std::string filter;    // only the cases whose name holds it
+int cases_run = 0;
 
 void run(const Case& c) {
   if (c.name.find(filter) == std::string::npos) return;
+  ++cases_run;
   Shape shape;
   std::vector<int32_t> cu{0};
   for (int length : c.lengths) cu.push_back(cu.back() + length);
@@ -274,6 +276,7 @@ void check_peaked(const std::string& name, float peak, int d, const std::vector<
                   const ListOptions* options, bool below_zero = false) {
   const Case c{name + " d" + std::to_string(d), 4, 1, d, lengths};
   if (c.name.find(filter) == std::string::npos) return;
+  ++cases_run;
   std::vector<int32_t> cu{0};
   for (int length : lengths) cu.push_back(cu.back() + length);
   const Shape shape{cu.back(), 4, 1, d, peak / std::sqrt(float(d))};
@@ -461,6 +464,10 @@ int main(int argc, char** argv) {
   if (argc < 3) {
     for (const int d : {64, 128}) sb::gpu::check_large_scores(d);
     sb::gpu::check_graph(full ? 1000 : 2);
+  }
+  if (sb::gpu::cases_run == 0) {
+    std::printf("no case has %s in its name\n", argv[2]);
+    ++sb::gpu::failures;
   }
   std::printf(sb::gpu::failures ? "%d FAILED\n" : "all passed\n", sb::gpu::failures);
   return sb::gpu::failures ? 1 : 0;
