@@ -1,10 +1,9 @@
 #include "attention/cuda/cuda_attention.h"
 
 #include <algorithm>
-#include <cmath>
-#include <limits>
 
 #include "attention/cuda/attention_memory.h"
+#include "attention/cuda/choice_memory.h"
 #include "attention/cuda/coverage_log.h"
 #include "attention/cuda/device_plan.h"
 #include "attention/cuda/given_index.h"
@@ -20,6 +19,7 @@ using gpu::Precision;
 
 // Masses of so many (token, key block) are held at a time, two bytes each.
 constexpr int64_t kBatchMasses = int64_t{1} << 26;
+constexpr int kNoLayer = -1;
 
 class CudaState final : public AttentionState {
  public:
@@ -41,7 +41,10 @@ bool hopper_takes(const CudaAttentionOptions& options, const AttentionShape& sha
 class CudaAttention final : public ChoosingAttention {
  public:
   explicit CudaAttention(const CudaAttentionOptions& options)
-      : options_(options), selection_(options.attention.selection), device_(cuda::device_info()) {
+      : options_(options),
+        selection_(options.attention.selection),
+        device_(cuda::device_info()),
+        choices_(selection_, options.attention.layers) {
     if (selection_.pattern != SelectionPattern::dense) check_selection_config(selection_);
     SB_USER_CHECK(device_.major >= 8, "{} is too old: attention on CUDA needs compute capability 8.0 or later",
                   device_.name);
@@ -51,11 +54,6 @@ class CudaAttention final : public ChoosingAttention {
                     options.attention.layers - 1);
     }
     report_.layers.resize(options.attention.layers);
-    if (counts_on_device()) {
-      counted_.ensure("attention counts", counted_bytes());
-      cuda::zero_and_wait(counted_.data(), counted_bytes());
-      set_thresholds({});
-    }
   }
 
   std::unique_ptr<AttentionState> make_state() const override { return std::make_unique<CudaState>(); }
@@ -192,14 +190,7 @@ class CudaAttention final : public ChoosingAttention {
   }
 
   AttentionReport take_report() override {
-    if (counts_on_device()) {
-      std::vector<unsigned long long> pairs(options_.attention.layers);
-      const int64_t bytes = static_cast<int64_t>(pairs.size() * sizeof(pairs[0]));
-      cuda::copy_and_wait(counted_.data(), pairs.data(), bytes);
-      cuda::zero_and_wait(counted_.data(), bytes);
-      for (size_t layer = 0; layer < pairs.size(); ++layer)
-        report_.layers[layer].pairs += static_cast<int64_t>(pairs[layer]);
-    }
+    choices_.take_pairs(report_);
     coverage_.take(report_);
     AttentionReport taken = std::move(report_);
     report_ = {};
@@ -207,25 +198,8 @@ class CudaAttention final : public ChoosingAttention {
     return taken;
   }
 
-  Selector::Thresholds thresholds() const override {
-    Selector::Thresholds found;
-    if (!steers()) return found;
-    std::vector<float> values(options_.attention.layers * gpu::kLengthClasses);
-    cuda::copy_and_wait(device_thresholds(0), values.data(), static_cast<int64_t>(values.size() * sizeof(float)));
-    for (size_t i = 0; i < values.size(); ++i)
-      if (!std::isnan(values[i]))
-        found[{static_cast<int>(i / gpu::kLengthClasses), static_cast<int>(i % gpu::kLengthClasses)}] = values[i];
-    return found;
-  }
-
-  void set_thresholds(Selector::Thresholds thresholds) override {
-    if (!steers()) return;
-    std::vector<float> values(options_.attention.layers * gpu::kLengthClasses, std::numeric_limits<float>::quiet_NaN());
-    for (const auto& [place, value] : thresholds)
-      if (place.first < options_.attention.layers && place.second < gpu::kLengthClasses)
-        values[place.first * gpu::kLengthClasses + place.second] = value;
-    cuda::copy_and_wait(values.data(), device_thresholds(0), static_cast<int64_t>(values.size() * sizeof(float)));
-  }
+  Selector::Thresholds thresholds() const override { return choices_.thresholds(); }
+  void set_thresholds(Selector::Thresholds thresholds) override { choices_.set_thresholds(thresholds); }
 
  private:
   // Layers share a plan unless their budgets differ: then a state of every micro-batch in flight has its own.
@@ -299,17 +273,6 @@ class CudaAttention final : public ChoosingAttention {
     gpu::measure_coverage(params, plan.precision(), exec.stream);
   }
 
-  SequenceTiles tiles_of(const PackedSequences& sequences, int sequence) const {
-    SequenceTiles tiles;
-    tiles.tokens = sequences.cu_seqlens[sequence + 1] - sequences.cu_seqlens[sequence];
-    tiles.block = selection_.block;
-    tiles.query_block = selection_.query_block;
-    tiles.sink_blocks = selection_.sink_blocks;
-    tiles.local_blocks = selection_.local_blocks;
-    tiles.budget = sequences.budgets.empty() ? selection_.budget : sequences.budgets[sequence];
-    return tiles;
-  }
-
   struct PlanSize {
     AttentionShape shape = {};
     int64_t max_tokens = 0;
@@ -329,7 +292,9 @@ class CudaAttention final : public ChoosingAttention {
       while (cu_seqlens.back() < max_tokens)
         cu_seqlens.push_back(static_cast<int32_t>(std::min<int64_t>(max_tokens, cu_seqlens.back() + length)));
       DevicePlan plan;
-      plan.build(plan_request(shape, {cu_seqlens, {}}, dtype, dense), staging, nullptr);
+      gpu::PlanRequest request = plan_request(kNoLayer, shape, {cu_seqlens, {}}, dtype);
+      if (dense) request.dense.assign(request.dense.size(), true);
+      plan.build(request, staging, nullptr);
       return std::pair(plan.bytes(), plan.uploaded_bytes());
     };
     const auto dense = built(max_tokens, true), many = built(64, true);
@@ -339,8 +304,8 @@ class CudaAttention final : public ChoosingAttention {
     return known;
   }
 
-  gpu::PlanRequest plan_request(const AttentionShape& shape, const PackedSequences& sequences, DType dtype,
-                                bool dense_layer) const {
+  gpu::PlanRequest plan_request(int layer, const AttentionShape& shape, const PackedSequences& sequences,
+                                DType dtype) const {
     gpu::PlanRequest request;
     request.shape = {sequences.tokens(), shape.heads, shape.kv_heads, shape.head_dim, shape.scale};
     request.precision = dtype == DType::f32 ? Precision::fp32 : Precision::bf16;
@@ -351,18 +316,16 @@ class CudaAttention final : public ChoosingAttention {
     request.batch_masses = kBatchMasses;
     request.coverage_rows = options_.attention.coverage_rows;
     for (int s = 0; s < sequences.sequences(); ++s) {
-      request.tiles.push_back(tiles_of(sequences, s));
-      const SequenceTiles& tiles = request.tiles.back();
-      request.dense.push_back(dense_layer || tiles.tokens <= selection_.dense_limit() || tiles.everything_fits());
+      request.tiles.push_back(sequence_tiles(selection_, sequences.cu_seqlens[s + 1] - sequences.cu_seqlens[s],
+                                             sequences.budgets.empty() ? selection_.budget : sequences.budgets[s]));
+      request.dense.push_back(runs_dense(selection_, layer, request.tiles.back()));
     }
     return request;
   }
 
   std::shared_ptr<DevicePlan> plan_for(const Exec& exec, int layer, const AttentionShape& shape,
                                        const PackedSequences& sequences, DType dtype) {
-    const bool dense_layer = selection_.pattern == SelectionPattern::dense ||
-                             std::ranges::find(selection_.dense_layers, layer) != selection_.dense_layers.end();
-    const gpu::PlanRequest request = plan_request(shape, sequences, dtype, dense_layer);
+    const gpu::PlanRequest request = plan_request(layer, shape, sequences, dtype);
     if (std::shared_ptr<DevicePlan> known = plans_.find(request)) return known;
     std::shared_ptr<DevicePlan> plan = plans_.take();
     plan->build(request, staging_, exec.stream);
@@ -389,29 +352,21 @@ class CudaAttention final : public ChoosingAttention {
     params.masses = exec.scratch->allocate_array<uint16_t>(plan.select().planes * plan.select().masses);
     params.map = exec.scratch->allocate_array<uint8_t>(plan.select().map_bytes);
     params.column_counts = exec.scratch->allocate_array<int32_t>(params.column_count);
-    if (counts_on_device()) {
-      constexpr int64_t kCounts = 2 * gpu::kLengthClasses;
-      params.chosen = exec.scratch->allocate_array<unsigned long long>(kCounts);
-      cuda::zero(exec.stream, params.chosen, kCounts * static_cast<int64_t>(sizeof(unsigned long long)));
-    }
     if (params.most_mass()) {
       params.sums = exec.scratch->allocate_array<uint16_t>(plan.select().sums);
       params.pool_counts = exec.scratch->allocate_array<int32_t>(plan.pool_counts());
     }
-    if (steers()) {
-      params.thresholds = device_thresholds(layer);
-      gpu::begin_thresholds(device_thresholds(layer), plan.thresholds(), exec.stream);
-    }
+    choices_.begin(exec, layer, plan.thresholds(), params);
     if (selection_.pattern == SelectionPattern::vertical_slash)
       choose_vertical_slash(exec, plan, params, lists);
     else if (plan.hopper())
       gpu::hopper_select(params, exec.stream);
     else
       gpu::portable_select(params, plan.precision(), exec.stream);
-    if (steers()) gpu::steer_thresholds(device_thresholds(layer), plan.thresholds(), params.chosen, exec.stream);
-    if (counts_on_device()) {
-      gpu::add_pairs(static_cast<unsigned long long*>(counted_.data()) + layer, params.chosen, exec.stream);
-      // Dense sequences beside them.
+    choices_.steer(layer, plan.thresholds(), params, exec.stream);
+    choices_.add_pairs(layer, params, exec.stream);
+    if (choices_.counts()) {
+      // Dense sequences beside those that are counted.
       for (int s = 0; s < plan.sequences(); ++s) {
         const int64_t n = plan.cu_seqlens()[s + 1] - plan.cu_seqlens()[s];
         if (plan.dense()[s]) report_.layers[layer].pairs += plan.list_heads() * (n * (n + 1) / 2);
@@ -450,32 +405,13 @@ class CudaAttention final : public ChoosingAttention {
     gpu::select_vertical_slash(params, plan.precision(), exec.stream);
   }
 
-  // How many blocks are chosen is known beforehand but for these.
-  bool counts_on_device() const {
-    return selection_.pattern == SelectionPattern::topp || selection_.pattern == SelectionPattern::mass ||
-           selection_.pattern == SelectionPattern::vertical_slash;
-  }
-  // Whether thresholds are carried from step to step; with look-ahead they are found anew each time.
-  bool steers() const {
-    return selection_.pattern == SelectionPattern::mass && selection_.order == SelectionOrder::causal;
-  }
-  // Pairs of every layer, then thresholds of every layer and length class.
-  int64_t counted_bytes() const {
-    return options_.attention.layers *
-           static_cast<int64_t>(sizeof(unsigned long long) + gpu::kLengthClasses * sizeof(float));
-  }
-  float* device_thresholds(int layer) const {
-    return reinterpret_cast<float*>(static_cast<unsigned long long*>(counted_.data()) + options_.attention.layers) +
-           static_cast<int64_t>(layer) * gpu::kLengthClasses;
-  }
-
   CudaAttentionOptions options_;
   SelectionConfig selection_;
   cuda::DeviceInfo device_;
   gpu::Staging staging_;
   gpu::RecentPlans<DevicePlan> plans_;
   mutable PlanSize largest_plan_;  // the one asked for last
-  DeviceBuffer counted_;
+  gpu::ChoiceMemory choices_;
   gpu::CoverageLog coverage_;
   std::shared_ptr<void> beside_ = cuda::make_stream();
   std::shared_ptr<void> rows_listed_ = cuda::make_event(), made_beside_ = cuda::make_event();

@@ -1,8 +1,6 @@
 #include "parallel/cuda/cuda_ring_choice.h"
 
 #include <algorithm>
-#include <cmath>
-#include <limits>
 
 #include "attention/cuda/cuda_attention.h"
 #include "attention/selection/block_statistics.h"
@@ -21,12 +19,10 @@ constexpr int64_t kMostBlocks = 65536;  // of a sequence that is not dense
 }  // namespace
 
 CudaRingChoice::CudaRingChoice(Communicator& data, const RingAttention::Options& options)
-    : data_(data), options_(options), multiprocessors_(cuda::device_info().multiprocessors) {
-  if (!counts()) return;
-  counted_.ensure("attention counts", counted_bytes());
-  cuda::zero_and_wait(counted_.data(), counted_bytes());
-  set_thresholds({});
-}
+    : data_(data),
+      options_(options),
+      multiprocessors_(cuda::device_info().multiprocessors),
+      choices_(options.selection, options.layers) {}
 
 gpu::RingPlanRequest CudaRingChoice::request_for(int layer, const AttentionShape& shape,
                                                  std::span<const int32_t> whole_cu_seqlens,
@@ -145,29 +141,20 @@ void CudaRingChoice::choose(const Exec& exec, int layer, const AttentionOperands
       const ArenaScope scoring(*exec.scratch);
       gather_statistics(exec, plan, *set, params);
       params.masses = exec.scratch->allocate_array<uint16_t>(set->plan.select.planes * set->plan.select.masses);
-      constexpr int64_t kCounts = 2 * gpu::kLengthClasses;
-      if (counts()) {
-        params.chosen = exec.scratch->allocate_array<unsigned long long>(kCounts);
-        cuda::zero(exec.stream, params.chosen, kCounts * static_cast<int64_t>(sizeof(unsigned long long)));
-      }
-      if (steers()) {
-        params.thresholds = device_thresholds(layer);
-        gpu::begin_thresholds(device_thresholds(layer), plan.thresholds(), exec.stream);
-      }
+      choices_.begin(exec, layer, plan.thresholds(), params);
       if (plan.hopper())
         gpu::hopper_select(params, exec.stream);
       else
         gpu::portable_select(params, plan.precision(), exec.stream);
-      if (counts()) gpu::add_pairs(counted(layer), params.chosen, exec.stream);
-      if (steers()) {
-        data_.all_reduce_async(params.chosen, kCounts, CommType::i64, ReduceOp::sum).wait();
-        gpu::steer_thresholds(device_thresholds(layer), plan.thresholds(), params.chosen, exec.stream);
-      }
+      choices_.add_pairs(layer, params, exec.stream);
+      if (choices_.steers())
+        data_.all_reduce_async(params.chosen, gpu::ChoiceMemory::kCounters, CommType::i64, ReduceOp::sum).wait();
+      choices_.steer(layer, plan.thresholds(), params, exec.stream);
     }
     cut(exec, plan, *set, params, lists);
   }
   report.causal_pairs += plan.causal_pairs();
-  report.pairs += counts() ? plan.dense_pairs() : plan.pairs();
+  report.pairs += choices_.counts() ? plan.dense_pairs() : plan.pairs();
   if (options_.coverage_rows > 0) measure(exec, layer, operands, plan, params.row_entries);
 }
 
@@ -260,36 +247,8 @@ void CudaRingChoice::measure(const Exec& exec, int layer, const AttentionOperand
 }
 
 void CudaRingChoice::report(AttentionReport& report) {
-  if (counts()) {
-    std::vector<unsigned long long> pairs(static_cast<size_t>(options_.layers));
-    const auto bytes = static_cast<int64_t>(pairs.size() * sizeof(pairs[0]));
-    cuda::copy_and_wait(counted_.data(), pairs.data(), bytes);
-    cuda::zero_and_wait(counted_.data(), bytes);
-    for (size_t layer = 0; layer < pairs.size(); ++layer)
-      report.layers[layer].pairs += static_cast<int64_t>(pairs[layer]);
-  }
+  choices_.take_pairs(report);
   coverage_.take(report);
-}
-
-Selector::Thresholds CudaRingChoice::thresholds() const {
-  Selector::Thresholds found;
-  if (!steers()) return found;
-  std::vector<float> values(static_cast<size_t>(options_.layers) * gpu::kLengthClasses);
-  cuda::copy_and_wait(device_thresholds(0), values.data(), static_cast<int64_t>(values.size() * sizeof(float)));
-  for (size_t i = 0; i < values.size(); ++i)
-    if (!std::isnan(values[i]))
-      found[{static_cast<int>(i / gpu::kLengthClasses), static_cast<int>(i % gpu::kLengthClasses)}] = values[i];
-  return found;
-}
-
-void CudaRingChoice::set_thresholds(const Selector::Thresholds& thresholds) {
-  if (!steers()) return;
-  std::vector<float> values(static_cast<size_t>(options_.layers) * gpu::kLengthClasses,
-                            std::numeric_limits<float>::quiet_NaN());
-  for (const auto& [place, value] : thresholds)
-    if (place.first < options_.layers && place.second < gpu::kLengthClasses)
-      values[static_cast<size_t>(place.first) * gpu::kLengthClasses + static_cast<size_t>(place.second)] = value;
-  cuda::copy_and_wait(values.data(), device_thresholds(0), static_cast<int64_t>(values.size() * sizeof(float)));
 }
 
 }  // namespace sb

@@ -9,6 +9,7 @@
 #include <span>
 #include <vector>
 
+#include "attention/cuda/choice_memory.h"
 #include "attention/cuda/coverage_log.h"
 #include "attention/cuda/recent_plans.h"
 #include "comm/communicator.h"
@@ -34,8 +35,8 @@ class CudaRingChoice {
               gpu::DeviceBuffer& list_memory, LayerAttention& report);
   // Adds what is only known on the device; waits for it.
   void report(AttentionReport& report);
-  Selector::Thresholds thresholds() const;
-  void set_thresholds(const Selector::Thresholds& thresholds);
+  Selector::Thresholds thresholds() const { return choices_.thresholds(); }
+  void set_thresholds(const Selector::Thresholds& thresholds) { choices_.set_thresholds(thresholds); }
 
  private:
   gpu::RingPlanRequest request_for(int layer, const AttentionShape& shape, std::span<const int32_t> whole_cu_seqlens,
@@ -58,18 +59,6 @@ class CudaRingChoice {
   void measure(const Exec& exec, int layer, const AttentionOperands& operands, const gpu::CudaRingPlan& plan,
                const uint32_t* row_entries);
 
-  // How many blocks are chosen is known beforehand but for these.
-  bool counts() const { return options_.selection.pattern == SelectionPattern::topp || steers(); }
-  bool steers() const { return options_.selection.pattern == SelectionPattern::mass; }
-  // Pairs of every layer, then thresholds of every layer and length class.
-  int64_t counted_bytes() const {
-    return options_.layers * static_cast<int64_t>(sizeof(unsigned long long) + gpu::kLengthClasses * sizeof(float));
-  }
-  unsigned long long* counted(int layer) const { return static_cast<unsigned long long*>(counted_.data()) + layer; }
-  float* device_thresholds(int layer) const {
-    return reinterpret_cast<float*>(counted(options_.layers)) + int64_t{layer} * gpu::kLengthClasses;
-  }
-
   Communicator& data_;
   const RingAttention::Options options_;
   const int multiprocessors_;
@@ -77,7 +66,7 @@ class CudaRingChoice {
   gpu::Staging staging_;
   gpu::RecentPlans<gpu::CudaRingPlan> plans_;
   PlanSize largest_plan_;  // the one asked for last
-  gpu::DeviceBuffer counted_;
+  gpu::ChoiceMemory choices_;
   gpu::CoverageLog coverage_;
 };
 
