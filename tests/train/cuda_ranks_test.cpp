@@ -253,20 +253,26 @@ TEST_F(CudaRuns, SharedSequencesFollowOneRank) {
                0.03);
 }
 
-// Of the steps that have one.
-double mean_density(const RunConfig& config) {
-  double sum = 0;
-  int steps = 0;
+// Of every step: pairs that were computed, and their share of all causal ones.
+struct PairsByStep {
+  std::map<int64_t, int64_t> pairs;
+  double mean_density = 0;
+};
+
+PairsByStep pairs_by_step(const RunConfig& config) {
+  PairsByStep steps;
   std::ifstream in(config.train.output_dir / "metrics.jsonl");
   for (std::string line; std::getline(in, line);)
     if (const auto json = nlohmann::json::parse(line); json.contains("density")) {
-      sum += json["density"].get<double>();
-      ++steps;
+      steps.pairs[json["step"].get<int64_t>()] = json["attention_pairs"].get<int64_t>();
+      steps.mean_density += json["density"].get<double>();
     }
-  return steps == 0 ? 1 : sum / steps;
+  steps.mean_density /= static_cast<double>(std::max<size_t>(steps.pairs.size(), 1));
+  return steps;
 }
 
-// Lists are chosen, used again when layers are computed a second time, and measured.
+// Lists are chosen, used again when layers are computed a second time, and measured. How many pairs topk takes follows
+// from the lengths alone, whatever is chosen where masses tie.
 TEST_F(CudaRuns, SharedSparseSequencesFollowOneRank) {
   const auto with = [&](const char* name, std::vector<std::string> more) {
     for (const char* option :
@@ -278,11 +284,14 @@ TEST_F(CudaRuns, SharedSparseSequencesFollowOneRank) {
   };
   const RunConfig alone = with("one", {});
   const auto one = train(alone);
-  EXPECT_LT(mean_density(alone), 0.9);
+  const PairsByStep pairs = pairs_by_step(alone);
+  EXPECT_EQ(pairs.pairs.size(), 20u);
+  EXPECT_LT(pairs.mean_density, 0.9);
   for (const char* lists : {"device", "host"}) {
     const RunConfig shared = with(lists, {"parallel.cp=2", std::string("parallel.ring_lists=") + lists});
     expect_close(train(shared), one, 0.03);
-    EXPECT_NEAR(mean_density(shared), mean_density(alone), 0.02) << lists;
+    EXPECT_EQ(pairs_by_step(shared).pairs, pairs.pairs) << lists;
+    EXPECT_NEAR(pairs_by_step(shared).mean_density, pairs.mean_density, 1e-12) << lists;
   }
 }
 
