@@ -209,11 +209,12 @@ fs::path save_checkpoint(const fs::path& output_dir, const CheckpointContents& c
   return directory;
 }
 
-void remove_old_checkpoints(const fs::path& output_dir, int64_t keep) {
+void remove_old_checkpoints(const fs::path& output_dir, int64_t newest, int64_t keep) {
   if (keep <= 0) return;
   const std::vector<int64_t> steps = checkpoint_steps(output_dir);
   int64_t complete = 0;
   for (auto step = steps.rbegin(); step != steps.rend(); ++step) {
+    if (*step > newest) continue;
     const fs::path path = checkpoint_path(output_dir, *step);
     if (compare_with_manifest(path, /*checksums=*/false)) continue;
     if (++complete <= keep) continue;

@@ -51,9 +51,10 @@ struct CheckpointContents {
 // Returns the checkpoint's directory. On failure (a full disk) throws UserError; earlier checkpoints are untouched.
 std::filesystem::path save_checkpoint(const std::filesystem::path& output_dir, const CheckpointContents& contents);
 
-// Deletes the oldest ones beyond the newest `keep` that are complete (0: deletes nothing). Damaged ones are left alone
-// and not counted.
-void remove_old_checkpoints(const std::filesystem::path& output_dir, int64_t keep);
+// Deletes the oldest ones beyond the newest `keep` that are complete, counted from that of step `newest`, which was
+// just saved (0: deletes nothing). Damaged ones are left alone and not counted; those of later steps are, whatever
+// their sizes say, since the run went on from an earlier one.
+void remove_old_checkpoints(const std::filesystem::path& output_dir, int64_t newest, int64_t keep);
 
 // What is wrong with a checkpoint; nothing when every file has the size and checksum that the manifest says.
 std::optional<std::string> find_damage(const std::filesystem::path& checkpoint);

@@ -385,7 +385,7 @@ void Trainer::save() {
   const std::string run_config = print_run_config(config_);
   const std::filesystem::path saved =
       save_checkpoint(directory_.path(), {parts_.model, weights, moments, state_, run_config, config_.model.path});
-  remove_old_checkpoints(directory_.path(), config_.train.save_total_limit);
+  remove_old_checkpoints(directory_.path(), state_.step, config_.train.save_total_limit);
   log::debug("saved {}", saved.string());
 }
 

@@ -215,14 +215,28 @@ TEST(Checkpoint, KeepsTheNewestCompleteOnes) {
   ScratchDirectory scratch;
   for (const int64_t step : {9, 10, 100, 11}) Contents(step).save(scratch.path());
   fs::remove(scratch / "checkpoint-100" / "state.json");
-  remove_old_checkpoints(scratch.path(), 0);
+  remove_old_checkpoints(scratch.path(), 11, 0);
   EXPECT_EQ(checkpoint_steps(scratch.path()), (std::vector<int64_t>{9, 10, 11, 100}));
-  remove_old_checkpoints(scratch.path(), 2);
+  remove_old_checkpoints(scratch.path(), 11, 2);
   EXPECT_EQ(checkpoint_steps(scratch.path()), (std::vector<int64_t>{10, 11, 100}));  // the damaged one does not count
-  remove_old_checkpoints(scratch.path(), 1);
+  remove_old_checkpoints(scratch.path(), 11, 1);
   EXPECT_EQ(checkpoint_steps(scratch.path()), (std::vector<int64_t>{11, 100}));
-  remove_old_checkpoints(scratch.path(), 1);
+  remove_old_checkpoints(scratch.path(), 11, 1);
   EXPECT_EQ(newest_intact_checkpoint(scratch.path()), scratch / "checkpoint-11");
+}
+
+// A run that went on from an older checkpoint has found the newer ones damaged, maybe by checksums that nobody looks at
+// here: they must not take the places of those it saves.
+TEST(Checkpoint, DamagedNewerOnesTakeNoPlaceOfThoseSavedSince) {
+  ScratchDirectory scratch;
+  for (const int64_t step : {10, 15, 20}) Contents(step).save(scratch.path());
+  const fs::path weights = scratch / "checkpoint-20" / "model.safetensors";
+  std::string bytes = read_bytes(weights);
+  bytes.back() ^= 1;
+  write_bytes(weights, bytes);
+  remove_old_checkpoints(scratch.path(), 15, 1);
+  EXPECT_EQ(checkpoint_steps(scratch.path()), (std::vector<int64_t>{15, 20}));
+  EXPECT_EQ(newest_intact_checkpoint(scratch.path()), scratch / "checkpoint-15");
 }
 
 TEST(Checkpoint, LeftoversOfAKilledProcessGo) {
