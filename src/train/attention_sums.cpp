@@ -84,10 +84,12 @@ AttentionReport sum_over_ranks(Communicator& world, AttentionReport own) {
   return sum;
 }
 
-Selector::Thresholds mean_over_ranks(Communicator& world, const Selector::Thresholds& own) {
+Selector::Thresholds mean_over_ranks(Communicator& world, const Selector::Thresholds& own,
+                                     const Selector::Thresholds& before) {
   if (world.size() == 1) return own;
   Packer packer;
   for (const auto& [key, value] : own) {
+    if (const auto old = before.find(key); old != before.end() && old->second == value) continue;
     packer.put(key.first);
     packer.put(key.second);
     packer.put(value);
@@ -108,7 +110,7 @@ Selector::Thresholds mean_over_ranks(Communicator& world, const Selector::Thresh
     packer.put(static_cast<float>(sum.first / sum.second));
   }
   const std::string text = broadcast_text(world, packer.take(), 0);
-  Selector::Thresholds mean;
+  Selector::Thresholds mean = before;
   Unpacker unpacker(text);
   while (!unpacker.done()) {
     const int layer = unpacker.get<int>(), length_class = unpacker.get<int>();

@@ -9,8 +9,10 @@ namespace sb {
 // Collective.
 AttentionReport sum_over_ranks(Communicator& world, AttentionReport own);
 
-// The thresholds that all ranks go on with: every rank steers its own by its own sequences; the mean over the ranks
-// that have one is the same on all of them, and one rank alone keeps its own. Collective.
-Selector::Thresholds mean_over_ranks(Communicator& world, const Selector::Thresholds& own);
+// The thresholds that all ranks go on with: every rank steers its own by its own sequences and layers. Of each the mean
+// over the ranks that have moved it, which is the same on all of them; one rank alone keeps its own. `before`: what all
+// of them had before the step, and keep where none has moved it. Collective.
+Selector::Thresholds mean_over_ranks(Communicator& world, const Selector::Thresholds& own,
+                                     const Selector::Thresholds& before);
 
 }  // namespace sb

@@ -322,7 +322,7 @@ void Trainer::learn(const StepPlan& plan, const LossSums& sums, int64_t step_ns)
   state_.source_state = parts_.source.state();
   if (parts_.sparse) {
     if (config_.attention.selection.pattern == SelectionPattern::mass)
-      parts_.sparse->set_thresholds(mean_over_ranks(*world_, parts_.sparse->thresholds()));
+      parts_.sparse->set_thresholds(mean_over_ranks(*world_, parts_.sparse->thresholds(), state_.thresholds));
     state_.thresholds = parts_.sparse->thresholds();
   }
   StepMeasurement measurement = gather_times(model_->grid(), plan.plan, operations_);

@@ -229,5 +229,26 @@ TEST(RanksRun, LearnedThresholdsAreSharedAndSaved) {
   EXPECT_EQ(layers, (std::set<int>{0, 1, 2}));  // of both stages
 }
 
+// A stage knows nothing new of the layers of the others, and does not hold them back.
+TEST(RanksRun, ThresholdsMoveAsFastOnAPipeline) {
+  ScratchDirectory scratch;
+  const auto learned = [&](const char* name, const RankGrid& grid) {
+    train(scratch / name, grid,
+          {"attention.pattern=mass", "attention.block=64", "attention.budget=512", "attention.local_blocks=1",
+           "model.init.initializer_range=0.3", "train.max_steps=4", "attention.dense_below=64",
+           "batch.global_batch_size=3",
+           "data.synthetic={task: chunk_recall, vocab_size: 16, length: 1500, min_length: 1300, chunk: 4}"});
+    const auto state = nlohmann::json::parse(read_bytes(scratch / name / "checkpoint-4" / "state.json"));
+    std::map<std::pair<int, int>, double> thresholds;
+    for (const auto& entry : state["thresholds"])
+      thresholds[{entry[0].get<int>(), entry[1].get<int>()}] = entry[2].get<double>();
+    return thresholds;
+  };
+  const auto one = learned("one", {1, 1}), stages = learned("stages", {1, 3});
+  ASSERT_EQ(one.size(), 3u);
+  ASSERT_EQ(stages.size(), 3u);
+  for (const auto& [place, threshold] : one) EXPECT_NEAR(stages.at(place), threshold, 1e-3) << "layer " << place.first;
+}
+
 }  // namespace
 }  // namespace sb
