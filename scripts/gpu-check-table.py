@@ -85,6 +85,8 @@ def add_steps(table, lines):
             judged = "portable" not in attention
             table.add(name, f"{rate}", f"{peer}{mark}", f"{ratio:.2f} x", f"{bar} x" if judged else "",
                       ratio >= bar if judged else None)
+        elif place in peers:
+            table.add(name, f"{rate}", f"{peers[place]}", f"{rate / peers[place]:.2f} x")
         else:
             table.add(name, f"{rate}")
         if tokens == 524288 and place in memory:

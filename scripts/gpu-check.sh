@@ -6,7 +6,7 @@
 #   build      the cuda preset, tests and benchmarks included
 #   tests      ctest -L gpu
 #   step       a training step of Qwen2.5-0.5B and 3B at 8K; with the portable attention kernels too
-#   long       3B at 128K with sparse attention, then 3B at 512K
+#   long       3B at 32K, 128K and 512K with sparse attention
 #   packed     steps of 524,288 tokens in sequences of 1,024
 #   attention  the attention kernels
 #   sanitize   compute-sanitizer: memcheck on the test suites, racecheck and initcheck on the operations in bf16
@@ -64,8 +64,9 @@ step() {
   if can_import transformers; then limit 90 python3 bench/peers/train_step_peers.py 0.5B:8192 3B:8192; fi
 }
 long() {
+  limit 30 $ours 3B 32768 --budget 8192 --steps 2 --warm-up 1 --no-classes
   limit 60 $ours 3B 131072 --budget 8192 --recompute attention --steps 1 --warm-up 1 --no-classes
-  if can_import transformers; then limit 120 python3 bench/peers/train_step_peers.py 3B:131072:layer:steps1; fi
+  if can_import transformers; then limit 120 python3 bench/peers/train_step_peers.py 3B:32768:layer:steps2 3B:131072:layer:steps1; fi
   limit 100 $ours 3B 524288 --budget 8192 --recompute layer --steps 1 --warm-up 0 --no-classes
 }
 packed() {
