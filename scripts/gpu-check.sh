@@ -29,13 +29,14 @@ while [ $# -gt 0 ]; do
       for part in $parts; do
         case $part in
           build | tests | step | long | packed | attention | sanitize | sanitize-attention | racecheck-attention) ;;
-          *) echo "--only ${2:-}: see the parts at the head of $0" >&2; exit 2 ;;
+          *) echo "--only ${2:-}: no such part; see $0 --help" >&2; exit 2 ;;
         esac
       done
       shift 2 ;;
     --no-peers) peers=no; shift ;;
     --within) deadline=$(($(date +%s) + $2 - 5)); shift 2 ;;
-    *) echo "unknown argument $1; see the head of $0" >&2; exit 2 ;;
+    -h | --help) sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"; exit 0 ;;
+    *) echo "unknown argument $1; see $0 --help" >&2; exit 2 ;;
   esac
 done
 
