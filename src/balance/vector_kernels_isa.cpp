@@ -18,6 +18,14 @@ static void store(double* to, const Lanes& lanes) {
   __builtin_memcpy(to, &lanes, sizeof lanes);
 }
 
+// The coefficient of the highest power comes first.
+template <typename... Coefficients>
+static double polynomial(double x, double highest, Coefficients... others) {
+  double sum = highest;
+  ((sum = sum * x + others), ...);
+  return sum;
+}
+
 // Neither has a branch or a table, so that the loops vectorise.
 void exp_all(double* x, size_t count) {
   constexpr double kLog2e = 1.4426950408889634, kLn2High = 0x1.62e42fefa3800p-1, kLn2Low = 0x1.ef35793c76730p-45;
@@ -27,20 +35,8 @@ void exp_all(double* x, size_t count) {
     const double shifted = x[i] * kLog2e + kRound;
     const double whole = shifted - kRound;
     const double r = (x[i] - whole * kLn2High) - whole * kLn2Low;  // |r| ≤ ½ ln 2: the series ends at r^13
-    double sum = 1.0 / 6227020800.0;
-    sum = sum * r + 1.0 / 479001600;
-    sum = sum * r + 1.0 / 39916800;
-    sum = sum * r + 1.0 / 3628800;
-    sum = sum * r + 1.0 / 362880;
-    sum = sum * r + 1.0 / 40320;
-    sum = sum * r + 1.0 / 5040;
-    sum = sum * r + 1.0 / 720;
-    sum = sum * r + 1.0 / 120;
-    sum = sum * r + 1.0 / 24;
-    sum = sum * r + 1.0 / 6;
-    sum = sum * r + 0.5;
-    sum = sum * r + 1.0;
-    sum = sum * r + 1.0;
+    const double sum = polynomial(r, 1.0 / 6227020800, 1.0 / 479001600, 1.0 / 39916800, 1.0 / 3628800, 1.0 / 362880,
+                                  1.0 / 40320, 1.0 / 5040, 1.0 / 720, 1.0 / 120, 1.0 / 24, 1.0 / 6, 0.5, 1.0, 1.0);
     x[i] = std::bit_cast<double>(std::bit_cast<uint64_t>(sum) + (std::bit_cast<uint64_t>(shifted) << 52));
   }
 }
@@ -56,17 +52,8 @@ void log_all(const int32_t* x, size_t count, double* out) {
     const double upper = m > 1.4142135623730951 ? 1.0 : 0.0;
     const double near = m * (1.0 - 0.5 * upper);              // √½ … √2
     const double s = (near - 1.0) / (near + 1.0), z = s * s;  // log m = 2 (s + s³/3 + …), z ≤ 0.0295
-    double sum = 1.0 / 21;
-    sum = sum * z + 1.0 / 19;
-    sum = sum * z + 1.0 / 17;
-    sum = sum * z + 1.0 / 15;
-    sum = sum * z + 1.0 / 13;
-    sum = sum * z + 1.0 / 11;
-    sum = sum * z + 1.0 / 9;
-    sum = sum * z + 1.0 / 7;
-    sum = sum * z + 0.2;
-    sum = sum * z + 1.0 / 3;
-    sum = sum * z + 1.0;
+    const double sum =
+        polynomial(z, 1.0 / 21, 1.0 / 19, 1.0 / 17, 1.0 / 15, 1.0 / 13, 1.0 / 11, 1.0 / 9, 1.0 / 7, 0.2, 1.0 / 3, 1.0);
     out[i] = (exponent + upper) * kLn2 + 2.0 * s * sum;
   }
 }

@@ -57,14 +57,18 @@ void RingSelection::choose(const Exec& exec, Communicator& group, int layer, con
     statistics = gather_statistics(exec, group, shape, layout, wanted, k);
   }
 
-  const std::vector<int32_t> local = layout.local_cu_seqlens(rank);
-  std::vector<int64_t> chosen(layout.sequences());
-  for (int s = 0; s < layout.sequences(); ++s) {
-    if (dense[s]) continue;
+  const auto request_of = [&](int s) {
     SelectionRequest request;
     request.layer = layer;
     request.shape = shape;
     request.tiles = tiles_of(s);
+    return request;
+  };
+  const std::vector<int32_t> local = layout.local_cu_seqlens(rank);
+  std::vector<int64_t> chosen(layout.sequences());
+  for (int s = 0; s < layout.sequences(); ++s) {
+    if (dense[s]) continue;
+    SelectionRequest request = request_of(s);
     request.q = q + int64_t{local[s]} * shape.heads * shape.head_dim;
     request.k = k + int64_t{local[s]} * shape.kv_heads * shape.head_dim;
     request.place = index.sequences()[s];
@@ -87,14 +91,8 @@ void RingSelection::choose(const Exec& exec, Communicator& group, int layer, con
   builder_.finish(*exec.pool);
   if (config.pattern == SelectionPattern::mass && !most_mass && !all_dense) {
     group.all_reduce(std::span<int64_t>(chosen));
-    for (int s = 0; s < layout.sequences(); ++s) {
-      if (dense[s]) continue;
-      SelectionRequest request;
-      request.layer = layer;
-      request.shape = shape;
-      request.tiles = tiles_of(s);
-      selector_.steer(request, chosen[s]);
-    }
+    for (int s = 0; s < layout.sequences(); ++s)
+      if (!dense[s]) selector_.steer(request_of(s), chosen[s]);
   }
 }
 

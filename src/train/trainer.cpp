@@ -177,27 +177,19 @@ bool Trainer::step() {
   const StepPlan plan = plan_step();
   const std::optional<LossSums> sums = forward_backward(plan);
   if (!sums) return false;
-  double grad_norm;
-  {
-    const auto reducing = trace_.span("reduce", state_.step + 1);
-    grad_norm = model_->reduce(exec_);
-  }
+  const double grad_norm = reduce_gradients();
 
   // From here on the step counts, whatever comes of it: its sequences are not seen again.
   ++state_.step;
   state_.position += plan.lengths.size();
-  state_.tokens += std::accumulate(plan.lengths.begin(), plan.lengths.end(), int64_t{0});
+  state_.tokens += plan.tokens();
   const bool finite = std::isfinite(grad_norm) && std::isfinite(sums->weighted);
-  if (finite) {
-    state_.skipped_in_row = 0;
+  if (finite)
     update(grad_norm);
-  } else {
-    ++state_.skipped;
-    ++state_.skipped_in_row;
-    // What the step taught one rank the others do not know, and it came from numbers that are none.
-    if (parts_.sparse) parts_.sparse->set_thresholds(state_.thresholds);
-  }
+  else
+    skip_update();
   const std::chrono::nanoseconds time = time_since(begin);
+
   if (parts_.sparse) attention_report_ = sum_over_ranks(*world_, parts_.sparse->take_report());
   if (finite) learn(plan, *sums, time.count());
   log_step(plan, *sums, grad_norm, !finite, std::chrono::duration<double>(time).count());
@@ -209,6 +201,10 @@ bool Trainer::step() {
 bool Trainer::stop_agreed() {
   if (world_->size() == 1) return parts_.stop_requested();
   return world_->all_reduce(int32_t{parts_.stop_requested()}, ReduceOp::max) != 0;
+}
+
+int64_t Trainer::StepPlan::tokens() const {
+  return std::accumulate(lengths.begin(), lengths.end(), int64_t{0});
 }
 
 // The global batch is the next global_batch_size sequences of the source, whatever micro-batches they end up in.
@@ -284,8 +280,15 @@ std::optional<LossSums> Trainer::forward_backward(const StepPlan& plan) {
   return sum_over_ranks(*world_, result.loss);
 }
 
+// Their norm over all parameters, too.
+double Trainer::reduce_gradients() {
+  const auto span = trace_.span("reduce", state_.step + 1);
+  return model_->reduce(exec_);
+}
+
 void Trainer::update(double grad_norm) {
   const auto span = trace_.span("update", state_.step);
+  state_.skipped_in_row = 0;
   const OptimizerOptions& options = config_.optimizer;
   AdamWStep adamw;
   adamw.learning_rate = static_cast<float>(learning_rate(options, config_.train.max_steps, state_.step));
@@ -297,6 +300,13 @@ void Trainer::update(double grad_norm) {
   const bool clip = options.max_grad_norm > 0 && grad_norm > options.max_grad_norm;
   adamw.gradient_scale = clip ? static_cast<float>(options.max_grad_norm / (grad_norm + 1e-6)) : 1.0f;
   model_->update(exec_, adamw);
+}
+
+void Trainer::skip_update() {
+  ++state_.skipped;
+  ++state_.skipped_in_row;
+  // What the step taught one rank the others do not know, and it came from numbers that are none.
+  if (parts_.sparse) parts_.sparse->set_thresholds(state_.thresholds);
 }
 
 // A single non-finite gradient costs one step; a run of them does not heal by itself.
@@ -340,7 +350,7 @@ void Trainer::log_step(const StepPlan& plan, const LossSums& sums, double grad_n
   report_.loss = sums.weighted;
   report_.grad_norm = grad_norm;
   report_.learning_rate = learning_rate(config_.optimizer, config_.train.max_steps, state_.step);
-  report_.tokens = std::accumulate(plan.lengths.begin(), plan.lengths.end(), int64_t{0});
+  report_.tokens = plan.tokens();
   report_.targets = sums.targets;
   report_.accuracy = accuracy(sums);
   report_.seconds = seconds;

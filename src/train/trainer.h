@@ -99,6 +99,7 @@ class Trainer {
     Plan plan;
     std::vector<int64_t> lengths;           // of the global batch
     std::vector<MicroBatch> micro_batches;  // of this rank, in the order they run
+    int64_t tokens() const;                 // of the global batch
   };
 
   bool leads() const { return world_->rank() == 0; }
@@ -109,7 +110,9 @@ class Trainer {
   MicroBatch read_micro_batch(const PlannedMicroBatch& planned, std::span<const float> weights) const;
   MicroBatch own_part(MicroBatch batch) const;
   std::optional<LossSums> forward_backward(const StepPlan& plan);
+  double reduce_gradients();
   void update(double grad_norm);
+  void skip_update();
   [[noreturn]] void give_up() const;
   void learn(const StepPlan& plan, const LossSums& sums, int64_t step_ns);
   void log_step(const StepPlan& plan, const LossSums& sums, double grad_norm, bool skipped, double seconds);
