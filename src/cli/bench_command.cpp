@@ -163,37 +163,37 @@ void run_attention_bench(const AttentionBench& options) {
 }  // namespace
 
 void add_bench_command(CLI::App& app) {
-  CLI::App* bench = app.add_subcommand("bench", "Measure pieces of the engine on this machine");
+  CLI::App* bench = app.add_subcommand("bench", "measure pieces of the engine on this machine");
   bench->require_subcommand(1);
   CLI::App* attention =
-      bench->add_subcommand("attention", "Dense against sparse attention: selection, forward, backward");
+      bench->add_subcommand("attention", "dense against sparse attention: selection, forward, backward");
   auto options = std::make_shared<AttentionBench>();
-  attention->add_option("--seq", options->sequences, "Tokens of the sequence; several may be given")
+  attention->add_option("--seq", options->sequences, "tokens of the sequence; several may be given")
       ->capture_default_str();
-  attention->add_option("--density", options->densities, "Share of the causal pairs; several may be given")
+  attention->add_option("--density", options->densities, "share of the causal pairs; several may be given")
       ->capture_default_str();
-  attention->add_option("--heads", options->heads, "Query heads")->check(CLI::Range(1, 1024))->capture_default_str();
-  attention->add_option("--kv-heads", options->kv_heads, "Key/value heads")
+  attention->add_option("--heads", options->heads, "query heads")->check(CLI::Range(1, 1024))->capture_default_str();
+  attention->add_option("--kv-heads", options->kv_heads, "key/value heads")
       ->check(CLI::Range(1, 1024))
       ->capture_default_str();
-  attention->add_option("--head-dim", options->head_dim, "Width of a head")
+  attention->add_option("--head-dim", options->head_dim, "width of a head")
       ->check(CLI::Range(1, 256))
       ->capture_default_str();
-  attention->add_option("--block", options->block, "Tokens of a key block")->capture_default_str();
-  attention->add_option("--query-block", options->query_block, "Tokens that share a list")->capture_default_str();
+  attention->add_option("--block", options->block, "tokens of a key block")->capture_default_str();
+  attention->add_option("--query-block", options->query_block, "tokens that share a list")->capture_default_str();
   attention->add_option("--pattern", options->pattern, "topk, mass, topp, vertical_slash or window")
       ->capture_default_str();
   attention->add_option("--selection", options->selection, "causal or lookahead")->capture_default_str();
   attention->add_option("--score", options->score, "moments or mean")->capture_default_str();
-  attention->add_option("--score-tokens", options->score_tokens, "Keys of a block judged together; 0: the whole block")
+  attention->add_option("--score-tokens", options->score_tokens, "keys of a block judged together; 0: the whole block")
       ->capture_default_str();
-  attention->add_option("--threads", options->threads, "Threads; 0: all cores")
+  attention->add_option("--threads", options->threads, "threads; 0: all cores")
       ->check(CLI::Range(0, 1024))
       ->capture_default_str();
-  attention->add_option("--repeats", options->repeats, "Measurements, of which the best counts")
+  attention->add_option("--repeats", options->repeats, "measurements, of which the best counts")
       ->check(CLI::Range(1, 1000))
       ->capture_default_str();
-  attention->add_option("--json", options->json, "Also write the figures to this file");
+  attention->add_option("--json", options->json, "also write the figures to this file");
   attention->callback([options] { run_attention_bench(*options); });
 }
 

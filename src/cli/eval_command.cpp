@@ -357,33 +357,33 @@ void add_common(CLI::App* command, EvalOptions& options, bool model_required) {
       ->check(CLI::IsMember({"dense", "as-trained"}))
       ->capture_default_str();
   command->add_option("--run-config", options.run_config, "run.yaml for as-trained, where it is not beside the model");
-  command->add_option("--max-tokens", options.max_tokens, "Longest sequence, prompt and answer together")
+  command->add_option("--max-tokens", options.max_tokens, "longest sequence, prompt and answer together")
       ->check(CLI::Range(int64_t{2}, int64_t{1} << 24))
       ->capture_default_str();
-  command->add_option("--device", options.device, "Where the model runs")
+  command->add_option("--device", options.device, "where the model runs")
       ->check(CLI::IsMember({"cpu", "cuda"}))
       ->capture_default_str();
-  command->add_option("--precision", options.precision, "Of weights and activations; auto: bfloat16 on cuda")
+  command->add_option("--precision", options.precision, "of weights and activations; auto: bfloat16 on cuda")
       ->check(CLI::IsMember({"auto", "float32"}))
       ->capture_default_str();
-  command->add_option("--threads", options.threads, "Threads; 0: all cores")
+  command->add_option("--threads", options.threads, "threads; 0: all cores")
       ->check(CLI::Range(0, 1024))
       ->capture_default_str();
-  command->add_option("--seed", options.seed, "Of samples and of sampling")->capture_default_str();
-  command->add_option("--json", options.json, "Also write the results to this file");
+  command->add_option("--seed", options.seed, "of samples and of sampling")->capture_default_str();
+  command->add_option("--json", options.json, "also write the results to this file");
 }
 
 void add_sampling(CLI::App* command, EvalOptions& options) {
-  command->add_option("--max-new-tokens", options.max_new_tokens, "Most tokens of an answer")
+  command->add_option("--max-new-tokens", options.max_new_tokens, "most tokens of an answer")
       ->check(CLI::Range(int64_t{1}, int64_t{1} << 20))
       ->capture_default_str();
-  command->add_option("--batch", options.batch, "Prompts that run together")
+  command->add_option("--batch", options.batch, "prompts that run together")
       ->check(CLI::Range(1, 4096))
       ->capture_default_str();
   command->add_option("--temperature", options.temperature, "0: the most likely token")
       ->check(CLI::Range(0.0, 100.0))
       ->capture_default_str();
-  command->add_option("--top-p", options.top_p, "Sample from the fewest tokens that hold this probability")
+  command->add_option("--top-p", options.top_p, "sample from the fewest tokens that hold this probability")
       ->check(CLI::Range(0.0, 1.0))
       ->capture_default_str();
 }
@@ -391,29 +391,29 @@ void add_sampling(CLI::App* command, EvalOptions& options) {
 }  // namespace
 
 void add_eval_command(CLI::App& app) {
-  CLI::App* eval = app.add_subcommand("eval", "Ask a trained model: perplexity, needles, RULER, LongBench, generation");
+  CLI::App* eval = app.add_subcommand("eval", "ask a trained model: perplexity, needles, RULER, LongBench, generation");
   eval->require_subcommand(1);
   auto options = std::make_shared<EvalOptions>();
 
-  CLI::App* ppl = eval->add_subcommand("ppl", "Perplexity of token files, by position");
+  CLI::App* ppl = eval->add_subcommand("ppl", "perplexity of token files, by position");
   auto data = std::make_shared<std::vector<std::string>>();
   auto sequences = std::make_shared<int64_t>(0);
   add_common(ppl, *options, true);
-  ppl->add_option("--data", *data, "Prefixes of .bin/.idx, or llm.c .bin files")->required();
-  ppl->add_option("--sequences", *sequences, "At most so many; 0: all")
+  ppl->add_option("--data", *data, "prefixes of .bin/.idx, or llm.c .bin files")->required();
+  ppl->add_option("--sequences", *sequences, "at most so many; 0: all")
       ->check(CLI::NonNegativeNumber)
       ->capture_default_str();
   ppl->callback([=] { run_ppl(*options, *data, *sequences); });
 
-  CLI::App* needle = eval->add_subcommand("needle", "Find one fact: depth by length");
+  CLI::App* needle = eval->add_subcommand("needle", "find one fact: depth by length");
   auto grid = std::make_shared<NeedleOptions>();
   add_common(needle, *options, true);
   add_sampling(needle, *options);
-  needle->add_option("--lengths", grid->lengths, "Tokens")->delimiter(',')->capture_default_str();
+  needle->add_option("--lengths", grid->lengths, "tokens")->delimiter(',')->capture_default_str();
   needle->add_option("--depths", grid->depths, "0 (start) to 1 (end)")->delimiter(',')->capture_default_str();
-  needle->add_option("--samples", grid->samples, "Per cell")->check(CLI::Range(1, 100000))->capture_default_str();
-  needle->add_option("--vocab", grid->vocab, "Token ids in use, for models without a tokenizer; 0: the model's");
-  needle->add_option("--svg", grid->svg, "Also write a heat map");
+  needle->add_option("--samples", grid->samples, "per cell")->check(CLI::Range(1, 100000))->capture_default_str();
+  needle->add_option("--vocab", grid->vocab, "token ids in use, for models without a tokenizer; 0: the model's");
+  needle->add_option("--svg", grid->svg, "also write a heat map");
   needle->callback([=] { run_needle(*options, *grid); });
 
   auto input = std::make_shared<std::string>(), predictions = std::make_shared<std::string>();
@@ -423,7 +423,7 @@ void add_eval_command(CLI::App& app) {
   add_sampling(ruler, *options);
   ruler->add_option("--input", *input, "JSONL")->required();
   ruler->add_option("--predictions", *predictions, "JSONL with \"pred\" a line, to score instead of running a model");
-  ruler->add_flag("--part", *part, "One of the expected strings is enough (question answering)");
+  ruler->add_flag("--part", *part, "one of the expected strings is enough (question answering)");
   ruler->callback([=] { run_ruler(*options, *input, *predictions, *part); });
 
   CLI::App* bench = eval->add_subcommand("longbench", "LongBench v1 files with each task's own metric");
@@ -432,17 +432,17 @@ void add_eval_command(CLI::App& app) {
   add_sampling(bench, *options);
   bench->add_option("--input", *input, "JSONL")->required();
   bench->add_option("--predictions", *predictions, "JSONL with \"pred\" a line, to score instead of running a model");
-  bench->add_option("--task", *task, "Task name; otherwise every line's \"dataset\"")
+  bench->add_option("--task", *task, "task name; otherwise every line's \"dataset\"")
       ->check(CLI::IsMember(longbench::known_tasks()));
   bench->callback([=] { run_longbench(*options, *input, *predictions, *task); });
 
-  CLI::App* generate = eval->add_subcommand("generate", "Continue prompts");
+  CLI::App* generate = eval->add_subcommand("generate", "continue prompts");
   auto prompts = std::make_shared<std::vector<std::string>>();
   auto token_ids = std::make_shared<bool>(false);
   add_common(generate, *options, true);
   add_sampling(generate, *options);
-  generate->add_option("--prompt", *prompts, "Text; may be repeated")->required();
-  generate->add_flag("--token-ids", *token_ids, "Prompts and answers are token ids (models without a tokenizer)");
+  generate->add_option("--prompt", *prompts, "text; may be repeated")->required();
+  generate->add_flag("--token-ids", *token_ids, "prompts and answers are token ids (models without a tokenizer)");
   generate->callback([=] { run_generate(*options, *prompts, *token_ids); });
 }
 

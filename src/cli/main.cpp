@@ -79,7 +79,7 @@ std::vector<std::string> with_log_level_first(int argc, char** argv) {
 
 int run(int argc, char** argv) {
   CLI::App app{"SparseBalance: trains long-context language models", "sparsebalance"};
-  app.set_version_flag("--version", SB_VERSION);
+  app.set_version_flag("--version", "sparsebalance " SB_VERSION " (" SB_BUILD ")");
   app.require_subcommand(1);
   std::string level = "info";
   const std::map<std::string, sb::log::Level> levels{{"debug", sb::log::Level::debug},
@@ -92,13 +92,17 @@ int run(int argc, char** argv) {
   app.parse_complete_callback([&] { sb::log::set_level(levels.at(level)); });
 
   sb::add_train_command(app);
-  sb::add_bench_command(app);
-  sb::add_eval_command(app);
   sb::add_config_command(app);
+  sb::add_data_command(app);
+  sb::add_eval_command(app);
   sb::add_profile_command(app);
   sb::add_simulate_command(app);
   sb::add_report_command(app);
-  sb::add_data_command(app);
+  sb::add_bench_command(app);
+  // After the commands, which would take it over.
+  app.footer(
+      "SUBCOMMAND --help lists its options. docs/ has a page on each subject, docs/configuration.md all of run.yaml.\n"
+      "Exit codes: 0 success, 1 another rank was lost, 2 the input is at fault, 3 out of memory, 70 a defect.");
 
   try {
     std::vector<std::string> words = with_log_level_first(argc, argv);

@@ -35,7 +35,8 @@ TEST_F(Cli, HelpAndVersion) {
   EXPECT_EQ(help.err, "");
   const ProgramResult version = run_program({"--version"});
   EXPECT_EQ(version.exit_code, 0);
-  EXPECT_NE(version.out.find('.'), std::string::npos);
+  EXPECT_EQ(version.out.find("sparsebalance "), 0U) << version.out;
+  EXPECT_NE(version.out.find(" CUDA"), std::string::npos) << version.out;
   EXPECT_EQ(run_program({"config", "--help"}).exit_code, 0);
 }
 
