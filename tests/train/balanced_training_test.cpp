@@ -69,6 +69,16 @@ std::string plan_texts(const std::string& output) {
   return texts;
 }
 
+// A budget of a sequence's own length holds all of its pairs, also when the last block is not full.
+TEST(BalancedTraining, WhatIsPlannedDenseRunsDense) {
+  TemporaryFolder folder;
+  train(config_of(folder.path("run"),
+                  {"attention.budget=1024", "attention.dense_below=64", "balance.tuning=off", "train.max_steps=2"}));
+  const auto lines = metrics(folder.path("run"), "density");
+  ASSERT_EQ(lines.size(), 2u);
+  for (const auto& [step, line] : lines) EXPECT_EQ(line["density"].get<double>(), 1.0) << "step " << step;
+}
+
 TEST(BalancedTraining, DenseLayersArePlannedDense) {
   TemporaryFolder folder;
   train(config_of(folder.path("run"), {"attention.dense_layers=[1, 1]"}));

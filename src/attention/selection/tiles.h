@@ -45,7 +45,7 @@ struct SequenceTiles {
   int64_t candidates(int64_t tile) const { return competing(tile) - forced_competing(tile); }
 
   // Whether the budget covers everything anyhow.
-  bool everything_fits() const { return budget >= blocks() * block; }
+  bool everything_fits() const { return budget >= tokens; }
 };
 
 }  // namespace sb
