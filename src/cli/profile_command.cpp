@@ -8,10 +8,12 @@
 
 #include "balance/profile_measure.h"
 #include "cli/commands.h"
+#include "cli/other_work.h"
 #include "cli/output_file.h"
 #include "cli/profile_engine.h"
 #include "cli/progress.h"
 #include "core/errors.h"
+#include "core/log.h"
 #include "core/thread_pool.h"
 #include "device/cuda.h"
 #include "train/balanced_planner_config.h"
@@ -95,6 +97,10 @@ void describe_gpu(Profile& profile) {
   fmt::print("links between GPUs: not measured, as in {}\n", assumed.name);
 }
 
+void warn(const std::string& disturbance) {
+  if (!disturbance.empty()) log::warning("{}", disturbance);
+}
+
 void run(Arguments arguments) {
   check_output(arguments.out);
   const ModelShape shape = arguments.run.empty() ? find_model_shape(arguments.model) : take_from_run(arguments);
@@ -139,8 +145,12 @@ void run(Arguments arguments) {
               << fmt::format(",{:.2f},{:.2f},,,,,\n", predicted, measured);
     };
   }
+  // What a GPU takes hardly depends on the cores.
+  if (gpu) warn(disturbed_on_gpu(cuda::processes()));
+  const OtherWork other_work(engine.threads());
   Profile profile = measure_profile(shape, target, arguments.measure);
   progress.clear();
+  if (!gpu) warn(other_work.disturbance());
   profile.name = arguments.out;
   profile.machine = engine.machine();
   profile.date = today();

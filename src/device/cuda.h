@@ -26,6 +26,8 @@ DeviceInfo device_info();
 int device_count();
 void use_device(int index);
 int current_device();
+// How many processes compute on the device now, this one included; -1: the driver does not tell.
+int processes();
 
 // How often this process took memory with the two functions below.
 struct Allocations {
