@@ -1,6 +1,5 @@
 #include <cstddef>
 #include <cstdint>
-#include <string>
 
 #include "core/errors.h"
 #include "model/model_config.h"

@@ -6,7 +6,6 @@
 
 #include <cstdlib>
 #include <mutex>
-#include <numeric>
 
 #include "attention/dense_attention.h"
 #include "attention/forwarding_attention.h"

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <numeric>
 
-#include "balance/ordering.h"
 #include "core/errors.h"
 
 namespace sb {

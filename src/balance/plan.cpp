@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <numeric>
 
 #include "balance/parallel_pieces.h"
 #include "core/errors.h"

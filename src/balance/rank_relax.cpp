@@ -1,5 +1,4 @@
 #include <algorithm>
-#include <cmath>
 
 #include "balance/rank_tuner.h"
 #include "core/errors.h"

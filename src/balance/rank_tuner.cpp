@@ -1,8 +1,6 @@
 #include "balance/rank_tuner.h"
 
-#include <algorithm>
 #include <cmath>
-#include <numeric>
 
 #include "core/errors.h"
 

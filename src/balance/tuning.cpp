@@ -1,7 +1,6 @@
 #include "balance/tuning.h"
 
 #include <algorithm>
-#include <cmath>
 #include <cstring>
 #include <numeric>
 

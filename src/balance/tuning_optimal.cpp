@@ -1,7 +1,5 @@
 #include <algorithm>
-#include <cmath>
 #include <memory>
-#include <numeric>
 
 #include "balance/parallel_pieces.h"
 #include "balance/price_tuner.h"

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cstring>
 
-#include "comm/reduce.h"
 #include "device/cuda.h"
 
 namespace sb {

@@ -2,8 +2,6 @@
 
 #include <fmt/ranges.h>
 
-#include <algorithm>
-
 namespace sb {
 
 Shape::Shape(std::initializer_list<int64_t> dims) {

@@ -7,35 +7,23 @@
 namespace sb {
 namespace {
 
-struct Tables {
-  std::array<char32_t, 256> to_character{};
-  std::array<int, 0x144> to_byte{};  // the 68 invisible bytes end at U+0143
+using ByteOfCharacter = std::array<int, 0x144>;  // the 68 invisible bytes end at U+0143; -1: none
 
-  Tables() {
-    to_byte.fill(-1);
-    char32_t next = 0x100;
-    for (int b = 0; b < 256; ++b) {
-      const bool visible = (b >= '!' && b <= '~') || (b >= 0xA1 && b <= 0xAC) || b >= 0xAE;
-      const char32_t character = visible ? static_cast<char32_t>(b) : next++;
-      to_character[static_cast<size_t>(b)] = character;
-      to_byte[character] = b;
-    }
+ByteOfCharacter make_table() {
+  ByteOfCharacter table;
+  table.fill(-1);
+  char32_t next = 0x100;
+  for (int b = 0; b < 256; ++b) {
+    const bool visible = (b >= '!' && b <= '~') || (b >= 0xA1 && b <= 0xAC) || b >= 0xAE;
+    table[visible ? static_cast<char32_t>(b) : next++] = b;
   }
-};
-
-const Tables& tables() {
-  static const Tables instance;
-  return instance;
+  return table;
 }
 
 }  // namespace
 
-char32_t byte_level_character(unsigned char byte) {
-  return tables().to_character[byte];
-}
-
 std::optional<std::string> byte_level_decode(std::string_view token) {
-  const auto& to_byte = tables().to_byte;
+  static const ByteOfCharacter to_byte = make_table();
   std::string bytes;
   while (!token.empty()) {
     const Utf8Character character = first_character(token);

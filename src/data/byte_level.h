@@ -6,11 +6,9 @@
 
 namespace sb {
 
-// GPT-2's way to write any byte string as printable characters: bytes that are visible Latin-1 characters stand for
-// themselves, the others are U+0100 and up in order. Vocabularies of byte-level tokenizers are written in it.
-char32_t byte_level_character(unsigned char byte);
-
-// The bytes a vocabulary entry stands for; nothing when a character of it stands for no byte.
+// The bytes an entry of a byte-level tokenizer's vocabulary stands for; nothing when a character of it stands for no
+// byte. Such vocabularies are written in GPT-2's way to make any byte string printable: bytes that are visible Latin-1
+// characters stand for themselves, the others are U+0100 and up in order.
 std::optional<std::string> byte_level_decode(std::string_view token);
 
 }  // namespace sb

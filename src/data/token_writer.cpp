@@ -6,7 +6,6 @@
 
 #include <filesystem>
 #include <nlohmann/json.hpp>
-#include <vector>
 
 #include "core/durable_file.h"
 #include "core/errors.h"

@@ -24,8 +24,6 @@ std::optional<size_t> find_invalid_utf8(std::string_view text);
 // Replaces what is invalid by U+FFFD, one for each longest valid beginning, as the Unicode standard recommends.
 std::string replace_invalid_utf8(std::string_view text);
 
-void append_utf8(std::string& text, char32_t code);
-
 // Bytes of `text` in a form fit for an error message: at most `limit` bytes, control characters escaped.
 std::string printable(std::string_view text, size_t limit = 60);
 

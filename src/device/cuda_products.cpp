@@ -7,7 +7,6 @@
 #include <array>
 #include <limits>
 #include <map>
-#include <string>
 #include <vector>
 
 #include "device/cuda.h"

@@ -1,7 +1,6 @@
 #include "parallel/ring_attention.h"
 
 #include <algorithm>
-#include <cmath>
 #include <cstring>
 #include <limits>
 #include <optional>

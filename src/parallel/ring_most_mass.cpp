@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <bit>
 #include <cmath>
-#include <limits>
 
 #include "attention/selection/block_scores.h"
 #include "parallel/ring_selection.h"

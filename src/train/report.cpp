@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <numeric>
 
 #include "train/report_chart.h"
 #include "train/report_schedule.h"

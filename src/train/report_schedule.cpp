@@ -7,7 +7,6 @@
 #include <vector>
 
 #include "balance/schedule_picture.h"
-#include "train/report_chart.h"
 
 namespace sb {
 namespace {

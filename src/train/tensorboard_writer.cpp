@@ -2,7 +2,6 @@
 
 #include <unistd.h>
 
-#include <bit>
 #include <cerrno>
 #include <chrono>
 #include <cstring>

@@ -1,4 +1,3 @@
-#include <algorithm>
 #include <numeric>
 
 #include "data/synthetic.h"

@@ -1,7 +1,6 @@
 #include <gtest/gtest.h>
 
 #include <array>
-#include <cmath>
 
 #include "balance/cost_model.h"
 #include "balance/latency_model.h"

@@ -4,7 +4,6 @@
 
 #include <cmath>
 #include <limits>
-#include <numeric>
 
 #include "balance/batching.h"
 #include "balance/length_pool.h"

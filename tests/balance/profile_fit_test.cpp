@@ -2,8 +2,6 @@
 
 #include <gtest/gtest.h>
 
-#include <cmath>
-
 #include "balance/latency_model.h"
 #include "balance/profile_measure.h"
 #include "core/errors.h"

@@ -2,13 +2,11 @@
 
 #include <gtest/gtest.h>
 
-#include <filesystem>
 #include <fstream>
 #include <nlohmann/json.hpp>
 
 #include "core/errors.h"
 #include "core/random.h"
-#include "data/utf8.h"
 #include "tests/data/temporary_folder.h"
 
 namespace sb {
@@ -23,6 +21,25 @@ std::string fixture(const std::string& name) {
 json read_json(const std::string& path) {
   std::ifstream file(path);
   return json::parse(file);
+}
+
+void append_utf8(std::string& text, char32_t code) {
+  const auto add = [&](char32_t byte) { text += static_cast<char>(static_cast<unsigned char>(byte)); };
+  if (code < 0x80) {
+    add(code);
+  } else if (code < 0x800) {
+    add(0xC0 | code >> 6);
+    add(0x80 | (code & 0x3F));
+  } else if (code < 0x10000) {
+    add(0xE0 | code >> 12);
+    add(0x80 | (code >> 6 & 0x3F));
+    add(0x80 | (code & 0x3F));
+  } else {
+    add(0xF0 | code >> 18);
+    add(0x80 | (code >> 12 & 0x3F));
+    add(0x80 | (code >> 6 & 0x3F));
+    add(0x80 | (code & 0x3F));
+  }
 }
 
 // A tokenizer of the 256 bytes alone, to be changed by a test.

@@ -2,7 +2,6 @@
 
 #include <cmath>
 #include <map>
-#include <numbers>
 #include <tuple>
 
 #include "tests/ops/ops_fixture.h"

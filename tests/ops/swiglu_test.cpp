@@ -1,7 +1,6 @@
 #include "ops/swiglu.h"
 
 #include <cmath>
-#include <limits>
 
 #include "tests/ops/ops_fixture.h"
 

@@ -1,7 +1,5 @@
 #include <gtest/gtest.h>
 
-#include <set>
-
 #include "core/random.h"
 #include "parallel/context_layout.h"
 

@@ -2,7 +2,6 @@
 // repeated from its log.
 #include <gtest/gtest.h>
 
-#include <cmath>
 #include <nlohmann/json.hpp>
 
 #include "comm/thread_communicator.h"

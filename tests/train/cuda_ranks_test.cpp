@@ -7,7 +7,6 @@
 #include <fstream>
 #include <map>
 #include <mutex>
-#include <numeric>
 
 #include "attention/cuda/cuda_attention.h"
 #include "comm/device_communicator.h"

@@ -2,8 +2,6 @@
 
 #include <gtest/gtest.h>
 
-#include <fstream>
-
 #include "core/errors.h"
 #include "tests/data/temporary_folder.h"
 #include "tests/train/report_fixture.h"

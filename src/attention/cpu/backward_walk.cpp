@@ -1,7 +1,6 @@
 #include <sched.h>
 
 #include <atomic>
-#include <cstring>
 
 #include "attention/cpu/walk_plan.h"
 
