@@ -307,7 +307,9 @@ TEST_P(CudaStageTest, SparseAttentionStaysWithinThePlan) {
              several = random_sequences({700, 64, 900, 336}, config.vocab_size, 2);
   StageOptions options = whole_model(config, 2000, Recompute::layer);
   options.slots = 2;
-  Rig rig(config, options, DeviceKind::cuda, GetParam(), make_cuda_attention(deterministic_topk(config.layers)));
+  CudaAttentionOptions sparse = deterministic_topk(config.layers);
+  sparse.attention.coverage_rows = 2;
+  Rig rig(config, options, DeviceKind::cuda, GetParam(), make_cuda_attention(sparse));
   options.device = DeviceKind::cuda;
   options.dtype = GetParam();
   const cuda::Allocations allocations = cuda::allocations();

@@ -11,15 +11,25 @@ constexpr int64_t kPieceFloats = 1 << 18;
 
 }  // namespace
 
+void CoverageLog::reserve() {
+  if (pieces_.empty()) add_piece(kPieceFloats);
+}
+
+int64_t CoverageLog::reserved_bytes() {
+  return kPieceFloats * static_cast<int64_t>(sizeof(float));
+}
+
+CoverageLog::Piece& CoverageLog::add_piece(int64_t floats) {
+  Piece& piece = pieces_.emplace_back();
+  piece.floats = floats;
+  piece.memory.ensure("coverage", floats * static_cast<int64_t>(sizeof(float)));
+  return piece;
+}
+
 float* CoverageLog::add(int layer, const CoveragePlan& coverage, const Shape& shape) {
   size_t at = 0;
   while (at < pieces_.size() && pieces_[at].floats - pieces_[at].used < coverage.results) ++at;
-  if (at == pieces_.size()) {
-    Piece& piece = pieces_.emplace_back();
-    piece.floats = std::max<int64_t>(kPieceFloats, coverage.results);
-    piece.memory.ensure("coverage", piece.floats * static_cast<int64_t>(sizeof(float)));
-  }
-  Piece& piece = pieces_[at];
+  Piece& piece = at < pieces_.size() ? pieces_[at] : add_piece(std::max<int64_t>(kPieceFloats, coverage.results));
   for (const CoverageSequence& sequence : coverage.sequences) {
     if (sequence.sampled == 0) continue;
     records_.push_back({layer, sequence.tokens, sequence.sampled, sequence.points, shape.kv_heads, shape.query_heads,

@@ -183,10 +183,12 @@ class CudaAttention final : public ChoosingAttention {
     const PlanSize size = largest_plan(shape, max_tokens, dtype);
     plans_.reserve(different_plans(states.size()), size.device);
     staging_.reserve(size.uploaded);
+    if (options_.attention.coverage_rows > 0) coverage_.reserve();
   }
   int64_t reserved_bytes(const AttentionShape& shape, int64_t max_tokens, DType dtype, int64_t states) const override {
     return static_cast<int64_t>(plans_.for_states(different_plans(static_cast<size_t>(states)))) *
-           largest_plan(shape, max_tokens, dtype).device;
+               largest_plan(shape, max_tokens, dtype).device +
+           (options_.attention.coverage_rows > 0 ? gpu::CoverageLog::reserved_bytes() : 0);
   }
 
   AttentionReport take_report() override {

@@ -88,11 +88,13 @@ void CudaRingChoice::reserve(const AttentionShape& shape, int64_t max_tokens, DT
   const PlanSize& size = largest_plan(shape, max_tokens, dtype);
   plans_.reserve(different_plans(states), size.device);
   staging_.reserve(size.uploaded);
+  if (options_.coverage_rows > 0 && data_.rank() == 0) coverage_.reserve();  // the others' results go there
 }
 
 int64_t CudaRingChoice::reserved_bytes(const AttentionShape& shape, int64_t max_tokens, DType dtype, size_t states) {
   return static_cast<int64_t>(plans_.for_states(different_plans(states))) *
-         largest_plan(shape, max_tokens, dtype).device;
+             largest_plan(shape, max_tokens, dtype).device +
+         (options_.coverage_rows > 0 ? gpu::CoverageLog::reserved_bytes() : 0);
 }
 
 std::shared_ptr<CudaRingPlan> CudaRingChoice::plan_for(const Exec& exec, int layer, const AttentionShape& shape,
