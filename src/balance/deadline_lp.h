@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -31,6 +32,16 @@ class DeadlineLp {
   const double* row(int r) const { return tableau_.data() + static_cast<size_t>(r) * static_cast<size_t>(stride_); }
   void grow(int columns);
   double upper(int column) const;
+
+  // The row whose basic variable leaves the basis, and the bound it goes to.
+  struct Leaving {
+    int row;
+    double bound;
+  };
+  std::optional<Leaving> find_leaving() const;
+  int find_entering(const Leaving& leaving);  // -1: nothing can
+  void pivot(const Leaving& leaving, int entering);
+  void shift_value(int column, double by);
 
   int structural_;  // columns of the problem; slacks follow
   int columns_;     // with slacks

@@ -247,7 +247,15 @@ Json run_ring(const Arguments& arguments) {
   return json;
 }
 
-void check_score_tokens(const AttentionSpec& spec) {
+void check_arguments(const Arguments& arguments) {
+  SB_USER_CHECK(arguments.steps > 0 && arguments.global_batch > 0, "--steps and --global-batch must be positive");
+  SB_USER_CHECK(arguments.p >= 0 && arguments.p < 1, "--p must be in [0, 1), got {}", arguments.p);
+  SB_USER_CHECK(
+      arguments.sweep || arguments.global_batch >= arguments.layout.dp,
+      "--global-batch {} is smaller than --dp {}: a rank would have nothing to do; raise the one or lower the "
+      "other",
+      arguments.global_batch, arguments.layout.dp);
+  const AttentionSpec& spec = arguments.spec;
   SB_USER_CHECK(spec.score_tokens == 0 || (spec.score_tokens > 0 && spec.block % spec.score_tokens == 0),
                 "--score-tokens {} does not divide --block {}; use 0 (the whole block) or a divisor", spec.score_tokens,
                 spec.block);
@@ -263,108 +271,115 @@ void check_dense_layers(AttentionSpec& spec, int64_t layers) {
   spec.dense_layers.erase(repeated.begin(), repeated.end());
 }
 
-void run(Arguments arguments) {
-  for (const std::string& path : {arguments.json, arguments.trace, arguments.svg}) check_output(path);
-  if (!arguments.sweep) check_ring(arguments.layout.cp);
-  if (arguments.ring.only) {
-    SB_USER_CHECK(arguments.layout.cp > 1, "--ring: how many ranks share the sequence? Set --cp");
-    const Json json = {{"cp", arguments.layout.cp}, {"ring", run_ring(arguments)}};
-    if (!arguments.json.empty()) write_output(arguments.json, json.dump(2) + "\n");
-    return;
-  }
-  SB_USER_CHECK(arguments.steps > 0 && arguments.global_batch > 0, "--steps and --global-batch must be positive");
-  if (arguments.batching.micro_batch_sequences == 0 && arguments.batching.micro_batch_tokens == 0)
-    arguments.batching.micro_batch_sequences = 1;
-  SB_USER_CHECK(arguments.p >= 0 && arguments.p < 1, "--p must be in [0, 1), got {}", arguments.p);
-  SB_USER_CHECK(
-      arguments.sweep || arguments.global_batch >= arguments.layout.dp,
-      "--global-batch {} is smaller than --dp {}: a rank would have nothing to do; raise the one or lower the "
-      "other",
-      arguments.global_batch, arguments.layout.dp);
-  const auto policies = chosen(standard_policies(arguments.batching, arguments.p), arguments.policies);
-  check_score_tokens(arguments.spec);
-  const LatencyModel latency(find_profile(arguments.profile, find_model_shape(arguments.model), arguments.spec));
-  const ModelShape& shape = latency.profile().shape;
-  check_dense_layers(arguments.spec, shape.layers);
-  const CostModel cost(latency, arguments.spec, arguments.layout);
-  const auto coverage = find_coverage(arguments.coverage, static_cast<int>(shape.layers));
-  const std::vector<int64_t> pool = read_pool(arguments);
-  ThreadPool threads(arguments.threads > 0 ? arguments.threads : available_cores());
-  const auto frontier = frontier_policies(arguments.batching, arguments.p), by_loss = loss_policies(arguments.batching);
-  const bool with_frontier = arguments.frontier || (arguments.policies.empty() && !arguments.no_frontier);
-  StepProgress progress((std::ssize(policies) + (with_frontier ? std::ssize(frontier) + std::ssize(by_loss) : 0)) *
-                        arguments.steps);
-  const SimulateInput input{cost,           *coverage, pool,     arguments.global_batch,  arguments.steps,
-                            arguments.seed, seconds,   &threads, [&] { progress.step(); }};
-
-  fmt::print("{}: {}\nprofile {} ({}), coverage {}, lengths {} ({} sequences)\n", arguments.model, describe(shape),
-             latency.profile().name, latency.profile().machine, coverage->name(), arguments.lengths, pool.size());
-  if (latency.profile().held_out.count > 0)
-    fmt::print("profile's own error on held-out shapes: median {:.1f} %, p95 {:.1f} %\n",
-               100 * latency.profile().held_out.median, 100 * latency.profile().held_out.p95);
+void print_case(const Arguments& arguments, const Profile& profile, const CoverageModel& coverage, size_t sequences) {
+  fmt::print("{}: {}\nprofile {} ({}), coverage {}, lengths {} ({} sequences)\n", arguments.model,
+             describe(profile.shape), profile.name, profile.machine, coverage.name(), arguments.lengths, sequences);
+  if (profile.held_out.count > 0)
+    fmt::print("profile's own error on held-out shapes: median {:.1f} %, p95 {:.1f} %\n", 100 * profile.held_out.median,
+               100 * profile.held_out.p95);
   const AttentionSpec& spec = arguments.spec;
-  if (const auto& measured = latency.profile().blocks;
+  if (const auto& measured = profile.blocks;
       measured && (measured->block != spec.block || measured->query_block != spec.query_block ||
                    measured->score_tokens != spec.score_tokens))
     fmt::print("measured with block {}, query block {}, score tokens {}: other blocks are an extrapolation\n",
                measured->block, measured->query_block, measured->score_tokens);
   fmt::print("dp {} x pp {} x cp {}, global batch {}, {} steps, budget {}, block {}{}{}, p {}\n\n", arguments.layout.dp,
-             arguments.layout.pp, arguments.layout.cp, arguments.global_batch, arguments.steps, arguments.spec.budget,
-             arguments.spec.block,
-             arguments.spec.score_tokens > 0 ? fmt::format(", score tokens {}", arguments.spec.score_tokens) : "",
-             arguments.spec.dense_layers.empty()
-                 ? ""
-                 : fmt::format(", dense layers {}", fmt::join(arguments.spec.dense_layers, ",")),
+             arguments.layout.pp, arguments.layout.cp, arguments.global_batch, arguments.steps, spec.budget, spec.block,
+             spec.score_tokens > 0 ? fmt::format(", score tokens {}", spec.score_tokens) : "",
+             spec.dense_layers.empty() ? "" : fmt::format(", dense layers {}", fmt::join(spec.dense_layers, ",")),
              arguments.p);
+}
 
-  Json json = {{"model", arguments.model},
-               {"profile", latency.profile().name},
-               {"coverage", coverage->name()},
-               {"lengths", arguments.lengths},
-               {"dp", arguments.layout.dp},
-               {"pp", arguments.layout.pp},
-               {"cp", arguments.layout.cp},
-               {"comm", arguments.layout.comm},
-               {"head", arguments.layout.head},
-               {"warmup_depth", arguments.layout.warmup_depth},
-               {"global_batch", arguments.global_batch},
-               {"micro_batch_sequences", arguments.batching.micro_batch_sequences},
-               {"micro_batch_tokens", arguments.batching.micro_batch_tokens},
-               {"budget", arguments.spec.budget},
-               {"block", arguments.spec.block},
-               {"query_block", arguments.spec.query_block},
-               {"score_tokens", arguments.spec.score_tokens},
-               {"dense_layers", arguments.spec.dense_layers},
-               {"p", arguments.p},
-               {"steps", arguments.steps},
-               {"seed", arguments.seed}};
+Json case_json(const Arguments& arguments, const Profile& profile, const CoverageModel& coverage) {
+  return {{"model", arguments.model},
+          {"profile", profile.name},
+          {"coverage", coverage.name()},
+          {"lengths", arguments.lengths},
+          {"dp", arguments.layout.dp},
+          {"pp", arguments.layout.pp},
+          {"cp", arguments.layout.cp},
+          {"comm", arguments.layout.comm},
+          {"head", arguments.layout.head},
+          {"warmup_depth", arguments.layout.warmup_depth},
+          {"global_batch", arguments.global_batch},
+          {"micro_batch_sequences", arguments.batching.micro_batch_sequences},
+          {"micro_batch_tokens", arguments.batching.micro_batch_tokens},
+          {"budget", arguments.spec.budget},
+          {"block", arguments.spec.block},
+          {"query_block", arguments.spec.query_block},
+          {"score_tokens", arguments.spec.score_tokens},
+          {"dense_layers", arguments.spec.dense_layers},
+          {"p", arguments.p},
+          {"steps", arguments.steps},
+          {"seed", arguments.seed}};
+}
+
+// One table of the policies asked for, and two of what tuning trades.
+void run_policies(const Arguments& arguments, const std::vector<SimulatedPolicy>& policies, SimulateInput input,
+                  Json& json) {
+  const auto frontier = frontier_policies(arguments.batching, arguments.p), by_loss = loss_policies(arguments.batching);
+  const bool with_frontier = arguments.frontier || (arguments.policies.empty() && !arguments.no_frontier);
+  StepProgress progress((std::ssize(policies) + (with_frontier ? std::ssize(frontier) + std::ssize(by_loss) : 0)) *
+                        arguments.steps);
+  input.step_done = [&] { progress.step(); };
+  const auto table = [&](const char* key, const std::vector<SimulatedPolicy>& list) {
+    print_head();
+    Json rows = Json::array();
+    for (const SimulatedPolicy& policy : list) {
+      const SimulatedRow row = simulate_policy(input, policy);
+      progress.clear();
+      print_row(row);
+      rows.push_back(row_json(row));
+    }
+    json[key] = rows;
+  };
+  table("rows", policies);
+  if (with_frontier) {
+    fmt::print("\nfrontier: the deadline between the fastest schedule (0) and the one at base budgets (1)\n");
+    table("frontier", frontier);
+    fmt::print("\nequal mean coverage, by the loss p that is allowed to a (sequence, layer)\n");
+    table("by_p", by_loss);
+  }
+  write_pictures(arguments, input, policies);
+}
+
+Json simulate(Arguments arguments) {
+  if (arguments.ring.only) {
+    SB_USER_CHECK(arguments.layout.cp > 1, "--ring: how many ranks share the sequence? Set --cp");
+    return {{"cp", arguments.layout.cp}, {"ring", run_ring(arguments)}};
+  }
+  check_arguments(arguments);
+  if (arguments.batching.micro_batch_sequences == 0 && arguments.batching.micro_batch_tokens == 0)
+    arguments.batching.micro_batch_sequences = 1;
+  const auto policies = chosen(standard_policies(arguments.batching, arguments.p), arguments.policies);
+  const LatencyModel latency(find_profile(arguments.profile, find_model_shape(arguments.model), arguments.spec));
+  const Profile& profile = latency.profile();
+  check_dense_layers(arguments.spec, profile.shape.layers);
+  const CostModel cost(latency, arguments.spec, arguments.layout);
+  const auto coverage = find_coverage(arguments.coverage, static_cast<int>(profile.shape.layers));
+  const std::vector<int64_t> pool = read_pool(arguments);
+  ThreadPool threads(arguments.threads > 0 ? arguments.threads : available_cores());
+
+  print_case(arguments, profile, *coverage, pool.size());
+  Json json = case_json(arguments, profile, *coverage);
   if (arguments.sweep) {
     json["layouts"] = run_sweep(arguments, latency, *coverage, pool, threads);
-  } else {
-    const auto table = [&](const char* key, const std::vector<SimulatedPolicy>& list) {
-      print_head();
-      Json rows = Json::array();
-      for (const SimulatedPolicy& policy : list) {
-        const SimulatedRow row = simulate_policy(input, policy);
-        progress.clear();
-        print_row(row);
-        rows.push_back(row_json(row));
-      }
-      json[key] = rows;
-    };
-    table("rows", policies);
-    if (with_frontier) {
-      fmt::print("\nfrontier: the deadline between the fastest schedule (0) and the one at base budgets (1)\n");
-      table("frontier", frontier);
-      fmt::print("\nequal mean coverage, by the loss p that is allowed to a (sequence, layer)\n");
-      table("by_p", by_loss);
-    }
-    write_pictures(arguments, input, policies);
-    if (arguments.layout.cp > 1) {
-      fmt::print("\n");
-      json["ring"] = run_ring(arguments);
-    }
+    return json;
   }
+  run_policies(arguments, policies,
+               {cost, *coverage, pool, arguments.global_batch, arguments.steps, arguments.seed, seconds, &threads, {}},
+               json);
+  if (arguments.layout.cp > 1) {
+    fmt::print("\n");
+    json["ring"] = run_ring(arguments);
+  }
+  return json;
+}
+
+void run(const Arguments& arguments) {
+  for (const std::string& path : {arguments.json, arguments.trace, arguments.svg}) check_output(path);
+  if (!arguments.sweep) check_ring(arguments.layout.cp);
+  const Json json = simulate(arguments);
   if (!arguments.json.empty()) write_output(arguments.json, json.dump(2) + "\n");
 }
 
