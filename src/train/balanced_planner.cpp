@@ -111,6 +111,18 @@ std::map<int64_t, std::vector<int64_t>> budgets_by_length(const Plan& plan, cons
   return budgets;
 }
 
+// A plan that leaves budgets out means the configured ones.
+void complete_budgets(Plan& plan, const AttentionSpec& spec, const std::map<int64_t, int64_t>& by_id) {
+  for (PlannedRank& rank : plan.ranks)
+    for (PlannedMicroBatch& micro_batch : rank.micro_batches) {
+      if (!micro_batch.budgets.empty()) continue;
+      const std::vector<int64_t> lengths = lengths_of(micro_batch, by_id);
+      for (int layer = 0; layer < plan.layers; ++layer)
+        for (const int64_t length : lengths)
+          micro_batch.budgets.push_back(static_cast<int32_t>(spec.base_budget(length, layer)));
+    }
+}
+
 // Mean over tokens and layers of the keys a query may see.
 double mean_budget(const Plan& plan, const std::map<int64_t, int64_t>& by_id) {
   double keys = 0, tokens = 0;
@@ -276,7 +288,9 @@ void BalancedPlanner::announce(int64_t step, std::vector<Sequence> sequences) {
     }
     if (fits) {
       std::promise<Made> ready;
-      ready.set_value({*logged, 0.0});
+      Made made{*logged, 0.0};
+      complete_budgets(made.step.plan, options_.spec, lengths_by_id(sequences));
+      ready.set_value(std::move(made));
       pending.made = ready.get_future();
       pending.replayed = true;
     }

@@ -126,6 +126,41 @@ std::string error_of(const std::function<void()>& body) {
   return "";
 }
 
+TEST(BalancedPlanner, AReplayedPlanWithoutBudgetsHasTheConfiguredOnes) {
+  TemporaryFolder folder;
+  BalancedPlannerOptions written = options();
+  written.log = std::filesystem::path(folder.path("plan.jsonl"));
+  run(*planner(written), written, 1, 3, steady);
+  BalancedPlannerOptions replay = options();
+  replay.spec.dense_layers = {1};
+  replay.replay = std::filesystem::path(folder.path("without.jsonl"));
+  {
+    PlanLog log(replay.replay);
+    for (auto [step, logged] : read_plan_log(written.log).steps) {
+      for (PlannedRank& rank : logged.plan.ranks)
+        for (PlannedMicroBatch& micro_batch : rank.micro_batches) micro_batch.budgets.clear();
+      log.plan(logged);
+    }
+  }
+  const auto again = planner(replay);
+  for (int64_t step = 1; step <= 3; ++step) again->announce(step, batch_of(step));
+  for (int64_t step = 1; step <= 3; ++step) {
+    const Plan plan = again->next();
+    const std::vector<Sequence> sequences = batch_of(step);
+    for (const PlannedRank& rank : plan.ranks)
+      for (const PlannedMicroBatch& micro_batch : rank.micro_batches) {
+        const size_t n = micro_batch.sequences.size();
+        ASSERT_EQ(micro_batch.budgets.size(), n * kLayers);
+        for (size_t k = 0; k < n; ++k) {
+          const int64_t tokens = sequences[static_cast<size_t>(micro_batch.sequences[k] - sequences[0].id)].tokens;
+          for (size_t layer = 0; layer < kLayers; ++layer)
+            EXPECT_EQ(micro_batch.budgets[layer * n + k], layer == 1 ? tokens : std::min<int64_t>(tokens, 4096));
+        }
+      }
+    again->learn(measure(plan, replay, 1.7));
+  }
+}
+
 TEST(BalancedPlanner, EverySequenceRunsOnceUnderTheCap) {
   for (const auto& [dp, pp] : {std::pair{2, 1}, {1, 2}, {2, 2}}) {
     const BalancedPlannerOptions chosen = options(dp, pp);
