@@ -106,6 +106,27 @@ void DevicePlan::build(const PlanRequest& request, Staging& staging, void* strea
                                    sparse_ ? &select_ : nullptr, slash_.gathered);
 
   Upload upload;
+  place(upload);
+  places_.thresholds = upload.add(&thresholds);
+  place_lists();
+  own_lists_ = (upload.bytes() + 255) / 256 * 256;
+  memory_.ensure("attention plan", bytes());
+  upload.fill(staging.take(upload.bytes()));
+  staging.send(stream, memory_.data(), upload.bytes());
+  forget_uploaded();
+
+  if (!sparse_) {
+    BackwardWorkParams params;
+    set(params);
+    const Lists own = lists_in(own_lists());
+    params.items = own.items;
+    params.splits = own.splits;
+    params.counts = own.counts;
+    make_backward_work(params, stream);
+  }
+}
+
+void DevicePlan::place(Upload& upload) {
   places_.cu_seqlens = upload.add(cu_seqlens_);
   places_.cu_subtiles = upload.add(work_.cu_subtiles);
   places_.forward = upload.add(work_.forward);
@@ -123,8 +144,14 @@ void DevicePlan::build(const PlanRequest& request, Staging& staging, void* strea
   places_.gathered = upload.add(work_.gathered);
   places_.gathered_pieces = upload.add(work_.gathered_pieces);
   places_.slash_sequences = upload.add(slash_.sequences);
-  places_.thresholds = upload.add(&thresholds);
+  forward_count_ = static_cast<int32_t>(work_.forward.size());
+  block_count_ = static_cast<int32_t>(select_.blocks.size());
+  group_count_ = static_cast<int32_t>(select_.groups.size());
+  pool_count_ = static_cast<int32_t>(select_.pools.size());
+  coverage_count_ = static_cast<int32_t>(coverage_.tokens.size());
+}
 
+void DevicePlan::place_lists() {
   Layout lists;
   lists_.row_entries = lists.add<uint32_t>(select_.entries);
   lists_.column_entries = lists.add<uint32_t>(select_.entries);
@@ -135,16 +162,9 @@ void DevicePlan::build(const PlanRequest& request, Staging& staging, void* strea
   lists_.gathered_columns = lists.add<int32_t>(work_.gathered_columns);
   lists_.gathered_bits = lists.add<uint64_t>(work_.gathered_words);
   lists_.bytes = lists.bytes();
-  own_lists_ = (upload.bytes() + 255) / 256 * 256;
+}
 
-  memory_.ensure("attention plan", bytes());
-  upload.fill(staging.take(upload.bytes()));
-  staging.send(stream, memory_.data(), upload.bytes());
-
-  forward_count_ = static_cast<int32_t>(work_.forward.size());
-  block_count_ = static_cast<int32_t>(select_.blocks.size());
-  group_count_ = static_cast<int32_t>(select_.groups.size());
-  coverage_count_ = static_cast<int32_t>(coverage_.tokens.size());
+void DevicePlan::forget_uploaded() {
   coverage_.tokens = {};
   coverage_.lists = {};
   coverage_.grid = {};
@@ -155,17 +175,7 @@ void DevicePlan::build(const PlanRequest& request, Staging& staging, void* strea
   select_.items = {};
   select_.blocks = {};
   select_.groups = {};
-  pool_count_ = static_cast<int32_t>(select_.pools.size());
   select_.pools = {};
-  if (!sparse_) {
-    BackwardWorkParams params;
-    set(params);
-    const Lists own = lists_in(own_lists());
-    params.items = own.items;
-    params.splits = own.splits;
-    params.counts = own.counts;
-    make_backward_work(params, stream);
-  }
 }
 
 int64_t DevicePlan::statistics_bytes() const {

@@ -173,6 +173,11 @@ class DevicePlan {
   }
   // Row lists of the sequences that are not dense, and where they lie.
   RowLayout plan_lists(const PlanRequest& request);
+  // What goes to the device, and where it will lie in the plan's memory; the same for lists in theirs.
+  void place(Upload& upload);
+  void place_lists();
+  // Host copies of what only the device reads.
+  void forget_uploaded();
 
   Shape shape_;
   Precision precision_ = Precision::bf16;

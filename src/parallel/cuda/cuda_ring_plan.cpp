@@ -135,15 +135,7 @@ void CudaRingPlan::build(const RingPlanRequest& request, Staging& staging, void*
   plan_set(request, true, replicated);
   plan_coverage(request);
 
-  pairs_ = dense_pairs_ = causal_pairs_ = 0;
-  for (int s = 0; s < layout_->sequences(); ++s)
-    for (const int32_t b : layout_->held(rank_, s)) {
-      const int64_t begin = int64_t{b} * layout_->block(), end = begin + layout_->block_length(s, b);
-      const int64_t pairs = attention_.kv_heads * (end * (end + 1) - begin * (begin + 1)) / 2;
-      causal_pairs_ += pairs;
-      if (dense_[s]) dense_pairs_ += pairs;
-    }
-  pairs_ = dense_pairs_ + (sparse() ? sparse()->plan.select.token_pairs : 0);
+  count_pairs();
 
   const ThresholdPlan thresholds = make_threshold_plan(attention_.kv_heads, dense_, request.tiles);
   const std::vector<int32_t>& given = replicated.given[rank_];
@@ -152,6 +144,33 @@ void CudaRingPlan::build(const RingPlanRequest& request, Staging& staging, void*
   Upload upload;
   given_ = upload.add(given);
   thresholds_ = upload.add(&thresholds);
+  add_coverage(upload);
+  for (Set& set : sets_) add_set(upload, set);
+  bytes_ = uploaded_ = upload.bytes();
+  for (Set& set : sets_)
+    if (set.dense) {
+      set.own_lists = (bytes_ + 255) / 256 * 256;
+      bytes_ = set.own_lists + set.list_bytes;
+    }
+  memory_.ensure("ring plan", bytes_);
+  upload.fill(staging.take(uploaded_));
+  staging.send(stream, memory_.data(), uploaded_);
+  forget_uploaded();
+}
+
+void CudaRingPlan::count_pairs() {
+  dense_pairs_ = causal_pairs_ = 0;
+  for (int s = 0; s < layout_->sequences(); ++s)
+    for (const int32_t b : layout_->held(rank_, s)) {
+      const int64_t begin = int64_t{b} * layout_->block(), end = begin + layout_->block_length(s, b);
+      const int64_t pairs = attention_.kv_heads * (end * (end + 1) - begin * (begin + 1)) / 2;
+      causal_pairs_ += pairs;
+      if (dense_[s]) dense_pairs_ += pairs;
+    }
+  pairs_ = dense_pairs_ + (sparse() ? sparse()->plan.select.token_pairs : 0);
+}
+
+void CudaRingPlan::add_coverage(Upload& upload) {
   coverage_sequences_ = upload.add(coverage_.sequences);
   coverage_tokens_ = upload.add(coverage_.tokens);
   coverage_lists_ = upload.add(coverage_.lists);
@@ -162,42 +181,36 @@ void CudaRingPlan::build(const RingPlanRequest& request, Staging& staging, void*
   sampled_ = static_cast<int32_t>(coverage_.tokens.size());
   held_count_ = static_cast<int32_t>(coverage_held_.size());
   own_count_ = static_cast<int32_t>(coverage_own_.size());
-  for (Set& set : sets_) {
-    RingListPlan& plan = set.plan;
-    set.rows = upload.add(plan.rows);
-    set.blocks = upload.add(plan.blocks);
-    set.groups = upload.add(plan.groups);
-    set.sources = upload.add(plan.column_sources);
-    set.head_columns = upload.add(plan.head_columns);
-    set.statistics = upload.add(plan.statistics);
-    set.scores = upload.add(plan.select.scores);
-    set.score_rows = upload.add(plan.select.score_rows);
-    set.items = upload.add(plan.select.items);
-    set.select_blocks = upload.add(plan.select.blocks);
-    for (RingPassPlan& from : plan.passes) {
-      Set::Pass& pass = set.passes.emplace_back();
-      pass.tokens = from.tokens();
-      pass.keys = upload.add(from.keys);
-      pass.queries = upload.add(from.queries);
-      pass.items = upload.add(from.work.forward);
-      pass.places = upload.add(from.work.places);
-      pass.cu_seqlens = upload.add(from.cu_seqlens);
-      pass.cu_subtiles = upload.add(from.work.cu_subtiles);
-      pass.item_count = static_cast<int32_t>(from.work.forward.size());
-      pass.sequences = static_cast<int32_t>(from.cu_seqlens.size()) - 1;
-      pass.first_column = from.first_column;
-    }
-  }
-  bytes_ = uploaded_ = upload.bytes();
-  for (Set& set : sets_)
-    if (set.dense) {
-      set.own_lists = (bytes_ + 255) / 256 * 256;
-      bytes_ = set.own_lists + set.list_bytes;
-    }
-  memory_.ensure("ring plan", bytes_);
-  upload.fill(staging.take(uploaded_));
-  staging.send(stream, memory_.data(), uploaded_);
+}
 
+void CudaRingPlan::add_set(Upload& upload, Set& set) {
+  const RingListPlan& plan = set.plan;
+  set.rows = upload.add(plan.rows);
+  set.blocks = upload.add(plan.blocks);
+  set.groups = upload.add(plan.groups);
+  set.sources = upload.add(plan.column_sources);
+  set.head_columns = upload.add(plan.head_columns);
+  set.statistics = upload.add(plan.statistics);
+  set.scores = upload.add(plan.select.scores);
+  set.score_rows = upload.add(plan.select.score_rows);
+  set.items = upload.add(plan.select.items);
+  set.select_blocks = upload.add(plan.select.blocks);
+  for (const RingPassPlan& from : plan.passes) {
+    Set::Pass& pass = set.passes.emplace_back();
+    pass.tokens = from.tokens();
+    pass.keys = upload.add(from.keys);
+    pass.queries = upload.add(from.queries);
+    pass.items = upload.add(from.work.forward);
+    pass.places = upload.add(from.work.places);
+    pass.cu_seqlens = upload.add(from.cu_seqlens);
+    pass.cu_subtiles = upload.add(from.work.cu_subtiles);
+    pass.item_count = static_cast<int32_t>(from.work.forward.size());
+    pass.sequences = static_cast<int32_t>(from.cu_seqlens.size()) - 1;
+    pass.first_column = from.first_column;
+  }
+}
+
+void CudaRingPlan::forget_uploaded() {
   for (Set& set : sets_) {
     for (size_t c = 0; c < set.passes.size(); ++c) {
       set.passes[c].work = std::move(set.plan.passes[c].work);

@@ -74,10 +74,9 @@ class CudaRingPlan {
   int64_t piece() const { return piece_; }
   bool hopper() const { return hopper_; }
   Precision precision() const { return precision_; }
-  int64_t pairs() const {
-    return pairs_;
-  }                                                       // (query, key) pairs of this rank over the list heads, if
-                                                          // every query block uses all it may; dense ones included
+  // (query, key) pairs of this rank over the list heads, if every query block uses all it may, dense sequences
+  // included.
+  int64_t pairs() const { return pairs_; }
   int64_t dense_pairs() const { return dense_pairs_; }    // of its dense sequences
   int64_t causal_pairs() const { return causal_pairs_; }  // were everything dense
   const ThresholdPlan* thresholds() const { return at<ThresholdPlan>(thresholds_); }
@@ -102,6 +101,12 @@ class CudaRingPlan {
   void* memory(int64_t offset) const { return static_cast<char*>(memory_.data()) + offset; }
   void plan_set(const RingPlanRequest& request, bool dense, const ReplicatedKeys& replicated);
   void plan_coverage(const RingPlanRequest& request);
+  void count_pairs();
+  // What goes to the device, and where it will lie in the plan's memory.
+  void add_coverage(Upload& upload);
+  static void add_set(Upload& upload, Set& set);
+  // Host copies of what only the device reads.
+  void forget_uploaded();
 
   std::unique_ptr<ContextLayout> layout_;
   int rank_ = 0;
