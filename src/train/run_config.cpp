@@ -363,7 +363,9 @@ void add_parallel(OptionTable& table, Draft& draft) {
       "device: cuda: how data gets from GPU to GPU; staged: through host memory, also where ranks share a GPU; auto: "
       "nccl where each rank has a GPU of its own, else staged");
   table.integer("parallel.timeout", &parallel.timeout, 1, 1 << 20,
-                "seconds that a rank waits for another before the run ends; longer than the longest micro-batch");
+                "seconds that a rank waits for another before the run ends; longer than the longest micro-batch and "
+                "than saving a "
+                "checkpoint");
 }
 
 void add_optimizer(OptionTable& table, Draft& draft) {

@@ -21,9 +21,17 @@ namespace {
 namespace fs = std::filesystem;
 
 // What a resumed run may change without becoming another run. Everything else decides which numbers are computed.
-constexpr std::array<std::string_view, 8> kMayChange = {"train.",          "optimizer.",      "balance.",
-                                                        "parallel.",       "device",          "batch.micro_batch_",
-                                                        "data.validation", "model.save_dtype"};
+constexpr std::array<std::string_view, 11> kMayChange = {"train.",
+                                                         "optimizer.",
+                                                         "balance.",
+                                                         "parallel.",
+                                                         "device",
+                                                         "batch.micro_batch_",
+                                                         "data.validation",
+                                                         "model.save_dtype",
+                                                         "attention.coverage_rows",
+                                                         "attention.dump_index",
+                                                         "attention.layer_metrics"};
 
 bool may_change(std::string_view key) {
   if (key == "train.seed") return false;

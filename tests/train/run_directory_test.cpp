@@ -40,6 +40,16 @@ TEST(CompareRuns, TellsHarmlessChangesFromAnotherRun) {
   EXPECT_EQ(allowed, (std::vector<std::string>{"model.save_dtype", "train.max_steps", "train.gone"}));
 }
 
+// What is measured and saved beside training is no other run.
+TEST(CompareRuns, AttentionMayBeLookedAtLater) {
+  const auto difference = compare_runs(
+      "attention: {budget: 256, coverage_rows: 4, dump_index: '', dump_index_step: 1, layer_metrics: false}",
+      "attention: {budget: 512, coverage_rows: 0, dump_index: lists, dump_index_step: 9, layer_metrics: true}");
+  ASSERT_EQ(difference.forbidden.size(), 1u);
+  EXPECT_EQ(difference.forbidden[0].key, "attention.budget");
+  EXPECT_EQ(difference.allowed.size(), 4u);
+}
+
 TEST(RunDirectory, IsCreatedAndSaysWhatRuns) {
   ScratchDirectory scratch;
   const RunConfig config = tiny_run(scratch / "a" / "b");
