@@ -4,6 +4,7 @@
 #include <filesystem>
 #include <memory>
 
+#include "cli/at_least.h"
 #include "cli/commands.h"
 #include "core/durable_file.h"
 #include "core/errors.h"
@@ -21,7 +22,7 @@ void add_report_command(CLI::App& app) {
   command->add_option("run", a->run, "train.output_dir of the run")->required()->check(CLI::ExistingDirectory);
   command->add_option("--out", a->out, "file to write; report.html in the run's directory where not given");
   command->add_option("--step", a->step, "step whose schedule is drawn; a typical one where not given")
-      ->check(CLI::PositiveNumber);
+      ->check(at_least(1));
   command->callback([a] {
     ReportInput input = read_run(a->run);
     SB_USER_CHECK(a->step == 0 || input.plans.steps.contains(a->step), "--step: {} has no plan of step {}",

@@ -187,6 +187,16 @@ TEST_F(Cli, ProfileRefusesNumbersThatMeasureNothing) {
   }
 }
 
+TEST_F(Cli, NumbersThatAreTooSmallAreNamedWithTheLeast) {
+  for (const std::vector<std::string>& wrong :
+       std::vector<std::vector<std::string>>{{"simulate", "--micro-batch-sequences", "0"},
+                                             {"simulate", "--max-length", "0"},
+                                             {"simulate", "--ring-tokens", "0"}})
+    EXPECT_EQ(run_program(wrong).err,
+              "error: sparsebalance simulate: " + wrong[1] + ": 0 is below 1 (see sparsebalance simulate --help)\n");
+  EXPECT_NE(run_program({"simulate", "--max-length", "x"}).err.find("--max-length"), std::string::npos);
+}
+
 TEST_F(Cli, ArgumentsThatDoNotFitAreOneLineWithTheHelpToRead) {
   const std::pair<std::vector<std::string>, const char*> cases[] = {
       {{"train", "run.yaml", "--rank", "2"},
