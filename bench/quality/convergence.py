@@ -14,12 +14,12 @@ Parts: profile (measures the machine, 20 s), train (recall before and after, by 
 measurements). Finished runs under --out are not repeated."""
 
 import argparse
-import json
 import pathlib
 import shutil
 import statistics
-import subprocess
 import sys
+
+from runs import metrics, run
 
 ARMS = {
     "one rank": {"parallel.dp": 1, "train.threads": 2},
@@ -35,19 +35,6 @@ attention: {{ pattern: topk, block: 64, query_block: 4, budget: {budget}, local_
 optimizer: {{ learning_rate: 5.0e-4, betas: [0.9, 0.99], schedule: constant, warmup_steps: 10 }}
 train: {{ max_steps: {steps}, save_steps: 0, log_steps: 10, validation_sequences: {validation}, tensorboard: false }}
 """
-
-
-def run(command, log):
-    """Runs a command with its output in a file; shows the end of it when it fails."""
-    with open(log, "a", encoding="utf-8") as out:
-        code = subprocess.run([str(word) for word in command], stdout=out, stderr=subprocess.STDOUT, check=False).returncode
-    if code != 0:
-        sys.exit(f"{' '.join(map(str, command))}\nfailed, {log}:\n" + log.read_text(encoding="utf-8")[-2000:])
-
-
-def metrics(directory):
-    with open(directory / "metrics.jsonl", encoding="utf-8") as file:
-        return [json.loads(line) for line in file]
 
 
 def spread(values):

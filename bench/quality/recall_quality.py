@@ -15,6 +15,8 @@ import statistics
 import subprocess
 import sys
 
+from runs import metrics, run
+
 # One row each: options of the attention section besides the block. The staircase computes fewer pairs than whole lists of the
 # same budget, because early tokens of a query block do not see what later ones add: `budget_factor` makes the pairs equal
 # (bench_coverage finds it; the tables show the pairs).
@@ -34,20 +36,6 @@ PATTERNS = {
     "topk look-ahead, mean, query block 16": dict(LOOKAHEAD, query_block=16),
     "topk look-ahead, mean, query block 128": dict(LOOKAHEAD, query_block=128, budget_factor=1.015),
 }
-
-
-def run(command, log):
-    """Runs a command with its output in a file; shows the end of it when it fails."""
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with open(log, "w", encoding="utf-8") as out:
-        code = subprocess.run([str(word) for word in command], stdout=out, stderr=subprocess.STDOUT, check=False).returncode
-    if code != 0:
-        sys.exit(f"{' '.join(map(str, command))}\nfailed, {log}:\n" + log.read_text(encoding="utf-8")[-2000:])
-
-
-def metrics(directory):
-    with open(directory / "metrics.jsonl", encoding="utf-8") as file:
-        return [json.loads(line) for line in file]
 
 
 class Study:

@@ -15,6 +15,7 @@
 #include "device/cuda.h"
 #include "tests/data/temporary_folder.h"
 #include "tests/model/model_fixture.h"
+#include "tests/train/arranged_ranks.h"
 #include "tests/train/cuda_run.h"
 #include "train/rank_model.h"
 #include "train/step_sums.h"
@@ -22,9 +23,6 @@
 
 namespace sb::test {
 namespace {
-
-// Micro-batches of every data-parallel rank, by the places of their sequences.
-using Arrangement = std::vector<std::vector<std::vector<int>>>;
 
 struct Outcome {
   LossSums loss;
@@ -60,7 +58,6 @@ Outcome run(const ModelConfig& config, const std::vector<std::vector<int32_t>>& 
     options.max_micro_batch_tokens += std::ssize(sequence);
     options.max_sequence_length = std::max(options.max_sequence_length, std::ssize(sequence));
   }
-  const int64_t targets = count_targets(sequences);
   Outcome outcome;
   outcome.weights_read.resize(static_cast<size_t>(grid.ranks()));
   std::mutex mutex;
@@ -73,12 +70,7 @@ Outcome run(const ModelConfig& config, const std::vector<std::vector<int32_t>>& 
     RankModel model(options, *attention, world, data.get());
     model.stage().initialize(7);
 
-    std::vector<MicroBatch> batches;
-    for (const std::vector<int>& places : arrangement[static_cast<size_t>(model.grid().dp_rank())]) {
-      std::vector<std::vector<int32_t>> members;
-      for (const int place : places) members.push_back(sequences[static_cast<size_t>(place)]);
-      batches.push_back(pack(members, targets));
-    }
+    const std::vector<MicroBatch> batches = own_batches(model, arrangement, sequences);
     const Pipeline::Result result = model.forward_backward(run.exec, batches, {});
     const LossSums loss = sum_over_ranks(world, result.loss);
     const double norm = model.reduce(run.exec);
@@ -86,15 +78,7 @@ Outcome run(const ModelConfig& config, const std::vector<std::vector<int32_t>>& 
     const ModelLayout layout(config, options.first_layers, grid.dp);
     {
       std::lock_guard lock(mutex);
-      for (const ModelLayout::Tensor& tensor : layout.tensors()) {
-        std::vector<float>& whole = outcome.gradients[tensor.flat.name];
-        whole.resize(static_cast<size_t>(tensor.flat.end - tensor.flat.begin));
-        if (tensor.stage != model.grid().stage()) continue;
-        for (const auto& segment : layout.shards(tensor.stage).segments({tensor.flat.begin, tensor.flat.end}))
-          if (segment.shard == model.grid().dp_rank())
-            std::copy(gradients.begin() + segment.flat.begin, gradients.begin() + segment.flat.end,
-                      whole.begin() + (segment.flat.begin - tensor.flat.begin));
-      }
+      add_own_gradients(model, layout, gradients, outcome.gradients);
       if (world.rank() == 0) outcome.loss = loss, outcome.norm = norm;
     }
     model.update(run.exec, {1e-2f, 0.9f, 0.95f, 1e-8f, 0.1f, 1, 1.0f});

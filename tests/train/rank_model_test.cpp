@@ -13,14 +13,12 @@
 #include "comm/thread_communicator.h"
 #include "core/random.h"
 #include "tests/model/model_fixture.h"
+#include "tests/train/arranged_ranks.h"
 #include "tests/train/replayed_attention.h"
 #include "train/step_sums.h"
 
 namespace sb::test {
 namespace {
-
-// Micro-batches of every data-parallel rank, by the places of their sequences.
-using Arrangement = std::vector<std::vector<std::vector<int>>>;
 
 struct Case {
   ModelConfig model;
@@ -56,7 +54,6 @@ RankModelOptions options_of(const Case& c, const GridShape& grid, Recompute reco
 Outcome run(const Case& c, const GridShape& grid, const Arrangement& arrangement,
             Recompute recompute = Recompute::attention) {
   const RankModelOptions options = options_of(c, grid, recompute);
-  const int64_t targets = count_targets(c.sequences);
   Outcome outcome;
   outcome.values.resize(static_cast<size_t>(grid.ranks()));
   std::mutex mutex;
@@ -74,30 +71,17 @@ Outcome run(const Case& c, const GridShape& grid, const Arrangement& arrangement
     model.stage().initialize(7);
     TestExec run(1);
 
-    std::vector<MicroBatch> batches;
-    for (const std::vector<int>& places : arrangement[static_cast<size_t>(model.grid().dp_rank())]) {
-      std::vector<std::vector<int32_t>> members;
-      for (const int place : places) members.push_back(c.sequences[static_cast<size_t>(place)]);
-      batches.push_back(pack(members, targets));
-    }
+    const std::vector<MicroBatch> batches = own_batches(model, arrangement, c.sequences);
     const Pipeline::Result result = model.forward_backward(run.exec, batches, {});
     EXPECT_EQ(result.operations.size(), 2 * batches.size());
     const LossSums loss = sum_over_ranks(world, result.loss);
     const double norm = model.reduce(run.exec);
 
     const ModelLayout layout(c.model, options.first_layers, grid.dp);
-    const float* gradients = model.stage().parameters().gradients().f32();
+    const TensorView gradients = model.stage().parameters().gradients();
     {
       std::lock_guard lock(mutex);
-      for (const ModelLayout::Tensor& tensor : layout.tensors()) {
-        std::vector<float>& whole = outcome.gradients[tensor.flat.name];
-        whole.resize(static_cast<size_t>(tensor.flat.end - tensor.flat.begin));
-        if (tensor.stage != model.grid().stage()) continue;
-        for (const auto& segment : layout.shards(tensor.stage).segments({tensor.flat.begin, tensor.flat.end}))
-          if (segment.shard == model.grid().dp_rank())
-            std::copy(gradients + segment.flat.begin, gradients + segment.flat.end,
-                      whole.begin() + (segment.flat.begin - tensor.flat.begin));
-      }
+      add_own_gradients(model, layout, {gradients.f32(), gradients.f32() + gradients.elements()}, outcome.gradients);
       if (world.rank() == 0) {
         outcome.loss = loss;
         outcome.norm = norm;

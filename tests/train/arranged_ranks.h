@@ -1,0 +1,43 @@
+#pragma once
+
+// A global batch arranged on ranks at will, and the gradients of the whole model put together again.
+
+#include <algorithm>
+#include <span>
+#include <vector>
+
+#include "parallel/model_layout.h"
+#include "tests/model/model_fixture.h"
+#include "train/rank_model.h"
+
+namespace sb::test {
+
+// Micro-batches of every data-parallel rank, by the places of their sequences.
+using Arrangement = std::vector<std::vector<std::vector<int>>>;
+
+inline std::vector<MicroBatch> own_batches(RankModel& model, const Arrangement& arrangement,
+                                           const std::vector<std::vector<int32_t>>& sequences) {
+  std::vector<MicroBatch> batches;
+  for (const std::vector<int>& places : arrangement[static_cast<size_t>(model.grid().dp_rank())]) {
+    std::vector<std::vector<int32_t>> members;
+    for (const int place : places) members.push_back(sequences[static_cast<size_t>(place)]);
+    batches.push_back(pack(members, count_targets(sequences)));
+  }
+  return batches;
+}
+
+// After their reduction each rank has the sums of its own pieces: they go to their places in `whole`, by tensor.
+inline void add_own_gradients(RankModel& model, const ModelLayout& layout, std::span<const float> gradients,
+                              Tensors& whole) {
+  for (const ModelLayout::Tensor& tensor : layout.tensors()) {
+    std::vector<float>& to = whole[tensor.flat.name];
+    to.resize(static_cast<size_t>(tensor.flat.end - tensor.flat.begin));
+    if (tensor.stage != model.grid().stage()) continue;
+    for (const auto& segment : layout.shards(tensor.stage).segments({tensor.flat.begin, tensor.flat.end}))
+      if (segment.shard == model.grid().dp_rank())
+        std::copy(gradients.begin() + segment.flat.begin, gradients.begin() + segment.flat.end,
+                  to.begin() + (segment.flat.begin - tensor.flat.begin));
+  }
+}
+
+}  // namespace sb::test
