@@ -22,7 +22,7 @@ void add_report_command(CLI::App& app) {
   command->add_option("run", a->run, "train.output_dir of the run")->required()->check(CLI::ExistingDirectory);
   command->add_option("--out", a->out, "file to write; report.html in the run's directory where not given");
   command->add_option("--step", a->step, "step whose schedule is drawn; a typical one where not given")
-      ->check(at_least(1));
+      ->check(at_least(1), "POSITIVE");
   command->callback([a] {
     ReportInput input = read_run(a->run);
     SB_USER_CHECK(a->step == 0 || input.plans.steps.contains(a->step), "--step: {} has no plan of step {}",

@@ -407,7 +407,7 @@ void add_simulate_command(CLI::App& app) {
                    "chatqa2-like, longalign-like, a file with one length a line, or a token file")
       ->capture_default_str();
   command->add_option("--max-length", a->max_length, "cut longer sequences of the pool to this many tokens")
-      ->check(at_least(1));
+      ->check(at_least(1), "POSITIVE");
   command->add_option("--dp", a->layout.dp, "data-parallel ranks")->capture_default_str();
   command->add_option("--pp", a->layout.pp, "pipeline stages")->capture_default_str();
   command->add_option("--cp", a->layout.cp, "context-parallel ranks")->capture_default_str();
@@ -422,9 +422,9 @@ void add_simulate_command(CLI::App& app) {
   command
       ->add_option("--micro-batch-sequences", a->batching.micro_batch_sequences,
                    "sequences a micro-batch; fixes their number")
-      ->check(at_least(1));
+      ->check(at_least(1), "POSITIVE");
   command->add_option("--micro-batch-tokens", a->batching.micro_batch_tokens, "hard cap of tokens a micro-batch")
-      ->check(at_least(1));
+      ->check(at_least(1), "POSITIVE");
   command->add_option("--global-batch", a->global_batch, "sequences a step")->capture_default_str();
   command->add_option("--budget", a->spec.budget, "keys per query, the base")
       ->check(CLI::Range(int64_t{1}, AttentionSpec::kMostBudget))
@@ -444,8 +444,11 @@ void add_simulate_command(CLI::App& app) {
   command->add_flag("--frontier", a->frontier, "print speed-up against coverage and p even when --policies is given");
   command->add_flag("--no-frontier", a->no_frontier, "leave them out")->excludes("--frontier");
   command->add_flag("--sweep", a->sweep, "try all layouts of dp·pp·cp workers and say which is fastest and fits");
-  command->add_option("--gpus", a->gpus, "--sweep: number of workers (default dp·pp·cp)")->check(at_least(1));
-  command->add_option("--max-cp", a->max_cp, "--sweep: largest cp to try")->check(at_least(1))->capture_default_str();
+  command->add_option("--gpus", a->gpus, "--sweep: number of workers (default dp·pp·cp)")
+      ->check(at_least(1), "POSITIVE");
+  command->add_option("--max-cp", a->max_cp, "--sweep: largest cp to try")
+      ->check(at_least(1), "POSITIVE")
+      ->capture_default_str();
   command->add_option("--threads", a->threads, "of the planner; 0: all cores")
       ->check(CLI::Range(0, 1024))
       ->capture_default_str();

@@ -44,16 +44,16 @@ void add_ring_options(CLI::App& command, RingArguments& a) {
       ->delimiter(',');
   command.add_option("--node-size", a.node_size, "--cp: ranks of a machine; 0: eight where that divides, else all")
       ->capture_default_str()
-      ->check(at_least(0));
+      ->check(at_least(0), "NONNEGATIVE");
   command.add_option("--ring-tokens", a.tokens, "--cp: length of the sequence whose pattern is drawn")
       ->capture_default_str()
-      ->check(at_least(1));
+      ->check(at_least(1), "POSITIVE");
   command.add_option("--slash-density", a.slash_density, "--cp: share of the block pairs that its slashes hold")
       ->capture_default_str()
       ->check(CLI::Range(0.0, 1.0));
   command.add_option("--verticals", a.verticals, "--cp: its single columns, a head")
       ->capture_default_str()
-      ->check(at_least(0));
+      ->check(at_least(0), "NONNEGATIVE");
   command.add_option("--ring-index", a.index, "--cp: a block index saved from a run instead of a drawn one");
   command
       .add_option("--ring-times", a.times,
