@@ -5,46 +5,11 @@
 #include <cmath>
 
 #include "attention/dense_attention.h"
-#include "core/random.h"
-#include "tests/model/model_fixture.h"
 #include "tests/model/reference_model.h"
+#include "tests/model/whole_stage.h"
 
 namespace sb::test {
 namespace {
-
-constexpr Recompute kLevels[] = {Recompute::none, Recompute::attention, Recompute::layer};
-constexpr ModelConfig::Family kFamilies[] = {ModelConfig::Family::qwen2, ModelConfig::Family::llama,
-                                             ModelConfig::Family::qwen3};
-
-// Every parameter away from its initial value: norms not one, biases not zero.
-void randomize(ParameterSet& parameters, uint64_t seed) {
-  Random random(seed);
-  for (int i = 0; i < parameters.count(); ++i) {
-    const TensorView value = parameters.value(i);
-    const double offset = parameters.parameter(i).name.find("norm") != std::string::npos ? 1.0 : 0.0;
-    for (int64_t e = 0; e < value.elements(); ++e) value.f32()[e] = static_cast<float>(offset + 0.3 * random.normal());
-  }
-}
-
-MicroBatch random_batch(const std::vector<int64_t>& lengths, int64_t vocabulary, uint64_t seed) {
-  const auto sequences = random_sequences(lengths, vocabulary, seed);
-  return pack(sequences, count_targets(sequences));
-}
-
-// A stage with the whole model, random parameters and everything it needs.
-template <typename AttentionType = NaiveAttention>
-struct Whole {
-  Whole(const ModelConfig& config, const StageOptions& options) : stage(config, options, attention, 2) {
-    randomize(stage.parameters(), 5);
-  }
-  void step(const MicroBatch& batch, int slot = 0) {
-    stage.forward(run.exec, batch, slot, {});
-    stage.backward(run.exec, batch, slot, {});
-  }
-  TestExec run;
-  AttentionType attention;
-  Stage stage;
-};
 
 std::vector<double> as_double(const std::vector<float>& x) {
   return {x.begin(), x.end()};
@@ -384,93 +349,6 @@ TEST(StageTest, StageWithoutTrainingHasNoGradientsAndEvaluates) {
   EXPECT_EQ(training.stage.loss(0).weighted, evaluation.stage.loss(0).weighted);
   EXPECT_THROW(evaluation.stage.parameters().gradients(), InternalError);
   EXPECT_THROW(evaluation.stage.backward(evaluation.run.exec, batch, 0, {}), InternalError);
-}
-
-// --- memory
-
-TEST(StageTest, AsFewLayerInputsAsNeededGoToHostMemory) {
-  ModelConfig config = tiny_config(ModelConfig::Family::qwen2);
-  config.layers = 6;
-  StageOptions options = whole_model(config, 50, Recompute::layer);
-  NaiveAttention attention;
-  const auto plan = [&](int offload) {
-    StageOptions own = options;
-    own.offload = offload;
-    // As on a device with memory of its own.
-    MemoryPlan apart;
-    const MemoryPlan together = Stage::memory_plan(config, own, attention, 2);
-    for (const MemoryPlan::Item& item : together.items())
-      item.name == "layer inputs, offloaded" ? apart.add_on_host(item.name, item.bytes)
-                                             : apart.add(item.name, item.bytes);
-    return apart;
-  };
-  const int64_t input = Arena::rounded(50 * config.hidden_size * 4), all = plan(0).total();
-  EXPECT_EQ(plan(3).total(), all - 3 * input);
-  EXPECT_EQ(plan(3).host_total(), 3 * input);
-  for (const auto& [limit, expected] : {std::pair<int64_t, int>{0, 0},
-                                        {all, 0},
-                                        {all - 1, 1},
-                                        {all - input, 1},
-                                        {all - 2 * input + 1, 2},
-                                        {all - 4 * input, 4},
-                                        {1, 4}})
-    EXPECT_EQ(Stage::least_offload(options, limit, plan), expected) << limit;
-}
-
-class MemoryTest : public testing::TestWithParam<Recompute> {};
-
-TEST_P(MemoryTest, WhatIsUsedIsWhatWasPlanned) {
-  for (const ModelConfig::Family family : kFamilies) {
-    for (const int64_t intermediate : {3, 200}) {  // attention's or the MLP's temporaries are the larger ones
-      for (const auto& [first, last, chunk, offload] :
-           {std::tuple{0, 5, 1000, 0}, {0, 1, 1000, 0}, {1, 5, 1000, 1}, {0, 5, 7, 3}, {3, 5, 49, 0}}) {
-        ModelConfig config = tiny_config(family);
-        config.layers = 5;
-        config.intermediate_size = intermediate;
-        StageOptions options = whole_model(config, 50, GetParam());
-        options.layer_chunk = chunk;
-        options.offload = offload;
-        options.first_layer = first;
-        options.last_layer = last;
-        options.slots = 2;
-        NaiveAttention attention;
-        Stage stage(config, options, attention, 2);
-        stage.initialize(1);
-        TestExec run;
-        const MicroBatch batch = random_batch({50}, config.vocab_size, 1);
-        std::vector<float> storage(static_cast<size_t>(50 * config.hidden_size), 0.1f);
-        const TensorView between(storage.data(), {50, config.hidden_size});
-        stage.evaluate(run.exec, batch, 0, between);
-        stage.forward(run.exec, batch, 0, between);
-        stage.backward(run.exec, batch, 0, between);
-
-        const MemoryPlan plan = Stage::memory_plan(config, options, attention, 2), used = stage.memory_used();
-        ASSERT_EQ(plan.items().size(), used.items().size());
-        for (size_t i = 0; i < plan.items().size(); ++i) {
-          EXPECT_EQ(plan.items()[i].name, used.items()[i].name);
-          EXPECT_EQ(plan.items()[i].bytes, used.items()[i].bytes) << plan.items()[i].name << " layers " << first;
-        }
-      }
-    }
-  }
-}
-
-INSTANTIATE_TEST_SUITE_P(Levels, MemoryTest, testing::ValuesIn(kLevels));
-
-TEST(StageTest, EvaluationPlansLessThanTraining) {
-  const ModelConfig config = tiny_config(ModelConfig::Family::qwen2);
-  NaiveAttention attention;
-  StageOptions options = whole_model(config, 64);
-  int64_t previous = INT64_MAX;
-  for (const Recompute level : kLevels) {
-    options.recompute = level;
-    options.slots = 8;
-    const int64_t total = Stage::memory_plan(config, options, attention, 1).total();
-    EXPECT_LT(total, previous);
-    previous = total;
-  }
-  options.training = false;
-  EXPECT_LT(Stage::memory_plan(config, options, attention, 1).total(), previous);
 }
 
 // --- what attention is told
