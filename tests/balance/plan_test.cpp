@@ -45,6 +45,17 @@ Profile kinked_profile(const ModelShape& shape) {
   return profile;
 }
 
+// So many H200s as the analytic profile has them.
+struct Cluster {
+  Cluster(const std::string& model, int dp, int pp, const std::string& coverage_name)
+      : latency(analytic_profile("h200-analytic", find_model_shape(model))),
+        cost(latency, {}, {.dp = dp, .pp = pp}),
+        coverage(find_coverage(coverage_name, cost.layers())) {}
+  const LatencyModel latency;
+  const CostModel cost;
+  const std::unique_ptr<CoverageModel> coverage;
+};
+
 // The promise to the user, on arbitrary pools and layouts.
 TEST(Plan, IsNeverWorseThanInOrderAndKeepsItsPromises) {
   Random random(1);
@@ -100,17 +111,12 @@ TEST(Plan, IsNeverWorseThanInOrderAndKeepsItsPromises) {
 
 TEST(Plan, BudgetsStayBetweenTheirLimits) {
   Random random(2);
-  const LatencyModel latency(analytic_profile("h200-analytic", find_model_shape("qwen2.5-3b")));
-  Layout layout;
-  layout.dp = 4;
-  layout.pp = 4;
-  const CostModel cost(latency, {}, layout);
-  const auto coverage = find_coverage("layered", 36);
+  const Cluster cluster("qwen2.5-3b", 4, 4, "layered");
   const auto sequences = draw(random, 32, 0);
   PlanOptions options;
   options.batching.micro_batch_sequences = 2;
   options.tuning.p = 0.5;
-  const Plan plan = plan_step(0, cost, *coverage, sequences, options, {});
+  const Plan plan = plan_step(0, cluster.cost, *cluster.coverage, sequences, options, {});
   for (const auto& rank : plan.ranks)
     for (const auto& micro_batch : rank.micro_batches)
       for (size_t k = 0; k < micro_batch.sequences.size(); ++k) {
@@ -119,8 +125,8 @@ TEST(Plan, BudgetsStayBetweenTheirLimits) {
         for (int l = 0; l < 36; ++l) {
           const int32_t budget = micro_batch.budgets[static_cast<size_t>(l) * micro_batch.sequences.size() + k];
           EXPECT_LE(budget, found->tokens);
-          EXPECT_GE(budget, std::min(found->tokens, cost.spec().least_budget()));
-          if (found->tokens <= cost.spec().budget) {
+          EXPECT_GE(budget, std::min(found->tokens, cluster.cost.spec().least_budget()));
+          if (found->tokens <= cluster.cost.spec().budget) {
             EXPECT_EQ(budget, found->tokens);
           }
         }
@@ -129,31 +135,21 @@ TEST(Plan, BudgetsStayBetweenTheirLimits) {
 
 TEST(Plan, ThreadsChangeNothing) {
   Random random(3);
-  const LatencyModel latency(analytic_profile("h200-analytic", find_model_shape("qwen2.5-0.5b")));
-  Layout layout;
-  layout.dp = 16;
-  layout.pp = 2;
-  const CostModel cost(latency, {}, layout);
-  const auto coverage = find_coverage("power:0.22", 24);
+  const Cluster cluster("qwen2.5-0.5b", 16, 2, "power:0.22");
   const auto sequences = draw(random, 128, 1);
   PlanOptions options;
   options.batching.micro_batch_sequences = 2;
   ThreadPool pool(3);
-  EXPECT_EQ(write_plan(plan_step(4, cost, *coverage, sequences, options, {})),
-            write_plan(plan_step(4, cost, *coverage, sequences, options, {}, &pool)));
+  EXPECT_EQ(write_plan(plan_step(4, cluster.cost, *cluster.coverage, sequences, options, {})),
+            write_plan(plan_step(4, cluster.cost, *cluster.coverage, sequences, options, {}, &pool)));
 }
 
 TEST(Plan, LineRoundTripAndComplaints) {
   Random random(5);
-  const LatencyModel latency(analytic_profile("h200-analytic", find_model_shape("qwen2.5-0.5b")));
-  Layout layout;
-  layout.dp = 2;
-  layout.pp = 3;
-  const CostModel cost(latency, {}, layout);
-  const auto coverage = find_coverage("layered", 24);
+  const Cluster cluster("qwen2.5-0.5b", 2, 3, "layered");
   PlanOptions options;
   options.batching.micro_batch_sequences = 2;
-  const Plan plan = plan_step(17, cost, *coverage, draw(random, 16, 0), options, {});
+  const Plan plan = plan_step(17, cluster.cost, *cluster.coverage, draw(random, 16, 0), options, {});
   const std::string line = write_plan(plan);
   EXPECT_EQ(line.find('\n'), std::string::npos);
   const Plan again = parse_plan(line, "plan.jsonl:1");
@@ -189,12 +185,7 @@ TEST(Plan, LineRoundTripAndComplaints) {
 
 // Neither ends a step: it is planned otherwise, and the plan says so.
 TEST(Plan, NotesWhatItCouldNotDo) {
-  const LatencyModel latency(analytic_profile("h200-analytic", find_model_shape("qwen2.5-0.5b")));
-  Layout layout;
-  layout.dp = 2;
-  layout.pp = 2;
-  const CostModel cost(latency, {}, layout);
-  const auto coverage = find_coverage("layered", 24);
+  const Cluster cluster("qwen2.5-0.5b", 2, 2, "layered");
   // Three full micro-batches on two ranks: no policy can give both the same number.
   const std::vector<Sequence> three = {{0, 20000}, {1, 20000}, {2, 20000}};
   PlanOptions options;
@@ -203,7 +194,7 @@ TEST(Plan, NotesWhatItCouldNotDo) {
   for (BatchingPolicy policy :
        {BatchingPolicy::length, BatchingPolicy::quadratic, BatchingPolicy::wlb, BatchingPolicy::in_order}) {
     options.batching.policy = policy;
-    const Plan plan = plan_step(1, cost, *coverage, three, options, {});
+    const Plan plan = plan_step(1, cluster.cost, *cluster.coverage, three, options, {});
     EXPECT_EQ(plan.notes.size(), policy == BatchingPolicy::in_order ? 0u : 1u) << policy_name(policy);
     for (const std::string& note : plan.notes) EXPECT_NE(note.find("found no room"), std::string::npos) << note;
     EXPECT_EQ(parse_plan(write_plan(plan), "plan").notes, plan.notes);
@@ -212,9 +203,9 @@ TEST(Plan, NotesWhatItCouldNotDo) {
   const auto sequences = draw(random, 16, 0);
   options.batching = {};
   options.batching.micro_batch_sequences = 1;
-  EXPECT_EQ(plan_step(1, cost, *coverage, sequences, options, {}).notes, std::vector<std::string>{});
+  EXPECT_EQ(plan_step(1, cluster.cost, *cluster.coverage, sequences, options, {}).notes, std::vector<std::string>{});
   options.tuning.pivots = 1;
-  const Plan plan = plan_step(1, cost, *coverage, sequences, options, {});
+  const Plan plan = plan_step(1, cluster.cost, *cluster.coverage, sequences, options, {});
   ASSERT_EQ(plan.notes.size(), 1u);
   EXPECT_NE(plan.notes[0].find("pivots"), std::string::npos);
   EXPECT_LE(plan.makespan_us, plan.baseline_us * (1 + 1e-9));
@@ -225,11 +216,7 @@ TEST(Plan, NotesWhatItCouldNotDo) {
 // Raising everything to the slowest is worth a longer step to who asks for it.
 TEST(Plan, AnchorIsNotUndoneByTheInOrderPlan) {
   Random random(6);
-  const LatencyModel latency(analytic_profile("h200-analytic", find_model_shape("qwen2.5-0.5b")));
-  Layout layout;
-  layout.dp = 8;
-  const CostModel cost(latency, {}, layout);
-  const auto coverage = find_coverage("layered", 24);
+  const Cluster cluster("qwen2.5-0.5b", 8, 1, "layered");
   PlanOptions options;
   options.batching.micro_batch_sequences = 1;
   options.tuning.policy = TuningPolicy::anchor;
@@ -237,7 +224,7 @@ TEST(Plan, AnchorIsNotUndoneByTheInOrderPlan) {
   for (int step = 1; step <= 60; ++step) {
     std::vector<Sequence> sequences;
     for (int i = 0; i < 32; ++i) sequences.push_back({i, 12000 + static_cast<int64_t>(random.below(60000))});
-    const Plan plan = plan_step(step, cost, *coverage, sequences, options, {});
+    const Plan plan = plan_step(step, cluster.cost, *cluster.coverage, sequences, options, {});
     EXPECT_GT(plan.mean_coverage, plan.base_coverage + 0.01) << "step " << step;
   }
 }
@@ -254,24 +241,19 @@ TEST(Plan, ExpectedBudgetsFollowWhatWasChosen) {
 
 TEST(Plan, PicturesHoldEveryOperation) {
   Random random(6);
-  const LatencyModel latency(analytic_profile("h200-analytic", find_model_shape("qwen2.5-0.5b")));
-  Layout layout;
-  layout.dp = 2;
-  layout.pp = 2;
-  const CostModel cost(latency, {}, layout);
-  const auto coverage = find_coverage("power:0.22", 24);
+  const Cluster cluster("qwen2.5-0.5b", 2, 2, "power:0.22");
   PlanOptions options;
   options.batching.micro_batch_sequences = 1;
-  const Plan plan = plan_step(0, cost, *coverage, draw(random, 6, 0), options, {});
+  const Plan plan = plan_step(0, cluster.cost, *cluster.coverage, draw(random, 6, 0), options, {});
   const auto count = [](const std::string& text, const std::string& what) {
     int found = 0;
     for (size_t at = text.find(what); at != std::string::npos; at = text.find(what, at + 1)) ++found;
     return found;
   };
   // 2 ranks × 3 micro-batches × 2 stages × (forward, backward).
-  EXPECT_EQ(count(schedule_svg({{"a < b", &plan}}, cost), "<title>"), 24);
-  EXPECT_EQ(count(schedule_svg({{"a < b", &plan}}, cost), "a &lt; b"), 1);
-  EXPECT_EQ(count(schedule_trace(plan, cost), "slack_us"), 24);
+  EXPECT_EQ(count(schedule_svg({{"a < b", &plan}}, cluster.cost), "<title>"), 24);
+  EXPECT_EQ(count(schedule_svg({{"a < b", &plan}}, cluster.cost), "a &lt; b"), 1);
+  EXPECT_EQ(count(schedule_trace(plan, cluster.cost), "slack_us"), 24);
 }
 
 }  // namespace
