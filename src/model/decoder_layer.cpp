@@ -118,6 +118,9 @@ LayerSaved DecoderLayer::allocate_saved(Arena& arena, int64_t tokens, Recompute 
     saved.v = arena.allocate(dtype_, {tokens, width.kv_heads, d});
   }
   saved.middle = arena.allocate(dtype_, {tokens, width.hidden});
+  for (Normed* normed : {&saved.input, &saved.post_attention}) {
+    *normed = {arena.allocate(dtype_, {tokens, width.hidden}), arena.allocate(DType::f32, {tokens})};
+  }
   saved.gate_up = arena.allocate(dtype_, {tokens, 2 * width.intermediate});
   return saved;
 }
@@ -129,7 +132,8 @@ int64_t DecoderLayer::saved_bytes(const ModelConfig& config, DType dtype, int64_
   int64_t bytes = of.activations({width.query}) + of.statistics({width.heads});
   if (recompute == Recompute::attention) return bytes;
   bytes += config.qk_norm ? of.activations({width.qkv}) : of.activations({width.query, width.key, width.key});
-  return bytes + of.activations({width.hidden, 2 * width.intermediate});
+  return bytes + of.activations({width.hidden, width.hidden, width.hidden, 2 * width.intermediate}) +
+         of.statistics({1, 1});
 }
 
 int64_t DecoderLayer::forward_workspace_bytes(const ModelConfig& config, DType dtype, int64_t tokens, int64_t chunk) {
@@ -148,10 +152,10 @@ int64_t DecoderLayer::backward_workspace_bytes(const ModelConfig& config, DType 
                                                Recompute recompute) {
   const Widths width(config);
   const TensorBytes of{tokens, dtype}, piece{std::min(tokens, chunk), dtype};
-  const int64_t norm = piece.activations({width.hidden}) + piece.statistics({1});
+  const bool none = recompute == Recompute::none;
+  const int64_t norm = none ? 0 : piece.activations({width.hidden}) + piece.statistics({1});
   const int64_t qkv = of.activations({width.qkv});
   const int64_t operands = of.activations({width.query, width.key, width.key});
-  const bool none = recompute == Recompute::none;
 
   int64_t restored = 0, projection = 0;
   if (!none || config.qk_norm) restored += operands;
@@ -175,20 +179,25 @@ int64_t DecoderLayer::scratch_bytes(const ModelConfig& config, DeviceKind device
   return bytes;
 }
 
-void DecoderLayer::norm_piece(const LayerRun& run, int norm, TensorView x, Piece& piece) const {
-  piece.normed = run.workspace.allocate(dtype_, x.shape());
-  piece.rstd = run.workspace.allocate(DType::f32, {x.dim(0)});
-  rmsnorm_forward(run.exec, x, weight(norm), config_.rms_norm_eps, piece.normed, piece.rstd);
+Normed DecoderLayer::norm(const LayerRun& run, int norm, TensorView x, const Normed& kept) const {
+  const Normed to = {kept_or_new(kept.rows, run.workspace, dtype_, x.shape()),
+                     kept_or_new(kept.rstd, run.workspace, DType::f32, {x.dim(0)})};
+  rmsnorm_forward(run.exec, x, weight(norm), config_.rms_norm_eps, to.rows, to.rstd);
+  return to;
 }
 
-void DecoderLayer::project(const LayerRun& run, TensorView x, TensorView kept_qkv, const Operands& to) const {
+Normed DecoderLayer::kept_or_again(const LayerRun& run, int of, TensorView x, const Normed& kept) const {
+  return kept.rows.empty() ? norm(run, of, x, {}) : kept;
+}
+
+void DecoderLayer::project(const LayerRun& run, TensorView x, const Normed& kept, TensorView kept_qkv,
+                           const Operands& to) const {
   run.each_piece(x.dim(0), [&](int64_t begin, int64_t end) {
     ArenaScope scope(run.workspace);
-    Piece piece;
-    norm_piece(run, input_norm_, x.rows(begin, end), piece);
+    const Normed normed = norm(run, input_norm_, x.rows(begin, end), kept.piece(begin, end));
     const TensorView qkv = kept_qkv.empty() ? run.workspace.allocate(dtype_, {end - begin, qkv_shape_.width()})
                                             : kept_qkv.rows(begin, end);
-    linear_forward(run.exec, piece.normed, weight(qkv_weight_), weight(qkv_bias_), qkv);
+    linear_forward(run.exec, normed.rows, weight(qkv_weight_), weight(qkv_bias_), qkv);
     split_and_rotate(run, qkv, to, begin, end);
   });
 }
@@ -229,7 +238,7 @@ void DecoderLayer::forward(const LayerRun& run, const LayerSaved& saved, TensorV
   {
     ArenaScope attention_scope(workspace);
     const Operands to = operands(saved, workspace, tokens);
-    project(run, saved.x, saved.qkv, to);
+    project(run, saved.x, saved.input, saved.qkv, to);
     const TensorView out = kept_or_new(saved.out, workspace, dtype_, {tokens, width.heads, d});
     const TensorView lse = kept_or_new(saved.lse, workspace, DType::f32, {width.heads, tokens});
     run.attention.forward(exec, index_, attention_shape_, run.sequences, {to.q, to.k, to.v, out, lse}, *saved.state,
@@ -238,12 +247,12 @@ void DecoderLayer::forward(const LayerRun& run, const LayerSaved& saved, TensorV
   }
   run.each_piece(tokens, [&](int64_t begin, int64_t end) {
     ArenaScope piece_scope(workspace);
-    Piece piece;
-    norm_piece(run, post_attention_norm_, middle.rows(begin, end), piece);
+    const Normed normed =
+        norm(run, post_attention_norm_, middle.rows(begin, end), saved.post_attention.piece(begin, end));
     const TensorView gate_up = saved.gate_up.empty() ? workspace.allocate(dtype_, {end - begin, 2 * width.intermediate})
                                                      : saved.gate_up.rows(begin, end);
     const TensorView inner = workspace.allocate(dtype_, {end - begin, width.intermediate});
-    linear_forward(exec, piece.normed, weight(gate_up_weight_), {}, gate_up);
+    linear_forward(exec, normed.rows, weight(gate_up_weight_), {}, gate_up);
     swiglu_forward(exec, gate_up, inner);
     linear_forward(exec, inner, weight(down_weight_), {}, y.rows(begin, end), /*residual=*/middle.rows(begin, end));
   });
@@ -262,7 +271,7 @@ void DecoderLayer::backward(const LayerRun& run, const LayerSaved& saved, Tensor
   if (!saved.qkv.empty())
     split_and_rotate(run, qkv, to, 0, tokens);
   else if (saved.q.empty())
-    project(run, saved.x, qkv, to);
+    project(run, saved.x, {}, qkv, to);
   const TensorView out = kept_or_new(saved.out, workspace, dtype_, {tokens, width.heads, d});
   const TensorView lse = kept_or_new(saved.lse, workspace, DType::f32, {width.heads, tokens});
   const AttentionOperands attended{to.q, to.k, to.v, out, lse};
@@ -274,7 +283,8 @@ void DecoderLayer::backward(const LayerRun& run, const LayerSaved& saved, Tensor
     const TensorView middle = kept_or_new(saved.middle, workspace, dtype_, {tokens, width.hidden});
     if (saved.middle.empty()) add_attention(run, saved.x, out, middle);
     run.each_piece(tokens, [&](int64_t begin, int64_t end) {
-      backward_mlp(run, saved.gate_up.empty() ? TensorView() : saved.gate_up.rows(begin, end), middle.rows(begin, end),
+      backward_mlp(run, saved.post_attention.piece(begin, end),
+                   saved.gate_up.empty() ? TensorView() : saved.gate_up.rows(begin, end), middle.rows(begin, end),
                    gradient.rows(begin, end));
     });
   }
@@ -306,17 +316,16 @@ void DecoderLayer::backward_attention(const LayerRun& run, const LayerSaved& sav
   run.each_piece(tokens, [&](int64_t begin, int64_t end) {
     ArenaScope scope(workspace);
     const TensorView x = saved.x.rows(begin, end), own = dqkv.rows(begin, end);
-    Piece piece;
-    norm_piece(run, input_norm_, x, piece);
-    add_product_gradients(run, piece.normed, own, qkv_weight_, qkv_bias_);
-    const TensorView dnormed = piece.normed;  // its last use was the line above
+    const Normed normed = kept_or_again(run, input_norm_, x, saved.input.piece(begin, end));
+    add_product_gradients(run, normed.rows, own, qkv_weight_, qkv_bias_);
+    const TensorView dnormed = normed.rows;  // its last use was the line above
     linear_backward_input(exec, own, weight(qkv_weight_), dnormed);
-    rmsnorm_backward(exec, x, weight(input_norm_), piece.rstd, dnormed, gradient.rows(begin, end), /*accumulate=*/true,
+    rmsnorm_backward(exec, x, weight(input_norm_), normed.rstd, dnormed, gradient.rows(begin, end), /*accumulate=*/true,
                      gradient_of(input_norm_));
   });
 }
 
-void DecoderLayer::backward_mlp(const LayerRun& run, TensorView kept_gate_up, TensorView middle,
+void DecoderLayer::backward_mlp(const LayerRun& run, const Normed& kept, TensorView kept_gate_up, TensorView middle,
                                 TensorView gradient) const {
   const Exec& exec = run.exec;
   Arena& workspace = run.workspace;
@@ -324,10 +333,9 @@ void DecoderLayer::backward_mlp(const LayerRun& run, TensorView kept_gate_up, Te
   const int64_t tokens = middle.dim(0);
 
   ArenaScope scope(workspace);
-  Piece piece;
-  norm_piece(run, post_attention_norm_, middle, piece);
+  const Normed normed = kept_or_again(run, post_attention_norm_, middle, kept);
   const TensorView gate_up = kept_or_new(kept_gate_up, workspace, dtype_, {tokens, 2 * width.intermediate});
-  if (kept_gate_up.empty()) linear_forward(exec, piece.normed, weight(gate_up_weight_), {}, gate_up);
+  if (kept_gate_up.empty()) linear_forward(exec, normed.rows, weight(gate_up_weight_), {}, gate_up);
 
   // Each gradient takes the place of its tensor after the tensor's last use, and silu(gate)·up comes back in the pass
   // that needs the same operands.
@@ -336,10 +344,10 @@ void DecoderLayer::backward_mlp(const LayerRun& run, TensorView kept_gate_up, Te
   linear_backward_input(exec, gradient, weight(down_weight_), dinner);
   swiglu_backward(exec, gate_up, dinner, dgate_up, inner);
   add_product_gradients(run, inner, gradient, down_weight_, -1);
-  add_product_gradients(run, piece.normed, dgate_up, gate_up_weight_, -1);
-  const TensorView dnormed = piece.normed;
+  add_product_gradients(run, normed.rows, dgate_up, gate_up_weight_, -1);
+  const TensorView dnormed = normed.rows;
   linear_backward_input(exec, dgate_up, weight(gate_up_weight_), dnormed);
-  rmsnorm_backward(exec, middle, weight(post_attention_norm_), piece.rstd, dnormed, gradient, /*accumulate=*/true,
+  rmsnorm_backward(exec, middle, weight(post_attention_norm_), normed.rstd, dnormed, gradient, /*accumulate=*/true,
                    gradient_of(post_attention_norm_));
 }
 

@@ -10,9 +10,18 @@
 
 namespace sb {
 
+// A norm's output and its rows' factors.
+struct Normed {
+  TensorView rows, rstd;
+
+  Normed piece(int64_t begin, int64_t end) const {
+    return rows.empty() ? Normed() : Normed{rows.rows(begin, end), rstd.rows(begin, end)};
+  }
+};
+
 // What a layer keeps of a micro-batch between forward and backward. An empty view was not kept: backward brings it back
-// with the operations forward used, so that it has the same bits. Norm outputs and silu(gate)·up are never kept: they
-// cost one pass over memory to bring back.
+// with the operations forward used, so that it has the same bits. silu(gate)·up is never kept: it comes back in a pass
+// that reads its operands anyway.
 struct LayerSaved {
   TensorView x;         // [T, H] the layer's input; the stage's, which may have moved it in between
   TensorView qkv;       // [T, (heads + 2 kv_heads)·d] the projection's output; in place of q, k, v with q/k norms
@@ -20,6 +29,7 @@ struct LayerSaved {
   TensorView out, lse;  // attention's results
   TensorView middle;    // [T, H] x + attention's projection
   TensorView gate_up;   // [T, 2·I]; backward overwrites it with its gradient
+  Normed input, post_attention;  // the norms' outputs [T, H]; overwritten too
   AttentionState* state = nullptr;
 };
 
@@ -73,18 +83,18 @@ class DecoderLayer {
   struct Operands {
     TensorView q, k, v, rstd_q, rstd_k;
   };
-  // Rows of a norm's output, in the workspace.
-  struct Piece {
-    TensorView normed, rstd;
-  };
   Operands operands(const LayerSaved& saved, Arena& workspace, int64_t tokens) const;
-  void norm_piece(const LayerRun& run, int norm, TensorView x, Piece& piece) const;
-  void project(const LayerRun& run, TensorView x, TensorView kept_qkv, const Operands& to) const;
+  // Of the rows `x`; where there is nothing kept to write to, in the workspace.
+  Normed norm(const LayerRun& run, int norm, TensorView x, const Normed& kept) const;
+  // What forward kept, or the norm once more.
+  Normed kept_or_again(const LayerRun& run, int norm, TensorView x, const Normed& kept) const;
+  void project(const LayerRun& run, TensorView x, const Normed& kept, TensorView kept_qkv, const Operands& to) const;
   // qkv: rows begin to end of the projection.
   void split_and_rotate(const LayerRun& run, TensorView qkv, const Operands& to, int64_t begin, int64_t end) const;
   void add_attention(const LayerRun& run, TensorView x, TensorView out, TensorView middle) const;
   // Of a piece.
-  void backward_mlp(const LayerRun& run, TensorView kept_gate_up, TensorView middle, TensorView gradient) const;
+  void backward_mlp(const LayerRun& run, const Normed& kept, TensorView kept_gate_up, TensorView middle,
+                    TensorView gradient) const;
   void backward_attention(const LayerRun& run, const LayerSaved& saved, const AttentionOperands& attended,
                           const Operands& to, TensorView qkv, TensorView gradient) const;
 

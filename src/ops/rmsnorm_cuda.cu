@@ -119,72 +119,98 @@ __global__ void __launch_bounds__(kWarps * 32)
   }
 }
 
-// dx and the block's part of dweight in one pass: a lane has the same columns of all rows of its warp and keeps their
-// sums in registers, and the row besides where that leaves enough of them; else its second reading finds it in the
-// cache. width ≤ 32·N·V.
-template <typename T, int N, int V>
-__global__ void __launch_bounds__(kWarps * 32)
+// A thread's column of R rows, on its way.
+template <int R>
+struct ColumnOfRows {
+  uint4 x[R], dy[R], dx[R];
+  float rstd[R];
+};
+
+template <typename T, int N>
+__device__ void unpack(const uint4& from, float (&to)[N]) {
+  static_assert(sizeof(T) * N == sizeof(from));
+  const auto pack = *reinterpret_cast<const Pack<T, N>*>(&from);
+#pragma unroll
+  for (int i = 0; i < N; ++i) to[i] = pack[i];
+}
+
+// dx and the block's part of dweight in one pass. blockDim.x threads have a row, a vector each, and blockDim.y such
+// groups R rows each at a time; the next rows are fetched while the sums of these go through shared memory. A thread
+// has the same columns of all its rows and keeps their part of dweight in registers.
+template <typename T, int N, int R, int kMostThreads, int kBlocks>
+__global__ void __launch_bounds__(kMostThreads, kBlocks)
     backward_kernel(const T* x, const T* weight, const float* rstd, const T* dy, int64_t rows, int64_t width, T* dx,
                     bool accumulate, float* partial) {
   extern __shared__ float sums[];  // [width]
-  constexpr bool kKeep = V * N <= 32;
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  float dweight[V][N] = {};
-  for (int64_t row = int64_t{blockIdx.x} * kWarps + warp; row < rows; row += int64_t{gridDim.x} * kWarps) {
-    const float r = rstd[row];
-    Pack<T, N> value[V], g[V];
-    float product;
-    if constexpr (kKeep) {
-      load_row(x + row * width, width, lane, value);
-      load_row(dy + row * width, width, lane, g);
-      product = 0;
+  __shared__ float products[2][R][kMostThreads / 32];
+  const int warps = blockDim.x / 32, warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = threadIdx.y;
+  const int64_t c = int64_t{threadIdx.x} * N, stride = int64_t{gridDim.x} * blockDim.y * R;
+  const bool inside = c < width;
+  float w[N] = {}, dweight[N] = {};
+  if (inside) load(weight + c, w);
+  const auto fetch = [&](ColumnOfRows<R>& to, int64_t first) {
 #pragma unroll
-      for (int v = 0; v < V; ++v) {
-        const int64_t c = (v * 32 + lane) * N;
-        if (c >= width) continue;
-        float w[N];
-        load(weight + c, w);
-#pragma unroll
-        for (int i = 0; i < N; ++i) product += g[v][i] * w[i] * value[v][i];
-      }
-      product = warp_sum(product) / static_cast<float>(width);
-    } else {
-      product = mean_product<T, N>(x + row * width, weight, dy + row * width, width, lane);
+    for (int i = 0; i < R; ++i) {
+      const int64_t row = first + i, at = row * width + c;
+      if (row >= rows || !inside) continue;
+      to.x[i] = *reinterpret_cast<const uint4*>(x + at);
+      to.dy[i] = *reinterpret_cast<const uint4*>(dy + at);
+      if (accumulate) to.dx[i] = *reinterpret_cast<const uint4*>(dx + at);
+      to.rstd[i] = rstd[row];
     }
-    const float pull = r * r * r * product;
+  };
+  ColumnOfRows<R> now;
+  int64_t block_first = int64_t{blockIdx.x} * blockDim.y * R;  // the same for all threads: they meet in every round
+  fetch(now, block_first + group * R);
+  for (int buffer = 0; block_first < rows; block_first += stride, buffer ^= 1) {
+    const int64_t first = block_first + group * R;
+    ColumnOfRows<R> next;
+    fetch(next, first + stride);
 #pragma unroll
-    for (int v = 0; v < V; ++v) {
-      const int64_t c = (v * 32 + lane) * N;
-      if (c >= width) continue;
-      float w[N], sum[N] = {};
-      load(weight + c, w);
-      if (accumulate) load(dx + row * width + c, sum);
-      if constexpr (!kKeep) {
-        value[v] = *reinterpret_cast<const Pack<T, N>*>(x + row * width + c);
-        g[v] = *reinterpret_cast<const Pack<T, N>*>(dy + row * width + c);
-      }
+    for (int i = 0; i < R; ++i) {
+      float product = 0;
+      if (first + i < rows && inside) {
+        float value[N], g[N];
+        unpack<T>(now.x[i], value);
+        unpack<T>(now.dy[i], g);
 #pragma unroll
-      for (int i = 0; i < N; ++i) {
-        sum[i] += r * g[v][i] * w[i] - pull * value[v][i];
-        dweight[v][i] += g[v][i] * (value[v][i] * r);
+        for (int k = 0; k < N; ++k) product += g[k] * w[k] * value[k];
       }
-      store(dx + row * width + c, sum);
+      product = warp_sum(product);
+      if (lane == 0) products[buffer][i][group * warps + warp] = product;
     }
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < R; ++i) {
+      if (first + i >= rows || !inside) continue;
+      float product = 0;
+      for (int other = 0; other < warps; ++other) product += products[buffer][i][group * warps + other];
+      const float r = now.rstd[i], pull = r * r * r * (product / static_cast<float>(width));
+      float value[N], g[N], sum[N] = {};
+      unpack<T>(now.x[i], value);
+      unpack<T>(now.dy[i], g);
+      if (accumulate) unpack<T>(now.dx[i], sum);
+#pragma unroll
+      for (int k = 0; k < N; ++k) {
+        sum[k] += r * g[k] * w[k] - pull * value[k];
+        dweight[k] += g[k] * (value[k] * r);
+      }
+      store(dx + (first + i) * width + c, sum);
+    }
+    now = next;
   }
-  // Warp after warp, so that the order of the sum is fixed.
-  for (int turn = 0; turn < kWarps; ++turn) {
-    if (warp == turn) {
+  // Group after group, so that the order of the sum is fixed.
+  for (int turn = 0; turn < static_cast<int>(blockDim.y); ++turn) {
+    if (group == turn && inside) {
 #pragma unroll
-      for (int v = 0; v < V; ++v) {
-        const int64_t c = (v * 32 + lane) * N;
-        if (c >= width) continue;
-#pragma unroll
-        for (int i = 0; i < N; ++i) sums[c + i] = turn == 0 ? dweight[v][i] : sums[c + i] + dweight[v][i];
-      }
+      for (int k = 0; k < N; ++k) sums[c + k] = turn == 0 ? dweight[k] : sums[c + k] + dweight[k];
     }
     __syncthreads();
   }
-  for (int64_t c = threadIdx.x; c < width; c += kWarps * 32) partial[blockIdx.x * width + c] = sums[c];
+  if (group == 0 && inside) {
+#pragma unroll
+    for (int k = 0; k < N; ++k) partial[blockIdx.x * width + c + k] = sums[c + k];
+  }
 }
 
 struct Backward {
@@ -195,13 +221,19 @@ struct Backward {
   float* dweight;
 };
 
-template <typename T, int V>
+// A thread has a vector of a row, so that rows of up to so many vectors can be worked on.
+constexpr int kMostVectors = 640, kFewVectors = 256;
+
+template <typename T, int R, int kMostThreads, int kBlocks>
 void launch_backward(const Backward& b) {
+  constexpr int N = kVector<T>;
   const ArenaScope scope(*b.exec.scratch);
   float* partial = b.exec.scratch->allocate_array<float>(kPartialRows * b.width);
-  const int blocks = static_cast<int>(std::min<int64_t>(kPartialRows, ceil_div(b.rows, kWarps)));
-  backward_kernel<T, kVector<T>, V>
-      <<<static_cast<unsigned>(blocks), kWarps * 32, static_cast<size_t>(b.width) * sizeof(float), stream_of(b.exec)>>>(
+  const int64_t threads = ceil_div(ceil_div(b.width, N), 32) * 32, groups = std::max<int64_t>(1, kFewVectors / threads);
+  const int blocks = static_cast<int>(std::min<int64_t>(kPartialRows, ceil_div(b.rows, groups * R)));
+  const dim3 block(static_cast<unsigned>(threads), static_cast<unsigned>(groups));
+  backward_kernel<T, N, R, kMostThreads, kBlocks>
+      <<<static_cast<unsigned>(blocks), block, static_cast<size_t>(b.width) * sizeof(float), stream_of(b.exec)>>>(
           data<T>(b.x), data<T>(b.weight), data<float>(b.rstd), data<T>(b.dy), b.rows, b.width, data<T>(b.dx),
           b.accumulate, partial);
   SB_CUDA_LAUNCHED();
@@ -257,12 +289,12 @@ void rmsnorm_backward(const Exec& exec, TensorView x, TensorView weight, TensorV
   if (b.rows == 0) return;
   with_type(x.dtype(), "rmsnorm_backward", [&](auto element) {
     using T = decltype(element);
-    constexpr int kLane = 32 * kVector<T>;  // columns of a vector a lane
     const bool fits = vectors_fit<T>(b.width, {x.raw(), weight.raw(), dy.raw(), dx.raw()});
-    if (fits && b.width <= 1024)
-      launch_backward<T, 1024 / kLane>(b);
-    else if (fits && b.width <= 2048)
-      launch_backward<T, 2048 / kLane>(b);
+    const int64_t vectors = ceil_div(b.width, kVector<T>);
+    if (fits && vectors <= kFewVectors)
+      launch_backward<T, 2, kFewVectors, 2>(b);
+    else if (fits && vectors <= kMostVectors)
+      launch_backward<T, 1, kMostVectors, 1>(b);
     else
       launch_backward_any<T>(b);
   });

@@ -109,10 +109,10 @@ TEST_P(RmsNormTest, WeightGradientDoesNotDependOnThreads) {
 }
 
 TEST_P(RmsNormTest, WideRows) {
-  // Widths of real models, on both sides of what CUDA keeps in registers.
-  for (const int64_t width : {896, 1536, 2048, 3584, 5120}) {
-    SCOPED_TRACE(width);
-    const int64_t rows = 300;
+  // Widths of real models, on both sides of what a block of CUDA threads has; rows for several rounds of all blocks.
+  for (const auto& [rows, width] :
+       {std::pair<int64_t, int64_t>{1101, 896}, {100, 1536}, {603, 2048}, {280, 3584}, {270, 5120}, {100, 5632}}) {
+    SCOPED_TRACE(::testing::Message() << rows << "x" << width);
     const auto x = random_operand(rows * width, 1), w = random_operand(width, 2), dy = random_operand(rows * width, 3);
     std::vector<double> dx(x.size()), dw(w.size());
     for (int64_t t = 0; t < rows; ++t) {
@@ -132,9 +132,19 @@ TEST_P(RmsNormTest, WideRows) {
                      rstd = filled_f32({rows}, NAN), got = filled({rows, width}, NAN), gotw = filled_f32({width}, 0);
     rmsnorm_forward(exec(), xt, wt, kEps, y, rstd);
     expect_close(host(y), rmsnorm(width, doubles(x), doubles(w)), tolerance(1e-6), "y");
-    rmsnorm_backward(exec(), xt, wt, rstd, tensor(dy, {rows, width}), got, false, gotw);
+    const TensorView dyt = tensor(dy, {rows, width});
+    rmsnorm_backward(exec(), xt, wt, rstd, dyt, got, false, gotw);
     expect_close(host(got), dx, tolerance(1e-5), "dx");
     expect_close(host(gotw), dw, 1e-5, "dweight");
+    const auto before = random_operand(rows * width, 4);
+    auto sum = dx;
+    for (size_t i = 0; i < sum.size(); ++i) sum[i] += before[i];
+    const TensorView added = tensor(before, {rows, width}), again = filled_f32({width}, 0);
+    rmsnorm_backward(exec(), xt, wt, rstd, dyt, added, true, again);
+    expect_close(host(added), sum, tolerance(1e-5), "dx accumulated");
+    EXPECT_EQ(host(again), host(gotw));
+    rmsnorm_backward(exec(), xt, wt, rstd, dyt, dyt, false, again);
+    EXPECT_EQ(host(dyt), host(got)) << "in place on dy";
   }
 }
 
