@@ -115,7 +115,9 @@ void CoverageStatistics::refresh(int layer, int length_class, const Curve& curve
   Shares& shares = shares_[static_cast<size_t>(nearest_[row + static_cast<size_t>(length_class)])];
   shares.shift = static_cast<double>(curve.shift_ppm) / kOne / kHalfOctave;
   shares.share[0] = 1.0;
-  for (size_t i = 0; i < curve.ppm.size(); ++i) shares.share[i + 1] = static_cast<double>(curve.ppm[i]) / kOne;
+  // Averages may cross by one, and a budget that gains less than nothing has no price.
+  for (size_t i = 0; i < curve.ppm.size(); ++i)
+    shares.share[i + 1] = std::min(shares.share[i], static_cast<double>(curve.ppm[i]) / kOne);
   shares.share[kPoints + 1] = shares.share[kPoints];
 }
 

@@ -171,6 +171,27 @@ TEST(CoverageStatistics, CurvesGoIntoACheckpointAndBack) {
   EXPECT_THROW(other.set_curves(curves, "state"), UserError);
 }
 
+// Averages of whole numbers may cross by one; what is asked of them must not.
+TEST(CoverageStatistics, RisesWhereAveragesCross) {
+  CoverageStatistics::Curve curve;
+  curve.seen = 1;
+  for (size_t i = 0; i < curve.ppm.size(); ++i) curve.ppm[i] = 900'000 + static_cast<int64_t>(i % 2);
+  CoverageStatistics statistics;
+  statistics.set_curves({{{0, 30}, curve}}, "a test");
+  std::vector<int32_t> budgets;
+  std::vector<double> logs;
+  for (int32_t k = 512; k < 40000; k += 128) {
+    budgets.push_back(k);
+    logs.push_back(std::log(static_cast<double>(k)));
+  }
+  std::vector<double> values(budgets.size()), layers(budgets.size());
+  statistics.evaluate({0, 40000}, 0, budgets, logs, values);
+  statistics.evaluate_layers({0, 40000}, 1, budgets, logs, layers);
+  EXPECT_TRUE(std::is_sorted(values.begin(), values.end()));
+  EXPECT_TRUE(std::is_sorted(layers.begin(), layers.end()));
+  EXPECT_EQ(statistics.curves().at({0, 30}), curve);  // what a checkpoint gets is as it was
+}
+
 TEST(CoverageStatistics, SequencesOfOneTokenAndOneBlock) {
   CoverageStatistics statistics;
   const int64_t budget = 128, all = 1'000'000;
