@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Fails where the documentation names what is not there: a link, a file of this repository, a key of the
-configuration, a command of the program or one of its options.
+"""Fails where the documentation, or an example in the program's help, names what is not there: a link, a file of this
+repository, a key of the configuration, a command of the program or one of its options.
 
 usage: check_docs.py PROGRAM | check_docs.py PROGRAM --self-test (shows that it can fail)
 """
@@ -40,12 +40,14 @@ class Program:
 
     def __init__(self, path):
         self.path = path
-        self.known = {}
+        self.known, self.footers = {}, {}
 
     def output(self, *words):
         if words not in self.known:
             run = subprocess.run([self.path, *words], capture_output=True, text=True, check=False)
             self.known[words] = run.stdout if run.returncode == 0 else ""
+            if words[-1] == "--help":  # an example is no evidence for what it names
+                self.known[words], _, self.footers[words] = self.known[words].partition("\nExample: ")
         return self.known[words]
 
     def commands(self, *path):
@@ -56,6 +58,11 @@ class Program:
         """Of a command, of those it contains and of the program."""
         below = "".join(self.output(*path, command, "--help") for command in self.commands(*path))
         return self.output(*path, "--help") + below + self.output("--help")
+
+    def footer(self, command):
+        """Its example and the pages it names, as a page would write them."""
+        self.output(command, "--help")
+        return "".join(f"    {line}\n" for line in self.footers[(command, "--help")].splitlines())
 
     def keys(self):
         return set(re.findall(r"^\| `([a-z_.]+)`", self.output("config", "--markdown"), re.M))
@@ -122,6 +129,9 @@ def main():
     for page in pages:
         for line, name in mistakes(page.read_text(encoding="utf-8"), page.parent, program):
             found.append(f"{page.relative_to(ROOT)}:{line}: there is no {name}")
+    for command in program.commands():
+        for _, name in mistakes(program.footer(command), ROOT, program):
+            found.append(f"sparsebalance {command} --help: there is no {name}")
     print("\n".join(found) or f"documentation: {len(pages)} pages name only what is there")
     return 1 if found else 0
 

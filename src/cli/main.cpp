@@ -77,6 +77,21 @@ std::vector<std::string> with_log_level_first(int argc, char** argv) {
   return level;
 }
 
+// Below the options of every command: an example, and the pages to read on.
+struct Footer {
+  const char *command, *example, *pages;
+};
+constexpr Footer kFooters[] = {
+    {"train", "examples/quickstart.yaml --ranks 2", "docs/configuration.md, docs/parallel.md"},
+    {"config", "examples/quickstart.yaml --set train.max_steps=100", "docs/configuration.md"},
+    {"data", "stats data/long", "docs/data.md"},
+    {"eval", "needle --model runs/quickstart/final --lengths 512,1024", "docs/evaluation.md"},
+    {"profile", "--run run.yaml --out profile.json", "docs/balancing.md"},
+    {"simulate", "--model qwen2.5-3b --profile h200 --dp 2 --pp 4", "docs/balancing.md, docs/results/simulate.md"},
+    {"report", "runs/balanced", "docs/balancing.md"},
+    {"bench", "attention --seq 16384 --density 0.1", "docs/attention.md"},
+};
+
 int run(int argc, char** argv) {
   CLI::App app{"SparseBalance: trains long-context language models", "sparsebalance"};
   app.set_version_flag("--version", "sparsebalance " SB_VERSION " (" SB_BUILD ")");
@@ -103,6 +118,9 @@ int run(int argc, char** argv) {
   app.footer(
       "SUBCOMMAND --help lists its options. docs/ has a page on each subject, docs/configuration.md all of run.yaml.\n"
       "Exit codes: 0 success, 1 another rank was lost, 2 the input is at fault, 3 out of memory, 70 a defect.");
+  for (const auto& [command, example, pages] : kFooters)
+    app.get_subcommand(command)->footer(
+        fmt::format("Example: sparsebalance {} {}\nRead on: {}", command, example, pages));
 
   try {
     std::vector<std::string> words = with_log_level_first(argc, argv);
