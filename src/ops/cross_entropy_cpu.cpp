@@ -18,97 +18,123 @@ struct LossOperands {
 // Every chunk passes over the weight and its gradient: as long as so many rows take.
 constexpr int64_t kWorthSkipping = 32;
 
+// Rows that go through the vocabulary together.
+struct Piece {
+  int64_t begin, rows;
+  float* logits;  // with backward: replaced by their gradient
+  float* losses;
+  int32_t* correct;
+};
+
+void make_logits(const Exec& exec, const LossOperands& operands, const Piece& piece) {
+  const int64_t width = operands.hidden.dim(1), vocabulary = operands.weight.dim(0);
+  parallel_sgemm(*exec.pool, {.transpose_b = true,
+                              .m = piece.rows,
+                              .n = vocabulary,
+                              .k = width,
+                              .a = operands.hidden.f32() + piece.begin * width,
+                              .lda = width,
+                              .b = operands.weight.f32(),
+                              .ldb = width,
+                              .c = piece.logits,
+                              .ldc = vocabulary});
+}
+
+void make_losses(const Exec& exec, const LossOperands& operands, const Piece& piece) {
+  const int64_t vocabulary = operands.weight.dim(0);
+  const int32_t* labels = operands.labels.as<int32_t>() + piece.begin;
+  const float* weights = operands.weights.f32() + piece.begin;
+  const bool backward = !operands.dweight.empty();
+  exec.pool->parallel_for(piece.rows, 8, [&](int64_t first, int64_t last, int) {
+    for (int64_t r = first; r < last; ++r) {
+      float* row = piece.logits + r * vocabulary;
+      if (labels[r] == kIgnoredLabel) {
+        piece.losses[r] = 0.0f;
+        piece.correct[r] = 0;
+        if (backward) std::memset(row, 0, static_cast<size_t>(vocabulary) * sizeof(float));
+        continue;
+      }
+      const RowLoss loss = cpu_kernels().cross_entropy_row(row, vocabulary, labels[r], weights[r], backward);
+      piece.losses[r] = loss.loss;
+      piece.correct[r] = loss.correct ? 1 : 0;
+    }
+  });
+}
+
+void add_sums(const LossOperands& operands, const Piece& piece, LossSums& sums) {
+  const int32_t* labels = operands.labels.as<int32_t>() + piece.begin;
+  const float* weights = operands.weights.f32() + piece.begin;
+  for (int64_t r = 0; r < piece.rows; ++r) {
+    if (labels[r] == kIgnoredLabel) continue;
+    sums.weighted += static_cast<double>(weights[r]) * piece.losses[r];
+    sums.nll += piece.losses[r];
+    sums.targets += 1;
+    sums.correct += piece.correct[r];
+  }
+}
+
+void make_gradients(const Exec& exec, const LossOperands& operands, const Piece& piece, bool add_to_dweight) {
+  const int64_t width = operands.hidden.dim(1), vocabulary = operands.weight.dim(0);
+  parallel_sgemm(*exec.pool, {.m = piece.rows,
+                              .n = width,
+                              .k = vocabulary,
+                              .a = piece.logits,
+                              .lda = vocabulary,
+                              .b = operands.weight.f32(),
+                              .ldb = width,
+                              .c = operands.dhidden.f32() + piece.begin * width,
+                              .ldc = width});
+  parallel_sgemm(*exec.pool, {.transpose_a = true,
+                              .m = vocabulary,
+                              .n = width,
+                              .k = piece.rows,
+                              .a = piece.logits,
+                              .lda = vocabulary,
+                              .b = operands.hidden.f32() + piece.begin * width,
+                              .ldb = width,
+                              .beta = add_to_dweight ? 1.0f : 0.0f,
+                              .c = operands.dweight.f32(),
+                              .ldc = width});
+}
+
 LossSums run(const Exec& exec, const LossOperands& operands, int64_t chunk) {
   const int64_t tokens = operands.hidden.dim(0), width = operands.hidden.dim(1), vocabulary = operands.weight.dim(0);
   const int32_t* labels = operands.labels.as<int32_t>();
-  const float* weights = operands.weights.f32();
-  const float* hidden = operands.hidden.f32();
   float* token_loss = operands.token_loss.empty() ? nullptr : operands.token_loss.f32();
-  float* dhidden = operands.dweight.empty() ? nullptr : operands.dhidden.f32();
+  const bool backward = !operands.dweight.empty();
   for (int64_t t = 0; t < tokens; ++t) {
     SB_CHECK(labels[t] == kIgnoredLabel || (0 <= labels[t] && labels[t] < vocabulary),
              "label {} of token {} with a vocabulary of {}", labels[t], t, vocabulary);
   }
 
   const ArenaScope scope(*exec.scratch);
-  float* logits = exec.scratch->allocate_array<float>(chunk * vocabulary);
-  float* losses = exec.scratch->allocate_array<float>(chunk);
-  int32_t* correct = exec.scratch->allocate_array<int32_t>(chunk);
+  Piece piece{};
+  piece.logits = exec.scratch->allocate_array<float>(chunk * vocabulary);
+  piece.losses = exec.scratch->allocate_array<float>(chunk);
+  piece.correct = exec.scratch->allocate_array<int32_t>(chunk);
 
   LossSums sums;
   bool holds_sums = operands.accumulate;  // dweight
   int64_t done = 0;
-  const auto skip_to = [&](int64_t row) {
-    if (token_loss != nullptr) std::fill(token_loss + done, token_loss + row, 0.0f);
-    if (dhidden != nullptr) std::fill(dhidden + done * width, dhidden + row * width, 0.0f);
-    done = row;
-  };
   while (done < tokens) {
-    const auto [begin, end] = next_loss_rows({labels, static_cast<size_t>(tokens)}, done, chunk, kWorthSkipping);
-    skip_to(begin);
-    const int64_t rows = end - begin;
-    if (rows == 0) break;
-    parallel_sgemm(*exec.pool, {.transpose_b = true,
-                                .m = rows,
-                                .n = vocabulary,
-                                .k = width,
-                                .a = hidden + begin * width,
-                                .lda = width,
-                                .b = operands.weight.f32(),
-                                .ldb = width,
-                                .c = logits,
-                                .ldc = vocabulary});
-    // `begin` by name: clang before 16 does not capture structured bindings on its own.
-    exec.pool->parallel_for(rows, 8, [&, begin = begin](int64_t first, int64_t last, int) {
-      for (int64_t r = first; r < last; ++r) {
-        float* row = logits + r * vocabulary;
-        const int32_t label = labels[begin + r];
-        if (label == kIgnoredLabel) {
-          losses[r] = 0.0f;
-          correct[r] = 0;
-          if (dhidden != nullptr) std::memset(row, 0, static_cast<size_t>(vocabulary) * sizeof(float));
-          continue;
-        }
-        const RowLoss loss =
-            cpu_kernels().cross_entropy_row(row, vocabulary, label, weights[begin + r], dhidden != nullptr);
-        losses[r] = loss.loss;
-        correct[r] = loss.correct ? 1 : 0;
-      }
-    });
-    for (int64_t r = 0; r < rows; ++r) {
-      if (labels[begin + r] == kIgnoredLabel) continue;
-      sums.weighted += static_cast<double>(weights[begin + r]) * losses[r];
-      sums.nll += losses[r];
-      sums.targets += 1;
-      sums.correct += correct[r];
-    }
-    if (token_loss != nullptr) std::copy(losses, losses + rows, token_loss + begin);
-    if (dhidden != nullptr) {
-      parallel_sgemm(*exec.pool, {.m = rows,
-                                  .n = width,
-                                  .k = vocabulary,
-                                  .a = logits,
-                                  .lda = vocabulary,
-                                  .b = operands.weight.f32(),
-                                  .ldb = width,
-                                  .c = dhidden + begin * width,
-                                  .ldc = width});
-      parallel_sgemm(*exec.pool, {.transpose_a = true,
-                                  .m = vocabulary,
-                                  .n = width,
-                                  .k = rows,
-                                  .a = logits,
-                                  .lda = vocabulary,
-                                  .b = hidden + begin * width,
-                                  .ldb = width,
-                                  .beta = holds_sums ? 1.0f : 0.0f,
-                                  .c = operands.dweight.f32(),
-                                  .ldc = width});
+    const LossRows next = next_loss_rows({labels, static_cast<size_t>(tokens)}, done, chunk, kWorthSkipping);
+    // What is skipped on the way there counts nothing.
+    if (token_loss != nullptr) std::fill(token_loss + done, token_loss + next.begin, 0.0f);
+    if (backward) std::fill(operands.dhidden.f32() + done * width, operands.dhidden.f32() + next.begin * width, 0.0f);
+    done = next.end;
+    piece.begin = next.begin;
+    piece.rows = next.end - next.begin;
+    if (piece.rows == 0) break;
+    make_logits(exec, operands, piece);
+    make_losses(exec, operands, piece);
+    add_sums(operands, piece, sums);
+    if (token_loss != nullptr) std::copy(piece.losses, piece.losses + piece.rows, token_loss + piece.begin);
+    if (backward) {
+      make_gradients(exec, operands, piece, holds_sums);
       holds_sums = true;
     }
-    done = end;
   }
-  if (!operands.dweight.empty() && !holds_sums) zero_tensor(exec, operands.dweight);
+  if (backward && !holds_sums) zero_tensor(exec, operands.dweight);
   return sums;
 }
 
