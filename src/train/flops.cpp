@@ -24,6 +24,7 @@ double peak_bf16_flops(std::string_view device_name) {
   if (is("NVIDIA H200 NVL") || is("NVIDIA H100 PCIe") || is("NVIDIA H100 NVL")) return 0;
   if (is("NVIDIA H200") || is("NVIDIA H100")) return 989e12;
   if (is("NVIDIA A100")) return 312e12;
+  if (device_name == "NVIDIA H20" || is("NVIDIA H20 ") || is("NVIDIA H20-")) return 148e12;  // not H200
   return 0;
 }
 

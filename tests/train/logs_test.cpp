@@ -253,6 +253,17 @@ TEST(Flops, CountsProductsOfASmallModelByHand) {
   EXPECT_DOUBLE_EQ(training_flops(config, lengths), 3 * (4 * per_token + attention));
 }
 
+TEST(Flops, PeaksAreTheDenseOnesOfKnownGpusOnly) {
+  const std::pair<const char*, double> expected[] = {
+      {"NVIDIA H200", 989e12},           {"NVIDIA H100 80GB HBM3", 989e12},
+      {"NVIDIA A100-SXM4-80GB", 312e12}, {"NVIDIA H20", 148e12},
+      {"NVIDIA H20-3e", 148e12},         {"NVIDIA H200 NVL", 0},
+      {"NVIDIA H100 PCIe", 0},           {"NVIDIA H800", 0},
+      {"NVIDIA GeForce RTX 4090", 0},    {"", 0},
+  };
+  for (const auto& [name, peak] : expected) EXPECT_EQ(peak_bf16_flops(name), peak) << name;
+}
+
 TEST(HostMemory, IsKnownHere) {
   EXPECT_GT(available_host_memory(), int64_t{1} << 20);
 }
