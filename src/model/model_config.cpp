@@ -157,6 +157,13 @@ ModelConfig parse_model_config(const std::string& text, const std::string& where
   return config;
 }
 
+int64_t longest_sequence(const ModelConfig& config) {
+  // Not by the factor of llama3: Llama-3.2 has 32 times 8,192 and is meant for 131,072.
+  if (config.rope.type != RopeConfig::Type::yarn) return config.max_position_embeddings;
+  const double scaled = static_cast<double>(config.rope.original_max_position_embeddings) * config.rope.factor;
+  return std::max<int64_t>(config.max_position_embeddings, std::llround(scaled));
+}
+
 void check_model_config(const ModelConfig& config, const std::string& where) {
   constexpr int64_t kLimit = int64_t{1} << 31;  // keeps every product of two sizes inside 64 bits
   const auto positive = [&](int64_t value, const char* key) {
@@ -222,7 +229,10 @@ std::string write_model_config(const ModelConfig& config, const std::string& tor
     const std::vector<int32_t>& eos = config.eos_token_ids;
     json["eos_token_id"] = eos.empty() ? ordered_json() : eos.size() == 1 ? ordered_json(eos[0]) : ordered_json(eos);
   }
-  if (!source || source->rope != config.rope) write_rope(json, config.rope);
+  // Where yarn does not name its original length, that is max_position_embeddings: it has to be named when they change.
+  const bool lengths_differ = source && source->max_position_embeddings != config.max_position_embeddings;
+  if (!source || source->rope != config.rope || (lengths_differ && config.rope.type == RopeConfig::Type::yarn))
+    write_rope(json, config.rope);
 
   const bool new_spelling = json.contains("rope_parameters");
   if (json.contains("dtype") || (new_spelling && !json.contains("torch_dtype"))) json["dtype"] = torch_dtype;

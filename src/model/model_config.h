@@ -40,6 +40,9 @@ ModelConfig read_model_config(const std::filesystem::path& config_json);
 ModelConfig parse_model_config(const std::string& json, const std::string& where);
 // config.json for `transformers`: the source with our values put in where they differ, in the source's own spelling.
 std::string write_model_config(const ModelConfig& config, const std::string& torch_dtype);
+// The longest sequence the model is meant for: max_position_embeddings, or farther where its yarn scaling says so.
+// Model cards tell to put the scaling into config.json by hand and to leave max_position_embeddings as it was.
+int64_t longest_sequence(const ModelConfig& config);
 // Sizes must be positive and fit each other; UserError otherwise.
 void check_model_config(const ModelConfig& config, const std::string& where);
 

@@ -27,6 +27,8 @@ void adapt_model_config(const RunConfig& run, ModelConfig& config) {
     config.max_position_embeddings = std::max(config.max_position_embeddings, reach);
     check_model_config(config, "model.rope");
   }
+  // Written out too: some versions of transformers take the ratio of the two lengths for yarn's factor.
+  config.max_position_embeddings = longest_sequence(config);
   SB_USER_CHECK(
       run.data.max_sequence_length <= config.max_position_embeddings,
       "data.max_sequence_length: {} tokens, but the model reaches {} (max_position_embeddings); shorten it, or "

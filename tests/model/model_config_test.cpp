@@ -279,6 +279,17 @@ TEST(ModelConfigTest, ANewRopeIsWrittenInTheSpellingOfTheSource) {
   EXPECT_TRUE(ordered_json::parse(write_model_config(old, "float32"))["rope_scaling"].is_null());
 }
 
+TEST(ModelConfigTest, YarnKeepsItsOriginalLengthWhenTheLongestSequenceChanges) {
+  ModelConfig config = parse(
+      with(minimal(), {{"max_position_embeddings", 4096}, {"rope_scaling", {{"type", "yarn"}, {"factor", 4.0}}}}));
+  EXPECT_EQ(longest_sequence(config), 16384);
+  config.max_position_embeddings = 16384;
+  const ModelConfig again = parse_model_config(write_model_config(config, "float32"), "config.json");
+  EXPECT_EQ(again.max_position_embeddings, 16384);
+  EXPECT_EQ(again.rope, config.rope);
+  EXPECT_EQ(again.rope.original_max_position_embeddings, 4096);
+}
+
 class WriteFromScratchTest : public testing::TestWithParam<ModelConfig::Family> {};
 
 TEST_P(WriteFromScratchTest, ReadsBackTheSame) {

@@ -315,6 +315,22 @@ TEST(RunConfig, RopeOverrideFillsInTheModelsOwnValues) {
   EXPECT_EQ(further.max_position_embeddings, 8192);
 }
 
+TEST(RunConfig, AYarnCheckpointReachesAsFarAsItsFactorSays) {
+  // As model cards tell to write it: the scaling put in, max_position_embeddings (4096) left alone.
+  RopeConfig yarn;
+  yarn.type = RopeConfig::Type::yarn;
+  yarn.factor = 4;
+  yarn.original_max_position_embeddings = 4096;
+  const ModelConfig model = adapted("", 10000, yarn);
+  EXPECT_EQ(model.rope.factor, 4);
+  EXPECT_EQ(model.max_position_embeddings, 16384) << "so that the ratio of the lengths is the factor, too";
+  EXPECT_THROW(adapted("", 16385, yarn), UserError);
+  // Llama-3.2's factor times its original length is twice what it is meant for.
+  RopeConfig llama3 = yarn;
+  llama3.type = RopeConfig::Type::llama3;
+  EXPECT_THROW(adapted("", 10000, llama3), UserError);
+}
+
 TEST(RunConfig, SequencesBeyondTheModelAreRefused) {
   try {
     adapted("", 10000);
