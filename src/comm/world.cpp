@@ -64,11 +64,20 @@ std::unique_ptr<Transport> open_module() {
 int launched_ranks() {
   if (const int ranks = number_in_environment("OMPI_COMM_WORLD_SIZE")) return ranks;
   // Slurm's number of tasks of this step; a batch script that is no step itself has none.
-  const int tasks = number_in_environment("SLURM_STEP_NUM_TASKS");
-  if (tasks <= 1) return 1;
-  SB_USER_CHECK(std::getenv("PMIX_RANK") != nullptr || std::getenv("PMI_RANK") != nullptr,
-                "srun started {} tasks without connecting them; start with srun --mpi=pmix", tasks);
-  return tasks;
+  if (const int tasks = number_in_environment("SLURM_STEP_NUM_TASKS"); tasks > 1) {
+    SB_USER_CHECK(std::getenv("PMIX_RANK") != nullptr || std::getenv("PMI_RANK") != nullptr,
+                  "srun started {} tasks without connecting them; start with srun --mpi=pmix", tasks);
+    return tasks;
+  }
+  // MPICH's mpiexec and its kin. Where the module is of another MPI, that one knows of one rank, which is an error.
+  if (const int ranks = number_in_environment("PMI_SIZE"); ranks > 1) return ranks;
+  // Each of its processes would train the whole model by itself.
+  if (std::getenv("TORCHELASTIC_RUN_ID") != nullptr)
+    SB_USER_CHECK(number_in_environment("WORLD_SIZE") <= 1,
+                  "torchrun started {} processes, which do not find each other here: start them with mpirun, with srun "
+                  "--mpi=pmix, or on one machine with --ranks",
+                  number_in_environment("WORLD_SIZE"));
+  return 1;
 }
 
 std::unique_ptr<Communicator> open_world_communicator(std::chrono::milliseconds timeout) {

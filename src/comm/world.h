@@ -9,7 +9,8 @@
 
 namespace sb {
 
-// How many ranks the launcher of this process (mpirun, srun) started, by its environment; 1 without a launcher.
+// How many ranks the launcher of this process (mpirun, srun, mpiexec) started, by its environment; 1 without a
+// launcher. UserError where processes were started that cannot find each other.
 int launched_ranks();
 
 // All ranks of this run: a group of one without a launcher, the MPI processes with one. MPI is a module that is loaded

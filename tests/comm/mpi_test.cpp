@@ -164,6 +164,37 @@ TEST(World, ReadsTheLaunchersEnvironment) {
   EXPECT_EQ(launched_ranks(), 4);
   unsetenv("PMIX_RANK");
   unsetenv("SLURM_STEP_NUM_TASKS");
+  setenv("PMI_SIZE", "3", 1);
+  EXPECT_EQ(launched_ranks(), 3);
+  unsetenv("PMI_SIZE");
+}
+
+// Its processes would otherwise train alone, all of them into the same folder.
+TEST(World, RefusesTheProcessesOfTorchrun) {
+  setenv("TORCHELASTIC_RUN_ID", "none", 1);
+  setenv("WORLD_SIZE", "1", 1);
+  EXPECT_EQ(launched_ranks(), 1);
+  setenv("WORLD_SIZE", "4", 1);
+  EXPECT_THROW(launched_ranks(), UserError);
+  unsetenv("TORCHELASTIC_RUN_ID");
+  EXPECT_EQ(launched_ranks(), 1) << "a variable of somebody else's";
+  unsetenv("WORLD_SIZE");
+}
+
+// mpiexec of another MPI than the module's: each process would take itself for the whole run.
+TEST(World, RefusesRanksThatItsMpiDoesNotKnow) {
+  setenv("PMI_SIZE", "2", 1);
+  EXPECT_EXIT(
+      {
+        try {
+          open_world_communicator(milliseconds(1000));
+        } catch (const UserError& error) {
+          std::cerr << error.what();
+          std::_Exit(7);
+        }
+      },
+      testing::ExitedWithCode(7), "the launcher started 2 ranks, but MPI knows of 1");
+  unsetenv("PMI_SIZE");
 }
 
 }  // namespace
