@@ -57,7 +57,7 @@ void add_data_tokenize(CLI::App& data) {
   command->add_option("--eod-token", options->documents.eod_token,
                       "that token; otherwise <|endoftext|>, <|end_of_text|> or </s>, whichever there is");
   command->add_flag("--add-special-tokens", options->documents.add_special_tokens,
-                    "add what the tokenizer's post-processor adds to text (Llama-3: <|begin_of_text|>)");
+                    "add what the tokenizer's post-processor adds to texts and prompts (Llama-3: <|begin_of_text|>)");
   command->add_option("--text-key", options->text_key, "key of plain text")->capture_default_str();
   command->add_flag("--skip-bad-lines", options->skip_bad_lines, "leave lines that cannot be used out, and count them");
   command->add_option("--workers", options->workers, "threads")->check(CLI::Range(1, 1024))->capture_default_str();

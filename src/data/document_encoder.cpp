@@ -5,11 +5,27 @@
 #include "core/errors.h"
 
 namespace sb {
+namespace {
+
+std::string_view trimmed(std::string_view text) {
+  constexpr std::string_view kSpace = " \t\n\v\f\r";
+  const size_t begin = text.find_first_not_of(kSpace);
+  if (begin == std::string_view::npos) return {};
+  return text.substr(begin, text.find_last_not_of(kSpace) + 1 - begin);
+}
+
+}  // namespace
 
 DocumentEncoder::DocumentEncoder(const Tokenizer& tokenizer, const DocumentEncoderOptions& options)
     : tokenizer_(tokenizer), options_(options) {
-  start_ = tokenizer.token_id("<|im_start|>").value_or(-1);
-  end_ = tokenizer.token_id("<|im_end|>").value_or(-1);
+  const auto id = [&](const char* token) { return tokenizer.token_id(token).value_or(-1); };
+  const ChatTokens chatml{-1, id("<|im_start|>"), -1, id("<|im_end|>")};
+  const ChatTokens llama3{id("<|begin_of_text|>"), id("<|start_header_id|>"), id("<|end_header_id|>"),
+                          id("<|eot_id|>")};
+  if (chatml.start >= 0 && chatml.end >= 0)
+    chat_ = chatml;
+  else if (llama3.begin >= 0 && llama3.start >= 0 && llama3.header_end >= 0 && llama3.end >= 0)
+    chat_ = llama3;
   if (!options.append_eod) return;
   if (!options.eod_token.empty()) {
     eod_ = tokenizer.token_id(options.eod_token).value_or(-1);
@@ -38,7 +54,7 @@ EncodedDocument DocumentEncoder::encode(const JsonlRecord& record) const {
       append(document, tokenizer_.encode(record.text, whole), true);
       break;
     case JsonlRecord::Kind::completion:
-      append(document, tokenizer_.encode(record.prompt), false);
+      append(document, tokenizer_.encode(record.prompt, whole), false);
       append(document, tokenizer_.encode(record.completion), true);
       break;
     case JsonlRecord::Kind::messages:
@@ -56,24 +72,33 @@ EncodedDocument DocumentEncoder::encode(const JsonlRecord& record) const {
 }
 
 void DocumentEncoder::encode_messages(const JsonlRecord& record, EncodedDocument& document) const {
-  SB_USER_CHECK(start_ >= 0 && end_ >= 0,
-                "{}: \"messages\" need the tokens <|im_start|> and <|im_end|>, which this tokenizer does not have",
-                tokenizer_.name());
+  SB_USER_CHECK(
+      chat_.start >= 0,
+      "{}: \"messages\" need <|im_start|> and <|im_end|> (ChatML), or <|begin_of_text|>, <|start_header_id|>, "
+      "<|end_header_id|> and <|eot_id|> (Llama-3), and this tokenizer has neither",
+      tokenizer_.name());
   EncodeOptions as_text;
   as_text.parse_added_tokens = false;
-  const std::vector<int32_t> line_end = tokenizer_.encode("\n", as_text);
+  const bool llama3 = chat_.header_end >= 0;
+  const std::vector<int32_t> line_end = tokenizer_.encode(llama3 ? "\n\n" : "\n", as_text);
+  if (llama3) append(document, {chat_.begin}, false);
   for (const ChatMessage& message : record.messages) {
-    append(document, {start_}, false);
-    if (message.role == "assistant") {
+    const bool answer = message.role == "assistant";
+    append(document, {chat_.start}, false);
+    if (llama3) {
+      append(document, tokenizer_.encode(message.role, as_text), false);
+      append(document, {chat_.header_end}, false);
+      append(document, line_end, false);
+      append(document, tokenizer_.encode(trimmed(message.content), as_text), answer);
+    } else if (answer) {
       // Apart from the header, as the model will continue it.
       append(document, tokenizer_.encode("assistant\n", as_text), false);
       append(document, tokenizer_.encode(message.content, as_text), true);
-      append(document, {end_}, true);
     } else {
       append(document, tokenizer_.encode(message.role + "\n" + message.content, as_text), false);
-      append(document, {end_}, false);
     }
-    append(document, line_end, false);
+    append(document, {chat_.end}, answer);
+    if (!llama3) append(document, line_end, false);
   }
 }
 

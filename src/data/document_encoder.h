@@ -17,16 +17,18 @@ struct EncodedDocument {
 struct DocumentEncoderOptions {
   bool append_eod = false;
   std::string eod_token;            // empty: <|endoftext|>, <|end_of_text|> or </s>, whichever there is
-  bool add_special_tokens = false;  // what the tokenizer's post-processor adds to plain text
+  bool add_special_tokens = false;  // what the tokenizer's post-processor adds to plain text and to prompts
 };
 
 // Turns records into tokens and targets.
 // Plain text: every token is a target.
-// Messages: ChatML as Qwen writes it, <|im_start|>role\ncontent<|im_end|>\n for each message, without a default system
-// message; an assistant's content and its <|im_end|> are targets. Content is text: "<|im_end|>" inside it is spelled
-// out and ends nothing. Prompt and completion: encoded apart from each other, as at inference; the completion is the
-// target. The end-of-document token is a target after text and completions, not after messages, which have ended
-// already.
+// Messages, without a default system message, in the form whose tokens the tokenizer has: ChatML as Qwen writes it,
+// <|im_start|>role\ncontent<|im_end|>\n for each message; or Llama-3's, <|begin_of_text|> and for each message
+// <|start_header_id|>role<|end_header_id|>\n\ncontent<|eot_id|> with white space around the content removed, as its
+// template does. An assistant's content and the token that ends it are targets. Content is text: "<|im_end|>" inside it
+// is spelled out and ends nothing. Prompt and completion: encoded apart from each other, as at inference; the
+// completion is the target. The end-of-document token is a target after text and completions, not after messages, which
+// have ended already.
 class DocumentEncoder {
  public:
   // Throws UserError when the tokenizer lacks the end-of-document token asked for.
@@ -35,12 +37,17 @@ class DocumentEncoder {
   EncodedDocument encode(const JsonlRecord& record) const;
 
  private:
+  // The tokens around a message of ChatML or Llama-3; -1: not there.
+  struct ChatTokens {
+    int32_t begin = -1, start = -1, header_end = -1, end = -1;
+  };
   void encode_messages(const JsonlRecord& record, EncodedDocument& document) const;
   void append(EncodedDocument& document, const std::vector<int32_t>& tokens, bool target) const;
 
   const Tokenizer& tokenizer_;
   DocumentEncoderOptions options_;
-  int32_t eod_ = -1, start_ = -1, end_ = -1;
+  ChatTokens chat_;
+  int32_t eod_ = -1;
 };
 
 }  // namespace sb

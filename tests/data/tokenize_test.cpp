@@ -1,5 +1,6 @@
 #include <gtest/gtest.h>
 
+#include <fstream>
 #include <nlohmann/json.hpp>
 
 #include "core/errors.h"
@@ -40,6 +41,68 @@ TEST(DocumentEncoder, ChatIsWrittenAsChatMl) {
   EXPECT_EQ(qwen().decode(document.tokens), whole);
   EXPECT_EQ(document.tokens, qwen().encode(whole)) << "as encoding the whole text at once";
   EXPECT_EQ(targets_text(document), "hello there<|im_end|>so long<|im_end|>");
+}
+
+// The tokenizer of the reference files with Llama-3's pre-tokenizer, and the names of its chat tokens.
+const Tokenizer& llama3() {
+  static const Tokenizer tokenizer = [] {
+    std::ifstream file(std::string(SB_TEST_DATA) + "/tokenizer_reference/llama3_style.json");
+    nlohmann::json json = nlohmann::json::parse(file);
+    for (const char* name : {"<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"})
+      json["added_tokens"].push_back({{"id", 500 + json["added_tokens"].size()}, {"content", name}, {"special", true}});
+    return Tokenizer::parse(json.dump(), "llama3");
+  }();
+  return tokenizer;
+}
+
+TEST(DocumentEncoder, ChatIsWrittenInLlama3sFormWhereItsTokensAre) {
+  const EncodedDocument document =
+      DocumentEncoder(llama3(), {})
+          .encode(parse_jsonl_record(
+              R"({"messages": [{"role": "system", "content": "be brief"}, {"role": "user", "content": " hi\n"},
+          {"role": "assistant", "content": "\nhello <|eot_id|> there "}, {"role": "user", "content": "bye"},
+          {"role": "assistant", "content": "so long"}]})"));
+  const std::string whole =
+      "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nbe brief<|eot_id|>"
+      "<|start_header_id|>user<|end_header_id|>\n\nhi<|eot_id|>"
+      "<|start_header_id|>assistant<|end_header_id|>\n\nhello <|eot_id|> there<|eot_id|>"
+      "<|start_header_id|>user<|end_header_id|>\n\nbye<|eot_id|>"
+      "<|start_header_id|>assistant<|end_header_id|>\n\nso long<|eot_id|>";
+  EXPECT_EQ(llama3().decode(document.tokens), whole);
+  const int32_t end = llama3().token_id("<|eot_id|>").value();
+  EXPECT_EQ(std::count(document.tokens.begin(), document.tokens.end(), end), 5)
+      << "the one inside content ends nothing";
+  std::vector<int32_t> targets;
+  for (size_t t = 0; t < document.tokens.size(); ++t)
+    if (document.targets[t]) targets.push_back(document.tokens[t]);
+  EXPECT_EQ(llama3().decode(targets), "hello <|eot_id|> there<|eot_id|>so long<|eot_id|>");
+  // As the whole text at once, where no content looks like a token.
+  const EncodedDocument plain =
+      DocumentEncoder(llama3(), {})
+          .encode(parse_jsonl_record(
+              R"({"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]})"));
+  EXPECT_EQ(plain.tokens, llama3().encode("<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\nhi<|eot_id|>"
+                                          "<|start_header_id|>assistant<|end_header_id|>\n\nyes<|eot_id|>"));
+}
+
+TEST(DocumentEncoder, SpecialTokensAreAddedToPromptsAsToText) {
+  DocumentEncoderOptions options;
+  options.add_special_tokens = true;
+  const DocumentEncoder encoder(llama3(), options);
+  const EncodedDocument document =
+      encoder.encode(parse_jsonl_record(R"({"prompt": "The sky is", "completion": " blue"})"));
+  EXPECT_EQ(llama3().decode(document.tokens), "<|endoftext|>The sky is blue")
+      << "what its post-processor puts in front";
+  EXPECT_EQ(document.targets[0], 0);
+}
+
+TEST(DocumentEncoder, ChatNeedsTheTokensOfAForm) {
+  const Tokenizer plain = Tokenizer::load(std::string(SB_TEST_DATA) + "/tokenizer_reference/llama3_style.json");
+  EXPECT_NE(user_error([&] {
+              DocumentEncoder(plain, {}).encode(
+                  parse_jsonl_record(R"({"messages": [{"role": "assistant", "content": "x"}]})"));
+            }).find("<|start_header_id|>"),
+            std::string::npos);
 }
 
 TEST(DocumentEncoder, MarkersInsideContentEndNothing) {
