@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstdio>
 #include <fstream>
+#include <map>
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <sstream>
@@ -19,6 +20,7 @@
 #include "data/token_dataset.h"
 #include "eval/eval_model.h"
 #include "eval/longbench_metrics.h"
+#include "eval/longbench_prompt.h"
 #include "eval/needle.h"
 #include "eval/perplexity.h"
 #include "train/checkpoint.h"
@@ -246,18 +248,24 @@ void run_needle(EvalOptions options, const NeedleOptions& needle) {
                        {"mean", grid.mean()}});
 }
 
-// Predictions of a file ("pred"), or made by the model for `prompt_key` of every row.
+// Predictions of a file ("pred"), one for each of the rows.
+std::vector<std::string> read_predictions(const std::string& file, const std::vector<Row>& rows) {
+  const std::vector<Row> given = read_jsonl(file);
+  SB_USER_CHECK(given.size() == rows.size(), "{}: {} predictions for {} lines", file, given.size(), rows.size());
+  std::vector<std::string> texts;
+  for (const Row& row : given) texts.push_back(field<std::string>(row, "pred", file));
+  return texts;
+}
+
+EvalModel open_model_to_run(const EvalOptions& options) {
+  SB_USER_CHECK(!options.model.empty(), "name a --model to run, or --predictions to score");
+  return open_model(options);
+}
+
 std::vector<std::string> predictions_for(const EvalOptions& options, const std::string& file,
                                          const std::vector<Row>& rows, const std::vector<std::string>& prompts) {
-  if (!file.empty()) {
-    const std::vector<Row> given = read_jsonl(file);
-    SB_USER_CHECK(given.size() == rows.size(), "{}: {} predictions for {} lines", file, given.size(), rows.size());
-    std::vector<std::string> texts;
-    for (size_t i = 0; i < given.size(); ++i) texts.push_back(field<std::string>(given[i], "pred", file));
-    return texts;
-  }
-  SB_USER_CHECK(!options.model.empty(), "name a --model to run, or --predictions to score");
-  EvalModel model = open_model(options);
+  if (!file.empty()) return read_predictions(file, rows);
+  EvalModel model = open_model_to_run(options);
   Progress progress;
   return model.answer(prompts, generation(options),
                       [&](size_t done, size_t all) { show(progress, done, all, "prompts"); });
@@ -286,31 +294,78 @@ void run_ruler(const EvalOptions& options, const std::string& input, const std::
   write_json(options, {{"task", "ruler"}, {"score", mean}, {"rows", scored}});
 }
 
-// A line of LongBench.
-struct LongBenchItem {
-  std::string task;
-  std::vector<std::string> answers, classes;
+struct LongBenchOptions {
+  std::string input, predictions, task, prompts, answer_lengths;
 };
 
-void run_longbench(const EvalOptions& options, const std::string& input, const std::string& predictions,
-                   const std::string& task) {
+// A line of LongBench.
+struct LongBenchItem {
+  std::string task, prompt;
+  std::vector<std::string> answers, classes;
+  int64_t answer_tokens = 0;
+};
+
+std::vector<LongBenchItem> longbench_items(const std::vector<Row>& rows, const LongBenchOptions& bench,
+                                           int64_t answer_tokens) {
   const std::vector<std::string> known = longbench::known_tasks();
-  const std::vector<Row> rows = read_jsonl(input);
-  std::vector<std::string> prompts;
+  const std::string& input = bench.input;
+  std::map<std::string, std::string> templates;
+  if (!bench.prompts.empty()) templates = longbench::read_templates(bench.prompts);
+  std::map<std::string, int64_t> lengths;
+  if (!bench.answer_lengths.empty()) lengths = longbench::read_answer_lengths(bench.answer_lengths);
   std::vector<LongBenchItem> items;
   for (const Row& row : rows) {
-    prompts.push_back(field<std::string>(row, "context", input) + "\n\n" + field<std::string>(row, "input", input) +
-                      "\n");
     LongBenchItem& item = items.emplace_back();
-    item.task = task.empty() ? field<std::string>(row, "dataset", input) : task;
+    item.task = bench.task.empty() ? field<std::string>(row, "dataset", input) : bench.task;
     SB_USER_CHECK(std::find(known.begin(), known.end(), item.task) != known.end(),
                   "{}:{}: the task \"{}\" has no metric here; known are {}", input, row.line, item.task,
                   fmt::join(known, ", "));
+    const auto prompt = templates.find(item.task);
+    SB_USER_CHECK(templates.empty() || prompt != templates.end(), "{}: no template for the task \"{}\" of {}:{}",
+                  bench.prompts, item.task, input, row.line);
+    const auto length = lengths.find(item.task);
+    SB_USER_CHECK(lengths.empty() || length != lengths.end(), "{}: no length for the task \"{}\" of {}:{}",
+                  bench.answer_lengths, item.task, input, row.line);
+    item.answer_tokens = lengths.empty() ? answer_tokens : length->second;
+    item.prompt = longbench::fill(templates.empty() ? "{context}\n\n{input}\n" : prompt->second,
+                                  field<std::string>(row, "context", input), field<std::string>(row, "input", input));
     item.answers = field<std::vector<std::string>>(row, "answers", input);
     if (row.object.contains("all_classes") && !row.object["all_classes"].is_null())
       item.classes = field<std::vector<std::string>>(row, "all_classes", input);
   }
-  const std::vector<std::string> texts = predictions_for(options, predictions, rows, prompts);
+  return items;
+}
+
+// As the published script asks: prompts that are too long lose their middle.
+std::vector<std::string> longbench_answers(const EvalOptions& options, const std::vector<LongBenchItem>& items) {
+  EvalModel model = open_model_to_run(options);
+  std::map<int64_t, std::vector<size_t>> by_length;  // answers of a length run together
+  for (size_t i = 0; i < items.size(); ++i) by_length[items[i].answer_tokens].push_back(i);
+  std::vector<std::string> texts(items.size());
+  Progress progress;
+  size_t before = 0;
+  for (const auto& [length, places] : by_length) {
+    SB_USER_CHECK(length < options.max_tokens,
+                  "--max-tokens {}: answers have up to {} tokens, so that nothing is left for the prompt",
+                  options.max_tokens, length);
+    GenerationOptions how = generation(options);
+    how.max_new_tokens = length;
+    std::vector<std::string> prompts;
+    for (const size_t i : places) prompts.push_back(items[i].prompt);
+    const std::vector<std::string> answers = model.answer(
+        prompts, how, [&](size_t done, size_t) { show(progress, before + done, items.size(), "prompts"); },
+        /*cut_middle=*/true);
+    for (size_t i = 0; i < places.size(); ++i) texts[places[i]] = answers[i];
+    before += places.size();
+  }
+  return texts;
+}
+
+void run_longbench(const EvalOptions& options, const LongBenchOptions& bench) {
+  const std::vector<Row> rows = read_jsonl(bench.input);
+  const std::vector<LongBenchItem> items = longbench_items(rows, bench, options.max_new_tokens);
+  const std::vector<std::string> texts =
+      bench.predictions.empty() ? longbench_answers(options, items) : read_predictions(bench.predictions, rows);
   double sum = 0;
   Json scored = Json::array();
   for (size_t i = 0; i < rows.size(); ++i) {
@@ -319,7 +374,7 @@ void run_longbench(const EvalOptions& options, const std::string& input, const s
     scored.push_back({{"index", i}, {"dataset", items[i].task}, {"pred", texts[i]}, {"score", score}});
   }
   const double mean = 100 * sum / static_cast<double>(rows.size());
-  std::printf("%s: %.2f over %zu samples\n", input.c_str(), mean, rows.size());
+  std::printf("%s: %.2f over %zu samples\n", bench.input.c_str(), mean, rows.size());
   write_json(options, {{"task", "longbench"}, {"score", mean}, {"rows", scored}});
 }
 
@@ -335,7 +390,7 @@ void run_generate(const EvalOptions& options, const std::vector<std::string>& pr
       SB_USER_CHECK(words.eof(), "--prompt \"{}\": with --token-ids a prompt is numbers with blanks between", prompt);
     }
     GenerationOptions how = generation(options);
-    how.stop_tokens = model.config().eos_token_ids;
+    how.stop_tokens = model.stop_tokens();
     for (const std::vector<int32_t>& ids : model.generate(tokens, how)) {
       std::string line;
       for (const int32_t id : ids) line += fmt::format("{}{}", line.empty() ? "" : " ", id);
@@ -428,14 +483,19 @@ void add_eval_command(CLI::App& app) {
   ruler->callback([=] { run_ruler(*options, *input, *predictions, *part); });
 
   CLI::App* bench = eval->add_subcommand("longbench", "LongBench v1 files with each task's own metric");
-  auto task = std::make_shared<std::string>();
+  auto questions = std::make_shared<LongBenchOptions>();
   add_common(bench, *options, false);
   add_sampling(bench, *options);
-  bench->add_option("--input", *input, "JSONL")->required();
-  bench->add_option("--predictions", *predictions, "JSONL with \"pred\" a line, to score instead of running a model");
-  bench->add_option("--task", *task, "task name; otherwise every line's \"dataset\"")
+  bench->add_option("--input", questions->input, "JSONL")->required();
+  bench->add_option("--predictions", questions->predictions,
+                    "JSONL with \"pred\" a line, to score instead of running a model");
+  bench->add_option("--task", questions->task, "task name; otherwise every line's \"dataset\"")
       ->check(CLI::IsMember(longbench::known_tasks()));
-  bench->callback([=] { run_longbench(*options, *input, *predictions, *task); });
+  bench->add_option("--prompts", questions->prompts,
+                    "LongBench's dataset2prompt.json; without it a prompt is the context and the input");
+  bench->add_option("--answer-lengths", questions->answer_lengths,
+                    "LongBench's dataset2maxlen.json; without it --max-new-tokens");
+  bench->callback([=] { run_longbench(*options, *questions); });
 
   CLI::App* generate = eval->add_subcommand("generate", "continue prompts");
   auto prompts = std::make_shared<std::vector<std::string>>();

@@ -1,6 +1,8 @@
 #include "eval/eval_model.h"
 
 #include <cmath>
+#include <fstream>
+#include <nlohmann/json.hpp>
 #include <numeric>
 
 #include "attention/cuda/cuda_attention.h"
@@ -13,12 +15,34 @@
 #include "model/hf_checkpoint.h"
 
 namespace sb {
+namespace {
+
+// generation_config.json is written by hand often enough: what is no token id is said and passed over.
+std::vector<int32_t> read_stop_tokens(const std::filesystem::path& model, const ModelConfig& config) {
+  std::vector<int32_t> tokens = config.eos_token_ids;
+  const std::filesystem::path path = model / "generation_config.json";
+  std::ifstream file(path);
+  if (!file.good()) return tokens;
+  const nlohmann::json json = nlohmann::json::parse(file, nullptr, /*allow_exceptions=*/false);
+  const nlohmann::json ids = json.is_object() ? json.value("eos_token_id", nlohmann::json()) : nlohmann::json();
+  for (const nlohmann::json& id : ids.is_array() || ids.is_null() ? ids : nlohmann::json::array({ids})) {
+    if (!id.is_number_integer() || id < 0 || id >= config.vocab_size) {
+      log::warning("{}: eos_token_id: {} is no token of the model", path.string(), id.dump());
+      continue;
+    }
+    if (std::find(tokens.begin(), tokens.end(), id) == tokens.end()) tokens.push_back(id);
+  }
+  return tokens;
+}
+
+}  // namespace
 
 EvalModel::EvalModel(const EvalModelOptions& options)
     : options_(options),
       config_(read_model_config(options.model / "config.json")),
       pool_(options.threads > 0 ? options.threads : available_cores()),
       context_(options.device, pool_) {
+  stop_tokens_ = read_stop_tokens(options.model, config_);
   CachedAttention::Options cache;
   prefill_ = make_prefill(cache);
   cache.prefill = prefill_.get();
@@ -87,7 +111,7 @@ const Tokenizer& EvalModel::tokenizer() {
 }
 
 void EvalModel::warn_beyond_reach(int64_t tokens) {
-  const int64_t reach = config_.max_position_embeddings;
+  const int64_t reach = longest_sequence(config_);
   if (warned_ || reach == 0 || tokens <= reach) return;
   warned_ = true;
   log::warning("a sequence of {} tokens, but the model reaches {} (max_position_embeddings of {})", tokens, reach,
@@ -123,12 +147,22 @@ std::vector<std::vector<int32_t>> EvalModel::generate(const std::vector<std::vec
 }
 
 std::vector<std::string> EvalModel::answer(const std::vector<std::string>& prompts, GenerationOptions options,
-                                           const std::function<void(size_t, size_t)>& progress) {
+                                           const std::function<void(size_t, size_t)>& progress, bool cut_middle) {
   std::vector<std::vector<int32_t>> tokens;
   EncodeOptions encode;
   encode.add_special_tokens = true;
-  for (const std::string& prompt : prompts) tokens.push_back(tokenizer().encode(prompt, encode));
-  options.stop_tokens.insert(options.stop_tokens.end(), config_.eos_token_ids.begin(), config_.eos_token_ids.end());
+  const int64_t room = std::max<int64_t>(options_.max_tokens - options.max_new_tokens, 1);
+  int64_t cut = 0;
+  for (const std::string& prompt : prompts) {
+    std::vector<int32_t>& ids = tokens.emplace_back(tokenizer().encode(prompt, encode));
+    if (!cut_middle || std::ssize(ids) <= room) continue;
+    ids.erase(ids.begin() + (room + 1) / 2, ids.end() - room / 2);
+    ++cut;
+  }
+  if (cut > 0)
+    log::warning("{} of {} prompts have more than {} tokens and lost their middle; --max-tokens makes room", cut,
+                 prompts.size(), room);
+  options.stop_tokens.insert(options.stop_tokens.end(), stop_tokens_.begin(), stop_tokens_.end());
   std::vector<std::string> texts;
   for (const std::vector<int32_t>& ids : generate(tokens, options, progress)) {
     texts.push_back(tokenizer().decode(ids, /*skip_special_tokens=*/true));

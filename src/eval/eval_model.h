@@ -49,9 +49,12 @@ class EvalModel {
   std::vector<std::vector<int32_t>> generate(const std::vector<std::vector<int32_t>>& prompts,
                                              const GenerationOptions& options,
                                              const std::function<void(size_t, size_t)>& progress = {});
-  // Text in, text out; stops at the model's end tokens.
+  // Text in, text out; stops at stop_tokens(). `cut_middle`: prompts that leave no room for an answer lose their middle
+  // instead of being refused, and a warning counts them.
   std::vector<std::string> answer(const std::vector<std::string>& prompts, GenerationOptions options,
-                                  const std::function<void(size_t, size_t)>& progress = {});
+                                  const std::function<void(size_t, size_t)>& progress = {}, bool cut_middle = false);
+  // The end tokens of config.json, and those that an instruct model has in generation_config.json beside them.
+  const std::vector<int32_t>& stop_tokens() const { return stop_tokens_; }
 
  private:
   // Says once that sequences are longer than the model was made for; what comes of it may be what is to be seen.
@@ -67,6 +70,7 @@ class EvalModel {
   std::unique_ptr<CachedAttention> cached_;
   std::unique_ptr<Stage> stage_;
   std::optional<Tokenizer> tokenizer_;
+  std::vector<int32_t> stop_tokens_;
   bool warned_ = false;
 };
 

@@ -251,6 +251,23 @@ TEST_F(Cli, EvalNamesTheLineOfAFile) {
   EXPECT_NE(empty.err.find("q.jsonl:4: \"outputs\" is empty"), std::string::npos) << empty.err;
 }
 
+TEST_F(Cli, LongBenchNamesTheTaskThatItsFilesLack) {
+  const std::string questions =
+      write("q.jsonl", "{\"context\": \"c\", \"input\": \"i\", \"answers\": [\"yes\"], \"dataset\": \"qasper\"}\n");
+  const std::string answers = write("a.jsonl", "{\"pred\": \"yes\"}\n");
+  const std::string prompts = write("dataset2prompt.json", "{\"lcc\": \"{context}\"}");
+  const std::vector<std::string> score = {"eval", "longbench", "--input", questions, "--predictions", answers};
+  const ProgramResult scored = run_program(score);
+  EXPECT_EQ(scored.exit_code, 0) << scored.err;
+  EXPECT_NE(scored.out.find("100.00 over 1 samples"), std::string::npos) << scored.out;
+  std::vector<std::string> asked = score;
+  asked.insert(asked.end(), {"--prompts", prompts});
+  const ProgramResult lacking = run_program(asked);
+  EXPECT_EQ(lacking.exit_code, 2);
+  EXPECT_NE(lacking.err.find("dataset2prompt.json: no template for the task \"qasper\" of"), std::string::npos)
+      << lacking.err;
+}
+
 TEST_F(Cli, AModelsConfigOfWrongTypesIsTheUsersError) {
   const std::string config =
       write("config.json",

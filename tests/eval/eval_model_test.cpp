@@ -4,11 +4,13 @@
 
 #include <algorithm>
 #include <cmath>
+#include <fstream>
 #include <memory>
 #include <numeric>
 
 #include "attention/dense_attention.h"
 #include "attention/sparse_attention.h"
+#include "core/errors.h"
 #include "device/cuda.h"
 #include "model/hf_checkpoint.h"
 #include "tests/eval/small_model.h"
@@ -107,6 +109,55 @@ INSTANTIATE_TEST_SUITE_P(Devices, EvalModelTest, testing::ValuesIn(everywhere())
 std::vector<std::optional<SelectionConfig>> patterns() {
   return {std::nullopt, selection(SelectionPattern::topk), selection(SelectionPattern::topp),
           selection(SelectionPattern::window)};
+}
+
+TEST_P(EvalModelTest, AnswersEndAtTheTokensOfTheGenerationConfigToo) {
+  ModelConfig config = small_model(64);
+  config.eos_token_ids = {7};
+  write_hf_model(directory_.path(), config, Reference({}).stage->parameters(), {});
+  const auto stops = [&](const char* text) {
+    std::ofstream(directory_ / "generation_config.json") << text;
+    return open({}).stop_tokens();
+  };
+  EXPECT_EQ(open({}).stop_tokens(), (std::vector<int32_t>{7}));
+  EXPECT_EQ(stops(R"({"eos_token_id": [9, 7, 3]})"), (std::vector<int32_t>{7, 9, 3}));
+  EXPECT_EQ(stops(R"({"eos_token_id": 9})"), (std::vector<int32_t>{7, 9}));
+  EXPECT_EQ(stops(R"({"eos_token_id": null})"), (std::vector<int32_t>{7}));
+  testing::internal::CaptureStderr();
+  EXPECT_EQ(stops(R"({"eos_token_id": [61, "end"]})"), (std::vector<int32_t>{7})) << "61 tokens: 0 to 60";
+  EXPECT_NE(testing::internal::GetCapturedStderr().find("61 is no token of the model"), std::string::npos);
+  EXPECT_EQ(stops("not JSON"), (std::vector<int32_t>{7}));
+}
+
+TEST_P(EvalModelTest, PromptsThatAreTooLongLoseTheirMiddleOnRequest) {
+  // A token a character, 61 of them.
+  const std::string characters = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ012345678";
+  std::string vocabulary;
+  for (size_t i = 0; i < characters.size(); ++i)
+    vocabulary += fmt::format("{}\"{}\": {}", i == 0 ? "" : ", ", characters[i], i);
+  std::ofstream(directory_ / "tokenizer.json")
+      << "{\"model\": {\"type\": \"BPE\", \"merges\": [], \"vocab\": {" << vocabulary
+      << "}}, \"pre_tokenizer\": {\"type\": \"ByteLevel\", \"add_prefix_space\": false}}";
+  EvalModel model = open({});
+  try {
+    model.tokenizer();
+  } catch (const UserError& error) {
+    if (std::string(error.what()).find("this build has no tokenizer") == std::string::npos) throw;
+    GTEST_SKIP() << error.what();
+  }
+  GenerationOptions options;
+  options.max_new_tokens = 5;
+  const int64_t room = kCapacity - 5;
+  const std::vector<int32_t> ids = random_tokens(room + 31, 3);
+  std::string text;
+  for (const int32_t id : ids) text += characters[static_cast<size_t>(id)];
+  EXPECT_THROW(model.answer({text}, options), UserError);
+  std::vector<int32_t> halves(ids.begin(), ids.begin() + 398);  // of 795
+  halves.insert(halves.end(), ids.end() - 397, ids.end());
+  const std::string expected = model.tokenizer().decode(model.generate({halves}, options)[0]);
+  testing::internal::CaptureStderr();
+  EXPECT_EQ(model.answer({text, "ab"}, options, {}, /*cut_middle=*/true)[0], expected);
+  EXPECT_NE(testing::internal::GetCapturedStderr().find("1 of 2 prompts have more than 795 tokens"), std::string::npos);
 }
 
 TEST_P(EvalModelTest, SaysOnceThatSequencesAreLongerThanTheModelReaches) {
