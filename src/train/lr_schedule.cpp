@@ -29,6 +29,26 @@ double remaining(const OptimizerOptions& options, double max_steps, double done)
 
 }  // namespace
 
+void settle_steps(RunConfig& config, uint64_t sequences) {
+  TrainOptions& train = config.train;
+  OptimizerOptions& optimizer = config.optimizer;
+  if (train.num_train_epochs > 0) {
+    SB_CHECK(sequences > 0, "training data without an end");
+    const double drawn = train.num_train_epochs * static_cast<double>(sequences);
+    const double steps = std::ceil(drawn / static_cast<double>(config.batch.global_batch_size));
+    SB_USER_CHECK(steps < 1e15, "train.num_train_epochs: {} passes over {} sequences are too many",
+                  train.num_train_epochs, sequences);
+    train.max_steps = std::max<int64_t>(1, static_cast<int64_t>(steps));
+  }
+  if (optimizer.warmup_ratio > 0)
+    optimizer.warmup_steps =
+        static_cast<int64_t>(std::ceil(optimizer.warmup_ratio * static_cast<double>(train.max_steps)));
+  SB_USER_CHECK(optimizer.warmup_steps + optimizer.decay_steps <= train.max_steps,
+                "the run has {} steps, but {} of warm-up (optimizer.warmup_steps or warmup_ratio) and {} of decay "
+                "(optimizer.decay_steps); lower them",
+                train.max_steps, optimizer.warmup_steps, optimizer.decay_steps);
+}
+
 double learning_rate(const OptimizerOptions& options, int64_t max_steps, int64_t step) {
   SB_CHECK(step >= 1, "step {}", step);
   const double peak = options.learning_rate, minimum = peak * options.min_learning_rate_ratio;

@@ -386,6 +386,8 @@ void add_optimizer(OptionTable& table, Draft& draft) {
                           {"warmup_stable_decay", Schedule::warmup_stable_decay}},
                          "learning rate after the warm-up");
   table.integer("optimizer.warmup_steps", &optimizer.warmup_steps, 0, OptionTable::kAny, "linear rise at the start");
+  table.number("optimizer.warmup_ratio", &optimizer.warmup_ratio, 0.0, 1.0,
+               "above 0: the warm-up as a share of all steps, in place of warmup_steps");
   table.integer("optimizer.decay_steps", &optimizer.decay_steps, 0, OptionTable::kAny,
                 "warmup_stable_decay: the last steps, over which the rate falls linearly");
   table.number("optimizer.min_learning_rate_ratio", &optimizer.min_learning_rate_ratio, 0.0, 1.0,
@@ -396,6 +398,8 @@ void add_train(OptionTable& table, Draft& draft) {
   TrainOptions& train = draft.config.train;
   table.section("train", "The run itself.");
   table.integer("train.max_steps", &train.max_steps, 1, OptionTable::kAny, "optimizer steps");
+  table.number("train.num_train_epochs", &train.num_train_epochs, 0.0, 1e6,
+               "above 0: passes over data.train, in place of max_steps; the last step may reach into the next pass");
   table.choice<Recompute>("train.recompute", &train.recompute,
                           {{"none", Recompute::none}, {"attention", Recompute::attention}, {"layer", Recompute::layer}},
                           "what backward computes again to save memory: nothing, all but attention, the whole layer; "

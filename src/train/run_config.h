@@ -101,12 +101,14 @@ struct OptimizerOptions {
   double max_grad_norm = 1.0;  // 0: no clipping
   Schedule schedule = Schedule::cosine;
   int64_t warmup_steps = 0;
+  double warmup_ratio = 0.0;             // above 0: warmup_steps as a share of the run
   int64_t decay_steps = 0;               // warmup_stable_decay: the last steps, over which the rate falls
   double min_learning_rate_ratio = 0.0;  // where the decay ends, as a share of learning_rate
 };
 
 struct TrainOptions {
   int64_t max_steps = 1000;
+  double num_train_epochs = 0.0;  // above 0: max_steps as passes over the training data
   Recompute recompute = Recompute::attention;
   int64_t save_steps = 100;      // 0: only at the end
   int64_t save_total_limit = 3;  // 0: keep all

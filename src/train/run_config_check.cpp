@@ -48,6 +48,14 @@ void check_data(const RunConfig& config, const OptionTable& table, const std::st
                 table.label("data.shuffle"));
   SB_USER_CHECK(!data.synthetic || data.overlong == DataOptions::Overlong::split,
                 "{}: has no meaning with data.synthetic; remove it", table.label("data.overlong"));
+  if (config.train.num_train_epochs > 0) {
+    SB_USER_CHECK(!data.synthetic, "{}: a synthetic task has no end; set train.max_steps",
+                  table.label("train.num_train_epochs"));
+    for (const WeightedPath& path : data.train)
+      SB_USER_CHECK(path.weight == 1.0,
+                    "{}: with a weight ('{}') a pass over the data has no length; set train.max_steps",
+                    table.label("train.num_train_epochs"), path.path.string());
+  }
   if (data.synthetic) {
     const SyntheticOptions& task = *data.synthetic;
     const int64_t longest = task.curriculum ? task.curriculum->end : task.length.max;
@@ -117,6 +125,7 @@ void check_optimizer(const RunConfig& config, const OptionTable& table) {
   SB_USER_CHECK(optimizer.schedule != Schedule::constant || optimizer.min_learning_rate_ratio == 0.0,
                 "{}: has no meaning with schedule: constant; remove it",
                 table.label("optimizer.min_learning_rate_ratio"));
+  if (config.train.num_train_epochs > 0) return;  // the number of steps is not known yet: settle_steps looks
   SB_USER_CHECK(optimizer.warmup_steps <= config.train.max_steps, "{}: {} is above train.max_steps {}",
                 table.label("optimizer.warmup_steps"), optimizer.warmup_steps, config.train.max_steps);
   SB_USER_CHECK(optimizer.decay_steps <= config.train.max_steps - optimizer.warmup_steps,

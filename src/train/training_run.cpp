@@ -17,6 +17,7 @@
 #include "train/disk_room.h"
 #include "train/host_memory.h"
 #include "train/index_dump.h"
+#include "train/lr_schedule.h"
 #include "train/sources.h"
 #include "train/stage_split.h"
 
@@ -162,8 +163,9 @@ ModelConfig run_model_config(const RunConfig& config) {
   return model;
 }
 
-TrainSummary run_training(const RunConfig& config, std::FILE* out, bool terminal,
+TrainSummary run_training(const RunConfig& given, std::FILE* out, bool terminal,
                           const std::function<bool()>& stop_requested, const RunRanks& ranks) {
+  RunConfig config = given;
   if (config.device == DeviceKind::cuda) cuda::require_device();
   check_ranks(config, ranks);
   const bool leads = ranks.world == nullptr || ranks.world->rank() == 0;
@@ -178,6 +180,10 @@ TrainSummary run_training(const RunConfig& config, std::FILE* out, bool terminal
   auto* sparse = dynamic_cast<ChoosingAttention*>(attention.get());
   if (config.attention.selection.pattern == SelectionPattern::dense) sparse = nullptr;
   const Sources sources = make_sources(config, model.vocab_size, leads);
+  settle_steps(config, sources.train->size());
+  if (leads && config.train.num_train_epochs > 0)
+    log::info("train.num_train_epochs {}: {} steps of {} sequences", config.train.num_train_epochs,
+              config.train.max_steps, config.batch.global_batch_size);
   const SelectionConfig& selection = config.attention.selection;
   if (leads && sparse && sources.train->max_length() <= selection.dense_limit())
     log::warning(

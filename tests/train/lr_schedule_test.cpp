@@ -2,6 +2,8 @@
 
 #include <gtest/gtest.h>
 
+#include "core/errors.h"
+
 #include <cmath>
 
 namespace sb {
@@ -77,6 +79,38 @@ TEST(LrSchedule, DegenerateLengths) {
   EXPECT_DOUBLE_EQ(learning_rate(options(Schedule::cosine, 0), 1, 1), 2e-3);
   EXPECT_DOUBLE_EQ(learning_rate(options(Schedule::linear, 3), 3, 3), 2e-3);  // all warm-up
   EXPECT_TRUE(std::isfinite(learning_rate(options(Schedule::cosine, 3), 3, 4)));
+}
+
+TEST(SettleSteps, EpochsAndSharesBecomeSteps) {
+  RunConfig config;
+  config.batch.global_batch_size = 16;
+  config.train.max_steps = 7;
+  config.optimizer.warmup_steps = 3;
+  settle_steps(config, 1000);
+  EXPECT_EQ(config.train.max_steps, 7) << "nothing was asked for";
+  EXPECT_EQ(config.optimizer.warmup_steps, 3);
+  config.train.num_train_epochs = 3;
+  config.optimizer.warmup_ratio = 0.2;
+  settle_steps(config, 1000);
+  EXPECT_EQ(config.train.max_steps, 188);        // 3000 / 16 = 187.5
+  EXPECT_EQ(config.optimizer.warmup_steps, 38);  // 37.6
+  settle_steps(config, 1000);
+  EXPECT_EQ(config.train.max_steps, 188) << "a run.yaml with both is read again on resume";
+  config.train.num_train_epochs = 0.01;
+  settle_steps(config, 1000);
+  EXPECT_EQ(config.train.max_steps, 1);
+}
+
+TEST(SettleSteps, MoreWarmUpAndDecayThanStepsAreRefused) {
+  RunConfig config;
+  config.batch.global_batch_size = 10;
+  config.train.num_train_epochs = 1;
+  config.optimizer.warmup_steps = 5;
+  EXPECT_THROW(settle_steps(config, 40), UserError);
+  EXPECT_NO_THROW(settle_steps(config, 50));
+  config.optimizer.schedule = OptimizerOptions::Schedule::warmup_stable_decay;
+  config.optimizer.decay_steps = 1;
+  EXPECT_THROW(settle_steps(config, 50), UserError);
 }
 
 }  // namespace
