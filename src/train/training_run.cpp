@@ -190,6 +190,11 @@ TrainSummary run_training(const RunConfig& given, std::FILE* out, bool terminal,
         "attention.pattern has no effect: the longest sequence has {} tokens and those up to {} run dense; lower "
         "attention.{}",
         sources.train->max_length(), selection.dense_limit(), selection.dense_below < 0 ? "budget" : "dense_below");
+  if (leads && sparse && selection.order == SelectionOrder::lookahead && selection.pattern != SelectionPattern::window)
+    log::warning(
+        "attention.selection: lookahead lets later tokens influence which keys earlier ones see, in training and in "
+        "validation: losses may be lower than those of a model that cannot look ahead; `sparsebalance eval ppl` runs "
+        "dense");
   if (leads && ring.data && sparse && !lists_on_device(config))
     log::warning("parallel.cp on GPUs: {} chooses its pairs on the CPU, which takes time",
                  config.parallel.ring_lists == ParallelOptions::RingLists::host ? "parallel.ring_lists: host"

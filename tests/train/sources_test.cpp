@@ -89,6 +89,20 @@ TEST(TrainingRun, EpochsSayHowManyStepsThereAre) {
   EXPECT_THROW(token_run(scratch.path(), "{train: [{path: a, weight: 2}]}", {"train.num_train_epochs=2"}), UserError);
 }
 
+TEST(TrainingRun, SaysThatLookaheadSeesTheFuture) {
+  ScratchDirectory scratch;
+  write_documents(scratch / "a", {500, 700}, 3);
+  const std::string data = "{train: [" + (scratch / "a").string() + "], max_sequence_length: 1024}";
+  for (const auto& [selection, said] : {std::pair("lookahead", true), std::pair("causal", false)}) {
+    const auto [out, err] =
+        train(token_run(scratch.path(), data,
+                        {fmt::format("attention={{pattern: topk, selection: {}, block: 64, budget: 320}}", selection),
+                         "train.max_steps=1", "batch.global_batch_size=2",
+                         fmt::format("train.output_dir={}", (scratch / selection).string())}));
+    EXPECT_EQ(err.find("attention.selection: lookahead lets later tokens") != std::string::npos, said) << err;
+  }
+}
+
 TEST(Sources, OtherDocumentsUnderTheSameNameAreNoticedOnResume) {
   ScratchDirectory scratch;
   write_documents(scratch / "a", {10, 10}, 3);
