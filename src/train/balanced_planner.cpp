@@ -462,6 +462,7 @@ void BalancedPlanner::note(const Running& run, const StepMeasurement& measuremen
       predicted += said;
       measured += took;
       most = std::max(most, took);
+  const auto error = summarize_errors(errors);
       count += 1;
       if (took > 0) errors.push_back(std::abs(said / took - 1));
     }
@@ -475,7 +476,8 @@ void BalancedPlanner::note(const Running& run, const StepMeasurement& measuremen
               {"lower_bound_ms", plan.lower_bound_us / 1e3},
               {"predicted_micro_batch_ms", predicted / count / 1e3},
               {"measured_micro_batch_ms", measured / count / 1e3},
-              {"prediction_error", summarize_errors(errors).median},
+              {"prediction_error", error.median},
+              {"prediction_error_p95", error.p95},
               {"predicted_imbalance", plan.imbalance},
               {"imbalance", measured > 0 ? most / (measured / count) : 1.0},
               {"worker_imbalance", plan.worker_imbalance},

@@ -38,11 +38,13 @@ std::string format_step(const StepReport& report) {
   if (report.skipped) line += fmt::format("  SKIPPED: gradient not finite ({} so far)", report.skipped_total);
   line += fmt::format("  loss {:.4f}  grad norm {:.3f}  lr {:.2e}  {} tok/s", report.loss, report.grad_norm,
                       report.learning_rate, format_count(report.tokens_per_second()));
-  const double rate = report.flops / report.seconds;
-  if (report.peak_flops > 0)
-    line += fmt::format("  MFU {:.1f} %", 100.0 * rate / report.peak_flops);
-  else
-    line += fmt::format("  {:.1f} GFLOP/s", rate / 1e9);
+  const auto speed = [&](double flops) {
+    const double rate = flops / report.seconds;
+    return report.peak_flops > 0 ? fmt::format("{:.1f} %", 100.0 * rate / report.peak_flops)
+                                 : fmt::format("{:.1f} GFLOP/s", rate / 1e9);
+  };
+  line += (report.peak_flops > 0 ? "  MFU " : "  ") + speed(report.flops);
+  if (report.executed_flops) line += " (executed " + speed(*report.executed_flops) + ")";
   if (report.coverage) line += fmt::format("  coverage {:.3f}", *report.coverage);
   if (report.density) line += fmt::format("  density {:.3f}", *report.density);
   // Without sparse attention a sequence's budget is its length.

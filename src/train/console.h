@@ -19,9 +19,10 @@ struct StepReport {
   int64_t targets = 0;
   double accuracy = 0;  // share of the counted targets predicted right
   double seconds = 0;
-  double flops = 0;       // dense-equivalent, see train/flops.h
-  double peak_flops = 0;  // of the device; 0: unknown
-  bool skipped = false;   // a non-finite gradient: no update
+  double flops = 0;                      // dense-equivalent, see train/flops.h
+  std::optional<double> executed_flops;  // sparse attention only: without the pairs that it left out
+  double peak_flops = 0;                 // of the device; 0: unknown
+  bool skipped = false;                  // a non-finite gradient: no update
   int64_t skipped_total = 0;
   std::optional<double> coverage, density;  // sparse attention only: mass kept, share of the pairs computed
   // Balanced runs only: what the planner predicted and what its plan came to.

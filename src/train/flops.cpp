@@ -2,7 +2,7 @@
 
 namespace sb {
 
-double training_flops(const ModelConfig& config, std::span<const int64_t> lengths) {
+double training_flops(const ModelConfig& config, std::span<const int64_t> lengths, double density) {
   const auto hidden = static_cast<double>(config.hidden_size);
   const double width = static_cast<double>(config.head_dim) * config.heads;
   const double qkv_width = static_cast<double>(config.head_dim) * (config.heads + 2 * config.kv_heads);
@@ -14,7 +14,7 @@ double training_flops(const ModelConfig& config, std::span<const int64_t> length
     tokens += n;
     pairs += n * (n + 1) / 2;
   }
-  const double forward = 2.0 * matrices * tokens + 4.0 * width * config.layers * pairs;
+  const double forward = 2.0 * matrices * tokens + 4.0 * width * config.layers * pairs * density;
   return 3.0 * forward;
 }
 

@@ -9,8 +9,10 @@
 namespace sb {
 
 // Products of one training step (forward and twice that for backward) on sequences of these lengths with dense causal
-// attention, what is recomputed not counted: the numerator of MFU. The embedding look-up is no product.
-double training_flops(const ModelConfig& config, std::span<const int64_t> lengths);
+// attention, what is recomputed not counted: the numerator of MFU. The embedding look-up is no product. `density`: the
+// share of attention's pairs that count; with what sparse attention computed, these are the products that were
+// executed.
+double training_flops(const ModelConfig& config, std::span<const int64_t> lengths, double density = 1.0);
 
 // What a GPU of this name does at most in bf16 without sparsity, by its data sheet: the denominator of MFU. 0: not
 // known.

@@ -24,6 +24,12 @@ void RunLog::step(const StepReport& report, const std::vector<Metric>& more) {
       {"gflops_per_second", report.flops / report.seconds / 1e9},
       {"skipped_steps", static_cast<double>(report.skipped_total), true},
   };
+  const double executed = report.executed_flops.value_or(report.flops);
+  if (report.executed_flops) metrics.push_back({"executed_gflops_per_second", executed / report.seconds / 1e9});
+  if (report.peak_flops > 0) {
+    metrics.push_back({"mfu", report.flops / report.seconds / report.peak_flops});
+    metrics.push_back({"executed_utilization", executed / report.seconds / report.peak_flops});
+  }
   metrics.insert(metrics.end(), more.begin(), more.end());
   write(report.step, "train/", 0, metrics);
 }

@@ -359,7 +359,10 @@ void Trainer::log_step(const StepPlan& plan, const LossSums& sums, double grad_n
   report_.skipped = skipped;
   report_.skipped_total = state_.skipped;
   std::vector<Metric> attention;
-  if (parts_.sparse) attention = attention_metrics(attention_report_, config_.attention.layer_metrics, report_);
+  if (parts_.sparse) {
+    attention = attention_metrics(attention_report_, config_.attention.layer_metrics, report_);
+    report_.executed_flops = training_flops(parts_.model, plan.lengths, report_.density.value_or(1.0));
+  }
   flush_trace();
   if (!log_) return;
 

@@ -10,6 +10,7 @@
 #include "train/flops.h"
 #include "train/host_memory.h"
 #include "train/metrics_log.h"
+#include "train/run_log.h"
 #include "train/trace.h"
 
 namespace sb {
@@ -162,11 +163,38 @@ TEST(Console, StepLineSaysWhatIsKnownAndNothingElse) {
       format_step(r),
       "step 7/100  SKIPPED: gradient not finite (3 so far)  loss 2.3457  grad norm 1.500  lr 1.00e-03  15.0k tok/s  "
       "MFU 25.0 %  coverage 0.900  density 0.125");
+  r.executed_flops = 3e10;
+  EXPECT_NE(format_step(r).find("  MFU 25.0 % (executed 15.0 %)  coverage"), std::string::npos) << format_step(r);
+  r.peak_flops = 0;
+  EXPECT_NE(format_step(r).find("  25.0 GFLOP/s (executed 15.0 GFLOP/s)  "), std::string::npos) << format_step(r);
   r.skipped = false;
   r.budget = 512;
   EXPECT_NE(format_step(r).find("budget 512"), std::string::npos);
   r.density.reset();
   EXPECT_EQ(format_step(r).find("budget"), std::string::npos);
+}
+
+TEST(RunLog, UtilisationIsWrittenWhereThePeakIsKnown) {
+  ScratchDirectory scratch;
+  std::FILE* out = std::fopen((scratch / "out").c_str(), "w");
+  Console console(out, false, 1);
+  {
+    RunLog log(console, scratch.path(), 0, false);
+    StepReport dense = report(1), sparse = report(2);
+    sparse.peak_flops = 1e11;
+    sparse.executed_flops = 3e10;
+    log.step(dense, {});
+    log.step(sparse, {});
+  }
+  std::fclose(out);
+  const std::vector<nlohmann::json> written = lines(scratch / "metrics.jsonl");
+  ASSERT_EQ(written.size(), 2u);
+  const nlohmann::json &unknown = written[0], &known = written[1];
+  for (const char* key : {"mfu", "executed_utilization", "executed_gflops_per_second"})
+    EXPECT_FALSE(unknown.contains(key)) << key;
+  EXPECT_NEAR(known.at("mfu"), 0.25, 1e-12);
+  EXPECT_NEAR(known.at("executed_utilization"), 0.15, 1e-12);
+  EXPECT_NEAR(known.at("executed_gflops_per_second"), 15, 1e-9);
 }
 
 TEST(Console, Durations) {
@@ -251,6 +279,7 @@ TEST(Flops, CountsProductsOfASmallModelByHand) {
   const double attention = 7.0 * 4 * 2 * 2 * 2 * 2;
   const std::vector<int64_t> lengths = {3, 1};
   EXPECT_DOUBLE_EQ(training_flops(config, lengths), 3 * (4 * per_token + attention));
+  EXPECT_DOUBLE_EQ(training_flops(config, lengths, 0.25), 3 * (4 * per_token + attention / 4)) << "of sparse attention";
 }
 
 TEST(Flops, PeaksAreTheDenseOnesOfKnownGpusOnly) {
