@@ -1,6 +1,7 @@
 #include <nlohmann/json.hpp>
 
 #include "balance/coverage.h"
+#include "balance/coverage_statistics.h"
 #include "core/errors.h"
 
 namespace sb {
@@ -58,6 +59,13 @@ CoverageTable parse_coverage(const std::string& text, const std::string& where) 
     }
   }
   return table;
+}
+
+std::string write_coverage(const CoverageTable& table) {
+  const Json json = {
+      {"format", "sparsebalance-coverage"},     {"version", CoverageTable::kVersion}, {"layers", table.layers},
+      {"length_classes", table.length_classes}, {"budgets", table.budgets},           {"coverage", table.coverage}};
+  return json.dump() + "\n";
 }
 
 }  // namespace sb

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdlib>
+#include <set>
 
 #include "balance/vector_kernels.h"
 #include "core/errors.h"
@@ -92,6 +93,33 @@ void CoverageStatistics::set_curves(Curves curves, const std::string& where) {
   shares_.clear();
   nearest_.clear();
   for (const auto& [key, curve] : curves_) refresh(key.first, key.second, curve, /*fresh=*/true);
+}
+
+CoverageTable CoverageStatistics::table(int layers) const {
+  SB_CHECK(!curves_.empty(), "no coverage was observed");
+  std::set<int> classes;
+  for (const auto& [key, curve] : curves_) classes.insert(key.second);
+  CoverageTable table;
+  table.layers = layers;
+  for (const int seen : classes)
+    table.length_classes.push_back(static_cast<int64_t>(std::ceil(std::exp2(0.5 * (seen + 1)))) - 1);
+  const int64_t longest = table.length_classes.back();
+  for (int i = 0; i <= kPoints + static_cast<int>(classes.size()); ++i) {
+    const int64_t budget = std::llround(static_cast<double>(longest) * std::exp2(-0.5 * i));
+    if (budget > 0 && (table.budgets.empty() || budget < table.budgets.back())) table.budgets.push_back(budget);
+  }
+  std::reverse(table.budgets.begin(), table.budgets.end());
+  for (int layer = 0; layer < layers; ++layer) {
+    auto& curves = table.coverage.emplace_back();
+    for (const int64_t tokens : table.length_classes) {
+      auto& curve = curves.emplace_back();
+      for (const int64_t budget : table.budgets) {
+        const double value = std::clamp(at({0, tokens}, layer, budget), 0.0, 1.0);
+        curve.push_back(curve.empty() ? value : std::max(value, curve.back()));  // averages may cross by a millionth
+      }
+    }
+  }
+  return table;
 }
 
 void CoverageStatistics::refresh(int layer, int length_class, const Curve& curve, bool fresh) {

@@ -39,6 +39,9 @@ class CoverageStatistics final : public CoverageModel {
   // UserError names `where` when a curve is none.
   void set_curves(Curves curves, const std::string& where);
 
+  // What was learned, as a coverage.json holds it: the length classes that were seen, each at its largest length.
+  CoverageTable table(int layers) const;
+
   std::string name() const override { return "measured"; }
   bool uniform_layers() const override { return curves_.empty(); }
   void evaluate(const Sequence& sequence, int layer, std::span<const int32_t> budgets,
@@ -65,5 +68,8 @@ class CoverageStatistics final : public CoverageModel {
   std::vector<Shares> shares_;    // in the order in which the curves came
   std::vector<int32_t> nearest_;  // by layer and length class the place in shares_; -1: the layer has none
 };
+
+// coverage.json, which parse_coverage() reads.
+std::string write_coverage(const CoverageTable& table);
 
 }  // namespace sb

@@ -6,7 +6,6 @@
 #include <cmath>
 #include <numeric>
 
-#include "attention/selection/coverage.h"
 #include "balance/schedule.h"
 #include "core/errors.h"
 #include "core/log.h"
@@ -14,7 +13,6 @@
 namespace sb {
 namespace {
 
-constexpr double kOne = 1e6;
 constexpr double kOverheadSmoothing = 0.2;
 
 double clock_seconds(clockid_t clock) {
@@ -410,15 +408,11 @@ void BalancedPlanner::learn(const StepMeasurement& measurement) {
     learn_budgets(run.step.plan, options_.spec, run.sequences, expected);
     state->expected_budgets_ppm = expected.ppm();
     const auto used = budgets_by_length(run.step.plan, lengths_by_id(run.sequences));
-    for (const MeasuredCoverage& measured : measurement.coverage) {
-      const std::vector<int64_t> budgets = coverage_grid(measured.tokens, static_cast<int>(options_.spec.block));
-      std::vector<int64_t> ppm;
-      for (const double share : measured.sample.curve) ppm.push_back(std::llround(share * kOne));
-      const auto own = used.find(measured.tokens);
-      state->coverage.observe(measured.layer, measured.tokens, budgets, ppm,
-                              own == used.end() ? 0 : own->second[static_cast<size_t>(measured.layer)],
-                              std::llround(measured.sample.held * kOne));
-    }
+    const auto used_budget = [&](int64_t tokens, int layer) {
+      const auto own = used.find(tokens);
+      return own == used.end() ? 0 : int64_t{own->second[static_cast<size_t>(layer)]};
+    };
+    observe_coverage(measurement.coverage, options_.spec.block, used_budget, state->coverage);
     states_.push_back(std::move(state));
     if (states_.size() > kAhead + 1) states_.pop_front();
   }
@@ -462,13 +456,13 @@ void BalancedPlanner::note(const Running& run, const StepMeasurement& measuremen
       predicted += said;
       measured += took;
       most = std::max(most, took);
-  const auto error = summarize_errors(errors);
       count += 1;
       if (took > 0) errors.push_back(std::abs(said / took - 1));
     }
   const double step_us = static_cast<double>(measurement.step_ns) / 1e3;
   const double planning_ms = 1e3 * (run.planning_seconds + learning_seconds);
   const int workers = options_.layout.dp * options_.layout.pp;
+  const auto error = summarize_errors(errors);
   metrics_ = {{"predicted_step_ms", run.step.predicted_step_us / 1e3},
               {"predicted_makespan_ms", plan.makespan_us / 1e3},
               {"measured_makespan_ms", makespan_us / 1e3},

@@ -45,6 +45,7 @@ class BalancedPlanner final : public StepPlanner {
   void announce(int64_t step, std::vector<Sequence> sequences) override;
   Plan next() override;
   void learn(const StepMeasurement& measurement) override;
+  const CoverageStatistics* coverage() const override { return &learned().coverage; }
   std::vector<Metric> metrics() const override { return metrics_; }
   std::string state() const override;
   void restore_state(const std::string& text) override;

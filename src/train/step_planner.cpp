@@ -1,7 +1,9 @@
 #include "train/step_planner.h"
 
+#include <cmath>
 #include <utility>
 
+#include "attention/selection/coverage.h"
 #include "core/errors.h"
 #include "train/balanced_planner_config.h"
 
@@ -37,10 +39,31 @@ Plan InOrderPlanner::next() {
   return std::exchange(plan_, {});
 }
 
+void InOrderPlanner::learn(const StepMeasurement& measurement) {
+  const bool follows_budget =
+      attention_.pattern == SelectionPattern::topk || attention_.pattern == SelectionPattern::mass;
+  observe_coverage(
+      measurement.coverage, attention_.block, [&](int64_t, int) { return follows_budget ? attention_.budget : 0; },
+      coverage_);
+}
+
+void observe_coverage(const std::vector<MeasuredCoverage>& samples, int64_t block,
+                      const std::function<int64_t(int64_t tokens, int layer)>& used_budget,
+                      CoverageStatistics& statistics) {
+  constexpr double kOne = 1e6;
+  for (const MeasuredCoverage& measured : samples) {
+    const std::vector<int64_t> budgets = coverage_grid(measured.tokens, static_cast<int>(block));
+    std::vector<int64_t> ppm;
+    for (const double share : measured.sample.curve) ppm.push_back(std::llround(share * kOne));
+    statistics.observe(measured.layer, measured.tokens, budgets, ppm, used_budget(measured.tokens, measured.layer),
+                       std::llround(measured.sample.held * kOne));
+  }
+}
+
 std::unique_ptr<StepPlanner> make_step_planner(const RunConfig& config, const ModelConfig& model,
                                                const PackingLimits& limits, const std::string& replan) {
   if (wants_balancing(config.balance)) return make_balanced_planner(config, model, limits, replan);
-  return std::make_unique<InOrderPlanner>(config.parallel.dp, model.layers, limits);
+  return std::make_unique<InOrderPlanner>(config.parallel.dp, model.layers, limits, config.attention.selection);
 }
 
 }  // namespace sb

@@ -1,11 +1,13 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
 
 #include "attention/sparse_attention.h"
+#include "balance/coverage_statistics.h"
 #include "balance/plan.h"
 #include "balance/workload.h"
 #include "train/metrics_log.h"
@@ -43,6 +45,8 @@ class StepPlanner {
   // micro-batch without budgets runs at the configured one.
   virtual Plan next() = 0;
   virtual void learn(const StepMeasurement& measurement) {}
+  // Of the coverage that was measured; nothing where none is kept.
+  virtual const CoverageStatistics* coverage() const { return nullptr; }
   // What plan and measurement of the step learned last show, for metrics.jsonl.
   virtual std::vector<Metric> metrics() const { return {}; }
 
@@ -55,15 +59,26 @@ class StepPlanner {
 // The sequences in the order they come, in equal numbers on all ranks, at the configured budgets.
 class InOrderPlanner final : public StepPlanner {
  public:
-  InOrderPlanner(int dp, int layers, PackingLimits limits) : dp_(dp), layers_(layers), limits_(limits) {}
+  InOrderPlanner(int dp, int layers, PackingLimits limits, const SelectionConfig& attention = {})
+      : dp_(dp), layers_(layers), limits_(limits), attention_(attention) {}
   void announce(int64_t step, std::vector<Sequence> sequences) override;
   Plan next() override;
+  void learn(const StepMeasurement& measurement) override;
+  const CoverageStatistics* coverage() const override { return &coverage_; }
 
  private:
   int dp_, layers_;
   PackingLimits limits_;
+  SelectionConfig attention_;
+  CoverageStatistics coverage_;  // no plan depends on it
   Plan plan_;
 };
+
+// Takes measured coverage into the statistics; used_budget(tokens, layer) is what the lists of such a sequence had, 0
+// where that is not known.
+void observe_coverage(const std::vector<MeasuredCoverage>& samples, int64_t block,
+                      const std::function<int64_t(int64_t tokens, int layer)>& used_budget,
+                      CoverageStatistics& statistics);
 
 // The planner that balance.* asks for. `replan`: as BalancedPlannerOptions has it.
 std::unique_ptr<StepPlanner> make_step_planner(const RunConfig& config, const ModelConfig& model,

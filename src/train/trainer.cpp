@@ -6,6 +6,7 @@
 #include <numeric>
 
 #include "comm/self_communicator.h"
+#include "core/durable_file.h"
 #include "core/errors.h"
 #include "core/log.h"
 #include "device/cuda.h"
@@ -399,6 +400,8 @@ void Trainer::save() {
   const std::filesystem::path saved =
       save_checkpoint(directory_.path(), {parts_.model, weights, moments, state_, run_config, config_.model.path});
   remove_old_checkpoints(directory_.path(), state_.step, config_.train.save_total_limit);
+  if (const CoverageStatistics* coverage = planner_->coverage(); coverage && !coverage->curves().empty())
+    replace_file(directory_.path() / "coverage.json", write_coverage(coverage->table(parts_.model.layers)));
   log::debug("saved {}", saved.string());
 }
 

@@ -157,6 +157,27 @@ TEST(CoverageStatistics, WhatTheListsHeldCorrectsTheCurve) {
   EXPECT_LE(better.at({0, 8192}, 0, 8191), 1.0);
 }
 
+TEST(CoverageStatistics, WhatWasLearnedIsACoverageFile) {
+  CoverageStatistics statistics;
+  for (int i = 0; i < 10; ++i) {
+    show(statistics, 0, 30000, 0.1);
+    show(statistics, 1, 30000, 0.6);
+    show(statistics, 1, 4000, 0.3);
+  }
+  const CoverageTable table = parse_coverage(write_coverage(statistics.table(2)), "coverage.json");
+  ASSERT_EQ(table.layers, 2);
+  // Half octaves: 2^11.5 … 2^12 and 2^14.5 … 2^15.
+  EXPECT_EQ(table.length_classes, (std::vector<int64_t>{4095, 32767}));
+  const auto model = table_coverage(table, "file");
+  for (const int64_t k : {1000, 2000, 8000, 30000}) {  // nothing was shown below 512 of 30000
+    const double share = static_cast<double>(k) / 32767;
+    EXPECT_NEAR(model->at({0, 32767}, 0, k), std::pow(share, 0.1), 0.02) << k;
+    EXPECT_NEAR(model->at({0, 32767}, 1, k), std::pow(share, 0.6), 0.02) << k;
+  }
+  EXPECT_NEAR(model->at({0, 4095}, 1, 1024), std::pow(0.25, 0.3), 0.02);
+  EXPECT_EQ(model->at({0, 4095}, 1, 4095), 1.0);
+}
+
 TEST(CoverageStatistics, CurvesGoIntoACheckpointAndBack) {
   CoverageStatistics statistics, other;
   show(statistics, 0, 8192, 0.5);

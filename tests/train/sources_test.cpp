@@ -5,6 +5,7 @@
 #include <fstream>
 #include <map>
 
+#include "balance/coverage.h"
 #include "data/token_writer.h"
 #include "tests/train/scratch_directory.h"
 #include "tests/train/tiny_run.h"
@@ -101,6 +102,22 @@ TEST(TrainingRun, SaysThatLookaheadSeesTheFuture) {
                          fmt::format("train.output_dir={}", (scratch / selection).string())}));
     EXPECT_EQ(err.find("attention.selection: lookahead lets later tokens") != std::string::npos, said) << err;
   }
+}
+
+TEST(TrainingRun, WritesTheCoverageThatItMeasured) {
+  ScratchDirectory scratch;
+  write_documents(scratch / "a", {500, 700, 900, 300}, 3);
+  const std::string data = "{train: [" + (scratch / "a").string() + "], max_sequence_length: 1024}";
+  const std::vector<std::string> sparse = {"attention={pattern: topk, block: 64, budget: 320}", "train.max_steps=2"};
+  train(token_run(scratch.path(), data, sparse));
+  const CoverageTable table = parse_coverage(read_bytes(scratch / "run/coverage.json"), "coverage.json");
+  EXPECT_EQ(table.layers, 1);
+  EXPECT_EQ(table.length_classes.back(), 1023);  // 2^9.5 to 2^10
+  // All keys are alike: k of n keys hold about k / n of the mass of a query at the end, and all of one's at the start.
+  const auto model = table_coverage(table, "measured");
+  EXPECT_GT(model->at({0, 900}, 0, 320), 0.25);
+  EXPECT_LT(model->at({0, 900}, 0, 320), 0.9);
+  EXPECT_EQ(model->at({0, 900}, 0, 900), 1.0);
 }
 
 TEST(Sources, OtherDocumentsUnderTheSameNameAreNoticedOnResume) {
