@@ -14,6 +14,7 @@ import tempfile
 try:
     import torch
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 except ImportError as missing:
     print(f"skipped: {missing}")
     sys.exit(77)
@@ -76,6 +77,7 @@ def their_loss(model, sequences):
 
 def main(program):
     torch.set_num_threads(1)
+    logging.disable_progress_bar()
     failures = 0
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
