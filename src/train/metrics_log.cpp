@@ -1,5 +1,6 @@
 #include "train/metrics_log.h"
 
+#include <algorithm>
 #include <cerrno>
 #include <cmath>
 #include <cstring>
@@ -15,7 +16,7 @@ namespace {
 
 // The lines of steps up to `last_step`. The last one may be unfinished, being written when the process was killed; any
 // other that is no metrics line is damage, and left out with a word about it.
-std::string kept_lines(const std::filesystem::path& file, int64_t last_step) {
+std::string kept_lines(const std::filesystem::path& file, int64_t last_step, int64_t& last_validation) {
   std::ifstream in(file);
   std::string kept, line;
   int64_t damaged = 0, first_damaged = 0;
@@ -23,7 +24,10 @@ std::string kept_lines(const std::filesystem::path& file, int64_t last_step) {
     const nlohmann::json object = nlohmann::json::parse(line, nullptr, /*allow_exceptions=*/false);
     const auto step = object.find("step");
     if (object.is_object() && step != object.end() && step->is_number_integer()) {
-      if (step->get<int64_t>() <= last_step) kept += line + "\n";
+      const int64_t number_of_step = step->get<int64_t>();
+      if (number_of_step > last_step) continue;
+      kept += line + "\n";
+      if (object.contains("validation_loss")) last_validation = std::max(last_validation, number_of_step);
     } else if (!in.eof() && damaged++ == 0) {
       first_damaged = number;
     }
@@ -36,7 +40,7 @@ std::string kept_lines(const std::filesystem::path& file, int64_t last_step) {
 }  // namespace
 
 MetricsLog::MetricsLog(std::filesystem::path file, int64_t last_step) : file_(std::move(file)) {
-  if (std::filesystem::exists(file_)) replace_file(file_, kept_lines(file_, last_step));
+  if (std::filesystem::exists(file_)) replace_file(file_, kept_lines(file_, last_step, last_validation_));
   stream_.reset(std::fopen(file_.c_str(), "ab"));
   SB_USER_CHECK(stream_ != nullptr, "{}: cannot be opened: {}", file_.string(), std::strerror(errno));
 }

@@ -25,12 +25,15 @@ class MetricsLog {
   MetricsLog(std::filesystem::path file, int64_t last_step);
 
   void write(const std::vector<Metric>& metrics);
+  // Of the lines that were there: the last step that was validated; -1: none.
+  int64_t last_validation() const { return last_validation_; }
 
  private:
   struct Closer {
     void operator()(std::FILE* file) const { std::fclose(file); }
   };
   std::filesystem::path file_;
+  int64_t last_validation_ = -1;
   std::unique_ptr<std::FILE, Closer> stream_;
 };
 

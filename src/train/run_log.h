@@ -20,6 +20,8 @@ class RunLog {
   // `more` follows what the report says.
   void step(const StepReport& report, const std::vector<Metric>& more);
   void validation(const ValidationReport& report);
+  // The last step that an earlier process of the run validated; -1: none.
+  int64_t last_validation() const { return metrics_.last_validation(); }
 
  private:
   void write(int64_t step, const std::string& section, size_t prefix, const std::vector<Metric>& metrics);

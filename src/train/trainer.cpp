@@ -120,6 +120,9 @@ Trainer::Trainer(const RunConfig& config, TrainerParts parts, RunDirectory& dire
   load_start_of_run();
   if (leads())
     log_ = std::make_unique<RunLog>(parts_.console, directory_.path(), state_.step, config_.train.tensorboard);
+  int64_t validated = leads() ? log_->last_validation() : 0;
+  world_->broadcast(std::span(&validated, 1), 0);
+  validated_step_ = validated;
 }
 
 void Trainer::load_start_of_run() {
@@ -148,7 +151,9 @@ void Trainer::load_start_of_run() {
 
 TrainSummary Trainer::run() {
   TrainSummary summary;
-  if (state_.step == 0) summary.first_validation = validate();
+  // An earlier process may have done it, or have been stopped before it could.
+  if (validated_step_ < state_.step && (state_.step == 0 || validation_due()))
+    (state_.step == 0 ? summary.first_validation : summary.last_validation) = validate();
   while (state_.step < config_.train.max_steps) {
     if (!step()) {
       summary.interrupted = true;

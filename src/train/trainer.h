@@ -148,7 +148,7 @@ class Trainer {
   StepReport report_;
   AttentionReport attention_report_;             // of the last step, all ranks
   std::vector<Pipeline::Operation> operations_;  // of the last step, this rank
-  int64_t saved_step_ = -1;
+  int64_t saved_step_ = -1, validated_step_ = -1;
   std::unique_ptr<RunLog> log_;  // on rank 0
   TraceWriter trace_;
 };

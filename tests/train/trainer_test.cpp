@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <fstream>
 #include <nlohmann/json.hpp>
 
 #include "attention/forwarding_attention.h"
@@ -214,6 +215,29 @@ TEST(Trainer, StoppingInTheMiddleOfAStepSavesAndResumesExactly) {
     }
     TinyTrainer(tiny_run(run, cosine))->run();
     EXPECT_EQ(bytes_of_final_weights(run), bytes_of_final_weights(scratch / "whole"));
+  }
+}
+
+// Asked to stop after so many questions, whatever the trainer is doing then: what is missing of a validation comes when
+// the run goes on, what is there does not come again.
+TEST(Trainer, EveryValidationIsRecordedOnceHoweverOftenTheRunIsStopped) {
+  const auto validated = [](const fs::path& run) {
+    std::vector<int64_t> steps;
+    std::ifstream in(run / "metrics.jsonl");
+    for (std::string line; std::getline(in, line);)
+      if (const auto json = nlohmann::json::parse(line); json.contains("validation_loss"))
+        steps.push_back(json["step"].get<int64_t>());
+    return steps;
+  };
+  ScratchDirectory scratch;
+  const std::vector<std::string> often = {"train.max_steps=4", "train.validation_steps=2", "train.save_steps=0"};
+  for (int stop_at = 0; stop_at < 24; ++stop_at) {
+    SCOPED_TRACE(stop_at);
+    const fs::path run = scratch / std::to_string(stop_at);
+    int asked = 0;
+    TinyTrainer(tiny_run(run, often), {nullptr, nullptr, [&] { return asked++ >= stop_at; }})->run();
+    TinyTrainer(tiny_run(run, often))->run();
+    EXPECT_EQ(validated(run), (std::vector<int64_t>{0, 2, 4}));
   }
 }
 
