@@ -24,17 +24,20 @@ void adapt_model_config(const RunConfig& run, ModelConfig& config) {
       }
       reach = std::llround(static_cast<double>(original) * config.rope.factor);
     }
-    config.max_position_embeddings = std::max(config.max_position_embeddings, reach);
+    // Some versions of transformers take the ratio of the two lengths for yarn's factor: it is written as that, also
+    // where the model had been meant for more.
+    config.max_position_embeddings =
+        config.rope.type == RopeConfig::Type::yarn ? reach : std::max(config.max_position_embeddings, reach);
     check_model_config(config, "model.rope");
   }
-  // Written out too: some versions of transformers take the ratio of the two lengths for yarn's factor.
   config.max_position_embeddings = longest_sequence(config);
-  SB_USER_CHECK(
-      run.data.max_sequence_length <= config.max_position_embeddings,
-      "data.max_sequence_length: {} tokens, but the model reaches {} (max_position_embeddings); shorten it, or "
-      "extend the model with model.rope (for example type: yarn, factor: {})",
-      run.data.max_sequence_length, config.max_position_embeddings,
-      (run.data.max_sequence_length + config.max_position_embeddings - 1) / config.max_position_embeddings);
+  const int64_t length = run.data.max_sequence_length, unscaled = config.rope.original_max_position_embeddings > 0
+                                                                      ? config.rope.original_max_position_embeddings
+                                                                      : config.max_position_embeddings;
+  SB_USER_CHECK(length <= config.max_position_embeddings,
+                "data.max_sequence_length: {} tokens, but the model reaches {} (max_position_embeddings); shorten it, "
+                "or extend the model with model.rope (for example type: yarn, factor: {})",
+                length, config.max_position_embeddings, unscaled > 0 ? (length + unscaled - 1) / unscaled : 1);
 }
 
 }  // namespace sb

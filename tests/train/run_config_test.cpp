@@ -300,6 +300,10 @@ TEST(RunConfig, RopeOverrideFillsInTheModelsOwnValues) {
       adapted("{type: yarn, theta: 500, factor: 2, original_max_position_embeddings: 8192}", 4096);
   EXPECT_EQ(explicit_length.rope.theta, 500.0);
   EXPECT_EQ(explicit_length.max_position_embeddings, 16384);
+  // Shorter than what it was meant for: the lengths still have the factor's ratio.
+  const ModelConfig shorter = adapted("{type: yarn, factor: 2, original_max_position_embeddings: 512}", 1024);
+  EXPECT_EQ(shorter.max_position_embeddings, 1024);
+  EXPECT_THROW(adapted("{type: yarn, factor: 2, original_max_position_embeddings: 512}", 1025), UserError);
   const ModelConfig linear = adapted("{type: linear, factor: 3}", 4096);
   EXPECT_EQ(linear.rope.original_max_position_embeddings, 0);
   EXPECT_EQ(linear.max_position_embeddings, 12288);
@@ -341,6 +345,17 @@ TEST(RunConfig, SequencesBeyondTheModelAreRefused) {
   }
   EXPECT_THROW(adapted("{type: yarn, factor: 2}", 10000), UserError);
   EXPECT_NO_THROW(adapted("{type: yarn, factor: 3}", 10000));
+  // A scaled model has an original length, which is what a factor multiplies.
+  RopeConfig scaled;
+  scaled.type = RopeConfig::Type::llama3;
+  scaled.original_max_position_embeddings = 1024;
+  try {
+    adapted("", 10000, scaled);
+    ADD_FAILURE() << "accepted sequences longer than the model";
+  } catch (const UserError& error) {
+    EXPECT_NE(std::string(error.what()).find("factor: 10)"), std::string::npos) << error.what();
+  }
+  EXPECT_NO_THROW(adapted("{type: yarn, factor: 10}", 10000, scaled));
 }
 
 TEST(RunConfig, DocumentationIsThatOfTheTable) {
