@@ -11,6 +11,8 @@ namespace {
 
 using Json = nlohmann::ordered_json;
 constexpr const char* kCoordinates[] = {"tokens", "tiles", "pairs", "scores"};
+// Beyond all that a machine could take, and small enough that sums and products of them stay numbers.
+constexpr double kLargest = 1e15, kLargestCoordinate = 1e24, kLeastStep = 1e-3;
 
 // Reads keys of one object and names the file and the key in every complaint.
 class Reader {
@@ -21,8 +23,8 @@ class Reader {
   Reader child(const char* key) const { return {get(key), where_ + "." + key}; }
   double number(const char* key) const {
     const Json& value = get(key);
-    SB_USER_CHECK(value.is_number() && std::isfinite(value.get<double>()) && value.get<double>() >= 0,
-                  "{}.{}: must be a number, zero or more", where_, key);
+    SB_USER_CHECK(value.is_number() && value.get<double>() >= 0 && value.get<double>() <= kLargest,
+                  "{}.{}: must be a number from 0 to {:.0e}", where_, key, kLargest);
     return value.get<double>();
   }
   int64_t integer(const char* key) const {
@@ -35,13 +37,13 @@ class Reader {
     SB_USER_CHECK(value.is_string(), "{}.{}: must be a string", where_, key);
     return value.get<std::string>();
   }
-  std::vector<double> numbers(const char* key) const {
+  std::vector<double> numbers(const char* key, double largest) const {
     const Json& value = get(key);
     SB_USER_CHECK(value.is_array(), "{}.{}: must be a list of numbers", where_, key);
     std::vector<double> out;
     for (const Json& item : value) {
-      SB_USER_CHECK(item.is_number() && std::isfinite(item.get<double>()), "{}.{}: must be a list of numbers", where_,
-                    key);
+      SB_USER_CHECK(item.is_number() && std::abs(item.get<double>()) <= largest,
+                    "{}.{}: must be a list of numbers up to {:.0e}", where_, key, largest);
       out.push_back(item.get<double>());
     }
     return out;
@@ -65,15 +67,15 @@ OperationTable read_table(const Reader& reader) {
   SB_USER_CHECK(found != std::end(kCoordinates), "{}.along: `{}` is not one of tokens, tiles, pairs, scores",
                 reader.where(), along);
   table.along = static_cast<Coordinate>(found - std::begin(kCoordinates));
-  table.curve.x = reader.numbers("x");
-  table.curve.y = reader.numbers("us");
+  table.curve.x = reader.numbers("x", kLargestCoordinate);
+  table.curve.y = reader.numbers("us", kLargest);
   const auto& [x, y] = table.curve;
   SB_USER_CHECK(x.size() >= 2 && x.size() == y.size(), "{}: x and us need the same number of values, two or more",
                 reader.where());
   SB_USER_CHECK(x[0] == 0 && y[0] >= 0, "{}: x must start at 0 and us at 0 or above", reader.where());
   for (size_t i = 1; i < x.size(); ++i)
-    SB_USER_CHECK(x[i] > x[i - 1] && y[i] >= y[i - 1], "{}: x must rise and us must not fall (entry {})",
-                  reader.where(), i);
+    SB_USER_CHECK(x[i] >= x[i - 1] + kLeastStep && y[i] >= y[i - 1],
+                  "{}: x must rise, by {} or more, and us must not fall (entry {})", reader.where(), kLeastStep, i);
   table.per_tile = reader.number("us_per_tile");
   table.per_token = reader.number("us_per_token");
   table.per_score = reader.number("us_per_score");

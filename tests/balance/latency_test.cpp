@@ -87,6 +87,9 @@ TEST(Profile, JsonRoundTripAndComplaints) {
   EXPECT_NE(with("\"along\": \"tokens\"", "\"along\": \"moons\"").find("moons"), std::string::npos);
   EXPECT_NE(with("\"us_per_tile\": 0.25", "\"us_per_tile\": -1").find("attention_forward.us_per_tile"),
             std::string::npos);
+  // Sums of these would be no numbers any more.
+  EXPECT_NE(with("\"us_per_tile\": 0.25", "\"us_per_tile\": 1e308").find("attention_forward.us_per_tile"),
+            std::string::npos);
   EXPECT_NE(with("\"latency_us\"", "\"latencyus\"").find("latency_us"), std::string::npos);
   EXPECT_NE(message_of([] { parse_profile("{", "p.json"); }).find("p.json"), std::string::npos);
   EXPECT_NE(
