@@ -37,6 +37,7 @@ struct EvalOptions {
   std::string model, attention = "dense", run_config, json, device = "cpu", precision = "auto";
   int64_t max_tokens = 4096, max_new_tokens = 64;
   int batch = 1, threads = 0;
+  bool chat = false;
   double temperature = 0, top_p = 1;
   uint64_t seed = 1;
 };
@@ -205,7 +206,7 @@ double needle_cell(EvalModel& model, const EvalOptions& options, const NeedleOpt
       prompts.push_back(sample.input);
       outputs.push_back(sample.outputs);
     }
-    const std::vector<std::string> answers = model.answer(prompts, generation(options));
+    const std::vector<std::string> answers = model.answer(prompts, generation(options), {}, {.chat = options.chat});
     for (size_t i = 0; i < answers.size(); ++i) found += ruler_match_all(answers[i], outputs[i]);
   } else {
     SyntheticOptions task;
@@ -268,7 +269,7 @@ std::vector<std::string> predictions_for(const EvalOptions& options, const std::
   EvalModel model = open_model_to_run(options);
   Progress progress;
   return model.answer(prompts, generation(options),
-                      [&](size_t done, size_t all) { show(progress, done, all, "prompts"); });
+                      [&](size_t done, size_t all) { show(progress, done, all, "prompts"); }, {.chat = options.chat});
 }
 
 void run_ruler(const EvalOptions& options, const std::string& input, const std::string& predictions, bool part) {
@@ -339,12 +340,15 @@ std::vector<LongBenchItem> longbench_items(const std::vector<Row>& rows, const L
 // As the published script asks: prompts that are too long lose their middle.
 std::vector<std::string> longbench_answers(const EvalOptions& options, const std::vector<LongBenchItem>& items) {
   EvalModel model = open_model_to_run(options);
-  std::map<int64_t, std::vector<size_t>> by_length;  // answers of a length run together
-  for (size_t i = 0; i < items.size(); ++i) by_length[items[i].answer_tokens].push_back(i);
+  // Answers of one length and form run together.
+  std::map<std::pair<int64_t, bool>, std::vector<size_t>> alike;
+  for (size_t i = 0; i < items.size(); ++i)
+    alike[{items[i].answer_tokens, options.chat && longbench::takes_a_chat(items[i].task)}].push_back(i);
   std::vector<std::string> texts(items.size());
   Progress progress;
   size_t before = 0;
-  for (const auto& [length, places] : by_length) {
+  for (const auto& [form, places] : alike) {
+    const auto [length, chat] = form;
     SB_USER_CHECK(length < options.max_tokens,
                   "--max-tokens {}: answers have up to {} tokens, so that nothing is left for the prompt",
                   options.max_tokens, length);
@@ -352,9 +356,9 @@ std::vector<std::string> longbench_answers(const EvalOptions& options, const std
     how.max_new_tokens = length;
     std::vector<std::string> prompts;
     for (const size_t i : places) prompts.push_back(items[i].prompt);
-    const std::vector<std::string> answers = model.answer(
-        prompts, how, [&](size_t done, size_t) { show(progress, before + done, items.size(), "prompts"); },
-        /*cut_middle=*/true);
+    const std::vector<std::string> answers =
+        model.answer(prompts, how, [&](size_t done, size_t) { show(progress, before + done, items.size(), "prompts"); },
+                     {.chat = chat, .cut_middle = true});
     for (size_t i = 0; i < places.size(); ++i) texts[places[i]] = answers[i];
     before += places.size();
   }
@@ -398,7 +402,7 @@ void run_generate(const EvalOptions& options, const std::vector<std::string>& pr
       rows.push_back({{"tokens", ids}});
     }
   } else {
-    for (const std::string& text : model.answer(prompts, generation(options))) {
+    for (const std::string& text : model.answer(prompts, generation(options), {}, {.chat = options.chat})) {
       std::printf("%s\n", text.c_str());
       rows.push_back({{"text", text}});
     }
@@ -436,6 +440,8 @@ void add_sampling(CLI::App* command, EvalOptions& options) {
   command->add_option("--batch", options.batch, "prompts that run together")
       ->check(CLI::Range(1, 4096))
       ->capture_default_str();
+  command->add_flag("--chat", options.chat,
+                    "a prompt is the user's message in a chat, as in `messages` of data tokenize");
   command->add_option("--temperature", options.temperature, "0: the most likely token")
       ->check(CLI::Range(0.0, 100.0))
       ->capture_default_str();
@@ -503,7 +509,8 @@ void add_eval_command(CLI::App& app) {
   add_common(generate, *options, true);
   add_sampling(generate, *options);
   generate->add_option("--prompt", *prompts, "text; may be repeated")->required();
-  generate->add_flag("--token-ids", *token_ids, "prompts and answers are token ids (models without a tokenizer)");
+  generate->add_flag("--token-ids", *token_ids, "prompts and answers are token ids (models without a tokenizer)")
+      ->excludes("--chat");
   generate->callback([=] { run_generate(*options, *prompts, *token_ids); });
 }
 

@@ -71,12 +71,22 @@ EncodedDocument DocumentEncoder::encode(const JsonlRecord& record) const {
   return document;
 }
 
+DocumentEncoder::Question DocumentEncoder::encode_question(const std::string& text) const {
+  JsonlRecord chat;
+  chat.kind = JsonlRecord::Kind::messages;
+  chat.messages = {{"user", text}, {"assistant", ""}};
+  EncodedDocument document;
+  encode_messages(chat, document);
+  // Of an empty answer the first target is the token that ends it.
+  const auto answer = std::find(document.targets.begin(), document.targets.end(), 1) - document.targets.begin();
+  return {{document.tokens.begin(), document.tokens.begin() + answer}, document.tokens[static_cast<size_t>(answer)]};
+}
+
 void DocumentEncoder::encode_messages(const JsonlRecord& record, EncodedDocument& document) const {
-  SB_USER_CHECK(
-      chat_.start >= 0,
-      "{}: \"messages\" need <|im_start|> and <|im_end|> (ChatML), or <|begin_of_text|>, <|start_header_id|>, "
-      "<|end_header_id|> and <|eot_id|> (Llama-3), and this tokenizer has neither",
-      tokenizer_.name());
+  SB_USER_CHECK(chat_.start >= 0,
+                "{}: chats need <|im_start|> and <|im_end|> (ChatML), or <|begin_of_text|>, <|start_header_id|>, "
+                "<|end_header_id|> and <|eot_id|> (Llama-3), and this tokenizer has neither",
+                tokenizer_.name());
   EncodeOptions as_text;
   as_text.parse_added_tokens = false;
   const bool llama3 = chat_.header_end >= 0;

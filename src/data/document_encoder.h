@@ -36,6 +36,13 @@ class DocumentEncoder {
 
   EncodedDocument encode(const JsonlRecord& record) const;
 
+  // A chat's only message, the user's, up to where the answer begins, and the token that will end it: as in training.
+  struct Question {
+    std::vector<int32_t> tokens;
+    int32_t end = -1;
+  };
+  Question encode_question(const std::string& text) const;
+
  private:
   // The tokens around a message of ChatML or Llama-3; -1: not there.
   struct ChatTokens {

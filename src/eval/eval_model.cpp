@@ -10,6 +10,7 @@
 #include "attention/sparse_attention.h"
 #include "core/errors.h"
 #include "core/log.h"
+#include "data/document_encoder.h"
 #include "device/cuda.h"
 #include "eval/host_floats.h"
 #include "model/hf_checkpoint.h"
@@ -147,15 +148,24 @@ std::vector<std::vector<int32_t>> EvalModel::generate(const std::vector<std::vec
 }
 
 std::vector<std::string> EvalModel::answer(const std::vector<std::string>& prompts, GenerationOptions options,
-                                           const std::function<void(size_t, size_t)>& progress, bool cut_middle) {
+                                           const std::function<void(size_t, size_t)>& progress,
+                                           const AnswerOptions& how) {
   std::vector<std::vector<int32_t>> tokens;
   EncodeOptions encode;
   encode.add_special_tokens = true;
+  const DocumentEncoder chats(tokenizer(), {});
   const int64_t room = std::max<int64_t>(options_.max_tokens - options.max_new_tokens, 1);
   int64_t cut = 0;
   for (const std::string& prompt : prompts) {
-    std::vector<int32_t>& ids = tokens.emplace_back(tokenizer().encode(prompt, encode));
-    if (!cut_middle || std::ssize(ids) <= room) continue;
+    std::vector<int32_t>& ids = tokens.emplace_back();
+    if (how.chat) {
+      DocumentEncoder::Question question = chats.encode_question(prompt);
+      ids = std::move(question.tokens);
+      options.stop_tokens = {question.end};
+    } else {
+      ids = tokenizer().encode(prompt, encode);
+    }
+    if (!how.cut_middle || std::ssize(ids) <= room) continue;
     ids.erase(ids.begin() + (room + 1) / 2, ids.end() - room / 2);
     ++cut;
   }

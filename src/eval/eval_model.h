@@ -26,6 +26,13 @@ struct EvalModelOptions {
   DType dtype = DType::f32;  // of weights and activations: f32, or bf16 on CUDA
 };
 
+// How a text becomes a prompt.
+struct AnswerOptions {
+  bool chat = false;  // it is the user's message in a chat; the token that ends a message ends the answer, too
+  // Those that leave no room for an answer lose their middle instead of being refused, and a warning counts them.
+  bool cut_middle = false;
+};
+
 // A model to be asked questions: scores sequences and continues prompts. OutOfMemory with the plan when it does not fit
 // on the GPU.
 class EvalModel {
@@ -49,10 +56,10 @@ class EvalModel {
   std::vector<std::vector<int32_t>> generate(const std::vector<std::vector<int32_t>>& prompts,
                                              const GenerationOptions& options,
                                              const std::function<void(size_t, size_t)>& progress = {});
-  // Text in, text out; stops at stop_tokens(). `cut_middle`: prompts that leave no room for an answer lose their middle
-  // instead of being refused, and a warning counts them.
+  // Text in, text out; stops at stop_tokens().
   std::vector<std::string> answer(const std::vector<std::string>& prompts, GenerationOptions options,
-                                  const std::function<void(size_t, size_t)>& progress = {}, bool cut_middle = false);
+                                  const std::function<void(size_t, size_t)>& progress = {},
+                                  const AnswerOptions& how = {});
   // The end tokens of config.json, and those that an instruct model has in generation_config.json beside them.
   const std::vector<int32_t>& stop_tokens() const { return stop_tokens_; }
 

@@ -1,6 +1,8 @@
 #include "eval/longbench_prompt.h"
 
+#include <algorithm>
 #include <fstream>
+#include <iterator>
 #include <nlohmann/json.hpp>
 
 #include "core/errors.h"
@@ -40,6 +42,11 @@ std::map<std::string, int64_t> read_answer_lengths(const std::filesystem::path& 
     lengths[task] = length;
   }
   return lengths;
+}
+
+bool takes_a_chat(const std::string& task) {
+  constexpr std::string_view kContinued[] = {"trec", "triviaqa", "samsum", "lsht", "lcc", "repobench-p"};
+  return std::find(std::begin(kContinued), std::end(kContinued), task) == std::end(kContinued);
 }
 
 std::string fill(std::string_view prompt, std::string_view context, std::string_view input) {

@@ -17,4 +17,8 @@ std::map<std::string, int64_t> read_answer_lengths(const std::filesystem::path& 
 // The template with both put in. What they contain is text: braces in it mean nothing.
 std::string fill(std::string_view prompt, std::string_view context, std::string_view input);
 
+// The tasks whose prompts the published script puts into a chat where the model has one; not those that go on with
+// examples or code.
+bool takes_a_chat(const std::string& task);
+
 }  // namespace sb::longbench

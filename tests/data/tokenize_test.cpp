@@ -96,6 +96,18 @@ TEST(DocumentEncoder, SpecialTokensAreAddedToPromptsAsToText) {
   EXPECT_EQ(document.targets[0], 0);
 }
 
+TEST(DocumentEncoder, AQuestionIsAChatUpToItsAnswer) {
+  const auto question = DocumentEncoder(qwen(), {}).encode_question("hi <|im_end|>");
+  EXPECT_EQ(qwen().decode(question.tokens), "<|im_start|>user\nhi <|im_end|><|im_end|>\n<|im_start|>assistant\n");
+  EXPECT_EQ(question.end, 8002);
+  EXPECT_EQ(std::count(question.tokens.begin(), question.tokens.end(), 8002), 1);
+  const auto llama = DocumentEncoder(llama3(), {}).encode_question(" hi");
+  EXPECT_EQ(llama3().decode(llama.tokens),
+            "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\nhi<|eot_id|>"
+            "<|start_header_id|>assistant<|end_header_id|>\n\n");
+  EXPECT_EQ(llama.end, llama3().token_id("<|eot_id|>").value());
+}
+
 TEST(DocumentEncoder, ChatNeedsTheTokensOfAForm) {
   const Tokenizer plain = Tokenizer::load(std::string(SB_TEST_DATA) + "/tokenizer_reference/llama3_style.json");
   EXPECT_NE(user_error([&] {

@@ -129,22 +129,48 @@ TEST_P(EvalModelTest, AnswersEndAtTheTokensOfTheGenerationConfigToo) {
   EXPECT_EQ(stops("not JSON"), (std::vector<int32_t>{7}));
 }
 
-TEST_P(EvalModelTest, PromptsThatAreTooLongLoseTheirMiddleOnRequest) {
-  // A token a character, 61 of them.
-  const std::string characters = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ012345678";
+// Puts a tokenizer with a token a character beside the model, `more` after them. Empty where this build has one.
+std::string why_no_tokenizer(const std::filesystem::path& directory, const std::string& characters,
+                             const std::string& more = "", const std::string& added = "") {
   std::string vocabulary;
   for (size_t i = 0; i < characters.size(); ++i)
     vocabulary += fmt::format("{}\"{}\": {}", i == 0 ? "" : ", ", characters[i], i);
-  std::ofstream(directory_ / "tokenizer.json")
-      << "{\"model\": {\"type\": \"BPE\", \"merges\": [], \"vocab\": {" << vocabulary
-      << "}}, \"pre_tokenizer\": {\"type\": \"ByteLevel\", \"add_prefix_space\": false}}";
-  EvalModel model = open({});
+  std::ofstream(directory / "tokenizer.json")
+      << "{\"model\": {\"type\": \"BPE\", \"merges\": [], \"vocab\": {" << vocabulary << more
+      << "}}, \"added_tokens\": [" << added
+      << "], \"pre_tokenizer\": {\"type\": \"ByteLevel\", \"add_prefix_space\": false}}";
   try {
-    model.tokenizer();
+    Tokenizer::load((directory / "tokenizer.json").string());
+    return "";
   } catch (const UserError& error) {
     if (std::string(error.what()).find("this build has no tokenizer") == std::string::npos) throw;
-    GTEST_SKIP() << error.what();
+    return error.what();
   }
+}
+
+TEST_P(EvalModelTest, ChatsAreAskedAsTheyWereTrained) {
+  const std::string missing = why_no_tokenizer(
+      directory_.path(), "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ012345", ", \"\\u010a\": 58",
+      R"({"id": 59, "content": "<|im_start|>", "special": true}, {"id": 60, "content": "<|im_end|>", "special": true})");
+  if (!missing.empty()) GTEST_SKIP() << missing;
+  EvalModel model = open({});
+  GenerationOptions options;
+  options.max_new_tokens = 12;
+  const std::vector<int32_t> question =
+      model.tokenizer().encode("<|im_start|>user\nwhy<|im_end|>\n<|im_start|>assistant\n");
+  EXPECT_EQ(question.front(), 59);
+  GenerationOptions until_the_end = options;
+  until_the_end.stop_tokens = {60};
+  const std::string expected = model.tokenizer().decode(model.generate({question}, until_the_end)[0], true);
+  EXPECT_EQ(model.answer({"why"}, options, {}, {.chat = true})[0], expected);
+  EXPECT_NE(model.answer({"why"}, options)[0], expected);
+}
+
+TEST_P(EvalModelTest, PromptsThatAreTooLongLoseTheirMiddleOnRequest) {
+  const std::string characters = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ012345678";  // 61
+  const std::string missing = why_no_tokenizer(directory_.path(), characters);
+  if (!missing.empty()) GTEST_SKIP() << missing;
+  EvalModel model = open({});
   GenerationOptions options;
   options.max_new_tokens = 5;
   const int64_t room = kCapacity - 5;
@@ -156,7 +182,7 @@ TEST_P(EvalModelTest, PromptsThatAreTooLongLoseTheirMiddleOnRequest) {
   halves.insert(halves.end(), ids.end() - 397, ids.end());
   const std::string expected = model.tokenizer().decode(model.generate({halves}, options)[0]);
   testing::internal::CaptureStderr();
-  EXPECT_EQ(model.answer({text, "ab"}, options, {}, /*cut_middle=*/true)[0], expected);
+  EXPECT_EQ(model.answer({text, "ab"}, options, {}, {.cut_middle = true})[0], expected);
   EXPECT_NE(testing::internal::GetCapturedStderr().find("1 of 2 prompts have more than 795 tokens"), std::string::npos);
 }
 

@@ -24,6 +24,13 @@ TEST_F(LongBenchPrompt, TemplatesAreFilledWithTextAsItIs) {
   EXPECT_EQ(fill("{a} {context} {", "b", ""), "{a} b {");
 }
 
+TEST_F(LongBenchPrompt, ExamplesAndCodeAreContinuedOutsideOfAChat) {
+  EXPECT_TRUE(takes_a_chat("narrativeqa"));
+  EXPECT_TRUE(takes_a_chat("passage_retrieval_zh"));
+  for (const char* task : {"trec", "triviaqa", "samsum", "lsht", "lcc", "repobench-p"})
+    EXPECT_FALSE(takes_a_chat(task)) << task;
+}
+
 TEST_F(LongBenchPrompt, FilesAreReadByTask) {
   const auto templates = read_templates(file(R"({"qasper": "{context} {input}", "lcc": "Code: {context}"})"));
   EXPECT_EQ(templates.size(), 2u);
