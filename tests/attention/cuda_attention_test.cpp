@@ -392,11 +392,17 @@ TEST_F(CudaAttentionTest, VerticalSlashEqualsTheCpuOnTheSameLists) {
 }
 
 TEST_F(CudaAttentionTest, VerticalSlashFindsWhatTheCpuFinds) {
-  const AttentionShape shape{4, 2, 64, 0.125f};
   const std::vector<int32_t> cu{0, 2000, 2900};
-  for (const DType dtype : {DType::f32, DType::bf16})
-    for (const double coverage : {0.7, 0.02, 1.0}) {  // mostly the caps decide; few enough; the caps alone
-      SCOPED_TRACE(fmt::format("{} {}", dtype_name(dtype), coverage));
+  const AttentionShape shapes[] = {{4, 2, 64, 0.125f}, {2, 2, 64, 0.125f}, {6, 2, 128, 0.09f}};
+  for (const AttentionShape& shape : shapes)
+    // Mostly the caps decide; few enough; the caps alone.
+    for (const auto& [dtype, coverage] : {std::pair{DType::f32, 0.7},
+                                          {DType::f32, 0.02},
+                                          {DType::f32, 1.0},
+                                          {DType::bf16, 0.7},
+                                          {DType::bf16, 0.02},
+                                          {DType::bf16, 1.0}}) {
+      SCOPED_TRACE(fmt::format("{}:{} {} {}", shape.heads, shape.kv_heads, dtype_name(dtype), coverage));
       CudaAttentionOptions options = vertical_slash_options();
       options.attention.selection.vertical_coverage = coverage;
       const auto attention = make_cuda_attention(options);

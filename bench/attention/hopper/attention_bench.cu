@@ -220,17 +220,34 @@ void run_files(const std::string& directory, const Shape& shape) {
 // Selection with its lists against the attention it selects for: one after the other, and what it adds where the column
 // lists and the order of the work are made beside the forward, as the trainer does it.
 void run_selection(const std::string& name, int query_heads, int kv_heads, int d, int length, double keep,
-                   int score_tokens = 0) {
+                   int score_tokens = 0, SelectionPattern pattern = SelectionPattern::topk,
+                   SelectionOrder selection_order = SelectionOrder::causal) {
   if (name.find(filter) == std::string::npos) return;
   const Shape shape{length, query_heads, kv_heads, d, 1.f / std::sqrt(float(d))};
   const std::vector<int32_t> cu{0, length};
   SelectionConfig config;
   config.score_tokens = score_tokens;
+  config.pattern = pattern;
+  config.order = selection_order;
   config.budget = static_cast<int64_t>(keep * length / 2);
   const SequenceTiles tiles{length, kBlock, 16, 1, 2, config.budget};
   Tensors t(shape, 42);
   SelectCase chosen(shape, cu, {false}, {tiles}, config, true);
   chosen.run(shape, t.q.get(), t.k.get());
+  if (pattern == SelectionPattern::mass && selection_order == SelectionOrder::causal) {
+    // The threshold that meets the budget, as steering would find it.
+    int64_t wanted = 0;
+    for (int64_t tile = 0; tile < tiles.tiles(); ++tile)
+      wanted += kv_heads * (tiles.visible(tile) - tiles.candidates(tile) +
+                            std::min(tiles.free_quota(tile), tiles.candidates(tile)));
+    float low = -16, high = 0;
+    for (int i = 0; i < 14; ++i) {
+      const float middle = (low + high) / 2;
+      chosen.thresholds = DeviceArray<float>(std::vector<float>(kLengthClasses, middle));
+      chosen.run(shape, t.q.get(), t.k.get());
+      (std::ssize(chosen.lists(shape).entries) > wanted ? low : high) = middle;
+    }
+  }
   const RowLists lists = chosen.lists(shape);
   DeviceWork w(shape, cu, {false}, &lists, 132);
   const ForwardParams f = forward_params(shape, t, w);
@@ -266,6 +283,9 @@ void run_selection(const std::string& name, int query_heads, int kv_heads, int d
                repeats) /
            row;
   };
+  double everything = 0;
+  for (int64_t tile = 0; tile < tiles.tiles(); ++tile)
+    everything += static_cast<double>(kv_heads * tiles.visible(tile));
   rest();
   const auto list_rows = [&] { hopper_select(p, nullptr); };
   const auto list = [&] { list_columns(p, nullptr); };
@@ -285,9 +305,12 @@ void run_selection(const std::string& name, int query_heads, int kv_heads, int d
   }
   std::sort(alone.begin(), alone.end());
   std::sort(together.begin(), together.end());
-  std::printf("%-30s rows %.4f ms, columns %.4f, order %.4f; attention %.3f: %.1f %%; all together %.3f: %.1f %%\n",
-              name.c_str(), rows_ms, columns_ms, order_ms, alone[rounds / 2], 100 * chain_ms / alone[rounds / 2],
-              together[rounds / 2], 100 * (together[rounds / 2] - alone[rounds / 2]) / alone[rounds / 2]);
+  std::printf(
+      "%-30s %.1f %% listed, rows %.4f ms, columns %.4f, order %.4f; attention %.3f: %.1f %%; all together %.3f: %.1f "
+      "%%\n",
+      name.c_str(), 100. * static_cast<double>(lists.entries.size()) / everything, rows_ms, columns_ms, order_ms,
+      alone[rounds / 2], 100 * chain_ms / alone[rounds / 2], together[rounds / 2],
+      100 * (together[rounds / 2] - alone[rounds / 2]) / alone[rounds / 2]);
 }
 
 // The portable kernels on the same lists.
@@ -340,6 +363,14 @@ int main(int argc, char** argv) {
   sb::gpu::run_selection("topk 10% 16:2 d128 32K", 16, 2, 128, 32768, 0.1);
   sb::gpu::run_selection("topk 10% 16:2 d128 128K", 16, 2, 128, 131072, 0.1);
   sb::gpu::run_selection("topk 10% 14:2 d64 32K", 14, 2, 64, 32768, 0.1);
+  for (const auto& [heads, d, length] : {std::tuple{16, 128, 32768}, {14, 64, 32768}, {16, 128, 131072}}) {
+    using enum sb::SelectionPattern;
+    const std::string what =
+        " 10% " + std::to_string(heads) + ":2 d" + std::to_string(d) + " " + std::to_string(length / 1024) + "K";
+    sb::gpu::run_selection("topp" + what, heads, 2, d, length, 0.1, 0, topp);
+    sb::gpu::run_selection("mass" + what, heads, 2, d, length, 0.1, 0, mass);
+    sb::gpu::run_selection("mass ahead" + what, heads, 2, d, length, 0.1, 0, mass, sb::SelectionOrder::lookahead);
+  }
   for (const int part : {64, 32, 16, 1}) {
     const std::string parts = "parts of " + std::to_string(part) + ", ";
     sb::gpu::run_selection(parts + "10% 16:2 d128 32K", 16, 2, 128, 32768, 0.1, part);

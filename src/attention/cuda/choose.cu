@@ -10,42 +10,27 @@
 namespace sb::gpu {
 namespace {
 
-constexpr float kLog2e = 1.4426950408889634f;
-
-// The choices of one warp for the tokens of a query block, one after the other. Lane l looks after blocks 64·i + 2·l
-// and the next. A block's key is its mass, then its number: larger mass first, ties to the lower block, and no two keys
-// equal. Masses are held in registers, `kPairs` twice two; with kPairs = 0 in shared memory, for any number. kCount:
-// the number of choices is known beforehand (topk; those that fit registers are a Picker's).
-template <int kPairs, bool kCount>
+// The choices of one warp for the tokens of a query block, one after the other, among so many blocks that registers do
+// not hold their masses (else a Picker's). Lane l looks after blocks 64·i + 2·l and the next. A block's key is its
+// mass, then its number: larger mass first, ties to the lower block, and no two keys equal. A token's masses lie in
+// shared memory, or, where that has no room, in the place of the query block's first. kRule: what is known of them.
+template <ChoiceRule kRule>
 struct Chooser {
-  static constexpr int kHeld = kPairs > 0 ? kPairs : 1;
-  static_assert(!kCount || kPairs == 0);
+  static constexpr bool kCount = kRule == ChoiceRule::topk;  // the number of choices is known beforehand
   const ChoiceArguments& args;
   const SelectItem& item;
-  uint8_t* first;           // of each block, the token that chose it
-  uint32_t* shared_masses;  // kPairs = 0 only
+  uint8_t* first;    // of each block, the token that chose it
+  uint32_t* masses;  // [pair][lane]
   int lane;
   int chosen = 0, candidates = 0;
-  uint32_t held[kHeld];
-  uint32_t taken[(2 * kHeld + 31) / 32] = {};  // bit 2·i + e: chosen, or does not exist
 
-  __device__ __forceinline__ uint32_t pair(int i) const {
-    if constexpr (kPairs > 0) return held[i];
-    return shared_masses[32 * i + lane];
-  }
-  __device__ __forceinline__ void set_pair(int i, uint32_t value) {
-    if constexpr (kPairs > 0)
-      held[i] = value;
-    else
-      shared_masses[32 * i + lane] = value;
-  }
+  __device__ __forceinline__ uint32_t pair(int i) const { return masses[32 * i + lane]; }
+  __device__ __forceinline__ void set_pair(int i, uint32_t value) { masses[32 * i + lane] = value; }
   __device__ __forceinline__ bool is_taken(int i, int e) const {
-    if constexpr (kPairs > 0) return (taken[(2 * i + e) / 32] >> ((2 * i + e) % 32) & 1) != 0;
     const int j = 64 * i + 2 * lane + e;
     return j >= item.competing || first[j] != kUnchosen;
   }
   __device__ __forceinline__ void take(int i, int e, int row) {
-    if constexpr (kPairs > 0) taken[(2 * i + e) / 32] |= 1u << ((2 * i + e) % 32);
     first[64 * i + 2 * lane + e] = static_cast<uint8_t>(row);
   }
   // The block that a key is of; what a token adds is mostly one.
@@ -62,13 +47,7 @@ struct Chooser {
   // Calls body(i) for all pairs of this lane.
   template <typename Body>
   __device__ __forceinline__ void each_pair(Body body) const {
-    if constexpr (kPairs > 0) {
-#pragma unroll
-      for (int i = 0; i < kPairs; ++i)
-        if (64 * i < item.competing) body(i);
-    } else {
-      for (int i = 0; 64 * i < item.competing; ++i) body(i);
-    }
+    for (int i = 0; 64 * i < item.competing; ++i) body(i);
   }
   // Calls body(i, e) for all blocks of this lane.
   template <typename Body>
@@ -85,8 +64,6 @@ struct Chooser {
       const int j = 64 * i + 2 * lane + e;
       const bool forced = j < item.sinks || j >= item.competing - item.local;
       if (j < item.competing) first[j] = forced ? 0 : kUnchosen;
-      if constexpr (kPairs > 0)
-        if (forced) taken[(2 * i + e) / 32] |= 1u << ((2 * i + e) % 32);  // those past the end too
     });
     __syncwarp();
   }
@@ -174,7 +151,7 @@ struct Chooser {
         return;
       }
       threshold = ranked(top, room);
-    } else if (args.pattern == SelectionPattern::topp) {
+    } else if constexpr (kRule == ChoiceRule::topp) {
       float all = 0, held = 0;
       each([&](int i, int e) {
         if (64 * i + 2 * lane + e >= item.competing) return;
@@ -193,9 +170,7 @@ struct Chooser {
         return count_from(trial) >= room || held_from(trial) >= wanted ? kEnough : kTooFew;
       });
     } else {
-      const __half limit = __float2half_rn(args.thresholds[item.length_class] * kLog2e);
-      const uint32_t worth = ordered(__half_as_ushort(limit)) << 16;
-      threshold = max(ranked(top, room), worth);
+      threshold = max(ranked(top, room), args.worth(item.length_class));
       const int least = min((item.total / 2 + 3) / 4, room);
       if (row == 0 && least > 0 && count_from(threshold) < least) threshold = ranked(top, least);
     }
@@ -228,56 +203,62 @@ struct Chooser {
       } while (row < item.tokens && !all && !allowance.grew);
     };
     if (!all && !allowance.grew) next_token();
-    each_pair([&](int i) { set_pair(i, load(0, i)); });
-    while (row < item.tokens) {
+    for (; row < item.tokens; ++index) {
       const int token = row, room = min(allowance.allowed, candidates) - chosen;
       next_token();
-      ++index;
-      // The next token's masses are on their way while this one chooses.
-      constexpr bool kAhead = kPairs > 0;
-      uint32_t next[kHeld];
-      if constexpr (kAhead)
-        if (row < item.tokens) each_pair([&](int i) { next[i] = load(index, i); });
-      if (room > 0) choose(room, token);
-      if (row >= item.tokens) break;
-      each_pair([&](int i) {
-        if constexpr (kAhead)
-          held[i] = next[i];
-        else
-          set_pair(i, load(index, i));
-      });
+      if (room <= 0) continue;
+      each_pair([&](int i) { set_pair(i, load(index, i)); });
+      choose(room, token);
     }
     __syncwarp();
   }
 };
 
-template <int kPairs, bool kCount>
-__global__ void __launch_bounds__(32 * kWarps, kPairs == 16 ? 2 : 4)
+// kPairs: of masses that a lane holds in registers; 0: any number, not there. kInPlace: nor in shared memory.
+template <int kPairs, ChoiceRule kRule, bool kInPlace>
+__global__ void __launch_bounds__(32 * kWarps, kPairs == 4    ? 8
+                                               : kPairs == 8  ? 5
+                                               : kPairs == 16 ? 2
+                                                              : 4)
     choose_kernel(const __grid_constant__ ChoiceArguments args) {
   extern __shared__ __align__(16) uint8_t shared[];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int index = blockIdx.x * (blockDim.x / 32) + warp;
   launch_dependents();
-  if (index >= args.count) return;
-  const SelectItem item = args.items[index];
-  uint8_t* first = nullptr;
-  wait_for_dependencies();
-  if (!item.everything && item.total > 0 && item.competing > item.sinks + item.local) {
-    first = shared + warp * args.warp_bytes;
-    if constexpr (kCount && kPairs > 0)
-      Picker<kPairs>{args, item, first, lane}.run();
-    else
-      Chooser<kPairs, kCount>{args, item, first, reinterpret_cast<uint32_t*>(first + args.warp_bytes / 3), lane}.run();
+  SelectItem item;
+  Counted counted{};
+  if (index < args.count) {
+    item = args.items[index];
+    uint8_t* first = nullptr;
+    wait_for_dependencies();
+    if (!item.everything && item.total > 0 && item.competing > item.sinks + item.local) {
+      first = shared + warp * args.warp_bytes;
+      if constexpr (kPairs > 0) {
+        Picker<kPairs> picker{args, item, first, lane};
+        if constexpr (kRule == ChoiceRule::topk)
+          picker.run_topk();
+        else if constexpr (kRule == ChoiceRule::topp)
+          picker.run_topp();
+        else
+          picker.run_mass();
+      } else {
+        uint32_t* masses = kInPlace ? reinterpret_cast<uint32_t*>(args.masses + item.masses)
+                                    : reinterpret_cast<uint32_t*>(first + args.warp_bytes / 3);
+        Chooser<kRule>{args, item, first, masses, lane}.run();
+      }
+    }
+    counted = emit(args, item, first, lane);
   }
-  emit(args, item, first, lane);
+  add_counted(args, index < args.count ? item.length_class : -1, counted);
 }
 
-template <bool kCount>
-auto kernel_for(int chunks) {
-  return chunks <= 4    ? choose_kernel<4, kCount>
-         : chunks <= 8  ? choose_kernel<8, kCount>
-         : chunks <= 16 ? choose_kernel<16, kCount>
-                        : choose_kernel<0, kCount>;
+template <ChoiceRule kRule>
+auto kernel_for(int chunks, bool in_place) {
+  return chunks <= 4    ? choose_kernel<4, kRule, false>
+         : chunks <= 8  ? choose_kernel<8, kRule, false>
+         : chunks <= 16 ? choose_kernel<16, kRule, false>
+         : in_place     ? choose_kernel<0, kRule, true>
+                        : choose_kernel<0, kRule, false>;
 }
 
 // Eight columns a thread block. Each warp takes a part of the query blocks, a lane one of them at a time and all eight
@@ -386,13 +367,14 @@ __global__ void __launch_bounds__(32 * kColumnWarps) columns_kernel(const __grid
 
 void choose_blocks(const SelectParams& p, const SelectBatch& batch, cudaStream_t stream, bool early) {
   if (batch.item_count == 0) return;
-  if (p.most_mass()) return sum_tile_masses(p, batch, stream);
+  if (p.most_mass()) return sum_tile_masses(p, batch, stream, early);
   const int chunks = std::max((p.max_competing + 63) / 64, 1);
-  const bool counted = p.pattern == SelectionPattern::topk || p.pattern == SelectionPattern::window;
-  const auto kernel = counted ? kernel_for<true>(chunks) : kernel_for<false>(chunks);
-  // Of very long sequences the shared memory holds fewer query blocks.
-  const int warp_bytes = 3 * 64 * chunks, warps = std::min(kWarps, most_shared_memory() / warp_bytes);
-  if (warps == 0) throw_unsupported("key blocks to choose among", p.max_competing);
+  // A byte a block of shared memory, and beyond what registers hold two for its mass, where there is room.
+  const bool in_place = chunks > 16 && 3 * 64 * chunks > choosing_memory(p);
+  const int warp_bytes = (chunks > 16 && !in_place ? 3 : 1) * 64 * chunks, warps = choosing_warps(p, warp_bytes);
+  const auto kernel = p.pattern == SelectionPattern::topp   ? kernel_for<ChoiceRule::topp>(chunks, in_place)
+                      : p.pattern == SelectionPattern::mass ? kernel_for<ChoiceRule::mass>(chunks, in_place)
+                                                            : kernel_for<ChoiceRule::topk>(chunks, in_place);
   const int shared = warps * warp_bytes;
   allow_shared_memory(kernel, shared, "shared memory of the choice");
   const ChoiceArguments args = choice_arguments(p, batch.item_begin, batch.item_count, warp_bytes);
@@ -412,10 +394,7 @@ void list_columns(const SelectParams& p, void* stream) {
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
   const ColumnArguments args{p.groups, p.column_count, p.map, p.column_counts, p.column_offsets, p.column_entries};
   columns_kernel<false><<<p.group_count, 32 * kColumnWarps, 0, cuda_stream>>>(args);
-  if (kernels_start_early())
-    launch_early(columns_kernel<true>, p.group_count, 32 * kColumnWarps, 0, cuda_stream, args);
-  else
-    columns_kernel<true><<<p.group_count, 32 * kColumnWarps, 0, cuda_stream>>>(args);
+  launch_after(columns_kernel<true>, p.group_count, 32 * kColumnWarps, 0, cuda_stream, args);
   check(cudaGetLastError(), "column lists");
 }
 

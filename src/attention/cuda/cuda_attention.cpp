@@ -74,6 +74,7 @@ class CudaAttention final : public ChoosingAttention {
       cuda::record(rows_listed_.get(), exec.stream);
       cuda::wait_on_stream(rows_listed_.get(), beside_.get());
       if (chooses) {
+        count_chosen(layer, chosen, *kept.plan);
         gpu::list_columns(chosen, beside_.get());
         order_work(beside_.get(), *kept.plan, kept.plan->lists_in(kept.list_memory()));
       }
@@ -365,18 +366,22 @@ class CudaAttention final : public ChoosingAttention {
       gpu::hopper_select(params, exec.stream);
     else
       gpu::portable_select(params, plan.precision(), exec.stream);
-    choices_.steer(layer, plan.thresholds(), params, exec.stream);
-    choices_.add_pairs(layer, params, exec.stream);
-    if (choices_.counts()) {
-      // Dense sequences beside those that are counted.
-      for (int s = 0; s < plan.sequences(); ++s) {
-        const int64_t n = plan.cu_seqlens()[s + 1] - plan.cu_seqlens()[s];
-        if (plan.dense()[s]) report_.layers[layer].pairs += plan.list_heads() * (n * (n + 1) / 2);
-      }
-    } else {
-      report_.layers[layer].pairs += plan.select().token_pairs;
-    }
     return params;
+  }
+
+  // What was chosen, for the report and the next thresholds: beside the forward.
+  void count_chosen(int layer, const gpu::SelectParams& chosen, const DevicePlan& plan) {
+    choices_.steer(layer, plan.thresholds(), chosen, beside_.get());
+    choices_.add_pairs(layer, chosen, beside_.get());
+    if (!choices_.counts()) {
+      report_.layers[layer].pairs += plan.select().token_pairs;
+      return;
+    }
+    // Dense sequences beside those that are counted.
+    for (int s = 0; s < plan.sequences(); ++s) {
+      const int64_t n = plan.cu_seqlens()[s + 1] - plan.cu_seqlens()[s];
+      if (plan.dense()[s]) report_.layers[layer].pairs += plan.list_heads() * (n * (n + 1) / 2);
+    }
   }
 
   static void order_work(void* stream, const DevicePlan& plan, const DevicePlan::Lists& lists) {

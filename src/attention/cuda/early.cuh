@@ -31,19 +31,27 @@ inline bool kernels_start_early() {
 
 // The kernel before it must have waited for its own dependencies. SM90 and later.
 template <typename... Parameters, typename... Arguments>
-void launch_early(void (*kernel)(Parameters...), int blocks, int threads, int shared, cudaStream_t stream,
+void launch_early(void (*kernel)(Parameters...), dim3 blocks, int threads, int shared, cudaStream_t stream,
                   const Arguments&... arguments) {
   cudaLaunchAttribute attribute;
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(blocks);
+  config.gridDim = blocks;
   config.blockDim = dim3(threads);
   config.dynamicSmemBytes = shared;
   config.stream = stream;
   config.attrs = &attribute;
   config.numAttrs = 1;
   check(cudaLaunchKernelEx(&config, kernel, arguments...), "launch");
+}
+
+// The same where the device can, else when the kernel before it has ended.
+template <typename... Parameters, typename... Arguments>
+void launch_after(void (*kernel)(Parameters...), dim3 blocks, int threads, int shared, cudaStream_t stream,
+                  const Arguments&... arguments) {
+  if (kernels_start_early()) return launch_early(kernel, blocks, threads, shared, stream, arguments...);
+  kernel<<<blocks, threads, shared, stream>>>(arguments...);
 }
 
 }  // namespace sb::gpu

@@ -185,6 +185,7 @@ struct SelectParams {
   bool moments = true;
   float coverage = 1;
   const float* thresholds = nullptr;  // `mass`: of every length class
+  int32_t shared_memory = 0;          // of a thread block that chooses, at most; 0: what the device has
   // The plan, arrays in device memory.
   int32_t query_block = 0, select_block = 0, block = 0, max_competing = 0;
   int32_t planes = 1, parts = 1, statistics_channels = 2, statistics_rows = 0;
@@ -207,8 +208,9 @@ struct SelectParams {
   // Workspace.
   void* statistics = nullptr;  // statistics_bytes()
   bool statistics_given = false;
-  uint16_t* masses =
-      nullptr;  // [plan.planes · plan.masses]: log2 as 16-bit floats, mapped so that they order as unsigned integers
+  // [plan.planes · plan.masses]: log2 as 16-bit floats, mapped so that they order as unsigned integers. Of very long
+  // sequences, choosing overwrites them.
+  uint16_t* masses = nullptr;
   uint8_t* map = nullptr;            // [plan.map_bytes]
   int32_t* column_counts = nullptr;  // [columns]
   uint16_t* sums = nullptr;          // [plan.sums], like the masses
@@ -220,9 +222,9 @@ struct SelectParams {
 // What a plan says but for its arrays, which lie in device memory.
 void set_plan(const SelectPlan& plan, SelectParams& params);
 
-// Of each pool two histograms and what was found, of each query block one number.
+// Of each pool two histograms, of each query block one number.
 constexpr int64_t pool_counts_size(int64_t pools, int64_t pool_tiles) {
-  return pools * 520 + pool_tiles;
+  return pools * 512 + pool_tiles;
 }
 
 // Of a sequence: bits of the number of tokens.

@@ -15,7 +15,7 @@ struct Build {
 template <int D, int kLog>
 struct Scorer : MassRows<D, kLog, Build<D>::kConsumers> {
   using Rows = MassRows<D, kLog, Build<D>::kConsumers>;
-  using Rows::args, Rows::lane, Rows::reference, Rows::raised, Rows::sum;
+  using Rows::args, Rows::lane, Rows::reference, Rows::sum;
   MassBarriers& barriers;
   uint64_t statistics;  // descriptor of the first stage
   Cursor ring;
@@ -33,55 +33,62 @@ struct Scorer : MassRows<D, kLog, Build<D>::kConsumers> {
     }
   }
 
-  __device__ void relative(float (&s)[32], uint32_t (&x)[2][8]) const {
+  // Scores of a chunk in units of log2, relative to the rows' references: kept in 16 bits, their exponentials summed.
+  // No branch between them, so that all of it runs beside the exponentials.
+  __device__ void work(float (&s)[32], const MassItem& item, int chunk, int chunks) {
+    if (chunk + 1 == chunks) this->hide_tail(s, item);
+    if (chunk == 0) this->begin_rows(s);
 #pragma unroll
     for (int i = 0; i < 32; ++i) s[i] = fmaf(s[i], args.unit, -reference[i / 2 % 2]);
+    uint32_t x[2][8];
 #pragma unroll
     for (int h = 0; h < 2; ++h)
 #pragma unroll
       for (int j = 0; j < 8; ++j) x[h][j] = as_bits(__floats2half2_rn(s[4 * j + 2 * h], s[4 * j + 2 * h + 1]));
+#pragma unroll
+    for (int i = 0; i < 32; ++i) sum[i / 2 % 2] += exp2_fast(s[i]);
+    this->keep(x, chunk);
   }
 
-  // Sums of exponentials of this thread's columns, relative to 2^raised. A sum that leaves the range raises it: rarely,
-  // and each row by itself.
-  __device__ void add_exponentials(const float (&s)[32]) {
-    constexpr float kLimit = 1.2e24f;
-    const auto sum_from = [&](int h, float base) {
-      float part[4] = {0, 0, 0, 0};
+  // A row's sum that overflowed, from what was kept of it: rarely.
+  __device__ float sum_again(int h, int chunks) const {
+    float top = 0, all = 0;
+    const auto each = [&](auto body) {
+      for (int chunk = 0; chunk < chunks; ++chunk)
 #pragma unroll
-      for (int j = 0; j < 8; ++j) {
-        part[2 * (j % 2)] += exp2_fast(s[4 * j + 2 * h] - base);
-        part[2 * (j % 2) + 1] += exp2_fast(s[4 * j + 2 * h + 1] - base);
-      }
-      return (part[0] + part[1]) + (part[2] + part[3]);
+        for (int i = 0; i < 2; ++i) {
+          const uint4 eight = *this->kept_at(chunk, 2 * h + i);
+          const uint32_t words[4] = {eight.x, eight.y, eight.z, eight.w};
+#pragma unroll
+          for (int w = 0; w < 4; ++w) {
+            const float2 two = __half22float2(as_half2(words[w]));
+            body(two.x);
+            body(two.y);
+          }
+        }
     };
-    const float added[2] = {sum_from(0, 0.f), sum_from(1, 0.f)};
-    if (!__any_sync(~0u, fmaxf(added[0], added[1]) > kLimit || fmaxf(raised[0], raised[1]) > 0.f)) {
-      sum[0] += added[0];
-      sum[1] += added[1];
-      return;
-    }
+    each([&](float x) { top = fmaxf(top, x); });
+    top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
+    top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
+    each([&](float x) { all += exp2_fast(x - top); });
+    all += __shfl_xor_sync(~0u, all, 1);
+    all += __shfl_xor_sync(~0u, all, 2);
+    return top + __log2f(all);
+  }
+  __device__ void finish(int chunks) {
+    constexpr float kLimit = 1.2e38f;
+    float lse[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      if (!(added[h] > kLimit) && raised[h] == 0.f) {
-        sum[h] += added[h];
-        continue;
+      float all = sum[h] + __shfl_xor_sync(~0u, sum[h], 1);
+      all += __shfl_xor_sync(~0u, all, 2);
+      lse[h] = __log2f(all);
+      if (__any_sync(~0u, all > kLimit)) {
+        const float again = sum_again(h, chunks);
+        if (all > kLimit) lse[h] = again;
       }
-      float top = raised[h];
-#pragma unroll
-      for (int j = 0; j < 8; ++j) top = fmaxf(top, fmaxf(s[4 * j + 2 * h], s[4 * j + 2 * h + 1]));
-      sum[h] = sum[h] * exp2_fast(raised[h] - top) + sum_from(h, top);
-      raised[h] = top;
     }
-  }
-
-  __device__ void step(float (&s)[32], const MassItem& item, int chunk, int chunks) {
-    if (chunk + 1 == chunks) this->hide_tail(s, item);
-    if (chunk == 0) this->begin_rows(s);
-    uint32_t x[2][8];
-    relative(s, x);
-    this->keep(x, chunk);
-    add_exponentials(s);
+    this->set_lse(lse);
   }
 
   __device__ void release_stage() {
@@ -89,28 +96,36 @@ struct Scorer : MassRows<D, kLog, Build<D>::kConsumers> {
     ring.advance(args.stages);
   }
 
-  // Two steps: the second's product runs while the first's scores are worked on. Where there is no second, the product
-  // is of whatever lies there: a branch around it would make the compiler serialise the products.
-  __device__ void two_steps(const MassItem& item, int chunk, int chunks) {
+  // The second's product runs while the first's scores are worked on.
+  __device__ void two_chunks(const MassItem& item, int chunk, int chunks) {
     float s[2][32];
     Cursor second = ring;
     second.advance(args.stages);
-    const bool both = chunk + 1 < chunks;
     barrier_wait(shared_address(&barriers.full[ring.stage]), ring.phase);
     pin(a);
     wgmma_fence();
     multiply_statistics<2 * D>(s[0], a, statistics, ring.stage);
-    if (both) barrier_wait(shared_address(&barriers.full[second.stage]), second.phase);
+    barrier_wait(shared_address(&barriers.full[second.stage]), second.phase);
     multiply_statistics<2 * D>(s[1], a, statistics, second.stage);
     wgmma_wait<1>();
     pin(s[0]);
     release_stage();
-    step(s[0], item, chunk, chunks);
+    work(s[0], item, chunk, chunks);
     wgmma_wait<0>();
     pin(s[1]);
-    if (!both) return;
     release_stage();
-    step(s[1], item, chunk + 1, chunks);
+    work(s[1], item, chunk + 1, chunks);
+  }
+  __device__ void one_chunk(const MassItem& item, int chunk, int chunks) {
+    float s[32];
+    barrier_wait(shared_address(&barriers.full[ring.stage]), ring.phase);
+    pin(a);
+    wgmma_fence();
+    multiply_statistics<2 * D>(s, a, statistics, ring.stage);
+    wgmma_wait<0>();
+    pin(s);
+    release_stage();
+    work(s, item, chunk, chunks);
   }
 
   __device__ void run() {
@@ -127,8 +142,10 @@ struct Scorer : MassRows<D, kLog, Build<D>::kConsumers> {
       queries = this->queries_of(item_index(round + 2));
       const MassItem next = this->fetch(item_index(round + 1));
       const int chunks = item.chunks();
-      for (int chunk = 0; chunk < chunks; chunk += 2) two_steps(item, chunk, chunks);
-      this->finish_sums();
+      int chunk = 0;
+      for (; chunk + 1 < chunks; chunk += 2) two_chunks(item, chunk, chunks);
+      if (chunk < chunks) one_chunk(item, chunk, chunks);
+      finish(chunks);
       this->store_kept(item, chunks);
       item = next;
     }

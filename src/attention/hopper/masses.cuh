@@ -21,6 +21,12 @@ namespace sb::gpu {
 constexpr int kChunk = kStatisticsGroup;  // key blocks scored at a time
 constexpr int kMaxStages = 4;
 
+// Where the statistics have the channels 2·pair and the next: as a thread loads them of the queries, eight channels at
+// a time, which are two in each half of two products.
+constexpr int statistics_pair(int pair) {
+  return pair / 16 * 16 + pair % 4 * 4 + pair % 16 / 4;
+}
+
 struct MassArguments {
   const __nv_bfloat16* q;
   int32_t query_heads, group;  // group: query heads of a plane
@@ -81,9 +87,8 @@ struct MassRows {
   const MassArguments& args;
   uint4 *kept, *beyond;  // this thread's: [chunk][4], a thread block's threads apart
   int group, warp, lane;
-  // Scores are relative to one of the row, so that 16 bits are precise near the top; sums besides that to 2^raised,
-  // which is 1 unless a sum would overflow.
-  float reference[2], raised[2], sum[2];
+  // Scores are relative to one of the row, so that 16 bits are precise near the top.
+  float reference[2], sum[2];
   __half2 row_lse;  // of both
 
   __device__ int token_of(int h) const { return group * kTokens + (warp * 16 + lane / 4 + 8 * h) / kSlots; }
@@ -103,16 +108,22 @@ struct MassRows {
     const ScoreItem& item = item_at(args, index);
     return {item.token, item.head, {row_at(index, 0).later, row_at(index, 1).later}};
   }
-  // They as an operand. What pads the rows are other rows again: nobody looks at their masses.
+  // They as an operand, whose channels are in the order of statistics_pair(). What pads the rows are other rows again:
+  // nobody looks at their masses.
   __device__ void load_queries(const Queries& queries, uint32_t* q) const {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int head = queries.head * args.group + min((warp * 16 + lane / 4 + 8 * h) % kSlots, args.group - 1);
       const __nv_bfloat16* row =
           args.q + (static_cast<int64_t>(queries.token + queries.later[h]) * args.query_heads + head) * D +
-          2 * (lane % 4);
+          8 * (lane % 4);
 #pragma unroll
-      for (int i = 0; i < D / 8; ++i) q[2 * i + h] = *reinterpret_cast<const uint32_t*>(row + i * 8);
+      for (int v = 0; v < D / 32; ++v) {
+        const uint4 eight = *reinterpret_cast<const uint4*>(row + v * 32);
+        const uint32_t words[4] = {eight.x, eight.y, eight.z, eight.w};
+#pragma unroll
+        for (int w = 0; w < 4; ++w) q[8 * v + 2 * w + h] = words[w];
+      }
     }
   }
   __device__ static uint32_t squared(uint32_t two) {
@@ -137,7 +148,7 @@ struct MassRows {
       float m = fmaxf(fmaxf(s[2 * h], s[2 * h + 1]), fmaxf(s[4 + 2 * h], s[4 + 2 * h + 1]));
       m = fmaxf(m, __shfl_xor_sync(~0u, m, 1));
       reference[h] = fmaxf(m, __shfl_xor_sync(~0u, m, 2)) * args.unit;
-      raised[h] = sum[h] = 0;
+      sum[h] = 0;
     }
   }
 
@@ -154,26 +165,15 @@ struct MassRows {
       write(beyond + (chunk - args.kept) * 4 * kConsumers);
   }
 
-  __device__ void finish_sums() {
-    float top[2] = {0, 0};
-    if (__any_sync(~0u, fmaxf(raised[0], raised[1]) > 0.f)) {
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        top[h] = fmaxf(raised[h], __shfl_xor_sync(~0u, raised[h], 1));
-        top[h] = fmaxf(top[h], __shfl_xor_sync(~0u, top[h], 2));
-        sum[h] *= exp2_fast(raised[h] - top[h]);
-      }
-    }
-    float lse[2];
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      float all = sum[h] + __shfl_xor_sync(~0u, sum[h], 1);
-      all += __shfl_xor_sync(~0u, all, 2);
-      // Padded heads must never win.
-      const bool padding = (warp * 16 + lane / 4 + 8 * h) % kSlots >= args.group;
-      lse[h] = padding ? INFINITY : top[h] + __log2f(all);
-    }
-    row_lse = __floats2half2_rn(lse[0], lse[1]);
+  __device__ const uint4* kept_at(int chunk, int i) const {
+    return (chunk < args.kept ? kept + chunk * 4 * kConsumers : beyond + (chunk - args.kept) * 4 * kConsumers) +
+           i * kConsumers;
+  }
+  // Log-sum-exp of the rows, relative to their references.
+  __device__ void set_lse(const float (&lse)[2]) {
+    // Padded heads must never win.
+    const auto padding = [&](int h) { return (warp * 16 + lane / 4 + 8 * h) % kSlots >= args.group; };
+    row_lse = __floats2half2_rn(padding(0) ? INFINITY : lse[0], padding(1) ? INFINITY : lse[1]);
   }
 
   // Masses of an item to memory, the largest of each token's heads. A lane reads what the warp's lanes wrote of four

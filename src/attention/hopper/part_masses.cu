@@ -18,12 +18,13 @@ struct Build {
 template <int D, bool kMoments, int kLog>
 struct Scorer : MassRows<D, kLog, Build<D, kMoments>::kConsumers> {
   using Rows = MassRows<D, kLog, Build<D, kMoments>::kConsumers>;
-  using Rows::args, Rows::lane, Rows::reference, Rows::raised, Rows::sum;
+  using Rows::args, Rows::lane, Rows::reference, Rows::sum;
   static constexpr int kDepth = Build<D, kMoments>::kDepth;
   MassBarriers& barriers;
   uint64_t statistics;  // descriptor of the first stage
   Cursor ring;
   uint32_t a[kDepth / 4];  // operand: q, then its square
+  float raised[2];         // sums are relative to 2^raised, which is 1 unless one would overflow
   float masses[32];        // sums over the parts of this thread's key blocks, relative to 2^raised
 
   __device__ Scorer(const Rows& rows, MassBarriers& b, uint32_t address)
@@ -43,7 +44,10 @@ struct Scorer : MassRows<D, kLog, Build<D, kMoments>::kConsumers> {
   __device__ void add(float (&s)[32], const MassItem& item, bool first, bool last) {
     constexpr float kLimit = 80.f;
     if (last) this->hide_tail(s, item);
-    if (first) this->begin_rows(s);
+    if (first) {
+      this->begin_rows(s);
+      raised[0] = raised[1] = 0;
+    }
     const float base[2] = {-reference[0] - raised[0], -reference[1] - raised[1]};
 #pragma unroll
     for (int i = 0; i < 32; ++i) s[i] = fmaf(s[i], args.unit, base[i / 2 % 2]);
@@ -90,6 +94,26 @@ struct Scorer : MassRows<D, kLog, Build<D, kMoments>::kConsumers> {
     this->keep(x, chunk);
 #pragma unroll
     for (int i = 0; i < 32; ++i) masses[i] = 0;
+  }
+
+  __device__ void finish_sums() {
+    float top[2] = {0, 0};
+    if (__any_sync(~0u, fmaxf(raised[0], raised[1]) > 0.f)) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        top[h] = fmaxf(raised[h], __shfl_xor_sync(~0u, raised[h], 1));
+        top[h] = fmaxf(top[h], __shfl_xor_sync(~0u, top[h], 2));
+        sum[h] *= exp2_fast(raised[h] - top[h]);
+      }
+    }
+    float lse[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      float all = sum[h] + __shfl_xor_sync(~0u, sum[h], 1);
+      all += __shfl_xor_sync(~0u, all, 2);
+      lse[h] = top[h] + __log2f(all);
+    }
+    this->set_lse(lse);
   }
 
   // The product with the stage at `at`, once it is there.
@@ -142,7 +166,7 @@ struct Scorer : MassRows<D, kLog, Build<D, kMoments>::kConsumers> {
         for (int part = 0; part < args.parts; part += 4) turn<4>(item, chunk + part == 0, last);
       finish_chunk(chunk);
     }
-    this->finish_sums();
+    finish_sums();
     this->store_kept(item, chunks);
   }
 

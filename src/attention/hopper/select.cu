@@ -68,8 +68,9 @@ __global__ void __launch_bounds__(256) statistics_kernel(const __nv_bfloat16* k,
   const int pair = threadIdx.x;
   if (pair >= D / 2) return;
   uint32_t* row = reinterpret_cast<uint32_t*>(out + static_cast<int64_t>(block.row) * 2 * D);
-  row[pair] = pack_bf16(means[2 * pair], means[2 * pair + 1]);
-  row[D / 2 + pair] = pack_bf16(average(2 * pair) * variance_scale, average(2 * pair + 1) * variance_scale);
+  const int to = statistics_pair(pair);
+  row[to] = pack_bf16(means[2 * pair], means[2 * pair + 1]);
+  row[D / 2 + to] = pack_bf16(average(2 * pair) * variance_scale, average(2 * pair + 1) * variance_scale);
 }
 
 // The same of every part of a key block, D / 2 threads a part. Only whole parts: others never compete. Deviations are
@@ -104,10 +105,11 @@ __global__ void __launch_bounds__(256)
     const float2 offset{sum.x * inverse, sum.y * inverse};
     uint32_t* row = reinterpret_cast<uint32_t*>(out + static_cast<int64_t>(block.row + part * kStatisticsGroup) *
                                                           (kMoments ? 2 * D : D));
-    row[pair] = pack_bf16(first.x + offset.x, first.y + offset.y);
+    const int to = statistics_pair(pair);
+    row[to] = pack_bf16(first.x + offset.x, first.y + offset.y);
     if constexpr (kMoments)
-      row[kPairs + pair] = pack_bf16(fmaxf(square.x * inverse - offset.x * offset.x, 0.f) * variance_scale,
-                                     fmaxf(square.y * inverse - offset.y * offset.y, 0.f) * variance_scale);
+      row[kPairs + to] = pack_bf16(fmaxf(square.x * inverse - offset.x * offset.x, 0.f) * variance_scale,
+                                   fmaxf(square.y * inverse - offset.y * offset.y, 0.f) * variance_scale);
   }
 }
 

@@ -12,6 +12,7 @@ namespace sb::gpu {
 struct SelectCase {
   SelectionConfig config;
   bool hopper;
+  int shared_memory = 0;  // as SelectParams has it
   SelectPlan plan;
   DeviceArray<ScoreItem> scores;
   DeviceArray<ScoreToken> score_rows;
@@ -64,6 +65,7 @@ struct SelectCase {
     p.moments = config.score == BlockScore::moments;
     p.coverage = static_cast<float>(config.coverage);
     p.thresholds = thresholds.get();
+    p.shared_memory = shared_memory;
     p.query_block = plan.query_block;
     p.select_block = plan.select_block;
     p.block = plan.block;
