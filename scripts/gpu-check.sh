@@ -76,7 +76,7 @@ packed() {
   limit 90 $ours 3B 32768 $how --steps 1 --warm-up 1
 }
 attention() {
-  limit 90 build/cuda/bench/attention/attention_hopper_bench all
+  limit 120 build/cuda/bench/attention/attention_hopper_bench all
   if can_import torch; then limit 120 python3 bench/peers/attention_lists.py; fi
 }
 

@@ -306,11 +306,11 @@ void run_selection(const std::string& name, int query_heads, int kv_heads, int d
   std::sort(alone.begin(), alone.end());
   std::sort(together.begin(), together.end());
   std::printf(
-      "%-30s %.1f %% listed, rows %.4f ms, columns %.4f, order %.4f; attention %.3f: %.1f %%; all together %.3f: %.1f "
-      "%%\n",
-      name.c_str(), 100. * static_cast<double>(lists.entries.size()) / everything, rows_ms, columns_ms, order_ms,
-      alone[rounds / 2], 100 * chain_ms / alone[rounds / 2], together[rounds / 2],
-      100 * (together[rounds / 2] - alone[rounds / 2]) / alone[rounds / 2]);
+      "%-30s rows %.4f ms, columns %.4f, order %.4f; attention %.3f: %.1f %%; all together %.3f: %.1f %%; %.1f %% "
+      "listed\n",
+      name.c_str(), rows_ms, columns_ms, order_ms, alone[rounds / 2], 100 * chain_ms / alone[rounds / 2],
+      together[rounds / 2], 100 * (together[rounds / 2] - alone[rounds / 2]) / alone[rounds / 2],
+      100. * static_cast<double>(lists.entries.size()) / everything);
 }
 
 // The portable kernels on the same lists.
@@ -367,8 +367,9 @@ int main(int argc, char** argv) {
     using enum sb::SelectionPattern;
     const std::string what =
         " 10% " + std::to_string(heads) + ":2 d" + std::to_string(d) + " " + std::to_string(length / 1024) + "K";
-    sb::gpu::run_selection("topp" + what, heads, 2, d, length, 0.1, 0, topp);
     sb::gpu::run_selection("mass" + what, heads, 2, d, length, 0.1, 0, mass);
+    if (length > 32768) continue;
+    sb::gpu::run_selection("topp" + what, heads, 2, d, length, 0.1, 0, topp);
     sb::gpu::run_selection("mass ahead" + what, heads, 2, d, length, 0.1, 0, mass, sb::SelectionOrder::lookahead);
   }
   for (const int part : {64, 32, 16, 1}) {
