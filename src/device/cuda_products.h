@@ -28,8 +28,8 @@ class CudaProducts {
   CudaProducts();
   ~CudaProducts();
   void run(void* stream, const CudaProduct& product);
-  // From now on candidates are timed on the operands at hand when a kind is met first, instead of taking the library's
-  // first proposal. Faster products, but which algorithm wins may differ from one process to the next.
+  // From now on candidates are timed on the operands at hand when a kind is met first, instead of going by the
+  // library's proposals. Faster products, but which algorithm wins may differ from one process to the next.
   void measure_algorithms(bool measure);
 
  private:

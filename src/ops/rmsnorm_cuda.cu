@@ -292,7 +292,7 @@ void rmsnorm_backward(const Exec& exec, TensorView x, TensorView weight, TensorV
     const bool fits = vectors_fit<T>(b.width, {x.raw(), weight.raw(), dy.raw(), dx.raw()});
     const int64_t vectors = ceil_div(b.width, kVector<T>);
     if (fits && vectors <= kFewVectors)
-      launch_backward<T, 2, kFewVectors, 2>(b);
+      launch_backward<T, 3, kFewVectors, 2>(b);
     else if (fits && vectors <= kMostVectors)
       launch_backward<T, 1, kMostVectors, 1>(b);
     else

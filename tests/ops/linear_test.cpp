@@ -117,6 +117,31 @@ TEST_P(LinearTest, BackwardAccumulatesAtAllSizes) {
   }
 }
 
+// Enough of them, and of outputs, for CUDA to choose by another rule among the library's proposals.
+TEST_P(LinearTest, ManyTokens) {
+  const Sizes s = {16409, 24, 168};
+  const auto x = random_operand(s.tokens * s.in, 1), w = random_operand(s.out * s.in, 2), b = random_operand(s.out, 3),
+             dy = random_operand(s.tokens * s.out, 4);
+  std::vector<double> dx(x.size()), dw(w.size());
+  for (int64_t t = 0; t < s.tokens; ++t) {
+    for (int64_t o = 0; o < s.out; ++o) {
+      for (int64_t i = 0; i < s.in; ++i) {
+        dx[t * s.in + i] += static_cast<double>(dy[t * s.out + o]) * w[o * s.in + i];
+        dw[o * s.in + i] += static_cast<double>(dy[t * s.out + o]) * x[t * s.in + i];
+      }
+    }
+  }
+  const TensorView xt = tensor(x, {s.tokens, s.in}), wt = tensor(w, {s.out, s.in}), dyt = tensor(dy, {s.tokens, s.out});
+  const TensorView y = filled({s.tokens, s.out}, NAN), dxt = filled({s.tokens, s.in}, NAN);
+  linear_forward(exec(), xt, wt, tensor(b, {s.out}), y);
+  expect_close(host(y), linear(s, doubles(x), doubles(w), doubles(b)), tolerance(2e-6, 2), "y");
+  linear_backward_input(exec(), dyt, wt, dxt);
+  expect_close(host(dxt), dx, tolerance(2e-6), "dx");
+  const TensorView dwt = filled_f32({s.out, s.in}, 0);
+  linear_backward_weight(exec(), xt, dyt, dwt, {});
+  expect_close(host(dwt), dw, 1e-4, "dweight");  // a long sum in fp32
+}
+
 TEST_P(LinearTest, RepeatedProductGivesTheSameBits) {
   const auto x = random_operand(93 * 61, 1), w = random_operand(47 * 61, 2);
   const TensorView xt = tensor(x, {93, 61}), wt = tensor(w, {47, 61});
