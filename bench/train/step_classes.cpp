@@ -150,7 +150,7 @@ class ClassBench {
                      config_.layers * backward, config_.layers * flops_floor(2.5 * flops)});
   }
 
-  // Norms, rope and SwiGLU, with what backward brings back.
+  // Norms, rope and SwiGLU, with what backward brings back without recompute.
   ClassTime passes() {
     const ArenaScope scope(arena_);
     const int64_t h = config_.hidden_size, i = config_.intermediate_size;
@@ -187,8 +187,8 @@ class ClassBench {
         "{:.2f}\n",
         rate(norm_bytes, norm), rate(norm_back_bytes, norm_back), rate(swiglu_bytes, swiglu),
         rate(swiglu_back_bytes, swiglu_back), rate(rope_bytes, rope), rate(rope_bytes, rope_back));
-    const double layer = 4 * norm + 2 * norm_back + swiglu + swiglu_back + rope + rope_back;
-    const double bytes = 4 * norm_bytes + 2 * norm_back_bytes + swiglu_bytes + swiglu_back_bytes + 2 * rope_bytes;
+    const double layer = 2 * norm + 2 * norm_back + swiglu + swiglu_back + rope + rope_back;
+    const double bytes = 2 * norm_bytes + 2 * norm_back_bytes + swiglu_bytes + swiglu_back_bytes + 2 * rope_bytes;
     return {"norms, rope, swiglu", config_.layers * layer, config_.layers * bytes_floor(bytes)};
   }
 
