@@ -74,7 +74,7 @@ OperationTable read_table(const Reader& reader) {
                 reader.where());
   SB_USER_CHECK(x[0] == 0 && y[0] >= 0, "{}: x must start at 0 and us at 0 or above", reader.where());
   for (size_t i = 1; i < x.size(); ++i)
-    SB_USER_CHECK(x[i] >= x[i - 1] + kLeastStep && y[i] >= y[i - 1],
+    SB_USER_CHECK(x[i] - x[i - 1] >= kLeastStep && y[i] >= y[i - 1],
                   "{}: x must rise, by {} or more, and us must not fall (entry {})", reader.where(), kLeastStep, i);
   table.per_tile = reader.number("us_per_tile");
   table.per_token = reader.number("us_per_token");

@@ -95,6 +95,10 @@ TEST(Profile, JsonRoundTripAndComplaints) {
   EXPECT_NE(
       message_of([] { find_profile("no-such-profile", find_model_shape("qwen2.5-3b"), {}); }).find("neither built in"),
       std::string::npos);
+  // Twice the same, where the least step added makes no other number.
+  profile.tables[2].curve.x = {0, 1e20, 1e20};
+  EXPECT_NE(message_of([&] { parse_profile(write_profile(profile), "p.json"); }).find("x must rise"),
+            std::string::npos);
 }
 
 TEST(Profile, MeasuredOnesAreBuiltIn) {
