@@ -67,8 +67,10 @@ step() {
 long() {
   limit 30 $ours 3B 32768 --budget 8192 --steps 2 --warm-up 1 --no-classes
   limit 60 $ours 3B 131072 --budget 8192 --recompute attention --steps 1 --warm-up 1 --no-classes
-  if can_import transformers; then limit 120 python3 bench/peers/train_step_peers.py 3B:32768:layer:steps2 3B:131072:layer:steps1; fi
   limit 100 $ours 3B 524288 --budget 8192 --recompute layer --steps 1 --warm-up 0 --no-classes
+  if can_import transformers; then
+    limit 150 python3 bench/peers/train_step_peers.py 3B:32768:layer:steps2 3B:131072:layer:steps1
+  fi
 }
 packed() {
   local how="--packed 1024 --tokens-per-step 524288 --loss-chunk 16384 --no-classes"
