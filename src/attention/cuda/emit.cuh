@@ -50,8 +50,10 @@ struct ChoiceArguments {
   }
 };
 
+// Of shared memory, what a thread block that chooses has besides: the counts of its warps, see add_counted().
+constexpr int kCountedBytes = 128;
 inline int choosing_memory(const SelectParams& p) {
-  return p.shared_memory > 0 ? p.shared_memory : most_shared_memory();
+  return p.shared_memory > 0 ? p.shared_memory : most_shared_memory() - kCountedBytes;
 }
 // Query blocks of a thread block: of very long sequences shared memory holds fewer, of the longest at least one,
 // whatever GPU it is (a byte a block).
@@ -157,6 +159,7 @@ __device__ inline Counted emit(const ChoiceArguments& args, const SelectItem& it
 __device__ inline void add_counted(const ChoiceArguments& args, int length_class, const Counted& counted) {
   __shared__ Counted all[kWarps];
   __shared__ int classes[kWarps];
+  static_assert(sizeof(all) + sizeof(classes) <= kCountedBytes);
   if (args.chosen == nullptr) return;
   const int warps = blockDim.x / 32, w = threadIdx.x;
   if (threadIdx.x % 32 == 0) {
