@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <numbers>
 
 #include "core/errors.h"
@@ -27,6 +28,13 @@ double remaining(const OptimizerOptions& options, double max_steps, double done)
   throw InternalError("unknown learning rate schedule {}", static_cast<int>(options.schedule));
 }
 
+// What is a whole number but for the rounding of a decimal share and its products counts as one: 1.1 * 100 is 110.
+double round_up(double value) {
+  const double nearest = std::round(value);
+  const double rounding = 4 * std::numeric_limits<double>::epsilon() * value;
+  return std::abs(value - nearest) <= rounding ? nearest : std::ceil(value);
+}
+
 }  // namespace
 
 void settle_steps(RunConfig& config, uint64_t sequences) {
@@ -35,14 +43,14 @@ void settle_steps(RunConfig& config, uint64_t sequences) {
   if (train.num_train_epochs > 0) {
     SB_CHECK(sequences > 0, "training data without an end");
     const double drawn = train.num_train_epochs * static_cast<double>(sequences);
-    const double steps = std::ceil(drawn / static_cast<double>(config.batch.global_batch_size));
+    const double steps = round_up(drawn / static_cast<double>(config.batch.global_batch_size));
     SB_USER_CHECK(steps < 1e15, "train.num_train_epochs: {} passes over {} sequences are too many",
                   train.num_train_epochs, sequences);
     train.max_steps = std::max<int64_t>(1, static_cast<int64_t>(steps));
   }
   if (optimizer.warmup_ratio > 0)
     optimizer.warmup_steps =
-        static_cast<int64_t>(std::ceil(optimizer.warmup_ratio * static_cast<double>(train.max_steps)));
+        static_cast<int64_t>(round_up(optimizer.warmup_ratio * static_cast<double>(train.max_steps)));
   SB_USER_CHECK(optimizer.warmup_steps + optimizer.decay_steps <= train.max_steps,
                 "the run has {} steps, but {} of warm-up (optimizer.warmup_steps or warmup_ratio) and {} of decay "
                 "(optimizer.decay_steps); lower them",

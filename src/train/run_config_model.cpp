@@ -7,13 +7,14 @@
 namespace sb {
 
 void adapt_model_config(const RunConfig& run, ModelConfig& config) {
+  // max_position_embeddings may already be a scaled length; the model's own scaling then says the original.
+  const int64_t own_length = config.rope.original_max_position_embeddings > 0
+                                 ? config.rope.original_max_position_embeddings
+                                 : config.max_position_embeddings;
   if (run.model.rope) {
-    const RopeConfig own = config.rope;
+    const double own_theta = config.rope.theta;
     config.rope = *run.model.rope;
-    if (config.rope.theta == 0.0) config.rope.theta = own.theta;
-    // max_position_embeddings may already be a scaled length; the model's own scaling then says the original.
-    const int64_t own_length = own.original_max_position_embeddings > 0 ? own.original_max_position_embeddings
-                                                                        : config.max_position_embeddings;
+    if (config.rope.theta == 0.0) config.rope.theta = own_theta;
     int64_t reach = run.data.max_sequence_length;  // another theta alone: as far as this run trains it
     if (config.rope.type != RopeConfig::Type::standard) {
       int64_t original = own_length;
@@ -33,7 +34,7 @@ void adapt_model_config(const RunConfig& run, ModelConfig& config) {
   config.max_position_embeddings = longest_sequence(config);
   const int64_t length = run.data.max_sequence_length, unscaled = config.rope.original_max_position_embeddings > 0
                                                                       ? config.rope.original_max_position_embeddings
-                                                                      : config.max_position_embeddings;
+                                                                      : own_length;
   SB_USER_CHECK(length <= config.max_position_embeddings,
                 "data.max_sequence_length: {} tokens, but the model reaches {} (max_position_embeddings); shorten it, "
                 "or extend the model with model.rope (for example type: yarn, factor: {})",

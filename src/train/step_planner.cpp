@@ -5,6 +5,7 @@
 
 #include "attention/selection/coverage.h"
 #include "core/errors.h"
+#include "train/balance_state.h"
 #include "train/balanced_planner_config.h"
 
 namespace sb {
@@ -45,6 +46,17 @@ void InOrderPlanner::learn(const StepMeasurement& measurement) {
   observe_coverage(
       measurement.coverage, attention_.block, [&](int64_t, int) { return follows_budget ? attention_.budget : 0; },
       coverage_);
+}
+
+std::string InOrderPlanner::state() const {
+  if (coverage_.curves().empty()) return {};
+  BalanceState state;  // of step 0: nothing else was learned
+  state.coverage = coverage_;
+  return write_balance_states({state});
+}
+
+void InOrderPlanner::restore_state(const std::string& state) {
+  if (!state.empty()) coverage_ = parse_balance_states(state, "checkpoint").back().coverage;
 }
 
 void observe_coverage(const std::vector<MeasuredCoverage>& samples, int64_t block,

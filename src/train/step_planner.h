@@ -65,6 +65,9 @@ class InOrderPlanner final : public StepPlanner {
   Plan next() override;
   void learn(const StepMeasurement& measurement) override;
   const CoverageStatistics* coverage() const override { return &coverage_; }
+  // The coverage so far, as a balanced planner's state: either planner goes on from what the other has measured.
+  std::string state() const override;
+  void restore_state(const std::string& state) override;
 
  private:
   int dp_, layers_;

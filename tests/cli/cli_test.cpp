@@ -194,7 +194,12 @@ TEST_F(Cli, NumbersThatAreTooSmallAreNamedWithTheLeast) {
                                              {"simulate", "--ring-tokens", "0"}})
     EXPECT_EQ(run_program(wrong).err,
               "error: sparsebalance simulate: " + wrong[1] + ": 0 is below 1 (see sparsebalance simulate --help)\n");
-  EXPECT_NE(run_program({"simulate", "--max-length", "x"}).err.find("--max-length"), std::string::npos);
+  for (const std::string text : {"0x0", "+0", "-0x1", "x", "1e3", "99999999999999999999"}) {
+    const ProgramResult refused = run_program({"simulate", "--gpus", text});
+    EXPECT_EQ(refused.exit_code, 2) << text;
+    EXPECT_EQ(refused.err, "error: sparsebalance simulate: --gpus: " + text +
+                               " is not a decimal integer of 64 bits (see sparsebalance simulate --help)\n");
+  }
 }
 
 TEST_F(Cli, ArgumentsThatDoNotFitAreOneLineWithTheHelpToRead) {

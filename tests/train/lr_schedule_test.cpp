@@ -101,6 +101,30 @@ TEST(SettleSteps, EpochsAndSharesBecomeSteps) {
   EXPECT_EQ(config.train.max_steps, 1);
 }
 
+TEST(SettleSteps, SharesThatDoublesCannotHoldAddNoStep) {
+  RunConfig config;
+  config.batch.global_batch_size = 1;
+  config.train.num_train_epochs = 1.1;  // times 100, in doubles: above 110
+  settle_steps(config, 100);
+  EXPECT_EQ(config.train.max_steps, 110);
+  config.train.num_train_epochs = 1;
+  config.optimizer.warmup_ratio = 0.07;  // times 100, in doubles: above 7
+  settle_steps(config, 100);
+  EXPECT_EQ(config.optimizer.warmup_steps, 7);
+  config.optimizer.warmup_ratio = 0.0700001;
+  settle_steps(config, 100);
+  EXPECT_EQ(config.optimizer.warmup_steps, 8);
+  config.optimizer.warmup_ratio = 1e-20;
+  settle_steps(config, 100);
+  EXPECT_EQ(config.optimizer.warmup_steps, 1);
+  // A share of a step counts as a whole one, however many there are.
+  config.optimizer.warmup_ratio = 0;
+  config.optimizer.warmup_steps = 0;
+  config.batch.global_batch_size = 1000;
+  settle_steps(config, 1'000'000'000'001);
+  EXPECT_EQ(config.train.max_steps, 1'000'000'001);
+}
+
 TEST(SettleSteps, MoreWarmUpAndDecayThanStepsAreRefused) {
   RunConfig config;
   config.batch.global_batch_size = 10;

@@ -356,6 +356,15 @@ TEST(RunConfig, SequencesBeyondTheModelAreRefused) {
     EXPECT_NE(std::string(error.what()).find("factor: 10)"), std::string::npos) << error.what();
   }
   EXPECT_NO_THROW(adapted("{type: yarn, factor: 10}", 10000, scaled));
+  // The factor of another override would take the place of one that is too small: 4 times 4096, not twice 8192.
+  try {
+    adapted("{type: linear, factor: 2}", 16384);
+    ADD_FAILURE() << "accepted sequences longer than the model";
+  } catch (const UserError& error) {
+    EXPECT_NE(std::string(error.what()).find("the model reaches 8192"), std::string::npos) << error.what();
+    EXPECT_NE(std::string(error.what()).find("factor: 4)"), std::string::npos) << error.what();
+  }
+  EXPECT_NO_THROW(adapted("{type: yarn, factor: 4}", 16384));
 }
 
 TEST(RunConfig, DocumentationIsThatOfTheTable) {

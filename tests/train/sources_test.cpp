@@ -120,6 +120,21 @@ TEST(TrainingRun, WritesTheCoverageThatItMeasured) {
   EXPECT_EQ(model->at({0, 900}, 0, 900), 1.0);
 }
 
+TEST(TrainingRun, AResumedRunAddsToTheCoverageThatItMeasured) {
+  ScratchDirectory scratch;
+  write_documents(scratch / "a", {500, 700, 900, 300}, 3);
+  const std::string data = "{train: [" + (scratch / "a").string() + "], max_sequence_length: 1024}";
+  const auto run = [&](const std::string& name, int steps) {
+    fs::create_directory(scratch / name);
+    train(token_run(scratch / name, data,
+                    {"attention={pattern: topk, block: 64, budget: 320}", fmt::format("train.max_steps={}", steps)}));
+    return read_bytes(scratch / name / "run/coverage.json");
+  };
+  const std::string whole = run("whole", 4);
+  EXPECT_NE(run("halves", 2), whole);
+  EXPECT_EQ(run("halves", 4), whole);
+}
+
 TEST(Sources, OtherDocumentsUnderTheSameNameAreNoticedOnResume) {
   ScratchDirectory scratch;
   write_documents(scratch / "a", {10, 10}, 3);

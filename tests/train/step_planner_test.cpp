@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include "attention/selection/coverage.h"
 #include "core/errors.h"
 
 namespace sb {
@@ -42,6 +43,39 @@ TEST(InOrderPlanner, SurvivesTheTrip) {
   EXPECT_EQ(back.step, plan.step);
   EXPECT_EQ(ids(back), ids(plan));
   EXPECT_TRUE(back.ranks[1].micro_batches[0].budgets.empty());
+}
+
+TEST(InOrderPlanner, CoverageOutlivesTheProcess) {
+  SelectionConfig attention;
+  attention.pattern = SelectionPattern::topk;
+  attention.block = 64;
+  attention.budget = 320;
+  const auto measured = [](int64_t tokens, double share) {
+    StepMeasurement measurement;
+    CoverageSample sample;
+    const size_t budgets = coverage_grid(tokens, 64).size();
+    for (size_t i = 0; i < budgets; ++i)
+      sample.curve.push_back(i + 1 == budgets ? 1.0
+                                              : share * static_cast<double>(i + 1) / static_cast<double>(budgets));
+    sample.held = 0.5 * share;
+    measurement.coverage = {{0, tokens, sample}, {2, tokens, sample}};
+    return measurement;
+  };
+  InOrderPlanner whole(1, 3, {2, 10}, attention), first(1, 3, {2, 10}, attention), second(1, 3, {2, 10}, attention);
+  EXPECT_EQ(first.state(), "") << "as checkpoints of runs without sparse attention have it";
+  second.restore_state("");
+  EXPECT_TRUE(second.coverage()->curves().empty());
+  for (const auto& [tokens, share] : {std::pair(1000, 0.8), std::pair(4000, 0.6)}) {
+    whole.learn(measured(tokens, share));
+    first.learn(measured(tokens, share));
+  }
+  second.restore_state(first.state());
+  EXPECT_EQ(*second.coverage(), *first.coverage());
+  whole.learn(measured(1000, 0.4));
+  second.learn(measured(1000, 0.4));
+  EXPECT_EQ(*second.coverage(), *whole.coverage());
+  EXPECT_EQ(second.coverage()->curves().size(), 4u);
+  EXPECT_THROW(second.restore_state("{}"), UserError);
 }
 
 TEST(InOrderPlanner, ABatchSmallerThanTheRanksIsRefused) {
