@@ -222,6 +222,22 @@ TEST(BalancedPlanner, GoesOnFromItsState) {
   EXPECT_NE(error_of([&] { planner(chosen)->restore_state(damaged); }).find("corrections_ppm"), std::string::npos);
 }
 
+TEST(BalancedPlanner, GoesOnFromCoverageThatWasMeasuredInOrder) {
+  const BalancedPlannerOptions chosen = options();
+  const auto first = planner(chosen);
+  run(*first, chosen, 1, 6, steady);
+  ASSERT_FALSE(first->learned().coverage.curves().empty());
+  InOrderPlanner plain(1, kLayers, {2, 10});
+  plain.restore_state(first->state());
+  EXPECT_EQ(*plain.coverage(), first->learned().coverage);
+  const auto second = planner(chosen);
+  second->restore_state(plain.state());
+  BalanceState expected;
+  expected.coverage = first->learned().coverage;
+  EXPECT_EQ(second->learned(), expected) << "nothing is known of times and budgets";
+  EXPECT_EQ(run(*second, chosen, 7, 11, steady).size(), 5u);
+}
+
 TEST(BalancedPlanner, LearnsTheMachineWithoutOvershooting) {
   const BalancedPlannerOptions chosen = options();
   const auto planned = planner(chosen);
