@@ -22,20 +22,27 @@ __device__ __forceinline__ void launch_dependents() {
 #endif
 }
 
+// Kernels that were built for earlier GPUs alone have no instruction to wait with, whatever runs them.
+constexpr bool built_to_wait() {
+  for (const int architecture : {__CUDA_ARCH_LIST__})
+    if (architecture == 900) return true;
+  return false;
+}
+
 inline bool kernels_start_early() {
   int device = 0, major = 0;
   check(cudaGetDevice(&device), "cudaGetDevice");
   check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "compute capability");
-  return major >= 9;
+  return built_to_wait() && major == 9;
 }
 
-// The kernel before it must have waited for its own dependencies. SM90 and later.
+// The kernel before it must have waited for its own dependencies. SM90.
 template <typename... Parameters, typename... Arguments>
 void launch_early(void (*kernel)(Parameters...), dim3 blocks, int threads, int shared, cudaStream_t stream,
                   const Arguments&... arguments) {
   cudaLaunchAttribute attribute;
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
+  attribute.val.programmaticStreamSerializationAllowed = built_to_wait() ? 1 : 0;
   cudaLaunchConfig_t config{};
   config.gridDim = blocks;
   config.blockDim = dim3(threads);
