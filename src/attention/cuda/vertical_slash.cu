@@ -88,6 +88,7 @@ __device__ int fewest_reaching(PickRoom& room, int count, float share, int most,
   least = count == 0 ? 0 : __reduce_min_sync(~0u, room.least[lane]);
   largest = __reduce_max_sync(~0u, room.most[lane]);
   Reached above{0, 0};  // those larger than what may still be the least
+  int alike = 0;        // and those that may be: in the end all of the same mass
   double wanted = 0;
   const auto enough = [&](Reached r) { return r.count >= most || (share < 1 && already + as_mass(r.mass) >= wanted); };
   int window = max(32 - __clz(static_cast<int>(largest - least)), 1);  // it is one of the 2^window from `least` on
@@ -137,6 +138,7 @@ __device__ int fewest_reaching(PickRoom& room, int count, float share, int most,
     __syncthreads();
     least += static_cast<uint32_t>(room.found_bin) << shift;
     above = room.found_above;
+    alike = room.inside;
     window = shift;
     if (window == 0 || room.inside > kPickThreads) continue;
     // Few: each is compared with all.
@@ -159,14 +161,17 @@ __device__ int fewest_reaching(PickRoom& room, int count, float share, int most,
       if (!enough(larger) && enough(larger + same)) {  // only of those that are alike
         room.found = own;
         room.found_above = larger;
+        room.inside = same.count;
       }
     }
     __syncthreads();
     least = room.found;
     above = room.found_above;
+    alike = room.inside;
     break;
   }
-  int ties = most - above.count;
+  // Never more than there are: the division below may round to one more, whose place nobody would fill.
+  int ties = min(most - above.count, alike);
   const double held = already + as_mass(above.mass);
   if (share < 1 && least > 0) {
     const double needed = ceil((wanted - held) / static_cast<double>(__uint_as_float(least)));
