@@ -75,11 +75,10 @@ void Console::text(const std::string& block) {
 }
 
 void Console::step(const StepReport& report) {
-  const std::string left = time_left(report);
+  // What a narrow terminal has no room for is the rest of the measurements, not the time left.
+  const std::string eta = "  ETA " + format_duration(report.seconds_left);
   const bool last = report.step == report.max_steps;
   if (terminal_) {
-    // What a narrow terminal has no room for is the rest of the measurements, not the time left.
-    const std::string eta = "  ETA " + left;
     std::string line = format_step(report);
     const size_t width = terminal_width(out_) - 1;
     line.resize(std::min(line.size(), width - std::min(width, eta.size())));
@@ -87,7 +86,7 @@ void Console::step(const StepReport& report) {
     line_open_ = true;
     if (last || report.skipped) finish();
   } else if (report.step % log_steps_ == 0 || last || report.skipped) {
-    fmt::print(out_, "{}  ETA {}\n", format_step(report), left);
+    fmt::print(out_, "{}{}\n", format_step(report), eta);
   }
   std::fflush(out_);
 }
@@ -100,11 +99,6 @@ void Console::finish() {
   if (line_open_) fmt::print(out_, "\n");
   line_open_ = false;
   std::fflush(out_);
-}
-
-std::string Console::time_left(const StepReport& report) {
-  step_seconds_ = step_seconds_ == 0 ? report.seconds : 0.9 * step_seconds_ + 0.1 * report.seconds;
-  return format_duration(step_seconds_ * static_cast<double>(report.max_steps - report.step));
 }
 
 }  // namespace sb

@@ -1,6 +1,5 @@
 #pragma once
 
-#include <chrono>
 #include <cstdint>
 #include <cstdio>
 #include <optional>
@@ -19,6 +18,7 @@ struct StepReport {
   int64_t targets = 0;
   double accuracy = 0;  // share of the counted targets predicted right
   double seconds = 0;
+  double seconds_left = 0;               // until the end of the run, see train/time_left.h
   double flops = 0;                      // dense-equivalent, see train/flops.h
   std::optional<double> executed_flops;  // sparse attention only: without the pairs that it left out
   double peak_flops = 0;                 // of the device; 0: unknown
@@ -58,13 +58,10 @@ class Console {
   void finish();
 
  private:
-  std::string time_left(const StepReport& report);
-
   std::FILE* out_;
   bool terminal_;
   int64_t log_steps_;
   bool line_open_ = false;
-  double step_seconds_ = 0;  // exponential average
 };
 
 }  // namespace sb

@@ -7,18 +7,9 @@
 #include "core/memory_plan.h"
 #include "model/stage.h"
 #include "train/checkpoint.h"
+#include "train/time_left.h"
 
 namespace sb {
-namespace {
-
-int64_t saves_to_come(const TrainOptions& train, int64_t done) {
-  if (done >= train.max_steps) return 0;
-  if (train.save_steps == 0) return 1;
-  const bool last_one = train.max_steps % train.save_steps != 0;
-  return train.max_steps / train.save_steps - done / train.save_steps + (last_one ? 1 : 0);
-}
-
-}  // namespace
 
 DiskNeed disk_need(const RunConfig& config, const ModelConfig& model, const std::vector<int64_t>& saved_steps) {
   StageOptions whole;
@@ -27,7 +18,8 @@ DiskNeed disk_need(const RunConfig& config, const ModelConfig& model, const std:
   DiskNeed need;
   need.checkpoint_bytes = 3 * parameters * dtype_bytes(DType::f32);
   need.model_bytes = parameters * dtype_bytes(config.model.save_dtype);
-  need.checkpoints = saves_to_come(config.train, saved_steps.empty() ? 0 : saved_steps.back());
+  const int64_t done = saved_steps.empty() ? 0 : saved_steps.back();
+  need.checkpoints = times_due(done + 1, config.train.save_steps, config.train.max_steps);
   // A new one is complete before the oldest goes.
   if (const int64_t limit = config.train.save_total_limit; limit > 0)
     need.checkpoints = std::min(need.checkpoints, std::max<int64_t>(limit + 1 - std::ssize(saved_steps), 1));

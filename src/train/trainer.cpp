@@ -111,6 +111,7 @@ Trainer::Trainer(const RunConfig& config, TrainerParts parts, RunDirectory& dire
                       : 0),
       model_(std::make_unique<RankModel>(rank_model_options(config_, parts_), parts_.attention, *world_,
                                          parts_.device ? &parts_.device->data() : nullptr)),
+      time_left_(config.train.max_steps, config.train.validation_steps, config.train.save_steps),
       trace_(config.train.trace, leads() ? trace_path(directory.path()) : std::filesystem::path(), world_->rank(),
              config.parallel.pp > 1 ? fmt::format("stage {}", model_->grid().stage()) : "training loop") {
   if (leads() && parts_.planner == nullptr)
@@ -163,7 +164,7 @@ TrainSummary Trainer::run() {
     summary.seconds += report_.seconds;
     summary.tokens += report_.tokens;
     if (validation_due()) summary.last_validation = validate();
-    if (config_.train.save_steps > 0 && state_.step % config_.train.save_steps == 0) save();
+    if (due_after(state_.step, config_.train.save_steps, config_.train.max_steps)) save();
   }
   save();
   if (!summary.interrupted) write_final_model(summary);
@@ -360,6 +361,8 @@ void Trainer::log_step(const StepPlan& plan, const LossSums& sums, double grad_n
   report_.targets = sums.targets;
   report_.accuracy = accuracy(sums);
   report_.seconds = seconds;
+  time_left_.step(TimeLeft::Seconds(seconds));
+  report_.seconds_left = time_left_.after(state_.step).count();
   report_.flops = training_flops(parts_.model, plan.lengths);
   report_.peak_flops = peak_flops_ * world_->size();
   report_.skipped = skipped;
@@ -391,6 +394,7 @@ void Trainer::flush_trace() {
 
 void Trainer::save() {
   if (saved_step_ == state_.step) return;
+  const auto begin = std::chrono::steady_clock::now();
   const auto span = trace_.span("save", state_.step);
   model_->settle();
   const std::vector<SafetensorsTensor> weights = model_->weights(), moments = model_->moments();
@@ -407,6 +411,7 @@ void Trainer::save() {
   remove_old_checkpoints(directory_.path(), state_.step, config_.train.save_total_limit);
   if (const CoverageStatistics* coverage = planner_->coverage(); coverage && !coverage->curves().empty())
     replace_file(directory_.path() / "coverage.json", write_coverage(coverage->table(parts_.model.layers)));
+  time_left_.save(time_since(begin));
   log::debug("saved {}", saved.string());
 }
 

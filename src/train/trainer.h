@@ -24,6 +24,7 @@
 #include "train/run_directory.h"
 #include "train/run_log.h"
 #include "train/step_planner.h"
+#include "train/time_left.h"
 #include "train/trace.h"
 
 namespace sb {
@@ -146,6 +147,7 @@ class Trainer {
   int64_t next_announced_ = 0;      // step
   TrainState state_;
   StepReport report_;
+  TimeLeft time_left_;
   AttentionReport attention_report_;             // of the last step, all ranks
   std::vector<Pipeline::Operation> operations_;  // of the last step, this rank
   int64_t saved_step_ = -1, validated_step_ = -1;

@@ -1,3 +1,4 @@
+#include <chrono>
 #include <numeric>
 
 #include "data/synthetic.h"
@@ -7,13 +8,13 @@
 namespace sb {
 
 bool Trainer::validation_due() const {
-  const int64_t every = config_.train.validation_steps;
-  return state_.step == config_.train.max_steps || (every > 0 && state_.step % every == 0);
+  return due_after(state_.step, config_.train.validation_steps, config_.train.max_steps);
 }
 
 std::optional<ValidationReport> Trainer::validate() {
   const ValidationSet& set = parts_.validation;
   if (set.source == nullptr || set.sequences == 0) return std::nullopt;
+  const auto begin = std::chrono::steady_clock::now();
   const auto span = trace_.span("validation", state_.step);
   // Looking must not change what training does next.
   const Selector::Thresholds kept = parts_.sparse ? parts_.sparse->thresholds() : Selector::Thresholds();
@@ -34,6 +35,7 @@ std::optional<ValidationReport> Trainer::validate() {
     parts_.sparse->set_thresholds(kept);
     parts_.sparse->take_report();
   }
+  time_left_.validation(std::chrono::steady_clock::now() - begin);
   if (log_) log_->validation(report);
   return report;
 }

@@ -11,6 +11,7 @@
 #include "train/host_memory.h"
 #include "train/metrics_log.h"
 #include "train/run_log.h"
+#include "train/time_left.h"
 #include "train/trace.h"
 
 namespace sb {
@@ -147,6 +148,7 @@ StepReport report(int64_t step) {
   r.learning_rate = 1e-3;
   r.tokens = 30000;
   r.seconds = 2.0;
+  r.seconds_left = 2.0 * static_cast<double>(100 - step);
   r.flops = 5e10;
   return r;
 }
@@ -250,6 +252,38 @@ TEST(Console, ANarrowTerminalStillShowsTheTimeLeft) {
   EXPECT_EQ(line.size(), 79u) << line;
   EXPECT_TRUE(line.starts_with("step 1/100  loss 2.3457")) << line;
   EXPECT_TRUE(line.ends_with("  ETA 3m18s")) << line;  // 99 steps of 2 s
+}
+
+TEST(TimeLeft, CountsStepsValidationsAndCheckpointsToCome) {
+  using Seconds = TimeLeft::Seconds;
+  TimeLeft left(/*max_steps=*/10, /*validation_steps=*/4, /*save_steps=*/5);
+  left.step(Seconds(2));
+  EXPECT_DOUBLE_EQ(left.after(1).count(), 18) << "nothing else has happened yet";
+  left.validation(Seconds(10));
+  left.validation(Seconds(30));
+  EXPECT_DOUBLE_EQ(left.after(1).count(), 9 * 2 + 3 * 20) << "after steps 4, 8 and 10";
+  EXPECT_DOUBLE_EQ(left.after(4).count(), 6 * 2 + 3 * 20) << "that of step 4 is still to come";
+  EXPECT_DOUBLE_EQ(left.after(5).count(), 5 * 2 + 2 * 20);
+  left.save(Seconds(100));
+  EXPECT_DOUBLE_EQ(left.after(5).count(), 5 * 2 + 2 * 20 + 2 * 100) << "after steps 5 and 10";
+  EXPECT_DOUBLE_EQ(left.after(6).count(), 4 * 2 + 2 * 20 + 100);
+  EXPECT_DOUBLE_EQ(left.after(10).count(), 20 + 100);
+  left.step(Seconds(4));
+  EXPECT_DOUBLE_EQ(left.after(9).count(), (0.9 * 2 + 0.1 * 4) + 20 + 100);
+  TimeLeft at_the_end(10, 0, 0);
+  at_the_end.validation(Seconds(3));
+  at_the_end.save(Seconds(5));
+  EXPECT_DOUBLE_EQ(at_the_end.after(1).count(), 8);
+}
+
+TEST(TimeLeft, WhatIsDueIsCounted) {
+  for (int64_t last = 1; last <= 12; ++last)
+    for (int64_t every = 0; every <= 13; ++every)
+      for (int64_t step = 1; step <= last + 1; ++step) {
+        int64_t counted = 0;
+        for (int64_t later = step; later <= last; ++later) counted += due_after(later, every, last);
+        EXPECT_EQ(times_due(step, every, last), counted) << step << ", every " << every << " of " << last;
+      }
 }
 
 TEST(Console, ValidationLine) {

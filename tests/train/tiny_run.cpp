@@ -38,13 +38,15 @@ TinyTrainer::TinyTrainer(const RunConfig& config, const Replace& replace) : part
   task.curriculum.reset();
   parts_->validation = make_synthetic_source(task, config.train.seed + 1);
   parts_->directory = std::make_unique<RunDirectory>(config);
-  const TrainerParts parts{run_model_config(config),
-                           replace.attention ? *replace.attention : parts_->attention,
-                           replace.source ? *replace.source : *parts_->source,
-                           {parts_->validation.get(), config.train.validation_sequences, task.chunk},
-                           parts_->console,
-                           replace.stop_requested,
-                           replace.sparse};
+  TrainerParts parts{run_model_config(config),
+                     replace.attention ? *replace.attention : parts_->attention,
+                     replace.source ? *replace.source : *parts_->source,
+                     {replace.validation ? replace.validation : parts_->validation.get(),
+                      config.train.validation_sequences, task.chunk},
+                     parts_->console,
+                     replace.stop_requested,
+                     replace.sparse};
+  parts.planner = replace.planner;
   trainer_ = std::make_unique<Trainer>(config, parts, *parts_->directory);
 }
 

@@ -13,7 +13,7 @@ namespace sb {
 // A run small enough to train in milliseconds: two layers on chunk recall, with more added per test.
 RunConfig tiny_run(const std::filesystem::path& output_dir, const std::vector<std::string>& overrides = {});
 
-// A trainer of such a run with everything it is made of. The attention, source or stop condition can be replaced.
+// A trainer of such a run with everything it is made of. What `Replace` names can be replaced.
 class TinyTrainer {
  public:
   struct Replace {
@@ -21,6 +21,8 @@ class TinyTrainer {
     SequenceSource* source = nullptr;
     std::function<bool()> stop_requested = [] { return false; };
     ChoosingAttention* sparse = nullptr;  // what `attention` forwards to
+    const SequenceSource* validation = nullptr;
+    StepPlanner* planner = nullptr;
   };
   explicit TinyTrainer(const RunConfig& config) : TinyTrainer(config, Replace()) {}
   TinyTrainer(const RunConfig& config, const Replace& replace);

@@ -2,9 +2,11 @@
 
 #include <gtest/gtest.h>
 
+#include <chrono>
 #include <cmath>
 #include <fstream>
 #include <nlohmann/json.hpp>
+#include <thread>
 
 #include "attention/forwarding_attention.h"
 #include "model/hf_checkpoint.h"
@@ -381,6 +383,55 @@ TEST(Trainer, ValidationMeasuresAndChangesNothing) {
     EXPECT_TRUE(object["validation_recall"].is_number());
   }
   EXPECT_EQ(steps, (std::vector<int64_t>{0, 5, 10, 15, 20}));
+}
+
+constexpr std::chrono::milliseconds kPause(40);
+
+class SlowSource final : public SequenceSource {
+ public:
+  explicit SlowSource(const SequenceSource& inner) : inner_(inner) {}
+  int64_t length(uint64_t position) const override { return inner_.length(position); }
+  int64_t valid_targets(uint64_t position) const override { return inner_.valid_targets(position); }
+  TokenSequence read(uint64_t position) const override {
+    std::this_thread::sleep_for(kPause);
+    return inner_.read(position);
+  }
+  int64_t max_length() const override { return inner_.max_length(); }
+
+ private:
+  const SequenceSource& inner_;
+};
+
+// Slow where a checkpoint asks for its state.
+class SlowlySavedPlanner final : public StepPlanner {
+ public:
+  explicit SlowlySavedPlanner(const PackingLimits& limits) : inner_(1, 2, limits) {}
+  void announce(int64_t step, std::vector<Sequence> sequences) override { inner_.announce(step, std::move(sequences)); }
+  Plan next() override { return inner_.next(); }
+  std::string state() const override {
+    std::this_thread::sleep_for(kPause);
+    return {};
+  }
+
+ private:
+  InOrderPlanner inner_;
+};
+
+// After the last step a validation and a checkpoint are left, and nothing else.
+TEST(Trainer, TheTimeLeftHasValidationsAndCheckpoints) {
+  ScratchDirectory scratch;
+  const RunConfig config = tiny_run(scratch / "run", {"train.max_steps=4", "train.validation_steps=2",
+                                                      "train.save_steps=3", "train.validation_sequences=1"});
+  const auto inner = make_synthetic_source(*config.data.synthetic, 7);
+  const SlowSource validation(*inner);
+  SlowlySavedPlanner planner(packing_limits(config.batch, inner->max_length(), 1));
+  TinyTrainer::Replace replace;
+  replace.validation = &validation;
+  replace.planner = &planner;
+  TinyTrainer trainer(config, replace);
+  trainer->run();
+  // The validation reads its sequence twice, the second time for the recall.
+  EXPECT_GE(trainer->last_step().seconds_left, std::chrono::duration<double>(3 * kPause).count());
 }
 
 TEST(Trainer, MetricsHaveTheDocumentedKeysEveryStep) {
