@@ -62,8 +62,14 @@ void write_new_file(const std::filesystem::path& path, std::string_view content)
 }
 
 void replace_file(const std::filesystem::path& path, std::string_view content) {
+  replace_file(path, [&](DurableFile& file) { file.write(content.data(), content.size()); });
+}
+
+void replace_file(const std::filesystem::path& path, const std::function<void(DurableFile&)>& write) {
   const std::filesystem::path temporary = path.string() + ".new";
-  write_new_file(temporary, content);
+  DurableFile file(temporary);
+  write(file);
+  file.close();
   std::filesystem::rename(temporary, path);
   sync_directory(path.parent_path().empty() ? "." : path.parent_path());
 }

@@ -2,6 +2,7 @@
 
 #include <cstddef>
 #include <filesystem>
+#include <functional>
 #include <string_view>
 
 namespace sb {
@@ -26,6 +27,8 @@ class DurableFile {
 
 // Replaces the file's content: a reader sees the old or the new one, whatever happens meanwhile.
 void replace_file(const std::filesystem::path& path, std::string_view content);
+// The same with content that `write` gives piece by piece. The old file may be read meanwhile.
+void replace_file(const std::filesystem::path& path, const std::function<void(DurableFile&)>& write);
 void write_new_file(const std::filesystem::path& path, std::string_view content);
 // Makes created, renamed and removed entries of a directory durable.
 void sync_directory(const std::filesystem::path& directory);

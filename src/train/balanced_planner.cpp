@@ -173,35 +173,35 @@ BalancedPlanner::BalancedPlanner(Profile profile, BalancedPlannerOptions options
     for (int s = 0; s <= cost.stages(); ++s) options_.first_layer.push_back(cost.first_layer(s));
   states_.push_back(std::make_shared<const BalanceState>());
   if (!options_.replay.empty()) {
-    record_ = read_plan_log(options_.replay);
-    if (!record_.damage.empty()) log::warning("{}; the plans before it are used", record_.damage);
+    record_.emplace(options_.replay);
+    if (!record_->damage().empty()) log::warning("{}; the plans before it are used", record_->damage());
   } else if (!options_.log.empty() && std::filesystem::exists(options_.log)) {
-    record_ = read_plan_log(options_.log);
+    record_.emplace(options_.log);
     record_is_own_ = true;
-    if (!record_.damage.empty()) log::warning("{}; it and what follows is planned anew", record_.damage);
+    if (!record_->damage().empty()) log::warning("{}; it and what follows is planned anew", record_->damage());
   }
 }
 
 BalancedPlanner::~BalancedPlanner() = default;
 
-// When the first step is announced it is known where the run goes on, and which plans of the log still apply.
-void BalancedPlanner::open_log() {
+// When a step is announced it is known which plans of the log still apply. Steps from there on run again, and are
+// measured again.
+void BalancedPlanner::open_log(int64_t step) {
   if (log_ || options_.log.empty()) return;
-  if (record_is_own_)
-    log_ = std::make_unique<PlanLog>(options_.log, &record_);
-  else
-    log_ = std::make_unique<PlanLog>(options_.log);
-}
-
-const LoggedStep* BalancedPlanner::recorded(int64_t step) const {
-  const auto found = record_.steps.find(step);
-  return found == record_.steps.end() ? nullptr : &found->second;
+  if (record_is_own_) {
+    record_->trim_file(step);
+  } else if (std::filesystem::exists(options_.log)) {
+    // A replay that goes on: its plans are written again as they are taken.
+    RecordedPlans earlier(options_.log);
+    earlier.forget_from(step);
+    earlier.trim_file(step);
+  }
+  log_ = std::make_unique<PlanLog>(options_.log);
 }
 
 // A plan of another batch or layout would train something else.
 void BalancedPlanner::check_recorded(const Plan& plan, const std::vector<Sequence>& sequences) const {
-  const std::string where =
-      fmt::format("{}: the plan of step {}", (record_is_own_ ? options_.log : options_.replay).string(), plan.step);
+  const std::string where = fmt::format("{}: the plan of step {}", record_->file().string(), plan.step);
   SB_USER_CHECK(static_cast<int>(plan.ranks.size()) == options_.layout.dp, "{} is for {} data-parallel ranks, not {}",
                 where, plan.ranks.size(), options_.layout.dp);
   SB_USER_CHECK(plan.layers == static_cast<int>(profile_.shape.layers), "{} is for {} layers, not {}", where,
@@ -256,49 +256,50 @@ std::shared_ptr<const BalanceState> BalancedPlanner::state_for(int64_t step) con
 void BalancedPlanner::settle_record(int64_t first) {
   if (settled_) return;
   settled_ = true;
-  const auto later = record_.steps.lower_bound(first);
-  if (!record_is_own_ || later == record_.steps.end()) return;
+  if (!record_is_own_) return;
+  record_->forget_before(first);
+  if (record_->empty()) return;
   if (options_.replan.empty()) {
-    log::info("steps {} to {} run as {} has them", first, record_.steps.rbegin()->first, options_.log.string());
+    log::info("steps {} to {} run as {} has them", first, record_->last(), options_.log.string());
   } else {
     log::info("{}: the plans from step {} on are made anew, since {}", options_.log.string(), first, options_.replan);
-    record_.steps.erase(later, record_.steps.end());
+    record_->forget_from(first);
+  }
+}
+
+// The plan of a step that has one on record.
+std::optional<LoggedStep> BalancedPlanner::recorded(int64_t step, const std::vector<Sequence>& sequences) {
+  if (!record_ || !record_->contains(step)) return std::nullopt;
+  try {
+    LoggedStep logged = record_->read(step);
+    check_recorded(logged.plan, sequences);
+    complete_budgets(logged.plan, options_.spec, lengths_by_id(sequences));
+    if (record_is_own_) record_->forget_before(step + 1);
+    return logged;
+  } catch (const UserError& error) {
+    if (!record_is_own_) throw;
+    // A run may go on with other ranks; the plans that its log has left do not fit then.
+    log::warning("{}; from here on it is planned anew", error.what());
+    record_->forget_from(step);
+    log_.reset();
+    return std::nullopt;
   }
 }
 
 void BalancedPlanner::announce(int64_t step, std::vector<Sequence> sequences) {
   settle_record(step);
   Pending pending;
-  if (const LoggedStep* logged = recorded(step)) {
-    bool fits = true;
-    if (record_is_own_) {
-      // A run may go on with other ranks; the plans that its log has left do not fit then.
-      try {
-        check_recorded(logged->plan, sequences);
-      } catch (const UserError& error) {
-        log::warning("{}; from here on it is planned anew", error.what());
-        record_.steps.erase(record_.steps.find(step), record_.steps.end());
-        log_.reset();
-        fits = false;
-      }
-    } else {
-      check_recorded(logged->plan, sequences);
-    }
-    if (fits) {
-      std::promise<Made> ready;
-      Made made{*logged, 0.0};
-      complete_budgets(made.step.plan, options_.spec, lengths_by_id(sequences));
-      ready.set_value(std::move(made));
-      pending.made = ready.get_future();
-      pending.replayed = true;
-    }
+  if (std::optional<LoggedStep> logged = recorded(step, sequences)) {
+    std::promise<Made> ready;
+    ready.set_value({std::move(*logged), 0.0});
+    pending.made = ready.get_future();
+    pending.replayed = true;
   }
   SB_USER_CHECK(pending.replayed || options_.replay.empty(), "{}: has no plan of step {}; {}", options_.replay.string(),
                 step,
-                record_.steps.empty()
-                    ? std::string("it holds none")
-                    : fmt::format("it holds {} to {}", record_.steps.begin()->first, record_.steps.rbegin()->first));
-  open_log();
+                record_->empty() ? std::string("it holds none")
+                                 : fmt::format("it holds {} to {}", record_->first(), record_->last()));
+  open_log(step);
   pending.sequences = std::move(sequences);
   if (!pending.replayed)
     pending.made = std::async(std::launch::async, [this, step, batch = pending.sequences, state = state_for(step)] {
@@ -364,11 +365,6 @@ void BalancedPlanner::learn(const StepMeasurement& measurement) {
              "step {}, rank {}: {} micro-batches planned, {} measured", measurement.step, r,
              run.step.plan.ranks[r].micro_batches.size(), measurement.ranks[r].size());
   if (log_) log_->measured(measurement);
-  // The log is written anew from the record when a later plan does not fit.
-  if (const auto logged = record_.steps.find(measurement.step); record_is_own_ && logged != record_.steps.end()) {
-    logged->second.measured = measurement;
-    logged->second.measured->coverage.clear();
-  }
 
   auto state = std::make_shared<BalanceState>(*states_.back());
   state->step = measurement.step;

@@ -6,6 +6,7 @@
 #include <future>
 #include <map>
 #include <memory>
+#include <optional>
 #include <set>
 #include <string>
 #include <vector>
@@ -72,9 +73,9 @@ class BalancedPlanner final : public StepPlanner {
     double planning_seconds = 0, waited_seconds = 0;
   };
 
-  void open_log();
   void settle_record(int64_t first);
-  const LoggedStep* recorded(int64_t step) const;
+  std::optional<LoggedStep> recorded(int64_t step, const std::vector<Sequence>& sequences);
+  void open_log(int64_t step);
   void check_recorded(const Plan& plan, const std::vector<Sequence>& sequences) const;
   std::shared_ptr<const BalanceState> state_for(int64_t step) const;
   Made make(int64_t step, const std::vector<Sequence>& sequences, const BalanceState& state) const;
@@ -85,7 +86,7 @@ class BalancedPlanner final : public StepPlanner {
   BalancedPlannerOptions options_;
   // After the last kAhead + 1 steps learned from, oldest first: announce() may ask for any of them.
   std::deque<std::shared_ptr<const BalanceState>> states_;
-  PlanRecord record_;  // of options_.replay, or of an earlier process of this run
+  std::optional<RecordedPlans> record_;  // of options_.replay, or of an earlier process of this run
   bool record_is_own_ = false, settled_ = false;
   std::unique_ptr<PlanLog> log_;
   std::map<int64_t, Pending> pending_;

@@ -1,9 +1,10 @@
 #include "train/plan_log.h"
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
-#include <fstream>
 #include <nlohmann/json.hpp>
+#include <set>
 
 #include "core/durable_file.h"
 #include "core/errors.h"
@@ -65,54 +66,127 @@ StepMeasurement parse_measured(int64_t step, const Json& json, const std::string
   return measurement;
 }
 
-void parse_line(const std::string& line, const std::string& where, PlanRecord& record) {
+// Either of both.
+struct PlanLine {
+  int64_t step = 0;
+  std::optional<LoggedStep> planned;
+  std::optional<StepMeasurement> measured;
+};
+
+PlanLine parse_line(const std::string& line, const std::string& where) {
   // Deeper nesting than a plan has would only cost stack.
   const auto shallow = [](int depth, Json::parse_event_t, Json&) { return depth < kDeepest; };
   const Json json = Json::parse(line, shallow, /*allow_exceptions=*/false);
   SB_USER_CHECK(json.is_object() && json.contains("step") && json["step"].is_number_integer(),
                 "{}: is not a line of a plan log", where);
-  const int64_t step = json["step"].get<int64_t>();
+  PlanLine result;
+  const int64_t step = result.step = json["step"].get<int64_t>();
   if (json.contains("measured")) {
-    const auto found = record.steps.find(step);
-    SB_USER_CHECK(found != record.steps.end(), "{}: step {} was measured but not planned", where, step);
-    found->second.measured = parse_measured(step, json["measured"], where);
-    return;
+    result.measured = parse_measured(step, json["measured"], where);
+    return result;
   }
   SB_USER_CHECK(json.contains("plan") && json.contains("crc32c") && json["crc32c"].is_string(),
                 "{}: has neither a plan nor a measurement", where);
   const std::string plan = json["plan"].dump();
   SB_USER_CHECK(json["crc32c"].get<std::string>() == checksum(plan), "{}: the plan does not have its checksum {}",
                 where, json["crc32c"].get<std::string>());
-  LoggedStep logged;
+  LoggedStep& logged = result.planned.emplace();
   logged.plan = parse_plan(plan, where);
   SB_USER_CHECK(logged.plan.step == step, "{}: the line is of step {}, its plan of {}", where, step, logged.plan.step);
   if (json.contains("in_order")) logged.in_order = parse_plan(json["in_order"].dump(), where);
   if (json.contains("predicted_step_us") && json["predicted_step_us"].is_number())
     logged.predicted_step_us = json["predicted_step_us"].get<double>();
-  record.steps[step] = std::move(logged);
+  return result;
+}
+
+std::string line_name(const std::filesystem::path& file, int64_t number) {
+  return fmt::format("{}, line {}", file.string(), number);
+}
+
+std::ifstream open_log(const std::filesystem::path& file) {
+  std::ifstream in(file, std::ios::binary);
+  SB_USER_CHECK(in.good(), "{}: cannot be read", file.string());
+  return in;
+}
+
+// Gives the lines up to the first that is not sound, and says what is wrong with that one; "": nothing.
+// `take(line, text, offset, number)`.
+template <typename Take>
+std::string read_lines(std::ifstream& in, const std::filesystem::path& file, const Take& take) {
+  std::set<int64_t> planned;
+  std::string text;
+  std::streamoff offset = 0;
+  for (int64_t number = 1; std::getline(in, text); ++number) {
+    const std::string where = line_name(file, number);
+    if (in.eof()) return where + ": the line is not finished";
+    try {
+      PlanLine line = parse_line(text, where);
+      if (line.planned) planned.insert(line.step);
+      SB_USER_CHECK(planned.contains(line.step), "{}: step {} was measured but not planned", where, line.step);
+      take(std::move(line), text, offset, number);
+    } catch (const UserError& error) {
+      return error.what();
+    }
+    offset += std::ssize(text) + 1;
+  }
+  return "";
 }
 
 }  // namespace
 
 PlanRecord read_plan_log(const std::filesystem::path& file) {
-  std::ifstream in(file, std::ios::binary);
-  SB_USER_CHECK(in.good(), "{}: cannot be read", file.string());
+  std::ifstream in = open_log(file);
   PlanRecord record;
-  std::string line;
-  for (int64_t number = 1; std::getline(in, line); ++number) {
-    const std::string where = fmt::format("{}, line {}", file.string(), number);
-    if (in.eof()) {
-      record.damage = where + ": the line is not finished";
-      break;
-    }
-    try {
-      parse_line(line, where, record);
-    } catch (const UserError& error) {
-      record.damage = error.what();
-      break;
-    }
-  }
+  record.damage = read_lines(in, file, [&](PlanLine line, const std::string&, std::streamoff, int64_t) {
+    if (line.planned)
+      record.steps[line.step] = std::move(*line.planned);
+    else
+      record.steps[line.step].measured = std::move(line.measured);
+  });
   return record;
+}
+
+RecordedPlans::RecordedPlans(std::filesystem::path file) : file_(std::move(file)), in_(open_log(file_)) {
+  damage_ =
+      read_lines(in_, file_, [&](const PlanLine& line, const std::string&, std::streamoff offset, int64_t number) {
+        if (line.planned) places_[line.step] = {offset, number};
+      });
+  if (!empty()) last_in_file_ = last();
+}
+
+LoggedStep RecordedPlans::read(int64_t step) {
+  const Place& place = places_.at(step);
+  const std::string where = line_name(file_, place.line);
+  std::string text;
+  in_.clear();
+  in_.seekg(place.offset);
+  const bool there = std::getline(in_, text) && !in_.eof();
+  SB_USER_CHECK(there, "{}: the plan of step {} was there and is not any more", where, step);
+  PlanLine line = parse_line(text, where);
+  SB_USER_CHECK(line.planned && line.step == step, "{}: the plan of step {} was there and is not any more", where,
+                step);
+  return std::move(*line.planned);
+}
+
+void RecordedPlans::forget_before(int64_t step) {
+  places_.erase(places_.begin(), places_.lower_bound(step));
+  if (empty()) in_.close();  // a file that was replaced takes room on the disk until then
+}
+
+void RecordedPlans::forget_from(int64_t step) {
+  places_.erase(places_.lower_bound(step), places_.end());
+  forgotten_from_ = std::min(forgotten_from_, step);
+}
+
+void RecordedPlans::trim_file(int64_t measured_end) const {
+  if (damage_.empty() && last_in_file_ < std::min(forgotten_from_, measured_end)) return;
+  std::ifstream in = open_log(file_);
+  replace_file(file_, [&](DurableFile& kept) {
+    read_lines(in, file_, [&](const PlanLine& line, const std::string& text, std::streamoff, int64_t) {
+      if (line.step >= forgotten_from_ || (line.measured && line.step >= measured_end)) return;
+      kept.write((text + '\n').data(), text.size() + 1);
+    });
+  });
 }
 
 std::string pack_plan(const Plan& plan) {
@@ -131,15 +205,7 @@ Plan unpack_plan(const std::string& message, int64_t step) {
   return plan;
 }
 
-PlanLog::PlanLog(std::filesystem::path file, const PlanRecord* keep) : file_(std::move(file)) {
-  if (keep != nullptr) {
-    std::string text;
-    for (const auto& [step, logged] : keep->steps) {
-      text += plan_line(logged);
-      if (logged.measured) text += measured_line(*logged.measured);
-    }
-    replace_file(file_, text);
-  }
+PlanLog::PlanLog(std::filesystem::path file) : file_(std::move(file)) {
   stream_.reset(std::fopen(file_.c_str(), "ab"));
   SB_USER_CHECK(stream_ != nullptr, "{}: cannot be opened: {}", file_.string(), std::strerror(errno));
 }

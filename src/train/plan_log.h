@@ -3,6 +3,8 @@
 #include <cstdint>
 #include <cstdio>
 #include <filesystem>
+#include <fstream>
+#include <limits>
 #include <map>
 #include <memory>
 #include <optional>
@@ -30,6 +32,41 @@ struct PlanRecord {
 };
 PlanRecord read_plan_log(const std::filesystem::path& file);
 
+// The plans of a plan.jsonl, which stay in the file: a long run has gigabytes of them, and a planner wants one at a
+// time. The file is read once to learn where they stand and whether it is damaged. It stays open, so that it may be
+// replaced meanwhile.
+class RecordedPlans {
+ public:
+  explicit RecordedPlans(std::filesystem::path file);
+
+  const std::filesystem::path& file() const { return file_; }
+  const std::string& damage() const { return damage_; }
+  bool empty() const { return places_.empty(); }
+  // Of those not forgotten.
+  bool contains(int64_t step) const { return places_.contains(step); }
+  int64_t first() const { return places_.begin()->first; }
+  int64_t last() const { return places_.rbegin()->first; }
+  // Without what was measured. UserError when the line is not there any more.
+  LoggedStep read(int64_t step);
+  void forget_before(int64_t step);
+  void forget_from(int64_t step);
+  // Writes the file anew, without what is damaged, what was forgotten with forget_from() and what was measured from
+  // step `measured_end` on. What was appended meanwhile stays.
+  void trim_file(int64_t measured_end) const;
+
+ private:
+  struct Place {
+    std::streamoff offset;
+    int64_t line;
+  };
+  std::filesystem::path file_;
+  std::ifstream in_;
+  std::map<int64_t, Place> places_;
+  std::string damage_;
+  int64_t last_in_file_ = 0;
+  int64_t forgotten_from_ = std::numeric_limits<int64_t>::max();
+};
+
 // A plan on its way from rank 0 to the others, with a checksum. A damaged one, or one of another step, is an Error that
 // ends the run: ranks that follow different plans would wait for each other.
 std::string pack_plan(const Plan& plan);
@@ -39,8 +76,8 @@ Plan unpack_plan(const std::string& message, int64_t step);
 // "predicted_step_us"} before a step, {"step", "measured"} after it. Every line is flushed.
 class PlanLog {
  public:
-  // Opens the file to append; with `keep`, its content is first replaced by these steps.
-  explicit PlanLog(std::filesystem::path file, const PlanRecord* keep = nullptr);
+  // Opens the file to append.
+  explicit PlanLog(std::filesystem::path file);
   void plan(const LoggedStep& step);
   void measured(const StepMeasurement& measurement);
 

@@ -1,11 +1,13 @@
 #include "train/balanced_planner.h"
 
 #include <gtest/gtest.h>
+#include <malloc.h>
 
 #include <cmath>
 #include <fstream>
 #include <functional>
 #include <set>
+#include <sstream>
 
 #include "attention/selection/coverage.h"
 #include "core/errors.h"
@@ -442,6 +444,114 @@ TEST(PlanLog, DamagedAndUnfinishedLines) {
   EXPECT_EQ(record.damage, "");
   EXPECT_EQ(record.steps.size(), 6u);
   EXPECT_THROW(read_plan_log(folder.path("none.jsonl")), UserError);
+}
+
+std::string text_of(const std::filesystem::path& file) {
+  std::ostringstream text;
+  text << std::ifstream(file, std::ios::binary).rdbuf();
+  return text.str();
+}
+
+size_t times_in(const std::string& text, const std::string& what) {
+  size_t count = 0;
+  for (size_t at = text.find(what); at != std::string::npos; at = text.find(what, at + 1)) ++count;
+  return count;
+}
+
+TEST(RecordedPlans, AreReadOneAtATime) {
+  TemporaryFolder folder;
+  BalancedPlannerOptions chosen = options();
+  chosen.log = std::filesystem::path(folder.path("plan.jsonl"));
+  const auto whole = run(*planner(chosen), chosen, 1, 6, steady);
+  RecordedPlans plans(chosen.log);
+  EXPECT_EQ(plans.damage(), "");
+  EXPECT_EQ(plans.first(), 1);
+  EXPECT_EQ(plans.last(), 6);
+  const PlanRecord record = read_plan_log(chosen.log);
+  // What replaces the file does not matter to who has it open.
+  std::filesystem::rename(chosen.log, folder.path("moved.jsonl"));
+  std::ofstream(chosen.log) << "something else";
+  for (const int64_t step : {6, 1, 4, 4}) {
+    const LoggedStep read = plans.read(step);
+    EXPECT_EQ(write_plan(read.plan), whole[static_cast<size_t>(step - 1)]) << step;
+    EXPECT_EQ(write_plan(read.in_order), write_plan(record.steps.at(step).in_order)) << step;
+    EXPECT_EQ(read.predicted_step_us, record.steps.at(step).predicted_step_us) << step;
+  }
+  plans.forget_before(3);
+  plans.forget_from(6);
+  EXPECT_EQ(plans.first(), 3);
+  EXPECT_EQ(plans.last(), 5);
+  EXPECT_FALSE(plans.contains(6));
+  // A file that is cut off, or written over, under who reads it.
+  std::filesystem::resize_file(folder.path("moved.jsonl"), 100);
+  EXPECT_NE(error_of([&] { plans.read(4); }).find("line 7: the plan of step 4 was there and is not any more"),
+            std::string::npos);
+  std::ofstream(folder.path("moved.jsonl")) << std::string(100'000, '\n');
+  EXPECT_NE(error_of([&] { plans.read(4); }).find("line 7"), std::string::npos);
+}
+
+// In a log of many steps. (Sanitizers do not count; the test says nothing there.)
+TEST(RecordedPlans, TakeLittleMemory) {
+  TemporaryFolder folder;
+  BalancedPlannerOptions chosen = options();
+  chosen.log = std::filesystem::path(folder.path("plan.jsonl"));
+  const auto first = planner(chosen);
+  first->announce(1, batch_of(1));
+  LoggedStep logged;
+  logged.plan = first->next();
+  constexpr int64_t kSteps = 2000;
+  {
+    PlanLog log(chosen.log);
+    for (logged.plan.step = 2; logged.plan.step <= kSteps; ++logged.plan.step) log.plan(logged);
+  }
+  logged.plan.step = kSteps;
+  const size_t before = mallinfo2().uordblks;
+  const auto resumed = planner(chosen);
+  resumed->announce(kSteps, batch_of(1));
+  const size_t after = mallinfo2().uordblks;
+  EXPECT_EQ(write_plan(resumed->next()), write_plan(logged.plan));
+  EXPECT_LT(after, before + std::filesystem::file_size(chosen.log) / 10);
+}
+
+TEST(BalancedPlanner, AResumedRunKeepsTheLogAsItIsUpToItsCheckpoint) {
+  TemporaryFolder folder;
+  BalancedPlannerOptions chosen = options();
+  chosen.log = std::filesystem::path(folder.path("plan.jsonl"));
+  run(*planner(chosen), chosen, 1, 4, steady);
+  const std::string four = text_of(chosen.log);
+  run(*planner(chosen), chosen, 5, 7, steady);
+  run(*planner(chosen), chosen, 5, 7, steady);
+  EXPECT_EQ(text_of(chosen.log).substr(0, four.size()), four);
+  for (int64_t step = 1; step <= 7; ++step) {
+    EXPECT_EQ(times_in(text_of(chosen.log), fmt::format("{{\"step\":{},\"crc32c\"", step)), 1u) << step;
+    EXPECT_EQ(times_in(text_of(chosen.log), fmt::format("{{\"step\":{},\"measured\"", step)), 1u) << step;
+  }
+  // Nothing to take out: not a byte is written before the first step.
+  const auto written = std::filesystem::last_write_time(chosen.log);
+  const std::string seven = text_of(chosen.log);
+  planner(chosen)->announce(8, batch_of(8));
+  EXPECT_EQ(std::filesystem::last_write_time(chosen.log), written);
+  EXPECT_EQ(text_of(chosen.log), seven);
+}
+
+// It was killed while it wrote a line.
+TEST(BalancedPlanner, AResumedReplayHasAWholeLog) {
+  TemporaryFolder folder;
+  BalancedPlannerOptions chosen = options();
+  chosen.log = std::filesystem::path(folder.path("plan.jsonl"));
+  const auto whole = run(*planner(chosen), chosen, 1, 8, steady);
+  BalancedPlannerOptions replay = options();
+  replay.replay = chosen.log;
+  replay.log = std::filesystem::path(folder.path("other.jsonl"));
+  run(*planner(replay), replay, 1, 5, steady);
+  std::filesystem::resize_file(replay.log, std::filesystem::file_size(replay.log) - 10);
+  const auto again = run(*planner(replay), replay, 4, 6, steady);
+  EXPECT_EQ(again, std::vector(whole.begin() + 3, whole.begin() + 6));
+  const PlanRecord record = read_plan_log(replay.log);
+  EXPECT_EQ(record.damage, "");
+  ASSERT_EQ(record.steps.size(), 6u);
+  for (const auto& [step, logged] : record.steps) EXPECT_TRUE(logged.measured) << step;
+  EXPECT_EQ(times_in(text_of(replay.log), "{\"step\":5,\"crc32c\""), 1u);
 }
 
 ModelConfig small_model() {
