@@ -171,6 +171,26 @@ TEST(RingMemory, ScratchHoldsThePassesOfManySequences) {
   }
 }
 
+// However short the sequences that choose may be, a micro-batch has no more of them than one of 64 tokens a rank.
+TEST(RingMemory, IsNoLargerWhereEverySequenceChooses) {
+  constexpr int kRanks = 2;
+  run_thread_ranks(kRanks, [&](Communicator& world) {
+    const RingTravel travel(world, kRanks);
+    if (world.rank() != 0) return;
+    RingAttention::Options all, most;
+    all.selection.dense_below = 0;
+    most.selection.dense_below = 64 * kRanks - 1;
+    const CudaRingMemory of_all{all, kRanks, kMultiprocessors, travel, nullptr, true},
+        of_most{most, kRanks, kMultiprocessors, travel, nullptr, true};
+    const auto planned = [](int64_t bytes) { return static_cast<double>(bytes); };
+    constexpr int64_t kTokens = 131072;
+    const AttentionShape shape = shape_of(16, 2, 128);
+    EXPECT_LE(planned(of_all.scratch_bytes(shape, kTokens, 1)),
+              1.05 * planned(of_most.scratch_bytes(shape, kTokens, 1)));
+    EXPECT_LE(planned(of_all.state_bytes(shape, kTokens)), 1.05 * planned(of_most.state_bytes(shape, kTokens)));
+  });
+}
+
 // Memory for lists of dense sequences is planned for the longest one there may be.
 TEST(RingMemory, KnowsTheLongestDenseSequence) {
   for (const auto& [dense_below, largest] :

@@ -17,7 +17,7 @@ int64_t AttentionMemory::most_caps() const {
   return std::max<int64_t>(2, (options.largest_budget + options.selection.budget - 1) / options.selection.budget);
 }
 int64_t AttentionMemory::sparse_sequences(int64_t max_tokens) const {
-  return max_tokens / (options.selection.dense_limit() + 1) + 1;
+  return std::min(max_tokens / (options.selection.dense_limit() + 1) + 1, most_packed_sequences(max_tokens));
 }
 int AttentionMemory::list_query_block() const {
   return options.selection.pattern == SelectionPattern::vertical_slash ? slash_query_block(options.selection)
@@ -63,7 +63,7 @@ int64_t AttentionMemory::scratch_bytes(const AttentionShape& shape, int64_t max_
                            shape.group() * options.selection.query_block * (blocks + 64);
     const BlockScoring scoring(options.selection);
     int64_t statistics = 2 * blocks;
-    if (scoring.parts() > 1)
+    if (scoring.parts() > 1 && options.selection.pattern != SelectionPattern::vertical_slash)
       statistics = (blocks + kStatisticsGroup * sparse_sequences(max_tokens)) * scoring.parts() * scoring.row_width(1);
     // Of long sequences, scores that wait for their sums: 192 rows of every multiprocessor.
     selection = int64_t{multiprocessors} * 192 * 2 * (max_tokens / options.selection.block + 64);

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "attention/most_sequences.h"
 #include "attention/selection/block_statistics.h"
 #include "parallel/cuda/ring_lists.h"
 
@@ -22,7 +23,7 @@ int64_t CudaRingMemory::copies_limit(int64_t max_tokens) const {
 }
 
 int64_t CudaRingMemory::sparse_sequences(int64_t max_tokens) const {
-  return max_tokens * ranks / (options.selection.dense_limit() + 1);
+  return std::min(max_tokens * ranks / (options.selection.dense_limit() + 1), most_packed_sequences(max_tokens));
 }
 
 CudaRingMemory::Lists CudaRingMemory::sparse_lists(int64_t max_tokens) const {

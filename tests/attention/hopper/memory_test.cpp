@@ -41,5 +41,26 @@ TEST(GpuAttentionMemory, HasRoomForTheListsOfTunedBudgets) {
           }
 }
 
+// However short the sequences that choose may be, there are no more of them than a micro-batch may have: no memory is
+// planned for one a token.
+TEST(GpuAttentionMemory, IsNoLargerWhereEverySequenceChooses) {
+  for (const auto& [pattern, score_tokens] :
+       {std::pair{SelectionPattern::topk, 0}, {SelectionPattern::topk, 16}, {SelectionPattern::vertical_slash, 0}}) {
+    SCOPED_TRACE(fmt::format("pattern {} score_tokens {}", static_cast<int>(pattern), score_tokens));
+    SparseAttention::Options all, most;
+    all.selection.pattern = pattern;
+    all.selection.score_tokens = score_tokens;
+    most = all;
+    all.selection.dense_below = 0;
+    most.selection.dense_below = 63;  // one of 64 tokens
+    constexpr int64_t kTokens = 131072;
+    const AttentionShape shape{16, 2, 128, 0.1f};
+    const AttentionMemory of_all{all, 132, int64_t{1} << 26}, of_most{most, 132, int64_t{1} << 26};
+    const auto planned = [](int64_t bytes) { return static_cast<double>(bytes); };
+    EXPECT_LE(planned(of_all.scratch_bytes(shape, kTokens)), 1.05 * planned(of_most.scratch_bytes(shape, kTokens)));
+    EXPECT_LE(planned(of_all.state_bytes(shape, kTokens)), 1.05 * planned(of_most.state_bytes(shape, kTokens)));
+  }
+}
+
 }  // namespace
 }  // namespace sb::gpu
