@@ -21,6 +21,17 @@ void show(CoverageStatistics& statistics, int layer, int64_t tokens, double gamm
   statistics.observe(layer, tokens, budgets, ppm);
 }
 
+// Layer 0 at one length, layer 1 at two.
+CoverageStatistics three_curves() {
+  CoverageStatistics statistics;
+  for (int i = 0; i < 10; ++i) {
+    show(statistics, 0, 30000, 0.1);
+    show(statistics, 1, 30000, 0.6);
+    show(statistics, 1, 4000, 0.3);
+  }
+  return statistics;
+}
+
 TEST(CoverageStatistics, ColdStartIsThePowerFamily) {
   const CoverageStatistics statistics;
   EXPECT_TRUE(statistics.uniform_layers());
@@ -31,12 +42,7 @@ TEST(CoverageStatistics, ColdStartIsThePowerFamily) {
 }
 
 TEST(CoverageStatistics, LearnsCurvesOfLayersAndLengths) {
-  CoverageStatistics statistics;
-  for (int i = 0; i < 10; ++i) {
-    show(statistics, 0, 30000, 0.1);
-    show(statistics, 1, 30000, 0.6);
-    show(statistics, 1, 4000, 0.3);
-  }
+  const CoverageStatistics statistics = three_curves();
   EXPECT_FALSE(statistics.uniform_layers());
   for (const double share : {0.9, 0.5, 0.25, 0.1, 0.03}) {
     const auto k = static_cast<int64_t>(share * 30000);
@@ -158,12 +164,7 @@ TEST(CoverageStatistics, WhatTheListsHeldCorrectsTheCurve) {
 }
 
 TEST(CoverageStatistics, WhatWasLearnedIsACoverageFile) {
-  CoverageStatistics statistics;
-  for (int i = 0; i < 10; ++i) {
-    show(statistics, 0, 30000, 0.1);
-    show(statistics, 1, 30000, 0.6);
-    show(statistics, 1, 4000, 0.3);
-  }
+  const CoverageStatistics statistics = three_curves();
   const CoverageTable table = parse_coverage(write_coverage(statistics.table(2)), "coverage.json");
   ASSERT_EQ(table.layers, 2);
   // Half octaves: 2^11.5 … 2^12 and 2^14.5 … 2^15.
