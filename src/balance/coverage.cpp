@@ -1,6 +1,6 @@
 #include "balance/coverage.h"
 
-#include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <algorithm>
 #include <cmath>
@@ -10,6 +10,7 @@
 
 #include "balance/vector_kernels.h"
 #include "core/errors.h"
+#include "core/log.h"
 
 namespace sb {
 namespace {
@@ -211,6 +212,9 @@ std::unique_ptr<CoverageModel> find_coverage(const std::string& name_or_path, in
   text << file.rdbuf();
   CoverageTable table = parse_coverage(text.str(), name_or_path);
   SB_USER_CHECK(table.layers == layers, "{}: has {} layers and the model has {}", name_or_path, table.layers, layers);
+  if (!table.assumed_layers.empty())
+    log::warning("{}: nothing was measured in the layers {}; what budgets hold there is a guess", name_or_path,
+                 fmt::join(table.assumed_layers, ", "));
   return table_coverage(std::move(table), name_or_path);
 }
 

@@ -44,6 +44,7 @@ struct CoverageTable {
   std::vector<int64_t> budgets;         // ascending
   // [layer][class][budget], rising along the budgets, 0 … 1.
   std::vector<std::vector<std::vector<double>>> coverage;
+  std::vector<int> assumed_layers;  // ascending; nothing was measured in these, their curves are a guess
 };
 CoverageTable parse_coverage(const std::string& json, const std::string& where);
 std::unique_ptr<CoverageModel> table_coverage(CoverageTable table, std::string name);

@@ -58,13 +58,24 @@ CoverageTable parse_coverage(const std::string& text, const std::string& where) 
       }
     }
   }
+  if (json.contains("assumed_layers")) {
+    const Json& layers = json["assumed_layers"];
+    SB_USER_CHECK(layers.is_array(), "{}: `assumed_layers` must be a list of layers", where);
+    for (const Json& layer : layers) {
+      const int64_t before = table.assumed_layers.empty() ? -1 : table.assumed_layers.back();
+      SB_USER_CHECK(layer.is_number_integer() && layer.get<int64_t>() > before && layer.get<int64_t>() < table.layers,
+                    "{}: `assumed_layers` must hold layers from 0 to {} in ascending order", where, table.layers - 1);
+      table.assumed_layers.push_back(layer.get<int>());
+    }
+  }
   return table;
 }
 
 std::string write_coverage(const CoverageTable& table) {
   const Json json = {
       {"format", "sparsebalance-coverage"},     {"version", CoverageTable::kVersion}, {"layers", table.layers},
-      {"length_classes", table.length_classes}, {"budgets", table.budgets},           {"coverage", table.coverage}};
+      {"length_classes", table.length_classes}, {"budgets", table.budgets},           {"coverage", table.coverage},
+      {"assumed_layers", table.assumed_layers}};
   return json.dump() + "\n";
 }
 

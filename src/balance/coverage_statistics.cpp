@@ -110,6 +110,8 @@ CoverageTable CoverageStatistics::table(int layers) const {
   }
   std::reverse(table.budgets.begin(), table.budgets.end());
   for (int layer = 0; layer < layers; ++layer) {
+    const auto own = curves_.lower_bound({layer, 0});
+    if (own == curves_.end() || own->first.first != layer) table.assumed_layers.push_back(layer);
     auto& curves = table.coverage.emplace_back();
     for (const int64_t tokens : table.length_classes) {
       auto& curve = curves.emplace_back();

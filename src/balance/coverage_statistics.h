@@ -39,7 +39,8 @@ class CoverageStatistics final : public CoverageModel {
   // UserError names `where` when a curve is none.
   void set_curves(Curves curves, const std::string& where);
 
-  // What was learned, as a coverage.json holds it: the length classes that were seen, each at its largest length.
+  // What was learned, as a coverage.json holds it: the length classes that were seen, each at its largest length. A
+  // layer of which nothing was seen has the curve from before and is marked.
   CoverageTable table(int layers) const;
 
   std::string name() const override { return "measured"; }

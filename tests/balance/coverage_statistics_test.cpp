@@ -179,6 +179,18 @@ TEST(CoverageStatistics, WhatWasLearnedIsACoverageFile) {
   EXPECT_EQ(model->at({0, 4095}, 1, 4095), 1.0);
 }
 
+TEST(CoverageStatistics, LayersWithoutSamplesAreMarkedInTheFile) {
+  CoverageStatistics statistics;
+  show(statistics, 1, 30000, 0.6);
+  show(statistics, 3, 4000, 0.3);
+  const CoverageTable table = parse_coverage(write_coverage(statistics.table(6)), "coverage.json");
+  EXPECT_EQ(table.assumed_layers, (std::vector<int>{0, 2, 4, 5}));
+  const auto model = table_coverage(table, "file");
+  const int64_t k = table.budgets[3];
+  EXPECT_NEAR(model->at({0, 32767}, 4, k), std::pow(static_cast<double>(k) / 32767, 0.22), 1e-9);
+  EXPECT_TRUE(parse_coverage(write_coverage(three_curves().table(2)), "coverage.json").assumed_layers.empty());
+}
+
 TEST(CoverageStatistics, CurvesGoIntoACheckpointAndBack) {
   CoverageStatistics statistics, other;
   show(statistics, 0, 8192, 0.5);

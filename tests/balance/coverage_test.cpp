@@ -1,12 +1,15 @@
 #include "balance/coverage.h"
 
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <fstream>
 
 #include "balance/length_pool.h"
 #include "core/errors.h"
 #include "tests/core/message_of.h"
+#include "tests/data/temporary_folder.h"
 
 namespace sb {
 namespace {
@@ -68,6 +71,7 @@ TEST(Coverage, FilesAndComplaints) {
   EXPECT_EQ(table.length_classes, small_table().length_classes);
   EXPECT_EQ(table.budgets, small_table().budgets);
   EXPECT_EQ(table.coverage, small_table().coverage);
+  EXPECT_TRUE(table.assumed_layers.empty());
   const auto with = [&](const std::string& from, const std::string& to) {
     std::string changed = text;
     const size_t at = changed.find(from);
@@ -80,6 +84,23 @@ TEST(Coverage, FilesAndComplaints) {
   EXPECT_NE(with("0.8", "0.4").find("must rise"), std::string::npos);
   EXPECT_NE(with("4096", "512").find("ascending"), std::string::npos);
   EXPECT_NE(with("\"layers\": 2", "\"layers\": 3").find("one list a layer"), std::string::npos);
+  const std::string guessed = text.substr(0, text.size() - 1) + R"(, "assumed_layers": [1]})";
+  EXPECT_EQ(parse_coverage(guessed, "c.json").assumed_layers, std::vector<int>{1});
+  for (const char* wrong : {"7", "[2]", "[-1]", "[1, 0]", "[0, 0]", "[0.5]", "[\"0\"]"})
+    EXPECT_NE(
+        with("\"layers\"", fmt::format("\"assumed_layers\": {}, \"layers\"", wrong)).find("`assumed_layers` must"),
+        std::string::npos)
+        << wrong;
+  TemporaryFolder folder;
+  std::ofstream(folder.path("whole.json")) << text;
+  std::ofstream(folder.path("guessed.json")) << guessed;
+  testing::internal::CaptureStderr();
+  find_coverage(folder.path("whole.json"), 2);
+  EXPECT_EQ(testing::internal::GetCapturedStderr(), "");
+  testing::internal::CaptureStderr();
+  find_coverage(folder.path("guessed.json"), 2);
+  EXPECT_NE(testing::internal::GetCapturedStderr().find("guessed.json: nothing was measured in the layers 1;"),
+            std::string::npos);
   EXPECT_NE(message_of([] { find_coverage("power:x", 2); }).find("not a number"), std::string::npos);
   EXPECT_NE(message_of([] { find_coverage("power:-1", 2); }).find("exponent"), std::string::npos);
   EXPECT_NE(message_of([] { find_coverage("nothing.json", 2); }).find("none of"), std::string::npos);
