@@ -35,6 +35,9 @@ std::vector<std::vector<int32_t>> Tokenizer::encode_batch(std::span<const std::s
 std::string Tokenizer::decode(std::span<const int32_t>, bool) const {
   refuse();
 }
+bool Tokenizer::has(int32_t) const {
+  refuse();
+}
 std::string_view Tokenizer::token_bytes(int32_t) const {
   refuse();
 }

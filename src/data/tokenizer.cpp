@@ -238,9 +238,12 @@ std::string Tokenizer::decode(std::span<const int32_t> ids, bool skip_special_to
   return replace_invalid_utf8(text);
 }
 
+bool Tokenizer::has(int32_t id) const {
+  return id >= 0 && id < vocab_size() && impl_->known[static_cast<size_t>(id)];
+}
+
 std::string_view Tokenizer::token_bytes(int32_t id) const {
-  SB_USER_CHECK(id >= 0 && id < vocab_size() && impl_->known[static_cast<size_t>(id)],
-                "the token id {} is not in the vocabulary of {} ({} ids)", id, impl_->name, vocab_size());
+  SB_USER_CHECK(has(id), "the token id {} is not in the vocabulary of {} ({} ids)", id, impl_->name, vocab_size());
   return impl_->bytes[static_cast<size_t>(id)];
 }
 

@@ -39,6 +39,8 @@ class Tokenizer {
 
   // Bytes that do not form a character become U+FFFD. An id outside the vocabulary is a UserError.
   std::string decode(std::span<const int32_t> ids, bool skip_special_tokens = false) const;
+  // Whether there is a token with this id; a model may have more of them.
+  bool has(int32_t id) const;
   // The bytes of one token, unchanged.
   std::string_view token_bytes(int32_t id) const;
 

@@ -174,9 +174,16 @@ std::vector<std::string> EvalModel::answer(const std::vector<std::string>& promp
                  prompts.size(), room);
   options.stop_tokens.insert(options.stop_tokens.end(), stop_tokens_.begin(), stop_tokens_.end());
   std::vector<std::string> texts;
-  for (const std::vector<int32_t>& ids : generate(tokens, options, progress)) {
+  // Models have more ids than their tokenizer: the vocabulary is padded to a round number. An answer that holds such an
+  // id is read without it, as by `transformers`.
+  size_t without_text = 0;
+  for (std::vector<int32_t>& ids : generate(tokens, options, progress)) {
+    without_text += std::erase_if(ids, [&](int32_t id) { return !tokenizer().has(id); });
     texts.push_back(tokenizer().decode(ids, /*skip_special_tokens=*/true));
   }
+  if (without_text > 0)
+    log::warning("{} tokens of the answers are not in {} and were left out: the model has {} ids, the tokenizer {}",
+                 without_text, tokenizer().name(), config().vocab_size, tokenizer().vocab_size());
   return texts;
 }
 

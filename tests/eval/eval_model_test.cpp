@@ -166,6 +166,32 @@ TEST_P(EvalModelTest, ChatsAreAskedAsTheyWereTrained) {
   EXPECT_NE(model.answer({"why"}, options)[0], expected);
 }
 
+// The vocabulary of a checkpoint is padded: its tokenizer does not know all ids that the model may choose.
+TEST_P(EvalModelTest, AnswersAreReadWithoutTheIdsThatTheTokenizerLacks) {
+  const std::string characters = "abcdefghijklmnopqrstuvwxyzABCDE";  // 31 of the model's 61 ids
+  const std::string missing = why_no_tokenizer(directory_.path(), characters);
+  if (!missing.empty()) GTEST_SKIP() << missing;
+  EvalModel model = open({});
+  GenerationOptions options;
+  options.max_new_tokens = 64;
+  options.sampling.temperature = 5;
+  std::string expected;
+  int left_out = 0;
+  const std::vector<int32_t> generated = model.generate({{0, 1}}, options)[0];
+  for (const int32_t id : generated) {
+    if (id < 31)
+      expected += characters[static_cast<size_t>(id)];
+    else
+      ++left_out;
+  }
+  ASSERT_GT(left_out, 0);
+  ASSERT_FALSE(expected.empty());
+  testing::internal::CaptureStderr();
+  EXPECT_EQ(model.answer({"ab"}, options)[0], expected);
+  EXPECT_NE(testing::internal::GetCapturedStderr().find(fmt::format("{} tokens of the answers are not in", left_out)),
+            std::string::npos);
+}
+
 TEST_P(EvalModelTest, PromptsThatAreTooLongLoseTheirMiddleOnRequest) {
   const std::string characters = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ012345678";  // 61
   const std::string missing = why_no_tokenizer(directory_.path(), characters);
