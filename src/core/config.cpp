@@ -55,7 +55,8 @@ std::string nearest_word(const std::string& word, const std::vector<std::string>
   size_t best_distance = std::max<size_t>(2, word.size() / 3) + 1;
   for (const auto& candidate : candidates) {
     const size_t distance = edit_distance(word, candidate);
-    if (distance < best_distance) {
+    // Words that share less than half of their letters are not alike, however short they are.
+    if (distance < best_distance && 2 * distance < std::max(word.size(), candidate.size())) {
       best_distance = distance;
       best = candidate;
     }
@@ -230,15 +231,27 @@ void OptionTable::fail_unknown(const std::string& name, const std::string& where
   const std::string shown = name.size() <= 80 ? name : name.substr(0, 80) + "...";
   SB_USER_CHECK(name.find(':') == std::string::npos, "{}: unknown key '{}'; YAML needs a space after the ':' of a key",
                 where, shown);
-  std::vector<std::string> names;
-  for (const auto& section : sections_) names.push_back(section.name);
+  std::vector<std::string> names, beside;
+  const std::string section = parent(name);
+  const bool in_section = !section.empty() && find_section(section) != nullptr;
+  for (const auto& known : sections_) names.push_back(known.name);
   for (const auto& option : options_) names.push_back(option.name);
+  for (const auto& known : names)
+    if (in_section && parent(known) == section) beside.push_back(last_part(known));
   // The right word in the wrong section is the commonest slip; then a misspelling.
   std::string nearest;
   for (const auto& known : names)
     if (nearest.empty() && last_part(known) == last_part(name)) nearest = known;
-  if (nearest.empty()) nearest = nearest_word(name, names);
-  if (nearest.empty()) {
+  // The section's own name would make any two short words of it alike.
+  if (nearest.empty() && in_section) {
+    const std::string part = nearest_word(last_part(name), beside);
+    if (!part.empty()) nearest = section + "." + part;
+  } else if (nearest.empty()) {
+    nearest = nearest_word(name, names);
+  }
+  // In a known section a short word is rather one that the section lacks than another section's, misspelt.
+  constexpr size_t kTelling = 8;
+  if (nearest.empty() && (!in_section || last_part(name).size() >= kTelling)) {
     std::vector<std::string> parts;
     for (const auto& known : names) parts.push_back(last_part(known));
     const std::string part = nearest_word(last_part(name), parts);
@@ -246,6 +259,7 @@ void OptionTable::fail_unknown(const std::string& name, const std::string& where
       if (nearest.empty() && !part.empty() && last_part(known) == part) nearest = known;
   }
   if (!nearest.empty()) throw UserError("{}: unknown key '{}'; did you mean '{}'?", where, shown, nearest);
+  if (in_section) throw UserError("{}: unknown key '{}'; '{}' has {}", where, shown, section, fmt::join(beside, ", "));
   throw UserError("{}: unknown key '{}'; docs/configuration.md lists the known ones", where, shown);
 }
 

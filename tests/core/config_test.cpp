@@ -135,6 +135,9 @@ TEST(Config, UnknownKeysNameTheLineAndTheNearestKey) {
   EXPECT_EQ(f.load_error("layesr: [3]\n"), "f.yaml:1: unknown key 'layesr'; did you mean 'a.layers'?");
   EXPECT_EQ(f.load_error("a:\n  extra:\n    cuont: 2\n"),
             "f.yaml:3: unknown key 'a.extra.cuont'; did you mean 'a.extra.count'?");
+  // Neither the section that it is in nor another of its short words.
+  EXPECT_EQ(f.load_error("a: {extra: {q: 2}}\n"), "f.yaml:1: unknown key 'a.extra.q'; 'a.extra' has count");
+  EXPECT_EQ(f.load_error("a: {extra: {smal: 2}}\n"), "f.yaml:1: unknown key 'a.extra.smal'; 'a.extra' has count");
   EXPECT_EQ(f.load_error("zzzzzzzzzzzz: 3\n"),
             "f.yaml:1: unknown key 'zzzzzzzzzzzz'; docs/configuration.md lists the known ones");
   EXPECT_EQ(f.set_error("a={small:3}"), "--set: unknown key 'a.small:3'; YAML needs a space after the ':' of a key");
