@@ -68,9 +68,16 @@ void replace_file(const std::filesystem::path& path, std::string_view content) {
 void replace_file(const std::filesystem::path& path, const std::function<void(DurableFile&)>& write) {
   const std::filesystem::path temporary = path.string() + ".new";
   DurableFile file(temporary);
-  write(file);
-  file.close();
-  std::filesystem::rename(temporary, path);
+  try {
+    write(file);
+    file.close();
+    std::filesystem::rename(temporary, path);
+  } catch (...) {
+    // A full disk needs the room more than anybody the half of a file.
+    std::error_code ignored;
+    std::filesystem::remove(temporary, ignored);
+    throw;
+  }
   sync_directory(path.parent_path().empty() ? "." : path.parent_path());
 }
 

@@ -51,6 +51,18 @@ TEST_F(DurableFileTest, NewAndReplacedFiles) {
   EXPECT_NO_THROW(sync_directory(directory_));
 }
 
+TEST_F(DurableFileTest, AReplacementThatFailsLeavesTheFileAsItWas) {
+  write_new_file(directory_ / "a", "first");
+  EXPECT_THROW(replace_file(directory_ / "a",
+                            [](DurableFile& file) {
+                              file.write("half", 4);
+                              throw UserError("no room");
+                            }),
+               UserError);
+  EXPECT_EQ(content(directory_ / "a"), "first");
+  EXPECT_EQ(std::distance(fs::directory_iterator(directory_), fs::directory_iterator()), 1);  // no temporary stays
+}
+
 TEST_F(DurableFileTest, NamesThePathThatFails) {
   const fs::path missing = directory_ / "missing" / "a";
   EXPECT_TRUE(message_of([&] { DurableFile file(missing); }).starts_with(missing.string()));
