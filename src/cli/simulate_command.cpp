@@ -6,9 +6,11 @@
 #include <chrono>
 #include <cstdio>
 #include <filesystem>
+#include <functional>
 #include <map>
 #include <memory>
 #include <nlohmann/json.hpp>
+#include <ranges>
 
 #include "balance/layout_sweep.h"
 #include "balance/length_pool.h"
@@ -161,6 +163,27 @@ void write_pictures(const Arguments& arguments, const SimulateInput& input,
   }
 }
 
+std::string layout_name(const Layout& layout) {
+  return fmt::format("{} x {} x {}", layout.dp, layout.pp, layout.cp);
+}
+
+// `fitting`: tokens/s of the layouts that fit into memory.
+void print_fastest(std::vector<std::pair<double, Layout>> fitting, double capacity_gib) {
+  if (fitting.empty()) {
+    fmt::print("no layout fits into {:.0f} GiB; use more workers or shorter micro-batches\n", capacity_gib);
+    return;
+  }
+  std::ranges::stable_sort(fitting, std::greater(), &std::pair<double, Layout>::first);
+  const auto& [rate, best] = fitting.front();
+  std::vector<std::string> as_fast;
+  for (const auto& [other_rate, layout] : fitting | std::views::drop(1))
+    if (other_rate >= 0.98 * rate) as_fast.push_back(layout_name(layout));
+  fmt::print("fastest that fits: dp x pp x cp = {}{}\n", layout_name(best),
+             as_fast.empty() ? "" : fmt::format("; within 2 % of it: {}", fmt::join(as_fast, ", ")));
+  fmt::print("every policy on it: the same with --dp {} --pp {} --cp {} in place of --sweep and --gpus\n", best.dp,
+             best.pp, best.cp);
+}
+
 Json run_sweep(const Arguments& arguments, const LatencyModel& latency, const CoverageModel& coverage,
                const std::vector<int64_t>& pool, ThreadPool& threads) {
   const Profile& profile = latency.profile();
@@ -170,11 +193,17 @@ Json run_sweep(const Arguments& arguments, const LatencyModel& latency, const Co
   SB_USER_CHECK(!layouts.empty(), "no layout of {} workers fits {} layers and a global batch of {}", workers,
                 profile.shape.layers, arguments.global_batch);
   const SimulatedPolicy policy = standard_policies(arguments.batching, arguments.p).back();
-  fmt::print("layouts of {} workers, policy {}\n{:<18} {:>9} {:>12} {:>10} {:>6}\n", workers, policy.name,
-             "dp x pp x cp", "step ms", "tokens/s", "GiB/worker", "fits");
+  const bool known = profile.memory_bytes > 0;
+  const double capacity = static_cast<double>(profile.memory_bytes) / (1 << 30);
+  fmt::print("layouts of {} workers{}, policy {}; the speed-up is over in_order on the same layout\n", workers,
+             known ? fmt::format(" of {:.0f} GiB", capacity) : "", policy.name);
+  if (workers > arguments.global_batch)
+    fmt::print("dp is at most the global batch of {}: a larger --global-batch has more layouts\n",
+               arguments.global_batch);
+  fmt::print("{:<18} {:>9} {:>9} {:>12} {:>10} {:>6}\n", "dp x pp x cp", "step ms", "speed-up", "tokens/s",
+             "GiB/worker", "fits");
   Json rows = Json::array();
-  double best = 0;
-  std::string fastest;
+  std::vector<std::pair<double, Layout>> fitting;  // tokens/s
   StepProgress progress(std::ssize(layouts) * arguments.steps);
   for (const Layout& layout : layouts) {
     const CostModel cost(latency, arguments.spec, layout);
@@ -199,11 +228,10 @@ Json run_sweep(const Arguments& arguments, const LatencyModel& latency, const Co
     const double mean_tokens =
         static_cast<double>(tokens) / static_cast<double>(std::min<int64_t>(arguments.steps, 20));
     const MemoryEstimate memory = estimate_memory(cost, most, micro_batches);
-    const bool known = profile.memory_bytes > 0, fits = !known || memory.total() <= profile.memory_bytes;
-    const std::string name = fmt::format("{} x {} x {}", layout.dp, layout.pp, layout.cp);
+    const bool fits = !known || memory.total() <= profile.memory_bytes;
     const double rate = mean_tokens / row.makespan_ms * 1e3;
-    fmt::print("{:<18} {:>9.1f} {:>12.0f} {:>10.1f} {:>6}\n", name, row.makespan_ms, rate,
-               static_cast<double>(memory.total()) / (1 << 30),
+    fmt::print("{:<18} {:>9.1f} {:>8.3f}x {:>12.0f} {:>10.1f} {:>6}\n", layout_name(layout), row.makespan_ms,
+               row.speedup, rate, static_cast<double>(memory.total()) / (1 << 30),
                !known ? "n/a"
                : fits ? "yes"
                       : "no");
@@ -212,20 +240,14 @@ Json run_sweep(const Arguments& arguments, const LatencyModel& latency, const Co
                     {"pp", layout.pp},
                     {"cp", layout.cp},
                     {"makespan_ms", row.makespan_ms},
+                    {"speedup", row.speedup},
                     {"tokens_per_second", rate},
                     {"memory_bytes", memory.total()},
                     {"fits", !known ? Json(nullptr) : Json(fits)},
                     {"mean_coverage", row.mean_coverage}});
-    if (fits && rate > best) {
-      best = rate;
-      fastest = name;
-    }
+    if (fits) fitting.emplace_back(rate, layout);
   }
-  if (fastest.empty())
-    fmt::print("no layout fits into {:.0f} GiB; use more workers or shorter micro-batches\n",
-               static_cast<double>(profile.memory_bytes) / (1 << 30));
-  else
-    fmt::print("fastest that fits: dp x pp x cp = {}\n", fastest);
+  print_fastest(std::move(fitting), capacity);
   return rows;
 }
 
@@ -262,6 +284,26 @@ void check_arguments(const Arguments& arguments) {
                 spec.block);
 }
 
+// An option that would have no effect beside the others is refused.
+void check_together(const CLI::App& command) {
+  const auto given = [&](const char* option) { return command.count(option) > 0; };
+  const bool sweep = given("--sweep");
+  for (const char* option : {"--gpus", "--max-cp"})
+    SB_USER_CHECK(sweep || !given(option), "{} says what --sweep tries; add --sweep, or set --dp, --pp and --cp",
+                  option);
+  for (const char* option : {"--dp", "--pp", "--cp"})
+    SB_USER_CHECK(!given("--gpus") || !given(option), "--gpus and {} both say how many workers there are; keep one",
+                  option);
+  for (const char* option : {"--policies", "--frontier", "--no-frontier", "--trace", "--svg"})
+    for (const char* other : {"--sweep", "--ring"})
+      SB_USER_CHECK(!given(other) || !given(option), "{} has no effect with {}; leave one of them out", option, other);
+  SB_USER_CHECK(!sweep || !given("--ring"), "--sweep tries layouts, --ring looks at one ring; leave one of them out");
+  for (const char* option : {"--placement", "--node-size", "--ring-tokens", "--slash-density", "--verticals",
+                             "--ring-index", "--ring-times"})
+    SB_USER_CHECK((given("--cp") && !sweep) || !given(option), "{} is about the ring of --cp ranks; set --cp{}", option,
+                  sweep ? " in place of --sweep" : "");
+}
+
 // In ascending order, each once.
 void check_dense_layers(AttentionSpec& spec, int64_t layers) {
   for (const int layer : spec.dense_layers)
@@ -284,8 +326,9 @@ void print_case(const Arguments& arguments, const Profile& profile, const Covera
                    measured->score_tokens != spec.score_tokens))
     fmt::print("measured with block {}, query block {}, score tokens {}: other blocks are an extrapolation\n",
                measured->block, measured->query_block, measured->score_tokens);
-  fmt::print("dp {} x pp {} x cp {}, global batch {}, {} steps, budget {}, block {}{}{}, p {}\n\n", arguments.layout.dp,
-             arguments.layout.pp, arguments.layout.cp, arguments.global_batch, arguments.steps, spec.budget, spec.block,
+  const std::string layout = arguments.sweep ? "" : fmt::format("dp x pp x cp = {}, ", layout_name(arguments.layout));
+  fmt::print("{}global batch {}, {} steps, budget {}, block {}{}{}, p {}\n\n", layout, arguments.global_batch,
+             arguments.steps, spec.budget, spec.block,
              spec.score_tokens > 0 ? fmt::format(", score tokens {}", spec.score_tokens) : "",
              spec.dense_layers.empty() ? "" : fmt::format(", dense layers {}", fmt::join(spec.dense_layers, ",")),
              arguments.p);
@@ -415,13 +458,13 @@ void add_simulate_command(CLI::App& app) {
       ->add_option("--warmup-depth", a->layout.warmup_depth,
                    "forwards a stage runs ahead, in multiples of its distance to the last: 2 hides transfers")
       ->capture_default_str();
-  command->add_option("--comm", a->layout.comm, "on | off: count transfers and the gradient reduction")
+  command->add_option("--comm", a->layout.comm, "on (default) | off: count transfers and the gradient reduction")
       ->transform(CLI::CheckedTransformer(on_off));
-  command->add_option("--head", a->layout.head, "on | off: count embedding and loss")
+  command->add_option("--head", a->layout.head, "on (default) | off: count embedding and loss")
       ->transform(CLI::CheckedTransformer(on_off));
   command
       ->add_option("--micro-batch-sequences", a->batching.micro_batch_sequences,
-                   "sequences a micro-batch; fixes their number")
+                   "sequences a micro-batch; fixes their number (1 where --micro-batch-tokens is not given either)")
       ->check(at_least(1), "POSITIVE");
   command->add_option("--micro-batch-tokens", a->batching.micro_batch_tokens, "hard cap of tokens a micro-batch")
       ->check(at_least(1), "POSITIVE");
@@ -456,7 +499,10 @@ void add_simulate_command(CLI::App& app) {
   command->add_option("--trace", a->trace, "write a Chrome trace of one step of the last policy");
   command->add_option("--svg", a->svg, "draw one step before (in_order) and after (the last policy)");
   add_ring_options(*command, a->ring);
-  command->callback([a] { run(*a); });
+  command->callback([a, command] {
+    check_together(*command);
+    run(*a);
+  });
 }
 
 }  // namespace sb

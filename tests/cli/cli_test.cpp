@@ -1,7 +1,9 @@
 #include <gtest/gtest.h>
 
+#include <cstdio>
 #include <filesystem>
 #include <fstream>
+#include <nlohmann/json.hpp>
 
 #include "tests/cli/program.h"
 
@@ -149,6 +151,61 @@ TEST_F(Cli, SimulateTakesPartsThatDivideTheBlock) {
     EXPECT_EQ(refused.out, "");
     EXPECT_NE(refused.err.find("--score-tokens"), std::string::npos) << refused.err;
     EXPECT_NE(refused.err.find("does not divide"), std::string::npos) << refused.err;
+  }
+}
+
+// 64 workers, at most 16 sequences a step.
+TEST_F(Cli, SimulateSweepsLayoutsAndSaysWhatBalancingGives) {
+  const std::string json = (directory_ / "layouts.json").string();
+  const ProgramResult sweep = run_program({"simulate", "--model", "qwen2.5-0.5b", "--sweep", "--gpus", "64", "--max-cp",
+                                           "2", "--steps", "2", "--json", json});
+  ASSERT_EQ(sweep.exit_code, 0) << sweep.err;
+  EXPECT_EQ(sweep.out.find("dp x pp x cp = 1 x 1 x 1"), std::string::npos) << sweep.out;
+  EXPECT_NE(sweep.out.find("layouts of 64 workers of 139 GiB"), std::string::npos) << sweep.out;
+  EXPECT_NE(sweep.out.find("dp is at most the global batch of 16"), std::string::npos) << sweep.out;
+  // The last lines name a layout and how to go on; what is predicted there is what the table of policies has.
+  const size_t at = sweep.out.find("the same with --dp ");
+  ASSERT_NE(at, std::string::npos) << sweep.out;
+  int dp = 0, pp = 0, cp = 0;
+  ASSERT_EQ(std::sscanf(sweep.out.c_str() + at, "the same with --dp %d --pp %d --cp %d", &dp, &pp, &cp), 3);
+  EXPECT_EQ(dp * pp * cp, 64);
+  const std::string rows = (directory_ / "rows.json").string();
+  const ProgramResult one =
+      run_program({"simulate", "--model", "qwen2.5-0.5b", "--dp", std::to_string(dp), "--pp", std::to_string(pp),
+                   "--cp", std::to_string(cp), "--steps", "2", "--policies", "sab+order+optimal", "--json", rows});
+  ASSERT_EQ(one.exit_code, 0) << one.err;
+  const auto read = [](const std::string& path) {
+    std::ifstream file(path);
+    return nlohmann::json::parse(file);
+  };
+  const nlohmann::json policies = read(rows), layouts = read(json), &policy = policies["rows"][0];
+  EXPECT_GT(policy["speedup"], 1.0);
+  bool found = false;
+  for (const nlohmann::json& layout : layouts["layouts"]) {
+    EXPECT_LE(layout["dp"], 16);
+    if (layout["dp"] != dp || layout["pp"] != pp) continue;
+    found = true;
+    EXPECT_EQ(layout["makespan_ms"], policy["makespan_ms"]);
+    EXPECT_EQ(layout["speedup"], policy["speedup"]);
+  }
+  EXPECT_TRUE(found);
+}
+
+TEST_F(Cli, SimulateRefusesOptionsThatWouldHaveNoEffect) {
+  const std::pair<std::vector<std::string>, const char*> cases[] = {
+      {{"--gpus", "64"}, "--gpus says what --sweep tries; add --sweep"},
+      {{"--sweep", "--gpus", "64", "--dp", "8"}, "--gpus and --dp both say how many workers there are"},
+      {{"--sweep", "--policies", "sab"}, "--policies has no effect with --sweep"},
+      {{"--sweep", "--svg", "a.svg"}, "--svg has no effect with --sweep"},
+      {{"--ring", "--cp", "8", "--trace", "a.json"}, "--trace has no effect with --ring"},
+      {{"--placement", "striped"}, "--placement is about the ring of --cp ranks; set --cp"},
+  };
+  for (const auto& [arguments, message] : cases) {
+    std::vector<std::string> all = {"simulate"};
+    all.insert(all.end(), arguments.begin(), arguments.end());
+    const ProgramResult refused = run_program(all);
+    EXPECT_EQ(refused.exit_code, 2) << message;
+    EXPECT_NE(refused.err.find(message), std::string::npos) << refused.err;
   }
 }
 
