@@ -39,6 +39,17 @@ size_t edit_distance(const std::string& a, const std::string& b) {
   return above[b.size()];
 }
 
+// The first key that begins with this word (hidden, hidden_size), else the only one that holds it (epochs,
+// num_train_epochs).
+std::string word_with(const std::string& word, const std::vector<std::string>& keys) {
+  std::vector<std::string> holding;
+  for (const auto& key : keys) {
+    if (key.starts_with(word + "_")) return key;
+    if ((key + "_").find("_" + word + "_") != std::string::npos) holding.push_back(key);
+  }
+  return holding.size() == 1 ? holding.front() : "";
+}
+
 std::string markdown_cell(const std::string& text) {
   std::string out;
   for (const char c : text) out += c == '|' ? std::string("\\|") : std::string(1, c);
@@ -244,7 +255,8 @@ void OptionTable::fail_unknown(const std::string& name, const std::string& where
     if (nearest.empty() && last_part(known) == last_part(name)) nearest = known;
   // The section's own name would make any two short words of it alike.
   if (nearest.empty() && in_section) {
-    const std::string part = nearest_word(last_part(name), beside);
+    std::string part = nearest_word(last_part(name), beside);
+    if (part.empty()) part = word_with(last_part(name), beside);
     if (!part.empty()) nearest = section + "." + part;
   } else if (nearest.empty()) {
     nearest = nearest_word(name, names);

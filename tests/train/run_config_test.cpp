@@ -145,6 +145,14 @@ TEST(RunConfig, ModelFromScratch) {
   EXPECT_NE(error_of(kSynthetic, {"model.init.head_dim=33"}).find("even width"), std::string::npos);
   EXPECT_NE(error_of(kSynthetic, {"model.init.attention_bias=true"}).find("is for llama and qwen3"), std::string::npos);
   EXPECT_NE(error_of("model: {init: {hidden: 3}}\n").find("did you mean 'model.init.hidden_size'?"), std::string::npos);
+  const std::pair<const char*, const char*> words[] = {
+      {"train: {epochs: 3}\n", "did you mean 'train.num_train_epochs'?"},
+      {"train: {steps: 3}\n", "'train' has max_steps, "},  // several hold it
+      {"optimizer: {lr: 1}\n", "'optimizer' has learning_rate, betas, "},
+      {"train: {learnig_rate: 1}\n", "did you mean 'optimizer.learning_rate'?"},
+  };
+  for (const auto& [text, message] : words)
+    EXPECT_NE(error_of(text).find(message), std::string::npos) << error_of(text);
 }
 
 TEST(RunConfig, SyntheticLengthsAndCurriculum) {
