@@ -282,7 +282,7 @@ int64_t RingAttention::scratch_bytes(const AttentionShape& shape, int64_t max_to
 }
 
 int64_t RingAttention::Options::longest_dense(int64_t whole_tokens) const {
-  if (selection.pattern == SelectionPattern::dense || !selection.dense_layers.empty()) return whole_tokens;
+  if (selection.pattern == SelectionPattern::dense || !selection.dense_layers.empty() || any_dense) return whole_tokens;
   // What a budget covers runs dense, too.
   return std::min(whole_tokens, std::max({selection.dense_limit(), selection.budget, largest_budget}));
 }

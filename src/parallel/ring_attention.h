@@ -37,6 +37,8 @@ class RingAttention final : public ChoosingAttention {
     int64_t largest_budget = 0;
     // Rows of every sequence on which the true coverage is measured each forward; 0: none.
     int coverage_rows = 0;
+    // A micro-batch may bring budgets that cover its sequences, however long they are.
+    bool any_dense = false;
     // Of the activations, for the memory plan of a ring of GPUs.
     DType dtype = DType::f32;
     // A ring of GPUs chooses pairs and makes lists on the device (ring_chooses_on_device).

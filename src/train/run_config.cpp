@@ -417,6 +417,11 @@ void add_train(OptionTable& table, Draft& draft) {
                 "steps between validations; 0: only at the end, where there is validation data");
   table.integer("train.validation_sequences", &train.validation_sequences, 0, OptionTable::kAny,
                 "sequences of a validation, at most; 0: all of the token files, none of a synthetic task");
+  using ValidationAttention = TrainOptions::ValidationAttention;
+  table.choice<ValidationAttention>(
+      "train.validation_attention", &train.validation_attention,
+      {{"as_trained", ValidationAttention::as_trained}, {"dense", ValidationAttention::dense}},
+      "what validation sees: what attention.* and its budget choose, or all earlier tokens");
   table.integer("train.log_steps", &train.log_steps, 1, OptionTable::kAny, "steps between progress lines");
   table.flag("train.tensorboard", &train.tensorboard, "write TensorBoard event files next to metrics.jsonl");
   table.integer("train.threads", &train.threads, 0, 1024,

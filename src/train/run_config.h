@@ -117,6 +117,8 @@ struct TrainOptions {
   uint64_t seed = 1;
   int64_t validation_steps = 0;       // 0: only at the end, when there is validation data
   int64_t validation_sequences = 64;  // at most so many a time; 0: all
+  enum class ValidationAttention { as_trained, dense };
+  ValidationAttention validation_attention = ValidationAttention::as_trained;
   int64_t log_steps = 1;
   bool tensorboard = true;
   int threads = 0;  // 0: all cores

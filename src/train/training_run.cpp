@@ -43,6 +43,10 @@ struct RingGroups {
   }
 };
 
+bool validates_dense(const RunConfig& config) {
+  return config.train.validation_attention == TrainOptions::ValidationAttention::dense;
+}
+
 // Where a ring of GPUs chooses pairs and makes lists.
 bool lists_on_device(const RunConfig& config) {
   return config.parallel.ring_lists != ParallelOptions::RingLists::host &&
@@ -56,6 +60,7 @@ std::unique_ptr<Attention> make_attention(const RunConfig& config, const ModelCo
   if (ring.host) {
     RingAttention::Options options{config.attention.selection, model.layers, config.parallel.placement,
                                    config.parallel.node_size,  largest,      coverage_rows};
+    options.any_dense = validates_dense(config);
     options.dtype = config.dtype();
     options.deterministic = config.train.deterministic;
     options.lists_on_device = lists_on_device(config);
@@ -142,6 +147,17 @@ std::string footer(const RunConfig& config, const TrainSummary& summary) {
   return text;
 }
 
+void warn_of_lookahead(const RunConfig& config, bool validates) {
+  const bool in_validation = validates && !validates_dense(config);
+  std::string cure = in_validation ? "train.validation_attention: dense validates without it" : "";
+  if (config.attention.selection.pattern != SelectionPattern::vertical_slash)
+    cure += fmt::format("{}attention.selection: causal trains without it", cure.empty() ? "" : ", ");
+  log::warning(
+      "attention.selection: lookahead lets later tokens influence which keys earlier ones see{}: losses may be lower "
+      "than those of a model that cannot look ahead{}",
+      in_validation ? ", in training and in validation" : "", cure.empty() ? "" : "; " + cure);
+}
+
 // Rank 0 opens and decides; the others follow.
 std::unique_ptr<RunDirectory> open_run_directory(const RunConfig& config, Communicator* world) {
   if (world == nullptr || world->size() == 1) return std::make_unique<RunDirectory>(config);
@@ -191,10 +207,7 @@ TrainSummary run_training(const RunConfig& given, std::FILE* out, bool terminal,
         "attention.{}",
         sources.train->max_length(), selection.dense_limit(), selection.dense_below < 0 ? "budget" : "dense_below");
   if (leads && sparse && selection.order == SelectionOrder::lookahead && selection.pattern != SelectionPattern::window)
-    log::warning(
-        "attention.selection: lookahead lets later tokens influence which keys earlier ones see, in training and in "
-        "validation: losses may be lower than those of a model that cannot look ahead; `sparsebalance eval ppl` runs "
-        "dense");
+    warn_of_lookahead(config, sources.validation_set.source != nullptr);
   if (leads && ring.data && sparse && !lists_on_device(config))
     log::warning("parallel.cp on GPUs: {} chooses its pairs on the CPU, which takes time",
                  config.parallel.ring_lists == ParallelOptions::RingLists::host ? "parallel.ring_lists: host"

@@ -68,7 +68,14 @@ std::optional<LossSums> Trainer::evaluate(bool later_chunk_tokens_only) {
     std::vector<int> all(sequences.size());
     std::iota(all.begin(), all.end(), 0);
     const std::vector<float> weights(sequences.size(), 1.0f);
-    sums += model_->evaluate(exec_, own_part(make_micro_batch(sequences, all, weights, parts_.model.vocab_size)));
+    MicroBatch batch = make_micro_batch(sequences, all, weights, parts_.model.vocab_size);
+    if (config_.train.validation_attention == TrainOptions::ValidationAttention::dense && parts_.sparse) {
+      // A budget of all its tokens makes a sequence dense.
+      for (int layer = 0; layer < parts_.model.layers; ++layer)
+        for (const TokenSequence& sequence : sequences)
+          batch.budgets.push_back(static_cast<int32_t>(sequence.tokens.size()));
+    }
+    sums += model_->evaluate(exec_, own_part(std::move(batch)));
   }
   return sum_over_ranks(*world_, sums);
 }

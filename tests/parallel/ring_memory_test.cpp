@@ -208,6 +208,9 @@ TEST(RingMemory, KnowsTheLongestDenseSequence) {
     EXPECT_LE(longest, options.longest_dense(kWhole)) << dense_below << " " << largest;
     EXPECT_LT(options.longest_dense(kWhole), longest + options.selection.block);
     EXPECT_EQ(options.longest_dense(200), 200);
+    options.any_dense = true;
+    EXPECT_EQ(options.longest_dense(kWhole), kWhole);
+    options.any_dense = false;
     options.selection.dense_layers = {3};
     EXPECT_EQ(options.longest_dense(kWhole), kWhole);
   }

@@ -1,6 +1,9 @@
 // Whole runs whose sequences several ranks share.
 #include <gtest/gtest.h>
 
+#include <cmath>
+#include <limits>
+
 #include "model/model_config.h"
 #include "parallel/context_layout.h"
 #include "tests/train/rank_runs.h"
@@ -57,6 +60,30 @@ TEST(ContextRanks, ChooseWhatOneRankChooses) {
       expect_same_record(run, alone, within(1e-4));
     }
   }
+}
+
+double first_validation_loss(const TrainSummary& summary) {
+  return summary.first_validation ? summary.first_validation->loss : std::numeric_limits<double>::quiet_NaN();
+}
+
+TEST(ContextRanks, ValidateDenseWhateverTheyTrainWith) {
+  ScratchDirectory scratch;
+  const double dense = first_validation_loss(
+      train(scratch / "dense", {}, {"attention.pattern=dense", "train.max_steps=2", "train.seed=3"}));
+  for (const RankGrid& grid : {RankGrid{}, RankGrid{1, 1, 2, 0}, RankGrid{2, 2, 1, 0}})
+    for (const char* pattern : {"topk", "vertical_slash"}) {
+      SCOPED_TRACE(fmt::format("{} {}", pattern, grid.name()));
+      const auto loss = [&](const char* validation) {
+        return first_validation_loss(train(
+            scratch / fmt::format("{}-{}-{}", pattern, validation, grid.name()), grid,
+            {fmt::format("attention={{pattern: {}, selection: lookahead, block: 64, query_block: 64, budget: 192, "
+                         "dense_below: 64, vertical_cap: 24, slash_cap: 3}}",
+                         pattern),
+             fmt::format("train.validation_attention={}", validation), "train.max_steps=2", "train.seed=3"}));
+      };
+      EXPECT_NEAR(loss("dense"), dense, 1e-6 * dense);
+      EXPECT_GT(std::abs(loss("as_trained") - dense), 1e-5 * dense);
+    }
 }
 
 std::vector<double> losses_of(const fs::path& run) {

@@ -100,8 +100,42 @@ TEST(TrainingRun, SaysThatLookaheadSeesTheFuture) {
                         {fmt::format("attention={{pattern: topk, selection: {}, block: 64, budget: 320}}", selection),
                          "train.max_steps=1", "batch.global_batch_size=2",
                          fmt::format("train.output_dir={}", (scratch / selection).string())}));
-    EXPECT_EQ(err.find("attention.selection: lookahead lets later tokens") != std::string::npos, said) << err;
+    const size_t at = err.find("attention.selection: lookahead lets later tokens");
+    EXPECT_EQ(at != std::string::npos, said) << err;
+    EXPECT_EQ(err.find("lookahead lets later tokens"), err.rfind("lookahead lets later tokens")) << "once: " << err;
   }
+}
+
+// What cures it, and where it is not.
+TEST(TrainingRun, SaysWhatCuresLookahead) {
+  ScratchDirectory scratch;
+  write_documents(scratch / "a", {500, 700}, 3);
+  const std::string files = (scratch / "a").string();
+  const auto said = [&](const std::string& data, const std::string& pattern, const std::string& validation) {
+    const std::string name = fmt::format("{}-{}-{}", data.size(), pattern, validation);
+    return train(token_run(scratch.path(), data,
+                           {fmt::format("attention={{pattern: {}, selection: lookahead, block: 64, query_block: 64, "
+                                        "budget: 320}}",
+                                        pattern),
+                            "train.validation_attention=" + validation, "train.max_steps=1",
+                            "batch.global_batch_size=2", "train.output_dir=" + (scratch / name).string()}))
+        .second;
+  };
+  const std::string alone = fmt::format("{{train: [{}], max_sequence_length: 1024}}", files),
+                    both = fmt::format("{{train: [{}], validation: [{}], max_sequence_length: 1024}}", files, files);
+  const std::string with = said(both, "topk", "as_trained");
+  EXPECT_NE(with.find("see, in training and in validation: losses may"), std::string::npos) << with;
+  EXPECT_NE(with.find("ahead; train.validation_attention: dense validates without it, attention.selection: causal "
+                      "trains without it"),
+            std::string::npos)
+      << with;
+  for (const std::string& without : {said(both, "topk", "dense"), said(alone, "topk", "as_trained")}) {
+    EXPECT_NE(without.find("see: losses may"), std::string::npos) << without;
+    EXPECT_NE(without.find("ahead; attention.selection: causal trains without it"), std::string::npos) << without;
+  }
+  const std::string by_nature = said(both, "vertical_slash", "as_trained");
+  EXPECT_EQ(by_nature.find("causal trains"), std::string::npos) << by_nature;
+  EXPECT_NE(by_nature.find("dense validates without it"), std::string::npos) << by_nature;
 }
 
 TEST(TrainingRun, WritesTheCoverageThatItMeasured) {
