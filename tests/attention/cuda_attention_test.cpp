@@ -329,6 +329,40 @@ TEST_F(CudaAttentionTest, ManyMicroBatchesInTurn) {
     }
 }
 
+TEST_F(CudaAttentionTest, WhatIsReservedHoldsPlansOfAnyBudgets) {
+  // Sequences that the configured budget covers choose under lower ones, however short they are.
+  constexpr int64_t kTokens = 4096;
+  const AttentionShape shape{8, 2, 64, 0.125f};
+  const CudaOperands in(shape, kTokens, DType::bf16, 3);
+  const Shape wide{kTokens, 8, 64}, narrow{kTokens, 2, 64};
+  const DeviceTensor q(in.q, wide, DType::bf16), k(in.k, narrow, DType::bf16), v(in.v, narrow, DType::bf16);
+  DeviceTensor out(wide, DType::bf16), lse({8, kTokens}, DType::f32);
+  for (const SelectionPattern pattern : {SelectionPattern::topk, SelectionPattern::vertical_slash}) {
+    SCOPED_TRACE(static_cast<int>(pattern));
+    CudaAttentionOptions options = options_of(pattern, kTokens);
+    options.attention.selection.dense_below = 0;
+    options.attention.selection.query_block = 4;
+    options.attention.largest_budget = kTokens;
+    if (pattern == SelectionPattern::vertical_slash) options.attention.selection.order = SelectionOrder::lookahead;
+    const auto attention = make_cuda_attention(options);
+    std::vector<std::unique_ptr<AttentionState>> states;
+    states.push_back(attention->make_state());
+    attention->reserve(shape, kTokens, DType::bf16, states);
+    Arena scratch = make_arena("scratch", attention->scratch_bytes(shape, kTokens, 1), DeviceKind::cuda);
+    const Exec exec{.device = DeviceKind::cuda, .pool = &pool_, .stream = stream_.get(), .scratch = &scratch};
+    const cuda::Allocations before = cuda::allocations();
+    for (const int64_t length : {kTokens, int64_t{700}, int64_t{33}}) {
+      std::vector<int32_t> cu{0};
+      while (cu.back() < kTokens) cu.push_back(static_cast<int32_t>(std::min(kTokens, cu.back() + length)));
+      const std::vector<int32_t> budgets(cu.size() - 1, static_cast<int32_t>(length / 4));
+      attention->forward(exec, 0, shape, {cu, budgets}, {q.view(), k.view(), v.view(), out.view(), lse.view()},
+                         *states[0], false);
+      EXPECT_TRUE(cuda::allocations() == before) << "sequences of " << length;
+    }
+    cuda::synchronize(stream_.get());
+  }
+}
+
 TEST_F(CudaAttentionTest, ThresholdsMeetTheQuotaAndTravel) {
   CudaAttentionOptions options = options_of(SelectionPattern::mass, 900);
   const auto attention = make_cuda_attention(options);

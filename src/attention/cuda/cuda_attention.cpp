@@ -8,6 +8,7 @@
 #include "attention/cuda/device_plan.h"
 #include "attention/cuda/given_index.h"
 #include "attention/cuda/recent_plans.h"
+#include "attention/most_sequences.h"
 #include "device/cuda.h"
 
 namespace sb {
@@ -290,20 +291,32 @@ class CudaAttention final : public ChoosingAttention {
         known.shape.head_dim == shape.head_dim && known.max_tokens == max_tokens && known.dtype == dtype)
       return known;
     gpu::Staging staging;
-    const auto built = [&](int64_t length, bool dense) {
-      std::vector<int32_t> cu_seqlens = {0};
-      while (cu_seqlens.back() < max_tokens)
-        cu_seqlens.push_back(static_cast<int32_t>(std::min<int64_t>(max_tokens, cu_seqlens.back() + length)));
+    const auto built = [&](int64_t sequences, bool dense, int64_t budget) {
+      std::vector<int32_t> cu_seqlens;
+      for (int64_t s = 0; s <= sequences; ++s) cu_seqlens.push_back(static_cast<int32_t>(s * max_tokens / sequences));
+      const std::vector<int32_t> budgets(static_cast<size_t>(sequences),
+                                         static_cast<int32_t>(std::min(budget, max_tokens)));
       DevicePlan plan;
-      gpu::PlanRequest request = plan_request(kNoLayer, shape, {cu_seqlens, {}}, dtype);
-      if (dense) request.dense.assign(request.dense.size(), true);
+      gpu::PlanRequest request = plan_request(kNoLayer, shape, {cu_seqlens, budgets}, dtype);
+      for (int64_t s = 0; s < sequences; ++s)
+        request.dense[s] = dense || request.tiles[s].tokens <= selection_.dense_limit();
       plan.build(request, staging, nullptr);
       return std::pair(plan.bytes(), plan.uploaded_bytes());
     };
-    const auto dense = built(max_tokens, true), many = built(64, true);
-    const auto sparse = selection_.pattern == SelectionPattern::dense ? dense : built(max_tokens, false);
-    known = {shape, max_tokens, dtype, std::max(dense.first, sparse.first) + many.first,
-             std::max(dense.second, sparse.second) + many.second};
+    const int64_t most = std::clamp<int64_t>(max_tokens, 1, most_packed_sequences(max_tokens));
+    auto largest = built(1, true, selection_.budget);
+    const auto many = built(most, true, selection_.budget);
+    if (selection_.pattern != SelectionPattern::dense) {
+      // Tuned budgets may be lower than the configured one, and what that covers be chosen from then.
+      const int64_t lower = std::min(selection_.budget, max_tokens / 4 + 1);
+      const int64_t choosing = std::clamp<int64_t>(max_tokens / (selection_.dense_limit() + 1), 1, most);
+      for (const int64_t sequences : {int64_t{1}, choosing})
+        for (const int64_t budget : {selection_.budget, lower}) {
+          const auto one = built(sequences, false, budget);
+          largest = {std::max(largest.first, one.first), std::max(largest.second, one.second)};
+        }
+    }
+    known = {shape, max_tokens, dtype, largest.first + many.first, largest.second + many.second};
     return known;
   }
 
