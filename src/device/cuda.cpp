@@ -92,9 +92,11 @@ std::shared_ptr<void> allocate_host(int64_t bytes) {
   require_device();
   ++host_allocations;
   void* memory = nullptr;
-  if (cudaHostAlloc(&memory, static_cast<size_t>(bytes), cudaHostAllocDefault) != cudaSuccess) {
+  const cudaError_t error = cudaHostAlloc(&memory, static_cast<size_t>(bytes), cudaHostAllocDefault);
+  if (error != cudaSuccess) {
     cudaGetLastError();
-    throw OutOfMemory("the system refused {} bytes of page-locked memory", bytes);
+    // It may be what failed on the device before.
+    throw OutOfMemory("the system refused {} bytes of page-locked memory: {}", bytes, cudaGetErrorString(error));
   }
   return {memory, [](void* pointer) { cudaFreeHost(pointer); }};
 }
