@@ -12,6 +12,7 @@ void add_data_command(CLI::App& app) {
   add_data_tokenize(*data);
   add_data_stats(*data);
   add_data_check(*data);
+  add_data_show(*data);
   add_data_synth(*data);
   add_data_lengths(*data);
 }

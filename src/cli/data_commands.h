@@ -10,6 +10,7 @@ namespace sb {
 void add_data_tokenize(CLI::App& data);
 void add_data_stats(CLI::App& data);
 void add_data_check(CLI::App& data);
+void add_data_show(CLI::App& data);
 void add_data_synth(CLI::App& data);
 void add_data_lengths(CLI::App& data);
 

@@ -121,7 +121,7 @@ void add_data_synth(CLI::App& data) {
       ->capture_default_str();
   command->add_flag("--text", a.text, "RULER's families over text, as JSONL with index, input, outputs and length");
   command->add_option("--tokenizer", a.tokenizer,
-                      "with --text: count lengths in this tokenizer's tokens, not in words");
+                      "with --text: count lengths in the tokens of this tokenizer.json, or its folder's, not in words");
   command->add_flag("--overwrite", a.overwrite, "replace an existing output");
   command->callback([arguments] {
     if (arguments->text)

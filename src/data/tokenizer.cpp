@@ -1,5 +1,6 @@
 #include "data/tokenizer.h"
 
+#include <filesystem>
 #include <mutex>
 #include <unordered_map>
 
@@ -206,8 +207,9 @@ Tokenizer::Tokenizer(Tokenizer&&) noexcept = default;
 Tokenizer& Tokenizer::operator=(Tokenizer&&) noexcept = default;
 
 Tokenizer Tokenizer::load(const std::string& path) {
-  const MappedFile file(path);
-  return parse(file.text(), path);
+  const std::string json = std::filesystem::is_directory(path) ? path + "/tokenizer.json" : path;
+  const MappedFile file(json);
+  return parse(file.text(), json);
 }
 
 Tokenizer Tokenizer::parse(std::string_view json, const std::string& name) {

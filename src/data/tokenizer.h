@@ -25,6 +25,7 @@ struct EncodeOptions {
 class Tokenizer {
  public:
   // A kind that is not supported is refused by name.
+  // A tokenizer.json, or the folder that has one.
   static Tokenizer load(const std::string& path);
   // `name` stands for the file in error messages.
   static Tokenizer parse(std::string_view json, const std::string& name);

@@ -130,6 +130,36 @@ TEST_F(DataCommand, CheckReadsEveryToken) {
   EXPECT_NE(bad.err.find("2 of 3 token files"), std::string::npos) << bad.err;
 }
 
+// Three tokens of a chat's frame, the user's message and the assistant's, of which the answer and its end count.
+TEST_F(DataCommand, ShowTellsWhatIsLearned) {
+  const std::string tokenizer = "tests/data/tokenizer_qwen2_style/tokenizer.json";
+  write("a.jsonl",
+        "{\"text\": \"Hello, world!\"}\n"
+        "{\"messages\": [{\"role\": \"user\", \"content\": \"What is it?\"}, "
+        "{\"role\": \"assistant\", \"content\": \"A day.\"}]}\n");
+  const ProgramResult made =
+      run_program({"data", "tokenize", "--tokenizer", tokenizer, "--input", path("a.jsonl"), "--output", path("out")});
+  if (made.err.find("this build has no tokenizer") != std::string::npos) GTEST_SKIP() << made.err;
+  ASSERT_EQ(made.exit_code, 0) << made.err;
+  const ProgramResult chat = run_program({"data", "show", path("out"), "--tokenizer",
+                                          "tests/data/tokenizer_qwen2_style", "--document", "1", "--tokens", "0"});
+  ASSERT_EQ(chat.exit_code, 0) << chat.err;
+  EXPECT_NE(chat.out.find(", document 1 of 2: "), std::string::npos) << chat.out;
+  EXPECT_NE(chat.out.find("context  \"<|im_start|>user\\nWhat is it?<|im_end|>\\n<|im_start|>assistant\\n\"\n"),
+            std::string::npos)
+      << chat.out;
+  EXPECT_NE(chat.out.find("target   \"A day.<|im_end|>\"\n"), std::string::npos) << chat.out;
+  // Of plain text everything counts but the first token; a long part is shown from both ends.
+  const ProgramResult both = run_program({"data", "show", path("out"), "--count", "9", "--tokens", "2"});
+  ASSERT_EQ(both.exit_code, 0) << both.err;
+  EXPECT_NE(both.out.find(", document 0 of 2: "), std::string::npos) << both.out;
+  EXPECT_NE(both.out.find("\n       0        0  context  "), std::string::npos) << both.out;
+  EXPECT_NE(both.out.find(" ... "), std::string::npos) << both.out;
+  const ProgramResult beyond = run_program({"data", "show", path("out"), "--document", "2"});
+  EXPECT_EQ(beyond.exit_code, 2);
+  EXPECT_NE(beyond.err.find("has documents 0 to 1"), std::string::npos) << beyond.err;
+}
+
 TEST(TimeLeft, CountsOnlyWhatThisRunDid) {
   EXPECT_EQ(time_left(0.0, 0.25, 30.0), "1m30s left");
   EXPECT_EQ(time_left(0.5, 0.75, 30.0), "30s left");
