@@ -148,7 +148,7 @@ sanitize-attention() {
   check hopper memcheck 1 attention/hopper/attention_hopper_test --short
   check selection memcheck 1 attention/hopper/attention_select_test --short
   check attention memcheck 4 attention/attention_cuda_test $brief \
-    --gtest_filter='*GatheredColumns*:*OddQueryBlocks*:*VerticalSlash*:*MeasuresCoverage*:*Future*:*ChoosesWhat*:*Needle*:*NumbersThatAreNone*'
+    --gtest_filter='*GatheredColumns*:*OddQueryBlocks*:*VerticalSlash*:*MeasuresCoverage*:*Future*:*ChoosesWhat*:*Needle*:*AreNone*'
   check ring memcheck 3 parallel/cuda_ring_test $brief \
     --gtest_filter='*RanksWithout*:*GivenLists*bf16:*Choices*/bf16_topk:*Choices*/f32_mass:*Choices*/bf16_parts'
   check communication memcheck 1 comm/comm_device_test $brief --gtest_filter='CudaOrder*:*OnCuda.Staged*'

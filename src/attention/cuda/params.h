@@ -72,7 +72,7 @@ struct alignas(16) ForwardItem {
 // query blocks from its own on where there are two.
 struct alignas(16) BackwardItem {
   int32_t token = 0;     // first key, in the packed tensors
-  int32_t keys = 0;      // 1..block
+  int32_t keys = 0;      // 1..Tiling::keys
   int32_t position = 0;  // of the first key in its sequence
   int32_t head = 0;      // key/value head
   int32_t subtile = 0;   // the sequence's first subtile, for list head 0

@@ -93,7 +93,7 @@ __global__ void __launch_bounds__(256)
   }
 }
 
-// Half of 256 threads a piece of 64 columns: reads a piece in the order of the accumulator that wrote it.
+// A thread block a subtile: pieces of 64 columns, each in the order of the accumulator that wrote it.
 template <int D>
 __global__ void __launch_bounds__(128)
     finish_dq_kernel(SubtileArguments args, const float* dq_sum, __nv_bfloat16* dq, float scale) {

@@ -65,7 +65,6 @@ class CudaRingPlan {
   const ContextLayout& layout() const { return *layout_; }
   const std::vector<Set>& sets() const { return sets_; }
   const Set* sparse() const { return !sets_.empty() && !sets_.front().dense ? &sets_.front() : nullptr; }
-  int64_t list_bytes() const { return sparse() == nullptr ? 0 : sparse()->list_bytes; }
   Lists lists_in(const Set& set, void* memory) const;
   Lists own_lists(const Set& set) const { return lists_in(set, memory(set.own_lists)); }
   // Copies of keys: tokens of this rank that the others get, and the most any rank gives.
