@@ -326,8 +326,10 @@ void print_case(const Arguments& arguments, const Profile& profile, const Covera
                    measured->score_tokens != spec.score_tokens))
     fmt::print("measured with block {}, query block {}, score tokens {}: other blocks are an extrapolation\n",
                measured->block, measured->query_block, measured->score_tokens);
-  const std::string layout = arguments.sweep ? "" : fmt::format("dp x pp x cp = {}, ", layout_name(arguments.layout));
-  fmt::print("{}global batch {}, {} steps, budget {}, block {}{}{}, p {}\n\n", layout, arguments.global_batch,
+  const Layout& layout = arguments.layout;
+  const std::string ranks =
+      arguments.sweep ? "" : fmt::format("dp {} x pp {} x cp {}, ", layout.dp, layout.pp, layout.cp);
+  fmt::print("{}global batch {}, {} steps, budget {}, block {}{}{}, p {}\n\n", ranks, arguments.global_batch,
              arguments.steps, spec.budget, spec.block,
              spec.score_tokens > 0 ? fmt::format(", score tokens {}", spec.score_tokens) : "",
              spec.dense_layers.empty() ? "" : fmt::format(", dense layers {}", fmt::join(spec.dense_layers, ",")),

@@ -160,7 +160,7 @@ TEST_F(Cli, SimulateSweepsLayoutsAndSaysWhatBalancingGives) {
   const ProgramResult sweep = run_program({"simulate", "--model", "qwen2.5-0.5b", "--sweep", "--gpus", "64", "--max-cp",
                                            "2", "--steps", "2", "--json", json});
   ASSERT_EQ(sweep.exit_code, 0) << sweep.err;
-  EXPECT_EQ(sweep.out.find("dp x pp x cp = 1 x 1 x 1"), std::string::npos) << sweep.out;
+  EXPECT_EQ(sweep.out.find("dp 1 x pp 1 x cp 1"), std::string::npos) << sweep.out;
   EXPECT_NE(sweep.out.find("layouts of 64 workers of 139 GiB"), std::string::npos) << sweep.out;
   EXPECT_NE(sweep.out.find("dp is at most the global batch of 16"), std::string::npos) << sweep.out;
   // The last lines name a layout and how to go on; what is predicted there is what the table of policies has.
