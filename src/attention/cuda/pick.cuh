@@ -267,40 +267,54 @@ struct Picker {
     for (int i = 0; i < kPairs; ++i) take_worthy(i, held[i], worth, row);
     left -= worthy;
   }
-  __device__ __forceinline__ int take_worthy(int i, uint32_t masses, uint32_t worth, int row) {
+  __device__ __forceinline__ void take_worthy(int i, uint32_t masses, uint32_t worth, int row) {
     const bool low = masses << 16 >= worth, high = masses >= worth;
     if (low) first[64 * i + 2 * lane] = static_cast<uint8_t>(row);
     if (high) first[64 * i + 2 * lane + 1] = static_cast<uint8_t>(row);
     free[i] &= low ? high ? 0u : 0xFFFF0000u : high ? 0xFFFFu : ~0u;
-    return low + high;
   }
 
   __device__ void run_mass() {
     begin();
     const int candidates = left, most = min(item.total, candidates);
     const uint32_t worth = args.worth(item.length_class);
-    uint32_t masses[kTokensAhead][kPairs];
-    load(0, masses[0]);
-    hold(masses[0]);
-    choose_worthy(worth, most, min((item.total / 2 + 3) / 4, most), 0);
-    // Whatever is worth it, all tokens together are mostly allowed: then none had to wait for the ones before it.
-    int chosen = 0;
-#pragma unroll 1
-    for (int row = 1; row < item.tokens; row += kTokensAhead) {
+    uint32_t masses[kTokensAhead][kPairs], token[kPairs];
+    load(0, token);
+    int last = item.tokens - 1;
+    const auto load_tokens = [&] {
 #pragma unroll
-      for (int t = 0; t < kTokensAhead; ++t) load(min(row + t, item.tokens - 1), masses[t]);
+      for (int t = 0; t < kTokensAhead; ++t) load(max(last - t, 0), masses[t]);
+    };
+    load_tokens();
+    hold(token);
+    choose_worthy(worth, most, min((item.total / 2 + 3) / 4, most), 0);
+    // Whatever is worth it, all tokens together are mostly allowed: then none had to wait for the ones before it, and
+    // of each block the first that finds it worth it is all that matters. From the last token on.
+    uint32_t by[kPairs];  // that token, a byte for each of the two blocks; kUnchosen: none
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) by[i] = 0xFFFFu;
+#pragma unroll 1
+    while (last > 0) {
 #pragma unroll
       for (int t = 0; t < kTokensAhead; ++t) {
-        uint32_t best = 0;  // mostly a token adds nothing
+        const uint32_t row = max(last - t, 0);
 #pragma unroll
         for (int i = 0; i < kPairs; ++i) {
-          masses[t][i] &= free[i];
-          best = __vmaxu2(best, masses[t][i]);
+          if (masses[t][i] << 16 >= worth) by[i] = __byte_perm(by[i], row, 0x3214);
+          if (masses[t][i] >= worth) by[i] = __byte_perm(by[i], row, 0x3240);
         }
-        if (best < worth && best << 16 < worth) continue;
-#pragma unroll
-        for (int i = 0; i < kPairs; ++i) chosen += take_worthy(i, masses[t][i], worth, row + t);
       }
+      last -= kTokensAhead;
+      if (last > 0) load_tokens();
+    }
+    int chosen = 0;
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) {
+      const bool low = (free[i] & 0xFFFF) != 0 && (by[i] & 0xFF) != kUnchosen,
+                 high = (free[i] >> 16) != 0 && (by[i] >> 8) != kUnchosen;
+      if (low) first[64 * i + 2 * lane] = static_cast<uint8_t>(by[i]);
+      if (high) first[64 * i + 2 * lane + 1] = static_cast<uint8_t>(by[i] >> 8);
+      chosen += low + high;
     }
     chosen = static_cast<int>(__reduce_add_sync(~0u, static_cast<unsigned>(chosen)));
     __syncwarp();
@@ -309,8 +323,8 @@ struct Picker {
     begin();
 #pragma unroll 1
     for (int row = 0; row < item.tokens && candidates - left < most; ++row) {
-      load(row, masses[0]);
-      hold(masses[0]);
+      load(row, token);
+      hold(token);
       const int room = most - (candidates - left);
       choose_worthy(worth, room, row == 0 ? min((item.total / 2 + 3) / 4, room) : 0, row);
     }

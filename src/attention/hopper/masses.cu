@@ -33,20 +33,35 @@ struct Scorer : MassRows<D, kLog, Build<D>::kConsumers> {
     }
   }
 
+  // The warpgroups take turns in filling the tensor cores, so that one computes exponentials while another multiplies.
+  static constexpr int kGroups = Build<D>::kConsumers / 128;
+  __device__ void turn_begin() {
+    named_sync(1 + this->group, 256);
+  }
+  __device__ void turn_end() {
+    named_arrive(1 + (this->group + 1 == kGroups ? 0 : this->group + 1), 256);
+  }
+
   // Scores of a chunk in units of log2, relative to the rows' references: kept in 16 bits, their exponentials summed.
-  // No branch between them, so that all of it runs beside the exponentials.
-  __device__ void work(float (&s)[32], const MassItem& item, int chunk, int chunks) {
-    if (chunk + 1 == chunks) this->hide_tail(s, item);
-    if (chunk == 0) this->begin_rows(s);
+  // No branch between them, so that all of it runs beside the exponentials. kScores: 32, or 16 of half a chunk.
+  template <int kScores>
+  __device__ void work(float (&s)[kScores], const MassItem& item, int chunk, bool first, bool last) {
+    if (last) this->hide_tail(s, item);
+    if (first) this->begin_rows(s);
 #pragma unroll
-    for (int i = 0; i < 32; ++i) s[i] = fmaf(s[i], args.unit, -reference[i / 2 % 2]);
+    for (int i = 0; i < kScores; ++i) s[i] = fmaf(s[i], args.unit, -reference[i / 2 % 2]);
     uint32_t x[2][8];
 #pragma unroll
     for (int h = 0; h < 2; ++h)
 #pragma unroll
-      for (int j = 0; j < 8; ++j) x[h][j] = as_bits(__floats2half2_rn(s[4 * j + 2 * h], s[4 * j + 2 * h + 1]));
+      for (int j = 0; j < 8; ++j) {
+        constexpr uint32_t kNothing = 0xFC00FC00u;  // -infinity
+        x[h][j] = 4 * j < kScores
+                      ? as_bits(__floats2half2_rn(s[(4 * j + 2 * h) % kScores], s[(4 * j + 2 * h + 1) % kScores]))
+                      : kNothing;
+      }
 #pragma unroll
-    for (int i = 0; i < 32; ++i) sum[i / 2 % 2] += exp2_fast(s[i]);
+    for (int i = 0; i < kScores; ++i) sum[i / 2 % 2] += exp2_fast(s[i]);
     this->keep(x, chunk);
   }
 
@@ -77,15 +92,18 @@ struct Scorer : MassRows<D, kLog, Build<D>::kConsumers> {
   }
   __device__ void finish(int chunks) {
     constexpr float kLimit = 1.2e38f;
-    float lse[2];
+    float all[2], lse[2];
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      float all = sum[h] + __shfl_xor_sync(~0u, sum[h], 1);
-      all += __shfl_xor_sync(~0u, all, 2);
-      lse[h] = __log2f(all);
-      if (__any_sync(~0u, all > kLimit)) {
+    for (int h = 0; h < 2; ++h) all[h] = sum[h] + __shfl_xor_sync(~0u, sum[h], 1);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) all[h] += __shfl_xor_sync(~0u, all[h], 2);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) lse[h] = log2_fast(all[h]);  // no sum is below 1: the reference is a part of it
+    if (__any_sync(~0u, fmaxf(all[0], all[1]) > kLimit)) {
+#pragma unroll 1
+      for (int h = 0; h < 2; ++h) {
         const float again = sum_again(h, chunks);
-        if (all > kLimit) lse[h] = again;
+        if ((h == 0 ? all[0] : all[1]) > kLimit) (h == 0 ? lse[0] : lse[1]) = again;
       }
     }
     this->set_lse(lse);
@@ -96,58 +114,73 @@ struct Scorer : MassRows<D, kLog, Build<D>::kConsumers> {
     ring.advance(args.stages);
   }
 
-  // The second's product runs while the first's scores are worked on.
-  __device__ void two_chunks(const MassItem& item, int chunk, int chunks) {
-    float s[2][32];
+  // The second's product runs while the first's scores are worked on. kScores: of the second.
+  template <int kScores>
+  __device__ void two_chunks(const MassItem& item, int chunk, bool last) {
+    float s[32], t[kScores];
     Cursor second = ring;
     second.advance(args.stages);
-    barrier_wait(shared_address(&barriers.full[ring.stage]), ring.phase);
-    pin(a);
-    wgmma_fence();
-    multiply_statistics<2 * D>(s[0], a, statistics, ring.stage);
-    barrier_wait(shared_address(&barriers.full[second.stage]), second.phase);
-    multiply_statistics<2 * D>(s[1], a, statistics, second.stage);
-    wgmma_wait<1>();
-    pin(s[0]);
-    release_stage();
-    work(s[0], item, chunk, chunks);
-    wgmma_wait<0>();
-    pin(s[1]);
-    release_stage();
-    work(s[1], item, chunk + 1, chunks);
-  }
-  __device__ void one_chunk(const MassItem& item, int chunk, int chunks) {
-    float s[32];
+    turn_begin();
     barrier_wait(shared_address(&barriers.full[ring.stage]), ring.phase);
     pin(a);
     wgmma_fence();
     multiply_statistics<2 * D>(s, a, statistics, ring.stage);
+    barrier_wait(shared_address(&barriers.full[second.stage]), second.phase);
+    multiply_statistics<2 * D>(t, a, statistics, second.stage);
+    turn_end();
+    wgmma_wait<1>();
+    pin(s);
+    release_stage();
+    work(s, item, chunk, chunk == 0, false);
+    wgmma_wait<0>();
+    pin(t);
+    release_stage();
+    work(t, item, chunk + 1, false, last);
+  }
+  template <int kScores>
+  __device__ void one_chunk(const MassItem& item, int chunk) {
+    float s[kScores];
+    turn_begin();
+    barrier_wait(shared_address(&barriers.full[ring.stage]), ring.phase);
+    pin(a);
+    wgmma_fence();
+    multiply_statistics<2 * D>(s, a, statistics, ring.stage);
+    turn_end();
     wgmma_wait<0>();
     pin(s);
     release_stage();
-    work(s, item, chunk, chunks);
+    work(s, item, chunk, chunk == 0, true);
   }
 
   __device__ void run() {
-    // Where an item's queries are is read two rounds before its turn, they and the rest of it one round before, so that
-    // nobody waits for them.
-    typename Rows::Queries queries = this->queries_of(item_index(0));
-    this->load_queries(queries, ahead);
-    queries = this->queries_of(item_index(1));
-    MassItem item = this->fetch(item_index(0));
+    // Where an item's queries are is read two rounds before its turn, they one round before, so that nobody waits for
+    // them.
+    typename Rows::Read next = this->read(item_index(0));
+    this->load_queries(next, ahead);
+    MassItem item = Rows::item_of(next);
+    next = this->read(item_index(1));
     wait_for_dependencies();
+    if (this->group + 1 == kGroups) turn_end();  // the first group begins
     for (int round = 0; item_index(round) < args.item_count; ++round) {
       take_ahead();
-      this->load_queries(queries, ahead);
-      queries = this->queries_of(item_index(round + 2));
-      const MassItem next = this->fetch(item_index(round + 1));
-      const int chunks = item.chunks();
+      this->load_queries(next, ahead);
+      const typename Rows::Read after = this->read(item_index(round + 2));
+      const int halves = item.halves(), chunks = (halves + 1) / 2;
+      const bool half = halves % 2 == 1;  // of the last chunk nobody sees more
       int chunk = 0;
-      for (; chunk + 1 < chunks; chunk += 2) two_chunks(item, chunk, chunks);
-      if (chunk < chunks) one_chunk(item, chunk, chunks);
+      for (; chunk + 2 + half <= chunks; chunk += 2) two_chunks<32>(item, chunk, chunk + 2 == chunks);
+      if (half) {
+        if (chunk + 1 < chunks)
+          two_chunks<16>(item, chunk, true);
+        else
+          one_chunk<16>(item, chunk);
+      } else if (chunk < chunks) {
+        one_chunk<32>(item, chunk);
+      }
       finish(chunks);
       this->store_kept(item, chunks);
-      item = next;
+      item = Rows::item_of(next);
+      next = after;
     }
   }
 };
@@ -158,6 +191,7 @@ __global__ void __launch_bounds__(Build<D>::kThreads, 1)
   constexpr int kConsumers = Build<D>::kConsumers;
   extern __shared__ __align__(1024) unsigned char raw[];
   __shared__ MassBarriers barriers;
+  __shared__ __align__(16) __half lse[kConsumers / 2];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   if (threadIdx.x == 0) {
     for (int i = 0; i < args.stages; ++i) {
@@ -176,7 +210,9 @@ __global__ void __launch_bounds__(Build<D>::kThreads, 1)
   } else {
     registers_grow<Build<D>::kComputing>();
     uint4* kept = reinterpret_cast<uint4*>(raw + args.stages * Build<D>::kStageBytes) + threadIdx.x;
-    Scorer<D, kLog>({args, kept, room_beyond<kConsumers>(args), warp / 4, warp % 4, lane}, barriers, statistics).run();
+    Scorer<D, kLog>({args, kept, room_beyond<kConsumers>(args), lse, static_cast<int>(threadIdx.x)}, barriers,
+                    statistics)
+        .run();
   }
 }
 

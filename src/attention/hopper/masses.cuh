@@ -57,11 +57,13 @@ __device__ __forceinline__ uint32_t half_max(uint32_t a, uint32_t b) {
 
 // What a thread needs of an item, besides its queries.
 struct MassItem {
-  int tokens, stride;
+  int tokens, competing;
   int64_t masses;
   int left[2];  // of this thread's rows, key blocks in the last chunk
-  // The shuffle tells the compiler that it is the same for all threads.
-  __device__ __forceinline__ int chunks() const { return __shfl_sync(~0u, stride / kChunk, 0); }
+  // 32s of key blocks. The shuffle tells the compiler that it is the same for all threads.
+  __device__ __forceinline__ int halves() const {
+    return __shfl_sync(~0u, (competing + kChunk / 2 - 1) / (kChunk / 2), 0);
+  }
 };
 
 // The items of a thread block, long ones first in the list of all: forth and back, so that each has as much to do.
@@ -89,34 +91,57 @@ struct MassRows {
   int group, warp, lane;
   // Scores are relative to one of the row, so that 16 bits are precise near the top.
   float reference[2], sum[2];
-  __half2 row_lse;  // of both
+  __half* lse_of_rows;  // log-sum-exp of the warp's rows, relative to their references, in shared memory
 
-  __device__ int token_of(int h) const { return group * kTokens + (warp * 16 + lane / 4 + 8 * h) / kSlots; }
-  __device__ const ScoreToken& row_at(int index, int h) const {
-    return args.rows[static_cast<int64_t>(existing(args, index)) * (kConsumers / 2 / kSlots) + token_of(h)];
-  }
-  __device__ MassItem fetch(int index) const {
-    const ScoreItem& item = item_at(args, index);
-    return {item.tokens, item.stride, item.masses, {row_at(index, 0).left, row_at(index, 1).left}};
+  // Where this thread's rows of an item, its head's queries and the scores it moves are.
+  const ScoreToken* rows;
+  const __nv_bfloat16* queries[kLog == 4 ? 2 : 1];
+  int token, moved;  // token: of the first row it moves; moved: key block of the first score
+
+  __device__ MassRows(const MassArguments& a, uint4* in_shared_memory, uint4* beyond_it,
+                      __half (&all_lse)[kConsumers / 2], int thread)
+      : args(a),
+        kept(in_shared_memory),
+        beyond(beyond_it),
+        group(thread / 128),
+        warp(thread / 32 % 4),
+        lane(thread % 32) {
+    lse_of_rows = all_lse + thread / 32 * 16;
+    rows = args.rows + group * kTokens + (warp * 16 + lane / 4) / kSlots;
+#pragma unroll
+    for (int h = 0; h < (kLog == 4 ? 2 : 1); ++h)
+      queries[h] = args.q + min((lane / 4 + 8 * h) % kSlots, args.group - 1) * D + 8 * (lane % 4);
+    token = group * kTokens + (warp * 16 + (lane >> 4) * 8) / kSlots;
+    moved = 32 * ((lane >> 3) & 1) + (lane & 4) * 4 + lane % 4 * 2;
   }
 
-  // Which queries an item has: as it was read, since whatever is computed of it waits for the memory.
-  struct Queries {
-    int token, head, later[2];
+  // An item as it was read, since whatever is computed of it waits for the memory.
+  struct Read {
+    int4 first, last;  // of the ScoreItem
+    uint16_t rows[2];  // ScoreToken
   };
-  __device__ Queries queries_of(int index) const {
-    const ScoreItem& item = item_at(args, index);
-    return {item.token, item.head, {row_at(index, 0).later, row_at(index, 1).later}};
+  __device__ Read read(int index) const {
+    static_assert(sizeof(ScoreItem) == 32 && sizeof(ScoreToken) == 2);
+    const int at = existing(args, index);
+    const auto* item = reinterpret_cast<const int4*>(args.items + at);
+    const auto* row = reinterpret_cast<const uint16_t*>(rows + static_cast<int64_t>(at) * (kConsumers / 2 / kSlots));
+    return {item[0], item[1], {row[0], row[kLog == 4 ? 0 : 8 / kSlots]}};
   }
-  // They as an operand, whose channels are in the order of statistics_pair(). What pads the rows are other rows again:
-  // nobody looks at their masses.
-  __device__ void load_queries(const Queries& queries, uint32_t* q) const {
+  static __device__ MassItem item_of(const Read& read) {
+    return {read.first.y,
+            read.first.w,
+            static_cast<int64_t>(static_cast<uint64_t>(static_cast<uint32_t>(read.last.w)) << 32 |
+                                 static_cast<uint32_t>(read.last.z)),
+            {read.rows[0] >> 8, read.rows[1] >> 8}};
+  }
+
+  // Its queries as an operand, whose channels are in the order of statistics_pair(). What pads the rows are other rows
+  // again: nobody looks at their masses.
+  __device__ void load_queries(const Read& read, uint32_t* q) const {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const int head = queries.head * args.group + min((warp * 16 + lane / 4 + 8 * h) % kSlots, args.group - 1);
-      const __nv_bfloat16* row =
-          args.q + (static_cast<int64_t>(queries.token + queries.later[h]) * args.query_heads + head) * D +
-          8 * (lane % 4);
+      const __nv_bfloat16* row = queries[kLog == 4 ? h : 0] + static_cast<int64_t>(read.first.z) * (args.group * D) +
+                                 static_cast<int64_t>(read.first.x + (read.rows[h] & 0xFF)) * (args.query_heads * D);
 #pragma unroll
       for (int v = 0; v < D / 32; ++v) {
         const uint4 eight = *reinterpret_cast<const uint4*>(row + v * 32);
@@ -133,16 +158,23 @@ struct MassRows {
   }
 
   // Key blocks past the end of a row in the last chunk, whatever was multiplied there.
-  __device__ void hide_tail(float (&s)[32], const MassItem& item) const {
-    const int left[2] = {item.left[0] - 2 * (lane % 4), item.left[1] - 2 * (lane % 4)};
+  template <int kScores>
+  __device__ void hide_tail(float (&s)[kScores], const MassItem& item) const {
 #pragma unroll
-    for (int i = 0; i < 32; ++i)
-      if (8 * (i / 4) + i % 2 >= left[i / 2 % 2]) s[i] = -INFINITY;
+    for (int h = 0; h < 2; ++h) {
+      const int left = item.left[h] - 2 * (lane % 4);
+#pragma unroll
+      for (int j = 0; j < kScores / 4; ++j)
+#pragma unroll
+        for (int e = 0; e < 2; ++e)
+          if (8 * j + e >= left) s[4 * j + 2 * h + e] = -INFINITY;
+    }
   }
 
   // A row's reference, the largest of its first sixteen. Not even the rounding may show what comes later: those past
   // the end are hidden before.
-  __device__ void begin_rows(const float (&s)[32]) {
+  template <int kScores>
+  __device__ void begin_rows(const float (&s)[kScores]) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       float m = fmaxf(fmaxf(s[2 * h], s[2 * h + 1]), fmaxf(s[4 + 2 * h], s[4 + 2 * h + 1]));
@@ -169,11 +201,13 @@ struct MassRows {
     return (chunk < args.kept ? kept + chunk * 4 * kConsumers : beyond + (chunk - args.kept) * 4 * kConsumers) +
            i * kConsumers;
   }
-  // Log-sum-exp of the rows, relative to their references.
-  __device__ void set_lse(const float (&lse)[2]) {
-    // Padded heads must never win.
-    const auto padding = [&](int h) { return (warp * 16 + lane / 4 + 8 * h) % kSlots >= args.group; };
-    row_lse = __floats2half2_rn(padding(0) ? INFINITY : lse[0], padding(1) ? INFINITY : lse[1]);
+  __device__ void set_lse(const float (&lse)[2]) const {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      // Padded heads must never win.
+      const bool padding = (lane / 4 + 8 * h) % kSlots >= args.group;
+      if (lane % 4 == 0) lse_of_rows[lane / 4 + 8 * h] = __float2half_rn(padding ? INFINITY : lse[h]);
+    }
   }
 
   // Masses of an item to memory, the largest of each token's heads. A lane reads what the warp's lanes wrote of four
@@ -182,13 +216,17 @@ struct MassRows {
   // turn.
   __device__ void store_kept(const MassItem& item, int chunks) const {
     constexpr int kRows = kLog < 3 ? kSlots : 8;  // of a token, of those a lane reads
-    const int turn = (lane >> 3) & 1, half = lane >> 4;
+    const int turn = (lane >> 3) & 1, half = lane >> 4, stride = chunks * kChunk;
+    __syncwarp();
     uint32_t lse[8];
+    {
+      const uint4 eight = *reinterpret_cast<const uint4*>(lse_of_rows + 8 * half);
+      const uint32_t words[4] = {eight.x, eight.y, eight.z, eight.w};
+      const uint32_t even = turn == 0 ? 0x1010 : 0x3232, odd = turn == 0 ? 0x3232 : 0x1010;
 #pragma unroll
-    for (int g = 0; g < 8; ++g)
-      lse[g] = __byte_perm(__shfl_sync(~0u, as_bits(row_lse), 4 * (g ^ turn)), 0, half == 0 ? 0x1010 : 0x3232);
-    uint32_t* to = reinterpret_cast<uint32_t*>(args.masses + item.masses) + 16 * turn + (lane & 4) * 2 + lane % 4;
-    const int first = group * kTokens + (warp * 16 + 8 * half) / kSlots;
+      for (int g = 0; g < 8; ++g) lse[g] = __byte_perm(words[g / 2], 0, g % 2 == 0 ? even : odd);
+    }
+    uint16_t* to = args.masses + item.masses + static_cast<int64_t>(token) * stride + moved;
     const auto move = [&](const uint4* chunk_rows, int chunk) {
       const uint2* from =
           reinterpret_cast<const uint2*>(chunk_rows + (2 * half + turn) * kConsumers - lane + lane % 4) +
@@ -213,20 +251,19 @@ struct MassRows {
         if constexpr (kLog == 4) {
           // The other eight heads are sixteen lanes away; each of two lanes stores one pair.
           const uint32_t theirs = __shfl_xor_sync(~0u, half == 0 ? x[0].y : x[0].x, 16);
-          if (first < item.tokens)
-            to[static_cast<int64_t>(first) * (item.stride / 2) + chunk * (kChunk / 2) + 4 * half] =
+          if (token < item.tokens)
+            *reinterpret_cast<uint32_t*>(to + chunk * kChunk + 8 * half) =
                 ordered(half_max(half == 0 ? x[0].x : x[0].y, theirs));
         } else {
-          const int token = first + (kLog == 0 ? t ^ turn : t / kRows);
-          if (token < item.tokens) {
-            uint32_t* at = to + static_cast<int64_t>(token) * (item.stride / 2) + chunk * (kChunk / 2);
+          const int later = kLog == 0 ? t ^ turn : t / kRows;
+          if (token + later < item.tokens) {
+            auto* at = reinterpret_cast<uint32_t*>(to + later * stride + chunk * kChunk);
             at[0] = ordered(x[t].x);
             at[4] = ordered(x[t].y);
           }
         }
       }
     };
-    __syncwarp();
 #pragma unroll 2
     for (int chunk = 0; chunk < min(chunks, args.kept); ++chunk) move(kept + chunk * 4 * kConsumers, chunk);
     for (int chunk = args.kept; chunk < chunks; ++chunk) move(beyond + (chunk - args.kept) * 4 * kConsumers, chunk);
@@ -260,9 +297,9 @@ __device__ void load_statistics(const CUtensorMap& map, const MassArguments& arg
 }
 
 // The product of all channels with one stage; `first`: the descriptor of stage 0.
-template <int kDepth>
-__device__ __forceinline__ void multiply_statistics(float (&s)[32], const uint32_t (&a)[kDepth / 4], uint64_t first,
-                                                    int stage) {
+template <int kDepth, int kScores>
+__device__ __forceinline__ void multiply_statistics(float (&s)[kScores], const uint32_t (&a)[kDepth / 4],
+                                                    uint64_t first, int stage) {
   const uint64_t b = first + stage * (kChunk * kDepth * 2 / 16);
 #pragma unroll
   for (int kk = 0; kk < kDepth / 16; ++kk)

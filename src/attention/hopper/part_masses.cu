@@ -30,9 +30,9 @@ struct Scorer : MassRows<D, kLog, Build<D, kMoments>::kConsumers> {
   __device__ Scorer(const Rows& rows, MassBarriers& b, uint32_t address)
       : Rows(rows), barriers(b), statistics(tile_descriptor(address)) {}
 
-  __device__ void load(int index) {
+  __device__ void load(const typename Rows::Read& read) {
     uint32_t q[D / 4];
-    this->load_queries(this->queries_of(index), q);
+    this->load_queries(read, q);
 #pragma unroll
     for (int i = 0; i < D / 4; ++i) {
       a[i] = q[i];
@@ -157,7 +157,7 @@ struct Scorer : MassRows<D, kLog, Build<D, kMoments>::kConsumers> {
   __device__ void score(const MassItem& item) {
 #pragma unroll
     for (int i = 0; i < 32; ++i) masses[i] = 0;
-    const int chunks = item.chunks();
+    const int chunks = (item.halves() + 1) / 2;
     for (int chunk = 0; chunk < chunks; ++chunk) {
       const bool last = chunk + 1 == chunks;
       if (args.parts == 2)
@@ -173,8 +173,9 @@ struct Scorer : MassRows<D, kLog, Build<D, kMoments>::kConsumers> {
   __device__ void run() {
     wait_for_dependencies();
     for (int round = 0, index; (index = item_index(round)) < args.item_count; ++round) {
-      load(index);
-      score(this->fetch(index));
+      const typename Rows::Read read = this->read(index);
+      load(read);
+      score(Rows::item_of(read));
     }
   }
 };
@@ -185,6 +186,7 @@ __global__ void __launch_bounds__(Build<D, kMoments>::kThreads, 1)
   using Size = Build<D, kMoments>;
   extern __shared__ __align__(1024) unsigned char raw[];
   __shared__ MassBarriers barriers;
+  __shared__ __align__(16) __half lse[Size::kConsumers / 2];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   if (threadIdx.x == 0) {
     for (int i = 0; i < args.stages; ++i) {
@@ -203,8 +205,8 @@ __global__ void __launch_bounds__(Build<D, kMoments>::kThreads, 1)
   } else {
     registers_grow<Size::kComputing>();
     uint4* kept = reinterpret_cast<uint4*>(raw + args.stages * Size::kStageBytes) + threadIdx.x;
-    Scorer<D, kMoments, kLog>({args, kept, room_beyond<Size::kConsumers>(args), warp / 4, warp % 4, lane}, barriers,
-                              statistics)
+    Scorer<D, kMoments, kLog>({args, kept, room_beyond<Size::kConsumers>(args), lse, static_cast<int>(threadIdx.x)},
+                              barriers, statistics)
         .run();
   }
 }

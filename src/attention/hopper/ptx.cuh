@@ -114,6 +114,11 @@ __device__ __forceinline__ float exp2_fast(float x) {
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
+__device__ __forceinline__ float log2_fast(float x) {
+  float y;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
 // Two floats rounded to bf16, `low` in the low half.
 __device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
   uint32_t r;

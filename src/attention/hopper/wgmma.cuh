@@ -49,18 +49,22 @@ __device__ __forceinline__ void pin(uint32_t (&d)[kCount]) {
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+r"(d[i])::"memory");
 }
 
-// A lane's 32 or 64 sums of a product, as asm statements name them and as their operands.
+// A lane's 16, 32 or 64 sums of a product, as asm statements name them and as their operands.
 // clang-format off
+#define SB_SUM_NAMES_16 \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
 #define SB_SUM_NAMES_32 \
-  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
+  SB_SUM_NAMES_16 ", " \
   "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
 #define SB_SUM_NAMES_64 \
   SB_SUM_NAMES_32 ", " \
   "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
   "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-#define SB_SUMS_32(d) \
+#define SB_SUMS_16(d) \
   "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), \
-  "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), \
+  "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
+#define SB_SUMS_32(d) \
+  SB_SUMS_16(d), \
   "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), \
   "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
 #define SB_SUMS_64(d) \
@@ -78,6 +82,16 @@ __device__ __forceinline__ void wgmma_ss(float (&d)[32], uint64_t a, uint64_t b,
       "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" SB_SUM_NAMES_32 "}, %32, %33, p, 1, 1, %35, %36;\n}\n"
       : SB_SUMS_32(d)
       : "l"(a), "l"(b), "r"(accumulate), "n"(kTransA), "n"(kTransB));
+}
+
+template <int kTransB>
+__device__ __forceinline__ void wgmma_rs(float (&d)[16], const uint32_t* a, uint64_t b, int accumulate) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %21, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {" SB_SUM_NAMES_16
+      "}, {%16, %17, %18, %19}, %20, p, 1, 1, %22;\n}\n"
+      : SB_SUMS_16(d)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(kTransB));
 }
 
 template <int kTransB>
@@ -109,8 +123,10 @@ __device__ __forceinline__ void wgmma_rs(float (&d)[64], const uint32_t* a, uint
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(kTransB));
 }
 
+#undef SB_SUM_NAMES_16
 #undef SB_SUM_NAMES_32
 #undef SB_SUM_NAMES_64
+#undef SB_SUMS_16
 #undef SB_SUMS_32
 #undef SB_SUMS_64
 
