@@ -145,7 +145,10 @@ ModelConfig config_from_json(const ordered_json& parsed, const std::string& wher
 
 ModelConfig read_model_config(const std::filesystem::path& path) {
   std::ifstream file(path, std::ios::binary);
-  SB_USER_CHECK(file.is_open(), "{}: cannot open; a Hugging Face model directory has a config.json", path.string());
+  SB_USER_CHECK(file.is_open(),
+                "{}: cannot open; a Hugging Face model directory has a config.json (models are not downloaded by name: "
+                "`hf download NAME --local-dir DIR` does that)",
+                path.string());
   const std::string text((std::istreambuf_iterator<char>(file)), std::istreambuf_iterator<char>());
   SB_USER_CHECK(!file.bad(), "{}: cannot read", path.string());
   return parse_model_config(text, path.string());

@@ -26,6 +26,20 @@ A run is one YAML file: `sparsebalance train run.yaml`. This page lists every op
 - The sections `model.init`, `model.rope`, `data.synthetic` and `data.synthetic.curriculum` are optional: they count when the
   file mentions them (`synthetic: {}` takes all of its defaults).
 
+Coming from `transformers` or Megatron:
+
+| there | here |
+| --- | --- |
+| `per_device_train_batch_size` × `gradient_accumulation_steps` × GPUs, `--global-batch-size` | `batch.global_batch_size`: sequences of a step, of all ranks; accumulation follows from it |
+| `--micro-batch-size` | `batch.micro_batch_sequences`, or the tokens that fit: `batch.micro_batch_tokens` |
+| packing, `cutoff_len`, `--seq-length` | always packed, without padding; `data.max_sequence_length` is the longest document |
+| `gradient_checkpointing`, `--recompute-granularity` | `train.recompute` |
+| `bf16: true`, `--bf16` | `device: cuda`; `train.precision: float32` is the other choice |
+| `lr_scheduler_type`, `--lr`, `--lr-decay-style` | `optimizer.schedule`, `optimizer.learning_rate`; rates are set by step, not by sample |
+| `resume_from_checkpoint` | the same command again; `train.resume` |
+| `--context-parallel-size`, `--pipeline-model-parallel-size` | `parallel.cp`, `parallel.pp`; there is no tensor parallelism |
+| DeepSpeed's ZeRO | stage 1, always, over `parallel.dp` times `parallel.cp` |
+
 ## top level
 
 )";
@@ -446,7 +460,7 @@ OptionTable run_options(Draft& draft) {
   OptionTable table;
   table.choice<DeviceKind>(
       "device", &draft.config.device, {{"cpu", DeviceKind::cpu}, {"cuda", DeviceKind::cuda}},
-      "where it runs: cpu in fp32; cuda on one GPU, in bf16 with fp32 values, gradients and moments");
+      "where it runs: cpu in fp32; cuda, every rank on a GPU, in bf16 with fp32 values, gradients and moments");
   add_model(table, draft);
   add_data(table, draft);
   add_batch(table, draft);
