@@ -9,6 +9,7 @@
 #include "balance/schedule.h"
 #include "core/errors.h"
 #include "core/log.h"
+#include "train/cautious_coverage.h"
 
 namespace sb {
 namespace {
@@ -36,58 +37,6 @@ std::vector<int64_t> lengths_of(const PlannedMicroBatch& micro_batch, const std:
 double sum(const std::vector<int64_t>& values) {
   return static_cast<double>(std::accumulate(values.begin(), values.end(), int64_t{0}));
 }
-
-// Budgets are chosen where the estimates promise most, so on average the choice disappoints. What a (sequence, layer)
-// loses below the base budget therefore counts more than estimated, and what it gains above counts less.
-class CautiousCoverage final : public CoverageModel {
- public:
-  CautiousCoverage(const CoverageModel& inner, const AttentionSpec& spec) : inner_(inner), spec_(spec) {}
-  std::string name() const override { return inner_.name(); }
-  bool uniform_layers() const override { return inner_.uniform_layers(); }
-  void evaluate(const Sequence& sequence, int layer, std::span<const int32_t> budgets,
-                std::span<const double> log_budgets, std::span<double> out) const override {
-    inner_.evaluate(sequence, layer, budgets, log_budgets, out);
-    if (spec_.always_dense(sequence.tokens)) return;
-    const double base = inner_.at(sequence, layer, spec_.budget);
-    for (size_t i = 0; i < budgets.size(); ++i) out[i] = cautious(sequence, budgets[i], base, out[i]);
-  }
-  void evaluate_layers(const Sequence& sequence, int layers, std::span<const int32_t> budgets,
-                       std::span<const double> log_budgets, std::span<double> out) const override {
-    inner_.evaluate_layers(sequence, layers, budgets, log_budgets, out);
-    if (spec_.always_dense(sequence.tokens)) return;
-    const std::vector<double> base = at_base(sequence, static_cast<size_t>(layers));
-    for (size_t l = 0; l < base.size(); ++l)
-      for (size_t i = 0; i < budgets.size(); ++i) {
-        double& value = out[l * budgets.size() + i];
-        value = cautious(sequence, budgets[i], base[l], value);
-      }
-  }
-  void evaluate_each(const Sequence& sequence, std::span<const int32_t> budgets, std::span<const double> log_budgets,
-                     std::span<double> out) const override {
-    inner_.evaluate_each(sequence, budgets, log_budgets, out);
-    if (spec_.always_dense(sequence.tokens)) return;
-    const std::vector<double> base = at_base(sequence, budgets.size());
-    for (size_t l = 0; l < base.size(); ++l) out[l] = cautious(sequence, budgets[l], base[l], out[l]);
-  }
-
- private:
-  std::vector<double> at_base(const Sequence& sequence, size_t layers) const {
-    const std::vector<int32_t> budgets(layers, static_cast<int32_t>(spec_.budget));
-    const std::vector<double> logs(layers, std::log(static_cast<double>(spec_.budget)));
-    std::vector<double> base(layers);
-    inner_.evaluate_each(sequence, budgets, logs, base);
-    return base;
-  }
-  static double cautious(const Sequence& sequence, int64_t budget, double base, double value) {
-    if (budget >= sequence.tokens) return value;  // dense is no estimate
-    const double difference = value - base;
-    return base + difference * (difference < 0 ? 1 + kCaution : 1 - kCaution);
-  }
-
-  static constexpr double kCaution = 0.15;
-  const CoverageModel& inner_;
-  const AttentionSpec& spec_;
-};
 
 // Budgets that sequences of each length ran at, of every layer: samples of coverage know their length and layer.
 std::map<int64_t, std::vector<int64_t>> budgets_by_length(const Plan& plan, const std::map<int64_t, int64_t>& by_id) {

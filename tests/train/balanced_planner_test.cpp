@@ -15,6 +15,7 @@
 #include "parallel/context_layout.h"
 #include "tests/data/temporary_folder.h"
 #include "train/balanced_planner_config.h"
+#include "train/cautious_coverage.h"
 
 namespace sb {
 namespace {
@@ -126,6 +127,36 @@ std::string error_of(const std::function<void()>& body) {
     return error.what();
   }
   return "";
+}
+
+// Losses against the base budget count more than estimated, gains less; what is dense is no estimate.
+TEST(CautiousCoverage, DoubtsWhatIsNotAtTheBaseBudget) {
+  const auto inner = layered_coverage(kLayers);
+  AttentionSpec spec;
+  spec.budget = 4096;
+  const CautiousCoverage cautious(*inner, spec);
+  const std::vector<int32_t> budgets = {1024, 4096, 9000, 40000, 50000};
+  std::vector<double> logs;
+  for (const int32_t budget : budgets) logs.push_back(std::log(budget));
+  const Sequence sequence{7, 40000}, short_one{8, 3000};
+  std::vector<double> all(kLayers * budgets.size());
+  cautious.evaluate_layers(sequence, kLayers, budgets, logs, all);
+  for (int layer = 0; layer < kLayers; ++layer) {
+    const double base = inner->at(sequence, layer, 4096);
+    const double* values = all.data() + static_cast<size_t>(layer) * budgets.size();
+    EXPECT_NEAR(values[0], base - 1.15 * (base - inner->at(sequence, layer, 1024)), 1e-12);
+    EXPECT_NEAR(values[1], base, 1e-12);
+    EXPECT_NEAR(values[2], base + 0.85 * (inner->at(sequence, layer, 9000) - base), 1e-12);
+    EXPECT_EQ(values[3], 1.0);
+    EXPECT_EQ(values[4], 1.0);
+    for (size_t i = 0; i < budgets.size(); ++i)
+      EXPECT_NEAR(cautious.at(sequence, layer, budgets[i]), values[i], 1e-12) << layer << " " << budgets[i];
+    EXPECT_EQ(cautious.at(short_one, layer, 1024), inner->at(short_one, layer, 1024)) << "it always runs dense";
+  }
+  std::vector<double> each(kLayers);
+  cautious.evaluate_each(sequence, std::span(budgets).first(kLayers), std::span(logs).first(kLayers), each);
+  for (size_t layer = 0; layer < kLayers; ++layer)
+    EXPECT_NEAR(each[layer], all[layer * budgets.size() + layer], 1e-12) << layer;
 }
 
 TEST(BalancedPlanner, AReplayedPlanWithoutBudgetsHasTheConfiguredOnes) {
