@@ -4,10 +4,12 @@
 #include <memory>
 #include <nlohmann/json.hpp>
 
+#include "cli/at_least.h"
 #include "cli/eval_commands.h"
 #include "cli/eval_options.h"
 #include "cli/output_file.h"
 #include "cli/progress.h"
+#include "core/errors.h"
 #include "data/ruler_text.h"
 #include "data/synthetic.h"
 #include "eval/needle.h"
@@ -63,6 +65,8 @@ void run_needle(EvalOptions options, const NeedleOptions& needle) {
   check_output(needle.svg);
   for (const int64_t length : needle.lengths) options.max_tokens = std::max(options.max_tokens, length);
   EvalModel model = open_model(options);
+  SB_USER_CHECK(needle.vocab <= model.config().vocab_size, "--vocab {}: the model's vocabulary has {}", needle.vocab,
+                model.config().vocab_size);
   NeedleGrid grid{needle.depths, needle.lengths, {}};
   Progress progress;
   size_t done = 0;
@@ -96,7 +100,9 @@ void add_eval_needle(CLI::App& eval) {
   needle->add_option("--lengths", grid->lengths, "tokens")->delimiter(',')->capture_default_str();
   needle->add_option("--depths", grid->depths, "0 (start) to 1 (end)")->delimiter(',')->capture_default_str();
   needle->add_option("--samples", grid->samples, "per cell")->check(CLI::Range(1, 100000))->capture_default_str();
-  needle->add_option("--vocab", grid->vocab, "token ids in use, for models without a tokenizer; 0: the model's");
+  needle->add_option("--vocab", grid->vocab, "token ids in use, for models without a tokenizer; 0: the model's")
+      ->check(at_least(0), "NONNEGATIVE")
+      ->capture_default_str();
   needle->add_option("--svg", grid->svg, "also write a heat map");
   needle->callback([=] { run_needle(*options, *grid); });
 }

@@ -1,6 +1,7 @@
 #include "cli/eval_options.h"
 
 #include <CLI/CLI.hpp>
+#include <cmath>
 #include <filesystem>
 #include <nlohmann/json.hpp>
 
@@ -89,6 +90,8 @@ void add_sampling(CLI::App* command, EvalOptions& options) {
 
 EvalModel open_model(const EvalOptions& options) {
   check_output(options.json);
+  SB_USER_CHECK(options.run_config.empty() || options.attention == "as-trained",
+                "--run-config {}: is for --attention as-trained; add that or leave it out", options.run_config);
   const fs::path named = options.model;
   SB_USER_CHECK(fs::exists(named / "config.json") || !fs::exists(named / "final" / "config.json"),
                 "--model {}: this is a run's folder; its trained model is {}", options.model,
@@ -111,6 +114,9 @@ EvalModel open_model(const EvalOptions& options) {
 }
 
 GenerationOptions generation(const EvalOptions& options) {
+  // The range that the option is checked for holds what is no number.
+  SB_USER_CHECK(!std::isnan(options.temperature) && !std::isnan(options.top_p),
+                "--temperature {} --top-p {}: both must be numbers", options.temperature, options.top_p);
   GenerationOptions result;
   result.max_new_tokens = options.max_new_tokens;
   result.sampling = {options.temperature, options.top_p, options.seed};

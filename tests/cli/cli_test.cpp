@@ -296,6 +296,30 @@ TEST_F(Cli, EvalOfARunsFolderNamesTheModelInIt) {
   EXPECT_NE(result.err.find((directory_ / "final").string()), std::string::npos) << result.err;
 }
 
+TEST_F(Cli, EvalRefusesOptionsThatDoNotFitTheModel) {
+  const std::string run = (directory_ / "run").string(), model = run + "/final";
+  const ProgramResult trained = run_program({"train", run_file(), "--set", "train.output_dir=" + run, "--set",
+                                             "train.max_steps=1", "--set", "batch.global_batch_size=1"});
+  ASSERT_EQ(trained.exit_code, 0) << trained.err;
+  const std::vector<std::string> needle = {"eval", "needle", "--model", model, "--lengths", "64", "--samples", "1"};
+  const auto error_with = [&](const std::vector<std::string>& more) {
+    std::vector<std::string> arguments = needle;
+    arguments.insert(arguments.end(), more.begin(), more.end());
+    const ProgramResult result = run_program(arguments);
+    EXPECT_EQ(result.exit_code, result.err.empty() ? 0 : 2) << result.err;
+    return result.err;
+  };
+  EXPECT_EQ(error_with({"--vocab", "64"}), "");
+  EXPECT_EQ(error_with({"--vocab", "65"}), "error: --vocab 65: the model's vocabulary has 64\n");
+  EXPECT_NE(error_with({"--vocab", "-1"}).find("--vocab: -1 is below 0"), std::string::npos);
+  EXPECT_NE(error_with({"--run-config", run + "/run.yaml"}).find("is for --attention as-trained"), std::string::npos);
+  EXPECT_EQ(error_with({"--attention", "as-trained", "--run-config", run + "/run.yaml"}), "");
+  const ProgramResult sampled =
+      run_program({"eval", "generate", "--model", model, "--token-ids", "--prompt", "1 2", "--temperature", "nan"});
+  EXPECT_EQ(sampled.exit_code, 2);
+  EXPECT_NE(sampled.err.find("--temperature nan --top-p 1: both must be numbers"), std::string::npos) << sampled.err;
+}
+
 TEST_F(Cli, EvalNamesTheLineOfAFile) {
   const std::string questions = write("q.jsonl", "\n \n{\"input\": \"a\", \"outputs\": [\"b\"]}\n\n{\"input\": 3}\n");
   const std::string answers = write("a.jsonl", "{\"pred\": \"b\"}\n\n{}\n");
