@@ -1,5 +1,6 @@
+#include <fmt/format.h>
+
 #include <CLI/CLI.hpp>
-#include <cstdio>
 #include <memory>
 #include <nlohmann/json.hpp>
 
@@ -33,14 +34,20 @@ void run_ppl(const EvalOptions& options, const std::vector<std::string>& data, i
     show(progress, static_cast<size_t>(i + 1), static_cast<size_t>(chosen), "sequences");
   }
   progress.clear();
-  std::printf("%18s %12s %10s %12s\n", "positions", "tokens", "loss", "perplexity");
+  fmt::print("{:>18} {:>12} {:>10} {:>12}\n", "positions", "tokens", "loss", "perplexity");
   Json rows = Json::array();
   const auto print = [&](const PositionLosses::Bucket& bucket, const std::string& name) {
-    const double loss = bucket.tokens == 0 ? 0.0 : bucket.loss / static_cast<double>(bucket.tokens);
-    std::printf("%18s %12lld %10.4f %12.4f\n", name.c_str(), static_cast<long long>(bucket.tokens), loss,
-                bucket.perplexity());
-    rows.push_back(
-        {{"positions", name}, {"tokens", bucket.tokens}, {"loss", loss}, {"perplexity", bucket.perplexity()}});
+    // Where no token counts there is no loss, which a 0 would not say.
+    Json loss = nullptr, perplexity = nullptr;
+    if (bucket.tokens > 0) {
+      loss = bucket.loss / static_cast<double>(bucket.tokens);
+      perplexity = bucket.perplexity();
+    }
+    const auto shown = [](const Json& value) {
+      return value.is_null() ? "-" : fmt::format("{:.4f}", value.get<double>());
+    };
+    fmt::print("{:>18} {:>12} {:>10} {:>12}\n", name, bucket.tokens, shown(loss), shown(perplexity));
+    rows.push_back({{"positions", name}, {"tokens", bucket.tokens}, {"loss", loss}, {"perplexity", perplexity}});
   };
   for (const PositionLosses::Bucket& bucket : losses.buckets()) {
     print(bucket, fmt::format("{}-{}", bucket.begin, bucket.end - 1));

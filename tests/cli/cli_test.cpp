@@ -288,6 +288,28 @@ TEST_F(Cli, UnknownCommandsNameTheNearest) {
   EXPECT_NE(far.err.find("known are train, "), std::string::npos) << far.err;
 }
 
+// Of copy only the second half counts, here the positions from 1,024 on.
+TEST_F(Cli, PerplexityOfPositionsWithoutTargetsIsNone) {
+  const std::string data = (directory_ / "copy").string(), json = (directory_ / "ppl.json").string();
+  ASSERT_EQ(run_program({"data", "synth", "--task", "copy", "--length", "2048", "--sequences", "1", "--vocab-size",
+                         "64", "--output", data})
+                .exit_code,
+            0);
+  const ProgramResult result =
+      run_program({"eval", "ppl", "--model", "tests/data/hf/qwen2_tied", "--data", data, "--json", json});
+  ASSERT_EQ(result.exit_code, 0) << result.err;
+  EXPECT_NE(result.out.find("            0-1023            0          -            -\n"), std::string::npos)
+      << result.out;
+  std::ifstream file(json);
+  const nlohmann::json rows = nlohmann::json::parse(file)["rows"];
+  ASSERT_EQ(rows.size(), 3u);
+  EXPECT_TRUE(rows[0]["loss"].is_null());
+  EXPECT_TRUE(rows[0]["perplexity"].is_null());
+  EXPECT_GT(rows[1]["tokens"], 0);
+  EXPECT_GT(rows[1]["loss"], 0.0);
+  EXPECT_EQ(rows[2]["loss"], rows[1]["loss"]);
+}
+
 TEST_F(Cli, EvalOfARunsFolderNamesTheModelInIt) {
   std::filesystem::create_directories(directory_ / "final");
   write("final/config.json", "{}");
