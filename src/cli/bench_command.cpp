@@ -95,10 +95,38 @@ Timing measure(Attention& attention, const AttentionShape& shape, int64_t tokens
   return timing;
 }
 
-void run_attention_bench(const AttentionBench& options) {
+SparseAttention::Options sparse_options(const AttentionBench& options, int64_t tokens, double density) {
+  SparseAttention::Options sparse;
+  sparse.layers = 1;
+  sparse.selection.pattern = parse_selection_pattern(options.pattern);
+  sparse.selection.order = parse_selection_order(options.selection);
+  sparse.selection.score = parse_block_score(options.score);
+  sparse.selection.score_tokens = options.score_tokens;
+  sparse.selection.block = options.block;
+  sparse.selection.query_block = options.query_block;
+  // A query sees k keys, or all it has: (2·k·n - k²) / n² of the causal pairs.
+  sparse.selection.budget =
+      std::max<int64_t>(1, std::llround(static_cast<double>(tokens) * (1.0 - std::sqrt(1.0 - density))));
+  sparse.selection.dense_below = 0;
+  return sparse;
+}
+
+// Before anything is measured, which takes long.
+void check_options(const AttentionBench& options) {
   check_output(options.json);
   SB_USER_CHECK(options.kv_heads >= 1 && options.heads % options.kv_heads == 0,
                 "--heads {} is no multiple of --kv-heads {}", options.heads, options.kv_heads);
+  for (const int64_t tokens : options.sequences)
+    SB_USER_CHECK(tokens >= 1 && tokens <= (1 << 24), "--seq {}: 1 to 16,777,216 tokens work", tokens);
+  for (const double density : options.densities) {
+    SB_USER_CHECK(density > 0 && density <= 1, "--density {} is not in (0, 1]", density);
+    for (const int64_t tokens : options.sequences)
+      check_selection_config(sparse_options(options, tokens, density).selection);
+  }
+}
+
+void run_attention_bench(const AttentionBench& options) {
+  check_options(options);
   const AttentionShape shape{options.heads, options.kv_heads, options.head_dim,
                              1.0f / std::sqrt(static_cast<float>(options.head_dim))};
   ThreadPool pool(options.threads > 0 ? options.threads : available_cores());
@@ -109,25 +137,11 @@ void run_attention_bench(const AttentionBench& options) {
   std::printf("%8s %8s  %28s  %38s  %9s %9s %9s\n", "tokens", "density", "dense forward / backward",
               "sparse select / forward / backward", "speed-up", "of ideal", "select");
   for (const int64_t tokens : options.sequences) {
-    SB_USER_CHECK(tokens >= 1 && tokens <= (1 << 24), "--seq {}: 1 to 16,777,216 tokens work", tokens);
     Operands operands(shape, tokens);
     DenseAttention dense;
     const Timing whole = measure(dense, shape, tokens, options.repeats, pool, operands, nullptr);
     for (const double density : options.densities) {
-      SB_USER_CHECK(density > 0 && density <= 1, "--density {} is not in (0, 1]", density);
-      SparseAttention::Options sparse;
-      sparse.layers = 1;
-      sparse.selection.pattern = parse_selection_pattern(options.pattern);
-      sparse.selection.order = parse_selection_order(options.selection);
-      sparse.selection.score = parse_block_score(options.score);
-      sparse.selection.score_tokens = options.score_tokens;
-      sparse.selection.block = options.block;
-      sparse.selection.query_block = options.query_block;
-      // A query sees k keys, or all it has: (2·k·n - k²) / n² of the causal pairs.
-      sparse.selection.budget =
-          std::max<int64_t>(1, std::llround(static_cast<double>(tokens) * (1.0 - std::sqrt(1.0 - density))));
-      sparse.selection.dense_below = 0;
-      SparseAttention attention(sparse);
+      SparseAttention attention(sparse_options(options, tokens, density));
       BlockIndex index;
       const Timing part = measure(attention, shape, tokens, options.repeats, pool, operands, &index);
       const double computed =

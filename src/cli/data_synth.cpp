@@ -4,6 +4,7 @@
 
 #include "balance/length_pool.h"
 #include "cli/data_commands.h"
+#include "cli/output_file.h"
 #include "core/durable_file.h"
 #include "core/errors.h"
 #include "data/ruler_text.h"
@@ -52,6 +53,9 @@ void synth_tokens(const SynthArguments& arguments) {
 }
 
 void synth_text(const SynthArguments& arguments) {
+  SB_USER_CHECK(arguments.overwrite || !std::filesystem::exists(arguments.output),
+                "{} exists already; choose another output or allow overwriting it with --overwrite", arguments.output);
+  check_output(arguments.output);
   RulerOptions options = arguments.ruler;
   options.task = parse_ruler_task(arguments.task);
   options.needles = arguments.tokens.needles;
@@ -72,8 +76,6 @@ void synth_text(const SynthArguments& arguments) {
     lines += ruler_jsonl(make_ruler_sample(options, count, arguments.seed, i));
     lines += '\n';
   }
-  SB_USER_CHECK(arguments.overwrite || !std::filesystem::exists(arguments.output),
-                "{} exists already; choose another output or allow overwriting it with --overwrite", arguments.output);
   replace_file(arguments.output, lines);
   std::printf("%s: %lld samples of %s, lengths in %s\n", arguments.output.c_str(),
               static_cast<long long>(arguments.sequences), arguments.task.c_str(), tokenizer ? "tokens" : "words");
@@ -120,8 +122,10 @@ void add_data_synth(CLI::App& data) {
                    "choice")
       ->capture_default_str();
   command->add_flag("--text", a.text, "RULER's families over text, as JSONL with index, input, outputs and length");
-  command->add_option("--tokenizer", a.tokenizer,
-                      "with --text: count lengths in the tokens of this tokenizer.json, or its folder's, not in words");
+  command
+      ->add_option("--tokenizer", a.tokenizer,
+                   "with --text: count lengths in the tokens of this tokenizer.json, or its folder's, not in words")
+      ->needs("--text");
   command->add_flag("--overwrite", a.overwrite, "replace an existing output");
   command->callback([arguments] {
     if (arguments->text)

@@ -7,6 +7,7 @@
 #include <memory>
 
 #include "balance/profile_measure.h"
+#include "cli/at_least.h"
 #include "cli/commands.h"
 #include "cli/other_work.h"
 #include "cli/output_file.h"
@@ -181,6 +182,7 @@ void add_profile_command(CLI::App& app) {
   command->add_option("--samples", a->samples, "also write every measurement to this file, as CSV");
   command
       ->add_option("--max-tokens", a->measure.max_tokens, "largest micro-batch to measure; on cuda 131072 unless given")
+      ->check(at_least(1), "POSITIVE")
       ->capture_default_str();
   command->add_option("--budget", a->engine.spec.budget, "base budget of the run, keys per query")
       ->capture_default_str();
@@ -203,6 +205,9 @@ void add_profile_command(CLI::App& app) {
       ->check(CLI::Range(1, 100000))
       ->capture_default_str();
   command->callback([a, command] {
+    for (const char* option : {"--model", "--budget", "--block", "--query-block", "--score-tokens", "--recompute"})
+      SB_USER_CHECK(a->run.empty() || command->count(option) == 0, "{}: --run {} says that; leave one of both out",
+                    option, a->run);
     a->tokens_given = command->count("--max-tokens") > 0;
     a->threads_given = command->count("--threads") > 0;
     a->device_given = command->count("--device") > 0;

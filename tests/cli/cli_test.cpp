@@ -336,10 +336,56 @@ TEST_F(Cli, EvalRefusesOptionsThatDoNotFitTheModel) {
   EXPECT_NE(error_with({"--vocab", "-1"}).find("--vocab: -1 is below 0"), std::string::npos);
   EXPECT_NE(error_with({"--run-config", run + "/run.yaml"}).find("is for --attention as-trained"), std::string::npos);
   EXPECT_EQ(error_with({"--attention", "as-trained", "--run-config", run + "/run.yaml"}), "");
+  const ProgramResult words = run_program({"eval", "generate", "--model", model, "--token-ids", "--prompt", "1 two"});
+  EXPECT_EQ(words.exit_code, 2);
+  EXPECT_NE(words.err.find("--prompt \"1 two\": with --token-ids a prompt is numbers"), std::string::npos) << words.err;
   const ProgramResult sampled =
       run_program({"eval", "generate", "--model", model, "--token-ids", "--prompt", "1 2", "--temperature", "nan"});
   EXPECT_EQ(sampled.exit_code, 2);
   EXPECT_NE(sampled.err.find("--temperature nan --top-p 1: both must be numbers"), std::string::npos) << sampled.err;
+}
+
+// Measuring takes long: what cannot be is said before it begins.
+TEST_F(Cli, MeasurementsRefuseWrongOptionsAtOnce) {
+  const std::string run = run_file(), out = (directory_ / "profile.json").string();
+  const std::pair<std::vector<std::string>, const char*> cases[] = {
+      {{"bench", "attention", "--pattern", "nonsense"}, "nonsense"},
+      {{"bench", "attention", "--block", "0"}, "attention.block: 0 tokens"},
+      {{"bench", "attention", "--seq", "64", "0"}, "--seq 0: 1 to 16,777,216 tokens work"},
+      {{"bench", "attention", "--density", "0.1", "1.5"}, "--density 1.5 is not in (0, 1]"},
+      {{"bench", "attention", "--density", "nan"}, "--density nan is not in (0, 1]"},
+      {{"bench", "attention", "--heads", "3"}, "--heads 3 is no multiple of --kv-heads 2"},
+      {{"profile", "--out", out, "--max-tokens", "0"}, "--max-tokens: 0 is below 1"},
+      {{"profile", "--out", out, "--layers", "2"}, "--layers: three layers or more"},
+      {{"profile", "--out", out, "--run", run, "--budget", "512"}, "--budget: --run "},
+      {{"profile", "--out", out, "--run", run, "--model", "qwen2.5-3b"}, "--model: --run "},
+  };
+  for (const auto& [arguments, message] : cases) {
+    const ProgramResult result = run_program(arguments);
+    EXPECT_EQ(result.exit_code, 2) << message;
+    EXPECT_EQ(result.out, "") << message;
+    EXPECT_NE(result.err.find(message), std::string::npos) << result.err;
+  }
+}
+
+TEST_F(Cli, EvalSaysWhatIsMissing) {
+  const std::string questions = write("q.jsonl", "{\"input\": \"a\", \"outputs\": [\"b\"]}\n");
+  const std::pair<std::vector<std::string>, const char*> cases[] = {
+      {{"--input", questions}, "name a --model to run, or --predictions to score"},
+      {{"--input", questions, "--predictions", write("two.jsonl", "{\"pred\": \"b\"}\n{\"pred\": \"b\"}\n")},
+       "two.jsonl: 2 predictions for 1 lines"},
+      {{"--input", write("empty.jsonl", " \n\n")}, "empty.jsonl: holds no lines"},
+      {{"--input", write("list.jsonl", "[1]\n")}, "list.jsonl:1: not a JSON object"},
+      {{"--input", write("cut.jsonl", "{\"input\": \n")}, "cut.jsonl:1: not a JSON object"},
+      {{"--input", (directory_ / "none.jsonl").string()}, "none.jsonl: cannot be read"},
+  };
+  for (const auto& [options, message] : cases) {
+    std::vector<std::string> arguments = {"eval", "ruler"};
+    arguments.insert(arguments.end(), options.begin(), options.end());
+    const ProgramResult result = run_program(arguments);
+    EXPECT_EQ(result.exit_code, 2) << message;
+    EXPECT_NE(result.err.find(message), std::string::npos) << result.err;
+  }
 }
 
 TEST_F(Cli, EvalNamesTheLineOfAFile) {

@@ -48,6 +48,12 @@ TEST_F(DataCommand, SynthesisedText) {
   for (std::string line; std::getline(file, line); ++lines)
     EXPECT_EQ(line.rfind("{\"index\":" + std::to_string(lines) + ",\"input\":\"Memorize", 0), 0u) << line;
   EXPECT_EQ(lines, 3);
+  const ProgramResult again = run_program({"data", "synth", "--text", "--task", "vt", "--output", path("vt.jsonl")});
+  EXPECT_EQ(again.exit_code, 2);
+  EXPECT_NE(again.err.find("exists already"), std::string::npos) << again.err;
+  const ProgramResult words = run_program({"data", "synth", "--tokenizer", path("t.json"), "--output", path("y")});
+  EXPECT_EQ(words.exit_code, 2);
+  EXPECT_NE(words.err.find("--tokenizer requires --text"), std::string::npos) << words.err;
 }
 
 TEST_F(DataCommand, TokenizeNamesTheBadLine) {
