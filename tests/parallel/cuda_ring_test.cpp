@@ -430,15 +430,25 @@ TEST_P(CudaRing, StepsTakeNoMemory) {
   constexpr int kRanks = 2, kLayers = 3, kSteps = 20;
   constexpr int64_t kWhole = 8192;
   const AttentionShape s = shape_of(4, 2, 64);
-  for (const SelectionPattern pattern : {SelectionPattern::dense, SelectionPattern::topk}) {
-    SCOPED_TRACE(static_cast<int>(pattern));
-    RingAttention::Options options{config_of(pattern), kLayers};
-    options.selection.budget = 640;
-    options.selection.dense_below = -1;
+  struct Kind {
+    SelectionPattern pattern;
+    int64_t budget, dense_below;
+    int lowest;  // budget of a sequence
+    int query_block = 16;
+  };
+  for (const Kind& kind :
+       {Kind{SelectionPattern::dense, 640, -1, 640},
+        {SelectionPattern::topk, 640, -1, 640},
+        {SelectionPattern::topk, 2 * kWhole, 0, 1, 4}}) {  // it covers everything, but lower ones do not
+    SCOPED_TRACE(fmt::format("pattern {} budget {}", static_cast<int>(kind.pattern), kind.budget));
+    RingAttention::Options options{config_of(kind.pattern), kLayers};
+    options.selection.budget = kind.budget;
+    options.selection.dense_below = kind.dense_below;
+    options.selection.query_block = kind.query_block;
     options.dtype = GetParam();
     options.lists_on_device = true;
-    if (pattern != SelectionPattern::dense) {
-      options.largest_budget = 2048;
+    if (kind.pattern != SelectionPattern::dense) {
+      options.largest_budget = std::max<int64_t>(2048, kind.budget);
       options.selection.dense_layers = {1};
     }
     cuda::Allocations before, after = {-1, -1};
@@ -483,7 +493,7 @@ TEST_P(CudaRing, StepsTakeNoMemory) {
         std::vector<std::vector<int32_t>> budgets(kLayers);
         for (std::vector<int32_t>& of : budgets)
           for (size_t i = 0; i + 1 < cu_seqlens.size(); ++i)
-            of.push_back(640 + 128 * static_cast<int32_t>(random.below(12)));
+            of.push_back(kind.lowest + 128 * static_cast<int32_t>(random.below(12)));
         const auto sequences = [&](int layer) {
           return PackedSequences{local, budgets[static_cast<size_t>(layer)], cu_seqlens};
         };

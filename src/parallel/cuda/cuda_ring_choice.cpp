@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "attention/cuda/cuda_attention.h"
+#include "attention/most_sequences.h"
 #include "attention/selection/block_statistics.h"
 #include "device/cuda.h"
 #include "parallel/cuda/cuda_ring_memory.h"
@@ -59,22 +60,35 @@ const CudaRingChoice::PlanSize& CudaRingChoice::largest_plan(const AttentionShap
     return known;
   const int64_t whole = max_tokens * data_.size();
   gpu::Staging staging;
-  const auto built = [&](int64_t length, bool dense) {
-    std::vector<int32_t> cu_seqlens = {0};
-    while (cu_seqlens.back() < whole)
-      cu_seqlens.push_back(static_cast<int32_t>(std::min(whole, cu_seqlens.back() + length)));
-    gpu::RingPlanRequest request = request_for(kNoLayer, shape, cu_seqlens, {}, dtype);
-    if (dense) request.dense.assign(request.dense.size(), true);
+  const auto built = [&](const std::vector<int32_t>& cu_seqlens, bool dense, int64_t budget) {
+    const std::vector<int32_t> budgets(cu_seqlens.size() - 1, static_cast<int32_t>(std::min(budget, whole)));
+    gpu::RingPlanRequest request = request_for(kNoLayer, shape, cu_seqlens, budgets, dtype);
+    for (size_t s = 0; s < request.dense.size(); ++s)
+      request.dense[s] = dense || request.tiles[s].tokens <= options_.selection.dense_limit();
     CudaRingPlan plan;
     plan.build(request, staging, nullptr);
     return std::pair(plan.bytes(), plan.uploaded_bytes());
   };
-  const auto dense = built(options_.longest_dense(whole), true), many = built(64, true);
-  const auto sparse = options_.selection.pattern == SelectionPattern::dense
-                          ? dense
-                          : built(std::min(whole, kMostBlocks * options_.selection.block), false);
-  known = {shape, max_tokens, dtype, std::max(dense.first, sparse.first) + many.first,
-           std::max(dense.second, sparse.second) + many.second};
+  const auto of_length = [&](int64_t length) {
+    std::vector<int32_t> cu_seqlens = {0};
+    while (cu_seqlens.back() < whole)
+      cu_seqlens.push_back(static_cast<int32_t>(std::min(whole, cu_seqlens.back() + length)));
+    return cu_seqlens;
+  };
+  const int64_t budget = options_.selection.budget;
+  auto largest = built(of_length(options_.longest_dense(whole)), true, budget);
+  const auto many = built(of_length(64), true, budget);
+  if (options_.selection.pattern != SelectionPattern::dense) {
+    // Tuned budgets may be lower than the configured one, and what that covers be chosen from then.
+    const int64_t shortest =
+        std::max(options_.selection.dense_limit() + 1, whole / most_packed_sequences(max_tokens) + 1);
+    for (const int64_t length : {std::min(whole, kMostBlocks * options_.selection.block), std::min(whole, shortest)})
+      for (const int64_t of : {budget, std::min(budget, whole / 4 + 1)}) {
+        const auto one = built(of_length(length), false, of);
+        largest = {std::max(largest.first, one.first), std::max(largest.second, one.second)};
+      }
+  }
+  known = {shape, max_tokens, dtype, largest.first + many.first, largest.second + many.second};
   return known;
 }
 
