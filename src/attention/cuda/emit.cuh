@@ -18,7 +18,6 @@ struct ChoiceArguments {
   int32_t count;
   int32_t query_block, select_block, expand;  // expand: log2 of the key blocks of the lists in one of the selection
   int32_t warp_bytes;                         // of shared memory
-  SelectionPattern pattern;
   bool lookahead;
   float coverage;
   const float* thresholds;
@@ -43,11 +42,6 @@ struct ChoiceArguments {
     const __half limit = __float2half_rn(thresholds[length_class] * kToLog2);
     return max(ordered(__half_as_ushort(limit)) & 0xFFFFu, 1u) << 16;
   }
-  __device__ __forceinline__ uint16_t mass(int64_t at) const {
-    uint16_t one = masses[at];
-    for (int plane = 1; plane < planes; ++plane) one = max(one, masses[plane * plane_masses + at]);
-    return one;
-  }
 };
 
 // Of shared memory, what a thread block that chooses has besides: the counts of its warps, see add_counted().
@@ -70,7 +64,6 @@ inline ChoiceArguments choice_arguments(const SelectParams& p, int item_begin, i
           p.select_block,
           p.select_block == p.block ? 0 : 1,
           warp_bytes,
-          p.pattern,
           p.lookahead,
           p.coverage,
           p.thresholds,

@@ -1,6 +1,6 @@
 #pragma once
 
-// Choosing a number of blocks that is known beforehand (topk), in registers. CUDA files only.
+// Choosing the blocks of a query block by topk, topp or mass, in registers. CUDA files only.
 
 #include <cuda_fp16.h>
 
@@ -8,10 +8,10 @@
 
 namespace sb::gpu {
 
-// The choices of one warp for the tokens of a query block, one after the other, among up to 64 · kPairs blocks. Lane l
-// looks after blocks 64·i + 2·l and the next. Larger mass first, ties to the lower block.
 enum class ChoiceRule { topk, topp, mass };
 
+// The choices of one warp for the tokens of a query block, one after the other, among up to 64 · kPairs blocks. Lane l
+// looks after blocks 64·i + 2·l and the next. Larger mass first, ties to the lower block.
 template <int kPairs>
 struct Picker {
   // Tokens whose masses are loaded together where nothing waits for a token's choices.
