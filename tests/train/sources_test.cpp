@@ -71,7 +71,12 @@ std::pair<std::string, std::string> train(const RunConfig& config) {
   const fs::path file = config.train.output_dir.string() + ".out";
   testing::internal::CaptureStderr();
   const std::unique_ptr<std::FILE, int (*)(std::FILE*)> out(std::fopen(file.c_str(), "w"), std::fclose);
-  run_training(config, out.get(), false, [] { return false; });
+  try {
+    run_training(config, out.get(), false, [] { return false; });
+  } catch (...) {
+    testing::internal::GetCapturedStderr();  // what comes later captures anew
+    throw;
+  }
   std::fflush(out.get());
   return {read_bytes(file), testing::internal::GetCapturedStderr()};
 }
@@ -136,6 +141,22 @@ TEST(TrainingRun, SaysWhatCuresLookahead) {
   const std::string by_nature = said(both, "vertical_slash", "as_trained");
   EXPECT_EQ(by_nature.find("causal trains"), std::string::npos) << by_nature;
   EXPECT_NE(by_nature.find("dense validates without it"), std::string::npos) << by_nature;
+}
+
+TEST(TrainingRun, LayerInputsInHostMemoryChangeNothing) {
+  ScratchDirectory scratch;
+  write_documents(scratch / "a", {50, 70, 90}, 3);
+  const std::string data = "{train: [" + (scratch / "a").string() + "]}";
+  const auto weights = [&](const std::string& offload) {
+    train(token_run(scratch.path(), data,
+                    {"model.init.num_hidden_layers=4", "train.max_steps=2", "train.recompute=layer",
+                     "train.offload=" + offload, "train.output_dir=" + (scratch / offload).string()}));
+    return read_bytes(scratch / offload / "final/model.safetensors");
+  };
+  EXPECT_EQ(weights("2"), weights("0"));
+  const std::string error = user_error_of([&] { weights("3"); });
+  EXPECT_NE(error.find("train.offload: 3, but of the 4 layers of stage 0 at most 2 can move"), std::string::npos)
+      << error;
 }
 
 TEST(TrainingRun, WritesTheCoverageThatItMeasured) {
