@@ -253,6 +253,8 @@ TEST(Plan, PicturesHoldEveryOperation) {
   // 2 ranks × 3 micro-batches × 2 stages × (forward, backward).
   EXPECT_EQ(count(schedule_svg({{"a < b", &plan}}, cluster.cost), "<title>"), 24);
   EXPECT_EQ(count(schedule_svg({{"a < b", &plan}}, cluster.cost), "a &lt; b"), 1);
+  // Without a box of its own a picture in a narrower window is cut off instead of scaled.
+  EXPECT_EQ(count(schedule_svg({{"a < b", &plan}}, cluster.cost), " viewBox=\"0 0 1130 "), 1);
   EXPECT_EQ(count(schedule_trace(plan, cluster.cost), "slack_us"), 24);
 }
 
