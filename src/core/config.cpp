@@ -10,6 +10,8 @@
 namespace sb {
 namespace {
 
+constexpr const char* kCommandLine = "--set";
+
 std::string parent(const std::string& name) {
   const size_t dot = name.rfind('.');
   return dot == std::string::npos ? "" : name.substr(0, dot);
@@ -201,7 +203,7 @@ void OptionTable::set(const std::string& assignment) {
   const size_t equals = assignment.find('=');
   SB_USER_CHECK(equals != std::string::npos && equals > 0,
                 "--set {}: expected section.option=value, for example train.max_steps=100", assignment);
-  assign(assignment.substr(0, equals), parse_config_value(assignment.substr(equals + 1), "--set"));
+  assign(assignment.substr(0, equals), parse_config_value(assignment.substr(equals + 1), kCommandLine));
 }
 
 void OptionTable::assign_entries(const std::string& name, const ConfigValue& value) {
@@ -211,8 +213,10 @@ void OptionTable::assign_entries(const std::string& name, const ConfigValue& val
 void OptionTable::assign(const std::string& name, const ConfigValue& value) {
   for (auto& option : options_) {
     if (option.name != name) continue;
-    SB_USER_CHECK(value.kind != ConfigValue::Kind::null, "{}: {}: has no value; give one or remove the key",
-                  value.where, name);
+    SB_USER_CHECK(value.kind != ConfigValue::Kind::null, "{}: {}: has no value; {}", value.where, name,
+                  value.where == kCommandLine
+                      ? fmt::format("give one; the default is --set '{}={}'", name, option.standard)
+                      : std::string("give one or remove the key"));
     option.read(value, name);
     option.where = value.where;
     mark_present(parent(name));

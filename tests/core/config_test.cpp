@@ -276,7 +276,10 @@ TEST(Config, OverridesWinOverTheFileAndLaterOverEarlier) {
   EXPECT_EQ(f.path, "k=v");
   EXPECT_NE(f.set_error("a.small").find("expected section.option=value"), std::string::npos);
   EXPECT_NE(f.set_error("=3").find("expected section.option=value"), std::string::npos);
-  EXPECT_EQ(f.set_error("a.small="), "--set: a.small: has no value; give one or remove the key");
+  EXPECT_EQ(f.set_error("a.small="), "--set: a.small: has no value; give one; the default is --set 'a.small=3'");
+  EXPECT_EQ(f.set_error("a={path: null}"), "--set: a.path: has no value; give one; the default is --set 'a.path=\"\"'");
+  f.table.set("a.path=\"\"");
+  EXPECT_EQ(f.path, "");
   EXPECT_EQ(f.set_error("a.small=[1"), "--set: end of sequence flow not found");
   EXPECT_EQ(f.set_error("a.small=3\nb: 4"), "--set: '3\nb: 4' is not a single value");
 }
