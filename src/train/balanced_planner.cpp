@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 #include <numeric>
+#include <utility>
 
 #include "balance/schedule.h"
 #include "core/errors.h"
@@ -208,12 +209,9 @@ void BalancedPlanner::settle_record(int64_t first) {
   if (!record_is_own_) return;
   record_->forget_before(first);
   if (record_->empty()) return;
-  if (options_.replan.empty()) {
-    log::info("steps {} to {} run as {} has them", first, record_->last(), options_.log.string());
-  } else {
-    log::info("{}: the plans from step {} on are made anew, since {}", options_.log.string(), first, options_.replan);
-    record_->forget_from(first);
-  }
+  if (options_.replan.empty()) return;
+  log::info("{}: the plans from step {} on are made anew, since {}", options_.log.string(), first, options_.replan);
+  record_->forget_from(first);
 }
 
 // The plan of a step that has one on record.
@@ -223,7 +221,12 @@ std::optional<LoggedStep> BalancedPlanner::recorded(int64_t step, const std::vec
     LoggedStep logged = record_->read(step);
     check_recorded(logged.plan, sequences);
     complete_budgets(logged.plan, options_.spec, lengths_by_id(sequences));
-    if (record_is_own_) record_->forget_before(step + 1);
+    if (record_is_own_) {
+      // Not before one has turned out to fit.
+      if (!std::exchange(goes_on_, true))
+        log::info("steps {} to {} run as {} has them", step, record_->last(), options_.log.string());
+      record_->forget_before(step + 1);
+    }
     return logged;
   } catch (const UserError& error) {
     if (!record_is_own_) throw;

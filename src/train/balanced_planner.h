@@ -88,6 +88,7 @@ class BalancedPlanner final : public StepPlanner {
   std::deque<std::shared_ptr<const BalanceState>> states_;
   std::optional<RecordedPlans> record_;  // of options_.replay, or of an earlier process of this run
   bool record_is_own_ = false, settled_ = false;
+  bool goes_on_ = false;  // with plans of its own record
   std::unique_ptr<PlanLog> log_;
   std::map<int64_t, Pending> pending_;
   std::map<int64_t, Running> running_;

@@ -430,7 +430,11 @@ TEST(BalancedPlanner, RefusesPlansOfOtherRanksOrData) {
   // The own log of a run that goes on with more ranks: planned anew from there, and the log says so from there on.
   BalancedPlannerOptions wider = options(4);
   wider.log = chosen.log;
+  testing::internal::CaptureStderr();
   const auto plans = run(*planner(wider), wider, 4, 6, steady);
+  const std::string log = testing::internal::GetCapturedStderr();
+  EXPECT_NE(log.find("is for 2 data-parallel ranks, not 4; from here on it is planned anew"), std::string::npos) << log;
+  EXPECT_EQ(log.find("run as"), std::string::npos) << log;
   EXPECT_EQ(parse_plan(plans[0], "plan").ranks.size(), 4u);
   const PlanRecord record = read_plan_log(chosen.log);
   EXPECT_EQ(record.steps.at(3).plan.ranks.size(), 2u);
