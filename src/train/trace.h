@@ -16,7 +16,8 @@ namespace sb {
 class TraceWriter {
  public:
   // Not enabled: every call does nothing. `file` is rank 0's, and empty on the others. `label` is shown with the rank.
-  // Times count from here, so that all ranks should get here together.
+  // Times count from here, so that all ranks should get here together. The file is created when there are events to
+  // write: a run that fails before leaves none behind.
   TraceWriter(bool enabled, const std::filesystem::path& file, int rank, const std::string& label);
   ~TraceWriter();
 
@@ -46,6 +47,8 @@ class TraceWriter {
                 std::chrono::steady_clock::time_point end);
 
   bool enabled() const { return enabled_; }
+  // What was written to; empty: nothing.
+  std::filesystem::path written() const { return stream_ ? file_ : std::filesystem::path(); }
   // This rank's events since the last call, and writing those of all ranks.
   std::string take();
   void write(std::span<const std::string> events);
@@ -56,9 +59,10 @@ class TraceWriter {
   };
 
   bool enabled_;
+  std::filesystem::path file_;
   int rank_;
   std::string events_;  // each begins with the comma after the one before
-  bool begun_ = false;
+  bool measured_ = false, begun_ = false;
   std::unique_ptr<std::FILE, Closer> stream_;
   std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
 };

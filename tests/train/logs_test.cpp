@@ -133,6 +133,30 @@ TEST(Trace, HoldsTheEventsOfAllRanks) {
   }
 }
 
+// The next attempt at a run that failed early takes the same name.
+TEST(Trace, LeavesNoFileWithoutEvents) {
+  ScratchDirectory scratch;
+  { const TraceWriter trace(true, scratch / "trace.json", 0, "training loop"); }
+  EXPECT_FALSE(std::filesystem::exists(scratch / "trace.json"));
+  {
+    TraceWriter trace(true, scratch / "trace.json", 0, "training loop");
+    EXPECT_EQ(trace.written(), "");
+    { const auto span = trace.span("step", 1); }
+    const std::vector<std::string> events = {trace.take()};
+    trace.write(events);
+    EXPECT_EQ(trace.written(), scratch / "trace.json");
+  }
+  EXPECT_EQ(nlohmann::json::parse(read_bytes(scratch / "trace.json")).back()["name"], "step");
+  {
+    TraceWriter nowhere(true, scratch / "none" / "trace.json", 0, "training loop");
+    { const auto span = nowhere.span("step", 1); }
+    const std::vector<std::string> events = {nowhere.take()};
+    EXPECT_THROW(nowhere.write(events), UserError);
+    testing::internal::CaptureStderr();
+  }
+  EXPECT_NE(testing::internal::GetCapturedStderr().find("trace.json: cannot be created"), std::string::npos);
+}
+
 TEST(Trace, SwitchedOffItDoesNothing) {
   TraceWriter trace(false, {}, 0, "");
   { const auto span = trace.span("step", 1); }
