@@ -169,6 +169,7 @@ TrainSummary Trainer::run() {
   save();
   if (!summary.interrupted) write_final_model(summary);
   flush_trace();
+  summary.trace = trace_.written();
   summary.steps = state_.step;
   summary.skipped = state_.skipped;
   summary.checkpoint = checkpoint_path(directory_.path(), saved_step_);

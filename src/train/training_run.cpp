@@ -144,6 +144,8 @@ std::string footer(const RunConfig& config, const TrainSummary& summary) {
   text += fmt::format("model       {}\ncheckpoint  {}\nmetrics     {}/metrics.jsonl\n", summary.final_model.string(),
                       summary.checkpoint.string(), output);
   if (config.train.tensorboard) text += fmt::format("curves      tensorboard --logdir {}/tensorboard\n", output);
+  if (!summary.trace.empty()) text += fmt::format("trace       {}\n", summary.trace.string());
+  text += fmt::format("report      sparsebalance report {}\n", output);
   return text;
 }
 

@@ -208,10 +208,25 @@ TEST(Sources, OtherDocumentsUnderTheSameNameAreNoticedOnResume) {
   EXPECT_EQ(later.find("training data changed"), std::string::npos) << later;
 }
 
+TEST(TrainingRun, NamesTheTraceThatItWrote) {
+  ScratchDirectory scratch;
+  const auto traced = [&](int steps) {
+    return train(tiny_run(scratch / "run", {"train.trace=true", fmt::format("train.max_steps={}", steps)})).first;
+  };
+  for (const auto& [steps, name] : {std::pair(2, "trace.json"), std::pair(3, "trace-2.json")}) {
+    const std::string out = traced(steps);
+    EXPECT_NE(out.find(fmt::format("trace       {}\n", (scratch / "run" / name).string())), std::string::npos) << out;
+  }
+}
+
 TEST(TrainingRun, SaysWhenNothingIsLeftToTrain) {
   ScratchDirectory scratch;
   const RunConfig config = tiny_run(scratch / "run", {"train.max_steps=2"});
-  EXPECT_EQ(train(config).first.find("nothing was left"), std::string::npos);
+  const std::string first = train(config).first;
+  EXPECT_EQ(first.find("nothing was left"), std::string::npos);
+  EXPECT_TRUE(first.ends_with(fmt::format("report      sparsebalance report {}\n", (scratch / "run").string())))
+      << first;
+  EXPECT_EQ(first.find("trace       "), std::string::npos) << first;
   const std::string again = train(config).first;
   EXPECT_NE(again.find("nothing was left to train: step 2 is done and train.max_steps is 2"), std::string::npos)
       << again;
