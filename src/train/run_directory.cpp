@@ -92,15 +92,28 @@ RunDifference compare_runs(const std::string& before, const std::string& now) {
   return difference;
 }
 
+void check_run_directory(const RunConfig& config) {
+  const std::string& resume = config.train.resume;
+  std::error_code failed;
+  SB_USER_CHECK(resume == "auto" || resume == "never" || fs::is_directory(resume, failed),
+                "train.resume: {} is neither auto, never nor the folder of a checkpoint", resume);
+  fs::path there = fs::absolute(config.train.output_dir);
+  while (!fs::exists(there, failed) && there.has_relative_path()) there = there.parent_path();
+  SB_USER_CHECK(fs::is_directory(there, failed), "train.output_dir {}: cannot be created: {} is not a directory",
+                config.train.output_dir.string(), there.string());
+  SB_USER_CHECK(::faccessat(AT_FDCWD, there.c_str(), W_OK | X_OK, AT_EACCESS) == 0,
+                "train.output_dir {}: {} cannot be written to: {}", config.train.output_dir.string(), there.string(),
+                std::strerror(errno));
+}
+
 RunDirectory::RunDirectory(const RunConfig& config) : path_(config.train.output_dir) {
+  check_run_directory(config);
   std::error_code failed;
   fs::create_directories(path_, failed);
   SB_USER_CHECK(!failed, "train.output_dir {}: cannot be created: {}", path_.string(), failed.message());
   lock();
   try {
     const std::string& resume = config.train.resume;
-    SB_USER_CHECK(resume == "auto" || resume == "never" || fs::is_directory(resume),
-                  "train.resume: {} is neither auto, never nor the folder of a checkpoint", resume);
     const std::vector<OptionChange> changes = refuse_another_run(config);
     remove_leftovers(path_);
     if (resume == "auto") {

@@ -22,6 +22,10 @@ struct RunDifference {
 };
 RunDifference compare_runs(const std::string& before, const std::string& now);
 
+// UserError for a train.output_dir that cannot be made or written to and a train.resume that names nothing: what can be
+// told before there is a run, with nothing written.
+void check_run_directory(const RunConfig& config);
+
 // The output directory of one run:
 //   run.yaml          the resolved configuration
 //   metrics.jsonl     the record; tensorboard/ the same as event files; trace.json, trace-2.json … on request

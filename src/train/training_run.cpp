@@ -30,6 +30,12 @@ void check_ranks(const RunConfig& config, const RunRanks& ranks) {
   check_grid(grid, ranks.world ? ranks.world->size() : 1);
 }
 
+// What a run names and may not have, before the data are looked through and the memory is planned.
+void check_named(const RunConfig& config, const ModelConfig& model) {
+  check_run_directory(config);
+  if (!config.balance.profile.empty()) run_profile(config, model);
+}
+
 // The ranks that share this one's sequences: for what they tell each other, and for data on their devices. Nothing
 // where none do.
 struct RingGroups {
@@ -189,7 +195,8 @@ TrainSummary run_training(const RunConfig& given, std::FILE* out, bool terminal,
   const bool leads = ranks.world == nullptr || ranks.world->rank() == 0;
   Console console(out, terminal, config.train.log_steps);
   const ModelConfig model = run_model_config(config);
-  // First of all, since it chooses the GPU.
+  if (leads) check_named(config, model);
+  // Before anything else on a device, since it chooses the GPU.
   std::unique_ptr<RankDevice> device;
   if (config.device == DeviceKind::cuda && ranks.world && ranks.world->size() > 1)
     device = std::make_unique<RankDevice>(config, *ranks.world, ranks.local_rank, thread_count(config, ranks.cores));

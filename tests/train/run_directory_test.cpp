@@ -1,6 +1,7 @@
 #include "train/run_directory.h"
 
 #include <gtest/gtest.h>
+#include <unistd.h>
 
 #include "tests/train/scratch_directory.h"
 #include "tests/train/tiny_run.h"
@@ -56,6 +57,16 @@ TEST(RunDirectory, IsCreatedAndSaysWhatRuns) {
   const RunDirectory directory(config);
   EXPECT_EQ(read_bytes(scratch / "a" / "b" / "run.yaml"), print_run_config(config));
   EXPECT_EQ(directory.resume_from(), std::nullopt);
+}
+
+TEST(RunDirectory, OneThatCannotBeWrittenToIsRefused) {
+  if (::geteuid() == 0) GTEST_SKIP() << "root may write anywhere";
+  ScratchDirectory scratch;
+  fs::create_directory(scratch / "closed");
+  fs::permissions(scratch / "closed", fs::perms::owner_read | fs::perms::owner_exec);
+  for (const char* name : {"", "below", "far/below"})
+    expect_refused(tiny_run(scratch / "closed" / name), {"train.output_dir", "closed", "cannot be written to: "});
+  fs::permissions(scratch / "closed", fs::perms::owner_all);
 }
 
 TEST(RunDirectory, OneProcessAtATime) {

@@ -208,6 +208,27 @@ TEST(Sources, OtherDocumentsUnderTheSameNameAreNoticedOnResume) {
   EXPECT_EQ(later.find("training data changed"), std::string::npos) << later;
 }
 
+TEST(TrainingRun, WhatItCannotUseIsSaidBeforeAnythingElse) {
+  ScratchDirectory scratch;
+  write_bytes(scratch / "file", "x");
+  const std::string below_file = (scratch / "file" / "a" / "b").string();
+  const std::vector<std::pair<std::string, std::string>> bad = {
+      {"train.output_dir=" + below_file, "train.output_dir " + below_file + ": cannot be created: "},
+      {"train.resume=" + (scratch / "none").string(), "train.resume: "},
+      {"train.resume=" + (scratch / "file").string(), "train.resume: "},
+      {"balance.profile=" + (scratch / "none.json").string(), "none.json` is neither built in"}};
+  for (const auto& [option, said] : bad) {
+    SCOPED_TRACE(option);
+    const std::unique_ptr<std::FILE, int (*)(std::FILE*)> out(std::fopen((scratch / "out").c_str(), "w"), std::fclose);
+    const RunConfig config = tiny_run(scratch / "run", {"train.trace=true", option});
+    const std::string error = user_error_of([&] { run_training(config, out.get(), false, [] { return false; }); });
+    EXPECT_NE(error.find(said), std::string::npos) << error;
+    std::fflush(out.get());
+    EXPECT_EQ(read_bytes(scratch / "out"), "");
+    EXPECT_FALSE(fs::exists(scratch / "run"));
+  }
+}
+
 TEST(TrainingRun, NamesTheTraceThatItWrote) {
   ScratchDirectory scratch;
   const auto traced = [&](int steps) {
