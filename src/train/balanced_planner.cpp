@@ -123,6 +123,13 @@ BalancedPlanner::BalancedPlanner(Profile profile, BalancedPlannerOptions options
     for (int s = 0; s <= cost.stages(); ++s) options_.first_layer.push_back(cost.first_layer(s));
   states_.push_back(std::make_shared<const BalanceState>());
   if (!options_.replay.empty()) {
+    // Its plans would be taken out of the file as the run begins, and be gone when it ends early.
+    std::error_code ignored;
+    SB_USER_CHECK(
+        !std::filesystem::equivalent(options_.replay, options_.log, ignored),
+        "balance.replay: {} is this run's own log, whose plans a resumed run takes by itself; leave it out, or "
+        "name a copy of the file",
+        options_.replay.string());
     record_.emplace(options_.replay);
     if (!record_->damage().empty()) log::warning("{}; the plans before it are used", record_->damage());
   } else if (!options_.log.empty() && std::filesystem::exists(options_.log)) {

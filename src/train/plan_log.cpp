@@ -129,6 +129,8 @@ std::string read_lines(std::ifstream& in, const std::filesystem::path& file, con
     }
     offset += std::ssize(text) + 1;
   }
+  // Lines that the disk does not give are not lines that there are not.
+  SB_USER_CHECK(!in.bad(), "{}: cannot be read to its end", file.string());
   return "";
 }
 
@@ -170,12 +172,17 @@ LoggedStep RecordedPlans::read(int64_t step) {
 
 void RecordedPlans::forget_before(int64_t step) {
   places_.erase(places_.begin(), places_.lower_bound(step));
-  if (empty()) in_.close();  // a file that was replaced takes room on the disk until then
+  close_if_empty();
 }
 
 void RecordedPlans::forget_from(int64_t step) {
   places_.erase(places_.lower_bound(step), places_.end());
   forgotten_from_ = std::min(forgotten_from_, step);
+  close_if_empty();
+}
+
+void RecordedPlans::close_if_empty() {
+  if (empty()) in_.close();  // a file that was replaced takes room on the disk until then
 }
 
 void RecordedPlans::trim_file(int64_t measured_end) const {

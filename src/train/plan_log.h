@@ -59,6 +59,7 @@ class RecordedPlans {
     std::streamoff offset;
     int64_t line;
   };
+  void close_if_empty();
   std::filesystem::path file_;
   std::ifstream in_;
   std::map<int64_t, Place> places_;

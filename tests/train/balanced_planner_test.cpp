@@ -589,6 +589,55 @@ TEST(BalancedPlanner, AResumedReplayHasAWholeLog) {
   EXPECT_EQ(times_in(text_of(replay.log), "{\"step\":5,\"crc32c\""), 1u);
 }
 
+// Files that this process has open and that are not there any more.
+size_t removed_and_open() {
+  size_t count = 0;
+  std::error_code gone;  // the listing's own
+  for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd"))
+    count += std::filesystem::read_symlink(entry.path(), gone).string().ends_with(" (deleted)");
+  return count;
+}
+
+TEST(BalancedPlanner, ALogThatIsNotNeededAnyMoreTakesNoRoom) {
+  TemporaryFolder folder;
+  BalancedPlannerOptions chosen = options();
+  chosen.log = std::filesystem::path(folder.path("plan.jsonl"));
+  run(*planner(chosen), chosen, 1, 6, steady);
+  const size_t before = removed_and_open();
+  {
+    const auto resumed = planner(chosen);  // replaces the log and goes on reading the old one
+    resumed->announce(3, batch_of(3));
+    EXPECT_EQ(removed_and_open(), before + 1);
+    for (int64_t step = 4; step <= 6; ++step) resumed->announce(step, batch_of(step));
+    EXPECT_EQ(removed_and_open(), before);
+  }
+  BalancedPlannerOptions changed = chosen;
+  changed.replan = "something changed";
+  const auto anew = planner(changed);
+  anew->announce(3, batch_of(3));
+  EXPECT_EQ(removed_and_open(), before);
+}
+
+TEST(BalancedPlanner, RefusesToReplayItsOwnLog) {
+  TemporaryFolder folder;
+  BalancedPlannerOptions chosen = options();
+  chosen.log = std::filesystem::path(folder.path("plan.jsonl"));
+  run(*planner(chosen), chosen, 1, 6, steady);
+  const std::string six = text_of(chosen.log);
+  chosen.replay = std::filesystem::path(folder.path("./plan.jsonl"));
+  EXPECT_NE(error_of([&] { planner(chosen)->announce(3, batch_of(3)); }).find("is this run's own log"),
+            std::string::npos);
+  EXPECT_TRUE(text_of(chosen.log) == six);
+}
+
+TEST(RecordedPlans, SayWhenTheFileCannotBeRead) {
+  TemporaryFolder folder;
+  std::filesystem::create_directory(folder.path("plan.jsonl"));
+  for (const std::string& error : {error_of([&] { RecordedPlans plans(folder.path("plan.jsonl")); }),
+                                   error_of([&] { read_plan_log(folder.path("plan.jsonl")); })})
+    EXPECT_NE(error.find("plan.jsonl: cannot be read"), std::string::npos) << error;
+}
+
 ModelConfig small_model() {
   ModelConfig model;
   model.layers = kLayers;
