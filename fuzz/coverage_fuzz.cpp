@@ -3,6 +3,7 @@
 #include <string>
 
 #include "balance/coverage.h"
+#include "balance/coverage_statistics.h"
 #include "core/errors.h"
 
 // Any text is either refused with a UserError or holds curves that rise from 0 to 1 with the budget and print and load

@@ -59,7 +59,13 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
            "page:\n{}", page);
 
   std::filesystem::remove(folder.path("again.jsonl"));
-  { const sb::PlanLog again(folder.path("again.jsonl"), &input.plans); }
+  {
+    sb::PlanLog again(folder.path("again.jsonl"));
+    for (const auto& [number, step] : input.plans.steps) {
+      again.plan(step);
+      if (step.measured) again.measured(*step.measured);
+    }
+  }
   const sb::PlanRecord record = sb::read_plan_log(folder.path("again.jsonl"));
   SB_CHECK(record.damage.empty() && record.steps.size() == input.plans.steps.size(), "{}", record.damage);
   return 0;
