@@ -21,13 +21,30 @@ struct ShowArguments {
   int64_t document = 0, count = 1, tokens = 48;
 };
 
+// A string as JSON writes it, which leaves DEL and U+0080 to U+009F as they are: terminals obey some of those.
+std::string quoted(const std::string& text) {
+  std::string shown;
+  for (const char c : nlohmann::json(text).dump()) {
+    const auto byte = static_cast<unsigned char>(c);
+    if (byte == 0x7F) {
+      shown += "\\u007f";
+    } else if (byte >= 0x80 && byte <= 0x9F && shown.ends_with('\xC2')) {
+      shown.pop_back();
+      shown += fmt::format("\\u{:04x}", byte);
+    } else {
+      shown += c;
+    }
+  }
+  return shown;
+}
+
 // As text in quotes, or as ids without a tokenizer; an id that the tokenizer lacks is shown as <id 8046>.
 std::string text_of(std::span<const int32_t> ids, const Tokenizer* tokenizer) {
   if (tokenizer == nullptr) return fmt::format("{}", fmt::join(ids, " "));
   std::string bytes;
   for (const int32_t id : ids)
     bytes += tokenizer->has(id) ? std::string(tokenizer->token_bytes(id)) : fmt::format("<id {}>", id);
-  return nlohmann::json(replace_invalid_utf8(bytes)).dump();
+  return quoted(replace_invalid_utf8(bytes));
 }
 
 void show_document(const TokenFile& file, int64_t document, const ShowArguments& arguments,

@@ -166,6 +166,20 @@ TEST_F(DataCommand, ShowTellsWhatIsLearned) {
   EXPECT_NE(beyond.err.find("has documents 0 to 1"), std::string::npos) << beyond.err;
 }
 
+// What a document holds reaches no terminal as a command: ESC, DEL, and CSI as one character.
+TEST_F(DataCommand, ShowEscapesWhatTerminalsObey) {
+  const std::string tokenizer = "tests/data/tokenizer_qwen2_style";
+  write("a.jsonl", "{\"text\": \"a\\u001b[31m \\u007f \\u009b31m \\u0085 caf\\u00e9 \\u4e00\\u00a0.\"}\n");
+  const ProgramResult made =
+      run_program({"data", "tokenize", "--tokenizer", tokenizer, "--input", path("a.jsonl"), "--output", path("out")});
+  if (made.err.find("this build has no tokenizer") != std::string::npos) GTEST_SKIP() << made.err;
+  ASSERT_EQ(made.exit_code, 0) << made.err;
+  const ProgramResult shown = run_program({"data", "show", path("out"), "--tokenizer", tokenizer});
+  ASSERT_EQ(shown.exit_code, 0) << shown.err;
+  EXPECT_NE(shown.out.find("\\u001b[31m \\u007f \\u009b31m \\u0085 caf\u00e9 \u4e00\u00a0.\""), std::string::npos)
+      << shown.out;
+}
+
 TEST(TimeLeft, CountsOnlyWhatThisRunDid) {
   EXPECT_EQ(time_left(0.0, 0.25, 30.0), "1m30s left");
   EXPECT_EQ(time_left(0.5, 0.75, 30.0), "30s left");
