@@ -77,11 +77,14 @@ std::string printable(std::string_view text, size_t limit) {
   std::string shown;
   const bool cut = text.size() > limit;
   const std::string clean = replace_invalid_utf8(text.substr(0, limit));
-  for (char c : clean) {
-    if (static_cast<unsigned char>(c) < 0x20 || c == 0x7F)
-      shown += fmt::format("\\x{:02x}", static_cast<unsigned char>(c));
+  for (std::string_view rest = clean; !rest.empty();) {
+    const Utf8Character character = first_character(rest);
+    const auto bytes = static_cast<size_t>(character.bytes);
+    if (character.code < 0x20 || (character.code >= 0x7F && character.code < 0xA0))
+      shown += fmt::format("\\x{:02x}", static_cast<uint32_t>(character.code));
     else
-      shown += c;
+      shown += rest.substr(0, bytes);
+    rest.remove_prefix(bytes);
   }
   return cut ? shown + "..." : shown;
 }

@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include "core/errors.h"
+#include "data/utf8.h"
 #include "tests/data/temporary_folder.h"
 
 namespace sb {
@@ -59,6 +60,15 @@ TEST(Jsonl, DeepNestingIsNoProblem) {
   const std::string deep = std::string(200000, '[') + std::string(200000, ']');
   EXPECT_NE(user_error([&] { parse_jsonl_record(deep); }).find("object"), std::string::npos);
   EXPECT_NE(user_error([&] { parse_jsonl_record(std::string(200000, '[')); }).find("not JSON"), std::string::npos);
+}
+
+// What the file holds reaches no terminal as a command: ESC, DEL, and CSI as one character.
+TEST(Jsonl, ErrorsEscapeWhatTerminalsObey) {
+  const std::string error = user_error([] { parse_jsonl_record("{\"\u00e9\x1b[2J\x7f\u009b2J\u00a0"); });
+  EXPECT_NE(error.find("near \"{\"\u00e9\\x1b"), std::string::npos) << error;
+  EXPECT_EQ(printable("\u00e9\x1b[2J\x7f\u009b2J\u00a0\xc2\x80"), "\u00e9\\x1b[2J\\x7f\\x9b2J\u00a0\\x80");
+  EXPECT_EQ(printable(std::string_view("a\0b", 3)), "a\\x00b");
+  EXPECT_EQ(printable("abc\u00e9", 4), "abc\ufffd...");
 }
 
 TEST(Jsonl, Lines) {
