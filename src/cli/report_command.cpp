@@ -24,10 +24,9 @@ void add_report_command(CLI::App& app) {
   command->add_option("--step", a->step, "step whose schedule is drawn; a typical one where not given")
       ->check(at_least(1), "POSITIVE");
   command->callback([a] {
-    ReportInput input = read_run(a->run);
+    const ReportInput input = read_run(a->run, a->step);
     SB_USER_CHECK(a->step == 0 || input.plans.steps.contains(a->step), "--step: {} has no plan of step {}",
                   (std::filesystem::path(a->run) / "plan.jsonl").string(), a->step);
-    input.step = a->step;
     const std::filesystem::path out =
         a->out.empty() ? std::filesystem::path(a->run) / "report.html" : std::filesystem::path(a->out);
     replace_file(out, write_report(input));

@@ -5,6 +5,7 @@
 #include <cstring>
 #include <nlohmann/json.hpp>
 #include <set>
+#include <utility>
 
 #include "core/durable_file.h"
 #include "core/errors.h"
@@ -145,6 +146,59 @@ PlanRecord read_plan_log(const std::filesystem::path& file) {
     else
       record.steps[line.step].measured = std::move(line.measured);
   });
+  return record;
+}
+
+PlanRecord read_plan_overview(const std::filesystem::path& file, int64_t micro_batches,
+                              const std::function<std::vector<int64_t>(const PlanRecord&)>& choose) {
+  struct Lines {
+    std::streamoff plan = 0, measured = -1;
+  };
+  std::map<int64_t, Lines> places;
+  std::map<int64_t, int64_t> whole;  // steps that have everything, and how many measured micro-batches
+  int64_t held = 0;
+  PlanRecord record;
+  std::ifstream in = open_log(file);
+  record.damage = read_lines(in, file, [&](PlanLine line, const std::string&, std::streamoff offset, int64_t) {
+    LoggedStep& step = record.steps[line.step];
+    if (line.planned) {
+      step = std::move(*line.planned);
+      places[line.step] = {offset, -1};
+      held -= std::exchange(whole[line.step], 0);
+    } else {
+      places[line.step].measured = offset;
+      const auto own = whole.find(line.step);
+      if (own == whole.end()) return;
+      held -= std::exchange(own->second, 0);
+      for (const auto& rank : line.measured->ranks) own->second += std::ssize(rank);
+      held += own->second;
+      step.measured = std::move(line.measured);
+    }
+    while (!whole.empty() && held - whole.begin()->second >= micro_batches) {
+      LoggedStep& oldest = record.steps[whole.begin()->first];
+      oldest.plan.ranks = std::vector<PlannedRank>();  // gives its memory back
+      oldest.in_order = Plan();
+      oldest.measured.reset();
+      held -= whole.begin()->second;
+      whole.erase(whole.begin());
+    }
+  });
+
+  const auto line_at = [&](std::streamoff offset) {
+    std::string text;
+    in.clear();
+    in.seekg(offset);
+    SB_USER_CHECK(std::getline(in, text), "{}: changed while it was read", file.string());
+    return parse_line(text, file.string());
+  };
+  for (const int64_t step : choose(record)) {
+    if (whole.contains(step)) continue;
+    const Lines& lines = places.at(step);
+    PlanLine planned = line_at(lines.plan);
+    SB_USER_CHECK(planned.planned && planned.step == step, "{}: changed while it was read", file.string());
+    record.steps[step] = std::move(*planned.planned);
+    if (lines.measured >= 0) record.steps[step].measured = line_at(lines.measured).measured;
+  }
   return record;
 }
 

@@ -4,6 +4,7 @@
 #include <cstdio>
 #include <filesystem>
 #include <fstream>
+#include <functional>
 #include <limits>
 #include <map>
 #include <memory>
@@ -31,6 +32,11 @@ struct PlanRecord {
   std::string damage;
 };
 PlanRecord read_plan_log(const std::filesystem::path& file);
+// The same of a log of any length in little memory: every step has what is predicted of it as a whole; ranks,
+// `in_order` and `measured` are there of the last steps alone, as many as it takes for so many measured micro-batches,
+// and of those that `choose` names when it has seen the others.
+PlanRecord read_plan_overview(const std::filesystem::path& file, int64_t micro_batches,
+                              const std::function<std::vector<int64_t>(const PlanRecord&)>& choose);
 
 // The plans of a plan.jsonl, which stay in the file: a long run has gigabytes of them, and a planner wants one at a
 // time. The file is read once to learn where they stand and whether it is damaged. It stays open, so that it may be

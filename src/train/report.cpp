@@ -11,8 +11,6 @@
 namespace sb {
 namespace {
 
-constexpr size_t kMostDots = 4000;
-
 constexpr const char* kStyle = R"(
 :root { color-scheme: light dark; --text: #1b1f24; --soft: #6a737d; --line: #d8dde3; --back: #ffffff; --card: #f6f8fa; }
 @media (prefers-color-scheme: dark) { :root { --text: #e6e6e6; --soft: #9aa4af; --line: #3a414a; --back: #16191d; --card: #1e2329; } }
@@ -113,7 +111,8 @@ ChartLine micro_batch_dots(const PlanRecord& plans) {
     }
   }
   // The first steps are cold; of long runs the last ones are shown.
-  if (dots.points.size() > kMostDots) dots.points.erase(dots.points.begin(), dots.points.end() - kMostDots);
+  if (std::ssize(dots.points) > kMostMicroBatchesShown)
+    dots.points.erase(dots.points.begin(), dots.points.end() - kMostMicroBatchesShown);
   return dots;
 }
 
@@ -190,28 +189,9 @@ std::string charts(const ReportInput& input) {
   return "<div class=\"charts\">\n" + out + "</div>\n";
 }
 
-// The steps worth a look: the one asked for, a typical one, the ones that gained most and least.
-std::vector<int64_t> chosen_steps(const ReportInput& input) {
-  std::vector<std::pair<double, int64_t>> gains;
-  for (const auto& [number, step] : input.plans.steps)
-    if (const auto gain = planned_speedup(step)) gains.emplace_back(*gain, number);
-  std::sort(gains.begin(), gains.end());
-  std::vector<int64_t> steps;
-  const auto add = [&](int64_t step) {
-    if (std::find(steps.begin(), steps.end(), step) == steps.end()) steps.push_back(step);
-  };
-  if (input.step > 0 && input.plans.steps.contains(input.step)) add(input.step);
-  if (!gains.empty()) {
-    add(gains[gains.size() / 2].second);
-    add(gains.back().second);
-    add(gains.front().second);
-  }
-  return steps;
-}
-
 std::string schedules(const ReportInput& input) {
   std::string options, figures;
-  for (const int64_t number : chosen_steps(input)) {
+  for (const int64_t number : shown_steps(input.plans, input.step)) {
     const LoggedStep& step = input.plans.steps.at(number);
     const std::string figure = schedule_figure(step);
     if (figure.empty()) continue;

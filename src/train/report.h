@@ -22,7 +22,7 @@ RunMetrics read_metrics(const std::filesystem::path& file);
 struct ReportInput {
   std::string name;  // of the run
   RunMetrics metrics;
-  PlanRecord plans;
+  PlanRecord plans;        // whole, or as read_plan_overview() reads them
   std::string run_config;  // run.yaml
   int64_t step = 0;        // whose schedule is drawn first; 0: one with a typical speed-up
 };
@@ -31,7 +31,7 @@ struct ReportInput {
 // load anything.
 std::string write_report(const ReportInput& input);
 
-// Reads a run's directory. UserError when it holds no metrics.jsonl.
-ReportInput read_run(const std::filesystem::path& directory);
+// Reads a run's directory, of its plans as much as a report shows. UserError when it holds no metrics.jsonl.
+ReportInput read_run(const std::filesystem::path& directory, int64_t step = 0);
 
 }  // namespace sb

@@ -5,6 +5,7 @@
 
 #include "core/errors.h"
 #include "train/report.h"
+#include "train/report_schedule.h"
 
 namespace sb {
 namespace {
@@ -50,7 +51,7 @@ RunMetrics read_metrics(const std::filesystem::path& file) {
   return metrics;
 }
 
-ReportInput read_run(const std::filesystem::path& directory) {
+ReportInput read_run(const std::filesystem::path& directory, int64_t step) {
   const std::filesystem::path metrics = directory / "metrics.jsonl";
   SB_USER_CHECK(std::filesystem::is_regular_file(metrics),
                 "{}: has no metrics.jsonl; name the train.output_dir of a run", directory.string());
@@ -58,7 +59,10 @@ ReportInput read_run(const std::filesystem::path& directory) {
   input.name = std::filesystem::absolute(directory).lexically_normal().filename().string();
   if (input.name.empty()) input.name = directory.string();
   input.metrics = read_metrics(metrics);
-  if (std::filesystem::is_regular_file(directory / "plan.jsonl")) input.plans = read_plan_log(directory / "plan.jsonl");
+  input.step = step;
+  if (std::filesystem::is_regular_file(directory / "plan.jsonl"))
+    input.plans = read_plan_overview(directory / "plan.jsonl", kMostMicroBatchesShown,
+                                     [&](const PlanRecord& plans) { return shown_steps(plans, step); });
   if (std::filesystem::is_regular_file(directory / "run.yaml")) input.run_config = read_text(directory / "run.yaml");
   return input;
 }

@@ -78,6 +78,24 @@ std::optional<double> planned_speedup(const LoggedStep& step) {
   return before / after;
 }
 
+std::vector<int64_t> shown_steps(const PlanRecord& plans, int64_t step) {
+  std::vector<std::pair<double, int64_t>> gains;
+  for (const auto& [number, logged] : plans.steps)
+    if (const auto gain = planned_speedup(logged)) gains.emplace_back(*gain, number);
+  std::sort(gains.begin(), gains.end());
+  std::vector<int64_t> steps;
+  const auto add = [&](int64_t number) {
+    if (std::find(steps.begin(), steps.end(), number) == steps.end()) steps.push_back(number);
+  };
+  if (step > 0 && plans.steps.contains(step)) add(step);
+  if (!gains.empty()) {
+    add(gains[gains.size() / 2].second);
+    add(gains.back().second);
+    add(gains.front().second);
+  }
+  return steps;
+}
+
 std::string schedule_figure(const LoggedStep& step) {
   const size_t stages = drawable_stages(step.plan);
   if (stages == 0) return {};

@@ -123,6 +123,39 @@ TEST(Report, PlansThatDoNotFitAreNotDrawn) {
   EXPECT_NE(schedule_figure(bad), "");
 }
 
+// Of a long run's plans most are not kept: the page is the same.
+TEST(Report, OfALongRunNeedsAFewPlansAtATime) {
+  TemporaryFolder folder;
+  const ReportInput whole = example_run(900, 2);
+  std::string metrics;
+  for (int64_t step = 1; step <= 900; ++step) {
+    metrics += fmt::format("{{\"step\":{}", step);
+    for (const auto& [name, series] : whole.metrics.series) metrics += fmt::format(",\"{}\":{}", name, series.at(step));
+    metrics += "}\n";
+  }
+  write_bytes(folder.path("metrics.jsonl"), metrics);
+  write_bytes(folder.path("run.yaml"), whole.run_config);
+  {
+    PlanLog log(folder.path("plan.jsonl"));
+    for (const auto& [number, step] : whole.plans.steps) {
+      if (number > 2) log.measured(*whole.plans.steps.at(number - 2).measured);  // two are planned ahead
+      log.plan(step);
+    }
+  }
+  for (const int64_t step : {0, 7}) {
+    ReportInput input = read_run(folder.path(""), step);
+    EXPECT_EQ(input.plans.steps.size(), 900u);
+    int64_t kept = 0;
+    for (const auto& [number, logged] : input.plans.steps) kept += !logged.plan.ranks.empty();
+    EXPECT_LE(kept, 4000 / 6 + 1 + 2 + 4);  // the last 4,000 micro-batches, two to come, those that are drawn
+    const std::string page = write_report(input);
+    EXPECT_EQ(page.find("step 7,") != std::string::npos, step == 7);
+    input.plans = read_plan_log(folder.path("plan.jsonl"));
+    EXPECT_FALSE(input.plans.steps.at(2).plan.ranks.empty());
+    EXPECT_TRUE(page == write_report(input));
+  }
+}
+
 TEST(Report, ReadsARunsDirectory) {
   TemporaryFolder folder;
   EXPECT_THROW(read_run(folder.path("")), UserError);
