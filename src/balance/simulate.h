@@ -33,6 +33,10 @@ struct SimulatedRow {
   double worst_mean_difference = 0;  // smallest (mean coverage − the base's) over the steps
   double relaxed_bound = 0;          // tuning `optimal`: mean coverage of continuous budgets in the same time
   double planner_ms = 0;
+  double tokens = 0;  // mean of a step
+  // Of any step: what bounds the memory.
+  int64_t largest_micro_batch = 0;  // tokens
+  int most_micro_batches = 0;       // of a pipeline
 };
 
 struct SimulateInput {

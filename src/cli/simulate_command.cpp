@@ -211,25 +211,9 @@ Json run_sweep(const Arguments& arguments, const LatencyModel& latency, const Co
                               arguments.seed, seconds,  &threads, [&] { progress.step(); }};
     const SimulatedRow row = simulate_policy(input, policy);
     progress.clear();
-    // The largest micro-batch seen bounds the memory.
-    LengthSampler sampler(pool, arguments.seed);
-    int64_t most = 0, tokens = 0;
-    int micro_batches = 1;
-    for (int64_t step = 0; step < std::min<int64_t>(arguments.steps, 20); ++step) {
-      const auto sequences = sampler.next(arguments.global_batch);
-      const Plan plan = plan_step(step, cost, coverage, sequences, policy.options, {}, &threads);
-      for (const PlannedRank& rank : plan.ranks)
-        for (const PlannedMicroBatch& micro_batch : rank.micro_batches) {
-          most = std::max(most, micro_batch.tokens);
-          tokens += micro_batch.tokens;
-          micro_batches = static_cast<int>(rank.micro_batches.size());
-        }
-    }
-    const double mean_tokens =
-        static_cast<double>(tokens) / static_cast<double>(std::min<int64_t>(arguments.steps, 20));
-    const MemoryEstimate memory = estimate_memory(cost, most, micro_batches);
+    const MemoryEstimate memory = estimate_memory(cost, row.largest_micro_batch, row.most_micro_batches);
     const bool fits = !known || memory.total() <= profile.memory_bytes;
-    const double rate = mean_tokens / row.makespan_ms * 1e3;
+    const double rate = row.tokens / row.makespan_ms * 1e3;
     fmt::print("{:<18} {:>9.1f} {:>8.3f}x {:>12.0f} {:>10.1f} {:>6}\n", layout_name(layout), row.makespan_ms,
                row.speedup, rate, static_cast<double>(memory.total()) / (1 << 30),
                !known ? "n/a"

@@ -2,6 +2,8 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
+
 #include "balance/layout_sweep.h"
 #include "balance/length_pool.h"
 
@@ -66,6 +68,23 @@ TEST(Simulate, FourByFourOfThePaper) {
       EXPECT_GE(row.mean_coverage, 0.97 * row.relaxed_bound) << pool;
     }
   }
+}
+
+// One sequence a micro-batch: what the rows count is what the steps hold, the last ones too.
+TEST(Simulate, CountsWhatAllStepsHold) {
+  constexpr int64_t kSteps = 50;
+  const SimulatedRow row = run("qwen2.5-0.5b", "chatqa2-like", 2, 1, 1, "in_order", kSteps);
+  const auto pool = find_lengths("chatqa2-like");
+  LengthSampler sampler(pool, 1);
+  int64_t tokens = 0, longest = 0;
+  for (int64_t step = 0; step < kSteps; ++step)
+    for (const Sequence& sequence : sampler.next(16)) {
+      tokens += sequence.tokens;
+      longest = std::max(longest, sequence.tokens);
+    }
+  EXPECT_DOUBLE_EQ(row.tokens, static_cast<double>(tokens) / kSteps);
+  EXPECT_EQ(row.largest_micro_batch, longest);
+  EXPECT_EQ(row.most_micro_batches, 8);
 }
 
 TEST(Simulate, LayoutsOfASweep) {

@@ -1,5 +1,6 @@
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <cstdio>
 #include <filesystem>
 #include <fstream>
@@ -189,6 +190,23 @@ TEST_F(Cli, SimulateSweepsLayoutsAndSaysWhatBalancingGives) {
     EXPECT_EQ(layout["speedup"], policy["speedup"]);
   }
   EXPECT_TRUE(found);
+}
+
+// Tokens and time of a step are means over the same steps.
+TEST_F(Cli, ASweepCountsTheTokensOfAllSteps) {
+  const auto tokens = [&](const char* steps) {
+    const std::string json = (directory_ / "layouts.json").string();
+    const ProgramResult sweep = run_program({"simulate", "--model", "qwen2.5-0.5b", "--sweep", "--gpus", "1",
+                                             "--global-batch", "1", "--steps", steps, "--json", json});
+    EXPECT_EQ(sweep.exit_code, 0) << sweep.err;
+    std::ifstream file(json);
+    const nlohmann::json row = nlohmann::json::parse(file)["layouts"][0];
+    return row["tokens_per_second"].get<double>() * row["makespan_ms"].get<double>() / 1e3 * std::stod(steps);
+  };
+  const double before = tokens("40"), last = tokens("41") - before;
+  EXPECT_NEAR(last, std::round(last), 1e-3);
+  EXPECT_GE(last, 1);
+  EXPECT_NE(std::round(last), std::round(before / 40));
 }
 
 TEST_F(Cli, SimulateRefusesOptionsThatWouldHaveNoEffect) {
