@@ -129,7 +129,8 @@ void write_json(const EvalOptions& options, const std::string& results) {
   object["model"] = options.model;
   object["attention"] = options.attention;
   object["device"] = options.device;
-  write_output(options.json, object.dump(1) + "\n");
+  // A folder's name need not be UTF-8, which JSON is.
+  write_output(options.json, object.dump(1, ' ', false, nlohmann::ordered_json::error_handler_t::replace) + "\n");
 }
 
 void show(Progress& progress, size_t done, size_t all, const char* what) {

@@ -328,6 +328,18 @@ TEST_F(Cli, PerplexityOfPositionsWithoutTargetsIsNone) {
   EXPECT_EQ(rows[2]["loss"], rows[1]["loss"]);
 }
 
+TEST_F(Cli, EvalWritesResultsOfAModelWhoseNameIsNoText) {
+  const std::string model = (directory_ / "caf\xe9").string(), json = (directory_ / "answer.json").string();
+  std::filesystem::copy("tests/data/hf/qwen2_tied", model);
+  const ProgramResult result = run_program({"eval", "generate", "--model", model, "--token-ids", "--prompt", "1 2",
+                                            "--max-new-tokens", "2", "--json", json});
+  ASSERT_EQ(result.exit_code, 0) << result.err;
+  std::ifstream file(json);
+  const nlohmann::json answer = nlohmann::json::parse(file);
+  EXPECT_EQ(answer["model"], (directory_ / "caf\ufffd").string());
+  EXPECT_EQ(answer["rows"][0]["tokens"].size(), 2u);
+}
+
 TEST_F(Cli, EvalOfARunsFolderNamesTheModelInIt) {
   std::filesystem::create_directories(directory_ / "final");
   write("final/config.json", "{}");
