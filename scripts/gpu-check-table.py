@@ -32,6 +32,7 @@ MEMORY = re.compile(r"^  memory: ([\d.]+) GiB planned, ([\d.]+) taken")
 KERNELS = re.compile(r"^(\S.*?) {2,}[\d.]+ +(\d+) \| +[\d.]+ +(\d+)(.*)")
 SELECTION = re.compile(r"^((?:topk|topp|mass) .*?) +rows [\d.]+ ms.*?: ([\d.]+) %;.*: (-?[\d.]+) %")
 TAKEN = re.compile(r"\| +[\d.]+ +(\d+) \(taken\)")
+LASTING = re.compile(r"\| in a row (\d+) / (\d+)")  # at the power limit
 TESTS = re.compile(r"^\d+% tests passed(?:, (\d+) tests? failed)? out of (\d+)")  # CMake 4 leaves out a zero
 
 
@@ -105,23 +106,29 @@ def add_attention(table, lines):
             name, forward, backward, rest = match[1], int(match[2]), int(match[3]), match[4]
             if taken := TAKEN.search(rest):
                 backward = int(taken[1])
+            found = LASTING.search(rest)
+            lasting = (int(found[1]), int(found[2])) if found else None
             peer, _, case = name.partition(" ")
             if peer in ("cuDNN", "FlashAttention-2", "FlexAttention"):
-                peers.setdefault(case, []).append((peer, forward, backward))
+                peers.setdefault(case, []).append((peer, forward, backward, lasting))
             else:
-                ours[name] = (forward, backward)
+                ours[name] = (forward, backward, lasting)
     if not ours:
         return
     table.title("attention, TFLOP/s forward / backward", "ours", "peer", "ratio")
-    for name, (forward, backward) in ours.items():
+    for name, (forward, backward, lasting) in ours.items():
         bars = ATTENTION_BARS.get(name)
         met = forward >= bars[0] and backward >= bars[1] if bars else None
         table.add(name, f"{forward} / {backward}", bar=f"{bars[0]} / {bars[1]}" if bars else "", met=met)
-        for peer, f, b in peers.get(name, []):
+        for peer, f, b, peer_lasting in peers.get(name, []):
             bars = FLEX_BARS.get(name) if peer == "FlexAttention" else None
             met = forward >= bars[0] * f and backward >= bars[1] * b if bars else None
             table.add(f"  {peer}", "", f"{f} / {b}", f"{forward / f:.2f} / {backward / b:.2f} x",
                       f"{bars[0]} / {bars[1]} x" if bars else "", met)
+            if lasting and peer_lasting:
+                (forward_row, backward_row), (f, b) = lasting, peer_lasting
+                table.add("  in a row, at the power limit", f"{forward_row} / {backward_row}", f"{f} / {b}",
+                          f"{forward_row / f:.2f} / {backward_row / b:.2f} x")
     for name, share, added in selection:
         judged = name.startswith("topk") and "parts of" not in name
         table.add(f"{name}, selection: in a row / added", f"{share} / {added} %", bar=f"{SELECTION_BAR} %" if judged else "",
@@ -150,8 +157,8 @@ Qwen2.5-3B at 524288, topk, budget 8192: 32483 ms, 16141 tokens/s
 Qwen2.5-3B at 32768, dense: 16814 ms, 31182 tokens/s (524288 tokens a step), sequences of 1024
 dense 16:2 d128 32K               6.281    700 |   19.641    560 (rows 0.145) |   22.032    499 | 1635, 1695 MHz, 285 W
 5% 16:2 d128 128K qb16            5.686    630 |   21.044    425 (rows 0.547) |   19.670    455 (taken) | 1575, 1545 MHz
-10% 16:2 d128 32K qb128           0.708    643 |    2.665    428 (rows 0.144) |    2.414    472 | 1965, 1800 MHz, 286 W
-FlexAttention 10% 16:2 d128 32K qb128           1.463    311 |    3.520    324
+10% 16:2 d128 32K qb128           0.708    643 |    2.665    428 (rows 0.144) |    2.414    472 | in a row 570 / 415 | 1965, 1800 MHz, 286 W
+FlexAttention 10% 16:2 d128 32K qb128           1.463    311 |    3.520    324 | in a row 305 / 320
 topk 10% 16:2 d128 32K         rows 0.0894 ms, columns 0.0176, order 0.0128; attention 3.237: 3.5 %; all together 3.360: 3.8 %
 topk 10% 16:2 d128 32K parts of 64 rows 0.1349 ms, columns 0.0163, order 0.0122; attention 3.213: 5.1 %; all together 3.389: 5.5 %
 mass 10% 16:2 d128 32K         rows 0.1243 ms, columns 0.0090, order 0.0087; attention 3.360: 4.3 %; all together 3.504: 4.3 %; 9.7 % listed
@@ -167,6 +174,7 @@ mass 10% 16:2 d128 32K         rows 0.1243 ms, columns 0.0090, order 0.0087; att
                               ("91% tests passed, 1 test failed out of 11", "10 of 11", "MISSED"),
                               ("0% tests passed, 12 tests failed out of 12", "0 of 12", "MISSED")]:
         assert make_table([line]).rows == [("GPU tests", passed, "", "", "", met)], line
+    assert ("  in a row, at the power limit", "570 / 415", "305 / 320", "1.87 / 1.30 x", "", "") in make_table(good.splitlines()).rows
     print(make_table(good.splitlines()).text())
 
 

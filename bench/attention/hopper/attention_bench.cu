@@ -62,21 +62,36 @@ void rest(bool longer = false) {
   std::this_thread::sleep_for(std::chrono::milliseconds(longer ? 4 * pause_ms : pause_ms));
 }
 
-double median_ms(const std::function<void()>& body, int repeats) {
+// Of `calls` in a row.
+double timed_ms(const std::function<void()>& body, int calls = 1) {
   cudaEvent_t begin, end;
   must(cudaEventCreate(&begin), "event");
   must(cudaEventCreate(&end), "event");
+  must(cudaEventRecord(begin), "record");
+  for (int i = 0; i < calls; ++i) body();
+  must(cudaEventRecord(end), "record");
+  must(cudaEventSynchronize(end), "kernel");
+  float time = 0;
+  must(cudaEventElapsedTime(&time, begin, end), "time");
+  must(cudaEventDestroy(begin), "event");
+  must(cudaEventDestroy(end), "event");
+  return time;
+}
+
+double median_ms(const std::function<void()>& body, int repeats) {
   for (int i = 0; i < 3; ++i) body();
-  std::vector<float> times(repeats);
-  for (float& time : times) {
-    must(cudaEventRecord(begin), "record");
-    body();
-    must(cudaEventRecord(end), "record");
-    must(cudaEventSynchronize(end), "kernel");
-    must(cudaEventElapsedTime(&time, begin, end), "time");
-  }
+  std::vector<double> times(repeats);
+  for (double& time : times) time = timed_ms(body);
   std::sort(times.begin(), times.end());
   return times[repeats / 2];
+}
+
+// At the power limit, which takes up to a tenth of a second to act: the second half of 0.4 s of calls in a row, of
+// which one takes about `once` ms.
+double lasting_ms(const std::function<void()>& body, double once) {
+  const int calls = std::max(2, static_cast<int>(200 / once));
+  timed_ms(body, calls);
+  return timed_ms(body, calls) / calls;
 }
 
 // Pairs (query, key) that are computed usefully, for one query head of each list head.
@@ -117,27 +132,34 @@ void measure(const std::string& name, const Shape& shape, const std::vector<int3
       4.0 * shape.head_dim * useful_pairs(cu, lists, shape.kv_heads) * (shape.query_heads / shape.kv_heads);
   const ForwardParams f = forward_params(shape, t, w);
   const BackwardParams b = backward_params(shape, t, w);
-  const int repeats = flops > 2e13 ? 5 : flops > 2e12 ? 11 : 41;
+  // As many as the peers': more would last until the power limit acts.
+  const int repeats = flops > 2e13 ? 5 : flops > 2e12 ? 11 : 15;
   const bool heavy = flops > 2e12;
   rest(heavy);
-  const double forward_ms = median_ms([&] { hopper_forward(f, nullptr); }, repeats);
+  const std::function<void()> forward = [&] { hopper_forward(f, nullptr); };
+  const std::function<void()> in_one = [&] { hopper_backward(b, nullptr); };
+  const std::function<void()> in_two = [&] { hopper_backward_deterministic(b, nullptr); };
+  const double forward_ms = median_ms(forward, repeats);
   const unsigned forward_clock = card().megahertz();
   const double prepare_ms = median_ms([&] { prepare_rows(b, true, nullptr); }, repeats);
   const double finish_ms = median_ms([&] { finish_dq(b, nullptr), finish_split_columns(b, nullptr); }, repeats);
   rest(heavy);
-  const double backward_ms = median_ms([&] { hopper_backward(b, nullptr); }, repeats);
+  const double backward_ms = median_ms(in_one, repeats);
   const unsigned backward_clock = card().megahertz(), watts = card().watts();
   std::printf("%-30s %8.3f %6.0f | %8.3f %6.0f (rows %.3f, finish %.3f, splits %d)", name.c_str(), forward_ms,
               flops / forward_ms / 1e9, backward_ms, 2.5 * flops / backward_ms / 1e9, prepare_ms, finish_ms,
               w.split_count());
   if (deterministic) {
     rest(heavy);
-    const double ms = median_ms([&] { hopper_backward_deterministic(b, nullptr); }, repeats);
+    const double ms = median_ms(in_two, repeats);
     const double keys_ms = median_ms([&] { backward_keys(b, nullptr); }, repeats);
     const int64_t entries = lists ? static_cast<int64_t>(lists->entries.size()) : 0;
     const auto causal = static_cast<int64_t>(useful_pairs(cu, nullptr, shape.kv_heads));
-    std::printf(" | %8.3f %6.0f%s (keys %.3f)", ms, 2.5 * flops / ms / 1e9,
-                quicker_in_two_kernels(shape, w.work.tiling, entries, causal) ? " (taken)" : "", keys_ms);
+    const bool taken = quicker_in_two_kernels(shape, w.work.tiling, entries, causal);
+    std::printf(" | %8.3f %6.0f%s (keys %.3f)", ms, 2.5 * flops / ms / 1e9, taken ? " (taken)" : "", keys_ms);
+    const double forward_lasting = lasting_ms(forward, forward_ms);
+    const double lasting = taken ? lasting_ms(in_two, ms) : lasting_ms(in_one, backward_ms);
+    std::printf(" | in a row %.0f / %.0f", flops / forward_lasting / 1e9, 2.5 * flops / lasting / 1e9);
   }
   std::printf(" | %u, %u MHz, %u W\n", forward_clock, backward_clock, watts);
   std::fflush(stdout);
