@@ -24,8 +24,9 @@ namespace {
 constexpr size_t kMostPlans = 8192;
 constexpr size_t kWorkspaceBytes = size_t{32} << 20;  // what cuBLAS recommends for Hopper
 constexpr int kCandidates = 8;
-constexpr int64_t kManyTokens = 16384;
-constexpr int64_t kManyOutputs = 132 * 128 * 160;  // a tile for every multiprocessor of an H200
+constexpr int64_t kManyTokens = 16384, kManyTerms = 8192;
+constexpr int64_t kMultiprocessors = 132;                       // of an H200
+constexpr int64_t kManyOutputs = kMultiprocessors * 128 * 160;  // a tile for each of them
 
 cudaDataType_t data_type(DType dtype) {
   switch (dtype) {
@@ -108,19 +109,38 @@ uint32_t option_of(const cublasLtMatmulAlgo_t& algorithm, cublasLtMatmulAlgoConf
   return value;
 }
 
+// Whether tiles of 256 x 128 (256 of our columns) cover the product without much beyond its edge, and fill the last
+// round of multiprocessors.
+bool fits_large_tiles(const CudaProduct& p) {
+  constexpr int64_t kColumns = 256, kRows = 128;
+  const int64_t tiles = (p.n + kColumns - 1) / kColumns * ((p.m + kRows - 1) / kRows);
+  const int64_t places = (tiles + kMultiprocessors - 1) / kMultiprocessors * kMultiprocessors;
+  return 100 * p.m * p.n >= 97 * tiles * kColumns * kRows && 100 * tiles >= 85 * places;
+}
+
 // Which of the library's proposals is taken. Over many tokens a GPU runs at its power limit, for which the library does
-// not choose: of its kernels for Hopper those with the custom options 0 to 3, tiles of up to 176 x 128, make steps of
-// such micro-batches 1 to 1.6 % shorter than the first proposals, mostly larger tiles with the options 4 to 7
-// (measured, docs/results/engine-cuda.md).
+// not choose. Measured there, every proposal for as long as the limit takes to act, then in whole steps by turns
+// (docs/results/engine-cuda.md): sums of many terms are shortest with tiles of 256 x 128, others with the smaller ones,
+// of up to 176 x 128, that have the custom options 0 to 3. First proposals are mostly still larger.
 const cublasLtMatmulAlgo_t& taken(const CudaProduct& p, const std::vector<cublasLtMatmulAlgo_t>& proposals) {
   constexpr uint32_t kHopper = 66, kMostOption = 3;  // what the library calls them
   const int64_t tokens = p.transpose_a ? p.k : p.m;
   if (tokens < kManyTokens || p.m * p.n < kManyOutputs) return proposals.front();
-  const auto found = std::find_if(proposals.begin(), proposals.end(), [&](const cublasLtMatmulAlgo_t& proposal) {
-    return option_of(proposal, CUBLASLT_ALGO_CONFIG_ID) == kHopper &&
-           option_of(proposal, CUBLASLT_ALGO_CONFIG_CUSTOM_OPTION) <= kMostOption &&
-           option_of(proposal, CUBLASLT_ALGO_CONFIG_SPLITK_NUM) <= 1;
-  });
+  const auto first = [&](const auto& wanted) {
+    return std::find_if(proposals.begin(), proposals.end(), [&](const cublasLtMatmulAlgo_t& proposal) {
+      return option_of(proposal, CUBLASLT_ALGO_CONFIG_ID) == kHopper &&
+             option_of(proposal, CUBLASLT_ALGO_CONFIG_SPLITK_NUM) <= 1 && wanted(proposal);
+    });
+  };
+  auto found = proposals.end();
+  if (p.k >= kManyTerms && fits_large_tiles(p))
+    found = first([](const cublasLtMatmulAlgo_t& proposal) {
+      return option_of(proposal, CUBLASLT_ALGO_CONFIG_TILE_ID) == CUBLASLT_MATMUL_TILE_256x128;
+    });
+  if (found == proposals.end())
+    found = first([](const cublasLtMatmulAlgo_t& proposal) {
+      return option_of(proposal, CUBLASLT_ALGO_CONFIG_CUSTOM_OPTION) <= kMostOption;
+    });
   return found == proposals.end() ? proposals.front() : *found;
 }
 
