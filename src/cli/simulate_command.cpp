@@ -211,7 +211,7 @@ Json run_sweep(const Arguments& arguments, const LatencyModel& latency, const Co
                               arguments.seed, seconds,  &threads, [&] { progress.step(); }};
     const SimulatedRow row = simulate_policy(input, policy);
     progress.clear();
-    const MemoryEstimate memory = estimate_memory(cost, row.largest_micro_batch, row.most_micro_batches);
+    const MemoryEstimate memory = estimate_memory(cost, row.largest_micro_batch);
     const bool fits = !known || memory.total() <= profile.memory_bytes;
     const double rate = row.tokens / row.makespan_ms * 1e3;
     fmt::print("{:<18} {:>9.1f} {:>8.3f}x {:>12.0f} {:>10.1f} {:>6}\n", layout_name(layout), row.makespan_ms,
