@@ -217,6 +217,44 @@ TEST(RecordedPlans, AreReadOneAtATime) {
   EXPECT_NE(error_of([&] { plans.read(4); }).find("line 7"), std::string::npos);
 }
 
+// As the overview of a report reads what it has let go.
+TEST(PlanOverview, SaysWhenALineIsNotThereAnyMore) {
+  TemporaryFolder folder;
+  BalancedPlannerOptions chosen = options();
+  chosen.log = std::filesystem::path(folder.path("plan.jsonl"));
+  run(*planner(chosen), chosen, 1, 6, steady);
+  const std::string text = text_of(chosen.log);
+  // Chooses step 2, whose lines are the third and the fourth, when the file has become another.
+  const auto overview = [&](const std::string& now) {
+    std::ofstream(chosen.log) << text;
+    return read_plan_overview(chosen.log, 1, [&](const PlanRecord&) {
+      std::ofstream(chosen.log) << now;
+      return std::vector<int64_t>{2};
+    });
+  };
+  const auto line = [&](int number) {
+    size_t begin = 0;
+    for (; number > 1; --number) begin = text.find('\n', begin) + 1;
+    return begin;
+  };
+  const PlanRecord whole = read_plan_log(chosen.log), read = overview(text);
+  EXPECT_EQ(write_plan(read.steps.at(2).plan), write_plan(whole.steps.at(2).plan));
+  ASSERT_TRUE(read.steps.at(2).measured);
+  EXPECT_EQ(read.steps.at(2).measured->step_ns, whole.steps.at(2).measured->step_ns);
+  EXPECT_TRUE(read.steps.at(1).plan.ranks.empty());
+
+  const auto expect_gone = [&](const std::string& now, const std::string& what) {
+    const std::string error = error_of([&] { overview(now); });
+    EXPECT_NE(error.find(what + " of step 2 was there and is not any more"), std::string::npos) << error;
+  };
+  expect_gone(text.substr(0, line(3)), "line 3: the plan");
+  expect_gone(text.substr(0, line(4) - 1), "line 3: the plan");  // whole, but not finished
+  expect_gone(text.substr(0, line(5) - 1), "line 4: the measurement");
+  std::string other = text;
+  other.replace(other.find("\"step\":2", line(4)), 8, "\"step\":1");
+  expect_gone(other, "line 4: the measurement");
+}
+
 // In a log of many steps. (Sanitizers do not count; the test says nothing there.)
 TEST(RecordedPlans, TakeLittleMemory) {
   TemporaryFolder folder;
