@@ -3,11 +3,33 @@
 #include <algorithm>
 
 namespace sb {
+namespace {
 
-MemoryEstimate estimate_memory(const CostModel& cost, int64_t micro_batch_tokens, int micro_batches) {
+// What a run has by default: train.layer_chunk, train.loss_chunk.
+constexpr int64_t kLayerChunk = 32768, kLossChunk = 1024;
+constexpr int64_t kBf16 = 2, kFp32 = 4;
+
+// The temporaries of a layer that are there at once, where its projections and its MLP run in pieces: the larger of
+// forward and backward.
+int64_t layer_workspace(const ModelShape& shape, int64_t tokens, bool last) {
+  const int64_t piece = std::min(tokens, kLayerChunk);
+  const int64_t query = shape.heads * shape.head_dim, qkv = query + 2 * shape.kv_heads * shape.head_dim;
+  const int64_t stream = kBf16 * tokens * shape.hidden, operands = kBf16 * tokens * qkv;
+  const int64_t norm = piece * (kBf16 * shape.hidden + kFp32), mlp = norm + kBf16 * piece * 3 * shape.intermediate;
+  const int64_t results = tokens * (kBf16 * query + kFp32 * shape.heads);
+  const int64_t forward = 2 * stream + std::max(operands + std::max(norm + kBf16 * piece * qkv, results), mlp);
+  // The operands again, then the MLP or the gradients of attention; the last stage's gradient lies elsewhere.
+  const int64_t backward = operands + std::max(stream + mlp, operands + std::max(operands, norm));
+  return std::max(forward, backward + (last ? 0 : stream));
+}
+
+}  // namespace
+
+MemoryEstimate estimate_memory(const CostModel& cost, int64_t micro_batch_tokens) {
   const ModelShape& shape = cost.shape();
   const Layout& layout = cost.layout();
-  const int64_t own_tokens = (micro_batch_tokens + layout.cp - 1) / layout.cp;
+  const int64_t tokens = (micro_batch_tokens + layout.cp - 1) / layout.cp, query = shape.heads * shape.head_dim;
+  const int64_t stream = kBf16 * tokens * shape.hidden;
   MemoryEstimate fullest;
   for (int s = 0; s < cost.stages(); ++s) {
     int64_t parameters = shape.layer_parameters() * cost.stage_layers(s);
@@ -15,17 +37,17 @@ MemoryEstimate estimate_memory(const CostModel& cost, int64_t micro_batch_tokens
     if (first) parameters += shape.embedding_parameters();
     if (last && !(first && shape.tied)) parameters += shape.embedding_parameters();
     MemoryEstimate stage;
-    stage.weights = 2 * parameters;
-    stage.gradients = 4 * parameters;
+    stage.weights = kBf16 * parameters;
+    stage.gradients = kFp32 * parameters;
     // fp32 master weights and two moments, sharded over data and context parallel ranks.
-    stage.optimizer = 12 * parameters / (layout.dp * layout.cp);
-    const int in_flight = std::min(micro_batches, layout.warmup_depth * (cost.stages() - 1 - s) + 1);
-    const int64_t kept = 2 * (shape.hidden + shape.heads * shape.head_dim) + 4 * shape.heads;
-    stage.activations = own_tokens * kept * cost.stage_layers(s) * in_flight;
-    const int64_t wide =
-        2 * (4 * shape.hidden + 2 * (shape.heads + 2 * shape.kv_heads) * shape.head_dim + 4 * shape.intermediate);
-    constexpr int64_t kLossChunk = 1024;
-    stage.workspace = own_tokens * wide + (last ? kLossChunk * shape.vocabulary * 6 : 0);
+    stage.optimizer = 3 * kFp32 * parameters / (layout.dp * layout.cp);
+    const int in_flight = layout.warmup_depth * (cost.stages() - 1 - s) + 1;
+    const int64_t kept = stream + tokens * (kBf16 * query + kFp32 * shape.heads);
+    stage.activations = (kept * cost.stage_layers(s) + stream) * in_flight;
+    const int64_t query_gradients = kFp32 * tokens * query, logits = last ? kBf16 * kLossChunk * shape.vocabulary : 0;
+    // Two of each kind: inputs and their gradients to the stage before, the outputs' gradients to the one after.
+    const int64_t messages = 2 * stream * ((first ? 0 : 2) + (last ? 0 : 1));
+    stage.workspace = layer_workspace(shape, tokens, last) + std::max(query_gradients, logits) + messages;
     if (stage.total() > fullest.total()) fullest = stage;
   }
   return fullest;

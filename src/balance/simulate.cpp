@@ -99,13 +99,11 @@ SimulatedRow simulate_policy(const SimulateInput& input, const SimulatedPolicy& 
     row.worst_loss = std::max(row.worst_loss, plan.worst_loss);
     row.worst_step_speedup = std::min(row.worst_step_speedup, plan.baseline_us / plan.makespan_us);
     row.worst_mean_difference = std::min(row.worst_mean_difference, plan.mean_coverage - plan.base_coverage);
-    for (const PlannedRank& rank : plan.ranks) {
-      row.most_micro_batches = std::max(row.most_micro_batches, static_cast<int>(rank.micro_batches.size()));
+    for (const PlannedRank& rank : plan.ranks)
       for (const PlannedMicroBatch& micro_batch : rank.micro_batches) {
         row.tokens += static_cast<double>(micro_batch.tokens);
         row.largest_micro_batch = std::max(row.largest_micro_batch, micro_batch.tokens);
       }
-    }
     if (input.step_done) input.step_done();
   }
   const auto steps = static_cast<double>(input.steps);

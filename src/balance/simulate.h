@@ -36,7 +36,6 @@ struct SimulatedRow {
   double tokens = 0;  // mean of a step
   // Of any step: what bounds the memory.
   int64_t largest_micro_batch = 0;  // tokens
-  int most_micro_batches = 0;       // of a pipeline
 };
 
 struct SimulateInput {

@@ -8,10 +8,12 @@
 #include <map>
 #include <new>
 #include <string>
+#include <system_error>
 #include <vector>
 
 #include "cli/commands.h"
 #include "cli/exit_code.h"
+#include "cli/output_file.h"
 #include "core/config.h"
 #include "core/errors.h"
 #include "core/log.h"
@@ -135,11 +137,23 @@ int run(int argc, char** argv) {
   return 0;
 }
 
+// A command whose output is not all there has not succeeded.
+int run_and_check_output(int argc, char** argv) {
+  try {
+    const int code = run(argc, argv);
+    if (code == 0) sb::check_standard_output();
+    return code;
+  } catch (const std::system_error& error) {
+    sb::check_standard_output(error.code().value());  // fmt::print throws when a full buffer cannot be written
+    throw;
+  }
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
   try {
-    return run(argc, argv);
+    return run_and_check_output(argc, argv);
   } catch (const std::exception& error) {
     const int code = sb::exit_code(error);
     if (const auto* path = dynamic_cast<const std::filesystem::filesystem_error*>(&error))

@@ -1,6 +1,7 @@
 #include "cli/output_file.h"
 
 #include <cerrno>
+#include <cstdio>
 #include <cstring>
 #include <filesystem>
 #include <fstream>
@@ -25,6 +26,13 @@ void write_output(const std::string& path, const std::string& text) {
   file << text;
   file.close();
   SB_USER_CHECK(file.good(), "{}: cannot be written: {}", path, std::strerror(errno));
+}
+
+void check_standard_output(int reason) {
+  errno = reason;
+  if (std::fflush(stdout) == 0 && std::ferror(stdout) == 0) return;
+  SB_USER_CHECK(errno != 0, "standard output: some of it could not be written; is the disk full?");  // earlier
+  throw UserError("standard output: cannot be written: {}", std::strerror(errno));
 }
 
 }  // namespace sb

@@ -6,21 +6,19 @@
 #include <chrono>
 #include <cstdio>
 #include <filesystem>
-#include <functional>
 #include <map>
 #include <memory>
 #include <nlohmann/json.hpp>
-#include <ranges>
 
-#include "balance/layout_sweep.h"
 #include "balance/length_pool.h"
 #include "balance/schedule_picture.h"
 #include "balance/simulate.h"
 #include "cli/at_least.h"
 #include "cli/commands.h"
 #include "cli/output_file.h"
-#include "cli/progress.h"
 #include "cli/simulate_ring.h"
+#include "cli/simulate_sweep.h"
+#include "cli/step_progress.h"
 #include "core/errors.h"
 #include "data/token_file.h"
 
@@ -39,32 +37,15 @@ struct Arguments {
   double p = 0.1;
   std::vector<std::string> policies;
   bool frontier = false, no_frontier = false;
-  bool sweep = false;
-  int gpus = 0, max_cp = 8, threads = 0;
+  int threads = 0;
   std::string json, trace, svg;
+  SweepArguments sweep;
   RingArguments ring;
 };
 
 double seconds() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
-
-// Counts the steps of all policies and layouts that a simulation tries.
-class StepProgress {
- public:
-  explicit StepProgress(int64_t steps) : steps_(steps) {}
-  void step() {
-    ++done_;
-    progress_.show(static_cast<double>(done_) / static_cast<double>(steps_),
-                   fmt::format("{} of {} steps", done_, steps_));
-  }
-  // For the rows that are printed in between.
-  void clear() { progress_.clear(); }
-
- private:
-  int64_t steps_, done_ = 0;
-  Progress progress_;
-};
 
 void print_head() {
   fmt::print("{:<34} {:>9} {:>8} {:>9} {:>8} {:>8} {:>8} {:>8} {:>9} {:>8} {:>10}\n", "policy", "imbalance", "workers",
@@ -163,76 +144,20 @@ void write_pictures(const Arguments& arguments, const SimulateInput& input,
   }
 }
 
-std::string layout_name(const Layout& layout) {
-  return fmt::format("{} x {} x {}", layout.dp, layout.pp, layout.cp);
-}
-
-// `fitting`: tokens/s of the layouts that fit into memory.
-void print_fastest(std::vector<std::pair<double, Layout>> fitting, double capacity_gib) {
-  if (fitting.empty()) {
-    fmt::print("no layout fits into {:.0f} GiB; use more workers or shorter micro-batches\n", capacity_gib);
-    return;
-  }
-  std::ranges::stable_sort(fitting, std::greater(), &std::pair<double, Layout>::first);
-  const auto& [rate, best] = fitting.front();
-  std::vector<std::string> as_fast;
-  for (const auto& [other_rate, layout] : fitting | std::views::drop(1))
-    if (other_rate >= 0.98 * rate) as_fast.push_back(layout_name(layout));
-  fmt::print("fastest that fits: dp x pp x cp = {}{}\n", layout_name(best),
-             as_fast.empty() ? "" : fmt::format("; within 2 % of it: {}", fmt::join(as_fast, ", ")));
-  fmt::print("every policy on it: the same with --dp {} --pp {} --cp {} in place of --sweep and --gpus\n", best.dp,
-             best.pp, best.cp);
-}
-
-Json run_sweep(const Arguments& arguments, const LatencyModel& latency, const CoverageModel& coverage,
-               const std::vector<int64_t>& pool, ThreadPool& threads) {
-  const Profile& profile = latency.profile();
-  const int workers = arguments.gpus > 0 ? arguments.gpus : arguments.layout.workers();
-  const auto layouts =
-      possible_layouts(arguments.layout, workers, profile.shape.layers, arguments.global_batch, arguments.max_cp);
-  SB_USER_CHECK(!layouts.empty(), "no layout of {} workers fits {} layers and a global batch of {}", workers,
-                profile.shape.layers, arguments.global_batch);
+Json run_sweep(const Arguments& arguments, const LatencyModel& latency, const SimulateInput& input) {
   const SimulatedPolicy policy = standard_policies(arguments.batching, arguments.p).back();
-  const bool known = profile.memory_bytes > 0;
-  const double capacity = static_cast<double>(profile.memory_bytes) / (1 << 30);
-  fmt::print("layouts of {} workers{}, policy {}; the speed-up is over in_order on the same layout\n", workers,
-             known ? fmt::format(" of {:.0f} GiB", capacity) : "", policy.name);
-  if (workers > arguments.global_batch)
-    fmt::print("dp is at most the global batch of {}: a larger --global-batch has more layouts\n",
-               arguments.global_batch);
-  fmt::print("{:<18} {:>9} {:>9} {:>12} {:>10} {:>6}\n", "dp x pp x cp", "step ms", "speed-up", "tokens/s",
-             "GiB/worker", "fits");
-  Json rows = Json::array();
-  std::vector<std::pair<double, Layout>> fitting;  // tokens/s
-  StepProgress progress(std::ssize(layouts) * arguments.steps);
-  for (const Layout& layout : layouts) {
-    const CostModel cost(latency, arguments.spec, layout);
-    const SimulateInput input{cost,           coverage, pool,     arguments.global_batch,  arguments.steps,
-                              arguments.seed, seconds,  &threads, [&] { progress.step(); }};
-    const SimulatedRow row = simulate_policy(input, policy);
-    progress.clear();
-    const MemoryEstimate memory = estimate_memory(cost, row.largest_micro_batch, row.most_micro_batches);
-    const bool fits = !known || memory.total() <= profile.memory_bytes;
-    const double rate = row.tokens / row.makespan_ms * 1e3;
-    fmt::print("{:<18} {:>9.1f} {:>8.3f}x {:>12.0f} {:>10.1f} {:>6}\n", layout_name(layout), row.makespan_ms,
-               row.speedup, rate, static_cast<double>(memory.total()) / (1 << 30),
-               !known ? "n/a"
-               : fits ? "yes"
-                      : "no");
-    std::fflush(stdout);
-    rows.push_back({{"dp", layout.dp},
-                    {"pp", layout.pp},
-                    {"cp", layout.cp},
-                    {"makespan_ms", row.makespan_ms},
-                    {"speedup", row.speedup},
-                    {"tokens_per_second", rate},
-                    {"memory_bytes", memory.total()},
-                    {"fits", !known ? Json(nullptr) : Json(fits)},
-                    {"mean_coverage", row.mean_coverage}});
-    if (fits) fitting.emplace_back(rate, layout);
-  }
-  print_fastest(std::move(fitting), capacity);
-  return rows;
+  Json json = Json::array();
+  for (const SweepRow& row : run_sweep(arguments.sweep, latency, input, policy))
+    json.push_back({{"dp", row.layout.dp},
+                    {"pp", row.layout.pp},
+                    {"cp", row.layout.cp},
+                    {"makespan_ms", row.simulated.makespan_ms},
+                    {"speedup", row.simulated.speedup},
+                    {"tokens_per_second", row.tokens_per_second},
+                    {"memory_bytes", row.memory_bytes},
+                    {"fits", row.fits ? Json(*row.fits) : Json(nullptr)},
+                    {"mean_coverage", row.simulated.mean_coverage}});
+  return json;
 }
 
 Json run_ring(const Arguments& arguments) {
@@ -258,7 +183,7 @@ void check_arguments(const Arguments& arguments) {
   SB_USER_CHECK(arguments.steps > 0 && arguments.global_batch > 0, "--steps and --global-batch must be positive");
   SB_USER_CHECK(arguments.p >= 0 && arguments.p < 1, "--p must be in [0, 1), got {}", arguments.p);
   SB_USER_CHECK(
-      arguments.sweep || arguments.global_batch >= arguments.layout.dp,
+      arguments.sweep.wanted || arguments.global_batch >= arguments.layout.dp,
       "--global-batch {} is smaller than --dp {}: a rank would have nothing to do; raise the one or lower the "
       "other",
       arguments.global_batch, arguments.layout.dp);
@@ -312,7 +237,7 @@ void print_case(const Arguments& arguments, const Profile& profile, const Covera
                measured->block, measured->query_block, measured->score_tokens);
   const Layout& layout = arguments.layout;
   const std::string ranks =
-      arguments.sweep ? "" : fmt::format("dp {} x pp {} x cp {}, ", layout.dp, layout.pp, layout.cp);
+      arguments.sweep.wanted ? "" : fmt::format("dp {} x pp {} x cp {}, ", layout.dp, layout.pp, layout.cp);
   fmt::print("{}global batch {}, {} steps, budget {}, block {}{}{}, p {}\n\n", ranks, arguments.global_batch,
              arguments.steps, spec.budget, spec.block,
              spec.score_tokens > 0 ? fmt::format(", score tokens {}", spec.score_tokens) : "",
@@ -392,13 +317,13 @@ Json simulate(Arguments arguments) {
 
   print_case(arguments, profile, *coverage, pool.size());
   Json json = case_json(arguments, profile, *coverage);
-  if (arguments.sweep) {
-    json["layouts"] = run_sweep(arguments, latency, *coverage, pool, threads);
+  const SimulateInput input{cost,    *coverage, pool, arguments.global_batch, arguments.steps, arguments.seed,
+                            seconds, &threads,  {}};
+  if (arguments.sweep.wanted) {
+    json["layouts"] = run_sweep(arguments, latency, input);
     return json;
   }
-  run_policies(arguments, policies,
-               {cost, *coverage, pool, arguments.global_batch, arguments.steps, arguments.seed, seconds, &threads, {}},
-               json);
+  run_policies(arguments, policies, input, json);
   if (arguments.layout.cp > 1) {
     fmt::print("\n");
     json["ring"] = run_ring(arguments);
@@ -408,7 +333,7 @@ Json simulate(Arguments arguments) {
 
 void run(const Arguments& arguments) {
   for (const std::string& path : {arguments.json, arguments.trace, arguments.svg}) check_output(path);
-  if (!arguments.sweep) check_ring(arguments.layout.cp);
+  if (!arguments.sweep.wanted) check_ring(arguments.layout.cp);
   const Json json = simulate(arguments);
   if (!arguments.json.empty()) write_output(arguments.json, json.dump(2) + "\n");
 }
@@ -472,12 +397,7 @@ void add_simulate_command(CLI::App& app) {
       ->delimiter(',');
   command->add_flag("--frontier", a->frontier, "print speed-up against coverage and p even when --policies is given");
   command->add_flag("--no-frontier", a->no_frontier, "leave them out")->excludes("--frontier");
-  command->add_flag("--sweep", a->sweep, "try all layouts of dp·pp·cp workers and say which is fastest and fits");
-  command->add_option("--gpus", a->gpus, "--sweep: number of workers (default dp·pp·cp)")
-      ->check(at_least(1), "POSITIVE");
-  command->add_option("--max-cp", a->max_cp, "--sweep: largest cp to try")
-      ->check(at_least(1), "POSITIVE")
-      ->capture_default_str();
+  add_sweep_options(*command, a->sweep);
   command->add_option("--threads", a->threads, "of the planner; 0: all cores")
       ->check(CLI::Range(0, 1024))
       ->capture_default_str();

@@ -123,13 +123,6 @@ BalancedPlanner::BalancedPlanner(Profile profile, BalancedPlannerOptions options
     for (int s = 0; s <= cost.stages(); ++s) options_.first_layer.push_back(cost.first_layer(s));
   states_.push_back(std::make_shared<const BalanceState>());
   if (!options_.replay.empty()) {
-    // Its plans would be taken out of the file as the run begins, and be gone when it ends early.
-    std::error_code ignored;
-    SB_USER_CHECK(
-        !std::filesystem::equivalent(options_.replay, options_.log, ignored),
-        "balance.replay: {} is this run's own log, whose plans a resumed run takes by itself; leave it out, or "
-        "name a copy of the file",
-        options_.replay.string());
     record_.emplace(options_.replay);
     if (!record_->damage().empty()) log::warning("{}; the plans before it are used", record_->damage());
   } else if (!options_.log.empty() && std::filesystem::exists(options_.log)) {
@@ -209,18 +202,6 @@ std::shared_ptr<const BalanceState> BalancedPlanner::state_for(int64_t step) con
   return states_.front();
 }
 
-// Plans of an earlier process beyond its checkpoint are used again, unless they are not what the run asks for now.
-void BalancedPlanner::settle_record(int64_t first) {
-  if (settled_) return;
-  settled_ = true;
-  if (!record_is_own_) return;
-  record_->forget_before(first);
-  if (record_->empty()) return;
-  if (options_.replan.empty()) return;
-  log::info("{}: the plans from step {} on are made anew, since {}", options_.log.string(), first, options_.replan);
-  record_->forget_from(first);
-}
-
 // The plan of a step that has one on record.
 std::optional<LoggedStep> BalancedPlanner::recorded(int64_t step, const std::vector<Sequence>& sequences) {
   if (!record_ || !record_->contains(step)) return std::nullopt;
@@ -246,7 +227,8 @@ std::optional<LoggedStep> BalancedPlanner::recorded(int64_t step, const std::vec
 }
 
 void BalancedPlanner::announce(int64_t step, std::vector<Sequence> sequences) {
-  settle_record(step);
+  // Plans of an earlier process beyond its checkpoint are used again.
+  if (record_is_own_) record_->forget_before(step);
   Pending pending;
   if (std::optional<LoggedStep> logged = recorded(step, sequences)) {
     std::promise<Made> ready;

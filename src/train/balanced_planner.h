@@ -28,7 +28,6 @@ struct BalancedPlannerOptions {
   bool adapt = true;             // false: nothing is learned, a plan follows from the configuration and the step
   std::filesystem::path log;     // plan.jsonl; empty: none is written or read
   std::filesystem::path replay;  // the log of a run whose plans are used again; empty: none
-  std::string replan;            // why the plans that `log` holds beyond the first step do not apply; empty: they do
 };
 
 // Batches, orders and tunes every step, two steps ahead, in threads of its own.
@@ -73,7 +72,6 @@ class BalancedPlanner final : public StepPlanner {
     double planning_seconds = 0, waited_seconds = 0;
   };
 
-  void settle_record(int64_t first);
   std::optional<LoggedStep> recorded(int64_t step, const std::vector<Sequence>& sequences);
   void open_log(int64_t step);
   void check_recorded(const Plan& plan, const std::vector<Sequence>& sequences) const;
@@ -87,7 +85,7 @@ class BalancedPlanner final : public StepPlanner {
   // After the last kAhead + 1 steps learned from, oldest first: announce() may ask for any of them.
   std::deque<std::shared_ptr<const BalanceState>> states_;
   std::optional<RecordedPlans> record_;  // of options_.replay, or of an earlier process of this run
-  bool record_is_own_ = false, settled_ = false;
+  bool record_is_own_ = false;
   bool goes_on_ = false;  // with plans of its own record
   std::unique_ptr<PlanLog> log_;
   std::map<int64_t, Pending> pending_;

@@ -112,7 +112,7 @@ Profile run_profile(const RunConfig& config, const ModelConfig& model) {
 }
 
 std::unique_ptr<BalancedPlanner> make_balanced_planner(const RunConfig& config, const ModelConfig& model,
-                                                       const PackingLimits& limits, const std::string& replan) {
+                                                       const PackingLimits& limits) {
   BalancedPlannerOptions options;
   options.plan.batching.policy = batching_policy(config.balance.batching);
   options.plan.batching.micro_batch_sequences = config.batch.micro_batch_sequences;
@@ -128,7 +128,6 @@ std::unique_ptr<BalancedPlanner> make_balanced_planner(const RunConfig& config, 
   options.adapt = config.balance.adapt;
   options.log = config.train.output_dir / "plan.jsonl";
   options.replay = config.balance.replay;
-  options.replan = replan;
   Profile profile = run_profile(config, model);
   // Dense attention does not know the run's query blocks: tiles are counted as they were measured.
   if (config.attention.selection.pattern == SelectionPattern::dense && profile.blocks)

@@ -252,6 +252,10 @@ std::optional<fs::path> newest_intact_checkpoint(const fs::path& output_dir) {
   return std::nullopt;
 }
 
+int64_t read_step(const fs::path& checkpoint) {
+  return read_state(checkpoint / "state.json").step;
+}
+
 Selector::Thresholds read_thresholds(const fs::path& checkpoint) {
   return read_state(checkpoint / "state.json").thresholds;
 }

@@ -72,6 +72,8 @@ std::filesystem::path checkpoint_path(const std::filesystem::path& output_dir, i
 TrainState load_checkpoint(const std::filesystem::path& checkpoint, ParameterSet& parameters, const ShardLayout& layout,
                            int shard, TensorView first_moment, TensorView second_moment);
 
+// How many steps it holds.
+int64_t read_step(const std::filesystem::path& checkpoint);
 // What the `mass` pattern had learned by then.
 Selector::Thresholds read_thresholds(const std::filesystem::path& checkpoint);
 

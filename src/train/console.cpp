@@ -67,10 +67,15 @@ std::string format_validation(const ValidationReport& report) {
 Console::Console(std::FILE* out, bool terminal, int64_t log_steps)
     : out_(out), terminal_(terminal), log_steps_(std::max<int64_t>(1, log_steps)) {}
 
+// Not fmt::print, which throws: a run does not end because its console cannot be written.
+void Console::write(const std::string& text) {
+  std::fputs(text.c_str(), out_);
+}
+
 void Console::text(const std::string& block) {
-  if (line_open_) fmt::print(out_, "\r\033[K");
+  if (line_open_) write("\r\033[K");
   line_open_ = false;
-  fmt::print(out_, "{}{}", block, block.ends_with('\n') ? "" : "\n");
+  write(block.ends_with('\n') ? block : block + "\n");
   std::fflush(out_);
 }
 
@@ -82,11 +87,11 @@ void Console::step(const StepReport& report) {
     std::string line = format_step(report);
     const size_t width = terminal_width(out_) - 1;
     line.resize(std::min(line.size(), width - std::min(width, eta.size())));
-    fmt::print(out_, "\r{}{}\033[K", line, eta);
+    write(fmt::format("\r{}{}\033[K", line, eta));
     line_open_ = true;
     if (last || report.skipped) finish();
   } else if (report.step % log_steps_ == 0 || last || report.skipped) {
-    fmt::print(out_, "{}{}\n", format_step(report), eta);
+    write(format_step(report) + eta + "\n");
   }
   std::fflush(out_);
 }
@@ -96,7 +101,7 @@ void Console::validation(const ValidationReport& report) {
 }
 
 void Console::finish() {
-  if (line_open_) fmt::print(out_, "\n");
+  if (line_open_) write("\n");
   line_open_ = false;
   std::fflush(out_);
 }

@@ -58,6 +58,7 @@ class Console {
   void finish();
 
  private:
+  void write(const std::string& text);
   std::FILE* out_;
   bool terminal_;
   int64_t log_steps_;

@@ -111,28 +111,41 @@ std::ifstream open_log(const std::filesystem::path& file) {
 }
 
 // Gives the lines up to the first that is not sound, and says what is wrong with that one; "": nothing.
-// `take(line, text, offset, number)`.
+// `take(line, text, place)`.
 template <typename Take>
 std::string read_lines(std::ifstream& in, const std::filesystem::path& file, const Take& take) {
   std::set<int64_t> planned;
   std::string text;
-  std::streamoff offset = 0;
-  for (int64_t number = 1; std::getline(in, text); ++number) {
-    const std::string where = line_name(file, number);
+  for (PlanLinePlace place{0, 1}; std::getline(in, text); ++place.number) {
+    const std::string where = line_name(file, place.number);
     if (in.eof()) return where + ": the line is not finished";
     try {
       PlanLine line = parse_line(text, where);
       if (line.planned) planned.insert(line.step);
       SB_USER_CHECK(planned.contains(line.step), "{}: step {} was measured but not planned", where, line.step);
-      take(std::move(line), text, offset, number);
+      take(std::move(line), text, place);
     } catch (const UserError& error) {
       return error.what();
     }
-    offset += std::ssize(text) + 1;
+    place.offset += std::ssize(text) + 1;
   }
   // Lines that the disk does not give are not lines that there are not.
   SB_USER_CHECK(!in.bad(), "{}: cannot be read to its end", file.string());
   return "";
+}
+
+// Again what read_lines() has given from this place. UserError when it is not there any more.
+PlanLine read_line_at(std::ifstream& in, const std::filesystem::path& file, const PlanLinePlace& place, int64_t step,
+                      bool planned) {
+  const std::string where = line_name(file, place.number);
+  std::string text;
+  in.clear();
+  in.seekg(place.offset);
+  const bool whole = std::getline(in, text) && !in.eof();
+  PlanLine line = whole ? parse_line(text, where) : PlanLine();
+  SB_USER_CHECK(line.step == step && (planned ? line.planned.has_value() : line.measured.has_value()),
+                "{}: the {} of step {} was there and is not any more", where, planned ? "plan" : "measurement", step);
+  return line;
 }
 
 }  // namespace
@@ -140,7 +153,7 @@ std::string read_lines(std::ifstream& in, const std::filesystem::path& file, con
 PlanRecord read_plan_log(const std::filesystem::path& file) {
   std::ifstream in = open_log(file);
   PlanRecord record;
-  record.damage = read_lines(in, file, [&](PlanLine line, const std::string&, std::streamoff, int64_t) {
+  record.damage = read_lines(in, file, [&](PlanLine line, const std::string&, const PlanLinePlace&) {
     if (line.planned)
       record.steps[line.step] = std::move(*line.planned);
     else
@@ -152,21 +165,22 @@ PlanRecord read_plan_log(const std::filesystem::path& file) {
 PlanRecord read_plan_overview(const std::filesystem::path& file, int64_t micro_batches,
                               const std::function<std::vector<int64_t>(const PlanRecord&)>& choose) {
   struct Lines {
-    std::streamoff plan = 0, measured = -1;
+    PlanLinePlace plan;
+    std::optional<PlanLinePlace> measured;
   };
   std::map<int64_t, Lines> places;
   std::map<int64_t, int64_t> whole;  // steps that have everything, and how many measured micro-batches
   int64_t held = 0;
   PlanRecord record;
   std::ifstream in = open_log(file);
-  record.damage = read_lines(in, file, [&](PlanLine line, const std::string&, std::streamoff offset, int64_t) {
+  record.damage = read_lines(in, file, [&](PlanLine line, const std::string&, const PlanLinePlace& place) {
     LoggedStep& step = record.steps[line.step];
     if (line.planned) {
       step = std::move(*line.planned);
-      places[line.step] = {offset, -1};
+      places[line.step] = {place, std::nullopt};
       held -= std::exchange(whole[line.step], 0);
     } else {
-      places[line.step].measured = offset;
+      places[line.step].measured = place;
       const auto own = whole.find(line.step);
       if (own == whole.end()) return;
       held -= std::exchange(own->second, 0);
@@ -184,44 +198,25 @@ PlanRecord read_plan_overview(const std::filesystem::path& file, int64_t micro_b
     }
   });
 
-  const auto line_at = [&](std::streamoff offset) {
-    std::string text;
-    in.clear();
-    in.seekg(offset);
-    SB_USER_CHECK(std::getline(in, text), "{}: changed while it was read", file.string());
-    return parse_line(text, file.string());
-  };
   for (const int64_t step : choose(record)) {
     if (whole.contains(step)) continue;
     const Lines& lines = places.at(step);
-    PlanLine planned = line_at(lines.plan);
-    SB_USER_CHECK(planned.planned && planned.step == step, "{}: changed while it was read", file.string());
-    record.steps[step] = std::move(*planned.planned);
-    if (lines.measured >= 0) record.steps[step].measured = line_at(lines.measured).measured;
+    record.steps[step] = *read_line_at(in, file, lines.plan, step, /*planned=*/true).planned;
+    if (lines.measured)
+      record.steps[step].measured = read_line_at(in, file, *lines.measured, step, /*planned=*/false).measured;
   }
   return record;
 }
 
 RecordedPlans::RecordedPlans(std::filesystem::path file) : file_(std::move(file)), in_(open_log(file_)) {
-  damage_ =
-      read_lines(in_, file_, [&](const PlanLine& line, const std::string&, std::streamoff offset, int64_t number) {
-        if (line.planned) places_[line.step] = {offset, number};
-      });
+  damage_ = read_lines(in_, file_, [&](const PlanLine& line, const std::string&, const PlanLinePlace& place) {
+    if (line.planned) places_[line.step] = place;
+  });
   if (!empty()) last_in_file_ = last();
 }
 
 LoggedStep RecordedPlans::read(int64_t step) {
-  const Place& place = places_.at(step);
-  const std::string where = line_name(file_, place.line);
-  std::string text;
-  in_.clear();
-  in_.seekg(place.offset);
-  const bool there = std::getline(in_, text) && !in_.eof();
-  SB_USER_CHECK(there, "{}: the plan of step {} was there and is not any more", where, step);
-  PlanLine line = parse_line(text, where);
-  SB_USER_CHECK(line.planned && line.step == step, "{}: the plan of step {} was there and is not any more", where,
-                step);
-  return std::move(*line.planned);
+  return *read_line_at(in_, file_, places_.at(step), step, /*planned=*/true).planned;
 }
 
 void RecordedPlans::forget_before(int64_t step) {
@@ -243,7 +238,7 @@ void RecordedPlans::trim_file(int64_t measured_end) const {
   if (damage_.empty() && last_in_file_ < std::min(forgotten_from_, measured_end)) return;
   std::ifstream in = open_log(file_);
   replace_file(file_, [&](DurableFile& kept) {
-    read_lines(in, file_, [&](const PlanLine& line, const std::string& text, std::streamoff, int64_t) {
+    read_lines(in, file_, [&](const PlanLine& line, const std::string& text, const PlanLinePlace&) {
       if (line.step >= forgotten_from_ || (line.measured && line.step >= measured_end)) return;
       kept.write((text + '\n').data(), text.size() + 1);
     });

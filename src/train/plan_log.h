@@ -38,6 +38,12 @@ PlanRecord read_plan_log(const std::filesystem::path& file);
 PlanRecord read_plan_overview(const std::filesystem::path& file, int64_t micro_batches,
                               const std::function<std::vector<int64_t>(const PlanRecord&)>& choose);
 
+// Where a line of a plan.jsonl stands.
+struct PlanLinePlace {
+  std::streamoff offset = 0;
+  int64_t number = 0;  // from 1
+};
+
 // The plans of a plan.jsonl, which stay in the file: a long run has gigabytes of them, and a planner wants one at a
 // time. The file is read once to learn where they stand and whether it is damaged. It stays open, so that it may be
 // replaced meanwhile.
@@ -61,14 +67,10 @@ class RecordedPlans {
   void trim_file(int64_t measured_end) const;
 
  private:
-  struct Place {
-    std::streamoff offset;
-    int64_t line;
-  };
   void close_if_empty();
   std::filesystem::path file_;
   std::ifstream in_;
-  std::map<int64_t, Place> places_;
+  std::map<int64_t, PlanLinePlace> places_;
   std::string damage_;
   int64_t last_in_file_ = 0;
   int64_t forgotten_from_ = std::numeric_limits<int64_t>::max();

@@ -5,6 +5,7 @@
 #include "core/errors.h"
 #include "train/run_config_balance.h"
 #include "train/run_config_check.h"
+#include "train/run_config_parallel.h"
 
 namespace sb {
 namespace {
@@ -343,45 +344,6 @@ void add_attention(OptionTable& table, Draft& draft) {
              "coverage and density of every layer in metrics.jsonl");
 }
 
-void add_parallel(OptionTable& table, Draft& draft) {
-  ParallelOptions& parallel = draft.config.parallel;
-  table.section(
-      "parallel",
-      "Ranks: dp times pp times cp of them. Start them with `--ranks` or `mpirun`, docs/parallel.md. A resumed run may "
-      "have others.");
-  table.integer("parallel.dp", &parallel.dp, 1, 1 << 16, "data-parallel ranks");
-  table.integer("parallel.pp", &parallel.pp, 1, 1 << 16, "pipeline stages");
-  table.integer("parallel.cp", &parallel.cp, 1, 1 << 16,
-                "context-parallel ranks: they share every sequence, block by block, and attention is a ring");
-  table.choice<ContextPlacement>("parallel.placement", &parallel.placement,
-                                 {{"triangular", ContextPlacement::triangular},
-                                  {"shifted", ContextPlacement::shifted},
-                                  {"striped", ContextPlacement::striped},
-                                  {"zigzag", ContextPlacement::zigzag}},
-                                 "which of the cp ranks holds which block; triangular spreads the work best");
-  table.integer("parallel.node_size", &parallel.node_size, 0, 1 << 16,
-                "cp ranks of one machine: transfers between machines then hide behind a whole turn inside them; 0: a "
-                "plain ring");
-  table.choice<ParallelOptions::RingLists>(
-      "parallel.ring_lists", &parallel.ring_lists,
-      {{"auto", ParallelOptions::RingLists::automatic},
-       {"device", ParallelOptions::RingLists::device},
-       {"host", ParallelOptions::RingLists::host}},
-      "device: cuda with cp: where pairs are chosen and lists made; auto: on the host (and the GPU waits) for "
-      "vertical_slash and for mass with lookahead, which device refuses, on the device for all others");
-  table.choice<ParallelOptions::Backend>(
-      "parallel.backend", &parallel.backend,
-      {{"auto", ParallelOptions::Backend::automatic},
-       {"nccl", ParallelOptions::Backend::nccl},
-       {"staged", ParallelOptions::Backend::staged}},
-      "device: cuda: how data gets from GPU to GPU; staged: through host memory, also where ranks share a GPU; auto: "
-      "nccl where each rank has a GPU of its own, else staged");
-  table.integer("parallel.timeout", &parallel.timeout, 1, 1 << 20,
-                "seconds that a rank waits for another before the run ends; longer than the longest micro-batch and "
-                "than saving a "
-                "checkpoint");
-}
-
 void add_optimizer(OptionTable& table, Draft& draft) {
   OptimizerOptions& optimizer = draft.config.optimizer;
   table.section("optimizer", "AdamW. Weight decay applies to parameters with two or more dimensions.");
@@ -466,7 +428,7 @@ OptionTable run_options(Draft& draft) {
   add_batch(table, draft);
   add_attention(table, draft);
   add_balance_options(table, draft.config.balance);
-  add_parallel(table, draft);
+  add_parallel_options(table, draft.config.parallel);
   add_optimizer(table, draft);
   add_train(table, draft);
   return table;

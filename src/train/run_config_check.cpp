@@ -1,8 +1,8 @@
 #include "train/run_config_check.h"
 
 #include "core/errors.h"
-#include "parallel/cuda/cuda_ring_memory.h"
 #include "train/run_config_balance.h"
+#include "train/run_config_parallel.h"
 
 namespace sb {
 namespace {
@@ -88,32 +88,14 @@ void check_batch(const RunConfig& config, const OptionTable& table) {
                 table.label("batch.micro_batch_tokens"), batch.micro_batch_tokens, config.data.max_sequence_length);
 }
 
-void check_parallel(const RunConfig& config, const OptionTable& table) {
-  const ParallelOptions& parallel = config.parallel;
-  SB_USER_CHECK(parallel.dp <= config.batch.global_batch_size,
-                "{}: {} ranks for batch.global_batch_size {}: some would have no sequence", table.label("parallel.dp"),
-                parallel.dp, config.batch.global_batch_size);
-  SB_USER_CHECK(!config.model.init || parallel.pp <= config.model.init->layers,
-                "{}: {} stages for {} layers: some would be empty; lower it", table.label("parallel.pp"), parallel.pp,
-                config.model.init->layers);
-  SB_USER_CHECK(parallel.node_size == 0 || parallel.cp % parallel.node_size == 0,
-                "{}: {} does not divide parallel.cp {}; machines have equal numbers of ranks",
-                table.label("parallel.node_size"), parallel.node_size, parallel.cp);
-  const SelectionConfig& selection = config.attention.selection;
-  SB_USER_CHECK(parallel.cp == 1 || selection.block % selection.query_block == 0,
-                "{}: {} does not divide attention.block {}, as it must where ranks share sequences (parallel.cp)",
-                table.label("attention.query_block"), selection.query_block, selection.block);
-  SB_USER_CHECK(parallel.ring_lists != ParallelOptions::RingLists::device || ring_chooses_on_device(selection),
-                "{}: device, but vertical_slash and mass with lookahead choose their pairs on the host; remove it, or "
-                "choose another attention.pattern",
-                table.label("parallel.ring_lists"));
+void check_attention(const RunConfig& config, const OptionTable& table) {
   const bool dumps = !config.attention.dump_index.empty();
-  SB_USER_CHECK(!dumps || selection.pattern != SelectionPattern::dense,
+  SB_USER_CHECK(!dumps || config.attention.selection.pattern != SelectionPattern::dense,
                 "{}: pattern: dense chooses nothing that could be saved; remove it or choose a pattern",
                 table.label("attention.dump_index"));
-  SB_USER_CHECK(!dumps || parallel.cp == 1,
+  SB_USER_CHECK(!dumps || config.parallel.cp == 1,
                 "{}: ranks that share sequences (parallel.cp {}) have a part of the lists each; set parallel.cp to 1",
-                table.label("attention.dump_index"), parallel.cp);
+                table.label("attention.dump_index"), config.parallel.cp);
 }
 
 void check_optimizer(const RunConfig& config, const OptionTable& table) {
@@ -148,6 +130,7 @@ void check_run_config(const RunConfig& config, const OptionTable& table, const s
   check_batch(config, table);
   check_balance(config, table);
   check_parallel(config, table);
+  check_attention(config, table);
   check_optimizer(config, table);
   check_train(config, table);
 }

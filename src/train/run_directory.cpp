@@ -14,6 +14,7 @@
 #include "core/errors.h"
 #include "core/log.h"
 #include "train/checkpoint.h"
+#include "train/plan_log.h"
 
 namespace sb {
 namespace {
@@ -66,6 +67,24 @@ void flatten(const ConfigValue& value, const std::string& prefix, std::map<std::
   for (const auto& [key, entry] : value.entries) flatten(entry, prefix.empty() ? key : prefix + "." + key, into);
 }
 
+// What steps are planned by and was otherwise before, in words; empty: nothing.
+std::string changed_planning(const std::vector<OptionChange>& changes) {
+  std::vector<std::string> texts;
+  for (const OptionChange& change : changes)
+    if (change.key.starts_with("balance.") || change.key.starts_with("batch.micro_batch_"))
+      texts.push_back(fmt::format("{} was {} and is {}", change.key, change.before, change.now));
+  return fmt::format("{}", fmt::join(texts, ", "));
+}
+
+void take_out_plans(const fs::path& log, int64_t first, const std::string& why) {
+  if (!fs::exists(log)) return;
+  RecordedPlans plans(log);
+  if (plans.empty() || plans.last() < first) return;
+  log::info("{}: the plans from step {} on are made anew, since {}", log.string(), first, why);
+  plans.forget_from(first);
+  plans.trim_file(first);
+}
+
 }  // namespace
 
 std::map<std::string, std::string> flatten_yaml(const std::string& yaml) {
@@ -104,6 +123,11 @@ void check_run_directory(const RunConfig& config) {
   SB_USER_CHECK(::faccessat(AT_FDCWD, there.c_str(), W_OK | X_OK, AT_EACCESS) == 0,
                 "train.output_dir {}: {} cannot be written to: {}", config.train.output_dir.string(), there.string(),
                 std::strerror(errno));
+  // Its plans would be taken out of the file as the run begins, and be gone when it ends early.
+  SB_USER_CHECK(!fs::equivalent(config.balance.replay, config.train.output_dir / "plan.jsonl", failed),
+                "balance.replay: {} is this run's own log, whose plans a resumed run takes by itself; leave it out, or "
+                "name a copy of the file",
+                config.balance.replay.string());
 }
 
 RunDirectory::RunDirectory(const RunConfig& config) : path_(config.train.output_dir) {
@@ -114,7 +138,8 @@ RunDirectory::RunDirectory(const RunConfig& config) : path_(config.train.output_
   lock();
   try {
     const std::string& resume = config.train.resume;
-    const std::vector<OptionChange> changes = refuse_another_run(config);
+    const bool goes_on = holds_run();
+    const std::vector<OptionChange> changes = goes_on ? refuse_another_run(config) : std::vector<OptionChange>();
     remove_leftovers(path_);
     if (resume == "auto") {
       resume_from_ = newest_intact_checkpoint(path_);
@@ -127,6 +152,10 @@ RunDirectory::RunDirectory(const RunConfig& config) : path_(config.train.output_
     for (const OptionChange& change : changes)
       log::info("{} with {}: {} (was {})", resume_from_ ? "resumed" : "started anew", change.key, change.now,
                 change.before);
+    // Before run.yaml has the new settings: with them there, no later start would see that the plans are of others.
+    const std::string outdated = goes_on ? changed_planning(changes) : "no step of the run was finished";
+    if (!outdated.empty())
+      take_out_plans(path_ / "plan.jsonl", goes_on && resume_from_ ? read_step(*resume_from_) + 1 : 1, outdated);
     replace_file(path_ / "run.yaml", print_run_config(config));
   } catch (...) {
     ::close(lock_);
@@ -173,13 +202,15 @@ void RunDirectory::compare_with_other_run(const RunConfig& config) const {
   }
 }
 
-std::vector<OptionChange> RunDirectory::refuse_another_run(const RunConfig& config) {
-  const std::vector<int64_t> steps = checkpoint_steps(path_);
-  // A run.yaml alone is of an attempt that failed before its first step.
+// A run.yaml alone, or with the plan of the first step, is of an attempt that failed before that was done.
+bool RunDirectory::holds_run() const {
   const fs::path metrics = path_ / "metrics.jsonl";
-  const bool holds_run =
-      (fs::exists(metrics) && fs::file_size(metrics) > 0) || fs::exists(path_ / "final") || !steps.empty();
-  if (!holds_run) return {};
+  return (fs::exists(metrics) && fs::file_size(metrics) > 0) || fs::exists(path_ / "final") ||
+         !checkpoint_steps(path_).empty();
+}
+
+std::vector<OptionChange> RunDirectory::refuse_another_run(const RunConfig& config) const {
+  const std::vector<int64_t> steps = checkpoint_steps(path_);
   const std::string& resume = config.train.resume;
   SB_USER_CHECK(resume != "never",
                 "{} already holds a run and train.resume is never: choose another train.output_dir, or train.resume: "
@@ -200,12 +231,6 @@ std::vector<OptionChange> RunDirectory::refuse_another_run(const RunConfig& conf
         "checkpoint of this one to start from)",
         path_.string(), changes);
   }
-  for (const OptionChange& change : difference.allowed) {
-    if (change.key.starts_with("balance.") || change.key.starts_with("batch.micro_batch_"))
-      changed_planning_ += fmt::format("{}{} was {} and is {}", changed_planning_.empty() ? "" : ", ", change.key,
-                                       change.before, change.now);
-  }
-
   if (resume != "auto") {
     // Otherwise the next automatic resume would find a checkpoint of the abandoned branch.
     const auto place = [](const fs::path& path) {

@@ -22,8 +22,8 @@ struct RunDifference {
 };
 RunDifference compare_runs(const std::string& before, const std::string& now);
 
-// UserError for a train.output_dir that cannot be made or written to and a train.resume that names nothing: what can be
-// told before there is a run, with nothing written.
+// UserError for a train.output_dir that cannot be made or written to, a train.resume that names nothing and a
+// balance.replay of the run's own log: what can be told before there is a run, with nothing written.
 void check_run_directory(const RunConfig& config);
 
 // The output directory of one run:
@@ -31,7 +31,8 @@ void check_run_directory(const RunConfig& config);
 //   metrics.jsonl     the record; tensorboard/ the same as event files; trace.json, trace-2.json … on request
 //   checkpoint-<n>/   see train/checkpoint.h
 //   final/            the trained model, as `transformers` loads it
-// Opening it locks it against a second process, refuses one that holds another run and decides where to start.
+// Opening it locks it against a second process, refuses one that holds another run, decides where to start and takes
+// the plans out of plan.jsonl that were made by other settings.
 class RunDirectory {
  public:
   explicit RunDirectory(const RunConfig& config);
@@ -44,17 +45,15 @@ class RunDirectory {
   const std::filesystem::path& path() const { return path_; }
   // The checkpoint to go on from; nothing: start from the beginning.
   const std::optional<std::filesystem::path>& resume_from() const { return resume_from_; }
-  // What the run plans its steps by and had otherwise before, in words; empty: nothing.
-  const std::string& changed_planning() const { return changed_planning_; }
 
  private:
   void lock();
+  bool holds_run() const;
   // Returns what the run goes on with otherwise than it began.
-  std::vector<OptionChange> refuse_another_run(const RunConfig& config);
+  std::vector<OptionChange> refuse_another_run(const RunConfig& config) const;
   void compare_with_other_run(const RunConfig& config) const;
 
   std::filesystem::path path_;
-  std::string changed_planning_;
   std::optional<std::filesystem::path> resume_from_;
   int lock_ = -1;
 };

@@ -73,8 +73,8 @@ void observe_coverage(const std::vector<MeasuredCoverage>& samples, int64_t bloc
 }
 
 std::unique_ptr<StepPlanner> make_step_planner(const RunConfig& config, const ModelConfig& model,
-                                               const PackingLimits& limits, const std::string& replan) {
-  if (wants_balancing(config.balance)) return make_balanced_planner(config, model, limits, replan);
+                                               const PackingLimits& limits) {
+  if (wants_balancing(config.balance)) return make_balanced_planner(config, model, limits);
   return std::make_unique<InOrderPlanner>(config.parallel.dp, model.layers, limits, config.attention.selection);
 }
 

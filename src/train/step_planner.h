@@ -83,8 +83,8 @@ void observe_coverage(const std::vector<MeasuredCoverage>& samples, int64_t bloc
                       const std::function<int64_t(int64_t tokens, int layer)>& used_budget,
                       CoverageStatistics& statistics);
 
-// The planner that balance.* asks for. `replan`: as BalancedPlannerOptions has it.
+// The planner that balance.* asks for.
 std::unique_ptr<StepPlanner> make_step_planner(const RunConfig& config, const ModelConfig& model,
-                                               const PackingLimits& limits, const std::string& replan);
+                                               const PackingLimits& limits);
 
 }  // namespace sb

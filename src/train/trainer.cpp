@@ -114,8 +114,7 @@ Trainer::Trainer(const RunConfig& config, TrainerParts parts, RunDirectory& dire
       time_left_(config.train.max_steps, config.train.validation_steps, config.train.save_steps),
       trace_(config.train.trace, leads() ? trace_path(directory.path()) : std::filesystem::path(), world_->rank(),
              config.parallel.pp > 1 ? fmt::format("stage {}", model_->grid().stage()) : "training loop") {
-  if (leads() && parts_.planner == nullptr)
-    own_planner_ = make_step_planner(config_, parts_.model, limits_, directory_.changed_planning());
+  if (leads() && parts_.planner == nullptr) own_planner_ = make_step_planner(config_, parts_.model, limits_);
   if (leads()) planner_ = parts_.planner ? parts_.planner : own_planner_.get();
   ahead_ = world_->all_reduce(planner_ ? int64_t{planner_->ahead()} : 0);
   load_start_of_run();

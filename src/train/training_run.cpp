@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "attention/cuda/cuda_attention.h"
+#include "attention/cuda/head_dims.h"
 #include "attention/dense_attention.h"
 #include "attention/sparse_attention.h"
 #include "core/errors.h"
@@ -23,6 +24,22 @@
 
 namespace sb {
 namespace {
+
+// What the kernels would refuse in the first step.
+void check_head_dim(const RunConfig& config, const ModelConfig& model) {
+  if (config.device != DeviceKind::cuda) return;
+  const int head_dim = model.head_dim;
+  const std::string begin =
+      fmt::format("{}: head_dim is {}, and on GPUs attention",
+                  config.model.init ? "model.init" : (config.model.path / "config.json").string(), head_dim);
+  SB_USER_CHECK(head_dim <= kMaxFp32HeadDim, "{} has kernels up to {}; set device: cpu", begin, kMaxFp32HeadDim);
+  SB_USER_CHECK(config.dtype() != DType::bf16 || std::ranges::count(kBf16HeadDims, head_dim) > 0,
+                "{} in bf16 has kernels for {}; set train.precision: float32", begin, fmt::join(kBf16HeadDims, ", "));
+  SB_USER_CHECK(head_dim % kCoverageHeadDimUnit == 0 || config.attention.coverage_rows == 0 ||
+                    config.attention.selection.pattern == SelectionPattern::dense,
+                "{} measures coverage for multiples of {}; set attention.coverage_rows: 0", begin,
+                kCoverageHeadDimUnit);
+}
 
 // Before anything is taken or written: a run started with another number of ranks says so at once.
 void check_ranks(const RunConfig& config, const RunRanks& ranks) {
@@ -184,6 +201,7 @@ std::unique_ptr<RunDirectory> open_run_directory(const RunConfig& config, Commun
 ModelConfig run_model_config(const RunConfig& config) {
   ModelConfig model = config.model.init ? *config.model.init : read_model_config(config.model.path / "config.json");
   adapt_model_config(config, model);
+  check_head_dim(config, model);
   return model;
 }
 

@@ -21,7 +21,8 @@ struct RunRanks {
 TrainSummary run_training(const RunConfig& config, std::FILE* out, bool terminal,
                           const std::function<bool()>& stop_requested, const RunRanks& ranks = {});
 
-// The model the run trains: config.json of model.path, or model.init, with model.rope put over it.
+// The model the run trains: config.json of model.path, or model.init, with model.rope put over it. UserError when the
+// run's device has no attention for its heads.
 ModelConfig run_model_config(const RunConfig& config);
 
 }  // namespace sb

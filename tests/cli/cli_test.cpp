@@ -102,6 +102,32 @@ TEST_F(Cli, AnOutputThatCannotBeWrittenIsRefusedAtOnce) {
   }
 }
 
+// Whether the end of the program writes what was printed, or a full buffer or the command does so before.
+TEST_F(Cli, AnOutputThatDoesNotArriveIsAnError) {
+  if (!std::filesystem::exists("/dev/full")) GTEST_SKIP() << "no /dev/full";
+  const std::string tokens = (directory_ / "tokens").string();
+  ASSERT_EQ(run_program({"data", "synth", "--sequences", "64", "--length", "64", "--output", tokens}).exit_code, 0);
+  const auto expect_error = [](const std::vector<std::string>& command, const std::string& reason) {
+    const ProgramResult result = run_program_into_full_device(command);
+    EXPECT_EQ(result.exit_code, 2) << command.back();
+    EXPECT_EQ(result.err, "error: standard output: " + reason + "\n") << command.back();
+  };
+  const std::string full = "cannot be written: No space left on device";
+  expect_error({"data", "show", tokens}, full);
+  expect_error({"data", "show", tokens, "--count", "64"}, full);
+  expect_error({"data", "stats", tokens}, full);
+  expect_error({"data", "stats", "--json", tokens}, full);
+  expect_error({"--help"}, full);
+  const std::string earlier = "some of it could not be written; is the disk full?";
+  expect_error({"data", "check", tokens}, earlier);
+  expect_error({"config", "--markdown"}, earlier);
+  expect_error({"--version"}, earlier);
+  // What the command itself says comes first.
+  const ProgramResult wrong = run_program_into_full_device({"data", "show", tokens, "--document", "64"});
+  EXPECT_EQ(wrong.exit_code, 2);
+  EXPECT_NE(wrong.err.find("has documents 0 to 63"), std::string::npos) << wrong.err;
+}
+
 TEST_F(Cli, SimulatesARing) {
   const std::string json = (directory_ / "ring.json").string();
   const ProgramResult result = run_program({"simulate", "--ring", "--cp", "4", "--node-size", "2", "--ring-tokens",

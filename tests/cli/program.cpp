@@ -19,12 +19,12 @@ std::string read_and_remove(const std::filesystem::path& path) {
   return text;
 }
 
-}  // namespace
+std::string scratch_file(const char* extension) {
+  return ::testing::TempDir() + "/sparsebalance_program_" + std::to_string(getpid()) + extension;
+}
 
-ProgramResult run_program(const std::vector<std::string>& arguments) {
-  // Files rather than pipes: nothing can block, however much is written.
-  const std::string base = ::testing::TempDir() + "/sparsebalance_program_" + std::to_string(getpid());
-  const std::string out = base + ".out", err = base + ".err";
+ProgramResult run_program_into(const std::string& out, const std::vector<std::string>& arguments) {
+  const std::string err = scratch_file(".err");
   std::vector<char*> argv{const_cast<char*>(SB_PROGRAM)};
   for (const std::string& argument : arguments) argv.push_back(const_cast<char*>(argument.c_str()));
   argv.push_back(nullptr);
@@ -41,9 +41,22 @@ ProgramResult run_program(const std::vector<std::string>& arguments) {
   EXPECT_EQ(waitpid(child, &status, 0), child);
   ProgramResult result;
   result.exit_code = WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
-  result.out = read_and_remove(out);
   result.err = read_and_remove(err);
   return result;
+}
+
+}  // namespace
+
+ProgramResult run_program(const std::vector<std::string>& arguments) {
+  // Files rather than pipes: nothing can block, however much is written.
+  const std::string out = scratch_file(".out");
+  ProgramResult result = run_program_into(out, arguments);
+  result.out = read_and_remove(out);
+  return result;
+}
+
+ProgramResult run_program_into_full_device(const std::vector<std::string>& arguments) {
+  return run_program_into("/dev/full", arguments);
 }
 
 }  // namespace sb::testing

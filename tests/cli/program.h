@@ -13,5 +13,7 @@ struct ProgramResult {
 
 // Runs the sparsebalance binary with these arguments and waits for it.
 ProgramResult run_program(const std::vector<std::string>& arguments);
+// The same with standard output to a device that has no room for anything; `out` is empty.
+ProgramResult run_program_into_full_device(const std::vector<std::string>& arguments);
 
 }  // namespace sb::testing

@@ -7,7 +7,9 @@
 #include "comm/thread_communicator.h"
 #include "core/errors.h"
 #include "tests/data/temporary_folder.h"
+#include "train/checkpoint.h"
 #include "train/plan_log.h"
+#include "train/run_directory.h"
 #include "train/training_run.h"
 
 namespace sb {
@@ -136,6 +138,55 @@ TEST(BalancedTraining, BatchingAndOrderingChangeNothing) {
   EXPECT_NEAR(one["loss"].get<double>(), sab["loss"].get<double>(), 1e-4);
   EXPECT_NEAR(one["grad_norm"].get<double>(), sab["grad_norm"].get<double>(), 1e-3 * one["grad_norm"].get<double>());
   EXPECT_NEAR(one["coverage"].get<double>(), sab["coverage"].get<double>(), 1e-4);
+}
+
+// Nothing is learned, so that a plan follows from the settings and the step.
+const std::vector<std::string> kTuned = {"parallel.dp=1", "balance.adapt=false", "train.max_steps=5",
+                                         "train.save_steps=3"};
+std::vector<std::string> untuned() {
+  std::vector<std::string> options = kTuned;
+  options.emplace_back("balance.tuning=off");
+  return options;
+}
+
+// Neither by the first start with the new settings nor by one after it, when that ends before its first step.
+TEST(BalancedTraining, PlansOfOtherSettingsAreNotTaken) {
+  TemporaryFolder folder;
+  train(config_of(folder.path("untuned"), untuned()));
+  const auto expected = read_plan_log(folder.path("untuned/plan.jsonl")).steps;
+  for (const bool ends_early : {false, true}) {
+    const std::string output = folder.path(ends_early ? "second" : "first");
+    train(config_of(output, kTuned));
+    // As if it had been killed after step 5, with the checkpoint of step 3.
+    fs::remove_all(checkpoint_path(output, 5));
+    fs::remove_all(output + "/final");
+    const auto tuned = read_plan_log(output + "/plan.jsonl").steps;
+    ASSERT_NE(write_plan(tuned.at(4).plan), write_plan(expected.at(4).plan));
+    ::testing::internal::CaptureStderr();
+    if (ends_early) {
+      const RunDirectory opened(config_of(output, untuned()));
+    }
+    train(config_of(output, untuned()));
+    const std::string log = ::testing::internal::GetCapturedStderr();
+    EXPECT_NE(log.find("the plans from step 4 on are made anew, since balance.tuning was optimal and is off"),
+              std::string::npos)
+        << log;
+    const auto steps = read_plan_log(output + "/plan.jsonl").steps;
+    ASSERT_EQ(steps.size(), 5u);
+    for (const auto& [step, logged] : steps)
+      EXPECT_EQ(write_plan(logged.plan), write_plan((step <= 3 ? tuned : expected).at(step).plan)) << step;
+  }
+}
+
+TEST(BalancedTraining, PlansOfAnAttemptThatFinishedNoStepAreNotTaken) {
+  TemporaryFolder folder;
+  train(config_of(folder.path("untuned"), untuned()));
+  const std::string output = folder.path("run");
+  train(config_of(output, kTuned));
+  for (const char* name : {"checkpoint-3", "checkpoint-5", "final", "metrics.jsonl"})
+    fs::remove_all(output + "/" + name);
+  train(config_of(output, untuned()));
+  EXPECT_EQ(plan_texts(output), plan_texts(folder.path("untuned")));
 }
 
 TEST(BalancedTraining, ARunRepeatsFromItsLog) {

@@ -254,6 +254,16 @@ TEST(Console, PlainLinesEverySoManyStepsAndTheLast) {
   EXPECT_NE(out.find("step 100/100"), std::string::npos);
 }
 
+TEST(Console, NoRoomForItsLinesDoesNotEndTheRun) {
+  if (!std::filesystem::exists("/dev/full")) GTEST_SKIP() << "no /dev/full";
+  std::FILE* full = std::fopen("/dev/full", "w");
+  Console console(full, false, 1);
+  EXPECT_NO_THROW(console.text(std::string(1 << 20, '#')));
+  for (int64_t step = 1; step <= 1000; ++step) EXPECT_NO_THROW(console.step(report(step)));
+  EXPECT_NE(std::ferror(full), 0);  // what the program looks at in the end
+  std::fclose(full);
+}
+
 TEST(Console, TerminalRedrawsOneLineAndKeepsTextApart) {
   const std::string out = console_output(true, 1, [](Console& console) {
     console.step(report(1));

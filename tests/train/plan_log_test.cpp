@@ -22,7 +22,9 @@ TEST(BalancedPlanner, ReplaysTheLogOfAKilledProcess) {
   const auto slow = [](int64_t step) { return 1.0 + 0.3 * static_cast<double>(step % 2); };
   const auto whole = run(*planner(chosen), chosen, 1, 9, slow);
   // A second process starts after step 4 on a machine that has become slower: up to step 9 the plans are the old ones.
+  ::testing::internal::CaptureStderr();
   const auto again = run(*planner(chosen), chosen, 5, 11, [](int64_t) { return 3.0; });
+  EXPECT_NE(::testing::internal::GetCapturedStderr().find("steps 5 to 9 run as"), std::string::npos);
   EXPECT_EQ(std::vector(whole.begin() + 4, whole.end()), std::vector(again.begin(), again.begin() + 5));
   const PlanRecord record = read_plan_log(chosen.log);
   EXPECT_EQ(record.damage, "");
@@ -68,38 +70,6 @@ TEST(BalancedPlanner, ReplaysPipelinesOfDifferentLengths) {
   const auto again = planner(replay);
   again->announce(1, three);
   EXPECT_EQ(write_plan(again->next()), write_plan(plan));
-}
-
-TEST(BalancedPlanner, PlansAnewWhatOtherOptionsHavePlanned) {
-  TemporaryFolder folder;
-  BalancedPlannerOptions chosen = options();
-  chosen.log = std::filesystem::path(folder.path("plan.jsonl"));
-  const auto tuned = run(*planner(chosen), chosen, 1, 9, steady);
-  // Killed and resumed after step 4 without tuning.
-  BalancedPlannerOptions changed = chosen;
-  changed.plan.tuning.policy = TuningPolicy::off;
-  changed.replan = "balance.tuning was optimal and is off";
-  ::testing::internal::CaptureStderr();
-  const auto plans = run(*planner(changed), changed, 5, 9, steady);
-  const std::string log = ::testing::internal::GetCapturedStderr();
-  EXPECT_NE(log.find("the plans from step 5 on are made anew, since balance.tuning was"), std::string::npos) << log;
-  const PlanRecord record = read_plan_log(chosen.log);
-  EXPECT_EQ(write_plan(record.steps.at(4).plan), tuned[3]);
-  for (int64_t step = 5; step <= 9; ++step) {
-    EXPECT_EQ(write_plan(record.steps.at(step).plan), plans[static_cast<size_t>(step - 5)]);
-    const std::vector<Sequence> sequences = batch_of(step);
-    for (const PlannedRank& rank : record.steps.at(step).plan.ranks)
-      for (const PlannedMicroBatch& micro_batch : rank.micro_batches)
-        for (size_t i = 0; i < micro_batch.budgets.size(); ++i) {
-          const int64_t id = micro_batch.sequences[i % micro_batch.sequences.size()];
-          const int64_t tokens = sequences[static_cast<size_t>(id - sequences[0].id)].tokens;
-          EXPECT_EQ(micro_batch.budgets[i], chosen.spec.base_budget(tokens)) << "step " << step;
-        }
-  }
-  // With the same options they are used, and that is said.
-  ::testing::internal::CaptureStderr();
-  EXPECT_EQ(run(*planner(chosen), chosen, 7, 9, steady), std::vector(plans.begin() + 2, plans.end()));
-  EXPECT_NE(::testing::internal::GetCapturedStderr().find("steps 7 to 9 run as"), std::string::npos);
 }
 
 TEST(BalancedPlanner, WhatReplayedStepsTookStaysInALogThatIsWrittenAnew) {
@@ -247,6 +217,44 @@ TEST(RecordedPlans, AreReadOneAtATime) {
   EXPECT_NE(error_of([&] { plans.read(4); }).find("line 7"), std::string::npos);
 }
 
+// As the overview of a report reads what it has let go.
+TEST(PlanOverview, SaysWhenALineIsNotThereAnyMore) {
+  TemporaryFolder folder;
+  BalancedPlannerOptions chosen = options();
+  chosen.log = std::filesystem::path(folder.path("plan.jsonl"));
+  run(*planner(chosen), chosen, 1, 6, steady);
+  const std::string text = text_of(chosen.log);
+  // Chooses step 2, whose lines are the third and the fourth, when the file has become another.
+  const auto overview = [&](const std::string& now) {
+    std::ofstream(chosen.log) << text;
+    return read_plan_overview(chosen.log, 1, [&](const PlanRecord&) {
+      std::ofstream(chosen.log) << now;
+      return std::vector<int64_t>{2};
+    });
+  };
+  const auto line = [&](int number) {
+    size_t begin = 0;
+    for (; number > 1; --number) begin = text.find('\n', begin) + 1;
+    return begin;
+  };
+  const PlanRecord whole = read_plan_log(chosen.log), read = overview(text);
+  EXPECT_EQ(write_plan(read.steps.at(2).plan), write_plan(whole.steps.at(2).plan));
+  ASSERT_TRUE(read.steps.at(2).measured);
+  EXPECT_EQ(read.steps.at(2).measured->step_ns, whole.steps.at(2).measured->step_ns);
+  EXPECT_TRUE(read.steps.at(1).plan.ranks.empty());
+
+  const auto expect_gone = [&](const std::string& now, const std::string& what) {
+    const std::string error = error_of([&] { overview(now); });
+    EXPECT_NE(error.find(what + " of step 2 was there and is not any more"), std::string::npos) << error;
+  };
+  expect_gone(text.substr(0, line(3)), "line 3: the plan");
+  expect_gone(text.substr(0, line(4) - 1), "line 3: the plan");  // whole, but not finished
+  expect_gone(text.substr(0, line(5) - 1), "line 4: the measurement");
+  std::string other = text;
+  other.replace(other.find("\"step\":2", line(4)), 8, "\"step\":1");
+  expect_gone(other, "line 4: the measurement");
+}
+
 // In a log of many steps. (Sanitizers do not count; the test says nothing there.)
 TEST(RecordedPlans, TakeLittleMemory) {
   TemporaryFolder folder;
@@ -333,23 +341,11 @@ TEST(BalancedPlanner, ALogThatIsNotNeededAnyMoreTakesNoRoom) {
     for (int64_t step = 4; step <= 6; ++step) resumed->announce(step, batch_of(step));
     EXPECT_EQ(removed_and_open(), before);
   }
-  BalancedPlannerOptions changed = chosen;
-  changed.replan = "something changed";
-  const auto anew = planner(changed);
+  BalancedPlannerOptions more_ranks = options(4);
+  more_ranks.log = chosen.log;
+  const auto anew = planner(more_ranks);  // whose plans do not fit
   anew->announce(3, batch_of(3));
   EXPECT_EQ(removed_and_open(), before);
-}
-
-TEST(BalancedPlanner, RefusesToReplayItsOwnLog) {
-  TemporaryFolder folder;
-  BalancedPlannerOptions chosen = options();
-  chosen.log = std::filesystem::path(folder.path("plan.jsonl"));
-  run(*planner(chosen), chosen, 1, 6, steady);
-  const std::string six = text_of(chosen.log);
-  chosen.replay = std::filesystem::path(folder.path("./plan.jsonl"));
-  EXPECT_NE(error_of([&] { planner(chosen)->announce(3, batch_of(3)); }).find("is this run's own log"),
-            std::string::npos);
-  EXPECT_TRUE(text_of(chosen.log) == six);
 }
 
 TEST(RecordedPlans, SayWhenTheFileCannotBeRead) {

@@ -6,6 +6,8 @@
 #include <sstream>
 
 #include "core/errors.h"
+#include "tests/train/scratch_directory.h"
+#include "train/training_run.h"
 
 namespace sb {
 namespace {
@@ -284,6 +286,48 @@ TEST(RunConfig, LoadsFromAFile) {
   EXPECT_EQ(load_run_config(path).train.max_steps, 3);
   EXPECT_EQ(load_run_config(path, {"train.max_steps=4"}).train.max_steps, 4);
   std::filesystem::remove(path);
+}
+
+// Before anything is built: the kernels would refuse it in the first step. Needs no GPU.
+TEST(RunConfig, HeadsWithoutAKernelAreRefused) {
+  const auto refusal = [](const RunConfig& config) -> std::string {
+    try {
+      run_model_config(config);
+    } catch (const UserError& error) {
+      return error.what();
+    }
+    return "";
+  };
+  const auto with_head_dim = [&](int head_dim, std::vector<std::string> overrides) {
+    overrides.push_back(fmt::format("model.init.head_dim={}", head_dim));
+    return refusal(parse(kSynthetic, overrides));
+  };
+  for (const int head_dim : {16, 32, 64, 96, 128}) EXPECT_EQ(with_head_dim(head_dim, {"device=cuda"}), "");
+  for (const int head_dim : {8, 48, 80, 112, 192, 256}) {
+    EXPECT_EQ(
+        with_head_dim(head_dim, {"device=cuda"}),
+        fmt::format("model.init: head_dim is {}, and on GPUs attention in bf16 has kernels for 16, 32, 64, 96, 128; "
+                    "set train.precision: float32",
+                    head_dim));
+    EXPECT_EQ(with_head_dim(head_dim, {"device=cuda", "train.precision=float32"}), "");
+    EXPECT_EQ(with_head_dim(head_dim, {"device=cpu"}), "");
+  }
+  const std::vector<std::string> sparse = {"device=cuda", "train.precision=float32", "attention.pattern=topk"};
+  EXPECT_NE(with_head_dim(90, sparse).find("multiples of 4; set attention.coverage_rows: 0"), std::string::npos);
+  EXPECT_EQ(with_head_dim(90, {sparse[0], sparse[1], sparse[2], "attention.coverage_rows=0"}), "");
+  EXPECT_EQ(with_head_dim(90, {sparse[0], sparse[1]}), "");
+
+  // A model that is there already.
+  const ScratchDirectory scratch;
+  write_bytes(scratch / "config.json", R"({"model_type": "llama", "hidden_size": 160, "intermediate_size": 64,
+      "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 64, "head_dim": 300,
+      "max_position_embeddings": 131072, "rms_norm_eps": 1e-6, "rope_theta": 1e4, "hidden_act": "silu",
+      "tie_word_embeddings": true})");
+  const std::string path = "model.path=" + scratch.path().string();
+  EXPECT_EQ(refusal(parse(kFromCheckpoint, {path, "device=cuda"})),
+            (scratch / "config.json").string() +
+                ": head_dim is 300, and on GPUs attention has kernels up to 256; set device: cpu");
+  EXPECT_EQ(refusal(parse(kFromCheckpoint, {path})), "");
 }
 
 // A model of 4096 positions with the given rope override, trained at `length` tokens.

@@ -6,6 +6,7 @@
 
 #include "attention/cuda/check.cuh"
 #include "attention/cuda/coverage_blocks.cuh"
+#include "attention/cuda/head_dims.h"
 
 namespace sb::gpu {
 namespace {
@@ -290,7 +291,7 @@ __global__ void __launch_bounds__(kRankThreads) ranks_kernel(const __grid_consta
 void measure_blocks(const CoverageParams& p, Precision precision, void* stream) {
   const int count = p.held != nullptr ? p.held_count : p.blocks;
   if (p.token_count == 0 || count == 0) return;
-  if (p.shape.head_dim % 4 != 0) throw_unsupported("head_dim", p.shape.head_dim);
+  if (p.shape.head_dim % kCoverageHeadDimUnit != 0) throw_unsupported("head_dim", p.shape.head_dim);
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
   if (precision != Precision::fp32) return tensor_coverage_blocks(p, count, cuda_stream);
   // More would leave too few thread blocks a multiprocessor.

@@ -1,6 +1,7 @@
 #include "attention/cuda/plain.cuh"
 
 #include "attention/cuda/check.cuh"
+#include "attention/cuda/head_dims.h"
 #include "attention/cuda/portable.cuh"
 
 namespace sb::gpu {
@@ -12,7 +13,7 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kStill = 64, kMoving = 16;
-constexpr int kMaxDim = 256;
+constexpr int kMaxDim = kMaxFp32HeadDim;
 
 struct Tiles {
   float *a, *b;  // [64][d + 1]: what stays

@@ -8,8 +8,10 @@
 
 #include <cstdint>
 #include <type_traits>
+#include <utility>
 
 #include "attention/cuda/check.cuh"
+#include "attention/cuda/head_dims.h"
 #include "attention/cuda/params.h"
 
 namespace sb::gpu {
@@ -218,20 +220,11 @@ struct PieceWalk {
 // Calls launch(std::integral_constant<int, D>) for the head dimensions that tiles of bf16 are compiled for.
 template <typename Launch>
 void for_head_dim(int d, Launch launch) {
-  switch (d) {
-    case 16:
-      return launch(std::integral_constant<int, 16>{});
-    case 32:
-      return launch(std::integral_constant<int, 32>{});
-    case 64:
-      return launch(std::integral_constant<int, 64>{});
-    case 96:
-      return launch(std::integral_constant<int, 96>{});
-    case 128:
-      return launch(std::integral_constant<int, 128>{});
-    default:
-      throw_unsupported("head_dim in bf16", d);
+  const bool launched = [&]<size_t... I>(std::index_sequence<I...>) {
+    return ((d == kBf16HeadDims[I] && (launch(std::integral_constant<int, kBf16HeadDims[I]>{}), true)) || ...);
   }
+  (std::make_index_sequence<kBf16HeadDims.size()>{});
+  if (!launched) throw_unsupported("head_dim in bf16", d);
 }
 
 // --- tiles of bf16 in shared memory: rows of D and 8 more, so that neighbouring rows lie in different banks

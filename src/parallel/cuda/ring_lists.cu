@@ -126,29 +126,29 @@ __global__ void __launch_bounds__(kWarp* kColumnWarps) columns_kernel(const __gr
     int sum = 0;
     for (int w = 0; w < kColumnWarps; ++w) sum += parts[w][threadIdx.x];
     args.column_counts[group.column + threadIdx.x] = sum;
-    return;
-  }
-  int at[kGroupColumns], query_block[kGroupColumns];
-#pragma unroll
-  for (int c = 0; c < kGroupColumns; ++c) {
-    at[c] = query_block[c] = 0;
-    if (c >= group.blocks) continue;
-    const RingBlock block = args.blocks[group.block + c];
-    if (block.column < 0) continue;  // nobody here chose it
-    query_block[c] = block.query_block;
-    at[c] = args.column_offsets[block.column + group.head * args.head_columns[block.pass]];
-    for (int w = 0; w < warp; ++w) at[c] += parts[w][c];
-  }
-  for (int i = 0; i < rounds; ++i) {
-    const int row = begin + kWarp * i + lane;
-    const uint64_t line = read(row);
+  } else {
+    int at[kGroupColumns], query_block[kGroupColumns];
 #pragma unroll
     for (int c = 0; c < kGroupColumns; ++c) {
-      const auto by = static_cast<uint8_t>(line >> (8 * c));
-      const uint32_t kept = __ballot_sync(~0u, by != kUnchosen);
-      if (by != kUnchosen)
-        args.column_entries[at[c] + __popc(kept & ((1u << lane) - 1))] = list_entry(query_block[c] + row, by);
-      at[c] += __popc(kept);
+      at[c] = query_block[c] = 0;
+      if (c >= group.blocks) continue;
+      const RingBlock block = args.blocks[group.block + c];
+      if (block.column < 0) continue;  // nobody here chose it
+      query_block[c] = block.query_block;
+      at[c] = args.column_offsets[block.column + group.head * args.head_columns[block.pass]];
+      for (int w = 0; w < warp; ++w) at[c] += parts[w][c];
+    }
+    for (int i = 0; i < rounds; ++i) {
+      const int row = begin + kWarp * i + lane;
+      const uint64_t line = read(row);
+#pragma unroll
+      for (int c = 0; c < kGroupColumns; ++c) {
+        const auto by = static_cast<uint8_t>(line >> (8 * c));
+        const uint32_t kept = __ballot_sync(~0u, by != kUnchosen);
+        if (by != kUnchosen)
+          args.column_entries[at[c] + __popc(kept & ((1u << lane) - 1))] = list_entry(query_block[c] + row, by);
+        at[c] += __popc(kept);
+      }
     }
   }
 }
