@@ -128,6 +128,20 @@ TEST_F(Cli, AnOutputThatDoesNotArriveIsAnError) {
   EXPECT_NE(wrong.err.find("has documents 0 to 63"), std::string::npos) << wrong.err;
 }
 
+// Nor does it get into files that are opened meanwhile, which would have the numbers of the closed streams.
+TEST_F(Cli, WhatIsPrintedToAClosedStreamIsInNoFile) {
+  const std::string output = (directory_ / "run").string();
+  EXPECT_EQ(run_program_without_streams({"train", run_file(), "--set", "train.max_steps=1", "--set",
+                                         "train.validation_sequences=1", "--set", "train.output_dir=" + output}),
+            2);
+  EXPECT_EQ(std::filesystem::file_size(output + "/.lock"), 0u);
+  int lines = 0;
+  std::ifstream metrics(output + "/metrics.jsonl");
+  for (std::string line; std::getline(metrics, line); ++lines) EXPECT_TRUE(nlohmann::json::accept(line)) << line;
+  EXPECT_EQ(lines, 3);  // validation, a step, validation
+  EXPECT_TRUE(std::filesystem::exists(output + "/final"));
+}
+
 TEST_F(Cli, SimulatesARing) {
   const std::string json = (directory_ / "ring.json").string();
   const ProgramResult result = run_program({"simulate", "--ring", "--cp", "4", "--node-size", "2", "--ring-tokens",
