@@ -418,6 +418,9 @@ TEST_F(Cli, EvalRefusesOptionsThatDoNotFitTheModel) {
 // Measuring takes long: what cannot be is said before it begins.
 TEST_F(Cli, MeasurementsRefuseWrongOptionsAtOnce) {
   const std::string run = run_file(), out = (directory_ / "profile.json").string();
+  const std::string heads = "model: {init: {vocab_size: 64, head_dim: 24}}\ndata: {synthetic: {vocab_size: 64}}\n";
+  const std::string on_cpu = write("on_cpu.yaml", heads), on_gpu = write("on_gpu.yaml", "device: cuda\n" + heads);
+  const char *two_layers = "--layers: three layers or more", *no_kernel = "head_dim is 24, and on GPUs";
   const std::pair<std::vector<std::string>, const char*> cases[] = {
       {{"bench", "attention", "--pattern", "nonsense"}, "nonsense"},
       {{"bench", "attention", "--block", "0"}, "attention.block: 0 tokens"},
@@ -426,7 +429,10 @@ TEST_F(Cli, MeasurementsRefuseWrongOptionsAtOnce) {
       {{"bench", "attention", "--density", "nan"}, "--density nan is not in (0, 1]"},
       {{"bench", "attention", "--heads", "3"}, "--heads 3 is no multiple of --kv-heads 2"},
       {{"profile", "--out", out, "--max-tokens", "0"}, "--max-tokens: 0 is below 1"},
-      {{"profile", "--out", out, "--layers", "2"}, "--layers: three layers or more"},
+      {{"profile", "--out", out, "--layers", "2"}, two_layers},
+      {{"profile", "--out", out, "--run", on_gpu}, no_kernel},
+      {{"profile", "--out", out, "--run", on_gpu, "--device", "cpu", "--layers", "2"}, two_layers},
+      {{"profile", "--out", out, "--run", on_cpu, "--device", "cuda"}, no_kernel},
       {{"profile", "--out", out, "--run", run, "--budget", "512"}, "--budget: --run "},
       {{"profile", "--out", out, "--run", run, "--model", "qwen2.5-3b"}, "--model: --run "},
   };
