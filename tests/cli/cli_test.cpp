@@ -1,6 +1,7 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <csignal>
 #include <cstdio>
 #include <filesystem>
 #include <fstream>
@@ -128,7 +129,19 @@ TEST_F(Cli, AnOutputThatDoesNotArriveIsAnError) {
   EXPECT_NE(wrong.err.find("has documents 0 to 63"), std::string::npos) << wrong.err;
 }
 
-// Nor does it get into files that are opened meanwhile, which would have the numbers of the closed streams.
+TEST_F(Cli, ARunDoesNotEndWithWhoReadsItsOutput) {
+  const std::string output = (directory_ / "run").string();
+  const ProgramResult result = run_program_into_broken_pipe(
+      {"train", run_file(), "--set", "train.max_steps=1", "--set", "train.output_dir=" + output});
+  EXPECT_EQ(result.exit_code, 2);
+  EXPECT_NE(result.err.find("error: standard output: "), std::string::npos) << result.err;
+  EXPECT_TRUE(std::filesystem::exists(output + "/final"));
+  // Others do, as programs in a pipe do.
+  EXPECT_EQ(run_program_into_broken_pipe({"config", "--markdown"}).exit_code, 128 + SIGPIPE);
+}
+
+// Nor does what is printed get into files that are opened meanwhile, which would have the numbers of the closed
+// streams.
 TEST_F(Cli, WhatIsPrintedToAClosedStreamIsInNoFile) {
   const std::string output = (directory_ / "run").string();
   EXPECT_EQ(run_program_without_streams({"train", run_file(), "--set", "train.max_steps=1", "--set",
