@@ -23,6 +23,18 @@ int64_t layer_workspace(const ModelShape& shape, int64_t tokens, bool last) {
   return std::max(forward, backward + (last ? 0 : stream));
 }
 
+// What attention's backward takes beside the layer: sums of the queries' gradients. In a ring also the copies of a pass
+// over a rank's own tokens and another's (operands, results, their gradients, sums), and keys and values on their way.
+int64_t attention_scratch(const ModelShape& shape, int64_t tokens, int ranks) {
+  const int64_t query = shape.heads * shape.head_dim, keys = shape.kv_heads * shape.head_dim;
+  const int64_t sums = kFp32 * tokens * query;
+  if (ranks == 1) return sums;
+  constexpr int64_t kRowNumbers = 3;  // log-sum-exp, and two that the backward makes
+  const int64_t pass = 2 * tokens * (4 * kBf16 * (query + keys) + kFp32 * query + kRowNumbers * kFp32 * shape.heads);
+  const int64_t travelling = std::min(ranks - 1, 2);
+  return sums + pass + 2 * tokens * keys * (kFp32 + kBf16 * travelling + kFp32 * (travelling + 1));
+}
+
 }  // namespace
 
 MemoryEstimate estimate_memory(const CostModel& cost, int64_t micro_batch_tokens) {
@@ -44,10 +56,11 @@ MemoryEstimate estimate_memory(const CostModel& cost, int64_t micro_batch_tokens
     const int in_flight = layout.warmup_depth * (cost.stages() - 1 - s) + 1;
     const int64_t kept = stream + tokens * (kBf16 * query + kFp32 * shape.heads);
     stage.activations = (kept * cost.stage_layers(s) + stream) * in_flight;
-    const int64_t query_gradients = kFp32 * tokens * query, logits = last ? kBf16 * kLossChunk * shape.vocabulary : 0;
+    const int64_t attention = attention_scratch(shape, tokens, layout.cp);
+    const int64_t logits = last ? kBf16 * kLossChunk * shape.vocabulary : 0;
     // Two of each kind: inputs and their gradients to the stage before, the outputs' gradients to the one after.
     const int64_t messages = 2 * stream * ((first ? 0 : 2) + (last ? 0 : 1));
-    stage.workspace = layer_workspace(shape, tokens, last) + std::max(query_gradients, logits) + messages;
+    stage.workspace = layer_workspace(shape, tokens, last) + std::max(attention, logits) + messages;
     if (stage.total() > fullest.total()) fullest = stage;
   }
   return fullest;

@@ -11,7 +11,8 @@ namespace sb {
 
 // Memory of the fullest worker as `train` plans it, without what is small: weights, gradients, sharded optimizer,
 // activations of the micro-batches in flight (train.recompute: attention keeps a layer's input, attention's output and
-// log-sum-exp), and the temporaries of one layer with those of attention or of the loss and messages between stages.
+// log-sum-exp), and the temporaries of one layer with those of attention (with layout.cp: of a ring) or of the loss and
+// messages between stages.
 struct MemoryEstimate {
   int64_t weights = 0, gradients = 0, optimizer = 0, activations = 0, workspace = 0;
   int64_t total() const { return weights + gradients + optimizer + activations + workspace; }

@@ -139,6 +139,7 @@ int run(int argc, char** argv) {
 
 // A command whose output is not all there has not succeeded.
 int run_and_check_output(int argc, char** argv) {
+  sb::occupy_closed_descriptors();
   try {
     const int code = run(argc, argv);
     if (code == 0) sb::check_standard_output();

@@ -1,5 +1,8 @@
 #include "cli/output_file.h"
 
+#include <fcntl.h>
+#include <unistd.h>
+
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
@@ -26,6 +29,15 @@ void write_output(const std::string& path, const std::string& text) {
   file << text;
   file.close();
   SB_USER_CHECK(file.good(), "{}: cannot be written: {}", path, std::strerror(errno));
+}
+
+void occupy_closed_descriptors() {
+  for (const int descriptor : {STDIN_FILENO, STDOUT_FILENO, STDERR_FILENO}) {
+    if (::fcntl(descriptor, F_GETFD) >= 0) continue;
+    // Takes the lowest number that is free. Standard output still cannot be written, which is said at the end.
+    SB_USER_CHECK(::open("/dev/null", descriptor == STDOUT_FILENO ? O_RDONLY : O_RDWR) == descriptor,
+                  "/dev/null: cannot be opened in place of a standard stream that is closed: {}", std::strerror(errno));
+  }
 }
 
 void check_standard_output(int reason) {

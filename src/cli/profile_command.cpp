@@ -41,8 +41,11 @@ std::string today() {
 // Everything that a run's latencies depend on, as its configuration has it.
 ModelShape take_from_run(Arguments& arguments) {
   // What is about to be measured need not have a name yet.
-  const RunConfig config = load_run_config(arguments.run, {"balance.profile=h200-analytic"});
-  if (!arguments.device_given) arguments.engine.device = config.device;
+  RunConfig config = load_run_config(arguments.run, {"balance.profile=h200-analytic"});
+  if (arguments.device_given)
+    config.device = arguments.engine.device;
+  else
+    arguments.engine.device = config.device;
   arguments.engine.spec = attention_spec(config);
   arguments.engine.recompute = config.train.recompute == Recompute::none    ? "none"
                                : config.train.recompute == Recompute::layer ? "layer"

@@ -71,6 +71,8 @@ void run(const TrainArguments& arguments) {
 
   // A file-size limit is to be an error that names the file, like a full disk, and not the end of the process.
   std::signal(SIGXFSZ, SIG_IGN);
+  // Nor does a run end because the program that its output is piped to has ended.
+  std::signal(SIGPIPE, SIG_IGN);
   const std::unique_ptr<Communicator> world = open_world_communicator(std::chrono::seconds(config.parallel.timeout));
   train(config, *world);
 }

@@ -229,6 +229,7 @@ std::optional<LoggedStep> BalancedPlanner::recorded(int64_t step, const std::vec
 void BalancedPlanner::announce(int64_t step, std::vector<Sequence> sequences) {
   // Plans of an earlier process beyond its checkpoint are used again.
   if (record_is_own_) record_->forget_before(step);
+  if (!options_.replay.empty()) record_->require(step);
   Pending pending;
   if (std::optional<LoggedStep> logged = recorded(step, sequences)) {
     std::promise<Made> ready;
@@ -236,10 +237,6 @@ void BalancedPlanner::announce(int64_t step, std::vector<Sequence> sequences) {
     pending.made = ready.get_future();
     pending.replayed = true;
   }
-  SB_USER_CHECK(pending.replayed || options_.replay.empty(), "{}: has no plan of step {}; {}", options_.replay.string(),
-                step,
-                record_->empty() ? std::string("it holds none")
-                                 : fmt::format("it holds {} to {}", record_->first(), record_->last()));
   open_log(step);
   pending.sequences = std::move(sequences);
   if (!pending.replayed)

@@ -215,6 +215,11 @@ RecordedPlans::RecordedPlans(std::filesystem::path file) : file_(std::move(file)
   if (!empty()) last_in_file_ = last();
 }
 
+void RecordedPlans::require(int64_t step) const {
+  SB_USER_CHECK(contains(step), "{}: has no plan of step {}; {}", file_.string(), step,
+                empty() ? std::string("it holds none") : fmt::format("it holds {} to {}", first(), last()));
+}
+
 LoggedStep RecordedPlans::read(int64_t step) {
   return *read_line_at(in_, file_, places_.at(step), step, /*planned=*/true).planned;
 }

@@ -58,6 +58,8 @@ class RecordedPlans {
   bool contains(int64_t step) const { return places_.contains(step); }
   int64_t first() const { return places_.begin()->first; }
   int64_t last() const { return places_.rbegin()->first; }
+  // UserError when there is no plan of this step.
+  void require(int64_t step) const;
   // Without what was measured. UserError when the line is not there any more.
   LoggedStep read(int64_t step);
   void forget_before(int64_t step);

@@ -154,8 +154,13 @@ RunDirectory::RunDirectory(const RunConfig& config) : path_(config.train.output_
                 change.before);
     // Before run.yaml has the new settings: with them there, no later start would see that the plans are of others.
     const std::string outdated = goes_on ? changed_planning(changes) : "no step of the run was finished";
-    if (!outdated.empty())
-      take_out_plans(path_ / "plan.jsonl", goes_on && resume_from_ ? read_step(*resume_from_) + 1 : 1, outdated);
+    if (!outdated.empty()) {
+      const int64_t first = goes_on && resume_from_ ? read_step(*resume_from_) + 1 : 1;
+      // Otherwise a misspelt name would cost the run the plans of its own.
+      if (goes_on && !config.balance.replay.empty() && first <= config.train.max_steps)
+        RecordedPlans(config.balance.replay).require(first);
+      take_out_plans(path_ / "plan.jsonl", first, outdated);
+    }
     replace_file(path_ / "run.yaml", print_run_config(config));
   } catch (...) {
     ::close(lock_);

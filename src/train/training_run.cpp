@@ -25,6 +25,12 @@
 namespace sb {
 namespace {
 
+// Where a ring of GPUs chooses pairs and makes lists.
+bool lists_on_device(const RunConfig& config) {
+  return config.parallel.ring_lists != ParallelOptions::RingLists::host &&
+         ring_chooses_on_device(config.attention.selection);
+}
+
 // What the kernels would refuse in the first step.
 void check_head_dim(const RunConfig& config, const ModelConfig& model) {
   if (config.device != DeviceKind::cuda) return;
@@ -35,8 +41,10 @@ void check_head_dim(const RunConfig& config, const ModelConfig& model) {
   SB_USER_CHECK(head_dim <= kMaxFp32HeadDim, "{} has kernels up to {}; set device: cpu", begin, kMaxFp32HeadDim);
   SB_USER_CHECK(config.dtype() != DType::bf16 || std::ranges::count(kBf16HeadDims, head_dim) > 0,
                 "{} in bf16 has kernels for {}; set train.precision: float32", begin, fmt::join(kBf16HeadDims, ", "));
-  SB_USER_CHECK(head_dim % kCoverageHeadDimUnit == 0 || config.attention.coverage_rows == 0 ||
-                    config.attention.selection.pattern == SelectionPattern::dense,
+  const bool measures = config.attention.coverage_rows > 0 &&
+                        config.attention.selection.pattern != SelectionPattern::dense &&
+                        (config.parallel.cp == 1 || lists_on_device(config));  // lists from the host: measured there
+  SB_USER_CHECK(!measures || head_dim % kCoverageHeadDimUnit == 0,
                 "{} measures coverage for multiples of {}; set attention.coverage_rows: 0", begin,
                 kCoverageHeadDimUnit);
 }
@@ -68,12 +76,6 @@ struct RingGroups {
 
 bool validates_dense(const RunConfig& config) {
   return config.train.validation_attention == TrainOptions::ValidationAttention::dense;
-}
-
-// Where a ring of GPUs chooses pairs and makes lists.
-bool lists_on_device(const RunConfig& config) {
-  return config.parallel.ring_lists != ParallelOptions::RingLists::host &&
-         ring_chooses_on_device(config.attention.selection);
 }
 
 std::unique_ptr<Attention> make_attention(const RunConfig& config, const ModelConfig& model, const RingGroups& ring) {

@@ -1,6 +1,7 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <csignal>
 #include <cstdio>
 #include <filesystem>
 #include <fstream>
@@ -126,6 +127,32 @@ TEST_F(Cli, AnOutputThatDoesNotArriveIsAnError) {
   const ProgramResult wrong = run_program_into_full_device({"data", "show", tokens, "--document", "64"});
   EXPECT_EQ(wrong.exit_code, 2);
   EXPECT_NE(wrong.err.find("has documents 0 to 63"), std::string::npos) << wrong.err;
+}
+
+TEST_F(Cli, ARunDoesNotEndWithWhoReadsItsOutput) {
+  const std::string output = (directory_ / "run").string();
+  const ProgramResult result = run_program_into_broken_pipe(
+      {"train", run_file(), "--set", "train.max_steps=1", "--set", "train.output_dir=" + output});
+  EXPECT_EQ(result.exit_code, 2);
+  EXPECT_NE(result.err.find("error: standard output: "), std::string::npos) << result.err;
+  EXPECT_TRUE(std::filesystem::exists(output + "/final"));
+  // Others do, as programs in a pipe do.
+  EXPECT_EQ(run_program_into_broken_pipe({"config", "--markdown"}).exit_code, 128 + SIGPIPE);
+}
+
+// Nor does what is printed get into files that are opened meanwhile, which would have the numbers of the closed
+// streams.
+TEST_F(Cli, WhatIsPrintedToAClosedStreamIsInNoFile) {
+  const std::string output = (directory_ / "run").string();
+  EXPECT_EQ(run_program_without_streams({"train", run_file(), "--set", "train.max_steps=1", "--set",
+                                         "train.validation_sequences=1", "--set", "train.output_dir=" + output}),
+            2);
+  EXPECT_EQ(std::filesystem::file_size(output + "/.lock"), 0u);
+  int lines = 0;
+  std::ifstream metrics(output + "/metrics.jsonl");
+  for (std::string line; std::getline(metrics, line); ++lines) EXPECT_TRUE(nlohmann::json::accept(line)) << line;
+  EXPECT_EQ(lines, 3);  // validation, a step, validation
+  EXPECT_TRUE(std::filesystem::exists(output + "/final"));
 }
 
 TEST_F(Cli, SimulatesARing) {
@@ -404,6 +431,9 @@ TEST_F(Cli, EvalRefusesOptionsThatDoNotFitTheModel) {
 // Measuring takes long: what cannot be is said before it begins.
 TEST_F(Cli, MeasurementsRefuseWrongOptionsAtOnce) {
   const std::string run = run_file(), out = (directory_ / "profile.json").string();
+  const std::string heads = "model: {init: {vocab_size: 64, head_dim: 24}}\ndata: {synthetic: {vocab_size: 64}}\n";
+  const std::string on_cpu = write("on_cpu.yaml", heads), on_gpu = write("on_gpu.yaml", "device: cuda\n" + heads);
+  const char *two_layers = "--layers: three layers or more", *no_kernel = "head_dim is 24, and on GPUs";
   const std::pair<std::vector<std::string>, const char*> cases[] = {
       {{"bench", "attention", "--pattern", "nonsense"}, "nonsense"},
       {{"bench", "attention", "--block", "0"}, "attention.block: 0 tokens"},
@@ -412,7 +442,10 @@ TEST_F(Cli, MeasurementsRefuseWrongOptionsAtOnce) {
       {{"bench", "attention", "--density", "nan"}, "--density nan is not in (0, 1]"},
       {{"bench", "attention", "--heads", "3"}, "--heads 3 is no multiple of --kv-heads 2"},
       {{"profile", "--out", out, "--max-tokens", "0"}, "--max-tokens: 0 is below 1"},
-      {{"profile", "--out", out, "--layers", "2"}, "--layers: three layers or more"},
+      {{"profile", "--out", out, "--layers", "2"}, two_layers},
+      {{"profile", "--out", out, "--run", on_gpu}, no_kernel},
+      {{"profile", "--out", out, "--run", on_gpu, "--device", "cpu", "--layers", "2"}, two_layers},
+      {{"profile", "--out", out, "--run", on_cpu, "--device", "cuda"}, no_kernel},
       {{"profile", "--out", out, "--run", run, "--budget", "512"}, "--budget: --run "},
       {{"profile", "--out", out, "--run", run, "--model", "qwen2.5-3b"}, "--model: --run "},
   };

@@ -15,5 +15,9 @@ struct ProgramResult {
 ProgramResult run_program(const std::vector<std::string>& arguments);
 // The same with standard output to a device that has no room for anything; `out` is empty.
 ProgramResult run_program_into_full_device(const std::vector<std::string>& arguments);
+// The same with standard output to a pipe that nobody reads any more.
+ProgramResult run_program_into_broken_pipe(const std::vector<std::string>& arguments);
+// The same with standard input, output and error closed; returns the exit code.
+int run_program_without_streams(const std::vector<std::string>& arguments);
 
 }  // namespace sb::testing

@@ -2,6 +2,7 @@
 // repeated from its log.
 #include <gtest/gtest.h>
 
+#include <fstream>
 #include <nlohmann/json.hpp>
 
 #include "comm/thread_communicator.h"
@@ -176,6 +177,30 @@ TEST(BalancedTraining, PlansOfOtherSettingsAreNotTaken) {
     for (const auto& [step, logged] : steps)
       EXPECT_EQ(write_plan(logged.plan), write_plan((step <= 3 ? tuned : expected).at(step).plan)) << step;
   }
+}
+
+// A run's plans stay as long as those that are to be replayed in their place are not there.
+TEST(BalancedTraining, AReplayThatCannotBeTakesNoPlans) {
+  TemporaryFolder folder;
+  const std::string output = folder.path("run");
+  train(config_of(output, kTuned));
+  fs::remove_all(checkpoint_path(output, 5));
+  fs::remove_all(output + "/final");
+  const std::string plans = plan_texts(output);
+  std::ofstream(folder.path("empty.jsonl"));
+  for (const auto& [name, reason] : {std::pair{"none.jsonl", "cannot be read"}, {"empty.jsonl", "no plan of step 4"}}) {
+    std::vector<std::string> replay = kTuned;
+    replay.push_back("balance.replay=" + folder.path(name));
+    try {
+      train(config_of(output, replay));
+      FAIL() << name;
+    } catch (const UserError& error) {
+      EXPECT_NE(std::string(error.what()).find(reason), std::string::npos) << error.what();
+    }
+    EXPECT_EQ(plan_texts(output), plans);
+  }
+  train(config_of(output, kTuned));
+  EXPECT_EQ(plan_texts(output), plans);
 }
 
 TEST(BalancedTraining, PlansOfAnAttemptThatFinishedNoStepAreNotTaken) {

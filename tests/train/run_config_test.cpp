@@ -316,6 +316,12 @@ TEST(RunConfig, HeadsWithoutAKernelAreRefused) {
   EXPECT_NE(with_head_dim(90, sparse).find("multiples of 4; set attention.coverage_rows: 0"), std::string::npos);
   EXPECT_EQ(with_head_dim(90, {sparse[0], sparse[1], sparse[2], "attention.coverage_rows=0"}), "");
   EXPECT_EQ(with_head_dim(90, {sparse[0], sparse[1]}), "");
+  // Ranks that share sequences measure where they choose.
+  std::vector<std::string> ring = sparse;
+  ring.emplace_back("parallel.cp=2");
+  EXPECT_NE(with_head_dim(90, ring), "");
+  ring.emplace_back("parallel.ring_lists=host");
+  EXPECT_EQ(with_head_dim(90, ring), "");
 
   // A model that is there already.
   const ScratchDirectory scratch;
