@@ -127,6 +127,10 @@ class Communicator {
   virtual CommRequest receive_async(void* data, int64_t bytes, int from, int tag) = 0;
   virtual CommRequest barrier_async() = 0;
 
+  // Throws where the next operation would: the group is unusable, or a rank of this process ended the job. For whoever
+  // waits for something that is not an operation of this group.
+  virtual void check_usable() const = 0;
+
   // Ends the job for all ranks, from any of them: a rank that failed must not leave the others waiting. Ranks of the
   // same process get an exception from their next wait; other processes are stopped by the launcher.
   // `exit_code` is what the launcher gives, where it passes one on.

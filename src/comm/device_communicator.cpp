@@ -72,6 +72,10 @@ class DeviceCommunicator final : public Communicator {
   CommRequest receive_async(void* data, int64_t bytes, int from, int tag) override {
     return message(Kind::receive, data, bytes, from, tag);
   }
+  void check_usable() const override {
+    control_->check_usable();
+    engine_->check_usable(*group_);
+  }
   [[noreturn]] void abort(const std::string& why, int exit_code) override {
     control_->abort(why, exit_code);
     throw CommAborted(why);  // never reached; the compiler does not see it through the pointer

@@ -75,6 +75,11 @@ void DeviceEngine::refuse(const DeviceGroup& group, const std::string& what) {
   throw CommAborted(text);
 }
 
+void DeviceEngine::check_usable(const DeviceGroup& group) {
+  std::lock_guard lock(mutex_);
+  if (!group.failed_.empty()) refuse(group, "the group is unusable");
+}
+
 void DeviceEngine::begin(const std::shared_ptr<DeviceGroup>& group, std::shared_ptr<DeviceOperation> operation) {
   operation->ready.record(exec());
   std::lock_guard lock(mutex_);

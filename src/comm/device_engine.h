@@ -90,6 +90,8 @@ class DeviceEngine {
   // Waits for what the device still works on.
   void remove(const std::shared_ptr<DeviceGroup>& group);
 
+  // Throws where begin() would.
+  void check_usable(const DeviceGroup& group);
   void begin(const std::shared_ptr<DeviceGroup>& group, std::shared_ptr<DeviceOperation> operation);
   void wait(const std::shared_ptr<DeviceGroup>& group, DeviceOperation& operation);
   bool done(const std::shared_ptr<DeviceGroup>& group, const DeviceOperation& operation);

@@ -103,6 +103,7 @@ class MessageCommunicator final : public Communicator {
         receive_steps(data, bytes, from));
   }
 
+  void check_usable() const override { engine_->check_usable(*group_); }
   [[noreturn]] void abort(const std::string& why, int exit_code) override {
     engine_->abort(fmt::format("rank {} ended the job: {}", engine_->rank(), why), exit_code);
   }

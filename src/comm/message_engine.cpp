@@ -83,13 +83,21 @@ MessageEngine::~MessageEngine() {
   thread_.join();
 }
 
+void MessageEngine::refuse_if_failed(const MessageGroup& group) const {
+  if (failed_.empty()) return;
+  const std::string text = fmt::format("group {} is unusable: {}", group.name, failed_);
+  if (timed_out_) throw CommTimeout(text);
+  throw CommAborted(text);
+}
+
+void MessageEngine::check_usable(const MessageGroup& group) {
+  std::lock_guard lock(mutex_);
+  refuse_if_failed(group);
+}
+
 void MessageEngine::begin(const std::shared_ptr<MessageOperation>& operation) {
   std::lock_guard lock(mutex_);
-  if (!failed_.empty()) {
-    const std::string text = fmt::format("group {} is unusable: {}", operation->group->name, failed_);
-    if (timed_out_) throw CommTimeout(text);
-    throw CommAborted(text);
-  }
+  refuse_if_failed(*operation->group);
   asked_.push_back(operation);
   changed_.notify_all();
 }

@@ -58,6 +58,8 @@ class MessageEngine {
   int size() const { return size_; }
   std::chrono::milliseconds timeout() const { return timeout_; }
 
+  // Throws where begin() would.
+  void check_usable(const MessageGroup& group);
   void begin(const std::shared_ptr<MessageOperation>& operation);
   void wait(MessageOperation& operation);
   bool done(const MessageOperation& operation);
@@ -76,6 +78,7 @@ class MessageEngine {
   void advance(Transport& transport, const std::shared_ptr<MessageOperation>& operation);
   void finish(MessageOperation& operation, const std::string& error);
   void fail(const std::string& why);
+  void refuse_if_failed(const MessageGroup& group) const;
   bool move_on(Transport& transport);
 
   const std::chrono::milliseconds timeout_;

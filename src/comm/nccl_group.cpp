@@ -119,6 +119,9 @@ void NcclGroup::drop() {
 }
 
 bool NcclGroup::advance(const Queued& queued) {
+  // The library does not hear of a rank of this process that failed: what waits for it would wait until its time is
+  // over.
+  if (!idle()) host_->check_usable();
   bool moved = advance_self(queued);
   for (auto& [key, lane] : lanes_) moved = advance(lane, queued) || moved;
   return moved;

@@ -259,6 +259,11 @@ class ThreadCommunicator final : public Communicator {
     return message(false, data, bytes, from, tag);
   }
 
+  void check_usable() const override {
+    std::lock_guard lock(world_->mutex);
+    check_usable_locked();
+  }
+
   [[noreturn]] void abort(const std::string& why, int exit_code) override {
     std::lock_guard lock(world_->mutex);
     if (world_->aborted.empty()) {
@@ -269,7 +274,7 @@ class ThreadCommunicator final : public Communicator {
   }
 
  private:
-  void check_usable() const {
+  void check_usable_locked() const {
     if (!world_->aborted.empty()) throw CommAborted(world_->aborted);
     if (!group_->failed.empty()) group_->refuse(fmt::format("group {} is unusable", group_->name));
   }
@@ -277,7 +282,7 @@ class ThreadCommunicator final : public Communicator {
   CommRequest collective(const char* kind, void* data, int64_t count, CommType type, ReduceOp op, int root) {
     SB_CHECK(count >= 0, "{} of {} elements", kind, count);
     std::unique_lock lock(world_->mutex);
-    check_usable();
+    check_usable_locked();
     const int64_t number = ++number_;
     std::shared_ptr<Collective>& slot = group_->collectives[number];
     if (!slot) {
@@ -327,7 +332,7 @@ class ThreadCommunicator final : public Communicator {
     SB_CHECK(other >= 0 && other < size(), "a message to or from rank {} of group {} of {}", other, name(), size());
     SB_CHECK(bytes >= 0, "a message of {} bytes", bytes);
     std::unique_lock lock(world_->mutex);
-    check_usable();
+    check_usable_locked();
     const Group::Channel channel = sends ? std::tuple(rank_, other, tag) : std::tuple(other, rank_, tag);
     const std::string text =
         fmt::format("{} #{} of group {} ({} rank {}, tag {}, {} bytes)", sends ? "send" : "receive", ++messages_,

@@ -173,6 +173,27 @@ TEST_P(DeviceFailures, ARankThatFailsLeavesItsOperations) {
                Error);
 }
 
+// Also of those that have met already and wait for the library alone.
+TEST_P(DeviceFailures, ARankThatFailsEndsWhatOthersWaitFor) {
+  std::string heard;
+  ThreadCommOptions options;
+  options.timeout = milliseconds(5000);
+  const auto body = [&](Communicator& host) {
+    const auto world = make(GetParam(), host);
+    std::vector<float> values(10);
+    world->all_reduce(std::span<float>(values));
+    if (world->rank() == 1) throw UserError("a bad key");
+    try {
+      world->all_reduce(std::span<float>(values));
+    } catch (const CommAborted& error) {
+      heard = error.what();
+      throw;
+    }
+  };
+  EXPECT_THROW(run_thread_ranks(2, body, options), UserError);
+  EXPECT_THAT(heard, HasSubstr("a bad key"));
+}
+
 TEST_P(DeviceFailures, MessagesOfOtherLengthsAreRefused) {
   const std::string message = message_of_rank_0<Error>(2, milliseconds(2000), [](Communicator& world) {
     std::vector<char> bytes(100);
@@ -290,6 +311,7 @@ class Twins final : public Communicator {
     return run(data, bytes, [&](void* twin) { return device_->receive_async(twin, bytes, from, tag); });
   }
   CommRequest barrier_async() override { return device_->barrier_async(); }
+  void check_usable() const override { device_->check_usable(); }
   [[noreturn]] void abort(const std::string& why, int exit_code) override {
     device_->abort(why, exit_code);
     throw CommAborted(why);
