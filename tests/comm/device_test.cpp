@@ -181,9 +181,12 @@ TEST_P(DeviceFailures, ARankThatFailsEndsWhatOthersWaitFor) {
   const auto body = [&](Communicator& host) {
     const auto world = make(GetParam(), host);
     std::vector<float> values(10);
-    world->all_reduce(std::span<float>(values));
-    if (world->rank() == 1) throw UserError("a bad key");
     try {
+      world->all_reduce(std::span<float>(values));
+      if (world->rank() == 1) {
+        std::this_thread::sleep_for(milliseconds(50));  // the other one waits for the second by then
+        throw UserError("a bad key");
+      }
       world->all_reduce(std::span<float>(values));
     } catch (const CommAborted& error) {
       heard = error.what();
