@@ -19,29 +19,28 @@ OURS = [ROOT / "build/cuda/bench/attention/attention_hopper_bench", ROOT / "buil
 REST = 0.25  # seconds before a measurement, as in our own benchmark
 
 
-def timed_ms(body, calls=1):
-    begin, end = torch.cuda.Event(True), torch.cuda.Event(True)
-    begin.record()
-    for _ in range(calls):
+def call_times_ms(body, calls):
+    """Of each of so many calls. They are queued without waiting, so that the host's work is in none of them."""
+    borders = [torch.cuda.Event(True) for _ in range(calls + 1)]
+    borders[0].record()
+    for border in borders[1:]:
         body()  # keeps no result: all of them together would take gigabytes, and new memory for every call
-    end.record()
+        border.record()
     torch.cuda.synchronize()
-    return begin.elapsed_time(end)
+    return [begin.elapsed_time(end) for begin, end in zip(borders, borders[1:])]
 
 
 def median_ms(body, flops):
     repeats = 5 if flops > 2e13 else 11 if flops > 2e12 else 15  # as ours
     for _ in range(3):
         body()
-    torch.cuda.synchronize()
-    return sorted(timed_ms(body) for _ in range(repeats))[repeats // 2]
+    return sorted(call_times_ms(body, repeats))[repeats // 2]
 
 
 def lasting_ms(body, once):
-    """At the power limit: the second half of 0.4 s of calls in a row, of which one takes about `once` ms."""
-    calls = max(2, int(200 / once))
-    timed_ms(body, calls)
-    return timed_ms(body, calls) / calls
+    """At the power limit: the second half of 0.4 s of calls, of which one takes about `once` ms."""
+    half = max(2, int(200 / once))
+    return sum(call_times_ms(body, 2 * half)[half:]) / half
 
 
 def mix(x):

@@ -153,6 +153,7 @@ TEST_P(DeviceFailures, AGroupThatFailedRefusesWhatComesAfter) {
       ADD_FAILURE() << "nobody else was there";
     } catch (const CommTimeout&) {
     }
+    EXPECT_THROW(world.check_usable(), CommTimeout);
     world.broadcast(std::span<float>(values), 0);
   });
   EXPECT_THAT(message, HasSubstr("broadcast #2 of group world cannot begin: rank 0 waited 0.1 s for all_reduce #1"));

@@ -11,6 +11,7 @@
 #include <cmath>
 #include <fstream>
 #include <functional>
+#include <numeric>
 #include <string>
 #include <thread>
 
@@ -62,36 +63,39 @@ void rest(bool longer = false) {
   std::this_thread::sleep_for(std::chrono::milliseconds(longer ? 4 * pause_ms : pause_ms));
 }
 
-// Of `calls` in a row.
-double timed_ms(const std::function<void()>& body, int calls = 1) {
-  cudaEvent_t begin, end;
-  must(cudaEventCreate(&begin), "event");
-  must(cudaEventCreate(&end), "event");
-  must(cudaEventRecord(begin), "record");
-  for (int i = 0; i < calls; ++i) body();
-  must(cudaEventRecord(end), "record");
-  must(cudaEventSynchronize(end), "kernel");
-  float time = 0;
-  must(cudaEventElapsedTime(&time, begin, end), "time");
-  must(cudaEventDestroy(begin), "event");
-  must(cudaEventDestroy(end), "event");
-  return time;
+// Of each of so many calls. They are queued without waiting, so that the host's work is in none of them.
+std::vector<double> call_times_ms(const std::function<void()>& body, int calls) {
+  std::vector<cudaEvent_t> borders(calls + 1);
+  for (cudaEvent_t& border : borders) must(cudaEventCreate(&border), "event");
+  must(cudaEventRecord(borders[0]), "record");
+  for (int i = 0; i < calls; ++i) {
+    body();
+    must(cudaEventRecord(borders[i + 1]), "record");
+  }
+  must(cudaEventSynchronize(borders[calls]), "kernel");
+  std::vector<double> times(calls);
+  for (int i = 0; i < calls; ++i) {
+    float time = 0;
+    must(cudaEventElapsedTime(&time, borders[i], borders[i + 1]), "time");
+    times[i] = time;
+  }
+  for (const cudaEvent_t border : borders) must(cudaEventDestroy(border), "event");
+  return times;
 }
 
 double median_ms(const std::function<void()>& body, int repeats) {
   for (int i = 0; i < 3; ++i) body();
-  std::vector<double> times(repeats);
-  for (double& time : times) time = timed_ms(body);
+  std::vector<double> times = call_times_ms(body, repeats);
   std::sort(times.begin(), times.end());
   return times[repeats / 2];
 }
 
-// At the power limit, which takes up to a tenth of a second to act: the second half of 0.4 s of calls in a row, of
-// which one takes about `once` ms.
+// At the power limit, which takes up to a tenth of a second to act: the second half of 0.4 s of calls, of which one
+// takes about `once` ms.
 double lasting_ms(const std::function<void()>& body, double once) {
-  const int calls = std::max(2, static_cast<int>(200 / once));
-  timed_ms(body, calls);
-  return timed_ms(body, calls) / calls;
+  const int half = std::max(2, static_cast<int>(200 / once));
+  const std::vector<double> times = call_times_ms(body, 2 * half);
+  return std::accumulate(times.begin() + half, times.end(), 0.0) / half;
 }
 
 // Pairs (query, key) that are computed usefully, for one query head of each list head.
