@@ -1,5 +1,7 @@
 #include "ops/linear.h"
 
+#include <cstdlib>
+
 #include "tests/ops/ops_fixture.h"
 
 namespace sb::testing {
@@ -140,6 +142,36 @@ TEST_P(LinearTest, ManyTokens) {
   const TensorView dwt = filled_f32({s.out, s.in}, 0);
   linear_backward_weight(exec(), xt, dyt, dwt, {});
   expect_close(host(dwt), dw, 1e-4, "dweight");  // a long sum in fp32
+}
+
+// The same for gradients of large weights, sums of many terms, which have a rule of their own. A few tokens repeat, so
+// that the reference does not take minutes, with signs drawn at random, so that no sum grows with their number.
+TEST_P(LinearTest, ManyTokensForManyWeights) {
+  if (std::getenv("SB_TEST_SHORT") != nullptr) GTEST_SKIP() << "too many products for a sanitizer";
+  constexpr int64_t kTokens = 16409, kIn = 2048, kOut = 2048, kDifferent = 7;
+  const auto x = random_operand(kDifferent * kIn, 1), dy = random_operand(kDifferent * kOut, 2);
+  const auto draws = random_values(kTokens, 3);
+  std::vector<float> all_x, all_dy;
+  all_x.reserve(kTokens * kIn);
+  all_dy.reserve(kTokens * kOut);
+  double times[kDifferent] = {};
+  for (int64_t t = 0; t < kTokens; ++t) {
+    const int64_t p = t % kDifferent;
+    const float sign = draws[t] < 0 ? -1 : 1;
+    times[p] += sign;
+    all_x.insert(all_x.end(), x.begin() + p * kIn, x.begin() + (p + 1) * kIn);
+    for (int64_t o = 0; o < kOut; ++o) all_dy.push_back(sign * dy[p * kOut + o]);
+  }
+  std::vector<double> dw(kOut * kIn, 1.0);  // what was there is added to
+  for (int64_t p = 0; p < kDifferent; ++p) {
+    for (int64_t o = 0; o < kOut; ++o) {
+      const double factor = times[p] * dy[p * kOut + o];
+      for (int64_t i = 0; i < kIn; ++i) dw[o * kIn + i] += factor * x[p * kIn + i];
+    }
+  }
+  const TensorView dwt = filled_f32({kOut, kIn}, 1);
+  linear_backward_weight(exec(), tensor(all_x, {kTokens, kIn}), tensor(all_dy, {kTokens, kOut}), dwt, {});
+  expect_close(host(dwt), dw, 3e-4, "dweight");  // a long sum in fp32
 }
 
 TEST_P(LinearTest, RepeatedProductGivesTheSameBits) {
