@@ -38,9 +38,15 @@ def median_ms(body, flops):
 
 
 def lasting_ms(body, once):
-    """At the power limit: the second half of 0.4 s of calls, of which one takes about `once` ms."""
-    half = max(2, int(200 / once))
-    return sum(call_times_ms(body, 2 * half)[half:]) / half
+    """At the power limit: the last 0.5 of 0.7 s of calls after a rest, of which one takes about `once` ms."""
+    torch.cuda.synchronize()
+    time.sleep(REST)
+    times = call_times_ms(body, max(3, int(700 / once)))
+    first, before = 0, 0
+    while before < 200 and first + 1 < len(times):
+        before += times[first]
+        first += 1
+    return sum(times[first:]) / (len(times) - first)
 
 
 def mix(x):

@@ -153,6 +153,9 @@ struct ForwardParams {
   int32_t* counter = nullptr;  // one int of workspace
 };
 
+// Of items of the keys and tiles of rows that are taken, and of warpgroups that have summed gathered columns.
+enum BackwardCounter { kKeysTaken, kRowsTaken, kGatheredDone, kBackwardCounters };
+
 struct BackwardParams {
   Shape shape;
   Tiling tiling;
@@ -188,7 +191,7 @@ struct BackwardParams {
   GatheredRows gathered_rows;
   GatheredPlace* gathered_places = nullptr;  // Hopper
   int32_t gathered_parts = 1;                // Hopper: parts in which the query blocks of a list are walked
-  int32_t* counter = nullptr;                // three ints
+  int32_t* counter = nullptr;                // kBackwardCounters
 };
 
 // Floats of workspace: log-sum-exp and dO·O of every row, the fp32 sum of dQ (of both also a subtile before and one
@@ -248,7 +251,7 @@ constexpr bool quicker_in_two_kernels(const Shape& shape, const Tiling& tiling, 
   // Larger query blocks spread the columns that run beside each other wider: less of dQ stays in the L2. Gathered
   // columns run one after the other.
   const double few = entries > 0 && words == 0 && tiling.query_block >= 128 ? 4096 : 1024;
-  return shape.head_dim == 128 && (chosen <= few * queries || (entries > 0 && chosen <= 0.07 * causal));
+  return shape.head_dim == 128 && (chosen <= few * queries || (entries > 0 && chosen <= 0.11 * causal));
 }
 
 // For any GPU with bf16 tensor cores (SM80 and later), and in fp32 with plain arithmetic for exact comparison. The

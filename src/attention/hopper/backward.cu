@@ -1,5 +1,6 @@
 #include <algorithm>
 
+#include "attention/cuda/early.cuh"
 #include "attention/hopper/key_loader.cuh"
 #include "attention/hopper/launch.cuh"
 #include "attention/hopper/prepare.cuh"
@@ -378,6 +379,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     async_fence();
   }
   __syncthreads();
+  wait_for_dependencies();
+  launch_dependents();
   if (warp < 4) {
     registers_shrink<24>();
     if (warp == 0) {
@@ -414,20 +417,18 @@ void launch(const BackwardParams& p, cudaStream_t stream) {
                  kOdd ? p.statistics : first_statistics(p),
                  kOdd ? p.dq_sum : first_dq_sum(p),
                  p.partials,
-                 p.counter,
+                 p.counter + kKeysTaken,
                  p.tiling.parts,
                  p.tiling.query_block / p.tiling.tokens,
                  p.tiling.tile,
                  p.gathered,
                  gathered_sums(p),
                  p.gathered_sums,
-                 p.counter + 2};
-  check(cudaMemsetAsync(p.counter, 0, sizeof(int32_t), stream), "work counter");
+                 p.counter + kGatheredDone};
   const CUtensorMap k_map = keys(p.k), v_map = keys(p.v);
   CUtensorMap gathered_k_map = k_map, gathered_v_map = v_map;
   int64_t items = p.limits.items;
   if constexpr (kGathered) {
-    check(cudaMemsetAsync(p.counter + 2, 0, sizeof(int32_t), stream), "work counter");
     gather_rows(p.gathered, p.shape, p.k, p.v, p.gathered_rows, stream);
     find_gathered_places(p.gathered, p.gathered_places, stream);
     gathered_k_map = gathered_map(p.gathered_rows.k, p.gathered, D);
@@ -438,9 +439,8 @@ void launch(const BackwardParams& p, cudaStream_t stream) {
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Smem<D>)),
         "shared memory of the backward");
   const int grid = static_cast<int>(std::min<int64_t>(items, multiprocessors()));
-  kernel<<<grid, kThreads, sizeof(Smem<D>), stream>>>(rows(p.q), rows(p.d_o), k_map, v_map, gathered_k_map,
-                                                      gathered_v_map, args);
-  check(cudaGetLastError(), "attention backward");
+  launch_early(kernel, grid, kThreads, sizeof(Smem<D>), stream, rows(p.q), rows(p.d_o), k_map, v_map, gathered_k_map,
+               gathered_v_map, args);
 }
 
 template <bool kWithDq>

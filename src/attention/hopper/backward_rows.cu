@@ -1,3 +1,4 @@
+#include "attention/cuda/early.cuh"
 #include "attention/hopper/launch.cuh"
 #include "attention/hopper/prepare.cuh"
 #include "attention/hopper/row_loader.cuh"
@@ -7,8 +8,8 @@ namespace sb::gpu {
 namespace {
 
 // Query-stationary half of the deterministic backward: dQ of a tile from its row list, three products a block, nothing
-// shared between tiles. Each of the two computing warpgroups owns one subtile; a key block is worked on in two halves,
-// so that the products of one run beside the exponentials of the other.
+// shared between tiles. Each of the two computing warpgroups owns one subtile. Thread blocks begin as those of the half
+// for the keys end, of which they need nothing.
 
 constexpr int kThreads = 384;
 
@@ -48,10 +49,10 @@ struct Consumer {
   int token[2];
   float dq[D / 2];
 
-  // 64 rows of this group against 64 keys.
-  __device__ void issue_product(float (&out)[32], const __nv_bfloat16* rows, const __nv_bfloat16* keys, int half) {
+  // 64 rows of this group against all keys.
+  __device__ void issue_product(float (&out)[kBlock / 2], const __nv_bfloat16* rows, const __nv_bfloat16* keys) {
     const uint64_t a = tile_descriptor(shared_address(rows) + group * kSubtileRows * D * 2);
-    const uint64_t b = tile_descriptor(shared_address(keys) + half * 64 * 128);
+    const uint64_t b = tile_descriptor(shared_address(keys));
 #pragma unroll
     for (int kk = 0; kk < D / 16; ++kk) {
       const uint32_t inside = (kk % 4) * 32;
@@ -61,33 +62,36 @@ struct Consumer {
     wgmma_commit();
   }
 
-  __device__ void mask_gathered(float (&s)[32], const StepMessage& step, int half, int slot) {
+  __device__ void mask_gathered(float (&s)[kBlock / 2], const StepMessage& step, int slot) {
     const uint32_t seen = smem.step[ring.stage].seen[lane % 4];
 #pragma unroll
-    for (int j = 0; j < 8; ++j)
+    for (int j = 0; j < kBlock / 8; ++j)
 #pragma unroll
       for (int e = 0; e < 4; ++e)
-        if (!seen_column(seen, 8 * half + j, e & 1)) s[4 * j + e] = -INFINITY;
+        if (!seen_column(seen, j, e & 1)) s[4 * j + e] = -INFINITY;
     if (step.offset != kLateSeen) return;
-    const int32_t* columns = args.work.gathered.columns + step.column + half * 64 + 2 * (lane % 4);
+    const int32_t* columns = args.work.gathered.columns + step.column + 2 * (lane % 4);
     const int position = smem.tile[slot].item.position;
 #pragma unroll
-    for (int j = 0; j < 8; ++j)
+    for (int j = 0; j < kBlock / 8; ++j)
 #pragma unroll
       for (int e = 0; e < 4; ++e)
         if (columns[8 * j + (e & 1)] - position > token[e >> 1]) s[4 * j + e] = -INFINITY;
   }
 
-  __device__ void mask(float (&s)[32], const StepMessage& step, int half, int slot) {
-    if (kGathered && step.offset >= kSomeSeen) return mask_gathered(s, step, half, slot);
-    const int offset = kHalves ? (half == 0 ? step.offset : step.second_offset) : step.offset + half * 64;
-    const int column = offset + 2 * (lane % 4);
-    if (offset + 63 > 0) {
+  __device__ void mask(float (&s)[kBlock / 2], const StepMessage& step, int slot) {
+    if (kGathered && step.offset >= kSomeSeen) return mask_gathered(s, step, slot);
 #pragma unroll
-      for (int j = 0; j < 8; ++j)
+    for (int half = 0; half < 2; ++half) {
+      const int offset = kHalves ? (half == 0 ? step.offset : step.second_offset) : step.offset + half * 64;
+      const int column = offset + 2 * (lane % 4);
+      if (offset + 63 > 0) {
 #pragma unroll
-        for (int e = 0; e < 4; ++e)
-          if (column + 8 * j + (e & 1) > token[e >> 1]) s[4 * j + e] = -INFINITY;
+        for (int j = 0; j < 8; ++j)
+#pragma unroll
+          for (int e = 0; e < 4; ++e)
+            if (column + 8 * j + (e & 1) > token[e >> 1]) s[32 * half + 4 * j + e] = -INFINITY;
+      }
     }
   }
 
@@ -113,15 +117,13 @@ struct Consumer {
         barrier_wait(shared_address(&smem.k_full[ring.stage]), ring.phase);
         const StepMessage step = smem.step[ring.stage];
         last = step.last;
-        float s[2][32], dp[2][32];
-        uint32_t ds[2][16];
+        float s[kBlock / 2], dp[kBlock / 2];
+        uint32_t ds[kBlock / 4];
         barrier_wait(shared_address(&smem.do_full), gradient_phase);
         wgmma_fence();
-        issue_product(s[0], smem.q[slot], smem.k[ring.stage], 0);
+        issue_product(s, smem.q[slot], smem.k[ring.stage]);
         barrier_wait(shared_address(&smem.v_full[ring.stage]), ring.phase);
-        issue_product(dp[0], smem.d_o, smem.v[ring.stage], 0);
-        issue_product(s[1], smem.q[slot], smem.k[ring.stage], 1);
-        issue_product(dp[1], smem.d_o, smem.v[ring.stage], 1);
+        issue_product(dp, smem.d_o, smem.v[ring.stage]);
         // A row that came before the block was chosen takes part with probability zero.
         float minus[2][2];
 #pragma unroll
@@ -129,33 +131,23 @@ struct Consumer {
           const int first = kHalves && i / 2 == 1 ? step.second_first : step.first;
           minus[i / 2][i % 2] = token[i % 2] < first ? -INFINITY : -lse[i % 2];
         }
+        wgmma_wait<1>();
+        pin(s);
+        mask(s, step, slot);
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          if (half == 0)
-            wgmma_wait<3>();
-          else
-            wgmma_wait<2>();
-          pin(s[half]);
-          mask(s[half], step, half, slot);
+        for (int i = 0; i < kBlock / 2; ++i) s[i] = exp2_fast(fmaf(s[i], scale_log2, minus[i / 32][(i >> 1) & 1]));
+        wgmma_wait<0>();
+        pin(dp);
 #pragma unroll
-          for (int i = 0; i < 32; ++i) s[half][i] = exp2_fast(fmaf(s[half][i], scale_log2, minus[half][(i >> 1) & 1]));
-          if (half == 0)
-            wgmma_wait<2>();
-          else
-            wgmma_wait<1>();
-          pin(dp[half]);
+        for (int i = 0; i < kBlock / 4; ++i)
+          ds[i] = pack_bf16(s[2 * i] * (dp[2 * i] - delta[i & 1]), s[2 * i + 1] * (dp[2 * i + 1] - delta[i & 1]));
+        pin(ds);
+        pin(dq);
+        wgmma_fence();
+        const uint64_t b = tile_descriptor(shared_address(smem.k[ring.stage]), kBlock * 128);
 #pragma unroll
-          for (int i = 0; i < 16; ++i)
-            ds[half][i] = pack_bf16(s[half][2 * i] * (dp[half][2 * i] - delta[i & 1]),
-                                    s[half][2 * i + 1] * (dp[half][2 * i + 1] - delta[i & 1]));
-          pin(ds[half]);
-          pin(dq);
-          wgmma_fence();
-          const uint64_t b = tile_descriptor(shared_address(smem.k[ring.stage]) + half * 64 * 128, kBlock * 128);
-#pragma unroll
-          for (int kk = 0; kk < 4; ++kk) wgmma_rs<1>(dq, ds[half] + 4 * kk, further(b, kk * 2048), 1);
-          wgmma_commit();
-        }
+        for (int kk = 0; kk < kBlock / 16; ++kk) wgmma_rs<1>(dq, ds + 4 * kk, further(b, kk * 2048), 1);
+        wgmma_commit();
         release(smem.v_empty[ring.stage], lane);
         wgmma_wait<0>();
         pin(dq);
@@ -202,6 +194,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     registers_grow<232>();
     Consumer<D, kGathered, kHalves> consumer{smem, args, warp / 4 - 1, warp % 4, lane};
     consumer.run();
+    // What comes next on the stream may rely on the keys' half too. In a loading warp the assembler would spill for it.
+    if (threadIdx.x == 128) wait_for_dependencies();
   }
 }
 
@@ -213,14 +207,12 @@ void launch(const BackwardParams& p, cudaStream_t stream) {
   const auto keys = [&](const void* data) {
     return packed_map(data, p.shape.tokens, p.shape.kv_heads, D, 1, p.tiling.block);
   };
-  int32_t* counter = p.counter + 1;
   const Arguments args{{p.shape.query_heads / p.shape.kv_heads / p.tiling.heads, row_map(p.tiling), p.row_items,
-                        p.row_item_count, p.row_entries, counter, p.gathered, p.tiling.query_block},
+                        p.row_item_count, p.row_entries, p.counter + kRowsTaken, p.gathered, p.tiling.query_block},
                        p.shape.scale,
                        p.shape.query_heads,
                        first_statistics(p),
                        static_cast<__nv_bfloat16*>(p.dq)};
-  check(cudaMemsetAsync(counter, 0, sizeof(int32_t), stream), "work counter");
   const CUtensorMap k_map = keys(p.k), v_map = keys(p.v);
   CUtensorMap gathered_k_map = k_map, gathered_v_map = v_map;
   if constexpr (kGathered) {
@@ -232,9 +224,8 @@ void launch(const BackwardParams& p, cudaStream_t stream) {
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes),
         "shared memory of the backward");
   const int grid = p.row_item_count < multiprocessors() ? p.row_item_count : multiprocessors();
-  kernel<<<grid, kThreads, kBytes, stream>>>(rows(p.q), rows(p.d_o), k_map, v_map, gathered_k_map, gathered_v_map,
-                                             args);
-  check(cudaGetLastError(), "attention backward: rows");
+  launch_early(kernel, grid, kThreads, kBytes, stream, rows(p.q), rows(p.d_o), k_map, v_map, gathered_k_map,
+               gathered_v_map, args);
 }
 
 }  // namespace

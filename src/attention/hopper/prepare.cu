@@ -1,5 +1,6 @@
 #include "attention/hopper/prepare.cuh"
 
+#include "attention/cuda/early.cuh"
 #include "attention/hopper/gathered.cuh"
 #include "attention/hopper/launch.cuh"
 #include "attention/hopper/tile.cuh"
@@ -51,8 +52,10 @@ struct SubtilePlace {
 template <int D>
 __global__ void __launch_bounds__(256)
     prepare_kernel(SubtileArguments args, const __nv_bfloat16* o, const __nv_bfloat16* d_o, const float* lse,
-                   float* statistics, float* dq_sum) {
+                   float* statistics, float* dq_sum, int32_t* counters) {
   const int subtile = blockIdx.x;
+  launch_dependents();
+  if (subtile == 0 && threadIdx.x < kBackwardCounters) counters[threadIdx.x] = 0;
   const SubtilePlace place(args, subtile);
   constexpr int kLanes = D / 8;
   constexpr int kRows = 256 / kLanes;  // rows at a time
@@ -167,7 +170,7 @@ void prepare_rows(const BackwardParams& p, bool clear_dq, cudaStream_t stream) {
   const auto kernel = p.shape.head_dim == 128 ? prepare_kernel<128> : prepare_kernel<64>;
   kernel<<<subtile_count(p), 256, 0, stream>>>(subtile_arguments(p), static_cast<const __nv_bfloat16*>(p.o),
                                                static_cast<const __nv_bfloat16*>(p.d_o), p.lse, first_statistics(p),
-                                               clear_dq ? first_dq_sum(p) : nullptr);
+                                               clear_dq ? first_dq_sum(p) : nullptr, p.counter);
   check(cudaGetLastError(), "attention backward: rows");
   // Read with the first subtile, and masked.
   if (p.tiling.tile == 1)
