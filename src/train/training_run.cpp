@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "attention/cuda/cuda_attention.h"
+#include "attention/cuda/head_dim_check.h"
 #include "attention/cuda/head_dims.h"
 #include "attention/dense_attention.h"
 #include "attention/sparse_attention.h"
@@ -34,19 +35,16 @@ bool lists_on_device(const RunConfig& config) {
 // What the kernels would refuse in the first step.
 void check_head_dim(const RunConfig& config, const ModelConfig& model) {
   if (config.device != DeviceKind::cuda) return;
-  const int head_dim = model.head_dim;
-  const std::string begin =
-      fmt::format("{}: head_dim is {}, and on GPUs attention",
-                  config.model.init ? "model.init" : (config.model.path / "config.json").string(), head_dim);
-  SB_USER_CHECK(head_dim <= kMaxFp32HeadDim, "{} has kernels up to {}; set device: cpu", begin, kMaxFp32HeadDim);
-  SB_USER_CHECK(config.dtype() != DType::bf16 || std::ranges::count(kBf16HeadDims, head_dim) > 0,
-                "{} in bf16 has kernels for {}; set train.precision: float32", begin, fmt::join(kBf16HeadDims, ", "));
+  const std::string name = config.model.init ? "model.init" : (config.model.path / "config.json").string();
+  require_cuda_head_dim(model.head_dim, config.dtype(), name,
+                        {.too_large = "set device: cpu", .not_in_bf16 = "set train.precision: float32"});
   const bool measures = config.attention.coverage_rows > 0 &&
                         config.attention.selection.pattern != SelectionPattern::dense &&
                         (config.parallel.cp == 1 || lists_on_device(config));  // lists from the host: measured there
-  SB_USER_CHECK(!measures || head_dim % kCoverageHeadDimUnit == 0,
-                "{} measures coverage for multiples of {}; set attention.coverage_rows: 0", begin,
-                kCoverageHeadDimUnit);
+  SB_USER_CHECK(!measures || model.head_dim % kCoverageHeadDimUnit == 0,
+                "{}: head_dim is {}, and on GPUs attention measures coverage for multiples of {}; set "
+                "attention.coverage_rows: 0",
+                name, model.head_dim, kCoverageHeadDimUnit);
 }
 
 // Before anything is taken or written: a run started with another number of ranks says so at once.
