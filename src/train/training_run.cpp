@@ -59,6 +59,19 @@ void check_named(const RunConfig& config, const ModelConfig& model) {
   if (!config.balance.profile.empty()) run_profile(config, model);
 }
 
+// Rank 0's planner of a run with balance.replay, made while nothing is written yet, so that plans of another run are
+// refused then and not in the middle of this one.
+std::unique_ptr<StepPlanner> make_replaying_planner(const RunConfig& config, const TrainerParts& parts) {
+  auto planner = make_balanced_planner(config, parts.model, Trainer::packing(config, parts));
+  const std::optional<TrainState> start = expected_start(config);
+  if (!start) return planner;
+  std::function<std::vector<Sequence>(int64_t)> batch;
+  const bool learns = !parts.source.state().empty();  // later lengths follow from the training
+  if (!learns) batch = [&](int64_t step) { return step_batch(config, parts.source, *start, step); };
+  planner->check_replay(start->step + 1, config.train.max_steps, batch);
+  return planner;
+}
+
 // The ranks that share this one's sequences: for what they tell each other, and for data on their devices. Nothing
 // where none do.
 struct RingGroups {
@@ -252,6 +265,9 @@ TrainSummary run_training(const RunConfig& given, std::FILE* out, bool terminal,
   parts.world = ranks.world;
   parts.cores = ranks.cores;
   parts.device = device.get();
+  std::unique_ptr<StepPlanner> planner;
+  if (leads && !config.balance.replay.empty()) planner = make_replaying_planner(config, parts);
+  parts.planner = planner.get();
 
   // What the ranks of one machine, or of one GPU, share of what is left there.
   const int64_t host_memory = available_host_memory() / ranks.local_ranks;
