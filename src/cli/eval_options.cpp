@@ -36,10 +36,11 @@ fs::path find_run_config(const EvalOptions& options) {
 // A checkpoint has them beside its weights. The final model is what the run's newest checkpoint holds.
 Selector::Thresholds find_thresholds(const EvalOptions& options) {
   const fs::path folder = model_folder(options);
-  if (fs::exists(folder / "state.json")) return read_thresholds(folder);
+  if (fs::exists(folder / "state.json")) return read_train_state(folder).thresholds;
   const fs::path run = folder.parent_path();
   const std::vector<int64_t> steps = fs::is_directory(run) ? checkpoint_steps(run) : std::vector<int64_t>();
-  if (folder.filename() == "final" && !steps.empty()) return read_thresholds(checkpoint_path(run, steps.back()));
+  if (folder.filename() == "final" && !steps.empty())
+    return read_train_state(checkpoint_path(run, steps.back())).thresholds;
   log::warning(
       "the thresholds that attention.pattern mass had learned are not there (a checkpoint's state.json has them): it "
       "begins as in the first step of training");

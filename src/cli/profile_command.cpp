@@ -6,6 +6,7 @@
 #include <fstream>
 #include <memory>
 
+#include "attention/cuda/head_dim_check.h"
 #include "balance/profile_measure.h"
 #include "cli/at_least.h"
 #include "cli/commands.h"
@@ -112,6 +113,10 @@ void run(Arguments arguments) {
                 "--layers: three layers or more are needed to tell them from embedding and loss");
   const bool gpu = arguments.engine.device == DeviceKind::cuda;
   if (gpu) {
+    require_cuda_head_dim(
+        shape.head_dim, ProfileEngine::kCudaDType, arguments.model,
+        {.too_large = "use --device cpu",
+         .not_in_bf16 = "profiles are measured in bf16 there: name another model, or use --device cpu"});
     cuda::require_device();
     if (!arguments.tokens_given && arguments.run.empty()) arguments.measure.max_tokens = 131072;
     measure_on_gpu(arguments.measure);

@@ -170,7 +170,7 @@ struct ProfileEngine::Implementation {
         backward(given.device) {
     StageOptions stage;
     stage.device = options.device;
-    stage.dtype = options.device == DeviceKind::cuda ? DType::bf16 : DType::f32;
+    stage.dtype = options.device == DeviceKind::cuda ? kCudaDType : DType::f32;
     stage.recompute = options.recompute == "none"    ? Recompute::none
                       : options.recompute == "layer" ? Recompute::layer
                                                      : Recompute::attention;

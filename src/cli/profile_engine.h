@@ -20,6 +20,8 @@ struct ProfileEngineOptions {
 // A few layers of a model, with and without its ends, to be timed. On CUDA in bf16, by the device's own clock.
 class ProfileEngine {
  public:
+  static constexpr DType kCudaDType = DType::bf16;
+
   ProfileEngine(const ModelShape& shape, const ProfileEngineOptions& options);
   ~ProfileEngine();
 

@@ -6,6 +6,7 @@
 #include <numeric>
 
 #include "attention/cuda/cuda_attention.h"
+#include "attention/cuda/head_dim_check.h"
 #include "attention/dense_attention.h"
 #include "attention/sparse_attention.h"
 #include "core/errors.h"
@@ -36,11 +37,20 @@ std::vector<int32_t> read_stop_tokens(const std::filesystem::path& model, const 
   return tokens;
 }
 
+ModelConfig read_config_to_run(const EvalModelOptions& options) {
+  const std::filesystem::path file = options.model / "config.json";
+  ModelConfig config = read_model_config(file);
+  if (options.device == DeviceKind::cuda)
+    require_cuda_head_dim(config.head_dim, options.dtype, file.string(),
+                          {.too_large = "use --device cpu", .not_in_bf16 = "use --precision float32"});
+  return config;
+}
+
 }  // namespace
 
 EvalModel::EvalModel(const EvalModelOptions& options)
     : options_(options),
-      config_(read_model_config(options.model / "config.json")),
+      config_(read_config_to_run(options)),
       pool_(options.threads > 0 ? options.threads : available_cores()),
       context_(options.device, pool_) {
   stop_tokens_ = read_stop_tokens(options.model, config_);

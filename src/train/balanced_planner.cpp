@@ -149,21 +149,34 @@ void BalancedPlanner::open_log(int64_t step) {
   log_ = std::make_unique<PlanLog>(options_.log);
 }
 
-// A plan of another batch or layout would train something else.
-void BalancedPlanner::check_recorded(const Plan& plan, const std::vector<Sequence>& sequences) const {
-  const std::string where = fmt::format("{}: the plan of step {}", record_->file().string(), plan.step);
+void BalancedPlanner::check_layout(const Plan& plan, const std::string& where) const {
   SB_USER_CHECK(static_cast<int>(plan.ranks.size()) == options_.layout.dp, "{} is for {} data-parallel ranks, not {}",
                 where, plan.ranks.size(), options_.layout.dp);
   SB_USER_CHECK(plan.layers == static_cast<int>(profile_.shape.layers), "{} is for {} layers, not {}", where,
                 plan.layers, profile_.shape.layers);
+  const int64_t most = options_.plan.batching.max_sequences;
+  for (const PlannedRank& rank : plan.ranks) {
+    SB_USER_CHECK(!rank.micro_batches.empty(), "{} leaves a rank without work", where);
+    for (const PlannedMicroBatch& micro_batch : rank.micro_batches) {
+      SB_USER_CHECK(most == 0 || std::ssize(micro_batch.sequences) <= most,
+                    "{} has a micro-batch of {} sequences, above the {} that memory is planned for", where,
+                    micro_batch.sequences.size(), most);
+      SB_USER_CHECK(static_cast<int>(micro_batch.forward_us.size()) == options_.layout.pp &&
+                        static_cast<int>(micro_batch.backward_us.size()) == options_.layout.pp,
+                    "{} is for {} pipeline stages, not {}", where, micro_batch.forward_us.size(), options_.layout.pp);
+    }
+  }
+}
+
+void BalancedPlanner::check_sequences(const Plan& plan, const std::vector<Sequence>& sequences,
+                                      const std::string& where) const {
   const std::map<int64_t, int64_t> by_id = lengths_by_id(sequences);
   std::set<int64_t> seen;
-  const int64_t cap = options_.plan.batching.micro_batch_tokens, most = options_.plan.batching.max_sequences;
+  const int64_t cap = options_.plan.batching.micro_batch_tokens;
   // What memory is planned for; 0: up to dense.
   const bool raised = options_.plan.tuning.policy != TuningPolicy::off || !options_.replay.empty();
   const int64_t largest = raised ? options_.spec.max_budget : options_.spec.budget;
-  for (const PlannedRank& rank : plan.ranks) {
-    SB_USER_CHECK(!rank.micro_batches.empty(), "{} leaves a rank without work", where);
+  for (const PlannedRank& rank : plan.ranks)
     for (const PlannedMicroBatch& micro_batch : rank.micro_batches) {
       int64_t tokens = 0;
       for (size_t s = 0; s < micro_batch.sequences.size(); ++s) {
@@ -183,14 +196,7 @@ void BalancedPlanner::check_recorded(const Plan& plan, const std::vector<Sequenc
                     tokens);
       SB_USER_CHECK(cap == 0 || tokens <= cap, "{} has a micro-batch of {} tokens, above the {} of this run", where,
                     tokens, cap);
-      SB_USER_CHECK(most == 0 || std::ssize(micro_batch.sequences) <= most,
-                    "{} has a micro-batch of {} sequences, above the {} that memory is planned for", where,
-                    micro_batch.sequences.size(), most);
-      SB_USER_CHECK(static_cast<int>(micro_batch.forward_us.size()) == options_.layout.pp &&
-                        static_cast<int>(micro_batch.backward_us.size()) == options_.layout.pp,
-                    "{} is for {} pipeline stages, not {}", where, micro_batch.forward_us.size(), options_.layout.pp);
     }
-  }
   SB_USER_CHECK(seen.size() == sequences.size(), "{} has {} sequences, the step has {}", where, seen.size(),
                 sequences.size());
 }
@@ -202,12 +208,41 @@ std::shared_ptr<const BalanceState> BalancedPlanner::state_for(int64_t step) con
   return states_.front();
 }
 
+// A plan of another batch or layout would train something else. `sequences`: none where they are not known yet.
+LoggedStep BalancedPlanner::read_fitting(int64_t step, const std::vector<Sequence>* sequences) {
+  try {
+    LoggedStep logged = record_->read(step);
+    const std::string where = fmt::format("{}: the plan of step {}", record_->place(step), step);
+    check_layout(logged.plan, where);
+    if (sequences) check_sequences(logged.plan, *sequences, where);
+    return logged;
+  } catch (const UserError& error) {
+    if (record_is_own_) throw;
+    throw UserError(
+        "{}. balance.replay takes the log of a run with the same data, batches, layers and ranks: name that, or leave "
+        "it out",
+        error.what());
+  }
+}
+
+void BalancedPlanner::check_replay(int64_t first, int64_t last,
+                                   const std::function<std::vector<Sequence>(int64_t step)>& batch) {
+  for (int64_t step = first; step <= last; ++step) record_->require(step);
+  for (int64_t step = first; step <= last; ++step) {
+    if (batch) {
+      const std::vector<Sequence> sequences = batch(step);
+      read_fitting(step, &sequences);
+    } else {
+      read_fitting(step, nullptr);
+    }
+  }
+}
+
 // The plan of a step that has one on record.
 std::optional<LoggedStep> BalancedPlanner::recorded(int64_t step, const std::vector<Sequence>& sequences) {
   if (!record_ || !record_->contains(step)) return std::nullopt;
   try {
-    LoggedStep logged = record_->read(step);
-    check_recorded(logged.plan, sequences);
+    LoggedStep logged = read_fitting(step, &sequences);
     complete_budgets(logged.plan, options_.spec, lengths_by_id(sequences));
     if (record_is_own_) {
       // Not before one has turned out to fit.

@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <deque>
 #include <filesystem>
+#include <functional>
 #include <future>
 #include <map>
 #include <memory>
@@ -50,6 +51,11 @@ class BalancedPlanner final : public StepPlanner {
   std::string state() const override;
   void restore_state(const std::string& text) override;
 
+  // With options.replay, before a run begins: UserError unless it has a plan that fits of every step from `first` to
+  // `last`. `batch` gives the sequences of a step; none: they follow from what training will teach, and announce()
+  // compares them.
+  void check_replay(int64_t first, int64_t last, const std::function<std::vector<Sequence>(int64_t step)>& batch);
+
   // Where the stages begin, and one past the last.
   const std::vector<int>& first_layer() const { return options_.first_layer; }
   // What all steps so far have taught.
@@ -74,7 +80,9 @@ class BalancedPlanner final : public StepPlanner {
 
   std::optional<LoggedStep> recorded(int64_t step, const std::vector<Sequence>& sequences);
   void open_log(int64_t step);
-  void check_recorded(const Plan& plan, const std::vector<Sequence>& sequences) const;
+  LoggedStep read_fitting(int64_t step, const std::vector<Sequence>* sequences);
+  void check_layout(const Plan& plan, const std::string& where) const;
+  void check_sequences(const Plan& plan, const std::vector<Sequence>& sequences, const std::string& where) const;
   std::shared_ptr<const BalanceState> state_for(int64_t step) const;
   Made make(int64_t step, const std::vector<Sequence>& sequences, const BalanceState& state) const;
   void learn_times(const Running& run, const StepMeasurement& measurement, BalanceState& state) const;

@@ -73,28 +73,6 @@ void write_state(const fs::path& file, const TrainState& state) {
   write_new_file(file, json.dump(1) + "\n");
 }
 
-TrainState read_state(const fs::path& file) {
-  const nlohmann::json json = read_json(file);
-  TrainState state;
-  try {
-    state.step = json.at("step");
-    state.updates = json.at("updates");
-    state.position = json.at("position");
-    state.source_state = json.at("source_state");
-    state.tokens = json.at("tokens");
-    state.skipped = json.at("skipped");
-    state.skipped_in_row = json.at("skipped_in_row");
-    for (const nlohmann::json& entry : json.at("thresholds")) {
-      state.thresholds[{entry.at(0).get<int>(), entry.at(1).get<int>()}] = entry.at(2).get<float>();
-    }
-    state.planner_state = json.value("planner_state", "");  // older checkpoints have neither of these
-    state.source = json.value("source", "");
-  } catch (const nlohmann::json::exception& error) {
-    throw UserError("{}: {}", file.string(), error.what());
-  }
-  return state;
-}
-
 // Sizes against the manifest, and the checksums too when asked (which reads every byte).
 std::optional<std::string> compare_with_manifest(const fs::path& checkpoint, bool checksums) {
   try {
@@ -252,19 +230,34 @@ std::optional<fs::path> newest_intact_checkpoint(const fs::path& output_dir) {
   return std::nullopt;
 }
 
-int64_t read_step(const fs::path& checkpoint) {
-  return read_state(checkpoint / "state.json").step;
-}
-
-Selector::Thresholds read_thresholds(const fs::path& checkpoint) {
-  return read_state(checkpoint / "state.json").thresholds;
+TrainState read_train_state(const fs::path& checkpoint) {
+  const fs::path file = checkpoint / "state.json";
+  const nlohmann::json json = read_json(file);
+  TrainState state;
+  try {
+    state.step = json.at("step");
+    state.updates = json.at("updates");
+    state.position = json.at("position");
+    state.source_state = json.at("source_state");
+    state.tokens = json.at("tokens");
+    state.skipped = json.at("skipped");
+    state.skipped_in_row = json.at("skipped_in_row");
+    for (const nlohmann::json& entry : json.at("thresholds")) {
+      state.thresholds[{entry.at(0).get<int>(), entry.at(1).get<int>()}] = entry.at(2).get<float>();
+    }
+    state.planner_state = json.value("planner_state", "");  // older checkpoints have neither of these
+    state.source = json.value("source", "");
+  } catch (const nlohmann::json::exception& error) {
+    throw UserError("{}: {}", file.string(), error.what());
+  }
+  return state;
 }
 
 TrainState load_checkpoint(const fs::path& checkpoint, ParameterSet& parameters, const ShardLayout& layout, int shard,
                            TensorView first_moment, TensorView second_moment) {
   read_hf_weights(checkpoint, parameters);
   read_optimizer_file(checkpoint / "optimizer.safetensors", parameters, layout, shard, first_moment, second_moment);
-  return read_state(checkpoint / "state.json");
+  return read_train_state(checkpoint);
 }
 
 void remove_leftovers(const fs::path& output_dir) {

@@ -72,10 +72,8 @@ std::filesystem::path checkpoint_path(const std::filesystem::path& output_dir, i
 TrainState load_checkpoint(const std::filesystem::path& checkpoint, ParameterSet& parameters, const ShardLayout& layout,
                            int shard, TensorView first_moment, TensorView second_moment);
 
-// How many steps it holds.
-int64_t read_step(const std::filesystem::path& checkpoint);
-// What the `mass` pattern had learned by then.
-Selector::Thresholds read_thresholds(const std::filesystem::path& checkpoint);
+// The rest alone.
+TrainState read_train_state(const std::filesystem::path& checkpoint);
 
 // Writes `directory` (of which only the last name is new) as save_checkpoint does, from `fill`: under a temporary
 // name, synced, renamed; an existing one is replaced.

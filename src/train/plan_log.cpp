@@ -216,8 +216,15 @@ RecordedPlans::RecordedPlans(std::filesystem::path file) : file_(std::move(file)
 }
 
 void RecordedPlans::require(int64_t step) const {
-  SB_USER_CHECK(contains(step), "{}: has no plan of step {}; {}", file_.string(), step,
+  SB_USER_CHECK(contains(step),
+                "{}: has no plan of step {}; {}. balance.replay needs one of every step up to train.max_steps: lower "
+                "that, name another log, or leave balance.replay out",
+                file_.string(), step,
                 empty() ? std::string("it holds none") : fmt::format("it holds {} to {}", first(), last()));
+}
+
+std::string RecordedPlans::place(int64_t step) const {
+  return line_name(file_, places_.at(step).number);
 }
 
 LoggedStep RecordedPlans::read(int64_t step) {

@@ -60,6 +60,8 @@ class RecordedPlans {
   int64_t last() const { return places_.rbegin()->first; }
   // UserError when there is no plan of this step.
   void require(int64_t step) const;
+  // File and line of a step's plan, for messages.
+  std::string place(int64_t step) const;
   // Without what was measured. UserError when the line is not there any more.
   LoggedStep read(int64_t step);
   void forget_before(int64_t step);

@@ -13,7 +13,6 @@
 #include "core/durable_file.h"
 #include "core/errors.h"
 #include "core/log.h"
-#include "train/checkpoint.h"
 #include "train/plan_log.h"
 
 namespace sb {
@@ -130,6 +129,20 @@ void check_run_directory(const RunConfig& config) {
                 config.balance.replay.string());
 }
 
+std::optional<TrainState> expected_start(const RunConfig& config) {
+  fs::path from = config.train.resume;
+  if (from == "auto" || from == "never") {
+    const std::vector<int64_t> steps = checkpoint_steps(config.train.output_dir);
+    if (from == "never" || steps.empty()) return TrainState();
+    from = checkpoint_path(config.train.output_dir, steps.back());
+  }
+  try {
+    return read_train_state(from);
+  } catch (const UserError&) {
+    return std::nullopt;
+  }
+}
+
 RunDirectory::RunDirectory(const RunConfig& config) : path_(config.train.output_dir) {
   check_run_directory(config);
   std::error_code failed;
@@ -155,7 +168,7 @@ RunDirectory::RunDirectory(const RunConfig& config) : path_(config.train.output_
     // Before run.yaml has the new settings: with them there, no later start would see that the plans are of others.
     const std::string outdated = goes_on ? changed_planning(changes) : "no step of the run was finished";
     if (!outdated.empty()) {
-      const int64_t first = goes_on && resume_from_ ? read_step(*resume_from_) + 1 : 1;
+      const int64_t first = goes_on && resume_from_ ? read_train_state(*resume_from_).step + 1 : 1;
       // Otherwise a misspelt name would cost the run the plans of its own.
       if (goes_on && !config.balance.replay.empty() && first <= config.train.max_steps)
         RecordedPlans(config.balance.replay).require(first);

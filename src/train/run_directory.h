@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "train/checkpoint.h"
 #include "train/run_config.h"
 
 namespace sb {
@@ -25,6 +26,9 @@ RunDifference compare_runs(const std::string& before, const std::string& now);
 // UserError for a train.output_dir that cannot be made or written to, a train.resume that names nothing and a
 // balance.replay of the run's own log: what can be told before there is a run, with nothing written.
 void check_run_directory(const RunConfig& config);
+// Where the run will begin, as it looks before its directory is opened: there the newest checkpoint is read whole and
+// an older one taken where it is damaged. Nothing: it is so damaged that this shows already.
+std::optional<TrainState> expected_start(const RunConfig& config);
 
 // The output directory of one run:
 //   run.yaml          the resolved configuration

@@ -43,8 +43,7 @@ RankModelOptions rank_model_options(const RunConfig& config, const TrainerParts&
   options.dtype = config.dtype();
   options.recompute = config.train.recompute;
   options.max_sequence_length = longest_sequence(parts);
-  options.max_micro_batch_tokens =
-      most_rank_tokens(config, packing_limits(config.batch, options.max_sequence_length, config.parallel.cp));
+  options.max_micro_batch_tokens = most_rank_tokens(config, Trainer::packing(config, parts));
   options.loss_chunk = config.train.loss_chunk;
   options.layer_chunk = config.train.layer_chunk;
   options.offload = parts.offload;
@@ -64,6 +63,20 @@ std::filesystem::path trace_path(const std::filesystem::path& directory) {
 
 int thread_count(const RunConfig& config, int cores) {
   return config.train.threads > 0 ? config.train.threads : cores;
+}
+
+std::vector<Sequence> step_batch(const RunConfig& config, const SequenceSource& source, const TrainState& state,
+                                 int64_t step) {
+  const int64_t batch = config.batch.global_batch_size;
+  const int64_t first = static_cast<int64_t>(state.position) + (step - state.step - 1) * batch;
+  std::vector<Sequence> sequences;
+  for (int64_t position = first; position < first + batch; ++position)
+    sequences.push_back({position, source.length(static_cast<uint64_t>(position))});
+  return sequences;
+}
+
+PackingLimits Trainer::packing(const RunConfig& config, const TrainerParts& parts) {
+  return packing_limits(config.batch, longest_sequence(parts), config.parallel.cp);
 }
 
 MemoryPlan Trainer::memory_plan(const RunConfig& config, const TrainerParts& parts, int stage) {
@@ -100,7 +113,7 @@ Trainer::Trainer(const RunConfig& config, TrainerParts parts, RunDirectory& dire
     : config_(config),
       parts_(std::move(parts)),
       directory_(directory),
-      limits_(packing_limits(config.batch, longest_sequence(parts_), config.parallel.cp)),
+      limits_(packing(config, parts_)),
       alone_(parts_.world ? nullptr : make_self_communicator()),
       world_(parts_.world ? parts_.world : alone_.get()),
       own_device_(parts_.device ? nullptr
@@ -241,13 +254,7 @@ void Trainer::announce_steps() {
   if (!planner_) return;
   const int64_t last = std::min(state_.step + 1 + ahead_, std::max(config_.train.max_steps, state_.step + 1));
   for (; next_announced_ <= last; ++next_announced_) {
-    std::vector<Sequence> sequences;
-    const auto batch = config_.batch.global_batch_size;
-    for (int64_t i = 0; i < batch; ++i) {
-      const int64_t position = static_cast<int64_t>(state_.position) + (next_announced_ - state_.step - 1) * batch + i;
-      sequences.push_back({position, parts_.source.length(static_cast<uint64_t>(position))});
-    }
-    planner_->announce(next_announced_, std::move(sequences));
+    planner_->announce(next_announced_, step_batch(config_, parts_.source, state_, next_announced_));
   }
 }
 

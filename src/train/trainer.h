@@ -74,6 +74,10 @@ struct TrainSummary {
 // Worker threads of a rank.
 int thread_count(const RunConfig& config, int cores);
 
+// The global batch of a step, as a planner is told of it, seen from the state after an earlier one.
+std::vector<Sequence> step_batch(const RunConfig& config, const SequenceSource& source, const TrainState& state,
+                                 int64_t step);
+
 // The training loop, as every rank of a run goes through it. Rank 0 plans, writes and speaks for all.
 class Trainer {
  public:
@@ -83,6 +87,8 @@ class Trainer {
   // Trains to train.max_steps, or until asked to stop: then saves and returns.
   TrainSummary run();
 
+  // Of every micro-batch, training and validation.
+  static PackingLimits packing(const RunConfig& config, const TrainerParts& parts);
   // What the constructor takes on a rank of this stage.
   static MemoryPlan memory_plan(const RunConfig& config, const TrainerParts& parts, int stage = 0);
   // How many layer inputs of every stage go to host memory, as train.offload says, on a device with `memory` bytes (0:

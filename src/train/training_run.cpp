@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "attention/cuda/cuda_attention.h"
+#include "attention/cuda/head_dim_check.h"
 #include "attention/cuda/head_dims.h"
 #include "attention/dense_attention.h"
 #include "attention/sparse_attention.h"
@@ -34,19 +35,16 @@ bool lists_on_device(const RunConfig& config) {
 // What the kernels would refuse in the first step.
 void check_head_dim(const RunConfig& config, const ModelConfig& model) {
   if (config.device != DeviceKind::cuda) return;
-  const int head_dim = model.head_dim;
-  const std::string begin =
-      fmt::format("{}: head_dim is {}, and on GPUs attention",
-                  config.model.init ? "model.init" : (config.model.path / "config.json").string(), head_dim);
-  SB_USER_CHECK(head_dim <= kMaxFp32HeadDim, "{} has kernels up to {}; set device: cpu", begin, kMaxFp32HeadDim);
-  SB_USER_CHECK(config.dtype() != DType::bf16 || std::ranges::count(kBf16HeadDims, head_dim) > 0,
-                "{} in bf16 has kernels for {}; set train.precision: float32", begin, fmt::join(kBf16HeadDims, ", "));
+  const std::string name = config.model.init ? "model.init" : (config.model.path / "config.json").string();
+  require_cuda_head_dim(model.head_dim, config.dtype(), name,
+                        {.too_large = "set device: cpu", .not_in_bf16 = "set train.precision: float32"});
   const bool measures = config.attention.coverage_rows > 0 &&
                         config.attention.selection.pattern != SelectionPattern::dense &&
                         (config.parallel.cp == 1 || lists_on_device(config));  // lists from the host: measured there
-  SB_USER_CHECK(!measures || head_dim % kCoverageHeadDimUnit == 0,
-                "{} measures coverage for multiples of {}; set attention.coverage_rows: 0", begin,
-                kCoverageHeadDimUnit);
+  SB_USER_CHECK(!measures || model.head_dim % kCoverageHeadDimUnit == 0,
+                "{}: head_dim is {}, and on GPUs attention measures coverage for multiples of {}; set "
+                "attention.coverage_rows: 0",
+                name, model.head_dim, kCoverageHeadDimUnit);
 }
 
 // Before anything is taken or written: a run started with another number of ranks says so at once.
@@ -59,6 +57,19 @@ void check_ranks(const RunConfig& config, const RunRanks& ranks) {
 void check_named(const RunConfig& config, const ModelConfig& model) {
   check_run_directory(config);
   if (!config.balance.profile.empty()) run_profile(config, model);
+}
+
+// Rank 0's planner of a run with balance.replay, made while nothing is written yet, so that plans of another run are
+// refused then and not in the middle of this one.
+std::unique_ptr<StepPlanner> make_replaying_planner(const RunConfig& config, const TrainerParts& parts) {
+  auto planner = make_balanced_planner(config, parts.model, Trainer::packing(config, parts));
+  const std::optional<TrainState> start = expected_start(config);
+  if (!start) return planner;
+  std::function<std::vector<Sequence>(int64_t)> batch;
+  const bool learns = !parts.source.state().empty();  // later lengths follow from the training
+  if (!learns) batch = [&](int64_t step) { return step_batch(config, parts.source, *start, step); };
+  planner->check_replay(start->step + 1, config.train.max_steps, batch);
+  return planner;
 }
 
 // The ranks that share this one's sequences: for what they tell each other, and for data on their devices. Nothing
@@ -254,6 +265,9 @@ TrainSummary run_training(const RunConfig& given, std::FILE* out, bool terminal,
   parts.world = ranks.world;
   parts.cores = ranks.cores;
   parts.device = device.get();
+  std::unique_ptr<StepPlanner> planner;
+  if (leads && !config.balance.replay.empty()) planner = make_replaying_planner(config, parts);
+  parts.planner = planner.get();
 
   // What the ranks of one machine, or of one GPU, share of what is left there.
   const int64_t host_memory = available_host_memory() / ranks.local_ranks;

@@ -457,6 +457,60 @@ TEST_F(Cli, MeasurementsRefuseWrongOptionsAtOnce) {
   }
 }
 
+// Before a model is loaded, which these folders do not even hold, and before a GPU is looked for.
+TEST_F(Cli, HeadsWithoutAKernelOnGpusAreRefusedAtOnce) {
+  const auto model_with = [&](const std::string& name, int head_dim) {
+    std::filesystem::create_directories(directory_ / name);
+    write(name + "/config.json", R"({"model_type": "llama", "hidden_size": 160, "intermediate_size": 64,
+        "num_hidden_layers": 3, "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 64,
+        "max_position_embeddings": 1024, "rms_norm_eps": 1e-6, "rope_theta": 1e4, "hidden_act": "silu",
+        "tie_word_embeddings": true, "head_dim": )" +
+                                     std::to_string(head_dim) + "}");
+    return (directory_ / name).string();
+  };
+  const std::string odd = model_with("odd", 24), wide = model_with("wide", 300);
+  const std::string begin = "/config.json: head_dim is ",
+                    few = "and on GPUs attention in bf16 has kernels for 16, 32, ";
+  const std::string question = write("question.jsonl", "{\"input\": \"a\", \"outputs\": [\"b\"]}\n");
+  const std::string task =
+      write("task.jsonl", R"({"input": "", "context": "a", "answers": ["b"], "all_classes": [], "dataset": "qasper"})"
+                          "\n");
+  const std::vector<std::string> commands[] = {
+      {"eval", "ppl", "--data", "none"},      {"eval", "needle"},
+      {"eval", "ruler", "--input", question}, {"eval", "longbench", "--input", task},
+      {"eval", "generate", "--prompt", "a"},
+  };
+  const auto error_with = [&](std::vector<std::string> arguments, const std::vector<std::string>& more) {
+    arguments.insert(arguments.end(), more.begin(), more.end());
+    const ProgramResult result = run_program(arguments);
+    EXPECT_EQ(result.exit_code, 2) << arguments[1];
+    EXPECT_EQ(result.out, "") << arguments[1];
+    return result.err;
+  };
+  for (const std::vector<std::string>& command : commands) {
+    const std::string bf16 = error_with(command, {"--model", odd, "--device", "cuda"});
+    EXPECT_NE(bf16.find(odd + begin + "24, " + few), std::string::npos) << bf16;
+    EXPECT_NE(bf16.find("; use --precision float32\n"), std::string::npos) << bf16;
+    const std::string any = error_with(command, {"--model", wide, "--device", "cuda", "--precision", "float32"});
+    EXPECT_NE(any.find(wide + begin + "300, and on GPUs attention has kernels up to 256; use --device cpu\n"),
+              std::string::npos)
+        << any;
+    EXPECT_EQ(error_with(command, {"--model", wide}).find("head_dim"), std::string::npos);
+  }
+
+  const std::vector<std::string> profile = {"profile", "--out", (directory_ / "profile.json").string()};
+  const std::string measured_in_bf16 = "; profiles are measured in bf16 there: name another model, or use --device cpu";
+  const std::string named = error_with(profile, {"--model", odd, "--device", "cuda"});
+  EXPECT_NE(named.find(odd + ": head_dim is 24, " + few), std::string::npos) << named;
+  EXPECT_NE(named.find(measured_in_bf16), std::string::npos) << named;
+  const std::string run = write("fp32.yaml",
+                                "device: cuda\nmodel: {init: {vocab_size: 64, head_dim: 24}}\n"
+                                "data: {synthetic: {vocab_size: 64}}\ntrain: {precision: float32}\n");
+  const std::string of_run = error_with(profile, {"--run", run});
+  EXPECT_NE(of_run.find(run + ": head_dim is 24, " + few), std::string::npos) << of_run;
+  EXPECT_NE(of_run.find(measured_in_bf16), std::string::npos) << of_run;
+}
+
 TEST_F(Cli, EvalSaysWhatIsMissing) {
   const std::string questions = write("q.jsonl", "{\"input\": \"a\", \"outputs\": [\"b\"]}\n");
   const std::pair<std::vector<std::string>, const char*> cases[] = {

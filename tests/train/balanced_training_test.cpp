@@ -237,6 +237,101 @@ TEST(BalancedTraining, ARunRepeatsFromItsLog) {
   }
 }
 
+// "" when it is trained as configured.
+std::string refusal(const RunConfig& config) {
+  try {
+    train(config);
+  } catch (const UserError& error) {
+    return error.what();
+  }
+  return "";
+}
+
+// The log of a run, with the plan of one step changed.
+void write_changed(const fs::path& log, int64_t step, const std::function<void(Plan&)>& change, const fs::path& file) {
+  PlanLog changed(file);
+  for (auto& [number, logged] : read_plan_log(log).steps) {
+    if (number == step) change(logged.plan);
+    changed.plan(logged);
+  }
+}
+
+// Before the run has a folder, whichever of its steps it is.
+TEST(BalancedTraining, PlansThatDoNotFitAreRefusedAtTheStart) {
+  TemporaryFolder folder;
+  const std::string log = folder.path("first/plan.jsonl"), output = folder.path("second");
+  train(config_of(folder.path("first"), {}));
+  const auto changed = [&](const char* name, const std::function<void(Plan&)>& change) {
+    write_changed(log, 6, change, folder.path(name));
+    return folder.path(name);
+  };
+  const auto first_micro_batch = [](Plan& plan) -> PlannedMicroBatch& { return plan.ranks[0].micro_batches[0]; };
+  const std::string tokens = changed("tokens.jsonl", [&](Plan& plan) { ++first_micro_batch(plan).tokens; });
+  const std::string id = changed("id.jsonl", [&](Plan& plan) { first_micro_batch(plan).sequences[0] = 99; });
+  const std::string rank = changed("rank.jsonl", [](Plan& plan) { plan.ranks.pop_back(); });
+  const std::string cure = "balance.replay takes the log of a run with the same data, batches, layers and ranks";
+
+  struct Case {
+    std::string replay;
+    std::vector<std::string> overrides;
+    std::vector<std::string> said;
+  };
+  const Case cases[] = {
+      {log, {"parallel.dp=1"}, {log + ", line 1: the plan of step 1 is for 2 data-parallel ranks, not 1", cure}},
+      {log, {"parallel.dp=1", "parallel.pp=2"}, {"the plan of step 1 is for 2 data-parallel ranks, not 1", cure}},
+      {log, {"parallel.pp=2"}, {"the plan of step 1 is for 1 pipeline stages, not 2", cure}},
+      {log, {"model.init.num_hidden_layers=3"}, {"the plan of step 1 is for 2 layers, not 3", cure}},
+      {log, {"train.seed=7"}, {"the plan of step 1 counts ", "it is of other data", cure}},
+      {log, {"batch.global_batch_size=8"}, {"the plan of step 1 has 6 sequences, the step has 8", cure}},
+      {log, {"train.max_steps=9"}, {log + ": has no plan of step 9; it holds 1 to 8", "lower that"}},
+      {tokens, {}, {tokens + ", line 6: the plan of step 6 counts ", "it is of other data", cure}},
+      {id, {}, {id + ", line 6: the plan of step 6 has sequence 99, which is not ", "it is of other data", cure}},
+      {rank, {}, {rank + ", line 6: the plan of step 6 is for 1 data-parallel ranks, not 2", cure}},
+  };
+  for (const Case& c : cases) {
+    std::vector<std::string> overrides = c.overrides;
+    overrides.push_back("balance.replay=" + c.replay);
+    const std::string message = refusal(config_of(output, overrides));
+    for (const std::string& part : c.said) EXPECT_NE(message.find(part), std::string::npos) << part << "\n" << message;
+    EXPECT_FALSE(fs::exists(output)) << message;
+  }
+  // Steps that the run does not have may be as they are.
+  EXPECT_EQ(refusal(config_of(output, {"balance.replay=" + tokens, "train.max_steps=5"})), "");
+}
+
+// What a run has done does not matter any more; what is left to it does.
+TEST(BalancedTraining, AResumedReplayIsCheckedFromItsCheckpointOn) {
+  TemporaryFolder folder;
+  const std::string log = folder.path("first/plan.jsonl"), output = folder.path("second");
+  train(config_of(folder.path("first"), {}));
+  const auto changed = [&](int64_t step) {
+    const std::string file = folder.path(fmt::format("{}.jsonl", step));
+    write_changed(
+        log, step, [](Plan& plan) { ++plan.ranks[0].micro_batches[0].tokens; }, file);
+    return file;
+  };
+  const std::string third = changed(3), seventh = changed(7);
+  train(config_of(output, {"train.max_steps=4", "balance.replay=" + log}));
+  const std::string before = read_bytes(output + "/run.yaml"), plans = plan_texts(output);
+  EXPECT_NE(refusal(config_of(output, {"balance.replay=" + seventh})).find("line 7: the plan of step 7 counts"),
+            std::string::npos);
+  const std::string checkpoint = "train.resume=" + checkpoint_path(output, 4).string();
+  EXPECT_NE(
+      refusal(config_of(folder.path("third"), {checkpoint, "balance.replay=" + seventh})).find("line 7: the plan"),
+      std::string::npos);
+  EXPECT_FALSE(fs::exists(folder.path("third")));
+  EXPECT_EQ(read_bytes(output + "/run.yaml"), before);
+  EXPECT_EQ(plan_texts(output), plans);
+
+  EXPECT_EQ(refusal(config_of(output, {"train.max_steps=4", "balance.replay=" + seventh})), "");  // nothing is left
+  EXPECT_EQ(refusal(config_of(output, {"train.max_steps=6", "balance.replay=" + third})), "");
+  // A checkpoint that cannot be read is passed over as ever.
+  fs::copy(checkpoint_path(output, 6), checkpoint_path(output, 7), fs::copy_options::recursive);
+  std::ofstream(checkpoint_path(output, 7) / "state.json") << "{";
+  EXPECT_EQ(refusal(config_of(output, {"balance.replay=" + third})), "");
+  EXPECT_EQ(final_weights(output), final_weights(folder.path("first")));
+}
+
 TEST(BalancedTraining, WithoutAdaptionRunsAreEqual) {
   TemporaryFolder folder;
   for (const char* name : {"a", "b"}) train(config_of(folder.path(name), {"balance.adapt=off", "train.max_steps=5"}));
@@ -299,13 +394,25 @@ TEST(BalancedTraining, BudgetsMoveAndValidationKeepsItsOwn) {
 
 TEST(BalancedTraining, ACurriculumIsPlannedWithTheLengthsItHas) {
   TemporaryFolder folder;
-  train(config_of(folder.path("run"),
-                  {"data.synthetic.min_length=0", "data.synthetic.length=512", "train.max_steps=10",
-                   "data.synthetic.curriculum={start_length: 64, threshold: 0.01, min_observations: 1}"}));
+  const auto with = [](std::vector<std::string> more) {
+    for (const char* always : {"data.synthetic.min_length=0", "data.synthetic.length=512", "train.max_steps=10",
+                               "data.synthetic.curriculum={start_length: 64, threshold: 0.01, min_observations: 1}"})
+      more.push_back(always);
+    return more;
+  };
+  train(config_of(folder.path("run"), with({})));
   const auto lines = metrics(folder.path("run"), "loss");
   ASSERT_EQ(lines.size(), 10u);
   EXPECT_EQ(lines.at(1)["longest_sequence"], 64);
   EXPECT_GT(lines.at(10)["longest_sequence"].get<int64_t>(), 64);
+
+  // Its plans fit again, though at the start nobody knows the lengths that they are of; ranks are known then.
+  const std::string replay = "balance.replay=" + folder.path("run/plan.jsonl");
+  EXPECT_EQ(refusal(config_of(folder.path("again"), with({replay}))), "");
+  EXPECT_EQ(final_weights(folder.path("again")), final_weights(folder.path("run")));
+  EXPECT_NE(refusal(config_of(folder.path("other"), with({replay, "parallel.dp=1"}))).find("is for 2 data-parallel"),
+            std::string::npos);
+  EXPECT_FALSE(fs::exists(folder.path("other")));
 }
 
 TEST(BalancedTraining, MemoryIsPlannedForTunedBudgets) {
