@@ -32,8 +32,8 @@ std::pair<int64_t, int64_t> pass_bytes(const MemoryCase& c, const gpu::RingListP
   const int64_t both = 2 * queries + 2 * keys + bytes(shape.tokens * shape.query_heads, sizeof(float)) +
                        bytes(std::ssize(pass.work.forward), sizeof(gpu::ForwardItem)) + bytes(4, sizeof(int32_t));
   const auto floats = [&](size_t count) { return bytes(static_cast<int64_t>(count), sizeof(float)); };
-  const bool summed = c.dtype == DType::bf16 &&
-                      !gpu::quicker_in_two_kernels(shape, pass.work.tiling, plan.select.entries, /*causal_pairs=*/0);
+  const bool summed =
+      c.dtype == DType::bf16 && !gpu::quicker_in_two_kernels(shape, pass.work.tiling, {.entries = plan.select.entries});
   return {both, both + 2 * queries + 2 * keys + bytes(limits.items, sizeof(gpu::BackwardItem)) +
                     bytes(limits.splits, sizeof(gpu::SplitColumn)) + bytes(1, sizeof(gpu::WorkCounts)) +
                     floats(gpu::statistics_size(shape, pass.work.tiling)) +

@@ -140,7 +140,8 @@ std::string filter;  // only the cases whose name holds it
 bool taken_in_two(const Shape& shape, const DeviceWork& w, const std::vector<int32_t>& cu, const RowLists* lists) {
   const int64_t entries = lists ? static_cast<int64_t>(lists->entries.size()) : 0;
   const auto causal = static_cast<int64_t>(useful_pairs(cu, nullptr, shape.kv_heads));
-  return quicker_in_two_kernels(shape, w.work.tiling, entries, causal);
+  return quicker_in_two_kernels(shape, w.work.tiling,
+                                {.entries = entries, .dense = lists ? 0 : causal, .causal = causal});
 }
 
 // `lists` null: dense.

@@ -115,8 +115,7 @@ class CudaAttention final : public ChoosingAttention {
     params.row_entries = lists.row_entries;
     params.gathered = kept.plan->gathered(lists);
     const bool summed = kept.plan->hopper() && !options_.deterministic &&
-                        !gpu::quicker_in_two_kernels(params.shape, params.tiling, kept.plan->select().entries,
-                                                     kept.plan->causal_pairs(), kept.plan->work().gathered_words);
+                        !gpu::quicker_in_two_kernels(params.shape, params.tiling, kept.plan->backward_pairs());
     params.statistics = floats(exec, gpu::statistics_size(params.shape, params.tiling));
     if (summed) params.dq_sum = floats(exec, gpu::dq_sum_size(params.shape, params.tiling));
     params.partials = floats(exec, gpu::partials_size(params.shape, params.limits.slots));

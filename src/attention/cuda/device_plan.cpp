@@ -88,10 +88,11 @@ void DevicePlan::build(const PlanRequest& request, Staging& staging, void* strea
                                                             : shape_.kv_heads;
   index_block_ = request.index != nullptr ? request.index->shape().block : request.selection->block;
   index_query_block_ = request.index != nullptr ? request.index->shape().query_block : request.selection->query_block;
-  causal_pairs_ = 0;
+  dense_pairs_ = causal_pairs_ = 0;
   for (size_t s = 0; s + 1 < cu_seqlens_.size(); ++s) {
-    const int64_t tokens = cu_seqlens_[s + 1] - cu_seqlens_[s];
-    causal_pairs_ += list_heads_ * (tokens * (tokens + 1) / 2);
+    const int64_t tokens = cu_seqlens_[s + 1] - cu_seqlens_[s], pairs = list_heads_ * (tokens * (tokens + 1) / 2);
+    causal_pairs_ += pairs;
+    if (dense_[s]) dense_pairs_ += pairs;
   }
 
   select_ = {};

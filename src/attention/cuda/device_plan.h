@@ -136,6 +136,7 @@ class DevicePlan {
   const std::vector<int32_t>& cu_seqlens() const { return cu_seqlens_; }
   const std::vector<bool>& dense() const { return dense_; }
   int64_t causal_pairs() const { return causal_pairs_; }  // over the list heads
+  BackwardPairs backward_pairs() const { return {select_.entries, work_.gathered_words, dense_pairs_, causal_pairs_}; }
   int64_t statistics_bytes() const;
   int64_t pool_counts() const { return pool_counts_size(pool_count_, select_.pool_tiles); }
   int64_t list_bytes() const { return lists_.bytes; }
@@ -190,7 +191,7 @@ class DevicePlan {
   CoveragePlan coverage_;  // likewise, but for the sequences
   SlashPlan slash_;
   int list_heads_ = 0, index_block_ = 0, index_query_block_ = 0;
-  int64_t causal_pairs_ = 0;
+  int64_t dense_pairs_ = 0, causal_pairs_ = 0;
   int32_t forward_count_ = 0, block_count_ = 0, group_count_ = 0, pool_count_ = 0, coverage_count_ = 0;
   struct {
     int64_t cu_seqlens, cu_subtiles, forward, places, scores, score_rows, items, blocks, groups, pools, thresholds,

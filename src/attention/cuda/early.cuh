@@ -1,7 +1,8 @@
 #pragma once
 
 // Kernels that start while the one before them on the stream still ends (programmatic dependent launch, SM90). What
-// they do before wait_for_dependencies() may not touch anything that kernel reads or writes. CUDA files only.
+// they do before wait_for_dependencies() may not write anything that kernel reads, nor touch what it writes. CUDA files
+// only.
 
 #include <cuda_runtime.h>
 
@@ -50,7 +51,11 @@ void launch_early(void (*kernel)(Parameters...), dim3 blocks, int threads, int s
   config.stream = stream;
   config.attrs = &attribute;
   config.numAttrs = 1;
-  check(cudaLaunchKernelEx(&config, kernel, arguments...), "launch");
+  if (const cudaError_t error = cudaLaunchKernelEx(&config, kernel, arguments...); error != cudaSuccess) {
+    const char* name = "launch of a kernel";
+    cudaFuncGetName(&name, reinterpret_cast<const void*>(kernel));
+    check(error, name);
+  }
 }
 
 // The same where the device can, else when the kernel before it has ended.

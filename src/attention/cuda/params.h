@@ -237,21 +237,30 @@ void hopper_backward(const BackwardParams& params, void* stream);
 // Bit-equal over runs: dK/dV and dQ in two kernels without concurrent sums.
 void hopper_backward_deterministic(const BackwardParams& params, void* stream);
 
+// What a backward goes through, over the list heads.
+struct BackwardPairs {
+  int64_t entries = 0;  // of the row lists
+  int64_t words = 0;    // of 64 gathered columns each, of which half come before a query block
+  int64_t dense = 0;    // pairs (query, key) of sequences without lists
+  int64_t causal = 0;   // pairs, were all sequences dense
+};
+
 // Which of the two is quicker: where a query sees few keys, or few of those before it, the sums of dQ in memory cost
-// more than computing the scores twice (measured, docs/results/hopper-kernels.md). `entries`: of the row lists, none
-// when dense; `words`: of 64 gathered columns each, of which half come before a query block; `causal_pairs`: of all
-// list heads.
-constexpr bool quicker_in_two_kernels(const Shape& shape, const Tiling& tiling, int64_t entries, int64_t causal_pairs,
-                                      int64_t words = 0) {
-  const double keys = static_cast<double>(entries) * tiling.block + static_cast<double>(words) * kGatheredPiece / 2;
-  const double causal = static_cast<double>(causal_pairs), chosen = entries > 0 ? keys * tiling.query_block : causal;
-  const double queries = static_cast<double>(shape.tokens) * (shape.query_heads / (tiling.heads * tiling.parts));
+// more than computing the scores twice (measured, docs/results/hopper-kernels.md).
+constexpr bool quicker_in_two_kernels(const Shape& shape, const Tiling& tiling, const BackwardPairs& pairs) {
+  const bool listed = pairs.entries > 0, gathered = pairs.words > 0;
   // Where two key blocks of 64 go together, one of two kernels has nothing to do for keys that are not seen.
-  if (tiling.block < kBlock && entries > 0) return true;
+  if (tiling.block < kBlock && listed) return true;
+  const double keys =
+      static_cast<double>(pairs.entries) * tiling.block + static_cast<double>(pairs.words) * kGatheredPiece / 2;
+  const double chosen = keys * tiling.query_block + static_cast<double>(pairs.dense);
+  const double queries = static_cast<double>(shape.tokens) * (shape.query_heads / (tiling.heads * tiling.parts));
   // Larger query blocks spread the columns that run beside each other wider: less of dQ stays in the L2. Gathered
   // columns run one after the other.
-  const double few = entries > 0 && words == 0 && tiling.query_block >= 128 ? 4096 : 1024;
-  return shape.head_dim == 128 && (chosen <= few * queries || (entries > 0 && chosen <= 0.11 * causal));
+  const double few = listed && !gathered && tiling.query_block >= 128 ? 4096 : 1024;
+  const double share = gathered ? 0.07 : 0.11;
+  return shape.head_dim == 128 &&
+         (chosen <= few * queries || (listed && chosen <= share * static_cast<double>(pairs.causal)));
 }
 
 // For any GPU with bf16 tensor cores (SM80 and later), and in fp32 with plain arithmetic for exact comparison. The

@@ -213,9 +213,10 @@ void CudaRingCall::run_backward(const PassRun& run, const AttentionOperands& y, 
   params.splits = work.splits;
   params.counts = work.counts;
 
-  const bool summed =
-      plan.hopper() && !ring_.deterministic &&
-      !gpu::quicker_in_two_kernels(params.shape, params.tiling, run.set->plan.select.entries, plan.causal_pairs());
+  const int64_t causal = run.set->dense ? plan.dense_pairs() : plan.causal_pairs() - plan.dense_pairs();
+  const bool summed = plan.hopper() && !ring_.deterministic &&
+                      !gpu::quicker_in_two_kernels(params.shape, params.tiling,
+                                                   {.entries = run.set->plan.select.entries, .causal = causal});
   params.statistics = floats(gpu::statistics_size(params.shape, params.tiling));
   if (summed) params.dq_sum = floats(gpu::dq_sum_size(params.shape, params.tiling));
   params.partials = floats(gpu::partials_size(params.shape, params.limits.slots));

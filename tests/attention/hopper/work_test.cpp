@@ -191,6 +191,27 @@ TEST(GpuWork, LimitsHoldForAnyColumns) {
   }
 }
 
+// By the pairs of all sequences of a micro-batch, those without lists too.
+TEST(GpuWork, TwoKernelsWhereFewPairsAreSeen) {
+  constexpr int64_t kTokens = 32768;
+  const int64_t causal = 2 * kTokens * (kTokens + 1) / 2;
+  const auto taken = [&](int head_dim, const std::vector<int32_t>& cu, double share, bool dense) {
+    const Shape shape{cu.back(), 16, 2, head_dim, 1.f};
+    const Tiling tiling = make_tiling(shape, 2, 16, cu);
+    const auto entries = static_cast<int64_t>(share * static_cast<double>(causal) / (kBlock * 16));
+    return quicker_in_two_kernels(
+        shape, tiling,
+        {.entries = entries, .dense = dense ? causal : 0, .causal = (dense ? causal : 0) + (share > 0 ? causal : 0)});
+  };
+  const std::vector<int32_t> one{0, kTokens}, two{0, kTokens, 2 * kTokens};
+  EXPECT_TRUE(taken(128, one, 0.1, false));
+  EXPECT_FALSE(taken(128, one, 0.2, false));
+  EXPECT_FALSE(taken(64, one, 0.1, false));
+  EXPECT_FALSE(taken(128, one, 0, true));
+  EXPECT_TRUE(taken(128, one, 0.02, false));
+  EXPECT_FALSE(taken(128, two, 0.02, true)) << "beside a dense sequence";
+}
+
 TEST(GpuWork, LongItemsOfAHeadComeFirst) {
   const std::vector<int32_t> cu{0, 3000};
   const Work work = make_work(shape_of(16, 2), cu, {true}, nullptr, 132);
