@@ -112,7 +112,7 @@ StageTime predict_stage(const CostModel& cost, const PlannedMicroBatch& micro_ba
   return time;
 }
 
-BalancedPlanner::BalancedPlanner(Profile profile, BalancedPlannerOptions options)
+BalancedPlanner::BalancedPlanner(Profile profile, BalancedPlannerOptions options, const ReplayedSteps& steps)
     : profile_(std::move(profile)), options_(std::move(options)) {
   const LatencyModel latency(profile_);
   const CostModel cost = options_.first_layer.empty()
@@ -123,8 +123,7 @@ BalancedPlanner::BalancedPlanner(Profile profile, BalancedPlannerOptions options
     for (int s = 0; s <= cost.stages(); ++s) options_.first_layer.push_back(cost.first_layer(s));
   states_.push_back(std::make_shared<const BalanceState>());
   if (!options_.replay.empty()) {
-    record_.emplace(options_.replay);
-    if (!record_->damage().empty()) log::warning("{}; the plans before it are used", record_->damage());
+    open_replay(steps);
   } else if (!options_.log.empty() && std::filesystem::exists(options_.log)) {
     record_.emplace(options_.log);
     record_is_own_ = true;
@@ -133,6 +132,44 @@ BalancedPlanner::BalancedPlanner(Profile profile, BalancedPlannerOptions options
 }
 
 BalancedPlanner::~BalancedPlanner() = default;
+
+// Checks the plans as they are read: there may be gigabytes of them, and other ranks wait.
+void BalancedPlanner::open_replay(const ReplayedSteps& steps) {
+  std::map<int64_t, std::string> misfits;  // of the line that counts, the last one of a step
+  record_.emplace(options_.replay, [&](const Plan& plan, const std::string& place) {
+    misfits.erase(plan.step);
+    if (plan.step < steps.first || plan.step > steps.last) return;
+    try {
+      check_step(plan, steps, place);
+    } catch (const UserError& error) {
+      misfits[plan.step] = error.what();
+    }
+  });
+  checked_from_ = steps.first;
+  require_steps(steps);
+  if (!misfits.empty()) throw UserError("{}", misfits.begin()->second);
+  if (!record_->damage().empty()) log::warning("{}; the plans before it are used", record_->damage());
+}
+
+int64_t BalancedPlanner::last_step() const {
+  return options_.replay.empty() || record_->empty() ? StepPlanner::last_step() : record_->last();
+}
+
+void BalancedPlanner::require_steps(const ReplayedSteps& steps) const {
+  if (steps.first <= steps.last) record_->require(steps.first);
+  for (int64_t step = steps.first; step <= std::min(steps.last, last_step()); ++step) record_->require(step);
+}
+
+void BalancedPlanner::check_replay(const ReplayedSteps& steps) {
+  require_steps(steps);
+  for (int64_t step = steps.first; step <= std::min({steps.last, last_step(), checked_from_ - 1}); ++step)
+    check_step(record_->read(step).plan, steps, record_->place(step));
+  if (steps.first <= steps.last && last_step() < steps.last)
+    log::warning(
+        "balance.replay: {} ends with step {}, before train.max_steps {}: training stops after that step, and goes on "
+        "from its checkpoint with balance.replay left out",
+        options_.replay.string(), last_step(), steps.last);
+}
 
 // When a step is announced it is known which plans of the log still apply. Steps from there on run again, and are
 // measured again.
@@ -173,23 +210,15 @@ void BalancedPlanner::check_sequences(const Plan& plan, const std::vector<Sequen
   const std::map<int64_t, int64_t> by_id = lengths_by_id(sequences);
   std::set<int64_t> seen;
   const int64_t cap = options_.plan.batching.micro_batch_tokens;
-  // What memory is planned for; 0: up to dense.
-  const bool raised = options_.plan.tuning.policy != TuningPolicy::off || !options_.replay.empty();
-  const int64_t largest = raised ? options_.spec.max_budget : options_.spec.budget;
   for (const PlannedRank& rank : plan.ranks)
     for (const PlannedMicroBatch& micro_batch : rank.micro_batches) {
       int64_t tokens = 0;
-      for (size_t s = 0; s < micro_batch.sequences.size(); ++s) {
-        const int64_t id = micro_batch.sequences[s];
+      for (const int64_t id : micro_batch.sequences) {
         const auto found = by_id.find(id);
         SB_USER_CHECK(found != by_id.end() && seen.insert(id).second,
                       "{} has sequence {}, which is not (or not once) in the step's batch: it is of other data", where,
                       id);
         tokens += found->second;
-        for (size_t i = s; i < micro_batch.budgets.size(); i += micro_batch.sequences.size())
-          SB_USER_CHECK(largest == 0 || micro_batch.budgets[i] <= largest || micro_batch.budgets[i] >= found->second,
-                        "{} gives sequence {} a budget of {}, and memory is planned for {}; raise balance.max_budget",
-                        where, id, micro_batch.budgets[i], largest);
       }
       SB_USER_CHECK(tokens == micro_batch.tokens,
                     "{} counts {} tokens where the sequences have {}: it is of other data", where, micro_batch.tokens,
@@ -201,6 +230,23 @@ void BalancedPlanner::check_sequences(const Plan& plan, const std::vector<Sequen
                 sequences.size());
 }
 
+void BalancedPlanner::check_budgets(const Plan& plan, const std::vector<Sequence>& sequences,
+                                    const std::string& where) const {
+  // What memory is planned for; 0: up to dense.
+  const bool raised = options_.plan.tuning.policy != TuningPolicy::off || !options_.replay.empty();
+  const int64_t largest = raised ? options_.spec.max_budget : options_.spec.budget;
+  if (largest == 0) return;
+  const std::map<int64_t, int64_t> by_id = lengths_by_id(sequences);
+  for (const PlannedRank& rank : plan.ranks)
+    for (const PlannedMicroBatch& micro_batch : rank.micro_batches)
+      for (size_t i = 0; i < micro_batch.budgets.size(); ++i) {
+        const int64_t id = micro_batch.sequences[i % micro_batch.sequences.size()], budget = micro_batch.budgets[i];
+        SB_USER_CHECK(budget <= largest || budget >= by_id.at(id),
+                      "{} gives sequence {} a budget of {}, and memory is planned for {}; raise balance.max_budget",
+                      where, id, budget, largest);
+      }
+}
+
 std::shared_ptr<const BalanceState> BalancedPlanner::state_for(int64_t step) const {
   // The newest that steps up to step-3 have made; at the start of a run there is none but the first.
   for (auto state = states_.rbegin(); state != states_.rend(); ++state)
@@ -209,13 +255,12 @@ std::shared_ptr<const BalanceState> BalancedPlanner::state_for(int64_t step) con
 }
 
 // A plan of another batch or layout would train something else. `sequences`: none where they are not known yet.
-LoggedStep BalancedPlanner::read_fitting(int64_t step, const std::vector<Sequence>* sequences) {
+void BalancedPlanner::check_plan(const Plan& plan, const std::vector<Sequence>* sequences,
+                                 const std::string& place) const {
+  const std::string where = fmt::format("{}: the plan of step {}", place, plan.step);
   try {
-    LoggedStep logged = record_->read(step);
-    const std::string where = fmt::format("{}: the plan of step {}", record_->place(step), step);
-    check_layout(logged.plan, where);
-    if (sequences) check_sequences(logged.plan, *sequences, where);
-    return logged;
+    check_layout(plan, where);
+    if (sequences) check_sequences(plan, *sequences, where);
   } catch (const UserError& error) {
     if (record_is_own_) throw;
     throw UserError(
@@ -223,26 +268,21 @@ LoggedStep BalancedPlanner::read_fitting(int64_t step, const std::vector<Sequenc
         "it out",
         error.what());
   }
+  if (sequences) check_budgets(plan, *sequences, where);
 }
 
-void BalancedPlanner::check_replay(int64_t first, int64_t last,
-                                   const std::function<std::vector<Sequence>(int64_t step)>& batch) {
-  for (int64_t step = first; step <= last; ++step) record_->require(step);
-  for (int64_t step = first; step <= last; ++step) {
-    if (batch) {
-      const std::vector<Sequence> sequences = batch(step);
-      read_fitting(step, &sequences);
-    } else {
-      read_fitting(step, nullptr);
-    }
-  }
+void BalancedPlanner::check_step(const Plan& plan, const ReplayedSteps& steps, const std::string& place) const {
+  if (!steps.batch) return check_plan(plan, nullptr, place);
+  const std::vector<Sequence> sequences = steps.batch(plan.step);
+  check_plan(plan, &sequences, place);
 }
 
 // The plan of a step that has one on record.
 std::optional<LoggedStep> BalancedPlanner::recorded(int64_t step, const std::vector<Sequence>& sequences) {
   if (!record_ || !record_->contains(step)) return std::nullopt;
   try {
-    LoggedStep logged = read_fitting(step, &sequences);
+    LoggedStep logged = record_->read(step);
+    check_plan(logged.plan, &sequences, record_->place(step));
     complete_budgets(logged.plan, options_.spec, lengths_by_id(sequences));
     if (record_is_own_) {
       // Not before one has turned out to fit.

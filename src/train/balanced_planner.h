@@ -5,6 +5,7 @@
 #include <filesystem>
 #include <functional>
 #include <future>
+#include <limits>
 #include <map>
 #include <memory>
 #include <optional>
@@ -31,6 +32,13 @@ struct BalancedPlannerOptions {
   std::filesystem::path replay;  // the log of a run whose plans are used again; empty: none
 };
 
+// The steps that a run with a replay has before it.
+struct ReplayedSteps {
+  int64_t first = std::numeric_limits<int64_t>::max(), last = 0;  // none, or not known
+  // The sequences of a step; none: they follow from what training will teach, and announce() compares them.
+  std::function<std::vector<Sequence>(int64_t step)> batch;
+};
+
 // Batches, orders and tunes every step, two steps ahead, in threads of its own.
 //
 // The plan of step s is a pure function of its sequences and of what the steps up to s-3 taught, so it does not matter
@@ -39,10 +47,13 @@ class BalancedPlanner final : public StepPlanner {
  public:
   static constexpr int kAhead = 2;
 
-  BalancedPlanner(Profile profile, BalancedPlannerOptions options);
+  // With options.replay: UserError unless it has a plan of the first of these steps, no hole after it, and plans that
+  // fit.
+  BalancedPlanner(Profile profile, BalancedPlannerOptions options, const ReplayedSteps& steps = {});
   ~BalancedPlanner() override;
 
   int ahead() const override { return kAhead; }
+  int64_t last_step() const override;
   void announce(int64_t step, std::vector<Sequence> sequences) override;
   Plan next() override;
   void learn(const StepMeasurement& measurement) override;
@@ -51,10 +62,9 @@ class BalancedPlanner final : public StepPlanner {
   std::string state() const override;
   void restore_state(const std::string& text) override;
 
-  // With options.replay, before a run begins: UserError unless it has a plan that fits of every step from `first` to
-  // `last`. `batch` gives the sequences of a step; none: they follow from what training will teach, and announce()
-  // compares them.
-  void check_replay(int64_t first, int64_t last, const std::function<std::vector<Sequence>(int64_t step)>& batch);
+  // When it is certain where the run begins: the same for steps before those that the constructor was told. Warns when
+  // the replay ends before the last one.
+  void check_replay(const ReplayedSteps& steps);
 
   // Where the stages begin, and one past the last.
   const std::vector<int>& first_layer() const { return options_.first_layer; }
@@ -80,9 +90,13 @@ class BalancedPlanner final : public StepPlanner {
 
   std::optional<LoggedStep> recorded(int64_t step, const std::vector<Sequence>& sequences);
   void open_log(int64_t step);
-  LoggedStep read_fitting(int64_t step, const std::vector<Sequence>* sequences);
+  void open_replay(const ReplayedSteps& steps);
+  void require_steps(const ReplayedSteps& steps) const;
+  void check_step(const Plan& plan, const ReplayedSteps& steps, const std::string& place) const;
+  void check_plan(const Plan& plan, const std::vector<Sequence>* sequences, const std::string& place) const;
   void check_layout(const Plan& plan, const std::string& where) const;
   void check_sequences(const Plan& plan, const std::vector<Sequence>& sequences, const std::string& where) const;
+  void check_budgets(const Plan& plan, const std::vector<Sequence>& sequences, const std::string& where) const;
   std::shared_ptr<const BalanceState> state_for(int64_t step) const;
   Made make(int64_t step, const std::vector<Sequence>& sequences, const BalanceState& state) const;
   void learn_times(const Running& run, const StepMeasurement& measurement, BalanceState& state) const;
@@ -94,7 +108,8 @@ class BalancedPlanner final : public StepPlanner {
   std::deque<std::shared_ptr<const BalanceState>> states_;
   std::optional<RecordedPlans> record_;  // of options_.replay, or of an earlier process of this run
   bool record_is_own_ = false;
-  bool goes_on_ = false;  // with plans of its own record
+  int64_t checked_from_ = std::numeric_limits<int64_t>::max();  // step of options_.replay
+  bool goes_on_ = false;                                        // with plans of its own record
   std::unique_ptr<PlanLog> log_;
   std::map<int64_t, Pending> pending_;
   std::map<int64_t, Running> running_;

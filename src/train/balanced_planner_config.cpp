@@ -112,7 +112,7 @@ Profile run_profile(const RunConfig& config, const ModelConfig& model) {
 }
 
 std::unique_ptr<BalancedPlanner> make_balanced_planner(const RunConfig& config, const ModelConfig& model,
-                                                       const PackingLimits& limits) {
+                                                       const PackingLimits& limits, const ReplayedSteps& steps) {
   BalancedPlannerOptions options;
   options.plan.batching.policy = batching_policy(config.balance.batching);
   options.plan.batching.micro_batch_sequences = config.batch.micro_batch_sequences;
@@ -132,7 +132,7 @@ std::unique_ptr<BalancedPlanner> make_balanced_planner(const RunConfig& config, 
   // Dense attention does not know the run's query blocks: tiles are counted as they were measured.
   if (config.attention.selection.pattern == SelectionPattern::dense && profile.blocks)
     options.spec.query_block = profile.blocks->query_block;
-  return std::make_unique<BalancedPlanner>(std::move(profile), std::move(options));
+  return std::make_unique<BalancedPlanner>(std::move(profile), std::move(options), steps);
 }
 
 }  // namespace sb

@@ -24,6 +24,6 @@ AttentionSpec attention_spec(const RunConfig& config);
 // UserError when the profile is of another shape, of another recompute level or of other blocks.
 Profile run_profile(const RunConfig& config, const ModelConfig& model);
 std::unique_ptr<BalancedPlanner> make_balanced_planner(const RunConfig& config, const ModelConfig& model,
-                                                       const PackingLimits& limits);
+                                                       const PackingLimits& limits, const ReplayedSteps& steps = {});
 
 }  // namespace sb

@@ -9,6 +9,7 @@
 
 #include "core/durable_file.h"
 #include "core/errors.h"
+#include "core/log.h"
 #include "train/crc32c.h"
 
 namespace sb {
@@ -208,19 +209,31 @@ PlanRecord read_plan_overview(const std::filesystem::path& file, int64_t micro_b
   return record;
 }
 
-RecordedPlans::RecordedPlans(std::filesystem::path file) : file_(std::move(file)), in_(open_log(file_)) {
+RecordedPlans::RecordedPlans(std::filesystem::path file, const Visit& visit, std::chrono::milliseconds report)
+    : file_(std::move(file)), in_(open_log(file_)) {
+  std::error_code unknown;
+  const auto bytes = static_cast<double>(std::filesystem::file_size(file_, unknown));
+  auto reported = std::chrono::steady_clock::now();
   damage_ = read_lines(in_, file_, [&](const PlanLine& line, const std::string&, const PlanLinePlace& place) {
-    if (line.planned) places_[line.step] = place;
+    if (!line.planned) return;
+    places_[line.step] = place;
+    if (visit) visit(line.planned->plan, line_name(file_, place.number));
+    if (const auto now = std::chrono::steady_clock::now(); now - reported >= report) {
+      log::info("{}: {} plans read, {:.0f} %", file_.string(), places_.size(),
+                100 * static_cast<double>(place.offset) / bytes);
+      reported = now;
+    }
   });
   if (!empty()) last_in_file_ = last();
 }
 
 void RecordedPlans::require(int64_t step) const {
   SB_USER_CHECK(contains(step),
-                "{}: has no plan of step {}; {}. balance.replay needs one of every step up to train.max_steps: lower "
-                "that, name another log, or leave balance.replay out",
+                "{}: has no plan of step {}; {}{}. balance.replay needs one of every step from the first that is left "
+                "to train: name another log, or leave it out",
                 file_.string(), step,
-                empty() ? std::string("it holds none") : fmt::format("it holds {} to {}", first(), last()));
+                empty() ? std::string("it holds none") : fmt::format("it holds {} to {}", first(), last()),
+                damage_.empty() ? "" : "; " + damage_);
 }
 
 std::string RecordedPlans::place(int64_t step) const {

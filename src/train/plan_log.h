@@ -1,5 +1,6 @@
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 #include <cstdio>
 #include <filesystem>
@@ -49,7 +50,12 @@ struct PlanLinePlace {
 // replaced meanwhile.
 class RecordedPlans {
  public:
-  explicit RecordedPlans(std::filesystem::path file);
+  // Sees every plan as the file is read, a step's last one last; `place` is its file and line.
+  using Visit = std::function<void(const Plan& plan, const std::string& place)>;
+
+  // What takes long says how far it is, this often.
+  explicit RecordedPlans(std::filesystem::path file, const Visit& visit = {},
+                         std::chrono::milliseconds report = std::chrono::seconds(5));
 
   const std::filesystem::path& file() const { return file_; }
   const std::string& damage() const { return damage_; }

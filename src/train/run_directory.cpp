@@ -110,6 +110,57 @@ RunDifference compare_runs(const std::string& before, const std::string& now) {
   return difference;
 }
 
+namespace {
+
+// A run.yaml alone, or with the plan of the first step, is of an attempt that failed before that was done.
+bool holds_run(const fs::path& directory) {
+  const fs::path metrics = directory / "metrics.jsonl";
+  return (fs::exists(metrics) && fs::file_size(metrics) > 0) || fs::exists(directory / "final") ||
+         !checkpoint_steps(directory).empty();
+}
+
+// Returns what the run goes on with otherwise than it began.
+std::vector<OptionChange> refuse_another_run(const RunConfig& config) {
+  const fs::path& directory = config.train.output_dir;
+  const std::vector<int64_t> steps = checkpoint_steps(directory);
+  const std::string& resume = config.train.resume;
+  SB_USER_CHECK(resume != "never",
+                "{} already holds a run and train.resume is never: choose another train.output_dir, or train.resume: "
+                "auto to go on with it",
+                directory.string());
+  SB_USER_CHECK(fs::exists(directory / "run.yaml"),
+                "{} holds a run's files but no run.yaml to say which: choose another train.output_dir",
+                directory.string());
+
+  // Loaded and printed, not as it stands: options that its version did not know yet have their defaults.
+  const std::string before = print_run_config(load_run_config(directory / "run.yaml"));
+  const RunDifference difference = compare_runs(before, print_run_config(config));
+  if (!difference.forbidden.empty()) {
+    std::string changes;
+    for (const OptionChange& change : difference.forbidden)
+      changes += fmt::format("\n  {}: {} there, {} here", change.key, change.before, change.now);
+    throw UserError(
+        "{} already holds another run:{}\nChoose another train.output_dir (train.resume may name a "
+        "checkpoint of this one to start from)",
+        directory.string(), changes);
+  }
+  if (resume != "auto") {
+    // Otherwise the next automatic resume would find a checkpoint of the abandoned branch.
+    const auto place = [](const fs::path& path) {
+      const fs::path normal = fs::weakly_canonical(fs::absolute(path));
+      return normal.has_filename() ? normal : normal.parent_path();  // shells complete with a slash at the end
+    };
+    SB_USER_CHECK(
+        steps.empty() || place(checkpoint_path(directory, steps.back())) == place(resume),
+        "train.resume names {} but {} also holds checkpoint-{}: move it away (and others newer than yours), or "
+        "choose another train.output_dir",
+        resume, directory.string(), steps.back());
+  }
+  return difference.allowed;
+}
+
+}  // namespace
+
 void check_run_directory(const RunConfig& config) {
   const std::string& resume = config.train.resume;
   std::error_code failed;
@@ -122,6 +173,7 @@ void check_run_directory(const RunConfig& config) {
   SB_USER_CHECK(::faccessat(AT_FDCWD, there.c_str(), W_OK | X_OK, AT_EACCESS) == 0,
                 "train.output_dir {}: {} cannot be written to: {}", config.train.output_dir.string(), there.string(),
                 std::strerror(errno));
+  if (holds_run(config.train.output_dir)) refuse_another_run(config);
   // Its plans would be taken out of the file as the run begins, and be gone when it ends early.
   SB_USER_CHECK(!fs::equivalent(config.balance.replay, config.train.output_dir / "plan.jsonl", failed),
                 "balance.replay: {} is this run's own log, whose plans a resumed run takes by itself; leave it out, or "
@@ -143,7 +195,7 @@ std::optional<TrainState> expected_start(const RunConfig& config) {
   }
 }
 
-RunDirectory::RunDirectory(const RunConfig& config) : path_(config.train.output_dir) {
+RunDirectory::RunDirectory(const RunConfig& config, const CheckStart& check_start) : path_(config.train.output_dir) {
   check_run_directory(config);
   std::error_code failed;
   fs::create_directories(path_, failed);
@@ -151,7 +203,7 @@ RunDirectory::RunDirectory(const RunConfig& config) : path_(config.train.output_
   lock();
   try {
     const std::string& resume = config.train.resume;
-    const bool goes_on = holds_run();
+    const bool goes_on = holds_run(path_);  // asked again, now that no other process can change it
     const std::vector<OptionChange> changes = goes_on ? refuse_another_run(config) : std::vector<OptionChange>();
     remove_leftovers(path_);
     if (resume == "auto") {
@@ -162,18 +214,14 @@ RunDirectory::RunDirectory(const RunConfig& config) : path_(config.train.output_
       resume_from_ = resume;
       compare_with_other_run(config);
     }
+    const auto start = [&] { return resume_from_ ? read_train_state(*resume_from_) : TrainState(); };
+    if (check_start) check_start(start());
     for (const OptionChange& change : changes)
       log::info("{} with {}: {} (was {})", resume_from_ ? "resumed" : "started anew", change.key, change.now,
                 change.before);
     // Before run.yaml has the new settings: with them there, no later start would see that the plans are of others.
     const std::string outdated = goes_on ? changed_planning(changes) : "no step of the run was finished";
-    if (!outdated.empty()) {
-      const int64_t first = goes_on && resume_from_ ? read_train_state(*resume_from_).step + 1 : 1;
-      // Otherwise a misspelt name would cost the run the plans of its own.
-      if (goes_on && !config.balance.replay.empty() && first <= config.train.max_steps)
-        RecordedPlans(config.balance.replay).require(first);
-      take_out_plans(path_ / "plan.jsonl", first, outdated);
-    }
+    if (!outdated.empty()) take_out_plans(path_ / "plan.jsonl", goes_on ? start().step + 1 : 1, outdated);
     replace_file(path_ / "run.yaml", print_run_config(config));
   } catch (...) {
     ::close(lock_);
@@ -218,50 +266,6 @@ void RunDirectory::compare_with_other_run(const RunConfig& config) const {
                  change.now,
                  order ? ": its place in the data counts in another order, sequences may be repeated or left out" : "");
   }
-}
-
-// A run.yaml alone, or with the plan of the first step, is of an attempt that failed before that was done.
-bool RunDirectory::holds_run() const {
-  const fs::path metrics = path_ / "metrics.jsonl";
-  return (fs::exists(metrics) && fs::file_size(metrics) > 0) || fs::exists(path_ / "final") ||
-         !checkpoint_steps(path_).empty();
-}
-
-std::vector<OptionChange> RunDirectory::refuse_another_run(const RunConfig& config) const {
-  const std::vector<int64_t> steps = checkpoint_steps(path_);
-  const std::string& resume = config.train.resume;
-  SB_USER_CHECK(resume != "never",
-                "{} already holds a run and train.resume is never: choose another train.output_dir, or train.resume: "
-                "auto to go on with it",
-                path_.string());
-  SB_USER_CHECK(fs::exists(path_ / "run.yaml"),
-                "{} holds a run's files but no run.yaml to say which: choose another train.output_dir", path_.string());
-
-  // Loaded and printed, not as it stands: options that its version did not know yet have their defaults.
-  const std::string before = print_run_config(load_run_config(path_ / "run.yaml"));
-  const RunDifference difference = compare_runs(before, print_run_config(config));
-  if (!difference.forbidden.empty()) {
-    std::string changes;
-    for (const OptionChange& change : difference.forbidden)
-      changes += fmt::format("\n  {}: {} there, {} here", change.key, change.before, change.now);
-    throw UserError(
-        "{} already holds another run:{}\nChoose another train.output_dir (train.resume may name a "
-        "checkpoint of this one to start from)",
-        path_.string(), changes);
-  }
-  if (resume != "auto") {
-    // Otherwise the next automatic resume would find a checkpoint of the abandoned branch.
-    const auto place = [](const fs::path& path) {
-      const fs::path normal = fs::weakly_canonical(fs::absolute(path));
-      return normal.has_filename() ? normal : normal.parent_path();  // shells complete with a slash at the end
-    };
-    SB_USER_CHECK(
-        steps.empty() || place(checkpoint_path(path_, steps.back())) == place(resume),
-        "train.resume names {} but {} also holds checkpoint-{}: move it away (and others newer than yours), or "
-        "choose another train.output_dir",
-        resume, path_.string(), steps.back());
-  }
-  return difference.allowed;
 }
 
 }  // namespace sb

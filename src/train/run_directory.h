@@ -1,6 +1,7 @@
 #pragma once
 
 #include <filesystem>
+#include <functional>
 #include <map>
 #include <optional>
 #include <string>
@@ -23,8 +24,8 @@ struct RunDifference {
 };
 RunDifference compare_runs(const std::string& before, const std::string& now);
 
-// UserError for a train.output_dir that cannot be made or written to, a train.resume that names nothing and a
-// balance.replay of the run's own log: what can be told before there is a run, with nothing written.
+// UserError for a train.output_dir that cannot be made or written to or holds another run, a train.resume that names
+// nothing and a balance.replay of the run's own log: what can be told before there is a run, with nothing written.
 void check_run_directory(const RunConfig& config);
 // Where the run will begin, as it looks before its directory is opened: there the newest checkpoint is read whole and
 // an older one taken where it is damaged. Nothing: it is so damaged that this shows already.
@@ -39,7 +40,10 @@ std::optional<TrainState> expected_start(const RunConfig& config);
 // the plans out of plan.jsonl that were made by other settings.
 class RunDirectory {
  public:
-  explicit RunDirectory(const RunConfig& config);
+  // Is told where the run begins while the directory is as it was; may throw.
+  using CheckStart = std::function<void(const TrainState& start)>;
+
+  explicit RunDirectory(const RunConfig& config, const CheckStart& check_start = {});
   // For the other ranks of a run: the directory that rank 0 has opened, with what it decided.
   RunDirectory(const RunConfig& config, std::optional<std::filesystem::path> resume_from);
   ~RunDirectory();
@@ -52,9 +56,6 @@ class RunDirectory {
 
  private:
   void lock();
-  bool holds_run() const;
-  // Returns what the run goes on with otherwise than it began.
-  std::vector<OptionChange> refuse_another_run(const RunConfig& config) const;
   void compare_with_other_run(const RunConfig& config) const;
 
   std::filesystem::path path_;

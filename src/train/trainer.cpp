@@ -170,6 +170,7 @@ TrainSummary Trainer::run() {
   while (state_.step < config_.train.max_steps) {
     if (!step()) {
       summary.interrupted = true;
+      summary.plans_ended = plans_ended();
       break;
     }
     summary.loss = report_.loss;
@@ -217,10 +218,11 @@ bool Trainer::step() {
   return true;
 }
 
-// A signal may reach some ranks and not others: all stop at the same step.
+// A signal may reach some ranks and not others, and rank 0 alone knows the plans: all stop at the same step.
 bool Trainer::stop_agreed() {
-  if (world_->size() == 1) return parts_.stop_requested();
-  return world_->all_reduce(int32_t{parts_.stop_requested()}, ReduceOp::max) != 0;
+  const bool stop = parts_.stop_requested() || plans_ended();
+  if (world_->size() == 1) return stop;
+  return world_->all_reduce(int32_t{stop}, ReduceOp::max) != 0;
 }
 
 int64_t Trainer::StepPlan::tokens() const {
@@ -252,7 +254,8 @@ Trainer::StepPlan Trainer::plan_step() {
 
 void Trainer::announce_steps() {
   if (!planner_) return;
-  const int64_t last = std::min(state_.step + 1 + ahead_, std::max(config_.train.max_steps, state_.step + 1));
+  const int64_t last =
+      std::min({state_.step + 1 + ahead_, std::max(config_.train.max_steps, state_.step + 1), planner_->last_step()});
   for (; next_announced_ <= last; ++next_announced_) {
     planner_->announce(next_announced_, step_batch(config_, parts_.source, state_, next_announced_));
   }

@@ -61,7 +61,8 @@ struct TrainerParts {
 struct TrainSummary {
   int64_t steps = 0;  // done in all
   bool interrupted = false;
-  double loss = 0;  // of the last step of this process; 0 when it had none
+  bool plans_ended = false;  // interrupted, since the planner has no plan of the next step; rank 0's
+  double loss = 0;           // of the last step of this process; 0 when it had none
   int64_t tokens = 0;
   double seconds = 0;  // in steps, of this process
   int64_t skipped = 0;
@@ -84,7 +85,7 @@ class Trainer {
   // Takes all memory, loads or initialises the model and, when the directory says so, resumes.
   Trainer(const RunConfig& config, TrainerParts parts, RunDirectory& directory);
 
-  // Trains to train.max_steps, or until asked to stop: then saves and returns.
+  // Trains to train.max_steps, or until asked to stop or the plans to replay end: then saves and returns.
   TrainSummary run();
 
   // Of every micro-batch, training and validation.
@@ -95,7 +96,7 @@ class Trainer {
   // unknown).
   static std::vector<int> offload(const RunConfig& config, TrainerParts parts, int64_t memory);
 
-  // One optimizer step; false: asked to stop, nothing has changed.
+  // One optimizer step; false: asked to stop, or without a plan; nothing has changed.
   bool step();
 
   Stage& stage() { return model_->stage(); }
@@ -111,6 +112,7 @@ class Trainer {
   };
 
   bool leads() const { return world_->rank() == 0; }
+  bool plans_ended() const { return planner_ && state_.step >= planner_->last_step(); }
   bool stop_agreed();
   void load_start_of_run();
   StepPlan plan_step();

@@ -59,17 +59,19 @@ void check_named(const RunConfig& config, const ModelConfig& model) {
   if (!config.balance.profile.empty()) run_profile(config, model);
 }
 
+ReplayedSteps replayed_steps(const RunConfig& config, const SequenceSource& source, const TrainState& start) {
+  ReplayedSteps steps{start.step + 1, config.train.max_steps, {}};
+  const bool learns = !source.state().empty();  // later lengths follow from the training
+  if (!learns) steps.batch = [&, start](int64_t step) { return step_batch(config, source, start, step); };
+  return steps;
+}
+
 // Rank 0's planner of a run with balance.replay, made while nothing is written yet, so that plans of another run are
 // refused then and not in the middle of this one.
-std::unique_ptr<StepPlanner> make_replaying_planner(const RunConfig& config, const TrainerParts& parts) {
-  auto planner = make_balanced_planner(config, parts.model, Trainer::packing(config, parts));
+std::unique_ptr<BalancedPlanner> make_replaying_planner(const RunConfig& config, const TrainerParts& parts) {
   const std::optional<TrainState> start = expected_start(config);
-  if (!start) return planner;
-  std::function<std::vector<Sequence>(int64_t)> batch;
-  const bool learns = !parts.source.state().empty();  // later lengths follow from the training
-  if (!learns) batch = [&](int64_t step) { return step_batch(config, parts.source, *start, step); };
-  planner->check_replay(start->step + 1, config.train.max_steps, batch);
-  return planner;
+  return make_balanced_planner(config, parts.model, Trainer::packing(config, parts),
+                               start ? replayed_steps(config, parts.source, *start) : ReplayedSteps());
 }
 
 // The ranks that share this one's sequences: for what they tell each other, and for data on their devices. Nothing
@@ -172,6 +174,12 @@ std::string footer(const RunConfig& config, const TrainSummary& summary) {
     text += fmt::format("nothing was left to train: step {} is done and train.max_steps is {}; a larger one goes on\n",
                         summary.steps, config.train.max_steps);
   if (summary.skipped > 0) text += fmt::format("{} steps skipped (gradient not finite)\n", summary.skipped);
+  if (summary.plans_ended)
+    return text +
+           fmt::format(
+               "stopped after step {} of {}, where the log of balance.replay ends; saved {}; with balance.replay "
+               "left out the run goes on from there\n",
+               summary.steps, config.train.max_steps, summary.checkpoint.string());
   if (summary.interrupted)
     return text + fmt::format("stopped after step {} of {}; saved {}; the same command goes on from there\n",
                               summary.steps, config.train.max_steps, summary.checkpoint.string());
@@ -197,10 +205,11 @@ void warn_of_lookahead(const RunConfig& config, bool validates) {
 }
 
 // Rank 0 opens and decides; the others follow.
-std::unique_ptr<RunDirectory> open_run_directory(const RunConfig& config, Communicator* world) {
-  if (world == nullptr || world->size() == 1) return std::make_unique<RunDirectory>(config);
+std::unique_ptr<RunDirectory> open_run_directory(const RunConfig& config, Communicator* world,
+                                                 const RunDirectory::CheckStart& check_start) {
+  if (world == nullptr || world->size() == 1) return std::make_unique<RunDirectory>(config, check_start);
   if (world->rank() == 0) {
-    auto directory = std::make_unique<RunDirectory>(config);
+    auto directory = std::make_unique<RunDirectory>(config, check_start);
     broadcast_text(*world, directory->resume_from() ? directory->resume_from()->string() : "", 0);
     return directory;
   }
@@ -265,7 +274,7 @@ TrainSummary run_training(const RunConfig& given, std::FILE* out, bool terminal,
   parts.world = ranks.world;
   parts.cores = ranks.cores;
   parts.device = device.get();
-  std::unique_ptr<StepPlanner> planner;
+  std::unique_ptr<BalancedPlanner> planner;
   if (leads && !config.balance.replay.empty()) planner = make_replaying_planner(config, parts);
   parts.planner = planner.get();
 
@@ -284,7 +293,9 @@ TrainSummary run_training(const RunConfig& given, std::FILE* out, bool terminal,
         "batch.micro_batch_tokens or data.max_sequence_length",
         format_bytes(plan.host_total()), format_bytes(host_memory));
 
-  const std::unique_ptr<RunDirectory> directory = open_run_directory(config, ranks.world);
+  const std::unique_ptr<RunDirectory> directory = open_run_directory(config, ranks.world, [&](const TrainState& start) {
+    if (planner) planner->check_replay(replayed_steps(config, *sources.train, start));
+  });
   if (leads) warn_of_little_room(config, model);
   Trainer trainer(config, parts, *directory);
   const TrainSummary summary = trainer.run();

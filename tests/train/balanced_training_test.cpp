@@ -37,10 +37,10 @@ train: {max_steps: 8, save_steps: 0, threads: 1, validation_sequences: 2, tensor
   return parse_run_config(yaml, "run.yaml", all);
 }
 
-// Trains on as many threads as the configuration has ranks.
-void train(const RunConfig& config) {
+// Trains on as many threads as the configuration has ranks. `printed`: where to.
+void train(const RunConfig& config, const std::string& printed = "/dev/null") {
   const int ranks = config.parallel.dp * config.parallel.pp;
-  std::FILE* out = std::fopen("/dev/null", "w");
+  std::FILE* out = std::fopen(printed.c_str(), "w");
   const auto go = [] { return false; };
   if (ranks == 1)
     run_training(config, out, false, go);
@@ -269,6 +269,15 @@ TEST(BalancedTraining, PlansThatDoNotFitAreRefusedAtTheStart) {
   const std::string tokens = changed("tokens.jsonl", [&](Plan& plan) { ++first_micro_batch(plan).tokens; });
   const std::string id = changed("id.jsonl", [&](Plan& plan) { first_micro_batch(plan).sequences[0] = 99; });
   const std::string rank = changed("rank.jsonl", [](Plan& plan) { plan.ranks.pop_back(); });
+  const auto kept = [&](const char* name, const std::function<bool(int64_t)>& keep) {
+    PlanLog written(folder.path(name));
+    for (const auto& [step, logged] : read_plan_log(log).steps)
+      if (keep(step)) written.plan(logged);
+    return folder.path(name);
+  };
+  const std::string hole = kept("hole.jsonl", [](int64_t step) { return step != 6; });
+  const std::string late = kept("late.jsonl", [](int64_t step) { return step > 1; });
+  const std::string empty = kept("empty.jsonl", [](int64_t) { return false; });
   const std::string cure = "balance.replay takes the log of a run with the same data, batches, layers and ranks";
 
   struct Case {
@@ -283,7 +292,9 @@ TEST(BalancedTraining, PlansThatDoNotFitAreRefusedAtTheStart) {
       {log, {"model.init.num_hidden_layers=3"}, {"the plan of step 1 is for 2 layers, not 3", cure}},
       {log, {"train.seed=7"}, {"the plan of step 1 counts ", "it is of other data", cure}},
       {log, {"batch.global_batch_size=8"}, {"the plan of step 1 has 6 sequences, the step has 8", cure}},
-      {log, {"train.max_steps=9"}, {log + ": has no plan of step 9; it holds 1 to 8", "lower that"}},
+      {hole, {}, {hole + ": has no plan of step 6; it holds 1 to 8. balance.replay needs one of every step"}},
+      {late, {}, {late + ": has no plan of step 1; it holds 2 to 8. balance.replay needs"}},
+      {empty, {}, {empty + ": has no plan of step 1; it holds none. balance.replay needs"}},
       {tokens, {}, {tokens + ", line 6: the plan of step 6 counts ", "it is of other data", cure}},
       {id, {}, {id + ", line 6: the plan of step 6 has sequence 99, which is not ", "it is of other data", cure}},
       {rank, {}, {rank + ", line 6: the plan of step 6 is for 1 data-parallel ranks, not 2", cure}},
@@ -297,6 +308,82 @@ TEST(BalancedTraining, PlansThatDoNotFitAreRefusedAtTheStart) {
   }
   // Steps that the run does not have may be as they are.
   EXPECT_EQ(refusal(config_of(output, {"balance.replay=" + tokens, "train.max_steps=5"})), "");
+}
+
+// It was written again when the run went on from a checkpoint before it.
+TEST(BalancedTraining, AStepPlannedTwiceIsJudgedByItsLastPlan) {
+  TemporaryFolder folder;
+  const std::string log = folder.path("first/plan.jsonl");
+  train(config_of(folder.path("first"), {"train.max_steps=2"}));
+  const LoggedStep fits = read_plan_log(log).steps.at(2);
+  LoggedStep other = fits;
+  ++other.plan.ranks[0].micro_batches[0].tokens;
+  for (const bool fits_last : {true, false}) {
+    const std::string twice = folder.path(fits_last ? "right.jsonl" : "wrong.jsonl");
+    fs::copy(log, twice);
+    PlanLog more(twice);
+    for (const bool fit : {!fits_last, fits_last}) more.plan(fit ? fits : other);
+    const std::string message =
+        refusal(config_of(folder.path("second"), {"train.max_steps=2", "balance.replay=" + twice}));
+    if (fits_last)
+      EXPECT_EQ(message, "");
+    else
+      EXPECT_NE(message.find("line 6: the plan of step 2 counts"), std::string::npos) << message;
+    fs::remove_all(folder.path("second"));
+  }
+}
+
+// The log of a run that was killed is replayed with the run's own schedule, as far as it goes.
+TEST(BalancedTraining, AReplayStopsWhereItsLogEnds) {
+  TemporaryFolder folder;
+  const std::string log = folder.path("first/plan.jsonl"), output = folder.path("second");
+  const auto with = [&](std::vector<std::string> more) {
+    more.push_back("optimizer.schedule=cosine");
+    return config_of(output, more);
+  };
+  train(config_of(folder.path("first"), {"optimizer.schedule=cosine"}));
+  const std::string text = read_bytes(log), cut = folder.path("cut.jsonl");
+  const size_t sixth = text.find("{\"step\":6,");
+  ASSERT_NE(sixth, std::string::npos);
+  std::ofstream(cut) << text.substr(0, sixth + 100);
+
+  ::testing::internal::CaptureStderr();
+  train(with({"balance.replay=" + cut}), folder.path("printed"));
+  const std::string warned = ::testing::internal::GetCapturedStderr(), printed = read_bytes(folder.path("printed"));
+  EXPECT_NE(warned.find(cut + " ends with step 5, before train.max_steps 8"), std::string::npos) << warned;
+  EXPECT_NE(printed.find("stopped after step 5 of 8, where the log of balance.replay ends; saved " +
+                         checkpoint_path(output, 5).string() + "; with balance.replay left out the run goes on"),
+            std::string::npos)
+      << printed;
+  EXPECT_FALSE(fs::exists(output + "/final"));
+  const auto first = metrics(folder.path("first"), "loss"), second = metrics(output, "loss");
+  ASSERT_EQ(second.size(), 5u);
+  for (const auto& [step, line] : second)
+    for (const char* key : {"loss", "learning_rate"}) EXPECT_EQ(line[key], first.at(step)[key]) << key << " " << step;
+
+  // Once more it has nothing to give, and says why.
+  const std::string refused = refusal(with({"balance.replay=" + cut}));
+  EXPECT_NE(refused.find("has no plan of step 6; it holds 1 to 5; " + cut + ", line 11: the line is not finished"),
+            std::string::npos)
+      << refused;
+  fs::copy(output, folder.path("third"), fs::copy_options::recursive);
+  train(with({"balance.replay=" + log}));
+  EXPECT_EQ(final_weights(output), final_weights(folder.path("first")));
+  train(config_of(folder.path("third"), {"optimizer.schedule=cosine"}));
+  EXPECT_EQ(metrics(folder.path("third"), "loss").size(), 8u);
+}
+
+// A run of other settings does not fit its plans either, but the folder is what is to be changed.
+TEST(BalancedTraining, AFolderOfAnotherRunIsNamedBeforeItsReplay) {
+  TemporaryFolder folder;
+  const std::string log = folder.path("copy.jsonl"), output = folder.path("first");
+  train(config_of(output, {"train.max_steps=2"}));
+  fs::copy(output + "/plan.jsonl", log);
+  for (const auto& [option, said] : {std::pair{"train.seed=7", "already holds another run:\n  train.seed: 1 there"},
+                                     {"train.resume=never", "already holds a run and train.resume is never"}}) {
+    const std::string message = refusal(config_of(output, {option, "parallel.dp=1", "balance.replay=" + log}));
+    EXPECT_NE(message.find(said), std::string::npos) << message;
+  }
 }
 
 // What a run has done does not matter any more; what is left to it does.
@@ -330,6 +417,23 @@ TEST(BalancedTraining, AResumedReplayIsCheckedFromItsCheckpointOn) {
   std::ofstream(checkpoint_path(output, 7) / "state.json") << "{";
   EXPECT_EQ(refusal(config_of(output, {"balance.replay=" + third})), "");
   EXPECT_EQ(final_weights(output), final_weights(folder.path("first")));
+}
+
+// Also where the newest checkpoint turns out to be damaged when it is read, and steps before it are to be done again.
+TEST(BalancedTraining, AReplayIsCheckedFromTheCheckpointThatIsTaken) {
+  TemporaryFolder folder;
+  const std::string log = folder.path("first/plan.jsonl"), output = folder.path("second");
+  train(config_of(folder.path("first"), {}));
+  const std::string fifth = folder.path("fifth.jsonl");
+  write_changed(
+      log, 5, [](Plan& plan) { ++plan.ranks[0].micro_batches[0].tokens; }, fifth);
+  train(config_of(output, {"train.max_steps=6", "train.save_steps=3", "balance.replay=" + log}));
+  std::ofstream(checkpoint_path(output, 6) / "model.safetensors") << "x";
+  const std::string before = read_bytes(output + "/run.yaml"), plans = plan_texts(output);
+  const std::string message = refusal(config_of(output, {"balance.replay=" + fifth}));
+  EXPECT_NE(message.find("line 5: the plan of step 5 counts"), std::string::npos) << message;
+  EXPECT_EQ(read_bytes(output + "/run.yaml"), before);
+  EXPECT_EQ(plan_texts(output), plans);
 }
 
 TEST(BalancedTraining, WithoutAdaptionRunsAreEqual) {
@@ -366,7 +470,7 @@ TEST(BalancedTraining, NoBudgetIsAboveTheLargest) {
                     with({"balance.max_budget=256", "balance.replay=" + folder.path("free/plan.jsonl")})));
     ADD_FAILURE();
   } catch (const UserError& error) {
-    EXPECT_NE(std::string(error.what()).find("raise balance.max_budget"), std::string::npos) << error.what();
+    EXPECT_TRUE(std::string(error.what()).ends_with("; raise balance.max_budget")) << error.what();
   }
 }
 

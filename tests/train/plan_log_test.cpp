@@ -4,9 +4,11 @@
 
 #include <gtest/gtest.h>
 #include <malloc.h>
+#include <sys/stat.h>
 
 #include <fstream>
 #include <sstream>
+#include <thread>
 
 #include "core/errors.h"
 #include "tests/data/temporary_folder.h"
@@ -43,6 +45,33 @@ TEST(BalancedPlanner, ReplaysTheLogOfAKilledProcess) {
   EXPECT_EQ(read_plan_log(replay.log).steps.size(), 8u);
   const auto past_the_end = [&] { run(*planner(replay), replay, 9, 12, steady); };
   EXPECT_NE(error_of(past_the_end).find("no plan of step 12; it holds 1 to 11"), std::string::npos);
+}
+
+// From a pipe, which cannot be read twice.
+TEST(BalancedPlanner, ChecksAReplayAsItIsRead) {
+  TemporaryFolder folder;
+  BalancedPlannerOptions chosen = options(), replay = options();
+  chosen.log = std::filesystem::path(folder.path("plan.jsonl"));
+  run(*planner(chosen), chosen, 1, 6, steady);
+  const std::string text = read_bytes(chosen.log);
+  replay.replay = std::filesystem::path(folder.path("pipe"));
+  ASSERT_EQ(::mkfifo(replay.replay.c_str(), 0600), 0);
+  const auto refused = [&](const ReplayedSteps& steps) {
+    std::thread writer([&] { std::ofstream(replay.replay) << text; });
+    const std::string error = error_of([&] { planner(replay, steps); });
+    writer.join();
+    return error;
+  };
+  std::vector<int64_t> asked;
+  const auto batch = [&](int64_t step) {
+    asked.push_back(step);
+    return batch_of(step);
+  };
+  EXPECT_EQ(refused({2, 5, batch}), "");
+  EXPECT_EQ(asked, (std::vector<int64_t>{2, 3, 4, 5}));
+  EXPECT_NE(refused({2, 5, [](int64_t step) { return batch_of(step == 4 ? 3 : step); }})
+                .find("line 7: the plan of step 4 has sequence"),
+            std::string::npos);
 }
 
 // A global batch that is no multiple of dp under a tight cap: pipelines with different numbers of micro-batches.
@@ -215,6 +244,22 @@ TEST(RecordedPlans, AreReadOneAtATime) {
             std::string::npos);
   std::ofstream(folder.path("moved.jsonl")) << std::string(100'000, '\n');
   EXPECT_NE(error_of([&] { plans.read(4); }).find("line 7"), std::string::npos);
+}
+
+TEST(RecordedPlans, SayHowFarTheyAreWhenItTakesLong) {
+  TemporaryFolder folder;
+  BalancedPlannerOptions chosen = options();
+  chosen.log = std::filesystem::path(folder.path("plan.jsonl"));
+  run(*planner(chosen), chosen, 1, 2, steady);
+  const auto said = [&](std::chrono::milliseconds every) {
+    ::testing::internal::CaptureStderr();
+    const RecordedPlans plans(chosen.log, {}, every);
+    return ::testing::internal::GetCapturedStderr();
+  };
+  EXPECT_EQ(said(std::chrono::hours(1)), "");
+  const std::string each = said(std::chrono::milliseconds(0));
+  EXPECT_NE(each.find("plan.jsonl: 1 plans read, 0 %"), std::string::npos) << each;
+  EXPECT_NE(each.find("plan.jsonl: 2 plans read, "), std::string::npos) << each;
 }
 
 // As the overview of a report reads what it has let go.

@@ -77,8 +77,8 @@ StepMeasurement measure(const Plan& plan, const BalancedPlannerOptions& options,
   return measurement;
 }
 
-std::unique_ptr<BalancedPlanner> planner(const BalancedPlannerOptions& options) {
-  return std::make_unique<BalancedPlanner>(analytic_profile("h200-analytic", shape()), options);
+std::unique_ptr<BalancedPlanner> planner(const BalancedPlannerOptions& options, const ReplayedSteps& steps) {
+  return std::make_unique<BalancedPlanner>(analytic_profile("h200-analytic", shape()), options, steps);
 }
 
 std::vector<std::string> run(BalancedPlanner& planner, const BalancedPlannerOptions& options, int64_t first,

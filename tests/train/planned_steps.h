@@ -16,7 +16,7 @@ constexpr int kLayers = 4;
 ModelShape shape();
 BalancedPlannerOptions options(int dp = 2, int pp = 1);
 std::vector<Sequence> batch_of(int64_t step);
-std::unique_ptr<BalancedPlanner> planner(const BalancedPlannerOptions& options);
+std::unique_ptr<BalancedPlanner> planner(const BalancedPlannerOptions& options, const ReplayedSteps& steps = {});
 
 // A machine that takes `slowness` times what the profile says, and has (k/n)^gamma coverage.
 StepMeasurement measure(const Plan& plan, const BalancedPlannerOptions& options, double slowness, double gamma = 0.4);
