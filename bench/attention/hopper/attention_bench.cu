@@ -319,7 +319,7 @@ void run_selection(const std::string& name, int query_heads, int kv_heads, int d
     backward(b, nullptr);
   };
   // Alternately, so that both see the same clock; several in a row, so that nothing waits for the host.
-  const int row = length > 65536 ? 2 : 6, rounds = length > 65536 ? 3 : 5;
+  const int row = length > 65536 ? 1 : 6, rounds = length > 65536 ? 7 : 5;
   const auto in_a_row = [&](auto body, int repeats = 3) {
     return median_ms(
                [&] {
