@@ -156,7 +156,7 @@ int64_t BalancedPlanner::last_step() const {
 }
 
 void BalancedPlanner::require_steps(const ReplayedSteps& steps) const {
-  if (steps.first <= steps.last) record_->require(steps.first);
+  if (steps.begin_known && steps.first <= steps.last) record_->require(steps.first);
   for (int64_t step = steps.first; step <= std::min(steps.last, last_step()); ++step) record_->require(step);
 }
 
@@ -205,7 +205,7 @@ void BalancedPlanner::check_layout(const Plan& plan, const std::string& where) c
   }
 }
 
-void BalancedPlanner::check_sequences(const Plan& plan, const std::vector<Sequence>& sequences,
+void BalancedPlanner::check_sequences(const Plan& plan, const std::vector<Sequence>& sequences, bool lengths_known,
                                       const std::string& where) const {
   const std::map<int64_t, int64_t> by_id = lengths_by_id(sequences);
   std::set<int64_t> seen;
@@ -220,11 +220,11 @@ void BalancedPlanner::check_sequences(const Plan& plan, const std::vector<Sequen
                       id);
         tokens += found->second;
       }
-      SB_USER_CHECK(tokens == micro_batch.tokens,
+      SB_USER_CHECK(!lengths_known || tokens == micro_batch.tokens,
                     "{} counts {} tokens where the sequences have {}: it is of other data", where, micro_batch.tokens,
                     tokens);
-      SB_USER_CHECK(cap == 0 || tokens <= cap, "{} has a micro-batch of {} tokens, above the {} of this run", where,
-                    tokens, cap);
+      SB_USER_CHECK(cap == 0 || micro_batch.tokens <= cap,
+                    "{} has a micro-batch of {} tokens, above the {} of this run", where, micro_batch.tokens, cap);
     }
   SB_USER_CHECK(seen.size() == sequences.size(), "{} has {} sequences, the step has {}", where, seen.size(),
                 sequences.size());
@@ -254,13 +254,13 @@ std::shared_ptr<const BalanceState> BalancedPlanner::state_for(int64_t step) con
   return states_.front();
 }
 
-// A plan of another batch or layout would train something else. `sequences`: none where they are not known yet.
-void BalancedPlanner::check_plan(const Plan& plan, const std::vector<Sequence>* sequences,
+// A plan of another batch or layout would train something else.
+void BalancedPlanner::check_plan(const Plan& plan, const std::vector<Sequence>& sequences, bool lengths_known,
                                  const std::string& place) const {
   const std::string where = fmt::format("{}: the plan of step {}", place, plan.step);
   try {
     check_layout(plan, where);
-    if (sequences) check_sequences(plan, *sequences, where);
+    check_sequences(plan, sequences, lengths_known, where);
   } catch (const UserError& error) {
     if (record_is_own_) throw;
     throw UserError(
@@ -268,13 +268,11 @@ void BalancedPlanner::check_plan(const Plan& plan, const std::vector<Sequence>* 
         "it out",
         error.what());
   }
-  if (sequences) check_budgets(plan, *sequences, where);
+  if (lengths_known) check_budgets(plan, sequences, where);
 }
 
 void BalancedPlanner::check_step(const Plan& plan, const ReplayedSteps& steps, const std::string& place) const {
-  if (!steps.batch) return check_plan(plan, nullptr, place);
-  const std::vector<Sequence> sequences = steps.batch(plan.step);
-  check_plan(plan, &sequences, place);
+  check_plan(plan, steps.batch(plan.step), steps.lengths_known, place);
 }
 
 // The plan of a step that has one on record.
@@ -282,7 +280,7 @@ std::optional<LoggedStep> BalancedPlanner::recorded(int64_t step, const std::vec
   if (!record_ || !record_->contains(step)) return std::nullopt;
   try {
     LoggedStep logged = record_->read(step);
-    check_plan(logged.plan, &sequences, record_->place(step));
+    check_plan(logged.plan, sequences, /*lengths_known=*/true, record_->place(step));
     complete_budgets(logged.plan, options_.spec, lengths_by_id(sequences));
     if (record_is_own_) {
       // Not before one has turned out to fit.

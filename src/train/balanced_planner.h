@@ -35,8 +35,9 @@ struct BalancedPlannerOptions {
 // The steps that a run with a replay has before it.
 struct ReplayedSteps {
   int64_t first = std::numeric_limits<int64_t>::max(), last = 0;  // none, or not known
-  // The sequences of a step; none: they follow from what training will teach, and announce() compares them.
-  std::function<std::vector<Sequence>(int64_t step)> batch;
+  std::function<std::vector<Sequence>(int64_t step)> batch;       // the sequences of a step
+  bool lengths_known = true;  // false: they follow from what training will teach, and announce() compares them
+  bool begin_known = true;    // false: the run may turn out to begin earlier; check_replay() knows
 };
 
 // Batches, orders and tunes every step, two steps ahead, in threads of its own.
@@ -47,8 +48,8 @@ class BalancedPlanner final : public StepPlanner {
  public:
   static constexpr int kAhead = 2;
 
-  // With options.replay: UserError unless it has a plan of the first of these steps, no hole after it, and plans that
-  // fit.
+  // With options.replay: UserError unless it has a plan of the first of these steps (where that is known), no hole
+  // after it, and plans that fit.
   BalancedPlanner(Profile profile, BalancedPlannerOptions options, const ReplayedSteps& steps = {});
   ~BalancedPlanner() override;
 
@@ -93,9 +94,11 @@ class BalancedPlanner final : public StepPlanner {
   void open_replay(const ReplayedSteps& steps);
   void require_steps(const ReplayedSteps& steps) const;
   void check_step(const Plan& plan, const ReplayedSteps& steps, const std::string& place) const;
-  void check_plan(const Plan& plan, const std::vector<Sequence>* sequences, const std::string& place) const;
+  void check_plan(const Plan& plan, const std::vector<Sequence>& sequences, bool lengths_known,
+                  const std::string& place) const;
   void check_layout(const Plan& plan, const std::string& where) const;
-  void check_sequences(const Plan& plan, const std::vector<Sequence>& sequences, const std::string& where) const;
+  void check_sequences(const Plan& plan, const std::vector<Sequence>& sequences, bool lengths_known,
+                       const std::string& where) const;
   void check_budgets(const Plan& plan, const std::vector<Sequence>& sequences, const std::string& where) const;
   std::shared_ptr<const BalanceState> state_for(int64_t step) const;
   Made make(int64_t step, const std::vector<Sequence>& sequences, const BalanceState& state) const;

@@ -38,9 +38,8 @@ void add_parallel_options(OptionTable& table, ParallelOptions& parallel) {
       "device: cuda: how data gets from GPU to GPU; staged: through host memory, also where ranks share a GPU; auto: "
       "nccl where each rank has a GPU of its own, else staged");
   table.integer("parallel.timeout", &parallel.timeout, 1, 1 << 20,
-                "seconds that a rank waits for another before the run ends; longer than the longest micro-batch and "
-                "than saving a "
-                "checkpoint");
+                "seconds that a rank waits for another before the run ends; longer than the longest micro-batch, than "
+                "saving a checkpoint and than reading the log of balance.replay");
 }
 
 void check_parallel(const RunConfig& config, const OptionTable& table) {

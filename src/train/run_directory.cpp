@@ -174,11 +174,15 @@ void check_run_directory(const RunConfig& config) {
                 "train.output_dir {}: {} cannot be written to: {}", config.train.output_dir.string(), there.string(),
                 std::strerror(errno));
   if (holds_run(config.train.output_dir)) refuse_another_run(config);
+  // Plans are read again when their step comes, which no pipe allows.
+  const fs::path& replay = config.balance.replay;
+  SB_USER_CHECK(replay.empty() || !fs::exists(replay, failed) || fs::is_regular_file(replay, failed),
+                "balance.replay: {} is not a file; name a plan.jsonl itself, not a folder or a pipe", replay.string());
   // Its plans would be taken out of the file as the run begins, and be gone when it ends early.
-  SB_USER_CHECK(!fs::equivalent(config.balance.replay, config.train.output_dir / "plan.jsonl", failed),
+  SB_USER_CHECK(!fs::equivalent(replay, config.train.output_dir / "plan.jsonl", failed),
                 "balance.replay: {} is this run's own log, whose plans a resumed run takes by itself; leave it out, or "
                 "name a copy of the file",
-                config.balance.replay.string());
+                replay.string());
 }
 
 std::optional<TrainState> expected_start(const RunConfig& config) {

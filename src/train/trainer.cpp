@@ -124,7 +124,9 @@ Trainer::Trainer(const RunConfig& config, TrainerParts parts, RunDirectory& dire
                       : 0),
       model_(std::make_unique<RankModel>(rank_model_options(config_, parts_), parts_.attention, *world_,
                                          parts_.device ? &parts_.device->data() : nullptr)),
-      time_left_(config.train.max_steps, config.train.validation_steps, config.train.save_steps),
+      time_left_(
+          std::min(config.train.max_steps, parts_.planner ? parts_.planner->last_step() : config.train.max_steps),
+          config.train.validation_steps, config.train.save_steps),
       trace_(config.train.trace, leads() ? trace_path(directory.path()) : std::filesystem::path(), world_->rank(),
              config.parallel.pp > 1 ? fmt::format("stage {}", model_->grid().stage()) : "training loop") {
   if (leads() && parts_.planner == nullptr) own_planner_ = make_step_planner(config_, parts_.model, limits_);

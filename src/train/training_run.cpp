@@ -60,18 +60,22 @@ void check_named(const RunConfig& config, const ModelConfig& model) {
 }
 
 ReplayedSteps replayed_steps(const RunConfig& config, const SequenceSource& source, const TrainState& start) {
-  ReplayedSteps steps{start.step + 1, config.train.max_steps, {}};
-  const bool learns = !source.state().empty();  // later lengths follow from the training
-  if (!learns) steps.batch = [&, start](int64_t step) { return step_batch(config, source, start, step); };
-  return steps;
+  return {.first = start.step + 1,
+          .last = config.train.max_steps,
+          .batch = [&, start](int64_t step) { return step_batch(config, source, start, step); },
+          .lengths_known = source.state().empty()};  // otherwise later ones follow from the training
 }
 
 // Rank 0's planner of a run with balance.replay, made while nothing is written yet, so that plans of another run are
 // refused then and not in the middle of this one.
 std::unique_ptr<BalancedPlanner> make_replaying_planner(const RunConfig& config, const TrainerParts& parts) {
-  const std::optional<TrainState> start = expected_start(config);
-  return make_balanced_planner(config, parts.model, Trainer::packing(config, parts),
-                               start ? replayed_steps(config, parts.source, *start) : ReplayedSteps());
+  ReplayedSteps steps;
+  if (const std::optional<TrainState> start = expected_start(config)) {
+    steps = replayed_steps(config, parts.source, *start);
+    // A checkpoint that turns out to be damaged is passed over for an older one.
+    steps.begin_known = config.train.resume != "auto" || start->step == 0;
+  }
+  return make_balanced_planner(config, parts.model, Trainer::packing(config, parts), steps);
 }
 
 // The ranks that share this one's sequences: for what they tell each other, and for data on their devices. Nothing
@@ -177,8 +181,8 @@ std::string footer(const RunConfig& config, const TrainSummary& summary) {
   if (summary.plans_ended)
     return text +
            fmt::format(
-               "stopped after step {} of {}, where the log of balance.replay ends; saved {}; with balance.replay "
-               "left out the run goes on from there\n",
+               "stopped after step {} of {}, where the log of balance.replay ends; saved {} (no final model); with "
+               "balance.replay left out the run goes on from there\n",
                summary.steps, config.train.max_steps, summary.checkpoint.string());
   if (summary.interrupted)
     return text + fmt::format("stopped after step {} of {}; saved {}; the same command goes on from there\n",

@@ -1,6 +1,7 @@
 // SparseBalance in the training loop, on ranks that are threads: what it may change and what not, and that a run can be
 // repeated from its log.
 #include <gtest/gtest.h>
+#include <sys/stat.h>
 
 #include <fstream>
 #include <nlohmann/json.hpp>
@@ -333,12 +334,23 @@ TEST(BalancedTraining, AStepPlannedTwiceIsJudgedByItsLastPlan) {
   }
 }
 
+// Plans are read again at their step.
+TEST(BalancedTraining, APipeIsNoReplay) {
+  TemporaryFolder folder;
+  ASSERT_EQ(::mkfifo(folder.path("pipe").c_str(), 0600), 0);
+  for (const std::string& path : {folder.path("pipe"), folder.path("")}) {
+    const std::string message = refusal(config_of(folder.path("run"), {"balance.replay=" + path}));
+    EXPECT_NE(message.find("is not a file; name a plan.jsonl itself"), std::string::npos) << message;
+  }
+  EXPECT_FALSE(fs::exists(folder.path("run")));
+}
+
 // The log of a run that was killed is replayed with the run's own schedule, as far as it goes.
 TEST(BalancedTraining, AReplayStopsWhereItsLogEnds) {
   TemporaryFolder folder;
   const std::string log = folder.path("first/plan.jsonl"), output = folder.path("second");
   const auto with = [&](std::vector<std::string> more) {
-    more.push_back("optimizer.schedule=cosine");
+    more.insert(more.end(), {"optimizer.schedule=cosine", "train.save_steps=3"});
     return config_of(output, more);
   };
   train(config_of(folder.path("first"), {"optimizer.schedule=cosine"}));
@@ -352,7 +364,8 @@ TEST(BalancedTraining, AReplayStopsWhereItsLogEnds) {
   const std::string warned = ::testing::internal::GetCapturedStderr(), printed = read_bytes(folder.path("printed"));
   EXPECT_NE(warned.find(cut + " ends with step 5, before train.max_steps 8"), std::string::npos) << warned;
   EXPECT_NE(printed.find("stopped after step 5 of 8, where the log of balance.replay ends; saved " +
-                         checkpoint_path(output, 5).string() + "; with balance.replay left out the run goes on"),
+                         checkpoint_path(output, 5).string() +
+                         " (no final model); with balance.replay left out the run goes on"),
             std::string::npos)
       << printed;
   EXPECT_FALSE(fs::exists(output + "/final"));
@@ -367,6 +380,11 @@ TEST(BalancedTraining, AReplayStopsWhereItsLogEnds) {
             std::string::npos)
       << refused;
   fs::copy(output, folder.path("third"), fs::copy_options::recursive);
+  // Unless its checkpoint is damaged: then the steps from the one before are replayed again.
+  const std::string weights = read_bytes(checkpoint_path(output, 5) / "model.safetensors");
+  std::ofstream(checkpoint_path(output, 5) / "model.safetensors") << "x";
+  EXPECT_EQ(refusal(with({"balance.replay=" + cut})), "");
+  EXPECT_EQ(read_bytes(checkpoint_path(output, 5) / "model.safetensors"), weights);
   train(with({"balance.replay=" + log}));
   EXPECT_EQ(final_weights(output), final_weights(folder.path("first")));
   train(config_of(folder.path("third"), {"optimizer.schedule=cosine"}));
@@ -515,6 +533,10 @@ TEST(BalancedTraining, ACurriculumIsPlannedWithTheLengthsItHas) {
   EXPECT_EQ(refusal(config_of(folder.path("again"), with({replay}))), "");
   EXPECT_EQ(final_weights(folder.path("again")), final_weights(folder.path("run")));
   EXPECT_NE(refusal(config_of(folder.path("other"), with({replay, "parallel.dp=1"}))).find("is for 2 data-parallel"),
+            std::string::npos);
+  EXPECT_FALSE(fs::exists(folder.path("other")));
+  // And which sequences a step has.
+  EXPECT_NE(refusal(config_of(folder.path("other"), with({replay, "batch.global_batch_size=4"}))).find("has sequence"),
             std::string::npos);
   EXPECT_FALSE(fs::exists(folder.path("other")));
 }
