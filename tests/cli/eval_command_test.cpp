@@ -1,0 +1,198 @@
+#include <nlohmann/json.hpp>
+
+#include "tests/cli/cli_fixture.h"
+
+namespace sb::testing {
+namespace {
+
+class EvalCommand : public Cli {};
+
+// Of copy only the second half counts, here the positions from 1,024 on.
+TEST_F(EvalCommand, PerplexityOfPositionsWithoutTargetsIsNone) {
+  const std::string data = (directory_ / "copy").string(), json = (directory_ / "ppl.json").string();
+  ASSERT_EQ(run_program({"data", "synth", "--task", "copy", "--length", "2048", "--sequences", "1", "--vocab-size",
+                         "64", "--output", data})
+                .exit_code,
+            0);
+  const ProgramResult result =
+      run_program({"eval", "ppl", "--model", "tests/data/hf/qwen2_tied", "--data", data, "--json", json});
+  ASSERT_EQ(result.exit_code, 0) << result.err;
+  EXPECT_NE(result.out.find("            0-1023            0          -            -\n"), std::string::npos)
+      << result.out;
+  std::ifstream file(json);
+  const nlohmann::json rows = nlohmann::json::parse(file)["rows"];
+  ASSERT_EQ(rows.size(), 3u);
+  EXPECT_TRUE(rows[0]["loss"].is_null());
+  EXPECT_TRUE(rows[0]["perplexity"].is_null());
+  EXPECT_GT(rows[1]["tokens"], 0);
+  EXPECT_GT(rows[1]["loss"], 0.0);
+  EXPECT_EQ(rows[2]["loss"], rows[1]["loss"]);
+}
+
+TEST_F(EvalCommand, EvalWritesResultsOfAModelWhoseNameIsNoText) {
+  const std::string model = (directory_ / "caf\xe9").string(), json = (directory_ / "answer.json").string();
+  std::filesystem::copy("tests/data/hf/qwen2_tied", model);
+  const ProgramResult result = run_program({"eval", "generate", "--model", model, "--token-ids", "--prompt", "1 2",
+                                            "--max-new-tokens", "2", "--json", json});
+  ASSERT_EQ(result.exit_code, 0) << result.err;
+  std::ifstream file(json);
+  const nlohmann::json answer = nlohmann::json::parse(file);
+  EXPECT_EQ(answer["model"], (directory_ / "caf\ufffd").string());
+  EXPECT_EQ(answer["rows"][0]["tokens"].size(), 2u);
+}
+
+TEST_F(EvalCommand, EvalOfARunsFolderNamesTheModelInIt) {
+  std::filesystem::create_directories(directory_ / "final");
+  write("final/config.json", "{}");
+  const ProgramResult result = run_program({"eval", "needle", "--model", directory_.string()});
+  EXPECT_EQ(result.exit_code, 2);
+  EXPECT_NE(result.err.find((directory_ / "final").string()), std::string::npos) << result.err;
+}
+
+TEST_F(EvalCommand, EvalRefusesOptionsThatDoNotFitTheModel) {
+  const std::string run = (directory_ / "run").string(), model = run + "/final";
+  const ProgramResult trained = run_program({"train", run_file(), "--set", "train.output_dir=" + run, "--set",
+                                             "train.max_steps=1", "--set", "batch.global_batch_size=1"});
+  ASSERT_EQ(trained.exit_code, 0) << trained.err;
+  const std::vector<std::string> needle = {"eval", "needle", "--model", model, "--lengths", "64", "--samples", "1"};
+  const auto error_with = [&](const std::vector<std::string>& more) {
+    std::vector<std::string> arguments = needle;
+    arguments.insert(arguments.end(), more.begin(), more.end());
+    const ProgramResult result = run_program(arguments);
+    EXPECT_EQ(result.exit_code, result.err.empty() ? 0 : 2) << result.err;
+    return result.err;
+  };
+  EXPECT_EQ(error_with({"--vocab", "64"}), "");
+  EXPECT_EQ(error_with({"--vocab", "65"}), "error: --vocab 65: the model's vocabulary has 64\n");
+  EXPECT_NE(error_with({"--vocab", "-1"}).find("--vocab: -1 is below 0"), std::string::npos);
+  EXPECT_NE(error_with({"--run-config", run + "/run.yaml"}).find("is for --attention as-trained"), std::string::npos);
+  EXPECT_EQ(error_with({"--attention", "as-trained", "--run-config", run + "/run.yaml"}), "");
+  const ProgramResult words = run_program({"eval", "generate", "--model", model, "--token-ids", "--prompt", "1 two"});
+  EXPECT_EQ(words.exit_code, 2);
+  EXPECT_NE(words.err.find("--prompt \"1 two\": with --token-ids a prompt is numbers"), std::string::npos) << words.err;
+  const ProgramResult sampled =
+      run_program({"eval", "generate", "--model", model, "--token-ids", "--prompt", "1 2", "--temperature", "nan"});
+  EXPECT_EQ(sampled.exit_code, 2);
+  EXPECT_NE(sampled.err.find("--temperature nan --top-p 1: both must be numbers"), std::string::npos) << sampled.err;
+}
+
+// Before a model is loaded, which these folders do not even hold, and before a GPU is looked for.
+TEST_F(EvalCommand, HeadsWithoutAKernelOnGpusAreRefusedAtOnce) {
+  const auto model_with = [&](const std::string& name, int head_dim) {
+    std::filesystem::create_directories(directory_ / name);
+    write(name + "/config.json", R"({"model_type": "llama", "hidden_size": 160, "intermediate_size": 64,
+        "num_hidden_layers": 3, "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 64,
+        "max_position_embeddings": 1024, "rms_norm_eps": 1e-6, "rope_theta": 1e4, "hidden_act": "silu",
+        "tie_word_embeddings": true, "head_dim": )" +
+                                     std::to_string(head_dim) + "}");
+    return (directory_ / name).string();
+  };
+  const std::string odd = model_with("odd", 24), wide = model_with("wide", 300);
+  const std::string begin = "/config.json: head_dim is ",
+                    few = "and on GPUs attention in bf16 has kernels for 16, 32, ";
+  const std::string question = write("question.jsonl", "{\"input\": \"a\", \"outputs\": [\"b\"]}\n");
+  const std::string task =
+      write("task.jsonl", R"({"input": "", "context": "a", "answers": ["b"], "all_classes": [], "dataset": "qasper"})"
+                          "\n");
+  const std::vector<std::string> commands[] = {
+      {"eval", "ppl", "--data", "none"},      {"eval", "needle"},
+      {"eval", "ruler", "--input", question}, {"eval", "longbench", "--input", task},
+      {"eval", "generate", "--prompt", "a"},
+  };
+  const auto error_with = [&](std::vector<std::string> arguments, const std::vector<std::string>& more) {
+    arguments.insert(arguments.end(), more.begin(), more.end());
+    const ProgramResult result = run_program(arguments);
+    EXPECT_EQ(result.exit_code, 2) << arguments[1];
+    EXPECT_EQ(result.out, "") << arguments[1];
+    return result.err;
+  };
+  for (const std::vector<std::string>& command : commands) {
+    const std::string bf16 = error_with(command, {"--model", odd, "--device", "cuda"});
+    EXPECT_NE(bf16.find(odd + begin + "24, " + few), std::string::npos) << bf16;
+    EXPECT_NE(bf16.find("; use --precision float32\n"), std::string::npos) << bf16;
+    const std::string any = error_with(command, {"--model", wide, "--device", "cuda", "--precision", "float32"});
+    EXPECT_NE(any.find(wide + begin + "300, and on GPUs attention has kernels up to 256; use --device cpu\n"),
+              std::string::npos)
+        << any;
+    EXPECT_EQ(error_with(command, {"--model", wide}).find("head_dim"), std::string::npos);
+  }
+
+  const std::vector<std::string> profile = {"profile", "--out", (directory_ / "profile.json").string()};
+  const std::string measured_in_bf16 = "; profiles are measured in bf16 there: name another model, or use --device cpu";
+  const std::string named = error_with(profile, {"--model", odd, "--device", "cuda"});
+  EXPECT_NE(named.find(odd + ": head_dim is 24, " + few), std::string::npos) << named;
+  EXPECT_NE(named.find(measured_in_bf16), std::string::npos) << named;
+  const std::string run = write("fp32.yaml",
+                                "device: cuda\nmodel: {init: {vocab_size: 64, head_dim: 24}}\n"
+                                "data: {synthetic: {vocab_size: 64}}\ntrain: {precision: float32}\n");
+  const std::string of_run = error_with(profile, {"--run", run});
+  EXPECT_NE(of_run.find(run + ": head_dim is 24, " + few), std::string::npos) << of_run;
+  EXPECT_NE(of_run.find(measured_in_bf16), std::string::npos) << of_run;
+}
+
+TEST_F(EvalCommand, EvalSaysWhatIsMissing) {
+  const std::string questions = write("q.jsonl", "{\"input\": \"a\", \"outputs\": [\"b\"]}\n");
+  const std::pair<std::vector<std::string>, const char*> cases[] = {
+      {{"--input", questions}, "name a --model to run, or --predictions to score"},
+      {{"--input", questions, "--predictions", write("two.jsonl", "{\"pred\": \"b\"}\n{\"pred\": \"b\"}\n")},
+       "two.jsonl: 2 predictions for 1 lines"},
+      {{"--input", write("empty.jsonl", " \n\n")}, "empty.jsonl: holds no lines"},
+      {{"--input", write("list.jsonl", "[1]\n")}, "list.jsonl:1: not a JSON object"},
+      {{"--input", write("cut.jsonl", "{\"input\": \n")}, "cut.jsonl:1: not a JSON object"},
+      {{"--input", (directory_ / "none.jsonl").string()}, "none.jsonl: cannot be read"},
+  };
+  for (const auto& [options, message] : cases) {
+    std::vector<std::string> arguments = {"eval", "ruler"};
+    arguments.insert(arguments.end(), options.begin(), options.end());
+    const ProgramResult result = run_program(arguments);
+    EXPECT_EQ(result.exit_code, 2) << message;
+    EXPECT_NE(result.err.find(message), std::string::npos) << result.err;
+  }
+}
+
+TEST_F(EvalCommand, EvalNamesTheLineOfAFile) {
+  const std::string questions = write("q.jsonl", "\n \n{\"input\": \"a\", \"outputs\": [\"b\"]}\n\n{\"input\": 3}\n");
+  const std::string answers = write("a.jsonl", "{\"pred\": \"b\"}\n\n{}\n");
+  const ProgramResult question = run_program({"eval", "ruler", "--input", questions, "--predictions", answers});
+  EXPECT_EQ(question.exit_code, 2);
+  EXPECT_NE(question.err.find("q.jsonl:5: key \"input\""), std::string::npos) << question.err;
+  write("q.jsonl", "\n{\"input\": \"a\", \"outputs\": [\"b\"]}\n\n{\"input\": \"c\", \"outputs\": [\"d\"]}\n");
+  const ProgramResult answer = run_program({"eval", "ruler", "--input", questions, "--predictions", answers});
+  EXPECT_EQ(answer.exit_code, 2);
+  EXPECT_NE(answer.err.find("a.jsonl:3: key \"pred\""), std::string::npos) << answer.err;
+  // Before a model runs for hours.
+  write("q.jsonl", "\n{\"input\": \"a\", \"outputs\": [\"b\"]}\n\n{\"input\": \"c\", \"outputs\": []}\n");
+  const ProgramResult empty = run_program({"eval", "ruler", "--input", questions, "--model", directory_.string()});
+  EXPECT_EQ(empty.exit_code, 2);
+  EXPECT_NE(empty.err.find("q.jsonl:4: \"outputs\" is empty"), std::string::npos) << empty.err;
+}
+
+TEST_F(EvalCommand, LongBenchNamesTheTaskThatItsFilesLack) {
+  const std::string questions =
+      write("q.jsonl", "{\"context\": \"c\", \"input\": \"i\", \"answers\": [\"yes\"], \"dataset\": \"qasper\"}\n");
+  const std::string answers = write("a.jsonl", "{\"pred\": \"yes\"}\n");
+  const std::string prompts = write("dataset2prompt.json", "{\"lcc\": \"{context}\"}");
+  const std::vector<std::string> score = {"eval", "longbench", "--input", questions, "--predictions", answers};
+  const ProgramResult scored = run_program(score);
+  EXPECT_EQ(scored.exit_code, 0) << scored.err;
+  EXPECT_NE(scored.out.find("100.00 over 1 samples"), std::string::npos) << scored.out;
+  std::vector<std::string> asked = score;
+  asked.insert(asked.end(), {"--prompts", prompts});
+  const ProgramResult lacking = run_program(asked);
+  EXPECT_EQ(lacking.exit_code, 2);
+  EXPECT_NE(lacking.err.find("dataset2prompt.json: no template for the task \"qasper\" of"), std::string::npos)
+      << lacking.err;
+}
+
+TEST_F(EvalCommand, AModelsConfigOfWrongTypesIsTheUsersError) {
+  const std::string config =
+      write("config.json",
+            "{\"num_hidden_layers\": 2, \"hidden_size\": 64, \"num_attention_heads\": 2, \"intermediate_size\": 128, "
+            "\"vocab_size\": 100, \"tie_word_embeddings\": \"yes\"}");
+  const ProgramResult result = run_program({"simulate", "--model", config});
+  EXPECT_EQ(result.exit_code, 2) << result.err;
+  EXPECT_NE(result.err.find("tie_word_embeddings"), std::string::npos) << result.err;
+}
+
+}  // namespace
+}  // namespace sb::testing

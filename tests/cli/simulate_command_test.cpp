@@ -1,0 +1,162 @@
+#include <cstdio>
+#include <nlohmann/json.hpp>
+
+#include "tests/cli/cli_fixture.h"
+
+namespace sb::testing {
+namespace {
+
+class SimulateCommand : public Cli {};
+
+TEST_F(SimulateCommand, SimulatesARing) {
+  const std::string json = (directory_ / "ring.json").string();
+  const ProgramResult result = run_program({"simulate", "--ring", "--cp", "4", "--node-size", "2", "--ring-tokens",
+                                            "32768", "--placement", "striped,triangular", "--json", json});
+  EXPECT_EQ(result.exit_code, 0) << result.err;
+  for (const char* part : {"ring of 4 ranks in machines of 2", "striped", "triangular", "lock-step", "exposed"})
+    EXPECT_NE(result.out.find(part), std::string::npos) << result.out;
+  EXPECT_EQ(result.out.find("zigzag"), std::string::npos);
+  std::ifstream file(json);
+  const std::string text((std::istreambuf_iterator<char>(file)), {});
+  EXPECT_NE(text.find("hierarchical_exposed_ms"), std::string::npos) << text;
+  for (const std::vector<std::string>& wrong :
+       std::vector<std::vector<std::string>>{{"--ring"},
+                                             {"--ring", "--cp", "100000"},
+                                             {"--cp", "4097"},
+                                             {"--ring", "--cp", "4", "--node-size", "3"},
+                                             {"--ring", "--cp", "4", "--placement", "round"},
+                                             {"--ring", "--cp", "4", "--block", "200"},
+                                             {"--ring", "--cp", "4", "--block", "0"},
+                                             {"--ring", "--cp", "4", "--ring-index", "no-such-file"},
+                                             {"--ring", "--cp", "4", "--ring-times", "1,2"}}) {
+    std::vector<std::string> arguments = {"simulate"};
+    arguments.insert(arguments.end(), wrong.begin(), wrong.end());
+    const ProgramResult refused = run_program(arguments);
+    EXPECT_EQ(refused.exit_code, 2) << wrong.back();
+    EXPECT_EQ(refused.out, "");
+  }
+}
+
+TEST_F(SimulateCommand, SimulateTakesPartsThatDivideTheBlock) {
+  const auto simulate = [&](std::vector<std::string> more) {
+    std::vector<std::string> arguments = {"simulate", "--model",    "qwen2.5-0.5b", "--steps",
+                                          "1",        "--policies", "in_order"};
+    arguments.insert(arguments.end(), more.begin(), more.end());
+    return run_program(arguments);
+  };
+  const ProgramResult whole = simulate({}),
+                      same = simulate({"--score-tokens", "128", "--json", (directory_ / "rows.json").string()});
+  EXPECT_EQ(whole.exit_code, 0) << whole.err;
+  EXPECT_EQ(same.exit_code, 0) << same.err;
+  EXPECT_NE(same.out.find("block 128, score tokens 128"), std::string::npos) << same.out;
+  std::ifstream file(directory_ / "rows.json");
+  const std::string text((std::istreambuf_iterator<char>(file)), {});
+  EXPECT_NE(text.find("\"score_tokens\": 128"), std::string::npos) << text;
+  for (const char* value : {"-1", "48"}) {
+    const ProgramResult refused = simulate({"--score-tokens", value});
+    EXPECT_EQ(refused.exit_code, 2) << value;
+    EXPECT_EQ(refused.out, "");
+    EXPECT_NE(refused.err.find("--score-tokens"), std::string::npos) << refused.err;
+    EXPECT_NE(refused.err.find("does not divide"), std::string::npos) << refused.err;
+  }
+}
+
+// 64 workers, at most 16 sequences a step.
+TEST_F(SimulateCommand, SimulateSweepsLayoutsAndSaysWhatBalancingGives) {
+  const std::string json = (directory_ / "layouts.json").string();
+  const ProgramResult sweep = run_program({"simulate", "--model", "qwen2.5-0.5b", "--sweep", "--gpus", "64", "--max-cp",
+                                           "2", "--steps", "2", "--json", json});
+  ASSERT_EQ(sweep.exit_code, 0) << sweep.err;
+  EXPECT_EQ(sweep.out.find("dp 1 x pp 1 x cp 1"), std::string::npos) << sweep.out;
+  EXPECT_NE(sweep.out.find("layouts of 64 workers of 139 GiB"), std::string::npos) << sweep.out;
+  EXPECT_NE(sweep.out.find("dp is at most the global batch of 16"), std::string::npos) << sweep.out;
+  // The last lines name a layout and how to go on; what is predicted there is what the table of policies has.
+  const size_t at = sweep.out.find("the same with --dp ");
+  ASSERT_NE(at, std::string::npos) << sweep.out;
+  int dp = 0, pp = 0, cp = 0;
+  ASSERT_EQ(std::sscanf(sweep.out.c_str() + at, "the same with --dp %d --pp %d --cp %d", &dp, &pp, &cp), 3);
+  EXPECT_EQ(dp * pp * cp, 64);
+  const std::string rows = (directory_ / "rows.json").string();
+  const ProgramResult one =
+      run_program({"simulate", "--model", "qwen2.5-0.5b", "--dp", std::to_string(dp), "--pp", std::to_string(pp),
+                   "--cp", std::to_string(cp), "--steps", "2", "--policies", "sab+order+optimal", "--json", rows});
+  ASSERT_EQ(one.exit_code, 0) << one.err;
+  const auto read = [](const std::string& path) {
+    std::ifstream file(path);
+    return nlohmann::json::parse(file);
+  };
+  const nlohmann::json policies = read(rows), layouts = read(json), &policy = policies["rows"][0];
+  EXPECT_GT(policy["speedup"], 1.0);
+  bool found = false;
+  for (const nlohmann::json& layout : layouts["layouts"]) {
+    EXPECT_LE(layout["dp"], 16);
+    if (layout["dp"] != dp || layout["pp"] != pp) continue;
+    found = true;
+    EXPECT_EQ(layout["makespan_ms"], policy["makespan_ms"]);
+    EXPECT_EQ(layout["speedup"], policy["speedup"]);
+  }
+  EXPECT_TRUE(found);
+}
+
+// Tokens and time of a step are means over the same steps.
+TEST_F(SimulateCommand, ASweepCountsTheTokensOfAllSteps) {
+  const auto tokens = [&](const char* steps) {
+    const std::string json = (directory_ / "layouts.json").string();
+    const ProgramResult sweep = run_program({"simulate", "--model", "qwen2.5-0.5b", "--sweep", "--gpus", "1",
+                                             "--global-batch", "1", "--steps", steps, "--json", json});
+    EXPECT_EQ(sweep.exit_code, 0) << sweep.err;
+    std::ifstream file(json);
+    const nlohmann::json row = nlohmann::json::parse(file)["layouts"][0];
+    return row["tokens_per_second"].get<double>() * row["makespan_ms"].get<double>() / 1e3 * std::stod(steps);
+  };
+  const double before = tokens("40"), last = tokens("41") - before;
+  EXPECT_NEAR(last, std::round(last), 1e-3);
+  EXPECT_GE(last, 1);
+  EXPECT_NE(std::round(last), std::round(before / 40));
+}
+
+TEST_F(SimulateCommand, SimulateRefusesOptionsThatWouldHaveNoEffect) {
+  const std::pair<std::vector<std::string>, const char*> cases[] = {
+      {{"--gpus", "64"}, "--gpus says what --sweep tries; add --sweep"},
+      {{"--sweep", "--gpus", "64", "--dp", "8"}, "--gpus and --dp both say how many workers there are"},
+      {{"--sweep", "--policies", "sab"}, "--policies has no effect with --sweep"},
+      {{"--sweep", "--svg", "a.svg"}, "--svg has no effect with --sweep"},
+      {{"--ring", "--cp", "8", "--trace", "a.json"}, "--trace has no effect with --ring"},
+      {{"--placement", "striped"}, "--placement is about the ring of --cp ranks; set --cp"},
+  };
+  for (const auto& [arguments, message] : cases) {
+    std::vector<std::string> all = {"simulate"};
+    all.insert(all.end(), arguments.begin(), arguments.end());
+    const ProgramResult refused = run_program(all);
+    EXPECT_EQ(refused.exit_code, 2) << message;
+    EXPECT_NE(refused.err.find(message), std::string::npos) << refused.err;
+  }
+}
+
+TEST_F(SimulateCommand, SimulateTakesDenseLayers) {
+  const std::string json = (directory_ / "rows.json").string();
+  const auto step_ms = [&](const std::string& layers) {
+    std::vector<std::string> arguments = {"simulate",   "--model",  "qwen2.5-0.5b", "--steps", "2",
+                                          "--policies", "in_order", "--json",       json};
+    if (!layers.empty()) arguments.insert(arguments.end(), {"--dense-layers", layers});
+    const ProgramResult result = run_program(arguments);
+    EXPECT_EQ(result.exit_code, 0) << result.err;
+    std::ifstream file(json);
+    const std::string text((std::istreambuf_iterator<char>(file)), {});
+    const size_t at = text.find("\"makespan_ms\": ");
+    EXPECT_NE(at, std::string::npos) << text;
+    return std::stod(text.substr(at + 15));
+  };
+  const double none = step_ms(""), one = step_ms("3"), two = step_ms("3,0,3");
+  EXPECT_GT(one, none);
+  EXPECT_NEAR(two - none, 2 * (one - none), 1e-6 * two);  // one stage: all layers alike
+  std::ifstream file(json);
+  const std::string text((std::istreambuf_iterator<char>(file)), {});
+  EXPECT_NE(text.find("\"dense_layers\": ["), std::string::npos) << text;
+  const ProgramResult refused = run_program({"simulate", "--model", "qwen2.5-0.5b", "--dense-layers", "24"});
+  EXPECT_EQ(refused.exit_code, 2);
+  EXPECT_NE(refused.err.find("--dense-layers: 24, but the model has layers 0 to 23"), std::string::npos) << refused.err;
+}
+
+}  // namespace
+}  // namespace sb::testing
