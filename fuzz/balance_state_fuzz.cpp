@@ -3,7 +3,7 @@
 #include <string>
 
 #include "core/errors.h"
-#include "train/balance_state.h"
+#include "plan/planner/balance_state.h"
 
 // Any text is either refused with a UserError or is a state that prints and loads to the same again, with curves that
 // can be evaluated.

@@ -3,7 +3,7 @@
 #include <string>
 
 #include "core/errors.h"
-#include "train/run_config.h"
+#include "run/config/run_config.h"
 
 // Any text is either refused with a UserError or gives a configuration whose printed form loads to the same again.
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {

@@ -2,9 +2,9 @@
 #include <cstdint>
 #include <string>
 
-#include "balance/coverage.h"
-#include "balance/coverage_statistics.h"
 #include "core/errors.h"
+#include "plan/coverage/coverage.h"
+#include "plan/coverage/coverage_statistics.h"
 
 // Any text is either refused with a UserError or holds curves that rise from 0 to 1 with the budget and print and load
 // to the same again.

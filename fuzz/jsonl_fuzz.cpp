@@ -1,7 +1,7 @@
 #include "core/errors.h"
-#include "data/jsonl.h"
-#include "data/tokenizer.h"
-#include "data/utf8.h"
+#include "core/utf8.h"
+#include "data/text/jsonl.h"
+#include "data/tokenizer/tokenizer.h"
 
 namespace {
 

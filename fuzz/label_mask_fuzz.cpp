@@ -1,4 +1,4 @@
-#include "data/token_writer.h"
+#include "data/files/token_writer.h"
 #include "fuzz/read_token_file.h"
 #include "fuzz/scratch_folder.h"
 

@@ -2,9 +2,9 @@
 #include <cstdint>
 #include <string>
 
-#include "balance/plan.h"
 #include "core/errors.h"
-#include "train/plan_log.h"
+#include "plan/plan.h"
+#include "plan/planner/plan_log.h"
 
 // Any text is either refused with a UserError or is a plan that survives being written, sent and read.
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {

@@ -3,8 +3,8 @@
 #include <cstdint>
 #include <string>
 
-#include "balance/latency_model.h"
 #include "core/errors.h"
+#include "plan/latency/latency_model.h"
 
 // Any text is either refused with a UserError or is a profile that prints and loads to the same again, and whose times
 // are numbers.

@@ -4,9 +4,9 @@
 #include <vector>
 
 #include "core/errors.h"
-#include "data/label_mask.h"
-#include "data/token_dataset.h"
-#include "data/token_file.h"
+#include "data/files/label_mask.h"
+#include "data/files/token_dataset.h"
+#include "data/files/token_file.h"
 
 // Opens a token file and reads all it offers, up to a bound; bad input may only end in a UserError.
 inline void read_token_file(const std::string& path) {

@@ -4,9 +4,9 @@
 #include <string_view>
 
 #include "core/errors.h"
-#include "data/jsonl.h"
+#include "data/text/jsonl.h"
 #include "fuzz/scratch_folder.h"
-#include "train/report.h"
+#include "report/report.h"
 
 namespace {
 

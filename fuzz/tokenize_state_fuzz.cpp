@@ -3,8 +3,8 @@
 #include <string>
 
 #include "core/errors.h"
-#include "data/token_file.h"
-#include "data/tokenize_job.h"
+#include "data/files/token_file.h"
+#include "data/text/tokenize_job.h"
 #include "fuzz/scratch_folder.h"
 
 namespace {

@@ -1,5 +1,5 @@
 #include "core/errors.h"
-#include "data/tokenizer.h"
+#include "data/tokenizer/tokenizer.h"
 
 // The input is a tokenizer.json. One that is accepted must encode and decode.
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """Puts measured profiles into the program: checks what `sparsebalance profile --out FILE` wrote and copies it to
-src/balance/measured/MACHINE-MODEL.json, from where the next build takes it.
+src/plan/latency/measured/MACHINE-MODEL.json, from where the next build takes it.
   scripts/build-in-profile.py MACHINE FILE...        MACHINE: what users will ask for, such as h200"""
 
 import json
@@ -18,7 +18,7 @@ def main():
     if len(sys.argv) < 3 or "-" in sys.argv[1]:
         sys.exit(__doc__)
     machine = sys.argv[1]
-    there = pathlib.Path(__file__).resolve().parent.parent / "src" / "balance" / "measured"
+    there = pathlib.Path(__file__).resolve().parent.parent / "src" / "plan" / "latency" / "measured"
     for path in sys.argv[2:]:
         profile = json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
         if profile.get("format") != "sparsebalance-profile":

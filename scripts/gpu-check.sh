@@ -145,17 +145,17 @@ sanitize() {
 sanitize-attention() {
   begin_checks sanitize-attention
   local brief=--gtest_brief=1
-  check hopper memcheck 1 attention/hopper/attention_hopper_test --short
-  check selection memcheck 1 attention/hopper/attention_select_test --short
+  check hopper memcheck 1 attention/gpu/hopper/attention_hopper_test --short
+  check selection memcheck 1 attention/gpu/hopper/attention_select_test --short
   check attention memcheck 4 attention/attention_cuda_test $brief \
     --gtest_filter='*GatheredColumns*:*OddQueryBlocks*:*VerticalSlash*:*MeasuresCoverage*:*Future*:*ChoosesWhat*:*Needle*:*AreNone*'
-  check ring memcheck 3 parallel/cuda_ring_test $brief \
+  check ring memcheck 3 parallel/ring/cuda_ring_test $brief \
     --gtest_filter='*RanksWithout*:*GivenLists*bf16:*Choices*/bf16_topk:*Choices*/f32_mass:*Choices*/bf16_parts'
   check communication memcheck 1 comm/comm_device_test $brief --gtest_filter='CudaOrder*:*OnCuda.Staged*'
   end_checks
 }
 
-# Kernels whose barriers racecheck can follow (src/attention/hopper/tile.cuh). Forward and both backwards of each case:
+# Kernels whose barriers racecheck can follow (src/attention/gpu/hopper/tile.cuh). Forward and both backwards of each case:
 # both head dimensions, dense, lists, staircase, split columns, blocks of 64; selection on the Hopper and the portable
 # kernels: blocks, parts of blocks, every pattern.
 racecheck-attention() {
@@ -164,11 +164,11 @@ racecheck-attention() {
   local case
   for case in "dense 8:1 128 d64" "dense 8:1 128 d128" "sparse 14:2 qb16 d64" "sparse 16:2 qb16 d128" \
     "staircase 16:2 qb64 d128" "hub columns 8:1 qb16 d64" "peaked 4 blocks of 64 d64" "peaked 4 blocks of 64 d128"; do
-    check "${case// /-}" racecheck 1 attention/hopper/attention_hopper_race --hopper "$case"
+    check "${case// /-}" racecheck 1 attention/gpu/hopper/attention_hopper_race --hopper "$case"
   done
   for case in "16:2 d128 4000" "14:2 d64 mixed" "8:2 d64 topp" "8:2 d64 mass, high" "8:1 d128 lookahead mass" \
     "14:2 d64 parts of 64"; do
-    check "select-${case// /-}" racecheck 1 attention/hopper/attention_select_race --short "$case"
+    check "select-${case// /-}" racecheck 1 attention/gpu/hopper/attention_select_race --short "$case"
   done
   end_checks
 }

@@ -29,6 +29,6 @@ needle after runs/quickstart
 echo
 echo "== unbalanced and balanced in turn: sequences of up to 8K tokens and more, two ranks"
 rm -rf runs/quickstart-balance
-build/cpu/bench/balance/bench_balance --batches 24 --policies in_order,sab+order+optimal --out runs/quickstart-balance
+build/cpu/bench/plan/bench_balance --batches 24 --policies in_order,sab+order+optimal --out runs/quickstart-balance
 echo
 $sparsebalance report runs/quickstart

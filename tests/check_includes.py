@@ -1,13 +1,14 @@
 #!/usr/bin/env python3
-"""Fails when an include points against the direction of the rooms (docs/architecture.md), or when a header drags in a
-library that only source files may know. `--self-test` shows that it can fail."""
+"""Fails when an include points against the direction of the modules (docs/architecture.md), when folders of any depth
+include each other in a circle, when a folder is crowded, or when a header drags in a library that only source files may
+know. `--self-test` shows that it can fail."""
 
 import pathlib
 import re
 import sys
 import tempfile
 
-# What each room of src/ may include besides itself.
+# What each module of src/ may include besides itself.
 ALLOWED = {
     "core": set(),
     "device": {"core"},
@@ -15,13 +16,18 @@ ALLOWED = {
     "attention": {"core", "device", "ops"},
     "model": {"core", "device", "ops", "attention"},
     "data": {"core"},
-    "balance": {"core"},
+    "plan": {"core"},
     "comm": {"core", "device"},
-    "parallel": {"core", "device", "ops", "attention", "model", "balance", "comm"},
-    "train": {"core", "device", "ops", "attention", "model", "data", "balance", "comm", "parallel"},
-    "eval": {"core", "device", "ops", "attention", "model", "data", "comm", "parallel", "train"},
-    "cli": {"core", "device", "ops", "attention", "model", "data", "balance", "comm", "parallel", "train", "eval"},
+    "parallel": {"core", "device", "ops", "attention", "model", "plan", "comm"},
+    "run": {"core", "device", "attention", "model", "data", "plan", "comm", "parallel"},
+    "train": {"core", "device", "ops", "attention", "model", "data", "plan", "comm", "parallel", "run"},
+    "report": {"core", "plan", "run"},
+    "eval": {"core", "device", "ops", "attention", "model", "data"},
+    "cli": {"core", "device", "ops", "attention", "model", "data", "plan", "comm", "parallel", "run", "train", "report",
+            "eval"},
 }
+# A folder holds no more files than a reader takes in at a glance.
+MOST_FILES = 25
 # Slow to compile, or present in some builds only: no header of ours may include them, except those made for it.
 SOURCES_ONLY = ("nlohmann/", "spdlog/", "yaml-cpp/", "CLI/", "mpi.h", "nccl.h", "cuda", "cublas", "cblas.h", "pcre2.h")
 EXCEPTIONS = [
@@ -32,14 +38,45 @@ EXCEPTIONS = [
 INCLUDE = re.compile(r'^\s*#\s*include\s*(["<])([^">]+)[">]')
 
 
-def violations(source_dir):
+def circles(folders):
+    """Folders that include each other, directly or through others: {folder: {folder it includes: where}}."""
+    found, done = [], set()
+
+    def visit(folder, path):
+        if folder in path:
+            around = path[path.index(folder) :] + [folder]
+            places = [folders[a][b] for a, b in zip(around, around[1:])]
+            found.append(f"folders in a circle: {' -> '.join(around)} ({'; '.join(places)})")
+            return
+        if folder in done:
+            return
+        for other in sorted(folders.get(folder, {})):
+            visit(other, path + [folder])
+        done.add(folder)
+
+    for folder in sorted(folders):
+        visit(folder, [])
+    return found
+
+
+def crowded(source_dir):
     found = []
+    for folder in sorted(p for p in source_dir.rglob("*") if p.is_dir()):
+        files = sum(1 for p in folder.iterdir() if p.is_file() and p.name != "CMakeLists.txt")
+        if files > MOST_FILES:
+            found.append(f"{folder}: {files} files side by side, more than {MOST_FILES}: group them")
+    return found
+
+
+def violations(source_dir):
+    found = crowded(source_dir)
+    folders = {}
     for path in sorted(source_dir.rglob("*")):
         if path.suffix not in {".h", ".cpp", ".cu", ".cuh"}:
             continue
-        room = path.relative_to(source_dir).parts[0]
-        if room not in ALLOWED:
-            found.append(f"{path}: '{room}' is no room; add it to tests/check_includes.py and docs/architecture.md")
+        module = path.relative_to(source_dir).parts[0]
+        if module not in ALLOWED:
+            found.append(f"{path}: '{module}' is no module; add it to tests/check_includes.py and docs/architecture.md")
             continue
         text = path.read_text(encoding="utf-8")
         if path.suffix in {".h", ".cuh"} and "#pragma once" not in text:
@@ -53,13 +90,17 @@ def violations(source_dir):
                 other = name.split("/")[0]
                 if not (source_dir / name).is_file():
                     found.append(f'{where}: "{name}" is not the full path of a file under src/')
-                elif other != room and other not in ALLOWED[room]:
-                    found.append(f'{where}: {room} may not include "{name}"')
+                elif other != module and other not in ALLOWED[module]:
+                    found.append(f'{where}: {module} may not include "{name}"')
+                else:
+                    own, included = path.relative_to(source_dir).parent.as_posix(), name.rpartition("/")[0]
+                    if own != included:
+                        folders.setdefault(own, {}).setdefault(included, f'{where} "{name}"')
             elif path.suffix == ".h" and name.startswith(SOURCES_ONLY):
                 if any(header.search(path.name) and library.match(name) for header, library in EXCEPTIONS):
                     continue
                 found.append(f"{where}: <{name}> belongs into source files, not into a header")
-    return found
+    return found + circles(folders)
 
 
 def self_test():
@@ -83,12 +124,24 @@ def self_test():
             ("core/json.h", "#pragma once\n#include <nlohmann/json.hpp>\n", "belongs into source files"),
             ("core/c_json.h", "#pragma once\n#include <nlohmann/json.hpp>\n", "belongs into source files"),
             ("core/guard.h", "int a;\n", "#pragma once"),
-            ("utils/c.h", "#pragma once\n", "is no room"),
+            ("utils/c.h", "#pragma once\n", "is no module"),
         ]:
             write(name, text)
             found = violations(source_dir)
             assert len(found) == 1 and part in found[0], (name, found)
             (source_dir / name).unlink()
+        write("core/deep/low.h", '#pragma once\n#include "core/a.h"\n')
+        assert violations(source_dir) == [], violations(source_dir)
+        write("core/a.h", '#pragma once\n#include "core/deep/low.h"\n')
+        found = violations(source_dir)
+        assert len(found) == 1 and "core -> core/deep -> core" in found[0], found
+        write("core/a.h", "#pragma once\n")
+        for i in range(MOST_FILES):
+            write(f"ops/many/{i}.cpp", "")
+        assert violations(source_dir) == [], violations(source_dir)
+        write("ops/many/last.cpp", "")
+        found = violations(source_dir)
+        assert len(found) == 1 and "files side by side" in found[0], found
     print("check_includes: finds what it should")
 
 

@@ -11,8 +11,8 @@
 #include <string>
 #include <vector>
 
-#include "attention/block_sparse.h"
-#include "attention/dense_attention.h"
+#include "attention/cpu/block_sparse.h"
+#include "attention/cpu/dense_attention.h"
 #include "core/random.h"
 #include "device/blas.h"
 

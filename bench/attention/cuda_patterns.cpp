@@ -11,7 +11,7 @@
 #include <thread>
 #include <vector>
 
-#include "attention/cuda/cuda_attention.h"
+#include "attention/gpu/cuda_attention.h"
 #include "bench/attention/device_tensor.h"
 #include "device/cuda.h"
 #include "device/memory.h"

@@ -12,10 +12,10 @@
 #include <filesystem>
 #include <fstream>
 
+#include "attention/cpu/sparse_attention.h"
 #include "attention/forwarding_attention.h"
-#include "attention/sparse_attention.h"
 #include "core/errors.h"
-#include "data/synthetic.h"
+#include "data/synthetic/synthetic.h"
 #include "model/hf_checkpoint.h"
 #include "model/stage.h"
 #include "train/packing.h"

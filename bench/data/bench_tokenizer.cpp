@@ -8,10 +8,10 @@
 #include <string>
 #include <vector>
 
+#include "core/files/mapped_file.h"
 #include "core/random.h"
 #include "core/thread_pool.h"
-#include "data/mapped_file.h"
-#include "data/tokenizer.h"
+#include "data/tokenizer/tokenizer.h"
 
 namespace {
 

@@ -10,8 +10,8 @@
 #include <thread>
 
 #include "comm/thread_communicator.h"
-#include "parallel/ring_simulation.h"
-#include "parallel/ring_travel.h"
+#include "parallel/ring/ring_simulation.h"
+#include "parallel/ring/ring_travel.h"
 
 namespace {
 

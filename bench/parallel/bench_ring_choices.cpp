@@ -11,17 +11,17 @@
 #include <cstdlib>
 #include <filesystem>
 
+#include "attention/cpu/sparse_attention.h"
 #include "attention/forwarding_attention.h"
-#include "attention/selection/block_scores.h"
-#include "attention/sparse_attention.h"
+#include "attention/select/block_scores.h"
 #include "comm/self_communicator.h"
 #include "comm/thread_communicator.h"
 #include "core/errors.h"
 #include "core/labels.h"
-#include "data/synthetic.h"
+#include "data/synthetic/synthetic.h"
 #include "model/hf_checkpoint.h"
-#include "parallel/context_batch.h"
-#include "parallel/ring_attention.h"
+#include "parallel/ring/context_batch.h"
+#include "parallel/ring/ring_attention.h"
 #include "train/packing.h"
 #include "train/rank_model.h"
 

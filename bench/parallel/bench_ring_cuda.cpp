@@ -13,10 +13,10 @@
 #include <vector>
 
 #include "bench/attention/device_tensor.h"
-#include "comm/device_communicator.h"
+#include "comm/device/device_communicator.h"
 #include "comm/thread_communicator.h"
 #include "device/context.h"
-#include "parallel/cuda/cuda_ring_attention.h"
+#include "parallel/ring/gpu/cuda_ring_attention.h"
 
 namespace {
 

@@ -7,13 +7,13 @@
 #include <cstdlib>
 #include <mutex>
 
-#include "attention/dense_attention.h"
+#include "attention/cpu/dense_attention.h"
 #include "attention/forwarding_attention.h"
 #include "comm/thread_communicator.h"
 #include "core/random.h"
 #include "model/stage.h"
-#include "parallel/context_batch.h"
-#include "parallel/ring_attention.h"
+#include "parallel/ring/context_batch.h"
+#include "parallel/ring/ring_attention.h"
 
 namespace {
 

@@ -59,7 +59,7 @@ def mix(x):
 
 
 def kept_blocks(kv_heads, n, keep):
-    """The same draw as block_kept() in tests/attention/hopper/device_case.h."""
+    """The same draw as block_kept() in tests/attention/gpu/hopper/device_case.h."""
     h = torch.arange(kv_heads).view(-1, 1, 1)
     q = torch.arange(n).view(1, -1, 1)
     k = torch.arange(n).view(1, 1, -1)

@@ -17,12 +17,12 @@
 #include <string>
 #include <vector>
 
-#include "attention/dense_attention.h"
+#include "attention/cpu/dense_attention.h"
+#include "attention/cpu/sparse_attention.h"
 #include "attention/forwarding_attention.h"
-#include "attention/sparse_attention.h"
 #include "core/errors.h"
 #include "core/random.h"
-#include "data/synthetic.h"
+#include "data/synthetic/synthetic.h"
 #include "device/blas.h"
 #include "model/hf_checkpoint.h"
 #include "model/stage.h"

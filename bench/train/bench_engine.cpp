@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "attention/dense_attention.h"
+#include "attention/cpu/dense_attention.h"
 #include "bench/timing.h"
 #include "core/cpu_isa.h"
 #include "core/random.h"

@@ -16,7 +16,7 @@
 #include <string>
 #include <vector>
 
-#include "attention/cuda/cuda_attention.h"
+#include "attention/gpu/cuda_attention.h"
 #include "bench/train/step_classes.h"
 #include "bench/train/watched_attention.h"
 #include "core/errors.h"

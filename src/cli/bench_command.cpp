@@ -5,8 +5,8 @@
 #include <memory>
 #include <nlohmann/json.hpp>
 
-#include "attention/dense_attention.h"
-#include "attention/sparse_attention.h"
+#include "attention/cpu/dense_attention.h"
+#include "attention/cpu/sparse_attention.h"
 #include "cli/commands.h"
 #include "cli/output_file.h"
 #include "core/errors.h"

@@ -14,7 +14,7 @@
 #include "cli/commands.h"
 #include "cli/exit_code.h"
 #include "cli/output_file.h"
-#include "core/config.h"
+#include "core/config/config.h"
 #include "core/errors.h"
 #include "core/log.h"
 

@@ -6,7 +6,7 @@
 #include <cstdio>
 
 #include "core/log.h"
-#include "train/console.h"
+#include "run/logs/console.h"
 
 namespace sb {
 

@@ -6,9 +6,9 @@
 
 #include "cli/at_least.h"
 #include "cli/commands.h"
-#include "core/durable_file.h"
 #include "core/errors.h"
-#include "train/report.h"
+#include "core/files/durable_file.h"
+#include "report/report.h"
 
 namespace sb {
 

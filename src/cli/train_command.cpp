@@ -12,7 +12,7 @@
 #include "comm/world.h"
 #include "core/log.h"
 #include "parallel/grid.h"
-#include "train/stop_signal.h"
+#include "run/stop_signal.h"
 #include "train/training_run.h"
 
 namespace sb {

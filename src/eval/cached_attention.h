@@ -5,7 +5,7 @@
 #include <optional>
 #include <vector>
 
-#include "attention/sparse_attention.h"
+#include "attention/cpu/sparse_attention.h"
 
 namespace sb {
 

@@ -5,13 +5,13 @@
 #include <nlohmann/json.hpp>
 #include <numeric>
 
-#include "attention/cuda/cuda_attention.h"
-#include "attention/cuda/head_dim_check.h"
-#include "attention/dense_attention.h"
-#include "attention/sparse_attention.h"
+#include "attention/cpu/dense_attention.h"
+#include "attention/cpu/sparse_attention.h"
+#include "attention/gpu/cuda_attention.h"
+#include "attention/gpu/launch/head_dim_check.h"
 #include "core/errors.h"
 #include "core/log.h"
-#include "data/document_encoder.h"
+#include "data/text/document_encoder.h"
 #include "device/cuda.h"
 #include "eval/host_floats.h"
 #include "model/hf_checkpoint.h"

@@ -7,8 +7,8 @@
 #include <optional>
 #include <vector>
 
-#include "attention/selection/selector.h"
-#include "data/tokenizer.h"
+#include "attention/select/selector.h"
+#include "data/tokenizer/tokenizer.h"
 #include "device/context.h"
 #include "eval/generation.h"
 #include "model/stage.h"

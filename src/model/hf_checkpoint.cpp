@@ -8,8 +8,8 @@
 #include <string>
 #include <vector>
 
-#include "core/durable_file.h"
 #include "core/errors.h"
+#include "core/files/durable_file.h"
 #include "model/safetensors.h"
 
 namespace sb {

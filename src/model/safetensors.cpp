@@ -13,8 +13,8 @@
 #include <set>
 #include <tuple>
 
-#include "core/durable_file.h"
 #include "core/errors.h"
+#include "core/files/durable_file.h"
 #include "model/float16.h"
 
 namespace sb {

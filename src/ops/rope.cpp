@@ -6,7 +6,7 @@
 
 #include "ops/backends.h"
 #include "ops/check_shape.h"
-#include "ops/cuda/partial_sums.h"
+#include "ops/cuda_partial_sums.h"
 
 namespace sb {
 namespace {

@@ -2,9 +2,9 @@
 
 #include <algorithm>
 
-#include "balance/schedule.h"
 #include "device/event.h"
 #include "device/memory.h"
+#include "plan/schedule/schedule.h"
 
 namespace sb {
 namespace {

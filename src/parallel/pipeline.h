@@ -18,8 +18,8 @@ namespace sb {
 std::vector<int> split_layers_evenly(int layers, int stages);
 
 // Runs one stage of a pipeline: micro-batches of different sizes in the order of 1F1B, the very order that
-// balance/schedule.h predicts. Activations and gradients travel with their real size while other micro-batches are
-// computed. A pipeline of one stage is forward and backward of each micro-batch in turn. Buffers lie on the stage's
+// plan/schedule/schedule.h predicts. Activations and gradients travel with their real size while other micro-batches
+// are computed. A pipeline of one stage is forward and backward of each micro-batch in turn. Buffers lie on the stage's
 // device, and so must those that the group takes.
 class Pipeline {
  public:

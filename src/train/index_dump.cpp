@@ -2,10 +2,10 @@
 
 #include <algorithm>
 
-#include "attention/cuda/cuda_attention.h"
-#include "attention/sparse_attention.h"
-#include "core/durable_file.h"
+#include "attention/cpu/sparse_attention.h"
+#include "attention/gpu/cuda_attention.h"
 #include "core/errors.h"
+#include "core/files/durable_file.h"
 #include "core/log.h"
 
 namespace sb {

@@ -2,7 +2,7 @@
 
 #include <cstdint>
 
-#include "train/run_config.h"
+#include "run/config/run_config.h"
 
 namespace sb {
 

@@ -5,8 +5,8 @@
 
 #include "attention/most_sequences.h"
 #include "core/errors.h"
-#include "parallel/context_layout.h"
-#include "train/balanced_planner_config.h"
+#include "parallel/ring/context_layout.h"
+#include "train/make_planner.h"
 
 namespace sb {
 
@@ -38,30 +38,6 @@ int64_t most_sequences(const RunConfig& config, const PackingLimits& limits) {
 int64_t most_rank_tokens(const RunConfig& config, const PackingLimits& limits) {
   return ContextLayout::most_tokens(config.parallel.cp, config.attention.selection.block, limits.max_tokens,
                                     most_sequences(config, limits));
-}
-
-std::vector<std::vector<int>> pack_in_order(std::span<const int64_t> lengths, std::span<const int64_t> ids,
-                                            const PackingLimits& limits) {
-  SB_CHECK(lengths.size() == ids.size(), "{} lengths, {} ids", lengths.size(), ids.size());
-  SB_CHECK(limits.max_sequences > 0 && limits.max_tokens > 0, "limits {} sequences, {} tokens", limits.max_sequences,
-           limits.max_tokens);
-  std::vector<std::vector<int>> batches;
-  int64_t tokens = 0;
-  for (int i = 0; i < static_cast<int>(lengths.size()); ++i) {
-    SB_USER_CHECK(lengths[i] <= limits.max_tokens,
-                  "sequence {} has {} tokens but batch.micro_batch_tokens is {}: raise it, or lower "
-                  "data.max_sequence_length",
-                  ids[i], lengths[i], limits.max_tokens);
-    const bool fits = !batches.empty() && tokens + lengths[i] <= limits.max_tokens &&
-                      static_cast<int64_t>(batches.back().size()) < limits.max_sequences;
-    if (!fits) {
-      batches.emplace_back();
-      tokens = 0;
-    }
-    batches.back().push_back(i);
-    tokens += lengths[i];
-  }
-  return batches;
 }
 
 std::vector<float> target_weights(BatchOptions::Loss loss, std::span<const int64_t> valid_targets) {

@@ -6,17 +6,13 @@
 
 #include "data/sequence_source.h"
 #include "model/micro_batch.h"
-#include "train/run_config.h"
+#include "plan/batching/pack_in_order.h"
+#include "run/config/run_config.h"
 
 namespace sb {
 
 // How the sequences of a global batch become micro-batches and what each token's loss counts. Pure functions of plain
 // data: the result of a step does not depend on the packing, only on the global batch.
-
-struct PackingLimits {
-  int64_t max_sequences = 1;  // per micro-batch
-  int64_t max_tokens = 1;     // per micro-batch, never exceeded
-};
 
 // The limits that the configuration means, its zeros filled in; `longest` is the longest sequence there can be. A cap
 // below it is a UserError, before the first step instead of in the middle of a run. `cp`: ranks that share a sequence.
@@ -26,11 +22,6 @@ PackingLimits packing_limits(const BatchOptions& options, int64_t longest, int c
 int64_t most_sequences(const RunConfig& config, const PackingLimits& limits);
 // The most tokens of a micro-batch that one of the ranks which share it has.
 int64_t most_rank_tokens(const RunConfig& config, const PackingLimits& limits);
-
-// Indices into `lengths`, in order: a micro-batch is closed when the next sequence would break a limit. A sequence
-// longer than max_tokens is a UserError (`ids` names it).
-std::vector<std::vector<int>> pack_in_order(std::span<const int64_t> lengths, std::span<const int64_t> ids,
-                                            const PackingLimits& limits);
 
 // Weight of every counted target of each sequence in the step's loss, from the number of counted targets of all
 // sequences of the global batch. Sequences without targets do not count; all zeros when no sequence has any.

@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <set>
 
-#include "comm/device_communicator.h"
+#include "comm/device/device_communicator.h"
 #include "core/errors.h"
 #include "core/log.h"
 #include "device/cuda.h"

@@ -7,7 +7,7 @@
 #include "comm/communicator.h"
 #include "core/thread_pool.h"
 #include "device/context.h"
-#include "train/run_config.h"
+#include "run/config/run_config.h"
 
 namespace sb {
 

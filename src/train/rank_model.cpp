@@ -2,7 +2,7 @@
 
 #include <cmath>
 
-#include "train/optimizer_file.h"
+#include "run/checkpoint/optimizer_file.h"
 
 namespace sb {
 

@@ -13,8 +13,8 @@
 #include "parallel/pipeline.h"
 #include "parallel/sharded_adamw.h"
 #include "parallel/tensor_collector.h"
-#include "train/checkpoint.h"
-#include "train/run_config.h"
+#include "run/checkpoint/checkpoint.h"
+#include "run/config/run_config.h"
 
 namespace sb {
 

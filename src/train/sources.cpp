@@ -2,11 +2,11 @@
 
 #include <algorithm>
 
-#include "balance/length_pool.h"
 #include "core/errors.h"
 #include "core/log.h"
-#include "data/synthetic.h"
-#include "data/token_dataset.h"
+#include "data/files/token_dataset.h"
+#include "data/synthetic/synthetic.h"
+#include "plan/simulate/length_pool.h"
 
 namespace sb {
 namespace {

@@ -3,7 +3,7 @@
 #include <memory>
 
 #include "data/sequence_source.h"
-#include "train/run_config.h"
+#include "run/config/run_config.h"
 #include "train/trainer.h"
 
 namespace sb {

@@ -1,8 +1,8 @@
 #include "train/stage_split.h"
 
-#include "balance/cost_model.h"
 #include "parallel/pipeline.h"
-#include "train/balanced_planner_config.h"
+#include "plan/latency/cost_model.h"
+#include "train/make_planner.h"
 
 namespace sb {
 

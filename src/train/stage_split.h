@@ -3,7 +3,7 @@
 #include <vector>
 
 #include "model/model_config.h"
-#include "train/run_config.h"
+#include "run/config/run_config.h"
 
 namespace sb {
 

@@ -6,19 +6,20 @@
 #include <numeric>
 
 #include "comm/self_communicator.h"
-#include "core/durable_file.h"
 #include "core/errors.h"
+#include "core/files/durable_file.h"
 #include "core/log.h"
 #include "device/cuda.h"
+#include "model/flops.h"
 #include "model/hf_checkpoint.h"
-#include "parallel/context_batch.h"
-#include "train/attention_sums.h"
-#include "train/flops.h"
+#include "parallel/ring/context_batch.h"
+#include "plan/planner/plan_log.h"
 #include "train/index_dump.h"
 #include "train/lr_schedule.h"
-#include "train/plan_log.h"
+#include "train/make_planner.h"
 #include "train/stage_split.h"
-#include "train/step_sums.h"
+#include "train/sums/attention_sums.h"
+#include "train/sums/step_sums.h"
 
 namespace sb {
 namespace {

@@ -8,24 +8,24 @@
 #include <vector>
 
 #include "attention/attention.h"
-#include "attention/sparse_attention.h"
+#include "attention/cpu/sparse_attention.h"
 #include "comm/communicator.h"
 #include "core/memory_plan.h"
 #include "core/thread_pool.h"
 #include "data/sequence_source.h"
 #include "device/context.h"
 #include "model/stage.h"
-#include "train/checkpoint.h"
-#include "train/console.h"
+#include "plan/planner/step_planner.h"
+#include "run/checkpoint/checkpoint.h"
+#include "run/config/run_config.h"
+#include "run/logs/console.h"
+#include "run/logs/run_log.h"
+#include "run/logs/trace.h"
+#include "run/run_directory.h"
+#include "run/time_left.h"
 #include "train/packing.h"
 #include "train/rank_device.h"
 #include "train/rank_model.h"
-#include "train/run_config.h"
-#include "train/run_directory.h"
-#include "train/run_log.h"
-#include "train/step_planner.h"
-#include "train/time_left.h"
-#include "train/trace.h"
 
 namespace sb {
 

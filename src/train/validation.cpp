@@ -1,8 +1,8 @@
 #include <chrono>
 #include <numeric>
 
-#include "data/synthetic.h"
-#include "train/step_sums.h"
+#include "data/synthetic/synthetic.h"
+#include "train/sums/step_sums.h"
 #include "train/trainer.h"
 
 namespace sb {

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "attention/attention.h"
-#include "attention/block_index.h"
+#include "attention/index/block_index.h"
 
 namespace sb {
 

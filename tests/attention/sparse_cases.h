@@ -4,7 +4,7 @@
 #include <string>
 #include <vector>
 
-#include "attention/block_index.h"
+#include "attention/index/block_index.h"
 #include "core/random.h"
 #include "tests/attention/reference.h"
 

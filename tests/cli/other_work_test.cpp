@@ -1,5 +1,5 @@
 // What is said of measurements that other processes disturb.
-#include "cli/other_work.h"
+#include "cli/profile/other_work.h"
 
 #include <gtest/gtest.h>
 #include <signal.h>

@@ -8,7 +8,7 @@
 #include <functional>
 #include <thread>
 
-#include "comm/device_communicator.h"
+#include "comm/device/device_communicator.h"
 #include "comm/self_communicator.h"
 #include "comm/thread_communicator.h"
 #include "device/cuda.h"

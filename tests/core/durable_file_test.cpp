@@ -1,4 +1,4 @@
-#include "core/durable_file.h"
+#include "core/files/durable_file.h"
 
 #include <gtest/gtest.h>
 #include <stdlib.h>

@@ -1,4 +1,4 @@
-#include "data/bpe.h"
+#include "data/tokenizer/bpe.h"
 
 #include <gtest/gtest.h>
 

@@ -1,4 +1,4 @@
-#include "data/curriculum.h"
+#include "data/synthetic/curriculum.h"
 
 #include <gtest/gtest.h>
 

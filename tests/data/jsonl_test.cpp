@@ -1,9 +1,9 @@
-#include "data/jsonl.h"
+#include "data/text/jsonl.h"
 
 #include <gtest/gtest.h>
 
 #include "core/errors.h"
-#include "data/utf8.h"
+#include "core/utf8.h"
 #include "tests/data/temporary_folder.h"
 
 namespace sb {

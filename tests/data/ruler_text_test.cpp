@@ -1,4 +1,4 @@
-#include "data/ruler_text.h"
+#include "data/synthetic/ruler_text.h"
 
 #include <gtest/gtest.h>
 

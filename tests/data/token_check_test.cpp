@@ -1,9 +1,9 @@
-#include "data/token_check.h"
+#include "data/files/token_check.h"
 
 #include <gtest/gtest.h>
 
 #include "core/thread_pool.h"
-#include "data/token_writer.h"
+#include "data/files/token_writer.h"
 #include "tests/data/temporary_folder.h"
 
 namespace sb {

@@ -1,4 +1,4 @@
-#include "data/token_dataset.h"
+#include "data/files/token_dataset.h"
 
 #include <gtest/gtest.h>
 
@@ -6,8 +6,8 @@
 #include <set>
 
 #include "core/errors.h"
+#include "data/files/token_writer.h"
 #include "data/permutation.h"
-#include "data/token_writer.h"
 #include "tests/data/temporary_folder.h"
 
 namespace sb {

@@ -1,11 +1,11 @@
-#include "data/token_file.h"
+#include "data/files/token_file.h"
 
 #include <gtest/gtest.h>
 
 #include "core/errors.h"
 #include "core/random.h"
-#include "data/label_mask.h"
-#include "data/token_writer.h"
+#include "data/files/label_mask.h"
+#include "data/files/token_writer.h"
 #include "tests/data/temporary_folder.h"
 
 namespace sb {

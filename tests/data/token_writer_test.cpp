@@ -1,4 +1,4 @@
-#include "data/token_writer.h"
+#include "data/files/token_writer.h"
 
 #include <gtest/gtest.h>
 #include <sys/wait.h>

@@ -4,10 +4,10 @@
 #include <nlohmann/json.hpp>
 
 #include "core/errors.h"
-#include "data/document_encoder.h"
-#include "data/label_mask.h"
-#include "data/token_file.h"
-#include "data/tokenize_job.h"
+#include "data/files/label_mask.h"
+#include "data/files/token_file.h"
+#include "data/text/document_encoder.h"
+#include "data/text/tokenize_job.h"
 #include "tests/data/temporary_folder.h"
 
 namespace sb {

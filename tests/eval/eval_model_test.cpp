@@ -8,13 +8,13 @@
 #include <memory>
 #include <numeric>
 
-#include "attention/dense_attention.h"
-#include "attention/sparse_attention.h"
+#include "attention/cpu/dense_attention.h"
+#include "attention/cpu/sparse_attention.h"
 #include "core/errors.h"
 #include "device/cuda.h"
 #include "model/hf_checkpoint.h"
 #include "tests/eval/small_model.h"
-#include "tests/train/scratch_directory.h"
+#include "tests/run/scratch_directory.h"
 
 namespace sb {
 namespace {

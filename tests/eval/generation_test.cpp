@@ -7,8 +7,8 @@
 #include <memory>
 #include <numeric>
 
-#include "attention/dense_attention.h"
-#include "attention/sparse_attention.h"
+#include "attention/cpu/dense_attention.h"
+#include "attention/cpu/sparse_attention.h"
 #include "core/errors.h"
 #include "tests/eval/small_model.h"
 

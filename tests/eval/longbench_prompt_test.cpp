@@ -3,7 +3,7 @@
 #include <gtest/gtest.h>
 
 #include "core/errors.h"
-#include "tests/train/scratch_directory.h"
+#include "tests/run/scratch_directory.h"
 
 namespace sb::longbench {
 namespace {

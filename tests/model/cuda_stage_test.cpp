@@ -6,7 +6,7 @@
 #include <cstdlib>
 #include <string>
 
-#include "attention/cuda/cuda_attention.h"
+#include "attention/gpu/cuda_attention.h"
 #include "core/random.h"
 #include "device/cuda.h"
 #include "device/memory.h"

@@ -4,7 +4,7 @@
 #include <cmath>
 #include <optional>
 
-#include "attention/dense_attention.h"
+#include "attention/cpu/dense_attention.h"
 #include "device/cuda.h"
 #include "device/memory.h"
 #include "model/hf_checkpoint.h"

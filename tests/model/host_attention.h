@@ -1,6 +1,6 @@
 #pragma once
 
-#include "attention/dense_attention.h"
+#include "attention/cpu/dense_attention.h"
 #include "core/thread_pool.h"
 
 namespace sb::test {

@@ -4,8 +4,8 @@
 
 #include <fstream>
 
-#include "attention/dense_attention.h"
-#include "attention/sparse_attention.h"
+#include "attention/cpu/dense_attention.h"
+#include "attention/cpu/sparse_attention.h"
 #include "core/random.h"
 #include "model/stage.h"
 

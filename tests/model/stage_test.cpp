@@ -4,7 +4,7 @@
 
 #include <cmath>
 
-#include "attention/dense_attention.h"
+#include "attention/cpu/dense_attention.h"
 #include "tests/model/reference_model.h"
 #include "tests/model/whole_stage.h"
 

@@ -8,10 +8,10 @@
 
 #include "comm/thread_communicator.h"
 #include "core/errors.h"
+#include "plan/planner/plan_log.h"
+#include "run/checkpoint/checkpoint.h"
+#include "run/run_directory.h"
 #include "tests/data/temporary_folder.h"
-#include "train/checkpoint.h"
-#include "train/plan_log.h"
-#include "train/run_directory.h"
 #include "train/training_run.h"
 
 namespace sb {

@@ -5,9 +5,9 @@
 #include <limits>
 
 #include "model/model_config.h"
-#include "parallel/context_layout.h"
+#include "parallel/ring/context_layout.h"
+#include "tests/run/scratch_directory.h"
 #include "tests/train/rank_runs.h"
-#include "tests/train/scratch_directory.h"
 #include "tests/train/tiny_run.h"
 #include "train/training_run.h"
 

@@ -8,8 +8,8 @@
 #include <map>
 #include <mutex>
 
-#include "attention/cuda/cuda_attention.h"
-#include "comm/device_communicator.h"
+#include "attention/gpu/cuda_attention.h"
+#include "comm/device/device_communicator.h"
 #include "comm/thread_communicator.h"
 #include "core/errors.h"
 #include "device/cuda.h"
@@ -18,7 +18,7 @@
 #include "tests/train/arranged_ranks.h"
 #include "tests/train/cuda_run.h"
 #include "train/rank_model.h"
-#include "train/step_sums.h"
+#include "train/sums/step_sums.h"
 #include "train/training_run.h"
 
 namespace sb::test {

@@ -5,15 +5,15 @@
 #include <algorithm>
 #include <array>
 
-#include "attention/cuda/attention_memory.h"
-#include "attention/dense_attention.h"
+#include "attention/cpu/dense_attention.h"
 #include "attention/forwarding_attention.h"
-#include "balance/layout_sweep.h"
-#include "balance/profile.h"
+#include "attention/gpu/attention_memory.h"
 #include "comm/thread_communicator.h"
 #include "model/stage_memory.h"
-#include "parallel/context_layout.h"
-#include "parallel/cuda/cuda_ring_memory.h"
+#include "parallel/ring/context_layout.h"
+#include "parallel/ring/gpu/cuda_ring_memory.h"
+#include "plan/latency/profile.h"
+#include "plan/simulate/layout_sweep.h"
 #include "train/rank_model.h"
 
 namespace sb {

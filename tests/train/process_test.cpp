@@ -3,9 +3,9 @@
 
 #include "core/random.h"
 #include "device/cuda.h"
-#include "tests/train/scratch_directory.h"
+#include "run/checkpoint/checkpoint.h"
+#include "tests/run/scratch_directory.h"
 #include "tests/train/training_process.h"
-#include "train/checkpoint.h"
 
 namespace sb {
 namespace {

@@ -8,14 +8,14 @@
 #include <mutex>
 #include <numeric>
 
-#include "attention/dense_attention.h"
-#include "attention/sparse_attention.h"
+#include "attention/cpu/dense_attention.h"
+#include "attention/cpu/sparse_attention.h"
 #include "comm/thread_communicator.h"
 #include "core/random.h"
 #include "tests/model/model_fixture.h"
 #include "tests/train/arranged_ranks.h"
 #include "tests/train/replayed_attention.h"
-#include "train/step_sums.h"
+#include "train/sums/step_sums.h"
 
 namespace sb::test {
 namespace {

@@ -9,7 +9,7 @@
 #include <sstream>
 
 #include "comm/thread_communicator.h"
-#include "tests/train/scratch_directory.h"
+#include "tests/run/scratch_directory.h"
 
 namespace sb {
 

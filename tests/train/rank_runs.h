@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "train/run_config.h"
+#include "run/config/run_config.h"
 #include "train/training_run.h"
 
 namespace sb {

@@ -7,10 +7,10 @@
 #include <set>
 
 #include "core/random.h"
-#include "data/token_writer.h"
-#include "tests/train/scratch_directory.h"
+#include "data/files/token_writer.h"
+#include "run/checkpoint/checkpoint.h"
+#include "tests/run/scratch_directory.h"
 #include "tests/train/training_process.h"
-#include "train/checkpoint.h"
 
 namespace sb {
 namespace {

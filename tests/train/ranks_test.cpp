@@ -7,8 +7,8 @@
 #include <nlohmann/json.hpp>
 #include <set>
 
+#include "tests/run/scratch_directory.h"
 #include "tests/train/rank_runs.h"
-#include "tests/train/scratch_directory.h"
 #include "tests/train/tiny_run.h"
 #include "train/training_run.h"
 

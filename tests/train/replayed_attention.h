@@ -4,8 +4,8 @@
 #include <mutex>
 #include <vector>
 
+#include "attention/cpu/sparse_attention.h"
 #include "attention/forwarding_attention.h"
-#include "attention/sparse_attention.h"
 
 namespace sb::test {
 

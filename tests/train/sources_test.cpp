@@ -5,9 +5,9 @@
 #include <fstream>
 #include <map>
 
-#include "balance/coverage.h"
-#include "data/token_writer.h"
-#include "tests/train/scratch_directory.h"
+#include "data/files/token_writer.h"
+#include "plan/coverage/coverage.h"
+#include "tests/run/scratch_directory.h"
 #include "tests/train/tiny_run.h"
 #include "train/training_run.h"
 

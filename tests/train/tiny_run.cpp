@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "data/synthetic.h"
+#include "data/synthetic/synthetic.h"
 #include "train/training_run.h"
 
 namespace sb {

@@ -4,8 +4,8 @@
 #include <functional>
 #include <string>
 
-#include "attention/dense_attention.h"
-#include "train/run_config.h"
+#include "attention/cpu/dense_attention.h"
+#include "run/config/run_config.h"
 #include "train/trainer.h"
 
 namespace sb {

@@ -11,7 +11,7 @@
 #include "attention/forwarding_attention.h"
 #include "model/hf_checkpoint.h"
 #include "tests/model/model_fixture.h"
-#include "tests/train/scratch_directory.h"
+#include "tests/run/scratch_directory.h"
 #include "tests/train/tiny_run.h"
 #include "train/training_run.h"
 

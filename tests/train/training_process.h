@@ -16,7 +16,7 @@
 #include <thread>
 #include <vector>
 
-#include "tests/train/scratch_directory.h"
+#include "tests/run/scratch_directory.h"
 
 namespace sb {
 

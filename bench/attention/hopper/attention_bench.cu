@@ -15,8 +15,8 @@
 #include <string>
 #include <thread>
 
-#include "attention/hopper/prepare.cuh"
-#include "tests/attention/hopper/select_case.h"
+#include "attention/gpu/hopper/prepare.cuh"
+#include "tests/attention/gpu/hopper/select_case.h"
 
 namespace sb::gpu {
 namespace {

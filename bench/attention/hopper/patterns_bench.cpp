@@ -14,7 +14,7 @@
 #include <string>
 #include <thread>
 
-#include "attention/cuda/cuda_attention.h"
+#include "attention/gpu/cuda_attention.h"
 #include "core/random.h"
 #include "device/cuda.h"
 #include "device/memory.h"

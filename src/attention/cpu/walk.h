@@ -1,7 +1,7 @@
 #pragma once
 
 #include "attention/attention.h"
-#include "attention/block_index.h"
+#include "attention/index/block_index.h"
 
 namespace sb {
 

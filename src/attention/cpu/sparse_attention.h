@@ -1,0 +1,98 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "attention/attention.h"
+#include "attention/index/block_index.h"
+#include "attention/select/coverage.h"
+#include "attention/select/selector.h"
+
+namespace sb {
+
+// What attention did in one layer since the last report.
+struct LayerAttention {
+  int64_t pairs = 0;         // (query token, key token) pairs computed, over list heads
+  int64_t causal_pairs = 0;  // of a dense run
+  double coverage = 0;       // Σ over sampled (sequence, layer) of coverage · tokens
+  int64_t covered_tokens = 0;
+  double mean_coverage() const { return covered_tokens == 0 ? 1.0 : coverage / static_cast<double>(covered_tokens); }
+  double density() const {
+    return causal_pairs == 0 ? 1.0 : static_cast<double>(pairs) / static_cast<double>(causal_pairs);
+  }
+};
+
+struct AttentionReport {
+  std::vector<LayerAttention> layers;
+  std::vector<MeasuredCoverage> samples;
+  LayerAttention total() const;
+};
+
+// Attention that chooses what it computes: it reports what it did and may learn from step to step.
+class ChoosingAttention : public Attention {
+ public:
+  // What happened since the last call; starts anew.
+  virtual AttentionReport take_report() = 0;
+  // What the `mass` pattern learned: what a checkpoint must keep.
+  virtual Selector::Thresholds thresholds() const = 0;
+  virtual void set_thresholds(Selector::Thresholds thresholds) = 0;
+};
+
+// Dynamic block-sparse attention: chooses pairs by the configured pattern under each sequence's budget, computes these,
+// and keeps the index for backward and recompute. Sequences within `dense_below` or their budget, and layers in
+// `dense_layers`, run dense in the same call.
+class SparseAttention final : public ChoosingAttention {
+ public:
+  struct Options {
+    SelectionConfig selection;
+    int layers = 0;
+    // Rows of every sequence on which the true coverage is measured each forward; 0: none.
+    int coverage_rows = 0;
+    // Largest budget that a micro-batch may bring, for the memory plan; 0: the configured one.
+    int64_t largest_budget = 0;
+  };
+  explicit SparseAttention(const Options& options);
+  ~SparseAttention() override;
+
+  std::unique_ptr<AttentionState> make_state() const override;
+  void forward(const Exec& exec, int layer, const AttentionShape& shape, const PackedSequences& sequences,
+               const AttentionOperands& operands, AttentionState& state, bool replay) override;
+  void backward(const Exec& exec, int layer, const AttentionShape& shape, const PackedSequences& sequences,
+                const AttentionOperands& operands, const AttentionGradients& gradients, AttentionState& state) override;
+  int64_t scratch_bytes(const AttentionShape& shape, int64_t max_tokens, int threads) const override;
+  int64_t state_bytes(const AttentionShape& shape, int64_t max_tokens) const override;
+  int64_t call_bytes(const AttentionShape& shape, int64_t max_tokens, int threads) const override;
+  // What the calls so far took of it.
+  int64_t call_bytes_used() const {
+    return static_cast<int64_t>(statistics_.capacity() * sizeof(float)) + builder_.bytes();
+  }
+
+  // The index a state holds: to dump it, to compare it, or to put one in before a forward with `replay`.
+  static BlockIndex& index(AttentionState& state);
+  AttentionReport take_report() override;
+  Selector::Thresholds thresholds() const override { return selector_.thresholds(); }
+  void set_thresholds(Selector::Thresholds thresholds) override { selector_.set_thresholds(std::move(thresholds)); }
+  Selector& selector() { return selector_; }
+
+ private:
+  void choose(const Exec& exec, int layer, const AttentionShape& shape, const PackedSequences& sequences,
+              const AttentionOperands& operands, BlockIndex& index);
+  SequenceTiles tiles_of(const PackedSequences& sequences, int sequence) const;
+  // The most that the lists of a micro-batch hold.
+  struct Lists {
+    int64_t rows = 0, entries = 0, columns = 0;  // of a row
+  };
+  Lists lists(const AttentionShape& shape, int64_t max_tokens) const;
+  // Of one sequence's keys; valid until the next call.
+  const float* statistics(const Exec& exec, const AttentionShape& shape, const float* k, const SequenceTiles& tiles);
+
+  Options options_;
+  Selector selector_;
+  BlockIndexBuilder builder_;
+  std::vector<float> statistics_;  // of the sequence at hand
+  AttentionReport report_;
+};
+
+}  // namespace sb

@@ -1,0 +1,55 @@
+#include <algorithm>
+
+#include "attention/gpu/coverage/coverage.h"
+#include "attention/select/coverage.h"
+
+namespace sb::gpu {
+
+CoveragePlan make_coverage_plan(const Shape& shape, std::span<const int32_t> cu_seqlens, const std::vector<bool>& dense,
+                                const std::vector<SequenceTiles>& tiles, int rows, const SelectPlan* select,
+                                std::span<const int32_t> gathered) {
+  CoveragePlan plan;
+  int32_t lists = 0;
+  int32_t row_base = 0;
+  for (size_t s = 0; s < tiles.size(); ++s) {
+    const SequenceTiles& t = tiles[s];
+    CoverageSequence one;
+    one.scores = plan.scores;
+    one.ranks = plan.ranks;
+    one.token = cu_seqlens[s];
+    one.tokens = static_cast<int32_t>(t.tokens);
+    one.dense = dense[s];
+    if (!gathered.empty() && gathered[s] > 0) {
+      one.gathered = lists;
+      lists += select->list_heads;
+    }
+    one.first_block = plan.blocks;
+    one.blocks = static_cast<int32_t>(t.blocks());
+    one.first_token = static_cast<int32_t>(plan.tokens.size());
+    one.sampled = static_cast<int32_t>(std::min<int64_t>(rows, t.tokens));
+    one.grid = static_cast<int32_t>(plan.grid.size());
+    one.results = plan.results;
+    if (t.tokens > 0)
+      for (const int64_t budget : coverage_grid(t.tokens, t.block))
+        plan.grid.push_back(static_cast<int32_t>(budget / t.block));
+    one.points = static_cast<int32_t>(plan.grid.size()) - one.grid;
+    for (int i = 0; i < one.sampled; ++i) {
+      const auto position = static_cast<int32_t>((2 * i + 1) * t.tokens / (2 * one.sampled));
+      plan.tokens.push_back({static_cast<int32_t>(s), position});
+      if (select == nullptr) continue;
+      for (int head = 0; head < select->list_heads; ++head) {
+        const size_t row = static_cast<size_t>(head) * select->rows + row_base + position / select->query_block;
+        plan.lists.push_back({select->row_offsets[row], select->row_offsets[row + 1] - select->row_offsets[row]});
+      }
+    }
+    plan.blocks += one.blocks;
+    plan.scores += int64_t{one.sampled} * shape.query_heads * one.blocks;
+    plan.ranks += int64_t{one.sampled} * shape.kv_heads * one.blocks;
+    plan.results += one.sampled * shape.kv_heads * (1 + one.points);
+    if (select != nullptr) row_base += static_cast<int32_t>((t.tokens + select->query_block - 1) / select->query_block);
+    plan.sequences.push_back(one);
+  }
+  return plan;
+}
+
+}  // namespace sb::gpu

@@ -1,0 +1,33 @@
+#pragma once
+
+#include <memory>
+
+#include "attention/cpu/sparse_attention.h"
+
+namespace sb {
+
+struct CudaAttentionOptions {
+  SparseAttention::Options attention;  // with the pattern `dense`, every sequence is
+  bool deterministic = false;          // the same bits in every run, somewhat slower backward
+  bool portable = false;               // the portable kernels even where there are faster ones
+};
+
+// Attention on a CUDA device: bf16 with the Hopper kernels where the GPU and the shape allow it, else (and in fp32)
+// with the portable ones. Operands, exec.scratch and the lists a state keeps are device memory; everything is queued on
+// exec.stream and nothing waits for it. UserError for what it cannot do.
+std::unique_ptr<ChoosingAttention> make_cuda_attention(const CudaAttentionOptions& options);
+
+// The lists that a state of such an attention holds. Waits for the device.
+BlockIndex read_block_index(const AttentionState& state, ThreadPool& pool);
+
+// Puts given lists into a state of such an attention: a forward with `replay` and its backward then use them. Queued on
+// exec.stream.
+void write_block_index(const BlockIndex& index, ChoosingAttention& attention, const Exec& exec,
+                       const AttentionShape& shape, DType dtype, AttentionState& state);
+
+// Whether the Hopper kernels would run.
+bool cuda_attention_takes_hopper(const CudaAttentionOptions& options, const AttentionShape& shape, DType dtype);
+// Which kernels would run, for logs: "Hopper" or "portable".
+const char* cuda_attention_kernels(const CudaAttentionOptions& options, const AttentionShape& shape, DType dtype);
+
+}  // namespace sb

@@ -1,0 +1,29 @@
+#include "attention/gpu/cuda_attention.h"
+
+// Attention on CUDA in a build without CUDA.
+
+namespace sb {
+namespace {
+
+[[noreturn]] void refuse() {
+  throw UserError(
+      "device: cuda asked for, but this program was built without CUDA; use device: cpu or build with the cuda preset");
+}
+
+}  // namespace
+
+std::unique_ptr<ChoosingAttention> make_cuda_attention(const CudaAttentionOptions&) {
+  refuse();
+}
+BlockIndex read_block_index(const AttentionState&, ThreadPool&) {
+  refuse();
+}
+void write_block_index(const BlockIndex&, ChoosingAttention&, const Exec&, const AttentionShape&, DType,
+                       AttentionState&) {
+  refuse();
+}
+const char* cuda_attention_kernels(const CudaAttentionOptions&, const AttentionShape&, DType) {
+  refuse();
+}
+
+}  // namespace sb

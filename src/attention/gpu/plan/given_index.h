@@ -1,0 +1,37 @@
+#pragma once
+
+// A block index from the host as the lists of the kernels, and back.
+
+#include <cstdint>
+#include <vector>
+
+#include "attention/gpu/plan/work.h"
+#include "attention/gpu/select/select.h"
+#include "attention/index/block_index.h"
+
+namespace sb::gpu {
+
+// Blocks of 256 are listed as two of 128.
+SelectPlan plan_of(const BlockIndex& index);
+// Gathered columns of any list of every sequence, at most.
+std::vector<int32_t> gathered_capacities(const BlockIndex& index);
+
+struct HostLists {
+  std::vector<uint32_t> row_entries, column_entries;
+  std::vector<int32_t> column_offsets;
+  std::vector<int32_t> gathered_columns;
+  std::vector<uint64_t> gathered_bits;
+};
+HostLists lists_of(const BlockIndex& index, const SelectPlan& plan, const Work& work);
+
+// The way back. `query_block` and `block` are those of the index; lists may be of longer query blocks and of shorter
+// key blocks.
+struct IndexOf {
+  BlockIndexShape shape;
+  std::vector<int32_t> cu_seqlens;
+  std::vector<bool> dense;
+};
+BlockIndex index_of(const IndexOf& what, const SelectPlan& plan, const Work& work, const HostLists& lists,
+                    ThreadPool& pool);
+
+}  // namespace sb::gpu

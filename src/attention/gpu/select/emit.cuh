@@ -1,0 +1,175 @@
+#pragma once
+
+// From the choices of a query block to its row list and its line in the map. CUDA files only.
+
+#include <algorithm>
+
+#include "attention/gpu/launch/check.cuh"
+#include "attention/gpu/select/choose.cuh"
+
+namespace sb::gpu {
+
+constexpr uint8_t kUnchosen = 255;
+constexpr int kWarps = 4;  // query blocks of a thread block
+
+// What the kernels that choose are told.
+struct ChoiceArguments {
+  const SelectItem* items;
+  int32_t count;
+  int32_t query_block, select_block, expand;  // expand: log2 of the key blocks of the lists in one of the selection
+  int32_t warp_bytes;                         // of shared memory
+  bool lookahead;
+  float coverage;
+  const float* thresholds;
+  uint16_t* masses;
+  int32_t planes;
+  int64_t plane_masses;
+  uint32_t* entries;
+  uint8_t* map;
+  unsigned long long* chosen;
+
+  // Of two neighbouring blocks, the largest of the planes.
+  __device__ __forceinline__ uint32_t two_masses(int64_t at) const {
+    uint32_t two = *reinterpret_cast<const uint32_t*>(masses + at);
+#pragma unroll 1
+    for (int plane = 1; plane < planes; ++plane)
+      two = __vmaxu2(two, *reinterpret_cast<const uint32_t*>(masses + plane * plane_masses + at));
+    return two;
+  }
+  // `mass`: the least that is worth choosing, in the upper half of a word; never zero.
+  __device__ __forceinline__ uint32_t worth(int length_class) const {
+    constexpr float kToLog2 = 1.4426950408889634f;
+    const __half limit = __float2half_rn(thresholds[length_class] * kToLog2);
+    return max(ordered(__half_as_ushort(limit)) & 0xFFFFu, 1u) << 16;
+  }
+};
+
+// Of shared memory, what a thread block that chooses has besides: the counts of its warps, see add_counted().
+constexpr int kCountedBytes = 128;
+inline int choosing_memory(const SelectParams& p) {
+  return p.shared_memory > 0 ? p.shared_memory : most_shared_memory() - kCountedBytes;
+}
+// Query blocks of a thread block: of very long sequences shared memory holds fewer, of the longest at least one,
+// whatever GPU it is (a byte a block).
+inline int choosing_warps(const SelectParams& p, int warp_bytes) {
+  const int warps = std::min(kWarps, choosing_memory(p) / std::max(warp_bytes, 1));
+  if (warps == 0) throw_unsupported("key blocks to choose among", p.max_competing);
+  return warps;
+}
+
+inline ChoiceArguments choice_arguments(const SelectParams& p, int item_begin, int item_count, int warp_bytes) {
+  return {p.items + item_begin,
+          item_count,
+          p.query_block,
+          p.select_block,
+          p.select_block == p.block ? 0 : 1,
+          warp_bytes,
+          p.lookahead,
+          p.coverage,
+          p.thresholds,
+          p.masses,
+          p.planes,
+          p.plane_masses,
+          p.row_entries,
+          p.map,
+          p.chosen};
+}
+
+// What was chosen, forced blocks included.
+struct Counted {
+  unsigned blocks;
+  unsigned long long pairs;  // (query, key)
+};
+
+// `first` is null where nothing was to choose. What it returns, where chosen blocks are counted, lane 0 has.
+__device__ inline Counted emit(const ChoiceArguments& args, const SelectItem& item, const uint8_t* first, int lane) {
+  const auto chosen_by = [&](int j) -> uint8_t {
+    if (j >= item.competing || item.everything) return 0;
+    if (first != nullptr) return first[j];
+    return j < item.sinks || j >= item.competing - item.local ? 0 : kUnchosen;
+  };
+  int at = item.list_begin, base = 0;
+  unsigned blocks = 0, rows = 0;  // chosen among the competing, and the tokens before the first that sees them
+  // Where choices were made, four blocks a lane at a time. What the map gets beyond the visible ones nobody looks at.
+  if (first != nullptr && args.expand == 0)
+    for (; base < item.visible; base += 128) {
+      const int j = base + 4 * lane;
+      uint32_t by = 0xFFFFFFFFu;
+      if (j < item.visible) {
+        by = j < item.competing ? *reinterpret_cast<const uint32_t*>(first + j) : 0;
+        const int left = item.competing - j;  // of these four
+        if (args.chosen != nullptr && left > 0) {
+          const uint32_t chosen = __vcmpne4(by, ~0u) & (left < 4 ? (1u << (8 * left)) - 1 : ~0u);
+          blocks += __popc(chosen) / 8;
+          rows = __dp4a(by & chosen, 0x01010101u, rows);
+        }
+        if (left > 0 && left < 4) by &= (1u << (8 * left)) - 1;
+        *reinterpret_cast<uint32_t*>(args.map + item.map + j) = by;
+        if (j + 4 > item.visible) by |= ~0u << (8 * (item.visible - j));
+      }
+      int before = at, own = 0;
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const uint32_t kept = __ballot_sync(~0u, (by >> (8 * e) & 0xFF) != kUnchosen);
+        before += __popc(kept & ((1u << lane) - 1));
+        at += __popc(kept);
+      }
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const uint32_t chosen = by >> (8 * e) & 0xFF;
+        if (chosen != kUnchosen) args.entries[before + own++] = list_entry(j + e, chosen);
+      }
+    }
+  for (; base < item.visible; base += 32) {
+    const int j = base + lane;
+    uint8_t by = kUnchosen;
+    if (j < item.visible) {
+      by = chosen_by(j >> args.expand);
+      args.map[item.map + j] = by;
+    }
+    const uint32_t kept = __ballot_sync(~0u, by != kUnchosen);
+    if (by != kUnchosen) args.entries[at + __popc(kept & ((1u << lane) - 1))] = list_entry(j, by);
+    at += __popc(kept);
+  }
+  for (int i = at + lane; i < item.list_begin + item.capacity; i += 32) args.entries[i] = kNoEntry;
+
+  if (args.chosen == nullptr) return {};
+  for (int j = lane; (first == nullptr || args.expand != 0) && j < item.competing; j += 32)
+    if (const uint8_t by = chosen_by(j); by != kUnchosen) {
+      ++blocks;
+      rows += by;
+    }
+  blocks = __reduce_add_sync(~0u, blocks);
+  const unsigned pairs = (blocks * item.tokens - __reduce_add_sync(~0u, rows)) * args.select_block;
+  const int own = item.position - item.competing * args.select_block;  // keys of its own blocks before the query block
+  blocks += (item.position + item.tokens - 1) / args.select_block + 1 - item.competing;
+  return {blocks, static_cast<unsigned long long>(pairs) + static_cast<unsigned long long>(item.tokens) * own +
+                      item.tokens * (item.tokens + 1) / 2};
+}
+
+// Adds what the warps of a thread block counted, once for each length class among them: all warps of a kernel at the
+// same place would wait for each other. All threads; length_class < 0: nothing.
+__device__ inline void add_counted(const ChoiceArguments& args, int length_class, const Counted& counted) {
+  __shared__ Counted all[kWarps];
+  __shared__ int classes[kWarps];
+  static_assert(sizeof(all) + sizeof(classes) <= kCountedBytes);
+  if (args.chosen == nullptr) return;
+  const int warps = blockDim.x / 32, w = threadIdx.x;
+  if (threadIdx.x % 32 == 0) {
+    all[threadIdx.x / 32] = counted;
+    classes[threadIdx.x / 32] = length_class;
+  }
+  __syncthreads();
+  if (w >= warps || classes[w] < 0) return;
+  Counted sum{};
+  for (int other = 0; other < warps; ++other) {
+    if (classes[other] != classes[w]) continue;
+    if (other < w) return;
+    sum.blocks += all[other].blocks;
+    sum.pairs += all[other].pairs;
+  }
+  atomicAdd(args.chosen + 2 * classes[w], static_cast<unsigned long long>(sum.blocks));
+  atomicAdd(args.chosen + 2 * classes[w] + 1, sum.pairs);
+}
+
+}  // namespace sb::gpu

@@ -1,0 +1,57 @@
+#include "attention/select/selection_config.h"
+
+#include "core/errors.h"
+
+namespace sb {
+
+void check_selection_config(const SelectionConfig& config) {
+  SB_USER_CHECK(config.block == 64 || config.block == 128 || config.block == 256,
+                "attention.block: {} tokens; 64, 128 and 256 are supported", config.block);
+  SB_USER_CHECK(
+      config.query_block >= 1 && config.query_block <= 128 && (config.query_block & (config.query_block - 1)) == 0,
+      "attention.query_block: {} tokens; a power of two from 1 to 128 is needed", config.query_block);
+  SB_USER_CHECK(config.score_tokens >= 0 && (config.score_tokens == 0 || config.block % config.score_tokens == 0),
+                "attention.score_tokens: {} does not divide attention.block {}; use 0 (the whole block) or a power of "
+                "two up to {}",
+                config.score_tokens, config.block, config.block);
+  SB_USER_CHECK(config.budget >= 1, "attention.budget: {} keys a query; at least 1 is needed", config.budget);
+  SB_USER_CHECK(config.sink_blocks >= 0, "attention.sink_blocks: {} is negative", config.sink_blocks);
+  SB_USER_CHECK(config.local_blocks >= 0, "attention.local_blocks: {} is negative", config.local_blocks);
+  SB_USER_CHECK(config.step >= 0 && config.step <= 64, "attention.step: {}; 0 to 64 blocks a token work", config.step);
+  SB_USER_CHECK(config.coverage > 0 && config.coverage <= 1, "attention.coverage: {} is not in (0, 1]",
+                config.coverage);
+  SB_USER_CHECK(config.vertical_coverage > 0 && config.vertical_coverage <= 1,
+                "attention.vertical_coverage: {} is not in (0, 1]", config.vertical_coverage);
+  SB_USER_CHECK(config.slash_coverage > 0 && config.slash_coverage <= 1,
+                "attention.slash_coverage: {} is not in (0, 1]", config.slash_coverage);
+  SB_USER_CHECK(config.vertical_cap >= 0 && config.slash_cap >= 0,
+                "attention.vertical_cap and slash_cap may not be negative");
+  SB_USER_CHECK(
+      config.pattern != SelectionPattern::vertical_slash || config.order == SelectionOrder::lookahead,
+      "attention.pattern: vertical_slash estimates with the last queries of a sequence, so that earlier tokens "
+      "depend on later ones; set attention.selection: lookahead to say that this is wanted");
+}
+
+SelectionPattern parse_selection_pattern(const std::string& name) {
+  if (name == "dense") return SelectionPattern::dense;
+  if (name == "topk") return SelectionPattern::topk;
+  if (name == "mass") return SelectionPattern::mass;
+  if (name == "topp") return SelectionPattern::topp;
+  if (name == "vertical_slash") return SelectionPattern::vertical_slash;
+  if (name == "window") return SelectionPattern::window;
+  throw UserError("attention.pattern: {}; known are dense, topk, mass, topp, vertical_slash, window", name);
+}
+
+SelectionOrder parse_selection_order(const std::string& name) {
+  if (name == "causal") return SelectionOrder::causal;
+  if (name == "lookahead") return SelectionOrder::lookahead;
+  throw UserError("attention.selection: {}; known are causal, lookahead", name);
+}
+
+BlockScore parse_block_score(const std::string& name) {
+  if (name == "moments") return BlockScore::moments;
+  if (name == "mean") return BlockScore::mean;
+  throw UserError("attention.score: {}; known are moments, mean", name);
+}
+
+}  // namespace sb

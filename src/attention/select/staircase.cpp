@@ -1,0 +1,111 @@
+#include "attention/select/staircase.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "attention/select/by_mass.h"
+#include "core/errors.h"
+
+namespace sb {
+namespace {
+
+constexpr uint8_t kUnchosen = 255;
+
+void append(std::vector<IndexEntry>& out, int64_t block, int first_row) {
+  out.push_back({static_cast<uint16_t>(block), static_cast<uint8_t>(first_row)});
+}
+
+struct ByMass {
+  const float* masses;
+  bool operator()(int32_t a, int32_t b) const { return chosen_before(masses[a], a, masses[b], b); }
+};
+
+}  // namespace
+
+StaircaseRule staircase_rule(StaircaseRule::Kind kind, int64_t free_quota, int step, int query_block) {
+  StaircaseRule rule;
+  rule.kind = kind;
+  rule.rows = query_block;
+  rule.total = free_quota;
+  // Small quotas cannot give every token its step: half stays with the first token, the rest is spread.
+  const int64_t later = std::min<int64_t>(int64_t{step} * (query_block - 1), free_quota / 2);
+  rule.first = free_quota - later;
+  return rule;
+}
+
+void Staircase::choose(const SequenceTiles& tiles, int64_t tile, const BlockMasses& masses, const StaircaseRule& rule,
+                       std::vector<IndexEntry>& out) {
+  const int64_t competing = tiles.competing(tile);
+  if (tiles.candidates(tile) <= rule.total && rule.kind == StaircaseRule::Kind::topk) {
+    choose_everything(tiles, tile, out);
+    return;
+  }
+  SB_CHECK(masses.count == competing && masses.rows == (rule.rows == 1 ? 1 : tiles.rows(tile)),
+           "masses of {} rows and {} blocks for tile {} of {} rows and {} blocks", masses.rows, masses.count, tile,
+           tiles.rows(tile), competing);
+  first_row_.assign(competing, kUnchosen);
+  for (int64_t j = 0; j < competing; ++j) {
+    if (tiles.forced(tile, j)) first_row_[j] = 0;
+  }
+
+  int64_t chosen = 0;
+  for (int row = 0; row < masses.rows; ++row) {
+    const int64_t room = std::min(rule.allowed(row), tiles.candidates(tile)) - chosen;
+    if (room <= 0) continue;
+    const float* mass = masses.row(row);
+
+    // What the token still lacks (topp) or how low it may go (mass).
+    double held = 0, wanted = 2;
+    float least = -INFINITY;
+    if (rule.kind == StaircaseRule::Kind::topp) {
+      double all = 0;
+      for (int64_t j = 0; j < competing; ++j) {
+        const double m = std::exp(static_cast<double>(mass[j]));
+        all += m;
+        if (first_row_[j] != kUnchosen) held += m;
+      }
+      wanted = rule.coverage * all;
+    } else if (rule.kind == StaircaseRule::Kind::mass) {
+      least = rule.threshold;
+    }
+    if (held >= wanted) continue;
+
+    order_.clear();
+    for (int64_t j = 0; j < competing; ++j) {
+      if (first_row_[j] == kUnchosen) order_.push_back(static_cast<int32_t>(j));
+    }
+    const auto best_end = order_.begin() + std::min<int64_t>(room, static_cast<int64_t>(order_.size()));
+    if (best_end - order_.begin() == 1) {
+      std::iter_swap(order_.begin(), std::min_element(order_.begin(), order_.end(), ByMass{mass}));
+    } else {
+      std::partial_sort(order_.begin(), best_end, order_.end(), ByMass{mass});
+    }
+    for (auto it = order_.begin(); it != best_end && held < wanted; ++it) {
+      const bool below = mass[*it] < least;
+      if (below && !(row == 0 && chosen < rule.floor)) break;
+      first_row_[*it] = static_cast<uint8_t>(row);
+      if (rule.kind == StaircaseRule::Kind::topp) held += std::exp(static_cast<double>(mass[*it]));
+      ++chosen;
+    }
+  }
+
+  for (int64_t j = 0; j < competing; ++j) {
+    if (first_row_[j] != kUnchosen) append(out, j, first_row_[j]);
+  }
+  for (int64_t j = competing; j < tiles.visible(tile); ++j) append(out, j, 0);
+}
+
+void choose_window(const SequenceTiles& tiles, int64_t tile, std::vector<IndexEntry>& out) {
+  const int64_t own = tiles.visible(tile) - tiles.competing(tile);
+  const int64_t sinks = std::min<int64_t>(tiles.sink_blocks, tiles.competing(tile));
+  const int64_t local = std::max<int64_t>(tiles.local_blocks, tiles.quota(tile) - own - sinks);
+  for (int64_t j = 0; j < tiles.visible(tile); ++j) {
+    if (j < sinks || j >= tiles.competing(tile) - local) append(out, j, 0);
+  }
+}
+
+void choose_everything(const SequenceTiles& tiles, int64_t tile, std::vector<IndexEntry>& out) {
+  for (int64_t j = 0; j < tiles.visible(tile); ++j) append(out, j, 0);
+}
+
+}  // namespace sb

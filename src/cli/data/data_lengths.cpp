@@ -1,0 +1,68 @@
+#include <fmt/ranges.h>
+
+#include <CLI/CLI.hpp>
+#include <cstdio>
+#include <memory>
+
+#include "cli/data/data_commands.h"
+#include "core/errors.h"
+#include "core/files/durable_file.h"
+#include "core/random.h"
+#include "data/files/token_file.h"
+#include "data/length_statistics.h"
+#include "plan/simulate/length_pool.h"
+
+namespace sb {
+namespace {
+
+struct LengthsArguments {
+  std::string pool, output;
+  std::vector<std::string> paths;
+  int64_t count = 0;
+  uint64_t seed = 1;
+};
+
+void write_lengths(const LengthsArguments& arguments) {
+  SB_USER_CHECK(arguments.pool.empty() != arguments.paths.empty(),
+                "data lengths: give either --pool ({}) or --input with token files",
+                fmt::join(named_length_pools(), ", "));
+  std::vector<int64_t> lengths;
+  if (!arguments.pool.empty()) lengths = find_lengths(arguments.pool);
+  for (const std::string& path : expand_token_paths(arguments.paths)) {
+    const std::unique_ptr<TokenFile> file = open_token_file(path);
+    for (int64_t d = 0; d < file->documents(); ++d)
+      if (file->length(d) > 0) lengths.push_back(file->length(d));
+  }
+  SB_USER_CHECK(!lengths.empty(), "data lengths: the inputs hold no document with a token");
+  std::string comment = arguments.pool.empty() ? fmt::format("{}", fmt::join(arguments.paths, " ")) : arguments.pool;
+  if (arguments.count > 0) {
+    Random random(arguments.seed);
+    std::vector<int64_t> drawn(static_cast<size_t>(arguments.count));
+    for (int64_t& length : drawn) length = lengths[random.below(lengths.size())];
+    lengths = std::move(drawn);
+    comment += fmt::format(", {} drawn with seed {}", arguments.count, arguments.seed);
+  }
+  std::string text = fmt::format("# {}\n", comment);
+  for (int64_t length : lengths) text += fmt::format("{}\n", length);
+  replace_file(arguments.output, text);
+  std::printf("%s: %zu lengths\n%s", arguments.output.c_str(), lengths.size(),
+              format_length_statistics(measure_lengths(lengths)).c_str());
+}
+
+}  // namespace
+
+void add_data_lengths(CLI::App& data) {
+  CLI::App* command = data.add_subcommand("lengths", "write a pool of lengths, one a line, to plan or simulate with");
+  auto arguments = std::make_shared<LengthsArguments>();
+  command->add_option(
+      "--pool", arguments->pool,
+      fmt::format("a named pool ({}) or a file with one length a line", fmt::join(named_length_pools(), ", ")));
+  command->add_option("paths,--input", arguments->paths, "token files whose documents' lengths are taken");
+  command->add_option("--count", arguments->count, "draw this many at random; otherwise all are written in order")
+      ->check(CLI::Range(int64_t{1}, int64_t{1} << 32));
+  command->add_option("--seed", arguments->seed, "of the draw")->capture_default_str();
+  command->add_option("--output", arguments->output, "file to write")->required();
+  command->callback([arguments] { write_lengths(*arguments); });
+}
+
+}  // namespace sb

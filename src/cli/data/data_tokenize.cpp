@@ -1,0 +1,73 @@
+#include <CLI/CLI.hpp>
+#include <cstdio>
+#include <filesystem>
+#include <memory>
+
+#include "cli/data/data_commands.h"
+#include "cli/progress.h"
+#include "core/log.h"
+#include "core/thread_pool.h"
+#include "data/text/tokenize_job.h"
+
+namespace sb {
+namespace {
+
+double share_of(int64_t bytes, const TokenizeProgress& progress) {
+  return static_cast<double>(bytes) / static_cast<double>(progress.total_bytes);
+}
+
+void tokenize(const TokenizeOptions& options) {
+  Progress bar;
+  bool announced = false;
+  const TokenizeProgress done = tokenize_files(options, [&](const TokenizeProgress& progress) {
+    if (!announced && progress.resumed_bytes > 0) {
+      bar.begin_at(share_of(progress.resumed_bytes, progress));
+      log::info("going on after {:.1f} MB of {:.1f} MB", static_cast<double>(progress.resumed_bytes) / 1e6,
+                static_cast<double>(progress.total_bytes) / 1e6);
+    }
+    announced = true;
+    bar.show(share_of(progress.bytes, progress),
+             fmt::format("{} documents  {:.1f} M tokens  {:.1f} MB/s", progress.documents,
+                         static_cast<double>(progress.tokens) / 1e6,
+                         static_cast<double>(progress.bytes - progress.resumed_bytes) / bar.seconds() / 1e6));
+  });
+  bar.clear();
+  const double seconds = bar.seconds();
+  const double share = share_of(done.bytes - done.resumed_bytes, done);
+  std::printf(
+      "%s: %lld documents, %lld tokens, %lld bad lines skipped; %.1f s, %.2f M tokens/s, %.1f MB/s, %d workers\n",
+      options.output.c_str(), static_cast<long long>(done.documents), static_cast<long long>(done.tokens),
+      static_cast<long long>(done.bad_lines), seconds, share * static_cast<double>(done.tokens) / seconds / 1e6,
+      static_cast<double>(done.bytes - done.resumed_bytes) / seconds / 1e6, options.workers);
+}
+
+}  // namespace
+
+void add_data_tokenize(CLI::App& data) {
+  CLI::App* command = data.add_subcommand("tokenize", "turn JSONL text into token files, one sequence a line");
+  auto options = std::make_shared<TokenizeOptions>();
+  options->workers = available_cores();
+  command
+      ->add_option("--tokenizer", options->tokenizer, "a Hugging Face tokenizer.json (byte-level BPE), or its folder")
+      ->required();
+  command->add_option("--input", options->inputs, "JSONL files with text, messages, or prompt and completion")
+      ->required();
+  command->add_option("--output", options->output, "prefix of the .bin, .idx and .mask files written")->required();
+  command->add_flag("--append-eod", options->documents.append_eod, "end every document with the end-of-document token");
+  command->add_option("--eod-token", options->documents.eod_token,
+                      "that token; otherwise <|endoftext|>, <|end_of_text|> or </s>, whichever there is");
+  command->add_flag("--add-special-tokens", options->documents.add_special_tokens,
+                    "add what the tokenizer's post-processor adds to texts and prompts (Llama-3: <|begin_of_text|>)");
+  command->add_option("--text-key", options->text_key, "key of plain text")->capture_default_str();
+  command->add_flag("--skip-bad-lines", options->skip_bad_lines, "leave lines that cannot be used out, and count them");
+  command->add_option("--workers", options->workers, "threads")->check(CLI::Range(1, 1024))->capture_default_str();
+  command->add_flag("--restart", options->restart, "forget an interrupted run of this output instead of going on");
+  command->add_flag("--overwrite", options->overwrite, "replace a finished output");
+  command->callback([options] {
+    if (const std::filesystem::path folder = options->tokenizer; std::filesystem::is_directory(folder))
+      options->tokenizer = (folder / "tokenizer.json").string();
+    tokenize(*options);
+  });
+}
+
+}  // namespace sb

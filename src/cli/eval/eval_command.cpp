@@ -1,0 +1,18 @@
+#include <CLI/CLI.hpp>
+
+#include "cli/commands.h"
+#include "cli/eval/eval_commands.h"
+
+namespace sb {
+
+void add_eval_command(CLI::App& app) {
+  CLI::App* eval = app.add_subcommand("eval", "ask a trained model: perplexity, needles, RULER, LongBench, generation");
+  eval->require_subcommand(1);
+  add_eval_ppl(*eval);
+  add_eval_needle(*eval);
+  add_eval_ruler(*eval);
+  add_eval_longbench(*eval);
+  add_eval_generate(*eval);
+}
+
+}  // namespace sb

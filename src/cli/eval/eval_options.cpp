@@ -1,0 +1,141 @@
+#include "cli/eval/eval_options.h"
+
+#include <CLI/CLI.hpp>
+#include <cmath>
+#include <filesystem>
+#include <nlohmann/json.hpp>
+
+#include "cli/output_file.h"
+#include "cli/progress.h"
+#include "core/errors.h"
+#include "core/log.h"
+#include "run/checkpoint/checkpoint.h"
+#include "run/config/run_config.h"
+
+namespace sb {
+namespace {
+
+namespace fs = std::filesystem;
+
+// --model without the slash that shells complete with, so that what it lies in is its parent.
+fs::path model_folder(const EvalOptions& options) {
+  const fs::path model = fs::absolute(options.model).lexically_normal();
+  return model.has_filename() ? model : model.parent_path();
+}
+
+// run.yaml lies beside a checkpoint's weights, or in the run's folder beside the final model.
+fs::path find_run_config(const EvalOptions& options) {
+  if (!options.run_config.empty()) return options.run_config;
+  const fs::path model = model_folder(options);
+  for (const fs::path& candidate : {model / "run.yaml", model.parent_path() / "run.yaml"}) {
+    if (fs::exists(candidate)) return candidate;
+  }
+  throw UserError("--attention as-trained: no run.yaml in {} or beside it; name it with --run-config", options.model);
+}
+
+// A checkpoint has them beside its weights. The final model is what the run's newest checkpoint holds.
+Selector::Thresholds find_thresholds(const EvalOptions& options) {
+  const fs::path folder = model_folder(options);
+  if (fs::exists(folder / "state.json")) return read_train_state(folder).thresholds;
+  const fs::path run = folder.parent_path();
+  const std::vector<int64_t> steps = fs::is_directory(run) ? checkpoint_steps(run) : std::vector<int64_t>();
+  if (folder.filename() == "final" && !steps.empty())
+    return read_train_state(checkpoint_path(run, steps.back())).thresholds;
+  log::warning(
+      "the thresholds that attention.pattern mass had learned are not there (a checkpoint's state.json has them): it "
+      "begins as in the first step of training");
+  return {};
+}
+
+}  // namespace
+
+void add_common(CLI::App* command, EvalOptions& options, bool model_required) {
+  auto* model = command->add_option("--model", options.model, "Hugging Face directory of the model");
+  if (model_required) model->required();
+  command->add_option("--attention", options.attention, "dense, or as-trained (the pattern of the run's run.yaml)")
+      ->check(CLI::IsMember({"dense", "as-trained"}))
+      ->capture_default_str();
+  command->add_option("--run-config", options.run_config, "run.yaml for as-trained, where it is not beside the model");
+  command->add_option("--max-tokens", options.max_tokens, "longest sequence, prompt and answer together")
+      ->check(CLI::Range(int64_t{2}, int64_t{1} << 24))
+      ->capture_default_str();
+  command->add_option("--device", options.device, "where the model runs")
+      ->check(CLI::IsMember({"cpu", "cuda"}))
+      ->capture_default_str();
+  command->add_option("--precision", options.precision, "of weights and activations; auto: bfloat16 on cuda")
+      ->check(CLI::IsMember({"auto", "float32"}))
+      ->capture_default_str();
+  command->add_option("--threads", options.threads, "threads; 0: all cores")
+      ->check(CLI::Range(0, 1024))
+      ->capture_default_str();
+  command->add_option("--seed", options.seed, "of samples and of sampling")->capture_default_str();
+  command->add_option("--json", options.json, "also write the results to this file");
+}
+
+void add_sampling(CLI::App* command, EvalOptions& options) {
+  command->add_option("--max-new-tokens", options.max_new_tokens, "most tokens of an answer")
+      ->check(CLI::Range(int64_t{1}, int64_t{1} << 20))
+      ->capture_default_str();
+  command->add_option("--batch", options.batch, "prompts that run together")
+      ->check(CLI::Range(1, 4096))
+      ->capture_default_str();
+  command->add_flag("--chat", options.chat,
+                    "a prompt is the user's message in a chat, as in `messages` of data tokenize");
+  command->add_option("--temperature", options.temperature, "0: the most likely token")
+      ->check(CLI::Range(0.0, 100.0))
+      ->capture_default_str();
+  command->add_option("--top-p", options.top_p, "sample from the fewest tokens that hold this probability")
+      ->check(CLI::Range(0.0, 1.0))
+      ->capture_default_str();
+}
+
+EvalModel open_model(const EvalOptions& options) {
+  check_output(options.json);
+  SB_USER_CHECK(options.run_config.empty() || options.attention == "as-trained",
+                "--run-config {}: is for --attention as-trained; add that or leave it out", options.run_config);
+  const fs::path named = options.model;
+  SB_USER_CHECK(fs::exists(named / "config.json") || !fs::exists(named / "final" / "config.json"),
+                "--model {}: this is a run's folder; its trained model is {}", options.model,
+                (named / "final").string());
+  EvalModelOptions model;
+  model.model = options.model;
+  model.max_tokens = options.max_tokens;
+  model.batch = options.batch;
+  model.threads = options.threads;
+  if (options.device == "cuda") {
+    model.device = DeviceKind::cuda;
+    if (options.precision == "auto") model.dtype = DType::bf16;
+  }
+  if (options.attention == "as-trained") {
+    model.attention = load_run_config(find_run_config(options)).attention.selection;
+    if (model.attention->pattern == SelectionPattern::mass && model.attention->order == SelectionOrder::causal)
+      model.thresholds = find_thresholds(options);
+  }
+  return EvalModel(model);
+}
+
+GenerationOptions generation(const EvalOptions& options) {
+  // The range that the option is checked for holds what is no number.
+  SB_USER_CHECK(!std::isnan(options.temperature) && !std::isnan(options.top_p),
+                "--temperature {} --top-p {}: both must be numbers", options.temperature, options.top_p);
+  GenerationOptions result;
+  result.max_new_tokens = options.max_new_tokens;
+  result.sampling = {options.temperature, options.top_p, options.seed};
+  return result;
+}
+
+void write_json(const EvalOptions& options, const std::string& results) {
+  if (options.json.empty()) return;
+  auto object = nlohmann::ordered_json::parse(results);
+  object["model"] = options.model;
+  object["attention"] = options.attention;
+  object["device"] = options.device;
+  // A folder's name need not be UTF-8, which JSON is.
+  write_output(options.json, object.dump(1, ' ', false, nlohmann::ordered_json::error_handler_t::replace) + "\n");
+}
+
+void show(Progress& progress, size_t done, size_t all, const char* what) {
+  progress.show(static_cast<double>(done) / static_cast<double>(all), fmt::format("{} of {} {}", done, all, what));
+}
+
+}  // namespace sb

@@ -1,0 +1,74 @@
+#include <fmt/format.h>
+
+#include <CLI/CLI.hpp>
+#include <memory>
+#include <nlohmann/json.hpp>
+
+#include "cli/at_least.h"
+#include "cli/eval/eval_commands.h"
+#include "cli/eval/eval_options.h"
+#include "cli/progress.h"
+#include "data/files/token_dataset.h"
+#include "eval/perplexity.h"
+
+namespace sb {
+namespace {
+
+using Json = nlohmann::ordered_json;
+
+void run_ppl(const EvalOptions& options, const std::vector<std::string>& data, int64_t sequences) {
+  EvalModel model = open_model(options);
+  TokenDatasetOptions files;
+  files.paths = data;
+  files.max_sequence_length = options.max_tokens;
+  files.shuffle = false;
+  files.vocab_size = model.config().vocab_size;
+  const TokenDataset dataset(files, options.seed);
+  const auto count = static_cast<int64_t>(dataset.size());
+  const int64_t chosen = sequences > 0 ? std::min(sequences, count) : count;
+  PositionLosses losses;
+  Progress progress;
+  for (int64_t i = 0; i < chosen; ++i) {
+    const TokenSequence sequence = dataset.read(static_cast<uint64_t>(i));
+    losses.add(model.score(sequence.tokens, sequence.labels).token_loss, sequence.labels);
+    show(progress, static_cast<size_t>(i + 1), static_cast<size_t>(chosen), "sequences");
+  }
+  progress.clear();
+  fmt::print("{:>18} {:>12} {:>10} {:>12}\n", "positions", "tokens", "loss", "perplexity");
+  Json rows = Json::array();
+  const auto print = [&](const PositionLosses::Bucket& bucket, const std::string& name) {
+    // Where no token counts there is no loss, which a 0 would not say.
+    Json loss = nullptr, perplexity = nullptr;
+    if (bucket.tokens > 0) {
+      loss = bucket.loss / static_cast<double>(bucket.tokens);
+      perplexity = bucket.perplexity();
+    }
+    const auto shown = [](const Json& value) {
+      return value.is_null() ? "-" : fmt::format("{:.4f}", value.get<double>());
+    };
+    fmt::print("{:>18} {:>12} {:>10} {:>12}\n", name, bucket.tokens, shown(loss), shown(perplexity));
+    rows.push_back({{"positions", name}, {"tokens", bucket.tokens}, {"loss", loss}, {"perplexity", perplexity}});
+  };
+  for (const PositionLosses::Bucket& bucket : losses.buckets()) {
+    print(bucket, fmt::format("{}-{}", bucket.begin, bucket.end - 1));
+  }
+  print(losses.total(), "all");
+  write_json(options, Json({{"task", "ppl"}, {"rows", rows}}).dump());
+}
+
+}  // namespace
+
+void add_eval_ppl(CLI::App& eval) {
+  auto options = std::make_shared<EvalOptions>();
+  CLI::App* ppl = eval.add_subcommand("ppl", "perplexity of token files, by position");
+  auto data = std::make_shared<std::vector<std::string>>();
+  auto sequences = std::make_shared<int64_t>(0);
+  add_common(ppl, *options, true);
+  ppl->add_option("--data", *data, "prefixes of .bin/.idx, or llm.c .bin files")->required();
+  ppl->add_option("--sequences", *sequences, "at most so many; 0: all")
+      ->check(at_least(0), "NONNEGATIVE")
+      ->capture_default_str();
+  ppl->callback([=] { run_ppl(*options, *data, *sequences); });
+}
+
+}  // namespace sb

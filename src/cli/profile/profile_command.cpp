@@ -1,0 +1,227 @@
+#include <fmt/format.h>
+
+#include <CLI/CLI.hpp>
+#include <algorithm>
+#include <ctime>
+#include <fstream>
+#include <memory>
+
+#include "attention/gpu/launch/head_dim_check.h"
+#include "cli/at_least.h"
+#include "cli/commands.h"
+#include "cli/output_file.h"
+#include "cli/profile/other_work.h"
+#include "cli/profile/profile_engine.h"
+#include "cli/progress.h"
+#include "core/errors.h"
+#include "core/log.h"
+#include "core/thread_pool.h"
+#include "device/cuda.h"
+#include "model/flops.h"
+#include "plan/latency/profile_measure.h"
+#include "train/make_planner.h"
+#include "train/training_run.h"
+
+namespace sb {
+namespace {
+
+struct Arguments {
+  std::string model = "qwen2-25m", run, out = "profile.json", samples, device = "cpu";
+  ProfileEngineOptions engine;
+  MeasureOptions measure;
+  bool tokens_given = false, threads_given = false, device_given = false;
+};
+
+std::string today() {
+  const std::time_t now = std::time(nullptr);
+  char text[32];
+  std::strftime(text, sizeof text, "%Y-%m-%dT%H:%M:%SZ", std::gmtime(&now));
+  return text;
+}
+
+// Everything that a run's latencies depend on, as its configuration has it.
+ModelShape take_from_run(Arguments& arguments) {
+  // What is about to be measured need not have a name yet.
+  RunConfig config = load_run_config(arguments.run, {"balance.profile=h200-analytic"});
+  if (arguments.device_given)
+    config.device = arguments.engine.device;
+  else
+    arguments.engine.device = config.device;
+  arguments.engine.spec = attention_spec(config);
+  arguments.engine.recompute = config.train.recompute == Recompute::none    ? "none"
+                               : config.train.recompute == Recompute::layer ? "layer"
+                                                                            : "attention";
+  if (!arguments.tokens_given)
+    arguments.measure.max_tokens = packing_limits(config.batch, config.data.max_sequence_length).max_tokens;
+  // Ranks of one machine share its cores.
+  const int ranks = config.parallel.dp * config.parallel.pp * config.parallel.cp;
+  if (!arguments.threads_given)
+    arguments.engine.threads = config.train.threads > 0 ? config.train.threads : std::max(1, available_cores() / ranks);
+  arguments.model = arguments.run;
+  return model_shape(run_model_config(config));
+}
+
+// On a GPU nothing else disturbs a measurement and large shapes take long: fewer repeats, embedding and loss on some
+// shapes only. Small micro-batches are of no interest there.
+void measure_on_gpu(MeasureOptions& measure) {
+  measure.min_tokens = std::min<int64_t>(1024, measure.max_tokens / 4);
+  measure.passes = 1;
+  measure.least_runs = 1;
+  measure.longest_us = 1e5;
+  measure.head_everywhere = false;
+  measure.refinements = 24;
+  measure.calibrate = true;
+}
+
+// Every measurement as a line: for a look at the fit, or another one.
+std::ofstream open_samples(const std::string& path) {
+  std::ofstream file(path);
+  SB_USER_CHECK(file.good(), "--samples {}: cannot be written", path);
+  file << "kind,sequences,tokens,tiles,pairs,scores,linear_forward,linear_backward,attention_forward,"
+          "attention_backward,selection,head_forward,head_backward (held_out: predicted,measured)\n";
+  return file;
+}
+
+std::string sample_text(const char* kind, const MeasuredShape& shape, const AttentionSpec& spec) {
+  const Work work = shape.work(spec);
+  return fmt::format("{},{},{:.0f},{:.0f},{:.0f},{:.0f}", kind, shape.tokens.size(), work.tokens, work.tiles,
+                     work.pairs, work.scores);
+}
+
+// What one GPU cannot measure: the ways to others are those of the analytic profile.
+void describe_gpu(Profile& profile) {
+  const Profile assumed = analytic_profile("h200-analytic", profile.shape);
+  profile.transfer_inside = assumed.transfer_inside;
+  profile.transfer_between = assumed.transfer_between;
+  profile.reduce_inside = assumed.reduce_inside;
+  profile.reduce_between = assumed.reduce_between;
+  profile.gpus_per_node = assumed.gpus_per_node;
+  const cuda::DeviceInfo device = cuda::device_info();
+  profile.memory_bytes = device.total_bytes;
+  profile.peak_tflops = peak_bf16_flops(device.name) / 1e12;
+  fmt::print("links between GPUs: not measured, as in {}\n", assumed.name);
+}
+
+void warn(const std::string& disturbance) {
+  if (!disturbance.empty()) log::warning("{}", disturbance);
+}
+
+void run(Arguments arguments) {
+  check_output(arguments.out);
+  const ModelShape shape = arguments.run.empty() ? find_model_shape(arguments.model) : take_from_run(arguments);
+  SB_USER_CHECK(arguments.engine.layers >= 3,
+                "--layers: three layers or more are needed to tell them from embedding and loss");
+  const bool gpu = arguments.engine.device == DeviceKind::cuda;
+  if (gpu) {
+    require_cuda_head_dim(
+        shape.head_dim, ProfileEngine::kCudaDType, arguments.model,
+        {.too_large = "use --device cpu",
+         .not_in_bf16 = "profiles are measured in bf16 there: name another model, or use --device cpu"});
+    cuda::require_device();
+    if (!arguments.tokens_given && arguments.run.empty()) arguments.measure.max_tokens = 131072;
+    measure_on_gpu(arguments.measure);
+  }
+  arguments.engine.spec.dense_below = 0;
+  arguments.measure.spec = arguments.engine.spec;
+  arguments.engine.max_tokens = arguments.measure.max_tokens;
+  // A layer costs the same in a model of fewer.
+  const int layers = static_cast<int>(std::clamp<int64_t>(shape.layers, 3, arguments.engine.layers));
+  arguments.engine.layers = layers;
+  ProfileEngine engine(shape, arguments.engine);
+  MeasureTarget target;
+  target.parts = [&](const MeasuredShape& s, bool head) { return engine.parts(s, head); };
+  target.whole = [&](const MeasuredShape& s) { return engine.whole(s); };
+  if (!gpu) {
+    target.transfer = [&](int64_t bytes) { return engine.transfer(bytes); };
+    target.reduction = [&](int64_t bytes) { return engine.reduction(bytes); };
+  }
+  target.layers = layers;
+  Progress progress;
+  arguments.measure.progress = [&](int done, int total, const std::string& what) {
+    // Small shapes come first, so the rest is guessed only when there is something to guess from.
+    progress.show(static_cast<double>(done) / std::max(1, total), what, 4 * done >= total);
+  };
+  std::ofstream samples;
+  if (!arguments.samples.empty()) {
+    samples = open_samples(arguments.samples);
+    arguments.measure.measured = [&](const MeasuredShape& batch, const MeasuredTimes& t) {
+      samples << sample_text("parts", batch, arguments.measure.spec)
+              << fmt::format(",{:.2f},{:.2f},{:.2f},{:.2f},{:.2f},{:.2f},{:.2f}\n", t.linear_forward, t.linear_backward,
+                             t.attention_forward, t.attention_backward, t.selection, t.head_forward, t.head_backward);
+    };
+    arguments.measure.checked = [&](const MeasuredShape& batch, double predicted, double measured) {
+      samples << sample_text("held_out", batch, arguments.measure.spec)
+              << fmt::format(",{:.2f},{:.2f},,,,,\n", predicted, measured);
+    };
+  }
+  // What a GPU takes hardly depends on the cores.
+  if (gpu) warn(disturbed_on_gpu(cuda::processes()));
+  const OtherWork other_work(engine.threads());
+  Profile profile = measure_profile(shape, target, arguments.measure);
+  progress.clear();
+  if (!gpu) warn(other_work.disturbance());
+  profile.name = arguments.out;
+  profile.machine = engine.machine();
+  profile.date = today();
+  profile.recompute = arguments.engine.recompute;
+  if (gpu) describe_gpu(profile);
+  write_output(arguments.out, write_profile(profile));
+  fmt::print("{}: {}\n{}, {} layers measured in {:.0f} s\n", arguments.model, describe(shape), profile.machine, layers,
+             progress.seconds());
+  fmt::print("error on {} held-out micro-batches: median {:.1f} %, p95 {:.1f} %\nwritten to {}\n",
+             profile.held_out.count, 100 * profile.held_out.median, 100 * profile.held_out.p95, arguments.out);
+}
+
+}  // namespace
+
+void add_profile_command(CLI::App& app) {
+  CLI::App* command =
+      app.add_subcommand("profile", "measure this machine for a model shape, so that latencies can be predicted");
+  auto a = std::make_shared<Arguments>();
+  a->engine.spec.budget = 1024;
+  command->add_option("--model", a->model, "name, or config.json")->capture_default_str();
+  command
+      ->add_option("--run", a->run, "run.yaml: model, budget, blocks, recompute, longest micro-batch and threads of it")
+      ->check(CLI::ExistingFile);
+  command->add_option("--device", a->device, "cpu or cuda; with --run as it says")
+      ->check(CLI::IsMember({"cpu", "cuda"}))
+      ->capture_default_str();
+  command->add_option("--out", a->out, "file to write")->capture_default_str();
+  command->add_option("--samples", a->samples, "also write every measurement to this file, as CSV");
+  command
+      ->add_option("--max-tokens", a->measure.max_tokens, "largest micro-batch to measure; on cuda 131072 unless given")
+      ->check(at_least(1), "POSITIVE")
+      ->capture_default_str();
+  command->add_option("--budget", a->engine.spec.budget, "base budget of the run, keys per query")
+      ->capture_default_str();
+  command->add_option("--block", a->engine.spec.block, "tokens a key block")->capture_default_str();
+  command->add_option("--query-block", a->engine.spec.query_block, "tokens a query block")->capture_default_str();
+  command->add_option("--score-tokens", a->engine.spec.score_tokens, "keys that selection judges together; 0: a block")
+      ->capture_default_str();
+  command->add_option("--recompute", a->engine.recompute, "none, attention or layer, as the run will have it")
+      ->check(CLI::IsMember({"none", "attention", "layer"}))
+      ->capture_default_str();
+  command->add_option("--layers", a->engine.layers, "layers to build; the rest follows by multiplication")
+      ->capture_default_str();
+  command->add_option("--threads", a->engine.threads, "0: all cores")
+      ->check(CLI::Range(0, 1024))
+      ->capture_default_str();
+  command->add_option("--held-out", a->measure.held_out, "random micro-batches to check with")
+      ->check(CLI::Range(0, 100000))
+      ->capture_default_str();
+  command->add_option("--repeats", a->measure.max_repeats, "most repeats of a measurement")
+      ->check(CLI::Range(1, 100000))
+      ->capture_default_str();
+  command->callback([a, command] {
+    for (const char* option : {"--model", "--budget", "--block", "--query-block", "--score-tokens", "--recompute"})
+      SB_USER_CHECK(a->run.empty() || command->count(option) == 0, "{}: --run {} says that; leave one of both out",
+                    option, a->run);
+    a->tokens_given = command->count("--max-tokens") > 0;
+    a->threads_given = command->count("--threads") > 0;
+    a->device_given = command->count("--device") > 0;
+    a->engine.device = a->device == "cuda" ? DeviceKind::cuda : DeviceKind::cpu;
+    run(*a);
+  });
+}
+
+}  // namespace sb

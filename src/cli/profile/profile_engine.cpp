@@ -1,0 +1,310 @@
+#include "cli/profile/profile_engine.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <fstream>
+#include <vector>
+
+#include "attention/cpu/sparse_attention.h"
+#include "attention/forwarding_attention.h"
+#include "attention/gpu/cuda_attention.h"
+#include "core/errors.h"
+#include "core/random.h"
+#include "device/context.h"
+#include "device/cuda.h"
+#include "device/event.h"
+#include "device/memory.h"
+#include "model/stage.h"
+#include "ops/adamw.h"
+
+namespace sb {
+namespace {
+
+// Microseconds between two points of the queue, read when the device has passed them. Events are made once and used
+// again.
+class Stopwatch {
+ public:
+  explicit Stopwatch(DeviceKind device) : device_(device) {}
+  void start(const Exec& exec) {
+    if (used_ == spans_.size()) spans_.push_back({DeviceEvent(device_), DeviceEvent(device_)});
+    spans_[used_].begin.record(exec);
+  }
+  void stop(const Exec& exec) { spans_[used_++].end.record(exec); }
+  // Of all spans since the last call.
+  double take() {
+    double sum = 0;
+    for (size_t i = 0; i < used_; ++i) sum += 1e3 * DeviceEvent::milliseconds_between(spans_[i].begin, spans_[i].end);
+    used_ = 0;
+    return sum;
+  }
+
+ private:
+  struct Span {
+    DeviceEvent begin, end;
+  };
+  DeviceKind device_;
+  std::vector<Span> spans_;
+  size_t used_ = 0;
+};
+
+// Passes everything on and takes the time. Forward runs twice when the parts are wanted: once with selection, once with
+// the choices of the first run. A forward in the course of backward (recompute) counts there.
+class TimedAttention final : public ForwardingAttention {
+ public:
+  TimedAttention(Attention& inner, DeviceKind device)
+      : ForwardingAttention(inner), choosing_(device), again_(device), backward_(device) {}
+  void forward(const Exec& exec, int layer, const AttentionShape& shape, const PackedSequences& sequences,
+               const AttentionOperands& operands, AttentionState& state, bool replay) override {
+    const auto timed = [&](Stopwatch& watch, bool with_replay) {
+      watch.start(exec);
+      ForwardingAttention::forward(exec, layer, shape, sequences, operands, state, with_replay);
+      watch.stop(exec);
+    };
+    if (replay) return timed(backward_, true);
+    timed(choosing_, false);
+    if (parts) timed(again_, true);
+  }
+  void backward(const Exec& exec, int layer, const AttentionShape& shape, const PackedSequences& sequences,
+                const AttentionOperands& operands, const AttentionGradients& gradients,
+                AttentionState& state) override {
+    backward_.start(exec);
+    ForwardingAttention::backward(exec, layer, shape, sequences, operands, gradients, state);
+    backward_.stop(exec);
+  }
+
+  // All layers since the last call, when the device has passed them.
+  struct Times {
+    double spent_forward, forward, backward, selection;
+  };
+  Times take() {
+    const double first = choosing_.take(), again = again_.take(), backward = backward_.take();
+    return {first + again, again, backward, std::max(0.0, first - again)};
+  }
+  bool parts = true;
+
+ private:
+  Stopwatch choosing_, again_, backward_;
+};
+
+ModelConfig model_of(const ModelShape& shape, int layers) {
+  ModelConfig config;
+  config.vocab_size = shape.vocabulary;
+  config.hidden_size = shape.hidden;
+  config.intermediate_size = shape.intermediate;
+  config.layers = layers;
+  config.heads = static_cast<int>(shape.heads);
+  config.kv_heads = static_cast<int>(shape.kv_heads);
+  config.head_dim = static_cast<int>(shape.head_dim);
+  config.tie_word_embeddings = shape.tied;
+  config.qkv_bias = true;
+  return config;
+}
+
+std::unique_ptr<Attention> make_attention(const ProfileEngineOptions& profile) {
+  SparseAttention::Options options;
+  const AttentionSpec& spec = profile.spec;
+  options.selection.block = static_cast<int>(spec.block);
+  options.selection.query_block = static_cast<int>(spec.query_block);
+  options.selection.score_tokens = static_cast<int>(spec.score_tokens);
+  options.selection.budget = spec.budget;
+  options.selection.sink_blocks = static_cast<int>(spec.sink_blocks);
+  options.selection.local_blocks = static_cast<int>(spec.local_blocks);
+  options.selection.dense_below = 0;  // the shapes say themselves what is dense
+  options.layers = profile.layers;
+  if (profile.device == DeviceKind::cuda) return make_cuda_attention({.attention = options});
+  return std::make_unique<SparseAttention>(options);
+}
+
+// Normal numbers, from a pattern: the exact initialisation of a large vocabulary takes longer than the measurement.
+void randomize(ParameterSet& parameters) {
+  std::vector<float> pattern((1 << 20) + 7);
+  Random random(1);
+  for (float& value : pattern) value = static_cast<float>(0.02 * random.normal());
+  const HostCopy values = parameters.host_values();
+  for (int i = 0; i < parameters.count(); ++i) {
+    const TensorView value = parameters.part(values.view(), i);
+    for (int64_t e = 0; e < value.elements(); e += std::ssize(pattern))
+      std::copy_n(pattern.begin(), std::min<int64_t>(std::ssize(pattern), value.elements() - e), value.f32() + e);
+    if (parameters.parameter(i).name.ends_with("norm.weight")) std::fill_n(value.f32(), value.elements(), 1.0f);
+  }
+  parameters.store_values(values);
+}
+
+std::string processor_name() {
+  std::ifstream info("/proc/cpuinfo");
+  std::string line;
+  while (std::getline(info, line))
+    if (line.starts_with("model name")) return line.substr(line.find(':') + 2);
+  return "unknown processor";
+}
+
+// So much is written before a measurement on CUDA, so that the host is ahead of the device by then, as it is in
+// training: about a millisecond.
+constexpr int64_t kHeadStart = int64_t{3} << 30;
+
+}  // namespace
+
+struct ProfileEngine::Implementation {
+  ProfileEngineOptions options;
+  ModelConfig config;
+  std::unique_ptr<Attention> inner;
+  TimedAttention attention;
+  ThreadPool pool;
+  DeviceContext context;
+  std::unique_ptr<Stage> whole, middle;
+  Arena memory;
+  TensorView input, gradient, head_start;
+  Stopwatch forward, backward;
+
+  Implementation(const ModelShape& shape, const ProfileEngineOptions& given)
+      : options(given),
+        config(model_of(shape, given.layers)),
+        inner(make_attention(given)),
+        attention(*inner, given.device),
+        pool(given.threads > 0 ? given.threads : available_cores()),
+        context(given.device, pool, norm_scratch_bytes(given.device)),
+        memory(make_arena("profile", 2 * Arena::rounded(given.max_tokens * shape.hidden * 4) + head_start_bytes(),
+                          given.device)),
+        forward(given.device),
+        backward(given.device) {
+    StageOptions stage;
+    stage.device = options.device;
+    stage.dtype = options.device == DeviceKind::cuda ? kCudaDType : DType::f32;
+    stage.recompute = options.recompute == "none"    ? Recompute::none
+                      : options.recompute == "layer" ? Recompute::layer
+                                                     : Recompute::attention;
+    stage.max_micro_batch_tokens = stage.max_sequence_length = options.max_tokens;
+    if (options.device == DeviceKind::cuda) stage.loss_chunk = 4096;
+    stage.last_layer = options.layers;
+    whole = std::make_unique<Stage>(config, stage, attention, pool.threads());
+    randomize(whole->parameters());
+    stage.first_layer = 1;
+    stage.last_layer = options.layers - 1;
+    middle = std::make_unique<Stage>(config, stage, attention, pool.threads());
+    randomize(middle->parameters());
+    input = noise(stage.dtype);
+    gradient = noise(stage.dtype);
+    head_start = memory.allocate(DType::f32, {head_start_bytes() / 4});
+  }
+
+  int64_t head_start_bytes() const { return options.device == DeviceKind::cuda ? kHeadStart : 0; }
+
+  TensorView noise(DType dtype) {
+    const TensorView view = memory.allocate(dtype, {options.max_tokens, config.hidden_size});
+    const HostCopy copy(view);
+    Random random(7);
+    for (int64_t i = 0; i < view.elements(); ++i) {
+      const auto value = static_cast<float>(random.uniform() - 0.5);
+      if (dtype == DType::f32) {
+        copy.view().f32()[i] = value;
+      } else {
+        uint32_t bits;
+        std::memcpy(&bits, &value, sizeof(bits));
+        static_cast<uint16_t*>(copy.view().raw())[i] = static_cast<uint16_t>(bits >> 16);
+      }
+    }
+    copy.store();
+    return view;
+  }
+
+  // One forward and backward; afterwards the stopwatches can be read.
+  void run(Stage& stage, const MicroBatch& batch, TensorView in, TensorView out_gradient) {
+    const Exec& exec = context.exec();
+    zero_tensor(exec, head_start);
+    forward.start(exec);
+    stage.forward(exec, batch, 0, in);
+    forward.stop(exec);
+    backward.start(exec);
+    stage.backward(exec, batch, 0, out_gradient);
+    backward.stop(exec);
+    context.synchronize();
+  }
+
+  MicroBatch micro_batch(const MeasuredShape& shape) const {
+    MicroBatch batch;
+    Random random(11);
+    for (size_t i = 0; i < shape.tokens.size(); ++i) {
+      for (int64_t t = 0; t < shape.tokens[i]; ++t) {
+        batch.tokens.push_back(static_cast<int32_t>(random.below(static_cast<uint64_t>(config.vocab_size))));
+        batch.labels.push_back(static_cast<int32_t>(random.below(static_cast<uint64_t>(config.vocab_size))));
+        batch.positions.push_back(static_cast<int32_t>(t));
+        batch.weights.push_back(1e-4f);
+      }
+      batch.cu_seqlens.push_back(static_cast<int32_t>(batch.tokens.size()));
+      batch.sequence_ids.push_back(static_cast<int64_t>(i));
+    }
+    for (int l = 0; l < config.layers; ++l)
+      for (int64_t budget : shape.budgets) batch.budgets.push_back(static_cast<int32_t>(budget));
+    return batch;
+  }
+};
+
+ProfileEngine::ProfileEngine(const ModelShape& shape, const ProfileEngineOptions& options)
+    : implementation_(std::make_unique<Implementation>(shape, options)) {}
+
+ProfileEngine::~ProfileEngine() = default;
+
+MeasuredTimes ProfileEngine::parts(const MeasuredShape& shape, bool head) {
+  Implementation& e = *implementation_;
+  const MicroBatch batch = e.micro_batch(shape);
+  e.attention.parts = true;
+  // Layers alone.
+  e.run(*e.middle, batch, e.input.rows(0, batch.size()), e.gradient.rows(0, batch.size()));
+  TimedAttention::Times spent = e.attention.take();
+  const int inner = e.options.layers - 2;
+  MeasuredTimes times;
+  times.linear_forward = (e.forward.take() - spent.spent_forward) / inner;
+  times.linear_backward = (e.backward.take() - spent.backward) / inner;
+  times.attention_backward = spent.backward / inner;
+  // Dense sequences select nothing; their second run is faster than the first because its operands are in the cache.
+  const bool sparse = shape.work(e.options.spec).scores > 0;
+  times.attention_forward = (spent.forward + (sparse ? 0 : spent.selection)) / inner;
+  times.selection = sparse ? spent.selection / inner : 0;
+  if (!head) return times;
+  // With embedding and loss.
+  e.run(*e.whole, batch, {}, {});
+  spent = e.attention.take();
+  times.head_forward = std::max(0.0, e.forward.take() - spent.spent_forward - e.options.layers * times.linear_forward);
+  times.head_backward = std::max(0.0, e.backward.take() - spent.backward - e.options.layers * times.linear_backward);
+  return times;
+}
+
+double ProfileEngine::whole(const MeasuredShape& shape) {
+  Implementation& e = *implementation_;
+  e.attention.parts = false;
+  e.run(*e.whole, e.micro_batch(shape), {}, {});
+  e.attention.take();
+  return e.forward.take() + e.backward.take();
+}
+
+double ProfileEngine::transfer(int64_t bytes) const {
+  std::vector<char> from(static_cast<size_t>(bytes), 1), to(static_cast<size_t>(bytes));
+  const auto begin = std::chrono::steady_clock::now();
+  std::memcpy(to.data(), from.data(), from.size());
+  const double us = std::chrono::duration<double, std::micro>(std::chrono::steady_clock::now() - begin).count();
+  SB_CHECK(to.back() == 1);
+  return us;
+}
+
+double ProfileEngine::reduction(int64_t bytes) {
+  std::vector<float> sum(static_cast<size_t>(bytes / 4), 1.0f), more(sum.size(), 2.0f);
+  const auto begin = std::chrono::steady_clock::now();
+  implementation_->pool.parallel_slices(std::ssize(sum), [&](int64_t first, int64_t last, int) {
+    for (int64_t i = first; i < last; ++i) sum[static_cast<size_t>(i)] += more[static_cast<size_t>(i)];
+  });
+  const double us = std::chrono::duration<double, std::micro>(std::chrono::steady_clock::now() - begin).count();
+  SB_CHECK(sum.back() == 3.0f);
+  return us;
+}
+
+int ProfileEngine::threads() const {
+  return implementation_->pool.threads();
+}
+
+std::string ProfileEngine::machine() const {
+  if (implementation_->options.device == DeviceKind::cuda) return cuda::device_info().name;
+  return fmt::format("{}, {} threads", processor_name(), threads());
+}
+
+}  // namespace sb

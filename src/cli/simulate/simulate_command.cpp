@@ -1,0 +1,414 @@
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <CLI/CLI.hpp>
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+#include <filesystem>
+#include <map>
+#include <memory>
+#include <nlohmann/json.hpp>
+
+#include "cli/at_least.h"
+#include "cli/commands.h"
+#include "cli/output_file.h"
+#include "cli/simulate/simulate_ring.h"
+#include "cli/simulate/simulate_sweep.h"
+#include "cli/step_progress.h"
+#include "core/errors.h"
+#include "data/files/token_file.h"
+#include "plan/simulate/length_pool.h"
+#include "plan/simulate/simulate.h"
+#include "report/schedule_picture.h"
+
+namespace sb {
+namespace {
+
+using Json = nlohmann::ordered_json;
+
+struct Arguments {
+  std::string model = "qwen2.5-3b", profile = "h200-analytic", coverage = "power:0.22", lengths = "chatqa2-like";
+  Layout layout;
+  AttentionSpec spec;
+  BatchingOptions batching;
+  int64_t global_batch = 16, steps = 200, max_length = 0;
+  uint64_t seed = 1;
+  double p = 0.1;
+  std::vector<std::string> policies;
+  bool frontier = false, no_frontier = false;
+  int threads = 0;
+  std::string json, trace, svg;
+  SweepArguments sweep;
+  RingArguments ring;
+};
+
+double seconds() {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+void print_head() {
+  fmt::print("{:<34} {:>9} {:>8} {:>9} {:>8} {:>8} {:>8} {:>8} {:>9} {:>8} {:>10}\n", "policy", "imbalance", "workers",
+             "step ms", "speed-up", "of bound", "bubbles", "mean cov", "min cov", "max loss", "planner ms");
+}
+
+void print_row(const SimulatedRow& row) {
+  fmt::print("{:<34} {:>9.3f} {:>8.3f} {:>9.1f} {:>7.3f}x {:>7.1f}% {:>7.1f}% {:>8.4f} {:>9.4f} {:>7.1f}% {:>10.3f}\n",
+             row.name, row.imbalance, row.worker_imbalance, row.makespan_ms, row.speedup, 100 * row.lower_bound_share,
+             100 * row.bubble_share, row.mean_coverage, row.min_coverage, 100 * row.worst_loss, row.planner_ms);
+  std::fflush(stdout);
+}
+
+Json row_json(const SimulatedRow& row) {
+  const PlanOptions& o = row.options;
+  constexpr const char* tunings[] = {"off", "anchor", "optimal"};
+  constexpr const char* anchors[] = {"mean", "min", "max"};
+  Json json = {{"policy", row.name},
+               {"batching", policy_name(o.batching.policy)},
+               {"ordering", o.ordering ? "auto" : "none"},
+               {"tuning", tunings[static_cast<int>(o.tuning.policy)]}};
+  if (o.tuning.policy != TuningPolicy::off) json["p"] = o.tuning.p;
+  if (o.tuning.policy == TuningPolicy::anchor) json["anchor"] = anchors[static_cast<int>(o.tuning.anchor)];
+  if (o.tuning.policy == TuningPolicy::optimal)
+    json["target"] = o.tuning.target == kEqualCoverage ? Json("equal_coverage") : Json(o.tuning.target);
+  json.update({{"speedup", row.speedup},
+               {"worst_step_speedup", row.worst_step_speedup},
+               {"imbalance", row.imbalance},
+               {"worker_imbalance", row.worker_imbalance},
+               {"makespan_ms", row.makespan_ms},
+               {"lower_bound_share", row.lower_bound_share},
+               {"bubble_share", row.bubble_share},
+               {"mean_coverage", row.mean_coverage},
+               {"min_coverage", row.min_coverage},
+               {"worst_loss", row.worst_loss},
+               {"worst_mean_difference", row.worst_mean_difference},
+               {"planner_ms", row.planner_ms}});
+  if (o.tuning.policy == TuningPolicy::optimal) json["relaxed_mean_coverage"] = row.relaxed_bound;
+  return json;
+}
+
+// A named pool, a list of lengths, or the documents of a token file (its prefix, .bin or .idx).
+std::vector<int64_t> pool_of(const std::string& name) {
+  const bool tokens = name.ends_with(".bin") || name.ends_with(".idx") || std::filesystem::exists(name + ".idx");
+  if (!tokens) return find_lengths(name);
+  const std::unique_ptr<TokenFile> file = open_token_file(name);
+  std::vector<int64_t> pool;
+  for (int64_t d = 0; d < file->documents(); ++d)
+    if (file->length(d) > 0) pool.push_back(file->length(d));
+  SB_USER_CHECK(!pool.empty(), "{}: holds no document with a token", name);
+  return pool;
+}
+
+std::vector<int64_t> read_pool(const Arguments& arguments) {
+  std::vector<int64_t> pool = pool_of(arguments.lengths);
+  if (arguments.max_length > 0)
+    for (int64_t& length : pool) length = std::min(length, arguments.max_length);
+  const int64_t longest = *std::max_element(pool.begin(), pool.end());
+  const int64_t cap = arguments.batching.micro_batch_tokens;
+  SB_USER_CHECK(cap == 0 || longest <= cap,
+                "the pool's longest sequence has {} tokens, more than the cap of {} a micro-batch; raise "
+                "--micro-batch-tokens or cut the pool with --max-length",
+                longest, cap);
+  return pool;
+}
+
+std::vector<SimulatedPolicy> chosen(const std::vector<SimulatedPolicy>& all, const std::vector<std::string>& names) {
+  if (names.empty()) return all;
+  std::vector<SimulatedPolicy> policies;
+  for (const std::string& name : names) {
+    const auto found = std::find_if(all.begin(), all.end(), [&](const auto& policy) { return policy.name == name; });
+    std::vector<std::string> known;
+    for (const auto& policy : all) known.push_back(policy.name);
+    SB_USER_CHECK(found != all.end(), "--policies: `{}` is not one of {}", name, fmt::join(known, ", "));
+    policies.push_back(*found);
+  }
+  return policies;
+}
+
+void write_pictures(const Arguments& arguments, const SimulateInput& input,
+                    const std::vector<SimulatedPolicy>& policies) {
+  if (arguments.svg.empty() && arguments.trace.empty()) return;
+  LengthSampler sampler(input.pool, input.seed);
+  const std::vector<Sequence> sequences = sampler.next(input.global_batch);
+  const auto plan = [&](const SimulatedPolicy& policy) {
+    return plan_step(0, input.cost, input.coverage, sequences, policy.options, {}, input.threads);
+  };
+  const SimulatedPolicy& last = policies.back();
+  const Plan after = plan(last);
+  if (!arguments.trace.empty()) write_output(arguments.trace, schedule_trace(after, input.cost));
+  if (!arguments.svg.empty()) {
+    const SimulatedPolicy first = standard_policies(arguments.batching, arguments.p).front();
+    const Plan before = plan(first);
+    write_output(arguments.svg,
+                 schedule_svg({{"before: " + first.name, &before}, {"after: " + last.name, &after}}, input.cost));
+  }
+}
+
+Json run_sweep(const Arguments& arguments, const LatencyModel& latency, const SimulateInput& input) {
+  const SimulatedPolicy policy = standard_policies(arguments.batching, arguments.p).back();
+  Json json = Json::array();
+  for (const SweepRow& row : run_sweep(arguments.sweep, latency, input, policy))
+    json.push_back({{"dp", row.layout.dp},
+                    {"pp", row.layout.pp},
+                    {"cp", row.layout.cp},
+                    {"makespan_ms", row.simulated.makespan_ms},
+                    {"speedup", row.simulated.speedup},
+                    {"tokens_per_second", row.tokens_per_second},
+                    {"memory_bytes", row.memory_bytes},
+                    {"fits", row.fits ? Json(*row.fits) : Json(nullptr)},
+                    {"mean_coverage", row.simulated.mean_coverage}});
+  return json;
+}
+
+Json run_ring(const Arguments& arguments) {
+  Json json = Json::array();
+  for (const RingRow& row :
+       run_ring(arguments.ring, arguments.layout.cp, static_cast<int>(find_model_shape(arguments.model).heads),
+                static_cast<int>(arguments.spec.block), arguments.seed))
+    json.push_back({{"placement", placement_name(row.placement)},
+                    {"copied", row.copied},
+                    {"worker_imbalance", row.worker},
+                    {"step_imbalance", row.step},
+                    {"lock_step_over_ideal", row.lock_step},
+                    {"ideal_ms", row.ideal},
+                    {"work_ms", row.computing},
+                    {"plain_ms", row.plain},
+                    {"plain_exposed_ms", row.plain_exposed()},
+                    {"hierarchical_ms", row.hierarchical},
+                    {"hierarchical_exposed_ms", row.hierarchical_exposed()}});
+  return json;
+}
+
+void check_arguments(const Arguments& arguments) {
+  SB_USER_CHECK(arguments.steps > 0 && arguments.global_batch > 0, "--steps and --global-batch must be positive");
+  SB_USER_CHECK(arguments.p >= 0 && arguments.p < 1, "--p must be in [0, 1), got {}", arguments.p);
+  SB_USER_CHECK(
+      arguments.sweep.wanted || arguments.global_batch >= arguments.layout.dp,
+      "--global-batch {} is smaller than --dp {}: a rank would have nothing to do; raise the one or lower the "
+      "other",
+      arguments.global_batch, arguments.layout.dp);
+  const AttentionSpec& spec = arguments.spec;
+  SB_USER_CHECK(spec.score_tokens == 0 || (spec.score_tokens > 0 && spec.block % spec.score_tokens == 0),
+                "--score-tokens {} does not divide --block {}; use 0 (the whole block) or a divisor", spec.score_tokens,
+                spec.block);
+}
+
+// An option that would have no effect beside the others is refused.
+void check_together(const CLI::App& command) {
+  const auto given = [&](const char* option) { return command.count(option) > 0; };
+  const bool sweep = given("--sweep");
+  for (const char* option : {"--gpus", "--max-cp"})
+    SB_USER_CHECK(sweep || !given(option), "{} says what --sweep tries; add --sweep, or set --dp, --pp and --cp",
+                  option);
+  for (const char* option : {"--dp", "--pp", "--cp"})
+    SB_USER_CHECK(!given("--gpus") || !given(option), "--gpus and {} both say how many workers there are; keep one",
+                  option);
+  for (const char* option : {"--policies", "--frontier", "--no-frontier", "--trace", "--svg"})
+    for (const char* other : {"--sweep", "--ring"})
+      SB_USER_CHECK(!given(other) || !given(option), "{} has no effect with {}; leave one of them out", option, other);
+  SB_USER_CHECK(!sweep || !given("--ring"), "--sweep tries layouts, --ring looks at one ring; leave one of them out");
+  for (const char* option : {"--placement", "--node-size", "--ring-tokens", "--slash-density", "--verticals",
+                             "--ring-index", "--ring-times"})
+    SB_USER_CHECK((given("--cp") && !sweep) || !given(option), "{} is about the ring of --cp ranks; set --cp{}", option,
+                  sweep ? " in place of --sweep" : "");
+}
+
+// In ascending order, each once.
+void check_dense_layers(AttentionSpec& spec, int64_t layers) {
+  for (const int layer : spec.dense_layers)
+    SB_USER_CHECK(layer >= 0 && layer < layers, "--dense-layers: {}, but the model has layers 0 to {}", layer,
+                  layers - 1);
+  std::ranges::sort(spec.dense_layers);
+  const auto repeated = std::ranges::unique(spec.dense_layers);
+  spec.dense_layers.erase(repeated.begin(), repeated.end());
+}
+
+void print_case(const Arguments& arguments, const Profile& profile, const CoverageModel& coverage, size_t sequences) {
+  fmt::print("{}: {}\nprofile {} ({}), coverage {}, lengths {} ({} sequences)\n", arguments.model,
+             describe(profile.shape), profile.name, profile.machine, coverage.name(), arguments.lengths, sequences);
+  if (profile.held_out.count > 0)
+    fmt::print("profile's own error on held-out shapes: median {:.1f} %, p95 {:.1f} %\n", 100 * profile.held_out.median,
+               100 * profile.held_out.p95);
+  const AttentionSpec& spec = arguments.spec;
+  if (const auto& measured = profile.blocks;
+      measured && (measured->block != spec.block || measured->query_block != spec.query_block ||
+                   measured->score_tokens != spec.score_tokens))
+    fmt::print("measured with block {}, query block {}, score tokens {}: other blocks are an extrapolation\n",
+               measured->block, measured->query_block, measured->score_tokens);
+  const Layout& layout = arguments.layout;
+  const std::string ranks =
+      arguments.sweep.wanted ? "" : fmt::format("dp {} x pp {} x cp {}, ", layout.dp, layout.pp, layout.cp);
+  fmt::print("{}global batch {}, {} steps, budget {}, block {}{}{}, p {}\n\n", ranks, arguments.global_batch,
+             arguments.steps, spec.budget, spec.block,
+             spec.score_tokens > 0 ? fmt::format(", score tokens {}", spec.score_tokens) : "",
+             spec.dense_layers.empty() ? "" : fmt::format(", dense layers {}", fmt::join(spec.dense_layers, ",")),
+             arguments.p);
+}
+
+Json case_json(const Arguments& arguments, const Profile& profile, const CoverageModel& coverage) {
+  return {{"model", arguments.model},
+          {"profile", profile.name},
+          {"coverage", coverage.name()},
+          {"lengths", arguments.lengths},
+          {"dp", arguments.layout.dp},
+          {"pp", arguments.layout.pp},
+          {"cp", arguments.layout.cp},
+          {"comm", arguments.layout.comm},
+          {"head", arguments.layout.head},
+          {"warmup_depth", arguments.layout.warmup_depth},
+          {"global_batch", arguments.global_batch},
+          {"micro_batch_sequences", arguments.batching.micro_batch_sequences},
+          {"micro_batch_tokens", arguments.batching.micro_batch_tokens},
+          {"budget", arguments.spec.budget},
+          {"block", arguments.spec.block},
+          {"query_block", arguments.spec.query_block},
+          {"score_tokens", arguments.spec.score_tokens},
+          {"dense_layers", arguments.spec.dense_layers},
+          {"p", arguments.p},
+          {"steps", arguments.steps},
+          {"seed", arguments.seed}};
+}
+
+// One table of the policies asked for, and two of what tuning trades.
+void run_policies(const Arguments& arguments, const std::vector<SimulatedPolicy>& policies, SimulateInput input,
+                  Json& json) {
+  const auto frontier = frontier_policies(arguments.batching, arguments.p), by_loss = loss_policies(arguments.batching);
+  const bool with_frontier = arguments.frontier || (arguments.policies.empty() && !arguments.no_frontier);
+  StepProgress progress((std::ssize(policies) + (with_frontier ? std::ssize(frontier) + std::ssize(by_loss) : 0)) *
+                        arguments.steps);
+  input.step_done = [&] { progress.step(); };
+  const auto table = [&](const char* key, const std::vector<SimulatedPolicy>& list) {
+    print_head();
+    Json rows = Json::array();
+    for (const SimulatedPolicy& policy : list) {
+      const SimulatedRow row = simulate_policy(input, policy);
+      progress.clear();
+      print_row(row);
+      rows.push_back(row_json(row));
+    }
+    json[key] = rows;
+  };
+  table("rows", policies);
+  if (with_frontier) {
+    fmt::print("\nfrontier: the deadline between the fastest schedule (0) and the one at base budgets (1)\n");
+    table("frontier", frontier);
+    fmt::print("\nequal mean coverage, by the loss p that is allowed to a (sequence, layer)\n");
+    table("by_p", by_loss);
+  }
+  write_pictures(arguments, input, policies);
+}
+
+Json simulate(Arguments arguments) {
+  if (arguments.ring.only) {
+    SB_USER_CHECK(arguments.layout.cp > 1, "--ring: how many ranks share the sequence? Set --cp");
+    return {{"cp", arguments.layout.cp}, {"ring", run_ring(arguments)}};
+  }
+  check_arguments(arguments);
+  if (arguments.batching.micro_batch_sequences == 0 && arguments.batching.micro_batch_tokens == 0)
+    arguments.batching.micro_batch_sequences = 1;
+  const auto policies = chosen(standard_policies(arguments.batching, arguments.p), arguments.policies);
+  const LatencyModel latency(find_profile(arguments.profile, find_model_shape(arguments.model), arguments.spec));
+  const Profile& profile = latency.profile();
+  check_dense_layers(arguments.spec, profile.shape.layers);
+  const CostModel cost(latency, arguments.spec, arguments.layout);
+  const auto coverage = find_coverage(arguments.coverage, static_cast<int>(profile.shape.layers));
+  const std::vector<int64_t> pool = read_pool(arguments);
+  ThreadPool threads(arguments.threads > 0 ? arguments.threads : available_cores());
+
+  print_case(arguments, profile, *coverage, pool.size());
+  Json json = case_json(arguments, profile, *coverage);
+  const SimulateInput input{cost,    *coverage, pool, arguments.global_batch, arguments.steps, arguments.seed,
+                            seconds, &threads,  {}};
+  if (arguments.sweep.wanted) {
+    json["layouts"] = run_sweep(arguments, latency, input);
+    return json;
+  }
+  run_policies(arguments, policies, input, json);
+  if (arguments.layout.cp > 1) {
+    fmt::print("\n");
+    json["ring"] = run_ring(arguments);
+  }
+  return json;
+}
+
+void run(const Arguments& arguments) {
+  for (const std::string& path : {arguments.json, arguments.trace, arguments.svg}) check_output(path);
+  if (!arguments.sweep.wanted) check_ring(arguments.layout.cp);
+  const Json json = simulate(arguments);
+  if (!arguments.json.empty()) write_output(arguments.json, json.dump(2) + "\n");
+}
+
+}  // namespace
+
+void add_simulate_command(CLI::App& app) {
+  CLI::App* command =
+      app.add_subcommand("simulate", "predict step time, speed-up and coverage of every balancing policy");
+  auto a = std::make_shared<Arguments>();
+  const std::map<std::string, bool> on_off{{"on", true}, {"off", false}};
+  command
+      ->add_option("--model", a->model,
+                   "name (" + fmt::format("{}", fmt::join(named_model_shapes(), ", ")) + ") or config.json")
+      ->capture_default_str();
+  command
+      ->add_option(
+          "--profile", a->profile,
+          "h200 (measured: Qwen2.5-0.5B and 3B), h200-analytic, h100-analytic, a100-analytic, h20-analytic or a "
+          "profile.json")
+      ->capture_default_str();
+  command->add_option("--coverage", a->coverage, "power:GAMMA, layered or a coverage.json")->capture_default_str();
+  command
+      ->add_option("--lengths", a->lengths,
+                   "chatqa2-like, longalign-like, a file with one length a line, or a token file")
+      ->capture_default_str();
+  command->add_option("--max-length", a->max_length, "cut longer sequences of the pool to this many tokens")
+      ->check(at_least(1), "POSITIVE");
+  command->add_option("--dp", a->layout.dp, "data-parallel ranks")->capture_default_str();
+  command->add_option("--pp", a->layout.pp, "pipeline stages")->capture_default_str();
+  command->add_option("--cp", a->layout.cp, "context-parallel ranks")->capture_default_str();
+  command
+      ->add_option("--warmup-depth", a->layout.warmup_depth,
+                   "forwards a stage runs ahead, in multiples of its distance to the last: 2 hides transfers")
+      ->capture_default_str();
+  command->add_option("--comm", a->layout.comm, "on (default) | off: count transfers and the gradient reduction")
+      ->transform(CLI::CheckedTransformer(on_off));
+  command->add_option("--head", a->layout.head, "on (default) | off: count embedding and loss")
+      ->transform(CLI::CheckedTransformer(on_off));
+  command
+      ->add_option("--micro-batch-sequences", a->batching.micro_batch_sequences,
+                   "sequences a micro-batch; fixes their number (1 where --micro-batch-tokens is not given either)")
+      ->check(at_least(1), "POSITIVE");
+  command->add_option("--micro-batch-tokens", a->batching.micro_batch_tokens, "hard cap of tokens a micro-batch")
+      ->check(at_least(1), "POSITIVE");
+  command->add_option("--global-batch", a->global_batch, "sequences a step")->capture_default_str();
+  command->add_option("--budget", a->spec.budget, "keys per query, the base")
+      ->check(CLI::Range(int64_t{1}, AttentionSpec::kMostBudget))
+      ->capture_default_str();
+  command->add_option("--block", a->spec.block, "tokens a key block")->capture_default_str();
+  command->add_option("--query-block", a->spec.query_block, "tokens a query block")->capture_default_str();
+  command->add_option("--score-tokens", a->spec.score_tokens, "keys that selection judges together; 0: a block")
+      ->capture_default_str();
+  command->add_option("--dense-layers", a->spec.dense_layers, "layers that run dense, for example 0,1")->delimiter(',');
+  command->add_option("--max-budget", a->spec.max_budget, "largest budget that memory allows; 0: dense")
+      ->capture_default_str();
+  command->add_option("--p", a->p, "share of its coverage that a (sequence, layer) may lose")->capture_default_str();
+  command->add_option("--steps", a->steps, "global batches to draw")->capture_default_str();
+  command->add_option("--seed", a->seed, "of the draw")->capture_default_str();
+  command->add_option("--policies", a->policies, "only these rows, for example in_order,sab+order+optimal")
+      ->delimiter(',');
+  command->add_flag("--frontier", a->frontier, "print speed-up against coverage and p even when --policies is given");
+  command->add_flag("--no-frontier", a->no_frontier, "leave them out")->excludes("--frontier");
+  add_sweep_options(*command, a->sweep);
+  command->add_option("--threads", a->threads, "of the planner; 0: all cores")
+      ->check(CLI::Range(0, 1024))
+      ->capture_default_str();
+  command->add_option("--json", a->json, "write the rows to this file");
+  command->add_option("--trace", a->trace, "write a Chrome trace of one step of the last policy");
+  command->add_option("--svg", a->svg, "draw one step before (in_order) and after (the last policy)");
+  add_ring_options(*command, a->ring);
+  command->callback([a, command] {
+    check_together(*command);
+    run(*a);
+  });
+}
+
+}  // namespace sb

@@ -1,0 +1,99 @@
+#include "cli/simulate/simulate_sweep.h"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <CLI/CLI.hpp>
+#include <algorithm>
+#include <cstdio>
+#include <ranges>
+
+#include "cli/at_least.h"
+#include "cli/step_progress.h"
+#include "core/errors.h"
+#include "plan/simulate/layout_sweep.h"
+
+namespace sb {
+namespace {
+
+double gib(int64_t bytes) {
+  return static_cast<double>(bytes) / (1 << 30);
+}
+
+std::string layout_name(const Layout& layout) {
+  return fmt::format("{} x {} x {}", layout.dp, layout.pp, layout.cp);
+}
+
+void print_row(const SweepRow& row) {
+  fmt::print("{:<18} {:>9.1f} {:>8.3f}x {:>12.0f} {:>10.1f} {:>6}\n", layout_name(row.layout),
+             row.simulated.makespan_ms, row.simulated.speedup, row.tokens_per_second, gib(row.memory_bytes),
+             !row.fits   ? "n/a"
+             : *row.fits ? "yes"
+                         : "no");
+  std::fflush(stdout);
+}
+
+void print_fastest(std::vector<SweepRow> rows, int64_t memory_bytes) {
+  std::erase_if(rows, [](const SweepRow& row) { return !row.fits.value_or(true); });
+  if (rows.empty()) {
+    fmt::print("no layout fits into {:.0f} GiB; use more workers or shorter micro-batches\n", gib(memory_bytes));
+    return;
+  }
+  std::ranges::stable_sort(rows, std::greater(), &SweepRow::tokens_per_second);
+  const SweepRow& best = rows.front();
+  std::vector<std::string> as_fast;
+  for (const SweepRow& row : rows | std::views::drop(1))
+    if (row.tokens_per_second >= 0.98 * best.tokens_per_second) as_fast.push_back(layout_name(row.layout));
+  fmt::print("fastest that fits: dp x pp x cp = {}{}\n", layout_name(best.layout),
+             as_fast.empty() ? "" : fmt::format("; within 2 % of it: {}", fmt::join(as_fast, ", ")));
+  fmt::print("every policy on it: the same with --dp {} --pp {} --cp {} in place of --sweep and --gpus\n",
+             best.layout.dp, best.layout.pp, best.layout.cp);
+}
+
+}  // namespace
+
+void add_sweep_options(CLI::App& command, SweepArguments& arguments) {
+  command.add_flag("--sweep", arguments.wanted,
+                   "try all layouts of dp·pp·cp workers and say which is fastest and fits");
+  command.add_option("--gpus", arguments.gpus, "--sweep: number of workers (default dp·pp·cp)")
+      ->check(at_least(1), "POSITIVE");
+  command.add_option("--max-cp", arguments.max_cp, "--sweep: largest cp to try")
+      ->check(at_least(1), "POSITIVE")
+      ->capture_default_str();
+}
+
+std::vector<SweepRow> run_sweep(const SweepArguments& arguments, const LatencyModel& latency, const SimulateInput& like,
+                                const SimulatedPolicy& policy) {
+  const Profile& profile = latency.profile();
+  const Layout& given = like.cost.layout();
+  const int workers = arguments.gpus > 0 ? arguments.gpus : given.workers();
+  const auto layouts = possible_layouts(given, workers, profile.shape.layers, like.global_batch, arguments.max_cp);
+  SB_USER_CHECK(!layouts.empty(), "no layout of {} workers fits {} layers and a global batch of {}", workers,
+                profile.shape.layers, like.global_batch);
+  const bool known = profile.memory_bytes > 0;
+  fmt::print("layouts of {} workers{}, policy {}; the speed-up is over in_order on the same layout\n", workers,
+             known ? fmt::format(" of {:.0f} GiB", gib(profile.memory_bytes)) : "", policy.name);
+  if (workers > like.global_batch)
+    fmt::print("dp is at most the global batch of {}: a larger --global-batch has more layouts\n", like.global_batch);
+  fmt::print("{:<18} {:>9} {:>9} {:>12} {:>10} {:>6}\n", "dp x pp x cp", "step ms", "speed-up", "tokens/s",
+             "GiB/worker", "fits");
+  std::vector<SweepRow> rows;
+  StepProgress progress(std::ssize(layouts) * like.steps);
+  for (const Layout& layout : layouts) {
+    const CostModel cost(latency, like.cost.spec(), layout);
+    const SimulateInput input{cost,      like.coverage, like.pool,    like.global_batch,       like.steps,
+                              like.seed, like.seconds,  like.threads, [&] { progress.step(); }};
+    SweepRow& row = rows.emplace_back();
+    row.layout = layout;
+    row.simulated = simulate_policy(input, policy);
+    row.tokens_per_second = row.simulated.tokens / row.simulated.makespan_ms * 1e3;
+    row.memory_bytes = estimate_memory(cost, row.simulated.largest_micro_batch).total();
+    if (known) row.fits = row.memory_bytes <= profile.memory_bytes;
+    progress.clear();
+    print_row(row);
+  }
+  print_fastest(rows, profile.memory_bytes);
+  return rows;
+}
+
+}  // namespace sb

@@ -1,0 +1,37 @@
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+#include "plan/simulate/simulate.h"
+
+namespace CLI {
+class App;
+}
+
+namespace sb {
+
+// `simulate --sweep`: one policy on every layout of so many workers.
+struct SweepArguments {
+  bool wanted = false;
+  int gpus = 0;  // 0: as many as the layout that is given has
+  int max_cp = 8;
+};
+
+void add_sweep_options(CLI::App& command, SweepArguments& arguments);
+
+struct SweepRow {
+  Layout layout;
+  SimulatedRow simulated;
+  double tokens_per_second = 0;
+  int64_t memory_bytes = 0;  // of the fullest worker
+  std::optional<bool> fits;  // nothing where the profile does not say how much memory there is
+};
+
+// Prints the table and what is fastest, and returns the rows. `like` is the case to run; of its layout, what is not
+// dp, pp and cp stays.
+std::vector<SweepRow> run_sweep(const SweepArguments& arguments, const LatencyModel& latency, const SimulateInput& like,
+                                const SimulatedPolicy& policy);
+
+}  // namespace sb

@@ -1,0 +1,14 @@
+#pragma once
+
+#include <string>
+
+namespace sb {
+
+// One value of a line of metrics.jsonl. What is not finite is written as null (JSON has no NaN).
+struct Metric {
+  std::string name;
+  double value = 0;
+  bool integer = false;
+};
+
+}  // namespace sb

@@ -1,0 +1,209 @@
+#include "data/text/tokenize_job.h"
+
+#include <chrono>
+#include <memory>
+#include <nlohmann/json.hpp>
+
+#include "core/errors.h"
+#include "core/files/mapped_file.h"
+#include "core/log.h"
+#include "core/thread_pool.h"
+#include "core/utf8.h"
+#include "data/files/token_writer.h"
+
+namespace sb {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using nlohmann::json;
+
+// Input handed to the workers at once: enough lines to keep them busy, little enough to hold in memory.
+constexpr size_t kBatchBytes = size_t{4} << 20;
+constexpr int64_t kShownBadLines = 5;
+
+struct Line {
+  std::string_view text;
+  int64_t number = 0;
+  EncodedDocument document;
+  std::string error;  // empty when the line is fine
+};
+
+// What data sets often come as. Without this every line of it would be said to be no JSON.
+void refuse_other_formats(const std::string& path, std::string_view text) {
+  using namespace std::string_view_literals;
+  for (const std::string_view magic : {"\x1f\x8b"sv, "\x28\xb5\x2f\xfd"sv, "\xfd\x37zXZ"sv, "BZh"sv, "PK\x03\x04"sv})
+    SB_USER_CHECK(!text.starts_with(magic), "{}: compressed; unpack it first, JSONL is read as plain text", path);
+  SB_USER_CHECK(!text.starts_with("PAR1"),
+                "{}: a Parquet file; write it as JSONL first, for example with datasets.Dataset.to_json", path);
+  const size_t first = text.find_first_not_of(" \t\r\n");
+  SB_USER_CHECK(first == std::string_view::npos || text[first] != '[',
+                "{}: a JSON array; JSONL has one object a line, as `jq -c '.[]'` writes it", path);
+}
+
+class TokenizeJob {
+ public:
+  TokenizeJob(const TokenizeOptions& options, const std::function<void(const TokenizeProgress&)>& report)
+      : options_(options),
+        report_(report),
+        tokenizer_(Tokenizer::load(options.tokenizer)),
+        encoder_(tokenizer_, options.documents),
+        pool_(std::max(1, options.workers)) {
+    SB_USER_CHECK(!options.inputs.empty(), "no input files are given");
+    for (const std::string& path : options.inputs) {
+      const MappedFile file(path);
+      SB_USER_CHECK(file.size() > 0, "{}: empty: there is nothing to tokenize", path);
+      refuse_other_formats(path, file.text());
+      sizes_.push_back(file.size());
+      progress_.total_bytes += file.size();
+    }
+    TokenWriter::Options writing;
+    writing.type = tokenizer_.vocab_size() <= 65536 ? TokenType::u16 : TokenType::i32;
+    writing.resume = !options.restart;
+    writing.overwrite = options.overwrite;
+    writer_ = std::make_unique<TokenWriter>(options.output, writing);
+    if (!writer_->note().empty()) restore();
+  }
+
+  TokenizeProgress run() {
+    for (; !writer_->finished() && file_ < options_.inputs.size(); ++file_, offset_ = 0, line_number_ = 0) run_file();
+    if (!writer_->finished()) {
+      SB_USER_CHECK(writer_->documents() > 0, "{}: no line gave a document; {} lines were bad", options_.inputs.front(),
+                    progress_.bad_lines);
+      writer_->checkpoint(note());
+      writer_->finish();
+    }
+    update_progress();
+    return progress_;
+  }
+
+ private:
+  // What must be equal for an interrupted run to be continued. Bad lines may be skipped from here on: the ones before
+  // were good.
+  json identity() const {
+    return {{"inputs", options_.inputs},
+            {"sizes", sizes_},
+            {"tokenizer", options_.tokenizer},
+            {"vocab_size", tokenizer_.vocab_size()},
+            {"append_eod", options_.documents.append_eod},
+            {"eod_token", options_.documents.eod_token},
+            {"special", options_.documents.add_special_tokens},
+            {"text_key", options_.text_key}};
+  }
+  std::string note() const {
+    return json{{"identity", identity()},
+                {"file", file_},
+                {"offset", offset_},
+                {"line", line_number_},
+                {"bad_lines", progress_.bad_lines}}
+        .dump();
+  }
+  void restore() {
+    try {
+      const json note = json::parse(writer_->note());
+      SB_USER_CHECK(note.at("identity") == identity(),
+                    "{}.partial belongs to a run with other inputs or options; give the same ones to go on with it, or "
+                    "start again with --restart",
+                    options_.output);
+      const auto number = [&](const char* key, int64_t most) {
+        const json& value = note.at(key);
+        SB_USER_CHECK(value.is_number_integer() && value >= 0 && value <= most,
+                      "{}.partial/state.json: damaged: \"{}\" must be a whole number from 0 to {}; start again with "
+                      "--restart",
+                      options_.output, key, most);
+        return value.get<int64_t>();
+      };
+      file_ = static_cast<size_t>(number("file", std::ssize(sizes_)));
+      offset_ = static_cast<size_t>(number("offset", file_ < sizes_.size() ? sizes_[file_] : 0));
+      line_number_ = number("line", progress_.total_bytes);
+      progress_.bad_lines = number("bad_lines", progress_.total_bytes);
+    } catch (const json::exception& problem) {
+      throw UserError("{}.partial/state.json: damaged ({}); start again with --restart", options_.output,
+                      printable(problem.what(), 200));
+    }
+    update_progress();
+    progress_.resumed_bytes = progress_.bytes;
+  }
+
+  void run_file() {
+    const std::string& path = options_.inputs[file_];
+    const MappedFile file(path);
+    SB_USER_CHECK(file.size() == sizes_[file_], "{}: its size changed while it was read", path);
+    size_t offset = offset_;
+    std::vector<Line> batch;
+    while (true) {
+      batch.clear();
+      const size_t begin = offset;
+      std::string_view text;
+      while (offset - begin < kBatchBytes * static_cast<size_t>(pool_.threads()) &&
+             next_line(file.text(), offset, text)) {
+        ++line_number_;
+        if (!is_blank(text)) batch.push_back({text, line_number_, {}, {}});
+      }
+      if (offset == begin) return;
+      encode(batch);
+      write(path, batch);
+      offset_ = offset;
+      update_progress();
+      if (std::chrono::duration<double>(Clock::now() - last_checkpoint_).count() >= options_.checkpoint_seconds) {
+        writer_->checkpoint(note());
+        last_checkpoint_ = Clock::now();
+      }
+      report_(progress_);
+    }
+  }
+
+  void encode(std::vector<Line>& batch) {
+    pool_.parallel_for(static_cast<int64_t>(batch.size()), 1, [&](int64_t begin, int64_t end, int) {
+      for (int64_t i = begin; i < end; ++i) {
+        Line& line = batch[static_cast<size_t>(i)];
+        try {
+          line.document = encoder_.encode(parse_jsonl_record(line.text, options_.text_key));
+        } catch (const UserError& error) {
+          line.error = error.what();
+        }
+      }
+    });
+  }
+
+  void write(const std::string& path, const std::vector<Line>& batch) {
+    for (const Line& line : batch) {
+      if (line.error.empty()) {
+        writer_->add(line.document.tokens, line.document.targets);
+        continue;
+      }
+      SB_USER_CHECK(options_.skip_bad_lines, "{}:{}: {} (--skip-bad-lines leaves such lines out and counts them)", path,
+                    line.number, line.error);
+      if (++progress_.bad_lines <= kShownBadLines) log::warning("skipped {}:{}: {}", path, line.number, line.error);
+    }
+  }
+
+  void update_progress() {
+    progress_.bytes = static_cast<int64_t>(offset_);
+    for (size_t f = 0; f < file_; ++f) progress_.bytes += sizes_[f];
+    if (writer_->finished()) progress_.bytes = progress_.total_bytes;
+    progress_.documents = writer_->documents();
+    progress_.tokens = writer_->tokens();
+  }
+
+  const TokenizeOptions& options_;
+  const std::function<void(const TokenizeProgress&)>& report_;
+  Tokenizer tokenizer_;
+  DocumentEncoder encoder_;
+  ThreadPool pool_;
+  std::unique_ptr<TokenWriter> writer_;
+  std::vector<int64_t> sizes_;
+  size_t file_ = 0;
+  size_t offset_ = 0;
+  int64_t line_number_ = 0;
+  TokenizeProgress progress_;
+  Clock::time_point last_checkpoint_ = Clock::now();
+};
+
+}  // namespace
+
+TokenizeProgress tokenize_files(const TokenizeOptions& options,
+                                const std::function<void(const TokenizeProgress&)>& progress) {
+  return TokenizeJob(options, progress).run();
+}
+
+}  // namespace sb

@@ -1,0 +1,175 @@
+#include "plan/latency/cost_model.h"
+
+#include <algorithm>
+
+#include "core/errors.h"
+
+namespace sb {
+namespace {
+
+constexpr double kActivationBytes = 2, kGradientBytes = 4, kParameterBytes = 2;
+
+Work divided(const Work& work, double by) {
+  return {work.tokens / by, work.tiles / by, work.pairs / by, work.scores / by};
+}
+
+constexpr double kNone = 1e300;
+constexpr double kEqual = 1 + 1e-9;  // sums in another order
+
+// Where every stage begins, and one past the last layer: the slowest stage is as fast as possible; of such splits the
+// one with the least sum of squares; of those the one with the larger last stage (the only one that needs no warm-up),
+// then with larger earlier ones. `costs(stage, begin, end)`: of a stage with these layers.
+template <typename Costs>
+std::vector<int> split(const Costs& costs, int layers, int stages) {
+  const auto width = static_cast<size_t>(layers) + 1;
+  std::vector<double> slowest(width, kNone);  // of the stages so far, by where they end
+  slowest[0] = 0;
+  for (int stage = 0; stage < stages; ++stage)
+    for (int end = layers; end >= 0; --end) {
+      double least = kNone;
+      for (int begin = 0; begin < end; ++begin)
+        least = std::min(least, std::max(slowest[static_cast<size_t>(begin)], costs(stage, begin, end)));
+      slowest[static_cast<size_t>(end)] = least;
+    }
+  const double most = slowest.back() * kEqual;
+  struct Best {
+    double squares = kNone;
+    int begin = 0;  // of the stage that ends here
+  };
+  std::vector<std::vector<Best>> best(static_cast<size_t>(stages) + 1, std::vector<Best>(width));
+  best[0][0].squares = 0;
+  for (int stage = 0; stage < stages; ++stage)
+    for (int end = 1; end <= layers; ++end)
+      for (int begin = 0; begin < end; ++begin) {
+        const double cost = costs(stage, begin, end);
+        const double before = best[static_cast<size_t>(stage)][static_cast<size_t>(begin)].squares;
+        if (cost > most || before >= kNone) continue;
+        Best& here = best[static_cast<size_t>(stage) + 1][static_cast<size_t>(end)];
+        const double squares = before + cost * cost;
+        const bool last = stage == stages - 1;
+        if (last ? squares * kEqual < here.squares : squares <= here.squares * kEqual) here = {squares, begin};
+      }
+  std::vector<int> first_layer(1, layers);
+  for (int stage = stages; stage > 0; --stage)
+    first_layer.push_back(best[static_cast<size_t>(stage)][static_cast<size_t>(first_layer.back())].begin);
+  std::reverse(first_layer.begin(), first_layer.end());
+  return first_layer;
+}
+
+}  // namespace
+
+CostModel::CostModel(const LatencyModel& latency, AttentionSpec spec, Layout layout)
+    : latency_(latency), spec_(spec), layout_(layout) {
+  check();
+  split_layers();
+  prepare_communication();
+}
+
+CostModel::CostModel(const LatencyModel& latency, AttentionSpec spec, Layout layout, std::vector<int> first_layer)
+    : latency_(latency), spec_(spec), layout_(layout), first_layer_(std::move(first_layer)) {
+  check();
+  bool fits =
+      std::ssize(first_layer_) == layout_.pp + 1 && first_layer_.front() == 0 && first_layer_.back() == layers();
+  for (size_t s = 1; fits && s < first_layer_.size(); ++s) fits = first_layer_[s] > first_layer_[s - 1];
+  SB_CHECK(fits, "the split does not fit {} stages and {} layers", layout_.pp, layers());
+  prepare_communication();
+}
+
+void CostModel::prepare_communication() {
+  for (int s = 0; s < stages(); ++s) {
+    transfer_.push_back(transfer_per_token(s));
+    reduction_.push_back(reduction_time(s));
+  }
+}
+
+void CostModel::check() const {
+  SB_USER_CHECK(layout_.dp > 0 && layout_.pp > 0 && layout_.cp > 0, "dp {}, pp {} and cp {} must be positive",
+                layout_.dp, layout_.pp, layout_.cp);
+  SB_USER_CHECK(layout_.pp <= shape().layers,
+                "pp {} is more than the {} layers of {}: a stage would be empty; lower pp", layout_.pp, shape().layers,
+                shape().name);
+  SB_USER_CHECK(layout_.warmup_depth >= 1, "warm-up depth must be at least 1, got {}", layout_.warmup_depth);
+  SB_USER_CHECK(spec_.block > 0 && spec_.query_block > 0, "block and query block must be positive");
+  SB_USER_CHECK(spec_.budget >= spec_.least_budget(),
+                "budget {} is below {} sink + {} local + 2 blocks of {} tokens = {}; raise it or shrink the block",
+                spec_.budget, spec_.sink_blocks, spec_.local_blocks, spec_.block, spec_.least_budget());
+  for (const int layer : spec_.dense_layers)
+    SB_USER_CHECK(layer >= 0 && layer < layers(), "attention.dense_layers: {}, but the model has layers 0 to {}", layer,
+                  layers() - 1);
+  SB_USER_CHECK(spec_.max_budget == 0 || spec_.max_budget >= spec_.budget,
+                "the largest budget {} is below the base budget {}", spec_.max_budget, spec_.budget);
+}
+
+void CostModel::split_layers() {
+  // Costs relative to a sparse layer.
+  const int64_t tokens = layout_.split_tokens > 0 ? layout_.split_tokens : 2 * spec_.budget;
+  const auto time = [](const StageTime& t) { return t.forward + t.backward; };
+  const auto layer_time = [&](int64_t budget) {
+    return time(linear(static_cast<double>(tokens))) + time(attention(work_of(spec_, tokens, budget)));
+  };
+  const double layer = layer_time(spec_.base_budget(tokens)), dense = layer_time(tokens) / layer;
+  const double extra = time(head(static_cast<double>(tokens))) / layer;
+  const int layers = static_cast<int>(shape().layers), stages = layout_.pp;
+  std::vector<int> dense_before(1, 0);
+  for (int l = 0; l < layers; ++l) dense_before.push_back(dense_before.back() + (spec_.dense_layer(l) ? 1 : 0));
+  const auto costs = [&](int stage, int begin, int end) {
+    const int of_dense = dense_before[static_cast<size_t>(end)] - dense_before[static_cast<size_t>(begin)];
+    return (end - begin - of_dense) + of_dense * dense + (stage == stages - 1 ? extra : 0.0);
+  };
+  first_layer_ = split(costs, layers, stages);
+}
+
+StageTime CostModel::linear(double tokens) const {
+  Work work;
+  work.tokens = tokens / layout_.cp;
+  return {latency_.predict(Operation::linear_forward, work), latency_.predict(Operation::linear_backward, work)};
+}
+
+StageTime CostModel::attention(const Work& whole) const {
+  const Work work = layout_.cp == 1 ? whole : divided(whole, layout_.cp);
+  StageTime time{latency_.predict(Operation::attention_forward, work),
+                 latency_.predict(Operation::attention_backward, work)};
+  if (layout_.cp > 1 && layout_.comm) {
+    // The ring sends keys and values (forward), and their gradients too (backward), behind the computation.
+    const ModelShape& s = shape();
+    const double bytes = work.tokens * 2.0 * static_cast<double>(s.kv_heads * s.head_dim) * kActivationBytes;
+    const Profile& profile = latency_.profile();
+    const Link& link = layout_.cp <= profile.gpus_per_node ? profile.transfer_inside : profile.transfer_between;
+    time.forward = std::max(time.forward, (layout_.cp - 1) * link(bytes));
+    time.backward = std::max(time.backward, (layout_.cp - 1) * link(2 * bytes));
+  }
+  time.forward += latency_.predict(Operation::selection, work);
+  return time;
+}
+
+StageTime CostModel::head(double tokens) const {
+  if (!layout_.head) return {};
+  Work work;
+  work.tokens = tokens / layout_.cp;
+  return {latency_.predict(Operation::head_forward, work), latency_.predict(Operation::head_backward, work)};
+}
+
+Link CostModel::transfer_per_token(int stage) const {
+  if (!layout_.comm || stage == 0) return {};
+  const Profile& profile = latency_.profile();
+  const bool same_node = (stage - 1) * layout_.cp / profile.gpus_per_node == stage * layout_.cp / profile.gpus_per_node;
+  const double bytes = static_cast<double>(shape().hidden) * kActivationBytes / layout_.cp;
+  const Link& link = same_node ? profile.transfer_inside : profile.transfer_between;
+  return {link.latency_us, link.us_per_byte * bytes};
+}
+
+double CostModel::reduction_time(int stage) const {
+  const int group = layout_.dp * layout_.cp;
+  if (!layout_.comm || group == 1) return 0;
+  const Profile& profile = latency_.profile();
+  const Link& link = layout_.workers() <= profile.gpus_per_node ? profile.reduce_inside : profile.reduce_between;
+  double parameters = static_cast<double>(shape().layer_parameters()) * stage_layers(stage);
+  if (layout_.head && (stage == 0 || stage == stages() - 1)) {
+    const bool both = stages() == 1 && !shape().tied;
+    parameters += static_cast<double>(shape().embedding_parameters()) * (both ? 2 : 1);
+  }
+  const double share = static_cast<double>(group - 1) / group;
+  return link(parameters * kGradientBytes * share) + link(parameters * kParameterBytes * share);
+}
+
+}  // namespace sb

@@ -1,0 +1,81 @@
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "plan/latency/latency_model.h"
+#include "plan/latency/workload.h"
+
+namespace sb {
+
+// The grid of workers. The ranks of one pipeline stand side by side: context parallel fastest, then stages, then data
+// parallel.
+struct Layout {
+  int dp = 1;
+  int pp = 1;
+  int cp = 1;
+  // Forwards that a stage runs ahead, in multiples of its distance to the last one: 1 is plain 1F1B, 2 gives every
+  // transfer one operation to hide behind.
+  int warmup_depth = 1;
+  bool comm = true;  // count transfers and the gradient reduction
+  bool head = true;  // count embedding and loss
+  // Length of the sequences that layers are split over the stages for; 0: twice the budget.
+  int64_t split_tokens = 0;
+  int workers() const { return dp * pp * cp; }
+};
+
+struct StageTime {
+  double forward = 0, backward = 0;  // microseconds
+};
+
+// Latencies of this model in this layout: what stages and micro-batches take.
+class CostModel {
+ public:
+  // Splits the layers over the stages so that the slowest stage is as fast as possible and the others are alike
+  // (earlier stages get the remainder), each layer dense or sparse as it runs. UserError when there are more stages
+  // than layers.
+  CostModel(const LatencyModel& latency, AttentionSpec spec, Layout layout);
+  // With a split that is given: where every stage begins, and one past the last layer.
+  CostModel(const LatencyModel& latency, AttentionSpec spec, Layout layout, std::vector<int> first_layer);
+
+  const AttentionSpec& spec() const { return spec_; }
+  const Layout& layout() const { return layout_; }
+  const ModelShape& shape() const { return latency_.profile().shape; }
+  int stages() const { return layout_.pp; }
+  int layers() const { return static_cast<int>(shape().layers); }
+  int first_layer(int stage) const { return first_layer_[static_cast<size_t>(stage)]; }
+  int stage_layers(int stage) const {
+    return first_layer_[static_cast<size_t>(stage) + 1] - first_layer_[static_cast<size_t>(stage)];
+  }
+
+  // Everything of a layer but attention, for a micro-batch of this many tokens.
+  StageTime linear(double tokens) const;
+  // Attention and selection of one layer; the sums of the micro-batch, before context parallelism divides them.
+  StageTime attention(const Work& work) const;
+  // Embedding and loss, zero where the layout leaves them out; they belong to the last stage.
+  StageTime head(double tokens) const;
+  // Activations from stage-1 to stage (and gradients back), for a micro-batch.
+  double transfer(int stage, double tokens) const {
+    return stage == 0 ? 0.0 : transfer_[static_cast<size_t>(stage)](tokens);
+  }
+  // Gradient reduction and parameter gathering after the last backward of a stage.
+  double reduction(int stage) const { return reduction_[static_cast<size_t>(stage)]; }
+
+ private:
+  void check() const;
+  void split_layers();
+  void prepare_communication();
+  Link transfer_per_token(int stage) const;
+  double reduction_time(int stage) const;
+
+  const LatencyModel& latency_;
+  AttentionSpec spec_;
+  Layout layout_;
+  std::vector<int> first_layer_;
+  std::vector<Link> transfer_;  // into every stage, over tokens
+  std::vector<double> reduction_;
+};
+
+}  // namespace sb

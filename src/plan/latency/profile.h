@@ -1,0 +1,113 @@
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <filesystem>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "plan/latency/model_shape.h"
+#include "plan/latency/workload.h"
+
+namespace sb {
+
+// The operations whose latency is predicted; the first seven run once a micro-batch (and layer).
+enum class Operation {
+  linear_forward,
+  linear_backward,
+  attention_forward,
+  attention_backward,
+  selection,
+  head_forward,  // embedding, final norm, vocabulary projection and loss
+  head_backward,
+};
+inline constexpr int kOperations = 7;
+const char* operation_name(Operation operation);
+
+// Monotone piecewise-linear function, extended by its last slope; microseconds over a coordinate.
+struct PiecewiseLinear {
+  std::vector<double> x, y;  // x ascending from 0, y non-decreasing
+  double operator()(double at) const {
+    if (x.size() == 2) return y[0] + (y[1] - y[0]) * (at / x[1]);
+    size_t i = 1;
+    while (i + 1 < x.size() && at > x[i]) ++i;
+    return y[i - 1] + (y[i] - y[i - 1]) * ((at - x[i - 1]) / (x[i] - x[i - 1]));
+  }
+};
+
+enum class Coordinate { tokens, tiles, pairs, scores };
+inline double coordinate(const Work& work, Coordinate which) {
+  switch (which) {
+    case Coordinate::tokens:
+      return work.tokens;
+    case Coordinate::tiles:
+      return work.tiles;
+    case Coordinate::pairs:
+      return work.pairs;
+    case Coordinate::scores:
+      return work.scores;
+  }
+  return 0;
+}
+
+// Latency of one operation: piecewise-linear along one coordinate, plus a non-negative rate for the others.
+struct OperationTable {
+  Coordinate along = Coordinate::tokens;
+  PiecewiseLinear curve;
+  double per_tile = 0, per_token = 0, per_score = 0;  // microseconds
+  double operator()(const Work& work) const {
+    return curve(coordinate(work, along)) + per_tile * work.tiles + per_token * work.tokens + per_score * work.scores;
+  }
+};
+
+// Time to move bytes: latency + bytes · rate.
+struct Link {
+  double latency_us = 0;
+  double us_per_byte = 0;
+  double operator()(double bytes) const { return latency_us + bytes * us_per_byte; }
+};
+
+struct ErrorSummary {
+  double median = 0, p95 = 0;  // of |predicted / measured - 1|
+  int64_t count = 0;
+};
+ErrorSummary summarize_errors(std::vector<double> relative_errors);
+
+// Latencies of one machine for one model shape.
+struct Profile {
+  static constexpr int kVersion = 1;
+  std::string name;     // "h200-analytic", or the file
+  std::string machine;  // what was measured
+  std::string date;
+  std::string recompute = "attention";  // contained in the backward tables
+  // The blocks that were measured; none in analytic profiles and in files that do not tell.
+  struct Blocks {
+    int64_t block, query_block, score_tokens;
+  };
+  std::optional<Blocks> blocks;
+  ModelShape shape;
+  std::array<OperationTable, kOperations> tables;
+  Link transfer_inside, transfer_between;  // point to point, inside a node and between nodes
+  Link reduce_inside, reduce_between;      // reduce-scatter or all-gather, per byte · (n-1)/n
+  int gpus_per_node = 8;
+  double peak_tflops = 0;    // 0: unknown
+  int64_t memory_bytes = 0;  // of one device; 0: unknown
+  ErrorSummary held_out;     // shapes measured and not fitted; count 0: analytic
+};
+
+// h200-analytic, h100-analytic, a100-analytic, h20-analytic.
+std::vector<std::string> analytic_profiles();
+bool is_analytic_profile(const std::string& name);
+// `spec` says whether selection judges parts of blocks.
+Profile analytic_profile(const std::string& name, const ModelShape& shape, const AttentionSpec& spec = {});
+
+Profile parse_profile(const std::string& json, const std::string& where);
+std::string write_profile(const Profile& profile);
+// A built-in name or a file; a measured profile must be of this shape. `spec` is for analytic ones.
+Profile find_profile(const std::string& name_or_path, const ModelShape& shape, const AttentionSpec& spec);
+// UserError when `spec` has other blocks than were measured. `names`: how its block, query_block and score_tokens are
+// called where they can be changed.
+void check_measured_blocks(const Profile& profile, const AttentionSpec& spec, const std::array<const char*, 3>& names);
+
+}  // namespace sb

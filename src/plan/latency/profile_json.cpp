@@ -1,0 +1,192 @@
+#include <fmt/format.h>
+
+#include <cmath>
+#include <nlohmann/json.hpp>
+
+#include "core/errors.h"
+#include "plan/latency/profile.h"
+
+namespace sb {
+namespace {
+
+using Json = nlohmann::ordered_json;
+constexpr const char* kCoordinates[] = {"tokens", "tiles", "pairs", "scores"};
+// Beyond all that a machine could take, and small enough that sums and products of them stay numbers.
+constexpr double kLargest = 1e15, kLargestCoordinate = 1e24, kLeastStep = 1e-3;
+
+// Reads keys of one object and names the file and the key in every complaint.
+class Reader {
+ public:
+  Reader(const Json& json, std::string where) : json_(json), where_(std::move(where)) {
+    SB_USER_CHECK(json_.is_object(), "{}: must be an object", where_);
+  }
+  Reader child(const char* key) const { return {get(key), where_ + "." + key}; }
+  double number(const char* key) const {
+    const Json& value = get(key);
+    SB_USER_CHECK(value.is_number() && value.get<double>() >= 0 && value.get<double>() <= kLargest,
+                  "{}.{}: must be a number from 0 to {:.0e}", where_, key, kLargest);
+    return value.get<double>();
+  }
+  int64_t integer(const char* key) const {
+    const Json& value = get(key);
+    SB_USER_CHECK(value.is_number_integer(), "{}.{}: must be an integer", where_, key);
+    return value.get<int64_t>();
+  }
+  std::string text(const char* key) const {
+    const Json& value = get(key);
+    SB_USER_CHECK(value.is_string(), "{}.{}: must be a string", where_, key);
+    return value.get<std::string>();
+  }
+  std::vector<double> numbers(const char* key, double largest) const {
+    const Json& value = get(key);
+    SB_USER_CHECK(value.is_array(), "{}.{}: must be a list of numbers", where_, key);
+    std::vector<double> out;
+    for (const Json& item : value) {
+      SB_USER_CHECK(item.is_number() && std::abs(item.get<double>()) <= largest,
+                    "{}.{}: must be a list of numbers up to {:.0e}", where_, key, largest);
+      out.push_back(item.get<double>());
+    }
+    return out;
+  }
+  const std::string& where() const { return where_; }
+
+ private:
+  const Json& get(const char* key) const {
+    const auto found = json_.find(key);
+    SB_USER_CHECK(found != json_.end(), "{}: `{}` is missing", where_, key);
+    return *found;
+  }
+  const Json& json_;
+  std::string where_;
+};
+
+OperationTable read_table(const Reader& reader) {
+  OperationTable table;
+  const std::string along = reader.text("along");
+  const auto* found = std::find(std::begin(kCoordinates), std::end(kCoordinates), along);
+  SB_USER_CHECK(found != std::end(kCoordinates), "{}.along: `{}` is not one of tokens, tiles, pairs, scores",
+                reader.where(), along);
+  table.along = static_cast<Coordinate>(found - std::begin(kCoordinates));
+  table.curve.x = reader.numbers("x", kLargestCoordinate);
+  table.curve.y = reader.numbers("us", kLargest);
+  const auto& [x, y] = table.curve;
+  SB_USER_CHECK(x.size() >= 2 && x.size() == y.size(), "{}: x and us need the same number of values, two or more",
+                reader.where());
+  SB_USER_CHECK(x[0] == 0 && y[0] >= 0, "{}: x must start at 0 and us at 0 or above", reader.where());
+  for (size_t i = 1; i < x.size(); ++i)
+    SB_USER_CHECK(x[i] - x[i - 1] >= kLeastStep && y[i] >= y[i - 1],
+                  "{}: x must rise, by {} or more, and us must not fall (entry {})", reader.where(), kLeastStep, i);
+  table.per_tile = reader.number("us_per_tile");
+  table.per_token = reader.number("us_per_token");
+  table.per_score = reader.number("us_per_score");
+  return table;
+}
+
+Json table_json(const OperationTable& table) {
+  return {{"along", kCoordinates[static_cast<int>(table.along)]},
+          {"x", table.curve.x},
+          {"us", table.curve.y},
+          {"us_per_tile", table.per_tile},
+          {"us_per_token", table.per_token},
+          {"us_per_score", table.per_score}};
+}
+
+Json link_json(const Link& link) {
+  return {{"latency_us", link.latency_us}, {"us_per_byte", link.us_per_byte}};
+}
+Link read_link(const Reader& reader) {
+  return {reader.number("latency_us"), reader.number("us_per_byte")};
+}
+
+}  // namespace
+
+std::string write_profile(const Profile& profile) {
+  Json operations;
+  for (int i = 0; i < kOperations; ++i)
+    operations[operation_name(static_cast<Operation>(i))] = table_json(profile.tables[static_cast<size_t>(i)]);
+  const ModelShape& shape = profile.shape;
+  Json json = {
+      {"format", "sparsebalance-profile"},
+      {"version", Profile::kVersion},
+      {"name", profile.name},
+      {"machine", profile.machine},
+      {"date", profile.date},
+      {"recompute", profile.recompute},
+      {"model",
+       {{"name", shape.name},
+        {"layers", shape.layers},
+        {"hidden", shape.hidden},
+        {"heads", shape.heads},
+        {"kv_heads", shape.kv_heads},
+        {"head_dim", shape.head_dim},
+        {"intermediate", shape.intermediate},
+        {"vocabulary", shape.vocabulary}}},
+      {"operations", operations},
+      {"links",
+       {{"transfer_inside", link_json(profile.transfer_inside)},
+        {"transfer_between", link_json(profile.transfer_between)},
+        {"reduce_inside", link_json(profile.reduce_inside)},
+        {"reduce_between", link_json(profile.reduce_between)}}},
+      {"gpus_per_node", profile.gpus_per_node},
+      {"peak_tflops", profile.peak_tflops},
+      {"memory_bytes", profile.memory_bytes},
+      {"held_out_error",
+       {{"median", profile.held_out.median}, {"p95", profile.held_out.p95}, {"count", profile.held_out.count}}}};
+  if (const auto& blocks = profile.blocks)
+    json["attention"] = {
+        {"block", blocks->block}, {"query_block", blocks->query_block}, {"score_tokens", blocks->score_tokens}};
+  return json.dump(2) + "\n";
+}
+
+Profile parse_profile(const std::string& text, const std::string& where) {
+  const Json json = Json::parse(text, nullptr, false);
+  SB_USER_CHECK(!json.is_discarded(), "{}: is not JSON", where);
+  const Reader reader(json, where);
+  SB_USER_CHECK(json.contains("format") && json["format"] == "sparsebalance-profile",
+                "{}: is not a profile (`format` must be \"sparsebalance-profile\")", where);
+  const int64_t version = reader.integer("version");
+  SB_USER_CHECK(version == Profile::kVersion,
+                "{}: profile version {} and this program reads version {}; run `sparsebalance profile` again", where,
+                version, Profile::kVersion);
+  Profile profile;
+  profile.name = reader.text("name");
+  profile.machine = reader.text("machine");
+  profile.date = reader.text("date");
+  profile.recompute = reader.text("recompute");
+  if (json.contains("attention")) {
+    const Reader attention = reader.child("attention");
+    profile.blocks = {attention.integer("block"), attention.integer("query_block"), attention.integer("score_tokens")};
+    const auto& [block, query_block, score_tokens] = *profile.blocks;
+    SB_USER_CHECK(block > 0 && query_block > 0, "{}: block and query_block must be positive", attention.where());
+    SB_USER_CHECK(score_tokens == 0 || (score_tokens > 0 && block % score_tokens == 0),
+                  "{}.score_tokens: {} is neither 0 nor a divisor of block {}", attention.where(), score_tokens, block);
+  }
+  const Reader model = reader.child("model");
+  profile.shape = {model.text("name"),
+                   model.integer("layers"),
+                   model.integer("hidden"),
+                   model.integer("heads"),
+                   model.integer("kv_heads"),
+                   model.integer("head_dim"),
+                   model.integer("intermediate"),
+                   model.integer("vocabulary"),
+                   false};
+  check_model_shape(profile.shape, model.where());
+  const Reader operations = reader.child("operations");
+  for (int i = 0; i < kOperations; ++i)
+    profile.tables[static_cast<size_t>(i)] = read_table(operations.child(operation_name(static_cast<Operation>(i))));
+  const Reader links = reader.child("links");
+  profile.transfer_inside = read_link(links.child("transfer_inside"));
+  profile.transfer_between = read_link(links.child("transfer_between"));
+  profile.reduce_inside = read_link(links.child("reduce_inside"));
+  profile.reduce_between = read_link(links.child("reduce_between"));
+  profile.gpus_per_node = static_cast<int>(reader.integer("gpus_per_node"));
+  SB_USER_CHECK(profile.gpus_per_node > 0, "{}.gpus_per_node: must be positive", where);
+  profile.peak_tflops = reader.number("peak_tflops");
+  profile.memory_bytes = reader.integer("memory_bytes");
+  const Reader error = reader.child("held_out_error");
+  profile.held_out = {error.number("median"), error.number("p95"), error.integer("count")};
+  return profile;
+}
+
+}  // namespace sb

@@ -1,0 +1,333 @@
+#include "plan/plan.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "core/errors.h"
+#include "plan/batching/parallel_pieces.h"
+
+namespace sb {
+namespace {
+
+constexpr int64_t kOne = 1'000'000;
+constexpr double kSmoothing = 0.2;
+
+// Quarter octaves.
+size_t length_class(int64_t tokens) {
+  return static_cast<size_t>(std::max(0.0, std::floor(4.0 * std::log2(static_cast<double>(tokens)))));
+}
+
+// A candidate on its way to becoming a plan.
+struct Draft {
+  Batches batches;
+  Orders orders;
+  Budgets budgets;
+  std::vector<PipelineTimes> times;  // of every rank, at the budgets
+  std::vector<double> rank_makespan;
+  double makespan = 0;  // of the slowest
+  double relaxed_bound = 0;
+  bool unsolved = false;
+};
+
+class Planner {
+ public:
+  Planner(const CostModel& cost, const CoverageModel& coverage, std::span<const Sequence> sequences,
+          const PlanOptions& options, ThreadPool* pool)
+      : cost_(cost),
+        coverage_(coverage),
+        sequences_(sequences),
+        options_(options),
+        pool_(pool),
+        small_(sequences.size() <= kSmallStep),
+        schedules_(cost.stages(), cost.layout().warmup_depth),
+        base_(base_budgets(cost.spec(), sequences, cost.layers())) {}
+
+  Draft batch(BatchingPolicy policy, std::span<const int64_t> budgets) {
+    BatchingOptions batching = options_.batching;
+    batching.policy = policy;
+    batching.reorder = options_.ordering;
+    Draft draft;
+    draft.batches = make_batches(cost_, sequences_, budgets, batching);
+    draft.orders = given_orders(draft.batches);
+    draft.budgets = base_;
+    draft.times.resize(static_cast<size_t>(draft.batches.ranks()));
+    draft.rank_makespan.resize(draft.times.size());
+    schedules_.prepare(draft.batches);
+    return draft;
+  }
+
+  void predict(Draft& draft) const {
+    each_rank(draft, [&](int r) {
+      PipelineTimes& times = draft.times[static_cast<size_t>(r)];
+      times = stage_times(cost_, sequences_, draft.batches, r, draft.budgets);
+      return schedules_.of(times.micro_batches).makespan(times, draft.orders[static_cast<size_t>(r)]);
+    });
+  }
+
+  const BudgetCurves& curves() {
+    if (!curves_) curves_ = std::make_unique<BudgetCurves>(cost_, coverage_, sequences_, options_.tuning.p, pool_);
+    return *curves_;
+  }
+
+  // The lowest budgets that p allows, on average over the layers that have a choice.
+  std::vector<int64_t> mean_floors() {
+    const BudgetCurves& all = curves();
+    std::vector<int> open;
+    for (int l = 0; l < (all.uniform() ? 1 : all.layers()); ++l)
+      if (!cost_.spec().dense_layer(l)) open.push_back(l);
+    std::vector<int64_t> floors(sequences_.size(), 0);
+    for (size_t i = 0; i < floors.size(); ++i) {
+      for (const int l : open) floors[i] += all.floor(static_cast<int>(i), l);
+      floors[i] = open.empty() ? sequences_[i].tokens : floors[i] / std::ssize(open);
+    }
+    return floors;
+  }
+
+  // Order, fill, order again. The first order is made for the budgets `first`, one a sequence.
+  void finish(Draft& draft, std::span<const int64_t> first) {
+    const bool ordered = options_.ordering && cost_.stages() > 1, tuned = options_.tuning.policy != TuningPolicy::off;
+    if (ordered || !tuned) {
+      if (tuned) {
+        const auto layers = static_cast<size_t>(cost_.layers());
+        for (size_t i = 0; i < draft.budgets.size(); ++i)
+          if (!cost_.spec().dense_layer(static_cast<int>(i % layers)))
+            draft.budgets[i] = static_cast<int32_t>(first[i / layers]);
+      }
+      predict(draft);
+    }
+    if (ordered) order(draft);
+    if (!tuned) return;
+    tune(draft);
+    if (!ordered) return;
+    // With the budgets of this order another one may be faster. In a large step it is taken as it is: the coverage is
+    // there already. In a small one what it frees is shared out again.
+    if (!small_) {
+      order_slowest(draft);
+      return;
+    }
+    Draft again = draft;
+    if (!order(again)) return;
+    tune(again);
+    if (again.makespan < draft.makespan) draft = std::move(again);
+  }
+
+  Plan write(int64_t step, const Draft& draft, double baseline) const;
+
+ private:
+  // body(rank) gives a rank's makespan.
+  template <typename Body>
+  void each_rank(Draft& draft, const Body& body) const {
+    parallel_pieces(pool_, std::ssize(draft.rank_makespan),
+                    [&](int64_t r, int) { draft.rank_makespan[static_cast<size_t>(r)] = body(static_cast<int>(r)); });
+    draft.makespan = *std::max_element(draft.rank_makespan.begin(), draft.rank_makespan.end());
+  }
+
+  // Improves the order of one rank at the draft's times; its makespan then.
+  double order_rank(Draft& draft, int r) const {
+    // The whole step's trials, shared: many ranks get fewer each.
+    const int64_t most = small_ ? 600'000 : 40'000;
+    const int64_t operations = 2 * cost_.stages() * draft.batches.micro_batches();
+    const int64_t trials = std::clamp<int64_t>(most / operations, 4, 400);
+    const PipelineTimes& times = draft.times[static_cast<size_t>(r)];
+    return improve_order(schedules_.of(times.micro_batches), times, trials, draft.orders[static_cast<size_t>(r)]);
+  }
+
+  // All ranks; true if the step became shorter.
+  bool order(Draft& draft) const {
+    const double before = draft.makespan;
+    each_rank(draft, [&](int r) { return order_rank(draft, r); });
+    return draft.makespan < before * (1 - 1e-9);
+  }
+
+  // Only the ranks that decide, until one of them stays the slowest.
+  void order_slowest(Draft& draft) const {
+    std::vector<char> done(draft.rank_makespan.size(), 0);
+    for (;;) {
+      const auto slowest = std::max_element(draft.rank_makespan.begin(), draft.rank_makespan.end());
+      const auto r = static_cast<size_t>(slowest - draft.rank_makespan.begin());
+      draft.makespan = *slowest;
+      if (done[r] != 0) return;
+      done[r] = 1;
+      *slowest = order_rank(draft, static_cast<int>(r));
+    }
+  }
+
+  void tune(Draft& draft) {
+    const TuningInput input{cost_,        coverage_,  sequences_, curves(), draft.batches,
+                            draft.orders, schedules_, base_,      pool_};
+    TuningResult result = sb::tune(input, options_.tuning);
+    draft.budgets = std::move(result.budgets);
+    draft.relaxed_bound = result.relaxed_bound;
+    draft.unsolved = result.unsolved;
+    predict(draft);
+    // Rounding in a large step may pass the deadline by a fraction of a step: never beyond what the base budgets take.
+    if (options_.tuning.policy != TuningPolicy::optimal || draft.makespan <= result.deadline * (1 + 1e-9)) return;
+    const double base = step_makespan(cost_, schedules_, sequences_, draft.batches, draft.orders, base_);
+    if (base >= draft.makespan) return;
+    draft.budgets = base_;
+    draft.relaxed_bound = 0;
+    predict(draft);
+  }
+
+  const CostModel& cost_;
+  const CoverageModel& coverage_;
+  std::span<const Sequence> sequences_;
+  const PlanOptions& options_;
+  ThreadPool* pool_;
+  bool small_;
+  ScheduleSet schedules_;
+  Budgets base_;
+  std::unique_ptr<BudgetCurves> curves_;
+};
+
+Plan Planner::write(int64_t step, const Draft& draft, double baseline) const {
+  Plan plan;
+  plan.step = step;
+  plan.layers = cost_.layers();
+  plan.makespan_us = draft.makespan;
+  plan.baseline_us = baseline;
+  plan.relaxed_bound = draft.relaxed_bound;
+  if (draft.batches.no_room)
+    plan.notes.push_back(
+        fmt::format("batching {} found no room under the caps of a micro-batch, the sequences are in order: raise the "
+                    "token cap, or "
+                    "make the global batch a multiple of dp",
+                    policy_name(options_.batching.policy)));
+  if (draft.unsolved) plan.notes.emplace_back("tuning optimal ran out of pivots and went by prices");
+  const CoverageSummary summary =
+      summarize_coverage(coverage_, cost_.spec(), sequences_, cost_.layers(), draft.budgets, pool_);
+  plan.mean_coverage = summary.mean;
+  plan.min_coverage = summary.min;
+  plan.worst_loss = summary.worst_loss;
+  plan.base_coverage = summary.base_mean;
+
+  const auto layers = static_cast<size_t>(cost_.layers());
+  const auto stages = static_cast<size_t>(cost_.stages());
+  const int ranks = draft.batches.ranks();
+  plan.ranks.resize(static_cast<size_t>(ranks));
+  parallel_pieces(pool_, ranks, [&](int64_t r, int) {
+    PlannedRank& rank = plan.ranks[static_cast<size_t>(r)];
+    const PipelineTimes& times = draft.times[static_cast<size_t>(r)];
+    const auto& order = draft.orders[static_cast<size_t>(r)];
+    rank.makespan_us = draft.rank_makespan[static_cast<size_t>(r)];
+    rank.micro_batches.resize(order.size());
+    for (size_t position = 0; position < order.size(); ++position) {
+      PlannedMicroBatch& micro_batch = rank.micro_batches[position];
+      const auto members = draft.batches.members(draft.batches.first(static_cast<int>(r)) + order[position]);
+      micro_batch.sequences.reserve(members.size());
+      micro_batch.budgets.resize(members.size() * layers);
+      for (size_t k = 0; k < members.size(); ++k) {
+        const auto member = static_cast<size_t>(members[k]);
+        micro_batch.sequences.push_back(sequences_[member].id);
+        micro_batch.tokens += sequences_[member].tokens;
+        for (size_t l = 0; l < layers; ++l)
+          micro_batch.budgets[l * members.size() + k] = draft.budgets[member * layers + l];
+      }
+      const auto first = static_cast<ptrdiff_t>(times.at(order[position], 0)), last = first + cost_.stages();
+      micro_batch.forward_us.assign(times.forward.begin() + first, times.forward.begin() + last);
+      micro_batch.backward_us.assign(times.backward.begin() + first, times.backward.begin() + last);
+    }
+  });
+  double most = 0, total = 0, most_rank = 0;
+  std::vector<double> stage_busy(stages, 0.0);
+  for (const PlannedRank& rank : plan.ranks) {
+    double rank_busy = 0;
+    for (const PlannedMicroBatch& micro_batch : rank.micro_batches) {
+      double latency = 0;
+      for (size_t s = 0; s < stages; ++s) {
+        const double busy = micro_batch.forward_us[s] + micro_batch.backward_us[s];
+        latency += busy;
+        stage_busy[s] += busy;
+      }
+      most = std::max(most, latency);
+      rank_busy += latency;
+    }
+    total += rank_busy;
+    most_rank = std::max(most_rank, rank_busy);
+  }
+  plan.imbalance = most / (total / draft.batches.micro_batches());
+  plan.worker_imbalance = most_rank / (total / ranks);
+  plan.bubble_share = std::max(0.0, 1.0 - total / (cost_.stages() * ranks * plan.makespan_us));  // above rounding
+  plan.lower_bound_us = step_lower_bound(cost_, sequences_, layers, draft.budgets, stage_busy, pool_);
+  return plan;
+}
+
+}  // namespace
+
+int64_t ExpectedBudgets::of(const AttentionSpec& spec, int64_t tokens) const {
+  if (spec.always_dense(tokens)) return tokens;
+  const size_t at = length_class(tokens);
+  const int64_t ppm = at < ppm_.size() && ppm_[at] > 0 ? ppm_[at] : kOne;
+  return std::clamp<int64_t>(static_cast<int64_t>(static_cast<double>(spec.budget) * static_cast<double>(ppm) / kOne),
+                             1, tokens);
+}
+
+void ExpectedBudgets::observe(const AttentionSpec& spec, int64_t tokens, double mean_budget) {
+  if (spec.always_dense(tokens)) return;
+  const size_t at = length_class(tokens);
+  if (at >= ppm_.size()) ppm_.resize(at + 1, 0);
+  const double ratio = mean_budget / static_cast<double>(spec.budget) * kOne;
+  const double before = ppm_[at] > 0 ? static_cast<double>(ppm_[at]) : static_cast<double>(kOne);
+  ppm_[at] = std::llround((1 - kSmoothing) * before + kSmoothing * ratio);
+}
+
+Plan plan_step(int64_t step, const CostModel& cost, const CoverageModel& coverage, std::span<const Sequence> sequences,
+               const PlanOptions& options, const ExpectedBudgets& expected, ThreadPool* pool) {
+  Planner planner(cost, coverage, sequences, options, pool);
+  const AttentionSpec& spec = cost.spec();
+  std::vector<int64_t> budgets(sequences.size());
+  for (size_t i = 0; i < budgets.size(); ++i) budgets[i] = spec.base_budget(sequences[i].tokens);
+  Draft baseline = planner.batch(BatchingPolicy::in_order, budgets);
+  planner.predict(baseline);
+  const bool sab = options.batching.policy == BatchingPolicy::sab;
+  const bool optimal = options.tuning.policy == TuningPolicy::optimal;
+  std::vector<Draft> drafts;
+  if (sab && optimal) {
+    // Where the longest sequences decide, they will run at their floor: weights and first order of that case.
+    const std::vector<int64_t> floors = planner.mean_floors();
+    drafts.push_back(planner.batch(BatchingPolicy::sab, floors));
+    planner.finish(drafts.back(), floors);
+  }
+  if (drafts.empty() || sequences.size() <= kSmallStep) {
+    const std::vector<int64_t> base = budgets;
+    if (options.tuning.policy != TuningPolicy::off)
+      for (size_t i = 0; i < budgets.size(); ++i) budgets[i] = expected.of(spec, sequences[i].tokens);
+    drafts.push_back(options.batching.policy == BatchingPolicy::in_order
+                         ? baseline
+                         : planner.batch(options.batching.policy, budgets));
+    planner.finish(drafts.back(), base);
+  }
+  // Not beside `anchor`, which may ask for a longer step.
+  if (sab && options.tuning.policy != TuningPolicy::anchor) drafts.push_back(baseline);
+  const Draft& draft = *std::min_element(drafts.begin(), drafts.end(),
+                                         [](const Draft& a, const Draft& b) { return a.makespan < b.makespan; });
+  return planner.write(step, draft, baseline.makespan);
+}
+
+void learn_budgets(const Plan& plan, const AttentionSpec& spec, std::span<const Sequence> sequences,
+                   ExpectedBudgets& expected) {
+  std::vector<int> open;  // layers that have a choice
+  for (int l = 0; l < plan.layers; ++l)
+    if (!spec.dense_layer(l)) open.push_back(l);
+  if (open.empty()) return;
+  // By id, in the order of the batch, so that the result does not depend on the arrangement.
+  std::vector<std::pair<int64_t, double>> mean;
+  mean.reserve(sequences.size());
+  for (const PlannedRank& rank : plan.ranks)
+    for (const PlannedMicroBatch& micro_batch : rank.micro_batches) {
+      const size_t n = micro_batch.sequences.size();
+      for (size_t k = 0; k < n; ++k) {
+        double sum = 0;
+        for (const int l : open) sum += micro_batch.budgets[static_cast<size_t>(l) * n + k];
+        mean.emplace_back(micro_batch.sequences[k], sum / static_cast<double>(open.size()));
+      }
+    }
+  std::sort(mean.begin(), mean.end());
+  for (const Sequence& sequence : sequences) {
+    const auto found = std::lower_bound(mean.begin(), mean.end(), std::pair<int64_t, double>{sequence.id, -1.0});
+    SB_CHECK(found != mean.end() && found->first == sequence.id, "sequence {} is not in the plan", sequence.id);
+    expected.observe(spec, sequence.tokens, found->second);
+  }
+}
+
+}  // namespace sb

@@ -1,0 +1,81 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "core/thread_pool.h"
+#include "plan/batching/batching.h"
+#include "plan/coverage/coverage.h"
+#include "plan/latency/cost_model.h"
+#include "plan/schedule/ordering.h"
+#include "plan/tuning/tuning.h"
+
+namespace sb {
+
+struct PlannedMicroBatch {
+  std::vector<int64_t> sequences;  // ids, ascending place in the global batch
+  int64_t tokens = 0;
+  // [layer · sequences + sequence], keys per query; a sequence runs dense where it is no longer than its budget. Empty:
+  // the configured budget everywhere.
+  std::vector<int32_t> budgets;
+  std::vector<double> forward_us, backward_us;  // predicted, of every stage
+};
+
+struct PlannedRank {
+  std::vector<PlannedMicroBatch> micro_batches;  // in the order they run
+  double makespan_us = 0;
+};
+
+// What one optimizer step does, on every data-parallel rank.
+struct Plan {
+  static constexpr int kVersion = 1;
+  int64_t step = 0;
+  int layers = 0;
+  std::vector<PlannedRank> ranks;
+  double makespan_us = 0;
+  double lower_bound_us = 0;    // no arrangement at these budgets is faster
+  double baseline_us = 0;       // in order, base budgets
+  double imbalance = 1;         // max / mean of micro-batch latency
+  double worker_imbalance = 1;  // max / mean of the ranks' busy time
+  double bubble_share = 0;
+  double mean_coverage = 0, min_coverage = 0, worst_loss = 0;
+  double base_coverage = 0;        // mean at the base budgets
+  double relaxed_bound = 0;        // tuning `optimal`: mean coverage that continuous budgets would reach in this time
+  std::vector<std::string> notes;  // where it is not what was asked for
+};
+
+struct PlanOptions {
+  BatchingOptions batching;
+  bool ordering = true;
+  TuningOptions tuning;
+};
+
+// What earlier steps taught: the budgets tuning chose, by length class, relative to the base, in parts per million.
+class ExpectedBudgets {
+ public:
+  // Mean budget that a sequence of this length will probably get.
+  int64_t of(const AttentionSpec& spec, int64_t tokens) const;
+  void observe(const AttentionSpec& spec, int64_t tokens, double mean_budget);
+  // For checkpoints: [class, ppm] pairs.
+  const std::vector<int64_t>& ppm() const { return ppm_; }
+  void set_ppm(std::vector<int64_t> ppm) { ppm_ = std::move(ppm); }
+
+ private:
+  std::vector<int64_t> ppm_;  // by class; 0: nothing seen
+};
+
+// Batch → order → fill → order again. A pure function of its arguments: the same on every rank.
+Plan plan_step(int64_t step, const CostModel& cost, const CoverageModel& coverage, std::span<const Sequence> sequences,
+               const PlanOptions& options, const ExpectedBudgets& expected, ThreadPool* pool = nullptr);
+// Feeds what a plan chose back, for the plans after it.
+void learn_budgets(const Plan& plan, const AttentionSpec& spec, std::span<const Sequence> sequences,
+                   ExpectedBudgets& expected);
+
+// One line of plan.jsonl, without the newline.
+std::string write_plan(const Plan& plan);
+Plan parse_plan(const std::string& json, const std::string& where);
+
+}  // namespace sb

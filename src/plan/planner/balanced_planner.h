@@ -1,0 +1,127 @@
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <filesystem>
+#include <functional>
+#include <future>
+#include <limits>
+#include <map>
+#include <memory>
+#include <optional>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "plan/latency/cost_model.h"
+#include "plan/latency/profile.h"
+#include "plan/plan.h"
+#include "plan/planner/balance_state.h"
+#include "plan/planner/plan_log.h"
+#include "plan/planner/step_planner.h"
+
+namespace sb {
+
+struct BalancedPlannerOptions {
+  PlanOptions plan;
+  AttentionSpec spec;
+  Layout layout;
+  std::vector<int> first_layer;  // of every stage and one past the last; empty: split by the profile
+  bool adapt = true;             // false: nothing is learned, a plan follows from the configuration and the step
+  std::filesystem::path log;     // plan.jsonl; empty: none is written or read
+  std::filesystem::path replay;  // the log of a run whose plans are used again; empty: none
+};
+
+// The steps that a run with a replay has before it.
+struct ReplayedSteps {
+  int64_t first = std::numeric_limits<int64_t>::max(), last = 0;  // none, or not known
+  std::function<std::vector<Sequence>(int64_t step)> batch;       // the sequences of a step
+  bool lengths_known = true;  // false: they follow from what training will teach, and announce() compares them
+  bool begin_known = true;    // false: the run may turn out to begin earlier; check_replay() knows
+};
+
+// Batches, orders and tunes every step, two steps ahead, in threads of its own.
+//
+// The plan of step s is a pure function of its sequences and of what the steps up to s-3 taught, so it does not matter
+// when and where it is made: a run repeats exactly from the measurements, or from the plans in its log.
+class BalancedPlanner final : public StepPlanner {
+ public:
+  static constexpr int kAhead = 2;
+
+  // With options.replay: UserError unless it has a plan of the first of these steps (where that is known), no hole
+  // after it, and plans that fit.
+  BalancedPlanner(Profile profile, BalancedPlannerOptions options, const ReplayedSteps& steps = {});
+  ~BalancedPlanner() override;
+
+  int ahead() const override { return kAhead; }
+  int64_t last_step() const override;
+  void announce(int64_t step, std::vector<Sequence> sequences) override;
+  Plan next() override;
+  void learn(const StepMeasurement& measurement) override;
+  const CoverageStatistics* coverage() const override { return &learned().coverage; }
+  std::vector<Metric> metrics() const override { return metrics_; }
+  std::string state() const override;
+  void restore_state(const std::string& text) override;
+
+  // When it is certain where the run begins: the same for steps before those that the constructor was told. Warns when
+  // the replay ends before the last one.
+  void check_replay(const ReplayedSteps& steps);
+
+  // Where the stages begin, and one past the last.
+  const std::vector<int>& first_layer() const { return options_.first_layer; }
+  // What all steps so far have taught.
+  const BalanceState& learned() const { return *states_.back(); }
+
+ private:
+  // A planned step on its way from announce() to learn().
+  struct Made {
+    LoggedStep step;
+    double seconds = 0;  // processor time of making it
+  };
+  struct Pending {
+    std::vector<Sequence> sequences;
+    std::future<Made> made;
+    bool replayed = false;
+  };
+  struct Running {
+    std::vector<Sequence> sequences;
+    LoggedStep step;
+    double planning_seconds = 0, waited_seconds = 0;
+  };
+
+  std::optional<LoggedStep> recorded(int64_t step, const std::vector<Sequence>& sequences);
+  void open_log(int64_t step);
+  void open_replay(const ReplayedSteps& steps);
+  void require_steps(const ReplayedSteps& steps) const;
+  void check_step(const Plan& plan, const ReplayedSteps& steps, const std::string& place) const;
+  void check_plan(const Plan& plan, const std::vector<Sequence>& sequences, bool lengths_known,
+                  const std::string& place) const;
+  void check_layout(const Plan& plan, const std::string& where) const;
+  void check_sequences(const Plan& plan, const std::vector<Sequence>& sequences, bool lengths_known,
+                       const std::string& where) const;
+  void check_budgets(const Plan& plan, const std::vector<Sequence>& sequences, const std::string& where) const;
+  std::shared_ptr<const BalanceState> state_for(int64_t step) const;
+  Made make(int64_t step, const std::vector<Sequence>& sequences, const BalanceState& state) const;
+  void learn_times(const Running& run, const StepMeasurement& measurement, BalanceState& state) const;
+  void note(const Running& run, const StepMeasurement& measurement, double makespan_us, double learning_seconds);
+
+  Profile profile_;
+  BalancedPlannerOptions options_;
+  // After the last kAhead + 1 steps learned from, oldest first: announce() may ask for any of them.
+  std::deque<std::shared_ptr<const BalanceState>> states_;
+  std::optional<RecordedPlans> record_;  // of options_.replay, or of an earlier process of this run
+  bool record_is_own_ = false;
+  int64_t checked_from_ = std::numeric_limits<int64_t>::max();  // step of options_.replay
+  bool goes_on_ = false;                                        // with plans of its own record
+  std::unique_ptr<PlanLog> log_;
+  std::map<int64_t, Pending> pending_;
+  std::map<int64_t, Running> running_;
+  std::vector<Metric> metrics_;
+  std::set<std::string> noted_;  // of plans, said once
+};
+
+// Predicted times of a plan's micro-batch on a stage, microseconds, from the lengths of its sequences.
+StageTime predict_stage(const CostModel& cost, const PlannedMicroBatch& micro_batch,
+                        const std::vector<int64_t>& lengths, int stage);
+
+}  // namespace sb

@@ -1,0 +1,227 @@
+#include "plan/schedule/schedule.h"
+
+#include <algorithm>
+#include <array>
+#include <deque>
+#include <mutex>
+#include <utility>
+
+#include "core/errors.h"
+#include "plan/schedule/vector_kernels.h"
+
+namespace sb {
+
+Schedule::Schedule(int stages, int micro_batches, int warmup_depth)
+    : stages_(stages), micro_batches_(micro_batches), warmup_depth_(warmup_depth) {
+  SB_CHECK(stages > 0 && micro_batches > 0 && warmup_depth > 0, "{} stages, {} micro-batches, warm-up depth {}", stages,
+           micro_batches, warmup_depth);
+  // What each stage runs, in its own order; then merged into one order that respects the dependencies. It goes in
+  // waves of operations that do not depend on each other, which a processor can run side by side.
+  std::vector<std::vector<std::pair<bool, int>>> program(static_cast<size_t>(stages));
+  for (int s = 0; s < stages; ++s) {
+    auto& list = program[static_cast<size_t>(s)];
+    const int ahead = warmup(s);
+    for (int i = 0; i < ahead; ++i) list.emplace_back(false, i);
+    for (int i = ahead; i < micro_batches; ++i) {
+      list.emplace_back(false, i);
+      list.emplace_back(true, i - ahead);
+    }
+    for (int i = micro_batches - ahead; i < micro_batches; ++i) list.emplace_back(true, i);
+  }
+  const auto m = static_cast<size_t>(micro_batches);
+  std::vector<int32_t> forward_node(static_cast<size_t>(stages) * m, -1), backward_node = forward_node;
+  last_node_.assign(static_cast<size_t>(stages), -1);
+  std::vector<size_t> next(static_cast<size_t>(stages), 0);
+  const size_t total = 2 * static_cast<size_t>(stages) * m;
+  nodes_.reserve(total);
+  while (nodes_.size() < total) {
+    const size_t before = nodes_.size();
+    for (int s = 0; s < stages; ++s) {
+      const auto us = static_cast<size_t>(s);
+      if (next[us] == program[us].size()) continue;
+      const auto [is_backward, i] = program[us][next[us]];
+      const size_t own = us * m + static_cast<size_t>(i);
+      int32_t dependency = -1;
+      if (!is_backward && s > 0) dependency = forward_node[own - m];
+      if (is_backward) dependency = s + 1 < stages ? backward_node[own + m] : forward_node[own];
+      const bool needs = is_backward || s > 0;
+      if (needs && (dependency < 0 || dependency >= static_cast<int32_t>(before))) continue;
+      const auto id = static_cast<int32_t>(nodes_.size());
+      nodes_.push_back({last_node_[us], dependency, i, static_cast<int16_t>(s), is_backward});
+      (is_backward ? backward_node : forward_node)[own] = id;
+      last_node_[us] = id;
+      ++next[us];
+    }
+    SB_CHECK(nodes_.size() > before, "1F1B of {} stages, {} micro-batches, depth {} has a cycle", stages, micro_batches,
+             warmup_depth);
+  }
+}
+
+int Schedule::warmup(int stage) const {
+  return std::min(micro_batches_ - 1, warmup_depth_ * (stages_ - 1 - stage));
+}
+
+template <bool kTransfers>
+double Schedule::run(const PipelineTimes& times, std::span<const int> order, double* end) const {
+  const double* duration[2] = {times.forward.data(), times.backward.data()};
+  const int* place = order.empty() ? nullptr : order.data();
+  const Node* nodes = nodes_.data();
+  const size_t count = nodes_.size();
+  // end[0] is the time before everything, so that a missing predecessor (-1) needs no branch.
+  end[0] = 0.0;
+  double* ends = end + 1;
+  for (size_t id = 0; id < count; ++id) {
+    const Node node = nodes[id];
+    const int micro_batch = place == nullptr ? node.position : place[node.position];
+    const size_t index = static_cast<size_t>(micro_batch * stages_ + node.stage);
+    double ready = ends[node.dependency];
+    if constexpr (kTransfers) {
+      // The first stage receives nothing, and the last one turns from forward to backward without a transfer.
+      ready += (node.backward ? times.backward_transfer : times.forward_transfer)[index];
+    }
+    ends[id] = std::max(ends[node.previous], ready) + duration[node.backward][index];
+  }
+  double makespan = 0;
+  for (size_t s = 0; s < last_node_.size(); ++s)
+    makespan = std::max(makespan, ends[last_node_[s]] + (times.tail.empty() ? 0.0 : times.tail[s]));
+  return makespan;
+}
+
+double Schedule::run(const PipelineTimes& times, std::span<const int> order, double* end) const {
+  return times.forward_transfer.empty() ? run<false>(times, order, end) : run<true>(times, order, end);
+}
+
+double Schedule::makespan(const PipelineTimes& times, std::span<const int> order) const {
+  constexpr size_t kOnStack = 1024;
+  if (nodes_.size() < kOnStack) {
+    double end[kOnStack];
+    return run(times, order, end);
+  }
+  std::vector<double> end(nodes_.size() + 1);
+  return run(times, order, end.data());
+}
+
+void Schedule::makespans(const PipelineTimes& times, std::span<const double> forward, std::span<const double> backward,
+                         std::vector<double>& scratch, std::span<double, kLanes> out) const {
+  scratch.resize((nodes_.size() + 1) * kLanes);
+  const bool transfers = !times.forward_transfer.empty();
+  run_lanes(nodes_.data(), nodes_.size(), stages_, forward.data(), backward.data(),
+            transfers ? times.forward_transfer.data() : nullptr, transfers ? times.backward_transfer.data() : nullptr,
+            scratch.data());
+  std::fill(out.begin(), out.end(), 0.0);
+  for (size_t s = 0; s < last_node_.size(); ++s) {
+    const double* ends = scratch.data() + static_cast<size_t>(last_node_[s] + 1) * kLanes;
+    const double tail = times.tail.empty() ? 0.0 : times.tail[s];
+    for (size_t lane = 0; lane < kLanes; ++lane) out[lane] = std::max(out[lane], ends[lane] + tail);
+  }
+}
+
+double Schedule::critical_path(const PipelineTimes& times, std::span<const int> order, std::vector<int>& chain) const {
+  std::vector<double> buffer(nodes_.size() + 1);
+  const double makespan = run(times, order, buffer.data());
+  const double* end = buffer.data() + 1;
+  chain.clear();
+  int32_t at = -1;
+  double latest = -1;
+  for (size_t s = 0; s < last_node_.size(); ++s) {
+    const double finish = end[static_cast<size_t>(last_node_[s])] + (times.tail.empty() ? 0.0 : times.tail[s]);
+    if (finish > latest) {
+      latest = finish;
+      at = last_node_[s];
+    }
+  }
+  while (at >= 0) {
+    chain.push_back(at);
+    const Node& node = nodes_[static_cast<size_t>(at)];
+    const int micro_batch = order.empty() ? node.position : order[static_cast<size_t>(node.position)];
+    const size_t index = times.at(micro_batch, node.stage);
+    double ready = -1;
+    if (node.dependency >= 0) {
+      ready = end[static_cast<size_t>(node.dependency)];
+      if (!times.forward_transfer.empty())
+        ready += (node.backward ? times.backward_transfer : times.forward_transfer)[index];
+    }
+    const double free = node.previous >= 0 ? end[static_cast<size_t>(node.previous)] : -1;
+    at = ready > free ? node.dependency : node.previous;
+  }
+  std::reverse(chain.begin(), chain.end());
+  return makespan;
+}
+
+void Schedule::slacks(const PipelineTimes& times, std::span<const int> order, double deadline,
+                      std::span<double> slack) const {
+  std::vector<double> buffer(2 * nodes_.size() + 1);
+  run(times, order, buffer.data());
+  const double* end = buffer.data() + 1;
+  double* latest = buffer.data() + nodes_.size() + 1;
+  std::fill_n(latest, nodes_.size(), deadline);
+  for (size_t s = 0; s < last_node_.size(); ++s)
+    if (!times.tail.empty()) latest[last_node_[s]] -= times.tail[s];
+  std::fill(slack.begin(), slack.end(), deadline);
+  for (size_t id = nodes_.size(); id-- > 0;) {
+    const Node& node = nodes_[id];
+    const int micro_batch = order.empty() ? node.position : order[static_cast<size_t>(node.position)];
+    const size_t index = times.at(micro_batch, node.stage);
+    const double start = latest[id] - (node.backward ? times.backward : times.forward)[index];
+    if (node.previous >= 0) latest[node.previous] = std::min(latest[node.previous], start);
+    if (node.dependency >= 0) {
+      const double transfer = times.forward_transfer.empty()
+                                  ? 0.0
+                                  : (node.backward ? times.backward_transfer : times.forward_transfer)[index];
+      latest[node.dependency] = std::min(latest[node.dependency], start - transfer);
+    }
+    slack[index] = std::min(slack[index], latest[id] - end[id]);
+  }
+}
+
+ScheduleResult Schedule::analyze(const PipelineTimes& times, std::span<const int> order) const {
+  std::vector<double> buffer(nodes_.size() + 1);
+  ScheduleResult result;
+  result.makespan = run(times, order, buffer.data());
+  const double* end = buffer.data() + 1;
+  // Latest ends, backwards through the graph.
+  std::vector<double> latest(nodes_.size(), result.makespan);
+  for (size_t s = 0; s < last_node_.size(); ++s)
+    if (!times.tail.empty()) latest[static_cast<size_t>(last_node_[s])] -= times.tail[s];
+  double busy = 0;
+  result.operations.resize(nodes_.size());
+  for (size_t id = nodes_.size(); id-- > 0;) {
+    const Node& node = nodes_[id];
+    const int micro_batch = order.empty() ? node.position : order[static_cast<size_t>(node.position)];
+    const size_t index = times.at(micro_batch, node.stage);
+    const double duration = (node.backward ? times.backward : times.forward)[index];
+    const double latest_start = latest[id] - duration;
+    if (node.previous >= 0)
+      latest[static_cast<size_t>(node.previous)] = std::min(latest[static_cast<size_t>(node.previous)], latest_start);
+    if (node.dependency >= 0) {
+      double transfer = 0;
+      if (!times.forward_transfer.empty())
+        transfer = (node.backward ? times.backward_transfer : times.forward_transfer)[index];
+      double& limit = latest[static_cast<size_t>(node.dependency)];
+      limit = std::min(limit, latest_start - transfer);
+    }
+    result.operations[id] = {node.stage, node.position,      micro_batch, node.backward,
+                             false,      end[id] - duration, end[id],     std::max(0.0, latest[id] - end[id])};
+    busy += duration;
+  }
+  result.bubble_share = result.makespan > 0 ? 1.0 - busy / (result.makespan * stages_) : 0.0;
+  critical_path(times, order, result.critical_path);
+  for (int id : result.critical_path) result.operations[static_cast<size_t>(id)].critical = true;
+  return result;
+}
+
+std::shared_ptr<const Schedule> shared_schedule(int stages, int micro_batches, int warmup_depth) {
+  constexpr size_t kKept = 32;
+  static std::mutex mutex;
+  static std::deque<std::pair<std::array<int, 3>, std::shared_ptr<const Schedule>>> kept;
+  const std::array<int, 3> key{stages, micro_batches, warmup_depth};
+  const std::lock_guard lock(mutex);
+  for (const auto& [known, schedule] : kept)
+    if (known == key) return schedule;
+  auto schedule = std::make_shared<const Schedule>(stages, micro_batches, warmup_depth);
+  kept.emplace_front(key, schedule);
+  if (kept.size() > kKept) kept.pop_back();
+  return schedule;
+}
+
+}  // namespace sb

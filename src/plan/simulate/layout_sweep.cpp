@@ -1,0 +1,86 @@
+#include "plan/simulate/layout_sweep.h"
+
+#include <algorithm>
+
+namespace sb {
+namespace {
+
+// What a run has by default: train.layer_chunk, train.loss_chunk.
+constexpr int64_t kLayerChunk = 32768, kLossChunk = 1024;
+constexpr int64_t kBf16 = 2, kFp32 = 4;
+
+// The temporaries of a layer that are there at once, where its projections and its MLP run in pieces: the larger of
+// forward and backward.
+int64_t layer_workspace(const ModelShape& shape, int64_t tokens, bool last) {
+  const int64_t piece = std::min(tokens, kLayerChunk);
+  const int64_t query = shape.heads * shape.head_dim, qkv = query + 2 * shape.kv_heads * shape.head_dim;
+  const int64_t stream = kBf16 * tokens * shape.hidden, operands = kBf16 * tokens * qkv;
+  const int64_t norm = piece * (kBf16 * shape.hidden + kFp32), mlp = norm + kBf16 * piece * 3 * shape.intermediate;
+  const int64_t results = tokens * (kBf16 * query + kFp32 * shape.heads);
+  const int64_t forward = 2 * stream + std::max(operands + std::max(norm + kBf16 * piece * qkv, results), mlp);
+  // The operands again, then the MLP or the gradients of attention; the last stage's gradient lies elsewhere.
+  const int64_t backward = operands + std::max(stream + mlp, operands + std::max(operands, norm));
+  return std::max(forward, backward + (last ? 0 : stream));
+}
+
+// What attention's backward takes beside the layer: sums of the queries' gradients. In a ring also the copies of a pass
+// over a rank's own tokens and another's (operands, results, their gradients, sums), and keys and values on their way.
+int64_t attention_scratch(const ModelShape& shape, int64_t tokens, int ranks) {
+  const int64_t query = shape.heads * shape.head_dim, keys = shape.kv_heads * shape.head_dim;
+  const int64_t sums = kFp32 * tokens * query;
+  if (ranks == 1) return sums;
+  constexpr int64_t kRowNumbers = 3;  // log-sum-exp, and two that the backward makes
+  const int64_t pass = 2 * tokens * (4 * kBf16 * (query + keys) + kFp32 * query + kRowNumbers * kFp32 * shape.heads);
+  const int64_t travelling = std::min(ranks - 1, 2);
+  return sums + pass + 2 * tokens * keys * (kFp32 + kBf16 * travelling + kFp32 * (travelling + 1));
+}
+
+}  // namespace
+
+MemoryEstimate estimate_memory(const CostModel& cost, int64_t micro_batch_tokens) {
+  const ModelShape& shape = cost.shape();
+  const Layout& layout = cost.layout();
+  const int64_t tokens = (micro_batch_tokens + layout.cp - 1) / layout.cp, query = shape.heads * shape.head_dim;
+  const int64_t stream = kBf16 * tokens * shape.hidden;
+  MemoryEstimate fullest;
+  for (int s = 0; s < cost.stages(); ++s) {
+    int64_t parameters = shape.layer_parameters() * cost.stage_layers(s);
+    const bool first = s == 0, last = s + 1 == cost.stages();
+    if (first) parameters += shape.embedding_parameters();
+    if (last && !(first && shape.tied)) parameters += shape.embedding_parameters();
+    MemoryEstimate stage;
+    stage.weights = kBf16 * parameters;
+    stage.gradients = kFp32 * parameters;
+    // fp32 master weights and two moments, sharded over data and context parallel ranks.
+    stage.optimizer = 3 * kFp32 * parameters / (layout.dp * layout.cp);
+    const int in_flight = layout.warmup_depth * (cost.stages() - 1 - s) + 1;
+    const int64_t kept = stream + tokens * (kBf16 * query + kFp32 * shape.heads);
+    stage.activations = (kept * cost.stage_layers(s) + stream) * in_flight;
+    const int64_t attention = attention_scratch(shape, tokens, layout.cp);
+    const int64_t logits = last ? kBf16 * kLossChunk * shape.vocabulary : 0;
+    // Two of each kind: inputs and their gradients to the stage before, the outputs' gradients to the one after.
+    const int64_t messages = 2 * stream * ((first ? 0 : 2) + (last ? 0 : 1));
+    stage.workspace = layer_workspace(shape, tokens, last) + std::max(attention, logits) + messages;
+    if (stage.total() > fullest.total()) fullest = stage;
+  }
+  return fullest;
+}
+
+std::vector<Layout> possible_layouts(const Layout& like, int workers, int64_t layers, int64_t global_batch,
+                                     int max_cp) {
+  std::vector<Layout> layouts;
+  for (int cp = 1; cp <= std::min(max_cp, workers); ++cp) {
+    if (workers % cp != 0) continue;
+    for (int pp = 1; pp <= workers / cp; ++pp) {
+      if (workers / cp % pp != 0 || pp > layers) continue;
+      Layout layout = like;
+      layout.dp = workers / cp / pp;
+      layout.pp = pp;
+      layout.cp = cp;
+      if (layout.dp <= global_batch) layouts.push_back(layout);
+    }
+  }
+  return layouts;
+}
+
+}  // namespace sb

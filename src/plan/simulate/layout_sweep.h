@@ -1,0 +1,26 @@
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "plan/latency/cost_model.h"
+#include "plan/plan.h"
+
+namespace sb {
+
+// Memory of the fullest worker as `train` plans it, without what is small: weights, gradients, sharded optimizer,
+// activations of the micro-batches in flight (train.recompute: attention keeps a layer's input, attention's output and
+// log-sum-exp), and the temporaries of one layer with those of attention (with layout.cp: of a ring) or of the loss and
+// messages between stages.
+struct MemoryEstimate {
+  int64_t weights = 0, gradients = 0, optimizer = 0, activations = 0, workspace = 0;
+  int64_t total() const { return weights + gradients + optimizer + activations + workspace; }
+};
+// `micro_batch_tokens`: tokens of the largest micro-batch.
+MemoryEstimate estimate_memory(const CostModel& cost, int64_t micro_batch_tokens);
+
+// All dp × pp × cp of this many workers that the model and the batch allow.
+std::vector<Layout> possible_layouts(const Layout& like, int workers, int64_t layers, int64_t global_batch, int max_cp);
+
+}  // namespace sb

@@ -1,0 +1,120 @@
+#include "plan/simulate/simulate.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+
+#include "core/errors.h"
+#include "plan/simulate/length_pool.h"
+
+namespace sb {
+
+std::vector<SimulatedPolicy> standard_policies(const BatchingOptions& batching, double p) {
+  std::vector<SimulatedPolicy> policies;
+  const auto add = [&](BatchingPolicy policy, bool order, TuningPolicy tuning, AnchorKind anchor = AnchorKind::mean) {
+    SimulatedPolicy next;
+    next.options.batching = batching;
+    next.options.batching.policy = policy;
+    next.options.ordering = order;
+    next.options.tuning.policy = tuning;
+    next.options.tuning.anchor = anchor;
+    next.options.tuning.p = p;
+    next.name = policy_name(policy);
+    if (order) next.name += "+order";
+    constexpr const char* anchors[] = {"mean", "min", "max"};
+    if (tuning == TuningPolicy::anchor) next.name += fmt::format("+anchor:{}", anchors[static_cast<int>(anchor)]);
+    if (tuning == TuningPolicy::optimal) next.name += "+optimal";
+    policies.push_back(std::move(next));
+  };
+  using B = BatchingPolicy;
+  using T = TuningPolicy;
+  add(B::in_order, false, T::off);
+  add(B::in_order, true, T::off);
+  add(B::in_order, false, T::anchor);
+  add(B::in_order, false, T::optimal);
+  add(B::in_order, true, T::optimal);
+  for (B policy : {B::length, B::quadratic, B::wlb, B::sab}) {
+    add(policy, false, T::off);
+    add(policy, true, T::off);
+  }
+  add(B::length, false, T::anchor);
+  add(B::sab, false, T::anchor);
+  add(B::sab, false, T::optimal);
+  for (AnchorKind anchor : {AnchorKind::mean, AnchorKind::min, AnchorKind::max}) add(B::sab, true, T::anchor, anchor);
+  add(B::sab, true, T::optimal);
+  return policies;
+}
+
+std::vector<SimulatedPolicy> frontier_policies(const BatchingOptions& batching, double p) {
+  std::vector<SimulatedPolicy> policies;
+  for (double target : {0.0, 0.1, 0.25, 0.5, 0.75, 1.0}) {
+    SimulatedPolicy next;
+    next.options.batching = batching;
+    next.options.batching.policy = BatchingPolicy::sab;
+    next.options.tuning.p = p;
+    next.options.tuning.target = target;
+    next.name = fmt::format("sab+order+optimal target={}", target);
+    policies.push_back(std::move(next));
+  }
+  return policies;
+}
+
+std::vector<SimulatedPolicy> loss_policies(const BatchingOptions& batching) {
+  std::vector<SimulatedPolicy> policies;
+  for (double p : {0.0, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3}) {
+    SimulatedPolicy next;
+    next.options.batching = batching;
+    next.options.batching.policy = BatchingPolicy::sab;
+    next.options.tuning.p = p;
+    next.name = fmt::format("sab+order+optimal p={}", p);
+    policies.push_back(std::move(next));
+  }
+  return policies;
+}
+
+SimulatedRow simulate_policy(const SimulateInput& input, const SimulatedPolicy& policy) {
+  SimulatedRow row;
+  row.name = policy.name;
+  row.options = policy.options;
+  LengthSampler sampler(input.pool, input.seed);
+  ExpectedBudgets expected;
+  double total = 0, baseline = 0, bound = 0, planner = 0;
+  row.worst_step_speedup = 1e300;
+  row.worst_mean_difference = 1e300;
+  for (int64_t step = 0; step < input.steps; ++step) {
+    const std::vector<Sequence> sequences = sampler.next(input.global_batch);
+    const double start = input.seconds();
+    const Plan plan = plan_step(step, input.cost, input.coverage, sequences, policy.options, expected, input.threads);
+    planner += input.seconds() - start;
+    learn_budgets(plan, input.cost.spec(), sequences, expected);
+    total += plan.makespan_us;
+    baseline += plan.baseline_us;
+    bound += plan.lower_bound_us;
+    row.imbalance += plan.imbalance;
+    row.worker_imbalance += plan.worker_imbalance;
+    row.bubble_share += plan.bubble_share;
+    row.mean_coverage += plan.mean_coverage;
+    row.relaxed_bound += plan.relaxed_bound;
+    row.min_coverage = std::min(row.min_coverage, plan.min_coverage);
+    row.worst_loss = std::max(row.worst_loss, plan.worst_loss);
+    row.worst_step_speedup = std::min(row.worst_step_speedup, plan.baseline_us / plan.makespan_us);
+    row.worst_mean_difference = std::min(row.worst_mean_difference, plan.mean_coverage - plan.base_coverage);
+    for (const PlannedRank& rank : plan.ranks)
+      for (const PlannedMicroBatch& micro_batch : rank.micro_batches) {
+        row.tokens += static_cast<double>(micro_batch.tokens);
+        row.largest_micro_batch = std::max(row.largest_micro_batch, micro_batch.tokens);
+      }
+    if (input.step_done) input.step_done();
+  }
+  const auto steps = static_cast<double>(input.steps);
+  row.makespan_ms = total / steps / 1e3;
+  row.speedup = baseline / total;
+  row.lower_bound_share = bound / total;
+  for (double* mean :
+       {&row.imbalance, &row.worker_imbalance, &row.bubble_share, &row.mean_coverage, &row.relaxed_bound, &row.tokens})
+    *mean /= steps;
+  row.planner_ms = planner / steps * 1e3;
+  return row;
+}
+
+}  // namespace sb

@@ -1,0 +1,255 @@
+#include "plan/tuning/tuning.h"
+
+#include <algorithm>
+#include <cstring>
+#include <numeric>
+
+#include "core/errors.h"
+#include "plan/batching/parallel_pieces.h"
+#include "plan/schedule/vector_kernels.h"
+
+namespace sb {
+
+Budgets base_budgets(const AttentionSpec& spec, std::span<const Sequence> sequences, int layers) {
+  Budgets budgets(sequences.size() * static_cast<size_t>(layers));
+  for (size_t i = 0; i < sequences.size(); ++i)
+    std::fill_n(budgets.begin() + static_cast<ptrdiff_t>(i * static_cast<size_t>(layers)), layers,
+                static_cast<int32_t>(spec.base_budget(sequences[i].tokens)));
+  for (const int layer : spec.dense_layers)
+    for (size_t i = 0; i < sequences.size(); ++i)
+      budgets[i * static_cast<size_t>(layers) + static_cast<size_t>(layer)] = static_cast<int32_t>(sequences[i].tokens);
+  return budgets;
+}
+
+Orders given_orders(const Batches& batches) {
+  Orders orders(static_cast<size_t>(batches.ranks()));
+  for (int r = 0; r < batches.ranks(); ++r) {
+    orders[static_cast<size_t>(r)].resize(static_cast<size_t>(batches.micro_batches(r)));
+    std::iota(orders[static_cast<size_t>(r)].begin(), orders[static_cast<size_t>(r)].end(), 0);
+  }
+  return orders;
+}
+
+void ScheduleSet::prepare(const Batches& batches) {
+  for (int r = 0; r < batches.ranks(); ++r) {
+    const int m = batches.micro_batches(r);
+    const bool known =
+        std::any_of(schedules_.begin(), schedules_.end(), [&](const auto& s) { return s->micro_batches() == m; });
+    if (!known) schedules_.push_back(shared_schedule(stages_, m, warmup_depth_));
+  }
+}
+
+const Schedule& ScheduleSet::of(int micro_batches) const {
+  for (const auto& schedule : schedules_)
+    if (schedule->micro_batches() == micro_batches) return *schedule;
+  throw InternalError("no schedule of {} micro-batches was prepared", micro_batches);
+}
+
+PipelineTimes stage_times(const CostModel& cost, std::span<const Sequence> sequences, const Batches& batches, int rank,
+                          std::span<const int32_t> budgets) {
+  const AttentionSpec& spec = cost.spec();
+  const auto layers = static_cast<size_t>(cost.layers());
+  PipelineTimes times;
+  times.stages = cost.stages();
+  times.micro_batches = batches.micro_batches(rank);
+  const auto size = static_cast<size_t>(times.stages * times.micro_batches);
+  times.forward.resize(size);
+  times.backward.resize(size);
+  if (cost.layout().comm) {
+    times.forward_transfer.resize(size);
+    times.backward_transfer.resize(size);
+    for (int s = 0; s < times.stages; ++s) times.tail.push_back(cost.reduction(s));
+  }
+  for (int i = 0; i < times.micro_batches; ++i) {
+    const auto members = batches.members(batches.first(rank) + i);
+    double tokens = 0;
+    for (int member : members) tokens += static_cast<double>(sequences[static_cast<size_t>(member)].tokens);
+    const StageTime linear = cost.linear(tokens), head = cost.head(tokens);
+    const auto attention_of = [&](int layer) {
+      Work work;
+      for (int member : members)
+        work += work_of(spec, sequences[static_cast<size_t>(member)].tokens,
+                        budgets[static_cast<size_t>(member) * layers + static_cast<size_t>(layer)]);
+      return cost.attention(work);
+    };
+    StageTime attention;
+    for (int s = 0; s < times.stages; ++s) {
+      const int first = cost.first_layer(s), count = cost.stage_layers(s);
+      StageTime sum{count * linear.forward, count * linear.backward};
+      // Most stages have one budget a sequence, and most that of the stage before.
+      bool alike = true, as_before = s > 0;
+      for (int member : members) {
+        const int32_t* own = budgets.data() + static_cast<size_t>(member) * layers + first;
+        alike = alike && std::memcmp(own, own + 1, static_cast<size_t>(count - 1) * sizeof *own) == 0;
+        as_before = as_before && own[0] == own[-1];
+      }
+      if (alike) {
+        if (!as_before) attention = attention_of(first);
+        sum.forward += count * attention.forward;
+        sum.backward += count * attention.backward;
+      } else {
+        for (int l = first; l < first + count; ++l) {
+          bool same = l > first;
+          for (size_t k = 0; same && k < members.size(); ++k) {
+            const size_t at = static_cast<size_t>(members[k]) * layers + static_cast<size_t>(l);
+            same = budgets[at] == budgets[at - 1];
+          }
+          if (!same) attention = attention_of(l);
+          sum.forward += attention.forward;
+          sum.backward += attention.backward;
+        }
+      }
+      const bool last = s + 1 == times.stages;
+      times.forward[times.at(i, s)] = sum.forward + (last ? head.forward : 0.0);
+      times.backward[times.at(i, s)] = sum.backward + (last ? head.backward : 0.0);
+      if (!times.forward_transfer.empty()) {
+        times.forward_transfer[times.at(i, s)] = cost.transfer(s, tokens);
+        times.backward_transfer[times.at(i, s)] = last ? 0.0 : cost.transfer(s + 1, tokens);
+      }
+    }
+  }
+  return times;
+}
+
+double step_makespan(const CostModel& cost, const ScheduleSet& schedules, std::span<const Sequence> sequences,
+                     const Batches& batches, const Orders& orders, std::span<const int32_t> budgets) {
+  double makespan = 0;
+  for (int r = 0; r < batches.ranks(); ++r)
+    makespan = std::max(
+        makespan, schedules.of(batches.micro_batches(r))
+                      .makespan(stage_times(cost, sequences, batches, r, budgets), orders[static_cast<size_t>(r)]));
+  return makespan;
+}
+
+CoverageSummary summarize_coverage(const CoverageModel& coverage, const AttentionSpec& spec,
+                                   std::span<const Sequence> sequences, int layers, std::span<const int32_t> budgets,
+                                   ThreadPool* pool) {
+  constexpr int64_t kChunk = 32;
+  const auto count = std::ssize(sequences);
+  const auto depth = static_cast<size_t>(layers);
+  // Beyond every length in layers that are always dense.
+  std::vector<int32_t> base(depth, static_cast<int32_t>(spec.budget));
+  for (const int layer : spec.dense_layers) base[static_cast<size_t>(layer)] = INT32_MAX;
+  std::vector<double> log_base(depth);
+  log_all(base.data(), depth, log_base.data());
+  std::vector<CoverageSummary> chunks(static_cast<size_t>((count + kChunk - 1) / kChunk));
+  parallel_pieces(pool, std::ssize(chunks), [&](int64_t c, int) {
+    CoverageSummary own;
+    std::vector<double> logs(depth), value(depth), base_value(depth);
+    for (auto i = static_cast<size_t>(c * kChunk); i < static_cast<size_t>(std::min(count, (c + 1) * kChunk)); ++i) {
+      const auto tokens = static_cast<double>(sequences[i].tokens);
+      if (spec.always_dense(sequences[i].tokens)) {
+        own.mean += tokens * layers;
+        own.base_mean += tokens * layers;
+        continue;
+      }
+      const auto list = budgets.subspan(i * depth, depth);
+      // One layer stands for all where they are alike in curve and budget.
+      const bool alike = coverage.uniform_layers() && spec.dense_layers.empty() &&
+                         std::equal(list.begin() + 1, list.end(), list.begin());
+      const size_t distinct = alike ? 1 : depth;
+      log_all(list.data(), distinct, logs.data());
+      coverage.evaluate_each(sequences[i], list.first(distinct), std::span(logs).first(distinct), value);
+      coverage.evaluate_each(sequences[i], std::span(base).first(distinct), std::span(log_base).first(distinct),
+                             base_value);
+      const double weight = tokens * (alike ? layers : 1);
+      for (size_t l = 0; l < distinct; ++l) {
+        own.mean += weight * value[l];
+        own.base_mean += weight * base_value[l];
+        own.min = std::min(own.min, value[l]);
+        own.worst_loss = std::max(own.worst_loss, 1.0 - value[l] / base_value[l]);
+      }
+    }
+    chunks[static_cast<size_t>(c)] = own;
+  });
+  CoverageSummary summary;
+  for (const CoverageSummary& own : chunks) {
+    summary.mean += own.mean;
+    summary.base_mean += own.base_mean;
+    summary.min = std::min(summary.min, own.min);
+    summary.worst_loss = std::max(summary.worst_loss, own.worst_loss);
+  }
+  double weight = 0;
+  for (const Sequence& sequence : sequences) weight += static_cast<double>(sequence.tokens) * layers;
+  summary.mean /= weight;
+  summary.base_mean /= weight;
+  return summary;
+}
+
+TuningResult tune_anchor(const TuningInput& input, const TuningOptions& options) {
+  const CostModel& cost = input.cost;
+  const std::span<const Sequence> sequences = input.sequences;
+  const BudgetCurves& curves = input.curves;
+  const Batches& batches = input.batches;
+  const AttentionSpec& spec = cost.spec();
+  const auto layers = static_cast<size_t>(cost.layers());
+  TuningResult result;
+  result.budgets.assign(input.base.begin(), input.base.end());
+  const auto fill = [&](std::span<const int> members, double scale, Budgets& budgets) {
+    for (int member : members) {
+      const int64_t tokens = sequences[static_cast<size_t>(member)].tokens;
+      if (spec.always_dense(tokens)) continue;
+      const int64_t top = spec.max_budget > 0 ? std::min(spec.max_budget, tokens) : tokens;
+      // Rounded down to blocks, so that a latency which meets the anchor still does.
+      const double wanted = scale * static_cast<double>(spec.budget) / static_cast<double>(spec.block);
+      const auto budget = std::min(top, scale == 1.0 ? spec.budget : static_cast<int64_t>(wanted + 1e-9) * spec.block);
+      for (size_t l = 0; l < layers; ++l) {
+        const int64_t floor = curves.floor(member, static_cast<int>(l));
+        budgets[static_cast<size_t>(member) * layers + l] = static_cast<int32_t>(std::max(budget, floor));
+      }
+    }
+  };
+  const auto latency = [&](int rank, int micro_batch, const Budgets& budgets) {
+    Batches one;
+    const auto members = batches.members(batches.first(rank) + micro_batch);
+    one.sequences.assign(members.begin(), members.end());
+    one.micro_batch_begin.push_back(static_cast<int>(members.size()));
+    one.rank_begin.push_back(1);
+    const PipelineTimes times = stage_times(cost, sequences, one, 0, budgets);
+    return std::accumulate(times.forward.begin(), times.forward.end(), 0.0) +
+           std::accumulate(times.backward.begin(), times.backward.end(), 0.0);
+  };
+  std::vector<double> base;
+  for (int r = 0; r < batches.ranks(); ++r)
+    for (int i = 0; i < batches.micro_batches(r); ++i) base.push_back(latency(r, i, result.budgets));
+  const double anchor = options.anchor == AnchorKind::mean
+                            ? std::accumulate(base.begin(), base.end(), 0.0) / static_cast<double>(base.size())
+                        : options.anchor == AnchorKind::min ? *std::min_element(base.begin(), base.end())
+                                                            : *std::max_element(base.begin(), base.end());
+  for (int r = 0; r < batches.ranks(); ++r) {
+    for (int i = 0; i < batches.micro_batches(r); ++i) {
+      const auto members = batches.members(batches.first(r) + i);
+      int64_t longest = 0;
+      for (int member : members) longest = std::max(longest, sequences[static_cast<size_t>(member)].tokens);
+      // Largest common factor on the budgets whose latency stays within the anchor; the floor where none does.
+      double low = 0, high = static_cast<double>(longest) / static_cast<double>(spec.budget) + 1;
+      fill(members, high, result.budgets);
+      if (latency(r, i, result.budgets) <= anchor) continue;
+      const double finest = 0.5 * static_cast<double>(spec.block) / static_cast<double>(spec.budget);
+      while (high - low > finest) {
+        const double middle = 0.5 * (low + high);
+        fill(members, middle, result.budgets);
+        (latency(r, i, result.budgets) <= anchor ? low : high) = middle;
+      }
+      fill(members, low, result.budgets);
+    }
+  }
+  return result;
+}
+
+TuningResult tune(const TuningInput& input, const TuningOptions& options) {
+  SB_USER_CHECK(options.p >= 0 && options.p < 1, "p must be in [0, 1), got {}", options.p);
+  SB_USER_CHECK(options.target == kEqualCoverage || (options.target >= 0 && options.target <= 1),
+                "target must be equal_coverage or a number from 0 to 1, got {}", options.target);
+  switch (options.policy) {
+    case TuningPolicy::off:
+      return {Budgets(input.base.begin(), input.base.end())};
+    case TuningPolicy::anchor:
+      return tune_anchor(input, options);
+    case TuningPolicy::optimal:
+      return tune_optimal(input, options);
+  }
+  throw InternalError("unknown tuning policy");
+}
+
+}  // namespace sb

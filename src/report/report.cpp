@@ -1,0 +1,234 @@
+#include "report/report.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cmath>
+
+#include "report/report_chart.h"
+#include "report/report_schedule.h"
+
+namespace sb {
+namespace {
+
+constexpr const char* kStyle = R"(
+:root { color-scheme: light dark; --text: #1b1f24; --soft: #6a737d; --line: #d8dde3; --back: #ffffff; --card: #f6f8fa; }
+@media (prefers-color-scheme: dark) { :root { --text: #e6e6e6; --soft: #9aa4af; --line: #3a414a; --back: #16191d; --card: #1e2329; } }
+body { font: 15px/1.5 system-ui, sans-serif; color: var(--text); background: var(--back); max-width: 1180px; margin: 2em auto; padding: 0 1em; }
+h1 { font-size: 1.5em; margin-bottom: 0.2em; } h2 { font-size: 1.15em; margin-top: 2em; }
+p.note { color: var(--soft); }
+table { border-collapse: collapse; } td { padding: 2px 18px 2px 0; } td + td { text-align: right; font-variant-numeric: tabular-nums; }
+.charts { display: grid; grid-template-columns: repeat(auto-fill, minmax(440px, 1fr)); gap: 14px; }
+figure { margin: 0; background: var(--card); border: 1px solid var(--line); border-radius: 8px; padding: 10px; position: relative; }
+figure.schedule { overflow-x: auto; margin-top: 10px; } figure.schedule svg { min-width: 900px; }
+figcaption { font-weight: 600; } .unit { color: var(--soft); font-weight: 400; margin-left: 0.6em; }
+svg { width: 100%; height: auto; display: block; }
+.grid { stroke: var(--line); stroke-width: 0.6; } .frame { fill: none; stroke: var(--line); } .diagonal { stroke: var(--soft); stroke-dasharray: 4 4; }
+.tick { font-size: 11px; fill: var(--soft); }
+.legend { font-size: 13px; color: var(--soft); } .legend i { display: inline-block; width: 10px; height: 10px; border-radius: 2px; margin-right: 4px; } .legend span { margin-right: 10px; }
+.tip { position: absolute; top: 8px; right: 10px; font-size: 12px; background: var(--card); color: var(--text); pointer-events: none; }
+pre { background: var(--card); border: 1px solid var(--line); border-radius: 8px; padding: 10px; overflow-x: auto; }
+)";
+
+constexpr const char* kScript = R"(
+"use strict";
+window.addEventListener("error", e => { document.body.dataset.error = e.message; });
+let charts = 0;
+for (const figure of document.querySelectorAll("figure.chart")) {
+  const lines = JSON.parse(figure.querySelector("script").textContent);
+  const svg = figure.querySelector("svg");
+  const tip = document.createElement("div");
+  tip.className = "tip";
+  figure.append(tip);
+  svg.addEventListener("mousemove", event => {
+    const box = svg.getBoundingClientRect();
+    const x = (event.clientX - box.left) * svg.viewBox.baseVal.width / box.width;
+    const parts = [];
+    for (const line of lines) {
+      let near = line.points[0];
+      for (const point of line.points) if (Math.abs(point[0] - x) < Math.abs(near[0] - x)) near = point;
+      if (parts.length === 0) parts.push(String(Math.round(near[2])));
+      parts.push(line.name + " " + near[3].toPrecision(5));
+    }
+    tip.textContent = parts.join("  ·  ");
+  });
+  svg.addEventListener("mouseleave", () => { tip.textContent = ""; });
+  ++charts;
+}
+const chooser = document.querySelector("#step");
+if (chooser) {
+  const show = () => {
+    for (const figure of document.querySelectorAll("figure.schedule"))
+      figure.hidden = figure.dataset.step !== chooser.value;
+  };
+  chooser.addEventListener("change", show);
+  show();
+}
+document.body.dataset.charts = charts;
+)";
+
+using Series = std::map<int64_t, double>;
+
+const Series* find(const RunMetrics& metrics, const std::string& name) {
+  const auto found = metrics.series.find(name);
+  return found == metrics.series.end() || found->second.empty() ? nullptr : &found->second;
+}
+
+ChartLine line_of(const RunMetrics& metrics, const std::string& series, const std::string& name, bool joined = true) {
+  ChartLine line{name, {}, joined};
+  if (const Series* values = find(metrics, series))
+    for (const auto& [step, value] : *values) line.points.emplace_back(static_cast<double>(step), value);
+  return line;
+}
+
+double mean(const Series& series) {
+  double sum = 0;
+  for (const auto& [step, value] : series) sum += value / static_cast<double>(series.size());
+  return sum;
+}
+
+double median(std::vector<double> values) {
+  std::sort(values.begin(), values.end());
+  return values.empty() ? 0.0 : values[values.size() / 2];
+}
+
+// Of every micro-batch that was planned and measured, predicted and measured milliseconds.
+ChartLine micro_batch_dots(const PlanRecord& plans) {
+  ChartLine dots{"micro-batch", {}, false};
+  for (const auto& [number, step] : plans.steps) {
+    if (!step.measured || step.measured->ranks.size() != step.plan.ranks.size()) continue;
+    for (size_t r = 0; r < step.plan.ranks.size(); ++r) {
+      const auto& planned = step.plan.ranks[r].micro_batches;
+      const auto& measured = step.measured->ranks[r];
+      for (size_t i = 0; i < std::min(planned.size(), measured.size()); ++i) {
+        double said = 0, took = 0;
+        for (const double us : planned[i].forward_us) said += us / 1e3;
+        for (const double us : planned[i].backward_us) said += us / 1e3;
+        for (const int64_t ns : measured[i].forward) took += static_cast<double>(ns) / 1e6;
+        for (const int64_t ns : measured[i].backward) took += static_cast<double>(ns) / 1e6;
+        dots.points.emplace_back(said, took);
+      }
+    }
+  }
+  // The first steps are cold; of long runs the last ones are shown.
+  if (std::ssize(dots.points) > kMostMicroBatchesShown)
+    dots.points.erase(dots.points.begin(), dots.points.end() - kMostMicroBatchesShown);
+  return dots;
+}
+
+std::string summary_table(const ReportInput& input) {
+  std::string rows;
+  const auto row = [&](const std::string& name, const std::string& value) {
+    rows += fmt::format("<tr><td>{}</td><td>{}</td></tr>\n", html_text(name), html_text(value));
+  };
+  const RunMetrics& metrics = input.metrics;
+  if (const Series* loss = find(metrics, "loss")) {
+    row("steps", fmt::format("{}", loss->rbegin()->first));
+    row("loss, first and last", fmt::format("{:.4f} → {:.4f}", loss->begin()->second, loss->rbegin()->second));
+  }
+  if (const Series* validation = find(metrics, "validation_loss"))
+    row("validation loss, last", fmt::format("{:.4f}", validation->rbegin()->second));
+  if (const Series* rate = find(metrics, "tokens_per_second"))
+    row("tokens/s, mean", fmt::format("{:.0f}", mean(*rate)));
+  if (const Series* coverage = find(metrics, "coverage")) row("coverage, mean", fmt::format("{:.4f}", mean(*coverage)));
+  if (const Series* budget = find(metrics, "budget")) row("budget, mean", fmt::format("{:.0f} keys", mean(*budget)));
+  double before = 0, after = 0;
+  for (const auto& [number, step] : input.plans.steps)
+    if (planned_speedup(step)) {
+      before += step.plan.baseline_us;
+      after += step.plan.makespan_us;
+    }
+  if (after > 0) row("predicted speed-up over the same batches in order", fmt::format("{:.3f}×", before / after));
+  if (const Series* predicted = find(metrics, "predicted_step_ms"))
+    if (const Series* measured = find(metrics, "step_ms")) {
+      std::vector<double> errors;
+      for (const auto& [step, value] : *predicted) {
+        const auto took = measured->find(step);
+        if (took != measured->end() && took->second > 0) errors.push_back(std::abs(value / took->second - 1));
+      }
+      row("error of the predicted step time, median", fmt::format("{:.1f} %", 100 * median(errors)));
+    }
+  if (const Series* planning = find(metrics, "planning_percent"))
+    row("planning and tuning, share of the step", fmt::format("{:.2f} %", mean(*planning)));
+  return rows.empty() ? std::string("<p>The run has no step yet.</p>\n") : "<table>\n" + rows + "</table>\n";
+}
+
+std::string charts(const ReportInput& input) {
+  const RunMetrics& metrics = input.metrics;
+  std::vector<Chart> all;
+  all.push_back({"Loss",
+                 "nats per token",
+                 "step",
+                 {line_of(metrics, "loss", "training"), line_of(metrics, "validation_loss", "validation")}});
+  all.push_back({"Throughput", "tokens/s", "step", {line_of(metrics, "tokens_per_second", "tokens/s")}});
+  all.push_back({"Coverage",
+                 "share of the attention mass",
+                 "step",
+                 {line_of(metrics, "coverage", "measured"), line_of(metrics, "predicted_coverage", "planned"),
+                  line_of(metrics, "base_coverage", "at the base budget, predicted")}});
+  all.push_back({"Budget", "keys per query, mean", "step", {line_of(metrics, "budget", "planned")}});
+  all.push_back({"Step time",
+                 "ms",
+                 "step",
+                 {line_of(metrics, "step_ms", "measured"), line_of(metrics, "predicted_step_ms", "predicted"),
+                  line_of(metrics, "predicted_in_order_ms", "in order, predicted schedule")}});
+  all.push_back({"Micro-batches", "ms measured", "ms predicted", {micro_batch_dots(input.plans)}, true});
+  all.push_back({"Imbalance",
+                 "max / mean of micro-batch time",
+                 "step",
+                 {line_of(metrics, "imbalance", "measured"), line_of(metrics, "predicted_imbalance", "predicted")}});
+  all.push_back({"Bubbles",
+                 "% of workers × time",
+                 "step",
+                 {line_of(metrics, "bubble_percent", "measured, all of the step"),
+                  line_of(metrics, "predicted_bubble_percent", "predicted schedule")}});
+  all.push_back({"Planning and tuning", "% of the step", "step", {line_of(metrics, "planning_percent", "planning")}});
+  all.push_back({"Gradient norm", "", "step", {line_of(metrics, "grad_norm", "gradient norm")}});
+  std::string out;
+  for (const Chart& chart : all) out += chart_figure(chart);
+  return "<div class=\"charts\">\n" + out + "</div>\n";
+}
+
+std::string schedules(const ReportInput& input) {
+  std::string options, figures;
+  for (const int64_t number : shown_steps(input.plans, input.step)) {
+    const LoggedStep& step = input.plans.steps.at(number);
+    const std::string figure = schedule_figure(step);
+    if (figure.empty()) continue;
+    const auto gain = planned_speedup(step);
+    options += fmt::format("<option value=\"{0}\">step {0}{1}</option>\n", number,
+                           gain ? fmt::format(", {:.2f}× by prediction", *gain) : std::string());
+    figures += figure;
+  }
+  if (figures.empty()) return {};
+  return "<h2>Schedule of a step</h2>\n<p class=\"note\">What the ranks do, before balancing and after; one colour a "
+         "micro-batch, on one time axis. Transfers, reduction and optimizer are left out.</p>\n<p><select "
+         "id=\"step\">\n" +
+         options + "</select></p>\n" + figures;
+}
+
+}  // namespace
+
+std::string write_report(const ReportInput& input) {
+  const std::string name = html_text(input.name);
+  std::string page = fmt::format(
+      "<!doctype html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n"
+      "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'; "
+      "script-src "
+      "'unsafe-inline'\">\n<meta name=\"viewport\" content=\"width=device-width\">\n<title>{} · SparseBalance</title>\n"
+      "<style>{}</style>\n</head>\n<body>\n<h1>{}</h1>\n",
+      name, kStyle, name);
+  page += summary_table(input);
+  if (input.metrics.skipped > 0)
+    page += fmt::format("<p class=\"note\">{} of {} lines of metrics.jsonl could not be read and are left out.</p>\n",
+                        input.metrics.skipped, input.metrics.lines);
+  if (!input.plans.damage.empty())
+    page += fmt::format("<p class=\"note\">{}; nothing after it is shown.</p>\n", html_text(input.plans.damage));
+  page += "<h2>Over time</h2>\n" + charts(input) + schedules(input);
+  if (!input.run_config.empty())
+    page += fmt::format("<h2>Configuration</h2>\n<details><summary>run.yaml</summary><pre>{}</pre></details>\n",
+                        html_text(input.run_config));
+  return page + fmt::format("<script>{}</script>\n</body>\n</html>\n", kScript);
+}
+
+}  // namespace sb

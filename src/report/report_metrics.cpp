@@ -1,0 +1,70 @@
+#include <cmath>
+#include <fstream>
+#include <nlohmann/json.hpp>
+#include <sstream>
+
+#include "core/errors.h"
+#include "report/report.h"
+#include "report/report_schedule.h"
+
+namespace sb {
+namespace {
+
+// A line of metrics has a few hundred bytes; what is much longer is none.
+constexpr size_t kLongestLine = size_t{1} << 20;
+constexpr int kDeepest = 4;
+constexpr size_t kMostSeries = 4096;
+
+void take_line(const std::string& line, RunMetrics& metrics) {
+  ++metrics.lines;
+  // Deeply nested text would cost stack; nothing below the first levels is of interest.
+  const auto shallow = [](int depth, nlohmann::json::parse_event_t, nlohmann::json&) { return depth < kDeepest; };
+  const nlohmann::json object =
+      line.size() <= kLongestLine ? nlohmann::json::parse(line, shallow, /*allow_exceptions=*/false) : nlohmann::json();
+  const auto step = object.is_object() ? object.find("step") : object.end();
+  if (!object.is_object() || step == object.end() || !step->is_number_integer() || step->get<int64_t>() < 0) {
+    ++metrics.skipped;
+    return;
+  }
+  for (const auto& [name, value] : object.items()) {
+    if (name == "step" || !value.is_number() || !std::isfinite(value.get<double>())) continue;
+    if (metrics.series.size() >= kMostSeries && !metrics.series.contains(name)) continue;
+    metrics.series[name][step->get<int64_t>()] = value.get<double>();
+  }
+}
+
+std::string read_text(const std::filesystem::path& file) {
+  std::ifstream in(file, std::ios::binary);
+  std::ostringstream text;
+  text << in.rdbuf();
+  return text.str();
+}
+
+}  // namespace
+
+RunMetrics read_metrics(const std::filesystem::path& file) {
+  std::ifstream in(file, std::ios::binary);
+  SB_USER_CHECK(in.good(), "{}: cannot be read", file.string());
+  RunMetrics metrics;
+  for (std::string line; std::getline(in, line);)
+    if (!line.empty()) take_line(line, metrics);
+  return metrics;
+}
+
+ReportInput read_run(const std::filesystem::path& directory, int64_t step) {
+  const std::filesystem::path metrics = directory / "metrics.jsonl";
+  SB_USER_CHECK(std::filesystem::is_regular_file(metrics),
+                "{}: has no metrics.jsonl; name the train.output_dir of a run", directory.string());
+  ReportInput input;
+  input.name = std::filesystem::absolute(directory).lexically_normal().filename().string();
+  if (input.name.empty()) input.name = directory.string();
+  input.metrics = read_metrics(metrics);
+  input.step = step;
+  if (std::filesystem::is_regular_file(directory / "plan.jsonl"))
+    input.plans = read_plan_overview(directory / "plan.jsonl", kMostMicroBatchesShown,
+                                     [&](const PlanRecord& plans) { return shown_steps(plans, step); });
+  if (std::filesystem::is_regular_file(directory / "run.yaml")) input.run_config = read_text(directory / "run.yaml");
+  return input;
+}
+
+}  // namespace sb

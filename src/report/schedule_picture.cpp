@@ -1,0 +1,167 @@
+#include "report/schedule_picture.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <iterator>
+#include <nlohmann/json.hpp>
+#include <numeric>
+
+#include "core/errors.h"
+
+namespace sb {
+namespace {
+
+// Fill colours of micro-batches, forward; backward is the same, darker.
+constexpr const char* kForward[] = {"#9ecae1", "#fdae6b", "#a1d99b", "#bcbddc",
+                                    "#fdd0a2", "#c6dbef", "#fbb4b9", "#d9d9d9"};
+constexpr const char* kBackward[] = {"#3182bd", "#e6550d", "#31a354", "#756bb1",
+                                     "#d98c3b", "#6baed6", "#c51b8a", "#737373"};
+constexpr size_t kColours = std::size(kForward);
+
+std::string label(const PlannedMicroBatch& micro_batch) {
+  return fmt::format("{} sequence{}, {} tokens", micro_batch.sequences.size(),
+                     micro_batch.sequences.size() == 1 ? "" : "s", micro_batch.tokens);
+}
+
+std::string escaped(const std::string& text) {
+  std::string out;
+  for (char c : text) {
+    if (c == '&')
+      out += "&amp;";
+    else if (c == '<')
+      out += "&lt;";
+    else
+      out += c;
+  }
+  return out;
+}
+
+}  // namespace
+
+ScheduleResult schedule_of(const Plan& plan, const CostModel& cost, int rank) {
+  const auto& micro_batches = plan.ranks[static_cast<size_t>(rank)].micro_batches;
+  PipelineTimes times;
+  times.stages = cost.stages();
+  times.micro_batches = static_cast<int>(micro_batches.size());
+  for (const PlannedMicroBatch& micro_batch : micro_batches) {
+    times.forward.insert(times.forward.end(), micro_batch.forward_us.begin(), micro_batch.forward_us.end());
+    times.backward.insert(times.backward.end(), micro_batch.backward_us.begin(), micro_batch.backward_us.end());
+    if (!cost.layout().comm) continue;
+    const auto tokens = static_cast<double>(micro_batch.tokens);
+    for (int s = 0; s < times.stages; ++s) {
+      times.forward_transfer.push_back(cost.transfer(s, tokens));
+      times.backward_transfer.push_back(s + 1 < times.stages ? cost.transfer(s + 1, tokens) : 0.0);
+    }
+  }
+  if (cost.layout().comm)
+    for (int s = 0; s < times.stages; ++s) times.tail.push_back(cost.reduction(s));
+  return Schedule(times.stages, times.micro_batches, cost.layout().warmup_depth).analyze(times, {});
+}
+
+std::string schedule_trace(const Plan& plan, const CostModel& cost) {
+  using Json = nlohmann::ordered_json;
+  Json events = Json::array();
+  for (int r = 0; r < static_cast<int>(plan.ranks.size()); ++r) {
+    events.push_back({{"name", "process_name"},
+                      {"ph", "M"},
+                      {"pid", r},
+                      {"args", {{"name", fmt::format("data-parallel rank {}", r)}}}});
+    for (int s = 0; s < cost.stages(); ++s)
+      events.push_back({{"name", "thread_name"},
+                        {"ph", "M"},
+                        {"pid", r},
+                        {"tid", s},
+                        {"args", {{"name", fmt::format("stage {}", s)}}}});
+    const ScheduleResult schedule = schedule_of(plan, cost, r);
+    std::vector<double> end(static_cast<size_t>(cost.stages()), 0.0);
+    for (const ScheduledOperation& op : schedule.operations) {
+      const auto& micro_batch = plan.ranks[static_cast<size_t>(r)].micro_batches[static_cast<size_t>(op.position)];
+      events.push_back({{"name", fmt::format("{}{}", op.backward ? "B" : "F", op.position)},
+                        {"cat", op.backward ? "backward" : "forward"},
+                        {"ph", "X"},
+                        {"pid", r},
+                        {"tid", op.stage},
+                        {"ts", op.start},
+                        {"dur", op.end - op.start},
+                        {"args",
+                         {{"tokens", micro_batch.tokens},
+                          {"sequences", micro_batch.sequences},
+                          {"slack_us", op.slack},
+                          {"critical", op.critical}}}});
+      end[static_cast<size_t>(op.stage)] = std::max(end[static_cast<size_t>(op.stage)], op.end);
+    }
+    for (int s = 0; s < cost.stages(); ++s)
+      if (cost.reduction(s) > 0)
+        events.push_back({{"name", "reduction"},
+                          {"cat", "communication"},
+                          {"ph", "X"},
+                          {"pid", r},
+                          {"tid", s},
+                          {"ts", end[static_cast<size_t>(s)]},
+                          {"dur", cost.reduction(s)}});
+  }
+  return Json{{"displayTimeUnit", "ms"}, {"traceEvents", events}}.dump() + "\n";
+}
+
+std::string schedule_svg(const std::vector<SchedulePanel>& panels, const CostModel& cost, int max_ranks) {
+  constexpr double width = 1000, left = 110, row = 22, gap = 8, title = 26;
+  double longest = 0, height = 10;
+  for (const SchedulePanel& panel : panels) {
+    longest = std::max(longest, panel.plan->makespan_us);
+    const int shown = std::min(max_ranks, static_cast<int>(panel.plan->ranks.size()));
+    height += title + shown * (cost.stages() * row + gap) + gap;
+  }
+  const double scale = width / longest;
+  std::string svg = fmt::format(
+      "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{0:.0f}\" height=\"{1:.0f}\" "
+      "viewBox=\"0 0 {0:.0f} {1:.0f}\" font-family=\"sans-serif\" "
+      "font-size=\"11\">\n<rect width=\"100%\" height=\"100%\" fill=\"white\"/>\n",
+      left + width + 20, height + 20);
+  double y = 10;
+  for (const SchedulePanel& panel : panels) {
+    const Plan& plan = *panel.plan;
+    svg += fmt::format(
+        "<text x=\"8\" y=\"{:.0f}\" font-size=\"14\" font-weight=\"bold\">{}: {:.1f} ms, bubbles {:.0f} %</text>\n",
+        y + 14, escaped(panel.title), plan.makespan_us / 1e3, 100 * plan.bubble_share);
+    y += title;
+    std::vector<int> ranks(plan.ranks.size());
+    std::iota(ranks.begin(), ranks.end(), 0);
+    std::stable_sort(ranks.begin(), ranks.end(), [&](int a, int b) {
+      return plan.ranks[static_cast<size_t>(a)].makespan_us > plan.ranks[static_cast<size_t>(b)].makespan_us;
+    });
+    ranks.resize(static_cast<size_t>(std::min<int>(max_ranks, static_cast<int>(ranks.size()))));
+    std::sort(ranks.begin(), ranks.end());
+    for (int r : ranks) {
+      const ScheduleResult schedule = schedule_of(plan, cost, r);
+      for (int s = 0; s < cost.stages(); ++s)
+        svg += fmt::format(
+            "<text x=\"8\" y=\"{:.1f}\">rank {} stage {}</text>\n<line x1=\"{}\" x2=\"{}\" y1=\"{:.1f}\" y2=\"{:.1f}\" "
+            "stroke=\"#eeeeee\"/>\n",
+            y + s * row + 14, r, s, left, left + width, y + (s + 1) * row - 1, y + (s + 1) * row - 1);
+      for (const ScheduledOperation& op : schedule.operations) {
+        const auto colour = static_cast<size_t>(op.position) % kColours;
+        const double x = left + op.start * scale, w = std::max(0.5, (op.end - op.start) * scale);
+        const auto& micro_batch = plan.ranks[static_cast<size_t>(r)].micro_batches[static_cast<size_t>(op.position)];
+        svg += fmt::format(
+            "<rect x=\"{:.2f}\" y=\"{:.2f}\" width=\"{:.2f}\" height=\"{:.0f}\" fill=\"{}\" stroke=\"{}\" "
+            "stroke-width=\"0.7\"><title>{} of micro-batch {} ({}): {:.2f} ms, slack {:.2f} ms</title></rect>\n",
+            x, y + op.stage * row, w, row - 3, (op.backward ? kBackward : kForward)[colour],
+            op.critical ? "#d00000" : "#ffffff", op.backward ? "backward" : "forward", op.position, label(micro_batch),
+            (op.end - op.start) / 1e3, op.slack / 1e3);
+        if (w > 16)
+          svg += fmt::format("<text x=\"{:.2f}\" y=\"{:.2f}\" fill=\"{}\">{}</text>\n", x + 3, y + op.stage * row + 14,
+                             op.backward ? "white" : "black", op.position);
+      }
+      y += cost.stages() * row + gap;
+    }
+    y += gap;
+  }
+  svg += fmt::format(
+      "<text x=\"{}\" y=\"{:.0f}\">light: forward, dark: backward, red frame: critical path; {:.1f} ms "
+      "wide</text>\n</svg>\n",
+      left, y + 12, longest / 1e3);
+  return svg;
+}
+
+}  // namespace sb

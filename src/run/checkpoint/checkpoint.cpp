@@ -1,0 +1,272 @@
+#include "run/checkpoint/checkpoint.h"
+
+#include <algorithm>
+#include <charconv>
+#include <fstream>
+#include <nlohmann/json.hpp>
+#include <vector>
+
+#include "core/errors.h"
+#include "core/files/crc32c.h"
+#include "core/files/durable_file.h"
+#include "core/log.h"
+#include "core/memory_plan.h"
+#include "model/hf_checkpoint.h"
+#include "run/checkpoint/optimizer_file.h"
+
+namespace sb {
+namespace {
+
+namespace fs = std::filesystem;
+
+constexpr int kFormat = 1;
+constexpr std::string_view kPrefix = "checkpoint-";
+constexpr std::string_view kSaving = ".saving-";
+constexpr std::string_view kRemoving = ".removing-";
+
+std::string file_checksum(const fs::path& file) {
+  std::ifstream in(file, std::ios::binary);
+  SB_USER_CHECK(in, "{}: cannot be opened", file.string());
+  std::vector<char> buffer(1 << 20);
+  uint32_t crc = 0;
+  do {
+    in.read(buffer.data(), static_cast<std::streamsize>(buffer.size()));
+    crc = crc32c(crc, buffer.data(), static_cast<size_t>(in.gcount()));
+  } while (in);
+  SB_USER_CHECK(in.eof(), "{}: cannot be read", file.string());
+  return fmt::format("{:08x}", crc);
+}
+
+nlohmann::json read_json(const fs::path& file) {
+  std::ifstream in(file);
+  SB_USER_CHECK(in, "{}: cannot be opened", file.string());
+  nlohmann::json object = nlohmann::json::parse(in, nullptr, /*allow_exceptions=*/false);
+  SB_USER_CHECK(object.is_object(), "{}: not a JSON object", file.string());
+  return object;
+}
+
+void write_manifest(const fs::path& directory) {
+  nlohmann::ordered_json files;
+  std::vector<fs::path> names;
+  for (const auto& entry : fs::directory_iterator(directory)) names.push_back(entry.path().filename());
+  std::sort(names.begin(), names.end());
+  for (const fs::path& name : names) {
+    files[name.string()] = {{"bytes", fs::file_size(directory / name)}, {"crc32c", file_checksum(directory / name)}};
+  }
+  const nlohmann::ordered_json manifest = {{"format", kFormat}, {"files", files}};
+  write_new_file(directory / "manifest.json", manifest.dump(1) + "\n");
+}
+
+void write_state(const fs::path& file, const TrainState& state) {
+  nlohmann::ordered_json thresholds = nlohmann::ordered_json::array();
+  for (const auto& [key, value] : state.thresholds) thresholds.push_back({key.first, key.second, value});
+  const nlohmann::ordered_json json = {{"step", state.step},
+                                       {"updates", state.updates},
+                                       {"position", state.position},
+                                       {"source_state", state.source_state},
+                                       {"tokens", state.tokens},
+                                       {"skipped", state.skipped},
+                                       {"skipped_in_row", state.skipped_in_row},
+                                       {"thresholds", thresholds},
+                                       {"planner_state", state.planner_state},
+                                       {"source", state.source}};
+  write_new_file(file, json.dump(1) + "\n");
+}
+
+// Sizes against the manifest, and the checksums too when asked (which reads every byte).
+std::optional<std::string> compare_with_manifest(const fs::path& checkpoint, bool checksums) {
+  try {
+    const nlohmann::json manifest = read_json(checkpoint / "manifest.json");
+    const nlohmann::json& format = manifest.at("format");
+    if (format != kFormat)  // written out only when that cannot walk a deep nesting on the stack
+      return fmt::format("manifest.json has format {}, this version reads {}",
+                         format.is_structured() ? format.type_name() : format.dump(), kFormat);
+    for (const auto& [name, entry] : manifest.at("files").items()) {
+      const fs::path file = checkpoint / name;
+      if (!fs::exists(file)) return fmt::format("{} is missing", name);
+      const uint64_t bytes = fs::file_size(file), expected = entry.at("bytes");
+      if (bytes != expected) return fmt::format("{} has {} bytes instead of {}", name, bytes, expected);
+      if (checksums && entry.at("crc32c") != file_checksum(file)) return fmt::format("{} has a wrong checksum", name);
+    }
+  } catch (const nlohmann::json::exception& error) {
+    return fmt::format("manifest.json is damaged ({})", error.what());
+  } catch (const Error& error) {
+    return error.what();
+  } catch (const fs::filesystem_error& error) {
+    return error.what();
+  }
+  return std::nullopt;
+}
+
+// Renamed first: a half-deleted directory must not look like a checkpoint.
+void remove_directory(const fs::path& directory) {
+  const fs::path doomed = directory.parent_path() / (std::string(kRemoving) + directory.filename().string());
+  fs::remove_all(doomed);
+  fs::rename(directory, doomed);
+  fs::remove_all(doomed);
+}
+
+std::string previous_checkpoint_note(const fs::path& output_dir) {
+  const std::vector<int64_t> steps = checkpoint_steps(output_dir);
+  for (auto step = steps.rbegin(); step != steps.rend(); ++step) {
+    const fs::path path = checkpoint_path(output_dir, *step);
+    if (!compare_with_manifest(path, /*checksums=*/false))
+      return fmt::format("{} is intact and the same command resumes from it", path.string());
+  }
+  return "there is no earlier checkpoint";
+}
+
+}  // namespace
+
+fs::path checkpoint_path(const fs::path& output_dir, int64_t step) {
+  return output_dir / fmt::format("{}{}", kPrefix, step);
+}
+
+std::vector<int64_t> checkpoint_steps(const fs::path& output_dir) {
+  std::vector<int64_t> steps;
+  if (!fs::exists(output_dir)) return steps;
+  for (const auto& entry : fs::directory_iterator(output_dir)) {
+    const std::string name = entry.path().filename().string();
+    if (!name.starts_with(kPrefix)) continue;
+    int64_t step = 0;
+    const char *begin = name.data() + kPrefix.size(), *end = name.data() + name.size();
+    const auto [rest, error] = std::from_chars(begin, end, step);
+    if (error == std::errc() && rest == end && begin != end) steps.push_back(step);
+  }
+  std::sort(steps.begin(), steps.end());
+  return steps;
+}
+
+void write_directory_atomically(const fs::path& directory, const std::function<void(const fs::path&)>& fill) {
+  const fs::path parent = directory.parent_path();
+  const fs::path temporary = parent / (std::string(kSaving) + directory.filename().string());
+  try {
+    fs::remove_all(temporary);
+    fs::create_directory(temporary);
+    fill(temporary);
+    for (const auto& entry : fs::directory_iterator(temporary)) sync_file(entry.path());
+    sync_directory(temporary);
+    if (fs::exists(directory)) remove_directory(directory);
+    fs::rename(temporary, directory);
+    sync_directory(parent);
+  } catch (const fs::filesystem_error& error) {
+    std::error_code ignored;
+    fs::remove_all(temporary, ignored);
+    throw UserError("{}", error.what());
+  } catch (...) {
+    std::error_code ignored;
+    fs::remove_all(temporary, ignored);
+    throw;
+  }
+}
+
+fs::path save_checkpoint(const fs::path& output_dir, const CheckpointContents& contents) {
+  const fs::path directory = checkpoint_path(output_dir, contents.state.step);
+  try {
+    write_directory_atomically(directory, [&](const fs::path& temporary) {
+      HfWriteOptions options;
+      options.dtype = DType::f32;
+      options.copy_from = contents.copy_from;
+      write_hf_model(temporary, contents.model, contents.weights, options);
+      write_safetensors(temporary / "optimizer.safetensors", contents.moments, DType::f32);
+      write_state(temporary / "state.json", contents.state);
+      write_new_file(temporary / "run.yaml", contents.run_config);
+      write_manifest(temporary);
+    });
+  } catch (const UserError& error) {
+    std::error_code ignored;
+    const fs::space_info space = fs::space(output_dir, ignored);
+    int64_t elements = 0;
+    for (const SafetensorsTensor& tensor : contents.weights) elements += tensor.elements();
+    throw UserError(
+        "the checkpoint of step {} could not be saved: {}. {} are free there; a checkpoint takes {}. Make "
+        "room; {}.",
+        contents.state.step, error.what(), format_bytes(static_cast<int64_t>(space.available)),
+        format_bytes(elements * 12), previous_checkpoint_note(output_dir));
+  }
+  return directory;
+}
+
+void remove_old_checkpoints(const fs::path& output_dir, int64_t newest, int64_t keep) {
+  if (keep <= 0) return;
+  const std::vector<int64_t> steps = checkpoint_steps(output_dir);
+  int64_t complete = 0;
+  for (auto step = steps.rbegin(); step != steps.rend(); ++step) {
+    if (*step > newest) continue;
+    const fs::path path = checkpoint_path(output_dir, *step);
+    if (compare_with_manifest(path, /*checksums=*/false)) continue;
+    if (++complete <= keep) continue;
+    try {
+      remove_directory(path);
+    } catch (const fs::filesystem_error& error) {
+      log::warning("{} could not be removed: {}", path.string(), error.what());  // no reason to end a run
+    }
+  }
+}
+
+std::optional<std::string> find_damage(const fs::path& checkpoint) {
+  // Silence would look like a program that hangs.
+  constexpr uintmax_t kTakesAWhile = uintmax_t{1} << 30;
+  uintmax_t bytes = 0;
+  std::error_code ignored;
+  for (const auto& entry : fs::directory_iterator(checkpoint, ignored))
+    if (entry.is_regular_file(ignored)) bytes += entry.file_size(ignored);
+  if (bytes >= kTakesAWhile)
+    log::info("comparing {} with its checksums ({})", checkpoint.string(), format_bytes(static_cast<int64_t>(bytes)));
+  return compare_with_manifest(checkpoint, /*checksums=*/true);
+}
+
+std::optional<fs::path> newest_intact_checkpoint(const fs::path& output_dir) {
+  const std::vector<int64_t> steps = checkpoint_steps(output_dir);
+  for (auto step = steps.rbegin(); step != steps.rend(); ++step) {
+    const fs::path path = checkpoint_path(output_dir, *step);
+    const std::optional<std::string> damage = find_damage(path);
+    if (!damage) return path;
+    log::warning("{} is damaged ({}) and skipped", path.string(), *damage);
+  }
+  SB_USER_CHECK(steps.empty(),
+                "{}: all {} checkpoints are damaged. Restore one, or start over with another train.output_dir",
+                output_dir.string(), steps.size());
+  return std::nullopt;
+}
+
+TrainState read_train_state(const fs::path& checkpoint) {
+  const fs::path file = checkpoint / "state.json";
+  const nlohmann::json json = read_json(file);
+  TrainState state;
+  try {
+    state.step = json.at("step");
+    state.updates = json.at("updates");
+    state.position = json.at("position");
+    state.source_state = json.at("source_state");
+    state.tokens = json.at("tokens");
+    state.skipped = json.at("skipped");
+    state.skipped_in_row = json.at("skipped_in_row");
+    for (const nlohmann::json& entry : json.at("thresholds")) {
+      state.thresholds[{entry.at(0).get<int>(), entry.at(1).get<int>()}] = entry.at(2).get<float>();
+    }
+    state.planner_state = json.value("planner_state", "");  // older checkpoints have neither of these
+    state.source = json.value("source", "");
+  } catch (const nlohmann::json::exception& error) {
+    throw UserError("{}: {}", file.string(), error.what());
+  }
+  return state;
+}
+
+TrainState load_checkpoint(const fs::path& checkpoint, ParameterSet& parameters, const ShardLayout& layout, int shard,
+                           TensorView first_moment, TensorView second_moment) {
+  read_hf_weights(checkpoint, parameters);
+  read_optimizer_file(checkpoint / "optimizer.safetensors", parameters, layout, shard, first_moment, second_moment);
+  return read_train_state(checkpoint);
+}
+
+void remove_leftovers(const fs::path& output_dir) {
+  std::vector<fs::path> leftovers;
+  for (const auto& entry : fs::directory_iterator(output_dir)) {
+    const std::string name = entry.path().filename().string();
+    if (name.starts_with(kSaving) || name.starts_with(kRemoving)) leftovers.push_back(entry.path());
+  }
+  for (const fs::path& path : leftovers) fs::remove_all(path);
+}
+
+}  // namespace sb

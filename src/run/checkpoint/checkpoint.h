@@ -1,0 +1,85 @@
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <functional>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "attention/select/selector.h"
+#include "core/tensor.h"
+#include "model/model_config.h"
+#include "model/parameters.h"
+#include "model/safetensors.h"
+#include "parallel/shard_layout.h"
+
+namespace sb {
+
+// Everything besides weights and moments that the next step depends on.
+struct TrainState {
+  int64_t step = 0;                 // steps done, skipped ones included: what the learning rate follows
+  int64_t updates = 0;              // steps whose update was applied: what AdamW's bias correction follows
+  uint64_t position = 0;            // of the next sequence in the source
+  std::string source_state;         // what the source has learned (length curriculum)
+  int64_t tokens = 0;               // seen so far
+  int64_t skipped = 0;              // steps skipped because of a non-finite gradient
+  int64_t skipped_in_row = 0;       // of these, how many just now
+  Selector::Thresholds thresholds;  // what the `mass` pattern has learned
+  std::string planner_state;        // what the planner has learned
+  std::string source;               // the source's identity(): `position` counts in its order
+  bool operator==(const TrainState&) const = default;
+};
+
+// A checkpoint is a directory `checkpoint-<step>`:
+//   config.json, model*.safetensors, …  the fp32 master weights, as `transformers` loads them
+//   optimizer.safetensors               AdamW's moments, whole tensors by name: any number of ranks can read them
+//   state.json, run.yaml                TrainState and the configuration
+//   manifest.json                       size and CRC-32C of all of these; written last
+// It is written under another name, synced and then renamed: what has this name is complete, unless the disk damaged
+// it.
+struct CheckpointContents {
+  const ModelConfig& model;
+  // Of the whole model; fetched once each, weights before moments.
+  std::span<const SafetensorsTensor> weights, moments;
+  const TrainState& state;
+  const std::string& run_config;
+  std::filesystem::path copy_from;  // tokenizer and the like; empty: nothing
+};
+
+// Returns the checkpoint's directory. On failure (a full disk) throws UserError; earlier checkpoints are untouched.
+std::filesystem::path save_checkpoint(const std::filesystem::path& output_dir, const CheckpointContents& contents);
+
+// Deletes the oldest ones beyond the newest `keep` that are complete, counted from that of step `newest`, which was
+// just saved (0: deletes nothing). Damaged ones are left alone and not counted; those of later steps are, whatever
+// their sizes say, since the run went on from an earlier one.
+void remove_old_checkpoints(const std::filesystem::path& output_dir, int64_t newest, int64_t keep);
+
+// What is wrong with a checkpoint; nothing when every file has the size and checksum that the manifest says.
+std::optional<std::string> find_damage(const std::filesystem::path& checkpoint);
+
+// The newest intact checkpoint; a damaged one is named in a warning and skipped. Nothing when there is none at all;
+// UserError when there are some and all of them are damaged.
+std::optional<std::filesystem::path> newest_intact_checkpoint(const std::filesystem::path& output_dir);
+
+// Steps of all checkpoints of a run, ascending.
+std::vector<int64_t> checkpoint_steps(const std::filesystem::path& output_dir);
+std::filesystem::path checkpoint_path(const std::filesystem::path& output_dir, int64_t step);
+
+// Loads a stage's weights and its share of the moments; returns the rest. UserError when the checkpoint is of another
+// model.
+TrainState load_checkpoint(const std::filesystem::path& checkpoint, ParameterSet& parameters, const ShardLayout& layout,
+                           int shard, TensorView first_moment, TensorView second_moment);
+
+// The rest alone.
+TrainState read_train_state(const std::filesystem::path& checkpoint);
+
+// Writes `directory` (of which only the last name is new) as save_checkpoint does, from `fill`: under a temporary
+// name, synced, renamed; an existing one is replaced.
+void write_directory_atomically(const std::filesystem::path& directory,
+                                const std::function<void(const std::filesystem::path&)>& fill);
+// Removes what a killed process left half-written or half-deleted.
+void remove_leftovers(const std::filesystem::path& output_dir);
+
+}  // namespace sb

@@ -1,0 +1,55 @@
+#include "run/checkpoint/optimizer_file.h"
+
+#include <cstring>
+
+#include "core/errors.h"
+#include "device/memory.h"
+
+namespace sb {
+namespace {
+
+const std::byte* find_values(const SafetensorsFile& file, const std::string& name, const FlatTensor& tensor) {
+  const SafetensorsEntry* entry = file.find(name);
+  SB_USER_CHECK(entry != nullptr, "{}: tensor {} is missing: is the checkpoint of another model?", file.path().string(),
+                name);
+  SB_USER_CHECK(entry->shape == tensor.shape && entry->dtype == "F32",
+                "{}: tensor {} is {} {}, the model needs F32 [{}]: is the checkpoint of another model?",
+                file.path().string(), name, entry->dtype, entry->shape_text(), fmt::join(tensor.shape, ", "));
+  return file.data(*entry).data();
+}
+
+}  // namespace
+
+std::string first_moment_name(const std::string& tensor) {
+  return "exp_avg." + tensor;
+}
+
+std::string second_moment_name(const std::string& tensor) {
+  return "exp_avg_sq." + tensor;
+}
+
+void read_optimizer_file(const std::filesystem::path& file, const ParameterSet& parameters, const ShardLayout& layout,
+                         int shard, TensorView first_moment, TensorView second_moment) {
+  SB_CHECK(first_moment.elements() == layout.shard_elements() && second_moment.elements() == layout.shard_elements(),
+           "moments of {} and {} elements for a shard of {}", first_moment.elements(), second_moment.elements(),
+           layout.shard_elements());
+  const SafetensorsFile in(file);
+  zero_now(first_moment);
+  zero_now(second_moment);
+  const HostCopy first_values(first_moment), second_values(second_moment);
+  for (const FlatTensor& tensor : parameters.flat_tensors()) {
+    const std::byte* first = find_values(in, first_moment_name(tensor.name), tensor);
+    const std::byte* second = find_values(in, second_moment_name(tensor.name), tensor);
+    for (const ShardLayout::Segment& segment : layout.segments({tensor.begin, tensor.end})) {
+      if (segment.shard != shard) continue;
+      const int64_t from = (segment.flat.begin - tensor.begin) * int64_t{sizeof(float)};
+      const auto bytes = static_cast<size_t>(segment.flat.size()) * sizeof(float);
+      std::memcpy(first_values.view().f32() + segment.place, first + from, bytes);
+      std::memcpy(second_values.view().f32() + segment.place, second + from, bytes);
+    }
+  }
+  first_values.store();
+  second_values.store();
+}
+
+}  // namespace sb

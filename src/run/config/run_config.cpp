@@ -1,0 +1,466 @@
+#include "run/config/run_config.h"
+
+#include "core/config/config.h"
+#include "core/errors.h"
+#include "plan/latency/workload.h"
+#include "run/config/run_config_balance.h"
+#include "run/config/run_config_check.h"
+#include "run/config/run_config_parallel.h"
+
+namespace sb {
+namespace {
+
+constexpr int64_t kMaxTokens = int64_t{1} << 31;
+
+constexpr const char* kReferenceIntroduction = R"(# Configuration
+
+A run is one YAML file: `sparsebalance train run.yaml`. This page lists every option; it is printed by
+`sparsebalance config --markdown` from the table the program parses with, and a test compares the two.
+
+- `--set section.option=value` overrides the file and may be repeated; the value is YAML (`--set optimizer.betas=[0.9,0.99]`,
+  `--set data.synthetic={length: 512}`). `--set data.synthetic=null` takes an optional section out.
+- `--print-config` prints every option with its value, as a file that loads again, and stops. `sparsebalance config run.yaml`
+  does the same without training anything.
+- An unknown key, a wrong type, a value out of range or a key given twice is an error with the file, the line and the nearest
+  known key. So are YAML anchors, aliases and tags.
+- Relative paths are relative to the directory the program is started in.
+- The sections `model.init`, `model.rope`, `data.synthetic` and `data.synthetic.curriculum` are optional: they count when the
+  file mentions them (`synthetic: {}` takes all of its defaults).
+
+Coming from `transformers` or Megatron:
+
+| there | here |
+| --- | --- |
+| `per_device_train_batch_size` × `gradient_accumulation_steps` × GPUs, `--global-batch-size` | `batch.global_batch_size`: sequences of a step, of all ranks; accumulation follows from it |
+| `--micro-batch-size` | `batch.micro_batch_sequences`, or the tokens that fit: `batch.micro_batch_tokens` |
+| packing, `cutoff_len`, `--seq-length` | always packed, without padding; `data.max_sequence_length` is the longest document |
+| `gradient_checkpointing`, `--recompute-granularity` | `train.recompute` |
+| `bf16: true`, `--bf16` | `device: cuda`; `train.precision: float32` is the other choice |
+| `lr_scheduler_type`, `--lr`, `--lr-decay-style` | `optimizer.schedule`, `optimizer.learning_rate`; rates are set by step, not by sample |
+| `resume_from_checkpoint` | the same command again; `train.resume` |
+| `--context-parallel-size`, `--pipeline-model-parallel-size` | `parallel.cp`, `parallel.pp`; there is no tensor parallelism |
+| DeepSpeed's ZeRO | stage 1, always, over `parallel.dp` times `parallel.cp` |
+
+## top level
+
+)";
+
+// The configuration as the table sees it: optional parts lie beside it, so that their options have an address whether
+// the part is there or not.
+struct Draft {
+  RunConfig config;
+
+  bool has_init = false;
+  ModelConfig init;
+  bool has_rope = false;
+  RopeConfig rope;
+  bool has_synthetic = false;
+  SyntheticOptions synthetic;
+  int64_t synthetic_length = 2048;
+  int64_t synthetic_min_length = 0;
+  bool has_curriculum = false;
+  CurriculumOptions curriculum;
+
+  Draft() {
+    init.vocab_size = 1024;
+    init.hidden_size = 128;
+    init.intermediate_size = 256;
+    init.layers = 2;
+    init.heads = 4;
+    init.kv_heads = 2;
+    init.max_position_embeddings = 32768;
+    init.tie_word_embeddings = true;
+    rope.theta = 0.0;
+  }
+
+  explicit Draft(const RunConfig& from) : Draft() {
+    config = from;
+    has_init = from.model.init.has_value();
+    if (has_init) {
+      init = *from.model.init;
+      if (init.family == ModelConfig::Family::qwen2) init.qkv_bias = false;  // fixed by the family, not an option
+    }
+    has_rope = from.model.rope.has_value();
+    if (has_rope) rope = *from.model.rope;
+    has_synthetic = from.data.synthetic.has_value();
+    if (!has_synthetic) return;
+    synthetic = *from.data.synthetic;
+    has_curriculum = synthetic.curriculum.has_value();
+    if (has_curriculum) curriculum = *synthetic.curriculum;
+    synthetic_length = has_curriculum ? curriculum.end : synthetic.length.max;
+    synthetic_min_length = synthetic.length.kind == LengthDistribution::Kind::fixed ? 0 : synthetic.length.min;
+  }
+
+  RunConfig finish(const OptionTable& table) const {
+    RunConfig out = config;
+    if (has_init) {
+      SB_USER_CHECK(!init.qkv_bias || init.family != ModelConfig::Family::qwen2,
+                    "{}: is for llama and qwen3; qwen2 always has biases on q, k and v",
+                    table.label("model.init.attention_bias"));
+      SB_USER_CHECK(init.head_dim > 0 || init.hidden_size % init.heads == 0,
+                    "{}: {} heads do not divide hidden_size {}; set head_dim, or other numbers",
+                    table.label("model.init.num_attention_heads"), init.heads, init.hidden_size);
+      // What the family fixes, as `transformers` has it.
+      out.model.init = init;
+      ModelConfig& model = *out.model.init;
+      if (model.head_dim == 0) model.head_dim = static_cast<int>(model.hidden_size / model.heads);
+      if (model.family == ModelConfig::Family::qwen2) model.qkv_bias = true;
+      if (model.family != ModelConfig::Family::qwen2) model.output_bias = model.qkv_bias;
+      model.qk_norm = model.family == ModelConfig::Family::qwen3;
+    }
+    if (has_rope) out.model.rope = rope;
+    if (has_synthetic) {
+      SyntheticOptions task = synthetic;
+      task.length = synthetic_min_length == 0 ? LengthDistribution::fixed(synthetic_length)
+                                              : LengthDistribution::log_uniform(synthetic_min_length, synthetic_length);
+      if (has_curriculum) {
+        task.curriculum = curriculum;
+        task.curriculum->end = synthetic_length;
+      }
+      out.data.synthetic = task;
+    }
+    return out;
+  }
+};
+
+void add_weighted_paths(OptionTable& table, const std::string& name, std::vector<WeightedPath>* value,
+                        const std::string& help) {
+  table.add(
+      name, "list of paths", "", help,
+      [value](const ConfigValue& given, const std::string& label) {
+        std::vector<WeightedPath> read;
+        for (const ConfigValue& item : config_list(given, label)) {
+          const std::string item_label = fmt::format("{}[{}]", label, read.size());
+          WeightedPath path;
+          if (item.kind == ConfigValue::Kind::map) {
+            for (const auto& [key, entry] : item.entries) {
+              if (key == "path")
+                path.path = config_text(entry, item_label + ".path");
+              else if (key == "weight")
+                path.weight = config_number(entry, item_label + ".weight", 1e-6, 1e6);
+              else
+                throw UserError("{}: {}: unknown key '{}'; a source has 'path' and 'weight'", entry.where, item_label,
+                                key);
+            }
+          } else {
+            path.path = config_text(item, item_label);
+          }
+          SB_USER_CHECK(!path.path.empty(), "{}: {}: the path is missing", item.where, item_label);
+          read.push_back(std::move(path));
+        }
+        *value = std::move(read);
+      },
+      [value] {
+        std::vector<std::string> items;
+        for (const WeightedPath& path : *value)
+          items.push_back(path.weight == 1.0
+                              ? yaml_text(path.path.string())
+                              : fmt::format("{{path: {}, weight: {}}}", yaml_text(path.path.string()), path.weight));
+        return fmt::format("[{}]", fmt::join(items, ", "));
+      });
+}
+
+void add_model(OptionTable& table, Draft& draft) {
+  table.section(
+      "model", "What is trained: a Hugging Face checkpoint (`path`) or a model from scratch (`init`), one of the two.");
+  table.path("model.path", &draft.config.model.path,
+             "directory with config.json and model.safetensors (or shards with their index)");
+  table.choice<DType>("model.save_dtype", &draft.config.model.save_dtype,
+                      {{"float32", DType::f32}, {"bfloat16", DType::bf16}},
+                      "type of the weights written for `transformers`; our own checkpoints keep fp32 either way");
+
+  table.section("model.init", "A model from scratch, in the words of config.json.", &draft.has_init);
+  ModelConfig& init = draft.init;
+  using Family = ModelConfig::Family;
+  table.choice<Family>("model.init.model_type", &init.family,
+                       {{"qwen2", Family::qwen2}, {"llama", Family::llama}, {"qwen3", Family::qwen3}},
+                       "qwen2 has biases on q, k and v; qwen3 normalises q and k");
+  table.integer("model.init.vocab_size", &init.vocab_size, 2, 1 << 24, "number of tokens");
+  table.integer("model.init.hidden_size", &init.hidden_size, 8, 1 << 16, "width of the residual stream");
+  table.integer("model.init.intermediate_size", &init.intermediate_size, 8, 1 << 18, "width of the MLP");
+  table.integer("model.init.num_hidden_layers", &init.layers, 1, 1024, "decoder layers");
+  table.integer("model.init.num_attention_heads", &init.heads, 1, 1024, "query heads");
+  table.integer("model.init.num_key_value_heads", &init.kv_heads, 1, 1024,
+                "key/value heads; divides num_attention_heads");
+  table.integer("model.init.head_dim", &init.head_dim, 0, 256, "width of a head; 0: hidden_size / num_attention_heads");
+  table.number("model.init.rms_norm_eps", &init.rms_norm_eps, 1e-12, 1e-2, "epsilon of the norms");
+  table.number("model.init.initializer_range", &init.initializer_range, 0.0, 1.0,
+               "standard deviation of the random weights");
+  table.number("model.init.rope_theta", &init.rope.theta, 1.0, 1e12, "base of the rotary embedding");
+  table.integer("model.init.max_position_embeddings", &init.max_position_embeddings, 1, kMaxTokens,
+                "longest sequence the model is meant for");
+  table.flag("model.init.tie_word_embeddings", &init.tie_word_embeddings, "the vocabulary projection is the embedding");
+  table.flag("model.init.attention_bias", &init.qkv_bias, "llama, qwen3: biases on the attention projections");
+
+  table.section(
+      "model.rope",
+      "Overrides the model's rotary scaling, to train beyond its length; written to the output's config.json.",
+      &draft.has_rope);
+  RopeConfig& rope = draft.rope;
+  using Rope = RopeConfig::Type;
+  table.choice<Rope>(
+      "model.rope.type", &rope.type,
+      {{"default", Rope::standard}, {"linear", Rope::linear}, {"llama3", Rope::llama3}, {"yarn", Rope::yarn}},
+      "kind of scaling");
+  table.number("model.rope.theta", &rope.theta, 0.0, 1e12, "base; 0: the model's own");
+  table.number("model.rope.factor", &rope.factor, 1.0, 1e6, "linear, llama3, yarn: how many times longer");
+  table.integer("model.rope.original_max_position_embeddings", &rope.original_max_position_embeddings, 0, kMaxTokens,
+                "llama3, yarn: length before the scaling; 0: the model's max_position_embeddings");
+  table.number("model.rope.low_freq_factor", &rope.low_freq_factor, 1e-3, 1e6, "llama3");
+  table.number("model.rope.high_freq_factor", &rope.high_freq_factor, 1e-3, 1e6, "llama3");
+  table.number("model.rope.beta_fast", &rope.beta_fast, 1e-3, 1e6, "yarn");
+  table.number("model.rope.beta_slow", &rope.beta_slow, 1e-3, 1e6, "yarn");
+  table.number("model.rope.attention_factor", &rope.attention_factor, 0.0, 1e3,
+               "yarn: factor on cos and sin; 0: 0.1 ln(factor) + 1, or from mscale and mscale_all_dim");
+  table.number("model.rope.mscale", &rope.mscale, 0.0, 1e3, "yarn");
+  table.number("model.rope.mscale_all_dim", &rope.mscale_all_dim, 0.0, 1e3, "yarn");
+  table.flag("model.rope.truncate", &rope.truncate, "yarn: round the correction range to whole channels");
+}
+
+void add_data(OptionTable& table, Draft& draft) {
+  DataOptions& data = draft.config.data;
+  table.section("data",
+                "What it is trained on: token files (`train`) or a built-in task (`synthetic`), one of the two.");
+  add_weighted_paths(
+      table, "data.train", &data.train,
+      "token files: the common prefix of a .bin and an .idx, or an llm.c .bin; `{path: ..., weight: 2}` to "
+      "see each sequence of one twice as often");
+  add_weighted_paths(table, "data.validation", &data.validation, "token files for validation");
+  table.integer("data.max_sequence_length", &data.max_sequence_length, 2, kMaxTokens,
+                "longest sequence in tokens; with `synthetic` its length where not given");
+  table.flag("data.shuffle", &data.shuffle, "a new order every epoch, from the seed; false: as in the files");
+  using Overlong = DataOptions::Overlong;
+  table.choice<Overlong>("data.overlong", &data.overlong, {{"split", Overlong::split}, {"drop", Overlong::drop}},
+                         "documents longer than max_sequence_length become several sequences, or are left out");
+
+  table.section("data.synthetic",
+                "A task over token ids, generated on the fly; validation draws from the same task with another seed.",
+                &draft.has_synthetic);
+  SyntheticOptions& task = draft.synthetic;
+  std::vector<std::pair<std::string, SyntheticTask>> tasks;
+  for (const std::string_view name : synthetic_task_names())
+    tasks.emplace_back(std::string(name), parse_synthetic_task(name));
+  table.choice<SyntheticTask>("data.synthetic.task", &task.task, tasks, "what is to be learned");
+  table.integer("data.synthetic.vocab_size", &task.vocab_size, 2, 1 << 24,
+                "token ids in use; at most the model's vocab_size");
+  table.integer("data.synthetic.length", &draft.synthetic_length, 2, kMaxTokens, "tokens of a sequence; the most");
+  table.integer("data.synthetic.min_length", &draft.synthetic_min_length, 0, kMaxTokens,
+                "lengths are log-uniform from here to `length`; 0: all have `length`");
+  table.path("data.synthetic.lengths", &data.synthetic_lengths,
+             "file with one length a line (`sparsebalance data lengths` writes such) or named pool, drawn with equal "
+             "chances; those above `length` become that long");
+  table.integer("data.synthetic.chunk", &task.chunk, 2, 1 << 16, "chunk_recall: tokens of a chunk");
+  table.integer("data.synthetic.needles", &task.needles, 1, 1 << 16,
+                "needle_multi_key, needle_multi_query: keys planted; associative_recall: pairs");
+  table.integer("data.synthetic.values", &task.values, 1, 1 << 16, "needle_multi_value: values of the key");
+  table.integer("data.synthetic.queries", &task.queries, 1, 1 << 16,
+                "needle_multi_query, associative_recall: keys asked for");
+  table.integer("data.synthetic.value_tokens", &task.value_tokens, 1, 1 << 16,
+                "needle tasks, associative_recall: tokens of a value");
+  table.integer("data.synthetic.hops", &task.hops, 1, 1 << 16, "variable_tracking: assignments after the first");
+  table.integer("data.synthetic.chains", &task.chains, 1, 1 << 16, "variable_tracking: chains, one asked for");
+  table.integer("data.synthetic.answers", &task.answers, 1, 1 << 16, "common_words, frequent_words: words asked for");
+  table.number("data.synthetic.depth", &task.depth, -1.0, 1.0,
+               "needle_single: place of the needle, 0 (start) to 1 (end); negative: random");
+  table.integer("data.synthetic.min_distance", &task.min_distance, -1, kMaxTokens,
+                "nothing that helps lies closer to the question; -1: the task's own choice");
+
+  table.section("data.synthetic.curriculum",
+                "Sequences start short and double as the model learns, up to `data.synthetic.length`.",
+                &draft.has_curriculum);
+  table.integer("data.synthetic.curriculum.start_length", &draft.curriculum.start, 2, kMaxTokens, "first length");
+  table.number("data.synthetic.curriculum.threshold", &draft.curriculum.threshold, 0.0, 1.0,
+               "the length doubles when the running accuracy passes this");
+  table.number("data.synthetic.curriculum.smoothing", &draft.curriculum.smoothing, 0.0, 0.999,
+               "weight of the past in the running accuracy");
+  table.integer("data.synthetic.curriculum.min_observations", &draft.curriculum.min_observations, 1, 1 << 20,
+                "steps at one length before it may double");
+}
+
+void add_batch(OptionTable& table, Draft& draft) {
+  BatchOptions& batch = draft.config.batch;
+  table.section("batch", "How many sequences make a step, and how they are packed. Packing never changes the result.");
+  table.integer("batch.global_batch_size", &batch.global_batch_size, 1, 1 << 20, "sequences per optimizer step");
+  table.integer("batch.micro_batch_sequences", &batch.micro_batch_sequences, 0, 1 << 20,
+                "sequences per micro-batch; 0: as many as fit into micro_batch_tokens");
+  table.integer("batch.micro_batch_tokens", &batch.micro_batch_tokens, 0, kMaxTokens,
+                "most tokens of a micro-batch; 0: max_sequence_length times max(1, micro_batch_sequences)");
+  using Loss = BatchOptions::Loss;
+  table.choice<Loss>("batch.loss", &batch.loss,
+                     {{"token_mean", Loss::token_mean}, {"sequence_mean", Loss::sequence_mean}},
+                     "every target of the global batch counts the same, or every sequence does");
+}
+
+void add_attention(OptionTable& table, Draft& draft) {
+  SelectionConfig& selection = draft.config.attention.selection;
+  table.section("attention",
+                "Which keys a query sees. With `pattern: dense` the other options of this section have no effect.");
+  using Pattern = SelectionPattern;
+  table.choice<Pattern>("attention.pattern", &selection.pattern,
+                        {{"dense", Pattern::dense},
+                         {"topk", Pattern::topk},
+                         {"mass", Pattern::mass},
+                         {"topp", Pattern::topp},
+                         {"vertical_slash", Pattern::vertical_slash},
+                         {"window", Pattern::window}},
+                        "dense: all earlier tokens of its sequence; the others choose key blocks, docs/attention.md");
+  table.choice<SelectionOrder>(
+      "attention.selection", &selection.order,
+      {{"causal", SelectionOrder::causal}, {"lookahead", SelectionOrder::lookahead}},
+      "causal: every token chooses by its own query; lookahead: a query block chooses at once, "
+      "so that later tokens influence what earlier ones see");
+  table.choice<BlockScore>("attention.score", &selection.score,
+                           {{"moments", BlockScore::moments}, {"mean", BlockScore::mean}},
+                           "what a key block is judged by: mean and variance of its keys, or the mean only");
+  table.integer("attention.score_tokens", &selection.score_tokens, 0, 256,
+                "keys of a block that are judged together: smaller parts find single keys better and cost more, "
+                "docs/attention.md; 0: the whole block");
+  table.integer("attention.block", &selection.block, 64, 256, "tokens of a key block: 64, 128 or 256");
+  table.integer("attention.query_block", &selection.query_block, 1, 128,
+                "query tokens that share a list, a power of two");
+  table.integer("attention.budget", &selection.budget, 1, AttentionSpec::kMostBudget, "keys per query, on average");
+  table.integer("attention.sink_blocks", &selection.sink_blocks, 0, 1024, "first blocks, always chosen");
+  table.integer("attention.local_blocks", &selection.local_blocks, 0, 1024,
+                "blocks before the query block, always chosen");
+  table.integer("attention.step", &selection.step, 0, 64, "blocks that each later token of a query block may add");
+  table.integer("attention.dense_below", &selection.dense_below, -1, kMaxTokens,
+                "sequences up to this length run dense; -1: the budget");
+  table.integers("attention.dense_layers", &selection.dense_layers, 0, 1 << 16, "layers that run dense");
+  table.number("attention.coverage", &selection.coverage, 0.0, 1.0, "topp: attention mass each token wants to reach");
+  table.number("attention.vertical_coverage", &selection.vertical_coverage, 0.0, 1.0,
+               "vertical_slash: mass to reach by columns");
+  table.number("attention.slash_coverage", &selection.slash_coverage, 0.0, 1.0,
+               "vertical_slash: mass to reach by diagonals");
+  table.integer("attention.vertical_cap", &selection.vertical_cap, 0, kMaxTokens,
+                "vertical_slash: most columns (tokens)");
+  table.integer("attention.slash_cap", &selection.slash_cap, 0, kMaxTokens, "vertical_slash: most diagonals (blocks)");
+  table.integer("attention.coverage_rows", &draft.config.attention.coverage_rows, 0, 1 << 16,
+                "rows of every sequence and layer on which the true coverage is measured each step; 0: none");
+  table.path("attention.dump_index", &draft.config.attention.dump_index,
+             "folder to which the block lists of one micro-batch are saved, a file a layer, for simulate --ring-index");
+  table.integer("attention.dump_index_step", &draft.config.attention.dump_index_step, 1, kMaxTokens,
+                "dump_index: the first step from which a micro-batch may be taken");
+  table.flag("attention.layer_metrics", &draft.config.attention.layer_metrics,
+             "coverage and density of every layer in metrics.jsonl");
+}
+
+void add_optimizer(OptionTable& table, Draft& draft) {
+  OptimizerOptions& optimizer = draft.config.optimizer;
+  table.section("optimizer", "AdamW. Weight decay applies to parameters with two or more dimensions.");
+  table.number("optimizer.learning_rate", &optimizer.learning_rate, 0.0, 10.0, "the highest rate of the schedule");
+  table.numbers("optimizer.betas", {&optimizer.beta1, &optimizer.beta2}, 0.0, 0.999999,
+                "weights of the past in the two running averages");
+  table.number("optimizer.eps", &optimizer.eps, 1e-30, 1.0, "added to the denominator");
+  table.number("optimizer.weight_decay", &optimizer.weight_decay, 0.0, 10.0, "decoupled decay");
+  table.number("optimizer.max_grad_norm", &optimizer.max_grad_norm, 0.0, 1e9,
+               "gradients are scaled down to this global norm; 0: never");
+  using Schedule = OptimizerOptions::Schedule;
+  table.choice<Schedule>("optimizer.schedule", &optimizer.schedule,
+                         {{"constant", Schedule::constant},
+                          {"linear", Schedule::linear},
+                          {"cosine", Schedule::cosine},
+                          {"warmup_stable_decay", Schedule::warmup_stable_decay}},
+                         "learning rate after the warm-up");
+  table.integer("optimizer.warmup_steps", &optimizer.warmup_steps, 0, OptionTable::kAny, "linear rise at the start");
+  table.number("optimizer.warmup_ratio", &optimizer.warmup_ratio, 0.0, 1.0,
+               "above 0: the warm-up as a share of all steps, in place of warmup_steps");
+  table.integer("optimizer.decay_steps", &optimizer.decay_steps, 0, OptionTable::kAny,
+                "warmup_stable_decay: the last steps, over which the rate falls linearly");
+  table.number("optimizer.min_learning_rate_ratio", &optimizer.min_learning_rate_ratio, 0.0, 1.0,
+               "where linear, cosine and warmup_stable_decay end, as a share of learning_rate");
+}
+
+void add_train(OptionTable& table, Draft& draft) {
+  TrainOptions& train = draft.config.train;
+  table.section("train", "The run itself.");
+  table.integer("train.max_steps", &train.max_steps, 1, OptionTable::kAny, "optimizer steps");
+  table.number("train.num_train_epochs", &train.num_train_epochs, 0.0, 1e6,
+               "above 0: passes over data.train, in place of max_steps; the last step may reach into the next pass");
+  table.choice<Recompute>("train.recompute", &train.recompute,
+                          {{"none", Recompute::none}, {"attention", Recompute::attention}, {"layer", Recompute::layer}},
+                          "what backward computes again to save memory: nothing, all but attention, the whole layer; "
+                          "never changes the result");
+  table.integer("train.save_steps", &train.save_steps, 0, OptionTable::kAny,
+                "steps between checkpoints; 0: only at the end");
+  table.integer("train.save_total_limit", &train.save_total_limit, 0, OptionTable::kAny,
+                "checkpoints kept, the newest; 0: all");
+  table.text(
+      "train.resume", &train.resume,
+      "auto: from the newest intact checkpoint in output_dir, if any; never: start anew; or a checkpoint's path");
+  table.path("train.output_dir", &train.output_dir, "checkpoints, metrics and the trained model go here");
+  table.integer("train.seed", &train.seed, 0, OptionTable::kAny, "of initialisation, data order and synthetic tasks");
+  table.integer("train.validation_steps", &train.validation_steps, 0, OptionTable::kAny,
+                "steps between validations; 0: only at the end, where there is validation data");
+  table.integer("train.validation_sequences", &train.validation_sequences, 0, OptionTable::kAny,
+                "sequences of a validation, at most; 0: all of the token files, none of a synthetic task");
+  using ValidationAttention = TrainOptions::ValidationAttention;
+  table.choice<ValidationAttention>(
+      "train.validation_attention", &train.validation_attention,
+      {{"as_trained", ValidationAttention::as_trained}, {"dense", ValidationAttention::dense}},
+      "what validation sees: what attention.* and its budget choose, or all earlier tokens");
+  table.integer("train.log_steps", &train.log_steps, 1, OptionTable::kAny, "steps between progress lines");
+  table.flag("train.tensorboard", &train.tensorboard, "write TensorBoard event files next to metrics.jsonl");
+  table.integer("train.threads", &train.threads, 0, 1024,
+                "worker threads of a rank; 0: the cores, shared among the ranks of a machine");
+  table.integer("train.loss_chunk", &train.loss_chunk, 1, 1 << 20, "tokens per piece of the vocabulary projection");
+  table.integer("train.layer_chunk", &train.layer_chunk, 1, 1 << 20,
+                "tokens per piece of a layer's projections and MLP: bounds their temporaries");
+  table.integer("train.offload", &train.offload, -1, 1 << 16,
+                "layers of a stage whose input waits for backward in host memory; -1: as many as the GPU's memory asks "
+                "for (none on the CPU); never changes the result");
+  table.choice<TrainOptions::Precision>(
+      "train.precision", &train.precision,
+      {{"auto", TrainOptions::Precision::automatic}, {"float32", TrainOptions::Precision::float32}},
+      "activations and the weights that operations read: auto is bfloat16 on device: cuda and float32 on the CPU");
+  table.flag("train.deterministic", &train.deterministic,
+             "device: cuda: the same bits in every run, somewhat slower backward of attention; the CPU always is");
+  table.flag("train.trace", &train.trace,
+             "write trace.json, for Chrome's tracing view or Perfetto; a resumed run writes trace-2.json and so on");
+}
+
+OptionTable run_options(Draft& draft) {
+  OptionTable table;
+  table.choice<DeviceKind>(
+      "device", &draft.config.device, {{"cpu", DeviceKind::cpu}, {"cuda", DeviceKind::cuda}},
+      "where it runs: cpu in fp32; cuda, every rank on a GPU, in bf16 with fp32 values, gradients and moments");
+  add_model(table, draft);
+  add_data(table, draft);
+  add_batch(table, draft);
+  add_attention(table, draft);
+  add_balance_options(table, draft.config.balance);
+  add_parallel_options(table, draft.config.parallel);
+  add_optimizer(table, draft);
+  add_train(table, draft);
+  return table;
+}
+
+}  // namespace
+
+RunConfig parse_run_config(const std::string& yaml, const std::string& name,
+                           const std::vector<std::string>& overrides) {
+  Draft draft;
+  OptionTable table = run_options(draft);
+  table.load(yaml, name);
+  for (const std::string& assignment : overrides) table.set(assignment);
+  if (draft.has_synthetic && !table.given("data.max_sequence_length"))
+    draft.config.data.max_sequence_length = draft.synthetic_length;
+  RunConfig config = draft.finish(table);
+  check_run_config(config, table, name);
+  return config;
+}
+
+RunConfig load_run_config(const std::filesystem::path& path, const std::vector<std::string>& overrides) {
+  return parse_run_config(read_config_file(path), path.string(), overrides);
+}
+
+std::string print_run_config(const RunConfig& config) {
+  Draft draft(config);
+  return run_options(draft).yaml();
+}
+
+std::string run_config_markdown() {
+  Draft draft;
+  return std::string(kReferenceIntroduction) + run_options(draft).markdown();
+}
+
+}  // namespace sb

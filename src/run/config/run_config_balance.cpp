@@ -1,0 +1,99 @@
+#include "run/config/run_config_balance.h"
+
+#include <limits>
+
+#include "core/errors.h"
+
+namespace sb {
+
+void add_balance_options(OptionTable& table, BalanceOptions& balance) {
+  table.section("balance",
+                "How a step's sequences are shared out, and how many keys each attends to; docs/balancing.md. Batching "
+                "and ordering never change the result, tuning trades attention coverage between sequences.");
+  using Batching = BalanceOptions::Batching;
+  table.choice<Batching>(
+      "balance.batching", &balance.batching,
+      {{"in_order", Batching::in_order},
+       {"length", Batching::length},
+       {"quadratic", Batching::quadratic},
+       {"wlb", Batching::wlb},
+       {"sab", Batching::sab}},
+      "in_order: as they come; the others balance tokens, squared lengths, dense latency (greedy) or "
+      "predicted latency at the expected budgets");
+  using Ordering = BalanceOptions::Ordering;
+  table.choice<Ordering>("balance.ordering", &balance.ordering,
+                         {{"none", Ordering::none}, {"auto", Ordering::automatic}},
+                         "auto: the order of micro-batches in the pipeline that is fastest by simulation");
+  using Tuning = BalanceOptions::Tuning;
+  table.choice<Tuning>("balance.tuning", &balance.tuning,
+                       {{"off", Tuning::none}, {"anchor", Tuning::anchor}, {"optimal", Tuning::optimal}},
+                       "of attention budgets. off: attention.budget everywhere; anchor: every micro-batch towards a "
+                       "common latency; optimal: the most coverage in the shortest step");
+  using Anchor = BalanceOptions::Anchor;
+  table.choice<Anchor>("balance.anchor", &balance.anchor,
+                       {{"mean", Anchor::mean}, {"min", Anchor::min}, {"max", Anchor::max}},
+                       "tuning anchor: which of the micro-batches' latencies is the common one");
+  table.number("balance.p", &balance.p, 0.0, 1.0,
+               "tuning: share of the coverage it has at attention.budget that no (sequence, layer) may lose more of");
+  table.add(
+      "balance.target", "number or word", "equal_coverage, or 0 to 1",
+      "tuning optimal: the shortest step whose mean coverage is not below that of attention.budget, or a deadline "
+      "between the fastest possible step (0) and the one at attention.budget (1)",
+      [&balance](const ConfigValue& given, const std::string& label) {
+        if (given.kind == ConfigValue::Kind::scalar && given.text == "equal_coverage")
+          balance.target = -1.0;
+        else
+          balance.target = config_number(given, label, 0.0, 1.0);
+      },
+      [&balance] { return balance.target < 0 ? std::string("equal_coverage") : fmt::format("{}", balance.target); });
+  table.integer("balance.max_budget", &balance.max_budget, 0, std::numeric_limits<int32_t>::max(),
+                "tuning: the largest budget that it gives; memory for the lists of chosen blocks is planned for it. 0: "
+                "four times attention.budget");
+  table.flag("balance.adapt", &balance.adapt,
+             "measured times and coverage correct the predictions; false: a plan follows from the configuration and "
+             "the step alone");
+  table.path("balance.profile", &balance.profile,
+             "latencies: a file that `sparsebalance profile` wrote, or h200 (measured: Qwen2.5-0.5B and 3B), "
+             "h200-analytic, h100-analytic, a100-analytic, "
+             "h20-analytic");
+  table.path("balance.replay", &balance.replay,
+             "plan.jsonl of another run, whose plans are used again: it must hold every step from the first that is "
+             "left to train up to max_steps, or up to an earlier one, after which the run saves and stops; empty: "
+             "plans are made");
+}
+
+void check_balance(const RunConfig& config, const OptionTable& table) {
+  const BalanceOptions& balance = config.balance;
+  const SelectionConfig& selection = config.attention.selection;
+  using Tuning = BalanceOptions::Tuning;
+  const bool tuned = balance.tuning != Tuning::none;
+  SB_USER_CHECK(balance.anchor == BalanceOptions::Anchor::mean || balance.tuning == Tuning::anchor,
+                "{}: is for tuning: anchor; remove it", table.label("balance.anchor"));
+  SB_USER_CHECK(balance.p < 1, "{}: must be below 1: at 1 a sequence could lose all of its coverage",
+                table.label("balance.p"));
+  SB_USER_CHECK(balance.target < 0 || balance.tuning == Tuning::optimal, "{}: is for tuning: optimal; remove it",
+                table.label("balance.target"));
+  SB_USER_CHECK(!tuned || selection.pattern == SelectionPattern::topk || selection.pattern == SelectionPattern::mass,
+                "{}: needs an attention.pattern that follows a budget, topk or mass", table.label("balance.tuning"));
+  SB_USER_CHECK(balance.max_budget == 0 || tuned || !balance.replay.empty(),
+                "{}: is for balance.tuning and balance.replay; remove it", table.label("balance.max_budget"));
+  SB_USER_CHECK(balance.max_budget == 0 || balance.max_budget >= selection.budget,
+                "{}: {} is below attention.budget, {}, which tuning starts from", table.label("balance.max_budget"),
+                balance.max_budget, selection.budget);
+  SB_USER_CHECK(!tuned || !balance.adapt || config.attention.coverage_rows > 0,
+                "{}: 0 leaves tuning without measured coverage; raise it, or set balance.adapt: false to tune by the "
+                "built-in curves",
+                table.label("attention.coverage_rows"));
+  const bool predicts = tuned || balance.ordering != BalanceOptions::Ordering::none ||
+                        balance.batching == BalanceOptions::Batching::sab ||
+                        balance.batching == BalanceOptions::Batching::wlb;
+  SB_USER_CHECK(!predicts || !balance.profile.empty(),
+                "{}: predicts latencies, and balance.profile does not say from what. Measure this machine once with "
+                "`sparsebalance profile --run FILE` (FILE: this configuration) and set balance.profile: profile.json; "
+                "or name a built-in profile, for example h200-analytic, which measured times then correct",
+                table.label(tuned                                                ? "balance.tuning"
+                            : balance.ordering != BalanceOptions::Ordering::none ? "balance.ordering"
+                                                                                 : "balance.batching"));
+}
+
+}  // namespace sb

@@ -1,0 +1,14 @@
+#pragma once
+
+#include <string>
+
+#include "core/config/config.h"
+#include "run/config/run_config.h"
+
+namespace sb {
+
+// The section `balance` of the option table, and what must hold between its options and the rest.
+void add_balance_options(OptionTable& table, BalanceOptions& balance);
+void check_balance(const RunConfig& config, const OptionTable& table);
+
+}  // namespace sb

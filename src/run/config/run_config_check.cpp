@@ -1,0 +1,138 @@
+#include "run/config/run_config_check.h"
+
+#include "core/errors.h"
+#include "run/config/run_config_balance.h"
+#include "run/config/run_config_parallel.h"
+
+namespace sb {
+namespace {
+
+void check_model(const RunConfig& config, const OptionTable& table, const std::string& file) {
+  const ModelOptions& model = config.model;
+  SB_USER_CHECK(!model.path.empty() || model.init,
+                "{}: no model; set model.path to a Hugging Face directory, or model.init for one from scratch", file);
+  SB_USER_CHECK(model.path.empty() || !model.init,
+                "{}: model.path and model.init exclude each other; keep one, or add --set model.init=null",
+                table.label("model.path"));
+  if (model.init) {
+    const ModelConfig& init = *model.init;
+    SB_USER_CHECK(init.heads % init.kv_heads == 0, "{}: {} key/value heads do not divide {} query heads",
+                  table.label("model.init.num_key_value_heads"), init.kv_heads, init.heads);
+    SB_USER_CHECK(init.head_dim > 0 && init.head_dim % 2 == 0, "{}: a head must have an even width, this is {}",
+                  table.label("model.init.head_dim"), init.head_dim);
+  }
+  if (model.rope) {
+    SB_USER_CHECK(model.rope->type != RopeConfig::Type::standard || model.rope->factor == 1.0,
+                  "{}: has no meaning with type: default", table.label("model.rope.factor"));
+  }
+}
+
+void check_data(const RunConfig& config, const OptionTable& table, const std::string& file) {
+  const DataOptions& data = config.data;
+  SB_USER_CHECK(!data.train.empty() || data.synthetic,
+                "{}: no training data; set data.train to token files, or data.synthetic to a built-in task", file);
+  SB_USER_CHECK(data.train.empty() || !data.synthetic,
+                "{}: data.train and data.synthetic exclude each other; keep one, or add --set data.synthetic=null",
+                table.label("data.train"));
+  SB_USER_CHECK(!data.synthetic || data.validation.empty(),
+                "{}: with data.synthetic, validation draws from the task itself; remove it",
+                table.label("data.validation"));
+  SB_USER_CHECK(config.train.validation_steps == 0 || data.synthetic || !data.validation.empty(),
+                "{}: there is no validation data; set data.validation", table.label("train.validation_steps"));
+  for (const WeightedPath& path : data.validation)
+    SB_USER_CHECK(path.weight == 1.0, "{}: validation reads its files as they are; '{}' cannot have a weight",
+                  table.label("data.validation"), path.path.string());
+  SB_USER_CHECK(!data.synthetic || config.train.validation_steps == 0 || config.train.validation_sequences > 0,
+                "{}: a synthetic task has no end; say how many sequences", table.label("train.validation_sequences"));
+  SB_USER_CHECK(!data.synthetic || data.shuffle, "{}: has no meaning with data.synthetic; remove it",
+                table.label("data.shuffle"));
+  SB_USER_CHECK(!data.synthetic || data.overlong == DataOptions::Overlong::split,
+                "{}: has no meaning with data.synthetic; remove it", table.label("data.overlong"));
+  if (config.train.num_train_epochs > 0) {
+    SB_USER_CHECK(!data.synthetic, "{}: a synthetic task has no end; set train.max_steps",
+                  table.label("train.num_train_epochs"));
+    for (const WeightedPath& path : data.train)
+      SB_USER_CHECK(path.weight == 1.0,
+                    "{}: with a weight ('{}') a pass over the data has no length; set train.max_steps",
+                    table.label("train.num_train_epochs"), path.path.string());
+  }
+  if (data.synthetic) {
+    const SyntheticOptions& task = *data.synthetic;
+    const int64_t longest = task.curriculum ? task.curriculum->end : task.length.max;
+    SB_USER_CHECK(longest <= data.max_sequence_length, "{}: {} is below data.synthetic.length {}",
+                  table.label("data.max_sequence_length"), data.max_sequence_length, longest);
+    SB_USER_CHECK(task.length.min <= task.length.max, "{}: {} is above data.synthetic.length {}",
+                  table.label("data.synthetic.min_length"), task.length.min, task.length.max);
+    SB_USER_CHECK(
+        data.synthetic_lengths.empty() || (task.length.kind == LengthDistribution::Kind::fixed && !task.curriculum),
+        "{}: excludes min_length and curriculum; keep one", table.label("data.synthetic.lengths"));
+    if (task.curriculum) {
+      SB_USER_CHECK(task.length.kind == LengthDistribution::Kind::fixed,
+                    "{}: excludes data.synthetic.curriculum; keep one", table.label("data.synthetic.min_length"));
+      SB_USER_CHECK(task.curriculum->start <= task.curriculum->end, "{}: {} is above data.synthetic.length {}",
+                    table.label("data.synthetic.curriculum.start_length"), task.curriculum->start,
+                    task.curriculum->end);
+    }
+    SB_USER_CHECK(!config.model.init || task.vocab_size <= config.model.init->vocab_size,
+                  "{}: {} is above the model's vocab_size {}", table.label("data.synthetic.vocab_size"),
+                  task.vocab_size, config.model.init->vocab_size);
+  }
+}
+
+void check_batch(const RunConfig& config, const OptionTable& table) {
+  const BatchOptions& batch = config.batch;
+  SB_USER_CHECK(batch.micro_batch_sequences <= batch.global_batch_size, "{}: {} is above batch.global_batch_size {}",
+                table.label("batch.micro_batch_sequences"), batch.micro_batch_sequences, batch.global_batch_size);
+  SB_USER_CHECK(batch.micro_batch_tokens == 0 || batch.micro_batch_tokens >= config.data.max_sequence_length,
+                "{}: {} is below data.max_sequence_length {}: the longest sequence would fit no micro-batch",
+                table.label("batch.micro_batch_tokens"), batch.micro_batch_tokens, config.data.max_sequence_length);
+}
+
+void check_attention(const RunConfig& config, const OptionTable& table) {
+  const bool dumps = !config.attention.dump_index.empty();
+  SB_USER_CHECK(!dumps || config.attention.selection.pattern != SelectionPattern::dense,
+                "{}: pattern: dense chooses nothing that could be saved; remove it or choose a pattern",
+                table.label("attention.dump_index"));
+  SB_USER_CHECK(!dumps || config.parallel.cp == 1,
+                "{}: ranks that share sequences (parallel.cp {}) have a part of the lists each; set parallel.cp to 1",
+                table.label("attention.dump_index"), config.parallel.cp);
+}
+
+void check_optimizer(const RunConfig& config, const OptionTable& table) {
+  const OptimizerOptions& optimizer = config.optimizer;
+  using Schedule = OptimizerOptions::Schedule;
+  const bool stable = optimizer.schedule == Schedule::warmup_stable_decay;
+  SB_USER_CHECK(stable || optimizer.decay_steps == 0, "{}: is for schedule: warmup_stable_decay; remove it",
+                table.label("optimizer.decay_steps"));
+  SB_USER_CHECK(optimizer.schedule != Schedule::constant || optimizer.min_learning_rate_ratio == 0.0,
+                "{}: has no meaning with schedule: constant; remove it",
+                table.label("optimizer.min_learning_rate_ratio"));
+  if (config.train.num_train_epochs > 0) return;  // the number of steps is not known yet: settle_steps looks
+  SB_USER_CHECK(optimizer.warmup_steps <= config.train.max_steps, "{}: {} is above train.max_steps {}",
+                table.label("optimizer.warmup_steps"), optimizer.warmup_steps, config.train.max_steps);
+  SB_USER_CHECK(optimizer.decay_steps <= config.train.max_steps - optimizer.warmup_steps,
+                "{}: {} after {} warm-up steps is above train.max_steps {}", table.label("optimizer.decay_steps"),
+                optimizer.decay_steps, optimizer.warmup_steps, config.train.max_steps);
+}
+
+void check_train(const RunConfig& config, const OptionTable& table) {
+  SB_USER_CHECK(!config.train.output_dir.empty(), "{}: is empty; say where the run's files go",
+                table.label("train.output_dir"));
+  SB_USER_CHECK(!config.train.resume.empty(), "{}: is empty; choose auto, never or a checkpoint's path",
+                table.label("train.resume"));
+}
+
+}  // namespace
+
+void check_run_config(const RunConfig& config, const OptionTable& table, const std::string& file) {
+  check_model(config, table, file);
+  check_data(config, table, file);
+  check_batch(config, table);
+  check_balance(config, table);
+  check_parallel(config, table);
+  check_attention(config, table);
+  check_optimizer(config, table);
+  check_train(config, table);
+}
+
+}  // namespace sb

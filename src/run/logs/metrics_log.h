@@ -1,0 +1,35 @@
+#pragma once
+
+#include <cstdint>
+#include <cstdio>
+#include <filesystem>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "core/metric.h"
+
+namespace sb {
+
+// metrics.jsonl, the record of a run: one object a step, and validation objects. Every line is flushed, so that a
+// killed run has lost nothing but the line in progress.
+class MetricsLog {
+ public:
+  // Opens the file to append. Lines of steps after `last_step` (written between the checkpoint and the end of the
+  // previous process) and an unfinished last line are taken out first: the file has every step once.
+  MetricsLog(std::filesystem::path file, int64_t last_step);
+
+  void write(const std::vector<Metric>& metrics);
+  // Of the lines that were there: the last step that was validated; -1: none.
+  int64_t last_validation() const { return last_validation_; }
+
+ private:
+  struct Closer {
+    void operator()(std::FILE* file) const { std::fclose(file); }
+  };
+  std::filesystem::path file_;
+  int64_t last_validation_ = -1;
+  std::unique_ptr<std::FILE, Closer> stream_;
+};
+
+}  // namespace sb

@@ -1,0 +1,148 @@
+#include "train/make_planner.h"
+
+#include <algorithm>
+#include <limits>
+#include <set>
+
+#include "core/errors.h"
+#include "core/log.h"
+#include "train/stage_split.h"
+
+namespace sb {
+namespace {
+
+BatchingPolicy batching_policy(BalanceOptions::Batching batching) {
+  switch (batching) {
+    case BalanceOptions::Batching::in_order:
+      return BatchingPolicy::in_order;
+    case BalanceOptions::Batching::length:
+      return BatchingPolicy::length;
+    case BalanceOptions::Batching::quadratic:
+      return BatchingPolicy::quadratic;
+    case BalanceOptions::Batching::wlb:
+      return BatchingPolicy::wlb;
+    case BalanceOptions::Batching::sab:
+      return BatchingPolicy::sab;
+  }
+  throw InternalError("no such batching");
+}
+
+TuningOptions tuning_options(const BalanceOptions& balance) {
+  TuningOptions tuning;
+  tuning.policy = balance.tuning == BalanceOptions::Tuning::none     ? TuningPolicy::off
+                  : balance.tuning == BalanceOptions::Tuning::anchor ? TuningPolicy::anchor
+                                                                     : TuningPolicy::optimal;
+  tuning.anchor = balance.anchor == BalanceOptions::Anchor::mean  ? AnchorKind::mean
+                  : balance.anchor == BalanceOptions::Anchor::min ? AnchorKind::min
+                                                                  : AnchorKind::max;
+  tuning.p = balance.p;
+  tuning.target = balance.target < 0 ? kEqualCoverage : balance.target;
+  return tuning;
+}
+
+const char* recompute_name(Recompute recompute) {
+  return recompute == Recompute::none ? "none" : recompute == Recompute::layer ? "layer" : "attention";
+}
+
+}  // namespace
+
+bool wants_balancing(const BalanceOptions& balance) {
+  return balance.batching != BalanceOptions::Batching::in_order || balance.ordering != BalanceOptions::Ordering::none ||
+         balance.tuning != BalanceOptions::Tuning::none || !balance.profile.empty() || !balance.replay.empty();
+}
+
+ModelShape model_shape(const ModelConfig& model) {
+  ModelShape shape;
+  shape.name = "the model";
+  shape.layers = model.layers;
+  shape.hidden = model.hidden_size;
+  shape.heads = model.heads;
+  shape.kv_heads = model.kv_heads;
+  shape.head_dim = model.head_dim;
+  shape.intermediate = model.intermediate_size;
+  shape.vocabulary = model.vocab_size;
+  shape.tied = model.tie_word_embeddings;
+  return shape;
+}
+
+int64_t largest_budget(const RunConfig& config) {
+  const BalanceOptions& balance = config.balance;
+  const SelectionConfig& selection = config.attention.selection;
+  if (selection.pattern == SelectionPattern::dense) return 0;
+  if (balance.tuning == BalanceOptions::Tuning::none && balance.replay.empty()) return 0;
+  // Lists take memory in proportion to it: room for whole sequences would be that of dense attention's pairs.
+  return balance.max_budget > 0 ? balance.max_budget : 4 * selection.budget;
+}
+
+AttentionSpec attention_spec(const RunConfig& config) {
+  const SelectionConfig& selection = config.attention.selection;
+  AttentionSpec spec;
+  spec.block = selection.block;
+  spec.query_block = selection.query_block;
+  spec.score_tokens = selection.score_tokens;
+  spec.budget = selection.budget;
+  spec.sink_blocks = selection.sink_blocks;
+  spec.local_blocks = selection.local_blocks;
+  spec.dense_below = selection.dense_below;
+  spec.max_budget = largest_budget(config);
+  const std::set<int64_t> dense_layers(selection.dense_layers.begin(), selection.dense_layers.end());
+  for (const int64_t layer : dense_layers) spec.dense_layers.push_back(static_cast<int>(layer));
+  if (selection.pattern == SelectionPattern::dense) {
+    spec.dense_layers.clear();
+    spec.dense_below = std::numeric_limits<int64_t>::max();
+    spec.budget = std::max(spec.budget, spec.least_budget());
+  }
+  return spec;
+}
+
+Profile run_profile(const RunConfig& config, const ModelConfig& model) {
+  // Balancing by lengths needs no latencies; predictions then come from a built-in table and are corrected.
+  const bool given = !config.balance.profile.empty();
+  const AttentionSpec spec = attention_spec(config);
+  AttentionSpec scored = spec;
+  if (!config.attention.selection.scores_blocks()) scored.score_tokens = 0;
+  Profile profile = find_profile(given ? config.balance.profile.string() : "h200-analytic", model_shape(model), scored);
+  SB_USER_CHECK(profile.held_out.count == 0 || profile.recompute == recompute_name(config.train.recompute),
+                "{}: was measured with --recompute {} and train.recompute is {}; measure again, or change it",
+                profile.name, profile.recompute, recompute_name(config.train.recompute));
+  if (config.attention.selection.pattern != SelectionPattern::dense)
+    check_measured_blocks(profile, spec, {"attention.block", "attention.query_block", "attention.score_tokens"});
+  if (!given) log::info("balance.profile is not set: predictions start from {}", profile.name);
+  return profile;
+}
+
+std::unique_ptr<BalancedPlanner> make_balanced_planner(const RunConfig& config, const ModelConfig& model,
+                                                       const PackingLimits& limits, const ReplayedSteps& steps) {
+  BalancedPlannerOptions options;
+  options.plan.batching.policy = batching_policy(config.balance.batching);
+  options.plan.batching.micro_batch_sequences = config.batch.micro_batch_sequences;
+  options.plan.batching.micro_batch_tokens = limits.max_tokens;
+  options.plan.batching.max_sequences = most_sequences(config, limits);
+  options.plan.ordering = config.balance.ordering == BalanceOptions::Ordering::automatic;
+  options.plan.tuning = tuning_options(config.balance);
+  options.spec = attention_spec(config);
+  options.layout.dp = config.parallel.dp;
+  options.layout.pp = config.parallel.pp;
+  options.layout.cp = config.parallel.cp;
+  options.first_layer = split_layers(config, model);
+  options.adapt = config.balance.adapt;
+  options.log = config.train.output_dir / "plan.jsonl";
+  options.replay = config.balance.replay;
+  Profile profile = run_profile(config, model);
+  // Dense attention does not know the run's query blocks: tiles are counted as they were measured.
+  if (config.attention.selection.pattern == SelectionPattern::dense && profile.blocks)
+    options.spec.query_block = profile.blocks->query_block;
+  return std::make_unique<BalancedPlanner>(std::move(profile), std::move(options), steps);
+}
+
+std::unique_ptr<StepPlanner> make_step_planner(const RunConfig& config, const ModelConfig& model,
+                                               const PackingLimits& limits) {
+  if (wants_balancing(config.balance)) return make_balanced_planner(config, model, limits);
+  const SelectionConfig& attention = config.attention.selection;
+  const bool follows_budget =
+      attention.pattern == SelectionPattern::topk || attention.pattern == SelectionPattern::mass;
+  return std::make_unique<InOrderPlanner>(config.parallel.dp, model.layers, limits, attention.block,
+                                          follows_budget ? attention.budget : 0);
+}
+
+}  // namespace sb

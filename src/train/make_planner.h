@@ -1,0 +1,33 @@
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "model/model_config.h"
+#include "plan/planner/balanced_planner.h"
+#include "run/config/run_config.h"
+#include "train/packing.h"
+
+namespace sb {
+
+// Whether `balance` asks for more than the sequences in their order.
+bool wants_balancing(const BalanceOptions& balance);
+
+// The sizes that a profile is of.
+ModelShape model_shape(const ModelConfig& model);
+// The largest budget that tuning, or a plan that is used again, may give: what memory is planned for. 0: there is
+// attention.budget alone.
+int64_t largest_budget(const RunConfig& config);
+// What the planner has to know about attention.
+AttentionSpec attention_spec(const RunConfig& config);
+
+// UserError when the profile is of another shape, of another recompute level or of other blocks.
+Profile run_profile(const RunConfig& config, const ModelConfig& model);
+std::unique_ptr<BalancedPlanner> make_balanced_planner(const RunConfig& config, const ModelConfig& model,
+                                                       const PackingLimits& limits, const ReplayedSteps& steps = {});
+
+// The planner that balance.* asks for.
+std::unique_ptr<StepPlanner> make_step_planner(const RunConfig& config, const ModelConfig& model,
+                                               const PackingLimits& limits);
+
+}  // namespace sb

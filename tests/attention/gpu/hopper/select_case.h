@@ -1,0 +1,140 @@
+#pragma once
+
+// Selection on the device for tests and benchmarks: plan, device memory, and the lists back on the host.
+
+#include <functional>
+
+#include "attention/gpu/select/select.h"
+#include "tests/attention/gpu/hopper/device_case.h"
+
+namespace sb::gpu {
+
+struct SelectCase {
+  SelectionConfig config;
+  bool hopper;
+  int shared_memory = 0;  // as SelectParams has it
+  SelectPlan plan;
+  DeviceArray<ScoreItem> scores;
+  DeviceArray<ScoreToken> score_rows;
+  DeviceArray<SelectItem> items;
+  DeviceArray<SelectBlock> blocks;
+  DeviceArray<SelectGroup> groups;
+  DeviceArray<SelectPool> pools;
+  DeviceArray<uint32_t> row_entries, column_entries;
+  DeviceArray<int32_t> column_offsets, column_counts;
+  DeviceArray<uint8_t> statistics;
+  DeviceArray<uint16_t> masses, sums;
+  DeviceArray<int32_t> pool_counts;
+  DeviceArray<uint8_t> map;
+  DeviceArray<float> thresholds;
+  DeviceArray<unsigned long long> chosen;
+
+  SelectCase(const Shape& shape, const std::vector<int32_t>& cu, const std::vector<bool>& dense,
+             const std::vector<SequenceTiles>& tiles, const SelectionConfig& selection, bool on_hopper,
+             int64_t batch_masses = int64_t{1} << 26, float threshold = 0)
+      : config(selection),
+        hopper(on_hopper),
+        plan(make_select_plan(shape, cu, dense, tiles, selection,
+                              on_hopper ? hopper_score_tile(shape, BlockScoring(selection)) : kPortableScoreTile,
+                              batch_masses)),
+        scores(plan.scores),
+        score_rows(plan.score_rows),
+        items(plan.items),
+        blocks(plan.blocks),
+        groups(plan.groups),
+        pools(plan.pools),
+        row_entries(plan.entries),
+        column_entries(plan.entries),
+        column_offsets(plan.columns + 1),
+        column_counts(plan.columns),
+        statistics(on_hopper ? hopper_statistics_bytes(shape, plan) : portable_statistics_bytes(shape, plan)),
+        masses(plan.planes * plan.masses),
+        sums(plan.sums),
+        pool_counts(pool_counts_size(plan.pools.size(), plan.pool_tiles)),
+        map(plan.map_bytes),
+        thresholds(std::vector<float>(kLengthClasses, threshold)),
+        chosen(std::vector<unsigned long long>(2 * kLengthClasses, 0)) {}
+
+  SelectParams params(const Shape& shape, const void* q, const void* k) const {
+    SelectParams p;
+    p.shape = shape;
+    p.q = q;
+    p.k = k;
+    p.pattern = config.pattern;
+    p.lookahead = config.order == SelectionOrder::lookahead;
+    p.moments = config.score == BlockScore::moments;
+    p.coverage = static_cast<float>(config.coverage);
+    p.thresholds = thresholds.get();
+    p.shared_memory = shared_memory;
+    p.query_block = plan.query_block;
+    p.select_block = plan.select_block;
+    p.block = plan.block;
+    p.max_competing = plan.max_competing;
+    p.planes = plan.planes;
+    p.plane_masses = plan.masses;
+    p.parts = plan.parts;
+    p.statistics_channels = plan.statistics;
+    p.statistics_rows = plan.statistics_rows;
+    p.scores = scores.get();
+    p.score_rows = score_rows.get();
+    p.items = items.get();
+    p.batches = plan.batches;
+    p.blocks = blocks.get();
+    p.block_count = static_cast<int32_t>(blocks.size());
+    p.groups = groups.get();
+    p.group_count = static_cast<int32_t>(groups.size());
+    p.column_count = plan.columns;
+    p.row_entries = row_entries.get();
+    p.column_offsets = column_offsets.get();
+    p.column_entries = column_entries.get();
+    if (config.pattern != SelectionPattern::topk) p.chosen = chosen.get();
+    p.statistics = statistics.get();
+    p.masses = masses.get();
+    p.map = map.get();
+    p.column_counts = column_counts.get();
+    p.pools = pools.get();
+    p.pool_count = static_cast<int32_t>(pools.size());
+    p.pool_tiles = plan.pool_tiles;
+    p.sums = sums.get();
+    p.pool_counts = pool_counts.get();
+    return p;
+  }
+
+  void run(const Shape& shape, const void* q, const void* k) const {
+    list_rows(shape, q, k, nullptr);
+    list_columns(params(shape, q, k), nullptr);
+  }
+  void list_rows(const Shape& shape, const void* q, const void* k, void* stream) const {
+    if (hopper)
+      hopper_select(params(shape, q, k), stream);
+    else
+      portable_select(params(shape, q, k), Precision::bf16, stream);
+  }
+
+  void poison() {
+    row_entries.poison();
+    column_entries.poison();
+    column_offsets.poison();
+    statistics.poison();
+    masses.poison();
+    sums.poison();
+    pool_counts.poison();
+    map.poison();
+    column_counts.poison();
+    must(cudaMemset(chosen.get(), 0, chosen.size() * sizeof(unsigned long long)), "clear");
+  }
+
+  // Without what fills up the rows.
+  RowLists lists(const Shape& shape) const {
+    RowLists out{shape.kv_heads, plan.query_block, plan.rows, {0}, {}, plan.block};
+    const auto all = row_entries.host();
+    for (size_t row = 0; row + 1 < plan.row_offsets.size(); ++row) {
+      for (int32_t i = plan.row_offsets[row]; i < plan.row_offsets[row + 1]; ++i)
+        if (all[i] != kNoEntry) out.entries.push_back(all[i]);
+      out.offsets.push_back(static_cast<int32_t>(out.entries.size()));
+    }
+    return out;
+  }
+};
+
+}  // namespace sb::gpu

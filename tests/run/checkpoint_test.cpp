@@ -1,0 +1,302 @@
+#include "run/checkpoint/checkpoint.h"
+
+#include <gtest/gtest.h>
+#include <sys/resource.h>
+
+#include <csignal>
+#include <cstring>
+
+#include "plan/planner/balance_state.h"
+#include "run/checkpoint/optimizer_file.h"
+#include "tests/run/scratch_directory.h"
+#include "tests/train/tiny_run.h"
+
+namespace sb {
+namespace {
+
+namespace fs = std::filesystem;
+
+// Parameters and moments with values that all differ, without a model around them.
+struct Contents {
+  ModelConfig model = *tiny_run("unused").model.init;
+  ParameterSet parameters;
+  std::vector<float> first, second;
+  TrainState state;
+  std::string run_config = "train: {}\n";
+
+  explicit Contents(int64_t step = 7) {
+    parameters.declare("qkv.weight", {6, 4}, {{"q", 0, 3}, {"k", 3, 5}, {"v", 5, 6}});
+    parameters.declare("norm.weight", {5}, {{"norm", 0, 5}});
+    parameters.end_group(2);
+    parameters.allocate(false);
+    first.resize(static_cast<size_t>(parameters.flat_elements()), 0.0f);
+    second = first;
+    for (int i = 0; i < parameters.count(); ++i) {
+      const Parameter& p = parameters.parameter(i);
+      for (int64_t e = 0; e < p.elements(); ++e) {
+        const auto at = static_cast<size_t>(p.offset + e);
+        parameters.value(i).f32()[e] = 1.0f / static_cast<float>(3 + at);
+        first[at] = 0.1f / static_cast<float>(7 + at);
+        second[at] = 1e-9f * static_cast<float>(1 + at);
+      }
+    }
+    state = {step, 6, 123456789012345, "curriculum \"state\"\n", 99, 1, 1, {{{0, 12}, -3.5f}}, "plan\n", "2 files"};
+  }
+  TensorView moment(std::vector<float>& values) const { return {values.data(), {parameters.flat_elements()}}; }
+  ShardLayout layout(int shards = 1) const { return ShardLayout(parameters, shards, 1); }
+  fs::path save(const fs::path& directory) {
+    std::vector<SafetensorsTensor> weights, moments;
+    for (const FlatTensor& tensor : parameters.flat_tensors()) {
+      weights.push_back({tensor.name, tensor.shape, parameters.values().f32() + tensor.begin});
+      moments.push_back({first_moment_name(tensor.name), tensor.shape, first.data() + tensor.begin});
+      moments.push_back({second_moment_name(tensor.name), tensor.shape, second.data() + tensor.begin});
+    }
+    return save_checkpoint(directory, {model, weights, moments, state, run_config, {}});
+  }
+};
+
+std::vector<float> copy(TensorView view) {
+  return {view.f32(), view.f32() + view.elements()};
+}
+
+TEST(Checkpoint, EverythingComesBackBitByBit) {
+  ScratchDirectory scratch;
+  Contents saved;
+  const fs::path path = saved.save(scratch.path());
+  EXPECT_EQ(path.filename(), "checkpoint-7");
+  EXPECT_EQ(find_damage(path), std::nullopt);
+  EXPECT_EQ(read_bytes(path / "run.yaml"), saved.run_config);
+
+  Contents loaded(0);
+  std::memset(loaded.parameters.values().raw(), 0xff, static_cast<size_t>(loaded.parameters.values().bytes()));
+  std::fill(loaded.first.begin(), loaded.first.end(), 5.0f);
+  std::fill(loaded.second.begin(), loaded.second.end(), 5.0f);
+  const TrainState state = load_checkpoint(path, loaded.parameters, loaded.layout(), 0, loaded.moment(loaded.first),
+                                           loaded.moment(loaded.second));
+  EXPECT_EQ(state, saved.state);
+  EXPECT_EQ(loaded.first, saved.first);  // padding included
+  EXPECT_EQ(loaded.second, saved.second);
+  for (int i = 0; i < saved.parameters.count(); ++i)
+    EXPECT_EQ(copy(loaded.parameters.value(i)), copy(saved.parameters.value(i)));
+}
+
+TEST(Checkpoint, AShardGetsItsOwnPieces) {
+  ScratchDirectory scratch;
+  Contents saved;
+  const fs::path path = saved.save(scratch.path());
+  const ShardLayout halves = saved.layout(2);
+  const auto half = static_cast<size_t>(halves.shard_elements());
+  for (const int shard : {0, 1}) {
+    std::vector<float> first(half, 5.0f), second(half, 5.0f);
+    read_optimizer_file(path / "optimizer.safetensors", saved.parameters, halves, shard,
+                        {first.data(), {halves.shard_elements()}}, {second.data(), {halves.shard_elements()}});
+    const auto begin = static_cast<std::ptrdiff_t>(half) * shard;
+    EXPECT_EQ(first, std::vector<float>(saved.first.begin() + begin, saved.first.begin() + begin + std::ssize(first)));
+    EXPECT_EQ(second,
+              std::vector<float>(saved.second.begin() + begin, saved.second.begin() + begin + std::ssize(second)));
+  }
+}
+
+TEST(Checkpoint, OfAnotherModelIsRefused) {
+  ScratchDirectory scratch;
+  Contents saved;
+  const fs::path path = saved.save(scratch.path());
+  ParameterSet other;
+  other.declare("q.weight", {3, 4}, {{"q", 0, 3}});
+  other.declare("bias", {2}, {{"bias", 0, 2}});
+  other.end_group(1);
+  other.allocate(false);
+  std::vector<float> moments(static_cast<size_t>(other.flat_elements()));
+  const TensorView view(moments.data(), {other.flat_elements()});
+  EXPECT_NE(user_error_of([&] {
+              read_optimizer_file(path / "optimizer.safetensors", other, ShardLayout(other, 1, 1), 0, view, view);
+            }).find("exp_avg.bias is missing"),
+            std::string::npos);
+
+  ParameterSet wider;
+  wider.declare("q.weight", {3, 5}, {{"q", 0, 3}});
+  wider.end_group(1);
+  wider.allocate(false);
+  moments.resize(static_cast<size_t>(wider.flat_elements()));
+  const TensorView wide(moments.data(), {wider.flat_elements()});
+  EXPECT_NE(user_error_of([&] {
+              read_optimizer_file(path / "optimizer.safetensors", wider, ShardLayout(wider, 1, 1), 0, wide, wide);
+            }).find("the model needs F32 [3, 5]"),
+            std::string::npos);
+}
+
+// One way to damage a checkpoint, and a word of what must be said about it.
+struct Damage {
+  const char* name;
+  std::function<void(const fs::path&)> apply;
+  const char* reason;
+};
+
+std::vector<Damage> damages() {
+  return {
+      {"a flipped bit",
+       [](const fs::path& c) {
+         std::string bytes = read_bytes(c / "model.safetensors");
+         bytes[bytes.size() / 2] = static_cast<char>(bytes[bytes.size() / 2] ^ 4);
+         write_bytes(c / "model.safetensors", bytes);
+       },
+       "model.safetensors has a wrong checksum"},
+      {"a truncated file", [](const fs::path& c) { fs::resize_file(c / "optimizer.safetensors", 100); },
+       "optimizer.safetensors has 100 bytes"},
+      {"a missing file", [](const fs::path& c) { fs::remove(c / "state.json"); }, "state.json is missing"},
+      {"no manifest", [](const fs::path& c) { fs::remove(c / "manifest.json"); }, "manifest.json"},
+      {"an empty manifest", [](const fs::path& c) { write_bytes(c / "manifest.json", ""); }, "manifest.json"},
+      {"half a manifest",
+       [](const fs::path& c) { fs::resize_file(c / "manifest.json", fs::file_size(c / "manifest.json") / 2); },
+       "manifest.json"},
+      {"a manifest of another shape", [](const fs::path& c) { write_bytes(c / "manifest.json", "{\"format\":1}"); },
+       "manifest.json is damaged"},
+      {"a manifest of the future",
+       [](const fs::path& c) { write_bytes(c / "manifest.json", "{\"format\":2,\"files\":{}}"); }, "format 2"},
+      {"a manifest that nests deeply",
+       [](const fs::path& c) {
+         write_bytes(c / "manifest.json",
+                     "{\"format\":" + std::string(200000, '[') + std::string(200000, ']') + ",\"files\":{}}");
+       },
+       "format array"},
+  };
+}
+
+TEST(Checkpoint, DamagedOnesAreNamedAndSkipped) {
+  for (const Damage& damage : damages()) {
+    SCOPED_TRACE(damage.name);
+    ScratchDirectory scratch;
+    Contents(5).save(scratch.path());
+    damage.apply(Contents(10).save(scratch.path()));
+    ASSERT_TRUE(find_damage(scratch / "checkpoint-10").has_value());
+    EXPECT_NE(find_damage(scratch / "checkpoint-10")->find(damage.reason), std::string::npos)
+        << *find_damage(scratch / "checkpoint-10");
+    testing::internal::CaptureStderr();
+    const auto found = newest_intact_checkpoint(scratch.path());
+    const std::string log = testing::internal::GetCapturedStderr();
+    EXPECT_EQ(found, scratch / "checkpoint-5");
+    EXPECT_NE(log.find("checkpoint-10 is damaged"), std::string::npos) << log;
+  }
+}
+
+TEST(Checkpoint, ItIsSaidWhenReadingOneTakesAWhile) {
+  ScratchDirectory scratch;
+  const auto log_of = [&](uintmax_t bytes) {
+    fs::create_directories(scratch / "checkpoint-1");
+    write_bytes(scratch / "checkpoint-1" / "weights", "");
+    fs::resize_file(scratch / "checkpoint-1" / "weights", bytes);  // a hole: nothing is written
+    // Another size: damaged before a byte is read.
+    write_bytes(scratch / "checkpoint-1" / "manifest.json",
+                R"({"format": 1, "files": {"weights": {"bytes": 7, "crc32c": "00000000"}}})");
+    testing::internal::CaptureStderr();
+    EXPECT_TRUE(find_damage(scratch / "checkpoint-1"));
+    return testing::internal::GetCapturedStderr();
+  };
+  EXPECT_EQ(log_of(1000), "");
+  EXPECT_NE(log_of(uintmax_t{3} << 30).find("checkpoint-1 with its checksums (3.00 GiB)"), std::string::npos);
+}
+
+TEST(Checkpoint, WhenAllAreDamagedTheRunDoesNotStartOver) {
+  ScratchDirectory scratch;
+  fs::remove(Contents(5).save(scratch.path()) / "manifest.json");
+  EXPECT_NE(user_error_of([&] { newest_intact_checkpoint(scratch.path()); }).find("damaged"), std::string::npos);
+}
+
+TEST(Checkpoint, NoneIsNoError) {
+  ScratchDirectory scratch;
+  write_bytes(scratch / "checkpoint-", "");
+  write_bytes(scratch / "checkpoint-x1", "");
+  write_bytes(scratch / "checkpoint-1x", "");
+  EXPECT_EQ(newest_intact_checkpoint(scratch.path()), std::nullopt);
+  EXPECT_EQ(newest_intact_checkpoint(scratch / "missing"), std::nullopt);
+}
+
+TEST(Checkpoint, KeepsTheNewestCompleteOnes) {
+  ScratchDirectory scratch;
+  for (const int64_t step : {9, 10, 100, 11}) Contents(step).save(scratch.path());
+  fs::remove(scratch / "checkpoint-100" / "state.json");
+  remove_old_checkpoints(scratch.path(), 11, 0);
+  EXPECT_EQ(checkpoint_steps(scratch.path()), (std::vector<int64_t>{9, 10, 11, 100}));
+  remove_old_checkpoints(scratch.path(), 11, 2);
+  EXPECT_EQ(checkpoint_steps(scratch.path()), (std::vector<int64_t>{10, 11, 100}));  // the damaged one does not count
+  remove_old_checkpoints(scratch.path(), 11, 1);
+  EXPECT_EQ(checkpoint_steps(scratch.path()), (std::vector<int64_t>{11, 100}));
+  remove_old_checkpoints(scratch.path(), 11, 1);
+  EXPECT_EQ(newest_intact_checkpoint(scratch.path()), scratch / "checkpoint-11");
+}
+
+// A run that went on from an older checkpoint has found the newer ones damaged, maybe by checksums that nobody looks at
+// here: they must not take the places of those it saves.
+TEST(Checkpoint, DamagedNewerOnesTakeNoPlaceOfThoseSavedSince) {
+  ScratchDirectory scratch;
+  for (const int64_t step : {10, 15, 20}) Contents(step).save(scratch.path());
+  const fs::path weights = scratch / "checkpoint-20" / "model.safetensors";
+  std::string bytes = read_bytes(weights);
+  bytes.back() ^= 1;
+  write_bytes(weights, bytes);
+  remove_old_checkpoints(scratch.path(), 15, 1);
+  EXPECT_EQ(checkpoint_steps(scratch.path()), (std::vector<int64_t>{15, 20}));
+  EXPECT_EQ(newest_intact_checkpoint(scratch.path()), scratch / "checkpoint-15");
+}
+
+TEST(Checkpoint, LeftoversOfAKilledProcessGo) {
+  ScratchDirectory scratch;
+  Contents(3).save(scratch.path());
+  fs::create_directories(scratch / ".saving-checkpoint-4" / "x");
+  fs::create_directories(scratch / ".removing-checkpoint-1");
+  remove_leftovers(scratch.path());
+  EXPECT_EQ(std::distance(fs::directory_iterator(scratch.path()), {}), 1);
+}
+
+TEST(Checkpoint, SavingTheSameStepAgainReplacesIt) {
+  ScratchDirectory scratch;
+  const fs::path path = Contents(3).save(scratch.path());
+  fs::remove(path / "manifest.json");
+  Contents(3).save(scratch.path());
+  EXPECT_EQ(find_damage(path), std::nullopt);
+}
+
+// Files above a size cannot be written, as on a full disk.
+class FileSizeLimit {
+ public:
+  explicit FileSizeLimit(rlim_t bytes) : handler_(std::signal(SIGXFSZ, SIG_IGN)) {
+    getrlimit(RLIMIT_FSIZE, &before_);
+    const rlimit limit = {bytes, before_.rlim_max};
+    setrlimit(RLIMIT_FSIZE, &limit);
+  }
+  ~FileSizeLimit() {
+    setrlimit(RLIMIT_FSIZE, &before_);
+    std::signal(SIGXFSZ, handler_);
+  }
+
+ private:
+  void (*handler_)(int);
+  rlimit before_;
+};
+
+TEST(Checkpoint, AFullDiskIsAClearErrorAndThePreviousOneStays) {
+  for (const rlim_t bytes : {0, 10, 300, 700}) {  // fails at the first file, or a later one
+    ScratchDirectory scratch;
+    Contents(5).save(scratch.path());
+    std::string message;
+    {
+      const FileSizeLimit limit(bytes);
+      message = user_error_of([&] { Contents(10).save(scratch.path()); });
+    }
+    EXPECT_NE(message.find("the checkpoint of step 10 could not be saved"), std::string::npos) << message;
+    EXPECT_NE(message.find("File too large"), std::string::npos) << message;
+    EXPECT_NE(message.find("checkpoint-5 is intact"), std::string::npos) << message;
+    EXPECT_EQ(newest_intact_checkpoint(scratch.path()), scratch / "checkpoint-5");
+    EXPECT_EQ(std::distance(fs::directory_iterator(scratch.path()), {}), 1) << "nothing half-written is left";
+  }
+}
+
+TEST(Checkpoint, ABalanceStateThatNestsDeeplyIsRefused) {
+  const std::string deep =
+      "{\"version\":1,\"states\":[{\"step\":" + std::string(200000, '[') + std::string(200000, ']') + "}]}";
+  const std::string error = user_error_of([&] { parse_balance_states(deep, "state.json"); });
+  EXPECT_NE(error.find("state.json: the balance state holds array"), std::string::npos) << error;
+}
+
+}  // namespace
+}  // namespace sb

@@ -1,0 +1,85 @@
+#include "run/config/run_config_balance.h"
+
+#include <gtest/gtest.h>
+
+#include "core/errors.h"
+#include "train/make_planner.h"
+
+namespace sb {
+namespace {
+
+constexpr const char* kRun =
+    "model: { init: { hidden_size: 32, num_hidden_layers: 2 } }\n"
+    "data: { synthetic: { task: chunk_recall, length: 64, vocab_size: 64 } }\n"
+    "attention: { pattern: topk, budget: 1024 }\n"
+    "balance: { batching: sab, ordering: auto, tuning: optimal, p: 0.2, target: 0.25, max_budget: 3072, adapt: off,\n"
+    "           profile: here.json, replay: runs/old/plan.jsonl }\n";
+
+std::string error_of(const std::vector<std::string>& overrides) {
+  try {
+    parse_run_config(kRun, "run.yaml", overrides);
+  } catch (const UserError& error) {
+    return error.what();
+  }
+  return "";
+}
+
+TEST(RunConfigBalance, ReadsAndPrintsEveryOption) {
+  const RunConfig config = parse_run_config(kRun, "run.yaml");
+  EXPECT_EQ(config.balance.batching, BalanceOptions::Batching::sab);
+  EXPECT_EQ(config.balance.ordering, BalanceOptions::Ordering::automatic);
+  EXPECT_EQ(config.balance.tuning, BalanceOptions::Tuning::optimal);
+  EXPECT_EQ(config.balance.p, 0.2);
+  EXPECT_EQ(config.balance.target, 0.25);
+  EXPECT_EQ(config.balance.max_budget, 3072);
+  EXPECT_FALSE(config.balance.adapt);
+  EXPECT_EQ(config.balance.profile, "here.json");
+  EXPECT_EQ(config.balance.replay, "runs/old/plan.jsonl");
+  for (const std::vector<std::string>& overrides : std::vector<std::vector<std::string>>{
+           {},
+           {"balance.target=equal_coverage"},
+           {"balance.target=equal_coverage", "balance.tuning=anchor", "balance.anchor=max", "balance.adapt=on"},
+           {"balance={batching: quadratic, ordering: none, tuning: off, target: equal_coverage}"}}) {
+    const RunConfig once = parse_run_config(kRun, "run.yaml", overrides);
+    EXPECT_EQ(print_run_config(parse_run_config(print_run_config(once), "printed")), print_run_config(once));
+  }
+}
+
+TEST(RunConfigBalance, MemoryIsPlannedForWhatTuningMayGive) {
+  const auto largest = [](const std::vector<std::string>& overrides) {
+    const RunConfig config = parse_run_config(kRun, "run.yaml", overrides);
+    EXPECT_EQ(attention_spec(config).max_budget, largest_budget(config));
+    return largest_budget(config);
+  };
+  EXPECT_EQ(largest({}), 3072);
+  EXPECT_EQ(largest({"balance.max_budget=0"}), 4 * 1024);
+  // Plans that are used again may have been tuned.
+  const std::vector<std::string> off = {"balance.tuning=off", "balance.target=equal_coverage", "balance.max_budget=0"};
+  EXPECT_EQ(largest(off), 4 * 1024);
+  EXPECT_EQ(largest({off[0], off[1], off[2], "balance.replay=''"}), 0);
+  EXPECT_EQ(largest({off[0], off[1], off[2], "attention.pattern=dense"}), 0);
+}
+
+TEST(RunConfigBalance, SaysWhatDoesNotFit) {
+  EXPECT_NE(error_of({"balance.anchor=min"}).find("balance.anchor: is for tuning: anchor"), std::string::npos);
+  EXPECT_NE(error_of({"balance.tuning=anchor"}).find("balance.target: is for tuning: optimal"), std::string::npos);
+  EXPECT_NE(error_of({"balance.target=1.5"}).find("balance.target: must be at most 1"), std::string::npos);
+  EXPECT_NE(error_of({"balance.p=1"}).find("balance.p: must be below 1"), std::string::npos);
+  EXPECT_NE(error_of({"attention.budget=2147483648"}).find("attention.budget"), std::string::npos);
+  EXPECT_NE(error_of({"attention.pattern=dense"}).find("topk or mass"), std::string::npos);
+  EXPECT_NE(error_of({"balance.profile=''"}).find("sparsebalance profile --run"), std::string::npos);
+  EXPECT_NE(error_of({"balance.adapt=on", "attention.coverage_rows=0"}).find("measured coverage"), std::string::npos);
+  EXPECT_NE(error_of({"balance.max_budget=512"}).find("balance.max_budget: 512 is below attention.budget, 1024"),
+            std::string::npos);
+  EXPECT_NE(error_of({"balance.tuning=off", "balance.target=equal_coverage", "balance.replay=''"})
+                .find("balance.max_budget: is for balance.tuning and balance.replay"),
+            std::string::npos);
+  EXPECT_NE(error_of({"balance.tuning=best"}).find("optimal"), std::string::npos);
+  // Balancing by lengths needs no latencies.
+  EXPECT_EQ(error_of({"balance.profile=''", "balance.batching=length", "balance.ordering=none", "balance.tuning=off",
+                      "balance.target=equal_coverage"}),
+            "");
+}
+
+}  // namespace
+}  // namespace sb
