@@ -10,13 +10,15 @@ enum class SelectionPattern { dense, topk, mass, topp, vertical_slash, window };
 // causal: every token chooses by its own query, in order (the staircase). lookahead: a whole query block chooses at
 // once, as published block-level methods do; later tokens then influence what earlier ones see.
 enum class SelectionOrder { causal, lookahead };
-// What estimates the attention mass of a key block: its mean and variance per channel, or its mean only.
-enum class BlockScore { moments, mean };
+// What estimates the attention mass of a key block: its largest key over the channels that matter (planes.h), its mean
+// and variance per channel, or its mean only.
+enum class BlockScore { planes, moments, mean };
 
 struct SelectionConfig {
   SelectionPattern pattern = SelectionPattern::topk;
   SelectionOrder order = SelectionOrder::causal;
   BlockScore score = BlockScore::moments;
+  int score_channels = 32;   // planes: channels of a head that are multiplied
   int score_tokens = 0;      // keys of a block that are judged together; 0: the whole block
   int block = 128;           // tokens of a key block
   int query_block = 16;      // tokens that share one list

@@ -1,0 +1,45 @@
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "attention/attention.h"
+
+namespace sb {
+
+// `score: planes` judges a key block by the largest product of the group's mean query with one of its keys, over a few
+// channels: the rotary planes (channel i with i + d/2) that carry the most energy E[q²] · Var[k] in a layer and kv
+// head. Which ones those are follows from earlier steps, never from the sequence at hand, so the choice stays causal.
+
+// What one layer is judged by.
+struct LayerPlanes {
+  int kv_heads = 0, channels = 0;
+  std::vector<int32_t> channel;  // [kv_heads, channels], ascending within a head
+  std::vector<float> scale;      // [kv_heads], on products of the mean query: attention's own scale and a temperature
+
+  std::span<const int32_t> of(int kv_head) const {
+    return std::span(channel).subspan(static_cast<size_t>(kv_head) * static_cast<size_t>(channels),
+                                      static_cast<size_t>(channels));
+  }
+  bool operator==(const LayerPlanes&) const = default;
+};
+
+// Sums over sampled tokens of one layer, [kv_heads, head_dim] each: they add up over micro-batches and ranks.
+struct PlaneSums {
+  int64_t tokens = 0;
+  std::vector<double> query_squares;  // of the group's mean query
+  std::vector<double> key_sums, key_squares;
+
+  PlaneSums& operator+=(const PlaneSums& other);
+  bool operator==(const PlaneSums&) const = default;
+};
+
+// Every so many tokens of a sequence one is sampled for the sums, from its first on: cheap, and the same whatever the
+// packing.
+inline constexpr int64_t kPlaneSampling = 16;
+
+// The planes of the most energy; ties go to the lower plane.
+LayerPlanes choose_planes(const AttentionShape& shape, const PlaneSums& sums, int channels);
+
+}  // namespace sb
