@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Does balancing cost learning? The quickstart's model goes on with sparse attention on chunk recall of unequal lengths (the
+"""Does balancing cost learning? The base model of recall_quality.py continues with sparse attention on chunk recall of unequal lengths (the
 pool chatqa2-like divided by 4, at most 8,192 tokens), the same steps on the same data, three ways:
 
   one rank   fixed budget, two threads
@@ -152,8 +152,8 @@ def main():
     root = pathlib.Path(__file__).resolve().parents[2]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--binary", default=root / "build/cpu/src/cli/sparsebalance")
-    parser.add_argument("--start", type=pathlib.Path, default=pathlib.Path("runs/quickstart/final"),
-                        help="the model to go on with; scripts/quickstart.sh trains it")
+    parser.add_argument("--start", type=pathlib.Path, default=pathlib.Path("runs/quality/base/final"),
+                        help="the model to continue; recall_quality.py trains it")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("runs/convergence"))
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--budget", type=int, default=1024)

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What sparse attention costs in quality and saves in time, on chunk recall: one model, trained by the quickstart and then
+"""What sparse attention costs in quality and saves in time, on chunk recall: one model, trained dense (recall.yaml) and then
 taken to long sequences with dense attention, goes on for the same number of steps under each pattern.
 
     cmake --preset cpu && cmake --build --preset cpu --target sparsebalance bench_coverage
@@ -43,7 +43,7 @@ class Study:
         self.arguments = arguments
         self.out = arguments.out
 
-    def train(self, name, settings, config="examples/quickstart.yaml"):
+    def train(self, name, settings, config="bench/quality/recall.yaml"):
         """A run under --out, unless it is there already; returns its directory."""
         directory = self.out / name
         if not (directory / "final").exists():
@@ -159,7 +159,7 @@ def main():
     parser.add_argument("--length", type=int, default=8192)
     parser.add_argument("--budget", type=int, default=2048, help="keys a query")
     parser.add_argument("--steps", type=int, default=120, help="steps of one sequence under each pattern")
-    parser.add_argument("--lengthening-steps", type=int, default=45, help="dense steps from the quickstart's length to --length")
+    parser.add_argument("--lengthening-steps", type=int, default=45, help="dense steps from the base model's length to --length")
     parser.add_argument("--validation", type=int, default=8, help="validation sequences")
     parser.add_argument("--needles", type=int, default=25, help="samples a depth")
     parser.add_argument("--time-lengths", type=int, nargs="+", default=[8192, 16384])

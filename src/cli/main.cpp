@@ -84,6 +84,7 @@ struct Footer {
   const char *command, *example, *pages;
 };
 constexpr Footer kFooters[] = {
+    {"init", "--model checkpoints/qwen2.5-0.5b --data data/long", "docs/configuration.md"},
     {"train", "examples/quickstart.yaml --ranks 2", "docs/configuration.md, docs/parallel.md"},
     {"config", "examples/quickstart.yaml --set train.max_steps=100", "docs/configuration.md"},
     {"data", "stats data/long", "docs/data.md"},
@@ -108,6 +109,7 @@ int run(int argc, char** argv) {
       ->option_text("LEVEL");
   app.parse_complete_callback([&] { sb::log::set_level(levels.at(level)); });
 
+  sb::add_init_command(app);
   sb::add_train_command(app);
   sb::add_config_command(app);
   sb::add_data_command(app);
@@ -116,6 +118,8 @@ int run(int argc, char** argv) {
   sb::add_simulate_command(app);
   sb::add_report_command(app);
   sb::add_bench_command(app);
+  sb::add_doctor_command(app);
+  sb::add_shell_commands(app);
   // After the commands, which would take it over.
   app.footer(
       "SUBCOMMAND --help lists its options. docs/ has a page on each subject, docs/configuration.md all of run.yaml.\n"

@@ -31,6 +31,11 @@ void write_output(const std::string& path, const std::string& text) {
   SB_USER_CHECK(file.good(), "{}: cannot be written: {}", path, std::strerror(errno));
 }
 
+std::string names_files(const std::string& prefix) {
+  if (!prefix.ends_with('/')) return {};
+  return prefix + ": a folder; add the beginning of the files' names, for example " + prefix + "train";
+}
+
 void occupy_closed_descriptors() {
   for (const int descriptor : {STDIN_FILENO, STDOUT_FILENO, STDERR_FILENO}) {
     if (::fcntl(descriptor, F_GETFD) >= 0) continue;

@@ -7,6 +7,8 @@ namespace sb {
 // Refuses a path that cannot be written before the work whose result it is to hold; nothing for an empty path.
 void check_output(const std::string& path);
 void write_output(const std::string& path, const std::string& text);
+// Check of an option that is the prefix of several files: empty, or why it is a folder's name instead.
+std::string names_files(const std::string& prefix);
 // A standard stream that the caller has closed (`>&-`) leaves its number to the next file that is opened, and what is
 // printed would stand in that one: a checkpoint, metrics.jsonl. To be called before any is.
 void occupy_closed_descriptors();

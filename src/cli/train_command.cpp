@@ -39,7 +39,10 @@ void launch(const TrainArguments& arguments) {
 }
 
 void train(const RunConfig& config, Communicator& world) {
-  const StopSignal stop;
+  constexpr const char* kAlone =
+      "\nstopping after this micro-batch, then saving the last finished step; again to stop now\n";
+  constexpr const char* kTogether = "\nstopping after this step, then saving it; again to stop now\n";
+  const StopSignal stop(world.size() == 1 ? kAlone : world.rank() == 0 ? kTogether : "");
   if (world.size() == 1) {
     run_training(config, stdout, isatty(STDOUT_FILENO) != 0, StopSignal::requested);
     return;

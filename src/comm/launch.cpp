@@ -82,7 +82,7 @@ class RankWatch {
 
 std::vector<std::string> mpirun_arguments(int ranks, std::vector<std::string> command) {
   if (command[0].empty()) command[0] = fs::read_symlink("/proc/self/exe").string();
-  std::vector<std::string> arguments = {"mpirun", "-n", std::to_string(ranks), "--oversubscribe", "--bind-to", "none"};
+  std::vector<std::string> arguments = {"mpirun", "--quiet", "-n", std::to_string(ranks), "--oversubscribe", "--bind-to", "none"};
   if (geteuid() == 0) arguments.push_back("--allow-run-as-root");
   // Copying out of another process's memory is forbidden in many containers, where it fails in the middle of a run.
   if (std::getenv("OMPI_MCA_btl_vader_single_copy_mechanism") == nullptr)

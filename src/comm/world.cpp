@@ -29,22 +29,12 @@ int number_in_environment(const char* name) {
   return value;
 }
 
-// Next to the program, installed beside it, or in a build tree (src/cli, tests/<room> and bench/<room> next to
-// src/comm).
-fs::path find_module() {
-  const fs::path folder = fs::read_symlink("/proc/self/exe").parent_path();
-  for (const char* place : {".", "../lib/sparsebalance", "../comm", "../../src/comm"}) {
-    fs::path candidate = folder / place / kModule;
-    if (fs::exists(candidate)) return candidate.lexically_normal();
-  }
-  throw UserError(
-      "{} ranks were started, but the module {} that lets them talk is not next to {}: this build has no MPI. Install "
-      "libopenmpi-dev, configure and build again; or run a single process without mpirun",
-      launched_ranks(), kModule, fs::read_symlink("/proc/self/exe").string());
-}
-
 std::unique_ptr<Transport> open_module() {
-  const fs::path path = find_module();
+  const fs::path path = find_mpi_module();
+  SB_USER_CHECK(!path.empty(),
+                "{} ranks were started, but the module {} that lets them talk is not next to {}: this build has no "
+                "MPI. Install libopenmpi-dev, configure and build again; or run a single process without mpirun",
+                launched_ranks(), kModule, fs::read_symlink("/proc/self/exe").string());
   // Global: the library loads further modules of its own that look for its symbols.
   void* module = dlopen(path.c_str(), RTLD_NOW | RTLD_GLOBAL);
   if (module == nullptr)
@@ -60,6 +50,17 @@ std::unique_ptr<Transport> open_module() {
 }
 
 }  // namespace
+
+// Next to the program, installed beside it, or in a build tree (src/cli, and folders of tests/ and bench/, next to
+// src/comm).
+fs::path find_mpi_module() {
+  const fs::path folder = fs::read_symlink("/proc/self/exe").parent_path();
+  for (const char* place : {".", "../lib/sparsebalance", "../comm", "../../src/comm"}) {
+    fs::path candidate = folder / place / kModule;
+    if (fs::exists(candidate)) return candidate.lexically_normal();
+  }
+  return {};
+}
 
 int launched_ranks() {
   if (const int ranks = number_in_environment("OMPI_COMM_WORLD_SIZE")) return ranks;

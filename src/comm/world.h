@@ -1,6 +1,7 @@
 #pragma once
 
 #include <chrono>
+#include <filesystem>
 #include <memory>
 #include <string>
 #include <vector>
@@ -12,6 +13,9 @@ namespace sb {
 // How many ranks the launcher of this process (mpirun, srun, mpiexec) started, by its environment; 1 without a
 // launcher. UserError where processes were started that cannot find each other.
 int launched_ranks();
+
+// The module that lets MPI ranks talk; empty: this build has none.
+std::filesystem::path find_mpi_module();
 
 // All ranks of this run: a group of one without a launcher, the MPI processes with one. MPI is a module that is loaded
 // only then; a program that runs alone needs none.

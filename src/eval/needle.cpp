@@ -83,7 +83,10 @@ std::string needle_table(const NeedleGrid& grid) {
 
 std::string needle_svg(const NeedleGrid& grid, const std::string& title) {
   constexpr int kCellWidth = 64, kCellHeight = 32, kLeft = 70, kTop = 60;
-  const int width = kLeft + kCellWidth * static_cast<int>(grid.lengths.size()) + 20;
+  const std::string caption = "tokens across, depth of the needle down; per cent found";
+  // Wide enough for its words, whose letters take up to 8 units of the larger and 7 of the smaller size.
+  const int words = std::max(8 * static_cast<int>(title.size()), 7 * static_cast<int>(caption.size()));
+  const int width = kLeft + std::max(kCellWidth * static_cast<int>(grid.lengths.size()), words) + 20;
   const int height = kTop + kCellHeight * static_cast<int>(grid.depths.size()) + 40;
   std::string svg = fmt::format(
       "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{0}\" height=\"{1}\" viewBox=\"0 0 {0} {1}\" "
@@ -109,8 +112,7 @@ std::string needle_svg(const NeedleGrid& grid, const std::string& title) {
           kLeft + kCellWidth * static_cast<int>(column) + kCellWidth / 2, y + kCellHeight / 2 + 4, 100 * value);
     }
   }
-  svg += fmt::format("<text x=\"{}\" y=\"{}\">tokens across, depth of the needle down; per cent found</text>\n", kLeft,
-                     height - 14);
+  svg += fmt::format("<text x=\"{}\" y=\"{}\">{}</text>\n", kLeft, height - 14, caption);
   return svg + "</svg>\n";
 }
 

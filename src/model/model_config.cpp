@@ -144,6 +144,10 @@ ModelConfig config_from_json(const ordered_json& parsed, const std::string& wher
 }  // namespace
 
 ModelConfig read_model_config(const std::filesystem::path& path) {
+  SB_USER_CHECK(std::filesystem::exists(path) || !std::filesystem::exists(path.parent_path() / "adapter_config.json"),
+                "{}: a LoRA adapter (adapter_config.json), not a whole model; merge it into its base model first "
+                "(peft: model.merge_and_unload(), save_pretrained) and name that folder",
+                path.parent_path().string());
   std::ifstream file(path, std::ios::binary);
   SB_USER_CHECK(file.is_open(),
                 "{}: cannot open; a Hugging Face model directory has a config.json (models are not downloaded by name: "

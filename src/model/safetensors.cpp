@@ -130,6 +130,11 @@ int64_t SafetensorsTensor::elements() const {
 
 SafetensorsHeader parse_safetensors(std::span<const std::byte> file, const std::string& where) {
   const auto size = static_cast<int64_t>(file.size());
+  constexpr std::string_view kGitLfs = "version https://git-lfs";
+  SB_USER_CHECK(size < std::ssize(kGitLfs) || std::memcmp(file.data(), kGitLfs.data(), kGitLfs.size()) != 0,
+                "{}: a Git LFS pointer, not the weights themselves; fetch them with `git lfs pull` in that folder, or "
+                "with `hf download`",
+                where);
   SB_USER_CHECK(size >= kLengthBytes, "{}: {} bytes are too few for a safetensors file", where, size);
   uint64_t length = 0;
   std::memcpy(&length, file.data(), kLengthBytes);

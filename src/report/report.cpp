@@ -6,6 +6,7 @@
 #include <cmath>
 
 #include "report/report_chart.h"
+#include "report/report_headline.h"
 #include "report/report_schedule.h"
 
 namespace sb {
@@ -15,6 +16,7 @@ constexpr const char* kStyle = R"(
 :root { color-scheme: light dark; --text: #1b1f24; --soft: #6a737d; --line: #d8dde3; --back: #ffffff; --card: #f6f8fa; }
 @media (prefers-color-scheme: dark) { :root { --text: #e6e6e6; --soft: #9aa4af; --line: #3a414a; --back: #16191d; --card: #1e2329; } }
 body { font: 15px/1.5 system-ui, sans-serif; color: var(--text); background: var(--back); max-width: 1180px; margin: 2em auto; padding: 0 1em; }
+p.headline { font-size: 1.2em; } table.facts th { text-align: left; font-weight: 600; padding-right: 18px; vertical-align: top; } table.facts td { text-align: left; }
 h1 { font-size: 1.5em; margin-bottom: 0.2em; } h2 { font-size: 1.15em; margin-top: 2em; }
 p.note { color: var(--soft); }
 table { border-collapse: collapse; } td { padding: 2px 18px 2px 0; } td + td { text-align: right; font-variant-numeric: tabular-nums; }
@@ -173,10 +175,10 @@ std::string charts(const ReportInput& input) {
                  {line_of(metrics, "step_ms", "measured"), line_of(metrics, "predicted_step_ms", "predicted"),
                   line_of(metrics, "predicted_in_order_ms", "in order, predicted schedule")}});
   all.push_back({"Micro-batches", "ms measured", "ms predicted", {micro_batch_dots(input.plans)}, true});
-  all.push_back({"Imbalance",
-                 "max / mean of micro-batch time",
+  all.push_back({"Imbalance of ranks",
+                 "work of the busiest / mean",
                  "step",
-                 {line_of(metrics, "imbalance", "measured"), line_of(metrics, "predicted_imbalance", "predicted")}});
+                 {line_of(metrics, "rank_imbalance", "measured"), line_of(metrics, "worker_imbalance", "predicted")}});
   all.push_back({"Bubbles",
                  "% of workers × time",
                  "step",
@@ -201,7 +203,7 @@ std::string schedules(const ReportInput& input) {
     figures += figure;
   }
   if (figures.empty()) return {};
-  return "<h2>Schedule of a step</h2>\n<p class=\"note\">What the ranks do, before balancing and after; one colour a "
+  return "<h2>Schedule of a step</h2>\n<p class=\"note\">What the ranks do, before balancing and after; one colour per "
          "micro-batch, on one time axis. Transfers, reduction and optimizer are left out.</p>\n<p><select "
          "id=\"step\">\n" +
          options + "</select></p>\n" + figures;
@@ -218,7 +220,8 @@ std::string write_report(const ReportInput& input) {
       "'unsafe-inline'\">\n<meta name=\"viewport\" content=\"width=device-width\">\n<title>{} · SparseBalance</title>\n"
       "<style>{}</style>\n</head>\n<body>\n<h1>{}</h1>\n",
       name, kStyle, name);
-  page += summary_table(input);
+  page += report_headline(input);
+  page += "<details><summary>More numbers</summary>\n" + summary_table(input) + "</details>\n";
   if (input.metrics.skipped > 0)
     page += fmt::format("<p class=\"note\">{} of {} lines of metrics.jsonl could not be read and are left out.</p>\n",
                         input.metrics.skipped, input.metrics.lines);

@@ -24,6 +24,7 @@ struct ReportInput {
   RunMetrics metrics;
   PlanRecord plans;        // whole, or as read_plan_overview() reads them
   std::string run_config;  // run.yaml
+  std::string machine;     // machine.txt: what it ran on, in words
   int64_t step = 0;        // whose schedule is drawn first; 0: one with a typical speed-up
 };
 

@@ -64,6 +64,10 @@ ReportInput read_run(const std::filesystem::path& directory, int64_t step) {
     input.plans = read_plan_overview(directory / "plan.jsonl", kMostMicroBatchesShown,
                                      [&](const PlanRecord& plans) { return shown_steps(plans, step); });
   if (std::filesystem::is_regular_file(directory / "run.yaml")) input.run_config = read_text(directory / "run.yaml");
+  if (std::filesystem::is_regular_file(directory / "machine.txt")) {
+    input.machine = read_text(directory / "machine.txt");
+    while (input.machine.ends_with('\n')) input.machine.pop_back();
+  }
   return input;
 }
 

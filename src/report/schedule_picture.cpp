@@ -19,6 +19,12 @@ constexpr const char* kBackward[] = {"#3182bd", "#e6550d", "#31a354", "#756bb1",
                                      "#d98c3b", "#6baed6", "#c51b8a", "#737373"};
 constexpr size_t kColours = std::size(kForward);
 
+// For light and dark pages, in a file of its own as well as inside one.
+constexpr const char* kStyle =
+    "<style>.sb-back { fill: #ffffff; } .sb-text { fill: #1b1f24; } .sb-line { stroke: #e4e7eb; }"
+    " @media (prefers-color-scheme: dark) { .sb-back { fill: #1e2329; } .sb-text { fill: #e6e6e6; }"
+    " .sb-line { stroke: #3a414a; } }</style>\n";
+
 std::string label(const PlannedMicroBatch& micro_batch) {
   return fmt::format("{} sequence{}, {} tokens", micro_batch.sequences.size(),
                      micro_batch.sequences.size() == 1 ? "" : "s", micro_batch.tokens);
@@ -116,15 +122,22 @@ std::string schedule_svg(const std::vector<SchedulePanel>& panels, const CostMod
   std::string svg = fmt::format(
       "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{0:.0f}\" height=\"{1:.0f}\" "
       "viewBox=\"0 0 {0:.0f} {1:.0f}\" font-family=\"sans-serif\" "
-      "font-size=\"11\">\n<rect width=\"100%\" height=\"100%\" fill=\"white\"/>\n",
-      left + width + 20, height + 20);
+      "font-size=\"11\">\n{2}<rect class=\"sb-back\" width=\"100%\" height=\"100%\"/>\n",
+      left + width + 20, height + 20, kStyle);
   double y = 10;
   for (const SchedulePanel& panel : panels) {
     const Plan& plan = *panel.plan;
     svg += fmt::format(
-        "<text x=\"8\" y=\"{:.0f}\" font-size=\"14\" font-weight=\"bold\">{}: {:.1f} ms, bubbles {:.0f} %</text>\n",
-        y + 14, escaped(panel.title), plan.makespan_us / 1e3, 100 * plan.bubble_share);
+        "<text class=\"sb-text\" x=\"8\" y=\"{:.0f}\" font-size=\"14\" font-weight=\"bold\">{}: {:.1f} ms, bubbles "
+        "{:.0f} "
+        "%{}</text>\n",
+        y + 14, escaped(panel.title), plan.makespan_us / 1e3, 100 * plan.bubble_share,
+        std::ssize(plan.ranks) > max_ranks
+            ? fmt::format(" (the {} slowest of {} replicas are shown)", max_ranks, plan.ranks.size())
+            : "");
     y += title;
+    double slowest = 0;
+    for (const PlannedRank& rank : plan.ranks) slowest = std::max(slowest, rank.makespan_us);
     std::vector<int> ranks(plan.ranks.size());
     std::iota(ranks.begin(), ranks.end(), 0);
     std::stable_sort(ranks.begin(), ranks.end(), [&](int a, int b) {
@@ -134,10 +147,12 @@ std::string schedule_svg(const std::vector<SchedulePanel>& panels, const CostMod
     std::sort(ranks.begin(), ranks.end());
     for (int r : ranks) {
       const ScheduleResult schedule = schedule_of(plan, cost, r);
+      // A rank that others wait for decides the step; what is critical in the others delays nothing.
+      const bool decides = plan.ranks[static_cast<size_t>(r)].makespan_us >= 0.999 * slowest;
       for (int s = 0; s < cost.stages(); ++s)
         svg += fmt::format(
-            "<text x=\"8\" y=\"{:.1f}\">rank {} stage {}</text>\n<line x1=\"{}\" x2=\"{}\" y1=\"{:.1f}\" y2=\"{:.1f}\" "
-            "stroke=\"#eeeeee\"/>\n",
+            "<text class=\"sb-text\" x=\"8\" y=\"{:.1f}\">rank {} stage {}</text>\n<line class=\"sb-line\" x1=\"{}\" "
+            "x2=\"{}\" y1=\"{:.1f}\" y2=\"{:.1f}\"/>\n",
             y + s * row + 14, r, s, left, left + width, y + (s + 1) * row - 1, y + (s + 1) * row - 1);
       for (const ScheduledOperation& op : schedule.operations) {
         const auto colour = static_cast<size_t>(op.position) % kColours;
@@ -147,8 +162,8 @@ std::string schedule_svg(const std::vector<SchedulePanel>& panels, const CostMod
             "<rect x=\"{:.2f}\" y=\"{:.2f}\" width=\"{:.2f}\" height=\"{:.0f}\" fill=\"{}\" stroke=\"{}\" "
             "stroke-width=\"0.7\"><title>{} of micro-batch {} ({}): {:.2f} ms, slack {:.2f} ms</title></rect>\n",
             x, y + op.stage * row, w, row - 3, (op.backward ? kBackward : kForward)[colour],
-            op.critical ? "#d00000" : "#ffffff", op.backward ? "backward" : "forward", op.position, label(micro_batch),
-            (op.end - op.start) / 1e3, op.slack / 1e3);
+            decides && op.critical ? "#d00000" : "none", op.backward ? "backward" : "forward", op.position,
+            label(micro_batch), (op.end - op.start) / 1e3, op.slack / 1e3);
         if (w > 16)
           svg += fmt::format("<text x=\"{:.2f}\" y=\"{:.2f}\" fill=\"{}\">{}</text>\n", x + 3, y + op.stage * row + 14,
                              op.backward ? "white" : "black", op.position);
@@ -158,7 +173,8 @@ std::string schedule_svg(const std::vector<SchedulePanel>& panels, const CostMod
     y += gap;
   }
   svg += fmt::format(
-      "<text x=\"{}\" y=\"{:.0f}\">light: forward, dark: backward, red frame: critical path; {:.1f} ms "
+      "<text class=\"sb-text\" x=\"{}\" y=\"{:.0f}\">light: forward, dark: backward, red frame: critical path; {:.1f} "
+      "ms "
       "wide</text>\n</svg>\n",
       left, y + 12, longest / 1e3);
   return svg;

@@ -126,7 +126,7 @@ std::vector<OptionChange> refuse_another_run(const RunConfig& config) {
   const std::string& resume = config.train.resume;
   SB_USER_CHECK(resume != "never",
                 "{} already holds a run and train.resume is never: choose another train.output_dir, or train.resume: "
-                "auto to go on with it",
+                "auto to resume it",
                 directory.string());
   SB_USER_CHECK(fs::exists(directory / "run.yaml"),
                 "{} holds a run's files but no run.yaml to say which: choose another train.output_dir",

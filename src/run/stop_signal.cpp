@@ -1,18 +1,30 @@
 #include "run/stop_signal.h"
 
+#include <unistd.h>
+
+#include <cerrno>
+
 namespace sb {
 namespace {
 
 volatile std::sig_atomic_t stop_requested = 0;
 
+std::string_view answer;
+
 void on_signal(int) {
+  if (stop_requested == 0 && !answer.empty()) {
+    const int kept = errno;
+    (void)!write(STDERR_FILENO, answer.data(), answer.size());
+    errno = kept;
+  }
   stop_requested = 1;
 }
 
 }  // namespace
 
-StopSignal::StopSignal() {
+StopSignal::StopSignal(std::string_view notice) {
   stop_requested = 0;
+  answer = notice;
   struct sigaction action = {};
   action.sa_handler = on_signal;
   sigemptyset(&action.sa_mask);

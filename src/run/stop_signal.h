@@ -2,6 +2,7 @@
 
 #include <array>
 #include <csignal>
+#include <string_view>
 
 namespace sb {
 
@@ -10,7 +11,8 @@ namespace sb {
 // One at a time.
 class StopSignal {
  public:
-  StopSignal();
+  // `notice` is written to standard error when the first one comes; empty: nothing. It must live as long as this.
+  explicit StopSignal(std::string_view notice = {});
   ~StopSignal();
   StopSignal(const StopSignal&) = delete;
   StopSignal& operator=(const StopSignal&) = delete;

@@ -6,6 +6,7 @@
 #include <numbers>
 
 #include "core/errors.h"
+#include "core/log.h"
 
 namespace sb {
 namespace {
@@ -37,7 +38,7 @@ double round_up(double value) {
 
 }  // namespace
 
-void settle_steps(RunConfig& config, uint64_t sequences) {
+void settle_steps(RunConfig& config, uint64_t sequences, bool warn) {
   TrainOptions& train = config.train;
   OptimizerOptions& optimizer = config.optimizer;
   if (train.num_train_epochs > 0) {
@@ -51,10 +52,17 @@ void settle_steps(RunConfig& config, uint64_t sequences) {
   if (optimizer.warmup_ratio > 0)
     optimizer.warmup_steps =
         static_cast<int64_t>(round_up(optimizer.warmup_ratio * static_cast<double>(train.max_steps)));
-  SB_USER_CHECK(optimizer.warmup_steps + optimizer.decay_steps <= train.max_steps,
-                "the run has {} steps, but {} of warm-up (optimizer.warmup_steps or warmup_ratio) and {} of decay "
-                "(optimizer.decay_steps); lower them",
-                train.max_steps, optimizer.warmup_steps, optimizer.decay_steps);
+  // In doubles: the options may be as large as an integer gets.
+  const double asked = static_cast<double>(optimizer.warmup_steps) + static_cast<double>(optimizer.decay_steps);
+  if (asked <= static_cast<double>(train.max_steps)) return;
+  const auto warmup =
+      static_cast<int64_t>(static_cast<double>(optimizer.warmup_steps) / asked * static_cast<double>(train.max_steps));
+  const int64_t decay = optimizer.decay_steps > 0 ? train.max_steps - warmup : 0;
+  if (warn)
+    log::warning("the run has {} steps, fewer than its warm-up of {} and decay of {}: they are shortened to {} and {}",
+                 train.max_steps, optimizer.warmup_steps, optimizer.decay_steps, warmup, decay);
+  optimizer.warmup_steps = warmup;
+  optimizer.decay_steps = decay;
 }
 
 double learning_rate(const OptimizerOptions& options, int64_t max_steps, int64_t step) {

@@ -6,6 +6,7 @@
 #include "core/log.h"
 #include "data/files/token_dataset.h"
 #include "data/synthetic/synthetic.h"
+#include "data/text/token_origin.h"
 #include "plan/simulate/length_pool.h"
 
 namespace sb {
@@ -82,6 +83,10 @@ Sources make_sources(const RunConfig& config, int64_t vocab_size, bool leads) {
   if (config.data.synthetic) return synthetic_sources(config, vocab_size);
   Sources sources;
   sources.train = token_source(config, vocab_size, leads);
+  if (leads) {
+    warn_of_other_tokenizer(dataset_options(config, config.data.train, vocab_size).paths, config.model.path);
+    warn_of_other_tokenizer(dataset_options(config, config.data.validation, vocab_size).paths, config.model.path);
+  }
   if (config.data.validation.empty()) return sources;
   // In the order of the files, so that it is the same sequences every time.
   TokenDatasetOptions options = dataset_options(config, config.data.validation, vocab_size);

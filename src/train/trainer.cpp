@@ -62,6 +62,19 @@ std::filesystem::path trace_path(const std::filesystem::path& directory) {
 
 }  // namespace
 
+void BalanceSummary::add(const StepReport& report) {
+  if (!report.gain) return;
+  ++steps;
+  const double share = 1.0 / static_cast<double>(steps);
+  rank_imbalance += share * (report.rank_imbalance.value_or(1.0) - rank_imbalance);
+  bubble_percent += share * (report.bubble_percent.value_or(0.0) - bubble_percent);
+  gain += share * (*report.gain - gain);
+  if (!report.in_order_seconds) return;
+  ++compared;
+  in_order += *report.in_order_seconds;
+  balanced += *report.balanced_seconds;
+}
+
 int thread_count(const RunConfig& config, int cores) {
   return config.train.threads > 0 ? config.train.threads : cores;
 }
@@ -134,8 +147,10 @@ Trainer::Trainer(const RunConfig& config, TrainerParts parts, RunDirectory& dire
   if (leads()) planner_ = parts_.planner ? parts_.planner : own_planner_.get();
   ahead_ = world_->all_reduce(planner_ ? int64_t{planner_->ahead()} : 0);
   load_start_of_run();
-  if (leads())
+  if (leads()) {
     log_ = std::make_unique<RunLog>(parts_.console, directory_.path(), state_.step, config_.train.tensorboard);
+    ticker_ = std::make_unique<StepTicker>(parts_.console);
+  }
   int64_t validated = leads() ? log_->last_validation() : 0;
   world_->broadcast(std::span(&validated, 1), 0);
   validated_step_ = validated;
@@ -179,6 +194,7 @@ TrainSummary Trainer::run() {
     summary.loss = report_.loss;
     summary.seconds += report_.seconds;
     summary.tokens += report_.tokens;
+    summary.balance.add(report_);
     if (validation_due()) summary.last_validation = validate();
     if (due_after(state_.step, config_.train.save_steps, config_.train.max_steps)) save();
   }
@@ -199,9 +215,13 @@ bool Trainer::step() {
   const auto span = trace_.span("step", state_.step + 1);
 
   const StepPlan plan = plan_step();
+  const bool compare = config_.balance.compare_steps > 0 && (state_.step + 1) % config_.balance.compare_steps == 0;
+  const double in_order = compare ? time_in_order() : 0.0;
+  const auto computing = std::chrono::steady_clock::now();
   const std::optional<LossSums> sums = forward_backward(plan);
   if (!sums) return false;
   const double grad_norm = reduce_gradients();
+  const double balanced = std::chrono::duration<double>(time_since(computing)).count();
 
   // From here on the step counts, whatever comes of it: its sequences are not seen again.
   ++state_.step;
@@ -212,10 +232,16 @@ bool Trainer::step() {
     update(grad_norm);
   else
     skip_update();
-  const std::chrono::nanoseconds time = time_since(begin);
+  const std::chrono::nanoseconds time =
+      time_since(begin) - std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::duration<double>(in_order));
 
   if (parts_.sparse) attention_report_ = sum_over_ranks(*world_, parts_.sparse->take_report());
   if (finite) learn(plan, *sums, time.count());
+  report_ = {};
+  if (compare) {
+    report_.in_order_seconds = in_order;
+    report_.balanced_seconds = balanced;
+  }
   log_step(plan, *sums, grad_norm, !finite, std::chrono::duration<double>(time).count());
   if (state_.skipped_in_row >= kMaxSkippedInRow) give_up();
   return true;
@@ -242,7 +268,12 @@ Trainer::StepPlan Trainer::plan_step() {
     step.plan = unpack_plan(broadcast_text(*world_, leads() ? pack_plan(step.plan) : "", 0), state_.step + 1);
   SB_CHECK(step.plan.step == state_.step + 1 && std::ssize(step.plan.ranks) == config_.parallel.dp,
            "a plan of step {} for {} ranks at step {}", step.plan.step, step.plan.ranks.size(), state_.step + 1);
+  return read_step(std::move(step.plan));
+}
 
+Trainer::StepPlan Trainer::read_step(Plan plan) {
+  StepPlan step;
+  step.plan = std::move(plan);
   std::vector<int64_t> targets;
   for (int64_t i = 0; i < config_.batch.global_batch_size; ++i) {
     const uint64_t position = state_.position + static_cast<uint64_t>(i);
@@ -253,6 +284,26 @@ Trainer::StepPlan Trainer::plan_step() {
   for (const PlannedMicroBatch& planned : step.plan.ranks[static_cast<size_t>(model_->grid().dp_rank())].micro_batches)
     step.micro_batches.push_back(read_micro_batch(planned, weights));
   return step;
+}
+
+// Seconds that the coming step's batch takes in order, at the configured budgets, up to its reduced gradients. These
+// are thrown away, and so is what attention learned.
+double Trainer::time_in_order() {
+  const auto span = trace_.span("in order", state_.step + 1);
+  InOrderPlanner planner(config_.parallel.dp, parts_.model.layers, limits_);
+  planner.announce(state_.step + 1, step_batch(config_, parts_.source, state_, state_.step + 1));
+  const StepPlan step = read_step(planner.next());
+  const Selector::Thresholds kept = parts_.sparse ? parts_.sparse->thresholds() : Selector::Thresholds();
+  world_->barrier();
+  const auto begin = std::chrono::steady_clock::now();
+  model_->forward_backward(exec_, step.micro_batches, [] { return false; });
+  model_->reduce(exec_);
+  const std::chrono::duration<double> time = time_since(begin);
+  if (parts_.sparse) {
+    parts_.sparse->set_thresholds(kept);
+    parts_.sparse->take_report();
+  }
+  return time.count();
 }
 
 void Trainer::announce_steps() {
@@ -290,8 +341,12 @@ MicroBatch Trainer::own_part(MicroBatch batch) const {
 std::optional<LossSums> Trainer::forward_backward(const StepPlan& plan) {
   const bool one_rank = world_->size() == 1;
   if (parts_.dump) parts_.dump->begin_step(state_.step + 1);
-  Pipeline::Result result =
-      model_->forward_backward(exec_, plan.micro_batches, one_rank ? parts_.stop_requested : std::function<bool()>());
+  if (ticker_) ticker_->begin(state_.step + 1, std::ssize(plan.micro_batches));
+  Pipeline::Result result = model_->forward_backward(exec_, plan.micro_batches, [&] {
+    if (ticker_) ticker_->micro_batch();
+    return one_rank && parts_.stop_requested();
+  });
+  if (ticker_) ticker_->end();
   if (parts_.dump) parts_.dump->end_step();
   if (result.stopped) return std::nullopt;
   for (const Pipeline::Operation& operation : result.operations)
@@ -364,7 +419,6 @@ void Trainer::learn(const StepPlan& plan, const LossSums& sums, int64_t step_ns)
 }
 
 void Trainer::log_step(const StepPlan& plan, const LossSums& sums, double grad_norm, bool skipped, double seconds) {
-  report_ = {};
   report_.step = state_.step;
   report_.max_steps = config_.train.max_steps;
   report_.loss = sums.weighted;

@@ -20,6 +20,7 @@
 #include "run/config/run_config.h"
 #include "run/logs/console.h"
 #include "run/logs/run_log.h"
+#include "run/logs/step_ticker.h"
 #include "run/logs/trace.h"
 #include "run/run_directory.h"
 #include "run/time_left.h"
@@ -58,6 +59,16 @@ struct TrainerParts {
   IndexDump* dump = nullptr;  // `attention`, where lists of a step are saved
 };
 
+// What balancing did in the steps of a process: means of what the step line shows.
+struct BalanceSummary {
+  int64_t steps = 0;
+  double rank_imbalance = 0, bubble_percent = 0, gain = 0;
+  // Of the steps that balance.compare_steps compared, in seconds.
+  int64_t compared = 0;
+  double in_order = 0, balanced = 0;
+  void add(const StepReport& report);
+};
+
 struct TrainSummary {
   int64_t steps = 0;  // done in all
   bool interrupted = false;
@@ -66,6 +77,7 @@ struct TrainSummary {
   int64_t tokens = 0;
   double seconds = 0;  // in steps, of this process
   int64_t skipped = 0;
+  BalanceSummary balance;
   std::optional<ValidationReport> first_validation, last_validation;
   std::filesystem::path checkpoint;   // the newest; empty: none
   std::filesystem::path final_model;  // empty: interrupted before the end
@@ -100,6 +112,7 @@ class Trainer {
   bool step();
 
   Stage& stage() { return model_->stage(); }
+  const Exec& exec() const { return exec_; }
   const TrainState& state() const { return state_; }
   const StepReport& last_step() const { return report_; }
 
@@ -116,6 +129,8 @@ class Trainer {
   bool stop_agreed();
   void load_start_of_run();
   StepPlan plan_step();
+  StepPlan read_step(Plan plan);
+  double time_in_order();
   void announce_steps();
   MicroBatch read_micro_batch(const PlannedMicroBatch& planned, std::span<const float> weights) const;
   MicroBatch own_part(MicroBatch batch) const;
@@ -160,7 +175,8 @@ class Trainer {
   AttentionReport attention_report_;             // of the last step, all ranks
   std::vector<Pipeline::Operation> operations_;  // of the last step, this rank
   int64_t saved_step_ = -1, validated_step_ = -1;
-  std::unique_ptr<RunLog> log_;  // on rank 0
+  std::unique_ptr<RunLog> log_;         // on rank 0
+  std::unique_ptr<StepTicker> ticker_;  // on rank 0
   TraceWriter trace_;
 };
 

@@ -8,6 +8,7 @@
 #include "attention/gpu/launch/head_dim_check.h"
 #include "attention/gpu/launch/head_dims.h"
 #include "core/errors.h"
+#include "core/files/durable_file.h"
 #include "core/log.h"
 #include "core/memory_plan.h"
 #include "device/cuda.h"
@@ -17,9 +18,11 @@
 #include "parallel/ring/ring_attention.h"
 #include "run/disk_room.h"
 #include "run/host_memory.h"
+#include "run/machine.h"
 #include "train/index_dump.h"
 #include "train/lr_schedule.h"
 #include "train/make_planner.h"
+#include "train/run_estimate.h"
 #include "train/sources.h"
 #include "train/stage_split.h"
 
@@ -134,12 +137,9 @@ std::string ranks_text(const RunConfig& config, const ModelConfig& model, const 
 }
 
 std::string header(const RunConfig& config, const TrainerParts& parts, int64_t memory_limit) {
-  const PackingLimits limits = packing_limits(config.batch, parts.source.max_length(), config.parallel.cp);
-  std::string text = "configuration\n";
-  text += print_run_config(config);
-  if (!text.ends_with('\n')) text += '\n';
-  text += fmt::format(
-      "\nlayout\n  {}, {} threads; {} sequences a step, at most {} sequences and {} tokens a "
+  const PackingLimits limits = Trainer::packing(config, parts);
+  std::string text = fmt::format(
+      "layout\n  {}, {} threads; {} sequences per step, at most {} sequences and {} tokens per "
       "micro-batch\n",
       ranks_text(config, parts.model, parts.device), thread_count(config, parts.cores), config.batch.global_batch_size,
       most_sequences(config, limits), limits.max_tokens);
@@ -171,26 +171,36 @@ std::string cure(const RunConfig& config, int offload) {
 std::string footer(const RunConfig& config, const TrainSummary& summary) {
   const std::string output = config.train.output_dir.string();
   std::string text;
+  if (const BalanceSummary& balance = summary.balance; balance.steps > 0)
+    text += fmt::format(
+        "balancing: the busiest rank had {:.2f} times the mean work, ranks were idle {:.0f} % of the time; in order "
+        "these "
+        "steps' schedules would take {:.2f} times as long (predicted)\n",
+        balance.rank_imbalance, balance.bubble_percent, balance.gain);
+  if (const BalanceSummary& balance = summary.balance; balance.compared > 0)
+    text += fmt::format(
+        "measured: the same batches in order took {:.2f} times as long ({} steps compared, without the update)\n",
+        balance.in_order / balance.balanced, balance.compared);
   if (summary.seconds > 0)
     text += fmt::format("{} tokens in {} ({:.0f} tokens/s)\n", summary.tokens, format_duration(summary.seconds),
                         static_cast<double>(summary.tokens) / summary.seconds);
   else if (!summary.interrupted)
-    text += fmt::format("nothing was left to train: step {} is done and train.max_steps is {}; a larger one goes on\n",
+    text += fmt::format("nothing was left to train: step {} is done and train.max_steps is {}; raise it to continue\n",
                         summary.steps, config.train.max_steps);
   if (summary.skipped > 0) text += fmt::format("{} steps skipped (gradient not finite)\n", summary.skipped);
   if (summary.plans_ended)
     return text +
            fmt::format(
                "stopped after step {} of {}, where the log of balance.replay ends; saved {} (no final model); with "
-               "balance.replay left out the run goes on from there\n",
+               "balance.replay left out the run continues from there\n",
                summary.steps, config.train.max_steps, summary.checkpoint.string());
   if (summary.interrupted)
-    return text + fmt::format("stopped after step {} of {}; saved {}; the same command goes on from there\n",
+    return text + fmt::format("stopped after step {} of {}; saved {}; the same command resumes from there\n",
                               summary.steps, config.train.max_steps, summary.checkpoint.string());
   if (summary.first_validation) text += "before: " + format_validation(*summary.first_validation) + "\n";
   if (summary.last_validation) text += "after:  " + format_validation(*summary.last_validation) + "\n";
-  text += fmt::format("model       {}\ncheckpoint  {}\nmetrics     {}/metrics.jsonl\n", summary.final_model.string(),
-                      summary.checkpoint.string(), output);
+  text += fmt::format("model       {}\ncheckpoint  {}\nsettings    {}/run.yaml\nmetrics     {}/metrics.jsonl\n",
+                      summary.final_model.string(), summary.checkpoint.string(), output, output);
   if (config.train.tensorboard) text += fmt::format("curves      tensorboard --logdir {}/tensorboard\n", output);
   if (!summary.trace.empty()) text += fmt::format("trace       {}\n", summary.trace.string());
   text += fmt::format("report      sparsebalance report {}\n", output);
@@ -249,7 +259,7 @@ TrainSummary run_training(const RunConfig& given, std::FILE* out, bool terminal,
   auto* sparse = dynamic_cast<ChoosingAttention*>(attention.get());
   if (config.attention.selection.pattern == SelectionPattern::dense) sparse = nullptr;
   const Sources sources = make_sources(config, model.vocab_size, leads);
-  settle_steps(config, sources.train->size());
+  settle_steps(config, sources.train->size(), leads);
   if (leads && config.train.num_train_epochs > 0)
     log::info("train.num_train_epochs {}: {} steps of {} sequences", config.train.num_train_epochs,
               config.train.max_steps, config.batch.global_batch_size);
@@ -300,8 +310,19 @@ TrainSummary run_training(const RunConfig& given, std::FILE* out, bool terminal,
   const std::unique_ptr<RunDirectory> directory = open_run_directory(config, ranks.world, [&](const TrainState& start) {
     if (planner) planner->check_replay(replayed_steps(config, *sources.train, start));
   });
-  if (leads) warn_of_little_room(config, model);
+  if (leads) {
+    warn_of_little_room(config, model);
+    replace_file(directory->path() / "machine.txt", machine_text(config.device, available_cores()) + "\n");
+  }
   Trainer trainer(config, parts, *directory);
+  const RunEstimate estimate =
+      estimate_run(config, model, *sources.train, trainer.state(),
+                   measure_products(trainer.exec(), model, config.dtype(),
+                                    most_rank_tokens(config, Trainer::packing(config, parts))));
+  if (leads && estimate.steps > 0) {
+    console.text(describe(estimate));
+    warn_of_long_run(estimate, config);
+  }
   const TrainSummary summary = trainer.run();
   if (leads) console.text(footer(config, summary));
   return summary;

@@ -1,9 +1,11 @@
 #include "core/thread_pool.h"
 
 #include <gtest/gtest.h>
+#include <sched.h>
 
 #include <atomic>
 #include <stdexcept>
+#include <thread>
 #include <vector>
 
 namespace sb {
@@ -61,8 +63,23 @@ TEST_P(ThreadPoolTest, ManySmallLoops) {
 
 INSTANTIATE_TEST_SUITE_P(Threads, ThreadPoolTest, testing::Values(1, 2, 3, 8));
 
-TEST(ThreadPool, CountsCores) {
-  EXPECT_GE(available_cores(), 1);
+TEST(ThreadPool, CountsTheCoresThatItMayUse) {
+  const std::vector<int> all = usable_cores();
+  ASSERT_FALSE(all.empty());
+  EXPECT_EQ(available_cores(), static_cast<int>(all.size()));
+  int pinned = 0;
+  std::vector<int> own;
+  std::thread one([&] {
+    cpu_set_t set;
+    CPU_ZERO(&set);
+    CPU_SET(all.back(), &set);
+    ASSERT_EQ(sched_setaffinity(0, sizeof set, &set), 0);
+    pinned = available_cores();
+    own = usable_cores();
+  });
+  one.join();
+  EXPECT_EQ(pinned, 1);
+  EXPECT_EQ(own, std::vector<int>{all.back()});
 }
 
 }  // namespace

@@ -25,6 +25,29 @@ TEST(Jsonl, TheThreeKinds) {
   EXPECT_EQ(parse_jsonl_record(R"({"content": "t"})", "content").text, "t");
 }
 
+TEST(Jsonl, ShareGptIsAChat) {
+  const JsonlRecord record = parse_jsonl_record(
+      R"({"id": "x", "conversations": [{"from": "system", "value": "s"}, {"from": "human", "value": "q"},
+          {"from": "gpt", "value": "a"}]})");
+  EXPECT_EQ(record.kind, JsonlRecord::Kind::messages);
+  ASSERT_EQ(record.messages.size(), 3u);
+  EXPECT_EQ(record.messages[0].role, "system");
+  EXPECT_EQ(record.messages[1].role, "user");
+  EXPECT_EQ(record.messages[1].content, "q");
+  EXPECT_EQ(record.messages[2].role, "assistant");
+  EXPECT_EQ(record.messages[2].content, "a");
+}
+
+TEST(Jsonl, AlpacaIsAPromptWithACompletion) {
+  JsonlRecord record = parse_jsonl_record(R"({"instruction": "Add.", "input": "1 2", "output": "3"})");
+  EXPECT_EQ(record.kind, JsonlRecord::Kind::completion);
+  EXPECT_EQ(record.prompt, "Add.\n1 2\n");
+  EXPECT_EQ(record.completion, "3");
+  for (const char* line :
+       {R"({"instruction": "Sing.", "input": "", "output": "La"})", R"({"instruction": "Sing.", "output": "La"})"})
+    EXPECT_EQ(parse_jsonl_record(line).prompt, "Sing.\n") << line;
+}
+
 TEST(Jsonl, BadLinesSayWhatIsWrong) {
   const auto error = [](const std::string& line) { return user_error([&] { parse_jsonl_record(line); }); };
   const std::pair<const char*, const char*> cases[] = {
@@ -35,8 +58,8 @@ TEST(Jsonl, BadLinesSayWhatIsWrong) {
       {R"({"text": "a", "n": 1e99999})", "not JSON that can be read"},
       {"[1]", "object"},
       {"3", "object"},
-      {"{}", "none of \"text\", \"messages\" and \"prompt\"/\"completion\" is there; --text-key"},
-      {R"({"url": 1, "content": "a"})", "is there among \"content\", \"url\"; --text-key"},
+      {"{}", "(Alpaca) is there; --text-key"},
+      {R"({"url": 1, "content": "a"})", "(Alpaca) is there among \"content\", \"url\"; --text-key"},
       {R"({"text": 3})", "must be a string"},
       {R"({"text": null})", "must be a string"},
       {R"({"text": ""})", "empty"},
@@ -50,6 +73,12 @@ TEST(Jsonl, BadLinesSayWhatIsWrong) {
       {R"({"messages": [{"role": "user", "content": "a"}]})", "no label"},
       {R"({"messages": [{"role": "assistant", "content": "a"}, {"role": "user"}]})", "message 2: \"content\""},
       {R"({"messages": [{"role": "", "content": "a"}]})", "role"},
+      {R"({"conversations": [{"from": "human", "value": "a"}]})", "no label"},
+      {R"({"conversations": [{"from": "tool", "value": "a"}]})", "\"from\" is \"tool\"; known are human"},
+      {R"({"conversations": [{"from": "gpt"}]})", "message 1: \"value\" is missing"},
+      {R"({"instruction": "a"})", "\"output\" is missing"},
+      {R"({"instruction": "a", "output": ""})", "no label: \"output\" is empty"},
+      {R"({"instruction": "a", "output": "b", "text": "c"})", "more than one"},
   };
   for (const auto& [line, part] : cases)
     EXPECT_NE(error(line).find(part), std::string::npos) << line << " gave: " << error(line);

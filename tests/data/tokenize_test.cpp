@@ -6,7 +6,9 @@
 #include "core/errors.h"
 #include "data/files/label_mask.h"
 #include "data/files/token_file.h"
+#include "data/files/token_writer.h"
 #include "data/text/document_encoder.h"
+#include "data/text/token_origin.h"
 #include "data/text/tokenize_job.h"
 #include "tests/data/temporary_folder.h"
 
@@ -91,8 +93,8 @@ TEST(DocumentEncoder, SpecialTokensAreAddedToPromptsAsToText) {
   const DocumentEncoder encoder(llama3(), options);
   const EncodedDocument document =
       encoder.encode(parse_jsonl_record(R"({"prompt": "The sky is", "completion": " blue"})"));
-  EXPECT_EQ(llama3().decode(document.tokens), "<|endoftext|>The sky is blue")
-      << "what its post-processor puts in front";
+  EXPECT_EQ(llama3().decode(document.tokens), "<|endoftext|>The sky is blue<|endoftext|>")
+      << "what its post-processor puts in front, and the end of the completion";
   EXPECT_EQ(document.targets[0], 0);
 }
 
@@ -137,6 +139,20 @@ TEST(DocumentEncoder, CompletionsAreTheTargets) {
       encoder.encode(parse_jsonl_record(R"({"messages": [{"role": "assistant", "content": "x"}]})"));
   EXPECT_EQ(chat.tokens.back(), 8000);
   EXPECT_EQ(chat.targets.back(), 0);
+}
+
+TEST(DocumentEncoder, CompletionsEndWithTheEndTokenUnlessToldNotTo) {
+  const auto decoded = [](const DocumentEncoderOptions& options, const char* line) {
+    return qwen().decode(DocumentEncoder(qwen(), options).encode(parse_jsonl_record(line)).tokens);
+  };
+  constexpr const char* kCompletion = R"({"prompt": "a", "completion": " b"})";
+  EXPECT_EQ(decoded({}, kCompletion), "a b<|endoftext|>");
+  EXPECT_EQ(decoded({}, R"({"text": "a b"})"), "a b") << "text has none unless asked for";
+  DocumentEncoderOptions options;
+  options.eod_token = "<|im_end|>";
+  EXPECT_EQ(decoded(options, kCompletion), "a b<|im_end|>");
+  options.end_completions = false;
+  EXPECT_EQ(decoded(options, kCompletion), "a b");
 }
 
 TEST(DocumentEncoder, TextIsAllTargets) {
@@ -196,6 +212,31 @@ TEST_F(TokenizeFiles, OneDocumentALine) {
   EXPECT_NE(user_error([&] { run(o); }).find("exists already"), std::string::npos);
   o.overwrite = true;
   EXPECT_EQ(run(o).documents, 3);
+}
+
+TEST_F(TokenizeFiles, TheTokenizerIsRecordedBesideTheTokens) {
+  write_bytes(folder_.path("a.jsonl"), "{\"text\": \"some words here\"}\n");
+  const TokenizeOptions o = options({"a.jsonl"}, "out");
+  run(o);
+  for (const char* suffix : {"", ".bin", ".idx"}) {
+    const std::optional<TokenOrigin> origin = read_token_origin(folder_.path("out") + suffix);
+    ASSERT_TRUE(origin) << suffix;
+    EXPECT_EQ(origin->tokenizer, o.tokenizer);
+    EXPECT_EQ(origin->vocab_size, qwen().vocab_size());
+    EXPECT_EQ(origin->fingerprint, origin_of(qwen()).fingerprint);
+  }
+  EXPECT_NE(origin_of(llama3()).fingerprint, origin_of(qwen()).fingerprint);
+  EXPECT_FALSE(read_token_origin(folder_.path("none"))) << "files of other programs have none";
+  write_bytes(folder_.path("out.origin.json"), "{");
+  EXPECT_NE(user_error([&] { read_token_origin(folder_.path("out")); }).find("out.origin.json: damaged"),
+            std::string::npos);
+  // Tokens that replace these and come from no tokenizer take the record along.
+  TokenWriter::Options writing;
+  writing.overwrite = true;
+  TokenWriter writer(folder_.path("out"), writing);
+  writer.add(std::vector<int32_t>{1, 2, 3});
+  writer.finish();
+  EXPECT_FALSE(fs::exists(folder_.path("out.origin.json")));
 }
 
 TEST_F(TokenizeFiles, BadLinesAreNamedOrCounted) {

@@ -58,5 +58,12 @@ TEST(Needle, TableAndHeatMap) {
   EXPECT_EQ(cells, 4u);
 }
 
+// A narrow grid with a long name: what is written beside the cells has room, too.
+TEST(Needle, ThePictureIsAsWideAsItsWords) {
+  const std::string svg = needle_svg({{0.5}, {1024}, {{1.0}}}, "needle: " + std::string(92, 'x'));
+  const size_t at = svg.find("width=\"") + 7;
+  EXPECT_GE(std::stoi(svg.substr(at)), 70 + 8 * 100);
+}
+
 }  // namespace
 }  // namespace sb

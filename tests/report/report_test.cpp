@@ -91,6 +91,36 @@ TEST(Report, PagesOfEmptyAndOddRuns) {
   for (const char* bad : {"nan", "inf\"", "inf ", "-inf"}) EXPECT_EQ(count(page, bad), 0u) << bad;
 }
 
+TEST(Report, TheHeadlineSaysWhatBalancingGained) {
+  ReportInput input = example_run(4, 1);
+  EXPECT_NE(write_report(input).find(" as fast</b> as the same batches in order, by prediction"), std::string::npos);
+  input.metrics.series["compared_in_order_ms"] = {{1, 130}, {3, 120}};
+  input.metrics.series["compared_balanced_ms"] = {{1, 100}, {3, 100}};
+  input.run_config =
+      "model: {init: {vocab_size: 64}}\ndata: {synthetic: {vocab_size: 64, length: 128}}\nparallel: {dp: 2}\n";
+  input.machine = "Some CPU, 2 cores";
+  const std::string page = write_report(input);
+  EXPECT_NE(page.find("<b>1.25× as fast</b> as the same batches in order: measured, by turns, on 2 steps"),
+            std::string::npos);
+  EXPECT_NE(page.find("Qwen2 from scratch: 2 layers of 128, 4 heads, vocabulary of 64"), std::string::npos);
+  EXPECT_NE(page.find("the task chunk_recall, sequences of up to 128 tokens"), std::string::npos);
+  EXPECT_NE(page.find("2 ranks (data 2 × pipeline 1 × context 1) on Some CPU, 2 cores"), std::string::npos);
+  EXPECT_LT(page.find("as fast</b>"), page.find("<figure")) << "before everything else";
+  input.run_config = "model: [";
+  EXPECT_EQ(write_report(input).find("<th>model</th>"), std::string::npos) << "a damaged file is no reason to fail";
+}
+
+// The slower of two replicas decides the step; the other one's longest chain delays nothing.
+TEST(Report, OnlyTheSlowestReplicaHasACriticalPath) {
+  LoggedStep step = example_run(1, 1).plans.steps.at(1);
+  step.measured.reset();
+  step.in_order = {};
+  ASSERT_GE(step.plan.ranks.size(), 2u);
+  const size_t alike = count(schedule_figure(step), "stroke=\"#d00000\"");
+  for (PlannedMicroBatch& micro_batch : step.plan.ranks[1].micro_batches) micro_batch.forward_us[0] *= 2;
+  EXPECT_EQ(count(schedule_figure(step), "stroke=\"#d00000\""), alike / step.plan.ranks.size());
+}
+
 TEST(Report, LongRunsStaySmall) {
   ReportInput input = example_run(4, 1);
   for (int64_t step = 1; step <= 200'000; ++step) input.metrics.series["loss"][step] = 1.0 / static_cast<double>(step);

@@ -39,7 +39,7 @@ TEST(RunConfigBalance, ReadsAndPrintsEveryOption) {
            {},
            {"balance.target=equal_coverage"},
            {"balance.target=equal_coverage", "balance.tuning=anchor", "balance.anchor=max", "balance.adapt=on"},
-           {"balance={batching: quadratic, ordering: none, tuning: off, target: equal_coverage}"}}) {
+           {"balance={batching: quadratic, ordering: none, tuning: none, target: equal_coverage}"}}) {
     const RunConfig once = parse_run_config(kRun, "run.yaml", overrides);
     EXPECT_EQ(print_run_config(parse_run_config(print_run_config(once), "printed")), print_run_config(once));
   }
@@ -54,7 +54,7 @@ TEST(RunConfigBalance, MemoryIsPlannedForWhatTuningMayGive) {
   EXPECT_EQ(largest({}), 3072);
   EXPECT_EQ(largest({"balance.max_budget=0"}), 4 * 1024);
   // Plans that are used again may have been tuned.
-  const std::vector<std::string> off = {"balance.tuning=off", "balance.target=equal_coverage", "balance.max_budget=0"};
+  const std::vector<std::string> off = {"balance.tuning=none", "balance.target=equal_coverage", "balance.max_budget=0"};
   EXPECT_EQ(largest(off), 4 * 1024);
   EXPECT_EQ(largest({off[0], off[1], off[2], "balance.replay=''"}), 0);
   EXPECT_EQ(largest({off[0], off[1], off[2], "attention.pattern=dense"}), 0);
@@ -71,12 +71,12 @@ TEST(RunConfigBalance, SaysWhatDoesNotFit) {
   EXPECT_NE(error_of({"balance.adapt=on", "attention.coverage_rows=0"}).find("measured coverage"), std::string::npos);
   EXPECT_NE(error_of({"balance.max_budget=512"}).find("balance.max_budget: 512 is below attention.budget, 1024"),
             std::string::npos);
-  EXPECT_NE(error_of({"balance.tuning=off", "balance.target=equal_coverage", "balance.replay=''"})
+  EXPECT_NE(error_of({"balance.tuning=none", "balance.target=equal_coverage", "balance.replay=''"})
                 .find("balance.max_budget: is for balance.tuning and balance.replay"),
             std::string::npos);
   EXPECT_NE(error_of({"balance.tuning=best"}).find("optimal"), std::string::npos);
   // Balancing by lengths needs no latencies.
-  EXPECT_EQ(error_of({"balance.profile=''", "balance.batching=length", "balance.ordering=none", "balance.tuning=off",
+  EXPECT_EQ(error_of({"balance.profile=''", "balance.batching=length", "balance.ordering=none", "balance.tuning=none",
                       "balance.target=equal_coverage"}),
             "");
 }

@@ -76,7 +76,7 @@ std::string plan_texts(const std::string& output) {
 TEST(BalancedTraining, WhatIsPlannedDenseRunsDense) {
   TemporaryFolder folder;
   train(config_of(folder.path("run"),
-                  {"attention.budget=1024", "attention.dense_below=64", "balance.tuning=off", "train.max_steps=2"}));
+                  {"attention.budget=1024", "attention.dense_below=64", "balance.tuning=none", "train.max_steps=2"}));
   const auto lines = metrics(folder.path("run"), "density");
   ASSERT_EQ(lines.size(), 2u);
   for (const auto& [step, line] : lines) EXPECT_EQ(line["density"].get<double>(), 1.0) << "step " << step;
@@ -106,7 +106,7 @@ TEST(BalancedTraining, DenseLayersArePlannedDense) {
 
 TEST(BalancedTraining, BatchingAndOrderingChangeNothing) {
   TemporaryFolder folder;
-  const std::vector<std::string> dense = {"attention.pattern=dense", "balance.tuning=off"};
+  const std::vector<std::string> dense = {"attention.pattern=dense", "balance.tuning=none"};
   const auto with = [&](std::vector<std::string> more) {
     more.insert(more.begin(), dense.begin(), dense.end());
     return more;
@@ -133,7 +133,7 @@ TEST(BalancedTraining, BatchingAndOrderingChangeNothing) {
   }
   // Sparse: the first step, where the weights are still the same bit by bit.
   for (const char* name : {"sparse-one", "sparse-sab"})
-    train(config_of(folder.path(name), {"train.max_steps=1", "balance.tuning=off",
+    train(config_of(folder.path(name), {"train.max_steps=1", "balance.tuning=none",
                                         name == std::string("sparse-one") ? "parallel.dp=1" : "parallel.dp=2"}));
   const auto one = metrics(folder.path("sparse-one"), "loss").at(1),
              sab = metrics(folder.path("sparse-sab"), "loss").at(1);
@@ -147,7 +147,7 @@ const std::vector<std::string> kTuned = {"parallel.dp=1", "balance.adapt=false",
                                          "train.save_steps=3"};
 std::vector<std::string> untuned() {
   std::vector<std::string> options = kTuned;
-  options.emplace_back("balance.tuning=off");
+  options.emplace_back("balance.tuning=none");
   return options;
 }
 
@@ -495,7 +495,7 @@ TEST(BalancedTraining, NoBudgetIsAboveTheLargest) {
 TEST(BalancedTraining, BudgetsMoveAndValidationKeepsItsOwn) {
   TemporaryFolder folder;
   train(config_of(folder.path("tuned"), {"optimizer.learning_rate=0"}));
-  train(config_of(folder.path("plain"), {"optimizer.learning_rate=0", "balance.tuning=off"}));
+  train(config_of(folder.path("plain"), {"optimizer.learning_rate=0", "balance.tuning=none"}));
   bool moved = false;
   for (const auto& [step, logged] : read_plan_log(folder.path("tuned/plan.jsonl")).steps)
     for (const PlannedRank& rank : logged.plan.ranks)
@@ -509,9 +509,30 @@ TEST(BalancedTraining, BudgetsMoveAndValidationKeepsItsOwn) {
   EXPECT_EQ(tuned.rbegin()->second["validation_loss"], plain.rbegin()->second["validation_loss"]);
   const auto last = metrics(folder.path("tuned"), "predicted_step_ms");
   ASSERT_EQ(last.size(), 8u);
-  for (const char* key : {"imbalance", "bubble_percent", "planning_ms", "planning_percent", "budget",
+  for (const char* key : {"rank_imbalance", "imbalance", "bubble_percent", "planning_ms", "planning_percent", "budget",
                           "predicted_coverage", "measured_makespan_ms", "coverage"})
     EXPECT_TRUE(last.at(8).contains(key)) << key;
+}
+
+// The batch that also runs in order leaves no trace in the training, nor in the thresholds that attention learns.
+TEST(BalancedTraining, ComparingStepsChangesNothing) {
+  TemporaryFolder folder;
+  const std::vector<std::string> fixed = {"attention.pattern=mass", "balance.adapt=false", "train.max_steps=6"};
+  train(config_of(folder.path("plain"), fixed));
+  std::vector<std::string> compared = fixed;
+  compared.emplace_back("balance.compare_steps=2");
+  train(config_of(folder.path("compared"), compared), folder.path("printed"));
+  EXPECT_EQ(final_weights(folder.path("compared")), final_weights(folder.path("plain")));
+  EXPECT_EQ(plan_texts(folder.path("compared")), plan_texts(folder.path("plain")));
+  const auto lines = metrics(folder.path("compared"), "compared_in_order_ms");
+  ASSERT_EQ(lines.size(), 3u);
+  for (const auto& [step, line] : lines) {
+    EXPECT_EQ(step % 2, 0);
+    EXPECT_GT(line["compared_in_order_ms"], 0.0);
+    EXPECT_GT(line["compared_balanced_ms"], 0.0);
+  }
+  EXPECT_TRUE(metrics(folder.path("plain"), "compared_in_order_ms").empty());
+  EXPECT_NE(read_bytes(folder.path("printed")).find("(3 steps compared, without the update)"), std::string::npos);
 }
 
 TEST(BalancedTraining, ACurriculumIsPlannedWithTheLengthsItHas) {

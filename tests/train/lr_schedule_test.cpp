@@ -5,6 +5,7 @@
 #include "core/errors.h"
 
 #include <cmath>
+#include <limits>
 
 namespace sb {
 namespace {
@@ -125,16 +126,29 @@ TEST(SettleSteps, SharesThatDoublesCannotHoldAddNoStep) {
   EXPECT_EQ(config.train.max_steps, 1'000'000'001);
 }
 
-TEST(SettleSteps, MoreWarmUpAndDecayThanStepsAreRefused) {
+TEST(SettleSteps, MoreWarmUpAndDecayThanStepsAreShortened) {
   RunConfig config;
-  config.batch.global_batch_size = 10;
-  config.train.num_train_epochs = 1;
-  config.optimizer.warmup_steps = 5;
-  EXPECT_THROW(settle_steps(config, 40), UserError);
-  EXPECT_NO_THROW(settle_steps(config, 50));
-  config.optimizer.schedule = OptimizerOptions::Schedule::warmup_stable_decay;
-  config.optimizer.decay_steps = 1;
-  EXPECT_THROW(settle_steps(config, 50), UserError);
+  config.train.max_steps = 5;
+  config.optimizer.warmup_steps = 20;
+  settle_steps(config, 40);
+  EXPECT_EQ(config.optimizer.warmup_steps, 5);
+  EXPECT_EQ(config.optimizer.decay_steps, 0);
+  config.optimizer.warmup_steps = 20;
+  config.optimizer.decay_steps = 30;
+  config.train.max_steps = 10;
+  testing::internal::CaptureStderr();
+  settle_steps(config, 40, /*warn=*/true);
+  EXPECT_NE(testing::internal::GetCapturedStderr().find("shortened to 4 and 6"), std::string::npos);
+  EXPECT_EQ(config.optimizer.warmup_steps, 4);
+  EXPECT_EQ(config.optimizer.decay_steps, 6);
+  testing::internal::CaptureStderr();
+  settle_steps(config, 40, /*warn=*/true);
+  EXPECT_EQ(testing::internal::GetCapturedStderr(), "") << "they fit";
+  config.optimizer.warmup_steps = std::numeric_limits<int64_t>::max();
+  config.optimizer.decay_steps = std::numeric_limits<int64_t>::max();
+  settle_steps(config, 40);
+  EXPECT_EQ(config.optimizer.warmup_steps, 5);
+  EXPECT_EQ(config.optimizer.decay_steps, 5);
 }
 
 }  // namespace

@@ -74,7 +74,8 @@ TEST_P(StopSignals, SavesExitsWithZeroAndGoesOnExactly) {
     if (GetParam() == SIGUSR1) training.signal(GetParam());  // launchers and schedulers pass it on more than once
     EXPECT_EQ(training.wait(), 0) << training.output();
     EXPECT_TRUE(contains(training.output(), "stopped after step")) << training.output();
-    EXPECT_TRUE(contains(training.output(), "the same command goes on from there"));
+    EXPECT_TRUE(contains(training.output(), "stopping after this micro-batch")) << training.output();
+    EXPECT_TRUE(contains(training.output(), "the same command resumes from there"));
   }
   EXPECT_FALSE(fs::exists(stopped / "run" / "final"));
   ASSERT_EQ(checkpoint_steps(stopped / "run").size(), 1u);
@@ -162,12 +163,17 @@ TEST(Process, ItSaysWhatItDoesFromHeaderToResults) {
   ASSERT_EQ(training.wait(), 0);
   const std::string out = training.output();
   size_t at = 0;
-  for (const char* part : {"configuration", "output_dir:", "layout", "1 process, 2 threads", "memory plan", "optimizer",
-                           "total", "validation at step 0", "step 1/3", "GFLOP/s", "step 3/3", "validation at step 3",
+  for (const char* part : {"layout", "1 process, 2 threads", "memory plan", "optimizer",
+                           "total", "estimate    about", "validation at step 0", "step 1/3", "GFLOP/s", "step 3/3", "validation at step 3",
                            "tokens/s", "before:", "after:", "final", "metrics.jsonl"}) {
     const size_t found = out.find(part, at);
     ASSERT_NE(found, std::string::npos) << part << " after\n" << out.substr(0, at);
     at = found;
+  }
+  EXPECT_EQ(out.find("output_dir:"), std::string::npos) << "the configuration is in run.yaml and with --print-config";
+  for (size_t begin = out.find("step 1/3"), end = 0; begin < out.size(); begin = end + 1) {
+    end = std::min(out.find('\n', begin), out.size());
+    if (out.compare(begin, 5, "step ") == 0) EXPECT_LE(end - begin, 120u) << out.substr(begin, end - begin);
   }
 }
 

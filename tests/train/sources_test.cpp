@@ -23,6 +23,13 @@ void write_documents(const fs::path& prefix, const std::vector<int>& lengths, in
   writer.finish();
 }
 
+std::string printed_by(const RunConfig& config, const fs::path& file) {
+  std::FILE* out = std::fopen(file.c_str(), "w");
+  run_training(config, out, false, [] { return false; });
+  std::fclose(out);
+  return read_bytes(file);
+}
+
 RunConfig token_run(const fs::path& directory, const std::string& data,
                     const std::vector<std::string>& overrides = {}) {
   std::vector<std::string> all = {"train.output_dir=" + (directory / "run").string()};
@@ -369,6 +376,19 @@ TEST(TrainingRun, TokenFilesTrainAndResumeExactly) {
   EXPECT_EQ(whole.last_validation->recall, std::nullopt);
   EXPECT_EQ(read_bytes(scratch / "whole" / "run" / "final" / "model.safetensors"),
             read_bytes(scratch / "halves" / "run" / "final" / "model.safetensors"));
+}
+
+// What is printed first is what memory was planned for, validation included.
+TEST(Sources, LimitsCountTheLongestDocumentOfValidationToo) {
+  ScratchDirectory scratch;
+  write_documents(scratch / "train", {12, 12, 12}, 3);
+  write_documents(scratch / "validation", {40, 40}, 3);
+  const RunConfig config = token_run(scratch.path(),
+                                     "{train: [" + (scratch / "train").string() + "], validation: [" +
+                                         (scratch / "validation").string() + "], max_sequence_length: 64}",
+                                     {"train.max_steps=1"});
+  const std::string out = printed_by(config, scratch / "printed");
+  EXPECT_NE(out.find("at most 2 sequences and 80 tokens per micro-batch"), std::string::npos) << out;
 }
 
 }  // namespace

@@ -7,6 +7,7 @@
 #include "core/errors.h"
 #include "core/thread_pool.h"
 #include "data/files/token_check.h"
+#include "data/text/token_origin.h"
 #include "model/model_config.h"
 
 namespace sb {
@@ -46,6 +47,7 @@ void check(CheckArguments arguments) {
     std::filesystem::path config = arguments.model;
     if (std::filesystem::is_directory(config)) config /= "config.json";
     arguments.vocab_size = read_model_config(config).vocab_size;
+    warn_of_other_tokenizer(arguments.paths, config.parent_path());
   }
   std::vector<std::unique_ptr<TokenFile>> files;
   int64_t total = 0, done = 0, bad = 0;

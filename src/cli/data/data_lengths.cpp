@@ -52,11 +52,11 @@ void write_lengths(const LengthsArguments& arguments) {
 }  // namespace
 
 void add_data_lengths(CLI::App& data) {
-  CLI::App* command = data.add_subcommand("lengths", "write a pool of lengths, one a line, to plan or simulate with");
+  CLI::App* command = data.add_subcommand("lengths", "write a pool of lengths, one per line, to plan or simulate with");
   auto arguments = std::make_shared<LengthsArguments>();
   command->add_option(
       "--pool", arguments->pool,
-      fmt::format("a named pool ({}) or a file with one length a line", fmt::join(named_length_pools(), ", ")));
+      fmt::format("a named pool ({}) or a file with one length per line", fmt::join(named_length_pools(), ", ")));
   command->add_option("paths,--input", arguments->paths, "token files whose documents' lengths are taken");
   command->add_option("--count", arguments->count, "draw this many at random; otherwise all are written in order")
       ->check(CLI::Range(int64_t{1}, int64_t{1} << 32));

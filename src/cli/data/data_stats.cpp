@@ -51,7 +51,7 @@ void add_data_stats(CLI::App& data) {
   auto arguments = std::make_shared<StatsArguments>();
   command->add_option("paths", arguments->paths, "token files (prefixes of .bin and .idx, or llm.c .bin)");
   command->add_option("--lengths", arguments->pools,
-                      "pools of lengths: files with one a line, or names (data lengths --help)");
+                      "pools of lengths: files with one per line, or names (data lengths --help)");
   command->add_flag("--json", arguments->json, "print JSON");
   command->callback([arguments] { stats(*arguments); });
 }

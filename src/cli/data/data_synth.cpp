@@ -92,7 +92,9 @@ void add_data_synth(CLI::App& data) {
                    fmt::format("over token ids: {}; with --text: {}", fmt::join(synthetic_task_names(), ", "),
                                fmt::join(ruler_task_names(), ", ")))
       ->capture_default_str();
-  command->add_option("--output", a.output, "prefix of the token files, or the JSONL file with --text")->required();
+  command->add_option("--output", a.output, "prefix of the token files, or the JSONL file with --text")
+      ->required()
+      ->check(names_files, "PREFIX");
   command->add_option("--sequences", a.sequences, "how many")
       ->check(CLI::Range(int64_t{1}, int64_t{1} << 40))
       ->capture_default_str();
@@ -101,7 +103,7 @@ void add_data_synth(CLI::App& data) {
       command->add_option("--min-length", a.min_length, "lengths are log-uniform from here to --length");
   command
       ->add_option("--lengths", a.pool,
-                   "draw lengths from this pool: a file with one a line, or a name (data lengths --help)")
+                   "draw lengths from this pool: a file with one per line, or a name (data lengths --help)")
       ->excludes(least);
   command->add_option("--seed", a.seed, "another seed, other sequences")->capture_default_str();
   command->add_option("--vocab-size", a.tokens.vocab_size, "token ids in use")->capture_default_str();

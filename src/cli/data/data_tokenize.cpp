@@ -4,6 +4,7 @@
 #include <memory>
 
 #include "cli/data/data_commands.h"
+#include "cli/output_file.h"
 #include "cli/progress.h"
 #include "core/log.h"
 #include "core/thread_pool.h"
@@ -22,7 +23,7 @@ void tokenize(const TokenizeOptions& options) {
   const TokenizeProgress done = tokenize_files(options, [&](const TokenizeProgress& progress) {
     if (!announced && progress.resumed_bytes > 0) {
       bar.begin_at(share_of(progress.resumed_bytes, progress));
-      log::info("going on after {:.1f} MB of {:.1f} MB", static_cast<double>(progress.resumed_bytes) / 1e6,
+      log::info("continuing after {:.1f} MB of {:.1f} MB", static_cast<double>(progress.resumed_bytes) / 1e6,
                 static_cast<double>(progress.total_bytes) / 1e6);
     }
     announced = true;
@@ -44,16 +45,25 @@ void tokenize(const TokenizeOptions& options) {
 }  // namespace
 
 void add_data_tokenize(CLI::App& data) {
-  CLI::App* command = data.add_subcommand("tokenize", "turn JSONL text into token files, one sequence a line");
+  CLI::App* command = data.add_subcommand("tokenize", "turn JSONL text into token files, one sequence per line");
   auto options = std::make_shared<TokenizeOptions>();
   options->workers = available_cores();
   command
       ->add_option("--tokenizer", options->tokenizer, "a Hugging Face tokenizer.json (byte-level BPE), or its folder")
       ->required();
-  command->add_option("--input", options->inputs, "JSONL files with text, messages, or prompt and completion")
+  command
+      ->add_option("--input", options->inputs,
+                   "JSONL files with text, chats (messages, or ShareGPT's conversations), prompt and completion, or "
+                   "Alpaca's instruction and output")
       ->required();
-  command->add_option("--output", options->output, "prefix of the .bin, .idx and .mask files written")->required();
+  command->add_option("--output", options->output, "prefix of the .bin, .idx and .mask files written")
+      ->required()
+      ->check(names_files, "PREFIX");
   command->add_flag("--append-eod", options->documents.append_eod, "end every document with the end-of-document token");
+  command
+      ->add_flag("--no-end-token{false}", options->documents.end_completions,
+                 "do not end completions with that token, as is done by default")
+      ->excludes("--append-eod");
   command->add_option("--eod-token", options->documents.eod_token,
                       "that token; otherwise <|endoftext|>, <|end_of_text|> or </s>, whichever there is");
   command->add_flag("--add-special-tokens", options->documents.add_special_tokens,
@@ -61,7 +71,7 @@ void add_data_tokenize(CLI::App& data) {
   command->add_option("--text-key", options->text_key, "key of plain text")->capture_default_str();
   command->add_flag("--skip-bad-lines", options->skip_bad_lines, "leave lines that cannot be used out, and count them");
   command->add_option("--workers", options->workers, "threads")->check(CLI::Range(1, 1024))->capture_default_str();
-  command->add_flag("--restart", options->restart, "forget an interrupted run of this output instead of going on");
+  command->add_flag("--restart", options->restart, "forget an interrupted run of this output instead of continuing it");
   command->add_flag("--overwrite", options->overwrite, "replace a finished output");
   command->callback([options] {
     if (const std::filesystem::path folder = options->tokenizer; std::filesystem::is_directory(folder))

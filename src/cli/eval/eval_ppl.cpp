@@ -8,7 +8,9 @@
 #include "cli/eval/eval_commands.h"
 #include "cli/eval/eval_options.h"
 #include "cli/progress.h"
+#include "core/log.h"
 #include "data/files/token_dataset.h"
+#include "data/text/token_origin.h"
 #include "eval/perplexity.h"
 
 namespace sb {
@@ -26,6 +28,12 @@ void run_ppl(const EvalOptions& options, const std::vector<std::string>& data, i
   const TokenDataset dataset(files, options.seed);
   const auto count = static_cast<int64_t>(dataset.size());
   const int64_t chosen = sequences > 0 ? std::min(sequences, count) : count;
+  warn_of_other_tokenizer(data, options.model);
+  if (const TokenDataset::Summary& summary = dataset.summary(); summary.split_documents > 0)
+    log::warning(
+        "{} of {} documents are longer than --max-tokens {} and are cut into pieces that see nothing of what came "
+        "before; raise --max-tokens to score them whole",
+        summary.split_documents, summary.documents, options.max_tokens);
   PositionLosses losses;
   Progress progress;
   for (int64_t i = 0; i < chosen; ++i) {

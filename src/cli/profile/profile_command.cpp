@@ -194,8 +194,8 @@ void add_profile_command(CLI::App& app) {
       ->capture_default_str();
   command->add_option("--budget", a->engine.spec.budget, "base budget of the run, keys per query")
       ->capture_default_str();
-  command->add_option("--block", a->engine.spec.block, "tokens a key block")->capture_default_str();
-  command->add_option("--query-block", a->engine.spec.query_block, "tokens a query block")->capture_default_str();
+  command->add_option("--block", a->engine.spec.block, "tokens per key block")->capture_default_str();
+  command->add_option("--query-block", a->engine.spec.query_block, "tokens per query block")->capture_default_str();
   command->add_option("--score-tokens", a->engine.spec.score_tokens, "keys that selection judges together; 0: a block")
       ->capture_default_str();
   command->add_option("--recompute", a->engine.recompute, "none, attention or layer, as the run will have it")

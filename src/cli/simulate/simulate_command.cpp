@@ -6,6 +6,7 @@
 #include <chrono>
 #include <cstdio>
 #include <filesystem>
+#include <limits>
 #include <map>
 #include <memory>
 #include <nlohmann/json.hpp>
@@ -61,7 +62,7 @@ void print_row(const SimulatedRow& row) {
 
 Json row_json(const SimulatedRow& row) {
   const PlanOptions& o = row.options;
-  constexpr const char* tunings[] = {"off", "anchor", "optimal"};
+  constexpr const char* tunings[] = {"none", "anchor", "optimal"};
   constexpr const char* anchors[] = {"mean", "min", "max"};
   Json json = {{"policy", row.name},
                {"batching", policy_name(o.batching.policy)},
@@ -223,6 +224,34 @@ void check_dense_layers(AttentionSpec& spec, int64_t layers) {
   spec.dense_layers.erase(repeated.begin(), repeated.end());
 }
 
+void print_interconnect(const Profile& profile, const Layout& layout) {
+  const auto text = [](const Link& link) {
+    return link.us_per_byte > 0 ? fmt::format("{:.0f} GB/s and {:.0f} us", 1e-3 / link.us_per_byte, link.latency_us)
+                                : fmt::format("{:.0f} us", link.latency_us);
+  };
+  if (layout.comm && layout.dp * layout.pp * layout.cp > 1)
+    fmt::print("interconnect assumed: {} inside a node of {} GPUs, {} between nodes\n", text(profile.transfer_inside),
+               profile.gpus_per_node, text(profile.transfer_between));
+  else if (!layout.comm)
+    fmt::print("interconnect: transfers are not counted (--comm off)\n");
+  fmt::print("\n");
+}
+
+// Dense attention in order: what the budget alone is worth. The speed-up is over in_order at the budget, as in all
+// rows.
+SimulatedRow simulate_dense(const LatencyModel& latency, const SimulateInput& input, const SimulatedPolicy& in_order) {
+  AttentionSpec spec = input.cost.spec();
+  spec.dense_layers.clear();
+  spec.dense_below = std::numeric_limits<int64_t>::max();
+  const CostModel cost(latency, spec, input.cost.layout());
+  const SimulateInput dense{cost,          input.coverage, input.pool, input.global_batch, input.steps, input.seed,
+                            input.seconds, input.threads,  {}};
+  SimulatedRow row = simulate_policy(dense, in_order);
+  row.name = "dense attention, in_order";
+  row.speedup = simulate_policy(input, in_order).makespan_ms / row.makespan_ms;
+  return row;
+}
+
 void print_case(const Arguments& arguments, const Profile& profile, const CoverageModel& coverage, size_t sequences) {
   fmt::print("{}: {}\nprofile {} ({}), coverage {}, lengths {} ({} sequences)\n", arguments.model,
              describe(profile.shape), profile.name, profile.machine, coverage.name(), arguments.lengths, sequences);
@@ -238,11 +267,12 @@ void print_case(const Arguments& arguments, const Profile& profile, const Covera
   const Layout& layout = arguments.layout;
   const std::string ranks =
       arguments.sweep.wanted ? "" : fmt::format("dp {} x pp {} x cp {}, ", layout.dp, layout.pp, layout.cp);
-  fmt::print("{}global batch {}, {} steps, budget {}, block {}{}{}, p {}\n\n", ranks, arguments.global_batch,
+  fmt::print("{}global batch {}, {} steps, budget {}, block {}{}{}, p {}\n", ranks, arguments.global_batch,
              arguments.steps, spec.budget, spec.block,
              spec.score_tokens > 0 ? fmt::format(", score tokens {}", spec.score_tokens) : "",
              spec.dense_layers.empty() ? "" : fmt::format(", dense layers {}", fmt::join(spec.dense_layers, ",")),
              arguments.p);
+  print_interconnect(profile, layout);
 }
 
 Json case_json(const Arguments& arguments, const Profile& profile, const CoverageModel& coverage) {
@@ -270,8 +300,8 @@ Json case_json(const Arguments& arguments, const Profile& profile, const Coverag
 }
 
 // One table of the policies asked for, and two of what tuning trades.
-void run_policies(const Arguments& arguments, const std::vector<SimulatedPolicy>& policies, SimulateInput input,
-                  Json& json) {
+void run_policies(const Arguments& arguments, const std::vector<SimulatedPolicy>& policies, const SimulatedRow& dense,
+                  SimulateInput input, Json& json) {
   const auto frontier = frontier_policies(arguments.batching, arguments.p), by_loss = loss_policies(arguments.batching);
   const bool with_frontier = arguments.frontier || (arguments.policies.empty() && !arguments.no_frontier);
   StepProgress progress((std::ssize(policies) + (with_frontier ? std::ssize(frontier) + std::ssize(by_loss) : 0)) *
@@ -279,6 +309,7 @@ void run_policies(const Arguments& arguments, const std::vector<SimulatedPolicy>
   input.step_done = [&] { progress.step(); };
   const auto table = [&](const char* key, const std::vector<SimulatedPolicy>& list) {
     print_head();
+    if (&list == &policies) print_row(dense);
     Json rows = Json::array();
     for (const SimulatedPolicy& policy : list) {
       const SimulatedRow row = simulate_policy(input, policy);
@@ -323,7 +354,9 @@ Json simulate(Arguments arguments) {
     json["layouts"] = run_sweep(arguments, latency, input);
     return json;
   }
-  run_policies(arguments, policies, input, json);
+  const SimulatedRow dense = simulate_dense(latency, input, standard_policies(arguments.batching, arguments.p).front());
+  json["dense"] = row_json(dense);
+  run_policies(arguments, policies, dense, input, json);
   if (arguments.layout.cp > 1) {
     fmt::print("\n");
     json["ring"] = run_ring(arguments);
@@ -358,7 +391,7 @@ void add_simulate_command(CLI::App& app) {
   command->add_option("--coverage", a->coverage, "power:GAMMA, layered or a coverage.json")->capture_default_str();
   command
       ->add_option("--lengths", a->lengths,
-                   "chatqa2-like, longalign-like, a file with one length a line, or a token file")
+                   "chatqa2-like, longalign-like, a file with one length per line, or a token file")
       ->capture_default_str();
   command->add_option("--max-length", a->max_length, "cut longer sequences of the pool to this many tokens")
       ->check(at_least(1), "POSITIVE");
@@ -375,16 +408,16 @@ void add_simulate_command(CLI::App& app) {
       ->transform(CLI::CheckedTransformer(on_off));
   command
       ->add_option("--micro-batch-sequences", a->batching.micro_batch_sequences,
-                   "sequences a micro-batch; fixes their number (1 where --micro-batch-tokens is not given either)")
+                   "sequences per micro-batch; fixes their number (1 where --micro-batch-tokens is not given either)")
       ->check(at_least(1), "POSITIVE");
-  command->add_option("--micro-batch-tokens", a->batching.micro_batch_tokens, "hard cap of tokens a micro-batch")
+  command->add_option("--micro-batch-tokens", a->batching.micro_batch_tokens, "hard cap of tokens per micro-batch")
       ->check(at_least(1), "POSITIVE");
-  command->add_option("--global-batch", a->global_batch, "sequences a step")->capture_default_str();
+  command->add_option("--global-batch", a->global_batch, "sequences per step")->capture_default_str();
   command->add_option("--budget", a->spec.budget, "keys per query, the base")
       ->check(CLI::Range(int64_t{1}, AttentionSpec::kMostBudget))
       ->capture_default_str();
-  command->add_option("--block", a->spec.block, "tokens a key block")->capture_default_str();
-  command->add_option("--query-block", a->spec.query_block, "tokens a query block")->capture_default_str();
+  command->add_option("--block", a->spec.block, "tokens per key block")->capture_default_str();
+  command->add_option("--query-block", a->spec.query_block, "tokens per query block")->capture_default_str();
   command->add_option("--score-tokens", a->spec.score_tokens, "keys that selection judges together; 0: a block")
       ->capture_default_str();
   command->add_option("--dense-layers", a->spec.dense_layers, "layers that run dense, for example 0,1")->delimiter(',');

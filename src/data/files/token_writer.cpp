@@ -261,6 +261,10 @@ void TokenWriter::Impl::publish() {
     fs::remove(prefix + ".mask");
   else if (fs::exists(part("mask")))
     publish_file(part("mask"), prefix + ".mask");
+  if (options.origin.empty())
+    fs::remove(prefix + ".origin.json");
+  else
+    replace_file(prefix + ".origin.json", options.origin);
   if (fs::exists(part("idx"))) publish_file(part("idx"), prefix + ".idx");
   finished = true;
   fs::remove_all(folder);

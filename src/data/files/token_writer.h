@@ -18,6 +18,7 @@ class TokenWriter {
     TokenType type = TokenType::i32;
     bool resume = false;     // go on from the last checkpoint() of an interrupted run, if there is one
     bool overwrite = false;  // else an existing PREFIX.idx is a UserError
+    std::string origin;      // text of PREFIX.origin.json (data/text/token_origin.h); empty: there is none
   };
   TokenWriter(const std::string& prefix, const Options& options);
   ~TokenWriter();

@@ -26,7 +26,6 @@ DocumentEncoder::DocumentEncoder(const Tokenizer& tokenizer, const DocumentEncod
     chat_ = chatml;
   else if (llama3.begin >= 0 && llama3.start >= 0 && llama3.header_end >= 0 && llama3.end >= 0)
     chat_ = llama3;
-  if (!options.append_eod) return;
   if (!options.eod_token.empty()) {
     eod_ = tokenizer.token_id(options.eod_token).value_or(-1);
     SB_USER_CHECK(eod_ >= 0, "{}: there is no token \"{}\" to end documents with", tokenizer.name(), options.eod_token);
@@ -34,7 +33,7 @@ DocumentEncoder::DocumentEncoder(const Tokenizer& tokenizer, const DocumentEncod
   }
   for (const char* name : {"<|endoftext|>", "<|end_of_text|>", "</s>"})
     if (eod_ < 0) eod_ = tokenizer.token_id(name).value_or(-1);
-  SB_USER_CHECK(eod_ >= 0,
+  SB_USER_CHECK(eod_ >= 0 || !options.append_eod,
                 "{}: none of <|endoftext|>, <|end_of_text|> and </s> is in the vocabulary; name the token that ends "
                 "documents with --eod-token",
                 tokenizer.name());
@@ -61,7 +60,13 @@ EncodedDocument DocumentEncoder::encode(const JsonlRecord& record) const {
       encode_messages(record, document);
       break;
   }
-  if (options_.append_eod) append(document, {eod_}, record.kind != JsonlRecord::Kind::messages);
+  const bool completion = record.kind == JsonlRecord::Kind::completion;
+  SB_USER_CHECK(eod_ >= 0 || !completion || !options_.end_completions,
+                "{}: none of <|endoftext|>, <|end_of_text|> and </s> is there to end the completion with; name the "
+                "token with --eod-token, or leave it out with --no-end-token",
+                tokenizer_.name());
+  if (options_.append_eod || (completion && options_.end_completions))
+    append(document, {eod_}, record.kind != JsonlRecord::Kind::messages);
   // The first token has nothing before it, so it can never be a target.
   SB_USER_CHECK(document.targets.size() > 1 &&
                     std::find(document.targets.begin() + 1, document.targets.end(), 1) != document.targets.end(),

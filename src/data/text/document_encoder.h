@@ -15,7 +15,8 @@ struct EncodedDocument {
 };
 
 struct DocumentEncoderOptions {
-  bool append_eod = false;
+  bool append_eod = false;          // after every document
+  bool end_completions = true;      // after a completion, whatever append_eod says: a model must learn where to stop
   std::string eod_token;            // empty: <|endoftext|>, <|end_of_text|> or </s>, whichever there is
   bool add_special_tokens = false;  // what the tokenizer's post-processor adds to plain text and to prompts
 };
@@ -27,8 +28,8 @@ struct DocumentEncoderOptions {
 // <|start_header_id|>role<|end_header_id|>\n\ncontent<|eot_id|> with white space around the content removed, as its
 // template does. An assistant's content and the token that ends it are targets. Content is text: "<|im_end|>" inside it
 // is spelled out and ends nothing. Prompt and completion: encoded apart from each other, as at inference; the
-// completion is the target. The end-of-document token is a target after text and completions, not after messages, which
-// have ended already.
+// completion is the target, with the end-of-document token after it. That token is a target after text and completions,
+// not after messages, which have ended already.
 class DocumentEncoder {
  public:
   // Throws UserError when the tokenizer lacks the end-of-document token asked for.

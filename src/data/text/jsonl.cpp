@@ -1,6 +1,7 @@
 #include "data/text/jsonl.h"
 
 #include <nlohmann/json.hpp>
+#include <optional>
 
 #include "core/errors.h"
 #include "core/utf8.h"
@@ -27,6 +28,69 @@ std::string keys_of(const json& object) {
   return keys;
 }
 
+enum class Layout { text, messages, sharegpt, completion, alpaca };
+
+Layout layout_of(const json& object, const std::string& text_key) {
+  const std::pair<bool, Layout> there[] = {
+      {object.contains(text_key), Layout::text},
+      {object.contains("messages"), Layout::messages},
+      {object.contains("conversations"), Layout::sharegpt},
+      {object.contains("prompt") || object.contains("completion"), Layout::completion},
+      {object.contains("instruction"), Layout::alpaca},
+  };
+  const std::string known = fmt::format(
+      "\"{}\", \"messages\", \"conversations\" (ShareGPT), \"prompt\"/\"completion\" and "
+      "\"instruction\"/\"output\" (Alpaca)",
+      printable(text_key));
+  std::optional<Layout> found;
+  for (const auto& [given, layout] : there) {
+    if (!given) continue;
+    SB_USER_CHECK(!found, "more than one of {} is there", known);
+    found = layout;
+  }
+  SB_USER_CHECK(found, "none of {} is there{}; --text-key names the key of plain text", known, keys_of(object));
+  return *found;
+}
+
+// ShareGPT's names for who speaks, beside those that ChatML has.
+std::string role_of(const std::string& name, const std::string& where) {
+  if (name == "human") return "user";
+  if (name == "gpt" || name == "chatgpt") return "assistant";
+  SB_USER_CHECK(name == "system" || name == "user" || name == "assistant",
+                "{}\"from\" is \"{}\"; known are human, gpt and system", where, printable(name));
+  return name;
+}
+
+void read_chat(json& list, const char* key, const char* role_key, const char* content_key, JsonlRecord& record) {
+  record.kind = JsonlRecord::Kind::messages;
+  SB_USER_CHECK(list.is_array() && !list.empty(), "\"{}\" must be a list with entries", key);
+  bool answered = false;
+  for (size_t i = 0; i < list.size(); ++i) {
+    const std::string where = fmt::format("message {}: ", i + 1);
+    SB_USER_CHECK(list[i].is_object(), "{}must be an object, it is {}", where, list[i].type_name());
+    ChatMessage message{string_of(list[i], role_key, where), string_of(list[i], content_key, where)};
+    SB_USER_CHECK(!message.role.empty(), "{}\"{}\" is empty", where, role_key);
+    if (role_key == std::string_view("from")) message.role = role_of(message.role, where);
+    answered = answered || message.role == "assistant";
+    record.messages.push_back(std::move(message));
+  }
+  SB_USER_CHECK(answered, "no label: no message has the role \"assistant\"");
+}
+
+void read_completion(json& object, const char* prompt, const char* completion, JsonlRecord& record) {
+  record.kind = JsonlRecord::Kind::completion;
+  record.prompt = string_of(object, prompt, "");
+  record.completion = string_of(object, completion, "");
+  SB_USER_CHECK(!record.completion.empty(), "no label: \"{}\" is empty", completion);
+}
+
+// The instruction and, where there is one, its input on lines of their own, then the answer.
+void read_alpaca(json& object, JsonlRecord& record) {
+  read_completion(object, "instruction", "output", record);
+  const std::string input = object.contains("input") ? string_of(object, "input", "") : "";
+  record.prompt += "\n" + (input.empty() ? "" : input + "\n");
+}
+
 }  // namespace
 
 JsonlRecord parse_jsonl_record(std::string_view line, const std::string& text_key) {
@@ -42,37 +106,24 @@ JsonlRecord parse_jsonl_record(std::string_view line, const std::string& text_ke
     throw UserError("not JSON that can be read: {}", printable(error.what(), 120));
   }
   SB_USER_CHECK(object.is_object(), "a line must be an object, this is {}", object.type_name());
-  const bool text = object.contains(text_key), messages = object.contains("messages"),
-             completion = object.contains("prompt") || object.contains("completion");
-  SB_USER_CHECK(text || messages || completion,
-                "none of \"{}\", \"messages\" and \"prompt\"/\"completion\" is there{}; --text-key names the key of "
-                "plain text",
-                printable(text_key), keys_of(object));
-  SB_USER_CHECK(text + messages + completion == 1,
-                "more than one of \"{}\", \"messages\" and \"prompt\"/\"completion\" is there", printable(text_key));
   JsonlRecord record;
-  if (text) {
-    record.text = string_of(object, text_key.c_str(), "");
-    SB_USER_CHECK(!record.text.empty(), "\"{}\" is empty", printable(text_key));
-  } else if (completion) {
-    record.kind = JsonlRecord::Kind::completion;
-    record.prompt = string_of(object, "prompt", "");
-    record.completion = string_of(object, "completion", "");
-    SB_USER_CHECK(!record.completion.empty(), "no label: \"completion\" is empty");
-  } else {
-    record.kind = JsonlRecord::Kind::messages;
-    json& list = object["messages"];
-    SB_USER_CHECK(list.is_array() && !list.empty(), "\"messages\" must be a list with entries");
-    bool answered = false;
-    for (size_t i = 0; i < list.size(); ++i) {
-      const std::string where = fmt::format("message {}: ", i + 1);
-      SB_USER_CHECK(list[i].is_object(), "{}must be an object, it is {}", where, list[i].type_name());
-      ChatMessage message{string_of(list[i], "role", where), string_of(list[i], "content", where)};
-      SB_USER_CHECK(!message.role.empty(), "{}\"role\" is empty", where);
-      answered = answered || message.role == "assistant";
-      record.messages.push_back(std::move(message));
-    }
-    SB_USER_CHECK(answered, "no label: no message has the role \"assistant\"");
+  switch (layout_of(object, text_key)) {
+    case Layout::text:
+      record.text = string_of(object, text_key.c_str(), "");
+      SB_USER_CHECK(!record.text.empty(), "\"{}\" is empty", printable(text_key));
+      break;
+    case Layout::messages:
+      read_chat(object["messages"], "messages", "role", "content", record);
+      break;
+    case Layout::sharegpt:
+      read_chat(object["conversations"], "conversations", "from", "value", record);
+      break;
+    case Layout::completion:
+      read_completion(object, "prompt", "completion", record);
+      break;
+    case Layout::alpaca:
+      read_alpaca(object, record);
+      break;
   }
   return record;
 }

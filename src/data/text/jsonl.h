@@ -12,8 +12,9 @@ struct ChatMessage {
   std::string role, content;
 };
 
-// One line of a JSONL file: an object with `text`, with `messages` (role and content each), or with `prompt` and
-// `completion`. Other keys are ignored.
+// One line of a JSONL file: an object with `text`, with `messages` (role and content each), with ShareGPT's
+// `conversations` (from and value each), with `prompt` and `completion`, or with Alpaca's `instruction`, `input` (may
+// be missing) and `output`. Other keys are ignored.
 struct JsonlRecord {
   enum class Kind { text, messages, completion };
   Kind kind = Kind::text;

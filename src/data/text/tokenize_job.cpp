@@ -10,6 +10,7 @@
 #include "core/thread_pool.h"
 #include "core/utf8.h"
 #include "data/files/token_writer.h"
+#include "data/text/token_origin.h"
 
 namespace sb {
 namespace {
@@ -60,6 +61,7 @@ class TokenizeJob {
     writing.type = tokenizer_.vocab_size() <= 65536 ? TokenType::u16 : TokenType::i32;
     writing.resume = !options.restart;
     writing.overwrite = options.overwrite;
+    writing.origin = write_token_origin(origin_of(tokenizer_));
     writer_ = std::make_unique<TokenWriter>(options.output, writing);
     if (!writer_->note().empty()) restore();
   }
@@ -85,6 +87,7 @@ class TokenizeJob {
             {"tokenizer", options_.tokenizer},
             {"vocab_size", tokenizer_.vocab_size()},
             {"append_eod", options_.documents.append_eod},
+            {"end_completions", options_.documents.end_completions},
             {"eod_token", options_.documents.eod_token},
             {"special", options_.documents.add_special_tokens},
             {"text_key", options_.text_key}};
@@ -101,7 +104,7 @@ class TokenizeJob {
     try {
       const json note = json::parse(writer_->note());
       SB_USER_CHECK(note.at("identity") == identity(),
-                    "{}.partial belongs to a run with other inputs or options; give the same ones to go on with it, or "
+                    "{}.partial belongs to a run with other inputs or options; give the same ones to resume it, or "
                     "start again with --restart",
                     options_.output);
       const auto number = [&](const char* key, int64_t most) {

@@ -452,9 +452,10 @@ void BalancedPlanner::learn_times(const Running& run, const StepMeasurement& mea
 void BalancedPlanner::note(const Running& run, const StepMeasurement& measurement, double makespan_us,
                            double learning_seconds) {
   const Plan& plan = run.step.plan;
-  double predicted = 0, measured = 0, most = 0, count = 0;
+  double predicted = 0, measured = 0, most = 0, count = 0, busiest_rank = 0;
   std::vector<double> errors;
-  for (size_t r = 0; r < measurement.ranks.size(); ++r)
+  for (size_t r = 0; r < measurement.ranks.size(); ++r) {
+    double rank_busy = 0;
     for (size_t i = 0; i < measurement.ranks[r].size(); ++i) {
       const PlannedMicroBatch& planned = plan.ranks[r].micro_batches[i];
       const double said = std::accumulate(planned.forward_us.begin(), planned.forward_us.end(), 0.0) +
@@ -462,10 +463,13 @@ void BalancedPlanner::note(const Running& run, const StepMeasurement& measuremen
       const double took = (sum(measurement.ranks[r][i].forward) + sum(measurement.ranks[r][i].backward)) / 1e3;
       predicted += said;
       measured += took;
+      rank_busy += took;
       most = std::max(most, took);
       count += 1;
       if (took > 0) errors.push_back(std::abs(said / took - 1));
     }
+    busiest_rank = std::max(busiest_rank, rank_busy);
+  }
   const double step_us = static_cast<double>(measurement.step_ns) / 1e3;
   const double planning_ms = 1e3 * (run.planning_seconds + learning_seconds);
   const int workers = options_.layout.dp * options_.layout.pp;
@@ -482,6 +486,7 @@ void BalancedPlanner::note(const Running& run, const StepMeasurement& measuremen
               {"predicted_imbalance", plan.imbalance},
               {"imbalance", measured > 0 ? most / (measured / count) : 1.0},
               {"worker_imbalance", plan.worker_imbalance},
+              {"rank_imbalance", measured > 0 ? busiest_rank * std::ssize(measurement.ranks) / measured : 1.0},
               {"predicted_bubble_percent", 100 * plan.bubble_share},
               {"bubble_percent", step_us > 0 ? 100 * (1 - measured / (workers * step_us)) : 0.0},
               {"planning_ms", planning_ms},

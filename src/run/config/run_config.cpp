@@ -247,7 +247,7 @@ void add_data(OptionTable& table, Draft& draft) {
   table.integer("data.synthetic.min_length", &draft.synthetic_min_length, 0, kMaxTokens,
                 "lengths are log-uniform from here to `length`; 0: all have `length`");
   table.path("data.synthetic.lengths", &data.synthetic_lengths,
-             "file with one length a line (`sparsebalance data lengths` writes such) or named pool, drawn with equal "
+             "file with one length per line (`sparsebalance data lengths` writes such) or named pool, drawn with equal "
              "chances; those above `length` become that long");
   table.integer("data.synthetic.chunk", &task.chunk, 2, 1 << 16, "chunk_recall: tokens of a chunk");
   table.integer("data.synthetic.needles", &task.needles, 1, 1 << 16,
@@ -294,7 +294,7 @@ void add_batch(OptionTable& table, Draft& draft) {
 void add_attention(OptionTable& table, Draft& draft) {
   SelectionConfig& selection = draft.config.attention.selection;
   table.section("attention",
-                "Which keys a query sees. With `pattern: dense` the other options of this section have no effect.");
+                "Which keys per query sees. With `pattern: dense` the other options of this section have no effect.");
   using Pattern = SelectionPattern;
   table.choice<Pattern>("attention.pattern", &selection.pattern,
                         {{"dense", Pattern::dense},
@@ -337,7 +337,7 @@ void add_attention(OptionTable& table, Draft& draft) {
   table.integer("attention.coverage_rows", &draft.config.attention.coverage_rows, 0, 1 << 16,
                 "rows of every sequence and layer on which the true coverage is measured each step; 0: none");
   table.path("attention.dump_index", &draft.config.attention.dump_index,
-             "folder to which the block lists of one micro-batch are saved, a file a layer, for simulate --ring-index");
+             "folder to which the block lists of one micro-batch are saved, a file per layer, for simulate --ring-index");
   table.integer("attention.dump_index_step", &draft.config.attention.dump_index_step, 1, kMaxTokens,
                 "dump_index: the first step from which a micro-batch may be taken");
   table.flag("attention.layer_metrics", &draft.config.attention.layer_metrics,

@@ -74,6 +74,7 @@ struct BalanceOptions {
   double target = -1.0;    // -1: equal_coverage
   int64_t max_budget = 0;  // 0: four times attention.budget
   bool adapt = true;
+  int64_t compare_steps = 0;      // every so many steps the same batch also runs in order, to be timed; 0: never
   std::filesystem::path profile;  // or the name of a built-in one
   std::filesystem::path replay;   // plan.jsonl of another run
 };

@@ -26,8 +26,8 @@ void add_balance_options(OptionTable& table, BalanceOptions& balance) {
                          "auto: the order of micro-batches in the pipeline that is fastest by simulation");
   using Tuning = BalanceOptions::Tuning;
   table.choice<Tuning>("balance.tuning", &balance.tuning,
-                       {{"off", Tuning::none}, {"anchor", Tuning::anchor}, {"optimal", Tuning::optimal}},
-                       "of attention budgets. off: attention.budget everywhere; anchor: every micro-batch towards a "
+                       {{"none", Tuning::none}, {"anchor", Tuning::anchor}, {"optimal", Tuning::optimal}},
+                       "of attention budgets. none: attention.budget everywhere; anchor: every micro-batch towards a "
                        "common latency; optimal: the most coverage in the shortest step");
   using Anchor = BalanceOptions::Anchor;
   table.choice<Anchor>("balance.anchor", &balance.anchor,
@@ -52,6 +52,9 @@ void add_balance_options(OptionTable& table, BalanceOptions& balance) {
   table.flag("balance.adapt", &balance.adapt,
              "measured times and coverage correct the predictions; false: a plan follows from the configuration and "
              "the step alone");
+  table.integer("balance.compare_steps", &balance.compare_steps, 0, OptionTable::kAny,
+                "every so many steps the same batch also runs in order at attention.budget, is timed and thrown away: "
+                "what balancing gains, measured. Costs one forward and backward; 0: never");
   table.path("balance.profile", &balance.profile,
              "latencies: a file that `sparsebalance profile` wrote, or h200 (measured: Qwen2.5-0.5B and 3B), "
              "h200-analytic, h100-analytic, a100-analytic, "
@@ -84,6 +87,10 @@ void check_balance(const RunConfig& config, const OptionTable& table) {
                 "{}: 0 leaves tuning without measured coverage; raise it, or set balance.adapt: false to tune by the "
                 "built-in curves",
                 table.label("attention.coverage_rows"));
+  SB_USER_CHECK(balance.compare_steps == 0 || tuned || balance.batching != BalanceOptions::Batching::in_order ||
+                    balance.ordering != BalanceOptions::Ordering::none || !balance.replay.empty(),
+                "{}: nothing is balanced that could be compared; set balance.batching, or remove it",
+                table.label("balance.compare_steps"));
   const bool predicts = tuned || balance.ordering != BalanceOptions::Ordering::none ||
                         balance.batching == BalanceOptions::Batching::sab ||
                         balance.batching == BalanceOptions::Batching::wlb;

@@ -107,12 +107,6 @@ void check_optimizer(const RunConfig& config, const OptionTable& table) {
   SB_USER_CHECK(optimizer.schedule != Schedule::constant || optimizer.min_learning_rate_ratio == 0.0,
                 "{}: has no meaning with schedule: constant; remove it",
                 table.label("optimizer.min_learning_rate_ratio"));
-  if (config.train.num_train_epochs > 0) return;  // the number of steps is not known yet: settle_steps looks
-  SB_USER_CHECK(optimizer.warmup_steps <= config.train.max_steps, "{}: {} is above train.max_steps {}",
-                table.label("optimizer.warmup_steps"), optimizer.warmup_steps, config.train.max_steps);
-  SB_USER_CHECK(optimizer.decay_steps <= config.train.max_steps - optimizer.warmup_steps,
-                "{}: {} after {} warm-up steps is above train.max_steps {}", table.label("optimizer.decay_steps"),
-                optimizer.decay_steps, optimizer.warmup_steps, config.train.max_steps);
 }
 
 void check_train(const RunConfig& config, const OptionTable& table) {

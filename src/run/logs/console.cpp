@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <vector>
 
 namespace sb {
 namespace {
@@ -32,29 +33,42 @@ std::string format_duration(double seconds) {
   return fmt::format("{}h{:02}m", total / 3600, total / 60 % 60);
 }
 
-std::string format_step(const StepReport& report) {
-  std::string line = fmt::format("step {}/{}", report.step, report.max_steps);
-  // First of all: a narrow terminal cuts the end.
-  if (report.skipped) line += fmt::format("  SKIPPED: gradient not finite ({} so far)", report.skipped_total);
-  line += fmt::format("  loss {:.4f}  grad norm {:.3f}  lr {:.2e}  {} tok/s", report.loss, report.grad_norm,
-                      report.learning_rate, format_count(report.tokens_per_second()));
-  const auto speed = [&](double flops) {
-    const double rate = flops / report.seconds;
-    return report.peak_flops > 0 ? fmt::format("{:.1f} %", 100.0 * rate / report.peak_flops)
-                                 : fmt::format("{:.1f} GFLOP/s", rate / 1e9);
+std::string format_step(const StepReport& report, size_t width) {
+  struct Field {
+    int rank;  // the higher, the sooner it is left out
+    std::string text;
   };
-  line += (report.peak_flops > 0 ? "  MFU " : "  ") + speed(report.flops);
-  if (report.executed_flops) line += " (executed " + speed(*report.executed_flops) + ")";
-  if (report.coverage) line += fmt::format("  coverage {:.3f}", *report.coverage);
-  if (report.density) line += fmt::format("  density {:.3f}", *report.density);
-  // Without sparse attention a sequence's budget is its length.
-  if (report.budget && report.density) line += fmt::format("  budget {:.0f}", *report.budget);
-  if (report.imbalance) line += fmt::format("  imbalance {:.2f}", *report.imbalance);
-  if (report.bubble_percent) line += fmt::format("  bubbles {:.0f} %", *report.bubble_percent);
-  if (report.predicted_ms)
-    line += fmt::format("  {:.0f} ms (predicted {:.0f})", 1e3 * report.seconds, *report.predicted_ms);
-  if (report.planning_percent) line += fmt::format("  planning {:.2f} %", *report.planning_percent);
-  return line;
+  std::vector<Field> fields = {{0, fmt::format("step {}/{}", report.step, report.max_steps)}};
+  const auto add = [&](int rank, std::string text) { fields.push_back({rank, std::move(text)}); };
+  if (report.skipped) add(0, fmt::format("SKIPPED: gradient not finite ({} so far)", report.skipped_total));
+  add(0, fmt::format("loss {:.4f}", report.loss));
+  add(6, fmt::format("grad norm {:.3f}", report.grad_norm));
+  add(7, fmt::format("lr {:.2e}", report.learning_rate));
+  add(1, format_count(report.tokens_per_second()) + " tok/s");
+  const double rate = report.flops / report.seconds;
+  add(report.peak_flops > 0 ? 4 : 8, report.peak_flops > 0
+                                         ? fmt::format("MFU {:.1f} %", 100.0 * rate / report.peak_flops)
+                                         : fmt::format("{:.1f} GFLOP/s", rate / 1e9));
+  if (report.coverage) add(5, fmt::format("coverage {:.3f}", *report.coverage));
+  if (report.density) add(9, fmt::format("density {:.3f}", *report.density));
+  if (report.rank_imbalance) add(3, fmt::format("ranks {:.2f}", *report.rank_imbalance));
+  if (report.bubble_percent) add(3, fmt::format("bubbles {:.0f} %", *report.bubble_percent));
+  if (report.in_order_seconds)
+    add(2, fmt::format("gain {:.2f}x measured", *report.in_order_seconds / *report.balanced_seconds));
+  else if (report.gain)
+    add(2, fmt::format("gain {:.2f}x", *report.gain));
+  const auto line = [&] {
+    std::string text;
+    for (const Field& field : fields) text += (text.empty() ? "" : "  ") + field.text;
+    return text;
+  };
+  const auto by_rank = [](const Field& a, const Field& b) { return a.rank < b.rank; };
+  while (line().size() > width) {
+    const auto last = std::max_element(fields.begin(), fields.end(), by_rank);
+    if (last->rank == 0) break;
+    fields.erase(last);
+  }
+  return line();
 }
 
 std::string format_validation(const ValidationReport& report) {
@@ -80,19 +94,28 @@ void Console::text(const std::string& block) {
 }
 
 void Console::step(const StepReport& report) {
-  // What a narrow terminal has no room for is the rest of the measurements, not the time left.
+  constexpr size_t kColumns = 120;  // of a log that people read
   const std::string eta = "  ETA " + format_duration(report.seconds_left);
   const bool last = report.step == report.max_steps;
   if (terminal_) {
-    std::string line = format_step(report);
-    const size_t width = terminal_width(out_) - 1;
-    line.resize(std::min(line.size(), width - std::min(width, eta.size())));
+    // What a narrow terminal has no room for is the rest of the measurements, not the time left.
+    const size_t width = terminal_width(out_) - 1, room = width - std::min(width, eta.size());
+    std::string line = format_step(report, room);
+    line.resize(std::min(line.size(), room));
     write(fmt::format("\r{}{}\033[K", line, eta));
     line_open_ = true;
     if (last || report.skipped) finish();
   } else if (report.step % log_steps_ == 0 || last || report.skipped) {
-    write(format_step(report) + eta + "\n");
+    write(format_step(report, kColumns - eta.size()) + eta + "\n");
   }
+  std::fflush(out_);
+}
+
+void Console::within_step(const std::string& line) {
+  if (!terminal_) return text(line);
+  const size_t width = terminal_width(out_) - 1;
+  write("\r" + line.substr(0, width) + "\033[K");
+  line_open_ = true;
   std::fflush(out_);
 }
 

@@ -25,8 +25,11 @@ struct StepReport {
   bool skipped = false;                  // a non-finite gradient: no update
   int64_t skipped_total = 0;
   std::optional<double> coverage, density;  // sparse attention only: mass kept, share of the pairs computed
-  // Balanced runs only: what the planner predicted and what its plan came to.
-  std::optional<double> predicted_ms, budget, imbalance, bubble_percent, planning_percent;
+  // Balanced runs only. Measured: the busiest rank's work over the mean, and the share of the ranks' time in which
+  // nothing was computed. Predicted: how many times longer the same sequences would have taken in order.
+  std::optional<double> rank_imbalance, bubble_percent, gain;
+  // balance.compare_steps: forward, backward and reduction of this batch in order, and as planned.
+  std::optional<double> in_order_seconds, balanced_seconds;
 
   double tokens_per_second() const { return static_cast<double>(tokens) / seconds; }
 };
@@ -41,8 +44,9 @@ struct ValidationReport {
 
 // "1h02m", "3m05s", "12s"
 std::string format_duration(double seconds);
-// The progress line without the time left.
-std::string format_step(const StepReport& report);
+// The progress line without the time left. What does not fit into `width` columns is left out, the least important
+// first: metrics.jsonl has all of it.
+std::string format_step(const StepReport& report, size_t width = 1000);
 std::string format_validation(const ValidationReport& report);
 
 // What the user sees: on a terminal one line that is redrawn a step, elsewhere a plain line every `log_steps`.
@@ -53,9 +57,12 @@ class Console {
   // A block of text on lines of its own; the progress line is kept below.
   void text(const std::string& block);
   void step(const StepReport& report);
+  // How far a long step is: redrawn on a terminal.
+  void within_step(const std::string& line);
   void validation(const ValidationReport& report);
   // Ends the progress line.
   void finish();
+  bool terminal() const { return terminal_; }
 
  private:
   void write(const std::string& text);

@@ -30,6 +30,10 @@ void RunLog::step(const StepReport& report, const std::vector<Metric>& more) {
     metrics.push_back({"mfu", report.flops / report.seconds / report.peak_flops});
     metrics.push_back({"executed_utilization", executed / report.seconds / report.peak_flops});
   }
+  if (report.in_order_seconds) {
+    metrics.push_back({"compared_in_order_ms", 1e3 * *report.in_order_seconds});
+    metrics.push_back({"compared_balanced_ms", 1e3 * *report.balanced_seconds});
+  }
   metrics.insert(metrics.end(), more.begin(), more.end());
   write(report.step, "train/", 0, metrics);
 }
@@ -71,13 +75,14 @@ std::vector<Metric> attention_metrics(const AttentionReport& attention, bool eve
 }
 
 void show_planning(const std::vector<Metric>& planning, StepReport& report) {
+  double planned = 0, in_order = 0;
   for (const Metric& metric : planning) {
-    if (metric.name == "predicted_step_ms") report.predicted_ms = metric.value;
-    if (metric.name == "budget") report.budget = metric.value;
-    if (metric.name == "imbalance") report.imbalance = metric.value;
+    if (metric.name == "predicted_makespan_ms") planned = metric.value;
+    if (metric.name == "predicted_in_order_ms") in_order = metric.value;
+    if (metric.name == "rank_imbalance") report.rank_imbalance = metric.value;
     if (metric.name == "bubble_percent") report.bubble_percent = metric.value;
-    if (metric.name == "planning_percent") report.planning_percent = metric.value;
   }
+  if (planned > 0 && in_order > 0) report.gain = in_order / planned;
 }
 
 }  // namespace sb

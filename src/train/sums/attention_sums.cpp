@@ -2,6 +2,7 @@
 
 #include <cstring>
 #include <string>
+#include <utility>
 
 #include "parallel/grid.h"
 
@@ -15,7 +16,7 @@ class Packer {
   void put(T value) {
     text_.append(reinterpret_cast<const char*>(&value), sizeof value);
   }
-  std::string take() { return std::move(text_); }
+  std::string take() { return std::exchange(text_, {}); }
 
  private:
   std::string text_;

@@ -41,10 +41,13 @@ void check(const AttentionCase& c, const BlockIndex& index, double tolerance = 1
   EXPECT_TRUE(run_attention(attention, c, 3) == one) << "three threads give other bits";
 }
 
-void check_group(const std::string& group) {
+// A group of the cases that CPU and GPU share (tests/attention/sparse_cases.cpp).
+class BlockSparseCases : public testing::TestWithParam<const char*> {};
+
+TEST_P(BlockSparseCases, EqualTheReference) {
   int checked = 0;
   for (const SparseCase& one : sparse_cases()) {
-    if (!one.name.starts_with(group + ":")) continue;
+    if (!one.name.starts_with(std::string(GetParam()) + ":")) continue;
     SCOPED_TRACE(one.name);
     const AttentionCase c = one.operands();
     check(c, one.index(c));
@@ -53,33 +56,14 @@ void check_group(const std::string& group) {
   EXPECT_GT(checked, 0);
 }
 
-TEST(BlockSparse, LengthsAroundBlockBorders) {
-  check_group("lengths");
-}
-TEST(BlockSparse, LongSequences) {
-  check_group("long");
-}
-TEST(BlockSparse, BlockSizes) {
-  check_group("blocks");
-}
-TEST(BlockSparse, ListsPerQueryHead) {
-  check_group("per query head");
-}
-TEST(BlockSparse, Groups) {
-  check_group("groups");
-}
-TEST(BlockSparse, HeadDimensions) {
-  check_group("head dimensions");
-}
-TEST(BlockSparse, SpecialIndices) {
-  check_group("special");
-}
-TEST(BlockSparse, DenseSequencesInTheSameCall) {
-  check_group("dense beside");
-}
-TEST(BlockSparse, MoreGatheredColumnsThanATileHolds) {
-  check_group("many gathered");
-}
+INSTANTIATE_TEST_SUITE_P(Groups, BlockSparseCases,
+                         testing::Values("lengths", "long", "blocks", "per query head", "groups", "head dimensions",
+                                         "special", "dense beside", "many gathered"),
+                         [](const auto& group) {
+                           std::string name = group.param;
+                           std::replace(name.begin(), name.end(), ' ', '_');
+                           return name;
+                         });
 
 TEST(BlockSparse, NothingChosenGivesZeros) {
   const AttentionCase c(shape_of(2, 1, 64), {200}, 7);

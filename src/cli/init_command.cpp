@@ -1,0 +1,149 @@
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <CLI/CLI.hpp>
+#include <algorithm>
+#include <filesystem>
+#include <memory>
+#include <optional>
+
+#include "cli/at_least.h"
+#include "cli/commands.h"
+#include "cli/output_file.h"
+#include "core/errors.h"
+#include "data/files/token_file.h"
+#include "data/text/token_origin.h"
+#include "device/cuda.h"
+#include "model/model_config.h"
+#include "run/config/run_config.h"
+
+namespace sb {
+namespace {
+
+namespace fs = std::filesystem;
+
+struct InitArguments {
+  std::string model, out = "run.yaml", device;
+  std::vector<std::string> data;
+  int ranks = 0;
+  int64_t length = 0;
+  bool overwrite = false;
+};
+
+// Above this, dense attention takes most of a step.
+constexpr int64_t kSparseAbove = 32768, kBudget = 8192;
+
+int64_t longest_document(const std::vector<std::string>& paths) {
+  int64_t longest = 0;
+  for (const std::string& path : expand_token_paths(paths)) {
+    const std::unique_ptr<TokenFile> file = open_token_file(path);
+    for (int64_t d = 0; d < file->documents(); ++d) longest = std::max(longest, file->length(d));
+  }
+  return longest;
+}
+
+struct Choice {
+  bool cuda = false;
+  int ranks = 1;
+  int64_t longest = 0, length = 0, positions = 0;
+  bool sparse() const { return length > kSparseAbove; }
+  // By how much rotary positions have to stretch; 1: not at all.
+  int64_t stretch() const { return (length + positions - 1) / positions; }
+};
+
+Choice choose(const InitArguments& arguments) {
+  Choice choice;
+  const ModelConfig model = read_model_config(fs::path(arguments.model) / "config.json");
+  choice.positions = model.max_position_embeddings;
+  const bool usable = cuda::problem().empty();
+  choice.cuda = arguments.device.empty() ? usable : arguments.device == "cuda";
+  choice.ranks = arguments.ranks > 0 ? arguments.ranks : choice.cuda && usable ? cuda::device_count() : 1;
+  choice.longest = longest_document(arguments.data);
+  const int64_t rounded = std::max<int64_t>(1024, (choice.longest + 1023) / 1024 * 1024);
+  choice.length = arguments.length > 0 ? arguments.length : std::min(rounded, choice.positions);
+  return choice;
+}
+
+std::string run_yaml(const InitArguments& arguments, const Choice& choice) {
+  std::string text = fmt::format(
+      "# Written by `sparsebalance init`. Check it with `sparsebalance config {0}`, start it with\n"
+      "# `sparsebalance train {0}{1}`; the same command resumes. docs/configuration.md has every option.\n"
+      "device: {2}\n"
+      "model:\n"
+      "  path: {3}\n",
+      arguments.out, choice.ranks > 1 ? fmt::format(" --ranks {}", choice.ranks) : "", choice.cuda ? "cuda" : "cpu",
+      arguments.model);
+  if (choice.stretch() > 1)
+    text += fmt::format(
+        "  # The model has {} positions; YaRN stretches them to the length below.\n"
+        "  rope: {{ type: yarn, factor: {}, original_max_position_embeddings: {} }}\n",
+        choice.positions, choice.stretch(), choice.positions);
+  text += fmt::format(
+      "data:\n"
+      "  train: [{}]\n"
+      "  # The longest document has {} tokens; longer ones than this are cut into pieces.\n"
+      "  max_sequence_length: {}\n"
+      "# Sequences per optimizer step, of all ranks; a micro-batch is packed up to so many tokens.\n"
+      "batch: {{ global_batch_size: {}, micro_batch_tokens: {} }}\n",
+      fmt::join(arguments.data, ", "), choice.longest, choice.length, std::max(16, 4 * choice.ranks), choice.length);
+  if (choice.sparse())
+    text += fmt::format(
+        "# Every query attends to about {} keys. Safer and slower: pattern: dense.\n"
+        "attention: {{ pattern: topk, budget: {} }}\n",
+        kBudget, kBudget);
+  else
+    text += fmt::format(
+        "# Dense, the safe choice up to some {} tokens: {{ pattern: topk, budget: {} }} computes fewer pairs.\n"
+        "attention: {{ pattern: dense }}\n",
+        kSparseAbove, kBudget);
+  if (choice.ranks > 1)
+    text += fmt::format(
+        "parallel: {{ dp: {} }}\n"
+        "# Shares sequences out so that ranks finish together; the result does not change. The built-in latencies are\n"
+        "# corrected by measured ones; `sparsebalance profile --run {}` measures them beforehand.\n"
+        "balance: {{ batching: sab, ordering: auto, profile: h200-analytic }}\n",
+        choice.ranks, arguments.out);
+  text += fmt::format(
+      "optimizer: {{ learning_rate: 1.0e-5, schedule: cosine, warmup_ratio: 0.03, min_learning_rate_ratio: 0.1 }}\n"
+      "# One pass over the data. `recompute: layer` takes less memory, `none` less time.\n"
+      "train: {{ num_train_epochs: 1, recompute: attention, save_steps: 100, save_total_limit: 3, output_dir: {} }}\n",
+      (fs::path("runs") / fs::path(arguments.out).stem()).string());
+  return text;
+}
+
+void init(const InitArguments& arguments) {
+  SB_USER_CHECK(arguments.overwrite || !fs::exists(arguments.out),
+                "{}: exists already; choose another --out, or replace it with --overwrite", arguments.out);
+  check_output(arguments.out);
+  warn_of_other_tokenizer(arguments.data, arguments.model);
+  const Choice choice = choose(arguments);
+  const std::string text = run_yaml(arguments, choice);
+  parse_run_config(text, arguments.out);  // what is written can be run
+  write_output(arguments.out, text);
+  fmt::print(
+      "written to {}: {} rank{} on {}, sequences of up to {} tokens, {} attention\nnext: sparsebalance train {}{}\n",
+      arguments.out, choice.ranks, choice.ranks == 1 ? "" : "s", choice.cuda ? "cuda" : "cpu", choice.length,
+      choice.sparse() ? "sparse" : "dense", arguments.out,
+      choice.ranks > 1 ? fmt::format(" --ranks {}", choice.ranks) : "");
+}
+
+}  // namespace
+
+void add_init_command(CLI::App& app) {
+  CLI::App* command = app.add_subcommand("init", "write a commented run.yaml for a checkpoint, data and this machine");
+  auto arguments = std::make_shared<InitArguments>();
+  command->add_option("--model", arguments->model, "Hugging Face directory of the model to continue")->required();
+  command->add_option("--data", arguments->data, "token files (see data tokenize); may be repeated")->required();
+  command->add_option("--out", arguments->out, "file to write")->capture_default_str();
+  command->add_option("--device", arguments->device, "cpu or cuda; otherwise cuda where there is a GPU")
+      ->check(CLI::IsMember({"cpu", "cuda"}));
+  command->add_option("--ranks", arguments->ranks, "processes; otherwise one for each GPU")->check(CLI::Range(1, 4096));
+  command
+      ->add_option("--length", arguments->length,
+                   "longest sequence; otherwise the longest document, up to the model's positions")
+      ->check(at_least(2), "POSITIVE");
+  command->add_flag("--overwrite", arguments->overwrite, "replace the file");
+  command->callback([arguments] { init(*arguments); });
+}
+
+}  // namespace sb
