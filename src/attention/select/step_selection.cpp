@@ -5,8 +5,8 @@
 namespace sb {
 
 StepSelection::StepSelection(const SelectionConfig& config, int layers)
-    : counts_masses_(config.pattern == SelectionPattern::mass && config.order == SelectionOrder::causal),
-      channels_(config.scores_blocks() && config.score == BlockScore::planes ? config.score_channels : 0),
+    : counts_masses_(config.learns_thresholds()),
+      channels_(config.judges_by_planes() ? config.score_channels : 0),
       planes_(static_cast<size_t>(layers)) {}
 
 void StepSelection::use(const LearnedSelection& learned) {
@@ -20,12 +20,16 @@ SelectionObservations StepSelection::take_observations() {
   return taken;
 }
 
+bool StepSelection::ready(int layer) const {
+  const auto at = static_cast<size_t>(layer);
+  return !by_planes() || (at < learned_.planes.size() && learned_.planes[at].tokens > 0);
+}
+
 const LayerPlanes* StepSelection::planes(int layer, const AttentionShape& shape) {
   if (!by_planes()) return nullptr;
   const auto at = static_cast<size_t>(layer);
   if (!planes_[at]) {
-    SB_CHECK(at < learned_.planes.size() && learned_.planes[at].tokens > 0,
-             "layer {} is to judge blocks by planes before it has statistics of them", layer);
+    SB_CHECK(ready(layer), "layer {} is to judge blocks by planes before it has statistics of them", layer);
     planes_[at] = choose_planes(shape, learned_.planes[at], channels_);
   }
   return &*planes_[at];
