@@ -49,15 +49,22 @@ SequenceTiles SparseAttention::tiles_of(const PackedSequences& sequences, int se
 }
 
 const float* SparseAttention::statistics(const Exec& exec, const AttentionShape& shape, const float* k,
-                                         const SequenceTiles& tiles) {
+                                         const SequenceTiles& tiles, const LayerPlanes* planes) {
   const BlockScoring scoring(options_.selection);
   const auto floats = static_cast<size_t>(BlockStatistics::floats(scoring, shape, tiles.blocks()));
   // A vector that grows by itself takes more than was planned, and holds the old memory beside the new.
   if (statistics_.capacity() < floats) std::vector<float>().swap(statistics_);
   statistics_.reserve(floats);
   statistics_.resize(floats);
-  BlockStatistics::fill(exec, shape, scoring, k, tiles.tokens, statistics_.data());
+  BlockStatistics::fill(exec, shape, scoring, k, tiles.tokens, statistics_.data(), planes);
   return statistics_.data();
+}
+
+std::optional<LayerPlanes> SparseAttention::planes(const AttentionShape& shape, int layer) const {
+  if (options_.selection.score != BlockScore::planes) return std::nullopt;
+  check_score_channels(options_.selection, shape.head_dim);
+  SB_CHECK(layer < std::ssize(plane_sums_), "scores by planes, but nothing is known of layer {}", layer);
+  return choose_planes(shape, plane_sums_[layer], options_.selection.score_channels);
 }
 
 void SparseAttention::choose(const Exec& exec, int layer, const AttentionShape& shape, const PackedSequences& sequences,
@@ -67,6 +74,7 @@ void SparseAttention::choose(const Exec& exec, int layer, const AttentionShape& 
   for (int s = 0; s < sequences.sequences(); ++s) dense[s] = runs_dense(selection, layer, tiles_of(sequences, s));
   const BlockIndexShape index_shape = {selection.block, selection.query_block, selector_.list_heads(shape)};
   builder_.begin(index, index_shape, sequences.cu_seqlens, dense, exec.pool->threads());
+  std::optional<LayerPlanes> layer_planes;
   for (int s = 0; s < sequences.sequences(); ++s) {
     if (dense[s]) continue;
     SelectionRequest request;
@@ -76,7 +84,11 @@ void SparseAttention::choose(const Exec& exec, int layer, const AttentionShape& 
     request.q = operands.q.rows(sequences.cu_seqlens[s], sequences.cu_seqlens[s + 1]).f32();
     request.k = operands.k.rows(sequences.cu_seqlens[s], sequences.cu_seqlens[s + 1]).f32();
     request.place = index.sequences()[s];
-    if (selection.scores_blocks()) request.statistics = statistics(exec, shape, request.k, request.tiles);
+    if (selection.scores_blocks()) {
+      if (!layer_planes) layer_planes = planes(shape, layer);
+      request.planes = layer_planes ? &*layer_planes : nullptr;
+      request.statistics = statistics(exec, shape, request.k, request.tiles, request.planes);
+    }
     selector_.select(exec, request, builder_);
   }
   builder_.finish(*exec.pool);
@@ -94,6 +106,7 @@ void SparseAttention::forward(const Exec& exec, int layer, const AttentionShape&
   layer_report.pairs += chosen.token_pairs();
   layer_report.causal_pairs += chosen.causal_token_pairs();
   if (options_.coverage_rows == 0) return;
+  const std::optional<LayerPlanes> layer_planes = planes(shape, layer);
   for (int s = 0; s < sequences.sequences(); ++s) {
     const SequenceTiles tiles = tiles_of(sequences, s);
     if (tiles.tokens == 0) continue;
@@ -101,11 +114,12 @@ void SparseAttention::forward(const Exec& exec, int layer, const AttentionShape&
     const CoverageRequest request{
         .q = operands.q.rows(sequences.cu_seqlens[s], sequences.cu_seqlens[s + 1]).f32(),
         .k = k,
-        .statistics = statistics(exec, shape, k, tiles),
+        .statistics = statistics(exec, shape, k, tiles, layer_planes ? &*layer_planes : nullptr),
         .scoring = BlockScoring(options_.selection),
         .rows = options_.coverage_rows,
         .index = &chosen,
         .sequence = s,
+        .planes = layer_planes ? &*layer_planes : nullptr,
     };
     report_.samples.push_back({layer, tiles.tokens, measure_coverage(exec, shape, tiles, request)});
     layer_report.coverage += report_.samples.back().sample.held * static_cast<double>(tiles.tokens);

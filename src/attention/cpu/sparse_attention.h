@@ -2,12 +2,14 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <utility>
 #include <vector>
 
 #include "attention/attention.h"
 #include "attention/index/block_index.h"
 #include "attention/select/coverage.h"
+#include "attention/select/learned_selection.h"
 #include "attention/select/selector.h"
 
 namespace sb {
@@ -69,6 +71,9 @@ class SparseAttention final : public ChoosingAttention {
     return static_cast<int64_t>(statistics_.capacity() * sizeof(float)) + builder_.bytes();
   }
 
+  // What scores by planes judge by until the next call.
+  void use(const LearnedSelection& learned) { plane_sums_ = learned.planes; }
+
   // The index a state holds: to dump it, to compare it, or to put one in before a forward with `replay`.
   static BlockIndex& index(AttentionState& state);
   AttentionReport take_report() override;
@@ -86,12 +91,16 @@ class SparseAttention final : public ChoosingAttention {
   };
   Lists lists(const AttentionShape& shape, int64_t max_tokens) const;
   // Of one sequence's keys; valid until the next call.
-  const float* statistics(const Exec& exec, const AttentionShape& shape, const float* k, const SequenceTiles& tiles);
+  const float* statistics(const Exec& exec, const AttentionShape& shape, const float* k, const SequenceTiles& tiles,
+                          const LayerPlanes* planes);
+  // What `layer` is judged by; nothing unless scores are by planes.
+  std::optional<LayerPlanes> planes(const AttentionShape& shape, int layer) const;
 
   Options options_;
   Selector selector_;
   BlockIndexBuilder builder_;
-  std::vector<float> statistics_;  // of the sequence at hand
+  std::vector<float> statistics_;      // of the sequence at hand
+  std::vector<PlaneSums> plane_sums_;  // by layer
   AttentionReport report_;
 };
 

@@ -47,6 +47,8 @@ struct SelectionConfig {
 
 // UserError with the key's name when a value does not work.
 void check_selection_config(const SelectionConfig& config);
+// The same for what depends on the width of a head.
+void check_score_channels(const SelectionConfig& config, int head_dim);
 
 SelectionPattern parse_selection_pattern(const std::string& name);
 SelectionOrder parse_selection_order(const std::string& name);

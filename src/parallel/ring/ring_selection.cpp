@@ -37,7 +37,7 @@ RingSelection::RingSelection(const SelectionConfig& config) : selector_(config) 
 
 void RingSelection::choose(const Exec& exec, Communicator& group, int layer, const AttentionShape& shape,
                            const ContextLayout& layout, std::span<const int32_t> budgets, const float* q,
-                           const float* k, BlockIndex& index) {
+                           const float* k, BlockIndex& index, const LayerPlanes* planes) {
   const SelectionConfig& config = selector_.config();
   const int rank = group.rank();
   const auto tiles_of = [&](int s) {
@@ -54,7 +54,7 @@ void RingSelection::choose(const Exec& exec, Communicator& group, int layer, con
   if (config.scores_blocks() && !all_dense) {
     std::vector<uint8_t> wanted(dense.size());
     for (size_t s = 0; s < dense.size(); ++s) wanted[s] = dense[s] == 0;
-    statistics = gather_statistics(exec, group, shape, layout, wanted, k);
+    statistics = gather_statistics(exec, group, shape, layout, wanted, k, planes);
   }
 
   const auto request_of = [&](int s) {
@@ -62,6 +62,7 @@ void RingSelection::choose(const Exec& exec, Communicator& group, int layer, con
     request.layer = layer;
     request.shape = shape;
     request.tiles = tiles_of(s);
+    request.planes = planes;
     return request;
   };
   const std::vector<int32_t> local = layout.local_cu_seqlens(rank);
@@ -98,7 +99,8 @@ void RingSelection::choose(const Exec& exec, Communicator& group, int layer, con
 
 std::vector<const float*> RingSelection::gather_statistics(const Exec& exec, Communicator& group,
                                                            const AttentionShape& shape, const ContextLayout& layout,
-                                                           std::span<const uint8_t> wanted, const float* k) {
+                                                           std::span<const uint8_t> wanted, const float* k,
+                                                           const LayerPlanes* planes) {
   const SelectionConfig& config = selector_.config();
   const BlockScoring scoring(config);
   const int64_t width = scoring.block_floats(shape.head_dim);
@@ -121,7 +123,7 @@ std::vector<const float*> RingSelection::gather_statistics(const Exec& exec, Com
   for (int s = 0; s < layout.sequences(); ++s) {
     if (!wanted[s]) continue;
     BlockStatistics::fill(exec, shape, scoring, k + int64_t{local[s]} * shape.kv_heads * shape.head_dim,
-                          local[s + 1] - local[s], own);
+                          local[s + 1] - local[s], own, planes);
     own += std::ssize(layout.held(group.rank(), s)) * shape.kv_heads * width;
   }
   group.all_gather(all, piece);
