@@ -61,10 +61,11 @@ class CachedAttention final : public Attention {
     std::vector<float> tile_q;      // queries of the tile under way, [rows, heads, d]
     std::vector<float> statistics;  // of finished key blocks, [kv_heads, blocks of the capacity, width]
     int64_t finished_blocks = 0;
+    const LayerPlanes* planes = nullptr;  // by which blocks are judged, where that is by planes
   };
   Slot& slot(int cache, int layer) { return slots_[cache * options_.layers + layer]; }
   void make_room(Slot& slot) const;
-  void append(const Exec& exec, Slot& slot, const AttentionOperands& operands, int64_t begin, int64_t end) const;
+  void append(const Exec& exec, Slot& slot, int layer, const AttentionOperands& operands, int64_t begin, int64_t end);
   void attend(const Slot& slot, int layer, int kv_head, const float* q, float* out) const;
   std::vector<std::pair<int64_t, int64_t>> visible_keys(const Slot& slot, int layer, int kv_head) const;
   SequenceTiles tiles(int64_t tokens) const;

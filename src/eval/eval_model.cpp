@@ -100,6 +100,7 @@ std::unique_ptr<Attention> EvalModel::make_prefill(CachedAttention::Options& cac
   sparse.layers = config_.layers;
   sparse.selection.pattern = SelectionPattern::dense;
   if (options_.attention) sparse.selection = *options_.attention;
+  settle_score_channels(sparse.selection, config_.head_dim);
   const SelectionConfig& selection = sparse.selection;
   const bool dense = selection.pattern == SelectionPattern::dense, on_cuda = options_.device == DeviceKind::cuda;
   if (dense && !on_cuda) return std::make_unique<DenseAttention>();

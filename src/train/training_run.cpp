@@ -239,6 +239,7 @@ TrainSummary run_training(const RunConfig& given, std::FILE* out, bool terminal,
   const bool leads = ranks.world == nullptr || ranks.world->rank() == 0;
   Console console(out, terminal, config.train.log_steps);
   const ModelConfig model = run_model_config(config);
+  settle_score_channels(config.attention.selection, model.head_dim);
   if (leads) check_named(config, model);
   // Before anything else on a device, since it chooses the GPU.
   std::unique_ptr<RankDevice> device;

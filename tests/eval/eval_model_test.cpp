@@ -288,6 +288,23 @@ TEST_P(EvalModelTest, ContinuesPromptsAsTheCpuWould) {
   }
 }
 
+// A model that brings no statistics of planes gets them from the first tokens that it is asked about.
+TEST_P(EvalModelTest, PlanesComeFromAFirstForward) {
+  SelectionConfig by_planes = selection(SelectionPattern::topk);
+  by_planes.score = BlockScore::planes;
+  by_planes.score_channels = 4;
+  const std::vector<int32_t> first = random_tokens(700, 3), second = random_tokens(600, 4);
+  EvalModel model = open(by_planes);
+  const std::vector<float> loss = model.score(first, first).token_loss;
+  model.score(second, second);
+  EXPECT_EQ(model.score(first, first).token_loss, loss);  // taken once
+  const std::vector<float> dense = open({}).score(first, first).token_loss;
+  EXPECT_NE(loss, dense);
+  GenerationOptions options;
+  options.max_new_tokens = 4;
+  EXPECT_EQ(open(by_planes).generate({first}, options).front().size(), 4u);
+}
+
 // Training learns from what it sees; asking must not.
 TEST_P(EvalModelTest, WhatWasAskedBeforeChangesNothing) {
   LearnedSelection learned;

@@ -220,6 +220,7 @@ TEST(RanksRun, BalancedRunsWithoutAdaptationGoOnExactly) {
 
 const std::vector<std::string> kLearnedMass = {
     "attention.pattern=mass",
+    "attention.score=moments",
     "attention.block=64",
     "attention.budget=384",
     "attention.local_blocks=1",
@@ -265,11 +266,44 @@ TEST(RanksRun, MassChoosesTheSameOnEveryLayout) {
   }
 }
 
+std::vector<std::string> by_planes() {
+  std::vector<std::string> overrides = kLearnedMass;
+  overrides.insert(overrides.end(), {"attention.score=planes", "attention.score_channels=8"});
+  return overrides;
+}
+
+// Sums of squares are added up in another order, so that they are the same up to rounding; the planes chosen are the
+// same ones, and so are the lists.
+TEST(RanksRun, PlanesAreLearnedAlikeOnEveryLayout) {
+  ScratchDirectory scratch;
+  std::vector<std::string> overrides = by_planes();
+  overrides.push_back("optimizer.learning_rate=1.0e-30");
+  train(scratch / "alone", {1, 1}, overrides);
+  const LearnedSelection expected = learned_by(scratch / "alone", 4);
+  const AttentionShape shape{2, 1, 16, 0.25f};
+  ASSERT_EQ(expected.planes.size(), 3u);
+  for (const RankGrid& layout : std::vector<RankGrid>{{2, 1}, {1, 2}, {2, 3}, {1, 1, 2, 0}, {2, 1, 2, 0}}) {
+    SCOPED_TRACE(layout.name());
+    train(scratch / layout.name(), layout, overrides);
+    const LearnedSelection learned = learned_by(scratch / layout.name(), 4);
+    ASSERT_EQ(learned.planes.size(), 3u);
+    for (size_t layer = 0; layer < 3; ++layer) {
+      EXPECT_EQ(learned.planes[layer].tokens, expected.planes[layer].tokens);
+      for (size_t i = 0; i < 16; ++i)
+        EXPECT_NEAR(learned.planes[layer].key_squares[i], expected.planes[layer].key_squares[i],
+                    1e-4 * expected.planes[layer].key_squares[i]);
+      EXPECT_EQ(choose_planes(shape, learned.planes[layer], 8), choose_planes(shape, expected.planes[layer], 8));
+    }
+    EXPECT_TRUE(layout.cp > 1 || learned.thresholds == expected.thresholds);
+    sb::expect_same_record(scratch / layout.name(), scratch / "alone", {{}, {"loss", "density"}, 1e-4});
+  }
+}
+
 TEST(RanksRun, ResumedWhatSelectionLearnedGoesOnToTheBit) {
   ScratchDirectory scratch;
-  for (const RankGrid& layout : std::vector<RankGrid>{{1, 1}, {2, 2}}) {
+  for (const RankGrid& layout : std::vector<RankGrid>{{1, 1}, {2, 2}, {1, 1, 2, 0}}) {
     SCOPED_TRACE(layout.name());
-    std::vector<std::string> overrides = kLearnedMass;
+    std::vector<std::string> overrides = by_planes();
     train(scratch / ("whole" + layout.name()), layout, overrides);
     overrides.push_back("train.max_steps=2");
     train(scratch / ("halves" + layout.name()), layout, overrides);

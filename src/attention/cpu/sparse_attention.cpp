@@ -50,14 +50,14 @@ SequenceTiles SparseAttention::tiles_of(const PackedSequences& sequences, int se
 }
 
 const float* SparseAttention::statistics(const Exec& exec, const AttentionShape& shape, const float* k,
-                                         const SequenceTiles& tiles) {
+                                         const SequenceTiles& tiles, const LayerPlanes* planes) {
   const BlockScoring scoring(options_.selection);
   const auto floats = static_cast<size_t>(BlockStatistics::floats(scoring, shape, tiles.blocks()));
   // A vector that grows by itself takes more than was planned, and holds the old memory beside the new.
   if (statistics_.capacity() < floats) std::vector<float>().swap(statistics_);
   statistics_.reserve(floats);
   statistics_.resize(floats);
-  BlockStatistics::fill(exec, shape, scoring, k, tiles.tokens, statistics_.data());
+  BlockStatistics::fill(exec, shape, scoring, k, tiles.tokens, statistics_.data(), planes);
   return statistics_.data();
 }
 
@@ -77,9 +77,10 @@ void SparseAttention::choose(const Exec& exec, int layer, const AttentionShape& 
     request.q = operands.q.rows(sequences.cu_seqlens[s], sequences.cu_seqlens[s + 1]).f32();
     request.k = operands.k.rows(sequences.cu_seqlens[s], sequences.cu_seqlens[s + 1]).f32();
     request.place = index.sequences()[s];
-    if (selection.scores_blocks()) request.statistics = statistics(exec, shape, request.k, request.tiles);
     request.threshold = step_.threshold(layer, request.tiles);
     request.planes = step_.planes(layer, shape);
+    if (selection.scores_blocks())
+      request.statistics = statistics(exec, shape, request.k, request.tiles, request.planes);
     step_.count(layer, request.tiles, selector_.select(exec, request, builder_));
   }
   builder_.finish(*exec.pool);
@@ -108,6 +109,7 @@ void SparseAttention::forward(const Exec& exec, int layer, const AttentionShape&
   layer_report.causal_pairs += chosen.causal_token_pairs();
   measure(exec, layer, shape, sequences, operands);
   if (options_.coverage_rows == 0 || !step_.ready(layer)) return;
+  const LayerPlanes* planes = step_.planes(layer, shape);
   for (int s = 0; s < sequences.sequences(); ++s) {
     const SequenceTiles tiles = tiles_of(sequences, s);
     if (tiles.tokens == 0) continue;
@@ -115,12 +117,12 @@ void SparseAttention::forward(const Exec& exec, int layer, const AttentionShape&
     const CoverageRequest request{
         .q = operands.q.rows(sequences.cu_seqlens[s], sequences.cu_seqlens[s + 1]).f32(),
         .k = k,
-        .statistics = statistics(exec, shape, k, tiles),
+        .statistics = statistics(exec, shape, k, tiles, planes),
         .scoring = BlockScoring(options_.selection),
         .rows = options_.coverage_rows,
         .index = &chosen,
         .sequence = s,
-        .planes = step_.planes(layer, shape),
+        .planes = planes,
     };
     report_.samples.push_back({layer, tiles.tokens, measure_coverage(exec, shape, tiles, request)});
     layer_report.coverage += report_.samples.back().sample.held * static_cast<double>(tiles.tokens);

@@ -90,7 +90,8 @@ class SparseAttention final : public ChoosingAttention {
   };
   Lists lists(const AttentionShape& shape, int64_t max_tokens) const;
   // Of one sequence's keys; valid until the next call.
-  const float* statistics(const Exec& exec, const AttentionShape& shape, const float* k, const SequenceTiles& tiles);
+  const float* statistics(const Exec& exec, const AttentionShape& shape, const float* k, const SequenceTiles& tiles,
+                          const LayerPlanes* planes);
 
   Options options_;
   Selector selector_;

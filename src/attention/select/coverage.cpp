@@ -108,7 +108,7 @@ CoverageSample measure_coverage(const Exec& exec, const AttentionShape& shape, c
   exec.pool->parallel_for(items, 1, [&](int64_t item, int64_t, int) {
     const int64_t i = item / shape.kv_heads;
     const int64_t token = sampled_token(i, rows, tiles.tokens);
-    BlockScorer scorer(shape, request.scoring, request.q, request.statistics, tiles.blocks());
+    BlockScorer scorer(shape, request.scoring, request.q, request.statistics, tiles.blocks(), 0, request.planes);
     sampled[item] = measure_token(shape, tiles, request, grid, token, static_cast<int>(item % shape.kv_heads), scorer);
   });
   CoverageSample total;

@@ -50,6 +50,11 @@ struct SelectionConfig {
 
 // UserError with the key's name when a value does not work.
 void check_selection_config(const SelectionConfig& config);
+// The same for what depends on the width of a head, and heads narrower than the default number of channels take all
+// of theirs.
+void settle_score_channels(SelectionConfig& config, int head_dim);
+// Without that.
+void check_score_channels(const SelectionConfig& config, int head_dim);
 
 SelectionPattern parse_selection_pattern(const std::string& name);
 SelectionOrder parse_selection_order(const std::string& name);

@@ -104,7 +104,8 @@ MassCounts Selector::select_by_scores(const Exec& exec, const SelectionRequest& 
     Staircase staircase;
     std::vector<IndexEntry> row;
   };
-  const BlockScorer scorer(request.shape, BlockScoring(config_), request.q, request.statistics, tiles.blocks());
+  const BlockScorer scorer(request.shape, BlockScoring(config_), request.q, request.statistics, tiles.blocks(), 0,
+                           request.planes);
   std::vector<Worker> workers(exec.pool->threads(), Worker{scorer, {}, {}});
   exec.pool->parallel_for(chunks.count * request.shape.kv_heads, 1, [&](int64_t item, int64_t, int thread) {
     // The last chunk has the most blocks: it goes first.
@@ -151,7 +152,8 @@ void Selector::select_most_mass(const Exec& exec, const SelectionRequest& reques
   const int64_t pairs = wanted_blocks(tiles);
   exec.pool->parallel_for(request.shape.kv_heads, 1, [&](int64_t head, int64_t, int thread) {
     std::vector<std::vector<float>> masses(tiles.tiles());
-    BlockScorer scorer(request.shape, BlockScoring(config_), request.q, request.statistics, tiles.blocks());
+    BlockScorer scorer(request.shape, BlockScoring(config_), request.q, request.statistics, tiles.blocks(), 0,
+                       request.planes);
     for (int64_t chunk = 0; chunk < chunks.count; ++chunk) {
       const int64_t first = chunk * chunks.tiles_per_chunk,
                     last = std::min(tiles.tiles(), first + chunks.tiles_per_chunk);

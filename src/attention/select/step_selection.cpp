@@ -5,9 +5,7 @@
 namespace sb {
 
 StepSelection::StepSelection(const SelectionConfig& config, int layers)
-    : counts_masses_(config.learns_thresholds()),
-      channels_(config.judges_by_planes() ? config.score_channels : 0),
-      planes_(static_cast<size_t>(layers)) {}
+    : config_(config), planes_(static_cast<size_t>(layers)) {}
 
 void StepSelection::use(const LearnedSelection& learned) {
   learned_ = learned;
@@ -30,17 +28,18 @@ const LayerPlanes* StepSelection::planes(int layer, const AttentionShape& shape)
   const auto at = static_cast<size_t>(layer);
   if (!planes_[at]) {
     SB_CHECK(ready(layer), "layer {} is to judge blocks by planes before it has statistics of them", layer);
-    planes_[at] = choose_planes(shape, learned_.planes[at], channels_);
+    check_score_channels(config_, shape.head_dim);
+    planes_[at] = choose_planes(shape, learned_.planes[at], config_.score_channels);
   }
   return &*planes_[at];
 }
 
 float StepSelection::threshold(int layer, const SequenceTiles& tiles) const {
-  return counts_masses_ ? mass_threshold(learned_, layer, tiles) : 0.0f;
+  return counts_masses() ? mass_threshold(learned_, layer, tiles) : 0.0f;
 }
 
 void StepSelection::count(int layer, const SequenceTiles& tiles, const MassCounts& counts) {
-  if (counts_masses_ && counts.wanted > 0) seen_.masses[mass_key(layer, tiles)] += counts;
+  if (counts_masses() && counts.wanted > 0) seen_.masses[mass_key(layer, tiles)] += counts;
 }
 
 void StepSelection::add(int layer, const PlaneSums& sums) {

@@ -18,8 +18,8 @@ class StepSelection {
   SelectionObservations take_observations();
 
   // Whether thresholds are learned: look-ahead finds them anew in every sequence.
-  bool counts_masses() const { return counts_masses_; }
-  bool by_planes() const { return channels_ > 0; }
+  bool counts_masses() const { return config_.learns_thresholds(); }
+  bool by_planes() const { return config_.judges_by_planes(); }
 
   // Whether blocks of the layer can be judged: by planes not before there are statistics of them.
   bool ready(int layer) const;
@@ -32,8 +32,7 @@ class StepSelection {
   void add(int layer, const PlaneSums& sums);
 
  private:
-  bool counts_masses_;
-  int channels_;  // 0: not by planes
+  SelectionConfig config_;
   LearnedSelection learned_;
   SelectionObservations seen_;
   std::vector<std::optional<LayerPlanes>> planes_;  // chosen when first asked for

@@ -239,7 +239,7 @@ void RingAttention::forward(const Exec& exec, int layer, const AttentionShape& s
   count_ring_pairs(*state.layout, group_.rank(), state.index, report_.layers[layer]);
   if (options_.coverage_rows == 0 || !selection_.step().ready(layer)) return;
   add_ring_coverage(*state.layout, group_.rank(), layer,
-                    selection_.measure(exec, group_, shape, *state.layout, sequences.budgets, operands.q.f32(),
+                    selection_.measure(exec, group_, layer, shape, *state.layout, sequences.budgets, operands.q.f32(),
                                        operands.k.f32(), state.index, options_.coverage_rows),
                     report_);
 }

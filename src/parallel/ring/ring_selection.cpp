@@ -52,13 +52,14 @@ void RingSelection::choose(const Exec& exec, Communicator& group, int layer, con
   builder_.begin(index, {config.block, config.query_block, selector_.list_heads(shape)}, layout.cu_seqlens(), dense,
                  exec.pool->threads());
   const bool all_dense = std::all_of(dense.begin(), dense.end(), [](uint8_t d) { return d != 0; });
+  const LayerPlanes* planes = all_dense ? nullptr : step_.planes(layer, shape);
   const bool most_mass = config.pattern == SelectionPattern::mass && config.order == SelectionOrder::lookahead;
   const ArenaScope scope(*exec.scratch);
   std::vector<const float*> statistics;
   if (config.scores_blocks() && !all_dense) {
     std::vector<uint8_t> wanted(dense.size());
     for (size_t s = 0; s < dense.size(); ++s) wanted[s] = dense[s] == 0;
-    statistics = gather_statistics(exec, group, shape, layout, wanted, k);
+    statistics = gather_statistics(exec, group, shape, layout, wanted, k, planes);
   }
 
   for (int s = 0; s < layout.sequences(); ++s) {
@@ -68,7 +69,7 @@ void RingSelection::choose(const Exec& exec, Communicator& group, int layer, con
     request.shape = shape;
     request.tiles = tiles_of(s);
     request.threshold = step_.threshold(layer, request.tiles);
-    request.planes = step_.planes(layer, shape);
+    request.planes = planes;
     request.q = q + int64_t{local[s]} * shape.heads * shape.head_dim;
     request.k = k + int64_t{local[s]} * shape.kv_heads * shape.head_dim;
     request.place = index.sequences()[s];
@@ -93,7 +94,8 @@ void RingSelection::choose(const Exec& exec, Communicator& group, int layer, con
 
 std::vector<const float*> RingSelection::gather_statistics(const Exec& exec, Communicator& group,
                                                            const AttentionShape& shape, const ContextLayout& layout,
-                                                           std::span<const uint8_t> wanted, const float* k) {
+                                                           std::span<const uint8_t> wanted, const float* k,
+                                                           const LayerPlanes* planes) {
   const SelectionConfig& config = selector_.config();
   const BlockScoring scoring(config);
   const int64_t width = scoring.block_floats(shape.head_dim);
@@ -116,7 +118,7 @@ std::vector<const float*> RingSelection::gather_statistics(const Exec& exec, Com
   for (int s = 0; s < layout.sequences(); ++s) {
     if (!wanted[s]) continue;
     BlockStatistics::fill(exec, shape, scoring, k + int64_t{local[s]} * shape.kv_heads * shape.head_dim,
-                          local[s + 1] - local[s], own);
+                          local[s + 1] - local[s], own, planes);
     own += std::ssize(layout.held(group.rank(), s)) * shape.kv_heads * width;
   }
   group.all_gather(all, piece);

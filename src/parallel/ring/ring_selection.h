@@ -12,8 +12,9 @@
 namespace sb {
 
 // Chooses pairs where several ranks share the sequences: each rank for the query blocks it holds. What one rank alone
-// would look at in the keys of others is exchanged in a small form: the statistics of key blocks, or the masses of
-// columns and diagonals. The choices are those of one rank alone up to rounding.
+// would look at in the keys of others is exchanged in a small form: the statistics of key blocks (by planes the chosen
+// channels of keys as bf16), or the masses of columns and diagonals. The choices are those of one rank alone up to
+// rounding.
 class RingSelection {
  public:
   RingSelection(const SelectionConfig& config, int layers);
@@ -30,7 +31,7 @@ class RingSelection {
 
   // Collective: measure_coverage() of every sequence, on `rows` of its tokens; the same on all ranks. A sequence
   // without tokens has no rows. Takes memory of its own.
-  std::vector<CoverageSample> measure(const Exec& exec, Communicator& group, const AttentionShape& shape,
+  std::vector<CoverageSample> measure(const Exec& exec, Communicator& group, int layer, const AttentionShape& shape,
                                       const ContextLayout& layout, std::span<const int32_t> budgets, const float* q,
                                       const float* k, const BlockIndex& index, int rows);
 
@@ -49,7 +50,7 @@ class RingSelection {
   // Of whole sequences, in exec.scratch; null for those that are not `wanted`.
   std::vector<const float*> gather_statistics(const Exec& exec, Communicator& group, const AttentionShape& shape,
                                               const ContextLayout& layout, std::span<const uint8_t> wanted,
-                                              const float* k);
+                                              const float* k, const LayerPlanes* planes);
   CoverageSample measure_sequence(const Exec& exec, Communicator& group, const SelectionRequest& request,
                                   const ContextLayout& layout, int sequence, const BlockIndex& index, int rows);
   void choose_vertical_slash_rows(const Exec& exec, Communicator& group, const SelectionRequest& request,

@@ -53,7 +53,10 @@ struct BatchOptions {
 };
 
 struct AttentionRunOptions {
-  AttentionRunOptions() { selection.pattern = SelectionPattern::dense; }
+  AttentionRunOptions() {
+    selection.pattern = SelectionPattern::dense;
+    selection.score = BlockScore::planes;
+  }
   SelectionConfig selection;
   int64_t coverage_rows = 4;         // rows of every sequence and layer on which the true coverage is measured; 0: none
   std::filesystem::path dump_index;  // folder for the lists of one micro-batch; empty: none
