@@ -21,6 +21,7 @@ struct AttentionMemory {
   int64_t most_caps() const;
   int64_t sparse_sequences(int64_t max_tokens) const;  // at most
   int64_t gathered_columns(int64_t max_tokens) const;
+  int64_t statistics_bytes(const AttentionShape& shape, int64_t max_tokens) const;
 };
 
 }  // namespace sb::gpu

@@ -364,7 +364,7 @@ class CudaAttention final : public ChoosingAttention {
     params.column_offsets = lists.column_offsets;
     params.column_entries = lists.column_entries;
     params.statistics = exec.scratch->allocate_bytes(plan.statistics_bytes());
-    params.masses = exec.scratch->allocate_array<uint16_t>(plan.select().planes * plan.select().masses);
+    params.masses = exec.scratch->allocate_array<uint16_t>(plan.select().slices * plan.select().masses);
     params.map = exec.scratch->allocate_array<uint8_t>(plan.select().map_bytes);
     params.column_counts = exec.scratch->allocate_array<int32_t>(params.column_count);
     if (params.most_mass()) {

@@ -66,7 +66,7 @@ RowLayout DevicePlan::plan_lists(const PlanRequest& request) {
       config.query_block = slash_query_block(config);
       for (SequenceTiles& one : tiles) one.query_block = config.query_block;
     }
-    const ScoreTile score = hopper_ ? hopper_score_tile(shape_, BlockScoring(config)) : kPortableScoreTile;
+    const ScoreTile score = hopper_ ? hopper_score_tile(shape_, config) : kPortableScoreTile;
     select_ = make_select_plan(shape_, cu_seqlens_, dense_, tiles, config, score, request.batch_masses);
   }
   const int32_t keys = hopper_ ? kBlock : select_.block;

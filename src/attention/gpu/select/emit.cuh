@@ -22,18 +22,18 @@ struct ChoiceArguments {
   float coverage;
   const float* thresholds;
   uint16_t* masses;
-  int32_t planes;
-  int64_t plane_masses;
+  int32_t slices;
+  int64_t slice_masses;
   uint32_t* entries;
   uint8_t* map;
   unsigned long long* chosen;
 
-  // Of two neighbouring blocks, the largest of the planes.
+  // Of two neighbouring blocks, the largest of the slices.
   __device__ __forceinline__ uint32_t two_masses(int64_t at) const {
     uint32_t two = *reinterpret_cast<const uint32_t*>(masses + at);
 #pragma unroll 1
-    for (int plane = 1; plane < planes; ++plane)
-      two = __vmaxu2(two, *reinterpret_cast<const uint32_t*>(masses + plane * plane_masses + at));
+    for (int slice = 1; slice < slices; ++slice)
+      two = __vmaxu2(two, *reinterpret_cast<const uint32_t*>(masses + slice * slice_masses + at));
     return two;
   }
   // `mass`: the least that is worth choosing, in the upper half of a word; never zero.
@@ -68,8 +68,8 @@ inline ChoiceArguments choice_arguments(const SelectParams& p, int item_begin, i
           p.coverage,
           p.thresholds,
           p.masses,
-          p.planes,
-          p.plane_masses,
+          p.slices,
+          p.slice_masses,
           p.row_entries,
           p.map,
           p.chosen};

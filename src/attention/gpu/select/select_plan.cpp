@@ -189,14 +189,14 @@ class SequencePlanner {
 
   // Query blocks with the same competing key blocks join, or with as many 64s of them.
   void add_scores(const SelectItem& item, int32_t token) {
-    const auto left = static_cast<uint8_t>(item.competing - (item.stride - kStatisticsGroup));
+    const auto left = static_cast<uint16_t>(item.competing - (item.stride - kStatisticsGroup));
     for (size_t i = 0; i < choosing_.size(); ++i) {
       const int32_t at = token + choosing_[i];
       ScoreItem* last = nullptr;
       if (static_cast<int32_t>(plan_.scores.size()) > plan_.batches.back().score_begin) last = &plan_.scores.back();
       if (last == nullptr || last->head != head_ || last->statistics != statistics_ || last->stride != item.stride ||
           (!score_.joins && last->competing != item.competing) || last->tokens == score_.tokens ||
-          at - last->token > 255) {
+          at - last->token > UINT16_MAX) {
         last = &plan_.scores.emplace_back();
         // What is left over is scored like the first.
         plan_.score_rows.resize(plan_.scores.size() * score_.tokens, {0, left});
@@ -208,7 +208,7 @@ class SequencePlanner {
       }
       last->competing = item.competing;
       plan_.score_rows[plan_.score_rows.size() - score_.tokens + last->tokens++] = {
-          static_cast<uint8_t>(at - last->token), left};
+          static_cast<uint16_t>(at - last->token), left};
     }
   }
 
@@ -244,12 +244,12 @@ class SequencePlanner {
   std::vector<int> choosing_;
 };
 
-// Every score item once for each plane, in each batch the long ones first.
+// Every score item once for each slice, in each batch the long ones first.
 void order_scores(SelectPlan& plan) {
   std::vector<ScoreItem> scores;
   std::vector<ScoreToken> rows;
-  scores.reserve(plan.scores.size() * plan.planes);
-  rows.reserve(plan.score_rows.size() * plan.planes);
+  scores.reserve(plan.scores.size() * plan.slices);
+  rows.reserve(plan.score_rows.size() * plan.slices);
   std::vector<int32_t> order;
   for (SelectBatch& batch : plan.batches) {
     order.resize(batch.score_count);
@@ -257,10 +257,10 @@ void order_scores(SelectPlan& plan) {
     std::ranges::stable_sort(order, std::greater(), [&](int32_t i) { return plan.scores[i].competing; });
     batch.score_begin = static_cast<int32_t>(scores.size());
     for (const int32_t i : order)
-      for (int plane = 0; plane < plan.planes; ++plane) {
+      for (int slice = 0; slice < plan.slices; ++slice) {
         ScoreItem& item = scores.emplace_back(plan.scores[i]);
-        item.head = item.head * plan.planes + plane;
-        item.masses += plane * plan.masses;
+        item.head = item.head * plan.slices + slice;
+        item.masses += slice * plan.masses;
         const auto first = plan.score_rows.begin() + int64_t{i} * plan.score_tokens;
         rows.insert(rows.end(), first, first + plan.score_tokens);
       }
@@ -268,6 +268,22 @@ void order_scores(SelectPlan& plan) {
   }
   plan.scores = std::move(scores);
   plan.score_rows = std::move(rows);
+}
+
+// What a row of the statistics holds, and how many a block has.
+void set_statistics(const Shape& shape, const SelectionConfig& config, const ScoreTile& score, SelectPlan& plan) {
+  if (judged_by_planes(config)) {
+    plan.plane_depth = score.plane_depth > 0 ? score.plane_depth : config.score_channels;
+    plan.row_keys = score.row_keys;
+    plan.parts = config.block / score.row_keys;
+    plan.statistics = 1;
+    plan.row_width = plan.plane_depth * plan.row_keys;
+    return;
+  }
+  const BlockScoring scoring(config);
+  plan.parts = scoring.parts();
+  plan.statistics = plan.parts > 1 && !scoring.moments() ? 1 : 2;
+  plan.row_width = plan.statistics * shape.head_dim;
 }
 
 }  // namespace
@@ -287,11 +303,9 @@ SelectPlan make_select_plan(const Shape& shape, std::span<const int32_t> cu_seql
   plan.query_block = config.query_block;
   plan.select_block = config.block;
   plan.block = std::min(config.block, kBlock);
-  const BlockScoring scoring(config);
-  plan.parts = scoring.parts();
-  plan.planes = score.planes;
+  plan.slices = score.slices;
   plan.score_tokens = score.tokens;
-  plan.statistics = plan.parts > 1 && !scoring.moments() ? 1 : 2;
+  set_statistics(shape, config, score, plan);
   for (size_t s = 0; s < sequences; ++s)
     plan.rows += static_cast<int32_t>((cu_seqlens[s + 1] - cu_seqlens[s] + plan.query_block - 1) / plan.query_block);
   plan.row_offsets.push_back(0);
@@ -321,7 +335,7 @@ SelectPlan make_select_plan(const Shape& shape, std::span<const int32_t> cu_seql
       SB_USER_CHECK(t.blocks() <= 65536, "a sequence of {} tokens has more than 65,536 blocks of {}; use larger blocks",
                     t.tokens, t.block);
       SequencePlanner(plan, config, t, head, cu_seqlens[s], sparse++ * plan.list_heads + head, score,
-                      batch_masses / score.planes, held == nullptr ? nullptr : &held->blocks[s])
+                      batch_masses / score.slices, held == nullptr ? nullptr : &held->blocks[s])
           .add(batch_used);
     }
   }
@@ -338,11 +352,14 @@ void set_plan(const SelectPlan& plan, SelectParams& params) {
   params.select_block = plan.select_block;
   params.block = plan.block;
   params.max_competing = plan.max_competing;
-  params.planes = plan.planes;
-  params.plane_masses = plan.masses;
+  params.slices = plan.slices;
+  params.slice_masses = plan.masses;
   params.parts = plan.parts;
   params.statistics_channels = plan.statistics;
   params.statistics_rows = plan.statistics_rows;
+  params.row_width = plan.row_width;
+  params.plane_depth = plan.plane_depth;
+  params.row_keys = plan.row_keys;
   params.batches = plan.batches;
   params.column_count = plan.columns;
   params.pool_tiles = plan.pool_tiles;

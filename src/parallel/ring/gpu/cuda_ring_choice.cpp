@@ -156,7 +156,7 @@ void CudaRingChoice::choose(const Exec& exec, int layer, const AttentionOperands
     {
       const ArenaScope scoring(*exec.scratch);
       gather_statistics(exec, plan, *set, params);
-      params.masses = exec.scratch->allocate_array<uint16_t>(set->plan.select.planes * set->plan.select.masses);
+      params.masses = exec.scratch->allocate_array<uint16_t>(set->plan.select.slices * set->plan.select.masses);
       choices_.begin(exec, layer, plan.thresholds(), params);
       if (plan.hopper())
         gpu::hopper_select(params, exec.stream);

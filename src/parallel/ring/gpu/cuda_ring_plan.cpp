@@ -33,7 +33,7 @@ void CudaRingPlan::plan_set(const RingPlanRequest& request, bool dense, const Re
   lists.copies = !dense;
   lists.scored = !dense && request.selection->scores_blocks();
   if (hopper_)
-    lists.score = hopper_score_tile(lists.shape, BlockScoring(*request.selection));
+    lists.score = hopper_score_tile(lists.shape, *request.selection);
   else
     lists.keys = std::min(request.selection->block, kBlock);
   if (dense) {

@@ -35,8 +35,7 @@ struct SelectCase {
       : config(selection),
         hopper(on_hopper),
         plan(make_select_plan(shape, cu, dense, tiles, selection,
-                              on_hopper ? hopper_score_tile(shape, BlockScoring(selection)) : kPortableScoreTile,
-                              batch_masses)),
+                              on_hopper ? hopper_score_tile(shape, selection) : kPortableScoreTile, batch_masses)),
         scores(plan.scores),
         score_rows(plan.score_rows),
         items(plan.items),
@@ -48,7 +47,7 @@ struct SelectCase {
         column_offsets(plan.columns + 1),
         column_counts(plan.columns),
         statistics(on_hopper ? hopper_statistics_bytes(shape, plan) : portable_statistics_bytes(shape, plan)),
-        masses(plan.planes * plan.masses),
+        masses(plan.slices * plan.masses),
         sums(plan.sums),
         pool_counts(pool_counts_size(plan.pools.size(), plan.pool_tiles)),
         map(plan.map_bytes),
@@ -66,24 +65,14 @@ struct SelectCase {
     p.coverage = static_cast<float>(config.coverage);
     p.thresholds = thresholds.get();
     p.shared_memory = shared_memory;
-    p.query_block = plan.query_block;
-    p.select_block = plan.select_block;
-    p.block = plan.block;
-    p.max_competing = plan.max_competing;
-    p.planes = plan.planes;
-    p.plane_masses = plan.masses;
-    p.parts = plan.parts;
-    p.statistics_channels = plan.statistics;
-    p.statistics_rows = plan.statistics_rows;
+    set_plan(plan, p);
     p.scores = scores.get();
     p.score_rows = score_rows.get();
     p.items = items.get();
-    p.batches = plan.batches;
     p.blocks = blocks.get();
     p.block_count = static_cast<int32_t>(blocks.size());
     p.groups = groups.get();
     p.group_count = static_cast<int32_t>(groups.size());
-    p.column_count = plan.columns;
     p.row_entries = row_entries.get();
     p.column_offsets = column_offsets.get();
     p.column_entries = column_entries.get();
@@ -94,7 +83,6 @@ struct SelectCase {
     p.column_counts = column_counts.get();
     p.pools = pools.get();
     p.pool_count = static_cast<int32_t>(pools.size());
-    p.pool_tiles = plan.pool_tiles;
     p.sums = sums.get();
     p.pool_counts = pool_counts.get();
     return p;

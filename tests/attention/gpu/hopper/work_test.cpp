@@ -392,14 +392,14 @@ TEST(GpuSelectPlan, EveryPlaneIsScored) {
   ASSERT_EQ(three.batches.size(), one.batches.size());
   EXPECT_EQ(three.masses, one.masses);
   for (size_t b = 0; b < one.batches.size(); ++b) {
-    std::map<std::tuple<int32_t, int64_t, int32_t>, int> planes;  // token, masses, key/value head → bits of the planes
+    std::map<std::tuple<int32_t, int64_t, int32_t>, int> slices;  // token, masses, key/value head → bits of the slices
     const auto scores = [&](const SelectPlan& plan) {
       return std::span(plan.scores).subspan(plan.batches[b].score_begin, plan.batches[b].score_count);
     };
     for (const ScoreItem& item : scores(three))
-      planes[{item.token, item.masses - item.head % 3 * three.masses, item.head / 3}] += 1 << item.head % 3;
-    EXPECT_EQ(planes.size(), scores(one).size());
-    for (const ScoreItem& item : scores(one)) EXPECT_EQ((planes[{item.token, item.masses, item.head}]), 7);
+      slices[{item.token, item.masses - item.head % 3 * three.masses, item.head / 3}] += 1 << item.head % 3;
+    EXPECT_EQ(slices.size(), scores(one).size());
+    for (const ScoreItem& item : scores(one)) EXPECT_EQ((slices[{item.token, item.masses, item.head}]), 7);
   }
 }
 
