@@ -25,7 +25,8 @@ LayerAttention AttentionReport::total() const {
   return sum;
 }
 
-SparseAttention::SparseAttention(const Options& options) : options_(options), selector_(options.selection) {
+SparseAttention::SparseAttention(const Options& options)
+    : options_(options), selector_(options.selection), step_(options.selection, options.layers) {
   for (const int64_t layer : options.selection.dense_layers) {
     SB_USER_CHECK(layer >= 0 && layer < options.layers, "attention.dense_layers: {}, but the model has layers 0 to {}",
                   layer, options.layers - 1);
@@ -77,7 +78,8 @@ void SparseAttention::choose(const Exec& exec, int layer, const AttentionShape& 
     request.k = operands.k.rows(sequences.cu_seqlens[s], sequences.cu_seqlens[s + 1]).f32();
     request.place = index.sequences()[s];
     if (selection.scores_blocks()) request.statistics = statistics(exec, shape, request.k, request.tiles);
-    selector_.select(exec, request, builder_);
+    request.threshold = step_.threshold(layer, request.tiles);
+    step_.count(layer, request.tiles, selector_.select(exec, request, builder_));
   }
   builder_.finish(*exec.pool);
 }

@@ -2,13 +2,13 @@
 
 #include <cstdint>
 #include <memory>
-#include <utility>
 #include <vector>
 
 #include "attention/attention.h"
 #include "attention/index/block_index.h"
 #include "attention/select/coverage.h"
 #include "attention/select/selector.h"
+#include "attention/select/step_selection.h"
 
 namespace sb {
 
@@ -35,9 +35,11 @@ class ChoosingAttention : public Attention {
  public:
   // What happened since the last call; starts anew.
   virtual AttentionReport take_report() = 0;
-  // What the `mass` pattern learned: what a checkpoint must keep.
-  virtual Selector::Thresholds thresholds() const = 0;
-  virtual void set_thresholds(Selector::Thresholds thresholds) = 0;
+  // What it selects by until the next call: within a step nothing changes.
+  virtual void use(const LearnedSelection& learned) = 0;
+  // What learn() needs, of the forwards since the last call (not of replays) and of this rank's part of them; starts
+  // anew.
+  virtual SelectionObservations take_observations() = 0;
 };
 
 // Dynamic block-sparse attention: chooses pairs by the configured pattern under each sequence's budget, computes these,
@@ -72,9 +74,8 @@ class SparseAttention final : public ChoosingAttention {
   // The index a state holds: to dump it, to compare it, or to put one in before a forward with `replay`.
   static BlockIndex& index(AttentionState& state);
   AttentionReport take_report() override;
-  Selector::Thresholds thresholds() const override { return selector_.thresholds(); }
-  void set_thresholds(Selector::Thresholds thresholds) override { selector_.set_thresholds(std::move(thresholds)); }
-  Selector& selector() { return selector_; }
+  void use(const LearnedSelection& learned) override { step_.use(learned); }
+  SelectionObservations take_observations() override { return step_.take_observations(); }
 
  private:
   void choose(const Exec& exec, int layer, const AttentionShape& shape, const PackedSequences& sequences,
@@ -90,6 +91,7 @@ class SparseAttention final : public ChoosingAttention {
 
   Options options_;
   Selector selector_;
+  StepSelection step_;
   BlockIndexBuilder builder_;
   std::vector<float> statistics_;  // of the sequence at hand
   AttentionReport report_;

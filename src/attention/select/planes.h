@@ -27,7 +27,7 @@ struct LayerPlanes {
 
 // Sums over sampled tokens of one layer, [kv_heads, head_dim] each: they add up over micro-batches and ranks.
 struct PlaneSums {
-  int64_t tokens = 0;
+  double tokens = 0;                  // no whole number once older ones fade
   std::vector<double> query_squares;  // of the group's mean query
   std::vector<double> key_sums, key_squares;
 

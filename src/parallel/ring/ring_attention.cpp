@@ -193,7 +193,7 @@ class RingAttention::Call {
 RingAttention::RingAttention(Communicator& group, const Options& options)
     : group_(group),
       options_(options),
-      selection_(options.selection),
+      selection_(options.selection, options.layers),
       travel_(group, options.node_size == 0 ? group.size() : options.node_size) {
   report_.layers.resize(options.layers);
 }

@@ -28,7 +28,7 @@ std::span<T> array(const Exec& exec, int64_t count) {
 
 }  // namespace
 
-RingSelection::RingSelection(const SelectionConfig& config) : selector_(config) {
+RingSelection::RingSelection(const SelectionConfig& config, int layers) : selector_(config), step_(config, layers) {
   SB_USER_CHECK(config.block % config.query_block == 0,
                 "attention.query_block: {} does not divide attention.block {}, as it must when ranks share sequences "
                 "(parallel.cp); use {}",
@@ -57,18 +57,14 @@ void RingSelection::choose(const Exec& exec, Communicator& group, int layer, con
     statistics = gather_statistics(exec, group, shape, layout, wanted, k);
   }
 
-  const auto request_of = [&](int s) {
+  const std::vector<int32_t> local = layout.local_cu_seqlens(rank);
+  for (int s = 0; s < layout.sequences(); ++s) {
+    if (dense[s]) continue;
     SelectionRequest request;
     request.layer = layer;
     request.shape = shape;
     request.tiles = tiles_of(s);
-    return request;
-  };
-  const std::vector<int32_t> local = layout.local_cu_seqlens(rank);
-  std::vector<int64_t> chosen(layout.sequences());
-  for (int s = 0; s < layout.sequences(); ++s) {
-    if (dense[s]) continue;
-    SelectionRequest request = request_of(s);
+    request.threshold = step_.threshold(layer, request.tiles);
     request.q = q + int64_t{local[s]} * shape.heads * shape.head_dim;
     request.k = k + int64_t{local[s]} * shape.kv_heads * shape.head_dim;
     request.place = index.sequences()[s];
@@ -85,15 +81,10 @@ void RingSelection::choose(const Exec& exec, Communicator& group, int layer, con
       if (most_mass)
         choose_most_mass_rows(exec, group, request);
       else
-        chosen[s] = selector_.select_held(exec, request, builder_);
+        step_.count(layer, request.tiles, selector_.select_held(exec, request, builder_));
     }
   }
   builder_.finish(*exec.pool);
-  if (config.pattern == SelectionPattern::mass && !most_mass && !all_dense) {
-    group.all_reduce(std::span<int64_t>(chosen));
-    for (int s = 0; s < layout.sequences(); ++s)
-      if (!dense[s]) selector_.steer(request_of(s), chosen[s]);
-  }
 }
 
 std::vector<const float*> RingSelection::gather_statistics(const Exec& exec, Communicator& group,

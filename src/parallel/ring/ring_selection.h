@@ -5,6 +5,7 @@
 
 #include "attention/select/coverage.h"
 #include "attention/select/selector.h"
+#include "attention/select/step_selection.h"
 #include "comm/communicator.h"
 #include "parallel/ring/context_layout.h"
 
@@ -15,10 +16,11 @@ namespace sb {
 // columns and diagonals. The choices are those of one rank alone up to rounding.
 class RingSelection {
  public:
-  explicit RingSelection(const SelectionConfig& config);
+  RingSelection(const SelectionConfig& config, int layers);
 
   const Selector& selector() const { return selector_; }
-  Selector& selector() { return selector_; }
+  // What it selects by, and what this rank has seen of its query blocks.
+  StepSelection& step() { return step_; }
 
   // Collective. `index` covers the whole sequences; only the rows of query blocks that this rank holds are filled.
   // `budgets`: of every sequence, or empty; q and k are the tokens this rank holds.
@@ -56,6 +58,7 @@ class RingSelection {
   void choose_most_mass_rows(const Exec& exec, Communicator& group, const SelectionRequest& request);
 
   Selector selector_;
+  StepSelection step_;
   BlockIndexBuilder builder_;
 };
 
