@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "attention/gpu/plan/work.h"
+#include "attention/gpu/select/step_values.h"
 #include "attention/gpu/select/vertical_slash.h"
 #include "attention/most_sequences.h"
 
@@ -31,7 +32,6 @@ int64_t AttentionMemory::gathered_columns(int64_t max_tokens) const {
          2 * kGatheredPiece * sequences;
 }
 
-// Of one list head.
 int64_t AttentionMemory::statistics_bytes(const AttentionShape& shape, int64_t max_tokens) const {
   const SelectionConfig& selection = options.selection;
   const int64_t whole_groups = kStatisticsGroup * sparse_sequences(max_tokens);
@@ -89,6 +89,9 @@ int64_t AttentionMemory::scratch_bytes(const AttentionShape& shape, int64_t max_
     if (chooses_most_mass())  // masses of all query blocks, and the counts of every sequence
       selection += shape.kv_heads * (2 * lists * (blocks + 64) + 4 * pool_counts_size(sequences, lists + sequences));
   }
+  if (options.selection.pattern != SelectionPattern::dense) selection += 20 * sequences;  // counts and thresholds
+  if (judged_by_planes(options.selection))
+    selection += 8 * plane_sums_partials(max_tokens / kPlaneSampling + sequences, shape.kv_heads, shape.head_dim);
   int64_t coverage = 0;
   if (options.coverage_rows > 0) {
     const int64_t blocks = (max_tokens + options.selection.block - 1) / options.selection.block + sequences;

@@ -14,6 +14,8 @@ struct AttentionMemory {
 
   int64_t scratch_bytes(const AttentionShape& shape, int64_t max_tokens) const;
   int64_t state_bytes(const AttentionShape& shape, int64_t max_tokens) const;
+  // Of scratch, what is kept of key blocks to judge them by, under one list head.
+  int64_t statistics_bytes(const AttentionShape& shape, int64_t max_tokens) const;
 
  private:
   bool chooses_most_mass() const;
@@ -21,7 +23,6 @@ struct AttentionMemory {
   int64_t most_caps() const;
   int64_t sparse_sequences(int64_t max_tokens) const;  // at most
   int64_t gathered_columns(int64_t max_tokens) const;
-  int64_t statistics_bytes(const AttentionShape& shape, int64_t max_tokens) const;
 };
 
 }  // namespace sb::gpu

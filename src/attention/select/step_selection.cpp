@@ -20,12 +20,16 @@ SelectionObservations StepSelection::take_observations() {
   return taken;
 }
 
+bool StepSelection::ready(int layer) const {
+  const auto at = static_cast<size_t>(layer);
+  return !by_planes() || (at < learned_.planes.size() && learned_.planes[at].tokens > 0);
+}
+
 const LayerPlanes* StepSelection::planes(int layer, const AttentionShape& shape) {
   if (!by_planes()) return nullptr;
   const auto at = static_cast<size_t>(layer);
   if (!planes_[at]) {
-    SB_CHECK(at < learned_.planes.size() && learned_.planes[at].tokens > 0,
-             "layer {} is to judge blocks by planes before it has statistics of them", layer);
+    SB_CHECK(ready(layer), "layer {} is to judge blocks by planes before it has statistics of them", layer);
     planes_[at] = choose_planes(shape, learned_.planes[at], channels_);
   }
   return &*planes_[at];

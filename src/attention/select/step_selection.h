@@ -21,6 +21,8 @@ class StepSelection {
   bool counts_masses() const { return counts_masses_; }
   bool by_planes() const { return channels_ > 0; }
 
+  // Whether blocks of the layer can be judged: by planes not before there are statistics of them.
+  bool ready(int layer) const;
   // Null unless blocks are judged by planes; InternalError where the layer has no statistics. Valid until use().
   const LayerPlanes* planes(int layer, const AttentionShape& shape);
   // Of `mass` where thresholds are learned, otherwise 0.

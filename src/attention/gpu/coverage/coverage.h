@@ -57,6 +57,10 @@ struct CoverageParams {
   const void* q = nullptr;
   const void* k = nullptr;
   bool moments = true;
+  // Where blocks are judged by planes, as in SelectParams; else null.
+  const int32_t* planes = nullptr;
+  const float* plane_scales = nullptr;
+  int32_t plane_channels = 0;
   // Of the selection.
   int32_t block = kBlock, list_block = kBlock;  // tokens of a key block in the selection and in the lists
   int32_t parts = 1;                            // of a key block that are judged each by itself

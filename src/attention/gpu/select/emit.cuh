@@ -37,9 +37,9 @@ struct ChoiceArguments {
     return two;
   }
   // `mass`: the least that is worth choosing, in the upper half of a word; never zero.
-  __device__ __forceinline__ uint32_t worth(int length_class) const {
+  __device__ __forceinline__ uint32_t worth(int sequence) const {
     constexpr float kToLog2 = 1.4426950408889634f;
-    const __half limit = __float2half_rn(thresholds[length_class] * kToLog2);
+    const __half limit = __float2half_rn(thresholds[sequence] * kToLog2);
     return max(ordered(__half_as_ushort(limit)) & 0xFFFFu, 1u) << 16;
   }
 };
@@ -147,29 +147,29 @@ __device__ inline Counted emit(const ChoiceArguments& args, const SelectItem& it
                       item.tokens * (item.tokens + 1) / 2};
 }
 
-// Adds what the warps of a thread block counted, once for each length class among them: all warps of a kernel at the
-// same place would wait for each other. All threads; length_class < 0: nothing.
-__device__ inline void add_counted(const ChoiceArguments& args, int length_class, const Counted& counted) {
+// Adds what the warps of a thread block counted, once for each sequence among them: all warps of a kernel at the
+// same place would wait for each other. All threads; sequence < 0: nothing.
+__device__ inline void add_counted(const ChoiceArguments& args, int sequence, const Counted& counted) {
   __shared__ Counted all[kWarps];
-  __shared__ int classes[kWarps];
-  static_assert(sizeof(all) + sizeof(classes) <= kCountedBytes);
+  __shared__ int sequences[kWarps];
+  static_assert(sizeof(all) + sizeof(sequences) <= kCountedBytes);
   if (args.chosen == nullptr) return;
   const int warps = blockDim.x / 32, w = threadIdx.x;
   if (threadIdx.x % 32 == 0) {
     all[threadIdx.x / 32] = counted;
-    classes[threadIdx.x / 32] = length_class;
+    sequences[threadIdx.x / 32] = sequence;
   }
   __syncthreads();
-  if (w >= warps || classes[w] < 0) return;
+  if (w >= warps || sequences[w] < 0) return;
   Counted sum{};
   for (int other = 0; other < warps; ++other) {
-    if (classes[other] != classes[w]) continue;
+    if (sequences[other] != sequences[w]) continue;
     if (other < w) return;
     sum.blocks += all[other].blocks;
     sum.pairs += all[other].pairs;
   }
-  atomicAdd(args.chosen + 2 * classes[w], static_cast<unsigned long long>(sum.blocks));
-  atomicAdd(args.chosen + 2 * classes[w] + 1, sum.pairs);
+  atomicAdd(args.chosen + 2 * sequences[w], static_cast<unsigned long long>(sum.blocks));
+  atomicAdd(args.chosen + 2 * sequences[w] + 1, sum.pairs);
 }
 
 }  // namespace sb::gpu

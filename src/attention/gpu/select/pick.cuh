@@ -277,7 +277,7 @@ struct Picker {
   __device__ void run_mass() {
     begin();
     const int candidates = left, most = min(item.total, candidates);
-    const uint32_t worth = args.worth(item.length_class);
+    const uint32_t worth = args.worth(item.sequence);
     uint32_t masses[kTokensAhead][kPairs], token[kPairs];
     load(0, token);
     int last = item.tokens - 1;

@@ -11,6 +11,7 @@
 
 #include "attention/gpu/launch/params.h"
 #include "attention/select/block_statistics.h"
+#include "attention/select/learned_selection.h"
 #include "attention/select/selection_config.h"
 #include "attention/select/tiles.h"
 
@@ -59,7 +60,7 @@ struct alignas(16) SelectItem {
   int32_t list_begin = 0;  // in the row entries
   int32_t capacity = 0;
   int32_t everything = 0;  // no choice to make: all visible blocks
-  int32_t length_class = 0;
+  int32_t sequence = 0;
   int64_t masses = 0;  // of its first token that chooses
   int64_t map = 0;     // byte of (query block, key block 0) in the map
   int32_t stride = 0;  // of the masses
@@ -136,6 +137,13 @@ struct SelectBatch {
   int32_t score_begin = 0, score_count = 0, item_begin = 0, item_count = 0;
 };
 
+// A sequence of a plan, and how many blocks its query blocks here list anyhow and want besides, over the list heads; 0
+// where it takes no part.
+struct SelectSequence {
+  SequenceTiles tiles;
+  int64_t given = 0, wanted = 0;
+};
+
 struct SelectPlan {
   int32_t list_heads = 0;
   int32_t query_block = 0;
@@ -158,7 +166,9 @@ struct SelectPlan {
   std::vector<SelectBlock> blocks;
   std::vector<SelectGroup> groups;
   std::vector<SelectPool> pools;
-  int64_t sums = 0;  // masses of query blocks
+  std::vector<SelectSequence> sequences;
+  std::vector<int32_t> mass_classes;  // of the sequences, where thresholds are learned; else zeros
+  int64_t sums = 0;                   // masses of query blocks
   int32_t pool_tiles = 0;
   int32_t columns = 0;               // key blocks of all sequences and heads
   std::vector<int32_t> row_offsets;  // as in RowLayout
@@ -204,7 +214,7 @@ struct SelectParams {
   const int32_t* planes = nullptr;
   const float* plane_scales = nullptr;
   int32_t plane_channels = 0;
-  const float* thresholds = nullptr;  // `mass`: of every length class
+  const float* thresholds = nullptr;  // `mass`: of every sequence
   int32_t shared_memory = 0;          // of a thread block that chooses, at most; 0: what the device has
   // The plan, arrays in device memory.
   int32_t query_block = 0, select_block = 0, block = 0, max_competing = 0;
@@ -224,7 +234,7 @@ struct SelectParams {
   uint32_t* column_entries = nullptr;  // [entries]
   const SelectPool* pools = nullptr;
   int32_t pool_count = 0, pool_tiles = 0;
-  // Sum of what was chosen, forced blocks included: [length class][blocks, (query, key) pairs]; null: not counted.
+  // Sum of what was chosen, forced blocks included: [sequence][blocks, (query, key) pairs]; null: not counted.
   unsigned long long* chosen = nullptr;
   // Workspace.
   void* statistics = nullptr;  // statistics_bytes()
@@ -248,8 +258,12 @@ constexpr int64_t pool_counts_size(int64_t pools, int64_t pool_tiles) {
   return pools * 512 + pool_tiles;
 }
 
-// Of a sequence: bits of the number of tokens.
-constexpr int kLengthClasses = 32;
+// Classes in which thresholds are learned (mass_key()), numbered.
+constexpr int kMassClasses = 32 * 64;
+int mass_class(const MassKey& key);
+
+// Tokens whose queries and keys are sampled for the energies of planes.
+std::vector<int32_t> plane_samples(std::span<const int32_t> cu_seqlens);
 
 int64_t hopper_statistics_bytes(const Shape& shape, const SelectPlan& plan);
 int64_t portable_statistics_bytes(const Shape& shape, const SelectPlan& plan);

@@ -1,11 +1,9 @@
 #include <algorithm>
 #include <bit>
-#include <cmath>
 #include <functional>
 #include <numeric>
 
 #include "attention/gpu/select/select.h"
-#include "attention/gpu/select/thresholds.h"
 #include "attention/select/staircase.h"
 #include "attention/select/vertical_slash.h"
 #include "core/errors.h"
@@ -27,11 +25,13 @@ StaircaseRule rule_of(const SelectionConfig& config, int64_t free_quota) {
 class SequencePlanner {
  public:
   // `held`: the key blocks whose query blocks are planned; null: all.
-  SequencePlanner(SelectPlan& plan, const SelectionConfig& config, const SequenceTiles& tiles, int head, int32_t begin,
-                  int32_t list, const ScoreTile& score, int64_t batch_masses, const std::span<const int32_t>* held)
+  SequencePlanner(SelectPlan& plan, const SelectionConfig& config, const SequenceTiles& tiles, int32_t sequence,
+                  int head, int32_t begin, int32_t list, const ScoreTile& score, int64_t batch_masses,
+                  const std::span<const int32_t>* held)
       : plan_(plan),
         config_(config),
         tiles_(tiles),
+        sequence_(sequence),
         head_(head),
         begin_(begin),
         list_(list),
@@ -67,12 +67,14 @@ class SequencePlanner {
         if (most_mass_) {
           item.sums = plan_.sums;
           plan_.sums += item.stride;
-          pool.wanted += std::min(tiles_.free_quota(tile), tiles_.candidates(tile));
+          pool.wanted += tiles_.wanted(tile);
         }
         plan_.masses = std::max(plan_.masses, batch_used);
         plan_.max_competing = std::max(plan_.max_competing, item.competing);
       }
       plan_.items.push_back(item);
+      plan_.sequences[sequence_].given += tiles_.given(tile);
+      plan_.sequences[sequence_].wanted += tiles_.wanted(tile);
       plan_.batches.back().item_count = static_cast<int32_t>(plan_.items.size()) - plan_.batches.back().item_begin;
       plan_.batches.back().score_count = static_cast<int32_t>(plan_.scores.size()) - plan_.batches.back().score_begin;
     });
@@ -128,7 +130,7 @@ class SequencePlanner {
     item.visible = static_cast<int32_t>(fine_blocks(tiles_.end(tile)));
     item.sinks = std::min(tiles_.sink_blocks, item.competing);
     item.local = std::min(tiles_.local_blocks, item.competing - item.sinks);
-    item.length_class = static_cast<int32_t>(std::bit_width(static_cast<uint64_t>(tiles_.tokens)));
+    item.sequence = sequence_;
     item.list_begin = plan_.row_offsets.back();
     item.pool = most_mass_ ? static_cast<int32_t>(plan_.pools.size()) : list_;
     const int64_t own = item.visible - int64_t{item.competing} * expand, candidates = tiles_.candidates(tile);
@@ -233,6 +235,7 @@ class SequencePlanner {
   SelectPlan& plan_;
   const SelectionConfig& config_;
   const SequenceTiles& tiles_;
+  int32_t sequence_;
   int head_;
   int32_t begin_, list_;
   ScoreTile score_;
@@ -306,8 +309,12 @@ SelectPlan make_select_plan(const Shape& shape, std::span<const int32_t> cu_seql
   plan.slices = score.slices;
   plan.score_tokens = score.tokens;
   set_statistics(shape, config, score, plan);
-  for (size_t s = 0; s < sequences; ++s)
+  const bool learns = config.pattern == SelectionPattern::mass && config.order == SelectionOrder::causal;
+  for (size_t s = 0; s < sequences; ++s) {
+    plan.sequences.push_back({tiles[s]});
+    plan.mass_classes.push_back(learns && !dense[s] ? mass_class(mass_key(0, tiles[s])) : 0);
     plan.rows += static_cast<int32_t>((cu_seqlens[s + 1] - cu_seqlens[s] + plan.query_block - 1) / plan.query_block);
+  }
   plan.row_offsets.push_back(0);
   plan.batches.emplace_back();
   int64_t batch_used = 0;
@@ -334,8 +341,8 @@ SelectPlan make_select_plan(const Shape& shape, std::span<const int32_t> cu_seql
       }
       SB_USER_CHECK(t.blocks() <= 65536, "a sequence of {} tokens has more than 65,536 blocks of {}; use larger blocks",
                     t.tokens, t.block);
-      SequencePlanner(plan, config, t, head, cu_seqlens[s], sparse++ * plan.list_heads + head, score,
-                      batch_masses / score.slices, held == nullptr ? nullptr : &held->blocks[s])
+      SequencePlanner(plan, config, t, static_cast<int32_t>(s), head, cu_seqlens[s], sparse++ * plan.list_heads + head,
+                      score, batch_masses / score.slices, held == nullptr ? nullptr : &held->blocks[s])
           .add(batch_used);
     }
   }
@@ -365,22 +372,16 @@ void set_plan(const SelectPlan& plan, SelectParams& params) {
   params.pool_tiles = plan.pool_tiles;
 }
 
-ThresholdPlan make_threshold_plan(int kv_heads, const std::vector<bool>& dense,
-                                  const std::vector<SequenceTiles>& all_tiles) {
-  ThresholdPlan plan;
-  for (size_t s = 0; s < dense.size(); ++s) {
-    if (dense[s]) continue;
-    const SequenceTiles& tiles = all_tiles[s];
-    const int length_class = std::bit_width(static_cast<uint64_t>(tiles.tokens));
-    for (int64_t tile = 0; tile < tiles.tiles(); ++tile) {
-      plan.given[length_class] +=
-          kv_heads * (tiles.forced_competing(tile) + tiles.visible(tile) - tiles.competing(tile));
-      plan.wanted[length_class] += kv_heads * std::min(tiles.free_quota(tile), tiles.candidates(tile));
-    }
-    // What each block would hold if the mass lay evenly on twice the quota.
-    plan.start[length_class] = -std::log(2.0f * static_cast<float>(tiles.quota(0)));
-  }
-  return plan;
+int mass_class(const MassKey& key) {
+  return std::clamp(key.length_class, 0, 31) * 64 + std::clamp(key.budget_class, 0, 63);
+}
+
+std::vector<int32_t> plane_samples(std::span<const int32_t> cu_seqlens) {
+  std::vector<int32_t> samples;
+  for (size_t s = 0; s + 1 < cu_seqlens.size(); ++s)
+    for (int64_t token = cu_seqlens[s]; token < cu_seqlens[s + 1]; token += kPlaneSampling)
+      samples.push_back(static_cast<int32_t>(token));
+  return samples;
 }
 
 }  // namespace sb::gpu
