@@ -41,10 +41,9 @@ int64_t AttentionMemory::statistics_bytes(const AttentionShape& shape, int64_t m
                   key = std::max<int64_t>(4 * selection.score_channels, 2 * depth);
     return (max_tokens / selection.block + whole_groups) * selection.block * key + max_tokens * 2 * depth;
   }
-  const BlockScoring scoring(selection);
   const int64_t blocks = (max_tokens + selection.block - 1) / selection.block + most_packed_sequences(max_tokens);
-  if (scoring.parts() == 1 || selection.pattern == SelectionPattern::vertical_slash)
-    return 2 * blocks * shape.head_dim * 4;
+  const BlockScoring scoring(selection);
+  if (!selection.scores_blocks() || scoring.parts() == 1) return 2 * blocks * shape.head_dim * 4;
   return (blocks + whole_groups) * scoring.block_floats(shape.head_dim) * 4;
 }
 

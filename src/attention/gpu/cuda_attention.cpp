@@ -268,10 +268,10 @@ class CudaAttention final : public ChoosingAttention {
     plan.set(params);
     params.q = operands.q.raw();
     params.k = operands.k.raw();
-    params.moments = selection_.score == BlockScore::moments;
+    params.moments = selection_.score != BlockScore::mean;
     params.block = selection_.block;
     choices_.set_planes(exec, layer, shape, params);
-    params.parts = params.planes != nullptr ? 1 : BlockScoring(selection_).parts();
+    params.parts = gpu::judged_parts(selection_);
     params.query_block = selection_.query_block;
     params.sinks = selection_.sink_blocks;
     params.local = selection_.local_blocks;

@@ -52,6 +52,11 @@ CoveragePlan make_coverage_plan(const Shape& shape, std::span<const int32_t> cu_
                                 const std::vector<SequenceTiles>& tiles, int rows, const SelectPlan* select,
                                 std::span<const int32_t> gathered);
 
+// Parts of a key block whose statistics estimate it. Where planes do that, or nothing, its whole has to do.
+inline int judged_parts(const SelectionConfig& config) {
+  return config.scores_blocks() && config.score != BlockScore::planes ? BlockScoring(config).parts() : 1;
+}
+
 struct CoverageParams {
   Shape shape;
   const void* q = nullptr;

@@ -283,9 +283,11 @@ void set_statistics(const Shape& shape, const SelectionConfig& config, const Sco
     plan.row_width = plan.plane_depth * plan.row_keys;
     return;
   }
-  const BlockScoring scoring(config);
-  plan.parts = scoring.parts();
-  plan.statistics = plan.parts > 1 && !scoring.moments() ? 1 : 2;
+  if (config.scores_blocks()) {
+    const BlockScoring scoring(config);
+    plan.parts = scoring.parts();
+    plan.statistics = plan.parts > 1 && !scoring.moments() ? 1 : 2;
+  }
   plan.row_width = plan.statistics * shape.head_dim;
 }
 

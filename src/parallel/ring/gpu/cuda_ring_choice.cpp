@@ -239,10 +239,10 @@ void CudaRingChoice::measure(const Exec& exec, int layer, const AttentionShape& 
   data_.all_reduce_async(sampled, plan.sampled() * row / 4, CommType::i32, ReduceOp::sum).wait();
   params.q = sampled;
   params.k = operands.k.raw();
-  params.moments = selection.score == BlockScore::moments;
+  params.moments = selection.score != BlockScore::mean;
   params.block = selection.block;
   choices_.set_planes(exec, layer, shape, params);
-  params.parts = params.planes != nullptr ? 1 : BlockScoring(selection).parts();
+  params.parts = gpu::judged_parts(selection);
   params.query_block = selection.query_block;
   params.sinks = selection.sink_blocks;
   params.local = selection.local_blocks;

@@ -428,7 +428,7 @@ TEST(GpuSelectPlan, EveryPartHasARowOfStatistics) {
   }
 }
 
-TEST(GpuSelectPlan, EveryPlaneIsScored) {
+TEST(GpuSelectPlan, EverySliceIsScored) {
   // The same tokens once for each part of the group, in the same batches.
   const std::vector<int32_t> cu{0, 4000};
   const SelectionConfig config = config_of(SelectionPattern::topk);
