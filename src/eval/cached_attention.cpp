@@ -13,7 +13,14 @@ CachedAttention::CachedAttention(const Options& options)
     : options_(options), slots_(static_cast<size_t>(options.sequences) * options.layers) {
   if (options_.choosing == nullptr) return;
   selector_.emplace(options_.selection);
-  selector_->set_thresholds(options_.thresholds);
+  step_.emplace(options_.selection, options_.layers);
+  learn(options_.learned);
+}
+
+void CachedAttention::learn(const LearnedSelection& learned) {
+  if (!step_) return;
+  options_.choosing->use(learned);
+  step_->use(learned);
 }
 
 void CachedAttention::clear() {
@@ -80,6 +87,7 @@ std::vector<std::pair<int64_t, int64_t>> CachedAttention::visible_keys(const Slo
   request.layer = layer;
   request.shape = options_.shape;
   request.tiles = tiles(slot.tokens);
+  request.threshold = step_->threshold(layer, request.tiles);
   const bool dense_layer =
       std::find(config.dense_layers.begin(), config.dense_layers.end(), layer) != config.dense_layers.end();
   if (dense_layer || slot.tokens <= config.dense_limit() || request.tiles.everything_fits()) return {{0, slot.tokens}};
@@ -159,11 +167,7 @@ void CachedAttention::forward(const Exec& exec, int layer, const AttentionShape&
   SB_CHECK(!replay && (caches_.empty() || std::ssize(caches_) == sequences.sequences()),
            "{} sequences, {} caches in use", sequences.sequences(), caches_.size());
   const bool prompts = caches_.empty() || slot(caches_.front(), layer).tokens == 0;
-  if (prompts) {
-    if (layer == 0 && options_.selection.pattern == SelectionPattern::mass && options_.choosing != nullptr)
-      options_.choosing->set_thresholds(options_.thresholds);
-    options_.prefill->forward(exec, layer, shape, sequences, operands, state, false);
-  }
+  if (prompts) options_.prefill->forward(exec, layer, shape, sequences, operands, state, false);
   if (caches_.empty()) return;
 
   const Exec host = {.pool = exec.pool};

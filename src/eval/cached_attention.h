@@ -20,9 +20,7 @@ class CachedAttention final : public Attention {
     // `prefill` once more where it is causal with lists per kv head, and its pattern; null: new tokens see everything.
     ChoosingAttention* choosing = nullptr;
     SelectionConfig selection = {};
-    // What the `mass` pattern learned in training. Every micro-batch begins with these, so that no sequence changes
-    // what the next one chooses.
-    Selector::Thresholds thresholds = {};
+    LearnedSelection learned = {};  // in training
     int layers = 0;
     int sequences = 0;     // caches
     int64_t capacity = 0;  // tokens of each
@@ -30,6 +28,8 @@ class CachedAttention final : public Attention {
   };
   explicit CachedAttention(const Options& options);
 
+  // What prompts and new tokens select by from now on, where they choose. Caches have to be empty.
+  void learn(const LearnedSelection& learned);
   // Forgets what the caches hold.
   void clear();
   // The sequences of the micro-batches to come, as cache numbers. None: `prefill` alone, nothing is kept.
@@ -71,6 +71,7 @@ class CachedAttention final : public Attention {
 
   Options options_;
   std::optional<Selector> selector_;
+  std::optional<StepSelection> step_;
   std::vector<Slot> slots_;
   std::vector<int> caches_;
 };

@@ -14,6 +14,7 @@
 #include "model/hf_checkpoint.h"
 #include "parallel/ring/context_batch.h"
 #include "plan/planner/plan_log.h"
+#include "run/checkpoint/selection_file.h"
 #include "train/index_dump.h"
 #include "train/lr_schedule.h"
 #include "train/make_planner.h"
@@ -58,6 +59,13 @@ std::filesystem::path trace_path(const std::filesystem::path& directory) {
   for (int process = 2; std::filesystem::exists(file); ++process)
     file = directory / fmt::format("trace-{}.json", process);
   return file;
+}
+
+// Whether blocks are to be judged by planes of which there are no statistics yet.
+bool needs_first_look(const RunConfig& config, const ModelConfig& model, const LearnedSelection& learned) {
+  if (!config.attention.selection.judges_by_planes()) return false;
+  return std::ssize(learned.planes) != model.layers ||
+         std::ranges::any_of(learned.planes, [](const PlaneSums& layer) { return layer.tokens == 0; });
 }
 
 }  // namespace
@@ -145,7 +153,13 @@ void Trainer::load_start_of_run() {
   if (const auto& checkpoint = directory_.resume_from()) {
     state_ = model_->load(*checkpoint);
     parts_.source.restore_state(state_.source_state);
-    if (parts_.sparse) parts_.sparse->set_thresholds(state_.thresholds);
+    if (const SelectionConfig& selection = config_.attention.selection;
+        parts_.sparse && (selection.learns_thresholds() || selection.judges_by_planes())) {
+      FoundSelection found = read_selection_of(*checkpoint, parts_.model);
+      state_.selection = std::move(found.learned);
+      if (leads() && !found.problem.empty())
+        log::warning("{}; what attention.pattern and attention.score have learned is learned anew", found.problem);
+    }
     if (planner_) planner_->restore_state(state_.planner_state);
     if (checkpoint->parent_path() == directory_.path()) saved_step_ = state_.step;
     if (leads()) {
@@ -163,6 +177,8 @@ void Trainer::load_start_of_run() {
   }
   state_.source = parts_.source.identity();
   next_announced_ = state_.step + 1;
+  if (parts_.sparse) parts_.sparse->use(state_.selection);
+  if (parts_.sparse && needs_first_look(config_, parts_.model, state_.selection)) first_look();
 }
 
 TrainSummary Trainer::run() {
@@ -289,6 +305,7 @@ MicroBatch Trainer::own_part(MicroBatch batch) const {
 // Gradients of the whole global batch, before their reduction; nothing when asked to stop on the way.
 std::optional<LossSums> Trainer::forward_backward(const StepPlan& plan) {
   const bool one_rank = world_->size() == 1;
+  if (parts_.sparse) parts_.sparse->take_observations();  // of a validation, or of a step that did not count
   if (parts_.dump) parts_.dump->begin_step(state_.step + 1);
   Pipeline::Result result =
       model_->forward_backward(exec_, plan.micro_batches, one_rank ? parts_.stop_requested : std::function<bool()>());
@@ -325,8 +342,6 @@ void Trainer::update(double grad_norm) {
 void Trainer::skip_update() {
   ++state_.skipped;
   ++state_.skipped_in_row;
-  // What the step taught one rank the others do not know, and it came from numbers that are none.
-  if (parts_.sparse) parts_.sparse->set_thresholds(state_.thresholds);
 }
 
 // A single non-finite gradient costs one step; a run of them does not heal by itself.
@@ -342,25 +357,26 @@ void Trainer::give_up() const {
                        : std::string("there is no checkpoint yet"));
 }
 
-// A source with a curriculum moves on when the model is good enough; thresholds and the planner follow what was
-// measured.
+// A source with a curriculum moves on when the model is good enough; selection and the planner follow what was
+// measured. What comes of numbers that are none teaches nobody: forward_backward() forgets it.
 void Trainer::learn(const StepPlan& plan, const LossSums& sums, int64_t step_ns) {
   const uint64_t unseen = state_.position + static_cast<uint64_t>(ahead_ * config_.batch.global_batch_size);
   if (parts_.source.observe(sums.correct, sums.targets, unseen) && leads())
     parts_.console.text(fmt::format("step {}: accuracy {:.1f} %, sequences of {} tokens from here on", state_.step,
                                     100.0 * accuracy(sums), parts_.source.length(unseen)));
   state_.source_state = parts_.source.state();
-  if (parts_.sparse) {
-    if (config_.attention.selection.pattern == SelectionPattern::mass)
-      parts_.sparse->set_thresholds(mean_over_ranks(*world_, parts_.sparse->thresholds(), state_.thresholds));
-    state_.thresholds = parts_.sparse->thresholds();
-  }
+  if (parts_.sparse) learn_selection();
   StepMeasurement measurement = gather_times(model_->grid(), plan.plan, operations_);
   if (!planner_) return;
   measurement.step = state_.step;
   measurement.step_ns = step_ns;
   measurement.coverage = std::move(attention_report_.samples);
   planner_->learn(measurement);
+}
+
+void Trainer::learn_selection() {
+  state_.selection = sb::learn(state_.selection, sum_over_ranks(*world_, parts_.sparse->take_observations()));
+  parts_.sparse->use(state_.selection);
 }
 
 void Trainer::log_step(const StepPlan& plan, const LossSums& sums, double grad_norm, bool skipped, double seconds) {
@@ -437,6 +453,9 @@ void Trainer::write_final_model(TrainSummary& summary) {
     options.dtype = config_.model.save_dtype;
     options.copy_from = config_.model.path;
     write_hf_model(temporary, parts_.model, weights, options);
+    if (state_.selection == LearnedSelection()) return;
+    std::filesystem::create_directory(temporary / kSelectionFolder);
+    write_selection_file(temporary / kSelectionFolder / kSelectionFile, state_.selection, parts_.model);
   });
 }
 

@@ -79,11 +79,11 @@ class EvalModelTest : public testing::TestWithParam<Where> {
   double tolerance(double fp32, double bf16) const { return GetParam().dtype == DType::f32 ? fp32 : bf16; }
 
   EvalModel open(const std::optional<SelectionConfig>& pattern, int batch = 1,
-                 const Selector::Thresholds& thresholds = {}) const {
+                 const LearnedSelection& learned = {}) const {
     EvalModelOptions options;
     options.model = directory_.path();
     options.attention = pattern;
-    options.thresholds = thresholds;
+    options.learned = learned;
     options.max_tokens = kCapacity;
     options.batch = batch;
     options.threads = 2;
@@ -288,9 +288,10 @@ TEST_P(EvalModelTest, ContinuesPromptsAsTheCpuWould) {
   }
 }
 
-// `mass` steers its thresholds by what it sees; asking must not.
+// Training learns from what it sees; asking must not.
 TEST_P(EvalModelTest, WhatWasAskedBeforeChangesNothing) {
-  const Selector::Thresholds learned = {{{0, 10}, -3.0f}, {{1, 10}, -1.0f}};
+  LearnedSelection learned;
+  learned.thresholds = {{{0, 10, 3}, {-0.8f}}, {{1, 10, 3}, {1.6f}}};
   const std::vector<int32_t> first = random_tokens(700, 3), second = random_tokens(600, 4);
   EvalModel model = open(selection(SelectionPattern::mass), 1, learned);
   const std::vector<float> alone = model.score(first, first).token_loss;

@@ -320,7 +320,7 @@ TEST(Trainer, ANonFiniteGradientSkipsTheStepAndIsCounted) {
 }
 
 // Ranks would go on with different ones, and a resumed run with others than this one.
-TEST(Trainer, ASkippedStepLeavesTheThresholdsAlone) {
+TEST(Trainer, ASkippedStepTeachesSelectionNothing) {
   ScratchDirectory scratch;
   const RunConfig config = tiny_run(
       scratch / "run", {"batch.micro_batch_sequences=4", "attention.pattern=mass", "attention.block=64",
@@ -331,14 +331,16 @@ TEST(Trainer, ASkippedStepLeavesTheThresholdsAlone) {
   TinyTrainer trainer(config, {&attention, nullptr, [] { return false; }, &sparse});
   trainer->step();
   trainer->step();
-  const Selector::Thresholds before = trainer->state().thresholds;
-  EXPECT_FALSE(before.empty());
+  const LearnedSelection before = trainer->state().selection;
+  EXPECT_FALSE(before.thresholds.empty());
   trainer->step();
   EXPECT_TRUE(trainer->last_step().skipped);
-  EXPECT_EQ(trainer->state().thresholds, before);
-  EXPECT_EQ(sparse.thresholds(), before);
+  EXPECT_EQ(trainer->state().selection, before);
   trainer->step();
-  EXPECT_NE(trainer->state().thresholds, before);
+  EXPECT_NE(trainer->state().selection, before);
+  // Of the fourth step alone: what the third one saw is not in it.
+  for (const auto& [key, threshold] : trainer->state().selection.thresholds)
+    EXPECT_TRUE(!before.thresholds.contains(key) || threshold != before.thresholds.at(key)) << key.layer;
 }
 
 TEST(Trainer, TenNonFiniteGradientsInARowStopTheRun) {

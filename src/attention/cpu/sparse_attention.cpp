@@ -79,9 +79,20 @@ void SparseAttention::choose(const Exec& exec, int layer, const AttentionShape& 
     request.place = index.sequences()[s];
     if (selection.scores_blocks()) request.statistics = statistics(exec, shape, request.k, request.tiles);
     request.threshold = step_.threshold(layer, request.tiles);
+    request.planes = step_.planes(layer, shape);
     step_.count(layer, request.tiles, selector_.select(exec, request, builder_));
   }
   builder_.finish(*exec.pool);
+}
+
+void SparseAttention::measure(const Exec& exec, int layer, const AttentionShape& shape,
+                              const PackedSequences& sequences, const AttentionOperands& operands) {
+  if (!step_.by_planes()) return;
+  for (int s = 0; s < sequences.sequences(); ++s) {
+    const int64_t begin = sequences.cu_seqlens[s], end = sequences.cu_seqlens[s + 1];
+    step_.add(layer, measure_planes(exec, shape, operands.q.rows(begin, end).f32(), operands.k.rows(begin, end).f32(),
+                                    end - begin));
+  }
 }
 
 void SparseAttention::forward(const Exec& exec, int layer, const AttentionShape& shape,
@@ -95,7 +106,8 @@ void SparseAttention::forward(const Exec& exec, int layer, const AttentionShape&
   LayerAttention& layer_report = report_.layers[layer];
   layer_report.pairs += chosen.token_pairs();
   layer_report.causal_pairs += chosen.causal_token_pairs();
-  if (options_.coverage_rows == 0) return;
+  measure(exec, layer, shape, sequences, operands);
+  if (options_.coverage_rows == 0 || !step_.ready(layer)) return;
   for (int s = 0; s < sequences.sequences(); ++s) {
     const SequenceTiles tiles = tiles_of(sequences, s);
     if (tiles.tokens == 0) continue;
@@ -108,6 +120,7 @@ void SparseAttention::forward(const Exec& exec, int layer, const AttentionShape&
         .rows = options_.coverage_rows,
         .index = &chosen,
         .sequence = s,
+        .planes = step_.planes(layer, shape),
     };
     report_.samples.push_back({layer, tiles.tokens, measure_coverage(exec, shape, tiles, request)});
     layer_report.coverage += report_.samples.back().sample.held * static_cast<double>(tiles.tokens);

@@ -80,6 +80,9 @@ class SparseAttention final : public ChoosingAttention {
  private:
   void choose(const Exec& exec, int layer, const AttentionShape& shape, const PackedSequences& sequences,
               const AttentionOperands& operands, BlockIndex& index);
+  // For what planes are chosen by in later steps.
+  void measure(const Exec& exec, int layer, const AttentionShape& shape, const PackedSequences& sequences,
+               const AttentionOperands& operands);
   SequenceTiles tiles_of(const PackedSequences& sequences, int sequence) const;
   // The most that the lists of a micro-batch hold.
   struct Lists {

@@ -6,6 +6,7 @@
 
 #include "attention/index/block_index.h"
 #include "attention/select/block_statistics.h"
+#include "attention/select/planes.h"
 #include "attention/select/tiles.h"
 #include "core/measured_coverage.h"
 
@@ -19,6 +20,7 @@ struct CoverageRequest {
   int rows;                 // tokens to sample, spread evenly
   const BlockIndex* index;  // the lists in use, and which of its sequences this is
   int sequence;
+  const LayerPlanes* planes = nullptr;  // score: planes
 };
 
 CoverageSample measure_coverage(const Exec& exec, const AttentionShape& shape, const SequenceTiles& tiles,

@@ -41,15 +41,16 @@ float correction(const LearnedSelection& learned, int layer, int length_class, d
   return static_cast<float>(below->value + share * (above->value - below->value));
 }
 
-// A class follows log(chosen / wanted): all the way at first, and less while that logarithm changes its sign, which
-// tells of noise, or of masses so alike that a small change of the threshold moves many blocks.
+// A class follows log(chosen / wanted). Lists have a floor and a cap, so that a threshold far off shows little of how
+// far: while that logarithm keeps its sign, steps grow. Where it changes, which tells of noise, or of masses so alike
+// that a small change of the threshold moves many blocks, they shrink.
 MassThreshold follow(MassThreshold threshold, bool seen_before, const MassCounts& counts) {
-  constexpr float kLeast = 1.0f / 256, kMost = 1.0f;
+  constexpr float kLeast = 1.0f / 256, kMost = 4.0f;
   const double ratio = std::max(static_cast<double>(counts.chosen), 0.5) / static_cast<double>(counts.wanted);
   const auto error = static_cast<float>(std::clamp(std::log(ratio), -1.0, 1.0));
   if (seen_before) {
     const bool turned = (error > 0) != (threshold.last > 0);
-    threshold.gain = std::clamp(threshold.gain * (turned ? 0.5f : 1.25f), kLeast, kMost);
+    threshold.gain = std::clamp(threshold.gain * (turned ? 0.5f : threshold.gain < 1 ? 1.25f : 2.0f), kLeast, kMost);
   }
   threshold.correction += threshold.gain * error;
   threshold.last = error;
@@ -68,6 +69,13 @@ PlaneSums fade(const PlaneSums& before, const PlaneSums& step) {
   sums += step;
   each([](double& value) { value = static_cast<float>(value); });
   return sums;
+}
+
+bool finite(const PlaneSums& sums) {
+  const auto all = [](const std::vector<double>& values) {
+    return std::ranges::all_of(values, [](double value) { return std::isfinite(value); });
+  };
+  return all(sums.query_squares) && all(sums.key_sums) && all(sums.key_squares);
 }
 
 }  // namespace
@@ -108,7 +116,8 @@ LearnedSelection learn(const LearnedSelection& before, const SelectionObservatio
   LearnedSelection after = before;
   after.planes.resize(std::max(before.planes.size(), step.planes.size()));
   for (size_t layer = 0; layer < step.planes.size(); ++layer)
-    if (step.planes[layer].tokens > 0) after.planes[layer] = fade(after.planes[layer], step.planes[layer]);
+    if (step.planes[layer].tokens > 0 && finite(step.planes[layer]))
+      after.planes[layer] = fade(after.planes[layer], step.planes[layer]);
   for (const auto& [key, counts] : step.masses) {
     if (counts.wanted == 0) continue;
     const auto known = before.thresholds.find(key);

@@ -69,7 +69,10 @@ float mass_threshold(const LearnedSelection& learned, int layer, const SequenceT
 // batch and short against what weights take to turn from one plane to another.
 inline constexpr double kPlaneMemory = 0.95;
 
-// What the next step selects by.
+// Tokens of a sequence that a first look at the data takes at most, dense, where there are no statistics of planes yet.
+inline constexpr int64_t kFirstLookTokens = 4096;
+
+// What the next step selects by. Sums that are not finite teach nothing.
 LearnedSelection learn(const LearnedSelection& before, const SelectionObservations& step);
 
 }  // namespace sb

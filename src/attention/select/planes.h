@@ -39,6 +39,11 @@ struct PlaneSums {
 // packing.
 inline constexpr int64_t kPlaneSampling = 16;
 
+// The sums of one sequence on the CPU, the same for any number of threads. `q` [tokens, heads, d] and `k` [tokens,
+// kv_heads, d] point to its first token. Of a shared sequence every rank measures the blocks it holds, one after the
+// other: blocks are multiples of the sampling.
+PlaneSums measure_planes(const Exec& exec, const AttentionShape& shape, const float* q, const float* k, int64_t tokens);
+
 // The planes of the most energy; ties go to the lower plane.
 LayerPlanes choose_planes(const AttentionShape& shape, const PlaneSums& sums, int channels);
 

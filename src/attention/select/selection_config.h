@@ -42,6 +42,9 @@ struct SelectionConfig {
   bool scores_blocks() const {
     return pattern == SelectionPattern::topk || pattern == SelectionPattern::topp || pattern == SelectionPattern::mass;
   }
+  bool judges_by_planes() const { return scores_blocks() && score == BlockScore::planes; }
+  // `mass` carries thresholds from step to step; look-ahead finds them anew in every sequence.
+  bool learns_thresholds() const { return pattern == SelectionPattern::mass && order == SelectionOrder::causal; }
   bool lists_per_query_head() const { return pattern == SelectionPattern::vertical_slash; }
 };
 

@@ -7,6 +7,7 @@
 #include "attention/index/block_index.h"
 #include "attention/select/block_scores.h"
 #include "attention/select/learned_selection.h"
+#include "attention/select/planes.h"
 #include "attention/select/selection_config.h"
 #include "attention/select/staircase.h"
 #include "attention/select/tiles.h"
@@ -26,6 +27,7 @@ struct SelectionRequest {
   // Where several ranks share the sequence: the key blocks this one holds, ascending. Then `q` has their tokens only
   // and only their rows are chosen; statistics still cover the whole sequence.
   std::span<const int32_t> held_blocks = {};
+  const LayerPlanes* planes = nullptr;  // score: planes
 };
 
 SequenceTiles sequence_tiles(const SelectionConfig& config, int64_t tokens, int64_t budget);

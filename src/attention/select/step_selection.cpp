@@ -5,8 +5,8 @@
 namespace sb {
 
 StepSelection::StepSelection(const SelectionConfig& config, int layers)
-    : counts_masses_(config.pattern == SelectionPattern::mass && config.order == SelectionOrder::causal),
-      channels_(config.scores_blocks() && config.score == BlockScore::planes ? config.score_channels : 0),
+    : counts_masses_(config.learns_thresholds()),
+      channels_(config.judges_by_planes() ? config.score_channels : 0),
       planes_(static_cast<size_t>(layers)) {}
 
 void StepSelection::use(const LearnedSelection& learned) {

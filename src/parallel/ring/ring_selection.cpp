@@ -40,6 +40,10 @@ void RingSelection::choose(const Exec& exec, Communicator& group, int layer, con
                            const float* k, BlockIndex& index) {
   const SelectionConfig& config = selector_.config();
   const int rank = group.rank();
+  const std::vector<int32_t> local = layout.local_cu_seqlens(rank);
+  for (int s = 0; step_.by_planes() && s < layout.sequences(); ++s)
+    step_.add(layer, measure_planes(exec, shape, q + int64_t{local[s]} * shape.heads * shape.head_dim,
+                                    k + int64_t{local[s]} * shape.kv_heads * shape.head_dim, local[s + 1] - local[s]));
   const auto tiles_of = [&](int s) {
     return sequence_tiles(config, layout.length(s), budgets.empty() ? config.budget : budgets[s]);
   };
@@ -57,7 +61,6 @@ void RingSelection::choose(const Exec& exec, Communicator& group, int layer, con
     statistics = gather_statistics(exec, group, shape, layout, wanted, k);
   }
 
-  const std::vector<int32_t> local = layout.local_cu_seqlens(rank);
   for (int s = 0; s < layout.sequences(); ++s) {
     if (dense[s]) continue;
     SelectionRequest request;
@@ -65,6 +68,7 @@ void RingSelection::choose(const Exec& exec, Communicator& group, int layer, con
     request.shape = shape;
     request.tiles = tiles_of(s);
     request.threshold = step_.threshold(layer, request.tiles);
+    request.planes = step_.planes(layer, shape);
     request.q = q + int64_t{local[s]} * shape.heads * shape.head_dim;
     request.k = k + int64_t{local[s]} * shape.kv_heads * shape.head_dim;
     request.place = index.sequences()[s];

