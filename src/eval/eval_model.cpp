@@ -83,11 +83,12 @@ EvalModel::EvalModel(const EvalModelOptions& options)
   read_hf_weights(options.model, stage_->parameters());
 }
 
-std::unique_ptr<Attention> EvalModel::make_prefill(CachedAttention::Options& cache) const {
+std::unique_ptr<Attention> EvalModel::make_prefill(CachedAttention::Options& cache) {
   SparseAttention::Options sparse;
   sparse.layers = config_.layers;
   sparse.selection.pattern = SelectionPattern::dense;
   if (options_.attention) sparse.selection = *options_.attention;
+  sparse.coverage_rows = options_.coverage_rows;
   const SelectionConfig& selection = sparse.selection;
   const bool dense = selection.pattern == SelectionPattern::dense, on_cuda = options_.device == DeviceKind::cuda;
   if (dense && !on_cuda) return std::make_unique<DenseAttention>();
@@ -96,6 +97,7 @@ std::unique_ptr<Attention> EvalModel::make_prefill(CachedAttention::Options& cac
     attention = make_cuda_attention({.attention = sparse});
   else
     attention = std::make_unique<SparseAttention>(sparse);
+  choosing_ = attention.get();
   if (dense) return attention;
   if (selection.order == SelectionOrder::causal || selection.pattern == SelectionPattern::window) {
     cache.choosing = attention.get();
@@ -144,9 +146,12 @@ EvalModel::Score EvalModel::score(const std::vector<int32_t>& tokens, const std:
   batch.cu_seqlens = {0, static_cast<int32_t>(tokens.size())};
   batch.sequence_ids = {0};
   cached_->use({});
+  if (choosing_ != nullptr) choosing_->take_report();  // what prompts counted
   stage_->forward(context_.exec(), batch, 0, {});
   const HostFloats losses(stage_->token_loss(0));
-  return {stage_->loss(0), {losses.values().begin(), losses.values().end()}};
+  return {stage_->loss(0),
+          {losses.values().begin(), losses.values().end()},
+          choosing_ == nullptr ? LayerAttention() : choosing_->take_report().total()};
 }
 
 std::vector<std::vector<int32_t>> EvalModel::generate(const std::vector<std::vector<int32_t>>& prompts,

@@ -19,6 +19,7 @@ struct EvalModelOptions {
   std::filesystem::path model;               // a Hugging Face directory
   std::optional<SelectionConfig> attention;  // what it was trained with; nothing: dense
   Selector::Thresholds thresholds;           // what the `mass` pattern had learned then
+  int coverage_rows = 0;                     // of every sequence and layer, on which the true coverage is measured
   int64_t max_tokens = 4096;                 // longest sequence, prompt and answer together
   int batch = 1;                             // sequences that are continued together
   int threads = 0;                           // 0: all cores
@@ -50,6 +51,7 @@ class EvalModel {
   struct Score {
     LossSums sums;
     std::vector<float> token_loss;
+    LayerAttention attention;  // of all layers together; dense attention on the CPU counts no pairs
   };
   Score score(const std::vector<int32_t>& tokens, const std::vector<int32_t>& labels);
 
@@ -67,13 +69,14 @@ class EvalModel {
   // Says once that sequences are longer than the model was made for; what comes of it may be what is to be seen.
   void warn_beyond_reach(int64_t tokens);
   // How prompts run; into `cache` what new tokens need of it.
-  std::unique_ptr<Attention> make_prefill(CachedAttention::Options& cache) const;
+  std::unique_ptr<Attention> make_prefill(CachedAttention::Options& cache);
 
   EvalModelOptions options_;
   ModelConfig config_;
   ThreadPool pool_;
   DeviceContext context_;
   std::unique_ptr<Attention> prefill_;
+  ChoosingAttention* choosing_ = nullptr;  // prefill_, where it chooses
   std::unique_ptr<CachedAttention> cached_;
   std::unique_ptr<Stage> stage_;
   std::optional<Tokenizer> tokenizer_;

@@ -107,7 +107,9 @@ EvalModel open_model(const EvalOptions& options) {
     if (options.precision == "auto") model.dtype = DType::bf16;
   }
   if (options.attention == "as-trained") {
-    model.attention = load_run_config(find_run_config(options)).attention.selection;
+    const AttentionRunOptions attention = load_run_config(find_run_config(options)).attention;
+    model.attention = attention.selection;
+    if (options.measure_coverage) model.coverage_rows = static_cast<int>(attention.coverage_rows);
     if (model.attention->pattern == SelectionPattern::mass && model.attention->order == SelectionOrder::causal)
       model.thresholds = find_thresholds(options);
   }
