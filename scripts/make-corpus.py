@@ -318,7 +318,7 @@ def train_tokenizer(texts, vocabulary):
         vocab_size=vocabulary, special_tokens=[END_OF_TEXT], show_progress=False,
         initial_alphabet=sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())))
     if tokenizer.get_vocab_size() != vocabulary:
-        raise CorpusError(f"--vocabulary {vocabulary}: the text has only {tokenizer.get_vocab_size()} tokens to offer; ask for fewer")
+        raise CorpusError(f"--vocabulary {vocabulary}: the text gives only {tokenizer.get_vocab_size()} tokens; ask for fewer")
     return tokenizer
 
 
