@@ -101,6 +101,7 @@ std::unique_ptr<Attention> EvalModel::make_prefill(CachedAttention::Options& cac
   sparse.selection.pattern = SelectionPattern::dense;
   if (options_.attention) sparse.selection = *options_.attention;
   settle_score_channels(sparse.selection, config_.head_dim);
+  sparse.coverage_rows = options_.coverage_rows;
   const SelectionConfig& selection = sparse.selection;
   const bool dense = selection.pattern == SelectionPattern::dense, on_cuda = options_.device == DeviceKind::cuda;
   if (dense && !on_cuda) return std::make_unique<DenseAttention>();
@@ -109,8 +110,8 @@ std::unique_ptr<Attention> EvalModel::make_prefill(CachedAttention::Options& cac
     attention = make_cuda_attention({.attention = sparse});
   else
     attention = std::make_unique<SparseAttention>(sparse);
-  if (dense) return attention;
   choosing_ = attention.get();
+  if (dense) return attention;
   choosing_->use(options_.learned);
   knows_planes_ = !selection.judges_by_planes() || !options_.learned.planes.empty();
   if (selection.order == SelectionOrder::causal || selection.pattern == SelectionPattern::window) {
@@ -171,9 +172,12 @@ EvalModel::Score EvalModel::score(const std::vector<int32_t>& tokens, const std:
   warn_beyond_reach(std::ssize(tokens));
   look_first(tokens);
   cached_->use({});
+  if (choosing_ != nullptr) choosing_->take_report();  // what prompts counted
   stage_->forward(context_.exec(), one_sequence(tokens, labels), 0, {});
   const HostFloats losses(stage_->token_loss(0));
-  return {stage_->loss(0), {losses.values().begin(), losses.values().end()}};
+  return {stage_->loss(0),
+          {losses.values().begin(), losses.values().end()},
+          choosing_ == nullptr ? LayerAttention() : choosing_->take_report().total()};
 }
 
 std::vector<std::vector<int32_t>> EvalModel::generate(const std::vector<std::vector<int32_t>>& prompts,

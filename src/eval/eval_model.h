@@ -20,6 +20,7 @@ struct EvalModelOptions {
   std::filesystem::path model;               // a Hugging Face directory
   std::optional<SelectionConfig> attention;  // what it was trained with; nothing: dense
   LearnedSelection learned;                  // what selection had learned then
+  int coverage_rows = 0;                     // of every sequence and layer, on which the true coverage is measured
   int64_t max_tokens = 4096;                 // longest sequence, prompt and answer together
   int batch = 1;                             // sequences that are continued together
   int threads = 0;                           // 0: all cores
@@ -51,6 +52,7 @@ class EvalModel {
   struct Score {
     LossSums sums;
     std::vector<float> token_loss;
+    LayerAttention attention;  // of all layers together; dense attention on the CPU counts no pairs
   };
   Score score(const std::vector<int32_t>& tokens, const std::vector<int32_t>& labels);
 
@@ -79,7 +81,7 @@ class EvalModel {
   DeviceContext context_;
   std::unique_ptr<Attention> prefill_;
   ChoosingAttention* choosing_ = nullptr;  // `prefill_`, where it chooses
-  bool knows_planes_ = false;              // or does not need any
+  bool knows_planes_ = true;               // or does not need any
   std::unique_ptr<CachedAttention> cached_;
   std::unique_ptr<Stage> stage_;
   std::optional<Tokenizer> tokenizer_;

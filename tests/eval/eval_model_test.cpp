@@ -261,6 +261,37 @@ TEST_P(EvalModelTest, LossesAreThoseOfTheCpu) {
 
 // Every new token is the likeliest one when the whole sequence runs at once on the CPU; with rounding, as likely as the
 // likeliest but for that.
+// 700 tokens are five key blocks of 128 and 60 tokens more. With the smallest budget a query reads its own block and
+// the one before it, in each of the two kv heads and layers.
+TEST_P(EvalModelTest, ScoresCountThePairsAndTheMassThatWereRead) {
+  SelectionConfig window = selection(SelectionPattern::window);
+  window.dense_below = 0;
+  window.budget = 1;
+  window.local_blocks = 0;
+  window.sink_blocks = 0;
+  const std::vector<int32_t> tokens = random_tokens(700, 3);
+  EvalModelOptions options;
+  options.model = directory_.path();
+  options.attention = window;
+  options.max_tokens = kCapacity;
+  options.threads = 2;
+  options.coverage_rows = 4;
+  options.device = GetParam().device;
+  options.dtype = GetParam().dtype;
+  EvalModel model(options);
+  GenerationOptions one;
+  one.max_new_tokens = 1;
+  model.generate({tokens}, one);  // counts nothing into the score
+  const LayerAttention sparse = model.score(tokens, tokens).attention;
+  EXPECT_EQ(sparse.pairs, 4 * (5 * 128 * 129 / 2 + 60 * 61 / 2 + 4 * 128 * 128 + 60 * 128));
+  EXPECT_EQ(sparse.causal_pairs, 4 * 700 * 701 / 2);
+  EXPECT_EQ(sparse.covered_tokens, 2 * 700);
+  EXPECT_GT(sparse.mean_coverage(), 0.1);
+  EXPECT_LT(sparse.mean_coverage(), 0.999);
+  EXPECT_EQ(sparse.pairs, model.score(tokens, tokens).attention.pairs);
+  EXPECT_EQ(open({}).score(tokens, tokens).attention.density(), 1.0);
+}
+
 TEST_P(EvalModelTest, ContinuesPromptsAsTheCpuWould) {
   for (const auto& pattern : patterns()) {
     SCOPED_TRACE(pattern ? static_cast<int>(pattern->pattern) : -1);

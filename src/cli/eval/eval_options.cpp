@@ -105,7 +105,9 @@ EvalModel open_model(const EvalOptions& options) {
     if (options.precision == "auto") model.dtype = DType::bf16;
   }
   if (options.attention == "as-trained") {
-    model.attention = load_run_config(find_run_config(options)).attention.selection;
+    const AttentionRunOptions attention = load_run_config(find_run_config(options)).attention;
+    model.attention = attention.selection;
+    if (options.measure_coverage) model.coverage_rows = static_cast<int>(attention.coverage_rows);
     model.learned = find_learned(options, *model.attention);
   }
   return EvalModel(model);
