@@ -278,7 +278,7 @@ void run_selection(const std::string& name, int query_heads, int kv_heads, int d
   const SequenceTiles tiles{length, kBlock, 16, 1, 2, config.budget};
   Tensors t(shape, 42);
   const LayerPlanes planes =
-      judged_by_planes(config) ? made_up_planes(shape, config.score_channels, 8 * shape.scale) : LayerPlanes{};
+      config.judges_by_planes() ? made_up_planes(shape, config.score_channels, 8 * shape.scale) : LayerPlanes{};
   SelectCase chosen(shape, cu, {false}, {tiles}, config, true, int64_t{1} << 26, 0, planes);
   chosen.run(shape, t.q.get(), t.k.get());
   if (pattern == SelectionPattern::mass && selection_order == SelectionOrder::causal) {

@@ -35,7 +35,7 @@ int64_t AttentionMemory::gathered_columns(int64_t max_tokens) const {
 int64_t AttentionMemory::statistics_bytes(const AttentionShape& shape, int64_t max_tokens) const {
   const SelectionConfig& selection = options.selection;
   const int64_t whole_groups = kStatisticsGroup * sparse_sequences(max_tokens);
-  if (judged_by_planes(selection)) {
+  if (selection.judges_by_planes()) {
     // The channels of keys that count, as floats or padded for the Hopper kernels, and there those of the queries too.
     const int64_t depth = hopper_plane_depth(selection),
                   key = std::max<int64_t>(4 * selection.score_channels, 2 * depth);
@@ -89,7 +89,7 @@ int64_t AttentionMemory::scratch_bytes(const AttentionShape& shape, int64_t max_
       selection += shape.kv_heads * (2 * lists * (blocks + 64) + 4 * pool_counts_size(sequences, lists + sequences));
   }
   if (options.selection.pattern != SelectionPattern::dense) selection += 20 * sequences;  // counts and thresholds
-  if (judged_by_planes(options.selection))
+  if (options.selection.judges_by_planes())
     selection += 8 * plane_sums_partials(max_tokens / kPlaneSampling + sequences, shape.kv_heads, shape.head_dim);
   int64_t coverage = 0;
   if (options.coverage_rows > 0) {

@@ -140,7 +140,7 @@ int64_t hopper_statistics_bytes(const Shape& shape, const SelectPlan& plan) {
 }
 
 ScoreTile hopper_score_tile(const Shape& shape, const SelectionConfig& config) {
-  if (judged_by_planes(config)) {
+  if (config.judges_by_planes()) {
     const int depth = hopper_plane_depth(config);
     return {kPlaneRows, 1, true, depth, kPlaneRowWidth / depth};
   }

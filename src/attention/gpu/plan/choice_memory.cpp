@@ -1,5 +1,6 @@
 #include "attention/gpu/plan/choice_memory.h"
 
+#include <algorithm>
 #include <bit>
 
 #include "attention/gpu/select/step_values.h"
@@ -10,10 +11,10 @@ namespace sb::gpu {
 
 ChoiceMemory::ChoiceMemory(const SelectionConfig& selection, int layers)
     : layers_(layers),
-      channels_(judged_by_planes(selection) ? selection.score_channels : 0),
+      channels_(selection.judges_by_planes() ? selection.score_channels : 0),
       counts_(selection.pattern == SelectionPattern::topp || selection.pattern == SelectionPattern::mass ||
               selection.pattern == SelectionPattern::vertical_slash),
-      learns_(selection.pattern == SelectionPattern::mass && selection.order == SelectionOrder::causal),
+      learns_(selection.learns_thresholds()),
       step_(selection, layers),
       put_(static_cast<size_t>(layers)),
       sampled_(static_cast<size_t>(layers)) {
@@ -134,7 +135,7 @@ void ChoiceMemory::take_pairs(AttentionReport& report) {
 SelectionObservations ChoiceMemory::take_observations() {
   SelectionObservations seen;
   if (learns_) take_masses(seen);
-  if (channels_ > 0 && sums_.data() != nullptr) take_sums(seen);
+  if (std::ranges::any_of(sampled_, [](int64_t tokens) { return tokens > 0; })) take_sums(seen);
   return seen;
 }
 

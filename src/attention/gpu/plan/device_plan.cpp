@@ -101,7 +101,7 @@ void DevicePlan::build(const PlanRequest& request, Staging& staging, void* strea
   if (sparse_) rows = plan_lists(request);
   work_ = make_work(shape_, cu_seqlens_, dense_, sparse_ ? &rows : nullptr, request.multiprocessors);
   samples_.clear();
-  if (judged_by_planes(*request.selection)) samples_ = plane_samples(cu_seqlens_);
+  if (request.selection->judges_by_planes()) samples_ = plane_samples(cu_seqlens_);
   coverage_ = {};
   if (request.coverage_rows > 0)
     coverage_ = make_coverage_plan(shape_, cu_seqlens_, dense_, request.tiles, request.coverage_rows,

@@ -191,12 +191,7 @@ SelectPlan make_select_plan(const Shape& shape, std::span<const int32_t> cu_seql
                             const std::vector<SequenceTiles>& tiles, const SelectionConfig& config,
                             const ScoreTile& score, int64_t batch_masses, const HeldBlocks* held = nullptr);
 
-// Whether blocks are judged by their largest key over a few channels (attention/select/planes.h).
-inline bool judged_by_planes(const SelectionConfig& config) {
-  return config.score == BlockScore::planes && config.scores_blocks();
-}
-
-// Channels that a key has for the Hopper kernels then.
+// Channels that a key has for the Hopper kernels where blocks are judged by planes.
 inline int hopper_plane_depth(const SelectionConfig& config) {
   return config.score_channels <= 32 ? 32 : config.score_channels <= 64 ? 64 : 128;
 }

@@ -275,7 +275,7 @@ void order_scores(SelectPlan& plan) {
 
 // What a row of the statistics holds, and how many a block has.
 void set_statistics(const Shape& shape, const SelectionConfig& config, const ScoreTile& score, SelectPlan& plan) {
-  if (judged_by_planes(config)) {
+  if (config.judges_by_planes()) {
     plan.plane_depth = score.plane_depth > 0 ? score.plane_depth : config.score_channels;
     plan.row_keys = score.row_keys;
     plan.parts = config.block / score.row_keys;
@@ -311,10 +311,9 @@ SelectPlan make_select_plan(const Shape& shape, std::span<const int32_t> cu_seql
   plan.slices = score.slices;
   plan.score_tokens = score.tokens;
   set_statistics(shape, config, score, plan);
-  const bool learns = config.pattern == SelectionPattern::mass && config.order == SelectionOrder::causal;
   for (size_t s = 0; s < sequences; ++s) {
     plan.sequences.push_back({tiles[s]});
-    plan.mass_classes.push_back(learns && !dense[s] ? mass_class(mass_key(0, tiles[s])) : 0);
+    plan.mass_classes.push_back(config.learns_thresholds() && !dense[s] ? mass_class(mass_key(0, tiles[s])) : 0);
     plan.rows += static_cast<int32_t>((cu_seqlens[s + 1] - cu_seqlens[s] + plan.query_block - 1) / plan.query_block);
   }
   plan.row_offsets.push_back(0);

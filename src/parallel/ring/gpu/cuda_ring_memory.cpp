@@ -124,13 +124,13 @@ int64_t CudaRingMemory::choice_bytes(const AttentionShape& shape, int64_t max_to
     const int64_t lists_bytes = bytes(rows * std::min(lists.entries, longest / block() + 1), sizeof(uint32_t)) +
                                 bytes(rows * line, 1) + bytes(shape.kv_heads * fine, sizeof(int32_t));
     int64_t scoring = 0, coverage = 0, energies = 0;
-    if (gpu::judged_by_planes(selection))
+    if (selection.judges_by_planes())
       energies = bytes(
           gpu::plane_sums_partials(max_tokens / kPlaneSampling + max_tokens / 64 + 64, shape.kv_heads, shape.head_dim),
           sizeof(double));
     if (sparse && selection.pattern != SelectionPattern::window) {
       // 32-bit words of all that is kept of a block. Parts and keys come in whole groups of blocks.
-      const bool by_planes = gpu::judged_by_planes(selection);
+      const bool by_planes = selection.judges_by_planes();
       const int parts = by_planes ? selection.block : BlockScoring(selection).parts();
       const int64_t depth = by_planes ? gpu::hopper_plane_depth(selection) : 0;
       const int64_t words =

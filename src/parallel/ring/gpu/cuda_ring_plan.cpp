@@ -139,7 +139,7 @@ void CudaRingPlan::build(const RingPlanRequest& request, Staging& staging, void*
 
   // Blocks are multiples of the sampling, so what is sampled of a sequence here is what one rank alone would sample.
   std::vector<int32_t> samples;
-  if (judged_by_planes(*request.selection)) samples = plane_samples(layout_->local_cu_seqlens(rank_));
+  if (request.selection->judges_by_planes()) samples = plane_samples(layout_->local_cu_seqlens(rank_));
   sample_count_ = static_cast<int32_t>(samples.size());
   const std::vector<int32_t>& given = replicated.given[rank_];
   given_count_ = std::ssize(given);

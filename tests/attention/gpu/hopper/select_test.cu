@@ -285,7 +285,7 @@ void run(const char* name, bool hopper, int query_heads, int kv_heads, int d, co
     t.k = DeviceArray<__nv_bfloat16>(k);
   }
   // Mean queries are short: with a larger scale blocks are far enough apart to be told by 16 bits.
-  const bool by_planes = judged_by_planes(config);
+  const bool by_planes = config.judges_by_planes();
   const LayerPlanes planes =
       by_planes ? made_up_planes(shape, options.score_channels, (options.far_apart ? 1 : 8) * shape.scale)
                 : LayerPlanes{};
