@@ -4,7 +4,7 @@
 
   routers   gets each router in the place of dense attention without training, at 25 % and 12 % of the causal pairs: held-out
             loss minus dense loss, over all tokens and over 1,024 tokens that repeat a passage 13,000 tokens back
-  train     goes on for 120 steps with dense attention and with `mass` by planes at 25 %: held-out loss of both
+  train     goes on for 120 steps with dense attention and with `mass` by planes (--train-arm) at 25 %: held-out loss of both
 
     venv/bin/python scripts/make-corpus.py --out corpus --sources linux --text-mb 143 --vocabulary 8192 --bpe-mb 60
     bench/quality/real_text.py --data corpus --device cuda
@@ -125,9 +125,7 @@ class Experiment:
 
     def train_on(self, model):
         """The same steps on the same data with dense attention and with the pattern."""
-        arm, share = "planes, mass", self.arguments.shares[0]
-        if arm not in self.arguments.arms:
-            return
+        arm, share = self.arguments.train_arm, self.arguments.shares[0]
         patterns = {"dense": {"pattern": "dense"}, arm: dict(ARMS[arm][0], block=self.size["block"], dense_below=0,
                                                              budget=self.results["routers"][arm][str(share)]["budget"])}
         for name, attention in patterns.items():
@@ -237,6 +235,7 @@ def main():
     parser.add_argument("--sequences", type=int, default=16, help="held-out sequences")
     parser.add_argument("--shares", type=float, nargs="+", default=[0.25, 0.12], help="of the causal pairs")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
+    parser.add_argument("--train-arm", choices=ARMS, default="planes, mass", help="the pattern of the part `train`")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--self-test", action="store_true")
@@ -245,6 +244,8 @@ def main():
         return self_test()
     if arguments.data is None:
         parser.error("--data is needed: the folder that scripts/make-corpus.py wrote")
+    if arguments.train_arm not in arguments.arms:
+        parser.error(f"--train-arm {arguments.train_arm!r} must be among --arms, where its budget is found")
     experiment = Experiment(arguments)
     try:
         experiment.run()
