@@ -46,7 +46,7 @@ SPLIT = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{
 class Source:
     name: str
     package: str  # the newest package whose whole name matches
-    inside: str  # files of the package: what matches is cut off a path; archives are opened
+    inside: str  # files of the package: what matches is cut off a path; `archive:path` opens an archive
     keep: str  # paths to keep, after the cut
     drop: str = r"^$"
     held_out: tuple = ()  # subtrees for validation
@@ -150,9 +150,9 @@ def share(text):
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") / 2**64
 
 
-def members(stream, kind, prefix=""):
-    """(path, read) of all regular files of an archive that is read once from front to back, and of archives inside it as
-    `archive:path`. What the caller does not read costs nothing."""
+def members(stream, kind, opened="", prefix=""):
+    """(path, read) of all regular files of an archive that is read once from front to back; archives in it whose path matches
+    `opened` are read too, as `archive:path`. What the caller does not read costs nothing."""
     if kind == "zip":
         with zipfile.ZipFile(io.BytesIO(stream.read())) as archive:
             for info in archive.infolist():
@@ -164,9 +164,8 @@ def members(stream, kind, prefix=""):
             if not member.isreg():
                 continue
             path = prefix + member.name.removeprefix("./")
-            inner = re.search(r"\.tar\.(xz|gz|bz2)$|\.(zip)$", path) if not prefix else None
-            if inner:
-                yield from members(archive.extractfile(member), inner[1] or inner[2], path + ":")
+            if opened and re.fullmatch(opened, path):
+                yield from members(archive.extractfile(member), path.rpartition(".")[2], prefix=path + ":")
             else:
                 yield path, lambda member=member: archive.extractfile(member).read()
 
@@ -174,8 +173,9 @@ def members(stream, kind, prefix=""):
 def package_files(source, deb):
     """(path, bytes) of what the source keeps of a package. Nothing is unpacked onto the disk."""
     inside, keep, drop = re.compile(source.inside), re.compile(source.keep), re.compile(source.drop)
+    archive = source.inside.rpartition(":")[0]
     with subprocess.Popen(["dpkg-deb", "--fsys-tarfile", deb], stdout=subprocess.PIPE) as unpack:
-        for path, read in members(unpack.stdout, ""):
+        for path, read in members(unpack.stdout, "", archive):
             start = inside.match(path)
             own = path[start.end():] if start else ""
             if own and keep.search(own) and not drop.search(own):
@@ -474,6 +474,7 @@ def make_package(folder, files):
             info = tarfile.TarInfo("toy-1/" + path)
             info.size = len(data)
             inner.addfile(info, io.BytesIO(data))
+    (folder / "tree/usr/src/broken.zip").write_bytes(b"no archive, and not to be opened")
     subprocess.run(["dpkg-deb", "--build", "--root-owner-group", folder / "tree", folder / "toy.deb"], check=True,
                    stdout=subprocess.DEVNULL)
     return folder / "toy.deb"

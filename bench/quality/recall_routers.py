@@ -6,7 +6,7 @@ some dense steps that teach the form of the question, a lone needle at eight dep
     bench/quality/recall_routers.py --device cuda --heads 8:2 16:2 --seeds 1 2 3
 
 The same command continues where it was stopped: --minutes N ends a call after so long. Results are in OUT/results.json and, as
-tables, in OUT/recall-routers.md. --small is for some minutes of a CPU and 512 tokens: it shows that the script works."""
+tables, in OUT/recall-routers.md. --small is for some minutes of a CPU: it shows that the script works."""
 
 import argparse
 import json
@@ -21,7 +21,7 @@ from runs import metrics
 
 DEFAULT_ARMS = ["window", "moments of whole blocks, topk", "exact scores, topk", "planes, topk", "planes, mass"]
 DEPTHS = [0.0, 0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875]
-FULL = {"length": 8192, "steps": 800, "decay": 120, "batch": 16, "micro_batch": 32768, "needle_steps": 40, "needles": 64,
+FULL = {"length": 8192, "steps": 1600, "decay": 200, "batch": 16, "micro_batch": 32768, "needle_steps": 40, "needles": 64,
         "validation": 16, "samples": 25}
 SMALL = {"length": 1024, "steps": 12, "decay": 4, "batch": 4, "micro_batch": 4096, "needle_steps": 6, "needles": 8,
          "validation": 4, "samples": 3}
