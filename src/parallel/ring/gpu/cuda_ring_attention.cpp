@@ -117,8 +117,8 @@ void CudaRingAttention::choose_on_host(const Exec& exec, int layer, const Attent
   selection_.choose(on_host, host_, layer, shape, *state.layout, sequences.budgets, q.data(), k.data(), state.index);
   if (options_.coverage_rows == 0) return;
   add_ring_coverage(*state.layout, host_.rank(), layer,
-                    selection_.measure(on_host, host_, shape, *state.layout, sequences.budgets, q.data(), k.data(),
-                                       state.index, options_.coverage_rows),
+                    selection_.measure(on_host, host_, layer, shape, *state.layout, sequences.budgets, q.data(),
+                                       k.data(), state.index, options_.coverage_rows),
                     report_);
 }
 
