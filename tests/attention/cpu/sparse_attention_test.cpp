@@ -256,10 +256,11 @@ TEST(SparseAttention, CallsTakeTheMemoryThatWasPlanned) {
         for (const int32_t tokens : {500, 700, 900}) run_attention(attention, AttentionCase(shape, {tokens}, 7), 1);
         const bool judges = pattern != Pattern::window && pattern != Pattern::dense;
         // 900 tokens are 15 blocks of 64; mean and variance a part, of single keys the keys, by planes a quarter.
-        const int64_t rows = score_tokens == 0   ? 15 * 2
-                             : score_tokens == 8 ? 15 * 8 * 2
-                             : score_tokens == 1 ? 15 * 64
-                                                 : 15 * 64 / 4;
+        // Where nothing is judged, planes have none, and coverage is measured by moments.
+        const int64_t rows = score_tokens == 0 || (score_tokens < 0 && !judges) ? 15 * 2
+                             : score_tokens == 8                                ? 15 * 8 * 2
+                             : score_tokens == 1                                ? 15 * 64
+                                                                                : 15 * 64 / 4;
         const int64_t statistics = judges || coverage_rows > 0 ? rows * 2 * 16 * 4 : 0;
         // 57 query blocks of two heads, of at most 15 entries of four bytes: they fit into one piece of 4096.
         const int64_t lists = pattern == Pattern::dense ? 0 : 57 * 2 * 32 + 4096 * 4;
