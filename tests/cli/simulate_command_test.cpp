@@ -79,7 +79,7 @@ TEST_F(SimulateCommand, SimulateSweepsLayoutsAndSaysWhatBalancingGives) {
   const std::string rows = (directory_ / "rows.json").string();
   const ProgramResult one =
       run_program({"simulate", "--model", "qwen2.5-0.5b", "--dp", std::to_string(dp), "--pp", std::to_string(pp),
-                   "--cp", std::to_string(cp), "--steps", "2", "--policies", "sab+order+optimal", "--json", rows});
+                   "--cp", std::to_string(cp), "--steps", "2", "--policies", "sab+order+chunk+optimal", "--json", rows});
   ASSERT_EQ(one.exit_code, 0) << one.err;
   const auto read = [](const std::string& path) {
     std::ifstream file(path);
