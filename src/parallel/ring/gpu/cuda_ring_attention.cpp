@@ -115,7 +115,7 @@ void CudaRingAttention::choose_on_host(const Exec& exec, int layer, const Attent
     host_scratch_ = std::make_unique<Arena>("choices of a ring", scratch);
   const Exec on_host{.device = DeviceKind::cpu, .pool = exec.pool, .scratch = host_scratch_.get()};
   selection_.choose(on_host, host_, layer, shape, *state.layout, sequences.budgets, q.data(), k.data(), state.index);
-  if (options_.coverage_rows == 0) return;
+  if (options_.coverage_rows == 0 || !selection_.step().ready(layer)) return;
   add_ring_coverage(*state.layout, host_.rank(), layer,
                     selection_.measure(on_host, host_, layer, shape, *state.layout, sequences.budgets, q.data(),
                                        k.data(), state.index, options_.coverage_rows),
