@@ -8,8 +8,9 @@
 #include "device/memory.h"
 #include "model/decoder_layer.h"
 #include "model/initialization.h"
-#include "model/layer_inputs.h"
 #include "model/stage_memory.h"
+#include "model/waiting/layer_inputs.h"
+#include "model/waiting/piece_store.h"
 #include "ops/embedding.h"
 #include "ops/linear.h"
 #include "ops/rmsnorm.h"
@@ -65,12 +66,18 @@ void check_options(const ModelConfig& config, const StageOptions& options) {
   SB_CHECK(0 <= options.offload && options.offload <= Stage::most_offload(options), "{} layer inputs in host memory",
            options.offload);
   SB_CHECK(options.shards > 0, "{} shards", options.shards);
+  SB_CHECK(0 <= options.max_cut_sequence && options.max_cut_sequence <= options.max_sequence_length,
+           "sequences of {} tokens in pieces, of {} at all", options.max_cut_sequence, options.max_sequence_length);
   SB_CHECK(options.dtype == DType::f32 || (options.dtype == DType::bf16 && options.device == DeviceKind::cuda),
            "activations in {} on this device", dtype_name(options.dtype));
 }
 
 TensorView vector_view(const std::vector<int32_t>& values) {
   return {values.data(), {static_cast<int64_t>(values.size())}};
+}
+
+PiecePlace place_of(const MicroBatch& piece) {
+  return {piece.piece_begin, piece.size(), piece.piece_length};
 }
 
 // A micro-batch's ids where the operations find them.
@@ -121,6 +128,7 @@ struct Stage::Implementation {
   std::vector<std::unique_ptr<AttentionState>> states;
   std::shared_ptr<void> copies;  // the stream of offloaded layer inputs
   std::vector<Slot> slots;
+  PieceStore pieces;
   Arena rope_arena, workspace, scratch;
   TensorView cos, sin;
 
@@ -133,6 +141,7 @@ struct Stage::Implementation {
         last(options.last_layer == config.layers),
         model(config, options),
         bytes(config, options, model.parameters, attention, threads),
+        pieces(bytes.pieces, options.device),
         rope_arena(make_arena("rope table", bytes.rope_table, options.device)),
         workspace(make_arena("workspace", bytes.workspace, options.device)),
         scratch(make_arena("scratch", bytes.scratch, options.device)) {
@@ -168,8 +177,18 @@ struct Stage::Implementation {
     return states[options.training ? static_cast<size_t>(slot_index) * model.layers.size() + layer : 0].get();
   }
 
-  LayerRun layer_run(const Exec& exec, const MicroBatch& batch, const Slot& slot, const DecoderLayer& layer) {
+  // Of a piece: its keys and values lie where those after it find them.
+  void keep_keys(const MicroBatch& batch, int slot_index, size_t layer, LayerSaved& saved) const {
+    if (!batch.is_piece()) return;
+    saved.pieces = &pieces.layer(layer);
+    saved.k = pieces.own(saved.pieces->k, slot_index);
+    saved.v = pieces.own(saved.pieces->v, slot_index);
+  }
+
+  LayerRun layer_run(const Exec& exec, const MicroBatch& batch, int slot_index, const DecoderLayer& layer) {
+    const Slot& slot = slots[static_cast<size_t>(slot_index)];
     PackedSequences sequences{batch.cu_seqlens, {}, batch.whole_cu_seqlens};
+    if (batch.is_piece()) sequences.piece = pieces.seen(slot_index);
     if (!batch.budgets.empty()) {
       const auto count = static_cast<size_t>(batch.sequences());
       sequences.budgets = std::span(batch.budgets).subspan(static_cast<size_t>(layer.index()) * count, count);
@@ -191,6 +210,10 @@ struct Stage::Implementation {
       SB_CHECK(0 <= position && position < options.max_sequence_length, "position {}, planned for {}", position,
                options.max_sequence_length);
     }
+    SB_CHECK(!batch.is_piece() || (options.max_cut_sequence > 0 && batch.sequences() == 1 &&
+                                   batch.positions.front() == batch.piece_begin),
+             "a piece from token {} of {} on, in a stage for sequences of {} in pieces", batch.piece_begin,
+             batch.piece_length, options.max_cut_sequence);
     SB_CHECK(batch.budgets.empty() || std::ssize(batch.budgets) == int64_t{config.layers} * batch.sequences(),
              "{} budgets for {} layers and {} sequences", batch.budgets.size(), config.layers, batch.sequences());
     if (first) {
@@ -350,11 +373,13 @@ TensorView Stage::forward(const Exec& caller, const MicroBatch& batch, int slot_
   const size_t layers = s.model.layers.size();
 
   s.begin(exec, slot, batch);
+  if (batch.is_piece()) s.pieces.begin_forward(place_of(batch), slot_index);
   slot.layer_inputs.begin(*slot.arena, s.options.dtype, {slot.tokens, s.config.hidden_size});
   for (size_t i = 0; i < layers; ++i) {
     slot.saved.push_back(s.model.layers[i].allocate_saved(*slot.arena, slot.tokens, s.options.recompute));
     slot.saved[i].x = slot.layer_inputs.input(static_cast<int>(i));
     slot.saved[i].state = s.state(slot_index, i);
+    s.keep_keys(batch, slot_index, i, slot.saved[i]);
   }
   ArenaScope scope(s.workspace);
   const TensorView stream = s.workspace.allocate(s.options.dtype, {slot.tokens, s.config.hidden_size});
@@ -366,7 +391,7 @@ TensorView Stage::forward(const Exec& caller, const MicroBatch& batch, int slot_
     const TensorView y = i + 1 < layers ? slot.saved[i + 1].x : s.last ? stream : slot.end;
     slot.layer_inputs.written(exec, layer);
     if (i + 1 < layers) slot.layer_inputs.before_write(exec, layer + 1);
-    s.model.layers[i].forward(s.layer_run(exec, batch, slot, s.model.layers[i]), slot.saved[i], y);
+    s.model.layers[i].forward(s.layer_run(exec, batch, slot_index, s.model.layers[i]), slot.saved[i], y);
   }
   slot.holds = Slot::Holds::forward;
   if (!s.last) return slot.end;
@@ -382,13 +407,15 @@ TensorView Stage::evaluate(const Exec& caller, const MicroBatch& batch, int slot
   const Exec exec = s.with_scratch(caller);
 
   s.begin(exec, slot, batch);
+  if (batch.is_piece()) s.pieces.begin_forward(place_of(batch), slot_index);
   ArenaScope scope(s.workspace);
   LayerSaved saved;
   saved.x = s.workspace.allocate(s.options.dtype, {slot.tokens, s.config.hidden_size});
   s.start_of_stream(exec, slot, input, saved.x);
   for (size_t i = 0; i < s.model.layers.size(); ++i) {
     saved.state = s.state(slot_index, i);
-    s.model.layers[i].forward(s.layer_run(exec, batch, slot, s.model.layers[i]), saved, saved.x);
+    s.keep_keys(batch, slot_index, i, saved);
+    s.model.layers[i].forward(s.layer_run(exec, batch, slot_index, s.model.layers[i]), saved, saved.x);
   }
   slot.holds = Slot::Holds::evaluation;
   if (!s.last) return saved.x;
@@ -403,6 +430,7 @@ TensorView Stage::backward(const Exec& caller, const MicroBatch& batch, int slot
   SB_CHECK(slot.holds == Slot::Holds::forward && slot.tokens == batch.size(),
            "backward of slot {}, which holds no forward of this micro-batch", slot_index);
   const Exec exec = s.with_scratch(caller);
+  if (batch.is_piece()) s.pieces.begin_backward(exec, place_of(batch), slot_index);
 
   ArenaScope scope(s.workspace);
   TensorView gradient = slot.end;
@@ -422,7 +450,7 @@ TensorView Stage::backward(const Exec& caller, const MicroBatch& batch, int slot
   down_to(first_layer_group + static_cast<int>(s.model.layers.size()));
   for (size_t i = s.model.layers.size(); i-- > 0;) {
     slot.layer_inputs.before_read(exec, static_cast<int>(i));
-    s.model.layers[i].backward(s.layer_run(exec, batch, slot, s.model.layers[i]), slot.saved[i], gradient);
+    s.model.layers[i].backward(s.layer_run(exec, batch, slot_index, s.model.layers[i]), slot.saved[i], gradient);
     slot.layer_inputs.done(exec, static_cast<int>(i));
     down_to(first_layer_group + static_cast<int>(i));
   }

@@ -27,6 +27,7 @@ struct StageOptions {
   int64_t max_micro_batch_tokens = 0;
   int64_t max_sequence_length = 0;  // positions of the rope table
   int slots = 1;                    // micro-batches in flight
+  int64_t max_cut_sequence = 0;     // the longest sequence that may come in pieces; 0: all come whole
   int64_t loss_chunk = 1024;        // tokens per piece of the vocabulary projection
   int64_t layer_chunk = 32768;      // tokens per piece of a layer's projections and MLP
   int offload = 0;                  // layer inputs that wait for backward in host memory
@@ -72,6 +73,10 @@ class Stage {
   // name).
   void initialize(uint64_t seed);
 
+  // The pieces of a sequence go forward one after the other, with nothing between them but what is done with earlier
+  // micro-batches, and backward in reverse order; a piece's slot keeps its keys and values for those after it until its
+  // own backward.
+  //
   // Runs a micro-batch forward in a slot. `input` [T, H] is the previous stage's output, empty on the first stage.
   // Returns this stage's output [T, H]; on the last stage the loss is computed instead (see loss()), in training with
   // its gradient in the same pass. The returned view stays valid until backward of the slot. The micro-batch must live

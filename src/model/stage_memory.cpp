@@ -54,6 +54,22 @@ StageBytes::StageBytes(const ModelConfig& config, const StageOptions& options, c
   }
   scratch =
       std::max(attention.scratch_bytes(shape, tokens, threads), DecoderLayer::scratch_bytes(config, options.device));
+  piece_layer = 0;
+  if (options.max_cut_sequence > 0) {
+    pieces = {.layers = layers,
+              .kv_heads = config.kv_heads,
+              .head_dim = config.head_dim,
+              .slots = options.slots,
+              .tokens = tokens,
+              .longest = options.max_cut_sequence,
+              .gradients = options.training,
+              .dtype = options.dtype};
+    const PieceBytes more = attention.piece_bytes(shape, tokens, options.max_cut_sequence, threads);
+    piece_layer = more.layer;
+    state = std::max(state, more.state);
+    call = std::max(call, more.call);
+    scratch = std::max(scratch, more.scratch);
+  }
   if (first && options.training) scratch = std::max(scratch, embedding_scratch_bytes(options.device, tokens));
   if (last) {
     scratch =
@@ -68,7 +84,12 @@ MemoryPlan stage_memory_plan(const StageOptions& options, const StageBytes& byte
   if (bytes.rounded_weights > 0) plan.add("rounded weights", bytes.rounded_weights);
   plan.add("activations", options.slots * bytes.slot);
   if (bytes.inputs > 0) plan.add("micro-batch ids", options.slots * bytes.inputs);
-  plan.add("attention state", attention_states(options) * bytes.state + bytes.call);
+  const int64_t layers = options.last_layer - options.first_layer;
+  plan.add("attention state", attention_states(options) * bytes.state + bytes.call + layers * bytes.piece_layer);
+  if (options.max_cut_sequence > 0) {
+    plan.add("keys and values of pieces", layers * bytes.pieces.key_bytes());
+    plan.add("gradient sums of pieces", layers * bytes.pieces.sum_bytes());
+  }
   if (bytes.plans > 0) plan.add("attention plans", bytes.plans);
   plan.add("rope table", bytes.rope_table);
   plan.add("workspace", bytes.workspace);

@@ -26,6 +26,10 @@ struct SelectionRequest {
   // Where several ranks share the sequence: the key blocks this one holds, ascending. Then `q` has their tokens only
   // and only their rows are chosen; statistics still cover the whole sequence.
   std::span<const int32_t> held_blocks = {};
+  // Of a piece: its tokens. Then `q` has these only and only their rows are chosen; statistics cover what is before
+  // `end` and lie as those of the whole sequence.
+  int64_t begin = 0, end = -1;  // -1: all of it
+  int64_t last() const { return end < 0 ? tiles.tokens : end; }
 };
 
 SequenceTiles sequence_tiles(const SelectionConfig& config, int64_t tokens, int64_t budget);
@@ -69,6 +73,7 @@ class Selector {
 
   SelectionConfig config_;
   Thresholds thresholds_;
+  std::map<int, int64_t> chosen_;  // by layer: pairs of the pieces so far
 };
 
 // The best `pairs` (tile, block) pairs of one list head by mass over the whole sequence, forced and own blocks besides:
