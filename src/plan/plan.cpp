@@ -254,6 +254,21 @@ Plan Planner::write(int64_t step, const Draft& draft, double baseline) const {
 
 }  // namespace
 
+std::vector<int> group_sizes(const PlannedRank& rank) {
+  std::vector<int> sizes;
+  for (const PlannedMicroBatch& micro_batch : rank.micro_batches) {
+    if (micro_batch.begin > 0 && !sizes.empty())
+      ++sizes.back();
+    else
+      sizes.push_back(1);
+  }
+  return sizes;
+}
+
+std::shared_ptr<const Schedule> rank_schedule(const PlannedRank& rank, int stages, int warmup_depth) {
+  return shared_schedule(stages, group_sizes(rank), rank.ahead, warmup_depth);
+}
+
 int64_t ExpectedBudgets::of(const AttentionSpec& spec, int64_t tokens) const {
   if (spec.always_dense(tokens)) return tokens;
   const size_t at = length_class(tokens);

@@ -56,7 +56,8 @@ ScheduleResult schedule_of(const Plan& plan, const CostModel& cost, int rank) {
   }
   if (cost.layout().comm)
     for (int s = 0; s < times.stages; ++s) times.tail.push_back(cost.reduction(s));
-  return Schedule(times.stages, times.micro_batches, cost.layout().warmup_depth).analyze(times, {});
+  return rank_schedule(plan.ranks[static_cast<size_t>(rank)], times.stages, cost.layout().warmup_depth)
+      ->analyze(times, {});
 }
 
 std::string schedule_trace(const Plan& plan, const CostModel& cost) {

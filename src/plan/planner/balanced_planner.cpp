@@ -399,7 +399,7 @@ void BalancedPlanner::learn(const StepMeasurement& measurement) {
       }
     }
     for (int s = 0; s < times.stages; ++s) times.tail.push_back(cost.reduction(s));
-    const auto schedule = shared_schedule(times.stages, times.micro_batches, options_.layout.warmup_depth);
+    const auto schedule = rank_schedule(run.step.plan.ranks[r], times.stages, options_.layout.warmup_depth);
     makespan_us = std::max(makespan_us, schedule->makespan(times, {}));
   }
 
