@@ -56,6 +56,7 @@ struct TrainerParts {
   // Several ranks on GPUs: where this one computes and how its data gets to the others.
   RankDevice* device = nullptr;
   IndexDump* dump = nullptr;  // `attention`, where lists of a step are saved
+  int64_t chunk = 0;          // longer sequences come in pieces of at most so many tokens; 0: all come whole
 };
 
 struct TrainSummary {
@@ -117,6 +118,7 @@ class Trainer {
   void load_start_of_run();
   StepPlan plan_step();
   void announce_steps();
+  std::vector<MicroBatch> read_micro_batches(const PlannedRank& planned, std::span<const float> weights) const;
   MicroBatch read_micro_batch(const PlannedMicroBatch& planned, std::span<const float> weights) const;
   MicroBatch own_part(MicroBatch batch) const;
   std::optional<LossSums> forward_backward(const StepPlan& plan);
@@ -131,6 +133,7 @@ class Trainer {
   bool validation_due() const;
   std::optional<ValidationReport> validate();
   std::optional<LossSums> evaluate(bool later_chunk_tokens_only);
+  LossSums evaluate_whole(MicroBatch batch);
   void save();
   void write_final_model(TrainSummary& summary);
 
