@@ -90,7 +90,7 @@ struct Slot {
   enum class Holds { nothing, forward, evaluation };
   Holds holds = Holds::nothing;
   int64_t tokens = 0;
-  std::unique_ptr<Arena> arena;
+  std::unique_ptr<Arena> arena;  // its part of the stage's activations
   LayerInputs layer_inputs;
   std::vector<LayerSaved> saved;
   // [T, H]. Not the last stage: its output. Last stage: after forward the gradient of the last layer's output, after
@@ -104,8 +104,7 @@ struct Slot {
   DeviceEvent uploaded, loss_ready;
 
   Slot(const StageOptions& options, const StageBytes& bytes, const std::shared_ptr<void>& copies)
-      : arena(std::make_unique<Arena>(make_arena("activations", bytes.slot, options.device))),
-        layer_inputs(bytes.layer_inputs, options.device, copies),
+      : layer_inputs(bytes.layer_inputs, options.device, copies),
         loss_memory(sizeof(LossSums), options.device),
         staging(bytes.inputs, options.device),
         inputs(std::make_unique<Arena>(make_arena("micro-batch ids", bytes.inputs, options.device))),
@@ -127,8 +126,12 @@ struct Stage::Implementation {
   StageBytes bytes;
   std::vector<std::unique_ptr<AttentionState>> states;
   std::shared_ptr<void> copies;  // the stream of offloaded layer inputs
+  Arena activations;
   std::vector<Slot> slots;
   PieceStore pieces;
+  int divided = 0;               // slots that have memory
+  int64_t slot_tokens = 0;       // of each, at most
+  int64_t activations_used = 0;  // before it was divided anew
   Arena rope_arena, workspace, scratch;
   TensorView cos, sin;
 
@@ -141,16 +144,21 @@ struct Stage::Implementation {
         last(options.last_layer == config.layers),
         model(config, options),
         bytes(config, options, model.parameters, attention, threads),
+        activations(make_arena("activations", bytes.activations, options.device)),
         pieces(bytes.pieces, options.device),
         rope_arena(make_arena("rope table", bytes.rope_table, options.device)),
         workspace(make_arena("workspace", bytes.workspace, options.device)),
         scratch(make_arena("scratch", bytes.scratch, options.device)) {
     model.parameters.allocate(options.training, options.device, options.dtype, options.with_values);
-    for (int64_t i = 0; i < attention_states(options); ++i) states.push_back(attention.make_state());
+    make_states();
     attention.reserve({config.heads, config.kv_heads, config.head_dim, 1.0f}, options.max_micro_batch_tokens,
                       options.dtype, states);
     if (options.offload > 0 && options.device == DeviceKind::cuda) copies = cuda::make_stream();
     for (int i = 0; i < options.slots; ++i) slots.emplace_back(options, bytes, copies);
+    if (options.kept_tokens == 0)
+      divide(options.slots, options.max_micro_batch_tokens);
+    else
+      divide(1, std::min(options.max_micro_batch_tokens, options.kept_tokens));
     const Shape table{options.max_sequence_length, config.head_dim / 2};
     cos = rope_arena.allocate(DType::f32, table);
     sin = rope_arena.allocate(DType::f32, table);
@@ -161,6 +169,39 @@ struct Stage::Implementation {
     host_sin.store();
   }
 
+  void divide(int count, int64_t tokens) {
+    SB_CHECK(0 < count && count <= options.slots && 0 < tokens && tokens <= options.max_micro_batch_tokens,
+             "{} slots of {} tokens, planned for {} of {}", count, tokens, options.slots,
+             options.max_micro_batch_tokens);
+    SB_CHECK(options.kept_tokens == 0 || count * tokens <= options.kept_tokens,
+             "{} slots of {} tokens, planned for {} in all", count, tokens, options.kept_tokens);
+    if (count == divided && tokens == slot_tokens) return;
+    if (divided > 0) make_states();  // theirs would keep the memory of the largest micro-batches they ever saw
+    activations_used = high_water();
+    activations.release(0);
+    const int64_t each = slot_bytes(config, options, tokens);
+    for (int i = 0; i < count; ++i) {
+      Slot& slot = slots[static_cast<size_t>(i)];
+      SB_CHECK(slot.holds != Slot::Holds::forward, "slot {} still waits for its backward", i);
+      slot.holds = Slot::Holds::nothing;
+      slot.arena = std::make_unique<Arena>("activations", activations.allocate_bytes(each), each, options.device);
+    }
+    pieces.divide(count, tokens);
+    divided = count;
+    slot_tokens = tokens;
+  }
+
+  void make_states() {
+    states.clear();
+    for (int64_t i = 0; i < attention_states(options); ++i) states.push_back(attention.make_state());
+  }
+
+  int64_t high_water() const {
+    int64_t most = 0;
+    for (int i = 0; i < divided; ++i) most = std::max(most, slots[static_cast<size_t>(i)].arena->high_water());
+    return std::max(activations_used, divided * most);
+  }
+
   Exec with_scratch(const Exec& exec) {
     SB_CHECK(exec.device == options.device, "the stage lies on another device");
     Exec own = exec;
@@ -169,7 +210,7 @@ struct Stage::Implementation {
   }
 
   Slot& slot(int index) {
-    SB_CHECK(0 <= index && index < options.slots, "slot {} of {}", index, options.slots);
+    SB_CHECK(0 <= index && index < divided, "slot {} of {}", index, divided);
     return slots[static_cast<size_t>(index)];
   }
 
@@ -200,8 +241,8 @@ struct Stage::Implementation {
   void check_batch(const MicroBatch& batch, const TensorView& input) const {
     const int64_t tokens = batch.size();
     // A rank that shares short sequences with others may have none of their tokens.
-    SB_CHECK((0 < tokens || !batch.whole_cu_seqlens.empty()) && tokens <= options.max_micro_batch_tokens,
-             "a micro-batch of {} tokens, planned for {}", tokens, options.max_micro_batch_tokens);
+    SB_CHECK((0 < tokens || !batch.whole_cu_seqlens.empty()) && tokens <= slot_tokens,
+             "a micro-batch of {} tokens, planned for {}", tokens, slot_tokens);
     SB_CHECK(std::ssize(batch.positions) == tokens, "{} positions for {} tokens", batch.positions.size(), tokens);
     SB_CHECK(batch.sequences() >= 1 && batch.cu_seqlens.front() == 0 && batch.cu_seqlens.back() == tokens &&
                  std::is_sorted(batch.cu_seqlens.begin(), batch.cu_seqlens.end()),
@@ -331,8 +372,7 @@ int Stage::least_offload(const StageOptions& options, int64_t limit,
 MemoryPlan Stage::memory_used() const {
   const Implementation& s = *implementation_;
   StageBytes used = s.bytes;
-  used.slot = 0;
-  for (const Slot& slot : s.slots) used.slot = std::max(used.slot, slot.arena->high_water());
+  used.activations = s.high_water();
   used.rope_table = s.rope_arena.high_water();
   used.workspace = s.workspace.high_water();
   used.scratch = s.scratch.high_water();
@@ -357,6 +397,10 @@ const ModelConfig& Stage::config() const {
 
 const StageOptions& Stage::options() const {
   return implementation_->options;
+}
+
+void Stage::divide(int slots, int64_t tokens) {
+  implementation_->divide(slots, tokens);
 }
 
 void Stage::initialize(uint64_t seed) {

@@ -86,7 +86,7 @@ class Pipeline::Channel {
 // Which slot of the stage a micro-batch is in.
 class Pipeline::Slots {
  public:
-  Slots(int slots, size_t micro_batches) : of_(micro_batches, -1) {
+  Slots(int slots, size_t micro_batches) : slots_(slots), of_(micro_batches, -1) {
     for (int slot = slots; slot-- > 0;) free_.push_back(slot);
   }
   int take(int micro_batch) {
@@ -94,12 +94,14 @@ class Pipeline::Slots {
     free_.pop_back();
     return of_[static_cast<size_t>(micro_batch)] = slot;
   }
+  bool all_free() const { return std::ssize(free_) == slots_; }
   int give_back(int micro_batch) {
     free_.push_back(of_[static_cast<size_t>(micro_batch)]);
     return free_.back();
   }
 
  private:
+  int slots_;
   std::vector<int> free_, of_;
 };
 
@@ -167,12 +169,22 @@ Pipeline::Pipeline(Stage& stage, Communicator& group, int64_t max_micro_batch_to
 
 Pipeline::~Pipeline() = default;
 
+void Pipeline::divide_stage(int slots, std::span<const MicroBatch> batches) {
+  if (stage_.options().kept_tokens == 0) {
+    SB_CHECK(slots <= stage_.options().slots, "{} micro-batches in flight, planned for {}", slots,
+             stage_.options().slots);
+    return;
+  }
+  int64_t largest = 0;
+  for (const MicroBatch& batch : batches) largest = std::max(largest, batch.size());
+  stage_.divide(slots, largest);
+}
+
 Pipeline::Result Pipeline::train(const Exec& exec, std::span<const MicroBatch> batches, int ahead, const Hooks& hooks) {
   const auto count = static_cast<int>(batches.size());
   const int stages = group_.size(), own = group_.rank();
   const auto schedule = shared_schedule(stages, group_sizes(batches), ahead, /*warmup_depth=*/1);
-  SB_CHECK(schedule->slots(own) <= stage_.options().slots, "{} micro-batches in flight, planned for {}",
-           schedule->slots(own), stage_.options().slots);
+  divide_stage(schedule->slots(own), batches);
   std::vector<const Schedule::Node*> forwards, backwards;  // of this stage
   for (const Schedule::Node& node : schedule->nodes())
     if (node.stage == own) (node.backward ? backwards : forwards).push_back(&node);
@@ -187,7 +199,7 @@ Pipeline::Result Pipeline::train(const Exec& exec, std::span<const MicroBatch> b
     expect(inputs_.get(), forwards, i);
     expect(output_gradients_.get(), backwards, i);
   }
-  Slots slots(stage_.options().slots, batches.size());
+  Slots slots(schedule->slots(own), batches.size());
   std::vector<CommRequest> sent(batches.size());  // the micro-batch's output; in use until its backward
   int next_forward = kBuffers, next_backward = kBuffers, backwards_left = count;
   for (const Schedule::Node& node : schedule->nodes()) {
@@ -195,7 +207,7 @@ Pipeline::Result Pipeline::train(const Exec& exec, std::span<const MicroBatch> b
     const int i = node.position;
     const MicroBatch& batch = batches[static_cast<size_t>(i)];
     if (!node.backward) {
-      if (hooks.stop && hooks.stop()) {
+      if (hooks.stop && slots.all_free() && hooks.stop()) {
         result.stopped = true;
         return result;
       }
@@ -227,6 +239,9 @@ Pipeline::Result Pipeline::train(const Exec& exec, std::span<const MicroBatch> b
 }
 
 LossSums Pipeline::evaluate(const Exec& exec, const MicroBatch& batch, int slot) {
+  if (slot == 0)
+    divide_stage(batch.is_piece() ? static_cast<int>((batch.piece_length + batch.size() - 1) / batch.size()) : 1,
+                 std::span(&batch, 1));
   TensorView input;
   if (inputs_) {
     inputs_->post_receive(batch.size());

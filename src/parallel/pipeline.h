@@ -47,7 +47,7 @@ class Pipeline {
   };
   struct Hooks {
     GradientsFinal gradients_final;  // of the last backward: nothing changes these gradients any more
-    // Asked before each micro-batch; true ends the run early. For a pipeline of one stage: others would wait.
+    // Asked whenever nothing is in flight; true ends the run early. For a pipeline of one stage: others would wait.
     std::function<bool()> stop;
   };
 
@@ -62,6 +62,7 @@ class Pipeline {
   class Channel;
   class Timer;
   class Slots;
+  void divide_stage(int slots, std::span<const MicroBatch> batches);
 
   Stage& stage_;
   Communicator& group_;

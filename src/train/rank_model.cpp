@@ -16,6 +16,7 @@ StageOptions RankModelOptions::stage(int index) const {
   options.max_micro_batch_tokens = max_micro_batch_tokens;
   options.max_sequence_length = max_sequence_length;
   options.slots = Pipeline::slots(index, grid.pp, max_pieces);
+  if (!kept_tokens.empty()) options.kept_tokens = kept_tokens[static_cast<size_t>(index)];
   if (max_pieces > 1) options.max_cut_sequence = max_sequence_length;
   options.loss_chunk = loss_chunk;
   options.layer_chunk = layer_chunk;

@@ -28,6 +28,9 @@ struct RankModelOptions {
   Recompute recompute = Recompute::attention;
   int64_t max_micro_batch_tokens = 0, max_sequence_length = 0;
   int max_pieces = 1;  // of a sequence; 1: all come whole
+  // Of every stage: tokens of all micro-batches in flight, each counted as large as the largest of the step; empty:
+  // those of a pipeline whose micro-batches are all as large as they may be.
+  std::vector<int64_t> kept_tokens;
   int64_t loss_chunk = 1024, layer_chunk = 32768;
   std::vector<int> offload;  // of every stage; empty: nothing
   int threads = 1;

@@ -150,6 +150,37 @@ TEST(PieceStage, EvaluatesPieceByPiece) {
   EXPECT_NEAR(sums.nll, one.loss(0).nll, 1e-6 * sums.nll);
 }
 
+// The same memory for one whole sequence, then for many pieces, then for a few larger ones.
+TEST(PieceStage, MemoryIsDividedAnewForOtherSizes) {
+  const ModelConfig config = small_model(ModelConfig::Family::qwen2);
+  const auto sequences = random_sequences({641}, config.vocab_size, 3);
+  const MicroBatch whole = pack(sequences, count_targets(sequences));
+  TestExec exec;
+  DenseAttention dense;
+  StageOptions options = options_for(config, Recompute::attention, 11, 641, 641);
+  options.max_cut_sequence = 641;
+  options.kept_tokens = 11 * kPiece;
+  Stage stage(config, options, dense, 2);
+  randomize(stage.parameters(), 5);
+  stage.divide(1, 641);
+  const Outcome expected = run(stage, exec.exec, {{whole}});
+  for (const int64_t piece : {kPiece, int64_t{320}, int64_t{128}}) {
+    const auto slots = static_cast<int>((641 + piece - 1) / piece);
+    if (slots * piece > options.kept_tokens) {
+      EXPECT_THROW(stage.divide(slots, piece), InternalError);
+      continue;
+    }
+    stage.divide(slots, piece);
+    const Outcome got = run(stage, exec.exec, {pieces_of(whole, piece)});
+    EXPECT_LT(largest_relative_difference(got.gradients, expected.gradients, 1e-6, 1e-3), 1e-5) << piece;
+  }
+  const MemoryPlan plan = Stage::memory_plan(config, options, dense, 2);
+  EXPECT_LE(stage.memory_used().total(), plan.total());
+  StageOptions fixed = options;
+  fixed.kept_tokens = 0;
+  EXPECT_LT(3 * plan.total(), Stage::memory_plan(config, fixed, dense, 2).total());
+}
+
 TEST(PieceStage, PiecesOutOfOrderAreADefect) {
   const ModelConfig config = small_model(ModelConfig::Family::llama);
   const auto sequences = random_sequences({200}, config.vocab_size, 3);

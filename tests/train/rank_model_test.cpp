@@ -29,6 +29,7 @@ struct Case {
   RecordedChoices* recording = nullptr;      // sparse: where this run's go
   int64_t chunk = 0;                         // sequences alone in a micro-batch come in pieces of so many tokens
   int ahead = 1;
+  int64_t largest = 0;  // above 0: slots share the memory of micro-batches of so many tokens
 };
 
 struct Outcome {
@@ -52,6 +53,8 @@ RankModelOptions options_of(const Case& c, const GridShape& grid, Recompute reco
   }
   options.loss_chunk = 50;
   if (c.chunk > 0) options.max_pieces = static_cast<int>((options.max_sequence_length + c.chunk - 1) / c.chunk);
+  for (int stage = 0; c.largest > 0 && stage < grid.pp; ++stage)
+    options.kept_tokens.push_back(Pipeline::slots(stage, grid.pp, options.max_pieces) * c.largest);
   return options;
 }
 
@@ -231,6 +234,7 @@ TEST(Ranks, SequencesInPiecesGiveTheGradientsOfWholeOnes) {
         c.chunk = std::array{64, 128, 192, 448}[static_cast<size_t>(number % 4)];
         // As few forwards as possible, or as many as the longest sequence has pieces.
         c.ahead = number % 3 == 0 ? 1 : static_cast<int>((700 + c.chunk - 1) / c.chunk);
+        c.largest = number % 2 == 0 ? 0 : 448;
         ++number;
         SCOPED_TRACE(fmt::format("dp {}, pp {}, recompute {}, chunk {}, ahead {}", grid.dp, grid.pp,
                                  static_cast<int>(recompute), c.chunk, c.ahead));
@@ -243,7 +247,7 @@ TEST(Ranks, SequencesInPiecesGiveTheGradientsOfWholeOnes) {
     SCOPED_TRACE(fmt::format("pattern {}", static_cast<int>(pattern)));
     c.selection->pattern = pattern;
     c.selection->coverage = 0.8;
-    c.chunk = 0;
+    c.chunk = c.largest = 0;
     c.ahead = 1;
     RecordedChoices choices;
     c.recorded = nullptr;
@@ -256,7 +260,7 @@ TEST(Ranks, SequencesInPiecesGiveTheGradientsOfWholeOnes) {
   }
   c.selection.reset();
   c.recorded = nullptr;
-  c.chunk = 0;
+  c.chunk = c.largest = 0;
   c.ahead = 1;
   expect_pieces_same(run(c, {1, 1}, {{{0}, {1}, {2}, {3}, {4}, {5}, {6}}}, Recompute::none));
 }

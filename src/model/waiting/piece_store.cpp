@@ -13,7 +13,7 @@ int64_t array_bytes(int64_t elements, DType dtype) {
 }  // namespace
 
 int64_t PieceStorePlan::key_bytes() const {
-  return longest == 0 ? 0 : 2 * array_bytes(slots * tokens * kv_heads * head_dim, dtype);
+  return longest == 0 ? 0 : 2 * array_bytes(tokens * kv_heads * head_dim, dtype);
 }
 
 int64_t PieceStorePlan::sum_bytes() const {
@@ -25,7 +25,7 @@ PieceStore::PieceStore(const PieceStorePlan& plan, DeviceKind device)
       keys_(make_arena("keys and values of pieces", plan.layers * plan.key_bytes(), device)),
       sums_(make_arena("gradient sums of pieces", plan.layers * plan.sum_bytes(), device)) {
   if (plan.longest == 0) return;
-  const Shape pages{plan.slots * plan.tokens, plan.kv_heads, plan.head_dim};
+  const Shape pages{plan.tokens, plan.kv_heads, plan.head_dim};
   const Shape sums{plan.longest, plan.kv_heads, plan.head_dim};
   for (int i = 0; i < plan.layers; ++i) {
     LayerPieces& layer = layers_.emplace_back();
@@ -35,14 +35,22 @@ PieceStore::PieceStore(const PieceStorePlan& plan, DeviceKind device)
     layer.dk = sums_.allocate(DType::f32, sums);
     layer.dv = sums_.allocate(DType::f32, sums);
   }
-  slots_.resize(static_cast<size_t>(plan.slots));
+}
+
+void PieceStore::divide(int slots, int64_t tokens) {
+  if (plan_.longest == 0) return;
+  SB_CHECK(slots * tokens <= plan_.tokens, "{} pieces of {} tokens, planned for {} in all", slots, tokens,
+           plan_.tokens);
+  slots_.resize(static_cast<size_t>(slots));
+  page_tokens_ = tokens;
+  newest_ = -1;
 }
 
 void PieceStore::begin_forward(const PiecePlace& piece, int slot) {
   SB_CHECK(
-      0 < piece.tokens && piece.tokens <= plan_.tokens && piece.end() <= piece.length && piece.length <= plan_.longest,
+      0 < piece.tokens && piece.tokens <= page_tokens_ && piece.end() <= piece.length && piece.length <= plan_.longest,
       "tokens {} to {} of a sequence of {}; planned for pieces of {} of sequences of {}", piece.begin, piece.end(),
-      piece.length, plan_.tokens, plan_.longest);
+      piece.length, page_tokens_, plan_.longest);
   Held& own = slots_[static_cast<size_t>(slot)];
   if (piece.begin == 0) {
     own.pages.clear();
@@ -55,7 +63,7 @@ void PieceStore::begin_forward(const PiecePlace& piece, int slot) {
     own.pages = before.pages;
   }
   own.piece = piece;
-  own.pages.push_back({piece.begin, slot * plan_.tokens});
+  own.pages.push_back({piece.begin, slot * page_tokens_});
   newest_ = slot;
 }
 
@@ -78,7 +86,7 @@ SequencePiece PieceStore::seen(int slot) const {
 }
 
 TensorView PieceStore::own(TensorView pages, int slot) const {
-  const int64_t row = slot * plan_.tokens;
+  const int64_t row = slot * page_tokens_;
   return pages.rows(row, row + slots_[static_cast<size_t>(slot)].piece.tokens);
 }
 

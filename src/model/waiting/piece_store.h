@@ -40,6 +40,8 @@ struct PiecePlace {
 class PieceStore {
  public:
   PieceStore(const PieceStorePlan& plan, DeviceKind device);
+  // From here on, with nothing in flight: so many slots for pieces of at most so many tokens.
+  void divide(int slots, int64_t tokens);
 
   // A piece goes forward in a slot, in which its keys and values will wait.
   void begin_forward(const PiecePlace& piece, int slot);
@@ -61,6 +63,7 @@ class PieceStore {
   Arena keys_, sums_;
   std::vector<LayerPieces> layers_;
   std::vector<Held> slots_;
+  int64_t page_tokens_ = 0;
   int newest_ = -1;          // slot of the piece that ran forward last
   int64_t summed_from_ = 0;  // tokens from here on have gone backward, of the sequence on its way back
 };
