@@ -9,6 +9,7 @@
 #include "core/errors.h"
 #include "core/thread_pool.h"
 #include "plan/batching/batching.h"
+#include "plan/chunking.h"
 #include "plan/coverage/coverage.h"
 #include "plan/latency/cost_model.h"
 #include "plan/schedule/ordering.h"
@@ -50,7 +51,7 @@ struct Plan {
   int layers = 0;
   std::vector<PlannedRank> ranks;
   double makespan_us = 0;
-  double lower_bound_us = 0;    // no arrangement at these budgets is faster
+  double lower_bound_us = 0;    // no arrangement at these budgets, of these pieces, is faster
   double baseline_us = 0;       // in order, base budgets
   double imbalance = 1;         // max / mean of micro-batch latency
   double worker_imbalance = 1;  // max / mean of the ranks' busy time
@@ -65,6 +66,7 @@ struct PlanOptions {
   BatchingOptions batching;
   bool ordering = true;
   TuningOptions tuning;
+  ChunkOptions chunk;
 };
 
 // What earlier steps taught: the budgets tuning chose, by length class, relative to the base, in parts per million.

@@ -73,6 +73,8 @@ struct BalanceOptions {
   double p = 0.1;
   double target = -1.0;    // -1: equal_coverage
   int64_t max_budget = 0;  // 0: four times attention.budget
+  static constexpr int64_t kAutomaticChunk = -1;
+  int64_t chunk = 0;  // most tokens of a piece; 0: sequences stay whole
   bool adapt = true;
   std::filesystem::path profile;  // or the name of a built-in one
   std::filesystem::path replay;   // plan.jsonl of another run
