@@ -45,12 +45,6 @@ void check_chunk(const RunConfig& config, const TrainerParts& parts) {
                 "balance.chunk: attention on GPUs computes whole sequences only; set balance.chunk: off");
   const std::string refusal = parts.attention.refuses_pieces();
   SB_USER_CHECK(refusal.empty(), "balance.chunk: {}; set balance.chunk: off", refusal);
-  const SelectionConfig& selection = config.attention.selection;
-  const int64_t unit = std::max(selection.block, selection.query_block);
-  SB_USER_CHECK(parts.chunk % unit == 0,
-                "balance.chunk: {} tokens are no multiple of {}, of which attention's blocks are "
-                "(attention.block {}, attention.query_block {})",
-                parts.chunk, unit, selection.block, selection.query_block);
 }
 
 RankModelOptions rank_model_options(const RunConfig& config, const TrainerParts& parts) {
@@ -63,9 +57,10 @@ RankModelOptions rank_model_options(const RunConfig& config, const TrainerParts&
   options.recompute = config.train.recompute;
   options.max_sequence_length = longest_sequence(parts);
   options.max_micro_batch_tokens = most_rank_tokens(config, Trainer::packing(config, parts));
-  if (parts.chunk > 0) {
-    check_chunk(config, parts);
-    options.max_pieces = static_cast<int>((options.max_sequence_length + parts.chunk - 1) / parts.chunk);
+  if (config.balance.chunk != 0) check_chunk(config, parts);
+  if (const int64_t chunk = smallest_piece(config); chunk > 0) {
+    options.max_pieces = static_cast<int>((options.max_sequence_length + chunk - 1) / chunk);
+    options.kept_tokens = kept_tokens(config, Trainer::packing(config, parts));
   }
   options.loss_chunk = config.train.loss_chunk;
   options.layer_chunk = config.train.layer_chunk;
@@ -100,10 +95,11 @@ std::vector<Sequence> step_batch(const RunConfig& config, const SequenceSource& 
 
 PackingLimits Trainer::packing(const RunConfig& config, const TrainerParts& parts) {
   const int64_t longest = longest_sequence(parts);
-  if (parts.chunk == 0) return packing_limits(config.batch, longest, config.parallel.cp);
+  const int64_t chunk = config.balance.chunk;
+  if (chunk <= 0) return packing_limits(config.batch, longest, config.parallel.cp);
   // Longer sequences are cut, so that no micro-batch need be larger.
-  PackingLimits limits = packing_limits(config.batch, std::min(longest, parts.chunk), config.parallel.cp);
-  limits.max_tokens = std::min(limits.max_tokens, parts.chunk);
+  PackingLimits limits = packing_limits(config.batch, std::min(longest, chunk), config.parallel.cp);
+  limits.max_tokens = std::min(limits.max_tokens, chunk);
   return limits;
 }
 
@@ -285,11 +281,10 @@ std::vector<MicroBatch> Trainer::read_micro_batches(const PlannedRank& planned, 
   std::vector<MicroBatch> batches;
   MicroBatch cut;  // the sequence whose pieces follow each other
   for (const PlannedMicroBatch& next : planned.micro_batches) {
-    SB_USER_CHECK(
-        !next.is_piece() || next.end - next.begin <= parts_.chunk,
-        "step {}: its plan has pieces of {} tokens, and memory is planned for {}; set balance.chunk as in the "
-        "run that made the plan",
-        state_.step + 1, next.end - next.begin, parts_.chunk);
+    SB_USER_CHECK(!next.is_piece() || (config_.balance.chunk != 0 && next.end - next.begin <= limits_.max_tokens),
+                  "step {}: its plan has pieces of {} tokens, for which no memory is planned; set balance.chunk as in "
+                  "the run that made the plan",
+                  state_.step + 1, next.end - next.begin);
     if (!next.is_piece()) {
       batches.push_back(read_micro_batch(next, weights));
       continue;

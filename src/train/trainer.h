@@ -56,7 +56,6 @@ struct TrainerParts {
   // Several ranks on GPUs: where this one computes and how its data gets to the others.
   RankDevice* device = nullptr;
   IndexDump* dump = nullptr;  // `attention`, where lists of a step are saved
-  int64_t chunk = 0;          // longer sequences come in pieces of at most so many tokens; 0: all come whole
 };
 
 struct TrainSummary {

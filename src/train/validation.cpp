@@ -68,8 +68,9 @@ LossSums Trainer::evaluate_whole(MicroBatch batch) {
   if (batch.size() <= limits_.max_tokens) return model_->evaluate(exec_, own_part(std::move(batch)));
   LossSums sums;
   int slot = 0;
-  for (int64_t begin = 0; begin < batch.size(); begin += parts_.chunk)
-    sums += model_->evaluate(exec_, cut_piece(batch, begin, std::min(begin + parts_.chunk, batch.size())), slot++);
+  for (int64_t begin = 0; begin < batch.size(); begin += config_.balance.chunk)
+    sums +=
+        model_->evaluate(exec_, cut_piece(batch, begin, std::min(begin + config_.balance.chunk, batch.size())), slot++);
   return sums;
 }
 

@@ -50,7 +50,9 @@ class CuttingPlanner final : public StepPlanner {
   Plan plan_;
 };
 
-RunConfig long_run(const fs::path& directory, std::vector<std::string> overrides = {}) {
+// `chunk`: as in balance.chunk; 0: off.
+RunConfig long_run(const fs::path& directory, int64_t chunk, std::vector<std::string> overrides = {}) {
+  if (chunk > 0) overrides.push_back(fmt::format("balance.chunk={}", chunk));
   overrides.insert(overrides.begin(),
                    {"attention.pattern=topk", "attention.block=64", "attention.budget=256", "attention.local_blocks=1",
                     "data.synthetic={task: chunk_recall, vocab_size: 16, length: 600, min_length: 60, chunk: 4}",
@@ -67,14 +69,14 @@ struct Trained {
   StepMeasurement measured;
 };
 
-Trained train(const RunConfig& config, int64_t chunk, int ahead = 1) {
+Trained train(const RunConfig& config, int ahead = 1) {
+  const int64_t chunk = config.balance.chunk;
   SparseAttention attention(attention_of(config));
   CuttingPlanner planner(2, chunk, ahead);
   TinyTrainer::Replace replace;
   replace.attention = &attention;
   replace.sparse = &attention;
   replace.planner = &planner;
-  replace.chunk = chunk;
   TinyTrainer trainer(config, replace);
   Trained run;
   trainer->run();
@@ -96,8 +98,8 @@ TEST(PieceTraining, TheRecordIsThatOfWholeSequences) {
     SCOPED_TRACE(pattern);
     const std::string override = std::string("attention.pattern=") + pattern;
     const fs::path whole = scratch / (std::string(pattern) + "-whole"), cut = scratch / (std::string(pattern) + "-cut");
-    train(long_run(whole, {override}), 0);
-    const Trained run = train(long_run(cut, {override}), kChunk, 5);
+    train(long_run(whole, 0, {override}));
+    const Trained run = train(long_run(cut, kChunk, {override}), 5);
     const auto a = lines_of(cut), b = lines_of(whole);
     ASSERT_EQ(a.size(), b.size());
     for (size_t i = 0; i < a.size(); ++i) {
@@ -123,42 +125,32 @@ TEST(PieceTraining, TheRecordIsThatOfWholeSequences) {
 
 TEST(PieceTraining, AResumedRunHasTheBitsOfAnUndisturbedOne) {
   ScratchDirectory scratch;
-  const Trained undisturbed = train(long_run(scratch / "undisturbed"), kChunk, 5);
-  train(long_run(scratch / "run", {"train.max_steps=2"}), kChunk, 5);
-  EXPECT_EQ(train(long_run(scratch / "run"), kChunk, 5).weights, undisturbed.weights);
-}
-
-std::string refusal(const RunConfig& config, int64_t chunk) {
-  return user_error_of([&] { train(config, chunk); });
+  const Trained undisturbed = train(long_run(scratch / "undisturbed", kChunk), 5);
+  train(long_run(scratch / "run", kChunk, {"train.max_steps=2"}), 5);
+  EXPECT_EQ(train(long_run(scratch / "run", kChunk), 5).weights, undisturbed.weights);
 }
 
 TEST(PieceTraining, WhatCannotRunInPiecesIsRefusedBeforeAnythingRuns) {
   ScratchDirectory scratch;
-  const auto says = [](const std::string& message, const char* part) {
-    EXPECT_NE(message.find("balance.chunk"), std::string::npos) << message;
-    EXPECT_NE(message.find(part), std::string::npos) << message;
-  };
-  says(refusal(long_run(scratch / "a", {"attention.selection=lookahead"}), kChunk), "attention.selection: lookahead");
-  says(refusal(long_run(scratch / "b", {"attention.selection=lookahead", "attention.pattern=vertical_slash"}), kChunk),
-       "vertical_slash");
-  says(refusal(long_run(scratch / "c"), 96), "no multiple of 64");
-  EXPECT_FALSE(fs::exists(scratch / "a" / "metrics.jsonl"));
+  const std::string message = user_error_of([&] { train(long_run(scratch / "run", kChunk, {"parallel.cp=2"})); });
+  EXPECT_NE(message.find("balance.chunk"), std::string::npos) << message;
+  EXPECT_NE(message.find("parallel.cp"), std::string::npos) << message;
+  EXPECT_FALSE(fs::exists(scratch / "run" / "metrics.jsonl"));
 }
 
 // A plan made for larger pieces.
 TEST(PieceTraining, PiecesLargerThanPlannedForAreRefused) {
   ScratchDirectory scratch;
-  const RunConfig config = long_run(scratch / "run", {"train.validation_sequences=1"});
+  const RunConfig config = long_run(scratch / "run", kChunk, {"train.validation_sequences=1"});
   SparseAttention attention(attention_of(config));
   CuttingPlanner planner(2, 192);
   TinyTrainer::Replace replace;
   replace.attention = &attention;
   replace.sparse = &attention;
   replace.planner = &planner;
-  replace.chunk = kChunk;
   TinyTrainer trainer(config, replace);
   const std::string message = user_error_of([&] { trainer->run(); });
-  EXPECT_NE(message.find("pieces of 192 tokens, and memory is planned for 128"), std::string::npos) << message;
+  EXPECT_NE(message.find("pieces of 192 tokens, for which no memory is planned"), std::string::npos) << message;
 }
 
 }  // namespace

@@ -47,7 +47,6 @@ TinyTrainer::TinyTrainer(const RunConfig& config, const Replace& replace) : part
                      replace.stop_requested,
                      replace.sparse};
   parts.planner = replace.planner;
-  parts.chunk = replace.chunk;
   trainer_ = std::make_unique<Trainer>(config, parts, *parts_->directory);
 }
 

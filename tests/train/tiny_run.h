@@ -23,7 +23,6 @@ class TinyTrainer {
     ChoosingAttention* sparse = nullptr;  // what `attention` forwards to
     const SequenceSource* validation = nullptr;
     StepPlanner* planner = nullptr;
-    int64_t chunk = 0;  // as TrainerParts
   };
   explicit TinyTrainer(const RunConfig& config) : TinyTrainer(config, Replace()) {}
   TinyTrainer(const RunConfig& config, const Replace& replace);
