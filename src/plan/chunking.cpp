@@ -55,6 +55,7 @@ class RankChunks {
       for (Unit& unit : groups[g]) units.push_back(unit);
     }
     const PipelineTimes times = stage_times(cost_, sequences_, as_batches(units, 1), 0, budgets_);
+    if (busiest_stage(times) >= best_.makespan) return;
     std::vector<double> time(groups.size(), 0.0);  // on the first stage
     for (size_t g = 0; g < groups.size(); ++g)
       for (size_t k = 0; k < groups[g].size(); ++k) {
@@ -125,6 +126,16 @@ class RankChunks {
     }
   }
 
+  // All that a stage does, one operation at a time.
+  static double busiest_stage(const PipelineTimes& times) {
+    std::vector<double> busy(static_cast<size_t>(times.stages), 0.0);
+    for (int i = 0; i < times.micro_batches; ++i)
+      for (int s = 0; s < times.stages; ++s)
+        busy[static_cast<size_t>(s)] += times.forward[times.at(i, s)] + times.backward[times.at(i, s)];
+    for (size_t s = 0; s < times.tail.size(); ++s) busy[s] += times.tail[s];
+    return *std::max_element(busy.begin(), busy.end());
+  }
+
   // Orders of the groups worth a simulation; without reordering the one they have: by their first sequence.
   std::vector<std::vector<int>> group_orders(const Groups& groups, std::span<const double> time) const {
     std::vector<int> order(groups.size());
@@ -140,13 +151,12 @@ class RankChunks {
       return size(a) != size(b) ? size(a) > size(b) : time[static_cast<size_t>(a)] > time[static_cast<size_t>(b)];
     });
     std::vector<std::vector<int>> orders{order};
-    if (cost_.stages() == 1 || order.size() < 2) return orders;
+    if (cost_.stages() == 1 || order.size() < 2 || !all_orders_) return orders;
     // Or a short one before them, to fill the pipeline sooner.
     if (size(order.back()) == 1) {
       orders.push_back(order);
       std::rotate(orders.back().begin(), orders.back().end() - 1, orders.back().end());
     }
-    if (!all_orders_) return orders;
     if (order.size() > 2 && size(order[order.size() - 2]) == 1) {
       orders.push_back(order);
       std::rotate(orders.back().begin(), orders.back().end() - 2, orders.back().end() - 1);
@@ -209,19 +219,16 @@ class RankChunks {
   Arrangement best_;
 };
 
-// In a large step other sizes are tried only where they count: on the slowest rank, until it stays the slowest.
-void improve_slowest(std::vector<RankChunks>& ranks, std::span<const int64_t> sizes) {
-  constexpr int kMost = 96;
-  std::vector<char> tried(ranks.size(), 0);
-  for (int round = 0; round < kMost; ++round) {
-    const auto slowest = std::max_element(ranks.begin(), ranks.end(), [](const RankChunks& a, const RankChunks& b) {
-      return a.best().makespan < b.best().makespan;
-    });
-    char& done = tried[static_cast<size_t>(slowest - ranks.begin())];
-    if (done != 0) return;
-    done = 1;
-    for (const int64_t size : sizes) slowest->attempt(size);
-  }
+// In a large step other sizes are tried only where they count: on the slowest ranks.
+void improve_slowest(std::vector<RankChunks>& ranks, std::span<const int64_t> sizes, ThreadPool* pool) {
+  const size_t count = std::min<size_t>(ranks.size(), 32);
+  std::vector<RankChunks*> slowest;
+  for (RankChunks& rank : ranks) slowest.push_back(&rank);
+  std::partial_sort(slowest.begin(), slowest.begin() + static_cast<ptrdiff_t>(count), slowest.end(),
+                    [](const RankChunks* a, const RankChunks* b) { return a->best().makespan > b->best().makespan; });
+  parallel_pieces(pool, static_cast<int64_t>(count), [&](int64_t i, int) {
+    for (const int64_t size : sizes) slowest[static_cast<size_t>(i)]->attempt(size);
+  });
 }
 
 }  // namespace
@@ -282,7 +289,7 @@ std::optional<Batches> make_chunks(const CostModel& cost, std::span<const Sequen
   parallel_pieces(pool, std::ssize(ranks), [&](int64_t r, int) {
     for (size_t i = 0; i < everywhere; ++i) ranks[static_cast<size_t>(r)].attempt(sizes[i]);
   });
-  if (everywhere < sizes.size()) improve_slowest(ranks, std::span(sizes).subspan(everywhere));
+  if (everywhere < sizes.size()) improve_slowest(ranks, std::span(sizes).subspan(everywhere), pool);
   Batches batches;
   for (const RankChunks& own : ranks) {
     if (own.best().makespan == kNever) return std::nullopt;

@@ -107,6 +107,35 @@ class Planner {
     return floors;
   }
 
+  // No plan of whole sequences is faster, whatever tuning does: the longest one goes through all stages.
+  double whole_bound() {
+    Budgets cheapest = base_;
+    const AttentionSpec& spec = cost_.spec();
+    const auto layers = static_cast<size_t>(cost_.layers());
+    if (options_.tuning.policy == TuningPolicy::optimal)
+      for (size_t i = 0; i < sequences_.size(); ++i) {
+        const int64_t tokens = sequences_[i].tokens;
+        if (spec.always_dense(tokens)) continue;
+        const auto time = [&](int64_t budget) {
+          const StageTime attention = cost_.attention(work_of(spec, tokens, budget));
+          return attention.forward + attention.backward;
+        };
+        int64_t floor = std::min(tokens, spec.least_budget());
+        // The curves know better; in a large step they are not made for this alone.
+        if (small_) {
+          floor = tokens;
+          for (int l = 0; l < cost_.layers(); ++l)
+            floor = std::min<int64_t>(floor, curves().floor(static_cast<int>(i), l));
+        }
+        // A dense sequence needs no selection.
+        const int64_t budget = time(floor) <= time(tokens) ? floor : tokens;
+        for (size_t l = 0; l < layers; ++l)
+          if (!spec.dense_layer(static_cast<int>(l))) cheapest[i * layers + l] = static_cast<int32_t>(budget);
+      }
+    const std::vector<double> no_load(static_cast<size_t>(cost_.stages()), 0.0);
+    return step_lower_bound(cost_, sequences_, layers, cheapest, no_load, pool_);
+  }
+
   // Order, fill, order again. The first order is made for the budgets `first`, one a sequence.
   void finish(Draft& draft, std::span<const int64_t> first) {
     const bool ordered = options_.ordering && cost_.stages() > 1, tuned = options_.tuning.policy != TuningPolicy::off;
@@ -365,7 +394,8 @@ Plan plan_step(int64_t step, const CostModel& cost, const CoverageModel& coverag
                   options.chunk.tokens);
     if (cut) drafts.push_back(std::move(*cut));
   }
-  if (always_cut) return planner.write(step, drafts.back(), baseline.makespan);
+  if (always_cut || (!drafts.empty() && drafts.back().makespan <= planner.whole_bound()))
+    return planner.write(step, drafts.back(), baseline.makespan);
   if (sab && optimal) {
     // Where the longest sequences decide, they will run at their floor: weights and first order of that case.
     const std::vector<int64_t> floors = planner.mean_floors();

@@ -11,9 +11,10 @@ namespace {
 
 constexpr int kLevels = 16;
 
-// A rank at every level: the higher, the lower the price and the longer it takes.
+// A rank at every level: the higher, the lower the price and the longer it takes. What was not asked for is not known.
 struct RankLevels {
   std::array<double, kLevels> makespan{}, gain{};
+  std::array<bool, kLevels> known{};
 };
 
 class PieceTuner {
@@ -28,35 +29,31 @@ class PieceTuner {
         if (input.batches.piece(i).begin == 0)
           for (const int member : input.batches.members(i)) members_[static_cast<size_t>(r)].push_back(member);
     choose_prices();
-    parallel_pieces(input.pool, std::ssize(ranks_), [&](int64_t r, int) { build_rank(static_cast<int>(r)); });
   }
 
-  // Every rank at its highest level in this time; the total gain, or nothing where a rank cannot meet it.
-  double gain(double deadline) const {
+  // Every rank at a level as high as this time allows; the total gain, or -1 where a rank cannot meet it.
+  double gain(double deadline) {
+    std::vector<double> own(ranks_.size());
+    parallel_pieces(input_.pool, std::ssize(ranks_), [&](int64_t r, int) {
+      const int level = highest(static_cast<int>(r), deadline);
+      own[static_cast<size_t>(r)] = level < 0 ? -1 : ranks_[static_cast<size_t>(r)].gain[static_cast<size_t>(level)];
+    });
     double sum = 0;
-    for (const RankLevels& rank : ranks_) {
-      const int level = highest(rank, deadline);
-      if (level < 0) return -1;
-      sum += rank.gain[static_cast<size_t>(level)];
+    for (const double gain : own) {
+      if (gain < 0) return -1;
+      sum += gain;
     }
     return sum;
   }
-  // Deadlines at which some rank reaches another level, ascending.
-  std::vector<double> deadlines() const {
-    std::vector<double> all;
-    for (const RankLevels& rank : ranks_) all.insert(all.end(), rank.makespan.begin(), rank.makespan.end());
-    std::sort(all.begin(), all.end());
-    return all;
-  }
-  double fastest() const {
+  // Every budget at its floor.
+  double fastest() {
     double slowest = 0;
-    for (const RankLevels& rank : ranks_)
-      slowest = std::max(slowest, *std::min_element(rank.makespan.begin(), rank.makespan.end()));
+    for (int r = 0; r < static_cast<int>(ranks_.size()); ++r) slowest = std::max(slowest, makespan(r, 0));
     return slowest;
   }
-  Budgets budgets(double deadline) const {
+  Budgets budgets(double deadline) {
     Budgets budgets(input_.base.begin(), input_.base.end());
-    for (size_t r = 0; r < ranks_.size(); ++r) set_level(static_cast<int>(r), highest(ranks_[r], deadline), budgets);
+    for (int r = 0; r < static_cast<int>(ranks_.size()); ++r) set_level(r, highest(r, deadline), budgets);
     return budgets;
   }
 
@@ -90,14 +87,17 @@ class PieceTuner {
     }
   }
 
-  void build_rank(int r) {
-    Budgets budgets(input_.base.begin(), input_.base.end());
+  double makespan(int r, int level) {
     RankLevels& rank = ranks_[static_cast<size_t>(r)];
-    for (size_t level = 0; level < kLevels; ++level) {
-      rank.gain[level] = set_level(r, static_cast<int>(level), budgets);
+    const auto at = static_cast<size_t>(level);
+    if (!rank.known[at]) {
+      Budgets budgets(input_.base.begin(), input_.base.end());
+      rank.gain[at] = set_level(r, level, budgets);
       const PipelineTimes times = stage_times(input_.cost, input_.sequences, input_.batches, r, budgets);
-      rank.makespan[level] = input_.schedules.of(r).makespan(times, input_.orders[static_cast<size_t>(r)]);
+      rank.makespan[at] = input_.schedules.of(r).makespan(times, input_.orders[static_cast<size_t>(r)]);
+      rank.known[at] = true;
     }
+    return rank.makespan[at];
   }
 
   // The budgets that are worth the price of a level; Σ tokens · coverage over the rank's sequences and layers.
@@ -122,10 +122,15 @@ class PieceTuner {
     return gain;
   }
 
-  static int highest(const RankLevels& rank, double deadline) {
-    int level = kLevels - 1;
-    while (level >= 0 && rank.makespan[static_cast<size_t>(level)] > deadline) --level;
-    return level;
+  // A level that meets the deadline, by halving: higher ones nearly always take longer. -1: not even the floor does.
+  int highest(int r, double deadline) {
+    if (makespan(r, 0) > deadline) return -1;
+    int low = 0, high = kLevels;
+    while (high - low > 1) {
+      const int middle = (low + high) / 2;
+      (makespan(r, middle) <= deadline ? low : high) = middle;
+    }
+    return low;
   }
 
   double tokens(int sequence) const {
@@ -149,19 +154,21 @@ class PieceTuner {
 TuningResult tune_pieces(const TuningInput& input, const TuningOptions& options) {
   const double base =
       step_makespan(input.cost, input.schedules, input.sequences, input.batches, input.orders, input.base);
-  const PieceTuner tuner(input);
+  PieceTuner tuner(input);
   TuningResult result;
   result.budgets.assign(input.base.begin(), input.base.end());
   result.fastest = tuner.fastest();
   result.deadline = base;
   if (options.target == kEqualCoverage) {
-    // The first deadline at which the coverage is that of the base budgets; it never falls with more time.
-    const std::vector<double> deadlines = tuner.deadlines();
+    // The earliest deadline at which the coverage is that of the base budgets.
     const double aim = input.curves.base_total();
-    const auto found =
-        std::partition_point(deadlines.begin(), deadlines.end(), [&](double at) { return tuner.gain(at) < aim; });
-    if (found == deadlines.end() || *found >= base) return result;
-    result.deadline = *found;
+    if (tuner.gain(base) < aim) return result;
+    double early = std::min(result.fastest, base);
+    constexpr int kHalvings = 12;
+    for (int i = 0; i < kHalvings; ++i) {
+      const double middle = 0.5 * (early + result.deadline);
+      (tuner.gain(middle) < aim ? early : result.deadline) = middle;
+    }
   } else {
     result.deadline = std::max(result.fastest, result.fastest + options.target * (base - result.fastest));
   }
