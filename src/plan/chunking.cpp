@@ -15,16 +15,6 @@ namespace {
 constexpr int64_t kSizes[] = {4096, 2048, 8192, 16384};  // the likeliest first
 constexpr double kNever = std::numeric_limits<double>::infinity();
 
-// Sizes that may be tried, multiples of the edge.
-std::vector<int64_t> chunk_sizes(const ChunkOptions& options, int64_t edge) {
-  if (!options.automatic()) return {options.tokens};
-  std::vector<int64_t> sizes;
-  for (const int64_t size : kSizes)
-    if (const int64_t rounded = (size + edge - 1) / edge * edge; std::ranges::find(sizes, rounded) == sizes.end())
-      sizes.push_back(rounded);
-  return sizes;
-}
-
 // One rank's micro-batches in groups: the pieces of a sequence, or a pack of short ones.
 struct Unit {
   std::vector<int> members;
@@ -186,14 +176,12 @@ class RankChunks {
     }
   }
 
+  // Every slot is as large as the largest micro-batch of the step.
   bool fits(const Schedule& schedule, const std::vector<int>& places, const std::vector<Unit>& units) const {
-    std::vector<int64_t> held(static_cast<size_t>(cost_.stages()), 0);
-    for (const Schedule::Node& node : schedule.nodes()) {
-      const Unit& unit = units[static_cast<size_t>(places[static_cast<size_t>(node.position)])];
-      int64_t& own = held[static_cast<size_t>(node.stage)];
-      own += node.backward ? -tokens(unit) : tokens(unit);
-      if (own > options_.kept_tokens[static_cast<size_t>(node.stage)]) return false;
-    }
+    int64_t largest = 0;
+    for (const int place : places) largest = std::max(largest, tokens(units[static_cast<size_t>(place)]));
+    for (int s = 0; s < cost_.stages(); ++s)
+      if (schedule.slots(s) * largest > options_.kept_tokens[static_cast<size_t>(s)]) return false;
     return true;
   }
 
@@ -244,6 +232,15 @@ void improve_slowest(std::vector<RankChunks>& ranks, std::span<const int64_t> si
 }
 
 }  // namespace
+
+std::vector<int64_t> chunk_sizes(const ChunkOptions& options, int64_t edge) {
+  if (!options.automatic()) return {options.tokens};
+  std::vector<int64_t> sizes;
+  for (const int64_t size : kSizes)
+    if (const int64_t rounded = (size + edge - 1) / edge * edge; std::ranges::find(sizes, rounded) == sizes.end())
+      sizes.push_back(rounded);
+  return sizes;
+}
 
 std::vector<Piece> cut_sequence(int64_t length, int64_t chunk, int64_t edge) {
   SB_CHECK(length > 0 && chunk > 0 && edge > 0 && chunk % edge == 0, "{} tokens in pieces of {}, edges of {}", length,

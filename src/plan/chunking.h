@@ -15,11 +15,16 @@ namespace sb {
 // Long sequences are cut into pieces that go through the pipeline one after the other, short ones are packed.
 struct ChunkOptions {
   static constexpr int64_t kAutomatic = -1;
-  int64_t tokens = 0;                // most of a piece or pack; 0: sequences stay whole; kAutomatic: what is fastest
-  std::vector<int64_t> kept_tokens;  // most tokens that a stage may hold for backward, of every stage; empty: any
+  int64_t tokens = 0;  // most of a piece or pack; 0: sequences stay whole; kAutomatic: what is fastest
+  // Of every stage: most tokens that it may hold for backward, every micro-batch counted as large as the step's
+  // largest; empty: any.
+  std::vector<int64_t> kept_tokens;
   bool on() const { return tokens != 0; }
   bool automatic() const { return tokens == kAutomatic; }
 };
+
+// Sizes that may be tried, multiples of the edge.
+std::vector<int64_t> chunk_sizes(const ChunkOptions& options, int64_t edge);
 
 // The fewest pieces of at most `chunk` tokens, as equal as the edges allow; a sequence that fits is one piece. `chunk`
 // is a multiple of `edge`.

@@ -6,6 +6,7 @@
 
 #include "core/errors.h"
 #include "core/log.h"
+#include "train/packing.h"
 #include "train/stage_split.h"
 
 namespace sb {
@@ -122,6 +123,7 @@ std::unique_ptr<BalancedPlanner> make_balanced_planner(const RunConfig& config, 
   options.plan.ordering = config.balance.ordering == BalanceOptions::Ordering::automatic;
   options.plan.tuning = tuning_options(config.balance);
   options.plan.chunk.tokens = config.balance.chunk;
+  options.plan.chunk.kept_tokens = kept_tokens(config, limits);
   options.spec = attention_spec(config);
   options.layout.dp = config.parallel.dp;
   options.layout.pp = config.parallel.pp;

@@ -36,6 +36,18 @@ int64_t longest_sequence(const TrainerParts& parts) {
   return std::max(parts.source.max_length(), validation);
 }
 
+// Before any memory is planned for them: what cannot run in pieces.
+void check_chunk(const RunConfig& config, const TrainerParts& parts) {
+  SB_USER_CHECK(config.parallel.cp == 1,
+                "balance.chunk: {} ranks share every sequence (parallel.cp), and those are not cut into pieces; set "
+                "balance.chunk: off, or parallel.cp: 1",
+                config.parallel.cp);
+  SB_USER_CHECK(config.device == DeviceKind::cpu,
+                "balance.chunk: attention on GPUs computes whole sequences only; set balance.chunk: off");
+  const std::string refusal = parts.attention.refuses_pieces();
+  SB_USER_CHECK(refusal.empty(), "balance.chunk: {}; set balance.chunk: off", refusal);
+}
+
 RankModelOptions rank_model_options(const RunConfig& config, const TrainerParts& parts) {
   RankModelOptions options;
   options.model = parts.model;
@@ -46,6 +58,11 @@ RankModelOptions rank_model_options(const RunConfig& config, const TrainerParts&
   options.recompute = config.train.recompute;
   options.max_sequence_length = longest_sequence(parts);
   options.max_micro_batch_tokens = most_rank_tokens(config, Trainer::packing(config, parts));
+  if (config.balance.chunk != 0) check_chunk(config, parts);
+  if (const int64_t chunk = smallest_piece(config); chunk > 0) {
+    options.max_pieces = static_cast<int>((options.max_sequence_length + chunk - 1) / chunk);
+    options.kept_tokens = kept_tokens(config, Trainer::packing(config, parts));
+  }
   options.loss_chunk = config.train.loss_chunk;
   options.layer_chunk = config.train.layer_chunk;
   options.offload = parts.offload;
@@ -85,7 +102,13 @@ std::vector<Sequence> step_batch(const RunConfig& config, const SequenceSource& 
 }
 
 PackingLimits Trainer::packing(const RunConfig& config, const TrainerParts& parts) {
-  return packing_limits(config.batch, longest_sequence(parts), config.parallel.cp);
+  const int64_t longest = longest_sequence(parts);
+  const int64_t chunk = config.balance.chunk;
+  if (chunk <= 0) return packing_limits(config.batch, longest, config.parallel.cp);
+  // Longer sequences are cut, so that no micro-batch need be larger.
+  PackingLimits limits = packing_limits(config.batch, std::min(longest, chunk), config.parallel.cp);
+  limits.max_tokens = std::min(limits.max_tokens, chunk);
+  return limits;
 }
 
 MemoryPlan Trainer::memory_plan(const RunConfig& config, const TrainerParts& parts, int stage) {
@@ -266,9 +289,26 @@ Trainer::StepPlan Trainer::plan_step() {
     targets.push_back(parts_.source.valid_targets(position));
   }
   const std::vector<float> weights = target_weights(config_.batch.loss, targets);
-  for (const PlannedMicroBatch& planned : step.plan.ranks[static_cast<size_t>(model_->grid().dp_rank())].micro_batches)
-    step.micro_batches.push_back(read_micro_batch(planned, weights));
+  step.micro_batches = read_micro_batches(step.plan.ranks[static_cast<size_t>(model_->grid().dp_rank())], weights);
   return step;
+}
+
+std::vector<MicroBatch> Trainer::read_micro_batches(const PlannedRank& planned, std::span<const float> weights) const {
+  std::vector<MicroBatch> batches;
+  MicroBatch cut;  // the sequence whose pieces follow each other
+  for (const PlannedMicroBatch& next : planned.micro_batches) {
+    SB_USER_CHECK(!next.is_piece() || (config_.balance.chunk != 0 && next.end - next.begin <= limits_.max_tokens),
+                  "step {}: its plan has pieces of {} tokens, for which no memory is planned; set balance.chunk as in "
+                  "the run that made the plan",
+                  state_.step + 1, next.end - next.begin);
+    if (!next.is_piece()) {
+      batches.push_back(read_micro_batch(next, weights));
+      continue;
+    }
+    if (next.begin == 0) cut = read_micro_batch(next, weights);
+    batches.push_back(cut_piece(cut, next.begin, next.end));
+  }
+  return batches;
 }
 
 void Trainer::announce_steps() {
@@ -308,7 +348,8 @@ std::optional<LossSums> Trainer::forward_backward(const StepPlan& plan) {
   if (parts_.sparse) parts_.sparse->take_observations();  // of a validation, or of a step that did not count
   if (parts_.dump) parts_.dump->begin_step(state_.step + 1);
   Pipeline::Result result =
-      model_->forward_backward(exec_, plan.micro_batches, one_rank ? parts_.stop_requested : std::function<bool()>());
+      model_->forward_backward(exec_, plan.micro_batches, one_rank ? parts_.stop_requested : std::function<bool()>(),
+                               plan.plan.ranks[static_cast<size_t>(model_->grid().dp_rank())].ahead);
   if (parts_.dump) parts_.dump->end_step();
   if (result.stopped) return std::nullopt;
   for (const Pipeline::Operation& operation : result.operations)

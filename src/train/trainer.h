@@ -117,6 +117,7 @@ class Trainer {
   void load_start_of_run();
   StepPlan plan_step();
   void announce_steps();
+  std::vector<MicroBatch> read_micro_batches(const PlannedRank& planned, std::span<const float> weights) const;
   MicroBatch read_micro_batch(const PlannedMicroBatch& planned, std::span<const float> weights) const;
   MicroBatch own_part(MicroBatch batch) const;
   std::optional<LossSums> forward_backward(const StepPlan& plan);
@@ -142,6 +143,7 @@ class Trainer {
     bool interruptible = true;  // asks whether to stop; then there is no result
   };
   std::optional<LossSums> forward(const Look& look);
+  LossSums evaluate_whole(MicroBatch batch);
   void save();
   void write_final_model(TrainSummary& summary);
 

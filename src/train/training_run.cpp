@@ -136,7 +136,7 @@ std::string ranks_text(const RunConfig& config, const ModelConfig& model, const 
 }
 
 std::string header(const RunConfig& config, const TrainerParts& parts, int64_t memory_limit) {
-  const PackingLimits limits = packing_limits(config.batch, parts.source.max_length(), config.parallel.cp);
+  const PackingLimits limits = Trainer::packing(config, parts);
   std::string text = "configuration\n";
   text += print_run_config(config);
   if (!text.ends_with('\n')) text += '\n';

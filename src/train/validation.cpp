@@ -36,6 +36,39 @@ std::optional<ValidationReport> Trainer::validate() {
   return report;
 }
 
+namespace {
+
+// The indices of short sequences packed in order; then every longer one alone, which comes in pieces.
+std::vector<std::vector<int>> pack_to_cut(std::span<const int64_t> lengths, const PackingLimits& limits) {
+  std::vector<int64_t> fitting, places;
+  std::vector<std::vector<int>> cut;
+  for (int i = 0; i < static_cast<int>(lengths.size()); ++i) {
+    if (lengths[static_cast<size_t>(i)] > limits.max_tokens) {
+      cut.push_back({i});
+      continue;
+    }
+    fitting.push_back(lengths[static_cast<size_t>(i)]);
+    places.push_back(i);
+  }
+  std::vector<std::vector<int>> packed = pack_in_order(fitting, places, limits);
+  for (std::vector<int>& batch : packed)
+    for (int& member : batch) member = static_cast<int>(places[static_cast<size_t>(member)]);
+  packed.insert(packed.end(), cut.begin(), cut.end());
+  return packed;
+}
+
+}  // namespace
+
+LossSums Trainer::evaluate_whole(MicroBatch batch) {
+  if (batch.size() <= limits_.max_tokens) return model_->evaluate(exec_, own_part(std::move(batch)));
+  LossSums sums;
+  int slot = 0;
+  for (int64_t begin = 0; begin < batch.size(); begin += config_.balance.chunk)
+    sums +=
+        model_->evaluate(exec_, cut_piece(batch, begin, std::min(begin + config_.balance.chunk, batch.size())), slot++);
+  return sums;
+}
+
 std::optional<LossSums> Trainer::evaluate(bool later_chunk_tokens_only) {
   const ValidationSet& set = parts_.validation;
   Look look{*set.source, {}, {}, {}};
@@ -87,7 +120,7 @@ void Trainer::first_look() {
 // some without one.
 std::optional<LossSums> Trainer::forward(const Look& look) {
   LossSums sums;
-  const std::vector<std::vector<int>> packed = pack_in_order(look.lengths, look.positions, limits_);
+  const std::vector<std::vector<int>> packed = pack_to_cut(look.lengths, limits_);
   const auto ranks = static_cast<size_t>(config_.parallel.dp);
   for (size_t round = 0; round < packed.size(); round += ranks) {
     if (look.interruptible && stop_agreed()) return std::nullopt;
@@ -108,7 +141,7 @@ std::optional<LossSums> Trainer::forward(const Look& look) {
         for (const TokenSequence& sequence : sequences)
           batch.budgets.push_back(static_cast<int32_t>(sequence.tokens.size()));
     }
-    sums += model_->evaluate(exec_, own_part(std::move(batch)));
+    sums += evaluate_whole(std::move(batch));
   }
   return sum_over_ranks(*world_, sums);
 }

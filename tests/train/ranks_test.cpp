@@ -167,6 +167,35 @@ TEST(RanksRun, SparseAttentionIsReportedForTheWholeModel) {
   }
 }
 
+// Sequences in pieces, by the configuration alone: in order, balanced, and with the size left to the planner.
+TEST(RanksRun, SequencesInPiecesLearnTheSame) {
+  ScratchDirectory scratch;
+  const std::vector<std::string> data = {
+      "attention.pattern=topk",
+      "attention.block=64",
+      "attention.budget=256",
+      "attention.local_blocks=1",
+      "train.max_steps=3",
+      "train.validation_steps=3",
+      "data.synthetic={task: chunk_recall, vocab_size: 16, length: 600, min_length: 60, chunk: 4}"};
+  train(scratch / "alone", {1, 1}, data);
+  const std::vector<std::vector<std::string>> ways = {
+      {"balance.chunk=128"},
+      {"balance={batching: sab, ordering: auto, profile: h200-analytic, chunk: 128}"},
+      {"balance={batching: sab, ordering: auto, profile: h200-analytic, chunk: auto}"}};
+  for (size_t way = 0; way < ways.size(); ++way) {
+    for (const RankGrid& layout : std::vector<RankGrid>{{1, 1}, {2, 1}, {1, 3}, {2, 2}}) {
+      SCOPED_TRACE(fmt::format("way {} dp {} pp {}", way, layout.dp, layout.pp));
+      const fs::path run = scratch / fmt::format("{}-{}-{}", way, layout.dp, layout.pp);
+      std::vector<std::string> overrides = data;
+      overrides.insert(overrides.end(), ways[way].begin(), ways[way].end());
+      train(run, layout, overrides);
+      expect_same_record(run, scratch / "alone");
+      if (way < 2) EXPECT_GT(metrics_of(run)[1]["micro_batches"].get<int>(), 6);
+    }
+  }
+}
+
 const std::vector<std::string> kBalanced = {"balance={batching: sab, ordering: auto, profile: h200-analytic}",
                                             "batch.global_batch_size=8"};
 

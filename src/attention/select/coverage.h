@@ -21,8 +21,12 @@ struct CoverageRequest {
   const BlockIndex* index;  // the lists in use, and which of its sequences this is
   int sequence;
   const LayerPlanes* planes = nullptr;  // score: planes
+  // Of a piece: its tokens, of which `q` has the queries, and where its keys lie from `k` on.
+  int64_t begin = 0, end = -1;  // -1: all of the sequence
+  std::span<const KeyPage> pages = {};
 };
 
+// Of a piece, its share: the samples of all pieces add up to that of the sequence.
 CoverageSample measure_coverage(const Exec& exec, const AttentionShape& shape, const SequenceTiles& tiles,
                                 const CoverageRequest& request);
 

@@ -6,6 +6,11 @@
 
 namespace sb {
 
+bool selection_looks_ahead(const SelectionConfig& config) {
+  return config.pattern == SelectionPattern::vertical_slash ||
+         (config.order == SelectionOrder::lookahead && config.scores_blocks());
+}
+
 void check_selection_config(const SelectionConfig& config) {
   SB_USER_CHECK(config.block == 64 || config.block == 128 || config.block == 256,
                 "attention.block: {} tokens; 64, 128 and 256 are supported", config.block);

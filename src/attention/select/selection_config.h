@@ -48,6 +48,9 @@ struct SelectionConfig {
   bool lists_per_query_head() const { return pattern == SelectionPattern::vertical_slash; }
 };
 
+// Whether what a token sees may depend on later ones: then a sequence cannot be chosen for piece by piece.
+bool selection_looks_ahead(const SelectionConfig& config);
+
 // UserError with the key's name when a value does not work.
 void check_selection_config(const SelectionConfig& config);
 // The same for what depends on the width of a head, and heads narrower than the default number of channels take all

@@ -11,10 +11,17 @@ namespace {
 
 // Tiles with the same competing blocks go together, so that one product scores all tokens of a key block.
 struct Chunks {
-  explicit Chunks(const SequenceTiles& tiles)
-      : tiles_per_chunk(std::max(1, tiles.block / tiles.query_block)),
-        count((tiles.tiles() + tiles_per_chunk - 1) / tiles_per_chunk) {}
-  int64_t tiles_per_chunk, count;
+  explicit Chunks(const SelectionRequest& request)
+      : tiles_per_chunk(std::max(1, request.tiles.block / request.tiles.query_block)),
+        first(request.begin / (tiles_per_chunk * request.tiles.query_block)),
+        count((last_tile(request) + tiles_per_chunk - 1) / tiles_per_chunk - first) {
+    SB_CHECK(request.begin % (tiles_per_chunk * request.tiles.query_block) == 0, "a piece from token {} on",
+             request.begin);
+  }
+  static int64_t last_tile(const SelectionRequest& request) {
+    return (request.last() + request.tiles.query_block - 1) / request.tiles.query_block;
+  }
+  int64_t tiles_per_chunk, first, count;
 };
 
 }  // namespace
@@ -43,6 +50,7 @@ MassCounts Selector::select(const Exec& exec, const SelectionRequest& request, B
   const SequenceTiles& tiles = request.tiles;
   SB_USER_CHECK(tiles.blocks() <= 65536, "a sequence of {} tokens has more than 65,536 blocks of {}; use larger blocks",
                 tiles.tokens, tiles.block);
+  SB_CHECK(request.end < 0 || !selection_looks_ahead(config_), "this pattern needs whole sequences");
   switch (config_.pattern) {
     case SelectionPattern::vertical_slash:
       select_vertical_slash(exec, request, builder);
@@ -58,7 +66,7 @@ MassCounts Selector::select(const Exec& exec, const SelectionRequest& request, B
       return {};
     case SelectionPattern::window: {
       std::vector<IndexEntry> row;
-      for (int64_t tile = 0; tile < tiles.tiles(); ++tile) {
+      for (int64_t tile = request.begin / tiles.query_block; tile < Chunks::last_tile(request); ++tile) {
         row.clear();
         choose_window(tiles, tile, row);
         for (int head = 0; head < request.shape.kv_heads; ++head) {
@@ -95,7 +103,7 @@ MassCounts Selector::select_by_scores(const Exec& exec, const SelectionRequest& 
                                       BlockIndexBuilder& builder) const {
   const SequenceTiles& tiles = request.tiles;
   const bool lookahead = config_.order == SelectionOrder::lookahead;
-  Chunks chunks(tiles);
+  Chunks chunks(request);
   const bool shared = !request.held_blocks.empty();
   if (shared) chunks.count = std::ssize(request.held_blocks);
   std::atomic<int64_t> chosen = 0, wanted = 0;
@@ -110,10 +118,10 @@ MassCounts Selector::select_by_scores(const Exec& exec, const SelectionRequest& 
   exec.pool->parallel_for(chunks.count * request.shape.kv_heads, 1, [&](int64_t item, int64_t, int thread) {
     // The last chunk has the most blocks: it goes first.
     const int64_t place = chunks.count - 1 - item / request.shape.kv_heads;
-    const int64_t chunk = shared ? request.held_blocks[place] : place;
+    const int64_t chunk = shared ? request.held_blocks[place] : chunks.first + place;
     const int head = static_cast<int>(item % request.shape.kv_heads);
     const int64_t first = chunk * chunks.tiles_per_chunk,
-                  last = std::min(tiles.tiles(), first + chunks.tiles_per_chunk);
+                  last = std::min(Chunks::last_tile(request), first + chunks.tiles_per_chunk);
     const int64_t competing = tiles.competing(first);
 
     bool needed = false;
@@ -121,7 +129,7 @@ MassCounts Selector::select_by_scores(const Exec& exec, const SelectionRequest& 
       needed = needed || tiles.candidates(tile) > (kind == StaircaseRule::Kind::topk ? tiles.free_quota(tile) : 0);
     }
     Worker& worker = workers[thread];
-    worker.scorer.set_first_token((chunk - place) * tiles.block);
+    worker.scorer.set_first_token(shared ? (chunk - place) * tiles.block : request.begin);
     std::vector<IndexEntry>& row = worker.row;
     const float* masses = nullptr;
     if (needed) {
@@ -148,7 +156,7 @@ MassCounts Selector::select_by_scores(const Exec& exec, const SelectionRequest& 
 
 void Selector::select_most_mass(const Exec& exec, const SelectionRequest& request, BlockIndexBuilder& builder) const {
   const SequenceTiles& tiles = request.tiles;
-  const Chunks chunks(tiles);
+  const Chunks chunks(request);
   const int64_t pairs = wanted_blocks(tiles);
   exec.pool->parallel_for(request.shape.kv_heads, 1, [&](int64_t head, int64_t, int thread) {
     std::vector<std::vector<float>> masses(tiles.tiles());

@@ -28,6 +28,10 @@ struct SelectionRequest {
   // and only their rows are chosen; statistics still cover the whole sequence.
   std::span<const int32_t> held_blocks = {};
   const LayerPlanes* planes = nullptr;  // score: planes
+  // Of a piece: its tokens. Then `q` has these only and only their rows are chosen; statistics cover what is before
+  // `end` and lie as those of the whole sequence.
+  int64_t begin = 0, end = -1;  // -1: all of it
+  int64_t last() const { return end < 0 ? tiles.tokens : end; }
 };
 
 SequenceTiles sequence_tiles(const SelectionConfig& config, int64_t tokens, int64_t budget);

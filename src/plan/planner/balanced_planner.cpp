@@ -365,6 +365,9 @@ BalancedPlanner::Made BalancedPlanner::make(int64_t step, const std::vector<Sequ
   plain.batching.policy = BatchingPolicy::in_order;
   plain.ordering = false;
   plain.chunk = {};
+  // What it is compared with has whole sequences, however large micro-batches may be.
+  for (const Sequence& sequence : sequences)
+    if (int64_t& cap = plain.batching.micro_batch_tokens; cap > 0) cap = std::max(cap, sequence.tokens);
   plain.tuning.policy = TuningPolicy::off;
   made.step.in_order = plan_step(step, cost, coverage, sequences, plain, expected);
   return made;
