@@ -95,7 +95,7 @@ class Study:
         if "dense" not in self.results:
             # What is to be lost must be there first.
             if not self.arguments.small and last(base, "validation_recall") < 0.95:
-                sys.exit(f"{base}: dense recall is {100 * last(base, 'validation_recall'):.1f} %; the model did not learn the task. "
+                sys.exit(f"{base}: dense recall is {100 * last(base, 'validation_recall'):.1f} %; the task was not learned. "
                          f"Another seed, or more steps, may")
             self.results["dense"] = {"density": 1.0, "recall": last(base, "validation_recall"),
                                      "needle": self.found(needle / "final", "dense", "dense")}
