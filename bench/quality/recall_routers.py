@@ -21,10 +21,10 @@ from runs import metrics
 
 DEFAULT_ARMS = ["window", "moments of whole blocks, topk", "exact scores, topk", "planes, topk", "planes, mass"]
 DEPTHS = [0.0, 0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875]
-FULL = {"length": 8192, "steps": 1600, "decay": 200, "batch": 16, "micro_batch": 32768, "needle_steps": 40, "needles": 64,
-        "validation": 16, "samples": 25}
-SMALL = {"length": 1024, "steps": 12, "decay": 4, "batch": 4, "micro_batch": 4096, "needle_steps": 6, "needles": 8,
-         "validation": 4, "samples": 3}
+FULL = {"length": 8192, "short_length": 256, "short_steps": 1200, "short_batch": 256, "steps": 400, "batch": 16,
+        "micro_batch": 65536, "needle_steps": 40, "needles": 64, "validation": 16, "samples": 25}
+SMALL = {"length": 1024, "short_length": 64, "short_steps": 8, "short_batch": 8, "steps": 8, "batch": 4, "micro_batch": 4096,
+         "needle_steps": 6, "needles": 8, "validation": 4, "samples": 3}
 
 
 class Study:
@@ -45,15 +45,22 @@ class Study:
                           "seed": self.seed, "validation_sequences": validation}}
 
     def base(self):
+        """Dense: to copy at all is learned from many short sequences, to reach far from few long ones."""
         size = self.size
         init = {"model_type": "qwen2", "vocab_size": 1024, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2,
-                "num_attention_heads": self.heads[0], "num_key_value_heads": self.heads[1], "head_dim": 64, "rope_theta": 500000}
-        task = {"task": "chunk_recall", "length": size["length"],
-                "curriculum": {"start_length": 24, "threshold": 0.8, "smoothing": 0.8}}
-        optimizer = {"learning_rate": 1.5e-3, "schedule": "warmup_stable_decay", "warmup_steps": min(20, size["steps"] // 4),
-                     "decay_steps": size["decay"]}
-        return self.program.train("base", self.config({"init": init}, task, size["batch"], optimizer, size["steps"],
-                                                      size["validation"]))
+                "num_attention_heads": self.heads[0], "num_key_value_heads": self.heads[1], "head_dim": 64, "rope_theta": 500000,
+                "initializer_range": 0.06}
+        model = {"init": init}
+        for name, first, length, batch, rate, steps in (
+                ("short", 24, size["short_length"], size["short_batch"], 1.5e-3, size["short_steps"]),
+                ("base", size["short_length"], size["length"], size["batch"], 1e-3, size["steps"])):
+            task = {"task": "chunk_recall", "length": length,
+                    "curriculum": {"start_length": first, "threshold": 0.8, "smoothing": 0.8}}
+            optimizer = {"learning_rate": rate, "schedule": "warmup_stable_decay", "warmup_steps": min(20, steps // 4),
+                         "decay_steps": steps // 4}
+            folder = self.program.train(name, self.config(model, task, batch, optimizer, steps, size["validation"]))
+            model = {"path": str(folder / "final")}
+        return folder
 
     def needle(self, base):
         """Dense attention learns the form of the question; a router then only has to find the place."""
@@ -86,6 +93,10 @@ class Study:
         needle = self.needle(base)
         recall_task = {"task": "chunk_recall", "length": self.size["length"]}
         if "dense" not in self.results:
+            # What is to be lost must be there first.
+            if not self.arguments.small and last(base, "validation_recall") < 0.95:
+                sys.exit(f"{base}: dense recall is {100 * last(base, 'validation_recall'):.1f} %; the task was not learned. "
+                         f"Another seed, or more steps, may")
             self.results["dense"] = {"density": 1.0, "recall": last(base, "validation_recall"),
                                      "needle": self.found(needle / "final", "dense", "dense")}
             self.save()
