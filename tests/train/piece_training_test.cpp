@@ -61,7 +61,10 @@ RunConfig long_run(const fs::path& directory, int64_t chunk, std::vector<std::st
 }
 
 SparseAttention::Options attention_of(const RunConfig& config) {
-  return {config.attention.selection, run_model_config(config).layers, 16};
+  const ModelConfig model = run_model_config(config);
+  SelectionConfig selection = config.attention.selection;
+  settle_score_channels(selection, model.head_dim);
+  return {selection, model.layers, 16};
 }
 
 struct Trained {

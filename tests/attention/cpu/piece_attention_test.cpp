@@ -176,6 +176,35 @@ void expect_same_report(AttentionReport got, AttentionReport expected) {
     EXPECT_NEAR(got.samples[0].sample.curve[i], expected.samples[0].sample.curve[i], 1e-4);
 }
 
+constexpr std::pair<SelectionPattern, BlockScore> kChoices[] = {
+    {SelectionPattern::topk, BlockScore::moments}, {SelectionPattern::topp, BlockScore::moments},
+    {SelectionPattern::mass, BlockScore::moments}, {SelectionPattern::window, BlockScore::moments},
+    {SelectionPattern::topk, BlockScore::planes},  {SelectionPattern::topp, BlockScore::planes},
+    {SelectionPattern::mass, BlockScore::planes}};
+
+// What earlier steps would have seen, where planes are chosen by it.
+LearnedSelection first_statistics(const AttentionCase& c, const SparseAttention::Options& options) {
+  LearnedSelection learned;
+  if (!options.selection.judges_by_planes()) return learned;
+  ThreadPool pool(1);
+  const Exec exec{.pool = &pool};
+  learned.planes.assign(static_cast<size_t>(options.layers),
+                        measure_planes(exec, c.shape, c.q.data(), c.k.data(), c.tokens()));
+  return learned;
+}
+
+void expect_near_energies(const LearnedSelection& got, const LearnedSelection& expected) {
+  ASSERT_EQ(got.planes.size(), expected.planes.size());
+  for (size_t layer = 0; layer < got.planes.size(); ++layer) {
+    ASSERT_EQ(got.planes[layer].query_squares.size(), expected.planes[layer].query_squares.size());
+    EXPECT_EQ(got.planes[layer].tokens, expected.planes[layer].tokens);
+    for (size_t i = 0; i < got.planes[layer].query_squares.size(); ++i) {
+      EXPECT_NEAR(got.planes[layer].query_squares[i], expected.planes[layer].query_squares[i], 1e-3);
+      EXPECT_NEAR(got.planes[layer].key_squares[i], expected.planes[layer].key_squares[i], 1e-3);
+    }
+  }
+}
+
 TEST(PieceAttention, ChoosesMeasuresAndComputesAsForTheWhole) {
   struct Size {
     int block, query_block;
@@ -187,31 +216,40 @@ TEST(PieceAttention, ChoosesMeasuresAndComputesAsForTheWhole) {
                                             {128, 1, 1200, {256}},
                                             {256, 32, 2600, {512, 768}}}) {
     const AttentionCase c({6, 2, 16, 0.5f}, {size.length}, 7);
-    for (const SelectionPattern pattern : kCausal) {
-      const SparseAttention::Options options = options_for(pattern, size.block, size.query_block);
-      SparseAttention whole(options);
-      // Two calls, so that `mass` has learned from the first; in the layer that the pieces run in.
-      PieceRun expected;
-      for (int step = 0; step < 2; ++step) {
-        whole.take_report();
-        expected = run_pieces(whole, c, {0, size.length}, 1, 2);
-      }
-      const AttentionReport report = whole.take_report();
-      EXPECT_LT(report.total().density(), 0.95);
-      for (const int64_t piece : size.pieces) {
-        SCOPED_TRACE(testing::Message() << "pattern " << static_cast<int>(pattern) << ", block " << size.block
-                                        << ", query block " << size.query_block << ", pieces of " << piece);
-        SparseAttention attention(options);
-        const std::vector<int64_t> cuts = even_cuts(size.length, piece);
+    for (const auto& [pattern, score] : kChoices) {
+      SparseAttention::Options options = options_for(pattern, size.block, size.query_block);
+      options.selection.score = score;
+      options.selection.score_channels = 8;
+      // Two steps, so that `mass` has learned from the first; in the layer that the pieces run in.
+      const auto two_steps = [&](SparseAttention& attention, const std::vector<int64_t>& cuts,
+                                 LearnedSelection& learned) {
         PieceRun run;
         for (int step = 0; step < 2; ++step) {
           attention.take_report();
+          attention.use(learned);
           run = run_pieces(attention, c, cuts, 1, 2);
+          learned = learn(learned, attention.take_observations());
         }
+        return run;
+      };
+      SparseAttention whole(options);
+      LearnedSelection learned_whole = first_statistics(c, options);
+      const PieceRun expected = two_steps(whole, {0, size.length}, learned_whole);
+      const AttentionReport report = whole.take_report();
+      EXPECT_LT(report.total().density(), 0.95);
+      for (const int64_t piece : size.pieces) {
+        SCOPED_TRACE(testing::Message() << "pattern " << static_cast<int>(pattern) << ", score "
+                                        << static_cast<int>(score) << ", block " << size.block << ", query block "
+                                        << size.query_block << ", pieces of " << piece);
+        SparseAttention attention(options);
+        const std::vector<int64_t> cuts = even_cuts(size.length, piece);
+        LearnedSelection learned = first_statistics(c, options);
+        const PieceRun run = two_steps(attention, cuts, learned);
         expect_near(run.results, expected.results);
         expect_same_lists(run.lists, cuts, expected.lists.front());
         expect_same_report(attention.take_report(), report);
-        EXPECT_EQ(attention.thresholds(), whole.thresholds());
+        EXPECT_EQ(learned.thresholds, learned_whole.thresholds);
+        expect_near_energies(learned, learned_whole);
         EXPECT_LE(attention.layer_bytes_used(), 3 * attention.piece_bytes(c.shape, piece, size.length, 2).layer);
         EXPECT_LE(attention.call_bytes_used(), attention.piece_bytes(c.shape, piece, size.length, 2).call);
         for (const BlockIndex& lists : run.lists)
