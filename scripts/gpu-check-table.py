@@ -24,6 +24,17 @@ ATTENTION_BARS = {
     "10% 14:2 d64 32K qb16": (350, 320),
 }
 SELECTION_BAR = 4.0  # % of forward + backward: its kernels one after the other, and what it adds beside them
+# Blocks judged by planes: % of forward + backward, all kernels of choosing one after the other.
+PLANES_BARS = {
+    "topk planes 10% 16:2 d128 32K": 6,
+    "topk planes 10% 16:2 d128 128K": 8,
+    "topk planes 10% 14:2 d64 32K": 9,
+    "topk planes 10% 14:2 d64 128K": 12,
+    "mass planes 10% 16:2 d128 32K": 7,
+    "mass planes 10% 16:2 d128 128K": 10,
+    "mass planes 10% 14:2 d64 32K": 11,
+    "mass planes 10% 14:2 d64 128K": 15,
+}
 FLEX_BARS = {"10% 16:2 d128 32K qb128": (1.6, 1.3)}  # times FlexAttention on the same lists
 
 STEP = re.compile(r"^Qwen2\.5-(\S+) at (\d+), (.+): (\d+) ms, (\d+) tokens/s(.*)")
@@ -130,6 +141,10 @@ def add_attention(table, lines):
                 table.add("  in a row, at the power limit", f"{forward_row} / {backward_row}", f"{f} / {b}",
                           f"{forward_row / f:.2f} / {backward_row / b:.2f} x")
     for name, share, added in selection:
+        if name in PLANES_BARS:
+            bar = PLANES_BARS[name]
+            table.add(f"{name}, selection: in a row / added", f"{share} / {added} %", bar=f"{bar} %", met=share <= bar)
+            continue
         judged = name.startswith("topk") and "parts of" not in name
         table.add(f"{name}, selection: in a row / added", f"{share} / {added} %", bar=f"{SELECTION_BAR} %" if judged else "",
                   met=max(share, added) <= SELECTION_BAR if judged else None)
@@ -162,11 +177,12 @@ FlexAttention 10% 16:2 d128 32K qb128           1.463    311 |    3.520    324 |
 topk 10% 16:2 d128 32K         rows 0.0894 ms, columns 0.0176, order 0.0128; attention 3.237: 3.5 %; all together 3.360: 3.8 %
 topk 10% 16:2 d128 32K parts of 64 rows 0.1349 ms, columns 0.0163, order 0.0122; attention 3.213: 5.1 %; all together 3.389: 5.5 %
 mass 10% 16:2 d128 32K         rows 0.1243 ms, columns 0.0090, order 0.0087; attention 3.360: 4.3 %; all together 3.504: 4.3 %; 9.7 % listed
+mass planes 10% 14:2 d64 32K   rows 0.1643 ms, columns 0.0090, order 0.0087; attention 1.880: 9.7 %; all together 2.077: 10.5 %; 9.7 % listed
 """
     assert not make_table(good.splitlines()).missed, make_table(good.splitlines()).text()
     for old, new in [("0 tests failed", "1 tests failed"), ("62936", "82936"), ("137.64", "127.64"), ("31182", "30182"),
                      ("    560", "    460"), ("455 (taken)", "455"), ("324", "340"), (": 3.5 %", ": 4.1 %"),
-                     (": 3.8 %", ": 4.1 %")]:
+                     (": 3.8 %", ": 4.1 %"), ("1.880: 9.7 %", "1.880: 11.1 %")]:
         assert old in good
         bad = make_table(good.replace(old, new).splitlines())
         assert len(bad.missed) == 1, (old, bad.text())

@@ -98,6 +98,7 @@ int main(int argc, char** argv) {
       const std::string what =
           fmt::format(" {}:{} d{} {}K", shape.heads, shape.kv_heads, shape.head_dim, tokens / 1024);
       SelectionConfig selection;
+      selection.score = BlockScore::moments;
       selection.budget = tokens / 20;  // of the pairs 10 %
       run(filter, "topk" + what, selection, shape, tokens, 16);
       if (tokens > 32768 && shape.head_dim == 64) continue;

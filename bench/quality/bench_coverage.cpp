@@ -283,13 +283,24 @@ class Measurement {
   std::unique_ptr<AttentionState> state_;
 };
 
-// The budget with which a setting computes as many pairs as wanted. `mass` steers its thresholds from call to call, so
-// every probe is run a few times.
-int64_t calibrate(Measurement& measurement, SparseAttention& attention, bool steered, double wanted, int64_t most) {
+// `mass` learns its thresholds from step to step: as many as it takes until they stay.
+void settle(Measurement& measurement, SparseAttention& attention, int64_t budget) {
+  LearnedSelection learned;
+  attention.take_observations();
+  for (int step = 0; step < 12; ++step) {
+    attention.use(learned);
+    measurement.run(attention, budget, false);
+    learned = learn(learned, attention.take_observations());
+  }
+  attention.use(learned);
+}
+
+// The budget with which a setting computes as many pairs as wanted.
+int64_t calibrate(Measurement& measurement, SparseAttention& attention, bool learns, double wanted, int64_t most) {
   int64_t low = kBlock, high = most;
   while (high - low > kBlock / 8) {
     const int64_t middle = (low + high) / 2;
-    for (int i = 0; steered && i < 10; ++i) measurement.run(attention, middle, false);
+    if (learns) settle(measurement, attention, middle);
     (measurement.run(attention, middle, false).pairs > wanted ? high : low) = middle;
   }
   return low;
@@ -334,9 +345,9 @@ void run(const std::filesystem::path& directory, int64_t tokens, int64_t budget,
   for (const Setting& setting : all) {
     if (setting.name.find(rows) == std::string::npos) continue;
     SparseAttention attention = open(setting);
-    const bool steered = setting.selection.pattern == SelectionPattern::mass;
-    const int64_t chosen = calibrate(measurement, attention, steered, wanted, std::min(4 * budget, tokens - 1));
-    for (int i = 0; steered && i < 8; ++i) measurement.run(attention, chosen, false);
+    const bool learns = setting.selection.learns_thresholds();
+    const int64_t chosen = calibrate(measurement, attention, learns, wanted, std::min(4 * budget, tokens - 1));
+    if (learns) settle(measurement, attention, chosen);
     const Outcome outcome = measurement.run(attention, chosen, true);
     std::string columns;
     for (const double coverage : outcome.layer_coverage) columns += fmt::format(" {:.1f} % |", 100 * coverage);

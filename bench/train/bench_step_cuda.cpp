@@ -2,11 +2,11 @@
 // then the time of every class of operations at the step's sizes against its floor (FLOPs at the rate of a large
 // product, bytes at the rate of a large copy, both measured in the same run). bench/peers/train_step_peers.py is the
 // peer.
-//   bench_step_cuda [0.5B|3B|all] [tokens] [--budget N] [--recompute none|attention|layer] [--steps N] [--warm-up N]
-//                   [--packed N] [--tokens-per-step N] [--loss-chunk N] [--layer-chunk N] [--offload N] [--no-classes]
-//                   [--measure-products] [--portable]
+//   bench_step_cuda [0.5B|3B|all] [tokens] [--budget N] [--pattern topk|mass] [--score planes|moments]
+//                   [--recompute none|attention|layer] [--steps N] [--warm-up N] [--packed N] [--tokens-per-step N]
+//                   [--loss-chunk N] [--layer-chunk N] [--offload N] [--no-classes] [--measure-products] [--portable]
 // A micro-batch is one sequence of `tokens` (8,192), or sequences of --packed tokens; --tokens-per-step makes a step of
-// several micro-batches. With a budget attention is sparse: topk, blocks of 128. --offload: layer inputs in host memory
+// several micro-batches. With a budget attention is sparse, with blocks of 128. --offload: layer inputs in host memory
 // (-1: as many as needed). --portable: attention's portable kernels instead of the GPU's own.
 
 #include <fmt/format.h>
@@ -95,6 +95,7 @@ struct Arguments {
   std::string model = "all";
   int64_t tokens = 8192;
   int64_t budget = 0;  // 0: dense
+  std::string pattern = "topk", score = "planes";
   std::string recompute = "none";
   int steps = 10, warm_up = -1;  // -1: as many, at most 3
   int64_t packed = 0;            // 0: one sequence
@@ -117,6 +118,10 @@ Arguments parse_arguments(int argc, char** argv) {
     };
     if (word == "--budget")
       arguments.budget = std::stoll(value());
+    else if (word == "--pattern")
+      arguments.pattern = value();
+    else if (word == "--score")
+      arguments.score = value();
     else if (word == "--recompute")
       arguments.recompute = value();
     else if (word == "--steps")
@@ -153,6 +158,15 @@ Arguments parse_arguments(int argc, char** argv) {
   if (arguments.packed == 0) arguments.packed = arguments.tokens;
   if (arguments.warm_up < 0) arguments.warm_up = std::min(arguments.steps, 3);
   return arguments;
+}
+
+// Which planes are taken does not matter for time.
+LearnedSelection equal_energies(const ModelConfig& config) {
+  const std::vector<double> ones(static_cast<size_t>(config.kv_heads) * static_cast<size_t>(config.head_dim), 1.0);
+  const std::vector<double> zeros(ones.size());
+  LearnedSelection learned;
+  learned.planes.assign(static_cast<size_t>(config.layers), PlaneSums{1, ones, zeros, ones});
+  return learned;
 }
 
 Recompute recompute_level(const std::string& name) {
@@ -284,16 +298,20 @@ int main(int argc, char** argv) try {
   for (const Case& c : {Case{"0.5B", qwen(896, 4864, 24, 14, 64)}, Case{"3B", qwen(2048, 11008, 36, 16, 128)}}) {
     if (arguments.model != "all" && arguments.model != c.name) continue;
     const std::string attention_name =
-        (arguments.budget > 0 ? fmt::format("topk, budget {}", arguments.budget) : std::string("dense")) +
+        (arguments.budget > 0 ? fmt::format("{} by {}, budget {}", arguments.pattern, arguments.score, arguments.budget)
+                              : std::string("dense")) +
         (arguments.portable ? ", portable kernels" : "");
     fmt::print("Qwen2.5-{}, {} tokens, bf16, recompute {}, attention {}\n", c.name, tokens, arguments.recompute,
                attention_name);
     CudaAttentionOptions options;
-    options.attention.selection.pattern = arguments.budget > 0 ? SelectionPattern::topk : SelectionPattern::dense;
-    if (arguments.budget > 0) options.attention.selection.budget = arguments.budget;
+    SelectionConfig& selection = options.attention.selection;
+    selection.pattern = arguments.budget > 0 ? parse_selection_pattern(arguments.pattern) : SelectionPattern::dense;
+    selection.score = parse_block_score(arguments.score);
+    if (arguments.budget > 0) selection.budget = arguments.budget;
     options.attention.layers = c.config.layers;
     options.portable = arguments.portable;
     const auto attention = make_cuda_attention(options);
+    attention->use(equal_energies(c.config));
     std::vector<MicroBatch> batches;
     for (uint64_t seed : {7, 8})
       batches.push_back(random_batch(c.config, tokens, arguments.packed, arguments.tokens_per_step, seed));

@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <memory>
 #include <span>
+#include <string>
 
 #include "device/exec.h"
 
@@ -14,6 +15,20 @@ struct AttentionShape {
   int group() const { return heads / kv_heads; }
 };
 
+// Where keys of a cut sequence lie: those from token `begin` on, up to the next page's, in the rows of k and v from
+// `row` on. Pages begin at multiples of attention's blocks.
+struct KeyPage {
+  int64_t begin = 0, row = 0;
+};
+
+// One piece of a sequence that runs piece by piece, the pieces in order forward and in reverse order backward. Its
+// queries see the keys of the pieces before it.
+struct SequencePiece {
+  int64_t begin = 0;                    // its first token in the sequence
+  int64_t length = 0;                   // of the whole sequence; 0: this is no piece
+  std::span<const KeyPage> pages = {};  // of this piece and all before it, ascending
+};
+
 // The packed sequences of one micro-batch as attention sees them: sequence i is tokens cu_seqlens[i] …
 // cu_seqlens[i+1]-1.
 struct PackedSequences {
@@ -23,6 +38,10 @@ struct PackedSequences {
   // Where several ranks share the sequences (context parallelism): the same for the whole sequences, of which
   // cu_seqlens has the part of this rank, some maybe empty. Empty: nothing is shared.
   std::span<const int32_t> whole_cu_seqlens = {};
+  // The only sequence is a piece of one; no ranks share it.
+  SequencePiece piece = {};
+  bool is_piece() const { return piece.length > 0; }
+  int64_t piece_end() const { return piece.begin + tokens(); }  // in the whole sequence
   int sequences() const { return static_cast<int>(cu_seqlens.size()) - 1; }
   int64_t tokens() const { return cu_seqlens.back(); }
 };
@@ -34,6 +53,7 @@ class AttentionState {
   virtual ~AttentionState() = default;
 };
 
+// Of a piece: k and v are those of all pieces in flight, which SequencePiece::pages tells apart.
 struct AttentionOperands {
   TensorView q;    // [T, heads, d]
   TensorView k;    // [T, kv_heads, d]
@@ -42,9 +62,17 @@ struct AttentionOperands {
   TensorView lse;  // [heads, T] fp32: log-sum-exp of the scaled scores; -inf for a row without keys
 };
 
+// Of a piece: dk and dv are fp32 [end of the piece, kv_heads, d], by tokens of the sequence, and added to. When the
+// backward of a piece has run, the rows of its own tokens have their final values.
 struct AttentionGradients {
   TensorView dout;        // [T, heads, d]
   TensorView dq, dk, dv;  // written, not accumulated
+};
+
+// Memory that pieces need, in bytes.
+struct PieceBytes {
+  int64_t scratch = 0, state = 0, call = 0;  // as Attention::scratch_bytes, state_bytes and call_bytes
+  int64_t layer = 0;                         // what an implementation keeps of a cut sequence in every layer
 };
 
 // The attention a decoder layer calls. Dense, block-sparse and ring versions implement it; the model does not know
@@ -76,6 +104,12 @@ class Attention {
   }
   // Bytes that a call on the CPU allocates besides exec.scratch, likewise.
   virtual int64_t call_bytes(const AttentionShape& shape, int64_t max_tokens, int threads) const { return 0; }
+  // Why sequences cannot come in pieces, to follow a colon; empty: they can.
+  virtual std::string refuses_pieces() const { return "this attention computes whole sequences only"; }
+  // What pieces of at most `max_tokens` tokens need whose sequences have at most `longest`.
+  virtual PieceBytes piece_bytes(const AttentionShape& shape, int64_t max_tokens, int64_t longest, int threads) const {
+    return {};
+  }
 };
 
 }  // namespace sb

@@ -36,6 +36,10 @@ class ForwardingAttention : public Attention {
   int64_t call_bytes(const AttentionShape& shape, int64_t max_tokens, int threads) const override {
     return inner_.call_bytes(shape, max_tokens, threads);
   }
+  std::string refuses_pieces() const override { return inner_.refuses_pieces(); }
+  PieceBytes piece_bytes(const AttentionShape& shape, int64_t max_tokens, int64_t longest, int threads) const override {
+    return inner_.piece_bytes(shape, max_tokens, longest, threads);
+  }
 
  private:
   Attention& inner_;

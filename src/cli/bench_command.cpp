@@ -19,7 +19,7 @@ struct AttentionBench {
   std::vector<int64_t> sequences = {16384};
   std::vector<double> densities = {0.1};
   int heads = 14, kv_heads = 2, head_dim = 64;
-  int block = 128, query_block = 16, score_tokens = 0, threads = 0, repeats = 2;
+  int block = 128, query_block = 16, score_tokens = 0, score_channels = 32, threads = 0, repeats = 2;
   std::string pattern = "topk", selection = "causal", score = "moments", json;
 };
 
@@ -55,6 +55,12 @@ struct Operands {
   AttentionOperands forward() {
     return {query(q_), key(k_), key(v_), query(out_), {lse_.data(), {shape_.heads, tokens_}}};
   }
+  // The planes that scores judge by, from these very operands.
+  PlaneSums plane_sums(ThreadPool& pool) const {
+    Exec exec;
+    exec.pool = &pool;
+    return measure_planes(exec, shape_, q_.data(), k_.data(), tokens_);
+  }
   AttentionGradients backward() { return {query(dout_), query(dq_), key(dk_), key(dv_)}; }
 
  private:
@@ -67,7 +73,8 @@ struct Operands {
 
 struct Timing {
   double selection = 0, forward = 0, backward = 0;
-  double total() const { return selection + forward + backward; }
+  double attention() const { return forward + backward; }
+  double total() const { return selection + attention(); }
 };
 
 // Selection is what the first forward takes beyond one that replays its choices.
@@ -102,6 +109,7 @@ SparseAttention::Options sparse_options(const AttentionBench& options, int64_t t
   sparse.selection.order = parse_selection_order(options.selection);
   sparse.selection.score = parse_block_score(options.score);
   sparse.selection.score_tokens = options.score_tokens;
+  sparse.selection.score_channels = options.score_channels;
   sparse.selection.block = options.block;
   sparse.selection.query_block = options.query_block;
   // A query sees k keys, or all it has: (2·k·n - k²) / n² of the causal pairs.
@@ -120,8 +128,11 @@ void check_options(const AttentionBench& options) {
     SB_USER_CHECK(tokens >= 1 && tokens <= (1 << 24), "--seq {}: 1 to 16,777,216 tokens work", tokens);
   for (const double density : options.densities) {
     SB_USER_CHECK(density > 0 && density <= 1, "--density {} is not in (0, 1]", density);
-    for (const int64_t tokens : options.sequences)
-      check_selection_config(sparse_options(options, tokens, density).selection);
+    for (const int64_t tokens : options.sequences) {
+      const SelectionConfig selection = sparse_options(options, tokens, density).selection;
+      check_selection_config(selection);
+      check_score_channels(selection, options.head_dim);
+    }
   }
 }
 
@@ -131,9 +142,11 @@ void run_attention_bench(const AttentionBench& options) {
                              1.0f / std::sqrt(static_cast<float>(options.head_dim))};
   ThreadPool pool(options.threads > 0 ? options.threads : available_cores());
   nlohmann::ordered_json rows = nlohmann::ordered_json::array();
-  std::printf("%d:%d heads of %d, block %d, query block %d, %s, %d threads; milliseconds, useful GFLOP/s\n",
-              options.heads, options.kv_heads, options.head_dim, options.block, options.query_block,
-              options.pattern.c_str(), pool.threads());
+  std::printf(
+      "%d:%d heads of %d, block %d, query block %d, %s by %s, %d threads; milliseconds, useful GFLOP/s; select: "
+      "choosing over sparse forward + backward\n",
+      options.heads, options.kv_heads, options.head_dim, options.block, options.query_block, options.pattern.c_str(),
+      options.score.c_str(), pool.threads());
   std::printf("%8s %8s  %28s  %38s  %9s %9s %9s\n", "tokens", "density", "dense forward / backward",
               "sparse select / forward / backward", "speed-up", "of ideal", "select");
   for (const int64_t tokens : options.sequences) {
@@ -142,6 +155,7 @@ void run_attention_bench(const AttentionBench& options) {
     const Timing whole = measure(dense, shape, tokens, options.repeats, pool, operands, nullptr);
     for (const double density : options.densities) {
       SparseAttention attention(sparse_options(options, tokens, density));
+      attention.use({{operands.plane_sums(pool)}, {}});
       BlockIndex index;
       const Timing part = measure(attention, shape, tokens, options.repeats, pool, operands, &index);
       const double computed =
@@ -156,7 +170,7 @@ void run_attention_bench(const AttentionBench& options) {
           static_cast<long long>(tokens), 100 * computed, 1e3 * whole.forward, rate(1, 1, whole.forward),
           1e3 * whole.backward, rate(1, 2.5, whole.backward), 1e3 * part.selection, 1e3 * part.forward,
           rate(computed, 1, part.forward), 1e3 * part.backward, rate(computed, 2.5, part.backward), speedup,
-          100 * speedup * computed, 100 * part.selection / part.total());
+          100 * speedup * computed, 100 * part.selection / part.attention());
       std::fflush(stdout);
       rows.push_back({{"tokens", tokens},
                       {"density", computed},
@@ -167,7 +181,7 @@ void run_attention_bench(const AttentionBench& options) {
                       {"sparse_backward_ms", 1e3 * part.backward},
                       {"speedup", speedup},
                       {"share_of_ideal", speedup * computed},
-                      {"selection_share", part.selection / part.total()}});
+                      {"selection_share", part.selection / part.attention()}});
     }
   }
   if (options.json.empty()) return;
@@ -198,8 +212,12 @@ void add_bench_command(CLI::App& app) {
   attention->add_option("--pattern", options->pattern, "topk, mass, topp, vertical_slash or window")
       ->capture_default_str();
   attention->add_option("--selection", options->selection, "causal or lookahead")->capture_default_str();
-  attention->add_option("--score", options->score, "moments or mean")->capture_default_str();
+  attention->add_option("--score", options->score, "planes, moments or mean")->capture_default_str();
   attention->add_option("--score-tokens", options->score_tokens, "keys of a block judged together; 0: the whole block")
+      ->capture_default_str();
+  attention
+      ->add_option("--score-channels", options->score_channels,
+                   "channels of a head that score planes multiplies: the planes of the most energy in the operands")
       ->capture_default_str();
   attention->add_option("--threads", options->threads, "threads; 0: all cores")
       ->check(CLI::Range(0, 1024))

@@ -13,7 +13,14 @@ CachedAttention::CachedAttention(const Options& options)
     : options_(options), slots_(static_cast<size_t>(options.sequences) * options.layers) {
   if (options_.choosing == nullptr) return;
   selector_.emplace(options_.selection);
-  selector_->set_thresholds(options_.thresholds);
+  step_.emplace(options_.selection, options_.layers);
+  learn(options_.learned);
+}
+
+void CachedAttention::learn(const LearnedSelection& learned) {
+  if (!step_) return;
+  options_.choosing->use(learned);
+  step_->use(learned);
 }
 
 void CachedAttention::clear() {
@@ -40,8 +47,8 @@ SequenceTiles CachedAttention::tiles(int64_t tokens) const {
 }
 
 // Tokens [begin, end) of the operands.
-void CachedAttention::append(const Exec& exec, Slot& slot, const AttentionOperands& operands, int64_t begin,
-                             int64_t end) const {
+void CachedAttention::append(const Exec& exec, Slot& slot, int layer, const AttentionOperands& operands, int64_t begin,
+                             int64_t end) {
   const AttentionShape& shape = options_.shape;
   const int64_t row = int64_t{shape.kv_heads} * shape.head_dim, tokens = end - begin, before = slot.tokens;
   SB_CHECK(before + tokens <= options_.capacity, "{} + {} tokens in a cache of {}", before, tokens, options_.capacity);
@@ -63,9 +70,10 @@ void CachedAttention::append(const Exec& exec, Slot& slot, const AttentionOperan
   const int64_t floats = scoring.block_floats(shape.head_dim);
   const int64_t room = options_.capacity / config.block;
   std::vector<float> rows(shape.kv_heads * floats);
+  slot.planes = step_->planes(layer, shape);
   for (; (slot.finished_blocks + 1) * config.block <= slot.tokens; ++slot.finished_blocks) {
     BlockStatistics::fill(exec, shape, scoring, slot.k.data() + slot.finished_blocks * config.block * row, config.block,
-                          rows.data());
+                          rows.data(), slot.planes);
     for (int head = 0; head < shape.kv_heads; ++head) {
       std::copy_n(rows.data() + head * floats, floats,
                   slot.statistics.data() + (head * room + slot.finished_blocks) * floats);
@@ -80,13 +88,15 @@ std::vector<std::pair<int64_t, int64_t>> CachedAttention::visible_keys(const Slo
   request.layer = layer;
   request.shape = options_.shape;
   request.tiles = tiles(slot.tokens);
+  request.threshold = step_->threshold(layer, request.tiles);
+  request.planes = slot.planes;
   const bool dense_layer =
       std::find(config.dense_layers.begin(), config.dense_layers.end(), layer) != config.dense_layers.end();
   if (dense_layer || slot.tokens <= config.dense_limit() || request.tiles.everything_fits()) return {{0, slot.tokens}};
 
   const int64_t token = slot.tokens - 1, tile = token / config.query_block;
   BlockScorer scorer(options_.shape, BlockScoring(config), slot.tile_q.data(), slot.statistics.data(),
-                     options_.capacity / config.block, request.tiles.begin(tile));
+                     options_.capacity / config.block, request.tiles.begin(tile), request.planes);
   std::vector<IndexEntry> entries;
   selector_->choose_tile(request, kv_head, tile, scorer, entries);
   std::vector<std::pair<int64_t, int64_t>> ranges;
@@ -159,11 +169,7 @@ void CachedAttention::forward(const Exec& exec, int layer, const AttentionShape&
   SB_CHECK(!replay && (caches_.empty() || std::ssize(caches_) == sequences.sequences()),
            "{} sequences, {} caches in use", sequences.sequences(), caches_.size());
   const bool prompts = caches_.empty() || slot(caches_.front(), layer).tokens == 0;
-  if (prompts) {
-    if (layer == 0 && options_.selection.pattern == SelectionPattern::mass && options_.choosing != nullptr)
-      options_.choosing->set_thresholds(options_.thresholds);
-    options_.prefill->forward(exec, layer, shape, sequences, operands, state, false);
-  }
+  if (prompts) options_.prefill->forward(exec, layer, shape, sequences, operands, state, false);
   if (caches_.empty()) return;
 
   const Exec host = {.pool = exec.pool};
@@ -172,7 +178,7 @@ void CachedAttention::forward(const Exec& exec, int layer, const AttentionShape&
     const int64_t begin = sequences.cu_seqlens[s], end = sequences.cu_seqlens[s + 1];
     SB_CHECK((cache.tokens == 0) == prompts && (prompts || end - begin == 1),
              "a micro-batch holds prompts, or one new token of each sequence");
-    append(host, cache, operands, begin, end);
+    append(host, cache, layer, operands, begin, end);
   }
   if (prompts) return;
   const int64_t query_row = int64_t{shape.heads} * shape.head_dim;

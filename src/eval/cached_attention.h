@@ -20,9 +20,7 @@ class CachedAttention final : public Attention {
     // `prefill` once more where it is causal with lists per kv head, and its pattern; null: new tokens see everything.
     ChoosingAttention* choosing = nullptr;
     SelectionConfig selection = {};
-    // What the `mass` pattern learned in training. Every micro-batch begins with these, so that no sequence changes
-    // what the next one chooses.
-    Selector::Thresholds thresholds = {};
+    LearnedSelection learned = {};  // in training
     int layers = 0;
     int sequences = 0;     // caches
     int64_t capacity = 0;  // tokens of each
@@ -30,6 +28,8 @@ class CachedAttention final : public Attention {
   };
   explicit CachedAttention(const Options& options);
 
+  // What prompts and new tokens select by from now on, where they choose. Caches have to be empty.
+  void learn(const LearnedSelection& learned);
   // Forgets what the caches hold.
   void clear();
   // The sequences of the micro-batches to come, as cache numbers. None: `prefill` alone, nothing is kept.
@@ -61,16 +61,18 @@ class CachedAttention final : public Attention {
     std::vector<float> tile_q;      // queries of the tile under way, [rows, heads, d]
     std::vector<float> statistics;  // of finished key blocks, [kv_heads, blocks of the capacity, width]
     int64_t finished_blocks = 0;
+    const LayerPlanes* planes = nullptr;  // by which blocks are judged, where that is by planes
   };
   Slot& slot(int cache, int layer) { return slots_[cache * options_.layers + layer]; }
   void make_room(Slot& slot) const;
-  void append(const Exec& exec, Slot& slot, const AttentionOperands& operands, int64_t begin, int64_t end) const;
+  void append(const Exec& exec, Slot& slot, int layer, const AttentionOperands& operands, int64_t begin, int64_t end);
   void attend(const Slot& slot, int layer, int kv_head, const float* q, float* out) const;
   std::vector<std::pair<int64_t, int64_t>> visible_keys(const Slot& slot, int layer, int kv_head) const;
   SequenceTiles tiles(int64_t tokens) const;
 
   Options options_;
   std::optional<Selector> selector_;
+  std::optional<StepSelection> step_;
   std::vector<Slot> slots_;
   std::vector<int> caches_;
 };

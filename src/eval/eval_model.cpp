@@ -46,6 +46,18 @@ ModelConfig read_config_to_run(const EvalModelOptions& options) {
   return config;
 }
 
+MicroBatch one_sequence(std::span<const int32_t> tokens, const std::vector<int32_t>& labels) {
+  MicroBatch batch;
+  batch.tokens.assign(tokens.begin(), tokens.end());
+  batch.labels = labels;
+  batch.positions.resize(tokens.size());
+  std::iota(batch.positions.begin(), batch.positions.end(), 0);
+  batch.weights.assign(tokens.size(), 1.0f);
+  batch.cu_seqlens = {0, static_cast<int32_t>(tokens.size())};
+  batch.sequence_ids = {0};
+  return batch;
+}
+
 }  // namespace
 
 EvalModel::EvalModel(const EvalModelOptions& options)
@@ -83,11 +95,13 @@ EvalModel::EvalModel(const EvalModelOptions& options)
   read_hf_weights(options.model, stage_->parameters());
 }
 
-std::unique_ptr<Attention> EvalModel::make_prefill(CachedAttention::Options& cache) const {
+std::unique_ptr<Attention> EvalModel::make_prefill(CachedAttention::Options& cache) {
   SparseAttention::Options sparse;
   sparse.layers = config_.layers;
   sparse.selection.pattern = SelectionPattern::dense;
   if (options_.attention) sparse.selection = *options_.attention;
+  settle_score_channels(sparse.selection, config_.head_dim);
+  sparse.coverage_rows = options_.coverage_rows;
   const SelectionConfig& selection = sparse.selection;
   const bool dense = selection.pattern == SelectionPattern::dense, on_cuda = options_.device == DeviceKind::cuda;
   if (dense && !on_cuda) return std::make_unique<DenseAttention>();
@@ -96,11 +110,14 @@ std::unique_ptr<Attention> EvalModel::make_prefill(CachedAttention::Options& cac
     attention = make_cuda_attention({.attention = sparse});
   else
     attention = std::make_unique<SparseAttention>(sparse);
+  choosing_ = attention.get();
   if (dense) return attention;
+  choosing_->use(options_.learned);
+  knows_planes_ = !selection.judges_by_planes() || !options_.learned.planes.empty();
   if (selection.order == SelectionOrder::causal || selection.pattern == SelectionPattern::window) {
     cache.choosing = attention.get();
     cache.selection = selection;
-    cache.thresholds = options_.thresholds;
+    cache.learned = options_.learned;
   } else {
     log::warning("the pattern looks ahead, which a new token cannot: prompts run as trained, new tokens see all keys");
   }
@@ -129,30 +146,45 @@ void EvalModel::warn_beyond_reach(int64_t tokens) {
                (options_.model / "config.json").string());
 }
 
+void EvalModel::look_first(std::span<const int32_t> tokens) {
+  if (choosing_ == nullptr || knows_planes_ || tokens.empty()) return;
+  knows_planes_ = true;
+  tokens = tokens.first(std::min<size_t>(tokens.size(), kFirstLookTokens));
+  MicroBatch batch = one_sequence(tokens, std::vector<int32_t>(tokens.size(), kIgnoredLabel));
+  // A budget of all its tokens makes a sequence dense.
+  batch.budgets.assign(static_cast<size_t>(config_.layers), static_cast<int32_t>(tokens.size()));
+  cached_->use({});
+  stage_->forward(context_.exec(), batch, 0, {});
+  const LearnedSelection learned = learn(options_.learned, choosing_->take_observations());
+  choosing_->use(learned);
+  cached_->learn(learned);
+  log::info(
+      "attention.score planes: {} came without statistics of them, so a first dense forward over the first {} tokens "
+      "of the data chose them",
+      options_.model.string(), tokens.size());
+}
+
 EvalModel::Score EvalModel::score(const std::vector<int32_t>& tokens, const std::vector<int32_t>& labels) {
   SB_CHECK(tokens.size() == labels.size(), "{} tokens, {} labels", tokens.size(), labels.size());
   SB_USER_CHECK(std::ssize(tokens) <= options_.max_tokens, "a sequence of {} tokens, but --max-tokens is {}",
                 tokens.size(), options_.max_tokens);
   if (tokens.empty()) return {};
   warn_beyond_reach(std::ssize(tokens));
-  MicroBatch batch;
-  batch.tokens = tokens;
-  batch.labels = labels;
-  batch.positions.resize(tokens.size());
-  std::iota(batch.positions.begin(), batch.positions.end(), 0);
-  batch.weights.assign(tokens.size(), 1.0f);
-  batch.cu_seqlens = {0, static_cast<int32_t>(tokens.size())};
-  batch.sequence_ids = {0};
+  look_first(tokens);
   cached_->use({});
-  stage_->forward(context_.exec(), batch, 0, {});
+  if (choosing_ != nullptr) choosing_->take_report();  // what prompts counted
+  stage_->forward(context_.exec(), one_sequence(tokens, labels), 0, {});
   const HostFloats losses(stage_->token_loss(0));
-  return {stage_->loss(0), {losses.values().begin(), losses.values().end()}};
+  return {stage_->loss(0),
+          {losses.values().begin(), losses.values().end()},
+          choosing_ == nullptr ? LayerAttention() : choosing_->take_report().total()};
 }
 
 std::vector<std::vector<int32_t>> EvalModel::generate(const std::vector<std::vector<int32_t>>& prompts,
                                                       const GenerationOptions& options,
                                                       const std::function<void(size_t, size_t)>& progress) {
   for (const std::vector<int32_t>& prompt : prompts) warn_beyond_reach(std::ssize(prompt) + options.max_new_tokens);
+  if (!prompts.empty()) look_first(*std::ranges::max_element(prompts, {}, &std::vector<int32_t>::size));
   Generator generator(*stage_, *cached_, options_.batch, options_.max_tokens);
   return generator.generate(context_.exec(), prompts, options, progress);
 }

@@ -5,9 +5,10 @@
 #include <functional>
 #include <memory>
 #include <optional>
+#include <span>
 #include <vector>
 
-#include "attention/select/selector.h"
+#include "attention/cpu/sparse_attention.h"
 #include "data/tokenizer/tokenizer.h"
 #include "device/context.h"
 #include "eval/generation.h"
@@ -18,7 +19,8 @@ namespace sb {
 struct EvalModelOptions {
   std::filesystem::path model;               // a Hugging Face directory
   std::optional<SelectionConfig> attention;  // what it was trained with; nothing: dense
-  Selector::Thresholds thresholds;           // what the `mass` pattern had learned then
+  LearnedSelection learned;                  // what selection had learned then
+  int coverage_rows = 0;                     // of every sequence and layer, on which the true coverage is measured
   int64_t max_tokens = 4096;                 // longest sequence, prompt and answer together
   int batch = 1;                             // sequences that are continued together
   int threads = 0;                           // 0: all cores
@@ -50,6 +52,7 @@ class EvalModel {
   struct Score {
     LossSums sums;
     std::vector<float> token_loss;
+    LayerAttention attention;  // of all layers together; dense attention on the CPU counts no pairs
   };
   Score score(const std::vector<int32_t>& tokens, const std::vector<int32_t>& labels);
 
@@ -66,14 +69,19 @@ class EvalModel {
  private:
   // Says once that sequences are longer than the model was made for; what comes of it may be what is to be seen.
   void warn_beyond_reach(int64_t tokens);
+  // Where blocks are judged by planes and the model came without statistics of them: takes them from a dense forward
+  // of these tokens, once, and says so.
+  void look_first(std::span<const int32_t> tokens);
   // How prompts run; into `cache` what new tokens need of it.
-  std::unique_ptr<Attention> make_prefill(CachedAttention::Options& cache) const;
+  std::unique_ptr<Attention> make_prefill(CachedAttention::Options& cache);
 
   EvalModelOptions options_;
   ModelConfig config_;
   ThreadPool pool_;
   DeviceContext context_;
   std::unique_ptr<Attention> prefill_;
+  ChoosingAttention* choosing_ = nullptr;  // `prefill_`, where it chooses
+  bool knows_planes_ = true;               // or does not need any
   std::unique_ptr<CachedAttention> cached_;
   std::unique_ptr<Stage> stage_;
   std::optional<Tokenizer> tokenizer_;

@@ -223,6 +223,12 @@ DecoderLayer::Operands DecoderLayer::operands(const LayerSaved& saved, Arena& wo
   return to;
 }
 
+AttentionOperands DecoderLayer::attended(const LayerSaved& saved, const Operands& own, TensorView out,
+                                         TensorView lse) const {
+  if (saved.pieces) return {own.q, saved.pieces->k, saved.pieces->v, out, lse};
+  return {own.q, own.k, own.v, out, lse};
+}
+
 void DecoderLayer::add_attention(const LayerRun& run, TensorView x, TensorView out, TensorView middle) const {
   linear_forward(run.exec, flat_heads(out), weight(output_weight_), weight(output_bias_), middle, /*residual=*/x);
 }
@@ -241,7 +247,7 @@ void DecoderLayer::forward(const LayerRun& run, const LayerSaved& saved, TensorV
     project(run, saved.x, saved.input, saved.qkv, to);
     const TensorView out = kept_or_new(saved.out, workspace, dtype_, {tokens, width.heads, d});
     const TensorView lse = kept_or_new(saved.lse, workspace, DType::f32, {width.heads, tokens});
-    run.attention.forward(exec, index_, attention_shape_, run.sequences, {to.q, to.k, to.v, out, lse}, *saved.state,
+    run.attention.forward(exec, index_, attention_shape_, run.sequences, attended(saved, to, out, lse), *saved.state,
                           /*replay=*/false);
     add_attention(run, saved.x, out, middle);
   }
@@ -274,9 +280,10 @@ void DecoderLayer::backward(const LayerRun& run, const LayerSaved& saved, Tensor
     project(run, saved.x, {}, qkv, to);
   const TensorView out = kept_or_new(saved.out, workspace, dtype_, {tokens, width.heads, d});
   const TensorView lse = kept_or_new(saved.lse, workspace, DType::f32, {width.heads, tokens});
-  const AttentionOperands attended{to.q, to.k, to.v, out, lse};
+  const AttentionOperands operands_seen = attended(saved, to, out, lse);
   if (saved.out.empty()) {
-    run.attention.forward(run.exec, index_, attention_shape_, run.sequences, attended, *saved.state, /*replay=*/true);
+    run.attention.forward(run.exec, index_, attention_shape_, run.sequences, operands_seen, *saved.state,
+                          /*replay=*/true);
   }
   {
     ArenaScope mlp_scope(workspace);
@@ -288,10 +295,10 @@ void DecoderLayer::backward(const LayerRun& run, const LayerSaved& saved, Tensor
                    gradient.rows(begin, end));
     });
   }
-  backward_attention(run, saved, attended, to, qkv, gradient);
+  backward_attention(run, saved, operands_seen, to, qkv, gradient);
 }
 
-void DecoderLayer::backward_attention(const LayerRun& run, const LayerSaved& saved, const AttentionOperands& attended,
+void DecoderLayer::backward_attention(const LayerRun& run, const LayerSaved& saved, const AttentionOperands& seen,
                                       const Operands& to, TensorView qkv, TensorView gradient) const {
   const Exec& exec = run.exec;
   Arena& workspace = run.workspace;
@@ -299,7 +306,7 @@ void DecoderLayer::backward_attention(const LayerRun& run, const LayerSaved& sav
   const int64_t tokens = saved.x.dim(0), d = config_.head_dim;
 
   // gradient: of middle, and through the residual of x. Attention's part is added.
-  add_product_gradients(run, flat_heads(attended.out), gradient, output_weight_, output_bias_);
+  add_product_gradients(run, flat_heads(seen.out), gradient, output_weight_, output_bias_);
   // The gradient of attention's output is done with when that of the projection comes: they share memory.
   const TensorView dqkv = workspace.allocate(dtype_, {tokens, width.qkv});
   {
@@ -307,9 +314,20 @@ void DecoderLayer::backward_attention(const LayerRun& run, const LayerSaved& sav
     const TensorView dout(dqkv.raw(), dtype_, {tokens, width.heads, d}, dqkv.device());
     linear_backward_input(exec, gradient, weight(output_weight_), flat_heads(dout));
     const TensorView dq = workspace.allocate(dtype_, {tokens, width.heads, d});
-    const TensorView dk = workspace.allocate(dtype_, {tokens, width.kv_heads, d});
-    const TensorView dv = workspace.allocate(dtype_, {tokens, width.kv_heads, d});
-    run.attention.backward(exec, index_, attention_shape_, run.sequences, attended, {dout, dq, dk, dv}, *saved.state);
+    TensorView dk, dv;
+    if (saved.pieces) {
+      const int64_t begin = run.sequences.piece.begin, end = begin + tokens;
+      const LayerPieces& sums = *saved.pieces;
+      run.attention.backward(exec, index_, attention_shape_, run.sequences, seen,
+                             {dout, dq, sums.dk.rows(0, end), sums.dv.rows(0, end)}, *saved.state);
+      // Later pieces have added their part before: what this piece's keys get is complete.
+      dk = sums.dk.rows(begin, end);
+      dv = sums.dv.rows(begin, end);
+    } else {
+      dk = workspace.allocate(dtype_, {tokens, width.kv_heads, d});
+      dv = workspace.allocate(dtype_, {tokens, width.kv_heads, d});
+      run.attention.backward(exec, index_, attention_shape_, run.sequences, seen, {dout, dq, dk, dv}, *saved.state);
+    }
     qkv_rope_backward(exec, qkv_shape_, dq, dk, dv, run.positions, run.cos, run.sin, qkv, weight(q_norm_),
                       weight(k_norm_), to.rstd_q, to.rstd_k, dqkv, gradient_of(q_norm_), gradient_of(k_norm_));
   }

@@ -7,6 +7,7 @@
 #include "model/model_config.h"
 #include "model/parameters.h"
 #include "model/stage.h"
+#include "model/waiting/piece_store.h"
 
 namespace sb {
 
@@ -31,6 +32,7 @@ struct LayerSaved {
   TensorView gate_up;   // [T, 2·I]; backward overwrites it with its gradient
   Normed input, post_attention;  // the norms' outputs [T, H]; overwritten too
   AttentionState* state = nullptr;
+  const LayerPieces* pieces = nullptr;  // of a piece; k and v are then rows of it
 };
 
 // What a layer needs to run, besides its parameters.
@@ -84,6 +86,8 @@ class DecoderLayer {
     TensorView q, k, v, rstd_q, rstd_k;
   };
   Operands operands(const LayerSaved& saved, Arena& workspace, int64_t tokens) const;
+  // What attention gets to see.
+  AttentionOperands attended(const LayerSaved& saved, const Operands& own, TensorView out, TensorView lse) const;
   // Of the rows `x`; where there is nothing kept to write to, in the workspace.
   Normed norm(const LayerRun& run, int norm, TensorView x, const Normed& kept) const;
   // What forward kept, or the norm once more.
@@ -95,7 +99,7 @@ class DecoderLayer {
   // Of a piece.
   void backward_mlp(const LayerRun& run, const Normed& kept, TensorView kept_gate_up, TensorView middle,
                     TensorView gradient) const;
-  void backward_attention(const LayerRun& run, const LayerSaved& saved, const AttentionOperands& attended,
+  void backward_attention(const LayerRun& run, const LayerSaved& saved, const AttentionOperands& seen,
                           const Operands& to, TensorView qkv, TensorView gradient) const;
 
   const ModelConfig& config_;

@@ -5,7 +5,7 @@
 
 namespace sb {
 
-// Sequences packed back to back, run through a stage at once; no padding.
+// Sequences packed back to back, or one piece of a sequence, run through a stage at once; no padding.
 struct MicroBatch {
   std::vector<int32_t> tokens;
   std::vector<int32_t> positions;  // of every token in its own sequence
@@ -20,9 +20,17 @@ struct MicroBatch {
   std::vector<int64_t> sequence_ids;
   // Attention budgets [layer · sequences + sequence] in keys per query; empty: the configured one everywhere.
   std::vector<int32_t> budgets;
+  // A piece: its first token in its sequence, and the length of that; 0: whole sequences.
+  int64_t piece_begin = 0, piece_length = 0;
 
+  bool is_piece() const { return piece_length > 0; }
+  bool is_last_piece() const { return is_piece() && piece_begin + size() == piece_length; }
   int64_t size() const { return static_cast<int64_t>(tokens.size()); }
   int sequences() const { return static_cast<int>(cu_seqlens.size()) - 1; }
 };
+
+// Tokens [begin, end) of a micro-batch that holds one sequence. Positions, labels and weights stay those of the whole,
+// so that the sum of the pieces' losses is the loss of the whole.
+MicroBatch cut_piece(const MicroBatch& sequence, int64_t begin, int64_t end);
 
 }  // namespace sb

@@ -8,8 +8,9 @@
 #include "device/memory.h"
 #include "model/decoder_layer.h"
 #include "model/initialization.h"
-#include "model/layer_inputs.h"
 #include "model/stage_memory.h"
+#include "model/waiting/layer_inputs.h"
+#include "model/waiting/piece_store.h"
 #include "ops/embedding.h"
 #include "ops/linear.h"
 #include "ops/rmsnorm.h"
@@ -65,12 +66,18 @@ void check_options(const ModelConfig& config, const StageOptions& options) {
   SB_CHECK(0 <= options.offload && options.offload <= Stage::most_offload(options), "{} layer inputs in host memory",
            options.offload);
   SB_CHECK(options.shards > 0, "{} shards", options.shards);
+  SB_CHECK(0 <= options.max_cut_sequence && options.max_cut_sequence <= options.max_sequence_length,
+           "sequences of {} tokens in pieces, of {} at all", options.max_cut_sequence, options.max_sequence_length);
   SB_CHECK(options.dtype == DType::f32 || (options.dtype == DType::bf16 && options.device == DeviceKind::cuda),
            "activations in {} on this device", dtype_name(options.dtype));
 }
 
 TensorView vector_view(const std::vector<int32_t>& values) {
   return {values.data(), {static_cast<int64_t>(values.size())}};
+}
+
+PiecePlace place_of(const MicroBatch& piece) {
+  return {piece.piece_begin, piece.size(), piece.piece_length};
 }
 
 // A micro-batch's ids where the operations find them.
@@ -83,7 +90,7 @@ struct Slot {
   enum class Holds { nothing, forward, evaluation };
   Holds holds = Holds::nothing;
   int64_t tokens = 0;
-  std::unique_ptr<Arena> arena;
+  std::unique_ptr<Arena> arena;  // its part of the stage's activations
   LayerInputs layer_inputs;
   std::vector<LayerSaved> saved;
   // [T, H]. Not the last stage: its output. Last stage: after forward the gradient of the last layer's output, after
@@ -97,8 +104,7 @@ struct Slot {
   DeviceEvent uploaded, loss_ready;
 
   Slot(const StageOptions& options, const StageBytes& bytes, const std::shared_ptr<void>& copies)
-      : arena(std::make_unique<Arena>(make_arena("activations", bytes.slot, options.device))),
-        layer_inputs(bytes.layer_inputs, options.device, copies),
+      : layer_inputs(bytes.layer_inputs, options.device, copies),
         loss_memory(sizeof(LossSums), options.device),
         staging(bytes.inputs, options.device),
         inputs(std::make_unique<Arena>(make_arena("micro-batch ids", bytes.inputs, options.device))),
@@ -120,7 +126,12 @@ struct Stage::Implementation {
   StageBytes bytes;
   std::vector<std::unique_ptr<AttentionState>> states;
   std::shared_ptr<void> copies;  // the stream of offloaded layer inputs
+  Arena activations;
   std::vector<Slot> slots;
+  PieceStore pieces;
+  int divided = 0;               // slots that have memory
+  int64_t slot_tokens = 0;       // of each, at most
+  int64_t activations_used = 0;  // before it was divided anew
   Arena rope_arena, workspace, scratch;
   TensorView cos, sin;
 
@@ -133,15 +144,21 @@ struct Stage::Implementation {
         last(options.last_layer == config.layers),
         model(config, options),
         bytes(config, options, model.parameters, attention, threads),
+        activations(make_arena("activations", bytes.activations, options.device)),
+        pieces(bytes.pieces, options.device),
         rope_arena(make_arena("rope table", bytes.rope_table, options.device)),
         workspace(make_arena("workspace", bytes.workspace, options.device)),
         scratch(make_arena("scratch", bytes.scratch, options.device)) {
     model.parameters.allocate(options.training, options.device, options.dtype, options.with_values);
-    for (int64_t i = 0; i < attention_states(options); ++i) states.push_back(attention.make_state());
+    make_states();
     attention.reserve({config.heads, config.kv_heads, config.head_dim, 1.0f}, options.max_micro_batch_tokens,
                       options.dtype, states);
     if (options.offload > 0 && options.device == DeviceKind::cuda) copies = cuda::make_stream();
     for (int i = 0; i < options.slots; ++i) slots.emplace_back(options, bytes, copies);
+    if (options.kept_tokens == 0)
+      divide(options.slots, options.max_micro_batch_tokens);
+    else
+      divide(1, std::min(options.max_micro_batch_tokens, options.kept_tokens));
     const Shape table{options.max_sequence_length, config.head_dim / 2};
     cos = rope_arena.allocate(DType::f32, table);
     sin = rope_arena.allocate(DType::f32, table);
@@ -152,6 +169,39 @@ struct Stage::Implementation {
     host_sin.store();
   }
 
+  void divide(int count, int64_t tokens) {
+    SB_CHECK(0 < count && count <= options.slots && 0 < tokens && tokens <= options.max_micro_batch_tokens,
+             "{} slots of {} tokens, planned for {} of {}", count, tokens, options.slots,
+             options.max_micro_batch_tokens);
+    SB_CHECK(options.kept_tokens == 0 || count * tokens <= options.kept_tokens,
+             "{} slots of {} tokens, planned for {} in all", count, tokens, options.kept_tokens);
+    if (count == divided && tokens == slot_tokens) return;
+    if (divided > 0) make_states();  // theirs would keep the memory of the largest micro-batches they ever saw
+    activations_used = high_water();
+    activations.release(0);
+    const int64_t each = slot_bytes(config, options, tokens);
+    for (int i = 0; i < count; ++i) {
+      Slot& slot = slots[static_cast<size_t>(i)];
+      SB_CHECK(slot.holds != Slot::Holds::forward, "slot {} still waits for its backward", i);
+      slot.holds = Slot::Holds::nothing;
+      slot.arena = std::make_unique<Arena>("activations", activations.allocate_bytes(each), each, options.device);
+    }
+    pieces.divide(count, tokens);
+    divided = count;
+    slot_tokens = tokens;
+  }
+
+  void make_states() {
+    states.clear();
+    for (int64_t i = 0; i < attention_states(options); ++i) states.push_back(attention.make_state());
+  }
+
+  int64_t high_water() const {
+    int64_t most = 0;
+    for (int i = 0; i < divided; ++i) most = std::max(most, slots[static_cast<size_t>(i)].arena->high_water());
+    return std::max(activations_used, divided * most);
+  }
+
   Exec with_scratch(const Exec& exec) {
     SB_CHECK(exec.device == options.device, "the stage lies on another device");
     Exec own = exec;
@@ -160,7 +210,7 @@ struct Stage::Implementation {
   }
 
   Slot& slot(int index) {
-    SB_CHECK(0 <= index && index < options.slots, "slot {} of {}", index, options.slots);
+    SB_CHECK(0 <= index && index < divided, "slot {} of {}", index, divided);
     return slots[static_cast<size_t>(index)];
   }
 
@@ -168,8 +218,18 @@ struct Stage::Implementation {
     return states[options.training ? static_cast<size_t>(slot_index) * model.layers.size() + layer : 0].get();
   }
 
-  LayerRun layer_run(const Exec& exec, const MicroBatch& batch, const Slot& slot, const DecoderLayer& layer) {
+  // Of a piece: its keys and values lie where those after it find them.
+  void keep_keys(const MicroBatch& batch, int slot_index, size_t layer, LayerSaved& saved) const {
+    if (!batch.is_piece()) return;
+    saved.pieces = &pieces.layer(layer);
+    saved.k = pieces.own(saved.pieces->k, slot_index);
+    saved.v = pieces.own(saved.pieces->v, slot_index);
+  }
+
+  LayerRun layer_run(const Exec& exec, const MicroBatch& batch, int slot_index, const DecoderLayer& layer) {
+    const Slot& slot = slots[static_cast<size_t>(slot_index)];
     PackedSequences sequences{batch.cu_seqlens, {}, batch.whole_cu_seqlens};
+    if (batch.is_piece()) sequences.piece = pieces.seen(slot_index);
     if (!batch.budgets.empty()) {
       const auto count = static_cast<size_t>(batch.sequences());
       sequences.budgets = std::span(batch.budgets).subspan(static_cast<size_t>(layer.index()) * count, count);
@@ -181,8 +241,8 @@ struct Stage::Implementation {
   void check_batch(const MicroBatch& batch, const TensorView& input) const {
     const int64_t tokens = batch.size();
     // A rank that shares short sequences with others may have none of their tokens.
-    SB_CHECK((0 < tokens || !batch.whole_cu_seqlens.empty()) && tokens <= options.max_micro_batch_tokens,
-             "a micro-batch of {} tokens, planned for {}", tokens, options.max_micro_batch_tokens);
+    SB_CHECK((0 < tokens || !batch.whole_cu_seqlens.empty()) && tokens <= slot_tokens,
+             "a micro-batch of {} tokens, planned for {}", tokens, slot_tokens);
     SB_CHECK(std::ssize(batch.positions) == tokens, "{} positions for {} tokens", batch.positions.size(), tokens);
     SB_CHECK(batch.sequences() >= 1 && batch.cu_seqlens.front() == 0 && batch.cu_seqlens.back() == tokens &&
                  std::is_sorted(batch.cu_seqlens.begin(), batch.cu_seqlens.end()),
@@ -191,6 +251,10 @@ struct Stage::Implementation {
       SB_CHECK(0 <= position && position < options.max_sequence_length, "position {}, planned for {}", position,
                options.max_sequence_length);
     }
+    SB_CHECK(!batch.is_piece() || (options.max_cut_sequence > 0 && batch.sequences() == 1 &&
+                                   batch.positions.front() == batch.piece_begin),
+             "a piece from token {} of {} on, in a stage for sequences of {} in pieces", batch.piece_begin,
+             batch.piece_length, options.max_cut_sequence);
     SB_CHECK(batch.budgets.empty() || std::ssize(batch.budgets) == int64_t{config.layers} * batch.sequences(),
              "{} budgets for {} layers and {} sequences", batch.budgets.size(), config.layers, batch.sequences());
     if (first) {
@@ -308,8 +372,7 @@ int Stage::least_offload(const StageOptions& options, int64_t limit,
 MemoryPlan Stage::memory_used() const {
   const Implementation& s = *implementation_;
   StageBytes used = s.bytes;
-  used.slot = 0;
-  for (const Slot& slot : s.slots) used.slot = std::max(used.slot, slot.arena->high_water());
+  used.activations = s.high_water();
   used.rope_table = s.rope_arena.high_water();
   used.workspace = s.workspace.high_water();
   used.scratch = s.scratch.high_water();
@@ -336,6 +399,10 @@ const StageOptions& Stage::options() const {
   return implementation_->options;
 }
 
+void Stage::divide(int slots, int64_t tokens) {
+  implementation_->divide(slots, tokens);
+}
+
 void Stage::initialize(uint64_t seed) {
   initialize_parameters(implementation_->model.parameters, implementation_->config.initializer_range, seed);
 }
@@ -350,11 +417,13 @@ TensorView Stage::forward(const Exec& caller, const MicroBatch& batch, int slot_
   const size_t layers = s.model.layers.size();
 
   s.begin(exec, slot, batch);
+  if (batch.is_piece()) s.pieces.begin_forward(place_of(batch), slot_index);
   slot.layer_inputs.begin(*slot.arena, s.options.dtype, {slot.tokens, s.config.hidden_size});
   for (size_t i = 0; i < layers; ++i) {
     slot.saved.push_back(s.model.layers[i].allocate_saved(*slot.arena, slot.tokens, s.options.recompute));
     slot.saved[i].x = slot.layer_inputs.input(static_cast<int>(i));
     slot.saved[i].state = s.state(slot_index, i);
+    s.keep_keys(batch, slot_index, i, slot.saved[i]);
   }
   ArenaScope scope(s.workspace);
   const TensorView stream = s.workspace.allocate(s.options.dtype, {slot.tokens, s.config.hidden_size});
@@ -366,7 +435,7 @@ TensorView Stage::forward(const Exec& caller, const MicroBatch& batch, int slot_
     const TensorView y = i + 1 < layers ? slot.saved[i + 1].x : s.last ? stream : slot.end;
     slot.layer_inputs.written(exec, layer);
     if (i + 1 < layers) slot.layer_inputs.before_write(exec, layer + 1);
-    s.model.layers[i].forward(s.layer_run(exec, batch, slot, s.model.layers[i]), slot.saved[i], y);
+    s.model.layers[i].forward(s.layer_run(exec, batch, slot_index, s.model.layers[i]), slot.saved[i], y);
   }
   slot.holds = Slot::Holds::forward;
   if (!s.last) return slot.end;
@@ -382,13 +451,15 @@ TensorView Stage::evaluate(const Exec& caller, const MicroBatch& batch, int slot
   const Exec exec = s.with_scratch(caller);
 
   s.begin(exec, slot, batch);
+  if (batch.is_piece()) s.pieces.begin_forward(place_of(batch), slot_index);
   ArenaScope scope(s.workspace);
   LayerSaved saved;
   saved.x = s.workspace.allocate(s.options.dtype, {slot.tokens, s.config.hidden_size});
   s.start_of_stream(exec, slot, input, saved.x);
   for (size_t i = 0; i < s.model.layers.size(); ++i) {
     saved.state = s.state(slot_index, i);
-    s.model.layers[i].forward(s.layer_run(exec, batch, slot, s.model.layers[i]), saved, saved.x);
+    s.keep_keys(batch, slot_index, i, saved);
+    s.model.layers[i].forward(s.layer_run(exec, batch, slot_index, s.model.layers[i]), saved, saved.x);
   }
   slot.holds = Slot::Holds::evaluation;
   if (!s.last) return saved.x;
@@ -403,6 +474,7 @@ TensorView Stage::backward(const Exec& caller, const MicroBatch& batch, int slot
   SB_CHECK(slot.holds == Slot::Holds::forward && slot.tokens == batch.size(),
            "backward of slot {}, which holds no forward of this micro-batch", slot_index);
   const Exec exec = s.with_scratch(caller);
+  if (batch.is_piece()) s.pieces.begin_backward(exec, place_of(batch), slot_index);
 
   ArenaScope scope(s.workspace);
   TensorView gradient = slot.end;
@@ -422,7 +494,7 @@ TensorView Stage::backward(const Exec& caller, const MicroBatch& batch, int slot
   down_to(first_layer_group + static_cast<int>(s.model.layers.size()));
   for (size_t i = s.model.layers.size(); i-- > 0;) {
     slot.layer_inputs.before_read(exec, static_cast<int>(i));
-    s.model.layers[i].backward(s.layer_run(exec, batch, slot, s.model.layers[i]), slot.saved[i], gradient);
+    s.model.layers[i].backward(s.layer_run(exec, batch, slot_index, s.model.layers[i]), slot.saved[i], gradient);
     slot.layer_inputs.done(exec, static_cast<int>(i));
     down_to(first_layer_group + static_cast<int>(i));
   }

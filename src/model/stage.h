@@ -26,13 +26,17 @@ struct StageOptions {
   Recompute recompute = Recompute::attention;
   int64_t max_micro_batch_tokens = 0;
   int64_t max_sequence_length = 0;  // positions of the rope table
-  int slots = 1;                    // micro-batches in flight
-  int64_t loss_chunk = 1024;        // tokens per piece of the vocabulary projection
-  int64_t layer_chunk = 32768;      // tokens per piece of a layer's projections and MLP
-  int offload = 0;                  // layer inputs that wait for backward in host memory
-  bool training = true;             // false: no gradients, no saved activations; forward() is evaluate()
-  int shards = 1;                   // every group of the parameters can be cut into so many equal pieces
-  bool with_values = true;          // false: the fp32 values are somebody else's (ParameterSet::set_values_owner)
+  int slots = 1;                    // micro-batches in flight, at most
+  // Tokens in all slots: memory is then divided anew as micro-batches come, few large slots or many small ones
+  // (Stage::divide). 0: every slot is for max_micro_batch_tokens.
+  int64_t kept_tokens = 0;
+  int64_t max_cut_sequence = 0;  // the longest sequence that may come in pieces; 0: all come whole
+  int64_t loss_chunk = 1024;     // tokens per piece of the vocabulary projection
+  int64_t layer_chunk = 32768;   // tokens per piece of a layer's projections and MLP
+  int offload = 0;               // layer inputs that wait for backward in host memory
+  bool training = true;          // false: no gradients, no saved activations; forward() is evaluate()
+  int shards = 1;                // every group of the parameters can be cut into so many equal pieces
+  bool with_values = true;       // false: the fp32 values are somebody else's (ParameterSet::set_values_owner)
 };
 
 // Told, during a backward, which group of the parameters (ParameterSet::groups()) it will not touch again: from the
@@ -72,6 +76,14 @@ class Stage {
   // name).
   void initialize(uint64_t seed);
 
+  // With options.kept_tokens, while nothing is in flight: the first `slots` slots are for micro-batches of at most
+  // `tokens` tokens from here on.
+  void divide(int slots, int64_t tokens);
+
+  // The pieces of a sequence go forward one after the other, with nothing between them but what is done with earlier
+  // micro-batches, and backward in reverse order; a piece's slot keeps its keys and values for those after it until its
+  // own backward.
+  //
   // Runs a micro-batch forward in a slot. `input` [T, H] is the previous stage's output, empty on the first stage.
   // Returns this stage's output [T, H]; on the last stage the loss is computed instead (see loss()), in training with
   // its gradient in the same pass. The returned view stays valid until backward of the slot. The micro-batch must live

@@ -19,6 +19,19 @@ int64_t attention_states(const StageOptions& options) {
   return options.training ? int64_t{options.slots} * (options.last_layer - options.first_layer) : 1;
 }
 
+int64_t slot_bytes(const ModelConfig& config, const StageOptions& options, int64_t tokens) {
+  const int layers = options.last_layer - options.first_layer;
+  const bool last = options.last_layer == config.layers;
+  const int64_t stream = array_bytes(tokens * config.hidden_size, options.dtype);
+  int64_t bytes = 0;
+  if (options.training)
+    bytes += LayerInputsPlan{layers, options.offload, stream}.device_bytes() +
+             layers * DecoderLayer::saved_bytes(config, options.dtype, tokens, options.recompute);
+  if (options.training || last) bytes += stream;  // the stage's output, or the loss's gradient, or the final hidden
+  if (last) bytes += array_bytes(tokens, DType::f32);  // token losses
+  return bytes;
+}
+
 StageBytes::StageBytes(const ModelConfig& config, const StageOptions& options, const ParameterSet& parameters,
                        const Attention& attention, int threads) {
   const int64_t tokens = options.max_micro_batch_tokens;
@@ -30,16 +43,13 @@ StageBytes::StageBytes(const ModelConfig& config, const StageOptions& options, c
   weights = options.with_values ? Arena::rounded(parameters.flat_bytes()) : 0;
   gradients = options.training ? Arena::rounded(parameters.flat_bytes()) : 0;
   rounded_weights = options.dtype == DType::f32 ? 0 : array_bytes(parameters.flat_elements(), options.dtype);
-  slot = 0;
-  if (options.training) {
-    layer_inputs = {layers, options.offload, stream};
-    slot += layer_inputs.device_bytes() +
-            layers * DecoderLayer::saved_bytes(config, options.dtype, tokens, options.recompute);
-  }
-  if (options.training || last) slot += stream;       // the stage's output, or the loss's gradient, or the final hidden
-  if (last) slot += array_bytes(tokens, DType::f32);  // token losses
+  if (options.training) layer_inputs = {layers, options.offload, stream};
+  // Rounding adds less to a slot than a token takes.
+  activations = options.kept_tokens == 0
+                    ? options.slots * slot_bytes(config, options, tokens)
+                    : slot_bytes(config, options, options.kept_tokens) + options.slots * slot_bytes(config, options, 1);
   inputs = options.device == DeviceKind::cuda ? 4 * array_bytes(tokens, DType::i32) : 0;
-  state = attention.state_bytes(shape, tokens);
+  states = attention_states(options) * attention.state_bytes(shape, tokens);
   plans = attention.reserved_bytes(shape, tokens, options.dtype, attention_states(options));
   call = attention.call_bytes(shape, tokens, threads);
   rope_table = 2 * array_bytes(options.max_sequence_length * (config.head_dim / 2), DType::f32);
@@ -54,6 +64,26 @@ StageBytes::StageBytes(const ModelConfig& config, const StageOptions& options, c
   }
   scratch =
       std::max(attention.scratch_bytes(shape, tokens, threads), DecoderLayer::scratch_bytes(config, options.device));
+  piece_layer = 0;
+  if (options.max_cut_sequence > 0) {
+    pieces = {.layers = layers,
+              .kv_heads = config.kv_heads,
+              .head_dim = config.head_dim,
+              .tokens = options.kept_tokens == 0 ? options.slots * tokens : options.kept_tokens,
+              .longest = options.max_cut_sequence,
+              .gradients = options.training,
+              .dtype = options.dtype};
+    const PieceBytes more = attention.piece_bytes(shape, tokens, options.max_cut_sequence, threads);
+    piece_layer = more.layer;
+    states = std::max(states, attention_states(options) * more.state);
+    call = std::max(call, more.call);
+    scratch = std::max(scratch, more.scratch);
+  }
+  if (options.kept_tokens > 0) {
+    // Lists follow the tokens, but for what every state has of a sequence in pieces.
+    const PieceBytes each = attention.piece_bytes(shape, 1, options.max_cut_sequence, threads);
+    states = layers * (attention.state_bytes(shape, options.kept_tokens) + options.slots * each.state);
+  }
   if (first && options.training) scratch = std::max(scratch, embedding_scratch_bytes(options.device, tokens));
   if (last) {
     scratch =
@@ -66,9 +96,14 @@ MemoryPlan stage_memory_plan(const StageOptions& options, const StageBytes& byte
   if (bytes.weights > 0) plan.add("weights", bytes.weights);
   if (options.training) plan.add("gradients", bytes.gradients);
   if (bytes.rounded_weights > 0) plan.add("rounded weights", bytes.rounded_weights);
-  plan.add("activations", options.slots * bytes.slot);
+  plan.add("activations", bytes.activations);
   if (bytes.inputs > 0) plan.add("micro-batch ids", options.slots * bytes.inputs);
-  plan.add("attention state", attention_states(options) * bytes.state + bytes.call);
+  const int64_t layers = options.last_layer - options.first_layer;
+  plan.add("attention state", bytes.states + bytes.call + layers * bytes.piece_layer);
+  if (options.max_cut_sequence > 0) {
+    plan.add("keys and values of pieces", layers * bytes.pieces.key_bytes());
+    plan.add("gradient sums of pieces", layers * bytes.pieces.sum_bytes());
+  }
   if (bytes.plans > 0) plan.add("attention plans", bytes.plans);
   plan.add("rope table", bytes.rope_table);
   plan.add("workspace", bytes.workspace);

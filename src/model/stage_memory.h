@@ -4,10 +4,11 @@
 
 #include "attention/attention.h"
 #include "core/memory_plan.h"
-#include "model/layer_inputs.h"
 #include "model/model_config.h"
 #include "model/parameters.h"
 #include "model/stage.h"
+#include "model/waiting/layer_inputs.h"
+#include "model/waiting/piece_store.h"
 
 namespace sb {
 
@@ -16,12 +17,17 @@ int64_t attention_states(const StageOptions& options);
 
 // Bytes of every piece of a stage's memory, from which both the plan and the arenas are made.
 struct StageBytes {
-  int64_t weights, gradients, rounded_weights, slot, inputs, state, plans, call, rope_table, workspace, scratch;
+  int64_t weights, gradients, rounded_weights, activations, inputs, states, plans, call, rope_table, workspace, scratch;
+  int64_t piece_layer;  // what attention keeps in every layer of a sequence in pieces
   LayerInputsPlan layer_inputs;
+  PieceStorePlan pieces;
 
   StageBytes(const ModelConfig& config, const StageOptions& options, const ParameterSet& parameters,
              const Attention& attention, int threads);
 };
+
+// What a slot for micro-batches of at most so many tokens holds.
+int64_t slot_bytes(const ModelConfig& config, const StageOptions& options, int64_t tokens);
 
 // The same item by item, under the names that people see.
 MemoryPlan stage_memory_plan(const StageOptions& options, const StageBytes& bytes);

@@ -20,6 +20,18 @@ int channels(int stage, int stages) {
   return (stage > 0 ? 2 : 0) + (stage + 1 < stages ? 1 : 0);
 }
 
+// How many micro-batches belong together: the pieces of a sequence do.
+std::vector<int> group_sizes(std::span<const MicroBatch> batches) {
+  std::vector<int> sizes;
+  for (const MicroBatch& batch : batches) {
+    if (batch.piece_begin > 0 && !sizes.empty())
+      ++sizes.back();
+    else
+      sizes.push_back(1);
+  }
+  return sizes;
+}
+
 }  // namespace
 
 std::vector<int> split_layers_evenly(int layers, int stages) {
@@ -69,6 +81,28 @@ class Pipeline::Channel {
   int posted_ = 0, taken_ = 0;
   std::array<TensorView, kBuffers> buffers_, views_;
   std::array<CommRequest, kBuffers> requests_;
+};
+
+// Which slot of the stage a micro-batch is in.
+class Pipeline::Slots {
+ public:
+  Slots(int slots, size_t micro_batches) : slots_(slots), of_(micro_batches, -1) {
+    for (int slot = slots; slot-- > 0;) free_.push_back(slot);
+  }
+  int take(int micro_batch) {
+    const int slot = free_.back();
+    free_.pop_back();
+    return of_[static_cast<size_t>(micro_batch)] = slot;
+  }
+  bool all_free() const { return std::ssize(free_) == slots_; }
+  int give_back(int micro_batch) {
+    free_.push_back(of_[static_cast<size_t>(micro_batch)]);
+    return free_.back();
+  }
+
+ private:
+  int slots_;
+  std::vector<int> free_, of_;
 };
 
 // When operations ran: by the clock on the CPU, by events on a device, where the host only queues them.
@@ -135,45 +169,66 @@ Pipeline::Pipeline(Stage& stage, Communicator& group, int64_t max_micro_batch_to
 
 Pipeline::~Pipeline() = default;
 
-Pipeline::Result Pipeline::train(const Exec& exec, std::span<const MicroBatch> batches, const Hooks& hooks) {
+void Pipeline::divide_stage(int slots, std::span<const MicroBatch> batches) {
+  if (stage_.options().kept_tokens == 0) {
+    SB_CHECK(slots <= stage_.options().slots, "{} micro-batches in flight, planned for {}", slots,
+             stage_.options().slots);
+    return;
+  }
+  int64_t largest = 0;
+  for (const MicroBatch& batch : batches) largest = std::max(largest, batch.size());
+  stage_.divide(slots, largest);
+}
+
+Pipeline::Result Pipeline::train(const Exec& exec, std::span<const MicroBatch> batches, int ahead, const Hooks& hooks) {
   const auto count = static_cast<int>(batches.size());
-  const int slots = Pipeline::slots(group_.rank(), group_.size());
-  const auto schedule = shared_schedule(group_.size(), count, /*warmup_depth=*/1);
-  const auto tokens = [&](int i) { return batches[static_cast<size_t>(i)].size(); };
+  const int stages = group_.size(), own = group_.rank();
+  const auto schedule = shared_schedule(stages, group_sizes(batches), ahead, /*warmup_depth=*/1);
+  divide_stage(schedule->slots(own), batches);
+  std::vector<const Schedule::Node*> forwards, backwards;  // of this stage
+  for (const Schedule::Node& node : schedule->nodes())
+    if (node.stage == own) (node.backward ? backwards : forwards).push_back(&node);
+  // Messages come in the order of the operations that need them.
+  const auto expect = [&](Channel* channel, const std::vector<const Schedule::Node*>& order, int number) {
+    if (channel && number < count)
+      channel->post_receive(batches[static_cast<size_t>(order[static_cast<size_t>(number)]->position)].size());
+  };
   Result result;
   Timer timer(exec);
-
-  for (int i = 0; i < std::min(kBuffers, count); ++i) {
-    if (inputs_) inputs_->post_receive(tokens(i));
-    if (output_gradients_) output_gradients_->post_receive(tokens(i));
+  for (int i = 0; i < kBuffers; ++i) {
+    expect(inputs_.get(), forwards, i);
+    expect(output_gradients_.get(), backwards, i);
   }
-  std::vector<CommRequest> sent(static_cast<size_t>(slots));  // the slot's output; in use until its backward
+  Slots slots(schedule->slots(own), batches.size());
+  std::vector<CommRequest> sent(batches.size());  // the micro-batch's output; in use until its backward
+  int next_forward = kBuffers, next_backward = kBuffers, backwards_left = count;
   for (const Schedule::Node& node : schedule->nodes()) {
-    if (node.stage != group_.rank()) continue;
-    const int i = node.position, slot = i % slots;
+    if (node.stage != own) continue;
+    const int i = node.position;
     const MicroBatch& batch = batches[static_cast<size_t>(i)];
     if (!node.backward) {
-      if (hooks.stop && hooks.stop()) {
+      if (hooks.stop && slots.all_free() && hooks.stop()) {
         result.stopped = true;
         return result;
       }
       const TensorView input = inputs_ ? inputs_->receive() : TensorView();
       timer.begin();
-      const TensorView output = stage_.forward(exec, batch, slot, input);
+      const TensorView output = stage_.forward(exec, batch, slots.take(i), input);
       timer.end(i, false);
-      if (inputs_ && i + kBuffers < count) inputs_->post_receive(tokens(i + kBuffers));
+      expect(inputs_.get(), forwards, next_forward++);
       if (next_ >= 0)
-        sent[static_cast<size_t>(slot)] = group_.send_async(output.raw(), output.bytes(), next_, kActivations);
+        sent[static_cast<size_t>(i)] = group_.send_async(output.raw(), output.bytes(), next_, kActivations);
     } else {
-      sent[static_cast<size_t>(slot)].wait();
+      sent[static_cast<size_t>(i)].wait();
       const TensorView gradient = output_gradients_ ? output_gradients_->receive() : TensorView();
+      const int slot = slots.give_back(i);
       timer.begin();
-      const TensorView down =
-          stage_.backward(exec, batch, slot, gradient, i + 1 == count ? hooks.gradients_final : GradientsFinal());
+      const TensorView down = stage_.backward(exec, batch, slot, gradient,
+                                              --backwards_left == 0 ? hooks.gradients_final : GradientsFinal());
       timer.end(i, true);
       // Only now that backward is queued: a device does not wait for the host to read the loss.
       if (next_ < 0) result.loss += stage_.loss(slot);
-      if (output_gradients_ && i + kBuffers < count) output_gradients_->post_receive(tokens(i + kBuffers));
+      expect(output_gradients_.get(), backwards, next_backward++);
       if (input_gradients_) input_gradients_->send(exec, down);
     }
   }
@@ -183,14 +238,17 @@ Pipeline::Result Pipeline::train(const Exec& exec, std::span<const MicroBatch> b
   return result;
 }
 
-LossSums Pipeline::evaluate(const Exec& exec, const MicroBatch& batch) {
+LossSums Pipeline::evaluate(const Exec& exec, const MicroBatch& batch, int slot) {
+  if (slot == 0)
+    divide_stage(batch.is_piece() ? static_cast<int>((batch.piece_length + batch.size() - 1) / batch.size()) : 1,
+                 std::span(&batch, 1));
   TensorView input;
   if (inputs_) {
     inputs_->post_receive(batch.size());
     input = inputs_->receive();
   }
-  const TensorView output = stage_.evaluate(exec, batch, 0, input);
-  if (next_ < 0) return stage_.loss(0);
+  const TensorView output = stage_.evaluate(exec, batch, slot, input);
+  if (next_ < 0) return stage_.loss(slot);
   group_.send_async(output.raw(), output.bytes(), next_, kActivations).wait();
   return {};
 }

@@ -17,9 +17,10 @@ namespace sb {
 // one has the loss besides).
 std::vector<int> split_layers_evenly(int layers, int stages);
 
-// Runs one stage of a pipeline: micro-batches of different sizes in the order of 1F1B, the very order that
-// plan/schedule/schedule.h predicts. Activations and gradients travel with their real size while other micro-batches
-// are computed. A pipeline of one stage is forward and backward of each micro-batch in turn. Buffers lie on the stage's
+// Runs one stage of a pipeline: micro-batches of different sizes in the very order that plan/schedule/schedule.h
+// predicts, 1F1B or, where sequences come in pieces, the pieces of a sequence forward in order and backward in reverse.
+// Activations and gradients travel with their real size while other micro-batches are computed. A pipeline of one stage
+// is forward and backward of each micro-batch, or of each sequence's pieces, in turn. Buffers lie on the stage's
 // device, and so must those that the group takes.
 class Pipeline {
  public:
@@ -27,8 +28,9 @@ class Pipeline {
   Pipeline(Stage& stage, Communicator& group, int64_t max_micro_batch_tokens);
   ~Pipeline();
 
-  // Micro-batches that a stage holds at once, at most.
-  static int slots(int stage, int stages) { return stages - stage; }
+  // Micro-batches that a stage holds at once, at most, when no sequence has more than `pieces` and forwards run at most
+  // so far ahead.
+  static int slots(int stage, int stages, int pieces = 1) { return pieces + stages - 1 - stage; }
   // What the constructor will allocate.
   static int64_t buffer_bytes(int stage, int stages, int64_t hidden_size, int64_t max_micro_batch_tokens, DType dtype);
 
@@ -44,20 +46,23 @@ class Pipeline {
     bool stopped = false;  // asked to stop on the way
   };
   struct Hooks {
-    GradientsFinal gradients_final;  // of the last micro-batch: nothing changes these gradients any more
-    // Asked before each micro-batch; true ends the run early. For a pipeline of one stage: others would wait.
+    GradientsFinal gradients_final;  // of the last backward: nothing changes these gradients any more
+    // Asked whenever nothing is in flight; true ends the run early. For a pipeline of one stage: others would wait.
     std::function<bool()> stop;
   };
 
-  // All stages call it with the same micro-batches in the same order.
-  Result train(const Exec& exec, std::span<const MicroBatch> batches, const Hooks& hooks);
-  // Forward alone.
-  LossSums evaluate(const Exec& exec, const MicroBatch& batch);
+  // All stages call it with the same micro-batches in the same order, the pieces of a sequence one after the other.
+  // `ahead`: how far forwards run ahead of backwards on the last stage (Schedule).
+  Result train(const Exec& exec, std::span<const MicroBatch> batches, int ahead, const Hooks& hooks);
+  // Forward alone; the pieces of a sequence one after the other, each in a slot of its own.
+  LossSums evaluate(const Exec& exec, const MicroBatch& batch, int slot = 0);
 
  private:
   // Two buffers for messages in one direction: one is filled or sent while the other is used.
   class Channel;
   class Timer;
+  class Slots;
+  void divide_stage(int slots, std::span<const MicroBatch> batches);
 
   Stage& stage_;
   Communicator& group_;

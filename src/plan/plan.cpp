@@ -2,9 +2,12 @@
 
 #include <algorithm>
 #include <cmath>
+#include <optional>
 
 #include "core/errors.h"
 #include "plan/batching/parallel_pieces.h"
+#include "plan/batching/partition.h"
+#include "plan/tuning/piece_tuner.h"
 
 namespace sb {
 namespace {
@@ -24,6 +27,7 @@ struct Draft {
   Budgets budgets;
   std::vector<PipelineTimes> times;  // of every rank, at the budgets
   std::vector<double> rank_makespan;
+  ScheduleSet schedules{1, 1};
   double makespan = 0;  // of the slowest
   double relaxed_bound = 0;
   bool unsolved = false;
@@ -39,20 +43,40 @@ class Planner {
         options_(options),
         pool_(pool),
         small_(sequences.size() <= kSmallStep),
-        schedules_(cost.stages(), cost.layout().warmup_depth),
         base_(base_budgets(cost.spec(), sequences, cost.layers())) {}
 
   Draft batch(BatchingPolicy policy, std::span<const int64_t> budgets) {
     BatchingOptions batching = options_.batching;
     batching.policy = policy;
     batching.reorder = options_.ordering;
+    // Those that will be cut need not fit a micro-batch.
+    if (options_.chunk.on() && !options_.chunk.automatic() && batching.micro_batch_tokens > 0)
+      for (const Sequence& sequence : sequences_)
+        batching.micro_batch_tokens = std::max(batching.micro_batch_tokens, sequence.tokens);
+    return draft_of(make_batches(cost_, sequences_, budgets, batching));
+  }
+
+  // Sequences cut and packed; nothing where memory has no room for it.
+  std::optional<Draft> cut(std::span<const int64_t> budgets) {
+    BatchingOptions batching = options_.batching;
+    batching.reorder = options_.ordering;
+    auto batches = make_chunks(cost_, sequences_, ranks_of_sequences(budgets), base_, batching, options_.chunk, pool_);
+    if (!batches) return std::nullopt;
+    Draft draft = draft_of(std::move(*batches));
+    predict(draft);
+    if (options_.tuning.policy == TuningPolicy::optimal && small_) tune(draft);
+    return draft;
+  }
+
+  Draft draft_of(Batches batches) const {
     Draft draft;
-    draft.batches = make_batches(cost_, sequences_, budgets, batching);
+    draft.batches = std::move(batches);
+    draft.schedules = ScheduleSet(cost_.stages(), cost_.layout().warmup_depth);
     draft.orders = given_orders(draft.batches);
     draft.budgets = base_;
     draft.times.resize(static_cast<size_t>(draft.batches.ranks()));
     draft.rank_makespan.resize(draft.times.size());
-    schedules_.prepare(draft.batches);
+    draft.schedules.prepare(draft.batches);
     return draft;
   }
 
@@ -60,7 +84,7 @@ class Planner {
     each_rank(draft, [&](int r) {
       PipelineTimes& times = draft.times[static_cast<size_t>(r)];
       times = stage_times(cost_, sequences_, draft.batches, r, draft.budgets);
-      return schedules_.of(times.micro_batches).makespan(times, draft.orders[static_cast<size_t>(r)]);
+      return draft.schedules.of(r).makespan(times, draft.orders[static_cast<size_t>(r)]);
     });
   }
 
@@ -81,6 +105,35 @@ class Planner {
       floors[i] = open.empty() ? sequences_[i].tokens : floors[i] / std::ssize(open);
     }
     return floors;
+  }
+
+  // No plan of whole sequences is faster, whatever tuning does: the longest one goes through all stages.
+  double whole_bound() {
+    Budgets cheapest = base_;
+    const AttentionSpec& spec = cost_.spec();
+    const auto layers = static_cast<size_t>(cost_.layers());
+    if (options_.tuning.policy == TuningPolicy::optimal)
+      for (size_t i = 0; i < sequences_.size(); ++i) {
+        const int64_t tokens = sequences_[i].tokens;
+        if (spec.always_dense(tokens)) continue;
+        const auto time = [&](int64_t budget) {
+          const StageTime attention = cost_.attention(work_of(spec, tokens, budget));
+          return attention.forward + attention.backward;
+        };
+        int64_t floor = std::min(tokens, spec.least_budget());
+        // The curves know better; in a large step they are not made for this alone.
+        if (small_) {
+          floor = tokens;
+          for (int l = 0; l < cost_.layers(); ++l)
+            floor = std::min<int64_t>(floor, curves().floor(static_cast<int>(i), l));
+        }
+        // A dense sequence needs no selection.
+        const int64_t budget = time(floor) <= time(tokens) ? floor : tokens;
+        for (size_t l = 0; l < layers; ++l)
+          if (!spec.dense_layer(static_cast<int>(l))) cheapest[i * layers + l] = static_cast<int32_t>(budget);
+      }
+    const std::vector<double> no_load(static_cast<size_t>(cost_.stages()), 0.0);
+    return step_lower_bound(cost_, sequences_, layers, cheapest, no_load, pool_);
   }
 
   // Order, fill, order again. The first order is made for the budgets `first`, one a sequence.
@@ -129,7 +182,7 @@ class Planner {
     const int64_t operations = 2 * cost_.stages() * draft.batches.micro_batches();
     const int64_t trials = std::clamp<int64_t>(most / operations, 4, 400);
     const PipelineTimes& times = draft.times[static_cast<size_t>(r)];
-    return improve_order(schedules_.of(times.micro_batches), times, trials, draft.orders[static_cast<size_t>(r)]);
+    return improve_order(draft.schedules.of(r), times, trials, draft.orders[static_cast<size_t>(r)]);
   }
 
   // All ranks; true if the step became shorter.
@@ -152,17 +205,44 @@ class Planner {
     }
   }
 
+  // The data-parallel rank of every sequence where sequences are cut: pieces fill a pipeline whatever the longest one
+  // is, so that only the ranks' work counts.
+  std::vector<int> ranks_of_sequences(std::span<const int64_t> budgets) {
+    const int dp = cost_.layout().dp;
+    if (dp == 1) return std::vector<int>(sequences_.size(), 0);
+    if (options_.batching.policy == BatchingPolicy::sab) {
+      constexpr int64_t kTypical = 4096;
+      const int64_t edge = piece_edge(cost_.spec());
+      const int64_t chunk = options_.chunk.automatic() ? (kTypical + edge - 1) / edge * edge : options_.chunk.tokens;
+      check_sequences(sequences_, dp, 0);
+      PartitionProblem problem;
+      problem.bins = dp;
+      for (size_t i = 0; i < sequences_.size(); ++i) {
+        problem.weight.push_back(cut_cost(cost_, sequences_[i], budgets[i], chunk));
+        problem.tokens.push_back(sequences_[i].tokens);
+      }
+      return balanced_partition(problem, options_.batching.trials);
+    }
+    const Batches whole = batch(options_.batching.policy, budgets).batches;
+    std::vector<int> rank(sequences_.size());
+    for (int r = 0; r < dp; ++r)
+      for (int i = whole.first(r); i < whole.first(r) + whole.micro_batches(r); ++i)
+        for (const int member : whole.members(i)) rank[static_cast<size_t>(member)] = r;
+    return rank;
+  }
+
   void tune(Draft& draft) {
-    const TuningInput input{cost_,        coverage_,  sequences_, curves(), draft.batches,
-                            draft.orders, schedules_, base_,      pool_};
-    TuningResult result = sb::tune(input, options_.tuning);
+    const TuningInput input{cost_,        coverage_,       sequences_, curves(), draft.batches,
+                            draft.orders, draft.schedules, base_,      pool_};
+    TuningResult result =
+        draft.batches.pieces.empty() ? sb::tune(input, options_.tuning) : tune_pieces(input, options_.tuning);
     draft.budgets = std::move(result.budgets);
     draft.relaxed_bound = result.relaxed_bound;
     draft.unsolved = result.unsolved;
     predict(draft);
     // Rounding in a large step may pass the deadline by a fraction of a step: never beyond what the base budgets take.
     if (options_.tuning.policy != TuningPolicy::optimal || draft.makespan <= result.deadline * (1 + 1e-9)) return;
-    const double base = step_makespan(cost_, schedules_, sequences_, draft.batches, draft.orders, base_);
+    const double base = step_makespan(cost_, draft.schedules, sequences_, draft.batches, draft.orders, base_);
     if (base >= draft.makespan) return;
     draft.budgets = base_;
     draft.relaxed_bound = 0;
@@ -175,7 +255,6 @@ class Planner {
   const PlanOptions& options_;
   ThreadPool* pool_;
   bool small_;
-  ScheduleSet schedules_;
   Budgets base_;
   std::unique_ptr<BudgetCurves> curves_;
 };
@@ -211,15 +290,20 @@ Plan Planner::write(int64_t step, const Draft& draft, double baseline) const {
     const auto& order = draft.orders[static_cast<size_t>(r)];
     rank.makespan_us = draft.rank_makespan[static_cast<size_t>(r)];
     rank.micro_batches.resize(order.size());
+    if (!draft.batches.ahead.empty()) rank.ahead = draft.batches.ahead[static_cast<size_t>(r)];
     for (size_t position = 0; position < order.size(); ++position) {
       PlannedMicroBatch& micro_batch = rank.micro_batches[position];
-      const auto members = draft.batches.members(draft.batches.first(static_cast<int>(r)) + order[position]);
+      const int index = draft.batches.first(static_cast<int>(r)) + order[position];
+      const auto members = draft.batches.members(index);
+      const Piece piece = draft.batches.piece(index);
+      micro_batch.begin = piece.begin;
+      micro_batch.end = piece.end;
+      micro_batch.tokens = draft.batches.tokens(sequences_, index);
       micro_batch.sequences.reserve(members.size());
       micro_batch.budgets.resize(members.size() * layers);
       for (size_t k = 0; k < members.size(); ++k) {
         const auto member = static_cast<size_t>(members[k]);
         micro_batch.sequences.push_back(sequences_[member].id);
-        micro_batch.tokens += sequences_[member].tokens;
         for (size_t l = 0; l < layers; ++l)
           micro_batch.budgets[l * members.size() + k] = draft.budgets[member * layers + l];
       }
@@ -248,11 +332,28 @@ Plan Planner::write(int64_t step, const Draft& draft, double baseline) const {
   plan.imbalance = most / (total / draft.batches.micro_batches());
   plan.worker_imbalance = most_rank / (total / ranks);
   plan.bubble_share = std::max(0.0, 1.0 - total / (cost_.stages() * ranks * plan.makespan_us));  // above rounding
-  plan.lower_bound_us = step_lower_bound(cost_, sequences_, layers, draft.budgets, stage_busy, pool_);
+  plan.lower_bound_us = draft.batches.pieces.empty()
+                            ? step_lower_bound(cost_, sequences_, layers, draft.budgets, stage_busy, pool_)
+                            : pieces_lower_bound(cost_, draft.batches, draft.times);
   return plan;
 }
 
 }  // namespace
+
+std::vector<int> group_sizes(const PlannedRank& rank) {
+  std::vector<int> sizes;
+  for (const PlannedMicroBatch& micro_batch : rank.micro_batches) {
+    if (micro_batch.begin > 0 && !sizes.empty())
+      ++sizes.back();
+    else
+      sizes.push_back(1);
+  }
+  return sizes;
+}
+
+std::shared_ptr<const Schedule> rank_schedule(const PlannedRank& rank, int stages, int warmup_depth) {
+  return shared_schedule(stages, group_sizes(rank), rank.ahead, warmup_depth);
+}
 
 int64_t ExpectedBudgets::of(const AttentionSpec& spec, int64_t tokens) const {
   if (spec.always_dense(tokens)) return tokens;
@@ -282,13 +383,26 @@ Plan plan_step(int64_t step, const CostModel& cost, const CoverageModel& coverag
   const bool sab = options.batching.policy == BatchingPolicy::sab;
   const bool optimal = options.tuning.policy == TuningPolicy::optimal;
   std::vector<Draft> drafts;
+  // Pieces of a size that is given are what memory is planned for. Otherwise whole sequences may be faster.
+  const bool always_cut = options.chunk.on() && !options.chunk.automatic();
+  if (always_cut || (options.chunk.automatic() && cost.stages() > 1)) {
+    SB_USER_CHECK(options.tuning.policy != TuningPolicy::anchor,
+                  "tuning anchor evens out micro-batches, which pieces of sequences are already: use tuning optimal or "
+                  "off, or leave sequences whole");
+    std::optional<Draft> cut = planner.cut(budgets);
+    SB_USER_CHECK(cut || !always_cut, "pieces of {} tokens do not fit what memory is planned for; make them smaller",
+                  options.chunk.tokens);
+    if (cut) drafts.push_back(std::move(*cut));
+  }
+  if (always_cut || (!drafts.empty() && drafts.back().makespan <= planner.whole_bound()))
+    return planner.write(step, drafts.back(), baseline.makespan);
   if (sab && optimal) {
     // Where the longest sequences decide, they will run at their floor: weights and first order of that case.
     const std::vector<int64_t> floors = planner.mean_floors();
     drafts.push_back(planner.batch(BatchingPolicy::sab, floors));
     planner.finish(drafts.back(), floors);
   }
-  if (drafts.empty() || sequences.size() <= kSmallStep) {
+  if (!(sab && optimal) || sequences.size() <= kSmallStep) {
     const std::vector<int64_t> base = budgets;
     if (options.tuning.policy != TuningPolicy::off)
       for (size_t i = 0; i < budgets.size(); ++i) budgets[i] = expected.of(spec, sequences[i].tokens);

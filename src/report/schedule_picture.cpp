@@ -25,7 +25,26 @@ constexpr const char* kStyle =
     " @media (prefers-color-scheme: dark) { .sb-back { fill: #1e2329; } .sb-text { fill: #e6e6e6; }"
     " .sb-line { stroke: #3a414a; } }</style>\n";
 
+// Which group a micro-batch belongs to, and how strong its colour is: pieces of a sequence in shades of one.
+struct Shade {
+  size_t group = 0;
+  double opacity = 1;
+};
+std::vector<Shade> shades_of(const PlannedRank& rank) {
+  constexpr double kFaintest = 0.45;
+  std::vector<Shade> shades;
+  size_t group = 0;
+  for (const int size : group_sizes(rank)) {
+    for (int i = 0; i < size; ++i)
+      shades.push_back({group, size == 1 ? 1.0 : kFaintest + (1 - kFaintest) * i / (size - 1)});
+    ++group;
+  }
+  return shades;
+}
+
 std::string label(const PlannedMicroBatch& micro_batch) {
+  if (micro_batch.is_piece())
+    return fmt::format("sequence {}, tokens {} to {}", micro_batch.sequences[0], micro_batch.begin, micro_batch.end);
   return fmt::format("{} sequence{}, {} tokens", micro_batch.sequences.size(),
                      micro_batch.sequences.size() == 1 ? "" : "s", micro_batch.tokens);
 }
@@ -62,7 +81,8 @@ ScheduleResult schedule_of(const Plan& plan, const CostModel& cost, int rank) {
   }
   if (cost.layout().comm)
     for (int s = 0; s < times.stages; ++s) times.tail.push_back(cost.reduction(s));
-  return Schedule(times.stages, times.micro_batches, cost.layout().warmup_depth).analyze(times, {});
+  return rank_schedule(plan.ranks[static_cast<size_t>(rank)], times.stages, cost.layout().warmup_depth)
+      ->analyze(times, {});
 }
 
 std::string schedule_trace(const Plan& plan, const CostModel& cost) {
@@ -83,6 +103,11 @@ std::string schedule_trace(const Plan& plan, const CostModel& cost) {
     std::vector<double> end(static_cast<size_t>(cost.stages()), 0.0);
     for (const ScheduledOperation& op : schedule.operations) {
       const auto& micro_batch = plan.ranks[static_cast<size_t>(r)].micro_batches[static_cast<size_t>(op.position)];
+      nlohmann::ordered_json about = {{"tokens", micro_batch.tokens},
+                                      {"sequences", micro_batch.sequences},
+                                      {"slack_us", op.slack},
+                                      {"critical", op.critical}};
+      if (micro_batch.is_piece()) about["piece"] = {micro_batch.begin, micro_batch.end};
       events.push_back({{"name", fmt::format("{}{}", op.backward ? "B" : "F", op.position)},
                         {"cat", op.backward ? "backward" : "forward"},
                         {"ph", "X"},
@@ -90,11 +115,7 @@ std::string schedule_trace(const Plan& plan, const CostModel& cost) {
                         {"tid", op.stage},
                         {"ts", op.start},
                         {"dur", op.end - op.start},
-                        {"args",
-                         {{"tokens", micro_batch.tokens},
-                          {"sequences", micro_batch.sequences},
-                          {"slack_us", op.slack},
-                          {"critical", op.critical}}}});
+                        {"args", std::move(about)}});
       end[static_cast<size_t>(op.stage)] = std::max(end[static_cast<size_t>(op.stage)], op.end);
     }
     for (int s = 0; s < cost.stages(); ++s)
@@ -149,19 +170,22 @@ std::string schedule_svg(const std::vector<SchedulePanel>& panels, const CostMod
       const ScheduleResult schedule = schedule_of(plan, cost, r);
       // A rank that others wait for decides the step; what is critical in the others delays nothing.
       const bool decides = plan.ranks[static_cast<size_t>(r)].makespan_us >= 0.999 * slowest;
+      const std::vector<Shade> shades = shades_of(plan.ranks[static_cast<size_t>(r)]);
       for (int s = 0; s < cost.stages(); ++s)
         svg += fmt::format(
             "<text class=\"sb-text\" x=\"8\" y=\"{:.1f}\">rank {} stage {}</text>\n<line class=\"sb-line\" x1=\"{}\" "
             "x2=\"{}\" y1=\"{:.1f}\" y2=\"{:.1f}\"/>\n",
             y + s * row + 14, r, s, left, left + width, y + (s + 1) * row - 1, y + (s + 1) * row - 1);
       for (const ScheduledOperation& op : schedule.operations) {
-        const auto colour = static_cast<size_t>(op.position) % kColours;
+        const Shade& shade = shades[static_cast<size_t>(op.position)];
+        const size_t colour = shade.group % kColours;
         const double x = left + op.start * scale, w = std::max(0.5, (op.end - op.start) * scale);
         const auto& micro_batch = plan.ranks[static_cast<size_t>(r)].micro_batches[static_cast<size_t>(op.position)];
         svg += fmt::format(
-            "<rect x=\"{:.2f}\" y=\"{:.2f}\" width=\"{:.2f}\" height=\"{:.0f}\" fill=\"{}\" stroke=\"{}\" "
+            "<rect x=\"{:.2f}\" y=\"{:.2f}\" width=\"{:.2f}\" height=\"{:.0f}\" fill=\"{}\" fill-opacity=\"{:.2f}\" "
+            "stroke=\"{}\" "
             "stroke-width=\"0.7\"><title>{} of micro-batch {} ({}): {:.2f} ms, slack {:.2f} ms</title></rect>\n",
-            x, y + op.stage * row, w, row - 3, (op.backward ? kBackward : kForward)[colour],
+            x, y + op.stage * row, w, row - 3, (op.backward ? kBackward : kForward)[colour], shade.opacity,
             decides && op.critical ? "#d00000" : "none", op.backward ? "backward" : "forward", op.position,
             label(micro_batch), (op.end - op.start) / 1e3, op.slack / 1e3);
         if (w > 16)
@@ -173,9 +197,10 @@ std::string schedule_svg(const std::vector<SchedulePanel>& panels, const CostMod
     y += gap;
   }
   svg += fmt::format(
-      "<text class=\"sb-text\" x=\"{}\" y=\"{:.0f}\">light: forward, dark: backward, red frame: critical path; {:.1f} "
-      "ms "
-      "wide</text>\n</svg>\n",
+      "<text class=\"sb-text\" x=\"{}\" y=\"{:.0f}\">light: forward, dark: backward, shades of a colour: pieces of a "
+      "sequence, red "
+      "frame: "
+      "critical path; {:.1f} ms wide</text>\n</svg>\n",
       left, y + 12, longest / 1e3);
   return svg;
 }

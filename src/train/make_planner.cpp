@@ -6,6 +6,7 @@
 
 #include "core/errors.h"
 #include "core/log.h"
+#include "train/packing.h"
 #include "train/stage_split.h"
 
 namespace sb {
@@ -48,7 +49,8 @@ const char* recompute_name(Recompute recompute) {
 
 bool wants_balancing(const BalanceOptions& balance) {
   return balance.batching != BalanceOptions::Batching::in_order || balance.ordering != BalanceOptions::Ordering::none ||
-         balance.tuning != BalanceOptions::Tuning::none || !balance.profile.empty() || !balance.replay.empty();
+         balance.tuning != BalanceOptions::Tuning::none || balance.chunk == BalanceOptions::kAutomaticChunk ||
+         !balance.profile.empty() || !balance.replay.empty();
 }
 
 ModelShape model_shape(const ModelConfig& model) {
@@ -120,6 +122,8 @@ std::unique_ptr<BalancedPlanner> make_balanced_planner(const RunConfig& config, 
   options.plan.batching.max_sequences = most_sequences(config, limits);
   options.plan.ordering = config.balance.ordering == BalanceOptions::Ordering::automatic;
   options.plan.tuning = tuning_options(config.balance);
+  options.plan.chunk.tokens = config.balance.chunk;
+  options.plan.chunk.kept_tokens = kept_tokens(config, limits);
   options.spec = attention_spec(config);
   options.layout.dp = config.parallel.dp;
   options.layout.pp = config.parallel.pp;
@@ -141,8 +145,9 @@ std::unique_ptr<StepPlanner> make_step_planner(const RunConfig& config, const Mo
   const SelectionConfig& attention = config.attention.selection;
   const bool follows_budget =
       attention.pattern == SelectionPattern::topk || attention.pattern == SelectionPattern::mass;
+  const InOrderCut cut{config.balance.chunk, piece_edge(attention_spec(config)), config.parallel.pp > 1};
   return std::make_unique<InOrderPlanner>(config.parallel.dp, model.layers, limits, attention.block,
-                                          follows_budget ? attention.budget : 0);
+                                          follows_budget ? attention.budget : 0, cut);
 }
 
 }  // namespace sb

@@ -5,7 +5,9 @@
 
 #include "attention/most_sequences.h"
 #include "core/errors.h"
+#include "parallel/pipeline.h"
 #include "parallel/ring/context_layout.h"
+#include "plan/chunking.h"
 #include "train/make_planner.h"
 
 namespace sb {
@@ -38,6 +40,21 @@ int64_t most_sequences(const RunConfig& config, const PackingLimits& limits) {
 int64_t most_rank_tokens(const RunConfig& config, const PackingLimits& limits) {
   return ContextLayout::most_tokens(config.parallel.cp, config.attention.selection.block, limits.max_tokens,
                                     most_sequences(config, limits));
+}
+
+int64_t smallest_piece(const RunConfig& config) {
+  const int64_t chunk = config.balance.chunk;
+  if (chunk >= 0) return chunk;
+  if (config.parallel.pp == 1) return 0;
+  return std::ranges::min(chunk_sizes({ChunkOptions::kAutomatic, {}}, piece_edge(attention_spec(config))));
+}
+
+std::vector<int64_t> kept_tokens(const RunConfig& config, const PackingLimits& limits) {
+  std::vector<int64_t> kept;
+  if (config.balance.chunk != BalanceOptions::kAutomaticChunk) return kept;
+  const int stages = static_cast<int>(config.parallel.pp);
+  for (int stage = 0; stage < stages; ++stage) kept.push_back(Pipeline::slots(stage, stages) * limits.max_tokens);
+  return kept;
 }
 
 std::vector<float> target_weights(BatchOptions::Loss loss, std::span<const int64_t> valid_targets) {

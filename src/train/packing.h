@@ -23,6 +23,12 @@ int64_t most_sequences(const RunConfig& config, const PackingLimits& limits);
 // The most tokens of a micro-batch that one of the ranks which share it has.
 int64_t most_rank_tokens(const RunConfig& config, const PackingLimits& limits);
 
+// The smallest pieces that a plan of the run may cut sequences into; 0: they stay whole.
+int64_t smallest_piece(const RunConfig& config);
+// balance.chunk: auto. Of every stage: tokens of all micro-batches in flight, each counted as large as the largest of
+// its step. The memory is that of whole sequences. Empty otherwise.
+std::vector<int64_t> kept_tokens(const RunConfig& config, const PackingLimits& limits);
+
 // Weight of every counted target of each sequence in the step's loss, from the number of counted targets of all
 // sequences of the global batch. Sequences without targets do not count; all zeros when no sequence has any.
 std::vector<float> target_weights(BatchOptions::Loss loss, std::span<const int64_t> valid_targets);

@@ -15,7 +15,9 @@ StageOptions RankModelOptions::stage(int index) const {
   options.recompute = recompute;
   options.max_micro_batch_tokens = max_micro_batch_tokens;
   options.max_sequence_length = max_sequence_length;
-  options.slots = Pipeline::slots(index, grid.pp);
+  options.slots = Pipeline::slots(index, grid.pp, max_pieces);
+  if (!kept_tokens.empty()) options.kept_tokens = kept_tokens[static_cast<size_t>(index)];
+  if (max_pieces > 1) options.max_cut_sequence = max_sequence_length;
   options.loss_chunk = loss_chunk;
   options.layer_chunk = layer_chunk;
   if (!offload.empty()) options.offload = offload[static_cast<size_t>(index)];
@@ -48,10 +50,10 @@ MemoryPlan RankModel::memory_plan(const RankModelOptions& options, const Attenti
 }
 
 Pipeline::Result RankModel::forward_backward(const Exec& exec, std::span<const MicroBatch> batches,
-                                             const std::function<bool()>& stop) {
+                                             const std::function<bool()>& stop, int ahead) {
   stage_.parameters().begin_gradients(exec);
   reducer_.start();
-  return pipeline_.train(exec, batches, {[this](int group) { reducer_.group_final(group); }, stop});
+  return pipeline_.train(exec, batches, ahead, {[this](int group) { reducer_.group_final(group); }, stop});
 }
 
 double RankModel::reduce(const Exec& exec) {

@@ -27,6 +27,10 @@ struct RankModelOptions {
   DType dtype = DType::f32;  // of activations
   Recompute recompute = Recompute::attention;
   int64_t max_micro_batch_tokens = 0, max_sequence_length = 0;
+  int max_pieces = 1;  // of a sequence; 1: all come whole
+  // Of every stage: tokens of all micro-batches in flight, each counted as large as the largest of the step; empty:
+  // those of a pipeline whose micro-batches are all as large as they may be.
+  std::vector<int64_t> kept_tokens;
   int64_t loss_chunk = 1024, layer_chunk = 32768;
   std::vector<int> offload;  // of every stage; empty: nothing
   int threads = 1;
@@ -48,10 +52,12 @@ class RankModel {
   Stage& stage() { return stage_; }
 
   // Gradients of this rank's micro-batches, the reduction between ranks already under way; they start from zero.
-  // `stop` may end it early in a run of one rank.
+  // `stop` may end it early in a run of one rank. `ahead`: as Pipeline::train, at most max_pieces.
   Pipeline::Result forward_backward(const Exec& exec, std::span<const MicroBatch> batches,
-                                    const std::function<bool()>& stop);
-  LossSums evaluate(const Exec& exec, const MicroBatch& batch) { return pipeline_.evaluate(exec, batch); }
+                                    const std::function<bool()>& stop, int ahead = 1);
+  LossSums evaluate(const Exec& exec, const MicroBatch& batch, int slot = 0) {
+    return pipeline_.evaluate(exec, batch, slot);
+  }
   // Ends the reduction; the norm of the whole gradient.
   double reduce(const Exec& exec);
   void update(const Exec& exec, const AdamWStep& step) { optimizer_.update(exec, step); }

@@ -14,6 +14,7 @@
 #include "model/hf_checkpoint.h"
 #include "parallel/ring/context_batch.h"
 #include "plan/planner/plan_log.h"
+#include "run/checkpoint/selection_file.h"
 #include "train/index_dump.h"
 #include "train/lr_schedule.h"
 #include "train/make_planner.h"
@@ -35,6 +36,18 @@ int64_t longest_sequence(const TrainerParts& parts) {
   return std::max(parts.source.max_length(), validation);
 }
 
+// Before any memory is planned for them: what cannot run in pieces.
+void check_chunk(const RunConfig& config, const TrainerParts& parts) {
+  SB_USER_CHECK(config.parallel.cp == 1,
+                "balance.chunk: {} ranks share every sequence (parallel.cp), and those are not cut into pieces; set "
+                "balance.chunk: none, or parallel.cp: 1",
+                config.parallel.cp);
+  SB_USER_CHECK(config.device == DeviceKind::cpu,
+                "balance.chunk: attention on GPUs computes whole sequences only; set balance.chunk: none");
+  const std::string refusal = parts.attention.refuses_pieces();
+  SB_USER_CHECK(refusal.empty(), "balance.chunk: {}; set balance.chunk: none", refusal);
+}
+
 RankModelOptions rank_model_options(const RunConfig& config, const TrainerParts& parts) {
   RankModelOptions options;
   options.model = parts.model;
@@ -45,6 +58,11 @@ RankModelOptions rank_model_options(const RunConfig& config, const TrainerParts&
   options.recompute = config.train.recompute;
   options.max_sequence_length = longest_sequence(parts);
   options.max_micro_batch_tokens = most_rank_tokens(config, Trainer::packing(config, parts));
+  if (config.balance.chunk != 0) check_chunk(config, parts);
+  if (const int64_t chunk = smallest_piece(config); chunk > 0) {
+    options.max_pieces = static_cast<int>((options.max_sequence_length + chunk - 1) / chunk);
+    options.kept_tokens = kept_tokens(config, Trainer::packing(config, parts));
+  }
   options.loss_chunk = config.train.loss_chunk;
   options.layer_chunk = config.train.layer_chunk;
   options.offload = parts.offload;
@@ -58,6 +76,13 @@ std::filesystem::path trace_path(const std::filesystem::path& directory) {
   for (int process = 2; std::filesystem::exists(file); ++process)
     file = directory / fmt::format("trace-{}.json", process);
   return file;
+}
+
+// Whether blocks are to be judged by planes of which there are no statistics yet.
+bool needs_first_look(const RunConfig& config, const ModelConfig& model, const LearnedSelection& learned) {
+  if (!config.attention.selection.judges_by_planes()) return false;
+  return std::ssize(learned.planes) != model.layers ||
+         std::ranges::any_of(learned.planes, [](const PlaneSums& layer) { return layer.tokens == 0; });
 }
 
 }  // namespace
@@ -90,7 +115,13 @@ std::vector<Sequence> step_batch(const RunConfig& config, const SequenceSource& 
 }
 
 PackingLimits Trainer::packing(const RunConfig& config, const TrainerParts& parts) {
-  return packing_limits(config.batch, longest_sequence(parts), config.parallel.cp);
+  const int64_t longest = longest_sequence(parts);
+  const int64_t chunk = config.balance.chunk;
+  if (chunk <= 0) return packing_limits(config.batch, longest, config.parallel.cp);
+  // Longer sequences are cut, so that no micro-batch need be larger.
+  PackingLimits limits = packing_limits(config.batch, std::min(longest, chunk), config.parallel.cp);
+  limits.max_tokens = std::min(limits.max_tokens, chunk);
+  return limits;
 }
 
 MemoryPlan Trainer::memory_plan(const RunConfig& config, const TrainerParts& parts, int stage) {
@@ -160,7 +191,13 @@ void Trainer::load_start_of_run() {
   if (const auto& checkpoint = directory_.resume_from()) {
     state_ = model_->load(*checkpoint);
     parts_.source.restore_state(state_.source_state);
-    if (parts_.sparse) parts_.sparse->set_thresholds(state_.thresholds);
+    if (const SelectionConfig& selection = config_.attention.selection;
+        parts_.sparse && (selection.learns_thresholds() || selection.judges_by_planes())) {
+      FoundSelection found = read_selection_of(*checkpoint, parts_.model);
+      state_.selection = std::move(found.learned);
+      if (leads() && !found.problem.empty())
+        log::warning("{}; what attention.pattern and attention.score have learned is learned anew", found.problem);
+    }
     if (planner_) planner_->restore_state(state_.planner_state);
     if (checkpoint->parent_path() == directory_.path()) saved_step_ = state_.step;
     if (leads()) {
@@ -178,6 +215,8 @@ void Trainer::load_start_of_run() {
   }
   state_.source = parts_.source.identity();
   next_announced_ = state_.step + 1;
+  if (parts_.sparse) parts_.sparse->use(state_.selection);
+  if (parts_.sparse && needs_first_look(config_, parts_.model, state_.selection)) first_look();
 }
 
 TrainSummary Trainer::run() {
@@ -281,8 +320,7 @@ Trainer::StepPlan Trainer::read_step(Plan plan) {
     targets.push_back(parts_.source.valid_targets(position));
   }
   const std::vector<float> weights = target_weights(config_.batch.loss, targets);
-  for (const PlannedMicroBatch& planned : step.plan.ranks[static_cast<size_t>(model_->grid().dp_rank())].micro_batches)
-    step.micro_batches.push_back(read_micro_batch(planned, weights));
+  step.micro_batches = read_micro_batches(step.plan.ranks[static_cast<size_t>(model_->grid().dp_rank())], weights);
   return step;
 }
 
@@ -293,17 +331,34 @@ double Trainer::time_in_order() {
   InOrderPlanner planner(config_.parallel.dp, parts_.model.layers, limits_);
   planner.announce(state_.step + 1, step_batch(config_, parts_.source, state_, state_.step + 1));
   const StepPlan step = read_step(planner.next());
-  const Selector::Thresholds kept = parts_.sparse ? parts_.sparse->thresholds() : Selector::Thresholds();
   world_->barrier();
   const auto begin = std::chrono::steady_clock::now();
   model_->forward_backward(exec_, step.micro_batches, [] { return false; });
   model_->reduce(exec_);
   const std::chrono::duration<double> time = time_since(begin);
   if (parts_.sparse) {
-    parts_.sparse->set_thresholds(kept);
+    parts_.sparse->take_observations();
     parts_.sparse->take_report();
   }
   return time.count();
+}
+
+std::vector<MicroBatch> Trainer::read_micro_batches(const PlannedRank& planned, std::span<const float> weights) const {
+  std::vector<MicroBatch> batches;
+  MicroBatch cut;  // the sequence whose pieces follow each other
+  for (const PlannedMicroBatch& next : planned.micro_batches) {
+    SB_USER_CHECK(!next.is_piece() || (config_.balance.chunk != 0 && next.end - next.begin <= limits_.max_tokens),
+                  "step {}: its plan has pieces of {} tokens, for which no memory is planned; set balance.chunk as in "
+                  "the run that made the plan",
+                  state_.step + 1, next.end - next.begin);
+    if (!next.is_piece()) {
+      batches.push_back(read_micro_batch(next, weights));
+      continue;
+    }
+    if (next.begin == 0) cut = read_micro_batch(next, weights);
+    batches.push_back(cut_piece(cut, next.begin, next.end));
+  }
+  return batches;
 }
 
 void Trainer::announce_steps() {
@@ -340,12 +395,16 @@ MicroBatch Trainer::own_part(MicroBatch batch) const {
 // Gradients of the whole global batch, before their reduction; nothing when asked to stop on the way.
 std::optional<LossSums> Trainer::forward_backward(const StepPlan& plan) {
   const bool one_rank = world_->size() == 1;
+  if (parts_.sparse) parts_.sparse->take_observations();  // of a validation, or of a step that did not count
   if (parts_.dump) parts_.dump->begin_step(state_.step + 1);
   if (ticker_) ticker_->begin(state_.step + 1, std::ssize(plan.micro_batches));
-  Pipeline::Result result = model_->forward_backward(exec_, plan.micro_batches, [&] {
+  const auto before_micro_batch = [&] {
     if (ticker_) ticker_->micro_batch();
     return one_rank && parts_.stop_requested();
-  });
+  };
+  Pipeline::Result result =
+      model_->forward_backward(exec_, plan.micro_batches, before_micro_batch,
+                               plan.plan.ranks[static_cast<size_t>(model_->grid().dp_rank())].ahead);
   if (ticker_) ticker_->end();
   if (parts_.dump) parts_.dump->end_step();
   if (result.stopped) return std::nullopt;
@@ -380,8 +439,6 @@ void Trainer::update(double grad_norm) {
 void Trainer::skip_update() {
   ++state_.skipped;
   ++state_.skipped_in_row;
-  // What the step taught one rank the others do not know, and it came from numbers that are none.
-  if (parts_.sparse) parts_.sparse->set_thresholds(state_.thresholds);
 }
 
 // A single non-finite gradient costs one step; a run of them does not heal by itself.
@@ -397,25 +454,26 @@ void Trainer::give_up() const {
                        : std::string("there is no checkpoint yet"));
 }
 
-// A source with a curriculum moves on when the model is good enough; thresholds and the planner follow what was
-// measured.
+// A source with a curriculum moves on when the model is good enough; selection and the planner follow what was
+// measured. What comes of numbers that are none teaches nobody: forward_backward() forgets it.
 void Trainer::learn(const StepPlan& plan, const LossSums& sums, int64_t step_ns) {
   const uint64_t unseen = state_.position + static_cast<uint64_t>(ahead_ * config_.batch.global_batch_size);
   if (parts_.source.observe(sums.correct, sums.targets, unseen) && leads())
     parts_.console.text(fmt::format("step {}: accuracy {:.1f} %, sequences of {} tokens from here on", state_.step,
                                     100.0 * accuracy(sums), parts_.source.length(unseen)));
   state_.source_state = parts_.source.state();
-  if (parts_.sparse) {
-    if (config_.attention.selection.pattern == SelectionPattern::mass)
-      parts_.sparse->set_thresholds(mean_over_ranks(*world_, parts_.sparse->thresholds(), state_.thresholds));
-    state_.thresholds = parts_.sparse->thresholds();
-  }
+  if (parts_.sparse) learn_selection();
   StepMeasurement measurement = gather_times(model_->grid(), plan.plan, operations_);
   if (!planner_) return;
   measurement.step = state_.step;
   measurement.step_ns = step_ns;
   measurement.coverage = std::move(attention_report_.samples);
   planner_->learn(measurement);
+}
+
+void Trainer::learn_selection() {
+  state_.selection = sb::learn(state_.selection, sum_over_ranks(*world_, parts_.sparse->take_observations()));
+  parts_.sparse->use(state_.selection);
 }
 
 void Trainer::log_step(const StepPlan& plan, const LossSums& sums, double grad_norm, bool skipped, double seconds) {
@@ -491,6 +549,9 @@ void Trainer::write_final_model(TrainSummary& summary) {
     options.dtype = config_.model.save_dtype;
     options.copy_from = config_.model.path;
     write_hf_model(temporary, parts_.model, weights, options);
+    if (state_.selection == LearnedSelection()) return;
+    std::filesystem::create_directory(temporary / kSelectionFolder);
+    write_selection_file(temporary / kSelectionFolder / kSelectionFile, state_.selection, parts_.model);
   });
 }
 

@@ -132,6 +132,7 @@ class Trainer {
   StepPlan read_step(Plan plan);
   double time_in_order();
   void announce_steps();
+  std::vector<MicroBatch> read_micro_batches(const PlannedRank& planned, std::span<const float> weights) const;
   MicroBatch read_micro_batch(const PlannedMicroBatch& planned, std::span<const float> weights) const;
   MicroBatch own_part(MicroBatch batch) const;
   std::optional<LossSums> forward_backward(const StepPlan& plan);
@@ -140,12 +141,24 @@ class Trainer {
   void skip_update();
   [[noreturn]] void give_up() const;
   void learn(const StepPlan& plan, const LossSums& sums, int64_t step_ns);
+  void learn_selection();
   void log_step(const StepPlan& plan, const LossSums& sums, double grad_norm, bool skipped, double seconds);
   void flush_trace();
 
   bool validation_due() const;
   std::optional<ValidationReport> validate();
   std::optional<LossSums> evaluate(bool later_chunk_tokens_only);
+  void first_look();
+  // A forward of some sequences of a source, each through `prepare` first.
+  struct Look {
+    const SequenceSource& source;
+    std::vector<int64_t> positions, lengths;
+    std::function<void(TokenSequence&)> prepare;
+    bool dense = false;         // whatever the pattern
+    bool interruptible = true;  // asks whether to stop; then there is no result
+  };
+  std::optional<LossSums> forward(const Look& look);
+  LossSums evaluate_whole(MicroBatch batch);
   void save();
   void write_final_model(TrainSummary& summary);
 

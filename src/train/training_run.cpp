@@ -99,12 +99,14 @@ bool validates_dense(const RunConfig& config) {
 }
 
 std::unique_ptr<Attention> make_attention(const RunConfig& config, const ModelConfig& model, const RingGroups& ring) {
+  SelectionConfig selection = config.attention.selection;
+  settle_score_channels(selection, model.head_dim);
   const int64_t largest = std::min(largest_budget(config), config.data.max_sequence_length);
   const bool dense = config.attention.selection.pattern == SelectionPattern::dense;
   const int coverage_rows = dense ? 0 : static_cast<int>(config.attention.coverage_rows);
   if (ring.host) {
-    RingAttention::Options options{config.attention.selection, model.layers, config.parallel.placement,
-                                   config.parallel.node_size,  largest,      coverage_rows};
+    RingAttention::Options options{selection, model.layers, config.parallel.placement, config.parallel.node_size,
+                                   largest,   coverage_rows};
     options.any_dense = validates_dense(config);
     options.dtype = config.dtype();
     options.deterministic = config.train.deterministic;
@@ -112,7 +114,7 @@ std::unique_ptr<Attention> make_attention(const RunConfig& config, const ModelCo
     if (ring.data) return make_cuda_ring_attention(*ring.host, *ring.data, options);
     return std::make_unique<RingAttention>(*ring.host, options);
   }
-  SparseAttention::Options options{config.attention.selection, model.layers, coverage_rows};
+  SparseAttention::Options options{selection, model.layers, coverage_rows};
   options.largest_budget = largest;
   if (config.device == DeviceKind::cuda)
     return make_cuda_attention({.attention = options, .deterministic = config.train.deterministic});

@@ -29,6 +29,44 @@ TEST_F(EvalCommand, PerplexityOfPositionsWithoutTargetsIsNone) {
   EXPECT_EQ(rows[2]["loss"], rows[1]["loss"]);
 }
 
+// 700 tokens are five key blocks of 128 and 60 tokens more; with the smallest budget a query reads its own block and
+// the one before it.
+TEST_F(EvalCommand, PerplexitySaysWhatAttentionRead) {
+  const std::string data = (directory_ / "copy").string(), json = (directory_ / "ppl.json").string();
+  ASSERT_EQ(run_program({"data", "synth", "--task", "copy", "--length", "700", "--sequences", "2", "--vocab-size", "64",
+                         "--output", data})
+                .exit_code,
+            0);
+  const auto read_with = [&](const std::string& rows, const std::string& attention) {
+    const std::string run = write("window.yaml",
+                                  "model: {init: {vocab_size: 64}}\ndata: {synthetic: {vocab_size: 64}}\nattention: "
+                                  "{pattern: window, budget: 1, sink_blocks: 0, local_blocks: 0, dense_below: 0, "
+                                  "coverage_rows: " +
+                                      rows + "}\n");
+    std::vector<std::string> arguments = {"eval",   "ppl", "--model", "tests/data/hf/qwen2_tied",
+                                          "--data", data,  "--json",  json};
+    if (attention == "as-trained") arguments.insert(arguments.end(), {"--attention", attention, "--run-config", run});
+    const ProgramResult result = run_program(arguments);
+    EXPECT_EQ(result.exit_code, 0) << result.err;
+    std::ifstream file(json);
+    nlohmann::json found = nlohmann::json::parse(file);
+    found["out"] = result.out;
+    return found;
+  };
+  const nlohmann::json dense = read_with("4", "dense");
+  EXPECT_EQ(dense["density"], 1.0);
+  EXPECT_EQ(dense["coverage"], 1.0);
+  EXPECT_EQ(dense["out"].get<std::string>().find("causal pairs"), std::string::npos);
+  const double pairs = 5 * 128 * 129 / 2 + 60 * 61 / 2 + 4 * 128 * 128 + 60 * 128;
+  const nlohmann::json measured = read_with("4", "as-trained"), unmeasured = read_with("0", "as-trained");
+  EXPECT_NEAR(measured["density"].get<double>(), pairs / (700 * 701 / 2), 1e-9);
+  EXPECT_GT(measured["coverage"], 0.1);
+  EXPECT_LT(measured["coverage"], 1.0);
+  EXPECT_NE(measured["out"].get<std::string>().find("attention: 47.41 % of the causal pairs, "), std::string::npos);
+  EXPECT_EQ(unmeasured["density"], measured["density"]);
+  EXPECT_TRUE(unmeasured["coverage"].is_null());
+}
+
 TEST_F(EvalCommand, EvalWritesResultsOfAModelWhoseNameIsNoText) {
   const std::string model = (directory_ / "caf\xe9").string(), json = (directory_ / "answer.json").string();
   std::filesystem::copy("tests/data/hf/qwen2_tied", model);

@@ -77,9 +77,9 @@ TEST_F(SimulateCommand, SimulateSweepsLayoutsAndSaysWhatBalancingGives) {
   ASSERT_EQ(std::sscanf(sweep.out.c_str() + at, "the same with --dp %d --pp %d --cp %d", &dp, &pp, &cp), 3);
   EXPECT_EQ(dp * pp * cp, 64);
   const std::string rows = (directory_ / "rows.json").string();
-  const ProgramResult one =
-      run_program({"simulate", "--model", "qwen2.5-0.5b", "--dp", std::to_string(dp), "--pp", std::to_string(pp),
-                   "--cp", std::to_string(cp), "--steps", "2", "--policies", "sab+order+optimal", "--json", rows});
+  const ProgramResult one = run_program({"simulate", "--model", "qwen2.5-0.5b", "--dp", std::to_string(dp), "--pp",
+                                         std::to_string(pp), "--cp", std::to_string(cp), "--steps", "2", "--policies",
+                                         "sab+order+chunk+optimal", "--json", rows});
   ASSERT_EQ(one.exit_code, 0) << one.err;
   const auto read = [](const std::string& path) {
     std::ifstream file(path);

@@ -79,11 +79,11 @@ class EvalModelTest : public testing::TestWithParam<Where> {
   double tolerance(double fp32, double bf16) const { return GetParam().dtype == DType::f32 ? fp32 : bf16; }
 
   EvalModel open(const std::optional<SelectionConfig>& pattern, int batch = 1,
-                 const Selector::Thresholds& thresholds = {}) const {
+                 const LearnedSelection& learned = {}) const {
     EvalModelOptions options;
     options.model = directory_.path();
     options.attention = pattern;
-    options.thresholds = thresholds;
+    options.learned = learned;
     options.max_tokens = kCapacity;
     options.batch = batch;
     options.threads = 2;
@@ -261,6 +261,37 @@ TEST_P(EvalModelTest, LossesAreThoseOfTheCpu) {
 
 // Every new token is the likeliest one when the whole sequence runs at once on the CPU; with rounding, as likely as the
 // likeliest but for that.
+// 700 tokens are five key blocks of 128 and 60 tokens more. With the smallest budget a query reads its own block and
+// the one before it, in each of the two kv heads and layers.
+TEST_P(EvalModelTest, ScoresCountThePairsAndTheMassThatWereRead) {
+  SelectionConfig window = selection(SelectionPattern::window);
+  window.dense_below = 0;
+  window.budget = 1;
+  window.local_blocks = 0;
+  window.sink_blocks = 0;
+  const std::vector<int32_t> tokens = random_tokens(700, 3);
+  EvalModelOptions options;
+  options.model = directory_.path();
+  options.attention = window;
+  options.max_tokens = kCapacity;
+  options.threads = 2;
+  options.coverage_rows = 4;
+  options.device = GetParam().device;
+  options.dtype = GetParam().dtype;
+  EvalModel model(options);
+  GenerationOptions one;
+  one.max_new_tokens = 1;
+  model.generate({tokens}, one);  // counts nothing into the score
+  const LayerAttention sparse = model.score(tokens, tokens).attention;
+  EXPECT_EQ(sparse.pairs, 4 * (5 * 128 * 129 / 2 + 60 * 61 / 2 + 4 * 128 * 128 + 60 * 128));
+  EXPECT_EQ(sparse.causal_pairs, 4 * 700 * 701 / 2);
+  EXPECT_EQ(sparse.covered_tokens, 2 * 700);
+  EXPECT_GT(sparse.mean_coverage(), 0.1);
+  EXPECT_LT(sparse.mean_coverage(), 0.999);
+  EXPECT_EQ(sparse.pairs, model.score(tokens, tokens).attention.pairs);
+  EXPECT_EQ(open({}).score(tokens, tokens).attention.density(), 1.0);
+}
+
 TEST_P(EvalModelTest, ContinuesPromptsAsTheCpuWould) {
   for (const auto& pattern : patterns()) {
     SCOPED_TRACE(pattern ? static_cast<int>(pattern->pattern) : -1);
@@ -288,9 +319,27 @@ TEST_P(EvalModelTest, ContinuesPromptsAsTheCpuWould) {
   }
 }
 
-// `mass` steers its thresholds by what it sees; asking must not.
+// A model that brings no statistics of planes gets them from the first tokens that it is asked about.
+TEST_P(EvalModelTest, PlanesComeFromAFirstForward) {
+  SelectionConfig by_planes = selection(SelectionPattern::topk);
+  by_planes.score = BlockScore::planes;
+  by_planes.score_channels = 4;
+  const std::vector<int32_t> first = random_tokens(700, 3), second = random_tokens(600, 4);
+  EvalModel model = open(by_planes);
+  const std::vector<float> loss = model.score(first, first).token_loss;
+  model.score(second, second);
+  EXPECT_EQ(model.score(first, first).token_loss, loss);  // taken once
+  const std::vector<float> dense = open({}).score(first, first).token_loss;
+  EXPECT_NE(loss, dense);
+  GenerationOptions options;
+  options.max_new_tokens = 4;
+  EXPECT_EQ(open(by_planes).generate({first}, options).front().size(), 4u);
+}
+
+// Training learns from what it sees; asking must not.
 TEST_P(EvalModelTest, WhatWasAskedBeforeChangesNothing) {
-  const Selector::Thresholds learned = {{{0, 10}, -3.0f}, {{1, 10}, -1.0f}};
+  LearnedSelection learned;
+  learned.thresholds = {{{0, 10, 3}, {-0.8f}}, {{1, 10, 3}, {1.6f}}};
   const std::vector<int32_t> first = random_tokens(700, 3), second = random_tokens(600, 4);
   EvalModel model = open(selection(SelectionPattern::mass), 1, learned);
   const std::vector<float> alone = model.score(first, first).token_loss;

@@ -33,10 +33,10 @@ struct Pair {
   ThreadPool pool{2};
   Exec exec;
 
-  Selector::Thresholds thresholds;
+  LearnedSelection learned;
 
-  explicit Pair(const SparseAttention::Options* sparse, int batch = 3, Selector::Thresholds learned = {})
-      : thresholds(std::move(learned)) {
+  explicit Pair(const SparseAttention::Options* sparse, int batch = 3, LearnedSelection known = {})
+      : learned(std::move(known)) {
     exec.pool = &pool;
     if (sparse) {
       prefill = std::make_unique<SparseAttention>(*sparse);
@@ -50,7 +50,7 @@ struct Pair {
     if (sparse) {
       options.choosing = static_cast<SparseAttention*>(prefill.get());
       options.selection = sparse->selection;
-      options.thresholds = thresholds;
+      options.learned = learned;
     }
     options.layers = 2;
     options.sequences = batch;
@@ -76,7 +76,7 @@ struct Pair {
       batch.weights.assign(tokens.size(), 0.0f);
       batch.cu_seqlens = {0, static_cast<int32_t>(tokens.size())};
       batch.sequence_ids = {0};
-      if (auto* steering = dynamic_cast<SparseAttention*>(plain.get())) steering->set_thresholds(thresholds);
+      if (auto* steering = dynamic_cast<SparseAttention*>(plain.get())) steering->use(learned);
       whole->forward(exec, batch, 0, {});
       const int64_t last = batch.size() - 1;
       whole->logits(exec, 0, last, last + 1, {logits.data(), {1, 61}});
@@ -110,13 +110,25 @@ TEST(Generation, DenseCacheEqualsRunningTheWholeSequence) {
 }
 
 TEST(Generation, SparseCacheChoosesAsTrainingWould) {
-  // Of the length classes of 256 to 511 and 512 to 1023 tokens; far from where `mass` begins, and from each other.
-  const Selector::Thresholds learned = {{{0, 9}, -1.5f}, {{0, 10}, -3.0f}, {{1, 9}, -2.5f}, {{1, 10}, -1.0f}};
+  // Of about 362 to 724 tokens and of more; far from where `mass` begins, and from each other.
+  LearnedSelection learned;
+  PlaneSums sums;
+  sums.tokens = 10;
+  learned.thresholds = {{{0, 9, 1}, {1.2f}}, {{0, 10, 3}, {-0.8f}}, {{1, 9, 1}, {0.3f}}, {{1, 10, 3}, {1.6f}}};
+  for (int i = 0; i < 32; ++i)  // 2 kv heads of 16 channels: planes that differ by head
+    for (std::vector<double>* values : {&sums.query_squares, &sums.key_sums, &sums.key_squares})
+      values->push_back(values == &sums.key_sums ? 0.0 : 1 + i * 7 % 32);
+  learned.planes = {sums, sums};
   for (const SelectionPattern pattern :
        {SelectionPattern::topk, SelectionPattern::topp, SelectionPattern::window, SelectionPattern::mass}) {
-    for (const int query_block : {1, 16}) {
+    for (const auto& [query_block, by_planes] : {std::pair(1, false), std::pair(16, false), std::pair(16, true)}) {
       SparseAttention::Options sparse = sparse_options(pattern, query_block);
       sparse.selection.score_tokens = query_block == 1 ? 4 : 0;
+      if (by_planes) {
+        sparse.selection.score_tokens = 0;
+        sparse.selection.score = BlockScore::planes;
+        sparse.selection.score_channels = 6;
+      }
       Pair pair(&sparse, 3, learned);
       const std::vector<std::vector<int32_t>> prompts = {random_tokens(700, 2), random_tokens(350, 3)};
       Generator generator(*pair.generating, *pair.cached, 2, 1024);

@@ -101,6 +101,19 @@ TEST(Profile, JsonRoundTripAndComplaints) {
             std::string::npos);
 }
 
+TEST(Profile, APrefixThatNobodyMeasuredCostsWhatItsBytesDo) {
+  const auto rate = [](const char* name) {
+    const Profile profile = find_profile(name, find_model_shape("qwen2.5-3b"), {});
+    EXPECT_FALSE(profile.prefix_measured) << name;
+    return profile.tables[static_cast<size_t>(Operation::attention_backward)].per_prefix;
+  };
+  // 4 KB a token and layer.
+  EXPECT_NEAR(rate("h200"), 4096 / 4.2e6, 1e-12);
+  EXPECT_NEAR(rate("h200-analytic"), 4096 / 4.2e6, 1e-12);
+  EXPECT_NEAR(rate("h100-analytic"), 4096 / 2.9e6, 1e-12);
+  EXPECT_NEAR(rate("a100-analytic"), 4096 / 1.75e6, 1e-12);
+}
+
 TEST(Profile, MeasuredOnesAreBuiltIn) {
   for (const char* model : {"qwen2.5-0.5b", "qwen2.5-3b"}) {
     const ModelShape shape = find_model_shape(model);

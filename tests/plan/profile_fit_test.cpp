@@ -136,6 +136,51 @@ TEST(ProfileMeasure, PredictsAMachineItHasNotSeen) {
   EXPECT_THROW(measure_profile(find_model_shape("qwen2-25m"), target, options), UserError);
 }
 
+// A target that can time pieces tells what their prefix costs; without it that is assumed, and files say which.
+TEST(ProfileMeasure, PiecesTellWhatAPrefixCosts) {
+  AttentionSpec spec;
+  spec.budget = 8192;
+  MeasureTarget target;
+  target.parts = [&](const MeasuredShape& shape, bool) {
+    const Work w = shape.work(spec);
+    EXPECT_EQ(w.prefix > 0, shape.piece.end > 0);
+    MeasuredTimes t;
+    t.linear_forward = 30 + 0.2 * w.tokens;
+    t.linear_backward = 50 + 0.6 * w.tokens;
+    t.attention_forward = 15 + 1.2e-5 * w.pairs + 0.5e-3 * w.prefix;
+    t.attention_backward = 40 + 3e-5 * w.pairs + 2e-3 * w.prefix;
+    t.selection = 4e-5 * w.scores;
+    t.head_forward = t.head_backward = 10 + w.tokens;
+    return t;
+  };
+  target.whole = [&](const MeasuredShape& shape) {
+    const MeasuredTimes t = target.parts(shape, true);
+    return t.linear_forward + t.linear_backward + t.attention_forward + t.attention_backward + t.selection +
+           t.head_forward + t.head_backward;
+  };
+  MeasureOptions options;
+  options.spec = spec;
+  options.min_tokens = 1024;
+  options.max_tokens = 65536;
+  options.pieces = true;
+  const Profile profile = measure_profile(find_model_shape("qwen2.5-3b"), target, options);
+  EXPECT_TRUE(profile.prefix_measured);
+  const auto prefix = [](const Profile& of, Operation operation) {
+    return of.tables[static_cast<size_t>(operation)].per_prefix;
+  };
+  EXPECT_NEAR(prefix(profile, Operation::attention_forward), 0.5e-3, 0.1e-3);
+  EXPECT_NEAR(prefix(profile, Operation::attention_backward), 2e-3, 0.2e-3);
+  EXPECT_EQ(prefix(profile, Operation::linear_forward), 0);
+  const Profile again = parse_profile(write_profile(profile), "profile.json");
+  EXPECT_TRUE(again.prefix_measured);
+  EXPECT_EQ(write_profile(again), write_profile(profile));
+  options.pieces = false;
+  const Profile without = parse_profile(write_profile(measure_profile(profile.shape, target, options)), "profile.json");
+  EXPECT_FALSE(without.prefix_measured);
+  // A CPU, 20 GB/s: fp32 sums of a key and a value of 2 heads of 128, read and written.
+  EXPECT_NEAR(prefix(without, Operation::attention_backward), 4096 / 2e4, 1e-9);
+}
+
 // Selection on a GPU: small budgets leave some tokens without a choice, which are not scored; and as the difference of
 // two forwards it carries their error, here the second being slower by 1 %. At the base budget it must be right.
 TEST(ProfileMeasure, SelectionIsThatOfTheBaseBudget) {

@@ -39,6 +39,32 @@ PipelineTimes random_times(Random& random, int stages, int micro_batches, bool t
 // simulator but the durations.
 class LongestPath {
  public:
+  // Groups: by the definition in schedule.h, and most_waiting of every stage beside it.
+  LongestPath(const PipelineTimes& times, const std::vector<int>& groups, int ahead, int depth) : times_(times) {
+    std::vector<int> first_of_group, group_of;
+    for (const int size : groups) {
+      first_of_group.push_back(static_cast<int>(group_of.size()));
+      for (int i = 0; i < size; ++i) group_of.push_back(static_cast<int>(first_of_group.size()) - 1);
+    }
+    first_of_group.push_back(times.micro_batches);
+    for (int s = 0; s < times.stages; ++s) {
+      std::vector<std::pair<bool, int>> program;
+      int forwards = 0, most = 0;
+      for (int j = 0; j < times.micro_batches; ++j) {
+        const int group = group_of[static_cast<size_t>(j)];
+        const int begin = first_of_group[static_cast<size_t>(group)],
+                  end = first_of_group[static_cast<size_t>(group) + 1];
+        const int until = std::max(end, j + ahead) + depth * (times.stages - 1 - s);
+        for (; forwards < std::min(until, times.micro_batches); ++forwards) program.emplace_back(false, forwards);
+        most = std::max(most, forwards - j);
+        program.emplace_back(true, begin + end - 1 - j);
+      }
+      programs_.push_back(program);
+      most_waiting.push_back(most);
+    }
+  }
+  std::vector<int> most_waiting;
+
   LongestPath(const PipelineTimes& times, int depth) : times_(times) {
     for (int s = 0; s < times.stages; ++s) {
       std::vector<std::pair<bool, int>> program;
@@ -107,6 +133,61 @@ TEST(Schedule, EqualsTheLongestPathOfTheWholeGraph) {
     EXPECT_NEAR(result.operations[static_cast<size_t>(result.critical_path.front())].start, 0, 1e-9);
     for (int id : result.critical_path) EXPECT_NEAR(result.operations[static_cast<size_t>(id)].slack, 0, 1e-9);
   }
+}
+
+TEST(Schedule, GroupsEqualTheLongestPathAndHoldNoMoreThanTheyMust) {
+  Random random(19);
+  for (int trial = 0; trial < 300; ++trial) {
+    const int p = 1 + static_cast<int>(random.below(6)), depth = 1 + static_cast<int>(random.below(2));
+    std::vector<int> groups;
+    int m = 0, longest = 0;
+    for (uint64_t g = 0; g < 1 + random.below(5); ++g) {
+      groups.push_back(1 + static_cast<int>(random.below(5)));
+      m += groups.back();
+      longest = std::max(longest, groups.back());
+    }
+    const int ahead = 1 + static_cast<int>(random.below(static_cast<uint64_t>(longest)));
+    const PipelineTimes times = random_times(random, p, m, trial % 2 == 0);
+    const Schedule schedule(p, groups, ahead, depth);
+    LongestPath expected(times, groups, ahead, depth);
+    EXPECT_EQ(schedule.micro_batches(), m);
+    EXPECT_NEAR(schedule.makespan(times, {}), expected.makespan(), 1e-9);
+    for (int s = 0; s < p; ++s) {
+      EXPECT_EQ(schedule.slots(s), expected.most_waiting[static_cast<size_t>(s)]);
+      EXPECT_LE(schedule.slots(s), longest + depth * (p - 1 - s));
+    }
+    // Messages of a link arrive in the order they are sent: all stages have one order of forwards and one of backwards.
+    std::vector<std::vector<int>> order[2] = {std::vector<std::vector<int>>(static_cast<size_t>(p)),
+                                              std::vector<std::vector<int>>(static_cast<size_t>(p))};
+    for (const Schedule::Node& node : schedule.nodes())
+      order[node.backward][static_cast<size_t>(node.stage)].push_back(node.position);
+    for (const auto& direction : order)
+      for (const auto& stage : direction) EXPECT_EQ(stage, direction[0]);
+  }
+}
+
+TEST(Schedule, GroupsOfOneAreOneForwardOneBackward) {
+  for (int p : {1, 2, 4})
+    for (int m : {1, 3, 9})
+      for (int depth : {1, 2}) {
+        const Schedule plain(p, m, depth), grouped(p, std::vector<int>(static_cast<size_t>(m), 1), 1, depth);
+        ASSERT_EQ(plain.nodes().size(), grouped.nodes().size());
+        for (size_t i = 0; i < plain.nodes().size(); ++i) {
+          EXPECT_EQ(plain.nodes()[i].position, grouped.nodes()[i].position);
+          EXPECT_EQ(plain.nodes()[i].stage, grouped.nodes()[i].stage);
+          EXPECT_EQ(plain.nodes()[i].backward, grouped.nodes()[i].backward);
+        }
+        for (int s = 0; s < p; ++s) EXPECT_EQ(plain.slots(s), std::min(m, depth * (p - 1 - s) + 1));
+      }
+}
+
+TEST(Schedule, EqualPiecesThatRunAheadFillThePipeline) {
+  // One sequence of m pieces: all forwards, then all backwards, and nothing between but the way through the stages.
+  for (int p : {1, 3, 4})
+    for (int m : {1, 5, 12}) {
+      const PipelineTimes times = equal_times(p, m, 2.0, 4.0);
+      EXPECT_NEAR(Schedule(p, std::vector<int>{m}, m).makespan(times, {}), (m + p - 1) * 6.0, 1e-9);
+    }
 }
 
 TEST(Schedule, AnOrderIsARelabelling) {

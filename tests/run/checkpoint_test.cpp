@@ -5,9 +5,11 @@
 
 #include <csignal>
 #include <cstring>
+#include <limits>
 
 #include "plan/planner/balance_state.h"
 #include "run/checkpoint/optimizer_file.h"
+#include "run/checkpoint/selection_file.h"
 #include "tests/run/scratch_directory.h"
 #include "tests/train/tiny_run.h"
 
@@ -40,7 +42,11 @@ struct Contents {
         second[at] = 1e-9f * static_cast<float>(1 + at);
       }
     }
-    state = {step, 6, 123456789012345, "curriculum \"state\"\n", 99, 1, 1, {{{0, 12}, -3.5f}}, "plan\n", "2 files"};
+    LearnedSelection selection;
+    selection.planes = {{}, {12.5, std::vector<double>(16, 0.1f), std::vector<double>(16, -3e-9f), {}}};
+    for (int i = 0; i < 16; ++i) selection.planes[1].key_squares.push_back(1.0f / static_cast<float>(i + 3));
+    selection.thresholds = {{{0, 12, -1}, {-3.5f, 0.3f, 0.1f}}, {{1, 17, 6}, {0.7f, 4.0f, -1.0f}}};
+    state = {step, 6, 123456789012345, "curriculum \"state\"\n", 99, 1, 1, selection, "plan\n", "2 files"};
   }
   TensorView moment(std::vector<float>& values) const { return {values.data(), {parameters.flat_elements()}}; }
   ShardLayout layout(int shards = 1) const { return ShardLayout(parameters, shards, 1); }
@@ -71,13 +77,34 @@ TEST(Checkpoint, EverythingComesBackBitByBit) {
   std::memset(loaded.parameters.values().raw(), 0xff, static_cast<size_t>(loaded.parameters.values().bytes()));
   std::fill(loaded.first.begin(), loaded.first.end(), 5.0f);
   std::fill(loaded.second.begin(), loaded.second.end(), 5.0f);
-  const TrainState state = load_checkpoint(path, loaded.parameters, loaded.layout(), 0, loaded.moment(loaded.first),
-                                           loaded.moment(loaded.second));
+  TrainState state = load_checkpoint(path, loaded.parameters, loaded.layout(), 0, loaded.moment(loaded.first),
+                                     loaded.moment(loaded.second));
+  FoundSelection found = read_selection_of(path, saved.model);
+  EXPECT_EQ(found.problem, "");
+  state.selection = std::move(found.learned);
   EXPECT_EQ(state, saved.state);
   EXPECT_EQ(loaded.first, saved.first);  // padding included
   EXPECT_EQ(loaded.second, saved.second);
   for (int i = 0; i < saved.parameters.count(); ++i)
     EXPECT_EQ(copy(loaded.parameters.value(i)), copy(saved.parameters.value(i)));
+}
+
+TEST(Checkpoint, WhatSelectionLearnedOfAnotherModelOrNotFiniteIsNamed) {
+  ScratchDirectory scratch;
+  Contents saved;
+  ModelConfig other = saved.model;
+  other.head_dim *= 2;
+  EXPECT_NE(read_selection_of(saved.save(scratch.path()), other).problem.find("another model"), std::string::npos);
+  other = saved.model;
+  other.layers = 3;
+  EXPECT_NE(read_selection_of(saved.save(scratch.path()), other).problem.find("another model"), std::string::npos);
+  saved.state.selection.planes[1].key_sums[3] = std::numeric_limits<double>::infinity();
+  const FoundSelection found = read_selection_of(saved.save(scratch.path()), saved.model);
+  EXPECT_NE(found.problem.find("planes.key_sums has values that are not finite"), std::string::npos) << found.problem;
+  EXPECT_EQ(found.learned, LearnedSelection());
+  // Of a run that learned nothing there is no file.
+  saved.state.selection = {};
+  EXPECT_FALSE(fs::exists(saved.save(scratch.path()) / "selection.safetensors"));
 }
 
 TEST(Checkpoint, AShardGetsItsOwnPieces) {

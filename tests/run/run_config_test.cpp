@@ -206,6 +206,17 @@ TEST(RunConfig, WhatExcludesOrNeedsEachOther) {
        "has no meaning with schedule: constant"},
       {kSynthetic, {"balance.compare_steps=5"}, "balance.compare_steps: nothing is balanced that could be compared"},
       {kSynthetic, {"balance.tuning=off"}, "balance.tuning: 'off' is not known; choose one of none, anchor, optimal"},
+      {kSynthetic, {"balance.chunk=100"}, "--set: balance.chunk: 100 is not a multiple of"},
+      {kSynthetic, {"balance.chunk=0"}, "--set: balance.chunk:"},
+      {kSynthetic, {"balance.chunk=some"}, "--set: balance.chunk:"},
+      {kSynthetic, {"balance.chunk=auto"}, "--set: balance.chunk: predicts latencies"},
+      {kSynthetic, {"balance.chunk=1024", "attention.pattern=vertical_slash"}, "chooses by the last queries"},
+      {kSynthetic,
+       {"balance.chunk=1024", "attention.pattern=topk", "attention.selection=lookahead"},
+       "use selection: causal"},
+      {kSynthetic,
+       {"balance.chunk=1024", "balance.profile=h200-analytic", "attention.pattern=topk", "balance.tuning=anchor"},
+       "evens out micro-batches"},
       {kSynthetic, {"train.output_dir=''"}, "--set: train.output_dir: is empty"},
       {kSynthetic, {"train.resume=''"}, "--set: train.resume: is empty"},
       {kFromCheckpoint, {"data.train=[{weight: 2}]"}, "--set: data.train[0]: the path is missing"},
@@ -421,6 +432,41 @@ TEST(RunConfig, SequencesBeyondTheModelAreRefused) {
     EXPECT_NE(std::string(error.what()).find("factor: 4)"), std::string::npos) << error.what();
   }
   EXPECT_NO_THROW(adapted("{type: yarn, factor: 4}", 16384));
+}
+
+TEST(RunConfig, ScoresByPlanes) {
+  const SelectionConfig defaults = parse(kSynthetic, {"attention.pattern=topk"}).attention.selection;
+  EXPECT_EQ(defaults.score, BlockScore::planes);
+  EXPECT_EQ(defaults.score_channels, 32);
+  // What is wrong with one value is found where it is read, and what does not go together before attention is made.
+  const auto refused = [](const std::vector<std::string>& overrides, const std::string& part) {
+    std::string message;
+    try {
+      check_selection_config(parse(kSynthetic, overrides).attention.selection);
+    } catch (const UserError& error) {
+      message = error.what();
+    }
+    EXPECT_NE(message.find(part), std::string::npos) << message;
+  };
+  for (const char* channels : {"0", "-2", "7", "2048"})
+    refused({"attention.pattern=mass", fmt::format("attention.score_channels={}", channels)},
+            "attention.score_channels");
+  refused({"attention.pattern=topk", "attention.score_tokens=1"},
+          "attention.score_tokens: 1 with attention.score: planes");
+  refused({"attention.score=largest"}, "attention.score");
+  EXPECT_NO_THROW(check_selection_config(
+      parse(kSynthetic, {"attention.pattern=topk", "attention.score=moments", "attention.score_tokens=1"})
+          .attention.selection));
+
+  // Heads that are narrower than the default take all of their channels; another number has to fit.
+  SelectionConfig narrow = defaults;
+  settle_score_channels(narrow, 16);
+  EXPECT_EQ(narrow.score_channels, 16);
+  narrow.score_channels = 18;
+  EXPECT_THROW(settle_score_channels(narrow, 16), UserError);
+  SelectionConfig wide = defaults;
+  settle_score_channels(wide, 128);
+  EXPECT_EQ(wide.score_channels, 32);
 }
 
 TEST(RunConfig, DocumentationIsThatOfTheTable) {

@@ -15,13 +15,19 @@ namespace sb::test {
 // Micro-batches of every data-parallel rank, by the places of their sequences.
 using Arrangement = std::vector<std::vector<std::vector<int>>>;
 
+// `chunk` above 0: micro-batches of one longer sequence are cut into pieces of so many tokens.
 inline std::vector<MicroBatch> own_batches(RankModel& model, const Arrangement& arrangement,
-                                           const std::vector<std::vector<int32_t>>& sequences) {
+                                           const std::vector<std::vector<int32_t>>& sequences, int64_t chunk = 0) {
   std::vector<MicroBatch> batches;
   for (const std::vector<int>& places : arrangement[static_cast<size_t>(model.grid().dp_rank())]) {
     std::vector<std::vector<int32_t>> members;
     for (const int place : places) members.push_back(sequences[static_cast<size_t>(place)]);
     batches.push_back(pack(members, count_targets(sequences)));
+    if (chunk == 0 || places.size() > 1 || batches.back().size() <= chunk) continue;
+    const MicroBatch whole = std::move(batches.back());
+    batches.pop_back();
+    for (int64_t begin = 0; begin < whole.size(); begin += chunk)
+      batches.push_back(cut_piece(whole, begin, std::min(begin + chunk, whole.size())));
   }
   return batches;
 }

@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <array>
 #include <map>
 #include <mutex>
 #include <numeric>
@@ -26,6 +27,9 @@ struct Case {
   std::optional<SelectionConfig> selection;  // none: dense
   RecordedChoices* recorded = nullptr;       // sparse: choices of another run to use
   RecordedChoices* recording = nullptr;      // sparse: where this run's go
+  int64_t chunk = 0;                         // sequences alone in a micro-batch come in pieces of so many tokens
+  int ahead = 1;
+  int64_t largest = 0;  // above 0: slots share the memory of micro-batches of so many tokens
 };
 
 struct Outcome {
@@ -48,6 +52,9 @@ RankModelOptions options_of(const Case& c, const GridShape& grid, Recompute reco
     options.max_sequence_length = std::max(options.max_sequence_length, std::ssize(sequence));
   }
   options.loss_chunk = 50;
+  if (c.chunk > 0) options.max_pieces = static_cast<int>((options.max_sequence_length + c.chunk - 1) / c.chunk);
+  for (int stage = 0; c.largest > 0 && stage < grid.pp; ++stage)
+    options.kept_tokens.push_back(Pipeline::slots(stage, grid.pp, options.max_pieces) * c.largest);
   return options;
 }
 
@@ -71,8 +78,8 @@ Outcome run(const Case& c, const GridShape& grid, const Arrangement& arrangement
     model.stage().initialize(7);
     TestExec run(1);
 
-    const std::vector<MicroBatch> batches = own_batches(model, arrangement, c.sequences);
-    const Pipeline::Result result = model.forward_backward(run.exec, batches, {});
+    const std::vector<MicroBatch> batches = own_batches(model, arrangement, c.sequences, c.chunk);
+    const Pipeline::Result result = model.forward_backward(run.exec, batches, {}, c.ahead);
     EXPECT_EQ(result.operations.size(), 2 * batches.size());
     const LossSums loss = sum_over_ranks(world, result.loss);
     const double norm = model.reduce(run.exec);
@@ -208,6 +215,71 @@ TEST(Ranks, SparseAttentionWithReplayedChoicesInAnyArrangement) {
       SCOPED_TRACE(fmt::format("dp {}, pp {}, recompute {}", grid.dp, grid.pp, static_cast<int>(recompute)));
       const Arrangement arrangement = random_arrangement(static_cast<int>(c.sequences.size()), grid.dp, ++seed);
       expect_same(run(c, grid, arrangement, recompute), reference);
+    }
+  }
+}
+
+// Long sequences in pieces, short ones packed beside them, in any order and however far forwards run ahead.
+TEST(Ranks, SequencesInPiecesGiveTheGradientsOfWholeOnes) {
+  Case c = sparse_case();
+  // 700, 90, 400, 333, 512, 64 and 650 tokens.
+  const std::vector<Arrangement> on_one = {{{{0}, {1, 5}, {2}, {3}, {4}, {6}}}, {{{1, 5}, {6}, {0}, {3}, {4}, {2}}}};
+  const std::vector<Arrangement> on_two = {{{{0}, {3}, {1, 5}}, {{6}, {4}, {2}}},
+                                           {{{1}, {4}, {2}, {0}}, {{6}, {3, 5}}}};
+  const auto expect_pieces_same = [&](const Outcome& reference) {
+    int number = 0;
+    for (const GridShape& grid : std::initializer_list<GridShape>{{1, 1}, {2, 1}, {1, 2}, {1, 3}, {2, 2}, {2, 3}}) {
+      for (const Recompute recompute : {Recompute::none, Recompute::attention, Recompute::layer}) {
+        const Arrangement& arrangement = (grid.dp == 1 ? on_one : on_two)[static_cast<size_t>(number % 2)];
+        c.chunk = std::array{64, 128, 192, 448}[static_cast<size_t>(number % 4)];
+        // As few forwards as possible, or as many as the longest sequence has pieces.
+        c.ahead = number % 3 == 0 ? 1 : static_cast<int>((700 + c.chunk - 1) / c.chunk);
+        c.largest = number % 2 == 0 ? 0 : 448;
+        ++number;
+        SCOPED_TRACE(fmt::format("dp {}, pp {}, recompute {}, chunk {}, ahead {}", grid.dp, grid.pp,
+                                 static_cast<int>(recompute), c.chunk, c.ahead));
+        expect_same(run(c, grid, arrangement, recompute), reference);
+      }
+    }
+  };
+  for (const SelectionPattern pattern : {SelectionPattern::topk, SelectionPattern::topp, SelectionPattern::mass,
+                                         SelectionPattern::window, SelectionPattern::dense}) {
+    SCOPED_TRACE(fmt::format("pattern {}", static_cast<int>(pattern)));
+    c.selection->pattern = pattern;
+    c.selection->coverage = 0.8;
+    c.chunk = c.largest = 0;
+    c.ahead = 1;
+    RecordedChoices choices;
+    c.recorded = nullptr;
+    c.recording = &choices;
+    const Outcome reference = run(c, {1, 1}, {{{0}, {1}, {2}, {3}, {4}, {5}, {6}}}, Recompute::none);
+    if (pattern != SelectionPattern::dense) EXPECT_LT(reference.density, 0.8);
+    c.recording = nullptr;
+    c.recorded = &choices;
+    expect_pieces_same(reference);
+  }
+  c.selection.reset();
+  c.recorded = nullptr;
+  c.chunk = c.largest = 0;
+  c.ahead = 1;
+  expect_pieces_same(run(c, {1, 1}, {{{0}, {1}, {2}, {3}, {4}, {5}, {6}}}, Recompute::none));
+}
+
+// Nothing replayed: the pieces' own choices are those of the whole sequences.
+TEST(Ranks, SequencesInPiecesChooseTheSame) {
+  Case c = sparse_case();
+  for (const SelectionPattern pattern : {SelectionPattern::topk, SelectionPattern::topp}) {
+    c.selection->pattern = pattern;
+    c.selection->coverage = 0.8;
+    c.chunk = 0;
+    c.ahead = 1;
+    const Outcome reference = run(c, {1, 1}, {{{0}, {1, 5}, {2}, {3}, {4}, {6}}});
+    c.chunk = 128;
+    c.ahead = 6;
+    for (const GridShape& grid : std::initializer_list<GridShape>{{1, 1}, {1, 2}}) {
+      const Outcome got = run(c, grid, {{{0}, {1, 5}, {2}, {3}, {4}, {6}}});
+      expect_same(got, reference);
+      if (grid.pp == 1) EXPECT_EQ(got.density, reference.density);  // otherwise of the first stage's layers
     }
   }
 }

@@ -7,6 +7,7 @@
 #include <nlohmann/json.hpp>
 #include <set>
 
+#include "run/checkpoint/selection_file.h"
 #include "tests/run/scratch_directory.h"
 #include "tests/train/rank_runs.h"
 #include "tests/train/tiny_run.h"
@@ -166,6 +167,35 @@ TEST(RanksRun, SparseAttentionIsReportedForTheWholeModel) {
   }
 }
 
+// Sequences in pieces, by the configuration alone: in order, balanced, and with the size left to the planner.
+TEST(RanksRun, SequencesInPiecesLearnTheSame) {
+  ScratchDirectory scratch;
+  const std::vector<std::string> data = {
+      "attention.pattern=topk",
+      "attention.block=64",
+      "attention.budget=256",
+      "attention.local_blocks=1",
+      "train.max_steps=3",
+      "train.validation_steps=3",
+      "data.synthetic={task: chunk_recall, vocab_size: 16, length: 600, min_length: 60, chunk: 4}"};
+  train(scratch / "alone", {1, 1}, data);
+  const std::vector<std::vector<std::string>> ways = {
+      {"balance.chunk=128"},
+      {"balance={batching: sab, ordering: auto, profile: h200-analytic, chunk: 128}"},
+      {"balance={batching: sab, ordering: auto, profile: h200-analytic, chunk: auto}"}};
+  for (size_t way = 0; way < ways.size(); ++way) {
+    for (const RankGrid& layout : std::vector<RankGrid>{{1, 1}, {2, 1}, {1, 3}, {2, 2}}) {
+      SCOPED_TRACE(fmt::format("way {} dp {} pp {}", way, layout.dp, layout.pp));
+      const fs::path run = scratch / fmt::format("{}-{}-{}", way, layout.dp, layout.pp);
+      std::vector<std::string> overrides = data;
+      overrides.insert(overrides.end(), ways[way].begin(), ways[way].end());
+      train(run, layout, overrides);
+      expect_same_record(run, scratch / "alone");
+      if (way < 2) EXPECT_GT(metrics_of(run)[1]["micro_batches"].get<int>(), 6);
+    }
+  }
+}
+
 const std::vector<std::string> kBalanced = {"balance={batching: sab, ordering: auto, profile: h200-analytic}",
                                             "batch.global_batch_size=8"};
 
@@ -217,37 +247,119 @@ TEST(RanksRun, BalancedRunsWithoutAdaptationGoOnExactly) {
             read_bytes(scratch / "undisturbed" / "final" / "model.safetensors"));
 }
 
-TEST(RanksRun, LearnedThresholdsAreSharedAndSaved) {
-  ScratchDirectory scratch;
-  train(scratch / "run", {2, 2},
-        {"attention.pattern=mass", "attention.block=64", "attention.budget=256", "attention.local_blocks=1",
-         "train.max_steps=2",
-         "data.synthetic={task: chunk_recall, vocab_size: 16, length: 600, min_length: 300, chunk: 4}"});
-  const auto state = nlohmann::json::parse(read_bytes(scratch / "run" / "checkpoint-2" / "state.json"));
-  std::set<int> layers;
-  for (const auto& entry : state["thresholds"]) layers.insert(entry[0].get<int>());
-  EXPECT_EQ(layers, (std::set<int>{0, 1, 2}));  // of both stages
+const std::vector<std::string> kLearnedMass = {
+    "attention.pattern=mass",
+    "attention.score=moments",
+    "attention.block=64",
+    "attention.budget=384",
+    "attention.local_blocks=1",
+    "attention.dense_below=64",
+    "model.init.initializer_range=0.3",
+    "train.max_steps=4",
+    "train.save_steps=0",
+    "train.validation_sequences=0",
+    "data.synthetic={task: chunk_recall, vocab_size: 16, length: 1500, min_length: 500, chunk: 4}"};
+
+LearnedSelection learned_by(const fs::path& run, int64_t step) {
+  const fs::path checkpoint = run / fmt::format("checkpoint-{}", step);
+  FoundSelection found = read_selection_of(checkpoint, read_model_config(checkpoint / "config.json"));
+  EXPECT_EQ(found.problem, "");
+  return std::move(found.learned);
 }
 
-// A stage knows nothing new of the layers of the others, and does not hold them back.
-TEST(RanksRun, ThresholdsMoveAsFastOnAPipeline) {
+// Counts are whole numbers, so that every layout, packing and order learns the same to the bit, as long as the weights
+// are the same: a learning rate that changes none of them.
+TEST(RanksRun, MassChoosesTheSameOnEveryLayout) {
   ScratchDirectory scratch;
-  const auto learned = [&](const char* name, const RankGrid& grid) {
-    train(scratch / name, grid,
-          {"attention.pattern=mass", "attention.block=64", "attention.budget=512", "attention.local_blocks=1",
-           "model.init.initializer_range=0.3", "train.max_steps=4", "attention.dense_below=64",
-           "batch.global_batch_size=3",
-           "data.synthetic={task: chunk_recall, vocab_size: 16, length: 1500, min_length: 1300, chunk: 4}"});
-    const auto state = nlohmann::json::parse(read_bytes(scratch / name / "checkpoint-4" / "state.json"));
-    std::map<std::pair<int, int>, double> thresholds;
-    for (const auto& entry : state["thresholds"])
-      thresholds[{entry[0].get<int>(), entry[1].get<int>()}] = entry[2].get<double>();
-    return thresholds;
+  std::vector<std::string> overrides = kLearnedMass;
+  overrides.push_back("optimizer.learning_rate=1.0e-30");
+  train(scratch / "alone", {1, 1}, overrides);
+  const LearnedSelection expected = learned_by(scratch / "alone", 4);
+  std::set<int> layers;
+  for (const auto& [key, threshold] : expected.thresholds) layers.insert(key.layer);
+  EXPECT_EQ(layers, (std::set<int>{0, 1, 2}));
+  const auto compare = [&](const fs::path& run) {
+    EXPECT_EQ(learned_by(run, 4).thresholds, expected.thresholds);
+    sb::expect_same_record(run, scratch / "alone", {{"attention_pairs", "density"}, {"loss"}});
   };
-  const auto one = learned("one", {1, 1}), stages = learned("stages", {1, 3});
-  ASSERT_EQ(one.size(), 3u);
-  ASSERT_EQ(stages.size(), 3u);
-  for (const auto& [place, threshold] : one) EXPECT_NEAR(stages.at(place), threshold, 1e-3) << "layer " << place.first;
+  for (const RankGrid& layout : std::vector<RankGrid>{{2, 1}, {1, 2}, {1, 3}, {2, 2}}) {
+    SCOPED_TRACE(layout.name());
+    train(scratch / layout.name(), layout, overrides);
+    compare(scratch / layout.name());
+  }
+  for (const char* packing : {"batch.micro_batch_sequences=1", "batch.micro_batch_sequences=6"}) {
+    SCOPED_TRACE(packing);
+    overrides.push_back(packing);
+    train(scratch / packing, {1, 1}, overrides);
+    compare(scratch / packing);
+  }
+}
+
+std::vector<std::string> by_planes() {
+  std::vector<std::string> overrides = kLearnedMass;
+  overrides.insert(overrides.end(), {"attention.score=planes", "attention.score_channels=8"});
+  return overrides;
+}
+
+// Sums of squares are added up in another order, so that they are the same up to rounding; the planes chosen are the
+// same ones, and so are the lists.
+TEST(RanksRun, PlanesAreLearnedAlikeOnEveryLayout) {
+  ScratchDirectory scratch;
+  std::vector<std::string> overrides = by_planes();
+  overrides.push_back("optimizer.learning_rate=1.0e-30");
+  train(scratch / "alone", {1, 1}, overrides);
+  const LearnedSelection expected = learned_by(scratch / "alone", 4);
+  const AttentionShape shape{2, 1, 16, 0.25f};
+  ASSERT_EQ(expected.planes.size(), 3u);
+  for (const RankGrid& layout : std::vector<RankGrid>{{2, 1}, {1, 2}, {2, 3}, {1, 1, 2, 0}, {2, 1, 2, 0}}) {
+    SCOPED_TRACE(layout.name());
+    train(scratch / layout.name(), layout, overrides);
+    const LearnedSelection learned = learned_by(scratch / layout.name(), 4);
+    ASSERT_EQ(learned.planes.size(), 3u);
+    for (size_t layer = 0; layer < 3; ++layer) {
+      EXPECT_EQ(learned.planes[layer].tokens, expected.planes[layer].tokens);
+      for (size_t i = 0; i < 16; ++i)
+        EXPECT_NEAR(learned.planes[layer].key_squares[i], expected.planes[layer].key_squares[i],
+                    1e-4 * expected.planes[layer].key_squares[i]);
+      EXPECT_EQ(choose_planes(shape, learned.planes[layer], 8), choose_planes(shape, expected.planes[layer], 8));
+    }
+    EXPECT_TRUE(layout.cp > 1 || learned.thresholds == expected.thresholds);
+    sb::expect_same_record(scratch / layout.name(), scratch / "alone", {{}, {"loss", "density"}, 1e-4});
+  }
+}
+
+TEST(RanksRun, ResumedWhatSelectionLearnedGoesOnToTheBit) {
+  ScratchDirectory scratch;
+  for (const RankGrid& layout : std::vector<RankGrid>{{1, 1}, {2, 2}, {1, 1, 2, 0}}) {
+    SCOPED_TRACE(layout.name());
+    std::vector<std::string> overrides = by_planes();
+    train(scratch / ("whole" + layout.name()), layout, overrides);
+    overrides.push_back("train.max_steps=2");
+    train(scratch / ("halves" + layout.name()), layout, overrides);
+    overrides.back() = "train.max_steps=4";
+    train(scratch / ("halves" + layout.name()), layout, overrides);
+    for (const char* file :
+         {"final/model.safetensors", "checkpoint-4/selection.safetensors", "final/sparsebalance/selection.safetensors"})
+      EXPECT_EQ(read_bytes(scratch / ("halves" + layout.name()) / file),
+                read_bytes(scratch / ("whole" + layout.name()) / file))
+          << file;
+  }
+}
+
+// A checkpoint of an earlier version has none, and a damaged one is no reason not to go on.
+TEST(RanksRun, WithoutWhatSelectionLearnedItLearnsAnew) {
+  ScratchDirectory scratch;
+  std::vector<std::string> overrides = kLearnedMass;
+  overrides.push_back("train.max_steps=2");
+  train(scratch / "run", {1, 1}, overrides);
+  const fs::path checkpoint = scratch / "run" / "checkpoint-2";
+  const ModelConfig model = read_model_config(checkpoint / "config.json");
+  EXPECT_EQ(read_selection_of(checkpoint, model).problem, "");
+  fs::resize_file(checkpoint / "selection.safetensors", 100);
+  EXPECT_NE(read_selection_of(checkpoint, model).problem, "");
+  fs::remove(checkpoint / "selection.safetensors");
+  EXPECT_NE(read_selection_of(checkpoint, model).problem.find("no selection.safetensors"), std::string::npos);
+  EXPECT_EQ(read_selection_of(checkpoint, model).learned, LearnedSelection());
 }
 
 }  // namespace

@@ -28,18 +28,28 @@ class RecordedChoices {
     }
   }
 
-  void replay(const Exec& exec, int layer, std::span<const int32_t> cu_seqlens, BlockIndex& index) const {
+  // Of a piece: the rows of its own tokens.
+  void replay(const Exec& exec, int layer, const PackedSequences& sequences, BlockIndex& index) const {
     std::vector<const Choice*> wanted;
     std::vector<uint8_t> dense;
-    for (size_t s = 0; s + 1 < cu_seqlens.size(); ++s) {
-      wanted.push_back(&choices_.at({layer, cu_seqlens[s + 1] - cu_seqlens[s]}));
+    const bool piece = sequences.is_piece();
+    for (int s = 0; s < sequences.sequences(); ++s) {
+      const int64_t tokens = sequences.cu_seqlens[s + 1] - sequences.cu_seqlens[s];
+      wanted.push_back(&choices_.at({layer, static_cast<int32_t>(piece ? sequences.piece.length : tokens)}));
       dense.push_back(wanted.back()->dense);
     }
     BlockIndexBuilder builder;
-    builder.begin(index, shape_, cu_seqlens, dense, 1);
-    for (size_t s = 0; s < wanted.size(); ++s)
-      for (size_t i = 0; i < wanted[s]->rows.size(); ++i)
-        builder.set_row(0, index.sequences()[s].row_begin + static_cast<int64_t>(i), wanted[s]->rows[i]);
+    const int32_t up_to_piece[] = {0, static_cast<int32_t>(sequences.piece_end())};
+    builder.begin(index, shape_, piece ? up_to_piece : sequences.cu_seqlens, dense, 1);
+    for (size_t s = 0; s < wanted.size(); ++s) {
+      const BlockIndex::Sequence& place = index.sequences()[s];
+      const int64_t whole = std::ssize(wanted[s]->rows) / shape_.list_heads;  // query blocks
+      for (int head = 0; head < shape_.list_heads; ++head)
+        for (int block = static_cast<int>(sequences.piece.begin) / shape_.query_block; block < place.query_blocks;
+             ++block)
+          builder.set_row(0, BlockIndex::row_id(place, head, block),
+                          wanted[s]->rows[static_cast<size_t>(head * whole + block)]);
+    }
     builder.finish(*exec.pool);
   }
 
@@ -61,7 +71,7 @@ class ReplayedAttention final : public ForwardingAttention {
 
   void forward(const Exec& exec, int layer, const AttentionShape& shape, const PackedSequences& sequences,
                const AttentionOperands& operands, AttentionState& state, bool replay) override {
-    if (!record_ && !replay) choices_.replay(exec, layer, sequences.cu_seqlens, SparseAttention::index(state));
+    if (!record_ && !replay) choices_.replay(exec, layer, sequences, SparseAttention::index(state));
     ForwardingAttention::forward(exec, layer, shape, sequences, operands, state, replay || !record_);
     if (record_) choices_.record(layer, SparseAttention::index(state));
   }

@@ -320,25 +320,57 @@ TEST(Trainer, ANonFiniteGradientSkipsTheStepAndIsCounted) {
 }
 
 // Ranks would go on with different ones, and a resumed run with others than this one.
-TEST(Trainer, ASkippedStepLeavesTheThresholdsAlone) {
+TEST(Trainer, ASkippedStepTeachesSelectionNothing) {
   ScratchDirectory scratch;
   const RunConfig config = tiny_run(
-      scratch / "run", {"batch.micro_batch_sequences=4", "attention.pattern=mass", "attention.block=64",
-                        "attention.budget=256", "attention.local_blocks=1",
+      scratch / "run", {"batch.micro_batch_sequences=4", "attention.pattern=mass", "attention.score=moments",
+                        "attention.block=64", "attention.budget=256", "attention.local_blocks=1",
                         "data.synthetic={task: chunk_recall, vocab_size: 16, length: 600, min_length: 300, chunk: 4}"});
   SparseAttention sparse({config.attention.selection, 2});
   PoisonedAttention attention([](int call) { return call == 2; }, &sparse);
   TinyTrainer trainer(config, {&attention, nullptr, [] { return false; }, &sparse});
   trainer->step();
   trainer->step();
-  const Selector::Thresholds before = trainer->state().thresholds;
-  EXPECT_FALSE(before.empty());
+  const LearnedSelection before = trainer->state().selection;
+  EXPECT_FALSE(before.thresholds.empty());
   trainer->step();
   EXPECT_TRUE(trainer->last_step().skipped);
-  EXPECT_EQ(trainer->state().thresholds, before);
-  EXPECT_EQ(sparse.thresholds(), before);
+  EXPECT_EQ(trainer->state().selection, before);
   trainer->step();
-  EXPECT_NE(trainer->state().thresholds, before);
+  EXPECT_NE(trainer->state().selection, before);
+  // Of the fourth step alone: what the third one saw is not in it.
+  for (const auto& [key, threshold] : trainer->state().selection.thresholds)
+    EXPECT_TRUE(!before.thresholds.contains(key) || threshold != before.thresholds.at(key)) << key.layer;
+}
+
+// The planes of the first step come of sequences after its batch: nothing in the batch has a say in them.
+TEST(Trainer, AFirstLookIsAtSequencesAfterTheFirstBatch) {
+  ScratchDirectory scratch;
+  const RunConfig config = tiny_run(
+      scratch / "run", {"batch.micro_batch_sequences=4", "attention.pattern=topk", "attention.score_channels=8",
+                        "attention.block=64", "attention.budget=256", "attention.local_blocks=1",
+                        "data.synthetic={task: chunk_recall, vocab_size: 16, length: 600, min_length: 300, chunk: 4}"});
+  const auto planes = [&](int changed) {
+    std::vector<TokenSequence> sequences;
+    for (int i = 0; i < 200; ++i) {
+      TokenSequence& sequence = sequences.emplace_back();
+      for (int t = 0; t < 300 + i; ++t) sequence.tokens.push_back((t * (i + 3) + t / 7 + (i == changed ? 5 : 0)) % 16);
+      sequence.labels.assign(sequence.tokens.begin() + 1, sequence.tokens.end());
+      sequence.labels.push_back(kIgnoredLabel);
+    }
+    ListSource source(sequences);
+    SparseAttention sparse({config.attention.selection, 2});
+    TinyTrainer trainer(config, {&sparse, &source, [] { return false; }, &sparse});
+    return trainer->state().selection.planes;
+  };
+  const std::vector<PlaneSums> learned = planes(-1);
+  ASSERT_EQ(learned.size(), 2u);
+  // Sequences of 304, 305, … tokens, every sixteenth token, until they are 32,768 or more.
+  int64_t tokens = 0, sampled = 0;
+  for (int64_t i = 4; tokens < 32768; tokens += 300 + i++) sampled += (300 + i + 15) / 16;
+  EXPECT_EQ(learned[0].tokens, static_cast<double>(sampled));
+  for (const int changed : {0, 3}) EXPECT_EQ(planes(changed), learned) << changed;
+  for (const int changed : {4, 20}) EXPECT_NE(planes(changed), learned) << changed;
 }
 
 TEST(Trainer, TenNonFiniteGradientsInARowStopTheRun) {

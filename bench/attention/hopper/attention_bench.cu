@@ -265,18 +265,21 @@ void run_files(const std::string& directory, const Shape& shape) {
 // lists and the order of the work are made beside the forward, as the trainer does it.
 void run_selection(const std::string& name, int query_heads, int kv_heads, int d, int length, double keep,
                    int score_tokens = 0, SelectionPattern pattern = SelectionPattern::topk,
-                   SelectionOrder selection_order = SelectionOrder::causal) {
+                   SelectionOrder selection_order = SelectionOrder::causal, BlockScore score = BlockScore::moments) {
   if (name.find(filter) == std::string::npos) return;
   const Shape shape{length, query_heads, kv_heads, d, 1.f / std::sqrt(float(d))};
   const std::vector<int32_t> cu{0, length};
   SelectionConfig config;
+  config.score = score;
   config.score_tokens = score_tokens;
   config.pattern = pattern;
   config.order = selection_order;
   config.budget = static_cast<int64_t>(keep * length / 2);
   const SequenceTiles tiles{length, kBlock, 16, 1, 2, config.budget};
   Tensors t(shape, 42);
-  SelectCase chosen(shape, cu, {false}, {tiles}, config, true);
+  const LayerPlanes planes =
+      config.judges_by_planes() ? made_up_planes(shape, config.score_channels, 8 * shape.scale) : LayerPlanes{};
+  SelectCase chosen(shape, cu, {false}, {tiles}, config, true, int64_t{1} << 26, 0, planes);
   chosen.run(shape, t.q.get(), t.k.get());
   if (pattern == SelectionPattern::mass && selection_order == SelectionOrder::causal) {
     // The threshold that meets the budget, as steering would find it.
@@ -287,7 +290,7 @@ void run_selection(const std::string& name, int query_heads, int kv_heads, int d
     float low = -16, high = 0;
     for (int i = 0; i < 14; ++i) {
       const float middle = (low + high) / 2;
-      chosen.thresholds = DeviceArray<float>(std::vector<float>(kLengthClasses, middle));
+      chosen.thresholds = DeviceArray<float>(std::vector<float>(1, middle));
       chosen.run(shape, t.q.get(), t.k.get());
       (std::ssize(chosen.lists(shape).entries) > wanted ? low : high) = middle;
     }
@@ -417,6 +420,15 @@ int main(int argc, char** argv) {
     sb::gpu::run_selection("topp" + what, heads, 2, d, length, 0.1, 0, topp);
     sb::gpu::run_selection("mass ahead" + what, heads, 2, d, length, 0.1, 0, mass, sb::SelectionOrder::lookahead);
   }
+  for (const auto& [heads, d] : {std::pair{16, 128}, {14, 64}})
+    for (const int length : {32768, 131072}) {
+      using enum sb::SelectionPattern;
+      const std::string what = " planes 10% " + std::to_string(heads) + ":2 d" + std::to_string(d) + " " +
+                               std::to_string(length / 1024) + "K";
+      for (const auto& [name, pattern] : {std::pair{"topk", topk}, {"mass", mass}})
+        sb::gpu::run_selection(name + what, heads, 2, d, length, 0.1, 0, pattern, sb::SelectionOrder::causal,
+                               sb::BlockScore::planes);
+    }
   for (const int part : {64, 32, 16, 1}) {
     const std::string parts = "parts of " + std::to_string(part) + ", ";
     sb::gpu::run_selection(parts + "10% 16:2 d128 32K", 16, 2, 128, 32768, 0.1, part);

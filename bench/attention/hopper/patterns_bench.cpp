@@ -100,6 +100,7 @@ class Bench {
     options.attention.layers = 1;
     options.portable = portable;
     options.deterministic = deterministic;
+    selection.score = BlockScore::moments;
     selection.block = case_.block;
     selection.query_block = case_.query_block;
     selection.budget = case_.budget;

@@ -26,8 +26,13 @@ int64_t chunk_tokens(const SequenceWalk& walk) {
   return (wanted_chunk(walk.queries()) + walk.query_block - 1) / walk.query_block * walk.query_block;
 }
 
+// Chunks are counted from the first query block on.
+int64_t chunk_base(const SequenceWalk& walk) {
+  return walk.first_block() * walk.query_block;
+}
+
 int64_t chunk_count(const SequenceWalk& walk) {
-  return (walk.queries() + chunk_tokens(walk) - 1) / chunk_tokens(walk);
+  return (walk.length - chunk_base(walk) + chunk_tokens(walk) - 1) / chunk_tokens(walk);
 }
 
 struct BackwardLayout {
@@ -114,8 +119,8 @@ class BackwardTask {
         stack_rows_(static_cast<int>(layout.stack_rows)),
         chunk_(chunk),
         chunks_(chunk_count(walk)),
-        begin_(walk.rows.first_query + chunk * chunk_tokens(walk)),
-        end_(std::min(begin_ + chunk_tokens(walk), walk.length)) {}
+        begin_(std::max(walk.rows.first_query, chunk_base(walk) + chunk * chunk_tokens(walk))),
+        end_(std::min(chunk_base(walk) + (chunk + 1) * chunk_tokens(walk), walk.length)) {}
 
   void run() {
     load_rows();
@@ -197,8 +202,7 @@ class BackwardTask {
       for (int i = 0; i < walk_.tiles_a_block; ++i) visit(list, tile + i, BlockIndex::first_of(*entry), key);
     }
     if (entry == column.end()) return chunks_;
-    return (int64_t{BlockIndex::query_block_of(*entry)} * walk_.query_block - walk_.rows.first_query) /
-           chunk_tokens(walk_);
+    return (int64_t{BlockIndex::query_block_of(*entry)} * walk_.query_block - chunk_base(walk_)) / chunk_tokens(walk_);
   }
 
   // dk and dv of the key tile take part from here on.
@@ -344,12 +348,14 @@ void cpu_attention_backward(const Exec& exec, const AttentionShape& shape, const
                             const AttentionOperands& operands, const AttentionGradients& gradients,
                             const BlockIndex* index, std::span<const SequenceRows> rows) {
   check_operands(exec, shape, sequences, operands, index, rows);
+  const int64_t keys = sequences.is_piece() ? sequences.piece_end() : operands.k.dim(0);
+  const Shape of_keys = {keys, shape.kv_heads, shape.head_dim};
   SB_CHECK(gradients.dout.shape() == operands.q.shape() && gradients.dq.shape() == operands.q.shape() &&
-               gradients.dk.shape() == operands.k.shape() && gradients.dv.shape() == operands.k.shape(),
+               gradients.dk.shape() == of_keys && gradients.dv.shape() == of_keys,
            "gradients of other shapes than the operands");
   const std::vector<SequenceWalk> walks = plan_walks(shape, sequences, index, rows);
   const TileKernels& kernels = tile_kernels(cpu_isa());
-  const PackedKeys packed(shape, operands.k.dim(0));
+  const PackedKeys packed(shape, keys);
   const BackwardLayout layout(shape, operands.q.dim(0));
   const ArenaScope scope(*exec.scratch);
   float* k_panels = exec.scratch->allocate_array<float>(packed.floats());
@@ -367,7 +373,7 @@ void cpu_attention_backward(const Exec& exec, const AttentionShape& shape, const
   Turn* turns = exec.scratch->allocate_array<Turn>(turn_begin.back());
   for (int64_t i = 0; i < turn_begin.back(); ++i) new (turns + i) Turn(0);
 
-  if (rows.empty()) {
+  if (rows.empty() && !sequences.is_piece()) {
     clear(*exec.pool, gradients.dk.f32(), gradients.dk.elements());
     clear(*exec.pool, gradients.dv.f32(), gradients.dv.elements());
   }

@@ -27,6 +27,17 @@ void block_sparse_backward(const Exec& exec, const AttentionShape& shape, const 
   cpu_attention_backward(exec, shape, {cu_seqlens, {}}, operands, gradients, &index);
 }
 
+void block_sparse_piece_forward(const Exec& exec, const AttentionShape& shape, const BlockIndex& index,
+                                const PackedSequences& piece, const AttentionOperands& operands) {
+  cpu_attention_forward(exec, shape, piece, operands, &index);
+}
+
+void block_sparse_piece_backward(const Exec& exec, const AttentionShape& shape, const BlockIndex& index,
+                                 const PackedSequences& piece, const AttentionOperands& operands,
+                                 const AttentionGradients& gradients) {
+  cpu_attention_backward(exec, shape, piece, operands, gradients, &index);
+}
+
 void block_sparse_merge_forward(const Exec& exec, const AttentionShape& shape, const BlockIndex& index,
                                 std::span<const SequenceRows> rows, const AttentionOperands& operands) {
   const std::vector<int32_t> cu_seqlens = cumulative_lengths(index);

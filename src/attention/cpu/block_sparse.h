@@ -13,6 +13,14 @@ void block_sparse_forward(const Exec& exec, const AttentionShape& shape, const B
 void block_sparse_backward(const Exec& exec, const AttentionShape& shape, const BlockIndex& index,
                            const AttentionOperands& operands, const AttentionGradients& gradients);
 
+// The same of one piece of a sequence: the index has its tokens up to the piece's end, and lists for the piece's own
+// query blocks. Gradients of keys and values are added.
+void block_sparse_piece_forward(const Exec& exec, const AttentionShape& shape, const BlockIndex& index,
+                                const PackedSequences& piece, const AttentionOperands& operands);
+void block_sparse_piece_backward(const Exec& exec, const AttentionShape& shape, const BlockIndex& index,
+                                 const PackedSequences& piece, const AttentionOperands& operands,
+                                 const AttentionGradients& gradients);
+
 // One part of an attention whose keys come part by part (a ring): `rows` says for every sequence of the index where its
 // queries and keys lie in the operands, and none is dense. The result of these keys is merged into out and lse by
 // log-sum-exp (before the first part: zeros and -inf); gradients, for which out and lse must be those of all parts, are

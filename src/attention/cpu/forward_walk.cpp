@@ -199,7 +199,7 @@ void cpu_attention_forward(const Exec& exec, const AttentionShape& shape, const 
   check_operands(exec, shape, sequences, operands, index, rows);
   const std::vector<SequenceWalk> walks = plan_walks(shape, sequences, index, rows);
   const TileKernels& kernels = tile_kernels(cpu_isa());
-  const PackedKeys packed(shape, operands.k.dim(0));
+  const PackedKeys packed(shape, sequences.is_piece() ? sequences.piece_end() : operands.k.dim(0));
   const ArenaScope scope(*exec.scratch);
   float* k_panels = exec.scratch->allocate_array<float>(packed.floats());
   float* v_rows = exec.scratch->allocate_array<float>(packed.floats());

@@ -2,13 +2,13 @@
 
 #include <cstdint>
 #include <memory>
-#include <utility>
 #include <vector>
 
 #include "attention/attention.h"
 #include "attention/index/block_index.h"
 #include "attention/select/coverage.h"
 #include "attention/select/selector.h"
+#include "attention/select/step_selection.h"
 
 namespace sb {
 
@@ -35,9 +35,11 @@ class ChoosingAttention : public Attention {
  public:
   // What happened since the last call; starts anew.
   virtual AttentionReport take_report() = 0;
-  // What the `mass` pattern learned: what a checkpoint must keep.
-  virtual Selector::Thresholds thresholds() const = 0;
-  virtual void set_thresholds(Selector::Thresholds thresholds) = 0;
+  // What it selects by until the next call: within a step nothing changes.
+  virtual void use(const LearnedSelection& learned) = 0;
+  // What learn() needs, of the forwards since the last call (not of replays) and of this rank's part of them; starts
+  // anew.
+  virtual SelectionObservations take_observations() = 0;
 };
 
 // Dynamic block-sparse attention: chooses pairs by the configured pattern under each sequence's budget, computes these,
@@ -64,34 +66,60 @@ class SparseAttention final : public ChoosingAttention {
   int64_t scratch_bytes(const AttentionShape& shape, int64_t max_tokens, int threads) const override;
   int64_t state_bytes(const AttentionShape& shape, int64_t max_tokens) const override;
   int64_t call_bytes(const AttentionShape& shape, int64_t max_tokens, int threads) const override;
+  std::string refuses_pieces() const override;
+  PieceBytes piece_bytes(const AttentionShape& shape, int64_t max_tokens, int64_t longest, int threads) const override;
   // What the calls so far took of it.
   int64_t call_bytes_used() const {
     return static_cast<int64_t>(statistics_.capacity() * sizeof(float)) + builder_.bytes();
   }
+  // What the pieces so far took in every layer, all layers together.
+  int64_t layer_bytes_used() const;
 
   // The index a state holds: to dump it, to compare it, or to put one in before a forward with `replay`.
   static BlockIndex& index(AttentionState& state);
   AttentionReport take_report() override;
-  Selector::Thresholds thresholds() const override { return selector_.thresholds(); }
-  void set_thresholds(Selector::Thresholds thresholds) override { selector_.set_thresholds(std::move(thresholds)); }
-  Selector& selector() { return selector_; }
+  void use(const LearnedSelection& learned) override { step_.use(learned); }
+  SelectionObservations take_observations() override { return step_.take_observations(); }
 
  private:
+  // What has to outlast a piece's forward: one sequence at a time goes through a layer.
+  struct CutSequence {
+    std::vector<float> statistics;  // [kv_heads, blocks of the whole sequence, block_floats]
+    CoverageSample coverage;        // of the pieces so far
+  };
+
   void choose(const Exec& exec, int layer, const AttentionShape& shape, const PackedSequences& sequences,
               const AttentionOperands& operands, BlockIndex& index);
+  // For what planes are chosen by in later steps.
+  void measure_energies(const Exec& exec, int layer, const AttentionShape& shape, const PackedSequences& sequences,
+                        const AttentionOperands& operands);
+  bool needs_statistics() const { return options_.selection.scores_blocks() || options_.coverage_rows > 0; }
+  // Statistics of the piece's blocks, beside those of the pieces before it.
+  void append_statistics(const Exec& exec, int layer, const AttentionShape& shape, const PackedSequences& piece,
+                         const AttentionOperands& operands);
+  void count_pairs(int layer, const PackedSequences& sequences, const BlockIndex& index);
+  void measure(const Exec& exec, int layer, const AttentionShape& shape, const PackedSequences& sequences,
+               const AttentionOperands& operands, const BlockIndex& index);
+  void measure_piece(const Exec& exec, int layer, const AttentionShape& shape, const PackedSequences& piece,
+                     const AttentionOperands& operands, const BlockIndex& index);
+  void report(int layer, int64_t tokens, CoverageSample sample);
   SequenceTiles tiles_of(const PackedSequences& sequences, int sequence) const;
-  // The most that the lists of a micro-batch hold.
+  // The most that the lists of a micro-batch hold, of queries that see at most so many keys.
   struct Lists {
     int64_t rows = 0, entries = 0, columns = 0;  // of a row
   };
-  Lists lists(const AttentionShape& shape, int64_t max_tokens) const;
+  Lists lists(const AttentionShape& shape, int64_t max_tokens, int64_t keys) const;
+  int64_t statistics_bytes(const AttentionShape& shape, int64_t tokens) const;
   // Of one sequence's keys; valid until the next call.
-  const float* statistics(const Exec& exec, const AttentionShape& shape, const float* k, const SequenceTiles& tiles);
+  const float* statistics(const Exec& exec, const AttentionShape& shape, const float* k, const SequenceTiles& tiles,
+                          const LayerPlanes* planes);
 
   Options options_;
   Selector selector_;
+  StepSelection step_;
   BlockIndexBuilder builder_;
-  std::vector<float> statistics_;  // of the sequence at hand
+  std::vector<float> statistics_;  // of the sequence or piece at hand
+  std::vector<CutSequence> cut_;   // by layer
   AttentionReport report_;
 };
 

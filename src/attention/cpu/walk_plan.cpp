@@ -9,12 +9,20 @@ constexpr int64_t kPackKeys = 512;  // keys that one packing task takes: a multi
 
 }  // namespace
 
+SequenceWalk::KeyRun SequenceWalk::key_run(int64_t key) const {
+  if (pages.empty()) return {key_row(key), rows.keys - key};
+  const auto next = std::upper_bound(pages.begin(), pages.end(), key,
+                                     [](int64_t value, const KeyPage& page) { return value < page.begin; });
+  const KeyPage& page = *(next - 1);
+  return {page.row + key - page.begin, (next == pages.end() ? rows.keys : next->begin) - key};
+}
+
 QueryTile query_tile(const SequenceWalk& walk, int64_t tile) {
   const int64_t block = tile / walk.tiles_a_block;
-  const int offset = static_cast<int>(tile % walk.tiles_a_block) * walk.tile_tokens;
-  const int64_t begin = block * walk.query_block + offset;
-  const int64_t end = std::min({begin + walk.tile_tokens, (block + 1) * walk.query_block, walk.length});
-  return {begin, end, static_cast<int>(block), offset};
+  const int64_t first = block * walk.query_block, unclipped = first + tile % walk.tiles_a_block * walk.tile_tokens;
+  const int64_t begin = std::max(unclipped, walk.rows.first_query);
+  const int64_t end = std::min({unclipped + walk.tile_tokens, (block + 1) * walk.query_block, walk.length});
+  return {begin, end, static_cast<int>(block), static_cast<int>(begin - first)};
 }
 
 std::vector<SequenceWalk> plan_walks(const AttentionShape& shape, const PackedSequences& sequences,
@@ -24,7 +32,14 @@ std::vector<SequenceWalk> plan_walks(const AttentionShape& shape, const PackedSe
     SequenceWalk walk;
     walk.length = sequences.cu_seqlens[i + 1] - sequences.cu_seqlens[i];
     if (walk.length == 0) continue;
-    walk.rows = rows.empty() ? SequenceRows{walk.length, 0, sequences.cu_seqlens[i], sequences.cu_seqlens[i]} : rows[i];
+    if (sequences.is_piece()) {
+      walk.length = sequences.piece_end();
+      walk.rows = {walk.length, sequences.piece.begin, 0, 0};
+      walk.pages = sequences.piece.pages;
+    } else {
+      walk.rows =
+          rows.empty() ? SequenceRows{walk.length, 0, sequences.cu_seqlens[i], sequences.cu_seqlens[i]} : rows[i];
+    }
     if (index != nullptr && !index->sequences()[i].dense) walk.listed = &index->sequences()[i];
     walk.list_heads = walk.listed ? index->shape().list_heads : shape.kv_heads;
     walk.row_heads = shape.heads / walk.list_heads;
@@ -76,13 +91,43 @@ void pack_keys(ThreadPool& pool, const TileKernels& kernels, const AttentionShap
       const PackRequest& request = requests[number / (pieces * shape.kv_heads)];
       const int head = static_cast<int>(number / pieces % shape.kv_heads);
       const int64_t key = number % pieces * kPackKeys, count = std::min(kPackKeys, walk.rows.keys - key);
-      const float* source = request.source + walk.key_row(key) * stride + int64_t{head} * shape.head_dim;
-      float* target = request.target + packed.offset(walk, head, key);
       const auto pack = request.form == PackedForm::panels ? kernels.pack_panels : kernels.pack_rows;
-      pack(source, stride, count, shape.head_dim, padded, target);
+      // Pages begin at multiples of every panel.
+      for (int64_t at = key; at < key + count;) {
+        const auto [row, run] = walk.key_run(at);
+        const int64_t taken = std::min(run, key + count - at);
+        const float* source = request.source + row * stride + int64_t{head} * shape.head_dim;
+        pack(source, stride, taken, shape.head_dim, padded, request.target + packed.offset(walk, head, at));
+        at += taken;
+      }
     }
   });
 }
+
+namespace {
+
+void check_piece(const PackedSequences& sequences, const AttentionOperands& operands, const BlockIndex* index,
+                 std::span<const SequenceRows> rows) {
+  const SequencePiece& piece = sequences.piece;
+  const int64_t end = sequences.piece_end();
+  SB_CHECK(rows.empty() && sequences.sequences() == 1 && 0 <= piece.begin && end <= piece.length,
+           "tokens {} to {} of a sequence of {}", piece.begin, end, piece.length);
+  SB_CHECK(!piece.pages.empty() && piece.pages.front().begin == 0 && piece.pages.back().begin == piece.begin,
+           "the pages of keys do not go from 0 to {}", piece.begin);
+  for (size_t i = 0; i < piece.pages.size(); ++i) {
+    const auto [begin, row] = piece.pages[i];
+    const int64_t keys = (i + 1 < piece.pages.size() ? piece.pages[i + 1].begin : end) - begin;
+    SB_CHECK(begin % 64 == 0 && keys > 0 && 0 <= row && row + keys <= operands.k.dim(0),
+             "keys {} to {} in row {} of {}", begin, begin + keys, row, operands.k.dim(0));
+  }
+  if (index == nullptr) return;
+  const BlockIndex::Sequence& listed = index->sequences().front();
+  SB_CHECK(index->sequences().size() == 1 && listed.length == end &&
+               (listed.dense || piece.begin % index->shape().query_block == 0) && !index->has_gathered_columns(),
+           "lists of {} tokens for a piece from {} to {}", listed.length, piece.begin, end);
+}
+
+}  // namespace
 
 void check_operands(const Exec& exec, const AttentionShape& shape, const PackedSequences& sequences,
                     const AttentionOperands& operands, const BlockIndex* index, std::span<const SequenceRows> rows) {
@@ -93,6 +138,10 @@ void check_operands(const Exec& exec, const AttentionShape& shape, const PackedS
   SB_CHECK(shape.head_dim >= 1 && shape.head_dim <= kMaxHeadDim, "head_dim {}: 1 … {}", shape.head_dim, kMaxHeadDim);
   SB_CHECK(!sequences.cu_seqlens.empty() && sequences.cu_seqlens[0] == 0, "cu_seqlens must begin with 0");
   int64_t query_rows = sequences.tokens(), key_rows = query_rows;
+  if (sequences.is_piece()) {
+    check_piece(sequences, operands, index, rows);
+    key_rows = operands.k.dim(0);
+  }
   if (!rows.empty()) {
     SB_CHECK(index != nullptr && std::ssize(rows) == sequences.sequences(), "{} places of sequences for {}",
              rows.size(), sequences.sequences());
@@ -121,8 +170,12 @@ void check_operands(const Exec& exec, const AttentionShape& shape, const PackedS
 }
 
 int64_t cpu_attention_scratch_bytes(const AttentionShape& shape, int64_t max_tokens, int threads) {
-  return std::max(cpu_forward_scratch_bytes(shape, max_tokens, threads),
-                  cpu_backward_scratch_bytes(shape, max_tokens, max_tokens, threads));
+  return cpu_piece_scratch_bytes(shape, max_tokens, max_tokens, threads);
+}
+
+int64_t cpu_piece_scratch_bytes(const AttentionShape& shape, int64_t queries, int64_t keys, int threads) {
+  return std::max(cpu_forward_scratch_bytes(shape, keys, threads),
+                  cpu_backward_scratch_bytes(shape, queries, keys, threads));
 }
 
 }  // namespace sb

@@ -16,6 +16,7 @@ constexpr int kTileRows = 128;
 struct SequenceWalk {
   int64_t length = 0;  // all tokens, keys and queries
   SequenceRows rows;
+  std::span<const KeyPage> pages;                // of a piece: where its keys lie; empty: one after the other
   const BlockIndex::Sequence* listed = nullptr;  // null: dense
   int list_heads = 0;
   int row_heads = 0;      // query heads of a list
@@ -26,12 +27,19 @@ struct SequenceWalk {
   int tiles_a_key_block = 0;
 
   int64_t queries() const { return length - rows.first_query; }
-  int64_t first_tile() const { return rows.first_query / query_block * tiles_a_block; }
-  int64_t query_tiles() const { return (queries() + query_block - 1) / query_block * tiles_a_block; }
+  // The query block that the first query is in; a dense piece may begin in the middle of it.
+  int64_t first_block() const { return rows.first_query / query_block; }
+  int64_t first_tile() const { return first_block() * tiles_a_block; }
+  int64_t query_tiles() const { return ((length + query_block - 1) / query_block - first_block()) * tiles_a_block; }
   int64_t key_tiles() const { return (rows.keys + key_tile - 1) / key_tile; }
   // Rows of the operands.
   int64_t query_row(int64_t token) const { return rows.query_row + token - rows.first_query; }
   int64_t key_row(int64_t key) const { return rows.key_row + key; }
+  // Where the keys from `key` on lie one after the other, and how many of them.
+  struct KeyRun {
+    int64_t row, count;
+  };
+  KeyRun key_run(int64_t key) const;
 };
 
 struct QueryTile {

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "attention/gpu/plan/work.h"
+#include "attention/gpu/select/step_values.h"
 #include "attention/gpu/select/vertical_slash.h"
 #include "attention/most_sequences.h"
 
@@ -29,6 +30,21 @@ int64_t AttentionMemory::gathered_columns(int64_t max_tokens) const {
   const int64_t sequences = sparse_sequences(max_tokens);
   return std::min(max_tokens, sequences * most_caps() * options.selection.vertical_cap) +
          2 * kGatheredPiece * sequences;
+}
+
+int64_t AttentionMemory::statistics_bytes(const AttentionShape& shape, int64_t max_tokens) const {
+  const SelectionConfig& selection = options.selection;
+  const int64_t whole_groups = kStatisticsGroup * sparse_sequences(max_tokens);
+  if (selection.judges_by_planes()) {
+    // The channels of keys that count, as floats or padded for the Hopper kernels, and there those of the queries too.
+    const int64_t depth = hopper_plane_depth(selection),
+                  key = std::max<int64_t>(4 * selection.score_channels, 2 * depth);
+    return (max_tokens / selection.block + whole_groups) * selection.block * key + max_tokens * 2 * depth;
+  }
+  const int64_t blocks = (max_tokens + selection.block - 1) / selection.block + most_packed_sequences(max_tokens);
+  const BlockScoring scoring(selection);
+  if (!selection.scores_blocks() || scoring.parts() == 1) return 2 * blocks * shape.head_dim * 4;
+  return (blocks + whole_groups) * scoring.block_floats(shape.head_dim) * 4;
 }
 
 int64_t AttentionMemory::scratch_bytes(const AttentionShape& shape, int64_t max_tokens) const {
@@ -61,13 +77,10 @@ int64_t AttentionMemory::scratch_bytes(const AttentionShape& shape, int64_t max_
     const int64_t lists = (max_tokens + list_query_block() - 1) / list_query_block() + sequences;
     const int64_t masses = std::min(batch_masses, shape.kv_heads * max_tokens * (blocks + 64)) +
                            shape.group() * options.selection.query_block * (blocks + 64);
-    const BlockScoring scoring(options.selection);
-    int64_t statistics = 2 * blocks;
-    if (scoring.parts() > 1 && options.selection.pattern != SelectionPattern::vertical_slash)
-      statistics = (blocks + kStatisticsGroup * sparse_sequences(max_tokens)) * scoring.parts() * scoring.row_width(1);
     // Of long sequences, scores that wait for their sums: 192 rows of every multiprocessor.
     selection = int64_t{multiprocessors} * 192 * 2 * (max_tokens / options.selection.block + 64);
-    selection += list_heads * (statistics * d * 4 + lists * fine + 4 * (fine + sequences)) + 2 * masses;
+    selection +=
+        list_heads * (statistics_bytes(shape, max_tokens) + lists * fine + 4 * (fine + sequences)) + 2 * masses;
     if (options.selection.pattern == SelectionPattern::vertical_slash)
       selection += 2 * columns * 2 * d +  // the forward's copies lie beside
                    list_heads * (4 * (max_tokens / kSlashChunk + sequences) * kSlashChunkFloats +
@@ -75,6 +88,9 @@ int64_t AttentionMemory::scratch_bytes(const AttentionShape& shape, int64_t max_
     if (chooses_most_mass())  // masses of all query blocks, and the counts of every sequence
       selection += shape.kv_heads * (2 * lists * (blocks + 64) + 4 * pool_counts_size(sequences, lists + sequences));
   }
+  if (options.selection.pattern != SelectionPattern::dense) selection += 20 * sequences;  // counts and thresholds
+  if (options.selection.judges_by_planes())
+    selection += 8 * plane_sums_partials(max_tokens / kPlaneSampling + sequences, shape.kv_heads, shape.head_dim);
   int64_t coverage = 0;
   if (options.coverage_rows > 0) {
     const int64_t blocks = (max_tokens + options.selection.block - 1) / options.selection.block + sequences;

@@ -14,6 +14,8 @@ struct AttentionMemory {
 
   int64_t scratch_bytes(const AttentionShape& shape, int64_t max_tokens) const;
   int64_t state_bytes(const AttentionShape& shape, int64_t max_tokens) const;
+  // Of scratch, what is kept of key blocks to judge them by, under one list head.
+  int64_t statistics_bytes(const AttentionShape& shape, int64_t max_tokens) const;
 
  private:
   bool chooses_most_mass() const;

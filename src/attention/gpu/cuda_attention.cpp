@@ -67,10 +67,13 @@ class CudaAttention final : public ChoosingAttention {
     SB_CHECK(kept.plan != nullptr, "replay without an earlier forward");
     const ArenaScope scope(*exec.scratch);
     const bool chooses = !replay && kept.plan->sparse();
-    const bool measures = !replay && sequences.tokens() > 0 && options_.attention.coverage_rows > 0;
-    if (chooses || measures) {
+    const bool measures =
+        !replay && sequences.tokens() > 0 && options_.attention.coverage_rows > 0 && choices_.ready(layer);
+    const bool observes = !replay && kept.plan->sample_count() > 0;
+    const bool beside_forward = chooses || measures || observes;
+    if (beside_forward) {
       gpu::SelectParams chosen;
-      if (chooses) chosen = choose(exec, layer, operands, kept);
+      if (chooses) chosen = choose(exec, layer, shape, operands, kept);
       // What the forward does not need is made beside it.
       cuda::record(rows_listed_.get(), exec.stream);
       cuda::wait_on_stream(rows_listed_.get(), beside_.get());
@@ -81,13 +84,14 @@ class CudaAttention final : public ChoosingAttention {
       }
       Exec beside = exec;
       beside.stream = beside_.get();
-      if (measures) measure(beside, layer, operands, kept);
+      if (observes) choices_.observe(beside, layer, shape, operands, kept.plan->samples(), kept.plan->sample_count());
+      if (measures) measure(beside, layer, shape, operands, kept);
       cuda::record(made_beside_.get(), beside_.get());
     }
     if (!replay) report_.layers[layer].causal_pairs += kept.plan->causal_pairs();
     if (!replay && !chooses) report_.layers[layer].pairs += kept.plan->causal_pairs();
     if (sequences.tokens() > 0) attend(exec, operands, kept);
-    if (chooses || measures) cuda::wait_on_stream(made_beside_.get(), exec.stream);
+    if (beside_forward) cuda::wait_on_stream(made_beside_.get(), exec.stream);
   }
 
   void backward(const Exec& exec, int layer, const AttentionShape& shape, const PackedSequences& sequences,
@@ -184,11 +188,13 @@ class CudaAttention final : public ChoosingAttention {
     const PlanSize size = largest_plan(shape, max_tokens, dtype);
     plans_.reserve(different_plans(states.size()), size.device);
     staging_.reserve(size.uploaded);
+    choices_.reserve(shape);
     if (options_.attention.coverage_rows > 0) coverage_.reserve();
   }
   int64_t reserved_bytes(const AttentionShape& shape, int64_t max_tokens, DType dtype, int64_t states) const override {
     return static_cast<int64_t>(plans_.for_states(different_plans(static_cast<size_t>(states)))) *
                largest_plan(shape, max_tokens, dtype).device +
+           choices_.reserved_bytes(shape) +
            (options_.attention.coverage_rows > 0 ? gpu::CoverageLog::reserved_bytes() : 0);
   }
 
@@ -201,8 +207,8 @@ class CudaAttention final : public ChoosingAttention {
     return taken;
   }
 
-  Selector::Thresholds thresholds() const override { return choices_.thresholds(); }
-  void set_thresholds(Selector::Thresholds thresholds) override { choices_.set_thresholds(thresholds); }
+  void use(const LearnedSelection& learned) override { choices_.use(learned); }
+  SelectionObservations take_observations() override { return choices_.take_observations(); }
 
  private:
   // Layers share a plan unless their budgets differ: then a state of every micro-batch in flight has its own.
@@ -255,15 +261,17 @@ class CudaAttention final : public ChoosingAttention {
       gpu::portable_forward(params, state.plan->precision(), exec.stream);
   }
 
-  void measure(const Exec& exec, int layer, const AttentionOperands& operands, const CudaState& state) {
+  void measure(const Exec& exec, int layer, const AttentionShape& shape, const AttentionOperands& operands,
+               const CudaState& state) {
     const DevicePlan& plan = *state.plan;
     gpu::CoverageParams params;
     plan.set(params);
     params.q = operands.q.raw();
     params.k = operands.k.raw();
-    params.moments = selection_.score == BlockScore::moments;
+    params.moments = selection_.score != BlockScore::mean;
     params.block = selection_.block;
-    params.parts = BlockScoring(selection_).parts();
+    choices_.set_planes(exec, layer, shape, params);
+    params.parts = gpu::judged_parts(selection_);
     params.query_block = selection_.query_block;
     params.sinks = selection_.sink_blocks;
     params.local = selection_.local_blocks;
@@ -349,7 +357,8 @@ class CudaAttention final : public ChoosingAttention {
   }
 
   // Row lists; what the column lists are made from.
-  gpu::SelectParams choose(const Exec& exec, int layer, const AttentionOperands& operands, CudaState& state) {
+  gpu::SelectParams choose(const Exec& exec, int layer, const AttentionShape& shape, const AttentionOperands& operands,
+                           CudaState& state) {
     const DevicePlan& plan = *state.plan;
     const DevicePlan::Lists lists = plan.lists_in(state.lists.ensure("block index", plan.list_bytes()));
     gpu::SelectParams params;
@@ -364,14 +373,14 @@ class CudaAttention final : public ChoosingAttention {
     params.column_offsets = lists.column_offsets;
     params.column_entries = lists.column_entries;
     params.statistics = exec.scratch->allocate_bytes(plan.statistics_bytes());
-    params.masses = exec.scratch->allocate_array<uint16_t>(plan.select().planes * plan.select().masses);
+    params.masses = exec.scratch->allocate_array<uint16_t>(plan.select().slices * plan.select().masses);
     params.map = exec.scratch->allocate_array<uint8_t>(plan.select().map_bytes);
     params.column_counts = exec.scratch->allocate_array<int32_t>(params.column_count);
     if (params.most_mass()) {
       params.sums = exec.scratch->allocate_array<uint16_t>(plan.select().sums);
       params.pool_counts = exec.scratch->allocate_array<int32_t>(plan.pool_counts());
     }
-    choices_.begin(exec, layer, plan.thresholds(), params);
+    choices_.begin(exec, layer, shape, plan.select(), params);
     if (selection_.pattern == SelectionPattern::vertical_slash)
       choose_vertical_slash(exec, plan, params, lists);
     else if (plan.hopper())
@@ -381,10 +390,9 @@ class CudaAttention final : public ChoosingAttention {
     return params;
   }
 
-  // What was chosen, for the report and the next thresholds: beside the forward.
+  // What was chosen, for the report and what is learned of it: beside the forward.
   void count_chosen(int layer, const gpu::SelectParams& chosen, const DevicePlan& plan) {
-    choices_.steer(layer, plan.thresholds(), chosen, beside_.get());
-    choices_.add_pairs(layer, chosen, beside_.get());
+    choices_.add_counts(layer, plan.select(), plan.mass_classes(), chosen, beside_.get());
     if (!choices_.counts()) {
       report_.layers[layer].pairs += plan.select().token_pairs;
       return;

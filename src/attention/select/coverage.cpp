@@ -28,16 +28,21 @@ SampledToken measure_token(const AttentionShape& shape, const SequenceTiles& til
   const int64_t keys = token + 1, tile = token / tiles.query_block, seen_blocks = token / tiles.block + 1;
   const BlockIndex::Sequence& sequence = request.index->sequences()[request.sequence];
   std::vector<float> probabilities(group * keys);
-  sgemm({.transpose_b = true,
-         .m = group,
-         .n = keys,
-         .k = d,
-         .a = request.q + (token * shape.heads + int64_t{kv_head} * group) * d,
-         .lda = d,
-         .b = request.k + int64_t{kv_head} * d,
-         .ldb = int64_t{shape.kv_heads} * d,
-         .c = probabilities.data(),
-         .ldc = keys});
+  const KeyPage whole[] = {{0, 0}};
+  const std::span<const KeyPage> pages = request.pages.empty() ? whole : request.pages;
+  for (size_t i = 0; i < pages.size() && pages[i].begin < keys; ++i) {
+    const int64_t end = std::min(i + 1 < pages.size() ? pages[i + 1].begin : keys, keys);
+    sgemm({.transpose_b = true,
+           .m = group,
+           .n = end - pages[i].begin,
+           .k = d,
+           .a = request.q + ((token - request.begin) * shape.heads + int64_t{kv_head} * group) * d,
+           .lda = d,
+           .b = request.k + (pages[i].row * shape.kv_heads + kv_head) * d,
+           .ldb = int64_t{shape.kv_heads} * d,
+           .c = probabilities.data() + pages[i].begin,
+           .ldc = keys});
+  }
   std::vector<double> block_mass(group * seen_blocks), column_mass(group, 0.0);
   for (int h = 0; h < group; ++h) {
     float* p = probabilities.data() + h * keys;
@@ -103,16 +108,22 @@ SampledToken judge_token(const AttentionShape& shape, const SequenceTiles& tiles
 CoverageSample measure_coverage(const Exec& exec, const AttentionShape& shape, const SequenceTiles& tiles,
                                 const CoverageRequest& request) {
   const std::vector<int64_t> grid = coverage_grid(tiles.tokens, tiles.block);
-  const int64_t rows = std::min<int64_t>(request.rows, tiles.tokens), items = rows * shape.kv_heads;
+  const int64_t rows = std::min<int64_t>(request.rows, tiles.tokens);
+  std::vector<int64_t> tokens;
+  for (int64_t i = 0; i < rows; ++i) {
+    const int64_t token = sampled_token(i, rows, tiles.tokens);
+    if (request.begin <= token && (request.end < 0 || token < request.end)) tokens.push_back(token);
+  }
+  const int64_t items = std::ssize(tokens) * shape.kv_heads;
   std::vector<SampledToken> sampled(items);
   exec.pool->parallel_for(items, 1, [&](int64_t item, int64_t, int) {
-    const int64_t i = item / shape.kv_heads;
-    const int64_t token = sampled_token(i, rows, tiles.tokens);
-    BlockScorer scorer(shape, request.scoring, request.q, request.statistics, tiles.blocks());
+    const int64_t token = tokens[item / shape.kv_heads];
+    BlockScorer scorer(shape, request.scoring, request.q, request.statistics, tiles.blocks(), request.begin,
+                       request.planes);
     sampled[item] = measure_token(shape, tiles, request, grid, token, static_cast<int>(item % shape.kv_heads), scorer);
   });
   CoverageSample total;
-  total.rows = rows;
+  total.rows = std::ssize(tokens);
   total.curve.assign(grid.size(), 0.0);
   const double scale = items == 0 ? 0.0 : 1.0 / static_cast<double>(rows * shape.heads);
   for (const SampledToken& one : sampled) {

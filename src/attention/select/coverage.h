@@ -6,6 +6,7 @@
 
 #include "attention/index/block_index.h"
 #include "attention/select/block_statistics.h"
+#include "attention/select/planes.h"
 #include "attention/select/tiles.h"
 #include "core/measured_coverage.h"
 
@@ -19,8 +20,13 @@ struct CoverageRequest {
   int rows;                 // tokens to sample, spread evenly
   const BlockIndex* index;  // the lists in use, and which of its sequences this is
   int sequence;
+  const LayerPlanes* planes = nullptr;  // score: planes
+  // Of a piece: its tokens, of which `q` has the queries, and where its keys lie from `k` on.
+  int64_t begin = 0, end = -1;  // -1: all of the sequence
+  std::span<const KeyPage> pages = {};
 };
 
+// Of a piece, its share: the samples of all pieces add up to that of the sequence.
 CoverageSample measure_coverage(const Exec& exec, const AttentionShape& shape, const SequenceTiles& tiles,
                                 const CoverageRequest& request);
 

@@ -6,6 +6,48 @@
 #include "core/errors.h"
 
 namespace sb {
+namespace {
+
+// Sampled tokens whose sums are added up by one thread: fixed, so that the order of additions is too.
+constexpr int64_t kSamplesAtOnce = 64;
+
+void add_token(const AttentionShape& shape, const float* q, const float* k, PlaneSums& sums) {
+  const int group = shape.group(), d = shape.head_dim;
+  for (int head = 0; head < shape.kv_heads; ++head) {
+    for (int c = 0; c < d; ++c) {
+      double query = 0;
+      for (int h = 0; h < group; ++h) query += q[(head * group + h) * d + c];
+      query /= group;
+      const int at = head * d + c;
+      const double key = k[at];
+      sums.query_squares[at] += query * query;
+      sums.key_sums[at] += key;
+      sums.key_squares[at] += key * key;
+    }
+  }
+  ++sums.tokens;
+}
+
+}  // namespace
+
+PlaneSums measure_planes(const Exec& exec, const AttentionShape& shape, const float* q, const float* k,
+                         int64_t tokens) {
+  const auto width = static_cast<size_t>(shape.kv_heads) * shape.head_dim;
+  const int64_t samples = (tokens + kPlaneSampling - 1) / kPlaneSampling;
+  std::vector<PlaneSums> pieces((samples + kSamplesAtOnce - 1) / kSamplesAtOnce);
+  exec.pool->parallel_for(std::ssize(pieces), 1, [&](int64_t piece, int64_t, int) {
+    PlaneSums& sums = pieces[piece];
+    for (auto* values : {&sums.query_squares, &sums.key_sums, &sums.key_squares}) values->assign(width, 0.0);
+    const int64_t end = std::min(samples, (piece + 1) * kSamplesAtOnce);
+    for (int64_t sample = piece * kSamplesAtOnce; sample < end; ++sample) {
+      const int64_t token = sample * kPlaneSampling;
+      add_token(shape, q + token * shape.heads * shape.head_dim, k + token * shape.kv_heads * shape.head_dim, sums);
+    }
+  });
+  PlaneSums total;
+  for (const PlaneSums& piece : pieces) total += piece;
+  return total;
+}
 
 PlaneSums& PlaneSums::operator+=(const PlaneSums& other) {
   if (other.tokens == 0) return *this;

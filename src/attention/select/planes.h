@@ -27,7 +27,7 @@ struct LayerPlanes {
 
 // Sums over sampled tokens of one layer, [kv_heads, head_dim] each: they add up over micro-batches and ranks.
 struct PlaneSums {
-  int64_t tokens = 0;
+  double tokens = 0;                  // no whole number once older ones fade
   std::vector<double> query_squares;  // of the group's mean query
   std::vector<double> key_sums, key_squares;
 
@@ -38,6 +38,11 @@ struct PlaneSums {
 // Every so many tokens of a sequence one is sampled for the sums, from its first on: cheap, and the same whatever the
 // packing.
 inline constexpr int64_t kPlaneSampling = 16;
+
+// The sums of one sequence on the CPU, the same for any number of threads. `q` [tokens, heads, d] and `k` [tokens,
+// kv_heads, d] point to its first token. Of a shared sequence every rank measures the blocks it holds, one after the
+// other: blocks are multiples of the sampling.
+PlaneSums measure_planes(const Exec& exec, const AttentionShape& shape, const float* q, const float* k, int64_t tokens);
 
 // The planes of the most energy; ties go to the lower plane.
 LayerPlanes choose_planes(const AttentionShape& shape, const PlaneSums& sums, int channels);

@@ -1,8 +1,15 @@
 #include "attention/select/selection_config.h"
 
+#include <algorithm>
+
 #include "core/errors.h"
 
 namespace sb {
+
+bool selection_looks_ahead(const SelectionConfig& config) {
+  return config.pattern == SelectionPattern::vertical_slash ||
+         (config.order == SelectionOrder::lookahead && config.scores_blocks());
+}
 
 void check_selection_config(const SelectionConfig& config) {
   SB_USER_CHECK(config.block == 64 || config.block == 128 || config.block == 256,
@@ -14,6 +21,16 @@ void check_selection_config(const SelectionConfig& config) {
                 "attention.score_tokens: {} does not divide attention.block {}; use 0 (the whole block) or a power of "
                 "two up to {}",
                 config.score_tokens, config.block, config.block);
+  if (config.score == BlockScore::planes && config.scores_blocks()) {
+    SB_USER_CHECK(config.score_tokens == 0,
+                  "attention.score_tokens: {} with attention.score: planes, which looks at every key by itself; leave "
+                  "score_tokens out, or set attention.score: moments",
+                  config.score_tokens);
+    SB_USER_CHECK(config.score_channels >= 2 && config.score_channels % 2 == 0,
+                  "attention.score_channels: {}; an even number of at least 2 is needed, as a rotary plane has two "
+                  "channels",
+                  config.score_channels);
+  }
   SB_USER_CHECK(config.budget >= 1, "attention.budget: {} keys a query; at least 1 is needed", config.budget);
   SB_USER_CHECK(config.sink_blocks >= 0, "attention.sink_blocks: {} is negative", config.sink_blocks);
   SB_USER_CHECK(config.local_blocks >= 0, "attention.local_blocks: {} is negative", config.local_blocks);
@@ -30,6 +47,18 @@ void check_selection_config(const SelectionConfig& config) {
       config.pattern != SelectionPattern::vertical_slash || config.order == SelectionOrder::lookahead,
       "attention.pattern: vertical_slash estimates with the last queries of a sequence, so that earlier tokens "
       "depend on later ones; set attention.selection: lookahead to say that this is wanted");
+}
+
+void settle_score_channels(SelectionConfig& config, int head_dim) {
+  if (config.score_channels == SelectionConfig().score_channels)
+    config.score_channels = std::min(config.score_channels, head_dim / 2 * 2);
+  check_score_channels(config, head_dim);
+}
+
+void check_score_channels(const SelectionConfig& config, int head_dim) {
+  SB_USER_CHECK(config.score != BlockScore::planes || config.score_channels <= head_dim,
+                "attention.score_channels: {}, but the model's heads have {} channels; use at most that",
+                config.score_channels, head_dim / 2 * 2);
 }
 
 SelectionPattern parse_selection_pattern(const std::string& name) {
@@ -49,9 +78,10 @@ SelectionOrder parse_selection_order(const std::string& name) {
 }
 
 BlockScore parse_block_score(const std::string& name) {
+  if (name == "planes") return BlockScore::planes;
   if (name == "moments") return BlockScore::moments;
   if (name == "mean") return BlockScore::mean;
-  throw UserError("attention.score: {}; known are moments, mean", name);
+  throw UserError("attention.score: {}; known are planes, moments, mean", name);
 }
 
 }  // namespace sb

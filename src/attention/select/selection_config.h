@@ -42,11 +42,22 @@ struct SelectionConfig {
   bool scores_blocks() const {
     return pattern == SelectionPattern::topk || pattern == SelectionPattern::topp || pattern == SelectionPattern::mass;
   }
+  bool judges_by_planes() const { return scores_blocks() && score == BlockScore::planes; }
+  // `mass` carries thresholds from step to step; look-ahead finds them anew in every sequence.
+  bool learns_thresholds() const { return pattern == SelectionPattern::mass && order == SelectionOrder::causal; }
   bool lists_per_query_head() const { return pattern == SelectionPattern::vertical_slash; }
 };
 
+// Whether what a token sees may depend on later ones: then a sequence cannot be chosen for piece by piece.
+bool selection_looks_ahead(const SelectionConfig& config);
+
 // UserError with the key's name when a value does not work.
 void check_selection_config(const SelectionConfig& config);
+// The same for what depends on the width of a head, and heads narrower than the default number of channels take all
+// of theirs.
+void settle_score_channels(SelectionConfig& config, int head_dim);
+// Without that.
+void check_score_channels(const SelectionConfig& config, int head_dim);
 
 SelectionPattern parse_selection_pattern(const std::string& name);
 SelectionOrder parse_selection_order(const std::string& name);

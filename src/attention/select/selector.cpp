@@ -2,8 +2,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <bit>
-#include <cmath>
 
 #include "attention/select/by_mass.h"
 #include "core/errors.h"
@@ -11,16 +9,19 @@
 namespace sb {
 namespace {
 
-int length_class(int64_t tokens) {
-  return std::bit_width(static_cast<uint64_t>(tokens));
-}
-
 // Tiles with the same competing blocks go together, so that one product scores all tokens of a key block.
 struct Chunks {
-  explicit Chunks(const SequenceTiles& tiles)
-      : tiles_per_chunk(std::max(1, tiles.block / tiles.query_block)),
-        count((tiles.tiles() + tiles_per_chunk - 1) / tiles_per_chunk) {}
-  int64_t tiles_per_chunk, count;
+  explicit Chunks(const SelectionRequest& request)
+      : tiles_per_chunk(std::max(1, request.tiles.block / request.tiles.query_block)),
+        first(request.begin / (tiles_per_chunk * request.tiles.query_block)),
+        count((last_tile(request) + tiles_per_chunk - 1) / tiles_per_chunk - first) {
+    SB_CHECK(request.begin % (tiles_per_chunk * request.tiles.query_block) == 0, "a piece from token {} on",
+             request.begin);
+  }
+  static int64_t last_tile(const SelectionRequest& request) {
+    return (request.last() + request.tiles.query_block - 1) / request.tiles.query_block;
+  }
+  int64_t tiles_per_chunk, first, count;
 };
 
 }  // namespace
@@ -45,37 +46,34 @@ Selector::Selector(const SelectionConfig& config) : config_(config) {
   check_selection_config(config);
 }
 
-void Selector::select(const Exec& exec, const SelectionRequest& request, BlockIndexBuilder& builder) {
+MassCounts Selector::select(const Exec& exec, const SelectionRequest& request, BlockIndexBuilder& builder) const {
   const SequenceTiles& tiles = request.tiles;
   SB_USER_CHECK(tiles.blocks() <= 65536, "a sequence of {} tokens has more than 65,536 blocks of {}; use larger blocks",
                 tiles.tokens, tiles.block);
+  SB_CHECK(request.end < 0 || !selection_looks_ahead(config_), "this pattern needs whole sequences");
   switch (config_.pattern) {
     case SelectionPattern::vertical_slash:
       select_vertical_slash(exec, request, builder);
-      return;
+      return {};
     case SelectionPattern::topk:
-      select_by_scores(exec, request, StaircaseRule::Kind::topk, 0.0f, builder);
-      return;
+      return select_by_scores(exec, request, StaircaseRule::Kind::topk, builder);
     case SelectionPattern::topp:
-      select_by_scores(exec, request, StaircaseRule::Kind::topp, 0.0f, builder);
-      return;
+      return select_by_scores(exec, request, StaircaseRule::Kind::topp, builder);
     case SelectionPattern::mass:
-      if (config_.order == SelectionOrder::lookahead) {
-        select_most_mass(exec, request, builder);
-      } else {
-        steer(request, select_by_scores(exec, request, StaircaseRule::Kind::mass, threshold(request), builder));
-      }
-      return;
+      if (config_.order == SelectionOrder::causal)
+        return select_by_scores(exec, request, StaircaseRule::Kind::mass, builder);
+      select_most_mass(exec, request, builder);
+      return {};
     case SelectionPattern::window: {
       std::vector<IndexEntry> row;
-      for (int64_t tile = 0; tile < tiles.tiles(); ++tile) {
+      for (int64_t tile = request.begin / tiles.query_block; tile < Chunks::last_tile(request); ++tile) {
         row.clear();
         choose_window(tiles, tile, row);
         for (int head = 0; head < request.shape.kv_heads; ++head) {
           builder.set_row(0, BlockIndex::row_id(request.place, head, static_cast<int>(tile)), row);
         }
       }
-      return;
+      return {};
     }
     case SelectionPattern::dense:
       break;
@@ -83,46 +81,47 @@ void Selector::select(const Exec& exec, const SelectionRequest& request, BlockIn
   throw InternalError("dense attention makes no lists");
 }
 
-int64_t Selector::select_held(const Exec& exec, const SelectionRequest& request, BlockIndexBuilder& builder) const {
+MassCounts Selector::select_held(const Exec& exec, const SelectionRequest& request, BlockIndexBuilder& builder) const {
   const SequenceTiles& tiles = request.tiles;
   SB_CHECK(tiles.block % tiles.query_block == 0, "query blocks of {} across blocks of {}", tiles.query_block,
            tiles.block);
-  if (request.held_blocks.empty()) return 0;
+  if (request.held_blocks.empty()) return {};
   switch (config_.pattern) {
     case SelectionPattern::topk:
-      return select_by_scores(exec, request, StaircaseRule::Kind::topk, 0.0f, builder);
+      return select_by_scores(exec, request, StaircaseRule::Kind::topk, builder);
     case SelectionPattern::topp:
-      return select_by_scores(exec, request, StaircaseRule::Kind::topp, 0.0f, builder);
+      return select_by_scores(exec, request, StaircaseRule::Kind::topp, builder);
     case SelectionPattern::mass:
       SB_CHECK(config_.order == SelectionOrder::causal, "the best pairs of a whole sequence need all of it");
-      return select_by_scores(exec, request, StaircaseRule::Kind::mass, threshold(request), builder);
+      return select_by_scores(exec, request, StaircaseRule::Kind::mass, builder);
     default:
       throw InternalError("this pattern is not chosen by scores");
   }
 }
 
-int64_t Selector::select_by_scores(const Exec& exec, const SelectionRequest& request, StaircaseRule::Kind kind,
-                                   float threshold, BlockIndexBuilder& builder) const {
+MassCounts Selector::select_by_scores(const Exec& exec, const SelectionRequest& request, StaircaseRule::Kind kind,
+                                      BlockIndexBuilder& builder) const {
   const SequenceTiles& tiles = request.tiles;
   const bool lookahead = config_.order == SelectionOrder::lookahead;
-  Chunks chunks(tiles);
+  Chunks chunks(request);
   const bool shared = !request.held_blocks.empty();
   if (shared) chunks.count = std::ssize(request.held_blocks);
-  std::atomic<int64_t> chosen = 0;
+  std::atomic<int64_t> chosen = 0, wanted = 0;
   struct Worker {
     BlockScorer scorer;
     Staircase staircase;
     std::vector<IndexEntry> row;
   };
-  const BlockScorer scorer(request.shape, BlockScoring(config_), request.q, request.statistics, tiles.blocks());
+  const BlockScorer scorer(request.shape, BlockScoring(config_), request.q, request.statistics, tiles.blocks(), 0,
+                           request.planes);
   std::vector<Worker> workers(exec.pool->threads(), Worker{scorer, {}, {}});
   exec.pool->parallel_for(chunks.count * request.shape.kv_heads, 1, [&](int64_t item, int64_t, int thread) {
     // The last chunk has the most blocks: it goes first.
     const int64_t place = chunks.count - 1 - item / request.shape.kv_heads;
-    const int64_t chunk = shared ? request.held_blocks[place] : place;
+    const int64_t chunk = shared ? request.held_blocks[place] : chunks.first + place;
     const int head = static_cast<int>(item % request.shape.kv_heads);
     const int64_t first = chunk * chunks.tiles_per_chunk,
-                  last = std::min(tiles.tiles(), first + chunks.tiles_per_chunk);
+                  last = std::min(Chunks::last_tile(request), first + chunks.tiles_per_chunk);
     const int64_t competing = tiles.competing(first);
 
     bool needed = false;
@@ -130,7 +129,7 @@ int64_t Selector::select_by_scores(const Exec& exec, const SelectionRequest& req
       needed = needed || tiles.candidates(tile) > (kind == StaircaseRule::Kind::topk ? tiles.free_quota(tile) : 0);
     }
     Worker& worker = workers[thread];
-    worker.scorer.set_first_token((chunk - place) * tiles.block);
+    worker.scorer.set_first_token(shared ? (chunk - place) * tiles.block : request.begin);
     std::vector<IndexEntry>& row = worker.row;
     const float* masses = nullptr;
     if (needed) {
@@ -145,24 +144,24 @@ int64_t Selector::select_by_scores(const Exec& exec, const SelectionRequest& req
         const int64_t mass_row = lookahead ? tile - first : tiles.begin(tile) - tiles.begin(first);
         worker.staircase.choose(tiles, tile,
                                 {masses + mass_row * competing, competing, lookahead ? 1 : tiles.rows(tile), competing},
-                                rule(kind, tiles, tile, threshold), row);
+                                rule(kind, tiles, tile, request.threshold), row);
       }
       builder.set_row(thread, BlockIndex::row_id(request.place, head, static_cast<int>(tile)), row);
-      chosen.fetch_add(static_cast<int64_t>(row.size()), std::memory_order_relaxed);
+      chosen.fetch_add(std::ssize(row) - tiles.given(tile), std::memory_order_relaxed);
+      wanted.fetch_add(tiles.wanted(tile), std::memory_order_relaxed);
     }
   });
-  return chosen;
+  return {chosen, wanted};
 }
 
 void Selector::select_most_mass(const Exec& exec, const SelectionRequest& request, BlockIndexBuilder& builder) const {
   const SequenceTiles& tiles = request.tiles;
-  const Chunks chunks(tiles);
-  int64_t pairs = 0;
-  for (int64_t tile = 0; tile < tiles.tiles(); ++tile)
-    pairs += std::min(tiles.free_quota(tile), tiles.candidates(tile));
+  const Chunks chunks(request);
+  const int64_t pairs = wanted_blocks(tiles);
   exec.pool->parallel_for(request.shape.kv_heads, 1, [&](int64_t head, int64_t, int thread) {
     std::vector<std::vector<float>> masses(tiles.tiles());
-    BlockScorer scorer(request.shape, BlockScoring(config_), request.q, request.statistics, tiles.blocks());
+    BlockScorer scorer(request.shape, BlockScoring(config_), request.q, request.statistics, tiles.blocks(), 0,
+                       request.planes);
     for (int64_t chunk = 0; chunk < chunks.count; ++chunk) {
       const int64_t first = chunk * chunks.tiles_per_chunk,
                     last = std::min(tiles.tiles(), first + chunks.tiles_per_chunk);
@@ -208,29 +207,7 @@ void Selector::choose_tile(const SelectionRequest& request, int head, int64_t ti
   if (tiles.candidates(tile) == 0) return choose_everything(tiles, tile, row);
   const float* masses = scorer.token_masses(head, tiles.begin(tile), tiles.end(tile), competing);
   Staircase().choose(tiles, tile, {masses, competing, tiles.rows(tile), competing},
-                     rule(kind, tiles, tile, threshold(request)), row);
-}
-
-float Selector::threshold(const SelectionRequest& request) const {
-  const auto known = thresholds_.find({request.layer, length_class(request.tiles.tokens)});
-  if (known != thresholds_.end()) return known->second;
-  // Nothing seen yet: what each block would hold if the mass lay evenly on twice the quota.
-  return -std::log(2.0f * static_cast<float>(request.tiles.quota(0)));
-}
-
-void Selector::steer(const SelectionRequest& request, int64_t chosen) {
-  const SequenceTiles& tiles = request.tiles;
-  int64_t given = 0, wanted = 0;
-  for (int64_t tile = 0; tile < tiles.tiles(); ++tile) {
-    given += tiles.forced_competing(tile) + tiles.visible(tile) - tiles.competing(tile);
-    wanted += std::min(tiles.free_quota(tile), tiles.candidates(tile));
-  }
-  if (wanted == 0) return;
-  const double heads = request.shape.kv_heads;
-  const double ratio =
-      std::max(static_cast<double>(chosen) / heads - static_cast<double>(given), 0.5) / static_cast<double>(wanted);
-  const float next = threshold(request) + 0.5f * static_cast<float>(std::clamp(std::log(ratio), -1.0, 1.0));
-  thresholds_[{request.layer, length_class(tiles.tokens)}] = next;
+                     rule(kind, tiles, tile, request.threshold), row);
 }
 
 std::vector<std::vector<IndexEntry>> choose_most_mass(const SequenceTiles& tiles,

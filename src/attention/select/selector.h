@@ -1,13 +1,13 @@
 #pragma once
 
 #include <cstdint>
-#include <map>
 #include <span>
-#include <utility>
 #include <vector>
 
 #include "attention/index/block_index.h"
 #include "attention/select/block_scores.h"
+#include "attention/select/learned_selection.h"
+#include "attention/select/planes.h"
 #include "attention/select/selection_config.h"
 #include "attention/select/staircase.h"
 #include "attention/select/tiles.h"
@@ -23,9 +23,15 @@ struct SelectionRequest {
   const float* k = nullptr;           // [tokens, kv_heads, d]
   const float* statistics = nullptr;  // what BlockStatistics filled for it
   BlockIndex::Sequence place;         // its rows in the index under construction
+  float threshold = 0;                // `mass`, causal: mass_threshold()
   // Where several ranks share the sequence: the key blocks this one holds, ascending. Then `q` has their tokens only
   // and only their rows are chosen; statistics still cover the whole sequence.
   std::span<const int32_t> held_blocks = {};
+  const LayerPlanes* planes = nullptr;  // score: planes
+  // Of a piece: its tokens. Then `q` has these only and only their rows are chosen; statistics cover what is before
+  // `end` and lie as those of the whole sequence.
+  int64_t begin = 0, end = -1;  // -1: all of it
+  int64_t last() const { return end < 0 ? tiles.tokens : end; }
 };
 
 SequenceTiles sequence_tiles(const SelectionConfig& config, int64_t tokens, int64_t budget);
@@ -42,33 +48,23 @@ class Selector {
   int list_heads(const AttentionShape& shape) const {
     return config_.lists_per_query_head() ? shape.heads : shape.kv_heads;
   }
-  // Hands every row of the sequence to the builder.
-  void select(const Exec& exec, const SelectionRequest& request, BlockIndexBuilder& builder);
-  // Hands the rows of request.held_blocks to the builder and returns the number of chosen pairs, forced ones included.
-  // With `mass`, steer() has to follow with the sum over the ranks that share the sequence.
-  int64_t select_held(const Exec& exec, const SelectionRequest& request, BlockIndexBuilder& builder) const;
-  void steer(const SelectionRequest& request, int64_t chosen);
+  // Hands every row of the sequence to the builder. Counts what it chose where that depends on a threshold.
+  MassCounts select(const Exec& exec, const SelectionRequest& request, BlockIndexBuilder& builder) const;
+  // The same for the rows of request.held_blocks alone.
+  MassCounts select_held(const Exec& exec, const SelectionRequest& request, BlockIndexBuilder& builder) const;
   // Appends the list of one tile alone, for decoding: the scorer needs the queries of that tile only. Causal patterns
   // with lists per kv head.
   void choose_tile(const SelectionRequest& request, int head, int64_t tile, BlockScorer& scorer,
                    std::vector<IndexEntry>& row) const;
 
-  // The `mass` pattern carries a threshold per (layer, length class) from step to step: what a checkpoint must keep.
-  using Thresholds = std::map<std::pair<int, int>, float>;
-  const Thresholds& thresholds() const { return thresholds_; }
-  void set_thresholds(Thresholds thresholds) { thresholds_ = std::move(thresholds); }
-
  private:
-  // Returns the number of chosen pairs, forced ones included.
-  int64_t select_by_scores(const Exec& exec, const SelectionRequest& request, StaircaseRule::Kind kind, float threshold,
-                           BlockIndexBuilder& builder) const;
+  MassCounts select_by_scores(const Exec& exec, const SelectionRequest& request, StaircaseRule::Kind kind,
+                              BlockIndexBuilder& builder) const;
   void select_most_mass(const Exec& exec, const SelectionRequest& request, BlockIndexBuilder& builder) const;
   void select_vertical_slash(const Exec& exec, const SelectionRequest& request, BlockIndexBuilder& builder) const;
   StaircaseRule rule(StaircaseRule::Kind kind, const SequenceTiles& tiles, int64_t tile, float threshold) const;
-  float threshold(const SelectionRequest& request) const;
 
   SelectionConfig config_;
-  Thresholds thresholds_;
 };
 
 // The best `pairs` (tile, block) pairs of one list head by mass over the whole sequence, forced and own blocks besides:

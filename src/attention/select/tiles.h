@@ -43,6 +43,10 @@ struct SequenceTiles {
     return std::max<int64_t>(0, quota(tile) - forced_competing(tile) - (visible(tile) - competing(tile)));
   }
   int64_t candidates(int64_t tile) const { return competing(tile) - forced_competing(tile); }
+  // Blocks that are listed whatever is chosen: the forced ones and the tile's own.
+  int64_t given(int64_t tile) const { return forced_competing(tile) + visible(tile) - competing(tile); }
+  // Blocks beyond those that the budget asks for.
+  int64_t wanted(int64_t tile) const { return std::min(free_quota(tile), candidates(tile)); }
 
   // Whether the budget covers everything anyhow.
   bool everything_fits() const { return budget >= tokens; }

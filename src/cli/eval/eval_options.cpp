@@ -9,7 +9,7 @@
 #include "cli/progress.h"
 #include "core/errors.h"
 #include "core/log.h"
-#include "run/checkpoint/checkpoint.h"
+#include "run/checkpoint/selection_file.h"
 #include "run/config/run_config.h"
 
 namespace sb {
@@ -33,18 +33,16 @@ fs::path find_run_config(const EvalOptions& options) {
   throw UserError("--attention as-trained: no run.yaml in {} or beside it; name it with --run-config", options.model);
 }
 
-// A checkpoint has them beside its weights. The final model is what the run's newest checkpoint holds.
-Selector::Thresholds find_thresholds(const EvalOptions& options) {
+// What selection had learned in training, which a checkpoint and a final model hold.
+LearnedSelection find_learned(const EvalOptions& options, const SelectionConfig& selection) {
+  if (!selection.learns_thresholds() && !selection.judges_by_planes()) return {};
   const fs::path folder = model_folder(options);
-  if (fs::exists(folder / "state.json")) return read_train_state(folder).thresholds;
-  const fs::path run = folder.parent_path();
-  const std::vector<int64_t> steps = fs::is_directory(run) ? checkpoint_steps(run) : std::vector<int64_t>();
-  if (folder.filename() == "final" && !steps.empty())
-    return read_train_state(checkpoint_path(run, steps.back())).thresholds;
-  log::warning(
-      "the thresholds that attention.pattern mass had learned are not there (a checkpoint's state.json has them): it "
-      "begins as in the first step of training");
-  return {};
+  FoundSelection found = read_selection_of(folder, read_model_config(folder / "config.json"));
+  if (!found.problem.empty())
+    log::warning("{}; {}", found.problem,
+                 selection.judges_by_planes() ? "the planes of attention.score are chosen by a first look at the data"
+                                              : "the thresholds of attention.pattern mass are those of a first step");
+  return std::move(found.learned);
 }
 
 }  // namespace
@@ -107,9 +105,10 @@ EvalModel open_model(const EvalOptions& options) {
     if (options.precision == "auto") model.dtype = DType::bf16;
   }
   if (options.attention == "as-trained") {
-    model.attention = load_run_config(find_run_config(options)).attention.selection;
-    if (model.attention->pattern == SelectionPattern::mass && model.attention->order == SelectionOrder::causal)
-      model.thresholds = find_thresholds(options);
+    const AttentionRunOptions attention = load_run_config(find_run_config(options)).attention;
+    model.attention = attention.selection;
+    if (options.measure_coverage) model.coverage_rows = static_cast<int>(attention.coverage_rows);
+    model.learned = find_learned(options, *model.attention);
   }
   return EvalModel(model);
 }

@@ -19,6 +19,7 @@ struct EvalOptions {
   int64_t max_tokens = 4096, max_new_tokens = 64;
   int batch = 1, threads = 0;
   bool chat = false;
+  bool measure_coverage = false;  // on the run's attention.coverage_rows
   double temperature = 0, top_p = 1;
   uint64_t seed = 1;
 };

@@ -18,7 +18,8 @@ namespace {
 
 using Json = nlohmann::ordered_json;
 
-void run_ppl(const EvalOptions& options, const std::vector<std::string>& data, int64_t sequences) {
+void run_ppl(EvalOptions options, const std::vector<std::string>& data, int64_t sequences) {
+  options.measure_coverage = true;
   EvalModel model = open_model(options);
   TokenDatasetOptions files;
   files.paths = data;
@@ -35,10 +36,13 @@ void run_ppl(const EvalOptions& options, const std::vector<std::string>& data, i
         "before; raise --max-tokens to score them whole",
         summary.split_documents, summary.documents, options.max_tokens);
   PositionLosses losses;
+  LayerAttention read;
   Progress progress;
   for (int64_t i = 0; i < chosen; ++i) {
     const TokenSequence sequence = dataset.read(static_cast<uint64_t>(i));
-    losses.add(model.score(sequence.tokens, sequence.labels).token_loss, sequence.labels);
+    const EvalModel::Score score = model.score(sequence.tokens, sequence.labels);
+    losses.add(score.token_loss, sequence.labels);
+    read = AttentionReport{{read, score.attention}, {}}.total();
     show(progress, static_cast<size_t>(i + 1), static_cast<size_t>(chosen), "sequences");
   }
   progress.clear();
@@ -61,7 +65,15 @@ void run_ppl(const EvalOptions& options, const std::vector<std::string>& data, i
     print(bucket, fmt::format("{}-{}", bucket.begin, bucket.end - 1));
   }
   print(losses.total(), "all");
-  write_json(options, Json({{"task", "ppl"}, {"rows", rows}}).dump());
+  // Dense attention holds everything; what chose without rows to measure on does not know.
+  const bool dense = read.pairs == read.causal_pairs;
+  Json coverage = nullptr;
+  if (dense || read.covered_tokens > 0) coverage = dense ? 1.0 : read.mean_coverage();
+  if (!dense)
+    fmt::print("attention: {:.2f} % of the causal pairs{}\n", 100 * read.density(),
+               coverage.is_null() ? "" : fmt::format(", {:.2f} % of the mass", 100 * coverage.get<double>()));
+  write_json(options,
+             Json({{"task", "ppl"}, {"rows", rows}, {"density", read.density()}, {"coverage", coverage}}).dump());
 }
 
 }  // namespace

@@ -3,6 +3,7 @@
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
+#include <charconv>
 #include <chrono>
 #include <cstdio>
 #include <filesystem>
@@ -37,6 +38,7 @@ struct Arguments {
   uint64_t seed = 1;
   double p = 0.1;
   std::vector<std::string> policies;
+  std::string chunk = "auto";
   bool frontier = false, no_frontier = false;
   int threads = 0;
   std::string json, trace, svg;
@@ -67,6 +69,9 @@ Json row_json(const SimulatedRow& row) {
   Json json = {{"policy", row.name},
                {"batching", policy_name(o.batching.policy)},
                {"ordering", o.ordering ? "auto" : "none"},
+               {"chunk", o.chunk.automatic() ? Json("auto")
+                         : o.chunk.on()      ? Json(o.chunk.tokens)
+                                             : Json("off")},
                {"tuning", tunings[static_cast<int>(o.tuning.policy)]}};
   if (o.tuning.policy != TuningPolicy::off) json["p"] = o.tuning.p;
   if (o.tuning.policy == TuningPolicy::anchor) json["anchor"] = anchors[static_cast<int>(o.tuning.anchor)];
@@ -85,6 +90,10 @@ Json row_json(const SimulatedRow& row) {
                {"worst_mean_difference", row.worst_mean_difference},
                {"planner_ms", row.planner_ms}});
   if (o.tuning.policy == TuningPolicy::optimal) json["relaxed_mean_coverage"] = row.relaxed_bound;
+  if (o.chunk.on())
+    json.update({{"cut_share", row.cut_share},
+                 {"longest_cut_tokens", row.longest_cut},
+                 {"largest_piece_tokens", row.largest_piece}});
   return json;
 }
 
@@ -113,6 +122,26 @@ std::vector<int64_t> read_pool(const Arguments& arguments) {
   return pool;
 }
 
+// Tokens of a piece; auto: what is fastest.
+int64_t chunk_tokens(const Arguments& arguments) {
+  if (arguments.chunk == "auto") return ChunkOptions::kAutomatic;
+  SB_USER_CHECK(arguments.spec.block > 0 && arguments.spec.query_block > 0,
+                "--block and --query-block must be positive");
+  int64_t tokens = 0;
+  const auto [end, error] =
+      std::from_chars(arguments.chunk.data(), arguments.chunk.data() + arguments.chunk.size(), tokens);
+  const int64_t edge = piece_edge(arguments.spec);
+  SB_USER_CHECK(error == std::errc() && end == arguments.chunk.data() + arguments.chunk.size() && tokens > 0 &&
+                    tokens % edge == 0,
+                "--chunk {} is neither `auto` nor a multiple of {} tokens, where key blocks and query blocks both end",
+                arguments.chunk, edge);
+  return tokens;
+}
+
+std::vector<SimulatedPolicy> all_policies(const Arguments& arguments) {
+  return standard_policies(arguments.batching, arguments.p, chunk_tokens(arguments));
+}
+
 std::vector<SimulatedPolicy> chosen(const std::vector<SimulatedPolicy>& all, const std::vector<std::string>& names) {
   if (names.empty()) return all;
   std::vector<SimulatedPolicy> policies;
@@ -138,7 +167,7 @@ void write_pictures(const Arguments& arguments, const SimulateInput& input,
   const Plan after = plan(last);
   if (!arguments.trace.empty()) write_output(arguments.trace, schedule_trace(after, input.cost));
   if (!arguments.svg.empty()) {
-    const SimulatedPolicy first = standard_policies(arguments.batching, arguments.p).front();
+    const SimulatedPolicy first = all_policies(arguments).front();
     const Plan before = plan(first);
     write_output(arguments.svg,
                  schedule_svg({{"before: " + first.name, &before}, {"after: " + last.name, &after}}, input.cost));
@@ -146,7 +175,7 @@ void write_pictures(const Arguments& arguments, const SimulateInput& input,
 }
 
 Json run_sweep(const Arguments& arguments, const LatencyModel& latency, const SimulateInput& input) {
-  const SimulatedPolicy policy = standard_policies(arguments.batching, arguments.p).back();
+  const SimulatedPolicy policy = all_policies(arguments).back();
   Json json = Json::array();
   for (const SweepRow& row : run_sweep(arguments.sweep, latency, input, policy))
     json.push_back({{"dp", row.layout.dp},
@@ -258,6 +287,11 @@ void print_case(const Arguments& arguments, const Profile& profile, const Covera
   if (profile.held_out.count > 0)
     fmt::print("profile's own error on held-out shapes: median {:.1f} %, p95 {:.1f} %\n", 100 * profile.held_out.median,
                100 * profile.held_out.p95);
+  if (!profile.prefix_measured)
+    fmt::print(
+        "what the prefix of a piece costs was not measured: the sums of its gradients at the rate of memory, {:.3g} us "
+        "for 1,000 tokens and layer\n",
+        1e3 * profile.tables[static_cast<size_t>(Operation::attention_backward)].per_prefix);
   const AttentionSpec& spec = arguments.spec;
   if (const auto& measured = profile.blocks;
       measured && (measured->block != spec.block || measured->query_block != spec.query_block ||
@@ -294,6 +328,8 @@ Json case_json(const Arguments& arguments, const Profile& profile, const Coverag
           {"query_block", arguments.spec.query_block},
           {"score_tokens", arguments.spec.score_tokens},
           {"dense_layers", arguments.spec.dense_layers},
+          {"chunk", arguments.chunk},
+          {"prefix_measured", profile.prefix_measured},
           {"p", arguments.p},
           {"steps", arguments.steps},
           {"seed", arguments.seed}};
@@ -337,7 +373,7 @@ Json simulate(Arguments arguments) {
   check_arguments(arguments);
   if (arguments.batching.micro_batch_sequences == 0 && arguments.batching.micro_batch_tokens == 0)
     arguments.batching.micro_batch_sequences = 1;
-  const auto policies = chosen(standard_policies(arguments.batching, arguments.p), arguments.policies);
+  const auto policies = chosen(all_policies(arguments), arguments.policies);
   const LatencyModel latency(find_profile(arguments.profile, find_model_shape(arguments.model), arguments.spec));
   const Profile& profile = latency.profile();
   check_dense_layers(arguments.spec, profile.shape.layers);
@@ -424,6 +460,8 @@ void add_simulate_command(CLI::App& app) {
   command->add_option("--max-budget", a->spec.max_budget, "largest budget that memory allows; 0: dense")
       ->capture_default_str();
   command->add_option("--p", a->p, "share of its coverage that a (sequence, layer) may lose")->capture_default_str();
+  command->add_option("--chunk", a->chunk, "of policies with `chunk`: auto, or the most tokens of a piece")
+      ->capture_default_str();
   command->add_option("--steps", a->steps, "global batches to draw")->capture_default_str();
   command->add_option("--seed", a->seed, "of the draw")->capture_default_str();
   command->add_option("--policies", a->policies, "only these rows, for example in_order,sab+order+optimal")

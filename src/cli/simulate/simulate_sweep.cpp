@@ -87,7 +87,13 @@ std::vector<SweepRow> run_sweep(const SweepArguments& arguments, const LatencyMo
     row.layout = layout;
     row.simulated = simulate_policy(input, policy);
     row.tokens_per_second = row.simulated.tokens / row.simulated.makespan_ms * 1e3;
-    row.memory_bytes = estimate_memory(cost, row.simulated.largest_micro_batch).total();
+    // Steps that cut sequences and steps that do not: memory is for both.
+    const SimulatedRow& simulated = row.simulated;
+    if (simulated.largest_micro_batch > 0)
+      row.memory_bytes = estimate_memory(cost, simulated.largest_micro_batch).total();
+    if (simulated.longest_cut > 0)
+      row.memory_bytes =
+          std::max(row.memory_bytes, estimate_memory(cost, simulated.largest_piece, simulated.longest_cut).total());
     if (known) row.fits = row.memory_bytes <= profile.memory_bytes;
     progress.clear();
     print_row(row);

@@ -193,7 +193,7 @@ class RingAttention::Call {
 RingAttention::RingAttention(Communicator& group, const Options& options)
     : group_(group),
       options_(options),
-      selection_(options.selection),
+      selection_(options.selection, options.layers),
       travel_(group, options.node_size == 0 ? group.size() : options.node_size) {
   report_.layers.resize(options.layers);
 }
@@ -237,9 +237,9 @@ void RingAttention::forward(const Exec& exec, int layer, const AttentionShape& s
   call.forward();
   if (replay) return;
   count_ring_pairs(*state.layout, group_.rank(), state.index, report_.layers[layer]);
-  if (options_.coverage_rows == 0) return;
+  if (options_.coverage_rows == 0 || !selection_.step().ready(layer)) return;
   add_ring_coverage(*state.layout, group_.rank(), layer,
-                    selection_.measure(exec, group_, shape, *state.layout, sequences.budgets, operands.q.f32(),
+                    selection_.measure(exec, group_, layer, shape, *state.layout, sequences.budgets, operands.q.f32(),
                                        operands.k.f32(), state.index, options_.coverage_rows),
                     report_);
 }
@@ -283,8 +283,9 @@ int64_t RingAttention::scratch_bytes(const AttentionShape& shape, int64_t max_to
 
 int64_t RingAttention::Options::longest_dense(int64_t whole_tokens) const {
   if (selection.pattern == SelectionPattern::dense || !selection.dense_layers.empty() || any_dense) return whole_tokens;
-  // What a budget covers runs dense, too.
-  return std::min(whole_tokens, std::max({selection.dense_limit(), selection.budget, largest_budget}));
+  // What a budget covers runs dense, too, and so does a first look.
+  const int64_t first_look = selection.judges_by_planes() ? kFirstLookTokens : 0;
+  return std::min(whole_tokens, std::max({selection.dense_limit(), selection.budget, largest_budget, first_look}));
 }
 
 RingAttention::Lists RingAttention::Options::chosen_lists(const AttentionShape& shape, int64_t max_tokens,

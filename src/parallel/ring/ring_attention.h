@@ -75,10 +75,8 @@ class RingAttention final : public ChoosingAttention {
   int64_t call_bytes_used() const { return plan_.bytes() + selection_.bytes(); }
   // Pairs of this rank's queries; coverage on the first rank alone, for all of them.
   AttentionReport take_report() override;
-  Selector::Thresholds thresholds() const override { return selection_.selector().thresholds(); }
-  void set_thresholds(Selector::Thresholds thresholds) override {
-    selection_.selector().set_thresholds(std::move(thresholds));
-  }
+  void use(const LearnedSelection& learned) override { selection_.step().use(learned); }
+  SelectionObservations take_observations() override { return selection_.step().take_observations(); }
 
  private:
   class State;

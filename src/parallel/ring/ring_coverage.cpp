@@ -11,9 +11,11 @@
 
 namespace sb {
 
-std::vector<CoverageSample> RingSelection::measure(const Exec& exec, Communicator& group, const AttentionShape& shape,
-                                                   const ContextLayout& layout, std::span<const int32_t> budgets,
-                                                   const float* q, const float* k, const BlockIndex& index, int rows) {
+std::vector<CoverageSample> RingSelection::measure(const Exec& exec, Communicator& group, int layer,
+                                                   const AttentionShape& shape, const ContextLayout& layout,
+                                                   std::span<const int32_t> budgets, const float* q, const float* k,
+                                                   const BlockIndex& index, int rows) {
+  const LayerPlanes* planes = step_.planes(layer, shape);
   const SelectionConfig& config = selector_.config();
   std::vector<uint8_t> wanted(layout.sequences());
   int64_t blocks = 0, most = 0;
@@ -33,7 +35,7 @@ std::vector<CoverageSample> RingSelection::measure(const Exec& exec, Communicato
   Arena memory("coverage", bytes(blocks) + layout.sequences() * Arena::kAlignment + bytes(most * layout.ranks()));
   Exec own = exec;
   own.scratch = &memory;
-  const std::vector<const float*> statistics = gather_statistics(own, group, shape, layout, wanted, k);
+  const std::vector<const float*> statistics = gather_statistics(own, group, shape, layout, wanted, k, planes);
   const std::vector<int32_t> local = layout.local_cu_seqlens(group.rank());
   std::vector<CoverageSample> samples(layout.sequences());
   for (int s = 0; s < layout.sequences(); ++s) {
@@ -44,6 +46,7 @@ std::vector<CoverageSample> RingSelection::measure(const Exec& exec, Communicato
     request.q = q + int64_t{local[s]} * shape.heads * shape.head_dim;
     request.k = k + int64_t{local[s]} * shape.kv_heads * shape.head_dim;
     request.statistics = statistics[s];
+    request.planes = planes;
     request.held_blocks = layout.held(group.rank(), s);
     samples[s] = measure_sequence(own, group, request, layout, s, index, rows);
   }
@@ -143,7 +146,7 @@ CoverageSample RingSelection::measure_sequence(const Exec& exec, Communicator& g
   const std::vector<int64_t> grid = coverage_grid(tokens, tiles.block);
   std::vector<double> total(1 + grid.size(), 0.0);  // held, then the curve
   const BlockScoring scoring(selector_.config());
-  BlockScorer scorer(shape, scoring, request.q, request.statistics, blocks);
+  BlockScorer scorer(shape, scoring, request.q, request.statistics, blocks, 0, request.planes);
   for (int64_t r = 0; r < rows; ++r) {
     if (own[r] < 0) continue;
     const int64_t token = sampled_token(r, rows, tokens), seen_blocks = token / tiles.block + 1;

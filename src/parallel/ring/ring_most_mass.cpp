@@ -79,7 +79,7 @@ void RingSelection::choose_most_mass_rows(const Exec& exec, Communicator& group,
       const int64_t competing = tiles.competing(first);
       if (competing == 0) return;
       BlockScorer scorer(request.shape, BlockScoring(selector_.config()), request.q, request.statistics, tiles.blocks(),
-                         (request.held_blocks[place] - place) * tiles.block);
+                         (request.held_blocks[place] - place) * tiles.block, request.planes);
       const float* found = scorer.tile_masses(head, tiles, first, last, competing);
       for (int64_t tile = first; tile < last; ++tile)
         own.tiles[place * tiles_a_block + tile - first].masses.assign(found + (tile - first) * competing,

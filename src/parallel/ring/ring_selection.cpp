@@ -28,7 +28,7 @@ std::span<T> array(const Exec& exec, int64_t count) {
 
 }  // namespace
 
-RingSelection::RingSelection(const SelectionConfig& config) : selector_(config) {
+RingSelection::RingSelection(const SelectionConfig& config, int layers) : selector_(config), step_(config, layers) {
   SB_USER_CHECK(config.block % config.query_block == 0,
                 "attention.query_block: {} does not divide attention.block {}, as it must when ranks share sequences "
                 "(parallel.cp); use {}",
@@ -40,6 +40,10 @@ void RingSelection::choose(const Exec& exec, Communicator& group, int layer, con
                            const float* k, BlockIndex& index) {
   const SelectionConfig& config = selector_.config();
   const int rank = group.rank();
+  const std::vector<int32_t> local = layout.local_cu_seqlens(rank);
+  for (int s = 0; step_.by_planes() && s < layout.sequences(); ++s)
+    step_.add(layer, measure_planes(exec, shape, q + int64_t{local[s]} * shape.heads * shape.head_dim,
+                                    k + int64_t{local[s]} * shape.kv_heads * shape.head_dim, local[s + 1] - local[s]));
   const auto tiles_of = [&](int s) {
     return sequence_tiles(config, layout.length(s), budgets.empty() ? config.budget : budgets[s]);
   };
@@ -48,27 +52,24 @@ void RingSelection::choose(const Exec& exec, Communicator& group, int layer, con
   builder_.begin(index, {config.block, config.query_block, selector_.list_heads(shape)}, layout.cu_seqlens(), dense,
                  exec.pool->threads());
   const bool all_dense = std::all_of(dense.begin(), dense.end(), [](uint8_t d) { return d != 0; });
+  const LayerPlanes* planes = all_dense ? nullptr : step_.planes(layer, shape);
   const bool most_mass = config.pattern == SelectionPattern::mass && config.order == SelectionOrder::lookahead;
   const ArenaScope scope(*exec.scratch);
   std::vector<const float*> statistics;
   if (config.scores_blocks() && !all_dense) {
     std::vector<uint8_t> wanted(dense.size());
     for (size_t s = 0; s < dense.size(); ++s) wanted[s] = dense[s] == 0;
-    statistics = gather_statistics(exec, group, shape, layout, wanted, k);
+    statistics = gather_statistics(exec, group, shape, layout, wanted, k, planes);
   }
 
-  const auto request_of = [&](int s) {
+  for (int s = 0; s < layout.sequences(); ++s) {
+    if (dense[s]) continue;
     SelectionRequest request;
     request.layer = layer;
     request.shape = shape;
     request.tiles = tiles_of(s);
-    return request;
-  };
-  const std::vector<int32_t> local = layout.local_cu_seqlens(rank);
-  std::vector<int64_t> chosen(layout.sequences());
-  for (int s = 0; s < layout.sequences(); ++s) {
-    if (dense[s]) continue;
-    SelectionRequest request = request_of(s);
+    request.threshold = step_.threshold(layer, request.tiles);
+    request.planes = planes;
     request.q = q + int64_t{local[s]} * shape.heads * shape.head_dim;
     request.k = k + int64_t{local[s]} * shape.kv_heads * shape.head_dim;
     request.place = index.sequences()[s];
@@ -85,20 +86,16 @@ void RingSelection::choose(const Exec& exec, Communicator& group, int layer, con
       if (most_mass)
         choose_most_mass_rows(exec, group, request);
       else
-        chosen[s] = selector_.select_held(exec, request, builder_);
+        step_.count(layer, request.tiles, selector_.select_held(exec, request, builder_));
     }
   }
   builder_.finish(*exec.pool);
-  if (config.pattern == SelectionPattern::mass && !most_mass && !all_dense) {
-    group.all_reduce(std::span<int64_t>(chosen));
-    for (int s = 0; s < layout.sequences(); ++s)
-      if (!dense[s]) selector_.steer(request_of(s), chosen[s]);
-  }
 }
 
 std::vector<const float*> RingSelection::gather_statistics(const Exec& exec, Communicator& group,
                                                            const AttentionShape& shape, const ContextLayout& layout,
-                                                           std::span<const uint8_t> wanted, const float* k) {
+                                                           std::span<const uint8_t> wanted, const float* k,
+                                                           const LayerPlanes* planes) {
   const SelectionConfig& config = selector_.config();
   const BlockScoring scoring(config);
   const int64_t width = scoring.block_floats(shape.head_dim);
@@ -121,7 +118,7 @@ std::vector<const float*> RingSelection::gather_statistics(const Exec& exec, Com
   for (int s = 0; s < layout.sequences(); ++s) {
     if (!wanted[s]) continue;
     BlockStatistics::fill(exec, shape, scoring, k + int64_t{local[s]} * shape.kv_heads * shape.head_dim,
-                          local[s + 1] - local[s], own);
+                          local[s + 1] - local[s], own, planes);
     own += std::ssize(layout.held(group.rank(), s)) * shape.kv_heads * width;
   }
   group.all_gather(all, piece);

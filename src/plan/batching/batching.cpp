@@ -196,6 +196,24 @@ Batches sab_data_parallel(std::span<const Sequence> sequences, const std::vector
 
 }  // namespace
 
+std::vector<int> Batches::groups(int rank) const {
+  std::vector<int> sizes;
+  for (int i = first(rank); i < first(rank) + micro_batches(rank); ++i) {
+    if (piece(i).begin > 0)
+      ++sizes.back();
+    else
+      sizes.push_back(1);
+  }
+  return sizes;
+}
+
+int64_t Batches::tokens(std::span<const Sequence> all, int micro_batch) const {
+  if (const Piece own = piece(micro_batch); own.end > 0) return own.end - own.begin;
+  int64_t sum = 0;
+  for (const int member : members(micro_batch)) sum += all[static_cast<size_t>(member)].tokens;
+  return sum;
+}
+
 const char* policy_name(BatchingPolicy policy) {
   constexpr const char* names[] = {"in_order", "length", "quadratic", "wlb", "sab"};
   return names[static_cast<int>(policy)];
@@ -212,8 +230,8 @@ void check_sequences(std::span<const Sequence> sequences, int dp, int64_t cap) {
     SB_USER_CHECK(sequence.tokens > 0, "sequence {} has {} tokens; lengths must be positive", sequence.id,
                   sequence.tokens);
     SB_USER_CHECK(cap == 0 || sequence.tokens <= cap,
-                  "sequence {} has {} tokens, more than the cap of {} a micro-batch; raise micro_batch_tokens or split "
-                  "the sequence",
+                  "sequence {} has {} tokens, more than the cap of {} a micro-batch; raise micro_batch_tokens, or cut "
+                  "sequences with balance.chunk",
                   sequence.id, sequence.tokens, cap);
   }
 }

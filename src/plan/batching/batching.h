@@ -30,7 +30,9 @@ struct Batches {
   std::vector<int> rank_begin{0};
   std::vector<int> micro_batch_begin{0};
   std::vector<int> sequences;
-  bool no_room = false;  // the policy found none under the caps: the sequences are in order
+  bool no_room = false;       // the policy found none under the caps: the sequences are in order
+  std::vector<Piece> pieces;  // of every micro-batch; empty: all hold whole sequences
+  std::vector<int> ahead;     // of every rank, see Schedule; empty: 1
 
   int ranks() const { return static_cast<int>(rank_begin.size()) - 1; }
   int micro_batches() const { return static_cast<int>(micro_batch_begin.size()) - 1; }
@@ -41,6 +43,10 @@ struct Batches {
     const auto e = static_cast<size_t>(micro_batch_begin[static_cast<size_t>(micro_batch) + 1]);
     return {sequences.data() + b, e - b};
   }
+  Piece piece(int micro_batch) const { return pieces.empty() ? Piece{} : pieces[static_cast<size_t>(micro_batch)]; }
+  // How many micro-batches each group of a rank has: the pieces of a sequence, or one micro-batch.
+  std::vector<int> groups(int rank) const;
+  int64_t tokens(std::span<const Sequence> all, int micro_batch) const;
   bool operator==(const Batches&) const = default;
 };
 

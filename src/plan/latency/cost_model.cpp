@@ -10,7 +10,7 @@ namespace {
 constexpr double kActivationBytes = 2, kGradientBytes = 4, kParameterBytes = 2;
 
 Work divided(const Work& work, double by) {
-  return {work.tokens / by, work.tiles / by, work.pairs / by, work.scores / by};
+  return {work.tokens / by, work.tiles / by, work.pairs / by, work.scores / by, work.prefix / by};
 }
 
 constexpr double kNone = 1e300;

@@ -55,9 +55,10 @@ inline double coordinate(const Work& work, Coordinate which) {
 struct OperationTable {
   Coordinate along = Coordinate::tokens;
   PiecewiseLinear curve;
-  double per_tile = 0, per_token = 0, per_score = 0;  // microseconds
+  double per_tile = 0, per_token = 0, per_score = 0, per_prefix = 0;  // microseconds
   double operator()(const Work& work) const {
-    return curve(coordinate(work, along)) + per_tile * work.tiles + per_token * work.tokens + per_score * work.scores;
+    return curve(coordinate(work, along)) + per_tile * work.tiles + per_token * work.tokens + per_score * work.scores +
+           per_prefix * work.prefix;
   }
 };
 
@@ -88,6 +89,9 @@ struct Profile {
   std::optional<Blocks> blocks;
   ModelShape shape;
   std::array<OperationTable, kOperations> tables;
+  // Pieces of sequences were measured too. Otherwise what their prefix costs is assumed: sums of the gradients of its
+  // keys and values, fp32, read and written once at the rate of the machine's memory.
+  bool prefix_measured = false;
   Link transfer_inside, transfer_between;  // point to point, inside a node and between nodes
   Link reduce_inside, reduce_between;      // reduce-scatter or all-gather, per byte · (n-1)/n
   int gpus_per_node = 8;
@@ -101,6 +105,9 @@ std::vector<std::string> analytic_profiles();
 bool is_analytic_profile(const std::string& name);
 // `spec` says whether selection judges parts of blocks.
 Profile analytic_profile(const std::string& name, const ModelShape& shape, const AttentionSpec& spec = {});
+
+// Sets what the prefix of a piece costs where nobody has measured it.
+void assume_prefix(Profile& profile);
 
 Profile parse_profile(const std::string& json, const std::string& where);
 std::string write_profile(const Profile& profile);

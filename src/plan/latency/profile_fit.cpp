@@ -64,7 +64,7 @@ std::vector<double> nonnegative_least_squares(std::span<const double> a, std::sp
 OperationTable fit_table(Coordinate along, std::span<const LatencySample> samples, FitTerms terms, int max_knots) {
   SB_CHECK(!samples.empty(), "nothing was measured");
   const std::vector<double> knots = choose_knots(along, samples, max_knots);
-  const size_t pieces = knots.size(), n = 1 + pieces + 3;
+  const size_t pieces = knots.size(), n = 1 + pieces + 4;
   std::vector<double> a, b;
   for (const LatencySample& sample : samples) {
     if (sample.us <= 0) continue;
@@ -79,6 +79,7 @@ OperationTable fit_table(Coordinate along, std::span<const LatencySample> sample
     a.push_back(terms.tile ? weight * sample.work.tiles : 0.0);
     a.push_back(terms.token ? weight * sample.work.tokens : 0.0);
     a.push_back(terms.score ? weight * sample.work.scores : 0.0);
+    a.push_back(terms.prefix ? weight * sample.work.prefix : 0.0);
     b.push_back(1.0);
   }
   const std::vector<double> solution = nonnegative_least_squares(a, b, static_cast<int>(n));
@@ -90,9 +91,10 @@ OperationTable fit_table(Coordinate along, std::span<const LatencySample> sample
     table.curve.x.push_back(knots[j]);
     table.curve.y.push_back(table.curve.y.back() + solution[1 + j] * (knots[j] - (j == 0 ? 0.0 : knots[j - 1])));
   }
-  table.per_tile = solution[n - 3];
-  table.per_token = solution[n - 2];
-  table.per_score = solution[n - 1];
+  table.per_tile = solution[n - 4];
+  table.per_token = solution[n - 3];
+  table.per_score = solution[n - 2];
+  table.per_prefix = solution[n - 1];
   return table;
 }
 

@@ -16,6 +16,7 @@ struct LatencySample {
 struct FitTerms {
   bool tile = false, token = false, score = false;
   bool fixed = true;  // a time that even nothing takes
+  bool prefix = false;
 };
 
 // Monotone fit with the smallest relative error (least squares of predicted / measured - 1): a curve with at most

@@ -20,6 +20,7 @@ class Reader {
   Reader(const Json& json, std::string where) : json_(json), where_(std::move(where)) {
     SB_USER_CHECK(json_.is_object(), "{}: must be an object", where_);
   }
+  bool has(const char* key) const { return json_.contains(key); }
   Reader child(const char* key) const { return {get(key), where_ + "." + key}; }
   double number(const char* key) const {
     const Json& value = get(key);
@@ -60,7 +61,7 @@ class Reader {
   std::string where_;
 };
 
-OperationTable read_table(const Reader& reader) {
+OperationTable read_table(const Reader& reader, bool prefix) {
   OperationTable table;
   const std::string along = reader.text("along");
   const auto* found = std::find(std::begin(kCoordinates), std::end(kCoordinates), along);
@@ -79,16 +80,19 @@ OperationTable read_table(const Reader& reader) {
   table.per_tile = reader.number("us_per_tile");
   table.per_token = reader.number("us_per_token");
   table.per_score = reader.number("us_per_score");
+  if (prefix) table.per_prefix = reader.number("us_per_prefix");
   return table;
 }
 
-Json table_json(const OperationTable& table) {
-  return {{"along", kCoordinates[static_cast<int>(table.along)]},
-          {"x", table.curve.x},
-          {"us", table.curve.y},
-          {"us_per_tile", table.per_tile},
-          {"us_per_token", table.per_token},
-          {"us_per_score", table.per_score}};
+Json table_json(const OperationTable& table, bool prefix) {
+  Json json = {{"along", kCoordinates[static_cast<int>(table.along)]},
+               {"x", table.curve.x},
+               {"us", table.curve.y},
+               {"us_per_tile", table.per_tile},
+               {"us_per_token", table.per_token},
+               {"us_per_score", table.per_score}};
+  if (prefix) json["us_per_prefix"] = table.per_prefix;
+  return json;
 }
 
 Json link_json(const Link& link) {
@@ -103,7 +107,8 @@ Link read_link(const Reader& reader) {
 std::string write_profile(const Profile& profile) {
   Json operations;
   for (int i = 0; i < kOperations; ++i)
-    operations[operation_name(static_cast<Operation>(i))] = table_json(profile.tables[static_cast<size_t>(i)]);
+    operations[operation_name(static_cast<Operation>(i))] =
+        table_json(profile.tables[static_cast<size_t>(i)], profile.prefix_measured);
   const ModelShape& shape = profile.shape;
   Json json = {
       {"format", "sparsebalance-profile"},
@@ -173,8 +178,11 @@ Profile parse_profile(const std::string& text, const std::string& where) {
                    false};
   check_model_shape(profile.shape, model.where());
   const Reader operations = reader.child("operations");
+  // Files from before pieces were measured do not have it.
+  profile.prefix_measured = operations.child(operation_name(Operation::attention_backward)).has("us_per_prefix");
   for (int i = 0; i < kOperations; ++i)
-    profile.tables[static_cast<size_t>(i)] = read_table(operations.child(operation_name(static_cast<Operation>(i))));
+    profile.tables[static_cast<size_t>(i)] =
+        read_table(operations.child(operation_name(static_cast<Operation>(i))), profile.prefix_measured);
   const Reader links = reader.child("links");
   profile.transfer_inside = read_link(links.child("transfer_inside"));
   profile.transfer_between = read_link(links.child("transfer_between"));
@@ -186,6 +194,7 @@ Profile parse_profile(const std::string& text, const std::string& where) {
   profile.memory_bytes = reader.integer("memory_bytes");
   const Reader error = reader.child("held_out_error");
   profile.held_out = {error.number("median"), error.number("p95"), error.integer("count")};
+  if (!profile.prefix_measured) assume_prefix(profile);
   return profile;
 }
 

@@ -52,6 +52,7 @@ class Measurement {
   Measurement(const ModelShape& shape, const MeasureTarget& target, const MeasureOptions& options)
       : target_(target), options_(options), random_(options.seed) {
     profile_.shape = shape;
+    profile_.prefix_measured = options.pieces;
     profile_.blocks = {options.spec.block, options.spec.query_block, options.spec.score_tokens};
   }
 
@@ -86,8 +87,18 @@ class Measurement {
       if (n >= 256) {
         grid.push_back({std::vector<int64_t>(8, n / 8), std::vector<int64_t>(8, n / 8)});
       }
+      if (options_.pieces) add_pieces(n, grid);
     }
     return grid;
+  }
+
+  // The last quarter and the last eighth of a sequence: few queries on many keys.
+  void add_pieces(int64_t length, std::vector<MeasuredShape>& grid) const {
+    const int64_t edge = piece_edge(options_.spec), budget = options_.spec.base_budget(length);
+    for (const int64_t part : {4, 8}) {
+      const int64_t begin = (length - length / part) / edge * edge;
+      if (begin > 0 && begin < length) grid.push_back({{length}, {budget}, {begin, length}});
+    }
   }
 
   MeasuredShape random_shape() {
@@ -162,7 +173,7 @@ class Measurement {
   // Budgets between half the base and the base count, of shorter sequences those above half of their length.
   bool tells_selection(const MeasuredShape& shape) const {
     const int64_t most = std::max(options_.spec.budget, options_.spec.least_budget());
-    return shape.tokens.size() == 1 && shape.budgets[0] <= most &&
+    return shape.tokens.size() == 1 && shape.piece.end == 0 && shape.budgets[0] <= most &&
            2 * shape.budgets[0] > std::min(shape.tokens[0], most);
   }
 
@@ -182,8 +193,9 @@ class Measurement {
     };
     set(Operation::linear_forward, Coordinate::tokens, {});
     set(Operation::linear_backward, Coordinate::tokens, {});
-    set(Operation::attention_forward, Coordinate::pairs, {true, true, false});
-    set(Operation::attention_backward, Coordinate::pairs, {true, true, false});
+    const FitTerms attention{true, true, false, true, options_.pieces};
+    set(Operation::attention_forward, Coordinate::pairs, attention);
+    set(Operation::attention_backward, Coordinate::pairs, attention);
     // Dense sequences have no scores, and selection then costs nothing.
     set(Operation::selection, Coordinate::scores, {false, false, false, false});
     set(Operation::head_forward, Coordinate::tokens, {});
@@ -297,11 +309,12 @@ class Measurement {
 
 Work MeasuredShape::work(const AttentionSpec& spec) const {
   Work sum;
-  for (size_t i = 0; i < tokens.size(); ++i) sum += work_of(spec, tokens[i], budgets[i]);
+  for (size_t i = 0; i < tokens.size(); ++i) sum += work_of(spec, tokens[i], piece, budgets[i]);
   return sum;
 }
 
 int64_t MeasuredShape::total_tokens() const {
+  if (piece.end > 0) return piece.end - piece.begin;
   int64_t sum = 0;
   for (int64_t n : tokens) sum += n;
   return sum;

@@ -10,10 +10,11 @@
 
 namespace sb {
 
-// A micro-batch to be timed.
+// A micro-batch to be timed: whole sequences, or a piece of a single one.
 struct MeasuredShape {
   std::vector<int64_t> tokens;   // of every sequence
   std::vector<int64_t> budgets;  // keys per query of every sequence
+  Piece piece = {};              // end 0: whole sequences
   Work work(const AttentionSpec& spec) const;
   int64_t total_tokens() const;
 };
@@ -45,6 +46,9 @@ struct MeasureOptions {
   double spread = 0.03;     // repeats stop when the quartiles are this close to the median
   double longest_us = 3e5;  // a shape that took so long altogether is not repeated further
   int held_out = 16;
+  // The target can time pieces of sequences, keys and values of the tokens before them given: what a prefix costs is
+  // measured too. Otherwise it is assumed (Profile::prefix_measured).
+  bool pieces = false;
   bool head_everywhere =
       true;             // false: embedding and loss on shapes of short sequences only, they depend on tokens alone
   int refinements = 6;  // shapes added where the fit is worst

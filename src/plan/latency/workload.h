@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <numeric>
 #include <vector>
 
 namespace sb {
@@ -53,20 +54,45 @@ struct Work {
   double tiles = 0;   // query tiles
   double pairs = 0;   // selected query × key token pairs
   double scores = 0;  // query × key-block (or part of one) scores that selection computes
+  double prefix = 0;  // keys up to the end of a piece of a cut sequence: sums of their gradients are read and written
   Work& operator+=(const Work& other) {
     tokens += other.tokens;
     tiles += other.tiles;
     pairs += other.pairs;
     scores += other.scores;
+    prefix += other.prefix;
     return *this;
   }
 };
 
+// Tokens of a cut sequence; end 0: the sequence is whole.
+struct Piece {
+  int64_t begin = 0, end = 0;
+  bool operator==(const Piece&) const = default;
+};
+// Pieces begin and end where key blocks and query blocks do.
+inline int64_t piece_edge(const AttentionSpec& spec) {
+  return std::lcm(spec.block, spec.query_block);
+}
+
+// Of the queries from `begin` to `end` of a sequence, which see all keys before them that their budget allows.
+inline Work work_between(const AttentionSpec& spec, int64_t length, int64_t begin, int64_t end, int64_t budget) {
+  const double a = static_cast<double>(begin), b = static_cast<double>(end);
+  const bool dense = budget >= length;
+  return {b - a, static_cast<double>((end - begin + spec.query_block - 1) / spec.query_block),
+          selected_pairs(end, budget) - selected_pairs(begin, budget),
+          dense ? 0.0
+                : 0.5 * (b * b - a * a) / static_cast<double>(spec.score_tokens > 0 ? spec.score_tokens : spec.block)};
+}
+
 inline Work work_of(const AttentionSpec& spec, int64_t tokens, int64_t budget) {
-  const double n = static_cast<double>(tokens);
-  const bool dense = budget >= tokens;
-  return {n, static_cast<double>((tokens + spec.query_block - 1) / spec.query_block), selected_pairs(tokens, budget),
-          dense ? 0.0 : 0.5 * n * n / static_cast<double>(spec.score_tokens > 0 ? spec.score_tokens : spec.block)};
+  return work_between(spec, tokens, 0, tokens, budget);
+}
+inline Work work_of(const AttentionSpec& spec, int64_t length, const Piece& piece, int64_t budget) {
+  if (piece.end == 0) return work_of(spec, length, budget);
+  Work work = work_between(spec, length, piece.begin, piece.end, budget);
+  work.prefix = static_cast<double>(piece.end);
+  return work;
 }
 
 }  // namespace sb

@@ -79,8 +79,9 @@ double mean_budget(const Plan& plan, const std::map<int64_t, int64_t>& by_id) {
       const std::vector<int64_t> lengths = lengths_of(micro_batch, by_id);
       for (size_t i = 0; i < micro_batch.budgets.size(); ++i) {
         const int64_t length = lengths[i % lengths.size()];
-        keys += static_cast<double>(length) * static_cast<double>(std::min<int64_t>(length, micro_batch.budgets[i]));
-        tokens += static_cast<double>(length);
+        const auto weight = static_cast<double>(micro_batch.is_piece() ? micro_batch.tokens : length);
+        keys += weight * static_cast<double>(std::min<int64_t>(length, micro_batch.budgets[i]));
+        tokens += weight;
       }
     }
   return tokens > 0 ? keys / tokens : 0;
@@ -97,7 +98,7 @@ StageTime predict_stage(const CostModel& cost, const PlannedMicroBatch& micro_ba
     Work work;
     for (size_t k = 0; k < lengths.size(); ++k)
       work +=
-          work_of(cost.spec(), lengths[k],
+          work_of(cost.spec(), lengths[k], {micro_batch.begin, micro_batch.end},
                   micro_batch.budgets.empty() ? cost.spec().base_budget(lengths[k], layer)
                                               : micro_batch.budgets[static_cast<size_t>(layer) * lengths.size() + k]);
     const StageTime attention = cost.attention(work);
@@ -195,6 +196,13 @@ void BalancedPlanner::check_layout(const Plan& plan, const std::string& where) c
   for (const PlannedRank& rank : plan.ranks) {
     SB_USER_CHECK(!rank.micro_batches.empty(), "{} leaves a rank without work", where);
     for (const PlannedMicroBatch& micro_batch : rank.micro_batches) {
+      SB_USER_CHECK(options_.plan.chunk.on() || !micro_batch.is_piece(),
+                    "{} cuts sequence {}, and memory is planned for whole ones; set balance.chunk as in the run that "
+                    "planned it",
+                    where, micro_batch.sequences[0]);
+      SB_USER_CHECK(options_.plan.chunk.tokens <= 0 || micro_batch.tokens <= options_.plan.chunk.tokens,
+                    "{} has a micro-batch of {} tokens, above balance.chunk {}, which memory is planned for", where,
+                    micro_batch.tokens, options_.plan.chunk.tokens);
       SB_USER_CHECK(most == 0 || std::ssize(micro_batch.sequences) <= most,
                     "{} has a micro-batch of {} sequences, above the {} that memory is planned for", where,
                     micro_batch.sequences.size(), most);
@@ -211,7 +219,12 @@ void BalancedPlanner::check_sequences(const Plan& plan, const std::vector<Sequen
   std::set<int64_t> seen;
   const int64_t cap = options_.plan.batching.micro_batch_tokens;
   for (const PlannedRank& rank : plan.ranks)
-    for (const PlannedMicroBatch& micro_batch : rank.micro_batches) {
+    for (size_t i = 0; i < rank.micro_batches.size(); ++i) {
+      const PlannedMicroBatch& micro_batch = rank.micro_batches[i];
+      if (micro_batch.is_piece()) {
+        check_piece(rank, i, by_id, seen, lengths_known, where);
+        continue;
+      }
       int64_t tokens = 0;
       for (const int64_t id : micro_batch.sequences) {
         const auto found = by_id.find(id);
@@ -228,6 +241,22 @@ void BalancedPlanner::check_sequences(const Plan& plan, const std::vector<Sequen
     }
   SB_USER_CHECK(seen.size() == sequences.size(), "{} has {} sequences, the step has {}", where, seen.size(),
                 sequences.size());
+}
+
+// The first piece counts as the sequence, the last must end where it does; parse_plan() has seen to those between.
+void BalancedPlanner::check_piece(const PlannedRank& rank, size_t position, const std::map<int64_t, int64_t>& lengths,
+                                  std::set<int64_t>& seen, bool lengths_known, const std::string& where) const {
+  const PlannedMicroBatch& piece = rank.micro_batches[position];
+  const int64_t id = piece.sequences[0], edge = piece_edge(options_.spec);
+  const auto found = lengths.find(id);
+  SB_USER_CHECK(found != lengths.end() && (piece.begin > 0 || seen.insert(id).second),
+                "{} has sequence {}, which is not (or not once) in the step's batch: it is of other data", where, id);
+  SB_USER_CHECK(piece.begin % edge == 0, "{} cuts sequence {} at {}, and blocks end at multiples of {}", where, id,
+                piece.begin, edge);
+  const bool last = position + 1 == rank.micro_batches.size() || rank.micro_batches[position + 1].begin != piece.end;
+  SB_USER_CHECK(!lengths_known || (last ? piece.end == found->second : piece.end < found->second),
+                "{} has the last piece of sequence {} end at {}, and it has {} tokens: it is of other data", where, id,
+                piece.end, found->second);
 }
 
 void BalancedPlanner::check_budgets(const Plan& plan, const std::vector<Sequence>& sequences,
@@ -335,6 +364,10 @@ BalancedPlanner::Made BalancedPlanner::make(int64_t step, const std::vector<Sequ
   PlanOptions plain = options_.plan;
   plain.batching.policy = BatchingPolicy::in_order;
   plain.ordering = false;
+  plain.chunk = {};
+  // What it is compared with has whole sequences, however large micro-batches may be.
+  for (const Sequence& sequence : sequences)
+    if (int64_t& cap = plain.batching.micro_batch_tokens; cap > 0) cap = std::max(cap, sequence.tokens);
   plain.tuning.policy = TuningPolicy::off;
   made.step.in_order = plan_step(step, cost, coverage, sequences, plain, expected);
   return made;
@@ -399,7 +432,7 @@ void BalancedPlanner::learn(const StepMeasurement& measurement) {
       }
     }
     for (int s = 0; s < times.stages; ++s) times.tail.push_back(cost.reduction(s));
-    const auto schedule = shared_schedule(times.stages, times.micro_batches, options_.layout.warmup_depth);
+    const auto schedule = rank_schedule(run.step.plan.ranks[r], times.stages, options_.layout.warmup_depth);
     makespan_us = std::max(makespan_us, schedule->makespan(times, {}));
   }
 

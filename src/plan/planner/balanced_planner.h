@@ -99,6 +99,8 @@ class BalancedPlanner final : public StepPlanner {
   void check_layout(const Plan& plan, const std::string& where) const;
   void check_sequences(const Plan& plan, const std::vector<Sequence>& sequences, bool lengths_known,
                        const std::string& where) const;
+  void check_piece(const PlannedRank& rank, size_t position, const std::map<int64_t, int64_t>& lengths,
+                   std::set<int64_t>& seen, bool lengths_known, const std::string& where) const;
   void check_budgets(const Plan& plan, const std::vector<Sequence>& sequences, const std::string& where) const;
   std::shared_ptr<const BalanceState> state_for(int64_t step) const;
   Made make(int64_t step, const std::vector<Sequence>& sequences, const BalanceState& state) const;

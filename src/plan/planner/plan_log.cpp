@@ -111,8 +111,8 @@ std::ifstream open_log(const std::filesystem::path& file) {
   return in;
 }
 
-// Gives the lines up to the first that is not sound, and says what is wrong with that one; "": nothing.
-// `take(line, text, place)`.
+// Gives the lines up to the first that is not sound, and says what is wrong with that one; "": nothing. Plans of
+// another version are not damage: OtherPlanVersion. `take(line, text, place)`.
 template <typename Take>
 std::string read_lines(std::ifstream& in, const std::filesystem::path& file, const Take& take) {
   std::set<int64_t> planned;
@@ -125,6 +125,8 @@ std::string read_lines(std::ifstream& in, const std::filesystem::path& file, con
       if (line.planned) planned.insert(line.step);
       SB_USER_CHECK(planned.contains(line.step), "{}: step {} was measured but not planned", where, line.step);
       take(std::move(line), text, place);
+    } catch (const OtherPlanVersion&) {
+      throw;
     } catch (const UserError& error) {
       return error.what();
     }
@@ -133,6 +135,16 @@ std::string read_lines(std::ifstream& in, const std::filesystem::path& file, con
   // Lines that the disk does not give are not lines that there are not.
   SB_USER_CHECK(!in.bad(), "{}: cannot be read to its end", file.string());
   return "";
+}
+
+// The same for a reader who only wants to show them: what cannot be read is damage, whatever the reason.
+template <typename Take>
+std::string read_shown_lines(std::ifstream& in, const std::filesystem::path& file, const Take& take) {
+  try {
+    return read_lines(in, file, take);
+  } catch (const OtherPlanVersion& error) {
+    return error.what();
+  }
 }
 
 // Again what read_lines() has given from this place. UserError when it is not there any more.
@@ -154,7 +166,7 @@ PlanLine read_line_at(std::ifstream& in, const std::filesystem::path& file, cons
 PlanRecord read_plan_log(const std::filesystem::path& file) {
   std::ifstream in = open_log(file);
   PlanRecord record;
-  record.damage = read_lines(in, file, [&](PlanLine line, const std::string&, const PlanLinePlace&) {
+  record.damage = read_shown_lines(in, file, [&](PlanLine line, const std::string&, const PlanLinePlace&) {
     if (line.planned)
       record.steps[line.step] = std::move(*line.planned);
     else
@@ -174,7 +186,7 @@ PlanRecord read_plan_overview(const std::filesystem::path& file, int64_t micro_b
   int64_t held = 0;
   PlanRecord record;
   std::ifstream in = open_log(file);
-  record.damage = read_lines(in, file, [&](PlanLine line, const std::string&, const PlanLinePlace& place) {
+  record.damage = read_shown_lines(in, file, [&](PlanLine line, const std::string&, const PlanLinePlace& place) {
     LoggedStep& step = record.steps[line.step];
     if (line.planned) {
       step = std::move(*line.planned);

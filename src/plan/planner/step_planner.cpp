@@ -1,5 +1,6 @@
 #include "plan/planner/step_planner.h"
 
+#include <algorithm>
 #include <cmath>
 #include <utility>
 
@@ -16,19 +17,50 @@ void InOrderPlanner::announce(int64_t step, std::vector<Sequence> sequences) {
   plan_.step = step;
   plan_.layers = layers_;
   for (int64_t rank = 0; rank < dp_; ++rank) {
-    PlannedRank& planned = plan_.ranks.emplace_back();
     const int64_t begin = count * rank / dp_, end = count * (rank + 1) / dp_;
-    std::vector<int64_t> lengths, ids;
-    for (int64_t i = begin; i < end; ++i) {
-      lengths.push_back(sequences[static_cast<size_t>(i)].tokens);
-      ids.push_back(sequences[static_cast<size_t>(i)].id);
+    plan_rank(std::span(sequences).subspan(static_cast<size_t>(begin), static_cast<size_t>(end - begin)),
+              plan_.ranks.emplace_back());
+  }
+}
+
+void InOrderPlanner::plan_rank(std::span<const Sequence> sequences, PlannedRank& rank) const {
+  if (cut_.tokens == 0) {
+    add_whole(sequences, rank);
+    return;
+  }
+  size_t waiting = 0, longest = 1;  // short ones since the last that was cut
+  for (size_t i = 0; i < sequences.size(); ++i) {
+    const Sequence& sequence = sequences[i];
+    if (sequence.tokens <= cut_.tokens) continue;
+    add_whole(sequences.subspan(waiting, i - waiting), rank);
+    waiting = i + 1;
+    const std::vector<Piece> pieces = cut_sequence(sequence.tokens, cut_.tokens, cut_.edge);
+    longest = std::max(longest, pieces.size());
+    for (const Piece& piece : pieces) {
+      PlannedMicroBatch& micro_batch = rank.micro_batches.emplace_back();
+      micro_batch.sequences = {sequence.id};
+      micro_batch.tokens = piece.end - piece.begin;
+      micro_batch.begin = piece.begin;
+      micro_batch.end = piece.end;
     }
-    for (const std::vector<int>& chosen : pack_in_order(lengths, ids, limits_)) {
-      PlannedMicroBatch& micro_batch = planned.micro_batches.emplace_back();
-      for (const int i : chosen) {
-        micro_batch.sequences.push_back(ids[static_cast<size_t>(i)]);
-        micro_batch.tokens += lengths[static_cast<size_t>(i)];
-      }
+  }
+  add_whole(sequences.subspan(waiting), rank);
+  if (cut_.ahead) rank.ahead = static_cast<int>(longest);
+}
+
+void InOrderPlanner::add_whole(std::span<const Sequence> sequences, PlannedRank& rank) const {
+  std::vector<int64_t> lengths, ids;
+  for (const Sequence& sequence : sequences) {
+    lengths.push_back(sequence.tokens);
+    ids.push_back(sequence.id);
+  }
+  PackingLimits limits = limits_;
+  if (cut_.tokens > 0) limits.max_tokens = std::min(limits.max_tokens, cut_.tokens);
+  for (const std::vector<int>& chosen : pack_in_order(lengths, ids, limits)) {
+    PlannedMicroBatch& micro_batch = rank.micro_batches.emplace_back();
+    for (const int i : chosen) {
+      micro_batch.sequences.push_back(ids[static_cast<size_t>(i)]);
+      micro_batch.tokens += lengths[static_cast<size_t>(i)];
     }
   }
 }

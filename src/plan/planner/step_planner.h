@@ -4,6 +4,7 @@
 #include <functional>
 #include <limits>
 #include <memory>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -59,12 +60,19 @@ class StepPlanner {
   virtual void restore_state(const std::string& state) {}
 };
 
+// Sequences above `tokens` are cut at multiples of `edge`, shorter ones packed up to it; 0: all stay whole. `ahead`:
+// forwards run ahead by the pieces of the longest one, which only a pipeline gains from.
+struct InOrderCut {
+  int64_t tokens = 0, edge = 1;
+  bool ahead = false;
+};
+
 // The sequences in the order they come, in equal numbers on all ranks, at the configured budgets.
 class InOrderPlanner final : public StepPlanner {
  public:
   // `block`: of attention; `budget`: what its lists hold, 0 where they follow no budget.
-  InOrderPlanner(int dp, int layers, PackingLimits limits, int64_t block = 128, int64_t budget = 0)
-      : dp_(dp), layers_(layers), limits_(limits), block_(block), budget_(budget) {}
+  InOrderPlanner(int dp, int layers, PackingLimits limits, int64_t block = 128, int64_t budget = 0, InOrderCut cut = {})
+      : dp_(dp), layers_(layers), limits_(limits), block_(block), budget_(budget), cut_(cut) {}
   void announce(int64_t step, std::vector<Sequence> sequences) override;
   Plan next() override;
   void learn(const StepMeasurement& measurement) override;
@@ -74,9 +82,13 @@ class InOrderPlanner final : public StepPlanner {
   void restore_state(const std::string& state) override;
 
  private:
+  void plan_rank(std::span<const Sequence> sequences, PlannedRank& rank) const;
+  void add_whole(std::span<const Sequence> sequences, PlannedRank& rank) const;
+
   int dp_, layers_;
   PackingLimits limits_;
   int64_t block_, budget_;
+  InOrderCut cut_;
   CoverageStatistics coverage_;  // no plan depends on it
   Plan plan_;
 };

@@ -1,9 +1,9 @@
 #include "plan/schedule/schedule.h"
 
 #include <algorithm>
-#include <array>
 #include <deque>
 #include <mutex>
+#include <numeric>
 #include <utility>
 
 #include "core/errors.h"
@@ -11,24 +11,54 @@
 
 namespace sb {
 
+namespace {
+
+using Program = std::vector<std::pair<bool, int>>;  // (backward, position), in the order of one stage
+
+// What every stage runs. `waiting`: the most micro-batches whose backward has not run, of each stage.
+std::vector<Program> stage_programs(int stages, std::span<const int> groups, int ahead, int warmup_depth,
+                                    std::vector<int>& waiting) {
+  std::vector<int> backward, needed;  // position of backward j, and how many forwards its group needs
+  for (const int size : groups) {
+    SB_CHECK(size > 0, "a group of {} micro-batches", size);
+    const int end = static_cast<int>(backward.size()) + size;
+    for (int i = end - 1; i >= end - size; --i) {
+      backward.push_back(i);
+      needed.push_back(end);
+    }
+  }
+  const auto count = static_cast<int>(backward.size());
+  std::vector<Program> programs(static_cast<size_t>(stages));
+  waiting.assign(static_cast<size_t>(stages), 0);
+  for (int s = 0; s < stages; ++s) {
+    Program& program = programs[static_cast<size_t>(s)];
+    program.reserve(2 * backward.size());
+    int done = 0;
+    for (int j = 0; j < count; ++j) {
+      const int64_t wanted = std::max<int64_t>(needed[static_cast<size_t>(j)], int64_t{j} + ahead) +
+                             int64_t{warmup_depth} * (stages - 1 - s);
+      while (done < std::min<int64_t>(count, wanted)) program.emplace_back(false, done++);
+      int& most = waiting[static_cast<size_t>(s)];
+      most = std::max(most, done - j);
+      program.emplace_back(true, backward[static_cast<size_t>(j)]);
+    }
+  }
+  return programs;
+}
+
+}  // namespace
+
 Schedule::Schedule(int stages, int micro_batches, int warmup_depth)
-    : stages_(stages), micro_batches_(micro_batches), warmup_depth_(warmup_depth) {
-  SB_CHECK(stages > 0 && micro_batches > 0 && warmup_depth > 0, "{} stages, {} micro-batches, warm-up depth {}", stages,
-           micro_batches, warmup_depth);
+    : Schedule(stages, std::vector<int>(static_cast<size_t>(std::max(micro_batches, 0)), 1), 1, warmup_depth) {}
+
+Schedule::Schedule(int stages, std::span<const int> groups, int ahead, int warmup_depth)
+    : stages_(stages), micro_batches_(std::accumulate(groups.begin(), groups.end(), 0)) {
+  SB_CHECK(stages > 0 && micro_batches_ > 0 && ahead > 0 && warmup_depth > 0,
+           "{} stages, {} micro-batches, {} ahead, warm-up depth {}", stages, micro_batches_, ahead, warmup_depth);
   // What each stage runs, in its own order; then merged into one order that respects the dependencies. It goes in
   // waves of operations that do not depend on each other, which a processor can run side by side.
-  std::vector<std::vector<std::pair<bool, int>>> program(static_cast<size_t>(stages));
-  for (int s = 0; s < stages; ++s) {
-    auto& list = program[static_cast<size_t>(s)];
-    const int ahead = warmup(s);
-    for (int i = 0; i < ahead; ++i) list.emplace_back(false, i);
-    for (int i = ahead; i < micro_batches; ++i) {
-      list.emplace_back(false, i);
-      list.emplace_back(true, i - ahead);
-    }
-    for (int i = micro_batches - ahead; i < micro_batches; ++i) list.emplace_back(true, i);
-  }
-  const auto m = static_cast<size_t>(micro_batches);
+  const std::vector<Program> program = stage_programs(stages, groups, ahead, warmup_depth, slots_);
+  const auto m = static_cast<size_t>(micro_batches_);
   std::vector<int32_t> forward_node(static_cast<size_t>(stages) * m, -1), backward_node = forward_node;
   last_node_.assign(static_cast<size_t>(stages), -1);
   std::vector<size_t> next(static_cast<size_t>(stages), 0);
@@ -52,13 +82,9 @@ Schedule::Schedule(int stages, int micro_batches, int warmup_depth)
       last_node_[us] = id;
       ++next[us];
     }
-    SB_CHECK(nodes_.size() > before, "1F1B of {} stages, {} micro-batches, depth {} has a cycle", stages, micro_batches,
-             warmup_depth);
+    SB_CHECK(nodes_.size() > before, "the schedule of {} stages, {} micro-batches in {} groups, {} ahead has a cycle",
+             stages, micro_batches_, groups.size(), ahead);
   }
-}
-
-int Schedule::warmup(int stage) const {
-  return std::min(micro_batches_ - 1, warmup_depth_ * (stages_ - 1 - stage));
 }
 
 template <bool kTransfers>
@@ -211,15 +237,21 @@ ScheduleResult Schedule::analyze(const PipelineTimes& times, std::span<const int
 }
 
 std::shared_ptr<const Schedule> shared_schedule(int stages, int micro_batches, int warmup_depth) {
+  const std::vector<int> groups(static_cast<size_t>(std::max(micro_batches, 0)), 1);
+  return shared_schedule(stages, groups, 1, warmup_depth);
+}
+
+std::shared_ptr<const Schedule> shared_schedule(int stages, std::span<const int> groups, int ahead, int warmup_depth) {
   constexpr size_t kKept = 32;
   static std::mutex mutex;
-  static std::deque<std::pair<std::array<int, 3>, std::shared_ptr<const Schedule>>> kept;
-  const std::array<int, 3> key{stages, micro_batches, warmup_depth};
+  static std::deque<std::pair<std::vector<int>, std::shared_ptr<const Schedule>>> kept;
+  std::vector<int> key{stages, ahead, warmup_depth};
+  key.insert(key.end(), groups.begin(), groups.end());
   const std::lock_guard lock(mutex);
   for (const auto& [known, schedule] : kept)
     if (known == key) return schedule;
-  auto schedule = std::make_shared<const Schedule>(stages, micro_batches, warmup_depth);
-  kept.emplace_front(key, schedule);
+  auto schedule = std::make_shared<const Schedule>(stages, groups, ahead, warmup_depth);
+  kept.emplace_front(std::move(key), schedule);
   if (kept.size() > kKept) kept.pop_back();
   return schedule;
 }

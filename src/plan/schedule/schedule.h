@@ -41,16 +41,24 @@ struct ScheduleResult {
   std::vector<int> critical_path;              // indices of operations, first to last
 };
 
-// The operation graph of 1F1B for a number of stages and micro-batches: each stage runs some forwards ahead, then
-// alternates one forward and one backward, then drains. Built once, evaluated many times in O(stages · micro-batches).
+// The operation graph of a pipeline. Forwards run in the order of the positions. Backwards run group by group, and
+// inside a group in reverse: the pieces of a cut sequence are a group, anything else is a group of one. Before its
+// backward j (counted from 0) a stage has run
+//
+//   min(micro-batches, max(end of the group of backward j, j + ahead) + warmup_depth · (stages - 1 - stage))
+//
+// forwards. With groups of one and ahead 1 that is 1F1B: some forwards, then one forward and one backward in turn, then
+// the drain. Built once, evaluated many times in O(stages · micro-batches).
 class Schedule {
  public:
-  Schedule(int stages, int micro_batches, int warmup_depth = 1);
+  Schedule(int stages, int micro_batches, int warmup_depth = 1);  // 1F1B
+  // `groups`: how many micro-batches each has, in order.
+  Schedule(int stages, std::span<const int> groups, int ahead, int warmup_depth = 1);
 
   int stages() const { return stages_; }
   int micro_batches() const { return micro_batches_; }
-  // Forwards a stage runs before its first backward.
-  int warmup(int stage) const;
+  // The most micro-batches that a stage holds at once: forward has run, backward has not.
+  int slots(int stage) const { return slots_[static_cast<size_t>(stage)]; }
 
   // End of the last operation (and tail) when position i runs micro-batch order[i]; empty order: as they stand.
   double makespan(const PipelineTimes& times, std::span<const int> order) const;
@@ -82,12 +90,14 @@ class Schedule {
   double run(const PipelineTimes& times, std::span<const int> order, double* end) const;
   double run(const PipelineTimes& times, std::span<const int> order, double* end) const;
 
-  int stages_, micro_batches_, warmup_depth_;
+  int stages_, micro_batches_;
   std::vector<Node> nodes_;         // topological
+  std::vector<int> slots_;          // of every stage
   std::vector<int32_t> last_node_;  // of every stage
 };
 
 // The same graph serves every step, so the ones used last are kept.
 std::shared_ptr<const Schedule> shared_schedule(int stages, int micro_batches, int warmup_depth);
+std::shared_ptr<const Schedule> shared_schedule(int stages, std::span<const int> groups, int ahead, int warmup_depth);
 
 }  // namespace sb

@@ -37,7 +37,7 @@ int64_t attention_scratch(const ModelShape& shape, int64_t tokens, int ranks) {
 
 }  // namespace
 
-MemoryEstimate estimate_memory(const CostModel& cost, int64_t micro_batch_tokens) {
+MemoryEstimate estimate_memory(const CostModel& cost, int64_t micro_batch_tokens, int64_t longest_cut) {
   const ModelShape& shape = cost.shape();
   const Layout& layout = cost.layout();
   const int64_t tokens = (micro_batch_tokens + layout.cp - 1) / layout.cp, query = shape.heads * shape.head_dim;
@@ -53,9 +53,14 @@ MemoryEstimate estimate_memory(const CostModel& cost, int64_t micro_batch_tokens
     stage.gradients = kFp32 * parameters;
     // fp32 master weights and two moments, sharded over data and context parallel ranks.
     stage.optimizer = 3 * kFp32 * parameters / (layout.dp * layout.cp);
-    const int in_flight = layout.warmup_depth * (cost.stages() - 1 - s) + 1;
-    const int64_t kept = stream + tokens * (kBf16 * query + kFp32 * shape.heads);
+    // Forwards run ahead by the pieces of the longest sequence.
+    const int64_t ahead = longest_cut > 0 ? (longest_cut + micro_batch_tokens - 1) / micro_batch_tokens : 1;
+    const int64_t in_flight = layout.warmup_depth * (cost.stages() - 1 - s) + ahead;
+    int64_t kept = stream + tokens * (kBf16 * query + kFp32 * shape.heads);
+    const int64_t key_and_value = 2 * shape.kv_heads * shape.head_dim;
+    if (longest_cut > 0) kept += kBf16 * tokens * key_and_value;
     stage.activations = (kept * cost.stage_layers(s) + stream) * in_flight;
+    stage.activations += kFp32 * key_and_value * ((longest_cut + layout.cp - 1) / layout.cp) * cost.stage_layers(s);
     const int64_t attention = attention_scratch(shape, tokens, layout.cp);
     const int64_t logits = last ? kBf16 * kLossChunk * shape.vocabulary : 0;
     // Two of each kind: inputs and their gradients to the stage before, the outputs' gradients to the one after.

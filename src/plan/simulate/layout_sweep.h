@@ -17,8 +17,9 @@ struct MemoryEstimate {
   int64_t weights = 0, gradients = 0, optimizer = 0, activations = 0, workspace = 0;
   int64_t total() const { return weights + gradients + optimizer + activations + workspace; }
 };
-// `micro_batch_tokens`: tokens of the largest micro-batch.
-MemoryEstimate estimate_memory(const CostModel& cost, int64_t micro_batch_tokens);
+// `micro_batch_tokens`: tokens of the largest micro-batch. `longest_cut`: of the longest sequence that is cut into
+// pieces of so many tokens; its keys, values and the fp32 sums of their gradients are kept too. 0: all are whole.
+MemoryEstimate estimate_memory(const CostModel& cost, int64_t micro_batch_tokens, int64_t longest_cut = 0);
 
 // All dp × pp × cp of this many workers that the model and the batch allow.
 std::vector<Layout> possible_layouts(const Layout& like, int workers, int64_t layers, int64_t global_batch, int max_cp);

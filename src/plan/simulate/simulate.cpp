@@ -9,9 +9,10 @@
 
 namespace sb {
 
-std::vector<SimulatedPolicy> standard_policies(const BatchingOptions& batching, double p) {
+std::vector<SimulatedPolicy> standard_policies(const BatchingOptions& batching, double p, int64_t chunk) {
   std::vector<SimulatedPolicy> policies;
-  const auto add = [&](BatchingPolicy policy, bool order, TuningPolicy tuning, AnchorKind anchor = AnchorKind::mean) {
+  const auto add = [&](BatchingPolicy policy, bool order, TuningPolicy tuning, AnchorKind anchor = AnchorKind::mean,
+                       bool cut = false) {
     SimulatedPolicy next;
     next.options.batching = batching;
     next.options.batching.policy = policy;
@@ -21,6 +22,10 @@ std::vector<SimulatedPolicy> standard_policies(const BatchingOptions& batching, 
     next.options.tuning.p = p;
     next.name = policy_name(policy);
     if (order) next.name += "+order";
+    if (cut) {
+      next.name += "+chunk";
+      next.options.chunk.tokens = chunk;
+    }
     constexpr const char* anchors[] = {"mean", "min", "max"};
     if (tuning == TuningPolicy::anchor) next.name += fmt::format("+anchor:{}", anchors[static_cast<int>(anchor)]);
     if (tuning == TuningPolicy::optimal) next.name += "+optimal";
@@ -42,6 +47,8 @@ std::vector<SimulatedPolicy> standard_policies(const BatchingOptions& batching, 
   add(B::sab, false, T::optimal);
   for (AnchorKind anchor : {AnchorKind::mean, AnchorKind::min, AnchorKind::max}) add(B::sab, true, T::anchor, anchor);
   add(B::sab, true, T::optimal);
+  add(B::sab, true, T::off, AnchorKind::mean, /*cut=*/true);
+  add(B::sab, true, T::optimal, AnchorKind::mean, /*cut=*/true);
   return policies;
 }
 
@@ -99,19 +106,25 @@ SimulatedRow simulate_policy(const SimulateInput& input, const SimulatedPolicy& 
     row.worst_loss = std::max(row.worst_loss, plan.worst_loss);
     row.worst_step_speedup = std::min(row.worst_step_speedup, plan.baseline_us / plan.makespan_us);
     row.worst_mean_difference = std::min(row.worst_mean_difference, plan.mean_coverage - plan.base_coverage);
+    int64_t largest = 0, longest_cut = 0;
     for (const PlannedRank& rank : plan.ranks)
       for (const PlannedMicroBatch& micro_batch : rank.micro_batches) {
         row.tokens += static_cast<double>(micro_batch.tokens);
-        row.largest_micro_batch = std::max(row.largest_micro_batch, micro_batch.tokens);
+        largest = std::max(largest, micro_batch.tokens);
+        longest_cut = std::max(longest_cut, micro_batch.end);
       }
+    int64_t& most = longest_cut > 0 ? row.largest_piece : row.largest_micro_batch;
+    most = std::max(most, largest);
+    row.longest_cut = std::max(row.longest_cut, longest_cut);
+    if (longest_cut > 0) row.cut_share += 1;
     if (input.step_done) input.step_done();
   }
   const auto steps = static_cast<double>(input.steps);
   row.makespan_ms = total / steps / 1e3;
   row.speedup = baseline / total;
   row.lower_bound_share = bound / total;
-  for (double* mean :
-       {&row.imbalance, &row.worker_imbalance, &row.bubble_share, &row.mean_coverage, &row.relaxed_bound, &row.tokens})
+  for (double* mean : {&row.imbalance, &row.worker_imbalance, &row.bubble_share, &row.mean_coverage, &row.relaxed_bound,
+                       &row.tokens, &row.cut_share})
     *mean /= steps;
   row.planner_ms = planner / steps * 1e3;
   return row;

@@ -35,7 +35,10 @@ struct SimulatedRow {
   double planner_ms = 0;
   double tokens = 0;  // mean of a step
   // Of any step: what bounds the memory.
-  int64_t largest_micro_batch = 0;  // tokens
+  int64_t largest_micro_batch = 0;  // tokens, where all sequences of the step are whole
+  int64_t largest_piece = 0;        // tokens of a piece or pack, where some are cut
+  int64_t longest_cut = 0;          // tokens of the longest sequence that was cut; 0: none
+  double cut_share = 0;             // of the steps that cut sequences
 };
 
 struct SimulateInput {
@@ -51,7 +54,8 @@ struct SimulateInput {
 };
 
 // The policies that `simulate` compares: each lever alone and together.
-std::vector<SimulatedPolicy> standard_policies(const BatchingOptions& batching, double p);
+std::vector<SimulatedPolicy> standard_policies(const BatchingOptions& batching, double p,
+                                               int64_t chunk = ChunkOptions::kAutomatic);
 // sab + order + optimal at deadlines from the fastest (0) to the base makespan (1).
 std::vector<SimulatedPolicy> frontier_policies(const BatchingOptions& batching, double p);
 // sab + order + optimal at equal coverage, for several p.

@@ -33,7 +33,7 @@ PriceTuner::PriceTuner(const TuningInput& input)
   size_t count = 0;
   for (int r = 0; r < input.batches.ranks(); ++r) {
     Rank& rank = ranks_[static_cast<size_t>(r)];
-    rank.schedule = &input.schedules.of(input.batches.micro_batches(r));
+    rank.schedule = &input.schedules.of(r);
     rank.first = count;
     rank.count = static_cast<size_t>(input.batches.micro_batches(r) * stages_);
     count += rank.count;
@@ -49,7 +49,7 @@ PriceTuner::PriceTuner(const TuningInput& input)
 
 // So that a level gains about as much as the next one, judged by a sample of the curves.
 void PriceTuner::choose_prices() {
-  struct Piece {
+  struct Step {
     double slope, gain;
   };
   const int layers = uniform_ ? 1 : input_.cost.layers();
@@ -62,7 +62,7 @@ void PriceTuner::choose_prices() {
       }
   constexpr size_t kSampled = 64;
   const size_t stride = std::max<size_t>(1, open.size() / kSampled);
-  std::vector<Piece> pieces;
+  std::vector<Step> pieces;
   double total = 0;
   for (size_t i = 0; i < open.size(); i += stride) {
     // Other layers of other sequences.
@@ -75,12 +75,12 @@ void PriceTuner::choose_prices() {
       total += gain;
     }
   }
-  std::sort(pieces.begin(), pieces.end(), [](const Piece& a, const Piece& b) { return a.slope > b.slope; });
+  std::sort(pieces.begin(), pieces.end(), [](const Step& a, const Step& b) { return a.slope > b.slope; });
   price_.fill(0.0);
   price_[0] = std::numeric_limits<double>::infinity();
   double sum = 0;
   size_t level = 1;
-  for (const Piece& piece : pieces) {
+  for (const Step& piece : pieces) {
     sum += piece.gain;
     while (level + 1 < kLevels && sum >= total * static_cast<double>(level) / (kLevels - 1))
       price_[level++] = piece.slope;

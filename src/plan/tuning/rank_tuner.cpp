@@ -15,7 +15,7 @@ RankTuner::RankTuner(const TuningInput& input, int rank, int64_t pivots)
     : input_(input),
       rank_(rank),
       pivots_(pivots),
-      schedule_(input.schedules.of(input.batches.micro_batches(rank))),
+      schedule_(input.schedules.of(rank)),
       order_(input.orders[static_cast<size_t>(rank)]) {
   const CostModel& cost = input.cost;
   const int stages = cost.stages(), micro_batches = input.batches.micro_batches(rank);

@@ -31,18 +31,18 @@ Orders given_orders(const Batches& batches) {
 }
 
 void ScheduleSet::prepare(const Batches& batches) {
+  schedules_.clear();
+  const bool whole = batches.pieces.empty();
   for (int r = 0; r < batches.ranks(); ++r) {
     const int m = batches.micro_batches(r);
-    const bool known =
-        std::any_of(schedules_.begin(), schedules_.end(), [&](const auto& s) { return s->micro_batches() == m; });
-    if (!known) schedules_.push_back(shared_schedule(stages_, m, warmup_depth_));
+    if (whole && !schedules_.empty() && schedules_.back()->micro_batches() == m)
+      schedules_.push_back(schedules_.back());
+    else if (whole)
+      schedules_.push_back(shared_schedule(stages_, m, warmup_depth_));
+    else
+      schedules_.push_back(std::make_shared<const Schedule>(stages_, batches.groups(r),
+                                                            batches.ahead[static_cast<size_t>(r)], warmup_depth_));
   }
-}
-
-const Schedule& ScheduleSet::of(int micro_batches) const {
-  for (const auto& schedule : schedules_)
-    if (schedule->micro_batches() == micro_batches) return *schedule;
-  throw InternalError("no schedule of {} micro-batches was prepared", micro_batches);
 }
 
 PipelineTimes stage_times(const CostModel& cost, std::span<const Sequence> sequences, const Batches& batches, int rank,
@@ -62,13 +62,13 @@ PipelineTimes stage_times(const CostModel& cost, std::span<const Sequence> seque
   }
   for (int i = 0; i < times.micro_batches; ++i) {
     const auto members = batches.members(batches.first(rank) + i);
-    double tokens = 0;
-    for (int member : members) tokens += static_cast<double>(sequences[static_cast<size_t>(member)].tokens);
+    const Piece piece = batches.piece(batches.first(rank) + i);
+    const auto tokens = static_cast<double>(batches.tokens(sequences, batches.first(rank) + i));
     const StageTime linear = cost.linear(tokens), head = cost.head(tokens);
     const auto attention_of = [&](int layer) {
       Work work;
       for (int member : members)
-        work += work_of(spec, sequences[static_cast<size_t>(member)].tokens,
+        work += work_of(spec, sequences[static_cast<size_t>(member)].tokens, piece,
                         budgets[static_cast<size_t>(member) * layers + static_cast<size_t>(layer)]);
       return cost.attention(work);
     };
@@ -115,9 +115,8 @@ double step_makespan(const CostModel& cost, const ScheduleSet& schedules, std::s
                      const Batches& batches, const Orders& orders, std::span<const int32_t> budgets) {
   double makespan = 0;
   for (int r = 0; r < batches.ranks(); ++r)
-    makespan = std::max(
-        makespan, schedules.of(batches.micro_batches(r))
-                      .makespan(stage_times(cost, sequences, batches, r, budgets), orders[static_cast<size_t>(r)]));
+    makespan = std::max(makespan, schedules.of(r).makespan(stage_times(cost, sequences, batches, r, budgets),
+                                                           orders[static_cast<size_t>(r)]));
   return makespan;
 }
 

@@ -34,16 +34,16 @@ Budgets base_budgets(const AttentionSpec& spec, std::span<const Sequence> sequen
 using Orders = std::vector<std::vector<int>>;
 Orders given_orders(const Batches& batches);
 
-// The schedules a plan needs, one a number of micro-batches.
+// The schedules of a plan's ranks.
 class ScheduleSet {
  public:
   ScheduleSet(int stages, int warmup_depth) : stages_(stages), warmup_depth_(warmup_depth) {}
   void prepare(const Batches& batches);
-  const Schedule& of(int micro_batches) const;
+  const Schedule& of(int rank) const { return *schedules_[static_cast<size_t>(rank)]; }
 
  private:
   int stages_, warmup_depth_;
-  std::vector<std::shared_ptr<const Schedule>> schedules_;
+  std::vector<std::shared_ptr<const Schedule>> schedules_;  // ranks that are alike share one
 };
 
 // Stage times of a rank at these budgets, as the latency model says.

@@ -13,6 +13,7 @@
 #include "core/memory_plan.h"
 #include "model/hf_checkpoint.h"
 #include "run/checkpoint/optimizer_file.h"
+#include "run/checkpoint/selection_file.h"
 
 namespace sb {
 namespace {
@@ -58,8 +59,6 @@ void write_manifest(const fs::path& directory) {
 }
 
 void write_state(const fs::path& file, const TrainState& state) {
-  nlohmann::ordered_json thresholds = nlohmann::ordered_json::array();
-  for (const auto& [key, value] : state.thresholds) thresholds.push_back({key.first, key.second, value});
   const nlohmann::ordered_json json = {{"step", state.step},
                                        {"updates", state.updates},
                                        {"position", state.position},
@@ -67,7 +66,6 @@ void write_state(const fs::path& file, const TrainState& state) {
                                        {"tokens", state.tokens},
                                        {"skipped", state.skipped},
                                        {"skipped_in_row", state.skipped_in_row},
-                                       {"thresholds", thresholds},
                                        {"planner_state", state.planner_state},
                                        {"source", state.source}};
   write_new_file(file, json.dump(1) + "\n");
@@ -144,7 +142,8 @@ void write_directory_atomically(const fs::path& directory, const std::function<v
     fs::remove_all(temporary);
     fs::create_directory(temporary);
     fill(temporary);
-    for (const auto& entry : fs::directory_iterator(temporary)) sync_file(entry.path());
+    for (const auto& entry : fs::recursive_directory_iterator(temporary))
+      entry.is_directory() ? sync_directory(entry.path()) : sync_file(entry.path());
     sync_directory(temporary);
     if (fs::exists(directory)) remove_directory(directory);
     fs::rename(temporary, directory);
@@ -169,6 +168,7 @@ fs::path save_checkpoint(const fs::path& output_dir, const CheckpointContents& c
       options.copy_from = contents.copy_from;
       write_hf_model(temporary, contents.model, contents.weights, options);
       write_safetensors(temporary / "optimizer.safetensors", contents.moments, DType::f32);
+      write_selection_file(temporary / kSelectionFile, contents.state.selection, contents.model);
       write_state(temporary / "state.json", contents.state);
       write_new_file(temporary / "run.yaml", contents.run_config);
       write_manifest(temporary);
@@ -242,9 +242,6 @@ TrainState read_train_state(const fs::path& checkpoint) {
     state.tokens = json.at("tokens");
     state.skipped = json.at("skipped");
     state.skipped_in_row = json.at("skipped_in_row");
-    for (const nlohmann::json& entry : json.at("thresholds")) {
-      state.thresholds[{entry.at(0).get<int>(), entry.at(1).get<int>()}] = entry.at(2).get<float>();
-    }
     state.planner_state = json.value("planner_state", "");  // older checkpoints have neither of these
     state.source = json.value("source", "");
   } catch (const nlohmann::json::exception& error) {

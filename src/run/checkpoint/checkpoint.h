@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "attention/select/selector.h"
+#include "attention/select/learned_selection.h"
 #include "core/tensor.h"
 #include "model/model_config.h"
 #include "model/parameters.h"
@@ -19,23 +19,24 @@ namespace sb {
 
 // Everything besides weights and moments that the next step depends on.
 struct TrainState {
-  int64_t step = 0;                 // steps done, skipped ones included: what the learning rate follows
-  int64_t updates = 0;              // steps whose update was applied: what AdamW's bias correction follows
-  uint64_t position = 0;            // of the next sequence in the source
-  std::string source_state;         // what the source has learned (length curriculum)
-  int64_t tokens = 0;               // seen so far
-  int64_t skipped = 0;              // steps skipped because of a non-finite gradient
-  int64_t skipped_in_row = 0;       // of these, how many just now
-  Selector::Thresholds thresholds;  // what the `mass` pattern has learned
-  std::string planner_state;        // what the planner has learned
-  std::string source;               // the source's identity(): `position` counts in its order
+  int64_t step = 0;            // steps done, skipped ones included: what the learning rate follows
+  int64_t updates = 0;         // steps whose update was applied: what AdamW's bias correction follows
+  uint64_t position = 0;       // of the next sequence in the source
+  std::string source_state;    // what the source has learned (length curriculum)
+  int64_t tokens = 0;          // seen so far
+  int64_t skipped = 0;         // steps skipped because of a non-finite gradient
+  int64_t skipped_in_row = 0;  // of these, how many just now
+  LearnedSelection selection;  // in a file of its own: read_selection_of()
+  std::string planner_state;   // what the planner has learned
+  std::string source;          // the source's identity(): `position` counts in its order
   bool operator==(const TrainState&) const = default;
 };
 
 // A checkpoint is a directory `checkpoint-<step>`:
 //   config.json, model*.safetensors, …  the fp32 master weights, as `transformers` loads them
 //   optimizer.safetensors               AdamW's moments, whole tensors by name: any number of ranks can read them
-//   state.json, run.yaml                TrainState and the configuration
+//   selection.safetensors               what selection has learned, if anything (selection_file.h)
+//   state.json, run.yaml                the rest of TrainState, and the configuration
 //   manifest.json                       size and CRC-32C of all of these; written last
 // It is written under another name, synced and then renamed: what has this name is complete, unless the disk damaged
 // it.
@@ -72,7 +73,7 @@ std::filesystem::path checkpoint_path(const std::filesystem::path& output_dir, i
 TrainState load_checkpoint(const std::filesystem::path& checkpoint, ParameterSet& parameters, const ShardLayout& layout,
                            int shard, TensorView first_moment, TensorView second_moment);
 
-// The rest alone.
+// The rest alone. Neither of them reads what selection has learned.
 TrainState read_train_state(const std::filesystem::path& checkpoint);
 
 // Writes `directory` (of which only the last name is new) as save_checkpoint does, from `fill`: under a temporary

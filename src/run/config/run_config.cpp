@@ -309,9 +309,15 @@ void add_attention(OptionTable& table, Draft& draft) {
       {{"causal", SelectionOrder::causal}, {"lookahead", SelectionOrder::lookahead}},
       "causal: every token chooses by its own query; lookahead: a query block chooses at once, "
       "so that later tokens influence what earlier ones see");
-  table.choice<BlockScore>("attention.score", &selection.score,
-                           {{"moments", BlockScore::moments}, {"mean", BlockScore::mean}},
-                           "what a key block is judged by: mean and variance of its keys, or the mean only");
+  table.choice<BlockScore>(
+      "attention.score", &selection.score,
+      {{"planes", BlockScore::planes}, {"moments", BlockScore::moments}, {"mean", BlockScore::mean}},
+      "what a key block is judged by: its largest key over the rotary planes that carry most, mean "
+      "and variance of its keys, or the mean only");
+  table.integer(
+      "attention.score_channels", &selection.score_channels, 2, 1024,
+      "channels of a head that score planes multiplies, an even number; heads that have fewer than 32 take all "
+      "of theirs where this is 32");
   table.integer("attention.score_tokens", &selection.score_tokens, 0, 256,
                 "keys of a block that are judged together: smaller parts find single keys better and cost more, "
                 "docs/attention.md; 0: the whole block");

@@ -53,7 +53,10 @@ struct BatchOptions {
 };
 
 struct AttentionRunOptions {
-  AttentionRunOptions() { selection.pattern = SelectionPattern::dense; }
+  AttentionRunOptions() {
+    selection.pattern = SelectionPattern::dense;
+    selection.score = BlockScore::planes;
+  }
   SelectionConfig selection;
   int64_t coverage_rows = 4;         // rows of every sequence and layer on which the true coverage is measured; 0: none
   std::filesystem::path dump_index;  // folder for the lists of one micro-batch; empty: none
@@ -73,6 +76,8 @@ struct BalanceOptions {
   double p = 0.1;
   double target = -1.0;    // -1: equal_coverage
   int64_t max_budget = 0;  // 0: four times attention.budget
+  static constexpr int64_t kAutomaticChunk = -1;
+  int64_t chunk = 0;  // most tokens of a piece; 0: sequences stay whole
   bool adapt = true;
   int64_t compare_steps = 0;      // every so many steps the same batch also runs in order, to be timed; 0: never
   std::filesystem::path profile;  // or the name of a built-in one

@@ -1,6 +1,7 @@
 #include "run/config/run_config_balance.h"
 
 #include <limits>
+#include <numeric>
 
 #include "core/errors.h"
 
@@ -49,6 +50,25 @@ void add_balance_options(OptionTable& table, BalanceOptions& balance) {
   table.integer("balance.max_budget", &balance.max_budget, 0, std::numeric_limits<int32_t>::max(),
                 "tuning: the largest budget that it gives; memory for the lists of chosen blocks is planned for it. 0: "
                 "four times attention.budget");
+  table.add(
+      "balance.chunk", "number or word", "auto, none, or tokens",
+      "long sequences are cut into pieces that follow each other through the pipeline, with the same result; short "
+      "ones "
+      "are packed. A number (a multiple of attention.block): every sequence above so many tokens is cut, and memory is "
+      "planned for pieces; auto: the size, or whole sequences, by which a step is fastest",
+      [&balance](const ConfigValue& given, const std::string& label) {
+        if (given.kind == ConfigValue::Kind::scalar && given.text == "auto")
+          balance.chunk = BalanceOptions::kAutomaticChunk;
+        else if (given.kind == ConfigValue::Kind::scalar && given.text == "none")
+          balance.chunk = 0;
+        else
+          balance.chunk = config_integer(given, label, 1, int64_t{1} << 40);
+      },
+      [&balance] {
+        return balance.chunk == 0  ? std::string("none")
+               : balance.chunk < 0 ? std::string("auto")
+                                   : fmt::format("{}", balance.chunk);
+      });
   table.flag("balance.adapt", &balance.adapt,
              "measured times and coverage correct the predictions; false: a plan follows from the configuration and "
              "the step alone");
@@ -64,6 +84,36 @@ void add_balance_options(OptionTable& table, BalanceOptions& balance) {
              "left to train up to max_steps, or up to an earlier one, after which the run saves and stops; empty: "
              "plans are made");
 }
+
+namespace {
+
+void check_chunk(const RunConfig& config, const OptionTable& table) {
+  const int64_t chunk = config.balance.chunk;
+  if (chunk == 0) return;
+  const SelectionConfig& selection = config.attention.selection;
+  const std::string label = table.label("balance.chunk");
+  SB_USER_CHECK(selection.pattern != SelectionPattern::vertical_slash,
+                "{}: pattern vertical_slash chooses by the last queries of a sequence, which the first piece cannot "
+                "know; use another pattern, or balance.chunk: none",
+                label);
+  SB_USER_CHECK(
+      selection.pattern == SelectionPattern::dense || selection.order == SelectionOrder::causal,
+      "{}: with attention.selection: lookahead later tokens decide what earlier ones see, and a piece does not "
+      "know those after it; use selection: causal, or balance.chunk: none",
+      label);
+  SB_USER_CHECK(config.balance.tuning != BalanceOptions::Tuning::anchor,
+                "{}: tuning anchor evens out micro-batches, which pieces are already; use tuning: optimal or off, or "
+                "balance.chunk: none",
+                label);
+  if (chunk < 0) return;
+  const int64_t edge = std::lcm(selection.block, selection.query_block);
+  SB_USER_CHECK(chunk % edge == 0,
+                "{}: {} is not a multiple of {} tokens, where key blocks (attention.block {}) and query blocks "
+                "(attention.query_block {}) both end; use {}",
+                label, chunk, edge, selection.block, selection.query_block, (chunk + edge - 1) / edge * edge);
+}
+
+}  // namespace
 
 void check_balance(const RunConfig& config, const OptionTable& table) {
   const BalanceOptions& balance = config.balance;
@@ -91,7 +141,12 @@ void check_balance(const RunConfig& config, const OptionTable& table) {
                     balance.ordering != BalanceOptions::Ordering::none || !balance.replay.empty(),
                 "{}: nothing is balanced that could be compared; set balance.batching, or remove it",
                 table.label("balance.compare_steps"));
-  const bool predicts = tuned || balance.ordering != BalanceOptions::Ordering::none ||
+  SB_USER_CHECK(
+      balance.compare_steps == 0 || balance.chunk == 0,
+      "{}: memory for whole sequences in order is not planned where balance.chunk cuts them; set one of them only",
+      table.label("balance.compare_steps"));
+  check_chunk(config, table);
+  const bool predicts = tuned || balance.chunk < 0 || balance.ordering != BalanceOptions::Ordering::none ||
                         balance.batching == BalanceOptions::Batching::sab ||
                         balance.batching == BalanceOptions::Batching::wlb;
   SB_USER_CHECK(!predicts || !balance.profile.empty(),
@@ -99,6 +154,7 @@ void check_balance(const RunConfig& config, const OptionTable& table) {
                 "`sparsebalance profile --run FILE` (FILE: this configuration) and set balance.profile: profile.json; "
                 "or name a built-in profile, for example h200-analytic, which measured times then correct",
                 table.label(tuned                                                ? "balance.tuning"
+                            : balance.chunk < 0                                  ? "balance.chunk"
                             : balance.ordering != BalanceOptions::Ordering::none ? "balance.ordering"
                                                                                  : "balance.batching"));
 }

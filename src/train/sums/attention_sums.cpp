@@ -1,5 +1,7 @@
 #include "train/sums/attention_sums.h"
 
+#include <algorithm>
+#include <array>
 #include <cstring>
 #include <string>
 #include <utility>
@@ -66,6 +68,54 @@ void unpack(const std::string& text, std::vector<MeasuredCoverage>& samples) {
   }
 }
 
+std::string pack(const std::map<MassKey, MassCounts>& masses) {
+  Packer packer;
+  for (const auto& [key, counts] : masses) {
+    packer.put(key);
+    packer.put(counts);
+  }
+  return packer.take();
+}
+
+void unpack(const std::string& text, std::map<MassKey, MassCounts>& masses) {
+  Unpacker unpacker(text);
+  while (!unpacker.done()) {
+    const auto key = unpacker.get<MassKey>();
+    masses[key] += unpacker.get<MassCounts>();
+  }
+}
+
+// A rank has the layers of its stage; the others are empty there.
+std::vector<PlaneSums> sum_of_planes(Communicator& world, const std::vector<PlaneSums>& own) {
+  size_t own_width = 0;
+  for (const PlaneSums& layer : own) own_width = std::max(own_width, layer.query_squares.size());
+  std::array<int64_t, 2> size = {std::ssize(own), static_cast<int64_t>(own_width)};
+  world.all_reduce(std::span<int64_t>(size), ReduceOp::max);
+  const auto layers = static_cast<size_t>(size[0]), width = static_cast<size_t>(size[1]);
+  if (width == 0) return {};
+  const size_t row = 1 + 3 * width;
+  std::vector<double> values(layers * row);
+  for (size_t layer = 0; layer < own.size(); ++layer) {
+    if (own[layer].tokens == 0) continue;
+    double* to = values.data() + layer * row;
+    *to++ = own[layer].tokens;
+    for (const std::vector<double>* from : {&own[layer].query_squares, &own[layer].key_sums, &own[layer].key_squares})
+      to = std::copy(from->begin(), from->end(), to);
+  }
+  world.all_reduce(std::span(values));
+  std::vector<PlaneSums> sum(layers);
+  for (size_t layer = 0; layer < layers; ++layer) {
+    const double* from = values.data() + layer * row;
+    if (*from == 0) continue;
+    sum[layer].tokens = *from++;
+    for (std::vector<double>* to : {&sum[layer].query_squares, &sum[layer].key_sums, &sum[layer].key_squares}) {
+      to->assign(from, from + width);
+      from += width;
+    }
+  }
+  return sum;
+}
+
 }  // namespace
 
 AttentionReport sum_over_ranks(Communicator& world, AttentionReport own) {
@@ -85,39 +135,15 @@ AttentionReport sum_over_ranks(Communicator& world, AttentionReport own) {
   return sum;
 }
 
-Selector::Thresholds mean_over_ranks(Communicator& world, const Selector::Thresholds& own,
-                                     const Selector::Thresholds& before) {
+SelectionObservations sum_over_ranks(Communicator& world, SelectionObservations own) {
   if (world.size() == 1) return own;
-  Packer packer;
-  for (const auto& [key, value] : own) {
-    if (const auto old = before.find(key); old != before.end() && old->second == value) continue;
-    packer.put(key.first);
-    packer.put(key.second);
-    packer.put(value);
-  }
-  std::map<std::pair<int, int>, std::pair<double, int>> sums;
-  for (const std::string& text : gather_texts(world, packer.take(), 0)) {
-    Unpacker unpacker(text);
-    while (!unpacker.done()) {
-      const int layer = unpacker.get<int>(), length_class = unpacker.get<int>();
-      auto& [sum, ranks] = sums[{layer, length_class}];
-      sum += unpacker.get<float>();
-      ++ranks;
-    }
-  }
-  for (const auto& [key, sum] : sums) {
-    packer.put(key.first);
-    packer.put(key.second);
-    packer.put(static_cast<float>(sum.first / sum.second));
-  }
-  const std::string text = broadcast_text(world, packer.take(), 0);
-  Selector::Thresholds mean = before;
-  Unpacker unpacker(text);
-  while (!unpacker.done()) {
-    const int layer = unpacker.get<int>(), length_class = unpacker.get<int>();
-    mean[{layer, length_class}] = unpacker.get<float>();
-  }
-  return mean;
+  SelectionObservations sum;
+  sum.planes = sum_of_planes(world, own.planes);
+  for (const std::string& text : gather_texts(world, pack(own.masses), 0)) unpack(text, sum.masses);
+  const std::string masses = broadcast_text(world, pack(sum.masses), 0);
+  sum.masses.clear();
+  unpack(masses, sum.masses);
+  return sum;
 }
 
 }  // namespace sb

@@ -9,10 +9,8 @@ namespace sb {
 // Collective.
 AttentionReport sum_over_ranks(Communicator& world, AttentionReport own);
 
-// The thresholds that all ranks go on with: every rank steers its own by its own sequences and layers. Of each the mean
-// over the ranks that have moved it, which is the same on all of them; one rank alone keeps its own. `before`: what all
-// of them had before the step, and keep where none has moved it. Collective.
-Selector::Thresholds mean_over_ranks(Communicator& world, const Selector::Thresholds& own,
-                                     const Selector::Thresholds& before);
+// What learn() needs of all ranks, the same on all of them: stages have different layers, the other ranks different
+// tokens. Collective.
+SelectionObservations sum_over_ranks(Communicator& world, SelectionObservations own);
 
 }  // namespace sb

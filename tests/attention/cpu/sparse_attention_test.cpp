@@ -7,6 +7,7 @@
 
 #include "attention/cpu/dense_attention.h"
 #include "attention/forwarding_attention.h"
+#include "core/errors.h"
 #include "tests/attention/reference.h"
 
 namespace sb {
@@ -112,14 +113,26 @@ AttentionCase changed_after(const AttentionCase& c, int cut) {
   return other;
 }
 
+// What scores by planes know of earlier steps, for both layers: operands of another sequence.
+LearnedSelection earlier_steps(const AttentionShape& shape) {
+  const AttentionCase c(shape, {700}, 99);
+  ThreadPool pool(1);
+  Exec exec;
+  exec.pool = &pool;
+  const PlaneSums sums = measure_planes(exec, shape, c.q.data(), c.k.data(), c.tokens());
+  return {{sums, sums}, {}};
+}
+
 // Whether changing the future after each of several cuts leaves every output and log-sum-exp up to the cut bit-equal.
 bool past_is_untouched(const SparseAttention::Options& options) {
   const AttentionCase c({4, 2, 16, 1.0f}, {1000}, 5);
   SparseAttention attention(options);
+  attention.use(earlier_steps(c.shape));
   const AttentionResults<float> before = run_attention(attention, c, 2);
   bool equal = true;
   for (const int cut : {0, 15, 16, 100, 127, 128, 500, 511, 777, 901, 998}) {
     SparseAttention fresh(options);
+    fresh.use(earlier_steps(c.shape));
     const AttentionResults<float> after = run_attention(fresh, changed_after(c, cut), 2);
     for (int t = 0; t <= cut; ++t) {
       equal = equal &&
@@ -142,6 +155,41 @@ TEST_P(SparsePattern, CausalOrderIsCausalAndLookaheadLeaks) {
           << "a look-ahead pattern that does not leak: the test is blind, query_block " << query_block;
     }
   }
+}
+
+TEST_P(SparsePattern, PlanesKeepTheOrder) {
+  if (GetParam().pattern == Pattern::window || GetParam().pattern == Pattern::vertical_slash) return;  // no scores
+  SparseAttention::Options options = options_for(GetParam().pattern, GetParam().order, 16, 384);
+  options.selection.dense_below = 0;
+  options.selection.score = BlockScore::planes;
+  options.selection.score_channels = 8;
+  options.coverage_rows = 5;
+  EXPECT_EQ(past_is_untouched(options), GetParam().order == Order::causal);
+
+  const AttentionCase c({4, 2, 16, 0.3f}, {900, 3, 511, 64}, 7);
+  SparseAttention two(options), one(options);
+  two.use(earlier_steps(c.shape));
+  one.use(earlier_steps(c.shape));
+  Recording two_threads(two), one_thread(one);
+  const AttentionResults<float> results = run_attention(two_threads, c, 2);
+  expect_close(results, reference_attention(c, sees_by(two_threads.index, c.shape)));
+  EXPECT_TRUE(run_attention(one_thread, c, 1) == results) << "1 and 2 threads differ";
+  const AttentionReport report = two.take_report();
+  EXPECT_EQ(report.samples.size(), 4u);
+  EXPECT_GT(report.layers[0].mean_coverage(), report.layers[0].density());
+}
+
+TEST(SparseAttention, PlanesThatNothingIsKnownOfAreAnError) {
+  SparseAttention::Options options = options_for(Pattern::topk, Order::causal, 16, 384);
+  options.selection.score = BlockScore::planes;
+  options.selection.score_channels = 8;
+  const AttentionCase c({4, 2, 16, 0.3f}, {900}, 7);
+  SparseAttention unknown(options);
+  EXPECT_THROW(run_attention(unknown, c, 1), InternalError);
+  options.selection.score_channels = 18;
+  SparseAttention wide(options);
+  wide.use(earlier_steps(c.shape));
+  EXPECT_THROW(run_attention(wide, c, 1), UserError);
 }
 
 TEST_P(SparsePattern, PartsOfBlocksKeepTheOrder) {
@@ -194,18 +242,25 @@ INSTANTIATE_TEST_SUITE_P(Patterns, SparsePattern, testing::ValuesIn(kPatterns),
 TEST(SparseAttention, CallsTakeTheMemoryThatWasPlanned) {
   const AttentionShape shape{4, 2, 16, 0.3f};
   for (const Pattern pattern : {Pattern::topk, Pattern::topp, Pattern::mass, Pattern::window, Pattern::dense})
-    for (const int score_tokens : {0, 8, 1})
+    for (const int score_tokens : {0, 8, 1, -1})  // -1: by planes
       for (const int coverage_rows : {0, 3}) {
         SparseAttention::Options options = options_for(pattern, Order::causal, 16, 384);
         options.selection.dense_below = 0;
-        options.selection.score_tokens = score_tokens;
+        options.selection.score_tokens = std::max(0, score_tokens);
+        options.selection.score = score_tokens < 0 ? BlockScore::planes : BlockScore::moments;
+        options.selection.score_channels = 8;
         options.coverage_rows = coverage_rows;
         SparseAttention attention(options);
+        attention.use(earlier_steps(shape));
         // Ever longer ones: memory that grew by doubling would be more than the last asks for.
         for (const int32_t tokens : {500, 700, 900}) run_attention(attention, AttentionCase(shape, {tokens}, 7), 1);
         const bool judges = pattern != Pattern::window && pattern != Pattern::dense;
-        // 900 tokens are 15 blocks of 64; mean and variance a part, of single keys the keys.
-        const int64_t rows = score_tokens == 0 ? 15 * 2 : score_tokens == 8 ? 15 * 8 * 2 : 15 * 64;
+        // 900 tokens are 15 blocks of 64; mean and variance a part, of single keys the keys, by planes a quarter.
+        // Where nothing is judged, planes have none, and coverage is measured by moments.
+        const int64_t rows = score_tokens == 0 || (score_tokens < 0 && !judges) ? 15 * 2
+                             : score_tokens == 8                                ? 15 * 8 * 2
+                             : score_tokens == 1                                ? 15 * 64
+                                                                                : 15 * 64 / 4;
         const int64_t statistics = judges || coverage_rows > 0 ? rows * 2 * 16 * 4 : 0;
         // 57 query blocks of two heads, of at most 15 entries of four bytes: they fit into one piece of 4096.
         const int64_t lists = pattern == Pattern::dense ? 0 : 57 * 2 * 32 + 4096 * 4;

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <map>
 
 #include "tests/attention/gpu/cuda_case.h"
 
@@ -45,9 +46,14 @@ class CudaAttentionTest : public ::testing::Test {
     return results;
   }
 
-  BlockIndex chosen_by_cpu(const CudaAttentionOptions& options, const CudaOperands& in,
-                           const std::vector<int32_t>& cu) {
+  BlockIndex chosen_by_cpu(const CudaAttentionOptions& options, const CudaOperands& in, const std::vector<int32_t>& cu,
+                           const LearnedSelection& learned = {}) {
     SparseAttention cpu(options.attention);
+    return run_on_cpu(cpu, in, cu, learned);
+  }
+  BlockIndex run_on_cpu(SparseAttention& cpu, const CudaOperands& in, const std::vector<int32_t>& cu,
+                        const LearnedSelection& learned, int layer = 0) {
+    cpu.use(learned);
     const auto state = cpu.make_state();
     CudaResults r;
     r.out.resize(in.q.size());
@@ -55,7 +61,7 @@ class CudaAttentionTest : public ::testing::Test {
     const Exec exec = cpu_exec();
     const Shape wide{in.tokens, in.shape.heads, in.shape.head_dim},
         narrow{in.tokens, in.shape.kv_heads, in.shape.head_dim};
-    cpu.forward(exec, 0, in.shape, {cu, {}},
+    cpu.forward(exec, layer, in.shape, {cu, {}},
                 {{in.q.data(), wide},
                  {in.k.data(), narrow},
                  {in.v.data(), narrow},
@@ -74,9 +80,31 @@ CudaAttentionOptions options_of(SelectionPattern pattern, int64_t budget) {
   CudaAttentionOptions options;
   options.attention.layers = 3;
   options.attention.selection.pattern = pattern;
+  options.attention.selection.score = BlockScore::moments;
   options.attention.selection.budget = budget;
   options.attention.selection.dense_layers = {2};
   return options;
+}
+
+CudaAttentionOptions planes_options(SelectionPattern pattern, int64_t budget) {
+  CudaAttentionOptions options = options_of(pattern, budget);
+  options.attention.selection.score = BlockScore::planes;
+  return options;
+}
+
+// Energies that make every layer and head take other planes.
+LearnedSelection made_up_energies(const AttentionShape& shape, int layers) {
+  LearnedSelection learned;
+  const size_t width = static_cast<size_t>(shape.kv_heads) * static_cast<size_t>(shape.head_dim);
+  for (int layer = 0; layer < layers; ++layer) {
+    PlaneSums& sums = learned.planes.emplace_back();
+    sums.tokens = 16;
+    for (size_t i = 0; i < width; ++i)
+      sums.query_squares.push_back(1.0 + static_cast<double>((i * 37 + 5 * layer) % 101));
+    sums.key_sums.assign(width, 0.0);
+    sums.key_squares.assign(width, 16.0);
+  }
+  return learned;
 }
 
 TEST_F(CudaAttentionTest, EqualsTheCpuOnTheSameLists) {
@@ -171,6 +199,117 @@ TEST_F(CudaAttentionTest, ChoosesWhatTheCpuChooses) {
   }
 }
 
+TEST_F(CudaAttentionTest, ChoosesByPlanesWhatTheCpuChooses) {
+  struct Case {
+    SelectionPattern pattern;
+    int heads, kv_heads, d, block;
+    DType dtype;
+    int channels = 32;
+    SelectionOrder order = SelectionOrder::causal;
+    bool portable = false;
+  };
+  const auto ahead = SelectionOrder::lookahead;
+  for (const Case& c : {Case{SelectionPattern::topk, 8, 2, 64, 128, DType::f32},
+                        {SelectionPattern::topk, 4, 2, 32, 128, DType::f32, 10},
+                        {SelectionPattern::topk, 8, 2, 64, 128, DType::bf16},
+                        {SelectionPattern::topk, 14, 2, 128, 128, DType::bf16},
+                        {SelectionPattern::topk, 14, 2, 128, 64, DType::bf16, 16},
+                        {SelectionPattern::topk, 2, 2, 64, 256, DType::bf16, 64},
+                        {SelectionPattern::topk, 16, 2, 128, 128, DType::bf16, 128},
+                        {SelectionPattern::topk, 8, 2, 64, 128, DType::bf16, 32, ahead},
+                        {SelectionPattern::topk, 8, 2, 64, 128, DType::bf16, 32, SelectionOrder::causal, true},
+                        {SelectionPattern::mass, 8, 2, 64, 128, DType::f32},
+                        {SelectionPattern::mass, 14, 2, 64, 128, DType::bf16},
+                        {SelectionPattern::mass, 8, 2, 64, 128, DType::bf16, 32, ahead}}) {
+    SCOPED_TRACE(fmt::format("pattern {} {}:{} d{} block {} {} {} channels", static_cast<int>(c.pattern), c.heads,
+                             c.kv_heads, c.d, c.block, dtype_name(c.dtype), c.channels));
+    CudaAttentionOptions options = planes_options(c.pattern, 900);
+    options.attention.selection.block = c.block;
+    options.attention.selection.score_channels = c.channels;
+    options.attention.selection.order = c.order;
+    options.portable = c.portable;
+    // Mean queries are short: a large scale sets blocks apart.
+    const AttentionShape shape{c.heads, c.kv_heads, c.d, 0.7f};
+    const std::vector<int32_t> cu{0, 3000, 5000};
+    const CudaOperands in(shape, cu.back(), c.dtype, 3);
+    const LearnedSelection learned = made_up_energies(shape, 3);
+    const auto attention = make_cuda_attention(options);
+    attention->use(learned);
+    BlockIndex index;
+    run(*attention, in, {cu, {}}, c.dtype, &index);
+    const BlockIndex want = chosen_by_cpu(options, in, cu, learned);
+    ASSERT_EQ(index.rows(), want.rows());
+    int64_t same = 0;
+    for (int64_t row = 0; row < want.rows(); ++row) {
+      const BlockIndex::Row a = index.row(row), b = want.row(row);
+      for (size_t i = 0; i < a.blocks.size(); ++i) same += std::ranges::binary_search(b.blocks, a.blocks[i]);
+    }
+    const double listed = static_cast<double>(std::max(want.entries(), index.entries()));
+    EXPECT_GT(static_cast<double>(same), 0.97 * listed);
+  }
+}
+
+TEST_F(CudaAttentionTest, ObservesEnergiesAndChoices) {
+  for (const DType dtype : {DType::bf16, DType::f32}) {
+    SCOPED_TRACE(dtype_name(dtype));
+    const CudaAttentionOptions options = planes_options(SelectionPattern::mass, 900);
+    const AttentionShape shape{6, 2, 64, 0.7f};
+    const std::vector<int32_t> cu{0, 3000, 3000, 3517, 6000};
+    const CudaOperands in(shape, cu.back(), dtype, 3);
+    const auto attention = make_cuda_attention(options);
+    attention->use(made_up_energies(shape, 3));
+    BlockIndex index;
+    run(*attention, in, {cu, {}}, dtype, &index, 1);
+    run(*attention, in, {cu, {}}, dtype, nullptr, 2);  // dense
+    const SelectionObservations seen = attention->take_observations();
+    ASSERT_EQ(seen.planes.size(), 3u);
+    EXPECT_EQ(seen.planes[0].tokens, 0);
+    EXPECT_EQ(seen.planes[1], seen.planes[2]);
+
+    PlaneSums want;
+    want.query_squares.assign(2 * 64, 0.0);
+    want.key_sums = want.key_squares = want.query_squares;
+    for (size_t s = 0; s + 1 < cu.size(); ++s)
+      for (int64_t token = cu[s]; token < cu[s + 1]; token += 16) {
+        want.tokens += 1;
+        for (size_t i = 0; i < 2 * 64; ++i) {
+          double query = 0;
+          for (size_t h = 0; h < 3; ++h)
+            query += in.q[static_cast<size_t>(token) * 6 * 64 + (i / 64 * 3 + h) * 64 + i % 64];
+          const double key = in.k[static_cast<size_t>(token) * 2 * 64 + i];
+          want.query_squares[i] += query / 3 * query / 3;
+          want.key_sums[i] += key;
+          want.key_squares[i] += key * key;
+        }
+      }
+    EXPECT_EQ(seen.planes[1].tokens, want.tokens);
+    for (size_t i = 0; i < 2 * 64; ++i) {
+      EXPECT_NEAR(seen.planes[1].query_squares[i], want.query_squares[i], 1e-4 * want.query_squares[i]);
+      EXPECT_NEAR(seen.planes[1].key_sums[i], want.key_sums[i], 1e-4);
+      EXPECT_NEAR(seen.planes[1].key_squares[i], want.key_squares[i], 1e-4 * want.key_squares[i]);
+    }
+    // Choices of the sparse layer alone: two sequences, of classes of their own; the third runs dense.
+    std::map<MassKey, MassCounts> masses;
+    int64_t given = 0;
+    for (const size_t s : {0u, 3u}) {
+      const SequenceTiles tiles = sequence_tiles(options.attention.selection, cu[s + 1] - cu[s], 900);
+      masses[mass_key(1, tiles)] += {0, 2 * wanted_blocks(tiles)};
+      given += 2 * given_blocks(tiles);
+    }
+    ASSERT_EQ(seen.masses.size(), masses.size());
+    int64_t chosen = 0;
+    for (const auto& [key, counts] : seen.masses) {
+      ASSERT_TRUE(masses.contains(key));
+      EXPECT_EQ(counts.wanted, masses[key].wanted);
+      chosen += counts.chosen;
+    }
+    EXPECT_EQ(chosen, index.entries() - given);
+    const SelectionObservations nothing = attention->take_observations();
+    EXPECT_TRUE(nothing.masses.empty());
+    for (const PlaneSums& sums : nothing.planes) EXPECT_EQ(sums.tokens, 0);
+  }
+}
+
 TEST_F(CudaAttentionTest, SingleKeysFindTheNeedle) {
   // One key far back holds most of what a token attends to, the last of its query block, which has one block to add.
   for (const DType dtype : {DType::bf16, DType::f32}) {
@@ -257,6 +396,34 @@ TEST_F(CudaAttentionTest, MeasuresCoverageLikeTheCpu) {
   }
 }
 
+// On a dense layer, so that only the estimates decide.
+TEST_F(CudaAttentionTest, MeasuresCoverageByPlanesLikeTheCpu) {
+  for (const auto& [dtype, heads, block] :
+       {std::tuple{DType::f32, 8, 128}, {DType::bf16, 14, 64}, {DType::bf16, 2, 256}}) {
+    SCOPED_TRACE(fmt::format("{} heads {} block {}", dtype_name(dtype), heads, block));
+    CudaAttentionOptions options = planes_options(SelectionPattern::topk, 900);
+    options.attention.selection.block = block;
+    options.attention.coverage_rows = 7;
+    const AttentionShape shape{heads, 2, 64, 0.4f};
+    const std::vector<int32_t> cu{0, 3001, 3001, 6600};
+    const CudaOperands in(shape, cu.back(), dtype, 3);
+    const LearnedSelection learned = made_up_energies(shape, 3);
+    const auto attention = make_cuda_attention(options);
+    attention->use(learned);
+    run(*attention, in, {cu, {}}, dtype, nullptr, 2);
+    SparseAttention cpu(options.attention);
+    run_on_cpu(cpu, in, cu, learned, 2);
+    const AttentionReport got = attention->take_report(), want = cpu.take_report();
+    ASSERT_EQ(got.samples.size(), want.samples.size());
+    for (size_t s = 0; s < want.samples.size(); ++s) {
+      const CoverageSample &x = got.samples[s].sample, &y = want.samples[s].sample;
+      EXPECT_NEAR(x.held, y.held, 2e-4);
+      ASSERT_EQ(x.curve.size(), y.curve.size());
+      for (size_t i = 0; i < y.curve.size(); ++i) EXPECT_NEAR(x.curve[i], y.curve[i], 5e-3);
+    }
+  }
+}
+
 TEST_F(CudaAttentionTest, TheFutureDoesNotShowInASingleBit) {
   // Scores far apart, so that rows are rescaled on the way: a neighbour's future must not show there either.
   struct Case {
@@ -264,16 +431,23 @@ TEST_F(CudaAttentionTest, TheFutureDoesNotShowInASingleBit) {
     int heads, d;
     float scale;
     DType dtype;
+    BlockScore score = BlockScore::moments;
   };
   for (const Case& c : {Case{SelectionPattern::topk, 8, 64, 0.125f, DType::bf16},
+                        {SelectionPattern::topk, 8, 64, 0.5f, DType::bf16, BlockScore::planes},
+                        {SelectionPattern::mass, 14, 128, 4.0f, DType::bf16, BlockScore::planes},
+                        {SelectionPattern::topk, 8, 64, 2.0f, DType::f32, BlockScore::planes},
                         {SelectionPattern::topk, 14, 64, 4.0f, DType::bf16},
                         {SelectionPattern::dense, 8, 128, 3.0f, DType::bf16},
                         {SelectionPattern::topp, 16, 128, 3.0f, DType::bf16},
                         {SelectionPattern::topk, 8, 64, 4.0f, DType::f32}}) {
     SCOPED_TRACE(
         fmt::format("pattern {} heads {} d {} {}", static_cast<int>(c.pattern), c.heads, c.d, dtype_name(c.dtype)));
-    const auto attention = make_cuda_attention(options_of(c.pattern, 700));
+    CudaAttentionOptions options = options_of(c.pattern, 700);
+    options.attention.selection.score = c.score;
+    const auto attention = make_cuda_attention(options);
     const AttentionShape shape{c.heads, 2, c.d, c.scale};
+    attention->use(made_up_energies(shape, 3));
     const std::vector<int32_t> cu{0, 3000};
     CudaOperands in(shape, 3000, c.dtype, 5);
     const CudaResults before = run(*attention, in, {cu, {}}, c.dtype);
@@ -369,20 +543,28 @@ TEST_F(CudaAttentionTest, ThresholdsMeetTheQuotaAndTravel) {
   const AttentionShape shape{8, 2, 64, 0.125f};
   const std::vector<int32_t> cu{0, 5000};
   const CudaOperands in(shape, cu.back(), DType::bf16, 3);
-  EXPECT_TRUE(attention->thresholds().empty());
+  LearnedSelection learned;
   double density = 0;
   for (int step = 0; step < 12; ++step) {
+    attention->use(learned);
     run(*attention, in, {cu, {}}, DType::bf16);
     density = attention->take_report().layers[0].density();
+    learned = learn(learned, attention->take_observations());
   }
   const auto topk = make_cuda_attention(options_of(SelectionPattern::topk, 900));
   run(*topk, in, {cu, {}}, DType::bf16);
   EXPECT_NEAR(density, topk->take_report().layers[0].density(), 0.08);
-  const Selector::Thresholds learned = attention->thresholds();
-  ASSERT_EQ(learned.size(), 1u);
+  ASSERT_EQ(learned.thresholds.size(), 1u);
+  // Another one that is told the same chooses the same, as often as it is asked.
+  BlockIndex one, two;
+  attention->use(learned);
+  run(*attention, in, {cu, {}}, DType::bf16, &one);
   const auto other = make_cuda_attention(options);
-  other->set_thresholds(learned);
-  EXPECT_EQ(other->thresholds(), learned);
+  other->use(learned);
+  for (int i = 0; i < 2; ++i) {
+    run(*other, in, {cu, {}}, DType::bf16, &two);
+    EXPECT_TRUE(one == two);
+  }
 }
 
 CudaAttentionOptions vertical_slash_options() {

@@ -33,6 +33,7 @@ CudaAttentionOptions options_of(SelectionPattern pattern, SelectionOrder order =
   options.attention.layers = 1;
   options.attention.selection.pattern = pattern;
   options.attention.selection.order = order;
+  options.attention.selection.score = BlockScore::moments;
   options.attention.selection.budget = 640;
   options.attention.selection.vertical_cap = 200;
   options.attention.selection.slash_cap = 4;
@@ -136,19 +137,27 @@ TEST_F(CudaHard, NumbersThatAreNoneStayInTheirSequence) {
   // Under the memory checker those that reach the most.
   const bool brief = std::getenv("SB_TEST_SHORT") != nullptr;
   const Shape wide{clean.tokens, shape.heads, shape.head_dim}, narrow{clean.tokens, shape.kv_heads, shape.head_dim};
-  for (const auto& [pattern, order] : {std::pair{SelectionPattern::topk, SelectionOrder::causal},
-                                       {SelectionPattern::topk, SelectionOrder::lookahead},
-                                       {SelectionPattern::topp, SelectionOrder::causal},
-                                       {SelectionPattern::mass, SelectionOrder::causal},
-                                       {SelectionPattern::mass, SelectionOrder::lookahead},
-                                       {SelectionPattern::vertical_slash, SelectionOrder::lookahead}})
+  using enum BlockScore;
+  for (const auto& [pattern, order, score] : {std::tuple{SelectionPattern::topk, SelectionOrder::causal, moments},
+                                              {SelectionPattern::topk, SelectionOrder::lookahead, moments},
+                                              {SelectionPattern::topp, SelectionOrder::causal, moments},
+                                              {SelectionPattern::mass, SelectionOrder::causal, moments},
+                                              {SelectionPattern::mass, SelectionOrder::lookahead, moments},
+                                              {SelectionPattern::topk, SelectionOrder::causal, planes},
+                                              {SelectionPattern::mass, SelectionOrder::causal, planes},
+                                              {SelectionPattern::vertical_slash, SelectionOrder::lookahead, moments}})
     for (const bool portable : {false, true}) {
       if (brief && portable) continue;
       const auto run = [&](const CudaOperands& in) {
         CudaAttentionOptions options = options_of(pattern, order);
         options.portable = portable;
         options.attention.coverage_rows = 3;
+        options.attention.selection.score = score;
         const auto attention = make_cuda_attention(options);
+        LearnedSelection learned;
+        learned.planes.push_back(
+            {16, std::vector<double>(2 * 64, 1.0), std::vector<double>(2 * 64, 0.0), std::vector<double>(2 * 64, 1.0)});
+        attention->use(learned);
         const DeviceTensor q(in.q, wide, DType::bf16), k(in.k, narrow, DType::bf16), v(in.v, narrow, DType::bf16),
             dout(in.dout, wide, DType::bf16);
         DeviceTensor out(wide, DType::bf16), lse({shape.heads, in.tokens}, DType::f32), dq(wide, DType::bf16),

@@ -4,9 +4,11 @@
 
 #include <algorithm>
 #include <cmath>
+#include <string>
 #include <vector>
 
 #include "attention/select/block_scores.h"
+#include "attention/select/planes.h"
 #include "core/errors.h"
 #include "core/random.h"
 
@@ -39,7 +41,7 @@ struct Case {
   }
 };
 
-BlockIndex run(Selector& selector, const Case& in, int threads, int layer = 0) {
+BlockIndex run(Selector& selector, const Case& in, int threads, int layer = 0, const LayerPlanes* planes = nullptr) {
   ThreadPool pool(threads);
   Exec exec;
   exec.pool = &pool;
@@ -55,10 +57,12 @@ BlockIndex run(Selector& selector, const Case& in, int threads, int layer = 0) {
   request.q = in.q.data();
   request.k = in.k.data();
   request.place = index.sequences()[0];
+  request.threshold = start_threshold(request.tiles);
   const BlockScoring scoring(config);
   std::vector<float> statistics(BlockStatistics::floats(scoring, in.shape, request.tiles.blocks()));
-  BlockStatistics::fill(exec, in.shape, scoring, in.k.data(), in.tokens, statistics.data());
+  BlockStatistics::fill(exec, in.shape, scoring, in.k.data(), in.tokens, statistics.data(), planes);
   request.statistics = statistics.data();
+  request.planes = planes;
   selector.select(exec, request, builder);
   builder.finish(pool);
   return index;
@@ -191,6 +195,94 @@ TEST(Selector, SmallPartsFindASingleKey) {
   EXPECT_FALSE(found(0)) << "the whole block shows the key too: the test is blind";
 }
 
+LayerPlanes planes_of(const Case& in, int channels) {
+  ThreadPool pool(1);
+  Exec exec;
+  exec.pool = &pool;
+  return choose_planes(in.shape, measure_planes(exec, in.shape, in.q.data(), in.k.data(), in.tokens), channels);
+}
+
+// All channels and one query head a kv head: the block of the largest exact product, staircase and all. Numbers that
+// bf16 holds, so that ties are ties.
+TEST(Selector, PlanesOfAllChannelsChooseByTheLargestKey) {
+  Case in(2, 2, 1500, 31);
+  for (auto* values : {&in.q, &in.k})
+    for (float& x : *values) x = std::round(4.0f * std::clamp(x, -15.0f, 15.0f)) / 4.0f;
+  const LayerPlanes planes = planes_of(in, 16);
+  for (const int query_block : {1, 16, 64}) {
+    SelectionConfig config = config_for(Pattern::topk, Order::causal, query_block, 64 * 8);
+    config.score = BlockScore::planes;
+    config.score_channels = 16;
+    Selector selector(config);
+    const BlockIndex index = run(selector, in, 2, 0, &planes);
+    const SequenceTiles tiles = in.tiles(config);
+    for (int head = 0; head < 2; ++head)
+      for (int64_t tile = 0; tile < tiles.tiles(); ++tile) {
+        const int64_t competing = tiles.competing(tile);
+        std::vector<float> largest(tiles.rows(tile) * competing, -INFINITY);
+        for (int64_t r = 0; r < tiles.rows(tile); ++r)
+          for (int64_t m = 0; m < competing * 64; ++m) {
+            double product = 0;
+            for (int c = 0; c < 16; ++c)
+              product += in.q[((tiles.begin(tile) + r) * 2 + head) * 16 + c] * in.k[(m * 2 + head) * 16 + c];
+            float& top = largest[r * competing + m / 64];
+            top = std::max(top, static_cast<float>(product));
+          }
+        std::vector<IndexEntry> expected;
+        Staircase().choose(tiles, tile, {largest.data(), competing, tiles.rows(tile), competing},
+                           staircase_rule(StaircaseRule::Kind::topk, tiles.free_quota(tile), config.step, query_block),
+                           expected);
+        const BlockIndex::Row row = index.row(BlockIndex::row_id(index.sequences()[0], head, static_cast<int>(tile)));
+        ASSERT_EQ(row.blocks.size(), expected.size());
+        for (size_t i = 0; i < expected.size(); ++i) {
+          EXPECT_EQ(row.blocks[i], expected[i].block) << "head " << head << " tile " << tile;
+          EXPECT_EQ(row.first[i], expected[i].first) << "head " << head << " tile " << tile;
+        }
+      }
+  }
+}
+
+TEST(Selector, PlanesGiveTheSameRowsForAnyNumberOfThreads) {
+  for (const Pattern pattern : {Pattern::topk, Pattern::topp, Pattern::mass})
+    for (const Order order : {Order::causal, Order::lookahead})
+      for (const int block : {64, 128, 256}) {
+        const Case in(6, 2, 2000, 17);
+        SelectionConfig config = config_for(pattern, order, 16, 512);
+        config.block = block;
+        config.score = BlockScore::planes;
+        config.score_channels = 8;
+        config.local_blocks = 0;
+        const LayerPlanes planes = planes_of(in, 8);
+        Selector one(config), three(config);
+        const BlockIndex index = run(one, in, 1, 0, &planes);
+        EXPECT_TRUE(index == run(three, in, 3, 0, &planes));
+        config.score = BlockScore::moments;
+        Selector moments(config);
+        EXPECT_FALSE(index == run(moments, in, 1)) << "planes choose as moments do: the test is blind";
+      }
+}
+
+TEST(Selector, PlanesFindASingleKey) {
+  Case in(4, 1, 4096, 41);
+  constexpr int64_t kNeedle = 64 * 20 + 37, kAsking = 4080;  // the first of its query block
+  // All heads ask for it, in the four planes that carry the most.
+  for (size_t i = 0; i < in.q.size(); ++i) in.q[i] *= i % 8 < 4 ? 2.0f : 0.25f;
+  for (int h = 1; h < 4; ++h) std::copy_n(&in.q[kAsking * 64], 16, &in.q[kAsking * 64 + h * 16]);
+  for (int64_t t = 64 * 20; t < 64 * 21; ++t)
+    for (int c = 0; c < 16; ++c) in.k[t * 16 + c] = (t == kNeedle ? 4.0f : -0.5f) * in.q[kAsking * 64 + c];
+  SelectionConfig config = config_for(Pattern::topk, Order::causal, 16, 64 * 8);
+  config.score = BlockScore::planes;
+  config.score_channels = 8;
+  const LayerPlanes planes = planes_of(in, 8);
+  EXPECT_EQ(planes.channel, (std::vector<int32_t>{0, 1, 2, 3, 8, 9, 10, 11}));
+  Selector selector(config);
+  const BlockIndex index = run(selector, in, 1, 0, &planes);
+  const BlockIndex::Row row = index.row(BlockIndex::row_id(index.sequences()[0], 0, kAsking / 16));
+  const auto at = std::find(row.blocks.begin(), row.blocks.end(), uint16_t{20});
+  ASSERT_NE(at, row.blocks.end());
+  EXPECT_EQ(row.first[at - row.blocks.begin()], 0);
+}
+
 TEST(Selector, MostMassIsNeverBelowTopk) {
   for (uint64_t seed = 0; seed < 20; ++seed) {
     for (const int query_block : {16, 64}) {
@@ -206,26 +298,6 @@ TEST(Selector, MostMassIsNeverBelowTopk) {
       }
     }
   }
-}
-
-TEST(Selector, MassThresholdIsSteeredToTheQuota) {
-  const Case in(4, 2, 4000, 23);
-  const SelectionConfig config = config_for(Pattern::mass, Order::causal, 16, 64 * 12);
-  Selector selector(config);
-  const Selector::Thresholds before = selector.thresholds();
-  EXPECT_TRUE(before.empty());
-  BlockIndex index;
-  for (int step = 0; step < 12; ++step) index = run(selector, in, 2, 3);
-  Selector topk(config_for(Pattern::topk, Order::causal, 16, 64 * 12));
-  const double ratio = static_cast<double>(index.entries()) / static_cast<double>(run(topk, in, 2).entries());
-  EXPECT_NEAR(ratio, 1.0, 0.1);
-  ASSERT_EQ(selector.thresholds().size(), 1u);
-  EXPECT_EQ(selector.thresholds().begin()->first.first, 3);
-
-  // A checkpoint's thresholds give the same next choice.
-  Selector resumed(config);
-  resumed.set_thresholds(selector.thresholds());
-  EXPECT_TRUE(run(selector, in, 1, 3) == run(resumed, in, 1, 3));
 }
 
 TEST(Selector, VerticalSlashFindsPlantedColumnsAndDiagonals) {
@@ -299,7 +371,31 @@ TEST(SelectionConfig, RefusesWhatDoesNotWork) {
   EXPECT_THROW(parse_selection_pattern("topq"), UserError);
   EXPECT_THROW(parse_selection_order("random"), UserError);
   EXPECT_THROW(parse_block_score("max"), UserError);
+  EXPECT_EQ(parse_block_score("planes"), BlockScore::planes);
   EXPECT_EQ(parse_selection_pattern("vertical_slash"), SelectionPattern::vertical_slash);
+}
+
+TEST(SelectionConfig, RefusesChannelsThatMakeNoPlanes) {
+  const auto message = [](int channels, int score_tokens, int head_dim) -> std::string {
+    SelectionConfig config;
+    config.score = BlockScore::planes;
+    config.score_channels = channels;
+    config.score_tokens = score_tokens;
+    try {
+      check_selection_config(config);
+      check_score_channels(config, head_dim);
+    } catch (const UserError& error) {
+      return error.what();
+    }
+    return "";
+  };
+  EXPECT_EQ(message(32, 0, 64), "");
+  EXPECT_EQ(message(64, 0, 64), "");
+  for (const int channels : {-2, 0, 1, 31})
+    EXPECT_NE(message(channels, 0, 64).find("attention.score_channels"), std::string::npos) << channels;
+  EXPECT_NE(message(66, 0, 64).find("attention.score_channels: 66, but the model's heads have 64"), std::string::npos);
+  EXPECT_NE(message(8, 0, 7).find("attention.score_channels"), std::string::npos);
+  EXPECT_NE(message(32, 1, 64).find("attention.score_tokens"), std::string::npos);
 }
 
 TEST(Selector, MostMassChoosesNotANumberLast) {

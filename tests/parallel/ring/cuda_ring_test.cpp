@@ -25,6 +25,7 @@ AttentionShape shape_of(int heads, int kv_heads, int head_dim) {
 SelectionConfig config_of(SelectionPattern pattern) {
   SelectionConfig config;
   config.pattern = pattern;
+  config.score = BlockScore::moments;
   config.block = 128;
   config.query_block = pattern == SelectionPattern::vertical_slash ? 64 : 16;
   config.budget = 384;
@@ -35,6 +36,18 @@ SelectionConfig config_of(SelectionPattern pattern) {
   config.slash_cap = 4;
   if (pattern == SelectionPattern::vertical_slash) config.order = SelectionOrder::lookahead;
   return config;
+}
+
+// What blocks are judged by, where that is by planes.
+LearnedSelection learned_of(const AttentionShape& shape) {
+  LearnedSelection learned;
+  PlaneSums& sums = learned.planes.emplace_back();
+  const size_t width = static_cast<size_t>(shape.kv_heads) * static_cast<size_t>(shape.head_dim);
+  sums.tokens = 16;
+  for (size_t i = 0; i < width; ++i) sums.query_squares.push_back(1.0 + static_cast<double>(i * 37 % 101));
+  sums.key_sums.assign(width, 0.0);
+  sums.key_squares.assign(width, 16.0);
+  return learned;
 }
 
 uint16_t bf16_bits(float value) {
@@ -104,7 +117,7 @@ struct RingRun {
 struct RingSays {
   std::vector<BlockIndex> chosen;  // of every rank
   std::vector<AttentionReport> reports;
-  std::vector<Selector::Thresholds> thresholds;
+  std::vector<SelectionObservations> seen;
   std::vector<int64_t> scratch_planned, scratch_used;
 };
 
@@ -121,7 +134,7 @@ AttentionResults<float> run_ring(const AttentionCase& c, const RingRun& run, Rin
     const auto ranks = static_cast<size_t>(run.ranks);
     says->chosen.resize(ranks);
     says->reports.resize(ranks);
-    says->thresholds.resize(ranks);
+    says->seen.resize(ranks);
     says->scratch_planned.resize(ranks);
     says->scratch_used.resize(ranks);
   }
@@ -136,6 +149,7 @@ AttentionResults<float> run_ring(const AttentionCase& c, const RingRun& run, Rin
     options.lists_on_device = run.lists_on_device;
     options.deterministic = run.deterministic;
     const auto ring = make_cuda_ring_attention(*group, *data, options);
+    ring->use(learned_of(s));
     const ContextLayout layout(options.placement, run.ranks, run.selection.block, c.cu_seqlens);
     const std::vector<int32_t> tokens = layout.tokens(world.rank()), local = layout.local_cu_seqlens(world.rank());
     const auto count = static_cast<int64_t>(tokens.size());
@@ -165,7 +179,7 @@ AttentionResults<float> run_ring(const AttentionCase& c, const RingRun& run, Rin
       const auto rank = static_cast<size_t>(world.rank());
       says->chosen[rank] = read_ring_index(*state, pool);
       says->reports[rank] = ring->take_report();
-      says->thresholds[rank] = ring->thresholds();
+      says->seen[rank] = ring->take_observations();
       says->scratch_planned[rank] = scratch.capacity();
       says->scratch_used[rank] = scratch.high_water();
     }
@@ -262,7 +276,7 @@ TEST_P(CudaRing, GivenListsEqualTheDefinition) {
 struct OneGpu {
   BlockIndex chosen;
   AttentionReport report;
-  Selector::Thresholds thresholds;
+  SelectionObservations seen;
 };
 
 OneGpu run_one(const AttentionCase& c, const SelectionConfig& selection, DType dtype, int coverage_rows) {
@@ -270,6 +284,7 @@ OneGpu run_one(const AttentionCase& c, const SelectionConfig& selection, DType d
   ThreadPool pool(1);
   const DeviceContext context(DeviceKind::cuda, pool);
   const auto attention = make_cuda_attention({.attention = {selection, 1, coverage_rows}});
+  attention->use(learned_of(s));
   const Shape queries = {c.tokens(), s.heads, s.head_dim}, keys = {c.tokens(), s.kv_heads, s.head_dim};
   const DeviceTensor q(dtype, queries, c.q), k(dtype, keys, c.k), v(dtype, keys, c.v), out(dtype, queries);
   const DeviceTensor lse(DType::f32, {s.heads, c.tokens()});
@@ -279,7 +294,7 @@ OneGpu run_one(const AttentionCase& c, const SelectionConfig& selection, DType d
   const auto state = attention->make_state();
   attention->forward(exec, 0, s, c.sequences(), {q.view(), k.view(), v.view(), out.view(), lse.view()}, *state, false);
   context.synchronize();
-  return {read_block_index(*state, pool), attention->take_report(), attention->thresholds()};
+  return {read_block_index(*state, pool), attention->take_report(), attention->take_observations()};
 }
 
 // Rows of the ranks that are not those of one GPU.
@@ -308,6 +323,7 @@ struct ChoiceCase {
   SelectionPattern pattern;
   SelectionOrder order;
   int block = 128, query_block = 16, score_tokens = 0;
+  BlockScore score = BlockScore::moments;
 };
 
 class CudaRingChoices : public testing::TestWithParam<std::tuple<DType, ChoiceCase>> {
@@ -328,7 +344,13 @@ INSTANTIATE_TEST_SUITE_P(
                                      ChoiceCase{"parts", SelectionPattern::topk, SelectionOrder::causal, 128, 16, 32},
                                      ChoiceCase{"blocks_of_256", SelectionPattern::topk, SelectionOrder::causal, 256,
                                                 32},
-                                     ChoiceCase{"blocks_of_64", SelectionPattern::topk, SelectionOrder::causal, 64})),
+                                     ChoiceCase{"blocks_of_64", SelectionPattern::topk, SelectionOrder::causal, 64},
+                                     ChoiceCase{"planes", SelectionPattern::topk, SelectionOrder::causal, 128, 16, 0,
+                                                BlockScore::planes},
+                                     ChoiceCase{"planes_mass", SelectionPattern::mass, SelectionOrder::causal, 64, 16,
+                                                0, BlockScore::planes},
+                                     ChoiceCase{"planes_ahead", SelectionPattern::topk, SelectionOrder::lookahead, 256,
+                                                32, 0, BlockScore::planes})),
     [](const auto& given) {
       return std::string(dtype_name(std::get<0>(given.param))) + "_" + std::get<1>(given.param).name;
     });
@@ -343,6 +365,7 @@ TEST_P(CudaRingChoices, AreThoseOfOneGpu) {
   config.block = pattern.block;
   config.query_block = pattern.query_block;
   config.score_tokens = pattern.score_tokens;
+  config.score = pattern.score;
   config.budget = 6 * config.block;
   config.dense_below = 600;
   config.coverage = 0.8;
@@ -362,11 +385,24 @@ TEST_P(CudaRingChoices, AreThoseOfOneGpu) {
       together.layers[0].pairs += says.reports[static_cast<size_t>(r)].layers[0].pairs;
       together.layers[0].causal_pairs += says.reports[static_cast<size_t>(r)].layers[0].causal_pairs;
       EXPECT_TRUE(says.reports[static_cast<size_t>(r)].samples.empty());
-      EXPECT_EQ(says.thresholds[static_cast<size_t>(r)], says.thresholds[0]);
+      says.seen[0] += says.seen[static_cast<size_t>(r)];
     }
     EXPECT_EQ(together.layers[0].pairs, one.report.layers[0].pairs);
     EXPECT_EQ(together.layers[0].causal_pairs, one.report.layers[0].causal_pairs);
-    EXPECT_EQ(says.thresholds[0], one.thresholds);
+    EXPECT_EQ(says.seen[0].masses, one.seen.masses);
+    EXPECT_EQ(one.seen.masses.empty(),
+              pattern.pattern != SelectionPattern::mass || pattern.order == SelectionOrder::lookahead);
+    ASSERT_EQ(says.seen[0].planes.size(), one.seen.planes.size());
+    EXPECT_EQ(one.seen.planes.empty(), pattern.score != BlockScore::planes);
+    for (size_t i = 0; i < one.seen.planes.size(); ++i) {
+      const PlaneSums &x = says.seen[0].planes[i], &y = one.seen.planes[i];
+      EXPECT_EQ(x.tokens, y.tokens);
+      for (size_t j = 0; j < y.key_sums.size(); ++j) {
+        EXPECT_NEAR(x.query_squares[j], y.query_squares[j], 1e-9 * y.query_squares[j]);
+        EXPECT_NEAR(x.key_sums[j], y.key_sums[j], 1e-9);
+        EXPECT_NEAR(x.key_squares[j], y.key_squares[j], 1e-9 * y.key_squares[j]);
+      }
+    }
     ASSERT_EQ(together.samples.size(), one.report.samples.size());
     for (size_t i = 0; i < together.samples.size(); ++i) {
       const MeasuredCoverage &x = together.samples[i], &y = one.report.samples[i];

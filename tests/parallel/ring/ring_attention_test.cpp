@@ -209,7 +209,7 @@ TEST_P(RingChoice, IsThatOfOneRank) {
   const std::vector<int32_t> budgets = {384, 384, 384, 448};
   const int coverage_rows = choice.pattern == Pattern::dense ? 0 : 7;
   SparseAttention alone({config, 1, coverage_rows});
-  KeepIndex keeper(alone, budgets, 3);  // several times: `mass` carries its threshold on
+  KeepIndex keeper(alone, budgets, 3);  // several times: nothing is carried on from call to call
   const AttentionResults<float> expected = run_attention(keeper, c, 1);
 
   std::vector<BlockIndex> chosen;

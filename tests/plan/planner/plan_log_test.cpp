@@ -2,6 +2,7 @@
 
 #include "plan/planner/plan_log.h"
 
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 #include <malloc.h>
 #include <sys/stat.h>
@@ -11,11 +12,16 @@
 #include <thread>
 
 #include "core/errors.h"
+#include "core/files/crc32c.h"
 #include "tests/data/temporary_folder.h"
 #include "tests/plan/planner/planned_steps.h"
 
 namespace sb::testing {
 namespace {
+
+std::string checksum_of(const std::string& text) {
+  return fmt::format("{:08x}", crc32c(0, text.data(), text.size()));
+}
 
 TEST(BalancedPlanner, ReplaysTheLogOfAKilledProcess) {
   TemporaryFolder folder;
@@ -45,6 +51,47 @@ TEST(BalancedPlanner, ReplaysTheLogOfAKilledProcess) {
   EXPECT_EQ(read_plan_log(replay.log).steps.size(), 8u);
   const auto past_the_end = [&] { run(*planner(replay), replay, 9, 12, steady); };
   EXPECT_NE(error_of(past_the_end).find("no plan of step 12; it holds 1 to 11"), std::string::npos);
+}
+
+TEST(BalancedPlanner, ReplaysPlansThatCutSequences) {
+  TemporaryFolder folder;
+  BalancedPlannerOptions chosen = options(2, 2);
+  chosen.plan.chunk.tokens = 4096;
+  chosen.log = std::filesystem::path(folder.path("plan.jsonl"));
+  const auto plans = run(*planner(chosen), chosen, 1, 6, steady);
+  EXPECT_NE(plans[0].find("\"piece\":[0,"), std::string::npos);
+  BalancedPlannerOptions replay = options(2, 2);
+  replay.plan.chunk.tokens = 4096;
+  replay.replay = chosen.log;
+  EXPECT_EQ(run(*planner(replay), replay, 1, 4, steady), std::vector(plans.begin(), plans.begin() + 4));
+  // What memory is not planned for is refused.
+  replay.plan.chunk.tokens = 0;
+  const auto again = [&] { run(*planner(replay), replay, 1, 4, steady); };
+  EXPECT_NE(error_of(again).find("memory is planned for whole ones; set balance.chunk"), std::string::npos);
+  replay.plan.chunk.tokens = 2048;
+  EXPECT_NE(error_of(again).find("above balance.chunk 2048"), std::string::npos);
+  replay.plan.chunk.tokens = 4096;
+  replay.spec.block = 1 << 14;
+  replay.spec.budget = 1 << 20;
+  EXPECT_NE(error_of(again).find("blocks end at multiples of 16384"), std::string::npos);
+}
+
+TEST(BalancedPlanner, PlansOfAnOlderReleaseAreRefusedAndKept) {
+  TemporaryFolder folder;
+  BalancedPlannerOptions chosen = options();
+  chosen.log = std::filesystem::path(folder.path("plan.jsonl"));
+  run(*planner(chosen), chosen, 1, 3, steady);
+  // As a version 1 had them: with their own checksum.
+  const PlanRecord record = read_plan_log(chosen.log);
+  std::string old = write_plan(record.steps.at(1).plan);
+  old.replace(old.find("\"version\":2"), 11, "\"version\":1");
+  const std::string line = fmt::format("{{\"step\":1,\"crc32c\":\"{}\",\"plan\":{}}}\n", checksum_of(old), old);
+  std::ofstream(chosen.log) << line;
+  EXPECT_NE(error_of([&] { planner(chosen); }).find("plan version 1 and this program reads 2; go on with the release"),
+            std::string::npos);
+  EXPECT_EQ(read_bytes(chosen.log), line);
+  // A report only says so.
+  EXPECT_NE(read_plan_log(chosen.log).damage.find("plan version 1"), std::string::npos);
 }
 
 // From a pipe, which cannot be read twice.

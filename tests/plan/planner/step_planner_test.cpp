@@ -2,6 +2,8 @@
 
 #include <gtest/gtest.h>
 
+#include <functional>
+#include <tuple>
 #include "attention/select/coverage.h"
 #include "core/errors.h"
 
@@ -33,6 +35,48 @@ TEST(InOrderPlanner, CutsTheBatchIntoEqualPartsAndPacksEach) {
             (std::vector<std::vector<std::vector<int64_t>>>{{{100, 101}, {102}}, {{103, 104}, {105}, {106}}}));
   EXPECT_EQ(plan.ranks[0].micro_batches[0].tokens, 9);
   EXPECT_TRUE(plan.ranks[0].micro_batches[0].budgets.empty());
+}
+
+TEST(InOrderPlanner, CutsLongSequencesAndPacksShortOnesBetween) {
+  InOrderPlanner planner(1, 3, {2, 100}, 8, 0, {32, 16, true});
+  planner.announce(1, batch({10, 10, 100, 33, 5, 40}, 0));
+  const Plan plan = planner.next();
+  std::vector<std::tuple<std::vector<int64_t>, int64_t, int64_t, int64_t>> found;
+  for (const PlannedMicroBatch& own : plan.ranks[0].micro_batches)
+    found.emplace_back(own.sequences, own.tokens, own.begin, own.end);
+  const decltype(found) expected{{{0, 1}, 20, 0, 0}, {{2}, 16, 0, 16}, {{2}, 32, 16, 48}, {{2}, 32, 48, 80},
+                                 {{2}, 20, 80, 100}, {{3}, 16, 0, 16}, {{3}, 17, 16, 33}, {{4}, 5, 0, 0},
+                                 {{5}, 16, 0, 16},   {{5}, 24, 16, 40}};
+  EXPECT_EQ(found, expected);
+  EXPECT_EQ(plan.ranks[0].ahead, 4);
+  EXPECT_EQ(group_sizes(plan.ranks[0]), (std::vector<int>{1, 4, 2, 1, 2}));
+  EXPECT_EQ(write_plan(parse_plan(write_plan(plan), "plan")), write_plan(plan));
+}
+
+TEST(PlanJson, PiecesThatDoNotFitEachOtherAreRefused) {
+  InOrderPlanner planner(1, 3, {2, 100}, 8, 0, {32, 16, true});
+  planner.announce(1, batch({40, 5}, 0));
+  const Plan good = planner.next();
+  const auto refused = [&](const std::function<void(Plan&)>& change, const char* why) {
+    Plan plan = good;
+    change(plan);
+    try {
+      parse_plan(write_plan(plan), "a plan");
+      ADD_FAILURE() << "taken, though " << why;
+    } catch (const UserError& error) {
+      EXPECT_NE(std::string(error.what()).find(why), std::string::npos) << error.what();
+    }
+  };
+  const auto piece = [](Plan& plan, size_t i) -> PlannedMicroBatch& { return plan.ranks[0].micro_batches[i]; };
+  refused([&](Plan& plan) { piece(plan, 0).sequences = {9}; }, "is not its piece that ends there");
+  refused([&](Plan& plan) { piece(plan, 1).begin = 8, piece(plan, 1).tokens = 32; },
+          "is not its piece that ends there");
+  refused([&](Plan& plan) { std::swap(piece(plan, 0), piece(plan, 1)); }, "is not its piece that ends there");
+  refused([&](Plan& plan) { piece(plan, 1).tokens = 5; }, "does not have 5 tokens");
+  refused([&](Plan& plan) { piece(plan, 1).sequences = {0, 1}; }, "the only sequence");
+  refused([&](Plan& plan) { piece(plan, 1).budgets = {8, 8, 8}; }, "different budgets");
+  refused([&](Plan& plan) { plan.ranks[0].ahead = 4; }, "`ahead` 4 must be from 1 to the rank's 3");
+  refused([&](Plan& plan) { plan.ranks[0].ahead = 0; }, "`ahead` 0");
 }
 
 TEST(InOrderPlanner, SurvivesTheTrip) {

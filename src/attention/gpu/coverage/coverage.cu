@@ -293,12 +293,16 @@ void measure_blocks(const CoverageParams& p, Precision precision, void* stream) 
   if (p.token_count == 0 || count == 0) return;
   if (p.shape.head_dim % kCoverageHeadDimUnit != 0) throw_unsupported("head_dim", p.shape.head_dim);
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
-  if (precision != Precision::fp32) return tensor_coverage_blocks(p, count, cuda_stream);
-  // More would leave too few thread blocks a multiprocessor.
-  const int at_once = std::min(p.parts, std::max(1, 32 * 1024 / (2 * p.shape.head_dim * 4)));
-  const size_t bytes = (kHeads + 2 * at_once) * p.shape.head_dim * sizeof(float);
-  blocks_kernel<<<dim3(count, p.shape.kv_heads), kThreads, bytes, cuda_stream>>>(p, at_once);
-  check(cudaGetLastError(), "coverage of key blocks");
+  if (precision != Precision::fp32) {
+    tensor_coverage_blocks(p, count, cuda_stream);
+  } else {
+    // More would leave too few thread blocks a multiprocessor.
+    const int at_once = std::min(p.parts, std::max(1, 32 * 1024 / (2 * p.shape.head_dim * 4)));
+    const size_t bytes = (kHeads + 2 * at_once) * p.shape.head_dim * sizeof(float);
+    blocks_kernel<<<dim3(count, p.shape.kv_heads), kThreads, bytes, cuda_stream>>>(p, at_once);
+    check(cudaGetLastError(), "coverage of key blocks");
+  }
+  if (p.planes != nullptr) plane_coverage_blocks(p, count, precision, cuda_stream);
 }
 
 void measure_tokens(const CoverageParams& p, Precision precision, void* stream) {

@@ -52,11 +52,20 @@ CoveragePlan make_coverage_plan(const Shape& shape, std::span<const int32_t> cu_
                                 const std::vector<SequenceTiles>& tiles, int rows, const SelectPlan* select,
                                 std::span<const int32_t> gathered);
 
+// Parts of a key block whose statistics estimate it. Where planes do that, or nothing, its whole has to do.
+inline int judged_parts(const SelectionConfig& config) {
+  return config.scores_blocks() && config.score != BlockScore::planes ? BlockScoring(config).parts() : 1;
+}
+
 struct CoverageParams {
   Shape shape;
   const void* q = nullptr;
   const void* k = nullptr;
   bool moments = true;
+  // Where blocks are judged by planes, as in SelectParams; else null.
+  const int32_t* planes = nullptr;
+  const float* plane_scales = nullptr;
+  int32_t plane_channels = 0;
   // Of the selection.
   int32_t block = kBlock, list_block = kBlock;  // tokens of a key block in the selection and in the lists
   int32_t parts = 1;                            // of a key block that are judged each by itself

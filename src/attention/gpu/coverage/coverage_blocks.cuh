@@ -41,5 +41,7 @@ __device__ inline float* block_triple(const CoverageParams& args, const Coverage
 
 // Fills the triples of `count` key blocks in bf16, with tensor cores.
 void tensor_coverage_blocks(const CoverageParams& params, int count, cudaStream_t stream);
+// Puts the estimates by planes in the place of those by statistics.
+void plane_coverage_blocks(const CoverageParams& params, int count, Precision precision, cudaStream_t stream);
 
 }  // namespace sb::gpu

@@ -65,50 +65,6 @@ struct Scorer : MassRows<D, kLog, Build<D>::kConsumers> {
     this->keep(x, chunk);
   }
 
-  // A row's sum that overflowed, from what was kept of it: rarely.
-  __device__ float sum_again(int h, int chunks) const {
-    float top = 0, all = 0;
-    const auto each = [&](auto body) {
-      for (int chunk = 0; chunk < chunks; ++chunk)
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          const uint4 eight = *this->kept_at(chunk, 2 * h + i);
-          const uint32_t words[4] = {eight.x, eight.y, eight.z, eight.w};
-#pragma unroll
-          for (int w = 0; w < 4; ++w) {
-            const float2 two = __half22float2(as_half2(words[w]));
-            body(two.x);
-            body(two.y);
-          }
-        }
-    };
-    each([&](float x) { top = fmaxf(top, x); });
-    top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
-    top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
-    each([&](float x) { all += exp2_fast(x - top); });
-    all += __shfl_xor_sync(~0u, all, 1);
-    all += __shfl_xor_sync(~0u, all, 2);
-    return top + __log2f(all);
-  }
-  __device__ void finish(int chunks) {
-    constexpr float kLimit = 1.2e38f;
-    float all[2], lse[2];
-#pragma unroll
-    for (int h = 0; h < 2; ++h) all[h] = sum[h] + __shfl_xor_sync(~0u, sum[h], 1);
-#pragma unroll
-    for (int h = 0; h < 2; ++h) all[h] += __shfl_xor_sync(~0u, all[h], 2);
-#pragma unroll
-    for (int h = 0; h < 2; ++h) lse[h] = log2_fast(all[h]);  // no sum is below 1: the reference is a part of it
-    if (__any_sync(~0u, fmaxf(all[0], all[1]) > kLimit)) {
-#pragma unroll 1
-      for (int h = 0; h < 2; ++h) {
-        const float again = sum_again(h, chunks);
-        if ((h == 0 ? all[0] : all[1]) > kLimit) (h == 0 ? lse[0] : lse[1]) = again;
-      }
-    }
-    this->set_lse(lse);
-  }
-
   __device__ void release_stage() {
     release(barriers.empty[ring.stage], lane);
     ring.advance(args.stages);
@@ -177,7 +133,7 @@ struct Scorer : MassRows<D, kLog, Build<D>::kConsumers> {
       } else if (chunk < chunks) {
         one_chunk<32>(item, chunk);
       }
-      finish(chunks);
+      this->finish_sums(chunks);
       this->store_kept(item, chunks);
       item = Rows::item_of(next);
       next = after;

@@ -29,7 +29,7 @@ constexpr int statistics_pair(int pair) {
 
 struct MassArguments {
   const __nv_bfloat16* q;
-  int32_t query_heads, group;  // group: query heads of a plane
+  int32_t query_heads, group;  // group: query heads of a slice
   const ScoreItem* items;
   const ScoreToken* rows;
   int32_t item_count;
@@ -118,13 +118,13 @@ struct MassRows {
   // An item as it was read, since whatever is computed of it waits for the memory.
   struct Read {
     int4 first, last;  // of the ScoreItem
-    uint16_t rows[2];  // ScoreToken
+    uint32_t rows[2];  // ScoreToken
   };
   __device__ Read read(int index) const {
-    static_assert(sizeof(ScoreItem) == 32 && sizeof(ScoreToken) == 2);
+    static_assert(sizeof(ScoreItem) == 32 && sizeof(ScoreToken) == 4);
     const int at = existing(args, index);
     const auto* item = reinterpret_cast<const int4*>(args.items + at);
-    const auto* row = reinterpret_cast<const uint16_t*>(rows + static_cast<int64_t>(at) * (kConsumers / 2 / kSlots));
+    const auto* row = reinterpret_cast<const uint32_t*>(rows + static_cast<int64_t>(at) * (kConsumers / 2 / kSlots));
     return {item[0], item[1], {row[0], row[kLog == 4 ? 0 : 8 / kSlots]}};
   }
   static __device__ MassItem item_of(const Read& read) {
@@ -132,7 +132,7 @@ struct MassRows {
             read.first.w,
             static_cast<int64_t>(static_cast<uint64_t>(static_cast<uint32_t>(read.last.w)) << 32 |
                                  static_cast<uint32_t>(read.last.z)),
-            {read.rows[0] >> 8, read.rows[1] >> 8}};
+            {static_cast<int>(read.rows[0] >> 16), static_cast<int>(read.rows[1] >> 16)}};
   }
 
   // Its queries as an operand, whose channels are in the order of statistics_pair(). What pads the rows are other rows
@@ -140,8 +140,9 @@ struct MassRows {
   __device__ void load_queries(const Read& read, uint32_t* q) const {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const __nv_bfloat16* row = queries[kLog == 4 ? h : 0] + static_cast<int64_t>(read.first.z) * (args.group * D) +
-                                 static_cast<int64_t>(read.first.x + (read.rows[h] & 0xFF)) * (args.query_heads * D);
+      const __nv_bfloat16* row =
+          queries[kLog == 4 ? h : 0] + static_cast<int64_t>(read.first.z) * (args.group * D) +
+          static_cast<int64_t>(read.first.x + static_cast<int>(read.rows[h] & 0xFFFF)) * (args.query_heads * D);
 #pragma unroll
       for (int v = 0; v < D / 32; ++v) {
         const uint4 eight = *reinterpret_cast<const uint4*>(row + v * 32);
@@ -208,6 +209,51 @@ struct MassRows {
       const bool padding = (lane / 4 + 8 * h) % kSlots >= args.group;
       if (lane % 4 == 0) lse_of_rows[lane / 4 + 8 * h] = __float2half_rn(padding ? INFINITY : lse[h]);
     }
+  }
+
+  // A row's sum that overflowed, from what was kept of it: rarely.
+  __device__ float sum_again(int h, int chunks) const {
+    float top = 0, all = 0;
+    const auto each = [&](auto body) {
+      for (int chunk = 0; chunk < chunks; ++chunk)
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const uint4 eight = *kept_at(chunk, 2 * h + i);
+          const uint32_t words[4] = {eight.x, eight.y, eight.z, eight.w};
+#pragma unroll
+          for (int w = 0; w < 4; ++w) {
+            const float2 two = __half22float2(as_half2(words[w]));
+            body(two.x);
+            body(two.y);
+          }
+        }
+    };
+    each([&](float x) { top = fmaxf(top, x); });
+    top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
+    top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
+    each([&](float x) { all += exp2_fast(x - top); });
+    all += __shfl_xor_sync(~0u, all, 1);
+    all += __shfl_xor_sync(~0u, all, 2);
+    return top + __log2f(all);
+  }
+  // The log-sum-exp of the rows, once all their chunks are kept.
+  __device__ void finish_sums(int chunks) {
+    constexpr float kLimit = 1.2e38f;
+    float all[2], lse[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) all[h] = sum[h] + __shfl_xor_sync(~0u, sum[h], 1);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) all[h] += __shfl_xor_sync(~0u, all[h], 2);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) lse[h] = log2_fast(all[h]);  // no sum is below 1: the reference is a part of it
+    if (__any_sync(~0u, fmaxf(all[0], all[1]) > kLimit)) {
+#pragma unroll 1
+      for (int h = 0; h < 2; ++h) {
+        const float again = sum_again(h, chunks);
+        if ((h == 0 ? all[0] : all[1]) > kLimit) (h == 0 ? lse[0] : lse[1]) = again;
+      }
+    }
+    set_lse(lse);
   }
 
   // Masses of an item to memory, the largest of each token's heads. A lane reads what the warp's lanes wrote of four
@@ -320,15 +366,15 @@ struct MassMemory {
 };
 
 // Statistics, then the room for scores beyond the shared memory.
-inline int64_t statistics_only_bytes(int64_t rows, int channels, int d) {
-  return (rows * channels * d * 2 + 255) / 256 * 256;
+inline int64_t statistics_only_bytes(int64_t rows, int width) {
+  return (rows * width * 2 + 255) / 256 * 256;
 }
 
 inline MassArguments mass_arguments(const SelectParams& p, const SelectBatch& batch, const MassMemory& memory,
                                     int tokens) {
   return {static_cast<const __nv_bfloat16*>(p.q),
           p.shape.query_heads,
-          p.shape.query_heads / p.shape.kv_heads / p.planes,
+          p.shape.query_heads / p.shape.kv_heads / p.slices,
           p.scores + batch.score_begin,
           p.score_rows + static_cast<int64_t>(batch.score_begin) * tokens,
           batch.score_count,
@@ -336,7 +382,7 @@ inline MassArguments mass_arguments(const SelectParams& p, const SelectBatch& ba
           memory.kept,
           memory.beyond,
           reinterpret_cast<uint4*>(static_cast<char*>(p.statistics) +
-                                   statistics_only_bytes(p.statistics_rows, p.statistics_channels, p.shape.head_dim)),
+                                   statistics_only_bytes(p.statistics_rows, p.row_width)),
           p.parts,
           p.shape.scale * kLog2e,
           p.masses};
@@ -359,10 +405,23 @@ constexpr int mass_stages(int depth) {
 inline MassMemory mass_memory(int max_competing, int depth, int rows) {
   return MassMemory(max_competing, mass_stages(depth), mass_stage_bytes(depth), rows * kChunk * 2);
 }
-constexpr int kPlaneHeads = 16;
+// Judged by planes: a row of statistics is so many channels of one or more keys.
+constexpr int kPlaneRowWidth = 128, kPlaneRows = 192;
+constexpr int kSliceHeads = 16;
 inline int log_slots(const SelectParams& p) {
-  return std::bit_width(static_cast<unsigned>(p.shape.query_heads / p.shape.kv_heads / p.planes - 1));
+  return std::bit_width(static_cast<unsigned>(p.shape.query_heads / p.shape.kv_heads / p.slices - 1));
 }
+
+// Behind the statistics and that room: the queries that blocks judged by planes are multiplied with.
+inline int64_t room_beyond_bytes(int max_competing, int depth, int rows) {
+  return int64_t{multiprocessors()} * mass_memory(max_competing, depth, rows).beyond * rows * kChunk * 2;
+}
+inline __nv_bfloat16* plane_queries(const SelectParams& p) {
+  return reinterpret_cast<__nv_bfloat16*>(static_cast<char*>(p.statistics) +
+                                          statistics_only_bytes(p.statistics_rows, p.row_width) +
+                                          room_beyond_bytes(p.max_competing, kPlaneRowWidth, kPlaneRows));
+}
+void gather_planes(const SelectParams& params, bool keys, bool queries, cudaStream_t stream);
 
 // This thread's room in shared memory and beyond.
 template <int kConsumers>
@@ -372,5 +431,6 @@ __device__ __forceinline__ uint4* room_beyond(const MassArguments& args) {
 
 void whole_masses(const SelectParams& params, const SelectBatch& batch, cudaStream_t stream);
 void part_masses(const SelectParams& params, const SelectBatch& batch, cudaStream_t stream);
+void plane_masses(const SelectParams& params, const SelectBatch& batch, cudaStream_t stream);
 
 }  // namespace sb::gpu

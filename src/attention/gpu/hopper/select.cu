@@ -133,23 +133,29 @@ void launch_statistics(const SelectParams& p, cudaStream_t stream) {
 }  // namespace
 
 int64_t hopper_statistics_bytes(const Shape& shape, const SelectPlan& plan) {
-  const int depth = plan.statistics * shape.head_dim,
-            rows = plan.parts > 1 ? part_rows(depth) : whole_rows(shape.head_dim);
-  return statistics_only_bytes(plan.statistics_rows, plan.statistics, shape.head_dim) +
-         int64_t{multiprocessors()} * mass_memory(plan.max_competing, depth, rows).beyond * rows * kChunk * 2;
+  const int depth = plan.row_width;
+  const int rows = plan.plane_depth > 0 ? kPlaneRows : plan.parts > 1 ? part_rows(depth) : whole_rows(shape.head_dim);
+  return statistics_only_bytes(plan.statistics_rows, depth) + room_beyond_bytes(plan.max_competing, depth, rows) +
+         shape.tokens * shape.kv_heads * plan.plane_depth * 2;
 }
 
-ScoreTile hopper_score_tile(const Shape& shape, const BlockScoring& scoring) {
+ScoreTile hopper_score_tile(const Shape& shape, const SelectionConfig& config) {
+  if (config.judges_by_planes()) {
+    const int depth = hopper_plane_depth(config);
+    return {kPlaneRows, 1, true, depth, kPlaneRowWidth / depth};
+  }
+  const BlockScoring scoring(config);
   const int group = shape.query_heads / shape.kv_heads;
   const int rows =
       scoring.parts() > 1 ? part_rows(static_cast<int>(scoring.row_width(shape.head_dim))) : whole_rows(shape.head_dim);
-  int planes = 1;
-  while (group % planes != 0 || group / planes > kPlaneHeads) ++planes;
-  return {rows / static_cast<int>(std::bit_ceil(static_cast<unsigned>(group / planes))), planes, true};
+  int slices = 1;
+  while (group % slices != 0 || group / slices > kSliceHeads) ++slices;
+  return {rows / static_cast<int>(std::bit_ceil(static_cast<unsigned>(group / slices))), slices, true};
 }
 
 void hopper_block_statistics(const SelectParams& p, void* stream) {
   if (p.shape.head_dim != 64 && p.shape.head_dim != 128) throw_unsupported("head_dim", p.shape.head_dim);
+  if (p.plane_depth > 0) return gather_planes(p, true, false, static_cast<cudaStream_t>(stream));
   if (p.shape.head_dim == 128)
     launch_statistics<128>(p, static_cast<cudaStream_t>(stream));
   else
@@ -159,9 +165,13 @@ void hopper_block_statistics(const SelectParams& p, void* stream) {
 void hopper_select(const SelectParams& p, void* stream) {
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
   begin_choices(p, cuda_stream);
-  if (p.max_competing > 0 && !p.statistics_given) hopper_block_statistics(p, stream);
+  if (p.plane_depth > 0 && p.max_competing > 0)
+    gather_planes(p, !p.statistics_given, true, cuda_stream);
+  else if (p.max_competing > 0 && !p.statistics_given)
+    hopper_block_statistics(p, stream);
+  const auto masses = p.plane_depth > 0 ? plane_masses : p.parts > 1 ? part_masses : whole_masses;
   for (const SelectBatch& batch : p.batches) {
-    if (batch.score_count > 0) (p.parts > 1 ? part_masses : whole_masses)(p, batch, cuda_stream);
+    if (batch.score_count > 0) masses(p, batch, cuda_stream);
     choose_blocks(p, batch, cuda_stream, batch.score_count > 0);
   }
   finish_choices(p, cuda_stream);

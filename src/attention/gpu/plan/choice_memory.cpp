@@ -1,72 +1,174 @@
 #include "attention/gpu/plan/choice_memory.h"
 
-#include <cmath>
-#include <limits>
-#include <vector>
+#include <algorithm>
+#include <bit>
 
+#include "attention/gpu/select/step_values.h"
+#include "core/errors.h"
 #include "device/cuda.h"
 
 namespace sb::gpu {
 
 ChoiceMemory::ChoiceMemory(const SelectionConfig& selection, int layers)
     : layers_(layers),
+      channels_(selection.judges_by_planes() ? selection.score_channels : 0),
       counts_(selection.pattern == SelectionPattern::topp || selection.pattern == SelectionPattern::mass ||
               selection.pattern == SelectionPattern::vertical_slash),
-      steers_(selection.pattern == SelectionPattern::mass && selection.order == SelectionOrder::causal) {
+      learns_(selection.learns_thresholds()),
+      step_(selection, layers),
+      put_(static_cast<size_t>(layers)),
+      sampled_(static_cast<size_t>(layers)) {
   if (!counts_) return;
-  const int64_t bytes = layers * static_cast<int64_t>(sizeof(unsigned long long) + kLengthClasses * sizeof(float));
-  memory_.ensure("attention counts", bytes);
-  cuda::zero_and_wait(memory_.data(), bytes);
-  set_thresholds({});
+  counters_.reserve("attention counts", counter_bytes());
+  cuda::zero_and_wait(counters_.data(), counter_bytes());
 }
 
-void ChoiceMemory::begin(const Exec& exec, int layer, const ThresholdPlan* plan, SelectParams& params) const {
+int64_t ChoiceMemory::counter_bytes() const {
+  return counts_ ? int64_t{layers_} * (1 + classes()) * int64_t{sizeof(unsigned long long)} : 0;
+}
+
+int64_t ChoiceMemory::plane_words(const AttentionShape& shape) const {
+  return int64_t{shape.kv_heads} * (channels_ + 1);
+}
+
+int64_t ChoiceMemory::reserved_bytes(const AttentionShape& shape) const {
+  const int64_t planes =
+      channels_ == 0
+          ? 0
+          : layers_ * (plane_words(shape) * int64_t{sizeof(uint32_t)} + sum_values(shape) * int64_t{sizeof(double)});
+  return counter_bytes() + planes;
+}
+
+void ChoiceMemory::reserve(const AttentionShape& shape) {
+  if (channels_ == 0) return;
+  if (sums_.data() != nullptr) {
+    SB_CHECK(shape.kv_heads == shape_.kv_heads && shape.head_dim == shape_.head_dim, "layers of different shapes");
+    return;
+  }
+  shape_ = shape;
+  planes_.reserve("planes", layers_ * plane_words(shape) * int64_t{sizeof(uint32_t)});
+  const int64_t bytes = layers_ * sum_values(shape) * int64_t{sizeof(double)};
+  sums_.reserve("energies of planes", bytes);
+  cuda::zero_and_wait(sums_.data(), bytes);
+}
+
+void ChoiceMemory::use(const LearnedSelection& learned) {
+  step_.use(learned);
+  put_.assign(put_.size(), false);
+}
+
+const uint32_t* ChoiceMemory::planes(const Exec& exec, int layer, const AttentionShape& shape) {
+  reserve(shape);
+  auto* words = static_cast<uint32_t*>(planes_.data()) + layer * plane_words(shape);
+  if (!put_[static_cast<size_t>(layer)]) {
+    const LayerPlanes& chosen = *step_.planes(layer, shape);
+    std::vector<uint32_t> values(chosen.channel.begin(), chosen.channel.end());
+    for (const float scale : chosen.scale) values.push_back(std::bit_cast<uint32_t>(scale));
+    SB_CHECK(std::ssize(values) == plane_words(shape), "{} values of planes, {} wanted", values.size(),
+             plane_words(shape));
+    put_words(words, values, exec.stream);
+    put_[static_cast<size_t>(layer)] = true;
+  }
+  return words;
+}
+
+void ChoiceMemory::begin(const Exec& exec, int layer, const AttentionShape& shape, const SelectPlan& plan,
+                         SelectParams& params) {
+  const auto sequences = std::ssize(plan.sequences);
   if (counts_) {
-    params.chosen = exec.scratch->allocate_array<unsigned long long>(kCounters);
-    cuda::zero(exec.stream, params.chosen, kCounters * static_cast<int64_t>(sizeof(unsigned long long)));
+    params.chosen = exec.scratch->allocate_array<unsigned long long>(2 * sequences);
+    cuda::zero(exec.stream, params.chosen, 2 * sequences * static_cast<int64_t>(sizeof(unsigned long long)));
   }
-  if (steers_) {
-    params.thresholds = thresholds_of(layer);
-    begin_thresholds(thresholds_of(layer), plan, exec.stream);
+  if (learns_) {
+    std::vector<uint32_t> thresholds;
+    for (const SelectSequence& sequence : plan.sequences)
+      thresholds.push_back(
+          std::bit_cast<uint32_t>(sequence.wanted > 0 ? step_.threshold(layer, sequence.tiles) : 0.0f));
+    auto* to = exec.scratch->allocate_array<float>(sequences);
+    put_words(reinterpret_cast<uint32_t*>(to), thresholds, exec.stream);
+    params.thresholds = to;
+  }
+  set_planes(exec, layer, shape, params);
+}
+
+void ChoiceMemory::add_counts(int layer, const SelectPlan& plan, const int32_t* classes, const SelectParams& params,
+                              void* stream) {
+  if (!counts_) return;
+  gpu::add_counts(pairs(layer), blocks(layer), params.chosen, classes, static_cast<int32_t>(plan.sequences.size()),
+                  stream);
+  if (!learns_) return;
+  for (const SelectSequence& sequence : plan.sequences) {
+    if (sequence.given == 0) continue;
+    Known& known = known_[mass_key(layer, sequence.tiles)];
+    known.given += sequence.given;
+    known.wanted += sequence.wanted;
   }
 }
 
-void ChoiceMemory::add_pairs(int layer, const SelectParams& params, void* stream) const {
-  if (counts_) gpu::add_pairs(pairs(layer), params.chosen, stream);
-}
-
-void ChoiceMemory::steer(int layer, const ThresholdPlan* plan, const SelectParams& params, void* stream) const {
-  if (steers_) steer_thresholds(thresholds_of(layer), plan, params.chosen, stream);
+void ChoiceMemory::observe(const Exec& exec, int layer, const AttentionShape& shape, const AttentionOperands& operands,
+                           const int32_t* samples, int32_t sample_count) {
+  if (channels_ == 0 || sample_count == 0) return;
+  reserve(shape);
+  PlaneSumsParams params;
+  params.shape = {operands.q.dim(0), shape.heads, shape.kv_heads, shape.head_dim, shape.scale};
+  params.q = operands.q.raw();
+  params.k = operands.k.raw();
+  params.samples = samples;
+  params.sample_count = sample_count;
+  params.partial =
+      exec.scratch->allocate_array<double>(plane_sums_partials(sample_count, shape.kv_heads, shape.head_dim));
+  params.sums = sums(layer);
+  add_plane_sums(params, operands.q.dtype() == DType::f32 ? Precision::fp32 : Precision::bf16, exec.stream);
+  sampled_[static_cast<size_t>(layer)] += sample_count;
 }
 
 void ChoiceMemory::take_pairs(AttentionReport& report) {
   if (!counts_) return;
   std::vector<unsigned long long> counted(static_cast<size_t>(layers_));
   const auto bytes = static_cast<int64_t>(counted.size() * sizeof(counted[0]));
-  cuda::copy_and_wait(memory_.data(), counted.data(), bytes);
-  cuda::zero_and_wait(memory_.data(), bytes);
+  cuda::copy_and_wait(pairs(0), counted.data(), bytes);
+  cuda::zero_and_wait(pairs(0), bytes);
   for (size_t layer = 0; layer < counted.size(); ++layer)
     report.layers[layer].pairs += static_cast<int64_t>(counted[layer]);
 }
 
-Selector::Thresholds ChoiceMemory::thresholds() const {
-  Selector::Thresholds found;
-  if (!steers_) return found;
-  std::vector<float> values(static_cast<size_t>(layers_) * kLengthClasses);
-  cuda::copy_and_wait(thresholds_of(0), values.data(), static_cast<int64_t>(values.size() * sizeof(float)));
-  for (size_t i = 0; i < values.size(); ++i)
-    if (!std::isnan(values[i]))
-      found[{static_cast<int>(i / kLengthClasses), static_cast<int>(i % kLengthClasses)}] = values[i];
-  return found;
+SelectionObservations ChoiceMemory::take_observations() {
+  SelectionObservations seen;
+  if (learns_) take_masses(seen);
+  if (std::ranges::any_of(sampled_, [](int64_t tokens) { return tokens > 0; })) take_sums(seen);
+  return seen;
 }
 
-void ChoiceMemory::set_thresholds(const Selector::Thresholds& thresholds) {
-  if (!steers_) return;
-  std::vector<float> values(static_cast<size_t>(layers_) * kLengthClasses, std::numeric_limits<float>::quiet_NaN());
-  for (const auto& [place, value] : thresholds)
-    if (place.first < layers_ && place.second < kLengthClasses)
-      values[static_cast<size_t>(place.first) * kLengthClasses + static_cast<size_t>(place.second)] = value;
-  cuda::copy_and_wait(values.data(), thresholds_of(0), static_cast<int64_t>(values.size() * sizeof(float)));
+void ChoiceMemory::take_masses(SelectionObservations& seen) {
+  if (known_.empty()) return;
+  std::vector<unsigned long long> counted(static_cast<size_t>(layers_) * kMassClasses);
+  const auto bytes = static_cast<int64_t>(counted.size() * sizeof(counted[0]));
+  cuda::copy_and_wait(blocks(0), counted.data(), bytes);
+  cuda::zero_and_wait(blocks(0), bytes);
+  for (const auto& [key, known] : known_) {
+    const auto at = static_cast<size_t>(key.layer) * kMassClasses + static_cast<size_t>(mass_class(key));
+    if (known.wanted > 0) seen.masses[key] = {static_cast<int64_t>(counted[at]) - known.given, known.wanted};
+  }
+  known_.clear();
+}
+
+void ChoiceMemory::take_sums(SelectionObservations& seen) {
+  const auto values = static_cast<size_t>(sum_values(shape_)), width = values / 3;
+  std::vector<double> all(static_cast<size_t>(layers_) * values);
+  const auto bytes = static_cast<int64_t>(all.size() * sizeof(double));
+  cuda::copy_and_wait(sums_.data(), all.data(), bytes);
+  cuda::zero_and_wait(sums_.data(), bytes);
+  seen.planes.resize(static_cast<size_t>(layers_));
+  for (size_t layer = 0; layer < sampled_.size(); ++layer) {
+    if (sampled_[layer] == 0) continue;
+    PlaneSums& to = seen.planes[layer];
+    const auto at = all.begin() + static_cast<int64_t>(layer * values);
+    to.tokens = static_cast<double>(sampled_[layer]);
+    to.query_squares.assign(at, at + static_cast<int64_t>(width));
+    to.key_sums.assign(at + static_cast<int64_t>(width), at + static_cast<int64_t>(2 * width));
+    to.key_squares.assign(at + static_cast<int64_t>(2 * width), at + static_cast<int64_t>(values));
+    sampled_[layer] = 0;
+  }
 }
 
 }  // namespace sb::gpu

@@ -1,48 +1,81 @@
 #pragma once
 
 #include <cstdint>
+#include <map>
+#include <vector>
 
 #include "attention/cpu/sparse_attention.h"
 #include "attention/gpu/plan/device_plan.h"
-#include "attention/gpu/select/thresholds.h"
+#include "attention/select/step_selection.h"
 #include "device/exec.h"
 
 namespace sb::gpu {
 
 // What choosing keeps on the device from one micro-batch to the next: the pairs of every layer, where only the choices
-// themselves say how many they are, and the thresholds of the `mass` pattern, of every layer and length class.
+// themselves say how many they are, the blocks chosen in every class of the `mass` pattern, the planes that blocks are
+// judged by, and the energies of channels that later ones are chosen by. Queued work changes them; only what takes them
+// waits.
 class ChoiceMemory {
  public:
   ChoiceMemory(const SelectionConfig& selection, int layers);
 
+  // Memory that depends on the shape; otherwise it is taken when it is first needed.
+  void reserve(const AttentionShape& shape);
+  int64_t reserved_bytes(const AttentionShape& shape) const;
+
   // Whether how many blocks are chosen is not known beforehand.
   bool counts() const { return counts_; }
+  // Whether blocks of the layer can be judged.
+  bool ready(int layer) const { return step_.ready(layer); }
+  void use(const LearnedSelection& learned);
 
-  // Before the selection of a layer: gives it counters at zero and its thresholds, where it needs them.
-  void begin(const Exec& exec, int layer, const ThresholdPlan* plan, SelectParams& params) const;
-  // After it: adds its pairs to those of the layer, and steers its thresholds towards their quota.
-  void add_pairs(int layer, const SelectParams& params, void* stream) const;
-  void steer(int layer, const ThresholdPlan* plan, const SelectParams& params, void* stream) const;
+  // Before the selection of a layer: gives it counters at zero, its thresholds and planes, where it needs them.
+  void begin(const Exec& exec, int layer, const AttentionShape& shape, const SelectPlan& plan, SelectParams& params);
+  // After it: adds what was chosen. `classes`: of the plan, in device memory.
+  void add_counts(int layer, const SelectPlan& plan, const int32_t* classes, const SelectParams& params, void* stream);
 
-  // Values of SelectParams::chosen, for ranks that steer by the sum of their choices.
-  static constexpr int64_t kCounters = 2 * kLengthClasses;
-  // Whether thresholds are carried from step to step; with look-ahead they are found anew each time.
-  bool steers() const { return steers_; }
+  // The planes of a layer, where blocks are judged by them. Params: of the selection or of coverage.
+  template <typename Params>
+  void set_planes(const Exec& exec, int layer, const AttentionShape& shape, Params& params) {
+    if (channels_ == 0) return;
+    const uint32_t* words = planes(exec, layer, shape);
+    params.planes = reinterpret_cast<const int32_t*>(words);
+    params.plane_scales = reinterpret_cast<const float*>(words + int64_t{shape.kv_heads} * channels_);
+    params.plane_channels = channels_;
+  }
+  // Adds the energies of the sampled tokens, for planes to come.
+  void observe(const Exec& exec, int layer, const AttentionShape& shape, const AttentionOperands& operands,
+               const int32_t* samples, int32_t sample_count);
 
-  // Adds the pairs counted so far to a report and starts anew. Waits for the device, as those below do.
+  // Adds the pairs counted so far to a report and starts anew. Waits for the device, as the next does.
   void take_pairs(AttentionReport& report);
-  Selector::Thresholds thresholds() const;
-  void set_thresholds(const Selector::Thresholds& thresholds);
+  // What was seen so far; starts anew.
+  SelectionObservations take_observations();
 
  private:
-  unsigned long long* pairs(int layer) const { return static_cast<unsigned long long*>(memory_.data()) + layer; }
-  float* thresholds_of(int layer) const {
-    return reinterpret_cast<float*>(pairs(layers_)) + int64_t{layer} * kLengthClasses;
-  }
+  struct Known {
+    int64_t given = 0, wanted = 0;  // blocks of a class, from the plans
+  };
+  unsigned long long* pairs(int layer) const { return static_cast<unsigned long long*>(counters_.data()) + layer; }
+  unsigned long long* blocks(int layer) const { return pairs(layers_) + int64_t{layer} * classes(); }
+  int classes() const { return learns_ ? kMassClasses : 1; }
+  int64_t counter_bytes() const;
+  int64_t plane_words(const AttentionShape& shape) const;  // of one layer
+  // In device memory: channels [kv_heads, channels], then scales [kv_heads].
+  const uint32_t* planes(const Exec& exec, int layer, const AttentionShape& shape);
+  static int64_t sum_values(const AttentionShape& shape) { return int64_t{3} * shape.kv_heads * shape.head_dim; }
+  double* sums(int layer) const { return static_cast<double*>(sums_.data()) + layer * sum_values(shape_); }
+  void take_masses(SelectionObservations& seen);
+  void take_sums(SelectionObservations& seen);
 
-  int layers_;
-  bool counts_, steers_;
-  DeviceBuffer memory_;
+  const int layers_, channels_;  // channels of a head that are judged by; 0: not by planes
+  const bool counts_, learns_;   // learns: thresholds of `mass`
+  StepSelection step_;
+  DeviceBuffer counters_, planes_, sums_;
+  AttentionShape shape_{};          // of the memory of planes
+  std::vector<bool> put_;           // layers whose planes are on the device
+  std::map<MassKey, Known> known_;  // since the observations were taken
+  std::vector<int64_t> sampled_;    // tokens of every layer, likewise
 };
 
 }  // namespace sb::gpu

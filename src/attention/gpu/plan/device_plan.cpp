@@ -66,7 +66,7 @@ RowLayout DevicePlan::plan_lists(const PlanRequest& request) {
       config.query_block = slash_query_block(config);
       for (SequenceTiles& one : tiles) one.query_block = config.query_block;
     }
-    const ScoreTile score = hopper_ ? hopper_score_tile(shape_, BlockScoring(config)) : kPortableScoreTile;
+    const ScoreTile score = hopper_ ? hopper_score_tile(shape_, config) : kPortableScoreTile;
     select_ = make_select_plan(shape_, cu_seqlens_, dense_, tiles, config, score, request.batch_masses);
   }
   const int32_t keys = hopper_ ? kBlock : select_.block;
@@ -100,7 +100,8 @@ void DevicePlan::build(const PlanRequest& request, Staging& staging, void* strea
   RowLayout rows;
   if (sparse_) rows = plan_lists(request);
   work_ = make_work(shape_, cu_seqlens_, dense_, sparse_ ? &rows : nullptr, request.multiprocessors);
-  const ThresholdPlan thresholds = make_threshold_plan(shape_.kv_heads, dense_, request.tiles);
+  samples_.clear();
+  if (request.selection->judges_by_planes()) samples_ = plane_samples(cu_seqlens_);
   coverage_ = {};
   if (request.coverage_rows > 0)
     coverage_ = make_coverage_plan(shape_, cu_seqlens_, dense_, request.tiles, request.coverage_rows,
@@ -108,7 +109,6 @@ void DevicePlan::build(const PlanRequest& request, Staging& staging, void* strea
 
   Upload upload;
   place(upload);
-  places_.thresholds = upload.add(&thresholds);
   place_lists();
   own_lists_ = (upload.bytes() + 255) / 256 * 256;
   memory_.ensure("attention plan", bytes());
@@ -138,6 +138,8 @@ void DevicePlan::place(Upload& upload) {
   places_.blocks = upload.add(select_.blocks);
   places_.groups = upload.add(select_.groups);
   places_.pools = upload.add(select_.pools);
+  places_.mass_classes = upload.add(select_.mass_classes);
+  places_.samples = upload.add(samples_);
   places_.coverage_sequences = upload.add(coverage_.sequences);
   places_.coverage_tokens = upload.add(coverage_.tokens);
   places_.coverage_lists = upload.add(coverage_.lists);
@@ -150,6 +152,7 @@ void DevicePlan::place(Upload& upload) {
   group_count_ = static_cast<int32_t>(select_.groups.size());
   pool_count_ = static_cast<int32_t>(select_.pools.size());
   coverage_count_ = static_cast<int32_t>(coverage_.tokens.size());
+  sample_count_ = static_cast<int32_t>(samples_.size());
 }
 
 void DevicePlan::place_lists() {
@@ -177,6 +180,8 @@ void DevicePlan::forget_uploaded() {
   select_.blocks = {};
   select_.groups = {};
   select_.pools = {};
+  select_.mass_classes = {};
+  samples_ = {};
 }
 
 int64_t DevicePlan::statistics_bytes() const {

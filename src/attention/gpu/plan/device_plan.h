@@ -12,7 +12,6 @@
 #include "attention/gpu/coverage/coverage.h"
 #include "attention/gpu/plan/work.h"
 #include "attention/gpu/select/select.h"
-#include "attention/gpu/select/thresholds.h"
 #include "attention/gpu/select/vertical_slash.h"
 #include "attention/index/block_index.h"
 
@@ -165,7 +164,10 @@ class DevicePlan {
   GatheredColumns gathered(const Lists& lists) const;
   const SlashPlan& slash() const { return slash_; }
   const CoveragePlan& coverage() const { return coverage_; }
-  const ThresholdPlan* thresholds() const { return at<ThresholdPlan>(places_.thresholds); }
+  // In device memory: the class of every sequence, and the tokens sampled for the energies of planes.
+  const int32_t* mass_classes() const { return at<int32_t>(places_.mass_classes); }
+  const int32_t* samples() const { return at<int32_t>(places_.samples); }
+  int32_t sample_count() const { return sample_count_; }
 
  private:
   template <typename T>
@@ -190,12 +192,15 @@ class DevicePlan {
   SelectPlan select_;      // likewise, but for the batches and the row offsets
   CoveragePlan coverage_;  // likewise, but for the sequences
   SlashPlan slash_;
+  std::vector<int32_t> samples_;  // likewise
   int list_heads_ = 0, index_block_ = 0, index_query_block_ = 0;
   int64_t dense_pairs_ = 0, causal_pairs_ = 0;
-  int32_t forward_count_ = 0, block_count_ = 0, group_count_ = 0, pool_count_ = 0, coverage_count_ = 0;
+  int32_t forward_count_ = 0, block_count_ = 0, group_count_ = 0, pool_count_ = 0, coverage_count_ = 0,
+          sample_count_ = 0;
   struct {
-    int64_t cu_seqlens, cu_subtiles, forward, places, scores, score_rows, items, blocks, groups, pools, thresholds,
-        coverage_sequences, coverage_tokens, coverage_lists, coverage_grid, gathered, gathered_pieces, slash_sequences;
+    int64_t cu_seqlens, cu_subtiles, forward, places, scores, score_rows, items, blocks, groups, pools, mass_classes,
+        samples, coverage_sequences, coverage_tokens, coverage_lists, coverage_grid, gathered, gathered_pieces,
+        slash_sequences;
   } places_{};
   struct {
     int64_t row_entries, column_entries, column_offsets, items, splits, counts, gathered_columns, gathered_bits, bytes;

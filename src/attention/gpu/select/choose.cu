@@ -170,7 +170,7 @@ struct Chooser {
         return count_from(trial) >= room || held_from(trial) >= wanted ? kEnough : kTooFew;
       });
     } else {
-      threshold = max(ranked(top, room), args.worth(item.length_class));
+      threshold = max(ranked(top, room), args.worth(item.sequence));
       const int least = min((item.total / 2 + 3) / 4, room);
       if (row == 0 && least > 0 && count_from(threshold) < least) threshold = ranked(top, least);
     }
@@ -249,7 +249,7 @@ __global__ void __launch_bounds__(32 * kWarps, kPairs == 4    ? 8
     }
     counted = emit(args, item, first, lane);
   }
-  add_counted(args, index < args.count ? item.length_class : -1, counted);
+  add_counted(args, index < args.count ? item.sequence : -1, counted);
 }
 
 template <ChoiceRule kRule>

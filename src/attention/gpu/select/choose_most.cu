@@ -211,7 +211,7 @@ __global__ void __launch_bounds__(32 * kWarps) list_kernel(const __grid_constant
     }
     counted = emit(args.choice, item, first, lane);
   }
-  add_counted(args.choice, index < args.choice.count ? item.length_class : -1, counted);
+  add_counted(args.choice, index < args.choice.count ? item.sequence : -1, counted);
 }
 
 }  // namespace

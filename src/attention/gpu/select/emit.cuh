@@ -22,24 +22,24 @@ struct ChoiceArguments {
   float coverage;
   const float* thresholds;
   uint16_t* masses;
-  int32_t planes;
-  int64_t plane_masses;
+  int32_t slices;
+  int64_t slice_masses;
   uint32_t* entries;
   uint8_t* map;
   unsigned long long* chosen;
 
-  // Of two neighbouring blocks, the largest of the planes.
+  // Of two neighbouring blocks, the largest of the slices.
   __device__ __forceinline__ uint32_t two_masses(int64_t at) const {
     uint32_t two = *reinterpret_cast<const uint32_t*>(masses + at);
 #pragma unroll 1
-    for (int plane = 1; plane < planes; ++plane)
-      two = __vmaxu2(two, *reinterpret_cast<const uint32_t*>(masses + plane * plane_masses + at));
+    for (int slice = 1; slice < slices; ++slice)
+      two = __vmaxu2(two, *reinterpret_cast<const uint32_t*>(masses + slice * slice_masses + at));
     return two;
   }
   // `mass`: the least that is worth choosing, in the upper half of a word; never zero.
-  __device__ __forceinline__ uint32_t worth(int length_class) const {
+  __device__ __forceinline__ uint32_t worth(int sequence) const {
     constexpr float kToLog2 = 1.4426950408889634f;
-    const __half limit = __float2half_rn(thresholds[length_class] * kToLog2);
+    const __half limit = __float2half_rn(thresholds[sequence] * kToLog2);
     return max(ordered(__half_as_ushort(limit)) & 0xFFFFu, 1u) << 16;
   }
 };
@@ -68,8 +68,8 @@ inline ChoiceArguments choice_arguments(const SelectParams& p, int item_begin, i
           p.coverage,
           p.thresholds,
           p.masses,
-          p.planes,
-          p.plane_masses,
+          p.slices,
+          p.slice_masses,
           p.row_entries,
           p.map,
           p.chosen};
@@ -147,29 +147,29 @@ __device__ inline Counted emit(const ChoiceArguments& args, const SelectItem& it
                       item.tokens * (item.tokens + 1) / 2};
 }
 
-// Adds what the warps of a thread block counted, once for each length class among them: all warps of a kernel at the
-// same place would wait for each other. All threads; length_class < 0: nothing.
-__device__ inline void add_counted(const ChoiceArguments& args, int length_class, const Counted& counted) {
+// Adds what the warps of a thread block counted, once for each sequence among them: all warps of a kernel at the
+// same place would wait for each other. All threads; sequence < 0: nothing.
+__device__ inline void add_counted(const ChoiceArguments& args, int sequence, const Counted& counted) {
   __shared__ Counted all[kWarps];
-  __shared__ int classes[kWarps];
-  static_assert(sizeof(all) + sizeof(classes) <= kCountedBytes);
+  __shared__ int sequences[kWarps];
+  static_assert(sizeof(all) + sizeof(sequences) <= kCountedBytes);
   if (args.chosen == nullptr) return;
   const int warps = blockDim.x / 32, w = threadIdx.x;
   if (threadIdx.x % 32 == 0) {
     all[threadIdx.x / 32] = counted;
-    classes[threadIdx.x / 32] = length_class;
+    sequences[threadIdx.x / 32] = sequence;
   }
   __syncthreads();
-  if (w >= warps || classes[w] < 0) return;
+  if (w >= warps || sequences[w] < 0) return;
   Counted sum{};
   for (int other = 0; other < warps; ++other) {
-    if (classes[other] != classes[w]) continue;
+    if (sequences[other] != sequences[w]) continue;
     if (other < w) return;
     sum.blocks += all[other].blocks;
     sum.pairs += all[other].pairs;
   }
-  atomicAdd(args.chosen + 2 * classes[w], static_cast<unsigned long long>(sum.blocks));
-  atomicAdd(args.chosen + 2 * classes[w] + 1, sum.pairs);
+  atomicAdd(args.chosen + 2 * sequences[w], static_cast<unsigned long long>(sum.blocks));
+  atomicAdd(args.chosen + 2 * sequences[w] + 1, sum.pairs);
 }
 
 }  // namespace sb::gpu

@@ -47,8 +47,8 @@ struct Picker {
     for (int i = 0; i < kPairs; ++i)
       masses[i] = 64 * i < item.stride ? *reinterpret_cast<const uint32_t*>(from + 64 * i) : 0;
 #pragma unroll 1
-    for (int plane = 1; plane < args.planes; ++plane) {
-      from += args.plane_masses;
+    for (int slice = 1; slice < args.slices; ++slice) {
+      from += args.slice_masses;
 #pragma unroll
       for (int i = 0; i < kPairs; ++i)
         if (64 * i < item.stride) masses[i] = __vmaxu2(masses[i], *reinterpret_cast<const uint32_t*>(from + 64 * i));
@@ -277,7 +277,7 @@ struct Picker {
   __device__ void run_mass() {
     begin();
     const int candidates = left, most = min(item.total, candidates);
-    const uint32_t worth = args.worth(item.length_class);
+    const uint32_t worth = args.worth(item.sequence);
     uint32_t masses[kTokensAhead][kPairs], token[kPairs];
     load(0, token);
     int last = item.tokens - 1;

@@ -45,6 +45,19 @@ __global__ void statistics_kernel(const T* k, const SelectBlock* blocks, float* 
   }
 }
 
+// Score `planes`: the channels that count of every key, likewise [channel][rows], as they are.
+template <typename T>
+__global__ void gather_keys_kernel(const T* k, const SelectBlock* blocks, const int32_t* planes, int channels,
+                                   float* out, int64_t rows, int d, int kv_heads) {
+  const SelectBlock block = blocks[blockIdx.x];
+  for (int i = threadIdx.x; i < channels * block.keys; i += blockDim.x) {
+    const int c = i % channels, key = i / channels;
+    const T* from = k + (static_cast<int64_t>(block.token + key) * kv_heads + block.head) * d;
+    out[c * rows + block.row + static_cast<int64_t>(key) * kStatisticsGroup] =
+        to_float(from[planes[block.head * channels + c]]);
+  }
+}
+
 struct Arguments {
   const void* q;
   const float* statistics;
@@ -54,11 +67,13 @@ struct Arguments {
   const ScoreItem* items;
   const ScoreToken* score_rows;
   uint16_t* masses;
+  const int32_t* planes;  // score `planes`: [kv_heads, depth]; then the group has one query, the mean
+  const float* plane_scales;
 };
 
-template <typename T>
+template <typename T, bool kPlanes>
 __global__ void __launch_bounds__(kThreads) masses_kernel(Arguments args) {
-  extern __shared__ float q[];  // [2 d][token]: q, then its square
+  extern __shared__ float q[];  // [2 d][token]: q, then its square; kPlanes: [depth][token]
   __shared__ float row_max[kThreads / 32][kTokens], row_sum[kThreads / 32][kTokens];
   const ScoreItem& item = args.items[blockIdx.x];
   const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, d = args.d;
@@ -78,7 +93,7 @@ __global__ void __launch_bounds__(kThreads) masses_kernel(Arguments args) {
       }
     }
   };
-  // The log of the sum over the parts of key block j.
+  // The log of the sum over the parts of key block j; kPlanes: the largest.
   const auto score = [&](int j, float(&s)[kTokens]) {
     const float* column = args.statistics + item.statistics + j % kStatisticsGroup +
                           static_cast<int64_t>(j / kStatisticsGroup) * args.parts * kStatisticsGroup;
@@ -93,28 +108,42 @@ __global__ void __launch_bounds__(kThreads) masses_kernel(Arguments args) {
 #pragma unroll
       for (int t = 0; t < kTokens; ++t) {
         const float top = fmaxf(s[t], x[t]);
-        sum[t] = sum[t] * expf(s[t] - top) + expf(x[t] - top);
+        if constexpr (!kPlanes) sum[t] = sum[t] * expf(s[t] - top) + expf(x[t] - top);
         s[t] = top;
       }
     }
 #pragma unroll
-    for (int t = 0; t < kTokens; ++t) s[t] += logf(sum[t]);
+    for (int t = 0; t < kTokens; ++t) s[t] += kPlanes ? 0 : logf(sum[t]);
   };
-  for (int head = 0; head < args.group; ++head) {
-    __syncthreads();
+  // Of the group's first query head.
+  const auto query_of = [&](int t) {
+    const int64_t token = item.token + args.score_rows[blockIdx.x * kTokens + t].later;
+    return static_cast<const T*>(args.q) + (token * args.query_heads + item.head * args.group) * d;
+  };
+  const auto load_head = [&](int head) {
     for (int i = thread; i < kTokens * d; i += kThreads) {
       const int t = i / d, c = i % d;
-      float x = 0;
-      if (t < item.tokens)
-        x = to_float(static_cast<const T*>(
-            args.q)[(static_cast<int64_t>(item.token + args.score_rows[blockIdx.x * kTokens + t].later) *
-                         args.query_heads +
-                     item.head * args.group + head) *
-                        d +
-                    c]);
+      const float x = t < item.tokens ? to_float(query_of(t)[head * d + c]) : 0;
       q[c * kTokens + t] = x;
       q[(d + c) * kTokens + t] = x * x;
     }
+  };
+  const auto load_mean = [&] {
+    const float factor = args.plane_scales[item.head] / static_cast<float>(args.group);
+    for (int i = thread; i < kTokens * args.depth; i += kThreads) {
+      const int t = i / args.depth, c = i % args.depth;
+      float x = 0;
+      for (int head = 0; head < args.group && t < item.tokens; ++head)
+        x += to_float(query_of(t)[head * d + args.planes[item.head * args.depth + c]]);
+      q[c * kTokens + t] = x * factor;
+    }
+  };
+  for (int head = 0; head < (kPlanes ? 1 : args.group); ++head) {
+    __syncthreads();
+    if constexpr (kPlanes)
+      load_mean();
+    else
+      load_head(head);
     __syncthreads();
     float top[kTokens], sum[kTokens];
 #pragma unroll
@@ -174,6 +203,13 @@ __global__ void __launch_bounds__(kThreads) masses_kernel(Arguments args) {
 template <typename T>
 void launch_statistics(const SelectParams& p, cudaStream_t stream) {
   if (p.block_count == 0) return;
+  if (p.plane_depth > 0) {
+    gather_keys_kernel<T><<<p.block_count, 256, 0, stream>>>(static_cast<const T*>(p.k), p.blocks, p.planes,
+                                                             p.plane_depth, static_cast<float*>(p.statistics),
+                                                             p.statistics_rows, p.shape.head_dim, p.shape.kv_heads);
+    check(cudaGetLastError(), "channels of keys");
+    return;
+  }
   statistics_kernel<T><<<p.block_count, 128, 0, stream>>>(
       static_cast<const T*>(p.k), p.blocks, static_cast<float*>(p.statistics), p.statistics_rows, p.shape.head_dim,
       p.shape.kv_heads, p.parts, p.select_block / p.parts, p.shape.scale,
@@ -191,15 +227,20 @@ void launch(const SelectParams& p, cudaStream_t stream) {
       const Arguments args{p.q,
                            static_cast<const float*>(p.statistics),
                            p.statistics_rows,
-                           p.statistics_channels * d,
+                           p.row_width,
                            p.parts,
                            d,
                            p.shape.query_heads,
                            p.shape.query_heads / p.shape.kv_heads,
                            p.scores + batch.score_begin,
                            p.score_rows + int64_t{batch.score_begin} * kTokens,
-                           p.masses};
-      masses_kernel<T><<<batch.score_count, kThreads, 2 * d * kTokens * sizeof(float), stream>>>(args);
+                           p.masses,
+                           p.planes,
+                           p.plane_scales};
+      if (p.plane_depth > 0)
+        masses_kernel<T, true><<<batch.score_count, kThreads, p.plane_depth * kTokens * sizeof(float), stream>>>(args);
+      else
+        masses_kernel<T, false><<<batch.score_count, kThreads, 2 * d * kTokens * sizeof(float), stream>>>(args);
       check(cudaGetLastError(), "masses of key blocks");
     }
     choose_blocks(p, batch, stream, false);
@@ -210,7 +251,7 @@ void launch(const SelectParams& p, cudaStream_t stream) {
 }  // namespace
 
 int64_t portable_statistics_bytes(const Shape& shape, const SelectPlan& plan) {
-  return int64_t{plan.statistics_rows} * plan.statistics * shape.head_dim * static_cast<int64_t>(sizeof(float));
+  return int64_t{plan.statistics_rows} * plan.row_width * static_cast<int64_t>(sizeof(float));
 }
 
 void portable_block_statistics(const SelectParams& p, Precision precision, void* stream) {

@@ -11,6 +11,7 @@
 
 #include "attention/gpu/launch/params.h"
 #include "attention/select/block_statistics.h"
+#include "attention/select/learned_selection.h"
 #include "attention/select/selection_config.h"
 #include "attention/select/tiles.h"
 
@@ -18,11 +19,14 @@ namespace sb::gpu {
 
 constexpr uint32_t kNoEntry = 0xFFFFFFFFu;
 
-// How tokens are scored: so many at a time, the query heads of a group in so many equal parts ("planes", whose masses
+// How tokens are scored: so many at a time, the query heads of a group in so many equal parts ("slices", whose masses
 // lie apart: of a block the largest counts).
 struct ScoreTile {
-  int tokens = 0, planes = 1;
+  int tokens = 0, slices = 1;
   bool joins = false;  // tokens with different key blocks to choose among, as long as they end in the same 64
+  // Score `planes`: channels that a key has for the kernel, zeros behind those that count (0: only these), and keys
+  // that share a row of the statistics.
+  int plane_depth = 0, row_keys = 1;
 };
 
 // Tokens of one key/value head that choose among the same key blocks, or up to different ones of the same 64. Masses of
@@ -30,7 +34,7 @@ struct ScoreTile {
 struct alignas(16) ScoreItem {
   int32_t token = 0;  // first, in the packed tensors
   int32_t tokens = 0;
-  int32_t head = 0;        // key/value head · planes + plane
+  int32_t head = 0;        // key/value head · slices + slice
   int32_t competing = 0;   // key blocks that end before the query block of the last token
   int32_t statistics = 0;  // first row of the sequence's blocks under this head
   int32_t stride = 0;      // `competing` in whole 64s
@@ -38,8 +42,8 @@ struct alignas(16) ScoreItem {
 };
 // One of its tokens. What an item has fewer than it may have repeats the first.
 struct ScoreToken {
-  uint8_t later = 0;  // how far it is behind the first
-  uint8_t left = 0;   // its key blocks among the last 64
+  uint16_t later = 0;  // how far it is behind the first
+  uint16_t left = 0;   // its key blocks among the last 64
 };
 
 // One query block of one key/value head. Counts of key blocks are in those of the selection, `visible` and the lists in
@@ -56,7 +60,7 @@ struct alignas(16) SelectItem {
   int32_t list_begin = 0;  // in the row entries
   int32_t capacity = 0;
   int32_t everything = 0;  // no choice to make: all visible blocks
-  int32_t length_class = 0;
+  int32_t sequence = 0;
   int64_t masses = 0;  // of its first token that chooses
   int64_t map = 0;     // byte of (query block, key block 0) in the map
   int32_t stride = 0;  // of the masses
@@ -113,7 +117,8 @@ struct SelectPool {
 
 // A key block whose mean and variance are to be taken, of the whole or of each of its parts. Statistics of part p are
 // in row `row` + 64 · p: rows of 64 neighbouring blocks lie together, part by part, so that a tile of 64 rows is the
-// same part of 64 blocks.
+// same part of 64 blocks. With the score `planes` a part is one key or a few in a row, of which the channels that count
+// are kept.
 struct SelectBlock {
   int32_t token = 0, keys = 0, head = 0, row = 0;
 };
@@ -132,17 +137,26 @@ struct SelectBatch {
   int32_t score_begin = 0, score_count = 0, item_begin = 0, item_count = 0;
 };
 
+// A sequence of a plan, and how many blocks its query blocks here list anyhow and want besides, over the list heads; 0
+// where it takes no part.
+struct SelectSequence {
+  SequenceTiles tiles;
+  int64_t given = 0, wanted = 0;
+};
+
 struct SelectPlan {
   int32_t list_heads = 0;
   int32_t query_block = 0;
   int32_t select_block = 0;  // tokens of a key block in the selection
   int32_t block = 0;         // and in the lists
-  int32_t planes = 1;
+  int32_t slices = 1;
   int32_t parts = 1;       // of a key block that are judged each by itself
   int32_t statistics = 2;  // numbers kept of every channel of a part: mean and, where it is needed, variance
+  int32_t row_width = 0;   // numbers of a row of statistics
+  int32_t plane_depth = 0, row_keys = 1;  // as in ScoreTile; depth 0: blocks are not judged by planes
   int32_t statistics_rows = 0;
   int32_t max_competing = 0;  // of the query blocks that choose
-  int64_t masses = 0;         // 16-bit masses of the largest batch, of one plane
+  int64_t masses = 0;         // 16-bit masses of the largest batch, of one slice
   int64_t map_bytes = 0;
   std::vector<ScoreItem> scores;       // of every batch in the order in which they are started
   int32_t score_tokens = 0;            // that an item may have
@@ -152,7 +166,9 @@ struct SelectPlan {
   std::vector<SelectBlock> blocks;
   std::vector<SelectGroup> groups;
   std::vector<SelectPool> pools;
-  int64_t sums = 0;  // masses of query blocks
+  std::vector<SelectSequence> sequences;
+  std::vector<int32_t> mass_classes;  // of the sequences, where thresholds are learned; else zeros
+  int64_t sums = 0;                   // masses of query blocks
   int32_t pool_tiles = 0;
   int32_t columns = 0;               // key blocks of all sequences and heads
   std::vector<int32_t> row_offsets;  // as in RowLayout
@@ -175,6 +191,11 @@ SelectPlan make_select_plan(const Shape& shape, std::span<const int32_t> cu_seql
                             const std::vector<SequenceTiles>& tiles, const SelectionConfig& config,
                             const ScoreTile& score, int64_t batch_masses, const HeldBlocks* held = nullptr);
 
+// Channels that a key has for the Hopper kernels where blocks are judged by planes.
+inline int hopper_plane_depth(const SelectionConfig& config) {
+  return config.score_channels <= 32 ? 32 : config.score_channels <= 64 ? 64 : 128;
+}
+
 struct SelectParams {
   Shape shape;
   const void* q = nullptr;
@@ -184,12 +205,17 @@ struct SelectParams {
   bool lookahead = false;
   bool moments = true;
   float coverage = 1;
-  const float* thresholds = nullptr;  // `mass`: of every length class
+  // Score `planes`, of the layer at hand and in device memory: channels [kv_heads, plane_channels], scales [kv_heads].
+  const int32_t* planes = nullptr;
+  const float* plane_scales = nullptr;
+  int32_t plane_channels = 0;
+  const float* thresholds = nullptr;  // `mass`: of every sequence
   int32_t shared_memory = 0;          // of a thread block that chooses, at most; 0: what the device has
   // The plan, arrays in device memory.
   int32_t query_block = 0, select_block = 0, block = 0, max_competing = 0;
-  int32_t planes = 1, parts = 1, statistics_channels = 2, statistics_rows = 0;
-  int64_t plane_masses = 0;  // from one plane to the next
+  int32_t slices = 1, parts = 1, statistics_channels = 2, statistics_rows = 0, row_width = 0;
+  int32_t plane_depth = 0, row_keys = 1;
+  int64_t slice_masses = 0;  // from one slice to the next
   const ScoreItem* scores = nullptr;
   const ScoreToken* score_rows = nullptr;  // [score item][plan.score_tokens]
   const SelectItem* items = nullptr;
@@ -203,12 +229,12 @@ struct SelectParams {
   uint32_t* column_entries = nullptr;  // [entries]
   const SelectPool* pools = nullptr;
   int32_t pool_count = 0, pool_tiles = 0;
-  // Sum of what was chosen, forced blocks included: [length class][blocks, (query, key) pairs]; null: not counted.
+  // Sum of what was chosen, forced blocks included: [sequence][blocks, (query, key) pairs]; null: not counted.
   unsigned long long* chosen = nullptr;
   // Workspace.
   void* statistics = nullptr;  // statistics_bytes()
   bool statistics_given = false;
-  // [plan.planes · plan.masses]: log2 as 16-bit floats, mapped so that they order as unsigned integers. Of very long
+  // [plan.slices · plan.masses]: log2 as 16-bit floats, mapped so that they order as unsigned integers. Of very long
   // sequences, choosing overwrites them.
   uint16_t* masses = nullptr;
   uint8_t* map = nullptr;            // [plan.map_bytes]
@@ -227,12 +253,16 @@ constexpr int64_t pool_counts_size(int64_t pools, int64_t pool_tiles) {
   return pools * 512 + pool_tiles;
 }
 
-// Of a sequence: bits of the number of tokens.
-constexpr int kLengthClasses = 32;
+// Classes in which thresholds are learned (mass_key()), numbered.
+constexpr int kMassClasses = 32 * 64;
+int mass_class(const MassKey& key);
+
+// Tokens whose queries and keys are sampled for the energies of planes.
+std::vector<int32_t> plane_samples(std::span<const int32_t> cu_seqlens);
 
 int64_t hopper_statistics_bytes(const Shape& shape, const SelectPlan& plan);
 int64_t portable_statistics_bytes(const Shape& shape, const SelectPlan& plan);
-ScoreTile hopper_score_tile(const Shape& shape, const BlockScoring& scoring);
+ScoreTile hopper_score_tile(const Shape& shape, const SelectionConfig& config);
 constexpr ScoreTile kPortableScoreTile{16, 1};
 
 // Row lists and map.
@@ -242,8 +272,8 @@ void portable_select(const SelectParams& params, Precision precision, void* stre
 // forward.
 void list_columns(const SelectParams& params, void* stream);
 
-// For ranks that share sequences: the statistics of `blocks` alone. With those of all ranks in `statistics`, and
-// `statistics_given`, the functions above choose by them.
+// For ranks that share sequences: the statistics (with the score `planes`: the channels that count) of `blocks` alone.
+// With those of all ranks in `statistics`, and `statistics_given`, the functions above choose by them.
 void hopper_block_statistics(const SelectParams& params, void* stream);
 void portable_block_statistics(const SelectParams& params, Precision precision, void* stream);
 

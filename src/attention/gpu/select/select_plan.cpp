@@ -1,11 +1,9 @@
 #include <algorithm>
 #include <bit>
-#include <cmath>
 #include <functional>
 #include <numeric>
 
 #include "attention/gpu/select/select.h"
-#include "attention/gpu/select/thresholds.h"
 #include "attention/select/staircase.h"
 #include "attention/select/vertical_slash.h"
 #include "core/errors.h"
@@ -27,11 +25,13 @@ StaircaseRule rule_of(const SelectionConfig& config, int64_t free_quota) {
 class SequencePlanner {
  public:
   // `held`: the key blocks whose query blocks are planned; null: all.
-  SequencePlanner(SelectPlan& plan, const SelectionConfig& config, const SequenceTiles& tiles, int head, int32_t begin,
-                  int32_t list, const ScoreTile& score, int64_t batch_masses, const std::span<const int32_t>* held)
+  SequencePlanner(SelectPlan& plan, const SelectionConfig& config, const SequenceTiles& tiles, int32_t sequence,
+                  int head, int32_t begin, int32_t list, const ScoreTile& score, int64_t batch_masses,
+                  const std::span<const int32_t>* held)
       : plan_(plan),
         config_(config),
         tiles_(tiles),
+        sequence_(sequence),
         head_(head),
         begin_(begin),
         list_(list),
@@ -67,12 +67,14 @@ class SequencePlanner {
         if (most_mass_) {
           item.sums = plan_.sums;
           plan_.sums += item.stride;
-          pool.wanted += std::min(tiles_.free_quota(tile), tiles_.candidates(tile));
+          pool.wanted += tiles_.wanted(tile);
         }
         plan_.masses = std::max(plan_.masses, batch_used);
         plan_.max_competing = std::max(plan_.max_competing, item.competing);
       }
       plan_.items.push_back(item);
+      plan_.sequences[sequence_].given += tiles_.given(tile);
+      plan_.sequences[sequence_].wanted += tiles_.wanted(tile);
       plan_.batches.back().item_count = static_cast<int32_t>(plan_.items.size()) - plan_.batches.back().item_begin;
       plan_.batches.back().score_count = static_cast<int32_t>(plan_.scores.size()) - plan_.batches.back().score_begin;
     });
@@ -128,7 +130,7 @@ class SequencePlanner {
     item.visible = static_cast<int32_t>(fine_blocks(tiles_.end(tile)));
     item.sinks = std::min(tiles_.sink_blocks, item.competing);
     item.local = std::min(tiles_.local_blocks, item.competing - item.sinks);
-    item.length_class = static_cast<int32_t>(std::bit_width(static_cast<uint64_t>(tiles_.tokens)));
+    item.sequence = sequence_;
     item.list_begin = plan_.row_offsets.back();
     item.pool = most_mass_ ? static_cast<int32_t>(plan_.pools.size()) : list_;
     const int64_t own = item.visible - int64_t{item.competing} * expand, candidates = tiles_.candidates(tile);
@@ -189,14 +191,14 @@ class SequencePlanner {
 
   // Query blocks with the same competing key blocks join, or with as many 64s of them.
   void add_scores(const SelectItem& item, int32_t token) {
-    const auto left = static_cast<uint8_t>(item.competing - (item.stride - kStatisticsGroup));
+    const auto left = static_cast<uint16_t>(item.competing - (item.stride - kStatisticsGroup));
     for (size_t i = 0; i < choosing_.size(); ++i) {
       const int32_t at = token + choosing_[i];
       ScoreItem* last = nullptr;
       if (static_cast<int32_t>(plan_.scores.size()) > plan_.batches.back().score_begin) last = &plan_.scores.back();
       if (last == nullptr || last->head != head_ || last->statistics != statistics_ || last->stride != item.stride ||
           (!score_.joins && last->competing != item.competing) || last->tokens == score_.tokens ||
-          at - last->token > 255) {
+          at - last->token > UINT16_MAX) {
         last = &plan_.scores.emplace_back();
         // What is left over is scored like the first.
         plan_.score_rows.resize(plan_.scores.size() * score_.tokens, {0, left});
@@ -208,7 +210,7 @@ class SequencePlanner {
       }
       last->competing = item.competing;
       plan_.score_rows[plan_.score_rows.size() - score_.tokens + last->tokens++] = {
-          static_cast<uint8_t>(at - last->token), left};
+          static_cast<uint16_t>(at - last->token), left};
     }
   }
 
@@ -233,6 +235,7 @@ class SequencePlanner {
   SelectPlan& plan_;
   const SelectionConfig& config_;
   const SequenceTiles& tiles_;
+  int32_t sequence_;
   int head_;
   int32_t begin_, list_;
   ScoreTile score_;
@@ -244,12 +247,12 @@ class SequencePlanner {
   std::vector<int> choosing_;
 };
 
-// Every score item once for each plane, in each batch the long ones first.
+// Every score item once for each slice, in each batch the long ones first.
 void order_scores(SelectPlan& plan) {
   std::vector<ScoreItem> scores;
   std::vector<ScoreToken> rows;
-  scores.reserve(plan.scores.size() * plan.planes);
-  rows.reserve(plan.score_rows.size() * plan.planes);
+  scores.reserve(plan.scores.size() * plan.slices);
+  rows.reserve(plan.score_rows.size() * plan.slices);
   std::vector<int32_t> order;
   for (SelectBatch& batch : plan.batches) {
     order.resize(batch.score_count);
@@ -257,10 +260,10 @@ void order_scores(SelectPlan& plan) {
     std::ranges::stable_sort(order, std::greater(), [&](int32_t i) { return plan.scores[i].competing; });
     batch.score_begin = static_cast<int32_t>(scores.size());
     for (const int32_t i : order)
-      for (int plane = 0; plane < plan.planes; ++plane) {
+      for (int slice = 0; slice < plan.slices; ++slice) {
         ScoreItem& item = scores.emplace_back(plan.scores[i]);
-        item.head = item.head * plan.planes + plane;
-        item.masses += plane * plan.masses;
+        item.head = item.head * plan.slices + slice;
+        item.masses += slice * plan.masses;
         const auto first = plan.score_rows.begin() + int64_t{i} * plan.score_tokens;
         rows.insert(rows.end(), first, first + plan.score_tokens);
       }
@@ -268,6 +271,24 @@ void order_scores(SelectPlan& plan) {
   }
   plan.scores = std::move(scores);
   plan.score_rows = std::move(rows);
+}
+
+// What a row of the statistics holds, and how many a block has.
+void set_statistics(const Shape& shape, const SelectionConfig& config, const ScoreTile& score, SelectPlan& plan) {
+  if (config.judges_by_planes()) {
+    plan.plane_depth = score.plane_depth > 0 ? score.plane_depth : config.score_channels;
+    plan.row_keys = score.row_keys;
+    plan.parts = config.block / score.row_keys;
+    plan.statistics = 1;
+    plan.row_width = plan.plane_depth * plan.row_keys;
+    return;
+  }
+  if (config.scores_blocks()) {
+    const BlockScoring scoring(config);
+    plan.parts = scoring.parts();
+    plan.statistics = plan.parts > 1 && !scoring.moments() ? 1 : 2;
+  }
+  plan.row_width = plan.statistics * shape.head_dim;
 }
 
 }  // namespace
@@ -287,13 +308,14 @@ SelectPlan make_select_plan(const Shape& shape, std::span<const int32_t> cu_seql
   plan.query_block = config.query_block;
   plan.select_block = config.block;
   plan.block = std::min(config.block, kBlock);
-  const BlockScoring scoring(config);
-  plan.parts = scoring.parts();
-  plan.planes = score.planes;
+  plan.slices = score.slices;
   plan.score_tokens = score.tokens;
-  plan.statistics = plan.parts > 1 && !scoring.moments() ? 1 : 2;
-  for (size_t s = 0; s < sequences; ++s)
+  set_statistics(shape, config, score, plan);
+  for (size_t s = 0; s < sequences; ++s) {
+    plan.sequences.push_back({tiles[s]});
+    plan.mass_classes.push_back(config.learns_thresholds() && !dense[s] ? mass_class(mass_key(0, tiles[s])) : 0);
     plan.rows += static_cast<int32_t>((cu_seqlens[s + 1] - cu_seqlens[s] + plan.query_block - 1) / plan.query_block);
+  }
   plan.row_offsets.push_back(0);
   plan.batches.emplace_back();
   int64_t batch_used = 0;
@@ -320,8 +342,8 @@ SelectPlan make_select_plan(const Shape& shape, std::span<const int32_t> cu_seql
       }
       SB_USER_CHECK(t.blocks() <= 65536, "a sequence of {} tokens has more than 65,536 blocks of {}; use larger blocks",
                     t.tokens, t.block);
-      SequencePlanner(plan, config, t, head, cu_seqlens[s], sparse++ * plan.list_heads + head, score,
-                      batch_masses / score.planes, held == nullptr ? nullptr : &held->blocks[s])
+      SequencePlanner(plan, config, t, static_cast<int32_t>(s), head, cu_seqlens[s], sparse++ * plan.list_heads + head,
+                      score, batch_masses / score.slices, held == nullptr ? nullptr : &held->blocks[s])
           .add(batch_used);
     }
   }
@@ -338,32 +360,29 @@ void set_plan(const SelectPlan& plan, SelectParams& params) {
   params.select_block = plan.select_block;
   params.block = plan.block;
   params.max_competing = plan.max_competing;
-  params.planes = plan.planes;
-  params.plane_masses = plan.masses;
+  params.slices = plan.slices;
+  params.slice_masses = plan.masses;
   params.parts = plan.parts;
   params.statistics_channels = plan.statistics;
   params.statistics_rows = plan.statistics_rows;
+  params.row_width = plan.row_width;
+  params.plane_depth = plan.plane_depth;
+  params.row_keys = plan.row_keys;
   params.batches = plan.batches;
   params.column_count = plan.columns;
   params.pool_tiles = plan.pool_tiles;
 }
 
-ThresholdPlan make_threshold_plan(int kv_heads, const std::vector<bool>& dense,
-                                  const std::vector<SequenceTiles>& all_tiles) {
-  ThresholdPlan plan;
-  for (size_t s = 0; s < dense.size(); ++s) {
-    if (dense[s]) continue;
-    const SequenceTiles& tiles = all_tiles[s];
-    const int length_class = std::bit_width(static_cast<uint64_t>(tiles.tokens));
-    for (int64_t tile = 0; tile < tiles.tiles(); ++tile) {
-      plan.given[length_class] +=
-          kv_heads * (tiles.forced_competing(tile) + tiles.visible(tile) - tiles.competing(tile));
-      plan.wanted[length_class] += kv_heads * std::min(tiles.free_quota(tile), tiles.candidates(tile));
-    }
-    // What each block would hold if the mass lay evenly on twice the quota.
-    plan.start[length_class] = -std::log(2.0f * static_cast<float>(tiles.quota(0)));
-  }
-  return plan;
+int mass_class(const MassKey& key) {
+  return std::clamp(key.length_class, 0, 31) * 64 + std::clamp(key.budget_class, 0, 63);
+}
+
+std::vector<int32_t> plane_samples(std::span<const int32_t> cu_seqlens) {
+  std::vector<int32_t> samples;
+  for (size_t s = 0; s + 1 < cu_seqlens.size(); ++s)
+    for (int64_t token = cu_seqlens[s]; token < cu_seqlens[s + 1]; token += kPlaneSampling)
+      samples.push_back(static_cast<int32_t>(token));
+  return samples;
 }
 
 }  // namespace sb::gpu

@@ -316,7 +316,7 @@ __global__ void __launch_bounds__(32 * kWarps)
     }
     counted.pairs += static_cast<unsigned long long>(seen) * item.tokens;
   }
-  add_counted(choice, index < choice.count ? item.length_class : -1, counted);
+  add_counted(choice, index < choice.count ? item.sequence : -1, counted);
 }
 
 }  // namespace

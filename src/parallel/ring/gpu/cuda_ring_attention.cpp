@@ -32,7 +32,7 @@ class CudaRingAttention final : public ChoosingAttention {
       : host_(host),
         data_(data),
         options_(options),
-        selection_(options.selection),
+        selection_(options.selection, options.layers),
         travel_(data, options.node_size == 0 ? data.size() : options.node_size),
         kernels_(make_cuda_attention(
             {.attention = {options.selection, options.layers, 0}, .deterministic = options.deterministic})),
@@ -72,14 +72,14 @@ class CudaRingAttention final : public ChoosingAttention {
     report_.layers.resize(options_.layers);
     return taken;
   }
-  Selector::Thresholds thresholds() const override {
-    return choice_ ? choice_->thresholds() : selection_.selector().thresholds();
-  }
-  void set_thresholds(Selector::Thresholds thresholds) override {
+  void use(const LearnedSelection& learned) override {
     if (choice_)
-      choice_->set_thresholds(thresholds);
+      choice_->use(learned);
     else
-      selection_.selector().set_thresholds(std::move(thresholds));
+      selection_.step().use(learned);
+  }
+  SelectionObservations take_observations() override {
+    return choice_ ? choice_->take_observations() : selection_.step().take_observations();
   }
 
  private:
@@ -115,10 +115,10 @@ void CudaRingAttention::choose_on_host(const Exec& exec, int layer, const Attent
     host_scratch_ = std::make_unique<Arena>("choices of a ring", scratch);
   const Exec on_host{.device = DeviceKind::cpu, .pool = exec.pool, .scratch = host_scratch_.get()};
   selection_.choose(on_host, host_, layer, shape, *state.layout, sequences.budgets, q.data(), k.data(), state.index);
-  if (options_.coverage_rows == 0) return;
+  if (options_.coverage_rows == 0 || !selection_.step().ready(layer)) return;
   add_ring_coverage(*state.layout, host_.rank(), layer,
-                    selection_.measure(on_host, host_, shape, *state.layout, sequences.budgets, q.data(), k.data(),
-                                       state.index, options_.coverage_rows),
+                    selection_.measure(on_host, host_, layer, shape, *state.layout, sequences.budgets, q.data(),
+                                       k.data(), state.index, options_.coverage_rows),
                     report_);
 }
 
@@ -184,7 +184,8 @@ void CudaRingAttention::forward(const Exec& exec, int layer, const AttentionShap
   if (!replay) {
     state.given_lists = false;
     if (on_device)
-      choice_->choose(exec, layer, operands, *state.plan, state.lists, report_.layers[static_cast<size_t>(layer)]);
+      choice_->choose(exec, layer, shape, operands, *state.plan, state.lists,
+                      report_.layers[static_cast<size_t>(layer)]);
     else
       choose_on_host(exec, layer, shape, sequences, operands, state);
   }

@@ -102,13 +102,14 @@ void CudaRingChoice::reserve(const AttentionShape& shape, int64_t max_tokens, DT
   const PlanSize& size = largest_plan(shape, max_tokens, dtype);
   plans_.reserve(different_plans(states), size.device);
   staging_.reserve(size.uploaded);
+  choices_.reserve(shape);
   if (options_.coverage_rows > 0 && data_.rank() == 0) coverage_.reserve();  // the others' results go there
 }
 
 int64_t CudaRingChoice::reserved_bytes(const AttentionShape& shape, int64_t max_tokens, DType dtype, size_t states) {
   return static_cast<int64_t>(plans_.for_states(different_plans(states))) *
              largest_plan(shape, max_tokens, dtype).device +
-         (options_.coverage_rows > 0 ? gpu::CoverageLog::reserved_bytes() : 0);
+         choices_.reserved_bytes(shape) + (options_.coverage_rows > 0 ? gpu::CoverageLog::reserved_bytes() : 0);
 }
 
 std::shared_ptr<CudaRingPlan> CudaRingChoice::plan_for(const Exec& exec, int layer, const AttentionShape& shape,
@@ -138,8 +139,8 @@ void CudaRingChoice::allocate_choices(const Exec& exec, const CudaRingPlan& plan
   params.statistics_given = true;  // or not needed
 }
 
-void CudaRingChoice::choose(const Exec& exec, int layer, const AttentionOperands& operands, const CudaRingPlan& plan,
-                            gpu::DeviceBuffer& list_memory, LayerAttention& report) {
+void CudaRingChoice::choose(const Exec& exec, int layer, const AttentionShape& shape, const AttentionOperands& operands,
+                            const CudaRingPlan& plan, gpu::DeviceBuffer& list_memory, LayerAttention& report) {
   const SelectionConfig& selection = options_.selection;
   const CudaRingPlan::Set* set = plan.sparse();
   const ArenaScope scope(*exec.scratch);
@@ -155,23 +156,22 @@ void CudaRingChoice::choose(const Exec& exec, int layer, const AttentionOperands
     params.coverage = static_cast<float>(selection.coverage);
     {
       const ArenaScope scoring(*exec.scratch);
+      choices_.begin(exec, layer, shape, set->plan.select, params);
       gather_statistics(exec, plan, *set, params);
-      params.masses = exec.scratch->allocate_array<uint16_t>(set->plan.select.planes * set->plan.select.masses);
-      choices_.begin(exec, layer, plan.thresholds(), params);
+      params.masses = exec.scratch->allocate_array<uint16_t>(set->plan.select.slices * set->plan.select.masses);
       if (plan.hopper())
         gpu::hopper_select(params, exec.stream);
       else
         gpu::portable_select(params, plan.precision(), exec.stream);
-      choices_.add_pairs(layer, params, exec.stream);
-      if (choices_.steers())
-        data_.all_reduce_async(params.chosen, gpu::ChoiceMemory::kCounters, CommType::i64, ReduceOp::sum).wait();
-      choices_.steer(layer, plan.thresholds(), params, exec.stream);
+      choices_.add_counts(layer, set->plan.select, plan.at<int32_t>(set->mass_classes), params, exec.stream);
     }
     cut(exec, plan, *set, params, lists);
   }
   report.causal_pairs += plan.causal_pairs();
   report.pairs += choices_.counts() ? plan.dense_pairs() : plan.pairs();
-  if (options_.coverage_rows > 0) measure(exec, layer, operands, plan, params.row_entries);
+  choices_.observe(exec, layer, shape, operands, plan.samples(), plan.sample_count());
+  if (options_.coverage_rows > 0 && choices_.ready(layer))
+    measure(exec, layer, shape, operands, plan, params.row_entries);
 }
 
 // Statistics of all key blocks, from the ranks that have the keys.
@@ -182,7 +182,7 @@ void CudaRingChoice::gather_statistics(const Exec& exec, const CudaRingPlan& pla
   if (piece == 0) return;
   const bool hopper = plan.hopper();
   // 32-bit words of a row: the Hopper kernels have row after row, the others channel after channel.
-  const int64_t words = int64_t{select.statistics} * set.shape.head_dim / (hopper ? 2 : 1);
+  const int64_t words = select.row_width / (hopper ? 2 : 1);
   auto* pieces = exec.scratch->allocate_array<uint32_t>(data_.size() * piece * words);
   gpu::SelectParams own = params;
   own.statistics = pieces + data_.rank() * piece * words;
@@ -225,8 +225,8 @@ void CudaRingChoice::cut(const Exec& exec, const CudaRingPlan& plan, const CudaR
 }
 
 // Sampled queries go to all ranks; each weighs the key blocks it holds, and judges the tokens whose lists it has.
-void CudaRingChoice::measure(const Exec& exec, int layer, const AttentionOperands& operands, const CudaRingPlan& plan,
-                             const uint32_t* row_entries) {
+void CudaRingChoice::measure(const Exec& exec, int layer, const AttentionShape& shape,
+                             const AttentionOperands& operands, const CudaRingPlan& plan, const uint32_t* row_entries) {
   if (plan.sampled() == 0) return;
   const SelectionConfig& selection = options_.selection;
   const ArenaScope scope(*exec.scratch);
@@ -239,9 +239,10 @@ void CudaRingChoice::measure(const Exec& exec, int layer, const AttentionOperand
   data_.all_reduce_async(sampled, plan.sampled() * row / 4, CommType::i32, ReduceOp::sum).wait();
   params.q = sampled;
   params.k = operands.k.raw();
-  params.moments = selection.score == BlockScore::moments;
+  params.moments = selection.score != BlockScore::mean;
   params.block = selection.block;
-  params.parts = BlockScoring(selection).parts();
+  choices_.set_planes(exec, layer, shape, params);
+  params.parts = gpu::judged_parts(selection);
   params.query_block = selection.query_block;
   params.sinks = selection.sink_blocks;
   params.local = selection.local_blocks;

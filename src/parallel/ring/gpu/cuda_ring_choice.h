@@ -1,7 +1,8 @@
 #pragma once
 
-// Choosing pairs in a ring of GPUs, on the devices: statistics of key blocks are exchanged, every rank chooses for its
-// own queries, and the lists are cut by pass. Nothing waits for the host.
+// Choosing pairs in a ring of GPUs, on the devices: statistics of key blocks (or the channels of keys that blocks are
+// judged by) are exchanged, every rank chooses for its own queries, and the lists are cut by pass. Nothing waits for
+// the host.
 
 #include <cstdint>
 #include <memory>
@@ -31,12 +32,12 @@ class CudaRingChoice {
   std::shared_ptr<gpu::CudaRingPlan> plan_for(const Exec& exec, int layer, const AttentionShape& shape,
                                               const PackedSequences& sequences, DType dtype);
   // Lists of the sparse sequences, in `list_memory`; and true coverage, where it is asked for.
-  void choose(const Exec& exec, int layer, const AttentionOperands& operands, const gpu::CudaRingPlan& plan,
-              gpu::DeviceBuffer& list_memory, LayerAttention& report);
+  void choose(const Exec& exec, int layer, const AttentionShape& shape, const AttentionOperands& operands,
+              const gpu::CudaRingPlan& plan, gpu::DeviceBuffer& list_memory, LayerAttention& report);
   // Adds what is only known on the device; waits for it.
   void report(AttentionReport& report);
-  Selector::Thresholds thresholds() const { return choices_.thresholds(); }
-  void set_thresholds(const Selector::Thresholds& thresholds) { choices_.set_thresholds(thresholds); }
+  void use(const LearnedSelection& learned) { choices_.use(learned); }
+  SelectionObservations take_observations() { return choices_.take_observations(); }
 
  private:
   gpu::RingPlanRequest request_for(int layer, const AttentionShape& shape, std::span<const int32_t> whole_cu_seqlens,
@@ -56,8 +57,8 @@ class CudaRingChoice {
   // Row lists of the selection, by pass and by column.
   static void cut(const Exec& exec, const gpu::CudaRingPlan& plan, const gpu::CudaRingPlan::Set& set,
                   const gpu::SelectParams& chosen, const gpu::CudaRingPlan::Lists& lists);
-  void measure(const Exec& exec, int layer, const AttentionOperands& operands, const gpu::CudaRingPlan& plan,
-               const uint32_t* row_entries);
+  void measure(const Exec& exec, int layer, const AttentionShape& shape, const AttentionOperands& operands,
+               const gpu::CudaRingPlan& plan, const uint32_t* row_entries);
 
   Communicator& data_;
   const RingAttention::Options options_;

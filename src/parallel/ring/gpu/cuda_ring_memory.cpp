@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "attention/gpu/select/step_values.h"
 #include "attention/most_sequences.h"
 #include "attention/select/block_statistics.h"
 #include "parallel/ring/gpu/ring_lists.h"
@@ -122,27 +123,35 @@ int64_t CudaRingMemory::choice_bytes(const AttentionShape& shape, int64_t max_to
     const int64_t line = (longest / block() + 16) / 16 * 16;
     const int64_t lists_bytes = bytes(rows * std::min(lists.entries, longest / block() + 1), sizeof(uint32_t)) +
                                 bytes(rows * line, 1) + bytes(shape.kv_heads * fine, sizeof(int32_t));
-    int64_t scoring = 0, coverage = 0;
+    int64_t scoring = 0, coverage = 0, energies = 0;
+    if (selection.judges_by_planes())
+      energies = bytes(
+          gpu::plane_sums_partials(max_tokens / kPlaneSampling + max_tokens / 64 + 64, shape.kv_heads, shape.head_dim),
+          sizeof(double));
     if (sparse && selection.pattern != SelectionPattern::window) {
-      // Rows of parts come in whole groups.
-      const int parts = BlockScoring(selection).parts();
-      const auto rows_of = [&](int64_t count) {
-        return parts == 1 ? count : (count + gpu::kStatisticsGroup * sequences) * parts;
+      // 32-bit words of all that is kept of a block. Parts and keys come in whole groups of blocks.
+      const bool by_planes = selection.judges_by_planes();
+      const int parts = by_planes ? selection.block : BlockScoring(selection).parts();
+      const int64_t depth = by_planes ? gpu::hopper_plane_depth(selection) : 0;
+      const int64_t words =
+          parts * (by_planes ? std::max<int64_t>(selection.score_channels, depth / 2) : 2 * int64_t{shape.head_dim});
+      const auto blocks_of = [&](int64_t count) {
+        return parts == 1 ? count : count + gpu::kStatisticsGroup * sequences;
       };
-      const int64_t blocks = rows_of(all / selection.block + sequences);
-      const int64_t words = 2 * int64_t{shape.head_dim};
-      const int64_t piece = rows_of(shape.kv_heads * (max_tokens / selection.block + sequences));
-      int64_t planes = 1;  // at most, as in hopper_score_tile()
-      while (shape.group() % planes != 0 || shape.group() / planes > 16) ++planes;
+      const int64_t blocks = blocks_of(all / selection.block + sequences);
+      const int64_t piece = blocks_of(shape.kv_heads * (max_tokens / selection.block + sequences));
+      int64_t slices = 1;  // at most, as in hopper_score_tile()
+      while (shape.group() % slices != 0 || shape.group() / slices > 16) ++slices;
+      const int64_t packed = all / 64 + 64;  // sequences, dense ones too
       const int64_t stride = (longest / selection.block + 64) / 64 * 64;
       scoring = bytes(ranks * piece * words, sizeof(uint32_t)) +
-                bytes(shape.kv_heads * blocks * words, sizeof(uint32_t)) +
+                bytes(shape.kv_heads * (blocks * words + max_tokens * depth / 2), sizeof(uint32_t)) +
                 // Of long sequences, scores that wait for their sums: 192 rows of every multiprocessor.
                 bytes(multiprocessors * 192 * (longest / selection.block + 64), sizeof(uint16_t)) +
                 bytes(std::min(kRingBatchMasses + shape.heads * selection.query_block * stride,
-                               planes * shape.kv_heads * max_tokens * stride),
+                               slices * shape.kv_heads * max_tokens * stride),
                       sizeof(uint16_t)) +
-                bytes(2 * gpu::kLengthClasses, sizeof(unsigned long long));
+                bytes(2 * packed, sizeof(unsigned long long)) + bytes(packed, sizeof(float));
     }
     if (options.coverage_rows > 0) {
       const int64_t rows_of_all = options.coverage_rows * (all / selection.block + sequences);
@@ -152,7 +161,7 @@ int64_t CudaRingMemory::choice_bytes(const AttentionShape& shape, int64_t max_to
                  bytes(sampled * shape.heads * shape.head_dim * dtype_bytes(options.dtype), 1) +
                  bytes(sampled * shape.kv_heads * 64, sizeof(float));
     }
-    most = std::max(most, lists_bytes + std::max(scoring, coverage));
+    most = std::max(most, lists_bytes + std::max({scoring, coverage, energies}));
   }
   return most;
 }

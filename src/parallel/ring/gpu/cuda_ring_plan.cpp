@@ -33,7 +33,7 @@ void CudaRingPlan::plan_set(const RingPlanRequest& request, bool dense, const Re
   lists.copies = !dense;
   lists.scored = !dense && request.selection->scores_blocks();
   if (hopper_)
-    lists.score = hopper_score_tile(lists.shape, BlockScoring(*request.selection));
+    lists.score = hopper_score_tile(lists.shape, *request.selection);
   else
     lists.keys = std::min(request.selection->block, kBlock);
   if (dense) {
@@ -137,13 +137,16 @@ void CudaRingPlan::build(const RingPlanRequest& request, Staging& staging, void*
 
   count_pairs();
 
-  const ThresholdPlan thresholds = make_threshold_plan(attention_.kv_heads, dense_, request.tiles);
+  // Blocks are multiples of the sampling, so what is sampled of a sequence here is what one rank alone would sample.
+  std::vector<int32_t> samples;
+  if (request.selection->judges_by_planes()) samples = plane_samples(layout_->local_cu_seqlens(rank_));
+  sample_count_ = static_cast<int32_t>(samples.size());
   const std::vector<int32_t>& given = replicated.given[rank_];
   given_count_ = std::ssize(given);
   piece_ = replicated.piece;
   Upload upload;
   given_ = upload.add(given);
-  thresholds_ = upload.add(&thresholds);
+  samples_ = upload.add(samples);
   add_coverage(upload);
   for (Set& set : sets_) add_set(upload, set);
   bytes_ = uploaded_ = upload.bytes();
@@ -194,6 +197,7 @@ void CudaRingPlan::add_set(Upload& upload, Set& set) {
   set.scores = upload.add(plan.select.scores);
   set.score_rows = upload.add(plan.select.score_rows);
   set.items = upload.add(plan.select.items);
+  set.mass_classes = upload.add(plan.select.mass_classes);
   set.select_blocks = upload.add(plan.select.blocks);
   for (const RingPassPlan& from : plan.passes) {
     Set::Pass& pass = set.passes.emplace_back();
@@ -224,6 +228,7 @@ void CudaRingPlan::forget_uploaded() {
     set.plan.select.scores = {};
     set.plan.select.score_rows = {};
     set.plan.select.items = {};
+    set.plan.select.mass_classes = {};
     set.plan.select.blocks = {};
   }
   coverage_.tokens = {};

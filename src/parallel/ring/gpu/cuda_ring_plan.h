@@ -42,7 +42,8 @@ class CudaRingPlan {
       Work work;
     };
     std::vector<Pass> passes;
-    int64_t rows, blocks, groups, sources, head_columns, statistics, scores, score_rows, items, select_blocks;
+    int64_t rows, blocks, groups, sources, head_columns, statistics, scores, score_rows, items, select_blocks,
+        mass_classes;
     int64_t list_bytes = 0;
     int64_t list_row_entries, list_pass_begin, list_column_entries, list_column_offsets;
     int64_t own_lists = 0;  // of dense sequences, in the plan's memory
@@ -78,7 +79,9 @@ class CudaRingPlan {
   int64_t pairs() const { return pairs_; }
   int64_t dense_pairs() const { return dense_pairs_; }    // of its dense sequences
   int64_t causal_pairs() const { return causal_pairs_; }  // were everything dense
-  const ThresholdPlan* thresholds() const { return at<ThresholdPlan>(thresholds_); }
+  // Tokens of this rank that are sampled for the energies of planes.
+  const int32_t* samples() const { return at<int32_t>(samples_); }
+  int32_t sample_count() const { return sample_count_; }
 
   void set(const Set& set, SelectParams& params) const;
   void set(const Set& set, RingCutParams& params) const;
@@ -118,8 +121,8 @@ class CudaRingPlan {
   CoveragePlan coverage_;  // vectors emptied, but for the sequences
   std::vector<CoverageBlock> coverage_held_;
   std::vector<int32_t> coverage_own_, coverage_sampled_;
-  int32_t sampled_ = 0, held_count_ = 0, own_count_ = 0;
-  int64_t given_ = 0, given_count_ = 0, piece_ = 0, thresholds_ = 0;
+  int32_t sampled_ = 0, held_count_ = 0, own_count_ = 0, sample_count_ = 0;
+  int64_t given_ = 0, given_count_ = 0, piece_ = 0, samples_ = 0;
   int64_t pairs_ = 0, dense_pairs_ = 0, causal_pairs_ = 0, bytes_ = 0, uploaded_ = 0;
   int64_t coverage_sequences_ = 0, coverage_tokens_ = 0, coverage_lists_ = 0, coverage_grid_ = 0, coverage_blocks_ = 0,
           coverage_own_tokens_ = 0, coverage_rows_ = 0;

@@ -21,6 +21,7 @@ TEST(GpuAttentionMemory, HasRoomForTheListsOfTunedBudgets) {
                                      budget, times, tokens));
             SparseAttention::Options options;
             options.selection.pattern = pattern;
+            options.selection.score = BlockScore::moments;
             options.selection.block = block;
             options.selection.budget = budget;
             options.largest_budget = times * budget;
@@ -41,15 +42,49 @@ TEST(GpuAttentionMemory, HasRoomForTheListsOfTunedBudgets) {
           }
 }
 
+// Where blocks are judged by planes, scratch has room for the channels of all keys, in whole groups of blocks.
+TEST(GpuAttentionMemory, HasRoomForTheChannelsOfKeys) {
+  for (const int channels : {16, 32, 64})
+    for (const int sequences : {1, 3, 12}) {
+      SCOPED_TRACE(fmt::format("{} channels, {} sequences", channels, sequences));
+      SparseAttention::Options options;
+      options.selection.score = BlockScore::planes;
+      options.selection.score_channels = channels;
+      options.selection.budget = 2048;
+      constexpr int32_t kTokens = 30000;
+      std::vector<int32_t> cu{0};
+      std::vector<SequenceTiles> tiles;
+      for (int s = 1; s <= sequences; ++s) {
+        cu.push_back(kTokens * s / sequences);
+        tiles.push_back({cu[s] - cu[s - 1], 128, 16, 1, 2, 2048});
+      }
+      const std::vector<bool> dense(tiles.size(), false);
+      const Shape shape{kTokens, 2, 1, 64, 0.1f};
+      const AttentionMemory memory{options, 132, int64_t{1} << 20};
+      // Without the rest of attention, whose scratch is larger.
+      const int64_t planned = memory.statistics_bytes({2, 1, 64, 0.1f}, kTokens);
+      const SelectPlan portable = make_select_plan(shape, cu, dense, tiles, options.selection, {16}, 1 << 20);
+      EXPECT_LE(int64_t{portable.statistics_rows} * channels * 4, planned);
+      const int depth = hopper_plane_depth(options.selection);
+      const SelectPlan hopper =
+          make_select_plan(shape, cu, dense, tiles, options.selection, {192, 1, true, depth, 128 / depth}, 1 << 20);
+      EXPECT_LE(int64_t{hopper.statistics_rows} * 128 * 2 + int64_t{kTokens} * depth * 2, planned);
+    }
+}
+
 // However short the sequences that choose may be, there are no more of them than a micro-batch may have: no memory is
 // planned for one a token.
 TEST(GpuAttentionMemory, IsNoLargerWhereEverySequenceChooses) {
-  for (const auto& [pattern, score_tokens] :
-       {std::pair{SelectionPattern::topk, 0}, {SelectionPattern::topk, 16}, {SelectionPattern::vertical_slash, 0}}) {
+  using enum BlockScore;
+  for (const auto& [pattern, score_tokens, score] : {std::tuple{SelectionPattern::topk, 0, moments},
+                                                     {SelectionPattern::topk, 16, moments},
+                                                     {SelectionPattern::topk, 0, planes},
+                                                     {SelectionPattern::vertical_slash, 0, moments}}) {
     SCOPED_TRACE(fmt::format("pattern {} score_tokens {}", static_cast<int>(pattern), score_tokens));
     SparseAttention::Options all, most;
     all.selection.pattern = pattern;
     all.selection.score_tokens = score_tokens;
+    all.selection.score = score;
     most = all;
     all.selection.dense_below = 0;
     most.selection.dense_below = 63;  // one of 64 tokens

@@ -2,12 +2,29 @@
 
 // Selection on the device for tests and benchmarks: plan, device memory, and the lists back on the host.
 
+#include <algorithm>
 #include <functional>
 
 #include "attention/gpu/select/select.h"
+#include "attention/select/planes.h"
 #include "tests/attention/gpu/hopper/device_case.h"
 
 namespace sb::gpu {
+
+// Planes that differ from head to head, all over the channels.
+inline LayerPlanes made_up_planes(const Shape& shape, int channels, float scale) {
+  LayerPlanes planes{shape.kv_heads, channels, {}, {}};
+  const int half = shape.head_dim / 2;
+  for (int head = 0; head < shape.kv_heads; ++head) {
+    std::vector<int32_t> chosen;
+    for (int i = 0; i < channels / 2; ++i) chosen.push_back((7 * i + 3 * head) % half);
+    std::sort(chosen.begin(), chosen.end());
+    planes.channel.insert(planes.channel.end(), chosen.begin(), chosen.end());
+    for (const int32_t plane : chosen) planes.channel.push_back(plane + half);
+    planes.scale.push_back(scale * (1 + 0.25f * static_cast<float>(head)));
+  }
+  return planes;
+}
 
 struct SelectCase {
   SelectionConfig config;
@@ -26,17 +43,18 @@ struct SelectCase {
   DeviceArray<uint16_t> masses, sums;
   DeviceArray<int32_t> pool_counts;
   DeviceArray<uint8_t> map;
+  DeviceArray<int32_t> plane_channels;
+  DeviceArray<float> plane_scales;
   DeviceArray<float> thresholds;
   DeviceArray<unsigned long long> chosen;
 
   SelectCase(const Shape& shape, const std::vector<int32_t>& cu, const std::vector<bool>& dense,
              const std::vector<SequenceTiles>& tiles, const SelectionConfig& selection, bool on_hopper,
-             int64_t batch_masses = int64_t{1} << 26, float threshold = 0)
+             int64_t batch_masses = int64_t{1} << 26, float threshold = 0, const LayerPlanes& planes = {})
       : config(selection),
         hopper(on_hopper),
         plan(make_select_plan(shape, cu, dense, tiles, selection,
-                              on_hopper ? hopper_score_tile(shape, BlockScoring(selection)) : kPortableScoreTile,
-                              batch_masses)),
+                              on_hopper ? hopper_score_tile(shape, selection) : kPortableScoreTile, batch_masses)),
         scores(plan.scores),
         score_rows(plan.score_rows),
         items(plan.items),
@@ -48,12 +66,14 @@ struct SelectCase {
         column_offsets(plan.columns + 1),
         column_counts(plan.columns),
         statistics(on_hopper ? hopper_statistics_bytes(shape, plan) : portable_statistics_bytes(shape, plan)),
-        masses(plan.planes * plan.masses),
+        masses(plan.slices * plan.masses),
         sums(plan.sums),
         pool_counts(pool_counts_size(plan.pools.size(), plan.pool_tiles)),
         map(plan.map_bytes),
-        thresholds(std::vector<float>(kLengthClasses, threshold)),
-        chosen(std::vector<unsigned long long>(2 * kLengthClasses, 0)) {}
+        plane_channels(planes.channel),
+        plane_scales(planes.scale),
+        thresholds(std::vector<float>(plan.sequences.size(), threshold)),
+        chosen(std::vector<unsigned long long>(2 * plan.sequences.size(), 0)) {}
 
   SelectParams params(const Shape& shape, const void* q, const void* k) const {
     SelectParams p;
@@ -64,26 +84,19 @@ struct SelectCase {
     p.lookahead = config.order == SelectionOrder::lookahead;
     p.moments = config.score == BlockScore::moments;
     p.coverage = static_cast<float>(config.coverage);
+    p.planes = plane_channels.get();
+    p.plane_scales = plane_scales.get();
+    p.plane_channels = config.score_channels;
     p.thresholds = thresholds.get();
     p.shared_memory = shared_memory;
-    p.query_block = plan.query_block;
-    p.select_block = plan.select_block;
-    p.block = plan.block;
-    p.max_competing = plan.max_competing;
-    p.planes = plan.planes;
-    p.plane_masses = plan.masses;
-    p.parts = plan.parts;
-    p.statistics_channels = plan.statistics;
-    p.statistics_rows = plan.statistics_rows;
+    set_plan(plan, p);
     p.scores = scores.get();
     p.score_rows = score_rows.get();
     p.items = items.get();
-    p.batches = plan.batches;
     p.blocks = blocks.get();
     p.block_count = static_cast<int32_t>(blocks.size());
     p.groups = groups.get();
     p.group_count = static_cast<int32_t>(groups.size());
-    p.column_count = plan.columns;
     p.row_entries = row_entries.get();
     p.column_offsets = column_offsets.get();
     p.column_entries = column_entries.get();
@@ -94,7 +107,6 @@ struct SelectCase {
     p.column_counts = column_counts.get();
     p.pools = pools.get();
     p.pool_count = static_cast<int32_t>(pools.size());
-    p.pool_tiles = plan.pool_tiles;
     p.sums = sums.get();
     p.pool_counts = pool_counts.get();
     return p;

@@ -92,6 +92,44 @@ std::vector<double> masses_of(const Shape& shape, const Inputs& in, const std::v
   return out;
 }
 
+// By planes: the channels that count of every key of a sequence, [token][channels].
+std::vector<float> keys_of(const Shape& shape, const Inputs& in, const LayerPlanes& planes, int begin, int64_t tokens,
+                           int head) {
+  std::vector<float> out;
+  out.reserve(tokens * planes.channels);
+  for (int64_t t = 0; t < tokens; ++t)
+    for (const int32_t c : planes.of(head))
+      out.push_back(static_cast<float>(value(in.k, ((begin + t) * shape.kv_heads + head) * shape.head_dim + c)));
+  return out;
+}
+
+// Log relative masses of the competing blocks for one token: the largest product of its mean query with a key.
+std::vector<double> plane_masses_of(const Shape& shape, const Inputs& in, const LayerPlanes& planes,
+                                    const std::vector<float>& keys, int token, int head, int64_t competing, int block) {
+  const int d = shape.head_dim, group = shape.query_heads / shape.kv_heads, channels = planes.channels;
+  std::vector<double> query, out(competing);
+  for (const int32_t c : planes.of(head)) {
+    double sum = 0;
+    for (int g = 0; g < group; ++g) sum += value(in.q, (int64_t(token) * shape.query_heads + head * group + g) * d + c);
+    query.push_back(sum / group * planes.scale[head]);
+  }
+  double top = -INFINITY, sum = 0;
+  for (int64_t b = 0; b < competing; ++b) {
+    double best = -INFINITY;
+    for (int i = 0; i < block; ++i) {
+      const float* key = keys.data() + (b * block + i) * channels;
+      double s = 0;
+      for (int c = 0; c < channels; ++c) s += query[c] * key[c];
+      best = std::max(best, s);
+    }
+    out[b] = best;
+    top = std::max(top, best);
+  }
+  for (const double s : out) sum += std::exp(s - top);
+  for (double& s : out) s -= top + std::log(sum);
+  return out;
+}
+
 // Whether the choices of one query block are right, up to near ties: each token's against its own masses.
 void check_tile(const SequenceTiles& t, int64_t tile, const SelectionConfig& config, float threshold,
                 std::span<const uint32_t> entries, const std::vector<std::vector<double>>& masses) {
@@ -203,6 +241,7 @@ struct Options {
   BlockScore score = BlockScore::moments;
   int block = kBlock;
   int score_tokens = 0;
+  int score_channels = 32;
   int step = 1;
   float threshold = 0;
   int stride = 1;  // every stride-th query block is compared with fp64
@@ -224,6 +263,7 @@ void run(const char* name, bool hopper, int query_heads, int kv_heads, int d, co
   config.score = options.score;
   config.block = options.block;
   config.score_tokens = options.score_tokens;
+  config.score_channels = options.score_channels;
   config.query_block = query_block;
   config.budget = budget;
   config.step = options.step;
@@ -244,7 +284,12 @@ void run(const char* name, bool hopper, int query_heads, int kv_heads, int d, co
     t.q = DeviceArray<__nv_bfloat16>(q);
     t.k = DeviceArray<__nv_bfloat16>(k);
   }
-  SelectCase select_case(shape, cu, dense, tiles, config, hopper, options.batch_masses, options.threshold);
+  // Mean queries are short: with a larger scale blocks are far enough apart to be told by 16 bits.
+  const bool by_planes = config.judges_by_planes();
+  const LayerPlanes planes =
+      by_planes ? made_up_planes(shape, options.score_channels, (options.far_apart ? 1 : 8) * shape.scale)
+                : LayerPlanes{};
+  SelectCase select_case(shape, cu, dense, tiles, config, hopper, options.batch_masses, options.threshold, planes);
   select_case.shared_memory = options.shared_memory;
   select_case.poison();
   select_case.run(shape, t.q.get(), t.k.get());
@@ -263,16 +308,23 @@ void run(const char* name, bool hopper, int query_heads, int kv_heads, int d, co
       const SequenceTiles& tiling = tiles[s];
       MostMass most;
       const int parts = select_case.plan.parts;
-      const auto statistics = dense[s] ? std::vector<double>{} : statistics_of(shape, in, cu[s], tiling, head, parts);
+      const auto statistics =
+          dense[s] || by_planes ? std::vector<double>{} : statistics_of(shape, in, cu[s], tiling, head, parts);
+      const auto keys =
+          dense[s] || !by_planes ? std::vector<float>{} : keys_of(shape, in, planes, cu[s], tiling.tokens, head);
       // Of every token, or of the query block as a whole: of all that are compared.
       std::vector<std::vector<std::vector<double>>> all_masses(dense[s] ? 0 : tiling.tiles() / options.stride + 1);
       in_parallel(int(all_masses.size()), [&](int i) {
         const int64_t tile = int64_t{i} * options.stride;
         if (tile >= tiling.tiles()) return;
         std::vector<std::vector<double>>& masses = all_masses[i];
-        for (int r = 0; r < tiling.rows(tile); ++r)
-          masses.push_back(masses_of(shape, in, statistics, cu[s] + int(tiling.begin(tile)) + r, head,
-                                     tiling.competing(tile), parts, options.score == BlockScore::moments));
+        for (int r = 0; r < tiling.rows(tile); ++r) {
+          const int token = cu[s] + int(tiling.begin(tile)) + r;
+          const int64_t competing = tiling.competing(tile);
+          masses.push_back(by_planes ? plane_masses_of(shape, in, planes, keys, token, head, competing, tiling.block)
+                                     : masses_of(shape, in, statistics, token, head, competing, parts,
+                                                 options.score == BlockScore::moments));
+        }
         if (options.order != SelectionOrder::lookahead) return;
         std::vector<double> sums(tiling.competing(tile), 0);
         for (const auto& token : masses)
@@ -313,9 +365,9 @@ void run(const char* name, bool hopper, int query_heads, int kv_heads, int d, co
   if (options.pattern != SelectionPattern::topk) {
     const auto counted = select_case.chosen.host();
     unsigned long long found_blocks = 0, found_pairs = 0;
-    for (int c = 0; c < kLengthClasses; ++c) {
-      found_blocks += counted[2 * c];
-      found_pairs += counted[2 * c + 1];
+    for (size_t s = 0; s < lengths.size(); ++s) {
+      found_blocks += counted[2 * s];
+      found_pairs += counted[2 * s + 1];
     }
     if (found_blocks != blocks) fail("count of blocks", found_blocks, blocks);
     if (found_pairs != pairs) fail("count of pairs", found_pairs, pairs);
@@ -373,6 +425,7 @@ int main(int argc, char** argv) {
   if (argc > 2) gpu::filter = argv[2];
   const auto topp = SelectionPattern::topp, mass = SelectionPattern::mass, window = SelectionPattern::window;
   const auto ahead = SelectionOrder::lookahead;
+  const auto planes = BlockScore::planes;
   for (const bool hopper : {true, false}) {
     run("16:2 d128 4000", hopper, 16, 2, 128, {4000}, {false}, 16, 1200);
     run("14:2 d64 mixed", hopper, 14, 2, 64, {3000, 500, 1, 2200}, {false, true, false, false}, 16, 1100);
@@ -417,6 +470,36 @@ int main(int argc, char** argv) {
         {.pattern = mass, .score_tokens = 8, .threshold = -3.f, .stride = 5});
     run("8:2 d64 lookahead, parts of 32", hopper, 8, 2, 64, {3000}, {false}, 32, 900,
         {.order = ahead, .score_tokens = 32, .stride = 3});
+    // Blocks judged by planes.
+    run("planes 16:2 d128", hopper, 16, 2, 128, {4000}, {false}, 16, 1200, {.score = planes, .stride = 3});
+    run("planes 14:2 d64, mixed", hopper, 14, 2, 64, {3000, 500, 1, 2207}, {false, true, false, false}, 16, 1100,
+        {.score = planes, .stride = 3});
+    run("planes 2:2 d128, long items", hopper, 2, 2, 128, {9001}, {false}, 16, 900, {.score = planes, .stride = 40});
+    run("planes 4:2 d64 blocks of 256", hopper, 4, 2, 64, {9000, 300}, {false, false}, 32, 2600,
+        {.score = planes, .block = 256, .stride = 5});
+    run("planes 8:1 d128 blocks of 64", hopper, 8, 1, 128, {3001}, {false}, 16, 700,
+        {.score = planes, .block = 64, .stride = 3});
+    run("planes 8:1 d128 16 channels", hopper, 8, 1, 128, {3000}, {false}, 16, 900,
+        {.score = planes, .score_channels = 16, .stride = 5});
+    run("planes 8:1 d64 all 64 channels", hopper, 8, 1, 64, {3000}, {false}, 16, 900,
+        {.score = planes, .score_channels = 64, .stride = 5});
+    run("planes 8:2 d128 48 channels", hopper, 8, 2, 128, {3000}, {false}, 16, 900,
+        {.score = planes, .score_channels = 48, .stride = 5});
+    run("planes 8:1 d128 all 128 channels", hopper, 8, 1, 128, {3000}, {false}, 64, 900,
+        {.score = planes, .score_channels = 128, .stride = 5});
+    run("planes 80:2 d64", hopper, 80, 2, 64, {2000}, {false}, 16, 700, {.score = planes, .stride = 5});
+    run("planes 8:2 d64 small batches", hopper, 8, 2, 64, {4000}, {false}, 16, 900,
+        {.score = planes, .stride = 3, .batch_masses = 10000});
+    run("planes 8:2 d64 topp", hopper, 8, 2, 64, {4000, 700}, {false, true}, 16, 2000,
+        {.pattern = topp, .score = planes, .stride = 3});
+    run("planes 14:2 d64 mass", hopper, 14, 2, 64, {4000, 2500}, {false, false}, 16, 900,
+        {.pattern = mass, .score = planes, .threshold = -3.f, .stride = 3});
+    run("planes 8:2 d128 lookahead", hopper, 8, 2, 128, {4000}, {false}, 32, 900,
+        {.order = ahead, .score = planes, .stride = 3});
+    run("planes 8:2 d64 lookahead mass", hopper, 8, 2, 64, {2500, 300}, {false, true}, 16, 900,
+        {.pattern = mass, .order = ahead, .score = planes});
+    run("planes 7:1 d64 far apart", hopper, 7, 1, 64, {6000}, {false}, 16, 1500,
+        {.score = planes, .stride = 3, .far_apart = true});
     run("8:2 d64 lookahead mass, parts of 64", hopper, 8, 2, 64, {2500, 300}, {false, true}, 16, 900,
         {.pattern = mass, .order = ahead, .score_tokens = 64});
   }
@@ -431,6 +514,10 @@ int main(int argc, char** argv) {
   run("8:1 d64 40000 mass", true, 8, 1, 64, {40000}, {false}, 128, 5000,
       {.pattern = mass, .threshold = -5.f, .stride = 30});
   if (full) {
+    // Scores that wait beyond the shared memory.
+    run("planes 16:2 d128 100000", true, 16, 2, 128, {100000}, {false}, 16, 10000, {.score = planes, .stride = 1500});
+    run("planes 2:1 d64 150000 mass", true, 2, 1, 64, {150000}, {false}, 16, 9000,
+        {.pattern = mass, .score = planes, .threshold = -5.5f, .stride = 2500});
     run("2:1 d64 100000 topp", true, 2, 1, 64, {100000}, {false}, 128, 20000, {.pattern = topp, .stride = 90});
     run("2:1 d64 100000 mass", true, 2, 1, 64, {100000}, {false}, 128, 9000,
         {.pattern = mass, .threshold = -5.5f, .stride = 90});

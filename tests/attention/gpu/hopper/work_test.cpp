@@ -225,6 +225,7 @@ TEST(GpuWork, LongItemsOfAHeadComeFirst) {
 SelectionConfig config_of(SelectionPattern pattern, int block = kBlock) {
   SelectionConfig config;
   config.pattern = pattern;
+  config.score = BlockScore::moments;
   config.block = block;
   config.budget = 1300;
   return config;
@@ -352,17 +353,63 @@ TEST(GpuSelectPlan, AllowanceIsTheStaircaseOfTheRule) {
       }
 }
 
+TEST(GpuSelectPlan, FewTokensOfAQueryBlockFillAnItem) {
+  // A third of the tokens choose; still all but the last items of the groups of 64 key blocks are full.
+  const std::vector<int32_t> cu{0, 32768};
+  const SelectionConfig config = config_of(SelectionPattern::topk);
+  const std::vector<SequenceTiles> tiles{{32768, config.block, 16, 1, 2, 1638}};
+  const SelectPlan plan =
+      make_select_plan(shape_of(16, 2), cu, {false}, tiles, config, {192, 1, true, 32, 4}, int64_t{1} << 26);
+  int64_t tokens = 0;
+  for (const ScoreItem& item : plan.scores) tokens += item.tokens;
+  EXPECT_GT(tokens, 2 * 32768 / 4);
+  EXPECT_LT(tokens, 2 * 32768 / 2);
+  EXPECT_LE(std::ranges::count_if(plan.scores, [](const ScoreItem& item) { return item.tokens < 192; }), 8);
+}
+
+TEST(GpuSelectPlan, SequencesCountWhatTheyWant) {
+  SelectionConfig config = config_of(SelectionPattern::mass);
+  const std::vector<int32_t> cu{0, 9000, 9100, 12000};
+  std::vector<SequenceTiles> tiles;
+  for (size_t s = 0; s + 1 < cu.size(); ++s) tiles.push_back({cu[s + 1] - cu[s], config.block, 16, 1, 2, 1300});
+  const SelectPlan plan = make_select_plan(shape_of(16, 2), cu, {false, true, false}, tiles, config, {16}, 1 << 20);
+  ASSERT_EQ(plan.sequences.size(), 3u);
+  ASSERT_EQ(plan.mass_classes.size(), 3u);
+  for (size_t s = 0; s < 3; ++s) {
+    EXPECT_EQ(plan.sequences[s].given, s == 1 ? 0 : 2 * given_blocks(tiles[s]));
+    EXPECT_EQ(plan.sequences[s].wanted, s == 1 ? 0 : 2 * wanted_blocks(tiles[s]));
+    EXPECT_LT(plan.mass_classes[s], kMassClasses);
+  }
+  EXPECT_NE(plan.mass_classes[0], plan.mass_classes[2]);
+  config.order = SelectionOrder::lookahead;
+  EXPECT_EQ(make_select_plan(shape_of(16, 2), cu, {false, true, false}, tiles, config, {16}, 1 << 20).mass_classes,
+            std::vector<int32_t>(3, 0));
+}
+
 TEST(GpuSelectPlan, EveryPartHasARowOfStatistics) {
   // A tile of 64 rows is one part of 64 neighbouring key blocks, from the sequence's first on.
+  struct Case {
+    BlockScore score;
+    int score_tokens;
+    ScoreTile tile;
+    int parts, statistics, width;  // of a row
+  };
   const std::vector<int32_t> cu{0, 9000, 9100, 12000};
-  for (const int score_tokens : {0, 1, 32}) {
+  for (const Case& c : {Case{BlockScore::moments, 0, {16}, 1, 2, 2 * 128},
+                        {BlockScore::moments, 1, {16}, 128, 1, 128},
+                        {BlockScore::moments, 32, {16}, 4, 2, 2 * 128},
+                        {BlockScore::planes, 0, {16}, 128, 1, 24},
+                        {BlockScore::planes, 0, {192, 1, true, 32, 4}, 32, 1, 128}}) {
     SelectionConfig config = config_of(SelectionPattern::topk);
-    config.score_tokens = score_tokens;
+    config.score = c.score;
+    config.score_tokens = c.score_tokens;
+    config.score_channels = 24;
     std::vector<SequenceTiles> tiles;
     for (size_t s = 0; s + 1 < cu.size(); ++s) tiles.push_back({cu[s + 1] - cu[s], config.block, 16, 1, 2, 1300});
-    const SelectPlan plan = make_select_plan(shape_of(16, 2), cu, {false, true, false}, tiles, config, {16}, 1 << 20);
-    EXPECT_EQ(plan.parts, score_tokens == 0 ? 1 : config.block / score_tokens);
-    EXPECT_EQ(plan.statistics, score_tokens == 1 ? 1 : 2);
+    const SelectPlan plan = make_select_plan(shape_of(16, 2), cu, {false, true, false}, tiles, config, c.tile, 1 << 20);
+    EXPECT_EQ(plan.parts, c.parts);
+    EXPECT_EQ(plan.statistics, c.statistics);
+    EXPECT_EQ(plan.row_width, c.width);
     std::map<int32_t, int> rows;
     for (const SelectBlock& block : plan.blocks)
       for (int part = 0; part < plan.parts; ++part) ++rows[block.row + part * kStatisticsGroup];
@@ -381,7 +428,7 @@ TEST(GpuSelectPlan, EveryPartHasARowOfStatistics) {
   }
 }
 
-TEST(GpuSelectPlan, EveryPlaneIsScored) {
+TEST(GpuSelectPlan, EverySliceIsScored) {
   // The same tokens once for each part of the group, in the same batches.
   const std::vector<int32_t> cu{0, 4000};
   const SelectionConfig config = config_of(SelectionPattern::topk);
@@ -392,14 +439,14 @@ TEST(GpuSelectPlan, EveryPlaneIsScored) {
   ASSERT_EQ(three.batches.size(), one.batches.size());
   EXPECT_EQ(three.masses, one.masses);
   for (size_t b = 0; b < one.batches.size(); ++b) {
-    std::map<std::tuple<int32_t, int64_t, int32_t>, int> planes;  // token, masses, key/value head → bits of the planes
+    std::map<std::tuple<int32_t, int64_t, int32_t>, int> slices;  // token, masses, key/value head → bits of the slices
     const auto scores = [&](const SelectPlan& plan) {
       return std::span(plan.scores).subspan(plan.batches[b].score_begin, plan.batches[b].score_count);
     };
     for (const ScoreItem& item : scores(three))
-      planes[{item.token, item.masses - item.head % 3 * three.masses, item.head / 3}] += 1 << item.head % 3;
-    EXPECT_EQ(planes.size(), scores(one).size());
-    for (const ScoreItem& item : scores(one)) EXPECT_EQ((planes[{item.token, item.masses, item.head}]), 7);
+      slices[{item.token, item.masses - item.head % 3 * three.masses, item.head / 3}] += 1 << item.head % 3;
+    EXPECT_EQ(slices.size(), scores(one).size());
+    for (const ScoreItem& item : scores(one)) EXPECT_EQ((slices[{item.token, item.masses, item.head}]), 7);
   }
 }
 

@@ -1,4 +1,4 @@
-#include "model/layer_inputs.h"
+#include "model/waiting/layer_inputs.h"
 
 namespace sb {
 

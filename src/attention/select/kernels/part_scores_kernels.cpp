@@ -1,6 +1,6 @@
-#include "attention/select/part_scores_kernels.h"
+#include "attention/select/kernels/part_scores_kernels.h"
 
-#include "ops/cpu/simd.h"
+#include "attention/select/kernels/bf16_pairs.h"
 
 namespace sb::SB_ISA {
 namespace {
@@ -65,13 +65,6 @@ MultiplyFn multiply_for(int parts) {
 }
 
 #if defined(SB_ISA_avx512)
-#define SB_TARGET_BF16 __attribute__((target("avx512bf16")))
-
-bool has_bf16_products() {
-  static const bool has = __builtin_cpu_supports("avx512bf16") != 0;
-  return has;
-}
-
 // The same where every number is a pair of bf16: two neighbouring channels.
 template <int Parts>
 SB_TARGET_BF16 void multiply_pairs(const float* parts, int64_t stride, const float* queries, int64_t depth,
@@ -104,26 +97,6 @@ MultiplyFn multiply_pairs_for(int parts) {
     if (parts < Parts) return multiply_pairs_for<Parts - 1>(parts);
   }
   return &multiply_pairs<Parts>;
-}
-
-// x [depth, columns] → pairs [⌈depth/2⌉, columns] of bf16, rounded to nearest; an odd depth ends with zeros.
-void make_pairs(const float* x, int64_t depth, int64_t columns, float* pairs) {
-  const __m512i half = _mm512_set1_epi32(0x7fff), one = _mm512_set1_epi32(1);
-  const auto rounded = [&](const float* p, Mask mask) {  // the upper half is the bf16
-    const __m512i bits = _mm512_castps_si512(load(p, mask));
-    return _mm512_add_epi32(bits, _mm512_add_epi32(half, _mm512_and_si512(_mm512_srli_epi32(bits, 16), one)));
-  };
-  for (int64_t c = 0; c < depth; c += 2) {
-    for (int64_t i = 0; i < columns; i += kLanes) {
-      const Mask mask = first_lanes(columns - i < kLanes ? columns - i : kLanes);
-      const float* at = x + c * columns + i;
-      const __m512i low = _mm512_srli_epi32(rounded(at, mask), 16);
-      const __m512i high = c + 1 < depth ? rounded(at + columns, mask) : _mm512_setzero_si512();
-      const __m512i upper = _mm512_set1_epi32(static_cast<int>(0xffff0000u));
-      store(pairs + c / 2 * columns + i, mask,
-            _mm512_castsi512_ps(_mm512_or_si512(low, _mm512_and_si512(high, upper))));
-    }
-  }
 }
 #endif
 

@@ -1,4 +1,4 @@
-#include "attention/select/block_scores_kernels.h"
+#include "attention/select/kernels/block_scores_kernels.h"
 
 #include <cmath>
 

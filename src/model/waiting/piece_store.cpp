@@ -1,0 +1,93 @@
+#include "model/waiting/piece_store.h"
+
+#include "core/errors.h"
+#include "device/memory.h"
+
+namespace sb {
+namespace {
+
+int64_t array_bytes(int64_t elements, DType dtype) {
+  return Arena::rounded(elements * dtype_bytes(dtype));
+}
+
+}  // namespace
+
+int64_t PieceStorePlan::key_bytes() const {
+  return longest == 0 ? 0 : 2 * array_bytes(tokens * kv_heads * head_dim, dtype);
+}
+
+int64_t PieceStorePlan::sum_bytes() const {
+  return longest == 0 || !gradients ? 0 : 2 * array_bytes(longest * kv_heads * head_dim, DType::f32);
+}
+
+PieceStore::PieceStore(const PieceStorePlan& plan, DeviceKind device)
+    : plan_(plan),
+      keys_(make_arena("keys and values of pieces", plan.layers * plan.key_bytes(), device)),
+      sums_(make_arena("gradient sums of pieces", plan.layers * plan.sum_bytes(), device)) {
+  if (plan.longest == 0) return;
+  const Shape pages{plan.tokens, plan.kv_heads, plan.head_dim};
+  const Shape sums{plan.longest, plan.kv_heads, plan.head_dim};
+  for (int i = 0; i < plan.layers; ++i) {
+    LayerPieces& layer = layers_.emplace_back();
+    layer.k = keys_.allocate(plan.dtype, pages);
+    layer.v = keys_.allocate(plan.dtype, pages);
+    if (!plan.gradients) continue;
+    layer.dk = sums_.allocate(DType::f32, sums);
+    layer.dv = sums_.allocate(DType::f32, sums);
+  }
+}
+
+void PieceStore::divide(int slots, int64_t tokens) {
+  if (plan_.longest == 0) return;
+  SB_CHECK(slots * tokens <= plan_.tokens, "{} pieces of {} tokens, planned for {} in all", slots, tokens,
+           plan_.tokens);
+  slots_.resize(static_cast<size_t>(slots));
+  page_tokens_ = tokens;
+  newest_ = -1;
+}
+
+void PieceStore::begin_forward(const PiecePlace& piece, int slot) {
+  SB_CHECK(
+      0 < piece.tokens && piece.tokens <= page_tokens_ && piece.end() <= piece.length && piece.length <= plan_.longest,
+      "tokens {} to {} of a sequence of {}; planned for pieces of {} of sequences of {}", piece.begin, piece.end(),
+      piece.length, page_tokens_, plan_.longest);
+  Held& own = slots_[static_cast<size_t>(slot)];
+  if (piece.begin == 0) {
+    own.pages.clear();
+  } else {
+    SB_CHECK(newest_ >= 0 && newest_ != slot, "a piece from token {} on without those before it", piece.begin);
+    const Held& before = slots_[static_cast<size_t>(newest_)];
+    SB_CHECK(before.piece.end() == piece.begin && before.piece.length == piece.length,
+             "a piece from token {} of {} on after one up to {} of {}", piece.begin, piece.length, before.piece.end(),
+             before.piece.length);
+    own.pages = before.pages;
+  }
+  own.piece = piece;
+  own.pages.push_back({piece.begin, slot * page_tokens_});
+  newest_ = slot;
+}
+
+void PieceStore::begin_backward(const Exec& exec, const PiecePlace& piece, int slot) {
+  if (piece.end() == piece.length) {
+    for (const LayerPieces& layer : layers_) {
+      zero_tensor(exec, layer.dk.rows(0, piece.length));
+      zero_tensor(exec, layer.dv.rows(0, piece.length));
+    }
+    summed_from_ = piece.length;
+  }
+  SB_CHECK(summed_from_ == piece.end(), "the piece up to token {} goes backward before those up to {}", piece.end(),
+           summed_from_);
+  summed_from_ = piece.begin;
+}
+
+SequencePiece PieceStore::seen(int slot) const {
+  const Held& held = slots_[static_cast<size_t>(slot)];
+  return {held.piece.begin, held.piece.length, held.pages};
+}
+
+TensorView PieceStore::own(TensorView pages, int slot) const {
+  const int64_t row = slot * page_tokens_;
+  return pages.rows(row, row + slots_[static_cast<size_t>(slot)].piece.tokens);
+}
+
+}  // namespace sb
