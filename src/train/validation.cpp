@@ -53,7 +53,7 @@ std::optional<LossSums> Trainer::evaluate(bool later_chunk_tokens_only) {
   const std::vector<std::vector<int>> packed = pack_in_order(lengths, ids, limits_);
   const auto ranks = static_cast<size_t>(config_.parallel.dp);
   for (size_t round = 0; round < packed.size(); round += ranks) {
-    if (stop_agreed()) return std::nullopt;
+    if (any_rank(parts_.stop_requested())) return std::nullopt;
     const size_t own = round + static_cast<size_t>(model_->grid().dp_rank());
     if (own >= packed.size()) continue;
     std::vector<TokenSequence> sequences;
