@@ -6,6 +6,7 @@ namespace sb {
 
 // Refuses a path that cannot be written before the work whose result it is to hold; nothing for an empty path.
 void check_output(const std::string& path);
+// The whole file or, when it cannot be written, the one that was there.
 void write_output(const std::string& path, const std::string& text);
 // A standard stream that the caller has closed (`>&-`) leaves its number to the next file that is opened, and what is
 // printed would stand in that one: a checkpoint, metrics.jsonl. To be called before any is.

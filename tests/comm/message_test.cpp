@@ -74,6 +74,20 @@ TEST(MessageMismatch, OfSizesIsSaid) {
   });
 }
 
+TEST(MessageFailure, OfTheTransportIsARankThatWasLost) {
+  std::atomic<int> gone = 0;
+  run_message_ranks(2, milliseconds(3000), [&](Communicator& world) {
+    char data[8] = {};
+    if (world.rank() == 0)
+      world.send_async(data, 8, 1, 0).wait();
+    else
+      EXPECT_THAT(message_of<CommAborted>([&] { world.receive_async(data, 4, 0, 0).wait(); }),
+                  testing::AllOf(HasSubstr("receive #1 of group world"), HasSubstr("message truncated")));
+    ++gone;
+    while (gone < 2) std::this_thread::yield();
+  });
+}
+
 TEST(MessageFailure, OfARankEndsItsRequests) {
   std::atomic<bool> gone = false;
   run_message_ranks(2, milliseconds(30'000), [&](Communicator& world) {

@@ -253,7 +253,7 @@ TEST(Config, OversizedInputIsRefused) {
 
   const auto path = std::filesystem::path(testing::TempDir()) / "config_test_huge.yaml";
   std::ofstream(path) << std::string(kMaxConfigBytes + 1, '#');
-  EXPECT_NE(message_of([&] { read_config_file(path); }).find("is this a configuration file?"), std::string::npos);
+  EXPECT_NE(message_of([&] { read_config_file(path); }).find("is this the right file?"), std::string::npos);
   std::ofstream(path) << "top: 3\n";
   EXPECT_EQ(read_config_file(path), "top: 3\n");
   std::filesystem::remove(path);

@@ -227,7 +227,7 @@ TEST(ModelConfigTest, RefusesWhatIsNotAConfig) {
   EXPECT_SAYS(text("[1]"), "not a JSON object");
   EXPECT_SAYS(text(std::string(1'000'000, '[')), "nested deeper");
   const std::string missing = user_error([] { read_model_config("/nowhere/config.json"); });
-  EXPECT_SAYS(missing, "/nowhere/config.json: cannot open");
+  EXPECT_SAYS(missing, "/nowhere/config.json: not there");
 }
 
 // --- writing
