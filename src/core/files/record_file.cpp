@@ -15,7 +15,8 @@ RecordFile::RecordFile(std::filesystem::path path, Start start)
     : path_(std::move(path)),
       descriptor_(
           ::open(path_.c_str(), O_WRONLY | O_CREAT | O_CLOEXEC | (start == Start::append ? O_APPEND : O_TRUNC), 0644)) {
-  SB_USER_CHECK(descriptor_ >= 0, "{}: cannot be opened: {}", path_.string(), std::strerror(errno));
+  SB_USER_CHECK(descriptor_ >= 0, "{}: cannot be {}: {}", path_.string(), start == Start::anew ? "created" : "opened",
+                std::strerror(errno));
 }
 
 RecordFile::~RecordFile() {

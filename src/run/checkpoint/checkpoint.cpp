@@ -100,6 +100,7 @@ std::optional<std::string> compare_with_manifest(const fs::path& checkpoint, boo
                          format.is_structured() ? format.type_name() : format.dump(), kFormat);
     for (const auto& [name, entry] : manifest.at("files").items()) {
       const fs::path file = checkpoint / name;
+      if (std::error_code ignored; !fs::exists(file, ignored) && !ignored) return fmt::format("{} is missing", name);
       const auto bytes = static_cast<uint64_t>(RegularFile(file).size());
       const uint64_t expected = entry.at("bytes");
       if (bytes != expected) return fmt::format("{} has {} bytes instead of {}", name, bytes, expected);
