@@ -3,6 +3,7 @@
 
 #include <atomic>
 
+#include "comm/first_rank.h"
 #include "tests/comm/comm_cases.h"
 #include "tests/comm/memory_transport.h"
 #include "tests/core/message_of.h"
@@ -71,6 +72,20 @@ TEST(MessageMismatch, OfSizesIsSaid) {
     }
     ++gone;
     while (gone < 2) std::this_thread::yield();
+  });
+}
+
+// Its work takes longer than anybody waits for a message.
+TEST(FirstRank, TheOthersWaitForItHoweverLongItTakes) {
+  std::atomic<bool> done = false;
+  run_message_ranks(3, milliseconds(1000), [&](Communicator& world) {
+    on_first_rank(world, [&] {
+      EXPECT_EQ(world.rank(), 0);
+      std::this_thread::sleep_for(milliseconds(2500));
+      done = true;
+    });
+    EXPECT_TRUE(done);
+    world.barrier();
   });
 }
 

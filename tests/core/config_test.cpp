@@ -258,7 +258,7 @@ TEST(Config, OversizedInputIsRefused) {
   EXPECT_EQ(read_config_file(path), "top: 3\n");
   std::filesystem::remove(path);
   EXPECT_NE(message_of([&] { read_config_file(path); }).find("cannot be opened"), std::string::npos);
-  EXPECT_NE(message_of([&] { read_config_file(testing::TempDir()); }).find("is a directory"), std::string::npos);
+  EXPECT_NE(message_of([&] { read_config_file(testing::TempDir()); }).find("it is a folder"), std::string::npos);
 }
 
 TEST(Config, OverridesWinOverTheFileAndLaterOverEarlier) {
