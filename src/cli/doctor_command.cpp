@@ -51,7 +51,7 @@ Finding processor() {
 }
 
 Finding memory() {
-  const int64_t bytes = available_host_memory();
+  const int64_t bytes = available_host_memory(1);
   return {"memory", bytes > 0 ? format_bytes(bytes) + " available" : "not known", ""};
 }
 

@@ -1,8 +1,12 @@
 #include <fmt/ranges.h>
+#include <sys/resource.h>
+#include <unistd.h>
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
+#include <csignal>
 #include <cstdio>
+#include <cstdlib>
 #include <exception>
 #include <filesystem>
 #include <map>
@@ -13,6 +17,7 @@
 
 #include "cli/commands.h"
 #include "cli/exit_code.h"
+#include "cli/number_checks.h"
 #include "cli/output_file.h"
 #include "core/config/config.h"
 #include "core/errors.h"
@@ -120,6 +125,7 @@ int run(int argc, char** argv) {
   sb::add_bench_command(app);
   sb::add_doctor_command(app);
   sb::add_shell_commands(app);
+  sb::check_numbers(app);
   // After the commands, which would take it over.
   app.footer(
       "SUBCOMMAND --help lists its options. docs/ has a page on each subject, docs/configuration.md all of run.yaml.\n"
@@ -154,15 +160,31 @@ int run_and_check_output(int argc, char** argv) {
   }
 }
 
+// OpenBLAS starts threads as it is loaded, each of which asks for a buffer, without an end where the system refuses it:
+// under a limit of address space (ulimit -v) the program starts itself again with none of them. It has its own.
+void start_without_openblas_threads(char** argv) {
+  constexpr const char* kThreads = "OPENBLAS_NUM_THREADS";
+  rlimit limit = {};
+  if (std::getenv(kThreads) != nullptr || ::getrlimit(RLIMIT_AS, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY)
+    return;
+  ::setenv(kThreads, "1", 1);
+  ::execv("/proc/self/exe", argv);  // where that fails, as it is
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
+  start_without_openblas_threads(argv);
+  // A file-size limit is to be an error that names the file, like a full disk, and not the end of the process.
+  std::signal(SIGXFSZ, SIG_IGN);
   try {
     return run_and_check_output(argc, argv);
   } catch (const std::exception& error) {
     const int code = sb::exit_code(error);
     if (const auto* path = dynamic_cast<const std::filesystem::filesystem_error*>(&error))
       std::fprintf(stderr, "error: %s: %s\n", path->path1().c_str(), path->code().message().c_str());
+    else if (sb::no_more_threads(error))
+      std::fprintf(stderr, "error: the system starts no more threads: raise the limit of processes (ulimit -u)\n");
     else if (code == sb::kUserErrorCode)
       std::fprintf(stderr, "error: %s\n", error.what());
     else if (dynamic_cast<const std::bad_alloc*>(&error) != nullptr)

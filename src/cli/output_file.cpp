@@ -7,28 +7,35 @@
 #include <cstdio>
 #include <cstring>
 #include <filesystem>
-#include <fstream>
 
 #include "core/errors.h"
+#include "core/files/durable_file.h"
+#include "core/files/record_file.h"
 
 namespace sb {
+
+namespace fs = std::filesystem;
 
 void check_output(const std::string& path) {
   if (path.empty()) return;
   std::error_code unknown;
-  const bool existed = std::filesystem::exists(path, unknown);
-  errno = 0;
-  const bool writable = std::ofstream(path, std::ios::binary | std::ios::app).good();
-  SB_USER_CHECK(writable, "{}: cannot be written: {}", path, std::strerror(errno));
-  if (!existed) std::filesystem::remove(path, unknown);
+  const bool existed = fs::exists(path, unknown);
+  const int file = ::open(path.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_NONBLOCK | O_CLOEXEC, 0644);
+  SB_USER_CHECK(file >= 0, "{}: cannot be written: {}", path, std::strerror(errno));
+  ::close(file);
+  if (!existed) fs::remove(path, unknown);
 }
 
 void write_output(const std::string& path, const std::string& text) {
-  errno = 0;
-  std::ofstream file(path, std::ios::binary);
-  file << text;
-  file.close();
-  SB_USER_CHECK(file.good(), "{}: cannot be written: {}", path, std::strerror(errno));
+  std::error_code unknown;
+  if (fs::exists(path, unknown) && !fs::is_regular_file(path, unknown)) {  // a pipe or a device
+    RecordFile file(path, RecordFile::Start::append);
+    file.write(text);
+    return file.close();
+  }
+  // What a link points to, and not the link, is replaced.
+  const fs::path target = fs::weakly_canonical(path, unknown);
+  replace_file(unknown ? fs::path(path) : target, text);
 }
 
 std::string names_files(const std::string& prefix) {

@@ -6,6 +6,7 @@ namespace sb {
 
 // Refuses a path that cannot be written before the work whose result it is to hold; nothing for an empty path.
 void check_output(const std::string& path);
+// The whole file or, when it cannot be written, the one that was there.
 void write_output(const std::string& path, const std::string& text);
 // Check of an option that is the prefix of several files: empty, or why it is a folder's name instead.
 std::string names_files(const std::string& prefix);

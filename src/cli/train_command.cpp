@@ -72,9 +72,7 @@ void run(const TrainArguments& arguments) {
   check_grid(grid_of(config), arguments.ranks > 0 ? arguments.ranks : launched);
   if (arguments.ranks > 1 && launched == 1) return launch(arguments);
 
-  // A file-size limit is to be an error that names the file, like a full disk, and not the end of the process.
-  std::signal(SIGXFSZ, SIG_IGN);
-  // Nor does a run end because the program that its output is piped to has ended.
+  // A run does not end because the program that its output is piped to has ended.
   std::signal(SIGPIPE, SIG_IGN);
   const std::unique_ptr<Communicator> world = open_world_communicator(std::chrono::seconds(config.parallel.timeout));
   train(config, *world);

@@ -127,6 +127,7 @@ void MessageEngine::wait(MessageOperation& operation) {
       throw CommTimeout(text);
     }
   }
+  if (operation.lost) throw CommAborted(operation.error);
   if (!operation.error.empty()) throw InternalError("{}", operation.error);
   if (operation.done) return;
   over_.wait(lock, [&] { return !moving_; });
@@ -270,6 +271,7 @@ bool MessageEngine::move_on(Transport& transport) {
       const MessageOperation::Pending pending = operation->pending.at(message.ticket);
       operation->pending.erase(message.ticket);
       if (operation->done) continue;
+      operation->lost = !message.error.empty();
       if (!message.error.empty() || (pending.receive && message.bytes != pending.bytes))
         finish(*operation, fmt::format("rank {}: {}: {} rank {}: {}", operation->group->rank, operation->text,
                                        pending.receive ? "from" : "to", pending.peer,

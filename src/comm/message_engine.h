@@ -41,6 +41,7 @@ struct MessageOperation {
   std::map<int64_t, Pending> pending;  // by ticket
   bool done = false;
   std::string error;
+  bool lost = false;  // `error` is what the transport says: the other rank or the way to it is gone
 };
 
 // Moves the operations of all groups of this process on, on a thread of its own that alone talks to the transport, so

@@ -9,6 +9,7 @@
 #include <condition_variable>
 #include <exception>
 #include <mutex>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -85,6 +86,17 @@ struct ThreadPool::State {
     }
   }
 
+  void end() {
+    {
+      const std::lock_guard lock(mutex);
+      stop = true;
+      generation.fetch_add(0);
+    }
+    wake.notify_all();
+    for (std::thread& worker : workers) worker.join();
+    workers.clear();
+  }
+
   bool enter() {
     uint32_t inside = gate.load(std::memory_order_acquire);
     while (inside & kOpen) {
@@ -96,17 +108,20 @@ struct ThreadPool::State {
 
 ThreadPool::ThreadPool(int threads) : state_(std::make_unique<State>()), threads_(threads) {
   SB_CHECK(threads >= 1, "{} threads", threads);
-  for (int i = 1; i < threads; ++i) state_->workers.emplace_back([this, i] { state_->loop(i); });
+  try {
+    for (int i = 1; i < threads; ++i) state_->workers.emplace_back([this, i] { state_->loop(i); });
+  } catch (const std::system_error& error) {
+    const size_t started = state_->workers.size() + 1;
+    state_->end();
+    throw UserError(
+        "{} threads were asked for and the system starts no more than {} ({}): lower train.threads (--threads, "
+        "--workers), or raise the limit of processes (ulimit -u, the control group's pids.max)",
+        threads, started, error.code().message());
+  }
 }
 
 ThreadPool::~ThreadPool() {
-  {
-    const std::lock_guard lock(state_->mutex);
-    state_->stop = true;
-    state_->generation.fetch_add(0);
-  }
-  state_->wake.notify_all();
-  for (std::thread& worker : state_->workers) worker.join();
+  state_->end();
 }
 
 void ThreadPool::parallel_for(int64_t count, int64_t grain, const std::function<void(int64_t, int64_t, int)>& body) {

@@ -1,19 +1,53 @@
 #include "device/blas.h"
 
 #include <cblas.h>
+#include <sys/mman.h>
 
 #include <algorithm>
+#include <atomic>
+#include <mutex>
+#include <vector>
+
+#include "core/errors.h"
+#include "core/memory_plan.h"
+
+// OpenBLAS' own: takes one of its buffers, and asks the system for another where all are in use. Weak, since other
+// builds of the library may not show them.
+extern "C" {
+__attribute__((weak)) void* blas_memory_alloc(int);
+__attribute__((weak)) void blas_memory_free(void*);
+}
 
 namespace sb {
 namespace {
 
-// Our pool owns the threads: OpenBLAS stays on the calling one.
-void single_threaded_openblas() {
-  static const bool done = [] {
-    openblas_set_num_threads(1);
-    return true;
-  }();
-  static_cast<void>(done);
+// OpenBLAS asks for its buffers in a loop without an end when the system refuses: they are taken once, by one thread,
+// after the system was seen to have the room.
+void take_buffers(int threads) {
+  const int64_t bytes = threads * kBlasBufferBytes;
+  void* room = ::mmap(nullptr, static_cast<size_t>(bytes), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (room == MAP_FAILED)
+    throw OutOfMemory(
+        "OpenBLAS needs {} of address space for {} threads, which the system refuses: raise the limit (ulimit -v), or "
+        "lower the number of threads (train.threads, --threads)",
+        format_bytes(bytes), threads);
+  ::munmap(room, static_cast<size_t>(bytes));
+  if (blas_memory_alloc == nullptr || blas_memory_free == nullptr) return;
+  std::vector<void*> buffers;
+  for (int i = 0; i < threads; ++i) buffers.push_back(blas_memory_alloc(0));
+  for (void* buffer : buffers) blas_memory_free(buffer);
+}
+
+// Before `threads` of them multiply at the same time. Our pool owns the threads: OpenBLAS stays on the calling one.
+void prepare_openblas(int threads) {
+  static std::atomic<int> prepared = 0;
+  if (prepared.load(std::memory_order_acquire) >= threads) return;
+  static std::mutex mutex;
+  const std::lock_guard lock(mutex);
+  if (prepared.load() >= threads) return;
+  if (prepared.load() == 0) openblas_set_num_threads(1);
+  take_buffers(threads);
+  prepared.store(threads, std::memory_order_release);
 }
 
 // Pieces of C by rows and columns: as many as threads, as square as possible, since every piece packs its own rows of
@@ -62,7 +96,7 @@ void sgemm(const Sgemm& p) {
     }
     return;
   }
-  single_threaded_openblas();
+  prepare_openblas(1);
   cblas_sgemm(CblasRowMajor, p.transpose_a ? CblasTrans : CblasNoTrans, p.transpose_b ? CblasTrans : CblasNoTrans,
               static_cast<blasint>(p.m), static_cast<blasint>(p.n), static_cast<blasint>(p.k), 1.0f, p.a,
               static_cast<blasint>(p.lda), p.b, static_cast<blasint>(p.ldb), beta, p.c, static_cast<blasint>(p.ldc));
@@ -72,6 +106,7 @@ void parallel_sgemm(ThreadPool& pool, const Sgemm& p) {
   constexpr int64_t kWorthSharing = int64_t{1} << 16;  // multiply-adds; less takes about as long as handing it out
   if (pool.threads() == 1 || p.m * p.n * p.k < kWorthSharing) return sgemm(p);
   const Cut cut = cut_for(p.m, p.n, pool.threads());
+  prepare_openblas(pool.threads());
   pool.parallel_for(int64_t{cut.rows} * cut.columns, 1, [&](int64_t piece, int64_t, int) {
     const int row = static_cast<int>(piece / cut.columns), column = static_cast<int>(piece % cut.columns);
     const int64_t m0 = border(p.m, cut.rows, row), m1 = border(p.m, cut.rows, row + 1);

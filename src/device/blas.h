@@ -20,10 +20,14 @@ struct Sgemm {
   int64_t ldc = 0;
   const float* bias = nullptr;  // [n], added to every row
 };
+// The first of a process are OutOfMemory where the system does not give OpenBLAS its buffers.
 void sgemm(const Sgemm& product);
 
 // The same over the threads of the pool: C is cut into one piece a thread. The cut depends on (m, n, threads) only, so
 // that a product repeated gives the same bits.
 void parallel_sgemm(ThreadPool& pool, const Sgemm& product);
+
+// What OpenBLAS maps for each thread that multiplies at the same time; little of it is ever touched.
+inline constexpr int64_t kBlasBufferBytes = int64_t{128} << 20;
 
 }  // namespace sb

@@ -1,7 +1,6 @@
 #include "eval/eval_model.h"
 
 #include <cmath>
-#include <fstream>
 #include <nlohmann/json.hpp>
 #include <numeric>
 
@@ -10,6 +9,7 @@
 #include "attention/gpu/cuda_attention.h"
 #include "attention/gpu/launch/head_dim_check.h"
 #include "core/errors.h"
+#include "core/files/regular_file.h"
 #include "core/log.h"
 #include "data/text/document_encoder.h"
 #include "device/cuda.h"
@@ -23,9 +23,8 @@ namespace {
 std::vector<int32_t> read_stop_tokens(const std::filesystem::path& model, const ModelConfig& config) {
   std::vector<int32_t> tokens = config.eos_token_ids;
   const std::filesystem::path path = model / "generation_config.json";
-  std::ifstream file(path);
-  if (!file.good()) return tokens;
-  const nlohmann::json json = nlohmann::json::parse(file, nullptr, /*allow_exceptions=*/false);
+  if (!std::filesystem::exists(path)) return tokens;
+  const nlohmann::json json = nlohmann::json::parse(read_regular_file(path), nullptr, /*allow_exceptions=*/false);
   const nlohmann::json ids = json.is_object() ? json.value("eos_token_id", nlohmann::json()) : nlohmann::json();
   for (const nlohmann::json& id : ids.is_array() || ids.is_null() ? ids : nlohmann::json::array({ids})) {
     if (!id.is_number_integer() || id < 0 || id >= config.vocab_size) {

@@ -1,11 +1,11 @@
 #include "eval/longbench_prompt.h"
 
 #include <algorithm>
-#include <fstream>
 #include <iterator>
 #include <nlohmann/json.hpp>
 
 #include "core/errors.h"
+#include "core/files/regular_file.h"
 
 namespace sb::longbench {
 namespace {
@@ -13,9 +13,7 @@ namespace {
 using nlohmann::json;
 
 json read_object(const std::filesystem::path& file) {
-  std::ifstream stream(file);
-  SB_USER_CHECK(stream.good(), "{}: cannot be read", file.string());
-  const json object = json::parse(stream, nullptr, /*allow_exceptions=*/false);
+  const json object = json::parse(read_regular_file(file), nullptr, /*allow_exceptions=*/false);
   SB_USER_CHECK(object.is_object(), "{}: not a JSON object with a key for each task", file.string());
   return object;
 }

@@ -1,7 +1,6 @@
 #include "model/hf_checkpoint.h"
 
 #include <algorithm>
-#include <fstream>
 #include <map>
 #include <nlohmann/json.hpp>
 #include <set>
@@ -10,6 +9,7 @@
 
 #include "core/errors.h"
 #include "core/files/durable_file.h"
+#include "core/files/regular_file.h"
 #include "model/safetensors.h"
 
 namespace sb {
@@ -37,11 +37,10 @@ constexpr const char* kCompanions[] = {"generation_config.json",
 
 // From the index: tensor name → file name.
 std::map<std::string, std::string> read_weight_map(const fs::path& index) {
-  std::ifstream file(index, std::ios::binary);
-  SB_USER_CHECK(file.is_open(), "{}: cannot open", index.string());
+  const std::string text = read_regular_file(index);
   json parsed;
   try {
-    parsed = json::parse(file, [&](int depth, json::parse_event_t, json&) {
+    parsed = json::parse(text, [&](int depth, json::parse_event_t, json&) {
       SB_USER_CHECK(depth <= 8, "{}: nested too deep for an index", index.string());
       return true;
     });

@@ -2,12 +2,11 @@
 
 #include <algorithm>
 #include <cmath>
-#include <fstream>
-#include <iterator>
 #include <nlohmann/json.hpp>
 #include <optional>
 
 #include "core/errors.h"
+#include "core/files/regular_file.h"
 #include "core/log.h"
 #include "model/rope_json.h"
 
@@ -148,14 +147,13 @@ ModelConfig read_model_config(const std::filesystem::path& path) {
                 "{}: a LoRA adapter (adapter_config.json), not a whole model; merge it into its base model first "
                 "(peft: model.merge_and_unload(), save_pretrained) and name that folder",
                 path.parent_path().string());
-  std::ifstream file(path, std::ios::binary);
-  SB_USER_CHECK(file.is_open(),
-                "{}: cannot open; a Hugging Face model directory has a config.json (models are not downloaded by name: "
+  std::error_code unknown;
+  SB_USER_CHECK(std::filesystem::exists(path, unknown) || unknown,
+                "{}: not there; a Hugging Face model directory has a config.json (models are not downloaded by name: "
                 "`hf download NAME --local-dir DIR` does that)",
                 path.string());
-  const std::string text((std::istreambuf_iterator<char>(file)), std::istreambuf_iterator<char>());
-  SB_USER_CHECK(!file.bad(), "{}: cannot read", path.string());
-  return parse_model_config(text, path.string());
+  constexpr int64_t kMostBytes = int64_t{16} << 20;
+  return parse_model_config(read_regular_file(path, kMostBytes), path.string());
 }
 
 ModelConfig parse_model_config(const std::string& text, const std::string& where) {
@@ -180,6 +178,10 @@ void check_model_config(const ModelConfig& config, const std::string& where) {
   positive(config.hidden_size, "hidden_size");
   positive(config.intermediate_size, "intermediate_size");
   positive(config.layers, "num_hidden_layers");
+  // Their parameters are listed before the memory that they take is known.
+  constexpr int kMostLayers = 4096;
+  SB_USER_CHECK(config.layers <= kMostLayers, "{}: num_hidden_layers is {}; at most {} work", where, config.layers,
+                kMostLayers);
   positive(config.heads, "num_attention_heads");
   positive(config.kv_heads, "num_key_value_heads");
   positive(config.head_dim, "head_dim");

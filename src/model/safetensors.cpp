@@ -1,13 +1,8 @@
 #include "model/safetensors.h"
 
-#include <fcntl.h>
 #include <fmt/ranges.h>
-#include <sys/mman.h>
-#include <sys/stat.h>
-#include <unistd.h>
 
 #include <algorithm>
-#include <cerrno>
 #include <cstring>
 #include <nlohmann/json.hpp>
 #include <set>
@@ -182,31 +177,10 @@ SafetensorsHeader parse_safetensors(std::span<const std::byte> file, const std::
   return header;
 }
 
-SafetensorsFile::SafetensorsFile(const std::filesystem::path& path) : path_(path) {
-  const int descriptor = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
-  SB_USER_CHECK(descriptor >= 0, "{}: cannot open: {}", path.string(), std::strerror(errno));
-  struct stat status {};
-  const bool regular = ::fstat(descriptor, &status) == 0 && S_ISREG(status.st_mode);
-  const auto size = static_cast<size_t>(regular ? status.st_size : 0);
-  void* memory = MAP_FAILED;
-  if (size > 0) memory = ::mmap(nullptr, size, PROT_READ, MAP_PRIVATE, descriptor, 0);
-  const int reason = errno;
-  ::close(descriptor);
-  SB_USER_CHECK(regular, "{}: not a regular file", path.string());
-  SB_USER_CHECK(size > 0, "{}: the file is empty", path.string());
-  SB_USER_CHECK(memory != MAP_FAILED, "{}: cannot map {} bytes: {}", path.string(), size, std::strerror(reason));
-  file_ = {static_cast<const std::byte*>(memory), size};
-  try {
-    header_ = parse_safetensors(file_, path.string());
-  } catch (...) {
-    ::munmap(memory, size);
-    throw;
-  }
+SafetensorsFile::SafetensorsFile(const std::filesystem::path& path) : file_(path.string()) {
+  SB_USER_CHECK(file_.size() > 0, "{}: the file is empty", path.string());
+  header_ = parse_safetensors(bytes(), path.string());
   for (const SafetensorsEntry& entry : header_.entries) by_name_.emplace(entry.name, &entry);
-}
-
-SafetensorsFile::~SafetensorsFile() {
-  ::munmap(const_cast<std::byte*>(file_.data()), file_.size());
 }
 
 const SafetensorsEntry* SafetensorsFile::find(std::string_view name) const {
@@ -215,8 +189,8 @@ const SafetensorsEntry* SafetensorsFile::find(std::string_view name) const {
 }
 
 std::span<const std::byte> SafetensorsFile::data(const SafetensorsEntry& entry) const {
-  return file_.subspan(static_cast<size_t>(header_.data_offset + entry.begin),
-                       static_cast<size_t>(entry.end - entry.begin));
+  return bytes().subspan(static_cast<size_t>(header_.data_offset + entry.begin),
+                         static_cast<size_t>(entry.end - entry.begin));
 }
 
 void SafetensorsFile::read_f32(const SafetensorsEntry& entry, std::span<float> to) const {
@@ -238,8 +212,8 @@ void SafetensorsFile::read_f32(const SafetensorsEntry& entry, std::span<float> t
   } else if (entry.dtype == "F16") {
     convert(f32_from_f16);
   } else {
-    throw UserError("{}: tensor {} has the type {}; weights must be F32, BF16 or F16", path_.string(),
-                    shown(entry.name), entry.dtype);
+    throw UserError("{}: tensor {} has the type {}; weights must be F32, BF16 or F16", file_.path(), shown(entry.name),
+                    entry.dtype);
   }
 }
 

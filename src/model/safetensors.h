@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "core/dtype.h"
+#include "core/files/mapped_file.h"
 
 namespace sb {
 
@@ -38,11 +39,10 @@ SafetensorsHeader parse_safetensors(std::span<const std::byte> file, const std::
 class SafetensorsFile {
  public:
   explicit SafetensorsFile(const std::filesystem::path& path);
-  ~SafetensorsFile();
   SafetensorsFile(const SafetensorsFile&) = delete;
   SafetensorsFile& operator=(const SafetensorsFile&) = delete;
 
-  const std::filesystem::path& path() const { return path_; }
+  std::filesystem::path path() const { return file_.path(); }
   const SafetensorsHeader& header() const { return header_; }
   const SafetensorsEntry* find(std::string_view name) const;  // nullptr: not there
   std::span<const std::byte> data(const SafetensorsEntry& entry) const;
@@ -50,8 +50,11 @@ class SafetensorsFile {
   void read_f32(const SafetensorsEntry& entry, std::span<float> to) const;
 
  private:
-  std::filesystem::path path_;
-  std::span<const std::byte> file_;
+  std::span<const std::byte> bytes() const {
+    return {reinterpret_cast<const std::byte*>(file_.data()), static_cast<size_t>(file_.size())};
+  }
+
+  MappedFile file_;
   SafetensorsHeader header_;
   std::map<std::string_view, const SafetensorsEntry*> by_name_;
 };

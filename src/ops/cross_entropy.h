@@ -12,7 +12,7 @@ struct LossSums {
   double weighted = 0;  // Σ weight · token loss: what training minimises
   double nll = 0;       // Σ token loss over counted targets
   int64_t targets = 0;  // labels that count
-  int64_t correct = 0;  // of these, how many had the largest logit
+  int64_t correct = 0;  // of these, how many had the largest logit, alone
   LossSums& operator+=(const LossSums& other) {
     weighted += other.weighted;
     nll += other.nll;

@@ -1,9 +1,9 @@
 #include <cmath>
-#include <fstream>
 #include <nlohmann/json.hpp>
 #include <sstream>
 
 #include "core/errors.h"
+#include "core/files/regular_file.h"
 #include "report/report.h"
 #include "report/report_schedule.h"
 
@@ -33,18 +33,10 @@ void take_line(const std::string& line, RunMetrics& metrics) {
   }
 }
 
-std::string read_text(const std::filesystem::path& file) {
-  std::ifstream in(file, std::ios::binary);
-  std::ostringstream text;
-  text << in.rdbuf();
-  return text.str();
-}
-
 }  // namespace
 
 RunMetrics read_metrics(const std::filesystem::path& file) {
-  std::ifstream in(file, std::ios::binary);
-  SB_USER_CHECK(in.good(), "{}: cannot be read", file.string());
+  std::istringstream in(read_regular_file(file));
   RunMetrics metrics;
   for (std::string line; std::getline(in, line);)
     if (!line.empty()) take_line(line, metrics);
@@ -53,19 +45,21 @@ RunMetrics read_metrics(const std::filesystem::path& file) {
 
 ReportInput read_run(const std::filesystem::path& directory, int64_t step) {
   const std::filesystem::path metrics = directory / "metrics.jsonl";
-  SB_USER_CHECK(std::filesystem::is_regular_file(metrics),
-                "{}: has no metrics.jsonl; name the train.output_dir of a run", directory.string());
+  SB_USER_CHECK(std::filesystem::exists(metrics), "{}: has no metrics.jsonl; name the train.output_dir of a run",
+                directory.string());
   ReportInput input;
   input.name = std::filesystem::absolute(directory).lexically_normal().filename().string();
   if (input.name.empty()) input.name = directory.string();
   input.metrics = read_metrics(metrics);
   input.step = step;
-  if (std::filesystem::is_regular_file(directory / "plan.jsonl"))
+  if (std::filesystem::exists(directory / "plan.jsonl")) {
+    check_regular_file(directory / "plan.jsonl");
     input.plans = read_plan_overview(directory / "plan.jsonl", kMostMicroBatchesShown,
                                      [&](const PlanRecord& plans) { return shown_steps(plans, step); });
-  if (std::filesystem::is_regular_file(directory / "run.yaml")) input.run_config = read_text(directory / "run.yaml");
-  if (std::filesystem::is_regular_file(directory / "machine.txt")) {
-    input.machine = read_text(directory / "machine.txt");
+  }
+  if (std::filesystem::exists(directory / "run.yaml")) input.run_config = read_regular_file(directory / "run.yaml");
+  if (std::filesystem::exists(directory / "machine.txt")) {
+    input.machine = read_regular_file(directory / "machine.txt");
     while (input.machine.ends_with('\n')) input.machine.pop_back();
   }
   return input;

@@ -26,19 +26,44 @@ DiskNeed disk_need(const RunConfig& config, const ModelConfig& model, const std:
   return need;
 }
 
+std::string advice_on_room(const RunConfig& config, const ModelConfig& model, const std::vector<int64_t>& saved_steps,
+                           int64_t room) {
+  const DiskNeed need = disk_need(config, model, saved_steps);
+  if (room >= need.total()) return "";
+  RunConfig fewest = config;
+  fewest.train.save_total_limit = 1;
+  const bool limit_helps = config.train.save_total_limit != 1 && disk_need(fewest, model, saved_steps).total() <= room;
+  std::string text = fmt::format(
+      "{} are free, but {} checkpoints of {} and the trained model of {} are to come; free some room",
+      format_bytes(room), need.checkpoints, format_bytes(need.checkpoint_bytes), format_bytes(need.model_bytes));
+  if (!limit_helps) return text;
+  text += config.train.save_total_limit == 0 ? ", or set train.save_total_limit, which keeps all now"
+                                             : ", or lower train.save_total_limit";
+  return text;
+}
+
 void warn_of_little_room(const RunConfig& config, const ModelConfig& model) {
   const std::filesystem::path& path = config.train.output_dir;
   std::error_code failed;
   const std::filesystem::space_info room = std::filesystem::space(path, failed);
-  const DiskNeed need = disk_need(config, model, checkpoint_steps(path));
-  if (failed || static_cast<int64_t>(room.available) >= need.total()) return;
-  log::warning(
-      "train.output_dir {}: {} are free, but {} checkpoints of {} and the trained model of {} are to come; free some "
-      "room, or {}",
-      path.string(), format_bytes(static_cast<int64_t>(room.available)), need.checkpoints,
-      format_bytes(need.checkpoint_bytes), format_bytes(need.model_bytes),
-      config.train.save_total_limit == 0 ? "set train.save_total_limit, which keeps all now"
-                                         : "lower train.save_total_limit");
+  if (failed) return;
+  const std::string advice =
+      advice_on_room(config, model, checkpoint_steps(path), static_cast<int64_t>(room.available));
+  if (!advice.empty()) log::warning("train.output_dir {}: {}", path.string(), advice);
+}
+
+void make_room_for_checkpoint(const RunConfig& config, const ModelConfig& model, int64_t last_good) {
+  const std::filesystem::path& path = config.train.output_dir;
+  const int64_t limit = config.train.save_total_limit;
+  const std::vector<int64_t> steps = checkpoint_steps(path);
+  std::error_code failed;
+  const std::filesystem::space_info room = std::filesystem::space(path, failed);
+  if (failed || limit <= 1 || std::ssize(steps) < limit) return;
+  const int64_t needed = disk_need(config, model, steps).checkpoint_bytes;
+  if (static_cast<int64_t>(room.available) >= needed) return;
+  log::info("{} are free and a checkpoint takes {}: the oldest goes before the new one is saved",
+            format_bytes(static_cast<int64_t>(room.available)), format_bytes(needed));
+  remove_old_checkpoints(path, steps.back(), limit - 1, last_good);
 }
 
 }  // namespace sb

@@ -1,7 +1,6 @@
 #include "run/run_directory.h"
 
 #include <fcntl.h>
-#include <sys/file.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -204,51 +203,35 @@ RunDirectory::RunDirectory(const RunConfig& config, const CheckStart& check_star
   std::error_code failed;
   fs::create_directories(path_, failed);
   SB_USER_CHECK(!failed, "train.output_dir {}: cannot be created: {}", path_.string(), failed.message());
-  lock();
-  try {
-    const std::string& resume = config.train.resume;
-    const bool goes_on = holds_run(path_);  // asked again, now that no other process can change it
-    const std::vector<OptionChange> changes = goes_on ? refuse_another_run(config) : std::vector<OptionChange>();
-    remove_leftovers(path_);
-    if (resume == "auto") {
-      resume_from_ = newest_intact_checkpoint(path_);
-    } else if (resume != "never") {
-      const std::optional<std::string> damage = find_damage(resume);
-      SB_USER_CHECK(!damage, "train.resume: {} is not an intact checkpoint: {}", resume, *damage);
-      resume_from_ = resume;
-      compare_with_other_run(config);
-    }
-    const auto start = [&] { return resume_from_ ? read_train_state(*resume_from_) : TrainState(); };
-    if (check_start) check_start(start());
-    for (const OptionChange& change : changes)
-      log::info("{} with {}: {} (was {})", resume_from_ ? "resumed" : "started anew", change.key, change.now,
-                change.before);
-    // Before run.yaml has the new settings: with them there, no later start would see that the plans are of others.
-    const std::string outdated = goes_on ? changed_planning(changes) : "no step of the run was finished";
-    if (!outdated.empty()) take_out_plans(path_ / "plan.jsonl", goes_on ? start().step + 1 : 1, outdated);
-    replace_file(path_ / "run.yaml", print_run_config(config));
-  } catch (...) {
-    ::close(lock_);
-    throw;
+  lock_.emplace(path_ / ".lock",
+                fmt::format("{}: another process is training there; wait for it, stop it, or choose another "
+                            "train.output_dir",
+                            path_.string()));
+  const std::string& resume = config.train.resume;
+  const bool goes_on = holds_run(path_);  // asked again, now that no other process can change it
+  const std::vector<OptionChange> changes = goes_on ? refuse_another_run(config) : std::vector<OptionChange>();
+  remove_leftovers(path_);
+  if (resume == "auto") {
+    resume_from_ = newest_intact_checkpoint(path_);
+  } else if (resume != "never") {
+    const std::optional<std::string> damage = find_damage(resume);
+    SB_USER_CHECK(!damage, "train.resume: {} is not an intact checkpoint: {}", resume, *damage);
+    resume_from_ = resume;
+    compare_with_other_run(config);
   }
+  const auto start = [&] { return resume_from_ ? read_train_state(*resume_from_) : TrainState(); };
+  if (check_start) check_start(start());
+  for (const OptionChange& change : changes)
+    log::info("{} with {}: {} (was {})", resume_from_ ? "resumed" : "started anew", change.key, change.now,
+              change.before);
+  // Before run.yaml has the new settings: with them there, no later start would see that the plans are of others.
+  const std::string outdated = goes_on ? changed_planning(changes) : "no step of the run was finished";
+  if (!outdated.empty()) take_out_plans(path_ / "plan.jsonl", goes_on ? start().step + 1 : 1, outdated);
+  replace_file(path_ / "run.yaml", print_run_config(config));
 }
 
 RunDirectory::RunDirectory(const RunConfig& config, std::optional<fs::path> resume_from)
     : path_(config.train.output_dir), resume_from_(std::move(resume_from)) {}
-
-RunDirectory::~RunDirectory() {
-  if (lock_ >= 0) ::close(lock_);
-}
-
-void RunDirectory::lock() {
-  const fs::path file = path_ / ".lock";
-  lock_ = ::open(file.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0644);
-  SB_USER_CHECK(lock_ >= 0, "{}: cannot be created: {}", file.string(), std::strerror(errno));
-  if (::flock(lock_, LOCK_EX | LOCK_NB) == 0) return;
-  ::close(lock_);
-  throw UserError("{}: another process is training there; wait for it, stop it, or choose another train.output_dir",
-                  path_.string());
-}
 
 // A checkpoint of another directory may be of another run, which is what train.resume is for; what differs is said.
 void RunDirectory::compare_with_other_run(const RunConfig& config) const {

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "core/files/file_lock.h"
 #include "run/checkpoint/checkpoint.h"
 #include "run/config/run_config.h"
 
@@ -46,7 +47,6 @@ class RunDirectory {
   explicit RunDirectory(const RunConfig& config, const CheckStart& check_start = {});
   // For the other ranks of a run: the directory that rank 0 has opened, with what it decided.
   RunDirectory(const RunConfig& config, std::optional<std::filesystem::path> resume_from);
-  ~RunDirectory();
   RunDirectory(const RunDirectory&) = delete;
   RunDirectory& operator=(const RunDirectory&) = delete;
 
@@ -55,12 +55,11 @@ class RunDirectory {
   const std::optional<std::filesystem::path>& resume_from() const { return resume_from_; }
 
  private:
-  void lock();
   void compare_with_other_run(const RunConfig& config) const;
 
   std::filesystem::path path_;
   std::optional<std::filesystem::path> resume_from_;
-  int lock_ = -1;
+  std::optional<FileLock> lock_;  // rank 0's
 };
 
 }  // namespace sb

@@ -47,12 +47,6 @@ const char* recompute_name(Recompute recompute) {
 
 }  // namespace
 
-bool wants_balancing(const BalanceOptions& balance) {
-  return balance.batching != BalanceOptions::Batching::in_order || balance.ordering != BalanceOptions::Ordering::none ||
-         balance.tuning != BalanceOptions::Tuning::none || balance.chunk == BalanceOptions::kAutomaticChunk ||
-         !balance.profile.empty() || !balance.replay.empty();
-}
-
 ModelShape model_shape(const ModelConfig& model) {
   ModelShape shape;
   shape.name = "the model";

@@ -6,12 +6,10 @@
 #include "model/model_config.h"
 #include "plan/planner/balanced_planner.h"
 #include "run/config/run_config.h"
+#include "run/config/run_config_balance.h"
 #include "train/packing.h"
 
 namespace sb {
-
-// Whether `balance` asks for more than the sequences in their order.
-bool wants_balancing(const BalanceOptions& balance);
 
 // The sizes that a profile is of.
 ModelShape model_shape(const ModelConfig& model);

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <numeric>
 
+#include "comm/first_rank.h"
 #include "comm/self_communicator.h"
 #include "core/errors.h"
 #include "core/files/durable_file.h"
@@ -15,6 +16,7 @@
 #include "parallel/ring/context_batch.h"
 #include "plan/planner/plan_log.h"
 #include "run/checkpoint/selection_file.h"
+#include "run/disk_room.h"
 #include "train/index_dump.h"
 #include "train/lr_schedule.h"
 #include "train/make_planner.h"
@@ -174,7 +176,9 @@ Trainer::Trainer(const RunConfig& config, TrainerParts parts, RunDirectory& dire
           config.train.validation_steps, config.train.save_steps),
       trace_(config.train.trace, leads() ? trace_path(directory.path()) : std::filesystem::path(), world_->rank(),
              config.parallel.pp > 1 ? fmt::format("stage {}", model_->grid().stage()) : "training loop") {
-  if (leads() && parts_.planner == nullptr) own_planner_ = make_step_planner(config_, parts_.model, limits_);
+  on_first_rank(*world_, [&] {  // reads all of plan.jsonl
+    if (parts_.planner == nullptr) own_planner_ = make_step_planner(config_, parts_.model, limits_);
+  });
   if (leads()) planner_ = parts_.planner ? parts_.planner : own_planner_.get();
   ahead_ = world_->all_reduce(planner_ ? int64_t{planner_->ahead()} : 0);
   load_start_of_run();
@@ -227,7 +231,7 @@ TrainSummary Trainer::run() {
   while (state_.step < config_.train.max_steps) {
     if (!step()) {
       summary.interrupted = true;
-      summary.plans_ended = plans_ended();
+      summary.plans_ended = any_rank(plans_ended());
       break;
     }
     summary.loss = report_.loss;
@@ -237,9 +241,12 @@ TrainSummary Trainer::run() {
     if (validation_due()) summary.last_validation = validate();
     if (due_after(state_.step, config_.train.save_steps, config_.train.max_steps)) save();
   }
+  // The last step of a log is the last of this run, whatever train.max_steps says.
+  if (summary.plans_ended && validated_step_ < state_.step && !validation_due()) summary.last_validation = validate();
   save();
   if (!summary.interrupted) write_final_model(summary);
   flush_trace();
+  trace_.finish();
   summary.trace = trace_.written();
   summary.steps = state_.step;
   summary.skipped = state_.skipped;
@@ -282,15 +289,18 @@ bool Trainer::step() {
     report_.balanced_seconds = balanced;
   }
   log_step(plan, *sums, grad_norm, !finite, std::chrono::duration<double>(time).count());
-  if (state_.skipped_in_row >= kMaxSkippedInRow) give_up();
+  if (skipped_in_row_here_ >= kMaxSkippedInRow) give_up();
   return true;
 }
 
 // A signal may reach some ranks and not others, and rank 0 alone knows the plans: all stop at the same step.
 bool Trainer::stop_agreed() {
-  const bool stop = parts_.stop_requested() || plans_ended();
-  if (world_->size() == 1) return stop;
-  return world_->all_reduce(int32_t{stop}, ReduceOp::max) != 0;
+  return any_rank(parts_.stop_requested() || plans_ended());
+}
+
+bool Trainer::any_rank(bool own) {
+  if (world_->size() == 1) return own;
+  return world_->all_reduce(int32_t{own}, ReduceOp::max) != 0;
 }
 
 int64_t Trainer::StepPlan::tokens() const {
@@ -422,7 +432,7 @@ double Trainer::reduce_gradients() {
 
 void Trainer::update(double grad_norm) {
   const auto span = trace_.span("update", state_.step);
-  state_.skipped_in_row = 0;
+  state_.skipped_in_row = skipped_in_row_here_ = 0;
   const OptimizerOptions& options = config_.optimizer;
   AdamWStep adamw;
   adamw.learning_rate = static_cast<float>(learning_rate(options, config_.train.max_steps, state_.step));
@@ -439,6 +449,18 @@ void Trainer::update(double grad_norm) {
 void Trainer::skip_update() {
   ++state_.skipped;
   ++state_.skipped_in_row;
+  ++skipped_in_row_here_;
+}
+
+// The newest checkpoint from before the gradients went wrong, in words.
+std::string Trainer::last_good_checkpoint() const {
+  const std::vector<int64_t> steps = checkpoint_steps(directory_.path());
+  const int64_t last_good = state_.step - state_.skipped_in_row;
+  const auto after = std::upper_bound(steps.begin(), steps.end(), last_good);
+  if (after == steps.begin())
+    return fmt::format("there is no checkpoint of step {}, the last that went well", last_good);
+  return fmt::format("the newest checkpoint from before is {}",
+                     checkpoint_path(directory_.path(), *std::prev(after)).string());
 }
 
 // A single non-finite gradient costs one step; a run of them does not heal by itself.
@@ -449,9 +471,7 @@ void Trainer::give_up() const {
   throw UserError(
       "step {}: the gradient was not finite in {} steps in a row; the last batch had the sequences {}. "
       "Lower optimizer.learning_rate or look at these sequences; {}",
-      state_.step, kMaxSkippedInRow, fmt::join(ids, ", "),
-      saved_step_ >= 0 ? "the newest checkpoint is " + checkpoint_path(directory_.path(), saved_step_).string()
-                       : std::string("there is no checkpoint yet"));
+      state_.step, kMaxSkippedInRow, fmt::join(ids, ", "), last_good_checkpoint());
 }
 
 // A source with a curriculum moves on when the model is good enough; selection and the planner follow what was
@@ -531,9 +551,11 @@ void Trainer::save() {
   }
   state_.planner_state = planner_->state();
   const std::string run_config = print_run_config(config_);
+  const int64_t last_good = state_.step - state_.skipped_in_row;
+  make_room_for_checkpoint(config_, parts_.model, last_good);
   const std::filesystem::path saved =
       save_checkpoint(directory_.path(), {parts_.model, weights, moments, state_, run_config, config_.model.path});
-  remove_old_checkpoints(directory_.path(), state_.step, config_.train.save_total_limit);
+  remove_old_checkpoints(directory_.path(), state_.step, config_.train.save_total_limit, last_good);
   if (const CoverageStatistics* coverage = planner_->coverage(); coverage && !coverage->curves().empty())
     replace_file(directory_.path() / "coverage.json", write_coverage(coverage->table(parts_.model.layers)));
   time_left_.save(time_since(begin));

@@ -72,7 +72,7 @@ struct BalanceSummary {
 struct TrainSummary {
   int64_t steps = 0;  // done in all
   bool interrupted = false;
-  bool plans_ended = false;  // interrupted, since the planner has no plan of the next step; rank 0's
+  bool plans_ended = false;  // interrupted, since the planner has no plan of the next step
   double loss = 0;           // of the last step of this process; 0 when it had none
   int64_t tokens = 0;
   double seconds = 0;  // in steps, of this process
@@ -127,6 +127,7 @@ class Trainer {
   bool leads() const { return world_->rank() == 0; }
   bool plans_ended() const { return planner_ && state_.step >= planner_->last_step(); }
   bool stop_agreed();
+  bool any_rank(bool own);
   void load_start_of_run();
   StepPlan plan_step();
   StepPlan read_step(Plan plan);
@@ -140,6 +141,7 @@ class Trainer {
   void update(double grad_norm);
   void skip_update();
   [[noreturn]] void give_up() const;
+  std::string last_good_checkpoint() const;
   void learn(const StepPlan& plan, const LossSums& sums, int64_t step_ns);
   void learn_selection();
   void log_step(const StepPlan& plan, const LossSums& sums, double grad_norm, bool skipped, double seconds);
@@ -188,6 +190,7 @@ class Trainer {
   AttentionReport attention_report_;             // of the last step, all ranks
   std::vector<Pipeline::Operation> operations_;  // of the last step, this rank
   int64_t saved_step_ = -1, validated_step_ = -1;
+  int64_t skipped_in_row_here_ = 0;     // by this process: one that is resumed tries as often again
   std::unique_ptr<RunLog> log_;         // on rank 0
   std::unique_ptr<StepTicker> ticker_;  // on rank 0
   TraceWriter trace_;

@@ -1,5 +1,7 @@
 #include "train/training_run.h"
 
+#include <sys/resource.h>
+
 #include <algorithm>
 
 #include "attention/cpu/dense_attention.h"
@@ -7,10 +9,12 @@
 #include "attention/gpu/cuda_attention.h"
 #include "attention/gpu/launch/head_dim_check.h"
 #include "attention/gpu/launch/head_dims.h"
+#include "comm/first_rank.h"
 #include "core/errors.h"
 #include "core/files/durable_file.h"
 #include "core/log.h"
 #include "core/memory_plan.h"
+#include "device/blas.h"
 #include "device/cuda.h"
 #include "parallel/grid.h"
 #include "parallel/ring/gpu/cuda_ring_attention.h"
@@ -160,8 +164,20 @@ int64_t device_memory(const RankDevice* device) {
   return std::max<int64_t>(part - kOutsideThePlan - (device && device->over_nccl() ? kNccl : 0), 1);
 }
 
+// Of threads, which no plan counts since it costs no memory: OpenBLAS' buffers, stacks, what malloc reserves.
+int64_t thread_address_space(int threads) {
+  constexpr int64_t kStack = int64_t{8} << 20, kHeap = int64_t{64} << 20;
+  return threads * (kBlasBufferBytes + kStack + kHeap);
+}
+
 std::string cure(const RunConfig& config, int offload) {
   std::string text;
+  rlimit limit = {};
+  if (::getrlimit(RLIMIT_AS, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY)
+    text += fmt::format(
+        "ulimit -v allows {} of address space, of which threads take {}: raise it, or lower train.threads. ",
+        format_bytes(static_cast<int64_t>(limit.rlim_cur)),
+        format_bytes(thread_address_space(thread_count(config, available_cores()))));
   if (config.train.recompute != Recompute::layer) text += "Set train.recompute: layer. ";
   if (config.device == DeviceKind::cuda && config.train.offload >= 0)
     text += fmt::format("train.offload is {}: -1 moves as many layer inputs to host memory as needed. ", offload);
@@ -190,6 +206,8 @@ std::string footer(const RunConfig& config, const TrainSummary& summary) {
     text += fmt::format("nothing was left to train: step {} is done and train.max_steps is {}; raise it to continue\n",
                         summary.steps, config.train.max_steps);
   if (summary.skipped > 0) text += fmt::format("{} steps skipped (gradient not finite)\n", summary.skipped);
+  if (summary.plans_ended && summary.last_validation)
+    text += "after:  " + format_validation(*summary.last_validation) + "\n";
   if (summary.plans_ended)
     return text +
            fmt::format(
@@ -224,8 +242,10 @@ void warn_of_lookahead(const RunConfig& config, bool validates) {
 std::unique_ptr<RunDirectory> open_run_directory(const RunConfig& config, Communicator* world,
                                                  const RunDirectory::CheckStart& check_start) {
   if (world == nullptr || world->size() == 1) return std::make_unique<RunDirectory>(config, check_start);
-  if (world->rank() == 0) {
-    auto directory = std::make_unique<RunDirectory>(config, check_start);
+  // Reads the newest checkpoint whole.
+  std::unique_ptr<RunDirectory> directory;
+  on_first_rank(*world, [&] { directory = std::make_unique<RunDirectory>(config, check_start); });
+  if (directory) {
     broadcast_text(*world, directory->resume_from() ? directory->resume_from()->string() : "", 0);
     return directory;
   }
@@ -291,11 +311,18 @@ TrainSummary run_training(const RunConfig& given, std::FILE* out, bool terminal,
   parts.cores = ranks.cores;
   parts.device = device.get();
   std::unique_ptr<BalancedPlanner> planner;
-  if (leads && !config.balance.replay.empty()) planner = make_replaying_planner(config, parts);
+  if (!config.balance.replay.empty()) {
+    const auto make = [&] { planner = make_replaying_planner(config, parts); };  // reads the whole log
+    if (ranks.world)
+      on_first_rank(*ranks.world, make);
+    else
+      make();
+  }
   parts.planner = planner.get();
 
   // What the ranks of one machine, or of one GPU, share of what is left there.
-  const int64_t host_memory = available_host_memory() / ranks.local_ranks;
+  const int64_t host_memory =
+      available_host_memory(ranks.local_ranks, thread_address_space(thread_count(config, ranks.cores)));
   const int64_t memory = config.device == DeviceKind::cuda ? device_memory(device.get()) : host_memory;
   if (device) ranks.world->barrier();  // before anybody takes any
   parts.offload = Trainer::offload(config, parts, memory);

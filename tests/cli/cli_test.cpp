@@ -154,6 +154,45 @@ TEST_F(Cli, NumbersThatAreTooSmallAreNamedWithTheLeast) {
   }
 }
 
+TEST_F(Cli, NumbersThatDoNotFitAreRefusedAndNotClamped) {
+  const std::string huge = "999999999999999999999";
+  for (const std::vector<std::string>& wrong : std::vector<std::vector<std::string>>{
+           {"simulate", "--steps", huge},
+           {"simulate", "--seed", "-1"},
+           {"simulate", "--budget", "0x100"},
+           {"simulate", "--p", "1e999"},
+           {"data", "synth", "--output", "x", "--seed", "-1"},
+           {"data", "synth", "--output", "x", "--length", huge},
+           {"data", "lengths", "--pool", "chatqa2-like", "--output", "x", "--seed", "18446744073709551616"},
+           {"bench", "attention", "--seq", huge}}) {
+    const ProgramResult refused = run_program(wrong);
+    EXPECT_EQ(refused.exit_code, 2) << refused.err;
+    EXPECT_NE(refused.err.find(wrong[wrong.size() - 2] + ": " + wrong.back() + " is not"), std::string::npos)
+        << refused.err;
+  }
+}
+
+TEST_F(Cli, AnEmptyOutputIsRefused) {
+  for (const std::vector<std::string>& command :
+       std::vector<std::vector<std::string>>{{"data", "tokenize", "--tokenizer", "x", "--input", "x", "--output", ""},
+                                             {"data", "synth", "--output", ""}}) {
+    const ProgramResult refused = run_program(command);
+    EXPECT_EQ(refused.exit_code, 2);
+    EXPECT_NE(refused.err.find("--output"), std::string::npos) << refused.err;
+  }
+}
+
+TEST_F(Cli, WhatTrainingRefusesIsRefusedByConfig) {
+  const std::string file = write("small.yaml",
+                                 "model: {init: {vocab_size: 64}}\ndata: {synthetic: {vocab_size: 64, length: 2048}}\n"
+                                 "attention: {pattern: topk, budget: 256}\nbalance: {batching: length}\n");
+  const ProgramResult refused = run_program({"config", file});
+  EXPECT_EQ(refused.exit_code, 2);
+  EXPECT_NE(refused.err.find("small.yaml:3: attention.budget: 256 is below 1 sink + 2 local + 2 blocks of 128 tokens"),
+            std::string::npos)
+      << refused.err;
+}
+
 TEST_F(Cli, ArgumentsThatDoNotFitAreOneLineWithTheHelpToRead) {
   const std::pair<std::vector<std::string>, const char*> cases[] = {
       {{"train", "run.yaml", "--rank", "2"},

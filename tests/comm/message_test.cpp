@@ -3,6 +3,7 @@
 
 #include <atomic>
 
+#include "comm/first_rank.h"
 #include "tests/comm/comm_cases.h"
 #include "tests/comm/memory_transport.h"
 #include "tests/core/message_of.h"
@@ -69,6 +70,34 @@ TEST(MessageMismatch, OfSizesIsSaid) {
       EXPECT_THAT(message_of<InternalError>([&] { world.receive_async(data, 8, 0, 0).wait(); }),
                   testing::AllOf(HasSubstr("receive #1 of group world"), HasSubstr("4 bytes came, 8 were expected")));
     }
+    ++gone;
+    while (gone < 2) std::this_thread::yield();
+  });
+}
+
+// Its work takes longer than anybody waits for a message.
+TEST(FirstRank, TheOthersWaitForItHoweverLongItTakes) {
+  std::atomic<bool> done = false;
+  run_message_ranks(3, milliseconds(1000), [&](Communicator& world) {
+    on_first_rank(world, [&] {
+      EXPECT_EQ(world.rank(), 0);
+      std::this_thread::sleep_for(milliseconds(2500));
+      done = true;
+    });
+    EXPECT_TRUE(done);
+    world.barrier();
+  });
+}
+
+TEST(MessageFailure, OfTheTransportIsARankThatWasLost) {
+  std::atomic<int> gone = 0;
+  run_message_ranks(2, milliseconds(3000), [&](Communicator& world) {
+    char data[8] = {};
+    if (world.rank() == 0)
+      world.send_async(data, 8, 1, 0).wait();
+    else
+      EXPECT_THAT(message_of<CommAborted>([&] { world.receive_async(data, 4, 0, 0).wait(); }),
+                  testing::AllOf(HasSubstr("receive #1 of group world"), HasSubstr("message truncated")));
     ++gone;
     while (gone < 2) std::this_thread::yield();
   });

@@ -253,12 +253,12 @@ TEST(Config, OversizedInputIsRefused) {
 
   const auto path = std::filesystem::path(testing::TempDir()) / "config_test_huge.yaml";
   std::ofstream(path) << std::string(kMaxConfigBytes + 1, '#');
-  EXPECT_NE(message_of([&] { read_config_file(path); }).find("is this a configuration file?"), std::string::npos);
+  EXPECT_NE(message_of([&] { read_config_file(path); }).find("is this the right file?"), std::string::npos);
   std::ofstream(path) << "top: 3\n";
   EXPECT_EQ(read_config_file(path), "top: 3\n");
   std::filesystem::remove(path);
   EXPECT_NE(message_of([&] { read_config_file(path); }).find("cannot be opened"), std::string::npos);
-  EXPECT_NE(message_of([&] { read_config_file(testing::TempDir()); }).find("is a directory"), std::string::npos);
+  EXPECT_NE(message_of([&] { read_config_file(testing::TempDir()); }).find("it is a folder"), std::string::npos);
 }
 
 TEST(Config, OverridesWinOverTheFileAndLaterOverEarlier) {

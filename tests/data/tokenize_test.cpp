@@ -333,6 +333,41 @@ TEST_F(TokenizeFiles, AnotherRunsRemainsAreNotMixedIn) {
   EXPECT_EQ(run(o).documents, 1);
 }
 
+// Of the same size: neither text nor tokenizer may have changed under what is done already.
+TEST_F(TokenizeFiles, ChangedTextOrTokenizerIsNotMixedWithTheOld) {
+  const std::string old_text = "{\"text\": \"some words here\"}\n", new_text = "{\"text\": \"some words HERE\"}\n";
+  write_bytes(folder_.path("a.jsonl"), old_text);
+  write_bytes(folder_.path("b.jsonl"), old_text);
+  const std::string tokenizer = read_bytes(std::string(SB_TEST_DATA) + kQwen);
+  write_bytes(folder_.path("tokenizer.json"), tokenizer);
+  TokenizeOptions o = options({"a.jsonl", "b.jsonl"}, "out");
+  o.tokenizer = folder_.path("tokenizer.json");
+  o.checkpoint_seconds = 0.0;
+  struct Stop {};
+  EXPECT_THROW(tokenize_files(o, [](const TokenizeProgress&) { throw Stop(); }), Stop);
+
+  write_bytes(folder_.path("a.jsonl"), new_text);
+  const std::string changed = user_error([&] { run(o); });
+  EXPECT_NE(changed.find("a.jsonl changed since"), std::string::npos) << changed;
+  EXPECT_NE(changed.find("--restart"), std::string::npos) << changed;
+  write_bytes(folder_.path("a.jsonl"), old_text);
+
+  // A blank for the end of a line: another file of the same size.
+  std::string other = tokenizer;
+  const size_t blank = other.find('\n');
+  ASSERT_NE(blank, std::string::npos);
+  other[blank] = ' ';
+  write_bytes(folder_.path("tokenizer.json"), other);
+  EXPECT_NE(user_error([&] { run(o); }).find("--restart"), std::string::npos);
+  write_bytes(folder_.path("tokenizer.json"), tokenizer);
+
+  // What was not read yet may change.
+  write_bytes(folder_.path("b.jsonl"), new_text);
+  EXPECT_EQ(run(o).documents, 2);
+  run(options({"a.jsonl", "b.jsonl"}, "straight"));
+  EXPECT_EQ(read_bytes(folder_.path("out.bin")), read_bytes(folder_.path("straight.bin")));
+}
+
 // What an interrupted run left may have been damaged since, by a disk or by hand.
 TEST_F(TokenizeFiles, ADamagedStateIsRefused) {
   write_bytes(folder_.path("a.jsonl"), "{\"text\": \"some words here\"}\n");

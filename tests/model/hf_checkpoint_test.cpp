@@ -343,7 +343,7 @@ TEST_F(BadIndexTest, PointsElsewhere) {
   json changed = index_;
   changed["weight_map"]["model.norm.weight"] = "model-00009-of-00009.safetensors";
   write_index(changed.dump());
-  EXPECT_SAYS(complaint(), "model-00009-of-00009.safetensors: cannot open");
+  EXPECT_SAYS(complaint(), "model-00009-of-00009.safetensors: cannot be opened");
   changed["weight_map"]["model.norm.weight"] = "model-00001-of-00003.safetensors";
   write_index(changed.dump());
   EXPECT_SAYS(complaint(), "tensor 'model.norm.weight' is not there, though the index says so");

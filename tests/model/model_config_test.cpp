@@ -226,8 +226,11 @@ TEST(ModelConfigTest, RefusesWhatIsNotAConfig) {
   EXPECT_SAYS(text("{\"a\": "), "not valid JSON");
   EXPECT_SAYS(text("[1]"), "not a JSON object");
   EXPECT_SAYS(text(std::string(1'000'000, '[')), "nested deeper");
+  EXPECT_SAYS(text(R"({"model_type": "llama", "vocab_size": 10, "hidden_size": 8, "intermediate_size": 8,
+                       "num_attention_heads": 2, "num_hidden_layers": 1000000})"),
+              "num_hidden_layers is 1000000; at most 4096 work");
   const std::string missing = user_error([] { read_model_config("/nowhere/config.json"); });
-  EXPECT_SAYS(missing, "/nowhere/config.json: cannot open");
+  EXPECT_SAYS(missing, "/nowhere/config.json: not there");
 }
 
 // --- writing

@@ -197,7 +197,7 @@ TEST_F(SafetensorsFileTest, NamesFilesItCannotRead) {
     EXPECT_TRUE(text.starts_with(path.string())) << text;
     return text;
   };
-  EXPECT_SAYS(opening(directory_.path() / "missing.safetensors"), "cannot open");
+  EXPECT_SAYS(opening(directory_.path() / "missing.safetensors"), "cannot be opened");
   EXPECT_SAYS(opening(directory_.path()), "not a regular file");
   write_file(directory_.path() / "empty.safetensors", "");
   EXPECT_SAYS(opening(directory_.path() / "empty.safetensors"), "empty");

@@ -242,13 +242,13 @@ TEST(Checkpoint, KeepsTheNewestCompleteOnes) {
   ScratchDirectory scratch;
   for (const int64_t step : {9, 10, 100, 11}) Contents(step).save(scratch.path());
   fs::remove(scratch / "checkpoint-100" / "state.json");
-  remove_old_checkpoints(scratch.path(), 11, 0);
+  remove_old_checkpoints(scratch.path(), 11, 0, 11);
   EXPECT_EQ(checkpoint_steps(scratch.path()), (std::vector<int64_t>{9, 10, 11, 100}));
-  remove_old_checkpoints(scratch.path(), 11, 2);
+  remove_old_checkpoints(scratch.path(), 11, 2, 11);
   EXPECT_EQ(checkpoint_steps(scratch.path()), (std::vector<int64_t>{10, 11, 100}));  // the damaged one does not count
-  remove_old_checkpoints(scratch.path(), 11, 1);
+  remove_old_checkpoints(scratch.path(), 11, 1, 11);
   EXPECT_EQ(checkpoint_steps(scratch.path()), (std::vector<int64_t>{11, 100}));
-  remove_old_checkpoints(scratch.path(), 11, 1);
+  remove_old_checkpoints(scratch.path(), 11, 1, 11);
   EXPECT_EQ(newest_intact_checkpoint(scratch.path()), scratch / "checkpoint-11");
 }
 
@@ -261,9 +261,24 @@ TEST(Checkpoint, DamagedNewerOnesTakeNoPlaceOfThoseSavedSince) {
   std::string bytes = read_bytes(weights);
   bytes.back() ^= 1;
   write_bytes(weights, bytes);
-  remove_old_checkpoints(scratch.path(), 15, 1);
+  remove_old_checkpoints(scratch.path(), 15, 1, 15);
   EXPECT_EQ(checkpoint_steps(scratch.path()), (std::vector<int64_t>{15, 20}));
   EXPECT_EQ(newest_intact_checkpoint(scratch.path()), scratch / "checkpoint-15");
+}
+
+TEST(Checkpoint, TheLastOneBeforeAStreakStays) {
+  ScratchDirectory scratch;
+  for (const int64_t step : {1, 2, 3, 4, 5}) Contents(step).save(scratch.path());
+  // Steps 3 to 5 had gradients that were not finite.
+  remove_old_checkpoints(scratch.path(), 5, 2, 2);
+  EXPECT_EQ(checkpoint_steps(scratch.path()), (std::vector<int64_t>{2, 4, 5}));
+  Contents(6).save(scratch.path());
+  remove_old_checkpoints(scratch.path(), 6, 2, 2);
+  EXPECT_EQ(checkpoint_steps(scratch.path()), (std::vector<int64_t>{2, 5, 6}));
+  // It heals: nothing special about step 2 any more.
+  Contents(7).save(scratch.path());
+  remove_old_checkpoints(scratch.path(), 7, 2, 7);
+  EXPECT_EQ(checkpoint_steps(scratch.path()), (std::vector<int64_t>{6, 7}));
 }
 
 TEST(Checkpoint, LeftoversOfAKilledProcessGo) {

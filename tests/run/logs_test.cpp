@@ -423,22 +423,33 @@ TEST(Flops, PeaksAreTheDenseOnesOfKnownGpusOnly) {
   for (const auto& [name, peak] : expected) EXPECT_EQ(peak_bf16_flops(name), peak) << name;
 }
 
-TEST(HostMemory, IsWhatTheMachineAndItsGroupLeave) {
-  ScratchDirectory root;
-  EXPECT_EQ(available_host_memory(root.path()), 0) << "not known";
-  std::filesystem::create_directories(root / "proc");
-  std::filesystem::create_directories(root / "sys/fs/cgroup");
-  write_bytes(root / "proc/meminfo", "MemTotal: 4000 kB\nMemFree: 10 kB\nMemAvailable:    3000 kB\n");
-  EXPECT_EQ(available_host_memory(root.path()), 3000 * 1024);
-  write_bytes(root / "sys/fs/cgroup/memory.max", "max\n");
-  write_bytes(root / "sys/fs/cgroup/memory.current", "5\n");
-  EXPECT_EQ(available_host_memory(root.path()), 3000 * 1024) << "no limit";
-  write_bytes(root / "sys/fs/cgroup/memory.max", "1000000\n");
-  write_bytes(root / "sys/fs/cgroup/memory.current", "900000\n");
-  write_bytes(root / "sys/fs/cgroup/memory.stat", "anon 1\nactive_file 20000\ninactive_file 30000\n");
-  EXPECT_EQ(available_host_memory(root.path()), 1000000 - 900000 + 50000) << "cached files give way";
-  write_bytes(root / "sys/fs/cgroup/memory.current", "2000000\n");
-  EXPECT_EQ(available_host_memory(root.path()), 1) << "nothing is left, which is not the same as not known";
+TEST(HostMemory, TheTightestOfAllControlGroupsCounts) {
+  ScratchDirectory scratch;
+  const auto group = [&](const std::string& place, const std::string& limit, const std::string& used,
+                         const std::string& statistics, bool version_2) {
+    const std::filesystem::path folder = scratch.path() / place;
+    std::filesystem::create_directories(folder);
+    write_bytes(folder / (version_2 ? "memory.max" : "memory.limit_in_bytes"), limit + "\n");
+    write_bytes(folder / (version_2 ? "memory.current" : "memory.usage_in_bytes"), used + "\n");
+    write_bytes(folder / "memory.stat", statistics);
+  };
+  const auto left = [&](const std::string& own) { return group_memory_left(own, scratch.path()); };
+  EXPECT_EQ(left("0::/\n"), kNoMemoryLimit);
+  // Version 2: the own group has no limit, the one around it has; files that are cached give way.
+  group("job", "1000", "700", "anon 500\nactive_file 100\ninactive_file 50\n", true);
+  group("job/step", "max", "600", "", true);
+  EXPECT_EQ(left("0::/job/step\n"), 1000 - 700 + 150);
+  group("job/step", "620", "600", "", true);
+  EXPECT_EQ(left("0::/job/step\n"), 20);
+  EXPECT_EQ(left("0::/elsewhere\n"), kNoMemoryLimit);
+  // A group that is over its limit leaves next to nothing, not a negative number.
+  group("job/step", "500", "600", "", true);
+  EXPECT_EQ(left("0::/job/step\n"), 1);
+  // Version 1, beside others and by its own files.
+  group("memory/batch/42", "2000", "500", "active_file 1\ntotal_active_file 30\ntotal_inactive_file 20\n", false);
+  EXPECT_EQ(left("9:cpu,cpuacct:/batch\n4:hugetlb,memory:/batch/42\n0::/\n"), 2000 - 500 + 50);
+  group("memory/batch", "1600", "600", "", false);
+  EXPECT_EQ(left("4:memory:/batch/42\n"), 1000);
 }
 
 }  // namespace

@@ -1,5 +1,6 @@
 #include "run/run_directory.h"
 
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <unistd.h>
 
@@ -221,6 +222,27 @@ TEST(RunDirectory, SaysWhatACheckpointOfAnotherRunWasTrainedWith) {
   EXPECT_NE(log.find("resumed with train.threads: 1 (was 2)"), std::string::npos) << log;
   EXPECT_EQ(log_of(scratch / "third", {"train.max_steps=2"}), "");
   EXPECT_EQ(log_of(scratch / "first", {"train.max_steps=2"}).find("warning"), std::string::npos);
+}
+
+TEST(DiskNeed, TheLimitIsNamedWhereItHelpsAlone) {
+  ScratchDirectory scratch;
+  const ModelConfig model = *tiny_run(scratch / "run").model.init;
+  const auto advice = [&](const std::vector<std::string>& options, const std::vector<int64_t>& saved, int64_t room) {
+    return advice_on_room(tiny_run(scratch / "run", options), model, saved, room);
+  };
+  const std::string ten = "train.max_steps=10", each = "train.save_steps=1";
+  const DiskNeed one = disk_need(tiny_run(scratch / "run", {ten, "train.save_steps=0"}), model, {});
+  const int64_t two = 2 * one.checkpoint_bytes + one.model_bytes, least = one.total();
+  using testing::HasSubstr;
+  using testing::Not;
+  EXPECT_EQ(advice({ten, each, "train.save_total_limit=1"}, {}, two), "");
+  EXPECT_THAT(advice({ten, each, "train.save_total_limit=4"}, {}, two), HasSubstr("lower train.save_total_limit"));
+  EXPECT_THAT(advice({ten, each, "train.save_total_limit=0"}, {}, two), HasSubstr("set train.save_total_limit"));
+  // One is kept already, or not even that would fit.
+  EXPECT_THAT(advice({ten, each, "train.save_total_limit=1"}, {}, least), Not(HasSubstr("save_total_limit")));
+  EXPECT_THAT(advice({ten, each, "train.save_total_limit=4"}, {}, least - 1), Not(HasSubstr("save_total_limit")));
+  EXPECT_THAT(advice({ten, "train.save_steps=0", "train.save_total_limit=2"}, {}, 1),
+              Not(HasSubstr("save_total_limit")));
 }
 
 TEST(DiskNeed, CountsWhatIsOnTheDiskAtOnce) {

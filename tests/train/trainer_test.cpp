@@ -391,6 +391,30 @@ TEST(Trainer, TenNonFiniteGradientsInARowStopTheRun) {
   EXPECT_EQ(trainer->state().skipped, 14);
 }
 
+TEST(Trainer, AStreakKeepsTheCheckpointBeforeItAndAResumedRunTriesAgain) {
+  ScratchDirectory scratch;
+  const RunConfig config =
+      tiny_run(scratch / "run", {"batch.micro_batch_sequences=4", "train.max_steps=30", "train.save_steps=1",
+                                 "train.save_total_limit=2", "train.validation_sequences=0"});
+  {
+    PoisonedAttention attention([](int call) { return call >= 3; });
+    TinyTrainer trainer(config, {&attention, nullptr, [] { return false; }});
+    const std::string message = user_error_of([&] { trainer->run(); });
+    EXPECT_NE(message.find("from before is " + (scratch / "run/checkpoint-3").string()), std::string::npos) << message;
+  }
+  EXPECT_EQ(checkpoint_steps(scratch / "run"), (std::vector<int64_t>{3, 11, 12}));
+  {
+    // Four more that are not finite: not ten in this process. Then it heals.
+    PoisonedAttention attention([](int call) { return call < 4; });
+    TinyTrainer trainer(config, {&attention, nullptr, [] { return false; }});
+    for (int step = 0; step < 4; ++step) EXPECT_TRUE(trainer->step());
+    EXPECT_EQ(trainer->state().skipped_in_row, 13);  // 4 to 16, over both processes
+    EXPECT_EQ(trainer->run().steps, 30);
+    EXPECT_EQ(trainer->state().skipped_in_row, 0);
+  }
+  EXPECT_EQ(checkpoint_steps(scratch / "run"), (std::vector<int64_t>{29, 30}));
+}
+
 TEST(Trainer, ClippingLimitsTheUpdateButNotTheReportedNorm) {
   const OneStep clipped = one_step({"optimizer.max_grad_norm=0.001"}), free = one_step({"optimizer.max_grad_norm=0"});
   EXPECT_EQ(clipped.grad_norm, free.grad_norm);

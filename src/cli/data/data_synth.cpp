@@ -130,6 +130,7 @@ void add_data_synth(CLI::App& data) {
       ->needs("--text");
   command->add_flag("--overwrite", a.overwrite, "replace an existing output");
   command->callback([arguments] {
+    SB_USER_CHECK(!arguments->output.empty(), "--output: a name of what to write is needed, and it is empty");
     if (arguments->text)
       synth_text(*arguments);
     else

@@ -6,6 +6,7 @@
 #include "cli/data/data_commands.h"
 #include "cli/output_file.h"
 #include "cli/progress.h"
+#include "core/errors.h"
 #include "core/log.h"
 #include "core/thread_pool.h"
 #include "data/text/tokenize_job.h"
@@ -74,6 +75,7 @@ void add_data_tokenize(CLI::App& data) {
   command->add_flag("--restart", options->restart, "forget an interrupted run of this output instead of continuing it");
   command->add_flag("--overwrite", options->overwrite, "replace a finished output");
   command->callback([options] {
+    SB_USER_CHECK(!options->output.empty(), "--output: a prefix of the files to write is needed, and it is empty");
     if (const std::filesystem::path folder = options->tokenizer; std::filesystem::is_directory(folder))
       options->tokenizer = (folder / "tokenizer.json").string();
     tokenize(*options);

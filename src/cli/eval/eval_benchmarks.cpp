@@ -3,15 +3,16 @@
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <cstdio>
-#include <fstream>
 #include <map>
 #include <memory>
 #include <nlohmann/json.hpp>
+#include <sstream>
 
 #include "cli/eval/eval_commands.h"
 #include "cli/eval/eval_options.h"
 #include "cli/progress.h"
 #include "core/errors.h"
+#include "core/files/regular_file.h"
 #include "eval/longbench_metrics.h"
 #include "eval/longbench_prompt.h"
 #include "eval/needle.h"
@@ -29,8 +30,7 @@ struct Row {
 
 // The objects of a JSONL file; a bad line is a UserError with its number.
 std::vector<Row> read_jsonl(const std::string& path) {
-  std::ifstream file(path);
-  SB_USER_CHECK(file.good(), "{}: cannot be read", path);
+  std::istringstream file(read_regular_file(path));
   std::vector<Row> rows;
   std::string line;
   for (int64_t number = 1; std::getline(file, line); ++number) {

@@ -3,7 +3,6 @@
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <ctime>
-#include <fstream>
 #include <memory>
 
 #include "attention/gpu/launch/head_dim_check.h"
@@ -74,13 +73,9 @@ void measure_on_gpu(MeasureOptions& measure) {
 }
 
 // Every measurement as a line: for a look at the fit, or another one.
-std::ofstream open_samples(const std::string& path) {
-  std::ofstream file(path);
-  SB_USER_CHECK(file.good(), "--samples {}: cannot be written", path);
-  file << "kind,sequences,tokens,tiles,pairs,scores,linear_forward,linear_backward,attention_forward,"
-          "attention_backward,selection,head_forward,head_backward (held_out: predicted,measured)\n";
-  return file;
-}
+constexpr const char* kSampleColumns =
+    "kind,sequences,tokens,tiles,pairs,scores,linear_forward,linear_backward,attention_forward,attention_backward,"
+    "selection,head_forward,head_backward (held_out: predicted,measured)\n";
 
 std::string sample_text(const char* kind, const MeasuredShape& shape, const AttentionSpec& spec) {
   const Work work = shape.work(spec);
@@ -108,6 +103,7 @@ void warn(const std::string& disturbance) {
 
 void run(Arguments arguments) {
   check_output(arguments.out);
+  check_output(arguments.samples);
   const ModelShape shape = arguments.run.empty() ? find_model_shape(arguments.model) : take_from_run(arguments);
   SB_USER_CHECK(arguments.engine.layers >= 3,
                 "--layers: three layers or more are needed to tell them from embedding and loss");
@@ -141,17 +137,16 @@ void run(Arguments arguments) {
     // Small shapes come first, so the rest is guessed only when there is something to guess from.
     progress.show(static_cast<double>(done) / std::max(1, total), what, 4 * done >= total);
   };
-  std::ofstream samples;
+  std::string samples = kSampleColumns;
   if (!arguments.samples.empty()) {
-    samples = open_samples(arguments.samples);
     arguments.measure.measured = [&](const MeasuredShape& batch, const MeasuredTimes& t) {
-      samples << sample_text("parts", batch, arguments.measure.spec)
-              << fmt::format(",{:.2f},{:.2f},{:.2f},{:.2f},{:.2f},{:.2f},{:.2f}\n", t.linear_forward, t.linear_backward,
+      samples += sample_text("parts", batch, arguments.measure.spec) +
+                 fmt::format(",{:.2f},{:.2f},{:.2f},{:.2f},{:.2f},{:.2f},{:.2f}\n", t.linear_forward, t.linear_backward,
                              t.attention_forward, t.attention_backward, t.selection, t.head_forward, t.head_backward);
     };
     arguments.measure.checked = [&](const MeasuredShape& batch, double predicted, double measured) {
-      samples << sample_text("held_out", batch, arguments.measure.spec)
-              << fmt::format(",{:.2f},{:.2f},,,,,\n", predicted, measured);
+      samples += sample_text("held_out", batch, arguments.measure.spec) +
+                 fmt::format(",{:.2f},{:.2f},,,,,\n", predicted, measured);
     };
   }
   // What a GPU takes hardly depends on the cores.
@@ -165,6 +160,7 @@ void run(Arguments arguments) {
   profile.date = today();
   profile.recompute = arguments.engine.recompute;
   if (gpu) describe_gpu(profile);
+  if (!arguments.samples.empty()) write_output(arguments.samples, samples);
   write_output(arguments.out, write_profile(profile));
   fmt::print("{}: {}\n{}, {} layers measured in {:.0f} s\n", arguments.model, describe(shape), profile.machine, layers,
              progress.seconds());

@@ -404,7 +404,8 @@ void run(const Arguments& arguments) {
   for (const std::string& path : {arguments.json, arguments.trace, arguments.svg}) check_output(path);
   if (!arguments.sweep.wanted) check_ring(arguments.layout.cp);
   const Json json = simulate(arguments);
-  if (!arguments.json.empty()) write_output(arguments.json, json.dump(2) + "\n");
+  if (!arguments.json.empty())  // A file's name need not be UTF-8, which JSON is.
+    write_output(arguments.json, json.dump(2, ' ', false, Json::error_handler_t::replace) + "\n");
 }
 
 }  // namespace

@@ -1,11 +1,9 @@
 #include "core/config/config.h"
 
 #include <algorithm>
-#include <cerrno>
-#include <cstring>
-#include <fstream>
 
 #include "core/errors.h"
+#include "core/files/regular_file.h"
 
 namespace sb {
 namespace {
@@ -78,21 +76,7 @@ std::string nearest_word(const std::string& word, const std::vector<std::string>
 }
 
 std::string read_config_file(const std::filesystem::path& path) {
-  std::error_code error;
-  SB_USER_CHECK(!std::filesystem::is_directory(path, error), "{}: is a directory, not a configuration file",
-                path.string());
-  std::ifstream file(path, std::ios::binary);
-  SB_USER_CHECK(file.good(), "{}: cannot be opened: {}", path.string(), std::strerror(errno));
-  std::string text;
-  // Not by the file's stated size: it may be a pipe, or grow.
-  std::vector<char> piece(1 << 16);
-  while (file.read(piece.data(), static_cast<std::streamsize>(piece.size())) || file.gcount() > 0) {
-    text.append(piece.data(), static_cast<size_t>(file.gcount()));
-    SB_USER_CHECK(static_cast<int64_t>(text.size()) <= kMaxConfigBytes,
-                  "{}: larger than {} bytes; is this a configuration file?", path.string(), kMaxConfigBytes);
-  }
-  SB_USER_CHECK(!file.bad(), "{}: reading failed", path.string());
-  return text;
+  return read_regular_file(path, kMaxConfigBytes);
 }
 
 std::string OptionTable::integer_range(int64_t min, int64_t max) {

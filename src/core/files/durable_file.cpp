@@ -17,14 +17,15 @@ namespace {
   throw UserError("{}: {}: {}", path.string(), what, std::strerror(errno));
 }
 
-void sync_path(const std::filesystem::path& path, int flags) {
+// `name` is what it is done for.
+void sync_path(const std::filesystem::path& path, int flags, const std::filesystem::path& name) {
   const int descriptor = ::open(path.c_str(), flags | O_CLOEXEC);
-  if (descriptor < 0) fail(path, "cannot open");
+  if (descriptor < 0) fail(name, path == name ? "cannot open" : "cannot open its folder");
   const int result = ::fsync(descriptor);
   const int reason = errno;
   ::close(descriptor);
   errno = reason;
-  if (result != 0) fail(path, "cannot write to the disk");
+  if (result != 0) fail(name, "cannot write to the disk");
 }
 
 }  // namespace
@@ -78,15 +79,20 @@ void replace_file(const std::filesystem::path& path, const std::function<void(Du
     std::filesystem::remove(temporary, ignored);
     throw;
   }
-  sync_directory(path.parent_path().empty() ? "." : path.parent_path());
+  sync_entry(path);
 }
 
 void sync_directory(const std::filesystem::path& directory) {
-  sync_path(directory, O_RDONLY | O_DIRECTORY);
+  sync_path(directory, O_RDONLY | O_DIRECTORY, directory);
+}
+
+void sync_entry(const std::filesystem::path& path) {
+  const std::filesystem::path folder = path.parent_path();
+  sync_path(folder.empty() ? "." : folder, O_RDONLY | O_DIRECTORY, path);
 }
 
 void sync_file(const std::filesystem::path& path) {
-  sync_path(path, O_RDONLY);
+  sync_path(path, O_RDONLY, path);
 }
 
 }  // namespace sb

@@ -32,6 +32,8 @@ void replace_file(const std::filesystem::path& path, const std::function<void(Du
 void write_new_file(const std::filesystem::path& path, std::string_view content);
 // Makes created, renamed and removed entries of a directory durable.
 void sync_directory(const std::filesystem::path& directory);
+// The same of one entry, which errors name.
+void sync_entry(const std::filesystem::path& path);
 void sync_file(const std::filesystem::path& path);
 
 }  // namespace sb

@@ -7,7 +7,8 @@
 
 namespace sb {
 
-// A file mapped into memory for reading. An empty file is an empty view.
+// A file mapped into memory for reading. An empty file is an empty view. One that is cut short while it is mapped ends
+// the program with a message that names it, and not with a signal.
 class MappedFile {
  public:
   MappedFile() = default;

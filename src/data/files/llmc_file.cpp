@@ -1,8 +1,8 @@
 #include <cstring>
-#include <fstream>
 
 #include "core/errors.h"
 #include "core/files/mapped_file.h"
+#include "core/files/regular_file.h"
 #include "data/files/label_mask.h"
 #include "data/files/token_file.h"
 
@@ -80,11 +80,11 @@ std::unique_ptr<TokenFile> open_llmc_file(const std::string& path) {
 }
 
 bool looks_like_llmc(const std::string& path) {
-  std::ifstream file(path, std::ios::binary);
+  RegularFile file(path);
   int32_t magic = 0;
-  file.read(reinterpret_cast<char*>(&magic), 4);
+  const bool whole = file.read(&magic, sizeof magic) == sizeof magic;
   for (const Variant& variant : kVariants)
-    if (file && magic == variant.magic) return true;
+    if (whole && magic == variant.magic) return true;
   return false;
 }
 

@@ -1,14 +1,11 @@
 #include "data/files/token_writer.h"
 
-#include <fcntl.h>
-#include <sys/file.h>
-#include <unistd.h>
-
 #include <filesystem>
 #include <nlohmann/json.hpp>
 
 #include "core/errors.h"
 #include "core/files/durable_file.h"
+#include "core/files/file_lock.h"
 #include "core/files/mapped_file.h"
 #include "core/utf8.h"
 #include "data/files/append_file.h"
@@ -20,32 +17,12 @@ namespace {
 namespace fs = std::filesystem;
 using nlohmann::json;
 
-// Held while a writer lives; the kernel lets go of it when the process dies.
-class FolderLock {
- public:
-  explicit FolderLock(const std::string& folder) {
-    file_ = ::open((folder + "/lock").c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0644);
-    SB_USER_CHECK(file_ >= 0, "{}: cannot create a file in it", folder);
-    if (::flock(file_, LOCK_EX | LOCK_NB) != 0) {
-      ::close(file_);
-      throw UserError("{}: another process is writing this output", folder);
-    }
-  }
-  ~FolderLock() { ::close(file_); }
-  FolderLock(const FolderLock&) = delete;
-  FolderLock& operator=(const FolderLock&) = delete;
-
- private:
-  int file_ = -1;
-};
-
 // Renames onto `to`, in one step and for good.
 void publish_file(const std::string& from, const std::string& to) {
   std::error_code error;
   fs::rename(from, to, error);
   SB_USER_CHECK(!error, "cannot rename {} to {}: {}", from, to, error.message());
-  const fs::path folder = fs::path(to).parent_path();
-  sync_directory(folder.empty() ? "." : folder);
+  sync_entry(to);
 }
 
 void append_copy(AppendFile& to, const std::string& from) {
@@ -58,7 +35,7 @@ void append_copy(AppendFile& to, const std::string& from) {
 struct TokenWriter::Impl {
   std::string prefix, folder;
   Options options;
-  std::unique_ptr<FolderLock> lock;
+  std::unique_ptr<FileLock> lock;
   std::unique_ptr<AppendFile> bin, lengths, valid, bitmap_sizes, bitmaps;
   int64_t documents = 0, tokens = 0;
   bool masked = false, finished = false;
@@ -119,7 +96,7 @@ TokenWriter::TokenWriter(const std::string& prefix, const Options& options) : im
   std::error_code error;
   fs::create_directories(w.folder, error);
   SB_USER_CHECK(!error, "{}: cannot create the folder: {}", w.folder, error.message());
-  w.lock = std::make_unique<FolderLock>(w.folder);
+  w.lock = std::make_unique<FileLock>(w.part("lock"), w.folder + ": another process is writing this output");
   json state;
   if (options.resume && fs::exists(w.part("state.json"))) {
     try {

@@ -1,10 +1,14 @@
 #include "data/text/tokenize_job.h"
 
+#include <fmt/ranges.h>
+
 #include <chrono>
 #include <memory>
 #include <nlohmann/json.hpp>
+#include <span>
 
 #include "core/errors.h"
+#include "core/files/crc32c.h"
 #include "core/files/mapped_file.h"
 #include "core/log.h"
 #include "core/thread_pool.h"
@@ -55,8 +59,12 @@ class TokenizeJob {
       SB_USER_CHECK(file.size() > 0, "{}: empty: there is nothing to tokenize", path);
       refuse_other_formats(path, file.text());
       sizes_.push_back(file.size());
+      // As JSON has it, which cannot hold other names.
+      names_.push_back(replace_invalid_utf8(path));
       progress_.total_bytes += file.size();
     }
+    const MappedFile tokenizer(options.tokenizer);
+    tokenizer_checksum_ = crc32c(0, tokenizer.data(), static_cast<size_t>(tokenizer.size()));
     TokenWriter::Options writing;
     writing.type = tokenizer_.vocab_size() <= 65536 ? TokenType::u16 : TokenType::i32;
     writing.resume = !options.restart;
@@ -82,9 +90,10 @@ class TokenizeJob {
   // What must be equal for an interrupted run to be continued. Bad lines may be skipped from here on: the ones before
   // were good.
   json identity() const {
-    return {{"inputs", options_.inputs},
+    return {{"inputs", names_},
             {"sizes", sizes_},
-            {"tokenizer", options_.tokenizer},
+            {"tokenizer", replace_invalid_utf8(options_.tokenizer)},
+            {"tokenizer_crc32c", tokenizer_checksum_},
             {"vocab_size", tokenizer_.vocab_size()},
             {"append_eod", options_.documents.append_eod},
             {"end_completions", options_.documents.end_completions},
@@ -93,11 +102,9 @@ class TokenizeJob {
             {"text_key", options_.text_key}};
   }
   std::string note() const {
-    return json{{"identity", identity()},
-                {"file", file_},
-                {"offset", offset_},
-                {"line", line_number_},
-                {"bad_lines", progress_.bad_lines}}
+    return json{{"identity", identity()},   {"file", file_},
+                {"offset", offset_},        {"line", line_number_},
+                {"crc32c", done_checksum_}, {"bad_lines", progress_.bad_lines}}
         .dump();
   }
   void restore() {
@@ -119,12 +126,31 @@ class TokenizeJob {
       offset_ = static_cast<size_t>(number("offset", file_ < sizes_.size() ? sizes_[file_] : 0));
       line_number_ = number("line", progress_.total_bytes);
       progress_.bad_lines = number("bad_lines", progress_.total_bytes);
+      compare_input(static_cast<uint32_t>(number("crc32c", UINT32_MAX)));
     } catch (const json::exception& problem) {
       throw UserError("{}.partial/state.json: damaged ({}); start again with --restart", options_.output,
                       printable(problem.what(), 200));
     }
     update_progress();
     progress_.resumed_bytes = progress_.bytes;
+  }
+
+  // What was read so far must still be what is there: text that changed under the same size would be mixed with the
+  // tokens of the old.
+  void compare_input(uint32_t expected) {
+    for (size_t f = 0; f < file_ || (f == file_ && offset_ > 0); ++f) {
+      const MappedFile file(options_.inputs[f]);
+      const auto done = f < file_ ? static_cast<size_t>(sizes_[f]) : offset_;
+      SB_USER_CHECK(file.size() >= static_cast<int64_t>(done), "{}: its size changed", options_.inputs[f]);
+      done_checksum_ = crc32c(done_checksum_, file.data(), done);
+    }
+    SB_USER_CHECK(done_checksum_ == expected,
+                  "{}.partial was made of other text: {} changed since; start again with --restart", options_.output,
+                  fmt::join(touched(), " or "));
+  }
+  // The inputs that were read at least in part.
+  std::span<const std::string> touched() const {
+    return std::span(options_.inputs).first(std::min(options_.inputs.size(), file_ + (offset_ > 0 ? 1 : 0)));
   }
 
   void run_file() {
@@ -145,6 +171,7 @@ class TokenizeJob {
       if (offset == begin) return;
       encode(batch);
       write(path, batch);
+      done_checksum_ = crc32c(done_checksum_, file.data() + begin, offset - begin);
       offset_ = offset;
       update_progress();
       if (std::chrono::duration<double>(Clock::now() - last_checkpoint_).count() >= options_.checkpoint_seconds) {
@@ -195,6 +222,8 @@ class TokenizeJob {
   ThreadPool pool_;
   std::unique_ptr<TokenWriter> writer_;
   std::vector<int64_t> sizes_;
+  std::vector<std::string> names_;
+  uint32_t tokenizer_checksum_ = 0, done_checksum_ = 0;  // of the tokenizer's file; of the input that was read
   size_t file_ = 0;
   size_t offset_ = 0;
   int64_t line_number_ = 0;

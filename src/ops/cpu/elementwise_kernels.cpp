@@ -93,9 +93,12 @@ void column_sums(const float* x, int64_t rows, int64_t columns, int64_t stride, 
 RowLoss cross_entropy_row(float* logits, int64_t vocabulary, int32_t label, float weight, bool with_gradient) {
   const Vf minus_infinity = splat(-__builtin_inff());
   Vf top = minus_infinity;
-  for_vectors(vocabulary, [&](int64_t i, auto m) { top = max(select(m, load(logits + i, m), minus_infinity), top); });
-  const float largest = reduce_max(top);
+  // The largest of the others first: a tie is no right answer.
   const float target = logits[label];
+  logits[label] = -__builtin_inff();
+  for_vectors(vocabulary, [&](int64_t i, auto m) { top = max(select(m, load(logits + i, m), minus_infinity), top); });
+  logits[label] = target;
+  const float others = reduce_max(top), largest = target > others ? target : others;
   const Vf shift = splat(largest);
   Vf sum0 = zero(), sum1 = zero();
   int64_t next = 0;
@@ -120,7 +123,7 @@ RowLoss cross_entropy_row(float* logits, int64_t vocabulary, int32_t label, floa
     for_vectors(vocabulary, [&](int64_t i, auto m) { store(logits + i, m, load(logits + i, m) * scale); });
     logits[label] -= weight;
   }
-  return {__builtin_logf(sum) + (largest - target), target >= largest};
+  return {__builtin_logf(sum) + (largest - target), target > others};
 }
 
 }  // namespace sb::SB_ISA

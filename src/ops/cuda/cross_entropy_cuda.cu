@@ -12,9 +12,9 @@ constexpr int kThreads = 512;
 // Every chunk passes over the weight and its gradient: as long as so many rows take, by memory bandwidth and FLOP/s.
 constexpr int64_t kWorthSkipping = 256;
 
-// Largest logit and Σ exp(logit - largest) of a part of a row.
+// Largest logit and Σ exp(logit - largest) of a part of a row, and its largest logit apart from the label's.
 struct Partial {
-  float largest, sum;
+  float largest, sum, others;
 };
 
 template <typename T>
@@ -23,7 +23,7 @@ __device__ Partial merged(const Partial& a, const Partial& b) {
   // An empty part has nothing to scale (and its -inf would make NaN of it).
   const float first = a.largest == -INFINITY && a.sum == 0.0f ? 0.0f : a.sum * exp_for<T>(a.largest - largest);
   const float second = b.largest == -INFINITY && b.sum == 0.0f ? 0.0f : b.sum * exp_for<T>(b.largest - largest);
-  return {largest, first + second};
+  return {largest, first + second, fmaxf(a.others, b.others)};
 }
 
 template <typename T>
@@ -32,7 +32,8 @@ __device__ Partial block_merged(Partial part) {
 #pragma unroll
   for (int offset = 16; offset > 0; offset /= 2) {
     part = merged<T>(
-        part, {__shfl_xor_sync(0xffffffffu, part.largest, offset), __shfl_xor_sync(0xffffffffu, part.sum, offset)});
+        part, {__shfl_xor_sync(0xffffffffu, part.largest, offset), __shfl_xor_sync(0xffffffffu, part.sum, offset),
+               __shfl_xor_sync(0xffffffffu, part.others, offset)});
   }
   if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = part;
   __syncthreads();
@@ -61,7 +62,7 @@ __global__ void __launch_bounds__(kThreads)
     }
     return;
   }
-  Partial part = {-INFINITY, 0};
+  Partial part = {-INFINITY, 0, -INFINITY};
 #pragma unroll 4
   for (int64_t c = threadIdx.x * N; c < vocabulary; c += kThreads * N) {
     float logit[N];
@@ -69,6 +70,13 @@ __global__ void __launch_bounds__(kThreads)
     float largest = logit[0];
 #pragma unroll
     for (int i = 1; i < N; ++i) largest = fmaxf(largest, logit[i]);
+    float others = largest;
+    if (c <= label && label < c + N) {
+      others = -INFINITY;
+#pragma unroll
+      for (int i = 0; i < N; ++i) others = fmaxf(others, c + i == label ? -INFINITY : logit[i]);
+    }
+    part.others = fmaxf(part.others, others);
     if (largest > part.largest) {
       part.sum *= part.sum == 0.0f ? 0.0f : exp_for<T>(part.largest - largest);
       part.largest = largest;
@@ -82,7 +90,7 @@ __global__ void __launch_bounds__(kThreads)
   if (threadIdx.x == 0) {
     const float loss = all.largest + logf(all.sum) - target;
     losses[blockIdx.x] = loss;
-    correct[blockIdx.x] = target == all.largest ? 1 : 0;
+    correct[blockIdx.x] = target > all.others ? 1 : 0;
     if (token_loss != nullptr) token_loss[blockIdx.x] = loss;
   }
   if constexpr (kGradient) {

@@ -4,11 +4,11 @@
 
 #include <algorithm>
 #include <cmath>
-#include <fstream>
-#include <sstream>
+#include <filesystem>
 #include <utility>
 
 #include "core/errors.h"
+#include "core/files/regular_file.h"
 #include "core/log.h"
 #include "plan/schedule/vector_kernels.h"
 
@@ -206,11 +206,10 @@ std::unique_ptr<CoverageModel> find_coverage(const std::string& name_or_path, in
                   name_or_path, text);
     return power_coverage(gamma);
   }
-  std::ifstream file(name_or_path);
-  SB_USER_CHECK(file.good(), "coverage `{}` is none of power:GAMMA, layered or a readable coverage.json", name_or_path);
-  std::stringstream text;
-  text << file.rdbuf();
-  CoverageTable table = parse_coverage(text.str(), name_or_path);
+  std::error_code unknown;
+  SB_USER_CHECK(std::filesystem::exists(name_or_path, unknown) || unknown,
+                "coverage `{}` is none of power:GAMMA, layered or a readable coverage.json", name_or_path);
+  CoverageTable table = parse_coverage(read_regular_file(name_or_path), name_or_path);
   SB_USER_CHECK(table.layers == layers, "{}: has {} layers and the model has {}", name_or_path, table.layers, layers);
   if (!table.assumed_layers.empty())
     log::warning("{}: nothing was measured in the layers {}; what budgets hold there is a guess", name_or_path,

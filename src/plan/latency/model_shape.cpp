@@ -4,10 +4,10 @@
 #include <fmt/ranges.h>
 
 #include <filesystem>
-#include <fstream>
 #include <nlohmann/json.hpp>
 
 #include "core/errors.h"
+#include "core/files/regular_file.h"
 
 namespace sb {
 namespace {
@@ -71,11 +71,12 @@ ModelShape find_model_shape(const std::string& name_or_path) {
     if (shape.name == name_or_path) return shape;
   std::filesystem::path path = name_or_path;
   if (std::filesystem::is_directory(path)) path /= "config.json";
-  std::ifstream file(path);
-  SB_USER_CHECK(file.good(), "model `{}` is neither a known name ({}) nor a readable config.json", name_or_path,
+  std::error_code unknown;
+  SB_USER_CHECK(std::filesystem::exists(path, unknown) || unknown,
+                "model `{}` is neither a known name ({}) nor a readable config.json", name_or_path,
                 fmt::join(named_model_shapes(), ", "));
   const std::string where = path.string();
-  const auto json = nlohmann::json::parse(file, nullptr, false);
+  const auto json = nlohmann::json::parse(read_regular_file(path), nullptr, false);
   SB_USER_CHECK(json.is_object(), "{}: is not a JSON object", where);
   ModelShape shape;
   shape.name = path.parent_path().filename().string();

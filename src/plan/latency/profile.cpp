@@ -5,10 +5,10 @@
 
 #include <algorithm>
 #include <cmath>
-#include <fstream>
-#include <sstream>
+#include <filesystem>
 
 #include "core/errors.h"
+#include "core/files/regular_file.h"
 #include "plan/latency/measured_profiles.h"
 
 namespace sb {
@@ -150,13 +150,11 @@ Profile find_profile(const std::string& name_or_path, const ModelShape& shape, c
                 "profile `{}` was measured for {} and not for {} ({}); use {}-analytic, or run `sparsebalance profile` "
                 "for this model",
                 name_or_path, fmt::join(measured_shapes, ", "), shape.name, describe(shape), name_or_path);
-  std::ifstream file(name_or_path);
-  SB_USER_CHECK(file.good(),
+  std::error_code unknown;
+  SB_USER_CHECK(std::filesystem::exists(name_or_path, unknown) || unknown,
                 "profile `{}` is neither built in ({}) nor a readable file; `sparsebalance profile` makes one",
                 name_or_path, fmt::join(built_in, ", "));
-  std::stringstream text;
-  text << file.rdbuf();
-  Profile profile = parse_profile(text.str(), name_or_path);
+  Profile profile = parse_profile(read_regular_file(name_or_path), name_or_path);
   profile.name = name_or_path;  // where it lies now
   SB_USER_CHECK(
       same_sizes(profile.shape, shape),

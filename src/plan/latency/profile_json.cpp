@@ -140,7 +140,8 @@ std::string write_profile(const Profile& profile) {
   if (const auto& blocks = profile.blocks)
     json["attention"] = {
         {"block", blocks->block}, {"query_block", blocks->query_block}, {"score_tokens", blocks->score_tokens}};
-  return json.dump(2) + "\n";
+  // A file's name need not be UTF-8, which JSON is.
+  return json.dump(2, ' ', false, Json::error_handler_t::replace) + "\n";
 }
 
 Profile parse_profile(const std::string& text, const std::string& where) {

@@ -1,8 +1,6 @@
 #include "plan/planner/plan_log.h"
 
 #include <algorithm>
-#include <cerrno>
-#include <cstring>
 #include <nlohmann/json.hpp>
 #include <set>
 #include <utility>
@@ -298,23 +296,14 @@ Plan unpack_plan(const std::string& message, int64_t step) {
   return plan;
 }
 
-PlanLog::PlanLog(std::filesystem::path file) : file_(std::move(file)) {
-  stream_.reset(std::fopen(file_.c_str(), "ab"));
-  SB_USER_CHECK(stream_ != nullptr, "{}: cannot be opened: {}", file_.string(), std::strerror(errno));
-}
+PlanLog::PlanLog(const std::filesystem::path& file) : file_(file, RecordFile::Start::append) {}
 
 void PlanLog::plan(const LoggedStep& step) {
-  write(plan_line(step));
+  file_.write(plan_line(step));
 }
 
 void PlanLog::measured(const StepMeasurement& measurement) {
-  write(measured_line(measurement));
-}
-
-void PlanLog::write(const std::string& line) {
-  const bool written = std::fwrite(line.data(), 1, line.size(), stream_.get()) == line.size();
-  SB_USER_CHECK(written && std::fflush(stream_.get()) == 0, "{}: cannot write: {}", file_.string(),
-                std::strerror(errno));
+  file_.write(measured_line(measurement));
 }
 
 }  // namespace sb

@@ -2,7 +2,6 @@
 
 #include <chrono>
 #include <cstdint>
-#include <cstdio>
 #include <filesystem>
 #include <fstream>
 #include <functional>
@@ -13,6 +12,7 @@
 #include <string>
 #include <vector>
 
+#include "core/files/record_file.h"
 #include "plan/plan.h"
 #include "plan/planner/step_planner.h"
 
@@ -96,17 +96,12 @@ Plan unpack_plan(const std::string& message, int64_t step);
 class PlanLog {
  public:
   // Opens the file to append.
-  explicit PlanLog(std::filesystem::path file);
+  explicit PlanLog(const std::filesystem::path& file);
   void plan(const LoggedStep& step);
   void measured(const StepMeasurement& measurement);
 
  private:
-  struct Closer {
-    void operator()(std::FILE* file) const { std::fclose(file); }
-  };
-  void write(const std::string& line);
-  std::filesystem::path file_;
-  std::unique_ptr<std::FILE, Closer> stream_;
+  RecordFile file_;
 };
 
 }  // namespace sb

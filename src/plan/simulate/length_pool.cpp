@@ -6,11 +6,11 @@
 #include <algorithm>
 #include <charconv>
 #include <cmath>
-#include <fstream>
-#include <iterator>
+#include <filesystem>
 #include <numeric>
 
 #include "core/errors.h"
+#include "core/files/regular_file.h"
 
 namespace sb {
 namespace {
@@ -91,11 +91,11 @@ std::vector<int64_t> parse_lengths(const std::string& text, const std::string& w
 std::vector<int64_t> find_lengths(const std::string& name_or_path) {
   if (name_or_path == "chatqa2-like") return from_quantiles(kChatQa2);
   if (name_or_path == "longalign-like") return from_quantiles(kLongAlign);
-  std::ifstream file(name_or_path, std::ios::binary);
-  SB_USER_CHECK(file.good(), "length pool `{}` is neither a known name ({}) nor a readable file", name_or_path,
+  std::error_code unknown;
+  SB_USER_CHECK(std::filesystem::exists(name_or_path, unknown) || unknown,
+                "length pool `{}` is neither a known name ({}) nor a readable file", name_or_path,
                 fmt::join(named_length_pools(), ", "));
-  const std::string text((std::istreambuf_iterator<char>(file)), std::istreambuf_iterator<char>());
-  return parse_lengths(text, name_or_path);
+  return parse_lengths(read_regular_file(name_or_path), name_or_path);
 }
 
 LengthSampler::LengthSampler(std::span<const int64_t> pool, uint64_t seed)

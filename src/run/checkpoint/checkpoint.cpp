@@ -1,16 +1,19 @@
 #include "run/checkpoint/checkpoint.h"
 
 #include <algorithm>
+#include <cerrno>
 #include <charconv>
-#include <fstream>
+#include <future>
 #include <nlohmann/json.hpp>
 #include <vector>
 
 #include "core/errors.h"
 #include "core/files/crc32c.h"
 #include "core/files/durable_file.h"
+#include "core/files/regular_file.h"
 #include "core/log.h"
 #include "core/memory_plan.h"
+#include "core/utf8.h"
 #include "model/hf_checkpoint.h"
 #include "run/checkpoint/optimizer_file.h"
 #include "run/checkpoint/selection_file.h"
@@ -25,23 +28,38 @@ constexpr std::string_view kPrefix = "checkpoint-";
 constexpr std::string_view kSaving = ".saving-";
 constexpr std::string_view kRemoving = ".removing-";
 
-std::string file_checksum(const fs::path& file) {
-  std::ifstream in(file, std::ios::binary);
-  SB_USER_CHECK(in, "{}: cannot be opened", file.string());
+uint32_t piece_checksum(const fs::path& file, int64_t begin, int64_t end) {
+  RegularFile in(file);
+  in.seek(begin);
   std::vector<char> buffer(1 << 20);
   uint32_t crc = 0;
-  do {
-    in.read(buffer.data(), static_cast<std::streamsize>(buffer.size()));
-    crc = crc32c(crc, buffer.data(), static_cast<size_t>(in.gcount()));
-  } while (in);
-  SB_USER_CHECK(in.eof(), "{}: cannot be read", file.string());
+  while (begin < end) {
+    const size_t got = in.read(buffer.data(), static_cast<size_t>(std::min<int64_t>(end - begin, std::ssize(buffer))));
+    SB_USER_CHECK(got > 0, "{}: got shorter while it was read", file.string());
+    crc = crc32c(crc, buffer.data(), got);
+    begin += static_cast<int64_t>(got);
+  }
+  return crc;
+}
+
+// Large files in pieces at the same time: one reader does not keep a disk busy.
+std::string file_checksum(const fs::path& file) {
+  constexpr int64_t kLeastPiece = int64_t{64} << 20, kMostPieces = 8;
+  const int64_t size = RegularFile(file).size();
+  const int64_t pieces = std::clamp<int64_t>(size / kLeastPiece, 1, kMostPieces);
+  const auto border = [&](int64_t piece) { return size / pieces * piece + std::min(piece, size % pieces); };
+  std::vector<std::future<uint32_t>> others;
+  for (int64_t p = 1; p < pieces; ++p)
+    others.push_back(std::async(std::launch::async, piece_checksum, file, border(p), border(p + 1)));
+  uint32_t crc = piece_checksum(file, 0, border(1));
+  for (int64_t p = 1; p < pieces; ++p)
+    crc =
+        crc32c_joined(crc, others[static_cast<size_t>(p - 1)].get(), static_cast<uint64_t>(border(p + 1) - border(p)));
   return fmt::format("{:08x}", crc);
 }
 
 nlohmann::json read_json(const fs::path& file) {
-  std::ifstream in(file);
-  SB_USER_CHECK(in, "{}: cannot be opened", file.string());
-  nlohmann::json object = nlohmann::json::parse(in, nullptr, /*allow_exceptions=*/false);
+  nlohmann::json object = nlohmann::json::parse(read_regular_file(file), nullptr, /*allow_exceptions=*/false);
   SB_USER_CHECK(object.is_object(), "{}: not a JSON object", file.string());
   return object;
 }
@@ -71,7 +89,8 @@ void write_state(const fs::path& file, const TrainState& state) {
   write_new_file(file, json.dump(1) + "\n");
 }
 
-// Sizes against the manifest, and the checksums too when asked (which reads every byte).
+// Sizes against the manifest, and the checksums too when asked (which reads every byte). What cannot be read is not
+// known to be damaged, and thrown as UnreadableFile.
 std::optional<std::string> compare_with_manifest(const fs::path& checkpoint, bool checksums) {
   try {
     const nlohmann::json manifest = read_json(checkpoint / "manifest.json");
@@ -81,25 +100,49 @@ std::optional<std::string> compare_with_manifest(const fs::path& checkpoint, boo
                          format.is_structured() ? format.type_name() : format.dump(), kFormat);
     for (const auto& [name, entry] : manifest.at("files").items()) {
       const fs::path file = checkpoint / name;
-      if (!fs::exists(file)) return fmt::format("{} is missing", name);
-      const uint64_t bytes = fs::file_size(file), expected = entry.at("bytes");
+      if (std::error_code ignored; !fs::exists(file, ignored) && !ignored) return fmt::format("{} is missing", name);
+      const auto bytes = static_cast<uint64_t>(RegularFile(file).size());
+      const uint64_t expected = entry.at("bytes");
       if (bytes != expected) return fmt::format("{} has {} bytes instead of {}", name, bytes, expected);
       if (checksums && entry.at("crc32c") != file_checksum(file)) return fmt::format("{} has a wrong checksum", name);
     }
   } catch (const nlohmann::json::exception& error) {
-    return fmt::format("manifest.json is damaged ({})", error.what());
+    return fmt::format("manifest.json is damaged ({})", printable(error.what(), 200));
+  } catch (const UnreadableFile& error) {
+    // Removed, or something else has its name: damage. Anything else may be gone tomorrow.
+    if (error.reason() == ENOENT || error.reason() == ENOTDIR || error.reason() == 0) return error.what();
+    throw;
   } catch (const Error& error) {
-    return error.what();
-  } catch (const fs::filesystem_error& error) {
     return error.what();
   }
   return std::nullopt;
 }
 
+// Whether its sizes are those of the manifest, as far as that can be seen.
+bool looks_complete(const fs::path& checkpoint) {
+  try {
+    return !compare_with_manifest(checkpoint, /*checksums=*/false);
+  } catch (const UnreadableFile&) {
+    return false;
+  }
+}
+
+// A name of this kind beside the directory that nothing has: what an earlier process left goes, unless it belongs to
+// somebody else.
+fs::path free_name(const fs::path& directory, std::string_view kind) {
+  const fs::path name = directory.parent_path() / (std::string(kind) + directory.filename().string());
+  fs::path candidate = name;
+  for (int number = 2;; ++number) {
+    std::error_code failed;
+    fs::remove_all(candidate, failed);
+    if (!failed || number > 100) return candidate;  // whoever uses it says what is wrong
+    candidate = name.string() + fmt::format(".{}", number);
+  }
+}
+
 // Renamed first: a half-deleted directory must not look like a checkpoint.
 void remove_directory(const fs::path& directory) {
-  const fs::path doomed = directory.parent_path() / (std::string(kRemoving) + directory.filename().string());
-  fs::remove_all(doomed);
+  const fs::path doomed = free_name(directory, kRemoving);
   fs::rename(directory, doomed);
   fs::remove_all(doomed);
 }
@@ -108,8 +151,7 @@ std::string previous_checkpoint_note(const fs::path& output_dir) {
   const std::vector<int64_t> steps = checkpoint_steps(output_dir);
   for (auto step = steps.rbegin(); step != steps.rend(); ++step) {
     const fs::path path = checkpoint_path(output_dir, *step);
-    if (!compare_with_manifest(path, /*checksums=*/false))
-      return fmt::format("{} is intact and the same command resumes from it", path.string());
+    if (looks_complete(path)) return fmt::format("{} is intact and the same command resumes from it", path.string());
   }
   return "there is no earlier checkpoint";
 }
@@ -137,9 +179,8 @@ std::vector<int64_t> checkpoint_steps(const fs::path& output_dir) {
 
 void write_directory_atomically(const fs::path& directory, const std::function<void(const fs::path&)>& fill) {
   const fs::path parent = directory.parent_path();
-  const fs::path temporary = parent / (std::string(kSaving) + directory.filename().string());
+  const fs::path temporary = free_name(directory, kSaving);
   try {
-    fs::remove_all(temporary);
     fs::create_directory(temporary);
     fill(temporary);
     for (const auto& entry : fs::recursive_directory_iterator(temporary))
@@ -187,15 +228,18 @@ fs::path save_checkpoint(const fs::path& output_dir, const CheckpointContents& c
   return directory;
 }
 
-void remove_old_checkpoints(const fs::path& output_dir, int64_t newest, int64_t keep) {
+void remove_old_checkpoints(const fs::path& output_dir, int64_t newest, int64_t keep, int64_t last_good) {
   if (keep <= 0) return;
   const std::vector<int64_t> steps = checkpoint_steps(output_dir);
   int64_t complete = 0;
+  bool good_one_kept = false;
   for (auto step = steps.rbegin(); step != steps.rend(); ++step) {
     if (*step > newest) continue;
     const fs::path path = checkpoint_path(output_dir, *step);
-    if (compare_with_manifest(path, /*checksums=*/false)) continue;
-    if (++complete <= keep) continue;
+    if (!looks_complete(path)) continue;
+    const bool newest_good = *step <= last_good && !good_one_kept;
+    good_one_kept |= newest_good;
+    if (++complete <= keep || newest_good) continue;
     try {
       remove_directory(path);
     } catch (const fs::filesystem_error& error) {
@@ -220,7 +264,15 @@ std::optional<fs::path> newest_intact_checkpoint(const fs::path& output_dir) {
   const std::vector<int64_t> steps = checkpoint_steps(output_dir);
   for (auto step = steps.rbegin(); step != steps.rend(); ++step) {
     const fs::path path = checkpoint_path(output_dir, *step);
-    const std::optional<std::string> damage = find_damage(path);
+    std::optional<std::string> damage;
+    try {
+      damage = find_damage(path);
+    } catch (const UnreadableFile& error) {
+      throw UserError(
+          "{}. It is of the newest checkpoint, which may be intact: make it readable and start again, or move {} away "
+          "to go on from an older one",
+          error.what(), path.string());
+    }
     if (!damage) return path;
     log::warning("{} is damaged ({}) and skipped", path.string(), *damage);
   }
@@ -263,7 +315,12 @@ void remove_leftovers(const fs::path& output_dir) {
     const std::string name = entry.path().filename().string();
     if (name.starts_with(kSaving) || name.starts_with(kRemoving)) leftovers.push_back(entry.path());
   }
-  for (const fs::path& path : leftovers) fs::remove_all(path);
+  for (const fs::path& path : leftovers) {
+    std::error_code failed;
+    fs::remove_all(path, failed);
+    if (failed)
+      log::warning("{} is left of an earlier save and cannot be removed: {}", path.string(), failed.message());
+  }
 }
 
 }  // namespace sb

@@ -25,7 +25,7 @@ struct TrainState {
   std::string source_state;    // what the source has learned (length curriculum)
   int64_t tokens = 0;          // seen so far
   int64_t skipped = 0;         // steps skipped because of a non-finite gradient
-  int64_t skipped_in_row = 0;  // of these, how many just now
+  int64_t skipped_in_row = 0;  // of these, how many just now, over all processes of the run
   LearnedSelection selection;  // in a file of its own: read_selection_of()
   std::string planner_state;   // what the planner has learned
   std::string source;          // the source's identity(): `position` counts in its order
@@ -53,15 +53,18 @@ struct CheckpointContents {
 std::filesystem::path save_checkpoint(const std::filesystem::path& output_dir, const CheckpointContents& contents);
 
 // Deletes the oldest ones beyond the newest `keep` that are complete, counted from that of step `newest`, which was
-// just saved (0: deletes nothing). Damaged ones are left alone and not counted; those of later steps are, whatever
+// just saved (0: deletes nothing). The newest one of a step up to `last_good` stays besides: the last before a row of
+// steps whose gradient was not finite. Damaged ones are left alone and not counted; those of later steps are, whatever
 // their sizes say, since the run went on from an earlier one.
-void remove_old_checkpoints(const std::filesystem::path& output_dir, int64_t newest, int64_t keep);
+void remove_old_checkpoints(const std::filesystem::path& output_dir, int64_t newest, int64_t keep, int64_t last_good);
 
 // What is wrong with a checkpoint; nothing when every file has the size and checksum that the manifest says.
+// UnreadableFile when that cannot be told.
 std::optional<std::string> find_damage(const std::filesystem::path& checkpoint);
 
 // The newest intact checkpoint; a damaged one is named in a warning and skipped. Nothing when there is none at all;
-// UserError when there are some and all of them are damaged.
+// UserError when there are some and all of them are damaged, and when one cannot be read: it may be intact, and a run
+// that went on from an older one would write over it.
 std::optional<std::filesystem::path> newest_intact_checkpoint(const std::filesystem::path& output_dir);
 
 // Steps of all checkpoints of a run, ascending.

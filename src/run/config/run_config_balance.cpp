@@ -115,6 +115,12 @@ void check_chunk(const RunConfig& config, const OptionTable& table) {
 
 }  // namespace
 
+bool wants_balancing(const BalanceOptions& balance) {
+  return balance.batching != BalanceOptions::Batching::in_order || balance.ordering != BalanceOptions::Ordering::none ||
+         balance.tuning != BalanceOptions::Tuning::none || balance.chunk == BalanceOptions::kAutomaticChunk ||
+         !balance.profile.empty() || !balance.replay.empty();
+}
+
 void check_balance(const RunConfig& config, const OptionTable& table) {
   const BalanceOptions& balance = config.balance;
   const SelectionConfig& selection = config.attention.selection;
@@ -133,6 +139,13 @@ void check_balance(const RunConfig& config, const OptionTable& table) {
   SB_USER_CHECK(balance.max_budget == 0 || balance.max_budget >= selection.budget,
                 "{}: {} is below attention.budget, {}, which tuning starts from", table.label("balance.max_budget"),
                 balance.max_budget, selection.budget);
+  // As the planner refuses it, which is made only when the run has begun.
+  const int64_t least = (selection.sink_blocks + selection.local_blocks + 2) * selection.block;
+  SB_USER_CHECK(!wants_balancing(balance) || selection.pattern == SelectionPattern::dense || selection.budget >= least,
+                "{}: {} is below {} sink + {} local + 2 blocks of {} tokens = {}, which balancing needs; raise it or "
+                "lower attention.block",
+                table.label("attention.budget"), selection.budget, selection.sink_blocks, selection.local_blocks,
+                selection.block, least);
   SB_USER_CHECK(!tuned || !balance.adapt || config.attention.coverage_rows > 0,
                 "{}: 0 leaves tuning without measured coverage; raise it, or set balance.adapt: false to tune by the "
                 "built-in curves",

@@ -1,14 +1,12 @@
 #include "run/logs/metrics_log.h"
 
 #include <algorithm>
-#include <cerrno>
 #include <cmath>
-#include <cstring>
-#include <fstream>
 #include <nlohmann/json.hpp>
+#include <sstream>
 
-#include "core/errors.h"
 #include "core/files/durable_file.h"
+#include "core/files/regular_file.h"
 #include "core/log.h"
 
 namespace sb {
@@ -17,7 +15,7 @@ namespace {
 // The lines of steps up to `last_step`. The last one may be unfinished, being written when the process was killed; any
 // other that is no metrics line is damage, and left out with a word about it.
 std::string kept_lines(const std::filesystem::path& file, int64_t last_step, int64_t& last_validation) {
-  std::ifstream in(file);
+  std::istringstream in(read_regular_file(file));
   std::string kept, line;
   int64_t damaged = 0, first_damaged = 0;
   for (int64_t number = 1; std::getline(in, line); ++number) {
@@ -39,10 +37,9 @@ std::string kept_lines(const std::filesystem::path& file, int64_t last_step, int
 
 }  // namespace
 
-MetricsLog::MetricsLog(std::filesystem::path file, int64_t last_step) : file_(std::move(file)) {
-  if (std::filesystem::exists(file_)) replace_file(file_, kept_lines(file_, last_step, last_validation_));
-  stream_.reset(std::fopen(file_.c_str(), "ab"));
-  SB_USER_CHECK(stream_ != nullptr, "{}: cannot be opened: {}", file_.string(), std::strerror(errno));
+MetricsLog::MetricsLog(const std::filesystem::path& file, int64_t last_step) {
+  if (std::filesystem::exists(file)) replace_file(file, kept_lines(file, last_step, last_validation_));
+  file_.emplace(file, RecordFile::Start::append);
 }
 
 void MetricsLog::write(const std::vector<Metric>& metrics) {
@@ -55,10 +52,7 @@ void MetricsLog::write(const std::vector<Metric>& metrics) {
     else
       object[metric.name] = metric.value;
   }
-  const std::string line = object.dump() + "\n";
-  const bool written = std::fwrite(line.data(), 1, line.size(), stream_.get()) == line.size();
-  SB_USER_CHECK(written && std::fflush(stream_.get()) == 0, "{}: cannot write: {}", file_.string(),
-                std::strerror(errno));
+  file_->write(object.dump() + "\n");
 }
 
 }  // namespace sb

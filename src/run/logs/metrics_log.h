@@ -1,12 +1,11 @@
 #pragma once
 
 #include <cstdint>
-#include <cstdio>
 #include <filesystem>
-#include <memory>
-#include <string>
+#include <optional>
 #include <vector>
 
+#include "core/files/record_file.h"
 #include "core/metric.h"
 
 namespace sb {
@@ -17,19 +16,16 @@ class MetricsLog {
  public:
   // Opens the file to append. Lines of steps after `last_step` (written between the checkpoint and the end of the
   // previous process) and an unfinished last line are taken out first: the file has every step once.
-  MetricsLog(std::filesystem::path file, int64_t last_step);
+  // A file that cannot be read is refused: what could be read of it would take its place.
+  MetricsLog(const std::filesystem::path& file, int64_t last_step);
 
   void write(const std::vector<Metric>& metrics);
   // Of the lines that were there: the last step that was validated; -1: none.
   int64_t last_validation() const { return last_validation_; }
 
  private:
-  struct Closer {
-    void operator()(std::FILE* file) const { std::fclose(file); }
-  };
-  std::filesystem::path file_;
   int64_t last_validation_ = -1;
-  std::unique_ptr<std::FILE, Closer> stream_;
+  std::optional<RecordFile> file_;
 };
 
 }  // namespace sb

@@ -1,12 +1,11 @@
 #include "run/logs/tensorboard_writer.h"
 
+#include <fmt/format.h>
 #include <unistd.h>
 
-#include <cerrno>
 #include <chrono>
 #include <cstring>
 
-#include "core/errors.h"
 #include "core/files/crc32c.h"
 
 namespace sb {
@@ -63,9 +62,8 @@ TensorBoardWriter::TensorBoardWriter(const std::filesystem::path& directory, int
   gethostname(host, sizeof host - 1);
   const auto seconds =
       std::chrono::duration_cast<std::chrono::seconds>(std::chrono::system_clock::now().time_since_epoch()).count();
-  file_ = directory / fmt::format("events.out.tfevents.{}.{}.{}.{}", seconds, host, getpid(), first_step);
-  stream_.reset(std::fopen(file_.c_str(), "wb"));
-  SB_USER_CHECK(stream_ != nullptr, "{}: cannot be created: {}", file_.string(), std::strerror(errno));
+  file_.emplace(directory / fmt::format("events.out.tfevents.{}.{}.{}.{}", seconds, host, getpid(), first_step),
+                RecordFile::Start::anew);
 
   std::string version = event_head(0);
   put_bytes(version, 3, "brain.Event:2");
@@ -77,7 +75,6 @@ TensorBoardWriter::TensorBoardWriter(const std::filesystem::path& directory, int
   put_varint(start, 1);  // SessionLog.START
   put_bytes(session, 7, start);
   record(session);
-  std::fflush(stream_.get());
 }
 
 void TensorBoardWriter::write(int64_t step, std::span<const Scalar> scalars) {
@@ -92,7 +89,6 @@ void TensorBoardWriter::write(int64_t step, std::span<const Scalar> scalars) {
   std::string event = event_head(step);
   put_bytes(event, 5, summary);
   record(event);
-  std::fflush(stream_.get());
 }
 
 void TensorBoardWriter::record(const std::string& event) {
@@ -101,8 +97,7 @@ void TensorBoardWriter::record(const std::string& event) {
   put_raw(frame, masked_crc(frame.data(), 8));
   frame += event;
   put_raw(frame, masked_crc(event.data(), event.size()));
-  SB_USER_CHECK(std::fwrite(frame.data(), 1, frame.size(), stream_.get()) == frame.size(), "{}: cannot write: {}",
-                file_.string(), std::strerror(errno));
+  file_->write(frame);
 }
 
 }  // namespace sb

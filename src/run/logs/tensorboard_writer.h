@@ -1,11 +1,12 @@
 #pragma once
 
 #include <cstdint>
-#include <cstdio>
 #include <filesystem>
-#include <memory>
+#include <optional>
 #include <span>
 #include <string>
+
+#include "core/files/record_file.h"
 
 namespace sb {
 
@@ -23,16 +24,12 @@ class TensorBoardWriter {
   TensorBoardWriter(const std::filesystem::path& directory, int64_t first_step);
 
   void write(int64_t step, std::span<const Scalar> scalars);
-  const std::filesystem::path& file() const { return file_; }
+  const std::filesystem::path& file() const { return file_->path(); }
 
  private:
-  struct Closer {
-    void operator()(std::FILE* file) const { std::fclose(file); }
-  };
   void record(const std::string& event);
 
-  std::filesystem::path file_;
-  std::unique_ptr<std::FILE, Closer> stream_;
+  std::optional<RecordFile> file_;
 };
 
 }  // namespace sb

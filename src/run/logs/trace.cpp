@@ -1,19 +1,17 @@
 #include "run/logs/trace.h"
 
-#include <unistd.h>
+#include <fmt/format.h>
 
-#include <cerrno>
-#include <cstring>
+#include <exception>
 #include <iterator>
 #include <utility>
 
-#include "core/errors.h"
 #include "core/log.h"
 
 namespace sb {
 
 TraceWriter::TraceWriter(bool enabled, const std::filesystem::path& file, int rank, const std::string& label)
-    : enabled_(enabled), file_(file), rank_(rank) {
+    : enabled_(enabled), path_(file), rank_(rank) {
   if (!enabled_) return;
   const auto describe = [&](const char* what, const char* key, const std::string& value) {
     events_ += fmt::format(",\n{{\"ph\":\"M\",\"pid\":{},\"tid\":0,\"name\":\"{}\",\"args\":{{\"{}\":{}}}}}", rank,
@@ -25,15 +23,20 @@ TraceWriter::TraceWriter(bool enabled, const std::filesystem::path& file, int ra
 }
 
 TraceWriter::~TraceWriter() {
-  if (file_.empty() || (!stream_ && !measured_)) return;
-  const std::string rest = take();
   try {
-    write({&rest, 1});
-  } catch (const UserError& error) {
-    log::warning("{}", error.what());
-    return;
+    finish();
+  } catch (const std::exception& error) {
+    log::warning("{}", error.what());  // the run has failed for another reason, which is said elsewhere
   }
-  std::fputs("\n]\n", stream_.get());
+}
+
+void TraceWriter::finish() {
+  if (finished_ || path_.empty() || (!file_ && !measured_)) return;
+  finished_ = true;
+  const std::string rest = take();
+  write({&rest, 1});
+  file_->write("\n]\n");
+  file_->close();
 }
 
 void TraceWriter::complete(const char* name, int64_t argument, std::chrono::steady_clock::time_point begin,
@@ -52,18 +55,14 @@ std::string TraceWriter::take() {
 }
 
 void TraceWriter::write(std::span<const std::string> events) {
-  if (!enabled_ || file_.empty()) return;
-  if (!stream_) {
-    stream_.reset(std::fopen(file_.c_str(), "wb"));
-    SB_USER_CHECK(stream_ != nullptr, "{}: cannot be created: {}", file_.string(), std::strerror(errno));
-  }
-  for (const std::string& text : events) {
-    if (text.empty()) continue;
-    if (!begun_) std::fputc('[', stream_.get());
-    std::fputs(text.c_str() + (begun_ ? 0 : 1), stream_.get());  // the first event has no comma before it
-    begun_ = true;
-  }
-  std::fflush(stream_.get());
+  if (!enabled_ || path_.empty()) return;
+  if (!file_) file_.emplace(path_, RecordFile::Start::anew);
+  std::string text;
+  for (const std::string& more : events) text += more;
+  if (text.empty()) return;
+  if (!begun_) text[0] = '[';  // the first event has no comma before it
+  begun_ = true;
+  file_->write(text);
 }
 
 }  // namespace sb

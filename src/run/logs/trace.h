@@ -2,11 +2,12 @@
 
 #include <chrono>
 #include <cstdint>
-#include <cstdio>
 #include <filesystem>
-#include <memory>
+#include <optional>
 #include <span>
 #include <string>
+
+#include "core/files/record_file.h"
 
 namespace sb {
 
@@ -48,22 +49,20 @@ class TraceWriter {
 
   bool enabled() const { return enabled_; }
   // What was written to; empty: nothing.
-  std::filesystem::path written() const { return stream_ ? file_ : std::filesystem::path(); }
+  std::filesystem::path written() const { return file_ ? path_ : std::filesystem::path(); }
   // This rank's events since the last call, and writing those of all ranks.
   std::string take();
   void write(std::span<const std::string> events);
+  // Writes the rest and the end of the file; the destructor does it otherwise, and can only warn of what went wrong.
+  void finish();
 
  private:
-  struct Closer {
-    void operator()(std::FILE* file) const { std::fclose(file); }
-  };
-
   bool enabled_;
-  std::filesystem::path file_;
+  std::filesystem::path path_;
   int rank_;
   std::string events_;  // each begins with the comma after the one before
-  bool measured_ = false, begun_ = false;
-  std::unique_ptr<std::FILE, Closer> stream_;
+  bool measured_ = false, begun_ = false, finished_ = false;
+  std::optional<RecordFile> file_;
   std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
 };
 

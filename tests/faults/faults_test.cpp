@@ -1,0 +1,241 @@
+// Faults that once cost a file, a checkpoint or an answer.
+#include <gtest/gtest.h>
+#include <sys/stat.h>
+
+#include "core/files/mapped_file.h"
+#include "run/checkpoint/checkpoint.h"
+#include "tests/faults/faulty_program.h"
+
+namespace sb {
+namespace {
+
+namespace fs = std::filesystem;
+
+constexpr const char* kRun = R"(
+model:
+  init: {model_type: qwen2, vocab_size: 16, hidden_size: 32, intermediate_size: 48, num_hidden_layers: 2,
+         num_attention_heads: 2, num_key_value_heads: 1, head_dim: 16}
+data:
+  synthetic: {task: chunk_recall, vocab_size: 16, length: 48, chunk: 4}
+batch: {global_batch_size: 4, micro_batch_sequences: 2}
+train: {max_steps: 4, save_steps: 1, save_total_limit: 3, threads: 2}
+)";
+
+class Faults : public testing::Test {
+ protected:
+  std::vector<std::string> training(const std::vector<std::string>& options = {}) const {
+    write_bytes(folder_ / "run.yaml", kRun);
+    std::vector<std::string> words = {"train", folder_ / "run.yaml", "--set",
+                                      "train.output_dir=" + (folder_ / "run").string()};
+    for (const std::string& option : options) words.insert(words.end(), {"--set", option});
+    return words;
+  }
+  // A run of four steps with its files.
+  void train() const {
+    const FaultyResult result = run_faulty(training());
+    ASSERT_EQ(result.code, 0) << result.output;
+  }
+  fs::path run() const { return folder_ / "run"; }
+  std::string make_pipe(const std::string& name) const {
+    EXPECT_EQ(mkfifo((folder_ / name).c_str(), 0600), 0);
+    return folder_ / name;
+  }
+
+  ScratchDirectory folder_;
+};
+
+TEST_F(Faults, MetricsThatCannotBeReadStayAsTheyAre) {
+  train();
+  const std::string before = read_bytes(run() / "metrics.jsonl");
+  for (const auto& fault : {always("read", EIO, "metrics.jsonl"), always("open", EACCES, "metrics.jsonl")}) {
+    const FaultyResult result = run_faulty(training({"train.max_steps=6"}), fault);
+    EXPECT_EQ(result.code, 2) << result.output;
+    EXPECT_TRUE(result.says("metrics.jsonl: cannot be")) << result.output;
+    EXPECT_EQ(read_bytes(run() / "metrics.jsonl"), before);
+  }
+  EXPECT_EQ(run_faulty(training({"train.max_steps=6"})).code, 0);
+}
+
+TEST_F(Faults, AReportOfWhatCannotBeReadIsNotWritten) {
+  train();
+  for (const std::string name : {"metrics.jsonl", "run.yaml"}) {
+    const FaultyResult result = run_faulty({"report", run()}, always("read", EIO, name));
+    EXPECT_EQ(result.code, 2) << result.output;
+    EXPECT_TRUE(result.says(name)) << result.output;
+    EXPECT_FALSE(fs::exists(run() / "report.html"));
+  }
+}
+
+TEST_F(Faults, AnUnreadableCheckpointIsNotADamagedOne) {
+  train();
+  for (const std::string name : {"checkpoint-4/manifest.json", "checkpoint-4/state.json"}) {
+    for (const auto& fault : {always("read", EIO, name), always("open", EACCES, name)}) {
+      const FaultyResult result = run_faulty(training({"train.max_steps=6"}), fault);
+      EXPECT_EQ(result.code, 2) << result.output;
+      EXPECT_TRUE(result.says(name + ": cannot be")) << result.output;
+      EXPECT_TRUE(result.says("move ")) << result.output;
+      EXPECT_FALSE(result.says("damaged")) << result.output;
+      EXPECT_EQ(checkpoint_steps(run()), (std::vector<int64_t>{2, 3, 4}));
+      EXPECT_EQ(find_damage(run() / "checkpoint-4"), std::nullopt);
+    }
+  }
+  const FaultyResult after = run_faulty(training({"train.max_steps=6"}));
+  EXPECT_EQ(after.code, 0);
+  EXPECT_TRUE(after.says("checkpoint-4 after step 4")) << after.output;
+}
+
+// OpenBLAS asks for its buffers for ever when the system refuses, out of reach of signals.
+TEST_F(Faults, LittleAddressSpaceIsRefusedAndDoesNotHang) {
+#if defined(__SANITIZE_ADDRESS__)
+  GTEST_SKIP() << "the sanitizer needs terabytes of address space";
+#endif
+  bool refused = false;
+  for (const rlim_t megabytes : {160, 240, 320, 400, 520, 700}) {
+    const FaultyResult result = run_faulty(
+        training(), {}, [=] { set_limit(RLIMIT_AS, megabytes << 20); }, std::chrono::seconds(40));
+    EXPECT_FALSE(result.hung) << megabytes << " MB: " << result.output;
+    EXPECT_TRUE(result.code == 3 || result.code == 127 || result.code == 0)
+        << megabytes << " MB: " << result.code << result.output;
+    refused |= result.code == 3 && result.says("ulimit -v");
+    fs::remove_all(run());
+  }
+  EXPECT_TRUE(refused);
+}
+
+TEST_F(Faults, ThreadsThatCannotBeStartedAreAClearError) {
+  const FaultyResult result = run_faulty(training({"train.threads=3"}), always("thread", EAGAIN, "any"));
+  EXPECT_EQ(result.code, 2) << result.output;
+  EXPECT_TRUE(result.says("3 threads were asked for and the system starts no more than 1")) << result.output;
+}
+
+TEST_F(Faults, AFileSystemWithoutLocksIsWarnedOf) {
+  for (const int error : {ENOLCK, EOPNOTSUPP}) {
+    const FaultyResult result = run_faulty(training(), always("flock", error, ".lock"));
+    EXPECT_EQ(result.code, 0) << result.output;
+    EXPECT_TRUE(result.says(".lock: cannot be locked")) << result.output;
+    EXPECT_FALSE(result.says("another process"));
+    fs::remove_all(run());
+  }
+}
+
+TEST_F(Faults, OutputThatCannotBeWrittenLeavesTheOldOne) {
+  const fs::path json = folder_ / "rows.json";
+  write_bytes(json, "older");
+  const std::vector<std::string> simulate = {
+      "simulate",   "--model",  "qwen2.5-0.5b", "--profile", "h200-analytic",  "--dp", "2",      "--steps", "1",
+      "--policies", "in_order", "--threads",    "1",         "--global-batch", "8",    "--json", json};
+  const FaultyResult result = run_faulty(simulate, always("write", ENOSPC, folder_.path()));
+  EXPECT_EQ(result.code, 2) << result.output;
+  EXPECT_TRUE(result.says("rows.json")) << result.output;
+  EXPECT_EQ(read_bytes(json), "older");
+  EXPECT_EQ(run_faulty(simulate).code, 0);
+  EXPECT_TRUE(read_bytes(json).starts_with("{"));
+  // What is no file is written to as it is.
+  std::vector<std::string> to_device = simulate;
+  to_device.back() = "/dev/null";
+  EXPECT_EQ(run_faulty(to_device).code, 0);
+  EXPECT_TRUE(fs::is_character_file("/dev/null"));
+  fs::create_symlink("rows.json", folder_ / "link.json");
+  to_device.back() = folder_ / "link.json";
+  EXPECT_EQ(run_faulty(to_device).code, 0);
+  EXPECT_TRUE(fs::is_symlink(folder_ / "link.json"));
+}
+
+TEST_F(Faults, NothingThatARunPromisesIsLostInSilence) {
+  for (const std::string name : {"tfevents", "trace.json"}) {
+    const FaultyResult result = run_faulty(training({"train.trace=true"}), always("write", ENOSPC, name));
+    EXPECT_EQ(result.code, 2) << result.output;
+    EXPECT_TRUE(result.says(name)) << result.output;
+    fs::remove_all(run());
+  }
+  write_bytes(folder_ / "config.json",
+              R"({"model_type": "qwen2", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48,
+                  "num_hidden_layers": 3, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16})");
+  const FaultyResult result = run_faulty(
+      {"profile", "--model", folder_ / "config.json", "--max-tokens", "256", "--repeats", "1", "--held-out", "0",
+       "--threads", "1", "--budget", "640", "--out", folder_ / "profile.json", "--samples", folder_ / "samples.csv"},
+      always("write", ENOSPC, "samples.csv"));
+  EXPECT_EQ(result.code, 2) << result.output;
+  EXPECT_TRUE(result.says("samples.csv")) << result.output;
+}
+
+TEST_F(Faults, PipesAndFoldersAreRefusedAndNotWaitedFor) {
+  const std::string pipe = make_pipe("pipe"), here = folder_.path();
+  const std::string tokenizer = fs::path(SB_TEST_DATA) / "tokenizer_qwen2_style/tokenizer.json";
+  make_pipe("tokens.idx");
+  write_bytes(folder_ / "tokens.bin", "x");
+  const std::vector<std::string> simulate = {"simulate", "--profile", "h200-analytic", "--dp", "2"};
+  const auto with = [](std::vector<std::string> words, const std::vector<std::string>& more) {
+    words.insert(words.end(), more.begin(), more.end());
+    return words;
+  };
+  const std::vector<std::vector<std::string>> commands = {
+      {"config", pipe},
+      {"config", here},
+      {"data", "stats", folder_ / "tokens"},
+      {"data", "tokenize", "--tokenizer", pipe, "--input", tokenizer, "--output", folder_ / "out"},
+      {"data", "tokenize", "--tokenizer", tokenizer, "--input", pipe, "--output", folder_ / "out"},
+      {"data", "lengths", "--pool", pipe, "--output", folder_ / "out"},
+      {"data", "lengths", "--pool", here, "--output", folder_ / "out"},
+      with(simulate, {"--model", "qwen2.5-0.5b", "--lengths", pipe}),
+      with(simulate, {"--model", "qwen2.5-0.5b", "--lengths", here}),
+      with(simulate, {"--model", pipe, "--lengths", "chatqa2-like"}),
+      training({"data.synthetic.lengths=" + here}),
+      training({"data.synthetic.lengths=" + pipe}),
+  };
+  for (const auto& command : commands) {
+    const FaultyResult result = run_faulty(command, {}, {}, std::chrono::seconds(20));
+    EXPECT_FALSE(result.hung) << command[0] << " " << command[1];
+    EXPECT_EQ(result.code, 2) << testing::PrintToString(command) << result.output;
+    EXPECT_TRUE(result.says(folder_.path().string())) << result.output;
+  }
+}
+
+TEST_F(Faults, NamesThatAreNotUtf8AreNoDefect) {
+  const std::string odd = folder_ / "\xff\xfe.json";
+  fs::copy_file(fs::path(SB_TEST_DATA) / "tokenizer_qwen2_style/tokenizer.json", odd);
+  const std::string text = folder_ / "\xff.jsonl";
+  write_bytes(text, "{\"text\": \"some words\"}\n");
+  const FaultyResult tokens =
+      run_faulty({"data", "tokenize", "--tokenizer", odd, "--input", text, "--output", folder_ / "tokens"});
+  EXPECT_EQ(tokens.code, 0) << tokens.output;
+  const std::string lengths = folder_ / "\xfd.txt";
+  write_bytes(lengths, "100\n200\n");
+  const FaultyResult rows = run_faulty({"simulate", "--model", "qwen2.5-0.5b", "--profile", "h200-analytic", "--dp",
+                                        "2", "--steps", "1", "--policies", "in_order", "--global-batch", "4",
+                                        "--threads", "1", "--lengths", lengths, "--json", folder_ / "rows.json"});
+  EXPECT_EQ(rows.code, 0) << rows.output;
+}
+
+TEST_F(Faults, AFileSizeLimitIsAnErrorThatNamesTheFile) {
+  train();
+  const auto little = [] { set_limit(RLIMIT_FSIZE, 100); };
+  const std::string tokenizer = fs::path(SB_TEST_DATA) / "tokenizer_qwen2_style/tokenizer.json";
+  std::string lines;
+  for (int i = 0; i < 400; ++i) lines += "{\"text\": \"some words that take some room\"}\n";
+  write_bytes(folder_ / "text.jsonl", lines);
+  for (const std::vector<std::string>& command : {std::vector<std::string>{"report", run()},
+                                                  {"data", "tokenize", "--tokenizer", tokenizer, "--input",
+                                                   folder_ / "text.jsonl", "--output", folder_ / "tokens"}}) {
+    // The limit holds for its output, too, which is short.
+    const FaultyResult result = run_faulty(command, {}, little);
+    EXPECT_EQ(result.code, 2) << command[0] << result.output;
+  }
+}
+
+TEST(MappedFileDeathTest, OneThatGetsShorterEndsTheProgramWithItsName) {
+  testing::GTEST_FLAG(death_test_style) = "threadsafe";
+  ScratchDirectory scratch;
+  const std::string path = scratch / "tokens.bin";
+  const auto read_after_cut = [&] {
+    write_bytes(path, std::string(64 * 4096, 'x'));
+    const MappedFile file(path);
+    fs::resize_file(path, 4096);
+    volatile unsigned char sum = 0;
+    for (int64_t i = 0; i < file.size(); i += 4096) sum = static_cast<unsigned char>(sum + file.data()[i]);
+  };
+  EXPECT_EXIT(read_after_cut(), testing::ExitedWithCode(2), "tokens.bin: got shorter while it was read");
+}
+
+}  // namespace
+}  // namespace sb
