@@ -171,9 +171,7 @@ Trainer::Trainer(const RunConfig& config, TrainerParts parts, RunDirectory& dire
                       : 0),
       model_(std::make_unique<RankModel>(rank_model_options(config_, parts_), parts_.attention, *world_,
                                          parts_.device ? &parts_.device->data() : nullptr)),
-      time_left_(
-          std::min(config.train.max_steps, parts_.planner ? parts_.planner->last_step() : config.train.max_steps),
-          config.train.validation_steps, config.train.save_steps),
+      time_left_(config.train.max_steps, config.train.validation_steps, config.train.save_steps),
       trace_(config.train.trace, leads() ? trace_path(directory.path()) : std::filesystem::path(), world_->rank(),
              config.parallel.pp > 1 ? fmt::format("stage {}", model_->grid().stage()) : "training loop") {
   on_first_rank(*world_, [&] {  // reads all of plan.jsonl
@@ -231,7 +229,6 @@ TrainSummary Trainer::run() {
   while (state_.step < config_.train.max_steps) {
     if (!step()) {
       summary.interrupted = true;
-      summary.plans_ended = any_rank(plans_ended());
       break;
     }
     summary.loss = report_.loss;
@@ -241,8 +238,6 @@ TrainSummary Trainer::run() {
     if (validation_due()) summary.last_validation = validate();
     if (due_after(state_.step, config_.train.save_steps, config_.train.max_steps)) save();
   }
-  // The last step of a log is the last of this run, whatever train.max_steps says.
-  if (summary.plans_ended && validated_step_ < state_.step && !validation_due()) summary.last_validation = validate();
   save();
   if (!summary.interrupted) write_final_model(summary);
   flush_trace();
@@ -293,12 +288,9 @@ bool Trainer::step() {
   return true;
 }
 
-// A signal may reach some ranks and not others, and rank 0 alone knows the plans: all stop at the same step.
+// A signal may reach some ranks and not others: all stop at the same step.
 bool Trainer::stop_agreed() {
-  return any_rank(parts_.stop_requested() || plans_ended());
-}
-
-bool Trainer::any_rank(bool own) {
+  const bool own = parts_.stop_requested();
   if (world_->size() == 1) return own;
   return world_->all_reduce(int32_t{own}, ReduceOp::max) != 0;
 }
@@ -373,8 +365,7 @@ std::vector<MicroBatch> Trainer::read_micro_batches(const PlannedRank& planned, 
 
 void Trainer::announce_steps() {
   if (!planner_) return;
-  const int64_t last =
-      std::min({state_.step + 1 + ahead_, std::max(config_.train.max_steps, state_.step + 1), planner_->last_step()});
+  const int64_t last = std::min(state_.step + 1 + ahead_, std::max(config_.train.max_steps, state_.step + 1));
   for (; next_announced_ <= last; ++next_announced_) {
     planner_->announce(next_announced_, step_batch(config_, parts_.source, state_, next_announced_));
   }

@@ -72,7 +72,6 @@ struct BalanceSummary {
 struct TrainSummary {
   int64_t steps = 0;  // done in all
   bool interrupted = false;
-  bool plans_ended = false;  // interrupted, since the planner has no plan of the next step
   double loss = 0;           // of the last step of this process; 0 when it had none
   int64_t tokens = 0;
   double seconds = 0;  // in steps, of this process
@@ -97,7 +96,7 @@ class Trainer {
   // Takes all memory, loads or initialises the model and, when the directory says so, resumes.
   Trainer(const RunConfig& config, TrainerParts parts, RunDirectory& directory);
 
-  // Trains to train.max_steps, or until asked to stop or the plans to replay end: then saves and returns.
+  // Trains to train.max_steps, or until asked to stop: then saves and returns.
   TrainSummary run();
 
   // Of every micro-batch, training and validation.
@@ -125,9 +124,7 @@ class Trainer {
   };
 
   bool leads() const { return world_->rank() == 0; }
-  bool plans_ended() const { return planner_ && state_.step >= planner_->last_step(); }
   bool stop_agreed();
-  bool any_rank(bool own);
   void load_start_of_run();
   StepPlan plan_step();
   StepPlan read_step(Plan plan);

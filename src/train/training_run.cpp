@@ -66,22 +66,13 @@ void check_named(const RunConfig& config, const ModelConfig& model) {
   if (!config.balance.profile.empty()) run_profile(config, model);
 }
 
-ReplayedSteps replayed_steps(const RunConfig& config, const SequenceSource& source, const TrainState& start) {
-  return {.first = start.step + 1,
-          .last = config.train.max_steps,
-          .batch = [&, start](int64_t step) { return step_batch(config, source, start, step); },
-          .lengths_known = source.state().empty()};  // otherwise later ones follow from the training
-}
-
 // Rank 0's planner of a run with balance.replay, made while nothing is written yet, so that plans of another run are
 // refused then and not in the middle of this one.
 std::unique_ptr<BalancedPlanner> make_replaying_planner(const RunConfig& config, const TrainerParts& parts) {
-  ReplayedSteps steps;
-  if (const std::optional<TrainState> start = expected_start(config)) {
-    steps = replayed_steps(config, parts.source, *start);
-    // A checkpoint that turns out to be damaged is passed over for an older one.
-    steps.begin_known = config.train.resume != "auto" || start->step == 0;
-  }
+  const ReplayedSteps steps{
+      .last = config.train.max_steps,
+      .batch = [&](int64_t step) { return step_batch(config, parts.source, TrainState(), step); },
+      .lengths_known = parts.source.state().empty()};  // otherwise later ones follow from the training
   return make_balanced_planner(config, parts.model, Trainer::packing(config, parts), steps);
 }
 
@@ -206,14 +197,6 @@ std::string footer(const RunConfig& config, const TrainSummary& summary) {
     text += fmt::format("nothing was left to train: step {} is done and train.max_steps is {}; raise it to continue\n",
                         summary.steps, config.train.max_steps);
   if (summary.skipped > 0) text += fmt::format("{} steps skipped (gradient not finite)\n", summary.skipped);
-  if (summary.plans_ended && summary.last_validation)
-    text += "after:  " + format_validation(*summary.last_validation) + "\n";
-  if (summary.plans_ended)
-    return text +
-           fmt::format(
-               "stopped after step {} of {}, where the log of balance.replay ends; saved {} (no final model); with "
-               "balance.replay left out the run continues from there\n",
-               summary.steps, config.train.max_steps, summary.checkpoint.string());
   if (summary.interrupted)
     return text + fmt::format("stopped after step {} of {}; saved {}; the same command resumes from there\n",
                               summary.steps, config.train.max_steps, summary.checkpoint.string());
@@ -239,12 +222,11 @@ void warn_of_lookahead(const RunConfig& config, bool validates) {
 }
 
 // Rank 0 opens and decides; the others follow.
-std::unique_ptr<RunDirectory> open_run_directory(const RunConfig& config, Communicator* world,
-                                                 const RunDirectory::CheckStart& check_start) {
-  if (world == nullptr || world->size() == 1) return std::make_unique<RunDirectory>(config, check_start);
+std::unique_ptr<RunDirectory> open_run_directory(const RunConfig& config, Communicator* world) {
+  if (world == nullptr || world->size() == 1) return std::make_unique<RunDirectory>(config);
   // Reads the newest checkpoint whole.
   std::unique_ptr<RunDirectory> directory;
-  on_first_rank(*world, [&] { directory = std::make_unique<RunDirectory>(config, check_start); });
+  on_first_rank(*world, [&] { directory = std::make_unique<RunDirectory>(config); });
   if (directory) {
     broadcast_text(*world, directory->resume_from() ? directory->resume_from()->string() : "", 0);
     return directory;
@@ -336,9 +318,7 @@ TrainSummary run_training(const RunConfig& given, std::FILE* out, bool terminal,
         "batch.micro_batch_tokens or data.max_sequence_length",
         format_bytes(plan.host_total()), format_bytes(host_memory));
 
-  const std::unique_ptr<RunDirectory> directory = open_run_directory(config, ranks.world, [&](const TrainState& start) {
-    if (planner) planner->check_replay(replayed_steps(config, *sources.train, start));
-  });
+  const std::unique_ptr<RunDirectory> directory = open_run_directory(config, ranks.world);
   if (leads) {
     warn_of_little_room(config, model);
     replace_file(directory->path() / "machine.txt", machine_text(config.device, available_cores()) + "\n");

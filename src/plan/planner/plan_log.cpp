@@ -239,8 +239,8 @@ RecordedPlans::RecordedPlans(std::filesystem::path file, const Visit& visit, std
 
 void RecordedPlans::require(int64_t step) const {
   SB_USER_CHECK(contains(step),
-                "{}: has no plan of step {}; {}{}. balance.replay needs one of every step from the first that is left "
-                "to train: name another log, or leave it out",
+                "{}: has no plan of step {}; {}{}. balance.replay needs one of every step up to train.max_steps: name "
+                "a complete log, lower train.max_steps, or leave it out",
                 file_.string(), step,
                 empty() ? std::string("it holds none") : fmt::format("it holds {} to {}", first(), last()),
                 damage_.empty() ? "" : "; " + damage_);

@@ -80,9 +80,8 @@ void add_balance_options(OptionTable& table, BalanceOptions& balance) {
              "h200-analytic, h100-analytic, a100-analytic, "
              "h20-analytic");
   table.path("balance.replay", &balance.replay,
-             "plan.jsonl of another run, whose plans are used again: it must hold every step from the first that is "
-             "left to train up to max_steps, or up to an earlier one, after which the run saves and stops; empty: "
-             "plans are made");
+             "plan.jsonl of another run, whose plans are used again: it must hold every step up to train.max_steps; "
+             "empty: plans are made");
 }
 
 namespace {
