@@ -84,6 +84,23 @@ TEST_F(Faults, AnUnreadableCheckpointIsNotADamagedOne) {
   EXPECT_TRUE(after.says("checkpoint-4 after step 4")) << after.output;
 }
 
+TEST_F(Faults, AModelThatCannotBeReplacedIsStillThere) {
+  train();
+  const std::string before = read_bytes(run() / "final/model.safetensors");
+  // Two such renames are of files in the new folder (model.safetensors, config.json), the third is of the folder.
+  auto fault = always("rename", EIO, ".saving-final");
+  fault["SB_FAULT"] = "rename:3+:" + std::to_string(EIO);
+  const FaultyResult result = run_faulty(training({"train.max_steps=6"}), fault);
+  EXPECT_EQ(result.code, 2) << result.output;
+  EXPECT_TRUE(result.says(".saving-final] [")) << result.output;
+  EXPECT_TRUE(read_bytes(run() / "final/model.safetensors") == before);
+  // A file system that cannot exchange two names.
+  fault["SB_FAULT"] = "rename:3:" + std::to_string(EINVAL);
+  const FaultyResult after = run_faulty(training({"train.max_steps=6"}), fault);
+  EXPECT_EQ(after.code, 0) << after.output;
+  EXPECT_TRUE(read_bytes(run() / "final/model.safetensors") == read_bytes(run() / "checkpoint-6/model.safetensors"));
+}
+
 // OpenBLAS asks for its buffers for ever when the system refuses, out of reach of signals.
 TEST_F(Faults, LittleAddressSpaceIsRefusedAndDoesNotHang) {
 #if defined(__SANITIZE_ADDRESS__)

@@ -124,7 +124,7 @@ def scenarios(call):
 
     def rows(folder):
         values = json.loads(read(folder / "rows.json"))
-        for row in values["rows"]:
+        for row in [values["dense"], *values["rows"]]:
             del row["planner_ms"]
         return values
 

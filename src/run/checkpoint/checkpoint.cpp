@@ -1,8 +1,11 @@
 #include "run/checkpoint/checkpoint.h"
 
+#include <fcntl.h>
+
 #include <algorithm>
 #include <cerrno>
 #include <charconv>
+#include <cstdio>
 #include <future>
 #include <nlohmann/json.hpp>
 #include <vector>
@@ -147,6 +150,26 @@ void remove_directory(const fs::path& directory) {
   fs::remove_all(doomed);
 }
 
+// Gives a new directory its name. One that has it stays until the new one is there, and is gone afterwards.
+void put_in_place(const fs::path& fresh, const fs::path& directory) {
+  if (!fs::exists(directory)) return fs::rename(fresh, directory);
+  fs::path old = fresh;
+  if (::renameat2(AT_FDCWD, fresh.c_str(), AT_FDCWD, directory.c_str(), RENAME_EXCHANGE) != 0) {
+    // A file system that cannot exchange two names.
+    old = free_name(directory, kRemoving);
+    fs::rename(directory, old);
+    try {
+      fs::rename(fresh, directory);
+    } catch (const fs::filesystem_error&) {
+      fs::rename(old, directory);
+      throw;
+    }
+  }
+  std::error_code failed;
+  fs::remove_all(old, failed);
+  if (failed) log::warning("{} is left of an earlier save and cannot be removed: {}", old.string(), failed.message());
+}
+
 std::string previous_checkpoint_note(const fs::path& output_dir) {
   const std::vector<int64_t> steps = checkpoint_steps(output_dir);
   for (auto step = steps.rbegin(); step != steps.rend(); ++step) {
@@ -186,8 +209,7 @@ void write_directory_atomically(const fs::path& directory, const std::function<v
     for (const auto& entry : fs::recursive_directory_iterator(temporary))
       entry.is_directory() ? sync_directory(entry.path()) : sync_file(entry.path());
     sync_directory(temporary);
-    if (fs::exists(directory)) remove_directory(directory);
-    fs::rename(temporary, directory);
+    put_in_place(temporary, directory);
     sync_directory(parent);
   } catch (const fs::filesystem_error& error) {
     std::error_code ignored;
