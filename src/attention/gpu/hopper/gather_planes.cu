@@ -5,7 +5,8 @@ namespace {
 
 // What the score by planes multiplies: of every key the channels that count, in the layout of the statistics, and of
 // every token that is scored the mean query of its group over the same channels, times the scale; as 16-bit floats,
-// which hold more of them than bf16 does. A thread block has one key block, or some tokens of a score item.
+// which hold more of them than bf16 does once the mean is taken from the keys. A thread block has one key block, or
+// some tokens of a score item.
 constexpr int kThreads = 256;
 constexpr int kTokens = 32;  // of a thread block
 static_assert(kPlaneRows % kTokens == 0);
@@ -15,6 +16,7 @@ struct Arguments {
   int32_t query_heads, kv_heads;
   const int32_t* planes;  // [kv_heads, channels]
   const float* scales;
+  const float* key_means;  // [kv_heads, channels]
   int32_t channels;
   const SelectBlock* blocks;
   int32_t block_count;
@@ -37,11 +39,14 @@ __device__ void gather_keys(const Arguments& args, const SelectBlock& block) {
   constexpr int kPieces = kDepth / 8, kAtOnce = kThreads / kPieces;
   const int piece = threadIdx.x % kPieces;
   int source[8];
+  float mean[8];
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
     const int pair = piece / 4 * 16 + i / 2 * 4 + piece % 4;
     const int index = 2 * pair + i % 2;
-    source[i] = index < args.channels ? args.planes[block.head * args.channels + index] : -1;
+    const bool counts = index < args.channels;
+    source[i] = counts ? args.planes[block.head * args.channels + index] : -1;
+    mean[i] = counts ? args.key_means[block.head * args.channels + index] : 0.0f;
   }
 #pragma unroll 2
   for (int key = threadIdx.x / kPieces; key < block.keys; key += kAtOnce) {
@@ -49,7 +54,7 @@ __device__ void gather_keys(const Arguments& args, const SelectBlock& block) {
                        (static_cast<int64_t>(block.token + key) * args.kv_heads + block.head) * D;
     float x[8];
 #pragma unroll
-    for (int i = 0; i < 8; ++i) x[i] = source[i] < 0 ? 0.0f : low_bf16(from[source[i]]);
+    for (int i = 0; i < 8; ++i) x[i] = source[i] < 0 ? 0.0f : low_bf16(from[source[i]]) - mean[i];
     __half* row = args.keys + static_cast<int64_t>(block.row + key / kKeys * kStatisticsGroup) * kPlaneRowWidth;
     *reinterpret_cast<uint4*>(row + key % kKeys * kDepth + 8 * piece) =
         make_uint4(pack_half(x[0], x[1]), pack_half(x[2], x[3]), pack_half(x[4], x[5]), pack_half(x[6], x[7]));
@@ -141,6 +146,7 @@ void gather_planes(const SelectParams& p, bool keys, bool queries, cudaStream_t 
                        p.shape.kv_heads,
                        p.planes,
                        p.plane_scales,
+                       p.plane_key_means,
                        p.plane_channels,
                        p.blocks,
                        block_count,

@@ -205,9 +205,11 @@ struct SelectParams {
   bool lookahead = false;
   bool moments = true;
   float coverage = 1;
-  // Score `planes`, of the layer at hand and in device memory: channels [kv_heads, plane_channels], scales [kv_heads].
+  // Score `planes`, of the layer at hand and in device memory: channels [kv_heads, plane_channels], scales [kv_heads],
+  // means of keys [kv_heads, plane_channels].
   const int32_t* planes = nullptr;
   const float* plane_scales = nullptr;
+  const float* plane_key_means = nullptr;
   int32_t plane_channels = 0;
   const float* thresholds = nullptr;  // `mass`: of every sequence
   int32_t shared_memory = 0;          // of a thread block that chooses, at most; 0: what the device has
