@@ -151,8 +151,10 @@ struct Stage::Implementation {
         scratch(make_arena("scratch", bytes.scratch, options.device)) {
     model.parameters.allocate(options.training, options.device, options.dtype, options.with_values);
     make_states();
-    attention.reserve({config.heads, config.kv_heads, config.head_dim, 1.0f}, options.max_micro_batch_tokens,
-                      options.dtype, states);
+    const AttentionShape shape{config.heads, config.kv_heads, config.head_dim, 1.0f};
+    attention.reserve(shape, options.max_micro_batch_tokens, options.dtype, states);
+    if (options.max_cut_sequence > 0)
+      attention.reserve_pieces(shape, piece_limits(options, options.max_micro_batch_tokens), states);
     if (options.offload > 0 && options.device == DeviceKind::cuda) copies = cuda::make_stream();
     for (int i = 0; i < options.slots; ++i) slots.emplace_back(options, bytes, copies);
     if (options.kept_tokens == 0)

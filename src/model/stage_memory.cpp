@@ -19,6 +19,15 @@ int64_t attention_states(const StageOptions& options) {
   return options.training ? int64_t{options.slots} * (options.last_layer - options.first_layer) : 1;
 }
 
+Attention::PieceLimits piece_limits(const StageOptions& options, int64_t tokens) {
+  return {tokens,
+          options.max_cut_sequence,
+          options.dtype,
+          attention_states(options),
+          options.first_layer,
+          options.last_layer};
+}
+
 int64_t slot_bytes(const ModelConfig& config, const StageOptions& options, int64_t tokens) {
   const int layers = options.last_layer - options.first_layer;
   const bool last = options.last_layer == config.layers;
@@ -73,15 +82,16 @@ StageBytes::StageBytes(const ModelConfig& config, const StageOptions& options, c
               .longest = options.max_cut_sequence,
               .gradients = options.training,
               .dtype = options.dtype};
-    const PieceBytes more = attention.piece_bytes(shape, tokens, options.max_cut_sequence, threads);
+    const PieceBytes more = attention.piece_bytes(shape, piece_limits(options, tokens), threads);
     piece_layer = more.layer;
+    plans += more.reserved;
     states = std::max(states, attention_states(options) * more.state);
     call = std::max(call, more.call);
     scratch = std::max(scratch, more.scratch);
   }
   if (options.kept_tokens > 0) {
     // Lists follow the tokens, but for what every state has of a sequence in pieces.
-    const PieceBytes each = attention.piece_bytes(shape, 1, options.max_cut_sequence, threads);
+    const PieceBytes each = attention.piece_bytes(shape, piece_limits(options, 1), threads);
     states = layers * (attention.state_bytes(shape, options.kept_tokens) + options.slots * each.state);
   }
   if (first && options.training) scratch = std::max(scratch, embedding_scratch_bytes(options.device, tokens));

@@ -15,6 +15,9 @@ namespace sb {
 // One state for each (slot, layer) in training; without backward nothing has to outlive a layer.
 int64_t attention_states(const StageOptions& options);
 
+// What attention has to know of pieces of at most so many tokens.
+Attention::PieceLimits piece_limits(const StageOptions& options, int64_t tokens);
+
 // Bytes of every piece of a stage's memory, from which both the plan and the arenas are made.
 struct StageBytes {
   int64_t weights, gradients, rounded_weights, activations, inputs, states, plans, call, rope_table, workspace, scratch;

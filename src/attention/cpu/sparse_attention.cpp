@@ -263,16 +263,12 @@ int64_t SparseAttention::call_bytes(const AttentionShape& shape, int64_t max_tok
 }
 
 std::string SparseAttention::refuses_pieces() const {
-  const SelectionConfig& selection = options_.selection;
-  if (!selection_looks_ahead(selection)) return {};
-  return selection.pattern == SelectionPattern::vertical_slash
-             ? "attention.pattern: vertical_slash chooses by the last queries of the whole sequence"
-             : "attention.selection: lookahead lets later tokens decide what earlier ones see";
+  return why_not_in_pieces(options_.selection);
 }
 
 // The index of a piece has rows for the tokens before it, too, without entries.
-PieceBytes SparseAttention::piece_bytes(const AttentionShape& shape, int64_t max_tokens, int64_t longest,
-                                        int threads) const {
+PieceBytes SparseAttention::piece_bytes(const AttentionShape& shape, const PieceLimits& limits, int threads) const {
+  const int64_t max_tokens = limits.max_tokens, longest = limits.longest;
   const auto [rows, entries, columns] = lists(shape, max_tokens, longest);
   const int64_t all_rows = lists(shape, longest, longest).rows;
   return {
