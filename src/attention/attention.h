@@ -40,6 +40,9 @@ struct PackedSequences {
   std::span<const int32_t> whole_cu_seqlens = {};
   // The only sequence is a piece of one; no ranks share it.
   SequencePiece piece = {};
+  // A forward that ran before, with the same operands and in the same step: it chooses the same, and nothing is counted
+  // or measured a second time.
+  bool again = false;
   bool is_piece() const { return piece.length > 0; }
   int64_t piece_end() const { return piece.begin + tokens(); }  // in the whole sequence
   int sequences() const { return static_cast<int>(cu_seqlens.size()) - 1; }
@@ -114,6 +117,7 @@ class Attention {
     DType dtype = DType::f32;
     int64_t states = 1;                   // for every (layer, piece) in flight
     int first_layer = 0, last_layer = 1;  // of the stage; the last exclusive
+    bool in_order = false;                // the pages of a sequence always follow each other
   };
   // What they need.
   virtual PieceBytes piece_bytes(const AttentionShape& shape, const PieceLimits& limits, int threads) const {

@@ -42,6 +42,8 @@ TuningOptions tuning_options(const BalanceOptions& balance) {
 }
 
 const char* recompute_name(Recompute recompute) {
+  // Of pieces whose forward runs again all but the last take the same time more.
+  recompute = kept_at_hand(recompute);
   return recompute == Recompute::none ? "none" : recompute == Recompute::layer ? "layer" : "attention";
 }
 

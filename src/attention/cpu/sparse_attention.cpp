@@ -115,7 +115,8 @@ void SparseAttention::choose(const Exec& exec, int layer, const AttentionShape& 
       if (selection.scores_blocks())
         request.statistics = statistics(exec, shape, request.k, request.tiles, request.planes);
     }
-    step_.count(layer, request.tiles, selector_.select(exec, request, builder_));
+    const MassCounts counts = selector_.select(exec, request, builder_);
+    if (!sequences.again) step_.count(layer, request.tiles, counts);
   }
   builder_.finish(*exec.pool);
 }
@@ -210,7 +211,7 @@ void SparseAttention::forward(const Exec& exec, int layer, const AttentionShape&
     block_sparse_piece_forward(exec, shape, chosen, sequences, operands);
   else
     block_sparse_forward(exec, shape, chosen, operands);
-  if (replay) return;
+  if (replay || sequences.again) return;
   count_pairs(layer, sequences, chosen);
   measure_energies(exec, layer, shape, sequences, operands);
   if (options_.coverage_rows == 0 || !step_.ready(layer)) return;

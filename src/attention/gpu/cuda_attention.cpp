@@ -69,9 +69,10 @@ class CudaAttention final : public ChoosingAttention {
     const ArenaScope scope(*exec.scratch);
     const AttentionOperands operands = in_order(exec, sequences, given), own = own_keys(sequences, given);
     const bool chooses = !replay && kept.plan->sparse();
+    const bool counts = !replay && !sequences.again;
     const bool measures =
-        !replay && sequences.tokens() > 0 && options_.attention.coverage_rows > 0 && choices_.ready(layer);
-    const bool observes = !replay && kept.plan->sample_count() > 0;
+        counts && sequences.tokens() > 0 && options_.attention.coverage_rows > 0 && choices_.ready(layer);
+    const bool observes = counts && kept.plan->sample_count() > 0;
     const bool beside_forward = chooses || measures || observes;
     if (beside_forward) {
       gpu::SelectParams chosen;
@@ -80,7 +81,7 @@ class CudaAttention final : public ChoosingAttention {
       cuda::record(rows_listed_.get(), exec.stream);
       cuda::wait_on_stream(rows_listed_.get(), beside_.get());
       if (chooses) {
-        count_chosen(layer, chosen, *kept.plan);
+        if (counts) count_chosen(layer, chosen, *kept.plan);
         gpu::list_columns(chosen, beside_.get());
         order_work(beside_.get(), *kept.plan, kept.plan->lists_in(kept.list_memory()));
       }
@@ -90,8 +91,8 @@ class CudaAttention final : public ChoosingAttention {
       if (measures) measure(beside, layer, shape, operands, kept);
       cuda::record(made_beside_.get(), beside_.get());
     }
-    if (!replay) report_.layers[layer].causal_pairs += kept.plan->causal_pairs();
-    if (!replay && !chooses) report_.layers[layer].pairs += kept.plan->causal_pairs();
+    if (counts) report_.layers[layer].causal_pairs += kept.plan->causal_pairs();
+    if (counts && !chooses) report_.layers[layer].pairs += kept.plan->causal_pairs();
     if (sequences.tokens() > 0) attend(exec, operands, kept);
     if (beside_forward) cuda::wait_on_stream(made_beside_.get(), exec.stream);
   }
@@ -205,9 +206,10 @@ class CudaAttention final : public ChoosingAttention {
   std::string refuses_pieces() const override { return why_not_in_pieces(selection_); }
   PieceBytes piece_bytes(const AttentionShape& shape, const PieceLimits& limits, int) const override {
     const PieceSize& size = largest_piece(shape, limits);
-    const int64_t keys = 2 * limits.longest * shape.kv_heads * shape.head_dim * dtype_bytes(limits.dtype);
     PieceBytes bytes;
-    bytes.scratch = keys + size.scratch;
+    bytes.scratch = size.scratch;
+    if (!limits.in_order)
+      bytes.scratch += 2 * Arena::rounded(limits.longest * shape.kv_heads * shape.head_dim * dtype_bytes(limits.dtype));
     bytes.state = size.lists;
     bytes.layer = size.kept;
     const size_t whole = different_plans(static_cast<size_t>(limits.states));

@@ -86,6 +86,21 @@ void add_balance_options(OptionTable& table, BalanceOptions& balance) {
 
 namespace {
 
+void check_recompute(const RunConfig& config, const OptionTable& table) {
+  if (config.train.recompute != Recompute::chunk) return;
+  const std::string label = table.label("train.recompute");
+  SB_USER_CHECK(
+      config.balance.chunk > 0,
+      "{}: chunk computes the forwards of pieces again, and no sequence is cut into pieces; set balance.chunk "
+      "to their tokens, for example 8192, or train.recompute: layer",
+      label);
+  SB_USER_CHECK(
+      config.parallel.pp == 1,
+      "{}: chunk needs all pieces of a sequence to go back before the next one comes, and with parallel.pp {} "
+      "stages others are between; set train.recompute: layer, or parallel.pp: 1",
+      label, config.parallel.pp);
+}
+
 void check_chunk(const RunConfig& config, const OptionTable& table) {
   const int64_t chunk = config.balance.chunk;
   if (chunk == 0) return;
@@ -158,6 +173,7 @@ void check_balance(const RunConfig& config, const OptionTable& table) {
       "{}: memory for whole sequences in order is not planned where balance.chunk cuts them; set one of them only",
       table.label("balance.compare_steps"));
   check_chunk(config, table);
+  check_recompute(config, table);
   const bool predicts = tuned || balance.chunk < 0 || balance.ordering != BalanceOptions::Ordering::none ||
                         balance.batching == BalanceOptions::Batching::sab ||
                         balance.batching == BalanceOptions::Batching::wlb;
