@@ -127,7 +127,14 @@ PackingLimits Trainer::packing(const RunConfig& config, const TrainerParts& part
 }
 
 MemoryPlan Trainer::memory_plan(const RunConfig& config, const TrainerParts& parts, int stage) {
-  return RankModel::memory_plan(rank_model_options(config, parts), parts.attention, stage);
+  MemoryPlan plan = RankModel::memory_plan(rank_model_options(config, parts), parts.attention, stage);
+  if (!parts.save_in_background || stage != 0) return plan;
+  const std::string name = parts.world ? "checkpoint copy, rank 0" : "checkpoint copy";
+  if (config.device == DeviceKind::cpu)
+    plan.add(name, checkpoint_bytes(parts.model));
+  else
+    plan.add_on_host(name, checkpoint_bytes(parts.model));
+  return plan;
 }
 
 std::vector<int> Trainer::offload(const RunConfig& config, TrainerParts parts, int64_t memory) {
@@ -183,6 +190,9 @@ Trainer::Trainer(const RunConfig& config, TrainerParts parts, RunDirectory& dire
   ahead_ = world_->all_reduce(planner_ ? int64_t{planner_->ahead()} : 0);
   load_start_of_run();
   if (leads()) {
+    saver_ = std::make_unique<CheckpointSaver>(
+        config_, parts_.model,
+        parts_.save_in_background ? CheckpointSaver::Mode::in_background : CheckpointSaver::Mode::now);
     log_ = std::make_unique<RunLog>(parts_.console, directory_.path(), state_.step, config_.train.tensorboard);
     ticker_ = std::make_unique<StepTicker>(parts_.console);
   }
@@ -244,6 +254,7 @@ TrainSummary Trainer::run() {
   // The last step of a log is the last of this run, whatever train.max_steps says.
   if (summary.plans_ended && validated_step_ < state_.step && !validation_due()) summary.last_validation = validate();
   save();
+  wait_for_saves();
   if (!summary.interrupted) write_final_model(summary);
   flush_trace();
   trace_.finish();
@@ -256,6 +267,7 @@ TrainSummary Trainer::run() {
 }
 
 bool Trainer::step() {
+  if (saver_) saver_->check();
   if (stop_agreed()) return false;
   const auto begin = std::chrono::steady_clock::now();
   const auto span = trace_.span("step", state_.step + 1);
@@ -454,6 +466,7 @@ void Trainer::skip_update() {
 
 // The newest checkpoint from before the gradients went wrong, in words.
 std::string Trainer::last_good_checkpoint() const {
+  if (saver_) saver_->wait();
   const std::vector<int64_t> steps = checkpoint_steps(directory_.path());
   const int64_t last_good = state_.step - state_.skipped_in_row;
   const auto after = std::upper_bound(steps.begin(), steps.end(), last_good);
@@ -541,6 +554,7 @@ void Trainer::save() {
   if (saved_step_ == state_.step) return;
   const auto begin = std::chrono::steady_clock::now();
   const auto span = trace_.span("save", state_.step);
+  wait_for_saves();
   model_->settle();
   const std::vector<SafetensorsTensor> weights = model_->weights(), moments = model_->moments();
   saved_step_ = state_.step;
@@ -550,16 +564,15 @@ void Trainer::save() {
     return;
   }
   state_.planner_state = planner_->state();
-  const std::string run_config = print_run_config(config_);
-  const int64_t last_good = state_.step - state_.skipped_in_row;
-  make_room_for_checkpoint(config_, parts_.model, last_good);
-  const std::filesystem::path saved =
-      save_checkpoint(directory_.path(), {parts_.model, weights, moments, state_, run_config, config_.model.path});
-  remove_old_checkpoints(directory_.path(), state_.step, config_.train.save_total_limit, last_good);
-  if (const CoverageStatistics* coverage = planner_->coverage(); coverage && !coverage->curves().empty())
-    replace_file(directory_.path() / "coverage.json", write_coverage(coverage->table(parts_.model.layers)));
+  const CoverageStatistics* coverage = planner_->coverage();
+  const bool measured = coverage && !coverage->curves().empty();
+  saver_->save(weights, moments, state_, measured ? write_coverage(coverage->table(parts_.model.layers)) : "");
   time_left_.save(time_since(begin));
-  log::debug("saved {}", saved.string());
+}
+
+// A disk may be slower than anybody waits for a message.
+void Trainer::wait_for_saves() {
+  on_first_rank(*world_, [&] { saver_->wait(); });
 }
 
 void Trainer::write_final_model(TrainSummary& summary) {
