@@ -183,8 +183,11 @@ Trainer::Trainer(const RunConfig& config, TrainerParts parts, RunDirectory& dire
           config.train.validation_steps, config.train.save_steps),
       trace_(config.train.trace, leads() ? trace_path(directory.path()) : std::filesystem::path(), world_->rank(),
              config.parallel.pp > 1 ? fmt::format("stage {}", model_->grid().stage()) : "training loop") {
-  on_first_rank(*world_, [&] {  // reads all of plan.jsonl
-    if (parts_.planner == nullptr) own_planner_ = make_step_planner(config_, parts_.model, limits_);
+  on_first_rank(*world_, [&] {
+    if (parts_.planner != nullptr) return;
+    const auto& checkpoint = directory_.resume_from();
+    const int64_t first_step = checkpoint ? read_train_state(*checkpoint).step + 1 : 1;
+    own_planner_ = make_step_planner(config_, parts_.model, limits_, first_step);
   });
   if (leads()) planner_ = parts_.planner ? parts_.planner : own_planner_.get();
   ahead_ = world_->all_reduce(planner_ ? int64_t{planner_->ahead()} : 0);

@@ -28,7 +28,7 @@ model:
 data:
   synthetic: {task: chunk_recall, vocab_size: 16, length: 450, chunk: 4, lengths: LENGTHS}
 attention: ATTENTION
-batch: {global_batch_size: 8, micro_batch_sequences: 2}
+batch: {global_batch_size: 4, micro_batch_sequences: 2}
 balance: {batching: length, adapt: false, chunk: CHUNK}
 optimizer: {learning_rate: 1.0e-3, schedule: constant}
 train: {max_steps: STEPS, save_steps: 2, save_total_limit: 3, threads: 1, validation_sequences: 4,
@@ -41,7 +41,7 @@ ATTENTIONS = {"dense": "{pattern: dense, block: 64}", "topk": f"{{pattern: topk,
 LAYOUTS = [(2, 1, 1), (1, 2, 1), (1, 1, 2), (3, 1, 1), (1, 3, 1), (4, 1, 1), (2, 2, 1), (1, 4, 1), (1, 2, 2), (2, 1, 2)]
 KEPT = [(2, 1, 1), (1, 2, 1), (3, 1, 1), (2, 2, 1)]  # for whole runs
 KINDS = {"kill all": 3, "kill one": 3, "stop": 3, "full disk": 3, "halt": 1}  # and how often in comparison
-LIMIT = 240  # seconds after which a training counts as one that hangs
+LIMIT = 120  # seconds without a word after which a training counts as one that hangs
 
 
 class Failure(Exception):
@@ -118,13 +118,20 @@ class Soak:
         return (self.scratch / "output.txt").read_text(errors="replace")[-3000:]
 
     def end(self, process):
-        try:
-            return process.wait(timeout=LIMIT)
-        except subprocess.TimeoutExpired:
-            for one in [process.pid, *descendants(process.pid)]:
-                send(one, signal.SIGKILL)
-            process.wait()
-            raise Failure(f"still running after {LIMIT} s: {self.output()}") from None
+        printed, since = -1, time.monotonic()
+        while True:
+            try:
+                return process.wait(timeout=5)
+            except subprocess.TimeoutExpired:
+                pass
+            size = (self.scratch / "output.txt").stat().st_size
+            if size != printed:
+                printed, since = size, time.monotonic()
+            if time.monotonic() - since > LIMIT:
+                for one in [process.pid, *descendants(process.pid)]:
+                    send(one, signal.SIGKILL)
+                process.wait()
+                raise Failure(f"not a word for {LIMIT} s: {self.output()}")
 
     def result(self, folder):
         return losses(folder), (folder / "final/model.safetensors").read_bytes()
@@ -161,7 +168,7 @@ class Soak:
         environment = {}
         if kind == "full disk":
             environment = {"LD_PRELOAD": self.arguments.library, "SB_FAULT_PATH": str(self.scratch / "run") + "/",
-                           "SB_FAULT": f"write:{self.random.randrange(1, 600)}+:{errno.ENOSPC}"}
+                           "SB_FAULT": f"write:{self.random.randrange(1, 400)}+:{errno.ENOSPC}"}
         process = self.start(self.command(setting, self.scratch / "run", layout), environment)
         seen = []
         if kind != "full disk":
@@ -228,7 +235,7 @@ def main():
     parser.add_argument("--program", default=str(root / "build/cpu/src/cli/sparsebalance"))
     parser.add_argument("--library", default=str(root / "build/cpu/tests/faults/libsb_faults.so"))
     parser.add_argument("--minutes", type=float, default=60)
-    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--tolerance", type=float, default=1e-3, help="relative, of losses where the layout changes")
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
