@@ -11,13 +11,24 @@
 
 namespace sb {
 
-DiskNeed disk_need(const RunConfig& config, const ModelConfig& model, const std::vector<int64_t>& saved_steps) {
+namespace {
+
+int64_t parameters_of(const ModelConfig& model) {
   StageOptions whole;
   whole.last_layer = model.layers;
-  const int64_t parameters = Stage::declare_parameters(model, whole).elements();
+  return Stage::declare_parameters(model, whole).elements();
+}
+
+}  // namespace
+
+int64_t checkpoint_bytes(const ModelConfig& model) {
+  return 3 * parameters_of(model) * dtype_bytes(DType::f32);
+}
+
+DiskNeed disk_need(const RunConfig& config, const ModelConfig& model, const std::vector<int64_t>& saved_steps) {
   DiskNeed need;
-  need.checkpoint_bytes = 3 * parameters * dtype_bytes(DType::f32);
-  need.model_bytes = parameters * dtype_bytes(config.model.save_dtype);
+  need.checkpoint_bytes = checkpoint_bytes(model);
+  need.model_bytes = parameters_of(model) * dtype_bytes(config.model.save_dtype);
   const int64_t done = saved_steps.empty() ? 0 : saved_steps.back();
   need.checkpoints = times_due(done + 1, config.train.save_steps, config.train.max_steps);
   // A new one is complete before the oldest goes.

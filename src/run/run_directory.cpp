@@ -76,7 +76,7 @@ std::string changed_planning(const std::vector<OptionChange>& changes) {
 
 void take_out_plans(const fs::path& log, int64_t first, const std::string& why) {
   if (!fs::exists(log)) return;
-  RecordedPlans plans(log);
+  RecordedPlans plans(log, first);
   if (plans.empty() || plans.last() < first) return;
   log::info("{}: the plans from step {} on are made anew, since {}", log.string(), first, why);
   plans.forget_from(first);

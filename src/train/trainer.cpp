@@ -129,7 +129,14 @@ PackingLimits Trainer::packing(const RunConfig& config, const TrainerParts& part
 }
 
 MemoryPlan Trainer::memory_plan(const RunConfig& config, const TrainerParts& parts, int stage) {
-  return RankModel::memory_plan(rank_model_options(config, parts), parts.attention, stage);
+  MemoryPlan plan = RankModel::memory_plan(rank_model_options(config, parts), parts.attention, stage);
+  if (!parts.save_in_background || stage != 0) return plan;
+  const std::string name = parts.world ? "checkpoint copy, rank 0" : "checkpoint copy";
+  if (config.device == DeviceKind::cpu)
+    plan.add(name, checkpoint_bytes(parts.model));
+  else
+    plan.add_on_host(name, checkpoint_bytes(parts.model));
+  return plan;
 }
 
 std::vector<int> Trainer::offload(const RunConfig& config, TrainerParts parts, int64_t memory) {
@@ -176,13 +183,19 @@ Trainer::Trainer(const RunConfig& config, TrainerParts parts, RunDirectory& dire
       time_left_(config.train.max_steps, config.train.validation_steps, config.train.save_steps),
       trace_(config.train.trace, leads() ? trace_path(directory.path()) : std::filesystem::path(), world_->rank(),
              config.parallel.pp > 1 ? fmt::format("stage {}", model_->grid().stage()) : "training loop") {
-  on_first_rank(*world_, [&] {  // reads all of plan.jsonl
-    if (parts_.planner == nullptr) own_planner_ = make_step_planner(config_, parts_.model, limits_);
+  on_first_rank(*world_, [&] {
+    if (parts_.planner != nullptr) return;
+    const auto& checkpoint = directory_.resume_from();
+    const int64_t first_step = checkpoint ? read_train_state(*checkpoint).step + 1 : 1;
+    own_planner_ = make_step_planner(config_, parts_.model, limits_, first_step);
   });
   if (leads()) planner_ = parts_.planner ? parts_.planner : own_planner_.get();
   ahead_ = world_->all_reduce(planner_ ? int64_t{planner_->ahead()} : 0);
   load_start_of_run();
   if (leads()) {
+    saver_ = std::make_unique<CheckpointSaver>(
+        config_, parts_.model,
+        parts_.save_in_background ? CheckpointSaver::Mode::in_background : CheckpointSaver::Mode::now);
     log_ = std::make_unique<RunLog>(parts_.console, directory_.path(), state_.step, config_.train.tensorboard);
     ticker_ = std::make_unique<StepTicker>(parts_.console);
   }
@@ -241,6 +254,7 @@ TrainSummary Trainer::run() {
     if (due_after(state_.step, config_.train.save_steps, config_.train.max_steps)) save();
   }
   save();
+  wait_for_saves();
   if (!summary.interrupted) write_final_model(summary);
   flush_trace();
   trace_.finish();
@@ -253,6 +267,7 @@ TrainSummary Trainer::run() {
 }
 
 bool Trainer::step() {
+  if (saver_) saver_->check();
   if (stop_agreed()) return false;
   const auto begin = std::chrono::steady_clock::now();
   const auto span = trace_.span("step", state_.step + 1);
@@ -447,6 +462,7 @@ void Trainer::skip_update() {
 
 // The newest checkpoint from before the gradients went wrong, in words.
 std::string Trainer::last_good_checkpoint() const {
+  if (saver_) saver_->wait();
   const std::vector<int64_t> steps = checkpoint_steps(directory_.path());
   const int64_t last_good = state_.step - state_.skipped_in_row;
   const auto after = std::upper_bound(steps.begin(), steps.end(), last_good);
@@ -534,6 +550,7 @@ void Trainer::save() {
   if (saved_step_ == state_.step) return;
   const auto begin = std::chrono::steady_clock::now();
   const auto span = trace_.span("save", state_.step);
+  wait_for_saves();
   model_->settle();
   const std::vector<SafetensorsTensor> weights = model_->weights(), moments = model_->moments();
   saved_step_ = state_.step;
@@ -543,16 +560,15 @@ void Trainer::save() {
     return;
   }
   state_.planner_state = planner_->state();
-  const std::string run_config = print_run_config(config_);
-  const int64_t last_good = state_.step - state_.skipped_in_row;
-  make_room_for_checkpoint(config_, parts_.model, last_good);
-  const std::filesystem::path saved =
-      save_checkpoint(directory_.path(), {parts_.model, weights, moments, state_, run_config, config_.model.path});
-  remove_old_checkpoints(directory_.path(), state_.step, config_.train.save_total_limit, last_good);
-  if (const CoverageStatistics* coverage = planner_->coverage(); coverage && !coverage->curves().empty())
-    replace_file(directory_.path() / "coverage.json", write_coverage(coverage->table(parts_.model.layers)));
+  const CoverageStatistics* coverage = planner_->coverage();
+  const bool measured = coverage && !coverage->curves().empty();
+  saver_->save(weights, moments, state_, measured ? write_coverage(coverage->table(parts_.model.layers)) : "");
   time_left_.save(time_since(begin));
-  log::debug("saved {}", saved.string());
+}
+
+// A disk may be slower than anybody waits for a message.
+void Trainer::wait_for_saves() {
+  on_first_rank(*world_, [&] { saver_->wait(); });
 }
 
 void Trainer::write_final_model(TrainSummary& summary) {

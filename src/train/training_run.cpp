@@ -177,6 +177,19 @@ std::string cure(const RunConfig& config, int offload) {
   return text + "Lower batch.micro_batch_tokens or data.max_sequence_length.";
 }
 
+// Whether host memory has room for a copy of a checkpoint, from which it is written while the ranks go on.
+bool copy_fits(const RunConfig& config, const TrainerParts& parts, int64_t host_memory) {
+  if (config.train.save_steps == 0) return false;  // the last one alone, for which nobody waits
+  const MemoryPlan plan = Trainer::memory_plan(config, parts);
+  const int64_t planned = config.device == DeviceKind::cpu ? plan.total() : plan.host_total();
+  const int64_t copy = checkpoint_bytes(parts.model);
+  if (host_memory == 0 || planned + copy <= host_memory) return true;
+  if (parts.world == nullptr || parts.world->rank() == 0)
+    log::info("training waits while a checkpoint is saved: host memory has no room for a copy of {}",
+              format_bytes(copy));
+  return false;
+}
+
 std::string footer(const RunConfig& config, const TrainSummary& summary) {
   const std::string output = config.train.output_dir.string();
   std::string text;
@@ -308,6 +321,7 @@ TrainSummary run_training(const RunConfig& given, std::FILE* out, bool terminal,
   const int64_t memory = config.device == DeviceKind::cuda ? device_memory(device.get()) : host_memory;
   if (device) ranks.world->barrier();  // before anybody takes any
   parts.offload = Trainer::offload(config, parts, memory);
+  parts.save_in_background = copy_fits(config, parts, host_memory);
   if (leads) console.text(header(config, parts, memory));
   const int stage = ranks.world ? ranks.world->rank() / config.parallel.cp % config.parallel.pp : 0;
   const MemoryPlan plan = Trainer::memory_plan(config, parts, stage);

@@ -126,7 +126,7 @@ BalancedPlanner::BalancedPlanner(Profile profile, BalancedPlannerOptions options
   if (!options_.replay.empty()) {
     open_replay(steps);
   } else if (!options_.log.empty() && std::filesystem::exists(options_.log)) {
-    record_.emplace(options_.log);
+    record_.emplace(options_.log, options_.first_step);
     record_is_own_ = true;
     if (!record_->damage().empty()) log::warning("{}; it and what follows is planned anew", record_->damage());
   }
@@ -158,7 +158,7 @@ void BalancedPlanner::open_log(int64_t step) {
     record_->trim_file(step);
   } else if (std::filesystem::exists(options_.log)) {
     // A replay that goes on: its plans are written again as they are taken.
-    RecordedPlans earlier(options_.log);
+    RecordedPlans earlier(options_.log, step);
     earlier.forget_from(step);
     earlier.trim_file(step);
   }

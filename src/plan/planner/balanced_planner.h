@@ -28,6 +28,7 @@ struct BalancedPlannerOptions {
   std::vector<int> first_layer;  // of every stage and one past the last; empty: split by the profile
   bool adapt = true;             // false: nothing is learned, a plan follows from the configuration and the step
   std::filesystem::path log;     // plan.jsonl; empty: none is written or read
+  int64_t first_step = 1;        // of the run from here on: no plan before it is read from the log
   std::filesystem::path replay;  // the log of a run whose plans are used again; empty: none
 };
 

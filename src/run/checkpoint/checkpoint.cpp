@@ -7,6 +7,7 @@
 #include <charconv>
 #include <cstdio>
 #include <future>
+#include <map>
 #include <nlohmann/json.hpp>
 #include <vector>
 
@@ -45,6 +46,10 @@ uint32_t piece_checksum(const fs::path& file, int64_t begin, int64_t end) {
   return crc;
 }
 
+std::string checksum_text(uint32_t checksum) {
+  return fmt::format("{:08x}", checksum);
+}
+
 // Large files in pieces at the same time: one reader does not keep a disk busy.
 std::string file_checksum(const fs::path& file) {
   constexpr int64_t kLeastPiece = int64_t{64} << 20, kMostPieces = 8;
@@ -58,7 +63,7 @@ std::string file_checksum(const fs::path& file) {
   for (int64_t p = 1; p < pieces; ++p)
     crc =
         crc32c_joined(crc, others[static_cast<size_t>(p - 1)].get(), static_cast<uint64_t>(border(p + 1) - border(p)));
-  return fmt::format("{:08x}", crc);
+  return checksum_text(crc);
 }
 
 nlohmann::json read_json(const fs::path& file) {
@@ -67,13 +72,17 @@ nlohmann::json read_json(const fs::path& file) {
   return object;
 }
 
-void write_manifest(const fs::path& directory) {
+// `known`: the checksums of files as they were written. What is small is read again.
+void write_manifest(const fs::path& directory, const std::map<std::string, uint32_t>& known) {
   nlohmann::ordered_json files;
   std::vector<fs::path> names;
   for (const auto& entry : fs::directory_iterator(directory)) names.push_back(entry.path().filename());
   std::sort(names.begin(), names.end());
   for (const fs::path& name : names) {
-    files[name.string()] = {{"bytes", fs::file_size(directory / name)}, {"crc32c", file_checksum(directory / name)}};
+    const auto written = known.find(name.string());
+    files[name.string()] = {
+        {"bytes", fs::file_size(directory / name)},
+        {"crc32c", written != known.end() ? checksum_text(written->second) : file_checksum(directory / name)}};
   }
   const nlohmann::ordered_json manifest = {{"format", kFormat}, {"files", files}};
   write_new_file(directory / "manifest.json", manifest.dump(1) + "\n");
@@ -229,12 +238,15 @@ fs::path save_checkpoint(const fs::path& output_dir, const CheckpointContents& c
       HfWriteOptions options;
       options.dtype = DType::f32;
       options.copy_from = contents.copy_from;
+      std::map<std::string, uint32_t> checksums;
+      options.checksums = &checksums;
       write_hf_model(temporary, contents.model, contents.weights, options);
-      write_safetensors(temporary / "optimizer.safetensors", contents.moments, DType::f32);
+      checksums["optimizer.safetensors"] =
+          write_safetensors(temporary / "optimizer.safetensors", contents.moments, DType::f32);
       write_selection_file(temporary / kSelectionFile, contents.state.selection, contents.model);
       write_state(temporary / "state.json", contents.state);
       write_new_file(temporary / "run.yaml", contents.run_config);
-      write_manifest(temporary);
+      write_manifest(temporary, checksums);
     });
   } catch (const UserError& error) {
     std::error_code ignored;
