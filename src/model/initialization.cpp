@@ -65,15 +65,15 @@ void initialize_parameters(ParameterSet& parameters, float deviation, uint64_t s
       fill(value, parameter.name.ends_with(".bias") ? 0.0f : 1.0f);
     }
   }
+  initialize_adapters(parameters, values.view(), seed);
   parameters.store_values(values);
 }
 
-void initialize_adapters(ParameterSet& parameters, uint64_t seed) {
-  const HostCopy values = parameters.host_values();
+void initialize_adapters(const ParameterSet& parameters, const TensorView& values, uint64_t seed) {
   for (int i = 0; i < parameters.count(); ++i) {
     const Parameter& parameter = parameters.parameter(i);
     if (!is_adapter(parameter)) continue;
-    const TensorView value = parameters.part(values.view(), i);
+    const TensorView value = parameters.part(values, i);
     // By the modules' own names: which others are targets does not matter.
     for (const Parameter::Part& part : parameter.parts) {
       const TensorView rows = value.rows(part.row_begin, part.row_end);
@@ -83,7 +83,6 @@ void initialize_adapters(ParameterSet& parameters, uint64_t seed) {
         fill(rows, 0.0f);
     }
   }
-  parameters.store_values(values);
 }
 
 }  // namespace sb

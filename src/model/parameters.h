@@ -85,7 +85,8 @@ class ParameterSet {
   // which waits for the device.
   HostCopy host_values() const;
   void store_values(const HostCopy& values);
-  // Who has the values where they are not here: gets all of them (fp32, on the host) with every store_values().
+  // Who has the values where they are not here: gets all of them (fp32, on the host) with every store_values(). Nobody,
+  // where they are not trained.
   using ValuesOwner = std::function<void(const TensorView& values)>;
   void set_values_owner(ValuesOwner owner) { values_owner_ = std::move(owner); }
   bool has_values() const { return !flat_values_.empty(); }

@@ -443,13 +443,7 @@ void Stage::divide(int slots, int64_t tokens) {
 void Stage::initialize(uint64_t seed) {
   Implementation& s = *implementation_;
   initialize_parameters(s.model.parameters, s.config.initializer_range, seed);
-  if (!s.options.lora.enabled()) return;
-  initialize_parameters(s.model.frozen, s.config.initializer_range, seed);
-  initialize_adapters(seed);
-}
-
-void Stage::initialize_adapters(uint64_t seed) {
-  sb::initialize_adapters(implementation_->model.parameters, seed);
+  if (s.options.lora.enabled()) initialize_parameters(s.model.frozen, s.config.initializer_range, seed);
 }
 
 TensorView Stage::forward(const Exec& caller, const MicroBatch& batch, int slot_index, TensorView input) {

@@ -80,8 +80,6 @@ class Stage {
   // Random initialisation: normal(0, initializer_range), norms one, biases zero; a pure function of (seed, parameter
   // name).
   void initialize(uint64_t seed);
-  // Of the adapters alone: A uniform in ±1/√in, B zero, so that the model computes what it did without them.
-  void initialize_adapters(uint64_t seed);
 
   // With options.kept_tokens, while nothing is in flight: the first `slots` slots are for micro-batches of at most
   // `tokens` tokens from here on.

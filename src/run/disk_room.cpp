@@ -14,10 +14,13 @@ namespace sb {
 DiskNeed disk_need(const RunConfig& config, const ModelConfig& model, const std::vector<int64_t>& saved_steps) {
   StageOptions whole;
   whole.last_layer = model.layers;
-  const int64_t parameters = Stage::declare_parameters(model, whole).elements();
+  const int64_t all = Stage::declare_parameters(model, whole).elements();
+  whole.lora = config.lora_config();
+  const int64_t trained = Stage::declare_parameters(model, whole).elements();
   DiskNeed need;
-  need.checkpoint_bytes = 3 * parameters * dtype_bytes(DType::f32);
-  need.model_bytes = parameters * dtype_bytes(config.model.save_dtype);
+  need.checkpoint_bytes = 3 * trained * dtype_bytes(DType::f32);
+  need.model_bytes = all * dtype_bytes(config.model.save_dtype);
+  if (config.lora) need.model_bytes = (config.writes_merged() ? need.model_bytes : 0) + need.checkpoint_bytes / 3;
   const int64_t done = saved_steps.empty() ? 0 : saved_steps.back();
   need.checkpoints = times_due(done + 1, config.train.save_steps, config.train.max_steps);
   // A new one is complete before the oldest goes.
