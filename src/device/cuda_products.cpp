@@ -52,6 +52,7 @@ struct Kind {
   bool transpose_a, transpose_b, bias, add;
   DType input, output;
   std::array<uint32_t, 4> alignments;
+  std::array<int64_t, 3> distances;
   auto operator<=>(const Kind&) const = default;
 };
 
@@ -66,7 +67,8 @@ Kind kind_of(const CudaProduct& p) {
           p.c != nullptr,
           p.input,
           p.output,
-          {alignment(p.a), alignment(p.b), alignment(c), alignment(p.d)}};
+          {alignment(p.a), alignment(p.b), alignment(c), alignment(p.d)},
+          {p.lda, p.ldb, p.ldd}};
 }
 
 // cuBLAS counts columns first: a row-major matrix is its transpose there, and Dᵀ = op(B)ᵀ · op(A)ᵀ. So "A" there is our
@@ -77,9 +79,11 @@ struct Plan {
   cublasLtMatmulAlgo_t algorithm;
 };
 
-void init_layout(cublasLtMatrixLayoutOpaque_t& layout, DType dtype, int64_t stored_rows, int64_t stored_columns) {
+void init_layout(cublasLtMatrixLayoutOpaque_t& layout, DType dtype, int64_t stored_rows, int64_t stored_columns,
+                 int64_t distance) {
   SB_CUBLAS_CHECK(cublasLtMatrixLayoutInit(&layout, data_type(dtype), static_cast<uint64_t>(stored_columns),
-                                           static_cast<uint64_t>(stored_rows), stored_columns));
+                                           static_cast<uint64_t>(stored_rows),
+                                           distance == 0 ? stored_columns : distance));
 }
 
 template <typename T>
@@ -97,9 +101,9 @@ void describe(const CudaProduct& p, Plan& plan) {
   set(&plan.operation, CUBLASLT_MATMUL_DESC_TRANSA, p.transpose_b ? CUBLAS_OP_T : CUBLAS_OP_N);
   set(&plan.operation, CUBLASLT_MATMUL_DESC_TRANSB, p.transpose_a ? CUBLAS_OP_T : CUBLAS_OP_N);
   if (p.bias != nullptr) set(&plan.operation, CUBLASLT_MATMUL_DESC_EPILOGUE, CUBLASLT_EPILOGUE_BIAS);
-  init_layout(plan.a, p.input, p.transpose_b ? p.n : p.k, p.transpose_b ? p.k : p.n);
-  init_layout(plan.b, p.input, p.transpose_a ? p.k : p.m, p.transpose_a ? p.m : p.k);
-  init_layout(plan.d, p.output, p.m, p.n);
+  init_layout(plan.a, p.input, p.transpose_b ? p.n : p.k, p.transpose_b ? p.k : p.n, p.ldb);
+  init_layout(plan.b, p.input, p.transpose_a ? p.k : p.m, p.transpose_a ? p.m : p.k, p.lda);
+  init_layout(plan.d, p.output, p.m, p.n, p.ldd);
 }
 
 uint32_t option_of(const cublasLtMatmulAlgo_t& algorithm, cublasLtMatmulAlgoConfigAttributes_t attribute) {
@@ -158,8 +162,8 @@ struct CudaProducts::Implementation {
   cublasStatus_t launch(void* stream, const CudaProduct& p, Plan& plan, const cublasLtMatmulAlgo_t& algorithm,
                         const void* c, void* d) {
     if (p.bias != nullptr) set(&plan.operation, CUBLASLT_MATMUL_DESC_BIAS_POINTER, p.bias);
-    const float one = 1.0f, beta = p.c != nullptr ? 1.0f : 0.0f;
-    return cublasLtMatmul(handle, &plan.operation, &one, p.b, &plan.a, p.a, &plan.b, &beta, c, &plan.d, d, &plan.d,
+    const float beta = p.c != nullptr ? 1.0f : 0.0f;
+    return cublasLtMatmul(handle, &plan.operation, &p.scale, p.b, &plan.a, p.a, &plan.b, &beta, c, &plan.d, d, &plan.d,
                           &algorithm, workspace.get(), kWorkspaceBytes, static_cast<cudaStream_t>(stream));
   }
 
@@ -193,7 +197,8 @@ struct CudaProducts::Implementation {
                                const std::vector<cublasLtMatmulAlgo_t>& algorithms) {
     const bool adds_in_place = p.c == p.d;
     std::shared_ptr<void> elsewhere;
-    if (adds_in_place) elsewhere = cuda::allocate("measuring products", p.m * p.n * dtype_bytes(p.output));
+    if (adds_in_place)
+      elsewhere = cuda::allocate("measuring products", p.m * (p.ldd == 0 ? p.n : p.ldd) * dtype_bytes(p.output));
     void* d = adds_in_place ? elsewhere.get() : p.d;
     const void* c = p.c != nullptr && !adds_in_place ? p.c : d;
     const std::shared_ptr<void> begin = cuda::make_event(), end = cuda::make_event();

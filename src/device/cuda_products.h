@@ -7,8 +7,8 @@
 
 namespace sb {
 
-// D [m, n] = op(A) · op(B) + C + bias on CUDA, row-major, summed in fp32. op(A) is m × k and op(B) is k × n; with the
-// transpose flag the matrix is stored the other way round. Matrices are contiguous.
+// D [m, n] = scale · op(A) · op(B) + C + bias on CUDA, row-major, summed in fp32. op(A) is m × k and op(B) is k × n;
+// with the transpose flag the matrix is stored the other way round.
 struct CudaProduct {
   bool transpose_a = false, transpose_b = false;
   int64_t m = 0, n = 0, k = 0;
@@ -18,6 +18,9 @@ struct CudaProduct {
   const void* c = nullptr;  // none; may be d
   void* d = nullptr;
   const void* bias = nullptr;  // [n], added to every row; none
+  // Distances between stored rows; 0: they follow each other. C's are those of D.
+  int64_t lda = 0, ldb = 0, ldd = 0;
+  float scale = 1.0f;
 };
 
 // Matrix products through cuBLASLt on one stream: handle, workspace and the algorithm chosen for every kind of product.

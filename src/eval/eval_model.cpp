@@ -89,8 +89,6 @@ EvalModel::EvalModel(const EvalModelOptions& options)
         .check_fits(std::max<int64_t>(cuda::device_info().free_bytes - kOutsideThePlan, 1), "Lower --max-tokens.");
   }
   stage_ = std::make_unique<Stage>(config_, stage, *cached_, pool_.threads());
-  // Rounded weights are all that is ever read.
-  if (!stage.with_values) stage_->parameters().set_values_owner([](const TensorView&) {});
   read_hf_weights(options.model, stage_->parameters());
 }
 

@@ -55,9 +55,8 @@ TensorView flat_heads(TensorView heads) {
 
 }  // namespace
 
-DecoderLayer::DecoderLayer(const ModelConfig& config, int index, ParameterSet& parameters, DType dtype)
+DecoderLayer::DecoderLayer(const ModelConfig& config, int index, StageParameters& parameters, DType dtype)
     : config_(config),
-      parameters_(parameters),
       index_(index),
       dtype_(dtype),
       attention_shape_{config.heads, config.kv_heads, config.head_dim,
@@ -65,42 +64,92 @@ DecoderLayer::DecoderLayer(const ModelConfig& config, int index, ParameterSet& p
       qkv_shape_{config.heads, config.kv_heads, config.head_dim} {
   const Widths width(config);
   const std::string own = fmt::format("layers.{}.", index), hf = "model." + own;
-  const auto single = [&](const std::string& name, const std::string& hf_name, Shape shape) {
-    return parameters.declare(own + name, shape, {{hf + hf_name, 0, shape[0]}});
+  using Kind = StageParameters::Kind;
+  const auto single = [&](const std::string& name, const std::string& hf_name, Shape shape, Kind kind = Kind::product) {
+    return parameters.declare(kind, own + name, shape, {{hf + hf_name, 0, shape[0]}});
   };
   // One product computes q, k and v.
   const auto fused_qkv = [&](const std::string& kind, Shape shape) {
-    return parameters.declare(own + "qkv." + kind, shape,
+    return parameters.declare(Kind::product, own + "qkv." + kind, shape,
                               {{hf + "self_attn.q_proj." + kind, 0, width.query},
                                {hf + "self_attn.k_proj." + kind, width.query, width.query + width.key},
                                {hf + "self_attn.v_proj." + kind, width.query + width.key, width.qkv}});
   };
-  input_norm_ = single("input_norm.weight", "input_layernorm.weight", {width.hidden});
+  input_norm_ = single("input_norm.weight", "input_layernorm.weight", {width.hidden}, Kind::norm);
   qkv_weight_ = fused_qkv("weight", {width.qkv, width.hidden});
   if (config.qkv_bias) qkv_bias_ = fused_qkv("bias", {width.qkv});
   if (config.qk_norm) {
-    q_norm_ = single("q_norm.weight", "self_attn.q_norm.weight", {config.head_dim});
-    k_norm_ = single("k_norm.weight", "self_attn.k_norm.weight", {config.head_dim});
+    q_norm_ = single("q_norm.weight", "self_attn.q_norm.weight", {config.head_dim}, Kind::norm);
+    k_norm_ = single("k_norm.weight", "self_attn.k_norm.weight", {config.head_dim}, Kind::norm);
   }
   output_weight_ = single("output.weight", "self_attn.o_proj.weight", {width.hidden, width.query});
   if (config.output_bias) output_bias_ = single("output.bias", "self_attn.o_proj.bias", {width.hidden});
-  post_attention_norm_ = single("post_attention_norm.weight", "post_attention_layernorm.weight", {width.hidden});
-  gate_up_weight_ = parameters.declare(own + "gate_up.weight", {2 * width.intermediate, width.hidden},
+  post_attention_norm_ =
+      single("post_attention_norm.weight", "post_attention_layernorm.weight", {width.hidden}, Kind::norm);
+  gate_up_weight_ = parameters.declare(Kind::product, own + "gate_up.weight", {2 * width.intermediate, width.hidden},
                                        {{hf + "mlp.gate_proj.weight", 0, width.intermediate},
                                         {hf + "mlp.up_proj.weight", width.intermediate, 2 * width.intermediate}});
   down_weight_ = single("down.weight", "mlp.down_proj.weight", {width.hidden, width.intermediate});
+  if (!parameters.lora().enabled()) return;
+  using enum LoraModule;
+  qkv_adapter_ =
+      declare_adapter(parameters, "qkv", width.hidden,
+                      {{q, 0, width.query}, {k, width.query, width.key}, {v, width.query + width.key, width.key}});
+  output_adapter_ = declare_adapter(parameters, "output", width.query, {{o, 0, width.hidden}});
+  gate_up_adapter_ = declare_adapter(parameters, "gate_up", width.hidden,
+                                     {{gate, 0, width.intermediate}, {up, width.intermediate, width.intermediate}});
+  down_adapter_ = declare_adapter(parameters, "down", width.intermediate, {{down, 0, width.hidden}});
 }
 
-TensorView DecoderLayer::weight(int parameter) const {
-  return parameter < 0 ? TensorView() : parameters_.weight(parameter);
+DecoderLayer::Adapter DecoderLayer::declare_adapter(StageParameters& parameters, const std::string& name,
+                                                    int64_t inputs, std::vector<AdaptedProduct::Module> modules) const {
+  const LoraConfig& lora = parameters.lora();
+  std::erase_if(modules, [&](const AdaptedProduct::Module& module) { return !lora.is_target(module.name); });
+  Adapter adapter;
+  adapter.product = {std::move(modules), lora.rank, static_cast<float>(lora.scale())};
+  if (adapter.product.empty()) return adapter;
+  std::vector<Parameter::Part> a, b;
+  int64_t row = 0;
+  for (const AdaptedProduct::Module& module : adapter.product.modules) {
+    const std::string hf = fmt::format("{}model.layers.{}.{}.", kPeftPrefix, index_, lora_module_path(module.name));
+    const auto before = static_cast<int64_t>(a.size()) * lora.rank;
+    a.push_back({hf + "lora_A.weight", before, before + lora.rank});
+    b.push_back({hf + "lora_B.weight", row, row + module.columns});
+    row += module.columns;
+  }
+  const std::string own = fmt::format("layers.{}.{}.lora_", index_, name);
+  adapter.a = parameters.declare_adapter(own + "A", {adapter.product.rank_width(), inputs}, std::move(a));
+  adapter.b = parameters.declare_adapter(own + "B", {row, lora.rank}, std::move(b));
+  return adapter;
 }
 
-TensorView DecoderLayer::gradient_of(int parameter) const {
-  return parameter < 0 ? TensorView() : parameters_.gradient(parameter);
+AdapterCall DecoderLayer::call_of(const LayerRun& run, const Adapter& adapter, int64_t begin, int64_t rows) const {
+  DropoutRows dropout;
+  if (run.dropout.probability > 0) dropout = run.dropout.rows(begin, begin + rows, dropout_stream(index_));
+  return {run.exec, run.workspace, adapter.product, weight(adapter.a), weight(adapter.b), dropout};
 }
 
-void DecoderLayer::add_product_gradients(const LayerRun& run, TensorView x, TensorView dy, int weight, int bias) const {
-  linear_backward_weight(run.exec, x, dy, gradient_of(weight), gradient_of(bias), parameters_.add_to_gradient(weight));
+void DecoderLayer::adapt(const LayerRun& run, const Adapter& adapter, int64_t begin, TensorView x, TensorView y) const {
+  if (!adapter.product.empty()) adapter_forward(call_of(run, adapter, begin, x.dim(0)), x, y);
+}
+
+void DecoderLayer::adapt_input_gradient(const LayerRun& run, const Adapter& adapter, int64_t begin, TensorView dy,
+                                        TensorView dx) const {
+  if (!adapter.product.empty()) adapter_backward_input(call_of(run, adapter, begin, dy.dim(0)), dy, dx);
+}
+
+void DecoderLayer::add_adapter_gradients(const LayerRun& run, const Adapter& adapter, int64_t begin, TensorView x,
+                                         TensorView dy) const {
+  if (adapter.product.empty()) return;
+  const bool add_to_a = adapter.a.add_to_gradient(), add_to_b = adapter.b.add_to_gradient();
+  adapter_backward_weights(call_of(run, adapter, begin, x.dim(0)), x, dy,
+                           {gradient_of(adapter.a), gradient_of(adapter.b), add_to_a, add_to_b});
+}
+
+void DecoderLayer::add_product_gradients(const LayerRun& run, TensorView x, TensorView dy, const ParameterPlace& weight,
+                                         const ParameterPlace& bias) {
+  if (!weight.trained()) return;
+  linear_backward_weight(run.exec, x, dy, weight.gradient(), bias.gradient(), weight.add_to_gradient());
 }
 
 LayerSaved DecoderLayer::allocate_saved(Arena& arena, int64_t tokens, Recompute recompute) const {
@@ -169,6 +218,13 @@ int64_t DecoderLayer::backward_workspace_bytes(const ModelConfig& config, DType 
   return std::max(projection, restored + std::max(mlp, attention));
 }
 
+int64_t DecoderLayer::adapter_bytes(const ModelConfig& config, const LoraConfig& lora, DType dtype, int64_t tokens,
+                                    int64_t chunk) {
+  const Widths width(config);
+  const int64_t inputs = std::max({width.hidden, width.query, width.intermediate});
+  return adapter_workspace_bytes(lora, std::min(tokens, chunk), inputs, dtype);
+}
+
 int64_t DecoderLayer::scratch_bytes(const ModelConfig& config, DeviceKind device) {
   const Widths width(config);
   int64_t bytes = rmsnorm_scratch_bytes(device, width.hidden);
@@ -180,14 +236,15 @@ int64_t DecoderLayer::scratch_bytes(const ModelConfig& config, DeviceKind device
   return bytes;
 }
 
-Normed DecoderLayer::norm(const LayerRun& run, int norm, TensorView x, const Normed& kept) const {
+Normed DecoderLayer::norm(const LayerRun& run, const ParameterPlace& norm, TensorView x, const Normed& kept) const {
   const Normed to = {kept_or_new(kept.rows, run.workspace, dtype_, x.shape()),
                      kept_or_new(kept.rstd, run.workspace, DType::f32, {x.dim(0)})};
   rmsnorm_forward(run.exec, x, weight(norm), config_.rms_norm_eps, to.rows, to.rstd);
   return to;
 }
 
-Normed DecoderLayer::kept_or_again(const LayerRun& run, int of, TensorView x, const Normed& kept) const {
+Normed DecoderLayer::kept_or_again(const LayerRun& run, const ParameterPlace& of, TensorView x,
+                                   const Normed& kept) const {
   return kept.rows.empty() ? norm(run, of, x, {}) : kept;
 }
 
@@ -199,6 +256,7 @@ void DecoderLayer::project(const LayerRun& run, TensorView x, const Normed& kept
     const TensorView qkv = kept_qkv.empty() ? run.workspace.allocate(dtype_, {end - begin, qkv_shape_.width()})
                                             : kept_qkv.rows(begin, end);
     linear_forward(run.exec, normed.rows, weight(qkv_weight_), weight(qkv_bias_), qkv);
+    adapt(run, qkv_adapter_, begin, normed.rows, qkv);
     split_and_rotate(run, qkv, to, begin, end);
   });
 }
@@ -239,6 +297,9 @@ TensorView DecoderLayer::as_activations(const LayerRun& run, TensorView sums) co
 
 void DecoderLayer::add_attention(const LayerRun& run, TensorView x, TensorView out, TensorView middle) const {
   linear_forward(run.exec, flat_heads(out), weight(output_weight_), weight(output_bias_), middle, /*residual=*/x);
+  run.each_piece(x.dim(0), [&](int64_t begin, int64_t end) {
+    adapt(run, output_adapter_, begin, flat_heads(out.rows(begin, end)), middle.rows(begin, end));
+  });
 }
 
 void DecoderLayer::forward(const LayerRun& run, const LayerSaved& saved, TensorView y) const {
@@ -267,8 +328,10 @@ void DecoderLayer::forward(const LayerRun& run, const LayerSaved& saved, TensorV
                                                      : saved.gate_up.rows(begin, end);
     const TensorView inner = workspace.allocate(dtype_, {end - begin, width.intermediate});
     linear_forward(exec, normed.rows, weight(gate_up_weight_), {}, gate_up);
+    adapt(run, gate_up_adapter_, begin, normed.rows, gate_up);
     swiglu_forward(exec, gate_up, inner);
     linear_forward(exec, inner, weight(down_weight_), {}, y.rows(begin, end), /*residual=*/middle.rows(begin, end));
+    adapt(run, down_adapter_, begin, inner, y.rows(begin, end));
   });
 }
 
@@ -298,7 +361,7 @@ void DecoderLayer::backward(const LayerRun& run, const LayerSaved& saved, Tensor
     const TensorView middle = kept_or_new(saved.middle, workspace, dtype_, {tokens, width.hidden});
     if (saved.middle.empty()) add_attention(run, saved.x, out, middle);
     run.each_piece(tokens, [&](int64_t begin, int64_t end) {
-      backward_mlp(run, saved.post_attention.piece(begin, end),
+      backward_mlp(run, begin, saved.post_attention.piece(begin, end),
                    saved.gate_up.empty() ? TensorView() : saved.gate_up.rows(begin, end), middle.rows(begin, end),
                    gradient.rows(begin, end));
     });
@@ -321,6 +384,11 @@ void DecoderLayer::backward_attention(const LayerRun& run, const LayerSaved& sav
     ArenaScope scope(workspace);
     const TensorView dout(dqkv.raw(), dtype_, {tokens, width.heads, d}, dqkv.device());
     linear_backward_input(exec, gradient, weight(output_weight_), flat_heads(dout));
+    run.each_piece(tokens, [&](int64_t begin, int64_t end) {
+      add_adapter_gradients(run, output_adapter_, begin, flat_heads(seen.out.rows(begin, end)),
+                            gradient.rows(begin, end));
+      adapt_input_gradient(run, output_adapter_, begin, gradient.rows(begin, end), flat_heads(dout.rows(begin, end)));
+    });
     const TensorView dq = workspace.allocate(dtype_, {tokens, width.heads, d});
     TensorView dk, dv;
     if (saved.pieces) {
@@ -344,15 +412,17 @@ void DecoderLayer::backward_attention(const LayerRun& run, const LayerSaved& sav
     const TensorView x = saved.x.rows(begin, end), own = dqkv.rows(begin, end);
     const Normed normed = kept_or_again(run, input_norm_, x, saved.input.piece(begin, end));
     add_product_gradients(run, normed.rows, own, qkv_weight_, qkv_bias_);
+    add_adapter_gradients(run, qkv_adapter_, begin, normed.rows, own);
     const TensorView dnormed = normed.rows;  // its last use was the line above
     linear_backward_input(exec, own, weight(qkv_weight_), dnormed);
+    adapt_input_gradient(run, qkv_adapter_, begin, own, dnormed);
     rmsnorm_backward(exec, x, weight(input_norm_), normed.rstd, dnormed, gradient.rows(begin, end), /*accumulate=*/true,
                      gradient_of(input_norm_));
   });
 }
 
-void DecoderLayer::backward_mlp(const LayerRun& run, const Normed& kept, TensorView kept_gate_up, TensorView middle,
-                                TensorView gradient) const {
+void DecoderLayer::backward_mlp(const LayerRun& run, int64_t begin, const Normed& kept, TensorView kept_gate_up,
+                                TensorView middle, TensorView gradient) const {
   const Exec& exec = run.exec;
   Arena& workspace = run.workspace;
   const Widths width(config_);
@@ -361,18 +431,25 @@ void DecoderLayer::backward_mlp(const LayerRun& run, const Normed& kept, TensorV
   ArenaScope scope(workspace);
   const Normed normed = kept_or_again(run, post_attention_norm_, middle, kept);
   const TensorView gate_up = kept_or_new(kept_gate_up, workspace, dtype_, {tokens, 2 * width.intermediate});
-  if (kept_gate_up.empty()) linear_forward(exec, normed.rows, weight(gate_up_weight_), {}, gate_up);
+  if (kept_gate_up.empty()) {
+    linear_forward(exec, normed.rows, weight(gate_up_weight_), {}, gate_up);
+    adapt(run, gate_up_adapter_, begin, normed.rows, gate_up);
+  }
 
   // Each gradient takes the place of its tensor after the tensor's last use, and silu(gate)·up comes back in the pass
   // that needs the same operands.
   const TensorView dinner = workspace.allocate(dtype_, {tokens, width.intermediate}), inner = dinner,
                    dgate_up = gate_up;
   linear_backward_input(exec, gradient, weight(down_weight_), dinner);
+  adapt_input_gradient(run, down_adapter_, begin, gradient, dinner);
   swiglu_backward(exec, gate_up, dinner, dgate_up, inner);
-  add_product_gradients(run, inner, gradient, down_weight_, -1);
-  add_product_gradients(run, normed.rows, dgate_up, gate_up_weight_, -1);
+  add_product_gradients(run, inner, gradient, down_weight_, {});
+  add_adapter_gradients(run, down_adapter_, begin, inner, gradient);
+  add_product_gradients(run, normed.rows, dgate_up, gate_up_weight_, {});
+  add_adapter_gradients(run, gate_up_adapter_, begin, normed.rows, dgate_up);
   const TensorView dnormed = normed.rows;
   linear_backward_input(exec, dgate_up, weight(gate_up_weight_), dnormed);
+  adapt_input_gradient(run, gate_up_adapter_, begin, dgate_up, dnormed);
   rmsnorm_backward(exec, middle, weight(post_attention_norm_), normed.rstd, dnormed, gradient, /*accumulate=*/true,
                    gradient_of(post_attention_norm_));
 }

@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "attention/attention.h"
+#include "model/lora/adapted_product.h"
 #include "model/model_config.h"
 #include "model/parameters.h"
 #include "model/stage.h"
@@ -41,9 +42,10 @@ struct LayerRun {
   Arena& workspace;  // temporaries of the layer
   Attention& attention;
   PackedSequences sequences;
-  TensorView positions;  // [T]
-  TensorView cos, sin;   // rope table
-  int64_t chunk;         // tokens at a time through projections and MLP
+  TensorView positions;      // [T]
+  TensorView cos, sin;       // rope table
+  int64_t chunk;             // tokens at a time through projections and MLP
+  DropoutRows dropout = {};  // of the adapters' inputs; nothing is dropped but in training
 
   // body(begin, end) for all tokens, a piece at a time.
   template <typename Body>
@@ -56,7 +58,7 @@ struct LayerRun {
 class DecoderLayer {
  public:
   // Declares the layer's parameters. `dtype` is that of the activations.
-  DecoderLayer(const ModelConfig& config, int index, ParameterSet& parameters, DType dtype);
+  DecoderLayer(const ModelConfig& config, int index, StageParameters& parameters, DType dtype);
 
   int index() const { return index_; }
 
@@ -73,14 +75,32 @@ class DecoderLayer {
   static int64_t forward_workspace_bytes(const ModelConfig& config, DType dtype, int64_t tokens, int64_t chunk);
   static int64_t backward_workspace_bytes(const ModelConfig& config, DType dtype, int64_t tokens, int64_t chunk,
                                           Recompute recompute);
+  // What adapters take besides, in either.
+  static int64_t adapter_bytes(const ModelConfig& config, const LoraConfig& lora, DType dtype, int64_t tokens,
+                               int64_t chunk);
   // Of exec.scratch, for all operations but attention.
   static int64_t scratch_bytes(const ModelConfig& config, DeviceKind device);
 
  private:
-  TensorView weight(int parameter) const;
-  TensorView gradient_of(int parameter) const;
-  // The gradients of a product with `weight` [out, in] and `bias` (-1: none), from its input and its output's gradient.
-  void add_product_gradients(const LayerRun& run, TensorView x, TensorView dy, int weight, int bias) const;
+  static TensorView weight(const ParameterPlace& parameter) { return parameter.weight(); }
+  static TensorView gradient_of(const ParameterPlace& parameter) { return parameter.gradient(); }
+  // The gradients of a product with `weight` [out, in] and `bias`, where they are trained, from its input and its
+  // output's gradient.
+  static void add_product_gradients(const LayerRun& run, TensorView x, TensorView dy, const ParameterPlace& weight,
+                                    const ParameterPlace& bias);
+  // The low-rank adapters of a product, if it has any; rows from `begin` on of the micro-batch.
+  struct Adapter {
+    AdaptedProduct product;
+    ParameterPlace a, b;
+  };
+  Adapter declare_adapter(StageParameters& parameters, const std::string& name, int64_t inputs,
+                          std::vector<AdaptedProduct::Module> modules) const;
+  AdapterCall call_of(const LayerRun& run, const Adapter& adapter, int64_t begin, int64_t rows) const;
+  void adapt(const LayerRun& run, const Adapter& adapter, int64_t begin, TensorView x, TensorView y) const;
+  void adapt_input_gradient(const LayerRun& run, const Adapter& adapter, int64_t begin, TensorView dy,
+                            TensorView dx) const;
+  void add_adapter_gradients(const LayerRun& run, const Adapter& adapter, int64_t begin, TensorView x,
+                             TensorView dy) const;
   // What attention reads, and with q/k norms what their backward needs.
   struct Operands {
     TensorView q, k, v, rstd_q, rstd_k;
@@ -91,28 +111,28 @@ class DecoderLayer {
   // Sums in fp32 in the type of the activations.
   TensorView as_activations(const LayerRun& run, TensorView sums) const;
   // Of the rows `x`; where there is nothing kept to write to, in the workspace.
-  Normed norm(const LayerRun& run, int norm, TensorView x, const Normed& kept) const;
+  Normed norm(const LayerRun& run, const ParameterPlace& norm, TensorView x, const Normed& kept) const;
   // What forward kept, or the norm once more.
-  Normed kept_or_again(const LayerRun& run, int norm, TensorView x, const Normed& kept) const;
+  Normed kept_or_again(const LayerRun& run, const ParameterPlace& norm, TensorView x, const Normed& kept) const;
   void project(const LayerRun& run, TensorView x, const Normed& kept, TensorView kept_qkv, const Operands& to) const;
   // qkv: rows begin to end of the projection.
   void split_and_rotate(const LayerRun& run, TensorView qkv, const Operands& to, int64_t begin, int64_t end) const;
   void add_attention(const LayerRun& run, TensorView x, TensorView out, TensorView middle) const;
-  // Of a piece.
-  void backward_mlp(const LayerRun& run, const Normed& kept, TensorView kept_gate_up, TensorView middle,
+  // Of a piece, from row `begin` on.
+  void backward_mlp(const LayerRun& run, int64_t begin, const Normed& kept, TensorView kept_gate_up, TensorView middle,
                     TensorView gradient) const;
   void backward_attention(const LayerRun& run, const LayerSaved& saved, const AttentionOperands& seen,
                           const Operands& to, TensorView qkv, TensorView gradient) const;
 
   const ModelConfig& config_;
-  ParameterSet& parameters_;
   int index_;
   DType dtype_;
   AttentionShape attention_shape_;
   QkvShape qkv_shape_;
-  // Indices of parameters; -1 where the family has none.
-  int input_norm_ = -1, qkv_weight_ = -1, qkv_bias_ = -1, q_norm_ = -1, k_norm_ = -1, output_weight_ = -1,
-      output_bias_ = -1, post_attention_norm_ = -1, gate_up_weight_ = -1, down_weight_ = -1;
+  // Nowhere where the family has none.
+  ParameterPlace input_norm_, qkv_weight_, qkv_bias_, q_norm_, k_norm_, output_weight_, output_bias_,
+      post_attention_norm_, gate_up_weight_, down_weight_;
+  Adapter qkv_adapter_, output_adapter_, gate_up_adapter_, down_adapter_;
 };
 
 }  // namespace sb

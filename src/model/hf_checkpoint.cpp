@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <map>
 #include <nlohmann/json.hpp>
+#include <optional>
 #include <set>
 #include <string>
 #include <vector>
@@ -109,13 +110,34 @@ void refuse_unknown_tensors(const fs::path& directory, const std::map<std::strin
   }
 }
 
-void read_tensor(const SafetensorsFile& file, const FlatTensor& tensor, TensorView values) {
+const SafetensorsEntry& find_entry(const SafetensorsFile& file, const FlatTensor& tensor) {
   const SafetensorsEntry* entry = file.find(tensor.name);
   SB_USER_CHECK(entry, "{}: tensor '{}' is not there, though the index says so", file.path().string(), tensor.name);
   SB_USER_CHECK(entry->shape == tensor.shape, "{}: tensor '{}' has shape {}, config.json asks for {}",
                 file.path().string(), tensor.name, entry->shape_text(),
                 fmt::format("[{}]", fmt::join(tensor.shape, ", ")));
-  file.read_f32(*entry, {values.f32() + tensor.begin, static_cast<size_t>(tensor.end - tensor.begin)});
+  return *entry;
+}
+
+// A tensor that is to be read and where to; nullptr: into parameters that are only kept rounded.
+struct WantedTensor {
+  FlatTensor tensor;
+  float* values;
+};
+
+void read_tensors(const fs::path& directory, const std::vector<WantedTensor>& wanted, ParameterSet& rounded,
+                  const TensorRead& then) {
+  std::vector<FlatTensor> tensors;
+  for (const WantedTensor& want : wanted) tensors.push_back(want.tensor);
+  HfTensors files(directory, tensors);
+  std::vector<float> buffer;
+  for (const auto& [tensor, to] : wanted) {
+    if (to == nullptr) buffer.resize(static_cast<size_t>(tensor.end - tensor.begin));
+    float* values = to == nullptr ? buffer.data() : to;
+    files.read(tensor, values);
+    if (then) then(tensor, values);
+    if (to == nullptr) rounded.store_rounded(tensor, values);
+  }
 }
 
 // Files written under temporary names, put in place together. Whatever was not put in place is removed.
@@ -215,26 +237,64 @@ void remove_older_weights(const fs::path& directory, const std::vector<std::stri
 
 }  // namespace
 
-void read_hf_weights(const fs::path& directory, ParameterSet& parameters) {
+HfTensors::HfTensors(const fs::path& directory, const std::vector<FlatTensor>& wanted) : directory_(directory) {
   SB_USER_CHECK(fs::is_directory(directory), "{}: no such directory", directory.string());
-  const std::map<std::string, std::string> files = locate_tensors(directory);
-  const std::vector<FlatTensor> wanted = parameters.flat_tensors();
-  refuse_unknown_tensors(directory, files, wanted);
-
-  std::map<std::string, std::vector<const FlatTensor*>> by_file;  // each file is opened once
-  for (const FlatTensor& tensor : wanted) {
-    const auto found = files.find(tensor.name);
-    SB_USER_CHECK(found != files.end(), "{}: tensor '{}' is missing{}", directory.string(), tensor.name,
+  places_ = locate_tensors(directory);
+  refuse_unknown_tensors(directory, places_, wanted);
+  for (const FlatTensor& tensor : wanted)
+    SB_USER_CHECK(places_.contains(tensor.name), "{}: tensor '{}' is missing{}", directory.string(), tensor.name,
                   tensor.name == "lm_head.weight" ? " (does config.json lack \"tie_word_embeddings\": true?)" : "");
-    by_file[found->second].push_back(&tensor);
+}
+
+HfTensors::~HfTensors() = default;
+
+const SafetensorsFile& HfTensors::file_of(const FlatTensor& tensor) {
+  const std::string& name = places_.at(tensor.name);
+  std::unique_ptr<SafetensorsFile>& file = files_[name];
+  if (!file) file = std::make_unique<SafetensorsFile>(directory_ / name);
+  return *file;
+}
+
+void HfTensors::read(const FlatTensor& tensor, float* values) {
+  const SafetensorsFile& file = file_of(tensor);
+  file.read_f32(find_entry(file, tensor), {values, static_cast<size_t>(tensor.end - tensor.begin)});
+}
+
+bool HfTensors::is_bf16(const FlatTensor& tensor) {
+  return find_entry(file_of(tensor), tensor).dtype == "BF16";
+}
+
+void read_hf_weights(const fs::path& directory, ParameterSet& parameters, const TensorRead& then) {
+  const bool rounded = parameters.is_rounded_only();
+  std::optional<HostCopy> values;
+  if (!rounded) values.emplace(parameters.host_values());
+  std::vector<WantedTensor> wanted;
+  for (FlatTensor& tensor : parameters.flat_tensors()) {
+    float* to = rounded ? nullptr : values->view().f32() + tensor.begin;
+    wanted.push_back({std::move(tensor), to});
   }
-  if (by_file.empty()) return;
-  const HostCopy values = parameters.host_values();
-  for (const auto& [name, tensors] : by_file) {
-    const SafetensorsFile file(directory / name);
-    for (const FlatTensor* tensor : tensors) read_tensor(file, *tensor, values.view());
+  read_tensors(directory, wanted, parameters, then);
+  if (!rounded) parameters.store_values(*values);
+}
+
+void read_hf_base(const fs::path& directory, ParameterSet& frozen, const ParameterSet& trained,
+                  const TensorView& values, const TensorRead& then) {
+  const bool rounded = frozen.is_rounded_only();
+  std::optional<HostCopy> frozen_values;
+  if (!rounded) frozen_values.emplace(frozen.host_values());
+  std::vector<WantedTensor> wanted;
+  for (FlatTensor& tensor : frozen.flat_tensors()) {
+    float* to = rounded ? nullptr : frozen_values->view().f32() + tensor.begin;
+    wanted.push_back({std::move(tensor), to});
   }
-  parameters.store_values(values);
+  for (FlatTensor& tensor : trained.flat_tensors()) {
+    if (tensor.name.find(".lora_") != std::string::npos) continue;
+    float* to = values.f32() + tensor.begin;
+    tensor.name.erase(0, kPeftPrefix.size());
+    wanted.push_back({std::move(tensor), to});
+  }
+  read_tensors(directory, wanted, frozen, then);
+  if (!rounded) frozen.store_values(*frozen_values);
 }
 
 void write_hf_model(const fs::path& directory, const ModelConfig& config, const ParameterSet& parameters,

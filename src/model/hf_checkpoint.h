@@ -1,8 +1,12 @@
 #pragma once
 
 #include <filesystem>
+#include <functional>
 #include <map>
+#include <memory>
 #include <span>
+#include <string>
+#include <vector>
 
 #include "model/model_config.h"
 #include "model/parameters.h"
@@ -13,7 +17,30 @@ namespace sb {
 // Reads the stage's parameters from a Hugging Face directory: model.safetensors, or shards with
 // model.safetensors.index.json; fp32, bf16 or fp16. A missing tensor, a wrong shape or a damaged file is a UserError
 // that names it.
-void read_hf_weights(const std::filesystem::path& directory, ParameterSet& parameters);
+// `then` sees every tensor as it was read, by its name in the files, and may change its values.
+using TensorRead = std::function<void(const FlatTensor& tensor, float* values)>;
+void read_hf_weights(const std::filesystem::path& directory, ParameterSet& parameters, const TensorRead& then = {});
+// The same of a model with adapters: all of `frozen`, and into `values` (of the trained parameters' flat layout, on the
+// host) those of the trained ones that are the model's own.
+void read_hf_base(const std::filesystem::path& directory, ParameterSet& frozen, const ParameterSet& trained,
+                  const TensorView& values, const TensorRead& then);
+
+// Single tensors of such a directory, in any order.
+class HfTensors {
+ public:
+  // UserError when one of `wanted` is missing, or when a layer has a tensor that is not among them.
+  HfTensors(const std::filesystem::path& directory, const std::vector<FlatTensor>& wanted);
+  ~HfTensors();
+  void read(const FlatTensor& tensor, float* values);
+  bool is_bf16(const FlatTensor& tensor);
+
+ private:
+  const SafetensorsFile& file_of(const FlatTensor& tensor);
+
+  std::filesystem::path directory_;
+  std::map<std::string, std::string> places_;
+  std::map<std::string, std::unique_ptr<SafetensorsFile>> files_;
+};
 
 struct HfWriteOptions {
   DType dtype = DType::f32;  // f32 or bf16

@@ -34,6 +34,19 @@ void fill_normal(TensorView tensor, float deviation, uint64_t seed, uint64_t str
   }
 }
 
+void fill_uniform(TensorView tensor, double limit, uint64_t seed, uint64_t stream) {
+  float* data = tensor.f32();
+  for (int64_t i = 0; i < tensor.elements(); i += 4) {
+    const std::array<uint32_t, 4> bits = Random::block(seed, static_cast<uint64_t>(i / 4), stream);
+    for (int64_t k = 0; k < std::min<int64_t>(4, tensor.elements() - i); ++k)
+      data[i + k] = static_cast<float>(limit * ((bits[static_cast<size_t>(k)] + 0.5) * 0x1p-31 - 1.0));
+  }
+}
+
+bool is_adapter(const Parameter& parameter) {
+  return parameter.name.ends_with(".lora_A") || parameter.name.ends_with(".lora_B");
+}
+
 void fill(TensorView tensor, float value) {
   std::fill_n(tensor.f32(), tensor.elements(), value);
 }
@@ -45,13 +58,31 @@ void initialize_parameters(ParameterSet& parameters, float deviation, uint64_t s
   for (int i = 0; i < parameters.count(); ++i) {
     const Parameter& parameter = parameters.parameter(i);
     const TensorView value = parameters.part(values.view(), i);
+    if (is_adapter(parameter)) continue;
     if (parameter.shape.rank() >= 2) {
       fill_normal(value, deviation, seed, name_hash(parameter.name));
     } else {
       fill(value, parameter.name.ends_with(".bias") ? 0.0f : 1.0f);
     }
   }
+  initialize_adapters(parameters, values.view(), seed);
   parameters.store_values(values);
+}
+
+void initialize_adapters(const ParameterSet& parameters, const TensorView& values, uint64_t seed) {
+  for (int i = 0; i < parameters.count(); ++i) {
+    const Parameter& parameter = parameters.parameter(i);
+    if (!is_adapter(parameter)) continue;
+    const TensorView value = parameters.part(values, i);
+    // By the modules' own names: which others are targets does not matter.
+    for (const Parameter::Part& part : parameter.parts) {
+      const TensorView rows = value.rows(part.row_begin, part.row_end);
+      if (parameter.name.ends_with(".lora_A"))
+        fill_uniform(rows, 1.0 / std::sqrt(static_cast<double>(parameter.shape[1])), seed, name_hash(part.hf_name));
+      else
+        fill(rows, 0.0f);
+    }
+  }
 }
 
 }  // namespace sb

@@ -6,7 +6,11 @@
 
 namespace sb {
 
-// Matrices normal(0, deviation), norms one, biases zero; a pure function of (seed, parameter name).
+// Matrices normal(0, deviation), norms one, biases zero, adapters as initialize_adapters(); a pure function of (seed,
+// parameter name).
 void initialize_parameters(ParameterSet& parameters, float deviation, uint64_t seed);
+// Adapters alone, in `values` of the parameters' flat layout on the host, as PEFT does it: A uniform in ±1/√in, B zero,
+// so that the model computes what it did without them.
+void initialize_adapters(const ParameterSet& parameters, const TensorView& values, uint64_t seed);
 
 }  // namespace sb

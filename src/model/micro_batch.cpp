@@ -18,6 +18,7 @@ MicroBatch cut_piece(const MicroBatch& sequence, int64_t begin, int64_t end) {
   piece.weights = part(sequence.weights);
   piece.cu_seqlens.push_back(static_cast<int32_t>(end - begin));
   piece.sequence_ids = sequence.sequence_ids;
+  piece.dropout_key = sequence.dropout_key;
   piece.budgets = sequence.budgets;
   piece.piece_begin = begin;
   piece.piece_length = sequence.size();

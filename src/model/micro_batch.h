@@ -18,6 +18,7 @@ struct MicroBatch {
   // Where several ranks share the sequences: cu_seqlens of the whole ones; empty otherwise.
   std::vector<int32_t> whole_cu_seqlens;
   std::vector<int64_t> sequence_ids;
+  uint64_t dropout_key = 0;  // of the step (dropout_key of ops/dropout.h), where adapters drop elements
   // Attention budgets [layer · sequences + sequence] in keys per query; empty: the configured one everywhere.
   std::vector<int32_t> budgets;
   // A piece: its first token in its sequence, and the length of that; 0: whole sequences.

@@ -142,19 +142,51 @@ void ParameterSet::store_values(const HostCopy& values) {
     round_parameters(exec, flat_values_, flat_weights_);
     return cuda::synchronize(exec.stream);
   }
-  SB_CHECK(values_owner_, "nobody takes the values");
   const HostCopy weights(flat_weights_);
   const float* from = values.view().f32();
   auto* to = static_cast<uint16_t*>(weights.view().raw());
   for (int64_t i = 0; i < flat_elements_; ++i) to[i] = bf16_from_f32(from[i]);
   weights.store();
-  values_owner_(values.view());
+  if (values_owner_) values_owner_(values.view());
+}
+
+void ParameterSet::store_rounded(const FlatTensor& tensor, const float* values) {
+  SB_CHECK(is_rounded_only(), "{}: the parameters have values", tensor.name);
+  const HostCopy weights(flat_weights_.rows(tensor.begin, tensor.end));
+  auto* to = static_cast<uint16_t*>(weights.view().raw());
+  for (int64_t i = 0; i < tensor.end - tensor.begin; ++i) to[i] = bf16_from_f32(values[i]);
+  weights.store();
 }
 
 TensorView ParameterSet::part(const TensorView& flat, int index) const {
   const Parameter& own = parameter(index);
   SB_CHECK(!flat.empty(), "{} is not allocated", own.name);
   return flat.rows(own.offset, own.offset + own.elements()).reshaped(own.shape);
+}
+
+bool StageParameters::trains(Kind kind) const {
+  if (!lora_.enabled()) return true;
+  switch (kind) {
+    case Kind::norm:
+      return lora_.norms;
+    case Kind::embedding:
+      return lora_.embedding;
+    case Kind::head:
+      return lora_.head;
+    default:
+      return false;
+  }
+}
+
+ParameterPlace StageParameters::declare(Kind kind, std::string name, Shape shape, std::vector<Parameter::Part> parts) {
+  if (!trains(kind)) return {&frozen_, frozen_.declare(std::move(name), shape, std::move(parts))};
+  if (lora_.enabled())
+    for (Parameter::Part& part : parts) part.hf_name.insert(0, kPeftPrefix);
+  return {&trained_, trained_.declare(std::move(name), shape, std::move(parts))};
+}
+
+ParameterPlace StageParameters::declare_adapter(std::string name, Shape shape, std::vector<Parameter::Part> parts) {
+  return {&trained_, trained_.declare(std::move(name), shape, std::move(parts))};
 }
 
 }  // namespace sb

@@ -10,6 +10,7 @@
 #include "core/arena.h"
 #include "core/tensor.h"
 #include "device/memory.h"
+#include "model/lora/lora_config.h"
 
 namespace sb {
 
@@ -84,10 +85,16 @@ class ParameterSet {
   // which waits for the device.
   HostCopy host_values() const;
   void store_values(const HostCopy& values);
-  // Who has the values where they are not here: gets all of them (fp32, on the host) with every store_values().
+  // Who has the values where they are not here: gets all of them (fp32, on the host) with every store_values(). Nobody,
+  // where they are not trained.
   using ValuesOwner = std::function<void(const TensorView& values)>;
   void set_values_owner(ValuesOwner owner) { values_owner_ = std::move(owner); }
   bool has_values() const { return !flat_values_.empty(); }
+  bool has_gradients() const { return !flat_gradients_.empty(); }
+  // Parameters that nobody trains, in bf16: the rounded weights are all there is, and values can only be put in.
+  bool is_rounded_only() const { return !flat_weights_.empty() && !has_values() && !values_owner_; }
+  // Puts in one tensor of such parameters, rounded; waits for the device.
+  void store_rounded(const FlatTensor& tensor, const float* values);
   // A parameter's part of any buffer of the flat layout.
   TensorView part(const TensorView& flat, int index) const;
 
@@ -99,6 +106,37 @@ class ParameterSet {
   TensorView flat_values_, flat_gradients_, flat_weights_;
   std::vector<bool> unwritten_;  // gradients, since begin_gradients()
   ValuesOwner values_owner_;
+};
+
+// A parameter and the set that it lies in; index -1: the model has none of this kind.
+struct ParameterPlace {
+  ParameterSet* set = nullptr;
+  int index = -1;
+
+  TensorView weight() const { return index < 0 ? TensorView() : set->weight(index); }
+  bool trained() const { return index >= 0 && set->has_gradients(); }
+  // Empty where it is not trained.
+  TensorView gradient() const { return trained() ? set->gradient(index) : TensorView(); }
+  bool add_to_gradient() const { return set->add_to_gradient(index); }
+};
+
+// Where the parameters of a stage go as they are declared: to those that are trained, which without adapters are all of
+// them, or to those that stay as they are. What is trained along with adapters has the names that PEFT gives it.
+class StageParameters {
+ public:
+  StageParameters(ParameterSet& trained, ParameterSet& frozen, const LoraConfig& lora)
+      : trained_(trained), frozen_(frozen), lora_(lora) {}
+
+  enum class Kind { product, norm, embedding, head };
+  bool trains(Kind kind) const;
+  ParameterPlace declare(Kind kind, std::string name, Shape shape, std::vector<Parameter::Part> parts);
+  ParameterPlace declare_adapter(std::string name, Shape shape, std::vector<Parameter::Part> parts);
+  const LoraConfig& lora() const { return lora_; }
+
+ private:
+  ParameterSet& trained_;
+  ParameterSet& frozen_;
+  const LoraConfig& lora_;
 };
 
 }  // namespace sb

@@ -22,36 +22,45 @@ namespace {
 
 // The parameters of a stage and its layers. Declared without memory for the plan, with it for the run.
 struct StageModel {
-  ParameterSet parameters;
+  ParameterSet parameters, frozen;
   std::vector<DecoderLayer> layers;
-  int embedding = -1, final_norm = -1, head = -1;
+  ParameterPlace embedding, final_norm, head;
+  int first_layer_group = 0;  // of the parameters
 
   StageModel(const ModelConfig& config, const StageOptions& options) {
+    using Kind = StageParameters::Kind;
+    StageParameters all(parameters, frozen, options.lora);
+    // A group that is not trained would be empty.
+    const auto end_group = [&](const ParameterPlace& of) {
+      if (of.set == &parameters) parameters.end_group(options.shards);
+    };
     const bool first = options.first_layer == 0, last = options.last_layer == config.layers;
     const Shape table{config.vocab_size, config.hidden_size};
     const auto declare_embedding = [&] {
-      return parameters.declare("embed_tokens.weight", table, {{"model.embed_tokens.weight", 0, config.vocab_size}});
+      return all.declare(Kind::embedding, "embed_tokens.weight", table,
+                         {{"model.embed_tokens.weight", 0, config.vocab_size}});
     };
     if (first) {
       embedding = declare_embedding();
-      parameters.end_group(options.shards);
+      end_group(embedding);
     }
+    first_layer_group = static_cast<int>(parameters.groups().size());
     layers.reserve(static_cast<size_t>(options.last_layer - options.first_layer));
     for (int layer = options.first_layer; layer < options.last_layer; ++layer) {
-      layers.emplace_back(config, layer, parameters, options.dtype);
+      layers.emplace_back(config, layer, all, options.dtype);
       parameters.end_group(options.shards);
     }
     if (!last) return;
     final_norm =
-        parameters.declare("norm.weight", {config.hidden_size}, {{"model.norm.weight", 0, config.hidden_size}});
-    parameters.end_group(options.shards);
+        all.declare(Kind::norm, "norm.weight", {config.hidden_size}, {{"model.norm.weight", 0, config.hidden_size}});
+    end_group(final_norm);
     if (!config.tie_word_embeddings) {
-      head = parameters.declare("lm_head.weight", table, {{"lm_head.weight", 0, config.vocab_size}});
+      head = all.declare(Kind::head, "lm_head.weight", table, {{"lm_head.weight", 0, config.vocab_size}});
     } else {
       // Tied: one parameter. A last stage without the first layer has its own copy, under the same name.
       head = first ? embedding : declare_embedding();
     }
-    if (head != embedding) parameters.end_group(options.shards);
+    if (!first || !config.tie_word_embeddings) end_group(head);
   }
 };
 
@@ -73,6 +82,7 @@ void check_options(const ModelConfig& config, const StageOptions& options) {
   SB_CHECK(options.recompute != Recompute::chunk ||
                (options.first_layer == 0 && options.last_layer == config.layers && options.kept_tokens == 0),
            "forwards run again in a stage that holds the whole model, with slots of one size");
+  SB_CHECK(!options.lora.head || !config.tie_word_embeddings, "the head is the embedding and is trained with it");
 }
 
 TensorView vector_view(const std::vector<int32_t>& values) {
@@ -86,6 +96,7 @@ PiecePlace place_of(const MicroBatch& piece) {
 // A micro-batch's ids where the operations find them.
 struct DeviceBatch {
   TensorView tokens, positions, labels, weights;
+  TensorView sequences;  // the number of every token's sequence, where adapters drop elements of their input
 };
 
 // What the layers keep of a micro-batch between forward and backward.
@@ -109,6 +120,7 @@ struct Slot {
   HostMemory loss_memory, staging;
   std::unique_ptr<Arena> inputs;
   DeviceBatch ids;
+  std::vector<int32_t> sequences;  // what ids.sequences shows on the host
   DeviceEvent uploaded, loss_ready;
 
   Slot(const StageOptions& options, const StageBytes& bytes)
@@ -153,13 +165,15 @@ struct Stage::Implementation {
         first(options.first_layer == 0),
         last(options.last_layer == config.layers),
         model(config, options),
-        bytes(config, options, model.parameters, attention, threads),
+        bytes(config, options, model.parameters, model.frozen, attention, threads),
         activations(make_arena("activations", bytes.activations, options.device)),
         pieces(bytes.pieces, options.device),
         rope_arena(make_arena("rope table", bytes.rope_table, options.device)),
         workspace(make_arena("workspace", bytes.workspace, options.device)),
         scratch(make_arena("scratch", bytes.scratch, options.device)) {
     model.parameters.allocate(options.training, options.device, options.dtype, options.with_values);
+    if (options.lora.enabled())
+      model.frozen.allocate(/*with_gradients=*/false, options.device, options.dtype, options.dtype == DType::f32);
     make_states();
     const AttentionShape shape{config.heads, config.kv_heads, config.head_dim, 1.0f};
     attention.reserve(shape, options.max_micro_batch_tokens, options.dtype, states);
@@ -261,6 +275,15 @@ struct Stage::Implementation {
     return {exec, workspace, attention, sequences, slot.ids.positions, cos, sin, options.layer_chunk};
   }
 
+  // The same in training, where adapters drop elements of their input.
+  LayerRun training_run(const Exec& exec, const MicroBatch& batch, int slot_index, const DecoderLayer& layer) {
+    LayerRun run = layer_run(exec, batch, slot_index, layer);
+    const Slot& slot = slots[static_cast<size_t>(slot_index)];
+    if (options.lora.dropout > 0)
+      run.dropout = {options.lora.dropout, batch.dropout_key, 0, slot.ids.sequences, slot.ids.positions};
+    return run;
+  }
+
   // Everything the operations rely on without looking.
   void check_batch(const MicroBatch& batch, const TensorView& input) const {
     const int64_t tokens = batch.size();
@@ -307,9 +330,20 @@ struct Stage::Implementation {
     slot.end = slot.token_loss = {};
     if (options.training || last) slot.end = slot.arena->allocate(options.dtype, {slot.tokens, config.hidden_size});
     if (last) slot.token_loss = slot.arena->allocate(DType::f32, {slot.tokens});
+    if (options.lora.dropout > 0) number_sequences(batch, slot.sequences);
     slot.ids = {vector_view(batch.tokens), vector_view(batch.positions), vector_view(batch.labels),
-                TensorView(batch.weights.data(), {static_cast<int64_t>(batch.weights.size())})};
+                TensorView(batch.weights.data(), {static_cast<int64_t>(batch.weights.size())}),
+                vector_view(slot.sequences)};
     if (options.device == DeviceKind::cuda) upload_ids(exec, slot);
+  }
+
+  static void number_sequences(const MicroBatch& batch, std::vector<int32_t>& of_tokens) {
+    SB_CHECK(std::ssize(batch.sequence_ids) == batch.sequences(), "{} ids of {} sequences", batch.sequence_ids.size(),
+             batch.sequences());
+    of_tokens.resize(static_cast<size_t>(batch.size()));
+    for (size_t s = 0; s < batch.sequence_ids.size(); ++s)
+      std::fill(of_tokens.begin() + batch.cu_seqlens[s], of_tokens.begin() + batch.cu_seqlens[s + 1],
+                static_cast<int32_t>(batch.sequence_ids[s]));
   }
 
   // Through page-locked memory, so that the host does not wait; from then on slot.ids lie on the device.
@@ -317,7 +351,8 @@ struct Stage::Implementation {
     slot.uploaded.wait();  // for the ids before these
     slot.inputs->release(0);
     auto* next = static_cast<char*>(slot.staging.data());
-    for (TensorView* ids : {&slot.ids.tokens, &slot.ids.positions, &slot.ids.labels, &slot.ids.weights}) {
+    for (TensorView* ids :
+         {&slot.ids.tokens, &slot.ids.positions, &slot.ids.labels, &slot.ids.weights, &slot.ids.sequences}) {
       // Stages in the middle have no labels, and a rank that shares short sequences maybe no tokens.
       const TensorView there = slot.inputs->allocate(ids->dtype(), ids->shape());
       if (ids->elements() > 0) std::memcpy(next, ids->raw(), static_cast<size_t>(ids->bytes()));
@@ -330,7 +365,7 @@ struct Stage::Implementation {
 
   void start_of_stream(const Exec& exec, const Slot& slot, TensorView input, TensorView x) {
     if (first) {
-      embedding_forward(exec, slot.ids.tokens, model.parameters.weight(model.embedding), x);
+      embedding_forward(exec, slot.ids.tokens, model.embedding.weight(), x);
     } else {
       copy_tensor(exec, input, x);
     }
@@ -359,7 +394,7 @@ struct Stage::Implementation {
       const int layer = static_cast<int>(i);
       to.inputs.written(exec, layer);
       if (i + 1 < layers) to.inputs.before_write(exec, layer + 1);
-      LayerRun run = layer_run(exec, batch, slot_index, model.layers[i]);
+      LayerRun run = training_run(exec, batch, slot_index, model.layers[i]);
       run.sequences.again = again;
       model.layers[i].forward(run, to.saved[i], i + 1 < layers ? to.saved[i + 1].x : stream);
     }
@@ -376,26 +411,24 @@ struct Stage::Implementation {
 
   // Loss and, on the way, the gradient of `x`, the last layer's output; it stays in slot.end.
   void loss_with_gradient(const Exec& exec, const MicroBatch& batch, Slot& slot, TensorView x) {
-    ParameterSet& p = model.parameters;
     ArenaScope scope(workspace);
     const TensorView hidden = workspace.allocate(options.dtype, x.shape());
     const TensorView rstd = workspace.allocate(DType::f32, {slot.tokens});
-    rmsnorm_forward(exec, x, p.weight(model.final_norm), config.rms_norm_eps, hidden, rstd);
-    loss_forward_backward(exec, hidden, p.weight(model.head), slot.ids.labels, slot.ids.weights, options.loss_chunk,
-                          slot.token_loss, slot.end, p.gradient(model.head), slot.loss(), batch.labels,
-                          p.add_to_gradient(model.head));
+    rmsnorm_forward(exec, x, model.final_norm.weight(), config.rms_norm_eps, hidden, rstd);
+    loss_forward_backward(exec, hidden, model.head.weight(), slot.ids.labels, slot.ids.weights, options.loss_chunk,
+                          slot.token_loss, slot.end, model.head.gradient(), slot.loss(), batch.labels,
+                          model.head.trained() && model.head.add_to_gradient());
     slot.loss_ready.record(exec);
-    rmsnorm_backward(exec, x, p.weight(model.final_norm), rstd, slot.end, slot.end, /*accumulate=*/false,
-                     p.gradient(model.final_norm));
+    rmsnorm_backward(exec, x, model.final_norm.weight(), rstd, slot.end, slot.end, /*accumulate=*/false,
+                     model.final_norm.gradient());
   }
 
   // Loss alone; the normed hidden state stays in slot.end for logits().
   void loss_only(const Exec& exec, const MicroBatch& batch, Slot& slot, TensorView x) {
-    const ParameterSet& p = model.parameters;
     ArenaScope scope(workspace);
     const TensorView rstd = workspace.allocate(DType::f32, {slot.tokens});
-    rmsnorm_forward(exec, x, p.weight(model.final_norm), config.rms_norm_eps, slot.end, rstd);
-    loss_forward(exec, slot.end, p.weight(model.head), slot.ids.labels, slot.ids.weights, options.loss_chunk,
+    rmsnorm_forward(exec, x, model.final_norm.weight(), config.rms_norm_eps, slot.end, rstd);
+    loss_forward(exec, slot.end, model.head.weight(), slot.ids.labels, slot.ids.weights, options.loss_chunk,
                  slot.token_loss, slot.loss(), batch.labels);
     slot.loss_ready.record(exec);
   }
@@ -416,7 +449,7 @@ MemoryPlan Stage::memory_plan(const ModelConfig& config, const StageOptions& opt
                               int threads) {
   check_options(config, options);
   const StageModel model(config, options);
-  return stage_memory_plan(options, StageBytes(config, options, model.parameters, attention, threads));
+  return stage_memory_plan(options, StageBytes(config, options, model.parameters, model.frozen, attention, threads));
 }
 
 int Stage::most_offload(const StageOptions& options) {
@@ -454,6 +487,10 @@ ParameterSet& Stage::parameters() {
   return implementation_->model.parameters;
 }
 
+ParameterSet& Stage::frozen_parameters() {
+  return implementation_->model.frozen;
+}
+
 const ModelConfig& Stage::config() const {
   return implementation_->config;
 }
@@ -467,7 +504,9 @@ void Stage::divide(int slots, int64_t tokens) {
 }
 
 void Stage::initialize(uint64_t seed) {
-  initialize_parameters(implementation_->model.parameters, implementation_->config.initializer_range, seed);
+  Implementation& s = *implementation_;
+  initialize_parameters(s.model.parameters, s.config.initializer_range, seed);
+  if (s.options.lora.enabled()) initialize_parameters(s.model.frozen, s.config.initializer_range, seed);
 }
 
 TensorView Stage::forward(const Exec& caller, const MicroBatch& batch, int slot_index, TensorView input) {
@@ -534,7 +573,7 @@ TensorView Stage::backward(const Exec& caller, const MicroBatch& batch, int slot
   }
   // The gradients of norm and head come with the loss, in forward.
   auto group = static_cast<int>(s.model.parameters.groups().size());
-  const int first_layer_group = s.first ? 1 : 0;
+  const int first_layer_group = s.model.first_layer_group;
   const auto down_to = [&](int final_group) {
     while (group > final_group) {
       s.model.parameters.complete_gradients(exec, --group);
@@ -544,15 +583,17 @@ TensorView Stage::backward(const Exec& caller, const MicroBatch& batch, int slot
   down_to(first_layer_group + static_cast<int>(s.model.layers.size()));
   for (size_t i = s.model.layers.size(); i-- > 0;) {
     kept.inputs.before_read(exec, static_cast<int>(i));
-    s.model.layers[i].backward(s.layer_run(exec, batch, slot_index, s.model.layers[i]), kept.saved[i], gradient);
+    s.model.layers[i].backward(s.training_run(exec, batch, slot_index, s.model.layers[i]), kept.saved[i], gradient);
     kept.inputs.done(exec, static_cast<int>(i));
     down_to(first_layer_group + static_cast<int>(i));
   }
   slot.holds = Slot::Holds::nothing;
   if (!s.first) return gradient;
-  const TensorView table = s.model.parameters.gradient(s.model.embedding);
-  if (!s.model.parameters.add_to_gradient(s.model.embedding)) zero_tensor(exec, table);  // it gets rows, not all of it
-  embedding_backward(exec, slot.ids.tokens, gradient, table);
+  if (const ParameterPlace& embedding = s.model.embedding; embedding.trained()) {
+    const TensorView table = embedding.gradient();
+    if (!embedding.add_to_gradient()) zero_tensor(exec, table);  // it gets rows, not all of it
+    embedding_backward(exec, slot.ids.tokens, gradient, table);
+  }
   down_to(0);
   return {};
 }
@@ -573,8 +614,7 @@ void Stage::logits(const Exec& caller, int slot_index, int64_t row_begin, int64_
   Implementation& s = *implementation_;
   const Slot& slot = s.slot(slot_index);
   SB_CHECK(s.last && slot.holds == Slot::Holds::evaluation, "logits of slot {} without evaluate()", slot_index);
-  linear_forward(s.with_scratch(caller), slot.end.rows(row_begin, row_end), s.model.parameters.weight(s.model.head), {},
-                 logits);
+  linear_forward(s.with_scratch(caller), slot.end.rows(row_begin, row_end), s.model.head.weight(), {}, logits);
 }
 
 }  // namespace sb

@@ -7,6 +7,7 @@
 
 #include "attention/attention.h"
 #include "core/memory_plan.h"
+#include "model/lora/lora_config.h"
 #include "model/micro_batch.h"
 #include "model/model_config.h"
 #include "model/parameters.h"
@@ -43,6 +44,7 @@ struct StageOptions {
   bool training = true;          // false: no gradients, no saved activations; forward() is evaluate()
   int shards = 1;                // every group of the parameters can be cut into so many equal pieces
   bool with_values = true;       // false: the fp32 values are somebody else's (ParameterSet::set_values_owner)
+  LoraConfig lora;               // with a rank the model itself is frozen but for what it names
 };
 
 // Told, during a backward, which group of the parameters (ParameterSet::groups()) it will not touch again: from the
@@ -58,7 +60,7 @@ class Stage {
   Stage(const ModelConfig& config, const StageOptions& options, Attention& attention, int threads);
   ~Stage();
 
-  // The parameters such a stage has, without memory.
+  // The parameters that such a stage trains, without memory.
   static ParameterSet declare_parameters(const ModelConfig& config, const StageOptions& options);
   // What the constructor will allocate, item by item.
   static MemoryPlan memory_plan(const ModelConfig& config, const StageOptions& options, const Attention& attention,
@@ -74,7 +76,10 @@ class Stage {
 
   bool first() const;
   bool last() const;
+  // Those that are trained: all of the model, or adapters and what is trained along with them.
   ParameterSet& parameters();
+  // The rest of the model; without adapters there are none.
+  ParameterSet& frozen_parameters();
   const ModelConfig& config() const;
   const StageOptions& options() const;
 

@@ -49,7 +49,7 @@ int64_t slot_bytes(const ModelConfig& config, const StageOptions& options, int64
 }
 
 StageBytes::StageBytes(const ModelConfig& config, const StageOptions& options, const ParameterSet& parameters,
-                       const Attention& attention, int threads) {
+                       const ParameterSet& frozen_parameters, const Attention& attention, int threads) {
   const int64_t tokens = options.max_micro_batch_tokens;
   const int layers = options.last_layer - options.first_layer;
   const bool first = options.first_layer == 0, last = options.last_layer == config.layers;
@@ -59,25 +59,30 @@ StageBytes::StageBytes(const ModelConfig& config, const StageOptions& options, c
   weights = options.with_values ? Arena::rounded(parameters.flat_bytes()) : 0;
   gradients = options.training ? Arena::rounded(parameters.flat_bytes()) : 0;
   rounded_weights = options.dtype == DType::f32 ? 0 : array_bytes(parameters.flat_elements(), options.dtype);
+  frozen = array_bytes(frozen_parameters.flat_elements(), options.dtype);
   if (options.training) layer_inputs = {layers, options.offload, stream};
   // Rounding adds less to a slot than a token takes.
   activations = options.kept_tokens == 0
                     ? options.slots * slot_bytes(config, options, tokens)
                     : slot_bytes(config, options, options.kept_tokens) + options.slots * slot_bytes(config, options, 1);
   if (options.recompute == Recompute::chunk) activations += kept_bytes(config, options, tokens);
-  inputs = options.device == DeviceKind::cuda ? 4 * array_bytes(tokens, DType::i32) : 0;
+  const int64_t ids = options.lora.dropout > 0 ? 5 : 4;
+  inputs = options.device == DeviceKind::cuda ? ids * array_bytes(tokens, DType::i32) : 0;
   states = attention_states(options) * attention.state_bytes(shape, tokens);
   plans = attention.reserved_bytes(shape, tokens, options.dtype, attention_states(options));
   call = attention.call_bytes(shape, tokens, threads);
   rope_table = 2 * array_bytes(options.max_sequence_length * (config.head_dim / 2), DType::f32);
-  workspace =
-      stream + std::max(DecoderLayer::forward_workspace_bytes(config, options.dtype, tokens, options.layer_chunk),
-                        stream + array_bytes(tokens, DType::f32));  // the loss
+  const int64_t adapters =
+      DecoderLayer::adapter_bytes(config, options.lora, options.dtype, tokens, options.layer_chunk);
+  workspace = stream + std::max(adapters + DecoderLayer::forward_workspace_bytes(config, options.dtype, tokens,
+                                                                                 options.layer_chunk),
+                                stream + array_bytes(tokens, DType::f32));  // the loss
   if (options.training) {
     // The last stage's gradient lies in its slot.
-    workspace = std::max(workspace, (last ? 0 : stream) + DecoderLayer::backward_workspace_bytes(
-                                                              config, options.dtype, tokens, options.layer_chunk,
-                                                              kept_at_hand(options.recompute)));
+    workspace = std::max(workspace,
+                         (last ? 0 : stream) + adapters +
+                             DecoderLayer::backward_workspace_bytes(config, options.dtype, tokens, options.layer_chunk,
+                                                                    kept_at_hand(options.recompute)));
   }
   scratch =
       std::max(attention.scratch_bytes(shape, tokens, threads), DecoderLayer::scratch_bytes(config, options.device));
@@ -114,6 +119,7 @@ MemoryPlan stage_memory_plan(const StageOptions& options, const StageBytes& byte
   if (bytes.weights > 0) plan.add("weights", bytes.weights);
   if (options.training) plan.add("gradients", bytes.gradients);
   if (bytes.rounded_weights > 0) plan.add("rounded weights", bytes.rounded_weights);
+  if (bytes.frozen > 0) plan.add("frozen weights", bytes.frozen);
   plan.add("activations", bytes.activations);
   if (bytes.inputs > 0) plan.add("micro-batch ids", options.slots * bytes.inputs);
   const int64_t layers = options.last_layer - options.first_layer;

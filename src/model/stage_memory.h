@@ -20,13 +20,14 @@ Attention::PieceLimits piece_limits(const ModelConfig& config, const StageOption
 
 // Bytes of every piece of a stage's memory, from which both the plan and the arenas are made.
 struct StageBytes {
-  int64_t weights, gradients, rounded_weights, activations, inputs, states, plans, call, rope_table, workspace, scratch;
+  int64_t weights, gradients, rounded_weights, frozen, activations, inputs, states, plans, call, rope_table, workspace,
+      scratch;
   int64_t piece_layer;  // what attention keeps in every layer of a sequence in pieces
   LayerInputsPlan layer_inputs;
   PieceStorePlan pieces;
 
   StageBytes(const ModelConfig& config, const StageOptions& options, const ParameterSet& parameters,
-             const Attention& attention, int threads);
+             const ParameterSet& frozen_parameters, const Attention& attention, int threads);
 };
 
 // What the layers keep of a micro-batch of at most so many tokens.

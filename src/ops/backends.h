@@ -3,7 +3,9 @@
 // What every backend provides. The public functions (linear.h, …) check shapes and call the one that exec.device names.
 
 #include "ops/adamw.h"
+#include "ops/column_products.h"
 #include "ops/cross_entropy.h"
+#include "ops/dropout.h"
 #include "ops/embedding.h"
 #include "ops/linear.h"
 #include "ops/rmsnorm.h"
@@ -17,6 +19,11 @@ void linear_forward(const Exec& exec, TensorView x, TensorView weight, TensorVie
 void linear_backward_input(const Exec& exec, TensorView dy, TensorView weight, TensorView dx, bool accumulate);
 void linear_backward_weight(const Exec& exec, TensorView x, TensorView dy, TensorView dweight, TensorView dbias,
                             bool accumulate);
+void multiply_transposed(const Exec& exec, const Columns& x, TensorView weight, float scale, const Columns& y,
+                         bool accumulate);
+void multiply(const Exec& exec, const Columns& x, TensorView weight, float scale, const Columns& y, bool accumulate);
+void add_outer_products(const Exec& exec, const Columns& dy, const Columns& x, TensorView gradient, bool accumulate);
+void dropout(const Exec& exec, const DropoutRows& rows, TensorView from, TensorView to, bool add);
 void rmsnorm_forward(const Exec& exec, TensorView x, TensorView weight, float eps, TensorView y, TensorView rstd);
 void rmsnorm_backward(const Exec& exec, TensorView x, TensorView weight, TensorView rstd, TensorView dy, TensorView dx,
                       bool accumulate, TensorView dweight);
@@ -52,6 +59,11 @@ void linear_forward(const Exec& exec, TensorView x, TensorView weight, TensorVie
 void linear_backward_input(const Exec& exec, TensorView dy, TensorView weight, TensorView dx, bool accumulate);
 void linear_backward_weight(const Exec& exec, TensorView x, TensorView dy, TensorView dweight, TensorView dbias,
                             bool accumulate);
+void multiply_transposed(const Exec& exec, const Columns& x, TensorView weight, float scale, const Columns& y,
+                         bool accumulate);
+void multiply(const Exec& exec, const Columns& x, TensorView weight, float scale, const Columns& y, bool accumulate);
+void add_outer_products(const Exec& exec, const Columns& dy, const Columns& x, TensorView gradient, bool accumulate);
+void dropout(const Exec& exec, const DropoutRows& rows, TensorView from, TensorView to, bool add);
 void rmsnorm_forward(const Exec& exec, TensorView x, TensorView weight, float eps, TensorView y, TensorView rstd);
 void rmsnorm_backward(const Exec& exec, TensorView x, TensorView weight, TensorView rstd, TensorView dy, TensorView dx,
                       bool accumulate, TensorView dweight);

@@ -41,7 +41,7 @@ void loss_forward_backward(const Exec& exec, TensorView hidden, TensorView weigh
                            TensorView dweight, LossSums* sums, std::span<const int32_t> host_labels, bool accumulate) {
   check_loss_operands(exec, "loss_forward_backward", hidden, weight, labels, weights, chunk, token_loss);
   check_operand(exec, "loss_forward_backward", "dhidden", dhidden, hidden.dtype(), hidden.shape());
-  check_operand(exec, "loss_forward_backward", "dweight", dweight, DType::f32, weight.shape());
+  if (!dweight.empty()) check_operand(exec, "loss_forward_backward", "dweight", dweight, DType::f32, weight.shape());
   SB_CHECK(hidden.empty() || hidden.raw() != dhidden.raw(), "loss_forward_backward: hidden and dhidden alias");
   if (exec.device == DeviceKind::cuda) {
     check_host_labels(host_labels, labels);

@@ -32,7 +32,7 @@ void loss_forward(const Exec& exec, TensorView hidden, TensorView weight, Tensor
                   int64_t chunk, TensorView token_loss, LossSums* sums, std::span<const int32_t> host_labels = {});
 
 // The same, and in the same pass over the logits dhidden [T, H] (written) and dweight [V, H] (added to, or with
-// accumulate false written) of Σ weight · token loss. `hidden` and `dhidden` may not alias.
+// accumulate false written; empty: not wanted) of Σ weight · token loss. `hidden` and `dhidden` may not alias.
 void loss_forward_backward(const Exec& exec, TensorView hidden, TensorView weight, TensorView labels,
                            TensorView weights, int64_t chunk, TensorView token_loss, TensorView dhidden,
                            TensorView dweight, LossSums* sums, std::span<const int32_t> host_labels = {},

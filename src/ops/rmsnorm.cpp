@@ -26,7 +26,7 @@ void rmsnorm_backward(const Exec& exec, TensorView x, TensorView weight, TensorV
   check_operand(exec, "rmsnorm_backward", "rstd", rstd, DType::f32, {x.elements() / width});
   check_operand(exec, "rmsnorm_backward", "dy", dy, x.dtype(), x.shape());
   check_operand(exec, "rmsnorm_backward", "dx", dx, x.dtype(), x.shape());
-  check_operand(exec, "rmsnorm_backward", "dweight", dweight, DType::f32, {width});
+  if (!dweight.empty()) check_operand(exec, "rmsnorm_backward", "dweight", dweight, DType::f32, {width});
   SB_CHECK(!accumulate || dx.raw() != dy.raw(), "rmsnorm_backward: dx cannot both alias dy and accumulate");
   if (exec.device == DeviceKind::cuda) {
     return cuda::rmsnorm_backward(exec, x, weight, rstd, dy, dx, accumulate, dweight);

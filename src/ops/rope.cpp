@@ -158,8 +158,11 @@ void qkv_rope_backward(const Exec& exec, const QkvShape& shape, TensorView dq, T
   check_common(exec, shape, {operation, positions, cos, sin, q_norm, k_norm, rstd_q, rstd_k}, tokens, dqkv.dtype());
   if (!q_norm.empty()) {
     check_operand(exec, operation, "qkv", qkv, dqkv.dtype(), {tokens, shape.width()});
-    check_operand(exec, operation, "dq_norm", dq_norm, DType::f32, {shape.head_dim});
-    check_operand(exec, operation, "dk_norm", dk_norm, DType::f32, {shape.head_dim});
+    SB_CHECK(dq_norm.empty() == dk_norm.empty(), "{}: one of dq_norm and dk_norm is missing", operation);
+    if (!dq_norm.empty()) {
+      check_operand(exec, operation, "dq_norm", dq_norm, DType::f32, {shape.head_dim});
+      check_operand(exec, operation, "dk_norm", dk_norm, DType::f32, {shape.head_dim});
+    }
     SB_CHECK(qkv.raw() != dqkv.raw() || tokens == 0, "{}: qkv and dqkv alias", operation);
   }
   if (exec.device == DeviceKind::cuda) {

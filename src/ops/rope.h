@@ -50,7 +50,7 @@ void qkv_rope_forward(const Exec& exec, const QkvShape& shape, TensorView qkv, T
                       TensorView v, TensorView rstd_q, TensorView rstd_k);
 
 // The way back: dqkv from dq, dk, dv. With norms, qkv (the projection's output) and the rstds are needed, and dq_norm,
-// dk_norm accumulate; otherwise all of these are empty.
+// dk_norm accumulate unless both are empty; otherwise all of these are empty.
 void qkv_rope_backward(const Exec& exec, const QkvShape& shape, TensorView dq, TensorView dk, TensorView dv,
                        TensorView positions, TensorView cos, TensorView sin, TensorView qkv, TensorView q_norm,
                        TensorView k_norm, TensorView rstd_q, TensorView rstd_k, TensorView dqkv, TensorView dq_norm,

@@ -4,7 +4,8 @@
 
 namespace sb {
 
-ModelLayout::ModelLayout(const ModelConfig& config, std::vector<int> first_layers, int shards, int64_t bucket_elements)
+ModelLayout::ModelLayout(const ModelConfig& config, std::vector<int> first_layers, int shards, int64_t bucket_elements,
+                         const LoraConfig& lora)
     : first_layers_(std::move(first_layers)) {
   SB_CHECK(stages() > 0 && first_layers_.front() == 0 && first_layers_.back() == config.layers, "{} stages", stages());
   for (int stage = 0; stage < stages(); ++stage) {
@@ -12,8 +13,9 @@ ModelLayout::ModelLayout(const ModelConfig& config, std::vector<int> first_layer
     options.first_layer = first_layer(stage);
     options.last_layer = last_layer(stage);
     options.shards = shards;
+    options.lora = lora;
     const ParameterSet parameters = Stage::declare_parameters(config, options);
-    const bool two_copies = stages() > 1 && config.tie_word_embeddings;
+    const bool two_copies = stages() > 1 && config.tie_word_embeddings && (!lora.enabled() || lora.embedding);
     const bool first_copy = two_copies && stage == 0, second_copy = two_copies && stage == stages() - 1;
     const auto groups = static_cast<int>(parameters.groups().size());
     const int tied_group = first_copy ? 0 : second_copy ? groups - 1 : -1;

@@ -78,7 +78,7 @@ void CheckpointSaver::write(std::span<const SafetensorsTensor> weights, std::spa
   const std::string run_config = print_run_config(config_);
   make_room_for_checkpoint(config_, model_, last_good);
   const std::filesystem::path saved =
-      save_checkpoint(folder, {model_, weights, moments, state, run_config, config_.model.path});
+      save_checkpoint(folder, {model_, weights, moments, state, run_config, config_.model.path, config_.lora_config()});
   remove_old_checkpoints(folder, state.step, config_.train.save_total_limit, last_good);
   if (!coverage.empty()) replace_file(folder / "coverage.json", coverage);
   log::debug("saved {} in {:.3f} s", saved.string(), seconds_since(begin));

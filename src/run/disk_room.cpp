@@ -21,14 +21,18 @@ int64_t parameters_of(const ModelConfig& model) {
 
 }  // namespace
 
-int64_t checkpoint_bytes(const ModelConfig& model) {
-  return 3 * parameters_of(model) * dtype_bytes(DType::f32);
+int64_t checkpoint_bytes(const RunConfig& config, const ModelConfig& model) {
+  StageOptions whole;
+  whole.last_layer = model.layers;
+  whole.lora = config.lora_config();
+  return 3 * Stage::declare_parameters(model, whole).elements() * dtype_bytes(DType::f32);
 }
 
 DiskNeed disk_need(const RunConfig& config, const ModelConfig& model, const std::vector<int64_t>& saved_steps) {
   DiskNeed need;
-  need.checkpoint_bytes = checkpoint_bytes(model);
+  need.checkpoint_bytes = checkpoint_bytes(config, model);
   need.model_bytes = parameters_of(model) * dtype_bytes(config.model.save_dtype);
+  if (config.lora) need.model_bytes = (config.writes_merged() ? need.model_bytes : 0) + need.checkpoint_bytes / 3;
   const int64_t done = saved_steps.empty() ? 0 : saved_steps.back();
   need.checkpoints = times_due(done + 1, config.train.save_steps, config.train.max_steps);
   // A new one is complete before the oldest goes.

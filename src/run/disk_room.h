@@ -10,7 +10,7 @@
 namespace sb {
 
 // Of a checkpoint: the fp32 values and two moments.
-int64_t checkpoint_bytes(const ModelConfig& model);
+int64_t checkpoint_bytes(const RunConfig& config, const ModelConfig& model);
 
 // What a run has still to write to train.output_dir.
 struct DiskNeed {

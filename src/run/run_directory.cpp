@@ -20,7 +20,7 @@ namespace {
 namespace fs = std::filesystem;
 
 // What a resumed run may change without becoming another run. Everything else decides which numbers are computed.
-constexpr std::array<std::string_view, 11> kMayChange = {"train.",
+constexpr std::array<std::string_view, 12> kMayChange = {"train.",
                                                          "optimizer.",
                                                          "balance.",
                                                          "parallel.",
@@ -28,6 +28,7 @@ constexpr std::array<std::string_view, 11> kMayChange = {"train.",
                                                          "batch.micro_batch_",
                                                          "data.validation",
                                                          "model.save_dtype",
+                                                         "lora.merged",
                                                          "attention.coverage_rows",
                                                          "attention.dump_index",
                                                          "attention.layer_metrics"};

@@ -22,6 +22,7 @@ StageOptions RankModelOptions::stage(int index) const {
   options.layer_chunk = layer_chunk;
   if (!offload.empty()) options.offload = offload[static_cast<size_t>(index)];
   options.shards = grid.dp * grid.cp;
+  options.lora = lora;
   // The operations read rounded weights: each rank needs the values of its own shard alone.
   options.with_values = dtype == DType::f32 || options.shards == 1;
   return options;
@@ -29,12 +30,13 @@ StageOptions RankModelOptions::stage(int index) const {
 
 RankModel::RankModel(const RankModelOptions& options, Attention& attention, Communicator& world, Communicator* data)
     : grid_(world, options.grid, data),
-      layout_(options.model, options.first_layers, options.grid.dp * options.grid.cp),
+      layout_(options.model, options.first_layers, options.grid.dp * options.grid.cp, ModelLayout::kBucketElements,
+              options.lora),
       stage_(options.model, options.stage(grid_.stage()), attention, options.threads),
       pipeline_(stage_, grid_.pipeline(), options.max_micro_batch_tokens),
       shards_(layout_.shards(grid_.stage())),
       reducer_(stage_.parameters(), shards_, grid_.replicas(),
-               options.model.tie_word_embeddings ? grid_.ends() : nullptr, layout_.tied_bucket(grid_.stage())),
+               layout_.tied_bucket(grid_.stage()) >= 0 ? grid_.ends() : nullptr, layout_.tied_bucket(grid_.stage())),
       optimizer_(stage_.parameters(), shards_, grid_.replicas()),
       collector_(grid_, layout_) {}
 
@@ -98,6 +100,11 @@ void RankModel::serve(std::span<const SafetensorsTensor> tensors) {
 TrainState RankModel::load(const std::filesystem::path& checkpoint) {
   return load_checkpoint(checkpoint, stage_.parameters(), shards_, grid_.replicas().rank(), optimizer_.first_moment(),
                          optimizer_.second_moment());
+}
+
+TrainState RankModel::load_moments(const std::filesystem::path& checkpoint) {
+  return sb::load_moments(checkpoint, stage_.parameters(), shards_, grid_.replicas().rank(), optimizer_.first_moment(),
+                          optimizer_.second_moment());
 }
 
 }  // namespace sb

@@ -34,6 +34,7 @@ struct RankModelOptions {
   int64_t loss_chunk = 1024, layer_chunk = 32768;
   std::vector<int> offload;  // of every stage; empty: nothing
   int threads = 1;
+  LoraConfig lora;  // with a rank: adapters, and the rest of the model is frozen
 
   StageOptions stage(int index) const;
 };
@@ -65,11 +66,13 @@ class RankModel {
   // Until nothing is on its way between ranks any more; throws what failed in the meantime.
   void settle();
 
-  // All tensors of the model, for writing on rank 0; the other ranks serve() them in the same order.
+  // All tensors that are trained, for writing on rank 0; the other ranks serve() them in the same order.
   std::vector<SafetensorsTensor> weights();
   std::vector<SafetensorsTensor> moments();
   static void serve(std::span<const SafetensorsTensor> tensors);
   TrainState load(const std::filesystem::path& checkpoint);
+  // The same without the weights.
+  TrainState load_moments(const std::filesystem::path& checkpoint);
 
  private:
   Grid grid_;

@@ -76,7 +76,7 @@ RunEstimate estimate_run(const RunConfig& config, const ModelConfig& model, cons
   for (int64_t step = state.step + 1; step <= state.step + looked_at; ++step) {
     std::vector<int64_t> lengths;
     for (const Sequence& sequence : step_batch(config, source, state, step)) lengths.push_back(sequence.tokens);
-    flops += training_flops(model, lengths, density_of(config.attention.selection, lengths));
+    flops += training_flops(model, lengths, density_of(config.attention.selection, lengths), config.lora_config());
   }
   estimate.step_seconds = kBesidesProducts * flops / static_cast<double>(looked_at) / estimate.rate;
   return estimate;

@@ -11,12 +11,15 @@
 #include "core/files/durable_file.h"
 #include "core/log.h"
 #include "device/cuda.h"
+#include "model/adapter/peft_adapter.h"
 #include "model/flops.h"
 #include "model/hf_checkpoint.h"
+#include "ops/dropout.h"
 #include "parallel/ring/context_batch.h"
 #include "plan/planner/plan_log.h"
 #include "run/checkpoint/selection_file.h"
 #include "run/disk_room.h"
+#include "train/adapter_start.h"
 #include "train/index_dump.h"
 #include "train/lr_schedule.h"
 #include "train/make_planner.h"
@@ -71,6 +74,7 @@ RankModelOptions rank_model_options(const RunConfig& config, const TrainerParts&
   options.layer_chunk = config.train.layer_chunk;
   options.offload = parts.offload;
   options.threads = thread_count(config, parts.cores);
+  options.lora = config.lora_config();
   return options;
 }
 
@@ -133,9 +137,9 @@ MemoryPlan Trainer::memory_plan(const RunConfig& config, const TrainerParts& par
   if (!parts.save_in_background || stage != 0) return plan;
   const std::string name = parts.world ? "checkpoint copy, rank 0" : "checkpoint copy";
   if (config.device == DeviceKind::cpu)
-    plan.add(name, checkpoint_bytes(parts.model));
+    plan.add(name, checkpoint_bytes(config, parts.model));
   else
-    plan.add_on_host(name, checkpoint_bytes(parts.model));
+    plan.add_on_host(name, checkpoint_bytes(config, parts.model));
   return plan;
 }
 
@@ -205,8 +209,11 @@ Trainer::Trainer(const RunConfig& config, TrainerParts parts, RunDirectory& dire
 }
 
 void Trainer::load_start_of_run() {
+  std::string base;
+  if (config_.lora) base = start_adapters(config_, parts_.model, *model_, directory_.resume_from());
   if (const auto& checkpoint = directory_.resume_from()) {
-    state_ = model_->load(*checkpoint);
+    state_ = config_.lora ? model_->load_moments(*checkpoint) : model_->load(*checkpoint);
+    if (config_.lora) check_same_base(*checkpoint, state_.base, base);
     parts_.source.restore_state(state_.source_state);
     if (const SelectionConfig& selection = config_.attention.selection;
         parts_.sparse && (selection.learns_thresholds() || selection.judges_by_planes())) {
@@ -224,12 +231,13 @@ void Trainer::load_start_of_run() {
             "the training data changed since {} was saved: {} then, {} now; sequences may be repeated or left out",
             checkpoint->string(), state_.source, parts_.source.identity());
     }
-  } else {
+  } else if (!config_.lora) {
     if (config_.model.path.empty())
       stage().initialize(config_.train.seed);
     else
       read_hf_weights(config_.model.path, stage().parameters());
   }
+  state_.base = base;
   state_.source = parts_.source.identity();
   next_announced_ = state_.step + 1;
   if (parts_.sparse) parts_.sparse->use(state_.selection);
@@ -399,6 +407,7 @@ MicroBatch Trainer::read_micro_batch(const PlannedMicroBatch& planned, std::span
   std::iota(all.begin(), all.end(), 0);
   MicroBatch batch = make_micro_batch(sequences, all, own_weights, parts_.model.vocab_size);
   batch.budgets = planned.budgets;
+  batch.dropout_key = dropout_key(config_.train.seed, state_.step + 1);
   return own_part(std::move(batch));
 }
 
@@ -517,14 +526,15 @@ void Trainer::log_step(const StepPlan& plan, const LossSums& sums, double grad_n
   report_.seconds = seconds;
   time_left_.step(TimeLeft::Seconds(seconds));
   report_.seconds_left = time_left_.after(state_.step).count();
-  report_.flops = training_flops(parts_.model, plan.lengths);
+  report_.flops = training_flops(parts_.model, plan.lengths, 1.0, config_.lora_config());
   report_.peak_flops = peak_flops_ * world_->size();
   report_.skipped = skipped;
   report_.skipped_total = state_.skipped;
   std::vector<Metric> attention;
   if (parts_.sparse) {
     attention = attention_metrics(attention_report_, config_.attention.layer_metrics, report_);
-    report_.executed_flops = training_flops(parts_.model, plan.lengths, report_.density.value_or(1.0));
+    report_.executed_flops =
+        training_flops(parts_.model, plan.lengths, report_.density.value_or(1.0), config_.lora_config());
   }
   flush_trace();
   if (!log_) return;
@@ -579,11 +589,16 @@ void Trainer::write_final_model(TrainSummary& summary) {
     HfWriteOptions options;
     options.dtype = config_.model.save_dtype;
     options.copy_from = config_.model.path;
-    write_hf_model(temporary, parts_.model, weights, options);
+    if (config_.lora)
+      write_peft_adapter(temporary, config_.lora->config, parts_.model, config_.model.path.string(), weights);
+    else
+      write_hf_model(temporary, parts_.model, weights, options);
     if (state_.selection == LearnedSelection()) return;
     std::filesystem::create_directory(temporary / kSelectionFolder);
     write_selection_file(temporary / kSelectionFolder / kSelectionFile, state_.selection, parts_.model);
   });
+  if (config_.lora)
+    summary.merged = write_merged_model(config_, parts_.model, summary.final_model, directory_.path(), *exec_.pool);
 }
 
 }  // namespace sb

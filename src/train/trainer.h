@@ -83,6 +83,7 @@ struct TrainSummary {
   std::optional<ValidationReport> first_validation, last_validation;
   std::filesystem::path checkpoint;   // the newest; empty: none
   std::filesystem::path final_model;  // empty: interrupted before the end
+  std::filesystem::path merged;       // the same with the adapter in its weights; empty: not written
   std::filesystem::path trace;        // of this process; empty: none, or on a rank that does not write it
 };
 

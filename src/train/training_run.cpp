@@ -20,9 +20,11 @@
 #include "parallel/ring/gpu/cuda_ring_attention.h"
 #include "parallel/ring/gpu/cuda_ring_memory.h"
 #include "parallel/ring/ring_attention.h"
+#include "run/config/run_config_lora.h"
 #include "run/disk_room.h"
 #include "run/host_memory.h"
 #include "run/machine.h"
+#include "train/adapter_start.h"
 #include "train/index_dump.h"
 #include "train/lr_schedule.h"
 #include "train/make_planner.h"
@@ -64,6 +66,7 @@ void check_ranks(const RunConfig& config, const RunRanks& ranks) {
 void check_named(const RunConfig& config, const ModelConfig& model) {
   check_run_directory(config);
   if (!config.balance.profile.empty()) run_profile(config, model);
+  check_adapter_to_continue(config, model);
 }
 
 // Rank 0's planner of a run with balance.replay, made while nothing is written yet, so that plans of another run are
@@ -182,7 +185,7 @@ bool copy_fits(const RunConfig& config, const TrainerParts& parts, int64_t host_
   if (config.train.save_steps == 0) return false;  // the last one alone, for which nobody waits
   const MemoryPlan plan = Trainer::memory_plan(config, parts);
   const int64_t planned = config.device == DeviceKind::cpu ? plan.total() : plan.host_total();
-  const int64_t copy = checkpoint_bytes(parts.model);
+  const int64_t copy = checkpoint_bytes(config, parts.model);
   if (host_memory == 0 || planned + copy <= host_memory) return true;
   if (parts.world == nullptr || parts.world->rank() == 0)
     log::info("training waits while a checkpoint is saved: host memory has no room for a copy of {}",
@@ -217,6 +220,7 @@ std::string footer(const RunConfig& config, const TrainSummary& summary) {
   if (summary.last_validation) text += "after:  " + format_validation(*summary.last_validation) + "\n";
   text += fmt::format("model       {}\ncheckpoint  {}\nsettings    {}/run.yaml\nmetrics     {}/metrics.jsonl\n",
                       summary.final_model.string(), summary.checkpoint.string(), output, output);
+  if (!summary.merged.empty()) text += fmt::format("merged      {}\n", summary.merged.string());
   if (config.train.tensorboard) text += fmt::format("curves      tensorboard --logdir {}/tensorboard\n", output);
   if (!summary.trace.empty()) text += fmt::format("trace       {}\n", summary.trace.string());
   text += fmt::format("report      sparsebalance report {}\n", output);
@@ -255,6 +259,7 @@ ModelConfig run_model_config(const RunConfig& config) {
   ModelConfig model = config.model.init ? *config.model.init : read_model_config(config.model.path / "config.json");
   adapt_model_config(config, model);
   check_head_dim(config, model);
+  check_lora_fits(config, model);
   return model;
 }
 

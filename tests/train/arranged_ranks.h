@@ -23,6 +23,7 @@ inline std::vector<MicroBatch> own_batches(RankModel& model, const Arrangement& 
     std::vector<std::vector<int32_t>> members;
     for (const int place : places) members.push_back(sequences[static_cast<size_t>(place)]);
     batches.push_back(pack(members, count_targets(sequences)));
+    batches.back().sequence_ids.assign(places.begin(), places.end());
     if (chunk == 0 || places.size() > 1 || batches.back().size() <= chunk) continue;
     const MicroBatch whole = std::move(batches.back());
     batches.pop_back();

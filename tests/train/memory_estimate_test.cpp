@@ -66,7 +66,7 @@ int64_t planned_bytes(const RankModelOptions& options, const Attention& attentio
   StageOptions exact = own;
   exact.dtype = DType::f32;
   const ParameterSet parameters = Stage::declare_parameters(options.model, exact);
-  const StageBytes bytes(options.model, own, parameters, attention, options.threads);
+  const StageBytes bytes(options.model, own, parameters, ParameterSet(), attention, options.threads);
   return stage_memory_plan(own, bytes).total() +
          ShardedAdamW::bytes(parameters.flat_elements(), own.shards, own.with_values) +
          Pipeline::buffer_bytes(stage, options.grid.pp, options.model.hidden_size, options.max_micro_batch_tokens,

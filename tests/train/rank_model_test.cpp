@@ -30,6 +30,7 @@ struct Case {
   int64_t chunk = 0;                         // sequences alone in a micro-batch come in pieces of so many tokens
   int ahead = 1;
   int64_t largest = 0;  // above 0: slots share the memory of micro-batches of so many tokens
+  LoraConfig lora = {};
 };
 
 struct Outcome {
@@ -52,10 +53,21 @@ RankModelOptions options_of(const Case& c, const GridShape& grid, Recompute reco
     options.max_sequence_length = std::max(options.max_sequence_length, std::ssize(sequence));
   }
   options.loss_chunk = 50;
+  options.lora = c.lora;
   if (c.chunk > 0) options.max_pieces = static_cast<int>((options.max_sequence_length + c.chunk - 1) / c.chunk);
   for (int stage = 0; c.largest > 0 && stage < grid.pp; ++stage)
     options.kept_tokens.push_back(Pipeline::slots(stage, grid.pp, options.max_pieces) * c.largest);
   return options;
+}
+
+// B of every adapter, which starts at zero, so that the gradient of A is not.
+void fill_second_factors(ParameterSet& parameters) {
+  for (int i = 0; i < parameters.count(); ++i) {
+    if (!parameters.parameter(i).name.ends_with(".lora_B")) continue;
+    const TensorView value = parameters.value(i);
+    for (int64_t e = 0; e < value.elements(); ++e)
+      value.f32()[e] = 0.01f * static_cast<float>((e * 37 + 11 * parameters.parameter(i).name.size()) % 41) - 0.2f;
+  }
 }
 
 Outcome run(const Case& c, const GridShape& grid, const Arrangement& arrangement,
@@ -76,6 +88,7 @@ Outcome run(const Case& c, const GridShape& grid, const Arrangement& arrangement
                                     : static_cast<Attention&>(dense);
     RankModel model(options, attention, world);
     model.stage().initialize(7);
+    fill_second_factors(model.stage().parameters());
     TestExec run(1);
 
     const std::vector<MicroBatch> batches = own_batches(model, arrangement, c.sequences, c.chunk);
@@ -84,7 +97,7 @@ Outcome run(const Case& c, const GridShape& grid, const Arrangement& arrangement
     const LossSums loss = sum_over_ranks(world, result.loss);
     const double norm = model.reduce(run.exec);
 
-    const ModelLayout layout(c.model, options.first_layers, grid.dp);
+    const ModelLayout layout(c.model, options.first_layers, grid.dp, ModelLayout::kBucketElements, c.lora);
     const TensorView gradients = model.stage().parameters().gradients();
     {
       std::lock_guard lock(mutex);
@@ -263,6 +276,54 @@ TEST(Ranks, SequencesInPiecesGiveTheGradientsOfWholeOnes) {
   c.chunk = c.largest = 0;
   c.ahead = 1;
   expect_pieces_same(run(c, {1, 1}, {{{0}, {1}, {2}, {3}, {4}, {5}, {6}}}, Recompute::none));
+}
+
+LoraConfig dropping_adapters(bool train_ends) {
+  LoraConfig lora;
+  lora.rank = 3;
+  lora.alpha = 4;
+  lora.dropout = 0.2;
+  lora.norms = lora.embedding = train_ends;
+  return lora;
+}
+
+// What adapters drop follows the sequences, wherever they run, in whatever pieces and how often.
+TEST(Ranks, AdaptersWithDropoutGiveTheSameGradients) {
+  for (const bool train_ends : {false, true}) {
+    Case c = small_case(ModelConfig::Family::qwen2, /*tied=*/true, 4);
+    c.lora = dropping_adapters(train_ends);
+    const Outcome reference = run(c, {1, 1}, {{{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10}}}, Recompute::none);
+    uint64_t seed = 0;
+    for (const GridShape& grid : kGrids) {
+      for (const Recompute recompute : {Recompute::none, Recompute::attention, Recompute::layer}) {
+        SCOPED_TRACE(fmt::format("train_ends {}, dp {}, pp {}, recompute {}", train_ends, grid.dp, grid.pp,
+                                 static_cast<int>(recompute)));
+        const Arrangement arrangement = random_arrangement(static_cast<int>(c.sequences.size()), grid.dp, ++seed);
+        expect_same(run(c, grid, arrangement, recompute), reference);
+      }
+    }
+    // Other elements are dropped in another order of the sequences.
+    std::swap(c.sequences[0], c.sequences[3]);
+    const Outcome other = run(c, {1, 1}, {{{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10}}}, Recompute::none);
+    EXPECT_GT(std::abs(other.loss.weighted - reference.loss.weighted), 1e-5);
+  }
+}
+
+TEST(Ranks, AdaptersOfSequencesInPiecesGiveTheGradientsOfWholeOnes) {
+  Case c = sparse_case();
+  c.selection.reset();
+  c.lora = dropping_adapters(false);
+  const Outcome reference = run(c, {1, 1}, {{{0}, {1}, {2}, {3}, {4}, {5}, {6}}}, Recompute::none);
+  for (const GridShape& grid : std::initializer_list<GridShape>{{1, 1}, {1, 2}, {2, 2}}) {
+    for (const Recompute recompute : {Recompute::none, Recompute::attention, Recompute::layer}) {
+      SCOPED_TRACE(fmt::format("dp {}, pp {}, recompute {}", grid.dp, grid.pp, static_cast<int>(recompute)));
+      c.chunk = grid.pp == 2 ? 192 : 128;
+      c.ahead = static_cast<int>((700 + c.chunk - 1) / c.chunk);
+      const Arrangement arrangement = grid.dp == 1 ? Arrangement{{{0}, {1, 5}, {2}, {3}, {4}, {6}}}
+                                                   : Arrangement{{{0}, {3}, {1, 5}}, {{6}, {4}, {2}}};
+      expect_same(run(c, grid, arrangement, recompute), reference);
+    }
+  }
 }
 
 // Nothing replayed: the pieces' own choices are those of the whole sequences.

@@ -11,8 +11,9 @@ namespace {
 
 struct LossOperands {
   TensorView hidden, weight, labels, weights, token_loss;
-  TensorView dhidden, dweight;  // empty: forward only
+  TensorView dhidden, dweight;  // both empty: forward only; dweight alone: the weight is not trained
   bool accumulate = true;       // dweight
+  bool backward() const { return !dhidden.empty() || !dweight.empty(); }
 };
 
 // Every chunk passes over the weight and its gradient: as long as so many rows take.
@@ -44,7 +45,7 @@ void make_losses(const Exec& exec, const LossOperands& operands, const Piece& pi
   const int64_t vocabulary = operands.weight.dim(0);
   const int32_t* labels = operands.labels.as<int32_t>() + piece.begin;
   const float* weights = operands.weights.f32() + piece.begin;
-  const bool backward = !operands.dweight.empty();
+  const bool backward = operands.backward();
   exec.pool->parallel_for(piece.rows, 8, [&](int64_t first, int64_t last, int) {
     for (int64_t r = first; r < last; ++r) {
       float* row = piece.logits + r * vocabulary;
@@ -84,6 +85,7 @@ void make_gradients(const Exec& exec, const LossOperands& operands, const Piece&
                               .ldb = width,
                               .c = operands.dhidden.f32() + piece.begin * width,
                               .ldc = width});
+  if (operands.dweight.empty()) return;
   parallel_sgemm(*exec.pool, {.transpose_a = true,
                               .m = vocabulary,
                               .n = width,
@@ -101,7 +103,7 @@ LossSums run(const Exec& exec, const LossOperands& operands, int64_t chunk) {
   const int64_t tokens = operands.hidden.dim(0), width = operands.hidden.dim(1), vocabulary = operands.weight.dim(0);
   const int32_t* labels = operands.labels.as<int32_t>();
   float* token_loss = operands.token_loss.empty() ? nullptr : operands.token_loss.f32();
-  const bool backward = !operands.dweight.empty();
+  const bool backward = operands.backward();
   for (int64_t t = 0; t < tokens; ++t) {
     SB_CHECK(labels[t] == kIgnoredLabel || (0 <= labels[t] && labels[t] < vocabulary),
              "label {} of token {} with a vocabulary of {}", labels[t], t, vocabulary);
@@ -134,7 +136,7 @@ LossSums run(const Exec& exec, const LossOperands& operands, int64_t chunk) {
       holds_sums = true;
     }
   }
-  if (backward && !holds_sums) zero_tensor(exec, operands.dweight);
+  if (!operands.dweight.empty() && !holds_sums) zero_tensor(exec, operands.dweight);
   return sums;
 }
 

@@ -1,3 +1,5 @@
+#include <vector>
+
 #include "ops/backends.h"
 #include "ops/check_shape.h"
 #include "ops/cpu/kernels.h"
@@ -17,7 +19,9 @@ void rmsnorm_forward(const Exec& exec, TensorView x, TensorView weight, float ep
 void rmsnorm_backward(const Exec& exec, TensorView x, TensorView weight, TensorView rstd, TensorView dy, TensorView dx,
                       bool accumulate, TensorView dweight) {
   const int64_t width = last_dim(x);
-  sum_over_rows(*exec.pool, rstd.elements(), width, width, dweight.f32(), [&](int64_t begin, int64_t end, float* sums) {
+  std::vector<float> unwanted(dweight.empty() ? static_cast<size_t>(width) : 0);
+  float* sum = dweight.empty() ? unwanted.data() : dweight.f32();
+  sum_over_rows(*exec.pool, rstd.elements(), width, width, sum, [&](int64_t begin, int64_t end, float* sums) {
     cpu_kernels().rmsnorm_backward(x.f32() + begin * width, weight.f32(), rstd.f32() + begin, dy.f32() + begin * width,
                                    end - begin, width, dx.f32() + begin * width, accumulate, sums);
   });

@@ -63,6 +63,7 @@ void qkv_rope_backward(const Exec& exec, const QkvShape& shape, TensorView dq, T
   std::vector<float> sums(static_cast<size_t>(2 * d));  // of q's norm, then k's
   sum_over_rows(*exec.pool, tokens, shape.width(), 2 * d, sums.data(),
                 [&](int64_t begin, int64_t end, float* slice) { run(begin, end, slice, slice + d); });
+  if (dq_norm.empty()) return;
   cpu_kernels().add(sums.data(), d, dq_norm.f32());
   cpu_kernels().add(sums.data() + d, d, dk_norm.f32());
 }

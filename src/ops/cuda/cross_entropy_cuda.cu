@@ -146,8 +146,9 @@ __global__ void __launch_bounds__(kThreads) sum_kernel(const int32_t* labels, co
 
 struct LossOperands {
   TensorView hidden, weight, labels, weights, token_loss;
-  TensorView dhidden, dweight;  // empty: forward only
+  TensorView dhidden, dweight;  // both empty: forward only; dweight alone: the weight is not trained
   bool accumulate = true;       // dweight
+  bool backward() const { return !dhidden.empty() || !dweight.empty(); }
 };
 
 template <typename T, int N>
@@ -158,7 +159,7 @@ void launch_rows(const Exec& exec, const LossOperands& o, T* logits, int64_t beg
   const float* weights = data<float>(o.weights) + begin;
   float* token_loss = o.token_loss.empty() ? nullptr : o.token_loss.f32() + begin;
   const auto grid = static_cast<unsigned>(rows);
-  if (o.dweight.empty())
+  if (!o.backward())
     row_kernel<T, N, false>
         <<<grid, kThreads, 0, stream_of(exec)>>>(logits, vocabulary, labels, weights, losses, correct, token_loss);
   else
@@ -171,7 +172,7 @@ void launch_rows(const Exec& exec, const LossOperands& o, T* logits, int64_t beg
 void clear_rows(const Exec& exec, const LossOperands& o, int64_t begin, int64_t end) {
   if (begin == end) return;
   if (!o.token_loss.empty()) zero_tensor(exec, o.token_loss.rows(begin, end));
-  if (!o.dweight.empty()) zero_tensor(exec, o.dhidden.rows(begin, end));
+  if (o.backward()) zero_tensor(exec, o.dhidden.rows(begin, end));
 }
 
 void run(const Exec& exec, const LossOperands& o, int64_t chunk, LossSums* result,
@@ -212,7 +213,7 @@ void run(const Exec& exec, const LossOperands& o, int64_t chunk, LossSums* resul
     sum_kernel<<<1, kThreads, 0, stream_of(exec)>>>(data<int32_t>(o.labels) + begin, data<float>(o.weights) + begin,
                                                     losses, correct, rows, sums);
     SB_CUDA_LAUNCHED();
-    if (o.dweight.empty()) continue;
+    if (!o.backward()) continue;
     exec.products->run(exec.stream, {.m = rows,
                                      .n = width,
                                      .k = vocabulary,
@@ -221,6 +222,7 @@ void run(const Exec& exec, const LossOperands& o, int64_t chunk, LossSums* resul
                                      .a = logits.raw(),
                                      .b = o.weight.raw(),
                                      .d = o.dhidden.rows(begin, begin + rows).raw()});
+    if (o.dweight.empty()) continue;
     exec.products->run(exec.stream, {.transpose_a = true,
                                      .m = vocabulary,
                                      .n = width,

@@ -21,6 +21,18 @@ void linear_backward_input(const Exec&, TensorView, TensorView, TensorView, bool
 void linear_backward_weight(const Exec&, TensorView, TensorView, TensorView, TensorView, bool) {
   refuse();
 }
+void multiply_transposed(const Exec&, const Columns&, TensorView, float, const Columns&, bool) {
+  refuse();
+}
+void multiply(const Exec&, const Columns&, TensorView, float, const Columns&, bool) {
+  refuse();
+}
+void add_outer_products(const Exec&, const Columns&, const Columns&, TensorView, bool) {
+  refuse();
+}
+void dropout(const Exec&, const DropoutRows&, TensorView, TensorView, bool) {
+  refuse();
+}
 void rmsnorm_forward(const Exec&, TensorView, TensorView, float, TensorView, TensorView) {
   refuse();
 }

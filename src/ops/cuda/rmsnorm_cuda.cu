@@ -218,7 +218,7 @@ struct Backward {
   TensorView x, weight, rstd, dy, dx;
   bool accumulate;
   int64_t rows, width;
-  float* dweight;
+  float* dweight;  // nullptr: not wanted
 };
 
 // A thread has a vector of a row, so that rows of up to so many vectors can be worked on.
@@ -237,13 +237,13 @@ void launch_backward(const Backward& b) {
           data<T>(b.x), data<T>(b.weight), data<float>(b.rstd), data<T>(b.dy), b.rows, b.width, data<T>(b.dx),
           b.accumulate, partial);
   SB_CUDA_LAUNCHED();
-  add_partial_sums(b.exec, partial, blocks, b.width, b.dweight);
+  if (b.dweight != nullptr) add_partial_sums(b.exec, partial, blocks, b.width, b.dweight);
 }
 
 // In two passes. dweight first: dx may take the place of dy.
 template <typename T>
 void launch_backward_any(const Backward& b) {
-  add_column_sums(b.exec, b.dy, b.rows, b.width, b.x, b.rstd, b.dweight);
+  if (b.dweight != nullptr) add_column_sums(b.exec, b.dy, b.rows, b.width, b.x, b.rstd, b.dweight);
   const auto launch = [&]<int N>() {
     backward_input_kernel<T, N><<<grid_for(ceil_div(b.rows, kWarps)), kWarps * 32, 0, stream_of(b.exec)>>>(
         data<T>(b.x), data<T>(b.weight), data<float>(b.rstd), data<T>(b.dy), b.rows, b.width, data<T>(b.dx),
@@ -285,7 +285,8 @@ void rmsnorm_forward(const Exec& exec, TensorView x, TensorView weight, float ep
 
 void rmsnorm_backward(const Exec& exec, TensorView x, TensorView weight, TensorView rstd, TensorView dy, TensorView dx,
                       bool accumulate, TensorView dweight) {
-  const Backward b = {exec, x, weight, rstd, dy, dx, accumulate, rstd.elements(), last_dim(x), dweight.f32()};
+  const Backward b = {exec, x, weight, rstd, dy, dx, accumulate, rstd.elements(), last_dim(x),
+                      dweight.empty() ? nullptr : dweight.f32()};
   if (b.rows == 0) return;
   with_type(x.dtype(), "rmsnorm_backward", [&](auto element) {
     using T = decltype(element);

@@ -264,6 +264,7 @@ void qkv_rope_backward(const Exec& exec, const QkvShape& shape, TensorView dq, T
         <<<static_cast<unsigned>(blocks), kThreads, static_cast<size_t>(2 * d) * sizeof(float), stream_of(exec)>>>(
             heads, rotation, norms, data<T>(qkv), tokens, partial);
     SB_CUDA_LAUNCHED();
+    if (dq_norm.empty()) return;
     SB_CUDA_CHECK(cudaMemsetAsync(sums, 0, static_cast<size_t>(2 * d) * sizeof(float), stream_of(exec)));
     add_partial_sums(exec, partial, blocks, 2 * d, sums);
     add_norm_sums<<<1, 256, 0, stream_of(exec)>>>(sums, shape.head_dim, dq_norm.f32(), dk_norm.f32());

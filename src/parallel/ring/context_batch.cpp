@@ -17,6 +17,7 @@ MicroBatch context_part(const MicroBatch& whole, const ContextLayout& layout, in
   part.cu_seqlens = layout.local_cu_seqlens(rank);
   part.whole_cu_seqlens = whole.cu_seqlens;
   part.sequence_ids = whole.sequence_ids;
+  part.dropout_key = whole.dropout_key;
   part.budgets = whole.budgets;
   return part;
 }

@@ -18,6 +18,7 @@
 #include "core/log.h"
 #include "core/memory_plan.h"
 #include "core/utf8.h"
+#include "model/adapter/peft_adapter.h"
 #include "model/hf_checkpoint.h"
 #include "run/checkpoint/optimizer_file.h"
 #include "run/checkpoint/selection_file.h"
@@ -97,7 +98,8 @@ void write_state(const fs::path& file, const TrainState& state) {
                                        {"skipped", state.skipped},
                                        {"skipped_in_row", state.skipped_in_row},
                                        {"planner_state", state.planner_state},
-                                       {"source", state.source}};
+                                       {"source", state.source},
+                                       {"base", state.base}};
   write_new_file(file, json.dump(1) + "\n");
 }
 
@@ -179,6 +181,21 @@ void put_in_place(const fs::path& fresh, const fs::path& directory) {
   if (failed) log::warning("{} is left of an earlier save and cannot be removed: {}", old.string(), failed.message());
 }
 
+// The checksums of what is large, as it was written.
+std::map<std::string, uint32_t> write_weights(const fs::path& directory, const CheckpointContents& contents) {
+  std::map<std::string, uint32_t> checksums;
+  if (contents.lora.enabled()) {
+    write_peft_adapter(directory, contents.lora, contents.model, contents.copy_from.string(), contents.weights);
+    return checksums;
+  }
+  HfWriteOptions options;
+  options.dtype = DType::f32;
+  options.copy_from = contents.copy_from;
+  options.checksums = &checksums;
+  write_hf_model(directory, contents.model, contents.weights, options);
+  return checksums;
+}
+
 std::string previous_checkpoint_note(const fs::path& output_dir) {
   const std::vector<int64_t> steps = checkpoint_steps(output_dir);
   for (auto step = steps.rbegin(); step != steps.rend(); ++step) {
@@ -235,12 +252,7 @@ fs::path save_checkpoint(const fs::path& output_dir, const CheckpointContents& c
   const fs::path directory = checkpoint_path(output_dir, contents.state.step);
   try {
     write_directory_atomically(directory, [&](const fs::path& temporary) {
-      HfWriteOptions options;
-      options.dtype = DType::f32;
-      options.copy_from = contents.copy_from;
-      std::map<std::string, uint32_t> checksums;
-      options.checksums = &checksums;
-      write_hf_model(temporary, contents.model, contents.weights, options);
+      std::map<std::string, uint32_t> checksums = write_weights(temporary, contents);
       checksums["optimizer.safetensors"] =
           write_safetensors(temporary / "optimizer.safetensors", contents.moments, DType::f32);
       write_selection_file(temporary / kSelectionFile, contents.state.selection, contents.model);
@@ -328,8 +340,9 @@ TrainState read_train_state(const fs::path& checkpoint) {
     state.tokens = json.at("tokens");
     state.skipped = json.at("skipped");
     state.skipped_in_row = json.at("skipped_in_row");
-    state.planner_state = json.value("planner_state", "");  // older checkpoints have neither of these
+    state.planner_state = json.value("planner_state", "");  // older checkpoints have none of these
     state.source = json.value("source", "");
+    state.base = json.value("base", "");
   } catch (const nlohmann::json::exception& error) {
     throw UserError("{}: {}", file.string(), error.what());
   }
@@ -339,6 +352,11 @@ TrainState read_train_state(const fs::path& checkpoint) {
 TrainState load_checkpoint(const fs::path& checkpoint, ParameterSet& parameters, const ShardLayout& layout, int shard,
                            TensorView first_moment, TensorView second_moment) {
   read_hf_weights(checkpoint, parameters);
+  return load_moments(checkpoint, parameters, layout, shard, first_moment, second_moment);
+}
+
+TrainState load_moments(const fs::path& checkpoint, const ParameterSet& parameters, const ShardLayout& layout,
+                        int shard, TensorView first_moment, TensorView second_moment) {
   read_optimizer_file(checkpoint / "optimizer.safetensors", parameters, layout, shard, first_moment, second_moment);
   return read_train_state(checkpoint);
 }

@@ -10,6 +10,7 @@
 
 #include "attention/select/learned_selection.h"
 #include "core/tensor.h"
+#include "model/lora/lora_config.h"
 #include "model/model_config.h"
 #include "model/parameters.h"
 #include "model/safetensors.h"
@@ -29,11 +30,13 @@ struct TrainState {
   LearnedSelection selection;  // in a file of its own: read_selection_of()
   std::string planner_state;   // what the planner has learned
   std::string source;          // the source's identity(): `position` counts in its order
+  std::string base;            // with adapters: the fingerprint of the model they were trained for
   bool operator==(const TrainState&) const = default;
 };
 
 // A checkpoint is a directory `checkpoint-<step>`:
-//   config.json, model*.safetensors, …  the fp32 master weights, as `transformers` loads them
+//   config.json, model*.safetensors, …  the fp32 master weights, as `transformers` loads them; with adapters instead
+//   adapter_config.json, adapter_model.safetensors  these, as PEFT loads them
 //   optimizer.safetensors               AdamW's moments, whole tensors by name: any number of ranks can read them
 //   selection.safetensors               what selection has learned, if anything (selection_file.h)
 //   state.json, run.yaml                the rest of TrainState, and the configuration
@@ -47,6 +50,7 @@ struct CheckpointContents {
   const TrainState& state;
   const std::string& run_config;
   std::filesystem::path copy_from;  // tokenizer and the like; empty: nothing
+  LoraConfig lora = {};             // with a rank: the weights are adapters of the model at `copy_from`
 };
 
 // Returns the checkpoint's directory. On failure (a full disk) throws UserError; earlier checkpoints are untouched.
@@ -76,7 +80,11 @@ std::filesystem::path checkpoint_path(const std::filesystem::path& output_dir, i
 TrainState load_checkpoint(const std::filesystem::path& checkpoint, ParameterSet& parameters, const ShardLayout& layout,
                            int shard, TensorView first_moment, TensorView second_moment);
 
-// The rest alone. Neither of them reads what selection has learned.
+// The same without the weights.
+TrainState load_moments(const std::filesystem::path& checkpoint, const ParameterSet& parameters,
+                        const ShardLayout& layout, int shard, TensorView first_moment, TensorView second_moment);
+
+// The rest alone. None of them reads what selection has learned.
 TrainState read_train_state(const std::filesystem::path& checkpoint);
 
 // Writes `directory` (of which only the last name is new) as save_checkpoint does, from `fill`: under a temporary

@@ -5,6 +5,7 @@
 #include "plan/latency/workload.h"
 #include "run/config/run_config_balance.h"
 #include "run/config/run_config_check.h"
+#include "run/config/run_config_lora.h"
 #include "run/config/run_config_parallel.h"
 
 namespace sb {
@@ -24,8 +25,8 @@ A run is one YAML file: `sparsebalance train run.yaml`. This page lists every op
 - An unknown key, a wrong type, a value out of range or a key given twice is an error with the file, the line and the nearest
   known key. So are YAML anchors, aliases and tags.
 - Relative paths are relative to the directory the program is started in.
-- The sections `model.init`, `model.rope`, `data.synthetic` and `data.synthetic.curriculum` are optional: they count when the
-  file mentions them (`synthetic: {}` takes all of its defaults).
+- The sections `model.init`, `model.rope`, `data.synthetic`, `data.synthetic.curriculum` and `lora` are optional: they count when
+  the file mentions them (`synthetic: {}` takes all of its defaults).
 
 Coming from `transformers` or Megatron:
 
@@ -37,6 +38,7 @@ Coming from `transformers` or Megatron:
 | `gradient_checkpointing`, `--recompute-granularity` | `train.recompute` |
 | `bf16: true`, `--bf16` | `device: cuda`; `train.precision: float32` is the other choice |
 | `lr_scheduler_type`, `--lr`, `--lr-decay-style` | `optimizer.schedule`, `optimizer.learning_rate`; rates are set by step, not by sample |
+| PEFT's `LoraConfig(r, lora_alpha, lora_dropout, target_modules, modules_to_save)` | `lora.rank`, `lora.alpha`, `lora.dropout`, `lora.targets`, `lora.train` |
 | `resume_from_checkpoint` | the same command again; `train.resume` |
 | `--context-parallel-size`, `--pipeline-model-parallel-size` | `parallel.cp`, `parallel.pp`; there is no tensor parallelism |
 | DeepSpeed's ZeRO | stage 1, always, over `parallel.dp` times `parallel.cp` |
@@ -60,6 +62,8 @@ struct Draft {
   int64_t synthetic_min_length = 0;
   bool has_curriculum = false;
   CurriculumOptions curriculum;
+  bool has_lora = false;
+  LoraOptions lora;
 
   Draft() {
     init.vocab_size = 1024;
@@ -82,6 +86,8 @@ struct Draft {
     }
     has_rope = from.model.rope.has_value();
     if (has_rope) rope = *from.model.rope;
+    has_lora = from.lora.has_value();
+    if (has_lora) lora = *from.lora;
     has_synthetic = from.data.synthetic.has_value();
     if (!has_synthetic) return;
     synthetic = *from.data.synthetic;
@@ -109,6 +115,7 @@ struct Draft {
       model.qk_norm = model.family == ModelConfig::Family::qwen3;
     }
     if (has_rope) out.model.rope = rope;
+    if (has_lora) out.lora = lora;
     if (has_synthetic) {
       SyntheticOptions task = synthetic;
       task.length = synthetic_min_length == 0 ? LengthDistribution::fixed(synthetic_length)
@@ -442,6 +449,7 @@ OptionTable run_options(Draft& draft) {
   add_balance_options(table, draft.config.balance);
   add_parallel_options(table, draft.config.parallel);
   add_optimizer(table, draft);
+  add_lora_options(table, draft.lora, &draft.has_lora);
   add_train(table, draft);
   return table;
 }

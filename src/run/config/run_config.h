@@ -9,6 +9,7 @@
 #include "attention/select/selection_config.h"
 #include "core/tensor.h"
 #include "data/synthetic/synthetic.h"
+#include "model/lora/lora_config.h"
 #include "model/model_config.h"
 #include "model/stage.h"
 #include "parallel/ring/context_placement.h"
@@ -112,6 +113,13 @@ struct OptimizerOptions {
   double min_learning_rate_ratio = 0.0;  // where the decay ends, as a share of learning_rate
 };
 
+struct LoraOptions {
+  LoraOptions() { config.rank = 16; }
+  LoraConfig config;
+  std::filesystem::path adapter;  // PEFT directory to go on from; empty: a new adapter
+  bool merged = false;            // write the merged model, too (RunConfig::writes_merged)
+};
+
 struct TrainOptions {
   int64_t max_steps = 1000;
   double num_train_epochs = 0.0;  // above 0: max_steps as passes over the training data
@@ -146,8 +154,12 @@ struct RunConfig {
   BalanceOptions balance;
   ParallelOptions parallel;
   OptimizerOptions optimizer;
+  std::optional<LoraOptions> lora;  // none: the whole model is trained
   TrainOptions train;
 
+  LoraConfig lora_config() const { return lora ? lora->config : LoraConfig(); }
+  // With adapters: where it is wanted, and where the adapter alone would not give the same model.
+  bool writes_merged() const { return lora && (lora->merged || lora->config.trains_base() || model.rope); }
   // Of activations and of the weights that operations read.
   DType dtype() const {
     const bool exact = train.precision == TrainOptions::Precision::float32;

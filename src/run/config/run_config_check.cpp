@@ -2,6 +2,7 @@
 
 #include "core/errors.h"
 #include "run/config/run_config_balance.h"
+#include "run/config/run_config_lora.h"
 #include "run/config/run_config_parallel.h"
 
 namespace sb {
@@ -126,6 +127,7 @@ void check_run_config(const RunConfig& config, const OptionTable& table, const s
   check_parallel(config, table);
   check_attention(config, table);
   check_optimizer(config, table);
+  check_lora(config, table);
   check_train(config, table);
 }
 
