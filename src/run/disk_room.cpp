@@ -19,6 +19,16 @@ int64_t parameters_of(const ModelConfig& model) {
   return Stage::declare_parameters(model, whole).elements();
 }
 
+// Of a folder's files on the disk, about.
+int64_t occupied_bytes(const std::filesystem::path& folder) {
+  constexpr uintmax_t kBlock = 4096;
+  std::error_code ignored;
+  uintmax_t bytes = 0;
+  for (const auto& entry : std::filesystem::directory_iterator(folder, ignored))
+    if (entry.is_regular_file(ignored)) bytes += (entry.file_size(ignored) / kBlock + 1) * kBlock;
+  return static_cast<int64_t>(bytes);
+}
+
 }  // namespace
 
 int64_t checkpoint_bytes(const RunConfig& config, const ModelConfig& model) {
@@ -74,7 +84,7 @@ void make_room_for_checkpoint(const RunConfig& config, const ModelConfig& model,
   std::error_code failed;
   const std::filesystem::space_info room = std::filesystem::space(path, failed);
   if (failed || limit <= 1 || std::ssize(steps) < limit) return;
-  const int64_t needed = disk_need(config, model, steps).checkpoint_bytes;
+  const int64_t needed = std::max(checkpoint_bytes(model), occupied_bytes(checkpoint_path(path, steps.back())));
   if (static_cast<int64_t>(room.available) >= needed) return;
   log::info("{} are free and a checkpoint takes {}: the oldest goes before the new one is saved",
             format_bytes(static_cast<int64_t>(room.available)), format_bytes(needed));

@@ -38,6 +38,15 @@ class Faults : public testing::Test {
     ASSERT_EQ(result.code, 0) << result.output;
   }
   fs::path run() const { return folder_ / "run"; }
+  // Puts a disk of this size where the run is, which the new process alone sees. Ends it with 77 where that is not
+  // permitted.
+  std::function<void()> mounted(const std::string& size) const {
+    return [this, options = "size=" + size] {
+      if (unshare(CLONE_NEWNS) != 0 || mount("none", "/", nullptr, MS_REC | MS_PRIVATE, nullptr) != 0 ||
+          mount("none", run().c_str(), "tmpfs", 0, options.c_str()) != 0)
+        _exit(77);
+    };
+  }
   std::string make_pipe(const std::string& name) const {
     EXPECT_EQ(mkfifo((folder_ / name).c_str(), 0600), 0);
     return folder_ / name;
@@ -269,14 +278,6 @@ TEST_F(Faults, NamesThatAreNotUtf8AreNoDefect) {
 
 // Small disks, which are full at different moments.
 TEST_F(Faults, AFullDiskIsAnErrorThatNamesTheFolder) {
-  const auto mounted = [&](const char* size) {
-    return [this, size] {
-      const std::string options = std::string("size=") + size;
-      if (unshare(CLONE_NEWNS) != 0 || mount("none", "/", nullptr, MS_REC | MS_PRIVATE, nullptr) != 0 ||
-          mount("none", run().c_str(), "tmpfs", 0, options.c_str()) != 0)
-        _exit(77);
-    };
-  };
   fs::create_directories(run());
   const FaultyResult room = run_faulty(training(), {}, mounted("8m"));
   if (room.code == 77) GTEST_SKIP() << "no file systems may be mounted here";
@@ -291,6 +292,45 @@ TEST_F(Faults, AFullDiskIsAnErrorThatNamesTheFolder) {
     EXPECT_TRUE(full.says(run().string())) << full.output;
   }
   EXPECT_GT(refused, 1);
+}
+
+int64_t blocks_of(const fs::path& folder) {
+  int64_t bytes = 0;
+  for (const auto& entry : fs::recursive_directory_iterator(folder))
+    if (struct stat file = {}; stat(entry.path().c_str(), &file) == 0) bytes += 512 * file.st_blocks;
+  return bytes;
+}
+
+// Room for two of them and the model, not for three.
+TEST_F(Faults, TheOldestCheckpointGoesFirstWhereRoomIsShort) {
+  train();
+  const int64_t checkpoint = blocks_of(run() / "checkpoint-4"), model = blocks_of(run() / "final");
+  const int64_t besides = blocks_of(run()) - 3 * checkpoint - model;
+  fs::remove_all(run());
+  fs::create_directories(run());
+  const FaultyResult result = run_faulty(training({"train.save_total_limit=2"}), {},
+                                         mounted(std::to_string((besides + 27 * checkpoint / 10) / 4096 * 4096)));
+  if (result.code == 77) GTEST_SKIP() << "no file systems may be mounted here";
+  EXPECT_EQ(result.code, 0) << result.output;
+  EXPECT_TRUE(result.says("the oldest goes before the new one is saved")) << result.output;
+}
+
+TEST_F(Faults, TokensThatAreCutWhileTrainingReadsThemAreNamed) {
+  ASSERT_EQ(run_faulty({"data", "synth", "--task", "copy", "--vocab-size", "16", "--sequences", "2000", "--length",
+                        "48", "--output", folder_ / "tokens"})
+                .code,
+            0);
+  std::thread cut([&] {
+    for (int tries = 0; tries < 3000; ++tries, std::this_thread::sleep_for(std::chrono::milliseconds(10)))
+      if (std::error_code missing; fs::file_size(run() / "metrics.jsonl", missing) > 0 && !missing) break;
+    fs::resize_file(folder_ / "tokens.bin", 100);
+  });
+  const FaultyResult result = run_faulty(
+      training({"data={train: [" + (folder_ / "tokens").string() + "], synthetic: null, max_sequence_length: 48}",
+                "train.max_steps=1000000", "train.save_steps=0", "train.validation_steps=0"}));
+  cut.join();
+  EXPECT_EQ(result.code, 2) << result.output;
+  EXPECT_TRUE(result.says("tokens.bin: got shorter while it was read")) << result.output;
 }
 
 // What somebody else's process left and only they can remove.
