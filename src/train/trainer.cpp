@@ -73,6 +73,7 @@ RankModelOptions rank_model_options(const RunConfig& config, const TrainerParts&
   options.loss_chunk = config.train.loss_chunk;
   options.layer_chunk = config.train.layer_chunk;
   options.offload = parts.offload;
+  options.offload_optimizer = config.train.offload_optimizer;
   options.threads = thread_count(config, parts.cores);
   options.lora = config.lora_config();
   return options;

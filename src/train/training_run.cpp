@@ -333,9 +333,10 @@ TrainSummary run_training(const RunConfig& given, std::FILE* out, bool terminal,
   plan.check_fits(memory, cure(config, parts.offload[static_cast<size_t>(stage)]));
   if (plan.host_total() > host_memory && host_memory > 0)
     throw OutOfMemory(
-        "the memory plan does not fit: {} of layer inputs in host memory, of which {} are left; lower "
-        "batch.micro_batch_tokens or data.max_sequence_length",
-        format_bytes(plan.host_total()), format_bytes(host_memory));
+        "the memory plan does not fit: {} in host memory, of which {} are left; {}lower batch.micro_batch_tokens or "
+        "data.max_sequence_length\n{}",
+        format_bytes(plan.host_total()), format_bytes(host_memory),
+        config.train.offload_optimizer ? "set train.offload_optimizer: false, use more ranks, or " : "", plan.table());
 
   const std::unique_ptr<RunDirectory> directory = open_run_directory(config, ranks.world);
   if (leads) {

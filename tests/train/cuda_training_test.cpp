@@ -73,6 +73,21 @@ TEST_F(CudaTraining, SequencesInPiecesTrainAsWholeOnes) {
   }
 }
 
+// The same kernels on the same numbers, wherever these wait: the same losses, also after a resumed run.
+TEST_F(CudaTraining, ValuesAndMomentsInHostMemoryTrainAlike) {
+  const std::vector<std::string> run{"device=cuda", "train.deterministic=true", "balance.chunk=256"};
+  const auto with = [&](std::vector<std::string> more) {
+    more.insert(more.end(), run.begin(), run.end());
+    return more;
+  };
+  const auto device = train(test::small_run(folder_.path("device"), run));
+  EXPECT_EQ(train(test::small_run(folder_.path("host"), with({"train.offload_optimizer=true"}))), device);
+  train(test::small_run(folder_.path("resumed"), with({"train.offload_optimizer=true", "train.max_steps=10"})));
+  EXPECT_EQ(train(test::small_run(folder_.path("resumed"), with({"train.offload_optimizer=true"}))).at(30),
+            device.at(30));
+  EXPECT_EQ(train(test::small_run(folder_.path("chunk"), with({"train.recompute=chunk"}))), device);
+}
+
 TEST_F(CudaTraining, SeveralRanksAreRefused) {
   EXPECT_THROW(train(test::small_run(folder_.path("ranks"), {"device=cuda", "parallel.dp=2"})), UserError);
 }

@@ -427,6 +427,9 @@ void add_train(OptionTable& table, Draft& draft) {
   table.integer("train.offload", &train.offload, -1, 1 << 16,
                 "layers of a stage whose input waits for backward in host memory; -1: as many as the GPU's memory asks "
                 "for (none on the CPU); never changes the result");
+  table.flag("train.offload_optimizer", &train.offload_optimizer,
+             "device: cuda: float32 values and AdamW's moments, 12 bytes a parameter, wait in host memory and come to "
+             "the GPU in windows; never changes the result");
   table.choice<TrainOptions::Precision>(
       "train.precision", &train.precision,
       {{"auto", TrainOptions::Precision::automatic}, {"float32", TrainOptions::Precision::float32}},

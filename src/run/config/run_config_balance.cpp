@@ -86,6 +86,18 @@ void add_balance_options(OptionTable& table, BalanceOptions& balance) {
 
 namespace {
 
+void check_offload(const RunConfig& config, const OptionTable& table) {
+  if (!config.train.offload_optimizer) return;
+  const std::string label = table.label("train.offload_optimizer");
+  SB_USER_CHECK(config.device == DeviceKind::cuda,
+                "{}: on the CPU values and moments are in host memory anyway; leave it out, or set device: cuda",
+                label);
+  SB_USER_CHECK(config.dtype() == DType::bf16,
+                "{}: with train.precision: float32 the operations read the values themselves, which stay on the GPU; "
+                "leave one of them out",
+                label);
+}
+
 void check_recompute(const RunConfig& config, const OptionTable& table) {
   if (config.train.recompute != Recompute::chunk) return;
   const std::string label = table.label("train.recompute");
@@ -174,6 +186,7 @@ void check_balance(const RunConfig& config, const OptionTable& table) {
       table.label("balance.compare_steps"));
   check_chunk(config, table);
   check_recompute(config, table);
+  check_offload(config, table);
   const bool predicts = tuned || balance.chunk < 0 || balance.ordering != BalanceOptions::Ordering::none ||
                         balance.batching == BalanceOptions::Batching::sab ||
                         balance.batching == BalanceOptions::Batching::wlb;

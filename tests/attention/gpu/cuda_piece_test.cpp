@@ -241,7 +241,7 @@ TEST_F(CudaPieceTest, LaterTokensChangeNothingInEarlierPieces) {
 
 TEST_F(CudaPieceTest, PatternsThatLookAheadAreRefusedByName) {
   CudaAttentionOptions options = options_of(SelectionPattern::vertical_slash, BlockScore::moments, 128);
-  options.attention.selection.query_block = 64;
+  options.attention.selection.order = SelectionOrder::lookahead;
   EXPECT_NE(make_cuda_attention(options)->refuses_pieces().find("vertical_slash"), std::string::npos);
   EXPECT_EQ(make_cuda_attention(options_of(SelectionPattern::mass, BlockScore::moments, 128))->refuses_pieces(), "");
 }
