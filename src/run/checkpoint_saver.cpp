@@ -37,7 +37,7 @@ std::vector<SafetensorsTensor> copied(std::span<const SafetensorsTensor> tensors
 CheckpointSaver::CheckpointSaver(RunConfig config, ModelConfig model, Mode mode)
     : config_(std::move(config)), model_(std::move(model)) {
   if (mode == Mode::now) return;
-  copy_.resize(static_cast<size_t>(checkpoint_bytes(model_)) / sizeof(float));  // now, not in the first save
+  copy_.resize(static_cast<size_t>(checkpoint_bytes(config_, model_)) / sizeof(float));  // now, not in the first save
   thread_ = std::thread([this] { work(); });
 }
 

@@ -84,7 +84,7 @@ void make_room_for_checkpoint(const RunConfig& config, const ModelConfig& model,
   std::error_code failed;
   const std::filesystem::space_info room = std::filesystem::space(path, failed);
   if (failed || limit <= 1 || std::ssize(steps) < limit) return;
-  const int64_t needed = std::max(checkpoint_bytes(model), occupied_bytes(checkpoint_path(path, steps.back())));
+  const int64_t needed = std::max(checkpoint_bytes(config, model), occupied_bytes(checkpoint_path(path, steps.back())));
   if (static_cast<int64_t>(room.available) >= needed) return;
   log::info("{} are free and a checkpoint takes {}: the oldest goes before the new one is saved",
             format_bytes(static_cast<int64_t>(room.available)), format_bytes(needed));
