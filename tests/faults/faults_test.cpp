@@ -160,6 +160,31 @@ TEST_F(Faults, LittleAddressSpaceIsRefusedAndDoesNotHang) {
   EXPECT_TRUE(refused);
 }
 
+// The least address space that a run needs has no room for a copy of its checkpoints.
+TEST_F(Faults, WithoutRoomForACopyTrainingWaitsForItsCheckpoints) {
+#if defined(__SANITIZE_ADDRESS__)
+  GTEST_SKIP() << "the sanitizer needs terabytes of address space";
+#endif
+  const std::vector<std::string> large = {"model.init.hidden_size=256", "model.init.intermediate_size=4096",
+                                          "model.init.num_hidden_layers=4", "train.max_steps=1", "train.threads=1"};
+  const std::string waits = "training waits while a checkpoint is saved: host memory has no room for a copy of";
+  FaultyResult result;
+  for (rlim_t megabytes = 300; megabytes <= 1500; megabytes += 50) {
+    result = run_faulty(training(large), {}, [=] { set_limit(RLIMIT_AS, megabytes << 20); });
+    if (result.code == 0) break;
+    fs::remove_all(run());
+  }
+  EXPECT_EQ(result.code, 0) << result.output;
+  EXPECT_TRUE(result.says(waits)) << result.output;
+  EXPECT_FALSE(result.says("checkpoint copy")) << result.output;
+  EXPECT_EQ(checkpoint_steps(run()), (std::vector<int64_t>{1}));
+  fs::remove_all(run());
+  result = run_faulty(training(large));
+  EXPECT_EQ(result.code, 0) << result.output;
+  EXPECT_FALSE(result.says(waits)) << result.output;
+  EXPECT_TRUE(result.says("checkpoint copy")) << result.output;
+}
+
 TEST_F(Faults, ThreadsThatCannotBeStartedAreAClearError) {
   const FaultyResult result = run_faulty(training({"train.threads=3"}), always("thread", EAGAIN, "any"));
   EXPECT_EQ(result.code, 2) << result.output;
