@@ -121,6 +121,27 @@ TEST(Report, OnlyTheSlowestReplicaHasACriticalPath) {
   EXPECT_EQ(count(schedule_figure(step), "stroke=\"#d00000\""), alike / step.plan.ranks.size());
 }
 
+// Two micro-batches of a plan as the pieces of one sequence: drawn as such, on the page and in the log it is made from.
+TEST(Report, PiecesOfASequenceAreDrawn) {
+  ReportInput input = example_run(2, 1);
+  LoggedStep& step = input.plans.steps.at(2);
+  PlannedRank& rank = step.plan.ranks[0];
+  ASSERT_GE(rank.micro_batches.size(), 2u);
+  int64_t begin = 0;
+  for (PlannedMicroBatch& micro_batch : rank.micro_batches) {
+    micro_batch.sequences = {7};
+    if (!micro_batch.budgets.empty()) micro_batch.budgets.resize(static_cast<size_t>(step.plan.layers));
+    micro_batch.begin = begin;
+    micro_batch.end = begin += 4096;
+  }
+  const std::string figure = schedule_figure(step);
+  EXPECT_NE(figure.find("sequence 7, tokens 0 to 4096"), std::string::npos);
+  EXPECT_NE(figure.find("sequence 7, tokens 4096 to 8192"), std::string::npos);
+  const std::string page = write_report(input);
+  EXPECT_NE(page.find("tokens 4096 to 8192"), std::string::npos);
+  EXPECT_NE(page.find("pieces of a"), std::string::npos);
+}
+
 TEST(Report, LongRunsStaySmall) {
   ReportInput input = example_run(4, 1);
   for (int64_t step = 1; step <= 200'000; ++step) input.metrics.series["loss"][step] = 1.0 / static_cast<double>(step);

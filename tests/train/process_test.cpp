@@ -61,6 +61,34 @@ TEST(Process, KilledAtAnyMomentItEndsTheSame) {
   EXPECT_EQ(losses(killed.path()), losses(undisturbed.path()));
 }
 
+// The same with long sequences in pieces, their forwards run again.
+TEST(Process, KilledWithPiecesInFlightItEndsTheSame) {
+  ScratchDirectory undisturbed, killed;
+  const std::vector<std::string> pieces = {
+      "--set", "data.synthetic={length: 300, curriculum: {start_length: 200}}",
+      "--set", "attention={pattern: topk, block: 64, budget: 192, dense_below: 0, local_blocks: 1}",
+      "--set", "balance.chunk=64",
+      "--set", "train.recompute=chunk",
+      "--set", "train.max_steps=12",
+      "--set", "train.validation_steps=5"};
+  ASSERT_EQ(train(undisturbed.path(), pieces), 0);
+  Random random(21);
+  int kills = 0;
+  for (int round = 0; round < 6; ++round) {
+    Training training(killed.path(), pieces);
+    const auto moment = std::chrono::steady_clock::now() + Milliseconds(40 + random.below(250));
+    wait_for(training, [&] { return std::chrono::steady_clock::now() >= moment; });
+    training.signal(SIGKILL);
+    if (training.wait() == 0) break;
+    ++kills;
+  }
+  EXPECT_GT(kills, 0);
+  ASSERT_EQ(train(killed.path(), pieces), 0);
+  EXPECT_EQ(final_weights(killed.path()), final_weights(undisturbed.path()));
+  EXPECT_EQ(losses(killed.path()), losses(undisturbed.path()));
+  EXPECT_EQ(losses(killed.path()).size(), 12u);
+}
+
 class StopSignals : public testing::TestWithParam<int> {};
 
 TEST_P(StopSignals, SavesExitsWithZeroAndGoesOnExactly) {

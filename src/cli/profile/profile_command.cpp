@@ -132,6 +132,7 @@ void run(Arguments arguments) {
     target.reduction = [&](int64_t bytes) { return engine.reduction(bytes); };
   }
   target.layers = layers;
+  arguments.measure.pieces = true;
   Progress progress;
   arguments.measure.progress = [&](int done, int total, const std::string& what) {
     // Small shapes come first, so the rest is guessed only when there is something to guess from.

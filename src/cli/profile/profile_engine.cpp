@@ -57,6 +57,7 @@ class TimedAttention final : public ForwardingAttention {
   void forward(const Exec& exec, int layer, const AttentionShape& shape, const PackedSequences& sequences,
                const AttentionOperands& operands, AttentionState& state, bool replay) override {
     const auto timed = [&](Stopwatch& watch, bool with_replay) {
+      if (paused_) return ForwardingAttention::forward(exec, layer, shape, sequences, operands, state, with_replay);
       watch.start(exec);
       ForwardingAttention::forward(exec, layer, shape, sequences, operands, state, with_replay);
       watch.stop(exec);
@@ -68,6 +69,7 @@ class TimedAttention final : public ForwardingAttention {
   void backward(const Exec& exec, int layer, const AttentionShape& shape, const PackedSequences& sequences,
                 const AttentionOperands& operands, const AttentionGradients& gradients,
                 AttentionState& state) override {
+    if (paused_) return ForwardingAttention::backward(exec, layer, shape, sequences, operands, gradients, state);
     backward_.start(exec);
     ForwardingAttention::backward(exec, layer, shape, sequences, operands, gradients, state);
     backward_.stop(exec);
@@ -82,8 +84,11 @@ class TimedAttention final : public ForwardingAttention {
     return {first + again, again, backward, std::max(0.0, first - again)};
   }
   bool parts = true;
+  // Calls that are not to be timed.
+  void pause(bool paused) { paused_ = paused; }
 
  private:
+  bool paused_ = false;
   Stopwatch choosing_, again_, backward_;
 };
 
@@ -174,7 +179,8 @@ struct ProfileEngine::Implementation {
     stage.recompute = options.recompute == "none"    ? Recompute::none
                       : options.recompute == "layer" ? Recompute::layer
                                                      : Recompute::attention;
-    stage.max_micro_batch_tokens = stage.max_sequence_length = options.max_tokens;
+    stage.max_micro_batch_tokens = stage.max_sequence_length = stage.max_cut_sequence = options.max_tokens;
+    stage.slots = 2;  // a piece, and all that comes before it
     if (options.device == DeviceKind::cuda) stage.loss_chunk = 4096;
     stage.last_layer = options.layers;
     whole = std::make_unique<Stage>(config, stage, attention, pool.threads());
@@ -208,15 +214,35 @@ struct ProfileEngine::Implementation {
     return view;
   }
 
-  // One forward and backward; afterwards the stopwatches can be read.
-  void run(Stage& stage, const MicroBatch& batch, TensorView in, TensorView out_gradient) {
+  // One forward and backward of the shape; afterwards the stopwatches can be read. `layers_alone`: in the middle stage.
+  void run(const MeasuredShape& shape, bool layers_alone) {
+    const MicroBatch all = micro_batch(shape);
+    if (shape.piece.end == 0) return run(all, layers_alone, 0);
+    // A piece finds the keys and values of what comes before it: that runs as the piece before, untimed.
+    const MicroBatch before = cut_piece(all, 0, shape.piece.begin);
+    Stage& stage = layers_alone ? *middle : *whole;
+    const auto rows = [&](TensorView of) { return layers_alone ? of.rows(0, before.size()) : TensorView(); };
+    attention.pause(true);
+    stage.forward(context.exec(), before, 1, rows(input));
+    context.synchronize();
+    attention.pause(false);
+    run(cut_piece(all, shape.piece.begin, shape.piece.end), layers_alone, 0);
+    attention.pause(true);
+    stage.backward(context.exec(), before, 1, rows(gradient));
+    context.synchronize();
+    attention.pause(false);
+  }
+
+  void run(const MicroBatch& batch, bool layers_alone, int slot) {
     const Exec& exec = context.exec();
+    Stage& stage = layers_alone ? *middle : *whole;
+    const auto rows = [&](TensorView of) { return layers_alone ? of.rows(0, batch.size()) : TensorView(); };
     zero_tensor(exec, head_start);
     forward.start(exec);
-    stage.forward(exec, batch, 0, in);
+    stage.forward(exec, batch, slot, rows(input));
     forward.stop(exec);
     backward.start(exec);
-    stage.backward(exec, batch, 0, out_gradient);
+    stage.backward(exec, batch, slot, rows(gradient));
     backward.stop(exec);
     context.synchronize();
   }
@@ -247,10 +273,9 @@ ProfileEngine::~ProfileEngine() = default;
 
 MeasuredTimes ProfileEngine::parts(const MeasuredShape& shape, bool head) {
   Implementation& e = *implementation_;
-  const MicroBatch batch = e.micro_batch(shape);
   e.attention.parts = true;
   // Layers alone.
-  e.run(*e.middle, batch, e.input.rows(0, batch.size()), e.gradient.rows(0, batch.size()));
+  e.run(shape, /*layers_alone=*/true);
   TimedAttention::Times spent = e.attention.take();
   const int inner = e.options.layers - 2;
   MeasuredTimes times;
@@ -263,7 +288,7 @@ MeasuredTimes ProfileEngine::parts(const MeasuredShape& shape, bool head) {
   times.selection = sparse ? spent.selection / inner : 0;
   if (!head) return times;
   // With embedding and loss.
-  e.run(*e.whole, batch, {}, {});
+  e.run(shape, /*layers_alone=*/false);
   spent = e.attention.take();
   times.head_forward = std::max(0.0, e.forward.take() - spent.spent_forward - e.options.layers * times.linear_forward);
   times.head_backward = std::max(0.0, e.backward.take() - spent.backward - e.options.layers * times.linear_backward);
@@ -273,7 +298,7 @@ MeasuredTimes ProfileEngine::parts(const MeasuredShape& shape, bool head) {
 double ProfileEngine::whole(const MeasuredShape& shape) {
   Implementation& e = *implementation_;
   e.attention.parts = false;
-  e.run(*e.whole, e.micro_batch(shape), {}, {});
+  e.run(shape, /*layers_alone=*/false);
   e.attention.take();
   return e.forward.take() + e.backward.take();
 }
