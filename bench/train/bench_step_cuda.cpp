@@ -1,15 +1,16 @@
-// Training steps of Qwen2.5-0.5B and 3B shapes on CUDA, random weights and tokens: tokens/s, memory planned and taken,
+// Training steps of Qwen2.5 shapes on CUDA, random weights and tokens: tokens/s, memory planned and taken,
 // then the time of every class of operations at the step's sizes against its floor (FLOPs at the rate of a large
 // product, bytes at the rate of a large copy, both measured in the same run). bench/peers/train_step_peers.py is the
 // peer.
-//   bench_step_cuda [0.5B|3B|all] [tokens] [--budget N] [--pattern topk|mass] [--score planes|moments]
-//                   [--recompute none|attention|layer|chunk] [--steps N] [--warm-up N] [--packed N]
-//                   [--tokens-per-step N] [--loss-chunk N] [--layer-chunk N] [--offload N] [--chunk N]
+//   bench_step_cuda [0.5B|3B|7B|14B|all] [tokens] [--lora RANK] [--dropout P] [--budget N] [--pattern topk|mass]
+//                   [--score planes|moments] [--recompute none|attention|layer|chunk] [--steps N] [--warm-up N]
+//                   [--packed N] [--tokens-per-step N] [--loss-chunk N] [--layer-chunk N] [--offload N] [--chunk N]
 //                   [--offload-optimizer] [--no-classes] [--measure-products] [--portable]
 // A micro-batch is one sequence of `tokens` (8,192), or sequences of --packed tokens; --tokens-per-step makes a step of
-// several micro-batches. With a budget attention is sparse, with blocks of 128. --offload: layer inputs in host memory
-// (-1: as many as needed). --chunk: the sequence in pieces of so many tokens. --offload-optimizer: values and moments
-// in host memory. --portable: attention's portable kernels instead of the GPU's own.
+// several micro-batches. `all` is 0.5B and 3B. --lora: adapters on all products, alpha twice the rank, dropout 0.05
+// unless given, the model itself frozen. With a budget attention is sparse, with blocks of 128. --offload: layer inputs
+// in host memory (-1: as many as needed). --chunk: the sequence in pieces of so many tokens. --offload-optimizer:
+// values and moments in host memory. --portable: attention's portable kernels instead of the GPU's own.
 
 #include <fmt/format.h>
 
@@ -44,7 +45,7 @@ struct Case {
   ModelConfig config;
 };
 
-ModelConfig qwen(int64_t hidden, int64_t intermediate, int layers, int heads, int head_dim) {
+ModelConfig qwen(int64_t hidden, int64_t intermediate, int layers, int heads, int head_dim, int kv_heads = 2) {
   ModelConfig config;
   config.family = ModelConfig::Family::qwen2;
   config.vocab_size = 151936;
@@ -52,25 +53,27 @@ ModelConfig qwen(int64_t hidden, int64_t intermediate, int layers, int heads, in
   config.intermediate_size = intermediate;
   config.layers = layers;
   config.heads = heads;
-  config.kv_heads = 2;
+  config.kv_heads = kv_heads;
   config.head_dim = head_dim;
   config.rope.theta = 1e6;
   config.max_position_embeddings = 32768;
-  config.tie_word_embeddings = true;
+  config.tie_word_embeddings = hidden <= 2048;
   config.qkv_bias = true;
   return config;
 }
 
 // Normal-like numbers everywhere, fast: products of zeros would run too fast, and 3 billion exact normals take minutes.
+constexpr int64_t kPattern = (1 << 20) + 7;
+
 void randomize(const Exec& exec, ParameterSet& parameters) {
-  constexpr int64_t kPattern = (1 << 20) + 7;
   Random random(1);
   // The gradients' memory serves where the values are not on the device.
   const TensorView values = parameters.has_values() ? parameters.values() : parameters.gradients();
-  const HostCopy start(TensorView(values.raw(), DType::f32, {kPattern}, values.device()));
-  for (int64_t i = 0; i < kPattern; ++i) start.view().f32()[i] = static_cast<float>(0.02 * random.normal());
+  const int64_t pattern = std::min(kPattern, values.elements());
+  const HostCopy start(TensorView(values.raw(), DType::f32, {pattern}, values.device()));
+  for (int64_t i = 0; i < pattern; ++i) start.view().f32()[i] = static_cast<float>(0.02 * random.normal());
   start.store();
-  repeat_start(exec, values, kPattern);
+  repeat_start(exec, values, pattern);
   for (int i = 0; i < parameters.count(); ++i) {
     const Parameter& parameter = parameters.parameter(i);
     if (!parameter.name.ends_with("norm.weight")) continue;
@@ -79,6 +82,18 @@ void randomize(const Exec& exec, ParameterSet& parameters) {
     norm.store();
   }
   round_parameters(exec, values, parameters.rounded_weights());
+}
+
+// The same of weights that are only kept rounded.
+void randomize_rounded(const Exec& exec, ParameterSet& parameters) {
+  Random random(2);
+  std::vector<float> pattern(kPattern);
+  for (float& value : pattern) value = static_cast<float>(0.02 * random.normal());
+  parameters.store_rounded({"pattern", {kPattern}, 0, kPattern}, pattern.data());
+  repeat_start(exec, parameters.rounded_weights(), kPattern);
+  for (const FlatTensor& tensor : parameters.flat_tensors())
+    if (tensor.name.ends_with("norm.weight"))
+      parameters.store_rounded(tensor, std::vector<float>(static_cast<size_t>(tensor.end - tensor.begin), 1.0f).data());
 }
 
 MicroBatch random_batch(const ModelConfig& config, int64_t tokens, int64_t length, int64_t tokens_per_step,
@@ -110,6 +125,7 @@ struct Arguments {
   int offload = -1;
   int64_t chunk = 0;  // 0: whole sequences
   bool offload_optimizer = false;
+  LoraConfig lora;
   bool classes = true;
   bool measure_products = false;
   bool portable = false;
@@ -117,6 +133,7 @@ struct Arguments {
 
 Arguments parse_arguments(int argc, char** argv) {
   Arguments arguments;
+  arguments.lora.dropout = 0.05;
   int place = 0;
   for (int i = 1; i < argc; ++i) {
     const std::string word = argv[i];
@@ -150,6 +167,10 @@ Arguments parse_arguments(int argc, char** argv) {
       arguments.chunk = std::stoll(value());
     else if (word == "--offload-optimizer")
       arguments.offload_optimizer = true;
+    else if (word == "--lora")
+      arguments.lora.rank = std::stoi(value());
+    else if (word == "--dropout")
+      arguments.lora.dropout = std::stod(value());
     else if (word == "--no-classes")
       arguments.classes = false;
     else if (word == "--measure-products")
@@ -170,6 +191,9 @@ Arguments parse_arguments(int argc, char** argv) {
   if (arguments.packed == 0) arguments.packed = arguments.tokens;
   SB_USER_CHECK(arguments.chunk == 0 || (arguments.packed == arguments.tokens && arguments.chunk % 128 == 0),
                 "--chunk {}: a multiple of 128, without --packed", arguments.chunk);
+  arguments.lora.alpha = 2.0 * arguments.lora.rank;
+  if (!arguments.lora.enabled()) arguments.lora = {};
+  if (arguments.lora.enabled()) arguments.classes = false;  // they are those of a model that is trained whole
   if (arguments.warm_up < 0) arguments.warm_up = std::min(arguments.steps, 3);
   return arguments;
 }
@@ -206,6 +230,7 @@ StageOptions stage_options(const ModelConfig& config, const Arguments& arguments
   options.with_values = !arguments.offload_optimizer;
   options.loss_chunk = arguments.loss_chunk;
   options.layer_chunk = arguments.layer_chunk;
+  options.lora = arguments.lora;
   return options;
 }
 
@@ -313,6 +338,7 @@ double measure_step(const DeviceContext& context, const Case& c, const Arguments
   Stage stage(c.config, options, attention, 1);
   ParameterSet& parameters = stage.parameters();
   randomize(exec, parameters);
+  if (arguments.lora.enabled()) randomize_rounded(exec, stage.frozen_parameters());
   Optimizer optimizer(exec, parameters, arguments.offload_optimizer);
   std::vector<std::vector<MicroBatch>> pieces(batches.size());
   for (size_t i = 0; i < batches.size() && arguments.chunk > 0; ++i)
@@ -376,12 +402,16 @@ int main(int argc, char** argv) try {
   fmt::print("{}: product of 8192^3 {:.0f} TFLOP/s, copy {:.2f} TB/s; {}\n", info.name, ceilings.flops * 1e-12,
              ceilings.bytes * 1e-12, measure ? "products by measurement" : "products by cuBLASLt's proposals");
   std::vector<std::string> results;
-  for (const Case& c : {Case{"0.5B", qwen(896, 4864, 24, 14, 64)}, Case{"3B", qwen(2048, 11008, 36, 16, 128)}}) {
-    if (arguments.model != "all" && arguments.model != c.name) continue;
+  for (const Case& c :
+       {Case{"0.5B", qwen(896, 4864, 24, 14, 64)}, Case{"3B", qwen(2048, 11008, 36, 16, 128)},
+        Case{"7B", qwen(3584, 18944, 28, 28, 128, 4)}, Case{"14B", qwen(5120, 13824, 48, 40, 128, 8)}}) {
+    const bool of_all = c.name == "0.5B" || c.name == "3B";
+    if (arguments.model != c.name && !(arguments.model == "all" && of_all)) continue;
     const std::string attention_name =
         (arguments.budget > 0 ? fmt::format("{} by {}, budget {}", arguments.pattern, arguments.score, arguments.budget)
                               : std::string("dense")) +
-        (arguments.portable ? ", portable kernels" : "");
+        (arguments.portable ? ", portable kernels" : "") +
+        (arguments.lora.enabled() ? fmt::format(", adapters of rank {}", arguments.lora.rank) : "");
     fmt::print("Qwen2.5-{}, {} tokens, bf16, recompute {}, attention {}\n", c.name, tokens, arguments.recompute,
                attention_name);
     CudaAttentionOptions options;

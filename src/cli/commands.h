@@ -16,6 +16,7 @@ void add_doctor_command(CLI::App& app);
 void add_eval_command(CLI::App& app);
 void add_init_command(CLI::App& app);
 void add_train_command(CLI::App& app);
+void add_merge_command(CLI::App& app);
 void add_profile_command(CLI::App& app);
 void add_report_command(CLI::App& app);
 // completion and man: to be added last, since they print the others.

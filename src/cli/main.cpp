@@ -94,6 +94,7 @@ constexpr Footer kFooters[] = {
     {"config", "examples/quickstart.yaml --set train.max_steps=100", "docs/configuration.md"},
     {"data", "stats data/long", "docs/data.md"},
     {"eval", "needle --model runs/quickstart/final --lengths 512,1024", "docs/evaluation.md"},
+    {"merge", "checkpoints/qwen2.5-3b runs/lora/final merged", "docs/lora.md"},
     {"profile", "--run run.yaml --out profile.json", "docs/balancing.md"},
     {"simulate", "--model qwen2.5-3b --profile h200 --dp 2 --pp 4", "docs/balancing.md, docs/results/simulate.md"},
     {"report", "runs/balanced", "docs/balancing.md"},
@@ -119,6 +120,7 @@ int run(int argc, char** argv) {
   sb::add_config_command(app);
   sb::add_data_command(app);
   sb::add_eval_command(app);
+  sb::add_merge_command(app);
   sb::add_profile_command(app);
   sb::add_simulate_command(app);
   sb::add_report_command(app);

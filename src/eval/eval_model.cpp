@@ -14,6 +14,7 @@
 #include "data/text/document_encoder.h"
 #include "device/cuda.h"
 #include "eval/host_floats.h"
+#include "model/adapter/peft_adapter.h"
 #include "model/hf_checkpoint.h"
 
 namespace sb {
@@ -89,7 +90,11 @@ EvalModel::EvalModel(const EvalModelOptions& options)
         .check_fits(std::max<int64_t>(cuda::device_info().free_bytes - kOutsideThePlan, 1), "Lower --max-tokens.");
   }
   stage_ = std::make_unique<Stage>(config_, stage, *cached_, pool_.threads());
-  read_hf_weights(options.model, stage_->parameters());
+  std::optional<PeftAdapter> adapter;
+  if (!options.adapter.empty()) adapter.emplace(options.adapter, config_);
+  read_hf_weights(options.model, stage_->parameters(), [&](const FlatTensor& tensor, float* values) {
+    if (adapter) adapter->merge(pool_, tensor.name, tensor.shape, values);
+  });
 }
 
 std::unique_ptr<Attention> EvalModel::make_prefill(CachedAttention::Options& cache) {

@@ -18,6 +18,7 @@ namespace sb {
 
 struct EvalModelOptions {
   std::filesystem::path model;               // a Hugging Face directory
+  std::filesystem::path adapter;             // a PEFT directory, put into the model's weights; empty: none
   std::optional<SelectionConfig> attention;  // what it was trained with; nothing: dense
   LearnedSelection learned;                  // what selection had learned then
   int coverage_rows = 0;                     // of every sequence and layer, on which the true coverage is measured

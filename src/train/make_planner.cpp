@@ -6,6 +6,7 @@
 
 #include "core/errors.h"
 #include "core/log.h"
+#include "plan/latency/adapter_profile.h"
 #include "train/packing.h"
 #include "train/stage_split.h"
 
@@ -106,7 +107,7 @@ Profile run_profile(const RunConfig& config, const ModelConfig& model) {
   if (config.attention.selection.pattern != SelectionPattern::dense)
     check_measured_blocks(profile, spec, {"attention.block", "attention.query_block", "attention.score_tokens"});
   if (!given) log::info("balance.profile is not set: predictions start from {}", profile.name);
-  return profile;
+  return with_adapters(std::move(profile), config.lora_config().rank);
 }
 
 std::unique_ptr<BalancedPlanner> make_balanced_planner(const RunConfig& config, const ModelConfig& model,

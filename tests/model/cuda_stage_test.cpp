@@ -70,8 +70,11 @@ class CudaStageTest : public testing::TestWithParam<DType> {
 INSTANTIATE_TEST_SUITE_P(Types, CudaStageTest, testing::Values(DType::f32, DType::bf16),
                          [](const auto& type) { return std::string(dtype_name(type.param)); });
 
-std::vector<double> loss_curve(const ModelConfig& config, const MicroBatch& batch, DeviceKind device, DType dtype) {
-  Rig rig(config, whole_model(config, batch.size(), Recompute::attention), device, dtype);
+std::vector<double> loss_curve(const ModelConfig& config, const MicroBatch& batch, DeviceKind device, DType dtype,
+                               const LoraConfig& lora = {}) {
+  StageOptions options = whole_model(config, batch.size(), Recompute::attention);
+  options.lora = lora;
+  Rig rig(config, options, device, dtype);
   const Exec& exec = rig.run.exec;
   ParameterSet& parameters = rig.stage->parameters();
   const int64_t elements = parameters.flat_elements();
@@ -105,6 +108,55 @@ TEST_P(CudaStageTest, LossCurveOfAHundredStepsFollowsTheCpu) {
   ASSERT_LT(cpu.back(), 0.5 * cpu.front());  // it learns
   const double allowed = GetParam() == DType::f32 ? 1e-3 : 3e-2;
   for (size_t i = 0; i < cpu.size(); ++i) ASSERT_NEAR(got[i], cpu[i], allowed * cpu.front()) << "step " << i;
+}
+
+LoraConfig dropping_adapters(bool train_ends) {
+  LoraConfig lora;
+  lora.rank = 5;
+  lora.alpha = 20;
+  lora.dropout = 0.2;
+  lora.norms = lora.embedding = lora.head = train_ends;
+  return lora;
+}
+
+// The same elements are dropped on both devices.
+TEST_P(CudaStageTest, AdaptersLearnWhatTheyLearnOnTheCpu) {
+  for (const bool train_ends : {false, true}) {
+    ModelConfig config = small_config(ModelConfig::Family::qwen3);
+    config.tie_word_embeddings = false;
+    const auto sequences = random_sequences({40, 17, 33}, config.vocab_size, 5);
+    const MicroBatch batch = pack(sequences, count_targets(sequences));
+    const LoraConfig lora = dropping_adapters(train_ends);
+    const std::vector<double> cpu = loss_curve(config, batch, DeviceKind::cpu, DType::f32, lora),
+                              got = loss_curve(config, batch, DeviceKind::cuda, GetParam(), lora);
+    ASSERT_LT(cpu.back(), 0.98 * cpu.front());  // it learns
+    const double allowed = GetParam() == DType::f32 ? 1e-3 : 3e-2;
+    for (size_t i = 0; i < cpu.size(); ++i) ASSERT_NEAR(got[i], cpu[i], allowed * cpu.front()) << "step " << i;
+  }
+}
+
+TEST_P(CudaStageTest, AdaptersRecomputeTheSameBitsInThePlannedMemory) {
+  ModelConfig config = small_config(ModelConfig::Family::qwen2);
+  const auto sequences = random_sequences({70, 1, 30}, config.vocab_size, 7);
+  const MicroBatch batch = pack(sequences, count_targets(sequences));
+  std::vector<Tensors> gradients;
+  for (const Recompute level : {Recompute::none, Recompute::attention, Recompute::layer}) {
+    StageOptions options = whole_model(config, 101, level);
+    options.lora = dropping_adapters(false);
+    options.layer_chunk = 40;
+    Rig rig(config, options, DeviceKind::cuda, GetParam());
+    rig.step(batch);
+    rig.step(batch);  // now B has a gradient that adds up
+    gradients.push_back(hf_gradients(rig.stage->parameters()));
+    options.device = DeviceKind::cuda;
+    options.dtype = GetParam();
+    const MemoryPlan plan = Stage::memory_plan(config, options, *rig.attention, 2), used = rig.stage->memory_used();
+    ASSERT_EQ(plan.items().size(), used.items().size());
+    for (size_t i = 0; i < plan.items().size(); ++i)
+      EXPECT_LE(used.items()[i].bytes, plan.items()[i].bytes) << plan.items()[i].name;
+  }
+  EXPECT_EQ(gradients[0], gradients[1]);
+  EXPECT_EQ(gradients[0], gradients[2]);
 }
 
 // The device's own attention in place of the CPU's.

@@ -3,6 +3,7 @@
 #include <array>
 
 #include "core/errors.h"
+#include "plan/latency/adapter_profile.h"
 #include "plan/latency/cost_model.h"
 #include "plan/latency/latency_model.h"
 #include "plan/latency/profile.h"
@@ -46,6 +47,48 @@ TEST(Profile, AnalyticNumbersAreTheDocumentedOnes) {
               4 * 64 * 14 * 1e6 / (0.15 * 340e12) * 1e6, 1e-9);
   EXPECT_NEAR(half.tables[static_cast<size_t>(Operation::linear_forward)](work),
               1000 * 2.0 * (896.0 * 18 * 64 + 14 * 64 * 896 + 3 * 896 * 4864) / (0.15 * 450e12) * 1e6, 1e-6);
+}
+
+// By hand: of 2 F in backward the gradients of the inputs stay, F, and of what is computed again with recompute F more.
+TEST(Profile, AdaptersTakeTheWeightGradientsOut) {
+  const ModelShape shape = find_model_shape("qwen2.5-3b");
+  const Profile whole = analytic_profile("h200-analytic", shape);
+  const auto us = [](const Profile& profile, Operation operation) {
+    Work work;
+    work.tokens = 1000;
+    work.pairs = 1e6;
+    return profile.tables[static_cast<size_t>(operation)](work);
+  };
+  // Inputs plus outputs of the seven products, of rank 32, over the elements of their matrices.
+  const double share = 32.0 * (4096 + 2304 + 2304 + 4096 + 3 * 13056) / 77070336.0;
+  EXPECT_EQ(shape.adapter_parameters(32), 32 * (4096 + 2304 + 2304 + 4096 + 3 * 13056));
+  const Profile adapters = with_adapters(whole, 32);
+  const double forward = us(whole, Operation::linear_forward);
+  EXPECT_NEAR(us(adapters, Operation::linear_forward), forward * (1 + share), 1e-6);
+  EXPECT_NEAR(us(adapters, Operation::linear_backward), forward * (1 + 3 * share), 1e-6);
+  EXPECT_NEAR(us(adapters, Operation::head_backward), us(whole, Operation::head_backward) / 2, 1e-9);
+  EXPECT_EQ(us(adapters, Operation::attention_backward), us(whole, Operation::attention_backward));
+  EXPECT_FALSE(adapters.adapters_measured);
+  // Measured with recompute, and a head whose gradients come with its loss.
+  Profile measured = find_profile("h200", shape, {});
+  const Profile derived = with_adapters(measured, 32);
+  EXPECT_NEAR(
+      us(derived, Operation::linear_backward),
+      0.5 * us(measured, Operation::linear_backward) + (0.5 + 3 * share) * us(measured, Operation::linear_forward),
+      0.02 * us(measured, Operation::linear_forward));
+  EXPECT_NEAR(us(derived, Operation::head_forward), us(measured, Operation::head_forward) * 2 / 3, 1e-6);
+  // Reduced are the adapters alone.
+  Layout layout;
+  layout.dp = 2;
+  const LatencyModel own(adapters), all(whole);
+  EXPECT_LT(CostModel(own, {}, layout).reduction(0), 0.1 * CostModel(all, {}, layout).reduction(0));
+  // One that was measured so stays as it is; another rank, or the whole model, is refused.
+  const Profile read = parse_profile(write_profile(derived), "lora.json");
+  EXPECT_EQ(read.lora_rank, 32);
+  EXPECT_EQ(us(with_adapters(read, 32), Operation::linear_backward), us(read, Operation::linear_backward));
+  EXPECT_NE(message_of([&] { with_adapters(read, 16); }).find("measured with adapters of rank 32 and not 16"),
+            std::string::npos);
+  EXPECT_NE(message_of([&] { with_adapters(read, 0); }).find("and the whole model is trained"), std::string::npos);
 }
 
 TEST(Profile, PairsOfABudget) {

@@ -410,6 +410,15 @@ TEST(Flops, CountsProductsOfASmallModelByHand) {
   const std::vector<int64_t> lengths = {3, 1};
   EXPECT_DOUBLE_EQ(training_flops(config, lengths), 3 * (4 * per_token + attention));
   EXPECT_DOUBLE_EQ(training_flops(config, lengths, 0.25), 3 * (4 * per_token + attention / 4)) << "of sparse attention";
+  // No gradients of frozen weights; of rank 2 on q and down, inputs plus outputs three times.
+  LoraConfig lora;
+  lora.rank = 2;
+  lora.targets = {true, false, false, false, false, false, true};
+  const double adapters =
+      2.0 * 2 *
+      static_cast<double>(config.layers * (config.hidden_size + int64_t{config.heads} * config.head_dim +
+                                           config.intermediate_size + config.hidden_size));
+  EXPECT_DOUBLE_EQ(training_flops(config, lengths, 1.0, lora), 2 * 4 * per_token + 3 * 4 * adapters + 3 * attention);
 }
 
 TEST(Flops, PeaksAreTheDenseOnesOfKnownGpusOnly) {

@@ -46,13 +46,16 @@ TEST_F(LoraRanks, LearnWhatOneRankLearns) {
   }
 }
 
-TEST_F(LoraRanks, PackingAndRecomputeChangeNothing) {
+TEST_F(LoraRanks, PackingRecomputeBalancingAndPiecesChangeNothing) {
   train(base, scratch / "alone", {});
   int number = 0;
   for (const std::vector<std::string>& how : {std::vector<std::string>{"batch.micro_batch_sequences=1"},
                                               {"batch.micro_batch_sequences=3"},
                                               {"train.recompute=none"},
-                                              {"train.recompute=layer", "train.layer_chunk=100"}}) {
+                                              {"train.recompute=layer", "train.layer_chunk=100"},
+                                              {"balance.chunk=128"},
+                                              {"balance={batching: sab, ordering: auto, profile: h200-analytic, "
+                                               "chunk: 128}"}}) {
     SCOPED_TRACE(how.front());
     const fs::path run = scratch / std::to_string(number++);
     train(base, run, {}, how);

@@ -12,7 +12,7 @@
 #include "model/stage_memory.h"
 #include "parallel/ring/context_layout.h"
 #include "parallel/ring/gpu/cuda_ring_memory.h"
-#include "plan/latency/profile.h"
+#include "plan/latency/adapter_profile.h"
 #include "plan/simulate/layout_sweep.h"
 #include "train/rank_model.h"
 
@@ -66,7 +66,10 @@ int64_t planned_bytes(const RankModelOptions& options, const Attention& attentio
   StageOptions exact = own;
   exact.dtype = DType::f32;
   const ParameterSet parameters = Stage::declare_parameters(options.model, exact);
-  const StageBytes bytes(options.model, own, parameters, ParameterSet(), attention, options.threads);
+  // What is frozen is the whole model.
+  exact.lora = {};
+  const ParameterSet frozen = options.lora.enabled() ? Stage::declare_parameters(options.model, exact) : ParameterSet();
+  const StageBytes bytes(options.model, own, parameters, frozen, attention, options.threads);
   return stage_memory_plan(own, bytes).total() +
          ShardedAdamW::bytes(parameters.flat_elements(), own.shards, own.with_values) +
          Pipeline::buffer_bytes(stage, options.grid.pp, options.model.hidden_size, options.max_micro_batch_tokens,
@@ -74,7 +77,8 @@ int64_t planned_bytes(const RankModelOptions& options, const Attention& attentio
 }
 
 // The fullest stage's.
-int64_t planned_bytes(const ModelShape& shape, const CostModel& cost, int64_t tokens, const RingTravel* ring) {
+int64_t planned_bytes(const ModelShape& shape, const CostModel& cost, int64_t tokens, const RingTravel* ring,
+                      Recompute recompute = Recompute::attention) {
   DenseAttention dense;
   const SizesOnGpu attention(dense, ring);
   const Layout& layout = cost.layout();
@@ -84,11 +88,49 @@ int64_t planned_bytes(const ModelShape& shape, const CostModel& cost, int64_t to
     options.first_layers.push_back(s < layout.pp ? cost.first_layer(s) : static_cast<int>(shape.layers));
   options.grid = {layout.dp, layout.pp, layout.cp};
   options.dtype = DType::bf16;
+  options.recompute = recompute;
+  options.lora.rank = static_cast<int>(cost.profile().lora_rank);
   options.max_sequence_length = tokens;
   options.max_micro_batch_tokens = ContextLayout::most_tokens(layout.cp, SelectionConfig().block, tokens, 1);
   int64_t fullest = 0;
   for (int s = 0; s < layout.pp; ++s) fullest = std::max(fullest, planned_bytes(options, attention, s));
   return fullest;
+}
+
+// Table of docs/lora.md: the longest sequence, in steps of 16,384 tokens, that training with adapters of rank 32 plans
+// for one H200.
+TEST(MemoryEstimate, OfAdaptersIsWhatTheTrainerPlansAndTheGuideSays) {
+  struct Row {
+    const char* name;
+    int64_t attention, layer;  // longest by train.recompute
+  };
+  // 139 GiB, of which kernels and attention's lists take one.
+  constexpr int64_t kStep = 16384, kMemory = int64_t{138} << 30;
+  for (const Row& row :
+       {Row{"qwen2.5-7b", 278528, 491520}, Row{"qwen2.5-14b", 98304, 196608}, Row{"qwen2.5-32b", 49152, 81920}}) {
+    const ModelShape shape = find_model_shape(row.name);
+    const LatencyModel latency(with_adapters(analytic_profile("h200-analytic", shape), 32));
+    const CostModel cost(latency, {}, {});
+    const auto longest = [&](Recompute recompute) {
+      int64_t tokens = 0;
+      while (planned_bytes(shape, cost, tokens + kStep, nullptr, recompute) <= kMemory) tokens += kStep;
+      return tokens;
+    };
+    EXPECT_EQ(longest(Recompute::attention), row.attention) << row.name;
+    EXPECT_EQ(longest(Recompute::layer), row.layer) << row.name;
+    // By hand: the model in bf16, and of every token and layer its input (and attention's result and log-sum-exp).
+    const int64_t model = 2 * (shape.layers * shape.layer_parameters() + 2 * shape.embedding_parameters());
+    const int64_t input = 2 * shape.hidden, result = 2 * shape.heads * shape.head_dim + 4 * shape.heads;
+    for (const auto& [tokens, each] : {std::pair{row.attention, input + result}, {row.layer, input}}) {
+      EXPECT_LT(model + shape.layers * tokens * each, kMemory) << row.name;
+      EXPECT_GT(model + shape.layers * (tokens + kStep) * each, kMemory * 3 / 4) << row.name;
+    }
+    for (const int64_t tokens : {8192, 65536}) {
+      const auto planned = static_cast<double>(planned_bytes(shape, cost, tokens, nullptr));
+      EXPECT_NEAR(static_cast<double>(estimate_memory(cost, tokens).total()) / planned, 1.0, 0.04)
+          << row.name << " " << tokens;
+    }
+  }
 }
 
 TEST(MemoryEstimate, IsWhatTheTrainerPlans) {

@@ -17,9 +17,10 @@ namespace {
 
 namespace fs = std::filesystem;
 
-// --model without the slash that shells complete with, so that what it lies in is its parent.
+// What was trained, --adapter or else --model, without the slash that shells complete with, so that what it lies in is
+// its parent.
 fs::path model_folder(const EvalOptions& options) {
-  const fs::path model = fs::absolute(options.model).lexically_normal();
+  const fs::path model = fs::absolute(options.adapter.empty() ? options.model : options.adapter).lexically_normal();
   return model.has_filename() ? model : model.parent_path();
 }
 
@@ -37,7 +38,7 @@ fs::path find_run_config(const EvalOptions& options) {
 LearnedSelection find_learned(const EvalOptions& options, const SelectionConfig& selection) {
   if (!selection.learns_thresholds() && !selection.judges_by_planes()) return {};
   const fs::path folder = model_folder(options);
-  FoundSelection found = read_selection_of(folder, read_model_config(folder / "config.json"));
+  FoundSelection found = read_selection_of(folder, read_model_config(fs::path(options.model) / "config.json"));
   if (!found.problem.empty())
     log::warning("{}; {}", found.problem,
                  selection.judges_by_planes() ? "the planes of attention.score are chosen by a first look at the data"
@@ -50,6 +51,7 @@ LearnedSelection find_learned(const EvalOptions& options, const SelectionConfig&
 void add_common(CLI::App* command, EvalOptions& options, bool model_required) {
   auto* model = command->add_option("--model", options.model, "Hugging Face directory of the model");
   if (model_required) model->required();
+  command->add_option("--adapter", options.adapter, "PEFT directory of a LoRA adapter of the model");
   command->add_option("--attention", options.attention, "dense, or as-trained (the pattern of the run's run.yaml)")
       ->check(CLI::IsMember({"dense", "as-trained"}))
       ->capture_default_str();
@@ -97,6 +99,7 @@ EvalModel open_model(const EvalOptions& options) {
                 (named / "final").string());
   EvalModelOptions model;
   model.model = options.model;
+  model.adapter = options.adapter;
   model.max_tokens = options.max_tokens;
   model.batch = options.batch;
   model.threads = options.threads;
@@ -127,6 +130,7 @@ void write_json(const EvalOptions& options, const std::string& results) {
   if (options.json.empty()) return;
   auto object = nlohmann::ordered_json::parse(results);
   object["model"] = options.model;
+  if (!options.adapter.empty()) object["adapter"] = options.adapter;
   object["attention"] = options.attention;
   object["device"] = options.device;
   // A folder's name need not be UTF-8, which JSON is.

@@ -15,7 +15,7 @@ namespace sb {
 class Progress;
 
 struct EvalOptions {
-  std::string model, attention = "dense", run_config, json, device = "cpu", precision = "auto";
+  std::string model, adapter, attention = "dense", run_config, json, device = "cpu", precision = "auto";
   int64_t max_tokens = 4096, max_new_tokens = 64;
   int batch = 1, threads = 0;
   bool chat = false;

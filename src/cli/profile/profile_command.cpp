@@ -50,6 +50,7 @@ ModelShape take_from_run(Arguments& arguments) {
   arguments.engine.recompute = config.train.recompute == Recompute::none    ? "none"
                                : config.train.recompute == Recompute::layer ? "layer"
                                                                             : "attention";
+  arguments.engine.lora = config.lora_config();
   if (!arguments.tokens_given)
     arguments.measure.max_tokens = packing_limits(config.batch, config.data.max_sequence_length).max_tokens;
   // Ranks of one machine share its cores.
@@ -160,6 +161,7 @@ void run(Arguments arguments) {
   profile.machine = engine.machine();
   profile.date = today();
   profile.recompute = arguments.engine.recompute;
+  profile.lora_rank = arguments.engine.lora.rank;
   if (gpu) describe_gpu(profile);
   if (!arguments.samples.empty()) write_output(arguments.samples, samples);
   write_output(arguments.out, write_profile(profile));
@@ -178,7 +180,7 @@ void add_profile_command(CLI::App& app) {
   a->engine.spec.budget = 1024;
   command->add_option("--model", a->model, "name, or config.json")->capture_default_str();
   command
-      ->add_option("--run", a->run, "run.yaml: model, budget, blocks, recompute, longest micro-batch and threads of it")
+      ->add_option("--run", a->run, "run.yaml: model, budget, blocks, recompute, adapters, longest micro-batch and threads of it")
       ->check(CLI::ExistingFile);
   command->add_option("--device", a->device, "cpu or cuda; with --run as it says")
       ->check(CLI::IsMember({"cpu", "cuda"}))
@@ -198,6 +200,11 @@ void add_profile_command(CLI::App& app) {
   command->add_option("--recompute", a->engine.recompute, "none, attention or layer, as the run will have it")
       ->check(CLI::IsMember({"none", "attention", "layer"}))
       ->capture_default_str();
+  command
+      ->add_option("--lora", a->engine.lora.rank,
+                   "rank of LoRA adapters on a frozen model; 0: the whole model is trained")
+      ->check(CLI::Range(0, 1 << 12))
+      ->capture_default_str();
   command->add_option("--layers", a->engine.layers, "layers to build; the rest follows by multiplication")
       ->capture_default_str();
   command->add_option("--threads", a->engine.threads, "0: all cores")
@@ -210,7 +217,7 @@ void add_profile_command(CLI::App& app) {
       ->check(CLI::Range(1, 100000))
       ->capture_default_str();
   command->callback([a, command] {
-    for (const char* option : {"--model", "--budget", "--block", "--query-block", "--score-tokens", "--recompute"})
+    for (const char* option : {"--model", "--budget", "--block", "--query-block", "--score-tokens", "--recompute", "--lora"})
       SB_USER_CHECK(a->run.empty() || command->count(option) == 0, "{}: --run {} says that; leave one of both out",
                     option, a->run);
     a->tokens_given = command->count("--max-tokens") > 0;

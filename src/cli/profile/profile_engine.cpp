@@ -136,6 +136,11 @@ void randomize(ParameterSet& parameters) {
   parameters.store_values(values);
 }
 
+void randomize(Stage& stage) {
+  randomize(stage.parameters());
+  if (stage.options().lora.enabled()) randomize(stage.frozen_parameters());
+}
+
 std::string processor_name() {
   std::ifstream info("/proc/cpuinfo");
   std::string line;
@@ -183,12 +188,13 @@ struct ProfileEngine::Implementation {
     stage.slots = 2;  // a piece, and all that comes before it
     if (options.device == DeviceKind::cuda) stage.loss_chunk = 4096;
     stage.last_layer = options.layers;
+    stage.lora = options.lora;
     whole = std::make_unique<Stage>(config, stage, attention, pool.threads());
-    randomize(whole->parameters());
+    randomize(*whole);
     stage.first_layer = 1;
     stage.last_layer = options.layers - 1;
     middle = std::make_unique<Stage>(config, stage, attention, pool.threads());
-    randomize(middle->parameters());
+    randomize(*middle);
     input = noise(stage.dtype);
     gradient = noise(stage.dtype);
     head_start = memory.allocate(DType::f32, {head_start_bytes() / 4});

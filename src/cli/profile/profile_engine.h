@@ -4,6 +4,7 @@
 #include <string>
 
 #include "core/tensor.h"
+#include "model/lora/lora_config.h"
 #include "plan/latency/profile_measure.h"
 
 namespace sb {
@@ -12,6 +13,7 @@ struct ProfileEngineOptions {
   DeviceKind device = DeviceKind::cpu;
   AttentionSpec spec;
   std::string recompute = "attention";
+  LoraConfig lora;  // with a rank: adapters are trained, and the model itself is frozen
   int layers = 3;  // built; three or more, to tell them from embedding and loss
   int64_t max_tokens = 1024;
   int threads = 0;  // 0: all cores

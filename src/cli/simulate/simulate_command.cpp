@@ -20,6 +20,7 @@
 #include "cli/step_progress.h"
 #include "core/errors.h"
 #include "data/files/token_file.h"
+#include "plan/latency/adapter_profile.h"
 #include "plan/simulate/length_pool.h"
 #include "plan/simulate/simulate.h"
 #include "report/schedule_picture.h"
@@ -34,7 +35,7 @@ struct Arguments {
   Layout layout;
   AttentionSpec spec;
   BatchingOptions batching;
-  int64_t global_batch = 16, steps = 200, max_length = 0;
+  int64_t global_batch = 16, steps = 200, max_length = 0, lora = 0;
   uint64_t seed = 1;
   double p = 0.1;
   std::vector<std::string> policies;
@@ -287,6 +288,9 @@ void print_case(const Arguments& arguments, const Profile& profile, const Covera
   if (profile.held_out.count > 0)
     fmt::print("profile's own error on held-out shapes: median {:.1f} %, p95 {:.1f} %\n", 100 * profile.held_out.median,
                100 * profile.held_out.p95);
+  if (profile.lora_rank > 0)
+    fmt::print("adapters of rank {} on a frozen model{}\n", profile.lora_rank,
+               profile.adapters_measured ? "" : ": derived from the profile of a whole model in training");
   if (!profile.prefix_measured)
     fmt::print(
         "what the prefix of a piece costs was not measured: the sums of its gradients at the rate of memory, {:.3g} us "
@@ -374,7 +378,8 @@ Json simulate(Arguments arguments) {
   if (arguments.batching.micro_batch_sequences == 0 && arguments.batching.micro_batch_tokens == 0)
     arguments.batching.micro_batch_sequences = 1;
   const auto policies = chosen(all_policies(arguments), arguments.policies);
-  const LatencyModel latency(find_profile(arguments.profile, find_model_shape(arguments.model), arguments.spec));
+  const LatencyModel latency(with_adapters(
+      find_profile(arguments.profile, find_model_shape(arguments.model), arguments.spec), arguments.lora));
   const Profile& profile = latency.profile();
   check_dense_layers(arguments.spec, profile.shape.layers);
   const CostModel cost(latency, arguments.spec, arguments.layout);
@@ -424,6 +429,9 @@ void add_simulate_command(CLI::App& app) {
           "--profile", a->profile,
           "h200 (measured: Qwen2.5-0.5B and 3B), h200-analytic, h100-analytic, a100-analytic, h20-analytic or a "
           "profile.json")
+      ->capture_default_str();
+  command->add_option("--lora", a->lora, "rank of LoRA adapters on a frozen model; 0: the whole model is trained")
+      ->check(CLI::Range(int64_t{0}, int64_t{1} << 12))
       ->capture_default_str();
   command->add_option("--coverage", a->coverage, "power:GAMMA, layered or a coverage.json")->capture_default_str();
   command

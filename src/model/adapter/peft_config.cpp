@@ -101,6 +101,13 @@ void read_targets(Fields& fields, LoraConfig& lora) {
   }
 }
 
+// People, and some readers, expect 64 and not 64.0.
+nlohmann::ordered_json whole_where_it_is(double number) {
+  const auto whole = static_cast<int64_t>(number);
+  if (static_cast<double>(whole) == number) return whole;
+  return number;
+}
+
 // The norms of a layer and of the model, by the names of their modules.
 std::vector<std::string> norm_names(const ModelConfig& model) {
   std::vector<std::string> names = {"input_layernorm", "post_attention_layernorm", "norm"};
@@ -199,7 +206,7 @@ std::string write_peft_config(const LoraConfig& lora, const ModelConfig& model, 
       {"task_type", "CAUSAL_LM"},
       {"base_model_name_or_path", base.empty() ? nlohmann::ordered_json() : nlohmann::ordered_json(base)},
       {"r", lora.rank},
-      {"lora_alpha", lora.alpha},
+      {"lora_alpha", whole_where_it_is(lora.alpha)},
       {"lora_dropout", lora.dropout},
       {"target_modules", lora.target_names()},
       {"bias", "none"},

@@ -163,8 +163,10 @@ double CostModel::reduction_time(int stage) const {
   if (!layout_.comm || group == 1) return 0;
   const Profile& profile = latency_.profile();
   const Link& link = layout_.workers() <= profile.gpus_per_node ? profile.reduce_inside : profile.reduce_between;
-  double parameters = static_cast<double>(shape().layer_parameters()) * stage_layers(stage);
-  if (layout_.head && (stage == 0 || stage == stages() - 1)) {
+  const int64_t rank = profile.lora_rank;
+  double parameters = static_cast<double>(rank > 0 ? shape().adapter_parameters(rank) : shape().layer_parameters()) *
+                      stage_layers(stage);
+  if (rank == 0 && layout_.head && (stage == 0 || stage == stages() - 1)) {
     const bool both = stages() == 1 && !shape().tied;
     parameters += static_cast<double>(shape().embedding_parameters()) * (both ? 2 : 1);
   }

@@ -42,7 +42,8 @@ class CostModel {
 
   const AttentionSpec& spec() const { return spec_; }
   const Layout& layout() const { return layout_; }
-  const ModelShape& shape() const { return latency_.profile().shape; }
+  const Profile& profile() const { return latency_.profile(); }
+  const ModelShape& shape() const { return profile().shape; }
   int stages() const { return layout_.pp; }
   int layers() const { return static_cast<int>(shape().layers); }
   int first_layer(int stage) const { return first_layer_[static_cast<size_t>(stage)]; }

@@ -22,6 +22,11 @@ struct ModelShape {
   int64_t layer_parameters() const {
     return hidden * (heads + 2 * kv_heads) * head_dim + heads * head_dim * hidden + 3 * hidden * intermediate;
   }
+  // Of adapters of this rank on all products of a layer: inputs plus outputs of each.
+  int64_t adapter_parameters(int64_t rank) const {
+    const int64_t query = heads * head_dim, key = kv_heads * head_dim;
+    return rank * (2 * (hidden + query) + 2 * (hidden + key) + 3 * (hidden + intermediate));
+  }
   int64_t embedding_parameters() const { return hidden * vocabulary; }
 };
 

@@ -82,6 +82,8 @@ struct Profile {
   std::string machine;  // what was measured
   std::string date;
   std::string recompute = "attention";  // contained in the backward tables
+  int64_t lora_rank = 0;                // above 0: adapters are trained, and the model itself is frozen
+  bool adapters_measured = true;        // false: derived from tables of the whole model in training
   // The blocks that were measured; none in analytic profiles and in files that do not tell.
   struct Blocks {
     int64_t block, query_block, score_tokens;

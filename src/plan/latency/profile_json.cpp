@@ -140,6 +140,7 @@ std::string write_profile(const Profile& profile) {
   if (const auto& blocks = profile.blocks)
     json["attention"] = {
         {"block", blocks->block}, {"query_block", blocks->query_block}, {"score_tokens", blocks->score_tokens}};
+  if (profile.lora_rank > 0) json["lora_rank"] = profile.lora_rank;
   // A file's name need not be UTF-8, which JSON is.
   return json.dump(2, ' ', false, Json::error_handler_t::replace) + "\n";
 }
@@ -159,6 +160,9 @@ Profile parse_profile(const std::string& text, const std::string& where) {
   profile.machine = reader.text("machine");
   profile.date = reader.text("date");
   profile.recompute = reader.text("recompute");
+  if (reader.has("lora_rank")) profile.lora_rank = reader.integer("lora_rank");
+  SB_USER_CHECK(profile.lora_rank >= 0 && profile.lora_rank <= 1 << 16, "{}.lora_rank: {} is no rank", where,
+                profile.lora_rank);
   if (json.contains("attention")) {
     const Reader attention = reader.child("attention");
     profile.blocks = {attention.integer("block"), attention.integer("query_block"), attention.integer("score_tokens")};

@@ -50,9 +50,12 @@ MemoryEstimate estimate_memory(const CostModel& cost, int64_t micro_batch_tokens
     if (last && !(first && shape.tied)) parameters += shape.embedding_parameters();
     MemoryEstimate stage;
     stage.weights = kBf16 * parameters;
-    stage.gradients = kFp32 * parameters;
+    const int64_t rank = cost.profile().lora_rank;
+    const int64_t trained = rank > 0 ? shape.adapter_parameters(rank) * cost.stage_layers(s) : parameters;
+    if (rank > 0) stage.weights += kBf16 * trained;
+    stage.gradients = kFp32 * trained;
     // fp32 master weights and two moments, sharded over data and context parallel ranks.
-    stage.optimizer = 3 * kFp32 * parameters / (layout.dp * layout.cp);
+    stage.optimizer = 3 * kFp32 * trained / (layout.dp * layout.cp);
     // Forwards run ahead by the pieces of the longest sequence.
     const int64_t ahead = longest_cut > 0 ? (longest_cut + micro_batch_tokens - 1) / micro_batch_tokens : 1;
     const int64_t in_flight = layout.warmup_depth * (cost.stages() - 1 - s) + ahead;

@@ -1,0 +1,57 @@
+#include <fmt/format.h>
+
+#include <CLI/CLI.hpp>
+#include <filesystem>
+#include <memory>
+
+#include "cli/commands.h"
+#include "core/errors.h"
+#include "core/thread_pool.h"
+#include "model/adapter/merge.h"
+#include "run/checkpoint/checkpoint.h"
+
+namespace sb {
+namespace {
+
+namespace fs = std::filesystem;
+
+struct Arguments {
+  std::string base, adapter, out, dtype = "auto";
+  int threads = 0;
+};
+
+void merge(const Arguments& arguments) {
+  fs::path out = arguments.out;
+  if (out.filename().empty()) out = out.parent_path();
+  SB_USER_CHECK(!fs::exists(out), "{}: is there already; name a new folder", out.string());
+  const fs::path parent = fs::absolute(out).parent_path();
+  SB_USER_CHECK(fs::is_directory(parent), "{}: no such directory", parent.string());
+  SB_USER_CHECK(fs::is_directory(arguments.base), "{}: no such directory", arguments.base);
+  MergeOptions options;
+  options.base = arguments.base;
+  options.adapter = arguments.adapter;
+  options.config = read_model_config(options.base / "config.json");
+  if (arguments.dtype != "auto") options.dtype = arguments.dtype == "bfloat16" ? DType::bf16 : DType::f32;
+  ThreadPool pool(arguments.threads > 0 ? arguments.threads : available_cores());
+  write_directory_atomically(fs::absolute(out),
+                             [&](const fs::path& temporary) { merge_adapter(pool, options, temporary); });
+  fmt::print("written to {}\n", out.string());
+}
+
+}  // namespace
+
+void add_merge_command(CLI::App& app) {
+  CLI::App* command = app.add_subcommand("merge", "put a LoRA adapter into the weights of its model");
+  auto a = std::make_shared<Arguments>();
+  command->add_option("base", a->base, "Hugging Face directory of the model")->required();
+  command->add_option("adapter", a->adapter, "PEFT directory of the adapter, as `final/` of a run with `lora`")
+      ->required();
+  command->add_option("out", a->out, "new folder for the merged model")->required();
+  command->add_option("--dtype", a->dtype, "of its weights; auto: bfloat16 where all of the base is, else float32")
+      ->check(CLI::IsMember({"auto", "float32", "bfloat16"}))
+      ->capture_default_str();
+  command->add_option("--threads", a->threads, "0: all cores")->check(CLI::Range(0, 1024))->capture_default_str();
+  command->callback([a] { merge(*a); });
+}
+
+}  // namespace sb
