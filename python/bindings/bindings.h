@@ -13,6 +13,7 @@
 // The parts of the module, each in a file of its own.
 namespace sb::python {
 
+void bind_attention(nanobind::module_& module);
 void bind_plans(nanobind::module_& module);
 void bind_planner(nanobind::module_& module);
 void bind_simulation(nanobind::module_& module);

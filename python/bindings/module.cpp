@@ -26,6 +26,7 @@ NB_MODULE(_core, module) {
   module.attr("__version__") = SB_VERSION;
   module.attr("__build__") = SB_BUILD;
   sb::log::set_level(sb::log::Level::warning);
+  sb::python::bind_attention(module);
   sb::python::bind_plans(module);
   sb::python::bind_planner(module);
   sb::python::bind_simulation(module);

@@ -3,7 +3,6 @@
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
-#include <unistd.h>
 
 #include <cmath>
 
@@ -48,16 +47,6 @@ void check_options(const PlannerOptions& options) {
   SB_USER_CHECK(options.threads >= 1 && options.threads <= 1024, "threads must be 1 to 1024, got {}", options.threads);
 }
 
-ForkedPool::Workers* ForkedPool::get() {
-  if (threads_ == 1) return nullptr;
-  if (process_ != getpid()) {
-    (void)workers_.release();  // the parent's threads: waiting for them would not end
-    workers_ = std::make_unique<Workers>(threads_);
-    process_ = getpid();
-  }
-  return workers_.get();
-}
-
 Planner::Planner(PlannerOptions options) : options_(std::move(options)), pool_(options_.threads) {
   check_options(options_);
   profile_ = find_profile(options_.profile, find_model_shape(options_.model), options_.spec);
@@ -78,16 +67,15 @@ void Planner::learn(BalanceState state) {
 PlanObject Planner::plan(int64_t step, const std::vector<int64_t>& lengths) {
   const std::vector<Sequence> sequences = sequences_of(lengths);
   const std::shared_ptr<const Learned> learned = learned_;
-  ForkedPool::Workers* workers = pool_.get();
+  ForkedPool::Workers& workers = pool_.get();
   const nb::gil_scoped_release released;
-  std::unique_lock<std::mutex> busy;
-  if (workers != nullptr) busy = std::unique_lock(workers->busy);
+  const std::lock_guard busy(workers.busy);
   ExpectedBudgets expected;
   expected.set_ppm(learned->state.expected_budgets_ppm);
   const CautiousCoverage observed(learned->state.coverage, options_.spec);
   const CoverageModel& coverage = coverage_ ? *coverage_ : static_cast<const CoverageModel&>(observed);
-  return {std::make_shared<const Plan>(plan_step(step, learned->costs->cost, coverage, sequences, options_.plan,
-                                                 expected, workers != nullptr ? &workers->pool : nullptr)),
+  return {std::make_shared<const Plan>(
+              plan_step(step, learned->costs->cost, coverage, sequences, options_.plan, expected, &workers.pool)),
           learned->costs};
 }
 

@@ -1,16 +1,15 @@
 #pragma once
 
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <string>
 #include <utility>
 #include <vector>
 
-#include "core/thread_pool.h"
 #include "plan/coverage/coverage.h"
 #include "plan/planner/balance_state.h"
 #include "plan/planner/step_planner.h"
+#include "python/bindings/forked_pool.h"
 #include "python/bindings/plan_object.h"
 
 namespace sb::python {
@@ -26,26 +25,6 @@ struct PlannerOptions {
 
 // UserError for what the functions below take on trust.
 void check_options(const PlannerOptions& options);
-
-// Threads that survive fork(): a child process has none of its parent's and takes new ones. One plan at a time uses
-// them.
-class ForkedPool {
- public:
-  struct Workers {
-    explicit Workers(int threads) : pool(threads) {}
-    ThreadPool pool;
-    std::mutex busy;
-  };
-
-  explicit ForkedPool(int threads) : threads_(threads) {}
-  // Null where one thread does it all. To be called with Python's lock.
-  Workers* get();
-
- private:
-  int threads_;
-  long process_ = 0;
-  std::unique_ptr<Workers> workers_;
-};
 
 // Forward and backward of a micro-batch on every stage, milliseconds.
 using MeasuredTimes = std::vector<std::pair<double, double>>;

@@ -64,6 +64,7 @@ class Planner:
         threads: int = 1,
     ) -> None:
         self.dp, self.pp, self.cp = dp, pp, cp
+        self.micro_batch_sequences, self.chunk = micro_batch_sequences, chunk
         self.attention = attention if attention is not None else _core.AttentionSpec()
         if target is not None and not 0 <= target <= 1:
             raise _core.UserError(f"target must be None (equal coverage) or a number from 0 to 1, got {target}")
