@@ -23,6 +23,7 @@ NB_MODULE(_core, module) {
         }
       },
       nullptr);
+  nb::set_leak_warnings(false);  // torch keeps operators, and with them our objects, until the process ends
   module.attr("__version__") = SB_VERSION;
   module.attr("__build__") = SB_BUILD;
   sb::log::set_level(sb::log::Level::warning);

@@ -44,7 +44,8 @@ class PlannedDataset:
 class BalancedBatchSampler:
     """Micro-batches of whole sequences, balanced by a Planner, in an order that ranks take in turns.
 
-    Every optimizer step takes the next `global_batch_size` sequences of a random order; all ranks draw the same. Batch i is
+    Every optimizer step takes the next `global_batch_size` sequences of a random order (shuffle=False: of the
+    dataset's); all ranks draw the same. Batch i is
     for rank i mod dp, which is how accelerate hands them out (DataLoaderConfiguration(even_batches=False)); with `rank` only
     that rank's batches come. A rank has `micro_batches` of them in every step: gradient accumulation. Sequences that do not
     fill a step are left for the next epoch's order.
@@ -59,6 +60,7 @@ class BalancedBatchSampler:
         global_batch_size: int,
         *,
         seed: int = 0,
+        shuffle: bool = True,
         rank: int | None = None,
     ) -> None:
         if planner.micro_batch_sequences is None:
@@ -74,7 +76,7 @@ class BalancedBatchSampler:
             raise _core.UserError(f"rank {rank} is not one of the planner's {planner.dp}")
         self.lengths = [int(length) for length in lengths]
         self.planner, self.global_batch_size, self.seed, self.rank = planner, global_batch_size, seed, rank
-        self.micro_batches = global_batch_size // share
+        self.shuffle, self.micro_batches = shuffle, global_batch_size // share
         self.epoch, self.step = 0, 0  # the next step of the epoch
 
     def __len__(self) -> int:
@@ -82,7 +84,8 @@ class BalancedBatchSampler:
 
     def __iter__(self) -> Iterator[list[PlannedIndex]]:
         order = list(range(len(self.lengths)))
-        random.Random(f"{self.seed} {self.epoch}").shuffle(order)
+        if self.shuffle:
+            random.Random(f"{self.seed} {self.epoch}").shuffle(order)
         for step in range(self.step, self._steps()):
             self.step = step + 1
             batch = order[step * self.global_batch_size : (step + 1) * self.global_batch_size]
