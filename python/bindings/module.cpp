@@ -32,4 +32,5 @@ NB_MODULE(_core, module) {
   sb::python::bind_planner(module);
   sb::python::bind_simulation(module);
   sb::python::bind_run_files(module);
+  sb::python::bind_token_files(module);
 }
