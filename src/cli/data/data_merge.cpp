@@ -4,8 +4,8 @@
 #include <memory>
 
 #include "cli/data/data_commands.h"
-#include "data/files/token_copy.h"
 #include "data/files/token_file.h"
+#include "data/text/token_copy.h"
 
 namespace sb {
 namespace {

@@ -1,4 +1,4 @@
-#include "data/files/token_copy.h"
+#include "data/text/token_copy.h"
 
 #include <algorithm>
 #include <cmath>
