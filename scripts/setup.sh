@@ -7,6 +7,8 @@ packages=(
   build-essential cmake ninja-build ccache git python3
   libopenblas-dev libopenmpi-dev openmpi-bin
   libfmt-dev libspdlog-dev libcli11-dev libyaml-cpp-dev nlohmann-json3-dev libpcre2-dev libicu-dev
+  zlib1g-dev libzstd-dev
+  python3-venv python3-dev
   libgtest-dev libgmock-dev
   clang clang-format libclang-rt-14-dev
   chromium # looks at the page that `sparsebalance report` writes, in a test

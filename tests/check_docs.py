@@ -11,7 +11,7 @@ import subprocess
 import sys
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-FOLDERS = "src|tests|bench|scripts|docs|examples|fuzz|cmake|.ci"
+FOLDERS = "src|python|tests|bench|scripts|docs|examples|fuzz|cmake|.ci"
 
 
 def code_of(text):
@@ -96,7 +96,7 @@ def mistakes(text, folder, program):
             if key not in keys and not any(known.startswith(key + ".") for known in keys):
                 if key.split(".")[-1] not in ("py", "cpp", "h", "sh", "yaml", "json", "jsonl", "safetensors", "index"):
                     yield line, key
-        for command in re.findall(r"(?<![\w/.-])sparsebalance ([^|#;&]*)", code):
+        for command in re.findall(r"(?<![\w/.-])(?<!import )sparsebalance ([^|#;&]*)", code):
             for word in program.unknown_words(command):
                 yield line, word
 

@@ -1,4 +1,5 @@
 #include <gtest/gtest.h>
+#include <zlib.h>
 
 #include <fstream>
 #include <nlohmann/json.hpp>
@@ -186,6 +187,36 @@ class TokenizeFiles : public testing::Test {
     return tokenize_files(o, [](const TokenizeProgress&) {});
   }
 
+  // Interrupted after each batch in turn.
+  void expect_the_same_when_interrupted(const std::vector<std::string>& inputs, const std::string& expected) {
+    struct Stop {};
+    TokenizeOptions o = options(inputs, "out");
+    o.checkpoint_seconds = 0.0;
+    int64_t last = -1;
+    int interruptions = 0;
+    while (true) {
+      try {
+        const TokenizeProgress done = tokenize_files(o, [&](const TokenizeProgress& p) {
+          if (p.bytes > last) {
+            last = p.bytes;
+            throw Stop();
+          }
+        });
+        EXPECT_GT(done.resumed_bytes, 0);
+        break;
+      } catch (const Stop&) {
+        ++interruptions;
+        ASSERT_LT(interruptions, 20);
+        EXPECT_FALSE(fs::exists(folder_.path("out.idx")));
+        o.workers = 1 + interruptions % 3;
+      }
+    }
+    EXPECT_GE(interruptions, 2);
+    for (const char* suffix : {".bin", ".idx", ".mask"})
+      EXPECT_EQ(read_bytes(folder_.path("out") + suffix), read_bytes(folder_.path(expected) + suffix)) << suffix;
+    for (const char* suffix : {".bin", ".idx", ".mask"}) fs::remove(folder_.path("out") + suffix);
+  }
+
   TemporaryFolder folder_;
 };
 
@@ -255,9 +286,8 @@ TEST_F(TokenizeFiles, BadLinesAreNamedOrCounted) {
 
 TEST_F(TokenizeFiles, WhatIsNotJsonlIsCalledByItsName) {
   const std::pair<std::string, const char*> cases[] = {
-      {"\x1f\x8b\b", "compressed"}, {"\x28\xb5\x2f\xfd", "compressed"},
-      {"BZh9", "compressed"},       {"PK\x03\x04", "compressed"},
-      {"PAR1\x15", "Parquet"},      {"\n[\n{\"text\": \"a b c\"}\n]\n", "a JSON array"},
+      {"\x1f\x8b\b", "gzip"},       {"\x28\xb5\x2f\xfd", "zstd"}, {"BZh9", "compressed"},
+      {"PK\x03\x04", "compressed"}, {"PAR1\x15", "Parquet"},      {"\n[\n{\"text\": \"a b c\"}\n]\n", "a JSON array"},
   };
   for (const auto& [bytes, name] : cases) {
     write_bytes(folder_.path("a.jsonl"), bytes);
@@ -281,7 +311,7 @@ TEST_F(TokenizeFiles, EmptyInputs) {
 }
 
 // Interrupted by an exception after each batch in turn, the run gives the same files as one that is not, whatever the
-// number of workers.
+// number of workers, and compressed text gives those of plain text.
 TEST_F(TokenizeFiles, AnInterruptedRunGoesOn) {
   std::string lines;
   for (int i = 0; i < 3000; ++i) {
@@ -294,31 +324,10 @@ TEST_F(TokenizeFiles, AnInterruptedRunGoesOn) {
   ASSERT_GT(lines.size(), 8u << 20) << "more than two batches";
   run(options({"a.jsonl", "b.jsonl"}, "straight"));
 
-  struct Stop {};
-  TokenizeOptions o = options({"a.jsonl", "b.jsonl"}, "out");
-  o.checkpoint_seconds = 0.0;
-  int64_t last = -1;
-  int interruptions = 0;
-  while (true) {
-    try {
-      const TokenizeProgress done = tokenize_files(o, [&](const TokenizeProgress& p) {
-        if (p.bytes > last) {
-          last = p.bytes;
-          throw Stop();
-        }
-      });
-      EXPECT_GT(done.resumed_bytes, 0);
-      break;
-    } catch (const Stop&) {
-      ++interruptions;
-      ASSERT_LT(interruptions, 20);
-      EXPECT_FALSE(fs::exists(folder_.path("out.idx")));
-      o.workers = 1 + interruptions % 3;
-    }
-  }
-  EXPECT_GE(interruptions, 2);
-  for (const char* suffix : {".bin", ".idx", ".mask"})
-    EXPECT_EQ(read_bytes(folder_.path("out") + suffix), read_bytes(folder_.path("straight") + suffix)) << suffix;
+  gzFile packed = gzopen(folder_.path("a.jsonl.gz").c_str(), "wb");
+  ASSERT_EQ(gzwrite(packed, lines.data(), static_cast<unsigned>(lines.size())), std::ssize(lines));
+  gzclose(packed);
+  for (const char* input : {"a.jsonl", "a.jsonl.gz"}) expect_the_same_when_interrupted({input, "b.jsonl"}, "straight");
 }
 
 TEST_F(TokenizeFiles, AnotherRunsRemainsAreNotMixedIn) {

@@ -15,6 +15,8 @@ void add_data_command(CLI::App& app) {
   add_data_show(*data);
   add_data_synth(*data);
   add_data_lengths(*data);
+  add_data_merge(*data);
+  add_data_split(*data);
 }
 
 }  // namespace sb

@@ -11,7 +11,6 @@
 #include "cli/at_least.h"
 #include "cli/step_progress.h"
 #include "core/errors.h"
-#include "plan/simulate/layout_sweep.h"
 
 namespace sb {
 namespace {
@@ -79,24 +78,12 @@ std::vector<SweepRow> run_sweep(const SweepArguments& arguments, const LatencyMo
              "GiB/worker", "fits");
   std::vector<SweepRow> rows;
   StepProgress progress(std::ssize(layouts) * like.steps);
+  SimulateInput input = like;
+  input.step_done = [&] { progress.step(); };
   for (const Layout& layout : layouts) {
-    const CostModel cost(latency, like.cost.spec(), layout);
-    const SimulateInput input{cost,      like.coverage, like.pool,    like.global_batch,       like.steps,
-                              like.seed, like.seconds,  like.threads, [&] { progress.step(); }};
-    SweepRow& row = rows.emplace_back();
-    row.layout = layout;
-    row.simulated = simulate_policy(input, policy);
-    row.tokens_per_second = row.simulated.tokens / row.simulated.makespan_ms * 1e3;
-    // Steps that cut sequences and steps that do not: memory is for both.
-    const SimulatedRow& simulated = row.simulated;
-    if (simulated.largest_micro_batch > 0)
-      row.memory_bytes = estimate_memory(cost, simulated.largest_micro_batch).total();
-    if (simulated.longest_cut > 0)
-      row.memory_bytes =
-          std::max(row.memory_bytes, estimate_memory(cost, simulated.largest_piece, simulated.longest_cut).total());
-    if (known) row.fits = row.memory_bytes <= profile.memory_bytes;
+    rows.push_back(simulate_layout(latency, input, policy, layout));
     progress.clear();
-    print_row(row);
+    print_row(rows.back());
   }
   print_fastest(rows, profile.memory_bytes);
   return rows;

@@ -1,9 +1,9 @@
 #pragma once
 
 #include <cstdint>
-#include <optional>
 #include <vector>
 
+#include "plan/simulate/layout_sweep.h"
 #include "plan/simulate/simulate.h"
 
 namespace CLI {
@@ -20,14 +20,6 @@ struct SweepArguments {
 };
 
 void add_sweep_options(CLI::App& command, SweepArguments& arguments);
-
-struct SweepRow {
-  Layout layout;
-  SimulatedRow simulated;
-  double tokens_per_second = 0;
-  int64_t memory_bytes = 0;  // of the fullest worker
-  std::optional<bool> fits;  // nothing where the profile does not say how much memory there is
-};
 
 // Prints the table and what is fastest, and returns the rows. `like` is the case to run; of its layout, what is not
 // dp, pp and cp stays.

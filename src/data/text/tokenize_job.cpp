@@ -2,6 +2,7 @@
 
 #include <fmt/ranges.h>
 
+#include <algorithm>
 #include <chrono>
 #include <memory>
 #include <nlohmann/json.hpp>
@@ -14,6 +15,7 @@
 #include "core/thread_pool.h"
 #include "core/utf8.h"
 #include "data/files/token_writer.h"
+#include "data/text/text_stream.h"
 #include "data/text/token_origin.h"
 
 namespace sb {
@@ -25,6 +27,7 @@ using nlohmann::json;
 // Input handed to the workers at once: enough lines to keep them busy, little enough to hold in memory.
 constexpr size_t kBatchBytes = size_t{4} << 20;
 constexpr int64_t kShownBadLines = 5;
+constexpr int64_t kMostText = int64_t{1} << 62;  // bytes of a file, unpacked
 
 struct Line {
   std::string_view text;
@@ -36,8 +39,9 @@ struct Line {
 // What data sets often come as. Without this every line of it would be said to be no JSON.
 void refuse_other_formats(const std::string& path, std::string_view text) {
   using namespace std::string_view_literals;
-  for (const std::string_view magic : {"\x1f\x8b"sv, "\x28\xb5\x2f\xfd"sv, "\xfd\x37zXZ"sv, "BZh"sv, "PK\x03\x04"sv})
-    SB_USER_CHECK(!text.starts_with(magic), "{}: compressed; unpack it first, JSONL is read as plain text", path);
+  for (const std::string_view magic : {"\xfd\x37zXZ"sv, "BZh"sv, "PK\x03\x04"sv})
+    SB_USER_CHECK(!text.starts_with(magic), "{}: compressed; unpack it first, JSONL is read plain, as .gz or as .zst",
+                  path);
   SB_USER_CHECK(!text.starts_with("PAR1"),
                 "{}: a Parquet file; write it as JSONL first, for example with datasets.Dataset.to_json", path);
   const size_t first = text.find_first_not_of(" \t\r\n");
@@ -58,7 +62,10 @@ class TokenizeJob {
       const MappedFile file(path);
       SB_USER_CHECK(file.size() > 0, "{}: empty: there is nothing to tokenize", path);
       refuse_other_formats(path, file.text());
+      const std::unique_ptr<TextStream> text = open_text(path);
+      refuse_other_formats(path, text->next(1));  // a JSON array may be compressed, too
       sizes_.push_back(file.size());
+      most_text_.push_back(text->packed() ? kMostText : file.size());
       // As JSON has it, which cannot hold other names.
       names_.push_back(replace_invalid_utf8(path));
       progress_.total_bytes += file.size();
@@ -75,7 +82,9 @@ class TokenizeJob {
   }
 
   TokenizeProgress run() {
-    for (; !writer_->finished() && file_ < options_.inputs.size(); ++file_, offset_ = 0, line_number_ = 0) run_file();
+    for (; !writer_->finished() && file_ < options_.inputs.size();
+         ++file_, offset_ = 0, line_number_ = 0, done_in_file_ = 0)
+      run_file();
     if (!writer_->finished()) {
       SB_USER_CHECK(writer_->documents() > 0, "{}: no line gave a document; {} lines were bad", options_.inputs.front(),
                     progress_.bad_lines);
@@ -123,9 +132,10 @@ class TokenizeJob {
         return value.get<int64_t>();
       };
       file_ = static_cast<size_t>(number("file", std::ssize(sizes_)));
-      offset_ = static_cast<size_t>(number("offset", file_ < sizes_.size() ? sizes_[file_] : 0));
-      line_number_ = number("line", progress_.total_bytes);
-      progress_.bad_lines = number("bad_lines", progress_.total_bytes);
+      offset_ = static_cast<size_t>(number("offset", file_ < sizes_.size() ? most_text_[file_] : 0));
+      const int64_t lines = std::ranges::max(most_text_) == kMostText ? kMostText : progress_.total_bytes;
+      line_number_ = number("line", lines);
+      progress_.bad_lines = number("bad_lines", lines);
       compare_input(static_cast<uint32_t>(number("crc32c", UINT32_MAX)));
     } catch (const json::exception& problem) {
       throw UserError("{}.partial/state.json: damaged ({}); start again with --restart", options_.output,
@@ -139,14 +149,26 @@ class TokenizeJob {
   // tokens of the old.
   void compare_input(uint32_t expected) {
     for (size_t f = 0; f < file_ || (f == file_ && offset_ > 0); ++f) {
-      const MappedFile file(options_.inputs[f]);
-      const auto done = f < file_ ? static_cast<size_t>(sizes_[f]) : offset_;
-      SB_USER_CHECK(file.size() >= static_cast<int64_t>(done), "{}: its size changed", options_.inputs[f]);
-      done_checksum_ = crc32c(done_checksum_, file.data(), done);
+      const std::unique_ptr<TextStream> file = open_text(options_.inputs[f]);
+      const auto end = f < file_ ? static_cast<size_t>(kMostText) : offset_;
+      const size_t done = skip(*file, end);
+      SB_USER_CHECK(f < file_ || done == end, "{}: its size changed", options_.inputs[f]);
+      done_in_file_ = file->position();
     }
     SB_USER_CHECK(done_checksum_ == expected,
                   "{}.partial was made of other text: {} changed since; start again with --restart", options_.output,
                   fmt::join(touched(), " or "));
+  }
+  // Reads on to `end` without tokenizing, for the checksum; says where it came to.
+  size_t skip(TextStream& file, size_t end) {
+    size_t done = 0;
+    while (done < end) {
+      const std::string_view text = file.next(std::min(kBatchBytes, end - done));
+      if (text.empty()) break;
+      done_checksum_ = crc32c(done_checksum_, text.data(), text.size());
+      done += text.size();
+    }
+    return done;
   }
   // The inputs that were read at least in part.
   std::span<const std::string> touched() const {
@@ -155,24 +177,26 @@ class TokenizeJob {
 
   void run_file() {
     const std::string& path = options_.inputs[file_];
-    const MappedFile file(path);
-    SB_USER_CHECK(file.size() == sizes_[file_], "{}: its size changed while it was read", path);
-    size_t offset = offset_;
+    SB_USER_CHECK(MappedFile(path).size() == sizes_[file_], "{}: its size changed while it was read", path);
+    const std::unique_ptr<TextStream> file = open_text(path);
+    const uint32_t before = done_checksum_;
+    skip(*file, offset_);
+    done_checksum_ = before;  // which has it already
     std::vector<Line> batch;
     while (true) {
       batch.clear();
-      const size_t begin = offset;
-      std::string_view text;
-      while (offset - begin < kBatchBytes * static_cast<size_t>(pool_.threads()) &&
-             next_line(file.text(), offset, text)) {
+      const std::string_view piece = file->next(kBatchBytes * static_cast<size_t>(pool_.threads()));
+      if (piece.empty()) return;
+      size_t offset = 0;
+      for (std::string_view text; next_line(piece, offset, text);) {
         ++line_number_;
         if (!is_blank(text)) batch.push_back({text, line_number_, {}, {}});
       }
-      if (offset == begin) return;
       encode(batch);
       write(path, batch);
-      done_checksum_ = crc32c(done_checksum_, file.data() + begin, offset - begin);
-      offset_ = offset;
+      done_checksum_ = crc32c(done_checksum_, piece.data(), piece.size());
+      done_in_file_ = file->position();
+      offset_ += piece.size();
       update_progress();
       if (std::chrono::duration<double>(Clock::now() - last_checkpoint_).count() >= options_.checkpoint_seconds) {
         writer_->checkpoint(note());
@@ -208,7 +232,7 @@ class TokenizeJob {
   }
 
   void update_progress() {
-    progress_.bytes = static_cast<int64_t>(offset_);
+    progress_.bytes = done_in_file_;
     for (size_t f = 0; f < file_; ++f) progress_.bytes += sizes_[f];
     if (writer_->finished()) progress_.bytes = progress_.total_bytes;
     progress_.documents = writer_->documents();
@@ -221,11 +245,12 @@ class TokenizeJob {
   DocumentEncoder encoder_;
   ThreadPool pool_;
   std::unique_ptr<TokenWriter> writer_;
-  std::vector<int64_t> sizes_;
+  std::vector<int64_t> sizes_, most_text_;  // of the inputs: bytes, and of their text at most
   std::vector<std::string> names_;
   uint32_t tokenizer_checksum_ = 0, done_checksum_ = 0;  // of the tokenizer's file; of the input that was read
   size_t file_ = 0;
-  size_t offset_ = 0;
+  size_t offset_ = 0;         // in its text
+  int64_t done_in_file_ = 0;  // bytes of the file itself
   int64_t line_number_ = 0;
   TokenizeProgress progress_;
   Clock::time_point last_checkpoint_ = Clock::now();

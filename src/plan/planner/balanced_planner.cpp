@@ -113,6 +113,26 @@ StageTime predict_stage(const CostModel& cost, const PlannedMicroBatch& micro_ba
   return time;
 }
 
+// Compares every pass with what the present model says of it (not with the plan, which is a few corrections old).
+void learn_times(const CostModel& cost, LatencyModel& latency, const Plan& plan, const std::vector<Sequence>& sequences,
+                 const StepMeasurement& measurement) {
+  const std::map<int64_t, int64_t> by_id = lengths_by_id(sequences);
+  for (size_t r = 0; r < measurement.ranks.size(); ++r)
+    for (size_t i = 0; i < measurement.ranks[r].size(); ++i) {
+      const PlannedMicroBatch& planned = plan.ranks[r].micro_batches[i];
+      const MicroBatchTimes& measured = measurement.ranks[r][i];
+      const std::vector<int64_t> lengths = lengths_of(planned, by_id);
+      for (size_t s = 0; s < measured.forward.size(); ++s) {
+        // Predicted anew each time: the pass before has moved the corrections.
+        const StageTime predicted = predict_stage(cost, planned, lengths, static_cast<int>(s));
+        if (measured.forward[s] > 0)
+          latency.observe_pass(false, predicted.forward, static_cast<double>(measured.forward[s]) / 1e3);
+        if (measured.backward[s] > 0)
+          latency.observe_pass(true, predicted.backward, static_cast<double>(measured.backward[s]) / 1e3);
+      }
+    }
+}
+
 BalancedPlanner::BalancedPlanner(Profile profile, BalancedPlannerOptions options, const ReplayedSteps& steps)
     : profile_(std::move(profile)), options_(std::move(options)) {
   const LatencyModel latency(profile_);
@@ -411,7 +431,8 @@ void BalancedPlanner::learn(const StepMeasurement& measurement) {
   }
 
   if (options_.adapt) {
-    learn_times(run, measurement, *state);
+    learn_times(cost, latency, run.step.plan, run.sequences, measurement);
+    state->corrections_ppm = latency.corrections_ppm();
     const double overhead = static_cast<double>(measurement.step_ns) - 1e3 * makespan_us;
     state->overhead_ns = states_.back()->step == 0
                              ? std::llround(overhead)
@@ -431,29 +452,6 @@ void BalancedPlanner::learn(const StepMeasurement& measurement) {
     if (states_.size() > kAhead + 1) states_.pop_front();
   }
   note(run, measurement, makespan_us, clock_seconds(CLOCK_THREAD_CPUTIME_ID) - begin);
-}
-
-// Compares every pass with what the present model says of it (not with the plan, which is a few corrections old).
-void BalancedPlanner::learn_times(const Running& run, const StepMeasurement& measurement, BalanceState& state) const {
-  LatencyModel latency(profile_);
-  latency.set_corrections_ppm(state.corrections_ppm);
-  const CostModel cost(latency, options_.spec, options_.layout, options_.first_layer);
-  const std::map<int64_t, int64_t> by_id = lengths_by_id(run.sequences);
-  for (size_t r = 0; r < measurement.ranks.size(); ++r)
-    for (size_t i = 0; i < measurement.ranks[r].size(); ++i) {
-      const PlannedMicroBatch& planned = run.step.plan.ranks[r].micro_batches[i];
-      const MicroBatchTimes& measured = measurement.ranks[r][i];
-      const std::vector<int64_t> lengths = lengths_of(planned, by_id);
-      for (size_t s = 0; s < measured.forward.size(); ++s) {
-        // Predicted anew each time: the pass before has moved the corrections.
-        const StageTime predicted = predict_stage(cost, planned, lengths, static_cast<int>(s));
-        if (measured.forward[s] > 0)
-          latency.observe_pass(false, predicted.forward, static_cast<double>(measured.forward[s]) / 1e3);
-        if (measured.backward[s] > 0)
-          latency.observe_pass(true, predicted.backward, static_cast<double>(measured.backward[s]) / 1e3);
-      }
-    }
-  state.corrections_ppm = latency.corrections_ppm();
 }
 
 void BalancedPlanner::note(const Running& run, const StepMeasurement& measurement, double makespan_us,

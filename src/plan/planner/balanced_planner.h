@@ -95,7 +95,6 @@ class BalancedPlanner final : public StepPlanner {
   void check_budgets(const Plan& plan, const std::vector<Sequence>& sequences, const std::string& where) const;
   std::shared_ptr<const BalanceState> state_for(int64_t step) const;
   Made make(int64_t step, const std::vector<Sequence>& sequences, const BalanceState& state) const;
-  void learn_times(const Running& run, const StepMeasurement& measurement, BalanceState& state) const;
   void note(const Running& run, const StepMeasurement& measurement, double makespan_us, double learning_seconds);
 
   Profile profile_;
@@ -115,5 +114,9 @@ class BalancedPlanner final : public StepPlanner {
 // Predicted times of a plan's micro-batch on a stage, microseconds, from the lengths of its sequences.
 StageTime predict_stage(const CostModel& cost, const PlannedMicroBatch& micro_batch,
                         const std::vector<int64_t>& lengths, int stage);
+
+// Corrects `latency`, which `cost` is made of, by what every pass of a plan took.
+void learn_times(const CostModel& cost, LatencyModel& latency, const Plan& plan, const std::vector<Sequence>& sequences,
+                 const StepMeasurement& measurement);
 
 }  // namespace sb

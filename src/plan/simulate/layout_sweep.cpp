@@ -91,4 +91,25 @@ std::vector<Layout> possible_layouts(const Layout& like, int workers, int64_t la
   return layouts;
 }
 
+SweepRow simulate_layout(const LatencyModel& latency, const SimulateInput& like, const SimulatedPolicy& policy,
+                         const Layout& layout) {
+  const CostModel cost(latency, like.cost.spec(), layout);
+  const SimulateInput input{cost,      like.coverage, like.pool,    like.global_batch, like.steps,
+                            like.seed, like.seconds,  like.threads, like.step_done};
+  SweepRow row;
+  row.layout = layout;
+  row.simulated = simulate_policy(input, policy);
+  row.tokens_per_second = row.simulated.tokens / row.simulated.makespan_ms * 1e3;
+  // Steps that cut sequences and steps that do not: memory is for both.
+  const SimulatedRow& simulated = row.simulated;
+  if (simulated.largest_micro_batch > 0)
+    row.memory_bytes = estimate_memory(cost, simulated.largest_micro_batch).total();
+  if (simulated.longest_cut > 0)
+    row.memory_bytes =
+        std::max(row.memory_bytes, estimate_memory(cost, simulated.largest_piece, simulated.longest_cut).total());
+  const int64_t memory = latency.profile().memory_bytes;
+  if (memory > 0) row.fits = row.memory_bytes <= memory;
+  return row;
+}
+
 }  // namespace sb

@@ -1,11 +1,13 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "plan/latency/cost_model.h"
 #include "plan/plan.h"
+#include "plan/simulate/simulate.h"
 
 namespace sb {
 
@@ -23,5 +25,17 @@ MemoryEstimate estimate_memory(const CostModel& cost, int64_t micro_batch_tokens
 
 // All dp × pp × cp of this many workers that the model and the batch allow.
 std::vector<Layout> possible_layouts(const Layout& like, int workers, int64_t layers, int64_t global_batch, int max_cp);
+
+// One policy on one layout.
+struct SweepRow {
+  Layout layout;
+  SimulatedRow simulated;
+  double tokens_per_second = 0;
+  int64_t memory_bytes = 0;  // of the fullest worker
+  std::optional<bool> fits;  // nothing where the profile does not say how much memory there is
+};
+// The case of `like` on another layout.
+SweepRow simulate_layout(const LatencyModel& latency, const SimulateInput& like, const SimulatedPolicy& policy,
+                         const Layout& layout);
 
 }  // namespace sb

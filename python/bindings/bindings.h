@@ -1,0 +1,36 @@
+#pragma once
+
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "plan/batching/batching.h"
+#include "plan/tuning/tuning.h"
+
+// The parts of the module, each in a file of its own.
+namespace sb::python {
+
+void bind_attention(nanobind::module_& module);
+void bind_plans(nanobind::module_& module);
+void bind_planner(nanobind::module_& module);
+void bind_token_files(nanobind::module_& module);
+void bind_simulation(nanobind::module_& module);
+void bind_run_files(nanobind::module_& module);
+
+// Names as run.yaml has them; UserError lists them.
+BatchingPolicy parse_batching(const std::string& name);
+TuningPolicy parse_tuning(const std::string& name);
+AnchorKind parse_anchor(const std::string& name);
+
+// A numpy array that owns what it shows.
+template <typename T>
+nanobind::ndarray<nanobind::numpy, T> numpy_array(std::vector<T> values, std::initializer_list<size_t> shape) {
+  auto* owned = new std::vector<T>(std::move(values));
+  const nanobind::capsule owner(owned, [](void* memory) noexcept { delete static_cast<std::vector<T>*>(memory); });
+  return nanobind::ndarray<nanobind::numpy, T>(owned->data(), shape, owner);
+}
+
+}  // namespace sb::python

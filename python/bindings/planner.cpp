@@ -1,0 +1,236 @@
+#include "python/bindings/planner.h"
+
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <cmath>
+
+#include "core/errors.h"
+#include "plan/coverage/cautious_coverage.h"
+#include "plan/planner/balanced_planner.h"
+#include "python/bindings/bindings.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace sb::python {
+namespace {
+
+std::vector<Sequence> sequences_of(const std::vector<int64_t>& lengths) {
+  std::vector<Sequence> sequences;
+  for (const int64_t tokens : lengths) sequences.push_back({std::ssize(sequences), tokens});
+  return sequences;
+}
+
+}  // namespace
+
+void check_options(const PlannerOptions& options) {
+  const AttentionSpec& spec = options.spec;
+  SB_USER_CHECK(spec.block > 0 && spec.query_block > 0, "block {} and query_block {} must be positive", spec.block,
+                spec.query_block);
+  SB_USER_CHECK(spec.budget > 0 && spec.budget <= AttentionSpec::kMostBudget, "budget {} is not in 1 to {}",
+                spec.budget, AttentionSpec::kMostBudget);
+  SB_USER_CHECK(spec.sink_blocks >= 0 && spec.local_blocks >= 0, "sink_blocks and local_blocks may not be negative");
+  SB_USER_CHECK(spec.score_tokens >= 0 && (spec.score_tokens == 0 || spec.block % spec.score_tokens == 0),
+                "score_tokens {} does not divide block {}; use 0 (the whole block) or a divisor", spec.score_tokens,
+                spec.block);
+  const BatchingOptions& batching = options.plan.batching;
+  SB_USER_CHECK(batching.micro_batch_sequences >= 0 && batching.micro_batch_tokens >= 0,
+                "micro_batch_sequences and micro_batch_tokens may not be negative");
+  const TuningOptions& tuning = options.plan.tuning;
+  SB_USER_CHECK(tuning.p >= 0 && tuning.p < 1, "p must be in [0, 1), got {}", tuning.p);
+  const int64_t chunk = options.plan.chunk.tokens, edge = piece_edge(spec);
+  SB_USER_CHECK(chunk == ChunkOptions::kAutomatic || (chunk >= 0 && chunk % edge == 0),
+                "chunk {} is neither \"auto\" nor a multiple of {} tokens, where key blocks and query blocks both end",
+                chunk, edge);
+  SB_USER_CHECK(options.threads >= 1 && options.threads <= 1024, "threads must be 1 to 1024, got {}", options.threads);
+}
+
+Planner::Planner(PlannerOptions options) : options_(std::move(options)), pool_(options_.threads) {
+  check_options(options_);
+  profile_ = find_profile(options_.profile, find_model_shape(options_.model), options_.spec);
+  check_measured_blocks(profile_, options_.spec, {"block", "query_block", "score_tokens"});
+  if (!options_.coverage.empty()) coverage_ = find_coverage(options_.coverage, layers());
+  const Costs costs(LatencyModel(profile_), options_.spec, options_.layout);
+  for (int stage = 0; stage <= costs.cost.stages(); ++stage) first_layer_.push_back(costs.cost.first_layer(stage));
+  learn({});
+}
+
+void Planner::learn(BalanceState state) {
+  LatencyModel latency(profile_);
+  latency.set_corrections_ppm(state.corrections_ppm);
+  auto costs = std::make_shared<const Costs>(latency, options_.spec, options_.layout, first_layer_);
+  learned_ = std::make_shared<const Learned>(Learned{std::move(state), std::move(costs)});
+}
+
+PlanObject Planner::plan(int64_t step, const std::vector<int64_t>& lengths) {
+  const std::vector<Sequence> sequences = sequences_of(lengths);
+  const std::shared_ptr<const Learned> learned = learned_;
+  ForkedPool::Workers& workers = pool_.get();
+  const nb::gil_scoped_release released;
+  const std::lock_guard busy(workers.busy);
+  ExpectedBudgets expected;
+  expected.set_ppm(learned->state.expected_budgets_ppm);
+  const CautiousCoverage observed(learned->state.coverage, options_.spec);
+  const CoverageModel& coverage = coverage_ ? *coverage_ : static_cast<const CoverageModel&>(observed);
+  return {std::make_shared<const Plan>(
+              plan_step(step, learned->costs->cost, coverage, sequences, options_.plan, expected, &workers.pool)),
+          learned->costs};
+}
+
+StepMeasurement Planner::measurement_of(const Plan& plan, const std::vector<std::vector<MeasuredTimes>>& times) const {
+  SB_USER_CHECK(times.size() == plan.ranks.size(), "times are of {} ranks, the plan of {}", times.size(),
+                plan.ranks.size());
+  StepMeasurement measurement;
+  measurement.step = plan.step;
+  for (size_t r = 0; r < times.size(); ++r) {
+    SB_USER_CHECK(times[r].size() == plan.ranks[r].micro_batches.size(),
+                  "rank {}: times of {} micro-batches, the plan has {}", r, times[r].size(),
+                  plan.ranks[r].micro_batches.size());
+    auto& rank = measurement.ranks.emplace_back();
+    for (const MeasuredTimes& stages : times[r]) {
+      SB_USER_CHECK(std::ssize(stages) == options_.layout.pp, "rank {}: times of {} stages where there are {}", r,
+                    stages.size(), options_.layout.pp);
+      MicroBatchTimes& micro_batch = rank.emplace_back();
+      for (const auto& [forward, backward] : stages) {
+        SB_USER_CHECK(forward >= 0 && backward >= 0 && forward < 1e9 && backward < 1e9,
+                      "rank {}: {} and {} are no milliseconds of a forward and a backward", r, forward, backward);
+        micro_batch.forward.push_back(std::llround(forward * 1e6));
+        micro_batch.backward.push_back(std::llround(backward * 1e6));
+      }
+    }
+  }
+  return measurement;
+}
+
+void Planner::observe(const PlanObject& plan, const std::vector<int64_t>& lengths,
+                      const std::vector<std::vector<MeasuredTimes>>& times) {
+  const std::vector<Sequence> sequences = sequences_of(lengths);
+  for (const PlannedRank& rank : plan.plan->ranks)
+    for (const PlannedMicroBatch& micro_batch : rank.micro_batches)
+      for (const int64_t id : micro_batch.sequences)
+        SB_USER_CHECK(id >= 0 && id < std::ssize(lengths), "the plan has sequence {}, and there are {} lengths", id,
+                      lengths.size());
+  const StepMeasurement measurement = measurement_of(*plan.plan, times);
+  BalanceState state = learned_->state;
+  LatencyModel latency(profile_);
+  latency.set_corrections_ppm(state.corrections_ppm);
+  const CostModel cost(latency, options_.spec, options_.layout, first_layer_);
+  learn_times(cost, latency, *plan.plan, sequences, measurement);
+  ExpectedBudgets expected;
+  expected.set_ppm(state.expected_budgets_ppm);
+  learn_budgets(*plan.plan, options_.spec, sequences, expected);
+  state.step = std::max(state.step, plan.plan->step);
+  state.corrections_ppm = latency.corrections_ppm();
+  state.expected_budgets_ppm = expected.ppm();
+  learn(std::move(state));
+}
+
+void Planner::restore(const std::string& text) {
+  learn(parse_balance_states(text, "the planner's state").back());
+}
+
+BatchingPolicy parse_batching(const std::string& name) {
+  for (const BatchingPolicy policy : {BatchingPolicy::in_order, BatchingPolicy::length, BatchingPolicy::quadratic,
+                                      BatchingPolicy::wlb, BatchingPolicy::sab})
+    if (name == policy_name(policy)) return policy;
+  throw UserError("batching: {}; known are in_order, length, quadratic, wlb, sab", name);
+}
+
+TuningPolicy parse_tuning(const std::string& name) {
+  if (name == "none") return TuningPolicy::off;
+  if (name == "anchor") return TuningPolicy::anchor;
+  if (name == "optimal") return TuningPolicy::optimal;
+  throw UserError("tuning: {}; known are none, anchor, optimal", name);
+}
+
+AnchorKind parse_anchor(const std::string& name) {
+  if (name == "mean") return AnchorKind::mean;
+  if (name == "min") return AnchorKind::min;
+  if (name == "max") return AnchorKind::max;
+  throw UserError("anchor: {}; known are mean, min, max", name);
+}
+
+namespace {
+
+void bind_layout(nb::module_& module) {
+  nb::class_<AttentionSpec>(module, "AttentionSpec", "What a plan has to know about attention.")
+      .def(
+          "__init__",
+          [](AttentionSpec* self, int64_t budget, int64_t block, int64_t query_block, int64_t score_tokens,
+             int64_t sink_blocks, int64_t local_blocks, int64_t dense_below, int64_t max_budget,
+             std::vector<int> dense_layers) {
+            new (self)
+                AttentionSpec{block,       query_block, score_tokens,           budget, sink_blocks, local_blocks,
+                              dense_below, max_budget,  std::move(dense_layers)};
+          },
+          nb::kw_only(), "budget"_a = 8192, "block"_a = 128, "query_block"_a = 16, "score_tokens"_a = 0,
+          "sink_blocks"_a = 1, "local_blocks"_a = 2, "dense_below"_a = -1, "max_budget"_a = 0,
+          "dense_layers"_a = std::vector<int>())
+      .def_ro("budget", &AttentionSpec::budget, "Keys per query: the base that tuning starts from.")
+      .def_ro("block", &AttentionSpec::block)
+      .def_ro("query_block", &AttentionSpec::query_block)
+      .def_ro("score_tokens", &AttentionSpec::score_tokens)
+      .def_ro("sink_blocks", &AttentionSpec::sink_blocks)
+      .def_ro("local_blocks", &AttentionSpec::local_blocks)
+      .def_ro("dense_below", &AttentionSpec::dense_below, "Sequences up to this length run dense; -1: the budget.")
+      .def_ro("max_budget", &AttentionSpec::max_budget, "What memory was planned for; 0: up to dense.")
+      .def_ro("dense_layers", &AttentionSpec::dense_layers);
+  nb::class_<Layout>(module, "Layout", "The grid of workers.")
+      .def(
+          "__init__",
+          [](Layout* self, int dp, int pp, int cp, int warmup_depth, bool comm, bool head) {
+            new (self) Layout{.dp = dp, .pp = pp, .cp = cp, .warmup_depth = warmup_depth, .comm = comm, .head = head};
+          },
+          nb::kw_only(), "dp"_a = 1, "pp"_a = 1, "cp"_a = 1, "warmup_depth"_a = 1, "comm"_a = true, "head"_a = true)
+      .def_ro("dp", &Layout::dp)
+      .def_ro("pp", &Layout::pp)
+      .def_ro("cp", &Layout::cp)
+      .def_ro("warmup_depth", &Layout::warmup_depth)
+      .def_ro("comm", &Layout::comm, "Transfers and the gradient reduction are counted.")
+      .def_ro("head", &Layout::head, "Embedding and loss are counted.");
+}
+
+}  // namespace
+
+void bind_planner(nb::module_& module) {
+  bind_layout(module);
+  nb::class_<Planner>(module, "Planner")
+      .def(
+          "__init__",
+          [](Planner* self, const std::string& model, const std::string& profile, const std::string& coverage,
+             const AttentionSpec& attention, const Layout& layout, const std::string& batching, bool ordering,
+             const std::string& tuning, const std::string& anchor, double p, double target, int64_t chunk,
+             int64_t micro_batch_sequences, int64_t micro_batch_tokens, int64_t max_sequences, int threads) {
+            PlannerOptions options{.model = model,
+                                   .profile = profile,
+                                   .coverage = coverage,
+                                   .spec = attention,
+                                   .layout = layout,
+                                   .plan = {},
+                                   .threads = threads};
+            options.plan.batching.policy = parse_batching(batching);
+            options.plan.batching.micro_batch_sequences = micro_batch_sequences;
+            options.plan.batching.micro_batch_tokens = micro_batch_tokens;
+            options.plan.batching.max_sequences = max_sequences;
+            options.plan.ordering = ordering;
+            options.plan.tuning.policy = parse_tuning(tuning);
+            options.plan.tuning.anchor = parse_anchor(anchor);
+            options.plan.tuning.p = p;
+            options.plan.tuning.target = target;
+            options.plan.chunk.tokens = chunk;
+            new (self) Planner(std::move(options));
+          },
+          nb::kw_only(), "model"_a, "profile"_a, "coverage"_a, "attention"_a, "layout"_a, "batching"_a, "ordering"_a,
+          "tuning"_a, "anchor"_a, "p"_a, "target"_a, "chunk"_a, "micro_batch_sequences"_a, "micro_batch_tokens"_a,
+          "max_sequences"_a, "threads"_a)
+      .def("plan", &Planner::plan, "step"_a, "lengths"_a)
+      .def("observe", &Planner::observe, "plan"_a, "lengths"_a, "times"_a)
+      .def("state", &Planner::state)
+      .def("restore", &Planner::restore, "text"_a)
+      .def_prop_ro("layers", &Planner::layers)
+      .def_prop_ro("first_layer", &Planner::first_layer, "Of every stage, and one past the last.");
+}
+
+}  // namespace sb::python

@@ -1,0 +1,93 @@
+"""Balanced steps for transformers.Trainer, and a collator that packs.
+
+    class MyTrainer(BalancedTrainerMixin, Trainer): ...
+    MyTrainer(..., planner=sb.Planner(..., dp=world_size, micro_batch_sequences=per_device_train_batch_size),
+              data_collator=PackedCollator())
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from transformers.trainer_pt_utils import BatchRebalanceSampler
+
+from sparsebalance import _core
+from sparsebalance.planner import Planner
+from sparsebalance.sampler import BalancedBatchSampler, PlannedDataset, PlannedIndex
+
+__all__ = ["BalancedTrainerMixin", "PackedCollator"]
+
+
+class PackedCollator:
+    """Samples with `input_ids` (and `labels`) in one row without padding, told apart by cu_seq_lens_q and position_ids; the
+    first token of a sequence is nobody's target. `sb_budgets` of the samples become [layers, sequences]."""
+
+    def __call__(self, samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        ids = [torch.as_tensor(sample["input_ids"], dtype=torch.int64) for sample in samples]
+        labels = [torch.as_tensor(s.get("labels", i), dtype=torch.int64).clone() for s, i in zip(samples, ids)]
+        for own in labels:
+            own[:1] = -100
+        lengths = torch.tensor([len(own) for own in ids], dtype=torch.int32)
+        cu_seqlens = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+        batch: dict[str, Any] = {
+            "input_ids": torch.cat(ids)[None],
+            "labels": torch.cat(labels)[None],
+            "position_ids": torch.cat([torch.arange(len(own)) for own in ids])[None],
+            "cu_seq_lens_q": cu_seqlens,
+            "cu_seq_lens_k": cu_seqlens,
+            "max_length_q": int(lengths.max()),
+            "max_length_k": int(lengths.max()),
+        }
+        if "sb_budgets" in samples[0]:
+            batch["sb_budgets"] = torch.from_numpy(np.stack([sample["sb_budgets"] for sample in samples], axis=1))
+        return batch
+
+
+class _TrainerSampler(BatchRebalanceSampler):
+    """Trainer takes a batch sampler of this class alone. Ours has nothing else in common with it."""
+
+    def __init__(self, sampler: BalancedBatchSampler) -> None:
+        self.sampler = sampler
+
+    def __iter__(self) -> Iterator[list[PlannedIndex]]:
+        return iter(self.sampler)
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+    def set_epoch(self, epoch: int) -> None:
+        self.sampler.set_epoch(epoch)
+
+
+def _lengths(dataset: Any) -> list[int]:
+    """Of the column `length` where there is one, otherwise of the samples."""
+    if "length" in getattr(dataset, "column_names", ()):
+        return list(dataset["length"])
+    return [len(dataset[i]["input_ids"]) for i in range(len(dataset))]
+
+
+class BalancedTrainerMixin:
+    """Put before Trainer; takes `planner`. The Trainer's global batch is what the planner balances."""
+
+    def __init__(self, *args: Any, planner: Planner, **kwargs: Any) -> None:
+        self.planner = planner
+        super().__init__(*args, **kwargs)
+        settings: Any = self.args  # type: ignore[attr-defined]
+        if planner.dp != settings.world_size:
+            raise _core.UserError(f"the planner has dp {planner.dp}, and {settings.world_size} processes train")
+        if planner.micro_batch_sequences != settings.per_device_train_batch_size:
+            raise _core.UserError(
+                f"the planner's micro_batch_sequences is {planner.micro_batch_sequences}, per_device_train_batch_size is "
+                f"{settings.per_device_train_batch_size}: they must be the same"
+            )
+        self.train_dataset = PlannedDataset(self.train_dataset)
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        dataset = self.train_dataset if train_dataset is None else train_dataset
+        settings: Any = self.args  # type: ignore[attr-defined]
+        batch = settings.per_device_train_batch_size * settings.gradient_accumulation_steps * settings.world_size
+        lengths = _lengths(getattr(dataset, "dataset", dataset))
+        return _TrainerSampler(
+            BalancedBatchSampler(lengths, self.planner, batch, seed=settings.seed, rank=settings.process_index)
+        )

@@ -1,0 +1,21 @@
+#!/usr/bin/env bash
+# Installs the Python package into build/venv (made where it is missing) and runs its tests. Those that need torch run where
+# it is installed there: scripts/test-python.sh --torch installs PyTorch's CPU build, transformers, accelerate and peft first
+# (from PyPI, with CUDA, where PyTorch's own index cannot be reached). Further arguments go to pytest.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+venv=build/venv
+[ -x $venv/bin/python ] || python3 -m venv $venv
+pip=($venv/bin/python -m pip --disable-pip-version-check -q)
+"${pip[@]}" install "scikit-build-core>=1.1" "nanobind>=3.1" numpy pytest pandas
+if [ "${1:-}" = --torch ]; then
+  shift
+  "${pip[@]}" install --retries 0 torch --index-url https://download.pytorch.org/whl/cpu || "${pip[@]}" install torch
+  "${pip[@]}" install transformers accelerate peft
+fi
+# As the presets call the compiler, so that the compiler cache serves both.
+CXX=${CXX:-c++} "${pip[@]}" install --no-build-isolation .
+$venv/bin/python -c 'import torch, transformers' 2>/dev/null ||
+  echo "torch and transformers are not in $venv: their tests are left out (scripts/test-python.sh --torch installs them)"
+$venv/bin/python -m pytest -q python/tests "$@"
