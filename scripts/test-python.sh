@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Installs the Python package into build/venv (made where it is missing) and runs its tests. Those that need torch run where
-# it is installed there: scripts/test-python.sh --torch installs PyTorch's CPU build, transformers, accelerate and peft first
-# (from PyPI, with CUDA, where PyTorch's own index cannot be reached). Further arguments go to pytest.
+# it is installed there: scripts/test-python.sh --torch installs torch, transformers, accelerate and peft first (PIP_INDEX_URL
+# chooses PyTorch's index of CPU builds, which are smaller). Further arguments go to pytest.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -11,8 +11,7 @@ pip=($venv/bin/python -m pip --disable-pip-version-check -q)
 "${pip[@]}" install "scikit-build-core>=1.1" "nanobind>=3.1" numpy pytest pandas
 if [ "${1:-}" = --torch ]; then
   shift
-  "${pip[@]}" install --retries 0 torch --index-url https://download.pytorch.org/whl/cpu || "${pip[@]}" install torch
-  "${pip[@]}" install transformers accelerate peft
+  "${pip[@]}" install torch transformers accelerate peft
 fi
 # As the presets call the compiler, so that the compiler cache serves both.
 CXX=${CXX:-c++} "${pip[@]}" install --no-build-isolation .
