@@ -3,14 +3,13 @@
 // product, bytes at the rate of a large copy, both measured in the same run). bench/peers/train_step_peers.py is the
 // peer.
 //   bench_step_cuda [0.5B|3B|7B|14B|all] [tokens] [--lora RANK] [--dropout P] [--budget N] [--pattern topk|mass]
-//   [--score planes|moments]
-//                   [--recompute none|attention|layer] [--steps N] [--warm-up N] [--packed N] [--tokens-per-step N]
-//                   [--loss-chunk N] [--layer-chunk N] [--offload N] [--no-classes] [--measure-products] [--portable]
+//                   [--score planes|moments] [--recompute none|attention|layer] [--steps N] [--warm-up N] [--packed N]
+//                   [--tokens-per-step N] [--loss-chunk N] [--layer-chunk N] [--offload N] [--no-classes]
+//                   [--measure-products] [--portable]
 // A micro-batch is one sequence of `tokens` (8,192), or sequences of --packed tokens; --tokens-per-step makes a step of
 // several micro-batches. `all` is 0.5B and 3B. --lora: adapters on all products, alpha twice the rank, dropout 0.05
 // unless given, the model itself frozen. With a budget attention is sparse, with blocks of 128. --offload: layer inputs
-// in host memory
-// (-1: as many as needed). --portable: attention's portable kernels instead of the GPU's own.
+// in host memory (-1: as many as needed). --portable: attention's portable kernels instead of the GPU's own.
 
 #include <fmt/format.h>
 
