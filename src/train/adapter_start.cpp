@@ -57,6 +57,8 @@ std::string start_adapters(const RunConfig& config, const ModelConfig& model, Ra
 
 void check_adapter_to_continue(const RunConfig& config, const ModelConfig& model) {
   if (!config.lora || config.lora->adapter.empty()) return;
+  // A run that resumes has what came of it in its checkpoints.
+  if (config.train.resume != "never" && !checkpoint_steps(config.train.output_dir).empty()) return;
   const std::string where = config.lora->adapter.string();
   const PeftAdapter adapter(config.lora->adapter, model);
   const LoraConfig &found = adapter.config(), &wanted = config.lora->config;

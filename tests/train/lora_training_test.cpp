@@ -155,6 +155,11 @@ TEST_F(LoraTraining, GoesOnFromAnAdapter) {
   const std::string adapter = "lora.adapter=" + first.final_model.string();
   const TrainSummary second = train("second", {adapter, "train.max_steps=1"});
   EXPECT_EQ(second.first_validation->loss, first.last_validation->loss);
+  // A run that resumes does not need it any more.
+  const fs::path moved = scratch / "moved";
+  fs::rename(first.final_model, moved);
+  EXPECT_EQ(refusal("second", {adapter, "train.max_steps=2"}), "");
+  fs::rename(moved, first.final_model);
   // What does not agree with it is named.
   const auto says = [&](const std::string& part, const std::vector<std::string>& overrides) {
     std::vector<std::string> all = overrides;
