@@ -56,8 +56,10 @@ TEST_P(HostOptimizerStateTest, UpdatesInWindowsHaveTheBitsOfOne) {
       const TensorView gradients = array(random_values(elements, 1 + static_cast<uint64_t>(number)));
       const AdamWStep step{1e-2f, 0.9f, 0.95f, 1e-8f, 0.1f, number, 0.7f};
       adamw_update(exec, step, values, gradients, m, v);
-      // Two ranges, as two buckets would come.
-      for (const auto& [begin, end] : {std::pair<int64_t, int64_t>{0, elements / 3}, {elements / 3, elements}})
+      // Two ranges, as two buckets would come: on borders of vectors, off which a GPU takes elements one by one and may
+      // join other products.
+      const int64_t border = elements / 3 / 64 * 64;
+      for (const auto& [begin, end] : {std::pair<int64_t, int64_t>{0, border}, {border, elements}})
         state.update(exec, begin, end, [&](const HostOptimizerState::Window& part) {
           adamw_update(exec, step, part.values, gradients.rows(part.begin, part.end), part.first_moment,
                        part.second_moment);
