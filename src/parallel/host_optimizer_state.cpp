@@ -1,7 +1,6 @@
 #include "parallel/host_optimizer_state.h"
 
 #include <algorithm>
-#include <cstring>
 
 #include "device/cuda.h"
 
@@ -35,8 +34,6 @@ HostOptimizerState::HostOptimizerState(int64_t elements, DeviceKind device, int6
       host_(host_bytes(elements), device),
       arena_(make_arena("windows of the optimizer", device_bytes(elements, window), device)) {
   SB_CHECK(window > 0, "windows of {} elements", window);
-  // Page-locked memory may have been somebody else's before. Values are given, moments begin at zero.
-  for (const int array : {1, 2}) std::memset(host(array).raw(), 0, static_cast<size_t>(4 * elements_));
   for (int i = 0; i < kPlaces; ++i) {
     Place& place = places_.emplace_back(Place{{}, DeviceEvent(device), DeviceEvent(device), DeviceEvent(device)});
     for (TensorView& array : place.arrays) array = arena_.allocate(DType::f32, {window_});
