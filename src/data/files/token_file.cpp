@@ -29,6 +29,8 @@ std::unique_ptr<TokenFile> open_token_file(const std::string& path) {
   if (std::filesystem::exists(prefix + ".idx")) return open_megatron_file(prefix);
   for (const std::string& file : {path, prefix + ".bin"})
     if (std::filesystem::is_regular_file(file) && looks_like_llmc(file)) return open_llmc_file(file);
+  if (std::filesystem::is_directory(path) && std::filesystem::exists(std::filesystem::path(path) / "index.json"))
+    return open_mds_folder(path);
   std::string hint;
   if (std::filesystem::exists(prefix + ".partial"))
     hint = "; " + prefix + ".partial is an unfinished run of `data tokenize`, which can be started again";

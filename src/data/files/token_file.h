@@ -36,19 +36,21 @@ class TokenFile {
 };
 
 // Opens PREFIX (or PREFIX.idx, PREFIX.bin) as a Megatron pair, with PREFIX.mask beside it where there is one, or a .bin
-// file that starts with an llm.c header.
+// file that starts with an llm.c header, or a folder of MDS shards with its index.json.
 std::unique_ptr<TokenFile> open_token_file(const std::string& path);
 
 // Paths as written, with patterns (* ? [) replaced by what they match, sorted; a pattern without a match is a
 // UserError.
 std::vector<std::string> expand_token_paths(const std::vector<std::string>& paths);
 
-// The two formats on their own. A Megatron document is the run of sequences its document index names; a file whose
+// The formats on their own. A Megatron document is the run of sequences its document index names; a file whose
 // index names none (one entry) has one document a sequence.
 std::unique_ptr<TokenFile> open_megatron_file(const std::string& prefix);
 // llm.c keeps no documents: they start at the end-of-text token of its tokenizer (GPT-2's 50256 in version 1, Llama-3's
 // 128000 in version 7), which llm.c puts in front of each.
 std::unique_ptr<TokenFile> open_llmc_file(const std::string& path);
 bool looks_like_llmc(const std::string& path);
+// MosaicML's streaming shards, a document a sample: the tokens of the column input_ids.
+std::unique_ptr<TokenFile> open_mds_folder(const std::string& folder);
 
 }  // namespace sb
