@@ -3,17 +3,19 @@
 // product, bytes at the rate of a large copy, both measured in the same run). bench/peers/train_step_peers.py is the
 // peer.
 //   bench_step_cuda [0.5B|3B|7B|14B|all] [tokens] [--lora RANK] [--dropout P] [--budget N] [--pattern topk|mass]
-//                   [--score planes|moments] [--recompute none|attention|layer] [--steps N] [--warm-up N] [--packed N]
-//                   [--tokens-per-step N] [--loss-chunk N] [--layer-chunk N] [--offload N] [--no-classes]
-//                   [--measure-products] [--portable]
+//                   [--score planes|moments] [--recompute none|attention|layer|chunk] [--steps N] [--warm-up N]
+//                   [--packed N] [--tokens-per-step N] [--loss-chunk N] [--layer-chunk N] [--offload N] [--chunk N]
+//                   [--offload-optimizer] [--no-classes] [--measure-products] [--portable]
 // A micro-batch is one sequence of `tokens` (8,192), or sequences of --packed tokens; --tokens-per-step makes a step of
 // several micro-batches. `all` is 0.5B and 3B. --lora: adapters on all products, alpha twice the rank, dropout 0.05
 // unless given, the model itself frozen. With a budget attention is sparse, with blocks of 128. --offload: layer inputs
-// in host memory (-1: as many as needed). --portable: attention's portable kernels instead of the GPU's own.
+// in host memory (-1: as many as needed). --chunk: the sequence in pieces of so many tokens. --offload-optimizer: values
+// and moments in host memory. --portable: attention's portable kernels instead of the GPU's own.
 
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <memory>
 #include <span>
 #include <string>
 #include <vector>
@@ -30,6 +32,7 @@
 #include "device/memory.h"
 #include "model/stage.h"
 #include "ops/adamw.h"
+#include "parallel/host_optimizer_state.h"
 
 namespace {
 
@@ -64,15 +67,17 @@ constexpr int64_t kPattern = (1 << 20) + 7;
 
 void randomize(const Exec& exec, ParameterSet& parameters) {
   Random random(1);
-  const TensorView values = parameters.values();
+  // The gradients' memory serves where the values are not on the device.
+  const TensorView values = parameters.has_values() ? parameters.values() : parameters.gradients();
   const int64_t pattern = std::min(kPattern, values.elements());
   const HostCopy start(TensorView(values.raw(), DType::f32, {pattern}, values.device()));
   for (int64_t i = 0; i < pattern; ++i) start.view().f32()[i] = static_cast<float>(0.02 * random.normal());
   start.store();
   repeat_start(exec, values, pattern);
   for (int i = 0; i < parameters.count(); ++i) {
-    if (!parameters.parameter(i).name.ends_with("norm.weight")) continue;
-    const HostCopy norm(parameters.value(i));
+    const Parameter& parameter = parameters.parameter(i);
+    if (!parameter.name.ends_with("norm.weight")) continue;
+    const HostCopy norm(values.rows(parameter.offset, parameter.offset + parameter.elements()));
     std::fill_n(norm.view().f32(), norm.view().elements(), 1.0f);
     norm.store();
   }
@@ -119,6 +124,8 @@ struct Arguments {
   int64_t loss_chunk = 4096, layer_chunk = StageOptions().layer_chunk;
   int offload = -1;
   LoraConfig lora;
+  int64_t chunk = 0;  // 0: whole sequences
+  bool offload_optimizer = false;
   bool classes = true;
   bool measure_products = false;
   bool portable = false;
@@ -160,6 +167,10 @@ Arguments parse_arguments(int argc, char** argv) {
       arguments.lora.rank = std::stoi(value());
     else if (word == "--dropout")
       arguments.lora.dropout = std::stod(value());
+    else if (word == "--chunk")
+      arguments.chunk = std::stoll(value());
+    else if (word == "--offload-optimizer")
+      arguments.offload_optimizer = true;
     else if (word == "--no-classes")
       arguments.classes = false;
     else if (word == "--measure-products")
@@ -181,6 +192,8 @@ Arguments parse_arguments(int argc, char** argv) {
   arguments.lora.alpha = 2.0 * arguments.lora.rank;
   if (!arguments.lora.enabled()) arguments.lora = {};
   if (arguments.lora.enabled()) arguments.classes = false;  // they are those of a model that is trained whole
+  SB_USER_CHECK(arguments.chunk == 0 || (arguments.packed == arguments.tokens && arguments.chunk % 128 == 0),
+                "--chunk {}: a multiple of 128, without --packed", arguments.chunk);
   if (arguments.warm_up < 0) arguments.warm_up = std::min(arguments.steps, 3);
   return arguments;
 }
@@ -197,7 +210,8 @@ LearnedSelection equal_energies(const ModelConfig& config) {
 Recompute recompute_level(const std::string& name) {
   if (name == "none") return Recompute::none;
   if (name == "attention") return Recompute::attention;
-  SB_USER_CHECK(name == "layer", "--recompute {}: none, attention or layer", name);
+  if (name == "chunk") return Recompute::chunk;
+  SB_USER_CHECK(name == "layer", "--recompute {}: none, attention, layer or chunk", name);
   return Recompute::layer;
 }
 
@@ -207,8 +221,13 @@ StageOptions stage_options(const ModelConfig& config, const Arguments& arguments
   options.dtype = kType;
   options.last_layer = config.layers;
   options.recompute = recompute_level(arguments.recompute);
-  options.max_micro_batch_tokens = arguments.tokens;
+  options.max_micro_batch_tokens = arguments.chunk > 0 ? arguments.chunk : arguments.tokens;
   options.max_sequence_length = arguments.packed;
+  if (arguments.chunk > 0) {
+    options.max_cut_sequence = arguments.tokens;
+    options.slots = static_cast<int>((arguments.tokens + arguments.chunk - 1) / arguments.chunk);
+  }
+  options.with_values = !arguments.offload_optimizer;
   options.loss_chunk = arguments.loss_chunk;
   options.layer_chunk = arguments.layer_chunk;
   options.lora = arguments.lora;
@@ -221,7 +240,13 @@ MemoryPlan plan_memory(const ModelConfig& config, const Arguments& arguments, co
   const auto plan = [&](int offload) {
     options.offload = offload;
     MemoryPlan own = Stage::memory_plan(config, options, attention, 1);
-    own.add("optimizer", 2 * own.items().front().bytes);
+    const int64_t elements = Stage::declare_parameters(config, options).flat_elements();
+    if (arguments.offload_optimizer) {
+      own.add("optimizer", HostOptimizerState::device_bytes(elements));
+      own.add_on_host("optimizer, offloaded", HostOptimizerState::host_bytes(elements));
+    } else {
+      own.add("optimizer", 2 * own.items().front().bytes);
+    }
     return own;
   };
   const int offload = arguments.offload < 0 ? Stage::least_offload(options, limit, plan) : arguments.offload;
@@ -231,6 +256,74 @@ MemoryPlan plan_memory(const ModelConfig& config, const Arguments& arguments, co
 double gib(int64_t bytes) {
   return static_cast<double>(bytes) / static_cast<double>(int64_t{1} << 30);
 }
+
+// A micro-batch by itself, or its pieces forward and, in reverse, backward; the loss.
+double run_micro_batch(const Exec& exec, Stage& stage, const MicroBatch& batch, std::span<const MicroBatch> pieces) {
+  if (pieces.empty()) {
+    stage.forward(exec, batch, 0, {});
+    stage.backward(exec, batch, 0, {});
+    return stage.loss(0).weighted;  // as the trainer reads it: while the device goes on
+  }
+  double loss = 0;
+  const auto count = static_cast<int>(pieces.size());
+  for (int i = 0; i < count; ++i) stage.forward(exec, pieces[static_cast<size_t>(i)], i, {});
+  for (int i = count - 1; i >= 0; --i) {
+    stage.backward(exec, pieces[static_cast<size_t>(i)], i, {});
+    loss += stage.loss(i).weighted;
+  }
+  return loss;
+}
+
+// AdamW over all parameters, with values and moments on the device or in host memory.
+class Optimizer {
+ public:
+  Optimizer(const Exec& exec, ParameterSet& parameters, bool on_host)
+      : parameters_(parameters),
+        arena_(make_arena("optimizer", (on_host ? 0 : 2 * Arena::rounded(parameters.flat_bytes())) + 64,
+                          DeviceKind::cuda)) {
+    const Shape all{parameters.flat_elements()};
+    if (on_host) host_ = std::make_unique<HostOptimizerState>(all.elements(), DeviceKind::cuda);
+    clip_ = arena_.allocate(DType::f32, {2});
+    for (TensorView* moment : {&m_, &v_}) {
+      if (on_host) continue;
+      *moment = arena_.allocate(DType::f32, all);
+      zero_tensor(exec, *moment);
+    }
+    if (on_host) {
+      // What the weights were rounded from.
+      const HostCopy values(parameters.gradients());
+      std::copy_n(values.view().f32(), all.elements(), host_->values().f32());
+    }
+  }
+
+  void update(const Exec& exec, int64_t number) {
+    const AdamWStep step{1e-5f, 0.9f, 0.95f, 1e-8f, 0.1f, number, 1.0f};
+    clip_by_norm(exec, parameters_.gradients(), 1.0, clip_);
+    const auto range = [&](int64_t begin, int64_t end, const TensorView& values, const TensorView& m,
+                           const TensorView& v) {
+      std::vector<DecayRange> ranges;
+      for (int i = 0; i < parameters_.count(); ++i) {
+        const Parameter& own = parameters_.parameter(i);
+        const int64_t from = std::max(begin, own.offset), to = std::min(end, own.offset + own.elements());
+        if (from < to) ranges.push_back({from - begin, to - begin, own.decay});
+      }
+      adamw_update(exec, step, ranges,
+                   {values, parameters_.gradients().rows(begin, end), m, v,
+                    parameters_.rounded_weights().rows(begin, end), clip_});
+    };
+    const int64_t elements = parameters_.flat_elements();
+    if (!host_) return range(0, elements, parameters_.values(), m_, v_);
+    host_->update(exec, 0, elements, [&](const HostOptimizerState::Window& window) {
+      range(window.begin, window.end, window.values, window.first_moment, window.second_moment);
+    });
+  }
+
+ private:
+  ParameterSet& parameters_;
+  std::unique_ptr<HostOptimizerState> host_;
+  Arena arena_;
+  TensorView clip_, m_, v_;
+};
 
 double measure_step(const DeviceContext& context, const Case& c, const Arguments& arguments,
                     WatchedAttention& attention, std::span<const MicroBatch> batches) {
@@ -246,21 +339,11 @@ double measure_step(const DeviceContext& context, const Case& c, const Arguments
   ParameterSet& parameters = stage.parameters();
   randomize(exec, parameters);
   if (arguments.lora.enabled()) randomize_rounded(exec, stage.frozen_parameters());
-  const int64_t elements = parameters.flat_elements();
-  Arena moments = make_arena("optimizer", 2 * Arena::rounded(parameters.flat_bytes()) + 64, DeviceKind::cuda);
-  const AdamWBuffers buffers = {parameters.values(),
-                                parameters.gradients(),
-                                moments.allocate(DType::f32, {elements}),
-                                moments.allocate(DType::f32, {elements}),
-                                parameters.rounded_weights(),
-                                moments.allocate(DType::f32, {2})};
-  zero_tensor(exec, buffers.m);
-  zero_tensor(exec, buffers.v);
-  std::vector<DecayRange> ranges;
-  for (int i = 0; i < parameters.count(); ++i) {
-    const Parameter& parameter = parameters.parameter(i);
-    ranges.push_back({parameter.offset, parameter.offset + parameter.elements(), parameter.decay});
-  }
+  Optimizer optimizer(exec, parameters, arguments.offload_optimizer);
+  std::vector<std::vector<MicroBatch>> pieces(batches.size());
+  for (size_t i = 0; i < batches.size() && arguments.chunk > 0; ++i)
+    for (int64_t begin = 0; begin < arguments.tokens; begin += arguments.chunk)
+      pieces[i].push_back(cut_piece(batches[i], begin, std::min(begin + arguments.chunk, arguments.tokens)));
   const int64_t micro_batches = arguments.tokens_per_step / arguments.tokens;
 
   const int warm_up = arguments.warm_up, steps = arguments.steps;
@@ -274,13 +357,10 @@ double measure_step(const DeviceContext& context, const Case& c, const Arguments
     last_loss = 0;
     // One micro-batch is enough to warm up.
     for (int64_t i = 0; i < (step <= warm_up ? 1 : micro_batches); ++i) {
-      const MicroBatch& batch = batches[static_cast<size_t>(i) % batches.size()];
-      stage.forward(exec, batch, 0, {});
-      stage.backward(exec, batch, 0, {});
-      last_loss += stage.loss(0).weighted;  // as the trainer reads it: while the device goes on
+      const size_t which = static_cast<size_t>(i) % batches.size();
+      last_loss += run_micro_batch(exec, stage, batches[which], pieces[which]);
     }
-    clip_by_norm(exec, buffers.gradients, 1.0, buffers.clip);
-    adamw_update(exec, {1e-5f, 0.9f, 0.95f, 1e-8f, 0.1f, step, 1.0f}, ranges, buffers);
+    optimizer.update(exec, step);
     borders[static_cast<size_t>(step)].record(exec);
     if (step == warm_up + 1) first_loss = last_loss;
   }
@@ -365,6 +445,9 @@ int main(int argc, char** argv) try {
         fmt::format("Qwen2.5-{} at {}, {}: {:.0f} ms, {:.0f} tokens/s", c.name, tokens, attention_name, step, rate));
     if (arguments.tokens_per_step > tokens)
       results.back() += fmt::format(" ({} tokens a step)", arguments.tokens_per_step);
+    if (arguments.chunk > 0)
+      results.back() += fmt::format(", pieces of {}, recompute {}", arguments.chunk, arguments.recompute);
+    if (arguments.offload_optimizer) results.back() += ", values and moments in host memory";
     if (arguments.packed < tokens) results.back() += fmt::format(", sequences of {}", arguments.packed);
   }
   for (const std::string& line : results) fmt::print("{}\n", line);

@@ -18,7 +18,7 @@ class WatchedAttention final : public ForwardingAttention {
                const AttentionOperands& operands, AttentionState& state, bool replay) override {
     const DeviceEvent begin = now(exec);
     ForwardingAttention::forward(exec, layer, shape, sequences, operands, state, replay);
-    spans_[replay ? kRecomputed : kForward].push_back({begin, now(exec)});
+    spans_[replay || sequences.again ? kRecomputed : kForward].push_back({begin, now(exec)});
   }
   void backward(const Exec& exec, int layer, const AttentionShape& shape, const PackedSequences& sequences,
                 const AttentionOperands& operands, const AttentionGradients& gradients,

@@ -40,6 +40,9 @@ struct PackedSequences {
   std::span<const int32_t> whole_cu_seqlens = {};
   // The only sequence is a piece of one; no ranks share it.
   SequencePiece piece = {};
+  // A forward that ran before, with the same operands and in the same step: it chooses the same, and nothing is counted
+  // or measured a second time.
+  bool again = false;
   bool is_piece() const { return piece.length > 0; }
   int64_t piece_end() const { return piece.begin + tokens(); }  // in the whole sequence
   int sequences() const { return static_cast<int>(cu_seqlens.size()) - 1; }
@@ -73,6 +76,7 @@ struct AttentionGradients {
 struct PieceBytes {
   int64_t scratch = 0, state = 0, call = 0;  // as Attention::scratch_bytes, state_bytes and call_bytes
   int64_t layer = 0;                         // what an implementation keeps of a cut sequence in every layer
+  int64_t reserved = 0;                      // what reserve_pieces() takes besides those of states and layers
 };
 
 // The attention a decoder layer calls. Dense, block-sparse and ring versions implement it; the model does not know
@@ -106,10 +110,22 @@ class Attention {
   virtual int64_t call_bytes(const AttentionShape& shape, int64_t max_tokens, int threads) const { return 0; }
   // Why sequences cannot come in pieces, to follow a colon; empty: they can.
   virtual std::string refuses_pieces() const { return "this attention computes whole sequences only"; }
-  // What pieces of at most `max_tokens` tokens need whose sequences have at most `longest`.
-  virtual PieceBytes piece_bytes(const AttentionShape& shape, int64_t max_tokens, int64_t longest, int threads) const {
+  // Of pieces in flight on a stage.
+  struct PieceLimits {
+    int64_t max_tokens = 0;  // of a piece
+    int64_t longest = 0;     // of their sequences
+    DType dtype = DType::f32;
+    int64_t states = 1;                   // for every (layer, piece) in flight
+    int first_layer = 0, last_layer = 1;  // of the stage; the last exclusive
+    bool in_order = false;                // the pages of a sequence always follow each other
+  };
+  // What they need.
+  virtual PieceBytes piece_bytes(const AttentionShape& shape, const PieceLimits& limits, int threads) const {
     return {};
   }
+  // After reserve(): the same states will see such pieces, too.
+  virtual void reserve_pieces(const AttentionShape& shape, const PieceLimits& limits,
+                              std::span<const std::unique_ptr<AttentionState>> states) {}
 };
 
 }  // namespace sb

@@ -37,8 +37,12 @@ class ForwardingAttention : public Attention {
     return inner_.call_bytes(shape, max_tokens, threads);
   }
   std::string refuses_pieces() const override { return inner_.refuses_pieces(); }
-  PieceBytes piece_bytes(const AttentionShape& shape, int64_t max_tokens, int64_t longest, int threads) const override {
-    return inner_.piece_bytes(shape, max_tokens, longest, threads);
+  PieceBytes piece_bytes(const AttentionShape& shape, const PieceLimits& limits, int threads) const override {
+    return inner_.piece_bytes(shape, limits, threads);
+  }
+  void reserve_pieces(const AttentionShape& shape, const PieceLimits& limits,
+                      std::span<const std::unique_ptr<AttentionState>> states) override {
+    inner_.reserve_pieces(shape, limits, states);
   }
 
  private:

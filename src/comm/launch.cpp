@@ -1,6 +1,9 @@
 #include <fcntl.h>
+#include <poll.h>
 #include <signal.h>
 #include <sys/prctl.h>
+#include <sys/signalfd.h>
+#include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -52,16 +55,22 @@ int rank_of(pid_t process) {
   return -1;
 }
 
-// mpirun ends the other ranks when one dies. When one dies while they are still finding each other it sometimes waits
-// for ever instead; ranks that end in peace do so together.
+// The processes that mpirun started. It ends the other ranks when one dies. When one dies while they are still finding
+// each other it sometimes waits for ever instead; ranks that end in peace do so together.
 class RankWatch {
  public:
   static constexpr std::chrono::seconds kTimeToLeave{15};
 
   explicit RankWatch(int ranks) : ranks_(ranks) {}
+  ~RankWatch() {
+    for (const Process& process : known_) close(process.descriptor);
+  }
+  RankWatch(const RankWatch&) = delete;
+  RankWatch& operator=(const RankWatch&) = delete;
 
   // Takes the processes that mpirun has now. The ranks that ended, once mpirun had that long to end the others.
   std::vector<int> gone(const std::vector<pid_t>& processes) {
+    for (const pid_t process : processes) learn(process);
     started_ = started_ || !processes.empty();
     const auto now = std::chrono::steady_clock::now();
     if (!started_ || std::ssize(processes) >= ranks_) complete_ = now;
@@ -74,15 +83,48 @@ class RankWatch {
     return gone;
   }
 
+  // Until a signal can be taken from `signals`, a rank ends, or it is time to look again.
+  void wait(int signals) {
+    std::vector<pollfd> polled = {{signals, POLLIN, 0}};
+    if (ended_first_.empty())
+      for (const Process& process : known_) polled.push_back({process.descriptor, POLLIN, 0});
+    const bool all_known = std::ssize(known_) >= ranks_ &&
+                           std::ranges::none_of(known_, [](const Process& process) { return process.rank < 0; });
+    poll(polled.data(), polled.size(), all_known ? 500 : 20);
+    for (size_t i = 1; i < polled.size(); ++i)
+      if (polled[i].revents != 0) ended_first_.push_back(known_[i - 1].rank);
+  }
+  // The rank that ended before all others; several where that could not be told apart.
+  const std::vector<int>& ended_first() const { return ended_first_; }
+
  private:
+  struct Process {
+    pid_t id;
+    int rank, descriptor;
+  };
+
+  void learn(pid_t id) {
+    auto process = std::ranges::find(known_, id, &Process::id);
+    if (process == known_.end()) {
+      const auto descriptor = static_cast<int>(syscall(SYS_pidfd_open, id, 0));
+      if (descriptor < 0) return;  // it has just ended
+      process = known_.insert(known_.end(), {id, -1, descriptor});
+    }
+    if (process->rank < 0) process->rank = rank_of(id);
+  }
+
   const int ranks_;
+  std::vector<Process> known_;
+  std::vector<int> ended_first_;
   bool started_ = false;
   std::chrono::steady_clock::time_point complete_ = std::chrono::steady_clock::now();  // none was missing
 };
 
 std::vector<std::string> mpirun_arguments(int ranks, std::vector<std::string> command) {
   if (command[0].empty()) command[0] = fs::read_symlink("/proc/self/exe").string();
-  std::vector<std::string> arguments = {"mpirun", "--quiet", "-n", std::to_string(ranks), "--oversubscribe", "--bind-to", "none"};
+  // What a rank has to say it says itself, and who was killed is said below: mpirun would add half a page.
+  std::vector<std::string> arguments = {"mpirun",          "--quiet",   "-n",  std::to_string(ranks),
+                                        "--oversubscribe", "--bind-to", "none"};
   if (geteuid() == 0) arguments.push_back("--allow-run-as-root");
   // Copying out of another process's memory is forbidden in many containers, where it fails in the middle of a run.
   if (std::getenv("OMPI_MCA_btl_vader_single_copy_mechanism") == nullptr)
@@ -133,11 +175,14 @@ int launch_local_ranks(int ranks, std::vector<std::string> command) {
   const bool failed = read(failure[0], &error, sizeof error) == sizeof error;
   close(failure[0]);
 
+  const int signals = signalfd(-1, &watched, SFD_CLOEXEC | SFD_NONBLOCK);
+  SB_CHECK(signals >= 0, "signalfd: {}", std::strerror(errno));
   int status = 0;
   RankWatch watch(ranks);
   while (waitpid(child, &status, WNOHANG) == 0) {
-    const timespec pause{0, 500'000'000};  // should a SIGCHLD get lost in another thread
-    const int signal = sigtimedwait(&watched, nullptr, &pause);
+    watch.wait(signals);
+    signalfd_siginfo taken = {};
+    const int signal = read(signals, &taken, sizeof taken) == sizeof taken ? static_cast<int>(taken.ssi_signo) : 0;
     const std::vector<pid_t> processes = children_of(child);
     if (const std::vector<int> gone = watch.gone(processes); !gone.empty()) {
       log::error("rank {} ended, and mpirun did not end the others within {} s: all are ended now",
@@ -147,11 +192,16 @@ int launch_local_ranks(int ranks, std::vector<std::string> command) {
       waitpid(child, &status, 0);
       break;
     }
-    if (signal < 0 || signal == SIGCHLD) continue;
+    if (signal == 0 || signal == SIGCHLD) continue;
     for (const pid_t process : processes) kill(process, signal);
     if (processes.empty()) kill(child, signal);
   }
+  close(signals);
   sigprocmask(SIG_SETMASK, &before, nullptr);
+  // mpirun's way to say that a signal ended a rank; the program's own codes are smaller.
+  if (const int signal = WIFEXITED(status) ? WEXITSTATUS(status) - 128 : 0; signal > 0 && !watch.ended_first().empty())
+    log::error("rank {} was ended by signal {} ({}), and the others with it", fmt::join(watch.ended_first(), ", "),
+               signal, strsignal(signal));
   SB_USER_CHECK(!failed, "mpirun does not start: {}. Install openmpi-bin, or run with one rank", std::strerror(error));
   return WIFSIGNALED(status) ? 128 + WTERMSIG(status) : WEXITSTATUS(status);
 }

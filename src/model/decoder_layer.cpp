@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "ops/adamw.h"
 #include "ops/linear.h"
 #include "ops/rmsnorm.h"
 #include "ops/rope.h"
@@ -287,6 +288,13 @@ AttentionOperands DecoderLayer::attended(const LayerSaved& saved, const Operands
   return {own.q, own.k, own.v, out, lse};
 }
 
+TensorView DecoderLayer::as_activations(const LayerRun& run, TensorView sums) const {
+  if (dtype_ == DType::f32) return sums;
+  const TensorView rounded = run.workspace.allocate(dtype_, sums.shape());
+  round_parameters(run.exec, sums, rounded);
+  return rounded;
+}
+
 void DecoderLayer::add_attention(const LayerRun& run, TensorView x, TensorView out, TensorView middle) const {
   linear_forward(run.exec, flat_heads(out), weight(output_weight_), weight(output_bias_), middle, /*residual=*/x);
   run.each_piece(x.dim(0), [&](int64_t begin, int64_t end) {
@@ -389,8 +397,8 @@ void DecoderLayer::backward_attention(const LayerRun& run, const LayerSaved& sav
       run.attention.backward(exec, index_, attention_shape_, run.sequences, seen,
                              {dout, dq, sums.dk.rows(0, end), sums.dv.rows(0, end)}, *saved.state);
       // Later pieces have added their part before: what this piece's keys get is complete.
-      dk = sums.dk.rows(begin, end);
-      dv = sums.dv.rows(begin, end);
+      dk = as_activations(run, sums.dk.rows(begin, end));
+      dv = as_activations(run, sums.dv.rows(begin, end));
     } else {
       dk = workspace.allocate(dtype_, {tokens, width.kv_heads, d});
       dv = workspace.allocate(dtype_, {tokens, width.kv_heads, d});

@@ -108,6 +108,8 @@ class DecoderLayer {
   Operands operands(const LayerSaved& saved, Arena& workspace, int64_t tokens) const;
   // What attention gets to see.
   AttentionOperands attended(const LayerSaved& saved, const Operands& own, TensorView out, TensorView lse) const;
+  // Sums in fp32 in the type of the activations.
+  TensorView as_activations(const LayerRun& run, TensorView sums) const;
   // Of the rows `x`; where there is nothing kept to write to, in the workspace.
   Normed norm(const LayerRun& run, const ParameterPlace& norm, TensorView x, const Normed& kept) const;
   // What forward kept, or the norm once more.

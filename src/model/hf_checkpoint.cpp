@@ -191,15 +191,16 @@ std::vector<std::vector<SafetensorsTensor>> cut_into_shards(std::span<const Safe
 
 void write_weights(PendingFiles& files, std::span<const SafetensorsTensor> tensors, const HfWriteOptions& options) {
   const auto shards = cut_into_shards(tensors, options);
-  if (shards.size() == 1) {
-    write_safetensors(files.add(kSingleFile), shards[0], options.dtype);
-    return;
-  }
+  const auto write = [&](const std::string& name, std::span<const SafetensorsTensor> shard) {
+    const uint32_t checksum = write_safetensors(files.add(name), shard, options.dtype);
+    if (options.checksums != nullptr) (*options.checksums)[name] = checksum;
+  };
+  if (shards.size() == 1) return write(kSingleFile, shards[0]);
   json weight_map = json::object();
   int64_t total = 0;
   for (size_t i = 0; i < shards.size(); ++i) {
     const std::string name = fmt::format("model-{:05}-of-{:05}.safetensors", i + 1, shards.size());
-    write_safetensors(files.add(name), shards[i], options.dtype);
+    write(name, shards[i]);
     for (const SafetensorsTensor& tensor : shards[i]) {
       weight_map[tensor.name] = name;
       total += tensor.elements() * dtype_bytes(options.dtype);

@@ -47,6 +47,8 @@ struct HfWriteOptions {
   int64_t max_shard_bytes = 5'000'000'000;
   // Tokenizer, generation and chat-template files are copied from here when set.
   std::filesystem::path copy_from = {};
+  // Gets the CRC-32C of every file of weights by its name, where set.
+  std::map<std::string, uint32_t>* checksums = nullptr;
 };
 
 // Writes a directory `transformers` loads unchanged: weights, config.json, copied companion files. `directory` must

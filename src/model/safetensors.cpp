@@ -217,7 +217,7 @@ void SafetensorsFile::read_f32(const SafetensorsEntry& entry, std::span<float> t
   }
 }
 
-void write_safetensors(const std::filesystem::path& path, std::span<const SafetensorsTensor> tensors, DType dtype) {
+uint32_t write_safetensors(const std::filesystem::path& path, std::span<const SafetensorsTensor> tensors, DType dtype) {
   SB_CHECK(dtype == DType::f32 || dtype == DType::bf16, "weights are written as f32 or bf16, not {}",
            dtype_name(dtype));
   nlohmann::ordered_json header;
@@ -254,6 +254,7 @@ void write_safetensors(const std::filesystem::path& path, std::span<const Safete
       }
     }
     file.close();
+    return file.checksum();
   } catch (...) {
     std::error_code ignored;
     std::filesystem::remove(path, ignored);

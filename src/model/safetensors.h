@@ -69,7 +69,7 @@ struct SafetensorsTensor {
 };
 
 // Writes the tensors as f32 or bf16, in the given order, with the metadata `transformers` asks for, and syncs the file.
-// UserError, and no file left, when the disk refuses.
-void write_safetensors(const std::filesystem::path& file, std::span<const SafetensorsTensor> tensors, DType dtype);
+// Returns the file's CRC-32C. UserError, and no file left, when the disk refuses.
+uint32_t write_safetensors(const std::filesystem::path& file, std::span<const SafetensorsTensor> tensors, DType dtype);
 
 }  // namespace sb

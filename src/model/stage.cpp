@@ -79,6 +79,9 @@ void check_options(const ModelConfig& config, const StageOptions& options) {
            "sequences of {} tokens in pieces, of {} at all", options.max_cut_sequence, options.max_sequence_length);
   SB_CHECK(options.dtype == DType::f32 || (options.dtype == DType::bf16 && options.device == DeviceKind::cuda),
            "activations in {} on this device", dtype_name(options.dtype));
+  SB_CHECK(options.recompute != Recompute::chunk ||
+               (options.first_layer == 0 && options.last_layer == config.layers && options.kept_tokens == 0),
+           "forwards run again in a stage that holds the whole model, with slots of one size");
   SB_CHECK(!options.lora.head || !config.tie_word_embeddings, "the head is the embedding and is trained with it");
 }
 
@@ -96,14 +99,19 @@ struct DeviceBatch {
   TensorView sequences;  // the number of every token's sequence, where adapters drop elements of their input
 };
 
+// What the layers keep of a micro-batch between forward and backward.
+struct KeptLayers {
+  LayerInputs inputs;
+  std::vector<LayerSaved> saved;
+  std::unique_ptr<Arena> memory;  // of its own; null: the slot's
+};
+
 // A micro-batch in flight.
 struct Slot {
   enum class Holds { nothing, forward, evaluation };
   Holds holds = Holds::nothing;
   int64_t tokens = 0;
   std::unique_ptr<Arena> arena;  // its part of the stage's activations
-  LayerInputs layer_inputs;
-  std::vector<LayerSaved> saved;
   // [T, H]. Not the last stage: its output. Last stage: after forward the gradient of the last layer's output, after
   // evaluate the normed final hidden state.
   TensorView end;
@@ -115,9 +123,8 @@ struct Slot {
   std::vector<int32_t> sequences;  // what ids.sequences shows on the host
   DeviceEvent uploaded, loss_ready;
 
-  Slot(const StageOptions& options, const StageBytes& bytes, const std::shared_ptr<void>& copies)
-      : layer_inputs(bytes.layer_inputs, options.device, copies),
-        loss_memory(sizeof(LossSums), options.device),
+  Slot(const StageOptions& options, const StageBytes& bytes)
+      : loss_memory(sizeof(LossSums), options.device),
         staging(bytes.inputs, options.device),
         inputs(std::make_unique<Arena>(make_arena("micro-batch ids", bytes.inputs, options.device))),
         uploaded(options.device),
@@ -140,6 +147,9 @@ struct Stage::Implementation {
   std::shared_ptr<void> copies;  // the stream of offloaded layer inputs
   Arena activations;
   std::vector<Slot> slots;
+  // Of every slot, or (Recompute::chunk) of the slot that ran forward last.
+  std::vector<KeptLayers> kept;
+  int at_hand = -1;  // that slot
   PieceStore pieces;
   int divided = 0;               // slots that have memory
   int64_t slot_tokens = 0;       // of each, at most
@@ -165,10 +175,14 @@ struct Stage::Implementation {
     if (options.lora.enabled())
       model.frozen.allocate(/*with_gradients=*/false, options.device, options.dtype, options.dtype == DType::f32);
     make_states();
-    attention.reserve({config.heads, config.kv_heads, config.head_dim, 1.0f}, options.max_micro_batch_tokens,
-                      options.dtype, states);
+    const AttentionShape shape{config.heads, config.kv_heads, config.head_dim, 1.0f};
+    attention.reserve(shape, options.max_micro_batch_tokens, options.dtype, states);
+    if (options.max_cut_sequence > 0)
+      attention.reserve_pieces(shape, piece_limits(config, options, options.max_micro_batch_tokens), states);
     if (options.offload > 0 && options.device == DeviceKind::cuda) copies = cuda::make_stream();
-    for (int i = 0; i < options.slots; ++i) slots.emplace_back(options, bytes, copies);
+    for (int i = 0; i < options.slots; ++i) slots.emplace_back(options, bytes);
+    for (int i = 0; i < (runs_again() ? 1 : options.slots); ++i)
+      kept.push_back({LayerInputs(bytes.layer_inputs, options.device, copies), {}, nullptr});
     if (options.kept_tokens == 0)
       divide(options.slots, options.max_micro_batch_tokens);
     else
@@ -200,6 +214,11 @@ struct Stage::Implementation {
       slot.holds = Slot::Holds::nothing;
       slot.arena = std::make_unique<Arena>("activations", activations.allocate_bytes(each), each, options.device);
     }
+    if (runs_again()) {
+      const int64_t own = kept_bytes(config, options, tokens);
+      kept[0].memory = std::make_unique<Arena>("activations", activations.allocate_bytes(own), own, options.device);
+      at_hand = -1;
+    }
     pieces.divide(count, tokens);
     divided = count;
     slot_tokens = tokens;
@@ -213,8 +232,12 @@ struct Stage::Implementation {
   int64_t high_water() const {
     int64_t most = 0;
     for (int i = 0; i < divided; ++i) most = std::max(most, slots[static_cast<size_t>(i)].arena->high_water());
-    return std::max(activations_used, divided * most);
+    const Arena* own = runs_again() ? kept[0].memory.get() : nullptr;
+    return std::max(activations_used, divided * most + (own ? own->high_water() : 0));
   }
+
+  bool runs_again() const { return options.recompute == Recompute::chunk; }
+  KeptLayers& kept_of(int slot_index) { return kept[runs_again() ? 0 : static_cast<size_t>(slot_index)]; }
 
   Exec with_scratch(const Exec& exec) {
     SB_CHECK(exec.device == options.device, "the stage lies on another device");
@@ -229,7 +252,8 @@ struct Stage::Implementation {
   }
 
   AttentionState* state(int slot_index, size_t layer) {
-    return states[options.training ? static_cast<size_t>(slot_index) * model.layers.size() + layer : 0].get();
+    if (!options.training) return states[0].get();
+    return states[(runs_again() ? 0 : static_cast<size_t>(slot_index) * model.layers.size()) + layer].get();
   }
 
   // Of a piece: its keys and values lie where those after it find them.
@@ -302,7 +326,6 @@ struct Stage::Implementation {
   // Empties the slot for a new micro-batch.
   void begin(const Exec& exec, Slot& slot, const MicroBatch& batch) {
     slot.arena->release(0);
-    slot.saved.clear();
     slot.tokens = batch.size();
     slot.end = slot.token_loss = {};
     if (options.training || last) slot.end = slot.arena->allocate(options.dtype, {slot.tokens, config.hidden_size});
@@ -346,6 +369,44 @@ struct Stage::Implementation {
     } else {
       copy_tensor(exec, input, x);
     }
+  }
+
+  // All layers of a micro-batch forward, with what backward needs; `stream` gets the last one's output. `again`: it ran
+  // before, and something else has run since.
+  void run_layers(const Exec& exec, const MicroBatch& batch, int slot_index, TensorView input, TensorView stream,
+                  bool again) {
+    Slot& own = slot(slot_index);
+    KeptLayers& to = kept_of(slot_index);
+    Arena& memory = to.memory ? *to.memory : *own.arena;
+    if (to.memory) memory.release(0);
+    to.saved.clear();
+    to.inputs.begin(memory, options.dtype, {own.tokens, config.hidden_size});
+    const size_t layers = model.layers.size();
+    for (size_t i = 0; i < layers; ++i) {
+      to.saved.push_back(model.layers[i].allocate_saved(memory, own.tokens, kept_at_hand(options.recompute)));
+      to.saved[i].x = to.inputs.input(static_cast<int>(i));
+      to.saved[i].state = state(slot_index, i);
+      keep_keys(batch, slot_index, i, to.saved[i]);
+    }
+    to.inputs.before_write(exec, 0);
+    start_of_stream(exec, own, input, to.saved[0].x);
+    for (size_t i = 0; i < layers; ++i) {
+      const int layer = static_cast<int>(i);
+      to.inputs.written(exec, layer);
+      if (i + 1 < layers) to.inputs.before_write(exec, layer + 1);
+      LayerRun run = training_run(exec, batch, slot_index, model.layers[i]);
+      run.sequences.again = again;
+      model.layers[i].forward(run, to.saved[i], i + 1 < layers ? to.saved[i + 1].x : stream);
+    }
+    at_hand = slot_index;
+  }
+
+  // Before backward: what its forward kept, where something else has taken the place of that.
+  void bring_back(const Exec& exec, const MicroBatch& batch, int slot_index) {
+    if (!runs_again() || at_hand == slot_index) return;
+    ArenaScope scope(workspace);
+    run_layers(exec, batch, slot_index, {}, workspace.allocate(options.dtype, {batch.size(), config.hidden_size}),
+               /*again=*/true);
   }
 
   // Loss and, on the way, the gradient of `x`, the last layer's output; it stays in slot.end.
@@ -392,7 +453,9 @@ MemoryPlan Stage::memory_plan(const ModelConfig& config, const StageOptions& opt
 }
 
 int Stage::most_offload(const StageOptions& options) {
-  return options.training ? LayerInputsPlan::most_on_host(options.last_layer - options.first_layer) : 0;
+  // Where forwards run again, the inputs are there of one micro-batch only.
+  if (!options.training || options.recompute == Recompute::chunk) return 0;
+  return LayerInputsPlan::most_on_host(options.last_layer - options.first_layer);
 }
 
 int Stage::least_offload(const StageOptions& options, int64_t limit,
@@ -453,29 +516,13 @@ TensorView Stage::forward(const Exec& caller, const MicroBatch& batch, int slot_
   Slot& slot = s.slot(slot_index);
   SB_CHECK(slot.holds != Slot::Holds::forward, "slot {} still waits for its backward", slot_index);
   const Exec exec = s.with_scratch(caller);
-  const size_t layers = s.model.layers.size();
 
   s.begin(exec, slot, batch);
   if (batch.is_piece()) s.pieces.begin_forward(place_of(batch), slot_index);
-  slot.layer_inputs.begin(*slot.arena, s.options.dtype, {slot.tokens, s.config.hidden_size});
-  for (size_t i = 0; i < layers; ++i) {
-    slot.saved.push_back(s.model.layers[i].allocate_saved(*slot.arena, slot.tokens, s.options.recompute));
-    slot.saved[i].x = slot.layer_inputs.input(static_cast<int>(i));
-    slot.saved[i].state = s.state(slot_index, i);
-    s.keep_keys(batch, slot_index, i, slot.saved[i]);
-  }
   ArenaScope scope(s.workspace);
-  const TensorView stream = s.workspace.allocate(s.options.dtype, {slot.tokens, s.config.hidden_size});
-
-  slot.layer_inputs.before_write(exec, 0);
-  s.start_of_stream(exec, slot, input, slot.saved[0].x);
-  for (size_t i = 0; i < layers; ++i) {
-    const int layer = static_cast<int>(i);
-    const TensorView y = i + 1 < layers ? slot.saved[i + 1].x : s.last ? stream : slot.end;
-    slot.layer_inputs.written(exec, layer);
-    if (i + 1 < layers) slot.layer_inputs.before_write(exec, layer + 1);
-    s.model.layers[i].forward(s.training_run(exec, batch, slot_index, s.model.layers[i]), slot.saved[i], y);
-  }
+  const TensorView stream =
+      s.last ? s.workspace.allocate(s.options.dtype, {slot.tokens, s.config.hidden_size}) : slot.end;
+  s.run_layers(exec, batch, slot_index, input, stream, /*again=*/false);
   slot.holds = Slot::Holds::forward;
   if (!s.last) return slot.end;
   s.loss_with_gradient(exec, batch, slot, stream);
@@ -490,6 +537,7 @@ TensorView Stage::evaluate(const Exec& caller, const MicroBatch& batch, int slot
   const Exec exec = s.with_scratch(caller);
 
   s.begin(exec, slot, batch);
+  s.at_hand = -1;
   if (batch.is_piece()) s.pieces.begin_forward(place_of(batch), slot_index);
   ArenaScope scope(s.workspace);
   LayerSaved saved;
@@ -514,6 +562,8 @@ TensorView Stage::backward(const Exec& caller, const MicroBatch& batch, int slot
            "backward of slot {}, which holds no forward of this micro-batch", slot_index);
   const Exec exec = s.with_scratch(caller);
   if (batch.is_piece()) s.pieces.begin_backward(exec, place_of(batch), slot_index);
+  s.bring_back(exec, batch, slot_index);
+  KeptLayers& kept = s.kept_of(slot_index);
 
   ArenaScope scope(s.workspace);
   TensorView gradient = slot.end;
@@ -532,9 +582,9 @@ TensorView Stage::backward(const Exec& caller, const MicroBatch& batch, int slot
   };
   down_to(first_layer_group + static_cast<int>(s.model.layers.size()));
   for (size_t i = s.model.layers.size(); i-- > 0;) {
-    slot.layer_inputs.before_read(exec, static_cast<int>(i));
-    s.model.layers[i].backward(s.training_run(exec, batch, slot_index, s.model.layers[i]), slot.saved[i], gradient);
-    slot.layer_inputs.done(exec, static_cast<int>(i));
+    kept.inputs.before_read(exec, static_cast<int>(i));
+    s.model.layers[i].backward(s.training_run(exec, batch, slot_index, s.model.layers[i]), kept.saved[i], gradient);
+    kept.inputs.done(exec, static_cast<int>(i));
     down_to(first_layer_group + static_cast<int>(i));
   }
   slot.holds = Slot::Holds::nothing;

@@ -16,17 +16,33 @@ int64_t array_bytes(int64_t elements, DType dtype) {
 }  // namespace
 
 int64_t attention_states(const StageOptions& options) {
-  return options.training ? int64_t{options.slots} * (options.last_layer - options.first_layer) : 1;
+  if (!options.training) return 1;
+  return (options.recompute == Recompute::chunk ? 1 : int64_t{options.slots}) *
+         (options.last_layer - options.first_layer);
+}
+
+Attention::PieceLimits piece_limits(const ModelConfig& config, const StageOptions& options, int64_t tokens) {
+  return {tokens,
+          options.max_cut_sequence,
+          options.dtype,
+          attention_states(options),
+          options.first_layer,
+          options.last_layer,
+          options.first_layer == 0 && options.last_layer == config.layers && options.kept_tokens == 0};
+}
+
+int64_t kept_bytes(const ModelConfig& config, const StageOptions& options, int64_t tokens) {
+  const int layers = options.last_layer - options.first_layer;
+  const int64_t stream = array_bytes(tokens * config.hidden_size, options.dtype);
+  return LayerInputsPlan{layers, options.offload, stream}.device_bytes() +
+         layers * DecoderLayer::saved_bytes(config, options.dtype, tokens, kept_at_hand(options.recompute));
 }
 
 int64_t slot_bytes(const ModelConfig& config, const StageOptions& options, int64_t tokens) {
-  const int layers = options.last_layer - options.first_layer;
   const bool last = options.last_layer == config.layers;
   const int64_t stream = array_bytes(tokens * config.hidden_size, options.dtype);
   int64_t bytes = 0;
-  if (options.training)
-    bytes += LayerInputsPlan{layers, options.offload, stream}.device_bytes() +
-             layers * DecoderLayer::saved_bytes(config, options.dtype, tokens, options.recompute);
+  if (options.training && options.recompute != Recompute::chunk) bytes += kept_bytes(config, options, tokens);
   if (options.training || last) bytes += stream;  // the stage's output, or the loss's gradient, or the final hidden
   if (last) bytes += array_bytes(tokens, DType::f32);  // token losses
   return bytes;
@@ -49,6 +65,7 @@ StageBytes::StageBytes(const ModelConfig& config, const StageOptions& options, c
   activations = options.kept_tokens == 0
                     ? options.slots * slot_bytes(config, options, tokens)
                     : slot_bytes(config, options, options.kept_tokens) + options.slots * slot_bytes(config, options, 1);
+  if (options.recompute == Recompute::chunk) activations += kept_bytes(config, options, tokens);
   const int64_t ids = options.lora.dropout > 0 ? 5 : 4;
   inputs = options.device == DeviceKind::cuda ? ids * array_bytes(tokens, DType::i32) : 0;
   states = attention_states(options) * attention.state_bytes(shape, tokens);
@@ -62,9 +79,10 @@ StageBytes::StageBytes(const ModelConfig& config, const StageOptions& options, c
                                 stream + array_bytes(tokens, DType::f32));  // the loss
   if (options.training) {
     // The last stage's gradient lies in its slot.
-    workspace = std::max(workspace, (last ? 0 : stream) + adapters +
-                                        DecoderLayer::backward_workspace_bytes(config, options.dtype, tokens,
-                                                                               options.layer_chunk, options.recompute));
+    workspace = std::max(workspace,
+                         (last ? 0 : stream) + adapters +
+                             DecoderLayer::backward_workspace_bytes(config, options.dtype, tokens, options.layer_chunk,
+                                                                    kept_at_hand(options.recompute)));
   }
   scratch =
       std::max(attention.scratch_bytes(shape, tokens, threads), DecoderLayer::scratch_bytes(config, options.device));
@@ -77,15 +95,16 @@ StageBytes::StageBytes(const ModelConfig& config, const StageOptions& options, c
               .longest = options.max_cut_sequence,
               .gradients = options.training,
               .dtype = options.dtype};
-    const PieceBytes more = attention.piece_bytes(shape, tokens, options.max_cut_sequence, threads);
+    const PieceBytes more = attention.piece_bytes(shape, piece_limits(config, options, tokens), threads);
     piece_layer = more.layer;
+    plans += more.reserved;
     states = std::max(states, attention_states(options) * more.state);
     call = std::max(call, more.call);
     scratch = std::max(scratch, more.scratch);
   }
   if (options.kept_tokens > 0) {
     // Lists follow the tokens, but for what every state has of a sequence in pieces.
-    const PieceBytes each = attention.piece_bytes(shape, 1, options.max_cut_sequence, threads);
+    const PieceBytes each = attention.piece_bytes(shape, piece_limits(config, options, 1), threads);
     states = layers * (attention.state_bytes(shape, options.kept_tokens) + options.slots * each.state);
   }
   if (first && options.training) scratch = std::max(scratch, embedding_scratch_bytes(options.device, tokens));

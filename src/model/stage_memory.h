@@ -15,6 +15,9 @@ namespace sb {
 // One state for each (slot, layer) in training; without backward nothing has to outlive a layer.
 int64_t attention_states(const StageOptions& options);
 
+// What attention has to know of pieces of at most so many tokens.
+Attention::PieceLimits piece_limits(const ModelConfig& config, const StageOptions& options, int64_t tokens);
+
 // Bytes of every piece of a stage's memory, from which both the plan and the arenas are made.
 struct StageBytes {
   int64_t weights, gradients, rounded_weights, frozen, activations, inputs, states, plans, call, rope_table, workspace,
@@ -27,6 +30,8 @@ struct StageBytes {
              const ParameterSet& frozen_parameters, const Attention& attention, int threads);
 };
 
+// What the layers keep of a micro-batch of at most so many tokens.
+int64_t kept_bytes(const ModelConfig& config, const StageOptions& options, int64_t tokens);
 // What a slot for micro-batches of at most so many tokens holds.
 int64_t slot_bytes(const ModelConfig& config, const StageOptions& options, int64_t tokens);
 

@@ -183,6 +183,8 @@ void Pipeline::divide_stage(int slots, std::span<const MicroBatch> batches) {
 Pipeline::Result Pipeline::train(const Exec& exec, std::span<const MicroBatch> batches, int ahead, const Hooks& hooks) {
   const auto count = static_cast<int>(batches.size());
   const int stages = group_.size(), own = group_.rank();
+  // One stage gains nothing by forwards ahead, and its pieces' keys lie in order if nothing comes in between.
+  if (stages == 1) ahead = 1;
   const auto schedule = shared_schedule(stages, group_sizes(batches), ahead, /*warmup_depth=*/1);
   divide_stage(schedule->slots(own), batches);
   std::vector<const Schedule::Node*> forwards, backwards;  // of this stage

@@ -52,7 +52,7 @@ class Pipeline {
   };
 
   // All stages call it with the same micro-batches in the same order, the pieces of a sequence one after the other.
-  // `ahead`: how far forwards run ahead of backwards on the last stage (Schedule).
+  // `ahead`: how far forwards run ahead of backwards on the last stage of several (Schedule).
   Result train(const Exec& exec, std::span<const MicroBatch> batches, int ahead, const Hooks& hooks);
   // Forward alone; the pieces of a sequence one after the other, each in a slot of its own.
   LossSums evaluate(const Exec& exec, const MicroBatch& batch, int slot = 0);

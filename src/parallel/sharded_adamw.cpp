@@ -6,22 +6,28 @@
 
 namespace sb {
 
-ShardedAdamW::ShardedAdamW(ParameterSet& parameters, const ShardLayout& layout, Communicator& replicas)
+ShardedAdamW::ShardedAdamW(ParameterSet& parameters, const ShardLayout& layout, Communicator& replicas, bool on_host)
     : parameters_(parameters),
       layout_(layout),
       replicas_(replicas),
-      arena_(make_arena("optimizer", bytes(parameters.flat_elements(), layout.shards(), parameters.has_values()),
+      host_(on_host ? std::make_unique<HostOptimizerState>(layout.shard_elements(), parameters.gradients().device())
+                    : nullptr),
+      arena_(make_arena("optimizer",
+                        on_host ? 0 : bytes(parameters.flat_elements(), layout.shards(), parameters.has_values()),
                         parameters.gradients().device())) {
   SB_CHECK(replicas.size() == layout.shards(), "{} replicas, {} shards", replicas.size(), layout.shards());
-  if (!parameters.has_values()) {
-    values_ = arena_.allocate(DType::f32, {layout.shard_elements()});
-    zero_now(values_);
-    parameters.set_values_owner([this](const TensorView& all) { take_values(all); });
+  SB_CHECK(!on_host || !parameters.has_values(), "values on the device, their moments in host memory");
+  if (!parameters.has_values()) parameters.set_values_owner([this](const TensorView& all) { take_values(all); });
+  const auto zeros = [&] {
+    const TensorView array = arena_.allocate(DType::f32, {layout_.shard_elements()});
+    zero_now(array);
+    return array;
+  };
+  if (!on_host) {
+    if (!parameters.has_values()) values_ = zeros();
+    first_moment_ = zeros();
+    second_moment_ = zeros();
   }
-  first_moment_ = arena_.allocate(DType::f32, {layout.shard_elements()});
-  second_moment_ = arena_.allocate(DType::f32, {layout.shard_elements()});
-  zero_now(first_moment_);
-  zero_now(second_moment_);
   // Neighbours of the same kind are updated together; the padding between them is zero and stays zero.
   for (int i = 0; i < parameters.count(); ++i) {
     const Parameter& parameter = parameters.parameter(i);
@@ -33,12 +39,13 @@ ShardedAdamW::ShardedAdamW(ParameterSet& parameters, const ShardLayout& layout, 
   }
 }
 
-int64_t ShardedAdamW::bytes(int64_t flat_elements, int shards, bool with_values) {
+int64_t ShardedAdamW::bytes(int64_t flat_elements, int shards, bool with_values, bool on_host) {
+  if (on_host) return HostOptimizerState::device_bytes(flat_elements / shards);
   return (with_values ? 2 : 3) * Arena::rounded(flat_elements / shards * dtype_bytes(DType::f32));
 }
 
 void ShardedAdamW::take_values(const TensorView& all) {
-  const HostCopy own(values_);
+  const HostCopy own(values());
   for (int bucket = 0; bucket < layout_.buckets(); ++bucket) {
     const FlatRange piece = layout_.piece(bucket, replicas_.rank());
     std::copy(all.f32() + piece.begin, all.f32() + piece.end, own.view().f32() + layout_.place(bucket));
@@ -56,23 +63,35 @@ double ShardedAdamW::squared_norm(const Exec& exec, int left_out) const {
   return sb::squared_norm(exec, pieces);
 }
 
+void ShardedAdamW::update_range(const Exec& exec, const AdamWStep& step, const FlatRange& range,
+                                const TensorView& values, const TensorView& first_moment,
+                                const TensorView& second_moment) const {
+  std::vector<DecayRange> ranges;
+  for (const DecayRange& kind : decay_ranges_) {
+    const int64_t begin = std::max(range.begin, kind.begin), end = std::min(range.end, kind.end);
+    if (begin < end) ranges.push_back({begin - range.begin, end - range.begin, kind.decay});
+  }
+  const TensorView weights = parameters_.rounded_weights();
+  adamw_update(exec, step, ranges,
+               {values, parameters_.gradients().rows(range.begin, range.end), first_moment, second_moment,
+                weights.empty() ? TensorView() : weights.rows(range.begin, range.end), TensorView()});
+}
+
 void ShardedAdamW::update(const Exec& exec, const AdamWStep& step) {
   std::vector<CommRequest> gathering;
   for (int bucket = 0; bucket < layout_.buckets(); ++bucket) {
     const FlatRange own = layout_.piece(bucket, replicas_.rank());
-    std::vector<DecayRange> ranges;  // of the piece
-    for (const DecayRange& kind : decay_ranges_) {
-      const int64_t begin = std::max(own.begin, kind.begin), end = std::min(own.end, kind.end);
-      if (begin < end) ranges.push_back({begin - own.begin, end - own.begin, kind.decay});
+    const int64_t place = layout_.place(bucket), end = place + own.size();
+    if (host_) {
+      host_->update(exec, place, end, [&](const HostOptimizerState::Window& window) {
+        update_range(exec, step, {own.begin + window.begin - place, own.begin + window.end - place}, window.values,
+                     window.first_moment, window.second_moment);
+      });
+    } else {
+      update_range(exec, step, own,
+                   values_.empty() ? parameters_.values().rows(own.begin, own.end) : values_.rows(place, end),
+                   first_moment_.rows(place, end), second_moment_.rows(place, end));
     }
-    const auto flat = [&](const TensorView& buffer) {
-      return buffer.empty() ? TensorView() : buffer.rows(own.begin, own.end);
-    };
-    const int64_t place = layout_.place(bucket);
-    adamw_update(exec, step, ranges,
-                 {values_.empty() ? flat(parameters_.values()) : values_.rows(place, place + own.size()),
-                  flat(parameters_.gradients()), first_moment_.rows(place, place + own.size()),
-                  second_moment_.rows(place, place + own.size()), flat(parameters_.rounded_weights()), TensorView()});
     // On its way while the next bucket is updated.
     if (replicas_.size() > 1) {
       const TensorView read =

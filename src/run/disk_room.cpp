@@ -11,15 +11,37 @@
 
 namespace sb {
 
-DiskNeed disk_need(const RunConfig& config, const ModelConfig& model, const std::vector<int64_t>& saved_steps) {
+namespace {
+
+int64_t parameters_of(const ModelConfig& model) {
   StageOptions whole;
   whole.last_layer = model.layers;
-  const int64_t all = Stage::declare_parameters(model, whole).elements();
+  return Stage::declare_parameters(model, whole).elements();
+}
+
+// Of a folder's files on the disk, about.
+int64_t occupied_bytes(const std::filesystem::path& folder) {
+  constexpr uintmax_t kBlock = 4096;
+  std::error_code ignored;
+  uintmax_t bytes = 0;
+  for (const auto& entry : std::filesystem::directory_iterator(folder, ignored))
+    if (entry.is_regular_file(ignored)) bytes += (entry.file_size(ignored) / kBlock + 1) * kBlock;
+  return static_cast<int64_t>(bytes);
+}
+
+}  // namespace
+
+int64_t checkpoint_bytes(const RunConfig& config, const ModelConfig& model) {
+  StageOptions whole;
+  whole.last_layer = model.layers;
   whole.lora = config.lora_config();
-  const int64_t trained = Stage::declare_parameters(model, whole).elements();
+  return 3 * Stage::declare_parameters(model, whole).elements() * dtype_bytes(DType::f32);
+}
+
+DiskNeed disk_need(const RunConfig& config, const ModelConfig& model, const std::vector<int64_t>& saved_steps) {
   DiskNeed need;
-  need.checkpoint_bytes = 3 * trained * dtype_bytes(DType::f32);
-  need.model_bytes = all * dtype_bytes(config.model.save_dtype);
+  need.checkpoint_bytes = checkpoint_bytes(config, model);
+  need.model_bytes = parameters_of(model) * dtype_bytes(config.model.save_dtype);
   if (config.lora) need.model_bytes = (config.writes_merged() ? need.model_bytes : 0) + need.checkpoint_bytes / 3;
   const int64_t done = saved_steps.empty() ? 0 : saved_steps.back();
   need.checkpoints = times_due(done + 1, config.train.save_steps, config.train.max_steps);
@@ -62,7 +84,7 @@ void make_room_for_checkpoint(const RunConfig& config, const ModelConfig& model,
   std::error_code failed;
   const std::filesystem::space_info room = std::filesystem::space(path, failed);
   if (failed || limit <= 1 || std::ssize(steps) < limit) return;
-  const int64_t needed = disk_need(config, model, steps).checkpoint_bytes;
+  const int64_t needed = std::max(checkpoint_bytes(config, model), occupied_bytes(checkpoint_path(path, steps.back())));
   if (static_cast<int64_t>(room.available) >= needed) return;
   log::info("{} are free and a checkpoint takes {}: the oldest goes before the new one is saved",
             format_bytes(static_cast<int64_t>(room.available)), format_bytes(needed));

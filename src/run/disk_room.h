@@ -9,10 +9,13 @@
 
 namespace sb {
 
+// Of a checkpoint: the fp32 values and two moments.
+int64_t checkpoint_bytes(const RunConfig& config, const ModelConfig& model);
+
 // What a run has still to write to train.output_dir.
 struct DiskNeed {
   int64_t checkpoints = 0;       // at a time, besides those that are there
-  int64_t checkpoint_bytes = 0;  // of one: the fp32 values and two moments
+  int64_t checkpoint_bytes = 0;  // of one
   int64_t model_bytes = 0;       // of final/
 
   int64_t total() const { return checkpoints * checkpoint_bytes + model_bytes; }

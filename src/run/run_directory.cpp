@@ -77,7 +77,7 @@ std::string changed_planning(const std::vector<OptionChange>& changes) {
 
 void take_out_plans(const fs::path& log, int64_t first, const std::string& why) {
   if (!fs::exists(log)) return;
-  RecordedPlans plans(log);
+  RecordedPlans plans(log, first);
   if (plans.empty() || plans.last() < first) return;
   log::info("{}: the plans from step {} on are made anew, since {}", log.string(), first, why);
   plans.forget_from(first);
@@ -185,21 +185,7 @@ void check_run_directory(const RunConfig& config) {
                 replay.string());
 }
 
-std::optional<TrainState> expected_start(const RunConfig& config) {
-  fs::path from = config.train.resume;
-  if (from == "auto" || from == "never") {
-    const std::vector<int64_t> steps = checkpoint_steps(config.train.output_dir);
-    if (from == "never" || steps.empty()) return TrainState();
-    from = checkpoint_path(config.train.output_dir, steps.back());
-  }
-  try {
-    return read_train_state(from);
-  } catch (const UserError&) {
-    return std::nullopt;
-  }
-}
-
-RunDirectory::RunDirectory(const RunConfig& config, const CheckStart& check_start) : path_(config.train.output_dir) {
+RunDirectory::RunDirectory(const RunConfig& config) : path_(config.train.output_dir) {
   check_run_directory(config);
   std::error_code failed;
   fs::create_directories(path_, failed);
@@ -220,14 +206,13 @@ RunDirectory::RunDirectory(const RunConfig& config, const CheckStart& check_star
     resume_from_ = resume;
     compare_with_other_run(config);
   }
-  const auto start = [&] { return resume_from_ ? read_train_state(*resume_from_) : TrainState(); };
-  if (check_start) check_start(start());
   for (const OptionChange& change : changes)
     log::info("{} with {}: {} (was {})", resume_from_ ? "resumed" : "started anew", change.key, change.now,
               change.before);
   // Before run.yaml has the new settings: with them there, no later start would see that the plans are of others.
   const std::string outdated = goes_on ? changed_planning(changes) : "no step of the run was finished";
-  if (!outdated.empty()) take_out_plans(path_ / "plan.jsonl", goes_on ? start().step + 1 : 1, outdated);
+  const auto next_step = [&] { return (resume_from_ ? read_train_state(*resume_from_).step : 0) + 1; };
+  if (!outdated.empty()) take_out_plans(path_ / "plan.jsonl", goes_on ? next_step() : 1, outdated);
   replace_file(path_ / "run.yaml", print_run_config(config));
 }
 

@@ -28,9 +28,6 @@ RunDifference compare_runs(const std::string& before, const std::string& now);
 // UserError for a train.output_dir that cannot be made or written to or holds another run, a train.resume that names
 // nothing and a balance.replay of the run's own log: what can be told before there is a run, with nothing written.
 void check_run_directory(const RunConfig& config);
-// Where the run will begin, as it looks before its directory is opened: there the newest checkpoint is read whole and
-// an older one taken where it is damaged. Nothing: it is so damaged that this shows already.
-std::optional<TrainState> expected_start(const RunConfig& config);
 
 // The output directory of one run:
 //   run.yaml          the resolved configuration
@@ -41,10 +38,7 @@ std::optional<TrainState> expected_start(const RunConfig& config);
 // the plans out of plan.jsonl that were made by other settings.
 class RunDirectory {
  public:
-  // Is told where the run begins while the directory is as it was; may throw.
-  using CheckStart = std::function<void(const TrainState& start)>;
-
-  explicit RunDirectory(const RunConfig& config, const CheckStart& check_start = {});
+  explicit RunDirectory(const RunConfig& config);
   // For the other ranks of a run: the directory that rank 0 has opened, with what it decided.
   RunDirectory(const RunConfig& config, std::optional<std::filesystem::path> resume_from);
   RunDirectory(const RunDirectory&) = delete;

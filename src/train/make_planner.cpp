@@ -43,6 +43,8 @@ TuningOptions tuning_options(const BalanceOptions& balance) {
 }
 
 const char* recompute_name(Recompute recompute) {
+  // Of pieces whose forward runs again all but the last take the same time more.
+  recompute = kept_at_hand(recompute);
   return recompute == Recompute::none ? "none" : recompute == Recompute::layer ? "layer" : "attention";
 }
 
@@ -109,7 +111,8 @@ Profile run_profile(const RunConfig& config, const ModelConfig& model) {
 }
 
 std::unique_ptr<BalancedPlanner> make_balanced_planner(const RunConfig& config, const ModelConfig& model,
-                                                       const PackingLimits& limits, const ReplayedSteps& steps) {
+                                                       const PackingLimits& limits, const ReplayedSteps& steps,
+                                                       int64_t first_step) {
   BalancedPlannerOptions options;
   options.plan.batching.policy = batching_policy(config.balance.batching);
   options.plan.batching.micro_batch_sequences = config.batch.micro_batch_sequences;
@@ -126,6 +129,7 @@ std::unique_ptr<BalancedPlanner> make_balanced_planner(const RunConfig& config, 
   options.first_layer = split_layers(config, model);
   options.adapt = config.balance.adapt;
   options.log = config.train.output_dir / "plan.jsonl";
+  options.first_step = first_step;
   options.replay = config.balance.replay;
   Profile profile = run_profile(config, model);
   // Dense attention does not know the run's query blocks: tiles are counted as they were measured.
@@ -135,8 +139,8 @@ std::unique_ptr<BalancedPlanner> make_balanced_planner(const RunConfig& config, 
 }
 
 std::unique_ptr<StepPlanner> make_step_planner(const RunConfig& config, const ModelConfig& model,
-                                               const PackingLimits& limits) {
-  if (wants_balancing(config.balance)) return make_balanced_planner(config, model, limits);
+                                               const PackingLimits& limits, int64_t first_step) {
+  if (wants_balancing(config.balance)) return make_balanced_planner(config, model, limits, {}, first_step);
   const SelectionConfig& attention = config.attention.selection;
   const bool follows_budget =
       attention.pattern == SelectionPattern::topk || attention.pattern == SelectionPattern::mass;

@@ -22,10 +22,11 @@ AttentionSpec attention_spec(const RunConfig& config);
 // UserError when the profile is of another shape, of another recompute level or of other blocks.
 Profile run_profile(const RunConfig& config, const ModelConfig& model);
 std::unique_ptr<BalancedPlanner> make_balanced_planner(const RunConfig& config, const ModelConfig& model,
-                                                       const PackingLimits& limits, const ReplayedSteps& steps = {});
+                                                       const PackingLimits& limits, const ReplayedSteps& steps = {},
+                                                       int64_t first_step = 1);
 
 // The planner that balance.* asks for.
 std::unique_ptr<StepPlanner> make_step_planner(const RunConfig& config, const ModelConfig& model,
-                                               const PackingLimits& limits);
+                                               const PackingLimits& limits, int64_t first_step);
 
 }  // namespace sb

@@ -24,7 +24,7 @@ StageOptions RankModelOptions::stage(int index) const {
   options.shards = grid.dp * grid.cp;
   options.lora = lora;
   // The operations read rounded weights: each rank needs the values of its own shard alone.
-  options.with_values = dtype == DType::f32 || options.shards == 1;
+  options.with_values = dtype == DType::f32 || (options.shards == 1 && !offload_optimizer);
   return options;
 }
 
@@ -37,14 +37,16 @@ RankModel::RankModel(const RankModelOptions& options, Attention& attention, Comm
       shards_(layout_.shards(grid_.stage())),
       reducer_(stage_.parameters(), shards_, grid_.replicas(),
                layout_.tied_bucket(grid_.stage()) >= 0 ? grid_.ends() : nullptr, layout_.tied_bucket(grid_.stage())),
-      optimizer_(stage_.parameters(), shards_, grid_.replicas()),
+      optimizer_(stage_.parameters(), shards_, grid_.replicas(), options.offload_optimizer),
       collector_(grid_, layout_) {}
 
 MemoryPlan RankModel::memory_plan(const RankModelOptions& options, const Attention& attention, int stage) {
   const StageOptions own = options.stage(stage);
   MemoryPlan plan = Stage::memory_plan(options.model, own, attention, options.threads);
-  plan.add("optimizer", ShardedAdamW::bytes(Stage::declare_parameters(options.model, own).flat_elements(), own.shards,
-                                            own.with_values));
+  const int64_t elements = Stage::declare_parameters(options.model, own).flat_elements();
+  plan.add("optimizer", ShardedAdamW::bytes(elements, own.shards, own.with_values, options.offload_optimizer));
+  if (options.offload_optimizer)
+    plan.add_on_host("optimizer, offloaded", HostOptimizerState::host_bytes(elements / own.shards));
   if (options.grid.pp > 1)
     plan.add("pipeline buffers", Pipeline::buffer_bytes(stage, options.grid.pp, options.model.hidden_size,
                                                         options.max_micro_batch_tokens, options.dtype));

@@ -33,6 +33,7 @@ struct RankModelOptions {
   std::vector<int64_t> kept_tokens;
   int64_t loss_chunk = 1024, layer_chunk = 32768;
   std::vector<int> offload;  // of every stage; empty: nothing
+  bool offload_optimizer = false;
   int threads = 1;
   LoraConfig lora;  // with a rank: adapters, and the rest of the model is frozen
 

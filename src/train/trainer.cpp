@@ -47,8 +47,10 @@ void check_chunk(const RunConfig& config, const TrainerParts& parts) {
                 "balance.chunk: {} ranks share every sequence (parallel.cp), and those are not cut into pieces; set "
                 "balance.chunk: none, or parallel.cp: 1",
                 config.parallel.cp);
-  SB_USER_CHECK(config.device == DeviceKind::cpu,
-                "balance.chunk: attention on GPUs computes whole sequences only; set balance.chunk: none");
+  SB_USER_CHECK(
+      config.device == DeviceKind::cpu || config.balance.chunk > 0 || config.parallel.pp == 1,
+      "balance.chunk: auto divides a stage's memory anew as pieces of other sizes come, which is done on CPUs "
+      "only; give the tokens of a piece, for example balance.chunk: 4096");
   const std::string refusal = parts.attention.refuses_pieces();
   SB_USER_CHECK(refusal.empty(), "balance.chunk: {}; set balance.chunk: none", refusal);
 }
@@ -71,6 +73,7 @@ RankModelOptions rank_model_options(const RunConfig& config, const TrainerParts&
   options.loss_chunk = config.train.loss_chunk;
   options.layer_chunk = config.train.layer_chunk;
   options.offload = parts.offload;
+  options.offload_optimizer = config.train.offload_optimizer;
   options.threads = thread_count(config, parts.cores);
   options.lora = config.lora_config();
   return options;
@@ -131,7 +134,14 @@ PackingLimits Trainer::packing(const RunConfig& config, const TrainerParts& part
 }
 
 MemoryPlan Trainer::memory_plan(const RunConfig& config, const TrainerParts& parts, int stage) {
-  return RankModel::memory_plan(rank_model_options(config, parts), parts.attention, stage);
+  MemoryPlan plan = RankModel::memory_plan(rank_model_options(config, parts), parts.attention, stage);
+  if (!parts.save_in_background || stage != 0) return plan;
+  const std::string name = parts.world ? "checkpoint copy, rank 0" : "checkpoint copy";
+  if (config.device == DeviceKind::cpu)
+    plan.add(name, checkpoint_bytes(config, parts.model));
+  else
+    plan.add_on_host(name, checkpoint_bytes(config, parts.model));
+  return plan;
 }
 
 std::vector<int> Trainer::offload(const RunConfig& config, TrainerParts parts, int64_t memory) {
@@ -175,18 +185,22 @@ Trainer::Trainer(const RunConfig& config, TrainerParts parts, RunDirectory& dire
                       : 0),
       model_(std::make_unique<RankModel>(rank_model_options(config_, parts_), parts_.attention, *world_,
                                          parts_.device ? &parts_.device->data() : nullptr)),
-      time_left_(
-          std::min(config.train.max_steps, parts_.planner ? parts_.planner->last_step() : config.train.max_steps),
-          config.train.validation_steps, config.train.save_steps),
+      time_left_(config.train.max_steps, config.train.validation_steps, config.train.save_steps),
       trace_(config.train.trace, leads() ? trace_path(directory.path()) : std::filesystem::path(), world_->rank(),
              config.parallel.pp > 1 ? fmt::format("stage {}", model_->grid().stage()) : "training loop") {
-  on_first_rank(*world_, [&] {  // reads all of plan.jsonl
-    if (parts_.planner == nullptr) own_planner_ = make_step_planner(config_, parts_.model, limits_);
+  on_first_rank(*world_, [&] {
+    if (parts_.planner != nullptr) return;
+    const auto& checkpoint = directory_.resume_from();
+    const int64_t first_step = checkpoint ? read_train_state(*checkpoint).step + 1 : 1;
+    own_planner_ = make_step_planner(config_, parts_.model, limits_, first_step);
   });
   if (leads()) planner_ = parts_.planner ? parts_.planner : own_planner_.get();
   ahead_ = world_->all_reduce(planner_ ? int64_t{planner_->ahead()} : 0);
   load_start_of_run();
   if (leads()) {
+    saver_ = std::make_unique<CheckpointSaver>(
+        config_, parts_.model,
+        parts_.save_in_background ? CheckpointSaver::Mode::in_background : CheckpointSaver::Mode::now);
     log_ = std::make_unique<RunLog>(parts_.console, directory_.path(), state_.step, config_.train.tensorboard);
     ticker_ = std::make_unique<StepTicker>(parts_.console);
   }
@@ -239,7 +253,6 @@ TrainSummary Trainer::run() {
   while (state_.step < config_.train.max_steps) {
     if (!step()) {
       summary.interrupted = true;
-      summary.plans_ended = any_rank(plans_ended());
       break;
     }
     summary.loss = report_.loss;
@@ -249,9 +262,8 @@ TrainSummary Trainer::run() {
     if (validation_due()) summary.last_validation = validate();
     if (due_after(state_.step, config_.train.save_steps, config_.train.max_steps)) save();
   }
-  // The last step of a log is the last of this run, whatever train.max_steps says.
-  if (summary.plans_ended && validated_step_ < state_.step && !validation_due()) summary.last_validation = validate();
   save();
+  wait_for_saves();
   if (!summary.interrupted) write_final_model(summary);
   flush_trace();
   trace_.finish();
@@ -264,6 +276,7 @@ TrainSummary Trainer::run() {
 }
 
 bool Trainer::step() {
+  if (saver_) saver_->check();
   if (stop_agreed()) return false;
   const auto begin = std::chrono::steady_clock::now();
   const auto span = trace_.span("step", state_.step + 1);
@@ -301,12 +314,9 @@ bool Trainer::step() {
   return true;
 }
 
-// A signal may reach some ranks and not others, and rank 0 alone knows the plans: all stop at the same step.
+// A signal may reach some ranks and not others: all stop at the same step.
 bool Trainer::stop_agreed() {
-  return any_rank(parts_.stop_requested() || plans_ended());
-}
-
-bool Trainer::any_rank(bool own) {
+  const bool own = parts_.stop_requested();
   if (world_->size() == 1) return own;
   return world_->all_reduce(int32_t{own}, ReduceOp::max) != 0;
 }
@@ -381,8 +391,7 @@ std::vector<MicroBatch> Trainer::read_micro_batches(const PlannedRank& planned, 
 
 void Trainer::announce_steps() {
   if (!planner_) return;
-  const int64_t last =
-      std::min({state_.step + 1 + ahead_, std::max(config_.train.max_steps, state_.step + 1), planner_->last_step()});
+  const int64_t last = std::min(state_.step + 1 + ahead_, std::max(config_.train.max_steps, state_.step + 1));
   for (; next_announced_ <= last; ++next_announced_) {
     planner_->announce(next_announced_, step_batch(config_, parts_.source, state_, next_announced_));
   }
@@ -463,6 +472,7 @@ void Trainer::skip_update() {
 
 // The newest checkpoint from before the gradients went wrong, in words.
 std::string Trainer::last_good_checkpoint() const {
+  if (saver_) saver_->wait();
   const std::vector<int64_t> steps = checkpoint_steps(directory_.path());
   const int64_t last_good = state_.step - state_.skipped_in_row;
   const auto after = std::upper_bound(steps.begin(), steps.end(), last_good);
@@ -551,6 +561,7 @@ void Trainer::save() {
   if (saved_step_ == state_.step) return;
   const auto begin = std::chrono::steady_clock::now();
   const auto span = trace_.span("save", state_.step);
+  wait_for_saves();
   model_->settle();
   const std::vector<SafetensorsTensor> weights = model_->weights(), moments = model_->moments();
   saved_step_ = state_.step;
@@ -560,17 +571,15 @@ void Trainer::save() {
     return;
   }
   state_.planner_state = planner_->state();
-  const std::string run_config = print_run_config(config_);
-  const int64_t last_good = state_.step - state_.skipped_in_row;
-  make_room_for_checkpoint(config_, parts_.model, last_good);
-  const std::filesystem::path saved =
-      save_checkpoint(directory_.path(),
-                      {parts_.model, weights, moments, state_, run_config, config_.model.path, config_.lora_config()});
-  remove_old_checkpoints(directory_.path(), state_.step, config_.train.save_total_limit, last_good);
-  if (const CoverageStatistics* coverage = planner_->coverage(); coverage && !coverage->curves().empty())
-    replace_file(directory_.path() / "coverage.json", write_coverage(coverage->table(parts_.model.layers)));
+  const CoverageStatistics* coverage = planner_->coverage();
+  const bool measured = coverage && !coverage->curves().empty();
+  saver_->save(weights, moments, state_, measured ? write_coverage(coverage->table(parts_.model.layers)) : "");
   time_left_.save(time_since(begin));
-  log::debug("saved {}", saved.string());
+}
+
+// A disk may be slower than anybody waits for a message.
+void Trainer::wait_for_saves() {
+  on_first_rank(*world_, [&] { saver_->wait(); });
 }
 
 void Trainer::write_final_model(TrainSummary& summary) {

@@ -17,6 +17,7 @@
 #include "model/stage.h"
 #include "plan/planner/step_planner.h"
 #include "run/checkpoint/checkpoint.h"
+#include "run/checkpoint_saver.h"
 #include "run/config/run_config.h"
 #include "run/logs/console.h"
 #include "run/logs/run_log.h"
@@ -57,6 +58,8 @@ struct TrainerParts {
   // Several ranks on GPUs: where this one computes and how its data gets to the others.
   RankDevice* device = nullptr;
   IndexDump* dump = nullptr;  // `attention`, where lists of a step are saved
+  // Rank 0 writes checkpoints from a copy in host memory while all go on training.
+  bool save_in_background = false;
 };
 
 // What balancing did in the steps of a process: means of what the step line shows.
@@ -72,7 +75,6 @@ struct BalanceSummary {
 struct TrainSummary {
   int64_t steps = 0;  // done in all
   bool interrupted = false;
-  bool plans_ended = false;  // interrupted, since the planner has no plan of the next step
   double loss = 0;           // of the last step of this process; 0 when it had none
   int64_t tokens = 0;
   double seconds = 0;  // in steps, of this process
@@ -98,7 +100,7 @@ class Trainer {
   // Takes all memory, loads or initialises the model and, when the directory says so, resumes.
   Trainer(const RunConfig& config, TrainerParts parts, RunDirectory& directory);
 
-  // Trains to train.max_steps, or until asked to stop or the plans to replay end: then saves and returns.
+  // Trains to train.max_steps, or until asked to stop: then saves and returns.
   TrainSummary run();
 
   // Of every micro-batch, training and validation.
@@ -126,9 +128,7 @@ class Trainer {
   };
 
   bool leads() const { return world_->rank() == 0; }
-  bool plans_ended() const { return planner_ && state_.step >= planner_->last_step(); }
   bool stop_agreed();
-  bool any_rank(bool own);
   void load_start_of_run();
   StepPlan plan_step();
   StepPlan read_step(Plan plan);
@@ -163,6 +163,7 @@ class Trainer {
   std::optional<LossSums> forward(const Look& look);
   LossSums evaluate_whole(MicroBatch batch);
   void save();
+  void wait_for_saves();
   void write_final_model(TrainSummary& summary);
 
   RunConfig config_;
@@ -191,9 +192,10 @@ class Trainer {
   AttentionReport attention_report_;             // of the last step, all ranks
   std::vector<Pipeline::Operation> operations_;  // of the last step, this rank
   int64_t saved_step_ = -1, validated_step_ = -1;
-  int64_t skipped_in_row_here_ = 0;     // by this process: one that is resumed tries as often again
-  std::unique_ptr<RunLog> log_;         // on rank 0
-  std::unique_ptr<StepTicker> ticker_;  // on rank 0
+  int64_t skipped_in_row_here_ = 0;         // by this process: one that is resumed tries as often again
+  std::unique_ptr<CheckpointSaver> saver_;  // on rank 0
+  std::unique_ptr<RunLog> log_;             // on rank 0
+  std::unique_ptr<StepTicker> ticker_;      // on rank 0
   TraceWriter trace_;
 };
 

@@ -69,22 +69,13 @@ void check_named(const RunConfig& config, const ModelConfig& model) {
   check_adapter_to_continue(config, model);
 }
 
-ReplayedSteps replayed_steps(const RunConfig& config, const SequenceSource& source, const TrainState& start) {
-  return {.first = start.step + 1,
-          .last = config.train.max_steps,
-          .batch = [&, start](int64_t step) { return step_batch(config, source, start, step); },
-          .lengths_known = source.state().empty()};  // otherwise later ones follow from the training
-}
-
 // Rank 0's planner of a run with balance.replay, made while nothing is written yet, so that plans of another run are
 // refused then and not in the middle of this one.
 std::unique_ptr<BalancedPlanner> make_replaying_planner(const RunConfig& config, const TrainerParts& parts) {
-  ReplayedSteps steps;
-  if (const std::optional<TrainState> start = expected_start(config)) {
-    steps = replayed_steps(config, parts.source, *start);
-    // A checkpoint that turns out to be damaged is passed over for an older one.
-    steps.begin_known = config.train.resume != "auto" || start->step == 0;
-  }
+  const ReplayedSteps steps{
+      .last = config.train.max_steps,
+      .batch = [&](int64_t step) { return step_batch(config, parts.source, TrainState(), step); },
+      .lengths_known = parts.source.state().empty()};  // otherwise later ones follow from the training
   return make_balanced_planner(config, parts.model, Trainer::packing(config, parts), steps);
 }
 
@@ -189,6 +180,19 @@ std::string cure(const RunConfig& config, int offload) {
   return text + "Lower batch.micro_batch_tokens or data.max_sequence_length.";
 }
 
+// Whether host memory has room for a copy of a checkpoint, from which it is written while the ranks go on.
+bool copy_fits(const RunConfig& config, const TrainerParts& parts, int64_t host_memory) {
+  if (config.train.save_steps == 0) return false;  // the last one alone, for which nobody waits
+  const MemoryPlan plan = Trainer::memory_plan(config, parts);
+  const int64_t planned = config.device == DeviceKind::cpu ? plan.total() : plan.host_total();
+  const int64_t copy = checkpoint_bytes(config, parts.model);
+  if (host_memory == 0 || planned + copy <= host_memory) return true;
+  if (parts.world == nullptr || parts.world->rank() == 0)
+    log::info("training waits while a checkpoint is saved: host memory has no room for a copy of {}",
+              format_bytes(copy));
+  return false;
+}
+
 std::string footer(const RunConfig& config, const TrainSummary& summary) {
   const std::string output = config.train.output_dir.string();
   std::string text;
@@ -209,14 +213,6 @@ std::string footer(const RunConfig& config, const TrainSummary& summary) {
     text += fmt::format("nothing was left to train: step {} is done and train.max_steps is {}; raise it to continue\n",
                         summary.steps, config.train.max_steps);
   if (summary.skipped > 0) text += fmt::format("{} steps skipped (gradient not finite)\n", summary.skipped);
-  if (summary.plans_ended && summary.last_validation)
-    text += "after:  " + format_validation(*summary.last_validation) + "\n";
-  if (summary.plans_ended)
-    return text +
-           fmt::format(
-               "stopped after step {} of {}, where the log of balance.replay ends; saved {} (no final model); with "
-               "balance.replay left out the run continues from there\n",
-               summary.steps, config.train.max_steps, summary.checkpoint.string());
   if (summary.interrupted)
     return text + fmt::format("stopped after step {} of {}; saved {}; the same command resumes from there\n",
                               summary.steps, config.train.max_steps, summary.checkpoint.string());
@@ -243,12 +239,11 @@ void warn_of_lookahead(const RunConfig& config, bool validates) {
 }
 
 // Rank 0 opens and decides; the others follow.
-std::unique_ptr<RunDirectory> open_run_directory(const RunConfig& config, Communicator* world,
-                                                 const RunDirectory::CheckStart& check_start) {
-  if (world == nullptr || world->size() == 1) return std::make_unique<RunDirectory>(config, check_start);
+std::unique_ptr<RunDirectory> open_run_directory(const RunConfig& config, Communicator* world) {
+  if (world == nullptr || world->size() == 1) return std::make_unique<RunDirectory>(config);
   // Reads the newest checkpoint whole.
   std::unique_ptr<RunDirectory> directory;
-  on_first_rank(*world, [&] { directory = std::make_unique<RunDirectory>(config, check_start); });
+  on_first_rank(*world, [&] { directory = std::make_unique<RunDirectory>(config); });
   if (directory) {
     broadcast_text(*world, directory->resume_from() ? directory->resume_from()->string() : "", 0);
     return directory;
@@ -331,19 +326,19 @@ TrainSummary run_training(const RunConfig& given, std::FILE* out, bool terminal,
   const int64_t memory = config.device == DeviceKind::cuda ? device_memory(device.get()) : host_memory;
   if (device) ranks.world->barrier();  // before anybody takes any
   parts.offload = Trainer::offload(config, parts, memory);
+  parts.save_in_background = copy_fits(config, parts, host_memory);
   if (leads) console.text(header(config, parts, memory));
   const int stage = ranks.world ? ranks.world->rank() / config.parallel.cp % config.parallel.pp : 0;
   const MemoryPlan plan = Trainer::memory_plan(config, parts, stage);
   plan.check_fits(memory, cure(config, parts.offload[static_cast<size_t>(stage)]));
   if (plan.host_total() > host_memory && host_memory > 0)
     throw OutOfMemory(
-        "the memory plan does not fit: {} of layer inputs in host memory, of which {} are left; lower "
-        "batch.micro_batch_tokens or data.max_sequence_length",
-        format_bytes(plan.host_total()), format_bytes(host_memory));
+        "the memory plan does not fit: {} in host memory, of which {} are left; {}lower batch.micro_batch_tokens or "
+        "data.max_sequence_length\n{}",
+        format_bytes(plan.host_total()), format_bytes(host_memory),
+        config.train.offload_optimizer ? "set train.offload_optimizer: false, use more ranks, or " : "", plan.table());
 
-  const std::unique_ptr<RunDirectory> directory = open_run_directory(config, ranks.world, [&](const TrainState& start) {
-    if (planner) planner->check_replay(replayed_steps(config, *sources.train, start));
-  });
+  const std::unique_ptr<RunDirectory> directory = open_run_directory(config, ranks.world);
   if (leads) {
     warn_of_little_room(config, model);
     replace_file(directory->path() / "machine.txt", machine_text(config.device, available_cores()) + "\n");

@@ -123,7 +123,7 @@ std::optional<LossSums> Trainer::forward(const Look& look) {
   const std::vector<std::vector<int>> packed = pack_to_cut(look.lengths, limits_);
   const auto ranks = static_cast<size_t>(config_.parallel.dp);
   for (size_t round = 0; round < packed.size(); round += ranks) {
-    if (look.interruptible && any_rank(parts_.stop_requested())) return std::nullopt;
+    if (look.interruptible && stop_agreed()) return std::nullopt;
     const size_t own = round + static_cast<size_t>(model_->grid().dp_rank());
     if (own >= packed.size()) continue;
     std::vector<TokenSequence> sequences;

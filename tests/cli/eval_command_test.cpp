@@ -177,7 +177,7 @@ TEST_F(EvalCommand, EvalSaysWhatIsMissing) {
       {{"--input", write("empty.jsonl", " \n\n")}, "empty.jsonl: holds no lines"},
       {{"--input", write("list.jsonl", "[1]\n")}, "list.jsonl:1: not a JSON object"},
       {{"--input", write("cut.jsonl", "{\"input\": \n")}, "cut.jsonl:1: not a JSON object"},
-      {{"--input", (directory_ / "none.jsonl").string()}, "none.jsonl: cannot be read"},
+      {{"--input", (directory_ / "none.jsonl").string()}, "none.jsonl: cannot be opened"},
   };
   for (const auto& [options, message] : cases) {
     std::vector<std::string> arguments = {"eval", "ruler"};

@@ -76,7 +76,8 @@ bool counts(const char* path) {
   if (path == nullptr) return false;
   char whole[2 * PATH_MAX];
   if (path[0] != '/' && getcwd(whole, PATH_MAX) != nullptr) {
-    std::snprintf(whole + std::strlen(whole), PATH_MAX, "/%s", path);
+    const size_t folder = std::strlen(whole);
+    std::snprintf(whole + folder, sizeof whole - folder, "/%s", path);
     path = whole;
   }
   return std::strstr(path, settings().path) != nullptr;
@@ -171,6 +172,12 @@ ssize_t writev(int descriptor, const iovec* parts, int count) {
 int rename(const char* from, const char* to) {
   if (counts(from) && fails(kRename)) return -1;
   return next<int (*)(const char*, const char*)>("rename")(from, to);
+}
+
+int renameat2(int from_folder, const char* from, int to_folder, const char* to, unsigned flags) {
+  if (counts(from) && fails(kRename)) return -1;
+  return next<int (*)(int, const char*, int, const char*, unsigned)>("renameat2")(from_folder, from, to_folder, to,
+                                                                                  flags);
 }
 
 int fsync(int descriptor) {

@@ -1,5 +1,7 @@
 // Faults that once cost a file, a checkpoint or an answer.
 #include <gtest/gtest.h>
+#include <sched.h>
+#include <sys/mount.h>
 #include <sys/stat.h>
 
 #include "core/files/mapped_file.h"
@@ -36,6 +38,15 @@ class Faults : public testing::Test {
     ASSERT_EQ(result.code, 0) << result.output;
   }
   fs::path run() const { return folder_ / "run"; }
+  // Puts a disk of this size where the run is, which the new process alone sees. Ends it with 77 where that is not
+  // permitted.
+  std::function<void()> mounted(const std::string& size) const {
+    return [this, options = "size=" + size] {
+      if (unshare(CLONE_NEWNS) != 0 || mount("none", "/", nullptr, MS_REC | MS_PRIVATE, nullptr) != 0 ||
+          mount("none", run().c_str(), "tmpfs", 0, options.c_str()) != 0)
+        _exit(77);
+    };
+  }
   std::string make_pipe(const std::string& name) const {
     EXPECT_EQ(mkfifo((folder_ / name).c_str(), 0600), 0);
     return folder_ / name;
@@ -68,7 +79,8 @@ TEST_F(Faults, AReportOfWhatCannotBeReadIsNotWritten) {
 
 TEST_F(Faults, AnUnreadableCheckpointIsNotADamagedOne) {
   train();
-  for (const std::string name : {"checkpoint-4/manifest.json", "checkpoint-4/state.json"}) {
+  for (const std::string name :
+       {"checkpoint-4/manifest.json", "checkpoint-4/state.json", "checkpoint-4/model.safetensors"}) {
     for (const auto& fault : {always("read", EIO, name), always("open", EACCES, name)}) {
       const FaultyResult result = run_faulty(training({"train.max_steps=6"}), fault);
       EXPECT_EQ(result.code, 2) << result.output;
@@ -82,6 +94,52 @@ TEST_F(Faults, AnUnreadableCheckpointIsNotADamagedOne) {
   const FaultyResult after = run_faulty(training({"train.max_steps=6"}));
   EXPECT_EQ(after.code, 0);
   EXPECT_TRUE(after.says("checkpoint-4 after step 4")) << after.output;
+}
+
+// Written while training goes on: it is said all the same, and nothing half-written is left.
+TEST_F(Faults, ACheckpointThatCannotBeWrittenEndsTheRun) {
+  const FaultyResult result =
+      run_faulty(training({"train.max_steps=1000", "train.save_steps=2"}), always("write", ENOSPC, "checkpoint-4"));
+  EXPECT_EQ(result.code, 2) << result.output;
+  EXPECT_TRUE(result.says("the checkpoint of step 4 could not be saved")) << result.output;
+  EXPECT_TRUE(result.says("checkpoint-2 is intact")) << result.output;
+  EXPECT_EQ(checkpoint_steps(run()), (std::vector<int64_t>{2}));
+  EXPECT_FALSE(fs::exists(run() / ".saving-checkpoint-4"));
+}
+
+TEST_F(Faults, AKillWhileACheckpointIsWrittenLosesThatOneAlone) {
+  train();
+  const std::string expected = read_bytes(run() / "final/model.safetensors");
+  for (const std::string operation : {"write", "fsync", "rename"}) {
+    fs::remove_all(run());
+    auto fault = always(operation, 1, ".saving-checkpoint-3");
+    fault["SB_FAULT"] = operation + ":1:kill";
+    const FaultyResult killed = run_faulty(training(), fault);
+    EXPECT_EQ(killed.code, -SIGKILL) << operation << killed.output;
+    EXPECT_EQ(checkpoint_steps(run()), (std::vector<int64_t>{1, 2})) << operation;
+    for (const int64_t step : checkpoint_steps(run()))
+      EXPECT_EQ(find_damage(checkpoint_path(run(), step)), std::nullopt) << step;
+    const FaultyResult after = run_faulty(training());
+    EXPECT_EQ(after.code, 0) << after.output;
+    EXPECT_TRUE(read_bytes(run() / "final/model.safetensors") == expected) << operation;
+  }
+}
+
+TEST_F(Faults, AModelThatCannotBeReplacedIsStillThere) {
+  train();
+  const std::string before = read_bytes(run() / "final/model.safetensors");
+  // Two such renames are of files in the new folder (model.safetensors, config.json), the third is of the folder.
+  auto fault = always("rename", EIO, ".saving-final");
+  fault["SB_FAULT"] = "rename:3+:" + std::to_string(EIO);
+  const FaultyResult result = run_faulty(training({"train.max_steps=6"}), fault);
+  EXPECT_EQ(result.code, 2) << result.output;
+  EXPECT_TRUE(result.says(".saving-final] [")) << result.output;
+  EXPECT_TRUE(read_bytes(run() / "final/model.safetensors") == before);
+  // A file system that cannot exchange two names.
+  fault["SB_FAULT"] = "rename:3:" + std::to_string(EINVAL);
+  const FaultyResult after = run_faulty(training({"train.max_steps=6"}), fault);
+  EXPECT_EQ(after.code, 0) << after.output;
+  EXPECT_TRUE(read_bytes(run() / "final/model.safetensors") == read_bytes(run() / "checkpoint-6/model.safetensors"));
 }
 
 // OpenBLAS asks for its buffers for ever when the system refuses, out of reach of signals.
@@ -164,6 +222,8 @@ TEST_F(Faults, PipesAndFoldersAreRefusedAndNotWaitedFor) {
   const std::string tokenizer = fs::path(SB_TEST_DATA) / "tokenizer_qwen2_style/tokenizer.json";
   make_pipe("tokens.idx");
   write_bytes(folder_ / "tokens.bin", "x");
+  make_pipe("llmc.bin");
+  fs::create_directories(folder_ / "model/config.json");
   const std::vector<std::string> simulate = {"simulate", "--profile", "h200-analytic", "--dp", "2"};
   const auto with = [](std::vector<std::string> words, const std::vector<std::string>& more) {
     words.insert(words.end(), more.begin(), more.end());
@@ -173,6 +233,8 @@ TEST_F(Faults, PipesAndFoldersAreRefusedAndNotWaitedFor) {
       {"config", pipe},
       {"config", here},
       {"data", "stats", folder_ / "tokens"},
+      {"data", "stats", folder_ / "llmc.bin"},
+      {"profile", "--model", folder_ / "model", "--out", folder_ / "out"},
       {"data", "tokenize", "--tokenizer", pipe, "--input", tokenizer, "--output", folder_ / "out"},
       {"data", "tokenize", "--tokenizer", tokenizer, "--input", pipe, "--output", folder_ / "out"},
       {"data", "lengths", "--pool", pipe, "--output", folder_ / "out"},
@@ -205,6 +267,91 @@ TEST_F(Faults, NamesThatAreNotUtf8AreNoDefect) {
                                         "2", "--steps", "1", "--policies", "in_order", "--global-batch", "4",
                                         "--threads", "1", "--lengths", lengths, "--json", folder_ / "rows.json"});
   EXPECT_EQ(rows.code, 0) << rows.output;
+  const std::string model = folder_ / "\xfc.json";
+  write_bytes(model, R"({"model_type": "qwen2", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48,
+                         "num_hidden_layers": 3, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16})");
+  const FaultyResult profile =
+      run_faulty({"profile", "--model", model, "--max-tokens", "256", "--repeats", "1", "--held-out", "0", "--threads",
+                  "1", "--budget", "640", "--out", folder_ / "profile.json"});
+  EXPECT_EQ(profile.code, 0) << profile.output;
+}
+
+// Small disks, which are full at different moments.
+TEST_F(Faults, AFullDiskIsAnErrorThatNamesTheFolder) {
+  fs::create_directories(run());
+  const FaultyResult room = run_faulty(training(), {}, mounted("8m"));
+  if (room.code == 77) GTEST_SKIP() << "no file systems may be mounted here";
+  EXPECT_EQ(room.code, 0) << room.output;
+  int refused = 0;
+  for (const char* size : {"40k", "200k", "400k", "600k", "800k"}) {
+    const FaultyResult full = run_faulty(training(), {}, mounted(size));
+    EXPECT_TRUE(full.code == 0 || full.code == 2) << size << full.code << full.output;
+    if (full.code == 0) continue;
+    ++refused;
+    EXPECT_TRUE(full.says("No space left on device")) << size << full.output;
+    EXPECT_TRUE(full.says(run().string())) << full.output;
+  }
+  EXPECT_GT(refused, 1);
+}
+
+int64_t blocks_of(const fs::path& folder) {
+  int64_t bytes = 0;
+  for (const auto& entry : fs::recursive_directory_iterator(folder))
+    if (struct stat file = {}; stat(entry.path().c_str(), &file) == 0) bytes += 512 * file.st_blocks;
+  return bytes;
+}
+
+// Room for two of them and the model, not for three.
+TEST_F(Faults, TheOldestCheckpointGoesFirstWhereRoomIsShort) {
+  train();
+  const int64_t checkpoint = blocks_of(run() / "checkpoint-4"), model = blocks_of(run() / "final");
+  const int64_t besides = blocks_of(run()) - 3 * checkpoint - model;
+  fs::remove_all(run());
+  fs::create_directories(run());
+  const FaultyResult result = run_faulty(training({"train.save_total_limit=2"}), {},
+                                         mounted(std::to_string((besides + 27 * checkpoint / 10) / 4096 * 4096)));
+  if (result.code == 77) GTEST_SKIP() << "no file systems may be mounted here";
+  EXPECT_EQ(result.code, 0) << result.output;
+  EXPECT_TRUE(result.says("the oldest goes before the new one is saved")) << result.output;
+}
+
+TEST_F(Faults, TokensThatAreCutWhileTrainingReadsThemAreNamed) {
+  ASSERT_EQ(run_faulty({"data", "synth", "--task", "copy", "--vocab-size", "16", "--sequences", "2000", "--length",
+                        "48", "--output", folder_ / "tokens"})
+                .code,
+            0);
+  std::thread cut([&] {
+    for (int tries = 0; tries < 3000; ++tries, std::this_thread::sleep_for(std::chrono::milliseconds(10)))
+      if (std::error_code missing; fs::file_size(run() / "metrics.jsonl", missing) > 0 && !missing) break;
+    fs::resize_file(folder_ / "tokens.bin", 100);
+  });
+  const FaultyResult result = run_faulty(
+      training({"data={train: [" + (folder_ / "tokens").string() + "], synthetic: null, max_sequence_length: 48}",
+                "train.max_steps=1000000", "train.save_steps=0", "train.validation_steps=0"}));
+  cut.join();
+  EXPECT_EQ(result.code, 2) << result.output;
+  EXPECT_TRUE(result.says("tokens.bin: got shorter while it was read")) << result.output;
+}
+
+// What somebody else's process left and only they can remove.
+TEST_F(Faults, LeftoversOfAnotherUserDoNotBlockARun) {
+  if (geteuid() != 0) GTEST_SKIP() << "only root can act as two users";
+  constexpr uid_t kNobody = 65534;
+  const auto as_nobody = [] {
+    if (setgid(kNobody) != 0 || setuid(kNobody) != 0) _exit(77);
+  };
+  fs::permissions(folder_.path(), fs::perms::all);
+  const FaultyResult started = run_faulty(training(), {}, as_nobody);
+  if (started.code == 77 || started.code == 127) GTEST_SKIP() << "the program cannot be started as another user here";
+  ASSERT_EQ(started.code, 0) << started.output;
+  for (const std::string name : {".removing-checkpoint-2", ".saving-checkpoint-5", ".removing-checkpoint-3"}) {
+    fs::create_directories(run() / name);
+    write_bytes(run() / name / "theirs", "x");
+  }
+  const FaultyResult result = run_faulty(training({"train.max_steps=6"}), {}, as_nobody);
+  EXPECT_EQ(result.code, 0) << result.output;
+  EXPECT_TRUE(result.says(".removing-checkpoint-2 is left of an earlier save and cannot be removed")) << result.output;
+  EXPECT_EQ(checkpoint_steps(run()), (std::vector<int64_t>{4, 5, 6}));
 }
 
 TEST_F(Faults, AFileSizeLimitIsAnErrorThatNamesTheFile) {

@@ -11,6 +11,7 @@ and that a start without faults then ends with the very same result.
 
   sweep.py PROGRAM LIBRARY                 a sample that fits into --seconds
   sweep.py PROGRAM LIBRARY --all           every call of every operation (takes long)
+  sweep.py PROGRAM LIBRARY --all --part 1/2    half of them
 """
 import argparse
 import errno
@@ -124,7 +125,7 @@ def scenarios(call):
 
     def rows(folder):
         values = json.loads(read(folder / "rows.json"))
-        for row in values["rows"]:
+        for row in [values["dense"], *values["rows"]]:
             del row["planner_ms"]
         return values
 
@@ -266,6 +267,7 @@ def main():
     parser.add_argument("--all", action="store_true", help="every call, however long that takes")
     parser.add_argument("--seconds", type=float, default=150, help="time for the sample (default 150)")
     parser.add_argument("--seed", type=int, default=1, help="of the sample")
+    parser.add_argument("--part", default="1/1", help="K/N: every N-th point from the K-th on, for several at a time")
     parser.add_argument("--scenario", action="append", help="only this one; may be repeated")
     arguments = parser.parse_args()
 
@@ -291,10 +293,14 @@ def main():
         for own in points:
             order.shuffle(own)
         turns = [point for turn in range(max(map(len, points))) for own in points for point in own[turn:turn + 1]]
+        part, parts = map(int, arguments.part.split("/"))
+        turns = turns[part - 1::parts]
         for scenario, operation, number, action in turns:
             if not arguments.all and time.monotonic() - begin > arguments.seconds:
                 break
             sweep.tried += 1
+            if arguments.all and sweep.tried % 200 == 0:
+                print(f"{sweep.tried} of {len(turns)} points tried", flush=True)
             try:
                 sweep.point(scenario, *prepared[scenario.name], operation, number, action)
             except Violation as violation:

@@ -222,6 +222,48 @@ TEST_P(CudaStageTest, RecomputeLevelsGiveTheSameBitsWithSparseAttention) {
   }
 }
 
+// Pieces of a sequence, one after the other: loss and gradients of the whole, in the memory that was planned.
+TEST_P(CudaStageTest, PiecesGiveTheGradientsOfTheWhole) {
+  for (const auto& [family, head_dim] :
+       {std::pair{ModelConfig::Family::qwen2, 64}, {ModelConfig::Family::qwen3, 128}}) {
+    Tensors first;  // of all levels
+    for (const Recompute level : {Recompute::none, Recompute::attention, Recompute::layer, Recompute::chunk}) {
+      SCOPED_TRACE(fmt::format("heads of {}, level {}", head_dim, static_cast<int>(level)));
+      ModelConfig config = small_config(family);
+      config.head_dim = head_dim;
+      constexpr int64_t kTokens = 1500, kPiece = 256, kPieces = 6;
+      const auto sequences = random_sequences({kTokens}, config.vocab_size, 7);
+      const MicroBatch batch = pack(sequences, count_targets(sequences));
+      Rig whole(config, whole_model(config, kTokens, Recompute::attention), DeviceKind::cuda, GetParam(),
+                make_cuda_attention(deterministic_topk(config.layers)));
+      whole.step(batch);
+      StageOptions options = whole_model(config, kPiece, level);
+      options.max_sequence_length = options.max_cut_sequence = kTokens;
+      options.slots = kPieces;
+      Rig cut(config, options, DeviceKind::cuda, GetParam(), make_cuda_attention(deterministic_topk(config.layers)));
+      std::vector<MicroBatch> pieces;
+      for (int64_t begin = 0; begin < kTokens; begin += kPiece)
+        pieces.push_back(cut_piece(batch, begin, std::min(begin + kPiece, kTokens)));
+      LossSums loss;
+      const auto taken = cuda::allocations();
+      for (int i = 0; i < kPieces; ++i) cut.stage->forward(cut.run.exec, pieces[static_cast<size_t>(i)], i, {});
+      for (int i = kPieces - 1; i >= 0; --i) {
+        cut.stage->backward(cut.run.exec, pieces[static_cast<size_t>(i)], i, {});
+        loss += cut.stage->loss(i);
+      }
+      EXPECT_EQ(cuda::allocations(), taken);
+      const Tensors gradients = hf_gradients(cut.stage->parameters());
+      if (level == Recompute::none) first = gradients;
+      EXPECT_EQ(gradients, first);
+      const bool exact = GetParam() == DType::f32;
+      EXPECT_NEAR(loss.weighted / whole.stage->loss(0).weighted, 1, exact ? 1e-5 : 5e-3);
+      EXPECT_LT(
+          largest_relative_difference(gradients, hf_gradients(whole.stage->parameters()), 1e-6, exact ? 1e-3 : 0.05),
+          exact ? 1e-4 : 4e-2);
+    }
+  }
+}
+
 TEST_P(CudaStageTest, WritingTheFirstGradientsGivesTheBitsOfAddingToZeros) {
   for (const bool tied : {true, false}) {
     ModelConfig config = small_config(ModelConfig::Family::qwen2);

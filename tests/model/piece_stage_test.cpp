@@ -100,7 +100,7 @@ TEST_P(PieceStage, AllLevelsOfRecomputeHaveTheSameBits) {
   for (int i = 0; i < 2; ++i) {
     SparseAttention attention(topk(config.layers));
     StageOptions options = options_for(config, i == 0 ? Recompute::none : GetParam(), 4, 128, 500);
-    if (i == 1) options.offload = 1;
+    if (i == 1 && GetParam() != Recompute::chunk) options.offload = 1;
     Stage stage(config, options, attention, 2);
     randomize(stage.parameters(), 5);
     outcomes[i] = run(stage, exec.exec, groups);
@@ -109,7 +109,46 @@ TEST_P(PieceStage, AllLevelsOfRecomputeHaveTheSameBits) {
   EXPECT_EQ(outcomes[0].token_loss, outcomes[1].token_loss);
 }
 
-INSTANTIATE_TEST_SUITE_P(Levels, PieceStage, testing::ValuesIn(kLevels));
+INSTANTIATE_TEST_SUITE_P(Levels, PieceStage,
+                         testing::Values(Recompute::none, Recompute::attention, Recompute::layer, Recompute::chunk));
+
+// The forward of a piece that runs again is not counted again, and takes the memory that was planned.
+TEST(PieceStage, ForwardsThatRunAgainLeaveNoTrace) {
+  const ModelConfig config = small_model(ModelConfig::Family::qwen2);
+  const auto sequences = random_sequences({700}, config.vocab_size, 3);
+  const std::vector<std::vector<MicroBatch>> groups = {pieces_of(pack(sequences, count_targets(sequences)), 128)};
+  TestExec exec;
+  for (const SelectionPattern pattern : {SelectionPattern::topk, SelectionPattern::topp, SelectionPattern::mass}) {
+    AttentionReport reports[2];
+    SelectionObservations seen[2];
+    Outcome outcomes[2];
+    MemoryPlan plans[2];
+    for (int i = 0; i < 2; ++i) {
+      SparseAttention::Options chosen = topk(config.layers);
+      chosen.selection.pattern = pattern;
+      chosen.coverage_rows = 8;
+      SparseAttention attention(chosen);
+      const StageOptions options = options_for(config, i == 0 ? Recompute::attention : Recompute::chunk, 6, 128, 700);
+      Stage stage(config, options, attention, 2);
+      randomize(stage.parameters(), 5);
+      outcomes[i] = run(stage, exec.exec, groups);
+      reports[i] = attention.take_report();
+      seen[i] = attention.take_observations();
+      plans[i] = Stage::memory_plan(config, options, attention, 2);
+      EXPECT_LE(stage.memory_used().total(), plans[i].total());
+    }
+    EXPECT_EQ(outcomes[0].gradients, outcomes[1].gradients);
+    for (size_t layer = 0; layer < reports[0].layers.size(); ++layer) {
+      EXPECT_EQ(reports[0].layers[layer].pairs, reports[1].layers[layer].pairs);
+      EXPECT_EQ(reports[0].layers[layer].causal_pairs, reports[1].layers[layer].causal_pairs);
+      EXPECT_EQ(reports[0].layers[layer].coverage, reports[1].layers[layer].coverage);
+    }
+    EXPECT_EQ(reports[0].samples.size(), reports[1].samples.size());
+    ASSERT_EQ(seen[0].masses.size(), seen[1].masses.size());
+    for (const auto& [key, counts] : seen[0].masses) EXPECT_EQ(seen[1].masses.at(key).chosen, counts.chosen);
+    EXPECT_LT(plans[1].total(), plans[0].total());
+  }
+}
 
 TEST(PieceStage, ATokenOfALaterPieceChangesNothingInEarlierOnes) {
   const ModelConfig config = small_model(ModelConfig::Family::qwen2);

@@ -6,10 +6,14 @@
 #include <csignal>
 #include <cstring>
 #include <limits>
+#include <map>
+#include <utility>
 
+#include "core/files/durable_file.h"
 #include "plan/planner/balance_state.h"
 #include "run/checkpoint/optimizer_file.h"
 #include "run/checkpoint/selection_file.h"
+#include "run/checkpoint_saver.h"
 #include "tests/run/scratch_directory.h"
 #include "tests/train/tiny_run.h"
 
@@ -50,13 +54,20 @@ struct Contents {
   }
   TensorView moment(std::vector<float>& values) const { return {values.data(), {parameters.flat_elements()}}; }
   ShardLayout layout(int shards = 1) const { return ShardLayout(parameters, shards, 1); }
-  fs::path save(const fs::path& directory) {
+  struct Tensors {
     std::vector<SafetensorsTensor> weights, moments;
+  };
+  Tensors tensors() {
+    auto [weights, moments] = Tensors();
     for (const FlatTensor& tensor : parameters.flat_tensors()) {
       weights.push_back({tensor.name, tensor.shape, parameters.values().f32() + tensor.begin});
       moments.push_back({first_moment_name(tensor.name), tensor.shape, first.data() + tensor.begin});
       moments.push_back({second_moment_name(tensor.name), tensor.shape, second.data() + tensor.begin});
     }
+    return {weights, moments};
+  }
+  fs::path save(const fs::path& directory) {
+    const auto [weights, moments] = tensors();
     return save_checkpoint(directory, {model, weights, moments, state, run_config, {}});
   }
 };
@@ -338,6 +349,73 @@ TEST(Checkpoint, ABalanceStateThatNestsDeeplyIsRefused) {
       "{\"version\":1,\"states\":[{\"step\":" + std::string(200000, '[') + std::string(200000, ']') + "}]}";
   const std::string error = user_error_of([&] { parse_balance_states(deep, "state.json"); });
   EXPECT_NE(error.find("state.json: the balance state holds array"), std::string::npos) << error;
+}
+
+std::map<std::string, std::string> files_of(const fs::path& folder) {
+  std::map<std::string, std::string> files;
+  for (const auto& entry : fs::directory_iterator(folder)) files[entry.path().filename()] = read_bytes(entry.path());
+  return files;
+}
+
+TEST(CheckpointSaver, WhatChangesAfterwardsIsNotInTheCheckpoint) {
+  ScratchDirectory scratch;
+  Contents contents(7);
+  const RunConfig config = tiny_run(scratch / "run", {"train.save_total_limit=2"});
+  fs::create_directories(scratch / "run");
+  std::map<std::string, std::string> expected;
+  {
+    CheckpointSaver now(config, contents.model, CheckpointSaver::Mode::now);
+    const auto [weights, moments] = contents.tensors();
+    now.save(weights, moments, contents.state, "");
+    expected = files_of(scratch / "run/checkpoint-7");
+    fs::remove_all(scratch / "run/checkpoint-7");
+  }
+  CheckpointSaver saver(config, contents.model, CheckpointSaver::Mode::in_background);
+  auto [weights, moments] = contents.tensors();
+  // Values that last until the next are fetched, as those of other ranks do.
+  std::vector<float> buffer;
+  for (std::vector<SafetensorsTensor>* tensors : {&weights, &moments})
+    for (SafetensorsTensor& tensor : *tensors)
+      tensor.fetch = [&buffer, values = std::exchange(tensor.data, nullptr), count = tensor.elements()] {
+        buffer.assign(values, values + count);
+        return buffer.data();
+      };
+  saver.save(weights, moments, contents.state, "coverage");
+  buffer.assign(buffer.size(), -1.0f);
+  contents.state.step = 8;
+  saver.save(weights, moments, contents.state, "");  // waits for the first
+  EXPECT_TRUE(fs::exists(scratch / "run/checkpoint-7"));
+  saver.wait();
+  EXPECT_TRUE(files_of(scratch / "run/checkpoint-7") == expected);
+  EXPECT_EQ(read_bytes(scratch / "run/coverage.json"), "coverage");
+  EXPECT_EQ(find_damage(scratch / "run/checkpoint-8"), std::nullopt);
+}
+
+TEST(CheckpointSaver, AFailureIsThrownByALaterCallOnce) {
+  ScratchDirectory scratch;
+  Contents contents(7);
+  const RunConfig config = tiny_run(scratch / "nowhere");
+  const auto [weights, moments] = contents.tensors();
+  CheckpointSaver saver(config, contents.model, CheckpointSaver::Mode::in_background);
+  saver.save(weights, moments, contents.state, "");
+  EXPECT_THROW(saver.wait(), UserError);
+  saver.check();
+  saver.wait();
+  // It goes on when the folder is there.
+  fs::create_directories(scratch / "nowhere");
+  saver.save(weights, moments, contents.state, "");
+  saver.wait();
+  EXPECT_EQ(checkpoint_steps(scratch / "nowhere"), (std::vector<int64_t>{7}));
+}
+
+// Damage of the disk between a write and the manifest is found, too: its checksums are of what was written.
+TEST(Checkpoint, ChecksumsAreOfWhatWasWritten) {
+  ScratchDirectory scratch;
+  DurableFile file(scratch / "written");
+  file.write("1234", 4);
+  file.write("56789", 5);
+  EXPECT_EQ(file.checksum(), 0xe3069283u);  // the check value of CRC-32C
+  file.close();
 }
 
 }  // namespace

@@ -81,5 +81,17 @@ TEST(RunConfigBalance, SaysWhatDoesNotFit) {
             "");
 }
 
+TEST(RunConfigBalance, WhatNeedsPiecesOrAGpuSaysSo) {
+  EXPECT_NE(error_of({"train.recompute=chunk"}).find("set balance.chunk to their tokens"), std::string::npos);
+  EXPECT_NE(error_of({"train.recompute=chunk", "balance.chunk=auto"}).find("set balance.chunk"), std::string::npos);
+  EXPECT_NE(error_of({"train.recompute=chunk", "balance.chunk=1024", "parallel.pp=2"}).find("parallel.pp 2"),
+            std::string::npos);
+  EXPECT_EQ(error_of({"train.recompute=chunk", "balance.chunk=1024"}), "");
+  EXPECT_NE(error_of({"train.offload_optimizer=true"}).find("in host memory anyway"), std::string::npos);
+  EXPECT_NE(error_of({"train.offload_optimizer=true", "device=cuda", "train.precision=float32"}).find("float32"),
+            std::string::npos);
+  EXPECT_EQ(error_of({"train.offload_optimizer=true", "device=cuda"}), "");
+}
+
 }  // namespace
 }  // namespace sb

@@ -170,7 +170,7 @@ TEST(BalancedTraining, PlansOfOtherSettingsAreNotTaken) {
     }
     train(config_of(output, untuned()));
     const std::string log = ::testing::internal::GetCapturedStderr();
-    EXPECT_NE(log.find("the plans from step 4 on are made anew, since balance.tuning was optimal and is off"),
+    EXPECT_NE(log.find("the plans from step 4 on are made anew, since balance.tuning was optimal and is none"),
               std::string::npos)
         << log;
     const auto steps = read_plan_log(output + "/plan.jsonl").steps;
@@ -189,7 +189,7 @@ TEST(BalancedTraining, AReplayThatCannotBeTakesNoPlans) {
   fs::remove_all(output + "/final");
   const std::string plans = plan_texts(output);
   std::ofstream(folder.path("empty.jsonl"));
-  for (const auto& [name, reason] : {std::pair{"none.jsonl", "cannot be read"}, {"empty.jsonl", "no plan of step 4"}}) {
+  for (const auto& [name, reason] : {std::pair{"none.jsonl", "cannot be read"}, {"empty.jsonl", "no plan of step 1"}}) {
     std::vector<std::string> replay = kTuned;
     replay.push_back("balance.replay=" + folder.path(name));
     try {
@@ -236,28 +236,6 @@ TEST(BalancedTraining, ARunRepeatsFromItsLog) {
     EXPECT_EQ(plan_texts(folder.path("first")), plans);
     EXPECT_EQ(final_weights(folder.path("first")), final_weights(folder.path("second")));
   }
-}
-
-// Its last step is the last of the run and is measured, though train.max_steps is beyond it. Once.
-TEST(BalancedTraining, AReplayIsValidatedWhereItsLogEnds) {
-  TemporaryFolder folder;
-  const std::string log = folder.path("first/plan.jsonl"), output = folder.path("second");
-  train(config_of(folder.path("first"), {"train.max_steps=5"}));
-  const RunConfig replay = config_of(output, {"train.max_steps=9", "balance.replay=" + log});
-  for (int time = 0; time < 2; ++time) {
-    train(replay, folder.path("printed"));
-    const auto validations = metrics(output, "validation_loss");
-    ASSERT_TRUE(validations.contains(5)) << "started " << time + 1 << " times";
-    EXPECT_EQ(validations.size(), 2u);  // before the first step and after the last
-    EXPECT_EQ(validations.at(5)["validation_loss"],
-              metrics(folder.path("first"), "validation_loss").at(5)["validation_loss"]);
-    EXPECT_EQ(time == 0, read_bytes(folder.path("printed")).find("after:  ") != std::string::npos);
-  }
-  const std::string text = read_bytes(output + "/metrics.jsonl");
-  size_t lines = 0;
-  for (size_t at = text.find("validation_loss"); at != std::string::npos; at = text.find("validation_loss", at + 1))
-    ++lines;
-  EXPECT_EQ(lines, 2u);
 }
 
 // "" when it is trained as configured.
@@ -367,50 +345,25 @@ TEST(BalancedTraining, APipeIsNoReplay) {
   EXPECT_FALSE(fs::exists(folder.path("run")));
 }
 
-// The log of a run that was killed is replayed with the run's own schedule, as far as it goes.
-TEST(BalancedTraining, AReplayStopsWhereItsLogEnds) {
+// Half of another run is no run to repeat; it is refused before there is a folder, and the cure makes it whole.
+TEST(BalancedTraining, AReplayNeedsACompleteLog) {
   TemporaryFolder folder;
   const std::string log = folder.path("first/plan.jsonl"), output = folder.path("second");
-  const auto with = [&](std::vector<std::string> more) {
-    more.insert(more.end(), {"optimizer.schedule=cosine", "train.save_steps=3"});
-    return config_of(output, more);
-  };
-  train(config_of(folder.path("first"), {"optimizer.schedule=cosine"}));
+  train(config_of(folder.path("first"), {}));
   const std::string text = read_bytes(log), cut = folder.path("cut.jsonl");
   const size_t sixth = text.find("{\"step\":6,");
   ASSERT_NE(sixth, std::string::npos);
   std::ofstream(cut) << text.substr(0, sixth + 100);
-
-  ::testing::internal::CaptureStderr();
-  train(with({"balance.replay=" + cut}), folder.path("printed"));
-  const std::string warned = ::testing::internal::GetCapturedStderr(), printed = read_bytes(folder.path("printed"));
-  EXPECT_NE(warned.find(cut + " ends with step 5, before train.max_steps 8"), std::string::npos) << warned;
-  EXPECT_NE(printed.find("stopped after step 5 of 8, where the log of balance.replay ends; saved " +
-                         checkpoint_path(output, 5).string() +
-                         " (no final model); with balance.replay left out the run goes on"),
-            std::string::npos)
-      << printed;
-  EXPECT_FALSE(fs::exists(output + "/final"));
-  const auto first = metrics(folder.path("first"), "loss"), second = metrics(output, "loss");
-  ASSERT_EQ(second.size(), 5u);
-  for (const auto& [step, line] : second)
-    for (const char* key : {"loss", "learning_rate"}) EXPECT_EQ(line[key], first.at(step)[key]) << key << " " << step;
-
-  // Once more it has nothing to give, and says why.
-  const std::string refused = refusal(with({"balance.replay=" + cut}));
+  const std::string refused = refusal(config_of(output, {"balance.replay=" + cut}));
   EXPECT_NE(refused.find("has no plan of step 6; it holds 1 to 5; " + cut + ", line 11: the line is not finished"),
             std::string::npos)
       << refused;
-  fs::copy(output, folder.path("third"), fs::copy_options::recursive);
-  // Unless its checkpoint is damaged: then the steps from the one before are replayed again.
-  const std::string weights = read_bytes(checkpoint_path(output, 5) / "model.safetensors");
-  std::ofstream(checkpoint_path(output, 5) / "model.safetensors") << "x";
-  EXPECT_EQ(refusal(with({"balance.replay=" + cut})), "");
-  EXPECT_EQ(read_bytes(checkpoint_path(output, 5) / "model.safetensors"), weights);
-  train(with({"balance.replay=" + log}));
-  EXPECT_EQ(final_weights(output), final_weights(folder.path("first")));
-  train(config_of(folder.path("third"), {"optimizer.schedule=cosine"}));
-  EXPECT_EQ(metrics(folder.path("third"), "loss").size(), 8u);
+  EXPECT_NE(refused.find("lower train.max_steps"), std::string::npos) << refused;
+  EXPECT_FALSE(fs::exists(output));
+  train(config_of(output, {"train.max_steps=5", "balance.replay=" + cut}));
+  const auto first = metrics(folder.path("first"), "loss"), second = metrics(output, "loss");
+  ASSERT_EQ(second.size(), 5u);
+  for (const auto& [step, line] : second) EXPECT_EQ(line["loss"], first.at(step)["loss"]) << step;
 }
 
 // A run of other settings does not fit its plans either, but the folder is what is to be changed.
@@ -426,54 +379,24 @@ TEST(BalancedTraining, AFolderOfAnotherRunIsNamedBeforeItsReplay) {
   }
 }
 
-// What a run has done does not matter any more; what is left to it does.
-TEST(BalancedTraining, AResumedReplayIsCheckedFromItsCheckpointOn) {
+// All of its plans are checked, wherever it resumes, and what is there stays as it is.
+TEST(BalancedTraining, AResumedReplayIsCheckedAsAWhole) {
   TemporaryFolder folder;
   const std::string log = folder.path("first/plan.jsonl"), output = folder.path("second");
   train(config_of(folder.path("first"), {}));
-  const auto changed = [&](int64_t step) {
-    const std::string file = folder.path(fmt::format("{}.jsonl", step));
-    write_changed(
-        log, step, [](Plan& plan) { ++plan.ranks[0].micro_batches[0].tokens; }, file);
-    return file;
-  };
-  const std::string third = changed(3), seventh = changed(7);
   train(config_of(output, {"train.max_steps=4", "balance.replay=" + log}));
   const std::string before = read_bytes(output + "/run.yaml"), plans = plan_texts(output);
-  EXPECT_NE(refusal(config_of(output, {"balance.replay=" + seventh})).find("line 7: the plan of step 7 counts"),
-            std::string::npos);
-  const std::string checkpoint = "train.resume=" + checkpoint_path(output, 4).string();
-  EXPECT_NE(
-      refusal(config_of(folder.path("third"), {checkpoint, "balance.replay=" + seventh})).find("line 7: the plan"),
-      std::string::npos);
-  EXPECT_FALSE(fs::exists(folder.path("third")));
+  for (const int64_t step : {3, 7}) {
+    const std::string changed = folder.path(fmt::format("{}.jsonl", step));
+    write_changed(
+        log, step, [](Plan& plan) { ++plan.ranks[0].micro_batches[0].tokens; }, changed);
+    const std::string message = refusal(config_of(output, {"balance.replay=" + changed}));
+    EXPECT_NE(message.find(fmt::format("line {0}: the plan of step {0} counts", step)), std::string::npos) << message;
+  }
   EXPECT_EQ(read_bytes(output + "/run.yaml"), before);
   EXPECT_EQ(plan_texts(output), plans);
-
-  EXPECT_EQ(refusal(config_of(output, {"train.max_steps=4", "balance.replay=" + seventh})), "");  // nothing is left
-  EXPECT_EQ(refusal(config_of(output, {"train.max_steps=6", "balance.replay=" + third})), "");
-  // A checkpoint that cannot be read is passed over as ever.
-  fs::copy(checkpoint_path(output, 6), checkpoint_path(output, 7), fs::copy_options::recursive);
-  std::ofstream(checkpoint_path(output, 7) / "state.json") << "{";
-  EXPECT_EQ(refusal(config_of(output, {"balance.replay=" + third})), "");
+  train(config_of(output, {"balance.replay=" + log}));
   EXPECT_EQ(final_weights(output), final_weights(folder.path("first")));
-}
-
-// Also where the newest checkpoint turns out to be damaged when it is read, and steps before it are to be done again.
-TEST(BalancedTraining, AReplayIsCheckedFromTheCheckpointThatIsTaken) {
-  TemporaryFolder folder;
-  const std::string log = folder.path("first/plan.jsonl"), output = folder.path("second");
-  train(config_of(folder.path("first"), {}));
-  const std::string fifth = folder.path("fifth.jsonl");
-  write_changed(
-      log, 5, [](Plan& plan) { ++plan.ranks[0].micro_batches[0].tokens; }, fifth);
-  train(config_of(output, {"train.max_steps=6", "train.save_steps=3", "balance.replay=" + log}));
-  std::ofstream(checkpoint_path(output, 6) / "model.safetensors") << "x";
-  const std::string before = read_bytes(output + "/run.yaml"), plans = plan_texts(output);
-  const std::string message = refusal(config_of(output, {"balance.replay=" + fifth}));
-  EXPECT_NE(message.find("line 5: the plan of step 5 counts"), std::string::npos) << message;
-  EXPECT_EQ(read_bytes(output + "/run.yaml"), before);
-  EXPECT_EQ(plan_texts(output), plans);
 }
 
 TEST(BalancedTraining, WithoutAdaptionRunsAreEqual) {

@@ -53,6 +53,41 @@ TEST_F(CudaTraining, TrainsWithSparseAttention) {
   EXPECT_LT(losses.at(30), losses.at(1));
 }
 
+TEST_F(CudaTraining, SequencesInPiecesTrainAsWholeOnes) {
+  for (const std::vector<std::string>& pattern :
+       {std::vector<std::string>{"attention.pattern=dense"},
+        {"attention.pattern=topk", "attention.block=128", "attention.budget=256", "attention.dense_below=0"},
+        {"attention.pattern=mass", "attention.block=128", "attention.budget=256", "attention.dense_below=0"}}) {
+    const auto run = [&](const std::string& name, std::vector<std::string> more) {
+      more.insert(more.end(), pattern.begin(), pattern.end());
+      more.push_back("device=cuda");
+      return test::small_run(folder_.path(pattern.front().substr(18) + name), more);
+    };
+    const auto whole = train(run("whole", {}));
+    const auto pieces = train(run("pieces", {"balance.chunk=256"}));
+    ASSERT_EQ(pieces.size(), whole.size());
+    EXPECT_LT(pieces.at(30), pieces.at(1));
+    for (const auto& [step, loss] : whole) EXPECT_NEAR(pieces.at(step) / loss, 1, 0.03) << "step " << step;
+    train(run("resumed", {"balance.chunk=256", "train.max_steps=10"}));
+    EXPECT_NEAR(train(run("resumed", {"balance.chunk=256"})).at(30) / pieces.at(30), 1, 2e-2);
+  }
+}
+
+// The same kernels on the same numbers, wherever these wait: the same losses, also after a resumed run.
+TEST_F(CudaTraining, ValuesAndMomentsInHostMemoryTrainAlike) {
+  const std::vector<std::string> run{"device=cuda", "train.deterministic=true", "balance.chunk=256"};
+  const auto with = [&](std::vector<std::string> more) {
+    more.insert(more.end(), run.begin(), run.end());
+    return more;
+  };
+  const auto device = train(test::small_run(folder_.path("device"), run));
+  EXPECT_EQ(train(test::small_run(folder_.path("host"), with({"train.offload_optimizer=true"}))), device);
+  train(test::small_run(folder_.path("resumed"), with({"train.offload_optimizer=true", "train.max_steps=10"})));
+  EXPECT_EQ(train(test::small_run(folder_.path("resumed"), with({"train.offload_optimizer=true"}))).at(30),
+            device.at(30));
+  EXPECT_EQ(train(test::small_run(folder_.path("chunk"), with({"train.recompute=chunk"}))), device);
+}
+
 TEST_F(CudaTraining, SeveralRanksAreRefused) {
   EXPECT_THROW(train(test::small_run(folder_.path("ranks"), {"device=cuda", "parallel.dp=2"})), UserError);
 }

@@ -126,6 +126,20 @@ TEST(PieceTraining, TheRecordIsThatOfWholeSequences) {
   }
 }
 
+// Keys and values alone are kept of pieces, and their forwards run again.
+TEST(PieceTraining, RecomputeByChunkHasTheBitsOfTheOthers) {
+  ScratchDirectory scratch;
+  for (const char* pattern : {"topk", "mass"}) {
+    const std::string override = std::string("attention.pattern=") + pattern;
+    const auto run = [&](const std::string& level) {
+      return train(long_run(scratch / (pattern + level), kChunk, {override, "train.recompute=" + level}));
+    };
+    EXPECT_EQ(run("chunk").weights, run("attention").weights) << pattern;
+    EXPECT_EQ(lines_of(scratch / (std::string(pattern) + "chunk")).back()["validation_loss"],
+              lines_of(scratch / (std::string(pattern) + "attention")).back()["validation_loss"]);
+  }
+}
+
 TEST(PieceTraining, AResumedRunHasTheBitsOfAnUndisturbedOne) {
   ScratchDirectory scratch;
   const Trained undisturbed = train(long_run(scratch / "undisturbed", kChunk), 5);

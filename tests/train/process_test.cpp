@@ -163,8 +163,8 @@ TEST(Process, ItSaysWhatItDoesFromHeaderToResults) {
   ASSERT_EQ(training.wait(), 0);
   const std::string out = training.output();
   size_t at = 0;
-  for (const char* part : {"layout", "1 process, 2 threads", "memory plan", "optimizer",
-                           "total", "estimate    about", "validation at step 0", "step 1/3", "GFLOP/s", "step 3/3", "validation at step 3",
+  for (const char* part : {"layout", "1 process, 2 threads", "memory plan", "optimizer", "total", "estimate    about",
+                           "validation at step 0", "step 1/3", "GFLOP/s", "step 3/3", "validation at step 3",
                            "tokens/s", "before:", "after:", "final", "metrics.jsonl"}) {
     const size_t found = out.find(part, at);
     ASSERT_NE(found, std::string::npos) << part << " after\n" << out.substr(0, at);

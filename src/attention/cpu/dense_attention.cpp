@@ -27,9 +27,8 @@ int64_t DenseAttention::state_bytes(const AttentionShape& shape, int64_t max_tok
   return 0;
 }
 
-PieceBytes DenseAttention::piece_bytes(const AttentionShape& shape, int64_t max_tokens, int64_t longest,
-                                       int threads) const {
-  return {.scratch = cpu_piece_scratch_bytes(shape, max_tokens, longest, threads)};
+PieceBytes DenseAttention::piece_bytes(const AttentionShape& shape, const PieceLimits& limits, int threads) const {
+  return {.scratch = cpu_piece_scratch_bytes(shape, limits.max_tokens, limits.longest, threads)};
 }
 
 }  // namespace sb

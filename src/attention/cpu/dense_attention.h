@@ -15,7 +15,7 @@ class DenseAttention final : public Attention {
   int64_t scratch_bytes(const AttentionShape& shape, int64_t max_tokens, int threads) const override;
   int64_t state_bytes(const AttentionShape& shape, int64_t max_tokens) const override;
   std::string refuses_pieces() const override { return {}; }
-  PieceBytes piece_bytes(const AttentionShape& shape, int64_t max_tokens, int64_t longest, int threads) const override;
+  PieceBytes piece_bytes(const AttentionShape& shape, const PieceLimits& limits, int threads) const override;
 };
 
 }  // namespace sb

@@ -115,7 +115,8 @@ void SparseAttention::choose(const Exec& exec, int layer, const AttentionShape& 
       if (selection.scores_blocks())
         request.statistics = statistics(exec, shape, request.k, request.tiles, request.planes);
     }
-    step_.count(layer, request.tiles, selector_.select(exec, request, builder_));
+    const MassCounts counts = selector_.select(exec, request, builder_);
+    if (!sequences.again) step_.count(layer, request.tiles, counts);
   }
   builder_.finish(*exec.pool);
 }
@@ -210,7 +211,7 @@ void SparseAttention::forward(const Exec& exec, int layer, const AttentionShape&
     block_sparse_piece_forward(exec, shape, chosen, sequences, operands);
   else
     block_sparse_forward(exec, shape, chosen, operands);
-  if (replay) return;
+  if (replay || sequences.again) return;
   count_pairs(layer, sequences, chosen);
   measure_energies(exec, layer, shape, sequences, operands);
   if (options_.coverage_rows == 0 || !step_.ready(layer)) return;
@@ -263,16 +264,12 @@ int64_t SparseAttention::call_bytes(const AttentionShape& shape, int64_t max_tok
 }
 
 std::string SparseAttention::refuses_pieces() const {
-  const SelectionConfig& selection = options_.selection;
-  if (!selection_looks_ahead(selection)) return {};
-  return selection.pattern == SelectionPattern::vertical_slash
-             ? "attention.pattern: vertical_slash chooses by the last queries of the whole sequence"
-             : "attention.selection: lookahead lets later tokens decide what earlier ones see";
+  return why_not_in_pieces(options_.selection);
 }
 
 // The index of a piece has rows for the tokens before it, too, without entries.
-PieceBytes SparseAttention::piece_bytes(const AttentionShape& shape, int64_t max_tokens, int64_t longest,
-                                        int threads) const {
+PieceBytes SparseAttention::piece_bytes(const AttentionShape& shape, const PieceLimits& limits, int threads) const {
+  const int64_t max_tokens = limits.max_tokens, longest = limits.longest;
   const auto [rows, entries, columns] = lists(shape, max_tokens, longest);
   const int64_t all_rows = lists(shape, longest, longest).rows;
   return {

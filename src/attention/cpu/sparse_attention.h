@@ -67,7 +67,7 @@ class SparseAttention final : public ChoosingAttention {
   int64_t state_bytes(const AttentionShape& shape, int64_t max_tokens) const override;
   int64_t call_bytes(const AttentionShape& shape, int64_t max_tokens, int threads) const override;
   std::string refuses_pieces() const override;
-  PieceBytes piece_bytes(const AttentionShape& shape, int64_t max_tokens, int64_t longest, int threads) const override;
+  PieceBytes piece_bytes(const AttentionShape& shape, const PieceLimits& limits, int threads) const override;
   // What the calls so far took of it.
   int64_t call_bytes_used() const {
     return static_cast<int64_t>(statistics_.capacity() * sizeof(float)) + builder_.bytes();

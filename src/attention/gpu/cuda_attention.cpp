@@ -10,6 +10,7 @@
 #include "attention/gpu/plan/recent_plans.h"
 #include "attention/most_sequences.h"
 #include "device/cuda.h"
+#include "device/memory.h"
 
 namespace sb {
 namespace {
@@ -60,49 +61,53 @@ class CudaAttention final : public ChoosingAttention {
   std::unique_ptr<AttentionState> make_state() const override { return std::make_unique<CudaState>(); }
 
   void forward(const Exec& exec, int layer, const AttentionShape& shape, const PackedSequences& sequences,
-               const AttentionOperands& operands, AttentionState& state, bool replay) override {
+               const AttentionOperands& given, AttentionState& state, bool replay) override {
     CudaState& kept = static_cast<CudaState&>(state);
-    check_operands(operands);
-    if (!replay) kept.plan = plan_for(exec, layer, shape, sequences, operands.q.dtype());
+    check_operands(given);
+    if (!replay) kept.plan = plan_for(exec, layer, shape, sequences, given.q.dtype());
     SB_CHECK(kept.plan != nullptr, "replay without an earlier forward");
     const ArenaScope scope(*exec.scratch);
+    const AttentionOperands operands = in_order(exec, sequences, given), own = own_keys(sequences, given);
     const bool chooses = !replay && kept.plan->sparse();
+    const bool counts = !replay && !sequences.again;
     const bool measures =
-        !replay && sequences.tokens() > 0 && options_.attention.coverage_rows > 0 && choices_.ready(layer);
-    const bool observes = !replay && kept.plan->sample_count() > 0;
+        counts && sequences.tokens() > 0 && options_.attention.coverage_rows > 0 && choices_.ready(layer);
+    const bool observes = counts && kept.plan->sample_count() > 0;
     const bool beside_forward = chooses || measures || observes;
     if (beside_forward) {
       gpu::SelectParams chosen;
-      if (chooses) chosen = choose(exec, layer, shape, operands, kept);
+      if (chooses) chosen = choose(exec, layer, shape, own, kept);
       // What the forward does not need is made beside it.
       cuda::record(rows_listed_.get(), exec.stream);
       cuda::wait_on_stream(rows_listed_.get(), beside_.get());
       if (chooses) {
-        count_chosen(layer, chosen, *kept.plan);
+        if (counts) count_chosen(layer, chosen, *kept.plan);
         gpu::list_columns(chosen, beside_.get());
         order_work(beside_.get(), *kept.plan, kept.plan->lists_in(kept.list_memory()));
       }
       Exec beside = exec;
       beside.stream = beside_.get();
-      if (observes) choices_.observe(beside, layer, shape, operands, kept.plan->samples(), kept.plan->sample_count());
+      if (observes) choices_.observe(beside, layer, shape, own, kept.plan->samples(), kept.plan->sample_count());
       if (measures) measure(beside, layer, shape, operands, kept);
       cuda::record(made_beside_.get(), beside_.get());
     }
-    if (!replay) report_.layers[layer].causal_pairs += kept.plan->causal_pairs();
-    if (!replay && !chooses) report_.layers[layer].pairs += kept.plan->causal_pairs();
+    if (counts) report_.layers[layer].causal_pairs += kept.plan->causal_pairs();
+    if (counts && !chooses) report_.layers[layer].pairs += kept.plan->causal_pairs();
     if (sequences.tokens() > 0) attend(exec, operands, kept);
     if (beside_forward) cuda::wait_on_stream(made_beside_.get(), exec.stream);
   }
 
   void backward(const Exec& exec, int layer, const AttentionShape& shape, const PackedSequences& sequences,
-                const AttentionOperands& operands, const AttentionGradients& gradients,
-                AttentionState& state) override {
+                const AttentionOperands& given, const AttentionGradients& gradients, AttentionState& state) override {
     CudaState& kept = static_cast<CudaState&>(state);
-    check_operands(operands);
+    check_operands(given);
     SB_CHECK(kept.plan != nullptr && kept.plan->cu_seqlens().back() == sequences.tokens(),
              "backward of {} tokens without their forward", sequences.tokens());
     if (sequences.tokens() == 0) return;
+    SB_CHECK(gradients.dk.dtype() == (sequences.is_piece() ? DType::f32 : given.k.dtype()), "gradients of keys in {}",
+             dtype_name(gradients.dk.dtype()));
     const ArenaScope scope(*exec.scratch);
+    const AttentionOperands operands = in_order(exec, sequences, given);
     gpu::BackwardParams params;
     kept.plan->set(params);
     set_operands(params, operands);
@@ -198,6 +203,33 @@ class CudaAttention final : public ChoosingAttention {
            (options_.attention.coverage_rows > 0 ? gpu::CoverageLog::reserved_bytes() : 0);
   }
 
+  std::string refuses_pieces() const override { return why_not_in_pieces(selection_); }
+  PieceBytes piece_bytes(const AttentionShape& shape, const PieceLimits& limits, int) const override {
+    const PieceSize& size = largest_piece(shape, limits);
+    PieceBytes bytes;
+    bytes.scratch = size.scratch;
+    if (!limits.in_order)
+      bytes.scratch += 2 * Arena::rounded(limits.longest * shape.kv_heads * shape.head_dim * dtype_bytes(limits.dtype));
+    bytes.state = size.lists;
+    bytes.layer = size.kept;
+    const size_t whole = different_plans(static_cast<size_t>(limits.states));
+    const int64_t smaller = largest_plan(shape, limits.max_tokens, limits.dtype).device;
+    bytes.reserved =
+        static_cast<int64_t>(plans_.for_states(whole + different_pieces(limits))) * std::max(smaller, size.device) -
+        static_cast<int64_t>(plans_.for_states(whole)) * smaller;
+    return bytes;
+  }
+  void reserve_pieces(const AttentionShape& shape, const PieceLimits& limits,
+                      std::span<const std::unique_ptr<AttentionState>> states) override {
+    const PieceSize size = largest_piece(shape, limits);
+    for (const auto& state : states) static_cast<CudaState&>(*state).lists.reserve("block index", size.lists);
+    plans_.reserve(different_pieces(limits), size.device);
+    staging_.reserve(size.uploaded);
+    statistics_.resize(static_cast<size_t>(options_.attention.layers));
+    for (int layer = limits.first_layer; layer < limits.last_layer; ++layer)
+      statistics_[static_cast<size_t>(layer)].reserve("statistics of pieces", size.kept);
+  }
+
   AttentionReport take_report() override {
     choices_.take_pairs(report_);
     coverage_.take(report_);
@@ -211,10 +243,52 @@ class CudaAttention final : public ChoosingAttention {
   SelectionObservations take_observations() override { return choices_.take_observations(); }
 
  private:
+  // Of a piece, keys and values from the first token of its sequence on, one after the other.
+  static AttentionOperands in_order(const Exec& exec, const PackedSequences& sequences,
+                                    const AttentionOperands& operands) {
+    if (!sequences.is_piece()) return operands;
+    const std::span<const KeyPage> pages = sequences.piece.pages;
+    const int64_t end = sequences.piece_end(), first = pages.front().row;
+    AttentionOperands seen = operands;
+    if (std::ranges::all_of(pages, [&](const KeyPage& page) { return page.row == first + page.begin; })) {
+      seen.k = operands.k.rows(first, first + end);
+      seen.v = operands.v.rows(first, first + end);
+      return seen;
+    }
+    const auto copied = [&](const TensorView& from) {
+      const TensorView to = exec.scratch->allocate(from.dtype(), {end, from.dim(1), from.dim(2)});
+      for (size_t i = 0; i < pages.size(); ++i) {
+        const int64_t page_end = i + 1 < pages.size() ? pages[i + 1].begin : end, tokens = page_end - pages[i].begin;
+        copy_tensor(exec, from.rows(pages[i].row, pages[i].row + tokens), to.rows(pages[i].begin, page_end));
+      }
+      return to;
+    };
+    seen.k = copied(operands.k);
+    seen.v = copied(operands.v);
+    return seen;
+  }
+
+  // Of a piece, its own alone.
+  static AttentionOperands own_keys(const PackedSequences& sequences, const AttentionOperands& operands) {
+    if (!sequences.is_piece()) return operands;
+    const int64_t row = sequences.piece.pages.back().row, end = row + sequences.tokens();
+    AttentionOperands own = operands;
+    own.k = operands.k.rows(row, end);
+    own.v = operands.v.rows(row, end);
+    return own;
+  }
+
   // Layers share a plan unless their budgets differ: then a state of every micro-batch in flight has its own.
   size_t different_plans(size_t states) const {
     constexpr size_t kShared = 56;
     return options_.attention.largest_budget > 0 ? states : std::min(states, kShared);
+  }
+  // Every piece in flight has one for layers that are dense and one for the others.
+  size_t different_pieces(const PieceLimits& limits) const {
+    const auto states = static_cast<size_t>(limits.states);
+    return options_.attention.largest_budget > 0
+               ? states
+               : std::min(states, 2 * states / static_cast<size_t>(limits.last_layer - limits.first_layer));
   }
   gpu::AttentionMemory memory() const { return {options_.attention, device_.multiprocessors, kBatchMasses}; }
 
@@ -327,6 +401,51 @@ class CudaAttention final : public ChoosingAttention {
     return known;
   }
 
+  struct PieceSize {
+    AttentionShape shape = {};
+    int64_t max_tokens = 0, longest = 0;
+    DType dtype = DType::bf16;
+    int64_t device = 0, uploaded = 0, lists = 0, kept = 0, scratch = 0;  // bytes
+  };
+  // The last piece of the longest sequence needs the most.
+  const PieceSize& largest_piece(const AttentionShape& shape, const PieceLimits& limits) const {
+    PieceSize& known = largest_piece_;
+    if (known.shape.heads == shape.heads && known.shape.kv_heads == shape.kv_heads &&
+        known.shape.head_dim == shape.head_dim && known.max_tokens == limits.max_tokens &&
+        known.longest == limits.longest && known.dtype == limits.dtype)
+      return known;
+    known = {shape, limits.max_tokens, limits.longest, limits.dtype};
+    const bool chooses = selection_.pattern != SelectionPattern::dense;
+    const int64_t edge = chooses ? std::max(selection_.block, selection_.query_block) : 1;
+    const int64_t tokens = std::min(limits.max_tokens, limits.longest);
+    const int64_t begin = (limits.longest - tokens + edge - 1) / edge * edge;
+    gpu::Staging staging;
+    const auto add = [&](bool dense, int64_t budget) {
+      const int32_t cu_seqlens[] = {0, static_cast<int32_t>(tokens)};
+      const int32_t budgets[] = {static_cast<int32_t>(std::min(budget, begin + tokens))};
+      PackedSequences piece{cu_seqlens, budgets};
+      piece.piece = {begin, begin + tokens, {}};
+      DevicePlan plan;
+      gpu::PlanRequest request = plan_request(kNoLayer, shape, piece, limits.dtype);
+      request.dense[0] = dense;
+      plan.build(request, staging, nullptr);
+      // Quotas of neighbouring query blocks differ by one.
+      const int64_t rounding = dense ? 0 : 2 * 4 * 2 * int64_t{plan.select().rows} * plan.list_heads();
+      known.device = std::max(known.device, plan.bytes());
+      known.uploaded = std::max(known.uploaded, plan.uploaded_bytes());
+      known.scratch = std::max(known.scratch, plan.piece_scratch_bytes());
+      if (dense) return;
+      known.lists = std::max(known.lists, plan.list_bytes() + rounding);
+      if (selection_.scores_blocks()) known.kept = std::max(known.kept, plan.kept_bytes());
+    };
+    add(true, selection_.budget);
+    if (!chooses) return known;
+    for (const int64_t budget : {selection_.budget, std::min(selection_.budget, limits.longest / 4 + 1),
+                                 std::max(selection_.budget, options_.attention.largest_budget)})
+      add(false, budget);
+    return known;
+  }
+
   gpu::PlanRequest plan_request(int layer, const AttentionShape& shape, const PackedSequences& sequences,
                                 DType dtype) const {
     gpu::PlanRequest request;
@@ -338,8 +457,11 @@ class CudaAttention final : public ChoosingAttention {
     request.multiprocessors = device_.multiprocessors;
     request.batch_masses = kBatchMasses;
     request.coverage_rows = options_.attention.coverage_rows;
+    request.piece = sequences.is_piece();
+    request.shape.first_query = static_cast<int32_t>(sequences.piece.begin);
     for (int s = 0; s < sequences.sequences(); ++s) {
-      request.tiles.push_back(sequence_tiles(selection_, sequences.cu_seqlens[s + 1] - sequences.cu_seqlens[s],
+      const int64_t tokens = sequences.cu_seqlens[s + 1] - sequences.cu_seqlens[s];
+      request.tiles.push_back(sequence_tiles(selection_, request.piece ? sequences.piece.length : tokens,
                                              sequences.budgets.empty() ? selection_.budget : sequences.budgets[s]));
       request.dense.push_back(runs_dense(selection_, layer, request.tiles.back()));
     }
@@ -354,6 +476,19 @@ class CudaAttention final : public ChoosingAttention {
     plan->build(request, staging_, exec.stream);
     plans_.put(plan);
     return plan;
+  }
+
+  // Statistics of a piece's blocks come beside those of the pieces before it.
+  void append_statistics(const Exec& exec, int layer, const DevicePlan& plan, gpu::SelectParams& params) {
+    params.statistics_given = true;  // or not needed
+    if (!selection_.scores_blocks()) return;
+    statistics_.resize(static_cast<size_t>(options_.attention.layers));
+    params.statistics = statistics_[static_cast<size_t>(layer)].ensure("statistics of pieces", plan.kept_bytes());
+    params.room = exec.scratch->allocate_bytes(plan.room_bytes());
+    if (plan.hopper())
+      gpu::hopper_block_statistics(params, exec.stream);
+    else
+      gpu::portable_block_statistics(params, plan.precision(), exec.stream);
   }
 
   // Row lists; what the column lists are made from.
@@ -372,7 +507,7 @@ class CudaAttention final : public ChoosingAttention {
     params.row_entries = lists.row_entries;
     params.column_offsets = lists.column_offsets;
     params.column_entries = lists.column_entries;
-    params.statistics = exec.scratch->allocate_bytes(plan.statistics_bytes());
+    if (!plan.piece()) params.statistics = exec.scratch->allocate_bytes(plan.statistics_bytes());
     params.masses = exec.scratch->allocate_array<uint16_t>(plan.select().slices * plan.select().masses);
     params.map = exec.scratch->allocate_array<uint8_t>(plan.select().map_bytes);
     params.column_counts = exec.scratch->allocate_array<int32_t>(params.column_count);
@@ -381,6 +516,7 @@ class CudaAttention final : public ChoosingAttention {
       params.pool_counts = exec.scratch->allocate_array<int32_t>(plan.pool_counts());
     }
     choices_.begin(exec, layer, shape, plan.select(), params);
+    if (plan.piece()) append_statistics(exec, layer, plan, params);
     if (selection_.pattern == SelectionPattern::vertical_slash)
       choose_vertical_slash(exec, plan, params, lists);
     else if (plan.hopper())
@@ -397,7 +533,7 @@ class CudaAttention final : public ChoosingAttention {
       report_.layers[layer].pairs += plan.select().token_pairs;
       return;
     }
-    // Dense sequences beside those that are counted.
+    // Dense sequences beside those that are counted; none beside a piece.
     for (int s = 0; s < plan.sequences(); ++s) {
       const int64_t n = plan.cu_seqlens()[s + 1] - plan.cu_seqlens()[s];
       if (plan.dense()[s]) report_.layers[layer].pairs += plan.list_heads() * (n * (n + 1) / 2);
@@ -437,7 +573,9 @@ class CudaAttention final : public ChoosingAttention {
   cuda::DeviceInfo device_;
   gpu::Staging staging_;
   gpu::RecentPlans<DevicePlan> plans_;
-  mutable PlanSize largest_plan_;  // the one asked for last
+  mutable PlanSize largest_plan_;         // the one asked for last
+  mutable PieceSize largest_piece_;       // likewise
+  std::vector<DeviceBuffer> statistics_;  // of every layer: of the key blocks of the sequence that comes in pieces
   gpu::ChoiceMemory choices_;
   gpu::CoverageLog coverage_;
   std::shared_ptr<void> beside_ = cuda::make_stream();
@@ -465,7 +603,8 @@ BlockIndex read_block_index(const AttentionState& state, ThreadPool& pool) {
   SB_CHECK(kept.plan != nullptr, "a state without a forward has no lists");
   const DevicePlan& plan = *kept.plan;
   const gpu::SelectPlan& select = plan.select();
-  gpu::IndexOf what{{}, plan.cu_seqlens(), plan.dense()};
+  gpu::IndexOf what{{}, plan.cu_seqlens(), plan.dense(), plan.shape().first_query};
+  if (plan.piece()) what.cu_seqlens.back() += what.first_query;
   what.shape.block = plan.index_block();
   what.shape.query_block = plan.index_query_block();
   what.shape.list_heads = plan.list_heads();

@@ -14,7 +14,8 @@ struct CudaAttentionOptions {
 
 // Attention on a CUDA device: bf16 with the Hopper kernels where the GPU and the shape allow it, else (and in fp32)
 // with the portable ones. Operands, exec.scratch and the lists a state keeps are device memory; everything is queued on
-// exec.stream and nothing waits for it. UserError for what it cannot do.
+// exec.stream and nothing waits for it. UserError for what it cannot do. Keys and values of a piece are read where they
+// lie if its pages follow each other, else from a copy that puts them in order.
 std::unique_ptr<ChoosingAttention> make_cuda_attention(const CudaAttentionOptions& options);
 
 // The lists that a state of such an attention holds. Waits for the device.

@@ -17,6 +17,9 @@ struct LayerPlanes {
   int kv_heads = 0, channels = 0;
   std::vector<int32_t> channel;  // [kv_heads, channels], ascending within a head
   std::vector<float> scale;      // [kv_heads], on products of the mean query: attention's own scale and a temperature
+  // [kv_heads, channels]. Taken from every key it lowers all scores of a token alike: short floats tell them apart
+  // then.
+  std::vector<float> key_mean;
 
   std::span<const int32_t> of(int kv_head) const {
     return std::span(channel).subspan(static_cast<size_t>(kv_head) * static_cast<size_t>(channels),

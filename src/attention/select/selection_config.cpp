@@ -11,6 +11,13 @@ bool selection_looks_ahead(const SelectionConfig& config) {
          (config.order == SelectionOrder::lookahead && config.scores_blocks());
 }
 
+std::string why_not_in_pieces(const SelectionConfig& config) {
+  if (!selection_looks_ahead(config)) return {};
+  return config.pattern == SelectionPattern::vertical_slash
+             ? "attention.pattern: vertical_slash chooses by the last queries of the whole sequence"
+             : "attention.selection: lookahead lets later tokens decide what earlier ones see";
+}
+
 void check_selection_config(const SelectionConfig& config) {
   SB_USER_CHECK(config.block == 64 || config.block == 128 || config.block == 256,
                 "attention.block: {} tokens; 64, 128 and 256 are supported", config.block);

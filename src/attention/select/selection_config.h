@@ -50,6 +50,8 @@ struct SelectionConfig {
 
 // Whether what a token sees may depend on later ones: then a sequence cannot be chosen for piece by piece.
 bool selection_looks_ahead(const SelectionConfig& config);
+// The reason in words; empty where it can.
+std::string why_not_in_pieces(const SelectionConfig& config);
 
 // UserError with the key's name when a value does not work.
 void check_selection_config(const SelectionConfig& config);

@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "core/errors.h"
+#include "core/files/crc32c.h"
 
 namespace sb {
 namespace {
@@ -40,6 +41,7 @@ DurableFile::~DurableFile() {
 }
 
 void DurableFile::write(const void* data, size_t bytes) {
+  checksum_ = crc32c(checksum_, data, bytes);
   const char* next = static_cast<const char*>(data);
   while (bytes > 0) {
     const ssize_t written = ::write(descriptor_, next, std::min<size_t>(bytes, size_t{1} << 30));

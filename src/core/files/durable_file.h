@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <filesystem>
 #include <functional>
 #include <string_view>
@@ -19,10 +20,13 @@ class DurableFile {
 
   void write(const void* data, size_t bytes);
   void close();
+  // CRC-32C of all that was written.
+  uint32_t checksum() const { return checksum_; }
 
  private:
   std::filesystem::path path_;
   int descriptor_;
+  uint32_t checksum_ = 0;
 };
 
 // Replaces the file's content: a reader sees the old or the new one, whatever happens meanwhile.

@@ -126,7 +126,7 @@ BalancedPlanner::BalancedPlanner(Profile profile, BalancedPlannerOptions options
   if (!options_.replay.empty()) {
     open_replay(steps);
   } else if (!options_.log.empty() && std::filesystem::exists(options_.log)) {
-    record_.emplace(options_.log);
+    record_.emplace(options_.log, options_.first_step);
     record_is_own_ = true;
     if (!record_->damage().empty()) log::warning("{}; it and what follows is planned anew", record_->damage());
   }
@@ -139,37 +139,15 @@ void BalancedPlanner::open_replay(const ReplayedSteps& steps) {
   std::map<int64_t, std::string> misfits;  // of the line that counts, the last one of a step
   record_.emplace(options_.replay, [&](const Plan& plan, const std::string& place) {
     misfits.erase(plan.step);
-    if (plan.step < steps.first || plan.step > steps.last) return;
+    if (plan.step > steps.last) return;
     try {
-      check_step(plan, steps, place);
+      check_plan(plan, steps.batch(plan.step), steps.lengths_known, place);
     } catch (const UserError& error) {
       misfits[plan.step] = error.what();
     }
   });
-  checked_from_ = steps.first;
-  require_steps(steps);
+  for (int64_t step = 1; step <= steps.last; ++step) record_->require(step);
   if (!misfits.empty()) throw UserError("{}", misfits.begin()->second);
-  if (!record_->damage().empty()) log::warning("{}; the plans before it are used", record_->damage());
-}
-
-int64_t BalancedPlanner::last_step() const {
-  return options_.replay.empty() || record_->empty() ? StepPlanner::last_step() : record_->last();
-}
-
-void BalancedPlanner::require_steps(const ReplayedSteps& steps) const {
-  if (steps.begin_known && steps.first <= steps.last) record_->require(steps.first);
-  for (int64_t step = steps.first; step <= std::min(steps.last, last_step()); ++step) record_->require(step);
-}
-
-void BalancedPlanner::check_replay(const ReplayedSteps& steps) {
-  require_steps(steps);
-  for (int64_t step = steps.first; step <= std::min({steps.last, last_step(), checked_from_ - 1}); ++step)
-    check_step(record_->read(step).plan, steps, record_->place(step));
-  if (steps.first <= steps.last && last_step() < steps.last)
-    log::warning(
-        "balance.replay: {} ends with step {}, before train.max_steps {}: training stops after that step, and goes on "
-        "from its checkpoint with balance.replay left out",
-        options_.replay.string(), last_step(), steps.last);
 }
 
 // When a step is announced it is known which plans of the log still apply. Steps from there on run again, and are
@@ -180,7 +158,7 @@ void BalancedPlanner::open_log(int64_t step) {
     record_->trim_file(step);
   } else if (std::filesystem::exists(options_.log)) {
     // A replay that goes on: its plans are written again as they are taken.
-    RecordedPlans earlier(options_.log);
+    RecordedPlans earlier(options_.log, step);
     earlier.forget_from(step);
     earlier.trim_file(step);
   }
@@ -298,10 +276,6 @@ void BalancedPlanner::check_plan(const Plan& plan, const std::vector<Sequence>& 
         error.what());
   }
   if (lengths_known) check_budgets(plan, sequences, where);
-}
-
-void BalancedPlanner::check_step(const Plan& plan, const ReplayedSteps& steps, const std::string& place) const {
-  check_plan(plan, steps.batch(plan.step), steps.lengths_known, place);
 }
 
 // The plan of a step that has one on record.

@@ -5,7 +5,6 @@
 #include <filesystem>
 #include <functional>
 #include <future>
-#include <limits>
 #include <map>
 #include <memory>
 #include <optional>
@@ -29,15 +28,15 @@ struct BalancedPlannerOptions {
   std::vector<int> first_layer;  // of every stage and one past the last; empty: split by the profile
   bool adapt = true;             // false: nothing is learned, a plan follows from the configuration and the step
   std::filesystem::path log;     // plan.jsonl; empty: none is written or read
+  int64_t first_step = 1;        // of the run from here on: no plan before it is read from the log
   std::filesystem::path replay;  // the log of a run whose plans are used again; empty: none
 };
 
-// The steps that a run with a replay has before it.
+// The steps of a run with a replay.
 struct ReplayedSteps {
-  int64_t first = std::numeric_limits<int64_t>::max(), last = 0;  // none, or not known
-  std::function<std::vector<Sequence>(int64_t step)> batch;       // the sequences of a step
+  int64_t last = 0;
+  std::function<std::vector<Sequence>(int64_t step)> batch;  // the sequences of a step
   bool lengths_known = true;  // false: they follow from what training will teach, and announce() compares them
-  bool begin_known = true;    // false: the run may turn out to begin earlier; check_replay() knows
 };
 
 // Batches, orders and tunes every step, two steps ahead, in threads of its own.
@@ -48,13 +47,11 @@ class BalancedPlanner final : public StepPlanner {
  public:
   static constexpr int kAhead = 2;
 
-  // With options.replay: UserError unless it has a plan of the first of these steps (where that is known), no hole
-  // after it, and plans that fit.
+  // With options.replay: UserError unless it has a plan of every one of these steps, and all of them fit.
   BalancedPlanner(Profile profile, BalancedPlannerOptions options, const ReplayedSteps& steps = {});
   ~BalancedPlanner() override;
 
   int ahead() const override { return kAhead; }
-  int64_t last_step() const override;
   void announce(int64_t step, std::vector<Sequence> sequences) override;
   Plan next() override;
   void learn(const StepMeasurement& measurement) override;
@@ -62,10 +59,6 @@ class BalancedPlanner final : public StepPlanner {
   std::vector<Metric> metrics() const override { return metrics_; }
   std::string state() const override;
   void restore_state(const std::string& text) override;
-
-  // When it is certain where the run begins: the same for steps before those that the constructor was told. Warns when
-  // the replay ends before the last one.
-  void check_replay(const ReplayedSteps& steps);
 
   // Where the stages begin, and one past the last.
   const std::vector<int>& first_layer() const { return options_.first_layer; }
@@ -92,8 +85,6 @@ class BalancedPlanner final : public StepPlanner {
   std::optional<LoggedStep> recorded(int64_t step, const std::vector<Sequence>& sequences);
   void open_log(int64_t step);
   void open_replay(const ReplayedSteps& steps);
-  void require_steps(const ReplayedSteps& steps) const;
-  void check_step(const Plan& plan, const ReplayedSteps& steps, const std::string& place) const;
   void check_plan(const Plan& plan, const std::vector<Sequence>& sequences, bool lengths_known,
                   const std::string& place) const;
   void check_layout(const Plan& plan, const std::string& where) const;
@@ -113,8 +104,7 @@ class BalancedPlanner final : public StepPlanner {
   std::deque<std::shared_ptr<const BalanceState>> states_;
   std::optional<RecordedPlans> record_;  // of options_.replay, or of an earlier process of this run
   bool record_is_own_ = false;
-  int64_t checked_from_ = std::numeric_limits<int64_t>::max();  // step of options_.replay
-  bool goes_on_ = false;                                        // with plans of its own record
+  bool goes_on_ = false;  // with plans of its own record
   std::unique_ptr<PlanLog> log_;
   std::map<int64_t, Pending> pending_;
   std::map<int64_t, Running> running_;

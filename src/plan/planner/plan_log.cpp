@@ -1,6 +1,7 @@
 #include "plan/planner/plan_log.h"
 
 #include <algorithm>
+#include <limits>
 #include <nlohmann/json.hpp>
 #include <set>
 #include <utility>
@@ -99,8 +100,9 @@ PlanLine parse_line(const std::string& line, const std::string& where) {
   return result;
 }
 
-std::string line_name(const std::filesystem::path& file, int64_t number) {
-  return fmt::format("{}, line {}", file.string(), number);
+std::string line_name(const std::filesystem::path& file, const PlanLinePlace& place) {
+  if (place.number == 0) return fmt::format("{}, the line at byte {}", file.string(), place.offset);
+  return fmt::format("{}, line {}", file.string(), place.number);
 }
 
 std::ifstream open_log(const std::filesystem::path& file) {
@@ -110,13 +112,15 @@ std::ifstream open_log(const std::filesystem::path& file) {
 }
 
 // Gives the lines up to the first that is not sound, and says what is wrong with that one; "": nothing. Plans of
-// another version are not damage: OtherPlanVersion. `take(line, text, place)`.
+// another version are not damage: OtherPlanVersion. `take(line, text, place)`. Begins where the file is, which is
+// `place`.
 template <typename Take>
-std::string read_lines(std::ifstream& in, const std::filesystem::path& file, const Take& take) {
+std::string read_lines(std::ifstream& in, const std::filesystem::path& file, const Take& take,
+                       PlanLinePlace place = {0, 1}) {
   std::set<int64_t> planned;
   std::string text;
-  for (PlanLinePlace place{0, 1}; std::getline(in, text); ++place.number) {
-    const std::string where = line_name(file, place.number);
+  for (; std::getline(in, text); place.number += place.number > 0) {
+    const std::string where = line_name(file, place);
     if (in.eof()) return where + ": the line is not finished";
     try {
       PlanLine line = parse_line(text, where);
@@ -148,7 +152,7 @@ std::string read_shown_lines(std::ifstream& in, const std::filesystem::path& fil
 // Again what read_lines() has given from this place. UserError when it is not there any more.
 PlanLine read_line_at(std::ifstream& in, const std::filesystem::path& file, const PlanLinePlace& place, int64_t step,
                       bool planned) {
-  const std::string where = line_name(file, place.number);
+  const std::string where = line_name(file, place);
   std::string text;
   in.clear();
   in.seekg(place.offset);
@@ -157,6 +161,61 @@ PlanLine read_line_at(std::ifstream& in, const std::filesystem::path& file, cons
   SB_USER_CHECK(line.step == step && (planned ? line.planned.has_value() : line.measured.has_value()),
                 "{}: the {} of step {} was there and is not any more", where, planned ? "plan" : "measurement", step);
   return line;
+}
+
+// The first ones of a file as they are.
+void copy_bytes(std::ifstream& in, std::streamoff count, DurableFile& to, const std::filesystem::path& file) {
+  std::vector<char> piece(1 << 20);
+  while (count > 0) {
+    in.read(piece.data(), std::min<std::streamoff>(count, std::ssize(piece)));
+    SB_USER_CHECK(in.gcount() > 0, "{}: cannot be read to its end", file.string());
+    to.write(piece.data(), static_cast<size_t>(in.gcount()));
+    count -= in.gcount();
+  }
+}
+
+// Where the line begins that ends before `end`.
+std::streamoff line_begin(std::ifstream& in, std::streamoff end) {
+  std::vector<char> piece(1 << 16);
+  --end;  // its own end
+  while (end > 0) {
+    const std::streamoff size = std::min<std::streamoff>(end, std::ssize(piece)), begin = end - size;
+    in.seekg(begin);
+    in.read(piece.data(), size);
+    for (std::streamoff i = in.gcount(); i > 0; --i)
+      if (piece[static_cast<size_t>(i - 1)] == '\n') return begin + i;
+    end = begin;
+  }
+  return 0;
+}
+
+// Where the last plan of a step before `step` stands, found from the end: what concerns later steps comes after it,
+// since a run plans its steps in order. The beginning of the file where that is not certain, as with a line that is not
+// sound; an unfinished one at the end is.
+std::streamoff find_end_of_log(std::ifstream& in, const std::filesystem::path& file, int64_t step) {
+  if (step <= 1) return 0;
+  in.seekg(0, std::ios::end);
+  std::streamoff end = in.tellg();
+  int64_t next = std::numeric_limits<int64_t>::max();  // the step planned after
+  std::string text;
+  for (bool last = true; end > 0; last = false) {
+    const std::streamoff begin = line_begin(in, end);
+    in.clear();
+    in.seekg(begin);
+    std::getline(in, text);
+    const bool unfinished = in.eof();
+    end = begin;
+    if (unfinished && last) continue;
+    try {
+      const PlanLine line = parse_line(text, file.string());
+      if (!line.planned) continue;
+      if (line.step >= std::exchange(next, line.step)) break;
+      if (line.step < step) return begin;
+    } catch (const UserError&) {
+      break;
+    }
+  }
+  return 0;
 }
 
 }  // namespace
@@ -219,35 +278,47 @@ PlanRecord read_plan_overview(const std::filesystem::path& file, int64_t micro_b
   return record;
 }
 
+RecordedPlans::RecordedPlans(std::filesystem::path file, int64_t step) : file_(std::move(file)), in_(open_log(file_)) {
+  begin_ = find_end_of_log(in_, file_, step);
+  in_.clear();
+  in_.seekg(begin_);
+  read({}, std::chrono::hours(1));
+}
+
 RecordedPlans::RecordedPlans(std::filesystem::path file, const Visit& visit, std::chrono::milliseconds report)
     : file_(std::move(file)), in_(open_log(file_)) {
+  read(visit, report);
+}
+
+void RecordedPlans::read(const Visit& visit, std::chrono::milliseconds report) {
   std::error_code unknown;
   const auto bytes = static_cast<double>(std::filesystem::file_size(file_, unknown));
   auto reported = std::chrono::steady_clock::now();
-  damage_ = read_lines(in_, file_, [&](const PlanLine& line, const std::string&, const PlanLinePlace& place) {
+  const auto take = [&](const PlanLine& line, const std::string&, const PlanLinePlace& place) {
     if (!line.planned) return;
     places_[line.step] = place;
-    if (visit) visit(line.planned->plan, line_name(file_, place.number));
+    if (visit) visit(line.planned->plan, line_name(file_, place));
     if (const auto now = std::chrono::steady_clock::now(); now - reported >= report) {
       log::info("{}: {} plans read, {:.0f} %", file_.string(), places_.size(),
                 100 * static_cast<double>(place.offset) / bytes);
       reported = now;
     }
-  });
+  };
+  damage_ = read_lines(in_, file_, take, first_place());
   if (!empty()) last_in_file_ = last();
 }
 
 void RecordedPlans::require(int64_t step) const {
   SB_USER_CHECK(contains(step),
-                "{}: has no plan of step {}; {}{}. balance.replay needs one of every step from the first that is left "
-                "to train: name another log, or leave it out",
+                "{}: has no plan of step {}; {}{}. balance.replay needs one of every step up to train.max_steps: name "
+                "a complete log, lower train.max_steps, or leave it out",
                 file_.string(), step,
                 empty() ? std::string("it holds none") : fmt::format("it holds {} to {}", first(), last()),
                 damage_.empty() ? "" : "; " + damage_);
 }
 
 std::string RecordedPlans::place(int64_t step) const {
-  return line_name(file_, places_.at(step).number);
+  return line_name(file_, places_.at(step));
 }
 
 LoggedStep RecordedPlans::read(int64_t step) {
@@ -273,10 +344,12 @@ void RecordedPlans::trim_file(int64_t measured_end) const {
   if (damage_.empty() && last_in_file_ < std::min(forgotten_from_, measured_end)) return;
   std::ifstream in = open_log(file_);
   replace_file(file_, [&](DurableFile& kept) {
-    read_lines(in, file_, [&](const PlanLine& line, const std::string& text, const PlanLinePlace&) {
+    copy_bytes(in, begin_, kept, file_);
+    const auto take = [&](const PlanLine& line, const std::string& text, const PlanLinePlace&) {
       if (line.step >= forgotten_from_ || (line.measured && line.step >= measured_end)) return;
       kept.write((text + '\n').data(), text.size() + 1);
-    });
+    };
+    read_lines(in, file_, take, first_place());
   });
 }
 

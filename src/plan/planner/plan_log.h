@@ -42,7 +42,7 @@ PlanRecord read_plan_overview(const std::filesystem::path& file, int64_t micro_b
 // Where a line of a plan.jsonl stands.
 struct PlanLinePlace {
   std::streamoff offset = 0;
-  int64_t number = 0;  // from 1
+  int64_t number = 0;  // from 1; 0: not known
 };
 
 // The plans of a plan.jsonl, which stay in the file: a long run has gigabytes of them, and a planner wants one at a
@@ -56,6 +56,9 @@ class RecordedPlans {
   // What takes long says how far it is, this often.
   explicit RecordedPlans(std::filesystem::path file, const Visit& visit = {},
                          std::chrono::milliseconds report = std::chrono::seconds(5));
+  // Of the steps from this one on, and the one before: reads the end of a run's own log alone, however long it is.
+  // Where that end is in doubt it is read whole.
+  RecordedPlans(std::filesystem::path file, int64_t step);
 
   const std::filesystem::path& file() const { return file_; }
   const std::string& damage() const { return damage_; }
@@ -77,9 +80,13 @@ class RecordedPlans {
   void trim_file(int64_t measured_end) const;
 
  private:
+  void read(const Visit& visit, std::chrono::milliseconds report);
+  // The first line that was read.
+  PlanLinePlace first_place() const { return {begin_, begin_ == 0 ? 1 : 0}; }
   void close_if_empty();
   std::filesystem::path file_;
   std::ifstream in_;
+  std::streamoff begin_ = 0;  // nothing before it was read
   std::map<int64_t, PlanLinePlace> places_;
   std::string damage_;
   int64_t last_in_file_ = 0;

@@ -2,7 +2,6 @@
 
 #include <cstdint>
 #include <functional>
-#include <limits>
 #include <memory>
 #include <span>
 #include <string>
@@ -42,8 +41,6 @@ class StepPlanner {
   virtual ~StepPlanner() = default;
 
   virtual int ahead() const { return 0; }
-  // Training stops after this step: there are no plans for later ones.
-  virtual int64_t last_step() const { return std::numeric_limits<int64_t>::max(); }
   virtual void announce(int64_t step, std::vector<Sequence> sequences) = 0;
   // The plan of the step announced first and not yet taken. Every data-parallel rank has at least one micro-batch. A
   // micro-batch without budgets runs at the configured one.

@@ -1,9 +1,13 @@
 #include "run/checkpoint/checkpoint.h"
 
+#include <fcntl.h>
+
 #include <algorithm>
 #include <cerrno>
 #include <charconv>
+#include <cstdio>
 #include <future>
+#include <map>
 #include <nlohmann/json.hpp>
 #include <vector>
 
@@ -43,6 +47,10 @@ uint32_t piece_checksum(const fs::path& file, int64_t begin, int64_t end) {
   return crc;
 }
 
+std::string checksum_text(uint32_t checksum) {
+  return fmt::format("{:08x}", checksum);
+}
+
 // Large files in pieces at the same time: one reader does not keep a disk busy.
 std::string file_checksum(const fs::path& file) {
   constexpr int64_t kLeastPiece = int64_t{64} << 20, kMostPieces = 8;
@@ -56,7 +64,7 @@ std::string file_checksum(const fs::path& file) {
   for (int64_t p = 1; p < pieces; ++p)
     crc =
         crc32c_joined(crc, others[static_cast<size_t>(p - 1)].get(), static_cast<uint64_t>(border(p + 1) - border(p)));
-  return fmt::format("{:08x}", crc);
+  return checksum_text(crc);
 }
 
 nlohmann::json read_json(const fs::path& file) {
@@ -65,13 +73,17 @@ nlohmann::json read_json(const fs::path& file) {
   return object;
 }
 
-void write_manifest(const fs::path& directory) {
+// `known`: the checksums of files as they were written. What is small is read again.
+void write_manifest(const fs::path& directory, const std::map<std::string, uint32_t>& known) {
   nlohmann::ordered_json files;
   std::vector<fs::path> names;
   for (const auto& entry : fs::directory_iterator(directory)) names.push_back(entry.path().filename());
   std::sort(names.begin(), names.end());
   for (const fs::path& name : names) {
-    files[name.string()] = {{"bytes", fs::file_size(directory / name)}, {"crc32c", file_checksum(directory / name)}};
+    const auto written = known.find(name.string());
+    files[name.string()] = {
+        {"bytes", fs::file_size(directory / name)},
+        {"crc32c", written != known.end() ? checksum_text(written->second) : file_checksum(directory / name)}};
   }
   const nlohmann::ordered_json manifest = {{"format", kFormat}, {"files", files}};
   write_new_file(directory / "manifest.json", manifest.dump(1) + "\n");
@@ -149,13 +161,39 @@ void remove_directory(const fs::path& directory) {
   fs::remove_all(doomed);
 }
 
-void write_weights(const fs::path& directory, const CheckpointContents& contents) {
-  if (contents.lora.enabled())
-    return write_peft_adapter(directory, contents.lora, contents.model, contents.copy_from.string(), contents.weights);
+// Gives a new directory its name. One that has it stays until the new one is there, and is gone afterwards.
+void put_in_place(const fs::path& fresh, const fs::path& directory) {
+  if (!fs::exists(directory)) return fs::rename(fresh, directory);
+  fs::path old = fresh;
+  if (::renameat2(AT_FDCWD, fresh.c_str(), AT_FDCWD, directory.c_str(), RENAME_EXCHANGE) != 0) {
+    // A file system that cannot exchange two names.
+    old = free_name(directory, kRemoving);
+    fs::rename(directory, old);
+    try {
+      fs::rename(fresh, directory);
+    } catch (const fs::filesystem_error&) {
+      fs::rename(old, directory);
+      throw;
+    }
+  }
+  std::error_code failed;
+  fs::remove_all(old, failed);
+  if (failed) log::warning("{} is left of an earlier save and cannot be removed: {}", old.string(), failed.message());
+}
+
+// The checksums of what is large, as it was written.
+std::map<std::string, uint32_t> write_weights(const fs::path& directory, const CheckpointContents& contents) {
+  std::map<std::string, uint32_t> checksums;
+  if (contents.lora.enabled()) {
+    write_peft_adapter(directory, contents.lora, contents.model, contents.copy_from.string(), contents.weights);
+    return checksums;
+  }
   HfWriteOptions options;
   options.dtype = DType::f32;
   options.copy_from = contents.copy_from;
+  options.checksums = &checksums;
   write_hf_model(directory, contents.model, contents.weights, options);
+  return checksums;
 }
 
 std::string previous_checkpoint_note(const fs::path& output_dir) {
@@ -197,8 +235,7 @@ void write_directory_atomically(const fs::path& directory, const std::function<v
     for (const auto& entry : fs::recursive_directory_iterator(temporary))
       entry.is_directory() ? sync_directory(entry.path()) : sync_file(entry.path());
     sync_directory(temporary);
-    if (fs::exists(directory)) remove_directory(directory);
-    fs::rename(temporary, directory);
+    put_in_place(temporary, directory);
     sync_directory(parent);
   } catch (const fs::filesystem_error& error) {
     std::error_code ignored;
@@ -215,12 +252,13 @@ fs::path save_checkpoint(const fs::path& output_dir, const CheckpointContents& c
   const fs::path directory = checkpoint_path(output_dir, contents.state.step);
   try {
     write_directory_atomically(directory, [&](const fs::path& temporary) {
-      write_weights(temporary, contents);
-      write_safetensors(temporary / "optimizer.safetensors", contents.moments, DType::f32);
+      std::map<std::string, uint32_t> checksums = write_weights(temporary, contents);
+      checksums["optimizer.safetensors"] =
+          write_safetensors(temporary / "optimizer.safetensors", contents.moments, DType::f32);
       write_selection_file(temporary / kSelectionFile, contents.state.selection, contents.model);
       write_state(temporary / "state.json", contents.state);
       write_new_file(temporary / "run.yaml", contents.run_config);
-      write_manifest(temporary);
+      write_manifest(temporary, checksums);
     });
   } catch (const UserError& error) {
     std::error_code ignored;

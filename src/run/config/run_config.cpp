@@ -349,8 +349,9 @@ void add_attention(OptionTable& table, Draft& draft) {
   table.integer("attention.slash_cap", &selection.slash_cap, 0, kMaxTokens, "vertical_slash: most diagonals (blocks)");
   table.integer("attention.coverage_rows", &draft.config.attention.coverage_rows, 0, 1 << 16,
                 "rows of every sequence and layer on which the true coverage is measured each step; 0: none");
-  table.path("attention.dump_index", &draft.config.attention.dump_index,
-             "folder to which the block lists of one micro-batch are saved, a file per layer, for simulate --ring-index");
+  table.path(
+      "attention.dump_index", &draft.config.attention.dump_index,
+      "folder to which the block lists of one micro-batch are saved, a file per layer, for simulate --ring-index");
   table.integer("attention.dump_index_step", &draft.config.attention.dump_index_step, 1, kMaxTokens,
                 "dump_index: the first step from which a micro-batch may be taken");
   table.flag("attention.layer_metrics", &draft.config.attention.layer_metrics,
@@ -389,10 +390,15 @@ void add_train(OptionTable& table, Draft& draft) {
   table.integer("train.max_steps", &train.max_steps, 1, OptionTable::kAny, "optimizer steps");
   table.number("train.num_train_epochs", &train.num_train_epochs, 0.0, 1e6,
                "above 0: passes over data.train, in place of max_steps; the last step may reach into the next pass");
-  table.choice<Recompute>("train.recompute", &train.recompute,
-                          {{"none", Recompute::none}, {"attention", Recompute::attention}, {"layer", Recompute::layer}},
-                          "what backward computes again to save memory: nothing, all but attention, the whole layer; "
-                          "never changes the result");
+  table.choice<Recompute>(
+      "train.recompute", &train.recompute,
+      {{"none", Recompute::none},
+       {"attention", Recompute::attention},
+       {"layer", Recompute::layer},
+       {"chunk", Recompute::chunk}},
+      "what backward computes again to save memory: nothing, all but attention, the whole layer; "
+      "chunk: the forward of every piece of a sequence but the last, of which keys and values alone "
+      "are kept (parallel.pp 1, balance.chunk a number). Never changes the result");
   table.integer("train.save_steps", &train.save_steps, 0, OptionTable::kAny,
                 "steps between checkpoints; 0: only at the end");
   table.integer("train.save_total_limit", &train.save_total_limit, 0, OptionTable::kAny,
@@ -421,6 +427,9 @@ void add_train(OptionTable& table, Draft& draft) {
   table.integer("train.offload", &train.offload, -1, 1 << 16,
                 "layers of a stage whose input waits for backward in host memory; -1: as many as the GPU's memory asks "
                 "for (none on the CPU); never changes the result");
+  table.flag("train.offload_optimizer", &train.offload_optimizer,
+             "device: cuda: float32 values and AdamW's moments, 12 bytes a parameter, wait in host memory and come to "
+             "the GPU in windows; never changes the result");
   table.choice<TrainOptions::Precision>(
       "train.precision", &train.precision,
       {{"auto", TrainOptions::Precision::automatic}, {"float32", TrainOptions::Precision::float32}},

@@ -138,7 +138,8 @@ struct TrainOptions {
   int threads = 0;  // 0: all cores
   int64_t loss_chunk = 1024;
   int64_t layer_chunk = 32768;
-  int64_t offload = -1;  // layer inputs in host memory; -1: as many as the device's memory asks for
+  int64_t offload = -1;            // layer inputs in host memory; -1: as many as the device's memory asks for
+  bool offload_optimizer = false;  // fp32 values and moments in host memory
   enum class Precision { automatic, float32 };
   Precision precision = Precision::automatic;  // of activations on CUDA: bf16 unless float32
   bool deterministic = false;

@@ -80,12 +80,38 @@ void add_balance_options(OptionTable& table, BalanceOptions& balance) {
              "h200-analytic, h100-analytic, a100-analytic, "
              "h20-analytic");
   table.path("balance.replay", &balance.replay,
-             "plan.jsonl of another run, whose plans are used again: it must hold every step from the first that is "
-             "left to train up to max_steps, or up to an earlier one, after which the run saves and stops; empty: "
-             "plans are made");
+             "plan.jsonl of another run, whose plans are used again: it must hold every step up to train.max_steps; "
+             "empty: plans are made");
 }
 
 namespace {
+
+void check_offload(const RunConfig& config, const OptionTable& table) {
+  if (!config.train.offload_optimizer) return;
+  const std::string label = table.label("train.offload_optimizer");
+  SB_USER_CHECK(config.device == DeviceKind::cuda,
+                "{}: on the CPU values and moments are in host memory anyway; leave it out, or set device: cuda",
+                label);
+  SB_USER_CHECK(config.dtype() == DType::bf16,
+                "{}: with train.precision: float32 the operations read the values themselves, which stay on the GPU; "
+                "leave one of them out",
+                label);
+}
+
+void check_recompute(const RunConfig& config, const OptionTable& table) {
+  if (config.train.recompute != Recompute::chunk) return;
+  const std::string label = table.label("train.recompute");
+  SB_USER_CHECK(
+      config.balance.chunk > 0,
+      "{}: chunk computes the forwards of pieces again, and no sequence is cut into pieces; set balance.chunk "
+      "to their tokens, for example 8192, or train.recompute: layer",
+      label);
+  SB_USER_CHECK(
+      config.parallel.pp == 1,
+      "{}: chunk needs all pieces of a sequence to go back before the next one comes, and with parallel.pp {} "
+      "stages others are between; set train.recompute: layer, or parallel.pp: 1",
+      label, config.parallel.pp);
+}
 
 void check_chunk(const RunConfig& config, const OptionTable& table) {
   const int64_t chunk = config.balance.chunk;
@@ -159,6 +185,8 @@ void check_balance(const RunConfig& config, const OptionTable& table) {
       "{}: memory for whole sequences in order is not planned where balance.chunk cuts them; set one of them only",
       table.label("balance.compare_steps"));
   check_chunk(config, table);
+  check_recompute(config, table);
+  check_offload(config, table);
   const bool predicts = tuned || balance.chunk < 0 || balance.ordering != BalanceOptions::Ordering::none ||
                         balance.batching == BalanceOptions::Batching::sab ||
                         balance.batching == BalanceOptions::Batching::wlb;

@@ -39,7 +39,7 @@ PieceRun run_pieces(Attention& attention, const AttentionCase& c, const std::vec
     std::copy(c.v.begin() + cuts[i] * key, c.v.begin() + cuts[i + 1] * key, v.begin() + pages[i].row * key);
   }
   ThreadPool pool(threads);
-  Arena scratch("scratch", attention.piece_bytes(shape, room, n, threads).scratch);
+  Arena scratch("scratch", attention.piece_bytes(shape, {room, n}, threads).scratch);
   const Exec exec{.pool = &pool, .scratch = &scratch};
   PieceRun run;
   AttentionResults<float>& r = run.results;
@@ -250,10 +250,10 @@ TEST(PieceAttention, ChoosesMeasuresAndComputesAsForTheWhole) {
         expect_same_report(attention.take_report(), report);
         EXPECT_EQ(learned.thresholds, learned_whole.thresholds);
         expect_near_energies(learned, learned_whole);
-        EXPECT_LE(attention.layer_bytes_used(), 3 * attention.piece_bytes(c.shape, piece, size.length, 2).layer);
-        EXPECT_LE(attention.call_bytes_used(), attention.piece_bytes(c.shape, piece, size.length, 2).call);
+        EXPECT_LE(attention.layer_bytes_used(), 3 * attention.piece_bytes(c.shape, {piece, size.length}, 2).layer);
+        EXPECT_LE(attention.call_bytes_used(), attention.piece_bytes(c.shape, {piece, size.length}, 2).call);
         for (const BlockIndex& lists : run.lists)
-          EXPECT_LE(lists.bytes(), attention.piece_bytes(c.shape, piece, size.length, 2).state + 128);
+          EXPECT_LE(lists.bytes(), attention.piece_bytes(c.shape, {piece, size.length}, 2).state + 128);
       }
     }
   }

@@ -69,6 +69,12 @@ TEST(Planes, ThoseOfTheMostEnergyAreChosen) {
       EXPECT_EQ(chosen.channels, channels);
       for (int head = 0; head < kv_heads; ++head) {
         EXPECT_EQ(chosen.scale[head], 0.3f);
+        for (int i = 0; i < channels; ++i) {
+          double mean = 0;
+          for (int64_t t = 0; t < tokens; t += 16)
+            mean += in.k[(t * kv_heads + head) * d + chosen.of(head)[i]] / ((tokens + 15) / 16);
+          EXPECT_NEAR(chosen.key_mean[head * channels + i], mean, 1e-5) << "the mean of channel " << i;
+        }
         const auto of_head = chosen.of(head);
         EXPECT_TRUE(std::is_sorted(of_head.begin(), of_head.end()));
         const std::set<int32_t> taken(of_head.begin(), of_head.end());

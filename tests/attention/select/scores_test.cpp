@@ -208,7 +208,7 @@ TEST(BlockScorer, PartsAddUpTheirMasses) {
 
 // Channels of every kv head in a mixed order of planes, other ones for every head.
 LayerPlanes some_planes(const AttentionShape& shape, int channels) {
-  LayerPlanes planes{shape.kv_heads, channels, {}, {}};
+  LayerPlanes planes{shape.kv_heads, channels, {}, {}, {}};
   for (int head = 0; head < shape.kv_heads; ++head) {
     std::vector<int32_t> of_head;
     for (int c = 0; c < channels; ++c) of_head.push_back((c * 5 + head) % shape.head_dim);

@@ -114,9 +114,9 @@ TEST(BalancedPlanner, ChecksAReplayAsItIsRead) {
     asked.push_back(step);
     return batch_of(step);
   };
-  EXPECT_EQ(refused({2, 5, batch}), "");
-  EXPECT_EQ(asked, (std::vector<int64_t>{2, 3, 4, 5}));
-  EXPECT_NE(refused({2, 5, [](int64_t step) { return batch_of(step == 4 ? 3 : step); }})
+  EXPECT_EQ(refused({5, batch}), "");
+  EXPECT_EQ(asked, (std::vector<int64_t>{1, 2, 3, 4, 5}));
+  EXPECT_NE(refused({5, [](int64_t step) { return batch_of(step == 4 ? 3 : step); }})
                 .find("line 7: the plan of step 4 has sequence"),
             std::string::npos);
 }
@@ -389,6 +389,62 @@ TEST(BalancedPlanner, AResumedRunKeepsTheLogAsItIsUpToItsCheckpoint) {
   planner(chosen)->announce(8, batch_of(8));
   EXPECT_EQ(std::filesystem::last_write_time(chosen.log), written);
   EXPECT_EQ(text_of(chosen.log), seven);
+}
+
+// A long run's log is not read to go on after its last steps: what stands before is copied as it is.
+TEST(BalancedPlanner, AResumedRunReadsTheEndOfItsLogAlone) {
+  TemporaryFolder folder;
+  BalancedPlannerOptions chosen = options();
+  chosen.log = std::filesystem::path(folder.path("plan.jsonl"));
+  const auto whole = run(*planner(chosen), chosen, 1, 8, steady);
+  std::string text = text_of(chosen.log);
+  const size_t third = text.find("{\"step\":3,\"crc32c\"");
+  ASSERT_NE(third, std::string::npos);
+  text.replace(third, 5, "xxxxx");  // would end the useful part for who reads everything
+  for (const bool unfinished : {false, true}) {
+    std::ofstream(chosen.log) << text << (unfinished ? "{\"step\":9,\"crc" : "");
+    BalancedPlannerOptions resumed = chosen;
+    resumed.first_step = 6;
+    EXPECT_EQ(run(*planner(resumed), resumed, 6, 7, steady), std::vector(whole.begin() + 5, whole.begin() + 7));
+    const std::string after = text_of(chosen.log);
+    const size_t sixth = text.find("{\"step\":6,\"crc32c\"");
+    EXPECT_EQ(after.substr(0, sixth), text.substr(0, sixth));
+    for (int64_t step = 6; step <= 8; ++step) {
+      EXPECT_EQ(times_in(after, fmt::format("{{\"step\":{},\"crc32c\"", step)), 1u) << step;
+      EXPECT_EQ(times_in(after, fmt::format("{{\"step\":{},\"measured\"", step)), step <= 7 ? 1u : 0u) << step;
+    }
+    EXPECT_TRUE(after.ends_with("\n"));
+  }
+}
+
+TEST(RecordedPlans, AreSoughtFromTheEnd) {
+  TemporaryFolder folder;
+  BalancedPlannerOptions chosen = options();
+  chosen.log = std::filesystem::path(folder.path("plan.jsonl"));
+  run(*planner(chosen), chosen, 1, 6, steady);
+  const std::string text = text_of(chosen.log);
+  for (const auto& [step, first] : {std::pair{1, 1}, {2, 1}, {3, 2}, {6, 5}, {7, 6}, {100, 6}}) {
+    RecordedPlans plans(chosen.log, step);
+    EXPECT_EQ(plans.first(), first) << step;
+    EXPECT_EQ(plans.last(), 6) << step;
+    EXPECT_EQ(plans.damage(), "") << step;
+    EXPECT_EQ(plans.read(6).plan.step, 6);
+  }
+  EXPECT_NE(RecordedPlans(chosen.log, 5).place(5).find("the line at byte "), std::string::npos);
+  // In doubt everything is read: a line that is not sound in what matters, and steps out of order.
+  const size_t fifth = text.find("{\"step\":5,\"crc32c\"");
+  const std::string damaged = text.substr(0, fifth) + "x" + text.substr(fifth);
+  std::ofstream(chosen.log) << damaged;
+  EXPECT_EQ(RecordedPlans(chosen.log, 5).last(), 4);
+  EXPECT_NE(RecordedPlans(chosen.log, 5).damage().find("line 9"), std::string::npos);
+  EXPECT_EQ(RecordedPlans(chosen.log, 7).first(), 6);  // it is not looked at
+  const std::string again = text.substr(fifth, text.find('\n', fifth) + 1 - fifth);
+  std::ofstream(chosen.log) << text << again;
+  EXPECT_EQ(RecordedPlans(chosen.log, 5).first(), 1);
+  for (const std::string nothing : {"", "unfinished"}) {
+    std::ofstream(chosen.log) << nothing;
+    EXPECT_TRUE(RecordedPlans(chosen.log, 5).empty());
+  }
 }
 
 // It was killed while it wrote a line.

@@ -24,6 +24,9 @@ struct CoverageSequence {
   int32_t grid = 0, points = 0;  // budgets of its curve, in key blocks
   int32_t results = 0;           // first float: [token][kv head][1 + points]: held, then the curve; sums over the group
   int32_t gathered = -1;         // its first GatheredList; -1: no single keys
+  // Of the whole sequence, of which this may be a piece: tokens, and rows to be measured; and whether more is to come.
+  int32_t whole_tokens = 0, whole_sampled = 0;
+  bool goes_on = false;
 };
 struct CoverageToken {
   int32_t sequence = 0, position = 0;
@@ -47,7 +50,7 @@ struct CoveragePlan {
 };
 
 // `rows` tokens of every sequence, spread evenly. `select` may be null when every sequence is dense. `gathered` as in
-// RowLayout.
+// RowLayout. Of a piece, `tiles` is about the whole sequence, of whose rows those are measured that lie in the piece.
 CoveragePlan make_coverage_plan(const Shape& shape, std::span<const int32_t> cu_seqlens, const std::vector<bool>& dense,
                                 const std::vector<SequenceTiles>& tiles, int rows, const SelectPlan* select,
                                 std::span<const int32_t> gathered);

@@ -28,7 +28,7 @@ __device__ inline CoverageBlock measured_block(const CoverageParams& args, int n
 // The row of q that has the i-th measured token of a sequence.
 __device__ inline int64_t query_row(const CoverageParams& args, const CoverageSequence& sequence, int i) {
   const int number = sequence.first_token + i;
-  return args.held != nullptr ? number : sequence.token + args.tokens[number].position;
+  return args.held != nullptr ? number : sequence.token + args.tokens[number].position - args.shape.first_query;
 }
 
 // Where the triple of a measured token, query head and key block lies: the largest score, the sum of exponentials

@@ -17,28 +17,33 @@ CoveragePlan make_coverage_plan(const Shape& shape, std::span<const int32_t> cu_
     one.scores = plan.scores;
     one.ranks = plan.ranks;
     one.token = cu_seqlens[s];
-    one.tokens = static_cast<int32_t>(t.tokens);
+    one.tokens = shape.first_query + cu_seqlens[s + 1] - cu_seqlens[s];
+    one.whole_tokens = static_cast<int32_t>(t.tokens);
+    one.whole_sampled = static_cast<int32_t>(std::min<int64_t>(rows, t.tokens));
+    one.goes_on = one.tokens < one.whole_tokens;
     one.dense = dense[s];
     if (!gathered.empty() && gathered[s] > 0) {
       one.gathered = lists;
       lists += select->list_heads;
     }
     one.first_block = plan.blocks;
-    one.blocks = static_cast<int32_t>(t.blocks());
+    one.blocks = (one.tokens + t.block - 1) / t.block;
     one.first_token = static_cast<int32_t>(plan.tokens.size());
-    one.sampled = static_cast<int32_t>(std::min<int64_t>(rows, t.tokens));
     one.grid = static_cast<int32_t>(plan.grid.size());
     one.results = plan.results;
     if (t.tokens > 0)
       for (const int64_t budget : coverage_grid(t.tokens, t.block))
         plan.grid.push_back(static_cast<int32_t>(budget / t.block));
     one.points = static_cast<int32_t>(plan.grid.size()) - one.grid;
-    for (int i = 0; i < one.sampled; ++i) {
-      const auto position = static_cast<int32_t>((2 * i + 1) * t.tokens / (2 * one.sampled));
+    for (int i = 0; i < one.whole_sampled; ++i) {
+      const auto position = static_cast<int32_t>(sampled_token(i, one.whole_sampled, t.tokens));
+      if (position < shape.first_query || position >= one.tokens) continue;
+      ++one.sampled;
       plan.tokens.push_back({static_cast<int32_t>(s), position});
       if (select == nullptr) continue;
       for (int head = 0; head < select->list_heads; ++head) {
-        const size_t row = static_cast<size_t>(head) * select->rows + row_base + position / select->query_block;
+        const size_t row =
+            static_cast<size_t>(head) * select->rows + row_base + (position - shape.first_query) / select->query_block;
         plan.lists.push_back({select->row_offsets[row], select->row_offsets[row + 1] - select->row_offsets[row]});
       }
     }

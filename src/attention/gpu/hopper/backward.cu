@@ -175,15 +175,22 @@ struct Consumer {
     }
   }
 
-  __device__ void store(const BackwardItem& item, __nv_bfloat16* out, const float (&a)[D / 2], float scale) {
+  // Where the gradient of this group's key `row` lies, or -1.
+  __device__ int64_t key_element(const BackwardItem& item, int row) const {
+    const int key = group * 64 + row;
+    return key < item.keys ? (static_cast<int64_t>(item.token + key) * args.kv_heads + item.head) * D : -1;
+  }
+
+  __device__ void store(const BackwardItem& item, void* out, const float (&a)[D / 2], float scale) {
+    if (args.adds)
+      return add_accumulator<D>(static_cast<float*>(out), a, scale, warp, lane,
+                                [&](int row) { return key_element(item, row); });
     const uint32_t staging = shared_address(smem.dq[group]);
     __syncwarp();
     stage_accumulator<D>(staging, a, scale, scale, warp, lane);
     __syncwarp();
-    store_staged<D>(out, staging, warp, lane, false, [&](int row) -> int64_t {
-      const int key = group * 64 + row;
-      return key < item.keys ? (static_cast<int64_t>(item.token + key) * args.kv_heads + item.head) * D : -1;
-    });
+    store_staged<D>(static_cast<__nv_bfloat16*>(out), staging, warp, lane, false,
+                    [&](int row) { return key_element(item, row); });
   }
 
   __device__ void store_partial(float* slots, int slot, int which, const float (&a)[D / 2]) {
@@ -400,7 +407,7 @@ void launch(const BackwardParams& p, cudaStream_t stream) {
   const auto rows = [&](const void* data) {
     return packed_map(data, p.shape.tokens, p.shape.query_heads, D, p.tiling.heads, p.tiling.tokens);
   };
-  const auto keys = [&](const void* data) { return packed_map(data, p.shape.tokens, p.shape.kv_heads, D, 1, kBlock); };
+  const auto keys = [&](const void* data) { return packed_map(data, p.shape.keys(), p.shape.kv_heads, D, 1, kBlock); };
   Arguments args{p.shape.scale,
                  row_map(p.tiling),
                  p.tiling.query_block,
@@ -408,8 +415,10 @@ void launch(const BackwardParams& p, cudaStream_t stream) {
                  p.tiling.subtiles,
                  p.shape.query_heads / p.shape.kv_heads / p.tiling.heads,
                  p.columns,
-                 static_cast<__nv_bfloat16*>(p.dk),
-                 static_cast<__nv_bfloat16*>(p.dv),
+                 p.dk,
+                 p.dv,
+                 p.adds,
+                 p.shape.first_query,
                  p.items,
                  p.counts,
                  p.column_offsets,

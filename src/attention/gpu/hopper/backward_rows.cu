@@ -205,14 +205,15 @@ void launch(const BackwardParams& p, cudaStream_t stream) {
     return packed_map(data, p.shape.tokens, p.shape.query_heads, D, p.tiling.heads, p.tiling.tokens);
   };
   const auto keys = [&](const void* data) {
-    return packed_map(data, p.shape.tokens, p.shape.kv_heads, D, 1, p.tiling.block);
+    return packed_map(data, p.shape.keys(), p.shape.kv_heads, D, 1, p.tiling.block);
   };
-  const Arguments args{{p.shape.query_heads / p.shape.kv_heads / p.tiling.heads, row_map(p.tiling), p.row_items,
-                        p.row_item_count, p.row_entries, p.counter + kRowsTaken, p.gathered, p.tiling.query_block},
-                       p.shape.scale,
-                       p.shape.query_heads,
-                       first_statistics(p),
-                       static_cast<__nv_bfloat16*>(p.dq)};
+  const Arguments args{
+      {p.shape.query_heads / p.shape.kv_heads / p.tiling.heads, row_map(p.tiling), p.row_items, p.row_item_count,
+       p.row_entries, p.counter + kRowsTaken, p.gathered, p.tiling.query_block, p.shape.first_query},
+      p.shape.scale,
+      p.shape.query_heads,
+      first_statistics(p),
+      static_cast<__nv_bfloat16*>(p.dq)};
   const CUtensorMap k_map = keys(p.k), v_map = keys(p.v);
   CUtensorMap gathered_k_map = k_map, gathered_v_map = v_map;
   if constexpr (kGathered) {

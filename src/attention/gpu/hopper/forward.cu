@@ -457,8 +457,8 @@ template <int D, bool kGathered, bool kHalves>
 void launch(const ForwardParams& p, cudaStream_t stream) {
   const int group = p.shape.query_heads / p.shape.kv_heads;
   const CUtensorMap q_map = packed_map(p.q, p.shape.tokens, p.shape.query_heads, D, p.tiling.heads, p.tiling.tokens);
-  const CUtensorMap k_map = packed_map(p.k, p.shape.tokens, p.shape.kv_heads, D, 1, p.tiling.block);
-  const CUtensorMap v_map = packed_map(p.v, p.shape.tokens, p.shape.kv_heads, D, 1, p.tiling.block);
+  const CUtensorMap k_map = packed_map(p.k, p.shape.keys(), p.shape.kv_heads, D, 1, p.tiling.block);
+  const CUtensorMap v_map = packed_map(p.v, p.shape.keys(), p.shape.kv_heads, D, 1, p.tiling.block);
   CUtensorMap gathered_k_map = k_map, gathered_v_map = v_map;
   if constexpr (kGathered) {
     gather_rows(p.gathered, p.shape, p.k, p.v, p.gathered_rows, stream);
@@ -466,7 +466,7 @@ void launch(const ForwardParams& p, cudaStream_t stream) {
     gathered_v_map = gathered_map(p.gathered_rows.v, p.gathered, D);
   }
   const Arguments args{{group / p.tiling.heads, row_map(p.tiling), p.items, p.item_count, p.row_entries, p.counter,
-                        p.gathered, p.tiling.query_block},
+                        p.gathered, p.tiling.query_block, p.shape.first_query},
                        p.shape.scale * kLog2e,
                        p.shape.query_heads,
                        p.shape.tokens,

@@ -4,8 +4,9 @@ namespace sb::gpu {
 namespace {
 
 // What the score by planes multiplies: of every key the channels that count, in the layout of the statistics, and of
-// every token that is scored the mean query of its group over the same channels, times the scale. A thread block has
-// one key block, or some tokens of a score item.
+// every token that is scored the mean query of its group over the same channels, times the scale; as 16-bit floats,
+// which hold more of them than bf16 does once the mean is taken from the keys. A thread block has one key block, or
+// some tokens of a score item.
 constexpr int kThreads = 256;
 constexpr int kTokens = 32;  // of a thread block
 static_assert(kPlaneRows % kTokens == 0);
@@ -15,14 +16,20 @@ struct Arguments {
   int32_t query_heads, kv_heads;
   const int32_t* planes;  // [kv_heads, channels]
   const float* scales;
+  const float* key_means;  // [kv_heads, channels]
   int32_t channels;
   const SelectBlock* blocks;
   int32_t block_count;
-  __nv_bfloat16* keys;
+  __half* keys;
   const ScoreItem* items;
   const ScoreToken* rows;
-  __nv_bfloat16* queries;  // [tokens, kv_heads, kDepth]
+  __half* queries;  // [tokens, kv_heads, kDepth]
 };
+
+__device__ __forceinline__ uint32_t pack_half(float low, float high) {
+  const auto finite = [](float x) { return fminf(fmaxf(x, -kLargestHalf), kLargestHalf); };
+  return as_bits(__floats2half2_rn(finite(low), finite(high)));
+}
 
 // A thread has eight channels of every so many keys: those that the queries' operand has in one thread, see
 // statistics_pair().
@@ -32,22 +39,25 @@ __device__ void gather_keys(const Arguments& args, const SelectBlock& block) {
   constexpr int kPieces = kDepth / 8, kAtOnce = kThreads / kPieces;
   const int piece = threadIdx.x % kPieces;
   int source[8];
+  float mean[8];
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
     const int pair = piece / 4 * 16 + i / 2 * 4 + piece % 4;
     const int index = 2 * pair + i % 2;
-    source[i] = index < args.channels ? args.planes[block.head * args.channels + index] : -1;
+    const bool counts = index < args.channels;
+    source[i] = counts ? args.planes[block.head * args.channels + index] : -1;
+    mean[i] = counts ? args.key_means[block.head * args.channels + index] : 0.0f;
   }
 #pragma unroll 2
   for (int key = threadIdx.x / kPieces; key < block.keys; key += kAtOnce) {
     const auto* from = reinterpret_cast<const uint16_t*>(args.k) +
                        (static_cast<int64_t>(block.token + key) * args.kv_heads + block.head) * D;
-    uint32_t x[8];
+    float x[8];
 #pragma unroll
-    for (int i = 0; i < 8; ++i) x[i] = source[i] < 0 ? 0 : from[source[i]];
-    __nv_bfloat16* row = args.keys + static_cast<int64_t>(block.row + key / kKeys * kStatisticsGroup) * kPlaneRowWidth;
+    for (int i = 0; i < 8; ++i) x[i] = source[i] < 0 ? 0.0f : low_bf16(from[source[i]]) - mean[i];
+    __half* row = args.keys + static_cast<int64_t>(block.row + key / kKeys * kStatisticsGroup) * kPlaneRowWidth;
     *reinterpret_cast<uint4*>(row + key % kKeys * kDepth + 8 * piece) =
-        make_uint4(x[0] | x[1] << 16, x[2] | x[3] << 16, x[4] | x[5] << 16, x[6] | x[7] << 16);
+        make_uint4(pack_half(x[0], x[1]), pack_half(x[2], x[3]), pack_half(x[4], x[5]), pack_half(x[6], x[7]));
   }
 }
 
@@ -73,7 +83,7 @@ __device__ void gather_queries(const Arguments& args, int number) {
   __syncthreads();
   const bool reads = used[lane] != 0;
   const int group = args.query_heads / args.kv_heads;
-  const float factor = args.scales[item.head] / static_cast<float>(group);
+  const float factor = args.scales[item.head] / (kPlaneScoreUnit * static_cast<float>(group));
   for (int base = 0; base < kTokens; base += kAtOnce) {
     const int row = first + base + slot;
     const bool have = row < item.tokens;
@@ -98,7 +108,7 @@ __device__ void gather_queries(const Arguments& args, int number) {
       auto* to = reinterpret_cast<uint32_t*>(args.queries + (token * args.kv_heads + item.head) * kDepth);
       for (int pair = lane; pair < kDepth / 2; pair += kLanes)
         to[pair] = 2 * pair < args.channels
-                       ? pack_bf16(sums[slot][listed[2 * pair]] * factor, sums[slot][listed[2 * pair + 1]] * factor)
+                       ? pack_half(sums[slot][listed[2 * pair]] * factor, sums[slot][listed[2 * pair + 1]] * factor)
                        : 0u;
     }
     __syncwarp();
@@ -136,10 +146,11 @@ void gather_planes(const SelectParams& p, bool keys, bool queries, cudaStream_t 
                        p.shape.kv_heads,
                        p.planes,
                        p.plane_scales,
+                       p.plane_key_means,
                        p.plane_channels,
                        p.blocks,
                        block_count,
-                       static_cast<__nv_bfloat16*>(p.statistics),
+                       static_cast<__half*>(p.statistics),
                        p.scores,
                        p.score_rows,
                        items > 0 ? plane_queries(p) : nullptr};

@@ -29,7 +29,9 @@ struct KeyArguments {
   int32_t query_block, kv_heads, subtiles;
   int32_t heads_per_kv;  // list heads of a key/value head
   int32_t columns;
-  __nv_bfloat16 *dk, *dv;
+  void *dk, *dv;
+  bool adds;            // to fp32; else they are bf16 and written
+  int32_t first_query;  // as in Shape
   const BackwardItem* items;
   const WorkCounts* counts;
   const int32_t* offsets;
@@ -45,6 +47,8 @@ struct KeyArguments {
   GatheredSums gathered_sums;
   float* sums;             // what they read, to be written
   int32_t* gathered_done;  // how often a warpgroup has written one
+  // Where an item's keys begin, counted from the first query.
+  __device__ int behind_first(const BackwardItem& item) const { return item.position - first_query; }
   __device__ int gathered_items() const { return gathered.piece_count / 2 * gathered_sums.parts; }
 };
 
@@ -111,7 +115,7 @@ struct KeyLoader {
     }
     if (lane == 0) {
       if (!kGathered || source < 0) {
-        message.diagonal = item.position - position;
+        message.diagonal = args.behind_first(item) - position;
         message.first[0] = first;
         message.first[1] = second;
       }
@@ -148,7 +152,7 @@ struct KeyLoader {
   __device__ void walk_tiles(const BackwardItem& item, int head, int begin, int count) {
     const int first = begin * args.tile, end = min((begin + count) * args.tile, item.subtiles);
     for (int at = end - kUnit; at > first - kUnit; at -= kUnit)
-      if ((at + kUnit) * args.rows.tokens > item.position) {
+      if ((at + kUnit) * args.rows.tokens > args.behind_first(item)) {
         const int hidden = kOdd && at < first ? args.rows.tokens : 0;
         step(item, head, at, hidden, hidden);
       }
@@ -163,7 +167,7 @@ struct KeyLoader {
       const int begin = static_cast<int>(entry_id(entry)) * args.block_rows;
       for (int u = min(args.block_rows, item.subtiles - begin) - kUnit; u > -kUnit; u -= kUnit) {
         const int first = static_cast<int>(entry_first(entry)) - u * args.rows.tokens;
-        if (first < unit_tokens && (begin + u) * args.rows.tokens + unit_tokens > item.position)
+        if (first < unit_tokens && (begin + u) * args.rows.tokens + unit_tokens > args.behind_first(item))
           step(item, head, begin + u, first, first);
       }
     }
@@ -213,7 +217,8 @@ struct KeyLoader {
       }
       const int base = now * block_units;
       for (int u = min(block_units, units - base) - 1; u >= 0; --u)
-        if (min(first[0], first[1]) - u * unit_tokens < unit_tokens && (base + u + 1) * unit_tokens > item.position)
+        if (min(first[0], first[1]) - u * unit_tokens < unit_tokens &&
+            (base + u + 1) * unit_tokens > args.behind_first(item))
           step(item, head, (base + u) * kUnit, first[0] - u * unit_tokens, first[1] - u * unit_tokens);
     }
   }
@@ -281,7 +286,7 @@ struct KeyLoader {
       for (int head = item.head * args.heads_per_kv; head < (item.head + 1) * args.heads_per_kv; ++head) {
         if (kHalves && !item.dense) {
           // A column is cut by query blocks.
-          const int row = item.position / args.query_block;
+          const int row = max(args.behind_first(item), 0) / args.query_block;
           const int rows = (item.subtiles + args.block_rows - 1) / args.block_rows - row;
           const int begin = max(item.begin - before, 0), end = min(item.begin + item.count - before, rows);
           before += rows;
@@ -289,7 +294,8 @@ struct KeyLoader {
             walk_halves(item, head, head / args.parts * args.columns + item.column, row + begin, row + end);
           continue;
         }
-        int at = item.position / (args.tile * args.rows.tokens), count = item.subtiles / args.tile - at;
+        int at = max(args.behind_first(item), 0) / (args.tile * args.rows.tokens),
+            count = item.subtiles / args.tile - at;
         if (!item.dense) {
           const int column = head / args.parts * args.columns + item.column;
           at = args.offsets[column];

@@ -370,6 +370,11 @@ inline int64_t statistics_only_bytes(int64_t rows, int width) {
   return (rows * width * 2 + 255) / 256 * 256;
 }
 
+inline void* room_of(const SelectParams& p) {
+  if (p.room != nullptr) return p.room;
+  return static_cast<char*>(p.statistics) + statistics_only_bytes(p.statistics_rows, p.row_width);
+}
+
 inline MassArguments mass_arguments(const SelectParams& p, const SelectBatch& batch, const MassMemory& memory,
                                     int tokens) {
   return {static_cast<const __nv_bfloat16*>(p.q),
@@ -381,8 +386,7 @@ inline MassArguments mass_arguments(const SelectParams& p, const SelectBatch& ba
           memory.stages,
           memory.kept,
           memory.beyond,
-          reinterpret_cast<uint4*>(static_cast<char*>(p.statistics) +
-                                   statistics_only_bytes(p.statistics_rows, p.row_width)),
+          static_cast<uint4*>(room_of(p)),
           p.parts,
           p.shape.scale * kLog2e,
           p.masses};
@@ -407,6 +411,10 @@ inline MassMemory mass_memory(int max_competing, int depth, int rows) {
 }
 // Judged by planes: a row of statistics is so many channels of one or more keys.
 constexpr int kPlaneRowWidth = 128, kPlaneRows = 192;
+// Scores by planes are products and sums of 16-bit floats, half the work to compare. They are computed in this unit:
+// up to 2^22 fits then, and what is lost below, 2^-18, decides nothing.
+constexpr float kPlaneScoreUnit = 64;
+constexpr float kLargestHalf = 65504;
 constexpr int kSliceHeads = 16;
 inline int log_slots(const SelectParams& p) {
   return std::bit_width(static_cast<unsigned>(p.shape.query_heads / p.shape.kv_heads / p.slices - 1));
@@ -416,10 +424,9 @@ inline int log_slots(const SelectParams& p) {
 inline int64_t room_beyond_bytes(int max_competing, int depth, int rows) {
   return int64_t{multiprocessors()} * mass_memory(max_competing, depth, rows).beyond * rows * kChunk * 2;
 }
-inline __nv_bfloat16* plane_queries(const SelectParams& p) {
-  return reinterpret_cast<__nv_bfloat16*>(static_cast<char*>(p.statistics) +
-                                          statistics_only_bytes(p.statistics_rows, p.row_width) +
-                                          room_beyond_bytes(p.max_competing, kPlaneRowWidth, kPlaneRows));
+inline __half* plane_queries(const SelectParams& p) {
+  return reinterpret_cast<__half*>(static_cast<char*>(room_of(p)) +
+                                   room_beyond_bytes(p.max_competing, kPlaneRowWidth, kPlaneRows));
 }
 void gather_planes(const SelectParams& params, bool keys, bool queries, cudaStream_t stream);
 

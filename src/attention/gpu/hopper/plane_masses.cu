@@ -4,9 +4,10 @@ namespace sb::gpu {
 namespace {
 
 // Masses of key blocks that are judged by planes: the product of a token's one query with every key of a block over a
-// few channels, of which the thread that has the block keeps the largest. A row of the statistics holds the channels of
-// neighbouring keys of a block, kDepth each; a stage is such rows of 64 key blocks. Exponentials are taken of whole
-// blocks only.
+// few channels, of which the thread that has the block keeps the largest. Products are of 16-bit floats and so are
+// their sums: two are compared at a time, and comparing takes half as long as multiplying. A row of the statistics
+// holds the channels of neighbouring keys of a block, kDepth each; a stage is such rows of 64 key blocks. Exponentials
+// are taken of whole blocks only.
 constexpr int kConsumers = 2 * kPlaneRows, kThreads = kConsumers + 128;
 constexpr int kLoading = 32, kComputing = 160;  // registers
 constexpr int kStageBytes = mass_stage_bytes(kPlaneRowWidth);
@@ -16,23 +17,23 @@ struct Scorer : MassRows<kDepth, 0, kConsumers> {
   using Rows = MassRows<kDepth, 0, kConsumers>;
   using Rows::args, Rows::lane, Rows::reference, Rows::sum;
   static constexpr int kKeys = kPlaneRowWidth / kDepth;  // of a stage
-  static constexpr int kTurn = 8;                        // keys
+  static constexpr int kTurn = 16, kInFlight = 4;        // keys
   MassBarriers& barriers;
   uint64_t statistics;  // descriptor of the first stage
   Cursor ring;
   uint32_t a[kDepth / 4];  // operand: the queries
-  float best[32];          // largest products so far of this thread's key blocks
+  uint32_t best[16];       // largest products so far of this thread's key blocks, two in each
 
   __device__ Scorer(const Rows& rows, MassBarriers& b, uint32_t address)
       : Rows(rows), barriers(b), statistics(tile_descriptor(address)) {}
 
   __device__ void forget_best() {
 #pragma unroll
-    for (int i = 0; i < 32; ++i) best[i] = -INFINITY;
+    for (int i = 0; i < 16; ++i) best[i] = 0xFC00FC00;  // -infinity
   }
 
   // The product with the i-th key of a turn (a constant), once its stage is there.
-  __device__ __forceinline__ void multiply(float (&s)[32], Cursor& at, int i) {
+  __device__ __forceinline__ void multiply(uint32_t (&s)[16], Cursor& at, int i) {
     constexpr int kSteps = kDepth / 16;
     if (i % kKeys == 0) barrier_wait(shared_address(&barriers.full[at.stage]), at.phase);
     wgmma_fence();
@@ -40,7 +41,7 @@ struct Scorer : MassRows<kDepth, 0, kConsumers> {
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
       const int kk = i % kKeys * kSteps + step;
-      wgmma_rs<0>(s, a + 4 * step, further(b, (kk / 4) * kChunk * 128 + (kk % 4) * 32), step != 0);
+      wgmma_rs_half(s, a + 4 * step, further(b, (kk / 4) * kChunk * 128 + (kk % 4) * 32), step != 0);
     }
     wgmma_commit();
     if (i % kKeys == kKeys - 1) at.advance(args.stages);
@@ -50,27 +51,34 @@ struct Scorer : MassRows<kDepth, 0, kConsumers> {
     ring.advance(args.stages);
   }
 
-  // kTurn keys; while the scores of one are compared the next is multiplied. Nothing is in flight from one turn to the
-  // next: the compiler would serialise the products.
+  // Until at most so many products (a constant) are in flight.
+  static __device__ __forceinline__ void wait(int in_flight) {
+    static_assert(kInFlight == 4);
+    if (in_flight >= 3) return wgmma_wait<3>();
+    if (in_flight == 2) return wgmma_wait<2>();
+    if (in_flight == 1) return wgmma_wait<1>();
+    wgmma_wait<0>();
+  }
+
+  // kTurn keys; while the scores of one are compared the next ones are multiplied. Nothing is in flight from one turn
+  // to the next: the compiler would serialise the products.
   __device__ void turn() {
-    float s[2][32];
+    uint32_t s[kInFlight][16];
     Cursor at = ring;
     pin(a);
-    multiply(s[0], at, 0);
-    multiply(s[1], at, 1);
+#pragma unroll
+    for (int i = 0; i < kInFlight; ++i) multiply(s[i], at, i);
 #pragma unroll
     for (int i = 0; i < kTurn; ++i) {
-      if (i + 1 < kTurn)
-        wgmma_wait<1>();
-      else
-        wgmma_wait<0>();
-      pin(s[i % 2]);
+      wait(kTurn - 1 - i);
+      uint32_t(&scores)[16] = s[i % kInFlight];
+      pin(scores);
       if (i % kKeys == kKeys - 1) release_stage();
 #pragma unroll
-      for (int j = 0; j < 32; ++j) best[j] = fmaxf(best[j], s[i % 2][j]);
-      if (i + 2 < kTurn) {
-        pin(s[i % 2]);
-        multiply(s[i % 2], at, i + 2);
+      for (int j = 0; j < 16; ++j) best[j] = half_max(best[j], scores[j]);
+      if (i + kInFlight < kTurn) {
+        pin(scores);
+        multiply(scores, at, i + kInFlight);
       }
     }
   }
@@ -78,17 +86,24 @@ struct Scorer : MassRows<kDepth, 0, kConsumers> {
   // All keys of a chunk are in: its scores in units of log2, relative to the rows' references, and their share of the
   // rows' sums.
   __device__ void finish_chunk(const MassItem& item, int chunk, bool last) {
-    if (last) this->hide_tail(best, item);
-    if (chunk == 0) this->begin_rows(best);
+    float s[32];
 #pragma unroll
-    for (int i = 0; i < 32; ++i) best[i] = fmaf(best[i], args.unit, -reference[i / 2 % 2]);
+    for (int i = 0; i < 16; ++i) {
+      const float2 two = __half22float2(as_half2(best[i]));
+      s[2 * i] = fminf(fmaxf(two.x, -kLargestHalf), kLargestHalf);
+      s[2 * i + 1] = fminf(fmaxf(two.y, -kLargestHalf), kLargestHalf);
+    }
+    if (last) this->hide_tail(s, item);
+    if (chunk == 0) this->begin_rows(s);
+#pragma unroll
+    for (int i = 0; i < 32; ++i) s[i] = fmaf(s[i], args.unit, -reference[i / 2 % 2]);
     uint32_t x[2][8];
 #pragma unroll
     for (int h = 0; h < 2; ++h)
 #pragma unroll
-      for (int j = 0; j < 8; ++j) x[h][j] = as_bits(__floats2half2_rn(best[4 * j + 2 * h], best[4 * j + 2 * h + 1]));
+      for (int j = 0; j < 8; ++j) x[h][j] = as_bits(__floats2half2_rn(s[4 * j + 2 * h], s[4 * j + 2 * h + 1]));
 #pragma unroll
-    for (int i = 0; i < 32; ++i) sum[i / 2 % 2] += exp2_fast(best[i]);
+    for (int i = 0; i < 32; ++i) sum[i / 2 % 2] += exp2_fast(s[i]);
     this->keep(x, chunk);
     forget_best();
   }
@@ -149,10 +164,10 @@ void launch(const SelectParams& p, const SelectBatch& batch, cudaStream_t stream
   const auto kernel = plane_masses_kernel<kDepth>;
   allow_shared_memory(kernel, memory.bytes, "shared memory of the masses");
   MassArguments args = mass_arguments(p, batch, memory, kPlaneRows);
-  args.q = plane_queries(p);
+  args.q = reinterpret_cast<const __nv_bfloat16*>(plane_queries(p));  // moved as they are
   args.query_heads = p.shape.kv_heads;
   args.group = 1;
-  args.unit = kLog2e;  // the scale is in the queries
+  args.unit = kPlaneScoreUnit * kLog2e;  // the scale is in the queries
   launch_early(kernel, std::min(batch.score_count, multiprocessors()), kThreads, memory.bytes, stream,
                packed_map(p.statistics, p.statistics_rows, 1, kPlaneRowWidth, 1, kChunk), args);
   check(cudaGetLastError(), "masses of key blocks by planes");

@@ -122,8 +122,8 @@ __global__ void __launch_bounds__(128)
 
 template <int D>
 __global__ void __launch_bounds__(128)
-    finish_split_kernel(const SplitColumn* splits, const WorkCounts* counts, const float* partials, __nv_bfloat16* dk,
-                        __nv_bfloat16* dv, int kv_heads, float scale, const __grid_constant__ GatheredSums gathered) {
+    finish_split_kernel(const SplitColumn* splits, const WorkCounts* counts, const float* partials, void* dk, void* dv,
+                        bool adds, int kv_heads, float scale, const __grid_constant__ GatheredSums gathered) {
   __shared__ __align__(1024) __nv_bfloat16 staging[kSubtileRows * D];
   if (static_cast<int>(blockIdx.x) >= counts->splits) return;
   const SplitColumn split = splits[blockIdx.x];
@@ -150,14 +150,17 @@ __global__ void __launch_bounds__(128)
                     else
                       gathered.template add<D, 1>(a, row, which, lane);
                   });
-  const uint32_t address = shared_address(staging);
   const float factor = which == 0 ? scale : 1.f;
-  stage_accumulator<D>(address, a, factor, factor, warp, lane);
-  __syncwarp();
-  store_staged<D>(which == 0 ? dk : dv, address, warp, lane, false, [&](int row) -> int64_t {
+  void* out = which == 0 ? dk : dv;
+  const auto element = [&](int row) -> int64_t {
     const int key = group * 64 + row;
     return key < split.keys ? (static_cast<int64_t>(split.token + key) * kv_heads + split.head) * D : -1;
-  });
+  };
+  if (adds) return add_accumulator<D>(static_cast<float*>(out), a, factor, warp, lane, element);
+  const uint32_t address = shared_address(staging);
+  stage_accumulator<D>(address, a, factor, factor, warp, lane);
+  __syncwarp();
+  store_staged<D>(static_cast<__nv_bfloat16*>(out), address, warp, lane, false, element);
 }
 
 int subtile_count(const BackwardParams& p) {
@@ -188,9 +191,8 @@ void finish_dq(const BackwardParams& p, cudaStream_t stream) {
 void finish_split_columns(const BackwardParams& p, cudaStream_t stream) {
   if (p.limits.splits == 0) return;
   const auto kernel = p.shape.head_dim == 128 ? finish_split_kernel<128> : finish_split_kernel<64>;
-  kernel<<<dim3(p.limits.splits, 4), 128, 0, stream>>>(
-      p.splits, p.counts, p.partials, static_cast<__nv_bfloat16*>(p.dk), static_cast<__nv_bfloat16*>(p.dv),
-      p.shape.kv_heads, p.shape.scale, gathered_sums(p));
+  kernel<<<dim3(p.limits.splits, 4), 128, 0, stream>>>(p.splits, p.counts, p.partials, p.dk, p.dv, p.adds,
+                                                       p.shape.kv_heads, p.shape.scale, gathered_sums(p));
   check(cudaGetLastError(), "attention backward: split columns");
 }
 

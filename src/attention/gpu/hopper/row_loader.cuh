@@ -37,6 +37,7 @@ struct RowArguments {
   int32_t* counter;
   GatheredColumns gathered;
   int32_t query_block;
+  int32_t first_query;  // as in Shape
 };
 
 // Whether `seen` of a step has column 8 · j + 2 · (lane % 4) + e.
@@ -178,7 +179,7 @@ struct RowLoader {
     uint32_t head_entry = read_entry(item, lane);
     while (index < args.item_count) {
       const int kv_head = item.head / args.heads_per_kv;
-      const int start = item.token - item.position;
+      const int start = item.token - item.position + args.first_query;
       const bool dense = item.list_begin < 0;
       const int visible = (item.position + item.tokens - 1) / kKeys + 1;
       const int count = dense ? visible : item.list_count;

@@ -132,11 +132,18 @@ void launch_statistics(const SelectParams& p, cudaStream_t stream) {
 
 }  // namespace
 
-int64_t hopper_statistics_bytes(const Shape& shape, const SelectPlan& plan) {
+int64_t hopper_kept_bytes(const SelectPlan& plan) {
+  return statistics_only_bytes(plan.statistics_rows, plan.row_width);
+}
+
+int64_t hopper_room_bytes(const Shape& shape, const SelectPlan& plan) {
   const int depth = plan.row_width;
   const int rows = plan.plane_depth > 0 ? kPlaneRows : plan.parts > 1 ? part_rows(depth) : whole_rows(shape.head_dim);
-  return statistics_only_bytes(plan.statistics_rows, depth) + room_beyond_bytes(plan.max_competing, depth, rows) +
-         shape.tokens * shape.kv_heads * plan.plane_depth * 2;
+  return room_beyond_bytes(plan.max_competing, depth, rows) + shape.tokens * shape.kv_heads * plan.plane_depth * 2;
+}
+
+int64_t hopper_statistics_bytes(const Shape& shape, const SelectPlan& plan) {
+  return hopper_kept_bytes(plan) + hopper_room_bytes(shape, plan);
 }
 
 ScoreTile hopper_score_tile(const Shape& shape, const SelectionConfig& config) {

@@ -61,6 +61,23 @@ __device__ __forceinline__ void stage_accumulator(uint32_t staging, const float 
                  pack_bf16(a[4 * j + 6] * lower, a[4 * j + 7] * lower));
 }
 
+// Adds an accumulator of 64 × D, scaled, to fp32 rows in global memory. `offset` as below; nobody else writes to them.
+template <int D, typename Offset>
+__device__ __forceinline__ void add_accumulator(float* out, const float (&a)[D / 2], float scale, int warp, int lane,
+                                                Offset offset) {
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const int64_t at = offset(warp * 16 + lane / 4 + 8 * h);
+    if (at < 0) continue;
+#pragma unroll
+    for (int j = 0; j < D / 8; ++j) {
+      float2* to = reinterpret_cast<float2*>(out + at + 8 * j + 2 * (lane % 4));
+      const float2 sum = *to;
+      *to = make_float2(sum.x + a[4 * j + 2 * h] * scale, sum.y + a[4 * j + 2 * h + 1] * scale);
+    }
+  }
+}
+
 // The warp's 16 staged rows to global memory, 16 bytes a lane. `offset(row)` gives the element where the row goes, or a
 // negative number for padding. `zero` writes zeros instead.
 template <int D, typename Offset>

@@ -63,6 +63,9 @@ __device__ __forceinline__ void pin(uint32_t (&d)[kCount]) {
 #define SB_SUMS_16(d) \
   "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), \
   "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
+#define SB_HALF_SUMS_16(d) \
+  "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3]), "+r"(d[4]), "+r"(d[5]), "+r"(d[6]), "+r"(d[7]), \
+  "+r"(d[8]), "+r"(d[9]), "+r"(d[10]), "+r"(d[11]), "+r"(d[12]), "+r"(d[13]), "+r"(d[14]), "+r"(d[15])
 #define SB_SUMS_32(d) \
   SB_SUMS_16(d), \
   "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), \
@@ -104,6 +107,16 @@ __device__ __forceinline__ void wgmma_rs(float (&d)[32], const uint32_t* a, uint
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate), "n"(kTransB));
 }
 
+// Of 16-bit floats, summed as such: two sums in a register.
+__device__ __forceinline__ void wgmma_rs_half(uint32_t (&d)[16], const uint32_t* a, uint64_t b, int accumulate) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %21, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n64k16.f16.f16.f16 {" SB_SUM_NAMES_16
+      "}, {%16, %17, %18, %19}, %20, p, 1, 1, 0;\n}\n"
+      : SB_HALF_SUMS_16(d)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
+}
+
 template <int kTransA, int kTransB>
 __device__ __forceinline__ void wgmma_ss(float (&d)[64], uint64_t a, uint64_t b, int accumulate) {
   asm volatile(
@@ -127,6 +140,7 @@ __device__ __forceinline__ void wgmma_rs(float (&d)[64], const uint32_t* a, uint
 #undef SB_SUM_NAMES_32
 #undef SB_SUM_NAMES_64
 #undef SB_SUMS_16
+#undef SB_HALF_SUMS_16
 #undef SB_SUMS_32
 #undef SB_SUMS_64
 

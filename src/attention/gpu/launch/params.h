@@ -39,6 +39,11 @@ struct Shape {
   int32_t kv_heads = 0;
   int32_t head_dim = 0;
   float scale = 0;  // of the products q·k
+  // Of a piece of a sequence: the position of its first query. Its keys are those of the sequence from the first to the
+  // piece's last: row 0 of k and v is position 0, row 0 of q is position first_query. Otherwise queries and keys are
+  // the same tokens.
+  int32_t first_query = 0;
+  constexpr int64_t keys() const { return first_query + tokens; }
 };
 
 struct Tiling {
@@ -75,8 +80,8 @@ struct alignas(16) BackwardItem {
   int32_t keys = 0;      // 1..Tiling::keys
   int32_t position = 0;  // of the first key in its sequence
   int32_t head = 0;      // key/value head
-  int32_t subtile = 0;   // the sequence's first subtile, for list head 0
-  int32_t subtiles = 0;  // of the sequence
+  int32_t subtile = 0;   // the first subtile of the sequence's queries, for list head 0
+  int32_t subtiles = 0;  // of these queries
   int32_t column = 0;    // number of the key block (the first of two) among those of one list head
   int32_t dense = 0;
   int32_t begin = 0, count = 0;  // the part of the column
@@ -168,6 +173,7 @@ struct BackwardParams {
   void* dq = nullptr;
   void* dk = nullptr;
   void* dv = nullptr;
+  bool adds = false;                     // dk and dv are fp32 and added to
   const int32_t* cu_seqlens = nullptr;   // [sequences + 1]
   const int32_t* cu_subtiles = nullptr;  // [sequences + 1], for one list head
   int32_t sequences = 0;
@@ -214,7 +220,8 @@ struct BackwardWorkParams {
   int32_t head_places = 0;
   const int32_t* column_offsets = nullptr;  // null when all sequences are dense
   int32_t columns = 0;
-  int32_t workers = 0;  // that share the work: a column longer than a fair share is split
+  int32_t workers = 0;      // that share the work: a column longer than a fair share is split
+  bool leaves_out = false;  // key blocks that no query sees: their gradients are added to
   BackwardItem* items = nullptr;
   SplitColumn* splits = nullptr;
   WorkCounts* counts = nullptr;

@@ -28,7 +28,7 @@ int64_t ChoiceMemory::counter_bytes() const {
 }
 
 int64_t ChoiceMemory::plane_words(const AttentionShape& shape) const {
-  return int64_t{shape.kv_heads} * (channels_ + 1);
+  return int64_t{shape.kv_heads} * (2 * channels_ + 1);
 }
 
 int64_t ChoiceMemory::reserved_bytes(const AttentionShape& shape) const {
@@ -64,6 +64,7 @@ const uint32_t* ChoiceMemory::planes(const Exec& exec, int layer, const Attentio
     const LayerPlanes& chosen = *step_.planes(layer, shape);
     std::vector<uint32_t> values(chosen.channel.begin(), chosen.channel.end());
     for (const float scale : chosen.scale) values.push_back(std::bit_cast<uint32_t>(scale));
+    for (const float mean : chosen.key_mean) values.push_back(std::bit_cast<uint32_t>(mean));
     SB_CHECK(std::ssize(values) == plane_words(shape), "{} values of planes, {} wanted", values.size(),
              plane_words(shape));
     put_words(words, values, exec.stream);

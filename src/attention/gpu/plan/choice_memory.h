@@ -41,6 +41,7 @@ class ChoiceMemory {
     const uint32_t* words = planes(exec, layer, shape);
     params.planes = reinterpret_cast<const int32_t*>(words);
     params.plane_scales = reinterpret_cast<const float*>(words + int64_t{shape.kv_heads} * channels_);
+    if constexpr (requires { params.plane_key_means; }) params.plane_key_means = params.plane_scales + shape.kv_heads;
     params.plane_channels = channels_;
   }
   // Adds the energies of the sampled tokens, for planes to come.
@@ -61,7 +62,7 @@ class ChoiceMemory {
   int classes() const { return learns_ ? kMassClasses : 1; }
   int64_t counter_bytes() const;
   int64_t plane_words(const AttentionShape& shape) const;  // of one layer
-  // In device memory: channels [kv_heads, channels], then scales [kv_heads].
+  // In device memory: channels [kv_heads, channels], then scales [kv_heads], then means of keys [kv_heads, channels].
   const uint32_t* planes(const Exec& exec, int layer, const AttentionShape& shape);
   static int64_t sum_values(const AttentionShape& shape) { return int64_t{3} * shape.kv_heads * shape.head_dim; }
   double* sums(int layer) const { return static_cast<double*>(sums_.data()) + layer * sum_values(shape_); }

@@ -31,9 +31,10 @@ float* CoverageLog::add(int layer, const CoveragePlan& coverage, const Shape& sh
   while (at < pieces_.size() && pieces_[at].floats - pieces_[at].used < coverage.results) ++at;
   Piece& piece = at < pieces_.size() ? pieces_[at] : add_piece(std::max<int64_t>(kPieceFloats, coverage.results));
   for (const CoverageSequence& sequence : coverage.sequences) {
-    if (sequence.sampled == 0) continue;
-    records_.push_back({layer, sequence.tokens, sequence.sampled, sequence.points, shape.kv_heads, shape.query_heads,
-                        at, piece.used + sequence.results});
+    if (sequence.whole_sampled == 0) continue;
+    records_.push_back({layer, sequence.whole_tokens, sequence.sampled, sequence.points, shape.kv_heads,
+                        shape.query_heads, sequence.whole_sampled, sequence.goes_on, at,
+                        piece.used + sequence.results});
   }
   float* room = static_cast<float*>(piece.memory.data()) + piece.used;
   piece.used += coverage.results;
@@ -49,22 +50,26 @@ void CoverageLog::take(AttentionReport& report) {
                           pieces_[i].used * static_cast<int64_t>(sizeof(float)));
     pieces_[i].used = 0;
   }
-  for (const Record& record : records_) {
-    CoverageSample sample;
-    sample.rows = record.sampled;
-    sample.curve.assign(record.points, 0.0);
-    const double share = 1.0 / (static_cast<double>(record.sampled) * record.heads);
-    const float* value = values[record.piece].data() + record.begin;
-    for (int i = 0; i < record.sampled * record.kv_heads; ++i) {
-      sample.held += share * *value++;
-      for (double& point : sample.curve) point += share * *value++;
-    }
-    LayerAttention& layer = report.layers[record.layer];
-    layer.coverage += sample.held * static_cast<double>(record.tokens);
-    layer.covered_tokens += record.tokens;
-    report.samples.push_back({record.layer, record.tokens, std::move(sample)});
-  }
+  for (const Record& record : records_) add_sample(record, values[record.piece].data() + record.begin, report);
   records_.clear();
+}
+
+// The sample of a sequence in pieces is reported with the last of them.
+void CoverageLog::add_sample(const Record& record, const float* value, AttentionReport& report) {
+  CoverageSample& sample = begun_[record.layer];
+  sample.rows += record.sampled;
+  sample.curve.resize(static_cast<size_t>(record.points), 0.0);
+  const double share = 1.0 / (static_cast<double>(record.whole_sampled) * record.heads);
+  for (int i = 0; i < record.sampled * record.kv_heads; ++i) {
+    sample.held += share * *value++;
+    for (double& point : sample.curve) point += share * *value++;
+  }
+  if (record.goes_on) return;
+  LayerAttention& layer = report.layers[record.layer];
+  layer.coverage += sample.held * static_cast<double>(record.tokens);
+  layer.covered_tokens += record.tokens;
+  report.samples.push_back({record.layer, record.tokens, std::move(sample)});
+  begun_.erase(record.layer);
 }
 
 }  // namespace sb::gpu

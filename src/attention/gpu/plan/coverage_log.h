@@ -1,5 +1,6 @@
 #pragma once
 
+#include <map>
 #include <vector>
 
 #include "attention/cpu/sparse_attention.h"
@@ -22,7 +23,8 @@ class CoverageLog {
   struct Record {
     int layer;
     int64_t tokens;
-    int32_t sampled, points, kv_heads, heads;
+    int32_t sampled, points, kv_heads, heads, whole_sampled;
+    bool goes_on;  // with the next piece of the sequence
     size_t piece;
     int64_t begin;  // float
   };
@@ -32,7 +34,10 @@ class CoverageLog {
   };
   Piece& add_piece(int64_t floats);
 
+  void add_sample(const Record& record, const float* value, AttentionReport& report);
+
   std::vector<Record> records_;
+  std::map<int, CoverageSample> begun_;  // of every layer: the pieces so far
   std::vector<Piece> pieces_;
 };
 

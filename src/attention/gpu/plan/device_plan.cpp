@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "attention/gpu/plan/given_index.h"
+#include "attention/gpu/select/step_values.h"
 #include "core/errors.h"
 #include "device/cuda.h"
 
@@ -46,11 +47,12 @@ void Staging::send(void* stream, void* to, int64_t bytes) {
 bool DevicePlan::matches(const PlanRequest& request) const {
   const Shape &a = shape_, &b = request.shape;
   if (a.tokens != b.tokens || a.query_heads != b.query_heads || a.kv_heads != b.kv_heads || a.head_dim != b.head_dim ||
-      a.scale != b.scale || precision_ != request.precision || hopper_ != request.hopper || dense_ != request.dense ||
+      a.scale != b.scale || a.first_query != b.first_query || piece_ != request.piece ||
+      precision_ != request.precision || hopper_ != request.hopper || dense_ != request.dense ||
       !std::ranges::equal(cu_seqlens_, request.cu_seqlens))
     return false;
   for (size_t s = 0; s < dense_.size(); ++s)
-    if (!dense_[s] && budgets_[s] != request.tiles[s].budget) return false;
+    if (lengths_[s] != request.tiles[s].tokens || (!dense_[s] && budgets_[s] != request.tiles[s].budget)) return false;
   return true;
 }
 
@@ -67,7 +69,8 @@ RowLayout DevicePlan::plan_lists(const PlanRequest& request) {
       for (SequenceTiles& one : tiles) one.query_block = config.query_block;
     }
     const ScoreTile score = hopper_ ? hopper_score_tile(shape_, config) : kPortableScoreTile;
-    select_ = make_select_plan(shape_, cu_seqlens_, dense_, tiles, config, score, request.batch_masses);
+    select_ = make_select_plan(shape_, cu_seqlens_, dense_, tiles, config, score, request.batch_masses,
+                               /*held=*/nullptr, piece_);
   }
   const int32_t keys = hopper_ ? kBlock : select_.block;
   return {select_.list_heads, select_.query_block, select_.block,  keys,
@@ -78,10 +81,15 @@ void DevicePlan::build(const PlanRequest& request, Staging& staging, void* strea
   shape_ = request.shape;
   precision_ = request.precision;
   hopper_ = request.hopper;
+  piece_ = request.piece;
   cu_seqlens_.assign(request.cu_seqlens.begin(), request.cu_seqlens.end());
   dense_ = request.dense;
   budgets_.clear();
-  for (const SequenceTiles& tiles : request.tiles) budgets_.push_back(tiles.budget);
+  lengths_.clear();
+  for (const SequenceTiles& tiles : request.tiles) {
+    budgets_.push_back(tiles.budget);
+    lengths_.push_back(tiles.tokens);
+  }
   sparse_ = std::find(dense_.begin(), dense_.end(), false) != dense_.end();
   list_heads_ = request.index != nullptr                    ? request.index->shape().list_heads
                 : request.selection->lists_per_query_head() ? shape_.query_heads
@@ -90,7 +98,8 @@ void DevicePlan::build(const PlanRequest& request, Staging& staging, void* strea
   index_query_block_ = request.index != nullptr ? request.index->shape().query_block : request.selection->query_block;
   dense_pairs_ = causal_pairs_ = 0;
   for (size_t s = 0; s + 1 < cu_seqlens_.size(); ++s) {
-    const int64_t tokens = cu_seqlens_[s + 1] - cu_seqlens_[s], pairs = list_heads_ * (tokens * (tokens + 1) / 2);
+    const int64_t tokens = cu_seqlens_[s + 1] - cu_seqlens_[s];
+    const int64_t pairs = list_heads_ * (tokens * shape_.first_query + tokens * (tokens + 1) / 2);
     causal_pairs_ += pairs;
     if (dense_[s]) dense_pairs_ += pairs;
   }
@@ -188,6 +197,26 @@ int64_t DevicePlan::statistics_bytes() const {
   return hopper_ ? hopper_statistics_bytes(shape_, select_) : portable_statistics_bytes(shape_, select_);
 }
 
+int64_t DevicePlan::kept_bytes() const {
+  return hopper_ ? hopper_kept_bytes(select_) : portable_statistics_bytes(shape_, select_);
+}
+
+int64_t DevicePlan::room_bytes() const {
+  return hopper_ ? hopper_room_bytes(shape_, select_) : 0;
+}
+
+int64_t DevicePlan::piece_scratch_bytes() const {
+  constexpr int64_t kFloat = sizeof(float), kRounding = 64 * 256;  // of every array
+  const auto floats = [](size_t count) { return static_cast<int64_t>(count) * kFloat; };
+  const int64_t backward = floats(statistics_size(shape_, work_.tiling)) + floats(dq_sum_size(shape_, work_.tiling)) +
+                           floats(partials_size(shape_, work_.limits.slots));
+  const int64_t choosing = room_bytes() + 2 * select_.slices * select_.masses + select_.map_bytes +
+                           4 * int64_t{select_.columns} +
+                           8 * plane_sums_partials(sample_count_, shape_.kv_heads, shape_.head_dim);
+  const int64_t measuring = 3 * kFloat * (coverage_.scores + coverage_.ranks);
+  return std::max(backward, choosing + measuring) + kRounding;
+}
+
 DevicePlan::Lists DevicePlan::lists_in(void* memory) const {
   char* base = static_cast<char*>(memory);
   return {reinterpret_cast<uint32_t*>(base + lists_.row_entries),
@@ -221,6 +250,7 @@ void DevicePlan::set(BackwardWorkParams& params) const {
   params.head_places = work_.head_places;
   params.columns = work_.columns;
   params.workers = work_.workers;
+  params.leaves_out = piece_;
 }
 
 void DevicePlan::set(ForwardParams& params) const {
@@ -277,6 +307,7 @@ void DevicePlan::set(BackwardParams& params) const {
   params.columns = work_.columns;
   params.row_items = at<ForwardItem>(places_.forward);
   params.row_item_count = forward_count_;
+  params.adds = piece_;
 }
 
 }  // namespace sb::gpu

@@ -104,6 +104,7 @@ struct PlanRequest {
   std::span<const int32_t> cu_seqlens;
   std::vector<bool> dense;
   std::vector<SequenceTiles> tiles;
+  bool piece = false;  // the only sequence is a piece of the one that `tiles` is about, from shape.first_query on
   const SelectionConfig* selection = nullptr;
   int multiprocessors = 0;
   int64_t batch_masses = 0;
@@ -137,6 +138,12 @@ class DevicePlan {
   int64_t causal_pairs() const { return causal_pairs_; }  // over the list heads
   BackwardPairs backward_pairs() const { return {select_.entries, work_.gathered_words, dense_pairs_, causal_pairs_}; }
   int64_t statistics_bytes() const;
+  // Of them, what later pieces need, and the rest.
+  int64_t kept_bytes() const;
+  int64_t room_bytes() const;
+  bool piece() const { return piece_; }
+  // What forward or backward of a piece takes of scratch besides a copy of its keys and values.
+  int64_t piece_scratch_bytes() const;
   int64_t pool_counts() const { return pool_counts_size(pool_count_, select_.pool_tiles); }
   int64_t list_bytes() const { return lists_.bytes; }
 
@@ -184,10 +191,10 @@ class DevicePlan {
 
   Shape shape_;
   Precision precision_ = Precision::bf16;
-  bool hopper_ = false, sparse_ = false;
+  bool hopper_ = false, sparse_ = false, piece_ = false;
   std::vector<int32_t> cu_seqlens_;
   std::vector<bool> dense_;
-  std::vector<int64_t> budgets_;
+  std::vector<int64_t> budgets_, lengths_;
   Work work_;              // vectors emptied once they are on the device
   SelectPlan select_;      // likewise, but for the batches and the row offsets
   CoveragePlan coverage_;  // likewise, but for the sequences

@@ -144,8 +144,8 @@ BlockIndex index_of(const IndexOf& what, const SelectPlan& plan, const Work& wor
         gathered < work.gathered.size() && !sequence.dense && work.gathered[gathered].token == sequence.token_begin;
     for (int head = 0; head < what.shape.list_heads && !sequence.dense; ++head) {
       const GatheredList* list = has_columns ? &work.gathered[gathered++] : nullptr;
-      for (int tile = 0; tile < sequence.query_blocks; ++tile) {
-        const int own = tile * what.shape.query_block / plan.query_block;
+      for (int tile = what.first_query / what.shape.query_block; tile < sequence.query_blocks; ++tile) {
+        const int own = (tile * what.shape.query_block - what.first_query) / plan.query_block;
         const int64_t row = int64_t{head} * plan.rows + row_base + own;
         std::vector<IndexEntry> entries;
         for (int32_t i = plan.row_offsets[row]; i < plan.row_offsets[row + 1]; ++i) {

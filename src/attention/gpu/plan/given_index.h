@@ -28,8 +28,9 @@ HostLists lists_of(const BlockIndex& index, const SelectPlan& plan, const Work& 
 // key blocks.
 struct IndexOf {
   BlockIndexShape shape;
-  std::vector<int32_t> cu_seqlens;
+  std::vector<int32_t> cu_seqlens;  // of a piece: its end
   std::vector<bool> dense;
+  int32_t first_query = 0;  // of a piece: the rows before it are empty
 };
 BlockIndex index_of(const IndexOf& what, const SelectPlan& plan, const Work& work, const HostLists& lists,
                     ThreadPool& pool);

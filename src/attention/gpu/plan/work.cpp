@@ -87,6 +87,7 @@ Work make_work(const Shape& shape, std::span<const int32_t> cu_seqlens, const st
                const RowLayout* lists, int workers) {
   const size_t sequences = cu_seqlens.size() - 1;
   SB_CHECK(dense.size() == sequences, "{} flags for {} sequences", dense.size(), sequences);
+  SB_CHECK(shape.first_query == 0 || sequences == 1, "a piece comes by itself, not with {} sequences", sequences);
   const int32_t list_heads = lists ? lists->heads : shape.kv_heads;
   Work work;
   work.workers = workers;
@@ -106,6 +107,7 @@ Work make_work(const Shape& shape, std::span<const int32_t> cu_seqlens, const st
   int32_t row_base = 0;
   for (size_t s = 0; s < sequences; ++s) {
     const int32_t begin = cu_seqlens[s], length = cu_seqlens[s + 1] - begin;
+    const int32_t keys_end = shape.first_query + length;
     const auto tiles = static_cast<int32_t>(divide_up(length, tile_tokens));
     SB_CHECK(dense[s] || lists, "sequence {} is sparse but there are no lists", s);
     int32_t gathered = -1;
@@ -117,9 +119,10 @@ Work make_work(const Shape& shape, std::span<const int32_t> cu_seqlens, const st
     for (int32_t head = 0; head < tile_heads; ++head)
       for (int32_t t = 0; t < tiles; ++t) {
         ForwardItem item;
-        item.position = t * tile_tokens;
-        item.token = begin + item.position;
-        item.tokens = std::min(tile_tokens, length - item.position);
+        const int32_t before = t * tile_tokens;  // tokens of the queries
+        item.position = shape.first_query + before;
+        item.token = begin + before;
+        item.tokens = std::min(tile_tokens, length - before);
         item.head = head;
         item.subtile = head * tiling.subtiles + work.cu_subtiles.back() + tiling.tile * t;
         if (dense[s]) {
@@ -127,12 +130,11 @@ Work make_work(const Shape& shape, std::span<const int32_t> cu_seqlens, const st
           forward_cost.push_back(divide_up(item.position + item.tokens, block));
         } else {
           const int32_t list_head = head / tiling.parts;
-          const size_t row =
-              static_cast<size_t>(list_head) * lists->rows + row_base + item.position / lists->query_block;
+          const size_t row = static_cast<size_t>(list_head) * lists->rows + row_base + before / lists->query_block;
           if (gathered >= 0) item.gathered = gathered + list_head;
           item.list_begin = lists->offsets[row];
           item.list_count = lists->offsets[row + 1] - item.list_begin;
-          item.query_token = item.position % lists->query_block;
+          item.query_token = before % lists->query_block;
           // As many of the columns as lie before the tile if they are spread evenly.
           const int64_t columns = gathered < 0 ? 0 : int64_t{lists->gathered[s]} * item.position / length;
           forward_cost.push_back(item.list_count + columns / block);
@@ -140,8 +142,8 @@ Work make_work(const Shape& shape, std::span<const int32_t> cu_seqlens, const st
         work.forward.push_back(item);
       }
     if (dense[s]) {
-      for (int32_t key = 0; key < length; key += keys)
-        column_cost += int64_t{tiling.tile} * tile_heads * (tiles - key / tile_tokens);
+      for (int32_t key = 0; key < keys_end; key += keys)
+        column_cost += int64_t{tiling.tile} * tile_heads * (tiles - std::max(key - shape.first_query, 0) / tile_tokens);
     } else {
       const auto rows = static_cast<int32_t>(divide_up(length, lists->query_block));
       for (int32_t head = 0; head < list_heads; ++head) {
@@ -158,11 +160,11 @@ Work make_work(const Shape& shape, std::span<const int32_t> cu_seqlens, const st
   for (int32_t kv = 0; kv < shape.kv_heads; ++kv) {
     int32_t column = 0;
     for (size_t s = 0; s < sequences; ++s) {
-      const int32_t begin = cu_seqlens[s], length = cu_seqlens[s + 1] - begin;
-      for (int32_t position = 0; position < length; position += keys) {
+      const int32_t begin = cu_seqlens[s], keys_end = shape.first_query + cu_seqlens[s + 1] - begin;
+      for (int32_t position = 0; position < keys_end; position += keys) {
         BackwardItem place;
         place.token = begin + position;
-        place.keys = std::min(keys, length - position);
+        place.keys = std::min(keys, keys_end - position);
         place.position = position;
         place.head = kv;
         place.subtile = work.cu_subtiles[s];

@@ -24,6 +24,8 @@ struct Arguments {
   const BackwardItem* places;
   const int32_t* offsets;
   int32_t columns, head_places, heads_per_kv, parts, tile, tile_tokens, entry_cost, query_block, block, keys, workers;
+  int32_t first_query;
+  bool leaves_out;
   BackwardItem* items;
   SplitColumn* splits;
   WorkCounts* counts;
@@ -37,8 +39,14 @@ struct Parts {
 // So many lengths of columns are kept in shared memory.
 constexpr int kKept = 8192;
 
+// Tokens of the sequence's queries that come before all of the keys.
+__device__ int queries_before(const Arguments& args, const BackwardItem& place) {
+  return max(place.position - args.first_query, 0);
+}
+
 __device__ int column_length(const Arguments& args, const BackwardItem& place) {
-  if (place.dense) return args.heads_per_kv * (place.subtiles / args.tile - place.position / args.tile_tokens);
+  if (place.dense)
+    return args.heads_per_kv * (place.subtiles / args.tile - queries_before(args, place) / args.tile_tokens);
   int count = 0;
   for (int head = place.head * args.heads_per_kv; head < (place.head + 1) * args.heads_per_kv; ++head) {
     const int at = head / args.parts * args.columns + place.column;
@@ -50,7 +58,7 @@ __device__ int column_length(const Arguments& args, const BackwardItem& place) {
 // Where one of two key blocks ends the other does not: such a column is cut by query blocks.
 __device__ int column_rows(const Arguments& args, const BackwardItem& place) {
   return args.heads_per_kv *
-         ((place.subtiles + args.entry_cost - 1) / args.entry_cost - place.position / args.query_block);
+         ((place.subtiles + args.entry_cost - 1) / args.entry_cost - queries_before(args, place) / args.query_block);
 }
 
 __device__ int each_cost(const Arguments& args, const BackwardItem& place) {
@@ -59,6 +67,7 @@ __device__ int each_cost(const Arguments& args, const BackwardItem& place) {
 
 __device__ Parts cut(const Arguments& args, const BackwardItem& place, int count, int each_cost, int64_t share) {
   const int64_t cost = static_cast<int64_t>(count) * each_cost;
+  if (count == 0 && args.leaves_out) return {0, 0, 0, 0};
   const bool by_rows = !place.dense && args.block < kBlock && args.keys == kBlock;
   if (by_rows) count = column_rows(args, place);
   if (cost <= share || count == 0) return {count, 1, count, cost};
@@ -191,6 +200,8 @@ void make_backward_work(const BackwardWorkParams& p, void* stream) {
                        p.tiling.block,
                        p.tiling.keys,
                        p.workers,
+                       p.shape.first_query,
+                       p.leaves_out,
                        p.items,
                        p.splits,
                        p.counts};

@@ -41,7 +41,9 @@ struct Work {
 // Rows of 64 that hold whole tokens. `query_block` 0: no lists, every sequence is dense.
 Tiling make_tiling(const Shape& shape, int list_heads, int query_block, std::span<const int32_t> cu_seqlens);
 
-// `lists` may be null when every sequence is dense. `workers` is the number of multiprocessors that share the work.
+// Of a piece (Shape::first_query) the row lists are those of its own query blocks, which column lists count from its
+// first. `lists` may be null when every sequence is dense. `workers` is the number of multiprocessors that share the
+// work.
 Work make_work(const Shape& shape, std::span<const int32_t> cu_seqlens, const std::vector<bool>& dense,
                const RowLayout* lists, int workers);
 

@@ -68,7 +68,8 @@ __device__ void add_products(float (&sum)[4][kColumns], const float* weights, co
 }
 
 template <int kColumns, typename Offset>
-__device__ void store(float* out, const float (&sum)[4][kColumns], int d, const float (&factor)[4], Offset offset) {
+__device__ void store(float* out, const float (&sum)[4][kColumns], int d, const float (&factor)[4], Offset offset,
+                      bool adds = false) {
 #pragma unroll
   for (int r = 0; r < 4; ++r) {
     const int64_t at = offset(threadIdx.x / 16 * 4 + r);
@@ -76,7 +77,7 @@ __device__ void store(float* out, const float (&sum)[4][kColumns], int d, const 
 #pragma unroll
     for (int j = 0; j < kColumns; ++j) {
       const int column = threadIdx.x % 16 + 16 * j;
-      if (column < d) out[at + column] = sum[r][j] * factor[r];
+      if (column < d) out[at + column] = (adds ? out[at + column] : 0.f) + sum[r][j] * factor[r];
     }
   }
 }
@@ -84,7 +85,7 @@ __device__ void store(float* out, const float (&sum)[4][kColumns], int d, const 
 // Calls attend for every 16 keys that a tile looks at, blocks first, then gathered columns. `x`: this thread's key.
 template <typename Attend>
 __device__ void each_sixteen(const RowWalk& walk, const ForwardItem& item, int kv_head, int x, int d, Attend attend) {
-  const int sequence = item.token - item.position;
+  const int sequence = item.token - item.position + walk.first_query;
   const auto element = [&](int key) { return (static_cast<int64_t>(sequence + key) * walk.kv_heads + kv_head) * d; };
   walk.each_block(item, [&](int key_position, int first) {
     for (int part = 0; part < walk.tiling.block; part += kMoving) {
@@ -175,6 +176,7 @@ struct BackwardArguments {
   float *dq, *dk, *dv, *partials, *gathered_sums;
   int32_t d;
   float scale;
+  bool adds;  // to dk and dv
 };
 
 // What keys got as gathered columns; the rows of this thread are keys half + 4y … of the item.
@@ -244,7 +246,7 @@ __global__ void __launch_bounds__(kThreads) keys_kernel(const __grid_constant__ 
   float dk[4][kColumns] = {}, dv[4][kColumns] = {};
   args.columns.each_subtile(item, [&](int head, int subtile, int first) {
     const SubtileRows rows = args.columns.rows(item, head, subtile);
-    const int key = item.position + half + 4 * y - subtile * rows.tokens;
+    const int key = args.columns.behind_first(item) + half + 4 * y - subtile * rows.tokens;
     add_subtile(args, tiles, rows, static_cast<int64_t>(head) * args.columns.tiling.subtiles + item.subtile + subtile,
                 dk, dv, [&](int token, int r) { return token >= first && key + r <= token; });
   });
@@ -254,8 +256,8 @@ __global__ void __launch_bounds__(kThreads) keys_kernel(const __grid_constant__ 
       add_gathered(args, item, half, 0, dk);
       add_gathered(args, item, half, 1, dv);
     }
-    store(args.dk, dk, d, scale, key_row);
-    store(args.dv, dv, d, one, key_row);
+    store(args.dk, dk, d, scale, key_row, args.adds);
+    store(args.dv, dv, d, one, key_row, args.adds);
     return;
   }
   const auto slot_row = [&](int r) {
@@ -383,7 +385,8 @@ void plain_backward(const BackwardParams& p, cudaStream_t stream) {
                                p.partials,
                                p.gathered_sums,
                                p.shape.head_dim,
-                               p.shape.scale};
+                               p.shape.scale,
+                               p.adds};
   if (p.shape.head_dim <= kMaxDim / 2)
     launch_backward<kMaxDim / 32>(p, args, stream);
   else

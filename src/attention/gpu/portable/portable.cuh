@@ -41,6 +41,7 @@ struct RowWalk {
   GatheredColumns gathered;
   Tiling tiling;
   int32_t query_heads, heads_per_kv, kv_heads;
+  int32_t first_query;  // as in Shape
 
   __device__ SubtileRows rows(const ForwardItem& item, int sub) const {
     const int before = sub * tiling.tokens;
@@ -78,7 +79,7 @@ struct RowWalk {
 template <int D, typename Attend>
 __device__ __forceinline__ void each_sixty_four(const RowWalk& walk, const ForwardItem& item, int kv_head,
                                                 const int (&token)[2], Attend attend) {
-  const int sequence = item.token - item.position;
+  const int sequence = item.token - item.position + walk.first_query;
   const auto element = [&](int key) { return (static_cast<int64_t>(sequence + key) * walk.kv_heads + kv_head) * D; };
   walk.each_block(item, [&](int key_position, int first) {
     for (int part = 0; part < walk.tiling.block; part += 64) {
@@ -127,6 +128,10 @@ struct ColumnWalk {
   Tiling tiling;
   int32_t columns, query_heads, heads_per_kv, kv_heads;
   int64_t all_tokens;
+  int32_t first_query;  // as in Shape
+
+  // Where an item's keys begin, counted from the first query.
+  __device__ int behind_first(const BackwardItem& item) const { return item.position - first_query; }
 
   __device__ SubtileRows rows(const BackwardItem& item, int list_head, int subtile) const {
     return rows_of(item.token - item.position, list_head, subtile);
@@ -148,7 +153,7 @@ struct ColumnWalk {
     const int units = item.dense ? tiling.tile : tiling.query_block / tiling.tokens;  // subtiles of an entry, or a tile
     int before = 0;
     for (int head = item.head * heads_per_kv; head < (item.head + 1) * heads_per_kv; ++head) {
-      int at = item.position / (tiling.tile * tiling.tokens), count = item.subtiles / tiling.tile - at;
+      int at = max(behind_first(item), 0) / (tiling.tile * tiling.tokens), count = item.subtiles / tiling.tile - at;
       if (!item.dense) {
         const int column = head / tiling.parts * columns + item.column;
         at = offsets[column];
@@ -161,7 +166,7 @@ struct ColumnWalk {
         for (int u = 0; u < units; ++u) {
           const int subtile = static_cast<int>(entry_id(entry)) * units + u;
           const int first = static_cast<int>(entry_first(entry)) - u * tiling.tokens;
-          if (subtile < item.subtiles && first < tiling.tokens && (subtile + 1) * tiling.tokens > item.position)
+          if (subtile < item.subtiles && first < tiling.tokens && (subtile + 1) * tiling.tokens > behind_first(item))
             body(head, subtile, first);
         }
       }
@@ -172,16 +177,16 @@ struct ColumnWalk {
 template <typename Params>
 RowWalk row_walk(const Params& p, const ForwardItem* items) {
   const Shape& shape = p.shape;
-  return {items,         p.row_entries,     p.gathered,
-          p.tiling,      shape.query_heads, shape.query_heads / shape.kv_heads / p.tiling.heads,
-          shape.kv_heads};
+  return {items,          p.row_entries,     p.gathered,
+          p.tiling,       shape.query_heads, shape.query_heads / shape.kv_heads / p.tiling.heads,
+          shape.kv_heads, shape.first_query};
 }
 inline ColumnWalk column_walk(const BackwardParams& p) {
   const Shape& shape = p.shape;
   return {p.items,          p.counts,          p.column_offsets,
           p.column_entries, p.gathered,        p.tiling,
           p.columns,        shape.query_heads, shape.query_heads / shape.kv_heads / p.tiling.heads,
-          shape.kv_heads,   shape.tokens};
+          shape.kv_heads,   shape.tokens,      shape.first_query};
 }
 
 // A piece of gathered columns and everything that sees it; a thread block each.

@@ -17,14 +17,15 @@ struct KeyArguments {
   ColumnWalk walk;
   const __nv_bfloat16 *q, *k, *v, *d_o;
   const float* statistics;
-  __nv_bfloat16 *dk, *dv;
+  void *dk, *dv;
   float *partials, *gathered_sums;
   float scale;
+  bool adds;  // to fp32; else dk and dv are bf16 and written
 };
 
 template <int D>
 __device__ void store_keys(const KeyArguments& args, const BackwardItem& item, int part, int which, float (&a)[D / 2],
-                           __nv_bfloat16* out, float scale) {
+                           void* out, float scale) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
@@ -51,8 +52,17 @@ __device__ void store_keys(const KeyArguments& args, const BackwardItem& item, i
         }
       }
     }
-    __nv_bfloat16* to =
-        out + (static_cast<int64_t>(item.token + key) * args.walk.kv_heads + item.head) * D + 2 * (lane % 4);
+    const int64_t at = (static_cast<int64_t>(item.token + key) * args.walk.kv_heads + item.head) * D + 2 * (lane % 4);
+    if (args.adds) {
+      float* sums = static_cast<float*>(out) + at;
+#pragma unroll
+      for (int j = 0; j < D / 8; ++j) {
+        sums[8 * j] += a[4 * j + 2 * h] * scale;
+        sums[8 * j + 1] += a[4 * j + 2 * h + 1] * scale;
+      }
+      continue;
+    }
+    __nv_bfloat16* to = static_cast<__nv_bfloat16*>(out) + at;
 #pragma unroll
     for (int j = 0; j < D / 8; ++j)
       *reinterpret_cast<uint32_t*>(to + 8 * j) = pack(a[4 * j + 2 * h] * scale, a[4 * j + 2 * h + 1] * scale);
@@ -114,7 +124,7 @@ __global__ void __launch_bounds__(128) keys_kernel(const __grid_constant__ KeyAr
   const int key = item.position + part + warp * 16 + lane / 4;
   args.walk.each_subtile(item, [&](int head, int subtile, int first) {
     const SubtileRows rows = args.walk.rows(item, head, subtile);
-    const int position = subtile * rows.tokens;
+    const int position = args.walk.first_query + subtile * rows.tokens;
     add_subtile<D>(args, smem, rows, static_cast<int64_t>(head) * args.walk.tiling.subtiles + item.subtile + subtile,
                    dk, dv, [&](int t, int h) { return t >= first && key + 8 * h <= position + t; });
   });
@@ -229,17 +239,8 @@ template <int D>
 void launch(const BackwardParams& p, cudaStream_t stream) {
   const auto q = static_cast<const __nv_bfloat16*>(p.q), k = static_cast<const __nv_bfloat16*>(p.k),
              v = static_cast<const __nv_bfloat16*>(p.v), d_o = static_cast<const __nv_bfloat16*>(p.d_o);
-  const KeyArguments keys{column_walk(p),
-                          q,
-                          k,
-                          v,
-                          d_o,
-                          p.statistics,
-                          static_cast<__nv_bfloat16*>(p.dk),
-                          static_cast<__nv_bfloat16*>(p.dv),
-                          p.partials,
-                          p.gathered_sums,
-                          p.shape.scale};
+  const KeyArguments keys{column_walk(p), q,     k, v, d_o, p.statistics, p.dk, p.dv, p.partials, p.gathered_sums,
+                          p.shape.scale,  p.adds};
   if (p.gathered.piece_count > 0) {
     check(cudaFuncSetAttribute(pieces_kernel<D>, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Smem<D>)),
           "shared memory of the backward");

@@ -70,6 +70,7 @@ struct FinishArguments {
   ColumnWalk walk;
   int32_t d;
   float scale;
+  bool adds;  // to dk and dv
 };
 
 // A thread block a split column and result.
@@ -89,7 +90,8 @@ __global__ void __launch_bounds__(256) finish_kernel(const __grid_constant__ Fin
       if (row >= 0) sum += args.gathered_sums[gathered_place(row, which, d) + i % d];
     }
     const int64_t at = (static_cast<int64_t>(split.token + i / d) * args.walk.kv_heads + split.head) * d + i % d;
-    set(out[at], which == 0 ? sum * args.scale : sum);
+    const float before = args.adds ? as_float(out[at]) : 0.f;
+    set(out[at], before + (which == 0 ? sum * args.scale : sum));
   }
 }
 
@@ -111,9 +113,9 @@ void portable_statistics(const BackwardParams& p, Precision precision, cudaStrea
 void portable_finish_columns(const BackwardParams& p, Precision precision, cudaStream_t stream) {
   if (p.limits.splits == 0) return;
   const dim3 grid(p.limits.splits, 2);
-  const FinishArguments args{p.splits,       p.counts,         p.partials,   p.gathered_sums,
-                             column_walk(p), p.shape.head_dim, p.shape.scale};
-  if (precision == Precision::fp32)
+  const FinishArguments args{p.splits,       p.counts,         p.partials,    p.gathered_sums,
+                             column_walk(p), p.shape.head_dim, p.shape.scale, p.adds};
+  if (precision == Precision::fp32 || p.adds)
     finish_kernel<<<grid, 256, 0, stream>>>(args, static_cast<float*>(p.dk), static_cast<float*>(p.dv));
   else
     finish_kernel<<<grid, 256, 0, stream>>>(args, static_cast<__nv_bfloat16*>(p.dk), static_cast<__nv_bfloat16*>(p.dv));

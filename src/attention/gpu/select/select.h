@@ -102,8 +102,8 @@ struct SelectGroup {
   int64_t map = 0;  // byte of (query block 0, first of the key blocks) in the map
   int32_t stride = 0;
   int32_t column = 0, columns = 0;  // numbers of the key blocks among all
-  int32_t key_block = 0;            // number of the first in its sequence
-  int32_t first_block = 0;          // first query block that can see it
+  int32_t key_block = 0;            // number of the first in its sequence; of a piece, counted from its own first
+  int32_t first_block = 0;          // first query block that can see it, likewise
   int32_t query_blocks = 0;         // from there to the end of the sequence
   int32_t block = 0, query_block = 0;
 };
@@ -187,9 +187,12 @@ struct HeldBlocks {
 // Sequences that run dense take no part. `tiles[s]` carries block, query_block, sinks, local blocks and budget of
 // sequence s; a score item has at most `score.tokens` tokens, a batch at most `batch_masses` masses (and at least one
 // query block). With `held`, cu_seqlens counts the tokens that lie here.
+// With `piece`, the only sequence is a piece of the one that `tiles` is about, from shape.first_query on: `blocks` are
+// its own, with rows among those of the whole sequence, and columns are those of all keys up to its end.
 SelectPlan make_select_plan(const Shape& shape, std::span<const int32_t> cu_seqlens, const std::vector<bool>& dense,
                             const std::vector<SequenceTiles>& tiles, const SelectionConfig& config,
-                            const ScoreTile& score, int64_t batch_masses, const HeldBlocks* held = nullptr);
+                            const ScoreTile& score, int64_t batch_masses, const HeldBlocks* held = nullptr,
+                            bool piece = false);
 
 // Channels that a key has for the Hopper kernels where blocks are judged by planes.
 inline int hopper_plane_depth(const SelectionConfig& config) {
@@ -205,9 +208,11 @@ struct SelectParams {
   bool lookahead = false;
   bool moments = true;
   float coverage = 1;
-  // Score `planes`, of the layer at hand and in device memory: channels [kv_heads, plane_channels], scales [kv_heads].
+  // Score `planes`, of the layer at hand and in device memory: channels [kv_heads, plane_channels], scales [kv_heads],
+  // means of keys [kv_heads, plane_channels].
   const int32_t* planes = nullptr;
   const float* plane_scales = nullptr;
+  const float* plane_key_means = nullptr;
   int32_t plane_channels = 0;
   const float* thresholds = nullptr;  // `mass`: of every sequence
   int32_t shared_memory = 0;          // of a thread block that chooses, at most; 0: what the device has
@@ -234,6 +239,7 @@ struct SelectParams {
   // Workspace.
   void* statistics = nullptr;  // statistics_bytes()
   bool statistics_given = false;
+  void* room = nullptr;  // of the Hopper kernels, where it does not lie behind the statistics
   // [plan.slices · plan.masses]: log2 as 16-bit floats, mapped so that they order as unsigned integers. Of very long
   // sequences, choosing overwrites them.
   uint16_t* masses = nullptr;
@@ -260,7 +266,10 @@ int mass_class(const MassKey& key);
 // Tokens whose queries and keys are sampled for the energies of planes.
 std::vector<int32_t> plane_samples(std::span<const int32_t> cu_seqlens);
 
+// Statistics and, of the Hopper kernels, the room behind them.
 int64_t hopper_statistics_bytes(const Shape& shape, const SelectPlan& plan);
+int64_t hopper_kept_bytes(const SelectPlan& plan);
+int64_t hopper_room_bytes(const Shape& shape, const SelectPlan& plan);
 int64_t portable_statistics_bytes(const Shape& shape, const SelectPlan& plan);
 ScoreTile hopper_score_tile(const Shape& shape, const SelectionConfig& config);
 constexpr ScoreTile kPortableScoreTile{16, 1};

@@ -24,10 +24,11 @@ StaircaseRule rule_of(const SelectionConfig& config, int64_t free_quota) {
 // The query blocks of one sequence under one key/value head, and what they are scored with.
 class SequencePlanner {
  public:
-  // `held`: the key blocks whose query blocks are planned; null: all.
+  // `held`: the key blocks whose query blocks are planned; null: those of the sequence's tokens [first_token,
+  // end_token).
   SequencePlanner(SelectPlan& plan, const SelectionConfig& config, const SequenceTiles& tiles, int32_t sequence,
                   int head, int32_t begin, int32_t list, const ScoreTile& score, int64_t batch_masses,
-                  const std::span<const int32_t>* held)
+                  const std::span<const int32_t>* held, int64_t first_token, int64_t end_token)
       : plan_(plan),
         config_(config),
         tiles_(tiles),
@@ -38,9 +39,11 @@ class SequencePlanner {
         score_(score),
         batch_masses_(batch_masses),
         held_(held),
+        first_token_(first_token),
+        end_token_(end_token),
         most_mass_(config.pattern == SelectionPattern::mass && config.order == SelectionOrder::lookahead),
         statistics_(plan.statistics_rows),
-        map_stride_((fine_blocks(tiles.tokens) + 15) / 16 * 16) {}
+        map_stride_((fine_blocks(end_token) + 15) / 16 * 16) {}
 
   void add(int64_t& batch_used) {
     if (config_.pattern != SelectionPattern::vertical_slash) add_blocks();
@@ -93,8 +96,8 @@ class SequencePlanner {
   template <typename Body>
   void each_tile(Body body) const {
     if (held_ == nullptr) {
-      for (int64_t tile = 0; tile < tiles_.tiles(); ++tile)
-        body(tile, static_cast<int32_t>(begin_ + tiles_.begin(tile)));
+      for (int64_t tile = first_token_ / tiles_.query_block; tiles_.begin(tile) < end_token_; ++tile)
+        body(tile, static_cast<int32_t>(begin_ + tiles_.begin(tile) - first_token_));
       return;
     }
     const int64_t each = tiles_.block / tiles_.query_block;
@@ -112,7 +115,9 @@ class SequencePlanner {
                               static_cast<int32_t>(std::min<int64_t>(tiles_.block, tiles_.tokens - b * tiles_.block)),
                               head_, static_cast<int32_t>(row)});
     };
-    for (int64_t b = 0; b < tiles_.blocks() && held_ == nullptr; ++b) add(b, b, statistics_ + statistics_row(b, parts));
+    const int64_t first = first_token_ / tiles_.block;
+    for (int64_t b = first; b * tiles_.block < end_token_ && held_ == nullptr; ++b)
+      add(b, b - first, statistics_ + statistics_row(b, parts));
     for (size_t i = 0; held_ != nullptr && i < held_->size(); ++i)
       add((*held_)[i], static_cast<int64_t>(i), statistics_row(std::ssize(plan_.blocks), parts));
     const int64_t rows = statistics_ + statistics_rows(tiles_.blocks(), parts);
@@ -215,14 +220,15 @@ class SequencePlanner {
   }
 
   void add_columns() {
-    const int64_t blocks = fine_blocks(tiles_.tokens);
+    const int64_t blocks = fine_blocks(end_token_), own = first_token_ / plan_.block;
+    const int64_t query_blocks = (end_token_ - first_token_ + plan_.query_block - 1) / plan_.query_block;
     for (int64_t b = 0; b < blocks && held_ == nullptr; b += kGroupColumns) {
       SelectGroup group;
       group.column = plan_.columns + static_cast<int32_t>(b);
       group.columns = static_cast<int32_t>(std::min<int64_t>(kGroupColumns, blocks - b));
-      group.key_block = static_cast<int32_t>(b);
-      group.first_block = static_cast<int32_t>(b * plan_.block / plan_.query_block);
-      group.query_blocks = static_cast<int32_t>(tiles_.tiles() - group.first_block);
+      group.key_block = static_cast<int32_t>(b - own);
+      group.first_block = static_cast<int32_t>(std::max<int64_t>(b - own, 0) * plan_.block / plan_.query_block);
+      group.query_blocks = static_cast<int32_t>(query_blocks - group.first_block);
       group.stride = static_cast<int32_t>(map_stride_);
       group.map = plan_.map_bytes + b;
       group.block = plan_.block;
@@ -241,6 +247,7 @@ class SequencePlanner {
   ScoreTile score_;
   int64_t batch_masses_;
   const std::span<const int32_t>* held_;
+  int64_t first_token_, end_token_;
   bool most_mass_;
   int32_t statistics_;
   int64_t map_stride_;
@@ -295,7 +302,7 @@ void set_statistics(const Shape& shape, const SelectionConfig& config, const Sco
 
 SelectPlan make_select_plan(const Shape& shape, std::span<const int32_t> cu_seqlens, const std::vector<bool>& dense,
                             const std::vector<SequenceTiles>& tiles, const SelectionConfig& config,
-                            const ScoreTile& score, int64_t batch_masses, const HeldBlocks* held) {
+                            const ScoreTile& score, int64_t batch_masses, const HeldBlocks* held, bool piece) {
   const size_t sequences = cu_seqlens.size() - 1;
   SB_CHECK(dense.size() == sequences && tiles.size() == sequences, "{} flags, {} tilings for {} sequences",
            dense.size(), tiles.size(), sequences);
@@ -303,6 +310,10 @@ SelectPlan make_select_plan(const Shape& shape, std::span<const int32_t> cu_seql
       held == nullptr || (held->blocks.size() == sequences && config.block % config.query_block == 0 &&
                           !(config.pattern == SelectionPattern::mass && config.order == SelectionOrder::lookahead)),
       "ranks that share sequences choose by blocks of their own");
+  SB_CHECK(!piece || (sequences == 1 && held == nullptr && shape.first_query % config.block == 0 &&
+                      shape.first_query % config.query_block == 0),
+           "a piece from token {} on, with blocks of {} and query blocks of {}", shape.first_query, config.block,
+           config.query_block);
   SelectPlan plan;
   plan.list_heads = config.lists_per_query_head() ? shape.query_heads : shape.kv_heads;
   plan.query_block = config.query_block;
@@ -324,7 +335,8 @@ SelectPlan make_select_plan(const Shape& shape, std::span<const int32_t> cu_seql
     for (size_t s = 0; s < sequences; ++s) {
       const SequenceTiles& t = tiles[s];
       const int32_t tokens = cu_seqlens[s + 1] - cu_seqlens[s];
-      SB_CHECK((held != nullptr || t.tokens == tokens) && t.block == config.block && t.query_block == plan.query_block,
+      SB_CHECK((held != nullptr || piece || t.tokens == tokens) && t.block == config.block &&
+                   t.query_block == plan.query_block,
                "tiling of sequence {} does not match", s);
       if (dense[s]) {
         plan.row_offsets.insert(plan.row_offsets.end(), (tokens + plan.query_block - 1) / plan.query_block,
@@ -343,7 +355,8 @@ SelectPlan make_select_plan(const Shape& shape, std::span<const int32_t> cu_seql
       SB_USER_CHECK(t.blocks() <= 65536, "a sequence of {} tokens has more than 65,536 blocks of {}; use larger blocks",
                     t.tokens, t.block);
       SequencePlanner(plan, config, t, static_cast<int32_t>(s), head, cu_seqlens[s], sparse++ * plan.list_heads + head,
-                      score, batch_masses / score.slices, held == nullptr ? nullptr : &held->blocks[s])
+                      score, batch_masses / score.slices, held == nullptr ? nullptr : &held->blocks[s],
+                      shape.first_query, piece ? shape.keys() : t.tokens)
           .add(batch_used);
     }
   }

@@ -12,8 +12,8 @@
 namespace sb::gpu {
 
 // Planes that differ from head to head, all over the channels.
-inline LayerPlanes made_up_planes(const Shape& shape, int channels, float scale) {
-  LayerPlanes planes{shape.kv_heads, channels, {}, {}};
+inline LayerPlanes made_up_planes(const Shape& shape, int channels, float scale, float key_mean = 0.25f) {
+  LayerPlanes planes{shape.kv_heads, channels, {}, {}, {}};
   const int half = shape.head_dim / 2;
   for (int head = 0; head < shape.kv_heads; ++head) {
     std::vector<int32_t> chosen;
@@ -21,6 +21,7 @@ inline LayerPlanes made_up_planes(const Shape& shape, int channels, float scale)
     std::sort(chosen.begin(), chosen.end());
     planes.channel.insert(planes.channel.end(), chosen.begin(), chosen.end());
     for (const int32_t plane : chosen) planes.channel.push_back(plane + half);
+    planes.key_mean.resize(planes.channel.size(), key_mean);
     planes.scale.push_back(scale * (1 + 0.25f * static_cast<float>(head)));
   }
   return planes;
@@ -44,7 +45,7 @@ struct SelectCase {
   DeviceArray<int32_t> pool_counts;
   DeviceArray<uint8_t> map;
   DeviceArray<int32_t> plane_channels;
-  DeviceArray<float> plane_scales;
+  DeviceArray<float> plane_scales, plane_key_means;
   DeviceArray<float> thresholds;
   DeviceArray<unsigned long long> chosen;
 
@@ -72,6 +73,7 @@ struct SelectCase {
         map(plan.map_bytes),
         plane_channels(planes.channel),
         plane_scales(planes.scale),
+        plane_key_means(planes.key_mean),
         thresholds(std::vector<float>(plan.sequences.size(), threshold)),
         chosen(std::vector<unsigned long long>(2 * plan.sequences.size(), 0)) {}
 
@@ -86,6 +88,7 @@ struct SelectCase {
     p.coverage = static_cast<float>(config.coverage);
     p.planes = plane_channels.get();
     p.plane_scales = plane_scales.get();
+    p.plane_key_means = plane_key_means.get();
     p.plane_channels = config.score_channels;
     p.thresholds = thresholds.get();
     p.shared_memory = shared_memory;

@@ -250,6 +250,7 @@ struct Options {
   // The keys of the first sixteen blocks are so unlike all queries that the others' exponentials, relative to theirs,
   // overflow; 16 bits are less precise there.
   bool far_apart = false;
+  float key_offset = 0;  // what all keys have in common, in every channel
 };
 
 void run(const char* name, bool hopper, int query_heads, int kv_heads, int d, const std::vector<int>& lengths,
@@ -284,10 +285,16 @@ void run(const char* name, bool hopper, int query_heads, int kv_heads, int d, co
     t.q = DeviceArray<__nv_bfloat16>(q);
     t.k = DeviceArray<__nv_bfloat16>(k);
   }
+  if (options.key_offset != 0) {
+    std::vector<__nv_bfloat16> k = t.k.host();
+    for (__nv_bfloat16& x : k) x = __float2bfloat16(__bfloat162float(x) + options.key_offset);
+    t.k = DeviceArray<__nv_bfloat16>(k);
+  }
   // Mean queries are short: with a larger scale blocks are far enough apart to be told by 16 bits.
   const bool by_planes = config.judges_by_planes();
   const LayerPlanes planes =
-      by_planes ? made_up_planes(shape, options.score_channels, (options.far_apart ? 1 : 8) * shape.scale)
+      by_planes ? made_up_planes(shape, options.score_channels, (options.far_apart ? 1 : 8) * shape.scale,
+                                 options.key_offset != 0 ? options.key_offset : 0.25f)
                 : LayerPlanes{};
   SelectCase select_case(shape, cu, dense, tiles, config, hopper, options.batch_masses, options.threshold, planes);
   select_case.shared_memory = options.shared_memory;
@@ -500,6 +507,8 @@ int main(int argc, char** argv) {
         {.pattern = mass, .order = ahead, .score = planes});
     run("planes 7:1 d64 far apart", hopper, 7, 1, 64, {6000}, {false}, 16, 1500,
         {.score = planes, .stride = 3, .far_apart = true});
+    run("planes 8:1 d64 keys with an offset", hopper, 8, 1, 64, {3000}, {false}, 16, 900,
+        {.score = planes, .stride = 3, .key_offset = 100});
     run("8:2 d64 lookahead mass, parts of 64", hopper, 8, 2, 64, {2500, 300}, {false, true}, 16, 900,
         {.pattern = mass, .order = ahead, .score_tokens = 64});
   }

@@ -518,5 +518,85 @@ TEST(RecentPlans, HaveTheMemoryOfAllStates) {
   EXPECT_GT(plans.for_states(1000), 1000u);
 }
 
+// A piece's tiles are those of its queries, its key blocks all up to its end.
+TEST(GpuWork, APieceHasItsOwnQueriesAndAllKeysBeforeItsEnd) {
+  Shape shape = shape_of(14, 2);
+  shape.tokens = 300;
+  shape.first_query = 512;
+  const std::vector<int32_t> cu{0, 300};
+  const Work dense = make_work(shape, cu, {true}, nullptr, 10);  // tiles of 18 tokens
+  EXPECT_EQ(dense.tiling.tokens, 9);
+  EXPECT_EQ(dense.cu_subtiles, (std::vector<int32_t>{0, 2 * 17}));
+  int64_t queries = 0;
+  for (const ForwardItem& item : dense.forward) {
+    EXPECT_EQ(item.position, item.token + 512);
+    EXPECT_EQ(item.token % 18, 0);
+    queries += item.tokens;
+  }
+  EXPECT_EQ(queries, 2 * 300);
+  ASSERT_EQ(dense.head_places, 7);  // 812 keys
+  for (const BackwardItem& place : dense.places) {
+    EXPECT_EQ(place.token, place.position);
+    EXPECT_EQ(place.keys, place.position == 768 ? 44 : 128);
+    EXPECT_EQ(place.subtiles, 34);
+  }
+}
+
+// The choices of all pieces together are laid out as those of the whole sequence, and judged by the same statistics.
+TEST(GpuSelect, PiecesArePlannedAsTheWhole) {
+  SelectionConfig config;
+  config.budget = 700;
+  for (const auto& [block, query_block, parts] : {std::tuple{128, 16, 0}, {64, 128, 16}, {256, 32, 0}}) {
+    config.block = block;
+    config.query_block = query_block;
+    config.score_tokens = parts;
+    config.score = BlockScore::moments;
+    constexpr int32_t kTokens = 3000, kPiece = 768;
+    const std::vector<SequenceTiles> tiles{{kTokens, block, query_block, 1, 2, 700}};
+    const Shape whole_shape{kTokens, 4, 2, 64, 0.1f};
+    const std::vector<int32_t> all{0, kTokens};
+    const SelectPlan whole = make_select_plan(whole_shape, all, {false}, tiles, config, {16, 1, true}, 1 << 24);
+    int64_t rows = 0, entries = 0, pairs = 0, given = 0, wanted = 0;
+    std::map<int32_t, int32_t> statistics;  // row of a block, its token
+    for (int32_t begin = 0; begin < kTokens; begin += kPiece) {
+      const int32_t tokens = std::min(kPiece, kTokens - begin);
+      Shape shape{tokens, 4, 2, 64, 0.1f};
+      shape.first_query = begin;
+      const std::vector<int32_t> cu{0, tokens};
+      const SelectPlan piece =
+          make_select_plan(shape, cu, {false}, tiles, config, {16, 1, true}, 1 << 24, nullptr, /*piece=*/true);
+      EXPECT_EQ(piece.statistics_rows, whole.statistics_rows);
+      EXPECT_EQ(piece.columns, 2 * ((begin + tokens + piece.block - 1) / piece.block));
+      rows += piece.rows;
+      entries += piece.entries;
+      pairs += piece.token_pairs;
+      given += piece.sequences[0].given;
+      wanted += piece.sequences[0].wanted;
+      for (const SelectBlock& one : piece.blocks) EXPECT_TRUE(statistics.emplace(one.row, one.token + begin).second);
+      for (const ScoreItem& item : piece.scores) EXPECT_LT(item.token, tokens);
+      int32_t columns = 0;
+      for (const SelectGroup& group : piece.groups) {
+        EXPECT_EQ(group.column, columns);
+        columns += group.columns;
+        // Its first query block sees its first key block, the one before does not.
+        const int key = (group.key_block + begin / piece.block) * piece.block;
+        EXPECT_GT(begin + (group.first_block + 1) * query_block, key);
+        if (group.first_block > 0) {
+          EXPECT_LE(begin + group.first_block * query_block, key + query_block - 1);
+        }
+        EXPECT_EQ(group.first_block + group.query_blocks, piece.rows);
+      }
+      EXPECT_EQ(columns, piece.columns);
+    }
+    EXPECT_EQ(rows, whole.rows);
+    EXPECT_EQ(entries, whole.entries);
+    EXPECT_EQ(pairs, whole.token_pairs);
+    EXPECT_EQ(given, whole.sequences[0].given);
+    EXPECT_EQ(wanted, whole.sequences[0].wanted);
+    ASSERT_EQ(statistics.size(), whole.blocks.size());
+    for (const SelectBlock& one : whole.blocks) EXPECT_EQ(statistics.at(one.row), one.token);
+  }
+}
+
 }  // namespace
 }  // namespace sb::gpu
