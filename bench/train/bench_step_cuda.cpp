@@ -9,8 +9,8 @@
 // A micro-batch is one sequence of `tokens` (8,192), or sequences of --packed tokens; --tokens-per-step makes a step of
 // several micro-batches. `all` is 0.5B and 3B. --lora: adapters on all products, alpha twice the rank, dropout 0.05
 // unless given, the model itself frozen. With a budget attention is sparse, with blocks of 128. --offload: layer inputs
-// in host memory (-1: as many as needed). --chunk: the sequence in pieces of so many tokens. --offload-optimizer: values
-// and moments in host memory. --portable: attention's portable kernels instead of the GPU's own.
+// in host memory (-1: as many as needed). --chunk: the sequence in pieces of so many tokens. --offload-optimizer:
+// values and moments in host memory. --portable: attention's portable kernels instead of the GPU's own.
 
 #include <fmt/format.h>
 
