@@ -4,9 +4,9 @@ namespace CLI {
 class App;
 }
 
-// One function per sub-command, each in the file of its name. It adds the sub-command to the application with a callback
-// that does the work. Errors are thrown (core/errors.h) and turned into exit codes by main; another exit code of its
-// own is `throw CLI::RuntimeError(code)`.
+// One function per sub-command, each in the file of its name. It adds the sub-command to the application with a
+// callback that does the work. Errors are thrown (core/errors.h) and turned into exit codes by main; another exit code
+// of its own is `throw CLI::RuntimeError(code)`.
 namespace sb {
 
 void add_bench_command(CLI::App& app);

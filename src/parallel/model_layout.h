@@ -8,7 +8,8 @@
 
 namespace sb {
 
-// Where every parameter of the whole model that is trained lies on the grid. A pure function of its arguments: the same on all ranks.
+// Where every parameter of the whole model that is trained lies on the grid. A pure function of its arguments: the same
+// on all ranks.
 class ModelLayout {
  public:
   // Elements of a bucket, at least: large enough that a reduction is not all latency.

@@ -75,7 +75,7 @@ struct BalanceSummary {
 struct TrainSummary {
   int64_t steps = 0;  // done in all
   bool interrupted = false;
-  double loss = 0;           // of the last step of this process; 0 when it had none
+  double loss = 0;  // of the last step of this process; 0 when it had none
   int64_t tokens = 0;
   double seconds = 0;  // in steps, of this process
   int64_t skipped = 0;

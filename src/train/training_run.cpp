@@ -187,7 +187,9 @@ bool copy_fits(const RunConfig& config, const TrainerParts& parts, int64_t host_
   const int64_t planned = config.device == DeviceKind::cpu ? plan.total() : plan.host_total();
   const int64_t copy = checkpoint_bytes(config, parts.model);
   if (host_memory == 0 || planned + copy <= host_memory) return true;
-  if (parts.world == nullptr || parts.world->rank() == 0)
+  // Where not even the rest fits there will be no training.
+  const bool trains = planned <= host_memory;
+  if (trains && (parts.world == nullptr || parts.world->rank() == 0))
     log::info("training waits while a checkpoint is saved: host memory has no room for a copy of {}",
               format_bytes(copy));
   return false;

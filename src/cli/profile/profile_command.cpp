@@ -180,7 +180,8 @@ void add_profile_command(CLI::App& app) {
   a->engine.spec.budget = 1024;
   command->add_option("--model", a->model, "name, or config.json")->capture_default_str();
   command
-      ->add_option("--run", a->run, "run.yaml: model, budget, blocks, recompute, adapters, longest micro-batch and threads of it")
+      ->add_option("--run", a->run,
+                   "run.yaml: model, budget, blocks, recompute, adapters, longest micro-batch and threads of it")
       ->check(CLI::ExistingFile);
   command->add_option("--device", a->device, "cpu or cuda; with --run as it says")
       ->check(CLI::IsMember({"cpu", "cuda"}))
@@ -217,7 +218,8 @@ void add_profile_command(CLI::App& app) {
       ->check(CLI::Range(1, 100000))
       ->capture_default_str();
   command->callback([a, command] {
-    for (const char* option : {"--model", "--budget", "--block", "--query-block", "--score-tokens", "--recompute", "--lora"})
+    for (const char* option :
+         {"--model", "--budget", "--block", "--query-block", "--score-tokens", "--recompute", "--lora"})
       SB_USER_CHECK(a->run.empty() || command->count(option) == 0, "{}: --run {} says that; leave one of both out",
                     option, a->run);
     a->tokens_given = command->count("--max-tokens") > 0;

@@ -14,7 +14,7 @@ struct ProfileEngineOptions {
   AttentionSpec spec;
   std::string recompute = "attention";
   LoraConfig lora;  // with a rank: adapters are trained, and the model itself is frozen
-  int layers = 3;  // built; three or more, to tell them from embedding and loss
+  int layers = 3;   // built; three or more, to tell them from embedding and loss
   int64_t max_tokens = 1024;
   int threads = 0;  // 0: all cores
 };

@@ -285,8 +285,8 @@ void rmsnorm_forward(const Exec& exec, TensorView x, TensorView weight, float ep
 
 void rmsnorm_backward(const Exec& exec, TensorView x, TensorView weight, TensorView rstd, TensorView dy, TensorView dx,
                       bool accumulate, TensorView dweight) {
-  const Backward b = {exec, x, weight, rstd, dy, dx, accumulate, rstd.elements(), last_dim(x),
-                      dweight.empty() ? nullptr : dweight.f32()};
+  const Backward b = {exec, x,          weight,          rstd,        dy,
+                      dx,   accumulate, rstd.elements(), last_dim(x), dweight.empty() ? nullptr : dweight.f32()};
   if (b.rows == 0) return;
   with_type(x.dtype(), "rmsnorm_backward", [&](auto element) {
     using T = decltype(element);
