@@ -347,6 +347,23 @@ TEST(RanksRun, ResumedWhatSelectionLearnedGoesOnToTheBit) {
   }
 }
 
+// On other ranks the next steps choose by the same thresholds and planes, and so the same lists.
+TEST(RanksRun, WhatSelectionLearnedServesAnyLayout) {
+  ScratchDirectory scratch;
+  std::vector<std::string> overrides = by_planes();
+  overrides.push_back("train.max_steps=2");
+  train(scratch / "start", {1, 1}, overrides);
+  overrides.back() = "train.max_steps=3";
+  fs::copy(scratch / "start", scratch / "alone", fs::copy_options::recursive);
+  train(scratch / "alone", {1, 1}, overrides);
+  for (const RankGrid& layout : std::vector<RankGrid>{{2, 1}, {1, 2}, {2, 2}, {1, 1, 2, 0}}) {
+    SCOPED_TRACE(layout.name());
+    fs::copy(scratch / "start", scratch / layout.name(), fs::copy_options::recursive);
+    train(scratch / layout.name(), layout, overrides);
+    sb::expect_same_record(scratch / layout.name(), scratch / "alone", {{}, {"loss", "grad_norm", "density"}, 1e-5});
+  }
+}
+
 // A checkpoint of an earlier version has none, and a damaged one is no reason not to go on.
 TEST(RanksRun, WithoutWhatSelectionLearnedItLearnsAnew) {
   ScratchDirectory scratch;
