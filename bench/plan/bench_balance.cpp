@@ -1,8 +1,8 @@
 // SparseBalance in the training loop, measured: the same global batches under several policies in turn, step by step,
 // on two ranks of this machine.
 //
-//   bench_balance [--pp] [--batches 34] [--policies A,B] [--out DIR] [--profile FILE]   measures and sums up
-//   bench_balance --summary [--pp] --out DIR                                            sums up again
+//   bench_balance [--pp] [--pattern topk|mass] [--batches 34] [--policies A,B] [--out DIR] [--profile FILE]
+//   bench_balance --summary [--pp] [--pattern topk|mass] --out DIR     sums up again what the first has measured
 //
 // It starts its ranks itself. With the same DIR it goes on where the last measurement of these policies ended, so that
 // a long one can be cut into pieces. Lengths are a quarter of the pool chatqa2-like. Where FILE (profile.json in DIR)
@@ -46,6 +46,7 @@ struct Arguments {
   bool pipeline = false, summary = false;
   int64_t batches = 34;
   std::vector<std::string> policies;  // in_order first
+  std::string pattern = "topk";
   fs::path out = "bench_balance.out", profile;
 };
 
@@ -67,13 +68,13 @@ std::string run_yaml(const Arguments& arguments, int64_t longest) {
       "          num_attention_heads: 1, num_key_value_heads: 1, head_dim: 64, initializer_range: 0.25 }}\n"
       "data: {{ synthetic: {{ task: chunk_recall, length: {0}, vocab_size: 1024 }} }}\n"
       "batch: {{ global_batch_size: {1}, micro_batch_sequences: 1 }}\n"
-      "attention: {{ pattern: topk, block: 64, budget: 2048, local_blocks: 1, coverage_rows: 8 }}\n"
+      "attention: {{ pattern: {6}, block: 64, budget: 2048, local_blocks: 1, coverage_rows: 8 }}\n"
       "balance: {{ batching: sab, ordering: auto, tuning: optimal, profile: {2} }}\n"
       "parallel: {{ dp: {3}, pp: {4} }}\n"
       "optimizer: {{ learning_rate: 0, schedule: constant }}\n"
       "train: {{ max_steps: 1000000, threads: 1, tensorboard: false, output_dir: {5}, save_steps: 0 }}\n",
       longest, kGlobalBatch, arguments.profile.string(), arguments.pipeline ? 1 : 2, arguments.pipeline ? 2 : 1,
-      (arguments.out / "run").string());
+      (arguments.out / "run").string(), arguments.pattern);
 }
 
 // The same global batch for every policy, batch after batch. Segments of a sequence draw from two tokens each, so
@@ -338,10 +339,10 @@ void sum_up(const Arguments& arguments) {
   const BalanceState learned = parse_balance_states(text_of(state), state.string()).back();
 
   fmt::print(
-      "{}, global batches of {} sequences, one a micro-batch, lengths chatqa2-like / 4; the first {} batches of "
+      "{}, {}, global batches of {} sequences, one a micro-batch, lengths chatqa2-like / 4; the first {} batches of "
       "every piece do not count\n\n{:<20} {:>7} {:>8} {:>9} {:>8} {:>10} {:>7} {:>19} {:>7} {:>10} {:>9}\n",
-      arguments.pipeline ? "pp 2" : "dp 2", kGlobalBatch, kWarmUp, "policy", "batches", "step ms", "speed-up", "median",
-      "simulated", "of it", "coverage (in order)", "budget", "step error", "planning");
+      arguments.pipeline ? "pp 2" : "dp 2", arguments.pattern, kGlobalBatch, kWarmUp, "policy", "batches", "step ms",
+      "speed-up", "median", "simulated", "of it", "coverage (in order)", "budget", "step error", "planning");
   double speedup = 0, share = 0;
   for (const std::string& name : policy_names(arguments.pipeline)) {
     const auto found = totals.find(name);
@@ -375,6 +376,8 @@ int run(int argc, char** argv) {
       arguments.pipeline = true;
     else if (word == "--summary")
       arguments.summary = true;
+    else if (word == "--pattern")
+      arguments.pattern = value();
     else if (word == "--batches")
       arguments.batches = std::stoll(value());
     else if (word == "--out")
