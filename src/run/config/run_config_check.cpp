@@ -89,7 +89,20 @@ void check_batch(const RunConfig& config, const OptionTable& table) {
                 table.label("batch.micro_batch_tokens"), batch.micro_batch_tokens, config.data.max_sequence_length);
 }
 
+// What does not go together is named by its key there; where that stands is known here.
+void check_selection(const SelectionConfig& selection, const OptionTable& table) {
+  if (selection.pattern == SelectionPattern::dense) return;
+  try {
+    check_selection_config(selection);
+  } catch (const UserError& error) {
+    const std::string message = error.what();
+    const size_t key = message.find(':');
+    throw UserError("{}{}", table.label(message.substr(0, key)), message.substr(key));
+  }
+}
+
 void check_attention(const RunConfig& config, const OptionTable& table) {
+  check_selection(config.attention.selection, table);
   const bool dumps = !config.attention.dump_index.empty();
   SB_USER_CHECK(!dumps || config.attention.selection.pattern != SelectionPattern::dense,
                 "{}: pattern: dense chooses nothing that could be saved; remove it or choose a pattern",
