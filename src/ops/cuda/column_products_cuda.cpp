@@ -8,11 +8,9 @@ void* begin_of(const Columns& columns) {
   return static_cast<char*>(columns.matrix.raw()) + columns.first * dtype_bytes(columns.matrix.dtype());
 }
 
-}  // namespace
-
-void multiply_transposed(const Exec& exec, const Columns& x, TensorView weight, float scale, const Columns& y,
-                         bool accumulate) {
-  exec.products->run(exec.stream, {.transpose_b = true,
+void multiply_by(const Exec& exec, const Columns& x, TensorView weight, bool transposed, float scale, const Columns& y,
+                 bool accumulate) {
+  exec.products->run(exec.stream, {.transpose_b = transposed,
                                    .m = x.rows(),
                                    .n = y.count,
                                    .k = x.count,
@@ -27,19 +25,15 @@ void multiply_transposed(const Exec& exec, const Columns& x, TensorView weight, 
                                    .scale = scale});
 }
 
+}  // namespace
+
+void multiply_transposed(const Exec& exec, const Columns& x, TensorView weight, float scale, const Columns& y,
+                         bool accumulate) {
+  multiply_by(exec, x, weight, /*transposed=*/true, scale, y, accumulate);
+}
+
 void multiply(const Exec& exec, const Columns& x, TensorView weight, float scale, const Columns& y, bool accumulate) {
-  exec.products->run(exec.stream, {.m = x.rows(),
-                                   .n = y.count,
-                                   .k = x.count,
-                                   .input = x.matrix.dtype(),
-                                   .output = y.matrix.dtype(),
-                                   .a = begin_of(x),
-                                   .b = weight.raw(),
-                                   .c = accumulate ? begin_of(y) : nullptr,
-                                   .d = begin_of(y),
-                                   .lda = x.width(),
-                                   .ldd = y.width(),
-                                   .scale = scale});
+  multiply_by(exec, x, weight, /*transposed=*/false, scale, y, accumulate);
 }
 
 void add_outer_products(const Exec& exec, const Columns& dy, const Columns& x, TensorView gradient, bool accumulate) {
