@@ -7,8 +7,8 @@
 #include <vector>
 
 #include "attention/cpu/sparse_attention.h"
+#include "attention/factory/make_attention.h"
 #include "attention/forwarding_attention.h"
-#include "attention/gpu/cuda_attention.h"
 #include "core/errors.h"
 #include "core/random.h"
 #include "device/context.h"
@@ -106,7 +106,7 @@ ModelConfig model_of(const ModelShape& shape, int layers) {
   return config;
 }
 
-std::unique_ptr<Attention> make_attention(const ProfileEngineOptions& profile) {
+std::unique_ptr<Attention> attention_of(const ProfileEngineOptions& profile) {
   SparseAttention::Options options;
   const AttentionSpec& spec = profile.spec;
   options.selection.block = static_cast<int>(spec.block);
@@ -117,8 +117,7 @@ std::unique_ptr<Attention> make_attention(const ProfileEngineOptions& profile) {
   options.selection.local_blocks = static_cast<int>(spec.local_blocks);
   options.selection.dense_below = 0;  // the shapes say themselves what is dense
   options.layers = profile.layers;
-  if (profile.device == DeviceKind::cuda) return make_cuda_attention({.attention = options});
-  return std::make_unique<SparseAttention>(options);
+  return make_attention(options, profile.device);
 }
 
 // Normal numbers, from a pattern: the exact initialisation of a large vocabulary takes longer than the measurement.
@@ -170,7 +169,7 @@ struct ProfileEngine::Implementation {
   Implementation(const ModelShape& shape, const ProfileEngineOptions& given)
       : options(given),
         config(model_of(shape, given.layers)),
-        inner(make_attention(given)),
+        inner(attention_of(given)),
         attention(*inner, given.device),
         pool(given.threads > 0 ? given.threads : available_cores()),
         context(given.device, pool, norm_scratch_bytes(given.device)),
