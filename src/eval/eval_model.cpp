@@ -4,9 +4,8 @@
 #include <nlohmann/json.hpp>
 #include <numeric>
 
-#include "attention/cpu/dense_attention.h"
 #include "attention/cpu/sparse_attention.h"
-#include "attention/gpu/cuda_attention.h"
+#include "attention/factory/make_attention.h"
 #include "attention/gpu/launch/head_dim_check.h"
 #include "core/errors.h"
 #include "core/files/regular_file.h"
@@ -74,6 +73,8 @@ EvalModel::EvalModel(const EvalModelOptions& options)
   cache.capacity = options.max_tokens;
   cache.shape = {config_.heads, config_.kv_heads, config_.head_dim,
                  1.0f / std::sqrt(static_cast<float>(config_.head_dim))};
+  cache.device = options.device;
+  cache.dtype = options.dtype;
   cached_ = std::make_unique<CachedAttention>(cache);
 
   StageOptions stage;
@@ -105,19 +106,13 @@ std::unique_ptr<Attention> EvalModel::make_prefill(CachedAttention::Options& cac
   settle_score_channels(sparse.selection, config_.head_dim);
   sparse.coverage_rows = options_.coverage_rows;
   const SelectionConfig& selection = sparse.selection;
-  const bool dense = selection.pattern == SelectionPattern::dense, on_cuda = options_.device == DeviceKind::cuda;
-  if (dense && !on_cuda) return std::make_unique<DenseAttention>();
-  std::unique_ptr<ChoosingAttention> attention;
-  if (on_cuda)
-    attention = make_cuda_attention({.attention = sparse});
-  else
-    attention = std::make_unique<SparseAttention>(sparse);
-  choosing_ = attention.get();
-  if (dense) return attention;
+  std::unique_ptr<Attention> attention = make_attention(sparse, options_.device);
+  choosing_ = dynamic_cast<ChoosingAttention*>(attention.get());
+  if (selection.pattern == SelectionPattern::dense) return attention;
   choosing_->use(options_.learned);
   knows_planes_ = !selection.judges_by_planes() || !options_.learned.planes.empty();
   if (selection.order == SelectionOrder::causal || selection.pattern == SelectionPattern::window) {
-    cache.choosing = attention.get();
+    cache.choosing = choosing_;
     cache.selection = selection;
     cache.learned = options_.learned;
   } else {

@@ -4,9 +4,8 @@
 
 #include <algorithm>
 
-#include "attention/cpu/dense_attention.h"
 #include "attention/cpu/sparse_attention.h"
-#include "attention/gpu/cuda_attention.h"
+#include "attention/factory/make_attention.h"
 #include "attention/gpu/launch/head_dim_check.h"
 #include "attention/gpu/launch/head_dims.h"
 #include "comm/first_rank.h"
@@ -96,7 +95,7 @@ bool validates_dense(const RunConfig& config) {
   return config.train.validation_attention == TrainOptions::ValidationAttention::dense;
 }
 
-std::unique_ptr<Attention> make_attention(const RunConfig& config, const ModelConfig& model, const RingGroups& ring) {
+std::unique_ptr<Attention> attention_of(const RunConfig& config, const ModelConfig& model, const RingGroups& ring) {
   SelectionConfig selection = config.attention.selection;
   settle_score_channels(selection, model.head_dim);
   const int64_t largest = std::min(largest_budget(config), config.data.max_sequence_length);
@@ -114,10 +113,7 @@ std::unique_ptr<Attention> make_attention(const RunConfig& config, const ModelCo
   }
   SparseAttention::Options options{selection, model.layers, coverage_rows};
   options.largest_budget = largest;
-  if (config.device == DeviceKind::cuda)
-    return make_cuda_attention({.attention = options, .deterministic = config.train.deterministic});
-  if (dense) return std::make_unique<DenseAttention>();
-  return std::make_unique<SparseAttention>(options);
+  return make_attention(options, config.device, config.train.deterministic);
 }
 
 std::string ranks_text(const RunConfig& config, const ModelConfig& model, const RankDevice* device) {
@@ -279,7 +275,7 @@ TrainSummary run_training(const RunConfig& given, std::FILE* out, bool terminal,
   if (config.device == DeviceKind::cuda && ranks.world && ranks.world->size() > 1)
     device = std::make_unique<RankDevice>(config, *ranks.world, ranks.local_rank, thread_count(config, ranks.cores));
   const RingGroups ring(config, ranks.world, device.get());
-  const std::unique_ptr<Attention> attention = make_attention(config, model, ring);
+  const std::unique_ptr<Attention> attention = attention_of(config, model, ring);
   auto* sparse = dynamic_cast<ChoosingAttention*>(attention.get());
   if (config.attention.selection.pattern == SelectionPattern::dense) sparse = nullptr;
   const Sources sources = make_sources(config, model.vocab_size, leads);

@@ -8,8 +8,8 @@
 #include <vector>
 
 #include "attention/cpu/sparse_attention.h"
+#include "attention/factory/make_attention.h"
 #include "attention/forwarding_attention.h"
-#include "attention/gpu/cuda_attention.h"
 #include "core/errors.h"
 #include "core/random.h"
 #include "device/context.h"
@@ -122,14 +122,12 @@ SelectionConfig selection_of(const AttentionSpec& spec) {
   return selection;
 }
 
-std::unique_ptr<ChoosingAttention> make_attention(const ProfileEngineOptions& profile,
-                                                  const SelectionConfig& selection) {
+std::unique_ptr<Attention> attention_of(const ProfileEngineOptions& profile, const SelectionConfig& selection) {
   SparseAttention::Options options;
   options.selection = selection;
   options.layers = profile.layers;
   options.largest_budget = profile.max_tokens;
-  if (profile.device == DeviceKind::cuda) return make_cuda_attention({.attention = options});
-  return std::make_unique<SparseAttention>(options);
+  return make_attention(options, profile.device);
 }
 
 // Normal numbers, from a pattern: the exact initialisation of a large vocabulary takes longer than the measurement.
@@ -180,7 +178,8 @@ struct ProfileEngine::Implementation {
   ProfileEngineOptions options;
   ModelConfig config;
   SelectionConfig selection;
-  std::unique_ptr<ChoosingAttention> inner;
+  std::unique_ptr<Attention> inner;
+  ChoosingAttention& choosing;  // the same
   TimedAttention attention;
   LearnedSelection learned;
   MeasuredShape settled;  // the last shape whose thresholds were looked for
@@ -195,7 +194,8 @@ struct ProfileEngine::Implementation {
       : options(given),
         config(model_of(shape, given.layers)),
         selection(selection_of(given.spec)),
-        inner(make_attention(given, selection)),
+        inner(attention_of(given, selection)),
+        choosing(dynamic_cast<ChoosingAttention&>(*inner)),
         attention(*inner, given.device),
         pool(given.threads > 0 ? given.threads : available_cores()),
         context(given.device, pool, norm_scratch_bytes(given.device)),
@@ -244,9 +244,9 @@ struct ProfileEngine::Implementation {
   // Learns from what was chosen since the last call, all of the shape, as a training step does. Returns the pairs over
   // those that its budgets ask for.
   double learn_of(const MeasuredShape& shape) {
-    const SelectionObservations seen = inner->take_observations();
+    const SelectionObservations seen = choosing.take_observations();
     learned = learn(learned, seen);
-    inner->use(learned);
+    choosing.use(learned);
     MassCounts counts;
     for (const auto& [key, of_class] : seen.masses) counts += of_class;
     if (counts.wanted == 0) return 1;
@@ -278,7 +278,7 @@ struct ProfileEngine::Implementation {
       if (key.layer == 1)
         for (int layer = 0; layer < options.layers; ++layer)
           learned.thresholds.try_emplace({layer, key.length_class, key.budget_class}, threshold);
-    inner->use(learned);
+    choosing.use(learned);
   }
 
   int64_t head_start_bytes() const { return options.device == DeviceKind::cuda ? kHeadStart : 0; }
