@@ -175,9 +175,10 @@ class Experiment:
         model = {"init": {"model_type": "qwen2", "vocab_size": vocabulary, "hidden_size": size["hidden"],
                           "intermediate_size": size["intermediate"], "num_hidden_layers": size["layers"],
                           "num_attention_heads": size["heads"], "num_key_value_heads": size["kv_heads"],
-                          "head_dim": size["head_dim"], "rope_theta": 500000}}
+                          "head_dim": size["head_dim"], "rope_theta": 500000,
+                          "max_position_embeddings": max(size["lengths"])}}
         steps = {"max_steps": size["max_base_steps"]} if size["max_base_steps"] else {"num_train_epochs": 1}
-        folder = self.program.train("base", self.run_file(model, size["base_length"], size["base_batch"],
+        folder = self.program.train(f"base-{max(size['lengths'])}", self.run_file(model, size["base_length"], size["base_batch"],
                                                           size["base_micro_batch"], 1.5e-3, dict(steps, seed=1)))
         name = folder / "base-name"
         if not name.exists():
