@@ -90,7 +90,8 @@ std::vector<double> expected(const AttentionShape& shape, const Values& values, 
   double sum = 0;
   for (double& score : scores) sum += score = std::exp(score - top);
   for (size_t i = 0; i < keys.size(); ++i)
-    for (int c = 0; c < d; ++c) out[static_cast<size_t>(c)] += scores[i] / sum * values.v[at(keys[i]) + static_cast<size_t>(c)];
+    for (int c = 0; c < d; ++c)
+      out[static_cast<size_t>(c)] += scores[i] / sum * values.v[at(keys[i]) + static_cast<size_t>(c)];
   return out;
 }
 
@@ -148,8 +149,8 @@ TEST_P(CudaDecode, StatisticsAreThoseOfTheHost) {
   planes.scale.assign(static_cast<size_t>(heads.kv_heads), 1.0f);
   planes.key_mean.assign(planes.channel.size(), 0.0f);
   for (const BlockScoring& scoring :
-       {BlockScoring(BlockScore::moments, 128), BlockScoring(BlockScore::mean, 64), BlockScoring(BlockScore::moments, 128, 16),
-        BlockScoring(BlockScore::planes, 128, 0, 6)}) {
+       {BlockScoring(BlockScore::moments, 128), BlockScoring(BlockScore::mean, 64),
+        BlockScoring(BlockScore::moments, 128, 16), BlockScoring(BlockScore::planes, 128, 0, 6)}) {
     std::vector<float> want(static_cast<size_t>(BlockStatistics::floats(scoring, heads, 512 / scoring.block)));
     BlockStatistics::fill({.pool = &pool_}, heads, scoring, keys.data(), 512, want.data(), &planes);
     const std::vector<float> got = cuda::block_statistics(context_->exec(), heads, scoring, k, &planes);

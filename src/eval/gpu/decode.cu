@@ -76,8 +76,8 @@ template <typename T, int kPairs>
 __global__ void __launch_bounds__(kWarps * 32) decode_kernel(Token<T> token) {
   extern __shared__ float shared[];
   const int d = token.d, block = token.block, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  float* q = shared;                   // [kHeads, d]
-  float* scores = q + kHeads * d;      // [kHeads, block]
+  float* q = shared;                      // [kHeads, d]
+  float* scores = q + kHeads * d;         // [kHeads, block]
   float* sums = scores + kHeads * block;  // [kWarps, kHeads, d]
   const int64_t place = blockIdx.x;
   const int kv_head = blockIdx.y, group = token.heads / token.kv_heads;
@@ -272,13 +272,21 @@ int64_t decode_scratch_bytes(const AttentionShape& shape, int64_t room) {
 void decode_attention(const Exec& exec, const DecodeParams& params) {
   const AttentionShape& shape = params.shape;
   const ArenaScope scope(*exec.scratch);
-  float* parts =
-      exec.scratch->allocate_array<float>(int64_t{shape.heads} * params.room * (shape.head_dim + 2));
+  float* parts = exec.scratch->allocate_array<float>(int64_t{shape.heads} * params.room * (shape.head_dim + 2));
   with_type(params.q.dtype(), "decoding", [&](auto element) {
     using T = decltype(element);
-    const Token<T> token{data<T>(params.q), data<T>(params.k), data<T>(params.v), data<T>(params.out),
-                         params.tokens,     shape.heads,       shape.kv_heads,    shape.head_dim,
-                         params.block,      shape.scale,       params.lists,      params.room,
+    const Token<T> token{data<T>(params.q),
+                         data<T>(params.k),
+                         data<T>(params.v),
+                         data<T>(params.out),
+                         params.tokens,
+                         shape.heads,
+                         shape.kv_heads,
+                         shape.head_dim,
+                         params.block,
+                         shape.scale,
+                         params.lists,
+                         params.room,
                          parts};
     SB_CHECK(shape.head_dim % 2 == 0 && shape.head_dim <= 256, "decoding of heads of {} channels", shape.head_dim);
     if (shape.head_dim <= 64)
