@@ -138,7 +138,7 @@ class Planner {
 
   // Order, fill, order again. The first order is made for the budgets `first`, one a sequence.
   void finish(Draft& draft, std::span<const int64_t> first) {
-    const bool ordered = options_.ordering && cost_.stages() > 1, tuned = options_.tuning.policy != TuningPolicy::off;
+    const bool ordered = options_.ordering && cost_.stages() > 1, tuned = options_.tuning.policy != TuningPolicy::none;
     if (ordered || !tuned) {
       if (tuned) {
         const auto layers = static_cast<size_t>(cost_.layers());
@@ -271,7 +271,7 @@ Plan Planner::write(int64_t step, const Draft& draft, double baseline) const {
         fmt::format("batching {} found no room under the caps of a micro-batch, the sequences are in order: raise the "
                     "token cap, or "
                     "make the global batch a multiple of dp",
-                    policy_name(options_.batching.policy)));
+                    options_.batching.name()));
   if (draft.unsolved) plan.notes.emplace_back("tuning optimal ran out of pivots and went by prices");
   const CoverageSummary summary =
       summarize_coverage(coverage_, cost_.spec(), sequences_, cost_.layers(), draft.budgets, pool_);
@@ -404,7 +404,7 @@ Plan plan_step(int64_t step, const CostModel& cost, const CoverageModel& coverag
   }
   if (!(sab && optimal) || sequences.size() <= kSmallStep) {
     const std::vector<int64_t> base = budgets;
-    if (options.tuning.policy != TuningPolicy::off)
+    if (options.tuning.policy != TuningPolicy::none)
       for (size_t i = 0; i < budgets.size(); ++i) budgets[i] = expected.of(spec, sequences[i].tokens);
     drafts.push_back(options.batching.policy == BatchingPolicy::in_order
                          ? baseline

@@ -13,30 +13,10 @@
 namespace sb {
 namespace {
 
-BatchingPolicy batching_policy(BalanceOptions::Batching batching) {
-  switch (batching) {
-    case BalanceOptions::Batching::in_order:
-      return BatchingPolicy::in_order;
-    case BalanceOptions::Batching::length:
-      return BatchingPolicy::length;
-    case BalanceOptions::Batching::quadratic:
-      return BatchingPolicy::quadratic;
-    case BalanceOptions::Batching::wlb:
-      return BatchingPolicy::wlb;
-    case BalanceOptions::Batching::sab:
-      return BatchingPolicy::sab;
-  }
-  throw InternalError("no such batching");
-}
-
 TuningOptions tuning_options(const BalanceOptions& balance) {
   TuningOptions tuning;
-  tuning.policy = balance.tuning == BalanceOptions::Tuning::none     ? TuningPolicy::off
-                  : balance.tuning == BalanceOptions::Tuning::anchor ? TuningPolicy::anchor
-                                                                     : TuningPolicy::optimal;
-  tuning.anchor = balance.anchor == BalanceOptions::Anchor::mean  ? AnchorKind::mean
-                  : balance.anchor == BalanceOptions::Anchor::min ? AnchorKind::min
-                                                                  : AnchorKind::max;
+  tuning.policy = balance.tuning;
+  tuning.anchor = balance.anchor;
   tuning.p = balance.p;
   tuning.target = balance.target < 0 ? kEqualCoverage : balance.target;
   return tuning;
@@ -68,7 +48,7 @@ int64_t largest_budget(const RunConfig& config) {
   const BalanceOptions& balance = config.balance;
   const SelectionConfig& selection = config.attention.selection;
   if (selection.pattern == SelectionPattern::dense) return 0;
-  if (balance.tuning == BalanceOptions::Tuning::none && balance.replay.empty()) return 0;
+  if (balance.tuning == TuningPolicy::none && balance.replay.empty()) return 0;
   // Lists take memory in proportion to it: room for whole sequences would be that of dense attention's pairs.
   return balance.max_budget > 0 ? balance.max_budget : 4 * selection.budget;
 }
@@ -95,7 +75,7 @@ AttentionSpec attention_spec(const RunConfig& config) {
 }
 
 Profile run_profile(const RunConfig& config, const ModelConfig& model) {
-  // Balancing by lengths needs no latencies; predictions then come from a built-in table and are corrected.
+  // Plans that are used again need no latencies; predictions then come from a built-in table and are corrected.
   const bool given = !config.balance.profile.empty();
   const AttentionSpec spec = attention_spec(config);
   AttentionSpec scored = spec;
@@ -114,7 +94,7 @@ std::unique_ptr<BalancedPlanner> make_balanced_planner(const RunConfig& config, 
                                                        const PackingLimits& limits, const ReplayedSteps& steps,
                                                        int64_t first_step) {
   BalancedPlannerOptions options;
-  options.plan.batching.policy = batching_policy(config.balance.batching);
+  options.plan.batching.policy = config.balance.batching;
   options.plan.batching.micro_batch_sequences = config.batch.micro_batch_sequences;
   options.plan.batching.micro_batch_tokens = limits.max_tokens;
   options.plan.batching.max_sequences = most_sequences(config, limits);

@@ -236,7 +236,6 @@ void add_data(OptionTable& table, Draft& draft) {
   table.integer("data.max_sequence_length", &data.max_sequence_length, 2, kMaxTokens,
                 "longest sequence in tokens; with `synthetic` its length where not given");
   table.flag("data.shuffle", &data.shuffle, "a new order every epoch, from the seed; false: as in the files");
-  using Overlong = DataOptions::Overlong;
   table.choice<Overlong>("data.overlong", &data.overlong, {{"split", Overlong::split}, {"drop", Overlong::drop}},
                          "documents longer than max_sequence_length become several sequences, or are left out");
 
