@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
 """Puts measured profiles into the program: checks what `sparsebalance profile --out FILE` wrote and copies it to
-src/plan/latency/measured/MACHINE-MODEL.json, from where the next build takes it.
+src/plan/latency/measured/MACHINE-MODEL.json (MACHINE-MODEL-loraRANK.json of adapters), from where the next build takes
+it.
   scripts/build-in-profile.py MACHINE FILE...        MACHINE: what users will ask for, such as h200"""
 
 import json
@@ -28,10 +29,13 @@ def main():
             refuse(path, f"checked on {error['count']} micro-batches only, of at least {LEAST} (--held-out)")
         if error["median"] > MEDIAN or error["p95"] > P95:
             refuse(path, f"median error {error['median']:.3f}, p95 {error['p95']:.3f}, more than {MEDIAN} and {P95}")
-        if "attention" not in profile:
-            refuse(path, "does not say with which blocks it was measured")
+        if "score" not in profile.get("attention", {}):
+            refuse(path, "does not say how pairs were chosen as it was measured")
+        if "us_per_prefix" not in profile["operations"]["attention_backward"]:
+            refuse(path, "does not say what the prefix of a piece costs")
         profile["name"] = machine
-        to = there / f"{machine}-{profile['model']['name']}.json"
+        rank = profile.get("lora_rank", 0)
+        to = there / f"{machine}-{profile['model']['name']}{f'-lora{rank}' if rank else ''}.json"
         to.write_text(json.dumps(profile, indent=2) + "\n", encoding="utf-8")
         print(f"{to}: {profile['machine']}, {profile['date']}, median {error['median']:.3f}, p95 {error['p95']:.3f}")
 

@@ -1,14 +1,16 @@
 #!/usr/bin/env bash
 # Everything that needs a GPU, in one command: builds the cuda preset, runs the GPU tests, then the benchmarks beside
 # their peers (PyTorch and transformers where they can be imported), and prints one table with ratios and bars last.
-#   scripts/gpu-check.sh [--only PART[,PART...]] [--no-peers] [--within SECONDS]
-# The parts, in this order; all but the last three run without --only, in about nine minutes on 16 cores:
+#   scripts/gpu-check.sh [--only PART[,PART...]] [--no-peers] [--within SECONDS] [--out DIR]
+# The parts, in this order; all but the last four run without --only, in about nine minutes on 16 cores:
 #   build      the cuda preset, tests and benchmarks included
 #   tests      ctest -L gpu
 #   step       a training step of Qwen2.5-0.5B and 3B at 8K; with the portable attention kernels too
 #   long       3B at 32K, 128K and 512K with sparse attention
 #   packed     steps of 524,288 tokens in sequences of 1,024
 #   attention  the attention kernels
+#   profiles   latencies of Qwen2.5-0.5B, 3B and 3B with LoRA of rank 32, for scripts/build-in-profile.py; into --out, or
+#              build/cuda/gpu-check/profiles
 #   sanitize   compute-sanitizer: memcheck on the test suites, racecheck and initcheck on the operations in bf16
 #   sanitize-attention   compute-sanitizer: memcheck on attention, alone and in a ring, and on communication
 #   racecheck-attention  compute-sanitizer: racecheck on attention and selection, built apart for it
@@ -19,6 +21,7 @@ set -uo pipefail
 cd "$(dirname "$0")/.."
 parts="build tests step long packed attention"
 peers=yes
+out=build/cuda/gpu-check/profiles
 deadline=$(($(date +%s) + 86400))
 while [ $# -gt 0 ]; do
   case $1 in
@@ -28,12 +31,13 @@ while [ $# -gt 0 ]; do
       [ -n "$parts" ] || parts=none
       for part in $parts; do
         case $part in
-          build | tests | step | long | packed | attention | sanitize | sanitize-attention | racecheck-attention) ;;
+          build | tests | step | long | packed | attention | profiles | sanitize | sanitize-attention | racecheck-attention) ;;
           *) echo "--only ${2:-}: no such part; see $0 --help" >&2; exit 2 ;;
         esac
       done
       shift 2 ;;
     --no-peers) peers=no; shift ;;
+    --out) out=${2:?--out: which folder?}; shift 2 ;;
     --within) deadline=$(($(date +%s) + $2 - 5)); shift 2 ;;
     -h | --help) sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"; exit 0 ;;
     *) echo "unknown argument $1; see $0 --help" >&2; exit 2 ;;
@@ -80,6 +84,15 @@ packed() {
 attention() {
   limit 120 build/cuda/bench/attention/attention_hopper_bench all
   if can_import torch; then limit 120 python3 bench/peers/attention_lists.py; fi
+}
+
+profiles() {
+  mkdir -p "$out"
+  local name
+  for name in qwen2.5-0.5b qwen2.5-3b qwen2.5-3b-lora32; do
+    limit 150 build/cuda/src/cli/sparsebalance profile --device cuda --model ${name%-lora32} --budget 8192 --held-out 40 \
+      $([ $name = ${name%-lora32} ] || echo --lora 32) --out "$out/$name.json" --samples "$out/$name.csv"
+  done
 }
 
 # Every run of compute-sanitizer is a process of its own, all of a part side by side, since they keep the host busy rather

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""LoRA adapters against PEFT, in fp32 on the CPU, for small models of every family: the loss, the adapters' gradients and ten
-AdamW steps from an adapter that PEFT wrote; our adapter in PeftModel.from_pretrained; our merge against merge_and_unload; an
+"""LoRA adapters against PEFT, in fp32 on the CPU, for small models of every family: the loss, logits, the adapters' gradients and
+ten AdamW steps from an adapter that PEFT wrote; our adapter in PeftModel.from_pretrained; our merge against merge_and_unload; an
 adapter with trained norms and embedding.
 
 check_peft.py PROGRAM. Exit code 77 (skipped) where peft, transformers or torch is missing.
@@ -8,6 +8,7 @@ check_peft.py PROGRAM. Exit code 77 (skipped) where peft, transformers or torch 
 import array
 import json
 import pathlib
+import struct
 import subprocess
 import sys
 import tempfile
@@ -73,6 +74,26 @@ def their_loss(model, sequences):
         return sum(model(input_ids=ids, labels=ids).loss.item() for ids in sequences) / len(sequences)
 
 
+def compare_logits(program, folder, name, model, base, adapter, sequence, report):
+    """Log-probabilities after one prefix: `eval ppl` over a file whose only target is its last token."""
+    tokens = sequence[0].tolist()
+    data = folder / "one-target"
+    run(program, "data", "synth", "--task", "copy", "--length", LENGTH, "--sequences", 1, "--vocab-size", VOCABULARY,
+        "--output", data, "--overwrite")
+    bitmap = bytes(LENGTH // 8 - 1) + b"\x80"
+    (folder / "one-target.mask").write_bytes(
+        b"SBLABELS" + struct.pack("<QQQiiqq", 1, 1, LENGTH, 1, 0, 0, len(bitmap)) + bitmap)
+    model.eval()
+    with torch.no_grad():
+        theirs = torch.log_softmax(model(input_ids=sequence).logits[0, -2], dim=-1)
+    worst = 0.0
+    for token in range(0, VOCABULARY, VOCABULARY // 16):
+        (folder / "one-target.bin").write_bytes(array.array("H", [*tokens[:-1], token]).tobytes())
+        ours = -our_loss(program, base, data, folder, adapter)
+        worst = max(worst, abs(ours - theirs[token].item()))
+    report(f"{name}: log-probabilities of 16 tokens", worst, 1e-5)
+
+
 def batch_loss(model, sequences, step):
     pair = [sequences[(2 * step + i) % len(sequences)] for i in range(2)]
     return sum(model(input_ids=ids, labels=ids).loss for ids in pair) / 2
@@ -112,6 +133,7 @@ def compare_training(program, folder, name, data, sequences, report):
     theirs = folder / f"{name}-theirs"
     report(f"{name}: loss with PEFT's adapter", abs(our_loss(program, base, data, folder, theirs) -
                                                     their_loss(model, sequences)), 1e-5)
+    compare_logits(program, folder, name, model, base, theirs, sequences[0], report)
     ours = train(program, folder, f"{name}-run", base, data, lora + f", adapter: {theirs}}}", STEPS)
     model.train()
     optimizer = torch.optim.AdamW(trained(model).values(), lr=LEARNING_RATE, betas=BETAS, eps=EPS, weight_decay=DECAY)

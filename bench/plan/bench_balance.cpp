@@ -1,12 +1,15 @@
 // SparseBalance in the training loop, measured: the same global batches under several policies in turn, step by step,
 // on two ranks of this machine.
 //
-//   bench_balance [--pp] [--pattern topk|mass] [--batches 34] [--policies A,B] [--out DIR] [--profile FILE]
-//   bench_balance --summary [--pp] [--pattern topk|mass] --out DIR     sums up again what the first has measured
+//   bench_balance [--pp] [--pattern topk|mass] [--global-batch 8] [--chunk TOKENS] [--batches 34] [--policies A,B]
+//                 [--at-least POLICY:TIMES,…] [--out DIR] [--profile FILE]
+//   bench_balance --summary [the same options]     sums up again what the first has measured
 //
 // It starts its ranks itself. With the same DIR it goes on where the last measurement of these policies ended, so that
 // a long one can be cut into pieces. Lengths are a quarter of the pool chatqa2-like. Where FILE (profile.json in DIR)
-// is not there, the program's `profile` command measures it.
+// is not there, the program's `profile` command measures it. --chunk: sequences cut into pieces of so many tokens
+// (`sab+order+chunk`) against whole ones. --at-least: exit code 1 unless the last policy is so many times as fast as
+// the others named, and its speed-up over in_order within 10 % of the simulated one.
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
@@ -37,21 +40,26 @@ namespace {
 namespace fs = std::filesystem;
 using Json = nlohmann::ordered_json;
 
-constexpr int64_t kGlobalBatch = 8;
 constexpr uint64_t kSeed = 1;
 // Batches at the beginning of every piece that are left out: predictions and caches are cold.
 constexpr int64_t kWarmUp = 8;
 
+// How far the measured speed-up may be from the simulated one.
+constexpr double kOfSimulated = 0.1;
+
 struct Arguments {
   bool pipeline = false, summary = false;
-  int64_t batches = 34;
+  int64_t batches = 34, global_batch = 8, chunk = 0;
   std::vector<std::string> policies;  // in_order first
+  std::vector<std::pair<std::string, double>> at_least;
   std::string pattern = "topk";
   fs::path out = "bench_balance.out", profile;
 };
 
-std::vector<std::string> policy_names(bool pipeline) {
-  if (pipeline) return {"in_order", "in_order+order", "in_order+optimal", "sab", "sab+order", "sab+order+optimal"};
+std::vector<std::string> policy_names(const Arguments& arguments) {
+  if (arguments.chunk > 0) return {"in_order", "sab+order", "sab+order+chunk"};
+  if (arguments.pipeline)
+    return {"in_order", "in_order+order", "in_order+optimal", "sab", "sab+order", "sab+order+optimal"};
   return {"in_order", "sab", "in_order+optimal", "sab+anchor:mean", "sab+order+optimal"};
 }
 
@@ -73,19 +81,19 @@ std::string run_yaml(const Arguments& arguments, int64_t longest) {
       "parallel: {{ dp: {3}, pp: {4} }}\n"
       "optimizer: {{ learning_rate: 0, schedule: constant }}\n"
       "train: {{ max_steps: 1000000, threads: 1, tensorboard: false, output_dir: {5}, save_steps: 0 }}\n",
-      longest, kGlobalBatch, arguments.profile.string(), arguments.pipeline ? 1 : 2, arguments.pipeline ? 2 : 1,
-      (arguments.out / "run").string(), arguments.pattern);
+      longest, arguments.global_batch, arguments.profile.string(), arguments.pipeline ? 1 : 2,
+      arguments.pipeline ? 2 : 1, (arguments.out / "run").string(), arguments.pattern);
 }
 
-// The same global batch for every policy, batch after batch. Segments of a sequence draw from two tokens each, so
-// that key blocks differ and attention has something to choose.
-class RepeatedBatches final : public SequenceSource {
+// The same global batches for every policy. Segments of a sequence draw from two tokens each, so that key blocks differ
+// and attention has something to choose.
+class DrawnBatches final : public SequenceSource {
  public:
-  RepeatedBatches(int64_t first_batch, int64_t batches, int64_t policies) : first_(first_batch), policies_(policies) {
+  DrawnBatches(int64_t global_batch, int64_t first_batch, int64_t batches) : first_(first_batch * global_batch) {
     const std::vector<int64_t> lengths = pool();
     LengthSampler sampler(lengths, kSeed);
     for (int64_t b = 0; b < first_batch + batches + 4; ++b)
-      for (const Sequence& sequence : sampler.next(kGlobalBatch)) lengths_.push_back(sequence.tokens);
+      for (const Sequence& sequence : sampler.next(global_batch)) lengths_.push_back(sequence.tokens);
     longest_ = *std::max_element(lengths.begin(), lengths.end());
   }
 
@@ -110,64 +118,55 @@ class RepeatedBatches final : public SequenceSource {
   }
 
  private:
-  size_t sequence_at(uint64_t position) const {
-    const auto step = static_cast<int64_t>(position) / kGlobalBatch,
-               place = static_cast<int64_t>(position) % kGlobalBatch;
-    return static_cast<size_t>((first_ + step / policies_) * kGlobalBatch + place);
-  }
-  int64_t first_, policies_, longest_ = 0;
+  size_t sequence_at(uint64_t position) const { return static_cast<size_t>(first_) + position; }
+  int64_t first_, longest_ = 0;
   std::vector<int64_t> lengths_;
 };
 
-// Step s runs batch (s-1) / policies under policy (s-1) mod policies. Each policy has a planner of its own that sees
-// its own steps only, as in a run of its own.
-class TurnsPlanner final : public StepPlanner {
+// A policy's planner, and what its steps showed: step s runs batch first + s - 1.
+class RecordedPlanner final : public StepPlanner {
  public:
-  TurnsPlanner(std::vector<std::unique_ptr<BalancedPlanner>> planners, std::vector<std::string> names, int64_t run,
-               int64_t first_batch, fs::path results)
-      : planners_(std::move(planners)),
-        names_(std::move(names)),
+  RecordedPlanner(std::unique_ptr<BalancedPlanner> planner, std::string name, int64_t run, int64_t first_batch,
+                  fs::path results)
+      : planner_(std::move(planner)),
+        name_(std::move(name)),
         run_(run),
         first_(first_batch),
         results_(std::move(results)) {}
 
-  int ahead() const override { return BalancedPlanner::kAhead * static_cast<int>(planners_.size()); }
+  int ahead() const override { return BalancedPlanner::kAhead; }
   void announce(int64_t step, std::vector<Sequence> sequences) override {
-    planners_[policy(step)]->announce(batch(step) + 1, std::move(sequences));
+    planner_->announce(first_ + step, std::move(sequences));
   }
   Plan next() override {
-    ++step_;
-    plan_ = planners_[policy(step_)]->next();
-    plan_.step = step_;
-    return plan_;
+    Plan plan = planner_->next();
+    plan.step -= first_;
+    return plan;
   }
   void learn(const StepMeasurement& measurement) override {
     StepMeasurement own = measurement;
-    own.step = batch(step_) + 1;
-    BalancedPlanner& planner = *planners_[policy(step_)];
-    planner.learn(own);
+    own.step += first_;
+    planner_->learn(own);
     double held = 0, tokens = 0;
     for (const MeasuredCoverage& sample : measurement.coverage) {
       held += sample.sample.held * static_cast<double>(sample.tokens);
       tokens += static_cast<double>(sample.tokens);
     }
     Json line = {{"run", run_},
-                 {"policy", names_[policy(step_)]},
-                 {"batch", batch(step_)},
+                 {"policy", name_},
+                 {"batch", own.step - 1},
                  {"step_ms", 1e-6 * static_cast<double>(measurement.step_ns)},
                  {"coverage", tokens > 0 ? held / tokens : 1.0}};
-    for (const Metric& one : planner.metrics()) line[one.name] = one.value;
+    for (const Metric& one : planner_->metrics()) line[one.name] = one.value;
     std::ofstream(results_, std::ios::app) << line.dump() << "\n";
   }
+  std::string state() const override { return planner_->state(); }
 
  private:
-  size_t policy(int64_t step) const { return static_cast<size_t>((step - 1) % std::ssize(planners_)); }
-  int64_t batch(int64_t step) const { return first_ + (step - 1) / std::ssize(planners_); }
-  std::vector<std::unique_ptr<BalancedPlanner>> planners_;
-  std::vector<std::string> names_;
-  int64_t run_, first_, step_ = 0;
+  std::unique_ptr<BalancedPlanner> planner_;
+  std::string name_;
+  int64_t run_, first_;
   fs::path results_;
-  Plan plan_;
 };
 
 std::string text_of(const fs::path& file) {
@@ -177,15 +176,13 @@ std::string text_of(const fs::path& file) {
   return text.str();
 }
 
-std::vector<SimulatedPolicy> find_policies(const std::vector<std::string>& names, const BatchingOptions& batching) {
-  std::vector<SimulatedPolicy> chosen;
-  for (const std::string& name : names) {
-    const size_t before = chosen.size();
-    for (const SimulatedPolicy& policy : standard_policies(batching, 0.1))
-      if (policy.name == name) chosen.push_back(policy);
-    SB_USER_CHECK(chosen.size() > before, "--policies: {} is none", name);
+SimulatedPolicy find_policy(const std::string& name, const BatchingOptions& batching, int64_t chunk) {
+  for (const SimulatedPolicy& policy : standard_policies(batching, 0.1, chunk)) {
+    if (policy.name != name) continue;
+    SB_USER_CHECK(!policy.options.chunk.on() || chunk > 0, "--policies: {} needs --chunk TOKENS", name);
+    return policy;
   }
-  return chosen;
+  throw UserError("--policies: {} is none", name);
 }
 
 struct Setup {
@@ -223,53 +220,76 @@ std::vector<Json> measured_steps(const Arguments& arguments) {
   return steps;
 }
 
+// A policy's training run. Policies take turns, each with a planner and memory of its own, as in a run of its own.
+class PolicyRun {
+ public:
+  struct Place {
+    int64_t number, first_batch;  // of the measurement, and where it begins
+  };
+  PolicyRun(const Arguments& arguments, const Setup& setup, const std::string& name, const Place& place,
+            Communicator& world)
+      : config_(setup.config),
+        attention_(
+            {config_.attention.selection, setup.model.layers, static_cast<int>(config_.attention.coverage_rows)}),
+        source_(arguments.global_batch, place.first_batch, arguments.batches),
+        state_file_(state_file(arguments, name)) {
+    BalancedPlannerOptions options = setup.options;
+    options.plan = find_policy(name, setup.options.plan.batching, arguments.chunk).options;
+    config_.balance.chunk = options.plan.chunk.tokens;
+    config_.train.output_dir = arguments.out / fmt::format("run-{}-rank-{}", name, world.rank());
+    fs::remove_all(config_.train.output_dir);
+    TrainerParts parts{setup.model, attention_, source_, {}, console_, [] { return false; }, &attention_};
+    parts.world = &world;
+    parts.cores = std::max(1, available_cores() / world.size());
+    options.plan.batching.max_sequences = most_sequences(config_, Trainer::packing(config_, parts));
+    if (world.rank() == 0) {
+      auto planner = std::make_unique<BalancedPlanner>(run_profile(setup.config, setup.model), options);
+      if (fs::exists(state_file_)) planner->restore_state(text_of(state_file_));
+      planner_ = std::make_unique<RecordedPlanner>(std::move(planner), name, place.number, place.first_batch,
+                                                   arguments.out / "steps.jsonl");
+    }
+    parts.planner = planner_.get();
+    directory_ = std::make_unique<RunDirectory>(config_);
+    trainer_ = std::make_unique<Trainer>(config_, parts, *directory_);
+  }
+  ~PolicyRun() {
+    trainer_.reset();
+    directory_.reset();
+    fs::remove_all(config_.train.output_dir);
+  }
+  void step() { trainer_->step(); }
+  void save() const {
+    if (planner_) std::ofstream(state_file_) << planner_->state();
+  }
+
+ private:
+  RunConfig config_;
+  SparseAttention attention_;
+  DrawnBatches source_;
+  fs::path state_file_;
+  std::unique_ptr<std::FILE, int (*)(std::FILE*)> nothing_{std::fopen("/dev/null", "w"), std::fclose};
+  Console console_{nothing_.get(), false, 1};
+  std::unique_ptr<RecordedPlanner> planner_;  // rank 0's
+  std::unique_ptr<RunDirectory> directory_;
+  std::unique_ptr<Trainer> trainer_;
+};
+
 void measure(const Arguments& arguments) {
   const std::unique_ptr<Communicator> world = open_world_communicator();
-  int64_t first = 0, number = 0;
+  PolicyRun::Place place{0, 0};
   for (const Json& step : measured_steps(arguments)) {
-    number = std::max(number, step["run"].get<int64_t>() + 1);
-    if (step["policy"] == arguments.policies.back()) first = std::max(first, step["batch"].get<int64_t>() + 1);
+    place.number = std::max(place.number, step["run"].get<int64_t>() + 1);
+    if (step["policy"] == arguments.policies.back())
+      place.first_batch = std::max(place.first_batch, step["batch"].get<int64_t>() + 1);
   }
   world->barrier();  // rank 0 writes only after all have read
   const Setup setup = make_setup(arguments);
-  const std::vector<SimulatedPolicy> all = find_policies(arguments.policies, setup.options.plan.batching);
-  std::unique_ptr<TurnsPlanner> planner;
-  std::vector<BalancedPlanner*> planners;
-  if (world->rank() == 0) {
-    std::vector<std::unique_ptr<BalancedPlanner>> own;
-    for (const SimulatedPolicy& policy : all) {
-      BalancedPlannerOptions options = setup.options;
-      options.plan = policy.options;
-      own.push_back(std::make_unique<BalancedPlanner>(run_profile(setup.config, setup.model), options));
-      if (const fs::path state = state_file(arguments, policy.name); fs::exists(state))
-        own.back()->restore_state(text_of(state));
-      planners.push_back(own.back().get());
-    }
-    planner = std::make_unique<TurnsPlanner>(std::move(own), arguments.policies, number, first,
-                                             arguments.out / "steps.jsonl");
-  }
-
-  SparseAttention attention(
-      {setup.config.attention.selection, setup.model.layers, static_cast<int>(setup.config.attention.coverage_rows)});
-  RepeatedBatches source(first, arguments.batches, std::ssize(all));
-  std::FILE* nothing = std::fopen("/dev/null", "w");
-  Console console(nothing, false, 1);
-  TrainerParts parts{setup.model, attention, source, {}, console, [] { return false; }, &attention};
-  parts.world = world.get();
-  parts.cores = std::max(1, available_cores() / world->size());
-  parts.planner = planner.get();
-  RunConfig config = setup.config;
-  config.train.output_dir = arguments.out / fmt::format("run-{}-rank-{}", first, world->rank());
-  fs::remove_all(config.train.output_dir);
-  {
-    RunDirectory directory(config);
-    Trainer trainer(config, parts, directory);
-    for (int64_t i = 0; i < arguments.batches * std::ssize(all); ++i) trainer.step();
-  }
-  fs::remove_all(config.train.output_dir);
-  std::fclose(nothing);
-  for (size_t i = 0; i < planners.size(); ++i)
-    std::ofstream(state_file(arguments, arguments.policies[i])) << planners[i]->state();
+  std::vector<std::unique_ptr<PolicyRun>> runs;
+  for (const std::string& name : arguments.policies)
+    runs.push_back(std::make_unique<PolicyRun>(arguments, setup, name, place, *world));
+  for (int64_t batch = 0; batch < arguments.batches; ++batch)
+    for (const auto& run : runs) run->step();
+  for (const auto& run : runs) run->save();
 }
 
 double median(std::vector<double> values) {
@@ -279,13 +299,13 @@ double median(std::vector<double> values) {
 
 // Speed-up over in_order that the simulator predicts for the batches that count.
 double simulated_speedup(const CostModel& cost, const CoverageModel& coverage, const SimulatedPolicy& policy,
-                         const std::set<int64_t>& batches) {
+                         int64_t global_batch, const std::set<int64_t>& batches) {
   const std::vector<int64_t> lengths = pool();
   LengthSampler sampler(lengths, kSeed);
   ExpectedBudgets expected;
   double before = 0, after = 0;
   for (int64_t batch = 0; !batches.empty() && batch <= *batches.rbegin(); ++batch) {
-    const std::vector<Sequence> sequences = sampler.next(kGlobalBatch);
+    const std::vector<Sequence> sequences = sampler.next(global_batch);
     const Plan plan = plan_step(batch, cost, coverage, sequences, policy.options, expected);
     learn_budgets(plan, cost.spec(), sequences, expected);
     if (!batches.contains(batch)) continue;
@@ -301,7 +321,8 @@ struct Totals {
   std::set<int64_t> batches;
 };
 
-void sum_up(const Arguments& arguments) {
+// Whether the bars that were asked for are met.
+bool sum_up(const Arguments& arguments) {
   const Setup setup = make_setup(arguments);
   std::map<std::pair<int64_t, int64_t>, Json> in_order;  // by run and batch
   std::map<std::string, Totals> totals;
@@ -339,18 +360,23 @@ void sum_up(const Arguments& arguments) {
   const BalanceState learned = parse_balance_states(text_of(state), state.string()).back();
 
   fmt::print(
-      "{}, {}, global batches of {} sequences, one a micro-batch, lengths chatqa2-like / 4; the first {} batches of "
+      "{}, {}, global batches of {} sequences, one a micro-batch{}, lengths chatqa2-like / 4; the first {} batches of "
       "every piece do not count\n\n{:<20} {:>7} {:>8} {:>9} {:>8} {:>10} {:>7} {:>19} {:>7} {:>10} {:>9}\n",
-      arguments.pipeline ? "pp 2" : "dp 2", arguments.pattern, kGlobalBatch, kWarmUp, "policy", "batches", "step ms",
-      "speed-up", "median", "simulated", "of it", "coverage (in order)", "budget", "step error", "planning");
+      arguments.pipeline ? "pp 2" : "dp 2", arguments.pattern, arguments.global_batch,
+      arguments.chunk > 0 ? fmt::format(" (chunk: pieces and packs of at most {} tokens)", arguments.chunk) : "",
+      kWarmUp, "policy", "batches", "step ms", "speed-up", "median", "simulated", "of it", "coverage (in order)",
+      "budget", "step error", "planning");
   double speedup = 0, share = 0;
-  for (const std::string& name : policy_names(arguments.pipeline)) {
+  std::map<std::string, double> mean_ms;
+  for (const std::string& name : policy_names(arguments)) {
     const auto found = totals.find(name);
     if (found == totals.end()) continue;
     const Totals& total = found->second;
     const auto count = static_cast<double>(total.errors.size());
-    const double simulated = simulated_speedup(
-        cost, learned.coverage, find_policies({name}, setup.options.plan.batching).front(), total.batches);
+    const double simulated =
+        simulated_speedup(cost, learned.coverage, find_policy(name, setup.options.plan.batching, arguments.chunk),
+                          arguments.global_batch, total.batches);
+    mean_ms[name] = total.own / count;
     speedup = total.base / total.own;
     share = speedup / simulated;
     fmt::print(
@@ -360,8 +386,26 @@ void sum_up(const Arguments& arguments) {
         total.covered / count, total.base_covered / count, total.budget / count, 100 * median(total.errors),
         100 * total.planning / total.own);
   }
-  fmt::print("\n{} over in_order: {:.3f} times, {:.1f} % of what the simulator says\n",
-             policy_names(arguments.pipeline).back(), speedup, 100 * share);
+  const std::string last = policy_names(arguments).back();
+  fmt::print("\n{} over in_order: {:.3f} times, {:.1f} % of what the simulator says\n", last, speedup, 100 * share);
+  bool met = arguments.at_least.empty() || std::abs(share - 1) <= kOfSimulated;
+  for (const auto& [name, times] : arguments.at_least) {
+    SB_USER_CHECK(mean_ms.contains(name) && mean_ms.contains(last), "--at-least: {} and {} were not both measured",
+                  name, last);
+    const double measured = mean_ms.at(name) / mean_ms.at(last);
+    fmt::print("{} over {}: {:.3f} times, asked for {:.2f}\n", last, name, measured, times);
+    met = met && measured >= times;
+  }
+  if (!arguments.at_least.empty())
+    fmt::print("{}\n", met ? "all that was asked for is met" : "NOT all that was asked for is met");
+  return met;
+}
+
+std::vector<std::string> words(const std::string& list) {
+  std::istringstream in(list);
+  std::vector<std::string> found;
+  for (std::string word; std::getline(in, word, ',');) found.push_back(word);
+  return found;
 }
 
 int run(int argc, char** argv) {
@@ -382,15 +426,24 @@ int run(int argc, char** argv) {
       arguments.batches = std::stoll(value());
     else if (word == "--out")
       arguments.out = value();
-    else if (word == "--policies") {
-      std::istringstream list(value());
-      for (std::string name; std::getline(list, name, ',');) arguments.policies.push_back(name);
+    else if (word == "--global-batch")
+      arguments.global_batch = std::stoll(value());
+    else if (word == "--chunk")
+      arguments.chunk = std::stoll(value());
+    else if (word == "--policies")
+      arguments.policies = words(value());
+    else if (word == "--at-least") {
+      for (const std::string& one : words(value())) {
+        const size_t colon = one.rfind(':');
+        SB_USER_CHECK(colon != std::string::npos, "--at-least: POLICY:TIMES, for example in_order:1.3");
+        arguments.at_least.emplace_back(one.substr(0, colon), std::stod(one.substr(colon + 1)));
+      }
     } else if (word == "--profile")
       arguments.profile = value();
     else
       throw UserError("unknown argument {}", word);
   }
-  if (arguments.policies.empty()) arguments.policies = policy_names(arguments.pipeline);
+  if (arguments.policies.empty()) arguments.policies = policy_names(arguments);
   SB_USER_CHECK(arguments.policies.front() == "in_order", "--policies: in_order must come first, to compare with");
   fs::create_directories(arguments.out);
   if (arguments.profile.empty()) arguments.profile = arguments.out / "profile.json";
@@ -410,8 +463,7 @@ int run(int argc, char** argv) {
     const int code = launch_local_ranks(2, std::vector<std::string>(argv, argv + argc));
     if (code != 0) return code;
   }
-  sum_up(arguments);
-  return 0;
+  return sum_up(arguments) ? 0 : 1;
 }
 
 }  // namespace

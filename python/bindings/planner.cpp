@@ -140,9 +140,21 @@ void bind_layout(nb::module_& module) {
           [](AttentionSpec* self, int64_t budget, int64_t block, int64_t query_block, int64_t score_tokens,
              int64_t sink_blocks, int64_t local_blocks, int64_t dense_below, int64_t max_budget,
              std::vector<int> dense_layers) {
-            new (self)
-                AttentionSpec{block,       query_block, score_tokens,           budget, sink_blocks, local_blocks,
-                              dense_below, max_budget,  std::move(dense_layers)};
+            new (self) AttentionSpec();
+            self->block = block;
+            self->query_block = query_block;
+            // Parts of blocks are judged by moments; a measured profile says itself what it was measured with.
+            if (score_tokens > 0) {
+              self->score = "moments";
+              self->score_channels = 0;
+              self->score_tokens = score_tokens;
+            }
+            self->budget = budget;
+            self->sink_blocks = sink_blocks;
+            self->local_blocks = local_blocks;
+            self->dense_below = dense_below;
+            self->max_budget = max_budget;
+            self->dense_layers = std::move(dense_layers);
           },
           nb::kw_only(), "budget"_a = 8192, "block"_a = 128, "query_block"_a = 16, "score_tokens"_a = 0,
           "sink_blocks"_a = 1, "local_blocks"_a = 2, "dense_below"_a = -1, "max_budget"_a = 0,

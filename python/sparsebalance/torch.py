@@ -6,27 +6,34 @@ The operator is pure: what it chooses follows from its arguments, and the lists 
 size follows from the shapes. So checkpointing, torch.compile and saved-tensor hooks work as with any other. Its name
 contains flash_attn: selective checkpointing that saves such operators saves this one, too.
 
-Computes on the CPU, in fp32; tensors of another type are computed in fp32 and rounded back.
+On CUDA it computes in bf16 or fp32, on the current stream, and waits for nothing but one copy of cu_seqlens where that is
+on the device (once for a tensor, however many layers it goes through). On the CPU it computes in fp32; tensors of another
+type are computed in fp32 and rounded back.
 """
 
+import contextlib
 import dataclasses
 import functools
 import json
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from sparsebalance import _core
 
-__all__ = ["AttentionConfig", "varlen_attn", "varlen_attn_seen"]
+__all__ = ["AttentionConfig", "OnceATensor", "Seen", "chosen_lists", "on_host", "varlen_attn"]
 
 
 @dataclasses.dataclass(frozen=True)
 class AttentionConfig:
     """Which keys a query sees; the keys of `attention` in run.yaml (docs/configuration.md).
 
-    pattern: dense, topk, topp, mass or window. budget: keys per query where a call gives none. score `planes`, and `mass`,
-    go by what earlier steps have shown: see varlen_attn_seen()."""
+    pattern: dense, topk, topp, mass or window. budget: keys per query where a call gives none. largest_budget: the most
+    that calls on CUDA give, which the lists have room for; 0: twice the budget, or as much as it with `mass`. score
+    `planes`, and `mass`, go by what earlier steps have shown: see sparsebalance.learner."""
 
     pattern: str = "topk"
     budget: int = 8192
@@ -42,6 +49,7 @@ class AttentionConfig:
     dense_below: int = -1
     coverage: float = 0.95
     dense_layers: tuple[int, ...] = ()
+    largest_budget: int = 0
 
     # All of the above as one string, which is how an operator takes it.
     spec: str = dataclasses.field(default="", init=False, repr=False, compare=False)
@@ -50,16 +58,24 @@ class AttentionConfig:
         object.__setattr__(self, "dense_layers", tuple(int(layer) for layer in self.dense_layers))
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.init}
         object.__setattr__(self, "spec", json.dumps(fields, separators=(",", ":")))
-        _attention(self.spec, 1)  # says what is wrong
+        _cpu_attention(self.spec, 1)  # says what is wrong
 
     @property
     def measures_planes(self) -> bool:
         return self.score == "planes" and self.pattern in ("topk", "topp", "mass")
 
+    @property
+    def learns_thresholds(self) -> bool:
+        return self.pattern == "mass" and self.selection == "causal"
+
+    @property
+    def settings(self) -> _core.AttentionSettings:
+        return _settings(self.spec)
+
 
 @functools.lru_cache(maxsize=256)
-def _attention(spec: str, threads: int) -> _core.PackedAttention:
-    return _core.PackedAttention(**json.loads(spec), threads=threads)
+def _settings(spec: str) -> _core.AttentionSettings:
+    return _core.AttentionSettings(**json.loads(spec))
 
 
 @functools.lru_cache(maxsize=256)
@@ -67,55 +83,96 @@ def _config(spec: str) -> AttentionConfig:
     return AttentionConfig(**json.loads(spec))
 
 
+@functools.lru_cache(maxsize=256)
+def _cpu_attention(spec: str, threads: int) -> _core.PackedAttention:
+    return _core.PackedAttention(_settings(spec), threads)
+
+
+@functools.lru_cache(maxsize=64)
+def _cuda_attention(spec: str, device: int, stream: int, deterministic: bool, portable: bool) -> _core.PackedCudaAttention:
+    return _core.PackedCudaAttention(_settings(spec), device, stream, deterministic=deterministic, portable=portable)
+
+
+# The portable CUDA kernels even where there are faster ones; for tests.
+portable_kernels = False
+
+
+_HERE = contextlib.nullcontext()
+
+
+def _device_of(q: Tensor) -> contextlib.AbstractContextManager[object]:
+    """The device of q as the current one."""
+    return _HERE if torch.cuda.current_device() == q.device.index else torch.cuda.device(q.device)
+
+
+def _cuda_attention_for(spec: str, q: Tensor) -> _core.PackedCudaAttention:
+    device = q.device.index
+    stream = torch._C._cuda_getCurrentRawStream(device)  # torch.cuda.current_stream() without its objects
+    return _cuda_attention(spec, device, stream, torch.are_deterministic_algorithms_enabled(), portable_kernels)
+
+
 def _memory(tensor: Tensor) -> _core.Memory:
-    return _core.Memory(tensor.data_ptr(), tensor.numel()) if tensor.numel() else _core.Memory(0, 0)
+    return _core.Memory(tensor.data_ptr(), tensor.numel()) if tensor.numel() else _core.Memory()
 
 
-def _lists_bytes(config: AttentionConfig, tokens: int, sequences: int, kv_heads: int) -> int:
+def _cpu_lists_bytes(config: AttentionConfig, tokens: int, sequences: int, kv_heads: int) -> int:
     """One for every (list head, query block, key block) that there may be."""
     if config.pattern == "dense":
         return 0
     return kv_heads * (tokens // config.query_block + sequences) * (tokens // config.block + 1)
 
 
+_MOST_MULTIPROCESSORS = 256  # more than any GPU has: sizes must not depend on which one it is
+
+
+def _cuda_lists_bytes(config: AttentionConfig, tokens: int, sequences: int, kv_heads: int) -> int:
+    """Entries by rows and by columns, four bytes each, and the work of the backward; as the engine plans for them."""
+    if config.pattern == "dense":
+        return 0
+    block = min(config.block, 128)
+    blocks = tokens // block + sequences
+    budget = max(2 * config.budget, (2 if config.pattern == "mass" else 1) * config.largest_budget)
+    always = (config.sink_blocks + config.local_blocks + 2) * (config.block // block)
+    listed = torch.sym_min(blocks, (budget + config.query_block) // block + always)
+    if config.pattern == "mass" and config.selection == "lookahead":  # any query block may take everything
+        listed = blocks
+    rows = kv_heads * (tokens // config.query_block + sequences)
+    item, split = 48, 28
+    return 8 * rows * listed + kv_heads * blocks * (4 + item) + 3 * _MOST_MULTIPROCESSORS * (item + split) + 16384
+
+
 def _call(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, budgets: Tensor, planes: Tensor, thresholds: Tensor, scale: float,
     layer: int, out: Tensor, lse: Tensor, lists: Tensor,
 ) -> _core.PackedCall:  # fmt: skip
+    tokens, heads, width = q.shape
     return _core.PackedCall(
-        layer=layer,
-        tokens=q.shape[0],
-        heads=q.shape[1],
-        kv_heads=k.shape[1],
-        head_dim=q.shape[2],
-        scale=scale,
-        cu_seqlens=_memory(cu_seqlens),
-        budgets=_memory(budgets),
-        lists=_memory(lists),
-        planes=_memory(planes),
-        thresholds=_memory(thresholds),
-        q=_memory(q),
-        k=_memory(k),
-        v=_memory(v),
-        out=_memory(out),
-        lse=_memory(lse),
-    )
+        layer, tokens, heads, k.shape[1], width, scale, q.dtype == torch.bfloat16, q.is_cuda, _memory(cu_seqlens),
+        _memory(budgets), _memory(lists), _memory(planes), _memory(thresholds), _memory(q), _memory(k), _memory(v),
+        _memory(out), _memory(lse),
+    )  # fmt: skip
 
 
 def _outputs(q: Tensor, k: Tensor, cu_seqlens: Tensor, spec: str) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     config = _config(spec)
     sequences = cu_seqlens.shape[0] - 1
     sums = 1 + 3 * k.shape[1] * k.shape[2] if config.measures_planes else 0
+    lists_bytes = _cuda_lists_bytes if q.is_cuda else _cpu_lists_bytes
     return (
         torch.empty_like(q, memory_format=torch.contiguous_format),
-        q.new_empty((q.shape[1], q.shape[0])),
-        q.new_empty((_lists_bytes(config, q.shape[0], sequences, k.shape[1]),), dtype=torch.uint8),
+        q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32),
+        q.new_empty((lists_bytes(config, q.shape[0], sequences, k.shape[1]),), dtype=torch.uint8),
         q.new_empty((sequences, 2), dtype=torch.int64),
         q.new_empty((sums,), dtype=torch.float64),
     )
 
 
-@torch.library.custom_op("sparsebalance::flash_attn_varlen_fwd", mutates_args=(), device_types="cpu")
+def _scratch(attention: _core.PackedCudaAttention, q: Tensor, k: Tensor, scale: float) -> Tensor:
+    tokens, heads, width = q.shape
+    return q.new_empty((attention.scratch_bytes(tokens, heads, k.shape[1], width, scale),), dtype=torch.uint8)
+
+
+@torch.library.custom_op("sparsebalance::flash_attn_varlen_fwd", mutates_args=(), device_types=("cpu", "cuda"))
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, budgets: Tensor, planes: Tensor, thresholds: Tensor, spec: str,
     scale: float, layer: int,
@@ -125,7 +182,13 @@ def _forward(
         return out, lse, lists, counts.zero_(), sums.zero_()
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     call = _call(q, k, v, cu_seqlens, budgets, planes, thresholds, scale, layer, out, lse, lists)
-    _attention(spec, torch.get_num_threads()).forward(call, _memory(counts), _memory(sums))
+    if q.is_cuda:
+        with _device_of(q):
+            attention = _cuda_attention_for(spec, q)
+            scratch = _scratch(attention, q, k, scale)
+            attention.forward(call, _memory(counts), _memory(sums), _memory(scratch))
+    else:
+        _cpu_attention(spec, torch.get_num_threads()).forward(call, _memory(counts), _memory(sums))
     return out, lse, lists, counts, sums
 
 
@@ -134,7 +197,7 @@ def _(q, k, v, cu_seqlens, budgets, planes, thresholds, spec, scale, layer):  # 
     return _outputs(q, k, cu_seqlens, spec)
 
 
-@torch.library.custom_op("sparsebalance::flash_attn_varlen_bwd", mutates_args=(), device_types="cpu")
+@torch.library.custom_op("sparsebalance::flash_attn_varlen_bwd", mutates_args=(), device_types=("cpu", "cuda"))
 def _backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, lists: Tensor, cu_seqlens: Tensor,
     budgets: Tensor, thresholds: Tensor, spec: str, scale: float, layer: int,
@@ -143,9 +206,16 @@ def _backward(
     if q.shape[0] == 0:
         return dq, dk, dv
     dout, q, k, v, out, lse = (x.contiguous() for x in (dout, q, k, v, out, lse))
-    none = q.new_empty((0,), dtype=torch.float64)
+    none = cu_seqlens.new_empty((0,))
     call = _call(q, k, v, cu_seqlens, budgets, none, thresholds, scale, layer, out, lse, lists)
-    _attention(spec, torch.get_num_threads()).backward(call, *(_memory(x) for x in (dout, dq, dk, dv)))
+    gradients = [_memory(x) for x in (dout, dq, dk, dv)]
+    if q.is_cuda:
+        with _device_of(q):
+            attention = _cuda_attention_for(spec, q)
+            scratch = _scratch(attention, q, k, scale)
+            attention.backward(call, *gradients, _memory(scratch))
+    else:
+        _cpu_attention(spec, torch.get_num_threads()).backward(call, *gradients)
     return dq, dk, dv
 
 
@@ -170,72 +240,145 @@ _forward.register_autograd(_differentiate, setup_context=_setup)
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
+    device = q.device.type
+    if device == "cuda" and "with CUDA" not in _core.__build__:
+        raise _core.UserError(
+            f"q is on {q.device}, and this build of sparsebalance has no CUDA: "
+            "build it where nvcc is, pip install . -C cmake.define.SB_CUDA=ON"
+        )
+    if device not in ("cpu", "cuda"):
+        raise _core.UserError(f"q is on {q.device}; sparsebalance.torch computes on cpu and cuda")
+    types = (torch.float32, torch.bfloat16) if device == "cuda" else (torch.float32, torch.bfloat16, torch.float16)
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() != 3:
             raise _core.UserError(f"{name} has the shape {tuple(x.shape)}; [tokens, heads, head_dim] is needed")
-        if x.device.type != "cpu":
-            raise _core.UserError(f"{name} is on {x.device}; sparsebalance.torch computes on the CPU in this version")
-        if x.dtype not in (torch.float32, torch.bfloat16, torch.float16) or x.dtype != q.dtype:
-            raise _core.UserError(f"{name} is {x.dtype}; q, k and v of one type are needed: float32, bfloat16 or float16")
+        if x.device != q.device:
+            raise _core.UserError(f"{name} is on {x.device} and q on {q.device}")
+        if x.dtype not in types or x.dtype != q.dtype:
+            wanted = " or ".join(str(dtype) for dtype in types)
+            raise _core.UserError(f"{name} is {x.dtype}; on {device} q, k and v of one type are needed: {wanted}")
     if k.shape != v.shape or k.shape[0] != q.shape[0] or k.shape[2] != q.shape[2]:
         shapes = ", ".join(str(tuple(x.shape)) for x in (q, k, v))
         raise _core.UserError(f"q, k and v have the shapes {shapes}; q and k of the same tokens and width are needed")
 
 
-def _int32(x: Tensor | None) -> Tensor:
-    return torch.empty(0, dtype=torch.int32) if x is None else x.to("cpu", torch.int32).contiguous()
+class OnceATensor:
+    """A function of a tensor that is not computed again while the tensor is there and unchanged: what every layer asks for
+    waits for the device once."""
+
+    def __init__(self, function: Callable[[Tensor], Any], most: int = 64) -> None:
+        self._function, self._most = function, most
+        self._known: dict[int, tuple[weakref.ref[Tensor], int, Any]] = {}
+
+    def __call__(self, x: Tensor) -> Any:
+        if torch.compiler.is_compiling():
+            return self._function(x)
+        version = 0 if x.is_inference() else x._version
+        known = self._known.get(id(x))
+        if known is not None and known[0]() is x and known[1] == version:
+            return known[2]
+        result = self._function(x)
+        self._known.pop(id(x), None)
+        if len(self._known) >= self._most:
+            self._known.pop(next(iter(self._known)))
+        self._known[id(x)] = (weakref.ref(x), version, result)
+        return result
 
 
-def varlen_attn_seen(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens: Tensor,
-    *,
-    config: AttentionConfig,
-    budgets: Tensor | None = None,
-    scale: float | None = None,
-    layer: int = 0,
-    planes: Tensor | None = None,
-    thresholds: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """varlen_attn() with what selection goes by and what it has seen: output, counts and sums.
+_copy_to_host = OnceATensor(lambda x: x.to("cpu", torch.int32).contiguous())
 
-    thresholds (pattern `mass`): float32 [sequences], added to what is assumed before anything is known; counts are int64
-    [sequences, 2], key blocks chosen and wanted: where more are chosen than wanted, raise it. planes (score `planes`):
-    float64 sums of earlier calls of this layer with the same score, as `sums` returns them; they may be added up."""
-    _check(q, k, v)
-    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    float64 = torch.empty(0, dtype=torch.float64) if planes is None else planes.to("cpu", torch.float64).contiguous()
+
+def on_host(x: Tensor) -> Tensor:
+    """An int32 tensor in host memory with the values of x; copied from a device once, however often it is asked for."""
+    return _copy_to_host(x) if x.is_cuda else x.to(torch.int32).contiguous()
+
+
+def _host_values(x: Tensor | Sequence[int] | None) -> Tensor:
+    if x is None:
+        return torch.empty(0, dtype=torch.int32)
+    return on_host(x) if isinstance(x, Tensor) else torch.tensor(x, dtype=torch.int32)
+
+
+def _small_arguments(
+    config: AttentionConfig, cu_seqlens: Tensor | Sequence[int], budgets: Tensor | Sequence[int] | None,
+    planes: Tensor | None, thresholds: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    cu_seqlens = _host_values(cu_seqlens)
     if thresholds is None:
         sequences = cu_seqlens.shape[0] - 1 if config.pattern == "mass" else 0
         thresholds = torch.zeros(sequences, dtype=torch.float32)
     thresholds = thresholds.to("cpu", torch.float32).contiguous()
-    dtype = q.dtype
-    if dtype != torch.float32:
-        q, k, v = q.float(), k.float(), v.float()
-    out, _, _, counts, sums = _forward(
-        q, k, v, _int32(cu_seqlens), _int32(budgets), float64, thresholds, config.spec, scale, layer
-    )
-    return out.to(dtype), counts, sums
+    return cu_seqlens, _host_values(budgets), _host_values(planes), thresholds
+
+
+class Seen(NamedTuple):
+    """What selection has seen in a call, for sparsebalance.learner. counts: pattern `mass`, int64 [sequences, 2], key
+    blocks chosen and wanted. sums: score `planes`, float64, tokens sampled and sums over them, which may be added up."""
+
+    counts: Tensor
+    sums: Tensor
 
 
 def varlen_attn(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    cu_seqlens: Tensor,
+    cu_seqlens: Tensor | Sequence[int],
     *,
     config: AttentionConfig,
-    budgets: Tensor | None = None,
+    budgets: Tensor | Sequence[int] | None = None,
     scale: float | None = None,
     layer: int = 0,
     planes: Tensor | None = None,
     thresholds: Tensor | None = None,
-) -> Tensor:
+    return_seen: bool = False,
+) -> Tensor | tuple[Tensor, Seen]:
     """Causal attention over packed sequences: q [tokens, heads, d], k and v [tokens, kv_heads, d], sequence i the tokens
     cu_seqlens[i] to cu_seqlens[i + 1]. budgets: keys per query of every sequence; None: the configured one. layer: for
-    dense_layers. scale: 1/sqrt(d) where not given."""
-    return varlen_attn_seen(
-        q, k, v, cu_seqlens, config=config, budgets=budgets, scale=scale, layer=layer, planes=planes, thresholds=thresholds
-    )[0]
+    dense_layers. scale: 1/sqrt(d) where not given.
+
+    planes (score `planes`) and thresholds (pattern `mass`) are what a learner says; with return_seen the result comes with
+    what it learns from. thresholds: float32 [sequences], added to what is assumed before anything is known."""
+    _check(q, k, v)
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    small = _small_arguments(config, cu_seqlens, budgets, planes, thresholds)
+    dtype = q.dtype
+    if dtype != torch.float32 and not q.is_cuda:
+        q, k, v = q.float(), k.float(), v.float()
+    out, _, _, counts, sums = _forward(q, k, v, *small, config.spec, scale, layer)
+    if out.dtype != dtype:
+        out = out.to(dtype)
+    return (out, Seen(counts, sums)) if return_seen else out
+
+
+@torch.no_grad()
+def chosen_lists(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor | Sequence[int],
+    *,
+    config: AttentionConfig,
+    budgets: Tensor | Sequence[int] | None = None,
+    layer: int = 0,
+    planes: Tensor | None = None,
+    thresholds: Tensor | None = None,
+) -> Tensor:
+    """What varlen_attn() chooses, for those who want to look: uint8 [rows, tokens // block + 1] in host memory, a row for
+    every query block of every (sequence that does not run dense, kv head), and in it of every key block the first token of
+    the query block that sees it; 255: none does. Rows behind the last are 255 all through. Waits for the device."""
+    _check(q, k, v)
+    small = _small_arguments(config, cu_seqlens, budgets, planes, thresholds)
+    scale, width = q.shape[-1] ** -0.5, q.shape[0] // config.block + 1
+    if not q.is_cuda:
+        q, k, v = q.float(), k.float(), v.float()
+        return _forward(q, k, v, *small, config.spec, scale, layer)[2].view(-1, width)
+    host = torch.empty(_cpu_lists_bytes(config, q.shape[0], small[0].shape[0] - 1, k.shape[1]), dtype=torch.uint8)
+    out, lse, lists, counts, sums = _outputs(q, k, small[0], config.spec)
+    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+    call = _call(q, k, v, *small, scale, layer, out, lse, lists)
+    with _device_of(q):
+        attention = _cuda_attention_for(config.spec, q)
+        scratch = _scratch(attention, q, k, scale)
+        attention.forward(call, _memory(counts), _memory(sums), _memory(scratch), _memory(host))
+    return host.view(-1, width)

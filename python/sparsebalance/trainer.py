@@ -5,18 +5,21 @@
               data_collator=PackedCollator())
 """
 
+import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from transformers import TrainerCallback
 from transformers.trainer_pt_utils import BatchRebalanceSampler
 
 from sparsebalance import _core
+from sparsebalance.learner import SelectionLearner
 from sparsebalance.planner import Planner
 from sparsebalance.sampler import BalancedBatchSampler, PlannedDataset, PlannedIndex
 
-__all__ = ["BalancedTrainerMixin", "PackedCollator"]
+__all__ = ["BalancedTrainerMixin", "LearningCallback", "PackedCollator"]
 
 
 class PackedCollator:
@@ -65,6 +68,33 @@ def _lengths(dataset: Any) -> list[int]:
     if "length" in getattr(dataset, "column_names", ()):
         return list(dataset["length"])
     return [len(dataset[i]["input_ids"]) for i in range(len(dataset))]
+
+
+class LearningCallback(TrainerCallback):
+    """What `mass` and `score: planes` learn, in a Trainer: after every step, and in its checkpoints.
+
+    Trainer(..., callbacks=[LearningCallback(sbt.configure(model, config))])"""
+
+    FILE = "sparsebalance_selection.pt"
+
+    def __init__(self, learner: SelectionLearner) -> None:
+        self.learner = learner
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == 0:
+            return
+        checkpoint = os.path.join(args.output_dir, f"checkpoint-{state.global_step}", self.FILE)
+        if isinstance(args.resume_from_checkpoint, str):
+            checkpoint = os.path.join(args.resume_from_checkpoint, self.FILE)
+        self.learner.load_state_dict(torch.load(checkpoint, weights_only=True))
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.learner.learn()
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.is_world_process_zero:
+            folder = os.path.join(args.output_dir, f"checkpoint-{state.global_step}")
+            torch.save(self.learner.state_dict(), os.path.join(folder, self.FILE))
 
 
 class BalancedTrainerMixin:

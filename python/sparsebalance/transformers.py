@@ -2,7 +2,10 @@
 
     import sparsebalance.transformers as sbt
     model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="sparsebalance")
-    sbt.configure(model, AttentionConfig(budget=8192))
+    learner = sbt.configure(model, AttentionConfig(pattern="mass", score="planes", budget=8192))
+    ...
+    optimizer.step()
+    learner.learn()                         # sparsebalance.trainer.LearningCallback does it for Trainer
 
 Packed batches are told apart by, in this order: cu_seq_lens_q, position_ids that restart (batch of one), a 2-D mask;
 otherwise every row is a sequence. `sb_budgets` (int [layers, sequences]) in the batch gives every sequence its budget.
@@ -19,20 +22,33 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import flash_attention_mask
 
 from sparsebalance import _core
-from sparsebalance.torch import AttentionConfig, varlen_attn
+from sparsebalance.learner import SelectionLearner
+from sparsebalance.torch import AttentionConfig, OnceATensor, on_host, varlen_attn
 
-__all__ = ["attention_forward", "configure", "install"]
+__all__ = ["attention_forward", "configure", "install", "learner_of"]
 
 _KEY = "sparsebalance_attention"  # of a model's config
+_LEARNER = "_sparsebalance_learner"  # of the modules that attend
 _configs: dict[str, AttentionConfig] = {}
 _default = [AttentionConfig()]
 _warned: set[str] = set()
 
 
-def configure(model: Any, config: AttentionConfig) -> None:
-    """Sets what the attention of a model does; it is saved with the model's config."""
+def configure(model: Any, config: AttentionConfig) -> SelectionLearner | None:
+    """Sets what the attention of a model does; it is saved with the model's config. With `mass` or `score: planes`, what
+    learns from step to step: its learn() is to be called after every step, and its state_dict() belongs to checkpoints."""
     _configs[config.spec] = config
     setattr(model.config.get_text_config(), _KEY, config.spec)
+    learner = SelectionLearner(config) if config.measures_planes or config.learns_thresholds else None
+    for module in model.modules():
+        if hasattr(module, "layer_idx"):
+            setattr(module, _LEARNER, learner)
+    return learner
+
+
+def learner_of(model: Any) -> SelectionLearner | None:
+    """What configure() has made for the model."""
+    return next((getattr(module, _LEARNER) for module in model.modules() if hasattr(module, _LEARNER)), None)
 
 
 def install(replace: str = "sparsebalance", config: AttentionConfig | None = None) -> None:
@@ -94,17 +110,31 @@ def _rows(batch: int, tokens: int) -> Tensor:
     return torch.arange(batch + 1, dtype=torch.int32) * tokens
 
 
-def _packed_positions(position_ids: Tensor) -> Tensor | None:
+def _restarts(position_ids: Tensor) -> Tensor | None:
     """cu_seqlens where positions restart; None where they do not."""
-    if torch.compiler.is_compiling():
-        return _sequences_of_positions(position_ids)
     positions = position_ids.reshape(-1)
     starts = torch.nonzero(positions == 0).reshape(-1).to(torch.int32)
     if starts.numel() <= 1:
         return None
     end = torch.tensor([positions.numel()], dtype=torch.int32)
+    starts = starts.cpu()
     head = starts.new_zeros(0 if int(starts[0]) == 0 else 1)
-    return torch.cat([head, starts.cpu(), end])
+    return torch.cat([head, starts, end])
+
+
+def _unmasked(mask: Tensor) -> tuple[Tensor, Tensor]:
+    """The tokens that are no padding, and cu_seqlens of the rows without it."""
+    kept = torch.nonzero(mask.reshape(-1)).reshape(-1)
+    return kept, torch.nn.functional.pad(mask.sum(1, dtype=torch.int32).cumsum(0), (1, 0))
+
+
+_restarts_once, _unmasked_once = OnceATensor(_restarts), OnceATensor(_unmasked)
+
+
+def _packed_positions(position_ids: Tensor) -> Tensor | None:
+    if torch.compiler.is_compiling():
+        return _sequences_of_positions(position_ids)
+    return _restarts_once(position_ids)
 
 
 def _cached(
@@ -120,6 +150,18 @@ def _cached(
     if mask is not None:
         seen = seen & mask[:, None, None, -keys:].bool()
     return sdpa_attention_forward(module, query, key, value, seen, scaling=scaling, is_causal=False)
+
+
+def _attend(module: Any, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Any, **options: Any) -> Tensor:
+    config, learner = _config_of(module), getattr(module, _LEARNER, None)
+    if learner is not None:
+        return learner.attend(q, k, v, cu_seqlens, **options, observe=module.training)
+    if config.measures_planes or config.learns_thresholds:
+        raise _core.UserError(
+            f"attention with pattern {config.pattern} and score {config.score} learns from step to step: "
+            "call sparsebalance.transformers.configure(model, config) and, after every step, learn() of what it returns"
+        )
+    return varlen_attn(q, k, v, cu_seqlens, config=config, **options)
 
 
 def attention_forward(
@@ -142,6 +184,8 @@ def attention_forward(
     if key.shape[2] != tokens:
         return _cached(module, query, key, value, attention_mask, scaling)
     layer = getattr(module, "layer_idx", None) or 0
+    if torch.is_autocast_enabled(query.device.type):
+        query, key, value = (x.to(torch.get_autocast_dtype(query.device.type)) for x in (query, key, value))
     q, k, v = (x.transpose(1, 2).reshape(batch * tokens, x.shape[1], width) for x in (query, key, value))
 
     cu_seqlens, kept = kwargs.get("cu_seq_lens_q"), None
@@ -151,23 +195,14 @@ def attention_forward(
     if cu_seqlens is None and batch == 1 and positions is not None and positions.dim() == 2:
         cu_seqlens = _packed_positions(positions)
     if cu_seqlens is None and attention_mask is not None:
-        kept = torch.nonzero(attention_mask.reshape(-1)).reshape(-1)
+        kept, cu_seqlens = _unmasked_once(attention_mask)
         q, k, v = q[kept], k[kept], v[kept]
-        cu_seqlens = torch.nn.functional.pad(attention_mask.sum(1, dtype=torch.int32).cumsum(0), (1, 0))
     if cu_seqlens is None:
         cu_seqlens = _rows(batch, tokens)
 
     budgets = kwargs.get("sb_budgets")
-    out = varlen_attn(
-        q,
-        k,
-        v,
-        cu_seqlens,
-        config=_config_of(module),
-        budgets=budgets[layer] if budgets is not None else None,
-        scale=scaling,
-        layer=layer,
-    )
+    budgets = on_host(budgets)[layer] if budgets is not None else None
+    out = _attend(module, q, k, v, cu_seqlens, budgets=budgets, scale=scaling, layer=layer)
     if kept is not None:
         out = out.new_zeros(batch * tokens, heads, width).index_copy(0, kept, out)
     return out.reshape(batch, tokens, heads, width), None

@@ -8,7 +8,7 @@ from torch.nn.functional import scaled_dot_product_attention  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 import sparsebalance as sb  # noqa: E402
-from sparsebalance.torch import AttentionConfig, varlen_attn, varlen_attn_seen  # noqa: E402
+from sparsebalance.torch import AttentionConfig, chosen_lists, varlen_attn  # noqa: E402
 
 DENSE = AttentionConfig(pattern="dense")
 SMALL = dict(block=64, query_block=16, budget=320, local_blocks=1)
@@ -79,10 +79,7 @@ def test_dense_equals_sdpa(lengths):
 @pytest.mark.parametrize("lengths", [[1000], [100, 700, 643]])
 def test_sparse_equals_sdpa_over_the_listed_pairs(config, lengths):
     q, k, v, cu_seqlens = packed(lengths)
-    none = torch.empty(0, dtype=torch.int32)
-    thresholds = torch.zeros(len(lengths) if config.pattern == "mass" else 0)
-    lists = FORWARD(q, k, v, cu_seqlens, none, none.double(), thresholds, config.spec, 32**-0.5, 0)[2]
-    mask = listed(lists, cu_seqlens, config, 2)
+    mask = listed(chosen_lists(q, k, v, cu_seqlens, config=config).reshape(-1), cu_seqlens, config, 2)
     causal = sum(length * (length + 1) // 2 for length in lengths) * 2
     assert 0 < int(mask.sum()) < 0.9 * causal and bool(mask.diagonal(dim1=1, dim2=2).all())
     out, expected = varlen_attn(q, k, v, cu_seqlens, config=config), reference(q, k, v, mask)
@@ -113,13 +110,19 @@ def test_what_mass_and_planes_go_by_are_inputs_and_outputs():
     q, k, v, cu_seqlens = packed([1000])
     with pytest.raises(sb.UserError, match="planes"):
         varlen_attn(q, k, v, cu_seqlens, config=config)
-    # A first look: within its budget a sequence runs dense, and is measured all the same.
-    _, counts, sums = varlen_attn_seen(q, k, v, cu_seqlens, config=config, budgets=torch.tensor([1000]))
+    # Within its budget a sequence runs dense, and is measured all the same.
+    _, (counts, sums) = varlen_attn(q, k, v, cu_seqlens, config=config, budgets=[1000], return_seen=True)
     assert sums[0] == 63 and counts.tolist() == [[0, 0]]
     torch.testing.assert_close(sums[1 + 64 : 1 + 2 * 64].view(2, 32), k[::16].double().sum(0), rtol=1e-5, atol=1e-5)
-    _, counts, _ = varlen_attn_seen(q, k, v, cu_seqlens, config=config, planes=sums)
-    _, fewer, _ = varlen_attn_seen(q, k, v, cu_seqlens, config=config, planes=sums, thresholds=torch.tensor([0.1]))
+    core = sb._core.SelectionLearner(config.settings)
+    core.observe_sums(0, sums.numpy())
+    core.learn()
+    planes = torch.from_numpy(core.planes(0, 4, 2, 32, 32**-0.5).view("int32"))
+    seen = lambda **more: varlen_attn(q, k, v, cu_seqlens, config=config, planes=planes, return_seen=True, **more)[1]  # noqa: E731
+    counts, fewer = seen().counts, seen(thresholds=torch.tensor([0.1])).counts
     assert counts[0, 1] == fewer[0, 1] > 0 and fewer[0, 0] < counts[0, 0]
+    with pytest.raises(sb.UserError, match="not the planes"):
+        varlen_attn(q, k, v, cu_seqlens, config=config, planes=planes + 32)
 
 
 def test_checkpointing_changes_no_bit():
@@ -135,7 +138,7 @@ def test_checkpointing_changes_no_bit():
 def test_opcheck(config):
     q, k, v, cu_seqlens = packed([400, 33])
     none = torch.empty(0, dtype=torch.int32)
-    torch.library.opcheck(FORWARD, (q, k, v, cu_seqlens, none, none.double(), none.float(), config.spec, 0.2, 0))
+    torch.library.opcheck(FORWARD, (q, k, v, cu_seqlens, none, none, none.float(), config.spec, 0.2, 0))
 
 
 def test_compiles_as_one_graph_for_any_lengths():

@@ -73,6 +73,8 @@ EvalModel::EvalModel(const EvalModelOptions& options)
   cache.capacity = options.max_tokens;
   cache.shape = {config_.heads, config_.kv_heads, config_.head_dim,
                  1.0f / std::sqrt(static_cast<float>(config_.head_dim))};
+  cache.device = options.device;
+  cache.dtype = options.dtype;
   cached_ = std::make_unique<CachedAttention>(cache);
 
   StageOptions stage;

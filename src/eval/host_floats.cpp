@@ -18,10 +18,4 @@ HostFloats::HostFloats(TensorView tensor) : copy_(tensor) {
   data_ = widened_.data();
 }
 
-void HostFloats::store() const {
-  auto* bits = static_cast<uint16_t*>(copy_.view().raw());
-  for (size_t i = 0; i < widened_.size(); ++i) bits[i] = bf16_from_f32(widened_[i]);
-  copy_.store();
-}
-
 }  // namespace sb

@@ -12,15 +12,12 @@ namespace sb {
 class HostFloats {
  public:
   explicit HostFloats(TensorView tensor);
-  float* data() const { return data_; }
   std::span<const float> values() const { return {data_, static_cast<size_t>(copy_.view().elements())}; }
-  // Brings what was changed back, and waits for it.
-  void store() const;
 
  private:
   HostCopy copy_;
   std::vector<float> widened_;  // of a bf16 tensor
-  float* data_;
+  const float* data_;
 };
 
 }  // namespace sb

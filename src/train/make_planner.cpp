@@ -22,6 +22,28 @@ TuningOptions tuning_options(const BalanceOptions& balance) {
   return tuning;
 }
 
+const char* pattern_name(SelectionPattern pattern) {
+  switch (pattern) {
+    case SelectionPattern::dense:
+      return "dense";
+    case SelectionPattern::topk:
+      return "topk";
+    case SelectionPattern::mass:
+      return "mass";
+    case SelectionPattern::topp:
+      return "topp";
+    case SelectionPattern::vertical_slash:
+      return "vertical_slash";
+    case SelectionPattern::window:
+      return "window";
+  }
+  throw InternalError("no such pattern");
+}
+
+const char* score_name(BlockScore score) {
+  return score == BlockScore::planes ? "planes" : score == BlockScore::moments ? "moments" : "mean";
+}
+
 const char* recompute_name(Recompute recompute) {
   // Of pieces whose forward runs again all but the last take the same time more.
   recompute = kept_at_hand(recompute);
@@ -58,6 +80,9 @@ AttentionSpec attention_spec(const RunConfig& config) {
   AttentionSpec spec;
   spec.block = selection.block;
   spec.query_block = selection.query_block;
+  spec.pattern = pattern_name(selection.pattern);
+  spec.score = score_name(selection.score);
+  spec.score_channels = selection.score == BlockScore::planes ? selection.score_channels : 0;
   spec.score_tokens = selection.score_tokens;
   spec.budget = selection.budget;
   spec.sink_blocks = selection.sink_blocks;
@@ -79,15 +104,17 @@ Profile run_profile(const RunConfig& config, const ModelConfig& model) {
   const bool given = !config.balance.profile.empty();
   const AttentionSpec spec = attention_spec(config);
   AttentionSpec scored = spec;
-  if (!config.attention.selection.scores_blocks()) scored.score_tokens = 0;
-  Profile profile = find_profile(given ? config.balance.profile.string() : "h200-analytic", model_shape(model), scored);
+  if (!config.attention.selection.scores_blocks()) scored.score_channels = scored.score_tokens = 0;
+  const int64_t lora_rank = config.lora_config().rank;
+  Profile profile =
+      find_profile(given ? config.balance.profile.string() : "h200-analytic", model_shape(model), scored, lora_rank);
   SB_USER_CHECK(profile.held_out.count == 0 || profile.recompute == recompute_name(config.train.recompute),
                 "{}: was measured with --recompute {} and train.recompute is {}; measure again, or change it",
                 profile.name, profile.recompute, recompute_name(config.train.recompute));
   if (config.attention.selection.pattern != SelectionPattern::dense)
     check_measured_blocks(profile, spec, {"attention.block", "attention.query_block", "attention.score_tokens"});
   if (!given) log::info("balance.profile is not set: predictions start from {}", profile.name);
-  return with_adapters(std::move(profile), config.lora_config().rank);
+  return with_adapters(std::move(profile), lora_rank);
 }
 
 std::unique_ptr<BalancedPlanner> make_balanced_planner(const RunConfig& config, const ModelConfig& model,
@@ -112,9 +139,12 @@ std::unique_ptr<BalancedPlanner> make_balanced_planner(const RunConfig& config, 
   options.first_step = first_step;
   options.replay = config.balance.replay;
   Profile profile = run_profile(config, model);
+  if (config.attention.selection.pattern != SelectionPattern::dense)
+    if (const std::string otherwise = chosen_otherwise(profile, options.spec); !otherwise.empty())
+      log::warning("{}: {}", profile.name, otherwise);
   // Dense attention does not know the run's query blocks: tiles are counted as they were measured.
-  if (config.attention.selection.pattern == SelectionPattern::dense && profile.blocks)
-    options.spec.query_block = profile.blocks->query_block;
+  if (config.attention.selection.pattern == SelectionPattern::dense && profile.attention)
+    options.spec.query_block = profile.attention->query_block;
   return std::make_unique<BalancedPlanner>(std::move(profile), std::move(options), steps);
 }
 

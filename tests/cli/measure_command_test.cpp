@@ -47,6 +47,11 @@ TEST_F(MeasureCommand, AProfileIsMeasuredAndSimulated) {
                    "1"});
   ASSERT_EQ(measured.exit_code, 0) << measured.err;
   EXPECT_EQ(json_of(profile)["recompute"], "none");
+  const auto attention = json_of(profile)["attention"];
+  EXPECT_EQ(attention["pattern"], "mass");
+  EXPECT_EQ(attention["score"], "planes");
+  EXPECT_EQ(attention["score_channels"], 32);
+  EXPECT_GT(json_of(profile)["operations"]["selection"]["us"].back(), 0);
   EXPECT_TRUE(std::filesystem::file_size(samples) > 0);
   const ProgramResult simulated = run_program({"simulate",
                                                "--model",

@@ -44,20 +44,27 @@ TEST_F(SimulateCommand, SimulateTakesPartsThatDivideTheBlock) {
     arguments.insert(arguments.end(), more.begin(), more.end());
     return run_program(arguments);
   };
-  const ProgramResult whole = simulate({}),
-                      same = simulate({"--score-tokens", "128", "--json", (directory_ / "rows.json").string()});
+  const ProgramResult whole = simulate({}), same = simulate({"--score", "moments", "--score-tokens", "128", "--json",
+                                                             (directory_ / "rows.json").string()});
   EXPECT_EQ(whole.exit_code, 0) << whole.err;
   EXPECT_EQ(same.exit_code, 0) << same.err;
-  EXPECT_NE(same.out.find("block 128, score tokens 128"), std::string::npos) << same.out;
+  EXPECT_NE(whole.out.find("block 128, mass by planes,"), std::string::npos) << whole.out;
+  EXPECT_NE(same.out.find("block 128, mass by moments, score tokens 128"), std::string::npos) << same.out;
   std::ifstream file(directory_ / "rows.json");
   const std::string text((std::istreambuf_iterator<char>(file)), {});
   EXPECT_NE(text.find("\"score_tokens\": 128"), std::string::npos) << text;
   for (const char* value : {"-1", "48"}) {
-    const ProgramResult refused = simulate({"--score-tokens", value});
+    const ProgramResult refused = simulate({"--score", "moments", "--score-tokens", value});
     EXPECT_EQ(refused.exit_code, 2) << value;
     EXPECT_EQ(refused.out, "");
     EXPECT_NE(refused.err.find("--score-tokens"), std::string::npos) << refused.err;
     EXPECT_NE(refused.err.find("does not divide"), std::string::npos) << refused.err;
+  }
+  for (const std::vector<std::string>& wrong : std::vector<std::vector<std::string>>{
+           {"--score-tokens", "1"}, {"--score", "mean", "--score-channels", "32"}, {"--score-channels", "33"}}) {
+    const ProgramResult refused = simulate(wrong);
+    EXPECT_EQ(refused.exit_code, 2) << wrong.back();
+    EXPECT_NE(refused.err.find("--score-"), std::string::npos) << refused.err;
   }
 }
 

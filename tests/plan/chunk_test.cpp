@@ -47,7 +47,9 @@ TEST(Chunk, WorkOfThePiecesIsThatOfTheSequence) {
   Random random(2);
   AttentionSpec spec;
   for (int trial = 0; trial < 200; ++trial) {
-    spec.score_tokens = trial % 2 == 0 ? 0 : 32;
+    spec.score = trial % 2 == 0 ? "planes" : "moments";
+    spec.score_channels = trial % 2 == 0 ? 32 : 0;
+    spec.score_tokens = trial % 4 == 1 ? 32 : 0;
     const int64_t length = 1 + static_cast<int64_t>(random.below(100000));
     const int64_t budget = 640 + static_cast<int64_t>(random.below(20000));
     const Work whole = work_of(spec, length, budget);

@@ -24,19 +24,27 @@ TEST(Profile, AnalyticNumbersAreTheDocumentedOnes) {
   EXPECT_NEAR(us(Operation::linear_backward, work), 2 * us(Operation::linear_forward, work), 1e-6);
   EXPECT_NEAR(us(Operation::attention_forward, work), 4 * 128 * 16 * 1e6 / 480e12 * 1e6, 1e-9);
   EXPECT_NEAR(us(Operation::attention_backward, work), 2.5 * 4 * 128 * 16 * 1e6 / 400e12 * 1e6, 1e-9);
-  EXPECT_NEAR(us(Operation::selection, work), 0.02 * us(Operation::attention_forward, work), 1e-12);
-  // Parts of 32 of a block's 128 tokens: four scores in place of one, each as two products of the heads' width.
-  AttentionSpec parts;
-  parts.score_tokens = 32;
-  const Profile judged = analytic_profile("h200-analytic", shape, parts);
   Work scored = work;
   scored.scores = 4000;
   const auto selection = [&](const Profile& of) {
     return of.tables[static_cast<size_t>(Operation::selection)](scored);
   };
-  EXPECT_NEAR(selection(judged) - selection(profile), 3000 * 2 * 2 * 128 * 16 / 480e12 * 1e6, 1e-9);
+  // By planes: of every key 32 channels of two kv heads, whatever is chosen.
+  EXPECT_EQ(us(Operation::selection, work), 0);
+  EXPECT_NEAR(selection(profile), 4000 * 2.0 * 32 * 2 / 300e12 * 1e6, 1e-12);
+  EXPECT_EQ(work_of({}, 32768, 8192).scores, 0.5 * 32768 * 32768);
+  // By moments, whole blocks.
+  AttentionSpec parts;
+  parts.score = "moments";
+  parts.score_channels = 0;
+  const Profile blocks = analytic_profile("h200-analytic", shape, parts);
+  EXPECT_NEAR(selection(blocks), 0.02 * us(Operation::attention_forward, work), 1e-12);
+  // Parts of 32 of a block's 128 tokens: four scores in place of one, each as two products of the heads' width.
+  parts.score_tokens = 32;
+  const Profile judged = analytic_profile("h200-analytic", shape, parts);
+  EXPECT_NEAR(selection(judged) - selection(blocks), 3000 * 2 * 2 * 128 * 16 / 480e12 * 1e6, 1e-9);
   parts.score_tokens = parts.block;
-  EXPECT_EQ(selection(analytic_profile("h200-analytic", shape, parts)), selection(profile));
+  EXPECT_EQ(selection(analytic_profile("h200-analytic", shape, parts)), selection(blocks));
   EXPECT_NEAR(us(Operation::head_forward, work), 1000 * 2.0 * 2048 * 151936 / 600e12 * 1e6, 1e-6);
   EXPECT_NEAR(profile.transfer_inside(2e6), 10 + 10, 1e-9);
   EXPECT_NEAR(profile.reduce_between(4e6), 20 + 100, 1e-9);
@@ -125,7 +133,7 @@ TEST(Profile, JsonRoundTripAndComplaints) {
     changed.replace(at, from.size(), to);
     return message_of([&] { parse_profile(changed, "p.json"); });
   };
-  EXPECT_NE(with("\"version\": 1", "\"version\": 9").find("version 9"), std::string::npos);
+  EXPECT_NE(with("\"version\": 2", "\"version\": 9").find("version 9"), std::string::npos);
   EXPECT_NE(with("sparsebalance-profile", "other").find("not a profile"), std::string::npos);
   EXPECT_NE(with("\"along\": \"tokens\"", "\"along\": \"moons\"").find("moons"), std::string::npos);
   EXPECT_NE(with("\"us_per_tile\": 0.25", "\"us_per_tile\": -1").find("attention_forward.us_per_tile"),
@@ -166,7 +174,7 @@ TEST(Profile, MeasuredOnesAreBuiltIn) {
     EXPECT_EQ(measured.machine, "NVIDIA H200");
     EXPECT_GE(measured.held_out.count, 20);
     EXPECT_NO_THROW(check_measured_blocks(measured, {}, {"block", "query_block", "score_tokens"}));
-    EXPECT_TRUE(measured.blocks.has_value());
+    EXPECT_TRUE(measured.attention.has_value());
     EXPECT_LE(measured.held_out.median, 0.03);
     EXPECT_LE(measured.held_out.p95, 0.08);
     // A layer of 32K tokens, sparse: within a factor of two of what its FLOPs would take.
@@ -188,22 +196,25 @@ TEST(Profile, KnowsTheBlocksThatWereMeasured) {
   AttentionSpec spec;
   spec.block = 64;
   spec.query_block = 4;
+  spec.pattern = "topk";
+  spec.score = "moments";
+  spec.score_channels = 0;
   spec.score_tokens = 8;
   const std::array<const char*, 3> names{"attention.block", "attention.query_block", "attention.score_tokens"};
   const auto complaint = [&] { return message_of([&] { check_measured_blocks(profile, spec, names); }); };
 
   // A file that does not tell, as older ones.
   EXPECT_EQ(write_profile(profile).find("score_tokens"), std::string::npos);
-  EXPECT_FALSE(parse_profile(write_profile(profile), "p.json").blocks.has_value());
+  EXPECT_FALSE(parse_profile(write_profile(profile), "p.json").attention.has_value());
   EXPECT_NO_THROW(check_measured_blocks(profile, spec, names));
 
-  profile.blocks = {64, 4, 8};
+  profile.attention = {64, 4, "topk", "moments", 0, 8};
   const std::string text = write_profile(profile);
   profile = parse_profile(text, "p.json");
-  ASSERT_TRUE(profile.blocks.has_value());
-  EXPECT_EQ(profile.blocks->block, 64);
-  EXPECT_EQ(profile.blocks->query_block, 4);
-  EXPECT_EQ(profile.blocks->score_tokens, 8);
+  ASSERT_TRUE(profile.attention.has_value());
+  EXPECT_EQ(profile.attention->block, 64);
+  EXPECT_EQ(profile.attention->query_block, 4);
+  EXPECT_EQ(profile.attention->score_tokens, 8);
   EXPECT_NO_THROW(check_measured_blocks(profile, spec, names));
   const auto refused = [&](int64_t AttentionSpec::*field, int64_t value, const char* name, const char* cure) {
     const AttentionSpec before = spec;
@@ -217,19 +228,72 @@ TEST(Profile, KnowsTheBlocksThatWereMeasured) {
   refused(&AttentionSpec::query_block, 16, "attention.query_block is 16", "--query-block 16");
   refused(&AttentionSpec::score_tokens, 0, "attention.score_tokens is 0", "set attention.score_tokens to 8");
   // 0 is the whole block.
-  profile.blocks->score_tokens = 64;
+  profile.attention->score_tokens = 64;
   spec.score_tokens = 0;
   EXPECT_NO_THROW(check_measured_blocks(profile, spec, names));
 
   for (const auto& [from, to] : {std::pair{"\"query_block\": 4", "\"query_block\": 0"},
                                  {"\"score_tokens\": 8", "\"score_tokens\": 7"},
                                  {"\"score_tokens\": 8", "\"score_tokens\": -8"},
-                                 {"\"score_tokens\": 8", "\"scoretokens\": 8"}}) {
+                                 {"\"score_tokens\": 8", "\"scoretokens\": 8"},
+                                 {"\"pattern\": \"topk\"", "\"pattern\": 3"},
+                                 {"\"score_channels\": 0", "\"score_channels\": 32"},
+                                 {"\"score\": \"moments\"", "\"score\": \"planes\""}}) {
     std::string changed = text;
     ASSERT_NE(changed.find(from), std::string::npos) << from;
     changed.replace(changed.find(from), std::string(from).size(), to);
     EXPECT_NE(message_of([&] { parse_profile(changed, "p.json"); }).find("p.json.attention"), std::string::npos) << to;
   }
+}
+
+TEST(Profile, KnowsHowPairsWereChosen) {
+  Profile profile = analytic_profile("h200-analytic", find_model_shape("qwen2.5-0.5b"));
+  AttentionSpec spec;
+  EXPECT_EQ(chosen_otherwise(profile, spec), "");  // a formula
+  profile.attention = {128, 16, "mass", "planes", 32, 0};
+  profile = parse_profile(write_profile(profile), "p.json");
+  EXPECT_EQ(chosen_otherwise(profile, spec), "");
+  const auto said = [&](const AttentionSpec& of) { return chosen_otherwise(profile, of); };
+  AttentionSpec topk = spec, wider = spec, moments = spec;
+  topk.pattern = "topk";
+  wider.score_channels = 48;
+  moments.score = "moments";
+  moments.score_channels = 0;
+  EXPECT_NE(said(topk).find("mass by planes of 32 channels, and not as topk by planes of 32"), std::string::npos);
+  EXPECT_NE(said(wider).find("48 channels"), std::string::npos) << said(wider);
+  EXPECT_NE(said(moments).find("not as mass by moments:"), std::string::npos) << said(moments);
+  // What is predicted counts the scores that the tables know: of every key, not of every block.
+  const LatencyModel latency(profile);
+  const CostModel cost(latency, moments, {});
+  EXPECT_EQ(work_of(cost.spec(), 16384, 8192).scores, 0.5 * 16384 * 16384);
+  // Heads of 16 channels have no more of them, whatever is asked for.
+  ModelShape narrow = profile.shape;
+  narrow.head_dim = 16;
+  profile.shape = narrow;
+  profile.attention->score_channels = 16;
+  EXPECT_EQ(chosen_otherwise(profile, spec), "");
+}
+
+// Files of before did not tell: there was one way to choose.
+TEST(Profile, FilesOfBeforeAreOfMoments) {
+  Profile profile = analytic_profile("h200-analytic", find_model_shape("qwen2.5-0.5b"));
+  profile.attention = {128, 16, "topk", "moments", 0, 0};
+  std::string text = write_profile(profile);
+  const auto replace = [&](const std::string& from, const std::string& to) {
+    ASSERT_NE(text.find(from), std::string::npos) << from;
+    text.replace(text.find(from), from.size(), to);
+  };
+  replace("\"version\": 2", "\"version\": 1");
+  for (const char* line : {"\"pattern\": \"topk\",", "\"score\": \"moments\",", "\"score_channels\": 0,"})
+    replace(line, "");
+  const Profile before = parse_profile(text, "p.json");
+  ASSERT_TRUE(before.attention.has_value());
+  EXPECT_EQ(before.attention->pattern, "topk");
+  EXPECT_EQ(before.attention->score, "moments");
+  EXPECT_EQ(before.attention->score_channels, 0);
+  EXPECT_NE(chosen_otherwise(before, {}).find("topk by moments, and not as mass by planes"), std::string::npos);
+  replace("\"version\": 1", "\"version\": 2");
+  EXPECT_NE(message_of([&] { parse_profile(text, "p.json"); }).find("`pattern` is missing"), std::string::npos);
 }
 
 TEST(Profile, OfAnotherModelIsRefused) {

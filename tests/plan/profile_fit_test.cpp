@@ -118,9 +118,12 @@ TEST(ProfileMeasure, PredictsAMachineItHasNotSeen) {
   EXPECT_LE(profile.held_out.median, 0.03);
   EXPECT_LE(profile.held_out.p95, 0.08);
   EXPECT_NEAR(profile.reduce_inside.us_per_byte, 2e-4, 1e-6);
-  ASSERT_TRUE(profile.blocks.has_value());
-  EXPECT_EQ(profile.blocks->block, spec.block);
-  EXPECT_EQ(profile.blocks->query_block, spec.query_block);
+  ASSERT_TRUE(profile.attention.has_value());
+  EXPECT_EQ(profile.attention->block, spec.block);
+  EXPECT_EQ(profile.attention->query_block, spec.query_block);
+  EXPECT_EQ(profile.attention->pattern, spec.pattern);
+  EXPECT_EQ(profile.attention->score, spec.score);
+  EXPECT_EQ(profile.attention->score_channels, spec.score_channels);
   // What is written is read again.
   const Profile again = parse_profile(write_profile(profile), "profile.json");
   EXPECT_EQ(write_profile(again), write_profile(profile));
@@ -134,6 +137,36 @@ TEST(ProfileMeasure, PredictsAMachineItHasNotSeen) {
   EXPECT_LE(calibrated.held_out.median, 0.04);
   options.max_tokens = 100;
   EXPECT_THROW(measure_profile(find_model_shape("qwen2-25m"), target, options), UserError);
+}
+
+// Lists that hold other pairs than their budgets ask for, and say so, teach the same.
+TEST(ProfileMeasure, PairsCountAsTheyWereComputed) {
+  AttentionSpec spec;
+  spec.dense_below = 0;
+  spec.budget = 1024;
+  Random random(3);
+  const auto forward = [](double pairs) { return 10 + 4e-4 * pairs; };
+  MeasureTarget target;
+  target.parts = [&](const MeasuredShape& shape, bool) {
+    const Work w = shape.work(spec);
+    MeasuredTimes t;
+    t.pairs_share = w.scores > 0 ? 0.6 + 0.8 * random.uniform() : 1.0;
+    t.attention_forward = forward(w.pairs * t.pairs_share);
+    t.linear_forward = t.linear_backward = t.attention_backward = t.head_forward = t.head_backward = 1 + w.tokens;
+    return t;
+  };
+  target.whole = [](const MeasuredShape&) { return 1.0; };
+  MeasureOptions options;
+  options.spec = spec;
+  options.max_repeats = options.min_repeats = options.passes = 1;
+  options.max_tokens = 8192;
+  const Profile profile = measure_profile(find_model_shape("qwen2-25m"), target, options);
+  Work work;
+  for (const double pairs : {1e5, 1e6, 1e7}) {
+    work.pairs = pairs;
+    EXPECT_NEAR(profile.tables[static_cast<size_t>(Operation::attention_forward)](work), forward(pairs),
+                0.02 * forward(pairs));
+  }
 }
 
 // A target that can time pieces tells what their prefix costs; without it that is assumed, and files say which.

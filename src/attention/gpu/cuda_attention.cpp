@@ -27,6 +27,7 @@ class CudaState final : public AttentionState {
  public:
   std::shared_ptr<DevicePlan> plan;
   DeviceBuffer lists;
+  const GivenSelection* given = nullptr;
   void* list_memory() const { return plan->sparse() ? lists.data() : plan->own_lists(); }
 };
 
@@ -64,6 +65,7 @@ class CudaAttention final : public ChoosingAttention {
                const AttentionOperands& given, AttentionState& state, bool replay) override {
     CudaState& kept = static_cast<CudaState&>(state);
     check_operands(given);
+    choices_.give(kept.given);
     if (!replay) kept.plan = plan_for(exec, layer, shape, sequences, given.q.dtype());
     SB_CHECK(kept.plan != nullptr, "replay without an earlier forward");
     const ArenaScope scope(*exec.scratch);
@@ -101,6 +103,8 @@ class CudaAttention final : public ChoosingAttention {
                 const AttentionOperands& given, const AttentionGradients& gradients, AttentionState& state) override {
     CudaState& kept = static_cast<CudaState&>(state);
     check_operands(given);
+    if (kept.plan == nullptr && kept.lists.borrowed())
+      kept.plan = plan_for(exec, layer, shape, sequences, given.q.dtype());
     SB_CHECK(kept.plan != nullptr && kept.plan->cu_seqlens().back() == sequences.tokens(),
              "backward of {} tokens without their forward", sequences.tokens());
     if (sequences.tokens() == 0) return;
@@ -588,6 +592,13 @@ class CudaAttention final : public ChoosingAttention {
 std::unique_ptr<ChoosingAttention> make_cuda_attention(const CudaAttentionOptions& options) {
   cuda::require_device();
   return std::make_unique<CudaAttention>(options);
+}
+
+std::unique_ptr<AttentionState> make_cuda_state(void* lists, int64_t bytes, const GivenSelection* given) {
+  auto state = std::make_unique<CudaState>();
+  state->lists.borrow(lists, bytes);
+  state->given = given;
+  return state;
 }
 
 bool cuda_attention_takes_hopper(const CudaAttentionOptions& options, const AttentionShape& shape, DType dtype) {

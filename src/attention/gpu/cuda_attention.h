@@ -3,6 +3,7 @@
 #include <memory>
 
 #include "attention/cpu/sparse_attention.h"
+#include "attention/gpu/plan/given_selection.h"
 
 namespace sb {
 
@@ -25,6 +26,11 @@ BlockIndex read_block_index(const AttentionState& state, ThreadPool& pool);
 // exec.stream.
 void write_block_index(const BlockIndex& index, ChoosingAttention& attention, const Exec& exec,
                        const AttentionShape& shape, DType dtype, AttentionState& state);
+
+// A state whose lists lie in device memory of the caller: of a forward to come, or of one that ran with the same
+// attention, shape, layer and sequences, whose backward it then serves. `given`: what the forward selects by and where
+// it leaves what it sees; must outlast it.
+std::unique_ptr<AttentionState> make_cuda_state(void* lists, int64_t bytes, const GivenSelection* given = nullptr);
 
 // Whether the Hopper kernels would run.
 bool cuda_attention_takes_hopper(const CudaAttentionOptions& options, const AttentionShape& shape, DType dtype);

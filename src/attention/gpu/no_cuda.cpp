@@ -22,6 +22,9 @@ void write_block_index(const BlockIndex&, ChoosingAttention&, const Exec&, const
                        AttentionState&) {
   refuse();
 }
+std::unique_ptr<AttentionState> make_cuda_state(void*, int64_t, const GivenSelection*) {
+  refuse();
+}
 const char* cuda_attention_kernels(const CudaAttentionOptions&, const AttentionShape&, DType) {
   refuse();
 }

@@ -11,6 +11,7 @@
 #include "cli/output_file.h"
 #include "cli/profile/other_work.h"
 #include "cli/profile/profile_engine.h"
+#include "cli/profile/scoring_options.h"
 #include "cli/progress.h"
 #include "core/errors.h"
 #include "core/log.h"
@@ -47,6 +48,16 @@ ModelShape take_from_run(Arguments& arguments) {
   else
     arguments.engine.device = config.device;
   arguments.engine.spec = attention_spec(config);
+  if (AttentionSpec& spec = arguments.engine.spec; spec.pattern != "topk" && spec.pattern != "mass") {
+    if (config.attention.selection.pattern != SelectionPattern::dense)
+      log::warning("attention.pattern {} does not follow a budget: sparse attention is measured as mass by planes",
+                   spec.pattern);
+    const AttentionSpec usual;
+    spec.pattern = usual.pattern;
+    spec.score = usual.score;
+    spec.score_channels = usual.score_channels;
+    spec.score_tokens = usual.score_tokens;
+  }
   arguments.engine.recompute = config.train.recompute == Recompute::none    ? "none"
                                : config.train.recompute == Recompute::layer ? "layer"
                                                                             : "attention";
@@ -71,6 +82,16 @@ void measure_on_gpu(MeasureOptions& measure) {
   measure.head_everywhere = false;
   measure.refinements = 24;
   measure.calibrate = true;
+}
+
+// Heads narrower than the default number of channels take all of theirs.
+void settle_channels(AttentionSpec& spec, const ModelShape& shape) {
+  if (spec.score != "planes") return;
+  SelectionConfig selection;
+  selection.score = BlockScore::planes;
+  selection.score_channels = static_cast<int>(spec.score_channels);
+  settle_score_channels(selection, static_cast<int>(shape.head_dim));
+  spec.score_channels = selection.score_channels;
 }
 
 // Every measurement as a line: for a look at the fit, or another one.
@@ -118,6 +139,7 @@ void run(Arguments arguments) {
     if (!arguments.tokens_given && arguments.run.empty()) arguments.measure.max_tokens = 131072;
     measure_on_gpu(arguments.measure);
   }
+  settle_channels(arguments.engine.spec, shape);
   arguments.engine.spec.dense_below = 0;
   arguments.measure.spec = arguments.engine.spec;
   arguments.engine.max_tokens = arguments.measure.max_tokens;
@@ -165,8 +187,9 @@ void run(Arguments arguments) {
   if (gpu) describe_gpu(profile);
   if (!arguments.samples.empty()) write_output(arguments.samples, samples);
   write_output(arguments.out, write_profile(profile));
-  fmt::print("{}: {}\n{}, {} layers measured in {:.0f} s\n", arguments.model, describe(shape), profile.machine, layers,
-             progress.seconds());
+  const AttentionSpec& spec = arguments.measure.spec;
+  fmt::print("{}: {}\n{}, {} layers measured in {:.0f} s, pairs chosen as {} by {}\n", arguments.model, describe(shape),
+             profile.machine, layers, progress.seconds(), spec.pattern, spec.score);
   fmt::print("error on {} held-out micro-batches: median {:.1f} %, p95 {:.1f} %\nwritten to {}\n",
              profile.held_out.count, 100 * profile.held_out.median, 100 * profile.held_out.p95, arguments.out);
 }
@@ -196,8 +219,7 @@ void add_profile_command(CLI::App& app) {
       ->capture_default_str();
   command->add_option("--block", a->engine.spec.block, "tokens per key block")->capture_default_str();
   command->add_option("--query-block", a->engine.spec.query_block, "tokens per query block")->capture_default_str();
-  command->add_option("--score-tokens", a->engine.spec.score_tokens, "keys that selection judges together; 0: a block")
-      ->capture_default_str();
+  add_scoring_options(*command, a->engine.spec);
   command->add_option("--recompute", a->engine.recompute, "none, attention or layer, as the run will have it")
       ->check(CLI::IsMember({"none", "attention", "layer"}))
       ->capture_default_str();
@@ -218,10 +240,11 @@ void add_profile_command(CLI::App& app) {
       ->check(CLI::Range(1, 100000))
       ->capture_default_str();
   command->callback([a, command] {
-    for (const char* option :
-         {"--model", "--budget", "--block", "--query-block", "--score-tokens", "--recompute", "--lora"})
+    for (const char* option : {"--model", "--budget", "--block", "--query-block", "--pattern", "--score",
+                               "--score-channels", "--score-tokens", "--recompute", "--lora"})
       SB_USER_CHECK(a->run.empty() || command->count(option) == 0, "{}: --run {} says that; leave one of both out",
                     option, a->run);
+    check_scoring_options(*command, a->engine.spec);
     a->tokens_given = command->count("--max-tokens") > 0;
     a->threads_given = command->count("--threads") > 0;
     a->device_given = command->count("--device") > 0;

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cmath>
 #include <cstring>
 #include <fstream>
 #include <vector>
@@ -106,38 +107,53 @@ ModelConfig model_of(const ModelShape& shape, int layers) {
   return config;
 }
 
-std::unique_ptr<Attention> attention_of(const ProfileEngineOptions& profile) {
+SelectionConfig selection_of(const AttentionSpec& spec) {
+  SelectionConfig selection;
+  selection.pattern = parse_selection_pattern(spec.pattern);
+  selection.score = parse_block_score(spec.score);
+  if (spec.score_channels > 0) selection.score_channels = static_cast<int>(spec.score_channels);
+  selection.block = static_cast<int>(spec.block);
+  selection.query_block = static_cast<int>(spec.query_block);
+  selection.score_tokens = static_cast<int>(spec.score_tokens);
+  selection.budget = spec.budget;
+  selection.sink_blocks = static_cast<int>(spec.sink_blocks);
+  selection.local_blocks = static_cast<int>(spec.local_blocks);
+  selection.dense_below = 0;  // the shapes say themselves what is dense
+  return selection;
+}
+
+std::unique_ptr<Attention> attention_of(const ProfileEngineOptions& profile, const SelectionConfig& selection) {
   SparseAttention::Options options;
-  const AttentionSpec& spec = profile.spec;
-  options.selection.block = static_cast<int>(spec.block);
-  options.selection.query_block = static_cast<int>(spec.query_block);
-  options.selection.score_tokens = static_cast<int>(spec.score_tokens);
-  options.selection.budget = spec.budget;
-  options.selection.sink_blocks = static_cast<int>(spec.sink_blocks);
-  options.selection.local_blocks = static_cast<int>(spec.local_blocks);
-  options.selection.dense_below = 0;  // the shapes say themselves what is dense
+  options.selection = selection;
   options.layers = profile.layers;
+  options.largest_budget = profile.max_tokens;
   return make_attention(options, profile.device);
 }
 
 // Normal numbers, from a pattern: the exact initialisation of a large vocabulary takes longer than the measurement.
-void randomize(ParameterSet& parameters) {
+// Queries and keys are large enough that blocks differ: where all weigh the same, no threshold parts them.
+void randomize(ParameterSet& parameters, int64_t hidden) {
+  constexpr double kDeviation = 0.02, kOfQueries = 2.5;
   std::vector<float> pattern((1 << 20) + 7);
   Random random(1);
-  for (float& value : pattern) value = static_cast<float>(0.02 * random.normal());
+  for (float& value : pattern) value = static_cast<float>(kDeviation * random.normal());
+  const auto larger = static_cast<float>(kOfQueries / (kDeviation * std::sqrt(static_cast<double>(hidden))));
   const HostCopy values = parameters.host_values();
   for (int i = 0; i < parameters.count(); ++i) {
     const TensorView value = parameters.part(values.view(), i);
     for (int64_t e = 0; e < value.elements(); e += std::ssize(pattern))
       std::copy_n(pattern.begin(), std::min<int64_t>(std::ssize(pattern), value.elements() - e), value.f32() + e);
-    if (parameters.parameter(i).name.ends_with("norm.weight")) std::fill_n(value.f32(), value.elements(), 1.0f);
+    const std::string& name = parameters.parameter(i).name;
+    if (name.ends_with("norm.weight")) std::fill_n(value.f32(), value.elements(), 1.0f);
+    if (name.ends_with("q_proj.weight") || name.ends_with("k_proj.weight"))
+      for (int64_t e = 0; e < value.elements(); ++e) value.f32()[e] *= larger;
   }
   parameters.store_values(values);
 }
 
-void randomize(Stage& stage) {
-  randomize(stage.parameters());
-  if (stage.options().lora.enabled()) randomize(stage.frozen_parameters());
+void randomize(Stage& stage, int64_t hidden) {
+  randomize(stage.parameters(), hidden);
+  if (stage.options().lora.enabled()) randomize(stage.frozen_parameters(), hidden);
 }
 
 std::string processor_name() {
@@ -152,13 +168,21 @@ std::string processor_name() {
 // training: about a millisecond.
 constexpr int64_t kHeadStart = int64_t{3} << 30;
 
+// Thresholds of `mass` are settled when pairs are as near to the budget, or after so many forwards.
+constexpr double kSettled = 0.03;
+constexpr int kSettling = 8;
+
 }  // namespace
 
 struct ProfileEngine::Implementation {
   ProfileEngineOptions options;
   ModelConfig config;
+  SelectionConfig selection;
   std::unique_ptr<Attention> inner;
+  ChoosingAttention& choosing;  // the same
   TimedAttention attention;
+  LearnedSelection learned;
+  MeasuredShape settled;  // the last shape whose thresholds were looked for
   ThreadPool pool;
   DeviceContext context;
   std::unique_ptr<Stage> whole, middle;
@@ -169,7 +193,9 @@ struct ProfileEngine::Implementation {
   Implementation(const ModelShape& shape, const ProfileEngineOptions& given)
       : options(given),
         config(model_of(shape, given.layers)),
-        inner(attention_of(given)),
+        selection(selection_of(given.spec)),
+        inner(attention_of(given, selection)),
+        choosing(dynamic_cast<ChoosingAttention&>(*inner)),
         attention(*inner, given.device),
         pool(given.threads > 0 ? given.threads : available_cores()),
         context(given.device, pool, norm_scratch_bytes(given.device)),
@@ -189,14 +215,70 @@ struct ProfileEngine::Implementation {
     stage.last_layer = options.layers;
     stage.lora = options.lora;
     whole = std::make_unique<Stage>(config, stage, attention, pool.threads());
-    randomize(*whole);
+    randomize(*whole, shape.hidden);
     stage.first_layer = 1;
     stage.last_layer = options.layers - 1;
     middle = std::make_unique<Stage>(config, stage, attention, pool.threads());
-    randomize(*middle);
+    randomize(*middle, shape.hidden);
     input = noise(stage.dtype);
     gradient = noise(stage.dtype);
     head_start = memory.allocate(DType::f32, {head_start_bytes() / 4});
+    if (selection.judges_by_planes()) first_look();
+  }
+
+  // What planes are chosen by: a dense forward, as a run without statistics begins.
+  void first_look() {
+    const int64_t tokens = std::min(options.max_tokens, kFirstLookTokens);
+    evaluate({{tokens}, {tokens}}, *whole);
+    learn_of({{tokens}, {tokens}});
+  }
+
+  void evaluate(const MeasuredShape& shape, Stage& stage) {
+    const MicroBatch batch = micro_batch(shape);
+    attention.pause(true);
+    stage.evaluate(context.exec(), batch, 0, &stage == middle.get() ? input.rows(0, batch.size()) : TensorView());
+    context.synchronize();
+    attention.pause(false);
+  }
+
+  // Learns from what was chosen since the last call, all of the shape, as a training step does. Returns the pairs over
+  // those that its budgets ask for.
+  double learn_of(const MeasuredShape& shape) {
+    const SelectionObservations seen = choosing.take_observations();
+    learned = learn(learned, seen);
+    choosing.use(learned);
+    MassCounts counts;
+    for (const auto& [key, of_class] : seen.masses) counts += of_class;
+    if (counts.wanted == 0) return 1;
+    double given = 0, wanted = 0, chosen_pairs = 0;
+    for (size_t i = 0; i < shape.tokens.size(); ++i) {
+      const SequenceTiles tiles = sequence_tiles(selection, shape.tokens[i], shape.budgets[i]);
+      if (tiles.everything_fits()) continue;
+      given += static_cast<double>(given_blocks(tiles));
+      wanted += static_cast<double>(wanted_blocks(tiles));
+      chosen_pairs += work_of(options.spec, shape.tokens[i], shape.piece, shape.budgets[i]).pairs;
+    }
+    const double met = static_cast<double>(counts.chosen) / static_cast<double>(counts.wanted);
+    const double of_chosen = (given + met * wanted) / (given + wanted);
+    return 1 + (of_chosen - 1) * chosen_pairs / shape.work(options.spec).pairs;
+  }
+
+  // `mass` learns its thresholds from step to step, and other layers take what those in the middle have found.
+  void settle(const MeasuredShape& shape) {
+    if (!selection.learns_thresholds() || shape.work(options.spec).scores == 0) return;
+    if (shape.tokens == settled.tokens && shape.budgets == settled.budgets) return;
+    const MeasuredShape all{shape.tokens, shape.budgets};
+    settled = all;
+    for (int i = 0; i < kSettling; ++i) {
+      evaluate(all, *middle);
+      if (std::abs(learn_of(all) - 1) < kSettled) break;
+    }
+    const auto found = learned.thresholds;
+    for (const auto& [key, threshold] : found)
+      if (key.layer == 1)
+        for (int layer = 0; layer < options.layers; ++layer)
+          learned.thresholds.try_emplace({layer, key.length_class, key.budget_class}, threshold);
+    choosing.use(learned);
   }
 
   int64_t head_start_bytes() const { return options.device == DeviceKind::cuda ? kHeadStart : 0; }
@@ -279,11 +361,13 @@ ProfileEngine::~ProfileEngine() = default;
 MeasuredTimes ProfileEngine::parts(const MeasuredShape& shape, bool head) {
   Implementation& e = *implementation_;
   e.attention.parts = true;
+  e.settle(shape);
   // Layers alone.
   e.run(shape, /*layers_alone=*/true);
   TimedAttention::Times spent = e.attention.take();
   const int inner = e.options.layers - 2;
   MeasuredTimes times;
+  times.pairs_share = e.learn_of(shape);
   times.linear_forward = (e.forward.take() - spent.spent_forward) / inner;
   times.linear_backward = (e.backward.take() - spent.backward) / inner;
   times.attention_backward = spent.backward / inner;
@@ -294,6 +378,7 @@ MeasuredTimes ProfileEngine::parts(const MeasuredShape& shape, bool head) {
   if (!head) return times;
   // With embedding and loss.
   e.run(shape, /*layers_alone=*/false);
+  e.learn_of(shape);
   spent = e.attention.take();
   times.head_forward = std::max(0.0, e.forward.take() - spent.spent_forward - e.options.layers * times.linear_forward);
   times.head_backward = std::max(0.0, e.backward.take() - spent.backward - e.options.layers * times.linear_backward);
@@ -303,7 +388,9 @@ MeasuredTimes ProfileEngine::parts(const MeasuredShape& shape, bool head) {
 double ProfileEngine::whole(const MeasuredShape& shape) {
   Implementation& e = *implementation_;
   e.attention.parts = false;
+  e.settle(shape);
   e.run(shape, /*layers_alone=*/false);
+  e.learn_of(shape);
   e.attention.take();
   return e.forward.take() + e.backward.take();
 }

@@ -15,6 +15,7 @@
 #include "cli/at_least.h"
 #include "cli/commands.h"
 #include "cli/output_file.h"
+#include "cli/profile/scoring_options.h"
 #include "cli/simulate/simulate_ring.h"
 #include "cli/simulate/simulate_sweep.h"
 #include "cli/step_progress.h"
@@ -295,16 +296,18 @@ void print_case(const Arguments& arguments, const Profile& profile, const Covera
         "for 1,000 tokens and layer\n",
         1e3 * profile.tables[static_cast<size_t>(Operation::attention_backward)].per_prefix);
   const AttentionSpec& spec = arguments.spec;
-  if (const auto& measured = profile.blocks;
+  if (const std::string otherwise = chosen_otherwise(profile, spec); !otherwise.empty())
+    fmt::print("the profile {}\n", otherwise);
+  if (const auto& measured = profile.attention;
       measured && (measured->block != spec.block || measured->query_block != spec.query_block ||
-                   measured->score_tokens != spec.score_tokens))
+                   (measured->score == spec.score && measured->score_tokens != spec.score_tokens)))
     fmt::print("measured with block {}, query block {}, score tokens {}: other blocks are an extrapolation\n",
                measured->block, measured->query_block, measured->score_tokens);
   const Layout& layout = arguments.layout;
   const std::string ranks =
       arguments.sweep.wanted ? "" : fmt::format("dp {} x pp {} x cp {}, ", layout.dp, layout.pp, layout.cp);
-  fmt::print("{}global batch {}, {} steps, budget {}, block {}{}{}, p {}\n", ranks, arguments.global_batch,
-             arguments.steps, spec.budget, spec.block,
+  fmt::print("{}global batch {}, {} steps, budget {}, block {}, {} by {}{}{}, p {}\n", ranks, arguments.global_batch,
+             arguments.steps, spec.budget, spec.block, spec.pattern, spec.score,
              spec.score_tokens > 0 ? fmt::format(", score tokens {}", spec.score_tokens) : "",
              spec.dense_layers.empty() ? "" : fmt::format(", dense layers {}", fmt::join(spec.dense_layers, ",")),
              arguments.p);
@@ -328,6 +331,9 @@ Json case_json(const Arguments& arguments, const Profile& profile, const Coverag
           {"budget", arguments.spec.budget},
           {"block", arguments.spec.block},
           {"query_block", arguments.spec.query_block},
+          {"pattern", arguments.spec.pattern},
+          {"score", arguments.spec.score},
+          {"score_channels", arguments.spec.score_channels},
           {"score_tokens", arguments.spec.score_tokens},
           {"dense_layers", arguments.spec.dense_layers},
           {"chunk", arguments.chunk},
@@ -376,8 +382,9 @@ Json simulate(Arguments arguments) {
   if (arguments.batching.micro_batch_sequences == 0 && arguments.batching.micro_batch_tokens == 0)
     arguments.batching.micro_batch_sequences = 1;
   const auto policies = chosen(all_policies(arguments), arguments.policies);
-  const LatencyModel latency(with_adapters(
-      find_profile(arguments.profile, find_model_shape(arguments.model), arguments.spec), arguments.lora));
+  const LatencyModel latency(
+      with_adapters(find_profile(arguments.profile, find_model_shape(arguments.model), arguments.spec, arguments.lora),
+                    arguments.lora));
   const Profile& profile = latency.profile();
   check_dense_layers(arguments.spec, profile.shape.layers);
   const CostModel cost(latency, arguments.spec, arguments.layout);
@@ -461,8 +468,7 @@ void add_simulate_command(CLI::App& app) {
       ->capture_default_str();
   command->add_option("--block", a->spec.block, "tokens per key block")->capture_default_str();
   command->add_option("--query-block", a->spec.query_block, "tokens per query block")->capture_default_str();
-  command->add_option("--score-tokens", a->spec.score_tokens, "keys that selection judges together; 0: a block")
-      ->capture_default_str();
+  add_scoring_options(*command, a->spec);
   command->add_option("--dense-layers", a->spec.dense_layers, "layers that run dense, for example 0,1")->delimiter(',');
   command->add_option("--max-budget", a->spec.max_budget, "largest budget that memory allows; 0: dense")
       ->capture_default_str();
@@ -485,6 +491,7 @@ void add_simulate_command(CLI::App& app) {
   add_ring_options(*command, a->ring);
   command->callback([a, command] {
     check_together(*command);
+    check_scoring_options(*command, a->spec);
     run(*a);
   });
 }

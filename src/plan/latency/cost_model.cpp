@@ -59,14 +59,17 @@ std::vector<int> split(const Costs& costs, int layers, int stages) {
 }  // namespace
 
 CostModel::CostModel(const LatencyModel& latency, AttentionSpec spec, Layout layout)
-    : latency_(latency), spec_(spec), layout_(layout) {
+    : latency_(latency), spec_(as_measured(latency.profile(), std::move(spec))), layout_(layout) {
   check();
   split_layers();
   prepare_communication();
 }
 
 CostModel::CostModel(const LatencyModel& latency, AttentionSpec spec, Layout layout, std::vector<int> first_layer)
-    : latency_(latency), spec_(spec), layout_(layout), first_layer_(std::move(first_layer)) {
+    : latency_(latency),
+      spec_(as_measured(latency.profile(), std::move(spec))),
+      layout_(layout),
+      first_layer_(std::move(first_layer)) {
   check();
   bool fits =
       std::ssize(first_layer_) == layout_.pp + 1 && first_layer_.front() == 0 && first_layer_.back() == layers();

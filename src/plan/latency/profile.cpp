@@ -47,6 +47,30 @@ OperationTable proportional(Coordinate along, double us_per_unit) {
   return {along, {{0.0, far}, {0.0, far * us_per_unit}}, 0, 0, 0};
 }
 
+int64_t channels_of(const ModelShape& shape, int64_t score_channels) {
+  return std::min(score_channels, shape.head_dim / 2 * 2);
+}
+
+// `forward`: of a pair. `us`: a FLOP at 1 TFLOP/s.
+OperationTable analytic_selection(const ModelShape& shape, const AttentionSpec& spec, double forward, double us) {
+  // By planes: the products of the group's mean query with every key, over the channels that count.
+  constexpr double kPlanesTflops = 300;
+  const int64_t products = shape.kv_heads * channels_of(shape, spec.score_channels);
+  if (spec.score_channels > 0)
+    return proportional(Coordinate::scores, 2.0 * static_cast<double>(products) / kPlanesTflops * us);
+  OperationTable selection = proportional(Coordinate::pairs, 0.02 * forward);
+  // That is with whole blocks. A score takes what a pair of the forward does: two products of a head's width. Of every
+  // block's scores one is paid for.
+  if (spec.score_tokens > 0)
+    selection.per_score = forward * (1.0 - static_cast<double>(spec.score_tokens) / static_cast<double>(spec.block));
+  return selection;
+}
+
+std::string chosen_by(const std::string& pattern, const std::string& score, int64_t channels) {
+  return channels > 0 ? fmt::format("{} by {} of {} channels", pattern, score, channels)
+                      : fmt::format("{} by {}", pattern, score);
+}
+
 }  // namespace
 
 const char* operation_name(Operation operation) {
@@ -114,12 +138,7 @@ Profile analytic_profile(const std::string& name, const ModelShape& shape, const
   set(Operation::linear_backward, proportional(Coordinate::tokens, 2 * linear));
   set(Operation::attention_forward, proportional(Coordinate::pairs, forward));
   set(Operation::attention_backward, proportional(Coordinate::pairs, backward));
-  OperationTable selection = proportional(Coordinate::pairs, 0.02 * forward);
-  // That is with whole blocks. A score takes what a pair of the forward does: two products of a head's width. Of every
-  // block's scores one is paid for.
-  if (spec.score_tokens > 0)
-    selection.per_score = forward * (1.0 - static_cast<double>(spec.score_tokens) / static_cast<double>(spec.block));
-  set(Operation::selection, std::move(selection));
+  set(Operation::selection, analytic_selection(shape, spec, forward, us));
   set(Operation::head_forward, proportional(Coordinate::tokens, head));
   set(Operation::head_backward, proportional(Coordinate::tokens, 2 * head));
   profile.transfer_inside = {10.0, 1e6 / 200e9};
@@ -132,20 +151,23 @@ Profile analytic_profile(const std::string& name, const ModelShape& shape, const
   return profile;
 }
 
-Profile find_profile(const std::string& name_or_path, const ModelShape& shape, const AttentionSpec& spec) {
+Profile find_profile(const std::string& name_or_path, const ModelShape& shape, const AttentionSpec& spec,
+                     int64_t lora_rank) {
   if (is_analytic_profile(name_or_path)) return analytic_profile(name_or_path, shape, spec);
   std::vector<std::string> built_in = analytic_profiles(), measured_shapes;
+  std::optional<Profile> found;
   for (const MeasuredProfile& measured : measured_profiles()) {
     if (std::find(built_in.begin(), built_in.end(), measured.name) == built_in.end()) built_in.push_back(measured.name);
     if (measured.name != name_or_path) continue;
     Profile profile = parse_profile(measured.json, name_or_path);
+    if (profile.lora_rank != 0 && profile.lora_rank != lora_rank) continue;
+    if (profile.lora_rank == 0) measured_shapes.push_back(profile.shape.name);
+    if (!same_sizes(profile.shape, shape) || (found && found->lora_rank == lora_rank)) continue;
     profile.name = name_or_path;
-    if (same_sizes(profile.shape, shape)) {
-      profile.shape = shape;  // the file does not say whether embedding and head are one matrix
-      return profile;
-    }
-    measured_shapes.push_back(profile.shape.name);
+    profile.shape = shape;  // the file does not say whether embedding and head are one matrix
+    found = std::move(profile);
   }
+  if (found) return *found;
   SB_USER_CHECK(measured_shapes.empty(),
                 "profile `{}` was measured for {} and not for {} ({}); use {}-analytic, or run `sparsebalance profile` "
                 "for this model",
@@ -165,8 +187,8 @@ Profile find_profile(const std::string& name_or_path, const ModelShape& shape, c
 }
 
 void check_measured_blocks(const Profile& profile, const AttentionSpec& spec, const std::array<const char*, 3>& names) {
-  if (!profile.blocks) return;
-  const Profile::Blocks& measured = *profile.blocks;
+  if (!profile.attention) return;
+  const Profile::Attention& measured = *profile.attention;
   const auto check = [&](const char* name, const char* option, int64_t then, int64_t now, bool same) {
     SB_USER_CHECK(same,
                   "{}: was measured with {} {} and {} is {}; measure again with `sparsebalance profile {} {}`, or "
@@ -178,6 +200,28 @@ void check_measured_blocks(const Profile& profile, const AttentionSpec& spec, co
   check(names[1], "--query-block", measured.query_block, spec.query_block, measured.query_block == spec.query_block);
   check(names[2], "--score-tokens", measured.score_tokens, spec.score_tokens,
         part(measured.score_tokens, measured.block) == part(spec.score_tokens, spec.block));
+}
+
+std::string chosen_otherwise(const Profile& profile, const AttentionSpec& spec) {
+  if (!profile.attention) return {};
+  const Profile::Attention& measured = *profile.attention;
+  const int64_t then = channels_of(profile.shape, measured.score_channels),
+                now = channels_of(profile.shape, spec.score_channels);
+  if (measured.pattern == spec.pattern && measured.score == spec.score && then == now) return {};
+  return fmt::format(
+      "was measured with pairs chosen as {}, and not as {}: the time of choosing is predicted as it was measured; "
+      "`sparsebalance profile` measures it",
+      chosen_by(measured.pattern, measured.score, then), chosen_by(spec.pattern, spec.score, now));
+}
+
+AttentionSpec as_measured(const Profile& profile, AttentionSpec spec) {
+  if (!profile.attention) return spec;
+  const Profile::Attention& measured = *profile.attention;
+  if (measured.score != spec.score) spec.score_tokens = measured.score_tokens;
+  spec.pattern = measured.pattern;
+  spec.score = measured.score;
+  spec.score_channels = measured.score_channels;
+  return spec;
 }
 
 }  // namespace sb

@@ -77,18 +77,22 @@ ErrorSummary summarize_errors(std::vector<double> relative_errors);
 
 // Latencies of one machine for one model shape.
 struct Profile {
-  static constexpr int kVersion = 1;
+  static constexpr int kVersion = 2;
+  // Files of it do not tell pattern and score: causal `topk` by moments, the only way there was. Still read.
+  static constexpr int kVersionBefore = 1;
   std::string name;     // "h200-analytic", or the file
   std::string machine;  // what was measured
   std::string date;
   std::string recompute = "attention";  // contained in the backward tables
   int64_t lora_rank = 0;                // above 0: adapters are trained, and the model itself is frozen
   bool adapters_measured = true;        // false: derived from tables of the whole model in training
-  // The blocks that were measured; none in analytic profiles and in files that do not tell.
-  struct Blocks {
-    int64_t block, query_block, score_tokens;
+  // How pairs were chosen as it was measured; none in analytic profiles and in files that do not tell.
+  struct Attention {
+    int64_t block = 0, query_block = 0;
+    std::string pattern, score;
+    int64_t score_channels = 0, score_tokens = 0;
   };
-  std::optional<Blocks> blocks;
+  std::optional<Attention> attention;
   ModelShape shape;
   std::array<OperationTable, kOperations> tables;
   // Pieces of sequences were measured too. Otherwise what their prefix costs is assumed: sums of the gradients of its
@@ -105,7 +109,7 @@ struct Profile {
 // h200-analytic, h100-analytic, a100-analytic, h20-analytic.
 std::vector<std::string> analytic_profiles();
 bool is_analytic_profile(const std::string& name);
-// `spec` says whether selection judges parts of blocks.
+// `spec` says what selection judges by.
 Profile analytic_profile(const std::string& name, const ModelShape& shape, const AttentionSpec& spec = {});
 
 // Sets what the prefix of a piece costs where nobody has measured it.
@@ -113,10 +117,19 @@ void assume_prefix(Profile& profile);
 
 Profile parse_profile(const std::string& json, const std::string& where);
 std::string write_profile(const Profile& profile);
-// A built-in name or a file; a measured profile must be of this shape. `spec` is for analytic ones.
-Profile find_profile(const std::string& name_or_path, const ModelShape& shape, const AttentionSpec& spec);
-// UserError when `spec` has other blocks than were measured. `names`: how its block, query_block and score_tokens are
-// called where they can be changed.
+// A built-in name or a file; a measured profile must be of this shape. `spec` is for analytic ones. Of built-in ones
+// that of adapters of this rank is taken where there is one, otherwise that of the whole model in training:
+// with_adapters() makes the best of it.
+Profile find_profile(const std::string& name_or_path, const ModelShape& shape, const AttentionSpec& spec,
+                     int64_t lora_rank = 0);
+// UserError when `spec` has other blocks than were measured, or other parts of them are judged. `names`: how its block,
+// query_block and score_tokens are called where they can be changed.
 void check_measured_blocks(const Profile& profile, const AttentionSpec& spec, const std::array<const char*, 3>& names);
+// What to say when pairs were chosen by another pattern or score than those of `spec`, after the profile's name; empty:
+// they were not. The time of choosing is then predicted as it was measured: a few per cent of a layer are at stake,
+// which running corrections find, so that this is no error.
+std::string chosen_otherwise(const Profile& profile, const AttentionSpec& spec);
+// `spec` with the pattern and score that were measured, whose scores the tables count.
+AttentionSpec as_measured(const Profile& profile, AttentionSpec spec);
 
 }  // namespace sb

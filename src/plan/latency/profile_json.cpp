@@ -137,13 +137,39 @@ std::string write_profile(const Profile& profile) {
       {"memory_bytes", profile.memory_bytes},
       {"held_out_error",
        {{"median", profile.held_out.median}, {"p95", profile.held_out.p95}, {"count", profile.held_out.count}}}};
-  if (const auto& blocks = profile.blocks)
-    json["attention"] = {
-        {"block", blocks->block}, {"query_block", blocks->query_block}, {"score_tokens", blocks->score_tokens}};
+  if (const auto& attention = profile.attention)
+    json["attention"] = {{"block", attention->block},
+                         {"query_block", attention->query_block},
+                         {"pattern", attention->pattern},
+                         {"score", attention->score},
+                         {"score_channels", attention->score_channels},
+                         {"score_tokens", attention->score_tokens}};
   if (profile.lora_rank > 0) json["lora_rank"] = profile.lora_rank;
   // A file's name need not be UTF-8, which JSON is.
   return json.dump(2, ' ', false, Json::error_handler_t::replace) + "\n";
 }
+
+namespace {
+
+Profile::Attention read_attention(const Reader& reader, bool tells_score) {
+  Profile::Attention attention;
+  attention.block = reader.integer("block");
+  attention.query_block = reader.integer("query_block");
+  attention.pattern = tells_score ? reader.text("pattern") : "topk";
+  attention.score = tells_score ? reader.text("score") : "moments";
+  if (tells_score) attention.score_channels = reader.integer("score_channels");
+  attention.score_tokens = reader.integer("score_tokens");
+  const auto& [block, query_block, pattern, score, channels, score_tokens] = attention;
+  SB_USER_CHECK(block > 0 && query_block > 0, "{}: block and query_block must be positive", reader.where());
+  SB_USER_CHECK(score_tokens == 0 || (score_tokens > 0 && block % score_tokens == 0),
+                "{}.score_tokens: {} is neither 0 nor a divisor of block {}", reader.where(), score_tokens, block);
+  SB_USER_CHECK(channels >= 0 && (channels > 0) == (score == "planes") && (channels == 0 || score_tokens == 0),
+                "{}: score {} with {} channels and {} score tokens; planes have channels, other scores have none",
+                reader.where(), score, channels, score_tokens);
+  return attention;
+}
+
+}  // namespace
 
 Profile parse_profile(const std::string& text, const std::string& where) {
   const Json json = Json::parse(text, nullptr, false);
@@ -152,9 +178,9 @@ Profile parse_profile(const std::string& text, const std::string& where) {
   SB_USER_CHECK(json.contains("format") && json["format"] == "sparsebalance-profile",
                 "{}: is not a profile (`format` must be \"sparsebalance-profile\")", where);
   const int64_t version = reader.integer("version");
-  SB_USER_CHECK(version == Profile::kVersion,
-                "{}: profile version {} and this program reads version {}; run `sparsebalance profile` again", where,
-                version, Profile::kVersion);
+  SB_USER_CHECK(version == Profile::kVersion || version == Profile::kVersionBefore,
+                "{}: profile version {} and this program reads versions {} and {}; run `sparsebalance profile` again",
+                where, version, Profile::kVersionBefore, Profile::kVersion);
   Profile profile;
   profile.name = reader.text("name");
   profile.machine = reader.text("machine");
@@ -163,14 +189,8 @@ Profile parse_profile(const std::string& text, const std::string& where) {
   if (reader.has("lora_rank")) profile.lora_rank = reader.integer("lora_rank");
   SB_USER_CHECK(profile.lora_rank >= 0 && profile.lora_rank <= 1 << 16, "{}.lora_rank: {} is no rank", where,
                 profile.lora_rank);
-  if (json.contains("attention")) {
-    const Reader attention = reader.child("attention");
-    profile.blocks = {attention.integer("block"), attention.integer("query_block"), attention.integer("score_tokens")};
-    const auto& [block, query_block, score_tokens] = *profile.blocks;
-    SB_USER_CHECK(block > 0 && query_block > 0, "{}: block and query_block must be positive", attention.where());
-    SB_USER_CHECK(score_tokens == 0 || (score_tokens > 0 && block % score_tokens == 0),
-                  "{}.score_tokens: {} is neither 0 nor a divisor of block {}", attention.where(), score_tokens, block);
-  }
+  if (json.contains("attention"))
+    profile.attention = read_attention(reader.child("attention"), version > Profile::kVersionBefore);
   const Reader model = reader.child("model");
   profile.shape = {model.text("name"),
                    model.integer("layers"),

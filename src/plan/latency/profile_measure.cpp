@@ -53,7 +53,9 @@ class Measurement {
       : target_(target), options_(options), random_(options.seed) {
     profile_.shape = shape;
     profile_.prefix_measured = options.pieces;
-    profile_.blocks = {options.spec.block, options.spec.query_block, options.spec.score_tokens};
+    const AttentionSpec& spec = options.spec;
+    profile_.attention = {spec.block, spec.query_block,    spec.pattern,
+                          spec.score, spec.score_channels, spec.score_tokens};
   }
 
   Profile run() {
@@ -152,13 +154,21 @@ class Measurement {
       for (const MeasuredTimes& times : runs) values.push_back(times.*part);
       middle.*part = quantile(values, kTypical);
     }
+    middle.pairs_share = 0;
+    for (const MeasuredTimes& times : runs) middle.pairs_share += times.pairs_share / static_cast<double>(runs.size());
     if (options_.measured) options_.measured(shape, middle);
     return middle;
   }
 
+  Work work_done(const MeasuredShape& shape, const MeasuredTimes& times) const {
+    Work work = shape.work(options_.spec);
+    work.pairs *= times.pairs_share;
+    return work;
+  }
+
   // Predicted ÷ measured - 1, of one layer and the head.
   double misfit(const MeasuredShape& shape, const MeasuredTimes& times) const {
-    const Work work = shape.work(options_.spec);
+    const Work work = work_done(shape, times);
     double predicted = 0, measured = 0;
     for (int part = 0; part < kOperations; ++part) {
       if (times.*kParts[part] == 0) continue;  // not measured, or nothing to do
@@ -169,7 +179,8 @@ class Measurement {
   }
 
   // Selection is the difference of two forwards: beside the attention of a large budget too little to be told from
-  // noise. And with a small one some tokens of a query block may add nothing, so that a GPU does not score them.
+  // noise. And with a small one some tokens of a query block may add nothing, so that a GPU does not score them for
+  // `topk`.
   // Budgets between half the base and the base count, of shorter sequences those above half of their length.
   bool tells_selection(const MeasuredShape& shape) const {
     const int64_t most = std::max(options_.spec.budget, options_.spec.least_budget());
@@ -183,7 +194,7 @@ class Measurement {
       for (const auto& [shape, times] : measured_) {
         if (operation == Operation::selection && !tells_selection(shape)) continue;
         const double us = times.*kParts[static_cast<size_t>(operation)];
-        if (us > 0) samples.push_back({shape.work(options_.spec), us});
+        if (us > 0) samples.push_back({work_done(shape, times), us});
       }
       OperationTable& table = profile_.tables[static_cast<size_t>(operation)];
       if (samples.empty())

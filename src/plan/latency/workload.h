@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <numeric>
+#include <string>
 #include <vector>
 
 namespace sb {
@@ -23,14 +24,17 @@ struct AttentionSpec {
   static constexpr int64_t kMostBudget = (int64_t{1} << 31) - 1 - 256;
   int64_t block = 128;
   int64_t query_block = 16;
-  int64_t score_tokens = 0;  // keys that selection judges together; 0: a block
-  int64_t budget = 8192;     // keys per query, the base that tuning starts from
+  std::string pattern = "mass", score = "planes";  // by the names that run.yaml has for them
+  int64_t score_channels = 32;                     // of a head, by planes, which judge every key; 0: by another score
+  int64_t score_tokens = 0;                        // keys that another score judges together; 0: a block
+  int64_t budget = 8192;                           // keys per query, the base that tuning starts from
   int64_t sink_blocks = 1;
   int64_t local_blocks = 2;
   int64_t dense_below = -1;       // sequences up to this length run dense; -1: the budget
   int64_t max_budget = 0;         // what memory was planned for; 0: up to dense
   std::vector<int> dense_layers;  // that tuning must leave dense whatever the sequence
 
+  int64_t judged_together() const { return score_channels > 0 ? 1 : score_tokens > 0 ? score_tokens : block; }
   int64_t dense_limit() const { return dense_below < 0 ? budget : dense_below; }
   // A sequence that tuning must leave dense.
   bool always_dense(int64_t tokens) const { return tokens <= dense_limit() || tokens <= budget; }
@@ -53,7 +57,7 @@ struct Work {
   double tokens = 0;
   double tiles = 0;   // query tiles
   double pairs = 0;   // selected query × key token pairs
-  double scores = 0;  // query × key-block (or part of one) scores that selection computes
+  double scores = 0;  // query × key (or part of a block, or block) scores that selection computes
   double prefix = 0;  // keys up to the end of a piece of a cut sequence: sums of their gradients are read and written
   Work& operator+=(const Work& other) {
     tokens += other.tokens;
@@ -81,8 +85,7 @@ inline Work work_between(const AttentionSpec& spec, int64_t length, int64_t begi
   const bool dense = budget >= length;
   return {b - a, static_cast<double>((end - begin + spec.query_block - 1) / spec.query_block),
           selected_pairs(end, budget) - selected_pairs(begin, budget),
-          dense ? 0.0
-                : 0.5 * (b * b - a * a) / static_cast<double>(spec.score_tokens > 0 ? spec.score_tokens : spec.block)};
+          dense ? 0.0 : 0.5 * (b * b - a * a) / static_cast<double>(spec.judged_together())};
 }
 
 inline Work work_of(const AttentionSpec& spec, int64_t tokens, int64_t budget) {

@@ -243,6 +243,7 @@ TEST(BalancedPlannerConfig, TakesItFromTheRun) {
   config.attention.selection.budget = 2048;
   EXPECT_FALSE(attention_spec(config).always_dense(2049));
   EXPECT_TRUE(attention_spec(config).always_dense(2048));
+  config.attention.selection.score = BlockScore::moments;
   config.attention.selection.score_tokens = 4;
   EXPECT_DOUBLE_EQ(work_of(attention_spec(config), 8192, 2048).scores, 8192.0 * 8192.0 / 2 / 4);
   config.attention.selection.pattern = SelectionPattern::window;  // as wide as its budget
@@ -269,7 +270,7 @@ TEST(BalancedPlannerConfig, TakesItFromTheRun) {
   // One of this model, measured with other blocks.
   profile.shape = model_shape(model);
   profile.recompute = "attention";
-  profile.blocks = {64, 16, 0};
+  profile.attention = {64, 16, "topk", "moments", 0, 0};
   std::ofstream(std::filesystem::path(folder.path("profile.json"))) << write_profile(profile);
   config.train.recompute = Recompute::attention;
   config.attention.selection.block = 64;

@@ -1,6 +1,7 @@
 #include "attention/gpu/plan/choice_memory.h"
 
 #include <algorithm>
+#include <array>
 #include <bit>
 
 #include "attention/gpu/select/step_values.h"
@@ -28,7 +29,7 @@ int64_t ChoiceMemory::counter_bytes() const {
 }
 
 int64_t ChoiceMemory::plane_words(const AttentionShape& shape) const {
-  return int64_t{shape.kv_heads} * (2 * channels_ + 1);
+  return plane_word_count(shape.kv_heads, channels_);
 }
 
 int64_t ChoiceMemory::reserved_bytes(const AttentionShape& shape) const {
@@ -58,13 +59,17 @@ void ChoiceMemory::use(const LearnedSelection& learned) {
 }
 
 const uint32_t* ChoiceMemory::planes(const Exec& exec, int layer, const AttentionShape& shape) {
+  if (given_ != nullptr) {
+    auto* words = exec.scratch->allocate_array<uint32_t>(plane_words(shape));
+    SB_CHECK(std::ssize(given_->planes) == plane_words(shape), "{} values of planes, {} wanted", given_->planes.size(),
+             plane_words(shape));
+    put_words(words, given_->planes, exec.stream);
+    return words;
+  }
   reserve(shape);
   auto* words = static_cast<uint32_t*>(planes_.data()) + layer * plane_words(shape);
   if (!put_[static_cast<size_t>(layer)]) {
-    const LayerPlanes& chosen = *step_.planes(layer, shape);
-    std::vector<uint32_t> values(chosen.channel.begin(), chosen.channel.end());
-    for (const float scale : chosen.scale) values.push_back(std::bit_cast<uint32_t>(scale));
-    for (const float mean : chosen.key_mean) values.push_back(std::bit_cast<uint32_t>(mean));
+    const std::vector<uint32_t> values = sb::plane_words(*step_.planes(layer, shape));
     SB_CHECK(std::ssize(values) == plane_words(shape), "{} values of planes, {} wanted", values.size(),
              plane_words(shape));
     put_words(words, values, exec.stream);
@@ -82,9 +87,13 @@ void ChoiceMemory::begin(const Exec& exec, int layer, const AttentionShape& shap
   }
   if (learns_) {
     std::vector<uint32_t> thresholds;
-    for (const SelectSequence& sequence : plan.sequences)
-      thresholds.push_back(
-          std::bit_cast<uint32_t>(sequence.wanted > 0 ? step_.threshold(layer, sequence.tiles) : 0.0f));
+    for (size_t s = 0; s < plan.sequences.size(); ++s) {
+      const SelectSequence& sequence = plan.sequences[s];
+      const float threshold = sequence.wanted == 0 ? 0.0f
+                              : given_ != nullptr  ? start_threshold(sequence.tiles) + given_->corrections[s]
+                                                   : step_.threshold(layer, sequence.tiles);
+      thresholds.push_back(std::bit_cast<uint32_t>(threshold));
+    }
     auto* to = exec.scratch->allocate_array<float>(sequences);
     put_words(reinterpret_cast<uint32_t*>(to), thresholds, exec.stream);
     params.thresholds = to;
@@ -95,6 +104,10 @@ void ChoiceMemory::begin(const Exec& exec, int layer, const AttentionShape& shap
 void ChoiceMemory::add_counts(int layer, const SelectPlan& plan, const int32_t* classes, const SelectParams& params,
                               void* stream) {
   if (!counts_) return;
+  if (given_ != nullptr) {
+    if (learns_) write_given_counts(plan, params, stream);
+    return;
+  }
   gpu::add_counts(pairs(layer), blocks(layer), params.chosen, classes, static_cast<int32_t>(plan.sequences.size()),
                   stream);
   if (!learns_) return;
@@ -106,10 +119,19 @@ void ChoiceMemory::add_counts(int layer, const SelectPlan& plan, const int32_t* 
   }
 }
 
+void ChoiceMemory::write_given_counts(const SelectPlan& plan, const SelectParams& params, void* stream) const {
+  std::vector<SequenceBlocks> sequences;
+  for (size_t s = 0; s < plan.sequences.size(); ++s)
+    if (plan.sequences[s].given > 0)
+      sequences.push_back(
+          {static_cast<int32_t>(s), given_->places[s], plan.sequences[s].given, plan.sequences[s].wanted});
+  write_counts(given_->counts, params.chosen, sequences, stream);
+}
+
 void ChoiceMemory::observe(const Exec& exec, int layer, const AttentionShape& shape, const AttentionOperands& operands,
                            const int32_t* samples, int32_t sample_count) {
   if (channels_ == 0 || sample_count == 0) return;
-  reserve(shape);
+  if (given_ == nullptr) reserve(shape);
   PlaneSumsParams params;
   params.shape = {operands.q.dim(0), shape.heads, shape.kv_heads, shape.head_dim, shape.scale};
   params.q = operands.q.raw();
@@ -118,8 +140,14 @@ void ChoiceMemory::observe(const Exec& exec, int layer, const AttentionShape& sh
   params.sample_count = sample_count;
   params.partial =
       exec.scratch->allocate_array<double>(plane_sums_partials(sample_count, shape.kv_heads, shape.head_dim));
-  params.sums = sums(layer);
+  params.sums = given_ != nullptr ? given_->sums + 1 : sums(layer);
+  if (given_ != nullptr) {
+    cuda::zero(exec.stream, params.sums, sum_values(shape) * int64_t{sizeof(double)});
+    const auto tokens = std::bit_cast<std::array<uint32_t, 2>>(static_cast<double>(sample_count));
+    put_words(reinterpret_cast<uint32_t*>(given_->sums), tokens, exec.stream);
+  }
   add_plane_sums(params, operands.q.dtype() == DType::f32 ? Precision::fp32 : Precision::bf16, exec.stream);
+  if (given_ != nullptr) return;
   sampled_[static_cast<size_t>(layer)] += sample_count;
 }
 

@@ -6,6 +6,7 @@
 
 #include "attention/cpu/sparse_attention.h"
 #include "attention/gpu/plan/device_plan.h"
+#include "attention/gpu/plan/given_selection.h"
 #include "attention/select/step_selection.h"
 #include "device/exec.h"
 
@@ -28,6 +29,9 @@ class ChoiceMemory {
   // Whether blocks of the layer can be judged.
   bool ready(int layer) const { return step_.ready(layer); }
   void use(const LearnedSelection& learned);
+  // For the forward at hand: what is given goes before what was learned, and what is seen is left there instead of
+  // here. Null: nothing is given.
+  void give(const GivenSelection* given) { given_ = given; }
 
   // Before the selection of a layer: gives it counters at zero, its thresholds and planes, where it needs them.
   void begin(const Exec& exec, int layer, const AttentionShape& shape, const SelectPlan& plan, SelectParams& params);
@@ -66,6 +70,7 @@ class ChoiceMemory {
   const uint32_t* planes(const Exec& exec, int layer, const AttentionShape& shape);
   static int64_t sum_values(const AttentionShape& shape) { return int64_t{3} * shape.kv_heads * shape.head_dim; }
   double* sums(int layer) const { return static_cast<double*>(sums_.data()) + layer * sum_values(shape_); }
+  void write_given_counts(const SelectPlan& plan, const SelectParams& params, void* stream) const;
   void take_masses(SelectionObservations& seen);
   void take_sums(SelectionObservations& seen);
 
@@ -77,6 +82,7 @@ class ChoiceMemory {
   std::vector<bool> put_;           // layers whose planes are on the device
   std::map<MassKey, Known> known_;  // since the observations were taken
   std::vector<int64_t> sampled_;    // tokens of every layer, likewise
+  const GivenSelection* given_ = nullptr;
 };
 
 }  // namespace sb::gpu

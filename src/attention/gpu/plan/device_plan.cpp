@@ -10,6 +10,9 @@
 namespace sb::gpu {
 
 void* DeviceBuffer::ensure(const char* name, int64_t bytes) {
+  SB_USER_CHECK(!borrowed_ || bytes <= bytes_,
+                "{}: {} bytes are needed and {} are there; a sequence's budget is larger than largest_budget says",
+                name, bytes, bytes_);
   if (bytes > bytes_) reserve(name, bytes + bytes / 4);
   return memory_.get();
 }
@@ -19,6 +22,12 @@ void DeviceBuffer::reserve(const char* name, int64_t bytes) {
   memory_.reset();
   memory_ = cuda::allocate(name, bytes);
   bytes_ = bytes;
+}
+
+void DeviceBuffer::borrow(void* memory, int64_t bytes) {
+  memory_ = std::shared_ptr<void>(std::shared_ptr<void>(), memory);
+  bytes_ = bytes;
+  borrowed_ = true;
 }
 
 char* Staging::take(int64_t bytes) {

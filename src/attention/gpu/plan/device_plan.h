@@ -24,11 +24,15 @@ class DeviceBuffer {
   void* ensure(const char* name, int64_t bytes);
   // So many bytes, without the room to grow that ensure() adds.
   void reserve(const char* name, int64_t bytes);
+  // From now on memory of the caller, which does not grow: ensure() is a UserError where it is too small.
+  void borrow(void* memory, int64_t bytes);
+  bool borrowed() const { return borrowed_; }
   void* data() const { return memory_.get(); }
 
  private:
   std::shared_ptr<void> memory_;
   int64_t bytes_ = 0;
+  bool borrowed_ = false;
 };
 
 // Places of arrays in one piece of memory.

@@ -27,6 +27,19 @@ __global__ void count_kernel(unsigned long long* pairs, unsigned long long* bloc
   }
 }
 
+struct SomeSequences {
+  static constexpr int kMost = 160;
+  SequenceBlocks values[kMost];
+};
+__global__ void write_counts_kernel(int64_t* counts, const unsigned long long* chosen,
+                                    const __grid_constant__ SomeSequences sequences, int count) {
+  for (int i = threadIdx.x; i < count; i += blockDim.x) {
+    const SequenceBlocks& one = sequences.values[i];
+    counts[2 * one.place] = static_cast<int64_t>(chosen[2 * one.sequence]) - one.given;
+    counts[2 * one.place + 1] = one.wanted;
+  }
+}
+
 __device__ float to_float(float x) {
   return x;
 }
@@ -89,6 +102,18 @@ void add_counts(unsigned long long* pairs, unsigned long long* blocks, const uns
                 const int32_t* classes, int32_t sequences, void* stream) {
   count_kernel<<<1, 256, 0, static_cast<cudaStream_t>(stream)>>>(pairs, blocks, chosen, classes, sequences);
   check(cudaGetLastError(), "counts of choices");
+}
+
+void write_counts(int64_t* counts, const unsigned long long* chosen, std::span<const SequenceBlocks> sequences,
+                  void* stream) {
+  for (size_t at = 0; at < sequences.size(); at += SomeSequences::kMost) {
+    SomeSequences some;
+    const size_t count = std::min<size_t>(SomeSequences::kMost, sequences.size() - at);
+    std::copy_n(sequences.begin() + static_cast<int64_t>(at), count, some.values);
+    write_counts_kernel<<<1, 256, 0, static_cast<cudaStream_t>(stream)>>>(counts, chosen, some,
+                                                                          static_cast<int>(count));
+    check(cudaGetLastError(), "counts of given sequences");
+  }
 }
 
 void add_plane_sums(const PlaneSumsParams& p, Precision precision, void* stream) {

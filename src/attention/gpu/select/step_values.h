@@ -18,6 +18,14 @@ void put_words(uint32_t* to, std::span<const uint32_t> words, void* stream);
 void add_counts(unsigned long long* pairs, unsigned long long* blocks, const unsigned long long* chosen,
                 const int32_t* classes, int32_t sequences, void* stream);
 
+// After a selection: of every sequence named, its blocks beyond `given` and `wanted` to counts[2 · place] and the next.
+struct SequenceBlocks {
+  int32_t sequence = 0, place = 0;
+  int64_t given = 0, wanted = 0;
+};
+void write_counts(int64_t* counts, const unsigned long long* chosen, std::span<const SequenceBlocks> sequences,
+                  void* stream);
+
 // Energies of channels for the choice of planes (PlaneSums), added in a fixed order.
 struct PlaneSumsParams {
   Shape shape;
