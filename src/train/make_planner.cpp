@@ -4,9 +4,11 @@
 #include <limits>
 #include <set>
 
+#include "attention/select/selection_words.h"
 #include "core/errors.h"
 #include "core/log.h"
 #include "plan/latency/adapter_profile.h"
+#include "run/config/recompute_words.h"
 #include "train/packing.h"
 #include "train/stage_split.h"
 
@@ -22,32 +24,9 @@ TuningOptions tuning_options(const BalanceOptions& balance) {
   return tuning;
 }
 
-const char* pattern_name(SelectionPattern pattern) {
-  switch (pattern) {
-    case SelectionPattern::dense:
-      return "dense";
-    case SelectionPattern::topk:
-      return "topk";
-    case SelectionPattern::mass:
-      return "mass";
-    case SelectionPattern::topp:
-      return "topp";
-    case SelectionPattern::vertical_slash:
-      return "vertical_slash";
-    case SelectionPattern::window:
-      return "window";
-  }
-  throw InternalError("no such pattern");
-}
-
-const char* score_name(BlockScore score) {
-  return score == BlockScore::planes ? "planes" : score == BlockScore::moments ? "moments" : "mean";
-}
-
-const char* recompute_name(Recompute recompute) {
+std::string recompute_name(Recompute recompute) {
   // Of pieces whose forward runs again all but the last take the same time more.
-  recompute = kept_at_hand(recompute);
-  return recompute == Recompute::none ? "none" : recompute == Recompute::layer ? "layer" : "attention";
+  return word_of(kRecomputeWords, kept_at_hand(recompute));
 }
 
 }  // namespace
@@ -80,8 +59,8 @@ AttentionSpec attention_spec(const RunConfig& config) {
   AttentionSpec spec;
   spec.block = selection.block;
   spec.query_block = selection.query_block;
-  spec.pattern = pattern_name(selection.pattern);
-  spec.score = score_name(selection.score);
+  spec.pattern = word_of(kPatternWords, selection.pattern);
+  spec.score = word_of(kScoreWords, selection.score);
   spec.score_channels = selection.score == BlockScore::planes ? selection.score_channels : 0;
   spec.score_tokens = selection.score_tokens;
   spec.budget = selection.budget;

@@ -4,6 +4,7 @@
 #include "core/config/config.h"
 #include "core/errors.h"
 #include "plan/latency/workload.h"
+#include "run/config/recompute_words.h"
 #include "run/config/run_config_balance.h"
 #include "run/config/run_config_check.h"
 #include "run/config/run_config_lora.h"
@@ -379,15 +380,10 @@ void add_train(OptionTable& table, FlatConfig& flat) {
   table.integer("train.max_steps", &train.max_steps, 1, OptionTable::kAny, "optimizer steps");
   table.number("train.num_train_epochs", &train.num_train_epochs, 0.0, 1e6,
                "above 0: passes over data.train, in place of max_steps; the last step may reach into the next pass");
-  table.choice<Recompute>(
-      "train.recompute", &train.recompute,
-      {{"none", Recompute::none},
-       {"attention", Recompute::attention},
-       {"layer", Recompute::layer},
-       {"chunk", Recompute::chunk}},
-      "what backward computes again to save memory: nothing, all but attention, the whole layer; "
-      "chunk: the forward of every piece of a sequence but the last, of which keys and values alone "
-      "are kept (parallel.pp 1, balance.chunk a number). Never changes the result");
+  table.word("train.recompute", &train.recompute, kRecomputeWords,
+             "what backward computes again to save memory: nothing, all but attention, the whole layer; "
+             "chunk: the forward of every piece of a sequence but the last, of which keys and values alone "
+             "are kept (parallel.pp 1, balance.chunk a number). Never changes the result");
   table.integer("train.save_steps", &train.save_steps, 0, OptionTable::kAny,
                 "steps between checkpoints; 0: only at the end");
   table.integer("train.save_total_limit", &train.save_total_limit, 0, OptionTable::kAny,
