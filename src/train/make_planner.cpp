@@ -78,6 +78,13 @@ AttentionSpec attention_spec(const RunConfig& config) {
   return spec;
 }
 
+RunConfig planned_config(RunConfig config) {
+  if (!config.parallel.rehearse.on()) return config;
+  config.parallel.dp = config.parallel.rehearse.dp;
+  config.parallel.pp = config.parallel.rehearse.pp;
+  return config;
+}
+
 Profile run_profile(const RunConfig& config, const ModelConfig& model) {
   // Plans that are used again need no latencies; predictions then come from a built-in table and are corrected.
   const bool given = !config.balance.profile.empty();
@@ -96,10 +103,12 @@ Profile run_profile(const RunConfig& config, const ModelConfig& model) {
   return with_adapters(std::move(profile), lora_rank);
 }
 
-std::unique_ptr<BalancedPlanner> make_balanced_planner(const RunConfig& config, const ModelConfig& model,
+std::unique_ptr<BalancedPlanner> make_balanced_planner(const RunConfig& run, const ModelConfig& model,
                                                        const PackingLimits& limits, const ReplayedSteps& steps,
                                                        int64_t first_step) {
+  const RunConfig config = planned_config(run);
   BalancedPlannerOptions options;
+  options.rehearsal = config.parallel.rehearse.on();
   options.plan.batching.policy = config.balance.batching;
   options.plan.batching.micro_batch_sequences = config.batch.micro_batch_sequences;
   options.plan.batching.micro_batch_tokens = limits.max_tokens;

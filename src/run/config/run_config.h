@@ -84,6 +84,12 @@ struct BalanceOptions {
   std::filesystem::path replay;   // plan.jsonl of another run
 };
 
+// A cluster that is planned for and not there; 0: none.
+struct RehearsedGrid {
+  int dp = 0, pp = 0;
+  bool on() const { return dp > 0; }
+};
+
 struct ParallelOptions {
   enum class Backend { automatic, nccl, staged };
   int dp = 1;
@@ -95,6 +101,9 @@ struct ParallelOptions {
   enum class RingLists { automatic, device, host };
   RingLists ring_lists = RingLists::automatic;  // device: cuda, cp: where lists are made
   int64_t timeout = 600;                        // seconds that a rank waits for another
+  RehearsedGrid rehearse;
+  // Data-parallel ranks that plans are made for.
+  int planned_dp() const { return rehearse.on() ? rehearse.dp : dp; }
 };
 
 struct OptimizerOptions {
