@@ -53,7 +53,7 @@ TEST_F(FirstHour, InitOfSeveralRanksAndLongSequencesBalancesAndStretches) {
   const RunConfig config = load_run_config(out);
   EXPECT_EQ(config.device, DeviceKind::cuda);
   EXPECT_EQ(config.parallel.dp, 4);
-  EXPECT_EQ(config.balance.batching, BalanceOptions::Batching::sab);
+  EXPECT_EQ(config.balance.batching, BatchingPolicy::sab);
   EXPECT_EQ(config.attention.selection.pattern, SelectionPattern::topk);
   ASSERT_TRUE(config.model.rope);
   EXPECT_GE(config.model.rope->factor * static_cast<double>(config.model.rope->original_max_position_embeddings),
