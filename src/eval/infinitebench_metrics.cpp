@@ -59,9 +59,8 @@ double word_of_the_answer(std::string_view prediction, const Expected& expected)
 
 double word_in_capitals(std::string_view prediction, const Expected& expected) {
   std::vector<std::string> words = words_of(with_blanks_for(prediction, kRetrievalMarks));
-  for (std::string& word : words) std::ranges::transform(word, word.begin(), [](unsigned char c) {
-    return static_cast<char>(std::toupper(c));
-  });
+  for (std::string& word : words)
+    std::ranges::transform(word, word.begin(), [](unsigned char c) { return static_cast<char>(std::toupper(c)); });
   return std::ranges::find(words, expected.answers.front()) != words.end();
 }
 
@@ -101,7 +100,8 @@ double last_word(std::string_view prediction, const Expected& expected) {
 std::pair<std::string, char> right_option(const Expected& expected) {
   const std::string& text = expected.answers.front();
   const auto found = std::ranges::find(expected.options, text);
-  if (found != expected.options.end()) return {text, kChoiceLetters[static_cast<size_t>(found - expected.options.begin())]};
+  if (found != expected.options.end())
+    return {text, kChoiceLetters[static_cast<size_t>(found - expected.options.begin())]};
   SB_USER_CHECK(expected.answers.size() == 2 && expected.answers[1].size() == 1 &&
                     kChoiceLetters.find(expected.answers[1]) != std::string_view::npos,
                 "the answer \"{}\" is none of the options", text);
@@ -150,7 +150,8 @@ double code_choice(std::string_view prediction, const Expected& expected) {
   return after.text.starts_with(letter) || after.text.starts_with(option);
 }
 
-double best(std::string_view prediction, const Expected& expected, double (*metric)(std::string_view, std::string_view)) {
+double best(std::string_view prediction, const Expected& expected,
+            double (*metric)(std::string_view, std::string_view)) {
   double highest = 0;
   for (const std::string& answer : expected.answers) highest = std::max(highest, metric(prediction, answer));
   return highest;
@@ -170,7 +171,8 @@ const std::map<std::string, Task>& tasks() {
       {"kv_retrieval", {50, false, word_of_the_answer}},
       {"longdialogue_qa_eng", {40, false, word_in_capitals}},
       {"longbook_choice_eng", {40, true, book_choice}},
-      {"longbook_qa_eng", {40, false, [](auto text, auto& expected) { return best(text, expected, longbench::qa_f1); }}},
+      {"longbook_qa_eng",
+       {40, false, [](auto text, auto& expected) { return best(text, expected, longbench::qa_f1); }}},
       {"longbook_qa_chn",
        {40, false, [](auto text, auto& expected) { return best(text, expected, longbench::qa_f1_zh); }}},
       {"math_find", {3, false, number_found}},

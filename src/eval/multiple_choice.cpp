@@ -45,8 +45,8 @@ std::string fill_choice_template(std::string_view text, const ChoiceQuestion& qu
                                      question.choices[1], question.choices[2], question.choices[3]};
   std::string filled;
   while (!text.empty()) {
-    const auto* place =
-        std::find_if(std::begin(kPlaces), std::end(kPlaces), [&](std::string_view name) { return text.starts_with(name); });
+    const auto* place = std::find_if(std::begin(kPlaces), std::end(kPlaces),
+                                     [&](std::string_view name) { return text.starts_with(name); });
     if (place != std::end(kPlaces)) {
       filled += values[place - std::begin(kPlaces)];
       text.remove_prefix(place->size());

@@ -68,7 +68,9 @@ TEST(InfiniteBench, Choices) {
   EXPECT_EQ(book("the answer is: C"), 0);
   EXPECT_EQ(book("surely B , I say"), 1);
   EXPECT_EQ(book(""), 0);
-  const auto code = [&](const char* text) { return score("code_debug", text, {"Bob", "B"}); };  // as older files have it
+  const auto code = [&](const char* text) {
+    return score("code_debug", text, {"Bob", "B"});
+  };  // as older files have it
   EXPECT_EQ(code("B."), 1);
   EXPECT_EQ(code("A."), 0);
   EXPECT_EQ(code("The answer is: `Bob`"), 1);
@@ -77,8 +79,9 @@ TEST(InfiniteBench, Choices) {
 }
 
 TEST(InfiniteBench, AnswersInWords) {
-  EXPECT_DOUBLE_EQ(score("longbook_qa_eng", "the red house", {"a house", "blue"}), 2.0 / 3.0);  // precision 1/2, recall 1
-  EXPECT_DOUBLE_EQ(score("longbook_qa_chn", "红房", {"红房子"}), 0.8);                              // precision 1, recall 2/3
+  EXPECT_DOUBLE_EQ(score("longbook_qa_eng", "the red house", {"a house", "blue"}),
+                   2.0 / 3.0);                                          // precision 1/2, recall 1
+  EXPECT_DOUBLE_EQ(score("longbook_qa_chn", "红房", {"红房子"}), 0.8);  // precision 1, recall 2/3
   EXPECT_THROW(score("longbook_sum_eng", "a", {"a"}), UserError);
 }
 

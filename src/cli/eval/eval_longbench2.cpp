@@ -55,7 +55,8 @@ struct Answers {
   char choice(size_t i) const {
     if (likelihoods.empty()) return named_choice(texts[i]);
     const std::vector<double>& of_letters = likelihoods[i];
-    return kChoiceLetters[static_cast<size_t>(std::max_element(of_letters.begin(), of_letters.end()) - of_letters.begin())];
+    return kChoiceLetters[static_cast<size_t>(std::max_element(of_letters.begin(), of_letters.end()) -
+                                              of_letters.begin())];
   }
 };
 
@@ -105,7 +106,9 @@ void run_longbench2(const EvalOptions& options, const Options& bench) {
     const bool right = choice == question.answer;
     without += choice == 0;
     for (MeanScore* mean : {&overall, &parts[question.difficulty], &parts[question.length]}) mean->add(right);
-    Json row = {{"_id", question.id},         {"difficulty", question.difficulty}, {"length", question.length},
+    Json row = {{"_id", question.id},
+                {"difficulty", question.difficulty},
+                {"length", question.length},
                 {"answer", std::string(1, question.answer)},
                 {"choice", choice == 0 ? Json() : Json(std::string(1, choice))}};
     if (answers.likelihoods.empty())
@@ -137,14 +140,16 @@ void add_eval_longbench2(CLI::App& eval) {
   options->max_new_tokens = 128;
   auto bench = std::make_shared<Options>();
   bench->files.takes_an_array = true;
-  CLI::App* command = eval.add_subcommand("longbench2", "LongBench v2: questions with four choices, by difficulty and length");
+  CLI::App* command =
+      eval.add_subcommand("longbench2", "LongBench v2: questions with four choices, by difficulty and length");
   add_common(command, *options, false);
   add_sampling(command, *options);
   add_files(command, bench->files, "LongBench v2's data.json, or the same as JSONL");
   command
-      ->add_option("--choose", bench->choose,
-                   "likelihood: the likeliest letter after \"The correct answer is (\"; generation: the letter that the "
-                   "model writes")
+      ->add_option(
+          "--choose", bench->choose,
+          "likelihood: the likeliest letter after \"The correct answer is (\"; generation: the letter that the "
+          "model writes")
       ->check(CLI::IsMember({"likelihood", "generation"}))
       ->capture_default_str();
   command->add_option("--prompt", bench->prompt, "a prompt of LongBench v2's, such as prompts/0shot.txt");
