@@ -37,6 +37,11 @@ PLANES_BARS = {
 }
 FLEX_BARS = {"10% 16:2 d128 32K qb128": (1.6, 1.3)}  # times FlexAttention on the same lists
 
+# The same training by transformers (bench/peers/training_curve.py): losses apart by at most so much on average over the first 50
+# steps, over all, and, with its sign, over the last third; times its tokens/s.
+CURVE_BARS = {"first_50": 0.005, "mean": 0.05, "drift": 0.02}
+CURVE_SPEED = 1.5
+
 STEP = re.compile(r"^Qwen2\.5-(\S+) at (\d+), (.+): (\d+) ms, (\d+) tokens/s(.*)")
 CASE = re.compile(r"^Qwen2\.5-(\S+), (\d+) tokens,")
 MEMORY = re.compile(r"^  memory: ([\d.]+) GiB planned, ([\d.]+) taken")
@@ -150,6 +155,21 @@ def add_attention(table, lines):
                   met=max(share, added) <= SELECTION_BAR if judged else None)
 
 
+def add_curve(table, lines):
+    found = next((json.loads(line) for line in lines if line.startswith('{"curve"')), None)
+    if found is None:
+        return
+    table.title(f"{found['curve']} steps of one training", "ours", "transformers", "difference")
+    table.add("loss, mean of the last 20 steps", f"{found['last']:.4f}", f"{found['peer_last']:.4f}",
+              f"{found['last'] - found['peer_last']:+.4f}")
+    for key, name in (("first_50", "  apart in the first 50 steps, mean"), ("mean", "  apart in all steps, mean"),
+                      ("drift", "  last third, with its sign")):
+        table.add(name, "", ratio=f"{found[key]:+.4f}", bar=f"{CURVE_BARS[key]}", met=abs(found[key]) <= CURVE_BARS[key])
+    ratio = found["ours_tok_s"] / found["peer_tok_s"]
+    table.add("  tokens/s", f"{found['ours_tok_s']}", f"{found['peer_tok_s']}", f"{ratio:.2f} x", f"{CURVE_SPEED} x",
+              ratio >= CURVE_SPEED)
+
+
 def make_table(lines):
     table = Table()
     for line in lines:
@@ -158,6 +178,7 @@ def make_table(lines):
             table.add("GPU tests", f"{all - failed} of {all}", met=failed == 0)
     add_steps(table, lines)
     add_attention(table, lines)
+    add_curve(table, lines)
     return table
 
 
@@ -178,11 +199,14 @@ topk 10% 16:2 d128 32K         rows 0.0894 ms, columns 0.0176, order 0.0128; att
 topk 10% 16:2 d128 32K parts of 64 rows 0.1349 ms, columns 0.0163, order 0.0122; attention 3.213: 5.1 %; all together 3.389: 5.5 %
 mass 10% 16:2 d128 32K         rows 0.1243 ms, columns 0.0090, order 0.0087; attention 3.360: 4.3 %; all together 3.504: 4.3 %; 9.7 % listed
 mass planes 10% 14:2 d64 32K   rows 0.1643 ms, columns 0.0090, order 0.0087; attention 1.880: 9.7 %; all together 2.077: 10.5 %; 9.7 % listed
+{"curve": 600, "first": 5.5, "last": 1.21, "peer_last": 1.2, "first_50": 0.001, "mean": 0.02, "drift": -0.003, "ours_tok_s": 900000, "peer_tok_s": 400000}
 """
     assert not make_table(good.splitlines()).missed, make_table(good.splitlines()).text()
     for old, new in [("0 tests failed", "1 tests failed"), ("62936", "82936"), ("137.64", "127.64"), ("31182", "30182"),
                      ("    560", "    460"), ("455 (taken)", "455"), ("324", "340"), (": 3.5 %", ": 4.1 %"),
-                     (": 3.8 %", ": 4.1 %"), ("1.880: 9.7 %", "1.880: 11.1 %")]:
+                     (": 3.8 %", ": 4.1 %"), ("1.880: 9.7 %", "1.880: 11.1 %"),
+                     ('"first_50": 0.001', '"first_50": 0.006'), ('"mean": 0.02', '"mean": 0.06'), ("-0.003", "-0.021"),
+                     ("900000", "590000")]:
         assert old in good
         bad = make_table(good.replace(old, new).splitlines())
         assert len(bad.missed) == 1, (old, bad.text())

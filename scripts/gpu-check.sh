@@ -2,13 +2,14 @@
 # Everything that needs a GPU, in one command: builds the cuda preset, runs the GPU tests, then the benchmarks beside
 # their peers (PyTorch and transformers where they can be imported), and prints one table with ratios and bars last.
 #   scripts/gpu-check.sh [--only PART[,PART...]] [--no-peers] [--within SECONDS] [--out DIR]
-# The parts, in this order; all but the last four run without --only, in about nine minutes on 16 cores:
+# The parts, in this order; all but the last five run without --only, in about nine minutes on 16 cores:
 #   build      the cuda preset, tests and benchmarks included
 #   tests      ctest -L gpu
 #   step       a training step of Qwen2.5-0.5B and 3B at 8K; with the portable attention kernels too
 #   long       3B at 32K, 128K and 512K with sparse attention
 #   packed     steps of 524,288 tokens in sequences of 1,024
 #   attention  the attention kernels
+#   curve      600 steps of one training, by transformers and by sparsebalance: both loss curves and speeds
 #   profiles   latencies of Qwen2.5-0.5B, 3B and 3B with LoRA of rank 32, for scripts/build-in-profile.py; into --out, or
 #              build/cuda/gpu-check/profiles
 #   sanitize   compute-sanitizer: memcheck on the test suites, racecheck and initcheck on the operations in bf16
@@ -31,7 +32,7 @@ while [ $# -gt 0 ]; do
       [ -n "$parts" ] || parts=none
       for part in $parts; do
         case $part in
-          build | tests | step | long | packed | attention | profiles | sanitize | sanitize-attention | racecheck-attention) ;;
+          build | tests | step | long | packed | attention | curve | profiles | sanitize | sanitize-attention | racecheck-attention) ;;
           *) echo "--only ${2:-}: no such part; see $0 --help" >&2; exit 2 ;;
         esac
       done
@@ -93,6 +94,11 @@ profiles() {
     limit 150 build/cuda/src/cli/sparsebalance profile --device cuda --model ${name%-lora32} --budget 8192 --held-out 40 \
       $([ $name = ${name%-lora32} ] || echo --lora 32) --out "$out/$name.json" --samples "$out/$name.csv"
   done
+}
+
+curve() {
+  can_import transformers || { echo "curve needs transformers (and no --no-peers)"; return 1; }
+  limit 180 python3 bench/peers/training_curve.py --device cuda --out build/cuda/gpu-check/curve
 }
 
 # Every run of compute-sanitizer is a process of its own, all of a part side by side, since they keep the host busy rather

@@ -18,6 +18,7 @@ version=$($python -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 headers=$($python -c 'import sysconfig; print(sysconfig.get_path("include"))')
 [ -e "$headers/Python.h" ] || headers=$PWD/build/gpu-python/include/python$version
 cmake --preset cuda -DSB_PYTHON=ON -DPython_EXECUTABLE="$(command -v $python)" -DPython_INCLUDE_DIR="$headers" >/dev/null
+trap 'cmake --preset cuda -DSB_PYTHON=OFF >/dev/null' EXIT  # who builds there next may have no nanobind
 cmake --build --preset cuda --target _core
 package=build/cuda/package/sparsebalance
 mkdir -p $package

@@ -69,7 +69,7 @@ double run(const Case& c, int threads) {
   const int steps = c.sequences > 1000 ? 7 : 41;
   for (int step = 0; step < steps; ++step) {
     const auto sequences = sampler.next(c.sequences);
-    options.tuning.policy = TuningPolicy::off;
+    options.tuning.policy = TuningPolicy::none;
     double start = milliseconds();
     plan_step(step, cost, *coverage, sequences, options, expected, &workers);
     plain.push_back(milliseconds() - start);

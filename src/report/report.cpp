@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "core/markup.h"
 #include "report/report_chart.h"
 #include "report/report_headline.h"
 #include "report/report_schedule.h"
@@ -121,7 +122,7 @@ ChartLine micro_batch_dots(const PlanRecord& plans) {
 std::string summary_table(const ReportInput& input) {
   std::string rows;
   const auto row = [&](const std::string& name, const std::string& value) {
-    rows += fmt::format("<tr><td>{}</td><td>{}</td></tr>\n", html_text(name), html_text(value));
+    rows += fmt::format("<tr><td>{}</td><td>{}</td></tr>\n", markup_text(name), markup_text(value));
   };
   const RunMetrics& metrics = input.metrics;
   if (const Series* loss = find(metrics, "loss")) {
@@ -141,6 +142,8 @@ std::string summary_table(const ReportInput& input) {
       after += step.plan.makespan_us;
     }
   if (after > 0) row("predicted speed-up over the same batches in order", fmt::format("{:.3f}×", before / after));
+  if (const Series* cluster = find(metrics, "cluster_step_ms"))
+    row("step of the rehearsed cluster, mean, predicted", fmt::format("{:.1f} ms", mean(*cluster)));
   if (const Series* predicted = find(metrics, "predicted_step_ms"))
     if (const Series* measured = find(metrics, "step_ms")) {
       std::vector<double> errors;
@@ -155,6 +158,20 @@ std::string summary_table(const ReportInput& input) {
   return rows.empty() ? std::string("<p>The run has no step yet.</p>\n") : "<table>\n" + rows + "</table>\n";
 }
 
+// The loss over the time that a rehearsed cluster would have taken.
+ChartLine loss_over_cluster_time(const RunMetrics& metrics) {
+  ChartLine line{"training", {}, true};
+  const Series* times = find(metrics, "cluster_step_ms");
+  const Series* losses = find(metrics, "loss");
+  if (!times || !losses) return line;
+  double seconds = 0;
+  for (const auto& [step, ms] : *times) {
+    seconds += ms / 1e3;
+    if (const auto loss = losses->find(step); loss != losses->end()) line.points.emplace_back(seconds, loss->second);
+  }
+  return line;
+}
+
 std::string charts(const ReportInput& input) {
   const RunMetrics& metrics = input.metrics;
   std::vector<Chart> all;
@@ -162,6 +179,16 @@ std::string charts(const ReportInput& input) {
                  "nats per token",
                  "step",
                  {line_of(metrics, "loss", "training"), line_of(metrics, "validation_loss", "validation")}});
+  all.push_back({"Loss and the rehearsed cluster's time",
+                 "nats per token",
+                 "seconds, predicted",
+                 {loss_over_cluster_time(metrics)}});
+  all.push_back(
+      {"Step time of the rehearsed cluster",
+       "ms, predicted",
+       "step",
+       {line_of(metrics, "cluster_step_ms", "as planned"),
+        find(metrics, "cluster_step_ms") ? line_of(metrics, "predicted_in_order_ms", "in order") : ChartLine()}});
   all.push_back({"Throughput", "tokens/s", "step", {line_of(metrics, "tokens_per_second", "tokens/s")}});
   all.push_back({"Coverage",
                  "share of the attention mass",
@@ -169,11 +196,13 @@ std::string charts(const ReportInput& input) {
                  {line_of(metrics, "coverage", "measured"), line_of(metrics, "predicted_coverage", "planned"),
                   line_of(metrics, "base_coverage", "at the base budget, predicted")}});
   all.push_back({"Budget", "keys per query, mean", "step", {line_of(metrics, "budget", "planned")}});
-  all.push_back({"Step time",
-                 "ms",
-                 "step",
-                 {line_of(metrics, "step_ms", "measured"), line_of(metrics, "predicted_step_ms", "predicted"),
-                  line_of(metrics, "predicted_in_order_ms", "in order, predicted schedule")}});
+  all.push_back(
+      {"Step time",
+       "ms",
+       "step",
+       {line_of(metrics, "step_ms", "measured"), line_of(metrics, "predicted_step_ms", "predicted"),
+        find(metrics, "predicted_step_ms") ? line_of(metrics, "predicted_in_order_ms", "in order, predicted schedule")
+                                           : ChartLine()}});
   all.push_back({"Micro-batches", "ms measured", "ms predicted", {micro_batch_dots(input.plans)}, true});
   all.push_back({"Imbalance of ranks",
                  "work of the busiest / mean",
@@ -212,7 +241,7 @@ std::string schedules(const ReportInput& input) {
 }  // namespace
 
 std::string write_report(const ReportInput& input) {
-  const std::string name = html_text(input.name);
+  const std::string name = markup_text(input.name);
   std::string page = fmt::format(
       "<!doctype html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n"
       "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'; "
@@ -226,11 +255,11 @@ std::string write_report(const ReportInput& input) {
     page += fmt::format("<p class=\"note\">{} of {} lines of metrics.jsonl could not be read and are left out.</p>\n",
                         input.metrics.skipped, input.metrics.lines);
   if (!input.plans.damage.empty())
-    page += fmt::format("<p class=\"note\">{}; nothing after it is shown.</p>\n", html_text(input.plans.damage));
+    page += fmt::format("<p class=\"note\">{}; nothing after it is shown.</p>\n", markup_text(input.plans.damage));
   page += "<h2>Over time</h2>\n" + charts(input) + schedules(input);
   if (!input.run_config.empty())
     page += fmt::format("<h2>Configuration</h2>\n<details><summary>run.yaml</summary><pre>{}</pre></details>\n",
-                        html_text(input.run_config));
+                        markup_text(input.run_config));
   return page + fmt::format("<script>{}</script>\n</body>\n</html>\n", kScript);
 }
 

@@ -7,7 +7,7 @@
 #include <optional>
 
 #include "core/errors.h"
-#include "report/report_chart.h"
+#include "core/markup.h"
 #include "report/report_schedule.h"
 #include "run/config/run_config.h"
 
@@ -68,6 +68,9 @@ std::string machine_text(const ReportInput& input, const RunConfig& config) {
   if (ranks > 1)
     text = fmt::format("{} ranks (data {} × pipeline {} × context {}) on {}", ranks, parallel.dp, parallel.pp,
                        parallel.cp, text);
+  if (const RehearsedGrid& cluster = parallel.rehearse; cluster.on())
+    text +=
+        fmt::format(", rehearsing {} ranks (data {} × pipeline {})", cluster.dp * cluster.pp, cluster.dp, cluster.pp);
   return text;
 }
 
@@ -89,6 +92,9 @@ std::string gain_text(const ReportInput& input) {
         sum(*in_order) / sum(*balanced), in_order->size(),
         predicted.empty() ? "" : "; predicted for all steps: " + predicted);
   if (predicted.empty()) return {};
+  if (find(input.metrics, "cluster_step_ms"))
+    return "On the rehearsed cluster balancing makes the steps' schedules <b>" + predicted +
+           " as fast</b> as the same batches in order, by prediction.";
   return "Balancing made the steps' schedules <b>" + predicted +
          " as fast</b> as the same batches in order, by prediction (balance.compare_steps measures it).";
 }
@@ -119,7 +125,7 @@ std::string report_headline(const ReportInput& input) {
                         loss->begin()->second, loss->rbegin()->second, gain_text(input));
   std::string rows;
   const auto row = [&](const char* name, const std::string& value) {
-    if (!value.empty()) rows += fmt::format("<tr><th>{}</th><td>{}</td></tr>\n", name, html_text(value));
+    if (!value.empty()) rows += fmt::format("<tr><th>{}</th><td>{}</td></tr>\n", name, markup_text(value));
   };
   if (const std::optional<RunConfig> config = configuration(input)) {
     row("model", model_text(*config));

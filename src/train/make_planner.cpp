@@ -4,70 +4,29 @@
 #include <limits>
 #include <set>
 
+#include "attention/select/selection_words.h"
 #include "core/errors.h"
 #include "core/log.h"
 #include "plan/latency/adapter_profile.h"
+#include "run/config/recompute_words.h"
 #include "train/packing.h"
 #include "train/stage_split.h"
 
 namespace sb {
 namespace {
 
-BatchingPolicy batching_policy(BalanceOptions::Batching batching) {
-  switch (batching) {
-    case BalanceOptions::Batching::in_order:
-      return BatchingPolicy::in_order;
-    case BalanceOptions::Batching::length:
-      return BatchingPolicy::length;
-    case BalanceOptions::Batching::quadratic:
-      return BatchingPolicy::quadratic;
-    case BalanceOptions::Batching::wlb:
-      return BatchingPolicy::wlb;
-    case BalanceOptions::Batching::sab:
-      return BatchingPolicy::sab;
-  }
-  throw InternalError("no such batching");
-}
-
 TuningOptions tuning_options(const BalanceOptions& balance) {
   TuningOptions tuning;
-  tuning.policy = balance.tuning == BalanceOptions::Tuning::none     ? TuningPolicy::off
-                  : balance.tuning == BalanceOptions::Tuning::anchor ? TuningPolicy::anchor
-                                                                     : TuningPolicy::optimal;
-  tuning.anchor = balance.anchor == BalanceOptions::Anchor::mean  ? AnchorKind::mean
-                  : balance.anchor == BalanceOptions::Anchor::min ? AnchorKind::min
-                                                                  : AnchorKind::max;
+  tuning.policy = balance.tuning;
+  tuning.anchor = balance.anchor;
   tuning.p = balance.p;
   tuning.target = balance.target < 0 ? kEqualCoverage : balance.target;
   return tuning;
 }
 
-const char* pattern_name(SelectionPattern pattern) {
-  switch (pattern) {
-    case SelectionPattern::dense:
-      return "dense";
-    case SelectionPattern::topk:
-      return "topk";
-    case SelectionPattern::mass:
-      return "mass";
-    case SelectionPattern::topp:
-      return "topp";
-    case SelectionPattern::vertical_slash:
-      return "vertical_slash";
-    case SelectionPattern::window:
-      return "window";
-  }
-  throw InternalError("no such pattern");
-}
-
-const char* score_name(BlockScore score) {
-  return score == BlockScore::planes ? "planes" : score == BlockScore::moments ? "moments" : "mean";
-}
-
-const char* recompute_name(Recompute recompute) {
+std::string recompute_name(Recompute recompute) {
   // Of pieces whose forward runs again all but the last take the same time more.
-  recompute = kept_at_hand(recompute);
-  return recompute == Recompute::none ? "none" : recompute == Recompute::layer ? "layer" : "attention";
+  return word_of(kRecomputeWords, kept_at_hand(recompute));
 }
 
 }  // namespace
@@ -90,7 +49,7 @@ int64_t largest_budget(const RunConfig& config) {
   const BalanceOptions& balance = config.balance;
   const SelectionConfig& selection = config.attention.selection;
   if (selection.pattern == SelectionPattern::dense) return 0;
-  if (balance.tuning == BalanceOptions::Tuning::none && balance.replay.empty()) return 0;
+  if (balance.tuning == TuningPolicy::none && balance.replay.empty()) return 0;
   // Lists take memory in proportion to it: room for whole sequences would be that of dense attention's pairs.
   return balance.max_budget > 0 ? balance.max_budget : 4 * selection.budget;
 }
@@ -100,8 +59,8 @@ AttentionSpec attention_spec(const RunConfig& config) {
   AttentionSpec spec;
   spec.block = selection.block;
   spec.query_block = selection.query_block;
-  spec.pattern = pattern_name(selection.pattern);
-  spec.score = score_name(selection.score);
+  spec.pattern = word_of(kPatternWords, selection.pattern);
+  spec.score = word_of(kScoreWords, selection.score);
   spec.score_channels = selection.score == BlockScore::planes ? selection.score_channels : 0;
   spec.score_tokens = selection.score_tokens;
   spec.budget = selection.budget;
@@ -119,8 +78,15 @@ AttentionSpec attention_spec(const RunConfig& config) {
   return spec;
 }
 
+RunConfig planned_config(RunConfig config) {
+  if (!config.parallel.rehearse.on()) return config;
+  config.parallel.dp = config.parallel.rehearse.dp;
+  config.parallel.pp = config.parallel.rehearse.pp;
+  return config;
+}
+
 Profile run_profile(const RunConfig& config, const ModelConfig& model) {
-  // Balancing by lengths needs no latencies; predictions then come from a built-in table and are corrected.
+  // Plans that are used again need no latencies; predictions then come from a built-in table and are corrected.
   const bool given = !config.balance.profile.empty();
   const AttentionSpec spec = attention_spec(config);
   AttentionSpec scored = spec;
@@ -137,11 +103,13 @@ Profile run_profile(const RunConfig& config, const ModelConfig& model) {
   return with_adapters(std::move(profile), lora_rank);
 }
 
-std::unique_ptr<BalancedPlanner> make_balanced_planner(const RunConfig& config, const ModelConfig& model,
+std::unique_ptr<BalancedPlanner> make_balanced_planner(const RunConfig& run, const ModelConfig& model,
                                                        const PackingLimits& limits, const ReplayedSteps& steps,
                                                        int64_t first_step) {
+  const RunConfig config = planned_config(run);
   BalancedPlannerOptions options;
-  options.plan.batching.policy = batching_policy(config.balance.batching);
+  options.rehearsal = config.parallel.rehearse.on();
+  options.plan.batching.policy = config.balance.batching;
   options.plan.batching.micro_batch_sequences = config.batch.micro_batch_sequences;
   options.plan.batching.micro_batch_tokens = limits.max_tokens;
   options.plan.batching.max_sequences = most_sequences(config, limits);

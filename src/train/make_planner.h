@@ -19,9 +19,11 @@ int64_t largest_budget(const RunConfig& config);
 // What the planner has to know about attention.
 AttentionSpec attention_spec(const RunConfig& config);
 
+// The run as plans are made for it: on the ranks of the cluster that it rehearses.
+RunConfig planned_config(RunConfig config);
 // UserError when the profile is of another shape, of another recompute level or of other blocks.
 Profile run_profile(const RunConfig& config, const ModelConfig& model);
-std::unique_ptr<BalancedPlanner> make_balanced_planner(const RunConfig& config, const ModelConfig& model,
+std::unique_ptr<BalancedPlanner> make_balanced_planner(const RunConfig& run, const ModelConfig& model,
                                                        const PackingLimits& limits, const ReplayedSteps& steps = {},
                                                        int64_t first_step = 1);
 

@@ -43,8 +43,7 @@ TokenDatasetOptions dataset_options(const RunConfig& config, const std::vector<W
   TokenDatasetOptions options;
   for (const WeightedPath& path : paths) options.paths.push_back(path.path.string());
   options.max_sequence_length = config.data.max_sequence_length;
-  options.long_rule = config.data.overlong == DataOptions::Overlong::split ? TokenDatasetOptions::LongRule::split
-                                                                           : TokenDatasetOptions::LongRule::drop;
+  options.overlong = config.data.overlong;
   options.vocab_size = vocab_size;
   return options;
 }

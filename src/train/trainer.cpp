@@ -97,6 +97,7 @@ void BalanceSummary::add(const StepReport& report) {
   rank_imbalance += share * (report.rank_imbalance.value_or(1.0) - rank_imbalance);
   bubble_percent += share * (report.bubble_percent.value_or(0.0) - bubble_percent);
   gain += share * (*report.gain - gain);
+  cluster_seconds += report.cluster_seconds.value_or(0.0);
   if (!report.in_order_seconds) return;
   ++compared;
   in_order += *report.in_order_seconds;
@@ -344,9 +345,7 @@ std::optional<LossSums> Trainer::forward_backward(const StepPlan& plan) {
     if (ticker_) ticker_->micro_batch();
     return one_rank && parts_.stop_requested();
   };
-  Pipeline::Result result =
-      model_->forward_backward(exec_, plan.micro_batches, before_micro_batch,
-                               plan.plan.ranks[static_cast<size_t>(model_->grid().dp_rank())].ahead);
+  Pipeline::Result result = model_->forward_backward(exec_, plan.micro_batches, before_micro_batch, plan.ahead);
   if (ticker_) ticker_->end();
   if (parts_.dump) parts_.dump->end_step();
   if (result.stopped) return std::nullopt;
@@ -416,7 +415,9 @@ void Trainer::learn(const StepPlan& plan, const LossSums& sums, int64_t step_ns)
                                     100.0 * accuracy(sums), parts_.source.length(unseen)));
   state_.source_state = parts_.source.state();
   if (parts_.sparse) learn_selection();
-  StepMeasurement measurement = gather_times(model_->grid(), plan.plan, operations_);
+  // The times of a rehearsal say nothing of the ranks that it is planned for.
+  StepMeasurement measurement;
+  if (!config_.parallel.rehearse.on()) measurement = gather_times(model_->grid(), plan.plan, operations_);
   if (!planner_) return;
   measurement.step = state_.step;
   measurement.step_ns = step_ns;

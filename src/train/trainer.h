@@ -66,6 +66,7 @@ struct TrainerParts {
 struct BalanceSummary {
   int64_t steps = 0;
   double rank_imbalance = 0, bubble_percent = 0, gain = 0;
+  double cluster_seconds = 0;  // of all steps, predicted, where a cluster is rehearsed
   // Of the steps that balance.compare_steps compared, in seconds.
   int64_t compared = 0;
   double in_order = 0, balanced = 0;
@@ -124,6 +125,7 @@ class Trainer {
     Plan plan;
     std::vector<int64_t> lengths;           // of the global batch
     std::vector<MicroBatch> micro_batches;  // of this rank, in the order they run
+    int ahead = 1;                          // Pipeline::train
     int64_t tokens() const;                 // of the global batch
   };
 

@@ -116,7 +116,7 @@ std::unique_ptr<Attention> attention_of(const RunConfig& config, const ModelConf
   return make_attention(options, config.device, config.train.deterministic);
 }
 
-std::string ranks_text(const RunConfig& config, const ModelConfig& model, const RankDevice* device) {
+std::string grid_text(const RunConfig& config, const ModelConfig& model, const RankDevice* device) {
   const ParallelOptions& parallel = config.parallel;
   if (parallel.dp * parallel.pp * parallel.cp == 1)
     return config.device == DeviceKind::cuda ? "1 process on " + cuda::device_info().name : "1 process";
@@ -130,6 +130,12 @@ std::string ranks_text(const RunConfig& config, const ModelConfig& model, const 
   for (size_t i = 0; i + 1 < first_layers.size(); ++i)
     stages.push_back(fmt::format("{}-{}", first_layers[i], first_layers[i + 1] - 1));
   return text + fmt::format(", layers {}", fmt::join(stages, " | "));
+}
+
+std::string ranks_text(const RunConfig& config, const ModelConfig& model, const RankDevice* device) {
+  const std::string text = grid_text(config, model, device);
+  const RehearsedGrid& cluster = config.parallel.rehearse;
+  return cluster.on() ? text + fmt::format(", rehearsing dp {} x pp {}", cluster.dp, cluster.pp) : text;
 }
 
 std::string header(const RunConfig& config, const TrainerParts& parts, int64_t memory_limit) {
@@ -194,7 +200,13 @@ bool copy_fits(const RunConfig& config, const TrainerParts& parts, int64_t host_
 std::string footer(const RunConfig& config, const TrainSummary& summary) {
   const std::string output = config.train.output_dir.string();
   std::string text;
-  if (const BalanceSummary& balance = summary.balance; balance.steps > 0)
+  const RehearsedGrid& cluster = config.parallel.rehearse;
+  if (const BalanceSummary& balance = summary.balance; balance.steps > 0 && cluster.on())
+    text += fmt::format(
+        "rehearsal of dp {} x pp {}: {} steps would take {:.2f} s there, without the optimizer; in order their "
+        "schedules would take {:.2f} times as long (both predicted)\n",
+        cluster.dp, cluster.pp, balance.steps, balance.cluster_seconds, balance.gain);
+  else if (balance.steps > 0)
     text += fmt::format(
         "balancing: the busiest rank had {:.2f} times the mean work, ranks were idle {:.0f} % of the time; in order "
         "these "

@@ -102,7 +102,7 @@ TEST(TokenDataset, DropsLongDocumentsWhenTold) {
   write_lengths(folder.path("a"), {4, 5, 3});
   TokenDatasetOptions options = options_for({folder.path("a")}, 4);
   options.shuffle = false;
-  options.long_rule = TokenDatasetOptions::LongRule::drop;
+  options.overlong = Overlong::drop;
   const TokenDataset data(options, 1);
   EXPECT_EQ(data.size(), 2u);
   EXPECT_EQ(data.length(0), 4);

@@ -79,7 +79,7 @@ TEST(Plan, IsNeverWorseThanInOrderAndKeepsItsPromises) {
     options.batching.micro_batch_sequences = 1 + static_cast<int64_t>(random.below(3));
     if (trial % 4 == 0) options.batching.micro_batch_tokens = 500000;
     ExpectedBudgets expected;
-    for (TuningPolicy tuning : {TuningPolicy::off, TuningPolicy::optimal}) {
+    for (TuningPolicy tuning : {TuningPolicy::none, TuningPolicy::optimal}) {
       options.tuning.policy = tuning;
       options.ordering = random.below(4) > 0;
       const Plan plan = plan_step(trial, cost, *coverage, sequences, options, expected);
@@ -191,11 +191,10 @@ TEST(Plan, NotesWhatItCouldNotDo) {
   PlanOptions options;
   options.batching.micro_batch_sequences = 1;
   options.batching.micro_batch_tokens = 20000;
-  for (BatchingPolicy policy :
-       {BatchingPolicy::length, BatchingPolicy::quadratic, BatchingPolicy::wlb, BatchingPolicy::in_order}) {
+  for (BatchingPolicy policy : {BatchingPolicy::sab, BatchingPolicy::in_order}) {
     options.batching.policy = policy;
     const Plan plan = plan_step(1, cluster.cost, *cluster.coverage, three, options, {});
-    EXPECT_EQ(plan.notes.size(), policy == BatchingPolicy::in_order ? 0u : 1u) << policy_name(policy);
+    EXPECT_EQ(plan.notes.size(), policy == BatchingPolicy::in_order ? 0u : 1u) << options.batching.name();
     for (const std::string& note : plan.notes) EXPECT_NE(note.find("found no room"), std::string::npos) << note;
     EXPECT_EQ(parse_plan(write_plan(plan), "plan").notes, plan.notes);
   }

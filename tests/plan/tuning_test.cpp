@@ -283,7 +283,7 @@ TEST(Tuning, DenseLayersStayDenseAndCountAsSuch) {
           base += 2 * weight;
           for (const int l : {1, 2, 4, 5}) base += weight * coverage->at(s, l, spec.base_budget(s.tokens));
         }
-        for (TuningPolicy policy : {TuningPolicy::off, TuningPolicy::anchor, TuningPolicy::optimal}) {
+        for (TuningPolicy policy : {TuningPolicy::none, TuningPolicy::anchor, TuningPolicy::optimal}) {
           PlanOptions options;
           options.batching.micro_batch_sequences = 2;
           options.tuning.policy = policy;
@@ -315,7 +315,7 @@ TEST(Tuning, DenseLayersStayDenseAndCountAsSuch) {
             }
             slowest = std::max(slowest, sum);
           }
-          EXPECT_EQ(moved, policy != TuningPolicy::off);
+          EXPECT_EQ(moved, policy != TuningPolicy::none);
           // Without a pipeline the step is the slowest rank and the reduction.
           if (stages == 1) {
             EXPECT_NEAR(plan.makespan_us, slowest + cost.reduction(0), 1e-9 * slowest);
@@ -326,7 +326,7 @@ TEST(Tuning, DenseLayersStayDenseAndCountAsSuch) {
           EXPECT_LE(plan.makespan_us, plan.baseline_us * (policy == TuningPolicy::anchor ? 2.0 : 1 + 1e-9));
           ExpectedBudgets expected;
           learn_budgets(plan, spec, sequences, expected);
-          if (policy == TuningPolicy::off) {
+          if (policy == TuningPolicy::none) {
             EXPECT_EQ(expected.of(spec, 40000), spec.budget);
           }
         }

@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include "core/errors.h"
+#include "core/markup.h"
 #include "report/report_chart.h"
 #include "report/report_schedule.h"
 #include "tests/data/temporary_folder.h"
@@ -52,7 +53,7 @@ TEST(Report, ReadsMetricsWhateverTheyHold) {
 }
 
 TEST(Report, EscapesWhatItShows) {
-  EXPECT_EQ(html_text("<a href=\"x\">'&\x01"), "&lt;a href=&quot;x&quot;&gt;&#39;&amp; ");
+  EXPECT_EQ(markup_text("<a href=\"x\">'&\x01"), "&lt;a href=&quot;x&quot;&gt;&#39;&amp; ");
   ReportInput input = example_run(3, 1);
   const std::string attack = "</title></script><script>alert(1)</script>\"'><img src=x onerror=alert(1)>";
   input.name = input.run_config = input.plans.damage = attack;
@@ -205,6 +206,21 @@ TEST(Report, OfALongRunNeedsAFewPlansAtATime) {
     EXPECT_FALSE(input.plans.steps.at(2).plan.ranks.empty());
     EXPECT_TRUE(page == write_report(input));
   }
+}
+
+TEST(Report, ShowsTheTimesOfARehearsedCluster) {
+  ReportInput input = example_run(4, 2);
+  EXPECT_EQ(write_report(input).find("rehearsed cluster"), std::string::npos);
+  auto& series = input.metrics.series;
+  series["cluster_step_ms"] = {{1, 500}, {2, 250}, {3, 250}, {4, 1000}};
+  series.erase("predicted_step_ms");
+  const std::string page = write_report(input);
+  EXPECT_NE(page.find("On the rehearsed cluster balancing makes"), std::string::npos);
+  EXPECT_NE(page.find("<td>500.0 ms</td>"), std::string::npos);
+  // Losses 5, 3.5, 3 and 2.75, over the seconds since the beginning.
+  for (const char* point : {",0.5,5.0]", ",0.75,3.5]", ",1.0,3.0]", ",2.0,2.75]"})
+    EXPECT_NE(page.find(point), std::string::npos) << point;
+  EXPECT_EQ(page.find("error of the predicted step time"), std::string::npos);
 }
 
 TEST(Report, ReadsARunsDirectory) {

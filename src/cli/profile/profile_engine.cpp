@@ -18,6 +18,7 @@
 #include "device/memory.h"
 #include "model/stage.h"
 #include "ops/adamw.h"
+#include "run/config/recompute_words.h"
 
 namespace sb {
 namespace {
@@ -206,9 +207,7 @@ struct ProfileEngine::Implementation {
     StageOptions stage;
     stage.device = options.device;
     stage.dtype = options.device == DeviceKind::cuda ? kCudaDType : DType::f32;
-    stage.recompute = options.recompute == "none"    ? Recompute::none
-                      : options.recompute == "layer" ? Recompute::layer
-                                                     : Recompute::attention;
+    stage.recompute = value_of(kRecomputeWords, options.recompute, "--recompute");
     stage.max_micro_batch_tokens = stage.max_sequence_length = stage.max_cut_sequence = options.max_tokens;
     stage.slots = 2;  // a piece, and all that comes before it
     if (options.device == DeviceKind::cuda) stage.loss_chunk = 4096;

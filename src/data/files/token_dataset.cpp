@@ -37,7 +37,7 @@ namespace {
 int64_t pieces_of(int64_t length, const TokenDatasetOptions& options) {
   if (length < 2) return 0;
   if (length <= options.max_sequence_length) return 1;
-  if (options.long_rule == TokenDatasetOptions::LongRule::drop) return 0;
+  if (options.overlong == Overlong::drop) return 0;
   return length / options.max_sequence_length + (length % options.max_sequence_length >= 2 ? 1 : 0);
 }
 

@@ -10,16 +10,18 @@
 
 namespace sb {
 
+// What becomes of a document that is too long: `split` cuts it into consecutive pieces, the last one shorter; `drop`
+// leaves it out.
+enum class Overlong { split, drop };
+
 struct TokenDatasetOptions {
   std::vector<std::string> paths;  // as open_token_file() takes them; patterns allowed
   // How the sequences drawn are shared among the paths, relative to each other. Empty: each file by its number of
   // sequences, so that one pass sees every sequence once. Needs shuffle.
   std::vector<double> weights;
   int64_t max_sequence_length = 65536;
-  // A longer document: `split` cuts it into consecutive pieces of max_sequence_length, the last one shorter; `drop`
-  // leaves it out. Pieces and documents of fewer than two tokens have no target and are left out.
-  enum class LongRule { split, drop };
-  LongRule long_rule = LongRule::split;
+  Overlong overlong =
+      Overlong::split;  // pieces and documents of fewer than two tokens have no target: they are left out
   bool shuffle = true;
   int64_t vocab_size = 0;  // ids must lie below; 0: only non-negative
 };

@@ -260,7 +260,7 @@ void BalancedPlanner::check_piece(const PlannedRank& rank, size_t position, cons
 void BalancedPlanner::check_budgets(const Plan& plan, const std::vector<Sequence>& sequences,
                                     const std::string& where) const {
   // What memory is planned for; 0: up to dense.
-  const bool raised = options_.plan.tuning.policy != TuningPolicy::off || !options_.replay.empty();
+  const bool raised = options_.plan.tuning.policy != TuningPolicy::none || !options_.replay.empty();
   const int64_t largest = raised ? options_.spec.max_budget : options_.spec.budget;
   if (largest == 0) return;
   const std::map<int64_t, int64_t> by_id = lengths_by_id(sequences);
@@ -362,7 +362,7 @@ BalancedPlanner::Made BalancedPlanner::make(int64_t step, const std::vector<Sequ
   // What it is compared with has whole sequences, however large micro-batches may be.
   for (const Sequence& sequence : sequences)
     if (int64_t& cap = plain.batching.micro_batch_tokens; cap > 0) cap = std::max(cap, sequence.tokens);
-  plain.tuning.policy = TuningPolicy::off;
+  plain.tuning.policy = TuningPolicy::none;
   made.step.in_order = plan_step(step, cost, coverage, sequences, plain, expected);
   return made;
 }
@@ -390,26 +390,9 @@ Plan BalancedPlanner::next() {
   return plan;
 }
 
-void BalancedPlanner::learn(const StepMeasurement& measurement) {
-  const double begin = clock_seconds(CLOCK_THREAD_CPUTIME_ID);
-  const auto found = running_.find(measurement.step);
-  SB_CHECK(found != running_.end(), "step {} was not planned", measurement.step);
-  const Running run = std::move(found->second);
-  running_.erase(found);
-  SB_CHECK(measurement.ranks.size() == run.step.plan.ranks.size(), "step {}: {} ranks planned, {} measured",
-           measurement.step, run.step.plan.ranks.size(), measurement.ranks.size());
-  for (size_t r = 0; r < measurement.ranks.size(); ++r)
-    SB_CHECK(measurement.ranks[r].size() == run.step.plan.ranks[r].micro_batches.size(),
-             "step {}, rank {}: {} micro-batches planned, {} measured", measurement.step, r,
-             run.step.plan.ranks[r].micro_batches.size(), measurement.ranks[r].size());
-  if (log_) log_->measured(measurement);
-
-  auto state = std::make_shared<BalanceState>(*states_.back());
-  state->step = measurement.step;
-  LatencyModel latency(profile_);
-  latency.set_corrections_ppm(state->corrections_ppm);
-  const CostModel cost(latency, options_.spec, options_.layout, options_.first_layer);
-  // The schedule with what its operations really took; transfers and reductions as the profile has them.
+// The schedule with what its operations really took; transfers and reductions as the profile has them.
+double BalancedPlanner::measured_makespan(const Plan& plan, const CostModel& cost,
+                                          const StepMeasurement& measurement) const {
   double makespan_us = 0;
   for (size_t r = 0; r < measurement.ranks.size(); ++r) {
     PipelineTimes times;
@@ -420,24 +403,54 @@ void BalancedPlanner::learn(const StepMeasurement& measurement) {
       for (int s = 0; s < times.stages; ++s) {
         times.forward.push_back(static_cast<double>(micro_batch.forward[static_cast<size_t>(s)]) / 1e3);
         times.backward.push_back(static_cast<double>(micro_batch.backward[static_cast<size_t>(s)]) / 1e3);
-        const auto tokens = static_cast<double>(run.step.plan.ranks[r].micro_batches[i].tokens);
+        const auto tokens = static_cast<double>(plan.ranks[r].micro_batches[i].tokens);
         times.forward_transfer.push_back(cost.transfer(s, tokens));
         times.backward_transfer.push_back(s + 1 < times.stages ? cost.transfer(s + 1, tokens) : 0.0);
       }
     }
     for (int s = 0; s < times.stages; ++s) times.tail.push_back(cost.reduction(s));
-    const auto schedule = rank_schedule(run.step.plan.ranks[r], times.stages, options_.layout.warmup_depth);
+    const auto schedule = rank_schedule(plan.ranks[r], times.stages, options_.layout.warmup_depth);
     makespan_us = std::max(makespan_us, schedule->makespan(times, {}));
   }
+  return makespan_us;
+}
 
+// What the step's times say of latencies and of what comes on top of the schedule.
+void BalancedPlanner::learn_latencies(const Running& run, const StepMeasurement& measurement, BalanceState& state,
+                                      double& makespan_us) const {
+  SB_CHECK(measurement.ranks.size() == run.step.plan.ranks.size(), "step {}: {} ranks planned, {} measured",
+           measurement.step, run.step.plan.ranks.size(), measurement.ranks.size());
+  for (size_t r = 0; r < measurement.ranks.size(); ++r)
+    SB_CHECK(measurement.ranks[r].size() == run.step.plan.ranks[r].micro_batches.size(),
+             "step {}, rank {}: {} micro-batches planned, {} measured", measurement.step, r,
+             run.step.plan.ranks[r].micro_batches.size(), measurement.ranks[r].size());
+  LatencyModel latency(profile_);
+  latency.set_corrections_ppm(state.corrections_ppm);
+  const CostModel cost(latency, options_.spec, options_.layout, options_.first_layer);
+  makespan_us = measured_makespan(run.step.plan, cost, measurement);
+  if (!options_.adapt) return;
+  learn_times(cost, latency, run.step.plan, run.sequences, measurement);
+  state.corrections_ppm = latency.corrections_ppm();
+  const double overhead = static_cast<double>(measurement.step_ns) - 1e3 * makespan_us;
+  state.overhead_ns = states_.back()->step == 0
+                          ? std::llround(overhead)
+                          : std::llround((1 - kOverheadSmoothing) * static_cast<double>(state.overhead_ns) +
+                                         kOverheadSmoothing * overhead);
+}
+
+void BalancedPlanner::learn(const StepMeasurement& measurement) {
+  const double begin = clock_seconds(CLOCK_THREAD_CPUTIME_ID);
+  const auto found = running_.find(measurement.step);
+  SB_CHECK(found != running_.end(), "step {} was not planned", measurement.step);
+  const Running run = std::move(found->second);
+  running_.erase(found);
+  if (log_) log_->measured(measurement);
+
+  auto state = std::make_shared<BalanceState>(*states_.back());
+  state->step = measurement.step;
+  double makespan_us = 0;
+  if (!options_.rehearsal) learn_latencies(run, measurement, *state, makespan_us);
   if (options_.adapt) {
-    learn_times(cost, latency, run.step.plan, run.sequences, measurement);
-    state->corrections_ppm = latency.corrections_ppm();
-    const double overhead = static_cast<double>(measurement.step_ns) - 1e3 * makespan_us;
-    state->overhead_ns = states_.back()->step == 0
-                             ? std::llround(overhead)
-                             : std::llround((1 - kOverheadSmoothing) * static_cast<double>(state->overhead_ns) +
-                                            kOverheadSmoothing * overhead);
     ExpectedBudgets expected;
     expected.set_ppm(state->expected_budgets_ppm);
     learn_budgets(run.step.plan, options_.spec, run.sequences, expected);
@@ -451,7 +464,28 @@ void BalancedPlanner::learn(const StepMeasurement& measurement) {
     states_.push_back(std::move(state));
     if (states_.size() > kAhead + 1) states_.pop_front();
   }
-  note(run, measurement, makespan_us, clock_seconds(CLOCK_THREAD_CPUTIME_ID) - begin);
+  const double learning_seconds = clock_seconds(CLOCK_THREAD_CPUTIME_ID) - begin;
+  if (options_.rehearsal)
+    note_rehearsal(run, 1e3 * (run.planning_seconds + learning_seconds));
+  else
+    note(run, measurement, makespan_us, learning_seconds);
+}
+
+// Predictions alone: what is measured here is of other ranks.
+void BalancedPlanner::note_rehearsal(const Running& run, double planning_ms) {
+  const Plan& plan = run.step.plan;
+  metrics_ = {{"cluster_step_ms", plan.makespan_us / 1e3},
+              {"predicted_makespan_ms", plan.makespan_us / 1e3},
+              {"predicted_in_order_ms", plan.baseline_us / 1e3},
+              {"lower_bound_ms", plan.lower_bound_us / 1e3},
+              {"predicted_imbalance", plan.imbalance},
+              {"worker_imbalance", plan.worker_imbalance},
+              {"predicted_bubble_percent", 100 * plan.bubble_share},
+              {"planning_ms", planning_ms},
+              {"planning_wait_ms", 1e3 * run.waited_seconds},
+              {"budget", mean_budget(plan, lengths_by_id(run.sequences))},
+              {"predicted_coverage", plan.mean_coverage},
+              {"base_coverage", plan.base_coverage}};
 }
 
 void BalancedPlanner::note(const Running& run, const StepMeasurement& measurement, double makespan_us,

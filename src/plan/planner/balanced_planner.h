@@ -30,6 +30,8 @@ struct BalancedPlannerOptions {
   std::filesystem::path log;     // plan.jsonl; empty: none is written or read
   int64_t first_step = 1;        // of the run from here on: no plan before it is read from the log
   std::filesystem::path replay;  // the log of a run whose plans are used again; empty: none
+  // The ranks that run are not those of the layout: measurements come without times, and none are learned.
+  bool rehearsal = false;
 };
 
 // The steps of a run with a replay.
@@ -95,7 +97,11 @@ class BalancedPlanner final : public StepPlanner {
   void check_budgets(const Plan& plan, const std::vector<Sequence>& sequences, const std::string& where) const;
   std::shared_ptr<const BalanceState> state_for(int64_t step) const;
   Made make(int64_t step, const std::vector<Sequence>& sequences, const BalanceState& state) const;
+  double measured_makespan(const Plan& plan, const CostModel& cost, const StepMeasurement& measurement) const;
+  void learn_latencies(const Running& run, const StepMeasurement& measurement, BalanceState& state,
+                       double& makespan_us) const;
   void note(const Running& run, const StepMeasurement& measurement, double makespan_us, double learning_seconds);
+  void note_rehearsal(const Running& run, double planning_ms);
 
   Profile profile_;
   BalancedPlannerOptions options_;

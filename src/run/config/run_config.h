@@ -8,11 +8,14 @@
 
 #include "attention/select/selection_config.h"
 #include "core/tensor.h"
+#include "data/files/token_dataset.h"
 #include "data/synthetic/synthetic.h"
 #include "model/lora/lora_config.h"
 #include "model/model_config.h"
 #include "model/stage.h"
 #include "parallel/ring/context_placement.h"
+#include "plan/batching/batching_policy.h"
+#include "plan/tuning/tuning_policy.h"
 
 namespace sb {
 
@@ -34,7 +37,6 @@ struct WeightedPath {
 };
 
 struct DataOptions {
-  enum class Overlong { split, drop };
   std::vector<WeightedPath> train;
   std::vector<WeightedPath> validation;
   std::optional<SyntheticOptions>
@@ -66,14 +68,11 @@ struct AttentionRunOptions {
 };
 
 struct BalanceOptions {
-  enum class Batching { in_order, length, quadratic, wlb, sab };
   enum class Ordering { none, automatic };
-  enum class Tuning { none, anchor, optimal };
-  enum class Anchor { mean, min, max };
-  Batching batching = Batching::in_order;
+  BatchingPolicy batching = BatchingPolicy::in_order;
   Ordering ordering = Ordering::none;
-  Tuning tuning = Tuning::none;
-  Anchor anchor = Anchor::mean;
+  TuningPolicy tuning = TuningPolicy::none;
+  AnchorKind anchor = AnchorKind::mean;
   double p = 0.1;
   double target = -1.0;    // -1: equal_coverage
   int64_t max_budget = 0;  // 0: four times attention.budget
@@ -83,6 +82,12 @@ struct BalanceOptions {
   int64_t compare_steps = 0;      // every so many steps the same batch also runs in order, to be timed; 0: never
   std::filesystem::path profile;  // or the name of a built-in one
   std::filesystem::path replay;   // plan.jsonl of another run
+};
+
+// A cluster that is planned for and not there; 0: none.
+struct RehearsedGrid {
+  int dp = 0, pp = 0;
+  bool on() const { return dp > 0; }
 };
 
 struct ParallelOptions {
@@ -96,6 +101,9 @@ struct ParallelOptions {
   enum class RingLists { automatic, device, host };
   RingLists ring_lists = RingLists::automatic;  // device: cuda, cp: where lists are made
   int64_t timeout = 600;                        // seconds that a rank waits for another
+  RehearsedGrid rehearse;
+  // Data-parallel ranks that plans are made for.
+  int planned_dp() const { return rehearse.on() ? rehearse.dp : dp; }
 };
 
 struct OptimizerOptions {

@@ -47,7 +47,7 @@ void check_data(const RunConfig& config, const OptionTable& table, const std::st
                 "{}: a synthetic task has no end; say how many sequences", table.label("train.validation_sequences"));
   SB_USER_CHECK(!data.synthetic || data.shuffle, "{}: has no meaning with data.synthetic; remove it",
                 table.label("data.shuffle"));
-  SB_USER_CHECK(!data.synthetic || data.overlong == DataOptions::Overlong::split,
+  SB_USER_CHECK(!data.synthetic || data.overlong == Overlong::split,
                 "{}: has no meaning with data.synthetic; remove it", table.label("data.overlong"));
   if (config.train.num_train_epochs > 0) {
     SB_USER_CHECK(!data.synthetic, "{}: a synthetic task has no end; set train.max_steps",

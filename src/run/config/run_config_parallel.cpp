@@ -40,7 +40,56 @@ void add_parallel_options(OptionTable& table, ParallelOptions& parallel) {
   table.integer("parallel.timeout", &parallel.timeout, 1, 1 << 20,
                 "seconds that a rank waits for another before the run ends; longer than the longest micro-batch, than "
                 "saving a checkpoint and than reading the log of balance.replay");
+  table.section("parallel.rehearse",
+                "Rehearsal of a cluster: plans are made for it, with balance.profile as the profile of its GPUs, and "
+                "their micro-batches run on the ranks there are, docs/parallel.md.");
+  table.integer("parallel.rehearse.dp", &parallel.rehearse.dp, 0, 1 << 16,
+                "data-parallel ranks of the cluster, a multiple of parallel.dp; 0: no rehearsal");
+  table.integer("parallel.rehearse.pp", &parallel.rehearse.pp, 0, 1 << 16, "pipeline stages of the cluster");
 }
+
+namespace {
+
+// What runs here must be what the cluster would run, and what is predicted must be of its GPUs.
+void check_rehearsal(const RunConfig& config, const OptionTable& table) {
+  const ParallelOptions& parallel = config.parallel;
+  const RehearsedGrid& cluster = parallel.rehearse;
+  SB_USER_CHECK((cluster.dp > 0) == (cluster.pp > 0),
+                "{}: a rehearsed cluster has both dp and pp, for example parallel.rehearse: {{dp: 4, pp: 4}}",
+                table.label(cluster.dp > 0 ? "parallel.rehearse.dp" : "parallel.rehearse.pp"));
+  if (!cluster.on()) return;
+  const std::string label = table.label("parallel.rehearse.dp");
+  SB_USER_CHECK(parallel.pp == 1 && parallel.cp == 1,
+                "{}: the ranks that run a rehearsal have the whole model and whole sequences; set parallel.pp: 1 and "
+                "parallel.cp: 1",
+                label);
+  SB_USER_CHECK(cluster.dp % parallel.dp == 0,
+                "{}: {} ranks are planned, which the {} ranks there are (parallel.dp) cannot share equally; change one "
+                "of them",
+                label, cluster.dp, parallel.dp);
+  SB_USER_CHECK(cluster.dp <= config.batch.global_batch_size,
+                "{}: {} ranks for batch.global_batch_size {}: some would have no sequence", label, cluster.dp,
+                config.batch.global_batch_size);
+  SB_USER_CHECK(!config.model.init || cluster.pp <= config.model.init->layers,
+                "{}: {} stages for {} layers: some would be empty; lower it", table.label("parallel.rehearse.pp"),
+                cluster.pp, config.model.init->layers);
+  const BalanceOptions& balance = config.balance;
+  SB_USER_CHECK(!balance.profile.empty(),
+                "{}: step times are predicted, and nothing says of which GPUs; set balance.profile to a profile that "
+                "was measured there, or to a built-in one",
+                label);
+  SB_USER_CHECK(balance.chunk != BalanceOptions::kAutomaticChunk,
+                "{}: balance.chunk: auto divides the memory of pipeline stages, which are not here; give the tokens of "
+                "a piece, for example balance.chunk: 4096",
+                label);
+  SB_USER_CHECK(balance.compare_steps == 0,
+                "{}: times measured here say nothing of the cluster; remove balance.compare_steps", label);
+  SB_USER_CHECK(config.train.recompute != Recompute::chunk || cluster.pp == 1,
+                "{}: train.recompute: chunk does not go with the {} stages of the cluster; set train.recompute: layer",
+                label, cluster.pp);
+}
+
+}  // namespace
 
 void check_parallel(const RunConfig& config, const OptionTable& table) {
   const ParallelOptions& parallel = config.parallel;
@@ -61,6 +110,7 @@ void check_parallel(const RunConfig& config, const OptionTable& table) {
                 "{}: device, but vertical_slash and mass with lookahead choose their pairs on the host; remove it, or "
                 "choose another attention.pattern",
                 table.label("parallel.ring_lists"));
+  check_rehearsal(config, table);
 }
 
 }  // namespace sb

@@ -53,6 +53,7 @@ std::string format_step(const StepReport& report, size_t width) {
   if (report.density) add(9, fmt::format("density {:.3f}", *report.density));
   if (report.rank_imbalance) add(3, fmt::format("ranks {:.2f}", *report.rank_imbalance));
   if (report.bubble_percent) add(3, fmt::format("bubbles {:.0f} %", *report.bubble_percent));
+  if (report.cluster_seconds) add(2, fmt::format("cluster {:.1f} ms", 1e3 * *report.cluster_seconds));
   if (report.in_order_seconds)
     add(2, fmt::format("gain {:.2f}x measured", *report.in_order_seconds / *report.balanced_seconds));
   else if (report.gain)

@@ -28,6 +28,7 @@ struct StepReport {
   // Balanced runs only. Measured: the busiest rank's work over the mean, and the share of the ranks' time in which
   // nothing was computed. Predicted: how many times longer the same sequences would have taken in order.
   std::optional<double> rank_imbalance, bubble_percent, gain;
+  std::optional<double> cluster_seconds;  // parallel.rehearse: predicted time of the step on the cluster
   // balance.compare_steps: forward, backward and reduction of this batch in order, and as planned.
   std::optional<double> in_order_seconds, balanced_seconds;
 

@@ -81,6 +81,7 @@ void show_planning(const std::vector<Metric>& planning, StepReport& report) {
     if (metric.name == "predicted_in_order_ms") in_order = metric.value;
     if (metric.name == "rank_imbalance") report.rank_imbalance = metric.value;
     if (metric.name == "bubble_percent") report.bubble_percent = metric.value;
+    if (metric.name == "cluster_step_ms") report.cluster_seconds = metric.value / 1e3;
   }
   if (planned > 0 && in_order > 0) report.gain = in_order / planned;
 }

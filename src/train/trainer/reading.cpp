@@ -1,4 +1,6 @@
 // What a step reads: its plan, and this rank's micro-batches of it.
+#include <algorithm>
+#include <iterator>
 #include <numeric>
 
 #include "comm/communicator.h"
@@ -22,7 +24,7 @@ Trainer::StepPlan Trainer::plan_step() {
   if (planner_) step.plan = planner_->next();
   if (world_->size() > 1)
     step.plan = unpack_plan(broadcast_text(*world_, leads() ? pack_plan(step.plan) : "", 0), state_.step + 1);
-  SB_CHECK(step.plan.step == state_.step + 1 && std::ssize(step.plan.ranks) == config_.parallel.dp,
+  SB_CHECK(step.plan.step == state_.step + 1 && std::ssize(step.plan.ranks) == config_.parallel.planned_dp(),
            "a plan of step {} for {} ranks at step {}", step.plan.step, step.plan.ranks.size(), state_.step + 1);
   return read_step(std::move(step.plan));
 }
@@ -45,7 +47,14 @@ Trainer::StepPlan Trainer::read_step(Plan plan) {
     targets.push_back(parts_.source.valid_targets(position));
   }
   const std::vector<float> weights = target_weights(config_.batch.loss, targets);
-  step.micro_batches = read_micro_batches(step.plan.ranks[static_cast<size_t>(model_->grid().dp_rank())], weights);
+  // One, or in a rehearsal all that this rank stands for, one after the other.
+  const size_t own = step.plan.ranks.size() / static_cast<size_t>(config_.parallel.dp);
+  const size_t first = own * static_cast<size_t>(model_->grid().dp_rank());
+  for (const PlannedRank& planned : std::span(step.plan.ranks).subspan(first, own)) {
+    std::vector<MicroBatch> batches = read_micro_batches(planned, weights);
+    std::ranges::move(batches, std::back_inserter(step.micro_batches));
+    step.ahead = std::max(step.ahead, planned.ahead);
+  }
   return step;
 }
 
