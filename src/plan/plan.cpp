@@ -162,7 +162,7 @@ class Planner {
   // Whether these whole sequences, in an order that few trials found, are so far behind pieces that a longer search
   // does not catch up: at the lowest budgets that tuning may give (`floors`, one a sequence), or once they are tuned.
   bool hopeless(Candidate candidate, std::span<const int64_t> floors, double pieces) {
-    constexpr double kBehind = 1.05;
+    constexpr double kBehind = 1.03;
     constexpr int64_t kFew = 8;
     set_budgets(candidate, floors);
     predict(candidate);
@@ -424,6 +424,11 @@ Plan plan_step(int64_t step, const CostModel& cost, const CoverageModel& coverag
   if (sab && optimal) {
     candidates.push_back(std::move(*whole));
     planner.finish(candidates.back(), floors);
+    // Other weights give much the same.
+    constexpr double kBehind = 1.02;
+    if (candidates.size() == 2 && candidates[0].makespan <= baseline.makespan &&
+        candidates[1].makespan > kBehind * candidates[0].makespan)
+      return planner.write(step, candidates[0], baseline.makespan);
   }
   if (!(sab && optimal) || sequences.size() <= kSmallStep) {
     const std::vector<int64_t> base = budgets;
