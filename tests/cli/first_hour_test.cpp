@@ -170,9 +170,9 @@ TEST_F(FirstHour, LongBenchHasAMeanForEachTask) {
   const ProgramResult result =
       run_program({"eval", "longbench", "--input", input, "--predictions", predictions, "--json", json});
   ASSERT_EQ(result.exit_code, 0) << result.err;
-  EXPECT_NE(
-      result.out.find("hotpotqa               100.00 over 1 samples\nqasper                  50.00 over 2 samples\n"),
-      std::string::npos)
+  EXPECT_NE(result.out.find(
+                "hotpotqa               100.00 over 1 samples\nqasper                 50.00 ± 50.00 over 2 samples\n"),
+            std::string::npos)
       << result.out;
   EXPECT_NE(result.out.find(": 75.00 over 3 samples, the mean of 2 tasks\n"), std::string::npos) << result.out;
   std::ifstream file(json);
