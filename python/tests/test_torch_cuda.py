@@ -19,7 +19,7 @@ DENSE = AttentionConfig(pattern="dense")
 SMALL = dict(block=64, query_block=16, budget=320, local_blocks=1)
 PATTERNS = [
     AttentionConfig(pattern="topk", **SMALL),
-    AttentionConfig(pattern="topk", budget=512, score="mean", score_tokens=32),
+    AttentionConfig(pattern="topk", budget=384, score="mean", score_tokens=32),
     AttentionConfig(pattern="topp", coverage=0.7, **SMALL),
     AttentionConfig(pattern="mass", **SMALL),
     AttentionConfig(pattern="mass", selection="lookahead", **SMALL),
@@ -194,7 +194,11 @@ def test_lengths_that_changed_are_copied_again():
 def test_opcheck(config, deterministic):
     q, k, v, cu_seqlens = on_gpu([400, 33])
     none = torch.empty(0, dtype=torch.int32)
-    torch.library.opcheck(FORWARD, (q, k, v, cu_seqlens, none, none, none.float(), config.spec, 0.2, 0))
+    arguments = (q, k, v, cu_seqlens, none, none, none.float(), config.spec, 0.2, 0)
+    checks = ["test_schema", "test_autograd_registration", "test_faketensor"]
+    if config is DENSE:  # compares all outputs of two runs, and the order of work in the lists may differ
+        checks.append("test_aot_dispatch_dynamic")
+    torch.library.opcheck(FORWARD, arguments, test_utils=checks)
 
 
 def test_compiles_as_one_graph_for_any_lengths(deterministic):
@@ -223,7 +227,7 @@ def test_no_tokens():
         (dict(budgets=[1, 2]), "2 budgets for 1"),
         (dict(v=torch.zeros(100, 2, 64, dtype=torch.bfloat16)), "v is on cpu and q on cuda"),
         (dict(dtype=torch.float16), "float16"),
-        (dict(width=72), "72"),
+        (dict(width=72), "head_dim is 72"),
     ],
 )
 def test_wrong_arguments_are_named(change, message):
@@ -232,7 +236,7 @@ def test_wrong_arguments_are_named(change, message):
         varlen_attn(**(dict(q=q, k=k, v=v, cu_seqlens=cu_seqlens, config=DENSE) | change))
 
 
-def test_a_model_of_transformers_trains(deterministic):
+def test_a_model_of_transformers_trains():
     transformers = pytest.importorskip("transformers")
     import sparsebalance.transformers as sbtr
 
@@ -256,7 +260,6 @@ def test_a_model_of_transformers_trains(deterministic):
             assert learner.state_dict()["planes"].shape[0] == 2
         return logits, [parameter.grad for parameter in model.parameters()]
 
-    torch.use_deterministic_algorithms(False)  # sdpa and index_add of torch
     dense, expected = step("sparsebalance", False), step("sdpa", False)
     assert_close(dense[0], expected[0].float(), torch.bfloat16)
     config = AttentionConfig(pattern="mass", score="planes", score_channels=16, block=64, budget=256, local_blocks=1)
