@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Fails when an include points against the direction of the modules (docs/architecture.md), when folders of any depth
-include each other in a circle, when a folder is crowded, or when a header drags in a library that only source files may
-know. `--self-test` shows that it can fail."""
+include each other in a circle, when a folder is crowded, when a function outside kernels is longer than anybody follows,
+or when a header drags in a library that only source files may know. `--self-test` shows that it can fail."""
 
 import pathlib
 import re
@@ -28,6 +28,8 @@ ALLOWED = {
 }
 # A folder holds no more files than a reader takes in at a glance.
 MOST_FILES = 25
+# Lines of a function, from its name to its closing brace; kernels (.cu, .cuh) keep their loops in one place.
+MOST_LINES = 100
 # Slow to compile, or present in some builds only: no header of ours may include them, except those made for it.
 SOURCES_ONLY = ("nlohmann/", "spdlog/", "yaml-cpp/", "CLI/", "mpi.h", "nccl.h", "cuda", "cublas", "cblas.h", "pcre2.h")
 EXCEPTIONS = [
@@ -36,6 +38,9 @@ EXCEPTIONS = [
     (re.compile(r"(mpi|nccl)[^/]*\.h$"), re.compile(r"^(mpi|nccl)\.h$")),
 ]
 INCLUDE = re.compile(r'^\s*#\s*include\s*(["<])([^">]+)[">]')
+# What may hold a brace that opens nothing, and what opens a block that is no function.
+TEXT = re.compile(r'''R"(\w*)\((?:.|\n)*?\)\1"|"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])+'|//[^\n]*|/\*(?:.|\n)*?\*/''')
+NO_FUNCTION = re.compile(r"(if|for|while|switch|do|else|try|catch|namespace|class|struct|enum|union|extern)\b")
 
 
 def circles(folders):
@@ -68,6 +73,38 @@ def crowded(source_dir):
     return found
 
 
+def functions(text):
+    """First and last line of every function; a lambda belongs to the function it stands in."""
+    code = TEXT.sub(lambda match: re.sub(r"[^\n]", " ", match.group(0)), text)
+    found, open_blocks, head, begin, line = [], [], "", 1, 1  # head: since the last brace or semicolon
+    for character in code:
+        if character == "{":
+            words = re.sub(r"^\s*#[^\n]*$|^\s*(public|private|protected)\s*:", "", head, flags=re.MULTILINE)
+            words = re.sub(r"^template\s*<[^{}]*?>\s*(?=\w)", "", words.strip())
+            inside = any(start is not None for start in open_blocks)
+            is_function = "(" in words and not NO_FUNCTION.match(words) and not words.endswith("=")
+            open_blocks.append(begin if is_function and not inside else None)
+            head = ""
+        elif character == "}":
+            start = open_blocks.pop() if open_blocks else None
+            if start is not None:
+                found.append((start, line))
+            head = ""
+        elif character == ";":
+            head = ""
+        else:
+            if not head.strip() and not character.isspace():
+                head, begin = "", line
+            head += character
+        line += character == "\n"
+    return found
+
+
+def long_functions(path, text):
+    return [f"{path}:{begin}: a function of {end - begin + 1} lines, more than {MOST_LINES}: name its parts"
+            for begin, end in functions(text) if end - begin + 1 > MOST_LINES]
+
+
 def violations(source_dir):
     found = crowded(source_dir)
     folders = {}
@@ -81,6 +118,8 @@ def violations(source_dir):
         text = path.read_text(encoding="utf-8")
         if path.suffix in {".h", ".cuh"} and "#pragma once" not in text:
             found.append(f"{path}: a header without #pragma once")
+        if path.suffix in {".h", ".cpp"}:
+            found += long_functions(path, text)
         for number, line in enumerate(text.splitlines(), 1):
             match = INCLUDE.match(line)
             if match is None:
@@ -129,6 +168,17 @@ def self_test():
             write(name, text)
             found = violations(source_dir)
             assert len(found) == 1 and part in found[0], (name, found)
+            (source_dir / name).unlink()
+        body = 'const char* s = "{";  // {\n' + "  f();\n" * (MOST_LINES - 4)
+        for name, text in [("core/f.cpp", f"namespace sb {{\nint g(\n    int a) {{\n{body}}}\n}}\n"),
+                           ("core/g.cpp", f"struct A {{\n  template <typename T>\n  void g() {{\n  {body}}}\n}};\n"),
+                           ("core/k.cu", f"void g() {{\n{body * 2}}}\n")]:
+            write(name, text)
+            assert violations(source_dir) == [], violations(source_dir)
+            if name.endswith(".cpp"):
+                write(name, text.replace("  f();\n", "  f();\n\n\n", 1))
+                found = violations(source_dir)
+                assert len(found) == 1 and "a function of 10" in found[0], found
             (source_dir / name).unlink()
         write("core/deep/low.h", '#pragma once\n#include "core/a.h"\n')
         assert violations(source_dir) == [], violations(source_dir)

@@ -58,7 +58,7 @@ def step_seconds(attention, tokens, steps):
                 learner.learn()
             torch.cuda.synchronize()
             seconds.append(time.perf_counter() - begin)
-    result = min(seconds[1:]), float(loss), torch.cuda.max_memory_allocated() / 2**30
+    result = min(seconds[1:]), float(loss.detach()), torch.cuda.max_memory_allocated() / 2**30
     del model, optimizer, learner
     gc.collect()
     torch.cuda.empty_cache()
@@ -93,7 +93,7 @@ def overhead(config, name):
         learner.attend(q, k, v, cu_seqlens)
         learner.learn()
         planes = learner._planes_of(q, k, v, cu_seqlens, None, 0)
-    out, lse, lists, counts, sums = sbt._forward(q, k, v, cu_seqlens, none, planes, thresholds, config.spec, 0.1, 0)
+    out, lse, lists, counts, sums = sbt._run_forward(q, k, v, cu_seqlens, none, planes, thresholds, config.spec, 0.1, 0)
     attention = sbt._cuda_attention_for(config.spec, q)
     scratch = sbt._scratch(attention, q, k, 0.1)
     call = sbt._call(q, k, v, cu_seqlens, none, planes, thresholds, 0.1, 0, out, lse, lists)
@@ -112,7 +112,7 @@ def overhead(config, name):
     gradients = [sbt._memory(x) for x in (dout, *(torch.empty_like(x) for x in (q, k, v)))]
     engine_back = host_microseconds(lambda: attention.backward(call, *gradients, sbt._memory(scratch)))
     with torch.no_grad():
-        back = host_microseconds(lambda: sbt._backward(*arguments))
+        back = host_microseconds(lambda: sbt._run_backward(*arguments))
     print(
         f"{name}: a forward takes {engine:.1f} us of the host in the engine, the operator {operator - engine:.1f} us more, "
         f"{graded - engine:.1f} us more where it records a graph; a backward {engine_back:.1f} us, "

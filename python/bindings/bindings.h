@@ -20,11 +20,6 @@ void bind_token_files(nanobind::module_& module);
 void bind_simulation(nanobind::module_& module);
 void bind_run_files(nanobind::module_& module);
 
-// Names as run.yaml has them; UserError lists them.
-BatchingPolicy parse_batching(const std::string& name);
-TuningPolicy parse_tuning(const std::string& name);
-AnchorKind parse_anchor(const std::string& name);
-
 // A numpy array that owns what it shows.
 template <typename T>
 nanobind::ndarray<nanobind::numpy, T> numpy_array(std::vector<T> values, std::initializer_list<size_t> shape) {

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "attention/gpu/launch/head_dim_check.h"
 #include "attention/most_sequences.h"
 #include "core/errors.h"
 #include "device/cuda.h"
@@ -67,6 +68,8 @@ PackedCudaAttention::Present PackedCudaAttention::present(const PackedCall& call
 void PackedCudaAttention::forward(const PackedCall& call, const PackedSeen& seen, std::span<uint8_t> scratch,
                                   std::span<uint8_t> host_lists) {
   check_call(config_, call);
+  require_cuda_head_dim(call.shape.head_dim, call.operands.q.dtype(), "q",
+                        {"narrower heads are needed", "float32 has kernels for others"});
   const Present here = present(call);
   const int layer = layer_of(call.layer);
   std::vector<float> corrections;

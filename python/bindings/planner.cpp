@@ -131,27 +131,6 @@ void Planner::restore(const std::string& text) {
   learn(parse_balance_states(text, "the planner's state").back());
 }
 
-BatchingPolicy parse_batching(const std::string& name) {
-  for (const BatchingPolicy policy : {BatchingPolicy::in_order, BatchingPolicy::length, BatchingPolicy::quadratic,
-                                      BatchingPolicy::wlb, BatchingPolicy::sab})
-    if (name == policy_name(policy)) return policy;
-  throw UserError("batching: {}; known are in_order, length, quadratic, wlb, sab", name);
-}
-
-TuningPolicy parse_tuning(const std::string& name) {
-  if (name == "none") return TuningPolicy::off;
-  if (name == "anchor") return TuningPolicy::anchor;
-  if (name == "optimal") return TuningPolicy::optimal;
-  throw UserError("tuning: {}; known are none, anchor, optimal", name);
-}
-
-AnchorKind parse_anchor(const std::string& name) {
-  if (name == "mean") return AnchorKind::mean;
-  if (name == "min") return AnchorKind::min;
-  if (name == "max") return AnchorKind::max;
-  throw UserError("anchor: {}; known are mean, min, max", name);
-}
-
 namespace {
 
 void bind_layout(nb::module_& module) {
@@ -222,13 +201,13 @@ void bind_planner(nb::module_& module) {
                                    .layout = layout,
                                    .plan = {},
                                    .threads = threads};
-            options.plan.batching.policy = parse_batching(batching);
+            options.plan.batching.policy = value_of(kBatchingWords, batching, "batching");
             options.plan.batching.micro_batch_sequences = micro_batch_sequences;
             options.plan.batching.micro_batch_tokens = micro_batch_tokens;
             options.plan.batching.max_sequences = max_sequences;
             options.plan.ordering = ordering;
-            options.plan.tuning.policy = parse_tuning(tuning);
-            options.plan.tuning.anchor = parse_anchor(anchor);
+            options.plan.tuning.policy = value_of(kTuningWords, tuning, "tuning");
+            options.plan.tuning.anchor = value_of(kAnchorWords, anchor, "anchor");
             options.plan.tuning.p = p;
             options.plan.tuning.target = target;
             options.plan.chunk.tokens = chunk;

@@ -31,7 +31,7 @@ class Planner:
     model: a name (qwen2.5-3b), a config.json or the directory that holds one.
     profile: latencies: h200, h200-analytic (and h100-, a100-, h20-), or a file of `sparsebalance profile`.
     coverage: None (curves as training assumes them before it has measured any), power:GAMMA, layered, or a coverage.json.
-    batching: in_order, length, quadratic, wlb or sab; ordering: of micro-batches; tuning of budgets: none, anchor (with
+    batching: in_order or sab; ordering: of micro-batches; tuning of budgets: none, anchor (with
         anchor: mean, min or max) or optimal (p: the share of its coverage that a sequence may lose in a layer; target:
         None for equal coverage, or 0, fastest, to 1).
     micro_batch_sequences fixes the number of micro-batches, micro_batch_tokens caps their size; one is needed.

@@ -102,7 +102,7 @@ _HERE = contextlib.nullcontext()
 
 def _device_of(q: Tensor) -> contextlib.AbstractContextManager[object]:
     """The device of q as the current one."""
-    return _HERE if torch.cuda.current_device() == q.device.index else torch.cuda.device(q.device)
+    return _HERE if torch._C._cuda_getDevice() == q.device.index else torch.cuda.device(q.device)
 
 
 def _cuda_attention_for(spec: str, q: Tensor) -> _core.PackedCudaAttention:
@@ -111,8 +111,12 @@ def _cuda_attention_for(spec: str, q: Tensor) -> _core.PackedCudaAttention:
     return _cuda_attention(spec, device, stream, torch.are_deterministic_algorithms_enabled(), portable_kernels)
 
 
+_NO_MEMORY = _core.Memory()
+
+
 def _memory(tensor: Tensor) -> _core.Memory:
-    return _core.Memory(tensor.data_ptr(), tensor.numel()) if tensor.numel() else _core.Memory()
+    count = tensor.numel()
+    return _core.Memory(tensor.data_ptr(), count) if count else _NO_MEMORY
 
 
 def _cpu_lists_bytes(config: AttentionConfig, tokens: int, sequences: int, kv_heads: int) -> int:
@@ -172,8 +176,7 @@ def _scratch(attention: _core.PackedCudaAttention, q: Tensor, k: Tensor, scale: 
     return q.new_empty((attention.scratch_bytes(tokens, heads, k.shape[1], width, scale),), dtype=torch.uint8)
 
 
-@torch.library.custom_op("sparsebalance::flash_attn_varlen_fwd", mutates_args=(), device_types=("cpu", "cuda"))
-def _forward(
+def _run_forward(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, budgets: Tensor, planes: Tensor, thresholds: Tensor, spec: str,
     scale: float, layer: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
@@ -192,13 +195,7 @@ def _forward(
     return out, lse, lists, counts, sums
 
 
-@_forward.register_fake
-def _(q, k, v, cu_seqlens, budgets, planes, thresholds, spec, scale, layer):  # type: ignore[no-untyped-def]
-    return _outputs(q, k, cu_seqlens, spec)
-
-
-@torch.library.custom_op("sparsebalance::flash_attn_varlen_bwd", mutates_args=(), device_types=("cpu", "cuda"))
-def _backward(
+def _run_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, lists: Tensor, cu_seqlens: Tensor,
     budgets: Tensor, thresholds: Tensor, spec: str, scale: float, layer: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
@@ -217,6 +214,15 @@ def _backward(
     else:
         _cpu_attention(spec, torch.get_num_threads()).backward(call, *gradients)
     return dq, dk, dv
+
+
+_forward = torch.library.custom_op("sparsebalance::flash_attn_varlen_fwd", _run_forward, mutates_args=())
+_backward = torch.library.custom_op("sparsebalance::flash_attn_varlen_bwd", _run_backward, mutates_args=())
+
+
+@_forward.register_fake
+def _(q, k, v, cu_seqlens, budgets, planes, thresholds, spec, scale, layer):  # type: ignore[no-untyped-def]
+    return _outputs(q, k, cu_seqlens, spec)
 
 
 @_backward.register_fake
@@ -239,9 +245,75 @@ def _differentiate(ctx, dout, *_):  # type: ignore[no-untyped-def]
 _forward.register_autograd(_differentiate, setup_context=_setup)
 
 
+class _Direct(torch.autograd.Function):
+    """The operator without torch's dispatcher, which takes several times as long as everything else here."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, cu_seqlens, budgets, planes, thresholds, spec, scale, layer):  # type: ignore[no-untyped-def]
+        out, lse, lists, counts, sums = _run_forward(
+            q, k, v, cu_seqlens, budgets, planes, thresholds, spec, scale, layer
+        )  # fmt: skip
+        ctx.spec, ctx.scale, ctx.layer = spec, scale, layer
+        ctx.mark_non_differentiable(counts, sums)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(q, k, v, out, lse, lists, cu_seqlens, budgets, thresholds)
+        return out, counts, sums
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dout, *_):  # type: ignore[no-untyped-def]
+        none = (None,) * 7
+        if dout is None:
+            return None, None, None, *none
+        return *_run_backward(dout, *ctx.saved_tensors, ctx.spec, ctx.scale, ctx.layer), *none
+
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def _watched(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether anybody wants to see the operator: a compiler, a mode such as selective checkpointing's, a subclass."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or not (type(q) in _PLAIN and type(k) in _PLAIN and type(v) in _PLAIN)
+    )
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Output, counts and sums."""
+    if _watched(q, k, v):
+        out, _, _, counts, sums = _forward(q, k, v, *rest)
+        return out, counts, sums
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        return _Direct.apply(q, k, v, *rest)
+    out, _, _, counts, sums = _run_forward(q, k, v, *rest)
+    return out, counts, sums
+
+
+_HAS_CUDA = "with CUDA" in _core.__build__
+
+
+def _fits(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """What _check() looks at one by one, at once: nearly always it is right."""
+    shape, dtype, device = k.shape, q.dtype, q.device
+    return (
+        len(shape) == 3
+        and shape == v.shape
+        and (q.shape[0], q.shape[2:]) == (shape[0], shape[2:])
+        and dtype == k.dtype == v.dtype
+        and (dtype == torch.bfloat16 or dtype == torch.float32)
+        and device == k.device == v.device
+        and (device.type == "cpu" or (device.type == "cuda" and _HAS_CUDA))
+    )
+
+
 def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
+    if _fits(q, k, v):
+        return
     device = q.device.type
-    if device == "cuda" and "with CUDA" not in _core.__build__:
+    if device == "cuda" and not _HAS_CUDA:
         raise _core.UserError(
             f"q is on {q.device}, and this build of sparsebalance has no CUDA: "
             "build it where nvcc is, pip install . -C cmake.define.SB_CUDA=ON"
@@ -290,7 +362,9 @@ _copy_to_host = OnceATensor(lambda x: x.to("cpu", torch.int32).contiguous())
 
 def on_host(x: Tensor) -> Tensor:
     """An int32 tensor in host memory with the values of x; copied from a device once, however often it is asked for."""
-    return _copy_to_host(x) if x.is_cuda else x.to(torch.int32).contiguous()
+    if x.is_cuda:
+        return _copy_to_host(x)
+    return x if x.dtype == torch.int32 and x.is_contiguous() else x.to(torch.int32).contiguous()
 
 
 def _host_values(x: Tensor | Sequence[int] | None) -> Tensor:
@@ -307,7 +381,8 @@ def _small_arguments(
     if thresholds is None:
         sequences = cu_seqlens.shape[0] - 1 if config.pattern == "mass" else 0
         thresholds = torch.zeros(sequences, dtype=torch.float32)
-    thresholds = thresholds.to("cpu", torch.float32).contiguous()
+    elif thresholds.is_cuda or thresholds.dtype != torch.float32 or not thresholds.is_contiguous():
+        thresholds = thresholds.to("cpu", torch.float32).contiguous()
     return cu_seqlens, _host_values(budgets), _host_values(planes), thresholds
 
 
@@ -345,7 +420,7 @@ def varlen_attn(
     dtype = q.dtype
     if dtype != torch.float32 and not q.is_cuda:
         q, k, v = q.float(), k.float(), v.float()
-    out, _, _, counts, sums = _forward(q, k, v, *small, config.spec, scale, layer)
+    out, counts, sums = _attend(q, k, v, *small, config.spec, scale, layer)
     if out.dtype != dtype:
         out = out.to(dtype)
     return (out, Seen(counts, sums)) if return_seen else out
@@ -372,7 +447,7 @@ def chosen_lists(
     scale, width = q.shape[-1] ** -0.5, q.shape[0] // config.block + 1
     if not q.is_cuda:
         q, k, v = q.float(), k.float(), v.float()
-        return _forward(q, k, v, *small, config.spec, scale, layer)[2].view(-1, width)
+        return _run_forward(q, k, v, *small, config.spec, scale, layer)[2].view(-1, width)
     host = torch.empty(_cpu_lists_bytes(config, q.shape[0], small[0].shape[0] - 1, k.shape[1]), dtype=torch.uint8)
     out, lse, lists, counts, sums = _outputs(q, k, small[0], config.spec)
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()

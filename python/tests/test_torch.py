@@ -134,6 +134,24 @@ def test_checkpointing_changes_no_bit():
     assert all(torch.equal(a, b) for a, b in zip(gradients(plain, (q, k, v)), gradients(again, (q, k, v))))
 
 
+def test_modes_of_torch_see_the_operator():
+    """Selective checkpointing and others that go by operators' names; without them the dispatcher is left out."""
+    seen = []
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            seen.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    q, k, v, cu_seqlens = packed([700])
+    expected = varlen_attn(q, k, v, cu_seqlens, config=PATTERNS[0])
+    with Watch():
+        out = varlen_attn(q, k, v, cu_seqlens, config=PATTERNS[0])
+        found = gradients(out, (q, k, v))
+    assert any("flash_attn_varlen_fwd" in name for name in seen) and any("flash_attn_varlen_bwd" in name for name in seen)
+    assert torch.equal(out, expected) and all(torch.equal(a, b) for a, b in zip(found, gradients(expected, (q, k, v))))
+
+
 @pytest.mark.parametrize("config", [DENSE, PATTERNS[0]], ids=["dense", "topk"])
 def test_opcheck(config):
     q, k, v, cu_seqlens = packed([400, 33])

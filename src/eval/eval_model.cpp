@@ -186,21 +186,19 @@ std::vector<std::vector<int32_t>> EvalModel::generate(const std::vector<std::vec
   return generator.generate(context_.exec(), prompts, options, progress);
 }
 
-std::vector<std::string> EvalModel::answer(const std::vector<std::string>& prompts, GenerationOptions options,
-                                           const std::function<void(size_t, size_t)>& progress,
-                                           const AnswerOptions& how) {
+std::vector<std::vector<int32_t>> EvalModel::prompt_tokens(const std::vector<std::string>& prompts, int64_t room,
+                                                           const AnswerOptions& how, std::vector<int32_t>& ends) {
   std::vector<std::vector<int32_t>> tokens;
   EncodeOptions encode;
   encode.add_special_tokens = true;
   const DocumentEncoder chats(tokenizer(), {});
-  const int64_t room = std::max<int64_t>(options_.max_tokens - options.max_new_tokens, 1);
   int64_t cut = 0;
   for (const std::string& prompt : prompts) {
     std::vector<int32_t>& ids = tokens.emplace_back();
     if (how.chat) {
       DocumentEncoder::Question question = chats.encode_question(prompt);
       ids = std::move(question.tokens);
-      options.stop_tokens = {question.end};
+      ends = {question.end};
     } else {
       ids = tokenizer().encode(prompt, encode);
     }
@@ -211,6 +209,43 @@ std::vector<std::string> EvalModel::answer(const std::vector<std::string>& promp
   if (cut > 0)
     log::warning("{} of {} prompts have more than {} tokens and lost their middle; --max-tokens makes room", cut,
                  prompts.size(), room);
+  return tokens;
+}
+
+std::vector<double> EvalModel::next(const std::string& prompt, const std::string& beginning,
+                                    const std::vector<std::string>& continuations, const AnswerOptions& how) {
+  const std::vector<int32_t> begun = tokenizer().encode(beginning);
+  std::vector<int32_t> ends;
+  const int64_t room = std::max<int64_t>(options_.max_tokens - std::ssize(begun), 1);
+  std::vector<int32_t> tokens = prompt_tokens({prompt}, room, how, ends).front();
+  tokens.insert(tokens.end(), begun.begin(), begun.end());
+  SB_USER_CHECK(std::ssize(tokens) <= options_.max_tokens, "a prompt of {} tokens, but --max-tokens is {}",
+                tokens.size(), options_.max_tokens);
+  warn_beyond_reach(std::ssize(tokens));
+  look_first(tokens);
+  cached_->use({});
+  stage_->forward(context_.exec(), one_sequence(tokens, std::vector<int32_t>(tokens.size(), kIgnoredLabel)), 0, {});
+  Arena memory = make_arena("logits", config_.vocab_size * dtype_bytes(options_.dtype), options_.device);
+  const TensorView row = memory.allocate(options_.dtype, {1, config_.vocab_size});
+  stage_->logits(context_.exec(), 0, std::ssize(tokens) - 1, std::ssize(tokens), row);
+  const HostFloats logits(row);
+  const float top = *std::ranges::max_element(logits.values());
+  double sum = 0;
+  for (const float logit : logits.values()) sum += std::exp(static_cast<double>(logit - top));
+  std::vector<double> likelihoods;
+  for (const std::string& text : continuations) {
+    const std::vector<int32_t> ids = tokenizer().encode(text);
+    SB_CHECK(!ids.empty(), "an empty continuation");
+    likelihoods.push_back(logits.values()[static_cast<size_t>(ids.front())] - top - std::log(sum));
+  }
+  return likelihoods;
+}
+
+std::vector<std::string> EvalModel::answer(const std::vector<std::string>& prompts, GenerationOptions options,
+                                           const std::function<void(size_t, size_t)>& progress,
+                                           const AnswerOptions& how) {
+  const int64_t room = std::max<int64_t>(options_.max_tokens - options.max_new_tokens, 1);
+  const std::vector<std::vector<int32_t>> tokens = prompt_tokens(prompts, room, how, options.stop_tokens);
   options.stop_tokens.insert(options.stop_tokens.end(), stop_tokens_.begin(), stop_tokens_.end());
   std::vector<std::string> texts;
   // Models have more ids than their tokenizer: the vocabulary is padded to a round number. An answer that holds such an

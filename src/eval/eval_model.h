@@ -64,10 +64,17 @@ class EvalModel {
   std::vector<std::string> answer(const std::vector<std::string>& prompts, GenerationOptions options,
                                   const std::function<void(size_t, size_t)>& progress = {},
                                   const AnswerOptions& how = {});
+  // Log-probabilities of these texts as what comes next after a prompt and the answer's beginning, by the first token
+  // of each.
+  std::vector<double> next(const std::string& prompt, const std::string& beginning,
+                           const std::vector<std::string>& continuations, const AnswerOptions& how = {});
   // The end tokens of config.json, and those that an instruct model has in generation_config.json beside them.
   const std::vector<int32_t>& stop_tokens() const { return stop_tokens_; }
 
  private:
+  // Prompts as tokens, of at most `room` where they may be cut; `ends` becomes what ends an answer in a chat.
+  std::vector<std::vector<int32_t>> prompt_tokens(const std::vector<std::string>& prompts, int64_t room,
+                                                  const AnswerOptions& how, std::vector<int32_t>& ends);
   // Says once that sequences are longer than the model was made for; what comes of it may be what is to be seen.
   void warn_beyond_reach(int64_t tokens);
   // Where blocks are judged by planes and the model came without statistics of them: takes them from a dense forward

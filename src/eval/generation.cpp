@@ -59,7 +59,8 @@ std::vector<std::vector<int32_t>> Generator::generate(const Exec& exec,
     const bool stop =
         std::find(options.stop_tokens.begin(), options.stop_tokens.end(), sequence.next) != options.stop_tokens.end();
     if (!stop && options.max_new_tokens > 0) results[sequence.prompt].push_back(sequence.next);
-    const bool more = !stop && std::ssize(results[sequence.prompt]) < options.max_new_tokens;
+    const bool more = !stop && std::ssize(results[sequence.prompt]) < options.max_new_tokens &&
+                      (!options.goes_on || options.goes_on(sequence.prompt, sequence.next));
     if (!more && progress) progress(++finished, prompts.size());
     return more;
   };

@@ -14,6 +14,8 @@ struct GenerationOptions {
   SamplingOptions sampling;
   int64_t max_new_tokens = 64;
   std::vector<int32_t> stop_tokens;  // generation of a sequence ends after one of these (it is not returned)
+  // Asked after every token of a prompt that would go on; false ends it there. Empty: it goes on.
+  std::function<bool(size_t prompt, int32_t token)> goes_on;
 };
 
 // Continues prompts with a model held by one stage that was built on `attention`. Up to attention's number of sequences

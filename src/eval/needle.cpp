@@ -6,6 +6,7 @@
 #include <cctype>
 
 #include "core/errors.h"
+#include "core/markup.h"
 
 namespace sb {
 namespace {
@@ -13,26 +14,6 @@ namespace {
 std::string lower(std::string_view text) {
   std::string result(text);
   for (char& c : result) c = static_cast<char>(std::tolower(static_cast<unsigned char>(c)));
-  return result;
-}
-
-std::string escaped(const std::string& text) {
-  std::string result;
-  for (const char c : text) {
-    switch (c) {
-      case '&':
-        result += "&amp;";
-        break;
-      case '<':
-        result += "&lt;";
-        break;
-      case '>':
-        result += "&gt;";
-        break;
-      default:
-        result += c;
-    }
-  }
   return result;
 }
 
@@ -92,7 +73,7 @@ std::string needle_svg(const NeedleGrid& grid, const std::string& title) {
       "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{0}\" height=\"{1}\" viewBox=\"0 0 {0} {1}\" "
       "font-family=\"sans-serif\" font-size=\"12\">\n<rect width=\"{0}\" height=\"{1}\" fill=\"#fff\"/>\n"
       "<text x=\"{2}\" y=\"20\" font-size=\"14\">{3}</text>\n",
-      width, height, kLeft, escaped(title));
+      width, height, kLeft, markup_text(title));
   for (size_t column = 0; column < grid.lengths.size(); ++column) {
     svg += fmt::format("<text x=\"{}\" y=\"{}\" text-anchor=\"middle\">{}</text>\n",
                        kLeft + kCellWidth * static_cast<int>(column) + kCellWidth / 2, kTop - 8,

@@ -15,13 +15,13 @@ namespace {
 constexpr int64_t kOne = 1'000'000;
 constexpr double kSmoothing = 0.2;
 
-// Quarter octaves.
-size_t length_class(int64_t tokens) {
+// The class of a length.
+size_t quarter_octave(int64_t tokens) {
   return static_cast<size_t>(std::max(0.0, std::floor(4.0 * std::log2(static_cast<double>(tokens)))));
 }
 
 // A candidate on its way to becoming a plan.
-struct Draft {
+struct Candidate {
   Batches batches;
   Orders orders;
   Budgets budgets;
@@ -45,7 +45,7 @@ class Planner {
         small_(sequences.size() <= kSmallStep),
         base_(base_budgets(cost.spec(), sequences, cost.layers())) {}
 
-  Draft batch(BatchingPolicy policy, std::span<const int64_t> budgets) {
+  Candidate batch(BatchingPolicy policy, std::span<const int64_t> budgets) {
     BatchingOptions batching = options_.batching;
     batching.policy = policy;
     batching.reorder = options_.ordering;
@@ -53,38 +53,38 @@ class Planner {
     if (options_.chunk.on() && !options_.chunk.automatic() && batching.micro_batch_tokens > 0)
       for (const Sequence& sequence : sequences_)
         batching.micro_batch_tokens = std::max(batching.micro_batch_tokens, sequence.tokens);
-    return draft_of(make_batches(cost_, sequences_, budgets, batching));
+    return candidate_of(make_batches(cost_, sequences_, budgets, batching));
   }
 
   // Sequences cut and packed; nothing where memory has no room for it.
-  std::optional<Draft> cut(std::span<const int64_t> budgets) {
+  std::optional<Candidate> cut(std::span<const int64_t> budgets) {
     BatchingOptions batching = options_.batching;
     batching.reorder = options_.ordering;
     auto batches = make_chunks(cost_, sequences_, ranks_of_sequences(budgets), base_, batching, options_.chunk, pool_);
     if (!batches) return std::nullopt;
-    Draft draft = draft_of(std::move(*batches));
-    predict(draft);
-    if (options_.tuning.policy == TuningPolicy::optimal && small_) tune(draft);
-    return draft;
+    Candidate candidate = candidate_of(std::move(*batches));
+    predict(candidate);
+    if (options_.tuning.policy == TuningPolicy::optimal && small_) tune(candidate);
+    return candidate;
   }
 
-  Draft draft_of(Batches batches) const {
-    Draft draft;
-    draft.batches = std::move(batches);
-    draft.schedules = ScheduleSet(cost_.stages(), cost_.layout().warmup_depth);
-    draft.orders = given_orders(draft.batches);
-    draft.budgets = base_;
-    draft.times.resize(static_cast<size_t>(draft.batches.ranks()));
-    draft.rank_makespan.resize(draft.times.size());
-    draft.schedules.prepare(draft.batches);
-    return draft;
+  Candidate candidate_of(Batches batches) const {
+    Candidate candidate;
+    candidate.batches = std::move(batches);
+    candidate.schedules = ScheduleSet(cost_.stages(), cost_.layout().warmup_depth);
+    candidate.orders = given_orders(candidate.batches);
+    candidate.budgets = base_;
+    candidate.times.resize(static_cast<size_t>(candidate.batches.ranks()));
+    candidate.rank_makespan.resize(candidate.times.size());
+    candidate.schedules.prepare(candidate.batches);
+    return candidate;
   }
 
-  void predict(Draft& draft) const {
-    each_rank(draft, [&](int r) {
-      PipelineTimes& times = draft.times[static_cast<size_t>(r)];
-      times = stage_times(cost_, sequences_, draft.batches, r, draft.budgets);
-      return draft.schedules.of(r).makespan(times, draft.orders[static_cast<size_t>(r)]);
+  void predict(Candidate& candidate) const {
+    each_rank(candidate, [&](int r) {
+      PipelineTimes& times = candidate.times[static_cast<size_t>(r)];
+      times = stage_times(cost_, sequences_, candidate.batches, r, candidate.budgets);
+      return candidate.schedules.of(r).makespan(times, candidate.orders[static_cast<size_t>(r)]);
     });
   }
 
@@ -137,71 +137,88 @@ class Planner {
   }
 
   // Order, fill, order again. The first order is made for the budgets `first`, one a sequence.
-  void finish(Draft& draft, std::span<const int64_t> first) {
-    const bool ordered = options_.ordering && cost_.stages() > 1, tuned = options_.tuning.policy != TuningPolicy::off;
+  void finish(Candidate& candidate, std::span<const int64_t> first) {
+    const bool ordered = options_.ordering && cost_.stages() > 1, tuned = options_.tuning.policy != TuningPolicy::none;
     if (ordered || !tuned) {
-      if (tuned) {
-        const auto layers = static_cast<size_t>(cost_.layers());
-        for (size_t i = 0; i < draft.budgets.size(); ++i)
-          if (!cost_.spec().dense_layer(static_cast<int>(i % layers)))
-            draft.budgets[i] = static_cast<int32_t>(first[i / layers]);
-      }
-      predict(draft);
+      if (tuned) set_budgets(candidate, first);
+      predict(candidate);
     }
-    if (ordered) order(draft);
+    if (ordered) order(candidate);
     if (!tuned) return;
-    tune(draft);
+    tune(candidate);
     if (!ordered) return;
     // With the budgets of this order another one may be faster. In a large step it is taken as it is: the coverage is
     // there already. In a small one what it frees is shared out again.
     if (!small_) {
-      order_slowest(draft);
+      order_slowest(candidate);
       return;
     }
-    Draft again = draft;
+    Candidate again = candidate;
     if (!order(again)) return;
     tune(again);
-    if (again.makespan < draft.makespan) draft = std::move(again);
+    if (again.makespan < candidate.makespan) candidate = std::move(again);
   }
 
-  Plan write(int64_t step, const Draft& draft, double baseline) const;
+  // Whether these whole sequences, in an order that few trials found, are so far behind pieces that a longer search
+  // does not catch up: at the lowest budgets that tuning may give (`floors`, one a sequence), or once they are tuned.
+  bool hopeless(Candidate candidate, std::span<const int64_t> floors, double pieces) {
+    constexpr double kBehind = 1.03;
+    constexpr int64_t kFew = 8;
+    set_budgets(candidate, floors);
+    predict(candidate);
+    if (options_.ordering) each_rank(candidate, [&](int r) { return order_rank(candidate, r, kFew); });
+    if (candidate.makespan > kBehind * pieces) return true;
+    if (options_.tuning.policy == TuningPolicy::none) return false;
+    tune(candidate);
+    return candidate.makespan > kBehind * pieces;
+  }
+
+  Plan write(int64_t step, const Candidate& candidate, double baseline) const;
 
  private:
-  // body(rank) gives a rank's makespan.
-  template <typename Body>
-  void each_rank(Draft& draft, const Body& body) const {
-    parallel_pieces(pool_, std::ssize(draft.rank_makespan),
-                    [&](int64_t r, int) { draft.rank_makespan[static_cast<size_t>(r)] = body(static_cast<int>(r)); });
-    draft.makespan = *std::max_element(draft.rank_makespan.begin(), draft.rank_makespan.end());
+  void set_budgets(Candidate& candidate, std::span<const int64_t> budgets) const {
+    const auto layers = static_cast<size_t>(cost_.layers());
+    for (size_t i = 0; i < candidate.budgets.size(); ++i)
+      if (!cost_.spec().dense_layer(static_cast<int>(i % layers)))
+        candidate.budgets[i] = static_cast<int32_t>(budgets[i / layers]);
   }
 
-  // Improves the order of one rank at the draft's times; its makespan then.
-  double order_rank(Draft& draft, int r) const {
+  // body(rank) gives a rank's makespan.
+  template <typename Body>
+  void each_rank(Candidate& candidate, const Body& body) const {
+    parallel_pieces(pool_, std::ssize(candidate.rank_makespan), [&](int64_t r, int) {
+      candidate.rank_makespan[static_cast<size_t>(r)] = body(static_cast<int>(r));
+    });
+    candidate.makespan = *std::max_element(candidate.rank_makespan.begin(), candidate.rank_makespan.end());
+  }
+
+  // Improves the order of one rank at the candidate's times, by one of so many parts of the trials; its makespan then.
+  double order_rank(Candidate& candidate, int r, int64_t part = 1) const {
     // The whole step's trials, shared: many ranks get fewer each.
-    const int64_t most = small_ ? 600'000 : 40'000;
-    const int64_t operations = 2 * cost_.stages() * draft.batches.micro_batches();
-    const int64_t trials = std::clamp<int64_t>(most / operations, 4, 400);
-    const PipelineTimes& times = draft.times[static_cast<size_t>(r)];
-    return improve_order(draft.schedules.of(r), times, trials, draft.orders[static_cast<size_t>(r)]);
+    const int64_t most = small_ ? 200'000 : 40'000;
+    const int64_t operations = 2 * cost_.stages() * candidate.batches.micro_batches();
+    const int64_t trials = std::clamp<int64_t>(most / operations / part, 4, 400 / part);
+    const PipelineTimes& times = candidate.times[static_cast<size_t>(r)];
+    return improve_order(candidate.schedules.of(r), times, trials, candidate.orders[static_cast<size_t>(r)]);
   }
 
   // All ranks; true if the step became shorter.
-  bool order(Draft& draft) const {
-    const double before = draft.makespan;
-    each_rank(draft, [&](int r) { return order_rank(draft, r); });
-    return draft.makespan < before * (1 - 1e-9);
+  bool order(Candidate& candidate) const {
+    const double before = candidate.makespan;
+    each_rank(candidate, [&](int r) { return order_rank(candidate, r); });
+    return candidate.makespan < before * (1 - 1e-9);
   }
 
   // Only the ranks that decide, until one of them stays the slowest.
-  void order_slowest(Draft& draft) const {
-    std::vector<char> done(draft.rank_makespan.size(), 0);
+  void order_slowest(Candidate& candidate) const {
+    std::vector<char> done(candidate.rank_makespan.size(), 0);
     for (;;) {
-      const auto slowest = std::max_element(draft.rank_makespan.begin(), draft.rank_makespan.end());
-      const auto r = static_cast<size_t>(slowest - draft.rank_makespan.begin());
-      draft.makespan = *slowest;
+      const auto slowest = std::max_element(candidate.rank_makespan.begin(), candidate.rank_makespan.end());
+      const auto r = static_cast<size_t>(slowest - candidate.rank_makespan.begin());
+      candidate.makespan = *slowest;
       if (done[r] != 0) return;
       done[r] = 1;
-      *slowest = order_rank(draft, static_cast<int>(r));
+      *slowest = order_rank(candidate, static_cast<int>(r));
     }
   }
 
@@ -231,22 +248,23 @@ class Planner {
     return rank;
   }
 
-  void tune(Draft& draft) {
-    const TuningInput input{cost_,        coverage_,       sequences_, curves(), draft.batches,
-                            draft.orders, draft.schedules, base_,      pool_};
+  void tune(Candidate& candidate) {
+    const TuningInput input{
+        cost_, coverage_, sequences_, curves(), candidate.batches, candidate.orders, candidate.schedules, base_, pool_};
     TuningResult result =
-        draft.batches.pieces.empty() ? sb::tune(input, options_.tuning) : tune_pieces(input, options_.tuning);
-    draft.budgets = std::move(result.budgets);
-    draft.relaxed_bound = result.relaxed_bound;
-    draft.unsolved = result.unsolved;
-    predict(draft);
+        candidate.batches.pieces.empty() ? sb::tune(input, options_.tuning) : tune_pieces(input, options_.tuning);
+    candidate.budgets = std::move(result.budgets);
+    candidate.relaxed_bound = result.relaxed_bound;
+    candidate.unsolved = result.unsolved;
+    predict(candidate);
     // Rounding in a large step may pass the deadline by a fraction of a step: never beyond what the base budgets take.
-    if (options_.tuning.policy != TuningPolicy::optimal || draft.makespan <= result.deadline * (1 + 1e-9)) return;
-    const double base = step_makespan(cost_, draft.schedules, sequences_, draft.batches, draft.orders, base_);
-    if (base >= draft.makespan) return;
-    draft.budgets = base_;
-    draft.relaxed_bound = 0;
-    predict(draft);
+    if (options_.tuning.policy != TuningPolicy::optimal || candidate.makespan <= result.deadline * (1 + 1e-9)) return;
+    const double base =
+        step_makespan(cost_, candidate.schedules, sequences_, candidate.batches, candidate.orders, base_);
+    if (base >= candidate.makespan) return;
+    candidate.budgets = base_;
+    candidate.relaxed_bound = 0;
+    predict(candidate);
   }
 
   const CostModel& cost_;
@@ -259,22 +277,22 @@ class Planner {
   std::unique_ptr<BudgetCurves> curves_;
 };
 
-Plan Planner::write(int64_t step, const Draft& draft, double baseline) const {
+Plan Planner::write(int64_t step, const Candidate& candidate, double baseline) const {
   Plan plan;
   plan.step = step;
   plan.layers = cost_.layers();
-  plan.makespan_us = draft.makespan;
+  plan.makespan_us = candidate.makespan;
   plan.baseline_us = baseline;
-  plan.relaxed_bound = draft.relaxed_bound;
-  if (draft.batches.no_room)
+  plan.relaxed_bound = candidate.relaxed_bound;
+  if (candidate.batches.no_room)
     plan.notes.push_back(
         fmt::format("batching {} found no room under the caps of a micro-batch, the sequences are in order: raise the "
                     "token cap, or "
                     "make the global batch a multiple of dp",
-                    policy_name(options_.batching.policy)));
-  if (draft.unsolved) plan.notes.emplace_back("tuning optimal ran out of pivots and went by prices");
+                    options_.batching.name()));
+  if (candidate.unsolved) plan.notes.emplace_back("tuning optimal ran out of pivots and went by prices");
   const CoverageSummary summary =
-      summarize_coverage(coverage_, cost_.spec(), sequences_, cost_.layers(), draft.budgets, pool_);
+      summarize_coverage(coverage_, cost_.spec(), sequences_, cost_.layers(), candidate.budgets, pool_);
   plan.mean_coverage = summary.mean;
   plan.min_coverage = summary.min;
   plan.worst_loss = summary.worst_loss;
@@ -282,30 +300,30 @@ Plan Planner::write(int64_t step, const Draft& draft, double baseline) const {
 
   const auto layers = static_cast<size_t>(cost_.layers());
   const auto stages = static_cast<size_t>(cost_.stages());
-  const int ranks = draft.batches.ranks();
+  const int ranks = candidate.batches.ranks();
   plan.ranks.resize(static_cast<size_t>(ranks));
   parallel_pieces(pool_, ranks, [&](int64_t r, int) {
     PlannedRank& rank = plan.ranks[static_cast<size_t>(r)];
-    const PipelineTimes& times = draft.times[static_cast<size_t>(r)];
-    const auto& order = draft.orders[static_cast<size_t>(r)];
-    rank.makespan_us = draft.rank_makespan[static_cast<size_t>(r)];
+    const PipelineTimes& times = candidate.times[static_cast<size_t>(r)];
+    const auto& order = candidate.orders[static_cast<size_t>(r)];
+    rank.makespan_us = candidate.rank_makespan[static_cast<size_t>(r)];
     rank.micro_batches.resize(order.size());
-    if (!draft.batches.ahead.empty()) rank.ahead = draft.batches.ahead[static_cast<size_t>(r)];
+    if (!candidate.batches.ahead.empty()) rank.ahead = candidate.batches.ahead[static_cast<size_t>(r)];
     for (size_t position = 0; position < order.size(); ++position) {
       PlannedMicroBatch& micro_batch = rank.micro_batches[position];
-      const int index = draft.batches.first(static_cast<int>(r)) + order[position];
-      const auto members = draft.batches.members(index);
-      const Piece piece = draft.batches.piece(index);
+      const int index = candidate.batches.first(static_cast<int>(r)) + order[position];
+      const auto members = candidate.batches.members(index);
+      const Piece piece = candidate.batches.piece(index);
       micro_batch.begin = piece.begin;
       micro_batch.end = piece.end;
-      micro_batch.tokens = draft.batches.tokens(sequences_, index);
+      micro_batch.tokens = candidate.batches.tokens(sequences_, index);
       micro_batch.sequences.reserve(members.size());
       micro_batch.budgets.resize(members.size() * layers);
       for (size_t k = 0; k < members.size(); ++k) {
         const auto member = static_cast<size_t>(members[k]);
         micro_batch.sequences.push_back(sequences_[member].id);
         for (size_t l = 0; l < layers; ++l)
-          micro_batch.budgets[l * members.size() + k] = draft.budgets[member * layers + l];
+          micro_batch.budgets[l * members.size() + k] = candidate.budgets[member * layers + l];
       }
       const auto first = static_cast<ptrdiff_t>(times.at(order[position], 0)), last = first + cost_.stages();
       micro_batch.forward_us.assign(times.forward.begin() + first, times.forward.begin() + last);
@@ -329,12 +347,12 @@ Plan Planner::write(int64_t step, const Draft& draft, double baseline) const {
     total += rank_busy;
     most_rank = std::max(most_rank, rank_busy);
   }
-  plan.imbalance = most / (total / draft.batches.micro_batches());
+  plan.imbalance = most / (total / candidate.batches.micro_batches());
   plan.worker_imbalance = most_rank / (total / ranks);
   plan.bubble_share = std::max(0.0, 1.0 - total / (cost_.stages() * ranks * plan.makespan_us));  // above rounding
-  plan.lower_bound_us = draft.batches.pieces.empty()
-                            ? step_lower_bound(cost_, sequences_, layers, draft.budgets, stage_busy, pool_)
-                            : pieces_lower_bound(cost_, draft.batches, draft.times);
+  plan.lower_bound_us = candidate.batches.pieces.empty()
+                            ? step_lower_bound(cost_, sequences_, layers, candidate.budgets, stage_busy, pool_)
+                            : pieces_lower_bound(cost_, candidate.batches, candidate.times);
   return plan;
 }
 
@@ -357,7 +375,7 @@ std::shared_ptr<const Schedule> rank_schedule(const PlannedRank& rank, int stage
 
 int64_t ExpectedBudgets::of(const AttentionSpec& spec, int64_t tokens) const {
   if (spec.always_dense(tokens)) return tokens;
-  const size_t at = length_class(tokens);
+  const size_t at = quarter_octave(tokens);
   const int64_t ppm = at < ppm_.size() && ppm_[at] > 0 ? ppm_[at] : kOne;
   return std::clamp<int64_t>(static_cast<int64_t>(static_cast<double>(spec.budget) * static_cast<double>(ppm) / kOne),
                              1, tokens);
@@ -365,7 +383,7 @@ int64_t ExpectedBudgets::of(const AttentionSpec& spec, int64_t tokens) const {
 
 void ExpectedBudgets::observe(const AttentionSpec& spec, int64_t tokens, double mean_budget) {
   if (spec.always_dense(tokens)) return;
-  const size_t at = length_class(tokens);
+  const size_t at = quarter_octave(tokens);
   if (at >= ppm_.size()) ppm_.resize(at + 1, 0);
   const double ratio = mean_budget / static_cast<double>(spec.budget) * kOne;
   const double before = ppm_[at] > 0 ? static_cast<double>(ppm_[at]) : static_cast<double>(kOne);
@@ -378,44 +396,55 @@ Plan plan_step(int64_t step, const CostModel& cost, const CoverageModel& coverag
   const AttentionSpec& spec = cost.spec();
   std::vector<int64_t> budgets(sequences.size());
   for (size_t i = 0; i < budgets.size(); ++i) budgets[i] = spec.base_budget(sequences[i].tokens);
-  Draft baseline = planner.batch(BatchingPolicy::in_order, budgets);
+  Candidate baseline = planner.batch(BatchingPolicy::in_order, budgets);
   planner.predict(baseline);
   const bool sab = options.batching.policy == BatchingPolicy::sab;
   const bool optimal = options.tuning.policy == TuningPolicy::optimal;
-  std::vector<Draft> drafts;
+  std::vector<Candidate> candidates;
   // Pieces of a size that is given are what memory is planned for. Otherwise whole sequences may be faster.
   const bool always_cut = options.chunk.on() && !options.chunk.automatic();
   if (always_cut || (options.chunk.automatic() && cost.stages() > 1)) {
     SB_USER_CHECK(options.tuning.policy != TuningPolicy::anchor,
                   "tuning anchor evens out micro-batches, which pieces of sequences are already: use tuning optimal or "
                   "off, or leave sequences whole");
-    std::optional<Draft> cut = planner.cut(budgets);
+    std::optional<Candidate> cut = planner.cut(budgets);
     SB_USER_CHECK(cut || !always_cut, "pieces of {} tokens do not fit what memory is planned for; make them smaller",
                   options.chunk.tokens);
-    if (cut) drafts.push_back(std::move(*cut));
+    if (cut) candidates.push_back(std::move(*cut));
   }
-  if (always_cut || (!drafts.empty() && drafts.back().makespan <= planner.whole_bound()))
-    return planner.write(step, drafts.back(), baseline.makespan);
+  if (always_cut || (!candidates.empty() && candidates.back().makespan <= planner.whole_bound()))
+    return planner.write(step, candidates.back(), baseline.makespan);
+  // Where the longest sequences decide, they will run at their floor: weights and first order of that case.
+  const std::vector<int64_t> floors = optimal ? planner.mean_floors() : budgets;
+  std::optional<Candidate> whole;
+  if (!candidates.empty() || (sab && optimal)) whole = planner.batch(options.batching.policy, floors);
+  if (!candidates.empty() && candidates.back().makespan <= baseline.makespan &&
+      planner.hopeless(*whole, floors, candidates.back().makespan))
+    return planner.write(step, candidates.back(), baseline.makespan);
   if (sab && optimal) {
-    // Where the longest sequences decide, they will run at their floor: weights and first order of that case.
-    const std::vector<int64_t> floors = planner.mean_floors();
-    drafts.push_back(planner.batch(BatchingPolicy::sab, floors));
-    planner.finish(drafts.back(), floors);
+    candidates.push_back(std::move(*whole));
+    planner.finish(candidates.back(), floors);
+    // Other weights give much the same.
+    constexpr double kBehind = 1.02;
+    if (candidates.size() == 2 && candidates[0].makespan <= baseline.makespan &&
+        candidates[1].makespan > kBehind * candidates[0].makespan)
+      return planner.write(step, candidates[0], baseline.makespan);
   }
   if (!(sab && optimal) || sequences.size() <= kSmallStep) {
     const std::vector<int64_t> base = budgets;
-    if (options.tuning.policy != TuningPolicy::off)
+    if (options.tuning.policy != TuningPolicy::none)
       for (size_t i = 0; i < budgets.size(); ++i) budgets[i] = expected.of(spec, sequences[i].tokens);
-    drafts.push_back(options.batching.policy == BatchingPolicy::in_order
-                         ? baseline
-                         : planner.batch(options.batching.policy, budgets));
-    planner.finish(drafts.back(), base);
+    candidates.push_back(options.batching.policy == BatchingPolicy::in_order
+                             ? baseline
+                             : planner.batch(options.batching.policy, budgets));
+    planner.finish(candidates.back(), base);
   }
   // Not beside `anchor`, which may ask for a longer step.
-  if (sab && options.tuning.policy != TuningPolicy::anchor) drafts.push_back(baseline);
-  const Draft& draft = *std::min_element(drafts.begin(), drafts.end(),
-                                         [](const Draft& a, const Draft& b) { return a.makespan < b.makespan; });
-  return planner.write(step, draft, baseline.makespan);
+  if (sab && options.tuning.policy != TuningPolicy::anchor) candidates.push_back(baseline);
+  const Candidate& candidate =
+      *std::min_element(candidates.begin(), candidates.end(),
+                        [](const Candidate& a, const Candidate& b) { return a.makespan < b.makespan; });
+  return planner.write(step, candidate, baseline.makespan);
 }
 
 void learn_budgets(const Plan& plan, const AttentionSpec& spec, std::span<const Sequence> sequences,

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "core/markup.h"
 #include "report/report_chart.h"
 #include "report/report_headline.h"
 #include "report/report_schedule.h"
@@ -121,7 +122,7 @@ ChartLine micro_batch_dots(const PlanRecord& plans) {
 std::string summary_table(const ReportInput& input) {
   std::string rows;
   const auto row = [&](const std::string& name, const std::string& value) {
-    rows += fmt::format("<tr><td>{}</td><td>{}</td></tr>\n", html_text(name), html_text(value));
+    rows += fmt::format("<tr><td>{}</td><td>{}</td></tr>\n", markup_text(name), markup_text(value));
   };
   const RunMetrics& metrics = input.metrics;
   if (const Series* loss = find(metrics, "loss")) {
@@ -240,7 +241,7 @@ std::string schedules(const ReportInput& input) {
 }  // namespace
 
 std::string write_report(const ReportInput& input) {
-  const std::string name = html_text(input.name);
+  const std::string name = markup_text(input.name);
   std::string page = fmt::format(
       "<!doctype html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n"
       "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'; "
@@ -254,11 +255,11 @@ std::string write_report(const ReportInput& input) {
     page += fmt::format("<p class=\"note\">{} of {} lines of metrics.jsonl could not be read and are left out.</p>\n",
                         input.metrics.skipped, input.metrics.lines);
   if (!input.plans.damage.empty())
-    page += fmt::format("<p class=\"note\">{}; nothing after it is shown.</p>\n", html_text(input.plans.damage));
+    page += fmt::format("<p class=\"note\">{}; nothing after it is shown.</p>\n", markup_text(input.plans.damage));
   page += "<h2>Over time</h2>\n" + charts(input) + schedules(input);
   if (!input.run_config.empty())
     page += fmt::format("<h2>Configuration</h2>\n<details><summary>run.yaml</summary><pre>{}</pre></details>\n",
-                        html_text(input.run_config));
+                        markup_text(input.run_config));
   return page + fmt::format("<script>{}</script>\n</body>\n</html>\n", kScript);
 }
 

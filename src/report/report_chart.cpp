@@ -7,6 +7,8 @@
 #include <iterator>
 #include <nlohmann/json.hpp>
 
+#include "core/markup.h"
+
 namespace sb {
 namespace {
 
@@ -71,33 +73,6 @@ std::vector<std::pair<double, double>> thinned(const ChartLine& line) {
 
 }  // namespace
 
-std::string html_text(const std::string& text) {
-  std::string out;
-  for (const char c : text) {
-    switch (c) {
-      case '&':
-        out += "&amp;";
-        break;
-      case '<':
-        out += "&lt;";
-        break;
-      case '>':
-        out += "&gt;";
-        break;
-      case '"':
-        out += "&quot;";
-        break;
-      case '\'':
-        out += "&#39;";
-        break;
-      default:
-        // Control characters are not allowed in HTML; a broken encoding is the browser's to show.
-        out += static_cast<unsigned char>(c) < 0x20 && c != '\n' && c != '\t' ? ' ' : c;
-    }
-  }
-  return out;
-}
-
 std::string chart_figure(const Chart& chart) {
   std::vector<std::vector<std::pair<double, double>>> lines;
   Range xs, ys;
@@ -118,9 +93,9 @@ std::string chart_figure(const Chart& chart) {
   const auto py = [&](double y) { return kTop + height * (1 - (y - ys.low) / (ys.high - ys.low)); };
 
   std::string out = fmt::format("<figure class=\"chart\"><figcaption>{}<span class=\"unit\">{}</span></figcaption>\n",
-                                html_text(chart.title), html_text(chart.unit));
+                                markup_text(chart.title), markup_text(chart.unit));
   out += fmt::format("<svg viewBox=\"0 0 {} {}\" role=\"img\" aria-label=\"{}\">\n", kWidth, kHeight,
-                     html_text(chart.title));
+                     markup_text(chart.title));
   for (const double tick : ticks(ys))
     out += fmt::format(
         "<line class=\"grid\" x1=\"{0}\" x2=\"{1}\" y1=\"{2:.1f}\" y2=\"{2:.1f}\"/><text class=\"tick\" x=\"{3}\" "
@@ -130,7 +105,7 @@ std::string chart_figure(const Chart& chart) {
     out += fmt::format("<text class=\"tick\" x=\"{:.1f}\" y=\"{}\" text-anchor=\"middle\">{:.6g}</text>\n", px(tick),
                        kHeight - kBottom + 16, tick);
   out += fmt::format("<text class=\"tick\" x=\"{}\" y=\"{}\" text-anchor=\"end\">{}</text>\n", kWidth - kRight,
-                     kHeight - 6, html_text(chart.x_title));
+                     kHeight - 6, markup_text(chart.x_title));
   out +=
       fmt::format("<rect class=\"frame\" x=\"{}\" y=\"{}\" width=\"{}\" height=\"{}\"/>\n", kLeft, kTop, width, height);
   if (chart.diagonal)
@@ -143,7 +118,7 @@ std::string chart_figure(const Chart& chart) {
     if (lines[i].empty()) continue;
     const char* colour = kColours[i % std::size(kColours)];
     const std::string& name = chart.lines[i].name;
-    legend += fmt::format("<span><i style=\"background:{}\"></i>{}</span> ", colour, html_text(name));
+    legend += fmt::format("<span><i style=\"background:{}\"></i>{}</span> ", colour, markup_text(name));
     nlohmann::ordered_json points = nlohmann::ordered_json::array();
     std::string path;
     const bool joined = chart.lines[i].joined && lines[i].size() > 1;

@@ -6,9 +6,6 @@
 
 namespace sb {
 
-// Text as it may stand in HTML, between tags or in a quoted attribute.
-std::string html_text(const std::string& text);
-
 struct ChartLine {
   std::string name;
   std::vector<std::pair<double, double>> points;  // finite; ascending x where they are joined

@@ -7,7 +7,7 @@
 #include <optional>
 
 #include "core/errors.h"
-#include "report/report_chart.h"
+#include "core/markup.h"
 #include "report/report_schedule.h"
 #include "run/config/run_config.h"
 
@@ -125,7 +125,7 @@ std::string report_headline(const ReportInput& input) {
                         loss->begin()->second, loss->rbegin()->second, gain_text(input));
   std::string rows;
   const auto row = [&](const char* name, const std::string& value) {
-    if (!value.empty()) rows += fmt::format("<tr><th>{}</th><td>{}</td></tr>\n", name, html_text(value));
+    if (!value.empty()) rows += fmt::format("<tr><th>{}</th><td>{}</td></tr>\n", name, markup_text(value));
   };
   if (const std::optional<RunConfig> config = configuration(input)) {
     row("model", model_text(*config));

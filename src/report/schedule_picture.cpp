@@ -8,6 +8,7 @@
 #include <numeric>
 
 #include "core/errors.h"
+#include "core/markup.h"
 
 namespace sb {
 namespace {
@@ -47,19 +48,6 @@ std::string label(const PlannedMicroBatch& micro_batch) {
     return fmt::format("sequence {}, tokens {} to {}", micro_batch.sequences[0], micro_batch.begin, micro_batch.end);
   return fmt::format("{} sequence{}, {} tokens", micro_batch.sequences.size(),
                      micro_batch.sequences.size() == 1 ? "" : "s", micro_batch.tokens);
-}
-
-std::string escaped(const std::string& text) {
-  std::string out;
-  for (char c : text) {
-    if (c == '&')
-      out += "&amp;";
-    else if (c == '<')
-      out += "&lt;";
-    else
-      out += c;
-  }
-  return out;
 }
 
 }  // namespace
@@ -152,7 +140,7 @@ std::string schedule_svg(const std::vector<SchedulePanel>& panels, const CostMod
         "<text class=\"sb-text\" x=\"8\" y=\"{:.0f}\" font-size=\"14\" font-weight=\"bold\">{}: {:.1f} ms, bubbles "
         "{:.0f} "
         "%{}</text>\n",
-        y + 14, escaped(panel.title), plan.makespan_us / 1e3, 100 * plan.bubble_share,
+        y + 14, markup_text(panel.title), plan.makespan_us / 1e3, 100 * plan.bubble_share,
         std::ssize(plan.ranks) > max_ranks
             ? fmt::format(" (the {} slowest of {} replicas are shown)", max_ranks, plan.ranks.size())
             : "");

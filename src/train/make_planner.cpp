@@ -4,70 +4,29 @@
 #include <limits>
 #include <set>
 
+#include "attention/select/selection_words.h"
 #include "core/errors.h"
 #include "core/log.h"
 #include "plan/latency/adapter_profile.h"
+#include "run/config/recompute_words.h"
 #include "train/packing.h"
 #include "train/stage_split.h"
 
 namespace sb {
 namespace {
 
-BatchingPolicy batching_policy(BalanceOptions::Batching batching) {
-  switch (batching) {
-    case BalanceOptions::Batching::in_order:
-      return BatchingPolicy::in_order;
-    case BalanceOptions::Batching::length:
-      return BatchingPolicy::length;
-    case BalanceOptions::Batching::quadratic:
-      return BatchingPolicy::quadratic;
-    case BalanceOptions::Batching::wlb:
-      return BatchingPolicy::wlb;
-    case BalanceOptions::Batching::sab:
-      return BatchingPolicy::sab;
-  }
-  throw InternalError("no such batching");
-}
-
 TuningOptions tuning_options(const BalanceOptions& balance) {
   TuningOptions tuning;
-  tuning.policy = balance.tuning == BalanceOptions::Tuning::none     ? TuningPolicy::off
-                  : balance.tuning == BalanceOptions::Tuning::anchor ? TuningPolicy::anchor
-                                                                     : TuningPolicy::optimal;
-  tuning.anchor = balance.anchor == BalanceOptions::Anchor::mean  ? AnchorKind::mean
-                  : balance.anchor == BalanceOptions::Anchor::min ? AnchorKind::min
-                                                                  : AnchorKind::max;
+  tuning.policy = balance.tuning;
+  tuning.anchor = balance.anchor;
   tuning.p = balance.p;
   tuning.target = balance.target < 0 ? kEqualCoverage : balance.target;
   return tuning;
 }
 
-const char* pattern_name(SelectionPattern pattern) {
-  switch (pattern) {
-    case SelectionPattern::dense:
-      return "dense";
-    case SelectionPattern::topk:
-      return "topk";
-    case SelectionPattern::mass:
-      return "mass";
-    case SelectionPattern::topp:
-      return "topp";
-    case SelectionPattern::vertical_slash:
-      return "vertical_slash";
-    case SelectionPattern::window:
-      return "window";
-  }
-  throw InternalError("no such pattern");
-}
-
-const char* score_name(BlockScore score) {
-  return score == BlockScore::planes ? "planes" : score == BlockScore::moments ? "moments" : "mean";
-}
-
-const char* recompute_name(Recompute recompute) {
+std::string recompute_name(Recompute recompute) {
   // Of pieces whose forward runs again all but the last take the same time more.
-  recompute = kept_at_hand(recompute);
-  return recompute == Recompute::none ? "none" : recompute == Recompute::layer ? "layer" : "attention";
+  return word_of(kRecomputeWords, kept_at_hand(recompute));
 }
 
 }  // namespace
@@ -90,7 +49,7 @@ int64_t largest_budget(const RunConfig& config) {
   const BalanceOptions& balance = config.balance;
   const SelectionConfig& selection = config.attention.selection;
   if (selection.pattern == SelectionPattern::dense) return 0;
-  if (balance.tuning == BalanceOptions::Tuning::none && balance.replay.empty()) return 0;
+  if (balance.tuning == TuningPolicy::none && balance.replay.empty()) return 0;
   // Lists take memory in proportion to it: room for whole sequences would be that of dense attention's pairs.
   return balance.max_budget > 0 ? balance.max_budget : 4 * selection.budget;
 }
@@ -100,8 +59,8 @@ AttentionSpec attention_spec(const RunConfig& config) {
   AttentionSpec spec;
   spec.block = selection.block;
   spec.query_block = selection.query_block;
-  spec.pattern = pattern_name(selection.pattern);
-  spec.score = score_name(selection.score);
+  spec.pattern = word_of(kPatternWords, selection.pattern);
+  spec.score = word_of(kScoreWords, selection.score);
   spec.score_channels = selection.score == BlockScore::planes ? selection.score_channels : 0;
   spec.score_tokens = selection.score_tokens;
   spec.budget = selection.budget;
@@ -127,7 +86,7 @@ RunConfig planned_config(RunConfig config) {
 }
 
 Profile run_profile(const RunConfig& config, const ModelConfig& model) {
-  // Balancing by lengths needs no latencies; predictions then come from a built-in table and are corrected.
+  // Plans that are used again need no latencies; predictions then come from a built-in table and are corrected.
   const bool given = !config.balance.profile.empty();
   const AttentionSpec spec = attention_spec(config);
   AttentionSpec scored = spec;
@@ -144,13 +103,64 @@ Profile run_profile(const RunConfig& config, const ModelConfig& model) {
   return with_adapters(std::move(profile), lora_rank);
 }
 
+void settle_chunk(RunConfig& config, const ModelConfig& model, const SequenceSource& source, bool says) {
+  const bool automatic = config.balance.chunk == BalanceOptions::kAutomaticChunk;
+  if (!automatic || config.device == DeviceKind::cpu || config.parallel.pp == 1) return;
+  constexpr int64_t kBatches = 8;
+  const LatencyModel latency(run_profile(config, model));
+  Layout layout;
+  layout.dp = config.parallel.dp;
+  layout.pp = config.parallel.pp;
+  layout.cp = config.parallel.cp;
+  const CostModel cost(latency, attention_spec(config), layout, split_layers(config, model));
+  const auto coverage = power_coverage(0.22);  // budgets stay as they are
+  PlanOptions options;
+  options.batching.policy = config.balance.batching;
+  options.batching.micro_batch_sequences = config.batch.micro_batch_sequences;
+  options.ordering = config.balance.ordering == BalanceOptions::Ordering::automatic;
+  options.tuning.policy = TuningPolicy::none;
+  const PackingLimits limits = packing_limits(config.batch, source.max_length(), config.parallel.cp);
+  options.batching.max_sequences = most_sequences(config, limits);
+  const auto time = [&](int64_t chunk) {
+    options.chunk.tokens = chunk;
+    options.batching.micro_batch_tokens = chunk > 0 ? chunk : limits.max_tokens;
+    double sum = 0;
+    for (int64_t step = 0; step < kBatches; ++step) {
+      std::vector<Sequence> sequences;
+      for (int64_t i = 0; i < config.batch.global_batch_size; ++i) {
+        const int64_t position = step * config.batch.global_batch_size + i;
+        sequences.push_back({position, source.length(static_cast<uint64_t>(position))});
+      }
+      sum += plan_step(step, cost, *coverage, sequences, options, {}).makespan_us;
+    }
+    return sum;
+  };
+  const double whole = time(0);
+  int64_t best = 0;
+  double fastest = whole;
+  for (const int64_t size : chunk_sizes({ChunkOptions::kAutomatic, {}}, piece_edge(cost.spec())))
+    if (const double own = time(size); own < fastest) {
+      fastest = own;
+      best = size;
+    }
+  config.balance.chunk = best;
+  if (!says) return;
+  if (best == 0)
+    log::info("balance.chunk auto: sequences stay whole, by simulation of the first {} batches", kBatches);
+  else
+    log::info(
+        "balance.chunk auto: pieces of {} tokens, {:.2f} times as fast as whole sequences by simulation of the "
+        "first {} batches",
+        best, whole / fastest, kBatches);
+}
+
 std::unique_ptr<BalancedPlanner> make_balanced_planner(const RunConfig& run, const ModelConfig& model,
                                                        const PackingLimits& limits, const ReplayedSteps& steps,
                                                        int64_t first_step) {
   const RunConfig config = planned_config(run);
   BalancedPlannerOptions options;
   options.rehearsal = config.parallel.rehearse.on();
-  options.plan.batching.policy = batching_policy(config.balance.batching);
+  options.plan.batching.policy = config.balance.batching;
   options.plan.batching.micro_batch_sequences = config.batch.micro_batch_sequences;
   options.plan.batching.micro_batch_tokens = limits.max_tokens;
   options.plan.batching.max_sequences = most_sequences(config, limits);

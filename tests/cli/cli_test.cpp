@@ -183,9 +183,10 @@ TEST_F(Cli, AnEmptyOutputIsRefused) {
 }
 
 TEST_F(Cli, WhatTrainingRefusesIsRefusedByConfig) {
-  const std::string file = write("small.yaml",
-                                 "model: {init: {vocab_size: 64}}\ndata: {synthetic: {vocab_size: 64, length: 2048}}\n"
-                                 "attention: {pattern: topk, budget: 256}\nbalance: {batching: length}\n");
+  const std::string file =
+      write("small.yaml",
+            "model: {init: {vocab_size: 64}}\ndata: {synthetic: {vocab_size: 64, length: 2048}}\n"
+            "attention: {pattern: topk, budget: 256}\nbalance: {batching: sab, profile: h200-analytic}\n");
   const ProgramResult refused = run_program({"config", file});
   EXPECT_EQ(refused.exit_code, 2);
   EXPECT_NE(refused.err.find("small.yaml:3: attention.budget: 256 is below 1 sink + 2 local + 2 blocks of 128 tokens"),

@@ -232,5 +232,88 @@ TEST_F(EvalCommand, AModelsConfigOfWrongTypesIsTheUsersError) {
   EXPECT_NE(result.err.find("tie_word_embeddings"), std::string::npos) << result.err;
 }
 
+std::string array_of(const std::vector<std::string>& objects) {
+  std::string text(1, '[');
+  for (const std::string& object : objects) text.append(text.size() > 1 ? ", " : "").append(object);
+  return text.append("]");
+}
+
+std::string longbench2_question(const std::string& difficulty, const std::string& length, const std::string& answer) {
+  return R"({"_id": "q", "domain": "d", "sub_domain": "s", "difficulty": ")" + difficulty + R"(", "length": ")" +
+         length + R"(", "question": "which?", "choice_A": "a", "choice_B": "b", "choice_C": "c", "choice_D": "d", )" +
+         R"("answer": ")" + answer + R"(", "context": "text"})";
+}
+
+TEST_F(EvalCommand, LongBench2IsScoredByDifficultyAndLength) {
+  const std::string questions =
+      array_of({longbench2_question("easy", "short", "A"), longbench2_question("hard", "short", "B"),
+                longbench2_question("hard", "long", "C")});
+  const std::string input = write("data.json", questions), json = (directory_ / "scores.json").string();
+  const std::string predictions = write("pred.jsonl",
+                                        "{\"pred\": \"The correct answer is (A)\"}\n{\"pred\": \"The correct answer is "
+                                        "B\"}\n{\"pred\": \"C\"}\n");
+  const ProgramResult result =
+      run_program({"eval", "longbench2", "--input", input, "--predictions", predictions, "--json", json});
+  ASSERT_EQ(result.exit_code, 0) << result.err;
+  EXPECT_EQ(result.out,
+            "easy     100.00 over 1 samples\nhard     50.00 ± 50.00 over 2 samples\n"
+            "short    100.00 ± 0.00 over 2 samples\nlong     0.00 over 1 samples\n" +
+                input + ": 66.67 ± 33.33 over 3 samples, 1 of which name no choice\n");
+  std::ifstream file(json);
+  const nlohmann::json scores = nlohmann::json::parse(file);
+  EXPECT_EQ(scores["parts"]["hard"]["score"], 50.0);
+  EXPECT_TRUE(scores["parts"]["easy"]["standard_error"].is_null());
+  EXPECT_EQ(scores["rows"][1]["choice"], "B");
+  EXPECT_TRUE(scores["rows"][2]["choice"].is_null());
+}
+
+TEST_F(EvalCommand, LongBench2RefusesWhatItDoesNotKnow) {
+  const auto says = [&](const std::string& content, const std::string& what, std::vector<std::string> more = {}) {
+    std::vector<std::string> arguments = {"eval", "longbench2", "--input", write("data.json", content)};
+    arguments.insert(arguments.end(), more.begin(), more.end());
+    const ProgramResult result = run_program(arguments);
+    EXPECT_EQ(result.exit_code, 2);
+    EXPECT_NE(result.err.find(what), std::string::npos) << result.err;
+  };
+  const std::string good = longbench2_question("easy", "short", "A");
+  says(array_of({good, longbench2_question("easy", "short", "E")}),
+       "data.json: question 1: \"answer\" is \"E\", which LongBench v2 does not have");
+  says(array_of({longbench2_question("hard", "tiny", "A")}), "question 0: \"length\" is \"tiny\"");
+  says("[{\"_id\": 3}]", "question 0: key \"_id\" is missing or of another type");
+  says("[1]", "question 0: not a JSON object");
+  says("[", "data.json: not a JSON array");
+  says("[]", "holds no lines");
+  says(good, "name a --model to run");
+  says(good, "prompt.txt: a prompt needs $C_D$", {"--prompt", write("prompt.txt", "$DOC$ $Q$ $C_A$ $C_B$ $C_C$")});
+}
+
+TEST_F(EvalCommand, InfiniteBenchScoresAFileByItsName) {
+  const std::string input =
+      write("passkey.jsonl",
+            "{\"id\": 0, \"context\": \"c\", \"input\": \"i\", \"answer\": [\"12\"], \"options\": "
+            "[]}\n{\"id\": 1, \"context\": \"c\", \"input\": \"i\", \"answer\": 34}\n{\"id\": 2, "
+            "\"context\": \"c\", \"input\": \"i\", \"answer\": \"5\"}\n");
+  const std::string predictions = write("pred.jsonl", "{\"pred\": \"12\"}\n{\"pred\": \"x 34\"}\n");
+  const ProgramResult result =
+      run_program({"eval", "infinitebench", "--input", input, "--predictions", predictions, "--limit", "2"});
+  ASSERT_EQ(result.exit_code, 0) << result.err;
+  EXPECT_EQ(result.out, input + ": 100.00 ± 0.00 over 2 samples (passkey)\n");
+  const auto says = [&](const std::string& name, const std::string& content, const std::string& what) {
+    const ProgramResult refused = run_program({"eval", "infinitebench", "--input", write(name, content)});
+    EXPECT_EQ(refused.exit_code, 2);
+    EXPECT_NE(refused.err.find(what), std::string::npos) << refused.err;
+  };
+  says("mine.jsonl", "{}\n", "\"mine\" is no task with a metric here; name it with --task: code_debug");
+  says("math_find.jsonl", "{\"context\": \"c\", \"answer\": []}\n",
+       "math_find.jsonl:1: key \"answer\" is an empty list");
+  says("math_find.jsonl", "{\"context\": \"c\", \"answer\": null}\n", "key \"answer\" is missing or of another type");
+  says("code_debug.jsonl", "{\"context\": \"c\", \"answer\": \"x\", \"options\": [\"a\"]}\n",
+       "1 options, but a question");
+  says("code_debug.jsonl", "{\"context\": \"c\", \"answer\": \"x\", \"options\": [\"a\", \"b\", \"c\", \"d\"]}\n",
+       "code_debug.jsonl:1: the answer \"x\" is none of the options");
+  says("math_calc.jsonl", "{\"context\": \"c\", \"input\": \"i\", \"answer\": [1]}\n",
+       "answers of math_calc have up to 30000 tokens");
+}
+
 }  // namespace
 }  // namespace sb::testing

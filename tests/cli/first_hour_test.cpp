@@ -53,7 +53,7 @@ TEST_F(FirstHour, InitOfSeveralRanksAndLongSequencesBalancesAndStretches) {
   const RunConfig config = load_run_config(out);
   EXPECT_EQ(config.device, DeviceKind::cuda);
   EXPECT_EQ(config.parallel.dp, 4);
-  EXPECT_EQ(config.balance.batching, BalanceOptions::Batching::sab);
+  EXPECT_EQ(config.balance.batching, BatchingPolicy::sab);
   EXPECT_EQ(config.attention.selection.pattern, SelectionPattern::topk);
   ASSERT_TRUE(config.model.rope);
   EXPECT_GE(config.model.rope->factor * static_cast<double>(config.model.rope->original_max_position_embeddings),
@@ -170,9 +170,9 @@ TEST_F(FirstHour, LongBenchHasAMeanForEachTask) {
   const ProgramResult result =
       run_program({"eval", "longbench", "--input", input, "--predictions", predictions, "--json", json});
   ASSERT_EQ(result.exit_code, 0) << result.err;
-  EXPECT_NE(
-      result.out.find("hotpotqa               100.00 over 1 samples\nqasper                  50.00 over 2 samples\n"),
-      std::string::npos)
+  EXPECT_NE(result.out.find(
+                "hotpotqa               100.00 over 1 samples\nqasper                 50.00 ± 50.00 over 2 samples\n"),
+            std::string::npos)
       << result.out;
   EXPECT_NE(result.out.find(": 75.00 over 3 samples, the mean of 2 tasks\n"), std::string::npos) << result.out;
   std::ifstream file(json);

@@ -366,5 +366,23 @@ TEST_P(EvalModelTest, ScoresBetweenAnswersChangeNeither) {
   EXPECT_EQ(model.score(prompt, prompt).token_loss, score.token_loss);
 }
 
+// The letters of four choices are scored after one forward; alone each costs one.
+TEST_P(EvalModelTest, WhatComesNextIsAsLikelyAsItsScore) {
+  const std::string characters = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ012345678";  // 61
+  const std::string missing = why_no_tokenizer(directory_.path(), characters);
+  if (!missing.empty()) GTEST_SKIP() << missing;
+  EvalModel model = open({});
+  const std::vector<double> likelihoods = model.next("hello", "is", {"A", "B"});
+  ASSERT_EQ(likelihoods.size(), 2u);
+  std::vector<int32_t> tokens = model.tokenizer().encode("hellois"), labels(tokens.size(), kIgnoredLabel);
+  for (size_t i = 0; i < 2; ++i) {
+    labels.back() = model.tokenizer().encode(i == 0 ? "A" : "B").front();
+    EXPECT_NEAR(likelihoods[i], -model.score(tokens, labels).sums.nll, tolerance(1e-4, 0.05));
+  }
+  EXPECT_NE(likelihoods[0], likelihoods[1]);
+  EXPECT_THROW(model.next(std::string(kCapacity, 'a'), "is", {"A"}), UserError);
+  EXPECT_EQ(model.next(std::string(kCapacity, 'a'), "is", {"A"}, {.cut_middle = true}).size(), 1u);
+}
+
 }  // namespace
 }  // namespace sb

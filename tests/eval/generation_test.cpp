@@ -168,6 +168,25 @@ TEST(Generation, StopsAtEndTokens) {
   EXPECT_TRUE(generator.generate(pair.exec, {prompt}, options)[0].empty());
 }
 
+TEST(Generation, EndsWhereItIsToldTo) {
+  Pair pair(nullptr, 2);
+  Generator generator(*pair.generating, *pair.cached, 2, 1024);
+  GenerationOptions options;
+  options.max_new_tokens = 6;
+  const std::vector<std::vector<int32_t>> prompts = {random_tokens(5, 1), random_tokens(9, 2)};
+  const auto whole = generator.generate(pair.exec, prompts, options);
+  std::vector<std::vector<int32_t>> seen(2);
+  options.goes_on = [&](size_t prompt, int32_t token) {
+    seen[prompt].push_back(token);
+    return prompt == 1 || seen[prompt].size() < 3;
+  };
+  const auto ended = generator.generate(pair.exec, prompts, options);
+  EXPECT_EQ(ended[0], std::vector<int32_t>(whole[0].begin(), whole[0].begin() + 3));
+  EXPECT_EQ(ended[1], whole[1]);
+  EXPECT_EQ(seen[0], ended[0]);
+  EXPECT_EQ(seen[1], std::vector<int32_t>(whole[1].begin(), whole[1].end() - 1)) << "the last one ends anyway";
+}
+
 TEST(Generation, RefusesBadPrompts) {
   Pair pair(nullptr);
   Generator generator(*pair.generating, *pair.cached, 3, 1024);

@@ -29,7 +29,7 @@ data:
   synthetic: {task: chunk_recall, vocab_size: 16, length: 450, chunk: 4, lengths: LENGTHS}
 attention: ATTENTION
 batch: {global_batch_size: 4, micro_batch_sequences: 2}
-balance: {batching: length, adapt: false, chunk: CHUNK}
+balance: {batching: sab, profile: h200-analytic, adapt: false, chunk: CHUNK}
 optimizer: {learning_rate: 1.0e-3, schedule: constant}
 train: {max_steps: STEPS, save_steps: 2, save_total_limit: 3, threads: 1, validation_sequences: 4,
         validation_steps: 10}

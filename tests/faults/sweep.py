@@ -47,7 +47,7 @@ model:
 data:
   synthetic: {task: chunk_recall, vocab_size: 16, length: 48, chunk: 4}
 batch: {global_batch_size: 4, micro_batch_sequences: 2}
-balance: {batching: length, adapt: false}
+balance: {batching: sab, profile: h200-analytic, adapt: false}
 train: {max_steps: STEPS, save_steps: 1, save_total_limit: 2, threads: 1, validation_sequences: 2, validation_steps: 2,
         trace: true, output_dir: run}
 """

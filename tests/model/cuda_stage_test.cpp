@@ -71,7 +71,7 @@ INSTANTIATE_TEST_SUITE_P(Types, CudaStageTest, testing::Values(DType::f32, DType
                          [](const auto& type) { return std::string(dtype_name(type.param)); });
 
 std::vector<double> loss_curve(const ModelConfig& config, const MicroBatch& batch, DeviceKind device, DType dtype,
-                               const LoraConfig& lora = {}) {
+                               const LoraConfig& lora = {}, float learning_rate = 3e-3f) {
   StageOptions options = whole_model(config, batch.size(), Recompute::attention);
   options.lora = lora;
   Rig rig(config, options, device, dtype);
@@ -93,7 +93,7 @@ std::vector<double> loss_curve(const ModelConfig& config, const MicroBatch& batc
     parameters.zero_gradients(exec);
     rig.step(batch);
     clip_by_norm(exec, buffers.gradients, 1.0, buffers.clip);
-    adamw_update(exec, {3e-3f, 0.9f, 0.95f, 1e-8f, 0.1f, step, 1.0f}, std::span(&all, 1), buffers);
+    adamw_update(exec, {learning_rate, 0.9f, 0.95f, 1e-8f, 0.1f, step, 1.0f}, std::span(&all, 1), buffers);
     losses.push_back(rig.stage->loss(0).weighted);
   }
   return losses;
@@ -127,8 +127,10 @@ TEST_P(CudaStageTest, AdaptersLearnWhatTheyLearnOnTheCpu) {
     const auto sequences = random_sequences({40, 17, 33}, config.vocab_size, 5);
     const MicroBatch batch = pack(sequences, count_targets(sequences));
     const LoraConfig lora = dropping_adapters(train_ends);
-    const std::vector<double> cpu = loss_curve(config, batch, DeviceKind::cpu, DType::f32, lora),
-                              got = loss_curve(config, batch, DeviceKind::cuda, GetParam(), lora);
+    // Four times the adapters' product: at 3e-3 a rounding error grows to the bound within the hundred steps.
+    const float rate = 1e-3f;
+    const std::vector<double> cpu = loss_curve(config, batch, DeviceKind::cpu, DType::f32, lora, rate),
+                              got = loss_curve(config, batch, DeviceKind::cuda, GetParam(), lora, rate);
     ASSERT_LT(cpu.back(), 0.98 * cpu.front());  // it learns
     const double allowed = GetParam() == DType::f32 ? 1e-3 : 3e-2;
     for (size_t i = 0; i < cpu.size(); ++i) ASSERT_NEAR(got[i], cpu[i], allowed * cpu.front()) << "step " << i;

@@ -10,12 +10,25 @@
 #include "core/errors.h"
 #include "core/random.h"
 #include "plan/batching/partition.h"
+#include "plan/simulate/compared_batchings.h"
 
 namespace sb {
 namespace {
 
-constexpr BatchingPolicy kPolicies[] = {BatchingPolicy::in_order, BatchingPolicy::length, BatchingPolicy::quadratic,
-                                        BatchingPolicy::wlb, BatchingPolicy::sab};
+// Every way to fill micro-batches, those of `simulate` too.
+std::vector<BatchingOptions> all_policies(BatchingOptions options) {
+  std::vector<BatchingOptions> all;
+  for (const BatchingPolicy policy : {BatchingPolicy::in_order, BatchingPolicy::sab}) {
+    options.policy = policy;
+    all.push_back(options);
+  }
+  options.policy = BatchingPolicy::compared;
+  for (const ComparedBatching& compared : compared_batchings()) {
+    options.compared = &compared;
+    all.push_back(options);
+  }
+  return all;
+}
 
 const LatencyModel& latency() {
   static const LatencyModel model(analytic_profile("h200-analytic", find_model_shape("qwen2.5-0.5b")));
@@ -55,15 +68,14 @@ TEST(Batching, EverySequenceOnceUnderTheCapAndNoEmptyRank) {
       longest = std::max(longest, s.tokens);
       total += s.tokens;
     }
-    BatchingOptions options;
-    if (trial % 3 != 0) options.micro_batch_sequences = 1 + static_cast<int64_t>(random.below(5));
+    BatchingOptions given;
+    if (trial % 3 != 0) given.micro_batch_sequences = 1 + static_cast<int64_t>(random.below(5));
     if (trial % 3 != 1)
-      options.micro_batch_tokens = longest + static_cast<int64_t>(random.below(static_cast<uint64_t>(total)));
+      given.micro_batch_tokens = longest + static_cast<int64_t>(random.below(static_cast<uint64_t>(total)));
     if (trial % 2 != 0)
-      options.max_sequences =
-          std::max<int64_t>(1, options.micro_batch_sequences) * static_cast<int64_t>(1 + random.below(3));
-    for (BatchingPolicy policy : kPolicies) {
-      options.policy = policy;
+      given.max_sequences =
+          std::max<int64_t>(1, given.micro_batch_sequences) * static_cast<int64_t>(1 + random.below(3));
+    for (const BatchingOptions& options : all_policies(given)) {
       const Batches batches = make_batches(cost, sequences, base(cost, sequences), options);
       ASSERT_EQ(batches.ranks(), dp);
       std::set<int> seen;
@@ -82,7 +94,7 @@ TEST(Batching, EverySequenceOnceUnderTheCapAndNoEmptyRank) {
             EXPECT_LE(tokens, options.micro_batch_tokens);
           }
           if (options.max_sequences > 0) {
-            EXPECT_LE(std::ssize(batches.members(i)), options.max_sequences) << policy_name(policy);
+            EXPECT_LE(std::ssize(batches.members(i)), options.max_sequences) << options.name();
           }
         }
       }
@@ -91,7 +103,7 @@ TEST(Batching, EverySequenceOnceUnderTheCapAndNoEmptyRank) {
       if (pp > 1) {
         EXPECT_LE(*counts.rbegin() - *counts.begin(), count % dp == 0 ? 0 : 1);
       }
-      EXPECT_EQ(batches, make_batches(cost, sequences, base(cost, sequences), options)) << policy_name(policy);
+      EXPECT_EQ(batches, make_batches(cost, sequences, base(cost, sequences), options)) << options.name();
     }
   }
 }
@@ -118,10 +130,9 @@ TEST(Batching, MicroBatchSequencesFixesTheirNumber) {
   Random random(5);
   const CostModel cost = cost_of(4, 4);
   const auto sequences = random_sequences(random, 32);
-  BatchingOptions options;
-  options.micro_batch_sequences = 2;
-  for (BatchingPolicy policy : kPolicies) {
-    options.policy = policy;
+  BatchingOptions given;
+  given.micro_batch_sequences = 2;
+  for (const BatchingOptions& options : all_policies(given)) {
     EXPECT_EQ(make_batches(cost, sequences, base(cost, sequences), options).micro_batches(), 16);
   }
 }

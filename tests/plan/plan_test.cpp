@@ -79,7 +79,7 @@ TEST(Plan, IsNeverWorseThanInOrderAndKeepsItsPromises) {
     options.batching.micro_batch_sequences = 1 + static_cast<int64_t>(random.below(3));
     if (trial % 4 == 0) options.batching.micro_batch_tokens = 500000;
     ExpectedBudgets expected;
-    for (TuningPolicy tuning : {TuningPolicy::off, TuningPolicy::optimal}) {
+    for (TuningPolicy tuning : {TuningPolicy::none, TuningPolicy::optimal}) {
       options.tuning.policy = tuning;
       options.ordering = random.below(4) > 0;
       const Plan plan = plan_step(trial, cost, *coverage, sequences, options, expected);
@@ -191,26 +191,30 @@ TEST(Plan, NotesWhatItCouldNotDo) {
   PlanOptions options;
   options.batching.micro_batch_sequences = 1;
   options.batching.micro_batch_tokens = 20000;
-  for (BatchingPolicy policy :
-       {BatchingPolicy::length, BatchingPolicy::quadratic, BatchingPolicy::wlb, BatchingPolicy::in_order}) {
+  for (BatchingPolicy policy : {BatchingPolicy::sab, BatchingPolicy::in_order}) {
     options.batching.policy = policy;
     const Plan plan = plan_step(1, cluster.cost, *cluster.coverage, three, options, {});
-    EXPECT_EQ(plan.notes.size(), policy == BatchingPolicy::in_order ? 0u : 1u) << policy_name(policy);
+    EXPECT_EQ(plan.notes.size(), policy == BatchingPolicy::in_order ? 0u : 1u) << options.batching.name();
     for (const std::string& note : plan.notes) EXPECT_NE(note.find("found no room"), std::string::npos) << note;
     EXPECT_EQ(parse_plan(write_plan(plan), "plan").notes, plan.notes);
   }
   Random random(3);
-  const auto sequences = draw(random, 16, 0);
   options.batching = {};
   options.batching.micro_batch_sequences = 1;
-  EXPECT_EQ(plan_step(1, cluster.cost, *cluster.coverage, sequences, options, {}).notes, std::vector<std::string>{});
-  options.tuning.pivots = 1;
-  const Plan plan = plan_step(1, cluster.cost, *cluster.coverage, sequences, options, {});
-  ASSERT_EQ(plan.notes.size(), 1u);
-  EXPECT_NE(plan.notes[0].find("pivots"), std::string::npos);
-  EXPECT_LE(plan.makespan_us, plan.baseline_us * (1 + 1e-9));
-  EXPECT_GE(plan.mean_coverage, plan.base_coverage - 1e-12);
-  EXPECT_LE(plan.worst_loss, 0.1 + 1e-9);
+  int unsolved = 0;
+  for (int trial = 0; trial < 8; ++trial) {
+    const auto sequences = draw(random, 16, 0);
+    options.tuning.pivots = 0;
+    EXPECT_EQ(plan_step(1, cluster.cost, *cluster.coverage, sequences, options, {}).notes, std::vector<std::string>{});
+    options.tuning.pivots = 1;
+    const Plan plan = plan_step(1, cluster.cost, *cluster.coverage, sequences, options, {});
+    EXPECT_LE(plan.makespan_us, plan.baseline_us * (1 + 1e-9));
+    EXPECT_GE(plan.mean_coverage, plan.base_coverage - 1e-12);
+    EXPECT_LE(plan.worst_loss, 0.1 + 1e-9);
+    for (const std::string& note : plan.notes) EXPECT_NE(note.find("pivots"), std::string::npos);
+    unsolved += static_cast<int>(plan.notes.size());
+  }
+  EXPECT_GT(unsolved, 0);
 }
 
 // Raising everything to the slowest is worth a longer step to who asks for it.

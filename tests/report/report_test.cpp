@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include "core/errors.h"
+#include "core/markup.h"
 #include "report/report_chart.h"
 #include "report/report_schedule.h"
 #include "tests/data/temporary_folder.h"
@@ -52,7 +53,7 @@ TEST(Report, ReadsMetricsWhateverTheyHold) {
 }
 
 TEST(Report, EscapesWhatItShows) {
-  EXPECT_EQ(html_text("<a href=\"x\">'&\x01"), "&lt;a href=&quot;x&quot;&gt;&#39;&amp; ");
+  EXPECT_EQ(markup_text("<a href=\"x\">'&\x01"), "&lt;a href=&quot;x&quot;&gt;&#39;&amp; ");
   ReportInput input = example_run(3, 1);
   const std::string attack = "</title></script><script>alert(1)</script>\"'><img src=x onerror=alert(1)>";
   input.name = input.run_config = input.plans.damage = attack;

@@ -26,9 +26,9 @@ std::string error_of(const std::vector<std::string>& overrides) {
 
 TEST(RunConfigBalance, ReadsAndPrintsEveryOption) {
   const RunConfig config = parse_run_config(kRun, "run.yaml");
-  EXPECT_EQ(config.balance.batching, BalanceOptions::Batching::sab);
+  EXPECT_EQ(config.balance.batching, BatchingPolicy::sab);
   EXPECT_EQ(config.balance.ordering, BalanceOptions::Ordering::automatic);
-  EXPECT_EQ(config.balance.tuning, BalanceOptions::Tuning::optimal);
+  EXPECT_EQ(config.balance.tuning, TuningPolicy::optimal);
   EXPECT_EQ(config.balance.p, 0.2);
   EXPECT_EQ(config.balance.target, 0.25);
   EXPECT_EQ(config.balance.max_budget, 3072);
@@ -39,7 +39,7 @@ TEST(RunConfigBalance, ReadsAndPrintsEveryOption) {
            {},
            {"balance.target=equal_coverage"},
            {"balance.target=equal_coverage", "balance.tuning=anchor", "balance.anchor=max", "balance.adapt=on"},
-           {"balance={batching: quadratic, ordering: none, tuning: none, target: equal_coverage}"}}) {
+           {"balance={batching: in_order, ordering: none, tuning: none, target: equal_coverage}"}}) {
     const RunConfig once = parse_run_config(kRun, "run.yaml", overrides);
     EXPECT_EQ(print_run_config(parse_run_config(print_run_config(once), "printed")), print_run_config(once));
   }
@@ -75,10 +75,16 @@ TEST(RunConfigBalance, SaysWhatDoesNotFit) {
                 .find("balance.max_budget: is for balance.tuning and balance.replay"),
             std::string::npos);
   EXPECT_NE(error_of({"balance.tuning=best"}).find("optimal"), std::string::npos);
-  // Balancing by lengths needs no latencies.
-  EXPECT_EQ(error_of({"balance.profile=''", "balance.batching=length", "balance.ordering=none", "balance.tuning=none",
+  // Plans that are used again need no latencies.
+  EXPECT_EQ(error_of({"balance.profile=''", "balance.batching=in_order", "balance.ordering=none", "balance.tuning=none",
                       "balance.target=equal_coverage"}),
             "");
+  // What an older run.yaml may have.
+  for (const char* word : {"length", "quadratic", "wlb"})
+    EXPECT_EQ(error_of({fmt::format("balance.batching={}", word)}),
+              fmt::format("--set: balance.batching: {} is compared in `sparsebalance simulate` and no longer trains; "
+                          "set sab, with a balance.profile, or in_order",
+                          word));
 }
 
 TEST(RunConfigBalance, WhatNeedsPiecesOrAGpuSaysSo) {

@@ -87,7 +87,7 @@ TEST(RunConfig, ReadsEverySection) {
   EXPECT_EQ(config.data.validation.size(), 1u);
   EXPECT_EQ(config.data.max_sequence_length, 65536);
   EXPECT_FALSE(config.data.shuffle);
-  EXPECT_EQ(config.data.overlong, DataOptions::Overlong::drop);
+  EXPECT_EQ(config.data.overlong, Overlong::drop);
   EXPECT_EQ(config.batch.global_batch_size, 8);
   EXPECT_EQ(config.batch.micro_batch_sequences, 2);
   EXPECT_EQ(config.batch.micro_batch_tokens, 65536);

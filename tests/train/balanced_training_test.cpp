@@ -116,8 +116,7 @@ TEST(BalancedTraining, BatchingAndOrderingChangeNothing) {
   ASSERT_EQ(expected.size(), 8u);
   const std::vector<std::pair<std::string, std::vector<std::string>>> runs = {
       {"sab", {}},
-      {"length", {"balance.batching=length"}},
-      {"wlb", {"balance.batching=wlb", "batch.micro_batch_sequences=2"}},
+      {"two a micro-batch", {"batch.micro_batch_sequences=2"}},
       {"pipeline", {"parallel.dp=1", "parallel.pp=2"}},
       {"grid", {"parallel.pp=2", "train.max_steps=4"}},
   };

@@ -80,7 +80,7 @@ TEST(PackingLimits, NoMoreSequencesThanMemoryIsPlannedFor) {
   RunConfig config;
   config.batch.global_batch_size = 100'000;
   config.batch.micro_batch_tokens = 65'536;
-  for (const auto batching : {BalanceOptions::Batching::in_order, BalanceOptions::Batching::length})
+  for (const auto batching : {BatchingPolicy::in_order, BatchingPolicy::sab})
     for (const int cp : {1, 4})
       for (const int64_t longest : {1, 20, 4096, 65'536}) {
         config.balance.batching = batching;

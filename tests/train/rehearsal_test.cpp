@@ -122,7 +122,7 @@ TEST(Rehearsal, RefusesWhatItCannotStandFor) {
   EXPECT_NE(error({"parallel.dp=4"}).find("share equally"), std::string::npos);
   EXPECT_NE(error({"parallel.rehearse.dp=8"}).find("global_batch_size"), std::string::npos);
   EXPECT_NE(error({"parallel.rehearse.pp=3"}).find("3 stages for 2 layers"), std::string::npos);
-  EXPECT_NE(error({"balance={batching: length, ordering: none, tuning: none, profile: ''}"}).find("balance.profile"),
+  EXPECT_NE(error({"balance={batching: in_order, ordering: none, tuning: none, profile: ''}"}).find("of which GPUs"),
             std::string::npos);
   EXPECT_NE(error({"balance.chunk=auto"}).find("tokens of a piece"), std::string::npos);
   EXPECT_NE(error({"balance.compare_steps=2"}).find("compare_steps"), std::string::npos);

@@ -3,12 +3,13 @@
 #include <algorithm>
 
 #include "attention/gpu/attention_memory.h"
+#include "attention/gpu/piece_operands.h"
 #include "attention/gpu/plan/choice_memory.h"
 #include "attention/gpu/plan/coverage_log.h"
 #include "attention/gpu/plan/device_plan.h"
 #include "attention/gpu/plan/given_index.h"
 #include "attention/gpu/plan/recent_plans.h"
-#include "attention/most_sequences.h"
+#include "attention/gpu/plan_requests.h"
 #include "device/cuda.h"
 #include "device/memory.h"
 
@@ -19,10 +20,6 @@ using gpu::DeviceBuffer;
 using gpu::DevicePlan;
 using gpu::Precision;
 
-// Masses of so many (token, key block) are held at a time, two bytes each.
-constexpr int64_t kBatchMasses = int64_t{1} << 26;
-constexpr int kNoLayer = -1;
-
 class CudaState final : public AttentionState {
  public:
   std::shared_ptr<DevicePlan> plan;
@@ -31,22 +28,13 @@ class CudaState final : public AttentionState {
   void* list_memory() const { return plan->sparse() ? lists.data() : plan->own_lists(); }
 };
 
-bool hopper_takes(const CudaAttentionOptions& options, const AttentionShape& shape, DType dtype, int major) {
-  const SelectionConfig& selection = options.attention.selection;
-  const bool selects = selection.pattern != SelectionPattern::dense;
-  const int query_block =
-      selection.pattern == SelectionPattern::vertical_slash ? gpu::slash_query_block(selection) : selection.query_block;
-  return !options.portable && major == 9 && dtype == DType::bf16 && (shape.head_dim == 64 || shape.head_dim == 128) &&
-         (!selects || query_block % 2 == 0 ||
-          (selection.block != 64 && selection.pattern != SelectionPattern::vertical_slash));
-}
-
 class CudaAttention final : public ChoosingAttention {
  public:
   explicit CudaAttention(const CudaAttentionOptions& options)
       : options_(options),
         selection_(options.attention.selection),
         device_(cuda::device_info()),
+        requests_(options_, device_),
         choices_(selection_, options.attention.layers) {
     if (selection_.pattern != SelectionPattern::dense) check_selection_config(selection_);
     SB_USER_CHECK(device_.major >= 8, "{} is too old: attention on CUDA needs compute capability 8.0 or later",
@@ -69,7 +57,8 @@ class CudaAttention final : public ChoosingAttention {
     if (!replay) kept.plan = plan_for(exec, layer, shape, sequences, given.q.dtype());
     SB_CHECK(kept.plan != nullptr, "replay without an earlier forward");
     const ArenaScope scope(*exec.scratch);
-    const AttentionOperands operands = in_order(exec, sequences, given), own = own_keys(sequences, given);
+    const AttentionOperands operands = gpu::keys_in_order(exec, sequences, given),
+                            own = gpu::own_keys(sequences, given);
     const bool chooses = !replay && kept.plan->sparse();
     const bool counts = !replay && !sequences.again;
     const bool measures =
@@ -111,7 +100,7 @@ class CudaAttention final : public ChoosingAttention {
     SB_CHECK(gradients.dk.dtype() == (sequences.is_piece() ? DType::f32 : given.k.dtype()), "gradients of keys in {}",
              dtype_name(gradients.dk.dtype()));
     const ArenaScope scope(*exec.scratch);
-    const AttentionOperands operands = in_order(exec, sequences, given);
+    const AttentionOperands operands = gpu::keys_in_order(exec, sequences, given);
     gpu::BackwardParams params;
     kept.plan->set(params);
     set_operands(params, operands);
@@ -160,7 +149,7 @@ class CudaAttention final : public ChoosingAttention {
     request.shape = {cu_seqlens.back(), shape.heads, shape.kv_heads, shape.head_dim, shape.scale};
     request.precision = dtype == DType::f32 ? Precision::fp32 : Precision::bf16;
     request.hopper =
-        hopper_takes(options_, shape, dtype, device_.major) &&
+        gpu::hopper_takes(options_, shape, dtype, device_.major) &&
         (index.shape().query_block % 2 == 0 || (index.shape().block != 64 && !index.has_gathered_columns()));
     request.cu_seqlens = cu_seqlens;
     request.selection = &selection_;
@@ -194,7 +183,7 @@ class CudaAttention final : public ChoosingAttention {
                std::span<const std::unique_ptr<AttentionState>> states) override {
     const int64_t lists = state_bytes(shape, max_tokens);
     for (const auto& state : states) static_cast<CudaState&>(*state).lists.reserve("block index", lists);
-    const PlanSize size = largest_plan(shape, max_tokens, dtype);
+    const gpu::PlanSize size = requests_.largest_plan(shape, max_tokens, dtype);
     plans_.reserve(different_plans(states.size()), size.device);
     staging_.reserve(size.uploaded);
     choices_.reserve(shape);
@@ -202,14 +191,14 @@ class CudaAttention final : public ChoosingAttention {
   }
   int64_t reserved_bytes(const AttentionShape& shape, int64_t max_tokens, DType dtype, int64_t states) const override {
     return static_cast<int64_t>(plans_.for_states(different_plans(static_cast<size_t>(states)))) *
-               largest_plan(shape, max_tokens, dtype).device +
+               requests_.largest_plan(shape, max_tokens, dtype).device +
            choices_.reserved_bytes(shape) +
            (options_.attention.coverage_rows > 0 ? gpu::CoverageLog::reserved_bytes() : 0);
   }
 
   std::string refuses_pieces() const override { return why_not_in_pieces(selection_); }
   PieceBytes piece_bytes(const AttentionShape& shape, const PieceLimits& limits, int) const override {
-    const PieceSize& size = largest_piece(shape, limits);
+    const gpu::PieceSize& size = requests_.largest_piece(shape, limits);
     PieceBytes bytes;
     bytes.scratch = size.scratch;
     if (!limits.in_order)
@@ -217,7 +206,7 @@ class CudaAttention final : public ChoosingAttention {
     bytes.state = size.lists;
     bytes.layer = size.kept;
     const size_t whole = different_plans(static_cast<size_t>(limits.states));
-    const int64_t smaller = largest_plan(shape, limits.max_tokens, limits.dtype).device;
+    const int64_t smaller = requests_.largest_plan(shape, limits.max_tokens, limits.dtype).device;
     bytes.reserved =
         static_cast<int64_t>(plans_.for_states(whole + different_pieces(limits))) * std::max(smaller, size.device) -
         static_cast<int64_t>(plans_.for_states(whole)) * smaller;
@@ -225,7 +214,7 @@ class CudaAttention final : public ChoosingAttention {
   }
   void reserve_pieces(const AttentionShape& shape, const PieceLimits& limits,
                       std::span<const std::unique_ptr<AttentionState>> states) override {
-    const PieceSize size = largest_piece(shape, limits);
+    const gpu::PieceSize size = requests_.largest_piece(shape, limits);
     for (const auto& state : states) static_cast<CudaState&>(*state).lists.reserve("block index", size.lists);
     plans_.reserve(different_pieces(limits), size.device);
     staging_.reserve(size.uploaded);
@@ -247,41 +236,6 @@ class CudaAttention final : public ChoosingAttention {
   SelectionObservations take_observations() override { return choices_.take_observations(); }
 
  private:
-  // Of a piece, keys and values from the first token of its sequence on, one after the other.
-  static AttentionOperands in_order(const Exec& exec, const PackedSequences& sequences,
-                                    const AttentionOperands& operands) {
-    if (!sequences.is_piece()) return operands;
-    const std::span<const KeyPage> pages = sequences.piece.pages;
-    const int64_t end = sequences.piece_end(), first = pages.front().row;
-    AttentionOperands seen = operands;
-    if (std::ranges::all_of(pages, [&](const KeyPage& page) { return page.row == first + page.begin; })) {
-      seen.k = operands.k.rows(first, first + end);
-      seen.v = operands.v.rows(first, first + end);
-      return seen;
-    }
-    const auto copied = [&](const TensorView& from) {
-      const TensorView to = exec.scratch->allocate(from.dtype(), {end, from.dim(1), from.dim(2)});
-      for (size_t i = 0; i < pages.size(); ++i) {
-        const int64_t page_end = i + 1 < pages.size() ? pages[i + 1].begin : end, tokens = page_end - pages[i].begin;
-        copy_tensor(exec, from.rows(pages[i].row, pages[i].row + tokens), to.rows(pages[i].begin, page_end));
-      }
-      return to;
-    };
-    seen.k = copied(operands.k);
-    seen.v = copied(operands.v);
-    return seen;
-  }
-
-  // Of a piece, its own alone.
-  static AttentionOperands own_keys(const PackedSequences& sequences, const AttentionOperands& operands) {
-    if (!sequences.is_piece()) return operands;
-    const int64_t row = sequences.piece.pages.back().row, end = row + sequences.tokens();
-    AttentionOperands own = operands;
-    own.k = operands.k.rows(row, end);
-    own.v = operands.v.rows(row, end);
-    return own;
-  }
-
   // Layers share a plan unless their budgets differ: then a state of every micro-batch in flight has its own.
   size_t different_plans(size_t states) const {
     constexpr size_t kShared = 56;
@@ -294,7 +248,7 @@ class CudaAttention final : public ChoosingAttention {
                ? states
                : std::min(states, 2 * states / static_cast<size_t>(limits.last_layer - limits.first_layer));
   }
-  gpu::AttentionMemory memory() const { return {options_.attention, device_.multiprocessors, kBatchMasses}; }
+  gpu::AttentionMemory memory() const { return {options_.attention, device_.multiprocessors, gpu::kBatchMasses}; }
 
   static float* floats(const Exec& exec, size_t count) {
     return exec.scratch->allocate_array<float>(static_cast<int64_t>(count));
@@ -362,119 +316,9 @@ class CudaAttention final : public ChoosingAttention {
     gpu::measure_coverage(params, plan.precision(), exec.stream);
   }
 
-  struct PlanSize {
-    AttentionShape shape = {};
-    int64_t max_tokens = 0;
-    DType dtype = DType::bf16;
-    int64_t device = 0, uploaded = 0;  // bytes
-  };
-  // What a plan of any micro-batch of so many tokens may take. It grows with the longest sequence and with the number
-  // of sequences: no mixture needs more than the largest of both kinds together.
-  const PlanSize& largest_plan(const AttentionShape& shape, int64_t max_tokens, DType dtype) const {
-    PlanSize& known = largest_plan_;
-    if (known.shape.heads == shape.heads && known.shape.kv_heads == shape.kv_heads &&
-        known.shape.head_dim == shape.head_dim && known.max_tokens == max_tokens && known.dtype == dtype)
-      return known;
-    gpu::Staging staging;
-    const auto built = [&](int64_t sequences, bool dense, int64_t budget) {
-      std::vector<int32_t> cu_seqlens;
-      for (int64_t s = 0; s <= sequences; ++s) cu_seqlens.push_back(static_cast<int32_t>(s * max_tokens / sequences));
-      const std::vector<int32_t> budgets(static_cast<size_t>(sequences),
-                                         static_cast<int32_t>(std::min(budget, max_tokens)));
-      DevicePlan plan;
-      gpu::PlanRequest request = plan_request(kNoLayer, shape, {cu_seqlens, budgets}, dtype);
-      for (int64_t s = 0; s < sequences; ++s)
-        request.dense[s] = dense || request.tiles[s].tokens <= selection_.dense_limit();
-      plan.build(request, staging, nullptr);
-      return std::pair(plan.bytes(), plan.uploaded_bytes());
-    };
-    const int64_t most = std::clamp<int64_t>(max_tokens, 1, most_packed_sequences(max_tokens));
-    auto largest = built(1, true, selection_.budget);
-    const auto many = built(most, true, selection_.budget);
-    if (selection_.pattern != SelectionPattern::dense) {
-      // Tuned budgets may be lower than the configured one, and what that covers be chosen from then.
-      const int64_t lower = std::min(selection_.budget, max_tokens / 4 + 1);
-      const int64_t choosing = std::clamp<int64_t>(max_tokens / (selection_.dense_limit() + 1), 1, most);
-      for (const int64_t sequences : {int64_t{1}, choosing})
-        for (const int64_t budget : {selection_.budget, lower}) {
-          const auto one = built(sequences, false, budget);
-          largest = {std::max(largest.first, one.first), std::max(largest.second, one.second)};
-        }
-    }
-    known = {shape, max_tokens, dtype, largest.first + many.first, largest.second + many.second};
-    return known;
-  }
-
-  struct PieceSize {
-    AttentionShape shape = {};
-    int64_t max_tokens = 0, longest = 0;
-    DType dtype = DType::bf16;
-    int64_t device = 0, uploaded = 0, lists = 0, kept = 0, scratch = 0;  // bytes
-  };
-  // The last piece of the longest sequence needs the most.
-  const PieceSize& largest_piece(const AttentionShape& shape, const PieceLimits& limits) const {
-    PieceSize& known = largest_piece_;
-    if (known.shape.heads == shape.heads && known.shape.kv_heads == shape.kv_heads &&
-        known.shape.head_dim == shape.head_dim && known.max_tokens == limits.max_tokens &&
-        known.longest == limits.longest && known.dtype == limits.dtype)
-      return known;
-    known = {shape, limits.max_tokens, limits.longest, limits.dtype};
-    const bool chooses = selection_.pattern != SelectionPattern::dense;
-    const int64_t edge = chooses ? std::max(selection_.block, selection_.query_block) : 1;
-    const int64_t tokens = std::min(limits.max_tokens, limits.longest);
-    const int64_t begin = (limits.longest - tokens + edge - 1) / edge * edge;
-    gpu::Staging staging;
-    const auto add = [&](bool dense, int64_t budget) {
-      const int32_t cu_seqlens[] = {0, static_cast<int32_t>(tokens)};
-      const int32_t budgets[] = {static_cast<int32_t>(std::min(budget, begin + tokens))};
-      PackedSequences piece{cu_seqlens, budgets};
-      piece.piece = {begin, begin + tokens, {}};
-      DevicePlan plan;
-      gpu::PlanRequest request = plan_request(kNoLayer, shape, piece, limits.dtype);
-      request.dense[0] = dense;
-      plan.build(request, staging, nullptr);
-      // Quotas of neighbouring query blocks differ by one.
-      const int64_t rounding = dense ? 0 : 2 * 4 * 2 * int64_t{plan.select().rows} * plan.list_heads();
-      known.device = std::max(known.device, plan.bytes());
-      known.uploaded = std::max(known.uploaded, plan.uploaded_bytes());
-      known.scratch = std::max(known.scratch, plan.piece_scratch_bytes());
-      if (dense) return;
-      known.lists = std::max(known.lists, plan.list_bytes() + rounding);
-      if (selection_.scores_blocks()) known.kept = std::max(known.kept, plan.kept_bytes());
-    };
-    add(true, selection_.budget);
-    if (!chooses) return known;
-    for (const int64_t budget : {selection_.budget, std::min(selection_.budget, limits.longest / 4 + 1),
-                                 std::max(selection_.budget, options_.attention.largest_budget)})
-      add(false, budget);
-    return known;
-  }
-
-  gpu::PlanRequest plan_request(int layer, const AttentionShape& shape, const PackedSequences& sequences,
-                                DType dtype) const {
-    gpu::PlanRequest request;
-    request.shape = {sequences.tokens(), shape.heads, shape.kv_heads, shape.head_dim, shape.scale};
-    request.precision = dtype == DType::f32 ? Precision::fp32 : Precision::bf16;
-    request.hopper = hopper_takes(options_, shape, dtype, device_.major);
-    request.cu_seqlens = sequences.cu_seqlens;
-    request.selection = &selection_;
-    request.multiprocessors = device_.multiprocessors;
-    request.batch_masses = kBatchMasses;
-    request.coverage_rows = options_.attention.coverage_rows;
-    request.piece = sequences.is_piece();
-    request.shape.first_query = static_cast<int32_t>(sequences.piece.begin);
-    for (int s = 0; s < sequences.sequences(); ++s) {
-      const int64_t tokens = sequences.cu_seqlens[s + 1] - sequences.cu_seqlens[s];
-      request.tiles.push_back(sequence_tiles(selection_, request.piece ? sequences.piece.length : tokens,
-                                             sequences.budgets.empty() ? selection_.budget : sequences.budgets[s]));
-      request.dense.push_back(runs_dense(selection_, layer, request.tiles.back()));
-    }
-    return request;
-  }
-
   std::shared_ptr<DevicePlan> plan_for(const Exec& exec, int layer, const AttentionShape& shape,
                                        const PackedSequences& sequences, DType dtype) {
-    const gpu::PlanRequest request = plan_request(layer, shape, sequences, dtype);
+    const gpu::PlanRequest request = requests_.of(layer, shape, sequences, dtype);
     if (std::shared_ptr<DevicePlan> known = plans_.find(request)) return known;
     std::shared_ptr<DevicePlan> plan = plans_.take();
     plan->build(request, staging_, exec.stream);
@@ -575,10 +419,9 @@ class CudaAttention final : public ChoosingAttention {
   CudaAttentionOptions options_;
   SelectionConfig selection_;
   cuda::DeviceInfo device_;
+  gpu::PlanRequests requests_;
   gpu::Staging staging_;
   gpu::RecentPlans<DevicePlan> plans_;
-  mutable PlanSize largest_plan_;         // the one asked for last
-  mutable PieceSize largest_piece_;       // likewise
   std::vector<DeviceBuffer> statistics_;  // of every layer: of the key blocks of the sequence that comes in pieces
   gpu::ChoiceMemory choices_;
   gpu::CoverageLog coverage_;
@@ -602,7 +445,7 @@ std::unique_ptr<AttentionState> make_cuda_state(void* lists, int64_t bytes, cons
 }
 
 bool cuda_attention_takes_hopper(const CudaAttentionOptions& options, const AttentionShape& shape, DType dtype) {
-  return hopper_takes(options, shape, dtype, cuda::device_info().major);
+  return gpu::hopper_takes(options, shape, dtype, cuda::device_info().major);
 }
 
 const char* cuda_attention_kernels(const CudaAttentionOptions& options, const AttentionShape& shape, DType dtype) {

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "attention/select/selection_words.h"
 #include "core/errors.h"
 
 namespace sb {
@@ -69,26 +70,15 @@ void check_score_channels(const SelectionConfig& config, int head_dim) {
 }
 
 SelectionPattern parse_selection_pattern(const std::string& name) {
-  if (name == "dense") return SelectionPattern::dense;
-  if (name == "topk") return SelectionPattern::topk;
-  if (name == "mass") return SelectionPattern::mass;
-  if (name == "topp") return SelectionPattern::topp;
-  if (name == "vertical_slash") return SelectionPattern::vertical_slash;
-  if (name == "window") return SelectionPattern::window;
-  throw UserError("attention.pattern: {}; known are dense, topk, mass, topp, vertical_slash, window", name);
+  return value_of(kPatternWords, name, "attention.pattern");
 }
 
 SelectionOrder parse_selection_order(const std::string& name) {
-  if (name == "causal") return SelectionOrder::causal;
-  if (name == "lookahead") return SelectionOrder::lookahead;
-  throw UserError("attention.selection: {}; known are causal, lookahead", name);
+  return value_of(kOrderWords, name, "attention.selection");
 }
 
 BlockScore parse_block_score(const std::string& name) {
-  if (name == "planes") return BlockScore::planes;
-  if (name == "moments") return BlockScore::moments;
-  if (name == "mean") return BlockScore::mean;
-  throw UserError("attention.score: {}; known are planes, moments, mean", name);
+  return value_of(kScoreWords, name, "attention.score");
 }
 
 }  // namespace sb

@@ -2,17 +2,16 @@
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
+#include <cmath>
 #include <cstdio>
 #include <map>
 #include <memory>
 #include <nlohmann/json.hpp>
-#include <sstream>
 
 #include "cli/eval/eval_commands.h"
-#include "cli/eval/eval_options.h"
+#include "cli/eval/eval_rows.h"
 #include "cli/progress.h"
 #include "core/errors.h"
-#include "core/files/regular_file.h"
 #include "eval/longbench_metrics.h"
 #include "eval/longbench_prompt.h"
 #include "eval/needle.h"
@@ -21,53 +20,6 @@ namespace sb {
 namespace {
 
 using Json = nlohmann::ordered_json;
-
-// An object of a JSONL file and where it stands.
-struct Row {
-  Json object;
-  int64_t line = 0;
-};
-
-// The objects of a JSONL file; a bad line is a UserError with its number.
-std::vector<Row> read_jsonl(const std::string& path) {
-  std::istringstream file(read_regular_file(path));
-  std::vector<Row> rows;
-  std::string line;
-  for (int64_t number = 1; std::getline(file, line); ++number) {
-    if (line.find_first_not_of(" \t\r") == std::string::npos) continue;
-    try {
-      rows.push_back({Json::parse(line), number});
-    } catch (const nlohmann::json::exception& error) {
-      throw UserError("{}:{}: not a JSON object: {}", path, number, error.what());
-    }
-    SB_USER_CHECK(rows.back().object.is_object(), "{}:{}: not a JSON object", path, number);
-  }
-  SB_USER_CHECK(!rows.empty(), "{}: holds no lines", path);
-  return rows;
-}
-
-template <typename T>
-T field(const Row& row, const char* key, const std::string& path) {
-  try {
-    return row.object.at(key).get<T>();
-  } catch (const nlohmann::json::exception&) {
-    throw UserError("{}:{}: key \"{}\" is missing or of another type", path, row.line, key);
-  }
-}
-
-// Predictions of a file ("pred"), one for each of the rows.
-std::vector<std::string> read_predictions(const std::string& file, const std::vector<Row>& rows) {
-  const std::vector<Row> given = read_jsonl(file);
-  SB_USER_CHECK(given.size() == rows.size(), "{}: {} predictions for {} lines", file, given.size(), rows.size());
-  std::vector<std::string> texts;
-  for (const Row& row : given) texts.push_back(field<std::string>(row, "pred", file));
-  return texts;
-}
-
-EvalModel open_model_to_run(const EvalOptions& options) {
-  SB_USER_CHECK(!options.model.empty(), "name a --model to run, or --predictions to score");
-  return open_model(options);
-}
 
 std::vector<std::string> predictions_for(const EvalOptions& options, const std::string& file,
                                          const std::vector<Row>& rows, const std::vector<std::string>& prompts) {
@@ -78,31 +30,33 @@ std::vector<std::string> predictions_for(const EvalOptions& options, const std::
                       [&](size_t done, size_t all) { show(progress, done, all, "prompts"); }, {.chat = options.chat});
 }
 
-void run_ruler(const EvalOptions& options, const std::string& input, const std::string& predictions, bool part) {
-  const std::vector<Row> rows = read_jsonl(input);
+void run_ruler(const EvalOptions& options, const BenchmarkFiles& files, bool part) {
+  const std::vector<Row> rows = read_rows(files);
   std::vector<std::string> prompts;
   std::vector<std::vector<std::string>> outputs;
   for (const Row& row : rows) {
-    prompts.push_back(field<std::string>(row, "input", input));
-    outputs.push_back(field<std::vector<std::string>>(row, "outputs", input));
-    SB_USER_CHECK(!outputs.back().empty(), "{}:{}: \"outputs\" is empty", input, row.line);
+    prompts.push_back(row.text("input"));
+    outputs.push_back(row.texts("outputs"));
+    SB_USER_CHECK(!outputs.back().empty(), "{}: \"outputs\" is empty", row.place);
   }
-  const std::vector<std::string> texts = predictions_for(options, predictions, rows, prompts);
-  double sum = 0;
+  const std::vector<std::string> texts = predictions_for(options, files.predictions, rows, prompts);
+  MeanScore mean;
   Json scored = Json::array();
   for (size_t i = 0; i < rows.size(); ++i) {
     const double score = part ? ruler_match_part(texts[i], outputs[i]) : ruler_match_all(texts[i], outputs[i]);
-    sum += score;
+    mean.add(score);
     scored.push_back({{"index", i}, {"pred", texts[i]}, {"score", score}});
   }
-  const double mean = 100 * sum / static_cast<double>(rows.size());
-  std::printf("%s: %.2f over %zu samples (string match, %s)\n", input.c_str(), mean, rows.size(),
-              part ? "part" : "all");
-  write_json(options, Json({{"task", "ruler"}, {"score", mean}, {"rows", scored}}).dump());
+  std::printf("%s: %s (string match, %s)\n", files.input.c_str(), mean.text().c_str(), part ? "part" : "all");
+  Json results = {{"task", "ruler"}};
+  results.update(Json::parse(mean.json()));
+  results["rows"] = scored;
+  write_json(options, results.dump());
 }
 
 struct LongBenchOptions {
-  std::string input, predictions, task, prompts, answer_lengths;
+  BenchmarkFiles files;
+  std::string task, prompts, answer_lengths;
 };
 
 // A line of LongBench.
@@ -115,7 +69,6 @@ struct LongBenchItem {
 std::vector<LongBenchItem> longbench_items(const std::vector<Row>& rows, const LongBenchOptions& bench,
                                            int64_t answer_tokens) {
   const std::vector<std::string> known = longbench::known_tasks();
-  const std::string& input = bench.input;
   std::map<std::string, std::string> templates;
   if (!bench.prompts.empty()) templates = longbench::read_templates(bench.prompts);
   std::map<std::string, int64_t> lengths;
@@ -123,22 +76,20 @@ std::vector<LongBenchItem> longbench_items(const std::vector<Row>& rows, const L
   std::vector<LongBenchItem> items;
   for (const Row& row : rows) {
     LongBenchItem& item = items.emplace_back();
-    item.task = bench.task.empty() ? field<std::string>(row, "dataset", input) : bench.task;
+    item.task = bench.task.empty() ? row.text("dataset") : bench.task;
     SB_USER_CHECK(std::find(known.begin(), known.end(), item.task) != known.end(),
-                  "{}:{}: the task \"{}\" has no metric here; known are {}", input, row.line, item.task,
-                  fmt::join(known, ", "));
+                  "{}: the task \"{}\" has no metric here; known are {}", row.place, item.task, fmt::join(known, ", "));
     const auto prompt = templates.find(item.task);
-    SB_USER_CHECK(templates.empty() || prompt != templates.end(), "{}: no template for the task \"{}\" of {}:{}",
-                  bench.prompts, item.task, input, row.line);
+    SB_USER_CHECK(templates.empty() || prompt != templates.end(), "{}: no template for the task \"{}\" of {}",
+                  bench.prompts, item.task, row.place);
     const auto length = lengths.find(item.task);
-    SB_USER_CHECK(lengths.empty() || length != lengths.end(), "{}: no length for the task \"{}\" of {}:{}",
-                  bench.answer_lengths, item.task, input, row.line);
+    SB_USER_CHECK(lengths.empty() || length != lengths.end(), "{}: no length for the task \"{}\" of {}",
+                  bench.answer_lengths, item.task, row.place);
     item.answer_tokens = lengths.empty() ? answer_tokens : length->second;
-    item.prompt = longbench::fill(templates.empty() ? "{context}\n\n{input}\n" : prompt->second,
-                                  field<std::string>(row, "context", input), field<std::string>(row, "input", input));
-    item.answers = field<std::vector<std::string>>(row, "answers", input);
-    if (row.object.contains("all_classes") && !row.object["all_classes"].is_null())
-      item.classes = field<std::vector<std::string>>(row, "all_classes", input);
+    item.prompt = longbench::fill(templates.empty() ? "{context}\n\n{input}\n" : prompt->second, row.text("context"),
+                                  row.text("input"));
+    item.answers = row.texts("answers");
+    if (row.has("all_classes")) item.classes = row.texts("all_classes");
   }
   return items;
 }
@@ -172,35 +123,38 @@ std::vector<std::string> longbench_answers(const EvalOptions& options, const std
 }
 
 void run_longbench(const EvalOptions& options, const LongBenchOptions& bench) {
-  const std::vector<Row> rows = read_jsonl(bench.input);
+  const std::vector<Row> rows = read_rows(bench.files);
   const std::vector<LongBenchItem> items = longbench_items(rows, bench, options.max_new_tokens);
-  const std::vector<std::string> texts =
-      bench.predictions.empty() ? longbench_answers(options, items) : read_predictions(bench.predictions, rows);
-  struct TaskScore {
-    double sum = 0;
-    int64_t samples = 0;
-    double mean() const { return 100 * sum / static_cast<double>(samples); }
-  };
-  std::map<std::string, TaskScore> tasks;
+  const std::vector<std::string> texts = bench.files.predictions.empty()
+                                             ? longbench_answers(options, items)
+                                             : read_predictions(bench.files.predictions, rows);
+  std::map<std::string, MeanScore> tasks;
   Json scored = Json::array();
   for (size_t i = 0; i < rows.size(); ++i) {
     const double score = longbench::score(items[i].task, texts[i], items[i].answers, items[i].classes);
-    tasks[items[i].task].sum += score;
-    ++tasks[items[i].task].samples;
+    tasks[items[i].task].add(score);
     scored.push_back({{"index", i}, {"dataset", items[i].task}, {"pred", texts[i]}, {"score", score}});
   }
   // As the benchmark's own table: every task counts alike, however many samples it has.
-  double mean = 0;
+  double mean = 0, variance = 0;
+  bool known = true;  // how far each may be off
   Json by_task = Json::object();
   for (const auto& [name, task] : tasks) {
-    if (tasks.size() > 1)
-      std::printf("%-22s %6.2f over %lld samples\n", name.c_str(), task.mean(), static_cast<long long>(task.samples));
+    if (tasks.size() > 1) std::printf("%-22s %s\n", name.c_str(), task.text().c_str());
     mean += task.mean() / static_cast<double>(tasks.size());
-    by_task[name] = {{"score", task.mean()}, {"samples", task.samples}};
+    known = known && task.standard_error();
+    variance += std::pow(task.standard_error().value_or(0) / static_cast<double>(tasks.size()), 2);
+    by_task[name] = Json::parse(task.json());
   }
-  std::printf("%s: %.2f over %zu samples%s\n", bench.input.c_str(), mean, rows.size(),
-              tasks.size() > 1 ? fmt::format(", the mean of {} tasks", tasks.size()).c_str() : "");
-  write_json(options, Json({{"task", "longbench"}, {"score", mean}, {"tasks", by_task}, {"rows", scored}}).dump());
+  const std::optional<double> error = known ? std::optional(std::sqrt(variance)) : std::nullopt;
+  std::printf("%s: %.2f%s over %zu samples%s\n", bench.files.input.c_str(), mean, plus_minus(error).c_str(),
+              rows.size(), tasks.size() > 1 ? fmt::format(", the mean of {} tasks", tasks.size()).c_str() : "");
+  write_json(options, Json({{"task", "longbench"},
+                            {"score", mean},
+                            {"standard_error", error ? Json(*error) : Json()},
+                            {"tasks", by_task},
+                            {"rows", scored}})
+                          .dump());
 }
 
 }  // namespace
@@ -208,14 +162,13 @@ void run_longbench(const EvalOptions& options, const LongBenchOptions& bench) {
 void add_eval_ruler(CLI::App& eval) {
   auto options = std::make_shared<EvalOptions>();
   CLI::App* ruler = eval.add_subcommand("ruler", "RULER-layout files (index, input, outputs, length)");
-  auto input = std::make_shared<std::string>(), predictions = std::make_shared<std::string>();
+  auto files = std::make_shared<BenchmarkFiles>();
   auto part = std::make_shared<bool>(false);
   add_common(ruler, *options, false);
   add_sampling(ruler, *options);
-  ruler->add_option("--input", *input, "JSONL")->required();
-  ruler->add_option("--predictions", *predictions, "JSONL with \"pred\" per line, to score instead of running a model");
+  add_files(ruler, *files, "JSONL");
   ruler->add_flag("--part", *part, "one of the expected strings is enough (question answering)");
-  ruler->callback([=] { run_ruler(*options, *input, *predictions, *part); });
+  ruler->callback([=] { run_ruler(*options, *files, *part); });
 }
 
 void add_eval_longbench(CLI::App& eval) {
@@ -224,9 +177,7 @@ void add_eval_longbench(CLI::App& eval) {
   auto questions = std::make_shared<LongBenchOptions>();
   add_common(bench, *options, false);
   add_sampling(bench, *options);
-  bench->add_option("--input", questions->input, "JSONL")->required();
-  bench->add_option("--predictions", questions->predictions,
-                    "JSONL with \"pred\" per line, to score instead of running a model");
+  add_files(bench, questions->files, "JSONL");
   bench->add_option("--task", questions->task, "task name; otherwise every line's \"dataset\"")
       ->check(CLI::IsMember(longbench::known_tasks()));
   bench->add_option("--prompts", questions->prompts,

@@ -19,6 +19,7 @@
 #include "device/cuda.h"
 #include "model/flops.h"
 #include "plan/latency/profile_measure.h"
+#include "run/config/recompute_words.h"
 #include "train/make_planner.h"
 #include "train/training_run.h"
 
@@ -58,9 +59,7 @@ ModelShape take_from_run(Arguments& arguments) {
     spec.score_channels = usual.score_channels;
     spec.score_tokens = usual.score_tokens;
   }
-  arguments.engine.recompute = config.train.recompute == Recompute::none    ? "none"
-                               : config.train.recompute == Recompute::layer ? "layer"
-                                                                            : "attention";
+  arguments.engine.recompute = word_of(kRecomputeWords, kept_at_hand(config.train.recompute));
   arguments.engine.lora = config.lora_config();
   if (!arguments.tokens_given)
     arguments.measure.max_tokens = packing_limits(config.batch, config.data.max_sequence_length).max_tokens;

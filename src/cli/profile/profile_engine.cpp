@@ -18,6 +18,7 @@
 #include "device/memory.h"
 #include "model/stage.h"
 #include "ops/adamw.h"
+#include "run/config/recompute_words.h"
 
 namespace sb {
 namespace {
@@ -206,9 +207,7 @@ struct ProfileEngine::Implementation {
     StageOptions stage;
     stage.device = options.device;
     stage.dtype = options.device == DeviceKind::cuda ? kCudaDType : DType::f32;
-    stage.recompute = options.recompute == "none"    ? Recompute::none
-                      : options.recompute == "layer" ? Recompute::layer
-                                                     : Recompute::attention;
+    stage.recompute = value_of(kRecomputeWords, options.recompute, "--recompute");
     stage.max_micro_batch_tokens = stage.max_sequence_length = stage.max_cut_sequence = options.max_tokens;
     stage.slots = 2;  // a piece, and all that comes before it
     if (options.device == DeviceKind::cuda) stage.loss_chunk = 4096;
@@ -254,8 +253,12 @@ struct ProfileEngine::Implementation {
     for (size_t i = 0; i < shape.tokens.size(); ++i) {
       const SequenceTiles tiles = sequence_tiles(selection, shape.tokens[i], shape.budgets[i]);
       if (tiles.everything_fits()) continue;
-      given += static_cast<double>(given_blocks(tiles));
-      wanted += static_cast<double>(wanted_blocks(tiles));
+      const bool piece = shape.piece.end > 0;
+      const int64_t begin = piece ? shape.piece.begin : 0, end = piece ? shape.piece.end : tiles.tokens;
+      for (int64_t tile = begin / tiles.query_block; tiles.begin(tile) < end; ++tile) {
+        given += static_cast<double>(tiles.given(tile));
+        wanted += static_cast<double>(tiles.wanted(tile));
+      }
       chosen_pairs += work_of(options.spec, shape.tokens[i], shape.piece, shape.budgets[i]).pairs;
     }
     const double met = static_cast<double>(counts.chosen) / static_cast<double>(counts.wanted);
@@ -312,6 +315,8 @@ struct ProfileEngine::Implementation {
     attention.pause(true);
     stage.forward(context.exec(), before, 1, rows(input));
     context.synchronize();
+    // Without peaks in the data, masses get smaller from token to token and so do the lists: the piece counts alone.
+    choosing.take_observations();
     attention.pause(false);
     run(cut_piece(all, shape.piece.begin, shape.piece.end), layers_alone, 0);
     attention.pause(true);

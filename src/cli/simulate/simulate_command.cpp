@@ -66,17 +66,15 @@ void print_row(const SimulatedRow& row) {
 
 Json row_json(const SimulatedRow& row) {
   const PlanOptions& o = row.options;
-  constexpr const char* tunings[] = {"none", "anchor", "optimal"};
-  constexpr const char* anchors[] = {"mean", "min", "max"};
   Json json = {{"policy", row.name},
-               {"batching", policy_name(o.batching.policy)},
+               {"batching", o.batching.name()},
                {"ordering", o.ordering ? "auto" : "none"},
                {"chunk", o.chunk.automatic() ? Json("auto")
                          : o.chunk.on()      ? Json(o.chunk.tokens)
                                              : Json("off")},
-               {"tuning", tunings[static_cast<int>(o.tuning.policy)]}};
-  if (o.tuning.policy != TuningPolicy::off) json["p"] = o.tuning.p;
-  if (o.tuning.policy == TuningPolicy::anchor) json["anchor"] = anchors[static_cast<int>(o.tuning.anchor)];
+               {"tuning", word_of(kTuningWords, o.tuning.policy)}};
+  if (o.tuning.policy != TuningPolicy::none) json["p"] = o.tuning.p;
+  if (o.tuning.policy == TuningPolicy::anchor) json["anchor"] = word_of(kAnchorWords, o.tuning.anchor);
   if (o.tuning.policy == TuningPolicy::optimal)
     json["target"] = o.tuning.target == kEqualCoverage ? Json("equal_coverage") : Json(o.tuning.target);
   json.update({{"speedup", row.speedup},

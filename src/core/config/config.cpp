@@ -179,6 +179,17 @@ void OptionTable::add_choice(std::string name, std::vector<std::string> words, s
       });
 }
 
+void OptionTable::refuse_word(const std::string& name, std::string word, std::string cure) {
+  const auto option = std::find_if(options_.begin(), options_.end(), [&](const Option& o) { return o.name == name; });
+  SB_CHECK(option != options_.end(), "there is no option {}", name);
+  option->read = [read = option->read, word = std::move(word), cure = std::move(cure)](const ConfigValue& given,
+                                                                                       const std::string& label) {
+    SB_USER_CHECK(given.kind != ConfigValue::Kind::scalar || given.text != word, "{}: {}: {} {}", given.where, label,
+                  word, cure);
+    read(given, label);
+  };
+}
+
 void OptionTable::load(const std::string& yaml, const std::string& source) {
   assign_entries("", parse_config(yaml, source));
 }

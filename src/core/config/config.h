@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "core/config/config_value.h"
+#include "core/words.h"
 
 namespace sb {
 
@@ -62,6 +63,13 @@ class OptionTable {
           return i;
         });
   }
+  template <typename E, size_t N>
+  void word(std::string name, E* value, const Word<E> (&words)[N], std::string help) {
+    choice(std::move(name), value, std::vector<std::pair<std::string, E>>(std::begin(words), std::end(words)),
+           std::move(help));
+  }
+  // A word that the option had: who gives it is told why it has gone and what to do. After the option itself.
+  void refuse_word(const std::string& name, std::string word, std::string cure);
   // Anything else: `read` gets the value and the option's name for its messages, `write` gives YAML on one line.
   void add(std::string name, std::string type, std::string range, std::string help,
            std::function<void(const ConfigValue&, const std::string&)> read, std::function<std::string()> write);

@@ -67,31 +67,23 @@ int64_t RingSelection::measure_bytes(const AttentionShape& shape, int64_t max_to
          listed;
 }
 
-CoverageSample RingSelection::measure_sequence(const Exec& exec, Communicator& group, const SelectionRequest& request,
-                                               const ContextLayout& layout, int s, const BlockIndex& index,
-                                               int wanted_rows) {
-  const AttentionShape& shape = request.shape;
-  const SequenceTiles& tiles = request.tiles;
-  const int64_t tokens = tiles.tokens, blocks = tiles.blocks(), heads = shape.heads, d = shape.head_dim;
-  const int64_t rows = std::min<int64_t>(wanted_rows, tokens);
-  std::vector<int64_t> position;  // of every key this rank holds
-  for (const int32_t b : request.held_blocks)
-    for (int64_t i = 0; i < layout.block_length(s, b); ++i) position.push_back(int64_t{b} * tiles.block + i);
-  const int64_t held = std::ssize(position);
-  // Where the sampled tokens are among those held; -1: on another rank. Keys one sees are a prefix of those held.
-  std::vector<int64_t> own(rows, -1), seen(rows);
-  std::vector<float> queries(rows * heads * d, 0.0f);
-  for (int64_t r = 0; r < rows; ++r) {
-    const int64_t token = sampled_token(r, rows, tokens);
-    seen[r] = std::upper_bound(position.begin(), position.end(), token) - position.begin();
-    if (seen[r] == 0 || position[seen[r] - 1] != token) continue;
-    own[r] = seen[r] - 1;
-    std::memcpy(queries.data() + r * heads * d, request.q + own[r] * heads * d, heads * d * sizeof(float));
-  }
-  group.all_reduce(std::span<float>(queries));  // one rank has each, the others zeros
+namespace {
 
+// What the keys held here weigh under the sampled queries.
+struct HeldMasses {
+  std::vector<float> map;                // [head, row, key], by the row's largest
+  std::vector<double> sums, block_mass;  // [head, row] and [head, row, block], of all ranks
+};
+
+// `position`: of every key held here; `seen`: how many of them a row sees.
+HeldMasses held_masses(const Exec& exec, Communicator& group, const SelectionRequest& request,
+                       std::span<const float> queries, std::span<const int64_t> position,
+                       std::span<const int64_t> seen) {
+  const AttentionShape& shape = request.shape;
+  const int64_t rows = std::ssize(seen), held = std::ssize(position), heads = shape.heads, d = shape.head_dim;
+  const int64_t blocks = request.tiles.blocks(), block = request.tiles.block;
   std::vector<float> map(rows * heads * held), top(rows * heads, -std::numeric_limits<float>::infinity());
-  std::vector<double> sums(rows * heads, 0.0), block_mass(rows * heads * blocks, 0.0), column_mass(rows * heads, 0.0);
+  std::vector<double> sums(rows * heads, 0.0), block_mass(rows * heads * blocks, 0.0);
   exec.pool->parallel_for(heads, 1, [&](int64_t head, int64_t, int) {
     if (held == 0) return;
     sgemm({.transpose_b = true,
@@ -115,12 +107,42 @@ CoverageSample RingSelection::measure_sequence(const Exec& exec, Communicator& g
       for (int64_t m = 0; m < seen[r]; ++m) {
         row[m] = std::exp(shape.scale * (row[m] - top[head * rows + r]));
         sums[head * rows + r] += row[m];
-        block_mass[(head * rows + r) * blocks + position[m] / tiles.block] += row[m];
+        block_mass[(head * rows + r) * blocks + position[m] / block] += row[m];
       }
     }
   });
   group.all_reduce(std::span<double>(sums));
   group.all_reduce(std::span<double>(block_mass));
+  return {std::move(map), std::move(sums), std::move(block_mass)};
+}
+
+}  // namespace
+
+CoverageSample RingSelection::measure_sequence(const Exec& exec, Communicator& group, const SelectionRequest& request,
+                                               const ContextLayout& layout, int s, const BlockIndex& index,
+                                               int wanted_rows) {
+  const AttentionShape& shape = request.shape;
+  const SequenceTiles& tiles = request.tiles;
+  const int64_t tokens = tiles.tokens, blocks = tiles.blocks(), heads = shape.heads, d = shape.head_dim;
+  const int64_t rows = std::min<int64_t>(wanted_rows, tokens);
+  std::vector<int64_t> position;  // of every key this rank holds
+  for (const int32_t b : request.held_blocks)
+    for (int64_t i = 0; i < layout.block_length(s, b); ++i) position.push_back(int64_t{b} * tiles.block + i);
+  const int64_t held = std::ssize(position);
+  // Where the sampled tokens are among those held; -1: on another rank. Keys one sees are a prefix of those held.
+  std::vector<int64_t> own(rows, -1), seen(rows);
+  std::vector<float> queries(rows * heads * d, 0.0f);
+  for (int64_t r = 0; r < rows; ++r) {
+    const int64_t token = sampled_token(r, rows, tokens);
+    seen[r] = std::upper_bound(position.begin(), position.end(), token) - position.begin();
+    if (seen[r] == 0 || position[seen[r] - 1] != token) continue;
+    own[r] = seen[r] - 1;
+    std::memcpy(queries.data() + r * heads * d, request.q + own[r] * heads * d, heads * d * sizeof(float));
+  }
+  group.all_reduce(std::span<float>(queries));  // one rank has each, the others zeros
+
+  std::vector<double> column_mass(rows * heads, 0.0);
+  const auto [map, sums, block_mass] = held_masses(exec, group, request, queries, position, seen);
 
   // Which columns a row gathers is known where the row is; what they weigh, where the columns are.
   const BlockIndex::Sequence& sequence = index.sequences()[s];

@@ -104,69 +104,14 @@ std::vector<int> bins_to_slots(const PartitionProblem& problem, const Assignment
   return slot;
 }
 
-// WLB-LLM: heaviest document first, to the least loaded micro-batch if it fits, else to the shortest one.
-Assignment wlb_greedy(const PartitionProblem& problem) {
-  std::vector<int> order(problem.weight.size());
-  std::iota(order.begin(), order.end(), 0);
-  std::stable_sort(order.begin(), order.end(), [&](int a, int b) { return problem.weight[a] > problem.weight[b]; });
-  std::vector<double> load(static_cast<size_t>(problem.bins), 0.0);
-  std::vector<int64_t> held(static_cast<size_t>(problem.bins), 0);
-  std::vector<int> items(static_cast<size_t>(problem.bins), 0);
-  Assignment bin(order.size(), -1);
-  for (int item : order) {
-    const auto ui = static_cast<size_t>(item);
-    const auto full = [&](size_t b) {
-      return (problem.cap > 0 && held[b] + problem.tokens[ui] > problem.cap) ||
-             (problem.max_items > 0 && items[b] == problem.max_items);
-    };
-    auto b = static_cast<size_t>(std::min_element(load.begin(), load.end()) - load.begin());
-    if (full(b)) b = static_cast<size_t>(std::min_element(held.begin(), held.end()) - held.begin());
-    if (full(b)) return {};
-    load[b] += problem.weight[ui];
-    held[b] += problem.tokens[ui];
-    ++items[b];
-    bin[ui] = static_cast<int>(b);
-  }
-  return respects_limits(problem, bin) ? bin : Assignment{};
-}
-
-std::vector<double> policy_weights(const CostModel& cost, std::span<const Sequence> sequences,
-                                   std::span<const SequenceCost> costs, BatchingPolicy policy) {
-  std::vector<double> weight(sequences.size());
-  for (size_t i = 0; i < weight.size(); ++i) {
-    const auto tokens = static_cast<double>(sequences[i].tokens);
-    if (policy == BatchingPolicy::length) weight[i] = tokens;
-    if (policy == BatchingPolicy::quadratic) weight[i] = tokens * tokens;
-    if (policy == BatchingPolicy::sab)
-      weight[i] = cost.layers() * (costs[i].layer.forward + costs[i].layer.backward) + costs[i].head.forward +
-                  costs[i].head.backward;
-  }
-  if (policy == BatchingPolicy::wlb) {
-    // Its workload is that of dense attention.
-    std::vector<int64_t> dense(sequences.size());
-    for (size_t i = 0; i < dense.size(); ++i) dense[i] = sequences[i].tokens;
-    const auto dense_costs = sequence_costs(cost, sequences, dense);
-    for (size_t i = 0; i < weight.size(); ++i) weight[i] = dense_costs[i].layer.forward + dense_costs[i].layer.backward;
-  }
+// What the policy balances, of every sequence.
+std::vector<double> sequence_weights(const CostModel& cost, std::span<const Sequence> sequences,
+                                     std::span<const SequenceCost> costs, const BatchingOptions& options) {
+  if (options.policy == BatchingPolicy::compared) return options.compared->weights(cost, sequences);
+  std::vector<double> weight;
+  for (const SequenceCost& own : costs)
+    weight.push_back(cost.layers() * (own.layer.forward + own.layer.backward) + own.head.forward + own.head.backward);
   return weight;
-}
-
-Assignment fill_bins(const PartitionProblem& problem, BatchingPolicy policy, int64_t trials) {
-  switch (policy) {
-    case BatchingPolicy::length:
-      return longest_first(problem);
-    case BatchingPolicy::wlb:
-      return wlb_greedy(problem);
-    case BatchingPolicy::quadratic: {
-      Assignment bin = karmarkar_karp(problem);
-      return respects_limits(problem, bin) ? bin : Assignment{};
-    }
-    case BatchingPolicy::sab:
-      return balanced_partition(problem, trials);
-    case BatchingPolicy::in_order:
-      break;
-  }
-  throw InternalError("in_order has no bins");
 }
 
 // Without a pipeline only the ranks' sums count: balance those, then the micro-batches of each rank for their own sake.
@@ -214,9 +159,8 @@ int64_t Batches::tokens(std::span<const Sequence> all, int micro_batch) const {
   return sum;
 }
 
-const char* policy_name(BatchingPolicy policy) {
-  constexpr const char* names[] = {"in_order", "length", "quadratic", "wlb", "sab"};
-  return names[static_cast<int>(policy)];
+std::string BatchingOptions::name() const {
+  return policy == BatchingPolicy::compared ? compared->name : word_of(kBatchingWords, policy);
 }
 
 void check_sequences(std::span<const Sequence> sequences, int dp, int64_t cap) {
@@ -279,8 +223,7 @@ Batches make_batches(const CostModel& cost, std::span<const Sequence> sequences,
   if (options.policy == BatchingPolicy::in_order) return in_order(sequences, dp, first, options);
 
   const auto costs = sequence_costs(cost, sequences, budgets);
-  PartitionProblem problem =
-      problem_of(sequences, policy_weights(cost, sequences, costs, options.policy), 0, 1, options);
+  PartitionProblem problem = problem_of(sequences, sequence_weights(cost, sequences, costs, options), 0, 1, options);
   const bool sab = options.policy == BatchingPolicy::sab;
   for (int per_rank = first; per_rank <= most; ++per_rank) {
     if (sab && cost.stages() == 1) {
@@ -289,7 +232,7 @@ Batches make_batches(const CostModel& cost, std::span<const Sequence> sequences,
       continue;
     }
     problem.bins = dp * per_rank;
-    const Assignment bin = fill_bins(problem, options.policy, options.trials);
+    const Assignment bin = sab ? balanced_partition(problem, options.trials) : options.compared->fill(problem);
     if (bin.empty()) continue;
     std::vector<int> slot = bins_to_slots(problem, bin, dp, per_rank, options.trials);
     if (sab) improve_pipeline(cost, sequences, costs, per_rank, options, slot);

@@ -6,22 +6,32 @@
 #include <vector>
 
 #include "core/thread_pool.h"
+#include "plan/batching/batching_policy.h"
 #include "plan/latency/cost_model.h"
 #include "plan/latency/workload.h"
 #include "plan/schedule/schedule.h"
 
 namespace sb {
 
-enum class BatchingPolicy { in_order, length, quadratic, wlb, sab };
-const char* policy_name(BatchingPolicy policy);
+struct PartitionProblem;
+
+// Another way to fill micro-batches, to compare `sab` with (plan/simulate/compared_batchings.h).
+struct ComparedBatching {
+  const char* name;
+  std::vector<double> (*weights)(const CostModel& cost, std::span<const Sequence> sequences);
+  std::vector<int> (*fill)(const PartitionProblem& problem);  // the bin of every sequence; empty: no room
+};
 
 struct BatchingOptions {
   BatchingPolicy policy = BatchingPolicy::sab;
+  const ComparedBatching* compared = nullptr;  // where the policy says so
   int64_t micro_batch_sequences = 0;  // fixes the number of micro-batches: global batch ÷ dp ÷ this; 0: the cap does
   int64_t micro_batch_tokens = 0;     // hard cap; 0: none
   int64_t max_sequences = 0;          // hard cap, not below micro_batch_sequences; 0: none
   bool reorder = true;                // the order of micro-batches will be improved afterwards
   int64_t trials = 4000;              // of local search
+
+  std::string name() const;
 };
 
 // Sequences (by their place in the global batch) in micro-batches, micro-batches on data-parallel ranks. Flat: rank r

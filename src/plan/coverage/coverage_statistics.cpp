@@ -23,7 +23,7 @@ const double kHalfOctave = 0.5 * std::log(2.0);
 constexpr int kClasses = 128;
 constexpr int kMostLayers = 1 << 14;
 
-int length_class(int64_t tokens) {
+int half_octave(int64_t tokens) {
   return static_cast<int>(std::floor(2.0 * std::log2(static_cast<double>(std::max<int64_t>(1, tokens)))));
 }
 
@@ -55,7 +55,7 @@ void CoverageStatistics::observe(int layer, int64_t tokens, std::span<const int6
            coverage_ppm.size());
   if (budgets.size() < 2) return;  // as short as the smallest budget: says nothing about what a budget holds
   SB_CHECK(layer >= 0 && layer < kMostLayers, "layer {}", layer);
-  const int own_class = length_class(tokens);
+  const int own_class = half_octave(tokens);
   const auto [entry, fresh] = curves_.try_emplace({layer, own_class});
   Curve& curve = entry->second;
   curve.seen = std::min(curve.seen + 1, kMemory);
@@ -169,7 +169,7 @@ double CoverageStatistics::value(const Shares* curve, double depth) {
 
 void CoverageStatistics::evaluate(const Sequence& sequence, int layer, std::span<const int32_t> budgets,
                                   std::span<const double> log_budgets, std::span<double> out) const {
-  const Shares* curve = nearest(layer, length_class(sequence.tokens));
+  const Shares* curve = nearest(layer, half_octave(sequence.tokens));
   const double log_tokens = std::log(static_cast<double>(sequence.tokens));
   for (size_t i = 0; i < budgets.size(); ++i)
     out[i] = budgets[i] >= sequence.tokens ? 1.0 : value(curve, (log_tokens - log_budgets[i]) / kHalfOctave);
@@ -178,7 +178,7 @@ void CoverageStatistics::evaluate(const Sequence& sequence, int layer, std::span
 void CoverageStatistics::evaluate_each(const Sequence& sequence, std::span<const int32_t> budgets,
                                        std::span<const double> log_budgets, std::span<double> out) const {
   const double log_tokens = std::log(static_cast<double>(sequence.tokens));
-  const int own_class = length_class(sequence.tokens);
+  const int own_class = half_octave(sequence.tokens);
   for (size_t l = 0; l < budgets.size(); ++l)
     out[l] = budgets[l] >= sequence.tokens
                  ? 1.0
@@ -189,7 +189,7 @@ void CoverageStatistics::evaluate_each(const Sequence& sequence, std::span<const
 void CoverageStatistics::evaluate_layers(const Sequence& sequence, int layers, std::span<const int32_t> budgets,
                                          std::span<const double> log_budgets, std::span<double> out) const {
   const double log_tokens = std::log(static_cast<double>(sequence.tokens));
-  const int own_class = length_class(sequence.tokens);
+  const int own_class = half_octave(sequence.tokens);
   const size_t count = budgets.size();
   const auto dense = static_cast<size_t>(
       std::lower_bound(budgets.begin(), budgets.end(), sequence.tokens, [](int32_t a, int64_t b) { return a < b; }) -

@@ -260,7 +260,7 @@ void BalancedPlanner::check_piece(const PlannedRank& rank, size_t position, cons
 void BalancedPlanner::check_budgets(const Plan& plan, const std::vector<Sequence>& sequences,
                                     const std::string& where) const {
   // What memory is planned for; 0: up to dense.
-  const bool raised = options_.plan.tuning.policy != TuningPolicy::off || !options_.replay.empty();
+  const bool raised = options_.plan.tuning.policy != TuningPolicy::none || !options_.replay.empty();
   const int64_t largest = raised ? options_.spec.max_budget : options_.spec.budget;
   if (largest == 0) return;
   const std::map<int64_t, int64_t> by_id = lengths_by_id(sequences);
@@ -362,7 +362,7 @@ BalancedPlanner::Made BalancedPlanner::make(int64_t step, const std::vector<Sequ
   // What it is compared with has whole sequences, however large micro-batches may be.
   for (const Sequence& sequence : sequences)
     if (int64_t& cap = plain.batching.micro_batch_tokens; cap > 0) cap = std::max(cap, sequence.tokens);
-  plain.tuning.policy = TuningPolicy::off;
+  plain.tuning.policy = TuningPolicy::none;
   made.step.in_order = plan_step(step, cost, coverage, sequences, plain, expected);
   return made;
 }

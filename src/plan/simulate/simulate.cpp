@@ -5,50 +5,59 @@
 #include <algorithm>
 
 #include "core/errors.h"
+#include "plan/simulate/compared_batchings.h"
 #include "plan/simulate/length_pool.h"
 
 namespace sb {
 
 std::vector<SimulatedPolicy> standard_policies(const BatchingOptions& batching, double p, int64_t chunk) {
   std::vector<SimulatedPolicy> policies;
-  const auto add = [&](BatchingPolicy policy, bool order, TuningPolicy tuning, AnchorKind anchor = AnchorKind::mean,
-                       bool cut = false) {
+  const auto add = [&](const BatchingOptions& own, bool order, TuningPolicy tuning,
+                       AnchorKind anchor = AnchorKind::mean, bool cut = false) {
     SimulatedPolicy next;
-    next.options.batching = batching;
-    next.options.batching.policy = policy;
+    next.options.batching = own;
     next.options.ordering = order;
     next.options.tuning.policy = tuning;
     next.options.tuning.anchor = anchor;
     next.options.tuning.p = p;
-    next.name = policy_name(policy);
+    next.name = own.name();
     if (order) next.name += "+order";
     if (cut) {
       next.name += "+chunk";
       next.options.chunk.tokens = chunk;
     }
-    constexpr const char* anchors[] = {"mean", "min", "max"};
-    if (tuning == TuningPolicy::anchor) next.name += fmt::format("+anchor:{}", anchors[static_cast<int>(anchor)]);
+    if (tuning == TuningPolicy::anchor) next.name += "+anchor:" + word_of(kAnchorWords, anchor);
     if (tuning == TuningPolicy::optimal) next.name += "+optimal";
     policies.push_back(std::move(next));
   };
-  using B = BatchingPolicy;
-  using T = TuningPolicy;
-  add(B::in_order, false, T::off);
-  add(B::in_order, true, T::off);
-  add(B::in_order, false, T::anchor);
-  add(B::in_order, false, T::optimal);
-  add(B::in_order, true, T::optimal);
-  for (B policy : {B::length, B::quadratic, B::wlb, B::sab}) {
-    add(policy, false, T::off);
-    add(policy, true, T::off);
+  BatchingOptions in_order = batching, sab = batching;
+  in_order.policy = BatchingPolicy::in_order;
+  sab.policy = BatchingPolicy::sab;
+  std::vector<BatchingOptions> others;
+  for (const ComparedBatching& compared : compared_batchings()) {
+    others.push_back(batching);
+    others.back().policy = BatchingPolicy::compared;
+    others.back().compared = &compared;
   }
-  add(B::length, false, T::anchor);
-  add(B::sab, false, T::anchor);
-  add(B::sab, false, T::optimal);
-  for (AnchorKind anchor : {AnchorKind::mean, AnchorKind::min, AnchorKind::max}) add(B::sab, true, T::anchor, anchor);
-  add(B::sab, true, T::optimal);
-  add(B::sab, true, T::off, AnchorKind::mean, /*cut=*/true);
-  add(B::sab, true, T::optimal, AnchorKind::mean, /*cut=*/true);
+  using T = TuningPolicy;
+  add(in_order, false, T::none);
+  add(in_order, true, T::none);
+  add(in_order, false, T::anchor);
+  add(in_order, false, T::optimal);
+  add(in_order, true, T::optimal);
+  for (const BatchingOptions& other : others) {
+    add(other, false, T::none);
+    add(other, true, T::none);
+  }
+  add(sab, false, T::none);
+  add(sab, true, T::none);
+  add(others.front(), false, T::anchor);
+  add(sab, false, T::anchor);
+  add(sab, false, T::optimal);
+  for (AnchorKind anchor : {AnchorKind::mean, AnchorKind::min, AnchorKind::max}) add(sab, true, T::anchor, anchor);
+  add(sab, true, T::optimal);
+  add(sab, true, T::none, AnchorKind::mean, /*cut=*/true);
+  add(sab, true, T::optimal, AnchorKind::mean, /*cut=*/true);
   return policies;
 }
 

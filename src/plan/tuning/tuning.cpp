@@ -241,7 +241,7 @@ TuningResult tune(const TuningInput& input, const TuningOptions& options) {
   SB_USER_CHECK(options.target == kEqualCoverage || (options.target >= 0 && options.target <= 1),
                 "target must be equal_coverage or a number from 0 to 1, got {}", options.target);
   switch (options.policy) {
-    case TuningPolicy::off:
+    case TuningPolicy::none:
       return {Budgets(input.base.begin(), input.base.end())};
     case TuningPolicy::anchor:
       return tune_anchor(input, options);

@@ -10,11 +10,10 @@
 #include "plan/coverage/coverage.h"
 #include "plan/latency/cost_model.h"
 #include "plan/tuning/budget_curves.h"
+#include "plan/tuning/tuning_policy.h"
 
 namespace sb {
 
-enum class TuningPolicy { off, anchor, optimal };
-enum class AnchorKind { mean, min, max };
 inline constexpr double kEqualCoverage = -1.0;
 
 struct TuningOptions {

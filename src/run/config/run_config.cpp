@@ -1,8 +1,10 @@
 #include "run/config/run_config.h"
 
+#include "attention/select/selection_words.h"
 #include "core/config/config.h"
 #include "core/errors.h"
 #include "plan/latency/workload.h"
+#include "run/config/recompute_words.h"
 #include "run/config/run_config_balance.h"
 #include "run/config/run_config_check.h"
 #include "run/config/run_config_lora.h"
@@ -49,7 +51,7 @@ Coming from `transformers` or Megatron:
 
 // The configuration as the table sees it: optional parts lie beside it, so that their options have an address whether
 // the part is there or not.
-struct Draft {
+struct FlatConfig {
   RunConfig config;
 
   bool has_init = false;
@@ -65,7 +67,7 @@ struct Draft {
   bool has_lora = false;
   LoraOptions lora;
 
-  Draft() {
+  FlatConfig() {
     init.vocab_size = 1024;
     init.hidden_size = 128;
     init.intermediate_size = 256;
@@ -77,7 +79,7 @@ struct Draft {
     rope.theta = 0.0;
   }
 
-  explicit Draft(const RunConfig& from) : Draft() {
+  explicit FlatConfig(const RunConfig& from) : FlatConfig() {
     config = from;
     has_init = from.model.init.has_value();
     if (has_init) {
@@ -167,17 +169,17 @@ void add_weighted_paths(OptionTable& table, const std::string& name, std::vector
       });
 }
 
-void add_model(OptionTable& table, Draft& draft) {
+void add_model(OptionTable& table, FlatConfig& flat) {
   table.section(
       "model", "What is trained: a Hugging Face checkpoint (`path`) or a model from scratch (`init`), one of the two.");
-  table.path("model.path", &draft.config.model.path,
+  table.path("model.path", &flat.config.model.path,
              "directory with config.json and model.safetensors (or shards with their index)");
-  table.choice<DType>("model.save_dtype", &draft.config.model.save_dtype,
+  table.choice<DType>("model.save_dtype", &flat.config.model.save_dtype,
                       {{"float32", DType::f32}, {"bfloat16", DType::bf16}},
                       "type of the weights written for `transformers`; our own checkpoints keep fp32 either way");
 
-  table.section("model.init", "A model from scratch, in the words of config.json.", &draft.has_init);
-  ModelConfig& init = draft.init;
+  table.section("model.init", "A model from scratch, in the words of config.json.", &flat.has_init);
+  ModelConfig& init = flat.init;
   using Family = ModelConfig::Family;
   table.choice<Family>("model.init.model_type", &init.family,
                        {{"qwen2", Family::qwen2}, {"llama", Family::llama}, {"qwen3", Family::qwen3}},
@@ -202,8 +204,8 @@ void add_model(OptionTable& table, Draft& draft) {
   table.section(
       "model.rope",
       "Overrides the model's rotary scaling, to train beyond its length; written to the output's config.json.",
-      &draft.has_rope);
-  RopeConfig& rope = draft.rope;
+      &flat.has_rope);
+  RopeConfig& rope = flat.rope;
   using Rope = RopeConfig::Type;
   table.choice<Rope>(
       "model.rope.type", &rope.type,
@@ -224,34 +226,36 @@ void add_model(OptionTable& table, Draft& draft) {
   table.flag("model.rope.truncate", &rope.truncate, "yarn: round the correction range to whole channels");
 }
 
-void add_data(OptionTable& table, Draft& draft) {
-  DataOptions& data = draft.config.data;
+void add_data(OptionTable& table, FlatConfig& flat) {
+  DataOptions& data = flat.config.data;
   table.section("data",
                 "What it is trained on: token files (`train`) or a built-in task (`synthetic`), one of the two.");
   add_weighted_paths(
       table, "data.train", &data.train,
       "token files: the common prefix of a .bin and an .idx, or an llm.c .bin; `{path: ..., weight: 2}` to "
-      "see each sequence of one twice as often");
+      "see each sequence of one twice as often (or, by `mixture`, to draw twice the tokens)");
   add_weighted_paths(table, "data.validation", &data.validation, "token files for validation");
   table.integer("data.max_sequence_length", &data.max_sequence_length, 2, kMaxTokens,
                 "longest sequence in tokens; with `synthetic` its length where not given");
+  using Mixture = DataOptions::Mixture;
+  table.choice<Mixture>("data.mixture", &data.mixture, {{"sequences", Mixture::sequences}, {"tokens", Mixture::tokens}},
+                        "what the weights of `train` are of: how often each sequence is seen, or shares of the tokens");
   table.flag("data.shuffle", &data.shuffle, "a new order every epoch, from the seed; false: as in the files");
-  using Overlong = DataOptions::Overlong;
   table.choice<Overlong>("data.overlong", &data.overlong, {{"split", Overlong::split}, {"drop", Overlong::drop}},
                          "documents longer than max_sequence_length become several sequences, or are left out");
 
   table.section("data.synthetic",
                 "A task over token ids, generated on the fly; validation draws from the same task with another seed.",
-                &draft.has_synthetic);
-  SyntheticOptions& task = draft.synthetic;
+                &flat.has_synthetic);
+  SyntheticOptions& task = flat.synthetic;
   std::vector<std::pair<std::string, SyntheticTask>> tasks;
   for (const std::string_view name : synthetic_task_names())
     tasks.emplace_back(std::string(name), parse_synthetic_task(name));
   table.choice<SyntheticTask>("data.synthetic.task", &task.task, tasks, "what is to be learned");
   table.integer("data.synthetic.vocab_size", &task.vocab_size, 2, 1 << 24,
                 "token ids in use; at most the model's vocab_size");
-  table.integer("data.synthetic.length", &draft.synthetic_length, 2, kMaxTokens, "tokens of a sequence; the most");
-  table.integer("data.synthetic.min_length", &draft.synthetic_min_length, 0, kMaxTokens,
+  table.integer("data.synthetic.length", &flat.synthetic_length, 2, kMaxTokens, "tokens of a sequence; the most");
+  table.integer("data.synthetic.min_length", &flat.synthetic_min_length, 0, kMaxTokens,
                 "lengths are log-uniform from here to `length`; 0: all have `length`");
   table.path("data.synthetic.lengths", &data.synthetic_lengths,
              "file with one length per line (`sparsebalance data lengths` writes such) or named pool, drawn with equal "
@@ -274,18 +278,18 @@ void add_data(OptionTable& table, Draft& draft) {
 
   table.section("data.synthetic.curriculum",
                 "Sequences start short and double as the model learns, up to `data.synthetic.length`.",
-                &draft.has_curriculum);
-  table.integer("data.synthetic.curriculum.start_length", &draft.curriculum.start, 2, kMaxTokens, "first length");
-  table.number("data.synthetic.curriculum.threshold", &draft.curriculum.threshold, 0.0, 1.0,
+                &flat.has_curriculum);
+  table.integer("data.synthetic.curriculum.start_length", &flat.curriculum.start, 2, kMaxTokens, "first length");
+  table.number("data.synthetic.curriculum.threshold", &flat.curriculum.threshold, 0.0, 1.0,
                "the length doubles when the running accuracy passes this");
-  table.number("data.synthetic.curriculum.smoothing", &draft.curriculum.smoothing, 0.0, 0.999,
+  table.number("data.synthetic.curriculum.smoothing", &flat.curriculum.smoothing, 0.0, 0.999,
                "weight of the past in the running accuracy");
-  table.integer("data.synthetic.curriculum.min_observations", &draft.curriculum.min_observations, 1, 1 << 20,
+  table.integer("data.synthetic.curriculum.min_observations", &flat.curriculum.min_observations, 1, 1 << 20,
                 "steps at one length before it may double");
 }
 
-void add_batch(OptionTable& table, Draft& draft) {
-  BatchOptions& batch = draft.config.batch;
+void add_batch(OptionTable& table, FlatConfig& flat) {
+  BatchOptions& batch = flat.config.batch;
   table.section("batch", "How many sequences make a step, and how they are packed. Packing never changes the result.");
   table.integer("batch.global_batch_size", &batch.global_batch_size, 1, 1 << 20, "sequences per optimizer step");
   table.integer("batch.micro_batch_sequences", &batch.micro_batch_sequences, 0, 1 << 20,
@@ -298,29 +302,18 @@ void add_batch(OptionTable& table, Draft& draft) {
                      "every target of the global batch counts the same, or every sequence does");
 }
 
-void add_attention(OptionTable& table, Draft& draft) {
-  SelectionConfig& selection = draft.config.attention.selection;
+void add_attention(OptionTable& table, FlatConfig& flat) {
+  SelectionConfig& selection = flat.config.attention.selection;
   table.section("attention",
-                "Which keys per query sees. With `pattern: dense` the other options of this section have no effect.");
-  using Pattern = SelectionPattern;
-  table.choice<Pattern>("attention.pattern", &selection.pattern,
-                        {{"dense", Pattern::dense},
-                         {"topk", Pattern::topk},
-                         {"mass", Pattern::mass},
-                         {"topp", Pattern::topp},
-                         {"vertical_slash", Pattern::vertical_slash},
-                         {"window", Pattern::window}},
-                        "dense: all earlier tokens of its sequence; the others choose key blocks, docs/attention.md");
-  table.choice<SelectionOrder>(
-      "attention.selection", &selection.order,
-      {{"causal", SelectionOrder::causal}, {"lookahead", SelectionOrder::lookahead}},
-      "causal: every token chooses by its own query; lookahead: a query block chooses at once, "
-      "so that later tokens influence what earlier ones see");
-  table.choice<BlockScore>(
-      "attention.score", &selection.score,
-      {{"planes", BlockScore::planes}, {"moments", BlockScore::moments}, {"mean", BlockScore::mean}},
-      "what a key block is judged by: its largest key over the rotary planes that carry most, mean "
-      "and variance of its keys, or the mean only");
+                "Which keys a query sees. With `pattern: dense` the other options of this section have no effect.");
+  table.word("attention.pattern", &selection.pattern, kPatternWords,
+             "dense: all earlier tokens of its sequence; the others choose key blocks, docs/attention.md");
+  table.word("attention.selection", &selection.order, kOrderWords,
+             "causal: every token chooses by its own query; lookahead: a query block chooses at once, "
+             "so that later tokens influence what earlier ones see");
+  table.word("attention.score", &selection.score, kScoreWords,
+             "what a key block is judged by: its largest key over the rotary planes that carry most, mean "
+             "and variance of its keys, or the mean only");
   table.integer(
       "attention.score_channels", &selection.score_channels, 2, 1024,
       "channels of a head that score planes multiplies, an even number; heads that have fewer than 32 take all "
@@ -347,19 +340,19 @@ void add_attention(OptionTable& table, Draft& draft) {
   table.integer("attention.vertical_cap", &selection.vertical_cap, 0, kMaxTokens,
                 "vertical_slash: most columns (tokens)");
   table.integer("attention.slash_cap", &selection.slash_cap, 0, kMaxTokens, "vertical_slash: most diagonals (blocks)");
-  table.integer("attention.coverage_rows", &draft.config.attention.coverage_rows, 0, 1 << 16,
+  table.integer("attention.coverage_rows", &flat.config.attention.coverage_rows, 0, 1 << 16,
                 "rows of every sequence and layer on which the true coverage is measured each step; 0: none");
   table.path(
-      "attention.dump_index", &draft.config.attention.dump_index,
+      "attention.dump_index", &flat.config.attention.dump_index,
       "folder to which the block lists of one micro-batch are saved, a file per layer, for simulate --ring-index");
-  table.integer("attention.dump_index_step", &draft.config.attention.dump_index_step, 1, kMaxTokens,
+  table.integer("attention.dump_index_step", &flat.config.attention.dump_index_step, 1, kMaxTokens,
                 "dump_index: the first step from which a micro-batch may be taken");
-  table.flag("attention.layer_metrics", &draft.config.attention.layer_metrics,
+  table.flag("attention.layer_metrics", &flat.config.attention.layer_metrics,
              "coverage and density of every layer in metrics.jsonl");
 }
 
-void add_optimizer(OptionTable& table, Draft& draft) {
-  OptimizerOptions& optimizer = draft.config.optimizer;
+void add_optimizer(OptionTable& table, FlatConfig& flat) {
+  OptimizerOptions& optimizer = flat.config.optimizer;
   table.section("optimizer", "AdamW. Weight decay applies to parameters with two or more dimensions.");
   table.number("optimizer.learning_rate", &optimizer.learning_rate, 0.0, 10.0, "the highest rate of the schedule");
   table.numbers("optimizer.betas", {&optimizer.beta1, &optimizer.beta2}, 0.0, 0.999999,
@@ -384,21 +377,16 @@ void add_optimizer(OptionTable& table, Draft& draft) {
                "where linear, cosine and warmup_stable_decay end, as a share of learning_rate");
 }
 
-void add_train(OptionTable& table, Draft& draft) {
-  TrainOptions& train = draft.config.train;
+void add_train(OptionTable& table, FlatConfig& flat) {
+  TrainOptions& train = flat.config.train;
   table.section("train", "The run itself.");
   table.integer("train.max_steps", &train.max_steps, 1, OptionTable::kAny, "optimizer steps");
   table.number("train.num_train_epochs", &train.num_train_epochs, 0.0, 1e6,
                "above 0: passes over data.train, in place of max_steps; the last step may reach into the next pass");
-  table.choice<Recompute>(
-      "train.recompute", &train.recompute,
-      {{"none", Recompute::none},
-       {"attention", Recompute::attention},
-       {"layer", Recompute::layer},
-       {"chunk", Recompute::chunk}},
-      "what backward computes again to save memory: nothing, all but attention, the whole layer; "
-      "chunk: the forward of every piece of a sequence but the last, of which keys and values alone "
-      "are kept (parallel.pp 1, balance.chunk a number). Never changes the result");
+  table.word("train.recompute", &train.recompute, kRecomputeWords,
+             "what backward computes again to save memory: nothing, all but attention, the whole layer; "
+             "chunk: the forward of every piece of a sequence but the last, of which keys and values alone "
+             "are kept (parallel.pp 1, balance.chunk a number). Never changes the result");
   table.integer("train.save_steps", &train.save_steps, 0, OptionTable::kAny,
                 "steps between checkpoints; 0: only at the end");
   table.integer("train.save_total_limit", &train.save_total_limit, 0, OptionTable::kAny,
@@ -440,20 +428,20 @@ void add_train(OptionTable& table, Draft& draft) {
              "write trace.json, for Chrome's tracing view or Perfetto; a resumed run writes trace-2.json and so on");
 }
 
-OptionTable run_options(Draft& draft) {
+OptionTable run_options(FlatConfig& flat) {
   OptionTable table;
   table.choice<DeviceKind>(
-      "device", &draft.config.device, {{"cpu", DeviceKind::cpu}, {"cuda", DeviceKind::cuda}},
+      "device", &flat.config.device, {{"cpu", DeviceKind::cpu}, {"cuda", DeviceKind::cuda}},
       "where it runs: cpu in fp32; cuda, every rank on a GPU, in bf16 with fp32 values, gradients and moments");
-  add_model(table, draft);
-  add_data(table, draft);
-  add_batch(table, draft);
-  add_attention(table, draft);
-  add_balance_options(table, draft.config.balance);
-  add_parallel_options(table, draft.config.parallel);
-  add_optimizer(table, draft);
-  add_lora_options(table, draft.lora, &draft.has_lora);
-  add_train(table, draft);
+  add_model(table, flat);
+  add_data(table, flat);
+  add_batch(table, flat);
+  add_attention(table, flat);
+  add_balance_options(table, flat.config.balance);
+  add_parallel_options(table, flat.config.parallel);
+  add_optimizer(table, flat);
+  add_lora_options(table, flat.lora, &flat.has_lora);
+  add_train(table, flat);
   return table;
 }
 
@@ -461,13 +449,13 @@ OptionTable run_options(Draft& draft) {
 
 RunConfig parse_run_config(const std::string& yaml, const std::string& name,
                            const std::vector<std::string>& overrides) {
-  Draft draft;
-  OptionTable table = run_options(draft);
+  FlatConfig flat;
+  OptionTable table = run_options(flat);
   table.load(yaml, name);
   for (const std::string& assignment : overrides) table.set(assignment);
-  if (draft.has_synthetic && !table.given("data.max_sequence_length"))
-    draft.config.data.max_sequence_length = draft.synthetic_length;
-  RunConfig config = draft.finish(table);
+  if (flat.has_synthetic && !table.given("data.max_sequence_length"))
+    flat.config.data.max_sequence_length = flat.synthetic_length;
+  RunConfig config = flat.finish(table);
   check_run_config(config, table, name);
   return config;
 }
@@ -477,13 +465,13 @@ RunConfig load_run_config(const std::filesystem::path& path, const std::vector<s
 }
 
 std::string print_run_config(const RunConfig& config) {
-  Draft draft(config);
-  return run_options(draft).yaml();
+  FlatConfig flat(config);
+  return run_options(flat).yaml();
 }
 
 std::string run_config_markdown() {
-  Draft draft;
-  return std::string(kReferenceIntroduction) + run_options(draft).markdown();
+  FlatConfig flat;
+  return std::string(kReferenceIntroduction) + run_options(flat).markdown();
 }
 
 }  // namespace sb

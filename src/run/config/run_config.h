@@ -8,11 +8,14 @@
 
 #include "attention/select/selection_config.h"
 #include "core/tensor.h"
+#include "data/files/token_dataset.h"
 #include "data/synthetic/synthetic.h"
 #include "model/lora/lora_config.h"
 #include "model/model_config.h"
 #include "model/stage.h"
 #include "parallel/ring/context_placement.h"
+#include "plan/batching/batching_policy.h"
+#include "plan/tuning/tuning_policy.h"
 
 namespace sb {
 
@@ -29,18 +32,20 @@ struct ModelOptions {
 
 struct WeightedPath {
   std::filesystem::path path;  // prefix of .bin/.idx
-  double weight = 1.0;         // relative to the number of its sequences: 2 means each is seen twice as often
+  double weight = 1.0;         // what of: DataOptions::mixture
   bool operator==(const WeightedPath&) const = default;
 };
 
 struct DataOptions {
-  enum class Overlong { split, drop };
+  // A weight is how often each sequence of a path is seen, relative to the others', or the path's share of the tokens.
+  enum class Mixture { sequences, tokens };
   std::vector<WeightedPath> train;
   std::vector<WeightedPath> validation;
   std::optional<SyntheticOptions>
       synthetic;                            // instead of train; validation then draws from the same task, another seed
   std::filesystem::path synthetic_lengths;  // file the lengths of `synthetic` are drawn from; empty: by its options
   int64_t max_sequence_length = 2048;
+  Mixture mixture = Mixture::sequences;
   bool shuffle = true;
   Overlong overlong = Overlong::split;  // what happens to sequences longer than max_sequence_length
 };
@@ -66,14 +71,11 @@ struct AttentionRunOptions {
 };
 
 struct BalanceOptions {
-  enum class Batching { in_order, length, quadratic, wlb, sab };
   enum class Ordering { none, automatic };
-  enum class Tuning { none, anchor, optimal };
-  enum class Anchor { mean, min, max };
-  Batching batching = Batching::in_order;
+  BatchingPolicy batching = BatchingPolicy::in_order;
   Ordering ordering = Ordering::none;
-  Tuning tuning = Tuning::none;
-  Anchor anchor = Anchor::mean;
+  TuningPolicy tuning = TuningPolicy::none;
+  AnchorKind anchor = AnchorKind::mean;
   double p = 0.1;
   double target = -1.0;    // -1: equal_coverage
   int64_t max_budget = 0;  // 0: four times attention.budget

@@ -11,29 +11,21 @@ void add_balance_options(OptionTable& table, BalanceOptions& balance) {
   table.section("balance",
                 "How a step's sequences are shared out, and how many keys each attends to; docs/balancing.md. Batching "
                 "and ordering never change the result, tuning trades attention coverage between sequences.");
-  using Batching = BalanceOptions::Batching;
-  table.choice<Batching>(
-      "balance.batching", &balance.batching,
-      {{"in_order", Batching::in_order},
-       {"length", Batching::length},
-       {"quadratic", Batching::quadratic},
-       {"wlb", Batching::wlb},
-       {"sab", Batching::sab}},
-      "in_order: as they come; the others balance tokens, squared lengths, dense latency (greedy) or "
-      "predicted latency at the expected budgets");
+  table.word("balance.batching", &balance.batching, kBatchingWords,
+             "in_order: as they come; sab: balances predicted latency at the expected budgets");
+  for (const char* compared : {"length", "quadratic", "wlb"})
+    table.refuse_word("balance.batching", compared,
+                      "is compared in `sparsebalance simulate` and no longer trains; set sab, with a "
+                      "balance.profile, or in_order");
   using Ordering = BalanceOptions::Ordering;
   table.choice<Ordering>("balance.ordering", &balance.ordering,
                          {{"none", Ordering::none}, {"auto", Ordering::automatic}},
                          "auto: the order of micro-batches in the pipeline that is fastest by simulation");
-  using Tuning = BalanceOptions::Tuning;
-  table.choice<Tuning>("balance.tuning", &balance.tuning,
-                       {{"none", Tuning::none}, {"anchor", Tuning::anchor}, {"optimal", Tuning::optimal}},
-                       "of attention budgets. none: attention.budget everywhere; anchor: every micro-batch towards a "
-                       "common latency; optimal: the most coverage in the shortest step");
-  using Anchor = BalanceOptions::Anchor;
-  table.choice<Anchor>("balance.anchor", &balance.anchor,
-                       {{"mean", Anchor::mean}, {"min", Anchor::min}, {"max", Anchor::max}},
-                       "tuning anchor: which of the micro-batches' latencies is the common one");
+  table.word("balance.tuning", &balance.tuning, kTuningWords,
+             "of attention budgets. none: attention.budget everywhere; anchor: every micro-batch towards a "
+             "common latency; optimal: the most coverage in the shortest step");
+  table.word("balance.anchor", &balance.anchor, kAnchorWords,
+             "tuning anchor: which of the micro-batches' latencies is the common one");
   table.number("balance.p", &balance.p, 0.0, 1.0,
                "tuning: share of the coverage it has at attention.budget that no (sequence, layer) may lose more of");
   table.add(
@@ -55,7 +47,8 @@ void add_balance_options(OptionTable& table, BalanceOptions& balance) {
       "long sequences are cut into pieces that follow each other through the pipeline, with the same result; short "
       "ones "
       "are packed. A number (a multiple of attention.block): every sequence above so many tokens is cut, and memory is "
-      "planned for pieces; auto: the size, or whole sequences, by which a step is fastest",
+      "planned for pieces; auto: the size, or whole sequences, by which a step is fastest (on GPUs with "
+      "parallel.pp one size for the run, by which its first batches are)",
       [&balance](const ConfigValue& given, const std::string& label) {
         if (given.kind == ConfigValue::Kind::scalar && given.text == "auto")
           balance.chunk = BalanceOptions::kAutomaticChunk;
@@ -127,7 +120,7 @@ void check_chunk(const RunConfig& config, const OptionTable& table) {
       "{}: with attention.selection: lookahead later tokens decide what earlier ones see, and a piece does not "
       "know those after it; use selection: causal, or balance.chunk: none",
       label);
-  SB_USER_CHECK(config.balance.tuning != BalanceOptions::Tuning::anchor,
+  SB_USER_CHECK(config.balance.tuning != TuningPolicy::anchor,
                 "{}: tuning anchor evens out micro-batches, which pieces are already; use tuning: optimal or off, or "
                 "balance.chunk: none",
                 label);
@@ -142,21 +135,20 @@ void check_chunk(const RunConfig& config, const OptionTable& table) {
 }  // namespace
 
 bool wants_balancing(const BalanceOptions& balance) {
-  return balance.batching != BalanceOptions::Batching::in_order || balance.ordering != BalanceOptions::Ordering::none ||
-         balance.tuning != BalanceOptions::Tuning::none || balance.chunk == BalanceOptions::kAutomaticChunk ||
+  return balance.batching != BatchingPolicy::in_order || balance.ordering != BalanceOptions::Ordering::none ||
+         balance.tuning != TuningPolicy::none || balance.chunk == BalanceOptions::kAutomaticChunk ||
          !balance.profile.empty() || !balance.replay.empty();
 }
 
 void check_balance(const RunConfig& config, const OptionTable& table) {
   const BalanceOptions& balance = config.balance;
   const SelectionConfig& selection = config.attention.selection;
-  using Tuning = BalanceOptions::Tuning;
-  const bool tuned = balance.tuning != Tuning::none;
-  SB_USER_CHECK(balance.anchor == BalanceOptions::Anchor::mean || balance.tuning == Tuning::anchor,
+  const bool tuned = balance.tuning != TuningPolicy::none;
+  SB_USER_CHECK(balance.anchor == AnchorKind::mean || balance.tuning == TuningPolicy::anchor,
                 "{}: is for tuning: anchor; remove it", table.label("balance.anchor"));
   SB_USER_CHECK(balance.p < 1, "{}: must be below 1: at 1 a sequence could lose all of its coverage",
                 table.label("balance.p"));
-  SB_USER_CHECK(balance.target < 0 || balance.tuning == Tuning::optimal, "{}: is for tuning: optimal; remove it",
+  SB_USER_CHECK(balance.target < 0 || balance.tuning == TuningPolicy::optimal, "{}: is for tuning: optimal; remove it",
                 table.label("balance.target"));
   SB_USER_CHECK(!tuned || selection.pattern == SelectionPattern::topk || selection.pattern == SelectionPattern::mass,
                 "{}: needs an attention.pattern that follows a budget, topk or mass", table.label("balance.tuning"));
@@ -176,7 +168,7 @@ void check_balance(const RunConfig& config, const OptionTable& table) {
                 "{}: 0 leaves tuning without measured coverage; raise it, or set balance.adapt: false to tune by the "
                 "built-in curves",
                 table.label("attention.coverage_rows"));
-  SB_USER_CHECK(balance.compare_steps == 0 || tuned || balance.batching != BalanceOptions::Batching::in_order ||
+  SB_USER_CHECK(balance.compare_steps == 0 || tuned || balance.batching != BatchingPolicy::in_order ||
                     balance.ordering != BalanceOptions::Ordering::none || !balance.replay.empty(),
                 "{}: nothing is balanced that could be compared; set balance.batching, or remove it",
                 table.label("balance.compare_steps"));
@@ -188,8 +180,7 @@ void check_balance(const RunConfig& config, const OptionTable& table) {
   check_recompute(config, table);
   check_offload(config, table);
   const bool predicts = tuned || balance.chunk < 0 || balance.ordering != BalanceOptions::Ordering::none ||
-                        balance.batching == BalanceOptions::Batching::sab ||
-                        balance.batching == BalanceOptions::Batching::wlb;
+                        balance.batching == BatchingPolicy::sab;
   SB_USER_CHECK(!predicts || !balance.profile.empty(),
                 "{}: predicts latencies, and balance.profile does not say from what. Measure this machine once with "
                 "`sparsebalance profile --run FILE` (FILE: this configuration) and set balance.profile: profile.json; "

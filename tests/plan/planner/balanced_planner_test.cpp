@@ -210,9 +210,7 @@ TEST(BalancedPlannerConfig, RanksThatShareSequencesHaveRoomForWhatIsPlanned) {
   for (int64_t i = 0; i < 36; ++i) sequences.push_back({i, i < 11 ? 8192 : 324});
   const PackingLimits limits = packing_limits(config.batch, 8192);
   TemporaryFolder folder;
-  for (const auto batching :
-       {BalanceOptions::Batching::in_order, BalanceOptions::Batching::length, BalanceOptions::Batching::quadratic,
-        BalanceOptions::Batching::wlb, BalanceOptions::Batching::sab})
+  for (const auto batching : {BatchingPolicy::in_order, BatchingPolicy::sab})
     for (const auto placement : {ContextPlacement::zigzag, ContextPlacement::triangular}) {
       config.balance.batching = batching;
       config.balance.ordering = BalanceOptions::Ordering::automatic;
@@ -238,7 +236,7 @@ TEST(BalancedPlannerConfig, RanksThatShareSequencesHaveRoomForWhatIsPlanned) {
 TEST(BalancedPlannerConfig, TakesItFromTheRun) {
   RunConfig config;
   EXPECT_FALSE(wants_balancing(config.balance));
-  config.balance.batching = BalanceOptions::Batching::length;
+  config.balance.batching = BatchingPolicy::sab;
   EXPECT_TRUE(wants_balancing(config.balance));
   EXPECT_TRUE(attention_spec(config).always_dense(1'000'000));  // the default pattern is dense
   config.attention.selection.pattern = SelectionPattern::topk;

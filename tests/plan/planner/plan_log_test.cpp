@@ -125,7 +125,6 @@ TEST(BalancedPlanner, ChecksAReplayAsItIsRead) {
 TEST(BalancedPlanner, ReplaysPipelinesOfDifferentLengths) {
   TemporaryFolder folder;
   BalancedPlannerOptions chosen = options(2, 2);
-  chosen.plan.batching.policy = BatchingPolicy::length;
   chosen.plan.batching.micro_batch_tokens = 10000;
   chosen.log = std::filesystem::path(folder.path("plan.jsonl"));
   const std::vector<Sequence> three = {{0, 9000}, {1, 8000}, {2, 7000}};
@@ -137,7 +136,7 @@ TEST(BalancedPlanner, ReplaysPipelinesOfDifferentLengths) {
   first->announce(2, three);
   first->next();
   const std::string log = ::testing::internal::GetCapturedStderr();
-  EXPECT_NE(log.find("step 1: batching length found no room"), std::string::npos) << log;
+  EXPECT_NE(log.find("step 1: batching sab found no room"), std::string::npos) << log;
   EXPECT_EQ(log.find("step 2"), std::string::npos) << log;  // said once
 
   BalancedPlannerOptions replay = options(2, 2);

@@ -14,7 +14,7 @@
 #include "attention/gpu/hopper/tile.cuh"
 #include "attention/gpu/hopper/wgmma.cuh"
 #include "attention/gpu/launch/early.cuh"
-#include "attention/gpu/select/choose.cuh"
+#include "attention/gpu/select/select_steps.cuh"
 
 namespace sb::gpu {
 

@@ -171,7 +171,7 @@ void hopper_block_statistics(const SelectParams& p, void* stream) {
 
 void hopper_select(const SelectParams& p, void* stream) {
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
-  begin_choices(p, cuda_stream);
+  begin_selection(p, cuda_stream);
   if (p.plane_depth > 0 && p.max_competing > 0)
     gather_planes(p, !p.statistics_given, true, cuda_stream);
   else if (p.max_competing > 0 && !p.statistics_given)
@@ -179,9 +179,9 @@ void hopper_select(const SelectParams& p, void* stream) {
   const auto masses = p.plane_depth > 0 ? plane_masses : p.parts > 1 ? part_masses : whole_masses;
   for (const SelectBatch& batch : p.batches) {
     if (batch.score_count > 0) masses(p, batch, cuda_stream);
-    choose_blocks(p, batch, cuda_stream, batch.score_count > 0);
+    select_blocks(p, batch, cuda_stream, batch.score_count > 0);
   }
-  finish_choices(p, cuda_stream);
+  finish_selection(p, cuda_stream);
 }
 
 }  // namespace sb::gpu

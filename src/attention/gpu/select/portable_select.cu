@@ -1,7 +1,7 @@
 #include <cuda_bf16.h>
 
 #include "attention/gpu/launch/check.cuh"
-#include "attention/gpu/select/choose.cuh"
+#include "attention/gpu/select/select_steps.cuh"
 
 namespace sb::gpu {
 namespace {
@@ -221,7 +221,7 @@ template <typename T>
 void launch(const SelectParams& p, cudaStream_t stream) {
   const int d = p.shape.head_dim;
   if (p.max_competing > 0 && !p.statistics_given) launch_statistics<T>(p, stream);
-  begin_choices(p, stream);
+  begin_selection(p, stream);
   for (const SelectBatch& batch : p.batches) {
     if (batch.score_count > 0) {
       const Arguments args{p.q,
@@ -243,9 +243,9 @@ void launch(const SelectParams& p, cudaStream_t stream) {
         masses_kernel<T, false><<<batch.score_count, kThreads, 2 * d * kTokens * sizeof(float), stream>>>(args);
       check(cudaGetLastError(), "masses of key blocks");
     }
-    choose_blocks(p, batch, stream, false);
+    select_blocks(p, batch, stream, false);
   }
-  finish_choices(p, stream);
+  finish_selection(p, stream);
 }
 
 }  // namespace

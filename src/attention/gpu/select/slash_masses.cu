@@ -6,7 +6,7 @@
 #include "attention/gpu/launch/check.cuh"
 #include "attention/gpu/launch/early.cuh"
 #include "attention/gpu/portable/portable.cuh"
-#include "attention/gpu/select/choose.cuh"
+#include "attention/gpu/select/select_steps.cuh"
 #include "attention/gpu/select/slash_masses.cuh"
 
 namespace sb::gpu {

@@ -2,13 +2,13 @@
 
 #include "attention/gpu/launch/check.cuh"
 #include "attention/gpu/launch/early.cuh"
-#include "attention/gpu/select/emit.cuh"
+#include "attention/gpu/select/row_lists.cuh"
 #include "attention/gpu/select/slash_masses.cuh"
 
 namespace sb::gpu {
 namespace {
 
-constexpr int kPickThreads = 1024;
+constexpr int kSelectThreads = 1024;
 
 // Masses as integers, so that sums do not depend on their order.
 constexpr float kUnit = 0x1p50f;  // all masses together are at most 64
@@ -25,7 +25,7 @@ __device__ Reached operator+(Reached a, Reached b) {
 }
 // What the threads before this one have.
 __device__ Reached before_this(Reached own) {
-  __shared__ Reached warps[kPickThreads / 32];
+  __shared__ Reached warps[kSelectThreads / 32];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   Reached sum = own;
 #pragma unroll
@@ -47,9 +47,9 @@ __device__ Reached before_this(Reached own) {
 // eleven bits at a time between the least mass and the largest, each time by how many and how much lies above; where
 // few are left, among those.
 constexpr int kBins = 2048, kBinBits = 11;
-struct PickRoom {
+struct SelectRoom {
   uint32_t counts[kBins], low[kBins], high[kBins];
-  uint32_t least[kPickThreads / 32], most[kPickThreads / 32];
+  uint32_t least[kSelectThreads / 32], most[kSelectThreads / 32];
   int found_bin, inside;
   uint32_t found;
   Reached found_above;
@@ -59,13 +59,14 @@ __device__ Reached one_mass(uint32_t bits) {
 }
 
 template <typename Four, typename Take>
-__device__ int fewest_reaching(PickRoom& room, int count, float share, int most, double already, Four four, Take take) {
+__device__ int fewest_reaching(SelectRoom& room, int count, float share, int most, double already, Four four,
+                               Take take) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, fours = (count + 3) / 4;
   most = min(most, count);
   // Calls body(bits) for all masses, each thread for its own.
   const auto each = [&](auto body) {
 #pragma unroll 4
-    for (int i = threadIdx.x; i < fours; i += kPickThreads) {
+    for (int i = threadIdx.x; i < fours; i += kSelectThreads) {
       const float4 x = four(i);
       body(__float_as_uint(x.x));
       if (4 * i + 1 < count) body(__float_as_uint(x.y));
@@ -95,7 +96,7 @@ __device__ int fewest_reaching(PickRoom& room, int count, float share, int most,
   for (bool begins = true; window > 0; begins = false) {
     const int shift = max(window - kBinBits, 0);
     __syncthreads();
-    for (int i = threadIdx.x; i < kBins; i += kPickThreads) room.counts[i] = room.low[i] = room.high[i] = 0;
+    for (int i = threadIdx.x; i < kBins; i += kSelectThreads) room.counts[i] = room.low[i] = room.high[i] = 0;
     __syncthreads();
     each([&](uint32_t bits) {
       const uint32_t beyond = bits - least;
@@ -117,7 +118,7 @@ __device__ int fewest_reaching(PickRoom& room, int count, float share, int most,
     };
     Reached sum = above + before_this(in_bin(0) + in_bin(1));
     if (begins) {
-      if (threadIdx.x == kPickThreads - 1) room.found_above = sum + in_bin(0) + in_bin(1);
+      if (threadIdx.x == kSelectThreads - 1) room.found_above = sum + in_bin(0) + in_bin(1);
       __syncthreads();
       wanted = static_cast<double>(share) * (already + as_mass(room.found_above.mass));
       __syncthreads();
@@ -140,7 +141,7 @@ __device__ int fewest_reaching(PickRoom& room, int count, float share, int most,
     above = room.found_above;
     alike = room.inside;
     window = shift;
-    if (window == 0 || room.inside > kPickThreads) continue;
+    if (window == 0 || room.inside > kSelectThreads) continue;
     // Few: each is compared with all.
     uint32_t* few = room.low;
     const int inside = room.inside;
@@ -179,7 +180,7 @@ __device__ int fewest_reaching(PickRoom& room, int count, float share, int most,
   }
   if (share < 1 && held >= wanted) ties = 0;
   // Each warp takes from a run of its own, a lane four at a time.
-  const int run = (fours + kPickThreads - 1) / kPickThreads * 32;
+  const int run = (fours + kSelectThreads - 1) / kSelectThreads * 32;
   const int begin = min(fours, warp * run), end = min(fours, begin + run);
   // Of a lane's four: a bit for each larger one, then for each tie.
   const auto marks = [&](int i) {
@@ -231,10 +232,10 @@ __device__ int fewest_reaching(PickRoom& room, int count, float share, int most,
 }
 
 // Columns (y = 0) or diagonals (y = 1) of one list.
-__global__ void __launch_bounds__(kPickThreads) pick_kernel(const __grid_constant__ SlashParams args) {
+__global__ void __launch_bounds__(kSelectThreads) select_kernel(const __grid_constant__ SlashParams args) {
   const int heads = args.select.shape.query_heads, head = blockIdx.x % heads;
   const SlashSequence sequence = args.sequences[blockIdx.x / heads];
-  __shared__ PickRoom room;
+  __shared__ SelectRoom room;
   launch_dependents();
   wait_for_dependencies();
   if (blockIdx.y == 0) {
@@ -249,14 +250,14 @@ __global__ void __launch_bounds__(kPickThreads) pick_kernel(const __grid_constan
                                                   i % kEach * 4);
         },
         [&](int i, int at) { columns[at] = i; });
-    for (int i = taken + threadIdx.x; i < list.pieces * kGatheredPiece; i += kPickThreads) columns[i] = kNoColumn;
+    for (int i = taken + threadIdx.x; i < list.pieces * kGatheredPiece; i += kSelectThreads) columns[i] = kNoColumn;
     return;
   }
   const int64_t first = sequence.first_block + static_cast<int64_t>(head) * sequence.blocks;
   float* distances = args.distances + first;
   uint8_t* slashes = args.slashes + first;
   const int per_block = args.select.select_block / kSlashChunk;
-  for (int distance = threadIdx.x; distance < sequence.blocks; distance += kPickThreads) {
+  for (int distance = threadIdx.x; distance < sequence.blocks; distance += kSelectThreads) {
     float sum = 0;
     for (int which = 0; which < 2; ++which) {
       const int block = sequence.blocks - 1 - which - distance;
@@ -279,7 +280,7 @@ __global__ void __launch_bounds__(kPickThreads) pick_kernel(const __grid_constan
 
 // A warp a query block: its key blocks, and which columns lie outside of them.
 __global__ void __launch_bounds__(32 * kWarps)
-    lists_kernel(const __grid_constant__ SlashParams args, const __grid_constant__ ChoiceArguments choice) {
+    lists_kernel(const __grid_constant__ SlashParams args, const __grid_constant__ SelectArguments choice) {
   extern __shared__ __align__(16) uint8_t flags[];
   wait_for_dependencies();
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, index = blockIdx.x * (blockDim.x / 32) + warp;
@@ -295,10 +296,10 @@ __global__ void __launch_bounds__(32 * kWarps)
     for (int j = lane; j < item.competing; j += 32) {
       bool listed = j < item.sinks || j >= item.competing - item.local;
       for (int own = item.competing; own < own_end; ++own) listed = listed || slashes[own - j] != 0;
-      first[j] = listed ? 0 : kUnchosen;
+      first[j] = listed ? 0 : kUnselected;
     }
     __syncwarp();
-    counted = emit(choice, item, first, lane);
+    counted = write_row_list(choice, item, first, lane);
     const int row = item.position / choice.query_block;
     unsigned seen = 0;
 #pragma unroll 2
@@ -308,7 +309,7 @@ __global__ void __launch_bounds__(32 * kWarps)
       for (int half = 0; half < 2; ++half) {
         const int column = args.columns[list.columns + piece * kGatheredPiece + half * 32 + lane];
         const int block = column / choice.select_block;
-        const bool alone = column != kNoColumn && block < item.competing && first[block] == kUnchosen;
+        const bool alone = column != kNoColumn && block < item.competing && first[block] == kUnselected;
         bits |= static_cast<uint64_t>(__ballot_sync(~0u, alone)) << (32 * half);
       }
       if (lane == 0) args.bits[list.bits + static_cast<int64_t>(row) * list.pieces + piece] = bits;
@@ -324,13 +325,13 @@ __global__ void __launch_bounds__(32 * kWarps)
 void select_vertical_slash(const SlashParams& p, Precision precision, void* stream) {
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
   slash_masses(p, precision, cuda_stream);
-  launch_after(pick_kernel, dim3(p.lists, 2), kPickThreads, 0, cuda_stream, p);
+  launch_after(select_kernel, dim3(p.lists, 2), kSelectThreads, 0, cuda_stream, p);
   check(cudaGetLastError(), "choice of columns and diagonals");
   const int items = p.select.batches[0].item_count, warp_bytes = (p.max_blocks + 63) / 64 * 64;
-  const int warps = choosing_warps(p.select, warp_bytes);
+  const int warps = select_warps(p.select, warp_bytes);
   allow_shared_memory(lists_kernel, warps * warp_bytes, "shared memory of the lists");
   launch_after(lists_kernel, (items + warps - 1) / warps, 32 * warps, warps * warp_bytes, cuda_stream, p,
-               choice_arguments(p.select, 0, items, warp_bytes));
+               select_arguments(p.select, 0, items, warp_bytes));
   check(cudaGetLastError(), "lists of columns and diagonals");
 }
 

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "attention/gpu/select/emit.cuh"
+#include "attention/gpu/select/row_lists.cuh"
 #include "device/cuda_check.h"
 
 namespace sb::gpu {
@@ -115,7 +115,7 @@ __global__ void __launch_bounds__(kWarp* kColumnWarps) columns_kernel(const __gr
     const uint64_t line = read(begin + kWarp * i + lane);
 #pragma unroll
     for (int c = 0; c < kGroupColumns; ++c)
-      own[c] += __popc(__ballot_sync(~0u, static_cast<uint8_t>(line >> (8 * c)) != kUnchosen));
+      own[c] += __popc(__ballot_sync(~0u, static_cast<uint8_t>(line >> (8 * c)) != kUnselected));
   }
 #pragma unroll
   for (int c = 0; c < kGroupColumns; ++c)
@@ -144,8 +144,8 @@ __global__ void __launch_bounds__(kWarp* kColumnWarps) columns_kernel(const __gr
 #pragma unroll
       for (int c = 0; c < kGroupColumns; ++c) {
         const auto by = static_cast<uint8_t>(line >> (8 * c));
-        const uint32_t kept = __ballot_sync(~0u, by != kUnchosen);
-        if (by != kUnchosen)
+        const uint32_t kept = __ballot_sync(~0u, by != kUnselected);
+        if (by != kUnselected)
           args.column_entries[at[c] + __popc(kept & ((1u << lane) - 1))] = list_entry(query_block[c] + row, by);
         at[c] += __popc(kept);
       }

@@ -1,23 +1,23 @@
-#include "attention/gpu/select/choose.cuh"
+#include "attention/gpu/select/select_steps.cuh"
 
 #include <algorithm>
 
 #include "attention/gpu/launch/check.cuh"
 #include "attention/gpu/launch/early.cuh"
-#include "attention/gpu/select/emit.cuh"
-#include "attention/gpu/select/pick.cuh"
+#include "attention/gpu/select/register_select.cuh"
+#include "attention/gpu/select/row_lists.cuh"
 
 namespace sb::gpu {
 namespace {
 
 // The choices of one warp for the tokens of a query block, one after the other, among so many blocks that registers do
-// not hold their masses (else a Picker's). Lane l looks after blocks 64·i + 2·l and the next. A block's key is its
-// mass, then its number: larger mass first, ties to the lower block, and no two keys equal. A token's masses lie in
+// not hold their masses (else a RegisterSelect's). Lane l looks after blocks 64·i + 2·l and the next. A block's key is
+// its mass, then its number: larger mass first, ties to the lower block, and no two keys equal. A token's masses lie in
 // shared memory, or, where that has no room, in the place of the query block's first. kRule: what is known of them.
-template <ChoiceRule kRule>
-struct Chooser {
-  static constexpr bool kCount = kRule == ChoiceRule::topk;  // the number of choices is known beforehand
-  const ChoiceArguments& args;
+template <SelectRule kRule>
+struct MemorySelect {
+  static constexpr bool kCount = kRule == SelectRule::topk;  // the number of choices is known beforehand
+  const SelectArguments& args;
   const SelectItem& item;
   uint8_t* first;    // of each block, the token that chose it
   uint32_t* masses;  // [pair][lane]
@@ -28,7 +28,7 @@ struct Chooser {
   __device__ __forceinline__ void set_pair(int i, uint32_t value) { masses[32 * i + lane] = value; }
   __device__ __forceinline__ bool is_taken(int i, int e) const {
     const int j = 64 * i + 2 * lane + e;
-    return j >= item.competing || first[j] != kUnchosen;
+    return j >= item.competing || first[j] != kUnselected;
   }
   __device__ __forceinline__ void take(int i, int e, int row) {
     first[64 * i + 2 * lane + e] = static_cast<uint8_t>(row);
@@ -63,7 +63,7 @@ struct Chooser {
     each([&](int i, int e) {
       const int j = 64 * i + 2 * lane + e;
       const bool forced = j < item.sinks || j >= item.competing - item.local;
-      if (j < item.competing) first[j] = forced ? 0 : kUnchosen;
+      if (j < item.competing) first[j] = forced ? 0 : kUnselected;
     });
     __syncwarp();
   }
@@ -141,7 +141,7 @@ struct Chooser {
   }
 
   // What token `row` chooses, at most `room` blocks.
-  __device__ void choose(int room, int row) {
+  __device__ void select(int room, int row) {
     const uint32_t top = best();
     uint32_t threshold = top;
     if constexpr (kCount) {
@@ -151,7 +151,7 @@ struct Chooser {
         return;
       }
       threshold = ranked(top, room);
-    } else if constexpr (kRule == ChoiceRule::topp) {
+    } else if constexpr (kRule == SelectRule::topp) {
       float all = 0, held = 0;
       each([&](int i, int e) {
         if (64 * i + 2 * lane + e >= item.competing) return;
@@ -188,7 +188,7 @@ struct Chooser {
     begin();
     if (args.lookahead) {
       load_sum();
-      choose(min(item.total, candidates), 0);
+      select(min(item.total, candidates), 0);
       __syncwarp();
       return;
     }
@@ -208,19 +208,19 @@ struct Chooser {
       next_token();
       if (room <= 0) continue;
       each_pair([&](int i) { set_pair(i, load(index, i)); });
-      choose(room, token);
+      select(room, token);
     }
     __syncwarp();
   }
 };
 
 // kPairs: of masses that a lane holds in registers; 0: any number, not there. kInPlace: nor in shared memory.
-template <int kPairs, ChoiceRule kRule, bool kInPlace>
+template <int kPairs, SelectRule kRule, bool kInPlace>
 __global__ void __launch_bounds__(32 * kWarps, kPairs == 4    ? 8
                                                : kPairs == 8  ? 5
                                                : kPairs == 16 ? 2
                                                               : 4)
-    choose_kernel(const __grid_constant__ ChoiceArguments args) {
+    select_kernel(const __grid_constant__ SelectArguments args) {
   extern __shared__ __align__(16) uint8_t shared[];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int index = blockIdx.x * (blockDim.x / 32) + warp;
@@ -234,31 +234,31 @@ __global__ void __launch_bounds__(32 * kWarps, kPairs == 4    ? 8
     if (!item.everything && item.total > 0 && item.competing > item.sinks + item.local) {
       first = shared + warp * args.warp_bytes;
       if constexpr (kPairs > 0) {
-        Picker<kPairs> picker{args, item, first, lane};
-        if constexpr (kRule == ChoiceRule::topk)
-          picker.run_topk();
-        else if constexpr (kRule == ChoiceRule::topp)
-          picker.run_topp();
+        RegisterSelect<kPairs> selecting{args, item, first, lane};
+        if constexpr (kRule == SelectRule::topk)
+          selecting.run_topk();
+        else if constexpr (kRule == SelectRule::topp)
+          selecting.run_topp();
         else
-          picker.run_mass();
+          selecting.run_mass();
       } else {
         uint32_t* masses = kInPlace ? reinterpret_cast<uint32_t*>(args.masses + item.masses)
                                     : reinterpret_cast<uint32_t*>(first + args.warp_bytes / 3);
-        Chooser<kRule>{args, item, first, masses, lane}.run();
+        MemorySelect<kRule>{args, item, first, masses, lane}.run();
       }
     }
-    counted = emit(args, item, first, lane);
+    counted = write_row_list(args, item, first, lane);
   }
   add_counted(args, index < args.count ? item.sequence : -1, counted);
 }
 
-template <ChoiceRule kRule>
+template <SelectRule kRule>
 auto kernel_for(int chunks, bool in_place) {
-  return chunks <= 4    ? choose_kernel<4, kRule, false>
-         : chunks <= 8  ? choose_kernel<8, kRule, false>
-         : chunks <= 16 ? choose_kernel<16, kRule, false>
-         : in_place     ? choose_kernel<0, kRule, true>
-                        : choose_kernel<0, kRule, false>;
+  return chunks <= 4    ? select_kernel<4, kRule, false>
+         : chunks <= 8  ? select_kernel<8, kRule, false>
+         : chunks <= 16 ? select_kernel<16, kRule, false>
+         : in_place     ? select_kernel<0, kRule, true>
+                        : select_kernel<0, kRule, false>;
 }
 
 // Eight columns a thread block. Each warp takes a part of the query blocks, a lane one of them at a time and all eight
@@ -313,7 +313,7 @@ __global__ void __launch_bounds__(32 * kColumnWarps) columns_kernel(const __grid
     for (int i = 0; i < kColumnTurn; ++i)
 #pragma unroll
       for (int c = 0; c < kGroupColumns; ++c)
-        own[c] += __popc(__ballot_sync(~0u, static_cast<uint8_t>(rows[i] >> (8 * c)) != kUnchosen));
+        own[c] += __popc(__ballot_sync(~0u, static_cast<uint8_t>(rows[i] >> (8 * c)) != kUnselected));
   }
 #pragma unroll
   for (int c = 0; c < kGroupColumns; ++c)
@@ -354,8 +354,8 @@ __global__ void __launch_bounds__(32 * kColumnWarps) columns_kernel(const __grid
 #pragma unroll
       for (int c = 0; c < kGroupColumns; ++c) {
         const auto by = static_cast<uint8_t>(rows[i] >> (8 * c));
-        const uint32_t kept = __ballot_sync(~0u, by != kUnchosen);
-        if (by != kUnchosen)
+        const uint32_t kept = __ballot_sync(~0u, by != kUnselected);
+        if (by != kUnselected)
           args.entries[at[c] + __popc(kept & ((1u << lane) - 1))] = list_entry(begin + 32 * (round + i), by);
         at[c] += __popc(kept);
       }
@@ -365,19 +365,19 @@ __global__ void __launch_bounds__(32 * kColumnWarps) columns_kernel(const __grid
 
 }  // namespace
 
-void choose_blocks(const SelectParams& p, const SelectBatch& batch, cudaStream_t stream, bool early) {
+void select_blocks(const SelectParams& p, const SelectBatch& batch, cudaStream_t stream, bool early) {
   if (batch.item_count == 0) return;
   if (p.most_mass()) return sum_tile_masses(p, batch, stream, early);
   const int chunks = std::max((p.max_competing + 63) / 64, 1);
   // A byte a block of shared memory, and beyond what registers hold two for its mass, where there is room.
-  const bool in_place = chunks > 16 && 3 * 64 * chunks > choosing_memory(p);
-  const int warp_bytes = (chunks > 16 && !in_place ? 3 : 1) * 64 * chunks, warps = choosing_warps(p, warp_bytes);
-  const auto kernel = p.pattern == SelectionPattern::topp   ? kernel_for<ChoiceRule::topp>(chunks, in_place)
-                      : p.pattern == SelectionPattern::mass ? kernel_for<ChoiceRule::mass>(chunks, in_place)
-                                                            : kernel_for<ChoiceRule::topk>(chunks, in_place);
+  const bool in_place = chunks > 16 && 3 * 64 * chunks > select_memory(p);
+  const int warp_bytes = (chunks > 16 && !in_place ? 3 : 1) * 64 * chunks, warps = select_warps(p, warp_bytes);
+  const auto kernel = p.pattern == SelectionPattern::topp   ? kernel_for<SelectRule::topp>(chunks, in_place)
+                      : p.pattern == SelectionPattern::mass ? kernel_for<SelectRule::mass>(chunks, in_place)
+                                                            : kernel_for<SelectRule::topk>(chunks, in_place);
   const int shared = warps * warp_bytes;
   allow_shared_memory(kernel, shared, "shared memory of the choice");
-  const ChoiceArguments args = choice_arguments(p, batch.item_begin, batch.item_count, warp_bytes);
+  const SelectArguments args = select_arguments(p, batch.item_begin, batch.item_count, warp_bytes);
   const int blocks = (batch.item_count + warps - 1) / warps;
   if (early)
     launch_early(kernel, blocks, 32 * warps, shared, stream, args);
@@ -386,8 +386,8 @@ void choose_blocks(const SelectParams& p, const SelectBatch& batch, cudaStream_t
   check(cudaGetLastError(), "choice of key blocks");
 }
 
-void finish_choices(const SelectParams& p, cudaStream_t stream) {
-  if (p.most_mass()) choose_most_mass(p, stream);
+void finish_selection(const SelectParams& p, cudaStream_t stream) {
+  if (p.most_mass()) select_most_mass(p, stream);
 }
 
 void list_columns(const SelectParams& p, void* stream) {

@@ -4,19 +4,19 @@
 
 #include <cuda_fp16.h>
 
-#include "attention/gpu/select/emit.cuh"
+#include "attention/gpu/select/row_lists.cuh"
 
 namespace sb::gpu {
 
-enum class ChoiceRule { topk, topp, mass };
+enum class SelectRule { topk, topp, mass };
 
 // The choices of one warp for the tokens of a query block, one after the other, among up to 64 · kPairs blocks. Lane l
 // looks after blocks 64·i + 2·l and the next. Larger mass first, ties to the lower block.
 template <int kPairs>
-struct Picker {
+struct RegisterSelect {
   // Tokens whose masses are loaded together where nothing waits for a token's choices.
   static constexpr int kTokensAhead = kPairs < 16 ? 16 / kPairs : 1;
-  const ChoiceArguments& args;
+  const SelectArguments& args;
   const SelectItem& item;
   uint8_t* first;  // of each block, the token that chose it
   int lane;
@@ -32,7 +32,7 @@ struct Picker {
       const auto in = [&](int k) { return static_cast<unsigned>(k) < static_cast<unsigned>(left); };
       free[i] = (in(j) ? 0xFFFFu : 0u) | (in(j + 1) ? 0xFFFF0000u : 0u);
       if (64 * i < item.competing) {
-        static_assert(kUnchosen == 0xFF);
+        static_assert(kUnselected == 0xFF);
         *reinterpret_cast<uint16_t*>(first + 64 * i + 2 * lane) =
             static_cast<uint16_t>(__byte_perm(free[i], 0, 0x4420));
       }
@@ -80,7 +80,7 @@ struct Picker {
   }
 
   // The best block that is left, for token `row`. Returns its mass, 0: none was left.
-  __device__ __forceinline__ uint32_t pick(int row) {
+  __device__ __forceinline__ uint32_t select_best(int row) {
     // A key is a mass, then what is largest for the lowest block.
     uint32_t top = 0;
 #pragma unroll
@@ -172,15 +172,15 @@ struct Picker {
     });
   }
 
-  static constexpr int kOneByOne = kPairs > 4 ? 4 : 8;  // so many are picked before a search is quicker
-  __device__ void choose(int room, int row) {
+  static constexpr int kOneByOne = kPairs > 4 ? 4 : 8;  // so many are selected before a search is quicker
+  __device__ void select(int room, int row) {
     if (room > kOneByOne) {
       __half2 masses[kPairs];
       unorder(masses);
       room -= take_from(masses, best_limit(masses, room), row);
     }
 #pragma unroll 1
-    for (; room > 0; --room) pick(row);
+    for (; room > 0; --room) select_best(row);
   }
 
   static __device__ __forceinline__ float warp_sum(float x) {
@@ -229,7 +229,7 @@ struct Picker {
     }
 #pragma unroll 1
     for (; room > 0 && wanted > 0; --room) {
-      const uint32_t best = pick(row);
+      const uint32_t best = select_best(row);
       if (best == 0) return;
       wanted -= fast_exp2(mass_of(best));
     }
@@ -256,12 +256,12 @@ struct Picker {
   }
 
   // `mass`: all blocks that are worth it; of those at most `room`, and at least so many.
-  __device__ void choose_worthy(uint32_t worth, int room, int least, int row) {
+  __device__ void select_worthy(uint32_t worth, int room, int least, int row) {
     int worthy = 0;
 #pragma unroll
     for (int i = 0; i < kPairs; ++i) worthy += (held[i] << 16 >= worth) + (held[i] >= worth);
     worthy = static_cast<int>(__reduce_add_sync(~0u, static_cast<unsigned>(worthy)));
-    if (worthy > room || worthy < least) return choose(worthy > room ? room : least, row);
+    if (worthy > room || worthy < least) return select(worthy > room ? room : least, row);
     if (worthy == 0) return;
 #pragma unroll
     for (int i = 0; i < kPairs; ++i) take_worthy(i, held[i], worth, row);
@@ -287,10 +287,10 @@ struct Picker {
     };
     load_tokens();
     hold(token);
-    choose_worthy(worth, most, min((item.total / 2 + 3) / 4, most), 0);
+    select_worthy(worth, most, min((item.total / 2 + 3) / 4, most), 0);
     // Whatever is worth it, all tokens together are mostly allowed: then none had to wait for the ones before it, and
     // of each block the first that finds it worth it is all that matters. From the last token on.
-    uint32_t by[kPairs];  // that token, a byte for each of the two blocks; kUnchosen: none
+    uint32_t by[kPairs];  // that token, a byte for each of the two blocks; kUnselected: none
 #pragma unroll
     for (int i = 0; i < kPairs; ++i) by[i] = 0xFFFFu;
 #pragma unroll 1
@@ -310,8 +310,8 @@ struct Picker {
     int chosen = 0;
 #pragma unroll
     for (int i = 0; i < kPairs; ++i) {
-      const bool low = (free[i] & 0xFFFF) != 0 && (by[i] & 0xFF) != kUnchosen,
-                 high = (free[i] >> 16) != 0 && (by[i] >> 8) != kUnchosen;
+      const bool low = (free[i] & 0xFFFF) != 0 && (by[i] & 0xFF) != kUnselected,
+                 high = (free[i] >> 16) != 0 && (by[i] >> 8) != kUnselected;
       if (low) first[64 * i + 2 * lane] = static_cast<uint8_t>(by[i]);
       if (high) first[64 * i + 2 * lane + 1] = static_cast<uint8_t>(by[i] >> 8);
       chosen += low + high;
@@ -326,7 +326,7 @@ struct Picker {
       load(row, token);
       hold(token);
       const int room = most - (candidates - left);
-      choose_worthy(worth, room, row == 0 ? min((item.total / 2 + 3) / 4, room) : 0, row);
+      select_worthy(worth, room, row == 0 ? min((item.total / 2 + 3) / 4, room) : 0, row);
     }
     __syncwarp();
   }
@@ -338,7 +338,7 @@ struct Picker {
       uint32_t sums[kPairs];
       load_sum(sums);
       hold(sums);
-      choose(min(item.total, candidates), 0);
+      select(min(item.total, candidates), 0);
       __syncwarp();
       return;
     }
@@ -370,7 +370,7 @@ struct Picker {
       hold(next);
       // The next token's masses are on their way while this one chooses.
       if (rows != 0) load(index, next);
-      choose(room, token);
+      select(room, token);
     }
     __syncwarp();
   }

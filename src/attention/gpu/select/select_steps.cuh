@@ -36,14 +36,14 @@ __device__ __forceinline__ float fast_exp2(float x) {
 }
 
 // Before the first batch.
-void begin_choices(const SelectParams& params, cudaStream_t stream);
+void begin_selection(const SelectParams& params, cudaStream_t stream);
 // Row lists and map of one batch, from its masses. `early`: the kernel before it lets it start early.
-void choose_blocks(const SelectParams& params, const SelectBatch& batch, cudaStream_t stream, bool early);
+void select_blocks(const SelectParams& params, const SelectBatch& batch, cudaStream_t stream, bool early);
 // When all batches are done.
-void finish_choices(const SelectParams& params, cudaStream_t stream);
+void finish_selection(const SelectParams& params, cudaStream_t stream);
 
 // `mass` with look-ahead: the masses of query blocks, batch by batch; then the best pairs of each sequence and head.
 void sum_tile_masses(const SelectParams& params, const SelectBatch& batch, cudaStream_t stream, bool early);
-void choose_most_mass(const SelectParams& params, cudaStream_t stream);
+void select_most_mass(const SelectParams& params, cudaStream_t stream);
 
 }  // namespace sb::gpu

@@ -1,6 +1,6 @@
 #include "attention/gpu/launch/check.cuh"
 #include "attention/gpu/launch/early.cuh"
-#include "attention/gpu/select/emit.cuh"
+#include "attention/gpu/select/row_lists.cuh"
 
 namespace sb::gpu {
 namespace {
@@ -14,7 +14,7 @@ constexpr int kBins = 256, kPoolInts = 2 * kBins;
 constexpr int kSumWarps = 8, kSlots = 8;  // of a thread block that sums: pools whose counts it gathers
 
 struct Arguments {
-  ChoiceArguments choice;
+  SelectArguments choice;
   uint16_t* sums;
   const SelectPool* pools;
   int32_t* counts;  // of the pools, then the ties of every query block
@@ -204,26 +204,26 @@ __global__ void __launch_bounds__(32 * kWarps) list_kernel(const __grid_constant
         const int value = have ? args.sums[item.sums + j] : -1;
         const unsigned tied = __ballot_sync(~0u, value == threshold);
         const bool lucky = value == threshold && __popc(tied & ((1u << lane) - 1)) < ties_left;
-        if (have) first[j] = value > threshold || lucky ? 0 : kUnchosen;
+        if (have) first[j] = value > threshold || lucky ? 0 : kUnselected;
         ties_left -= __popc(tied);
       });
       __syncwarp();
     }
-    counted = emit(args.choice, item, first, lane);
+    counted = write_row_list(args.choice, item, first, lane);
   }
   add_counted(args.choice, index < args.choice.count ? item.sequence : -1, counted);
 }
 
 }  // namespace
 
-void begin_choices(const SelectParams& p, cudaStream_t stream) {
+void begin_selection(const SelectParams& p, cudaStream_t stream) {
   if (p.pool_count == 0) return;
   check(cudaMemsetAsync(p.pool_counts, 0, pool_counts_size(p.pool_count, p.pool_tiles) * sizeof(int32_t), stream),
         "counts of pools");
 }
 
 void sum_tile_masses(const SelectParams& p, const SelectBatch& batch, cudaStream_t stream, bool early) {
-  const Arguments args{choice_arguments(p, batch.item_begin, batch.item_count, 0), p.sums, p.pools, p.pool_counts,
+  const Arguments args{select_arguments(p, batch.item_begin, batch.item_count, 0), p.sums, p.pools, p.pool_counts,
                        p.pool_count};
   const int blocks = (batch.item_count + kSumWarps - 1) / kSumWarps;
   if (early)
@@ -233,13 +233,13 @@ void sum_tile_masses(const SelectParams& p, const SelectBatch& batch, cudaStream
   check(cudaGetLastError(), "masses of query blocks");
 }
 
-void choose_most_mass(const SelectParams& p, cudaStream_t stream) {
+void select_most_mass(const SelectParams& p, cudaStream_t stream) {
   int items = 0;
   for (const SelectBatch& batch : p.batches) items += batch.item_count;
   if (items == 0) return;
-  const int warp_bytes = (p.max_competing + 63) / 64 * 64, warps = choosing_warps(p, warp_bytes),
+  const int warp_bytes = (p.max_competing + 63) / 64 * 64, warps = select_warps(p, warp_bytes),
             shared = warps * warp_bytes;
-  const Arguments args{choice_arguments(p, 0, items, warp_bytes), p.sums, p.pools, p.pool_counts, p.pool_count};
+  const Arguments args{select_arguments(p, 0, items, warp_bytes), p.sums, p.pools, p.pool_counts, p.pool_count};
   const int grid = (items + kWarps - 1) / kWarps;
   launch_after(lower_kernel, grid, 32 * kWarps, 0, stream, args);
   launch_after(ties_kernel, grid, 32 * kWarps, 0, stream, args);

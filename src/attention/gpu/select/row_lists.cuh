@@ -5,15 +5,15 @@
 #include <algorithm>
 
 #include "attention/gpu/launch/check.cuh"
-#include "attention/gpu/select/choose.cuh"
+#include "attention/gpu/select/select_steps.cuh"
 
 namespace sb::gpu {
 
-constexpr uint8_t kUnchosen = 255;
+constexpr uint8_t kUnselected = 255;
 constexpr int kWarps = 4;  // query blocks of a thread block
 
 // What the kernels that choose are told.
-struct ChoiceArguments {
+struct SelectArguments {
   const SelectItem* items;
   int32_t count;
   int32_t query_block, select_block, expand;  // expand: log2 of the key blocks of the lists in one of the selection
@@ -46,18 +46,18 @@ struct ChoiceArguments {
 
 // Of shared memory, what a thread block that chooses has besides: the counts of its warps, see add_counted().
 constexpr int kCountedBytes = 128;
-inline int choosing_memory(const SelectParams& p) {
+inline int select_memory(const SelectParams& p) {
   return p.shared_memory > 0 ? p.shared_memory : most_shared_memory() - kCountedBytes;
 }
 // Query blocks of a thread block: of very long sequences shared memory holds fewer, of the longest at least one,
 // whatever GPU it is (a byte a block).
-inline int choosing_warps(const SelectParams& p, int warp_bytes) {
-  const int warps = std::min(kWarps, choosing_memory(p) / std::max(warp_bytes, 1));
+inline int select_warps(const SelectParams& p, int warp_bytes) {
+  const int warps = std::min(kWarps, select_memory(p) / std::max(warp_bytes, 1));
   if (warps == 0) throw_unsupported("key blocks to choose among", p.max_competing);
   return warps;
 }
 
-inline ChoiceArguments choice_arguments(const SelectParams& p, int item_begin, int item_count, int warp_bytes) {
+inline SelectArguments select_arguments(const SelectParams& p, int item_begin, int item_count, int warp_bytes) {
   return {p.items + item_begin,
           item_count,
           p.query_block,
@@ -82,11 +82,12 @@ struct Counted {
 };
 
 // `first` is null where nothing was to choose. What it returns, where chosen blocks are counted, lane 0 has.
-__device__ inline Counted emit(const ChoiceArguments& args, const SelectItem& item, const uint8_t* first, int lane) {
+__device__ inline Counted write_row_list(const SelectArguments& args, const SelectItem& item, const uint8_t* first,
+                                         int lane) {
   const auto chosen_by = [&](int j) -> uint8_t {
     if (j >= item.competing || item.everything) return 0;
     if (first != nullptr) return first[j];
-    return j < item.sinks || j >= item.competing - item.local ? 0 : kUnchosen;
+    return j < item.sinks || j >= item.competing - item.local ? 0 : kUnselected;
   };
   int at = item.list_begin, base = 0;
   unsigned blocks = 0, rows = 0;  // chosen among the competing, and the tokens before the first that sees them
@@ -110,32 +111,32 @@ __device__ inline Counted emit(const ChoiceArguments& args, const SelectItem& it
       int before = at, own = 0;
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        const uint32_t kept = __ballot_sync(~0u, (by >> (8 * e) & 0xFF) != kUnchosen);
+        const uint32_t kept = __ballot_sync(~0u, (by >> (8 * e) & 0xFF) != kUnselected);
         before += __popc(kept & ((1u << lane) - 1));
         at += __popc(kept);
       }
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         const uint32_t chosen = by >> (8 * e) & 0xFF;
-        if (chosen != kUnchosen) args.entries[before + own++] = list_entry(j + e, chosen);
+        if (chosen != kUnselected) args.entries[before + own++] = list_entry(j + e, chosen);
       }
     }
   for (; base < item.visible; base += 32) {
     const int j = base + lane;
-    uint8_t by = kUnchosen;
+    uint8_t by = kUnselected;
     if (j < item.visible) {
       by = chosen_by(j >> args.expand);
       args.map[item.map + j] = by;
     }
-    const uint32_t kept = __ballot_sync(~0u, by != kUnchosen);
-    if (by != kUnchosen) args.entries[at + __popc(kept & ((1u << lane) - 1))] = list_entry(j, by);
+    const uint32_t kept = __ballot_sync(~0u, by != kUnselected);
+    if (by != kUnselected) args.entries[at + __popc(kept & ((1u << lane) - 1))] = list_entry(j, by);
     at += __popc(kept);
   }
   for (int i = at + lane; i < item.list_begin + item.capacity; i += 32) args.entries[i] = kNoEntry;
 
   if (args.chosen == nullptr) return {};
   for (int j = lane; (first == nullptr || args.expand != 0) && j < item.competing; j += 32)
-    if (const uint8_t by = chosen_by(j); by != kUnchosen) {
+    if (const uint8_t by = chosen_by(j); by != kUnselected) {
       ++blocks;
       rows += by;
     }
@@ -149,7 +150,7 @@ __device__ inline Counted emit(const ChoiceArguments& args, const SelectItem& it
 
 // Adds what the warps of a thread block counted, once for each sequence among them: all warps of a kernel at the
 // same place would wait for each other. All threads; sequence < 0: nothing.
-__device__ inline void add_counted(const ChoiceArguments& args, int sequence, const Counted& counted) {
+__device__ inline void add_counted(const SelectArguments& args, int sequence, const Counted& counted) {
   __shared__ Counted all[kWarps];
   __shared__ int sequences[kWarps];
   static_assert(sizeof(all) + sizeof(sequences) <= kCountedBytes);
