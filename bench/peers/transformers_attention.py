@@ -58,7 +58,7 @@ def step_seconds(attention, tokens, steps):
                 learner.learn()
             torch.cuda.synchronize()
             seconds.append(time.perf_counter() - begin)
-    result = min(seconds[1:]), float(loss), torch.cuda.max_memory_allocated() / 2**30
+    result = min(seconds[1:]), float(loss.detach()), torch.cuda.max_memory_allocated() / 2**30
     del model, optimizer, learner
     gc.collect()
     torch.cuda.empty_cache()

@@ -102,7 +102,7 @@ _HERE = contextlib.nullcontext()
 
 def _device_of(q: Tensor) -> contextlib.AbstractContextManager[object]:
     """The device of q as the current one."""
-    return _HERE if torch.cuda.current_device() == q.device.index else torch.cuda.device(q.device)
+    return _HERE if torch._C._cuda_getDevice() == q.device.index else torch.cuda.device(q.device)
 
 
 def _cuda_attention_for(spec: str, q: Tensor) -> _core.PackedCudaAttention:
@@ -111,8 +111,12 @@ def _cuda_attention_for(spec: str, q: Tensor) -> _core.PackedCudaAttention:
     return _cuda_attention(spec, device, stream, torch.are_deterministic_algorithms_enabled(), portable_kernels)
 
 
+_NO_MEMORY = _core.Memory()
+
+
 def _memory(tensor: Tensor) -> _core.Memory:
-    return _core.Memory(tensor.data_ptr(), tensor.numel()) if tensor.numel() else _core.Memory()
+    count = tensor.numel()
+    return _core.Memory(tensor.data_ptr(), count) if count else _NO_MEMORY
 
 
 def _cpu_lists_bytes(config: AttentionConfig, tokens: int, sequences: int, kv_heads: int) -> int:

@@ -57,6 +57,7 @@ def mask_of(q, k, v, cu_seqlens, config, **options):
 
 def assert_close(own, expected, dtype):
     """Within what rounding inputs, probabilities and results to the type leaves, against the largest value."""
+    own, expected = own.detach(), expected.detach()
     bound = (0.02 if dtype == torch.bfloat16 else 2e-5) * max(1.0, float(expected.abs().max()))
     assert float((own.float() - expected).abs().max()) < bound
 
@@ -85,7 +86,7 @@ def test_dense_in_fp32_equals_sdpa():
 
 
 @pytest.mark.parametrize("config", PATTERNS, ids=lambda config: f"{config.pattern}-{config.score}-{config.selection}")
-@pytest.mark.parametrize("lengths", [[1000], [100, 700, 0, 643]])
+@pytest.mark.parametrize("lengths", [[1000], [100, 1400, 0, 1301]])
 def test_sparse_equals_sdpa_over_the_listed_pairs(kernels, config, lengths):
     q, k, v, cu_seqlens = on_gpu(lengths, heads=6)
     mask = assert_equals_reference(q, k, v, cu_seqlens, config)
@@ -110,7 +111,7 @@ def test_budgets_dense_layers_and_what_the_lists_have_room_for():
     dense = varlen_attn(q, k, v, cu_seqlens, config=DENSE)
     config = AttentionConfig(**SMALL, dense_layers=(1,))
     out = varlen_attn(q, k, v, cu_seqlens.cuda(), config=config, budgets=torch.tensor([900, 384]).cuda())
-    assert torch.equal(out[:900], dense[:900]) and not torch.allclose(out[900:], dense[900:], atol=0.05)
+    assert float((out - dense)[:900].detach().abs().max()) < 0.01 < float((out - dense)[900:].detach().abs().max())
     assert torch.equal(varlen_attn(q, k, v, cu_seqlens, config=config, layer=1), dense)
     narrow = AttentionConfig(block=64, query_block=16, budget=64, local_blocks=1)
     q, k, v, cu_seqlens = on_gpu([6000])

@@ -27,6 +27,7 @@ struct Arrangement {
   std::vector<Unit> units;  // in the order of their forwards
   int ahead = 1;
   double makespan = kNever;
+  int64_t chunk = 0;  // by which it is cut
 };
 
 class RankChunks {
@@ -38,13 +39,13 @@ class RankChunks {
         budgets_(budgets),
         batching_(batching),
         options_(options),
-        members_(std::move(members)),
-        all_orders_(batching.reorder && sequences.size() <= kSmallStep) {}
+        members_(std::move(members)) {}
 
   const Arrangement& best() const { return best_; }
 
-  // Keeps the arrangement by this size if it is the fastest so far.
-  void attempt(int64_t chunk) {
+  // Keeps the arrangement by this size if it is the fastest so far. `all_orders`: of several orders, where they may be
+  // chosen, otherwise of the likeliest.
+  void attempt(int64_t chunk, bool all_orders = false) {
     Groups groups = make_groups(chunk);
     std::vector<int> first(groups.size());  // unit
     std::vector<Unit> units;
@@ -62,7 +63,7 @@ class RankChunks {
         const size_t at = times.at(first[g] + static_cast<int>(k), 0);
         time[g] += times.forward[at] + times.backward[at];
       }
-    for (const std::vector<int>& order : group_orders(groups, time)) {
+    for (const std::vector<int>& order : group_orders(groups, time, all_orders)) {
       std::vector<int> sizes, places;
       for (const int g : order) {
         sizes.push_back(static_cast<int>(groups[static_cast<size_t>(g)].size()));
@@ -75,6 +76,7 @@ class RankChunks {
       const double makespan = schedule->makespan(times, places);
       if (makespan >= best_.makespan) continue;
       best_.makespan = makespan;
+      best_.chunk = chunk;
       best_.ahead = ahead;
       best_.units.clear();
       for (const int place : places) best_.units.push_back(units[static_cast<size_t>(place)]);
@@ -137,7 +139,8 @@ class RankChunks {
   }
 
   // Orders of the groups worth a simulation; without reordering the one they have: by their first sequence.
-  std::vector<std::vector<int>> group_orders(const Groups& groups, std::span<const double> time) const {
+  std::vector<std::vector<int>> group_orders(const Groups& groups, std::span<const double> time,
+                                             bool all_orders) const {
     std::vector<int> order(groups.size());
     std::iota(order.begin(), order.end(), 0);
     const auto size = [&](int g) { return groups[static_cast<size_t>(g)].size(); };
@@ -151,7 +154,7 @@ class RankChunks {
       return size(a) != size(b) ? size(a) > size(b) : time[static_cast<size_t>(a)] > time[static_cast<size_t>(b)];
     });
     std::vector<std::vector<int>> orders{order};
-    if (cost_.stages() == 1 || order.size() < 2 || !all_orders_) return orders;
+    if (cost_.stages() == 1 || order.size() < 2 || !all_orders) return orders;
     // Or a short one before them, to fill the pipeline sooner.
     if (size(order.back()) == 1) {
       orders.push_back(order);
@@ -215,7 +218,6 @@ class RankChunks {
   const BatchingOptions& batching_;
   const ChunkOptions& options_;
   std::vector<int> members_;
-  bool all_orders_;
   Arrangement best_;
 };
 
@@ -285,9 +287,14 @@ std::optional<Batches> make_chunks(const CostModel& cost, std::span<const Sequen
   for (size_t i = 0; i < rank.size(); ++i) members[static_cast<size_t>(rank[i])].push_back(static_cast<int>(i));
   std::vector<RankChunks> ranks;
   for (auto& own : members) ranks.emplace_back(cost, sequences, budgets, batching, options, std::move(own));
-  const size_t everywhere = sequences.size() <= kSmallStep ? sizes.size() : 1;
+  const bool small = sequences.size() <= kSmallStep;
+  const size_t everywhere = small ? sizes.size() : 1;
   parallel_pieces(pool, std::ssize(ranks), [&](int64_t r, int) {
-    for (size_t i = 0; i < everywhere; ++i) ranks[static_cast<size_t>(r)].attempt(sizes[i]);
+    RankChunks& own = ranks[static_cast<size_t>(r)];
+    for (size_t i = 0; i < everywhere; ++i) own.attempt(sizes[i]);
+    // Other orders of the best size; of all where memory has no room for the likeliest.
+    if (small && batching.reorder)
+      for (const int64_t size : own.best().chunk > 0 ? std::vector{own.best().chunk} : sizes) own.attempt(size, true);
   });
   if (everywhere < sizes.size()) improve_slowest(ranks, std::span(sizes).subspan(everywhere), pool);
   Batches batches;

@@ -140,12 +140,7 @@ class Planner {
   void finish(Candidate& candidate, std::span<const int64_t> first) {
     const bool ordered = options_.ordering && cost_.stages() > 1, tuned = options_.tuning.policy != TuningPolicy::none;
     if (ordered || !tuned) {
-      if (tuned) {
-        const auto layers = static_cast<size_t>(cost_.layers());
-        for (size_t i = 0; i < candidate.budgets.size(); ++i)
-          if (!cost_.spec().dense_layer(static_cast<int>(i % layers)))
-            candidate.budgets[i] = static_cast<int32_t>(first[i / layers]);
-      }
+      if (tuned) set_budgets(candidate, first);
       predict(candidate);
     }
     if (ordered) order(candidate);
@@ -164,9 +159,30 @@ class Planner {
     if (again.makespan < candidate.makespan) candidate = std::move(again);
   }
 
+  // Whether these whole sequences, in an order that few trials found, are so far behind pieces that a longer search
+  // does not catch up: at the lowest budgets that tuning may give (`floors`, one a sequence), or once they are tuned.
+  bool hopeless(Candidate candidate, std::span<const int64_t> floors, double pieces) {
+    constexpr double kBehind = 1.03;
+    constexpr int64_t kFew = 8;
+    set_budgets(candidate, floors);
+    predict(candidate);
+    if (options_.ordering) each_rank(candidate, [&](int r) { return order_rank(candidate, r, kFew); });
+    if (candidate.makespan > kBehind * pieces) return true;
+    if (options_.tuning.policy == TuningPolicy::none) return false;
+    tune(candidate);
+    return candidate.makespan > kBehind * pieces;
+  }
+
   Plan write(int64_t step, const Candidate& candidate, double baseline) const;
 
  private:
+  void set_budgets(Candidate& candidate, std::span<const int64_t> budgets) const {
+    const auto layers = static_cast<size_t>(cost_.layers());
+    for (size_t i = 0; i < candidate.budgets.size(); ++i)
+      if (!cost_.spec().dense_layer(static_cast<int>(i % layers)))
+        candidate.budgets[i] = static_cast<int32_t>(budgets[i / layers]);
+  }
+
   // body(rank) gives a rank's makespan.
   template <typename Body>
   void each_rank(Candidate& candidate, const Body& body) const {
@@ -176,12 +192,12 @@ class Planner {
     candidate.makespan = *std::max_element(candidate.rank_makespan.begin(), candidate.rank_makespan.end());
   }
 
-  // Improves the order of one rank at the candidate's times; its makespan then.
-  double order_rank(Candidate& candidate, int r) const {
+  // Improves the order of one rank at the candidate's times, by one of so many parts of the trials; its makespan then.
+  double order_rank(Candidate& candidate, int r, int64_t part = 1) const {
     // The whole step's trials, shared: many ranks get fewer each.
-    const int64_t most = small_ ? 600'000 : 40'000;
+    const int64_t most = small_ ? 200'000 : 40'000;
     const int64_t operations = 2 * cost_.stages() * candidate.batches.micro_batches();
-    const int64_t trials = std::clamp<int64_t>(most / operations, 4, 400);
+    const int64_t trials = std::clamp<int64_t>(most / operations / part, 4, 400 / part);
     const PipelineTimes& times = candidate.times[static_cast<size_t>(r)];
     return improve_order(candidate.schedules.of(r), times, trials, candidate.orders[static_cast<size_t>(r)]);
   }
@@ -398,11 +414,21 @@ Plan plan_step(int64_t step, const CostModel& cost, const CoverageModel& coverag
   }
   if (always_cut || (!candidates.empty() && candidates.back().makespan <= planner.whole_bound()))
     return planner.write(step, candidates.back(), baseline.makespan);
+  // Where the longest sequences decide, they will run at their floor: weights and first order of that case.
+  const std::vector<int64_t> floors = optimal ? planner.mean_floors() : budgets;
+  std::optional<Candidate> whole;
+  if (!candidates.empty() || (sab && optimal)) whole = planner.batch(options.batching.policy, floors);
+  if (!candidates.empty() && candidates.back().makespan <= baseline.makespan &&
+      planner.hopeless(*whole, floors, candidates.back().makespan))
+    return planner.write(step, candidates.back(), baseline.makespan);
   if (sab && optimal) {
-    // Where the longest sequences decide, they will run at their floor: weights and first order of that case.
-    const std::vector<int64_t> floors = planner.mean_floors();
-    candidates.push_back(planner.batch(BatchingPolicy::sab, floors));
+    candidates.push_back(std::move(*whole));
     planner.finish(candidates.back(), floors);
+    // Other weights give much the same.
+    constexpr double kBehind = 1.02;
+    if (candidates.size() == 2 && candidates[0].makespan <= baseline.makespan &&
+        candidates[1].makespan > kBehind * candidates[0].makespan)
+      return planner.write(step, candidates[0], baseline.makespan);
   }
   if (!(sab && optimal) || sequences.size() <= kSmallStep) {
     const std::vector<int64_t> base = budgets;

@@ -103,6 +103,57 @@ Profile run_profile(const RunConfig& config, const ModelConfig& model) {
   return with_adapters(std::move(profile), lora_rank);
 }
 
+void settle_chunk(RunConfig& config, const ModelConfig& model, const SequenceSource& source, bool says) {
+  const bool automatic = config.balance.chunk == BalanceOptions::kAutomaticChunk;
+  if (!automatic || config.device == DeviceKind::cpu || config.parallel.pp == 1) return;
+  constexpr int64_t kBatches = 8;
+  const LatencyModel latency(run_profile(config, model));
+  Layout layout;
+  layout.dp = config.parallel.dp;
+  layout.pp = config.parallel.pp;
+  layout.cp = config.parallel.cp;
+  const CostModel cost(latency, attention_spec(config), layout, split_layers(config, model));
+  const auto coverage = power_coverage(0.22);  // budgets stay as they are
+  PlanOptions options;
+  options.batching.policy = config.balance.batching;
+  options.batching.micro_batch_sequences = config.batch.micro_batch_sequences;
+  options.ordering = config.balance.ordering == BalanceOptions::Ordering::automatic;
+  options.tuning.policy = TuningPolicy::none;
+  const PackingLimits limits = packing_limits(config.batch, source.max_length(), config.parallel.cp);
+  options.batching.max_sequences = most_sequences(config, limits);
+  const auto time = [&](int64_t chunk) {
+    options.chunk.tokens = chunk;
+    options.batching.micro_batch_tokens = chunk > 0 ? chunk : limits.max_tokens;
+    double sum = 0;
+    for (int64_t step = 0; step < kBatches; ++step) {
+      std::vector<Sequence> sequences;
+      for (int64_t i = 0; i < config.batch.global_batch_size; ++i) {
+        const int64_t position = step * config.batch.global_batch_size + i;
+        sequences.push_back({position, source.length(static_cast<uint64_t>(position))});
+      }
+      sum += plan_step(step, cost, *coverage, sequences, options, {}).makespan_us;
+    }
+    return sum;
+  };
+  const double whole = time(0);
+  int64_t best = 0;
+  double fastest = whole;
+  for (const int64_t size : chunk_sizes({ChunkOptions::kAutomatic, {}}, piece_edge(cost.spec())))
+    if (const double own = time(size); own < fastest) {
+      fastest = own;
+      best = size;
+    }
+  config.balance.chunk = best;
+  if (!says) return;
+  if (best == 0)
+    log::info("balance.chunk auto: sequences stay whole, by simulation of the first {} batches", kBatches);
+  else
+    log::info(
+        "balance.chunk auto: pieces of {} tokens, {:.2f} times as fast as whole sequences by simulation of the "
+        "first {} batches",
+        best, whole / fastest, kBatches);
+}
+
 std::unique_ptr<BalancedPlanner> make_balanced_planner(const RunConfig& run, const ModelConfig& model,
                                                        const PackingLimits& limits, const ReplayedSteps& steps,
                                                        int64_t first_step) {

@@ -21,6 +21,11 @@ AttentionSpec attention_spec(const RunConfig& config);
 
 // The run as plans are made for it: on the ranks of the cluster that it rehearses.
 RunConfig planned_config(RunConfig config);
+// balance.chunk: auto on GPUs with several stages: memory there is divided once, so that one size serves the whole run,
+// the one by which the first batches are fastest in simulation, or whole sequences. The same on every rank and when the
+// run resumes. `says`: this rank tells what it is. Otherwise a size is chosen for every step, and nothing is done here.
+void settle_chunk(RunConfig& config, const ModelConfig& model, const SequenceSource& source, bool says);
+
 // UserError when the profile is of another shape, of another recompute level or of other blocks.
 Profile run_profile(const RunConfig& config, const ModelConfig& model);
 std::unique_ptr<BalancedPlanner> make_balanced_planner(const RunConfig& run, const ModelConfig& model,

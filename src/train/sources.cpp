@@ -59,19 +59,20 @@ std::unique_ptr<SequenceSource> token_source(const RunConfig& config, int64_t vo
   const std::vector<WeightedPath>& paths = config.data.train;
   TokenDatasetOptions options = dataset_options(config, paths, vocab_size);
   options.shuffle = config.data.shuffle;
-  // In run.yaml a weight is how often each sequence is seen; the dataset wants the share of each path.
-  if (std::any_of(paths.begin(), paths.end(), [](const WeightedPath& path) { return path.weight != 1.0; })) {
-    for (const WeightedPath& path : paths) {
-      const TokenDataset alone(dataset_options(config, {path}, vocab_size), config.train.seed);
-      options.weights.push_back(path.weight * static_cast<double>(alone.size()));
-    }
-  }
+  const bool by_tokens = config.data.mixture == DataOptions::Mixture::tokens;
+  options.weigh = by_tokens ? TokenDatasetOptions::Weigh::tokens : TokenDatasetOptions::Weigh::visits;
+  if (by_tokens || std::any_of(paths.begin(), paths.end(), [](const WeightedPath& path) { return path.weight != 1.0; }))
+    for (const WeightedPath& path : paths) options.weights.push_back(path.weight);
   auto source = std::make_unique<TokenDataset>(options, config.train.seed);
   if (!leads) return source;
   const TokenDataset::Summary& summary = source->summary();
   log::info("training data: {} sequences with {} tokens from {} documents ({} split, {} too long, {} too short)",
             summary.sequences, summary.tokens, summary.documents, summary.split_documents, summary.dropped_long,
             summary.dropped_short);
+  if (paths.size() > 1)
+    for (const TokenDataset::Share& share : source->shares())
+      log::info("  {}: {:.1f} % of the sequences drawn, {:.1f} % of the tokens", share.path, 100 * share.sequences,
+                100 * share.tokens);
   check_vocabulary(*source, "data.train");
   return source;
 }

@@ -41,10 +41,8 @@ void check_chunk(const RunConfig& config, const TrainerParts& parts) {
                 "balance.chunk: {} ranks share every sequence (parallel.cp), and those are not cut into pieces; set "
                 "balance.chunk: none, or parallel.cp: 1",
                 config.parallel.cp);
-  SB_USER_CHECK(
-      config.device == DeviceKind::cpu || config.balance.chunk > 0 || config.parallel.pp == 1,
-      "balance.chunk: auto divides a stage's memory anew as pieces of other sizes come, which is done on CPUs "
-      "only; give the tokens of a piece, for example balance.chunk: 4096");
+  SB_CHECK(config.device == DeviceKind::cpu || config.balance.chunk > 0 || config.parallel.pp == 1,
+           "balance.chunk: auto is not settled, and a stage's memory cannot be divided anew from step to step");
   const std::string refusal = parts.attention.refuses_pieces();
   SB_USER_CHECK(refusal.empty(), "balance.chunk: {}; set balance.chunk: none", refusal);
 }

@@ -176,6 +176,36 @@ TEST(TokenDataset, WeightsSetTheShares) {
   EXPECT_THROW(TokenDataset(options, 1), UserError);
 }
 
+// 40 sequences of 6 tokens and 5 of 30: equal shares of the tokens are five sequences of the first to one of the
+// second.
+TEST(TokenDataset, WeightsMayBeSharesOfTheTokens) {
+  TemporaryFolder folder;
+  write_lengths(folder.path("a"), std::vector<int>(40, 6));
+  write_lengths(folder.path("b"), std::vector<int>(5, 30), 500000);
+  TokenDatasetOptions options = options_for({folder.path("a"), folder.path("b")}, 64);
+  const auto token_share = [&](const std::vector<double>& weights) {
+    options.weigh = TokenDatasetOptions::Weigh::tokens;
+    options.weights = weights;
+    const TokenDataset data(options, 1), again(options, 1);
+    std::map<bool, double> tokens;
+    for (uint64_t p = 0; p < 65536; ++p) tokens[data.read(p).tokens[0] < 500000] += static_cast<double>(data.length(p));
+    for (const uint64_t p : {uint64_t{7}, uint64_t{70000}, uint64_t{1} << 40})  // a function of the position alone
+      EXPECT_EQ(again.read(p).tokens, data.read(p).tokens);
+    const double share = tokens[true] / (tokens[true] + tokens[false]);
+    EXPECT_NEAR(data.shares()[0].tokens, share, 1e-12);
+    EXPECT_NEAR(data.shares()[0].tokens + data.shares()[1].tokens, 1, 1e-12);
+    return share;
+  };
+  EXPECT_NEAR(token_share({1, 1}), 0.5, 1e-4);
+  EXPECT_NEAR(token_share({3, 1}), 0.75, 1e-4);
+  options.weigh = TokenDatasetOptions::Weigh::visits;
+  options.weights = {1, 2};
+  const std::vector<TokenDataset::Share> shares = TokenDataset(options, 1).shares();
+  EXPECT_NEAR(shares[0].sequences, 0.8, 1e-4);         // 40 once, 5 twice
+  EXPECT_NEAR(shares[0].tokens, 240.0 / 540.0, 1e-4);  // 240 tokens once, 150 twice
+  EXPECT_EQ(shares[1].path, folder.path("b"));
+}
+
 TEST(TokenDataset, MasksReachTheLabels) {
   TemporaryFolder folder;
   {

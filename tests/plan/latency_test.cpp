@@ -159,7 +159,6 @@ TEST(Profile, APrefixThatNobodyMeasuredCostsWhatItsBytesDo) {
     return profile.tables[static_cast<size_t>(Operation::attention_backward)].per_prefix;
   };
   // 4 KB a token and layer.
-  EXPECT_NEAR(rate("h200"), 4096 / 4.2e6, 1e-12);
   EXPECT_NEAR(rate("h200-analytic"), 4096 / 4.2e6, 1e-12);
   EXPECT_NEAR(rate("h100-analytic"), 4096 / 2.9e6, 1e-12);
   EXPECT_NEAR(rate("a100-analytic"), 4096 / 1.75e6, 1e-12);

@@ -199,17 +199,22 @@ TEST(Plan, NotesWhatItCouldNotDo) {
     EXPECT_EQ(parse_plan(write_plan(plan), "plan").notes, plan.notes);
   }
   Random random(3);
-  const auto sequences = draw(random, 16, 0);
   options.batching = {};
   options.batching.micro_batch_sequences = 1;
-  EXPECT_EQ(plan_step(1, cluster.cost, *cluster.coverage, sequences, options, {}).notes, std::vector<std::string>{});
-  options.tuning.pivots = 1;
-  const Plan plan = plan_step(1, cluster.cost, *cluster.coverage, sequences, options, {});
-  ASSERT_EQ(plan.notes.size(), 1u);
-  EXPECT_NE(plan.notes[0].find("pivots"), std::string::npos);
-  EXPECT_LE(plan.makespan_us, plan.baseline_us * (1 + 1e-9));
-  EXPECT_GE(plan.mean_coverage, plan.base_coverage - 1e-12);
-  EXPECT_LE(plan.worst_loss, 0.1 + 1e-9);
+  int unsolved = 0;
+  for (int trial = 0; trial < 8; ++trial) {
+    const auto sequences = draw(random, 16, 0);
+    options.tuning.pivots = 0;
+    EXPECT_EQ(plan_step(1, cluster.cost, *cluster.coverage, sequences, options, {}).notes, std::vector<std::string>{});
+    options.tuning.pivots = 1;
+    const Plan plan = plan_step(1, cluster.cost, *cluster.coverage, sequences, options, {});
+    EXPECT_LE(plan.makespan_us, plan.baseline_us * (1 + 1e-9));
+    EXPECT_GE(plan.mean_coverage, plan.base_coverage - 1e-12);
+    EXPECT_LE(plan.worst_loss, 0.1 + 1e-9);
+    for (const std::string& note : plan.notes) EXPECT_NE(note.find("pivots"), std::string::npos);
+    unsolved += static_cast<int>(plan.notes.size());
+  }
+  EXPECT_GT(unsolved, 0);
 }
 
 // Raising everything to the slowest is worth a longer step to who asks for it.

@@ -273,6 +273,27 @@ TEST(Sources, AWeightSaysHowOftenEachSequenceIsSeen) {
   EXPECT_NEAR(seen[2], 3000, 100);
 }
 
+TEST(Sources, AWeightMayBeAShareOfTheTokens) {
+  ScratchDirectory scratch;
+  write_documents(scratch / "a", std::vector<int>(10, 8), 1);
+  write_documents(scratch / "b", std::vector<int>(30, 4), 2);
+  const auto run = [&](const std::string& more, const std::vector<std::string>& set = {}) {
+    return token_run(scratch.path(),
+                     "{train: [{path: " + (scratch / "a").string() + ", weight: 3}, " + (scratch / "b").string() +
+                         "], mixture: tokens, max_sequence_length: 8" + more + "}",
+                     set);
+  };
+  testing::internal::CaptureStderr();
+  const Sources sources = make_sources(run(""), 16);
+  const std::string log = testing::internal::GetCapturedStderr();
+  EXPECT_NE(log.find("60.0 % of the sequences drawn, 75.0 % of the tokens"), std::string::npos) << log;
+  std::map<int32_t, int> seen;
+  for (uint64_t i = 0; i < 6000; ++i) ++seen[sources.train->read(i).tokens[0]];
+  EXPECT_NEAR(seen[1], 3600, 100);  // three times the tokens in sequences of twice the length
+  EXPECT_THROW(run(", shuffle: false"), UserError);
+  EXPECT_THROW(run("", {"train.num_train_epochs=2"}), UserError);
+}
+
 TEST(Sources, ValidationReadsTheFilesInOrder) {
   ScratchDirectory scratch;
   write_documents(scratch / "t", {9, 9}, 1);

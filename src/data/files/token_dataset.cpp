@@ -27,7 +27,8 @@ struct TokenDataset::File {
   std::unique_ptr<TokenFile> tokens;
   std::vector<int64_t> before;  // sequences before each group of documents, and the total
   uint64_t first_slot = 0, slots = 0;
-  int64_t first_id = 0;
+  int64_t first_id = 0, used_tokens = 0;  // of its sequences
+  size_t path = 0;                        // which of the paths named it
 
   int64_t sequences() const { return before.back(); }
 };
@@ -55,14 +56,16 @@ TokenDataset::TokenDataset(const TokenDatasetOptions& options, uint64_t seed) : 
     for (const std::string& path : expand_token_paths({options.paths[i]})) {
       matched.push_back(std::make_unique<File>());
       matched.back()->tokens = open_token_file(path);
+      matched.back()->path = i;
       index(*matched.back());
     }
+    const double share = options.weights.empty() ? 0 : sequence_share(options.weights[i], matched);
     // The weight of a pattern is shared among its files by their sequences.
     int64_t total = 0;
     for (const auto& file : matched) total += file->sequences();
     for (auto& file : matched) {
       if (!options.weights.empty())
-        weights.push_back(options.weights[i] * static_cast<double>(file->sequences()) / static_cast<double>(total));
+        weights.push_back(share * static_cast<double>(file->sequences()) / static_cast<double>(total));
       files_.push_back(std::move(file));
     }
   }
@@ -78,6 +81,37 @@ TokenDataset::TokenDataset(const TokenDatasetOptions& options, uint64_t seed) : 
 
 TokenDataset::~TokenDataset() = default;
 
+double TokenDataset::sequence_share(double weight, std::span<const std::unique_ptr<File>> files) const {
+  double sequences = 0, tokens = 0;
+  for (const auto& file : files) {
+    sequences += static_cast<double>(file->sequences());
+    tokens += static_cast<double>(file->used_tokens);
+  }
+  switch (options_.weigh) {
+    case TokenDatasetOptions::Weigh::visits:
+      return weight * sequences;
+    case TokenDatasetOptions::Weigh::tokens:
+      return weight * sequences / tokens;  // long sequences are drawn less often
+    default:
+      return weight;
+  }
+}
+
+std::vector<TokenDataset::Share> TokenDataset::shares() const {
+  std::vector<Share> shares;
+  for (const std::string& path : options_.paths) shares.push_back({path, 0, 0});
+  double tokens = 0;
+  for (const auto& file : files_) {
+    const double drawn = static_cast<double>(file->slots) / static_cast<double>(cycle_);
+    const double length = static_cast<double>(file->used_tokens) / static_cast<double>(file->sequences());
+    shares[file->path].sequences += drawn;
+    shares[file->path].tokens += drawn * length;
+    tokens += drawn * length;
+  }
+  for (Share& share : shares) share.tokens /= tokens;
+  return shares;
+}
+
 void TokenDataset::index(File& file) {
   const TokenFile& tokens = *file.tokens;
   int64_t sequences = 0;
@@ -92,9 +126,10 @@ void TokenDataset::index(File& file) {
     if (pieces > 0) {
       longest_ = std::max(longest_, std::min(length, options_.max_sequence_length));
       const int64_t rest = length % options_.max_sequence_length;
-      summary_.tokens += length - (pieces > 1 && rest == 1 ? 1 : 0);
+      file.used_tokens += length - (pieces > 1 && rest == 1 ? 1 : 0);
     }
   }
+  summary_.tokens += file.used_tokens;
   file.before.push_back(sequences);
   summary_.documents += tokens.documents();
   SB_USER_CHECK(sequences > 0,

@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -19,6 +20,9 @@ struct TokenDatasetOptions {
   // How the sequences drawn are shared among the paths, relative to each other. Empty: each file by its number of
   // sequences, so that one pass sees every sequence once. Needs shuffle.
   std::vector<double> weights;
+  // What a weight is of: the sequences drawn, the times that each sequence is seen, or the tokens drawn.
+  enum class Weigh { sequences, visits, tokens };
+  Weigh weigh = Weigh::sequences;
   int64_t max_sequence_length = 65536;
   Overlong overlong =
       Overlong::split;  // pieces and documents of fewer than two tokens have no target: they are left out
@@ -49,6 +53,12 @@ class TokenDataset final : public SequenceSource {
     int64_t split_documents = 0, dropped_long = 0, dropped_short = 0;
   };
   const Summary& summary() const { return summary_; }
+  // What is drawn from each of the paths: its part of the sequences and of the tokens, over a whole cycle.
+  struct Share {
+    std::string path;
+    double sequences = 0, tokens = 0;  // of 1
+  };
+  std::vector<Share> shares() const;
 
  private:
   struct File;
@@ -58,6 +68,8 @@ class TokenDataset final : public SequenceSource {
   };
   Place find(uint64_t position) const;
   void index(File& file);
+  // The weight of a path as a share of the sequences.
+  double sequence_share(double weight, std::span<const std::unique_ptr<File>> files) const;
   void assign_slots(const std::vector<double>& weights);
 
   TokenDatasetOptions options_;

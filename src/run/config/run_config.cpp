@@ -233,10 +233,13 @@ void add_data(OptionTable& table, FlatConfig& flat) {
   add_weighted_paths(
       table, "data.train", &data.train,
       "token files: the common prefix of a .bin and an .idx, or an llm.c .bin; `{path: ..., weight: 2}` to "
-      "see each sequence of one twice as often");
+      "see each sequence of one twice as often (or, by `mixture`, to draw twice the tokens)");
   add_weighted_paths(table, "data.validation", &data.validation, "token files for validation");
   table.integer("data.max_sequence_length", &data.max_sequence_length, 2, kMaxTokens,
                 "longest sequence in tokens; with `synthetic` its length where not given");
+  using Mixture = DataOptions::Mixture;
+  table.choice<Mixture>("data.mixture", &data.mixture, {{"sequences", Mixture::sequences}, {"tokens", Mixture::tokens}},
+                        "what the weights of `train` are of: how often each sequence is seen, or shares of the tokens");
   table.flag("data.shuffle", &data.shuffle, "a new order every epoch, from the seed; false: as in the files");
   table.choice<Overlong>("data.overlong", &data.overlong, {{"split", Overlong::split}, {"drop", Overlong::drop}},
                          "documents longer than max_sequence_length become several sequences, or are left out");

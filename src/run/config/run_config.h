@@ -32,17 +32,20 @@ struct ModelOptions {
 
 struct WeightedPath {
   std::filesystem::path path;  // prefix of .bin/.idx
-  double weight = 1.0;         // relative to the number of its sequences: 2 means each is seen twice as often
+  double weight = 1.0;         // what of: DataOptions::mixture
   bool operator==(const WeightedPath&) const = default;
 };
 
 struct DataOptions {
+  // A weight is how often each sequence of a path is seen, relative to the others', or the path's share of the tokens.
+  enum class Mixture { sequences, tokens };
   std::vector<WeightedPath> train;
   std::vector<WeightedPath> validation;
   std::optional<SyntheticOptions>
       synthetic;                            // instead of train; validation then draws from the same task, another seed
   std::filesystem::path synthetic_lengths;  // file the lengths of `synthetic` are drawn from; empty: by its options
   int64_t max_sequence_length = 2048;
+  Mixture mixture = Mixture::sequences;
   bool shuffle = true;
   Overlong overlong = Overlong::split;  // what happens to sequences longer than max_sequence_length
 };

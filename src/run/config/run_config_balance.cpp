@@ -47,7 +47,8 @@ void add_balance_options(OptionTable& table, BalanceOptions& balance) {
       "long sequences are cut into pieces that follow each other through the pipeline, with the same result; short "
       "ones "
       "are packed. A number (a multiple of attention.block): every sequence above so many tokens is cut, and memory is "
-      "planned for pieces; auto: the size, or whole sequences, by which a step is fastest",
+      "planned for pieces; auto: the size, or whole sequences, by which a step is fastest (on GPUs with "
+      "parallel.pp one size for the run, by which its first batches are)",
       [&balance](const ConfigValue& given, const std::string& label) {
         if (given.kind == ConfigValue::Kind::scalar && given.text == "auto")
           balance.chunk = BalanceOptions::kAutomaticChunk;

@@ -49,7 +49,12 @@ void check_data(const RunConfig& config, const OptionTable& table, const std::st
                 table.label("data.shuffle"));
   SB_USER_CHECK(!data.synthetic || data.overlong == Overlong::split,
                 "{}: has no meaning with data.synthetic; remove it", table.label("data.overlong"));
+  const bool by_tokens = data.mixture == DataOptions::Mixture::tokens;
+  SB_USER_CHECK(!by_tokens || (data.train.size() > 1 && data.shuffle),
+                "{}: tokens mixes several entries of data.train, with data.shuffle: true", table.label("data.mixture"));
   if (config.train.num_train_epochs > 0) {
+    SB_USER_CHECK(!by_tokens, "{}: with data.mixture: tokens a pass over the data has no length; set train.max_steps",
+                  table.label("train.num_train_epochs"));
     SB_USER_CHECK(!data.synthetic, "{}: a synthetic task has no end; set train.max_steps",
                   table.label("train.num_train_epochs"));
     for (const WeightedPath& path : data.train)
