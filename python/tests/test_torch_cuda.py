@@ -111,7 +111,7 @@ def test_budgets_dense_layers_and_what_the_lists_have_room_for():
     dense = varlen_attn(q, k, v, cu_seqlens, config=DENSE)
     config = AttentionConfig(**SMALL, dense_layers=(1,))
     out = varlen_attn(q, k, v, cu_seqlens.cuda(), config=config, budgets=torch.tensor([900, 384]).cuda())
-    assert float((out - dense)[:900].detach().abs().max()) < 0.01 < float((out - dense)[900:].detach().abs().max())
+    assert float((out - dense)[:900].detach().abs().max()) < 0.03 < float((out - dense)[900:].detach().abs().max())
     assert torch.equal(varlen_attn(q, k, v, cu_seqlens, config=config, layer=1), dense)
     narrow = AttentionConfig(block=64, query_block=16, budget=64, local_blocks=1)
     q, k, v, cu_seqlens = on_gpu([6000])

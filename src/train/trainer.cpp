@@ -278,7 +278,7 @@ bool Trainer::step() {
   const auto begin = std::chrono::steady_clock::now();
   const auto span = trace_.span("step", state_.step + 1);
 
-  const StepPlan plan = plan_step();
+  const StepPlan plan = receive_plan();
   const bool compare = config_.balance.compare_steps > 0 && (state_.step + 1) % config_.balance.compare_steps == 0;
   const double in_order = compare ? time_in_order() : 0.0;
   const auto computing = std::chrono::steady_clock::now();

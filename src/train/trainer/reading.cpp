@@ -17,7 +17,7 @@ int64_t Trainer::StepPlan::tokens() const {
 }
 
 // The global batch is the next global_batch_size sequences of the source, whatever micro-batches they end up in.
-Trainer::StepPlan Trainer::plan_step() {
+Trainer::StepPlan Trainer::receive_plan() {
   const auto span = trace_.span("plan", state_.step + 1);
   StepPlan step;
   announce_steps();
