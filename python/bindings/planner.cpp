@@ -144,7 +144,7 @@ void bind_layout(nb::module_& module) {
             self->block = block;
             self->query_block = query_block;
             // Parts of blocks are judged by moments; a measured profile says itself what it was measured with.
-            if (score_tokens > 0) {
+            if (score_tokens != 0) {
               self->score = "moments";
               self->score_channels = 0;
               self->score_tokens = score_tokens;

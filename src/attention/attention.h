@@ -16,7 +16,8 @@ struct AttentionShape {
 };
 
 // Where keys of a cut sequence lie: those from token `begin` on, up to the next page's, in the rows of k and v from
-// `row` on. Pages begin at multiples of attention's blocks.
+// `row` on. Pages begin at multiples of attention's blocks. Where ranks share the sequence, tokens are counted among
+// those that this rank holds, and a page may be empty.
 struct KeyPage {
   int64_t begin = 0, row = 0;
 };
@@ -38,13 +39,16 @@ struct PackedSequences {
   // Where several ranks share the sequences (context parallelism): the same for the whole sequences, of which
   // cu_seqlens has the part of this rank, some maybe empty. Empty: nothing is shared.
   std::span<const int32_t> whole_cu_seqlens = {};
-  // The only sequence is a piece of one; no ranks share it.
+  // The only sequence is a piece of one. Where ranks share it, cu_seqlens has this rank's part of the piece,
+  // whole_cu_seqlens the piece.
   SequencePiece piece = {};
   // A forward that ran before, with the same operands and in the same step: it chooses the same, and nothing is counted
   // or measured a second time.
   bool again = false;
   bool is_piece() const { return piece.length > 0; }
-  int64_t piece_end() const { return piece.begin + tokens(); }  // in the whole sequence
+  int64_t piece_end() const {  // in the whole sequence
+    return piece.begin + (whole_cu_seqlens.empty() ? tokens() : whole_cu_seqlens.back());
+  }
   int sequences() const { return static_cast<int>(cu_seqlens.size()) - 1; }
   int64_t tokens() const { return cu_seqlens.back(); }
 };
@@ -65,8 +69,9 @@ struct AttentionOperands {
   TensorView lse;  // [heads, T] fp32: log-sum-exp of the scaled scores; -inf for a row without keys
 };
 
-// Of a piece: dk and dv are fp32 [end of the piece, kv_heads, d], by tokens of the sequence, and added to. When the
-// backward of a piece has run, the rows of its own tokens have their final values.
+// Of a piece: dk and dv are fp32 [end of the piece, kv_heads, d], by tokens of the sequence (where ranks share it, by
+// those that this rank holds), and added to. When the backward of a piece has run, the rows of its own tokens have
+// their final values.
 struct AttentionGradients {
   TensorView dout;        // [T, heads, d]
   TensorView dq, dk, dv;  // written, not accumulated
@@ -113,7 +118,7 @@ class Attention {
   // Of pieces in flight on a stage.
   struct PieceLimits {
     int64_t max_tokens = 0;  // of a piece
-    int64_t longest = 0;     // of their sequences
+    int64_t longest = 0;     // of their sequences, on all ranks that share them
     DType dtype = DType::f32;
     int64_t states = 1;                   // for every (layer, piece) in flight
     int first_layer = 0, last_layer = 1;  // of the stage; the last exclusive

@@ -2,6 +2,14 @@
 
 namespace sb {
 
+CoverageSample& CoverageSample::operator+=(const CoverageSample& more) {
+  held += more.held;
+  rows += more.rows;
+  curve.resize(more.curve.size());
+  for (std::size_t i = 0; i < curve.size(); ++i) curve[i] += more.curve[i];
+  return *this;
+}
+
 std::vector<int64_t> coverage_grid(int64_t tokens, int block) {
   const int64_t all = (tokens + block - 1) / block * block;
   std::vector<int64_t> grid;

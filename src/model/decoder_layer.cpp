@@ -392,7 +392,7 @@ void DecoderLayer::backward_attention(const LayerRun& run, const LayerSaved& sav
     const TensorView dq = workspace.allocate(dtype_, {tokens, width.heads, d});
     TensorView dk, dv;
     if (saved.pieces) {
-      const int64_t begin = run.sequences.piece.begin, end = begin + tokens;
+      const int64_t begin = run.sequences.piece.pages.back().begin, end = begin + tokens;
       const LayerPieces& sums = *saved.pieces;
       run.attention.backward(exec, index_, attention_shape_, run.sequences, seen,
                              {dout, dq, sums.dk.rows(0, end), sums.dv.rows(0, end)}, *saved.state);

@@ -25,8 +25,9 @@ struct MicroBatch {
   int64_t piece_begin = 0, piece_length = 0;
 
   bool is_piece() const { return piece_length > 0; }
-  bool is_last_piece() const { return is_piece() && piece_begin + size() == piece_length; }
   int64_t size() const { return static_cast<int64_t>(tokens.size()); }
+  // With the tokens of other ranks that share the sequences.
+  int64_t whole_size() const { return whole_cu_seqlens.empty() ? size() : whole_cu_seqlens.back(); }
   int sequences() const { return static_cast<int>(cu_seqlens.size()) - 1; }
 };
 

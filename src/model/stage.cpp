@@ -25,7 +25,7 @@ TensorView vector_view(const std::vector<int32_t>& values) {
 }
 
 PiecePlace place_of(const MicroBatch& piece) {
-  return {piece.piece_begin, piece.size(), piece.piece_length};
+  return {piece.piece_begin, piece.whole_size(), piece.piece_length, piece.size()};
 }
 
 // A micro-batch's ids where the operations find them.
@@ -234,7 +234,7 @@ struct Stage::Implementation {
                options.max_sequence_length);
     }
     SB_CHECK(!batch.is_piece() || (options.max_cut_sequence > 0 && batch.sequences() == 1 &&
-                                   batch.positions.front() == batch.piece_begin),
+                                   (!batch.whole_cu_seqlens.empty() || batch.positions.front() == batch.piece_begin)),
              "a piece from token {} of {} on, in a stage for sequences of {} in pieces", batch.piece_begin,
              batch.piece_length, options.max_cut_sequence);
     SB_CHECK(batch.budgets.empty() || std::ssize(batch.budgets) == int64_t{config.layers} * batch.sequences(),

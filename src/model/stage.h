@@ -38,6 +38,7 @@ struct StageOptions {
   // (Stage::divide). 0: every slot is for max_micro_batch_tokens.
   int64_t kept_tokens = 0;
   int64_t max_cut_sequence = 0;  // the longest sequence that may come in pieces; 0: all come whole
+  int64_t max_cut_tokens = 0;    // where ranks share it: the most of it that this one holds; 0: nobody does
   int64_t loss_chunk = 1024;     // tokens per piece of the vocabulary projection
   int64_t layer_chunk = 32768;   // tokens per piece of a layer's projections and MLP
   int offload = 0;               // layer inputs that wait for backward in host memory

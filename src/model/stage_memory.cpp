@@ -93,6 +93,7 @@ StageBytes::StageBytes(const ModelConfig& config, const StageOptions& options, c
               .head_dim = config.head_dim,
               .tokens = options.kept_tokens == 0 ? options.slots * tokens : options.kept_tokens,
               .longest = options.max_cut_sequence,
+              .summed = options.max_cut_tokens > 0 ? options.max_cut_tokens : options.max_cut_sequence,
               .gradients = options.training,
               .dtype = options.dtype};
     const PieceBytes more = attention.piece_bytes(shape, piece_limits(config, options, tokens), threads);

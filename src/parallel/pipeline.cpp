@@ -242,8 +242,9 @@ Pipeline::Result Pipeline::train(const Exec& exec, std::span<const MicroBatch> b
 
 LossSums Pipeline::evaluate(const Exec& exec, const MicroBatch& batch, int slot) {
   if (slot == 0)
-    divide_stage(batch.is_piece() ? static_cast<int>((batch.piece_length + batch.size() - 1) / batch.size()) : 1,
-                 std::span(&batch, 1));
+    divide_stage(
+        batch.is_piece() ? static_cast<int>((batch.piece_length + batch.whole_size() - 1) / batch.whole_size()) : 1,
+        std::span(&batch, 1));
   TensorView input;
   if (inputs_) {
     inputs_->post_receive(batch.size());

@@ -17,7 +17,10 @@ StageOptions RankModelOptions::stage(int index) const {
   options.max_sequence_length = max_sequence_length;
   options.slots = Pipeline::slots(index, grid.pp, max_pieces);
   if (!kept_tokens.empty()) options.kept_tokens = kept_tokens[static_cast<size_t>(index)];
-  if (max_pieces > 1) options.max_cut_sequence = max_sequence_length;
+  if (max_pieces > 1) {
+    options.max_cut_sequence = max_sequence_length;
+    options.max_cut_tokens = max_cut_tokens;
+  }
   options.loss_chunk = loss_chunk;
   options.layer_chunk = layer_chunk;
   if (!offload.empty()) options.offload = offload[static_cast<size_t>(index)];

@@ -27,7 +27,8 @@ struct RankModelOptions {
   DType dtype = DType::f32;  // of activations
   Recompute recompute = Recompute::attention;
   int64_t max_micro_batch_tokens = 0, max_sequence_length = 0;
-  int max_pieces = 1;  // of a sequence; 1: all come whole
+  int max_pieces = 1;          // of a sequence; 1: all come whole
+  int64_t max_cut_tokens = 0;  // of a sequence in pieces on a rank that shares it; 0: nobody does
   // Of every stage: tokens of all micro-batches in flight, each counted as large as the largest of the step; empty:
   // those of a pipeline whose micro-batches are all as large as they may be.
   std::vector<int64_t> kept_tokens;

@@ -11,6 +11,7 @@
 #include "device/cuda.h"
 #include "model/flops.h"
 #include "model/hf_checkpoint.h"
+#include "parallel/ring/context_layout.h"
 #include "run/checkpoint/selection_file.h"
 #include "run/disk_room.h"
 #include "train/adapter_start.h"
@@ -37,9 +38,9 @@ int64_t longest_sequence(const TrainerParts& parts) {
 
 // Before any memory is planned for them: what cannot run in pieces.
 void check_chunk(const RunConfig& config, const TrainerParts& parts) {
-  SB_USER_CHECK(config.parallel.cp == 1,
-                "balance.chunk: {} ranks share every sequence (parallel.cp), and those are not cut into pieces; set "
-                "balance.chunk: none, or parallel.cp: 1",
+  SB_USER_CHECK(config.parallel.cp == 1 || config.balance.chunk > 0 || config.parallel.pp == 1,
+                "balance.chunk: auto is for sequences that no ranks share, and parallel.cp is {}; give the tokens of a "
+                "piece, for example balance.chunk: 4096",
                 config.parallel.cp);
   SB_CHECK(config.device == DeviceKind::cpu || config.balance.chunk > 0 || config.parallel.pp == 1,
            "balance.chunk: auto is not settled, and a stage's memory cannot be divided anew from step to step");
@@ -61,6 +62,9 @@ RankModelOptions rank_model_options(const RunConfig& config, const TrainerParts&
   if (const int64_t chunk = smallest_piece(config); chunk > 0) {
     options.max_pieces = static_cast<int>((options.max_sequence_length + chunk - 1) / chunk);
     options.kept_tokens = kept_tokens(config, Trainer::packing(config, parts));
+    if (config.parallel.cp > 1)
+      options.max_cut_tokens = ContextLayout::most_sequence_tokens(config.parallel.cp, config.attention.selection.block,
+                                                                   options.max_sequence_length);
   }
   options.loss_chunk = config.train.loss_chunk;
   options.layer_chunk = config.train.layer_chunk;
@@ -274,7 +278,7 @@ bool Trainer::step() {
   const auto begin = std::chrono::steady_clock::now();
   const auto span = trace_.span("step", state_.step + 1);
 
-  const StepPlan plan = plan_step();
+  const StepPlan plan = receive_plan();
   const bool compare = config_.balance.compare_steps > 0 && (state_.step + 1) % config_.balance.compare_steps == 0;
   const double in_order = compare ? time_in_order() : 0.0;
   const auto computing = std::chrono::steady_clock::now();

@@ -132,7 +132,7 @@ class Trainer {
   bool leads() const { return world_->rank() == 0; }
   bool stop_agreed();
   void load_start_of_run();
-  StepPlan plan_step();
+  StepPlan receive_plan();
   StepPlan read_step(Plan plan);
   double time_in_order();
   void announce_steps();

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "parallel/model_layout.h"
+#include "parallel/ring/context_batch.h"
 #include "tests/model/model_fixture.h"
 #include "train/rank_model.h"
 
@@ -15,9 +16,11 @@ namespace sb::test {
 // Micro-batches of every data-parallel rank, by the places of their sequences.
 using Arrangement = std::vector<std::vector<std::vector<int>>>;
 
-// `chunk` above 0: micro-batches of one longer sequence are cut into pieces of so many tokens.
+// `chunk` above 0: micro-batches of one longer sequence are cut into pieces of so many tokens. Context-parallel ranks
+// share them by blocks of `block`.
 inline std::vector<MicroBatch> own_batches(RankModel& model, const Arrangement& arrangement,
-                                           const std::vector<std::vector<int32_t>>& sequences, int64_t chunk = 0) {
+                                           const std::vector<std::vector<int32_t>>& sequences, int64_t chunk = 0,
+                                           int block = 64) {
   std::vector<MicroBatch> batches;
   for (const std::vector<int>& places : arrangement[static_cast<size_t>(model.grid().dp_rank())]) {
     std::vector<std::vector<int32_t>> members;
@@ -30,6 +33,10 @@ inline std::vector<MicroBatch> own_batches(RankModel& model, const Arrangement& 
     for (int64_t begin = 0; begin < whole.size(); begin += chunk)
       batches.push_back(cut_piece(whole, begin, std::min(begin + chunk, whole.size())));
   }
+  const int cp = model.grid().shape().cp;
+  for (MicroBatch& batch : batches)
+    if (cp > 1)
+      batch = context_part(batch, batch_layout(ContextPlacement::triangular, cp, block, batch), model.grid().cp_rank());
   return batches;
 }
 
@@ -41,7 +48,7 @@ inline void add_own_gradients(RankModel& model, const ModelLayout& layout, std::
     to.resize(static_cast<size_t>(tensor.flat.end - tensor.flat.begin));
     if (tensor.stage != model.grid().stage()) continue;
     for (const auto& segment : layout.shards(tensor.stage).segments({tensor.flat.begin, tensor.flat.end}))
-      if (segment.shard == model.grid().dp_rank())
+      if (segment.shard == model.grid().replicas().rank())
         std::copy(gradients.begin() + segment.flat.begin, gradients.begin() + segment.flat.end,
                   to.begin() + (segment.flat.begin - tensor.flat.begin));
   }

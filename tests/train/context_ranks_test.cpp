@@ -60,6 +60,30 @@ TEST(ContextRanks, ChooseWhatOneRankChooses) {
   }
 }
 
+// Pieces of the sequences that ranks share, of which some ranks hold nothing: the record of whole ones on one rank.
+TEST(ContextRanks, LearnInPiecesWhatOneRankLearns) {
+  ScratchDirectory scratch;
+  for (const auto& [pattern, tolerance] : {std::pair("dense", 1e-5), {"topk", 1e-4}, {"mass", 1e-4}}) {
+    const std::vector<std::string> attention = {fmt::format("attention.pattern={}", pattern), "attention.budget=256",
+                                                "attention.dense_below=64", "attention.local_blocks=1"};
+    const fs::path alone = scratch / fmt::format("{}-alone", pattern);
+    train(alone, {}, attention);
+    for (const auto& [grid, chunk, recompute] : {std::tuple(RankGrid{1, 1, 2, 0}, 64, "chunk"),
+                                                 {RankGrid{1, 2, 2, 0}, 128, "attention"},
+                                                 {RankGrid{2, 1, 2, 0}, 192, "layer"}}) {
+      SCOPED_TRACE(fmt::format("{} {} chunk {}", pattern, grid.name(), chunk));
+      const fs::path run = scratch / fmt::format("{}-{}", pattern, grid.name());
+      std::vector<std::string> overrides = attention;
+      overrides.push_back(fmt::format("balance.chunk={}", chunk));
+      overrides.push_back(fmt::format("train.recompute={}", recompute));
+      EXPECT_EQ(train(run, grid, overrides).steps, 6);
+      RecordKeys keys = within(tolerance);
+      if (std::string(pattern) != "dense") keys.close.push_back("coverage");
+      expect_same_record(run, alone, keys);
+    }
+  }
+}
+
 double first_validation_loss(const TrainSummary& summary) {
   return summary.first_validation ? summary.first_validation->loss : std::numeric_limits<double>::quiet_NaN();
 }

@@ -13,6 +13,7 @@
 #include "attention/cpu/sparse_attention.h"
 #include "comm/thread_communicator.h"
 #include "core/random.h"
+#include "parallel/ring/ring_attention.h"
 #include "tests/model/model_fixture.h"
 #include "tests/train/arranged_ranks.h"
 #include "tests/train/replayed_attention.h"
@@ -20,6 +21,8 @@
 
 namespace sb::test {
 namespace {
+
+constexpr int kBlock = 64;
 
 struct Case {
   ModelConfig model;
@@ -55,8 +58,18 @@ RankModelOptions options_of(const Case& c, const GridShape& grid, Recompute reco
   options.loss_chunk = 50;
   options.lora = c.lora;
   if (c.chunk > 0) options.max_pieces = static_cast<int>((options.max_sequence_length + c.chunk - 1) / c.chunk);
+  if (grid.cp > 1)
+    options.max_cut_tokens = ContextLayout::most_sequence_tokens(grid.cp, kBlock, options.max_sequence_length);
   for (int stage = 0; c.largest > 0 && stage < grid.pp; ++stage)
     options.kept_tokens.push_back(Pipeline::slots(stage, grid.pp, options.max_pieces) * c.largest);
+  return options;
+}
+
+RingAttention::Options ring_options(const Case& c) {
+  RingAttention::Options options{{}, c.model.layers, ContextPlacement::triangular, 0};
+  options.selection.pattern = SelectionPattern::dense;
+  options.selection.block = kBlock;
+  if (c.selection) options.selection = *c.selection;
   return options;
 }
 
@@ -80,10 +93,15 @@ Outcome run(const Case& c, const GridShape& grid, const Arrangement& arrangement
     DenseAttention dense;
     std::optional<SparseAttention> sparse;
     if (c.selection) sparse.emplace(SparseAttention::Options{*c.selection, c.model.layers, 0});
+    const auto sharing = world.split(world.rank() / grid.cp, world.rank() % grid.cp, "cp");
+    std::optional<RingAttention> ring;
+    if (grid.cp > 1) ring.emplace(*sharing, ring_options(c));
     std::optional<ReplayedAttention> replayed;
-    if (c.recorded) replayed.emplace(*sparse, *c.recorded, /*record=*/false);
+    if (c.recorded && ring) replayed.emplace(*ring, *c.recorded, /*record=*/false, &RingAttention::index);
+    if (c.recorded && !ring) replayed.emplace(*sparse, *c.recorded, /*record=*/false);
     if (c.recording) replayed.emplace(*sparse, *c.recording, /*record=*/true);
     Attention& attention = replayed ? static_cast<Attention&>(*replayed)
+                           : ring   ? static_cast<Attention&>(*ring)
                            : sparse ? static_cast<Attention&>(*sparse)
                                     : static_cast<Attention&>(dense);
     RankModel model(options, attention, world);
@@ -97,7 +115,7 @@ Outcome run(const Case& c, const GridShape& grid, const Arrangement& arrangement
     const LossSums loss = sum_over_ranks(world, result.loss);
     const double norm = model.reduce(run.exec);
 
-    const ModelLayout layout(c.model, options.first_layers, grid.dp, ModelLayout::kBucketElements, c.lora);
+    const ModelLayout layout(c.model, options.first_layers, grid.dp * grid.cp, ModelLayout::kBucketElements, c.lora);
     const TensorView gradients = model.stage().parameters().gradients();
     {
       std::lock_guard lock(mutex);
@@ -193,7 +211,7 @@ Case sparse_case() {
   c.sequences = random_sequences({700, 90, 400, 333, 512, 64, 650}, c.model.vocab_size, 12);
   SelectionConfig selection;
   selection.pattern = SelectionPattern::topk;
-  selection.block = 64;
+  selection.block = kBlock;
   selection.budget = 256;
   selection.sink_blocks = 1;
   selection.local_blocks = 1;
@@ -276,6 +294,42 @@ TEST(Ranks, SequencesInPiecesGiveTheGradientsOfWholeOnes) {
   c.chunk = c.largest = 0;
   c.ahead = 1;
   expect_pieces_same(run(c, {1, 1}, {{{0}, {1}, {2}, {3}, {4}, {5}, {6}}}, Recompute::none));
+}
+
+// Ranks that share the sequences, in pieces of which some ranks may hold nothing.
+TEST(Ranks, SharedSequencesInPiecesGiveTheGradientsOfWholeOnes) {
+  Case c = sparse_case();
+  // 700, 90, 400, 333, 512, 64 and 650 tokens.
+  const Arrangement alone = {{{0}, {1}, {2}, {3}, {4}, {5}, {6}}}, one = {{{0}, {1, 5}, {2}, {3}, {4}, {6}}},
+                    two = {{{0}, {3}, {1, 5}}, {{6}, {4}, {2}}};
+  int number = 0;
+  for (const SelectionPattern pattern : {SelectionPattern::dense, SelectionPattern::topk, SelectionPattern::topp,
+                                         SelectionPattern::mass, SelectionPattern::window}) {
+    c.selection->pattern = pattern;
+    c.selection->coverage = 0.8;
+    c.chunk = 0;
+    c.ahead = 1;
+    RecordedChoices choices;
+    c.recorded = nullptr;
+    c.recording = &choices;
+    const Outcome reference = run(c, {1, 1}, alone, Recompute::none);
+    if (pattern != SelectionPattern::dense) EXPECT_LT(reference.density, 0.8);
+    c.recording = nullptr;
+    c.recorded = &choices;
+    for (const auto& [grid, recompute] :
+         std::initializer_list<std::pair<GridShape, Recompute>>{{{1, 1, 2}, Recompute::none},
+                                                                {{1, 1, 2}, Recompute::chunk},
+                                                                {{1, 2, 2}, Recompute::attention},
+                                                                {{1, 2, 2}, Recompute::layer},
+                                                                {{2, 1, 2}, Recompute::layer},
+                                                                {{1, 1, 3}, Recompute::attention}}) {
+      c.chunk = std::array{64, 192, 128, 448}[static_cast<size_t>(number++ % 4)];
+      c.ahead = grid.pp == 1 ? 1 : static_cast<int>((700 + c.chunk - 1) / c.chunk);
+      SCOPED_TRACE(fmt::format("pattern {}, dp {}, pp {}, cp {}, recompute {}, chunk {}", static_cast<int>(pattern),
+                               grid.dp, grid.pp, grid.cp, static_cast<int>(recompute), c.chunk));
+      expect_same(run(c, grid, grid.dp == 1 ? one : two, recompute), reference);
+    }
+  }
 }
 
 LoraConfig dropping_adapters(bool train_ends) {

@@ -108,7 +108,7 @@ TEST(RanksProcess, TrainAsOneProcessDoes) {
   EXPECT_EQ(out.find("step 7/20"), out.rfind("step 7/20")) << out;
 }
 
-// Sequences that two and four processes share, dense and sparse.
+// Sequences that two and four processes share, dense and sparse; two of them in pieces.
 TEST(RanksProcess, ShareSequencesAndLearnWhatOneProcessLearns) {
   for (const char* attention :
        {"{pattern: dense, block: 64}",
@@ -127,6 +127,7 @@ TEST(RanksProcess, ShareSequencesAndLearnWhatOneProcessLearns) {
       SCOPED_TRACE(testing::Message() << attention << " cp " << cp);
       std::vector<std::string> shared = options;
       shared.insert(shared.end(), {"parallel.cp=" + std::to_string(cp), "parallel.node_size=2"});
+      if (cp == 2) shared.push_back("balance.chunk=128");
       std::vector<std::string> arguments = on_ranks(1, 1, shared);
       arguments[1] = std::to_string(cp);
       ScratchDirectory ranks;

@@ -33,14 +33,16 @@ class RecordedChoices {
     std::vector<const Choice*> wanted;
     std::vector<uint8_t> dense;
     const bool piece = sequences.is_piece();
+    const std::span<const int32_t> cu_seqlens =
+        sequences.whole_cu_seqlens.empty() ? sequences.cu_seqlens : sequences.whole_cu_seqlens;
     for (int s = 0; s < sequences.sequences(); ++s) {
-      const int64_t tokens = sequences.cu_seqlens[s + 1] - sequences.cu_seqlens[s];
+      const int64_t tokens = cu_seqlens[s + 1] - cu_seqlens[s];
       wanted.push_back(&choices_.at({layer, static_cast<int32_t>(piece ? sequences.piece.length : tokens)}));
       dense.push_back(wanted.back()->dense);
     }
     BlockIndexBuilder builder;
     const int32_t up_to_piece[] = {0, static_cast<int32_t>(sequences.piece_end())};
-    builder.begin(index, shape_, piece ? up_to_piece : sequences.cu_seqlens, dense, 1);
+    builder.begin(index, shape_, piece ? std::span<const int32_t>(up_to_piece) : cu_seqlens, dense, 1);
     for (size_t s = 0; s < wanted.size(); ++s) {
       const BlockIndex::Sequence& place = index.sequences()[s];
       const int64_t whole = std::ssize(wanted[s]->rows) / shape_.list_heads;  // query blocks
@@ -63,22 +65,24 @@ class RecordedChoices {
   std::map<std::pair<int, int32_t>, Choice> choices_;
 };
 
-// Sparse attention that records its choices, or uses recorded ones.
+// Sparse attention that records its choices, or uses recorded ones. `index`: what a state of it holds.
 class ReplayedAttention final : public ForwardingAttention {
  public:
-  ReplayedAttention(SparseAttention& inner, RecordedChoices& choices, bool record)
-      : ForwardingAttention(inner), choices_(choices), record_(record) {}
+  using IndexOf = BlockIndex& (*)(AttentionState&);
+  ReplayedAttention(Attention& inner, RecordedChoices& choices, bool record, IndexOf index = &SparseAttention::index)
+      : ForwardingAttention(inner), choices_(choices), record_(record), index_(index) {}
 
   void forward(const Exec& exec, int layer, const AttentionShape& shape, const PackedSequences& sequences,
                const AttentionOperands& operands, AttentionState& state, bool replay) override {
-    if (!record_ && !replay) choices_.replay(exec, layer, sequences, SparseAttention::index(state));
+    if (!record_ && !replay) choices_.replay(exec, layer, sequences, index_(state));
     ForwardingAttention::forward(exec, layer, shape, sequences, operands, state, replay || !record_);
-    if (record_) choices_.record(layer, SparseAttention::index(state));
+    if (record_) choices_.record(layer, index_(state));
   }
 
  private:
   RecordedChoices& choices_;
   bool record_;
+  IndexOf index_;
 };
 
 }  // namespace sb::test

@@ -186,15 +186,9 @@ void SparseAttention::measure_piece(const Exec& exec, int layer, const Attention
       .end = piece.piece_end(),
       .pages = piece.piece.pages,
   };
-  const CoverageSample own = measure_coverage(exec, shape, tiles_of(piece, 0), request);
   CoverageSample& sum = cut_[layer].coverage;
-  if (piece.piece.begin == 0) {
-    sum = own;
-  } else {
-    sum.held += own.held;
-    sum.rows += own.rows;
-    for (size_t i = 0; i < own.curve.size(); ++i) sum.curve[i] += own.curve[i];
-  }
+  if (piece.piece.begin == 0) sum = {};
+  sum += measure_coverage(exec, shape, tiles_of(piece, 0), request);
   if (piece.piece_end() == piece.piece.length) report(layer, piece.piece.length, std::move(sum));
 }
 

@@ -17,7 +17,7 @@ int64_t PieceStorePlan::key_bytes() const {
 }
 
 int64_t PieceStorePlan::sum_bytes() const {
-  return longest == 0 || !gradients ? 0 : 2 * array_bytes(longest * kv_heads * head_dim, DType::f32);
+  return longest == 0 || !gradients ? 0 : 2 * array_bytes(summed * kv_heads * head_dim, DType::f32);
 }
 
 PieceStore::PieceStore(const PieceStorePlan& plan, DeviceKind device)
@@ -26,7 +26,7 @@ PieceStore::PieceStore(const PieceStorePlan& plan, DeviceKind device)
       sums_(make_arena("gradient sums of pieces", plan.layers * plan.sum_bytes(), device)) {
   if (plan.longest == 0) return;
   const Shape pages{plan.tokens, plan.kv_heads, plan.head_dim};
-  const Shape sums{plan.longest, plan.kv_heads, plan.head_dim};
+  const Shape sums{plan.summed, plan.kv_heads, plan.head_dim};
   for (int i = 0; i < plan.layers; ++i) {
     LayerPieces& layer = layers_.emplace_back();
     layer.k = keys_.allocate(plan.dtype, pages);
@@ -48,10 +48,11 @@ void PieceStore::divide(int slots, int64_t tokens) {
 
 void PieceStore::begin_forward(const PiecePlace& piece, int slot) {
   SB_CHECK(
-      0 < piece.tokens && piece.tokens <= page_tokens_ && piece.end() <= piece.length && piece.length <= plan_.longest,
-      "tokens {} to {} of a sequence of {}; planned for pieces of {} of sequences of {}", piece.begin, piece.end(),
-      piece.length, page_tokens_, plan_.longest);
+      0 < piece.tokens && piece.own <= page_tokens_ && piece.end() <= piece.length && piece.length <= plan_.longest,
+      "tokens {} to {} of a sequence of {}, {} of them here; planned for pieces of {} of sequences of {}", piece.begin,
+      piece.end(), piece.length, piece.own, page_tokens_, plan_.longest);
   Held& own = slots_[static_cast<size_t>(slot)];
+  int64_t own_begin = 0;
   if (piece.begin == 0) {
     own.pages.clear();
   } else {
@@ -61,17 +62,21 @@ void PieceStore::begin_forward(const PiecePlace& piece, int slot) {
              "a piece from token {} of {} on after one up to {} of {}", piece.begin, piece.length, before.piece.end(),
              before.piece.length);
     own.pages = before.pages;
+    own_begin = before.pages.back().begin + before.piece.own;
   }
+  SB_CHECK(own_begin + piece.own <= plan_.summed, "{} tokens of a sequence here, planned for {}", own_begin + piece.own,
+           plan_.summed);
   own.piece = piece;
-  own.pages.push_back({piece.begin, slot * page_tokens_});
+  own.pages.push_back({own_begin, slot * page_tokens_});
   newest_ = slot;
 }
 
 void PieceStore::begin_backward(const Exec& exec, const PiecePlace& piece, int slot) {
   if (piece.end() == piece.length) {
+    const int64_t all = slots_[static_cast<size_t>(slot)].pages.back().begin + piece.own;
     for (const LayerPieces& layer : layers_) {
-      zero_tensor(exec, layer.dk.rows(0, piece.length));
-      zero_tensor(exec, layer.dv.rows(0, piece.length));
+      zero_tensor(exec, layer.dk.rows(0, all));
+      zero_tensor(exec, layer.dv.rows(0, all));
     }
     summed_from_ = piece.length;
   }
@@ -87,7 +92,7 @@ SequencePiece PieceStore::seen(int slot) const {
 
 TensorView PieceStore::own(TensorView pages, int slot) const {
   const int64_t row = slot * page_tokens_;
-  return pages.rows(row, row + slots_[static_cast<size_t>(slot)].piece.tokens);
+  return pages.rows(row, row + slots_[static_cast<size_t>(slot)].piece.own);
 }
 
 }  // namespace sb

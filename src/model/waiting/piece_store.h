@@ -11,9 +11,9 @@ namespace sb {
 // How much a stage keeps of sequences that come in pieces.
 struct PieceStorePlan {
   int layers = 0, kv_heads = 0, head_dim = 0;
-  int slots = 0;        // pieces in flight
-  int64_t tokens = 0;   // of a piece, at most
+  int64_t tokens = 0;   // of all pieces in flight
   int64_t longest = 0;  // sequence that may come in pieces; 0: none
+  int64_t summed = 0;   // tokens of it that this rank holds, at most
   bool gradients = true;
   DType dtype = DType::f32;  // of keys and values
 
@@ -25,12 +25,12 @@ struct PieceStorePlan {
 // What a layer keeps of sequences that come in pieces.
 struct LayerPieces {
   TensorView k, v;    // of all pieces in flight, a page for every slot
-  TensorView dk, dv;  // [longest, kv_heads, d] fp32: sums of the sequence whose pieces go backward
+  TensorView dk, dv;  // [summed, kv_heads, d] fp32: sums of the sequence whose pieces go backward
 };
 
-// One piece: tokens [begin, begin + tokens) of a sequence of `length`.
+// One piece: tokens [begin, begin + tokens) of a sequence of `length`, of which this rank holds `own`.
 struct PiecePlace {
-  int64_t begin = 0, tokens = 0, length = 0;
+  int64_t begin = 0, tokens = 0, length = 0, own = 0;
   int64_t end() const { return begin + tokens; }
 };
 

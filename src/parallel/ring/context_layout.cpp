@@ -93,9 +93,19 @@ int64_t ContextLayout::most_tokens(int ranks, int block, int64_t tokens, int64_t
   return std::min(tokens, tokens / ranks + 1 + excess);
 }
 
+int64_t ContextLayout::most_sequence_tokens(int ranks, int block, int64_t tokens) {
+  const int64_t turn = int64_t{ranks} * block;
+  return std::min(tokens, (tokens + turn - 1) / turn * block);
+}
+
 std::span<const int32_t> ContextLayout::held(int rank, int sequence) const {
   const int64_t slot = int64_t{rank} * sequences() + sequence;
   return std::span(held_).subspan(held_begin_[slot], held_begin_[slot + 1] - held_begin_[slot]);
+}
+
+std::span<const int32_t> ContextLayout::held_from(int rank, int sequence, int64_t first) const {
+  const std::span<const int32_t> all = held(rank, sequence);
+  return all.subspan(static_cast<size_t>(std::ranges::lower_bound(all, first / block_) - all.begin()));
 }
 
 std::vector<int32_t> ContextLayout::local_cu_seqlens(int rank) const {
@@ -173,7 +183,8 @@ int64_t causal_pairs(int64_t begin, int64_t end, int64_t key, int64_t keys) {
 
 }  // namespace
 
-RingWork count_ring_work(const ContextLayout& layout, const BlockIndex& index, int replicated_blocks) {
+RingWork count_ring_work(const ContextLayout& layout, const BlockIndex& index, int replicated_blocks,
+                         int64_t first_query) {
   const int ranks = layout.ranks();
   RingWork work;
   work.ranks = ranks;
@@ -184,7 +195,7 @@ RingWork count_ring_work(const ContextLayout& layout, const BlockIndex& index, i
   for (int s = 0; s < layout.sequences(); ++s) {
     const BlockIndex::Sequence& sequence = index.sequences()[s];
     if (sequence.dense) {
-      for (int64_t i = 0; i < layout.blocks(s); ++i)
+      for (int64_t i = first_query / block; i < layout.blocks(s); ++i)
         for (int64_t j = 0; j <= i; ++j) {
           const int w = layout.owner(s, i), t = (w - layout.owner(s, j) + ranks) % ranks;
           work.ring[int64_t{w} * ranks + t] +=
@@ -196,7 +207,7 @@ RingWork count_ring_work(const ContextLayout& layout, const BlockIndex& index, i
     SB_CHECK(index.shape().block == block && block % query_block == 0, "blocks of {} and {} over tiles of {}",
              index.shape().block, block, query_block);
     for (int head = 0; head < index.shape().list_heads; ++head)
-      for (int tile = 0; tile < sequence.query_blocks; ++tile) {
+      for (int tile = static_cast<int>(first_query / query_block); tile < sequence.query_blocks; ++tile) {
         const BlockIndex::Row row = index.row(BlockIndex::row_id(sequence, head, tile));
         const int64_t begin = int64_t{tile} * query_block, end = begin + index.query_tokens(sequence, tile);
         const int w = layout.owner(s, begin / block);

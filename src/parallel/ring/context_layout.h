@@ -37,10 +37,13 @@ class ContextLayout {
   int owner(int sequence, int64_t b) const { return owner_[first_block_[sequence] + b]; }
   // Which of its owner's blocks of this sequence it is.
   int32_t place(int sequence, int64_t b) const { return place_[first_block_[sequence] + b]; }
-  // The blocks of a sequence on a rank, ascending.
+  // The blocks of a sequence on a rank, ascending; those from token `first`, the beginning of a block, on.
   std::span<const int32_t> held(int rank, int sequence) const;
+  std::span<const int32_t> held_from(int rank, int sequence, int64_t first) const;
   // The most tokens any rank gets of micro-batches with at most this many tokens and sequences, for planning memory.
   static int64_t most_tokens(int ranks, int block, int64_t tokens, int64_t sequences);
+  // Of one sequence whose every turn gives every rank a block, as all placements but zigzag do.
+  static int64_t most_sequence_tokens(int ranks, int block, int64_t tokens);
   // The packed sequences as a rank holds them: its tokens of each, some maybe none.
   std::vector<int32_t> local_cu_seqlens(int rank) const;
   // For every token a rank holds, in its order: which token of the micro-batch it is.
@@ -75,6 +78,8 @@ struct RingWork {
 // Gathered columns are counted as copied to every rank, and so are the first `replicated_blocks` blocks of the
 // sequences that are not dense (the sinks): their owner would have to be visited by everybody. (The ring keeps them
 // where copies would take more room than a rank's tokens, see replicated_keys.)
-RingWork count_ring_work(const ContextLayout& layout, const BlockIndex& index, int replicated_blocks);
+// Only the queries from token `first_query` of every sequence on are counted: those of a piece.
+RingWork count_ring_work(const ContextLayout& layout, const BlockIndex& index, int replicated_blocks,
+                         int64_t first_query = 0);
 
 }  // namespace sb

@@ -19,14 +19,39 @@ constexpr float kNothing = -std::numeric_limits<float>::infinity();
 class RingAttention::State final : public AttentionState {
  public:
   std::optional<ContextLayout> layout;
+  int64_t first_query = 0;  // of a piece, in its sequence
   BlockIndex index;
   std::vector<int32_t> columns;  // gathered ones that every rank has copies of, tokens of the micro-batch
   bool columns_known = false;    // `columns` are those of the index
 };
 
+namespace {
+
+// Of a piece, all keys and values that this rank holds up to its end, one after the other, in scratch.
+AttentionOperands keys_in_order(const Exec& exec, const PackedSequences& sequences, const AttentionOperands& operands) {
+  if (!sequences.is_piece()) return operands;
+  const std::span<const KeyPage> pages = sequences.piece.pages;
+  const int64_t end = pages.back().begin + sequences.tokens();
+  AttentionOperands seen = operands;
+  const auto copied = [&](const TensorView& from) {
+    const TensorView to = exec.scratch->allocate(from.dtype(), {end, from.dim(1), from.dim(2)});
+    for (size_t i = 0; i < pages.size(); ++i) {
+      const int64_t page_end = i + 1 < pages.size() ? pages[i + 1].begin : end, tokens = page_end - pages[i].begin;
+      copy_tensor(exec, from.rows(pages[i].row, pages[i].row + tokens), to.rows(pages[i].begin, page_end));
+    }
+    return to;
+  };
+  seen.k = copied(operands.k);
+  seen.v = copied(operands.v);
+  return seen;
+}
+
+}  // namespace
+
 // What forward and backward of one call have in common.
 class RingAttention::Call {
  public:
+  // `operands`: keys and values in order.
   Call(RingAttention& ring, const Exec& exec, const AttentionShape& shape, const AttentionOperands& operands,
        State& state)
       : ring_(ring),
@@ -56,7 +81,8 @@ class RingAttention::Call {
     for (const int32_t token : state_.columns) wanted[token] = 1;
     const int sinks = ring_.options_.selection.sink_blocks, rank = ring_.group_.rank();
     ReplicatedKeys keys = replicated_keys(*state_.layout, state_.index, sinks, wanted);
-    ring_.plan_.build(*state_.layout, rank, shape_.kv_heads, state_.index, keys, sinks, *exec_.pool);
+    ring_.plan_.build(*state_.layout, rank, shape_.kv_heads, state_.index, keys, sinks, *exec_.pool,
+                      state_.first_query);
     given_ = std::move(keys.given[rank]);
     piece_ = keys.piece;
   }
@@ -77,8 +103,9 @@ class RingAttention::Call {
                           });
   }
 
+  // Adds to dk and dv.
   void backward(const AttentionGradients& g) {
-    for (const TensorView& gradient : {g.dq, g.dk, g.dv}) zero_tensor(exec_, gradient);
+    zero_tensor(exec_, g.dq);
     if (piece_ > 0) {
       const ArenaScope scope(*exec_.scratch);
       const AttentionOperands copies = gathered_copies();
@@ -222,33 +249,72 @@ void RingAttention::forward(const Exec& exec, int layer, const AttentionShape& s
                             const AttentionOperands& operands, AttentionState& any_state, bool replay) {
   State& state = static_cast<State&>(any_state);
   SB_CHECK(!sequences.whole_cu_seqlens.empty(), "ring attention needs the lengths of the whole sequences");
-  state.layout.emplace(layout(sequences.whole_cu_seqlens));
-  SB_CHECK(std::ranges::equal(state.layout->local_cu_seqlens(group_.rank()), sequences.cu_seqlens),
+  const bool piece = sequences.is_piece();
+  const int32_t up_to_piece[] = {0, static_cast<int32_t>(sequences.piece_end())};
+  state.layout.emplace(layout(piece ? std::span<const int32_t>(up_to_piece) : sequences.whole_cu_seqlens));
+  state.first_query = piece ? sequences.piece.begin : 0;
+  const std::vector<int32_t> local = state.layout->local_cu_seqlens(group_.rank());
+  SB_CHECK(piece ? sequences.piece.pages.back().begin + sequences.tokens() == local.back()
+                 : std::ranges::equal(local, sequences.cu_seqlens),
            "the micro-batch is not shared out as the ring's layout says");
   if (!replay) {
-    selection_.choose(exec, group_, layer, shape, *state.layout, sequences.budgets, operands.q.f32(), operands.k.f32(),
-                      state.index);
+    if (piece)
+      choose_piece(exec, layer, shape, sequences, operands, state);
+    else
+      choose(exec, layer, shape, sequences, operands, state);
     state.columns.clear();
     state.columns_known = options_.selection.pattern != SelectionPattern::vertical_slash;
   }
-  Call call(*this, exec, shape, operands, state);
+  const ArenaScope scope(*exec.scratch);
+  const AttentionOperands seen = keys_in_order(exec, sequences, operands);
+  Call call(*this, exec, shape, seen, state);
   if (!state.columns_known) call.find_columns();
   call.plan();
   call.forward();
-  if (replay) return;
-  count_ring_pairs(*state.layout, group_.rank(), state.index, report_.layers[layer]);
-  if (options_.coverage_rows == 0 || !selection_.step().ready(layer)) return;
-  add_ring_coverage(*state.layout, group_.rank(), layer,
-                    selection_.measure(exec, group_, layer, shape, *state.layout, sequences.budgets, operands.q.f32(),
-                                       operands.k.f32(), state.index, options_.coverage_rows),
-                    report_);
+  if (replay || sequences.again) return;
+  count_ring_pairs(*state.layout, group_.rank(), state.index, report_.layers[layer], state.first_query);
+  if (options_.coverage_rows > 0 && selection_.step().ready(layer)) measure(exec, layer, shape, sequences, seen, state);
+}
+
+void RingAttention::choose(const Exec& exec, int layer, const AttentionShape& shape, const PackedSequences& sequences,
+                           const AttentionOperands& operands, State& state) {
+  selection_.choose(exec, group_, layer, shape, *state.layout, sequences.budgets, operands.q.f32(), operands.k.f32(),
+                    state.index);
+}
+
+void RingAttention::choose_piece(const Exec& exec, int layer, const AttentionShape& shape, const PackedSequences& piece,
+                                 const AttentionOperands& operands, State& state) {
+  const int64_t row = piece.piece.pages.back().row;
+  const float* k = operands.k.rows(row, row + piece.tokens()).f32();
+  if (keeps_statistics() && selection_.step().ready(layer))
+    selection_.append_statistics(exec, group_, layer, shape, *state.layout, piece.piece, k);
+  selection_.choose_piece(exec, group_.rank(), layer, shape, *state.layout, piece, operands.q.f32(), k, state.index);
+}
+
+// The sample of a sequence in pieces is reported with its last one.
+void RingAttention::measure(const Exec& exec, int layer, const AttentionShape& shape, const PackedSequences& sequences,
+                            const AttentionOperands& seen, const State& state) {
+  const ContextLayout& layout = *state.layout;
+  std::vector<CoverageSample> samples;
+  if (sequences.is_piece())
+    samples = {selection_.measure_piece(exec, group_, layer, shape, layout, sequences, seen.q.f32(), seen.k.f32(),
+                                        state.index, options_.coverage_rows)};
+  else
+    samples = selection_.measure(exec, group_, layer, shape, layout, sequences.budgets, seen.q.f32(), seen.k.f32(),
+                                 state.index, options_.coverage_rows);
+  if (!sequences.is_piece() || sequences.piece_end() == sequences.piece.length)
+    add_ring_coverage(layout, group_.rank(), layer, samples, report_);
 }
 
 void RingAttention::backward(const Exec& exec, int layer, const AttentionShape& shape, const PackedSequences& sequences,
                              const AttentionOperands& operands, const AttentionGradients& gradients,
                              AttentionState& state) {
-  Call call(*this, exec, shape, operands, static_cast<State&>(state));
+  const ArenaScope scope(*exec.scratch);
+  const AttentionOperands seen = keys_in_order(exec, sequences, operands);
+  Call call(*this, exec, shape, seen, static_cast<State&>(state));
   call.plan();
+  if (!sequences.is_piece())
+    for (const TensorView& gradient : {gradients.dk, gradients.dv}) zero_tensor(exec, gradient);
   call.backward(gradients);
 }
 
@@ -270,15 +336,20 @@ int64_t RingAttention::copies_limit(const AttentionShape& shape, int64_t max_tok
 }
 
 int64_t RingAttention::scratch_bytes(const AttentionShape& shape, int64_t max_tokens, int threads) const {
-  const int64_t key_width = int64_t{shape.kv_heads} * shape.head_dim, copies = copies_limit(shape, max_tokens);
+  return std::max(passes_scratch_bytes(shape, max_tokens, max_tokens, copies_limit(shape, max_tokens), threads),
+                  selection_.scratch_bytes(shape, max_tokens, group_.size()));
+}
+
+int64_t RingAttention::passes_scratch_bytes(const AttentionShape& shape, int64_t queries, int64_t keys, int64_t copies,
+                                            int threads) const {
+  const int64_t key_width = int64_t{shape.kv_heads} * shape.head_dim;
   const auto bytes = [&](int64_t tokens) { return Arena::rounded(tokens * key_width * int64_t{sizeof(float)}); };
-  const BlockSparseScratch chunk = block_sparse_scratch(shape, max_tokens, max_tokens, threads);
-  const int64_t ring = std::max(travel_.forward_scratch_bytes(DType::f32, max_tokens * key_width) + chunk.forward,
-                                travel_.backward_scratch_bytes(DType::f32, max_tokens * key_width) + chunk.backward);
+  const BlockSparseScratch chunk = block_sparse_scratch(shape, queries, keys, threads);
+  const int64_t ring = std::max(travel_.forward_scratch_bytes(DType::f32, keys * key_width) + chunk.forward,
+                                travel_.backward_scratch_bytes(DType::f32, keys * key_width) + chunk.backward);
   // Before the ring: keys and values of the copies, their gradients, and the kernels' or the exchange's memory.
-  const BlockSparseScratch copied = block_sparse_scratch(shape, max_tokens, copies, threads);
-  const int64_t before = copies == 0 ? 0 : 4 * bytes(copies) + std::max(copied.backward, bytes(2 * copies));
-  return std::max({ring, before, selection_.scratch_bytes(shape, max_tokens, group_.size())});
+  const BlockSparseScratch copied = block_sparse_scratch(shape, queries, copies, threads);
+  return std::max(ring, copies == 0 ? 0 : 4 * bytes(copies) + std::max(copied.backward, bytes(2 * copies)));
 }
 
 int64_t RingAttention::Options::longest_dense(int64_t whole_tokens) const {
@@ -288,48 +359,86 @@ int64_t RingAttention::Options::longest_dense(int64_t whole_tokens) const {
   return std::min(whole_tokens, std::max({selection.dense_limit(), selection.budget, largest_budget, first_look}));
 }
 
-RingAttention::Lists RingAttention::Options::chosen_lists(const AttentionShape& shape, int64_t max_tokens,
-                                                          int ranks) const {
-  const int64_t all = max_tokens * ranks, blocks = all / selection.block + 1;
+RingAttention::Lists RingAttention::Options::chosen_lists(const AttentionShape& shape, int64_t whole_tokens) const {
+  const int64_t blocks = whole_tokens / selection.block + 1;
   if (selection.pattern == SelectionPattern::dense) return {};
   // Twice the budget: a list holds what any token of the query block chose.
   const int64_t budget = std::max(selection.budget, largest_budget);
   const int64_t list =
       std::min(blocks, 2 * budget / selection.block + selection.sink_blocks + selection.local_blocks + 2);
   const bool by_head = selection.lists_per_query_head();
-  const int64_t columns = by_head ? std::min(all, 2 * selection.vertical_cap * budget / selection.budget) : 0;
+  const int64_t columns = by_head ? std::min(whole_tokens, 2 * selection.vertical_cap * budget / selection.budget) : 0;
   return {selection.query_block, by_head ? shape.heads : shape.kv_heads, list, columns};
 }
 
 // By chunk, sequences that are computed whole have lists, too.
-RingAttention::Lists RingAttention::dense_lists(const AttentionShape& shape, int64_t max_tokens) const {
+RingAttention::Lists RingAttention::dense_lists(const AttentionShape& shape, int64_t whole_tokens) const {
   const SelectionConfig& selection = options_.selection;
-  const int64_t list = options_.longest_dense(max_tokens * group_.size()) / selection.block + 1;
+  const int64_t list = options_.longest_dense(whole_tokens) / selection.block + 1;
   return {std::min(selection.block, kDenseQueryBlock), shape.kv_heads, list, 0};
 }
 
 int64_t RingAttention::state_bytes(const AttentionShape& shape, int64_t max_tokens) const {
   const int64_t all = max_tokens * group_.size(), blocks = all / options_.selection.block + 1;
-  const Lists lists = options_.chosen_lists(shape, max_tokens, group_.size());
+  const Lists lists = options_.chosen_lists(shape, all);
   // The layout, which columns have copies, the lists, and where those of all rows and columns begin.
   return (3 * blocks + copies_limit(shape, max_tokens)) * static_cast<int64_t>(sizeof(int32_t)) +
          lists.rows(max_tokens) * lists.row_bytes() + 8 * lists.rows(all) + 4 * lists.heads * blocks;
 }
 
-int64_t RingAttention::call_bytes(const AttentionShape& shape, int64_t max_tokens, int threads) const {
-  // A row by chunk is one of the chunk's tokens or of this rank's. While they are made, rows wait in another form.
-  const int64_t tokens = 2 * max_tokens * (group_.size() + 1), blocks = tokens / options_.selection.block + 1;
-  const Lists chosen = options_.chosen_lists(shape, max_tokens, group_.size());
+// A row by chunk is one of the chunk's tokens or of this rank's. While they are made, rows wait in another form.
+int64_t RingAttention::planned_bytes(const Lists& chosen, const Lists& dense, int64_t queries, int64_t rows) const {
+  const int64_t tokens = 2 * rows * (group_.size() + 1), blocks = tokens / options_.selection.block + 1;
   int64_t most = 0;
-  for (const Lists& lists : {chosen, dense_lists(shape, max_tokens)})
-    most = std::max(most, lists.rows(max_tokens) * lists.row_bytes() +
-                              lists.staged_bytes(lists.rows(tokens), lists.rows(max_tokens), group_.size() + 1) +
+  for (const Lists& lists : {chosen, dense})
+    most = std::max(most, lists.rows(queries) * lists.row_bytes() +
+                              lists.staged_bytes(lists.rows(tokens), lists.rows(queries), group_.size() + 1) +
                               8 * lists.rows(tokens) + 4 * lists.heads * blocks);
-  most += copies_limit(shape, max_tokens) * static_cast<int64_t>(sizeof(int32_t));
+  return most;
+}
+
+int64_t RingAttention::call_bytes(const AttentionShape& shape, int64_t max_tokens, int threads) const {
+  const int64_t all = max_tokens * group_.size();
+  const Lists chosen = options_.chosen_lists(shape, all);
+  int64_t most = planned_bytes(chosen, dense_lists(shape, all), max_tokens, max_tokens) +
+                 copies_limit(shape, max_tokens) * static_cast<int64_t>(sizeof(int32_t));
   most = std::max(most, selection_.choice_bytes(shape, max_tokens, group_.size()));
   // Coverage comes when the lists have done their work; what chose them keeps its memory.
-  return chosen.staged_bytes(chosen.rows(max_tokens * group_.size()), chosen.rows(max_tokens), threads) +
+  return chosen.staged_bytes(chosen.rows(all), chosen.rows(max_tokens), threads) +
          std::max(most, selection_.measure_bytes(shape, max_tokens, group_.size(), options_.coverage_rows));
+}
+
+std::string RingAttention::refuses_pieces() const {
+  if (options_.placement == ContextPlacement::zigzag)
+    return "with parallel.placement zigzag the length of a piece, and not of its sequence, says where a block lies; "
+           "use triangular";
+  return why_not_in_pieces(options_.selection);
+}
+
+// A rank's queries of the piece against all it and the others hold of the sequence.
+PieceBytes RingAttention::piece_bytes(const AttentionShape& shape, const PieceLimits& limits, int threads) const {
+  const SelectionConfig& selection = options_.selection;
+  const int64_t key_width = int64_t{shape.kv_heads} * shape.head_dim, ranks = group_.size(), longest = limits.longest;
+  const int64_t held = ContextLayout::most_sequence_tokens(group_.size(), selection.block, longest);
+  const int64_t queries = limits.max_tokens, blocks = longest / selection.block + 1;
+  const int64_t copies = selection.pattern == SelectionPattern::dense || ranks == 1
+                             ? 0
+                             : std::min(held, ranks * selection.sink_blocks * selection.block);
+  const auto bytes = [&](int64_t tokens) { return Arena::rounded(tokens * key_width * int64_t{sizeof(float)}); };
+  const Lists chosen = options_.chosen_lists(shape, longest);
+  PieceBytes piece;
+  piece.scratch = 2 * bytes(held) + passes_scratch_bytes(shape, queries, held, copies, threads);
+  if (keeps_statistics()) {
+    piece.scratch = std::max(piece.scratch, selection_.append_scratch_bytes(shape, queries, group_.size()));
+    piece.layer = selection_.kept_bytes(shape, longest);
+  }
+  piece.state = 3 * blocks * static_cast<int64_t>(sizeof(int32_t)) + chosen.rows(queries) * chosen.row_bytes() +
+                8 * chosen.rows(longest) + 4 * chosen.heads * blocks;
+  piece.call = chosen.staged_bytes(chosen.rows(longest), chosen.rows(queries), threads) +
+               std::max(planned_bytes(chosen, dense_lists(shape, longest), queries, held) +
+                            copies * static_cast<int64_t>(sizeof(int32_t)),
+                        selection_.measure_bytes(shape, held, group_.size(), options_.coverage_rows));
+  return piece;
 }
 
 }  // namespace sb

@@ -48,8 +48,8 @@ class RingAttention final : public ChoosingAttention {
 
     // The longest sequence that may run dense, in micro-batches of so many tokens on all ranks.
     int64_t longest_dense(int64_t whole_tokens) const;
-    // The most that lists of chosen blocks and columns hold in the rows of a rank of at most so many tokens.
-    Lists chosen_lists(const AttentionShape& shape, int64_t max_tokens, int ranks) const;
+    // The most that lists of chosen blocks and columns hold where there are so many tokens on all ranks.
+    Lists chosen_lists(const AttentionShape& shape, int64_t whole_tokens) const;
   };
   // The group must outlive this and carry nothing else.
   RingAttention(Communicator& group, const Options& options);
@@ -66,13 +66,18 @@ class RingAttention final : public ChoosingAttention {
   int64_t scratch_bytes(const AttentionShape& shape, int64_t max_tokens, int threads) const override;
   int64_t state_bytes(const AttentionShape& shape, int64_t max_tokens) const override;
   int64_t call_bytes(const AttentionShape& shape, int64_t max_tokens, int threads) const override;
+  std::string refuses_pieces() const override;
+  // Of a piece max_tokens are a rank's.
+  PieceBytes piece_bytes(const AttentionShape& shape, const PieceLimits& limits, int threads) const override;
 
-  // The index a state holds: of the whole sequences, but with the rows of this rank's query blocks alone. To compare
-  // it, or to put one in before a forward with `replay`; on all ranks alike.
+  // The index a state holds: of the whole sequences (of a piece: of its sequence up to its end), but with the rows of
+  // this rank's query blocks alone. To compare it, or to put one in before a forward with `replay`; on all ranks alike.
   static BlockIndex& index(AttentionState& state);
   // Bytes a state holds now, and the lists of the last call with what chose them.
   static int64_t bytes(const AttentionState& state);
   int64_t call_bytes_used() const { return plan_.bytes() + selection_.bytes(); }
+  // What pieces left in every layer, all layers together.
+  int64_t layer_bytes_used() const { return selection_.kept_bytes_used(); }
   // Pairs of this rank's queries; coverage on the first rank alone, for all of them.
   AttentionReport take_report() override;
   void use(const LearnedSelection& learned) override { selection_.step().use(learned); }
@@ -81,8 +86,21 @@ class RingAttention final : public ChoosingAttention {
  private:
   class State;
   class Call;
+  // Chooses the pairs of a micro-batch into the state.
+  void choose(const Exec& exec, int layer, const AttentionShape& shape, const PackedSequences& sequences,
+              const AttentionOperands& operands, State& state);
+  void choose_piece(const Exec& exec, int layer, const AttentionShape& shape, const PackedSequences& piece,
+                    const AttentionOperands& operands, State& state);
+  void measure(const Exec& exec, int layer, const AttentionShape& shape, const PackedSequences& sequences,
+               const AttentionOperands& operands, const State& state);
+  bool keeps_statistics() const { return options_.selection.scores_blocks() || options_.coverage_rows > 0; }
   int64_t copies_limit(const AttentionShape& shape, int64_t max_tokens) const;
-  Lists dense_lists(const AttentionShape& shape, int64_t max_tokens) const;
+  // Of a rank: its queries, the keys that travel at once, and those that have copies on all ranks.
+  int64_t passes_scratch_bytes(const AttentionShape& shape, int64_t queries, int64_t keys, int64_t copies,
+                               int threads) const;
+  Lists dense_lists(const AttentionShape& shape, int64_t whole_tokens) const;
+  // What the calls for lists of a rank's queries take: `queries` tokens in rows of `rows`, both of a rank.
+  int64_t planned_bytes(const Lists& chosen, const Lists& dense, int64_t queries, int64_t rows) const;
 
   Communicator& group_;
   const Options options_;

@@ -124,19 +124,25 @@ CoverageSample RingSelection::measure_sequence(const Exec& exec, Communicator& g
   const AttentionShape& shape = request.shape;
   const SequenceTiles& tiles = request.tiles;
   const int64_t tokens = tiles.tokens, blocks = tiles.blocks(), heads = shape.heads, d = shape.head_dim;
-  const int64_t rows = std::min<int64_t>(wanted_rows, tokens);
+  const int64_t all_rows = std::min<int64_t>(wanted_rows, tokens);
+  std::vector<int64_t> sampled;  // tokens
+  for (int64_t r = 0; r < all_rows; ++r)
+    if (const int64_t token = sampled_token(r, all_rows, tokens); request.begin <= token && token < request.last())
+      sampled.push_back(token);
+  const auto rows = std::ssize(sampled);
   std::vector<int64_t> position;  // of every key this rank holds
   for (const int32_t b : request.held_blocks)
     for (int64_t i = 0; i < layout.block_length(s, b); ++i) position.push_back(int64_t{b} * tiles.block + i);
   const int64_t held = std::ssize(position);
-  // Where the sampled tokens are among those held; -1: on another rank. Keys one sees are a prefix of those held.
+  // Where the queries of sampled tokens are; -1: on another rank. Keys one sees are a prefix of those held.
+  const auto first = std::ranges::lower_bound(position, request.begin) - position.begin();
   std::vector<int64_t> own(rows, -1), seen(rows);
   std::vector<float> queries(rows * heads * d, 0.0f);
   for (int64_t r = 0; r < rows; ++r) {
-    const int64_t token = sampled_token(r, rows, tokens);
+    const int64_t token = sampled[r];
     seen[r] = std::upper_bound(position.begin(), position.end(), token) - position.begin();
     if (seen[r] == 0 || position[seen[r] - 1] != token) continue;
-    own[r] = seen[r] - 1;
+    own[r] = seen[r] - 1 - first;
     std::memcpy(queries.data() + r * heads * d, request.q + own[r] * heads * d, heads * d * sizeof(float));
   }
   group.all_reduce(std::span<float>(queries));  // one rank has each, the others zeros
@@ -150,7 +156,7 @@ CoverageSample RingSelection::measure_sequence(const Exec& exec, Communicator& g
   std::vector<uint8_t> listed(gathers ? heads * tokens : 0);
   for (int64_t r = 0; gathers && r < rows; ++r) {
     std::fill(listed.begin(), listed.end(), 0);
-    const int64_t token = sampled_token(r, rows, tokens);
+    const int64_t token = sampled[r];
     if (own[r] >= 0)
       for (int64_t head = 0; head < heads; ++head)
         for (const int32_t column :
@@ -171,7 +177,7 @@ CoverageSample RingSelection::measure_sequence(const Exec& exec, Communicator& g
   BlockScorer scorer(shape, scoring, request.q, request.statistics, blocks, 0, request.planes);
   for (int64_t r = 0; r < rows; ++r) {
     if (own[r] < 0) continue;
-    const int64_t token = sampled_token(r, rows, tokens), seen_blocks = token / tiles.block + 1;
+    const int64_t token = sampled[r], seen_blocks = token / tiles.block + 1;
     const int64_t competing = tiles.competing(token / tiles.query_block);
     for (int kv_head = 0; kv_head < shape.kv_heads; ++kv_head) {
       std::vector<double> of_blocks, of_columns;
@@ -189,7 +195,7 @@ CoverageSample RingSelection::measure_sequence(const Exec& exec, Communicator& g
     }
   }
   group.all_reduce(std::span<double>(total));
-  const double scale = 1.0 / static_cast<double>(rows * heads);
+  const double scale = 1.0 / static_cast<double>(all_rows * heads);
   CoverageSample sample;
   sample.rows = rows;
   sample.held = total[0] * scale;

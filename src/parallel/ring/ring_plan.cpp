@@ -79,12 +79,13 @@ std::vector<uint8_t> wanted_columns(Communicator& group, const ContextLayout& la
   return wanted;
 }
 
-void count_ring_pairs(const ContextLayout& layout, int rank, const BlockIndex& index, LayerAttention& report) {
-  const RingWork work = count_ring_work(layout, index, 0);
+void count_ring_pairs(const ContextLayout& layout, int rank, const BlockIndex& index, LayerAttention& report,
+                      int64_t first_query) {
+  const RingWork work = count_ring_work(layout, index, 0, first_query);
   report.pairs += work.outside[rank];
   for (int t = 0; t < layout.ranks(); ++t) report.pairs += work.at(rank, t);
   for (int s = 0; s < layout.sequences(); ++s)
-    for (const int32_t b : layout.held(rank, s)) {
+    for (const int32_t b : layout.held_from(rank, s, first_query)) {
       const int64_t begin = int64_t{b} * layout.block(), end = begin + layout.block_length(s, b);
       report.causal_pairs += index.shape().list_heads * (end * (end + 1) - begin * (begin + 1)) / 2;
     }
@@ -104,12 +105,14 @@ void add_ring_coverage(const ContextLayout& layout, int rank, int layer, const s
 std::vector<SequenceRows> RingPass::rows() const {
   std::vector<SequenceRows> rows;
   for (const Part& part : parts)
-    rows.push_back(source == Keys::own ? SequenceRows{part.queries, 0, part.query_source, part.query_source}
-                                       : SequenceRows{part.keys, part.keys, part.key_source, part.query_source});
+    rows.push_back(source == Keys::own
+                       ? SequenceRows{part.before + part.queries, part.before, part.query_source, part.query_source}
+                       : SequenceRows{part.keys, part.keys, part.key_source, part.query_source});
   return rows;
 }
 
-PassLayout::PassLayout(const ContextLayout& layout, int rank, const ReplicatedKeys& replicated, int replicated_blocks)
+PassLayout::PassLayout(const ContextLayout& layout, int rank, const ReplicatedKeys& replicated, int replicated_blocks,
+                       int64_t first_query)
     : layout_(layout),
       rank_(rank),
       copies_(layout.ranks()),
@@ -119,18 +122,24 @@ PassLayout::PassLayout(const ContextLayout& layout, int rank, const ReplicatedKe
       part_of_(copies_ + 1, std::vector<int>(layout.sequences(), -1)),
       copied_(layout.sequences()) {
   for (int c = 0; c < layout.ranks(); ++c) local_.push_back(layout.local_cu_seqlens(c));
+  if (first_query > 0) {
+    SB_CHECK(layout.sequences() == 1 && first_query % layout.block() == 0, "queries from token {} of {} sequences on",
+             first_query, layout.sequences());
+    before_ = layout.block() * (std::ssize(layout.held(rank, 0)) - std::ssize(layout.held_from(rank, 0, first_query)));
+  }
   passes_[rank].source = RingPass::Keys::own;
   passes_[copies_].source = RingPass::Keys::copies;
 }
 
 void PassLayout::add_sequence(int s, bool copies) {
-  const int64_t queries = local_[rank_][s + 1] - local_[rank_][s];
+  const int64_t queries = local_[rank_][s + 1] - local_[rank_][s] - before_;
   if (queries == 0) return;
   for (int c = 0; c <= copies_; ++c) {
     RingPass::Part part;
     part.begin = passes_[c].tokens();
     part.queries = queries;
     part.query_source = local_[rank_][s];
+    if (c == rank_) part.before = before_;
     if (c == copies_) {
       part.key_source = std::ssize(passes_[c].copies);
       if (copies) add_copies(s, passes_[c].copies);
@@ -189,10 +198,10 @@ namespace {
 class PassBuilder {
  public:
   PassBuilder(const ContextLayout& layout, int rank, const BlockIndexShape& shape, const ReplicatedKeys& replicated,
-              int replicated_blocks)
+              int replicated_blocks, int64_t first_query)
       : layout_(layout),
         shape_(shape),
-        passes_(layout, rank, replicated, replicated_blocks),
+        passes_(layout, rank, replicated, replicated_blocks, first_query),
         builders_(passes_.passes()),
         entries_(passes_.passes()),
         columns_(passes_.passes()) {}
@@ -202,8 +211,7 @@ class PassBuilder {
   void begin() {
     for (int c = 0; c < passes_.passes(); ++c) {
       std::vector<int32_t> cu_seqlens = {0};
-      for (const RingPass::Part& part : passes_.pass(c).parts)
-        cu_seqlens.push_back(static_cast<int32_t>(part.begin + part.keys + part.queries));
+      for (const RingPass::Part& part : passes_.pass(c).parts) cu_seqlens.push_back(static_cast<int32_t>(part.end()));
       builders_[c].begin(passes_.pass(c).index, shape_, cu_seqlens, {}, 1);
     }
   }
@@ -226,8 +234,9 @@ class PassBuilder {
       const int part = passes_.part_of(c, s);
       const RingPass& pass = passes_.pass(c);
       const BlockIndex::Sequence& sequence = pass.index.sequences()[part];
-      const int64_t token =
-          pass.parts[part].keys + layout_.place(s, b) * int64_t{layout_.block()} + first % layout_.block();
+      // The first query follows the keys of a chunk, and against its own the keys of earlier pieces.
+      const int64_t token = pass.parts[part].keys + pass.parts[part].before - passes_.before() +
+                            layout_.place(s, b) * int64_t{layout_.block()} + first % layout_.block();
       builders_[c].set_row(0, BlockIndex::row_id(sequence, list_head, static_cast<int>(token / shape_.query_block)),
                            entries_[c], columns_[c]);
       entries_[c].clear();
@@ -255,7 +264,7 @@ class PassBuilder {
 }  // namespace
 
 void RingPlan::build(const ContextLayout& layout, int rank, int kv_heads, const BlockIndex& index,
-                     const ReplicatedKeys& replicated, int replicated_blocks, ThreadPool& pool) {
+                     const ReplicatedKeys& replicated, int replicated_blocks, ThreadPool& pool, int64_t first_query) {
   const int block = layout.block(), query_block = index.shape().query_block;
   SB_CHECK(std::ssize(index.sequences()) == layout.sequences(), "an index of {} sequences for {}",
            index.sequences().size(), layout.sequences());
@@ -265,7 +274,7 @@ void RingPlan::build(const ContextLayout& layout, int rank, int kv_heads, const 
     // Dense lists are free to choose their tiles.
     const BlockIndexShape shape =
         sparse ? index.shape() : BlockIndexShape{block, std::min(block, kDenseQueryBlock), kv_heads};
-    PassBuilder passes(layout, rank, shape, replicated, sparse ? replicated_blocks : 0);
+    PassBuilder passes(layout, rank, shape, replicated, sparse ? replicated_blocks : 0, first_query);
     bool any = false;
     for (int s = 0; s < layout.sequences(); ++s) {
       if (index.sequences()[s].dense == sparse) continue;
@@ -280,7 +289,7 @@ void RingPlan::build(const ContextLayout& layout, int rank, int kv_heads, const 
     for (int s = 0; s < layout.sequences(); ++s) {
       const BlockIndex::Sequence& sequence = index.sequences()[s];
       if (sequence.dense == sparse) continue;
-      for (const int32_t b : layout.held(rank, s))
+      for (const int32_t b : layout.held_from(rank, s, first_query))
         for (int64_t token = int64_t{b} * block; token < int64_t{b} * block + layout.block_length(s, b);
              token += shape.query_block)
           for (int head = 0; head < shape.list_heads; ++head) {

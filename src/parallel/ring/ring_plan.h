@@ -34,7 +34,8 @@ ReplicatedKeys replicated_keys(const ContextLayout& layout, const BlockIndex& in
 std::vector<uint8_t> wanted_columns(Communicator& group, const ContextLayout& layout, const BlockIndex& index);
 
 // Adds the pairs of this rank's queries to a report.
-void count_ring_pairs(const ContextLayout& layout, int rank, const BlockIndex& index, LayerAttention& report);
+void count_ring_pairs(const ContextLayout& layout, int rank, const BlockIndex& index, LayerAttention& report,
+                      int64_t first_query = 0);
 
 // Adds the measured coverage of every sequence, on the first rank alone, for all of them.
 void add_ring_coverage(const ContextLayout& layout, int rank, int layer, const std::vector<CoverageSample>& samples,
@@ -49,14 +50,16 @@ struct RingPass {
     int64_t begin = 0;         // first token of the made-up sequence
     int64_t keys = 0;          // tokens before the own ones, a multiple of the block
     int64_t key_source = 0;    // where they come from in the chunk, or in `copies`
+    int64_t before = 0;        // against its own keys: those of earlier pieces, which are no queries
     int64_t queries = 0;       // own tokens
     int64_t query_source = 0;  // their place among the tokens the rank holds
+    int64_t end() const { return begin + keys + before + queries; }
   };
   Keys source = Keys::chunk;
   std::vector<Part> parts;
   std::vector<int32_t> copies;  // of every token of the parts' keys its copy (ReplicatedKeys), or -1: padding
   BlockIndex index;
-  int64_t tokens() const { return parts.empty() ? 0 : parts.back().begin + parts.back().keys + parts.back().queries; }
+  int64_t tokens() const { return parts.empty() ? 0 : parts.back().end(); }
   // The parts, as the kernels want them.
   std::vector<SequenceRows> rows() const;
 };
@@ -66,7 +69,9 @@ struct RingPass {
 class PassLayout {
  public:
   // `replicated_blocks` as in replicated_keys(): only these and gathered columns are looked for among the copies.
-  PassLayout(const ContextLayout& layout, int rank, const ReplicatedKeys& replicated, int replicated_blocks);
+  // `first_query`: of a piece, which is all of the layout's only sequence from there on.
+  PassLayout(const ContextLayout& layout, int rank, const ReplicatedKeys& replicated, int replicated_blocks,
+             int64_t first_query = 0);
 
   // `copies`: keys that have copies here are taken from them.
   void add_sequence(int sequence, bool copies);
@@ -74,6 +79,8 @@ class PassLayout {
   // With source, parts and copies.
   RingPass& pass(int c) { return passes_[c]; }
   const RingPass& pass(int c) const { return passes_[c]; }
+  // Of the tokens that the rank holds, those before the queries.
+  int64_t before() const { return before_; }
   // Which part of the pass a sequence is; -1: none.
   int part_of(int c, int sequence) const { return part_of_[c][sequence]; }
   // Which pass has a key block of a sequence, or a single key, and which block or token of the made-up sequence it is.
@@ -93,6 +100,7 @@ class PassLayout {
   const int rank_, copies_;  // `copies_`: the pass after those of the chunks
   const ReplicatedKeys& replicated_;
   const int replicated_blocks_;
+  int64_t before_ = 0;
   std::vector<std::vector<int32_t>> local_;
   std::vector<RingPass> passes_;
   std::vector<std::vector<int>> part_of_;     // [pass][sequence]
@@ -100,13 +108,13 @@ class PassLayout {
 };
 
 // All calls of one attention forward or backward. `index` covers the whole micro-batch, but only the rows of query
-// blocks that `rank` holds count.
+// blocks that `rank` holds count. `first_query`: as in PassLayout.
 constexpr int kDenseQueryBlock = 64;  // tokens that share a list of a dense sequence
 
 class RingPlan {
  public:
   void build(const ContextLayout& layout, int rank, int kv_heads, const BlockIndex& index,
-             const ReplicatedKeys& replicated, int replicated_blocks, ThreadPool& pool);
+             const ReplicatedKeys& replicated, int replicated_blocks, ThreadPool& pool, int64_t first_query = 0);
   // The calls for one chunk: none when nothing of it was chosen.
   std::span<const RingPass> passes(int chunk) const { return passes_[chunk]; }
   // The one for copies, or null.

@@ -28,7 +28,8 @@ std::span<T> array(const Exec& exec, int64_t count) {
 
 }  // namespace
 
-RingSelection::RingSelection(const SelectionConfig& config, int layers) : selector_(config), step_(config, layers) {
+RingSelection::RingSelection(const SelectionConfig& config, int layers)
+    : selector_(config), step_(config, layers), cut_(static_cast<size_t>(layers)) {
   SB_USER_CHECK(config.block % config.query_block == 0,
                 "attention.query_block: {} does not divide attention.block {}, as it must when ranks share sequences "
                 "(parallel.cp); use {}",

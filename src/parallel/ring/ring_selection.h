@@ -29,6 +29,25 @@ class RingSelection {
               const ContextLayout& layout, std::span<const int32_t> budgets, const float* q, const float* k,
               BlockIndex& index);
 
+  // The same of a piece, step by step. `layout`: of its sequence up to the piece's end; q and k are this rank's tokens
+  // of the piece. First, collective, statistics of the piece's key blocks come beside those of the pieces before it;
+  // then the rows of the piece are chosen.
+  void append_statistics(const Exec& exec, Communicator& group, int layer, const AttentionShape& shape,
+                         const ContextLayout& layout, const SequencePiece& piece, const float* k);
+  void choose_piece(const Exec& exec, int rank, int layer, const AttentionShape& shape, const ContextLayout& layout,
+                    const PackedSequences& piece, const float* q, const float* k, BlockIndex& index);
+  // Collective: its share of the sequence's coverage, added to those of the pieces before it, of which it returns the
+  // sum. `keys`: all that this rank holds up to the piece's end.
+  const CoverageSample& measure_piece(const Exec& exec, Communicator& group, int layer, const AttentionShape& shape,
+                                      const ContextLayout& layout, const PackedSequences& piece, const float* q,
+                                      const float* keys, const BlockIndex& index, int rows);
+  // Bytes of exec.scratch that append_statistics() takes where no rank has more tokens of a piece than this, and what
+  // is kept of a sequence of so many tokens in every layer.
+  int64_t append_scratch_bytes(const AttentionShape& shape, int64_t max_tokens, int ranks) const;
+  int64_t kept_bytes(const AttentionShape& shape, int64_t tokens) const;
+  // What is kept of pieces now, all layers together.
+  int64_t kept_bytes_used() const;
+
   // Collective: measure_coverage() of every sequence, on `rows` of its tokens; the same on all ranks. A sequence
   // without tokens has no rows. Takes memory of its own.
   std::vector<CoverageSample> measure(const Exec& exec, Communicator& group, int layer, const AttentionShape& shape,
@@ -58,9 +77,16 @@ class RingSelection {
   void choose_window_rows(const SelectionRequest& request);
   void choose_most_mass_rows(const Exec& exec, Communicator& group, const SelectionRequest& request);
 
+  // What has to outlast a piece's forward: one sequence at a time goes through a layer.
+  struct CutSequence {
+    std::vector<float> statistics;  // [kv_heads, blocks of the whole sequence, block_floats]
+    CoverageSample coverage;        // of the pieces so far
+  };
+
   Selector selector_;
   StepSelection step_;
   BlockIndexBuilder builder_;
+  std::vector<CutSequence> cut_;  // by layer
 };
 
 }  // namespace sb

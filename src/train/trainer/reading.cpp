@@ -17,7 +17,7 @@ int64_t Trainer::StepPlan::tokens() const {
 }
 
 // The global batch is the next global_batch_size sequences of the source, whatever micro-batches they end up in.
-Trainer::StepPlan Trainer::plan_step() {
+Trainer::StepPlan Trainer::receive_plan() {
   const auto span = trace_.span("plan", state_.step + 1);
   StepPlan step;
   announce_steps();
@@ -67,11 +67,11 @@ std::vector<MicroBatch> Trainer::read_micro_batches(const PlannedRank& planned, 
                   "the run that made the plan",
                   state_.step + 1, next.end - next.begin);
     if (!next.is_piece()) {
-      batches.push_back(read_micro_batch(next, weights));
+      batches.push_back(own_part(read_micro_batch(next, weights)));
       continue;
     }
     if (next.begin == 0) cut = read_micro_batch(next, weights);
-    batches.push_back(cut_piece(cut, next.begin, next.end));
+    batches.push_back(own_part(cut_piece(cut, next.begin, next.end)));
   }
   return batches;
 }
@@ -88,15 +88,15 @@ MicroBatch Trainer::read_micro_batch(const PlannedMicroBatch& planned, std::span
   MicroBatch batch = make_micro_batch(sequences, all, own_weights, parts_.model.vocab_size);
   batch.budgets = planned.budgets;
   batch.dropout_key = dropout_key(config_.train.seed, state_.step + 1);
-  return own_part(std::move(batch));
+  return batch;
 }
 
 // What this rank has of a micro-batch whose sequences context-parallel ranks share.
 MicroBatch Trainer::own_part(MicroBatch batch) const {
   const ParallelOptions& parallel = config_.parallel;
   if (parallel.cp == 1) return batch;
-  const ContextLayout layout(parallel.placement, parallel.cp, config_.attention.selection.block, batch.cu_seqlens);
-  return context_part(batch, layout, model_->grid().cp_rank());
+  return context_part(batch, batch_layout(parallel.placement, parallel.cp, config_.attention.selection.block, batch),
+                      model_->grid().cp_rank());
 }
 
 }  // namespace sb

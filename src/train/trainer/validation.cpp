@@ -64,8 +64,8 @@ LossSums Trainer::evaluate_whole(MicroBatch batch) {
   LossSums sums;
   int slot = 0;
   for (int64_t begin = 0; begin < batch.size(); begin += config_.balance.chunk)
-    sums +=
-        model_->evaluate(exec_, cut_piece(batch, begin, std::min(begin + config_.balance.chunk, batch.size())), slot++);
+    sums += model_->evaluate(
+        exec_, own_part(cut_piece(batch, begin, std::min(begin + config_.balance.chunk, batch.size()))), slot++);
   return sums;
 }
 

@@ -65,6 +65,9 @@ class CudaRingAttention final : public ChoosingAttention {
   int64_t state_bytes(const AttentionShape& shape, int64_t max_tokens) const override {
     return memory_.state_bytes(shape, max_tokens);
   }
+  std::string refuses_pieces() const override {
+    return "GPUs that share sequences (parallel.cp) compute whole ones only; use device: cpu or parallel.cp: 1";
+  }
   AttentionReport take_report() override {
     if (choice_) choice_->report(report_);
     AttentionReport taken = std::move(report_);

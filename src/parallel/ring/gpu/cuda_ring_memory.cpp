@@ -192,7 +192,7 @@ int64_t CudaRingMemory::state_bytes(const AttentionShape& shape, int64_t max_tok
   const SelectionConfig& selection = options.selection;
   const int64_t passes = ranks + 1;
   if (!on_device) {
-    const RingAttention::Lists lists = options.chosen_lists(shape, max_tokens, ranks);
+    const RingAttention::Lists lists = options.chosen_lists(shape, max_tokens * ranks);
     const int64_t blocks = max_tokens * ranks / selection.block + 1, rows = lists.rows(max_tokens);
     // Lists by rows and by columns; of every pass its rows and the order of its work. Rows of gathered columns are
     // bits.
