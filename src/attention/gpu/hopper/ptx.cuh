@@ -71,10 +71,6 @@ __device__ __forceinline__ void bulk_add(float* destination, uint32_t source, ui
                "r"(source), "r"(bytes)
                : "memory");
 }
-// Two neighbours, 8-byte aligned, likewise; nobody waits for them.
-__device__ __forceinline__ void memory_add(float* destination, float x, float y) {
-  asm volatile("red.global.add.v2.f32 [%0], {%1, %2};" ::"l"(destination), "f"(x), "f"(y) : "memory");
-}
 __device__ __forceinline__ void bulk_commit() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }

@@ -61,9 +61,7 @@ __device__ __forceinline__ void stage_accumulator(uint32_t staging, const float 
                  pack_bf16(a[4 * j + 6] * lower, a[4 * j + 7] * lower));
 }
 
-// Adds an accumulator of 64 × D, scaled, to fp32 rows in global memory. `offset` as below; nobody else writes to them,
-// so that the sums have the same bits in every run. The memory adds: a thread that read, added and wrote would wait for
-// each of its reads in turn, since the compiler has to assume that the next one sees what was written.
+// Adds an accumulator of 64 × D, scaled, to fp32 rows in global memory. `offset` as below; nobody else writes to them.
 template <int D, typename Offset>
 __device__ __forceinline__ void add_accumulator(float* out, const float (&a)[D / 2], float scale, int warp, int lane,
                                                 Offset offset) {
@@ -73,7 +71,9 @@ __device__ __forceinline__ void add_accumulator(float* out, const float (&a)[D /
     if (at < 0) continue;
 #pragma unroll
     for (int j = 0; j < D / 8; ++j) {
-      memory_add(out + at + 8 * j + 2 * (lane % 4), a[4 * j + 2 * h] * scale, a[4 * j + 2 * h + 1] * scale);
+      float2* to = reinterpret_cast<float2*>(out + at + 8 * j + 2 * (lane % 4));
+      const float2 sum = *to;
+      *to = make_float2(sum.x + a[4 * j + 2 * h] * scale, sum.y + a[4 * j + 2 * h + 1] * scale);
     }
   }
 }
