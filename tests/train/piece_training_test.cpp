@@ -4,6 +4,7 @@
 #include <nlohmann/json.hpp>
 
 #include "attention/cpu/sparse_attention.h"
+#include "attention/forwarding_attention.h"
 #include "tests/run/scratch_directory.h"
 #include "tests/train/tiny_run.h"
 #include "train/training_run.h"
@@ -149,9 +150,17 @@ TEST(PieceTraining, AResumedRunHasTheBitsOfAnUndisturbedOne) {
 
 TEST(PieceTraining, WhatCannotRunInPiecesIsRefusedBeforeAnythingRuns) {
   ScratchDirectory scratch;
-  const std::string message = user_error_of([&] { train(long_run(scratch / "run", kChunk, {"parallel.cp=2"})); });
-  EXPECT_NE(message.find("balance.chunk"), std::string::npos) << message;
-  EXPECT_NE(message.find("parallel.cp"), std::string::npos) << message;
+  const RunConfig config = long_run(scratch / "run", kChunk);
+  SparseAttention attention(attention_of(config));
+  struct WholeOnly : ForwardingAttention {
+    using ForwardingAttention::ForwardingAttention;
+    std::string refuses_pieces() const override { return "it reads whole sequences"; }
+  } whole_only(attention);
+  TinyTrainer::Replace replace;
+  replace.attention = &whole_only;
+  replace.sparse = &attention;
+  const std::string message = user_error_of([&] { TinyTrainer(config, replace)->run(); });
+  EXPECT_EQ(message, "balance.chunk: it reads whole sequences; set balance.chunk: none");
   EXPECT_FALSE(fs::exists(scratch / "run" / "metrics.jsonl"));
 }
 
