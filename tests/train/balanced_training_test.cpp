@@ -416,9 +416,11 @@ TEST(BalancedTraining, NoBudgetIsAboveTheLargest) {
             if (own < micro_batch.tokens) budget = std::max(budget, own);
     return budget;
   };
-  // Everything is raised to the slowest micro-batch.
+  // Everything is raised to the slowest micro-batch. By moments: with the scores of planes counted, what is raised here
+  // is raised to all pairs.
   const auto with = [](std::vector<std::string> more) {
-    for (const char* always : {"balance.tuning=anchor", "balance.anchor=max", "balance.adapt=off", "train.max_steps=3"})
+    for (const char* always : {"attention.score=moments", "balance.tuning=anchor", "balance.anchor=max",
+                               "balance.adapt=off", "train.max_steps=3"})
       more.push_back(always);
     return more;
   };
