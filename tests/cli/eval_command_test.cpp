@@ -299,6 +299,11 @@ TEST_F(EvalCommand, InfiniteBenchScoresAFileByItsName) {
       run_program({"eval", "infinitebench", "--input", input, "--predictions", predictions, "--limit", "2"});
   ASSERT_EQ(result.exit_code, 0) << result.err;
   EXPECT_EQ(result.out, input + ": 100.00 ± 0.00 over 2 samples (passkey)\n");
+  write("pred.jsonl", "{\"pred\": \"12\"}\n{\"pred\": \"x 34\"}\n{\"pred\": \"6\"}\n");
+  const ProgramResult first =
+      run_program({"eval", "infinitebench", "--input", input, "--predictions", predictions, "--limit", "2"});
+  EXPECT_EQ(first.exit_code, 0) << first.err;
+  EXPECT_EQ(first.out, result.out) << "of a whole file of predictions the first two count, too";
   const auto says = [&](const std::string& name, const std::string& content, const std::string& what) {
     const ProgramResult refused = run_program({"eval", "infinitebench", "--input", write(name, content)});
     EXPECT_EQ(refused.exit_code, 2);
