@@ -406,7 +406,7 @@ Plan plan_step(int64_t step, const CostModel& cost, const CoverageModel& coverag
   if (always_cut || (options.chunk.automatic() && cost.stages() > 1)) {
     SB_USER_CHECK(options.tuning.policy != TuningPolicy::anchor,
                   "tuning anchor evens out micro-batches, which pieces of sequences are already: use tuning optimal or "
-                  "off, or leave sequences whole");
+                  "none, or leave sequences whole");
     std::optional<Candidate> cut = planner.cut(budgets);
     SB_USER_CHECK(cut || !always_cut, "pieces of {} tokens do not fit what memory is planned for; make them smaller",
                   options.chunk.tokens);

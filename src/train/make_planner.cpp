@@ -103,9 +103,10 @@ Profile run_profile(const RunConfig& config, const ModelConfig& model) {
   return with_adapters(std::move(profile), lora_rank);
 }
 
-void settle_chunk(RunConfig& config, const ModelConfig& model, const SequenceSource& source, bool says) {
-  const bool automatic = config.balance.chunk == BalanceOptions::kAutomaticChunk;
-  if (!automatic || config.device == DeviceKind::cpu || config.parallel.pp == 1) return;
+namespace {
+
+// The size of pieces by which the first batches are fastest; 0: whole sequences.
+int64_t fastest_chunk(const RunConfig& config, const ModelConfig& model, const SequenceSource& source) {
   constexpr int64_t kBatches = 8;
   const LatencyModel latency(run_profile(config, model));
   Layout layout;
@@ -113,17 +114,22 @@ void settle_chunk(RunConfig& config, const ModelConfig& model, const SequenceSou
   layout.pp = config.parallel.pp;
   layout.cp = config.parallel.cp;
   const CostModel cost(latency, attention_spec(config), layout, split_layers(config, model));
-  const auto coverage = power_coverage(0.22);  // budgets stay as they are
+  const auto coverage = power_coverage(0.22);  // nothing is learned yet
   PlanOptions options;
   options.batching.policy = config.balance.batching;
   options.batching.micro_batch_sequences = config.batch.micro_batch_sequences;
   options.ordering = config.balance.ordering == BalanceOptions::Ordering::automatic;
-  options.tuning.policy = TuningPolicy::none;
+  options.tuning = tuning_options(config.balance);
   const PackingLimits limits = packing_limits(config.batch, source.max_length(), config.parallel.cp);
   options.batching.max_sequences = most_sequences(config, limits);
   const auto time = [&](int64_t chunk) {
     options.chunk.tokens = chunk;
-    options.batching.micro_batch_tokens = chunk > 0 ? chunk : limits.max_tokens;
+    options.batching.micro_batch_tokens = limits.max_tokens;
+    if (chunk > 0) {  // as Trainer::packing has it
+      const int64_t longest = std::min(source.max_length(), chunk);
+      options.batching.micro_batch_tokens =
+          std::min(chunk, packing_limits(config.batch, longest, config.parallel.cp).max_tokens);
+    }
     double sum = 0;
     for (int64_t step = 0; step < kBatches; ++step) {
       std::vector<Sequence> sequences;
@@ -143,8 +149,6 @@ void settle_chunk(RunConfig& config, const ModelConfig& model, const SequenceSou
       fastest = own;
       best = size;
     }
-  config.balance.chunk = best;
-  if (!says) return;
   if (best == 0)
     log::info("balance.chunk auto: sequences stay whole, by simulation of the first {} batches", kBatches);
   else
@@ -152,6 +156,20 @@ void settle_chunk(RunConfig& config, const ModelConfig& model, const SequenceSou
         "balance.chunk auto: pieces of {} tokens, {:.2f} times as fast as whole sequences by simulation of the "
         "first {} batches",
         best, whole / fastest, kBatches);
+  return best;
+}
+
+}  // namespace
+
+void settle_chunk(RunConfig& config, const ModelConfig& model, const SequenceSource& source, Communicator* world) {
+  const bool automatic = config.balance.chunk == BalanceOptions::kAutomaticChunk;
+  if (!automatic || config.device == DeviceKind::cpu || config.parallel.pp == 1) return;
+  SB_USER_CHECK(config.parallel.cp == 1,
+                "balance.chunk: GPUs that share sequences (parallel.cp is {}) compute whole ones only; set "
+                "balance.chunk: none",
+                config.parallel.cp);
+  if (world == nullptr || world->rank() == 0) config.balance.chunk = fastest_chunk(config, model, source);
+  if (world) world->broadcast(std::span(&config.balance.chunk, 1), 0);
 }
 
 std::unique_ptr<BalancedPlanner> make_balanced_planner(const RunConfig& run, const ModelConfig& model,

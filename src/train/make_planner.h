@@ -3,6 +3,7 @@
 #include <memory>
 #include <vector>
 
+#include "comm/communicator.h"
 #include "model/model_config.h"
 #include "plan/planner/balanced_planner.h"
 #include "run/config/run_config.h"
@@ -22,9 +23,10 @@ AttentionSpec attention_spec(const RunConfig& config);
 // The run as plans are made for it: on the ranks of the cluster that it rehearses.
 RunConfig planned_config(RunConfig config);
 // balance.chunk: auto on GPUs with several stages: memory there is divided once, so that one size serves the whole run,
-// the one by which the first batches are fastest in simulation, or whole sequences. The same on every rank and when the
-// run resumes. `says`: this rank tells what it is. Otherwise a size is chosen for every step, and nothing is done here.
-void settle_chunk(RunConfig& config, const ModelConfig& model, const SequenceSource& source, bool says);
+// the one by which the first batches are fastest in simulation, or whole sequences. Rank 0 settles it for all of
+// `world` (null: one rank), the same when the run resumes, and says so. Otherwise a size is chosen for every step, and
+// nothing is done here.
+void settle_chunk(RunConfig& config, const ModelConfig& model, const SequenceSource& source, Communicator* world);
 
 // UserError when the profile is of another shape, of another recompute level or of other blocks.
 Profile run_profile(const RunConfig& config, const ModelConfig& model);

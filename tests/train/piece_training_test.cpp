@@ -7,6 +7,7 @@
 #include "attention/forwarding_attention.h"
 #include "tests/run/scratch_directory.h"
 #include "tests/train/tiny_run.h"
+#include "train/make_planner.h"
 #include "train/training_run.h"
 
 namespace sb {
@@ -162,6 +163,31 @@ TEST(PieceTraining, WhatCannotRunInPiecesIsRefusedBeforeAnythingRuns) {
   const std::string message = user_error_of([&] { TinyTrainer(config, replace)->run(); });
   EXPECT_EQ(message, "balance.chunk: it reads whole sequences; set balance.chunk: none");
   EXPECT_FALSE(fs::exists(scratch / "run" / "metrics.jsonl"));
+}
+
+// Where memory is divided once (GPUs with several stages), one size serves the whole run. Nothing here needs the GPU.
+TEST(PieceTraining, AnAutomaticSizeIsSettledForStagesOnGpus) {
+  ScratchDirectory scratch;
+  const auto settled = [&](std::vector<std::string> overrides, std::vector<size_t> lengths) {
+    overrides.insert(
+        overrides.begin(),
+        {"device=cuda", "parallel.pp=4", "model.init.hidden_size=2048", "model.init.intermediate_size=11008",
+         "model.init.num_hidden_layers=36", "model.init.num_attention_heads=16", "model.init.num_key_value_heads=2",
+         "model.init.head_dim=128", "model.init.max_position_embeddings=65536", "batch.micro_batch_sequences=1",
+         "balance={batching: sab, ordering: auto, profile: h200-analytic, chunk: auto}"});
+    RunConfig config = tiny_run(scratch / "run", overrides);
+    std::vector<TokenSequence> sequences;
+    for (const auto length : lengths)
+      sequences.push_back({0, std::vector<int32_t>(length), std::vector<int32_t>(length)});
+    settle_chunk(config, run_model_config(config), ListSource(sequences), nullptr);
+    return config.balance.chunk;
+  };
+  const int64_t size = settled({"batch.global_batch_size=2"}, {65536, 16384});
+  EXPECT_GE(size, 2048);
+  EXPECT_LT(size, 65536);
+  EXPECT_EQ(settled({"batch.global_batch_size=64"}, {1024}), 0);  // nothing to cut
+  const std::string message = user_error_of([&] { settled({"parallel.cp=2"}, {4096}); });
+  EXPECT_NE(message.find("parallel.cp is 2"), std::string::npos) << message;
 }
 
 // A plan made for larger pieces.

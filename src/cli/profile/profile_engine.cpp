@@ -144,10 +144,13 @@ void randomize(ParameterSet& parameters, int64_t hidden) {
     const TensorView value = parameters.part(values.view(), i);
     for (int64_t e = 0; e < value.elements(); e += std::ssize(pattern))
       std::copy_n(pattern.begin(), std::min<int64_t>(std::ssize(pattern), value.elements() - e), value.f32() + e);
-    const std::string& name = parameters.parameter(i).name;
-    if (name.ends_with("norm.weight")) std::fill_n(value.f32(), value.elements(), 1.0f);
-    if (name.ends_with("q_proj.weight") || name.ends_with("k_proj.weight"))
-      for (int64_t e = 0; e < value.elements(); ++e) value.f32()[e] *= larger;
+    const Parameter& parameter = parameters.parameter(i);
+    if (parameter.name.ends_with("norm.weight")) std::fill_n(value.f32(), value.elements(), 1.0f);
+    for (const Parameter::Part& part : parameter.parts)  // of the fused product
+      if (part.hf_name.ends_with("q_proj.weight") || part.hf_name.ends_with("k_proj.weight")) {
+        const TensorView rows = value.rows(part.row_begin, part.row_end);
+        for (int64_t e = 0; e < rows.elements(); ++e) rows.f32()[e] *= larger;
+      }
   }
   parameters.store_values(values);
 }

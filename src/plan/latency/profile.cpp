@@ -199,7 +199,8 @@ void check_measured_blocks(const Profile& profile, const AttentionSpec& spec, co
   check(names[0], "--block", measured.block, spec.block, measured.block == spec.block);
   check(names[1], "--query-block", measured.query_block, spec.query_block, measured.query_block == spec.query_block);
   check(names[2], "--score-tokens", measured.score_tokens, spec.score_tokens,
-        part(measured.score_tokens, measured.block) == part(spec.score_tokens, spec.block));
+        measured.score != spec.score ||
+            part(measured.score_tokens, measured.block) == part(spec.score_tokens, spec.block));
 }
 
 std::string chosen_otherwise(const Profile& profile, const AttentionSpec& spec) {
@@ -208,10 +209,12 @@ std::string chosen_otherwise(const Profile& profile, const AttentionSpec& spec) 
   const int64_t then = channels_of(profile.shape, measured.score_channels),
                 now = channels_of(profile.shape, spec.score_channels);
   if (measured.pattern == spec.pattern && measured.score == spec.score && then == now) return {};
+  // What `profile` can measure.
+  const bool measurable = spec.pattern == "topk" || spec.pattern == "mass";
   return fmt::format(
-      "was measured with pairs chosen as {}, and not as {}: the time of choosing is predicted as it was measured; "
-      "`sparsebalance profile` measures it",
-      chosen_by(measured.pattern, measured.score, then), chosen_by(spec.pattern, spec.score, now));
+      "was measured with pairs chosen as {}, and not as {}: the time of choosing is predicted as it was measured{}",
+      chosen_by(measured.pattern, measured.score, then), chosen_by(spec.pattern, spec.score, now),
+      measurable ? "; `sparsebalance profile` measures it" : "");
 }
 
 AttentionSpec as_measured(const Profile& profile, AttentionSpec spec) {

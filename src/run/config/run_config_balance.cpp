@@ -121,7 +121,7 @@ void check_chunk(const RunConfig& config, const OptionTable& table) {
       "know those after it; use selection: causal, or balance.chunk: none",
       label);
   SB_USER_CHECK(config.balance.tuning != TuningPolicy::anchor,
-                "{}: tuning anchor evens out micro-batches, which pieces are already; use tuning: optimal or off, or "
+                "{}: tuning anchor evens out micro-batches, which pieces are already; use tuning: optimal or none, or "
                 "balance.chunk: none",
                 label);
   if (chunk < 0) return;
