@@ -125,6 +125,13 @@ class BalancedTrainerMixin:
             )
         self.train_dataset = PlannedDataset(self.train_dataset)
 
+    def _set_signature_columns_if_needed(self) -> None:
+        """Trainer drops what forward() does not name; budgets reach attention through its **kwargs."""
+        super()._set_signature_columns_if_needed()  # type: ignore[misc]
+        columns: list[str] = self._signature_columns  # type: ignore[attr-defined]
+        if "sb_budgets" not in columns:
+            columns.append("sb_budgets")
+
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
         dataset = self.train_dataset if train_dataset is None else train_dataset
         settings: Any = self.args  # type: ignore[attr-defined]
