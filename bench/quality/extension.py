@@ -113,6 +113,7 @@ class Experiment:
                         "runs": {}, "bases": {}}
         if self.results_file.exists():
             self.results = json.loads(self.results_file.read_text(encoding="utf-8"))
+            self.results.pop("failed", None)  # what failed is tried again
 
     def say(self, text):
         print(f"[{time.monotonic() - self.started:5.0f} s] {text}", file=sys.stderr, flush=True)
@@ -241,12 +242,13 @@ class Experiment:
         entry = {"method": method, "length": length, "share": share, "seed": seed, "base": self.base_name,
                  "budget": self.attention(method, length, share).get("budget"), **summary(folder)}
         with self.lock:
-            self.results["runs"][f"{self.base_name}-{name}"] = entry
+            runs, key = self.results["runs"], f"{self.base_name}-{name}"
+            if "tasks" in runs.get(key, {}):
+                entry["tasks"] = runs[key]["tasks"]
+            runs[key] = entry
         self.save()
         self.say(f"{name}: last losses {statistics.mean(entry['losses'][-10:]):.4f}, {entry['tokens_per_second']:.0f} tokens/s")
-        ways = ["dense"] if method == "dense" else ["as-trained", "dense"]
-        self.pending += [self.evaluations.submit(self.evaluate, entry, folder, kind, way)
-                         for kind in ("held-out", "copied") for way in ways]
+        self.pending += [self.evaluations.submit(self.evaluate, entry, folder, kind, way) for kind, way in evaluations(method)]
 
     def evaluate(self, entry, folder, kind, way):
         """Runs beside the next training. Its time may go past the end: the program below is not stopped by it."""
@@ -259,7 +261,7 @@ class Experiment:
             raise RuntimeError(f"{' '.join(map(str, command))}\n{done.stdout[-1500:]}\n{done.stderr[-1500:]}")
         found = json.loads(result.read_text(encoding="utf-8"))
         result.unlink()
-        key = f"{kind} {'dense' if way == 'dense' else 'as trained'}"
+        key = loss_key(kind, way)
         with self.lock:
             entry[key] = found["rows"][-1]["loss"]
             if kind == "held-out":
@@ -289,13 +291,14 @@ class Experiment:
         self.save()
         self.say(f"{task} after {method}: {100 * rows[-1]['validation_accuracy']:.1f} %")
 
-    def fits(self, job, took):
-        """Whether a job would end in time, by the last one of its kind."""
+    def fits(self, job, took, trained):
+        """Whether a job would end in time, by the last one of its kind; one that is trained has its evaluations to do alone."""
         if self.program.deadline is None:
             return True
         kind = job[0] if job[0] in TASKS else (job[0] == "dense", job[1])
         guess = 25 if job[0] in TASKS else self.arguments.tokens / (0.25 if job[0] == "dense" else 0.4) + 8
-        return time.monotonic() + took.get(kind, guess) + EVALUATION_SECONDS < self.program.deadline
+        training = 0 if trained else took.get(kind, guess)
+        return time.monotonic() + training + EVALUATION_SECONDS < self.program.deadline
 
     def run(self):
         self.prepare()
@@ -304,11 +307,13 @@ class Experiment:
         took = {}
         for job in jobs(self.arguments.seeds, self.size):
             task = job[0] in TASKS
-            if not task and f"{self.base_name}-{run_name(*job)}" in self.results["runs"]:
+            name = None if task else f"{self.base_name}-{run_name(*job)}"
+            if not task and evaluated(self.results["runs"].get(name)):
                 continue
             if not task and not (self.work / f"copied-{job[1]}.idx").exists():
                 continue
-            if not self.fits(job, took):
+            trained = not task and (self.work / name / "final").exists()
+            if not self.fits(job, took, trained):
                 self.say(f"no time for {job}")
                 continue
             begin = time.monotonic()
@@ -316,7 +321,8 @@ class Experiment:
                 (self.fine_tune if task else self.extend)(*job)
             except SystemExit as error:  # one that fails does not take the others with it
                 self.fail(f"{job}: {error}")
-            took[job[0] if task else (job[0] == "dense", job[1])] = time.monotonic() - begin
+            if not trained:
+                took[job[0] if task else (job[0] == "dense", job[1])] = time.monotonic() - begin
             self.collect(wait=False)
 
     def collect(self, wait=True):
@@ -336,6 +342,21 @@ class Experiment:
 
 def run_name(method, length, share, seed):
     return f"{method}-{length}" + ("" if method == "dense" else f"-{round(100 * share)}") + f"-seed{seed}"
+
+
+def evaluations(method):
+    """What a run is evaluated on, and with which attention."""
+    ways = ["dense"] if method == "dense" else ["as-trained", "dense"]
+    return [(kind, way) for kind in ("held-out", "copied") for way in ways]
+
+
+def loss_key(kind, way):
+    return f"{kind} {way.replace('-', ' ')}"
+
+
+def evaluated(entry):
+    """Whether nothing is left to do for a run: it may have been stopped between its training and its evaluations."""
+    return entry is not None and all(loss_key(kind, way) in entry for kind, way in evaluations(entry["method"]))
 
 
 def summary(folder):
@@ -361,6 +382,11 @@ def self_test():
     assert order[:3] == [("dense", 32768, 0.25, 1), ("fixed", 32768, 0.25, 1), ("optimal", 32768, 0.25, 1)]
     assert len(set(order)) == len(order) == 31
     assert run_name("fixed", 32768, 0.12, 2) == "fixed-32768-12-seed2"
+    assert not evaluated(None)
+    assert not evaluated({"method": "dense"}) and not evaluated({"method": "dense", "held-out dense": 1.0})
+    assert evaluated({"method": "dense", "held-out dense": 1.0, "copied dense": 1.0})
+    both = {"method": "fixed", "held-out dense": 1.0, "copied dense": 1.0, "held-out as trained": 1.0}
+    assert not evaluated(both) and evaluated(dict(both, **{"copied as trained": 1.0}))
     print("self-test: passed")
 
 

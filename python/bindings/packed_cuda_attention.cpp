@@ -60,7 +60,9 @@ PackedCudaAttention::Present PackedCudaAttention::present(const PackedCall& call
     if (!call.budgets.empty()) present.budgets.push_back(call.budgets[s]);
   }
   const int64_t tokens = call.cu_seqlens.back(), most = most_packed_sequences(tokens);
-  SB_USER_CHECK(std::ssize(present.places) <= most, "{} sequences in {} tokens; at most {} are planned for",
+  SB_USER_CHECK(std::ssize(present.places) <= most,
+                "{} sequences in {} tokens; at most {} are planned for, tokens / 64 + 64: pack fewer short ones into a "
+                "call, or spread them over several",
                 present.places.size(), tokens, most);
   return present;
 }

@@ -9,7 +9,8 @@
 Within a step nothing changes; learn() sums what all ranks have seen, so that they all go on with the same.
 """
 
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,17 @@ _FIRST_LOOK = 4096  # tokens of a sequence that a first look takes at most
 def _recomputes() -> bool:
     """Within a backward pass: what runs forward there has run before."""
     return torch._C._current_graph_task_id() != -1
+
+
+def _on_one_device(join: Callable[[list[Tensor]], Tensor], tensors: list[Tensor]) -> Tensor:
+    """Layers may be on several."""
+    return join([x.to(tensors[0].device) for x in tensors])
+
+
+def _differences(theirs: str, ours: str) -> str:
+    before, now = json.loads(theirs), json.loads(ours)
+    names = [name for name in {**now, **before} if before.get(name) != now.get(name)]
+    return ", ".join(f"{name} {before.get(name)} instead of {now.get(name)}" for name in names)
 
 
 class SelectionLearner:
@@ -79,6 +91,8 @@ class SelectionLearner:
                 fresh.observe_sums(layer, self._first[layer])
                 fresh.learn()
                 words = fresh.planes(*shape)
+            if words.size == 0:  # no tokens to look at: others of this step may have some
+                return torch.empty(0, dtype=torch.int32)
             self._planes[shape] = torch.from_numpy(words.view(np.int32))
         return self._planes[shape]
 
@@ -98,33 +112,44 @@ class SelectionLearner:
     def _observe(self, layer: int, lengths: Tensor, budgets: Tensor, seen: Seen) -> None:
         if seen.sums.numel():
             known = self._sums.get(layer)
-            self._sums[layer] = seen.sums if known is None else known.add_(seen.sums)
+            self._sums[layer] = seen.sums if known is None else known.add_(seen.sums.to(known.device))
         if self.config.learns_thresholds:
-            self._counts.append((layer, lengths, budgets, seen.counts))
+            # Copies: the caller may fill its tensors anew before learn().
+            self._counts.append((layer, lengths.clone(), budgets.clone(), seen.counts))
 
     def learn(self, group: Any = None) -> None:
         """Ends a step. With torch.distributed every rank of the group calls it, with the same layers."""
         distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
         if self._counts:
-            counts = torch.cat([one[3] for one in self._counts]).cpu().numpy()
+            counts = _on_one_device(torch.cat, [one[3] for one in self._counts]).cpu().numpy()
             at = 0
             for layer, lengths, budgets, own in self._counts:
                 self._core.observe(layer, lengths.numpy(), budgets.numpy(), counts[at : at + len(own)])
                 at += len(own)
-        if distributed and self.config.learns_thresholds:
-            masses: list[Any] = [None] * torch.distributed.get_world_size(group)
-            torch.distributed.all_gather_object(masses, self._core.take_masses(), group=group)
-            for one in masses:
-                self._core.add_masses(one)
-        if self._sums:
-            layers = sorted(self._sums)
-            sums = torch.stack([self._sums[layer] for layer in layers])
+        layers = sorted(self._sums)
+        if distributed:
+            self._gather(layers, group)
+        if layers:
+            sums = _on_one_device(torch.stack, [self._sums[layer] for layer in layers])
             if distributed:
                 torch.distributed.all_reduce(sums, group=group)
             for layer, values in zip(layers, sums.cpu().numpy()):
                 self._core.observe_sums(layer, values)
         self._core.learn()
         self._forget_step()
+
+    def _gather(self, layers: list[int], group: Any) -> None:
+        """The masses of all ranks. Ranks that have seen different layers could not add up their sums."""
+        seen: list[Any] = [None] * torch.distributed.get_world_size(group)
+        torch.distributed.all_gather_object(seen, (layers, self._core.take_masses()), group=group)
+        for rank, (others, _) in enumerate(seen):
+            if others != seen[0][0]:
+                raise _core.UserError(
+                    f"learn(): rank {rank} has run the layers {others} in this step, and rank 0 {seen[0][0]}: every rank "
+                    "of the group must run the same ones, in training mode; a batch without tokens will do"
+                )
+        for _, masses in seen:
+            self._core.add_masses(masses)
 
     def _forget_step(self) -> None:
         self._planes, self._first, self._sums, self._counts = {}, {}, {}, []
@@ -141,6 +166,19 @@ class SelectionLearner:
         return {"spec": self.config.spec, "planes": sums, "thresholds": classes}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state["spec"] != self.config.spec:
+            raise _core.UserError(
+                f"what was learned is of attention with {_differences(state['spec'], self.config.spec)}: "
+                "configure it as it was, or go on with a learner that starts anew"
+            )
         planes = [values if values and values[0] > 0 else [] for values in state["planes"].tolist()]
         self._core.set_state(planes, state["thresholds"].tolist())
         self._forget_step()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies of a model, and pickles: what state_dict() says, without the step under way."""
+        return {"config": self.config, "learned": self.state_dict()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["config"])  # type: ignore[misc]
+        self.load_state_dict(state["learned"])

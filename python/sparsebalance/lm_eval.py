@@ -91,6 +91,11 @@ class SparseBalanceLM(TemplateLM):
             batch = int(batch_size)
         except ValueError:
             raise UserError(f"batch_size={batch_size}: must be a number of prompts that are continued together") from None
+        if str(device).startswith("cuda") and str(device) not in ("cuda", "cuda:0"):
+            raise UserError(
+                f"device={device}: the engine runs on the first GPU that it sees; choose one by the environment, "
+                "CUDA_VISIBLE_DEVICES=1, with device=cuda"
+            )
         self.tokenizer = transformers.AutoTokenizer.from_pretrained(pretrained)
         config = transformers.AutoConfig.from_pretrained(pretrained)
         self.max_length = int(max_length or resolve_max_length(config, self.tokenizer))

@@ -105,7 +105,16 @@ def _device_of(q: Tensor) -> contextlib.AbstractContextManager[object]:
     return _HERE if torch._C._cuda_getDevice() == q.device.index else torch.cuda.device(q.device)
 
 
+def _refuse_capture() -> None:
+    if torch.cuda.is_current_stream_capturing():
+        raise _core.UserError(
+            "sparsebalance attention within the capture of a CUDA graph: what the host decides in a call would be that of "
+            "the captured one in every replay. Leave attention out of the graph, or do not capture"
+        )
+
+
 def _cuda_attention_for(spec: str, q: Tensor) -> _core.PackedCudaAttention:
+    _refuse_capture()
     device = q.device.index
     stream = torch._C._cuda_getCurrentRawStream(device)  # torch.cuda.current_stream() without its objects
     return _cuda_attention(spec, device, stream, torch.are_deterministic_algorithms_enabled(), portable_kernels)
@@ -336,7 +345,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 class OnceATensor:
     """A function of a tensor that is not computed again while the tensor is there and unchanged: what every layer asks for
-    waits for the device once."""
+    waits for the device once. Inference tensors do not say when they change, and are computed anew."""
 
     def __init__(self, function: Callable[[Tensor], Any], most: int = 64) -> None:
         self._function, self._most = function, most
@@ -345,16 +354,24 @@ class OnceATensor:
     def __call__(self, x: Tensor) -> Any:
         if torch.compiler.is_compiling():
             return self._function(x)
-        version = 0 if x.is_inference() else x._version
+        if x.is_cuda:
+            _refuse_capture()
+        if x.is_inference():
+            return self._function(x)
         known = self._known.get(id(x))
-        if known is not None and known[0]() is x and known[1] == version:
+        if known is not None and known[0]() is x and known[1] == x._version:
             return known[2]
         result = self._function(x)
         self._known.pop(id(x), None)
         if len(self._known) >= self._most:
             self._known.pop(next(iter(self._known)))
-        self._known[id(x)] = (weakref.ref(x), version, result)
+        gone = functools.partial(self._forget, id(x))
+        self._known[id(x)] = (weakref.ref(x, gone), x._version, result)
         return result
+
+    def _forget(self, place: int, gone: "weakref.ref[Tensor]") -> None:
+        if place in self._known and self._known[place][0] is gone:
+            del self._known[place]
 
 
 _copy_to_host = OnceATensor(lambda x: x.to("cpu", torch.int32).contiguous())

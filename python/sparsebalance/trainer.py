@@ -73,20 +73,32 @@ def _lengths(dataset: Any) -> list[int]:
 class LearningCallback(TrainerCallback):
     """What `mass` and `score: planes` learn, in a Trainer: after every step, and in its checkpoints.
 
-    Trainer(..., callbacks=[LearningCallback(sbt.configure(model, config))])"""
+    Trainer(..., callbacks=[LearningCallback(sbt.configure(model, config))])
+
+    resume_from: the folder that train(resume_from_checkpoint=...) is given, which callbacks are not told; needed where that
+    is not in output_dir."""
 
     FILE = "sparsebalance_selection.pt"
 
-    def __init__(self, learner: SelectionLearner) -> None:
-        self.learner = learner
+    def __init__(self, learner: SelectionLearner, resume_from: str | os.PathLike[str] | None = None) -> None:
+        self.learner, self.resume_from = learner, resume_from
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if state.global_step == 0:
             return
-        checkpoint = os.path.join(args.output_dir, f"checkpoint-{state.global_step}", self.FILE)
-        if isinstance(args.resume_from_checkpoint, str):
-            checkpoint = os.path.join(args.resume_from_checkpoint, self.FILE)
-        self.learner.load_state_dict(torch.load(checkpoint, weights_only=True))
+        folder = os.path.join(args.output_dir, f"checkpoint-{state.global_step}")
+        if self.resume_from is not None:
+            folder = os.fspath(self.resume_from)
+        elif isinstance(args.resume_from_checkpoint, str):
+            folder = args.resume_from_checkpoint
+        file = os.path.join(folder, self.FILE)
+        if not os.path.isfile(file):
+            raise _core.UserError(
+                f"{file}: there is no such file, which holds what attention had learned. Name the checkpoint's folder, "
+                "LearningCallback(learner, resume_from=...), or, where it never had one, begin anew: "
+                "torch.save(learner.state_dict(), file)"
+            )
+        self.learner.load_state_dict(torch.load(file, weights_only=True))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.learner.learn()

@@ -1,6 +1,8 @@
 """What is learned from step to step, against an independent account of it and against what it is for."""
 
+import copy
 import math
+import pickle
 
 import numpy as np
 import pytest
@@ -119,3 +121,76 @@ def test_short_sequences_run_dense():
     assert torch.equal(out, expected)
     learner.learn()
     assert learner.state_dict()["thresholds"].shape == (0, 6)
+
+
+def same(one, other):
+    return torch.equal(one["planes"], other["planes"]) and torch.equal(one["thresholds"], other["thresholds"])
+
+
+def test_a_state_of_another_configuration_is_refused():
+    other = SelectionLearner(AttentionConfig(pattern="mass", score="planes", budget=512))
+    with pytest.raises(sb.UserError, match="budget 320 instead of 512"):
+        other.load_state_dict(SelectionLearner(MASS).state_dict())
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda learner: pickle.loads(pickle.dumps(learner))])
+def test_copies_know_what_was_learned_and_go_on_alone(copied):
+    learner = SelectionLearner(MASS)
+    learner.attend(*operands(900, seed=0), [0, 900])
+    learner.learn()
+    before, other = learner.state_dict(), copied(learner)
+    assert same(other.state_dict(), before) and other.config == MASS
+    other.attend(*operands(900, seed=1), [0, 900])
+    other.learn()
+    assert same(learner.state_dict(), before) and not same(other.state_dict(), before)
+
+
+def test_arguments_may_be_filled_anew_before_the_step_is_learned():
+    learners = SelectionLearner(MASS), SelectionLearner(MASS)
+    for learner, refills in zip(learners, (False, True)):
+        cu_seqlens, budgets = torch.tensor([0, 900], dtype=torch.int32), torch.tensor([320], dtype=torch.int32)
+        learner.attend(*operands(900, seed=0), cu_seqlens, budgets=budgets)
+        if refills:
+            cu_seqlens[1], budgets[0] = 5000, 128
+        learner.learn()
+    states = [learner.state_dict() for learner in learners]
+    assert len(states[0]["thresholds"]) == 1 and same(*states)
+
+
+def test_a_call_without_tokens_leaves_the_first_look_to_the_next():
+    learner, fresh = SelectionLearner(MASS), SelectionLearner(MASS)
+    learner.attend(*operands(0, seed=0), [0])
+    q, k, v = operands(900, seed=0)
+    assert torch.equal(learner.attend(q, k, v, [0, 900]), fresh.attend(q, k, v, [0, 900]))
+
+
+def rank_that_learns(rank, folder):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
+    learner = SelectionLearner(MASS)
+    for layer in (0, 1):
+        learner.attend(*operands(900, seed=rank), [0, 900], layer=layer)
+    learner.learn()
+    torch.save(learner.state_dict(), f"{folder}/{rank}.pt")
+    if rank == 0:  # and the other one has seen nothing
+        learner.attend(*operands(900, seed=2), [0, 900])
+    try:
+        learner.learn()
+    except sb.UserError as error:
+        torch.save(str(error), f"{folder}/error{rank}.pt")
+    torch.distributed.destroy_process_group()
+
+
+def test_ranks_learn_the_same_and_need_the_same_layers(tmp_path):
+    torch.multiprocessing.spawn(rank_that_learns, (str(tmp_path),), nprocs=2)
+    alone = SelectionLearner(MASS)
+    for layer in (0, 1):
+        for seed in (0, 1):
+            # As two ranks do: each takes its own first look.
+            alone._first, alone._planes = {}, {}
+            alone.attend(*operands(900, seed=seed), [0, 900], layer=layer)
+    alone.learn()
+    states = [torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1)]
+    assert same(*states) and torch.equal(states[0]["thresholds"], alone.state_dict()["thresholds"])
+    torch.testing.assert_close(states[0]["planes"], alone.state_dict()["planes"], rtol=1e-6, atol=0)
+    for rank in (0, 1):
+        assert "rank 1 has run the layers [] in this step, and rank 0 [0]" in torch.load(tmp_path / f"error{rank}.pt")

@@ -97,6 +97,11 @@ def test_options_that_the_engine_lacks_are_named(backends):
         backends[0].generate_until(requests("generate_until", [("a", {"until": ["b"], "top_k": 4})]))
 
 
+def test_a_gpu_by_number_is_refused_with_the_cure(checkpoint):
+    with pytest.raises(UserError, match="device=cuda:1.*CUDA_VISIBLE_DEVICES"):
+        SparseBalanceLM(pretrained=str(checkpoint), device="cuda:1")
+
+
 def test_a_model_that_is_not_there_is_named(checkpoint):
     with pytest.raises(UserError, match="ended with code 2"):
         SparseBalanceLM(pretrained=str(checkpoint), attention="as-trained")  # there is no run.yaml

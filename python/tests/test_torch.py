@@ -8,7 +8,8 @@ from torch.nn.functional import scaled_dot_product_attention  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 import sparsebalance as sb  # noqa: E402
-from sparsebalance.torch import AttentionConfig, chosen_lists, varlen_attn  # noqa: E402
+import sparsebalance.torch as sbt  # noqa: E402
+from sparsebalance.torch import AttentionConfig, OnceATensor, chosen_lists, varlen_attn  # noqa: E402
 
 DENSE = AttentionConfig(pattern="dense")
 SMALL = dict(block=64, query_block=16, budget=320, local_blocks=1)
@@ -209,3 +210,27 @@ def test_wrong_configurations_are_named():
     for change, message in (({"pattern": "best"}, "best"), ({"block": 100}, "block"), ({"pattern": "vertical_slash"}, "shapes")):
         with pytest.raises(sb.UserError, match=message):
             AttentionConfig(**{"selection": "lookahead", **change})
+
+
+def test_a_function_of_a_tensor_is_computed_once_until_it_changes():
+    calls = []
+    once = OnceATensor(lambda x: calls.append(1) or x.tolist())
+    x = torch.tensor([1, 2])
+    assert once(x) == once(x) == [1, 2] and len(calls) == 1
+    x[0] = 5
+    assert once(x) == [5, 2] and len(calls) == 2
+    del x
+    assert not once._known
+    with torch.inference_mode():
+        y = torch.tensor([1, 2])
+        assert once(y) == [1, 2]
+        y[0] = 5
+        assert once(y) == [5, 2] and not once._known
+
+
+def test_the_capture_of_a_graph_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    q, k, v, cu_seqlens = packed([100])
+    varlen_attn(q, k, v, cu_seqlens, config=DENSE)  # on the CPU nobody asks
+    with pytest.raises(sb.UserError, match="CUDA graph"):
+        sbt._cuda_attention_for(DENSE.spec, q)

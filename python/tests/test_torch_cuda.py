@@ -266,3 +266,19 @@ def test_a_model_of_transformers_trains():
     config = AttentionConfig(pattern="mass", score="planes", score_channels=16, block=64, budget=256, local_blocks=1)
     plain, again = (step("sparsebalance", checkpointing, config) for checkpointing in (False, True))
     assert torch.equal(plain[0], again[0]) and not torch.equal(plain[0], dense[0])
+
+
+@pytest.mark.parametrize("where", ["cpu", "cuda"])
+def test_the_capture_of_a_graph_is_refused(where):
+    q, k, v, cu_seqlens = on_gpu([300, 200])
+    cu_seqlens = cu_seqlens.to(where)
+    with pytest.raises(sb.UserError, match="CUDA graph"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        varlen_attn(q, k, v, cu_seqlens, config=DENSE)
+    torch.cuda.synchronize()
+    assert varlen_attn(q, k, v, cu_seqlens, config=DENSE).isfinite().all()
+
+
+def test_too_many_sequences_are_refused_with_the_cure():
+    q, k, v, cu_seqlens = on_gpu([1] * 66)
+    with pytest.raises(sb.UserError, match="66 sequences in 66 tokens; at most 65 .* spread them over several"):
+        varlen_attn(q, k, v, cu_seqlens, config=DENSE)

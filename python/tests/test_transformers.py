@@ -318,7 +318,7 @@ def test_trainer_learns_saves_and_resumes(tmp_path):
         def __getitem__(self, index):
             return {"input_ids": tokens(1, 700, seed=index)[0]}
 
-    def train(folder, steps, resume=None):
+    def train(folder, steps, resume=None, resume_from=None):
         model = make_model(config=LEARNING)
         settings = transformers.TrainingArguments(
             folder, per_device_train_batch_size=2, max_steps=steps, report_to=[], use_cpu=True, save_steps=1,
@@ -327,7 +327,7 @@ def test_trainer_learns_saves_and_resumes(tmp_path):
         learner = sbt.learner_of(model)
         trainer = transformers.Trainer(
             model=model, args=settings, train_dataset=Documents(), data_collator=PackedCollator(),
-            callbacks=[LearningCallback(learner)],
+            callbacks=[LearningCallback(learner, resume_from)],
         )  # fmt: skip
         trainer.train(resume_from_checkpoint=resume)
         return learner.state_dict()
@@ -337,6 +337,24 @@ def test_trainer_learns_saves_and_resumes(tmp_path):
     train(tmp_path / "b", 1)
     resumed = train(tmp_path / "b", 3, resume=True)
     assert torch.equal(resumed["planes"], whole["planes"]) and torch.equal(resumed["thresholds"], whole["thresholds"])
+    elsewhere = str(tmp_path / "b" / "checkpoint-1")
+    with pytest.raises(sb.UserError, match="c/checkpoint-1/sparsebalance_selection.pt: there is no such file.*resume_from="):
+        train(tmp_path / "c", 3, resume=elsewhere)
+    moved = train(tmp_path / "c", 3, resume=elsewhere, resume_from=elsewhere)
+    assert torch.equal(moved["planes"], whole["planes"]) and torch.equal(moved["thresholds"], whole["thresholds"])
+
+
+def test_a_copied_model_has_a_learner_of_its_own():
+    model = make_model(config=LEARNING).train()
+    batch = dict(input_ids=tokens(1, 700), use_cache=False)
+    model(**batch)
+    sbt.learner_of(model).learn()
+    other = copy.deepcopy(model)
+    learners = {id(layer.self_attn._sparsebalance_learner) for layer in other.model.layers}
+    assert learners == {id(sbt.learner_of(other))} and sbt.learner_of(other) is not sbt.learner_of(model)
+    assert torch.equal(other(**batch).logits, model(**batch).logits)
+    fresh = make_model(config=LEARNING)
+    assert not torch.equal(fresh(**batch).logits, model(**batch).logits)
 
 
 def test_patterns_that_learn_need_a_learner(tmp_path):

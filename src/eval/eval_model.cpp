@@ -180,7 +180,8 @@ EvalModel::Score EvalModel::score(const std::vector<int32_t>& tokens, const std:
 std::vector<std::vector<int32_t>> EvalModel::generate(const std::vector<std::vector<int32_t>>& prompts,
                                                       const GenerationOptions& options,
                                                       const std::function<void(size_t, size_t)>& progress) {
-  for (const std::vector<int32_t>& prompt : prompts) warn_beyond_reach(std::ssize(prompt) + options.max_new_tokens);
+  const int64_t most_new = std::min(options.max_new_tokens, options_.max_tokens);  // more is refused below
+  for (const std::vector<int32_t>& prompt : prompts) warn_beyond_reach(std::ssize(prompt) + most_new);
   if (!prompts.empty()) look_first(*std::ranges::max_element(prompts, {}, &std::vector<int32_t>::size));
   Generator generator(*stage_, *cached_, options_.batch, options_.max_tokens);
   return generator.generate(context_.exec(), prompts, options, progress);

@@ -44,7 +44,7 @@ std::vector<std::vector<int32_t>> Generator::generate(const Exec& exec,
                                                       const std::function<void(size_t, size_t)>& progress) {
   for (size_t i = 0; i < prompts.size(); ++i) {
     SB_USER_CHECK(!prompts[i].empty(), "prompt {} is empty; generation needs at least one token to start from", i);
-    SB_USER_CHECK(std::ssize(prompts[i]) + options.max_new_tokens <= capacity_,
+    SB_USER_CHECK(options.max_new_tokens <= capacity_ - std::ssize(prompts[i]),
                   "prompt {} has {} tokens; with {} new ones it exceeds the {} tokens planned for; raise --max-tokens",
                   i, prompts[i].size(), options.max_new_tokens, capacity_);
     for (const int32_t token : prompts[i]) {

@@ -206,6 +206,10 @@ int64_t answer_tokens(const std::string& task) {
   return find_task(task).answer_tokens;
 }
 
+std::string answer_of(std::string_view generated) {
+  return std::string(generated.substr(std::min(generated.find_first_not_of(" \t\r\n"), generated.size())));
+}
+
 double score(const std::string& task, std::string_view prediction, const Expected& expected) {
   SB_CHECK(!expected.answers.empty(), "a question without an answer");
   return find_task(task).score(prediction, expected);

@@ -18,6 +18,9 @@ std::vector<std::string> known_tasks();
 bool has_options(const std::string& task);
 // Tokens that the published script lets an answer have.
 int64_t answer_tokens(const std::string& task);
+// What a model wrote after a prompt, without the white space that parts the two: the metrics look at how an answer
+// begins.
+std::string answer_of(std::string_view generated);
 // UserError for an unknown task, or where the right answer is none of the options.
 double score(const std::string& task, std::string_view prediction, const Expected& expected);
 

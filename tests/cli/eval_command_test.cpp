@@ -1,4 +1,5 @@
 #include <nlohmann/json.hpp>
+#include <sstream>
 
 #include "tests/cli/cli_fixture.h"
 
@@ -298,6 +299,11 @@ TEST_F(EvalCommand, InfiniteBenchScoresAFileByItsName) {
       run_program({"eval", "infinitebench", "--input", input, "--predictions", predictions, "--limit", "2"});
   ASSERT_EQ(result.exit_code, 0) << result.err;
   EXPECT_EQ(result.out, input + ": 100.00 ± 0.00 over 2 samples (passkey)\n");
+  write("pred.jsonl", "{\"pred\": \"12\"}\n{\"pred\": \"x 34\"}\n{\"pred\": \"6\"}\n");
+  const ProgramResult first =
+      run_program({"eval", "infinitebench", "--input", input, "--predictions", predictions, "--limit", "2"});
+  EXPECT_EQ(first.exit_code, 0) << first.err;
+  EXPECT_EQ(first.out, result.out) << "of a whole file of predictions the first two count, too";
   const auto says = [&](const std::string& name, const std::string& content, const std::string& what) {
     const ProgramResult refused = run_program({"eval", "infinitebench", "--input", write(name, content)});
     EXPECT_EQ(refused.exit_code, 2);
@@ -313,6 +319,53 @@ TEST_F(EvalCommand, InfiniteBenchScoresAFileByItsName) {
        "code_debug.jsonl:1: the answer \"x\" is none of the options");
   says("math_calc.jsonl", "{\"context\": \"c\", \"input\": \"i\", \"answer\": [1]}\n",
        "answers of math_calc have up to 30000 tokens");
+}
+
+// The model has 320 tokens.
+TEST_F(EvalCommand, ServeRefusesNumbersThatItWouldHaveToCut) {
+  const std::pair<std::string, std::string> cases[] = {
+      {R"({"score": {"tokens": [1, 4294967297], "targets": 1}})", "a token is 4294967297, but"},
+      {R"({"score": {"tokens": [1, 3.7], "targets": 1}})", "a token is 3.7, but must be an integer from 0 to 319"},
+      {R"({"score": {"tokens": [1, true], "targets": 1}})", "a token is true, but"},
+      {R"({"score": {"tokens": [1, -1], "targets": 1}})", "a token is -1, but"},
+      {R"({"score": {"tokens": [1, 320], "targets": 1}})", "a token is 320, but"},
+      {R"({"score": {"tokens": 1, "targets": 1}})", "key \"tokens\" must be a list"},
+      {R"({"score": {"tokens": [1, 2], "targets": 1.5}})", "targets is 1.5, but must be an integer from 1 to 1"},
+      {R"({"score": {"tokens": [1, 2], "targets": 2}})", "targets is 2, but"},
+      {R"({"score": {"tokens": [1, 2]}})", "key \"targets\" is missing"},
+      {R"({"score": {"tokens": [], "targets": 1}})", "0 tokens; the first cannot be a target"},
+      {R"({"generate": {"prompts": [[4294967297]], "max_new_tokens": 1}})", "a token is 4294967297, but"},
+      {R"({"generate": {"prompts": [1], "max_new_tokens": 1}})", "a prompt must be a list of tokens"},
+      {R"({"generate": {"prompts": [[1]], "max_new_tokens": 9223372036854775807}})",
+       "max_new_tokens is 9223372036854775807, but must be an integer from 1 to 64"},
+      {R"({"generate": {"prompts": [[1]], "max_new_tokens": 18446744073709551615}})", "max_new_tokens is 1844674407"},
+      {R"({"generate": {"prompts": [[1]], "max_new_tokens": 65}})", "max_new_tokens is 65, but"},
+      {R"({"generate": {"prompts": [[1]], "max_new_tokens": 0}})", "max_new_tokens is 0, but"},
+      {R"({"generate": {"prompts": [[1]], "max_new_tokens": 64}})", "prompt 0 has 1 tokens; with 64 new ones"},
+      {R"({"generate": {"prompts": [[1]], "max_new_tokens": 1, "seed": -1}})", "seed is -1, but"},
+      {R"({"generate": {"prompts": [[1]], "max_new_tokens": 1, "top_p": true}})", "key \"top_p\" must be a number"},
+  };
+  std::string requests;
+  for (const auto& [request, error] : cases) requests += request + "\n";
+  requests += R"({"score": {"tokens": [1, 319], "targets": 1}})"
+              "\n"
+              R"({"generate": {"prompts": [[1]], "max_new_tokens": 1, "seed": 18446744073709551615}})"
+              "\n";
+  const ProgramResult result =
+      run_program_with_input({"eval", "serve", "--model", "tests/data/hf/qwen2_tied", "--max-tokens", "64"}, requests);
+  ASSERT_EQ(result.exit_code, 0) << result.err;
+  std::istringstream lines(result.out);
+  std::string line;
+  std::getline(lines, line);
+  EXPECT_EQ(nlohmann::json::parse(line)["vocab_size"], 320);
+  for (const auto& [request, error] : cases) {
+    ASSERT_TRUE(std::getline(lines, line)) << request;
+    EXPECT_NE(nlohmann::json::parse(line).value("error", "").find(error), std::string::npos) << request << line;
+  }
+  std::getline(lines, line);
+  EXPECT_LT(nlohmann::json::parse(line).value("loglikelihood", 1.0), 0.0) << line;
+  std::getline(lines, line);
+  EXPECT_EQ(nlohmann::json::parse(line)["tokens"][0].size(), 1u) << line;
 }
 
 }  // namespace

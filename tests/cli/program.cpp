@@ -64,6 +64,20 @@ ProgramResult run_program(const std::vector<std::string>& arguments) {
   return result;
 }
 
+ProgramResult run_program_with_input(const std::vector<std::string>& arguments, const std::string& input) {
+  const std::string in = scratch_file(".in"), out = scratch_file(".out");
+  std::ofstream(in, std::ios::binary) << input;
+  ProgramResult result = run_program_into(
+      [&] {
+        const int in_file = open(in.c_str(), O_RDONLY);
+        return in_file >= 0 && dup2(in_file, 0) >= 0 ? open(out.c_str(), O_WRONLY | O_CREAT | O_TRUNC, 0600) : -1;
+      },
+      arguments);
+  std::filesystem::remove(in);
+  result.out = read_and_remove(out);
+  return result;
+}
+
 ProgramResult run_program_into_full_device(const std::vector<std::string>& arguments) {
   return run_program_into([] { return open("/dev/full", O_WRONLY); }, arguments);
 }

@@ -75,7 +75,16 @@ TEST(InfiniteBench, Choices) {
   EXPECT_EQ(code("A."), 0);
   EXPECT_EQ(code("The answer is: `Bob`"), 1);
   EXPECT_EQ(code("The answer is:"), 0);
+  EXPECT_EQ(code(" B."), 0);  // the published metric
+  EXPECT_EQ(code(infinitebench::answer_of(" B.").c_str()), 1);
   EXPECT_THROW(score("code_debug", "B.", {"Eve"}, options), UserError);
+}
+
+TEST(InfiniteBench, AnswersOfAModelBeginWithTheirFirstWord) {
+  EXPECT_EQ(infinitebench::answer_of("\n\t B. b \n"), "B. b \n");
+  EXPECT_EQ(infinitebench::answer_of("B"), "B");
+  EXPECT_EQ(infinitebench::answer_of(" \n"), "");
+  EXPECT_EQ(infinitebench::answer_of(""), "");
 }
 
 TEST(InfiniteBench, AnswersInWords) {

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <memory>
 #include <numeric>
 
@@ -195,6 +196,9 @@ TEST(Generation, RefusesBadPrompts) {
   EXPECT_THROW(generator.generate(pair.exec, {{61}}, options), UserError);
   EXPECT_THROW(generator.generate(pair.exec, {{-1}}, options), UserError);
   EXPECT_THROW(generator.generate(pair.exec, {random_tokens(1000, 1)}, options), UserError);
+  GenerationOptions endless;
+  endless.max_new_tokens = std::numeric_limits<int64_t>::max();
+  EXPECT_THROW(generator.generate(pair.exec, {{1}}, endless), UserError);
   EXPECT_TRUE(generator.generate(pair.exec, {}, options).empty());
 }
 

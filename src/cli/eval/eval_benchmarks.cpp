@@ -21,9 +21,9 @@ namespace {
 
 using Json = nlohmann::ordered_json;
 
-std::vector<std::string> predictions_for(const EvalOptions& options, const std::string& file,
+std::vector<std::string> predictions_for(const EvalOptions& options, const BenchmarkFiles& files,
                                          const std::vector<Row>& rows, const std::vector<std::string>& prompts) {
-  if (!file.empty()) return read_predictions(file, rows);
+  if (!files.predictions.empty()) return read_predictions(files, rows);
   EvalModel model = open_model_to_run(options);
   Progress progress;
   return model.answer(prompts, generation(options),
@@ -39,7 +39,7 @@ void run_ruler(const EvalOptions& options, const BenchmarkFiles& files, bool par
     outputs.push_back(row.texts("outputs"));
     SB_USER_CHECK(!outputs.back().empty(), "{}: \"outputs\" is empty", row.place);
   }
-  const std::vector<std::string> texts = predictions_for(options, files.predictions, rows, prompts);
+  const std::vector<std::string> texts = predictions_for(options, files, rows, prompts);
   MeanScore mean;
   Json scored = Json::array();
   for (size_t i = 0; i < rows.size(); ++i) {
@@ -125,9 +125,8 @@ std::vector<std::string> longbench_answers(const EvalOptions& options, const std
 void run_longbench(const EvalOptions& options, const LongBenchOptions& bench) {
   const std::vector<Row> rows = read_rows(bench.files);
   const std::vector<LongBenchItem> items = longbench_items(rows, bench, options.max_new_tokens);
-  const std::vector<std::string> texts = bench.files.predictions.empty()
-                                             ? longbench_answers(options, items)
-                                             : read_predictions(bench.files.predictions, rows);
+  const std::vector<std::string> texts =
+      bench.files.predictions.empty() ? longbench_answers(options, items) : read_predictions(bench.files, rows);
   std::map<std::string, MeanScore> tasks;
   Json scored = Json::array();
   for (size_t i = 0; i < rows.size(); ++i) {

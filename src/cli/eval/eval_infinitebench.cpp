@@ -45,8 +45,10 @@ std::string prompt_of(const Row& row, const std::string& form, const std::vector
 
 void run_infinitebench(EvalOptions options, const Options& bench) {
   const std::string task = task_of(bench);
-  std::string form = infinitebench::has_options(task) ? "{context}\n\n{input}\n\nThe letter of the right answer:"
-                                                      : "{context}\n\n{input}\n";
+  std::string form = infinitebench::has_options(task)
+                         ? "{context}\n\n{input}\n\nAnswer with the letter of the right option and a point, such as "
+                           "\"A.\".\n\nAnswer:"
+                         : "{context}\n\n{input}\n";
   if (!bench.prompts.empty()) {
     const auto templates = longbench::read_templates(bench.prompts);
     SB_USER_CHECK(templates.contains(task), "{}: no template for the task \"{}\"", bench.prompts, task);
@@ -81,8 +83,9 @@ void run_infinitebench(EvalOptions options, const Options& bench) {
     texts = model.answer(prompts, generation(options),
                          [&](size_t done, size_t all) { show(progress, done, all, "prompts"); },
                          {.chat = options.chat, .cut_middle = true});
+    for (std::string& text : texts) text = infinitebench::answer_of(text);
   } else {
-    texts = read_predictions(bench.files.predictions, rows);
+    texts = read_predictions(bench.files, rows);
   }
   MeanScore mean;
   Json scored = Json::array();

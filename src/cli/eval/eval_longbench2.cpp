@@ -94,7 +94,7 @@ void run_longbench2(const EvalOptions& options, const Options& bench) {
   if (bench.files.predictions.empty())
     answers = ask(options, bench, questions);
   else
-    answers.texts = read_predictions(bench.files.predictions, rows);
+    answers.texts = read_predictions(bench.files, rows);
 
   MeanScore overall;
   std::map<std::string, MeanScore> parts;

@@ -112,11 +112,13 @@ std::vector<Row> read_rows(const BenchmarkFiles& files) {
   return rows;
 }
 
-std::vector<std::string> read_predictions(const std::string& file, const std::vector<Row>& rows) {
+std::vector<std::string> read_predictions(const BenchmarkFiles& files, const std::vector<Row>& rows) {
   BenchmarkFiles from;
-  from.input = file;
+  from.input = files.predictions;
+  from.limit = files.limit;
   const std::vector<Row> given = read_rows(from);
-  SB_USER_CHECK(given.size() == rows.size(), "{}: {} predictions for {} lines", file, given.size(), rows.size());
+  SB_USER_CHECK(given.size() == rows.size(), "{}: {} predictions for {} lines", files.predictions, given.size(),
+                rows.size());
   std::vector<std::string> texts;
   for (const Row& row : given) texts.push_back(row.text("pred"));
   return texts;

@@ -39,8 +39,8 @@ struct Row {
 
 // The objects of a file; UserError names what is none.
 std::vector<Row> read_rows(const BenchmarkFiles& files);
-// Predictions of a file ("pred"), one for each of the rows.
-std::vector<std::string> read_predictions(const std::string& file, const std::vector<Row>& rows);
+// What the file of predictions says ("pred"), one for each of the rows; of a limit as many as of the questions.
+std::vector<std::string> read_predictions(const BenchmarkFiles& files, const std::vector<Row>& rows);
 
 EvalModel open_model_to_run(const EvalOptions& options);
 

@@ -21,32 +21,50 @@ void say(const Json& answer) {
   std::fflush(stdout);
 }
 
-// Whatever is missing or of another type is the request's fault.
-template <typename T>
-T field(const Json& object, const char* key) {
-  try {
-    return object.at(key).get<T>();
-  } catch (const nlohmann::json::exception&) {
-    throw UserError("key \"{}\" is missing or of another type", key);
-  }
-}
-template <typename T>
-T field_or(const Json& object, const char* key, T otherwise) {
-  return object.contains(key) ? field<T>(object, key) : otherwise;
+const Json& field(const Json& object, const char* key) {
+  SB_USER_CHECK(object.is_object() && object.contains(key), "key \"{}\" is missing", key);
+  return object[key];
 }
 
-void check_vocabulary(const std::vector<int32_t>& tokens, int64_t vocab_size) {
-  for (const int32_t token : tokens)
-    SB_USER_CHECK(0 <= token && token < vocab_size, "token {} is outside the vocabulary of {}", token, vocab_size);
+const Json& list(const Json& object, const char* key) {
+  const Json& value = field(object, key);
+  SB_USER_CHECK(value.is_array(), "key \"{}\" must be a list", key);
+  return value;
+}
+
+double number_or(const Json& object, const char* key, double otherwise) {
+  if (!object.contains(key)) return otherwise;
+  SB_USER_CHECK(object[key].is_number(), "key \"{}\" must be a number", key);
+  return object[key].get<double>();
+}
+
+// Converting cuts off fractions and what does not fit without a word, so that is looked at before.
+int64_t integer(const Json& value, const char* what, int64_t least, int64_t most) {
+  const bool fits = value.is_number_integer() && (!value.is_number_unsigned() || value.get<uint64_t>() <= INT64_MAX) &&
+                    least <= value.get<int64_t>() && value.get<int64_t>() <= most;
+  SB_USER_CHECK(fits, "{} is {}, but must be an integer from {} to {}", what, value.dump(), least, most);
+  return value.get<int64_t>();
+}
+
+uint64_t seed_of(const Json& request) {
+  if (!request.contains("seed")) return 1;
+  SB_USER_CHECK(request["seed"].is_number_unsigned(), "seed is {}, but must be an integer from 0 to {}",
+                request["seed"].dump(), UINT64_MAX);
+  return request["seed"].get<uint64_t>();
+}
+
+std::vector<int32_t> tokens_of(const Json& values, int64_t vocab_size) {
+  SB_USER_CHECK(values.is_array(), "a prompt must be a list of tokens");
+  std::vector<int32_t> tokens;
+  for (const Json& value : values) tokens.push_back(static_cast<int32_t>(integer(value, "a token", 0, vocab_size - 1)));
+  return tokens;
 }
 
 // The last `targets` tokens, given those before them.
 Json score(EvalModel& model, const Json& request) {
-  std::vector<int32_t> tokens = field<std::vector<int32_t>>(request, "tokens");
-  const auto targets = field<int64_t>(request, "targets");
-  SB_USER_CHECK(targets >= 1 && targets < std::ssize(tokens), "{} targets of {} tokens; the first cannot be one",
-                targets, tokens.size());
-  check_vocabulary(tokens, model.config().vocab_size);
+  std::vector<int32_t> tokens = tokens_of(list(request, "tokens"), model.config().vocab_size);
+  SB_USER_CHECK(tokens.size() >= 2, "{} tokens; the first cannot be a target, so there must be two", tokens.size());
+  const int64_t targets = integer(field(request, "targets"), "targets", 1, std::ssize(tokens) - 1);
   std::vector<int32_t> labels(tokens.begin() + 1, tokens.end());
   tokens.pop_back();
   std::fill(labels.begin(), labels.end() - targets, kIgnoredLabel);
@@ -55,13 +73,12 @@ Json score(EvalModel& model, const Json& request) {
 }
 
 // Says every token as it comes and is told whether its prompt goes on.
-Json generate(EvalModel& model, const Json& request) {
-  const auto prompts = field<std::vector<std::vector<int32_t>>>(request, "prompts");
+Json generate(EvalModel& model, int64_t max_tokens, const Json& request) {
+  std::vector<std::vector<int32_t>> prompts;
+  for (const Json& prompt : list(request, "prompts")) prompts.push_back(tokens_of(prompt, model.config().vocab_size));
   GenerationOptions options;
-  options.max_new_tokens = field<int64_t>(request, "max_new_tokens");
-  SB_USER_CHECK(options.max_new_tokens >= 1, "max_new_tokens is {}", options.max_new_tokens);
-  options.sampling = {field_or(request, "temperature", 0.0), field_or(request, "top_p", 1.0),
-                      field_or<uint64_t>(request, "seed", 1)};
+  options.max_new_tokens = integer(field(request, "max_new_tokens"), "max_new_tokens", 1, max_tokens);
+  options.sampling = {number_or(request, "temperature", 0.0), number_or(request, "top_p", 1.0), seed_of(request)};
   SB_USER_CHECK(options.sampling.temperature >= 0 && options.sampling.top_p >= 0 && options.sampling.top_p <= 1,
                 "temperature {} or top_p {} is out of range", options.sampling.temperature, options.sampling.top_p);
   options.stop_tokens = model.stop_tokens();
@@ -75,11 +92,11 @@ Json generate(EvalModel& model, const Json& request) {
   return {{"tokens", model.generate(prompts, options)}};
 }
 
-Json answer(EvalModel& model, const std::string& line) {
+Json answer(EvalModel& model, int64_t max_tokens, const std::string& line) {
   const Json request = Json::parse(line, nullptr, /*allow_exceptions=*/false);
   SB_USER_CHECK(request.is_object() && request.size() == 1, "a request is an object with one key, score or generate");
   if (request.contains("score")) return score(model, request["score"]);
-  if (request.contains("generate")) return generate(model, request["generate"]);
+  if (request.contains("generate")) return generate(model, max_tokens, request["generate"]);
   throw UserError("unknown request \"{}\"; there are score and generate", request.begin().key());
 }
 
@@ -88,7 +105,7 @@ void run_serve(const EvalOptions& options) {
   say({{"ready", true}, {"vocab_size", model.config().vocab_size}, {"stop_tokens", model.stop_tokens()}});
   for (std::string line; std::getline(std::cin, line);) {
     try {
-      say(answer(model, line));
+      say(answer(model, options.max_tokens, line));
     } catch (const UserError& error) {
       say({{"error", error.what()}});
     }
