@@ -130,9 +130,9 @@ TEST(Tuning, OptimalAgainstBruteForceOnAPipeline) {
 
 // What prices leave on the table, against the linear programme's bound, on one pipeline in an order that nobody chose,
 // where it is most: a pipeline has one price, and which operations have slack is found out in rounds. The three rounds
-// of a plan find 91.9 to 94 % of the bound here, sixteen 97 % (relaxed). Steps that are large enough to be tuned by
-// prices are no faster for it: their speed-ups at 3 and at 8 rounds are equal to three digits. Small steps are solved
-// exactly.
+// of a plan find 92 to 94 % of the bound here by the costs of moments, sixteen 97 % (relaxed). Steps that are large
+// enough to be tuned by prices are no faster for it: their speed-ups at 3 and at 8 rounds are equal to three digits.
+// Small steps are solved exactly.
 TEST(Tuning, PricesComeCloseToTheBound) {
   Random random(8);
   for (const char* name : {"power:0.22", "layered"}) {
@@ -142,7 +142,11 @@ TEST(Tuning, PricesComeCloseToTheBound) {
       Layout layout;
       layout.pp = 4;
       layout.comm = trial % 2 == 0;
-      const CostModel cost(latency, {}, layout);
+      AttentionSpec spec;
+      spec.pattern = "topk";
+      spec.score = "moments";
+      spec.score_channels = 0;
+      const CostModel cost(latency, spec, layout);
       const auto coverage = find_coverage(name, 8);
       std::vector<Sequence> sequences;
       for (int i = 0; i < 12; ++i) sequences.push_back({i, 9000 + static_cast<int64_t>(random.below(50000))});
@@ -172,7 +176,7 @@ TEST(Tuning, PricesComeCloseToTheBound) {
       patient += PriceTuner(input).relax(exact.deadline, 16);
       bound += exact.relaxed_bound * tokens;
     }
-    EXPECT_GE(found, 0.91 * bound) << name;
+    EXPECT_GE(found, 0.92 * bound) << name;
     EXPECT_GE(patient, 0.96 * bound) << name;
     EXPECT_LE(patient, bound * (1 + 1e-3)) << name;
   }
