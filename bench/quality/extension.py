@@ -247,7 +247,9 @@ class Experiment:
 
     def evaluate_later(self, entry, folder, wanted):
         """Beside the next training. Its time may go past the end: the program is not stopped by it."""
-        self.pending += [self.evaluations.submit(self.evaluate, entry, folder, kind, way) for kind, way in wanted]
+        submitted = [self.evaluations.submit(self.evaluate, entry, folder, kind, way) for kind, way in wanted]
+        with self.lock:
+            self.pending += submitted
 
     def evaluate(self, entry, folder, kind, way):
         result = self.work / f"eval-{folder.name}-{kind}-{way}.json"
@@ -314,7 +316,7 @@ class Experiment:
             training = 0
         else:
             guess = 30 if kind == "tasks" else self.arguments.tokens / (0.25 if method == "dense" else 0.4)
-            training = self.took.get((kind, method == "dense", length), guess * self.arguments.jobs)
+            training = self.took.get((kind, method == "dense", length), guess * (1.5 if self.arguments.jobs > 1 else 1.0))
         return time.monotonic() + training + EVALUATION_SECONDS < self.program.deadline
 
     def attempt(self, job):
