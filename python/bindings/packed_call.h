@@ -22,9 +22,9 @@ struct PackedCall {
   std::span<const float> thresholds;
 };
 
-// What a forward saw, for those who learn from it: where thresholds are learned, blocks chosen and wanted of every
-// sequence, [sequences, 2]; where blocks are judged by planes, the sums that planes are chosen by: tokens, then squares
-// of queries, sums and squares of keys, [kv_heads, head_dim] each.
+// What a forward saw, for those who learn from it: where thresholds are learned, blocks selected and wanted of every
+// sequence, [sequences, 2]; where blocks are judged by planes, the sums that planes are selected by: tokens, then
+// squares of queries, sums and squares of keys, [kv_heads, head_dim] each.
 struct PackedSeen {
   std::span<int64_t> counts;
   std::span<double> sums;

@@ -25,7 +25,7 @@ class SelectionLearner {
   void observe_sums(int layer, std::span<const double> sums);
   void observe_counts(int layer, std::span<const int32_t> cu_seqlens, std::span<const int32_t> budgets,
                       std::span<const int64_t> counts);
-  // Layer, length class, budget class, blocks chosen and wanted: for the sum over ranks.
+  // Layer, length class, budget class, blocks selected and wanted: for the sum over ranks.
   using Mass = std::array<int64_t, 5>;
   std::vector<Mass> take_masses();
   void add_masses(const std::vector<Mass>& masses);

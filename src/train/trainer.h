@@ -48,8 +48,8 @@ struct TrainerParts {
   ValidationSet validation;
   Console& console;                      // rank 0's is used
   std::function<bool()> stop_requested;  // one rank: asked between micro-batches; several: between steps
-  // `attention`, where it is sparse: its choices are reported and what it learns is saved.
-  ChoosingAttention* sparse = nullptr;
+  // `attention`, where it is sparse: its selections are reported and what it learns is saved.
+  SelectingAttention* sparse = nullptr;
   // All ranks of the run; nullptr: this one alone.
   Communicator* world = nullptr;
   int cores = available_cores();   // this rank's share

@@ -210,7 +210,7 @@ TEST(RunConfig, WhatExcludesOrNeedsEachOther) {
       {kSynthetic, {"balance.chunk=0"}, "--set: balance.chunk:"},
       {kSynthetic, {"balance.chunk=some"}, "--set: balance.chunk:"},
       {kSynthetic, {"balance.chunk=auto"}, "--set: balance.chunk: predicts latencies"},
-      {kSynthetic, {"balance.chunk=1024", "attention.pattern=vertical_slash"}, "chooses by the last queries"},
+      {kSynthetic, {"balance.chunk=1024", "attention.pattern=vertical_slash"}, "selects by the last queries"},
       {kSynthetic,
        {"balance.chunk=1024", "attention.pattern=topk", "attention.selection=lookahead"},
        "use selection: causal"},

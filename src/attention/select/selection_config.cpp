@@ -15,7 +15,7 @@ bool selection_looks_ahead(const SelectionConfig& config) {
 std::string why_not_in_pieces(const SelectionConfig& config) {
   if (!selection_looks_ahead(config)) return {};
   return config.pattern == SelectionPattern::vertical_slash
-             ? "attention.pattern: vertical_slash chooses by the last queries of the whole sequence"
+             ? "attention.pattern: vertical_slash selects by the last queries of the whole sequence"
              : "attention.selection: lookahead lets later tokens decide what earlier ones see";
 }
 

@@ -39,9 +39,10 @@ void add_balance_options(OptionTable& table, BalanceOptions& balance) {
           balance.target = config_number(given, label, 0.0, 1.0);
       },
       [&balance] { return balance.target < 0 ? std::string("equal_coverage") : fmt::format("{}", balance.target); });
-  table.integer("balance.max_budget", &balance.max_budget, 0, std::numeric_limits<int32_t>::max(),
-                "tuning: the largest budget that it gives; memory for the lists of chosen blocks is planned for it. 0: "
-                "four times attention.budget");
+  table.integer(
+      "balance.max_budget", &balance.max_budget, 0, std::numeric_limits<int32_t>::max(),
+      "tuning: the largest budget that it gives; memory for the lists of selected blocks is planned for it. 0: "
+      "four times attention.budget");
   table.add(
       "balance.chunk", "number or word", "auto, none, or tokens",
       "long sequences are cut into pieces that follow each other through the pipeline, with the same result; short "
@@ -112,7 +113,7 @@ void check_chunk(const RunConfig& config, const OptionTable& table) {
   const SelectionConfig& selection = config.attention.selection;
   const std::string label = table.label("balance.chunk");
   SB_USER_CHECK(selection.pattern != SelectionPattern::vertical_slash,
-                "{}: pattern vertical_slash chooses by the last queries of a sequence, which the first piece cannot "
+                "{}: pattern vertical_slash selects by the last queries of a sequence, which the first piece cannot "
                 "know; use another pattern, or balance.chunk: none",
                 label);
   SB_USER_CHECK(

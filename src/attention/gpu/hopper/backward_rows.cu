@@ -124,7 +124,7 @@ struct Consumer {
         issue_product(s, smem.q[slot], smem.k[ring.stage]);
         barrier_wait(shared_address(&smem.v_full[ring.stage]), ring.phase);
         issue_product(dp, smem.d_o, smem.v[ring.stage]);
-        // A row that came before the block was chosen takes part with probability zero.
+        // A row that came before the block was selected takes part with probability zero.
         float minus[2][2];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
