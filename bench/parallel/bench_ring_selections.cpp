@@ -235,8 +235,7 @@ void run(const Task& task, int64_t steps) {
   }
   fmt::print(
       "{} steps, cp {}: {} of {} lists selected otherwise, by log masses at most {:.1e} apart; with one rank's lists "
-      "the "
-      "losses differ by at most {:.1e} of themselves\n",
+      "the losses differ by at most {:.1e} of themselves\n",
       steps, task.cp, all.other, all.rows, all.margin, largest);
 }
 

@@ -1,5 +1,5 @@
 // Times what the trainer calls on a GPU, for shapes and patterns that attention_hopper_bench has not: selection,
-// forward and backward with the kernels selected for them, the same with the portable ones, and for vertical_slash as
+// forward and backward with the kernels chosen for them, the same with the portable ones, and for vertical_slash as
 // many (query, key) pairs in plain blocks, lists per query head alike. Useful FLOPs: 4·d for every pair and query head
 // forward, 2.5 times that backward. Operands are random, so that caps and budget decide how much is selected.
 //   attention_patterns_bench [part of a case's name]
@@ -86,7 +86,7 @@ class Bench {
     const BlockIndex selected = read_block_index(*state, pool_);
     set_flops(selected);
     fmt::print("{}: {} pairs, {:.2f} %\n", case_.name, report.pairs, 100 * report.density());
-    const double once = measure("  selected kernels", *attention, *state);
+    const double once = measure("  chosen kernels", *attention, *state);
     fmt::print("  selection and its lists {:.3f} ms\n", all - once);
     given(options_of(false, true), "  two kernels", selected);
     if (case_.tokens <= 32768) given(options_of(true), "  portable kernels", selected);

@@ -73,8 +73,8 @@ TEST_F(CudaTable, EveryCaseOfTheCpu) {
       }
     }
   }
-  std::printf("%d runs with the kernels selected for the GPU, %d with the portable ones, %d refused\n", hopper,
-              portable, refused);
+  std::printf("%d runs with the kernels chosen for the GPU, %d with the portable ones, %d refused\n", hopper, portable,
+              refused);
 }
 
 // Single keys beside blocks in the shapes that the Hopper kernels take: the table above has mostly others. Results in
