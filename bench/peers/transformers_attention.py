@@ -1,6 +1,6 @@
 """Training steps of Qwen2.5-3B's shape in transformers with our attention against the same with sdpa, and what the operator
 takes of the host in a call. bf16 weights, fused AdamW, gradient checkpointing, the loss in chunks, random weights; ours with
-mass lists by planes at 8192 keys a query. sdpa is given cuDNN's kernels first.
+mass lists by planes at 8192 keys per query. sdpa is given cuDNN's kernels first.
 
     transformers_attention.py [TOKENS ...]        32768 and 131072 without arguments; needs the package built with CUDA
 """

@@ -13,11 +13,11 @@ namespace sb::python {
 struct PackedCall {
   int layer = 0;
   AttentionShape shape{};
-  std::span<const int32_t> cu_seqlens, budgets;  // budgets: one a sequence, or none
+  std::span<const int32_t> cu_seqlens, budgets;  // budgets: one per sequence, or none
   std::span<uint8_t> lists;                      // what backward needs besides output and log-sum-exp
   AttentionOperands operands;
   // What selection goes by beyond the sequences at hand. `planes` where blocks are judged by planes: plane_words().
-  // `thresholds` where they are learned: one a sequence.
+  // `thresholds` where they are learned: one per sequence.
   std::span<const uint32_t> planes;
   std::span<const float> thresholds;
 };

@@ -37,7 +37,7 @@ class IndexDump;
 struct ValidationSet {
   const SequenceSource* source = nullptr;  // none: no validation
   int64_t sequences = 0;
-  int64_t recall_chunk = 0;  // chunk recall: tokens a chunk; also measure the third and later ones. 0: another task
+  int64_t recall_chunk = 0;  // chunk recall: tokens per chunk; also measure the third and later ones. 0: another task
 };
 
 // What a run is made of besides its configuration. All of it outlives the trainer.

@@ -472,7 +472,7 @@ TEST(RunConfig, DocumentationIsThatOfTheTable) {
   std::stringstream page;
   page << file.rdbuf();
   EXPECT_EQ(page.str(), run_config_markdown())
-      << "write it anew: build/cpu/src/cli/sparsebalance config --markdown > docs/configuration.md";
+      << "write it again: build/cpu/src/cli/sparsebalance config --markdown > docs/configuration.md";
 }
 
 TEST(RunConfig, ExamplesLoad) {

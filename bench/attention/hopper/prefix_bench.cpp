@@ -1,8 +1,8 @@
 // Times attention of a sequence's last piece, 4K queries on all keys before them, against that of the whole sequence:
-// (query, key) pairs a second, forward and backward, as the trainer calls them, on lists that were selected before.
+// (query, key) pairs per second, forward and backward, as the trainer calls them, on lists that were selected before.
 // Both take turns, each after a rest, as the card remembers what it did before. The backward of a piece adds to sums in
 // fp32, that of the whole writes bf16. bf16, topk of 10 % of the pairs, random operands. Exit code 1 where a piece has
-// less than 90 % of the whole's pairs a second.
+// less than 90 % of the whole's pairs per second.
 //   attention_prefix_bench [part of a case's name]
 
 #include <fmt/format.h>
@@ -172,7 +172,7 @@ class Bench {
     const double share = piece_rate / whole_rate;
     fmt::print(
         "{:<34} whole {:8.3f} ms {:4.0f} TFLOP/s | piece {:8.3f} ms {:4.0f} TFLOP/s, {:4.1f} % of the pairs | "
-        "{:.3f} of the whole's pairs a second{}\n",
+        "{:.3f} of the whole's pairs per second{}\n",
         name, whole_times[1], flops * whole_rate / 1e9, piece_times[1], flops * piece_rate / 1e9,
         100 * piece_pairs / whole_pairs, share, share < kBar ? ", BELOW THE BAR" : "");
     std::fflush(stdout);

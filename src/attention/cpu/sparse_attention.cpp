@@ -246,7 +246,7 @@ int64_t SparseAttention::statistics_bytes(const AttentionShape& shape, int64_t t
 }
 
 int64_t SparseAttention::state_bytes(const AttentionShape& shape, int64_t max_tokens) const {
-  // Rows hold three bytes an entry, columns four.
+  // Rows hold three bytes per entry, columns four.
   const auto [rows, entries, columns] = lists(shape, max_tokens, max_tokens);
   return rows * (entries * 7 + columns * static_cast<int64_t>(sizeof(int32_t)) + 12);
 }

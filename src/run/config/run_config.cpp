@@ -393,7 +393,7 @@ void add_train(OptionTable& table, FlatConfig& flat) {
                 "checkpoints kept, the newest; 0: all");
   table.text(
       "train.resume", &train.resume,
-      "auto: from the newest intact checkpoint in output_dir, if any; never: start anew; or a checkpoint's path");
+      "auto: from the newest intact checkpoint in output_dir, if any; never: start again; or a checkpoint's path");
   table.path("train.output_dir", &train.output_dir, "checkpoints, metrics and the trained model go here");
   table.integer("train.seed", &train.seed, 0, OptionTable::kAny, "of initialisation, data order and synthetic tasks");
   table.integer("train.validation_steps", &train.validation_steps, 0, OptionTable::kAny,
@@ -415,9 +415,10 @@ void add_train(OptionTable& table, FlatConfig& flat) {
   table.integer("train.offload", &train.offload, -1, 1 << 16,
                 "layers of a stage whose input waits for backward in host memory; -1: as many as the GPU's memory asks "
                 "for (none on the CPU); never changes the result");
-  table.flag("train.offload_optimizer", &train.offload_optimizer,
-             "device: cuda: float32 values and AdamW's moments, 12 bytes a parameter, wait in host memory and come to "
-             "the GPU in windows; never changes the result");
+  table.flag(
+      "train.offload_optimizer", &train.offload_optimizer,
+      "device: cuda: float32 values and AdamW's moments, 12 bytes per parameter, wait in host memory and come to "
+      "the GPU in windows; never changes the result");
   table.choice<TrainOptions::Precision>(
       "train.precision", &train.precision,
       {{"auto", TrainOptions::Precision::automatic}, {"float32", TrainOptions::Precision::float32}},

@@ -8,9 +8,10 @@
 namespace sb {
 
 void add_balance_options(OptionTable& table, BalanceOptions& balance) {
-  table.section("balance",
-                "How a step's sequences are shared out, and how many keys each attends to; docs/balancing.md. Batching "
-                "and ordering never change the result, tuning trades attention coverage between sequences.");
+  table.section(
+      "balance",
+      "How a step's sequences are divided among ranks, and how many keys each attends to; docs/balancing.md. Batching "
+      "and ordering never change the result, tuning trades attention coverage between sequences.");
   table.word("balance.batching", &balance.batching, kBatchingWords,
              "in_order: as they come; sab: balances predicted latency at the expected budgets");
   for (const char* compared : {"length", "quadratic", "wlb"})
@@ -47,7 +48,8 @@ void add_balance_options(OptionTable& table, BalanceOptions& balance) {
       "balance.chunk", "number or word", "auto, none, or tokens",
       "long sequences are cut into pieces that follow each other through the pipeline, with the same result; short "
       "ones "
-      "are packed. A number (a multiple of attention.block): every sequence above so many tokens is cut, and memory is "
+      "are packed. A number (a multiple of attention.block): every sequence above this many tokens is cut, and memory "
+      "is "
       "planned for pieces; auto: the size, or whole sequences, by which a step is fastest (on GPUs with "
       "parallel.pp one size for the run, by which its first batches are)",
       [&balance](const ConfigValue& given, const std::string& label) {
@@ -66,9 +68,10 @@ void add_balance_options(OptionTable& table, BalanceOptions& balance) {
   table.flag("balance.adapt", &balance.adapt,
              "measured times and coverage correct the predictions; false: a plan follows from the configuration and "
              "the step alone");
-  table.integer("balance.compare_steps", &balance.compare_steps, 0, OptionTable::kAny,
-                "every so many steps the same batch also runs in order at attention.budget, is timed and thrown away: "
-                "what balancing gains, measured. Costs one forward and backward; 0: never");
+  table.integer(
+      "balance.compare_steps", &balance.compare_steps, 0, OptionTable::kAny,
+      "every this many steps the same batch also runs in order at attention.budget, is timed and thrown away: "
+      "what balancing gains, measured. Costs one forward and backward; 0: never");
   table.path("balance.profile", &balance.profile,
              "latencies: a file that `sparsebalance profile` wrote, or h200 (measured: Qwen2.5-0.5B and 3B), "
              "h200-analytic, h100-analytic, a100-analytic, "

@@ -17,7 +17,7 @@ TEST(ContextOwner, IsAsDescribed) {
     for (int64_t turn = 1; turn <= b / 4; ++turn) shift += turn;
     EXPECT_EQ(context_owner(ContextPlacement::triangular, 4, 100, b), (b + shift) % 4);
   }
-  const int zigzag[] = {0, 0, 1, 1, 2, 2, 2, 2, 1, 1, 0, 0};  // three ranks, two blocks a run
+  const int zigzag[] = {0, 0, 1, 1, 2, 2, 2, 2, 1, 1, 0, 0};  // three ranks, two blocks per run
   for (int64_t b = 0; b < 12; ++b) EXPECT_EQ(context_owner(ContextPlacement::zigzag, 3, 12, b), zigzag[b]);
 }
 

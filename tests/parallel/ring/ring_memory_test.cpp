@@ -171,7 +171,7 @@ TEST(RingMemory, ScratchHoldsThePassesOfManySequences) {
   }
 }
 
-// However short the sequences that select may be, a micro-batch has no more of them than one of 64 tokens a rank.
+// However short the sequences that select may be, a micro-batch has no more of them than one of 64 tokens per rank.
 TEST(RingMemory, IsNoLargerWhereEverySequenceSelects) {
   constexpr int kRanks = 2;
   run_thread_ranks(kRanks, [&](Communicator& world) {

@@ -7,9 +7,9 @@
 namespace sb::gpu {
 namespace {
 
-// Query-stationary half of the deterministic backward: dQ of a tile from its row list, three products a block, nothing
-// shared between tiles. Each of the two computing warpgroups owns one subtile. Thread blocks begin as those of the half
-// for the keys end, of which they need nothing.
+// Query-stationary half of the deterministic backward: dQ of a tile from its row list, three products per block,
+// nothing shared between tiles. Each of the two computing warpgroups owns one subtile. Thread blocks begin as those of
+// the half for the keys end, of which they need nothing.
 
 constexpr int kThreads = 384;
 

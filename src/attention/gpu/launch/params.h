@@ -101,7 +101,7 @@ constexpr int32_t kNoColumn = INT32_MAX;
 constexpr int kGatheredPiece = 64;
 struct GatheredList {
   int64_t columns = 0;  // first in the array of columns
-  int64_t bits = 0;     // first 64-bit word of query block 0; `pieces` words a query block
+  int64_t bits = 0;     // first 64-bit word of query block 0; `pieces` words per query block
   int32_t pieces = 0;
   int32_t slot = 0;   // of piece 0 among all pieces: where the sums of its gradients go
   int32_t token = 0;  // the sequence's first, in the packed tensors

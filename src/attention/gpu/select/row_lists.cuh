@@ -50,7 +50,7 @@ inline int select_memory(const SelectParams& p) {
   return p.shared_memory > 0 ? p.shared_memory : most_shared_memory() - kCountedBytes;
 }
 // Query blocks of a thread block: of very long sequences shared memory holds fewer, of the longest at least one,
-// whatever GPU it is (a byte a block).
+// whatever GPU it is (a byte per block).
 inline int select_warps(const SelectParams& p, int warp_bytes) {
   const int warps = std::min(kWarps, select_memory(p) / std::max(warp_bytes, 1));
   if (warps == 0) throw_unsupported("key blocks to select among", p.max_competing);
@@ -91,7 +91,7 @@ __device__ inline Counted write_row_list(const SelectArguments& args, const Sele
   };
   int at = item.list_begin, base = 0;
   unsigned blocks = 0, rows = 0;  // selected among the competing, and the tokens before the first that sees them
-  // Where selections were made, four blocks a lane at a time. What the map gets beyond the visible ones nobody looks
+  // Where selections were made, four blocks per lane at a time. What the map gets beyond the visible ones nobody looks
   // at.
   if (first != nullptr && args.expand == 0)
     for (; base < item.visible; base += 128) {

@@ -261,10 +261,10 @@ auto kernel_for(int chunks, bool in_place) {
                         : select_kernel<0, kRule, false>;
 }
 
-// Eight columns a thread block. Each warp takes a part of the query blocks, a lane one of them at a time and all eight
-// key blocks of it in one load; it counts first, and writes when it knows what comes before. Where a column begins
-// follows from the counts that the first kernel leaves; in the second, which counts beside the first, every thread
-// block sums those before its own, which is quicker than a kernel between them.
+// Eight columns per thread block. Each warp takes a part of the query blocks, a lane one of them at a time and all
+// eight key blocks of it in one load; it counts first, and writes when it knows what comes before. Where a column
+// begins follows from the counts that the first kernel leaves; in the second, which counts beside the first, every
+// thread block sums those before its own, which is quicker than a kernel between them.
 constexpr int kColumnWarps = 16;
 constexpr int kColumnTurn = 4;  // loads of a lane at a time
 

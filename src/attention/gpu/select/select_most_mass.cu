@@ -80,7 +80,7 @@ __device__ Least find_least(const Arguments& args, int pool, int lane) {
   return {upper.bin << 8 | lower.bin, lower.left};
 }
 
-// Masses of the query blocks: sums over their tokens, two key blocks a lane. Their upper bytes are counted in shared
+// Masses of the query blocks: sums over their tokens, two key blocks per lane. Their upper bytes are counted in shared
 // memory first; of pools that find no place there, in memory.
 __global__ void __launch_bounds__(32 * kSumWarps) sum_kernel(const __grid_constant__ Arguments args) {
   __shared__ int32_t gathered[kSlots][kBins], owner[kSlots];

@@ -50,7 +50,7 @@ gpu::RingPlanRequest CudaRingSelection::request_for(int layer, const AttentionSh
   return request;
 }
 
-// What a plan of any micro-batch of so many tokens a rank may take. It grows with the longest sequence and with the
+// What a plan of any micro-batch of so many tokens per rank may take. It grows with the longest sequence and with the
 // number of sequences: no mixture needs more than the largest of both kinds together.
 const CudaRingSelection::PlanSize& CudaRingSelection::largest_plan(const AttentionShape& shape, int64_t max_tokens,
                                                                    DType dtype) {

@@ -24,8 +24,8 @@ class CudaRingSelection {
   // `data` is the ring's communicator of device memory.
   CudaRingSelection(Communicator& data, const RingAttention::Options& options);
 
-  // Before the first plan: memory for those of so many more states, of micro-batches of at most so many tokens a rank;
-  // and how much that is.
+  // Before the first plan: memory for those of so many more states, of micro-batches of at most so many tokens per
+  // rank; and how much that is.
   void reserve(const AttentionShape& shape, int64_t max_tokens, DType dtype, size_t states);
   int64_t reserved_bytes(const AttentionShape& shape, int64_t max_tokens, DType dtype, size_t states);
   // The plan of a micro-batch, with the lists of its dense sequences.
