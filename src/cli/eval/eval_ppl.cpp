@@ -94,7 +94,7 @@ void add_eval_ppl(CLI::App& eval) {
   auto sequences = std::make_shared<int64_t>(0);
   add_common(ppl, *options, true);
   ppl->add_option("--data", *data, "prefixes of .bin/.idx, or llm.c .bin files")->required();
-  ppl->add_option("--sequences", *sequences, "at most so many; 0: all")
+  ppl->add_option("--sequences", *sequences, "at most this many; 0: all")
       ->check(at_least(0), "NONNEGATIVE")
       ->capture_default_str();
   ppl->callback([=] { run_ppl(*options, *data, *sequences); });

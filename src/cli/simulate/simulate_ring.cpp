@@ -39,7 +39,7 @@ int machine_node(int asked, int ranks) {
 }  // namespace
 
 void add_ring_options(CLI::App& command, RingArguments& a) {
-  command.add_flag("--ring", a.only, "--cp: only how a ring of so many ranks shares one sequence");
+  command.add_flag("--ring", a.only, "with --cp: only how a ring of that many ranks shares one sequence");
   command.add_option("--placement", a.placements, "--cp: only these of zigzag, striped, shifted, triangular")
       ->delimiter(',');
   command.add_option("--node-size", a.node_size, "--cp: ranks of a machine; 0: eight where that divides, else all")

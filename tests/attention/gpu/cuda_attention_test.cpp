@@ -21,7 +21,7 @@ class CudaAttentionTest : public ::testing::Test {
   Exec cpu_exec() { return {.pool = &pool_, .scratch = &cpu_scratch_}; }
 
   // Forward and backward on the device; the lists in `index`.
-  CudaResults run(ChoosingAttention& attention, const CudaOperands& in, const PackedSequences& sequences, DType dtype,
+  CudaResults run(SelectingAttention& attention, const CudaOperands& in, const PackedSequences& sequences, DType dtype,
                   BlockIndex* index = nullptr, int layer = 0) {
     const int d = in.shape.head_dim;
     const Shape wide{in.tokens, in.shape.heads, d}, narrow{in.tokens, in.shape.kv_heads, d};
@@ -39,15 +39,15 @@ class CudaAttentionTest : public ::testing::Test {
     EXPECT_EQ(scratch.used(), 0);
     if (index != nullptr) *index = read_block_index(*state, pool_);
     CudaResults results{out.host(), lse.host(), dq.host(), dk.host(), dv.host()};
-    // The same choices again give the same.
+    // The same selections again give the same.
     attention.forward(exec, layer, in.shape, sequences, operands, *state, true);
     cuda::synchronize(stream_.get());
     EXPECT_EQ(out.host(), results.out);
     return results;
   }
 
-  BlockIndex chosen_by_cpu(const CudaAttentionOptions& options, const CudaOperands& in, const std::vector<int32_t>& cu,
-                           const LearnedSelection& learned = {}) {
+  BlockIndex selected_by_cpu(const CudaAttentionOptions& options, const CudaOperands& in,
+                             const std::vector<int32_t>& cu, const LearnedSelection& learned = {}) {
     SparseAttention cpu(options.attention);
     return run_on_cpu(cpu, in, cu, learned);
   }
@@ -167,7 +167,7 @@ TEST_F(CudaAttentionTest, EqualsTheCpuOnTheSameLists) {
   }
 }
 
-TEST_F(CudaAttentionTest, ChoosesWhatTheCpuChooses) {
+TEST_F(CudaAttentionTest, SelectsWhatTheCpuSelects) {
   // In fp32 masses differ by rounding to 16 bits only (the CPU's by rounding to bf16, where parts are judged), so most
   // entries agree.
   for (const auto& [score_tokens, dtype, heads, order] : {std::tuple{0, DType::f32, 8, SelectionOrder::causal},
@@ -187,7 +187,7 @@ TEST_F(CudaAttentionTest, ChoosesWhatTheCpuChooses) {
     BlockIndex index;
     run(*attention, in, {cu, {}}, dtype, &index);
 
-    const BlockIndex want = chosen_by_cpu(options, in, cu);
+    const BlockIndex want = selected_by_cpu(options, in, cu);
     ASSERT_EQ(index.rows(), want.rows());
     int64_t same = 0;
     for (int64_t row = 0; row < want.rows(); ++row) {
@@ -199,7 +199,7 @@ TEST_F(CudaAttentionTest, ChoosesWhatTheCpuChooses) {
   }
 }
 
-TEST_F(CudaAttentionTest, ChoosesByPlanesWhatTheCpuChooses) {
+TEST_F(CudaAttentionTest, SelectsByPlanesWhatTheCpuSelects) {
   struct Case {
     SelectionPattern pattern;
     int heads, kv_heads, d, block;
@@ -237,7 +237,7 @@ TEST_F(CudaAttentionTest, ChoosesByPlanesWhatTheCpuChooses) {
     attention->use(learned);
     BlockIndex index;
     run(*attention, in, {cu, {}}, c.dtype, &index);
-    const BlockIndex want = chosen_by_cpu(options, in, cu, learned);
+    const BlockIndex want = selected_by_cpu(options, in, cu, learned);
     ASSERT_EQ(index.rows(), want.rows());
     int64_t same = 0;
     for (int64_t row = 0; row < want.rows(); ++row) {
@@ -249,7 +249,7 @@ TEST_F(CudaAttentionTest, ChoosesByPlanesWhatTheCpuChooses) {
   }
 }
 
-TEST_F(CudaAttentionTest, ObservesEnergiesAndChoices) {
+TEST_F(CudaAttentionTest, ObservesEnergiesAndSelections) {
   for (const DType dtype : {DType::bf16, DType::f32}) {
     SCOPED_TRACE(dtype_name(dtype));
     const CudaAttentionOptions options = planes_options(SelectionPattern::mass, 900);
@@ -288,7 +288,7 @@ TEST_F(CudaAttentionTest, ObservesEnergiesAndChoices) {
       EXPECT_NEAR(seen.planes[1].key_sums[i], want.key_sums[i], 1e-4);
       EXPECT_NEAR(seen.planes[1].key_squares[i], want.key_squares[i], 1e-4 * want.key_squares[i]);
     }
-    // Choices of the sparse layer alone: two sequences, of classes of their own; the third runs dense.
+    // Selections of the sparse layer alone: two sequences, of classes of their own; the third runs dense.
     std::map<MassKey, MassCounts> masses;
     int64_t given = 0;
     for (const size_t s : {0u, 3u}) {
@@ -297,13 +297,13 @@ TEST_F(CudaAttentionTest, ObservesEnergiesAndChoices) {
       given += 2 * given_blocks(tiles);
     }
     ASSERT_EQ(seen.masses.size(), masses.size());
-    int64_t chosen = 0;
+    int64_t selected = 0;
     for (const auto& [key, counts] : seen.masses) {
       ASSERT_TRUE(masses.contains(key));
       EXPECT_EQ(counts.wanted, masses[key].wanted);
-      chosen += counts.chosen;
+      selected += counts.selected;
     }
-    EXPECT_EQ(chosen, index.entries() - given);
+    EXPECT_EQ(selected, index.entries() - given);
     const SelectionObservations nothing = attention->take_observations();
     EXPECT_TRUE(nothing.masses.empty());
     for (const PlaneSums& sums : nothing.planes) EXPECT_EQ(sums.tokens, 0);
@@ -504,7 +504,7 @@ TEST_F(CudaAttentionTest, ManyMicroBatchesInTurn) {
 }
 
 TEST_F(CudaAttentionTest, WhatIsReservedHoldsPlansOfAnyBudgets) {
-  // Sequences that the configured budget covers choose under lower ones, however short they are.
+  // Sequences that the configured budget covers select under lower ones, however short they are.
   constexpr int64_t kTokens = 4096;
   const AttentionShape shape{8, 2, 64, 0.125f};
   const CudaOperands in(shape, kTokens, DType::bf16, 3);
@@ -555,7 +555,7 @@ TEST_F(CudaAttentionTest, ThresholdsMeetTheQuotaAndTravel) {
   run(*topk, in, {cu, {}}, DType::bf16);
   EXPECT_NEAR(density, topk->take_report().layers[0].density(), 0.08);
   ASSERT_EQ(learned.thresholds.size(), 1u);
-  // Another one that is told the same chooses the same, as often as it is asked.
+  // Another one that is told the same selects the same, as often as it is asked.
   BlockIndex one, two;
   attention->use(learned);
   run(*attention, in, {cu, {}}, DType::bf16, &one);
@@ -625,7 +625,7 @@ TEST_F(CudaAttentionTest, VerticalSlashFindsWhatTheCpuFinds) {
       const CudaOperands in(shape, cu.back(), dtype, 3);
       BlockIndex index;
       run(*attention, in, {cu, {}}, dtype, &index);
-      const BlockIndex want = chosen_by_cpu(options, in, cu);
+      const BlockIndex want = selected_by_cpu(options, in, cu);
       ASSERT_EQ(index.rows(), want.rows());
       size_t all = 0;
       for (int64_t row = 0; row < want.rows(); ++row) {

@@ -232,7 +232,7 @@ SelectionConfig config_of(SelectionPattern pattern, int block = kBlock) {
 }
 
 // Row lists of `plan` have exactly (topk) or at most (others) the length that the staircase makes of random masses; and
-// the masses that the plan provides for are those of the tokens that choose.
+// the masses that the plan provides for are those of the tokens that select.
 void check_plan(const SelectionConfig& config, bool exact, const ScoreTile& score_tile = {16}) {
   const Shape shape = shape_of(16, 2);
   const std::vector<int32_t> cu{0, 4001, 4500, 7000};
@@ -249,22 +249,23 @@ void check_plan(const SelectionConfig& config, bool exact, const ScoreTile& scor
   for (int head = 0; head < shape.kv_heads; ++head)
     for (size_t s = 0; s < tiles.size(); ++s)
       for (int64_t tile = 0; tile < tiles[s].tiles(); ++tile, ++row) {
-        std::vector<IndexEntry> chosen;
+        std::vector<IndexEntry> selected;
         const int64_t competing = tiles[s].competing(tile);
         const auto kind =
             config.pattern == SelectionPattern::topk ? StaircaseRule::Kind::topk : StaircaseRule::Kind::topp;
         if (s == 1) {
           pairs += tile == 0 ? int64_t{499} * 500 / 2 : 0;
         } else if (config.pattern == SelectionPattern::window) {
-          choose_window(tiles[s], tile, chosen);
+          select_window(tiles[s], tile, selected);
         } else {
           std::vector<float> masses(competing * tiles[s].rows(tile));
           for (float& mass : masses) mass = draw(random);
           StaircaseRule rule = staircase_rule(kind, tiles[s].free_quota(tile), config.step, 16);
-          Staircase().choose(tiles[s], tile, {masses.data(), competing, tiles[s].rows(tile), competing}, rule, chosen);
+          Staircase().select(tiles[s], tile, {masses.data(), competing, tiles[s].rows(tile), competing}, rule,
+                             selected);
         }
         int64_t length = 0;
-        for (const IndexEntry& entry : chosen) {
+        for (const IndexEntry& entry : selected) {
           for (int64_t p = tiles[s].begin(tile) + entry.first; p < tiles[s].end(tile); ++p)
             pairs += std::clamp<int64_t>(p - int64_t{entry.block} * config.block + 1, 0, config.block);
           for (int part = 0; part < expand; ++part)
@@ -281,7 +282,7 @@ void check_plan(const SelectionConfig& config, bool exact, const ScoreTile& scor
     EXPECT_EQ(plan.token_pairs, pairs);
   }
 
-  // Every batch fits, its items have the masses of the tokens that choose, and no two share any.
+  // Every batch fits, its items have the masses of the tokens that select, and no two share any.
   for (const SelectBatch& part : plan.batches) {
     std::map<int64_t, std::pair<int32_t, int32_t>> at;  // masses → token, competing
     for (int i = part.score_begin; i < part.score_begin + part.score_count; ++i) {
@@ -354,7 +355,7 @@ TEST(GpuSelectPlan, AllowanceIsTheStaircaseOfTheRule) {
 }
 
 TEST(GpuSelectPlan, FewTokensOfAQueryBlockFillAnItem) {
-  // A third of the tokens choose; still all but the last items of the groups of 64 key blocks are full.
+  // A third of the tokens select; still all but the last items of the groups of 64 key blocks are full.
   const std::vector<int32_t> cu{0, 32768};
   const SelectionConfig config = config_of(SelectionPattern::topk);
   const std::vector<SequenceTiles> tiles{{32768, config.block, 16, 1, 2, 1638}};
@@ -542,7 +543,7 @@ TEST(GpuWork, APieceHasItsOwnQueriesAndAllKeysBeforeItsEnd) {
   }
 }
 
-// The choices of all pieces together are laid out as those of the whole sequence, and judged by the same statistics.
+// The selections of all pieces together are laid out as those of the whole sequence, and judged by the same statistics.
 TEST(GpuSelect, PiecesArePlannedAsTheWhole) {
   SelectionConfig config;
   config.budget = 700;
