@@ -57,7 +57,7 @@ METHODS = {
 FULL = {"layers": 8, "hidden": 512, "intermediate": 1408, "heads": 8, "kv_heads": 2, "head_dim": 64, "base_length": 4096,
         "base_batch": 32, "base_micro_batch": 65536, "base_tokens": 52, "lengths": (32768, 65536), "passage": 1024,
         "back": (10000, 20000, 30000, 40000, 60000), "block": 128, "piece": 8192, "shares": (0.25, 0.12), "sequences": 16,
-        "task_lengths": (192, 1024, 16384), "task_steps": 160, "task_batch": 80, "task_sequences": 384,
+        "task_lengths": (192, 1024, 16384), "task_steps": 160, "task_batch": 80, "task_sequences": 256,
         "speed_steps": 24, "rehearse": {"dp": 4, "pp": 4}}
 SMALL = {"layers": 2, "hidden": 32, "intermediate": 64, "heads": 2, "kv_heads": 1, "head_dim": 16, "base_length": 128,
          "base_batch": 8, "base_micro_batch": 1024, "base_tokens": 0.004, "lengths": (1024, 2048), "passage": 128,
@@ -247,7 +247,9 @@ class Experiment:
 
     def evaluate_later(self, entry, folder, wanted):
         """Beside the next training. Its time may go past the end: the program is not stopped by it."""
-        self.pending += [self.evaluations.submit(self.evaluate, entry, folder, kind, way) for kind, way in wanted]
+        submitted = [self.evaluations.submit(self.evaluate, entry, folder, kind, way) for kind, way in wanted]
+        with self.lock:
+            self.pending += submitted
 
     def evaluate(self, entry, folder, kind, way):
         result = self.work / f"eval-{folder.name}-{kind}-{way}.json"
@@ -314,7 +316,7 @@ class Experiment:
             training = 0
         else:
             guess = 30 if kind == "tasks" else self.arguments.tokens / (0.25 if method == "dense" else 0.4)
-            training = self.took.get((kind, method == "dense", length), guess * self.arguments.jobs)
+            training = self.took.get((kind, method == "dense", length), guess * (1.5 if self.arguments.jobs > 1 else 1.0))
         return time.monotonic() + training + EVALUATION_SECONDS < self.program.deadline
 
     def attempt(self, job):
@@ -348,10 +350,10 @@ class Experiment:
 
     def measure_speeds(self):
         """Of the first seed's runs, those that shared the GPU."""
-        for key, entry in self.results["runs"].items():
-            if (entry["base"], entry["seed"]) != (self.base_name, self.arguments.seeds[0]) or "tokens_per_second" in entry:
-                continue
-            self.speed(key, entry)
+        for kind, *run in jobs(self.arguments.seeds[:1], self.size):
+            entry = self.results["runs"].get(self.key(*run))
+            if kind == "extend" and entry is not None and "tokens_per_second" not in entry:
+                self.speed(self.key(*run), entry)
 
     def collect(self, wait=True):
         """Errors of evaluations; with `wait` all of them."""
