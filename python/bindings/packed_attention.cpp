@@ -99,7 +99,7 @@ void PackedAttention::select(const Exec& exec, const PackedCall& call, const Pac
     request.q = call.operands.q.rows(call.cu_seqlens[at], call.cu_seqlens[at + 1]).f32();
     request.k = call.operands.k.rows(call.cu_seqlens[at], call.cu_seqlens[at + 1]).f32();
     request.place = index.sequences()[at];
-    if (config_.learns_thresholds()) request.threshold = start_threshold(request.tiles) + call.thresholds[at];
+    if (config_.learns_thresholds()) request.threshold = start_threshold(request.tiles) + threshold_of(call, s);
     if (config_.judges_by_planes()) request.planes = &planes;
     if (config_.scores_blocks()) {
       statistics.resize(static_cast<size_t>(BlockStatistics::floats(scoring, call.shape, request.tiles.blocks())));

@@ -24,6 +24,7 @@ class PackedAttention {
 
   void forward(const PackedCall& call, const PackedSeen& seen);
   void backward(const PackedCall& call, const AttentionGradients& gradients);
+  const SelectionConfig& config() const { return config_; }
 
  private:
   void begin_index(const PackedCall& call, int threads, BlockIndexBuilder& builder, BlockIndex& index) const;

@@ -17,7 +17,7 @@ struct PackedCall {
   std::span<uint8_t> lists;                      // what backward needs besides output and log-sum-exp
   AttentionOperands operands;
   // What selection goes by beyond the sequences at hand. `planes` where blocks are judged by planes: plane_words().
-  // `thresholds` where they are learned: one per sequence.
+  // `thresholds` where they are learned: one per sequence, or none: 0 each.
   std::span<const uint32_t> planes;
   std::span<const float> thresholds;
 };
@@ -33,5 +33,6 @@ struct PackedSeen {
 // UserError for arguments that do not go together.
 void check_call(const SelectionConfig& config, const PackedCall& call);
 SequenceTiles tiles_of(const SelectionConfig& config, const PackedCall& call, int sequence);
+float threshold_of(const PackedCall& call, int sequence);
 
 }  // namespace sb::python

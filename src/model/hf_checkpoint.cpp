@@ -11,7 +11,7 @@
 #include "core/errors.h"
 #include "core/files/durable_file.h"
 #include "core/files/regular_file.h"
-#include "model/safetensors.h"
+#include "model/tensors/safetensors.h"
 
 namespace sb {
 

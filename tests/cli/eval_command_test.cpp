@@ -30,6 +30,39 @@ TEST_F(EvalCommand, PerplexityOfPositionsWithoutTargetsIsNone) {
   EXPECT_EQ(rows[2]["loss"], rows[1]["loss"]);
 }
 
+// How often the likeliest token is the right one, against the answers of `serve` about one token at a time.
+TEST_F(EvalCommand, PerplexityCountsLikeliestTokens) {
+  const std::string data = (directory_ / "copy").string(), json = (directory_ / "ppl.json").string();
+  ASSERT_EQ(run_program({"data", "synth", "--task", "copy", "--length", "48", "--sequences", "1", "--vocab-size", "2",
+                         "--output", data})
+                .exit_code,
+            0);
+  ASSERT_EQ(
+      run_program({"eval", "ppl", "--model", "tests/data/hf/qwen2_tied", "--data", data, "--json", json}).exit_code, 0);
+  std::ifstream file(data + ".bin", std::ios::binary);
+  std::vector<uint16_t> tokens(48);
+  ASSERT_TRUE(file.read(reinterpret_cast<char*>(tokens.data()), 2 * 48));
+  std::string requests;
+  for (size_t end = 26; end <= 48; ++end)  // targets are the second half but for its first token
+    requests += nlohmann::json{{"score",
+                                {{"tokens", std::vector(tokens.begin(), tokens.begin() + static_cast<int64_t>(end))},
+                                 {"targets", 1}}}}
+                    .dump() +
+                "\n";
+  const ProgramResult served =
+      run_program_with_input({"eval", "serve", "--model", "tests/data/hf/qwen2_tied", "--max-tokens", "64"}, requests);
+  ASSERT_EQ(served.exit_code, 0) << served.err;
+  std::istringstream lines(served.out);
+  std::string line;
+  std::getline(lines, line);
+  int right = 0;
+  while (std::getline(lines, line)) right += nlohmann::json::parse(line).at("greedy").get<bool>() ? 1 : 0;
+  EXPECT_GT(right, 0);
+  EXPECT_LT(right, 23);
+  std::ifstream result(json);
+  EXPECT_DOUBLE_EQ(nlohmann::json::parse(result)["accuracy"].get<double>(), right / 23.0);
+}
+
 // 700 tokens are five key blocks of 128 and 60 tokens more; with the smallest budget a query reads its own block and
 // the one before it.
 TEST_F(EvalCommand, PerplexitySaysWhatAttentionRead) {

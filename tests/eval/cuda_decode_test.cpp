@@ -14,7 +14,7 @@
 #include "device/memory.h"
 #include "eval/gpu/decode.h"
 #include "eval/host_floats.h"
-#include "model/float16.h"
+#include "model/tensors/float16.h"
 
 namespace sb {
 namespace {
