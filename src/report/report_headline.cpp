@@ -88,8 +88,7 @@ std::string gain_text(const ReportInput& input) {
   if (in_order && balanced && sum(*balanced) > 0)
     return fmt::format(
         "Balancing made steps <b>{:.2f}× as fast</b> as the same batches in order: measured by alternating the two on "
-        "{} steps "
-        "(forward, backward and reduction){}.",
+        "{} steps (forward, backward and reduction){}.",
         sum(*in_order) / sum(*balanced), in_order->size(),
         predicted.empty() ? "" : "; predicted for all steps: " + predicted);
   if (predicted.empty()) return {};

@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <nlohmann/json.hpp>
 #include <sstream>
 
@@ -299,6 +300,49 @@ TEST_F(EvalCommand, LongBench2IsScoredByDifficultyAndLength) {
   EXPECT_TRUE(scores["parts"]["easy"]["standard_error"].is_null());
   EXPECT_EQ(scores["rows"][1]["choice"], "B");
   EXPECT_TRUE(scores["rows"][2]["choice"].is_null());
+}
+
+// A model with a tokenizer of bytes answers: by the likeliest letter or by what it writes, as long as it may.
+TEST_F(EvalCommand, ModelsAnswerAsTheOptionsSay) {
+  const std::filesystem::path model = directory_ / "model";
+  std::filesystem::copy("tests/data/hf/qwen2_tied", model);
+  std::filesystem::copy_file("examples/small/tokenizer.json", model / "tokenizer.json");
+  const std::string json = (directory_ / "scores.json").string();
+  const auto rows = [&](std::vector<std::string> arguments) {
+    arguments.insert(arguments.end(), {"--model", model.string(), "--json", json});
+    const ProgramResult result = run_program(arguments);
+    EXPECT_EQ(result.exit_code, 0) << result.err;
+    std::ifstream file(json);
+    return nlohmann::json::parse(file)["rows"];
+  };
+  const std::string questions = write("data.json", array_of({longbench2_question("easy", "short", "A")}));
+  const std::vector<std::string> bench = {"eval", "longbench2", "--input", questions, "--max-new-tokens", "3"};
+  const auto with = [&](const std::string& how) {
+    std::vector<std::string> arguments = bench;
+    arguments.insert(arguments.end(), {"--choose", how});
+    return rows(arguments)[0];
+  };
+  const nlohmann::json likely = with("likelihood"), written = with("generation");
+  ASSERT_EQ(likely["loglikelihoods"].size(), 4u);
+  const std::vector<double> of_letters = likely["loglikelihoods"];
+  EXPECT_EQ(likely["choice"],
+            std::string(1, "ABCD"[std::max_element(of_letters.begin(), of_letters.end()) - of_letters.begin()]));
+  EXPECT_FALSE(written.contains("loglikelihoods"));
+  EXPECT_TRUE(written["pred"].is_string());
+
+  const std::string input =
+      write("q.jsonl", "{\"context\": \"c\", \"input\": \"i\", \"answers\": [\"yes\"], \"dataset\": \"qasper\"}\n");
+  const auto answer = [&](int tokens) {
+    const std::string lengths = write("lengths.json", "{\"qasper\": " + std::to_string(tokens) + "}");
+    return rows({"eval", "longbench", "--input", input, "--answer-lengths", lengths})[0]["pred"].get<std::string>();
+  };
+  const std::string brief = answer(2), full = answer(40);
+  EXPECT_LT(brief.size(), full.size());
+  write("lengths.json", "{\"lcc\": 3}");
+  const ProgramResult lacking = run_program({"eval", "longbench", "--input", input, "--answer-lengths",
+                                             (directory_ / "lengths.json").string(), "--model", model.string()});
+  EXPECT_EQ(lacking.exit_code, 2);
+  EXPECT_NE(lacking.err.find("no length for the task \"qasper\""), std::string::npos) << lacking.err;
 }
 
 TEST_F(EvalCommand, LongBench2RefusesWhatItDoesNotKnow) {

@@ -3,13 +3,13 @@
 #include <algorithm>
 
 #include "attention/gpu/attention_memory.h"
-#include "attention/gpu/piece_operands.h"
 #include "attention/gpu/plan/coverage_log.h"
 #include "attention/gpu/plan/device_plan.h"
 #include "attention/gpu/plan/given_index.h"
 #include "attention/gpu/plan/recent_plans.h"
 #include "attention/gpu/plan/select_memory.h"
 #include "attention/gpu/plan_requests.h"
+#include "attention/piece_operands.h"
 #include "device/cuda.h"
 #include "device/memory.h"
 
@@ -57,8 +57,7 @@ class CudaAttention final : public SelectingAttention {
     if (!replay) kept.plan = plan_for(exec, layer, shape, sequences, given.q.dtype());
     SB_CHECK(kept.plan != nullptr, "replay without an earlier forward");
     const ArenaScope scope(*exec.scratch);
-    const AttentionOperands operands = gpu::keys_in_order(exec, sequences, given),
-                            own = gpu::own_keys(sequences, given);
+    const AttentionOperands operands = keys_in_order(exec, sequences, given), own = own_keys(sequences, given);
     const bool selects = !replay && kept.plan->sparse();
     const bool counts = !replay && !sequences.again;
     const bool measures =
@@ -100,7 +99,7 @@ class CudaAttention final : public SelectingAttention {
     SB_CHECK(gradients.dk.dtype() == (sequences.is_piece() ? DType::f32 : given.k.dtype()), "gradients of keys in {}",
              dtype_name(gradients.dk.dtype()));
     const ArenaScope scope(*exec.scratch);
-    const AttentionOperands operands = gpu::keys_in_order(exec, sequences, given);
+    const AttentionOperands operands = keys_in_order(exec, sequences, given);
     gpu::BackwardParams params;
     kept.plan->set(params);
     set_operands(params, operands);

@@ -51,7 +51,7 @@ void add_ring_options(CLI::App& command, RingArguments& a) {
   command.add_option("--slash-density", a.slash_density, "--cp: share of the block pairs that its slashes hold")
       ->capture_default_str()
       ->check(CLI::Range(0.0, 1.0));
-  command.add_option("--verticals", a.verticals, "--cp: its single columns, a head")
+  command.add_option("--verticals", a.verticals, "--cp: its single columns per head")
       ->capture_default_str()
       ->check(at_least(0), "NONNEGATIVE");
   command.add_option("--ring-index", a.index, "--cp: a block index saved from a run instead of a drawn one");

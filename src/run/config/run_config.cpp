@@ -413,8 +413,8 @@ void add_train(OptionTable& table, FlatConfig& flat) {
   table.integer("train.layer_chunk", &train.layer_chunk, 1, 1 << 20,
                 "tokens per piece of a layer's projections and MLP: bounds their temporaries");
   table.integer("train.offload", &train.offload, -1, 1 << 16,
-                "layers of a stage whose input waits for backward in host memory; -1: as many as the GPU's memory asks "
-                "for (none on the CPU); never changes the result");
+                "layers of a stage whose input waits for backward in host memory; -1: as many as the GPU's memory "
+                "requires (none on the CPU); never changes the result");
   table.flag(
       "train.offload_optimizer", &train.offload_optimizer,
       "device: cuda: float32 values and AdamW's moments, 12 bytes per parameter, wait in host memory and come to "

@@ -28,7 +28,7 @@ void add_balance_options(OptionTable& table, BalanceOptions& balance) {
   table.word("balance.anchor", &balance.anchor, kAnchorWords,
              "tuning anchor: which of the micro-batches' latencies is the common one");
   table.number("balance.p", &balance.p, 0.0, 1.0,
-               "tuning: share of the coverage it has at attention.budget that no (sequence, layer) may lose more of");
+               "tuning: the most that a (sequence, layer) may lose of its coverage at attention.budget, as a share");
   table.add(
       "balance.target", "number or word", "equal_coverage, or 0 to 1",
       "tuning optimal: the shortest step whose mean coverage is not below that of attention.budget, or a deadline "
@@ -70,8 +70,8 @@ void add_balance_options(OptionTable& table, BalanceOptions& balance) {
              "the step alone");
   table.integer(
       "balance.compare_steps", &balance.compare_steps, 0, OptionTable::kAny,
-      "every this many steps the same batch also runs in order at attention.budget, is timed and thrown away: "
-      "what balancing gains, measured. Costs one forward and backward; 0: never");
+      "steps between comparisons, in which the same batch also runs in order at attention.budget, is timed and "
+      "discarded: what balancing gains, measured. Costs one forward and backward; 0: never");
   table.path("balance.profile", &balance.profile,
              "latencies: a file that `sparsebalance profile` wrote, or h200 (measured: Qwen2.5-0.5B and 3B), "
              "h200-analytic, h100-analytic, a100-analytic, "

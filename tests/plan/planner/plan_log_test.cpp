@@ -87,8 +87,9 @@ TEST(BalancedPlanner, PlansOfAnOlderReleaseAreRefusedAndKept) {
   old.replace(old.find("\"version\":2"), 11, "\"version\":1");
   const std::string line = fmt::format("{{\"step\":1,\"crc32c\":\"{}\",\"plan\":{}}}\n", checksum_of(old), old);
   std::ofstream(chosen.log) << line;
-  EXPECT_NE(error_of([&] { planner(chosen); }).find("plan version 1 and this program reads 2; continue with the release"),
-            std::string::npos);
+  EXPECT_NE(
+      error_of([&] { planner(chosen); }).find("plan version 1 and this program reads 2; continue with the release"),
+      std::string::npos);
   EXPECT_EQ(read_bytes(chosen.log), line);
   // A report only says so.
   EXPECT_NE(read_plan_log(chosen.log).damage.find("plan version 1"), std::string::npos);
