@@ -16,7 +16,7 @@ passages copied from 10K to 60K tokens back; coverage, tokens/s here, predicted 
 needles and variables are right after the same short fine-tuning.
 
     scripts/make-corpus.py --out corpus --sources linux glibc go rust python --text-mb 170 --vocabulary 8192 --bpe-mb 40
-    bench/quality/extension.py --data corpus --device cuda --out results --jobs 3 --minutes 9
+    bench/quality/extension.py --data corpus --device cuda --out results --minutes 9
     bench/quality/extension_report.py results/results.json --out docs/results
 
 Runs come in the order of their importance, --jobs of them at a time; OUT/results.json has what is finished at any time, and the same
@@ -70,7 +70,6 @@ EVALUATION_SECONDS = 12  # of the last runs, after the time is over
 # Tuning gives long sequences, which are what is evaluated, less than the budget in training: about so much. Models that were trained
 # with it and without are evaluated at that, too.
 REDUCED = 0.8
-TASKS_OF = ("dense", "fixed", "optimal", "published")
 
 
 def jobs(seeds, size):
@@ -82,12 +81,13 @@ def jobs(seeds, size):
     order = [(method, long, quarter, first) for method in (*pairs, "dense")]
     order += [(method, long, quarter, seed) for seed in others for method in pairs]
     order += [(method, long, eighth, seed) for seed in seeds for method in pairs]
-    order += [(method, long, quarter, first) for method in ("published", "pieces", "anchor")]
+    order += [("published", long, quarter, first)]
+    order += [(method, longer, quarter, first) for method in ("dense", *pairs)]
     order = [("extend", *one) for one in order]
-    order += [("tasks", method, long, quarter, first) for method in TASKS_OF]
-    order += [("extend", "anchor", long, quarter, seed) for seed in others]
-    order += [("extend", method, longer, quarter, first) for method in ("dense", *pairs)]
-    order += [("extend", method, long, quarter, seed) for method in ("dense", "published") for seed in others]
+    order += [("tasks", method, long, quarter, first) for method in ("dense", *pairs)]
+    order += [("extend", method, long, quarter, first) for method in ("pieces", "anchor")]
+    order += [("tasks", "published", long, quarter, first)]
+    order += [("extend", method, long, quarter, seed) for method in ("anchor", "dense", "published") for seed in others]
     return order
 
 
@@ -329,8 +329,8 @@ class Experiment:
         if (self.work / (self.key(*job[1:]) + ("-tasks" if kind == "tasks" else "")) / "final").exists():
             training = 0
         else:
-            guess = 30 if kind == "tasks" else self.arguments.tokens / (0.25 if method == "dense" else 0.4)
-            training = self.took.get((kind, method == "dense", length), guess * (1.5 if self.arguments.jobs > 1 else 1.0))
+            guess = 25 if kind == "tasks" else self.arguments.tokens / (0.27 if method == "dense" else 0.5)
+            training = self.took.get((kind, method == "dense", length), guess * self.arguments.jobs)
         return time.monotonic() + training + EVALUATION_SECONDS < self.program.deadline
 
     def attempt(self, job):
