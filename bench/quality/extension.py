@@ -246,7 +246,7 @@ class Experiment:
             entry = self.results["runs"].setdefault(key, entry)
         self.save()
         self.say(f"{key}: last losses {statistics.mean(entry['losses'][-10:]):.4f}")
-        self.evaluate_later(entry, folder, evaluations(method))
+        self.evaluate_later(entry, folder, [one for one in evaluations(method) if loss_key(*one) not in entry])
 
     def evaluate_later(self, entry, folder, wanted):
         """Beside the next training. Its time may go past the end: the program is not stopped by it."""
