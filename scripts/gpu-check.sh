@@ -177,9 +177,9 @@ sanitize-attention() {
   check hopper memcheck 1 attention/gpu/hopper/attention_hopper_test --short
   check selection memcheck 1 attention/gpu/hopper/attention_select_test --short
   check attention memcheck 4 attention/attention_cuda_test $brief \
-    --gtest_filter='*GatheredColumns*:*OddQueryBlocks*:*VerticalSlash*:*MeasuresCoverage*:*Future*:*ChoosesWhat*:*Needle*:*AreNone*'
+    --gtest_filter='*GatheredColumns*:*OddQueryBlocks*:*VerticalSlash*:*MeasuresCoverage*:*Future*:*SelectsWhat*:*Needle*:*AreNone*'
   check ring memcheck 3 parallel/ring/cuda_ring_test $brief \
-    --gtest_filter='*RanksWithout*:*GivenLists*bf16:*Choices*/bf16_topk:*Choices*/f32_mass:*Choices*/bf16_parts'
+    --gtest_filter='*RanksWithout*:*GivenLists*bf16:*Selections*/bf16_topk:*Selections*/f32_mass:*Selections*/bf16_parts'
   check communication memcheck 1 comm/comm_device_test $brief --gtest_filter='CudaOrder*:*OnCuda.Staged*'
   end_checks
 }

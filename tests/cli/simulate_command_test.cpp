@@ -68,7 +68,7 @@ TEST_F(SimulateCommand, SimulateTakesPartsThatDivideTheBlock) {
   }
 }
 
-// 64 workers, at most 16 sequences a step.
+// 64 workers, at most 16 sequences per step.
 TEST_F(SimulateCommand, SimulateSweepsLayoutsAndSaysWhatBalancingGives) {
   const std::string json = (directory_ / "layouts.json").string();
   const ProgramResult sweep = run_program({"simulate", "--model", "qwen2.5-0.5b", "--sweep", "--gpus", "64", "--max-cp",

@@ -29,7 +29,7 @@ TEST(Profile, AnalyticNumbersAreTheDocumentedOnes) {
   const auto selection = [&](const Profile& of) {
     return of.tables[static_cast<size_t>(Operation::selection)](scored);
   };
-  // By planes: of every key 32 channels of two kv heads, whatever is chosen.
+  // By planes: of every key 32 channels of two kv heads, whatever is selected.
   EXPECT_EQ(us(Operation::selection, work), 0);
   EXPECT_NEAR(selection(profile), 4000 * 2.0 * 32 * 2 / 300e12 * 1e6, 1e-12);
   EXPECT_EQ(work_of({}, 32768, 8192).scores, 0.5 * 32768 * 32768);
@@ -245,14 +245,14 @@ TEST(Profile, KnowsTheBlocksThatWereMeasured) {
   }
 }
 
-TEST(Profile, KnowsHowPairsWereChosen) {
+TEST(Profile, KnowsHowPairsWereSelected) {
   Profile profile = analytic_profile("h200-analytic", find_model_shape("qwen2.5-0.5b"));
   AttentionSpec spec;
-  EXPECT_EQ(chosen_otherwise(profile, spec), "");  // a formula
+  EXPECT_EQ(selected_otherwise(profile, spec), "");  // a formula
   profile.attention = {128, 16, "mass", "planes", 32, 0};
   profile = parse_profile(write_profile(profile), "p.json");
-  EXPECT_EQ(chosen_otherwise(profile, spec), "");
-  const auto said = [&](const AttentionSpec& of) { return chosen_otherwise(profile, of); };
+  EXPECT_EQ(selected_otherwise(profile, spec), "");
+  const auto said = [&](const AttentionSpec& of) { return selected_otherwise(profile, of); };
   AttentionSpec topk = spec, wider = spec, moments = spec;
   topk.pattern = "topk";
   wider.score_channels = 48;
@@ -270,10 +270,10 @@ TEST(Profile, KnowsHowPairsWereChosen) {
   narrow.head_dim = 16;
   profile.shape = narrow;
   profile.attention->score_channels = 16;
-  EXPECT_EQ(chosen_otherwise(profile, spec), "");
+  EXPECT_EQ(selected_otherwise(profile, spec), "");
 }
 
-// Files of before did not tell: there was one way to choose.
+// Files of before did not tell: there was one way to select.
 TEST(Profile, FilesOfBeforeAreOfMoments) {
   Profile profile = analytic_profile("h200-analytic", find_model_shape("qwen2.5-0.5b"));
   profile.attention = {128, 16, "topk", "moments", 0, 0};
@@ -290,7 +290,7 @@ TEST(Profile, FilesOfBeforeAreOfMoments) {
   EXPECT_EQ(before.attention->pattern, "topk");
   EXPECT_EQ(before.attention->score, "moments");
   EXPECT_EQ(before.attention->score_channels, 0);
-  EXPECT_NE(chosen_otherwise(before, {}).find("topk by moments, and not as mass by planes"), std::string::npos);
+  EXPECT_NE(selected_otherwise(before, {}).find("topk by moments, and not as mass by planes"), std::string::npos);
   replace("\"version\": 1", "\"version\": 2");
   EXPECT_NE(message_of([&] { parse_profile(text, "p.json"); }).find("`pattern` is missing"), std::string::npos);
 }

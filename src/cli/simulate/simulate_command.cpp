@@ -303,7 +303,7 @@ void print_case(const Arguments& arguments, const Profile& profile, const Covera
         "for 1,000 tokens and layer\n",
         1e3 * profile.tables[static_cast<size_t>(Operation::attention_backward)].per_prefix);
   const AttentionSpec& spec = arguments.spec;
-  if (const std::string otherwise = chosen_otherwise(profile, spec); !otherwise.empty())
+  if (const std::string otherwise = selected_otherwise(profile, spec); !otherwise.empty())
     fmt::print("the profile {}\n", otherwise);
   if (const auto& measured = profile.attention;
       measured && (measured->block != spec.block || measured->query_block != spec.query_block ||
