@@ -321,14 +321,17 @@ class Experiment:
         entry = self.results["runs"].get(self.key(*run))
         return set(extension_data.TASKS) <= set((entry or {}).get("tasks", {})) if kind == "tasks" else evaluated(entry)
 
+    def trained(self, job):
+        kind, *run = job
+        return (self.work / (self.key(*run) + ("-tasks" if kind == "tasks" else "")) / "final").exists()
+
     def fits(self, job):
         """Whether a job would end in time, by the last one of its kind; one that is trained has its evaluations to do alone."""
         if self.program.deadline is None:
             return True
         kind, method, length, *_ = job
-        if (self.work / (self.key(*job[1:]) + ("-tasks" if kind == "tasks" else "")) / "final").exists():
-            training = 0
-        else:
+        training = 0
+        if not self.trained(job):
             guess = 25 if kind == "tasks" else self.arguments.tokens / (0.27 if method == "dense" else 0.5)
             training = self.took.get((kind, method == "dense", length), guess * self.arguments.jobs)
         return time.monotonic() + training + EVALUATION_SECONDS < self.program.deadline
@@ -338,10 +341,11 @@ class Experiment:
         if not self.fits(job):
             self.say(f"no time for {job}")
             return
-        begin = time.monotonic()
+        begin, trained = time.monotonic(), self.trained(job)
         try:
             (self.tasks if kind == "tasks" else self.extend)(*job[1:])
-            self.took[kind, method == "dense", length] = time.monotonic() - begin
+            if not trained:
+                self.took[kind, method == "dense", length] = time.monotonic() - begin
         except OutOfTime:
             self.say(f"time is over in {job}; the same command goes on there")
         except SystemExit as error:  # one that fails does not take the others with it
