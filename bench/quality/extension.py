@@ -55,7 +55,7 @@ METHODS = {
     "pieces": (OURS, 1.02, BALANCED),
 }
 FULL = {"layers": 8, "hidden": 512, "intermediate": 1408, "heads": 8, "kv_heads": 2, "head_dim": 64, "base_length": 4096,
-        "base_batch": 32, "base_micro_batch": 65536, "base_tokens": 52, "lengths": (32768, 65536), "passage": 1024,
+        "base_batch": 16, "base_micro_batch": 65536, "base_tokens": 52, "lengths": (32768, 65536), "passage": 1024,
         "back": (10000, 20000, 30000, 40000, 60000), "block": 128, "piece": 8192, "shares": (0.25, 0.12), "sequences": 16,
         "task_lengths": (192, 1024, 16384), "task_steps": 160, "task_batch": 80, "task_sequences": 256,
         "speed_steps": 24, "rehearse": {"dp": 4, "pp": 4}}
