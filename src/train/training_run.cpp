@@ -292,7 +292,9 @@ TrainSummary run_training(const RunConfig& given, std::FILE* out, bool terminal,
   if (config.attention.selection.pattern == SelectionPattern::dense) sparse = nullptr;
   const Sources sources = make_sources(config, model.vocab_size, leads);
   settle_steps(config, sources.train->size(), leads);
-  settle_chunk(config, model, *sources.train, ranks.world);
+  const SequenceSource* validation = sources.validation_set.source;
+  settle_chunk(config, model, *sources.train,
+               std::max(sources.train->max_length(), validation ? validation->max_length() : 0), ranks.world);
   if (leads && config.train.num_train_epochs > 0)
     log::info("train.num_train_epochs {}: {} steps of {} sequences", config.train.num_train_epochs,
               config.train.max_steps, config.batch.global_batch_size);
