@@ -170,10 +170,7 @@ void settle_chunk(RunConfig& config, const ModelConfig& model, const SequenceSou
                   Communicator* world) {
   const bool automatic = config.balance.chunk == BalanceOptions::kAutomaticChunk;
   if (!automatic || config.device == DeviceKind::cpu || config.parallel.pp == 1) return;
-  SB_USER_CHECK(config.parallel.cp == 1,
-                "balance.chunk: GPUs that share sequences (parallel.cp is {}) compute whole ones only; set "
-                "balance.chunk: none",
-                config.parallel.cp);
+  if (config.parallel.cp > 1) return;  // refused with what else cannot run in pieces
   if (world == nullptr || world->rank() == 0) config.balance.chunk = fastest_chunk(config, model, source, longest);
   if (world) world->broadcast(std::span(&config.balance.chunk, 1), 0);
 }

@@ -36,6 +36,7 @@ namespace {
 
 // Where a ring of GPUs chooses pairs and makes lists.
 bool lists_on_device(const RunConfig& config) {
+  if (config.parallel.ring_lists == ParallelOptions::RingLists::automatic && config.balance.chunk != 0) return false;
   return config.parallel.ring_lists != ParallelOptions::RingLists::host &&
          ring_chooses_on_device(config.attention.selection);
 }
@@ -309,6 +310,7 @@ TrainSummary run_training(const RunConfig& given, std::FILE* out, bool terminal,
   if (leads && ring.data && sparse && !lists_on_device(config))
     log::warning("parallel.cp on GPUs: {} chooses its pairs on the CPU, which takes time",
                  config.parallel.ring_lists == ParallelOptions::RingLists::host ? "parallel.ring_lists: host"
+                 : ring_chooses_on_device(config.attention.selection)           ? "balance.chunk"
                                                                                 : "this attention.pattern");
   // Data-parallel copies of a stage see different sequences: the first one's lists are enough.
   std::optional<IndexDump> dump;

@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "attention/gpu/attention_memory.h"
-#include "attention/gpu/piece_operands.h"
+#include "attention/piece_operands.h"
 #include "attention/gpu/plan/choice_memory.h"
 #include "attention/gpu/plan/coverage_log.h"
 #include "attention/gpu/plan/device_plan.h"
@@ -57,8 +57,8 @@ class CudaAttention final : public ChoosingAttention {
     if (!replay) kept.plan = plan_for(exec, layer, shape, sequences, given.q.dtype());
     SB_CHECK(kept.plan != nullptr, "replay without an earlier forward");
     const ArenaScope scope(*exec.scratch);
-    const AttentionOperands operands = gpu::keys_in_order(exec, sequences, given),
-                            own = gpu::own_keys(sequences, given);
+    const AttentionOperands operands = keys_in_order(exec, sequences, given),
+                            own = own_keys(sequences, given);
     const bool chooses = !replay && kept.plan->sparse();
     const bool counts = !replay && !sequences.again;
     const bool measures =
@@ -100,7 +100,7 @@ class CudaAttention final : public ChoosingAttention {
     SB_CHECK(gradients.dk.dtype() == (sequences.is_piece() ? DType::f32 : given.k.dtype()), "gradients of keys in {}",
              dtype_name(gradients.dk.dtype()));
     const ArenaScope scope(*exec.scratch);
-    const AttentionOperands operands = gpu::keys_in_order(exec, sequences, given);
+    const AttentionOperands operands = keys_in_order(exec, sequences, given);
     gpu::BackwardParams params;
     kept.plan->set(params);
     set_operands(params, operands);
@@ -138,15 +138,18 @@ class CudaAttention final : public ChoosingAttention {
   }
 
   // Puts lists that come from elsewhere into a state, for a forward with `replay`.
-  void give(const BlockIndex& index, const Exec& exec, const AttentionShape& shape, DType dtype, CudaState& state) {
+  void give(const BlockIndex& index, const Exec& exec, const AttentionShape& shape, DType dtype, CudaState& state,
+            std::optional<int32_t> first_query) {
+    const int32_t before = first_query.value_or(0);
     std::vector<int32_t> cu_seqlens{0};
     gpu::PlanRequest request;
     for (const BlockIndex::Sequence& sequence : index.sequences()) {
-      cu_seqlens.push_back(sequence.token_begin + sequence.length);
+      cu_seqlens.push_back(sequence.token_begin + sequence.length - before);
       request.dense.push_back(sequence.dense);
       request.tiles.push_back(sequence_tiles(selection_, sequence.length, selection_.budget));
     }
-    request.shape = {cu_seqlens.back(), shape.heads, shape.kv_heads, shape.head_dim, shape.scale};
+    request.shape = {cu_seqlens.back(), shape.heads, shape.kv_heads, shape.head_dim, shape.scale, before};
+    request.piece = first_query.has_value();
     request.precision = dtype == DType::f32 ? Precision::fp32 : Precision::bf16;
     request.hopper =
         gpu::hopper_takes(options_, shape, dtype, device_.major) &&
@@ -158,7 +161,7 @@ class CudaAttention final : public ChoosingAttention {
     if (state.plan.use_count() != 1) state.plan = std::make_shared<DevicePlan>();  // else its memory serves again
     state.plan->build(request, staging_, exec.stream);
     if (!state.plan->sparse()) return;
-    const gpu::HostLists host = gpu::lists_of(index, state.plan->select(), state.plan->work());
+    const gpu::HostLists host = gpu::lists_of(index, state.plan->select(), state.plan->work(), before);
     const int64_t bytes = state.plan->list_bytes();
     const DevicePlan::Lists staged = state.plan->lists_in(staging_.take(bytes));
     const auto write = [](const auto& from, auto* to) { std::ranges::copy(from, to); };
@@ -477,8 +480,9 @@ BlockIndex read_block_index(const AttentionState& state, ThreadPool& pool) {
 }
 
 void write_block_index(const BlockIndex& index, ChoosingAttention& attention, const Exec& exec,
-                       const AttentionShape& shape, DType dtype, AttentionState& state) {
-  static_cast<CudaAttention&>(attention).give(index, exec, shape, dtype, static_cast<CudaState&>(state));
+                       const AttentionShape& shape, DType dtype, AttentionState& state,
+                       std::optional<int32_t> first_query) {
+  static_cast<CudaAttention&>(attention).give(index, exec, shape, dtype, static_cast<CudaState&>(state), first_query);
 }
 
 }  // namespace sb

@@ -18,8 +18,8 @@ std::unique_ptr<ChoosingAttention> make_cuda_attention(const CudaAttentionOption
 BlockIndex read_block_index(const AttentionState&, ThreadPool&) {
   refuse();
 }
-void write_block_index(const BlockIndex&, ChoosingAttention&, const Exec&, const AttentionShape&, DType,
-                       AttentionState&) {
+void write_block_index(const BlockIndex&, ChoosingAttention&, const Exec&, const AttentionShape&, DType, AttentionState&,
+                       std::optional<int32_t>) {
   refuse();
 }
 std::unique_ptr<AttentionState> make_cuda_state(void*, int64_t, const GivenSelection*) {

@@ -6,6 +6,7 @@
 #include <optional>
 
 #include "attention/cpu/block_sparse.h"
+#include "attention/piece_operands.h"
 #include "core/errors.h"
 #include "device/memory.h"
 
@@ -24,29 +25,6 @@ class RingAttention::State final : public AttentionState {
   std::vector<int32_t> columns;  // gathered ones that every rank has copies of, tokens of the micro-batch
   bool columns_known = false;    // `columns` are those of the index
 };
-
-namespace {
-
-// Of a piece, all keys and values that this rank holds up to its end, one after the other, in scratch.
-AttentionOperands keys_in_order(const Exec& exec, const PackedSequences& sequences, const AttentionOperands& operands) {
-  if (!sequences.is_piece()) return operands;
-  const std::span<const KeyPage> pages = sequences.piece.pages;
-  const int64_t end = pages.back().begin + sequences.tokens();
-  AttentionOperands seen = operands;
-  const auto copied = [&](const TensorView& from) {
-    const TensorView to = exec.scratch->allocate(from.dtype(), {end, from.dim(1), from.dim(2)});
-    for (size_t i = 0; i < pages.size(); ++i) {
-      const int64_t page_end = i + 1 < pages.size() ? pages[i + 1].begin : end, tokens = page_end - pages[i].begin;
-      copy_tensor(exec, from.rows(pages[i].row, pages[i].row + tokens), to.rows(pages[i].begin, page_end));
-    }
-    return to;
-  };
-  seen.k = copied(operands.k);
-  seen.v = copied(operands.v);
-  return seen;
-}
-
-}  // namespace
 
 // What forward and backward of one call have in common.
 class RingAttention::Call {
@@ -409,10 +387,14 @@ int64_t RingAttention::call_bytes(const AttentionShape& shape, int64_t max_token
 }
 
 std::string RingAttention::refuses_pieces() const {
-  if (options_.placement == ContextPlacement::zigzag)
+  return refuses_ring_pieces(options_);
+}
+
+std::string refuses_ring_pieces(const RingAttention::Options& options) {
+  if (options.placement == ContextPlacement::zigzag)
     return "with parallel.placement zigzag the length of a piece, and not of its sequence, says where a block lies; "
            "use triangular";
-  return why_not_in_pieces(options_.selection);
+  return why_not_in_pieces(options.selection);
 }
 
 // A rank's queries of the piece against all it and the others hold of the sequence.
