@@ -1,5 +1,5 @@
 // Sequences that GPUs share and that come in pieces, by ranks that are threads and share one: what the definition gives on
-// the lists that one CPU chooses for the whole sequence.
+// the lists that one CPU selects for the whole sequence.
 #include <gtest/gtest.h>
 
 #include <mutex>
@@ -149,7 +149,7 @@ class RankRun {
   ThreadPool pool_{1};
   const DeviceContext context_;
   std::unique_ptr<Communicator> group_, data_;
-  std::unique_ptr<ChoosingAttention> ring_;
+  std::unique_ptr<SelectingAttention> ring_;
   std::vector<KeyPage> pages_;
   std::vector<std::unique_ptr<AttentionState>> states_;
   std::unique_ptr<DeviceTensor> k_, v_, dk_, dv_;
