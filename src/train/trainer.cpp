@@ -121,13 +121,7 @@ std::vector<Sequence> step_batch(const RunConfig& config, const SequenceSource& 
 }
 
 PackingLimits Trainer::packing(const RunConfig& config, const TrainerParts& parts) {
-  const int64_t longest = longest_sequence(parts);
-  const int64_t chunk = config.balance.chunk;
-  if (chunk <= 0) return packing_limits(config.batch, longest, config.parallel.cp);
-  // Longer sequences are cut, so that no micro-batch need be larger.
-  PackingLimits limits = packing_limits(config.batch, std::min(longest, chunk), config.parallel.cp);
-  limits.max_tokens = std::min(limits.max_tokens, chunk);
-  return limits;
+  return run_packing(config, longest_sequence(parts));
 }
 
 MemoryPlan Trainer::memory_plan(const RunConfig& config, const TrainerParts& parts, int stage) {

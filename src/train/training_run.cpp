@@ -36,6 +36,7 @@ namespace {
 
 // Where a ring of GPUs selects pairs and makes lists.
 bool lists_on_device(const RunConfig& config) {
+  if (config.parallel.ring_lists == ParallelOptions::RingLists::automatic && config.balance.chunk != 0) return false;
   return config.parallel.ring_lists != ParallelOptions::RingLists::host &&
          ring_selects_on_device(config.attention.selection);
 }
@@ -292,7 +293,9 @@ TrainSummary run_training(const RunConfig& given, std::FILE* out, bool terminal,
   if (config.attention.selection.pattern == SelectionPattern::dense) sparse = nullptr;
   const Sources sources = make_sources(config, model.vocab_size, leads);
   settle_steps(config, sources.train->size(), leads);
-  settle_chunk(config, model, *sources.train, ranks.world);
+  const SequenceSource* validation = sources.validation_set.source;
+  settle_chunk(config, model, *sources.train,
+               std::max(sources.train->max_length(), validation ? validation->max_length() : 0), ranks.world);
   if (leads && config.train.num_train_epochs > 0)
     log::info("train.num_train_epochs {}: {} steps of {} sequences", config.train.num_train_epochs,
               config.train.max_steps, config.batch.global_batch_size);
@@ -307,6 +310,7 @@ TrainSummary run_training(const RunConfig& given, std::FILE* out, bool terminal,
   if (leads && ring.data && sparse && !lists_on_device(config))
     log::warning("parallel.cp on GPUs: {} selects its pairs on the CPU, which takes time",
                  config.parallel.ring_lists == ParallelOptions::RingLists::host ? "parallel.ring_lists: host"
+                 : ring_selects_on_device(config.attention.selection)           ? "balance.chunk"
                                                                                 : "this attention.pattern");
   // Data-parallel copies of a stage see different sequences: the first one's lists are enough.
   std::optional<IndexDump> dump;
