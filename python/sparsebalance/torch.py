@@ -106,7 +106,7 @@ def _device_of(q: Tensor) -> contextlib.AbstractContextManager[object]:
 
 
 def _refuse_capture() -> None:
-    if torch._C._cuda_isCurrentStreamCapturing():
+    if torch.cuda.is_current_stream_capturing():
         raise _core.UserError(
             "sparsebalance attention within the capture of a CUDA graph: what the host decides in a call would be that of "
             "the captured one in every replay. Leave attention out of the graph, or do not capture"
