@@ -92,16 +92,16 @@ TEST(RanksRun, EverySourceOfAMixtureHasItsLoss) {
       }());
     writer.finish();
     const fs::path run = scratch / fmt::format("alone-{}", i);
-    train_on_ranks(run_of_files(run, {files[i]}, {}, "off"));
+    train_on_ranks(run_of_files(run, {files[i]}, {}, "0"));
     const nlohmann::json line = metrics_of(run).at(0);
     for (const auto& [name, value] : line.items()) EXPECT_FALSE(name.starts_with("loss_source_")) << name;
     expected["loss_source_" + files[i].string()] = line.at("loss");
   }
   ASSERT_GT(std::abs(expected.begin()->second - expected.rbegin()->second), 1e-3);
-  for (const auto& [grid, chunk] : {std::pair(RankGrid{}, "off"),
-                                    {RankGrid{2, 1}, "off"},
+  for (const auto& [grid, chunk] : {std::pair(RankGrid{}, "0"),
+                                    {RankGrid{2, 1}, "0"},
                                     {RankGrid{1, 2}, "64"},
-                                    {RankGrid{1, 1, 2}, "off"},
+                                    {RankGrid{1, 1, 2}, "0"},
                                     {RankGrid{1, 1, 2}, "128"}}) {
     SCOPED_TRACE(fmt::format("{} chunk {}", grid.name(), chunk));
     const fs::path run = scratch / fmt::format("{}-{}", grid.name(), chunk);
