@@ -3,7 +3,7 @@
 #include <span>
 
 #include "core/errors.h"
-#include "model/safetensors.h"
+#include "model/tensors/safetensors.h"
 
 // Any bytes are either refused with a UserError or describe tensors that lie inside the file, one after the other.
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {

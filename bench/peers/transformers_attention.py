@@ -1,6 +1,6 @@
 """Training steps of Qwen2.5-3B's shape in transformers with our attention against the same with sdpa, and what the operator
 takes of the host in a call. bf16 weights, fused AdamW, gradient checkpointing, the loss in chunks, random weights; ours with
-mass lists by planes at 8192 keys a query. sdpa with the kernels that torch chooses by itself, and with cuDNN's first. A
+mass lists by planes at 8192 keys per query. sdpa with the kernels that torch chooses by itself, and with cuDNN's first. A
 result is the mean of the last two steps: `mass` needs some to learn thresholds that take as many keys as the budget says.
 
     transformers_attention.py [--profile] [--overhead] [--peers default cudnn] [TOKENS ...]

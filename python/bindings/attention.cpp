@@ -224,7 +224,7 @@ void bind_learner(nb::module_& module) {
           },
           "layer"_a, "sums"_a)
       .def("take_masses", &SelectionLearner::take_masses,
-           "Counts so far, (layer, length class, budget class, chosen, wanted) each; they are forgotten here.")
+           "Counts so far, (layer, length class, budget class, selected, wanted) each; they are forgotten here.")
       .def("add_masses", &SelectionLearner::add_masses, "masses"_a)
       .def("learn", &SelectionLearner::learn)
       .def("state", &SelectionLearner::state)

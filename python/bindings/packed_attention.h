@@ -28,7 +28,7 @@ class PackedAttention {
 
  private:
   void begin_index(const PackedCall& call, int threads, BlockIndexBuilder& builder, BlockIndex& index) const;
-  void choose(const Exec& exec, const PackedCall& call, const PackedSeen& seen, BlockIndex& index) const;
+  void select(const Exec& exec, const PackedCall& call, const PackedSeen& seen, BlockIndex& index) const;
 
   SelectionConfig config_;
   Selector selector_;

@@ -41,7 +41,7 @@ class PackedCudaAttention {
   SelectionConfig config_;
   int layers_, device_;
   void* stream_;
-  std::unique_ptr<ChoosingAttention> attention_;
+  std::unique_ptr<SelectingAttention> attention_;
   std::mutex busy_;
 };
 

@@ -72,6 +72,7 @@ class Planner:
         dp: int = 1,
         pp: int = 1,
         cp: int = 1,
+        tp: int = 1,
         attention: _core.AttentionSpec | None = None,
         coverage: str | os.PathLike[str] | None = None,
         batching: str = "sab",
@@ -89,7 +90,7 @@ class Planner:
         head: bool = True,
         threads: int = 1,
     ) -> None:
-        self.dp, self.pp, self.cp = dp, pp, cp
+        self.dp, self.pp, self.cp, self.tp = dp, pp, cp, tp
         self.micro_batch_sequences, self.chunk = micro_batch_sequences, chunk
         self.attention = attention if attention is not None else _core.AttentionSpec()
         if target is not None and not 0 <= target <= 1:
@@ -97,7 +98,7 @@ class Planner:
         self._planner = _core.Planner(
             planner_options(
                 model, profile, coverage, self.attention,
-                _core.Layout(dp=dp, pp=pp, cp=cp, warmup_depth=warmup_depth, comm=comm, head=head),
+                _core.Layout(dp=dp, pp=pp, cp=cp, tp=tp, warmup_depth=warmup_depth, comm=comm, head=head),
                 p=p, chunk=chunk, micro_batch_sequences=micro_batch_sequences, micro_batch_tokens=micro_batch_tokens,
                 threads=threads, batching=batching, ordering=ordering, tuning=tuning, anchor=anchor,
                 target=-1.0 if target is None else target, max_sequences=max_sequences or 0,

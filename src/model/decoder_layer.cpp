@@ -13,7 +13,7 @@ namespace sb {
 
 namespace {
 
-// Widths of a layer's tensors, in columns a token.
+// Widths of a layer's tensors, in columns per token.
 struct Widths {
   int64_t hidden, query, key, qkv, intermediate, heads, kv_heads;
 
@@ -76,80 +76,31 @@ DecoderLayer::DecoderLayer(const ModelConfig& config, int index, StageParameters
                                {hf + "self_attn.v_proj." + kind, width.query + width.key, width.qkv}});
   };
   input_norm_ = single("input_norm.weight", "input_layernorm.weight", {width.hidden}, Kind::norm);
-  qkv_weight_ = fused_qkv("weight", {width.qkv, width.hidden});
-  if (config.qkv_bias) qkv_bias_ = fused_qkv("bias", {width.qkv});
+  const ParameterPlace qkv_weight = fused_qkv("weight", {width.qkv, width.hidden});
+  qkv_ = LayerProduct(qkv_weight, config.qkv_bias ? fused_qkv("bias", {width.qkv}) : ParameterPlace());
   if (config.qk_norm) {
     q_norm_ = single("q_norm.weight", "self_attn.q_norm.weight", {config.head_dim}, Kind::norm);
     k_norm_ = single("k_norm.weight", "self_attn.k_norm.weight", {config.head_dim}, Kind::norm);
   }
-  output_weight_ = single("output.weight", "self_attn.o_proj.weight", {width.hidden, width.query});
-  if (config.output_bias) output_bias_ = single("output.bias", "self_attn.o_proj.bias", {width.hidden});
+  const ParameterPlace output_weight = single("output.weight", "self_attn.o_proj.weight", {width.hidden, width.query});
+  output_ =
+      LayerProduct(output_weight, config.output_bias ? single("output.bias", "self_attn.o_proj.bias", {width.hidden})
+                                                     : ParameterPlace());
   post_attention_norm_ =
       single("post_attention_norm.weight", "post_attention_layernorm.weight", {width.hidden}, Kind::norm);
-  gate_up_weight_ = parameters.declare(Kind::product, own + "gate_up.weight", {2 * width.intermediate, width.hidden},
-                                       {{hf + "mlp.gate_proj.weight", 0, width.intermediate},
-                                        {hf + "mlp.up_proj.weight", width.intermediate, 2 * width.intermediate}});
-  down_weight_ = single("down.weight", "mlp.down_proj.weight", {width.hidden, width.intermediate});
+  gate_up_ =
+      LayerProduct(parameters.declare(Kind::product, own + "gate_up.weight", {2 * width.intermediate, width.hidden},
+                                      {{hf + "mlp.gate_proj.weight", 0, width.intermediate},
+                                       {hf + "mlp.up_proj.weight", width.intermediate, 2 * width.intermediate}}));
+  down_ = LayerProduct(single("down.weight", "mlp.down_proj.weight", {width.hidden, width.intermediate}));
   if (!parameters.lora().enabled()) return;
   using enum LoraModule;
-  qkv_adapter_ =
-      declare_adapter(parameters, "qkv", width.hidden,
-                      {{q, 0, width.query}, {k, width.query, width.key}, {v, width.query + width.key, width.key}});
-  output_adapter_ = declare_adapter(parameters, "output", width.query, {{o, 0, width.hidden}});
-  gate_up_adapter_ = declare_adapter(parameters, "gate_up", width.hidden,
-                                     {{gate, 0, width.intermediate}, {up, width.intermediate, width.intermediate}});
-  down_adapter_ = declare_adapter(parameters, "down", width.intermediate, {{down, 0, width.hidden}});
-}
-
-DecoderLayer::Adapter DecoderLayer::declare_adapter(StageParameters& parameters, const std::string& name,
-                                                    int64_t inputs, std::vector<AdaptedProduct::Module> modules) const {
-  const LoraConfig& lora = parameters.lora();
-  std::erase_if(modules, [&](const AdaptedProduct::Module& module) { return !lora.is_target(module.name); });
-  Adapter adapter;
-  adapter.product = {std::move(modules), lora.rank, static_cast<float>(lora.scale())};
-  if (adapter.product.empty()) return adapter;
-  std::vector<Parameter::Part> a, b;
-  int64_t row = 0;
-  for (const AdaptedProduct::Module& module : adapter.product.modules) {
-    const std::string hf = fmt::format("{}model.layers.{}.{}.", kPeftPrefix, index_, lora_module_path(module.name));
-    const auto before = static_cast<int64_t>(a.size()) * lora.rank;
-    a.push_back({hf + "lora_A.weight", before, before + lora.rank});
-    b.push_back({hf + "lora_B.weight", row, row + module.columns});
-    row += module.columns;
-  }
-  const std::string own = fmt::format("layers.{}.{}.lora_", index_, name);
-  adapter.a = parameters.declare_adapter(own + "A", {adapter.product.rank_width(), inputs}, std::move(a));
-  adapter.b = parameters.declare_adapter(own + "B", {row, lora.rank}, std::move(b));
-  return adapter;
-}
-
-AdapterCall DecoderLayer::call_of(const LayerRun& run, const Adapter& adapter, int64_t begin, int64_t rows) const {
-  DropoutRows dropout;
-  if (run.dropout.probability > 0) dropout = run.dropout.rows(begin, begin + rows, dropout_stream(index_));
-  return {run.exec, run.workspace, adapter.product, weight(adapter.a), weight(adapter.b), dropout};
-}
-
-void DecoderLayer::adapt(const LayerRun& run, const Adapter& adapter, int64_t begin, TensorView x, TensorView y) const {
-  if (!adapter.product.empty()) adapter_forward(call_of(run, adapter, begin, x.dim(0)), x, y);
-}
-
-void DecoderLayer::adapt_input_gradient(const LayerRun& run, const Adapter& adapter, int64_t begin, TensorView dy,
-                                        TensorView dx) const {
-  if (!adapter.product.empty()) adapter_backward_input(call_of(run, adapter, begin, dy.dim(0)), dy, dx);
-}
-
-void DecoderLayer::add_adapter_gradients(const LayerRun& run, const Adapter& adapter, int64_t begin, TensorView x,
-                                         TensorView dy) const {
-  if (adapter.product.empty()) return;
-  const bool add_to_a = adapter.a.add_to_gradient(), add_to_b = adapter.b.add_to_gradient();
-  adapter_backward_weights(call_of(run, adapter, begin, x.dim(0)), x, dy,
-                           {gradient_of(adapter.a), gradient_of(adapter.b), add_to_a, add_to_b});
-}
-
-void DecoderLayer::add_product_gradients(const LayerRun& run, TensorView x, TensorView dy, const ParameterPlace& weight,
-                                         const ParameterPlace& bias) {
-  if (!weight.trained()) return;
-  linear_backward_weight(run.exec, x, dy, weight.gradient(), bias.gradient(), weight.add_to_gradient());
+  qkv_.declare_adapter(parameters, index, "qkv",
+                       {{q, 0, width.query}, {k, width.query, width.key}, {v, width.query + width.key, width.key}});
+  output_.declare_adapter(parameters, index, "output", {{o, 0, width.hidden}});
+  gate_up_.declare_adapter(parameters, index, "gate_up",
+                           {{gate, 0, width.intermediate}, {up, width.intermediate, width.intermediate}});
+  down_.declare_adapter(parameters, index, "down", {{down, 0, width.hidden}});
 }
 
 LayerSaved DecoderLayer::allocate_saved(Arena& arena, int64_t tokens, Recompute recompute) const {
@@ -255,8 +206,7 @@ void DecoderLayer::project(const LayerRun& run, TensorView x, const Normed& kept
     const Normed normed = norm(run, input_norm_, x.rows(begin, end), kept.piece(begin, end));
     const TensorView qkv = kept_qkv.empty() ? run.workspace.allocate(dtype_, {end - begin, qkv_shape_.width()})
                                             : kept_qkv.rows(begin, end);
-    linear_forward(run.exec, normed.rows, weight(qkv_weight_), weight(qkv_bias_), qkv);
-    adapt(run, qkv_adapter_, begin, normed.rows, qkv);
+    qkv_.forward(run, begin, normed.rows, qkv);
     split_and_rotate(run, qkv, to, begin, end);
   });
 }
@@ -296,10 +246,7 @@ TensorView DecoderLayer::as_activations(const LayerRun& run, TensorView sums) co
 }
 
 void DecoderLayer::add_attention(const LayerRun& run, TensorView x, TensorView out, TensorView middle) const {
-  linear_forward(run.exec, flat_heads(out), weight(output_weight_), weight(output_bias_), middle, /*residual=*/x);
-  run.each_piece(x.dim(0), [&](int64_t begin, int64_t end) {
-    adapt(run, output_adapter_, begin, flat_heads(out.rows(begin, end)), middle.rows(begin, end));
-  });
+  output_.forward(run, 0, flat_heads(out), middle, /*residual=*/x);
 }
 
 void DecoderLayer::forward(const LayerRun& run, const LayerSaved& saved, TensorView y) const {
@@ -327,11 +274,9 @@ void DecoderLayer::forward(const LayerRun& run, const LayerSaved& saved, TensorV
     const TensorView gate_up = saved.gate_up.empty() ? workspace.allocate(dtype_, {end - begin, 2 * width.intermediate})
                                                      : saved.gate_up.rows(begin, end);
     const TensorView inner = workspace.allocate(dtype_, {end - begin, width.intermediate});
-    linear_forward(exec, normed.rows, weight(gate_up_weight_), {}, gate_up);
-    adapt(run, gate_up_adapter_, begin, normed.rows, gate_up);
+    gate_up_.forward(run, begin, normed.rows, gate_up);
     swiglu_forward(exec, gate_up, inner);
-    linear_forward(exec, inner, weight(down_weight_), {}, y.rows(begin, end), /*residual=*/middle.rows(begin, end));
-    adapt(run, down_adapter_, begin, inner, y.rows(begin, end));
+    down_.forward(run, begin, inner, y.rows(begin, end), /*residual=*/middle.rows(begin, end));
   });
 }
 
@@ -377,18 +322,13 @@ void DecoderLayer::backward_attention(const LayerRun& run, const LayerSaved& sav
   const int64_t tokens = saved.x.dim(0), d = config_.head_dim;
 
   // gradient: of middle, and through the residual of x. Attention's part is added.
-  add_product_gradients(run, flat_heads(seen.out), gradient, output_weight_, output_bias_);
+  output_.add_gradients(run, 0, flat_heads(seen.out), gradient);
   // The gradient of attention's output is done with when that of the projection comes: they share memory.
   const TensorView dqkv = workspace.allocate(dtype_, {tokens, width.qkv});
   {
     ArenaScope scope(workspace);
     const TensorView dout(dqkv.raw(), dtype_, {tokens, width.heads, d}, dqkv.device());
-    linear_backward_input(exec, gradient, weight(output_weight_), flat_heads(dout));
-    run.each_piece(tokens, [&](int64_t begin, int64_t end) {
-      add_adapter_gradients(run, output_adapter_, begin, flat_heads(seen.out.rows(begin, end)),
-                            gradient.rows(begin, end));
-      adapt_input_gradient(run, output_adapter_, begin, gradient.rows(begin, end), flat_heads(dout.rows(begin, end)));
-    });
+    output_.backward_input(run, 0, gradient, flat_heads(dout));
     const TensorView dq = workspace.allocate(dtype_, {tokens, width.heads, d});
     TensorView dk, dv;
     if (saved.pieces) {
@@ -411,11 +351,9 @@ void DecoderLayer::backward_attention(const LayerRun& run, const LayerSaved& sav
     ArenaScope scope(workspace);
     const TensorView x = saved.x.rows(begin, end), own = dqkv.rows(begin, end);
     const Normed normed = kept_or_again(run, input_norm_, x, saved.input.piece(begin, end));
-    add_product_gradients(run, normed.rows, own, qkv_weight_, qkv_bias_);
-    add_adapter_gradients(run, qkv_adapter_, begin, normed.rows, own);
+    qkv_.add_gradients(run, begin, normed.rows, own);
     const TensorView dnormed = normed.rows;  // its last use was the line above
-    linear_backward_input(exec, own, weight(qkv_weight_), dnormed);
-    adapt_input_gradient(run, qkv_adapter_, begin, own, dnormed);
+    qkv_.backward_input(run, begin, own, dnormed);
     rmsnorm_backward(exec, x, weight(input_norm_), normed.rstd, dnormed, gradient.rows(begin, end), /*accumulate=*/true,
                      gradient_of(input_norm_));
   });
@@ -431,25 +369,18 @@ void DecoderLayer::backward_mlp(const LayerRun& run, int64_t begin, const Normed
   ArenaScope scope(workspace);
   const Normed normed = kept_or_again(run, post_attention_norm_, middle, kept);
   const TensorView gate_up = kept_or_new(kept_gate_up, workspace, dtype_, {tokens, 2 * width.intermediate});
-  if (kept_gate_up.empty()) {
-    linear_forward(exec, normed.rows, weight(gate_up_weight_), {}, gate_up);
-    adapt(run, gate_up_adapter_, begin, normed.rows, gate_up);
-  }
+  if (kept_gate_up.empty()) gate_up_.forward(run, begin, normed.rows, gate_up);
 
   // Each gradient takes the place of its tensor after the tensor's last use, and silu(gate)·up comes back in the pass
   // that needs the same operands.
   const TensorView dinner = workspace.allocate(dtype_, {tokens, width.intermediate}), inner = dinner,
                    dgate_up = gate_up;
-  linear_backward_input(exec, gradient, weight(down_weight_), dinner);
-  adapt_input_gradient(run, down_adapter_, begin, gradient, dinner);
+  down_.backward_input(run, begin, gradient, dinner);
   swiglu_backward(exec, gate_up, dinner, dgate_up, inner);
-  add_product_gradients(run, inner, gradient, down_weight_, {});
-  add_adapter_gradients(run, down_adapter_, begin, inner, gradient);
-  add_product_gradients(run, normed.rows, dgate_up, gate_up_weight_, {});
-  add_adapter_gradients(run, gate_up_adapter_, begin, normed.rows, dgate_up);
+  down_.add_gradients(run, begin, inner, gradient);
+  gate_up_.add_gradients(run, begin, normed.rows, dgate_up);
   const TensorView dnormed = normed.rows;
-  linear_backward_input(exec, dgate_up, weight(gate_up_weight_), dnormed);
-  adapt_input_gradient(run, gate_up_adapter_, begin, dgate_up, dnormed);
+  gate_up_.backward_input(run, begin, dgate_up, dnormed);
   rmsnorm_backward(exec, middle, weight(post_attention_norm_), normed.rstd, dnormed, gradient, /*accumulate=*/true,
                    gradient_of(post_attention_norm_));
 }

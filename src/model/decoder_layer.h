@@ -1,10 +1,10 @@
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 
 #include "attention/attention.h"
-#include "model/lora/adapted_product.h"
+#include "model/layer_product.h"
+#include "model/layer_run.h"
 #include "model/model_config.h"
 #include "model/parameters.h"
 #include "model/stage.h"
@@ -34,24 +34,6 @@ struct LayerSaved {
   Normed input, post_attention;  // the norms' outputs [T, H]; overwritten too
   AttentionState* state = nullptr;
   const LayerPieces* pieces = nullptr;  // of a piece; k and v are then rows of it
-};
-
-// What a layer needs to run, besides its parameters.
-struct LayerRun {
-  const Exec& exec;
-  Arena& workspace;  // temporaries of the layer
-  Attention& attention;
-  PackedSequences sequences;
-  TensorView positions;      // [T]
-  TensorView cos, sin;       // rope table
-  int64_t chunk;             // tokens at a time through projections and MLP
-  DropoutRows dropout = {};  // of the adapters' inputs; nothing is dropped but in training
-
-  // body(begin, end) for all tokens, a piece at a time.
-  template <typename Body>
-  void each_piece(int64_t tokens, const Body& body) const {
-    for (int64_t begin = 0; begin < tokens; begin += chunk) body(begin, std::min(tokens, begin + chunk));
-  }
 };
 
 // Pre-norm decoder layer of the Qwen2 / Llama / Qwen3 family.
@@ -84,23 +66,6 @@ class DecoderLayer {
  private:
   static TensorView weight(const ParameterPlace& parameter) { return parameter.weight(); }
   static TensorView gradient_of(const ParameterPlace& parameter) { return parameter.gradient(); }
-  // The gradients of a product with `weight` [out, in] and `bias`, where they are trained, from its input and its
-  // output's gradient.
-  static void add_product_gradients(const LayerRun& run, TensorView x, TensorView dy, const ParameterPlace& weight,
-                                    const ParameterPlace& bias);
-  // The low-rank adapters of a product, if it has any; rows from `begin` on of the micro-batch.
-  struct Adapter {
-    AdaptedProduct product;
-    ParameterPlace a, b;
-  };
-  Adapter declare_adapter(StageParameters& parameters, const std::string& name, int64_t inputs,
-                          std::vector<AdaptedProduct::Module> modules) const;
-  AdapterCall call_of(const LayerRun& run, const Adapter& adapter, int64_t begin, int64_t rows) const;
-  void adapt(const LayerRun& run, const Adapter& adapter, int64_t begin, TensorView x, TensorView y) const;
-  void adapt_input_gradient(const LayerRun& run, const Adapter& adapter, int64_t begin, TensorView dy,
-                            TensorView dx) const;
-  void add_adapter_gradients(const LayerRun& run, const Adapter& adapter, int64_t begin, TensorView x,
-                             TensorView dy) const;
   // What attention reads, and with q/k norms what their backward needs.
   struct Operands {
     TensorView q, k, v, rstd_q, rstd_k;
@@ -130,9 +95,8 @@ class DecoderLayer {
   AttentionShape attention_shape_;
   QkvShape qkv_shape_;
   // Nowhere where the family has none.
-  ParameterPlace input_norm_, qkv_weight_, qkv_bias_, q_norm_, k_norm_, output_weight_, output_bias_,
-      post_attention_norm_, gate_up_weight_, down_weight_;
-  Adapter qkv_adapter_, output_adapter_, gate_up_adapter_, down_adapter_;
+  ParameterPlace input_norm_, q_norm_, k_norm_, post_attention_norm_;
+  LayerProduct qkv_, output_, gate_up_, down_;
 };
 
 }  // namespace sb

@@ -10,7 +10,7 @@
 
 #include "model/model_config.h"
 #include "model/parameters.h"
-#include "model/safetensors.h"
+#include "model/tensors/safetensors.h"
 
 namespace sb {
 

@@ -3,7 +3,7 @@
 #include <utility>
 
 #include "device/cuda.h"
-#include "model/float16.h"
+#include "model/tensors/float16.h"
 #include "ops/adamw.h"
 
 namespace sb {

@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "model/model_config.h"
-#include "model/safetensors.h"
+#include "model/tensors/safetensors.h"
 #include "run/checkpoint/checkpoint.h"
 #include "run/config/run_config.h"
 

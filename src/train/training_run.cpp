@@ -34,10 +34,10 @@
 namespace sb {
 namespace {
 
-// Where a ring of GPUs chooses pairs and makes lists.
+// Where a ring of GPUs selects pairs and makes lists.
 bool lists_on_device(const RunConfig& config) {
   return config.parallel.ring_lists != ParallelOptions::RingLists::host &&
-         ring_chooses_on_device(config.attention.selection);
+         ring_selects_on_device(config.attention.selection);
 }
 
 // What the kernels would refuse in the first step.
@@ -288,7 +288,7 @@ TrainSummary run_training(const RunConfig& given, std::FILE* out, bool terminal,
     device = std::make_unique<RankDevice>(config, *ranks.world, ranks.local_rank, thread_count(config, ranks.cores));
   const RingGroups ring(config, ranks.world, device.get());
   const std::unique_ptr<Attention> attention = attention_of(config, model, ring);
-  auto* sparse = dynamic_cast<ChoosingAttention*>(attention.get());
+  auto* sparse = dynamic_cast<SelectingAttention*>(attention.get());
   if (config.attention.selection.pattern == SelectionPattern::dense) sparse = nullptr;
   const Sources sources = make_sources(config, model.vocab_size, leads);
   settle_steps(config, sources.train->size(), leads);
@@ -305,7 +305,7 @@ TrainSummary run_training(const RunConfig& given, std::FILE* out, bool terminal,
   if (leads && sparse && selection.order == SelectionOrder::lookahead && selection.pattern != SelectionPattern::window)
     warn_of_lookahead(config, sources.validation_set.source != nullptr);
   if (leads && ring.data && sparse && !lists_on_device(config))
-    log::warning("parallel.cp on GPUs: {} chooses its pairs on the CPU, which takes time",
+    log::warning("parallel.cp on GPUs: {} selects its pairs on the CPU, which takes time",
                  config.parallel.ring_lists == ParallelOptions::RingLists::host ? "parallel.ring_lists: host"
                                                                                 : "this attention.pattern");
   // Data-parallel copies of a stage see different sequences: the first one's lists are enough.

@@ -1,4 +1,4 @@
-#include "model/float16.h"
+#include "model/tensors/float16.h"
 
 #include <gtest/gtest.h>
 

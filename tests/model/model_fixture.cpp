@@ -10,7 +10,7 @@
 
 #include "core/random.h"
 #include "device/memory.h"
-#include "model/float16.h"
+#include "model/tensors/float16.h"
 
 namespace sb::test {
 

@@ -1,4 +1,4 @@
-#include "model/safetensors.h"
+#include "model/tensors/safetensors.h"
 
 #include <gtest/gtest.h>
 

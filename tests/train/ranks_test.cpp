@@ -192,7 +192,7 @@ TEST(RanksRun, AnotherNumberOfRanksIsRefusedBeforeAnythingIsWritten) {
   EXPECT_FALSE(fs::exists(scratch / "run"));
 }
 
-// Sparse attention with a threshold that it learns, on sequences long enough to have something to choose from.
+// Sparse attention with a threshold that it learns, on sequences long enough to have something to select from.
 TEST(RanksRun, SparseAttentionIsReportedForTheWholeModel) {
   ScratchDirectory scratch;
   const std::vector<std::string> overrides = {
@@ -323,7 +323,7 @@ LearnedSelection learned_by(const fs::path& run, int64_t step) {
 
 // Counts are whole numbers, so that every layout, packing and order learns the same to the bit, as long as the weights
 // are the same: a learning rate that changes none of them.
-TEST(RanksRun, MassChoosesTheSameOnEveryLayout) {
+TEST(RanksRun, MassSelectsTheSameOnEveryLayout) {
   ScratchDirectory scratch;
   std::vector<std::string> overrides = kLearnedMass;
   overrides.push_back("optimizer.learning_rate=1.0e-30");
@@ -355,7 +355,7 @@ std::vector<std::string> by_planes() {
   return overrides;
 }
 
-// Sums of squares are added up in another order, so that they are the same up to rounding; the planes chosen are the
+// Sums of squares are added up in another order, so that they are the same up to rounding; the planes selected are the
 // same ones, and so are the lists.
 TEST(RanksRun, PlanesAreLearnedAlikeOnEveryLayout) {
   ScratchDirectory scratch;
@@ -375,8 +375,8 @@ TEST(RanksRun, PlanesAreLearnedAlikeOnEveryLayout) {
       for (size_t i = 0; i < 16; ++i)
         EXPECT_NEAR(learned.planes[layer].key_squares[i], expected.planes[layer].key_squares[i],
                     1e-4 * expected.planes[layer].key_squares[i]);
-      EXPECT_EQ(choose_planes(shape, learned.planes[layer], 8).channel,
-                choose_planes(shape, expected.planes[layer], 8).channel);
+      EXPECT_EQ(select_planes(shape, learned.planes[layer], 8).channel,
+                select_planes(shape, expected.planes[layer], 8).channel);
     }
     EXPECT_TRUE(layout.cp > 1 || learned.thresholds == expected.thresholds);
     sb::expect_same_record(scratch / layout.name(), scratch / "alone", {{}, {"loss", "density"}, 1e-4});
@@ -401,7 +401,7 @@ TEST(RanksRun, ResumedWhatSelectionLearnedGoesOnToTheBit) {
   }
 }
 
-// On other ranks the next steps choose by the same thresholds and planes, and so the same lists.
+// On other ranks the next steps select by the same thresholds and planes, and so the same lists.
 TEST(RanksRun, WhatSelectionLearnedServesAnyLayout) {
   ScratchDirectory scratch;
   std::vector<std::string> overrides = by_planes();

@@ -8,7 +8,7 @@
 #include "core/thread_pool.h"
 #include "model/adapter/peft_config.h"
 #include "model/parameters.h"
-#include "model/safetensors.h"
+#include "model/tensors/safetensors.h"
 
 namespace sb {
 

@@ -13,7 +13,7 @@
 #include "model/lora/lora_config.h"
 #include "model/model_config.h"
 #include "model/parameters.h"
-#include "model/safetensors.h"
+#include "model/tensors/safetensors.h"
 #include "parallel/shard_layout.h"
 
 namespace sb {

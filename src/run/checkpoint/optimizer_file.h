@@ -6,7 +6,7 @@
 
 #include "core/tensor.h"
 #include "model/parameters.h"
-#include "model/safetensors.h"
+#include "model/tensors/safetensors.h"
 #include "parallel/shard_layout.h"
 
 namespace sb {

@@ -3,7 +3,7 @@
 #include <cmath>
 
 #include "core/errors.h"
-#include "model/safetensors.h"
+#include "model/tensors/safetensors.h"
 
 namespace sb {
 namespace {

@@ -1,4 +1,4 @@
-#include "model/safetensors.h"
+#include "model/tensors/safetensors.h"
 
 #include <fmt/ranges.h>
 
@@ -10,7 +10,7 @@
 
 #include "core/errors.h"
 #include "core/files/durable_file.h"
-#include "model/float16.h"
+#include "model/tensors/float16.h"
 
 namespace sb {
 

@@ -1,0 +1,71 @@
+#include "model/layer_product.h"
+
+#include <fmt/format.h>
+
+#include <utility>
+
+#include "ops/linear.h"
+
+namespace sb {
+
+void LayerProduct::declare_adapter(StageParameters& parameters, int layer, const std::string& name,
+                                   std::vector<AdaptedProduct::Module> modules) {
+  const LoraConfig& lora = parameters.lora();
+  std::erase_if(modules, [&](const AdaptedProduct::Module& module) { return !lora.is_target(module.name); });
+  adapter_ = {std::move(modules), lora.rank, static_cast<float>(lora.scale())};
+  layer_ = layer;
+  if (adapter_.empty()) return;
+  std::vector<Parameter::Part> a, b;
+  int64_t row = 0;
+  for (const AdaptedProduct::Module& module : adapter_.modules) {
+    const std::string hf = fmt::format("{}model.layers.{}.{}.", kPeftPrefix, layer, lora_module_path(module.name));
+    const auto before = static_cast<int64_t>(a.size()) * lora.rank;
+    a.push_back({hf + "lora_A.weight", before, before + lora.rank});
+    b.push_back({hf + "lora_B.weight", row, row + module.columns});
+    row += module.columns;
+  }
+  const std::string own = fmt::format("layers.{}.{}.lora_", layer, name);
+  const int64_t inputs = weight_.set->parameter(weight_.index).shape[1];
+  adapter_a_ = parameters.declare_adapter(own + "A", {adapter_.rank_width(), inputs}, std::move(a));
+  adapter_b_ = parameters.declare_adapter(own + "B", {row, lora.rank}, std::move(b));
+}
+
+void LayerProduct::forward(const LayerRun& run, int64_t begin, TensorView x, TensorView y, TensorView residual) const {
+  linear_forward(run.exec, x, weight_.weight(), bias_.weight(), y, residual);
+  each_adapted_piece(run, begin, x.dim(0), [&](const AdapterCall& call, int64_t first, int64_t end) {
+    adapter_forward(call, x.rows(first, end), y.rows(first, end));
+  });
+}
+
+void LayerProduct::backward_input(const LayerRun& run, int64_t begin, TensorView dy, TensorView dx) const {
+  linear_backward_input(run.exec, dy, weight_.weight(), dx);
+  each_adapted_piece(run, begin, dy.dim(0), [&](const AdapterCall& call, int64_t first, int64_t end) {
+    adapter_backward_input(call, dy.rows(first, end), dx.rows(first, end));
+  });
+}
+
+void LayerProduct::add_gradients(const LayerRun& run, int64_t begin, TensorView x, TensorView dy) const {
+  if (weight_.trained())
+    linear_backward_weight(run.exec, x, dy, weight_.gradient(), bias_.gradient(), weight_.add_to_gradient());
+  each_adapted_piece(run, begin, x.dim(0), [&](const AdapterCall& call, int64_t first, int64_t end) {
+    const bool add_to_a = adapter_a_.add_to_gradient(), add_to_b = adapter_b_.add_to_gradient();
+    adapter_backward_weights(call, x.rows(first, end), dy.rows(first, end),
+                             {adapter_a_.gradient(), adapter_b_.gradient(), add_to_a, add_to_b});
+  });
+}
+
+AdapterCall LayerProduct::adapter_call(const LayerRun& run, int64_t begin, int64_t rows) const {
+  DropoutRows dropout;
+  if (run.dropout.probability > 0) dropout = run.dropout.rows(begin, begin + rows, dropout_stream(layer_));
+  return {run.exec, run.workspace, adapter_, adapter_a_.weight(), adapter_b_.weight(), dropout};
+}
+
+template <typename Body>
+void LayerProduct::each_adapted_piece(const LayerRun& run, int64_t begin, int64_t rows, const Body& body) const {
+  if (adapter_.empty()) return;
+  run.each_piece(rows, [&](int64_t first, int64_t end) {
+    body(adapter_call(run, begin + first, end - first), first, end);
+  });
+}
+
+}  // namespace sb

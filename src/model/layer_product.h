@@ -1,0 +1,41 @@
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "model/layer_run.h"
+#include "model/lora/adapted_product.h"
+#include "model/parameters.h"
+
+namespace sb {
+
+// One product of a layer, y = x·Wᵀ + bias, with its low-rank adapters where it has any. `begin` is where the rows of x
+// and y begin in the micro-batch.
+class LayerProduct {
+ public:
+  LayerProduct() = default;
+  explicit LayerProduct(ParameterPlace weight, ParameterPlace bias = {}) : weight_(weight), bias_(bias) {}
+  // Declares adapters for those of `modules` that are targets; `name` is the product's within the layer.
+  void declare_adapter(StageParameters& parameters, int layer, const std::string& name,
+                       std::vector<AdaptedProduct::Module> modules);
+
+  // The residual, none where it is empty, may be y itself.
+  void forward(const LayerRun& run, int64_t begin, TensorView x, TensorView y, TensorView residual = {}) const;
+  void backward_input(const LayerRun& run, int64_t begin, TensorView dy, TensorView dx) const;
+  // Adds the gradients of all that is trained here.
+  void add_gradients(const LayerRun& run, int64_t begin, TensorView x, TensorView dy) const;
+
+ private:
+  AdapterCall adapter_call(const LayerRun& run, int64_t begin, int64_t rows) const;
+  // body(call, first row, end) for the adapters, some rows at a time: their temporaries are for run.chunk of them.
+  template <typename Body>
+  void each_adapted_piece(const LayerRun& run, int64_t begin, int64_t rows, const Body& body) const;
+
+  ParameterPlace weight_, bias_;
+  AdaptedProduct adapter_;
+  ParameterPlace adapter_a_, adapter_b_;
+  int layer_ = 0;
+};
+
+}  // namespace sb
