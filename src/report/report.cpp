@@ -174,9 +174,11 @@ ChartLine loss_over_cluster_time(const RunMetrics& metrics) {
 }
 
 std::vector<ChartLine> loss_by_source(const RunMetrics& metrics) {
+  constexpr size_t kMostLines = 16;  // that a reader can tell apart
   std::vector<ChartLine> lines;
   for (const auto& [name, series] : metrics.series)
-    if (name.starts_with(kSourceLoss)) lines.push_back(line_of(metrics, name, name.substr(kSourceLoss.size())));
+    if (name.starts_with(kSourceLoss) && lines.size() < kMostLines)
+      lines.push_back(line_of(metrics, name, name.substr(kSourceLoss.size())));
   return lines;
 }
 
