@@ -114,6 +114,8 @@ class Stage {
   // waits.
   const LossSums& loss(int slot) const;
   TensorView token_loss(int slot) const;
+  // The same in host memory, after forward() of a micro-batch with sources and loss().
+  std::span<const float> host_token_loss(int slot) const;
 
   // Last stage, after evaluate() in the slot: logits [rows, V] of rows of the micro-batch, in the stage's type.
   void logits(const Exec& exec, int slot, int64_t row_begin, int64_t row_end, TensorView logits) const;
