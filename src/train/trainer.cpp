@@ -83,6 +83,9 @@ RankModelOptions rank_model_options(const RunConfig& config, const TrainerParts&
   options.offload_optimizer = config.train.offload_optimizer;
   options.threads = thread_count(config, parts.cores);
   options.lora = config.lora_config();
+  options.fp8 = config.train.precision == TrainOptions::Precision::fp8;
+  for (const int layer : config.train.fp8_skip)
+    options.fp8_skip.push_back(layer == kLastLayer ? parts.model.layers - 1 : layer);
   return options;
 }
 
