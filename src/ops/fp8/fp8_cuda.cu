@@ -198,6 +198,12 @@ __global__ void __launch_bounds__(kThreads)
       gates[i] = codes_of(own.gate, factor);
       ups[i] = codes_of(own.up, factor);
       inners[i] = codes_of(own.g, factor_h);
+    }
+    // Only now, so that the rows above are fetched together.
+#pragma unroll
+    for (int i = 0; i < kThreadRows; ++i) {
+      const int64_t row = at.row + i;
+      if (row >= rows) continue;
       *reinterpret_cast<uint2*>(dgate_up.by_row + 2 * row * width + at.column) = gates[i];
       *reinterpret_cast<uint2*>(dgate_up.by_row + (2 * row + 1) * width + at.column) = ups[i];
     }
