@@ -156,9 +156,9 @@ struct SwigluRow {
 
 // A thread has a vector of columns of every gridDim.x-th row.
 template <typename T>
-__global__ void __launch_bounds__(kThreads) swiglu_largest_kernel(const T* gate_up, const T* dh, int64_t rows,
-                                                                  int64_t width, uint32_t* of_dgate_up,
-                                                                  uint32_t* of_h) {
+__global__ void __launch_bounds__(kThreads)
+    swiglu_largest_kernel(const T* gate_up, const T* dh, int64_t rows, int64_t width, uint32_t* of_dgate_up,
+                          uint32_t* of_h) {
   const int64_t column = (int64_t{blockIdx.y} * kThreads + threadIdx.x) * kVector<T>;
   uint32_t most = 0, most_h = 0;
   if (column < width) {
