@@ -1,5 +1,5 @@
-// Sequences that GPUs share and that come in pieces, by ranks that are threads and share one: what the definition gives on
-// the lists that one CPU selects for the whole sequence.
+// Sequences that GPUs share and that come in pieces, by ranks that are threads and share one: what the definition gives
+// on the lists that one CPU selects for the whole sequence.
 #include <gtest/gtest.h>
 
 #include <mutex>

@@ -197,8 +197,7 @@ struct Consumer {
     add_columns<D / 64>(item, sums_k, dk, args.scale);
   }
   template <int kPart>
-  __device__ void add_columns(const BackwardItem& item, const CUtensorMap* sums, const float (&a)[D / 2],
-                              float scale) {
+  __device__ void add_columns(const BackwardItem& item, const CUtensorMap* sums, const float (&a)[D / 2], float scale) {
     const bool leads = warp == 0 && lane == 0;
     const int row = warp * 16 + lane / 4;
 #pragma unroll
@@ -213,8 +212,8 @@ struct Consumer {
           const int at = 4 * (8 * c + j) + 2 * h;
           // [32 columns][row], pieces of 16 bytes swizzled.
           const uint32_t chunk = (2 * j + (lane % 4) / 2) % 8;
-          shared_store8(to + (j / 4) * kSubtileRows * 128 + (row + 8 * h) * 128 +
-                            ((chunk ^ ((row + 8 * h) & 7)) * 16) + (lane % 2) * 8,
+          shared_store8(to + (j / 4) * kSubtileRows * 128 + (row + 8 * h) * 128 + ((chunk ^ ((row + 8 * h) & 7)) * 16) +
+                            (lane % 2) * 8,
                         a[at] * scale, a[at + 1] * scale);
         }
       async_fence();
@@ -448,7 +447,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   } else {
     registers_grow<240>();
     Consumer<D, kWithDq, kGathered, kHalves> consumer{smem,         args,     &sums_k_map, &sums_v_map,
-                                                             warp / 4 - 1, warp % 4, lane};
+                                                      warp / 4 - 1, warp % 4, lane};
     consumer.run();
   }
 }

@@ -286,7 +286,7 @@ struct KeyLoader {
       load_keys(args.items[index - gathered_items]);
       const BackwardItem& item = smem.item[keys.stage].item;  // registers are scarce here
       keys.advance(Smem::kKeySlots);
-      int before = 0;                             // in the column
+      int before = 0;  // in the column
       for (int head = item.head * args.heads_per_kv; head < (item.head + 1) * args.heads_per_kv; ++head) {
         if (kHalves && !item.dense) {
           // A column is cut by query blocks.

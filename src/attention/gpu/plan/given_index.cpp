@@ -97,7 +97,8 @@ HostLists lists_of(const BlockIndex& index, const SelectPlan& plan, const Work& 
     if (sequence.dense) return;
     for (const uint32_t entry : entries_of(index, sequence, head, query_block, plan.block)) {
       lists.row_entries.push_back(entry);
-      columns[column + entry_id(entry)].push_back(list_entry(static_cast<uint32_t>(query_block - first_row), entry_first(entry)));
+      columns[column + entry_id(entry)].push_back(
+          list_entry(static_cast<uint32_t>(query_block - first_row), entry_first(entry)));
     }
   });
   lists.column_offsets.push_back(0);

@@ -70,7 +70,8 @@ class CudaRingAttention final : public SelectingAttention {
     return memory_.state_bytes(shape, max_tokens);
   }
   std::string refuses_pieces() const override {
-    if (device_selection_) return "pairs of pieces that GPUs share are selected on the host, and parallel.ring_lists is device";
+    if (device_selection_)
+      return "pairs of pieces that GPUs share are selected on the host, and parallel.ring_lists is device";
     return refuses_ring_pieces(options_);
   }
   PieceBytes piece_bytes(const AttentionShape& shape, const PieceLimits& limits, int) const override {
@@ -261,7 +262,7 @@ void CudaRingAttention::forward(const Exec& exec, int layer, const AttentionShap
     state.given_lists = false;
     if (on_device)
       device_selection_->select(exec, layer, shape, operands, *state.plan, state.lists,
-                      report_.layers[static_cast<size_t>(layer)]);
+                                report_.layers[static_cast<size_t>(layer)]);
     else if (piece)
       select_piece_on_host(exec, layer, shape, sequences, operands, seen, state);
     else

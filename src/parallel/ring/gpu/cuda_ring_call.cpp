@@ -120,8 +120,8 @@ AttentionOperands CudaRingCall::assemble(const PassRun& pass, const Keys& keys) 
   return y;
 }
 
-// Keys before the queries. Behind them the kernels expect the queries' own, which against keys of others are in no list:
-// those rows are named and never touched.
+// Keys before the queries. Behind them the kernels expect the queries' own, which against keys of others are in no
+// list: those rows are named and never touched.
 AttentionOperands CudaRingCall::piece_operands(const PassRun& pass, const Keys& keys) const {
   const int64_t before = *pass.given->first_query;
   const Shape seen{before + pass.tokens, shape_.kv_heads, shape_.head_dim};

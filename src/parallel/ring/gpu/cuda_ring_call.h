@@ -54,8 +54,8 @@ class CudaRingState final : public AttentionState {
   // Lists that came from the host; used when there is no plan.
   std::optional<ContextLayout> layout;
   BlockIndex index;
-  bool given_lists = false;  // the index was not selected here
-  bool built = false;        // what follows, from the index
+  bool given_lists = false;            // the index was not selected here
+  bool built = false;                  // what follows, from the index
   std::optional<int64_t> first_query;  // of a piece, in its sequence
   DeviceRows given;
   int64_t piece = 0;

@@ -241,9 +241,8 @@ PieceBytes CudaRingMemory::piece_bytes(const AttentionShape& shape, const Attent
   const int64_t sum = tensor(DType::f32, queries * shape.heads * shape.head_dim);
   const int64_t given = ranks * own * 2 * key_width;
   const PassBytes travelling = piece_pass_bytes(shape, queries, 0), copied = piece_pass_bytes(shape, queries, copies);
-  const int64_t forward =
-      std::max(tensor(limits.dtype, given) + copied.forward,
-               travel.forward_scratch_bytes(limits.dtype, held * key_width) + travelling.forward);
+  const int64_t forward = std::max(tensor(limits.dtype, given) + copied.forward,
+                                   travel.forward_scratch_bytes(limits.dtype, held * key_width) + travelling.forward);
   const int64_t backward =
       std::max(tensor(limits.dtype, given) + tensor(DType::f32, given) + copied.backward,
                travel.backward_scratch_bytes(limits.dtype, held * key_width) + travelling.backward);

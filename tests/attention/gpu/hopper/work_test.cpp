@@ -173,8 +173,7 @@ TEST(GpuWork, LimitsHoldForAnyColumns) {
     const size_t last_head = random() % columns.size();
     int64_t items = 0, splits = 0, slots = 0;
     for (size_t i = 0; i < columns.size(); ++i) {
-      const int64_t share = fair_share(total, workers, std::ssize(columns), i >= last_head, least),
-                    cost = columns[i];
+      const int64_t share = fair_share(total, workers, std::ssize(columns), i >= last_head, least), cost = columns[i];
       const int64_t pieces = cost <= share ? 1 : (cost + share - 1) / share;
       items += pieces;
       splits += pieces > 1;
