@@ -104,8 +104,8 @@ TEST_P(Fp8Test, CodesInBothLayouts) {
     float one;  // in place of an element; 0: none
   };
   for (const auto& [rows, columns] : {std::pair{1, 16}, {3, 48}, {64, 128}, {67, 144}}) {
-    for (const Contents& contents : {Contents{"normal", 1, 0}, {"an outlier", 1, 1000}, {"tiny", 1e-37, 0},
-                                     {"large", 1e37, 0}, {"zero", 0, 0}}) {
+    for (const Contents& contents :
+         {Contents{"normal", 1, 0}, {"an outlier", 1, 1000}, {"tiny", 1e-37, 0}, {"large", 1e37, 0}, {"zero", 0, 0}}) {
       SCOPED_TRACE(::testing::Message() << contents.name << " " << rows << "x" << columns);
       const int64_t count = int64_t{rows} * columns, padded = fp8_padded(rows);
       std::vector<float> x = random_operand(count, 7, contents.scale);
@@ -239,7 +239,8 @@ TEST_P(Fp8Test, SwigluBackwardInCodesIsThatOfBothSteps) {
                      dh = tensor(random_operand(rows * width, 2, 1e-3), {rows, width}),
                      dgate_up = filled({rows, 2 * width}, 0), h = filled({rows, width}, 0);
     swiglu_backward(exec(), gate_up, dh, dgate_up, h);
-    const Fp8Matrix of_dgate_up = matrix(rows, 2 * width, Fp8Layout::both), of_h = matrix(rows, width, Fp8Layout::by_column),
+    const Fp8Matrix of_dgate_up = matrix(rows, 2 * width, Fp8Layout::both),
+                    of_h = matrix(rows, width, Fp8Layout::by_column),
                     got_dgate_up = matrix(rows, 2 * width, Fp8Layout::both),
                     got_h = matrix(rows, width, Fp8Layout::by_column);
     fp8_quantize(exec(), dgate_up, of_dgate_up);
