@@ -97,6 +97,12 @@ void set(cublasLtMatmulPreference_t preference, cublasLtMatmulPreferenceAttribut
   SB_CUBLAS_CHECK(cublasLtMatmulPreferenceSetAttribute(preference, attribute, &value, sizeof(value)));
 }
 
+void set_scales(const CudaProduct& p, Plan& plan) {
+  SB_CHECK(alignment(p.a_scale) == 16 && alignment(p.b_scale) == 16, "scales of an fp8 product are not aligned");
+  set(&plan.operation, CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, p.b_scale);
+  set(&plan.operation, CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, p.a_scale);
+}
+
 void describe(const CudaProduct& p, Plan& plan) {
   SB_CUBLAS_CHECK(cublasLtMatmulDescInit(&plan.operation, CUBLAS_COMPUTE_32F, CUDA_R_32F));
   set(&plan.operation, CUBLASLT_MATMUL_DESC_TRANSA, p.transpose_b ? CUBLAS_OP_T : CUBLAS_OP_N);
@@ -106,9 +112,10 @@ void describe(const CudaProduct& p, Plan& plan) {
   if (p.fp8) {
     // Otherwise the tensor cores' own sums, of about 14 bits, are all there is.
     set(&plan.operation, CUBLASLT_MATMUL_DESC_FAST_ACCUM, int8_t{0});
-    // Proposals are for products with scales; the addresses are those of each call.
-    set(&plan.operation, CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, p.b_scale);
-    set(&plan.operation, CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, p.a_scale);
+    const int32_t one_scale = CUBLASLT_MATMUL_MATRIX_SCALE_SCALAR_32F;
+    set(&plan.operation, CUBLASLT_MATMUL_DESC_A_SCALE_MODE, one_scale);
+    set(&plan.operation, CUBLASLT_MATMUL_DESC_B_SCALE_MODE, one_scale);
+    set_scales(p, plan);
   }
   init_layout(plan.a, input, p.transpose_b ? p.n : p.k, p.transpose_b ? p.k : p.n, p.ldb);
   init_layout(plan.b, input, p.transpose_a ? p.k : p.m, p.transpose_a ? p.m : p.k, p.lda);
@@ -171,10 +178,7 @@ struct CudaProducts::Implementation {
   cublasStatus_t launch(void* stream, const CudaProduct& p, Plan& plan, const cublasLtMatmulAlgo_t& algorithm,
                         const void* c, void* d) {
     if (p.bias != nullptr) set(&plan.operation, CUBLASLT_MATMUL_DESC_BIAS_POINTER, p.bias);
-    if (p.fp8) {
-      set(&plan.operation, CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, p.b_scale);
-      set(&plan.operation, CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, p.a_scale);
-    }
+    if (p.fp8) set_scales(p, plan);
     const float beta = p.c != nullptr ? 1.0f : 0.0f;
     return cublasLtMatmul(handle, &plan.operation, &p.scale, p.b, &plan.a, p.a, &plan.b, &beta, c, &plan.d, d, &plan.d,
                           &algorithm, workspace.get(), kWorkspaceBytes, static_cast<cudaStream_t>(stream));

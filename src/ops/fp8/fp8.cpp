@@ -8,7 +8,8 @@
 namespace sb {
 namespace {
 
-constexpr int64_t kScales = 2;
+// Both scales begin at a multiple of 16 bytes.
+constexpr int64_t kScaleDistance = 4, kScales = 2 * kScaleDistance;
 
 }  // namespace
 
@@ -18,7 +19,8 @@ Fp8Matrix fp8_allocate(Arena& arena, int64_t rows, int64_t columns, Fp8Layout la
   matrix.columns = columns;
   if (layout != Fp8Layout::by_column) matrix.by_row = arena.allocate_array<uint8_t>(rows * columns);
   if (layout != Fp8Layout::by_row) matrix.by_column = arena.allocate_array<uint8_t>(columns * fp8_padded(rows));
-  matrix.scale = arena.allocate_array<float>(kScales);
+  matrix.worth = arena.allocate_array<float>(kScales);
+  matrix.largest = matrix.worth + kScaleDistance;
   return matrix;
 }
 
@@ -55,12 +57,12 @@ void fp8_swiglu_backward(const Exec& exec, TensorView gate_up, TensorView dh, co
 
 Fp8Operand fp8_rows(const Fp8Matrix& matrix) {
   SB_CHECK(matrix.by_row != nullptr, "an fp8 matrix without its rows");
-  return {matrix.by_row, matrix.rows, matrix.columns, matrix.scale + 1};
+  return {matrix.by_row, matrix.rows, matrix.columns, matrix.worth};
 }
 
 Fp8Operand fp8_columns(const Fp8Matrix& matrix) {
   SB_CHECK(matrix.by_column != nullptr, "an fp8 matrix without its columns");
-  return {matrix.by_column, matrix.columns, fp8_padded(matrix.rows), matrix.scale + 1};
+  return {matrix.by_column, matrix.columns, fp8_padded(matrix.rows), matrix.worth};
 }
 
 void fp8_multiply(const Exec& exec, const Fp8Operand& a, const Fp8Operand& b, TensorView bias, TensorView c,

@@ -12,7 +12,8 @@ struct Fp8Matrix {
   int64_t rows = 0, columns = 0;
   uint8_t* by_row = nullptr;     // [rows, columns]
   uint8_t* by_column = nullptr;  // [columns, fp8_padded(rows)], zeros beyond `rows`
-  float* scale = nullptr;        // [2]: the largest magnitude, and what a code is worth
+  float* worth = nullptr;        // what a code is worth, where cuBLASLt reads it: aligned to 16 bytes
+  float* largest = nullptr;      // the largest magnitude
 };
 
 enum class Fp8Layout { by_row, by_column, both };
@@ -39,7 +40,7 @@ void fp8_swiglu_backward(const Exec& exec, TensorView gate_up, TensorView dh, co
 struct Fp8Operand {
   const uint8_t* codes;
   int64_t count, length;
-  const float* scale;
+  const float* worth;
 };
 Fp8Operand fp8_rows(const Fp8Matrix& matrix);
 Fp8Operand fp8_columns(const Fp8Matrix& matrix);

@@ -26,9 +26,9 @@ float largest_magnitude(const float* values, int64_t count) {
 
 void fp8_quantize(const Exec&, TensorView x, const Fp8Matrix& to) {
   const float* values = x.f32();
-  to.scale[0] = largest_magnitude(values, x.elements());
-  const Fp8Scale scale = fp8_scale(to.scale[0]);
-  to.scale[1] = scale.worth;
+  *to.largest = largest_magnitude(values, x.elements());
+  const Fp8Scale scale = fp8_scale(*to.largest);
+  *to.worth = scale.worth;
   const int64_t padded = fp8_padded(to.rows);
   if (to.by_column) std::memset(to.by_column, 0, static_cast<size_t>(to.columns * padded));
   for (int64_t row = 0; row < to.rows; ++row) {
@@ -54,7 +54,7 @@ void fp8_multiply(const Exec& exec, const Fp8Operand& a, const Fp8Operand& b, Te
                               .ldb = b.length,
                               .c = sums.data(),
                               .ldc = b.count});
-  const float scale = *a.scale * *b.scale;
+  const float scale = *a.worth * *b.worth;
   for (int64_t row = 0; row < a.count; ++row) {
     for (int64_t column = 0; column < b.count; ++column) {
       const int64_t i = row * b.count + column;

@@ -38,11 +38,11 @@ __global__ void __launch_bounds__(kThreads) largest_kernel(const T* x, int64_t v
 }
 
 // What values are multiplied by; one thread of the grid writes what a code is worth.
-__device__ float factor_for(const float* noted, float* scale) {
+__device__ float factor_for(const float* noted, float* largest_of_all, float* worth) {
   const float largest = *noted, reached = largest < kLeastReached ? kLeastReached : largest;
   if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) {
-    if (noted != scale) scale[0] = largest;
-    scale[1] = __fdiv_rn(reached, kLargest);
+    if (noted != largest_of_all) *largest_of_all = largest;
+    *worth = __fdiv_rn(reached, kLargest);
   }
   return __fdiv_rn(kLargest, reached);
 }
@@ -103,9 +103,9 @@ struct Transposed {
 
 template <typename T, bool kByRow, bool kByColumn>
 __global__ void __launch_bounds__(kThreads)
-    cast_kernel(const T* x, int64_t rows, int64_t columns, int64_t padded_rows, const float* noted, float* scale,
-                uint8_t* by_row, uint8_t* by_column) {
-  const float factor = factor_for(noted, scale);
+    cast_kernel(const T* x, int64_t padded_rows, const float* noted, Fp8Matrix to) {
+  const int64_t rows = to.rows, columns = to.columns;
+  const float factor = factor_for(noted, to.largest, to.worth);
   const Place at{};
   uint2 codes[kThreadRows] = {};
   if (at.column < columns) {
@@ -118,14 +118,14 @@ __global__ void __launch_bounds__(kThreads)
     for (int i = 0; i < kThreadRows; ++i) {
       codes[i] = codes_of(values[i], factor);
       if (kByRow && at.row + i < rows)
-        *reinterpret_cast<uint2*>(by_row + (at.row + i) * columns + at.column) = codes[i];
+        *reinterpret_cast<uint2*>(to.by_row + (at.row + i) * columns + at.column) = codes[i];
     }
   }
   if constexpr (kByColumn) {
     __shared__ Transposed tile;
     tile.put(at, codes);
     __syncthreads();
-    tile.store(at, columns, padded_rows, by_column);
+    tile.store(at, columns, padded_rows, to.by_column);
   }
 }
 
@@ -184,7 +184,8 @@ template <typename T>
 __global__ void __launch_bounds__(kThreads)
     swiglu_cast_kernel(const T* gate_up, const T* dh, int64_t rows, int64_t width, int64_t padded_rows,
                        Fp8Matrix dgate_up, Fp8Matrix h) {
-  const float factor = factor_for(dgate_up.scale, dgate_up.scale), factor_h = factor_for(h.scale, h.scale);
+  const float factor = factor_for(dgate_up.largest, dgate_up.largest, dgate_up.worth),
+              factor_h = factor_for(h.largest, h.largest, h.worth);
   const Place at{};
   uint2 gates[kThreadRows] = {}, ups[kThreadRows] = {}, inners[kThreadRows] = {};
   if (at.column < width) {
@@ -223,11 +224,11 @@ dim3 tiles(int64_t rows, int64_t columns) {
 }
 
 void forget_largest(const Exec& exec, const Fp8Matrix& of) {
-  SB_CUDA_CHECK(cudaMemsetAsync(of.scale, 0, sizeof(float), stream_of(exec)));
+  SB_CUDA_CHECK(cudaMemsetAsync(of.largest, 0, sizeof(float), stream_of(exec)));
 }
 
 uint32_t* largest_of(const Fp8Matrix& matrix) {
-  return reinterpret_cast<uint32_t*>(matrix.scale);
+  return reinterpret_cast<uint32_t*>(matrix.largest);
 }
 
 }  // namespace
@@ -244,13 +245,13 @@ void fp8_quantize(const Exec& exec, TensorView x, const Fp8Matrix& to, TensorVie
       const int64_t vectors = x.elements() / kVector<T>;
       const auto blocks = static_cast<unsigned>(std::min(kMostBlocks, ceil_div(vectors, 4 * kThreads)));
       largest_kernel<T><<<blocks, kThreads, 0, stream_of(exec)>>>(data<T>(x), vectors, largest_of(to));
-      noted = to.scale;
+      noted = to.largest;
     }
     const auto kernel = !to.by_column ? cast_kernel<T, true, false>
                         : !to.by_row  ? cast_kernel<T, false, true>
                                       : cast_kernel<T, true, true>;
-    kernel<<<tiles(to.by_column ? padded : to.rows, to.columns), kThreads, 0, stream_of(exec)>>>(
-        data<T>(x), to.rows, to.columns, padded, noted, to.scale, to.by_row, to.by_column);
+    kernel<<<tiles(to.by_column ? padded : to.rows, to.columns), kThreads, 0, stream_of(exec)>>>(data<T>(x), padded,
+                                                                                                 noted, to);
   });
   SB_CUDA_LAUNCHED();
 }
@@ -289,8 +290,8 @@ void fp8_multiply(const Exec& exec, const Fp8Operand& a, const Fp8Operand& b, Te
                                    .c = c.raw(),
                                    .d = d.raw(),
                                    .bias = bias.raw(),
-                                   .a_scale = a.scale,
-                                   .b_scale = b.scale});
+                                   .a_scale = a.worth,
+                                   .b_scale = b.worth});
 }
 
 }  // namespace sb::cuda
