@@ -126,8 +126,12 @@ TEST_P(Fp8Test, CodesInBothLayouts) {
         const std::vector<float> scale = scales(rounded);
         EXPECT_EQ(scale[0], largest);
         EXPECT_EQ(scale[1], reached / 448.0f);
-        if (rounded.by_row) EXPECT_EQ(codes(rounded.by_row, count), by_row);
-        if (rounded.by_column) EXPECT_EQ(codes(rounded.by_column, columns * padded), by_column);
+        if (rounded.by_row) {
+          EXPECT_EQ(codes(rounded.by_row, count), by_row);
+        }
+        if (rounded.by_column) {
+          EXPECT_EQ(codes(rounded.by_column, columns * padded), by_column);
+        }
       }
     }
   }
