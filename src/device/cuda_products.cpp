@@ -263,7 +263,18 @@ void CudaProducts::measure_algorithms(bool measure) {
 void CudaProducts::run(void* stream, const CudaProduct& p) {
   SB_CHECK(p.m > 0 && p.n > 0 && p.k > 0, "a product of {}x{}x{}", p.m, p.n, p.k);
   Plan& plan = implementation_->plan_for(stream, p);
-  SB_CUBLAS_CHECK(implementation_->launch(stream, p, plan, plan.algorithm, p.c != nullptr ? p.c : p.d, p.d));
+  const void* c = p.c != nullptr ? p.c : p.d;
+  cublasStatus_t status = implementation_->launch(stream, p, plan, plan.algorithm, c, p.d);
+  if (status == CUBLAS_STATUS_NOT_SUPPORTED && p.fp8) {
+    // Not all that is proposed runs: the first proposal that does. The others have done nothing.
+    for (const cublasLtMatmulAlgo_t& next : implementation_->candidates(p, kind_of(p), plan)) {
+      status = implementation_->launch(stream, p, plan, next, c, p.d);
+      plan.algorithm = next;
+      if (status == CUBLAS_STATUS_SUCCESS) break;
+    }
+  }
+  SB_CHECK(status == CUBLAS_STATUS_SUCCESS, "cublasLtMatmul of {}x{}x{}{}: {}", p.m, p.n, p.k, p.fp8 ? " in e4m3" : "",
+           cublasLtGetStatusString(status));
 }
 
 }  // namespace sb
