@@ -63,9 +63,8 @@ AdapterCall LayerProduct::adapter_call(const LayerRun& run, int64_t begin, int64
 template <typename Body>
 void LayerProduct::each_adapted_piece(const LayerRun& run, int64_t begin, int64_t rows, const Body& body) const {
   if (adapter_.empty()) return;
-  run.each_piece(rows, [&](int64_t first, int64_t end) {
-    body(adapter_call(run, begin + first, end - first), first, end);
-  });
+  run.each_piece(rows,
+                 [&](int64_t first, int64_t end) { body(adapter_call(run, begin + first, end - first), first, end); });
 }
 
 }  // namespace sb
