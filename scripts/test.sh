@@ -9,7 +9,7 @@ scripts/setup.sh
 cmake --preset "$preset"
 cmake --build --preset "$preset"
 log=build/$preset/ctest.log
-ctest --preset "$preset" -LE gpu -j "$(nproc)" "$@" | tee "$log"
+ctest --preset "$preset" -LE 'gpu|nccl' -j "$(nproc)" "$@" | tee "$log"
 
 # The budgets of the labels (CONTRIBUTING.md), in processor seconds of two cores. A hint, not a failure: machines differ.
 if [ "$preset" = cpu ]; then

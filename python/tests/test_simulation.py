@@ -10,11 +10,11 @@ import sparsebalance as sb
 def test_rows_are_those_of_the_command_line_tool(program, tmp_path):
     policies = ["in_order", "sab+order+optimal", "sab+order+chunk+optimal"]
     program(
-        "simulate", "--dp", 2, "--pp", 2, "--steps", 5, "--global-batch", 8, "--policies", ",".join(policies), "--json",
+        "simulate", "--dp", 2, "--pp", 2, "--tp", 2, "--steps", 5, "--global-batch", 8, "--policies", ",".join(policies), "--json",
         tmp_path / "rows.json",
     )  # fmt: skip
     expected = json.loads((tmp_path / "rows.json").read_text())["rows"]
-    rows = sb.simulate(dp=2, pp=2, steps=5, global_batch=8, policies=policies)
+    rows = sb.simulate(dp=2, pp=2, tp=2, steps=5, global_batch=8, policies=policies)
     assert [row.policy for row in rows] == policies
     for row, other in zip(rows, expected):
         for name in ("speedup", "makespan_ms", "imbalance", "bubble_share", "mean_coverage", "min_coverage", "worst_loss"):
@@ -43,6 +43,7 @@ def test_all_policies_where_none_is_named():
         ({"lengths": [0]}, "positive"),
         ({"lengths": "no-such-pool"}, "no-such-pool"),
         ({"steps": 0}, "steps"),
+        ({"tp": 4}, "2 key/value heads"),
         ({"dp": 32}, "smaller than dp"),
         ({"model": "gpt-17"}, "gpt-17"),
     ],

@@ -47,6 +47,7 @@ class SocketTransport final : public Transport {
     Box& box = boxes_[{from, tag}];
     box.wanted.push_back({++tickets_, static_cast<char*>(data), bytes});
     match(box);
+    if (gone_) lose();
     return tickets_;
   }
   void poll(std::vector<Finished>& finished) override {
@@ -99,18 +100,17 @@ class SocketTransport final : public Transport {
     while (!out_.empty()) {
       const ssize_t count = ::send(socket_, out_.data(), out_.size(), MSG_NOSIGNAL);
       if (count < 0 && (errno == EAGAIN || errno == EINTR)) return;
-      if (count < 0) return lose();
+      // The other one has ended: reading says so, after what it sent.
+      if (count < 0) return out_.clear();
       out_.erase(0, static_cast<size_t>(count));
     }
   }
   void read_in() {
+    if (gone_) return;
     char bytes[1 << 16];
-    while (!gone_) {
-      const ssize_t count = ::recv(socket_, bytes, sizeof bytes, 0);
-      if (count < 0 && (errno == EAGAIN || errno == EINTR)) break;
-      if (count <= 0) return lose();
-      in_.append(bytes, static_cast<size_t>(count));
-    }
+    ssize_t count = 0;
+    while ((count = ::recv(socket_, bytes, sizeof bytes, 0)) > 0) in_.append(bytes, static_cast<size_t>(count));
+    const bool ended = count == 0 || (errno != EAGAIN && errno != EINTR);
     size_t begin = 0;
     for (Header header{}; in_.size() - begin >= sizeof header;) {
       std::memcpy(&header, in_.data() + begin, sizeof header);
@@ -120,6 +120,7 @@ class SocketTransport final : public Transport {
       begin = end;
     }
     in_.erase(0, begin);
+    if (ended) lose();  // after what came before the end
   }
   // What still waits for the other process will never come.
   void lose() {

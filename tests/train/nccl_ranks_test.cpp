@@ -79,7 +79,7 @@ testing::AssertionResult run_ranks(const std::string& what, const std::string& f
     _exit(127);
   }
   for (const int end : ends) ::close(end);
-  const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(150);
+  const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(240);
   std::string problem;
   for (int rank = 0; rank < kRanks; ++rank) {
     const pid_t process = processes[static_cast<size_t>(rank)];

@@ -50,7 +50,7 @@ const SweepRow* fastest(const std::vector<SweepRow>& rows, bool tensor_parallel)
 // What tensor parallelism does for this model on so many workers, where it was tried at all.
 void print_tensor_parallel(const std::vector<SweepRow>& rows) {
   const auto tried = [](const SweepRow& row) { return row.layout.tp > 1; };
-  if (std::ranges::none_of(rows, tried)) return;
+  if (std::ranges::none_of(rows, tried) || std::ranges::all_of(rows, tried)) return;
   const SweepRow *with = fastest(rows, true), *without = fastest(rows, false);
   if (with == nullptr) {
     fmt::print("tensor parallelism: no layout with it fits\n");
@@ -70,7 +70,10 @@ void print_tensor_parallel(const std::vector<SweepRow>& rows) {
   const double ratio = without->simulated.makespan_ms / with->simulated.makespan_ms;
   fmt::print("tensor parallelism: the fastest with it {}, without it {}: {:.3f} times as fast{}\n", text(*with),
              text(*without), ratio,
-             ratio >= 1 ? ", since ranks that share a micro-batch wait for its end together" : "");
+             ratio < 1 ? ": its gathers and sums cost more than it saves"
+             : with->simulated.bubble_share < without->simulated.bubble_share
+                 ? ", since more ranks share a micro-batch and fewer wait for their turn"
+                 : "");
   const double faster = with->simulated.makespan_ms;
   for (const SweepRow& row : rows)
     if (!tried(row) && !fits(row) && row.simulated.makespan_ms < faster) {

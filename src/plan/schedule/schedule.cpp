@@ -103,6 +103,7 @@ Schedule::Schedule(int stages, std::span<const int> groups, int ahead, int warmu
 template <bool kTransfers>
 double Schedule::run(const PipelineTimes& times, std::span<const int> order, double* end) const {
   const double* duration[2] = {times.forward.data(), times.backward.data()};
+  const double* transfer[2] = {times.forward_transfer.data(), times.backward_transfer.data()};
   const int* place = order.empty() ? nullptr : order.data();
   const Node* nodes = nodes_.data();
   const size_t count = nodes_.size();
@@ -116,7 +117,7 @@ double Schedule::run(const PipelineTimes& times, std::span<const int> order, dou
     double ready = ends[node.dependency];
     if constexpr (kTransfers) {
       // The first stage receives nothing, and the last one turns from forward to backward without a transfer.
-      ready += (node.backward ? times.backward_transfer : times.forward_transfer)[index];
+      ready += transfer[node.backward][index];
     }
     ends[id] = std::max(ends[node.previous], ready) + duration[node.backward][index];
   }

@@ -60,11 +60,17 @@ PipelineTimes stage_times(const CostModel& cost, std::span<const Sequence> seque
     times.backward_transfer.resize(size);
     for (int s = 0; s < times.stages; ++s) times.tail.push_back(cost.reduction(s));
   }
+  double known_tokens = -1;  // pieces are mostly as long as the one before
+  StageTime linear, head;
   for (int i = 0; i < times.micro_batches; ++i) {
     const auto members = batches.members(batches.first(rank) + i);
     const Piece piece = batches.piece(batches.first(rank) + i);
     const auto tokens = static_cast<double>(batches.tokens(sequences, batches.first(rank) + i));
-    const StageTime linear = cost.linear(tokens), head = cost.head(tokens);
+    if (tokens != known_tokens) {
+      known_tokens = tokens;
+      linear = cost.linear(tokens);
+      head = cost.head(tokens);
+    }
     const auto attention_of = [&](int layer) {
       Work work;
       for (int member : members)
