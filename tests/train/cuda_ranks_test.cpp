@@ -270,11 +270,17 @@ TEST_F(CudaRuns, SharedSparseSequencesFollowOneRank) {
   const PairsByStep pairs = pairs_by_step(alone);
   EXPECT_EQ(pairs.pairs.size(), 20u);
   EXPECT_LT(pairs.mean_density, 0.9);
-  for (const char* lists : {"device", "host"}) {
-    const RunConfig shared = with(lists, {"parallel.cp=2", std::string("parallel.ring_lists=") + lists});
+  for (const auto& [name, option] : {std::pair("device", "parallel.ring_lists=device"),
+                                     {"host", "parallel.ring_lists=host"},
+                                     {"pieces", "balance.chunk=256"},
+                                     {"pieces, two stages", "balance.chunk=256"}}) {
+    SCOPED_TRACE(name);
+    std::vector<std::string> more = {"parallel.cp=2", option};
+    if (std::string(name).ends_with("stages")) more.emplace_back("parallel.pp=2");
+    const RunConfig shared = with(name, more);
     expect_close(train(shared), one, 0.03);
-    EXPECT_EQ(pairs_by_step(shared).pairs, pairs.pairs) << lists;
-    EXPECT_NEAR(pairs_by_step(shared).mean_density, pairs.mean_density, 1e-12) << lists;
+    EXPECT_EQ(pairs_by_step(shared).pairs, pairs.pairs);
+    EXPECT_NEAR(pairs_by_step(shared).mean_density, pairs.mean_density, 1e-12);
   }
 }
 
