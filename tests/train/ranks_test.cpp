@@ -58,13 +58,12 @@ TEST(RanksRun, EveryLayoutLearnsTheSame) {
   }
 }
 
-RunConfig run_of_files(const fs::path& directory, const std::vector<fs::path>& files, const RankGrid& grid,
-                       const std::string& chunk) {
+RunConfig run_of_files(const fs::path& directory, const std::vector<fs::path>& files, const RankGrid& grid, int chunk) {
   std::string names;
   for (const fs::path& file : files) names += (names.empty() ? "" : ", ") + file.string();
   std::vector<std::string> overrides = grid.overrides();
   overrides.push_back("train.output_dir=" + directory.string());
-  overrides.push_back("balance.chunk=" + chunk);
+  if (chunk > 0) overrides.push_back(fmt::format("balance.chunk={}", chunk));
   return parse_run_config(R"(
 model:
   init: {model_type: qwen2, vocab_size: 16, hidden_size: 32, intermediate_size: 48, num_hidden_layers: 2,
@@ -92,17 +91,17 @@ TEST(RanksRun, EverySourceOfAMixtureHasItsLoss) {
       }());
     writer.finish();
     const fs::path run = scratch / fmt::format("alone-{}", i);
-    train_on_ranks(run_of_files(run, {files[i]}, {}, "0"));
+    train_on_ranks(run_of_files(run, {files[i]}, {}, 0));
     const nlohmann::json line = metrics_of(run).at(0);
     for (const auto& [name, value] : line.items()) EXPECT_FALSE(name.starts_with("loss_source_")) << name;
     expected["loss_source_" + files[i].string()] = line.at("loss");
   }
   ASSERT_GT(std::abs(expected.begin()->second - expected.rbegin()->second), 1e-3);
-  for (const auto& [grid, chunk] : {std::pair(RankGrid{}, "0"),
-                                    {RankGrid{2, 1}, "0"},
-                                    {RankGrid{1, 2}, "64"},
-                                    {RankGrid{1, 1, 2}, "0"},
-                                    {RankGrid{1, 1, 2}, "128"}}) {
+  for (const auto& [grid, chunk] : {std::pair(RankGrid{}, 0),
+                                    {RankGrid{2, 1}, 0},
+                                    {RankGrid{1, 2}, 64},
+                                    {RankGrid{1, 1, 2}, 0},
+                                    {RankGrid{1, 1, 2}, 128}}) {
     SCOPED_TRACE(fmt::format("{} chunk {}", grid.name(), chunk));
     const fs::path run = scratch / fmt::format("{}-{}", grid.name(), chunk);
     train_on_ranks(run_of_files(run, files, grid, chunk));
