@@ -1,7 +1,7 @@
 """What extension.py trains and evaluates on, made from the corpus and the same every time.
 
 A model of this size and so few tokens does not learn by itself to copy over long distances, so that held-out passages that are
-there twice would tell nothing. Therefore a seventh of the training documents have passages that were there before, up to the whole
+there twice would tell nothing. Therefore a quarter of the training documents have passages that were there before, up to the whole
 length back: at the base's length in its sequences, at the long ones in theirs. All methods see the same ones."""
 
 import lzma
@@ -10,9 +10,9 @@ import shutil
 
 import token_files
 
-REPEATING = 1 / 7  # of the documents
+REPEATING = 1 / 4  # of the documents
 PASSAGE = (64, 1024)  # tokens of a repeated passage, log-uniform
-SHARE = 0.4  # of such a document's tokens, about
+SHARE = 0.5  # of such a document's tokens, about
 
 # What `sparsebalance data synth` writes for the fine-tuning: eight keys with values of two tokens, four of them asked for; four chains
 # of assignments, of which the six variables that hold one value are asked for.

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "device/memory.h"
 #include "ops/adamw.h"
 #include "ops/linear.h"
 #include "ops/rmsnorm.h"
@@ -103,6 +104,11 @@ DecoderLayer::DecoderLayer(const ModelConfig& config, int index, StageParameters
   down_.declare_adapter(parameters, index, "down", {{down, 0, width.hidden}});
 }
 
+void DecoderLayer::use_fp8() {
+  fp8_ = true;
+  for (LayerProduct* product : {&qkv_, &output_, &gate_up_, &down_}) product->use_fp8();
+}
+
 LayerSaved DecoderLayer::allocate_saved(Arena& arena, int64_t tokens, Recompute recompute) const {
   const Widths width(config_);
   const int64_t d = config_.head_dim;
@@ -176,6 +182,24 @@ int64_t DecoderLayer::adapter_bytes(const ModelConfig& config, const LoraConfig&
   return adapter_workspace_bytes(lora, std::min(tokens, chunk), inputs, dtype);
 }
 
+int64_t DecoderLayer::fp8_bytes(const ModelConfig& config, int64_t tokens, int64_t chunk) {
+  const Widths width(config);
+  const int64_t piece = std::min(tokens, chunk), wide = 2 * width.intermediate;
+  const auto rows = [](int64_t count, int64_t columns) { return ::sb::fp8_bytes(count, columns, Fp8Layout::by_row); };
+  const auto columns = [](int64_t count, int64_t of) { return ::sb::fp8_bytes(count, of, Fp8Layout::by_column); };
+  const auto both = [](int64_t count, int64_t of) { return ::sb::fp8_bytes(count, of, Fp8Layout::both); };
+  // A weight beside the input of its product in forward, beside the output's gradient in backward.
+  const auto product = [&](int64_t count, int64_t in, int64_t out) {
+    const int64_t weight = rows(out, in);
+    return std::max(rows(count, in) + weight, both(count, out) + std::max(columns(count, in), weight));
+  };
+  const int64_t mlp =
+      both(piece, width.hidden) + columns(piece, width.intermediate) + product(piece, width.hidden, wide);
+  const int64_t largest = Arena::rounded(dtype_bytes(DType::f32));
+  return largest + std::max({mlp, product(piece, width.hidden, width.qkv), product(tokens, width.query, width.hidden),
+                             product(piece, width.intermediate, width.hidden)});
+}
+
 int64_t DecoderLayer::scratch_bytes(const ModelConfig& config, DeviceKind device) {
   const Widths width(config);
   int64_t bytes = rmsnorm_scratch_bytes(device, width.hidden);
@@ -238,6 +262,13 @@ AttentionOperands DecoderLayer::attended(const LayerSaved& saved, const Operands
   return {own.q, own.k, own.v, out, lse};
 }
 
+TensorView DecoderLayer::largest_magnitude(const LayerRun& run) const {
+  if (!fp8_ || run.exec.device == DeviceKind::cpu) return {};
+  const TensorView largest = run.workspace.allocate(DType::f32, {1});
+  zero_tensor(run.exec, largest);
+  return largest;
+}
+
 TensorView DecoderLayer::as_activations(const LayerRun& run, TensorView sums) const {
   if (dtype_ == DType::f32) return sums;
   const TensorView rounded = run.workspace.allocate(dtype_, sums.shape());
@@ -275,8 +306,9 @@ void DecoderLayer::forward(const LayerRun& run, const LayerSaved& saved, TensorV
                                                      : saved.gate_up.rows(begin, end);
     const TensorView inner = workspace.allocate(dtype_, {end - begin, width.intermediate});
     gate_up_.forward(run, begin, normed.rows, gate_up);
-    swiglu_forward(exec, gate_up, inner);
-    down_.forward(run, begin, inner, y.rows(begin, end), /*residual=*/middle.rows(begin, end));
+    const TensorView largest = largest_magnitude(run);
+    swiglu_forward(exec, gate_up, inner, largest);
+    down_.forward(run, begin, {inner, largest}, y.rows(begin, end), /*residual=*/middle.rows(begin, end));
   });
 }
 
@@ -322,13 +354,17 @@ void DecoderLayer::backward_attention(const LayerRun& run, const LayerSaved& sav
   const int64_t tokens = saved.x.dim(0), d = config_.head_dim;
 
   // gradient: of middle, and through the residual of x. Attention's part is added.
-  output_.add_gradients(run, 0, flat_heads(seen.out), gradient);
   // The gradient of attention's output is done with when that of the projection comes: they share memory.
   const TensorView dqkv = workspace.allocate(dtype_, {tokens, width.qkv});
   {
     ArenaScope scope(workspace);
     const TensorView dout(dqkv.raw(), dtype_, {tokens, width.heads, d}, dqkv.device());
-    output_.backward_input(run, 0, gradient, flat_heads(dout));
+    {
+      ArenaScope codes(workspace);
+      const ProductRows of_gradient = output_.output_gradient(run, gradient);
+      output_.add_gradients(run, 0, flat_heads(seen.out), of_gradient);
+      output_.backward_input(run, 0, of_gradient, flat_heads(dout));
+    }
     const TensorView dq = workspace.allocate(dtype_, {tokens, width.heads, d});
     TensorView dk, dv;
     if (saved.pieces) {
@@ -351,9 +387,10 @@ void DecoderLayer::backward_attention(const LayerRun& run, const LayerSaved& sav
     ArenaScope scope(workspace);
     const TensorView x = saved.x.rows(begin, end), own = dqkv.rows(begin, end);
     const Normed normed = kept_or_again(run, input_norm_, x, saved.input.piece(begin, end));
-    qkv_.add_gradients(run, begin, normed.rows, own);
+    const ProductRows of_own = qkv_.output_gradient(run, own);
+    qkv_.add_gradients(run, begin, normed.rows, of_own);
     const TensorView dnormed = normed.rows;  // its last use was the line above
-    qkv_.backward_input(run, begin, own, dnormed);
+    qkv_.backward_input(run, begin, of_own, dnormed);
     rmsnorm_backward(exec, x, weight(input_norm_), normed.rstd, dnormed, gradient.rows(begin, end), /*accumulate=*/true,
                      gradient_of(input_norm_));
   });
@@ -375,12 +412,20 @@ void DecoderLayer::backward_mlp(const LayerRun& run, int64_t begin, const Normed
   // that needs the same operands.
   const TensorView dinner = workspace.allocate(dtype_, {tokens, width.intermediate}), inner = dinner,
                    dgate_up = gate_up;
-  down_.backward_input(run, begin, gradient, dinner);
-  swiglu_backward(exec, gate_up, dinner, dgate_up, inner);
-  down_.add_gradients(run, begin, inner, gradient);
-  gate_up_.add_gradients(run, begin, normed.rows, dgate_up);
+  const ProductRows of_gradient = down_.output_gradient(run, gradient);
+  down_.backward_input(run, begin, of_gradient, dinner);
+  ProductRows of_inner = inner, of_dgate_up = dgate_up;
+  if (fp8_) {
+    of_inner.codes = fp8_allocate(workspace, tokens, width.intermediate, Fp8Layout::by_column);
+    of_dgate_up.codes = fp8_allocate(workspace, tokens, 2 * width.intermediate, Fp8Layout::both);
+    fp8_swiglu_backward(exec, gate_up, dinner, of_dgate_up.codes, of_inner.codes);
+  } else {
+    swiglu_backward(exec, gate_up, dinner, dgate_up, inner);
+  }
+  down_.add_gradients(run, begin, of_inner, of_gradient);
+  gate_up_.add_gradients(run, begin, normed.rows, of_dgate_up);
   const TensorView dnormed = normed.rows;
-  gate_up_.backward_input(run, begin, dgate_up, dnormed);
+  gate_up_.backward_input(run, begin, of_dgate_up, dnormed);
   rmsnorm_backward(exec, middle, weight(post_attention_norm_), normed.rstd, dnormed, gradient, /*accumulate=*/true,
                    gradient_of(post_attention_norm_));
 }

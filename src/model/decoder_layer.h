@@ -42,6 +42,9 @@ class DecoderLayer {
   // Declares the layer's parameters. `dtype` is that of the activations.
   DecoderLayer(const ModelConfig& config, int index, StageParameters& parameters, DType dtype);
 
+  // The layer's products are of e4m3 codes from here on.
+  void use_fp8();
+
   int index() const { return index_; }
 
   // The saved tensors of `tokens` tokens but x, carved from `arena`.
@@ -60,6 +63,8 @@ class DecoderLayer {
   // What adapters take besides, in either.
   static int64_t adapter_bytes(const ModelConfig& config, const LoraConfig& lora, DType dtype, int64_t tokens,
                                int64_t chunk);
+  // And what codes of fp8 products do.
+  static int64_t fp8_bytes(const ModelConfig& config, int64_t tokens, int64_t chunk);
   // Of exec.scratch, for all operations but attention.
   static int64_t scratch_bytes(const ModelConfig& config, DeviceKind device);
 
@@ -73,6 +78,8 @@ class DecoderLayer {
   Operands operands(const LayerSaved& saved, Arena& workspace, int64_t tokens) const;
   // What attention gets to see.
   AttentionOperands attended(const LayerSaved& saved, const Operands& own, TensorView out, TensorView lse) const;
+  // A zero, for the largest magnitude of a tensor that an fp8 product reads; empty where nobody reads it.
+  TensorView largest_magnitude(const LayerRun& run) const;
   // Sums in fp32 in the type of the activations.
   TensorView as_activations(const LayerRun& run, TensorView sums) const;
   // Of the rows `x`; where there is nothing kept to write to, in the workspace.
@@ -97,6 +104,7 @@ class DecoderLayer {
   // Nowhere where the family has none.
   ParameterPlace input_norm_, q_norm_, k_norm_, post_attention_norm_;
   LayerProduct qkv_, output_, gate_up_, down_;
+  bool fp8_ = false;
 };
 
 }  // namespace sb

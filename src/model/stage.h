@@ -45,8 +45,13 @@ struct StageOptions {
   bool training = true;          // false: no gradients, no saved activations; forward() is evaluate()
   int shards = 1;                // every group of the parameters can be cut into so many equal pieces
   bool with_values = true;       // false: the fp32 values are somebody else's (ParameterSet::set_values_owner)
+  bool fp8 = false;              // products of the layers from e4m3 codes; on the CPU a reference for tests
+  std::vector<int> fp8_skip;     // layers whose products are not
   LoraConfig lora;               // with a rank the model itself is frozen but for what it names
 };
+
+// UserError where the model's sizes do not allow it, or not with what else is asked for.
+void check_fp8(const ModelConfig& config, const LoraConfig& lora);
 
 // Told, during a backward, which group of the parameters (ParameterSet::groups()) it will not touch again: from the
 // last one to the first.
@@ -114,6 +119,8 @@ class Stage {
   // waits.
   const LossSums& loss(int slot) const;
   TensorView token_loss(int slot) const;
+  // The same in host memory, after forward() of a micro-batch with sources and loss().
+  std::span<const float> host_token_loss(int slot) const;
 
   // Last stage, after evaluate() in the slot: logits [rows, V] of rows of the micro-batch, in the stage's type.
   void logits(const Exec& exec, int slot, int64_t row_begin, int64_t row_end, TensorView logits) const;

@@ -72,15 +72,15 @@ StageBytes::StageBytes(const ModelConfig& config, const StageOptions& options, c
   plans = attention.reserved_bytes(shape, tokens, options.dtype, attention_states(options));
   call = attention.call_bytes(shape, tokens, threads);
   rope_table = 2 * array_bytes(options.max_sequence_length * (config.head_dim / 2), DType::f32);
-  const int64_t adapters =
-      DecoderLayer::adapter_bytes(config, options.lora, options.dtype, tokens, options.layer_chunk);
-  workspace = stream + std::max(adapters + DecoderLayer::forward_workspace_bytes(config, options.dtype, tokens,
-                                                                                 options.layer_chunk),
+  int64_t besides = DecoderLayer::adapter_bytes(config, options.lora, options.dtype, tokens, options.layer_chunk);
+  if (options.fp8) besides += DecoderLayer::fp8_bytes(config, tokens, options.layer_chunk);
+  workspace = stream + std::max(besides + DecoderLayer::forward_workspace_bytes(config, options.dtype, tokens,
+                                                                                options.layer_chunk),
                                 stream + array_bytes(tokens, DType::f32));  // the loss
   if (options.training) {
     // The last stage's gradient lies in its slot.
     workspace = std::max(workspace,
-                         (last ? 0 : stream) + adapters +
+                         (last ? 0 : stream) + besides +
                              DecoderLayer::backward_workspace_bytes(config, options.dtype, tokens, options.layer_chunk,
                                                                     kept_at_hand(options.recompute)));
   }

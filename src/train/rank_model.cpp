@@ -26,6 +26,8 @@ StageOptions RankModelOptions::stage(int index) const {
   if (!offload.empty()) options.offload = offload[static_cast<size_t>(index)];
   options.shards = grid.dp * grid.cp;
   options.lora = lora;
+  options.fp8 = fp8;
+  options.fp8_skip = fp8_skip;
   // The operations read rounded weights: each rank needs the values of its own shard alone.
   options.with_values = dtype == DType::f32 || (options.shards == 1 && !offload_optimizer);
   return options;

@@ -20,6 +20,7 @@
 #include "parallel/ring/gpu/cuda_ring_memory.h"
 #include "parallel/ring/ring_attention.h"
 #include "run/config/run_config_lora.h"
+#include "run/config/run_config_precision.h"
 #include "run/disk_room.h"
 #include "run/host_memory.h"
 #include "run/machine.h"
@@ -36,6 +37,7 @@ namespace {
 
 // Where a ring of GPUs selects pairs and makes lists.
 bool lists_on_device(const RunConfig& config) {
+  if (config.parallel.ring_lists == ParallelOptions::RingLists::automatic && config.balance.chunk != 0) return false;
   return config.parallel.ring_lists != ParallelOptions::RingLists::host &&
          ring_selects_on_device(config.attention.selection);
 }
@@ -53,6 +55,16 @@ void check_head_dim(const RunConfig& config, const ModelConfig& model) {
                 "{}: head_dim is {}, and on GPUs attention measures coverage for multiples of {}; set "
                 "attention.coverage_rows: 0",
                 name, model.head_dim, kCoverageHeadDimUnit);
+}
+
+// Hopper's; later ones take other scales, which nobody tried.
+void check_fp8_device(const RunConfig& config) {
+  if (config.train.precision != TrainOptions::Precision::fp8) return;
+  const cuda::DeviceInfo device = cuda::device_info();
+  SB_USER_CHECK(device.major == 9,
+                "train.precision: fp8 is for GPUs of compute capability 9.0 (Hopper), and {} has {}.{}; "
+                "set train.precision: auto",
+                device.name, device.major, device.minor);
 }
 
 // Before anything is taken or written: a run started with another number of ranks says so at once.
@@ -270,6 +282,7 @@ ModelConfig run_model_config(const RunConfig& config) {
   adapt_model_config(config, model);
   check_head_dim(config, model);
   check_lora_fits(config, model);
+  check_precision_fits(config, model);
   return model;
 }
 
@@ -277,6 +290,7 @@ TrainSummary run_training(const RunConfig& given, std::FILE* out, bool terminal,
                           const std::function<bool()>& stop_requested, const RunRanks& ranks) {
   RunConfig config = given;
   if (config.device == DeviceKind::cuda) cuda::require_device();
+  check_fp8_device(config);
   check_ranks(config, ranks);
   const bool leads = ranks.world == nullptr || ranks.world->rank() == 0;
   Console console(out, terminal, config.train.log_steps);
@@ -292,7 +306,9 @@ TrainSummary run_training(const RunConfig& given, std::FILE* out, bool terminal,
   if (config.attention.selection.pattern == SelectionPattern::dense) sparse = nullptr;
   const Sources sources = make_sources(config, model.vocab_size, leads);
   settle_steps(config, sources.train->size(), leads);
-  settle_chunk(config, model, *sources.train, ranks.world);
+  const SequenceSource* validation = sources.validation_set.source;
+  settle_chunk(config, model, *sources.train,
+               std::max(sources.train->max_length(), validation ? validation->max_length() : 0), ranks.world);
   if (leads && config.train.num_train_epochs > 0)
     log::info("train.num_train_epochs {}: {} steps of {} sequences", config.train.num_train_epochs,
               config.train.max_steps, config.batch.global_batch_size);
@@ -307,6 +323,7 @@ TrainSummary run_training(const RunConfig& given, std::FILE* out, bool terminal,
   if (leads && ring.data && sparse && !lists_on_device(config))
     log::warning("parallel.cp on GPUs: {} selects its pairs on the CPU, which takes time",
                  config.parallel.ring_lists == ParallelOptions::RingLists::host ? "parallel.ring_lists: host"
+                 : ring_selects_on_device(config.attention.selection)           ? "balance.chunk"
                                                                                 : "this attention.pattern");
   // Data-parallel copies of a stage see different sequences: the first one's lists are enough.
   std::optional<IndexDump> dump;

@@ -36,8 +36,8 @@ TEST(OnSockets, AllCases) {
   std::vector<std::thread> ranks;
   for (int rank = 0; rank < 2; ++rank)
     ranks.emplace_back([rank, socket = ends[rank]] {
-      const auto world = make_message_communicator(
-          [&] { return std::make_unique<SocketTransport>(socket, rank); }, std::chrono::seconds(60));
+      const auto world = make_message_communicator([&] { return std::make_unique<SocketTransport>(socket, rank); },
+                                                   std::chrono::seconds(60));
       for (const CommCase& test : comm_cases()) {
         test.body(*world);
         world->barrier();

@@ -1,5 +1,6 @@
 // NCCL itself between two ranks on one GPU: processes, each on a machine of its own by NCCL_HOSTID, so that NCCL lets
-// them share the GPU and takes the data through sockets. Starts itself: `nccl_ranks_test --as-rank RANK SOCKET WHAT FILE`.
+// them share the GPU and takes the data through sockets. Starts itself: `nccl_ranks_test --as-rank RANK SOCKET WHAT
+// FILE`.
 #include <fcntl.h>
 #include <gtest/gtest.h>
 #include <sys/wait.h>
@@ -49,8 +50,8 @@ int run_as_rank(int rank, int socket, const std::string& what, const std::string
     test.body(twins);
     world->barrier();
     if (rank == 0)
-      std::cout << test.name << " "
-                << std::chrono::duration<double>(std::chrono::steady_clock::now() - begun).count() << " s" << std::endl;
+      std::cout << test.name << " " << std::chrono::duration<double>(std::chrono::steady_clock::now() - begun).count()
+                << " s" << std::endl;
   }
   const int failed = testing::UnitTest::GetInstance()->Failed() ? 1 : 0;
   return world->all_reduce(failed, ReduceOp::max);
@@ -88,7 +89,8 @@ testing::AssertionResult run_ranks(const std::string& what, const std::string& f
       std::this_thread::sleep_for(std::chrono::milliseconds(10));
     }
     if (!WIFEXITED(status) || WEXITSTATUS(status) != 0)
-      problem += fmt::format("rank {} ended with {}\n", rank, WIFEXITED(status) ? WEXITSTATUS(status) : -WTERMSIG(status));
+      problem +=
+          fmt::format("rank {} ended with {}\n", rank, WIFEXITED(status) ? WEXITSTATUS(status) : -WTERMSIG(status));
   }
   std::ifstream in(log);
   const std::string said{std::istreambuf_iterator<char>(in), {}};
@@ -124,7 +126,8 @@ TEST_F(NcclRanks, TrainAsOverHostMemory) {
   for (const char* precision : {"float32", "auto"})
     for (const char* layout : {"parallel.dp=2", "parallel.pp=2", "parallel.cp=2"}) {
       SCOPED_TRACE(fmt::format("{}, {}", precision, layout));
-      const std::string name = fmt::format("{}-{}", precision, layout), type = fmt::format("train.precision={}", precision);
+      const std::string name = fmt::format("{}-{}", precision, layout),
+                        type = fmt::format("train.precision={}", precision);
       const RunConfig staged = config_of("staged-" + name, {type, layout});
       run_thread_ranks(kRanks, [&](Communicator& world) { train_on(staged, world); });
       const auto expected = losses_by_step(staged);

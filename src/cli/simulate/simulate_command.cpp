@@ -175,8 +175,8 @@ void write_pictures(const Arguments& arguments, const SimulateInput& input,
 }
 
 Json run_sweep(const Arguments& arguments, const LatencyModel& latency, const SimulateInput& input) {
-  SB_USER_CHECK(arguments.policies.size() <= 1, "--policies: --sweep tries one policy on every layout, and {} are given",
-                arguments.policies.size());
+  SB_USER_CHECK(arguments.policies.size() <= 1,
+                "--policies: --sweep tries one policy on every layout, and {} are given", arguments.policies.size());
   const SimulatedPolicy policy = chosen(all_policies(arguments), arguments.policies).back();
   Json json = Json::array();
   for (const SweepRow& row : run_sweep(arguments.sweep, latency, input, policy))
@@ -240,7 +240,8 @@ void check_together(const CLI::App& command) {
   for (const char* option : {"--frontier", "--no-frontier", "--trace", "--svg"})
     for (const char* other : {"--sweep", "--ring"})
       SB_USER_CHECK(!given(other) || !given(option), "{} has no effect with {}; leave one of them out", option, other);
-  SB_USER_CHECK(!given("--ring") || !given("--policies"), "--policies has no effect with --ring; leave one of them out");
+  SB_USER_CHECK(!given("--ring") || !given("--policies"),
+                "--policies has no effect with --ring; leave one of them out");
   SB_USER_CHECK(!sweep || !given("--ring"), "--sweep tries layouts, --ring looks at one ring; leave one of them out");
   for (const char* option : {"--placement", "--node-size", "--ring-tokens", "--slash-density", "--verticals",
                              "--ring-index", "--ring-times"})
@@ -496,7 +497,9 @@ void add_simulate_command(CLI::App& app) {
       ->capture_default_str();
   command->add_option("--steps", a->steps, "global batches to draw")->capture_default_str();
   command->add_option("--seed", a->seed, "of the draw")->capture_default_str();
-  command->add_option("--policies", a->policies, "only these rows, for example in_order,sab+order+optimal; --sweep: the one to try")
+  command
+      ->add_option("--policies", a->policies,
+                   "only these rows, for example in_order,sab+order+optimal; --sweep: the one to try")
       ->delimiter(',');
   command->add_flag("--frontier", a->frontier, "print speed-up against coverage and p even when --policies is given");
   command->add_flag("--no-frontier", a->no_frontier, "leave them out")->excludes("--frontier");
