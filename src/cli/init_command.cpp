@@ -93,7 +93,7 @@ std::string run_yaml(const InitArguments& arguments, const Choice& choice) {
         kBudget, kBudget);
   else
     text += fmt::format(
-        "# Dense, the safe choice up to about {} tokens: {{ pattern: mass, budget: {} }} computes fewer pairs.\n"
+        "# Dense attention is exact. Above about {} tokens {{ pattern: mass, budget: {} }} saves most of its time.\n"
         "attention: {{ pattern: dense }}\n",
         kSparseAbove, kBudget);
   if (choice.ranks > 1)

@@ -134,7 +134,7 @@ int run(int argc, char** argv) {
       "Exit codes: 0 success, 1 another rank was lost, 2 the input is at fault, 3 out of memory, 70 a defect.");
   for (const auto& [command, example, pages] : kFooters)
     app.get_subcommand(command)->footer(
-        fmt::format("Example: sparsebalance {} {}\nRead on: {}", command, example, pages));
+        fmt::format("Example: sparsebalance {} {}\nSee also: {}", command, example, pages));
 
   try {
     std::vector<std::string> words = with_log_level_first(argc, argv);

@@ -107,9 +107,9 @@ std::string time_text(const RunMetrics& metrics) {
   if (!bubbles) return text + ".";
   // Everything in which a rank computed nothing: waiting for others, the reduction, the optimizer.
   text +=
-      fmt::format(": ranks computed {:.0f} % of the time and did not {:.0f} %", 100 - mean(*bubbles), mean(*bubbles));
+      fmt::format(": ranks computed {:.0f} % of the time and were idle {:.0f} %", 100 - mean(*bubbles), mean(*bubbles));
   if (const Series* schedule = find(metrics, "predicted_bubble_percent"))
-    text += fmt::format(" (schedule alone: {:.0f} %)", mean(*schedule));
+    text += fmt::format(" ({:.0f} % by the predicted schedule alone)", mean(*schedule));
   if (const Series* waited = find(metrics, "planning_wait_ms"))
     text += fmt::format("; waiting for plans took {:.1f} %", 100 * sum(*waited) / sum(*steps));
   return text + ".";

@@ -527,7 +527,8 @@ void BalancedPlanner::note(const Running& run, const StepMeasurement& measuremen
               {"worker_imbalance", plan.worker_imbalance},
               {"rank_imbalance", measured > 0 ? busiest_rank * std::ssize(measurement.ranks) / measured : 1.0},
               {"predicted_bubble_percent", 100 * plan.bubble_share},
-              {"bubble_percent", step_us > 0 ? 100 * (1 - measured / (workers * step_us)) : 0.0},
+              // Passes and step are timed apart, so that their sum may be the longer by a little.
+              {"bubble_percent", step_us > 0 ? std::max(0.0, 100 * (1 - measured / (workers * step_us))) : 0.0},
               {"planning_ms", planning_ms},
               {"planning_percent", step_us > 0 ? 1e5 * planning_ms / step_us : 0.0},
               {"planning_wait_ms", 1e3 * run.waited_seconds},
