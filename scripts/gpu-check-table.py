@@ -91,7 +91,7 @@ def add_steps(table, lines):
         size, tokens, attention, rate, rest = match[1], int(match[2]), match[3], int(match[5]), match[6]
         name = f"Qwen2.5-{size}, {tokens}, {attention}{rest}"
         place = (size, tokens)
-        if "sequences of 1024" in rest and "524288 tokens a step" in rest:
+        if "sequences of 1024" in rest and "524288 tokens per step" in rest:
             bar = PACKED_BARS[size]
             table.add(name, f"{rate}", bar=f"{bar}", met=rate >= bar)
         elif place in STEP_BARS:
@@ -190,7 +190,7 @@ Qwen2.5-0.5B at 8192, dense, portable kernels: 119 ms, 60000 tokens/s
 Qwen2.5-3B, 524288 tokens, bf16, recompute layer, attention topk, budget 8192
   memory: 137.64 GiB planned, 138.92 taken (cudaMemGetInfo): -0.9 %
 Qwen2.5-3B at 524288, topk, budget 8192: 32483 ms, 16141 tokens/s
-Qwen2.5-3B at 32768, dense: 16814 ms, 31182 tokens/s (524288 tokens a step), sequences of 1024
+Qwen2.5-3B at 32768, dense: 16814 ms, 31182 tokens/s (524288 tokens per step), sequences of 1024
 dense 16:2 d128 32K               6.281    700 |   19.641    560 (rows 0.145) |   22.032    499 | 1635, 1695 MHz, 285 W
 5% 16:2 d128 128K qb16            5.686    630 |   21.044    425 (rows 0.547) |   19.670    455 (taken) | 1575, 1545 MHz
 10% 16:2 d128 32K qb128           0.708    643 |    2.665    428 (rows 0.144) |    2.414    472 | in a row 570 / 415 | 1965, 1800 MHz, 286 W

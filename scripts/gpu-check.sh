@@ -2,13 +2,14 @@
 # Everything that needs a GPU, in one command: builds the cuda preset, runs the GPU tests, then the benchmarks beside
 # their peers (PyTorch and transformers where they can be imported), and prints one table with ratios and bars last.
 #   scripts/gpu-check.sh [--only PART[,PART...]] [--no-peers] [--within SECONDS] [--out DIR]
-# The parts, in this order; all but the last five run without --only, in about nine minutes on 16 cores:
+# The parts, in this order; all but the last six run without --only, in about nine minutes on 16 cores:
 #   build      the cuda preset, tests and benchmarks included
 #   tests      ctest -L gpu
 #   step       a training step of Qwen2.5-0.5B and 3B at 8K; with the portable attention kernels too
 #   long       3B at 32K, 128K and 512K with sparse attention
 #   packed     steps of 524,288 tokens in sequences of 1,024
 #   attention  the attention kernels
+#   nccl       NCCL between two processes that share the GPU: what it answers, all operations, dp 2, pp 2 and cp 2
 #   curve      600 steps of one training, by transformers and by sparsebalance: both loss curves and speeds
 #   profiles   latencies of Qwen2.5-0.5B, 3B and 3B with LoRA of rank 32, for scripts/build-in-profile.py; into --out, or
 #              build/cuda/gpu-check/profiles
@@ -32,7 +33,7 @@ while [ $# -gt 0 ]; do
       [ -n "$parts" ] || parts=none
       for part in $parts; do
         case $part in
-          build | tests | step | long | packed | attention | curve | profiles | sanitize | sanitize-attention | racecheck-attention) ;;
+          build | tests | step | long | packed | attention | nccl | curve | profiles | sanitize | sanitize-attention | racecheck-attention) ;;
           *) echo "--only ${2:-}: no such part; see $0 --help" >&2; exit 2 ;;
         esac
       done
@@ -85,6 +86,15 @@ packed() {
 attention() {
   limit 120 build/cuda/bench/attention/attention_hopper_bench all
   if can_import torch; then limit 120 python3 bench/peers/attention_lists.py; fi
+}
+
+# NCCL may have come with PyTorch alone.
+nccl() {
+  limit 150 python3 tests/comm/nccl_one_gpu.py || [ $? = 77 ]
+  local own
+  own=$(python3 -c 'import os, nvidia.nccl; print(os.path.join(list(nvidia.nccl.__path__)[0], "lib"))' 2>/dev/null || true)
+  [ -z "$own" ] || export LD_LIBRARY_PATH=$own${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
+  limit 400 build/cuda/tests/train/nccl_ranks_test
 }
 
 profiles() {
@@ -167,9 +177,9 @@ sanitize-attention() {
   check hopper memcheck 1 attention/gpu/hopper/attention_hopper_test --short
   check selection memcheck 1 attention/gpu/hopper/attention_select_test --short
   check attention memcheck 4 attention/attention_cuda_test $brief \
-    --gtest_filter='*GatheredColumns*:*OddQueryBlocks*:*VerticalSlash*:*MeasuresCoverage*:*Future*:*ChoosesWhat*:*Needle*:*AreNone*'
+    --gtest_filter='*GatheredColumns*:*OddQueryBlocks*:*VerticalSlash*:*MeasuresCoverage*:*Future*:*SelectsWhat*:*Needle*:*AreNone*'
   check ring memcheck 3 parallel/ring/cuda_ring_test $brief \
-    --gtest_filter='*RanksWithout*:*GivenLists*bf16:*Choices*/bf16_topk:*Choices*/f32_mass:*Choices*/bf16_parts'
+    --gtest_filter='*RanksWithout*:*GivenLists*bf16:*Selections*/bf16_topk:*Selections*/f32_mass:*Selections*/bf16_parts'
   check communication memcheck 1 comm/comm_device_test $brief --gtest_filter='CudaOrder*:*OnCuda.Staged*'
   end_checks
 }

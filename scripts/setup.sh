@@ -15,7 +15,7 @@ packages=(
 )
 
 if ! command -v dpkg-query >/dev/null; then
-  echo "setup: this is no Debian-like system; install what stands for these packages and go on:" >&2
+  echo "setup: not a Debian-like system; install the equivalents of these packages and continue:" >&2
   printf '  %s\n' "${packages[@]}" >&2
   # Where everything is there under other names, the build finds it; it says what it misses otherwise.
   exit 0

@@ -155,7 +155,7 @@ class Bench {
   Arena scratch_;
 };
 
-// Sink, two local blocks and the own ones for every tile, and `extra` random blocks, half of them chosen by later
+// Sink, two local blocks and the own ones for every tile, and `extra` random blocks, half of them selected by later
 // tokens.
 BlockIndex staircase_index(ThreadPool& pool, const BlockIndexShape& shape, int tokens, double extra) {
   BlockIndex index;

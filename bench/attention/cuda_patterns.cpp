@@ -1,5 +1,5 @@
-// Times attention on CUDA as the trainer calls it, for every way to choose: what choosing adds to forward and backward,
-// and what measuring the coverage does. bf16, one sequence, random operands.
+// Times attention on CUDA as the trainer calls it, for every way to select: what selecting adds to forward and
+// backward, and what measuring the coverage does. bf16, one sequence, random operands.
 //   attention_cuda_patterns [part of a case's name]
 
 #include <fmt/format.h>
@@ -78,7 +78,7 @@ void run(const std::string& filter, const std::string& name, SelectionConfig sel
     if (coverage_rows == 0) break;
   }
   const double all = replayed + backward;
-  fmt::print("{:<34} {:4.1f} % of the pairs, forward {:.3f} ms, backward {:.3f}; choosing {:.3f} ({:.1f} %)", name,
+  fmt::print("{:<34} {:4.1f} % of the pairs, forward {:.3f} ms, backward {:.3f}; selecting {:.3f} ({:.1f} %)", name,
              100 * density, replayed, backward, forward[0] - replayed, 100 * (forward[0] - replayed) / all);
   if (coverage_rows > 0)
     fmt::print("; coverage of {} rows {:.3f} ({:.1f} %)", coverage_rows, forward[1] - forward[0],

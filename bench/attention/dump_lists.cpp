@@ -1,8 +1,8 @@
-// Writes the block lists that a trained model chooses, for benchmarks of the attention kernels:
+// Writes the block lists that a trained model selects, for benchmarks of the attention kernels:
 //   dump_lists MODEL FILE [TOKENS [BUDGET [QUERY_BLOCK]]]
 // MODEL is a Hugging Face directory; it reads one chunk-recall sequence and the lists of its last layer are kept,
-// blocks of 128 keys, topk. With query blocks of 128 a block chooses at once (lookahead), so that FlexAttention can
-// follow; shorter ones choose token by token. The file: int32 heads, query blocks, key blocks, query block, block; then
+// blocks of 128 keys, topk. With query blocks of 128 a block selects at once (lookahead), so that FlexAttention can
+// follow; shorter ones select token by token. The file: int32 heads, query blocks, key blocks, query block, block; then
 // a byte for every (head, query block, key block): the first token that sees it, 255: none.
 
 #include <fmt/format.h>
@@ -56,9 +56,9 @@ void run(const std::filesystem::path& model, const std::string& file, int64_t to
   task.vocab_size = config.vocab_size;
   task.length = LengthDistribution::fixed(tokens);
   const TokenSequence sequence = make_synthetic_source(task, /*seed=*/4711)->read(0);
-  const std::array chosen{0};
+  const std::array selected{0};
   const std::array weight{1.0f};
-  const MicroBatch batch = make_micro_batch({&sequence, 1}, chosen, weight, config.vocab_size);
+  const MicroBatch batch = make_micro_batch({&sequence, 1}, selected, weight, config.vocab_size);
   Exec exec;
   exec.pool = &pool;
   stage.forward(exec, batch, 0, {});

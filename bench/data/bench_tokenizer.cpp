@@ -108,7 +108,7 @@ int main(int argc, char** argv) {
   int64_t tokens = 0;
   const Times one = time_encoding(tokenizer, pieces, 1, tokens), two = time_encoding(tokenizer, pieces, 2, tokens);
   const double megabytes = static_cast<double>(text.size()) / 1e6;
-  std::printf("%.1f MB, %lld tokens (%.2f bytes a token)\n", megabytes, static_cast<long long>(tokens),
+  std::printf("%.1f MB, %lld tokens (%.2f bytes per token)\n", megabytes, static_cast<long long>(tokens),
               static_cast<double>(text.size()) / static_cast<double>(tokens));
   const auto print = [&](const char* name, const Times& times) {
     std::printf("%s %7.1f MB/s  %6.2f M tokens/s  %7.1f MB per processor second\n", name, megabytes / times.wall,

@@ -1,6 +1,6 @@
 // One attention layer of a ring of GPUs, by thread ranks that share one GPU and its transfers through host memory: what
-// choosing pairs and making lists takes on the host and on the device. `topk`, budget 8,192, 16:2 heads of 128, bf16,
-// random operands. Times are those of the slowest rank, by the clock; choosing is a forward less one with the lists of
+// selecting pairs and making lists takes on the host and on the device. `topk`, budget 8,192, 16:2 heads of 128, bf16,
+// random operands. Times are those of the slowest rank, by the clock; selecting is a forward less one with the lists of
 // the last.
 //   bench_ring_cuda [tokens]
 #include <fmt/format.h>
@@ -26,7 +26,7 @@ struct Times {
   double first = 0, forward = 0, replayed = 0, backward = 0;  // milliseconds
   double density = 0;
   double layer() const { return forward + backward; }
-  double choosing() const { return forward - replayed; }
+  double selecting() const { return forward - replayed; }
 };
 
 // Of a rank's call, from when all ranks are ready until all are done.
@@ -101,7 +101,7 @@ Times run(int32_t whole, int ranks, bool on_device) {
 int main(int argc, char** argv) {
   const int only = argc > 1 ? std::atoi(argv[1]) : 0;
   fmt::print("{:>7} {:>3} {:<7} {:>9} {:>9} {:>9} {:>9} {:>9} {:>10}\n", "tokens", "cp", "lists", "pairs %", "first ms",
-             "layer ms", "forward", "backward", "choosing");
+             "layer ms", "forward", "backward", "selecting");
   for (const int32_t tokens : {32768, 65536}) {
     if (only != 0 && tokens != only) continue;
     for (const int ranks : {1, 2, 4}) {
@@ -112,7 +112,7 @@ int main(int argc, char** argv) {
         layer[on_device] = times.layer();
         fmt::print("{:>7} {:>3} {:<7} {:>9.1f} {:>9.1f} {:>9.2f} {:>9.2f} {:>9.2f} {:>10.2f}\n", tokens, ranks,
                    on_device ? "device" : "host", 100 * times.density, times.first, times.layer(), times.replayed,
-                   times.backward, times.choosing());
+                   times.backward, times.selecting());
         std::fflush(stdout);
       }
       if (ranks > 1) fmt::print("{:>7} {:>3} host over device: {:.2f}\n", tokens, ranks, layer[0] / layer[1]);

@@ -4,7 +4,7 @@ order, the same learning rates. Both loss curves, their difference and both spee
 
     bench/peers/training_curve.py --device cuda [--steps 600] [--out FOLDER]
 
-A Qwen2 shape of 22.8M parameters learns this repository's own text files, byte by byte, 16 sequences of 1,024 bytes a step.
+A Qwen2 shape of 22.8M parameters learns this repository's own text files, byte by byte, 16 sequences of 1,024 bytes per step.
 transformers has values in fp32, bf16 autocast and the fused AdamW; ours is as always: bf16 with fp32 values on a GPU, fp32 on a
 CPU. Weight decay is for matrices alone and the gradient is clipped at 1 on both sides. --small: a tiny model for a CPU."""
 

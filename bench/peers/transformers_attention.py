@@ -1,12 +1,16 @@
 """Training steps of Qwen2.5-3B's shape in transformers with our attention against the same with sdpa, and what the operator
 takes of the host in a call. bf16 weights, fused AdamW, gradient checkpointing, the loss in chunks, random weights; ours with
-mass lists by planes at 8192 keys a query. sdpa is given cuDNN's kernels first.
+mass lists by planes at 8192 keys per query. sdpa is given cuDNN's kernels first. A result is the median of the last steps.
 
-    transformers_attention.py [TOKENS ...]        32768 and 131072 without arguments; needs the package built with CUDA
+    transformers_attention.py [--profile] [--overhead] [TOKENS ...]
+                                   32768 and 131072 without arguments; needs the package built with CUDA
+    --profile: where the time of the device goes in one more step, by kernel
+    --overhead: the operator's time of the host alone
 """
 
+import argparse
 import gc
-import sys
+import statistics
 import time
 
 import torch
@@ -33,8 +37,38 @@ def chunked_loss(hidden, weight, labels, chunk=4096):
     return sum(checkpoint(part, *piece, use_reentrant=False) for piece in pieces) / len(labels)
 
 
-def step_seconds(attention, tokens, steps):
-    """Of the fastest step after a short one that warms up, the loss of the last, and the most memory in GiB."""
+def train_step(model, optimizer, learner, ids, length):
+    """The loss, and how many key blocks `mass` took of those it wanted."""
+    hidden = model.model(input_ids=ids[:, :length]).last_hidden_state
+    loss = chunked_loss(hidden[0], model.lm_head.weight, ids[0, 1 : length + 1])
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    if learner is None:
+        return loss, None
+    counts = [one[3] for one in learner._counts]
+    learner.learn()
+    return loss, counts
+
+
+def profile_step(step, name, rows=16):
+    """Prints the kernels that take the most time of the device in a step."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        step()
+        torch.cuda.synchronize()
+    kernels = {}
+    for event in profiler.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            known = kernels.setdefault(event.name, [0, 0.0])
+            known[0] += 1
+            known[1] += event.device_time_total / 1000 if hasattr(event, "device_time_total") else event.cuda_time_total / 1000
+    print(f"{name}: {sum(ms for _, ms in kernels.values()):.0f} ms of the device in {sum(n for n, _ in kernels.values())} kernels")
+    for kernel, (count, ms) in sorted(kernels.items(), key=lambda item: -item[1][1])[:rows]:
+        print(f"  {ms:8.1f} ms {count:6d} x {kernel[:110]}", flush=True)
+
+
+def step_seconds(attention, tokens, steps, profile=False):
+    """Of the last steps, after a short one that warms up; the loss of the last, and the most memory in GiB."""
     torch.manual_seed(0)
     config = Qwen2Config(**SIZES, max_position_embeddings=tokens, attn_implementation=attention)
     with torch.device("cuda"):
@@ -49,16 +83,15 @@ def step_seconds(attention, tokens, steps):
         for length in (min(tokens, 16384), *[tokens] * steps):
             torch.cuda.synchronize()
             begin = time.perf_counter()
-            hidden = model.model(input_ids=ids[:, :length]).last_hidden_state
-            loss = chunked_loss(hidden[0], model.lm_head.weight, ids[0, 1 : length + 1])
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-            if learner is not None:
-                learner.learn()
+            loss, counts = train_step(model, optimizer, learner, ids, length)
             torch.cuda.synchronize()
             seconds.append(time.perf_counter() - begin)
-    result = min(seconds[1:]), float(loss.detach()), torch.cuda.max_memory_allocated() / 2**30
+            if counts:
+                chosen, wanted = torch.cat(counts).sum(0).tolist()
+                print(f"  {length} tokens in {seconds[-1]:.3f} s: {chosen / wanted:.3f} of the key blocks wanted", flush=True)
+        result = statistics.median(seconds[1:][-3:]), float(loss.detach()), torch.cuda.max_memory_allocated() / 2**30
+        if profile:
+            profile_step(lambda: train_step(model, optimizer, learner, ids, tokens), f"{tokens} tokens, {attention}")
     del model, optimizer, learner
     gc.collect()
     torch.cuda.empty_cache()
@@ -86,48 +119,63 @@ def host_microseconds(function, calls=200):
 def overhead(config, name):
     """Host time of the operator forward and backward, beside that of the engine's own calls below it."""
     q, k, v = (torch.randn(4096, heads, 128, device="cuda", dtype=torch.bfloat16) for heads in (16, 2, 2))
-    cu_seqlens, none = torch.tensor([0, 4096], dtype=torch.int32), torch.empty(0, dtype=torch.int32)
-    thresholds = torch.zeros(1 if config.pattern == "mass" else 0)
-    learner, planes = SelectionLearner(config), none
+    cu_seqlens = torch.tensor([0, 4096], dtype=torch.int32)
+    learner, planes, thresholds = SelectionLearner(config), None, None
+    if config.learns_thresholds:
+        thresholds = torch.zeros(1)
     if config.measures_planes:
         learner.attend(q, k, v, cu_seqlens)
         learner.learn()
         planes = learner._planes_of(q, k, v, cu_seqlens, None, 0)
-    out, lse, lists, counts, sums = sbt._run_forward(q, k, v, cu_seqlens, none, planes, thresholds, config.spec, 0.1, 0)
+    seen = config.learns_thresholds or config.measures_planes
+    call = sbt._packed_call(q, k, sbt._Small(cu_seqlens, None, planes, thresholds), 128**-0.5, 0)
+    layout = sbt._layout(config.spec, True, 4096, 16, 128, 2, 1)
+    out, kept = sbt._attend_directly(q, k, v, sbt._Job(config.spec, call, layout, None, None))
     attention = sbt._cuda_attention_for(config.spec, q)
-    scratch = sbt._scratch(attention, q, k, 0.1)
-    call = sbt._call(q, k, v, cu_seqlens, none, planes, thresholds, 0.1, 0, out, lse, lists)
-    seen = [sbt._memory(x) for x in (counts, sums, scratch)]
-    engine = host_microseconds(lambda: attention.forward(call, *seen))
-    operator = host_microseconds(
-        lambda: sbt.varlen_attn(q, k, v, cu_seqlens, config=config, planes=planes, thresholds=thresholds, return_seen=True)
+    scratch = torch.empty(attention.scratch_bytes(4096, 16, 2, 128), dtype=torch.uint8, device="cuda")
+    at = kept.data_ptr()
+    places = (*(x.data_ptr() for x in (q, k, v, out)), at, at + layout.lists, layout.list_bytes)
+    seen_at, room = (at + layout.counts, at + layout.sums), (scratch.data_ptr(), scratch.numel())
+    engine = host_microseconds(lambda: attention.forward(call, *places, *seen_at, *room))
+    attend = lambda: sbt.varlen_attn(  # noqa: E731
+        q, k, v, cu_seqlens, config=config, planes=planes, thresholds=thresholds, return_seen=seen
     )
+    plain = host_microseconds(attend)
     for x in (q, k, v):
         x.requires_grad_()
-    graded = host_microseconds(
-        lambda: sbt.varlen_attn(q, k, v, cu_seqlens, config=config, planes=planes, thresholds=thresholds, return_seen=True)
-    )
+    graded = host_microseconds(attend)
     dout = torch.randn_like(out)
-    arguments = (dout, q, k, v, out, lse, lists, cu_seqlens, none, thresholds, config.spec, 0.1, 0)
-    gradients = [sbt._memory(x) for x in (dout, *(torch.empty_like(x) for x in (q, k, v)))]
-    engine_back = host_microseconds(lambda: attention.backward(call, *gradients, sbt._memory(scratch)))
+    results = [torch.empty_like(x) for x in (q, k, v)]
+    gradients = [x.data_ptr() for x in (dout, *results)]
+    engine_back = host_microseconds(lambda: attention.backward(call, *places, *gradients, *room))
     with torch.no_grad():
-        back = host_microseconds(lambda: sbt._run_backward(*arguments))
+        back = host_microseconds(lambda: sbt._gradients(config.spec, call, dout, q, k, v, out, *places[4:]))
+    whole = host_microseconds(lambda: torch.autograd.grad(attended(attend()), (q, k, v), dout))
     print(
-        f"{name}: a forward takes {engine:.1f} us of the host in the engine, the operator {operator - engine:.1f} us more, "
+        f"{name}: a forward takes {engine:.1f} us of the host in the engine, the operator {plain - engine:.1f} us more, "
         f"{graded - engine:.1f} us more where it records a graph; a backward {engine_back:.1f} us, "
-        f"{back - engine_back:.1f} us more",
+        f"{back - engine_back:.1f} us more; both under autograd {whole - engine - engine_back:.1f} us more, autograd's included",
         flush=True,
     )
 
 
+def attended(result):
+    return result[0] if isinstance(result, tuple) else result
+
+
 def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("tokens", nargs="*", type=int, default=[32768, 131072])
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--overhead", action="store_true")
+    given = parser.parse_args()
     overhead(sbt.AttentionConfig(pattern="dense"), "dense")
     overhead(sbt.AttentionConfig(pattern="mass", score="planes", budget=2048), "mass by planes")
-    for tokens in map(int, sys.argv[1:] or (32768, 131072)):
+    for tokens in () if given.overhead else given.tokens:
         rates = {}
         for attention in ("sparsebalance", "sdpa"):
-            seconds, loss, memory = step_seconds(attention, tokens, 1 if tokens > 65536 and attention == "sdpa" else 2)
+            steps = 1 if tokens > 65536 and attention == "sdpa" else 5
+            seconds, loss, memory = step_seconds(attention, tokens, steps, given.profile)
             rates[attention] = tokens / seconds
             print(f"{tokens} tokens, {attention}: {tokens / seconds:.0f} tokens/s, {memory:.1f} GiB, loss {loss:.3f}", flush=True)
         print(f"{tokens} tokens: {rates['sparsebalance'] / rates['sdpa']:.2f} times the tokens/s of sdpa", flush=True)

@@ -11,7 +11,7 @@ simulate() {
     --steps 200 --seed 1 --pp 4 "$@"
   printf '```\n'
 }
-simulate "One node: Qwen2.5-3B, DP2 PP4, two sequences a micro-batch, chatqa2-like" \
+simulate "One node: Qwen2.5-3B, DP2 PP4, two sequences per micro-batch, chatqa2-like" \
   --model qwen2.5-3b --dp 2 --micro-batch-sequences 2 --lengths chatqa2-like
 simulate "Main: Qwen2.5-3B, DP4 PP4, one sequence a micro-batch, chatqa2-like" \
   --model qwen2.5-3b --dp 4 --micro-batch-sequences 1 --lengths chatqa2-like

@@ -14,9 +14,10 @@ import sys
 
 import svg_lines
 
-NAMES = {"dense": "dense, in order", "fixed": "fixed budget, our router, in order", "optimal": "SparseBalance, `optimal`",
-         "pieces": "SparseBalance, `optimal`, in pieces", "anchor": "SparseBalance, `anchor: mean`, p = 0.1",
-         "published": "fixed budget, published router, in order"}
+NAMES = {"dense": "dense, in order", "fixed": "fixed budget, our router, in order", "optimal": "**SparseBalance, `optimal`**",
+         "pieces": "SparseBalance, `optimal`, in pieces", "anchor": "SparseBalance, `anchor: mean`, p = 0.1 (the paper's)",
+         "published": "fixed budget, look-ahead block means (the published router), in order"}
+BOUND = 0.003  # nats that `optimal` may lose against the fixed budget, or two standard errors if that is less
 
 
 def load(files):
@@ -52,21 +53,35 @@ def differences(runs, others, value):
     return found
 
 
-def spread(values, digits=4):
+def standard_error(values):
+    return statistics.stdev(values) / len(values) ** 0.5
+
+
+def spread(values, digits=4, scale=1.0):
     """Mean and standard error."""
     if not values:
         return "–"
-    mean = f"{statistics.mean(values):+.{digits}f}"
-    return mean if len(values) == 1 else f"{mean} ± {statistics.stdev(values) / len(values) ** 0.5:.{digits}f} (n={len(values)})"
+    mean = f"{scale * statistics.mean(values):+.{digits}f}".replace("-", "−")
+    return mean if len(values) == 1 else f"{mean} ± {scale * standard_error(values):.{digits}f}"
 
 
-def mean_of(runs, key, scale=1.0, digits=1):
+def mean_of(runs, key, scale=1.0, digits=1, unit=""):
     values = [run[key] for run in runs if run.get(key) is not None]
-    return f"{scale * statistics.mean(values):.{digits}f}" if values else "–"
+    return f"{scale * statistics.mean(values):.{digits}f}{unit}" if values else "–"
 
 
 def cluster_seconds(run):
     return sum(run["cluster_step_ms"]) / 1e3
+
+
+def ratios(runs, others):
+    """How many times as fast as others of the same base and seed the cluster would be."""
+    return [cluster_seconds(other) / cluster_seconds(run) for run in runs for other in others
+            if (run["base"], run["seed"]) == (other["base"], other["seed"])]
+
+
+def times(values):
+    return f"{statistics.mean(values):.2f}" if values else "–"
 
 
 def settings(runs):
@@ -75,51 +90,65 @@ def settings(runs):
     return sorted(found, key=lambda one: (one[0], -one[1]))
 
 
-def main_table(runs, length, share):
+def copied_right(run):
+    return run.get("copied dense accuracy" if run["method"] == "dense" else "copied as trained accuracy")
+
+
+def main_table(runs, length):
+    """All ways at one length: what was computed, what was learned, how long it takes."""
     base = select(runs, length=length, method="dense")
-    fixed = select(runs, length=length, share=share, method="fixed")
-    lines = [f"### Up to {length:,} tokens, {100 * share:.0f} % of the pairs", "",
-             "| trained with | seeds | pairs | coverage | held-out loss, minus dense | the same, evaluated dense | copied passages, minus dense "
-             "| tokens/s here | predicted cluster time | of fixed |",
-             "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |"]
-    for method, name in NAMES.items():
-        own = base if method == "dense" else select(runs, length=length, share=share, method=method)
-        if not own:
-            continue
-        held_out = (f"{statistics.mean(as_trained(run, 'held-out') for run in own):.4f} (loss)" if method == "dense"
-                    else spread(differences(own, base, lambda run: as_trained(run, "held-out"))))
-        evaluated = "" if method == "dense" else spread(differences(own, base, lambda run: dense(run, "held-out")))
-        copied = (f"{statistics.mean(as_trained(run, 'copied') for run in own):.4f} (loss)" if method == "dense"
-                  else spread(differences(own, base, lambda run: as_trained(run, "copied"))))
-        ratios = [cluster_seconds(one) / cluster_seconds(run) for run in own for one in fixed
-                  if (run["base"], run["seed"]) == (one["base"], one["seed"])]
-        lines.append(f"| {name} | {len(own)} | " + ("100" if method == "dense" else mean_of(own, "density", 100))
-                     + f" % | {mean_of(own, 'coverage', 100)} | {held_out} | {evaluated} | {copied} | "
-                     f"{mean_of(own, 'tokens_per_second', 1e-3, 0)}k | "
-                     f"{statistics.mean(cluster_seconds(run) for run in own):.2f} s | "
-                     + (f"{statistics.mean(ratios):.2f}× as fast |" if ratios else "– |"))
+    lines = [f"### Up to {length:,} tokens", "",
+             "| extended with | seeds | pairs | coverage | held-out loss minus dense | minus fixed | evaluated dense, minus dense "
+             "| copied passages, % right | tokens/s on one GPU | predicted time on 16 GPUs | as fast as fixed | as fast as dense |",
+             "| --- |" + " ---: |" * 11]
+    for share in [None, *[own for at, own in settings(runs) if at == length]]:
+        fixed = select(runs, length=length, share=share, method="fixed")
+        for method, name in NAMES.items():
+            own = select(runs, length=length, method=method) if share is None else select(runs, length=length, share=share, method=method)
+            if not own or (method == "dense") != (share is None):
+                continue
+            loss, copies = (lambda run: as_trained(run, "held-out")), mean_of([{"right": copied_right(run)} for run in own], "right", 100)
+            cells = [name + ("" if share is None else f", {100 * share:.0f} %"), str(len(own)),
+                     "100 %" if share is None else mean_of(own, "density", 100, unit=" %"),
+                     "100 %" if share is None else mean_of(own, "coverage", 100, unit=" %"),
+                     f"({statistics.mean(map(loss, own)):.4f})" if share is None else spread(differences(own, base, loss)),
+                     "" if method in ("dense", "fixed") else spread(differences(own, fixed, loss)),
+                     "" if share is None else spread(differences(own, base, lambda run: dense(run, "held-out"))), copies,
+                     mean_of(own, "tokens_per_second", 1e-3, 0, "k"), f"{statistics.mean(map(cluster_seconds, own)):.2f} s",
+                     "" if method == "fixed" else times(ratios(own, fixed)), "" if share is None else times(ratios(own, base))]
+            lines.append("| " + " | ".join(cells) + " |")
     return lines
+
+
+def verdict(values):
+    """Whether a loss is within what may be lost; a standard error needs two seeds."""
+    if len(values) < 2:
+        return "one seed"
+    most = min(BOUND, 2 * standard_error(values))
+    return f"{'within' if statistics.mean(values) <= most else 'NOT within'} {most:.4f}"
 
 
 def paired_table(runs):
     lines = ["### SparseBalance against the fixed budget, paired by base and seed", "",
-             "| length, pairs | held-out loss | evaluated dense | copied passages | first positions | last positions |",
-             "| --- | ---: | ---: | ---: | ---: | ---: |"]
+             "| length, pairs | held-out loss | by seed | verdict | evaluated dense | copied passages, points | first positions | last positions |",
+             "| --- |" + " ---: |" * 7]
+
+    def at(place):
+        def value(run):
+            rows = list(run.get("held-out as trained by position", {}).values())
+            return rows[place] if rows else None
+        return value
     for length, share in settings(runs):
         fixed = select(runs, length=length, share=share, method="fixed")
-        for method in ("optimal", "anchor", "pieces"):
+        for method in ("optimal", "anchor", "pieces", "published"):
             own = select(runs, length=length, share=share, method=method)
-            if not differences(own, fixed, lambda run: as_trained(run, "held-out")):
+            found = differences(own, fixed, lambda run: as_trained(run, "held-out"))
+            if not found:
                 continue
-
-            def at(place):
-                def value(run):
-                    rows = list(run.get("held-out as trained by position", {}).values())
-                    return rows[place] if rows else None
-                return value
-            cells = [spread(differences(own, fixed, value)) for value in (
-                lambda run: as_trained(run, "held-out"), lambda run: dense(run, "held-out"),
-                lambda run: as_trained(run, "copied"), at(0), at(-1))]
+            cells = [spread(found), ", ".join(spread([one]) for one in found), verdict(found),
+                     spread(differences(own, fixed, lambda run: dense(run, "held-out"))),
+                     spread(differences(own, fixed, copied_right), 2, 100), spread(differences(own, fixed, at(0))),
+                     spread(differences(own, fixed, at(-1)))]
             lines.append(f"| {length:,}, {100 * share:.0f} %: `{method}` − fixed | " + " | ".join(cells) + " |")
     return lines
 
@@ -141,7 +170,7 @@ def position_table(runs, length, share):
                 way = "held-out dense" if run["method"] == "dense" else "held-out as trained"
                 return run.get(way + " by position", {}).get(position)
             found = differences(own, base, value)
-            cells.append(f"{statistics.mean(found):+.4f}" if found else "–")
+            cells.append(spread([statistics.mean(found)] if found else []))
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     return lines
 
@@ -151,8 +180,8 @@ def task_table(runs):
     tasks = sorted({task for run in with_tasks for task in run["tasks"]})
     if not tasks:
         return []
-    lines = ["### Recall after the same short fine-tuning, % of the answers' tokens", "",
-             "| extended with | " + " | ".join(f"`{task}`" for task in tasks) + " |", "| --- |" + " ---: |" * len(tasks)]
+    lines = ["### After the same short fine-tuning, % of the answers' tokens that are right", "",
+             "| extended with | " + " | ".join(tasks) + " |", "| --- |" + " ---: |" * len(tasks)]
     for method, name in NAMES.items():
         own = [run for run in with_tasks if run["method"] == method]
         if own:
@@ -189,7 +218,9 @@ def pictures(runs, length, share, folder):
         if "dense" in own and method != "dense":
             gaps = [one - two for one, two in zip(run["losses"], own["dense"]["losses"])]
             lines["steps"].append((method, over(range(1, len(gaps) + 1), gaps)))
-        lines["gpu"].append((method, over(running(run["step_ms"]), run["losses"])))
+        if run.get("tokens_per_second"):
+            here = [1e3 * tokens / run["tokens_per_second"] for tokens in run["step_tokens"]]
+            lines["gpu"].append((method, over(running(here), run["losses"])))
         lines["cluster"].append((method, over(running(run["cluster_step_ms"]), run["losses"])))
     what = f"up to {length:,} tokens, {100 * share:.0f} % of the pairs, seed {seed}, means of {width} steps"
     titles = {"steps": ("Training loss minus that of dense on the same batches", "step", "nats per token"),
@@ -207,8 +238,8 @@ def pictures(runs, length, share, folder):
 def report(runs, folder):
     finished = [run for run in runs if as_trained(run, "held-out") is not None and as_trained(run, "copied") is not None]
     text = []
-    for length, share in settings(finished):
-        text += [*main_table(finished, length, share), ""]
+    for length in sorted({run["length"] for run in finished}):
+        text += [*main_table(finished, length), ""]
     text += [*paired_table(finished), ""]
     for length, share in settings(finished):
         text += [*position_table(finished, length, share), ""]
@@ -225,16 +256,18 @@ def self_test():
         kinds = {f"{kind} {way}": loss for kind in ("held-out", "copied") for way in ("dense", "as trained")}
         return {"method": method, "length": 1024, "share": share, "seed": seed, "base": base, "density": 0.25, "coverage": 0.9,
                 "tokens_per_second": 1000.0, "cluster_step_ms": [100.0 if method == "fixed" else 50.0] * 4,
-                "step_ms": [10.0] * 4, "losses": [loss] * 4, **kinds}
+                "step_tokens": [10] * 4, "losses": [loss] * 4, "copied as trained accuracy": 0.5 + seed / 100, **kinds}
     runs = [run("dense", 1, 2.0), run("fixed", 1, 2.1), run("optimal", 1, 2.2), run("dense", 2, 3.0), run("fixed", 2, 3.2),
             run("optimal", 2, 3.5), run("optimal", 1, 9.0, base="another")]
     assert differences(select(runs, method="optimal"), select(runs, method="fixed"), lambda one: one["losses"][0]) == [
         2.2 - 2.1, 3.5 - 3.2], "within a base and seed alone"
-    assert spread([0.1, 0.3]) == "+0.2000 ± 0.1000 (n=2)" and spread([0.25]) == "+0.2500" and spread([]) == "–"
+    assert spread([0.1, 0.3]) == "+0.2000 ± 0.1000" and spread([-0.25]) == "−0.2500" and spread([]) == "–"
+    assert verdict([0.001, 0.002]) == "NOT within 0.0010" and verdict([0.0, 0.001]) == "within 0.0010"
+    assert verdict([0.004, -0.003]) == "within 0.0030" and verdict([0.001]) == "one seed"
     with tempfile.TemporaryDirectory() as folder:
         text = report(runs, pathlib.Path(folder))
-        assert "| 1,024, 25 %: `optimal` − fixed | +0.2000 ± 0.1000 (n=2) |" in text, text
-        assert "2.00× as fast" in text and "2.5000 (loss)" in text, text
+        assert "| 1,024, 25 %: `optimal` − fixed | +0.2000 ± 0.1000 | +0.1000, +0.3000 | NOT within 0.0030 |" in text, text
+        assert "| dense, in order | 2 | 100 % | 100 % | (2.5000) |" in text and "| 0.20 s | 2.00 | 1.00 |" in text, text
         picture = (pathlib.Path(folder) / "extension-cluster.svg").read_text(encoding="utf-8")
         assert picture.count("<polyline") == 3 and "dp 4" in picture
     assert svg_lines.ticks(0, 10) == [0, 2, 4, 6, 8, 10] and svg_lines.ticks(-0.011, 0.032) == [-0.01, 0, 0.01, 0.02, 0.03]

@@ -27,6 +27,13 @@ class TokenFile:
                     file.seek(offset + 2 * piece * length)
                     yield file.read(2 * length)
 
+    def documents(self):
+        """The bytes of every document."""
+        with open(f"{self.prefix}.bin", "rb") as file:
+            for own, offset in zip(self.lengths, self.offsets):
+                file.seek(offset)
+                yield file.read(2 * own)
+
 
 def write(prefix, pieces, targets=None):
     """Pieces as documents; with `targets` (first, end) only those tokens of each are predicted."""

@@ -444,7 +444,7 @@ int main(int argc, char** argv) try {
     results.push_back(
         fmt::format("Qwen2.5-{} at {}, {}: {:.0f} ms, {:.0f} tokens/s", c.name, tokens, attention_name, step, rate));
     if (arguments.tokens_per_step > tokens)
-      results.back() += fmt::format(" ({} tokens a step)", arguments.tokens_per_step);
+      results.back() += fmt::format(" ({} tokens per step)", arguments.tokens_per_step);
     if (arguments.chunk > 0)
       results.back() += fmt::format(", pieces of {}, recompute {}", arguments.chunk, arguments.recompute);
     if (arguments.offload_optimizer) results.back() += ", values and moments in host memory";

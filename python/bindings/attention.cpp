@@ -15,56 +15,81 @@ using namespace nb::literals;
 namespace sb::python {
 namespace {
 
-// Memory of the caller: where it lies, and how many elements.
-struct Memory {
-  uintptr_t address = 0;
-  int64_t count = 0;
-
-  template <typename T>
-  std::span<T> as() const {
-    return {reinterpret_cast<T*>(address), static_cast<size_t>(count)};
-  }
-};
-
-// What forward and backward have in common, in Python's words.
-struct CallArguments {
-  int layer;
-  int64_t tokens;
-  AttentionShape shape;
-  DType dtype;
-  DeviceKind device;
-  Memory cu_seqlens, budgets, lists, planes, thresholds;
-  Memory q, k, v, out, lse;
-
-  PackedCall call() const {
+// The arguments of a call as they were when it was made, for its forward and its backward: what is small. Tensors come
+// as addresses, with the sizes that follow from the shapes.
+class CallArguments {
+ public:
+  CallArguments(int layer, int64_t tokens, const AttentionShape& shape, bool bf16, bool cuda)
+      : layer_(layer),
+        tokens_(tokens),
+        shape_(shape),
+        dtype_(bf16 ? DType::bf16 : DType::f32),
+        device_(cuda ? DeviceKind::cuda : DeviceKind::cpu) {
     SB_USER_CHECK(layer >= 0, "layer {}; they count from 0", layer);
     SB_USER_CHECK(shape.heads > 0 && shape.kv_heads > 0 && shape.heads % shape.kv_heads == 0,
                   "{} heads are no multiple of {} kv heads", shape.heads, shape.kv_heads);
     SB_USER_CHECK(shape.head_dim >= 1 && shape.head_dim <= 256, "head_dim {}; 1 to 256 are supported", shape.head_dim);
-    SB_USER_CHECK(cu_seqlens.count >= 1, "cu_seqlens is empty; it begins with 0 and ends with the number of tokens");
+  }
+
+  void set_lengths(uintptr_t address, size_t count) {
+    SB_USER_CHECK(count >= 1, "cu_seqlens is empty; it begins with 0 and ends with the number of tokens");
+    copy(address, count, cu_seqlens_);
+  }
+  void set_budgets(uintptr_t address, size_t count) { copy(address, count, budgets_); }
+  void set_planes(uintptr_t address, size_t count) { copy(address, count, planes_); }
+  void set_thresholds(uintptr_t address, size_t count) { copy(address, count, thresholds_); }
+
+  PackedCall call(uintptr_t q, uintptr_t k, uintptr_t v, uintptr_t out, uintptr_t lse, uintptr_t lists,
+                  size_t list_bytes) const {
     PackedCall made;
-    made.layer = layer;
-    made.shape = shape;
-    made.cu_seqlens = cu_seqlens.as<const int32_t>();
-    made.budgets = budgets.as<const int32_t>();
-    made.lists = lists.as<uint8_t>();
-    made.planes = planes.as<const uint32_t>();
-    made.thresholds = thresholds.as<const float>();
+    made.layer = layer_;
+    made.shape = shape_;
+    made.cu_seqlens = cu_seqlens_;
+    made.budgets = budgets_;
+    made.lists = {reinterpret_cast<uint8_t*>(lists), list_bytes};
+    made.planes = planes_;
+    made.thresholds = thresholds_;
     made.operands = {queries(q), keys(k), keys(v), queries(out),
-                     TensorView(reinterpret_cast<void*>(lse.address), DType::f32, {shape.heads, tokens}, device)};
+                     TensorView(reinterpret_cast<void*>(lse), DType::f32, {shape_.heads, tokens_}, device_)};
     return made;
   }
-  TensorView queries(const Memory& memory) const { return view(memory, shape.heads); }
-  TensorView keys(const Memory& memory) const { return view(memory, shape.kv_heads); }
+  AttentionGradients gradients(uintptr_t dout, uintptr_t dq, uintptr_t dk, uintptr_t dv) const {
+    return {queries(dout), queries(dq), keys(dk), keys(dv)};
+  }
+  PackedSeen seen(const SelectionConfig& config, uintptr_t counts, uintptr_t sums) const {
+    PackedSeen seen;
+    if (config.learns_thresholds()) seen.counts = {reinterpret_cast<int64_t*>(counts), 2 * (cu_seqlens_.size() - 1)};
+    if (config.judges_by_planes())
+      seen.sums = {reinterpret_cast<double*>(sums), static_cast<size_t>(1 + 3 * shape_.kv_heads * shape_.head_dim)};
+    return seen;
+  }
 
  private:
-  TensorView view(const Memory& memory, int heads) const {
-    const int64_t elements = tokens * heads * shape.head_dim;
-    SB_USER_CHECK(memory.count == elements, "a tensor has {} elements where {} tokens of {} heads of {} have {}",
-                  memory.count, tokens, heads, shape.head_dim, elements);
-    return TensorView(reinterpret_cast<void*>(memory.address), dtype, {tokens, heads, shape.head_dim}, device);
+  template <typename T>
+  static void copy(uintptr_t address, size_t count, std::vector<T>& to) {
+    const auto* from = reinterpret_cast<const T*>(address);
+    to.assign(from, from + count);
   }
+  TensorView queries(uintptr_t address) const { return view(address, shape_.heads); }
+  TensorView keys(uintptr_t address) const { return view(address, shape_.kv_heads); }
+  TensorView view(uintptr_t address, int heads) const {
+    return TensorView(reinterpret_cast<void*>(address), dtype_, {tokens_, heads, shape_.head_dim}, device_);
+  }
+
+  int layer_;
+  int64_t tokens_;
+  AttentionShape shape_;
+  DType dtype_;
+  DeviceKind device_;
+  std::vector<int32_t> cu_seqlens_, budgets_;
+  std::vector<uint32_t> planes_;
+  std::vector<float> thresholds_;
 };
+
+template <typename T>
+std::span<T> memory(uintptr_t address, size_t count) {
+  return {reinterpret_cast<T*>(address), count};
+}
 
 // What an AttentionConfig says.
 struct Settings {
@@ -104,16 +129,19 @@ void bind_cpu_attention(nb::module_& module) {
           "settings"_a, "threads"_a)
       .def(
           "forward",
-          [](PackedAttention& self, const CallArguments& call, Memory counts, Memory sums) {
-            self.forward(call.call(), {counts.as<int64_t>(), sums.as<double>()});
+          [](PackedAttention& self, const CallArguments& call, uintptr_t q, uintptr_t k, uintptr_t v, uintptr_t out,
+             uintptr_t lse, uintptr_t lists, size_t list_bytes, uintptr_t counts, uintptr_t sums) {
+            self.forward(call.call(q, k, v, out, lse, lists, list_bytes), call.seen(self.config(), counts, sums));
           },
-          "call"_a, "counts"_a, "sums"_a)
+          "call"_a, "q"_a, "k"_a, "v"_a, "out"_a, "lse"_a, "lists"_a, "list_bytes"_a, "counts"_a, "sums"_a)
       .def(
           "backward",
-          [](PackedAttention& self, const CallArguments& call, Memory dout, Memory dq, Memory dk, Memory dv) {
-            self.backward(call.call(), {call.queries(dout), call.queries(dq), call.keys(dk), call.keys(dv)});
+          [](PackedAttention& self, const CallArguments& call, uintptr_t q, uintptr_t k, uintptr_t v, uintptr_t out,
+             uintptr_t lse, uintptr_t lists, size_t list_bytes, uintptr_t dout, uintptr_t dq, uintptr_t dk,
+             uintptr_t dv) {
+            self.backward(call.call(q, k, v, out, lse, lists, list_bytes), call.gradients(dout, dq, dk, dv));
           },
-          "call"_a, "dout"_a, "dq"_a, "dk"_a, "dv"_a);
+          "call"_a, "q"_a, "k"_a, "v"_a, "out"_a, "lse"_a, "lists"_a, "list_bytes"_a, "dout"_a, "dq"_a, "dk"_a, "dv"_a);
 }
 
 void bind_cuda_attention(nb::module_& module) {
@@ -128,26 +156,30 @@ void bind_cuda_attention(nb::module_& module) {
           "settings"_a, "device"_a, "stream"_a, nb::kw_only(), "deterministic"_a, "portable"_a)
       .def(
           "scratch_bytes",
-          [](const PackedCudaAttention& self, int64_t tokens, int heads, int kv_heads, int head_dim, float scale) {
-            return self.scratch_bytes({heads, kv_heads, head_dim, scale}, tokens);
+          [](const PackedCudaAttention& self, int64_t tokens, int heads, int kv_heads, int head_dim) {
+            return self.scratch_bytes({heads, kv_heads, head_dim, 1.0f}, tokens);
           },
-          "tokens"_a, "heads"_a, "kv_heads"_a, "head_dim"_a, "scale"_a)
+          "tokens"_a, "heads"_a, "kv_heads"_a, "head_dim"_a)
       .def(
           "forward",
-          [](PackedCudaAttention& self, const CallArguments& call, Memory counts, Memory sums, Memory scratch,
-             Memory host_lists) {
-            self.forward(call.call(), {counts.as<int64_t>(), sums.as<double>()}, scratch.as<uint8_t>(),
-                         host_lists.as<uint8_t>());
+          [](PackedCudaAttention& self, const CallArguments& call, uintptr_t q, uintptr_t k, uintptr_t v, uintptr_t out,
+             uintptr_t lse, uintptr_t lists, size_t list_bytes, uintptr_t counts, uintptr_t sums, uintptr_t scratch,
+             size_t scratch_bytes, uintptr_t host_lists, size_t host_list_bytes) {
+            self.forward(call.call(q, k, v, out, lse, lists, list_bytes), call.seen(self.config(), counts, sums),
+                         memory<uint8_t>(scratch, scratch_bytes), memory<uint8_t>(host_lists, host_list_bytes));
           },
-          "call"_a, "counts"_a, "sums"_a, "scratch"_a, "host_lists"_a = Memory())
+          "call"_a, "q"_a, "k"_a, "v"_a, "out"_a, "lse"_a, "lists"_a, "list_bytes"_a, "counts"_a, "sums"_a, "scratch"_a,
+          "scratch_bytes"_a, "host_lists"_a = 0, "host_list_bytes"_a = 0)
       .def(
           "backward",
-          [](PackedCudaAttention& self, const CallArguments& call, Memory dout, Memory dq, Memory dk, Memory dv,
-             Memory scratch) {
-            self.backward(call.call(), {call.queries(dout), call.queries(dq), call.keys(dk), call.keys(dv)},
-                          scratch.as<uint8_t>());
+          [](PackedCudaAttention& self, const CallArguments& call, uintptr_t q, uintptr_t k, uintptr_t v, uintptr_t out,
+             uintptr_t lse, uintptr_t lists, size_t list_bytes, uintptr_t dout, uintptr_t dq, uintptr_t dk,
+             uintptr_t dv, uintptr_t scratch, size_t scratch_bytes) {
+            self.backward(call.call(q, k, v, out, lse, lists, list_bytes), call.gradients(dout, dq, dk, dv),
+                          memory<uint8_t>(scratch, scratch_bytes));
           },
-          "call"_a, "dout"_a, "dq"_a, "dk"_a, "dv"_a, "scratch"_a);
+          "call"_a, "q"_a, "k"_a, "v"_a, "out"_a, "lse"_a, "lists"_a, "list_bytes"_a, "dout"_a, "dq"_a, "dk"_a, "dv"_a,
+          "scratch"_a, "scratch_bytes"_a);
 }
 
 void bind_learner(nb::module_& module) {
@@ -190,7 +222,7 @@ void bind_learner(nb::module_& module) {
           },
           "layer"_a, "sums"_a)
       .def("take_masses", &SelectionLearner::take_masses,
-           "Counts so far, (layer, length class, budget class, chosen, wanted) each; they are forgotten here.")
+           "Counts so far, (layer, length class, budget class, selected, wanted) each; they are forgotten here.")
       .def("add_masses", &SelectionLearner::add_masses, "masses"_a)
       .def("learn", &SelectionLearner::learn)
       .def("state", &SelectionLearner::state)
@@ -200,9 +232,6 @@ void bind_learner(nb::module_& module) {
 }  // namespace
 
 void bind_attention(nb::module_& module) {
-  nb::class_<Memory>(module, "Memory", "Memory of the caller: its address and how many elements it has.")
-      .def(nb::init<>())
-      .def(nb::init<uintptr_t, int64_t>(), "address"_a, "count"_a);
   nb::class_<Settings>(module, "AttentionSettings", "What an AttentionConfig says.")
       .def(
           "__init__",
@@ -218,30 +247,22 @@ void bind_attention(nb::module_& module) {
           nb::kw_only(), "pattern"_a, "selection"_a, "score"_a, "score_channels"_a, "score_tokens"_a, "block"_a,
           "query_block"_a, "budget"_a, "largest_budget"_a, "sink_blocks"_a, "local_blocks"_a, "step"_a, "dense_below"_a,
           "coverage"_a, "dense_layers"_a);
-  nb::class_<CallArguments>(module, "PackedCall", "The arguments of an attention over packed sequences.")
+  nb::class_<CallArguments>(module, "PackedCall",
+                            "What a call of attention over packed sequences has beside its tensors.")
       .def(
           "__init__",
           [](CallArguments* self, int layer, int64_t tokens, int heads, int kv_heads, int head_dim, float scale,
-             bool bf16, bool cuda, Memory cu_seqlens, Memory budgets, Memory lists, Memory planes, Memory thresholds,
-             Memory q, Memory k, Memory v, Memory out, Memory lse) {
-            new (self) CallArguments{layer,
-                                     tokens,
-                                     {heads, kv_heads, head_dim, scale},
-                                     bf16 ? DType::bf16 : DType::f32,
-                                     cuda ? DeviceKind::cuda : DeviceKind::cpu,
-                                     cu_seqlens,
-                                     budgets,
-                                     lists,
-                                     planes,
-                                     thresholds,
-                                     q,
-                                     k,
-                                     v,
-                                     out,
-                                     lse};
+             bool bf16, bool cuda, uintptr_t cu_seqlens, size_t lengths, uintptr_t budgets, size_t budget_count,
+             uintptr_t planes, size_t plane_words, uintptr_t thresholds, size_t threshold_count) {
+            CallArguments made(layer, tokens, {heads, kv_heads, head_dim, scale}, bf16, cuda);
+            made.set_lengths(cu_seqlens, lengths);
+            made.set_budgets(budgets, budget_count);
+            made.set_planes(planes, plane_words);
+            made.set_thresholds(thresholds, threshold_count);
+            new (self) CallArguments(std::move(made));
           },
           "layer"_a, "tokens"_a, "heads"_a, "kv_heads"_a, "head_dim"_a, "scale"_a, "bf16"_a, "cuda"_a, "cu_seqlens"_a,
-          "budgets"_a, "lists"_a, "planes"_a, "thresholds"_a, "q"_a, "k"_a, "v"_a, "out"_a, "lse"_a);
+          "lengths"_a, "budgets"_a, "budget_count"_a, "planes"_a, "plane_words"_a, "thresholds"_a, "threshold_count"_a);
   bind_cpu_attention(module);
   bind_cuda_attention(module);
   bind_learner(module);

@@ -78,7 +78,7 @@ void PackedAttention::begin_index(const PackedCall& call, int threads, BlockInde
   builder.begin(index, shape, call.cu_seqlens, dense, threads);
 }
 
-void PackedAttention::choose(const Exec& exec, const PackedCall& call, const PackedSeen& seen,
+void PackedAttention::select(const Exec& exec, const PackedCall& call, const PackedSeen& seen,
                              BlockIndex& index) const {
   BlockIndexBuilder builder;
   begin_index(call, exec.pool->threads(), builder, index);
@@ -99,7 +99,7 @@ void PackedAttention::choose(const Exec& exec, const PackedCall& call, const Pac
     request.q = call.operands.q.rows(call.cu_seqlens[at], call.cu_seqlens[at + 1]).f32();
     request.k = call.operands.k.rows(call.cu_seqlens[at], call.cu_seqlens[at + 1]).f32();
     request.place = index.sequences()[at];
-    if (config_.learns_thresholds()) request.threshold = start_threshold(request.tiles) + call.thresholds[at];
+    if (config_.learns_thresholds()) request.threshold = start_threshold(request.tiles) + threshold_of(call, s);
     if (config_.judges_by_planes()) request.planes = &planes;
     if (config_.scores_blocks()) {
       statistics.resize(static_cast<size_t>(BlockStatistics::floats(scoring, call.shape, request.tiles.blocks())));
@@ -109,7 +109,7 @@ void PackedAttention::choose(const Exec& exec, const PackedCall& call, const Pac
     }
     const MassCounts counts = selector_.select(exec, request, builder);
     if (!config_.learns_thresholds()) continue;
-    seen.counts[2 * at] = counts.chosen;
+    seen.counts[2 * at] = counts.selected;
     seen.counts[2 * at + 1] = counts.wanted;
   }
   builder.finish(*exec.pool);
@@ -124,7 +124,7 @@ void PackedAttention::forward(const PackedCall& call, const PackedSeen& seen) {
   const Exec exec{.pool = &workers.pool, .scratch = &scratch};
   std::ranges::fill(seen.counts, 0);
   BlockIndex index;
-  choose(exec, call, seen, index);
+  select(exec, call, seen, index);
   block_sparse_forward(exec, call.shape, index, call.operands);
   if (!call.lists.empty()) write_lists(index, call.cu_seqlens.back(), call.lists, workers.pool);
   if (seen.sums.empty()) return;

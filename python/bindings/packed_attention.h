@@ -24,10 +24,11 @@ class PackedAttention {
 
   void forward(const PackedCall& call, const PackedSeen& seen);
   void backward(const PackedCall& call, const AttentionGradients& gradients);
+  const SelectionConfig& config() const { return config_; }
 
  private:
   void begin_index(const PackedCall& call, int threads, BlockIndexBuilder& builder, BlockIndex& index) const;
-  void choose(const Exec& exec, const PackedCall& call, const PackedSeen& seen, BlockIndex& index) const;
+  void select(const Exec& exec, const PackedCall& call, const PackedSeen& seen, BlockIndex& index) const;
 
   SelectionConfig config_;
   Selector selector_;

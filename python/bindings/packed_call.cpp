@@ -12,6 +12,10 @@ SequenceTiles tiles_of(const SelectionConfig& config, const PackedCall& call, in
                         call.budgets.empty() ? config.budget : call.budgets[at]);
 }
 
+float threshold_of(const PackedCall& call, int sequence) {
+  return call.thresholds.empty() ? 0.0f : call.thresholds[static_cast<size_t>(sequence)];
+}
+
 void check_call(const SelectionConfig& config, const PackedCall& call) {
   const size_t sequences = call.cu_seqlens.size() - 1;
   SB_USER_CHECK(call.cu_seqlens.front() == 0 && std::ranges::is_sorted(call.cu_seqlens) &&
@@ -21,9 +25,8 @@ void check_call(const SelectionConfig& config, const PackedCall& call) {
                 call.budgets.size(), sequences);
   for (const int32_t budget : call.budgets)
     SB_USER_CHECK(budget > 0, "a budget of {} keys; at least 1 is needed", budget);
-  SB_USER_CHECK(!config.learns_thresholds() || call.thresholds.size() == sequences,
-                "thresholds: {} for {} sequences; pattern mass needs one each (0 to begin with)",
-                call.thresholds.size(), sequences);
+  SB_USER_CHECK(!config.learns_thresholds() || call.thresholds.empty() || call.thresholds.size() == sequences,
+                "thresholds: {} for {} sequences; pattern mass takes one each", call.thresholds.size(), sequences);
 }
 
 }  // namespace sb::python

@@ -13,18 +13,18 @@ namespace sb::python {
 struct PackedCall {
   int layer = 0;
   AttentionShape shape{};
-  std::span<const int32_t> cu_seqlens, budgets;  // budgets: one a sequence, or none
+  std::span<const int32_t> cu_seqlens, budgets;  // budgets: one per sequence, or none
   std::span<uint8_t> lists;                      // what backward needs besides output and log-sum-exp
   AttentionOperands operands;
   // What selection goes by beyond the sequences at hand. `planes` where blocks are judged by planes: plane_words().
-  // `thresholds` where they are learned: one a sequence.
+  // `thresholds` where they are learned: one per sequence, or none: 0 each.
   std::span<const uint32_t> planes;
   std::span<const float> thresholds;
 };
 
-// What a forward saw, for those who learn from it: where thresholds are learned, blocks chosen and wanted of every
-// sequence, [sequences, 2]; where blocks are judged by planes, the sums that planes are chosen by: tokens, then squares
-// of queries, sums and squares of keys, [kv_heads, head_dim] each.
+// What a forward saw, for those who learn from it: where thresholds are learned, blocks selected and wanted of every
+// sequence, [sequences, 2]; where blocks are judged by planes, the sums that planes are selected by: tokens, then
+// squares of queries, sums and squares of keys, [kv_heads, head_dim] each.
 struct PackedSeen {
   std::span<int64_t> counts;
   std::span<double> sums;
@@ -33,5 +33,6 @@ struct PackedSeen {
 // UserError for arguments that do not go together.
 void check_call(const SelectionConfig& config, const PackedCall& call);
 SequenceTiles tiles_of(const SelectionConfig& config, const PackedCall& call, int sequence);
+float threshold_of(const PackedCall& call, int sequence);
 
 }  // namespace sb::python

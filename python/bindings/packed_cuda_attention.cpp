@@ -20,8 +20,8 @@ int different_layers(const SelectionConfig& config) {
   return static_cast<int>(last) + 2;
 }
 
-std::unique_ptr<ChoosingAttention> make_attention(const SelectionConfig& config,
-                                                  const PackedCudaAttention::Options& options, int device) {
+std::unique_ptr<SelectingAttention> make_attention(const SelectionConfig& config,
+                                                   const PackedCudaAttention::Options& options, int device) {
   cuda::use_device(device);
   CudaAttentionOptions made;
   made.attention.selection = config;
@@ -75,15 +75,15 @@ void PackedCudaAttention::forward(const PackedCall& call, const PackedSeen& seen
   const Present here = present(call);
   const int layer = layer_of(call.layer);
   std::vector<float> corrections;
-  bool chooses = false;
+  bool selects = false;
   for (const int32_t place : here.places) {
     const SequenceTiles tiles = tiles_of(config_, call, place);
-    if (config_.learns_thresholds()) corrections.push_back(call.thresholds[static_cast<size_t>(place)]);
-    chooses = chooses || !runs_dense(config_, layer, tiles);
+    if (config_.learns_thresholds()) corrections.push_back(threshold_of(call, place));
+    selects = selects || !runs_dense(config_, layer, tiles);
   }
   if (config_.judges_by_planes()) {
     check_score_channels(config_, call.shape.head_dim);
-    if (chooses) planes_of(call.planes, call.shape, config_.score_channels);  // says what is wrong
+    if (selects) planes_of(call.planes, call.shape, config_.score_channels);  // says what is wrong
   }
   GivenSelection given;
   given.planes = call.planes;
@@ -97,7 +97,7 @@ void PackedCudaAttention::forward(const PackedCall& call, const PackedSeen& seen
   cuda::use_device(device_);
   Arena arena("scratch", scratch.data(), std::ssize(scratch), DeviceKind::cuda);
   const Exec exec{.device = DeviceKind::cuda, .stream = stream_, .scratch = &arena};
-  cuda::zero(stream_, seen.counts.data(), std::ssize(seen.counts) * int64_t{sizeof(int64_t)});
+  if (!seen.counts.empty()) cuda::zero(stream_, seen.counts.data(), std::ssize(seen.counts) * int64_t{sizeof(int64_t)});
   const auto state = make_cuda_state(call.lists.data(), std::ssize(call.lists), &given);
   attention_->forward(exec, layer, call.shape, here.sequences(), call.operands, *state, /*replay=*/false);
   if (host_lists.empty()) return;

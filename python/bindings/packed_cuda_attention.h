@@ -27,6 +27,7 @@ class PackedCudaAttention {
   void forward(const PackedCall& call, const PackedSeen& seen, std::span<uint8_t> scratch,
                std::span<uint8_t> host_lists);
   void backward(const PackedCall& call, const AttentionGradients& gradients, std::span<uint8_t> scratch);
+  const SelectionConfig& config() const { return config_; }
 
  private:
   // The sequences that are not empty.
@@ -40,7 +41,7 @@ class PackedCudaAttention {
   SelectionConfig config_;
   int layers_, device_;
   void* stream_;
-  std::unique_ptr<ChoosingAttention> attention_;
+  std::unique_ptr<SelectingAttention> attention_;
   std::mutex busy_;
 };
 

@@ -171,13 +171,16 @@ void bind_layout(nb::module_& module) {
   nb::class_<Layout>(module, "Layout", "The grid of workers.")
       .def(
           "__init__",
-          [](Layout* self, int dp, int pp, int cp, int warmup_depth, bool comm, bool head) {
-            new (self) Layout{.dp = dp, .pp = pp, .cp = cp, .warmup_depth = warmup_depth, .comm = comm, .head = head};
+          [](Layout* self, int dp, int pp, int cp, int tp, int warmup_depth, bool comm, bool head) {
+            new (self) Layout{
+                .dp = dp, .pp = pp, .cp = cp, .tp = tp, .warmup_depth = warmup_depth, .comm = comm, .head = head};
           },
-          nb::kw_only(), "dp"_a = 1, "pp"_a = 1, "cp"_a = 1, "warmup_depth"_a = 1, "comm"_a = true, "head"_a = true)
+          nb::kw_only(), "dp"_a = 1, "pp"_a = 1, "cp"_a = 1, "tp"_a = 1, "warmup_depth"_a = 1, "comm"_a = true,
+          "head"_a = true)
       .def_ro("dp", &Layout::dp)
       .def_ro("pp", &Layout::pp)
       .def_ro("cp", &Layout::cp)
+      .def_ro("tp", &Layout::tp)
       .def_ro("warmup_depth", &Layout::warmup_depth)
       .def_ro("comm", &Layout::comm, "Transfers and the gradient reduction are counted.")
       .def_ro("head", &Layout::head, "Embedding and loss are counted.");

@@ -46,7 +46,7 @@ std::vector<uint32_t> SelectionLearner::planes(int layer, const AttentionShape& 
                 "what was learned of layer {} is of {} channels; {} kv heads of {} are asked for", layer,
                 sums.key_sums.size(), shape.kv_heads, shape.head_dim);
   check_score_channels(config_, shape.head_dim);
-  return plane_words(choose_planes(shape, sums, config_.score_channels));
+  return plane_words(select_planes(shape, sums, config_.score_channels));
 }
 
 template <typename Body>
@@ -63,8 +63,8 @@ std::vector<float> SelectionLearner::thresholds(int layer, std::span<const int32
   std::vector<float> found;
   if (!config_.learns_thresholds()) return found;
   each_sequence(cu_seqlens, budgets, [&](size_t, const SequenceTiles& tiles) {
-    const bool chooses = !runs_dense(config_, layer, tiles);
-    found.push_back(chooses ? mass_threshold(learned_, layer, tiles) - start_threshold(tiles) : 0.0f);
+    const bool selects = !runs_dense(config_, layer, tiles);
+    found.push_back(selects ? mass_threshold(learned_, layer, tiles) - start_threshold(tiles) : 0.0f);
   });
   return found;
 }
@@ -89,7 +89,7 @@ void SelectionLearner::observe_counts(int layer, std::span<const int32_t> cu_seq
 std::vector<SelectionLearner::Mass> SelectionLearner::take_masses() {
   std::vector<Mass> masses;
   for (const auto& [key, counts] : seen_.masses)
-    masses.push_back({key.layer, key.length_class, key.budget_class, counts.chosen, counts.wanted});
+    masses.push_back({key.layer, key.length_class, key.budget_class, counts.selected, counts.wanted});
   seen_.masses.clear();
   return masses;
 }

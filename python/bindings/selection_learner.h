@@ -19,13 +19,13 @@ class SelectionLearner {
 
   // plane_words() of a layer; empty where nothing is known of it.
   std::vector<uint32_t> planes(int layer, const AttentionShape& shape) const;
-  // Of every sequence, to be added to start_threshold(). Budgets: one a sequence, or none.
+  // Of every sequence, to be added to start_threshold(). Budgets: one per sequence, or none.
   std::vector<float> thresholds(int layer, std::span<const int32_t> cu_seqlens, std::span<const int32_t> budgets) const;
 
   void observe_sums(int layer, std::span<const double> sums);
   void observe_counts(int layer, std::span<const int32_t> cu_seqlens, std::span<const int32_t> budgets,
                       std::span<const int64_t> counts);
-  // Layer, length class, budget class, blocks chosen and wanted: for the sum over ranks.
+  // Layer, length class, budget class, blocks selected and wanted: for the sum over ranks.
   using Mass = std::array<int64_t, 5>;
   std::vector<Mass> take_masses();
   void add_masses(const std::vector<Mass>& masses);

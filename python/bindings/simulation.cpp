@@ -93,6 +93,9 @@ std::vector<SimulatedRow> simulate(const Case& described, const std::vector<std:
   SB_USER_CHECK(described.global_batch >= described.options.layout.dp,
                 "global_batch {} is smaller than dp {}: a rank would have nothing to do", described.global_batch,
                 described.options.layout.dp);
+  const int tp = described.options.layout.tp;
+  const std::string problem = sparse_tensor_parallel_problem(find_model_shape(described.options.model), tp);
+  SB_USER_CHECK(problem.empty(), "tp {}: {}; lower tp", tp, problem);
   const std::vector<SimulatedPolicy> all = all_policies(described);
   std::vector<SimulatedPolicy> policies;
   for (const std::string& name : names) policies.push_back(find_policy(all, name));
@@ -103,13 +106,14 @@ std::vector<SimulatedRow> simulate(const Case& described, const std::vector<std:
   return rows;
 }
 
-std::vector<SweepRow> sweep(const Case& described, const std::string& policy, int gpus, int max_cp) {
-  SB_USER_CHECK(gpus > 0 && max_cp > 0, "gpus and max_cp must be positive");
+std::vector<SweepRow> sweep(const Case& described, const std::string& policy, int gpus, int max_cp, int max_tp) {
+  SB_USER_CHECK(gpus > 0 && max_cp > 0 && max_tp > 0, "gpus, max_cp and max_tp must be positive");
   const SimulatedPolicy chosen = find_policy(all_policies(described), policy);
   const Simulation simulation(described);
-  const int64_t layers = simulation.costs.cost.layers();
-  const auto layouts = possible_layouts(described.options.layout, gpus, layers, described.global_batch, max_cp);
-  SB_USER_CHECK(!layouts.empty(), "no layout of {} workers fits {} layers and a global batch of {}", gpus, layers,
+  const ModelShape& shape = simulation.costs.cost.shape();
+  const auto layouts =
+      possible_layouts(described.options.layout, gpus, shape, described.global_batch, {.tp = max_tp, .cp = max_cp});
+  SB_USER_CHECK(!layouts.empty(), "no layout of {} workers fits {} layers and a global batch of {}", gpus, shape.layers,
                 described.global_batch);
   std::vector<SweepRow> rows;
   for (const Layout& layout : layouts)
@@ -144,8 +148,8 @@ void bind_rows(nb::module_& module) {
       .def_ro("memory_bytes", &SweepRow::memory_bytes, "Of the fullest worker.")
       .def_ro("fits", &SweepRow::fits, "None where the profile does not say how much memory there is.")
       .def("__repr__", [](const SweepRow& row) {
-        return fmt::format("SweepRow(dp {} x pp {} x cp {}, {:.0f} tokens/s)", row.layout.dp, row.layout.pp,
-                           row.layout.cp, row.tokens_per_second);
+        return fmt::format("SweepRow(dp {} x pp {} x tp {} x cp {}, {:.0f} tokens/s)", row.layout.dp, row.layout.pp,
+                           row.layout.tp, row.layout.cp, row.tokens_per_second);
       });
 }
 
@@ -167,7 +171,7 @@ void bind_simulation(nb::module_& module) {
           nb::kw_only(), "model"_a, "profile"_a, "coverage"_a, "lengths"_a, "attention"_a, "layout"_a, "p"_a, "chunk"_a,
           "micro_batch_sequences"_a, "micro_batch_tokens"_a, "global_batch"_a, "steps"_a, "seed"_a, "threads"_a);
   module.def("simulate", simulate, "described"_a, "policies"_a, Released());
-  module.def("sweep", sweep, "described"_a, "policy"_a, "gpus"_a, "max_cp"_a, Released());
+  module.def("sweep", sweep, "described"_a, "policy"_a, "gpus"_a, "max_cp"_a, "max_tp"_a, Released());
   module.def("find_lengths", find_lengths, "name_or_path"_a,
              "The lengths of a named pool (chatqa2-like, longalign-like) or of a text file with one a line.");
 }

@@ -46,6 +46,7 @@ class Planner:
         dp: int = 1,
         pp: int = 1,
         cp: int = 1,
+        tp: int = 1,
         attention: _core.AttentionSpec | None = None,
         coverage: str | os.PathLike[str] | None = None,
         batching: str = "sab",
@@ -63,7 +64,7 @@ class Planner:
         head: bool = True,
         threads: int = 1,
     ) -> None:
-        self.dp, self.pp, self.cp = dp, pp, cp
+        self.dp, self.pp, self.cp, self.tp = dp, pp, cp, tp
         self.micro_batch_sequences, self.chunk = micro_batch_sequences, chunk
         self.attention = attention if attention is not None else _core.AttentionSpec()
         if target is not None and not 0 <= target <= 1:
@@ -73,7 +74,7 @@ class Planner:
             profile=os.fspath(profile),
             coverage=os.fspath(coverage) if coverage is not None else "",
             attention=self.attention,
-            layout=_core.Layout(dp=dp, pp=pp, cp=cp, warmup_depth=warmup_depth, comm=comm, head=head),
+            layout=_core.Layout(dp=dp, pp=pp, cp=cp, tp=tp, warmup_depth=warmup_depth, comm=comm, head=head),
             batching=batching,
             ordering=ordering,
             tuning=tuning,

@@ -51,6 +51,7 @@ def _case(
     dp: int = 1,
     pp: int = 1,
     cp: int = 1,
+    tp: int = 1,
     warmup_depth: int = 1,
     comm: bool = True,
     head: bool = True,
@@ -72,7 +73,7 @@ def _case(
         coverage=os.fspath(coverage),
         lengths=lengths(lengths_of, max_length),
         attention=attention if attention is not None else _core.AttentionSpec(),
-        layout=_core.Layout(dp=dp, pp=pp, cp=cp, warmup_depth=warmup_depth, comm=comm, head=head),
+        layout=_core.Layout(dp=dp, pp=pp, cp=cp, tp=tp, warmup_depth=warmup_depth, comm=comm, head=head),
         p=p,
         chunk=chunk_tokens(chunk),
         micro_batch_sequences=micro_batch_sequences or 0,
@@ -87,9 +88,9 @@ def _case(
 def simulate(lengths: Lengths = "chatqa2-like", *, policies: Iterable[str] = (), **case: Any) -> Rows:
     """Predicted step time, speed-up and coverage of balancing policies, one row each (all of them where none is named).
 
-    Keywords as the options of `sparsebalance simulate`: model, profile, coverage, max_length, dp, pp, cp, warmup_depth,
-    comm, head, attention (an AttentionSpec), global_batch, micro_batch_sequences, micro_batch_tokens, p, chunk, steps, seed,
-    threads."""
+    Keywords as the options of `sparsebalance simulate`: model, profile, coverage, max_length, dp, pp, cp, tp,
+    warmup_depth, comm, head, attention (an AttentionSpec), global_batch, micro_batch_sequences, micro_batch_tokens, p, chunk,
+    steps, seed, threads."""
     rows = _core.simulate(_case(lengths_of=lengths, **case), list(policies))
     return Rows(rows, {name: (lambda row, name=name: getattr(row, name)) for name in _ROW})
 
@@ -100,12 +101,13 @@ def sweep(
     *,
     policy: str = "sab+order+chunk+optimal",
     max_cp: int = 8,
+    max_tp: int = 8,
     **case: Any,
 ) -> Rows:
     """One policy on every layout of so many GPUs: time, tokens/s, memory and whether it fits. Keywords as of simulate()."""
-    rows = _core.sweep(_case(lengths_of=lengths, **case), policy, gpus, max_cp)
+    rows = _core.sweep(_case(lengths_of=lengths, **case), policy, gpus, max_cp, max_tp)
     columns: dict[str, Any] = {
-        name: (lambda row, name=name: getattr(row.layout, name)) for name in ("dp", "pp", "cp")
+        name: (lambda row, name=name: getattr(row.layout, name)) for name in ("dp", "pp", "tp", "cp")
     }
     columns |= {name: (lambda row, name=name: getattr(row.simulated, name)) for name in ("makespan_ms", "speedup")}
     columns |= {

@@ -15,6 +15,7 @@ import contextlib
 import dataclasses
 import functools
 import json
+import math
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -120,14 +121,6 @@ def _cuda_attention_for(spec: str, q: Tensor) -> _core.PackedCudaAttention:
     return _cuda_attention(spec, device, stream, torch.are_deterministic_algorithms_enabled(), portable_kernels)
 
 
-_NO_MEMORY = _core.Memory()
-
-
-def _memory(tensor: Tensor) -> _core.Memory:
-    count = tensor.numel()
-    return _core.Memory(tensor.data_ptr(), count) if count else _NO_MEMORY
-
-
 def _cpu_lists_bytes(config: AttentionConfig, tokens: int, sequences: int, kv_heads: int) -> int:
     """One for every (list head, query block, key block) that there may be."""
     if config.pattern == "dense":
@@ -154,74 +147,116 @@ def _cuda_lists_bytes(config: AttentionConfig, tokens: int, sequences: int, kv_h
     return 8 * rows * listed + kv_heads * blocks * (4 + item) + 3 * _MOST_MULTIPROCESSORS * (item + split) + 16384
 
 
-def _call(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, budgets: Tensor, planes: Tensor, thresholds: Tensor, scale: float,
-    layer: int, out: Tensor, lse: Tensor, lists: Tensor,
-) -> _core.PackedCall:  # fmt: skip
+def _lists_bytes(config: AttentionConfig, cuda: bool, tokens: int, sequences: int, kv_heads: int) -> int:
+    return (_cuda_lists_bytes if cuda else _cpu_lists_bytes)(config, tokens, sequences, kv_heads)
+
+
+def _place(x: Tensor | None) -> tuple[int, int]:
+    """Address and number of elements."""
+    return (0, 0) if x is None else (x.data_ptr(), x.numel())
+
+
+class _Small(NamedTuple):
+    """What a call has beside its tensors and numbers, in host memory. None: nothing."""
+
+    cu_seqlens: Tensor
+    budgets: Tensor | None
+    planes: Tensor | None
+    thresholds: Tensor | None
+
+
+def _packed_call(q: Tensor, k: Tensor, small: _Small, scale: float, layer: int) -> _core.PackedCall:
     tokens, heads, width = q.shape
     return _core.PackedCall(
-        layer, tokens, heads, k.shape[1], width, scale, q.dtype == torch.bfloat16, q.is_cuda, _memory(cu_seqlens),
-        _memory(budgets), _memory(lists), _memory(planes), _memory(thresholds), _memory(q), _memory(k), _memory(v),
-        _memory(out), _memory(lse),
+        layer, tokens, heads, k.shape[1], width, scale, q.dtype is torch.bfloat16, q.is_cuda, *_place(small.cu_seqlens),
+        *_place(small.budgets), *_place(small.planes), *_place(small.thresholds),
     )  # fmt: skip
+
+
+@functools.lru_cache(maxsize=1024)
+def _scratch_bytes(attention: _core.PackedCudaAttention, tokens: int, heads: int, width: int, kv_heads: int) -> int:
+    return attention.scratch_bytes(tokens, heads, kv_heads, width)
+
+
+def _compute(
+    backward: bool, spec: str, call: _core.PackedCall, q: Tensor, k: Tensor, *places: int, host_lists: Tensor | None = None
+) -> None:
+    """The engine's forward or backward, on the device of q. host_lists: gets the lists of a forward on CUDA, too."""
+    if not q.is_cuda:
+        attention = _cpu_attention(spec, torch.get_num_threads())
+        (attention.backward if backward else attention.forward)(call, *places)
+        return
+    with _device_of(q):
+        attention = _cuda_attention_for(spec, q)
+        scratch = q.new_empty(_scratch_bytes(attention, *q.shape, k.shape[1]), dtype=torch.uint8)
+        more = () if host_lists is None else _place(host_lists)
+        (attention.backward if backward else attention.forward)(call, *places, *_place(scratch), *more)
+
+
+def _counts_shape(config: AttentionConfig, sequences: int) -> tuple[int, int]:
+    return sequences if config.learns_thresholds else 0, 2
+
+
+def _sums_size(config: AttentionConfig, kv_heads: int, width: int) -> int:
+    return 1 + 3 * kv_heads * width if config.measures_planes else 0
 
 
 def _outputs(q: Tensor, k: Tensor, cu_seqlens: Tensor, spec: str) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     config = _config(spec)
-    sequences = cu_seqlens.shape[0] - 1
-    sums = 1 + 3 * k.shape[1] * k.shape[2] if config.measures_planes else 0
-    lists_bytes = _cuda_lists_bytes if q.is_cuda else _cpu_lists_bytes
+    (tokens, heads, width), kv_heads, sequences = q.shape, k.shape[1], cu_seqlens.shape[0] - 1
     return (
         torch.empty_like(q, memory_format=torch.contiguous_format),
-        q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32),
-        q.new_empty((lists_bytes(config, q.shape[0], sequences, k.shape[1]),), dtype=torch.uint8),
-        q.new_empty((sequences, 2), dtype=torch.int64),
-        q.new_empty((sums,), dtype=torch.float64),
+        q.new_empty((heads, tokens), dtype=torch.float32),
+        q.new_empty((_lists_bytes(config, q.is_cuda, tokens, sequences, kv_heads),), dtype=torch.uint8),
+        q.new_empty(_counts_shape(config, sequences), dtype=torch.int64),
+        q.new_empty((_sums_size(config, kv_heads, width),), dtype=torch.float64),
     )
-
-
-def _scratch(attention: _core.PackedCudaAttention, q: Tensor, k: Tensor, scale: float) -> Tensor:
-    tokens, heads, width = q.shape
-    return q.new_empty((attention.scratch_bytes(tokens, heads, k.shape[1], width, scale),), dtype=torch.uint8)
 
 
 def _run_forward(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, budgets: Tensor, planes: Tensor, thresholds: Tensor, spec: str,
     scale: float, layer: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    out, lse, lists, counts, sums = _outputs(q, k, cu_seqlens, spec)
+    _check(q, k, v)
+    out, lse, lists, counts, sums = outputs = _outputs(q, k, cu_seqlens, spec)
     if q.shape[0] == 0:
-        return out, lse, lists, counts.zero_(), sums.zero_()
+        counts.zero_()
+        sums.zero_()
+        return outputs
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-    call = _call(q, k, v, cu_seqlens, budgets, planes, thresholds, scale, layer, out, lse, lists)
-    if q.is_cuda:
-        with _device_of(q):
-            attention = _cuda_attention_for(spec, q)
-            scratch = _scratch(attention, q, k, scale)
-            attention.forward(call, _memory(counts), _memory(sums), _memory(scratch))
-    else:
-        _cpu_attention(spec, torch.get_num_threads()).forward(call, _memory(counts), _memory(sums))
-    return out, lse, lists, counts, sums
+    call = _packed_call(q, k, _Small(cu_seqlens, budgets, planes, thresholds), scale, layer)
+    _compute(
+        False, spec, call, q, k, q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr(), *_place(lists),
+        counts.data_ptr(), sums.data_ptr(),
+    )  # fmt: skip
+    return outputs
 
 
 def _run_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, lists: Tensor, cu_seqlens: Tensor,
     budgets: Tensor, thresholds: Tensor, spec: str, scale: float, layer: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    _check(q, k, v)
+    if not (dout.shape == out.shape == q.shape and lse.shape == (q.shape[1], q.shape[0])):
+        shapes = ", ".join(str(tuple(x.shape)) for x in (dout, out, q, lse))
+        raise _core.UserError(f"dout, out, q and lse have the shapes {shapes}; they are of different calls")
     if q.shape[0] == 0:
-        return dq, dk, dv
-    dout, q, k, v, out, lse = (x.contiguous() for x in (dout, q, k, v, out, lse))
-    none = cu_seqlens.new_empty((0,))
-    call = _call(q, k, v, cu_seqlens, budgets, none, thresholds, scale, layer, out, lse, lists)
-    gradients = [_memory(x) for x in (dout, dq, dk, dv)]
-    if q.is_cuda:
-        with _device_of(q):
-            attention = _cuda_attention_for(spec, q)
-            scratch = _scratch(attention, q, k, scale)
-            attention.backward(call, *gradients, _memory(scratch))
-    else:
-        _cpu_attention(spec, torch.get_num_threads()).backward(call, *gradients)
+        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    call = _packed_call(q, k, _Small(cu_seqlens, budgets, None, thresholds), scale, layer)
+    lse = lse.contiguous()
+    return _gradients(spec, call, dout, q, k, v, out, lse.data_ptr(), *_place(lists))
+
+
+def _gradients(
+    spec: str, call: _core.PackedCall, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: int, lists: int,
+    list_bytes: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    dout, q, k, v, out = dout.contiguous(), q.contiguous(), k.contiguous(), v.contiguous(), out.contiguous()
+    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    _compute(
+        True, spec, call, q, k, q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse, lists, list_bytes,
+        dout.data_ptr(), dq.data_ptr(), dk.data_ptr(), dv.data_ptr(),
+    )  # fmt: skip
     return dq, dk, dv
 
 
@@ -254,27 +289,81 @@ def _differentiate(ctx, dout, *_):  # type: ignore[no-untyped-def]
 _forward.register_autograd(_differentiate, setup_context=_setup)
 
 
+class _Layout(NamedTuple):
+    """Where everything lies that a direct call keeps beside its output, in one piece of memory; in bytes."""
+
+    lists: int  # behind the log-sum-exps
+    list_bytes: int
+    counts: int
+    sums: int
+    bytes: int
+
+
+@functools.lru_cache(maxsize=1024)
+def _layout(spec: str, cuda: bool, tokens: int, heads: int, width: int, kv_heads: int, sequences: int) -> _Layout:
+    config, whole = _config(spec), lambda size: -(-size // 512) * 512
+    list_bytes = _lists_bytes(config, cuda, tokens, sequences, kv_heads)
+    lists = whole(4 * heads * tokens)
+    counts = whole(lists + list_bytes)
+    sums = whole(counts + 8 * math.prod(_counts_shape(config, sequences)))
+    return _Layout(lists, list_bytes, counts, sums, sums + 8 * _sums_size(config, kv_heads, width))
+
+
+class _Job(NamedTuple):
+    """What a direct call has beside q, k and v. counts, sums: filled by it where they are wanted."""
+
+    spec: str
+    call: _core.PackedCall
+    layout: _Layout
+    counts: Tensor | None
+    sums: Tensor | None
+
+
+def _attend_directly(
+    q: Tensor, k: Tensor, v: Tensor, job: _Job, host_lists: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The output and what backward needs."""
+    spec, call, layout, counts, sums = job
+    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+    out = torch.empty_like(q)
+    kept = q.new_empty(layout.bytes, dtype=torch.uint8)
+    if q.shape[0] > 0:
+        at = kept.data_ptr()
+        _compute(
+            False, spec, call, q, k, q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), at, at + layout.lists,
+            layout.list_bytes, at + layout.counts if counts is None else counts.data_ptr(),
+            at + layout.sums if sums is None else sums.data_ptr(), host_lists=host_lists,
+        )  # fmt: skip
+    return out, kept
+
+
 class _Direct(torch.autograd.Function):
     """The operator without torch's dispatcher, which takes several times as long as everything else here."""
 
     @staticmethod
-    def forward(ctx, q, k, v, cu_seqlens, budgets, planes, thresholds, spec, scale, layer):  # type: ignore[no-untyped-def]
-        out, lse, lists, counts, sums = _run_forward(
-            q, k, v, cu_seqlens, budgets, planes, thresholds, spec, scale, layer
-        )  # fmt: skip
-        ctx.spec, ctx.scale, ctx.layer = spec, scale, layer
-        ctx.mark_non_differentiable(counts, sums)
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(q, k, v, out, lse, lists, cu_seqlens, budgets, thresholds)
-        return out, counts, sums
+    def forward(ctx, q, k, v, job):  # type: ignore[no-untyped-def]
+        out, kept = _attend_directly(q, k, v, job)
+        ctx.job = job
+        ctx.save_for_backward(q, k, v, out, kept)
+        return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, dout, *_):  # type: ignore[no-untyped-def]
-        none = (None,) * 7
-        if dout is None:
-            return None, None, None, *none
-        return *_run_backward(dout, *ctx.saved_tensors, ctx.spec, ctx.scale, ctx.layer), *none
+    def backward(ctx, dout):  # type: ignore[no-untyped-def]
+        q, k, v, out, kept = ctx.saved_tensors
+        if q.shape[0] == 0:
+            return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), None
+        job, at = ctx.job, kept.data_ptr()
+        places = at, at + job.layout.lists, job.layout.list_bytes
+        return *_gradients(job.spec, job.call, dout, q, k, v, out, *places), None
+
+
+class Seen(NamedTuple):
+    """What selection has seen in a call, for sparsebalance.learner. counts: pattern `mass`, int64 [sequences, 2], key
+    blocks chosen and wanted. sums: score `planes`, float64, tokens sampled and sums over them, which may be added up."""
+
+    counts: Tensor
+    sums: Tensor
 
 
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -290,15 +379,25 @@ def _watched(q: Tensor, k: Tensor, v: Tensor) -> bool:
     )
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Output, counts and sums."""
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, small: _Small, config: AttentionConfig, scale: float, layer: int, wants_seen: bool
+) -> tuple[Tensor, Seen | None]:
     if _watched(q, k, v):
-        out, _, _, counts, sums = _forward(q, k, v, *rest)
-        return out, counts, sums
+        given = (torch.empty(0, dtype=torch.int32) if x is None else x for x in small)
+        out, _, _, counts, sums = _forward(q, k, v, *given, config.spec, scale, layer)
+        return out, Seen(counts, sums)
+    kv_heads, sequences, seen = k.shape[1], small.cu_seqlens.shape[0] - 1, None
+    if wants_seen:
+        make = q.new_empty if q.shape[0] > 0 else q.new_zeros
+        seen = Seen(
+            make(_counts_shape(config, sequences), dtype=torch.int64),
+            make(_sums_size(config, kv_heads, q.shape[2]), dtype=torch.float64),
+        )
+    layout = _layout(config.spec, q.is_cuda, *q.shape, kv_heads, sequences)
+    job = _Job(config.spec, _packed_call(q, k, small, scale, layer), layout, *(seen or (None, None)))
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        return _Direct.apply(q, k, v, *rest)
-    out, _, _, counts, sums = _run_forward(q, k, v, *rest)
-    return out, counts, sums
+        return _Direct.apply(q, k, v, job), seen
+    return _attend_directly(q, k, v, job)[0], seen
 
 
 _HAS_CUDA = "with CUDA" in _core.__build__
@@ -306,11 +405,12 @@ _HAS_CUDA = "with CUDA" in _core.__build__
 
 def _fits(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """What _check() looks at one by one, at once: nearly always it is right."""
-    shape, dtype, device = k.shape, q.dtype, q.device
+    of_q, of_k, dtype, device = q.shape, k.shape, q.dtype, q.device
     return (
-        len(shape) == 3
-        and shape == v.shape
-        and (q.shape[0], q.shape[2:]) == (shape[0], shape[2:])
+        len(of_q) == len(of_k) == 3
+        and of_k == v.shape
+        and of_q[0] == of_k[0]
+        and of_q[2] == of_k[2]
         and dtype == k.dtype == v.dtype
         and (dtype == torch.bfloat16 or dtype == torch.float32)
         and device == k.device == v.device
@@ -384,31 +484,19 @@ def on_host(x: Tensor) -> Tensor:
     return x if x.dtype == torch.int32 and x.is_contiguous() else x.to(torch.int32).contiguous()
 
 
-def _host_values(x: Tensor | Sequence[int] | None) -> Tensor:
+def _host_values(x: Tensor | Sequence[int] | None) -> Tensor | None:
     if x is None:
-        return torch.empty(0, dtype=torch.int32)
+        return None
     return on_host(x) if isinstance(x, Tensor) else torch.tensor(x, dtype=torch.int32)
 
 
-def _small_arguments(
-    config: AttentionConfig, cu_seqlens: Tensor | Sequence[int], budgets: Tensor | Sequence[int] | None,
-    planes: Tensor | None, thresholds: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    cu_seqlens = _host_values(cu_seqlens)
-    if thresholds is None:
-        sequences = cu_seqlens.shape[0] - 1 if config.pattern == "mass" else 0
-        thresholds = torch.zeros(sequences, dtype=torch.float32)
-    elif thresholds.is_cuda or thresholds.dtype != torch.float32 or not thresholds.is_contiguous():
+def _small(
+    cu_seqlens: Tensor | Sequence[int], budgets: Tensor | Sequence[int] | None, planes: Tensor | None,
+    thresholds: Tensor | None,
+) -> _Small:  # fmt: skip
+    if thresholds is not None and (thresholds.is_cuda or thresholds.dtype != torch.float32 or not thresholds.is_contiguous()):
         thresholds = thresholds.to("cpu", torch.float32).contiguous()
-    return cu_seqlens, _host_values(budgets), _host_values(planes), thresholds
-
-
-class Seen(NamedTuple):
-    """What selection has seen in a call, for sparsebalance.learner. counts: pattern `mass`, int64 [sequences, 2], key
-    blocks chosen and wanted. sums: score `planes`, float64, tokens sampled and sums over them, which may be added up."""
-
-    counts: Tensor
-    sums: Tensor
+    return _Small(_host_values(cu_seqlens), _host_values(budgets), _host_values(planes), thresholds)
 
 
 def varlen_attn(
@@ -433,14 +521,14 @@ def varlen_attn(
     what it learns from. thresholds: float32 [sequences], added to what is assumed before anything is known."""
     _check(q, k, v)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    small = _small_arguments(config, cu_seqlens, budgets, planes, thresholds)
+    small = _small(cu_seqlens, budgets, planes, thresholds)
     dtype = q.dtype
     if dtype != torch.float32 and not q.is_cuda:
         q, k, v = q.float(), k.float(), v.float()
-    out, counts, sums = _attend(q, k, v, *small, config.spec, scale, layer)
+    out, seen = _attend(q, k, v, small, config, scale, layer, return_seen)
     if out.dtype != dtype:
         out = out.to(dtype)
-    return (out, Seen(counts, sums)) if return_seen else out
+    return (out, seen) if return_seen else out
 
 
 @torch.no_grad()
@@ -460,17 +548,13 @@ def chosen_lists(
     every query block of every (sequence that does not run dense, kv head), and in it of every key block the first token of
     the query block that sees it; 255: none does. Rows behind the last are 255 all through. Waits for the device."""
     _check(q, k, v)
-    small = _small_arguments(config, cu_seqlens, budgets, planes, thresholds)
-    scale, width = q.shape[-1] ** -0.5, q.shape[0] // config.block + 1
+    small = _small(cu_seqlens, budgets, planes, thresholds)
     if not q.is_cuda:
         q, k, v = q.float(), k.float(), v.float()
-        return _run_forward(q, k, v, *small, config.spec, scale, layer)[2].view(-1, width)
-    host = torch.empty(_cpu_lists_bytes(config, q.shape[0], small[0].shape[0] - 1, k.shape[1]), dtype=torch.uint8)
-    out, lse, lists, counts, sums = _outputs(q, k, small[0], config.spec)
-    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-    call = _call(q, k, v, *small, scale, layer, out, lse, lists)
-    with _device_of(q):
-        attention = _cuda_attention_for(config.spec, q)
-        scratch = _scratch(attention, q, k, scale)
-        attention.forward(call, _memory(counts), _memory(sums), _memory(scratch), _memory(host))
-    return host.view(-1, width)
+    (tokens, heads, width), kv_heads, sequences = q.shape, k.shape[1], small.cu_seqlens.shape[0] - 1
+    call = _packed_call(q, k, small, width**-0.5, layer)
+    layout = _layout(config.spec, q.is_cuda, tokens, heads, width, kv_heads, sequences)
+    host = torch.empty(_lists_bytes(config, False, tokens, sequences, kv_heads), dtype=torch.uint8) if q.is_cuda else None
+    _, kept = _attend_directly(q, k, v, _Job(config.spec, call, layout, None, None), host)
+    lists = kept[layout.lists : layout.lists + layout.list_bytes] if host is None else host
+    return lists.view(-1, tokens // config.block + 1)

@@ -42,7 +42,7 @@ struct PackedSequences {
   // The only sequence is a piece of one. Where ranks share it, cu_seqlens has this rank's part of the piece,
   // whole_cu_seqlens the piece.
   SequencePiece piece = {};
-  // A forward that ran before, with the same operands and in the same step: it chooses the same, and nothing is counted
+  // A forward that ran before, with the same operands and in the same step: it selects the same, and nothing is counted
   // or measured a second time.
   bool again = false;
   bool is_piece() const { return piece.length > 0; }
@@ -91,8 +91,8 @@ class Attention {
   virtual ~Attention() = default;
   // A fresh state for one (layer, micro-batch) slot; reused from step to step.
   virtual std::unique_ptr<AttentionState> make_state() const = 0;
-  // Writes out and lse. With `replay`, the state holds the choices of an earlier forward of the same operands and they
-  // are used again (recompute); otherwise the state is written.
+  // Writes out and lse. With `replay`, the state holds the selections of an earlier forward of the same operands and
+  // they are used again (recompute); otherwise the state is written.
   virtual void forward(const Exec& exec, int layer, const AttentionShape& shape, const PackedSequences& sequences,
                        const AttentionOperands& operands, AttentionState& state, bool replay) = 0;
   // Writes dq, dk, dv of every token (zeros for keys that no query used).

@@ -77,7 +77,7 @@ struct Timing {
   double total() const { return selection + attention(); }
 };
 
-// Selection is what the first forward takes beyond one that replays its choices.
+// Selection is what the first forward takes beyond one that replays its selections.
 Timing measure(Attention& attention, const AttentionShape& shape, int64_t tokens, int repeats, ThreadPool& pool,
                Operands& operands, BlockIndex* index) {
   Arena scratch("scratch", attention.scratch_bytes(shape, tokens, pool.threads()));
@@ -144,7 +144,7 @@ void run_attention_bench(const AttentionBench& options) {
   nlohmann::ordered_json rows = nlohmann::ordered_json::array();
   std::printf(
       "%d:%d heads of %d, block %d, query block %d, %s by %s, %d threads; milliseconds, useful GFLOP/s; select: "
-      "choosing over sparse forward + backward\n",
+      "selecting over sparse forward + backward\n",
       options.heads, options.kv_heads, options.head_dim, options.block, options.query_block, options.pattern.c_str(),
       options.score.c_str(), pool.threads());
   std::printf("%8s %8s  %28s  %38s  %9s %9s %9s\n", "tokens", "density", "dense forward / backward",

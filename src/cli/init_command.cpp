@@ -81,25 +81,26 @@ std::string run_yaml(const InitArguments& arguments, const Choice& choice) {
   text += fmt::format(
       "data:\n"
       "  train: [{}]\n"
-      "  # The longest document has {} tokens; longer ones than this are cut into pieces.\n"
+      "  # The longest document has {} tokens; longer ones are cut into pieces of this length.\n"
       "  max_sequence_length: {}\n"
-      "# Sequences per optimizer step, of all ranks; a micro-batch is packed up to so many tokens.\n"
+      "# Sequences per optimizer step, of all ranks; a micro-batch is packed up to this many tokens.\n"
       "batch: {{ global_batch_size: {}, micro_batch_tokens: {} }}\n",
       fmt::join(arguments.data, ", "), choice.longest, choice.length, std::max(16, 4 * choice.ranks), choice.length);
   if (choice.sparse())
     text += fmt::format(
         "# Every query attends to about {} keys. Safer and slower: pattern: dense.\n"
-        "attention: {{ pattern: topk, budget: {} }}\n",
+        "attention: {{ pattern: mass, budget: {} }}\n",
         kBudget, kBudget);
   else
     text += fmt::format(
-        "# Dense, the safe choice up to some {} tokens: {{ pattern: topk, budget: {} }} computes fewer pairs.\n"
+        "# Dense, the safe choice up to about {} tokens: {{ pattern: mass, budget: {} }} computes fewer pairs.\n"
         "attention: {{ pattern: dense }}\n",
         kSparseAbove, kBudget);
   if (choice.ranks > 1)
     text += fmt::format(
         "parallel: {{ dp: {} }}\n"
-        "# Shares sequences out so that ranks finish together; the result does not change. The built-in latencies are\n"
+        "# Divides the sequences so that ranks finish together; the result does not change. The built-in latencies "
+        "are\n"
         "# corrected by measured ones; `sparsebalance profile --run {}` measures them beforehand.\n"
         "balance: {{ batching: sab, ordering: auto, profile: h200-analytic }}\n",
         choice.ranks, arguments.out);

@@ -20,8 +20,8 @@ void add_report_command(CLI::App& app) {
   CLI::App* command = app.add_subcommand("report", "one HTML page about a run: loss, speed, coverage, schedules");
   auto a = std::make_shared<Arguments>();
   command->add_option("run", a->run, "train.output_dir of the run")->required()->check(CLI::ExistingDirectory);
-  command->add_option("--out", a->out, "file to write; report.html in the run's directory where not given");
-  command->add_option("--step", a->step, "step whose schedule is drawn; a typical one where not given")
+  command->add_option("--out", a->out, "file to write (default: report.html in the run's directory)");
+  command->add_option("--step", a->step, "step whose schedule is drawn (default: a typical one)")
       ->check(at_least(1), "POSITIVE");
   command->callback([a] {
     const ReportInput input = read_run(a->run, a->step);

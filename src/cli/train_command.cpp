@@ -80,9 +80,7 @@ void add_train_command(CLI::App& app) {
   CLI::App* command = app.add_subcommand("train", "train a model as run.yaml says; run it again to resume");
   auto arguments = std::make_shared<TrainArguments>();
   add_run_arguments(*command, arguments->run);
-  command
-      ->add_option("--ranks", arguments->ranks,
-                   "starts so many processes on this machine, as many as parallel.dp times pp times cp says")
+  command->add_option("--ranks", arguments->ranks, "starts this many processes on this machine: parallel.dp × pp × cp")
       ->check(CLI::Range(1, 4096));
   command->callback([&app, arguments] {
     if (const CLI::Option* level = app.get_option("--log-level"); level->count() > 0)

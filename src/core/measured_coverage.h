@@ -9,7 +9,7 @@ namespace sb {
 // heads.
 struct CoverageSample {
   double held = 0;            // by the lists in use
-  std::vector<double> curve;  // at every budget of the grid, were each token to choose by its own scores
+  std::vector<double> curve;  // at every budget of the grid, were each token to select by its own scores
   int64_t rows = 0;
   // More rows of the same sequence, each counted with its share of all that are sampled.
   CoverageSample& operator+=(const CoverageSample& more);

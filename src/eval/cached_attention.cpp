@@ -13,7 +13,7 @@
 namespace sb {
 namespace {
 
-// Keys that a thread block of a GPU reads where nothing is chosen.
+// Keys that a thread block of a GPU reads where nothing is selected.
 constexpr int kDenseBlock = 128;
 // Key blocks of a prompt whose statistics come to the host together.
 constexpr int64_t kBlocksAtOnce = 64;
@@ -22,7 +22,7 @@ constexpr int64_t kBlocksAtOnce = 64;
 
 CachedAttention::CachedAttention(const Options& options)
     : options_(options), slots_(static_cast<size_t>(options.sequences) * options.layers) {
-  if (options_.choosing == nullptr) return;
+  if (options_.selecting == nullptr) return;
   selector_.emplace(options_.selection);
   step_.emplace(options_.selection, options_.layers);
   learn(options_.learned);
@@ -30,7 +30,7 @@ CachedAttention::CachedAttention(const Options& options)
 
 void CachedAttention::learn(const LearnedSelection& learned) {
   if (!step_) return;
-  options_.choosing->use(learned);
+  options_.selecting->use(learned);
   step_->use(learned);
 }
 
@@ -141,7 +141,7 @@ std::vector<std::pair<int64_t, int64_t>> CachedAttention::visible_keys(const Slo
   BlockScorer scorer(options_.shape, BlockScoring(config), slot.tile_q.data(), slot.statistics.data(),
                      options_.capacity / config.block, request.tiles.begin(tile), request.planes);
   std::vector<IndexEntry> entries;
-  selector_->choose_tile(request, kv_head, tile, scorer, entries);
+  selector_->select_tile(request, kv_head, tile, scorer, entries);
   std::vector<std::pair<int64_t, int64_t>> ranges;
   for (const IndexEntry& entry : entries) {
     if (entry.first > token - request.tiles.begin(tile)) continue;

@@ -12,15 +12,15 @@ namespace sb {
 
 // Attention for generation: keys and values of every (sequence, layer) stay in a cache, so that a new token costs one
 // row. The first micro-batch of a sequence (its prompt) runs through `prefill`; later ones look at the cache. With
-// `choosing`, new tokens choose key blocks by the rule they would have had in training; otherwise they look at
+// `selecting`, new tokens select key blocks by the rule they would have had in training; otherwise they look at
 // everything. Caches lie on the device that the model runs on and new tokens attend there; which blocks they see is
-// chosen on the host, from statistics of finished blocks.
+// selected on the host, from statistics of finished blocks.
 class CachedAttention final : public Attention {
  public:
   struct Options {
     Attention* prefill = nullptr;
     // `prefill` once more where it is causal with lists per kv head, and its pattern; null: new tokens see everything.
-    ChoosingAttention* choosing = nullptr;
+    SelectingAttention* selecting = nullptr;
     SelectionConfig selection = {};
     LearnedSelection learned = {};  // in training
     int layers = 0;
@@ -32,7 +32,7 @@ class CachedAttention final : public Attention {
   };
   explicit CachedAttention(const Options& options);
 
-  // What prompts and new tokens select by from now on, where they choose. Caches have to be empty.
+  // What prompts and new tokens select by from now on, where they select. Caches have to be empty.
   void learn(const LearnedSelection& learned);
   // Forgets what the caches hold.
   void clear();

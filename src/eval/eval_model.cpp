@@ -107,12 +107,12 @@ std::unique_ptr<Attention> EvalModel::make_prefill(CachedAttention::Options& cac
   sparse.coverage_rows = options_.coverage_rows;
   const SelectionConfig& selection = sparse.selection;
   std::unique_ptr<Attention> attention = make_attention(sparse, options_.device);
-  choosing_ = dynamic_cast<ChoosingAttention*>(attention.get());
+  selecting_ = dynamic_cast<SelectingAttention*>(attention.get());
   if (selection.pattern == SelectionPattern::dense) return attention;
-  choosing_->use(options_.learned);
+  selecting_->use(options_.learned);
   knows_planes_ = !selection.judges_by_planes() || !options_.learned.planes.empty();
   if (selection.order == SelectionOrder::causal || selection.pattern == SelectionPattern::window) {
-    cache.choosing = choosing_;
+    cache.selecting = selecting_;
     cache.selection = selection;
     cache.learned = options_.learned;
   } else {
@@ -144,7 +144,7 @@ void EvalModel::warn_beyond_reach(int64_t tokens) {
 }
 
 void EvalModel::look_first(std::span<const int32_t> tokens) {
-  if (choosing_ == nullptr || knows_planes_ || tokens.empty()) return;
+  if (selecting_ == nullptr || knows_planes_ || tokens.empty()) return;
   knows_planes_ = true;
   tokens = tokens.first(std::min<size_t>(tokens.size(), kFirstLookTokens));
   MicroBatch batch = one_sequence(tokens, std::vector<int32_t>(tokens.size(), kIgnoredLabel));
@@ -152,12 +152,12 @@ void EvalModel::look_first(std::span<const int32_t> tokens) {
   batch.budgets.assign(static_cast<size_t>(config_.layers), static_cast<int32_t>(tokens.size()));
   cached_->use({});
   stage_->forward(context_.exec(), batch, 0, {});
-  const LearnedSelection learned = learn(options_.learned, choosing_->take_observations());
-  choosing_->use(learned);
+  const LearnedSelection learned = learn(options_.learned, selecting_->take_observations());
+  selecting_->use(learned);
   cached_->learn(learned);
   log::info(
       "attention.score planes: {} came without statistics of them, so a first dense forward over the first {} tokens "
-      "of the data chose them",
+      "of the data selected them",
       options_.model.string(), tokens.size());
 }
 
@@ -169,12 +169,12 @@ EvalModel::Score EvalModel::score(const std::vector<int32_t>& tokens, const std:
   warn_beyond_reach(std::ssize(tokens));
   look_first(tokens);
   cached_->use({});
-  if (choosing_ != nullptr) choosing_->take_report();  // what prompts counted
+  if (selecting_ != nullptr) selecting_->take_report();  // what prompts counted
   stage_->forward(context_.exec(), one_sequence(tokens, labels), 0, {});
   const HostFloats losses(stage_->token_loss(0));
   return {stage_->loss(0),
           {losses.values().begin(), losses.values().end()},
-          choosing_ == nullptr ? LayerAttention() : choosing_->take_report().total()};
+          selecting_ == nullptr ? LayerAttention() : selecting_->take_report().total()};
 }
 
 std::vector<std::vector<int32_t>> EvalModel::generate(const std::vector<std::vector<int32_t>>& prompts,

@@ -88,8 +88,8 @@ class EvalModel {
   ThreadPool pool_;
   DeviceContext context_;
   std::unique_ptr<Attention> prefill_;
-  ChoosingAttention* choosing_ = nullptr;  // `prefill_`, where it chooses
-  bool knows_planes_ = true;               // or does not need any
+  SelectingAttention* selecting_ = nullptr;  // `prefill_`, where it selects
+  bool knows_planes_ = true;                 // or does not need any
   std::unique_ptr<CachedAttention> cached_;
   std::unique_ptr<Stage> stage_;
   std::optional<Tokenizer> tokenizer_;

@@ -13,7 +13,7 @@ namespace sb {
 
 namespace {
 
-// Widths of a layer's tensors, in columns a token.
+// Widths of a layer's tensors, in columns per token.
 struct Widths {
   int64_t hidden, query, key, qkv, intermediate, heads, kv_heads;
 

@@ -55,7 +55,7 @@ std::map<std::string, std::string> read_weight_map(const fs::path& index) {
     // A plain name: an index may not point outside its directory.
     const std::string shard = value.is_string() ? value.get<std::string>() : "";
     SB_USER_CHECK(shard.ends_with(".safetensors") && shard.find('/') == std::string::npos,
-                  "{}: weight_map: tensor '{}' must name a .safetensors file beside the index", index.string(), name);
+                  "{}: weight_map: tensor '{}' must name a .safetensors file next to the index", index.string(), name);
     files.emplace(name, shard);
   }
   return files;
@@ -113,7 +113,7 @@ void refuse_unknown_tensors(const fs::path& directory, const std::map<std::strin
 const SafetensorsEntry& find_entry(const SafetensorsFile& file, const FlatTensor& tensor) {
   const SafetensorsEntry* entry = file.find(tensor.name);
   SB_USER_CHECK(entry, "{}: tensor '{}' is not there, though the index says so", file.path().string(), tensor.name);
-  SB_USER_CHECK(entry->shape == tensor.shape, "{}: tensor '{}' has shape {}, config.json asks for {}",
+  SB_USER_CHECK(entry->shape == tensor.shape, "{}: tensor '{}' has shape {}, config.json requires {}",
                 file.path().string(), tensor.name, entry->shape_text(),
                 fmt::format("[{}]", fmt::join(tensor.shape, ", ")));
   return *entry;

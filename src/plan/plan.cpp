@@ -136,7 +136,7 @@ class Planner {
     return step_lower_bound(cost_, sequences_, layers, cheapest, no_load, pool_);
   }
 
-  // Order, fill, order again. The first order is made for the budgets `first`, one a sequence.
+  // Order, fill, order again. The first order is made for the budgets `first`, one per sequence.
   void finish(Candidate& candidate, std::span<const int64_t> first) {
     const bool ordered = options_.ordering && cost_.stages() > 1, tuned = options_.tuning.policy != TuningPolicy::none;
     if (ordered || !tuned) {
@@ -160,7 +160,7 @@ class Planner {
   }
 
   // Whether these whole sequences, in an order that few trials found, are so far behind pieces that a longer search
-  // does not catch up: at the lowest budgets that tuning may give (`floors`, one a sequence), or once they are tuned.
+  // does not catch up: at the lowest budgets that tuning may give (`floors`, one per sequence), or once they are tuned.
   bool hopeless(Candidate candidate, std::span<const int64_t> floors, double pieces) {
     constexpr double kBehind = 1.03;
     constexpr int64_t kFew = 8;

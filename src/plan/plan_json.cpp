@@ -112,7 +112,7 @@ PlannedMicroBatch read_micro_batch(const Json& json, int layers, const std::stri
 void check_piece(const PlannedMicroBatch* before, const PlannedMicroBatch& piece, const std::string& where) {
   if (piece.begin == 0) return;
   SB_USER_CHECK(before != nullptr && before->end == piece.begin && before->sequences == piece.sequences,
-                "{}: sequence {} goes on at {}, and the micro-batch before is not its piece that ends there", where,
+                "{}: sequence {} continues at {}, and the micro-batch before is not its piece that ends there", where,
                 piece.sequences[0], piece.begin);
   SB_USER_CHECK(before->budgets == piece.budgets, "{}: the pieces of sequence {} have different budgets", where,
                 piece.sequences[0]);
@@ -179,8 +179,8 @@ Plan parse_plan(const std::string& text, const std::string& where) {
   const int64_t version = integer(get(json, "version", where), "`version`", where);
   if (version != Plan::kVersion)
     throw OtherPlanVersion(
-        "{}: plan version {} and this program reads {}; go on with the release that wrote it, or move the file away "
-        "(and leave balance.replay out) to plan anew",
+        "{}: plan version {} and this program reads {}; continue with the release that wrote it, or move the file away "
+        "(and leave balance.replay out) to plan again",
         where, version, Plan::kVersion);
   Plan plan;
   plan.step = integer(get(json, "step", where), "`step`", where);

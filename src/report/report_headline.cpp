@@ -87,8 +87,8 @@ std::string gain_text(const ReportInput& input) {
   const Series* balanced = find(input.metrics, "compared_balanced_ms");
   if (in_order && balanced && sum(*balanced) > 0)
     return fmt::format(
-        "Balancing made steps <b>{:.2f}× as fast</b> as the same batches in order: measured, by turns, on {} steps "
-        "(forward, backward and reduction){}.",
+        "Balancing made steps <b>{:.2f}× as fast</b> as the same batches in order: measured by alternating the two on "
+        "{} steps (forward, backward and reduction){}.",
         sum(*in_order) / sum(*balanced), in_order->size(),
         predicted.empty() ? "" : "; predicted for all steps: " + predicted);
   if (predicted.empty()) return {};

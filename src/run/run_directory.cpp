@@ -79,7 +79,7 @@ void take_out_plans(const fs::path& log, int64_t first, const std::string& why) 
   if (!fs::exists(log)) return;
   RecordedPlans plans(log, first);
   if (plans.empty() || plans.last() < first) return;
-  log::info("{}: the plans from step {} on are made anew, since {}", log.string(), first, why);
+  log::info("{}: the plans from step {} on are made again, since {}", log.string(), first, why);
   plans.forget_from(first);
   plans.trim_file(first);
 }
@@ -207,7 +207,7 @@ RunDirectory::RunDirectory(const RunConfig& config) : path_(config.train.output_
     compare_with_other_run(config);
   }
   for (const OptionChange& change : changes)
-    log::info("{} with {}: {} (was {})", resume_from_ ? "resumed" : "started anew", change.key, change.now,
+    log::info("{} with {}: {} (was {})", resume_from_ ? "resumed" : "started again", change.key, change.now,
               change.before);
   // Before run.yaml has the new settings: with them there, no later start would see that the plans are of others.
   const std::string outdated = goes_on ? changed_planning(changes) : "no step of the run was finished";

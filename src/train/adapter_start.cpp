@@ -84,7 +84,7 @@ void check_adapter_to_continue(const RunConfig& config, const ModelConfig& model
 void check_same_base(const std::filesystem::path& checkpoint, const std::string& saved, const std::string& loaded) {
   SB_USER_CHECK(saved == loaded,
                 "{}: its adapters were trained for another model than model.path holds now (fingerprint {}, now {}); "
-                "put the model back, or start anew with another train.output_dir",
+                "put the model back, or start again with another train.output_dir",
                 checkpoint.string(), saved, loaded);
 }
 

@@ -8,7 +8,7 @@
 
 namespace sb {
 
-// Saves the block lists that attention chose in training, once for every layer: of the first micro-batch with lists
+// Saves the block lists that attention selected in training, once for every layer: of the first micro-batch with lists
 // from a step on. `simulate --ring-index` shows how evenly they would spread over many ranks.
 class IndexDump final : public ForwardingAttention {
  public:

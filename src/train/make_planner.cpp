@@ -197,7 +197,7 @@ std::unique_ptr<BalancedPlanner> make_balanced_planner(const RunConfig& run, con
   options.replay = config.balance.replay;
   Profile profile = run_profile(config, model);
   if (config.attention.selection.pattern != SelectionPattern::dense)
-    if (const std::string otherwise = chosen_otherwise(profile, options.spec); !otherwise.empty())
+    if (const std::string otherwise = selected_otherwise(profile, options.spec); !otherwise.empty())
       log::warning("{}: {}", profile.name, otherwise);
   // Dense attention does not know the run's query blocks: tiles are counted as they were measured.
   if (config.attention.selection.pattern == SelectionPattern::dense && profile.attention)

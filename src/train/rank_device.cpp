@@ -3,6 +3,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cstdlib>
 #include <set>
 
 #include "comm/device/device_communicator.h"
@@ -22,6 +23,31 @@ std::string gpu_identity() {
   return fmt::format("{} {}", machine, cuda::device_info().uuid);
 }
 
+// As NCCL tells GPUs apart, which takes a rank's word for the machine it is on. Tests give two ranks that share a GPU
+// machines of their own that way; they then talk over sockets.
+std::string gpu_identity_for_nccl() {
+  const char* machine = std::getenv("NCCL_HOSTID");
+  return machine == nullptr ? gpu_identity() : fmt::format("{} {}", machine, cuda::device_info().uuid);
+}
+
+std::multiset<std::string> texts_of_all(Communicator& world, const std::string& own) {
+  const std::vector<std::string> all = gather_texts(world, own, 0);
+  std::string joined;
+  for (const std::string& text : all) joined += text + '\n';
+  joined = broadcast_text(world, std::move(joined), 0);
+  std::multiset<std::string> texts;
+  for (size_t begin = 0; begin < joined.size();) {
+    const size_t end = joined.find('\n', begin);
+    texts.insert(joined.substr(begin, end - begin));
+    begin = end + 1;
+  }
+  return texts;
+}
+
+int different(const std::multiset<std::string>& texts) {
+  return static_cast<int>(std::set(texts.begin(), texts.end()).size());
+}
+
 }  // namespace
 
 RankDevice::RankDevice(const RunConfig& config, Communicator& world, int local_rank, int threads)
@@ -30,30 +56,21 @@ RankDevice::RankDevice(const RunConfig& config, Communicator& world, int local_r
   // A launcher may show each rank its own GPU alone, or all of them to all.
   cuda::use_device(local_rank % cuda::device_count());
   gpu_name_ = cuda::device_info().name;
-  const std::string own = gpu_identity();
-  std::vector<std::string> all = gather_texts(world, own, 0);
-  std::string joined;
-  for (const std::string& identity : all) joined += identity + '\n';
-  joined = broadcast_text(world, std::move(joined), 0);
-  std::multiset<std::string> identities;
-  for (size_t begin = 0; begin < joined.size();) {
-    const size_t end = joined.find('\n', begin);
-    identities.insert(joined.substr(begin, end - begin));
-    begin = end + 1;
-  }
-  sharing_ = static_cast<int>(identities.count(own));
-  gpus_ = static_cast<int>(std::set(identities.begin(), identities.end()).size());
+  const std::multiset<std::string> identities = texts_of_all(world, gpu_identity());
+  sharing_ = static_cast<int>(identities.count(gpu_identity()));
+  gpus_ = different(identities);
+  const int gpus_for_nccl = different(texts_of_all(world, gpu_identity_for_nccl()));
 
   using Backend = ParallelOptions::Backend;
   const bool shared = gpus_ < ranks_;
-  SB_USER_CHECK(config.parallel.backend != Backend::nccl || !shared,
+  SB_USER_CHECK(config.parallel.backend != Backend::nccl || gpus_for_nccl == ranks_,
                 "parallel.backend: nccl needs a GPU for each rank, but {} ranks have {}: start fewer ranks (smaller "
                 "parallel.dp, pp, cp or tp), or set parallel.backend: staged",
                 ranks_, gpus_);
   nccl_ = config.parallel.backend == Backend::nccl || (config.parallel.backend == Backend::automatic && !shared);
   if (shared && world.rank() == 0)
-    log::warning("{} ranks share {} GPU{}: they take turns, and their data goes through host memory", ranks_, gpus_,
-                 gpus_ == 1 ? "" : "s");
+    log::warning("{} ranks share {} GPU{}: they take turns, and their data goes {}", ranks_, gpus_,
+                 gpus_ == 1 ? "" : "s", nccl_ ? "through NCCL's sockets" : "through host memory");
   context_ = std::make_unique<DeviceContext>(DeviceKind::cuda, pool_, norm_scratch_bytes(DeviceKind::cuda));
   const DeviceCommOptions options{DeviceKind::cuda, exec().stream};
   data_ = nccl_ ? make_nccl_communicator(world, options) : make_staged_communicator(world, options);

@@ -43,7 +43,7 @@ void check_chunk(const RunConfig& config, const TrainerParts& parts) {
                 "piece, for example balance.chunk: 4096",
                 config.parallel.cp);
   SB_CHECK(config.device == DeviceKind::cpu || config.balance.chunk > 0 || config.parallel.pp == 1,
-           "balance.chunk: auto is not settled, and a stage's memory cannot be divided anew from step to step");
+           "balance.chunk: auto is not settled, and a stage's memory cannot be divided differently from step to step");
   const std::string refusal = parts.attention.refuses_pieces();
   SB_USER_CHECK(refusal.empty(), "balance.chunk: {}; set balance.chunk: none", refusal);
 }
@@ -218,7 +218,7 @@ void Trainer::load_start_of_run() {
       FoundSelection found = read_selection_of(*checkpoint, parts_.model);
       state_.selection = std::move(found.learned);
       if (leads() && !found.problem.empty())
-        log::warning("{}; what attention.pattern and attention.score have learned is learned anew", found.problem);
+        log::warning("{}; what attention.pattern and attention.score have learned is learned again", found.problem);
     }
     if (planner_) planner_->restore_state(state_.planner_state);
     if (checkpoint->parent_path() == directory_.path()) saved_step_ = state_.step;

@@ -37,7 +37,7 @@ class IndexDump;
 struct ValidationSet {
   const SequenceSource* source = nullptr;  // none: no validation
   int64_t sequences = 0;
-  int64_t recall_chunk = 0;  // chunk recall: tokens a chunk; also measure the third and later ones. 0: another task
+  int64_t recall_chunk = 0;  // chunk recall: tokens per chunk; also measure the third and later ones. 0: another task
 };
 
 // What a run is made of besides its configuration. All of it outlives the trainer.
@@ -48,8 +48,8 @@ struct TrainerParts {
   ValidationSet validation;
   Console& console;                      // rank 0's is used
   std::function<bool()> stop_requested;  // one rank: asked between micro-batches; several: between steps
-  // `attention`, where it is sparse: its choices are reported and what it learns is saved.
-  ChoosingAttention* sparse = nullptr;
+  // `attention`, where it is sparse: its selections are reported and what it learns is saved.
+  SelectingAttention* sparse = nullptr;
   // All ranks of the run; nullptr: this one alone.
   Communicator* world = nullptr;
   int cores = available_cores();   // this rank's share

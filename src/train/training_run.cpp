@@ -34,10 +34,10 @@
 namespace sb {
 namespace {
 
-// Where a ring of GPUs chooses pairs and makes lists.
+// Where a ring of GPUs selects pairs and makes lists.
 bool lists_on_device(const RunConfig& config) {
   return config.parallel.ring_lists != ParallelOptions::RingLists::host &&
-         ring_chooses_on_device(config.attention.selection);
+         ring_selects_on_device(config.attention.selection);
 }
 
 // What the kernels would refuse in the first step.
@@ -76,6 +76,13 @@ void check_tensor_parallel(const RunConfig& config, const ModelConfig& model) {
       "list for all query heads of a key/value head, which several ranks would then share; set parallel.tp to "
       "{} or less, or attention.pattern: dense",
       tp, model.kv_heads, name, model.kv_heads);
+  const bool drops = config.device == DeviceKind::cuda && config.lora_config().dropout > 0;
+  constexpr int64_t kTogether = 8;  // channels whose dropout one draw of random bits decides
+  SB_USER_CHECK(!drops || (int64_t{model.heads} * model.head_dim / tp % kTogether == 0 &&
+                           model.intermediate_size / tp % kTogether == 0),
+                "lora.dropout: on GPUs each of parallel.tp {} ranks must have a multiple of {} channels of {}; lower "
+                "parallel.tp, or set lora.dropout: 0",
+                tp, kTogether, name);
   SB_USER_CHECK(tp <= model.vocab_size, "parallel.tp: {} ranks for a vocabulary of {}; lower it", tp, model.vocab_size);
 }
 
@@ -313,7 +320,7 @@ TrainSummary run_training(const RunConfig& given, std::FILE* out, bool terminal,
     device = std::make_unique<RankDevice>(config, *ranks.world, ranks.local_rank, thread_count(config, ranks.cores));
   const RingGroups ring(config, ranks.world, device.get());
   const std::unique_ptr<Attention> attention = attention_of(config, model, ring);
-  auto* sparse = dynamic_cast<ChoosingAttention*>(attention.get());
+  auto* sparse = dynamic_cast<SelectingAttention*>(attention.get());
   if (config.attention.selection.pattern == SelectionPattern::dense) sparse = nullptr;
   const Sources sources = make_sources(config, model.vocab_size, leads);
   settle_steps(config, sources.train->size(), leads);
@@ -330,7 +337,7 @@ TrainSummary run_training(const RunConfig& given, std::FILE* out, bool terminal,
   if (leads && sparse && selection.order == SelectionOrder::lookahead && selection.pattern != SelectionPattern::window)
     warn_of_lookahead(config, sources.validation_set.source != nullptr);
   if (leads && ring.data && sparse && !lists_on_device(config))
-    log::warning("parallel.cp on GPUs: {} chooses its pairs on the CPU, which takes time",
+    log::warning("parallel.cp on GPUs: {} selects its pairs on the CPU, which takes time",
                  config.parallel.ring_lists == ParallelOptions::RingLists::host ? "parallel.ring_lists: host"
                                                                                 : "this attention.pattern");
   // Data-parallel copies of a stage see different sequences: the first one's lists are enough.

@@ -105,7 +105,7 @@ const std::vector<SparseCase>& sparse_cases() {
     for (const auto& [what, maker] : special) {
       const AttentionShape shape = shape_of(4, 2, 32);
       add("special", what, shape, {1, 129, 0, 400}, 6, {128, 16, 2}, *maker);
-      add("special", std::string(what) + ", 24 queries, a list a head", shape, {1, 129, 0, 400}, 6, {64, 24, 4},
+      add("special", std::string(what) + ", 24 queries, a list per head", shape, {1, 129, 0, 400}, 6, {64, 24, 4},
           *maker);
       add("special", std::string(what) + ", 128 queries", shape, {1, 129, 0, 400}, 6, {256, 128, 2}, *maker);
     }

@@ -14,9 +14,9 @@ AttentionShape shape_of(int heads, int kv_heads, int head_dim);
 
 // What a row of the index holds, as a function of its place.
 struct RowMaker {
-  // First token that sees the block, or -1: not chosen.
+  // First token that sees the block, or -1: not selected.
   std::function<int(Random& random, int query_block, int tokens, int block, int own_block)> first;
-  // Whether single tokens of blocks that are not chosen are gathered.
+  // Whether single tokens of blocks that are not selected are gathered.
   std::function<bool(Random& random, int key)> gathered = [](Random&, int) { return false; };
 };
 
@@ -25,7 +25,7 @@ BlockIndex build_index(const AttentionCase& c, const BlockIndexShape& shape, con
 
 // Own block always, half of the others, with a staircase.
 extern const RowMaker kRandomRows;
-// Nothing is chosen: no keys, no gradients.
+// Nothing is selected: no keys, no gradients.
 extern const RowMaker kNoRows;
 extern const RowMaker kFullRows;
 

@@ -136,6 +136,27 @@ TEST_F(DataCommand, CheckReadsEveryToken) {
   EXPECT_NE(bad.err.find("2 of 3 token files"), std::string::npos) << bad.err;
 }
 
+TEST_F(DataCommand, SplitAndMergeLoseNoDocument) {
+  ASSERT_EQ(run_program({"data", "synth", "--task", "copy", "--sequences", "20", "--length", "64", "--vocab-size", "50",
+                         "--output", path("all")})
+                .exit_code,
+            0);
+  const std::vector<std::string> split = {"data",   "split", path("all"), "--validation", "0.25",
+                                          "--seed", "3",     "--output",  path("part")};
+  const ProgramResult parts = run_program(split);
+  ASSERT_EQ(parts.exit_code, 0) << parts.err;
+  EXPECT_EQ(parts.out, path("part-train") + ": 15 documents, 960 tokens\n" + path("part-validation") +
+                           ": 5 documents, 320 tokens\n");
+  EXPECT_EQ(run_program(split).exit_code, 2) << "nothing is replaced unasked";
+  const ProgramResult whole =
+      run_program({"data", "merge", path("part-train"), path("part-validation"), "--output", path("again")});
+  ASSERT_EQ(whole.exit_code, 0) << whole.err;
+  EXPECT_EQ(whole.out, path("again") + ": 20 documents, 1280 tokens\n");
+  const ProgramResult all = run_program({"data", "split", path("all"), "--validation", "1", "--output", path("none")});
+  EXPECT_EQ(all.exit_code, 2);
+  EXPECT_NE(all.err.find("a share of 1 for validation"), std::string::npos) << all.err;
+}
+
 // Three tokens of a chat's frame, the user's message and the assistant's, of which the answer and its end count.
 TEST_F(DataCommand, ShowTellsWhatIsLearned) {
   const std::string tokenizer = "tests/data/tokenizer_qwen2_style/tokenizer.json";

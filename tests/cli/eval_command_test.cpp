@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <nlohmann/json.hpp>
 #include <sstream>
 
@@ -28,6 +29,39 @@ TEST_F(EvalCommand, PerplexityOfPositionsWithoutTargetsIsNone) {
   EXPECT_GT(rows[1]["tokens"], 0);
   EXPECT_GT(rows[1]["loss"], 0.0);
   EXPECT_EQ(rows[2]["loss"], rows[1]["loss"]);
+}
+
+// How often the likeliest token is the right one, against the answers of `serve` about one token at a time.
+TEST_F(EvalCommand, PerplexityCountsLikeliestTokens) {
+  const std::string data = (directory_ / "copy").string(), json = (directory_ / "ppl.json").string();
+  ASSERT_EQ(run_program({"data", "synth", "--task", "copy", "--length", "48", "--sequences", "1", "--vocab-size", "2",
+                         "--output", data})
+                .exit_code,
+            0);
+  ASSERT_EQ(
+      run_program({"eval", "ppl", "--model", "tests/data/hf/qwen2_tied", "--data", data, "--json", json}).exit_code, 0);
+  std::ifstream file(data + ".bin", std::ios::binary);
+  std::vector<uint16_t> tokens(48);
+  ASSERT_TRUE(file.read(reinterpret_cast<char*>(tokens.data()), 2 * 48));
+  std::string requests;
+  for (size_t end = 26; end <= 48; ++end)  // targets are the second half but for its first token
+    requests += nlohmann::json{{"score",
+                                {{"tokens", std::vector(tokens.begin(), tokens.begin() + static_cast<int64_t>(end))},
+                                 {"targets", 1}}}}
+                    .dump() +
+                "\n";
+  const ProgramResult served =
+      run_program_with_input({"eval", "serve", "--model", "tests/data/hf/qwen2_tied", "--max-tokens", "64"}, requests);
+  ASSERT_EQ(served.exit_code, 0) << served.err;
+  std::istringstream lines(served.out);
+  std::string line;
+  std::getline(lines, line);
+  int right = 0;
+  while (std::getline(lines, line)) right += nlohmann::json::parse(line).at("greedy").get<bool>() ? 1 : 0;
+  EXPECT_GT(right, 0);
+  EXPECT_LT(right, 23);
+  std::ifstream result(json);
+  EXPECT_DOUBLE_EQ(nlohmann::json::parse(result)["accuracy"].get<double>(), right / 23.0);
 }
 
 // 700 tokens are five key blocks of 128 and 60 tokens more; with the smallest budget a query reads its own block and
@@ -266,6 +300,49 @@ TEST_F(EvalCommand, LongBench2IsScoredByDifficultyAndLength) {
   EXPECT_TRUE(scores["parts"]["easy"]["standard_error"].is_null());
   EXPECT_EQ(scores["rows"][1]["choice"], "B");
   EXPECT_TRUE(scores["rows"][2]["choice"].is_null());
+}
+
+// A model with a tokenizer of bytes answers: by the likeliest letter or by what it writes, as long as it may.
+TEST_F(EvalCommand, ModelsAnswerAsTheOptionsSay) {
+  const std::filesystem::path model = directory_ / "model";
+  std::filesystem::copy("tests/data/hf/qwen2_tied", model);
+  std::filesystem::copy_file("examples/small/tokenizer.json", model / "tokenizer.json");
+  const std::string json = (directory_ / "scores.json").string();
+  const auto rows = [&](std::vector<std::string> arguments) {
+    arguments.insert(arguments.end(), {"--model", model.string(), "--json", json});
+    const ProgramResult result = run_program(arguments);
+    EXPECT_EQ(result.exit_code, 0) << result.err;
+    std::ifstream file(json);
+    return nlohmann::json::parse(file)["rows"];
+  };
+  const std::string questions = write("data.json", array_of({longbench2_question("easy", "short", "A")}));
+  const std::vector<std::string> bench = {"eval", "longbench2", "--input", questions, "--max-new-tokens", "3"};
+  const auto with = [&](const std::string& how) {
+    std::vector<std::string> arguments = bench;
+    arguments.insert(arguments.end(), {"--choose", how});
+    return rows(arguments)[0];
+  };
+  const nlohmann::json likely = with("likelihood"), written = with("generation");
+  ASSERT_EQ(likely["loglikelihoods"].size(), 4u);
+  const std::vector<double> of_letters = likely["loglikelihoods"];
+  EXPECT_EQ(likely["choice"],
+            std::string(1, "ABCD"[std::max_element(of_letters.begin(), of_letters.end()) - of_letters.begin()]));
+  EXPECT_FALSE(written.contains("loglikelihoods"));
+  EXPECT_TRUE(written["pred"].is_string());
+
+  const std::string input =
+      write("q.jsonl", "{\"context\": \"c\", \"input\": \"i\", \"answers\": [\"yes\"], \"dataset\": \"qasper\"}\n");
+  const auto answer = [&](int tokens) {
+    const std::string lengths = write("lengths.json", "{\"qasper\": " + std::to_string(tokens) + "}");
+    return rows({"eval", "longbench", "--input", input, "--answer-lengths", lengths})[0]["pred"].get<std::string>();
+  };
+  const std::string brief = answer(2), full = answer(40);
+  EXPECT_LT(brief.size(), full.size());
+  write("lengths.json", "{\"lcc\": 3}");
+  const ProgramResult lacking = run_program({"eval", "longbench", "--input", input, "--answer-lengths",
+                                             (directory_ / "lengths.json").string(), "--model", model.string()});
+  EXPECT_EQ(lacking.exit_code, 2);
+  EXPECT_NE(lacking.err.find("no length for the task \"qasper\""), std::string::npos) << lacking.err;
 }
 
 TEST_F(EvalCommand, LongBench2RefusesWhatItDoesNotKnow) {

@@ -54,7 +54,7 @@ TEST_F(FirstHour, InitOfSeveralRanksAndLongSequencesBalancesAndStretches) {
   EXPECT_EQ(config.device, DeviceKind::cuda);
   EXPECT_EQ(config.parallel.dp, 4);
   EXPECT_EQ(config.balance.batching, BatchingPolicy::sab);
-  EXPECT_EQ(config.attention.selection.pattern, SelectionPattern::topk);
+  EXPECT_EQ(config.attention.selection.pattern, SelectionPattern::mass);
   ASSERT_TRUE(config.model.rope);
   EXPECT_GE(config.model.rope->factor * static_cast<double>(config.model.rope->original_max_position_embeddings),
             131072);

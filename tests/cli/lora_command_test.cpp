@@ -42,6 +42,14 @@ TEST_F(LoraCommands, AnAdapterIsTrainedEvaluatedAndMerged) {
   const ProgramResult merged = run_program({"merge", base, adapter, path("merged")});
   ASSERT_EQ(merged.exit_code, 0) << merged.err;
   EXPECT_NEAR(loss({"--model", path("merged")}), adapted, 1e-6);
+  // In half the bytes, and the loss of rounded weights.
+  const ProgramResult rounded = run_program({"merge", base, adapter, path("rounded"), "--dtype", "bfloat16"});
+  ASSERT_EQ(rounded.exit_code, 0) << rounded.err;
+  const auto size = [&](const char* folder) {
+    return static_cast<double>(std::filesystem::file_size(directory_ / folder / "model.safetensors"));
+  };
+  EXPECT_NEAR(size("rounded") / size("merged"), 0.5, 0.01);
+  EXPECT_NEAR(loss({"--model", path("rounded")}), adapted, 0.02);
   // Nothing is written over.
   const ProgramResult again = run_program({"merge", base, adapter, path("merged")});
   EXPECT_EQ(again.exit_code, 2);

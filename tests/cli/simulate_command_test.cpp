@@ -68,7 +68,7 @@ TEST_F(SimulateCommand, SimulateTakesPartsThatDivideTheBlock) {
   }
 }
 
-// 64 workers, at most 16 sequences a step.
+// 64 workers, at most 16 sequences per step.
 TEST_F(SimulateCommand, SimulateSweepsLayoutsAndSaysWhatBalancingGives) {
   const std::string json = (directory_ / "layouts.json").string();
   const ProgramResult sweep = run_program({"simulate", "--model", "qwen2.5-0.5b", "--sweep", "--gpus", "64", "--max-cp",
@@ -126,7 +126,8 @@ TEST_F(SimulateCommand, SimulateRefusesOptionsThatWouldHaveNoEffect) {
   const std::pair<std::vector<std::string>, const char*> cases[] = {
       {{"--gpus", "64"}, "--gpus says what --sweep tries; add --sweep"},
       {{"--sweep", "--gpus", "64", "--dp", "8"}, "--gpus and --dp both say how many workers there are"},
-      {{"--sweep", "--policies", "sab"}, "--policies has no effect with --sweep"},
+      {{"--sweep", "--policies", "sab,wlb"}, "--sweep tries one policy on every layout, and 2 are given"},
+      {{"--ring", "--cp", "2", "--policies", "sab"}, "--policies has no effect with --ring"},
       {{"--sweep", "--svg", "a.svg"}, "--svg has no effect with --sweep"},
       {{"--ring", "--cp", "8", "--trace", "a.json"}, "--trace has no effect with --ring"},
       {{"--placement", "striped"}, "--placement is about the ring of --cp ranks; set --cp"},

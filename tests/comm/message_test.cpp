@@ -6,6 +6,7 @@
 #include "comm/first_rank.h"
 #include "tests/comm/comm_cases.h"
 #include "tests/comm/memory_transport.h"
+#include "tests/comm/socket_transport.h"
 #include "tests/core/message_of.h"
 
 namespace sb {
@@ -27,6 +28,23 @@ INSTANTIATE_TEST_SUITE_P(Comm, OnMessages,
                            return std::string(std::get<1>(param_info.param).name) + "_" +
                                   std::to_string(std::get<0>(param_info.param));
                          });
+
+// The ends of a socket, which the tests of NCCL give to processes.
+TEST(OnSockets, AllCases) {
+  int ends[2];
+  ASSERT_EQ(socketpair(AF_UNIX, SOCK_STREAM, 0, ends), 0);
+  std::vector<std::thread> ranks;
+  for (int rank = 0; rank < 2; ++rank)
+    ranks.emplace_back([rank, socket = ends[rank]] {
+      const auto world = make_message_communicator([&] { return std::make_unique<SocketTransport>(socket, rank); },
+                                                   std::chrono::seconds(60));
+      for (const CommCase& test : comm_cases()) {
+        test.body(*world);
+        world->barrier();
+      }
+    });
+  for (std::thread& rank : ranks) rank.join();
+}
 
 TEST(MessageTimeout, NamesRankOperationNumberAndGroup) {
   std::atomic<int> gone = 0;

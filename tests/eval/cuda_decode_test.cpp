@@ -117,7 +117,7 @@ TEST_P(CudaDecode, IsTheSoftmaxOverTheKeysThatItSees) {
     for (int h = 0; h < heads.kv_heads; ++h) {
       int32_t* list = lists.data() + h * (params.room + 1);
       for (int b = 0; b * block < tokens; ++b) {
-        // Another choice under every kv head, with the last block always.
+        // Another selection under every kv head, with the last block always.
         if (listed && (b + h) % 3 != 0 && (b + 1) * block < tokens) continue;
         list[++list[0]] = b;
         for (int64_t key = b * block; key < std::min<int64_t>(tokens, (b + 1) * block); ++key)

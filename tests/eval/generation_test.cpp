@@ -49,7 +49,7 @@ struct Pair {
     CachedAttention::Options options;
     options.prefill = prefill.get();
     if (sparse) {
-      options.choosing = static_cast<SparseAttention*>(prefill.get());
+      options.selecting = static_cast<SparseAttention*>(prefill.get());
       options.selection = sparse->selection;
       options.learned = learned;
     }
@@ -110,7 +110,7 @@ TEST(Generation, DenseCacheEqualsRunningTheWholeSequence) {
   for (size_t i = 0; i < prompts.size(); ++i) EXPECT_EQ(results[i], pair.without_cache(prompts[i], 20)) << i;
 }
 
-TEST(Generation, SparseCacheChoosesAsTrainingWould) {
+TEST(Generation, SparseCacheSelectsAsTrainingWould) {
   // Of about 362 to 724 tokens and of more; far from where `mass` begins, and from each other.
   LearnedSelection learned;
   PlaneSums sums;

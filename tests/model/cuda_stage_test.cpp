@@ -203,7 +203,7 @@ TEST_P(CudaStageTest, RecomputeLevelsGiveTheSameBits) {
   }
 }
 
-// With the device's attention: lists are kept, or chosen once and replayed.
+// With the device's attention: lists are kept, or selected once and replayed.
 TEST_P(CudaStageTest, RecomputeLevelsGiveTheSameBitsWithSparseAttention) {
   for (const int head_dim : {16, 64, 128}) {
     ModelConfig config = small_config(ModelConfig::Family::qwen2);

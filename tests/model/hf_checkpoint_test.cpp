@@ -249,7 +249,7 @@ TEST_F(BadCheckpointTest, WrongShape) {
   rewrite([](auto& tensors) { find(tensors, "model.layers.2.mlp.down_proj.weight").shape = {160, 64}; });
   EXPECT_SAYS(
       complaint(),
-      "model.safetensors: tensor 'model.layers.2.mlp.down_proj.weight' has shape [160, 64], config.json asks for "
+      "model.safetensors: tensor 'model.layers.2.mlp.down_proj.weight' has shape [160, 64], config.json requires "
       "[64, 160]");
   rewrite([](auto& tensors) { find(tensors, "model.norm.weight").shape = {64, 1}; });
   EXPECT_SAYS(complaint(), "has shape");
@@ -338,7 +338,7 @@ TEST_F(BadIndexTest, PointsElsewhere) {
     json changed = index_;
     changed["weight_map"]["model.norm.weight"] = target;
     write_index(changed.dump());
-    EXPECT_SAYS(complaint(), "tensor 'model.norm.weight' must name a .safetensors file beside the index");
+    EXPECT_SAYS(complaint(), "tensor 'model.norm.weight' must name a .safetensors file next to the index");
   }
   json changed = index_;
   changed["weight_map"]["model.norm.weight"] = "model-00009-of-00009.safetensors";

@@ -124,10 +124,10 @@ TEST(PieceStage, ForwardsThatRunAgainLeaveNoTrace) {
     Outcome outcomes[2];
     MemoryPlan plans[2];
     for (int i = 0; i < 2; ++i) {
-      SparseAttention::Options chosen = topk(config.layers);
-      chosen.selection.pattern = pattern;
-      chosen.coverage_rows = 8;
-      SparseAttention attention(chosen);
+      SparseAttention::Options selected = topk(config.layers);
+      selected.selection.pattern = pattern;
+      selected.coverage_rows = 8;
+      SparseAttention attention(selected);
       const StageOptions options = options_for(config, i == 0 ? Recompute::attention : Recompute::chunk, 6, 128, 700);
       Stage stage(config, options, attention, 2);
       randomize(stage.parameters(), 5);
@@ -145,7 +145,7 @@ TEST(PieceStage, ForwardsThatRunAgainLeaveNoTrace) {
     }
     EXPECT_EQ(reports[0].samples.size(), reports[1].samples.size());
     ASSERT_EQ(seen[0].masses.size(), seen[1].masses.size());
-    for (const auto& [key, counts] : seen[0].masses) EXPECT_EQ(seen[1].masses.at(key).chosen, counts.chosen);
+    for (const auto& [key, counts] : seen[0].masses) EXPECT_EQ(seen[1].masses.at(key).selected, counts.selected);
     EXPECT_LT(plans[1].total(), plans[0].total());
   }
 }

@@ -29,7 +29,7 @@ TEST(Profile, AnalyticNumbersAreTheDocumentedOnes) {
   const auto selection = [&](const Profile& of) {
     return of.tables[static_cast<size_t>(Operation::selection)](scored);
   };
-  // By planes: of every key 32 channels of two kv heads, whatever is chosen.
+  // By planes: of every key 32 channels of two kv heads, whatever is selected.
   EXPECT_EQ(us(Operation::selection, work), 0);
   EXPECT_NEAR(selection(profile), 4000 * 2.0 * 32 * 2 / 300e12 * 1e6, 1e-12);
   EXPECT_EQ(work_of({}, 32768, 8192).scores, 0.5 * 32768 * 32768);
@@ -245,14 +245,14 @@ TEST(Profile, KnowsTheBlocksThatWereMeasured) {
   }
 }
 
-TEST(Profile, KnowsHowPairsWereChosen) {
+TEST(Profile, KnowsHowPairsWereSelected) {
   Profile profile = analytic_profile("h200-analytic", find_model_shape("qwen2.5-0.5b"));
   AttentionSpec spec;
-  EXPECT_EQ(chosen_otherwise(profile, spec), "");  // a formula
+  EXPECT_EQ(selected_otherwise(profile, spec), "");  // a formula
   profile.attention = {128, 16, "mass", "planes", 32, 0};
   profile = parse_profile(write_profile(profile), "p.json");
-  EXPECT_EQ(chosen_otherwise(profile, spec), "");
-  const auto said = [&](const AttentionSpec& of) { return chosen_otherwise(profile, of); };
+  EXPECT_EQ(selected_otherwise(profile, spec), "");
+  const auto said = [&](const AttentionSpec& of) { return selected_otherwise(profile, of); };
   AttentionSpec topk = spec, wider = spec, moments = spec;
   topk.pattern = "topk";
   wider.score_channels = 48;
@@ -270,10 +270,10 @@ TEST(Profile, KnowsHowPairsWereChosen) {
   narrow.head_dim = 16;
   profile.shape = narrow;
   profile.attention->score_channels = 16;
-  EXPECT_EQ(chosen_otherwise(profile, spec), "");
+  EXPECT_EQ(selected_otherwise(profile, spec), "");
 }
 
-// Files of before did not tell: there was one way to choose.
+// Files of before did not tell: there was one way to select.
 TEST(Profile, FilesOfBeforeAreOfMoments) {
   Profile profile = analytic_profile("h200-analytic", find_model_shape("qwen2.5-0.5b"));
   profile.attention = {128, 16, "topk", "moments", 0, 0};
@@ -290,7 +290,7 @@ TEST(Profile, FilesOfBeforeAreOfMoments) {
   EXPECT_EQ(before.attention->pattern, "topk");
   EXPECT_EQ(before.attention->score, "moments");
   EXPECT_EQ(before.attention->score_channels, 0);
-  EXPECT_NE(chosen_otherwise(before, {}).find("topk by moments, and not as mass by planes"), std::string::npos);
+  EXPECT_NE(selected_otherwise(before, {}).find("topk by moments, and not as mass by planes"), std::string::npos);
   replace("\"version\": 1", "\"version\": 2");
   EXPECT_NE(message_of([&] { parse_profile(text, "p.json"); }).find("`pattern` is missing"), std::string::npos);
 }
@@ -410,6 +410,97 @@ TEST(CostModel, SplitsDenseLayersByWhatTheyTake) {
   EXPECT_EQ(cost.stage_layers(0), 1);
   EXPECT_EQ(cost.stage_layers(1), 4);
   EXPECT_EQ(cost.stage_layers(2), 4);
+}
+
+TEST(CostModel, TensorParallelDividesTheWork) {
+  const LatencyModel latency(analytic_profile("h200-analytic", find_model_shape("qwen2.5-3b")));
+  Layout one, two;
+  one.comm = two.comm = false;
+  two.tp = 2;
+  const CostModel a(latency, {}, one), b(latency, {}, two);
+  Work work = work_of({}, 32768, 8192);
+  work.prefix = 32768;
+  EXPECT_DOUBLE_EQ(a.linear(32768).forward, 2 * b.linear(32768).forward);
+  EXPECT_DOUBLE_EQ(a.linear(32768).backward, 2 * b.linear(32768).backward);
+  EXPECT_DOUBLE_EQ(a.attention(work).forward, 2 * b.attention(work).forward);
+  EXPECT_DOUBLE_EQ(a.attention(work).backward, 2 * b.attention(work).backward);
+  EXPECT_DOUBLE_EQ(a.head(32768).forward, 2 * b.head(32768).forward);
+  // Sixteen ranks have a query head each and hold the two key/value heads eight times.
+  Layout sixteen = two;
+  sixteen.tp = 16;
+  const CostModel c(latency, {}, sixteen);
+  const double share = (128.0 + 2 * 128 + 128 + 3 * 688) / (2048 + 2 * 256 + 2048 + 3 * 11008);
+  EXPECT_NEAR(c.linear(32768).forward, share * a.linear(32768).forward, 1e-9 * a.linear(32768).forward);
+  // What a launch takes stays.
+  Profile profile = latency.profile();
+  profile.tables[static_cast<size_t>(Operation::linear_forward)].curve.y = {100.0, 1100.0};
+  profile.tables[static_cast<size_t>(Operation::linear_forward)].curve.x = {0.0, 1000.0};
+  const LatencyModel launches(profile);
+  EXPECT_DOUBLE_EQ(CostModel(launches, {}, two).linear(1000).forward, 100 + 1000.0 / 2);
+}
+
+// Ten gathers and sums a layer, of 67 MB each at 32K tokens and tp 2, four of them behind the backward's products.
+TEST(CostModel, TensorParallelRanksTellEachOtherTheHiddenStates) {
+  const LatencyModel latency(analytic_profile("h200-analytic", find_model_shape("qwen2.5-3b")));
+  Layout silent, two;
+  silent.tp = two.tp = 2;
+  silent.comm = false;
+  const CostModel a(latency, {}, silent), b(latency, {}, two);
+  const double gather = 20 + 32768 * 2048 * 2.0 / 2 / 150e9 * 1e6;  // 20 us, 150 GB/s inside a node
+  EXPECT_NEAR(b.linear(32768).forward - a.linear(32768).forward, 4 * gather, 1e-6);
+  EXPECT_NEAR(b.linear(32768).backward - a.linear(32768).backward, 2 * gather, 1e-6);
+  EXPECT_NEAR(b.head(32768).forward - a.head(32768).forward, 2 * gather, 1e-6);
+  // One more where the layer is computed again.
+  Profile profile = latency.profile();
+  profile.recompute = "attention";
+  const LatencyModel again(profile);
+  EXPECT_NEAR(CostModel(again, {}, two).linear(32768).backward - a.linear(32768).backward, 3 * gather, 1e-6);
+  // Sixteen ranks are on two nodes: 40 GB/s, which products of a sixteenth no longer hide.
+  Layout wide = two;
+  wide.tp = 16;
+  const double slow = 20 + 32768 * 2048 * 2.0 * 15 / 16 / 40e9 * 1e6;
+  EXPECT_NEAR(CostModel(latency, {}, wide).linear(32768).backward, 6 * slow, 1e-6);
+  // Between stages every rank sends its own tokens' hidden states; four stages of two fill a node.
+  Layout stages = two;
+  stages.pp = 8;
+  const CostModel pipeline(latency, {}, stages);
+  EXPECT_NEAR(pipeline.transfer(3, 32768), 10 + 32768 * 2048 * 2.0 / 2 / 200e9 * 1e6, 1e-6);
+  EXPECT_NEAR(pipeline.transfer(4, 32768), 10 + 32768 * 2048 * 2.0 / 2 / 45e9 * 1e6, 1e-6);
+  // A ring of shared sequences carries one of the two key/value heads.
+  Layout ring = two;
+  ring.cp = 2;
+  ring.tp = 1;
+  Layout both = ring;
+  both.tp = 2;
+  Work keys;
+  keys.tokens = 65536;
+  const double latency_us = 10;
+  EXPECT_NEAR(CostModel(latency, {}, ring).attention(keys).forward - latency_us,
+              2 * (CostModel(latency, {}, both).attention(keys).forward - latency_us), 1e-6);
+  // Gradients of half the parameters are reduced.
+  Layout replicas;
+  replicas.dp = 2;
+  Layout halves = replicas;
+  halves.tp = 2;
+  const double latencies = 2 * 20.0;
+  EXPECT_NEAR(CostModel(latency, {}, replicas).reduction(0) - latencies,
+              2 * (CostModel(latency, {}, halves).reduction(0) - latencies), 1e-6);
+}
+
+TEST(CostModel, TensorParallelRanksMustShareEverythingEvenly) {
+  const LatencyModel latency(analytic_profile("h200-analytic", find_model_shape("qwen2.5-0.5b")));
+  Layout layout;
+  layout.tp = 4;
+  EXPECT_NE(message_of([&] { CostModel(latency, {}, layout); }).find("the 14 heads of qwen2.5-0.5b do not divide"),
+            std::string::npos);
+  layout.tp = 0;
+  EXPECT_NE(message_of([&] { CostModel(latency, {}, layout); }).find("must be positive"), std::string::npos);
+  ModelShape shape = find_model_shape("qwen2.5-7b");  // 28 heads, 4 of keys and values
+  EXPECT_EQ(tensor_parallel_problem(shape, 4), "");
+  EXPECT_EQ(tensor_parallel_problem(shape, 28), "the MLP of qwen2.5-7b, 18944 wide, does not divide by it");
+  EXPECT_NE(tensor_parallel_problem(shape, 14).find("neither do the 4 key/value heads"), std::string::npos);
+  EXPECT_EQ(sparse_tensor_parallel_problem(shape, 4), "");
+  EXPECT_NE(sparse_tensor_parallel_problem(shape, 28).find("has 4 key/value heads"), std::string::npos);
 }
 
 TEST(CostModel, ContextParallelDividesTheWork) {

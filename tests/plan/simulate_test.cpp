@@ -88,13 +88,38 @@ TEST(Simulate, CountsWhatAllStepsHold) {
 
 TEST(Simulate, LayoutsOfASweep) {
   Layout like;
-  const auto layouts = possible_layouts(like, 8, 24, 4, 2);
+  const ModelShape shape = find_model_shape("qwen2.5-0.5b");
+  const auto layouts = possible_layouts(like, 8, shape, 4, {.tp = 1, .cp = 2});
   for (const Layout& layout : layouts) {
     EXPECT_EQ(layout.workers(), 8);
     EXPECT_LE(layout.dp, 4);
     EXPECT_LE(layout.cp, 2);
   }
   EXPECT_EQ(layouts.size(), 6u);  // cp 1: pp 2, 4, 8; cp 2: pp 1, 2, 4
+  // tp 2 as well: cp 1: pp 1, 2, 4; cp 2: pp 1, 2. It has two key/value heads, so that there is no tp 4.
+  EXPECT_EQ(possible_layouts(like, 8, shape, 4, {.tp = 8, .cp = 2}).size(), 6u + 5u);
+}
+
+// Every part that tensor-parallel ranks share, by hand.
+TEST(Simulate, MemoryFallsWithTensorParallelRanks) {
+  const ModelShape shape = find_model_shape("qwen2.5-3b");
+  const LatencyModel latency(analytic_profile("h200-analytic", shape));
+  Layout layout;
+  const CostModel one(latency, {}, layout);
+  layout.tp = 2;
+  const CostModel two(latency, {}, layout);
+  constexpr int64_t kTokens = 32768;
+  const MemoryEstimate whole = estimate_memory(one, kTokens), half = estimate_memory(two, kTokens);
+  EXPECT_EQ(2 * half.weights, whole.weights);
+  EXPECT_EQ(2 * half.gradients, whole.gradients);
+  EXPECT_EQ(2 * half.optimizer, whole.optimizer);
+  EXPECT_EQ(2 * half.activations, whole.activations);
+  // A piece's hidden states are gathered: they are as large as on one rank.
+  EXPECT_GT(half.workspace, whole.workspace / 2);
+  EXPECT_LT(half.workspace, whole.workspace * 6 / 10);
+  EXPECT_LT(static_cast<double>(half.total()), 0.55 * static_cast<double>(whole.total()));
+  // Sixteen ranks hold the two key/value heads eight times: 2·h·(128 + 2·128) and 3·h·688 numbers a layer.
+  EXPECT_EQ(shape.of_rank(16).layer_parameters(), 2048 * (128 + 2 * 128 + 128 + 3 * 688));
 }
 
 TEST(Simulate, MemoryGrowsWithMicroBatchesInFlight) {

@@ -101,7 +101,7 @@ TEST(Report, TheHeadlineSaysWhatBalancingGained) {
       "model: {init: {vocab_size: 64}}\ndata: {synthetic: {vocab_size: 64, length: 128}}\nparallel: {dp: 2}\n";
   input.machine = "Some CPU, 2 cores";
   const std::string page = write_report(input);
-  EXPECT_NE(page.find("<b>1.25× as fast</b> as the same batches in order: measured, by turns, on 2 steps"),
+  EXPECT_NE(page.find("<b>1.25× as fast</b> as the same batches in order: measured by alternating the two on 2 steps"),
             std::string::npos);
   EXPECT_NE(page.find("Qwen2 from scratch: 2 layers of 128, 4 heads, vocabulary of 64"), std::string::npos);
   EXPECT_NE(page.find("the task chunk_recall, sequences of up to 128 tokens"), std::string::npos);

@@ -210,7 +210,7 @@ TEST(RunConfig, WhatExcludesOrNeedsEachOther) {
       {kSynthetic, {"balance.chunk=0"}, "--set: balance.chunk:"},
       {kSynthetic, {"balance.chunk=some"}, "--set: balance.chunk:"},
       {kSynthetic, {"balance.chunk=auto"}, "--set: balance.chunk: predicts latencies"},
-      {kSynthetic, {"balance.chunk=1024", "attention.pattern=vertical_slash"}, "chooses by the last queries"},
+      {kSynthetic, {"balance.chunk=1024", "attention.pattern=vertical_slash"}, "selects by the last queries"},
       {kSynthetic,
        {"balance.chunk=1024", "attention.pattern=topk", "attention.selection=lookahead"},
        "use selection: causal"},
@@ -472,7 +472,7 @@ TEST(RunConfig, DocumentationIsThatOfTheTable) {
   std::stringstream page;
   page << file.rdbuf();
   EXPECT_EQ(page.str(), run_config_markdown())
-      << "write it anew: build/cpu/src/cli/sparsebalance config --markdown > docs/configuration.md";
+      << "write it again: build/cpu/src/cli/sparsebalance config --markdown > docs/configuration.md";
 }
 
 TEST(RunConfig, ExamplesLoad) {

@@ -113,7 +113,7 @@ TEST(RunDirectory, SaysResumedOnlyWhenItIs) {
   // A run that was stopped before its first checkpoint.
   begin_run(tiny_run(scratch / "run"));
   const std::string anew = log_of("30");
-  EXPECT_NE(anew.find("started anew with train.max_steps: 30 (was 20)"), std::string::npos) << anew;
+  EXPECT_NE(anew.find("started again with train.max_steps: 30 (was 20)"), std::string::npos) << anew;
   fs::create_directories(scratch / "run" / "checkpoint-10");
   const std::string damaged = log_of("40");
   EXPECT_NE(damaged.find("damaged"), std::string::npos) << damaged;

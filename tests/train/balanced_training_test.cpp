@@ -169,7 +169,7 @@ TEST(BalancedTraining, PlansOfOtherSettingsAreNotTaken) {
     }
     train(config_of(output, untuned()));
     const std::string log = ::testing::internal::GetCapturedStderr();
-    EXPECT_NE(log.find("the plans from step 4 on are made anew, since balance.tuning was optimal and is none"),
+    EXPECT_NE(log.find("the plans from step 4 on are made again, since balance.tuning was optimal and is none"),
               std::string::npos)
         << log;
     const auto steps = read_plan_log(output + "/plan.jsonl").steps;
@@ -515,7 +515,7 @@ TEST(BalancedTraining, MemoryIsPlannedForTunedBudgets) {
   const AttentionShape shape{4, 2, 64, 1.0f};
   const int64_t plain = SparseAttention(options).state_bytes(shape, 65536);
   options.largest_budget = 65536;
-  // Every row may list all 512 blocks, three bytes an entry and four in the columns.
+  // Every row may list all 512 blocks, three bytes per entry and four in the columns.
   EXPECT_GE(SparseAttention(options).state_bytes(shape, 65536), int64_t{65536} / 16 * 2 * 512 * 7);
   EXPECT_LT(plain, int64_t{65536} / 16 * 2 * 512 * 7);
 }

@@ -43,7 +43,7 @@ TEST(ContextRanks, LearnWhatOneRankLearns) {
   }
 }
 
-TEST(ContextRanks, ChooseWhatOneRankChooses) {
+TEST(ContextRanks, SelectWhatOneRankSelects) {
   ScratchDirectory scratch;
   for (const char* pattern : {"topk", "mass"}) {
     const std::vector<std::string> sparse = {fmt::format("attention.pattern={}", pattern), "attention.budget=320",

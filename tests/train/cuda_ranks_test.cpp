@@ -259,8 +259,8 @@ PairsByStep pairs_by_step(const RunConfig& config) {
   return steps;
 }
 
-// Lists are chosen, used again when layers are computed a second time, and measured. How many pairs topk takes follows
-// from the lengths alone, whatever is chosen where masses tie.
+// Lists are selected, used again when layers are computed a second time, and measured. How many pairs topk takes
+// follows from the lengths alone, whatever is selected where masses tie.
 TEST_F(CudaRuns, SharedSparseSequencesFollowOneRank) {
   const auto with = [&](const char* name, std::vector<std::string> more) {
     for (const char* option :

@@ -28,8 +28,8 @@ struct Case {
   ModelConfig model;
   std::vector<std::vector<int32_t>> sequences;
   std::optional<SelectionConfig> selection;  // none: dense
-  RecordedChoices* recorded = nullptr;       // sparse: choices of another run to use
-  RecordedChoices* recording = nullptr;      // sparse: where this run's go
+  RecordedSelections* recorded = nullptr;    // sparse: selections of another run to use
+  RecordedSelections* recording = nullptr;   // sparse: where this run's go
   int64_t chunk = 0;                         // sequences alone in a micro-batch come in pieces of so many tokens
   int ahead = 1;
   int64_t largest = 0;  // above 0: slots share the memory of micro-batches of so many tokens
@@ -225,8 +225,8 @@ Case sparse_case() {
   return c;
 }
 
-// The same micro-batches: forward computes the same bits wherever it runs, and so chooses the same pairs.
-TEST(Ranks, SparseAttentionChoosesTheSame) {
+// The same micro-batches: forward computes the same bits wherever it runs, and so selects the same pairs.
+TEST(Ranks, SparseAttentionSelectsTheSame) {
   const Case c = sparse_case();
   const Arrangement one = {{{0}, {1, 2}, {3}, {4, 5}, {6}}};
   const Outcome reference = run(c, {1, 1}, one);
@@ -238,14 +238,14 @@ TEST(Ranks, SparseAttentionChoosesTheSame) {
   expect_same(run(c, {2, 2}, two), reference);
 }
 
-TEST(Ranks, SparseAttentionWithReplayedChoicesInAnyArrangement) {
+TEST(Ranks, SparseAttentionWithReplayedSelectionsInAnyArrangement) {
   Case c = sparse_case();
-  RecordedChoices choices;
-  c.recording = &choices;
+  RecordedSelections selections;
+  c.recording = &selections;
   const Outcome reference = run(c, {1, 1}, {{{0, 1, 2, 3, 4, 5, 6}}}, Recompute::none);
   EXPECT_LT(reference.density, 0.8);
   c.recording = nullptr;
-  c.recorded = &choices;
+  c.recorded = &selections;
   uint64_t seed = 0;
   for (const GridShape& grid : kGrids) {
     for (const Recompute recompute : {Recompute::none, Recompute::attention, Recompute::layer}) {
@@ -286,13 +286,13 @@ TEST(Ranks, SequencesInPiecesGiveTheGradientsOfWholeOnes) {
     c.selection->coverage = 0.8;
     c.chunk = c.largest = 0;
     c.ahead = 1;
-    RecordedChoices choices;
+    RecordedSelections selections;
     c.recorded = nullptr;
-    c.recording = &choices;
+    c.recording = &selections;
     const Outcome reference = run(c, {1, 1}, {{{0}, {1}, {2}, {3}, {4}, {5}, {6}}}, Recompute::none);
     if (pattern != SelectionPattern::dense) EXPECT_LT(reference.density, 0.8);
     c.recording = nullptr;
-    c.recorded = &choices;
+    c.recorded = &selections;
     expect_pieces_same(reference);
   }
   c.selection.reset();
@@ -315,13 +315,13 @@ TEST(Ranks, SharedSequencesInPiecesGiveTheGradientsOfWholeOnes) {
     c.selection->coverage = 0.8;
     c.chunk = 0;
     c.ahead = 1;
-    RecordedChoices choices;
+    RecordedSelections selections;
     c.recorded = nullptr;
-    c.recording = &choices;
+    c.recording = &selections;
     const Outcome reference = run(c, {1, 1}, alone, Recompute::none);
     if (pattern != SelectionPattern::dense) EXPECT_LT(reference.density, 0.8);
     c.recording = nullptr;
-    c.recorded = &choices;
+    c.recorded = &selections;
     for (const auto& [grid, recompute] :
          std::initializer_list<std::pair<GridShape, Recompute>>{{{1, 1, 2}, Recompute::none},
                                                                 {{1, 1, 2}, Recompute::chunk},
@@ -386,8 +386,8 @@ TEST(Ranks, AdaptersOfSequencesInPiecesGiveTheGradientsOfWholeOnes) {
   }
 }
 
-// Nothing replayed: the pieces' own choices are those of the whole sequences.
-TEST(Ranks, SequencesInPiecesChooseTheSame) {
+// Nothing replayed: the pieces' own selections are those of the whole sequences.
+TEST(Ranks, SequencesInPiecesSelectTheSame) {
   Case c = sparse_case();
   for (const SelectionPattern pattern : {SelectionPattern::topk, SelectionPattern::topp}) {
     c.selection->pattern = pattern;
@@ -448,7 +448,7 @@ TEST(TensorRanks, GiveTheSameLossAndGradients) {
   }
 }
 
-TEST(TensorRanks, ChooseAndComputeTheSamePairs) {
+TEST(TensorRanks, SelectAndComputeTheSamePairs) {
   Case c = sparse_case();
   c.model.heads = 8;
   c.model.kv_heads = 4;
@@ -469,20 +469,21 @@ TEST(TensorRanks, ChooseAndComputeTheSamePairs) {
     c.selection->order = ahead ? SelectionOrder::lookahead : SelectionOrder::causal;
     c.selection->vertical_cap = 128;
     c.selection->slash_cap = 4;
-    RecordedChoices choices;
+    RecordedSelections selections;
     c.recorded = nullptr;
-    c.recording = &choices;
+    c.recording = &selections;
     const Outcome reference = run(c, {1, 1}, one, Recompute::none);
     EXPECT_LT(reference.density, 0.9);
     c.recording = nullptr;
-    c.recorded = ahead ? nullptr : &choices;  // columns are chosen, too, and not recorded
+    c.recorded = ahead ? nullptr : &selections;  // columns are selected, too, and not recorded
     for (const auto& [grid, recompute] : kRuns) {
       SCOPED_TRACE(fmt::format("pattern {}, {}", static_cast<int>(pattern), text_of(grid)));
       expect_same(run(c, grid, grid.dp == 1 ? one : two, recompute), reference);
       // In pieces, shared by the cp ranks or not.
       if (ahead || recompute != Recompute::layer) continue;
       c.chunk = 128;
-      expect_same(run(c, grid, one, recompute), reference);
+      expect_same(run(c, grid, one, Recompute::layer), reference);
+      expect_same(run(c, grid, one, Recompute::chunk), reference);
       c.chunk = 0;
     }
   }

@@ -146,7 +146,26 @@ TEST(RanksRun, AnotherNumberOfRanksIsRefusedBeforeAnythingIsWritten) {
   EXPECT_FALSE(fs::exists(scratch / "run"));
 }
 
-// Sparse attention with a threshold that it learns, on sequences long enough to have something to choose from.
+TEST(RanksRun, WhatRanksCannotShareIsRefusedWithTheReason) {
+  struct Refused {
+    std::vector<std::string> options;
+    const char* part;
+  };
+  for (const Refused& refused : std::vector<Refused>{
+           {{"parallel.tp=3"}, "parallel.tp: 3 ranks cannot share the 2 attention heads of model.init"},
+           {{"parallel.tp=4", "model.init.num_attention_heads=4", "model.init.intermediate_size=50"},
+            "the 50 channels"},
+           {{"parallel.tp=3", "model.init.num_attention_heads=6", "model.init.num_key_value_heads=2"},
+            "one must be a multiple of the other"},
+           {{"parallel.tp=2", "attention.pattern=topk"}, "set parallel.tp to 1 or less, or attention.pattern: dense"},
+           {{"parallel.tp=2", "attention.pattern=topk", "attention.dump_index=lists"}, "attention.dump_index"},
+           {{"parallel.tp=2", "parallel.rehearse={dp: 2, pp: 2}"}, "parallel.tp: 1"}}) {
+    const std::string message = user_error_of([&] { run_model_config(tiny_run("unused", refused.options)); });
+    EXPECT_NE(message.find(refused.part), std::string::npos) << message;
+  }
+}
+
+// Sparse attention with a threshold that it learns, on sequences long enough to have something to select from.
 TEST(RanksRun, SparseAttentionIsReportedForTheWholeModel) {
   ScratchDirectory scratch;
   const std::vector<std::string> overrides = {
@@ -281,7 +300,7 @@ LearnedSelection learned_by(const fs::path& run, int64_t step) {
 
 // Counts are whole numbers, so that every layout, packing and order learns the same to the bit, as long as the weights
 // are the same: a learning rate that changes none of them.
-TEST(RanksRun, MassChoosesTheSameOnEveryLayout) {
+TEST(RanksRun, MassSelectsTheSameOnEveryLayout) {
   ScratchDirectory scratch;
   std::vector<std::string> overrides = kLearnedMass;
   overrides.push_back("optimizer.learning_rate=1.0e-30");
@@ -313,7 +332,7 @@ std::vector<std::string> by_planes() {
   return overrides;
 }
 
-// Sums of squares are added up in another order, so that they are the same up to rounding; the planes chosen are the
+// Sums of squares are added up in another order, so that they are the same up to rounding; the planes selected are the
 // same ones, and so are the lists.
 TEST(RanksRun, PlanesAreLearnedAlikeOnEveryLayout) {
   ScratchDirectory scratch;
@@ -334,8 +353,8 @@ TEST(RanksRun, PlanesAreLearnedAlikeOnEveryLayout) {
       for (size_t i = 0; i < 32; ++i)
         EXPECT_NEAR(learned.planes[layer].key_squares[i], expected.planes[layer].key_squares[i],
                     1e-4 * expected.planes[layer].key_squares[i]);
-      EXPECT_EQ(choose_planes(shape, learned.planes[layer], 8).channel,
-                choose_planes(shape, expected.planes[layer], 8).channel);
+      EXPECT_EQ(select_planes(shape, learned.planes[layer], 8).channel,
+                select_planes(shape, expected.planes[layer], 8).channel);
     }
     EXPECT_TRUE(layout.cp * layout.tp > 1 || learned.thresholds == expected.thresholds);
     sb::expect_same_record(scratch / layout.name(), scratch / "alone", {{}, {"loss", "density"}, 1e-4});
@@ -360,7 +379,7 @@ TEST(RanksRun, ResumedWhatSelectionLearnedGoesOnToTheBit) {
   }
 }
 
-// On other ranks the next steps choose by the same thresholds and planes, and so the same lists.
+// On other ranks the next steps select by the same thresholds and planes, and so the same lists.
 TEST(RanksRun, WhatSelectionLearnedServesAnyLayout) {
   ScratchDirectory scratch;
   std::vector<std::string> overrides = by_planes();

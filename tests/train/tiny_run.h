@@ -20,7 +20,7 @@ class TinyTrainer {
     Attention* attention = nullptr;
     SequenceSource* source = nullptr;
     std::function<bool()> stop_requested = [] { return false; };
-    ChoosingAttention* sparse = nullptr;  // what `attention` forwards to
+    SelectingAttention* sparse = nullptr;  // what `attention` forwards to
     const SequenceSource* validation = nullptr;
     StepPlanner* planner = nullptr;
   };

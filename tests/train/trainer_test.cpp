@@ -204,7 +204,7 @@ TEST(Trainer, StoppingInTheMiddleOfAStepSavesAndResumesExactly) {
   ScratchDirectory scratch;
   const std::vector<std::string> cosine = {"optimizer.schedule=cosine", "train.save_steps=0"};
   TinyTrainer(tiny_run(scratch / "whole", cosine))->run();
-  for (const int stop_at : {0, 1, 13, 26}) {  // two micro-batches a step
+  for (const int stop_at : {0, 1, 13, 26}) {  // two micro-batches per step
     SCOPED_TRACE(stop_at);
     const fs::path run = scratch / ("stopped-" + std::to_string(stop_at));
     int asked = 0;

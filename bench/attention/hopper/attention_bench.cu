@@ -279,8 +279,8 @@ void run_selection(const std::string& name, int query_heads, int kv_heads, int d
   Tensors t(shape, 42);
   const LayerPlanes planes =
       config.judges_by_planes() ? made_up_planes(shape, config.score_channels, 8 * shape.scale) : LayerPlanes{};
-  SelectCase chosen(shape, cu, {false}, {tiles}, config, true, int64_t{1} << 26, 0, planes);
-  chosen.run(shape, t.q.get(), t.k.get());
+  SelectCase selected(shape, cu, {false}, {tiles}, config, true, int64_t{1} << 26, 0, planes);
+  selected.run(shape, t.q.get(), t.k.get());
   if (pattern == SelectionPattern::mass && selection_order == SelectionOrder::causal) {
     // The threshold that meets the budget, as steering would find it.
     int64_t wanted = 0;
@@ -290,16 +290,16 @@ void run_selection(const std::string& name, int query_heads, int kv_heads, int d
     float low = -16, high = 0;
     for (int i = 0; i < 14; ++i) {
       const float middle = (low + high) / 2;
-      chosen.thresholds = DeviceArray<float>(std::vector<float>(1, middle));
-      chosen.run(shape, t.q.get(), t.k.get());
-      (std::ssize(chosen.lists(shape).entries) > wanted ? low : high) = middle;
+      selected.thresholds = DeviceArray<float>(std::vector<float>(1, middle));
+      selected.run(shape, t.q.get(), t.k.get());
+      (std::ssize(selected.lists(shape).entries) > wanted ? low : high) = middle;
     }
   }
-  const RowLists lists = chosen.lists(shape);
+  const RowLists lists = selected.lists(shape);
   DeviceWork w(shape, cu, {false}, &lists, 132);
   const ForwardParams f = forward_params(shape, t, w);
   const BackwardParams b = backward_params(shape, t, w);
-  const SelectParams p = chosen.params(shape, t.q.get(), t.k.get());
+  const SelectParams p = selected.params(shape, t.q.get(), t.k.get());
   cudaStream_t beside;
   cudaEvent_t rows, columns;
   must(cudaStreamCreateWithFlags(&beside, cudaStreamNonBlocking), "stream");

@@ -1,7 +1,7 @@
 // Times what the trainer calls on a GPU, for shapes and patterns that attention_hopper_bench has not: selection,
 // forward and backward with the kernels chosen for them, the same with the portable ones, and for vertical_slash as
 // many (query, key) pairs in plain blocks, lists per query head alike. Useful FLOPs: 4·d for every pair and query head
-// forward, 2.5 times that backward. Operands are random, so that caps and budget decide how much is chosen.
+// forward, 2.5 times that backward. Operands are random, so that caps and budget decide how much is selected.
 //   attention_patterns_bench [part of a case's name]
 
 #include <fmt/format.h>
@@ -83,13 +83,13 @@ class Bench {
     attention->take_report();
     run_once(*attention, [&](const Exec& exec) { forward(exec, *attention, *state, false); });
     const LayerAttention report = attention->take_report().total();
-    const BlockIndex chosen = read_block_index(*state, pool_);
-    set_flops(chosen);
+    const BlockIndex selected = read_block_index(*state, pool_);
+    set_flops(selected);
     fmt::print("{}: {} pairs, {:.2f} %\n", case_.name, report.pairs, 100 * report.density());
     const double once = measure("  chosen kernels", *attention, *state);
     fmt::print("  selection and its lists {:.3f} ms\n", all - once);
-    given(options_of(false, true), "  two kernels", chosen);
-    if (case_.tokens <= 32768) given(options_of(true), "  portable kernels", chosen);
+    given(options_of(false, true), "  two kernels", selected);
+    if (case_.tokens <= 32768) given(options_of(true), "  portable kernels", selected);
     if (case_.columns > 0) given(options, "  plain blocks", plain_blocks(report.pairs));
   }
 
@@ -152,7 +152,7 @@ class Bench {
   }
 
   // Milliseconds of the forward.
-  double measure(const char* name, ChoosingAttention& attention, AttentionState& state) {
+  double measure(const char* name, SelectingAttention& attention, AttentionState& state) {
     const double forward_ms = time(attention, [&](const Exec& exec) { forward(exec, attention, state, true); });
     const double backward_ms = time(attention, [&](const Exec& exec) {
       attention.backward(exec, 0, shape_, sequences(), operands(),
@@ -166,11 +166,11 @@ class Bench {
 
   PackedSequences sequences() const { return {cu_, {}}; }
   AttentionOperands operands() const { return {q_.as(wide_), k_.as(narrow_), v_.as(narrow_), out_.as(wide_), lse_}; }
-  void forward(const Exec& exec, ChoosingAttention& attention, AttentionState& state, bool replay) const {
+  void forward(const Exec& exec, SelectingAttention& attention, AttentionState& state, bool replay) const {
     attention.forward(exec, 0, shape_, sequences(), operands(), state, replay);
   }
 
-  void run_once(ChoosingAttention& attention, const std::function<void(const Exec&)>& body) {
+  void run_once(SelectingAttention& attention, const std::function<void(const Exec&)>& body) {
     const int64_t bytes = attention.scratch_bytes(shape_, case_.tokens, 1);
     if (bytes > scratch_.capacity()) scratch_ = make_arena("scratch", bytes, DeviceKind::cuda);
     body({.device = DeviceKind::cuda, .pool = &pool_, .stream = stream_.get(), .scratch = &scratch_});
@@ -178,7 +178,7 @@ class Bench {
   }
 
   // Median after a rest, as the card remembers what it did before.
-  double time(ChoosingAttention& attention, const std::function<void(const Exec&)>& body) {
+  double time(SelectingAttention& attention, const std::function<void(const Exec&)>& body) {
     for (int i = 0; i < 2; ++i) run_once(attention, body);
     std::this_thread::sleep_for(std::chrono::milliseconds(250));
     const auto begin = cuda::make_event(), end = cuda::make_event();

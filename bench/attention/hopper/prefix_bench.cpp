@@ -1,8 +1,8 @@
 // Times attention of a sequence's last piece, 4K queries on all keys before them, against that of the whole sequence:
-// (query, key) pairs a second, forward and backward, as the trainer calls them, on lists that were chosen before. Both
-// take turns, each after a rest, as the card remembers what it did before. The backward of a piece adds to sums in
+// (query, key) pairs per second, forward and backward, as the trainer calls them, on lists that were selected before.
+// Both take turns, each after a rest, as the card remembers what it did before. The backward of a piece adds to sums in
 // fp32, that of the whole writes bf16. bf16, topk of 10 % of the pairs, random operands. Exit code 1 where a piece has
-// less than 90 % of the whole's pairs a second.
+// less than 90 % of the whole's pairs per second.
 //   attention_prefix_bench [part of a case's name]
 
 #include <fmt/format.h>
@@ -70,9 +70,9 @@ class Bench {
         "scratch",
         std::max(attention_->scratch_bytes(shape_, tokens_, 1), attention_->piece_bytes(shape_, limits, 1).scratch),
         DeviceKind::cuda);
-    const double whole_pairs = chosen([&] { forward_whole(false); });
+    const double whole_pairs = selected([&] { forward_whole(false); });
     forward_prefix();
-    const double piece_pairs = chosen([&] { forward_piece(false); });
+    const double piece_pairs = selected([&] { forward_piece(false); });
     const bool forward = compare(
         name + " forward", whole_pairs, piece_pairs, [&] { forward_whole(true); }, [&] { forward_piece(true); });
     const bool backward = compare(
@@ -92,8 +92,8 @@ class Bench {
   }
   Exec exec() { return {.device = DeviceKind::cuda, .pool = &pool_, .stream = stream_.get(), .scratch = &scratch_}; }
 
-  // Pairs that a forward chose.
-  double chosen(const std::function<void()>& forward) {
+  // Pairs that a forward selected.
+  double selected(const std::function<void()>& forward) {
     attention_->take_report();
     forward();
     cuda::synchronize(stream_.get());
@@ -172,7 +172,7 @@ class Bench {
     const double share = piece_rate / whole_rate;
     fmt::print(
         "{:<34} whole {:8.3f} ms {:4.0f} TFLOP/s | piece {:8.3f} ms {:4.0f} TFLOP/s, {:4.1f} % of the pairs | "
-        "{:.3f} of the whole's pairs a second{}\n",
+        "{:.3f} of the whole's pairs per second{}\n",
         name, whole_times[1], flops * whole_rate / 1e9, piece_times[1], flops * piece_rate / 1e9,
         100 * piece_pairs / whole_pairs, share, share < kBar ? ", BELOW THE BAR" : "");
     std::fflush(stdout);
@@ -184,7 +184,7 @@ class Bench {
   DeviceTensor q_, k_, v_, dout_;
   Room out_, dq_, dk_, dv_, lse_, piece_lse_;
   DeviceTensor dk_sum_, dv_sum_;
-  std::unique_ptr<ChoosingAttention> attention_;
+  std::unique_ptr<SelectingAttention> attention_;
   std::unique_ptr<AttentionState> whole_state_, piece_state_;
   std::shared_ptr<void> stream_ = cuda::make_stream();
   Arena scratch_{"none", 0};

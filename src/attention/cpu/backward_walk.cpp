@@ -5,8 +5,8 @@
 #include "attention/cpu/walk_plan.h"
 
 // One task is a chunk of query tokens of one kv head: it walks the key tiles in ascending order, each against the tiles
-// of the chunk that chose it. dQ of the chunk belongs to the task. dK and dV of a key tile are summed over the chunk in
-// a local buffer and then added to the result, chunk after chunk from the last to the first: a task waits until the
+// of the chunk that selected it. dQ of the chunk belongs to the task. dK and dV of a key tile are summed over the chunk
+// in a local buffer and then added to the result, chunk after chunk from the last to the first: a task waits until the
 // chunk before it has added its part. The cut into chunks depends on lengths only, so the sums have the same order for
 // every number of threads. All chunks walk the keys in the same direction, hence waits are short; tasks are handed out
 // in chunk order, hence whoever is waited for is running.
@@ -190,7 +190,7 @@ class BackwardTask {
     if (used_) add_to_result(key, static_cast<int32_t>(chunks_ - previous));
   }
 
-  // The tiles of the chunk that chose the keys; returns the next later chunk that did, or the number of chunks.
+  // The tiles of the chunk that selected the keys; returns the next later chunk that did, or the number of chunks.
   int64_t visit_column(int list, int64_t key) {
     const int key_block = static_cast<int>(key / (walk_.key_tile * walk_.tiles_a_key_block));
     const auto column = index_->column(BlockIndex::column_id(*walk_.listed, kv_head_ * lists_ + list, key_block));

@@ -7,7 +7,7 @@ namespace sb {
 
 // Attention over the pairs of an index, on the CPU: exactly softmax attention with everything else masked. Sequences
 // that the index calls dense are computed whole in the same call. A row without keys gives zeros and a log-sum-exp of
-// -inf; keys that nobody chose get zero gradients. Both give the same bits for every number of threads.
+// -inf; keys that nobody selected get zero gradients. Both give the same bits for every number of threads.
 void block_sparse_forward(const Exec& exec, const AttentionShape& shape, const BlockIndex& index,
                           const AttentionOperands& operands);
 void block_sparse_backward(const Exec& exec, const AttentionShape& shape, const BlockIndex& index,

@@ -88,7 +88,7 @@ void SparseAttention::append_statistics(const Exec& exec, int layer, const Atten
                 kept.data() + (head * whole + first) * block_floats);
 }
 
-void SparseAttention::choose(const Exec& exec, int layer, const AttentionShape& shape, const PackedSequences& sequences,
+void SparseAttention::select(const Exec& exec, int layer, const AttentionShape& shape, const PackedSequences& sequences,
                              const AttentionOperands& operands, BlockIndex& index) {
   const SelectionConfig& selection = options_.selection;
   std::vector<uint8_t> dense(sequences.sequences());
@@ -195,24 +195,24 @@ void SparseAttention::measure_piece(const Exec& exec, int layer, const Attention
 void SparseAttention::forward(const Exec& exec, int layer, const AttentionShape& shape,
                               const PackedSequences& sequences, const AttentionOperands& operands,
                               AttentionState& state, bool replay) {
-  BlockIndex& chosen = index(state);
+  BlockIndex& selected = index(state);
   const bool piece = sequences.is_piece();
   if (!replay) {
     if (piece && needs_statistics() && step_.ready(layer)) append_statistics(exec, layer, shape, sequences, operands);
-    choose(exec, layer, shape, sequences, operands, chosen);
+    select(exec, layer, shape, sequences, operands, selected);
   }
   if (piece)
-    block_sparse_piece_forward(exec, shape, chosen, sequences, operands);
+    block_sparse_piece_forward(exec, shape, selected, sequences, operands);
   else
-    block_sparse_forward(exec, shape, chosen, operands);
+    block_sparse_forward(exec, shape, selected, operands);
   if (replay || sequences.again) return;
-  count_pairs(layer, sequences, chosen);
+  count_pairs(layer, sequences, selected);
   measure_energies(exec, layer, shape, sequences, operands);
   if (options_.coverage_rows == 0 || !step_.ready(layer)) return;
   if (piece)
-    measure_piece(exec, layer, shape, sequences, operands, chosen);
+    measure_piece(exec, layer, shape, sequences, operands, selected);
   else
-    measure(exec, layer, shape, sequences, operands, chosen);
+    measure(exec, layer, shape, sequences, operands, selected);
 }
 
 void SparseAttention::backward(const Exec& exec, int layer, const AttentionShape& shape,
@@ -233,7 +233,7 @@ SparseAttention::Lists SparseAttention::lists(const AttentionShape& shape, int64
   if (selection.pattern == SelectionPattern::dense) return {};
   const int64_t blocks = (keys + selection.block - 1) / selection.block;
   const int64_t budget = std::max(selection.budget, options_.largest_budget);
-  // Twice the budget: a list holds what any token of the query block chose.
+  // Twice the budget: a list holds what any token of the query block selected.
   return {(max_tokens + selection.query_block - 1) / selection.query_block * selector_.list_heads(shape),
           std::min(blocks, 2 * budget / selection.block + selection.sink_blocks + selection.local_blocks + 2),
           selection.lists_per_query_head() ? std::min(max_tokens, 2 * selection.vertical_cap) : 0};
@@ -246,7 +246,7 @@ int64_t SparseAttention::statistics_bytes(const AttentionShape& shape, int64_t t
 }
 
 int64_t SparseAttention::state_bytes(const AttentionShape& shape, int64_t max_tokens) const {
-  // Rows hold three bytes an entry, columns four.
+  // Rows hold three bytes per entry, columns four.
   const auto [rows, entries, columns] = lists(shape, max_tokens, max_tokens);
   return rows * (entries * 7 + columns * static_cast<int64_t>(sizeof(int32_t)) + 12);
 }

@@ -30,8 +30,8 @@ struct AttentionReport {
   LayerAttention total() const;
 };
 
-// Attention that chooses what it computes: it reports what it did and may learn from step to step.
-class ChoosingAttention : public Attention {
+// Attention that selects what it computes: it reports what it did and may learn from step to step.
+class SelectingAttention : public Attention {
  public:
   // What happened since the last call; starts anew.
   virtual AttentionReport take_report() = 0;
@@ -42,10 +42,10 @@ class ChoosingAttention : public Attention {
   virtual SelectionObservations take_observations() = 0;
 };
 
-// Dynamic block-sparse attention: chooses pairs by the configured pattern under each sequence's budget, computes these,
+// Dynamic block-sparse attention: selects pairs by the configured pattern under each sequence's budget, computes these,
 // and keeps the index for backward and recompute. Sequences within `dense_below` or their budget, and layers in
 // `dense_layers`, run dense in the same call.
-class SparseAttention final : public ChoosingAttention {
+class SparseAttention final : public SelectingAttention {
  public:
   struct Options {
     SelectionConfig selection;
@@ -88,9 +88,9 @@ class SparseAttention final : public ChoosingAttention {
     CoverageSample coverage;        // of the pieces so far
   };
 
-  void choose(const Exec& exec, int layer, const AttentionShape& shape, const PackedSequences& sequences,
+  void select(const Exec& exec, int layer, const AttentionShape& shape, const PackedSequences& sequences,
               const AttentionOperands& operands, BlockIndex& index);
-  // For what planes are chosen by in later steps.
+  // For what planes are selected by in later steps.
   void measure_energies(const Exec& exec, int layer, const AttentionShape& shape, const PackedSequences& sequences,
                         const AttentionOperands& operands);
   bool needs_statistics() const { return options_.selection.scores_blocks() || options_.coverage_rows > 0; }

@@ -10,7 +10,7 @@
 namespace sb::gpu {
 
 // `mass` with look-ahead: any query block may take everything, so that every list has room for it.
-bool AttentionMemory::chooses_most_mass() const {
+bool AttentionMemory::selects_most_mass() const {
   return options.selection.pattern == SelectionPattern::mass && options.selection.order == SelectionOrder::lookahead;
 }
 // How far tuned budgets may raise the caps of `vertical_slash`.
@@ -85,7 +85,7 @@ int64_t AttentionMemory::scratch_bytes(const AttentionShape& shape, int64_t max_
       selection += 2 * columns * 2 * d +  // the forward's copies lie beside
                    list_heads * (4 * (max_tokens / kSlashChunk + sequences) * kSlashChunkFloats +
                                  4 * kSlashChunk * sequences + 5 * blocks);
-    if (chooses_most_mass())  // masses of all query blocks, and the counts of every sequence
+    if (selects_most_mass())  // masses of all query blocks, and the counts of every sequence
       selection += shape.kv_heads * (2 * lists * (blocks + 64) + 4 * pool_counts_size(sequences, lists + sequences));
   }
   if (options.selection.pattern != SelectionPattern::dense) selection += 20 * sequences;  // counts and thresholds
@@ -107,7 +107,7 @@ int64_t AttentionMemory::state_bytes(const AttentionShape& shape, int64_t max_to
   // Tuned budgets rise above the configured one, and `mass` may list twice what it is given.
   const int64_t most = (selection.pattern == SelectionPattern::mass ? 2 : 1) * options.largest_budget;
   int64_t list = (std::max(2 * selection.budget, most) + selection.query_block) / block;
-  if (chooses_most_mass()) list = blocks;
+  if (selects_most_mass()) list = blocks;
   if (selection.pattern == SelectionPattern::vertical_slash)
     list = most_caps() * selection.slash_cap * (list_query_block() / block + 1);
   list = std::min(blocks, list + (selection.sink_blocks + selection.local_blocks + 2) * (selection.block / block));

@@ -18,7 +18,7 @@ struct AttentionMemory {
   int64_t statistics_bytes(const AttentionShape& shape, int64_t max_tokens) const;
 
  private:
-  bool chooses_most_mass() const;
+  bool selects_most_mass() const;
   int list_query_block() const;
   int64_t most_caps() const;
   int64_t sparse_sequences(int64_t max_tokens) const;  // at most

@@ -3,13 +3,13 @@
 #include <algorithm>
 
 #include "attention/gpu/attention_memory.h"
-#include "attention/gpu/piece_operands.h"
-#include "attention/gpu/plan/choice_memory.h"
 #include "attention/gpu/plan/coverage_log.h"
 #include "attention/gpu/plan/device_plan.h"
 #include "attention/gpu/plan/given_index.h"
 #include "attention/gpu/plan/recent_plans.h"
+#include "attention/gpu/plan/select_memory.h"
 #include "attention/gpu/plan_requests.h"
+#include "attention/piece_operands.h"
 #include "device/cuda.h"
 #include "device/memory.h"
 
@@ -28,14 +28,14 @@ class CudaState final : public AttentionState {
   void* list_memory() const { return plan->sparse() ? lists.data() : plan->own_lists(); }
 };
 
-class CudaAttention final : public ChoosingAttention {
+class CudaAttention final : public SelectingAttention {
  public:
   explicit CudaAttention(const CudaAttentionOptions& options)
       : options_(options),
         selection_(options.attention.selection),
         device_(cuda::device_info()),
         requests_(options_, device_),
-        choices_(selection_, options.attention.layers) {
+        select_memory_(selection_, options.attention.layers) {
     if (selection_.pattern != SelectionPattern::dense) check_selection_config(selection_);
     SB_USER_CHECK(device_.major >= 8, "{} is too old: attention on CUDA needs compute capability 8.0 or later",
                   device_.name);
@@ -53,37 +53,36 @@ class CudaAttention final : public ChoosingAttention {
                const AttentionOperands& given, AttentionState& state, bool replay) override {
     CudaState& kept = static_cast<CudaState&>(state);
     check_operands(given);
-    choices_.give(kept.given);
+    select_memory_.give(kept.given);
     if (!replay) kept.plan = plan_for(exec, layer, shape, sequences, given.q.dtype());
     SB_CHECK(kept.plan != nullptr, "replay without an earlier forward");
     const ArenaScope scope(*exec.scratch);
-    const AttentionOperands operands = gpu::keys_in_order(exec, sequences, given),
-                            own = gpu::own_keys(sequences, given);
-    const bool chooses = !replay && kept.plan->sparse();
+    const AttentionOperands operands = keys_in_order(exec, sequences, given), own = own_keys(sequences, given);
+    const bool selects = !replay && kept.plan->sparse();
     const bool counts = !replay && !sequences.again;
     const bool measures =
-        counts && sequences.tokens() > 0 && options_.attention.coverage_rows > 0 && choices_.ready(layer);
+        counts && sequences.tokens() > 0 && options_.attention.coverage_rows > 0 && select_memory_.ready(layer);
     const bool observes = counts && kept.plan->sample_count() > 0;
-    const bool beside_forward = chooses || measures || observes;
+    const bool beside_forward = selects || measures || observes;
     if (beside_forward) {
-      gpu::SelectParams chosen;
-      if (chooses) chosen = choose(exec, layer, shape, own, kept);
+      gpu::SelectParams selected;
+      if (selects) selected = select(exec, layer, shape, own, kept);
       // What the forward does not need is made beside it.
       cuda::record(rows_listed_.get(), exec.stream);
       cuda::wait_on_stream(rows_listed_.get(), beside_.get());
-      if (chooses) {
-        if (counts) count_chosen(layer, chosen, *kept.plan);
-        gpu::list_columns(chosen, beside_.get());
+      if (selects) {
+        if (counts) count_selected(layer, selected, *kept.plan);
+        gpu::list_columns(selected, beside_.get());
         order_work(beside_.get(), *kept.plan, kept.plan->lists_in(kept.list_memory()));
       }
       Exec beside = exec;
       beside.stream = beside_.get();
-      if (observes) choices_.observe(beside, layer, shape, own, kept.plan->samples(), kept.plan->sample_count());
+      if (observes) select_memory_.observe(beside, layer, shape, own, kept.plan->samples(), kept.plan->sample_count());
       if (measures) measure(beside, layer, shape, operands, kept);
       cuda::record(made_beside_.get(), beside_.get());
     }
     if (counts) report_.layers[layer].causal_pairs += kept.plan->causal_pairs();
-    if (counts && !chooses) report_.layers[layer].pairs += kept.plan->causal_pairs();
+    if (counts && !selects) report_.layers[layer].pairs += kept.plan->causal_pairs();
     if (sequences.tokens() > 0) attend(exec, operands, kept);
     if (beside_forward) cuda::wait_on_stream(made_beside_.get(), exec.stream);
   }
@@ -100,7 +99,7 @@ class CudaAttention final : public ChoosingAttention {
     SB_CHECK(gradients.dk.dtype() == (sequences.is_piece() ? DType::f32 : given.k.dtype()), "gradients of keys in {}",
              dtype_name(gradients.dk.dtype()));
     const ArenaScope scope(*exec.scratch);
-    const AttentionOperands operands = gpu::keys_in_order(exec, sequences, given);
+    const AttentionOperands operands = keys_in_order(exec, sequences, given);
     gpu::BackwardParams params;
     kept.plan->set(params);
     set_operands(params, operands);
@@ -186,13 +185,13 @@ class CudaAttention final : public ChoosingAttention {
     const gpu::PlanSize size = requests_.largest_plan(shape, max_tokens, dtype);
     plans_.reserve(different_plans(states.size()), size.device);
     staging_.reserve(size.uploaded);
-    choices_.reserve(shape);
+    select_memory_.reserve(shape);
     if (options_.attention.coverage_rows > 0) coverage_.reserve();
   }
   int64_t reserved_bytes(const AttentionShape& shape, int64_t max_tokens, DType dtype, int64_t states) const override {
     return static_cast<int64_t>(plans_.for_states(different_plans(static_cast<size_t>(states)))) *
                requests_.largest_plan(shape, max_tokens, dtype).device +
-           choices_.reserved_bytes(shape) +
+           select_memory_.reserved_bytes(shape) +
            (options_.attention.coverage_rows > 0 ? gpu::CoverageLog::reserved_bytes() : 0);
   }
 
@@ -224,7 +223,7 @@ class CudaAttention final : public ChoosingAttention {
   }
 
   AttentionReport take_report() override {
-    choices_.take_pairs(report_);
+    select_memory_.take_pairs(report_);
     coverage_.take(report_);
     AttentionReport taken = std::move(report_);
     report_ = {};
@@ -232,8 +231,8 @@ class CudaAttention final : public ChoosingAttention {
     return taken;
   }
 
-  void use(const LearnedSelection& learned) override { choices_.use(learned); }
-  SelectionObservations take_observations() override { return choices_.take_observations(); }
+  void use(const LearnedSelection& learned) override { select_memory_.use(learned); }
+  SelectionObservations take_observations() override { return select_memory_.take_observations(); }
 
  private:
   // Layers share a plan unless their budgets differ: then a state of every micro-batch in flight has its own.
@@ -302,7 +301,7 @@ class CudaAttention final : public ChoosingAttention {
     params.k = operands.k.raw();
     params.moments = selection_.score != BlockScore::mean;
     params.block = selection_.block;
-    choices_.set_planes(exec, layer, shape, params);
+    select_memory_.set_planes(exec, layer, shape, params);
     params.parts = gpu::judged_parts(selection_);
     params.query_block = selection_.query_block;
     params.sinks = selection_.sink_blocks;
@@ -340,7 +339,7 @@ class CudaAttention final : public ChoosingAttention {
   }
 
   // Row lists; what the column lists are made from.
-  gpu::SelectParams choose(const Exec& exec, int layer, const AttentionShape& shape, const AttentionOperands& operands,
+  gpu::SelectParams select(const Exec& exec, int layer, const AttentionShape& shape, const AttentionOperands& operands,
                            CudaState& state) {
     const DevicePlan& plan = *state.plan;
     const DevicePlan::Lists lists = plan.lists_in(state.lists.ensure("block index", plan.list_bytes()));
@@ -363,10 +362,10 @@ class CudaAttention final : public ChoosingAttention {
       params.sums = exec.scratch->allocate_array<uint16_t>(plan.select().sums);
       params.pool_counts = exec.scratch->allocate_array<int32_t>(plan.pool_counts());
     }
-    choices_.begin(exec, layer, shape, plan.select(), params);
+    select_memory_.begin(exec, layer, shape, plan.select(), params);
     if (plan.piece()) append_statistics(exec, layer, plan, params);
     if (selection_.pattern == SelectionPattern::vertical_slash)
-      choose_vertical_slash(exec, plan, params, lists);
+      select_vertical_slash(exec, plan, params, lists);
     else if (plan.hopper())
       gpu::hopper_select(params, exec.stream);
     else
@@ -374,10 +373,10 @@ class CudaAttention final : public ChoosingAttention {
     return params;
   }
 
-  // What was chosen, for the report and what is learned of it: beside the forward.
-  void count_chosen(int layer, const gpu::SelectParams& chosen, const DevicePlan& plan) {
-    choices_.add_counts(layer, plan.select(), plan.mass_classes(), chosen, beside_.get());
-    if (!choices_.counts()) {
+  // What was selected, for the report and what is learned of it: beside the forward.
+  void count_selected(int layer, const gpu::SelectParams& selected, const DevicePlan& plan) {
+    select_memory_.add_counts(layer, plan.select(), plan.mass_classes(), selected, beside_.get());
+    if (!select_memory_.counts()) {
       report_.layers[layer].pairs += plan.select().token_pairs;
       return;
     }
@@ -398,7 +397,7 @@ class CudaAttention final : public ChoosingAttention {
     gpu::make_backward_work(work, stream);
   }
 
-  void choose_vertical_slash(const Exec& exec, const DevicePlan& plan, const gpu::SelectParams& select,
+  void select_vertical_slash(const Exec& exec, const DevicePlan& plan, const gpu::SelectParams& select,
                              const DevicePlan::Lists& lists) {
     gpu::SlashParams params;
     plan.set(params);
@@ -423,7 +422,7 @@ class CudaAttention final : public ChoosingAttention {
   gpu::Staging staging_;
   gpu::RecentPlans<DevicePlan> plans_;
   std::vector<DeviceBuffer> statistics_;  // of every layer: of the key blocks of the sequence that comes in pieces
-  gpu::ChoiceMemory choices_;
+  gpu::SelectMemory select_memory_;
   gpu::CoverageLog coverage_;
   std::shared_ptr<void> beside_ = cuda::make_stream();
   std::shared_ptr<void> rows_listed_ = cuda::make_event(), made_beside_ = cuda::make_event();
@@ -432,7 +431,7 @@ class CudaAttention final : public ChoosingAttention {
 
 }  // namespace
 
-std::unique_ptr<ChoosingAttention> make_cuda_attention(const CudaAttentionOptions& options) {
+std::unique_ptr<SelectingAttention> make_cuda_attention(const CudaAttentionOptions& options) {
   cuda::require_device();
   return std::make_unique<CudaAttention>(options);
 }
@@ -476,7 +475,7 @@ BlockIndex read_block_index(const AttentionState& state, ThreadPool& pool) {
   return gpu::index_of(what, select, plan.work(), host, pool);
 }
 
-void write_block_index(const BlockIndex& index, ChoosingAttention& attention, const Exec& exec,
+void write_block_index(const BlockIndex& index, SelectingAttention& attention, const Exec& exec,
                        const AttentionShape& shape, DType dtype, AttentionState& state) {
   static_cast<CudaAttention&>(attention).give(index, exec, shape, dtype, static_cast<CudaState&>(state));
 }

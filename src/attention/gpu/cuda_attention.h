@@ -17,14 +17,14 @@ struct CudaAttentionOptions {
 // with the portable ones. Operands, exec.scratch and the lists a state keeps are device memory; everything is queued on
 // exec.stream and nothing waits for it. UserError for what it cannot do. Keys and values of a piece are read where they
 // lie if its pages follow each other, else from a copy that puts them in order.
-std::unique_ptr<ChoosingAttention> make_cuda_attention(const CudaAttentionOptions& options);
+std::unique_ptr<SelectingAttention> make_cuda_attention(const CudaAttentionOptions& options);
 
 // The lists that a state of such an attention holds. Waits for the device.
 BlockIndex read_block_index(const AttentionState& state, ThreadPool& pool);
 
 // Puts given lists into a state of such an attention: a forward with `replay` and its backward then use them. Queued on
 // exec.stream.
-void write_block_index(const BlockIndex& index, ChoosingAttention& attention, const Exec& exec,
+void write_block_index(const BlockIndex& index, SelectingAttention& attention, const Exec& exec,
                        const AttentionShape& shape, DType dtype, AttentionState& state);
 
 // A state whose lists lie in device memory of the caller: of a forward to come, or of one that ran with the same

@@ -12,13 +12,13 @@ namespace {
 
 }  // namespace
 
-std::unique_ptr<ChoosingAttention> make_cuda_attention(const CudaAttentionOptions&) {
+std::unique_ptr<SelectingAttention> make_cuda_attention(const CudaAttentionOptions&) {
   refuse();
 }
 BlockIndex read_block_index(const AttentionState&, ThreadPool&) {
   refuse();
 }
-void write_block_index(const BlockIndex&, ChoosingAttention&, const Exec&, const AttentionShape&, DType,
+void write_block_index(const BlockIndex&, SelectingAttention&, const Exec&, const AttentionShape&, DType,
                        AttentionState&) {
   refuse();
 }

@@ -67,10 +67,10 @@ const PlanSize& PlanRequests::largest_plan(const AttentionShape& shape, int64_t 
   auto largest = built(1, true, selection().budget);
   const auto many = built(most, true, selection().budget);
   if (selection().pattern != SelectionPattern::dense) {
-    // Tuned budgets may be lower than the configured one, and what that covers be chosen from then.
+    // Tuned budgets may be lower than the configured one, and what that covers be selected from then.
     const int64_t lower = std::min(selection().budget, max_tokens / 4 + 1);
-    const int64_t choosing = std::clamp<int64_t>(max_tokens / (selection().dense_limit() + 1), 1, most);
-    for (const int64_t sequences : {int64_t{1}, choosing})
+    const int64_t selecting = std::clamp<int64_t>(max_tokens / (selection().dense_limit() + 1), 1, most);
+    for (const int64_t sequences : {int64_t{1}, selecting})
       for (const int64_t budget : {selection().budget, lower}) {
         const auto one = built(sequences, false, budget);
         largest = {std::max(largest.first, one.first), std::max(largest.second, one.second)};
@@ -88,8 +88,8 @@ const PieceSize& PlanRequests::largest_piece(const AttentionShape& shape, const 
       known.longest == limits.longest && known.dtype == limits.dtype)
     return known;
   known = {shape, limits.max_tokens, limits.longest, limits.dtype};
-  const bool chooses = selection().pattern != SelectionPattern::dense;
-  const int64_t edge = chooses ? std::max(selection().block, selection().query_block) : 1;
+  const bool selects = selection().pattern != SelectionPattern::dense;
+  const int64_t edge = selects ? std::max(selection().block, selection().query_block) : 1;
   const int64_t tokens = std::min(limits.max_tokens, limits.longest);
   const int64_t begin = (limits.longest - tokens + edge - 1) / edge * edge;
   Staging staging;
@@ -112,7 +112,7 @@ const PieceSize& PlanRequests::largest_piece(const AttentionShape& shape, const 
     if (selection().scores_blocks()) known.kept = std::max(known.kept, plan.kept_bytes());
   };
   add(true, selection().budget);
-  if (!chooses) return known;
+  if (!selects) return known;
   for (const int64_t budget : {selection().budget, std::min(selection().budget, limits.longest / 4 + 1),
                                std::max(selection().budget, options_.attention.largest_budget)})
     add(false, budget);

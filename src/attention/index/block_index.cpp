@@ -90,7 +90,7 @@ void BlockIndex::build_columns(ThreadPool& pool) {
   }
   const auto scan = [&](const Stripe& stripe, auto&& visit) {
     const Sequence& sequence = *stripe.sequence;
-    // Rows before the stripe's first key cannot have chosen it.
+    // Rows before the stripe's first key cannot have selected it.
     const int first_row = static_cast<int>(int64_t{stripe.begin} * shape_.block / shape_.query_block);
     for (int query_block = first_row; query_block < sequence.query_blocks; ++query_block) {
       const int64_t id = row_id(sequence, stripe.list_head, query_block);

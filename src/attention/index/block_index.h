@@ -25,7 +25,7 @@ struct BlockIndexShape {
   bool operator==(const BlockIndexShape&) const = default;
 };
 
-// One chosen (query block, key block). Token t of the query block (counted from the block's first token) sees the key
+// One selected (query block, key block). Token t of the query block (counted from the block's first token) sees the key
 // block if t >= first, and in it the keys that are not after t itself.
 struct IndexEntry {
   uint16_t block;
@@ -73,7 +73,7 @@ class BlockIndex {
   int query_tokens(const Sequence& sequence, int query_block) const;
 
   Row row(int64_t id) const;
-  // Query blocks that chose a key block, ascending; query_block_of and first_of take an entry apart.
+  // Query blocks that selected a key block, ascending; query_block_of and first_of take an entry apart.
   std::span<const uint32_t> column(int64_t id) const;
   static int query_block_of(uint32_t column_entry) { return static_cast<int>(column_entry >> 7); }
   static int first_of(uint32_t column_entry) { return static_cast<int>(column_entry & 127); }
@@ -87,7 +87,7 @@ class BlockIndex {
   // Bytes the lists hold now.
   int64_t bytes() const;
 
-  // To a file and back, to replay the choices of a run. load() checks everything and throws UserError.
+  // To a file and back, to replay the selections of a run. load() checks everything and throws UserError.
   void save(const std::string& path) const;
   void load(const std::string& path, ThreadPool& pool);
 

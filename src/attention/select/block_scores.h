@@ -20,7 +20,7 @@ class BlockScorer {
 
   // Log relative masses of blocks 0 … count-1 for tokens [begin, end) under kv head `head`: row t of the result (stride
   // `count`) belongs to token begin + t. Over the query heads of the group the largest relative mass counts; by planes
-  // there is one score a token, of the group's mean query.
+  // there is one score per token, of the group's mean query.
   const float* token_masses(int head, int64_t begin, int64_t end, int64_t count);
   // The same for whole tiles at once: the sum over a tile's tokens; row i belongs to tile first_tile + i.
   const float* tile_masses(int head, const SequenceTiles& tiles, int64_t first_tile, int64_t last_tile, int64_t count);

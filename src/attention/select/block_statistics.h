@@ -11,7 +11,7 @@ namespace sb {
 // What key blocks are judged by, and how it lies: a block is cut into parts of equal length, and every part has a row
 // of statistics. A block's rows lie channel by channel, [row width, parts], so that one pass over the channels
 // multiplies neighbouring parts; a block that is one part has its row as it is. By planes every key is a part, and its
-// row has the chosen channels: two of them, rounded to bf16, in one float.
+// row has the selected channels: two of them, rounded to bf16, in one float.
 struct BlockScoring {
   BlockScore score;
   int block;     // tokens of a key block
@@ -39,7 +39,7 @@ struct BlockScoring {
 };
 
 // Mean and variance per channel of every part of the key blocks of one sequence, as the matrix that scores multiply
-// with: the rows hold μ, then (with moments) σ². By planes: the chosen channels of every key.
+// with: the rows hold μ, then (with moments) σ². By planes: the selected channels of every key.
 class BlockStatistics {
  public:
   static int64_t floats(const BlockScoring& scoring, const AttentionShape& shape, int64_t blocks) {
@@ -56,7 +56,7 @@ class BlockStatistics {
 // estimates the log of its mean exponential score (second cumulant).
 void fill_query_row(const BlockScoring& scoring, const float* q, int head_dim, float scale, float* row);
 
-// And by planes, for one token [heads, d] under a kv head: the chosen channels of the group's mean query, scaled.
+// And by planes, for one token [heads, d] under a kv head: the selected channels of the group's mean query, scaled.
 void fill_mean_query(const AttentionShape& shape, const LayerPlanes& planes, int kv_head, const float* q, float* row);
 
 // InternalError unless scores by planes have planes of this shape.

@@ -41,12 +41,12 @@ float correction(const LearnedSelection& learned, int layer, int length_class, d
   return static_cast<float>(below->value + share * (above->value - below->value));
 }
 
-// A class follows log(chosen / wanted). Lists have a floor and a cap, so that a threshold far off shows little of how
+// A class follows log(selected / wanted). Lists have a floor and a cap, so that a threshold far off shows little of how
 // far: while that logarithm keeps its sign, steps grow. Where it changes, which tells of noise, or of masses so alike
 // that a small change of the threshold moves many blocks, they shrink.
 MassThreshold follow(MassThreshold threshold, bool seen_before, const MassCounts& counts) {
   constexpr float kLeast = 1.0f / 256, kMost = 4.0f;
-  const double ratio = std::max(static_cast<double>(counts.chosen), 0.5) / static_cast<double>(counts.wanted);
+  const double ratio = std::max(static_cast<double>(counts.selected), 0.5) / static_cast<double>(counts.wanted);
   const auto error = static_cast<float>(std::clamp(std::log(ratio), -1.0, 1.0));
   if (seen_before) {
     const bool turned = (error > 0) != (threshold.last > 0);

@@ -25,9 +25,9 @@ MassKey mass_key(int layer, const SequenceTiles& tiles);
 
 // Blocks beyond those that are listed anyhow (SequenceTiles::given), over tiles and list heads.
 struct MassCounts {
-  int64_t chosen = 0, wanted = 0;
+  int64_t selected = 0, wanted = 0;
   MassCounts& operator+=(const MassCounts& other) {
-    chosen += other.chosen;
+    selected += other.selected;
     wanted += other.wanted;
     return *this;
   }
@@ -40,7 +40,7 @@ int64_t given_blocks(const SequenceTiles& tiles);
 // What `mass` knows of a class.
 struct MassThreshold {
   float correction = 0;  // to start_threshold()
-  float gain = 1;        // how far it follows log(chosen / wanted) of a step
+  float gain = 1;        // how far it follows log(selected / wanted) of a step
   float last = 0;        // that logarithm, of the last step
   bool operator==(const MassThreshold&) const = default;
 };
@@ -59,7 +59,7 @@ struct LearnedSelection {
   bool operator==(const LearnedSelection&) const = default;
 };
 
-// The log of the relative mass from which a block is worth choosing, before anything is known: what each would hold if
+// The log of the relative mass from which a block is worth selecting, before anything is known: what each would hold if
 // the mass lay evenly on twice the quota.
 float start_threshold(const SequenceTiles& tiles);
 // With what was learned: the corrections of the nearest length class seen, between the two nearest budget classes.

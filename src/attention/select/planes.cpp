@@ -64,11 +64,11 @@ PlaneSums& PlaneSums::operator+=(const PlaneSums& other) {
   return *this;
 }
 
-LayerPlanes choose_planes(const AttentionShape& shape, const PlaneSums& sums, int channels) {
+LayerPlanes select_planes(const AttentionShape& shape, const PlaneSums& sums, int channels) {
   const int d = shape.head_dim, planes = d / 2;
   SB_CHECK(channels > 0 && channels % 2 == 0 && channels <= d, "{} channels of {}", channels, d);
   SB_CHECK(sums.tokens > 0 && std::ssize(sums.query_squares) == int64_t{shape.kv_heads} * d, "no statistics of planes");
-  LayerPlanes chosen{shape.kv_heads, channels, {}, {}, {}};
+  LayerPlanes selected{shape.kv_heads, channels, {}, {}, {}};
   const auto n = static_cast<double>(sums.tokens);
   for (int head = 0; head < shape.kv_heads; ++head) {
     std::vector<double> energy(static_cast<size_t>(planes));
@@ -89,13 +89,13 @@ LayerPlanes choose_planes(const AttentionShape& shape, const PlaneSums& sums, in
     });
     order.resize(static_cast<size_t>(channels / 2));
     std::sort(order.begin(), order.end());
-    for (const int32_t p : order) chosen.channel.push_back(p);
-    for (const int32_t p : order) chosen.channel.push_back(p + planes);
-    for (const int32_t c : chosen.of(head))
-      chosen.key_mean.push_back(static_cast<float>(sums.key_sums[static_cast<size_t>(head * d + c)] / n));
-    chosen.scale.push_back(shape.scale);
+    for (const int32_t p : order) selected.channel.push_back(p);
+    for (const int32_t p : order) selected.channel.push_back(p + planes);
+    for (const int32_t c : selected.of(head))
+      selected.key_mean.push_back(static_cast<float>(sums.key_sums[static_cast<size_t>(head * d + c)] / n));
+    selected.scale.push_back(shape.scale);
   }
-  return chosen;
+  return selected;
 }
 
 }  // namespace sb

@@ -10,7 +10,8 @@ namespace sb {
 
 // `score: planes` judges a key block by the largest product of the group's mean query with one of its keys, over a few
 // channels: the rotary planes (channel i with i + d/2) that carry the most energy E[q²] · Var[k] in a layer and kv
-// head. Which ones those are follows from earlier steps, never from the sequence at hand, so the choice stays causal.
+// head. Which ones those are follows from earlier steps, never from the sequence at hand, so the selection stays
+// causal.
 
 // What one layer is judged by.
 struct LayerPlanes {
@@ -48,6 +49,6 @@ inline constexpr int64_t kPlaneSampling = 16;
 PlaneSums measure_planes(const Exec& exec, const AttentionShape& shape, const float* q, const float* k, int64_t tokens);
 
 // The planes of the most energy; ties go to the lower plane.
-LayerPlanes choose_planes(const AttentionShape& shape, const PlaneSums& sums, int channels);
+LayerPlanes select_planes(const AttentionShape& shape, const PlaneSums& sums, int channels);
 
 }  // namespace sb

@@ -15,7 +15,7 @@ bool selection_looks_ahead(const SelectionConfig& config) {
 std::string why_not_in_pieces(const SelectionConfig& config) {
   if (!selection_looks_ahead(config)) return {};
   return config.pattern == SelectionPattern::vertical_slash
-             ? "attention.pattern: vertical_slash chooses by the last queries of the whole sequence"
+             ? "attention.pattern: vertical_slash selects by the last queries of the whole sequence"
              : "attention.selection: lookahead lets later tokens decide what earlier ones see";
 }
 
@@ -39,10 +39,11 @@ void check_selection_config(const SelectionConfig& config) {
                   "channels",
                   config.score_channels);
   }
-  SB_USER_CHECK(config.budget >= 1, "attention.budget: {} keys a query; at least 1 is needed", config.budget);
+  SB_USER_CHECK(config.budget >= 1, "attention.budget: {} keys per query; at least 1 is needed", config.budget);
   SB_USER_CHECK(config.sink_blocks >= 0, "attention.sink_blocks: {} is negative", config.sink_blocks);
   SB_USER_CHECK(config.local_blocks >= 0, "attention.local_blocks: {} is negative", config.local_blocks);
-  SB_USER_CHECK(config.step >= 0 && config.step <= 64, "attention.step: {}; 0 to 64 blocks a token work", config.step);
+  SB_USER_CHECK(config.step >= 0 && config.step <= 64, "attention.step: {}; 0 to 64 blocks per token work",
+                config.step);
   SB_USER_CHECK(config.coverage > 0 && config.coverage <= 1, "attention.coverage: {} is not in (0, 1]",
                 config.coverage);
   SB_USER_CHECK(config.vertical_coverage > 0 && config.vertical_coverage <= 1,

@@ -7,7 +7,7 @@
 namespace sb {
 
 enum class SelectionPattern { dense, topk, mass, topp, vertical_slash, window };
-// causal: every token chooses by its own query, in order (the staircase). lookahead: a whole query block chooses at
+// causal: every token selects by its own query, in order (the staircase). lookahead: a whole query block selects at
 // once, as published block-level methods do; later tokens then influence what earlier ones see.
 enum class SelectionOrder { causal, lookahead };
 // What estimates the attention mass of a key block: its largest key over the channels that matter (planes.h), its mean
@@ -23,8 +23,8 @@ struct SelectionConfig {
   int block = 128;           // tokens of a key block
   int query_block = 16;      // tokens that share one list
   int64_t budget = 8192;     // keys per query where the micro-batch gives none
-  int sink_blocks = 1;       // first blocks, always chosen
-  int local_blocks = 2;      // blocks right before the query block, always chosen
+  int sink_blocks = 1;       // first blocks, always selected
+  int local_blocks = 2;      // blocks right before the query block, always selected
   int step = 1;              // blocks each later token of a query block may add
   int64_t dense_below = -1;  // sequences up to this length run dense; -1: the budget
   double coverage = 0.95;    // topp: mass each token wants to reach
@@ -48,7 +48,7 @@ struct SelectionConfig {
   bool lists_per_query_head() const { return pattern == SelectionPattern::vertical_slash; }
 };
 
-// Whether what a token sees may depend on later ones: then a sequence cannot be chosen for piece by piece.
+// Whether what a token sees may depend on later ones: then a sequence cannot be selected for piece by piece.
 bool selection_looks_ahead(const SelectionConfig& config);
 // The reason in words; empty where it can.
 std::string why_not_in_pieces(const SelectionConfig& config);

@@ -68,7 +68,7 @@ MassCounts Selector::select(const Exec& exec, const SelectionRequest& request, B
       std::vector<IndexEntry> row;
       for (int64_t tile = request.begin / tiles.query_block; tile < Chunks::last_tile(request); ++tile) {
         row.clear();
-        choose_window(tiles, tile, row);
+        select_window(tiles, tile, row);
         for (int head = 0; head < request.shape.kv_heads; ++head) {
           builder.set_row(0, BlockIndex::row_id(request.place, head, static_cast<int>(tile)), row);
         }
@@ -95,7 +95,7 @@ MassCounts Selector::select_held(const Exec& exec, const SelectionRequest& reque
       SB_CHECK(config_.order == SelectionOrder::causal, "the best pairs of a whole sequence need all of it");
       return select_by_scores(exec, request, StaircaseRule::Kind::mass, builder);
     default:
-      throw InternalError("this pattern is not chosen by scores");
+      throw InternalError("this pattern is not selected by scores");
   }
 }
 
@@ -106,7 +106,7 @@ MassCounts Selector::select_by_scores(const Exec& exec, const SelectionRequest& 
   Chunks chunks(request);
   const bool shared = !request.held_blocks.empty();
   if (shared) chunks.count = std::ssize(request.held_blocks);
-  std::atomic<int64_t> chosen = 0, wanted = 0;
+  std::atomic<int64_t> selected = 0, wanted = 0;
   struct Worker {
     BlockScorer scorer;
     Staircase staircase;
@@ -139,19 +139,19 @@ MassCounts Selector::select_by_scores(const Exec& exec, const SelectionRequest& 
     for (int64_t tile = first; tile < last; ++tile) {
       row.clear();
       if (!needed) {
-        choose_everything(tiles, tile, row);
+        select_everything(tiles, tile, row);
       } else {
         const int64_t mass_row = lookahead ? tile - first : tiles.begin(tile) - tiles.begin(first);
-        worker.staircase.choose(tiles, tile,
+        worker.staircase.select(tiles, tile,
                                 {masses + mass_row * competing, competing, lookahead ? 1 : tiles.rows(tile), competing},
                                 rule(kind, tiles, tile, request.threshold), row);
       }
       builder.set_row(thread, BlockIndex::row_id(request.place, head, static_cast<int>(tile)), row);
-      chosen.fetch_add(std::ssize(row) - tiles.given(tile), std::memory_order_relaxed);
+      selected.fetch_add(std::ssize(row) - tiles.given(tile), std::memory_order_relaxed);
       wanted.fetch_add(tiles.wanted(tile), std::memory_order_relaxed);
     }
   });
-  return {chosen, wanted};
+  return {selected, wanted};
 }
 
 void Selector::select_most_mass(const Exec& exec, const SelectionRequest& request, BlockIndexBuilder& builder) const {
@@ -172,7 +172,7 @@ void Selector::select_most_mass(const Exec& exec, const SelectionRequest& reques
         masses[tile].assign(found + (tile - first) * competing, found + (tile - first + 1) * competing);
       }
     }
-    const std::vector<std::vector<IndexEntry>> rows = choose_most_mass(tiles, masses, pairs);
+    const std::vector<std::vector<IndexEntry>> rows = most_mass_rows(tiles, masses, pairs);
     for (int64_t tile = 0; tile < tiles.tiles(); ++tile) {
       builder.set_row(thread, BlockIndex::row_id(request.place, static_cast<int>(head), static_cast<int>(tile)),
                       rows[tile]);
@@ -195,23 +195,23 @@ StaircaseRule Selector::rule(StaircaseRule::Kind kind, const SequenceTiles& tile
   return rule;
 }
 
-void Selector::choose_tile(const SelectionRequest& request, int head, int64_t tile, BlockScorer& scorer,
+void Selector::select_tile(const SelectionRequest& request, int head, int64_t tile, BlockScorer& scorer,
                            std::vector<IndexEntry>& row) const {
   const SequenceTiles& tiles = request.tiles;
-  if (config_.pattern == SelectionPattern::window) return choose_window(tiles, tile, row);
+  if (config_.pattern == SelectionPattern::window) return select_window(tiles, tile, row);
   SB_CHECK(config_.order == SelectionOrder::causal && !config_.lists_per_query_head(), "pattern looks ahead");
   const auto kind = config_.pattern == SelectionPattern::topk   ? StaircaseRule::Kind::topk
                     : config_.pattern == SelectionPattern::topp ? StaircaseRule::Kind::topp
                                                                 : StaircaseRule::Kind::mass;
   const int64_t competing = tiles.competing(tile);
-  if (tiles.candidates(tile) == 0) return choose_everything(tiles, tile, row);
+  if (tiles.candidates(tile) == 0) return select_everything(tiles, tile, row);
   const float* masses = scorer.token_masses(head, tiles.begin(tile), tiles.end(tile), competing);
-  Staircase().choose(tiles, tile, {masses, competing, tiles.rows(tile), competing},
+  Staircase().select(tiles, tile, {masses, competing, tiles.rows(tile), competing},
                      rule(kind, tiles, tile, request.threshold), row);
 }
 
-std::vector<std::vector<IndexEntry>> choose_most_mass(const SequenceTiles& tiles,
-                                                      const std::vector<std::vector<float>>& masses, int64_t pairs) {
+std::vector<std::vector<IndexEntry>> most_mass_rows(const SequenceTiles& tiles,
+                                                    const std::vector<std::vector<float>>& masses, int64_t pairs) {
   struct Pair {
     float mass;
     int32_t tile, block;
@@ -227,7 +227,7 @@ std::vector<std::vector<IndexEntry>> choose_most_mass(const SequenceTiles& tiles
   }
   pairs = std::min<int64_t>(pairs, static_cast<int64_t>(candidates.size()));
   std::nth_element(candidates.begin(), candidates.begin() + pairs, candidates.end(),
-                   [](const Pair& a, const Pair& b) { return chosen_before(a.mass, a.place(), b.mass, b.place()); });
+                   [](const Pair& a, const Pair& b) { return selected_before(a.mass, a.place(), b.mass, b.place()); });
   std::vector<std::vector<IndexEntry>> rows(tiles.tiles());
   for (int64_t i = 0; i < pairs; ++i) {
     rows[candidates[i].tile].push_back({static_cast<uint16_t>(candidates[i].block), 0});

@@ -9,7 +9,7 @@
 namespace sb {
 namespace {
 
-constexpr uint8_t kUnchosen = 255;
+constexpr uint8_t kUnselected = 255;
 
 void append(std::vector<IndexEntry>& out, int64_t block, int first_row) {
   out.push_back({static_cast<uint16_t>(block), static_cast<uint8_t>(first_row)});
@@ -17,7 +17,7 @@ void append(std::vector<IndexEntry>& out, int64_t block, int first_row) {
 
 struct ByMass {
   const float* masses;
-  bool operator()(int32_t a, int32_t b) const { return chosen_before(masses[a], a, masses[b], b); }
+  bool operator()(int32_t a, int32_t b) const { return selected_before(masses[a], a, masses[b], b); }
 };
 
 }  // namespace
@@ -33,24 +33,24 @@ StaircaseRule staircase_rule(StaircaseRule::Kind kind, int64_t free_quota, int s
   return rule;
 }
 
-void Staircase::choose(const SequenceTiles& tiles, int64_t tile, const BlockMasses& masses, const StaircaseRule& rule,
+void Staircase::select(const SequenceTiles& tiles, int64_t tile, const BlockMasses& masses, const StaircaseRule& rule,
                        std::vector<IndexEntry>& out) {
   const int64_t competing = tiles.competing(tile);
   if (tiles.candidates(tile) <= rule.total && rule.kind == StaircaseRule::Kind::topk) {
-    choose_everything(tiles, tile, out);
+    select_everything(tiles, tile, out);
     return;
   }
   SB_CHECK(masses.count == competing && masses.rows == (rule.rows == 1 ? 1 : tiles.rows(tile)),
            "masses of {} rows and {} blocks for tile {} of {} rows and {} blocks", masses.rows, masses.count, tile,
            tiles.rows(tile), competing);
-  first_row_.assign(competing, kUnchosen);
+  first_row_.assign(competing, kUnselected);
   for (int64_t j = 0; j < competing; ++j) {
     if (tiles.forced(tile, j)) first_row_[j] = 0;
   }
 
-  int64_t chosen = 0;
+  int64_t selected = 0;
   for (int row = 0; row < masses.rows; ++row) {
-    const int64_t room = std::min(rule.allowed(row), tiles.candidates(tile)) - chosen;
+    const int64_t room = std::min(rule.allowed(row), tiles.candidates(tile)) - selected;
     if (room <= 0) continue;
     const float* mass = masses.row(row);
 
@@ -62,7 +62,7 @@ void Staircase::choose(const SequenceTiles& tiles, int64_t tile, const BlockMass
       for (int64_t j = 0; j < competing; ++j) {
         const double m = std::exp(static_cast<double>(mass[j]));
         all += m;
-        if (first_row_[j] != kUnchosen) held += m;
+        if (first_row_[j] != kUnselected) held += m;
       }
       wanted = rule.coverage * all;
     } else if (rule.kind == StaircaseRule::Kind::mass) {
@@ -72,7 +72,7 @@ void Staircase::choose(const SequenceTiles& tiles, int64_t tile, const BlockMass
 
     order_.clear();
     for (int64_t j = 0; j < competing; ++j) {
-      if (first_row_[j] == kUnchosen) order_.push_back(static_cast<int32_t>(j));
+      if (first_row_[j] == kUnselected) order_.push_back(static_cast<int32_t>(j));
     }
     const auto best_end = order_.begin() + std::min<int64_t>(room, static_cast<int64_t>(order_.size()));
     if (best_end - order_.begin() == 1) {
@@ -82,20 +82,20 @@ void Staircase::choose(const SequenceTiles& tiles, int64_t tile, const BlockMass
     }
     for (auto it = order_.begin(); it != best_end && held < wanted; ++it) {
       const bool below = mass[*it] < least;
-      if (below && !(row == 0 && chosen < rule.floor)) break;
+      if (below && !(row == 0 && selected < rule.floor)) break;
       first_row_[*it] = static_cast<uint8_t>(row);
       if (rule.kind == StaircaseRule::Kind::topp) held += std::exp(static_cast<double>(mass[*it]));
-      ++chosen;
+      ++selected;
     }
   }
 
   for (int64_t j = 0; j < competing; ++j) {
-    if (first_row_[j] != kUnchosen) append(out, j, first_row_[j]);
+    if (first_row_[j] != kUnselected) append(out, j, first_row_[j]);
   }
   for (int64_t j = competing; j < tiles.visible(tile); ++j) append(out, j, 0);
 }
 
-void choose_window(const SequenceTiles& tiles, int64_t tile, std::vector<IndexEntry>& out) {
+void select_window(const SequenceTiles& tiles, int64_t tile, std::vector<IndexEntry>& out) {
   const int64_t own = tiles.visible(tile) - tiles.competing(tile);
   const int64_t sinks = std::min<int64_t>(tiles.sink_blocks, tiles.competing(tile));
   const int64_t local = std::max<int64_t>(tiles.local_blocks, tiles.quota(tile) - own - sinks);
@@ -104,7 +104,7 @@ void choose_window(const SequenceTiles& tiles, int64_t tile, std::vector<IndexEn
   }
 }
 
-void choose_everything(const SequenceTiles& tiles, int64_t tile, std::vector<IndexEntry>& out) {
+void select_everything(const SequenceTiles& tiles, int64_t tile, std::vector<IndexEntry>& out) {
   for (int64_t j = 0; j < tiles.visible(tile); ++j) append(out, j, 0);
 }
 

@@ -29,7 +29,7 @@ const LayerPlanes* StepSelection::planes(int layer, const AttentionShape& shape)
   if (!planes_[at]) {
     SB_CHECK(ready(layer), "layer {} is to judge blocks by planes before it has statistics of them", layer);
     check_score_channels(config_, shape.head_dim);
-    planes_[at] = choose_planes(shape, learned_.planes[at], config_.score_channels);
+    planes_[at] = select_planes(shape, learned_.planes[at], config_.score_channels);
   }
   return &*planes_[at];
 }

@@ -35,7 +35,7 @@ class StepSelection {
   SelectionConfig config_;
   LearnedSelection learned_;
   SelectionObservations seen_;
-  std::vector<std::optional<LayerPlanes>> planes_;  // chosen when first asked for
+  std::vector<std::optional<LayerPlanes>> planes_;  // selected when first asked for
 };
 
 }  // namespace sb

@@ -17,7 +17,7 @@ std::vector<int32_t> fewest_reaching(std::span<const double> mass, double share,
   const double total = std::accumulate(mass.begin(), mass.end(), already);
   const int64_t most = std::min<int64_t>(cap, static_cast<int64_t>(mass.size()));
   std::partial_sort(order.begin(), order.begin() + most, order.end(),
-                    [&](int32_t a, int32_t b) { return chosen_before(mass[a], a, mass[b], b); });
+                    [&](int32_t a, int32_t b) { return selected_before(mass[a], a, mass[b], b); });
   double held = already;
   int64_t taken = 0;
   // A share of 1 means everything: rounding in the sums must not leave entries out.
@@ -42,10 +42,10 @@ VerticalSlash find_vertical_slash(const float* probabilities, int rows, int64_t 
       distances[query_block - m / block] += row[m];
     }
   }
-  return choose_vertical_slash(columns, distances, limits);
+  return select_vertical_slash(columns, distances, limits);
 }
 
-VerticalSlash choose_vertical_slash(std::span<const double> columns, std::span<const double> distances,
+VerticalSlash select_vertical_slash(std::span<const double> columns, std::span<const double> distances,
                                     const VerticalSlashLimits& limits) {
   VerticalSlash found;
   found.verticals = fewest_reaching(columns, limits.vertical_coverage, limits.vertical_cap, 0.0);

@@ -17,7 +17,7 @@ struct VerticalSlash {
 };
 
 struct VerticalSlashLimits {
-  double vertical_coverage;  // choose the fewest columns whose mass reaches this share …
+  double vertical_coverage;  // select the fewest columns whose mass reaches this share …
   double slash_coverage;
   int64_t vertical_cap;  // … but no more than this many
   int64_t slash_cap;
@@ -31,7 +31,7 @@ constexpr int kEstimationQueries = 64;
 
 // From the mass of every column (token) and of every distance between query and key in blocks. The smallest sets that
 // reach the coverages, within the caps; the diagonal is forced and counts against its cap.
-VerticalSlash choose_vertical_slash(std::span<const double> columns, std::span<const double> distances,
+VerticalSlash select_vertical_slash(std::span<const double> columns, std::span<const double> distances,
                                     const VerticalSlashLimits& limits);
 
 // The same from `probabilities` [rows, tokens]: softmax of the last `rows` queries over all keys (zero above the

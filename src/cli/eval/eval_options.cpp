@@ -31,7 +31,7 @@ fs::path find_run_config(const EvalOptions& options) {
   for (const fs::path& candidate : {model / "run.yaml", model.parent_path() / "run.yaml"}) {
     if (fs::exists(candidate)) return candidate;
   }
-  throw UserError("--attention as-trained: no run.yaml in {} or beside it; name it with --run-config", options.model);
+  throw UserError("--attention as-trained: no run.yaml in {} or next to it; name it with --run-config", options.model);
 }
 
 // What selection had learned in training, which a checkpoint and a final model hold.
@@ -55,7 +55,7 @@ void add_common(CLI::App* command, EvalOptions& options, bool model_required) {
   command->add_option("--attention", options.attention, "dense, or as-trained (the pattern of the run's run.yaml)")
       ->check(CLI::IsMember({"dense", "as-trained"}))
       ->capture_default_str();
-  command->add_option("--run-config", options.run_config, "run.yaml for as-trained, where it is not beside the model");
+  command->add_option("--run-config", options.run_config, "run.yaml for as-trained, where it is not next to the model");
   command->add_option("--max-tokens", options.max_tokens, "longest sequence, prompt and answer together")
       ->check(CLI::Range(int64_t{2}, int64_t{1} << 24))
       ->capture_default_str();

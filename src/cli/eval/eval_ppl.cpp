@@ -12,6 +12,7 @@
 #include "data/files/token_dataset.h"
 #include "data/text/token_origin.h"
 #include "eval/perplexity.h"
+#include "train/sums/step_sums.h"
 
 namespace sb {
 namespace {
@@ -36,12 +37,14 @@ void run_ppl(EvalOptions options, const std::vector<std::string>& data, int64_t 
         "before; raise --max-tokens to score them whole",
         summary.split_documents, summary.documents, options.max_tokens);
   PositionLosses losses;
+  LossSums sums;
   LayerAttention read;
   Progress progress;
   for (int64_t i = 0; i < chosen; ++i) {
     const TokenSequence sequence = dataset.read(static_cast<uint64_t>(i));
     const EvalModel::Score score = model.score(sequence.tokens, sequence.labels);
     losses.add(score.token_loss, sequence.labels);
+    sums += score.sums;
     read = AttentionReport{{read, score.attention}, {}}.total();
     show(progress, static_cast<size_t>(i + 1), static_cast<size_t>(chosen), "sequences");
   }
@@ -65,6 +68,11 @@ void run_ppl(EvalOptions options, const std::vector<std::string>& data, int64_t 
     print(bucket, fmt::format("{}-{}", bucket.begin, bucket.end - 1));
   }
   print(losses.total(), "all");
+  Json right = nullptr;
+  if (sums.targets > 0) {
+    right = accuracy(sums);
+    fmt::print("the likeliest token was the right one for {:.2f} %\n", 100 * right.get<double>());
+  }
   // Dense attention holds everything; what chose without rows to measure on does not know.
   const bool dense = read.pairs == read.causal_pairs;
   Json coverage = nullptr;
@@ -72,8 +80,9 @@ void run_ppl(EvalOptions options, const std::vector<std::string>& data, int64_t 
   if (!dense)
     fmt::print("attention: {:.2f} % of the causal pairs{}\n", 100 * read.density(),
                coverage.is_null() ? "" : fmt::format(", {:.2f} % of the mass", 100 * coverage.get<double>()));
-  write_json(options,
-             Json({{"task", "ppl"}, {"rows", rows}, {"density", read.density()}, {"coverage", coverage}}).dump());
+  const Json result = {
+      {"task", "ppl"}, {"rows", rows}, {"accuracy", right}, {"density", read.density()}, {"coverage", coverage}};
+  write_json(options, result.dump());
 }
 
 }  // namespace
@@ -85,7 +94,7 @@ void add_eval_ppl(CLI::App& eval) {
   auto sequences = std::make_shared<int64_t>(0);
   add_common(ppl, *options, true);
   ppl->add_option("--data", *data, "prefixes of .bin/.idx, or llm.c .bin files")->required();
-  ppl->add_option("--sequences", *sequences, "at most so many; 0: all")
+  ppl->add_option("--sequences", *sequences, "at most this many; 0: all")
       ->check(at_least(0), "NONNEGATIVE")
       ->capture_default_str();
   ppl->callback([=] { run_ppl(*options, *data, *sequences); });

@@ -99,7 +99,7 @@ void add_files(CLI::App* command, BenchmarkFiles& files, const char* input_help)
   command->add_option("--input", files.input, input_help)->required();
   command->add_option("--predictions", files.predictions,
                       "JSONL with \"pred\" per line, to score instead of running a model");
-  command->add_option("--limit", files.limit, "only the first so many questions; 0: all")
+  command->add_option("--limit", files.limit, "only the first N questions; 0: all")
       ->check(CLI::Range(int64_t{0}, int64_t{1} << 40))
       ->capture_default_str();
 }

@@ -187,8 +187,8 @@ void run(Arguments arguments) {
   if (!arguments.samples.empty()) write_output(arguments.samples, samples);
   write_output(arguments.out, write_profile(profile));
   const AttentionSpec& spec = arguments.measure.spec;
-  fmt::print("{}: {}\n{}, {} layers measured in {:.0f} s, pairs chosen as {} by {}\n", arguments.model, describe(shape),
-             profile.machine, layers, progress.seconds(), spec.pattern, spec.score);
+  fmt::print("{}: {}\n{}, {} layers measured in {:.0f} s, pairs selected as {} by {}\n", arguments.model,
+             describe(shape), profile.machine, layers, progress.seconds(), spec.pattern, spec.score);
   fmt::print("error on {} held-out micro-batches: median {:.1f} %, p95 {:.1f} %\nwritten to {}\n",
              profile.held_out.count, 100 * profile.held_out.median, 100 * profile.held_out.p95, arguments.out);
 }

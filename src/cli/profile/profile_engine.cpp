@@ -51,11 +51,11 @@ class Stopwatch {
 };
 
 // Passes everything on and takes the time. Forward runs twice when the parts are wanted: once with selection, once with
-// the choices of the first run. A forward in the course of backward (recompute) counts there.
+// the selections of the first run. A forward in the course of backward (recompute) counts there.
 class TimedAttention final : public ForwardingAttention {
  public:
   TimedAttention(Attention& inner, DeviceKind device)
-      : ForwardingAttention(inner), choosing_(device), again_(device), backward_(device) {}
+      : ForwardingAttention(inner), selecting_(device), again_(device), backward_(device) {}
   void forward(const Exec& exec, int layer, const AttentionShape& shape, const PackedSequences& sequences,
                const AttentionOperands& operands, AttentionState& state, bool replay) override {
     const auto timed = [&](Stopwatch& watch, bool with_replay) {
@@ -65,7 +65,7 @@ class TimedAttention final : public ForwardingAttention {
       watch.stop(exec);
     };
     if (replay) return timed(backward_, true);
-    timed(choosing_, false);
+    timed(selecting_, false);
     if (parts) timed(again_, true);
   }
   void backward(const Exec& exec, int layer, const AttentionShape& shape, const PackedSequences& sequences,
@@ -82,7 +82,7 @@ class TimedAttention final : public ForwardingAttention {
     double spent_forward, forward, backward, selection;
   };
   Times take() {
-    const double first = choosing_.take(), again = again_.take(), backward = backward_.take();
+    const double first = selecting_.take(), again = again_.take(), backward = backward_.take();
     return {first + again, again, backward, std::max(0.0, first - again)};
   }
   bool parts = true;
@@ -91,7 +91,7 @@ class TimedAttention final : public ForwardingAttention {
 
  private:
   bool paused_ = false;
-  Stopwatch choosing_, again_, backward_;
+  Stopwatch selecting_, again_, backward_;
 };
 
 ModelConfig model_of(const ModelShape& shape, int layers) {
@@ -183,7 +183,7 @@ struct ProfileEngine::Implementation {
   ModelConfig config;
   SelectionConfig selection;
   std::unique_ptr<Attention> inner;
-  ChoosingAttention& choosing;  // the same
+  SelectingAttention& selecting;  // the same
   TimedAttention attention;
   LearnedSelection learned;
   MeasuredShape settled;  // the last shape whose thresholds were looked for
@@ -199,7 +199,7 @@ struct ProfileEngine::Implementation {
         config(model_of(shape, given.layers)),
         selection(selection_of(given.spec)),
         inner(attention_of(given, selection)),
-        choosing(dynamic_cast<ChoosingAttention&>(*inner)),
+        selecting(dynamic_cast<SelectingAttention&>(*inner)),
         attention(*inner, given.device),
         pool(given.threads > 0 ? given.threads : available_cores()),
         context(given.device, pool, norm_scratch_bytes(given.device)),
@@ -228,7 +228,7 @@ struct ProfileEngine::Implementation {
     if (selection.judges_by_planes()) first_look();
   }
 
-  // What planes are chosen by: a dense forward, as a run without statistics begins.
+  // What planes are selected by: a dense forward, as a run without statistics begins.
   void first_look() {
     const int64_t tokens = std::min(options.max_tokens, kFirstLookTokens);
     evaluate({{tokens}, {tokens}}, *whole);
@@ -243,16 +243,16 @@ struct ProfileEngine::Implementation {
     attention.pause(false);
   }
 
-  // Learns from what was chosen since the last call, all of the shape, as a training step does. Returns the pairs over
-  // those that its budgets ask for.
+  // Learns from what was selected since the last call, all of the shape, as a training step does. Returns the pairs
+  // over those that its budgets ask for.
   double learn_of(const MeasuredShape& shape) {
-    const SelectionObservations seen = choosing.take_observations();
+    const SelectionObservations seen = selecting.take_observations();
     learned = learn(learned, seen);
-    choosing.use(learned);
+    selecting.use(learned);
     MassCounts counts;
     for (const auto& [key, of_class] : seen.masses) counts += of_class;
     if (counts.wanted == 0) return 1;
-    double given = 0, wanted = 0, chosen_pairs = 0;
+    double given = 0, wanted = 0, selected_pairs = 0;
     for (size_t i = 0; i < shape.tokens.size(); ++i) {
       const SequenceTiles tiles = sequence_tiles(selection, shape.tokens[i], shape.budgets[i]);
       if (tiles.everything_fits()) continue;
@@ -262,11 +262,11 @@ struct ProfileEngine::Implementation {
         given += static_cast<double>(tiles.given(tile));
         wanted += static_cast<double>(tiles.wanted(tile));
       }
-      chosen_pairs += work_of(options.spec, shape.tokens[i], shape.piece, shape.budgets[i]).pairs;
+      selected_pairs += work_of(options.spec, shape.tokens[i], shape.piece, shape.budgets[i]).pairs;
     }
-    const double met = static_cast<double>(counts.chosen) / static_cast<double>(counts.wanted);
-    const double of_chosen = (given + met * wanted) / (given + wanted);
-    return 1 + (of_chosen - 1) * chosen_pairs / shape.work(options.spec).pairs;
+    const double met = static_cast<double>(counts.selected) / static_cast<double>(counts.wanted);
+    const double of_selected = (given + met * wanted) / (given + wanted);
+    return 1 + (of_selected - 1) * selected_pairs / shape.work(options.spec).pairs;
   }
 
   // `mass` learns its thresholds from step to step, and other layers take what those in the middle have found.
@@ -284,7 +284,7 @@ struct ProfileEngine::Implementation {
       if (key.layer == 1)
         for (int layer = 0; layer < options.layers; ++layer)
           learned.thresholds.try_emplace({layer, key.length_class, key.budget_class}, threshold);
-    choosing.use(learned);
+    selecting.use(learned);
   }
 
   int64_t head_start_bytes() const { return options.device == DeviceKind::cuda ? kHeadStart : 0; }
@@ -319,7 +319,7 @@ struct ProfileEngine::Implementation {
     stage.forward(context.exec(), before, 1, rows(input));
     context.synchronize();
     // Without peaks in the data, masses get smaller from token to token and so do the lists: the piece counts alone.
-    choosing.take_observations();
+    selecting.take_observations();
     attention.pause(false);
     run(cut_piece(all, shape.piece.begin, shape.piece.end), layers_alone, 0);
     attention.pause(true);

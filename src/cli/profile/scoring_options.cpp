@@ -8,7 +8,7 @@
 namespace sb {
 
 void add_scoring_options(CLI::App& command, AttentionSpec& spec) {
-  command.add_option("--pattern", spec.pattern, "how pairs are chosen")
+  command.add_option("--pattern", spec.pattern, "how pairs are selected")
       ->check(CLI::IsMember({"topk", "mass"}))
       ->capture_default_str();
   command.add_option("--score", spec.score, "what key blocks are judged by")

@@ -175,14 +175,18 @@ void write_pictures(const Arguments& arguments, const SimulateInput& input,
 }
 
 Json run_sweep(const Arguments& arguments, const LatencyModel& latency, const SimulateInput& input) {
-  const SimulatedPolicy policy = all_policies(arguments).back();
+  SB_USER_CHECK(arguments.policies.size() <= 1,
+                "--policies: --sweep tries one policy on every layout, and {} are given", arguments.policies.size());
+  const SimulatedPolicy policy = chosen(all_policies(arguments), arguments.policies).back();
   Json json = Json::array();
   for (const SweepRow& row : run_sweep(arguments.sweep, latency, input, policy))
     json.push_back({{"dp", row.layout.dp},
                     {"pp", row.layout.pp},
+                    {"tp", row.layout.tp},
                     {"cp", row.layout.cp},
                     {"makespan_ms", row.simulated.makespan_ms},
                     {"speedup", row.simulated.speedup},
+                    {"bubble_share", row.simulated.bubble_share},
                     {"tokens_per_second", row.tokens_per_second},
                     {"memory_bytes", row.memory_bytes},
                     {"fits", row.fits ? Json(*row.fits) : Json(nullptr)},
@@ -227,15 +231,17 @@ void check_arguments(const Arguments& arguments) {
 void check_together(const CLI::App& command) {
   const auto given = [&](const char* option) { return command.count(option) > 0; };
   const bool sweep = given("--sweep");
-  for (const char* option : {"--gpus", "--max-cp"})
-    SB_USER_CHECK(sweep || !given(option), "{} says what --sweep tries; add --sweep, or set --dp, --pp and --cp",
+  for (const char* option : {"--gpus", "--max-cp", "--max-tp"})
+    SB_USER_CHECK(sweep || !given(option), "{} says what --sweep tries; add --sweep, or set --dp, --pp, --tp and --cp",
                   option);
-  for (const char* option : {"--dp", "--pp", "--cp"})
+  for (const char* option : {"--dp", "--pp", "--tp", "--cp"})
     SB_USER_CHECK(!given("--gpus") || !given(option), "--gpus and {} both say how many workers there are; keep one",
                   option);
-  for (const char* option : {"--policies", "--frontier", "--no-frontier", "--trace", "--svg"})
+  for (const char* option : {"--frontier", "--no-frontier", "--trace", "--svg"})
     for (const char* other : {"--sweep", "--ring"})
       SB_USER_CHECK(!given(other) || !given(option), "{} has no effect with {}; leave one of them out", option, other);
+  SB_USER_CHECK(!given("--ring") || !given("--policies"),
+                "--policies has no effect with --ring; leave one of them out");
   SB_USER_CHECK(!sweep || !given("--ring"), "--sweep tries layouts, --ring looks at one ring; leave one of them out");
   for (const char* option : {"--placement", "--node-size", "--ring-tokens", "--slash-density", "--verticals",
                              "--ring-index", "--ring-times"})
@@ -253,14 +259,15 @@ void check_dense_layers(AttentionSpec& spec, int64_t layers) {
   spec.dense_layers.erase(repeated.begin(), repeated.end());
 }
 
-void print_interconnect(const Profile& profile, const Layout& layout) {
+void print_interconnect(const Profile& profile, const Layout& layout, bool sweep) {
   const auto text = [](const Link& link) {
     return link.us_per_byte > 0 ? fmt::format("{:.0f} GB/s and {:.0f} us", 1e-3 / link.us_per_byte, link.latency_us)
                                 : fmt::format("{:.0f} us", link.latency_us);
   };
-  if (layout.comm && layout.dp * layout.pp * layout.cp > 1)
-    fmt::print("interconnect assumed: {} inside a node of {} GPUs, {} between nodes\n", text(profile.transfer_inside),
-               profile.gpus_per_node, text(profile.transfer_between));
+  if (layout.comm && (sweep || layout.workers() > 1))
+    fmt::print("interconnect assumed: {} inside a node of {} GPUs, {} between nodes; gathers and sums {} and {}\n",
+               text(profile.transfer_inside), profile.gpus_per_node, text(profile.transfer_between),
+               text(profile.reduce_inside), text(profile.reduce_between));
   else if (!layout.comm)
     fmt::print("interconnect: transfers are not counted (--comm off)\n");
   fmt::print("\n");
@@ -296,7 +303,7 @@ void print_case(const Arguments& arguments, const Profile& profile, const Covera
         "for 1,000 tokens and layer\n",
         1e3 * profile.tables[static_cast<size_t>(Operation::attention_backward)].per_prefix);
   const AttentionSpec& spec = arguments.spec;
-  if (const std::string otherwise = chosen_otherwise(profile, spec); !otherwise.empty())
+  if (const std::string otherwise = selected_otherwise(profile, spec); !otherwise.empty())
     fmt::print("the profile {}\n", otherwise);
   if (const auto& measured = profile.attention;
       measured && (measured->block != spec.block || measured->query_block != spec.query_block ||
@@ -304,14 +311,19 @@ void print_case(const Arguments& arguments, const Profile& profile, const Covera
     fmt::print("measured with block {}, query block {}, score tokens {}: other blocks are an extrapolation\n",
                measured->block, measured->query_block, measured->score_tokens);
   const Layout& layout = arguments.layout;
-  const std::string ranks =
-      arguments.sweep.wanted ? "" : fmt::format("dp {} x pp {} x cp {}, ", layout.dp, layout.pp, layout.cp);
+  const std::string ranks = arguments.sweep.wanted ? ""
+                                                   : fmt::format("dp {} x pp {} x tp {} x cp {}, ", layout.dp,
+                                                                 layout.pp, layout.tp, layout.cp);
   fmt::print("{}global batch {}, {} steps, budget {}, block {}, {} by {}{}{}, p {}\n", ranks, arguments.global_batch,
              arguments.steps, spec.budget, spec.block, spec.pattern, spec.score,
              spec.score_tokens > 0 ? fmt::format(", score tokens {}", spec.score_tokens) : "",
              spec.dense_layers.empty() ? "" : fmt::format(", dense layers {}", fmt::join(spec.dense_layers, ",")),
              arguments.p);
-  print_interconnect(profile, layout);
+  if (layout.tp > 1 || arguments.sweep.wanted)
+    fmt::print(
+        "tensor parallelism was not measured: a worker's part of a layer is taken to be as long as the whole layer for "
+        "so many times fewer tokens\n");
+  print_interconnect(profile, layout, arguments.sweep.wanted);
 }
 
 Json case_json(const Arguments& arguments, const Profile& profile, const CoverageModel& coverage) {
@@ -321,6 +333,7 @@ Json case_json(const Arguments& arguments, const Profile& profile, const Coverag
           {"lengths", arguments.lengths},
           {"dp", arguments.layout.dp},
           {"pp", arguments.layout.pp},
+          {"tp", arguments.layout.tp},
           {"cp", arguments.layout.cp},
           {"comm", arguments.layout.comm},
           {"head", arguments.layout.head},
@@ -387,6 +400,10 @@ Json simulate(Arguments arguments) {
                     arguments.lora));
   const Profile& profile = latency.profile();
   check_dense_layers(arguments.spec, profile.shape.layers);
+  if (!arguments.sweep.wanted) {
+    const std::string problem = sparse_tensor_parallel_problem(profile.shape, arguments.layout.tp);
+    SB_USER_CHECK(problem.empty(), "--tp {}: {}; lower --tp", arguments.layout.tp, problem);
+  }
   const CostModel cost(latency, arguments.spec, arguments.layout);
   const auto coverage = find_coverage(arguments.coverage, static_cast<int>(profile.shape.layers));
   const std::vector<int64_t> pool = read_pool(arguments);
@@ -447,6 +464,9 @@ void add_simulate_command(CLI::App& app) {
       ->check(at_least(1), "POSITIVE");
   command->add_option("--dp", a->layout.dp, "data-parallel ranks")->capture_default_str();
   command->add_option("--pp", a->layout.pp, "pipeline stages")->capture_default_str();
+  command->add_option("--tp", a->layout.tp, "tensor-parallel ranks")
+      ->check(at_least(1), "POSITIVE")
+      ->capture_default_str();
   command->add_option("--cp", a->layout.cp, "context-parallel ranks")->capture_default_str();
   command
       ->add_option("--warmup-depth", a->layout.warmup_depth,
@@ -477,7 +497,9 @@ void add_simulate_command(CLI::App& app) {
       ->capture_default_str();
   command->add_option("--steps", a->steps, "global batches to draw")->capture_default_str();
   command->add_option("--seed", a->seed, "of the draw")->capture_default_str();
-  command->add_option("--policies", a->policies, "only these rows, for example in_order,sab+order+optimal")
+  command
+      ->add_option("--policies", a->policies,
+                   "only these rows, for example in_order,sab+order+optimal; --sweep: the one to try")
       ->delimiter(',');
   command->add_flag("--frontier", a->frontier, "print speed-up against coverage and p even when --policies is given");
   command->add_flag("--no-frontier", a->no_frontier, "leave them out")->excludes("--frontier");

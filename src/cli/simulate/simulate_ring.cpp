@@ -39,7 +39,7 @@ int machine_node(int asked, int ranks) {
 }  // namespace
 
 void add_ring_options(CLI::App& command, RingArguments& a) {
-  command.add_flag("--ring", a.only, "--cp: only how a ring of so many ranks shares one sequence");
+  command.add_flag("--ring", a.only, "with --cp: only how a ring of that many ranks shares one sequence");
   command.add_option("--placement", a.placements, "--cp: only these of zigzag, striped, shifted, triangular")
       ->delimiter(',');
   command.add_option("--node-size", a.node_size, "--cp: ranks of a machine; 0: eight where that divides, else all")
@@ -51,7 +51,7 @@ void add_ring_options(CLI::App& command, RingArguments& a) {
   command.add_option("--slash-density", a.slash_density, "--cp: share of the block pairs that its slashes hold")
       ->capture_default_str()
       ->check(CLI::Range(0.0, 1.0));
-  command.add_option("--verticals", a.verticals, "--cp: its single columns, a head")
+  command.add_option("--verticals", a.verticals, "--cp: its single columns per head")
       ->capture_default_str()
       ->check(at_least(0), "NONNEGATIVE");
   command.add_option("--ring-index", a.index, "--cp: a block index saved from a run instead of a drawn one");

@@ -16,13 +16,13 @@ namespace sb {
 struct SweepArguments {
   bool wanted = false;
   int gpus = 0;  // 0: as many as the layout that is given has
-  int max_cp = 8;
+  SweepLimits most;
 };
 
 void add_sweep_options(CLI::App& command, SweepArguments& arguments);
 
 // Prints the table and what is fastest, and returns the rows. `like` is the case to run; of its layout, what is not
-// dp, pp and cp stays.
+// dp, pp, tp and cp stays.
 std::vector<SweepRow> run_sweep(const SweepArguments& arguments, const LatencyModel& latency, const SimulateInput& like,
                                 const SimulatedPolicy& policy);
 

@@ -23,7 +23,7 @@ constexpr std::pair<SyntheticTask, std::string_view> kNames[] = {
     {SyntheticTask::associative_recall, "associative_recall"},
 };
 
-// Philox streams under the run's seed: one for lengths, one a sequence for its content.
+// Philox streams under the run's seed: one for lengths, one per sequence for its content.
 constexpr uint64_t kLengthStream = uint64_t{0x4C} << 56;
 constexpr uint64_t kContentStream = uint64_t{0x53} << 56;
 

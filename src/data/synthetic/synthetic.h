@@ -52,7 +52,7 @@ struct SyntheticOptions {
   LengthDistribution length;
   std::optional<CurriculumOptions> curriculum;  // overrides `length`
 
-  int64_t chunk = 8;         // chunk_recall: tokens a chunk; the 2nd and later ones are labels
+  int64_t chunk = 8;         // chunk_recall: tokens per chunk; the 2nd and later ones are labels
   int64_t needles = 4;       // keys planted (needle_multi_key, needle_multi_query), pairs (associative_recall)
   int64_t values = 4;        // values of the key (needle_multi_value)
   int64_t queries = 2;       // keys asked for (needle_multi_query, associative_recall)

@@ -11,7 +11,7 @@ namespace sb {
 
 struct EncodedDocument {
   std::vector<int32_t> tokens;
-  std::vector<uint8_t> targets;  // one a token; empty when all count
+  std::vector<uint8_t> targets;  // one per token; empty when all count
 };
 
 struct DocumentEncoderOptions {

@@ -239,7 +239,7 @@ std::vector<float> to_host(const float* from, int64_t count) {
   return values;
 }
 
-// The chosen channels of the keys come to the host, where they are all channels there are.
+// The selected channels of the keys come to the host, where they are all channels there are.
 std::vector<float> plane_statistics(const Exec& exec, const AttentionShape& shape, const BlockScoring& scoring,
                                     TensorView keys, const LayerPlanes& planes) {
   const int64_t tokens = keys.dim(0), items = tokens * shape.kv_heads * planes.channels;
@@ -253,13 +253,13 @@ std::vector<float> plane_statistics(const Exec& exec, const AttentionShape& shap
         data<T>(keys), tokens, shape.kv_heads, shape.head_dim, channels, planes.channels, gathered);
     SB_CUDA_LAUNCHED();
   });
-  const std::vector<float> chosen = to_host(gathered, items);
+  const std::vector<float> selected = to_host(gathered, items);
   AttentionShape narrow = shape;
   narrow.head_dim = planes.channels;
   LayerPlanes all = planes;
   for (int i = 0; i < shape.kv_heads * planes.channels; ++i) all.channel[static_cast<size_t>(i)] = i % planes.channels;
   std::vector<float> rows(static_cast<size_t>(BlockStatistics::floats(scoring, narrow, tokens / scoring.block)));
-  BlockStatistics::fill({.pool = exec.pool}, narrow, scoring, chosen.data(), tokens, rows.data(), &all);
+  BlockStatistics::fill({.pool = exec.pool}, narrow, scoring, selected.data(), tokens, rows.data(), &all);
   return rows;
 }
 

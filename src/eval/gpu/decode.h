@@ -26,8 +26,8 @@ int64_t decode_scratch_bytes(const AttentionShape& shape, int64_t room);
 void decode_attention(const Exec& exec, const DecodeParams& params);
 
 // What the blocks of these keys [blocks · block, kv_heads, d] are judged by, as BlockStatistics::fill has it:
-// [kv_heads, blocks, block_floats]. Only that (by planes the chosen channels of the keys) comes to the host; waits for
-// it.
+// [kv_heads, blocks, block_floats]. Only that (by planes the selected channels of the keys) comes to the host; waits
+// for it.
 std::vector<float> block_statistics(const Exec& exec, const AttentionShape& shape, const BlockScoring& scoring,
                                     TensorView keys, const LayerPlanes* planes);
 int64_t block_statistics_scratch_bytes(const AttentionShape& shape, const BlockScoring& scoring, int64_t blocks);

@@ -50,7 +50,7 @@ void PeftAdapter::check_tensors(const ModelConfig& model) const {
   for (const FlatTensor& tensor : tensors) expected.emplace(tensor.name, &tensor);
   for (const auto& [name, tensor] : expected) {
     const SafetensorsEntry* found = file_.find(name);
-    SB_USER_CHECK(found, "{}: tensor '{}' is missing, though the adapter's configuration asks for it",
+    SB_USER_CHECK(found, "{}: tensor '{}' is missing, though the adapter's configuration requires it",
                   file_.path().string(), name);
     SB_USER_CHECK(found->shape == tensor->shape,
                   "{}: tensor '{}' has shape {}, this model and rank need {}: is the "

@@ -6,6 +6,7 @@
 #include <optional>
 
 #include "attention/cpu/block_sparse.h"
+#include "attention/piece_operands.h"
 #include "core/errors.h"
 #include "device/memory.h"
 
@@ -24,29 +25,6 @@ class RingAttention::State final : public AttentionState {
   std::vector<int32_t> columns;  // gathered ones that every rank has copies of, tokens of the micro-batch
   bool columns_known = false;    // `columns` are those of the index
 };
-
-namespace {
-
-// Of a piece, all keys and values that this rank holds up to its end, one after the other, in scratch.
-AttentionOperands keys_in_order(const Exec& exec, const PackedSequences& sequences, const AttentionOperands& operands) {
-  if (!sequences.is_piece()) return operands;
-  const std::span<const KeyPage> pages = sequences.piece.pages;
-  const int64_t end = pages.back().begin + sequences.tokens();
-  AttentionOperands seen = operands;
-  const auto copied = [&](const TensorView& from) {
-    const TensorView to = exec.scratch->allocate(from.dtype(), {end, from.dim(1), from.dim(2)});
-    for (size_t i = 0; i < pages.size(); ++i) {
-      const int64_t page_end = i + 1 < pages.size() ? pages[i + 1].begin : end, tokens = page_end - pages[i].begin;
-      copy_tensor(exec, from.rows(pages[i].row, pages[i].row + tokens), to.rows(pages[i].begin, page_end));
-    }
-    return to;
-  };
-  seen.k = copied(operands.k);
-  seen.v = copied(operands.v);
-  return seen;
-}
-
-}  // namespace
 
 // What forward and backward of one call have in common.
 class RingAttention::Call {
@@ -259,9 +237,9 @@ void RingAttention::forward(const Exec& exec, int layer, const AttentionShape& s
            "the micro-batch is not shared out as the ring's layout says");
   if (!replay) {
     if (piece)
-      choose_piece(exec, layer, shape, sequences, operands, state);
+      select_piece(exec, layer, shape, sequences, operands, state);
     else
-      choose(exec, layer, shape, sequences, operands, state);
+      select(exec, layer, shape, sequences, operands, state);
     state.columns.clear();
     state.columns_known = options_.selection.pattern != SelectionPattern::vertical_slash;
   }
@@ -276,19 +254,19 @@ void RingAttention::forward(const Exec& exec, int layer, const AttentionShape& s
   if (options_.coverage_rows > 0 && selection_.step().ready(layer)) measure(exec, layer, shape, sequences, seen, state);
 }
 
-void RingAttention::choose(const Exec& exec, int layer, const AttentionShape& shape, const PackedSequences& sequences,
+void RingAttention::select(const Exec& exec, int layer, const AttentionShape& shape, const PackedSequences& sequences,
                            const AttentionOperands& operands, State& state) {
-  selection_.choose(exec, group_, layer, shape, *state.layout, sequences.budgets, operands.q.f32(), operands.k.f32(),
+  selection_.select(exec, group_, layer, shape, *state.layout, sequences.budgets, operands.q.f32(), operands.k.f32(),
                     state.index);
 }
 
-void RingAttention::choose_piece(const Exec& exec, int layer, const AttentionShape& shape, const PackedSequences& piece,
+void RingAttention::select_piece(const Exec& exec, int layer, const AttentionShape& shape, const PackedSequences& piece,
                                  const AttentionOperands& operands, State& state) {
   const int64_t row = piece.piece.pages.back().row;
   const float* k = operands.k.rows(row, row + piece.tokens()).f32();
   if (keeps_statistics() && selection_.step().ready(layer))
     selection_.append_statistics(exec, group_, layer, shape, *state.layout, piece.piece, k);
-  selection_.choose_piece(exec, group_.rank(), layer, shape, *state.layout, piece, operands.q.f32(), k, state.index);
+  selection_.select_piece(exec, group_.rank(), layer, shape, *state.layout, piece, operands.q.f32(), k, state.index);
 }
 
 // The sample of a sequence in pieces is reported with its last one.
@@ -359,10 +337,10 @@ int64_t RingAttention::Options::longest_dense(int64_t whole_tokens) const {
   return std::min(whole_tokens, std::max({selection.dense_limit(), selection.budget, largest_budget, first_look}));
 }
 
-RingAttention::Lists RingAttention::Options::chosen_lists(const AttentionShape& shape, int64_t whole_tokens) const {
+RingAttention::Lists RingAttention::Options::selected_lists(const AttentionShape& shape, int64_t whole_tokens) const {
   const int64_t blocks = whole_tokens / selection.block + 1;
   if (selection.pattern == SelectionPattern::dense) return {};
-  // Twice the budget: a list holds what any token of the query block chose.
+  // Twice the budget: a list holds what any token of the query block selected.
   const int64_t budget = std::max(selection.budget, largest_budget);
   const int64_t list =
       std::min(blocks, 2 * budget / selection.block + selection.sink_blocks + selection.local_blocks + 2);
@@ -380,17 +358,17 @@ RingAttention::Lists RingAttention::dense_lists(const AttentionShape& shape, int
 
 int64_t RingAttention::state_bytes(const AttentionShape& shape, int64_t max_tokens) const {
   const int64_t all = max_tokens * group_.size(), blocks = all / options_.selection.block + 1;
-  const Lists lists = options_.chosen_lists(shape, all);
+  const Lists lists = options_.selected_lists(shape, all);
   // The layout, which columns have copies, the lists, and where those of all rows and columns begin.
   return (3 * blocks + copies_limit(shape, max_tokens)) * static_cast<int64_t>(sizeof(int32_t)) +
          lists.rows(max_tokens) * lists.row_bytes() + 8 * lists.rows(all) + 4 * lists.heads * blocks;
 }
 
 // A row by chunk is one of the chunk's tokens or of this rank's. While they are made, rows wait in another form.
-int64_t RingAttention::planned_bytes(const Lists& chosen, const Lists& dense, int64_t queries, int64_t rows) const {
+int64_t RingAttention::planned_bytes(const Lists& selected, const Lists& dense, int64_t queries, int64_t rows) const {
   const int64_t tokens = 2 * rows * (group_.size() + 1), blocks = tokens / options_.selection.block + 1;
   int64_t most = 0;
-  for (const Lists& lists : {chosen, dense})
+  for (const Lists& lists : {selected, dense})
     most = std::max(most, lists.rows(queries) * lists.row_bytes() +
                               lists.staged_bytes(lists.rows(tokens), lists.rows(queries), group_.size() + 1) +
                               8 * lists.rows(tokens) + 4 * lists.heads * blocks);
@@ -399,12 +377,12 @@ int64_t RingAttention::planned_bytes(const Lists& chosen, const Lists& dense, in
 
 int64_t RingAttention::call_bytes(const AttentionShape& shape, int64_t max_tokens, int threads) const {
   const int64_t all = max_tokens * group_.size();
-  const Lists chosen = options_.chosen_lists(shape, all);
-  int64_t most = planned_bytes(chosen, dense_lists(shape, all), max_tokens, max_tokens) +
+  const Lists selected = options_.selected_lists(shape, all);
+  int64_t most = planned_bytes(selected, dense_lists(shape, all), max_tokens, max_tokens) +
                  copies_limit(shape, max_tokens) * static_cast<int64_t>(sizeof(int32_t));
-  most = std::max(most, selection_.choice_bytes(shape, max_tokens, group_.size()));
-  // Coverage comes when the lists have done their work; what chose them keeps its memory.
-  return chosen.staged_bytes(chosen.rows(all), chosen.rows(max_tokens), threads) +
+  most = std::max(most, selection_.select_bytes(shape, max_tokens, group_.size()));
+  // Coverage comes when the lists have done their work; what selected them keeps its memory.
+  return selected.staged_bytes(selected.rows(all), selected.rows(max_tokens), threads) +
          std::max(most, selection_.measure_bytes(shape, max_tokens, group_.size(), options_.coverage_rows));
 }
 
@@ -425,17 +403,17 @@ PieceBytes RingAttention::piece_bytes(const AttentionShape& shape, const PieceLi
                              ? 0
                              : std::min(held, ranks * selection.sink_blocks * selection.block);
   const auto bytes = [&](int64_t tokens) { return Arena::rounded(tokens * key_width * int64_t{sizeof(float)}); };
-  const Lists chosen = options_.chosen_lists(shape, longest);
+  const Lists selected = options_.selected_lists(shape, longest);
   PieceBytes piece;
   piece.scratch = 2 * bytes(held) + passes_scratch_bytes(shape, queries, held, copies, threads);
   if (keeps_statistics()) {
     piece.scratch = std::max(piece.scratch, selection_.append_scratch_bytes(shape, queries, group_.size()));
     piece.layer = selection_.kept_bytes(shape, longest);
   }
-  piece.state = 3 * blocks * static_cast<int64_t>(sizeof(int32_t)) + chosen.rows(queries) * chosen.row_bytes() +
-                8 * chosen.rows(longest) + 4 * chosen.heads * blocks;
-  piece.call = chosen.staged_bytes(chosen.rows(longest), chosen.rows(queries), threads) +
-               std::max(planned_bytes(chosen, dense_lists(shape, longest), queries, held) +
+  piece.state = 3 * blocks * static_cast<int64_t>(sizeof(int32_t)) + selected.rows(queries) * selected.row_bytes() +
+                8 * selected.rows(longest) + 4 * selected.heads * blocks;
+  piece.call = selected.staged_bytes(selected.rows(longest), selected.rows(queries), threads) +
+               std::max(planned_bytes(selected, dense_lists(shape, longest), queries, held) +
                             copies * static_cast<int64_t>(sizeof(int32_t)),
                         selection_.measure_bytes(shape, held, group_.size(), options_.coverage_rows));
   return piece;

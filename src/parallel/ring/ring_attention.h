@@ -17,7 +17,7 @@ namespace sb {
 // sequence, keys and values travel around a ring past all queries, and partial results are put together by their
 // log-sum-exp. Dense, or with the pairs of a selection pattern; the same result as one rank alone up to the order of
 // sums. All ranks of the group call it with their parts of the same micro-batches, in the same order.
-class RingAttention final : public ChoosingAttention {
+class RingAttention final : public SelectingAttention {
  public:
   // The size of lists, for planning.
   struct Lists {
@@ -41,15 +41,15 @@ class RingAttention final : public ChoosingAttention {
     bool any_dense = false;
     // Of the activations, for the memory plan of a ring of GPUs.
     DType dtype = DType::f32;
-    // A ring of GPUs chooses pairs and makes lists on the device (ring_chooses_on_device).
+    // A ring of GPUs selects pairs and makes lists on the device (ring_selects_on_device).
     bool lists_on_device = false;
     // A ring of GPUs gives the same bits in every run, with a somewhat slower backward; one of CPUs always does.
     bool deterministic = false;
 
     // The longest sequence that may run dense, in micro-batches of so many tokens on all ranks.
     int64_t longest_dense(int64_t whole_tokens) const;
-    // The most that lists of chosen blocks and columns hold where there are so many tokens on all ranks.
-    Lists chosen_lists(const AttentionShape& shape, int64_t whole_tokens) const;
+    // The most that lists of selected blocks and columns hold where there are so many tokens on all ranks.
+    Lists selected_lists(const AttentionShape& shape, int64_t whole_tokens) const;
   };
   // The group must outlive this and carry nothing else.
   RingAttention(Communicator& group, const Options& options);
@@ -73,7 +73,7 @@ class RingAttention final : public ChoosingAttention {
   // The index a state holds: of the whole sequences (of a piece: of its sequence up to its end), but with the rows of
   // this rank's query blocks alone. To compare it, or to put one in before a forward with `replay`; on all ranks alike.
   static BlockIndex& index(AttentionState& state);
-  // Bytes a state holds now, and the lists of the last call with what chose them.
+  // Bytes a state holds now, and the lists of the last call with what selected them.
   static int64_t bytes(const AttentionState& state);
   int64_t call_bytes_used() const { return plan_.bytes() + selection_.bytes(); }
   // What pieces left in every layer, all layers together.
@@ -86,10 +86,10 @@ class RingAttention final : public ChoosingAttention {
  private:
   class State;
   class Call;
-  // Chooses the pairs of a micro-batch into the state.
-  void choose(const Exec& exec, int layer, const AttentionShape& shape, const PackedSequences& sequences,
+  // Selects the pairs of a micro-batch into the state.
+  void select(const Exec& exec, int layer, const AttentionShape& shape, const PackedSequences& sequences,
               const AttentionOperands& operands, State& state);
-  void choose_piece(const Exec& exec, int layer, const AttentionShape& shape, const PackedSequences& piece,
+  void select_piece(const Exec& exec, int layer, const AttentionShape& shape, const PackedSequences& piece,
                     const AttentionOperands& operands, State& state);
   void measure(const Exec& exec, int layer, const AttentionShape& shape, const PackedSequences& sequences,
                const AttentionOperands& operands, const State& state);
@@ -100,7 +100,7 @@ class RingAttention final : public ChoosingAttention {
                                int threads) const;
   Lists dense_lists(const AttentionShape& shape, int64_t whole_tokens) const;
   // What the calls for lists of a rank's queries take: `queries` tokens in rows of `rows`, both of a rank.
-  int64_t planned_bytes(const Lists& chosen, const Lists& dense, int64_t queries, int64_t rows) const;
+  int64_t planned_bytes(const Lists& selected, const Lists& dense, int64_t queries, int64_t rows) const;
 
   Communicator& group_;
   const Options options_;

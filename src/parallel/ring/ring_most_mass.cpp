@@ -1,6 +1,6 @@
 // `mass` with look-ahead where several ranks share the sequences: the best pairs of a whole sequence, of which every
-// rank knows the masses of its own queries. The least mass that is chosen is found by counting, digit by digit; ties go
-// to the earlier query block, as on one rank.
+// rank knows the masses of its own queries. The least mass that is selected is found by counting, digit by digit; ties
+// go to the earlier query block, as on one rank.
 #include <algorithm>
 #include <bit>
 #include <cmath>
@@ -28,7 +28,7 @@ struct HeadMasses {
   };
   std::vector<Tile> tiles;
 
-  // Calls body(tile, key block, ordered mass) for all that may be chosen, in the order of the sequence.
+  // Calls body(tile, key block, ordered mass) for all that may be selected, in the order of the sequence.
   template <typename Body>
   void each(const SequenceTiles& of, const Body& body) const {
     for (const Tile& one : tiles)
@@ -37,14 +37,14 @@ struct HeadMasses {
   }
 };
 
-// The mass of the last pair that is chosen when `wanted` are, and how many of those that have it are among them.
-struct LastChosen {
+// The mass of the last pair that is selected when `wanted` are, and how many of those that have it are among them.
+struct LastSelected {
   uint32_t mass = 0;
   int64_t with_it = 0, all_with_it = 0;
 };
 
-LastChosen find_last(Communicator& group, const SequenceTiles& tiles, const HeadMasses& own, int64_t wanted) {
-  LastChosen last{0, wanted, 0};
+LastSelected find_last(Communicator& group, const SequenceTiles& tiles, const HeadMasses& own, int64_t wanted) {
+  LastSelected last{0, wanted, 0};
   for (int shift = 32 - kDigitBits; shift >= 0; shift -= kDigitBits) {
     std::vector<int64_t> counts(kDigits);
     own.each(tiles, [&](const HeadMasses::Tile&, int64_t, uint32_t mass) {
@@ -62,7 +62,7 @@ LastChosen find_last(Communicator& group, const SequenceTiles& tiles, const Head
 
 }  // namespace
 
-void RingSelection::choose_most_mass_rows(const Exec& exec, Communicator& group, const SelectionRequest& request) {
+void RingSelection::select_most_mass_rows(const Exec& exec, Communicator& group, const SelectionRequest& request) {
   const SequenceTiles& tiles = request.tiles;
   const int64_t tiles_a_block = tiles.block / tiles.query_block;
   int64_t wanted = 0;
@@ -88,7 +88,7 @@ void RingSelection::choose_most_mass_rows(const Exec& exec, Communicator& group,
 
     std::vector<std::vector<IndexEntry>> rows(own.tiles.size());
     if (wanted > 0) {
-      const LastChosen last = find_last(group, tiles, own, wanted);
+      const LastSelected last = find_last(group, tiles, own, wanted);
       // Where some that have the last mass stay out: those of earlier blocks of the sequence, on any rank, come first.
       std::vector<int64_t> before(last.with_it < last.all_with_it ? tiles.blocks() + 1 : 0);
       if (!before.empty()) {
@@ -113,7 +113,7 @@ void RingSelection::choose_most_mass_rows(const Exec& exec, Communicator& group,
   }
 }
 
-int64_t RingSelection::choice_bytes(const AttentionShape& shape, int64_t max_tokens, int ranks) const {
+int64_t RingSelection::select_bytes(const AttentionShape& shape, int64_t max_tokens, int ranks) const {
   const SelectionConfig& config = selector_.config();
   if (config.pattern != SelectionPattern::mass || config.order != SelectionOrder::lookahead) return 0;
   // Masses of all query blocks of one head, over half of the key blocks.

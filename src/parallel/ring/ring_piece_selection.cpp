@@ -1,4 +1,4 @@
-// Choosing and measuring where several ranks share a sequence that comes in pieces: what one rank alone would choose
+// Selecting and measuring where several ranks share a sequence that comes in pieces: what one rank alone would select
 // for the whole sequence.
 #include <algorithm>
 #include <cstring>
@@ -42,7 +42,7 @@ void RingSelection::append_statistics(const Exec& exec, Communicator& group, int
   }
 }
 
-void RingSelection::choose_piece(const Exec& exec, int rank, int layer, const AttentionShape& shape,
+void RingSelection::select_piece(const Exec& exec, int rank, int layer, const AttentionShape& shape,
                                  const ContextLayout& layout, const PackedSequences& piece, const float* q,
                                  const float* k, BlockIndex& index) {
   const SelectionConfig& config = selector_.config();
@@ -65,7 +65,7 @@ void RingSelection::choose_piece(const Exec& exec, int rank, int layer, const At
     request.place = index.sequences()[0];
     request.held_blocks = layout.held_from(rank, 0, piece.piece.begin);
     if (config.pattern == SelectionPattern::window) {
-      choose_window_rows(request);
+      select_window_rows(request);
     } else {
       const MassCounts counts = selector_.select_held(exec, request, builder_);
       if (!piece.again) step_.count(layer, request.tiles, counts);

@@ -41,9 +41,10 @@ void count_ring_pairs(const ContextLayout& layout, int rank, const BlockIndex& i
 void add_ring_coverage(const ContextLayout& layout, int rank, int layer, const std::vector<CoverageSample>& samples,
                        AttentionReport& report);
 
-// One call of the attention kernels: the queries of this rank against keys that lie together. Chosen blocks lie before
-// their queries, as in the true order: the index of a call is one of sequences made of the keys' blocks, followed by
-// the rank's own blocks. Against its own keys the sequences are the rank's tokens, which are keys and queries.
+// One call of the attention kernels: the queries of this rank against keys that lie together. Selected blocks lie
+// before their queries, as in the true order: the index of a call is one of sequences made of the keys' blocks,
+// followed by the rank's own blocks. Against its own keys the sequences are the rank's tokens, which are keys and
+// queries.
 struct RingPass {
   enum class Keys { own, copies, chunk };
   struct Part {
@@ -115,7 +116,7 @@ class RingPlan {
  public:
   void build(const ContextLayout& layout, int rank, int kv_heads, const BlockIndex& index,
              const ReplicatedKeys& replicated, int replicated_blocks, ThreadPool& pool, int64_t first_query = 0);
-  // The calls for one chunk: none when nothing of it was chosen.
+  // The calls for one chunk: none when nothing of it was selected.
   std::span<const RingPass> passes(int chunk) const { return passes_[chunk]; }
   // The one for copies, or null.
   const RingPass* copies() const { return passes_.empty() || passes_.back().empty() ? nullptr : &passes_.back()[0]; }

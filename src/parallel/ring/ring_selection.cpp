@@ -36,7 +36,7 @@ RingSelection::RingSelection(const SelectionConfig& config, int layers)
                 config.query_block, config.block, 16);
 }
 
-void RingSelection::choose(const Exec& exec, Communicator& group, int layer, const AttentionShape& shape,
+void RingSelection::select(const Exec& exec, Communicator& group, int layer, const AttentionShape& shape,
                            const ContextLayout& layout, std::span<const int32_t> budgets, const float* q,
                            const float* k, BlockIndex& index) {
   const SelectionConfig& config = selector_.config();
@@ -79,13 +79,13 @@ void RingSelection::choose(const Exec& exec, Communicator& group, int layer, con
                   "a sequence of {} tokens has more than 65,536 blocks of {}; use larger blocks", request.tiles.tokens,
                   request.tiles.block);
     if (config.pattern == SelectionPattern::window) {
-      choose_window_rows(request);
+      select_window_rows(request);
     } else if (config.pattern == SelectionPattern::vertical_slash) {
-      choose_vertical_slash_rows(exec, group, request, layout, s);
+      select_vertical_slash_rows(exec, group, request, layout, s);
     } else {
       request.statistics = statistics[s];
       if (most_mass)
-        choose_most_mass_rows(exec, group, request);
+        select_most_mass_rows(exec, group, request);
       else
         step_.count(layer, request.tiles, selector_.select_held(exec, request, builder_));
     }
@@ -164,14 +164,14 @@ int64_t RingSelection::scratch_bytes(const AttentionShape& shape, int64_t max_to
   }
 }
 
-void RingSelection::choose_window_rows(const SelectionRequest& request) {
+void RingSelection::select_window_rows(const SelectionRequest& request) {
   const SequenceTiles& tiles = request.tiles;
   std::vector<IndexEntry> row;
   const int64_t tiles_a_block = tiles.block / tiles.query_block;
   for (const int32_t b : request.held_blocks)
     for (int64_t tile = b * tiles_a_block; tile < std::min((b + 1) * tiles_a_block, tiles.tiles()); ++tile) {
       row.clear();
-      choose_window(tiles, tile, row);
+      select_window(tiles, tile, row);
       for (int head = 0; head < request.shape.kv_heads; ++head)
         builder_.set_row(0, BlockIndex::row_id(request.place, head, static_cast<int>(tile)), row);
     }
@@ -179,7 +179,7 @@ void RingSelection::choose_window_rows(const SelectionRequest& request) {
 
 // The last queries go to all ranks; each computes its part of their attention. Row maxima and sums, then the masses of
 // columns and distances, are all that is exchanged; for some heads at a time, so that it takes little memory.
-void RingSelection::choose_vertical_slash_rows(const Exec& exec, Communicator& group, const SelectionRequest& request,
+void RingSelection::select_vertical_slash_rows(const Exec& exec, Communicator& group, const SelectionRequest& request,
                                                const ContextLayout& layout, int s) {
   const SequenceTiles& tiles = request.tiles;
   const AttentionShape& shape = request.shape;
@@ -260,7 +260,7 @@ void RingSelection::choose_vertical_slash_rows(const Exec& exec, Communicator& g
     const int64_t tiles_a_block = block / tiles.query_block;
     exec.pool->parallel_for(count, 1, [&](int64_t i, int64_t, int thread) {
       const VerticalSlash found =
-          choose_vertical_slash(columns.subspan(i * tokens, tokens), distances.subspan(i * blocks, blocks), limits);
+          select_vertical_slash(columns.subspan(i * tokens, tokens), distances.subspan(i * blocks, blocks), limits);
       std::vector<uint8_t> listed;
       std::vector<IndexEntry> row;
       std::vector<int32_t> single;

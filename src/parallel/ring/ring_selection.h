@@ -11,10 +11,10 @@
 
 namespace sb {
 
-// Chooses pairs where several ranks share the sequences: each rank for the query blocks it holds. What one rank alone
-// would look at in the keys of others is exchanged in a small form: the statistics of key blocks (by planes the chosen
-// channels of keys as bf16), or the masses of columns and diagonals. The choices are those of one rank alone up to
-// rounding.
+// Selects pairs where several ranks share the sequences: each rank for the query blocks it holds. What one rank alone
+// would look at in the keys of others is exchanged in a small form: the statistics of key blocks (by planes the
+// selected channels of keys as bf16), or the masses of columns and diagonals. The selections are those of one rank
+// alone up to rounding.
 class RingSelection {
  public:
   RingSelection(const SelectionConfig& config, int layers);
@@ -25,16 +25,16 @@ class RingSelection {
 
   // Collective. `index` covers the whole sequences; only the rows of query blocks that this rank holds are filled.
   // `budgets`: of every sequence, or empty; q and k are the tokens this rank holds.
-  void choose(const Exec& exec, Communicator& group, int layer, const AttentionShape& shape,
+  void select(const Exec& exec, Communicator& group, int layer, const AttentionShape& shape,
               const ContextLayout& layout, std::span<const int32_t> budgets, const float* q, const float* k,
               BlockIndex& index);
 
   // The same of a piece, step by step. `layout`: of its sequence up to the piece's end; q and k are this rank's tokens
   // of the piece. First, collective, statistics of the piece's key blocks come beside those of the pieces before it;
-  // then the rows of the piece are chosen.
+  // then the rows of the piece are selected.
   void append_statistics(const Exec& exec, Communicator& group, int layer, const AttentionShape& shape,
                          const ContextLayout& layout, const SequencePiece& piece, const float* k);
-  void choose_piece(const Exec& exec, int rank, int layer, const AttentionShape& shape, const ContextLayout& layout,
+  void select_piece(const Exec& exec, int rank, int layer, const AttentionShape& shape, const ContextLayout& layout,
                     const PackedSequences& piece, const float* q, const float* k, BlockIndex& index);
   // Collective: its share of the sequence's coverage, added to those of the pieces before it, of which it returns the
   // sum. `keys`: all that this rank holds up to the piece's end.
@@ -60,9 +60,9 @@ class RingSelection {
   // Memory that it holds now.
   int64_t bytes() const { return builder_.bytes(); }
 
-  // About what choose() takes besides exec.scratch, likewise.
-  int64_t choice_bytes(const AttentionShape& shape, int64_t max_tokens, int ranks) const;
-  // Bytes of exec.scratch that choose() takes when no one of `ranks` ranks has more tokens than this.
+  // About what select() takes besides exec.scratch, likewise.
+  int64_t select_bytes(const AttentionShape& shape, int64_t max_tokens, int ranks) const;
+  // Bytes of exec.scratch that select() takes when no one of `ranks` ranks has more tokens than this.
   int64_t scratch_bytes(const AttentionShape& shape, int64_t max_tokens, int ranks) const;
 
  private:
@@ -72,10 +72,10 @@ class RingSelection {
                                               const float* k, const LayerPlanes* planes);
   CoverageSample measure_sequence(const Exec& exec, Communicator& group, const SelectionRequest& request,
                                   const ContextLayout& layout, int sequence, const BlockIndex& index, int rows);
-  void choose_vertical_slash_rows(const Exec& exec, Communicator& group, const SelectionRequest& request,
+  void select_vertical_slash_rows(const Exec& exec, Communicator& group, const SelectionRequest& request,
                                   const ContextLayout& layout, int sequence);
-  void choose_window_rows(const SelectionRequest& request);
-  void choose_most_mass_rows(const Exec& exec, Communicator& group, const SelectionRequest& request);
+  void select_window_rows(const SelectionRequest& request);
+  void select_most_mass_rows(const Exec& exec, Communicator& group, const SelectionRequest& request);
 
   // What has to outlast a piece's forward: one sequence at a time goes through a layer.
   struct CutSequence {

@@ -64,7 +64,7 @@ struct Batches {
 struct SequenceCost {
   StageTime layer, head;
 };
-// At these budgets (one a sequence, the same in every layer).
+// At these budgets (one per sequence, the same in every layer).
 std::vector<SequenceCost> sequence_costs(const CostModel& cost, std::span<const Sequence> sequences,
                                          std::span<const int64_t> budgets);
 

@@ -21,7 +21,8 @@ class CoverageModel {
   // many sequences.
   virtual void evaluate(const Sequence& sequence, int layer, std::span<const int32_t> budgets,
                         std::span<const double> log_budgets, std::span<double> out) const = 0;
-  // The same for every one of `layers` layers: out[layer · budgets + i]. One call a sequence instead of one a layer.
+  // The same for every one of `layers` layers: out[layer · budgets + i]. One call per sequence instead of one per
+  // layer.
   virtual void evaluate_layers(const Sequence& sequence, int layers, std::span<const int32_t> budgets,
                                std::span<const double> log_budgets, std::span<double> out) const;
   // Every layer at a budget of its own: out[layer].

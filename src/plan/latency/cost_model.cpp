@@ -9,8 +9,16 @@ namespace {
 
 constexpr double kActivationBytes = 2, kGradientBytes = 4, kParameterBytes = 2;
 
-Work divided(const Work& work, double by) {
-  return {work.tokens / by, work.tiles / by, work.pairs / by, work.scores / by, work.prefix / by};
+// Gathers and sums of the hidden states over the tensor-parallel ranks, for each layer: forward before the two products
+// that are cut by columns and after the two that are cut by rows; backward the gradients of the latter two, which the
+// products wait for, and, while products run, inputs that are gathered again and sums of their gradients.
+constexpr double kGathersForward = 4, kGathersBackward = 2, kGathersBehindProducts = 4;
+// Embedding, and head with loss: one of each in either direction. The loss's few numbers a token are left out.
+constexpr double kGathersOfHead = 2;
+
+// By the ranks that share tokens and heads, and by those that share key/value heads.
+Work divided(const Work& work, double by, double by_keys) {
+  return {work.tokens / by, work.tiles / by, work.pairs / by, work.scores / by_keys, work.prefix / by_keys};
 }
 
 constexpr double kNone = 1e300;
@@ -61,6 +69,7 @@ std::vector<int> split(const Costs& costs, int layers, int stages) {
 CostModel::CostModel(const LatencyModel& latency, AttentionSpec spec, Layout layout)
     : latency_(latency), spec_(as_measured(latency.profile(), std::move(spec))), layout_(layout) {
   check();
+  share_layers();
   split_layers();
   prepare_communication();
 }
@@ -71,6 +80,7 @@ CostModel::CostModel(const LatencyModel& latency, AttentionSpec spec, Layout lay
       layout_(layout),
       first_layer_(std::move(first_layer)) {
   check();
+  share_layers();
   bool fits =
       std::ssize(first_layer_) == layout_.pp + 1 && first_layer_.front() == 0 && first_layer_.back() == layers();
   for (size_t s = 1; fits && s < first_layer_.size(); ++s) fits = first_layer_[s] > first_layer_[s - 1];
@@ -86,8 +96,10 @@ void CostModel::prepare_communication() {
 }
 
 void CostModel::check() const {
-  SB_USER_CHECK(layout_.dp > 0 && layout_.pp > 0 && layout_.cp > 0, "dp {}, pp {} and cp {} must be positive",
-                layout_.dp, layout_.pp, layout_.cp);
+  SB_USER_CHECK(layout_.dp > 0 && layout_.pp > 0 && layout_.cp > 0 && layout_.tp > 0,
+                "dp {}, pp {}, cp {} and tp {} must be positive", layout_.dp, layout_.pp, layout_.cp, layout_.tp);
+  const std::string problem = tensor_parallel_problem(shape(), layout_.tp);
+  SB_USER_CHECK(problem.empty(), "tp {}: {}; lower tp", layout_.tp, problem);
   SB_USER_CHECK(layout_.pp <= shape().layers,
                 "pp {} is more than the {} layers of {}: a stage would be empty; lower pp", layout_.pp, shape().layers,
                 shape().name);
@@ -101,6 +113,12 @@ void CostModel::check() const {
                   layers() - 1);
   SB_USER_CHECK(spec_.max_budget == 0 || spec_.max_budget >= spec_.budget,
                 "the largest budget {} is below the base budget {}", spec_.max_budget, spec_.budget);
+}
+
+void CostModel::share_layers() {
+  worker_shape_ = shape().of_rank(layout_.tp);
+  linear_share_ =
+      static_cast<double>(worker_shape_.layer_parameters()) / static_cast<double>(shape().layer_parameters());
 }
 
 void CostModel::split_layers() {
@@ -122,22 +140,43 @@ void CostModel::split_layers() {
   first_layer_ = split(costs, layers, stages);
 }
 
+// One all-gather or reduce-scatter of the hidden states over the tensor-parallel ranks.
+double CostModel::gathering(double tokens) const {
+  if (layout_.tp == 1 || !layout_.comm) return 0;
+  const Profile& profile = latency_.profile();
+  const Link& link = profile.gpus_per_node % layout_.tp == 0 ? profile.reduce_inside : profile.reduce_between;
+  const double bytes = tokens / layout_.cp * static_cast<double>(shape().hidden) * kActivationBytes;
+  return link(bytes * (layout_.tp - 1) / layout_.tp);
+}
+
 StageTime CostModel::linear(double tokens) const {
   Work work;
-  work.tokens = tokens / layout_.cp;
-  return {latency_.predict(Operation::linear_forward, work), latency_.predict(Operation::linear_backward, work)};
+  work.tokens = tokens / layout_.cp * linear_share_;
+  StageTime time{latency_.predict(Operation::linear_forward, work), latency_.predict(Operation::linear_backward, work)};
+  if (layout_.tp > 1) {
+    const double gather = gathering(tokens);
+    // What is computed again needs the sums of attention's product again.
+    const double again = profile().recompute == "none" ? 0 : 1;
+    time.forward += kGathersForward * gather;
+    time.backward = std::max(time.backward, kGathersBehindProducts * gather) + (kGathersBackward + again) * gather;
+  }
+  return time;
 }
 
 StageTime CostModel::attention(const Work& whole) const {
-  const Work work = layout_.cp == 1 ? whole : divided(whole, layout_.cp);
+  const int shared = layout_.cp * layout_.tp;
+  const double by_keys = static_cast<double>(layout_.cp) * static_cast<double>(shape().kv_heads) /
+                         static_cast<double>(worker_shape_.kv_heads);
+  const Work work = shared == 1 ? whole : divided(whole, shared, by_keys);
   StageTime time{latency_.predict(Operation::attention_forward, work),
                  latency_.predict(Operation::attention_backward, work)};
   if (layout_.cp > 1 && layout_.comm) {
     // The ring sends keys and values (forward), and their gradients too (backward), behind the computation.
-    const ModelShape& s = shape();
-    const double bytes = work.tokens * 2.0 * static_cast<double>(s.kv_heads * s.head_dim) * kActivationBytes;
+    const ModelShape& s = worker_shape_;
+    const double bytes =
+        whole.tokens / layout_.cp * 2.0 * static_cast<double>(s.kv_heads * s.head_dim) * kActivationBytes;
     const Profile& profile = latency_.profile();
-    const Link& link = layout_.cp <= profile.gpus_per_node ? profile.transfer_inside : profile.transfer_between;
+    const Link& link = shared <= profile.gpus_per_node ? profile.transfer_inside : profile.transfer_between;
     time.forward = std::max(time.forward, (layout_.cp - 1) * link(bytes));
     time.backward = std::max(time.backward, (layout_.cp - 1) * link(2 * bytes));
   }
@@ -148,15 +187,18 @@ StageTime CostModel::attention(const Work& whole) const {
 StageTime CostModel::head(double tokens) const {
   if (!layout_.head) return {};
   Work work;
-  work.tokens = tokens / layout_.cp;
-  return {latency_.predict(Operation::head_forward, work), latency_.predict(Operation::head_backward, work)};
+  work.tokens = tokens / (layout_.cp * layout_.tp);
+  const double gathers = kGathersOfHead * gathering(tokens);
+  return {latency_.predict(Operation::head_forward, work) + gathers,
+          latency_.predict(Operation::head_backward, work) + gathers};
 }
 
 Link CostModel::transfer_per_token(int stage) const {
   if (!layout_.comm || stage == 0) return {};
   const Profile& profile = latency_.profile();
-  const bool same_node = (stage - 1) * layout_.cp / profile.gpus_per_node == stage * layout_.cp / profile.gpus_per_node;
-  const double bytes = static_cast<double>(shape().hidden) * kActivationBytes / layout_.cp;
+  const int ranks = layout_.cp * layout_.tp;  // of a stage: each sends its own tokens' hidden states
+  const bool same_node = (stage - 1) * ranks / profile.gpus_per_node == stage * ranks / profile.gpus_per_node;
+  const double bytes = static_cast<double>(shape().hidden) * kActivationBytes / ranks;
   const Link& link = same_node ? profile.transfer_inside : profile.transfer_between;
   return {link.latency_us, link.us_per_byte * bytes};
 }
@@ -167,11 +209,12 @@ double CostModel::reduction_time(int stage) const {
   const Profile& profile = latency_.profile();
   const Link& link = layout_.workers() <= profile.gpus_per_node ? profile.reduce_inside : profile.reduce_between;
   const int64_t rank = profile.lora_rank;
-  double parameters = static_cast<double>(rank > 0 ? shape().adapter_parameters(rank) : shape().layer_parameters()) *
-                      stage_layers(stage);
+  const ModelShape& own = worker_shape_;
+  double parameters =
+      static_cast<double>(rank > 0 ? own.adapter_parameters(rank) : own.layer_parameters()) * stage_layers(stage);
   if (rank == 0 && layout_.head && (stage == 0 || stage == stages() - 1)) {
-    const bool both = stages() == 1 && !shape().tied;
-    parameters += static_cast<double>(shape().embedding_parameters()) * (both ? 2 : 1);
+    const bool both = stages() == 1 && !own.tied;
+    parameters += static_cast<double>(own.embedding_parameters()) * (both ? 2 : 1);
   }
   const double share = static_cast<double>(group - 1) / group;
   return link(parameters * kGradientBytes * share) + link(parameters * kParameterBytes * share);

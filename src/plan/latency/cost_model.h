@@ -10,12 +10,13 @@
 
 namespace sb {
 
-// The grid of workers. The ranks of one pipeline stand side by side: context parallel fastest, then stages, then data
-// parallel.
+// The grid of workers. The ranks of one pipeline stand side by side: tensor parallel fastest, then context parallel,
+// then stages, then data parallel.
 struct Layout {
   int dp = 1;
   int pp = 1;
   int cp = 1;
+  int tp = 1;
   // Forwards that a stage runs ahead, in multiples of its distance to the last one: 1 is plain 1F1B, 2 gives every
   // transfer one operation to hide behind.
   int warmup_depth = 1;
@@ -23,7 +24,7 @@ struct Layout {
   bool head = true;  // count embedding and loss
   // Length of the sequences that layers are split over the stages for; 0: twice the budget.
   int64_t split_tokens = 0;
-  int workers() const { return dp * pp * cp; }
+  int workers() const { return dp * pp * cp * tp; }
 };
 
 struct StageTime {
@@ -44,6 +45,8 @@ class CostModel {
   const Layout& layout() const { return layout_; }
   const Profile& profile() const { return latency_.profile(); }
   const ModelShape& shape() const { return profile().shape; }
+  // What a worker has of every layer: less than shape() with tensor parallelism.
+  const ModelShape& worker_shape() const { return worker_shape_; }
   int stages() const { return layout_.pp; }
   int layers() const { return static_cast<int>(shape().layers); }
   int first_layer(int stage) const { return first_layer_[static_cast<size_t>(stage)]; }
@@ -51,9 +54,11 @@ class CostModel {
     return first_layer_[static_cast<size_t>(stage) + 1] - first_layer_[static_cast<size_t>(stage)];
   }
 
-  // Everything of a layer but attention, for a micro-batch of this many tokens.
+  // Everything of a layer but attention, for a micro-batch of this many tokens; with tensor parallelism also what its
+  // ranks tell each other of the layer.
   StageTime linear(double tokens) const;
-  // Attention and selection of one layer; the sums of the micro-batch, before context parallelism divides them.
+  // Attention and selection of one layer; the sums of the micro-batch, before context and tensor parallelism divide
+  // them.
   StageTime attention(const Work& work) const;
   // Embedding and loss, zero where the layout leaves them out; they belong to the last stage.
   StageTime head(double tokens) const;
@@ -66,14 +71,18 @@ class CostModel {
 
  private:
   void check() const;
+  void share_layers();
   void split_layers();
   void prepare_communication();
+  double gathering(double tokens) const;
   Link transfer_per_token(int stage) const;
   double reduction_time(int stage) const;
 
   const LatencyModel& latency_;
   AttentionSpec spec_;
   Layout layout_;
+  ModelShape worker_shape_;
+  double linear_share_ = 1;  // of a layer's products, by tensor parallelism
   std::vector<int> first_layer_;
   std::vector<Link> transfer_;  // into every stage, over tokens
   std::vector<double> reduction_;

@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
+#include <algorithm>
 #include <filesystem>
 #include <nlohmann/json.hpp>
 
@@ -41,6 +42,35 @@ int64_t integer(const nlohmann::json& json, const char* key, const std::string& 
 }
 
 }  // namespace
+
+ModelShape ModelShape::of_rank(int64_t tp) const {
+  ModelShape own = *this;
+  own.heads = heads / tp;
+  own.kv_heads = std::max<int64_t>(kv_heads / tp, 1);
+  own.intermediate = intermediate / tp;
+  own.vocabulary = (vocabulary + tp - 1) / tp;
+  return own;
+}
+
+std::string tensor_parallel_problem(const ModelShape& shape, int64_t tp) {
+  if (shape.heads % tp != 0) return fmt::format("the {} heads of {} do not divide by it", shape.heads, shape.name);
+  if (shape.kv_heads % tp != 0 && tp % shape.kv_heads != 0)
+    return fmt::format("neither do the {} key/value heads of {} divide by it, nor it by them", shape.kv_heads,
+                       shape.name);
+  if (shape.intermediate % tp != 0)
+    return fmt::format("the MLP of {}, {} wide, does not divide by it", shape.name, shape.intermediate);
+  return {};
+}
+
+std::string sparse_tensor_parallel_problem(const ModelShape& shape, int64_t tp) {
+  if (tp > shape.kv_heads)
+    return fmt::format(
+        "{} has {} key/value heads, and sparse attention chooses for all query heads of one together, which ranks "
+        "cannot "
+        "share",
+        shape.name, shape.kv_heads);
+  return tensor_parallel_problem(shape, tp);
+}
 
 bool same_sizes(const ModelShape& a, const ModelShape& b) {
   return a.layers == b.layers && a.hidden == b.hidden && a.heads == b.heads && a.kv_heads == b.kv_heads &&

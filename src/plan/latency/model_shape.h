@@ -28,7 +28,15 @@ struct ModelShape {
     return rank * (2 * (hidden + query) + 2 * (hidden + key) + 3 * (hidden + intermediate));
   }
   int64_t embedding_parameters() const { return hidden * vocabulary; }
+
+  // What one of `tp` tensor-parallel ranks computes with: its heads, its part of the MLP and of the vocabulary. Where
+  // there are fewer key/value heads than ranks, several ranks hold the same one.
+  ModelShape of_rank(int64_t tp) const;
 };
+// What keeps `tp` ranks from sharing every layer of this model; empty: nothing does.
+std::string tensor_parallel_problem(const ModelShape& shape, int64_t tp);
+// The same with sparse attention, which needs all query heads of a key/value head in one place.
+std::string sparse_tensor_parallel_problem(const ModelShape& shape, int64_t tp);
 
 // Equal in every size that latency depends on; names do not count.
 bool same_sizes(const ModelShape& a, const ModelShape& b);

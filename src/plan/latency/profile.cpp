@@ -66,7 +66,7 @@ OperationTable analytic_selection(const ModelShape& shape, const AttentionSpec& 
   return selection;
 }
 
-std::string chosen_by(const std::string& pattern, const std::string& score, int64_t channels) {
+std::string selected_by(const std::string& pattern, const std::string& score, int64_t channels) {
   return channels > 0 ? fmt::format("{} by {} of {} channels", pattern, score, channels)
                       : fmt::format("{} by {}", pattern, score);
 }
@@ -203,7 +203,7 @@ void check_measured_blocks(const Profile& profile, const AttentionSpec& spec, co
             part(measured.score_tokens, measured.block) == part(spec.score_tokens, spec.block));
 }
 
-std::string chosen_otherwise(const Profile& profile, const AttentionSpec& spec) {
+std::string selected_otherwise(const Profile& profile, const AttentionSpec& spec) {
   if (!profile.attention) return {};
   const Profile::Attention& measured = *profile.attention;
   const int64_t then = channels_of(profile.shape, measured.score_channels),
@@ -212,8 +212,8 @@ std::string chosen_otherwise(const Profile& profile, const AttentionSpec& spec) 
   // What `profile` can measure.
   const bool measurable = spec.pattern == "topk" || spec.pattern == "mass";
   return fmt::format(
-      "was measured with pairs chosen as {}, and not as {}: the time of choosing is predicted as it was measured{}",
-      chosen_by(measured.pattern, measured.score, then), chosen_by(spec.pattern, spec.score, now),
+      "was measured with pairs selected as {}, and not as {}: the time of selecting is predicted as it was measured{}",
+      selected_by(measured.pattern, measured.score, then), selected_by(spec.pattern, spec.score, now),
       measurable ? "; `sparsebalance profile` measures it" : "");
 }
 

@@ -86,7 +86,7 @@ struct Profile {
   std::string recompute = "attention";  // contained in the backward tables
   int64_t lora_rank = 0;                // above 0: adapters are trained, and the model itself is frozen
   bool adapters_measured = true;        // false: derived from tables of the whole model in training
-  // How pairs were chosen as it was measured; none in analytic profiles and in files that do not tell.
+  // How pairs were selected as it was measured; none in analytic profiles and in files that do not tell.
   struct Attention {
     int64_t block = 0, query_block = 0;
     std::string pattern, score;
@@ -125,10 +125,10 @@ Profile find_profile(const std::string& name_or_path, const ModelShape& shape, c
 // UserError when `spec` has other blocks than were measured, or other parts of them are judged. `names`: how its block,
 // query_block and score_tokens are called where they can be changed.
 void check_measured_blocks(const Profile& profile, const AttentionSpec& spec, const std::array<const char*, 3>& names);
-// What to say when pairs were chosen by another pattern or score than those of `spec`, after the profile's name; empty:
-// they were not. The time of choosing is then predicted as it was measured: a few per cent of a layer are at stake,
-// which running corrections find, so that this is no error.
-std::string chosen_otherwise(const Profile& profile, const AttentionSpec& spec);
+// What to say when pairs were selected by another pattern or score than those of `spec`, after the profile's name;
+// empty: they were not. The time of selecting is then predicted as it was measured: a few per cent of a layer are at
+// stake, which running corrections find, so that this is no error.
+std::string selected_otherwise(const Profile& profile, const AttentionSpec& spec);
 // `spec` with the pattern and score that were measured, whose scores the tables count.
 AttentionSpec as_measured(const Profile& profile, AttentionSpec spec);
 

@@ -41,7 +41,7 @@ struct AttentionSpec {
   int64_t base_budget(int64_t tokens) const { return always_dense(tokens) ? tokens : budget; }
   bool dense_layer(int layer) const { return std::ranges::find(dense_layers, layer) != dense_layers.end(); }
   int64_t base_budget(int64_t tokens, int layer) const { return dense_layer(layer) ? tokens : base_budget(tokens); }
-  // Sinks, local blocks and two more: below that a selector has nothing left to choose from.
+  // Sinks, local blocks and two more: below that a selector has nothing left to select from.
   int64_t least_budget() const { return (sink_blocks + local_blocks + 2) * block; }
 };
 

@@ -148,7 +148,7 @@ BalancedPlanner::BalancedPlanner(Profile profile, BalancedPlannerOptions options
   } else if (!options_.log.empty() && std::filesystem::exists(options_.log)) {
     record_.emplace(options_.log, options_.first_step);
     record_is_own_ = true;
-    if (!record_->damage().empty()) log::warning("{}; it and what follows is planned anew", record_->damage());
+    if (!record_->damage().empty()) log::warning("{}; it and what follows are planned again", record_->damage());
   }
 }
 
@@ -315,7 +315,7 @@ std::optional<LoggedStep> BalancedPlanner::recorded(int64_t step, const std::vec
   } catch (const UserError& error) {
     if (!record_is_own_) throw;
     // A run may go on with other ranks; the plans that its log has left do not fit then.
-    log::warning("{}; from here on it is planned anew", error.what());
+    log::warning("{}; from here on steps are planned again", error.what());
     record_->forget_from(step);
     log_.reset();
     return std::nullopt;

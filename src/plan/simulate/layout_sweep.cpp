@@ -9,12 +9,18 @@ namespace {
 constexpr int64_t kLayerChunk = 32768, kLossChunk = 1024;
 constexpr int64_t kBf16 = 2, kFp32 = 4;
 
+// What is there once for every token that the tensor-parallel ranks share.
+int64_t share(int64_t tokens, int tp) {
+  return (tokens + tp - 1) / tp;
+}
+
 // The temporaries of a layer that are there at once, where its projections and its MLP run in pieces: the larger of
-// forward and backward.
-int64_t layer_workspace(const ModelShape& shape, int64_t tokens, bool last) {
+// forward and backward. `shape`: of one tensor-parallel rank, which holds its tokens' hidden states and, of a piece,
+// those of all tokens that the products need.
+int64_t layer_workspace(const ModelShape& shape, int64_t tokens, int tp, bool last) {
   const int64_t piece = std::min(tokens, kLayerChunk);
   const int64_t query = shape.heads * shape.head_dim, qkv = query + 2 * shape.kv_heads * shape.head_dim;
-  const int64_t stream = kBf16 * tokens * shape.hidden, operands = kBf16 * tokens * qkv;
+  const int64_t stream = kBf16 * share(tokens, tp) * shape.hidden, operands = kBf16 * tokens * qkv;
   const int64_t norm = piece * (kBf16 * shape.hidden + kFp32), mlp = norm + kBf16 * piece * 3 * shape.intermediate;
   const int64_t results = tokens * (kBf16 * query + kFp32 * shape.heads);
   const int64_t forward = 2 * stream + std::max(operands + std::max(norm + kBf16 * piece * qkv, results), mlp);
@@ -38,10 +44,10 @@ int64_t attention_scratch(const ModelShape& shape, int64_t tokens, int ranks) {
 }  // namespace
 
 MemoryEstimate estimate_memory(const CostModel& cost, int64_t micro_batch_tokens, int64_t longest_cut) {
-  const ModelShape& shape = cost.shape();
+  const ModelShape& shape = cost.worker_shape();
   const Layout& layout = cost.layout();
   const int64_t tokens = (micro_batch_tokens + layout.cp - 1) / layout.cp, query = shape.heads * shape.head_dim;
-  const int64_t stream = kBf16 * tokens * shape.hidden;
+  const int64_t stream = kBf16 * share(tokens, layout.tp) * shape.hidden;
   MemoryEstimate fullest;
   for (int s = 0; s < cost.stages(); ++s) {
     int64_t parameters = shape.layer_parameters() * cost.stage_layers(s);
@@ -68,26 +74,29 @@ MemoryEstimate estimate_memory(const CostModel& cost, int64_t micro_batch_tokens
     const int64_t logits = last ? kBf16 * kLossChunk * shape.vocabulary : 0;
     // Two of each kind: inputs and their gradients to the stage before, the outputs' gradients to the one after.
     const int64_t messages = 2 * stream * ((first ? 0 : 2) + (last ? 0 : 1));
-    stage.workspace = layer_workspace(shape, tokens, last) + std::max(attention, logits) + messages;
+    stage.workspace = layer_workspace(shape, tokens, layout.tp, last) + std::max(attention, logits) + messages;
     if (stage.total() > fullest.total()) fullest = stage;
   }
   return fullest;
 }
 
-std::vector<Layout> possible_layouts(const Layout& like, int workers, int64_t layers, int64_t global_batch,
-                                     int max_cp) {
+std::vector<Layout> possible_layouts(const Layout& like, int workers, const ModelShape& shape, int64_t global_batch,
+                                     const SweepLimits& most) {
   std::vector<Layout> layouts;
-  for (int cp = 1; cp <= std::min(max_cp, workers); ++cp) {
-    if (workers % cp != 0) continue;
-    for (int pp = 1; pp <= workers / cp; ++pp) {
-      if (workers / cp % pp != 0 || pp > layers) continue;
-      Layout layout = like;
-      layout.dp = workers / cp / pp;
-      layout.pp = pp;
-      layout.cp = cp;
-      if (layout.dp <= global_batch) layouts.push_back(layout);
+  for (int tp = 1; tp <= std::min(most.tp, workers); ++tp)
+    for (int cp = 1; cp <= std::min(most.cp, workers / tp); ++cp) {
+      if (workers % (tp * cp) != 0 || !sparse_tensor_parallel_problem(shape, tp).empty()) continue;
+      const int rest = workers / (tp * cp);
+      for (int pp = 1; pp <= rest; ++pp) {
+        if (rest % pp != 0 || pp > shape.layers) continue;
+        Layout layout = like;
+        layout.dp = rest / pp;
+        layout.pp = pp;
+        layout.cp = cp;
+        layout.tp = tp;
+        if (layout.dp <= global_batch) layouts.push_back(layout);
+      }
     }
-  }
   return layouts;
 }
 

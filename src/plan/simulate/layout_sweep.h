@@ -23,8 +23,12 @@ struct MemoryEstimate {
 // pieces of so many tokens; its keys, values and the fp32 sums of their gradients are kept too. 0: all are whole.
 MemoryEstimate estimate_memory(const CostModel& cost, int64_t micro_batch_tokens, int64_t longest_cut = 0);
 
-// All dp × pp × cp of this many workers that the model and the batch allow.
-std::vector<Layout> possible_layouts(const Layout& like, int workers, int64_t layers, int64_t global_batch, int max_cp);
+struct SweepLimits {
+  int tp = 8, cp = 8;  // largest to try
+};
+// All dp × pp × tp × cp of this many workers that the model and the batch allow, with sparse attention.
+std::vector<Layout> possible_layouts(const Layout& like, int workers, const ModelShape& shape, int64_t global_batch,
+                                     const SweepLimits& most);
 
 // One policy on one layout.
 struct SweepRow {

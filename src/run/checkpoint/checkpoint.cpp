@@ -316,7 +316,7 @@ std::optional<fs::path> newest_intact_checkpoint(const fs::path& output_dir) {
     } catch (const UnreadableFile& error) {
       throw UserError(
           "{}. It is of the newest checkpoint, which may be intact: make it readable and start again, or move {} away "
-          "to go on from an older one",
+          "to continue from an older one",
           error.what(), path.string());
     }
     if (!damage) return path;

@@ -307,9 +307,9 @@ void add_attention(OptionTable& table, FlatConfig& flat) {
   table.section("attention",
                 "Which keys a query sees. With `pattern: dense` the other options of this section have no effect.");
   table.word("attention.pattern", &selection.pattern, kPatternWords,
-             "dense: all earlier tokens of its sequence; the others choose key blocks, docs/attention.md");
+             "dense: all earlier tokens of its sequence; the others select key blocks, docs/attention.md");
   table.word("attention.selection", &selection.order, kOrderWords,
-             "causal: every token chooses by its own query; lookahead: a query block chooses at once, "
+             "causal: every token selects by its own query; lookahead: a query block selects at once, "
              "so that later tokens influence what earlier ones see");
   table.word("attention.score", &selection.score, kScoreWords,
              "what a key block is judged by: its largest key over the rotary planes that carry most, mean "
@@ -325,9 +325,9 @@ void add_attention(OptionTable& table, FlatConfig& flat) {
   table.integer("attention.query_block", &selection.query_block, 1, 128,
                 "query tokens that share a list, a power of two");
   table.integer("attention.budget", &selection.budget, 1, AttentionSpec::kMostBudget, "keys per query, on average");
-  table.integer("attention.sink_blocks", &selection.sink_blocks, 0, 1024, "first blocks, always chosen");
+  table.integer("attention.sink_blocks", &selection.sink_blocks, 0, 1024, "first blocks, always selected");
   table.integer("attention.local_blocks", &selection.local_blocks, 0, 1024,
-                "blocks before the query block, always chosen");
+                "blocks before the query block, always selected");
   table.integer("attention.step", &selection.step, 0, 64, "blocks that each later token of a query block may add");
   table.integer("attention.dense_below", &selection.dense_below, -1, kMaxTokens,
                 "sequences up to this length run dense; -1: the budget");
@@ -393,7 +393,7 @@ void add_train(OptionTable& table, FlatConfig& flat) {
                 "checkpoints kept, the newest; 0: all");
   table.text(
       "train.resume", &train.resume,
-      "auto: from the newest intact checkpoint in output_dir, if any; never: start anew; or a checkpoint's path");
+      "auto: from the newest intact checkpoint in output_dir, if any; never: start again; or a checkpoint's path");
   table.path("train.output_dir", &train.output_dir, "checkpoints, metrics and the trained model go here");
   table.integer("train.seed", &train.seed, 0, OptionTable::kAny, "of initialisation, data order and synthetic tasks");
   table.integer("train.validation_steps", &train.validation_steps, 0, OptionTable::kAny,
@@ -404,7 +404,7 @@ void add_train(OptionTable& table, FlatConfig& flat) {
   table.choice<ValidationAttention>(
       "train.validation_attention", &train.validation_attention,
       {{"as_trained", ValidationAttention::as_trained}, {"dense", ValidationAttention::dense}},
-      "what validation sees: what attention.* and its budget choose, or all earlier tokens");
+      "what validation sees: what attention.* and its budget select, or all earlier tokens");
   table.integer("train.log_steps", &train.log_steps, 1, OptionTable::kAny, "steps between progress lines");
   table.flag("train.tensorboard", &train.tensorboard, "write TensorBoard event files next to metrics.jsonl");
   table.integer("train.threads", &train.threads, 0, 1024,
@@ -413,11 +413,12 @@ void add_train(OptionTable& table, FlatConfig& flat) {
   table.integer("train.layer_chunk", &train.layer_chunk, 1, 1 << 20,
                 "tokens per piece of a layer's projections and MLP: bounds their temporaries");
   table.integer("train.offload", &train.offload, -1, 1 << 16,
-                "layers of a stage whose input waits for backward in host memory; -1: as many as the GPU's memory asks "
-                "for (none on the CPU); never changes the result");
-  table.flag("train.offload_optimizer", &train.offload_optimizer,
-             "device: cuda: float32 values and AdamW's moments, 12 bytes a parameter, wait in host memory and come to "
-             "the GPU in windows; never changes the result");
+                "layers of a stage whose input waits for backward in host memory; -1: as many as the GPU's memory "
+                "requires (none on the CPU); never changes the result");
+  table.flag(
+      "train.offload_optimizer", &train.offload_optimizer,
+      "device: cuda: float32 values and AdamW's moments, 12 bytes per parameter, wait in host memory and come to "
+      "the GPU in windows; never changes the result");
   table.choice<TrainOptions::Precision>(
       "train.precision", &train.precision,
       {{"auto", TrainOptions::Precision::automatic}, {"float32", TrainOptions::Precision::float32}},

@@ -8,9 +8,10 @@
 namespace sb {
 
 void add_balance_options(OptionTable& table, BalanceOptions& balance) {
-  table.section("balance",
-                "How a step's sequences are shared out, and how many keys each attends to; docs/balancing.md. Batching "
-                "and ordering never change the result, tuning trades attention coverage between sequences.");
+  table.section(
+      "balance",
+      "How a step's sequences are divided among ranks, and how many keys each attends to; docs/balancing.md. Batching "
+      "and ordering never change the result, tuning trades attention coverage between sequences.");
   table.word("balance.batching", &balance.batching, kBatchingWords,
              "in_order: as they come; sab: balances predicted latency at the expected budgets");
   for (const char* compared : {"length", "quadratic", "wlb"})
@@ -27,7 +28,7 @@ void add_balance_options(OptionTable& table, BalanceOptions& balance) {
   table.word("balance.anchor", &balance.anchor, kAnchorWords,
              "tuning anchor: which of the micro-batches' latencies is the common one");
   table.number("balance.p", &balance.p, 0.0, 1.0,
-               "tuning: share of the coverage it has at attention.budget that no (sequence, layer) may lose more of");
+               "tuning: the most that a (sequence, layer) may lose of its coverage at attention.budget, as a share");
   table.add(
       "balance.target", "number or word", "equal_coverage, or 0 to 1",
       "tuning optimal: the shortest step whose mean coverage is not below that of attention.budget, or a deadline "
@@ -39,14 +40,16 @@ void add_balance_options(OptionTable& table, BalanceOptions& balance) {
           balance.target = config_number(given, label, 0.0, 1.0);
       },
       [&balance] { return balance.target < 0 ? std::string("equal_coverage") : fmt::format("{}", balance.target); });
-  table.integer("balance.max_budget", &balance.max_budget, 0, std::numeric_limits<int32_t>::max(),
-                "tuning: the largest budget that it gives; memory for the lists of chosen blocks is planned for it. 0: "
-                "four times attention.budget");
+  table.integer(
+      "balance.max_budget", &balance.max_budget, 0, std::numeric_limits<int32_t>::max(),
+      "tuning: the largest budget that it gives; memory for the lists of selected blocks is planned for it. 0: "
+      "four times attention.budget");
   table.add(
       "balance.chunk", "number or word", "auto, none, or tokens",
       "long sequences are cut into pieces that follow each other through the pipeline, with the same result; short "
       "ones "
-      "are packed. A number (a multiple of attention.block): every sequence above so many tokens is cut, and memory is "
+      "are packed. A number (a multiple of attention.block): every sequence above this many tokens is cut, and memory "
+      "is "
       "planned for pieces; auto: the size, or whole sequences, by which a step is fastest (on GPUs with "
       "parallel.pp one size for the run, by which its first batches are)",
       [&balance](const ConfigValue& given, const std::string& label) {
@@ -65,9 +68,10 @@ void add_balance_options(OptionTable& table, BalanceOptions& balance) {
   table.flag("balance.adapt", &balance.adapt,
              "measured times and coverage correct the predictions; false: a plan follows from the configuration and "
              "the step alone");
-  table.integer("balance.compare_steps", &balance.compare_steps, 0, OptionTable::kAny,
-                "every so many steps the same batch also runs in order at attention.budget, is timed and thrown away: "
-                "what balancing gains, measured. Costs one forward and backward; 0: never");
+  table.integer(
+      "balance.compare_steps", &balance.compare_steps, 0, OptionTable::kAny,
+      "steps between comparisons, in which the same batch also runs in order at attention.budget, is timed and "
+      "discarded: what balancing gains, measured. Costs one forward and backward; 0: never");
   table.path("balance.profile", &balance.profile,
              "latencies: a file that `sparsebalance profile` wrote, or h200 (measured: Qwen2.5-0.5B and 3B), "
              "h200-analytic, h100-analytic, a100-analytic, "
@@ -112,7 +116,7 @@ void check_chunk(const RunConfig& config, const OptionTable& table) {
   const SelectionConfig& selection = config.attention.selection;
   const std::string label = table.label("balance.chunk");
   SB_USER_CHECK(selection.pattern != SelectionPattern::vertical_slash,
-                "{}: pattern vertical_slash chooses by the last queries of a sequence, which the first piece cannot "
+                "{}: pattern vertical_slash selects by the last queries of a sequence, which the first piece cannot "
                 "know; use another pattern, or balance.chunk: none",
                 label);
   SB_USER_CHECK(

@@ -110,7 +110,7 @@ void check_attention(const RunConfig& config, const OptionTable& table) {
   check_selection(config.attention.selection, table);
   const bool dumps = !config.attention.dump_index.empty();
   SB_USER_CHECK(!dumps || config.attention.selection.pattern != SelectionPattern::dense,
-                "{}: pattern: dense chooses nothing that could be saved; remove it or choose a pattern",
+                "{}: pattern: dense selects nothing that could be saved; remove it or choose a pattern",
                 table.label("attention.dump_index"));
   SB_USER_CHECK(!dumps || config.parallel.cp == 1,
                 "{}: ranks that share sequences (parallel.cp {}) have a part of the lists each; set parallel.cp to 1",

@@ -79,7 +79,7 @@ void add_lora_options(OptionTable& table, LoraOptions& lora, bool* present) {
   add_train(table, lora.config);
   table.path(
       "lora.adapter", &lora.adapter,
-      "PEFT directory of an adapter to go on from, of the same rank, alpha, targets and parts; empty: a new one");
+      "PEFT directory of an adapter to continue from, with the same rank, alpha, targets and parts; empty: a new one");
   table.flag("lora.merged", &lora.merged,
              "also write merged/, the model with the adapter in its weights; always written where `train` names a part "
              "or model.rope is given");

@@ -31,7 +31,7 @@ void add_parallel_options(OptionTable& table, ParallelOptions& parallel) {
       {{"auto", ParallelOptions::RingLists::automatic},
        {"device", ParallelOptions::RingLists::device},
        {"host", ParallelOptions::RingLists::host}},
-      "device: cuda with cp: where pairs are chosen and lists made; auto: on the host (and the GPU waits) for "
+      "device: cuda with cp: where pairs are selected and lists made; auto: on the host (and the GPU waits) for "
       "vertical_slash and for mass with lookahead, which device refuses, on the device for all others");
   table.choice<ParallelOptions::Backend>(
       "parallel.backend", &parallel.backend,
@@ -109,8 +109,8 @@ void check_parallel(const RunConfig& config, const OptionTable& table) {
   SB_USER_CHECK(parallel.cp == 1 || selection.block % selection.query_block == 0,
                 "{}: {} does not divide attention.block {}, as it must where ranks share sequences (parallel.cp)",
                 table.label("attention.query_block"), selection.query_block, selection.block);
-  SB_USER_CHECK(parallel.ring_lists != ParallelOptions::RingLists::device || ring_chooses_on_device(selection),
-                "{}: device, but vertical_slash and mass with lookahead choose their pairs on the host; remove it, or "
+  SB_USER_CHECK(parallel.ring_lists != ParallelOptions::RingLists::device || ring_selects_on_device(selection),
+                "{}: device, but vertical_slash and mass with lookahead select their pairs on the host; remove it, or "
                 "choose another attention.pattern",
                 table.label("parallel.ring_lists"));
   check_rehearsal(config, table);

@@ -87,7 +87,7 @@ std::optional<LossSums> Trainer::evaluate(bool later_chunk_tokens_only) {
   return forward(look);
 }
 
-// Planes are chosen by earlier steps, and the first one has none: a dense forward over the starts of some sequences
+// Planes are selected by earlier steps, and the first one has none: a dense forward over the starts of some sequences
 // gives them. They are those after the first batch, so that no token of that batch has a say in what others see.
 void Trainer::first_look() {
   constexpr int64_t kTokens = 8 * kFirstLookTokens;
@@ -111,7 +111,7 @@ void Trainer::first_look() {
   learn_selection();
   if (leads())
     parts_.console.text(
-        fmt::format("attention.score planes: chosen by a dense forward over {} sequences after the first batch, {} "
+        fmt::format("attention.score planes: selected by a dense forward over {} sequences after the first batch, {} "
                     "tokens",
                     look.positions.size(), std::accumulate(look.lengths.begin(), look.lengths.end(), int64_t{0})));
 }

@@ -65,7 +65,7 @@ INSTANTIATE_TEST_SUITE_P(Groups, BlockSparseCases,
                            return name;
                          });
 
-TEST(BlockSparse, NothingChosenGivesZeros) {
+TEST(BlockSparse, NothingSelectedGivesZeros) {
   const AttentionCase c(shape_of(2, 1, 64), {200}, 7);
   const BlockIndex index = build_index(c, {128, 16, 1}, kNoRows);
   GivenIndex attention(index);

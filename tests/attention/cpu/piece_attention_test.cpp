@@ -176,13 +176,13 @@ void expect_same_report(AttentionReport got, AttentionReport expected) {
     EXPECT_NEAR(got.samples[0].sample.curve[i], expected.samples[0].sample.curve[i], 1e-4);
 }
 
-constexpr std::pair<SelectionPattern, BlockScore> kChoices[] = {
+constexpr std::pair<SelectionPattern, BlockScore> kSelections[] = {
     {SelectionPattern::topk, BlockScore::moments}, {SelectionPattern::topp, BlockScore::moments},
     {SelectionPattern::mass, BlockScore::moments}, {SelectionPattern::window, BlockScore::moments},
     {SelectionPattern::topk, BlockScore::planes},  {SelectionPattern::topp, BlockScore::planes},
     {SelectionPattern::mass, BlockScore::planes}};
 
-// What earlier steps would have seen, where planes are chosen by it.
+// What earlier steps would have seen, where planes are selected by it.
 LearnedSelection first_statistics(const AttentionCase& c, const SparseAttention::Options& options) {
   LearnedSelection learned;
   if (!options.selection.judges_by_planes()) return learned;
@@ -205,7 +205,7 @@ void expect_near_energies(const LearnedSelection& got, const LearnedSelection& e
   }
 }
 
-TEST(PieceAttention, ChoosesMeasuresAndComputesAsForTheWhole) {
+TEST(PieceAttention, SelectsMeasuresAndComputesAsForTheWhole) {
   struct Size {
     int block, query_block;
     int32_t length;
@@ -216,7 +216,7 @@ TEST(PieceAttention, ChoosesMeasuresAndComputesAsForTheWhole) {
                                             {128, 1, 1200, {256}},
                                             {256, 32, 2600, {512, 768}}}) {
     const AttentionCase c({6, 2, 16, 0.5f}, {size.length}, 7);
-    for (const auto& [pattern, score] : kChoices) {
+    for (const auto& [pattern, score] : kSelections) {
       SparseAttention::Options options = options_for(pattern, size.block, size.query_block);
       options.selection.score = score;
       options.selection.score_channels = 8;

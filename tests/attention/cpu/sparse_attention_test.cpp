@@ -210,7 +210,7 @@ TEST_P(SparsePattern, PartsOfBlocksKeepTheOrder) {
   }
 }
 
-TEST_P(SparsePattern, ReplayUsesTheSameChoices) {
+TEST_P(SparsePattern, ReplayUsesTheSameSelections) {
   const SparseAttention::Options options = options_for(GetParam().pattern, GetParam().order, 16, 320);
   const AttentionCase c({4, 2, 16, 0.5f}, {900, 40}, 3);
   SparseAttention attention(options);

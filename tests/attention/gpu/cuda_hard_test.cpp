@@ -104,7 +104,7 @@ TEST_F(CudaHard, LastSequenceOfManyElementsIsWhatItIsAlone) {
   }
 }
 
-// Whatever a sequence holds, choosing and attending end, and the sequence behind it knows nothing of it.
+// Whatever a sequence holds, selecting and attending end, and the sequence behind it knows nothing of it.
 TEST_F(CudaHard, NumbersThatAreNoneStayInTheirSequence) {
   constexpr float kNan = std::numeric_limits<float>::quiet_NaN(), kInfinity = std::numeric_limits<float>::infinity();
   const AttentionShape shape{8, 2, 64, 0.125f};

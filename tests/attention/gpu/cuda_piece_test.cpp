@@ -39,7 +39,7 @@ class CudaPieceTest : public ::testing::Test {
   };
 
   // Forward of all pieces, then backward in reverse.
-  Run run(ChoosingAttention& attention, const CudaOperands& in, DType dtype, int64_t piece, Pages placed, int layer) {
+  Run run(SelectingAttention& attention, const CudaOperands& in, DType dtype, int64_t piece, Pages placed, int layer) {
     const AttentionShape& shape = in.shape;
     const int64_t n = in.tokens, count = (n + piece - 1) / piece, places = count | 1, d = shape.head_dim;
     const int64_t query = shape.heads * d, key = shape.kv_heads * d;
@@ -205,7 +205,7 @@ TEST_F(CudaPieceTest, PiecesGiveWhatTheWholeGives) {
             const SelectionObservations seen = attention->take_observations();
             ASSERT_EQ(seen.masses.size(), learns_from.masses.size());
             for (const auto& [key, counts] : learns_from.masses) {
-              EXPECT_EQ(seen.masses.at(key).chosen, counts.chosen);
+              EXPECT_EQ(seen.masses.at(key).selected, counts.selected);
               EXPECT_EQ(seen.masses.at(key).wanted, counts.wanted);
             }
           }

@@ -198,7 +198,7 @@ TEST(BlockIndex, MalformedRowsAreRefused) {
   EXPECT_THROW(set(18, {{1, 0}, {1, 0}}), InternalError);  // twice
   EXPECT_THROW(set(18, {{1, 12}}), InternalError);         // the last query block has 12 tokens
   EXPECT_THROW(set(19, {}), InternalError);                // no such row
-  EXPECT_THROW(set(18, {{1, 0}}, {130}), InternalError);   // in a chosen block too
+  EXPECT_THROW(set(18, {{1, 0}}, {130}), InternalError);   // in a selected block too
   EXPECT_THROW(set(18, {}, {5, 5}), InternalError);        // twice
   EXPECT_THROW(set(0, {}, {16}), InternalError);           // in the future
   EXPECT_THROW(builder.set_row(1, 0, {}), InternalError);  // no such thread

@@ -63,11 +63,11 @@ TEST(LearnedSelection, CountsSettleAtWhatIsWanted) {
       for (int step = 0; step < 120; ++step) {
         const double count = 1e5 * std::exp(slope * (right - mass_threshold(learned, 0, tiles)) +
                                             noise * static_cast<double>(random.normal()));
-        const auto chosen = static_cast<int64_t>(std::clamp(count, 0.25e5, 2e5));  // floor and cap of the lists
-        learned = learn(learned, {{}, {{key, {chosen, 100000}}}});
+        const auto selected = static_cast<int64_t>(std::clamp(count, 0.25e5, 2e5));  // floor and cap of the lists
+        learned = learn(learned, {{}, {{key, {selected, 100000}}}});
         if (step < 60) continue;
-        sum += static_cast<double>(chosen);
-        worst = std::max(worst, std::abs(static_cast<double>(chosen) / 1e5 - 1));
+        sum += static_cast<double>(selected);
+        worst = std::max(worst, std::abs(static_cast<double>(selected) / 1e5 - 1));
       }
       SCOPED_TRACE(testing::Message() << "slope " << slope << " noise " << noise);
       EXPECT_NEAR(sum / 60 / 1e5, 1.0, 0.03);
@@ -164,7 +164,7 @@ TEST(LearnedSelection, PairsMeetMixedBudgets) {
     }
   }
   const auto ratio = [](const MassCounts& counts) {
-    return static_cast<double>(counts.chosen) / static_cast<double>(counts.wanted);
+    return static_cast<double>(counts.selected) / static_cast<double>(counts.wanted);
   };
   for (const auto& [layer, counts] : first) EXPECT_NEAR(ratio(counts), 1.0, 0.25) << "layer " << layer << ", step 6";
   for (const auto& [layer, counts] : layers) EXPECT_NEAR(ratio(counts), 1.0, 0.03) << "layer " << layer;

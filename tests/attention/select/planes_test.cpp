@@ -57,25 +57,25 @@ double energy(const Inputs& in, int head, int plane) {
   return query * key;
 }
 
-TEST(Planes, ThoseOfTheMostEnergyAreChosen) {
+TEST(Planes, ThoseOfTheMostEnergyAreSelected) {
   for (const auto& [heads, kv_heads, d, tokens] :
        {std::tuple{8, 2, 16, 1000}, {7, 1, 64, 333}, {2, 2, 10, 5000}, {3, 3, 7, 90}}) {
     const Inputs in(heads, kv_heads, d, tokens, 5);
     const PlaneSums sums = measured(in, 2);
     EXPECT_EQ(sums.tokens, (tokens + 15) / 16);
     for (int channels = 2; channels <= d; channels += 2) {
-      const LayerPlanes chosen = choose_planes(in.shape, sums, channels);
-      EXPECT_EQ(chosen.kv_heads, kv_heads);
-      EXPECT_EQ(chosen.channels, channels);
+      const LayerPlanes selected = select_planes(in.shape, sums, channels);
+      EXPECT_EQ(selected.kv_heads, kv_heads);
+      EXPECT_EQ(selected.channels, channels);
       for (int head = 0; head < kv_heads; ++head) {
-        EXPECT_EQ(chosen.scale[head], 0.3f);
+        EXPECT_EQ(selected.scale[head], 0.3f);
         for (int i = 0; i < channels; ++i) {
           double mean = 0;
           for (int64_t t = 0; t < tokens; t += 16)
-            mean += in.k[(t * kv_heads + head) * d + chosen.of(head)[i]] / ((tokens + 15) / 16);
-          EXPECT_NEAR(chosen.key_mean[head * channels + i], mean, 1e-5) << "the mean of channel " << i;
+            mean += in.k[(t * kv_heads + head) * d + selected.of(head)[i]] / ((tokens + 15) / 16);
+          EXPECT_NEAR(selected.key_mean[head * channels + i], mean, 1e-5) << "the mean of channel " << i;
         }
-        const auto of_head = chosen.of(head);
+        const auto of_head = selected.of(head);
         EXPECT_TRUE(std::is_sorted(of_head.begin(), of_head.end()));
         const std::set<int32_t> taken(of_head.begin(), of_head.end());
         ASSERT_EQ(std::ssize(taken), channels);
@@ -115,19 +115,19 @@ TEST(Planes, SumsDoNotDependOnThreadsNorOnCuts) {
 TEST(Planes, EqualEnergiesGoToTheLowerPlane) {
   const AttentionShape shape{1, 1, 8, 1.0f};
   PlaneSums sums{4, std::vector<double>(8, 1.0), std::vector<double>(8, 0.0), std::vector<double>(8, 1.0)};
-  EXPECT_EQ(choose_planes(shape, sums, 4).channel, (std::vector<int32_t>{0, 1, 4, 5}));
+  EXPECT_EQ(select_planes(shape, sums, 4).channel, (std::vector<int32_t>{0, 1, 4, 5}));
   sums.key_squares[7] = 2.0;
-  EXPECT_EQ(choose_planes(shape, sums, 4).channel, (std::vector<int32_t>{0, 3, 4, 7}));
+  EXPECT_EQ(select_planes(shape, sums, 4).channel, (std::vector<int32_t>{0, 3, 4, 7}));
 }
 
-TEST(Planes, NothingMeasuredChoosesNothing) {
+TEST(Planes, NothingMeasuredSelectsNothing) {
   const AttentionShape shape{1, 1, 8, 1.0f};
   ThreadPool pool(1);
   Exec exec;
   exec.pool = &pool;
   const PlaneSums none = measure_planes(exec, shape, nullptr, nullptr, 0);
   EXPECT_EQ(none, PlaneSums{});
-  EXPECT_THROW(choose_planes(shape, none, 4), InternalError);
+  EXPECT_THROW(select_planes(shape, none, 4), InternalError);
 }
 
 }  // namespace

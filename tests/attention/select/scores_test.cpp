@@ -242,7 +242,7 @@ float nearest_bf16(float x) {
   return (bits >> 16 & 1) == 0 ? below : above;
 }
 
-TEST(BlockStatistics, ChosenChannelsOfEveryKeyAsPairsOfBf16) {
+TEST(BlockStatistics, SelectedChannelsOfEveryKeyAsPairsOfBf16) {
   for (const int threads : {1, 2}) {
     ThreadPool pool(threads);
     for (const int64_t tokens : {1, 63, 64, 65, 300}) {

@@ -24,7 +24,7 @@ struct Case {
     Random random(seed);
     q.resize(n * heads * 16);
     k.resize(n * kv_heads * 16);
-    // Keys of a block share an offset, so that blocks differ and choices mean something.
+    // Keys of a block share an offset, so that blocks differ and selections mean something.
     std::vector<float> offset(kv_heads * 16);
     for (int64_t t = 0; t < n; ++t) {
       if (t % 64 == 0) {
@@ -157,7 +157,7 @@ TEST(Selector, SameRowsForAnyNumberOfThreads) {
   }
 }
 
-// A part as long as the block is the block: the same choices.
+// A part as long as the block is the block: the same selections.
 TEST(Selector, PartsAsLongAsTheBlockChangeNothing) {
   for (const Order order : {Order::causal, Order::lookahead}) {
     const Case in(4, 2, 1500, 31);
@@ -199,12 +199,12 @@ LayerPlanes planes_of(const Case& in, int channels) {
   ThreadPool pool(1);
   Exec exec;
   exec.pool = &pool;
-  return choose_planes(in.shape, measure_planes(exec, in.shape, in.q.data(), in.k.data(), in.tokens), channels);
+  return select_planes(in.shape, measure_planes(exec, in.shape, in.q.data(), in.k.data(), in.tokens), channels);
 }
 
 // All channels and one query head a kv head: the block of the largest exact product, staircase and all. Numbers that
 // bf16 holds, so that ties are ties.
-TEST(Selector, PlanesOfAllChannelsChooseByTheLargestKey) {
+TEST(Selector, PlanesOfAllChannelsSelectByTheLargestKey) {
   Case in(2, 2, 1500, 31);
   for (auto* values : {&in.q, &in.k})
     for (float& x : *values) x = std::round(4.0f * std::clamp(x, -15.0f, 15.0f)) / 4.0f;
@@ -229,7 +229,7 @@ TEST(Selector, PlanesOfAllChannelsChooseByTheLargestKey) {
             top = std::max(top, static_cast<float>(product));
           }
         std::vector<IndexEntry> expected;
-        Staircase().choose(tiles, tile, {largest.data(), competing, tiles.rows(tile), competing},
+        Staircase().select(tiles, tile, {largest.data(), competing, tiles.rows(tile), competing},
                            staircase_rule(StaircaseRule::Kind::topk, tiles.free_quota(tile), config.step, query_block),
                            expected);
         const BlockIndex::Row row = index.row(BlockIndex::row_id(index.sequences()[0], head, static_cast<int>(tile)));
@@ -258,7 +258,7 @@ TEST(Selector, PlanesGiveTheSameRowsForAnyNumberOfThreads) {
         EXPECT_TRUE(index == run(three, in, 3, 0, &planes));
         config.score = BlockScore::moments;
         Selector moments(config);
-        EXPECT_FALSE(index == run(moments, in, 1)) << "planes choose as moments do: the test is blind";
+        EXPECT_FALSE(index == run(moments, in, 1)) << "planes select as moments do: the test is blind";
       }
 }
 
@@ -334,7 +334,7 @@ TEST(Selector, VerticalSlashFindsPlantedColumnsAndDiagonals) {
   // The same diagonals everywhere: block 20 looks at block 15.
   const BlockIndex::Row earlier = index.row(BlockIndex::row_id(index.sequences()[0], 0, 20));
   EXPECT_TRUE(std::find(earlier.blocks.begin(), earlier.blocks.end(), 15) != earlier.blocks.end());
-  // There column 100 lies on no chosen diagonal, so it is gathered.
+  // There column 100 lies on no selected diagonal, so it is gathered.
   EXPECT_TRUE(std::find(earlier.columns.begin(), earlier.columns.end(), 100) != earlier.columns.end());
 }
 
@@ -398,7 +398,7 @@ TEST(SelectionConfig, RefusesChannelsThatMakeNoPlanes) {
   EXPECT_NE(message(32, 1, 64).find("attention.score_tokens"), std::string::npos);
 }
 
-TEST(Selector, MostMassChoosesNotANumberLast) {
+TEST(Selector, MostMassSelectsNotANumberLast) {
   SelectionConfig config;
   config.block = 64;
   config.query_block = 64;
@@ -412,9 +412,9 @@ TEST(Selector, MostMassChoosesNotANumberLast) {
         masses[tile].push_back(random.below(3) == 0 ? NAN : static_cast<float>(random.normal()));
         if (!tiles.forced(tile, j) && !std::isnan(masses[tile].back())) ++numbers;
       }
-    const auto rows = choose_most_mass(tiles, masses, numbers / 2);
+    const auto rows = most_mass_rows(tiles, masses, numbers / 2);
     float least = INFINITY, most_left = -INFINITY;
-    int64_t chosen = 0;
+    int64_t selected = 0;
     for (int64_t tile = 0; tile < tiles.tiles(); ++tile)
       for (int64_t j = 0; j < tiles.competing(tile); ++j) {
         if (tiles.forced(tile, j)) continue;
@@ -423,12 +423,12 @@ TEST(Selector, MostMassChoosesNotANumberLast) {
         if (taken) {
           ASSERT_FALSE(std::isnan(masses[tile][j])) << "seed " << seed;
           least = std::min(least, masses[tile][j]);
-          ++chosen;
+          ++selected;
         } else if (!std::isnan(masses[tile][j])) {
           most_left = std::max(most_left, masses[tile][j]);
         }
       }
-    EXPECT_EQ(chosen, numbers / 2);
+    EXPECT_EQ(selected, numbers / 2);
     EXPECT_GE(least, most_left) << seed;
   }
 }

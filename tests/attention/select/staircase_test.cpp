@@ -36,12 +36,12 @@ std::vector<float> random_masses(int rows, int64_t count, uint64_t seed) {
   return masses;
 }
 
-std::vector<IndexEntry> choose(const SequenceTiles& tiles, int64_t tile, const std::vector<float>& masses,
+std::vector<IndexEntry> select(const SequenceTiles& tiles, int64_t tile, const std::vector<float>& masses,
                                const StaircaseRule& rule) {
   std::vector<IndexEntry> out;
   Staircase staircase;
   const int64_t count = tiles.competing(tile);
-  staircase.choose(tiles, tile, {masses.data(), count, tiles.rows(tile), count}, rule, out);
+  staircase.select(tiles, tile, {masses.data(), count, tiles.rows(tile), count}, rule, out);
   return out;
 }
 
@@ -104,27 +104,27 @@ TEST(Staircase, TopkTakesTheBestInTurn) {
     const int64_t tile = tiles.tiles() - 1, count = tiles.competing(tile);
     const std::vector<float> masses = random_masses(tiles.rows(tile), count, 11 + query_block);
     const StaircaseRule rule = staircase_rule(StaircaseRule::Kind::topk, tiles.free_quota(tile), 1, query_block);
-    const std::vector<IndexEntry> out = choose(tiles, tile, masses, rule);
+    const std::vector<IndexEntry> out = select(tiles, tile, masses, rule);
 
-    std::set<int64_t> chosen;
+    std::set<int64_t> selected;
     for (int64_t j = 0; j < count; ++j) {
-      if (tiles.forced(tile, j)) chosen.insert(j);
+      if (tiles.forced(tile, j)) selected.insert(j);
     }
-    const size_t forced = chosen.size();
+    const size_t forced = selected.size();
     std::vector<int> first_row(count, 0);
     for (int row = 0; row < tiles.rows(tile); ++row) {
-      while (static_cast<int64_t>(chosen.size() - forced) < rule.allowed(row)) {
+      while (static_cast<int64_t>(selected.size() - forced) < rule.allowed(row)) {
         int64_t best = -1;
         for (int64_t j = 0; j < count; ++j) {
-          if (!chosen.count(j) && (best < 0 || masses[row * count + j] > masses[row * count + best])) best = j;
+          if (!selected.count(j) && (best < 0 || masses[row * count + j] > masses[row * count + best])) best = j;
         }
-        chosen.insert(best);
+        selected.insert(best);
         first_row[best] = row;
       }
     }
-    ASSERT_EQ(out.size(), chosen.size() + 1);
+    ASSERT_EQ(out.size(), selected.size() + 1);
     size_t i = 0;
-    for (const int64_t j : chosen) {
+    for (const int64_t j : selected) {
       EXPECT_EQ(out[i].block, j);
       EXPECT_EQ(out[i].first, first_row[j]);
       ++i;
@@ -134,7 +134,7 @@ TEST(Staircase, TopkTakesTheBestInTurn) {
   }
 }
 
-TEST(Staircase, LaterRowsNeverChangeEarlierChoices) {
+TEST(Staircase, LaterRowsNeverChangeEarlierSelections) {
   using Kind = StaircaseRule::Kind;
   for (const Kind kind : {Kind::topk, Kind::topp, Kind::mass}) {
     const SequenceTiles tiles = make_tiles(64 * 50, 16, 64 * 24);
@@ -144,11 +144,11 @@ TEST(Staircase, LaterRowsNeverChangeEarlierChoices) {
     rule.coverage = 0.8;
     rule.threshold = std::log(0.03f);
     rule.floor = 2;
-    const std::vector<IndexEntry> before = choose(tiles, tile, masses, rule);
+    const std::vector<IndexEntry> before = select(tiles, tile, masses, rule);
     for (int cut = 0; cut < 16; ++cut) {
       std::vector<float> changed = random_masses(16, count, 1000 + cut);
       std::copy(masses.begin(), masses.begin() + (cut + 1) * count, changed.begin());
-      const std::vector<IndexEntry> after = choose(tiles, tile, changed, rule);
+      const std::vector<IndexEntry> after = select(tiles, tile, changed, rule);
       const auto seen = [&](const std::vector<IndexEntry>& list) {
         std::vector<IndexEntry> kept;
         for (const IndexEntry& entry : list) {
@@ -165,7 +165,7 @@ TEST(Staircase, TopkTakesEverythingWhenItFits) {
   const SequenceTiles tiles = make_tiles(64 * 6, 16, 64 * 6);
   const int64_t tile = tiles.tiles() - 1;
   std::vector<IndexEntry> out;
-  Staircase().choose(tiles, tile, {nullptr, 0, 0, 0},
+  Staircase().select(tiles, tile, {nullptr, 0, 0, 0},
                      staircase_rule(StaircaseRule::Kind::topk, tiles.free_quota(tile), 1, 16), out);
   EXPECT_EQ(out.size(), 6u);
 }
@@ -178,7 +178,7 @@ TEST(Staircase, ToppStopsAtCoverageAndAtTheCap) {
   for (const double p : {0.3, 0.6, 0.9}) {
     rule.coverage = p;
     double held = 0, least = 2;
-    for (const IndexEntry& entry : choose(tiles, tile, masses, rule)) {
+    for (const IndexEntry& entry : select(tiles, tile, masses, rule)) {
       if (entry.block >= count) continue;
       held += std::exp(masses[entry.block]);
       if (!tiles.forced(tile, entry.block)) least = std::min<double>(least, std::exp(masses[entry.block]));
@@ -189,7 +189,7 @@ TEST(Staircase, ToppStopsAtCoverageAndAtTheCap) {
   rule.coverage = 1.0;
   rule.total = 5;
   rule.first = 5;
-  EXPECT_EQ(choose(tiles, tile, masses, rule).size(), 5u + 3u + 1u);
+  EXPECT_EQ(select(tiles, tile, masses, rule).size(), 5u + 3u + 1u);
 }
 
 TEST(Staircase, MassTakesWhatExceedsTheThreshold) {
@@ -200,7 +200,7 @@ TEST(Staircase, MassTakesWhatExceedsTheThreshold) {
   rule.threshold = std::log(0.02f);
   size_t expected = 1;
   for (int64_t j = 0; j < count; ++j) expected += tiles.forced(tile, j) || masses[j] >= rule.threshold;
-  const std::vector<IndexEntry> out = choose(tiles, tile, masses, rule);
+  const std::vector<IndexEntry> out = select(tiles, tile, masses, rule);
   EXPECT_EQ(out.size(), expected);
   for (const IndexEntry& entry : out) {
     if (entry.block < count && !tiles.forced(tile, entry.block)) {
@@ -209,7 +209,7 @@ TEST(Staircase, MassTakesWhatExceedsTheThreshold) {
   }
   rule.threshold = 1.0f;  // nothing exceeds it
   rule.floor = 4;
-  EXPECT_EQ(choose(tiles, tile, masses, rule).size(), 4u + 3u + 1u);
+  EXPECT_EQ(select(tiles, tile, masses, rule).size(), 4u + 3u + 1u);
 }
 
 TEST(Lookahead, TakesTheBestOfTheTile) {
@@ -217,7 +217,7 @@ TEST(Lookahead, TakesTheBestOfTheTile) {
   const int64_t tile = tiles.tiles() - 1, count = tiles.competing(tile);
   const std::vector<float> masses = random_masses(1, count, 8);
   std::vector<IndexEntry> out;
-  Staircase().choose(tiles, tile, {masses.data(), count, 1, count},
+  Staircase().select(tiles, tile, {masses.data(), count, 1, count},
                      staircase_rule(StaircaseRule::Kind::topk, tiles.free_quota(tile), 1, 1), out);
   ASSERT_EQ(static_cast<int64_t>(out.size()), tiles.quota(tile));
   float worst_in = 1, best_out = -1000;
@@ -238,24 +238,24 @@ TEST(Lookahead, TakesTheBestOfTheTile) {
 TEST(Window, SinksAndLatest) {
   const SequenceTiles tiles = make_tiles(64 * 30, 16, 64 * 8);
   std::vector<IndexEntry> out;
-  choose_window(tiles, tiles.tiles() - 1, out);
+  select_window(tiles, tiles.tiles() - 1, out);
   ASSERT_EQ(out.size(), 8u);
   EXPECT_EQ(out[0].block, 0);
   for (int i = 1; i < 8; ++i) EXPECT_EQ(out[i].block, 30 - 8 + i);
   out.clear();
-  choose_window(tiles, 0, out);
+  select_window(tiles, 0, out);
   EXPECT_EQ(out.size(), 1u);
 }
 
-TEST(ChooseEverything, FirstTokenSeesItsOwnBlock) {
+TEST(SelectEverything, FirstTokenSeesItsOwnBlock) {
   std::vector<IndexEntry> out;
-  choose_everything(make_tiles(1, 16, 1), 0, out);
+  select_everything(make_tiles(1, 16, 1), 0, out);
   ASSERT_EQ(out.size(), 1u);
   EXPECT_EQ(out[0], (IndexEntry{0, 0}));
 }
 
 // A diverged step brings NaN; which blocks it then reads matters little, but numbers come first and nothing crashes.
-TEST(Staircase, NotANumberIsChosenLast) {
+TEST(Staircase, NotANumberIsSelectedLast) {
   for (uint64_t seed = 0; seed < 40; ++seed) {
     const SequenceTiles tiles = make_tiles(64 * 64, 1, 64 * 16);
     const int64_t tile = tiles.tiles() - 1, count = tiles.competing(tile);
@@ -263,14 +263,14 @@ TEST(Staircase, NotANumberIsChosenLast) {
     Random random(seed + 100);
     for (float& mass : masses)
       if (random.below(3) == 0) mass = NAN;
-    const std::vector<IndexEntry> out = choose(tiles, tile, masses, staircase_rule(StaircaseRule::Kind::topk, 9, 0, 1));
-    std::set<int64_t> chosen;
-    for (const IndexEntry& entry : out) chosen.insert(entry.block);
+    const std::vector<IndexEntry> out = select(tiles, tile, masses, staircase_rule(StaircaseRule::Kind::topk, 9, 0, 1));
+    std::set<int64_t> selected;
+    for (const IndexEntry& entry : out) selected.insert(entry.block);
     float least = INFINITY, most_left = -INFINITY;
     for (int64_t j = 0; j < count; ++j) {
       if (tiles.forced(tile, j)) continue;
-      if (chosen.count(j) == 0 && !std::isnan(masses[j])) most_left = std::max(most_left, masses[j]);
-      if (chosen.count(j) == 0) continue;
+      if (selected.count(j) == 0 && !std::isnan(masses[j])) most_left = std::max(most_left, masses[j]);
+      if (selected.count(j) == 0) continue;
       ASSERT_FALSE(std::isnan(masses[j])) << "seed " << seed << " block " << j;
       least = std::min(least, masses[j]);
     }

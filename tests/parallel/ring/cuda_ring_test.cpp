@@ -107,7 +107,7 @@ struct RingRun {
   SelectionConfig selection;
   DType dtype = DType::f32;
   int ranks = 2, node_size = 0;
-  const BlockIndex* given = nullptr;  // replayed instead of choosing
+  const BlockIndex* given = nullptr;  // replayed instead of selecting
   int coverage_rows = 0;
   bool lists_on_device = false;
   bool deterministic = false;
@@ -115,7 +115,7 @@ struct RingRun {
 
 // What the ranks say besides results.
 struct RingSays {
-  std::vector<BlockIndex> chosen;  // of every rank
+  std::vector<BlockIndex> selected;  // of every rank
   std::vector<AttentionReport> reports;
   std::vector<SelectionObservations> seen;
   std::vector<int64_t> scratch_planned, scratch_used;
@@ -132,7 +132,7 @@ AttentionResults<float> run_ring(const AttentionCase& c, const RingRun& run, Rin
   whole.lse.resize(static_cast<size_t>(c.tokens() * s.heads));
   if (says) {
     const auto ranks = static_cast<size_t>(run.ranks);
-    says->chosen.resize(ranks);
+    says->selected.resize(ranks);
     says->reports.resize(ranks);
     says->seen.resize(ranks);
     says->scratch_planned.resize(ranks);
@@ -177,7 +177,7 @@ AttentionResults<float> run_ring(const AttentionCase& c, const RingRun& run, Rin
     data->barrier();
     if (says) {
       const auto rank = static_cast<size_t>(world.rank());
-      says->chosen[rank] = read_ring_index(*state, pool);
+      says->selected[rank] = read_ring_index(*state, pool);
       says->reports[rank] = ring->take_report();
       says->seen[rank] = ring->take_observations();
       says->scratch_planned[rank] = scratch.capacity();
@@ -247,7 +247,7 @@ TEST_P(CudaRing, GivenListsEqualTheDefinition) {
   const AttentionCase c = rounded({shape_of(4, 2, 64), kLengths, 4});
   for (const SelectionPattern pattern : {SelectionPattern::topk, SelectionPattern::vertical_slash}) {
     const SelectionConfig config = config_of(pattern);
-    // What one rank chooses.
+    // What one rank selects.
     SparseAttention one({config, 1, 0});
     ThreadPool pool(2);
     Arena scratch("scratch", one.scratch_bytes(c.shape, c.tokens(), 2));
@@ -267,14 +267,14 @@ TEST_P(CudaRing, GivenListsEqualTheDefinition) {
       SCOPED_TRACE(fmt::format("pattern {}, {} ranks", static_cast<int>(pattern), ranks));
       expect_close(run_ring(c, {config, GetParam(), ranks, 0, &index}), expected, tolerance());
     }
-    // Chosen by the ranks themselves: in fp32 the same, but for ties.
+    // Selected by the ranks themselves: in fp32 the same, but for ties.
     if (GetParam() == DType::f32) expect_close(run_ring(c, {config, GetParam(), 2}), expected, tolerance());
   }
 }
 
 // One GPU alone.
 struct OneGpu {
-  BlockIndex chosen;
+  BlockIndex selected;
   AttentionReport report;
   SelectionObservations seen;
 };
@@ -303,7 +303,7 @@ int64_t different_rows(const AttentionCase& c, const SelectionConfig& config, co
   int64_t different = 0;
   for (int s = 0; s < layout.sequences(); ++s)
     for (int64_t b = 0; b < layout.blocks(s); ++b) {
-      const BlockIndex& index = says.chosen[static_cast<size_t>(layout.owner(s, b))];
+      const BlockIndex& index = says.selected[static_cast<size_t>(layout.owner(s, b))];
       const BlockIndex::Sequence& place = one.sequences()[static_cast<size_t>(s)];
       EXPECT_EQ(index.sequences()[static_cast<size_t>(s)], place);
       if (place.dense) continue;
@@ -318,7 +318,7 @@ int64_t different_rows(const AttentionCase& c, const SelectionConfig& config, co
   return different;
 }
 
-struct ChoiceCase {
+struct RingSelectCase {
   const char* name;
   SelectionPattern pattern;
   SelectionOrder order;
@@ -326,7 +326,7 @@ struct ChoiceCase {
   BlockScore score = BlockScore::moments;
 };
 
-class CudaRingChoices : public testing::TestWithParam<std::tuple<DType, ChoiceCase>> {
+class CudaRingSelections : public testing::TestWithParam<std::tuple<DType, RingSelectCase>> {
  protected:
   void SetUp() override {
     if (!cuda::problem().empty()) GTEST_SKIP() << cuda::problem();
@@ -334,31 +334,31 @@ class CudaRingChoices : public testing::TestWithParam<std::tuple<DType, ChoiceCa
 };
 
 INSTANTIATE_TEST_SUITE_P(
-    Patterns, CudaRingChoices,
-    testing::Combine(testing::Values(DType::f32, DType::bf16),
-                     testing::Values(ChoiceCase{"topk", SelectionPattern::topk, SelectionOrder::causal},
-                                     ChoiceCase{"topk_lookahead", SelectionPattern::topk, SelectionOrder::lookahead},
-                                     ChoiceCase{"topp", SelectionPattern::topp, SelectionOrder::causal},
-                                     ChoiceCase{"mass", SelectionPattern::mass, SelectionOrder::causal},
-                                     ChoiceCase{"window", SelectionPattern::window, SelectionOrder::causal},
-                                     ChoiceCase{"parts", SelectionPattern::topk, SelectionOrder::causal, 128, 16, 32},
-                                     ChoiceCase{"blocks_of_256", SelectionPattern::topk, SelectionOrder::causal, 256,
-                                                32},
-                                     ChoiceCase{"blocks_of_64", SelectionPattern::topk, SelectionOrder::causal, 64},
-                                     ChoiceCase{"planes", SelectionPattern::topk, SelectionOrder::causal, 128, 16, 0,
-                                                BlockScore::planes},
-                                     ChoiceCase{"planes_mass", SelectionPattern::mass, SelectionOrder::causal, 64, 16,
-                                                0, BlockScore::planes},
-                                     ChoiceCase{"planes_ahead", SelectionPattern::topk, SelectionOrder::lookahead, 256,
-                                                32, 0, BlockScore::planes})),
+    Patterns, CudaRingSelections,
+    testing::Combine(
+        testing::Values(DType::f32, DType::bf16),
+        testing::Values(RingSelectCase{"topk", SelectionPattern::topk, SelectionOrder::causal},
+                        RingSelectCase{"topk_lookahead", SelectionPattern::topk, SelectionOrder::lookahead},
+                        RingSelectCase{"topp", SelectionPattern::topp, SelectionOrder::causal},
+                        RingSelectCase{"mass", SelectionPattern::mass, SelectionOrder::causal},
+                        RingSelectCase{"window", SelectionPattern::window, SelectionOrder::causal},
+                        RingSelectCase{"parts", SelectionPattern::topk, SelectionOrder::causal, 128, 16, 32},
+                        RingSelectCase{"blocks_of_256", SelectionPattern::topk, SelectionOrder::causal, 256, 32},
+                        RingSelectCase{"blocks_of_64", SelectionPattern::topk, SelectionOrder::causal, 64},
+                        RingSelectCase{"planes", SelectionPattern::topk, SelectionOrder::causal, 128, 16, 0,
+                                       BlockScore::planes},
+                        RingSelectCase{"planes_mass", SelectionPattern::mass, SelectionOrder::causal, 64, 16, 0,
+                                       BlockScore::planes},
+                        RingSelectCase{"planes_ahead", SelectionPattern::topk, SelectionOrder::lookahead, 256, 32, 0,
+                                       BlockScore::planes})),
     [](const auto& given) {
       return std::string(dtype_name(std::get<0>(given.param))) + "_" + std::get<1>(given.param).name;
     });
 
-// Every rank chooses for its queries what one GPU chooses, and all of them together report what it reports.
-TEST_P(CudaRingChoices, AreThoseOfOneGpu) {
+// Every rank selects for its queries what one GPU selects, and all of them together report what it reports.
+TEST_P(CudaRingSelections, AreThoseOfOneGpu) {
   const auto& [dtype, pattern] = GetParam();
-  const int32_t times = pattern.block == 256 ? 2 : 1;  // blocks enough to choose among
+  const int32_t times = pattern.block == 256 ? 2 : 1;  // blocks enough to select among
   const AttentionCase c = rounded({shape_of(4, 2, 64), {1900 * times, 3, 129, 1240 * times, 257}, 6});
   SelectionConfig config = config_of(pattern.pattern);
   config.order = pattern.order;
@@ -370,14 +370,14 @@ TEST_P(CudaRingChoices, AreThoseOfOneGpu) {
   config.dense_below = 600;
   config.coverage = 0.8;
   const OneGpu one = run_one(c, config, dtype, 3);
-  ASSERT_LT(one.chosen.token_pairs(), one.chosen.causal_token_pairs() * 9 / 10);
-  const AttentionResults<double> expected = reference_attention(c, sees_by(one.chosen, c.shape));
+  ASSERT_LT(one.selected.token_pairs(), one.selected.causal_token_pairs() * 9 / 10);
+  const AttentionResults<double> expected = reference_attention(c, sees_by(one.selected, c.shape));
   for (const int ranks : {1, 2, 3}) {
     SCOPED_TRACE(fmt::format("{} ranks", ranks));
     RingSays says;
     const AttentionResults<float> got = run_ring(c, {config, dtype, ranks, 0, nullptr, 3, true}, &says);
     const ContextLayout layout(ContextPlacement::triangular, ranks, config.block, c.cu_seqlens);
-    EXPECT_EQ(different_rows(c, config, layout, one.chosen, says), 0);
+    EXPECT_EQ(different_rows(c, config, layout, one.selected, says), 0);
     expect_close(got, expected, dtype == DType::f32 ? 1e-5 : 1e-2);
 
     AttentionReport together = says.reports[0];
@@ -431,7 +431,7 @@ TEST_P(CudaRing, DeterministicOnesGiveTheSameBits) {
 }
 
 // Scores of so many key blocks do not fit a multiprocessor's memory.
-TEST_P(CudaRing, LongSequencesChooseWhatOneGpuChooses) {
+TEST_P(CudaRing, LongSequencesSelectWhatOneGpuSelects) {
   const AttentionCase c = rounded({shape_of(2, 1, 64), {70'001}, 8});
   SelectionConfig config = config_of(SelectionPattern::topk);
   config.budget = 1024;
@@ -439,7 +439,7 @@ TEST_P(CudaRing, LongSequencesChooseWhatOneGpuChooses) {
   RingSays says;
   run_ring(c, {config, GetParam(), 2, 0, nullptr, 0, true}, &says);
   const ContextLayout layout(ContextPlacement::triangular, 2, config.block, c.cu_seqlens);
-  EXPECT_EQ(different_rows(c, config, layout, one.chosen, says), 0);
+  EXPECT_EQ(different_rows(c, config, layout, one.selected, says), 0);
   for (size_t r = 0; r < says.scratch_used.size(); ++r) EXPECT_LE(says.scratch_used[r], says.scratch_planned[r]);
 }
 

@@ -35,8 +35,8 @@ struct RingRun {
   RingAttention::Options options;
   int ranks = 2;
   int threads = 1;
-  const BlockIndex* given = nullptr;          // replayed instead of choosing
-  std::vector<BlockIndex>* chosen = nullptr;  // what every rank chose
+  const BlockIndex* given = nullptr;            // replayed instead of selecting
+  std::vector<BlockIndex>* selected = nullptr;  // what every rank selected
   std::vector<int32_t> budgets = {};
   int steps = 1;                      // forward that often before backward
   AttentionReport* report = nullptr;  // of the first rank
@@ -53,7 +53,7 @@ AttentionResults<float> run_ring(const AttentionCase& c, const RingRun& run) {
   whole.dk.assign(c.k.size(), nan);
   whole.dv.assign(c.k.size(), nan);
   whole.lse.assign(c.tokens() * s.heads, nan);
-  if (run.chosen) run.chosen->resize(run.ranks);
+  if (run.selected) run.selected->resize(run.ranks);
   run_thread_ranks(run.ranks, [&](Communicator& world) {
     const auto group = world.split(0, world.rank(), "cp");
     RingAttention ring(*group, run.options);
@@ -80,7 +80,7 @@ AttentionResults<float> run_ring(const AttentionCase& c, const RingRun& run) {
     const PackedSequences sequences{local, run.budgets, c.cu_seqlens};
     for (int step = 0; step < run.steps; ++step)
       ring.forward(exec, 0, s, sequences, operands, *state, run.given != nullptr);
-    if (run.chosen) (*run.chosen)[world.rank()] = RingAttention::index(*state);
+    if (run.selected) (*run.selected)[world.rank()] = RingAttention::index(*state);
     if (run.report && world.rank() == 0) *run.report = ring.take_report();
     const AttentionGradients gradients = {
         {dout.data(), queries}, {dq.data(), queries}, {dk.data(), keys}, {dv.data(), keys}};
@@ -168,13 +168,13 @@ TEST(RingAttention, SameBitsWhateverTheThreads) {
   EXPECT_TRUE(run_ring(c, one) == run_ring(c, two));
 }
 
-// What one rank alone chooses, chosen together.
-struct Choice {
+// What one rank alone selects, selected together.
+struct RingSelectCase {
   Pattern pattern;
   SelectionOrder order;
   int score_tokens = 0;
 };
-class RingChoice : public testing::TestWithParam<std::tuple<Choice, int>> {};
+class RingSelects : public testing::TestWithParam<std::tuple<RingSelectCase, int>> {};
 
 class KeepIndex final : public ForwardingAttention {
  public:
@@ -193,13 +193,13 @@ class KeepIndex final : public ForwardingAttention {
   int steps_;
 };
 
-TEST_P(RingChoice, IsThatOfOneRank) {
-  const auto& [choice, ranks] = GetParam();
+TEST_P(RingSelects, WhatOneRankDoes) {
+  const auto& [param, ranks] = GetParam();
   const AttentionCase c(shape_of(4, 2, 16), {1500, 64, 100, 901}, 11, 2.0);
   SelectionConfig config;
-  config.pattern = choice.pattern;
-  config.order = choice.order;
-  config.score_tokens = choice.score_tokens;
+  config.pattern = param.pattern;
+  config.order = param.order;
+  config.score_tokens = param.score_tokens;
   config.block = 64;
   config.budget = 384;
   config.dense_below = 128;
@@ -207,14 +207,14 @@ TEST_P(RingChoice, IsThatOfOneRank) {
   config.vertical_cap = 40;
   config.slash_cap = 5;
   const std::vector<int32_t> budgets = {384, 384, 384, 448};
-  const int coverage_rows = choice.pattern == Pattern::dense ? 0 : 7;
+  const int coverage_rows = param.pattern == Pattern::dense ? 0 : 7;
   SparseAttention alone({config, 1, coverage_rows});
   KeepIndex keeper(alone, budgets, 3);  // several times: nothing is carried on from call to call
   const AttentionResults<float> expected = run_attention(keeper, c, 1);
 
-  std::vector<BlockIndex> chosen;
+  std::vector<BlockIndex> selected;
   RingRun run{options_of(config, ContextPlacement::triangular), ranks};
-  run.chosen = &chosen;
+  run.selected = &selected;
   run.budgets = budgets;
   run.steps = 3;
   run.options.coverage_rows = coverage_rows;
@@ -230,7 +230,7 @@ TEST_P(RingChoice, IsThatOfOneRank) {
     const int owner = layout.owner(sequence, place.query_block * config.query_block / 64);
     const BlockIndex::Row row = keeper.index.row(id);
     for (int r = 0; r < ranks; ++r) {
-      const BlockIndex::Row other = chosen[r].row(id);
+      const BlockIndex::Row other = selected[r].row(id);
       ASSERT_TRUE(r != owner
                       ? other.blocks.empty() && other.columns.empty()
                       : std::ranges::equal(row.blocks, other.blocks) && std::ranges::equal(row.first, other.first) &&
@@ -262,15 +262,16 @@ TEST_P(RingChoice, IsThatOfOneRank) {
 
 constexpr SelectionOrder kCausal = SelectionOrder::causal, kLookahead = SelectionOrder::lookahead;
 INSTANTIATE_TEST_SUITE_P(
-    Ring, RingChoice,
-    testing::Combine(testing::Values(Choice{Pattern::topk, kCausal}, Choice{Pattern::topk, kLookahead},
-                                     Choice{Pattern::topp, kCausal}, Choice{Pattern::mass, kCausal},
-                                     Choice{Pattern::topk, kCausal, 8}, Choice{Pattern::mass, kCausal, 1},
-                                     Choice{Pattern::mass, kLookahead}, Choice{Pattern::window, kCausal},
-                                     Choice{Pattern::vertical_slash, kLookahead}, Choice{Pattern::dense, kCausal}),
-                     testing::Values(1, 2, 3, 4, 8)));
+    Ring, RingSelects,
+    testing::Combine(
+        testing::Values(RingSelectCase{Pattern::topk, kCausal}, RingSelectCase{Pattern::topk, kLookahead},
+                        RingSelectCase{Pattern::topp, kCausal}, RingSelectCase{Pattern::mass, kCausal},
+                        RingSelectCase{Pattern::topk, kCausal, 8}, RingSelectCase{Pattern::mass, kCausal, 1},
+                        RingSelectCase{Pattern::mass, kLookahead}, RingSelectCase{Pattern::window, kCausal},
+                        RingSelectCase{Pattern::vertical_slash, kLookahead}, RingSelectCase{Pattern::dense, kCausal}),
+        testing::Values(1, 2, 3, 4, 8)));
 
-// The least mass that is chosen is that of many pairs: the earlier query blocks have them, whichever ranks these are
+// The least mass that is selected is that of many pairs: the earlier query blocks have them, whichever ranks these are
 // on.
 TEST(RingAttention, BestPairsOfASequenceWithTies) {
   for (const bool all_alike : {true, false}) {
@@ -294,14 +295,15 @@ TEST(RingAttention, BestPairsOfASequenceWithTies) {
     const BlockIndex& expected = keeper.index;
     ASSERT_LT(expected.token_pairs(), expected.causal_token_pairs() * 9 / 10);
     for (const int ranks : {1, 2, 3, 5}) {
-      std::vector<BlockIndex> chosen;
-      run_ring(c, {options_of(config, ContextPlacement::triangular), ranks, 1, nullptr, &chosen});
+      std::vector<BlockIndex> selected;
+      run_ring(c, {options_of(config, ContextPlacement::triangular), ranks, 1, nullptr, &selected});
       const ContextLayout layout(ContextPlacement::triangular, ranks, 64, c.cu_seqlens);
       for (int s = 0; s < layout.sequences(); ++s)
         for (int head = 0; head < 2 && !expected.sequences()[s].dense; ++head)
           for (int tile = 0; tile < expected.sequences()[s].query_blocks; ++tile) {
             const int64_t row = BlockIndex::row_id(expected.sequences()[s], head, tile);
-            EXPECT_TRUE(std::ranges::equal(chosen[layout.owner(s, tile / 4)].row(row).blocks, expected.row(row).blocks))
+            EXPECT_TRUE(
+                std::ranges::equal(selected[layout.owner(s, tile / 4)].row(row).blocks, expected.row(row).blocks))
                 << ranks << " ranks, sequence " << s << ", head " << head << ", tile " << tile;
           }
     }

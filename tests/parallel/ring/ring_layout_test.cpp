@@ -17,7 +17,7 @@ TEST(ContextOwner, IsAsDescribed) {
     for (int64_t turn = 1; turn <= b / 4; ++turn) shift += turn;
     EXPECT_EQ(context_owner(ContextPlacement::triangular, 4, 100, b), (b + shift) % 4);
   }
-  const int zigzag[] = {0, 0, 1, 1, 2, 2, 2, 2, 1, 1, 0, 0};  // three ranks, two blocks a run
+  const int zigzag[] = {0, 0, 1, 1, 2, 2, 2, 2, 1, 1, 0, 0};  // three ranks, two blocks per run
   for (int64_t b = 0; b < 12; ++b) EXPECT_EQ(context_owner(ContextPlacement::zigzag, 3, 12, b), zigzag[b]);
 }
 
@@ -97,17 +97,17 @@ RingWork counted_one_by_one(const ContextLayout& layout, const BlockIndex& index
     for (int head = 0; head < index.shape().list_heads; ++head)
       for (int64_t q = 0; q < layout.length(s); ++q)
         for (int64_t k = 0; k <= q; ++k) {
-          bool chosen = index.sequences()[s].dense, copied = false;
-          if (!chosen) {
+          bool selected = index.sequences()[s].dense, copied = false;
+          if (!selected) {
             const int tile = static_cast<int>(q / index.shape().query_block);
             const BlockIndex::Row row = index.row(BlockIndex::row_id(index.sequences()[s], head, tile));
             for (size_t n = 0; n < row.blocks.size(); ++n)
-              if (row.blocks[n] == k / block && q % index.shape().query_block >= row.first[n]) chosen = true;
-            copied = chosen && k / block < replicated;
+              if (row.blocks[n] == k / block && q % index.shape().query_block >= row.first[n]) selected = true;
+            copied = selected && k / block < replicated;
             for (const int32_t column : row.columns)
-              if (column == k) chosen = copied = true;
+              if (column == k) selected = copied = true;
           }
-          if (!chosen) continue;
+          if (!selected) continue;
           const int w = layout.owner(s, q / block), c = layout.owner(s, k / block);
           if (copied)
             ++work.outside[w];

@@ -17,8 +17,8 @@ struct RingCase {
   int keys = kBlock;  // of an item of the backward
 };
 
-// Rows with random choices, besides those that are always chosen, for all query blocks that `rank` holds.
-void choose_at_random(const ContextLayout& layout, int rank, const SelectionConfig& config, int heads,
+// Rows with random selections, besides those that are always selected, for all query blocks that `rank` holds.
+void select_at_random(const ContextLayout& layout, int rank, const SelectionConfig& config, int heads,
                       const std::vector<bool>& dense, BlockIndex& index, ThreadPool& pool) {
   BlockIndexBuilder builder;
   builder.begin(index, {config.block, config.query_block, heads}, layout.cu_seqlens(),
@@ -55,7 +55,7 @@ class FollowedPlan {
     config_.query_block = c.query_block;
     config_.budget = 3 * c.block;
     for (const int32_t length : c.lengths) dense_.push_back(whole || length <= 2 * c.block);
-    choose_at_random(layout, rank, config_, kShape.kv_heads, dense_, index_, pool_);
+    select_at_random(layout, rank, config_, kShape.kv_heads, dense_, index_, pool_);
     const ReplicatedKeys replicated = replicated_keys(layout, index_, 1, {});
     expected_.build(layout, rank, kShape.kv_heads, index_, replicated, 1, pool_);
     plan(replicated);
@@ -101,7 +101,7 @@ class FollowedPlan {
     request.batch_masses = 1 << 20;
     request.keys = case_.keys;
     for (int s = 0; s < layout_.sequences(); ++s) {
-      // More than everything: rows with room for any choice.
+      // More than everything: rows with room for any selection.
       request.tiles.push_back(sequence_tiles(request.config, layout_.length(s), (layout_.blocks(s) + 8) * case_.block));
       request.left_out.push_back(dense_[s] != whole_);
     }
@@ -115,7 +115,7 @@ class FollowedPlan {
 
   // The rows as the selection would write them, of all key blocks.
   void write_rows() {
-    chosen_.resize(plan_.rows.size());
+    selected_.resize(plan_.rows.size());
     counts_.resize(static_cast<size_t>(plan_.select.columns));
     int32_t row = 0, column_base = 0;
     for (int s = 0; s < layout_.sequences(); ++s) {
@@ -132,7 +132,7 @@ class FollowedPlan {
   }
 
   void write_row(int s, int32_t own, int64_t token, int head, int64_t row, int32_t column_base) {
-    std::vector<uint32_t>& to = chosen_[row];
+    std::vector<uint32_t>& to = selected_[row];
     const auto visible =
         static_cast<uint32_t>((std::min<int64_t>(token + query_block_, layout_.length(s)) + block_ - 1) / block_);
     EXPECT_EQ(plan_.rows[row].visible, visible);
@@ -163,7 +163,7 @@ class FollowedPlan {
       for (int i = 0; i < item.tokens; ++i) EXPECT_GE(pass.queries[item.token + i], 0);
       std::vector<uint32_t>& row = rows[{sequence, item.head, item.position / query_block_}];
       row.clear();
-      for (const uint32_t entry : chosen_[item.list_begin]) {
+      for (const uint32_t entry : selected_[item.list_begin]) {
         const RingBlock& at = plan_.blocks[plan_.rows[item.list_begin].block + entry_id(entry)];
         if (at.pass == p) row.push_back(list_entry(at.place, entry_first(entry)));
       }
@@ -189,7 +189,7 @@ class FollowedPlan {
         EXPECT_EQ(number, at.place);
         std::vector<uint32_t>& to = columns[{sequence, group.head, number}];
         for (int r = 0; r < group.rows; ++r)
-          for (const uint32_t entry : chosen_[group.row + r])
+          for (const uint32_t entry : selected_[group.row + r])
             if (static_cast<int>(entry_id(entry)) == group.first + i)
               to.push_back(list_entry(at.query_block + r, entry_first(entry)));
         EXPECT_EQ(std::ssize(to), offsets_[column + 1] - offsets_[column]);
@@ -286,9 +286,9 @@ class FollowedPlan {
   RingPlan expected_;
   RingListPlan plan_;
   int query_block_ = 0;
-  std::vector<std::vector<uint32_t>> chosen_;  // of every row of the plan
-  std::vector<int32_t> counts_;                // chosen entries of every column
-  std::vector<int32_t> offsets_;               // of the columns that the plan makes
+  std::vector<std::vector<uint32_t>> selected_;  // of every row of the plan
+  std::vector<int32_t> counts_;                  // selected entries of every column
+  std::vector<int32_t> offsets_;                 // of the columns that the plan makes
 };
 
 class RingLists : public testing::TestWithParam<RingCase> {};

@@ -171,8 +171,8 @@ TEST(RingMemory, ScratchHoldsThePassesOfManySequences) {
   }
 }
 
-// However short the sequences that choose may be, a micro-batch has no more of them than one of 64 tokens a rank.
-TEST(RingMemory, IsNoLargerWhereEverySequenceChooses) {
+// However short the sequences that select may be, a micro-batch has no more of them than one of 64 tokens per rank.
+TEST(RingMemory, IsNoLargerWhereEverySequenceSelects) {
   constexpr int kRanks = 2;
   run_thread_ranks(kRanks, [&](Communicator& world) {
     const RingTravel travel(world, kRanks);

@@ -185,7 +185,7 @@ PieceRun run_pieces(const AttentionCase& c, const RingAttention::Options& option
     if (world.rank() == 0) run.report.samples = report.samples;
     const SelectionObservations seen = own.ring().take_observations();
     for (const auto& [where, counts] : seen.masses) {
-      run.observations.masses[where].chosen += counts.chosen;
+      run.observations.masses[where].selected += counts.selected;
       run.observations.masses[where].wanted += counts.wanted;
     }
   });
@@ -261,7 +261,7 @@ void expect_same(const AttentionCase& c, const SelectionConfig& selection, int r
   const SelectionObservations seen = alone.take_observations();
   ASSERT_EQ(run.observations.masses.size(), seen.masses.size());
   for (const auto& [where, counts] : seen.masses) {
-    EXPECT_EQ(run.observations.masses.at(where).chosen, counts.chosen);
+    EXPECT_EQ(run.observations.masses.at(where).selected, counts.selected);
     EXPECT_EQ(run.observations.masses.at(where).wanted, counts.wanted);
   }
 }
@@ -280,7 +280,7 @@ TEST(RingPieces, GiveWhatTheWholeGives) {
   }
 }
 
-TEST(RingPieces, ChooseByPlanesToo) {
+TEST(RingPieces, SelectByPlanesToo) {
   for (const SelectionPattern pattern : {SelectionPattern::topk, SelectionPattern::topp, SelectionPattern::mass}) {
     const AttentionCase c(shape_of(4, 2, 16), {1333}, 13, 2.0);
     ThreadPool pool(1);

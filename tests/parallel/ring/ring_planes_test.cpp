@@ -12,11 +12,11 @@ namespace {
 using Pattern = SelectionPattern;
 using Order = SelectionOrder;
 
-struct Choice {
+struct RingSelectCase {
   Pattern pattern;
   Order order;
 };
-class RingPlanes : public testing::TestWithParam<std::tuple<Choice, int>> {
+class RingPlanes : public testing::TestWithParam<std::tuple<RingSelectCase, int>> {
  protected:
   RingPlanes() {
     config_.pattern = std::get<0>(GetParam()).pattern;
@@ -30,7 +30,7 @@ class RingPlanes : public testing::TestWithParam<std::tuple<Choice, int>> {
     Exec exec;
     exec.pool = &pool_;
     earlier_.planes = {measure_planes(exec, case_.shape, case_.q.data(), case_.k.data(), case_.tokens())};
-    planes_ = choose_planes(case_.shape, earlier_.planes[0], 6);
+    planes_ = select_planes(case_.shape, earlier_.planes[0], 6);
   }
 
   SequenceTiles tiles(int s) const {
@@ -38,7 +38,7 @@ class RingPlanes : public testing::TestWithParam<std::tuple<Choice, int>> {
   }
 
   // Lists and coverage of one rank alone.
-  void choose_alone() {
+  void select_alone() {
     Exec exec;
     exec.pool = &pool_;
     Selector selector(config_);
@@ -98,12 +98,12 @@ std::vector<float> taken(const std::vector<float>& whole, const std::vector<int3
   return part;
 }
 
-TEST_P(RingPlanes, ChooseAndMeasureAsOneRankDoes) {
-  choose_alone();
+TEST_P(RingPlanes, SelectAndMeasureAsOneRankDoes) {
+  select_alone();
   const int ranks = std::get<1>(GetParam());
   const AttentionShape& shape = case_.shape;
   const ContextLayout layout(ContextPlacement::triangular, ranks, 64, case_.cu_seqlens);
-  std::vector<BlockIndex> chosen(ranks);
+  std::vector<BlockIndex> selected(ranks);
   std::vector<std::vector<CoverageSample>> coverage(ranks);
   run_thread_ranks(ranks, [&](Communicator& world) {
     const int rank = world.rank();
@@ -118,15 +118,15 @@ TEST_P(RingPlanes, ChooseAndMeasureAsOneRankDoes) {
     Arena scratch("scratch", selection.scratch_bytes(shape, most, ranks));
     ThreadPool pool(1);
     const Exec exec{DeviceKind::cpu, &pool, nullptr, &scratch};
-    selection.choose(exec, *group, 0, shape, layout, {}, q.data(), k.data(), chosen[rank]);
-    coverage[rank] = selection.measure(exec, *group, 0, shape, layout, {}, q.data(), k.data(), chosen[rank], 7);
+    selection.select(exec, *group, 0, shape, layout, {}, q.data(), k.data(), selected[rank]);
+    coverage[rank] = selection.measure(exec, *group, 0, shape, layout, {}, q.data(), k.data(), selected[rank], 7);
   });
   int64_t compared = 0;
   for (int64_t id = 0; id < alone_.rows(); ++id) {
     const auto place = alone_.place_of(id);
     const auto sequence = static_cast<int>(place.sequence - alone_.sequences().data());
     const int owner = layout.owner(sequence, place.query_block * config_.query_block / 64);
-    const BlockIndex::Row row = alone_.row(id), other = chosen[owner].row(id);
+    const BlockIndex::Row row = alone_.row(id), other = selected[owner].row(id);
     ASSERT_TRUE(std::ranges::equal(row.blocks, other.blocks) && std::ranges::equal(row.first, other.first))
         << "row " << id << " rank " << owner;
     compared += std::ssize(row.blocks);
@@ -141,12 +141,13 @@ TEST_P(RingPlanes, ChooseAndMeasureAsOneRankDoes) {
     }
 }
 
-INSTANTIATE_TEST_SUITE_P(
-    Ring, RingPlanes,
-    testing::Combine(testing::Values(Choice{Pattern::topk, Order::causal}, Choice{Pattern::topk, Order::lookahead},
-                                     Choice{Pattern::topp, Order::causal}, Choice{Pattern::mass, Order::causal},
-                                     Choice{Pattern::mass, Order::lookahead}),
-                     testing::Values(1, 2, 4)));
+INSTANTIATE_TEST_SUITE_P(Ring, RingPlanes,
+                         testing::Combine(testing::Values(RingSelectCase{Pattern::topk, Order::causal},
+                                                          RingSelectCase{Pattern::topk, Order::lookahead},
+                                                          RingSelectCase{Pattern::topp, Order::causal},
+                                                          RingSelectCase{Pattern::mass, Order::causal},
+                                                          RingSelectCase{Pattern::mass, Order::lookahead}),
+                                          testing::Values(1, 2, 4)));
 
 }  // namespace
 }  // namespace sb

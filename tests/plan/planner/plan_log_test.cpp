@@ -87,8 +87,9 @@ TEST(BalancedPlanner, PlansOfAnOlderReleaseAreRefusedAndKept) {
   old.replace(old.find("\"version\":2"), 11, "\"version\":1");
   const std::string line = fmt::format("{{\"step\":1,\"crc32c\":\"{}\",\"plan\":{}}}\n", checksum_of(old), old);
   std::ofstream(chosen.log) << line;
-  EXPECT_NE(error_of([&] { planner(chosen); }).find("plan version 1 and this program reads 2; go on with the release"),
-            std::string::npos);
+  EXPECT_NE(
+      error_of([&] { planner(chosen); }).find("plan version 1 and this program reads 2; continue with the release"),
+      std::string::npos);
   EXPECT_EQ(read_bytes(chosen.log), line);
   // A report only says so.
   EXPECT_NE(read_plan_log(chosen.log).damage.find("plan version 1"), std::string::npos);
@@ -169,7 +170,7 @@ TEST(BalancedPlanner, WhatReplayedStepsTookStaysInALogThatIsWrittenAnew) {
     resumed->announce(step + 1 + resumed->ahead(), batch(step + 1 + resumed->ahead()));
   }
   const std::string log = ::testing::internal::GetCapturedStderr();
-  EXPECT_NE(log.find("from here on it is planned anew"), std::string::npos) << log;
+  EXPECT_NE(log.find("from here on steps are planned again"), std::string::npos) << log;
   const PlanRecord record = read_plan_log(chosen.log);
   EXPECT_EQ(record.damage, "");
   for (const auto& [step, step_ns] : took) {
@@ -200,7 +201,8 @@ TEST(BalancedPlanner, RefusesPlansOfOtherRanksOrData) {
   ::testing::internal::CaptureStderr();
   const auto plans = run(*planner(wider), wider, 4, 6, steady);
   const std::string log = ::testing::internal::GetCapturedStderr();
-  EXPECT_NE(log.find("is for 2 data-parallel ranks, not 4; from here on it is planned anew"), std::string::npos) << log;
+  EXPECT_NE(log.find("is for 2 data-parallel ranks, not 4; from here on steps are planned again"), std::string::npos)
+      << log;
   EXPECT_EQ(log.find("run as"), std::string::npos) << log;
   EXPECT_EQ(parse_plan(plans[0], "plan").ranks.size(), 4u);
   const PlanRecord record = read_plan_log(chosen.log);

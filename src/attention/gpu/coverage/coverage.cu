@@ -296,7 +296,7 @@ void measure_blocks(const CoverageParams& p, Precision precision, void* stream) 
   if (precision != Precision::fp32) {
     tensor_coverage_blocks(p, count, cuda_stream);
   } else {
-    // More would leave too few thread blocks a multiprocessor.
+    // More would leave too few thread blocks per multiprocessor.
     const int at_once = std::min(p.parts, std::max(1, 32 * 1024 / (2 * p.shape.head_dim * 4)));
     const size_t bytes = (kHeads + 2 * at_once) * p.shape.head_dim * sizeof(float);
     blocks_kernel<<<dim3(count, p.shape.kv_heads), kThreads, bytes, cuda_stream>>>(p, at_once);

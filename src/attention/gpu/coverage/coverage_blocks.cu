@@ -107,7 +107,7 @@ __global__ void __launch_bounds__(128) blocks_kernel(const __grid_constant__ Cov
     }
     if (single_keys) continue;
 
-    // The estimates: two threads a row, each half of the channels.
+    // The estimates: two threads per row, each half of the channels.
     const int row = threadIdx.x / 2, half = threadIdx.x % 2;
     const __nv_bfloat16* q = shared.q + row * kTileStride<D> + half * (D / 2);
     float best = -INFINITY, all = 0;

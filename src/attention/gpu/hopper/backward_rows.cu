@@ -7,9 +7,9 @@
 namespace sb::gpu {
 namespace {
 
-// Query-stationary half of the deterministic backward: dQ of a tile from its row list, three products a block, nothing
-// shared between tiles. Each of the two computing warpgroups owns one subtile. Thread blocks begin as those of the half
-// for the keys end, of which they need nothing.
+// Query-stationary half of the deterministic backward: dQ of a tile from its row list, three products per block,
+// nothing shared between tiles. Each of the two computing warpgroups owns one subtile. Thread blocks begin as those of
+// the half for the keys end, of which they need nothing.
 
 constexpr int kThreads = 384;
 
@@ -124,7 +124,7 @@ struct Consumer {
         issue_product(s, smem.q[slot], smem.k[ring.stage]);
         barrier_wait(shared_address(&smem.v_full[ring.stage]), ring.phase);
         issue_product(dp, smem.d_o, smem.v[ring.stage]);
-        // A row that came before the block was chosen takes part with probability zero.
+        // A row that came before the block was selected takes part with probability zero.
         float minus[2][2];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {

@@ -153,7 +153,7 @@ struct Consumer {
         if (columns[8 * j + (e & 1)] - position > token[e >> 1]) s[4 * j + e] = -INFINITY;
   }
 
-  // The staircase: a row that came before the block was chosen sees nothing of it.
+  // The staircase: a row that came before the block was selected sees nothing of it.
   __device__ bool hidden(int h, int which) const {
     return token[h] < (which == 0 ? step.first : step.second_first);
   }

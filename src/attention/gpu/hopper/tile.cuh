@@ -78,8 +78,8 @@ __device__ __forceinline__ void add_accumulator(float* out, const float (&a)[D /
   }
 }
 
-// The warp's 16 staged rows to global memory, 16 bytes a lane. `offset(row)` gives the element where the row goes, or a
-// negative number for padding. `zero` writes zeros instead.
+// The warp's 16 staged rows to global memory, 16 bytes per lane. `offset(row)` gives the element where the row goes, or
+// a negative number for padding. `zero` writes zeros instead.
 template <int D, typename Offset>
 __device__ __forceinline__ void store_staged(__nv_bfloat16* out, uint32_t staging, int warp, int lane, bool zero,
                                              Offset offset) {

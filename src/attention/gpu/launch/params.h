@@ -21,7 +21,7 @@ namespace sb::gpu {
 constexpr int kBlock = 128;
 constexpr int kSubtileRows = 64;
 
-// One chosen (query block, key block): in a row list `id` is the key block, in a column list the query block; both
+// One selected (query block, key block): in a row list `id` is the key block, in a column list the query block; both
 // count from the start of the sequence. `first` is the first token of the query block that sees the key block.
 constexpr uint32_t list_entry(uint32_t id, uint32_t first) {
   return id | (first << 24);
@@ -73,8 +73,8 @@ struct alignas(16) ForwardItem {
 };
 
 // One key block of the backward (or two of 64 tokens), or a part of its column. A column is what all list heads of the
-// key/value head chose it with, one list head after the other: entries; tiles of the sequence where that is dense; all
-// query blocks from its own on where there are two.
+// key/value head selected it with, one list head after the other: entries; tiles of the sequence where that is dense;
+// all query blocks from its own on where there are two.
 struct alignas(16) BackwardItem {
   int32_t token = 0;     // first key, in the packed tensors
   int32_t keys = 0;      // 1..Tiling::keys
@@ -101,7 +101,7 @@ constexpr int32_t kNoColumn = INT32_MAX;
 constexpr int kGatheredPiece = 64;
 struct GatheredList {
   int64_t columns = 0;  // first in the array of columns
-  int64_t bits = 0;     // first 64-bit word of query block 0; `pieces` words a query block
+  int64_t bits = 0;     // first 64-bit word of query block 0; `pieces` words per query block
   int32_t pieces = 0;
   int32_t slot = 0;   // of piece 0 among all pieces: where the sums of its gradients go
   int32_t token = 0;  // the sequence's first, in the packed tensors
@@ -260,14 +260,14 @@ constexpr bool quicker_in_two_kernels(const Shape& shape, const Tiling& tiling, 
   if (tiling.block < kBlock && listed) return true;
   const double keys =
       static_cast<double>(pairs.entries) * tiling.block + static_cast<double>(pairs.words) * kGatheredPiece / 2;
-  const double chosen = keys * tiling.query_block + static_cast<double>(pairs.dense);
+  const double selected = keys * tiling.query_block + static_cast<double>(pairs.dense);
   const double queries = static_cast<double>(shape.tokens) * (shape.query_heads / (tiling.heads * tiling.parts));
   // Larger query blocks spread the columns that run beside each other wider: less of dQ stays in the L2. Gathered
   // columns run one after the other.
   const double few = listed && !gathered && tiling.query_block >= 128 ? 4096 : 1024;
   const double share = gathered ? 0.07 : 0.11;
   return shape.head_dim == 128 &&
-         (chosen <= few * queries || (listed && chosen <= share * static_cast<double>(pairs.causal)));
+         (selected <= few * queries || (listed && selected <= share * static_cast<double>(pairs.causal)));
 }
 
 // For any GPU with bf16 tensor cores (SM80 and later), and in fp32 with plain arithmetic for exact comparison. The

@@ -219,11 +219,11 @@ int64_t DevicePlan::piece_scratch_bytes() const {
   const auto floats = [](size_t count) { return static_cast<int64_t>(count) * kFloat; };
   const int64_t backward = floats(statistics_size(shape_, work_.tiling)) + floats(dq_sum_size(shape_, work_.tiling)) +
                            floats(partials_size(shape_, work_.limits.slots));
-  const int64_t choosing = room_bytes() + 2 * select_.slices * select_.masses + select_.map_bytes +
-                           4 * int64_t{select_.columns} +
-                           8 * plane_sums_partials(sample_count_, shape_.kv_heads, shape_.head_dim);
+  const int64_t selecting = room_bytes() + 2 * select_.slices * select_.masses + select_.map_bytes +
+                            4 * int64_t{select_.columns} +
+                            8 * plane_sums_partials(sample_count_, shape_.kv_heads, shape_.head_dim);
   const int64_t measuring = 3 * kFloat * (coverage_.scores + coverage_.ranks);
-  return std::max(backward, choosing + measuring) + kRounding;
+  return std::max(backward, selecting + measuring) + kRounding;
 }
 
 DevicePlan::Lists DevicePlan::lists_in(void* memory) const {

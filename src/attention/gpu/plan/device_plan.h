@@ -113,7 +113,7 @@ struct PlanRequest {
   int multiprocessors = 0;
   int64_t batch_masses = 0;
   int coverage_rows = 0;              // tokens of every sequence on which coverage is measured
-  const BlockIndex* index = nullptr;  // lists that are given instead of chosen
+  const BlockIndex* index = nullptr;  // lists that are given instead of selected
 };
 
 class DevicePlan {

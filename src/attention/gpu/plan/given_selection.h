@@ -17,13 +17,13 @@ constexpr int64_t plane_word_count(int64_t kv_heads, int64_t channels) {
 // The way back; UserError for words that are none.
 LayerPlanes planes_of(std::span<const uint32_t> words, const AttentionShape& shape, int channels);
 
-// What a caller who learns by itself gives to a forward on the device in place of ChoosingAttention::use(), and where
+// What a caller who learns by itself gives to a forward on the device in place of SelectingAttention::use(), and where
 // that leaves what take_observations() would tell. What is given is host memory, of which nothing is needed after the
 // call; what is seen is device memory.
 struct GivenSelection {
   std::span<const uint32_t> planes;    // score `planes`: plane_words() of the layer at hand
   std::span<const float> corrections;  // `mass`: of every sequence, to start_threshold()
-  // `mass`: of sequence i, counts[2 · places[i]] are the blocks chosen and the next the blocks wanted (MassCounts).
+  // `mass`: of sequence i, counts[2 · places[i]] are the blocks selected and the next the blocks wanted (MassCounts).
   int64_t* counts = nullptr;
   std::span<const int32_t> places;
   // Score `planes`: tokens sampled, then query squares, key sums and key squares, [kv_heads, head_dim] each.

@@ -5,7 +5,7 @@
 namespace sb::gpu {
 namespace {
 
-// Two kernels that sum nothing concurrently: dK and dV with 64 keys a thread block, dQ with 64 rows a thread block.
+// Two kernels that sum nothing concurrently: dK and dV with 64 keys per thread block, dQ with 64 rows per thread block.
 
 template <int D>
 struct Smem {

@@ -29,7 +29,7 @@ struct StatisticsArguments {
   float* out;
 };
 
-// A thread block a subtile, a warp a row.
+// A thread block per subtile, a warp per row.
 template <typename T>
 __global__ void __launch_bounds__(128) statistics_kernel(StatisticsArguments args, const T* o, const T* d_o) {
   const int list_head = blockIdx.x / args.tiling.subtiles, in_head = blockIdx.x % args.tiling.subtiles;

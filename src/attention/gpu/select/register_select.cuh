@@ -1,6 +1,6 @@
 #pragma once
 
-// Choosing the blocks of a query block by topk, topp or mass, in registers. CUDA files only.
+// Selecting the blocks of a query block by topk, topp or mass, in registers. CUDA files only.
 
 #include <cuda_fp16.h>
 
@@ -10,18 +10,18 @@ namespace sb::gpu {
 
 enum class SelectRule { topk, topp, mass };
 
-// The choices of one warp for the tokens of a query block, one after the other, among up to 64 · kPairs blocks. Lane l
-// looks after blocks 64·i + 2·l and the next. Larger mass first, ties to the lower block.
+// The selections of one warp for the tokens of a query block, one after the other, among up to 64 · kPairs blocks. Lane
+// l looks after blocks 64·i + 2·l and the next. Larger mass first, ties to the lower block.
 template <int kPairs>
 struct RegisterSelect {
-  // Tokens whose masses are loaded together where nothing waits for a token's choices.
+  // Tokens whose masses are loaded together where nothing waits for a token's selections.
   static constexpr int kTokensAhead = kPairs < 16 ? 16 / kPairs : 1;
   const SelectArguments& args;
   const SelectItem& item;
-  uint8_t* first;  // of each block, the token that chose it
+  uint8_t* first;  // of each block, the token that selected it
   int lane;
-  int left = 0;           // candidates that are not chosen
-  uint32_t free[kPairs];  // 16 bits of ones for each block that may still be chosen
+  int left = 0;           // candidates that are not selected
+  uint32_t free[kPairs];  // 16 bits of ones for each block that may still be selected
   uint32_t held[kPairs];  // masses of those, else zeros: below every mass
 
   __device__ void begin() {
@@ -40,7 +40,7 @@ struct RegisterSelect {
     __syncwarp();
   }
 
-  // Of the index-th token that chooses.
+  // Of the index-th token that selects.
   __device__ __forceinline__ void load(int index, uint32_t (&masses)[kPairs]) const {
     const uint16_t* from = args.masses + item.masses + (index * item.stride + 2 * lane);
 #pragma unroll
@@ -147,9 +147,9 @@ struct RegisterSelect {
     }
     return unordered((exact ? limit : limit + 1) * 0x10001u);
   }
-  // Chooses all that reach a limit. Returns how many.
+  // Selects all that reach a limit. Returns how many.
   __device__ __forceinline__ int take_from(const __half2 (&masses)[kPairs], __half2 limit, int row) {
-    int chosen = 0;
+    int selected = 0;
 #pragma unroll
     for (int i = 0; i < kPairs; ++i) {
       if (64 * i >= item.competing) continue;
@@ -158,11 +158,11 @@ struct RegisterSelect {
       if ((taken >> 16) != 0) first[64 * i + 2 * lane + 1] = static_cast<uint8_t>(row);
       free[i] &= ~taken;
       held[i] &= ~taken;
-      chosen += __popc(taken & 0x00010001u);
+      selected += __popc(taken & 0x00010001u);
     }
-    chosen = static_cast<int>(__reduce_add_sync(~0u, static_cast<unsigned>(chosen)));
-    left -= chosen;
-    return chosen;
+    selected = static_cast<int>(__reduce_add_sync(~0u, static_cast<unsigned>(selected)));
+    left -= selected;
+    return selected;
   }
   // What the `room` best reach, or those above the least of them where that is not the only one of its mass.
   __device__ __forceinline__ __half2 best_limit(const __half2 (&masses)[kPairs], int room) const {
@@ -191,7 +191,7 @@ struct RegisterSelect {
 
   // topp: the fewest blocks with which the token holds its coverage, at most `room`.
   __device__ void cover(const uint32_t (&loaded)[kPairs], int room, int row) {
-    float mass[2 * kPairs], all = 0, lacks = 0;  // lacks: what is not chosen
+    float mass[2 * kPairs], all = 0, lacks = 0;  // lacks: what is not selected
 #pragma unroll
     for (int i = 0; i < kPairs; ++i) {
       const float2 two = two_masses_of(loaded[i]);
@@ -307,18 +307,18 @@ struct RegisterSelect {
       last -= kTokensAhead;
       if (last > 0) load_tokens();
     }
-    int chosen = 0;
+    int selected = 0;
 #pragma unroll
     for (int i = 0; i < kPairs; ++i) {
       const bool low = (free[i] & 0xFFFF) != 0 && (by[i] & 0xFF) != kUnselected,
                  high = (free[i] >> 16) != 0 && (by[i] >> 8) != kUnselected;
       if (low) first[64 * i + 2 * lane] = static_cast<uint8_t>(by[i]);
       if (high) first[64 * i + 2 * lane + 1] = static_cast<uint8_t>(by[i] >> 8);
-      chosen += low + high;
+      selected += low + high;
     }
-    chosen = static_cast<int>(__reduce_add_sync(~0u, static_cast<unsigned>(chosen)));
+    selected = static_cast<int>(__reduce_add_sync(~0u, static_cast<unsigned>(selected)));
     __syncwarp();
-    if (candidates - left + chosen <= most) return;
+    if (candidates - left + selected <= most) return;
     // Else one after the other.
     begin();
 #pragma unroll 1
@@ -343,7 +343,7 @@ struct RegisterSelect {
       return;
     }
     // Tokens that have nothing to add have no masses either. Of 32 tokens at a time, lane l: what token l may have
-    // chosen together with those before it.
+    // selected together with those before it.
     int base = 0, allowed = 0;
     const auto growing = [&] {
       const auto of = [&](int row) {
@@ -368,7 +368,7 @@ struct RegisterSelect {
       rows &= rows - 1;
       find();
       hold(next);
-      // The next token's masses are on their way while this one chooses.
+      // The next token's masses are on their way while this one selects.
       if (rows != 0) load(index, next);
       select(room, token);
     }

@@ -1,6 +1,6 @@
 #pragma once
 
-// From the choices of a query block to its row list and its line in the map. CUDA files only.
+// From the selections of a query block to its row list and its line in the map. CUDA files only.
 
 #include <algorithm>
 
@@ -12,7 +12,7 @@ namespace sb::gpu {
 constexpr uint8_t kUnselected = 255;
 constexpr int kWarps = 4;  // query blocks of a thread block
 
-// What the kernels that choose are told.
+// What the kernels that select are told.
 struct SelectArguments {
   const SelectItem* items;
   int32_t count;
@@ -26,7 +26,7 @@ struct SelectArguments {
   int64_t slice_masses;
   uint32_t* entries;
   uint8_t* map;
-  unsigned long long* chosen;
+  unsigned long long* selected;
 
   // Of two neighbouring blocks, the largest of the slices.
   __device__ __forceinline__ uint32_t two_masses(int64_t at) const {
@@ -36,7 +36,7 @@ struct SelectArguments {
       two = __vmaxu2(two, *reinterpret_cast<const uint32_t*>(masses + slice * slice_masses + at));
     return two;
   }
-  // `mass`: the least that is worth choosing, in the upper half of a word; never zero.
+  // `mass`: the least that is worth selecting, in the upper half of a word; never zero.
   __device__ __forceinline__ uint32_t worth(int sequence) const {
     constexpr float kToLog2 = 1.4426950408889634f;
     const __half limit = __float2half_rn(thresholds[sequence] * kToLog2);
@@ -44,16 +44,16 @@ struct SelectArguments {
   }
 };
 
-// Of shared memory, what a thread block that chooses has besides: the counts of its warps, see add_counted().
+// Of shared memory, what a thread block that selects has besides: the counts of its warps, see add_counted().
 constexpr int kCountedBytes = 128;
 inline int select_memory(const SelectParams& p) {
   return p.shared_memory > 0 ? p.shared_memory : most_shared_memory() - kCountedBytes;
 }
 // Query blocks of a thread block: of very long sequences shared memory holds fewer, of the longest at least one,
-// whatever GPU it is (a byte a block).
+// whatever GPU it is (a byte per block).
 inline int select_warps(const SelectParams& p, int warp_bytes) {
   const int warps = std::min(kWarps, select_memory(p) / std::max(warp_bytes, 1));
-  if (warps == 0) throw_unsupported("key blocks to choose among", p.max_competing);
+  if (warps == 0) throw_unsupported("key blocks to select among", p.max_competing);
   return warps;
 }
 
@@ -72,26 +72,27 @@ inline SelectArguments select_arguments(const SelectParams& p, int item_begin, i
           p.slice_masses,
           p.row_entries,
           p.map,
-          p.chosen};
+          p.selected};
 }
 
-// What was chosen, forced blocks included.
+// What was selected, forced blocks included.
 struct Counted {
   unsigned blocks;
   unsigned long long pairs;  // (query, key)
 };
 
-// `first` is null where nothing was to choose. What it returns, where chosen blocks are counted, lane 0 has.
+// `first` is null where nothing was to select. What it returns, where selected blocks are counted, lane 0 has.
 __device__ inline Counted write_row_list(const SelectArguments& args, const SelectItem& item, const uint8_t* first,
                                          int lane) {
-  const auto chosen_by = [&](int j) -> uint8_t {
+  const auto selected_by = [&](int j) -> uint8_t {
     if (j >= item.competing || item.everything) return 0;
     if (first != nullptr) return first[j];
     return j < item.sinks || j >= item.competing - item.local ? 0 : kUnselected;
   };
   int at = item.list_begin, base = 0;
-  unsigned blocks = 0, rows = 0;  // chosen among the competing, and the tokens before the first that sees them
-  // Where choices were made, four blocks a lane at a time. What the map gets beyond the visible ones nobody looks at.
+  unsigned blocks = 0, rows = 0;  // selected among the competing, and the tokens before the first that sees them
+  // Where selections were made, four blocks per lane at a time. What the map gets beyond the visible ones nobody looks
+  // at.
   if (first != nullptr && args.expand == 0)
     for (; base < item.visible; base += 128) {
       const int j = base + 4 * lane;
@@ -99,10 +100,10 @@ __device__ inline Counted write_row_list(const SelectArguments& args, const Sele
       if (j < item.visible) {
         by = j < item.competing ? *reinterpret_cast<const uint32_t*>(first + j) : 0;
         const int left = item.competing - j;  // of these four
-        if (args.chosen != nullptr && left > 0) {
-          const uint32_t chosen = __vcmpne4(by, ~0u) & (left < 4 ? (1u << (8 * left)) - 1 : ~0u);
-          blocks += __popc(chosen) / 8;
-          rows = __dp4a(by & chosen, 0x01010101u, rows);
+        if (args.selected != nullptr && left > 0) {
+          const uint32_t selected = __vcmpne4(by, ~0u) & (left < 4 ? (1u << (8 * left)) - 1 : ~0u);
+          blocks += __popc(selected) / 8;
+          rows = __dp4a(by & selected, 0x01010101u, rows);
         }
         if (left > 0 && left < 4) by &= (1u << (8 * left)) - 1;
         *reinterpret_cast<uint32_t*>(args.map + item.map + j) = by;
@@ -117,15 +118,15 @@ __device__ inline Counted write_row_list(const SelectArguments& args, const Sele
       }
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        const uint32_t chosen = by >> (8 * e) & 0xFF;
-        if (chosen != kUnselected) args.entries[before + own++] = list_entry(j + e, chosen);
+        const uint32_t selected = by >> (8 * e) & 0xFF;
+        if (selected != kUnselected) args.entries[before + own++] = list_entry(j + e, selected);
       }
     }
   for (; base < item.visible; base += 32) {
     const int j = base + lane;
     uint8_t by = kUnselected;
     if (j < item.visible) {
-      by = chosen_by(j >> args.expand);
+      by = selected_by(j >> args.expand);
       args.map[item.map + j] = by;
     }
     const uint32_t kept = __ballot_sync(~0u, by != kUnselected);
@@ -134,9 +135,9 @@ __device__ inline Counted write_row_list(const SelectArguments& args, const Sele
   }
   for (int i = at + lane; i < item.list_begin + item.capacity; i += 32) args.entries[i] = kNoEntry;
 
-  if (args.chosen == nullptr) return {};
+  if (args.selected == nullptr) return {};
   for (int j = lane; (first == nullptr || args.expand != 0) && j < item.competing; j += 32)
-    if (const uint8_t by = chosen_by(j); by != kUnselected) {
+    if (const uint8_t by = selected_by(j); by != kUnselected) {
       ++blocks;
       rows += by;
     }
@@ -154,7 +155,7 @@ __device__ inline void add_counted(const SelectArguments& args, int sequence, co
   __shared__ Counted all[kWarps];
   __shared__ int sequences[kWarps];
   static_assert(sizeof(all) + sizeof(sequences) <= kCountedBytes);
-  if (args.chosen == nullptr) return;
+  if (args.selected == nullptr) return;
   const int warps = blockDim.x / 32, w = threadIdx.x;
   if (threadIdx.x % 32 == 0) {
     all[threadIdx.x / 32] = counted;
@@ -169,8 +170,8 @@ __device__ inline void add_counted(const SelectArguments& args, int sequence, co
     sum.blocks += all[other].blocks;
     sum.pairs += all[other].pairs;
   }
-  atomicAdd(args.chosen + 2 * sequences[w], static_cast<unsigned long long>(sum.blocks));
-  atomicAdd(args.chosen + 2 * sequences[w] + 1, sum.pairs);
+  atomicAdd(args.selected + 2 * sequences[w], static_cast<unsigned long long>(sum.blocks));
+  atomicAdd(args.selected + 2 * sequences[w] + 1, sum.pairs);
 }
 
 }  // namespace sb::gpu

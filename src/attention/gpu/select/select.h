@@ -1,9 +1,9 @@
 #pragma once
 
-// Choosing key blocks on the device, straight into row and column lists, without atomics on the lists and without the
-// host: statistics of the key blocks, estimated masses of every (token, key block), choices of every query block, and
-// the transpose. How many blocks a query block may list follows from the budget alone, so the host lays out the lists
-// before the run; what a query block does not use is filled with entries that no kernel follows.
+// Selecting key blocks on the device, straight into row and column lists, without atomics on the lists and without the
+// host: statistics of the key blocks, estimated masses of every (token, key block), selections of every query block,
+// and the transpose. How many blocks a query block may list follows from the budget alone, so the host lays out the
+// lists before the run; what a query block does not use is filled with entries that no kernel follows.
 
 #include <cstdint>
 #include <span>
@@ -23,13 +23,13 @@ constexpr uint32_t kNoEntry = 0xFFFFFFFFu;
 // lie apart: of a block the largest counts).
 struct ScoreTile {
   int tokens = 0, slices = 1;
-  bool joins = false;  // tokens with different key blocks to choose among, as long as they end in the same 64
+  bool joins = false;  // tokens with different key blocks to select among, as long as they end in the same 64
   // Score `planes`: channels that a key has for the kernel, zeros behind those that count (0: only these), and keys
   // that share a row of the statistics.
   int plane_depth = 0, row_keys = 1;
 };
 
-// Tokens of one key/value head that choose among the same key blocks, or up to different ones of the same 64. Masses of
+// Tokens of one key/value head that select among the same key blocks, or up to different ones of the same 64. Masses of
 // the i-th are at masses + i · stride.
 struct alignas(16) ScoreItem {
   int32_t token = 0;  // first, in the packed tensors
@@ -53,29 +53,29 @@ struct alignas(16) SelectItem {
   int32_t position = 0;    // of the first token in its sequence
   int32_t competing = 0;   // key blocks that end before the query block
   int32_t visible = 0;     // these and its own
-  int32_t sinks = 0;       // always chosen: the first
+  int32_t sinks = 0;       // always selected: the first
   int32_t local = 0;       // and the last of the competing ones
-  int32_t first = 0;       // the most the first token may choose, besides
+  int32_t first = 0;       // the most the first token may select, besides
   int32_t total = 0;       // and the whole query block
   int32_t list_begin = 0;  // in the row entries
   int32_t capacity = 0;
-  int32_t everything = 0;  // no choice to make: all visible blocks
+  int32_t everything = 0;  // no selection to make: all visible blocks
   int32_t sequence = 0;
-  int64_t masses = 0;  // of its first token that chooses
+  int64_t masses = 0;  // of its first token that selects
   int64_t map = 0;     // byte of (query block, key block 0) in the map
   int32_t stride = 0;  // of the masses
   int32_t pool = 0;    // SelectPool it belongs to; `vertical_slash`: GatheredList
   int64_t sums = 0;    // `mass` with look-ahead: its own masses
 };
 
-// What the tokens of a query block up to `row` may have chosen together.
+// What the tokens of a query block up to `row` may have selected together.
 constexpr int allowed_until(int first, int total, int query_block, int row) {
   return query_block <= 1 ? total : first + (total - first) * row / (query_block - 1);
 }
 // The same token by token, without divisions.
 struct Allowance {
   int allowed, each, rest, wrap, carry = 0;
-  bool grew = true;  // whether this token may add to what the one before it might have chosen
+  bool grew = true;  // whether this token may add to what the one before it might have selected
   constexpr Allowance(int first, int total, int query_block)
       : allowed(query_block <= 1 ? total : first),
         each(query_block <= 1 ? 0 : (total - first) / (query_block - 1)),
@@ -108,9 +108,9 @@ struct SelectGroup {
   int32_t block = 0, query_block = 0;
 };
 
-// `mass` with look-ahead: the query blocks of one sequence and head, which share their choices.
+// `mass` with look-ahead: the query blocks of one sequence and head, which share their selections.
 struct SelectPool {
-  int64_t wanted = 0;      // choices besides the forced ones
+  int64_t wanted = 0;      // selections besides the forced ones
   int32_t first_tile = 0;  // of its query blocks among those of all pools
   int32_t tiles = 0;
 };
@@ -155,7 +155,7 @@ struct SelectPlan {
   int32_t row_width = 0;   // numbers of a row of statistics
   int32_t plane_depth = 0, row_keys = 1;  // as in ScoreTile; depth 0: blocks are not judged by planes
   int32_t statistics_rows = 0;
-  int32_t max_competing = 0;  // of the query blocks that choose
+  int32_t max_competing = 0;  // of the query blocks that select
   int64_t masses = 0;         // 16-bit masses of the largest batch, of one slice
   int64_t map_bytes = 0;
   std::vector<ScoreItem> scores;       // of every batch in the order in which they are started
@@ -215,7 +215,7 @@ struct SelectParams {
   const float* plane_key_means = nullptr;
   int32_t plane_channels = 0;
   const float* thresholds = nullptr;  // `mass`: of every sequence
-  int32_t shared_memory = 0;          // of a thread block that chooses, at most; 0: what the device has
+  int32_t shared_memory = 0;          // of a thread block that selects, at most; 0: what the device has
   // The plan, arrays in device memory.
   int32_t query_block = 0, select_block = 0, block = 0, max_competing = 0;
   int32_t slices = 1, parts = 1, statistics_channels = 2, statistics_rows = 0, row_width = 0;
@@ -234,14 +234,14 @@ struct SelectParams {
   uint32_t* column_entries = nullptr;  // [entries]
   const SelectPool* pools = nullptr;
   int32_t pool_count = 0, pool_tiles = 0;
-  // Sum of what was chosen, forced blocks included: [sequence][blocks, (query, key) pairs]; null: not counted.
-  unsigned long long* chosen = nullptr;
+  // Sum of what was selected, forced blocks included: [sequence][blocks, (query, key) pairs]; null: not counted.
+  unsigned long long* selected = nullptr;
   // Workspace.
   void* statistics = nullptr;  // statistics_bytes()
   bool statistics_given = false;
   void* room = nullptr;  // of the Hopper kernels, where it does not lie behind the statistics
   // [plan.slices · plan.masses]: log2 as 16-bit floats, mapped so that they order as unsigned integers. Of very long
-  // sequences, choosing overwrites them.
+  // sequences, selecting overwrites them.
   uint16_t* masses = nullptr;
   uint8_t* map = nullptr;            // [plan.map_bytes]
   int32_t* column_counts = nullptr;  // [columns]
@@ -282,7 +282,7 @@ void portable_select(const SelectParams& params, Precision precision, void* stre
 void list_columns(const SelectParams& params, void* stream);
 
 // For ranks that share sequences: the statistics (with the score `planes`: the channels that count) of `blocks` alone.
-// With those of all ranks in `statistics`, and `statistics_given`, the functions above choose by them.
+// With those of all ranks in `statistics`, and `statistics_given`, the functions above select by them.
 void hopper_block_statistics(const SelectParams& params, void* stream);
 void portable_block_statistics(const SelectParams& params, Precision precision, void* stream);
 

@@ -10,19 +10,19 @@
 namespace sb::gpu {
 namespace {
 
-// The choices of one warp for the tokens of a query block, one after the other, among so many blocks that registers do
-// not hold their masses (else a RegisterSelect's). Lane l looks after blocks 64·i + 2·l and the next. A block's key is
-// its mass, then its number: larger mass first, ties to the lower block, and no two keys equal. A token's masses lie in
-// shared memory, or, where that has no room, in the place of the query block's first. kRule: what is known of them.
+// The selections of one warp for the tokens of a query block, one after the other, among so many blocks that registers
+// do not hold their masses (else a RegisterSelect's). Lane l looks after blocks 64·i + 2·l and the next. A block's key
+// is its mass, then its number: larger mass first, ties to the lower block, and no two keys equal. A token's masses lie
+// in shared memory, or, where that has no room, in the place of the query block's first. kRule: what is known of them.
 template <SelectRule kRule>
 struct MemorySelect {
-  static constexpr bool kCount = kRule == SelectRule::topk;  // the number of choices is known beforehand
+  static constexpr bool kCount = kRule == SelectRule::topk;  // the number of selections is known beforehand
   const SelectArguments& args;
   const SelectItem& item;
-  uint8_t* first;    // of each block, the token that chose it
+  uint8_t* first;    // of each block, the token that selected it
   uint32_t* masses;  // [pair][lane]
   int lane;
-  int chosen = 0, candidates = 0;
+  int selected = 0, candidates = 0;
 
   __device__ __forceinline__ uint32_t pair(int i) const { return masses[32 * i + lane]; }
   __device__ __forceinline__ void set_pair(int i, uint32_t value) { masses[32 * i + lane] = value; }
@@ -38,7 +38,7 @@ struct MemorySelect {
     if (key == 0) return;
     const int j = 0xFFFF - static_cast<int>(key & 0xFFFF);
     if (lane == j % 64 / 2) first[j] = static_cast<uint8_t>(row);
-    ++chosen;
+    ++selected;
   }
   __device__ __forceinline__ uint32_t key(int i, int e) const {
     const uint32_t mass = e == 0 ? pair(i) << 16 : pair(i) & 0xFFFF0000u;
@@ -68,7 +68,7 @@ struct MemorySelect {
     __syncwarp();
   }
 
-  // Of the index-th token that chooses.
+  // Of the index-th token that selects.
   __device__ __forceinline__ uint32_t load(int index, int i) const {
     return args.two_masses(item.masses + static_cast<int64_t>(index) * item.stride + 64 * i + 2 * lane);
   }
@@ -140,7 +140,7 @@ struct MemorySelect {
     return sum;
   }
 
-  // What token `row` chooses, at most `room` blocks.
+  // What token `row` selects, at most `room` blocks.
   __device__ void select(int room, int row) {
     const uint32_t top = best();
     uint32_t threshold = top;
@@ -181,7 +181,7 @@ struct MemorySelect {
       take(i, e, row);
       ++marked;
     });
-    chosen += static_cast<int>(__reduce_add_sync(~0u, marked));
+    selected += static_cast<int>(__reduce_add_sync(~0u, marked));
   }
 
   __device__ void run() {
@@ -204,7 +204,7 @@ struct MemorySelect {
     };
     if (!all && !allowance.grew) next_token();
     for (; row < item.tokens; ++index) {
-      const int token = row, room = min(allowance.allowed, candidates) - chosen;
+      const int token = row, room = min(allowance.allowed, candidates) - selected;
       next_token();
       if (room <= 0) continue;
       each_pair([&](int i) { set_pair(i, load(index, i)); });
@@ -261,10 +261,10 @@ auto kernel_for(int chunks, bool in_place) {
                         : select_kernel<0, kRule, false>;
 }
 
-// Eight columns a thread block. Each warp takes a part of the query blocks, a lane one of them at a time and all eight
-// key blocks of it in one load; it counts first, and writes when it knows what comes before. Where a column begins
-// follows from the counts that the first kernel leaves; in the second, which counts beside the first, every thread
-// block sums those before its own, which is quicker than a kernel between them.
+// Eight columns per thread block. Each warp takes a part of the query blocks, a lane one of them at a time and all
+// eight key blocks of it in one load; it counts first, and writes when it knows what comes before. Where a column
+// begins follows from the counts that the first kernel leaves; in the second, which counts beside the first, every
+// thread block sums those before its own, which is quicker than a kernel between them.
 constexpr int kColumnWarps = 16;
 constexpr int kColumnTurn = 4;  // loads of a lane at a time
 
@@ -287,7 +287,7 @@ __global__ void __launch_bounds__(32 * kColumnWarps) columns_kernel(const __grid
   // Query blocks of this warp, whole multiples of 32 from the first that can see the first of the key blocks.
   const int rounds = (group.query_blocks + 32 * kColumnWarps - 1) / (32 * kColumnWarps);
   const int begin = group.first_block + warp * rounds * 32 + lane, end = group.first_block + group.query_blocks;
-  // Who chose the eight key blocks, a byte each. Beyond what a query block can see the map holds nothing.
+  // Who selected the eight key blocks, a byte each. Beyond what a query block can see the map holds nothing.
   uint64_t rows[kColumnTurn];
   const auto read = [&](int round) {
 #pragma unroll
@@ -376,14 +376,14 @@ void select_blocks(const SelectParams& p, const SelectBatch& batch, cudaStream_t
                       : p.pattern == SelectionPattern::mass ? kernel_for<SelectRule::mass>(chunks, in_place)
                                                             : kernel_for<SelectRule::topk>(chunks, in_place);
   const int shared = warps * warp_bytes;
-  allow_shared_memory(kernel, shared, "shared memory of the choice");
+  allow_shared_memory(kernel, shared, "shared memory of the selection");
   const SelectArguments args = select_arguments(p, batch.item_begin, batch.item_count, warp_bytes);
   const int blocks = (batch.item_count + warps - 1) / warps;
   if (early)
     launch_early(kernel, blocks, 32 * warps, shared, stream, args);
   else
     kernel<<<blocks, 32 * warps, shared, stream>>>(args);
-  check(cudaGetLastError(), "choice of key blocks");
+  check(cudaGetLastError(), "selection of key blocks");
 }
 
 void finish_selection(const SelectParams& p, cudaStream_t stream) {

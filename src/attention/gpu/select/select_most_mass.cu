@@ -6,7 +6,7 @@ namespace sb::gpu {
 namespace {
 
 // The pairs (query block, key block) of largest mass over a whole sequence and head. Masses are 16-bit numbers: two
-// histograms, of the upper and of the lower byte, find the least mass that is chosen and how many of that mass are;
+// histograms, of the upper and of the lower byte, find the least mass that is selected and how many of that mass are;
 // these go to the first query blocks, in each to the first key blocks. A warp a query block.
 
 // In the counts of a pool: two histograms.
@@ -14,7 +14,7 @@ constexpr int kBins = 256, kPoolInts = 2 * kBins;
 constexpr int kSumWarps = 8, kSlots = 8;  // of a thread block that sums: pools whose counts it gathers
 
 struct Arguments {
-  SelectArguments choice;
+  SelectArguments selection;
   uint16_t* sums;
   const SelectPool* pools;
   int32_t* counts;  // of the pools, then the ties of every query block
@@ -23,11 +23,11 @@ struct Arguments {
   __device__ int32_t* of_pool(int pool) const { return counts + static_cast<int64_t>(pool) * kPoolInts; }
   __device__ int32_t& ties(const SelectItem& item) const {
     return counts[static_cast<int64_t>(pool_count) * kPoolInts + pools[item.pool].first_tile +
-                  item.position / choice.query_block];
+                  item.position / selection.query_block];
   }
 };
 
-__device__ bool chooses(const SelectItem& item) {
+__device__ bool selects(const SelectItem& item) {
   return item.competing > item.sinks + item.local;
 }
 
@@ -38,8 +38,8 @@ __device__ void each_free(const SelectItem& item, int lane, Body body) {
   for (int j = item.sinks; j < end; j += 32) body(j + lane, j + lane < end);
 }
 
-// From the largest bin down to the one that holds the last of `left` choices, and how many of it are chosen. All lanes
-// of a warp.
+// From the largest bin down to the one that holds the last of `left` selections, and how many of it are selected. All
+// lanes of a warp.
 struct Found {
   int bin;
   int64_t left;
@@ -68,7 +68,7 @@ __device__ Found find_bin(const int32_t* bins, int64_t left, int lane) {
     }
   return {__shfl_sync(~0u, bin, holder), __shfl_sync(~0u, left, holder)};
 }
-// The least mass that is chosen in a pool, and how many of that mass are.
+// The least mass that is selected in a pool, and how many of that mass are.
 struct Least {
   int mass;
   int64_t ties;
@@ -80,7 +80,7 @@ __device__ Least find_least(const Arguments& args, int pool, int lane) {
   return {upper.bin << 8 | lower.bin, lower.left};
 }
 
-// Masses of the query blocks: sums over their tokens, two key blocks a lane. Their upper bytes are counted in shared
+// Masses of the query blocks: sums over their tokens, two key blocks per lane. Their upper bytes are counted in shared
 // memory first; of pools that find no place there, in memory.
 __global__ void __launch_bounds__(32 * kSumWarps) sum_kernel(const __grid_constant__ Arguments args) {
   __shared__ int32_t gathered[kSlots][kBins], owner[kSlots];
@@ -90,9 +90,9 @@ __global__ void __launch_bounds__(32 * kSumWarps) sum_kernel(const __grid_consta
   wait_for_dependencies();
   __syncthreads();
   const int lane = threadIdx.x % 32, index = blockIdx.x * kSumWarps + threadIdx.x / 32;
-  if (index < args.choice.count) {
-    const SelectItem item = args.choice.items[index];
-    if (chooses(item)) {
+  if (index < args.selection.count) {
+    const SelectItem item = args.selection.items[index];
+    if (selects(item)) {
       const int slot = item.pool % kSlots;
       int before = -1;
       if (lane == 0) before = atomicCAS(owner + slot, -1, item.pool);
@@ -103,7 +103,7 @@ __global__ void __launch_bounds__(32 * kSumWarps) sum_kernel(const __grid_consta
         float sum[2] = {0, 0};
 #pragma unroll 8
         for (int row = 0; row < item.tokens; ++row) {
-          const uint32_t two = args.choice.two_masses(item.masses + static_cast<int64_t>(row) * item.stride + j);
+          const uint32_t two = args.selection.two_masses(item.masses + static_cast<int64_t>(row) * item.stride + j);
           const float2 masses = two_masses_of(two);
           sum[0] += fast_exp2(masses.x);
           sum[1] += fast_exp2(masses.y);
@@ -127,9 +127,9 @@ __global__ void __launch_bounds__(32 * kWarps) lower_kernel(const __grid_constan
   launch_dependents();
   wait_for_dependencies();
   const int lane = threadIdx.x % 32, index = blockIdx.x * kWarps + threadIdx.x / 32;
-  if (index >= args.choice.count) return;
-  const SelectItem item = args.choice.items[index];
-  if (!chooses(item)) return;
+  if (index >= args.selection.count) return;
+  const SelectItem item = args.selection.items[index];
+  if (!selects(item)) return;
   int32_t* counts = args.of_pool(item.pool);
   const int upper = find_bin(counts, args.pools[item.pool].wanted, lane).bin;
   each_free(item, lane, [&](int j, bool have) {
@@ -142,10 +142,10 @@ __global__ void __launch_bounds__(32 * kWarps) ties_kernel(const __grid_constant
   launch_dependents();
   wait_for_dependencies();
   const int lane = threadIdx.x % 32, index = blockIdx.x * kWarps + threadIdx.x / 32;
-  if (index >= args.choice.count) return;
-  const SelectItem item = args.choice.items[index];
+  if (index >= args.selection.count) return;
+  const SelectItem item = args.selection.items[index];
   int ties = 0;
-  if (chooses(item)) {
+  if (selects(item)) {
     const int threshold = find_least(args, item.pool, lane).mass;
     each_free(item, lane, [&](int j, bool have) {
       ties += __popc(__ballot_sync(~0u, have && args.sums[item.sums + j] == threshold));
@@ -190,11 +190,11 @@ __global__ void __launch_bounds__(32 * kWarps) list_kernel(const __grid_constant
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, index = blockIdx.x * (blockDim.x / 32) + warp;
   SelectItem item;
   Counted counted{};
-  if (index < args.choice.count) {
-    item = args.choice.items[index];
+  if (index < args.selection.count) {
+    item = args.selection.items[index];
     uint8_t* first = nullptr;
-    if (chooses(item)) {
-      first = shared + warp * args.choice.warp_bytes;
+    if (selects(item)) {
+      first = shared + warp * args.selection.warp_bytes;
       const Least least = find_least(args, item.pool, lane);
       const int threshold = least.mass;
       int ties_left = static_cast<int>(least.ties) - args.ties(item);
@@ -209,9 +209,9 @@ __global__ void __launch_bounds__(32 * kWarps) list_kernel(const __grid_constant
       });
       __syncwarp();
     }
-    counted = write_row_list(args.choice, item, first, lane);
+    counted = write_row_list(args.selection, item, first, lane);
   }
-  add_counted(args.choice, index < args.choice.count ? item.sequence : -1, counted);
+  add_counted(args.selection, index < args.selection.count ? item.sequence : -1, counted);
 }
 
 }  // namespace
@@ -244,9 +244,9 @@ void select_most_mass(const SelectParams& p, cudaStream_t stream) {
   launch_after(lower_kernel, grid, 32 * kWarps, 0, stream, args);
   launch_after(ties_kernel, grid, 32 * kWarps, 0, stream, args);
   launch_after(scan_kernel, p.pool_count, 1024, 0, stream, args);
-  allow_shared_memory(list_kernel, shared, "shared memory of the choice");
+  allow_shared_memory(list_kernel, shared, "shared memory of the selection");
   launch_after(list_kernel, (items + warps - 1) / warps, 32 * warps, shared, stream, args);
-  check(cudaGetLastError(), "choice of the largest masses");
+  check(cudaGetLastError(), "selection of the largest masses");
 }
 
 }  // namespace sb::gpu

@@ -56,9 +56,9 @@ class SequencePlanner {
       item.map = plan_.map_bytes + lines++ * map_stride_;
       const bool scored = !item.everything && item.total > 0 && tiles_.candidates(tile) > 0;
       if (scored) {
-        find_choosing(item);
+        find_selecting(item);
         item.stride = static_cast<int32_t>((item.competing + 63) / 64 * 64);
-        const int64_t needed = static_cast<int64_t>(choosing_.size()) * item.stride;
+        const int64_t needed = static_cast<int64_t>(selecting_.size()) * item.stride;
         if (batch_used > 0 && batch_used + needed > batch_masses_) {
           plan_.batches.push_back(
               {static_cast<int32_t>(plan_.scores.size()), 0, static_cast<int32_t>(plan_.items.size()), 0});
@@ -186,19 +186,19 @@ class SequencePlanner {
   }
 
   // Tokens whose masses are needed: with topk some may have nothing to add.
-  void find_choosing(const SelectItem& item) {
-    choosing_.clear();
+  void find_selecting(const SelectItem& item) {
+    selecting_.clear();
     const bool some = config_.pattern == SelectionPattern::topk && config_.order == SelectionOrder::causal;
     Allowance allowance(item.first, item.total, config_.query_block);
     for (int row = 0; row < item.tokens; ++row, allowance.next())
-      if (!some || allowance.grew) choosing_.push_back(row);
+      if (!some || allowance.grew) selecting_.push_back(row);
   }
 
   // Query blocks with the same competing key blocks join, or with as many 64s of them.
   void add_scores(const SelectItem& item, int32_t token) {
     const auto left = static_cast<uint16_t>(item.competing - (item.stride - kStatisticsGroup));
-    for (size_t i = 0; i < choosing_.size(); ++i) {
-      const int32_t at = token + choosing_[i];
+    for (size_t i = 0; i < selecting_.size(); ++i) {
+      const int32_t at = token + selecting_[i];
       ScoreItem* last = nullptr;
       if (static_cast<int32_t>(plan_.scores.size()) > plan_.batches.back().score_begin) last = &plan_.scores.back();
       if (last == nullptr || last->head != head_ || last->statistics != statistics_ || last->stride != item.stride ||
@@ -251,7 +251,7 @@ class SequencePlanner {
   bool most_mass_;
   int32_t statistics_;
   int64_t map_stride_;
-  std::vector<int> choosing_;
+  std::vector<int> selecting_;
 };
 
 // Every score item once for each slice, in each batch the long ones first.
@@ -309,7 +309,7 @@ SelectPlan make_select_plan(const Shape& shape, std::span<const int32_t> cu_seql
   SB_CHECK(
       held == nullptr || (held->blocks.size() == sequences && config.block % config.query_block == 0 &&
                           !(config.pattern == SelectionPattern::mass && config.order == SelectionOrder::lookahead)),
-      "ranks that share sequences choose by blocks of their own");
+      "ranks that share sequences select by blocks of their own");
   SB_CHECK(!piece || (sequences == 1 && held == nullptr && shape.first_query % config.block == 0 &&
                       shape.first_query % config.query_block == 0),
            "a piece from token {} on, with blocks of {} and query blocks of {}", shape.first_query, config.block,

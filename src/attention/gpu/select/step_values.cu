@@ -18,12 +18,12 @@ __global__ void put_kernel(uint32_t* to, const __grid_constant__ Words words, in
   for (int i = threadIdx.x; i < count; i += blockDim.x) to[i] = words.values[i];
 }
 
-__global__ void count_kernel(unsigned long long* pairs, unsigned long long* blocks, const unsigned long long* chosen,
+__global__ void count_kernel(unsigned long long* pairs, unsigned long long* blocks, const unsigned long long* selected,
                              const int32_t* classes, int sequences) {
   for (int i = threadIdx.x; i < sequences; i += blockDim.x) {
-    if (chosen[2 * i] == 0) continue;
-    atomicAdd(blocks + classes[i], chosen[2 * i]);
-    atomicAdd(pairs, chosen[2 * i + 1]);
+    if (selected[2 * i] == 0) continue;
+    atomicAdd(blocks + classes[i], selected[2 * i]);
+    atomicAdd(pairs, selected[2 * i + 1]);
   }
 }
 
@@ -31,11 +31,11 @@ struct SomeSequences {
   static constexpr int kMost = 160;
   SequenceBlocks values[kMost];
 };
-__global__ void write_counts_kernel(int64_t* counts, const unsigned long long* chosen,
+__global__ void write_counts_kernel(int64_t* counts, const unsigned long long* selected,
                                     const __grid_constant__ SomeSequences sequences, int count) {
   for (int i = threadIdx.x; i < count; i += blockDim.x) {
     const SequenceBlocks& one = sequences.values[i];
-    counts[2 * one.place] = static_cast<int64_t>(chosen[2 * one.sequence]) - one.given;
+    counts[2 * one.place] = static_cast<int64_t>(selected[2 * one.sequence]) - one.given;
     counts[2 * one.place + 1] = one.wanted;
   }
 }
@@ -98,19 +98,19 @@ void put_words(uint32_t* to, std::span<const uint32_t> words, void* stream) {
   }
 }
 
-void add_counts(unsigned long long* pairs, unsigned long long* blocks, const unsigned long long* chosen,
+void add_counts(unsigned long long* pairs, unsigned long long* blocks, const unsigned long long* selected,
                 const int32_t* classes, int32_t sequences, void* stream) {
-  count_kernel<<<1, 256, 0, static_cast<cudaStream_t>(stream)>>>(pairs, blocks, chosen, classes, sequences);
-  check(cudaGetLastError(), "counts of choices");
+  count_kernel<<<1, 256, 0, static_cast<cudaStream_t>(stream)>>>(pairs, blocks, selected, classes, sequences);
+  check(cudaGetLastError(), "counts of selections");
 }
 
-void write_counts(int64_t* counts, const unsigned long long* chosen, std::span<const SequenceBlocks> sequences,
+void write_counts(int64_t* counts, const unsigned long long* selected, std::span<const SequenceBlocks> sequences,
                   void* stream) {
   for (size_t at = 0; at < sequences.size(); at += SomeSequences::kMost) {
     SomeSequences some;
     const size_t count = std::min<size_t>(SomeSequences::kMost, sequences.size() - at);
     std::copy_n(sequences.begin() + static_cast<int64_t>(at), count, some.values);
-    write_counts_kernel<<<1, 256, 0, static_cast<cudaStream_t>(stream)>>>(counts, chosen, some,
+    write_counts_kernel<<<1, 256, 0, static_cast<cudaStream_t>(stream)>>>(counts, selected, some,
                                                                           static_cast<int>(count));
     check(cudaGetLastError(), "counts of given sequences");
   }

@@ -14,8 +14,8 @@ namespace sb::gpu {
 void put_words(uint32_t* to, std::span<const uint32_t> words, void* stream);
 
 // After a selection: the (query, key) pairs of all sequences are added to `pairs`, their blocks to those of the
-// classes. `chosen` as SelectParams has it, `classes` of every sequence.
-void add_counts(unsigned long long* pairs, unsigned long long* blocks, const unsigned long long* chosen,
+// classes. `selected` as SelectParams has it, `classes` of every sequence.
+void add_counts(unsigned long long* pairs, unsigned long long* blocks, const unsigned long long* selected,
                 const int32_t* classes, int32_t sequences, void* stream);
 
 // After a selection: of every sequence named, its blocks beyond `given` and `wanted` to counts[2 · place] and the next.
@@ -23,10 +23,10 @@ struct SequenceBlocks {
   int32_t sequence = 0, place = 0;
   int64_t given = 0, wanted = 0;
 };
-void write_counts(int64_t* counts, const unsigned long long* chosen, std::span<const SequenceBlocks> sequences,
+void write_counts(int64_t* counts, const unsigned long long* selected, std::span<const SequenceBlocks> sequences,
                   void* stream);
 
-// Energies of channels for the choice of planes (PlaneSums), added in a fixed order.
+// Energies of channels for the selection of planes (PlaneSums), added in a fixed order.
 struct PlaneSumsParams {
   Shape shape;
   const void* q = nullptr;

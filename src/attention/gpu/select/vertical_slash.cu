@@ -280,27 +280,27 @@ __global__ void __launch_bounds__(kSelectThreads) select_kernel(const __grid_con
 
 // A warp a query block: its key blocks, and which columns lie outside of them.
 __global__ void __launch_bounds__(32 * kWarps)
-    lists_kernel(const __grid_constant__ SlashParams args, const __grid_constant__ SelectArguments choice) {
+    lists_kernel(const __grid_constant__ SlashParams args, const __grid_constant__ SelectArguments selection) {
   extern __shared__ __align__(16) uint8_t flags[];
   wait_for_dependencies();
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, index = blockIdx.x * (blockDim.x / 32) + warp;
   SelectItem item;
   Counted counted{};
-  if (index < choice.count) {
-    item = choice.items[index];
+  if (index < selection.count) {
+    item = selection.items[index];
     const GatheredList list = args.gathered.lists[item.pool];
     const SlashSequence sequence = args.sequences[item.pool / args.select.shape.query_heads];
     const uint8_t* slashes = args.slashes + sequence.first_block + static_cast<int64_t>(list.head) * sequence.blocks;
-    uint8_t* first = flags + warp * choice.warp_bytes;
-    const int own_end = (item.position + item.tokens - 1) / choice.select_block + 1;
+    uint8_t* first = flags + warp * selection.warp_bytes;
+    const int own_end = (item.position + item.tokens - 1) / selection.select_block + 1;
     for (int j = lane; j < item.competing; j += 32) {
       bool listed = j < item.sinks || j >= item.competing - item.local;
       for (int own = item.competing; own < own_end; ++own) listed = listed || slashes[own - j] != 0;
       first[j] = listed ? 0 : kUnselected;
     }
     __syncwarp();
-    counted = write_row_list(choice, item, first, lane);
-    const int row = item.position / choice.query_block;
+    counted = write_row_list(selection, item, first, lane);
+    const int row = item.position / selection.query_block;
     unsigned seen = 0;
 #pragma unroll 2
     for (int piece = 0; piece < list.pieces; ++piece) {
@@ -308,7 +308,7 @@ __global__ void __launch_bounds__(32 * kWarps)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int column = args.columns[list.columns + piece * kGatheredPiece + half * 32 + lane];
-        const int block = column / choice.select_block;
+        const int block = column / selection.select_block;
         const bool alone = column != kNoColumn && block < item.competing && first[block] == kUnselected;
         bits |= static_cast<uint64_t>(__ballot_sync(~0u, alone)) << (32 * half);
       }
@@ -317,7 +317,7 @@ __global__ void __launch_bounds__(32 * kWarps)
     }
     counted.pairs += static_cast<unsigned long long>(seen) * item.tokens;
   }
-  add_counted(choice, index < choice.count ? item.sequence : -1, counted);
+  add_counted(selection, index < selection.count ? item.sequence : -1, counted);
 }
 
 }  // namespace
@@ -326,7 +326,7 @@ void select_vertical_slash(const SlashParams& p, Precision precision, void* stre
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
   slash_masses(p, precision, cuda_stream);
   launch_after(select_kernel, dim3(p.lists, 2), kSelectThreads, 0, cuda_stream, p);
-  check(cudaGetLastError(), "choice of columns and diagonals");
+  check(cudaGetLastError(), "selection of columns and diagonals");
   const int items = p.select.batches[0].item_count, warp_bytes = (p.max_blocks + 63) / 64 * 64;
   const int warps = select_warps(p.select, warp_bytes);
   allow_shared_memory(lists_kernel, warps * warp_bytes, "shared memory of the lists");

@@ -32,7 +32,7 @@ struct SlashPlan {
   int32_t lists = 0;
 };
 
-// Tokens of a query block in the lists: those of one key block choose alike.
+// Tokens of a query block in the lists: those of one key block select alike.
 int slash_query_block(const SelectionConfig& config);
 SlashPlan make_slash_plan(const Shape& shape, std::span<const int32_t> cu_seqlens, const std::vector<bool>& dense,
                           const std::vector<SequenceTiles>& tiles, const SelectionConfig& config);

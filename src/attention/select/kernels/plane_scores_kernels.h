@@ -3,7 +3,7 @@
 #include <cstdint>
 
 // Scores of key blocks by their largest key, compiled once per instruction set. Keys and queries are rounded to bf16 on
-// every processor, so that all choose alike; where it multiplies bf16 (AVX-512 with BF16) that is the faster way.
+// every processor, so that all select alike; where it multiplies bf16 (AVX-512 with BF16) that is the faster way.
 #define SB_DECLARE_PLANE_SCORE_KERNELS                                                                             \
   /* keys [channels, count] → pairs of neighbouring channels as bf16 [channels / 2, count]. */                   \
   void pack_plane_keys(const float* keys, int64_t channels, int64_t count, float* pairs);                          \

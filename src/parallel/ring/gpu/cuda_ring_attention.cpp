@@ -8,8 +8,8 @@
 #include "device/cuda.h"
 #include "device/memory.h"
 #include "parallel/ring/gpu/cuda_ring_call.h"
-#include "parallel/ring/gpu/cuda_ring_choice.h"
 #include "parallel/ring/gpu/cuda_ring_memory.h"
+#include "parallel/ring/gpu/cuda_ring_selection.h"
 
 namespace sb {
 namespace {
@@ -26,7 +26,7 @@ std::vector<float> host_floats(const TensorView& tensor) {
   return values;
 }
 
-class CudaRingAttention final : public ChoosingAttention {
+class CudaRingAttention final : public SelectingAttention {
  public:
   CudaRingAttention(Communicator& host, Communicator& data, const RingAttention::Options& options)
       : host_(host),
@@ -38,10 +38,10 @@ class CudaRingAttention final : public ChoosingAttention {
             {.attention = {options.selection, options.layers, 0}, .deterministic = options.deterministic})),
         memory_{options_, data.size(),    cuda::device_info().multiprocessors,
                 travel_,  kernels_.get(), options.lists_on_device} {
-    SB_CHECK(!options.lists_on_device || ring_chooses_on_device(options.selection),
-             "a pattern whose pairs are chosen on the host");
+    SB_CHECK(!options.lists_on_device || ring_selects_on_device(options.selection),
+             "a pattern whose pairs are selected on the host");
     report_.layers.resize(options.layers);
-    if (memory_.on_device) choice_ = std::make_unique<CudaRingChoice>(data, options);
+    if (memory_.on_device) device_selection_ = std::make_unique<CudaRingSelection>(data, options);
   }
 
   std::unique_ptr<AttentionState> make_state() const override { return std::make_unique<CudaRingState>(); }
@@ -51,13 +51,14 @@ class CudaRingAttention final : public ChoosingAttention {
                 const AttentionOperands& operands, const AttentionGradients& gradients, AttentionState& state) override;
   void reserve(const AttentionShape& shape, int64_t max_tokens, DType dtype,
                std::span<const std::unique_ptr<AttentionState>> states) override {
-    if (!choice_) return;
+    if (!device_selection_) return;
     const int64_t bytes = state_bytes(shape, max_tokens);
     for (const auto& state : states) static_cast<CudaRingState&>(*state).lists.reserve("block index", bytes);
-    choice_->reserve(shape, max_tokens, dtype, states.size());
+    device_selection_->reserve(shape, max_tokens, dtype, states.size());
   }
   int64_t reserved_bytes(const AttentionShape& shape, int64_t max_tokens, DType dtype, int64_t states) const override {
-    return choice_ ? choice_->reserved_bytes(shape, max_tokens, dtype, static_cast<size_t>(states)) : 0;
+    return device_selection_ ? device_selection_->reserved_bytes(shape, max_tokens, dtype, static_cast<size_t>(states))
+                             : 0;
   }
   int64_t scratch_bytes(const AttentionShape& shape, int64_t max_tokens, int threads) const override {
     return memory_.scratch_bytes(shape, max_tokens, threads);
@@ -69,24 +70,24 @@ class CudaRingAttention final : public ChoosingAttention {
     return "GPUs that share sequences (parallel.cp) compute whole ones only; use device: cpu or parallel.cp: 1";
   }
   AttentionReport take_report() override {
-    if (choice_) choice_->report(report_);
+    if (device_selection_) device_selection_->report(report_);
     AttentionReport taken = std::move(report_);
     report_ = {};
     report_.layers.resize(options_.layers);
     return taken;
   }
   void use(const LearnedSelection& learned) override {
-    if (choice_)
-      choice_->use(learned);
+    if (device_selection_)
+      device_selection_->use(learned);
     else
       selection_.step().use(learned);
   }
   SelectionObservations take_observations() override {
-    return choice_ ? choice_->take_observations() : selection_.step().take_observations();
+    return device_selection_ ? device_selection_->take_observations() : selection_.step().take_observations();
   }
 
  private:
-  void choose_on_host(const Exec& exec, int layer, const AttentionShape& shape, const PackedSequences& sequences,
+  void select_on_host(const Exec& exec, int layer, const AttentionShape& shape, const PackedSequences& sequences,
                       const AttentionOperands& operands, CudaRingState& state);
   void build(const Exec& exec, const AttentionShape& shape, DType dtype, CudaRingState& state);
 
@@ -94,15 +95,15 @@ class CudaRingAttention final : public ChoosingAttention {
   const RingAttention::Options options_;
   RingSelection selection_;
   RingTravel travel_;
-  std::unique_ptr<ChoosingAttention> kernels_;
+  std::unique_ptr<SelectingAttention> kernels_;
   const CudaRingMemory memory_;
-  std::unique_ptr<CudaRingChoice> choice_;  // null: pairs are chosen on the host
+  std::unique_ptr<CudaRingSelection> device_selection_;  // null: pairs are selected on the host
   std::unique_ptr<Arena> host_scratch_;
   AttentionReport report_;
 };
 
-// Where the device does not choose: from copies of queries and keys, as ranks on CPUs do.
-void CudaRingAttention::choose_on_host(const Exec& exec, int layer, const AttentionShape& shape,
+// Where the device does not select: from copies of queries and keys, as ranks on CPUs do.
+void CudaRingAttention::select_on_host(const Exec& exec, int layer, const AttentionShape& shape,
                                        const PackedSequences& sequences, const AttentionOperands& operands,
                                        CudaRingState& state) {
   std::vector<float> q, k;
@@ -115,9 +116,9 @@ void CudaRingAttention::choose_on_host(const Exec& exec, int layer, const Attent
     most = std::max<int64_t>(most, state.layout->local_cu_seqlens(r).back());
   const int64_t scratch = selection_.scratch_bytes(shape, most, host_.size());
   if (!host_scratch_ || host_scratch_->capacity() < scratch)
-    host_scratch_ = std::make_unique<Arena>("choices of a ring", scratch);
+    host_scratch_ = std::make_unique<Arena>("selections of a ring", scratch);
   const Exec on_host{.device = DeviceKind::cpu, .pool = exec.pool, .scratch = host_scratch_.get()};
-  selection_.choose(on_host, host_, layer, shape, *state.layout, sequences.budgets, q.data(), k.data(), state.index);
+  selection_.select(on_host, host_, layer, shape, *state.layout, sequences.budgets, q.data(), k.data(), state.index);
   if (options_.coverage_rows == 0 || !selection_.step().ready(layer)) return;
   add_ring_coverage(*state.layout, host_.rank(), layer,
                     selection_.measure(on_host, host_, layer, shape, *state.layout, sequences.budgets, q.data(),
@@ -175,22 +176,22 @@ void CudaRingAttention::forward(const Exec& exec, int layer, const AttentionShap
                                 AttentionState& any_state, bool replay) {
   auto& state = static_cast<CudaRingState&>(any_state);
   SB_CHECK(!sequences.whole_cu_seqlens.empty(), "ring attention needs the lengths of the whole sequences");
-  const bool on_device = replay ? state.plan != nullptr : choice_ != nullptr;
+  const bool on_device = replay ? state.plan != nullptr : device_selection_ != nullptr;
   if (!on_device) {
     state.plan.reset();
     state.layout.emplace(options_.placement, host_.size(), options_.selection.block, sequences.whole_cu_seqlens);
   } else if (!replay) {
-    state.plan = choice_->plan_for(exec, layer, shape, sequences, operands.q.dtype());
+    state.plan = device_selection_->plan_for(exec, layer, shape, sequences, operands.q.dtype());
   }
   SB_CHECK(std::ranges::equal(state.shared().local_cu_seqlens(host_.rank()), sequences.cu_seqlens),
            "the micro-batch is not shared out as the ring's layout says");
   if (!replay) {
     state.given_lists = false;
     if (on_device)
-      choice_->choose(exec, layer, shape, operands, *state.plan, state.lists,
-                      report_.layers[static_cast<size_t>(layer)]);
+      device_selection_->select(exec, layer, shape, operands, *state.plan, state.lists,
+                                report_.layers[static_cast<size_t>(layer)]);
     else
-      choose_on_host(exec, layer, shape, sequences, operands, state);
+      select_on_host(exec, layer, shape, sequences, operands, state);
   }
   if (!on_device && (!replay || !state.built)) build(exec, shape, operands.q.dtype(), state);
   CudaRingCall({data_, travel_, *kernels_, options_.deterministic}, exec, layer, shape, operands, state).forward();
@@ -208,8 +209,8 @@ void CudaRingAttention::backward(const Exec& exec, int layer, const AttentionSha
 
 }  // namespace
 
-std::unique_ptr<ChoosingAttention> make_cuda_ring_attention(Communicator& host, Communicator& data,
-                                                            const RingAttention::Options& options) {
+std::unique_ptr<SelectingAttention> make_cuda_ring_attention(Communicator& host, Communicator& data,
+                                                             const RingAttention::Options& options) {
   cuda::require_device();
   return std::make_unique<CudaRingAttention>(host, data, options);
 }

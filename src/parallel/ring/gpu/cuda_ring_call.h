@@ -49,7 +49,7 @@ class CudaRingState final : public AttentionState {
   // Lists that came from the host; used when there is no plan.
   std::optional<ContextLayout> layout;
   BlockIndex index;
-  bool given_lists = false;  // the index was not chosen here
+  bool given_lists = false;  // the index was not selected here
   bool built = false;        // what follows, from the index
   DeviceRows given;
   int64_t piece = 0;
@@ -76,7 +76,7 @@ class CudaRingCall {
   struct Ring {
     Communicator& data;
     RingTravel& travel;
-    ChoosingAttention& kernels;  // for lists from the host
+    SelectingAttention& kernels;  // for lists from the host
     bool deterministic = false;
   };
   CudaRingCall(const Ring& ring, const Exec& exec, int layer, const AttentionShape& shape,

@@ -9,7 +9,7 @@
 
 namespace sb {
 
-bool ring_chooses_on_device(const SelectionConfig& selection) {
+bool ring_selects_on_device(const SelectionConfig& selection) {
   return selection.pattern != SelectionPattern::vertical_slash &&
          !(selection.pattern == SelectionPattern::mass && selection.order == SelectionOrder::lookahead);
 }
@@ -105,8 +105,8 @@ CudaRingMemory::PassBytes CudaRingMemory::most_pass_bytes(const AttentionShape& 
   return most;
 }
 
-// What choosing takes, before anything else is there.
-int64_t CudaRingMemory::choice_bytes(const AttentionShape& shape, int64_t max_tokens) const {
+// What selecting takes, before anything else is there.
+int64_t CudaRingMemory::select_bytes(const AttentionShape& shape, int64_t max_tokens) const {
   if (!on_device) return 0;
   const SelectionConfig& selection = options.selection;
   const auto bytes = [](int64_t count, size_t each) { return Arena::rounded(count * static_cast<int64_t>(each)); };
@@ -185,14 +185,14 @@ int64_t CudaRingMemory::scratch_bytes(const AttentionShape& shape, int64_t max_t
       std::max(
           copies == 0 ? 0 : tensor(options.dtype, pieces) + tensor(DType::f32, pieces) + copied.backward,
           travel.backward_scratch_bytes(options.dtype, max_tokens * key_width) + std::max(ring.backward, own.backward));
-  return std::max(choice_bytes(shape, max_tokens), sum + std::max(forward, backward));
+  return std::max(select_bytes(shape, max_tokens), sum + std::max(forward, backward));
 }
 
 int64_t CudaRingMemory::state_bytes(const AttentionShape& shape, int64_t max_tokens) const {
   const SelectionConfig& selection = options.selection;
   const int64_t passes = ranks + 1;
   if (!on_device) {
-    const RingAttention::Lists lists = options.chosen_lists(shape, max_tokens * ranks);
+    const RingAttention::Lists lists = options.selected_lists(shape, max_tokens * ranks);
     const int64_t blocks = max_tokens * ranks / selection.block + 1, rows = lists.rows(max_tokens);
     // Lists by rows and by columns; of every pass its rows and the order of its work. Rows of gathered columns are
     // bits.

@@ -13,8 +13,8 @@ namespace sb {
 // Masses of so many (token, key block) are held at a time, two bytes each.
 constexpr int64_t kRingBatchMasses = int64_t{1} << 26;
 
-// Patterns whose choices, and so their lists, are made on the device.
-bool ring_chooses_on_device(const SelectionConfig& selection);
+// Patterns whose selections, and so their lists, are made on the device.
+bool ring_selects_on_device(const SelectionConfig& selection);
 
 struct CudaRingMemory {
   const RingAttention::Options& options;
@@ -43,7 +43,7 @@ struct CudaRingMemory {
   Lists dense_lists(int64_t max_tokens) const;
   PassBytes pass_bytes(const AttentionShape& shape, int64_t keys, int64_t queries, const Lists& lists) const;
   PassBytes most_pass_bytes(const AttentionShape& shape, int64_t keys, int64_t queries, int threads) const;
-  int64_t choice_bytes(const AttentionShape& shape, int64_t max_tokens) const;
+  int64_t select_bytes(const AttentionShape& shape, int64_t max_tokens) const;
 };
 
 }  // namespace sb

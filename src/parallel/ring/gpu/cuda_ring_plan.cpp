@@ -271,16 +271,17 @@ BlockIndex CudaRingPlan::read_index(void* memory, ThreadPool& pool) const {
              token < int64_t{b} * layout_->block() + layout_->block_length(s, b); token += query_block, ++row)
           for (int head = 0; head < list_heads && !dense_[s]; ++head) {
             const int64_t number = int64_t{head} * select.rows + row;
-            std::vector<IndexEntry> chosen;
+            std::vector<IndexEntry> selected;
             for (int64_t j = 0; j < blocks; j += expand) {
               const RingBlock& block = set->plan.blocks[set->plan.rows[number].block + j];
               const int32_t* of = begin.data() + number * (passes + 1) + block.pass;
               for (int32_t i = of[0]; i < of[1]; ++i)
                 if (static_cast<int32_t>(entry_id(entries[i])) == block.place)
-                  chosen.push_back({static_cast<uint16_t>(j / expand), static_cast<uint8_t>(entry_first(entries[i]))});
+                  selected.push_back(
+                      {static_cast<uint16_t>(j / expand), static_cast<uint8_t>(entry_first(entries[i]))});
             }
             builder.set_row(0, BlockIndex::row_id(index.sequences()[s], head, static_cast<int>(token / query_block)),
-                            chosen);
+                            selected);
           }
     }
   }

@@ -21,8 +21,8 @@ void add_floats(const Exec&, const float*, float*, int64_t) {
 
 }  // namespace gpu
 
-std::unique_ptr<ChoosingAttention> make_cuda_ring_attention(Communicator&, Communicator&,
-                                                            const RingAttention::Options&) {
+std::unique_ptr<SelectingAttention> make_cuda_ring_attention(Communicator&, Communicator&,
+                                                             const RingAttention::Options&) {
   refuse();
 }
 

@@ -28,7 +28,7 @@ __global__ void __launch_bounds__(kWarp* kCutWarps) cut_rows_kernel(const __grid
   // Calls body(entry, its block, lanes with the same pass) for all entries, 32 at a time; lanes without one have null.
   const auto each = [&](auto body) {
     for (int base = 0; base < row.capacity; base += kWarp) {
-      const uint32_t entry = base + lane < row.capacity ? args.chosen[row.list_begin + base + lane] : kNoEntry;
+      const uint32_t entry = base + lane < row.capacity ? args.selected[row.list_begin + base + lane] : kNoEntry;
       const RingBlock* block = entry == kNoEntry ? nullptr : blocks + entry_id(entry);
       const int pass = block == nullptr ? -1 : block->pass;
       body(entry, block, __match_any_sync(~0u, pass));
@@ -97,7 +97,7 @@ __global__ void __launch_bounds__(kWarp* kColumnWarps) columns_kernel(const __gr
   const RingGroup group = args.groups[blockIdx.x];
   const int rounds = (group.rows + kWarp * kColumnWarps - 1) / (kWarp * kColumnWarps);
   const int begin = warp * rounds * kWarp;
-  // Who chose the key blocks, a byte each. Beyond what a row can see the map holds nothing.
+  // Who selected the key blocks, a byte each. Beyond what a row can see the map holds nothing.
   const auto read = [&](int i) {
     uint64_t line = ~uint64_t{0};
     if (i < group.rows) {
@@ -133,7 +133,7 @@ __global__ void __launch_bounds__(kWarp* kColumnWarps) columns_kernel(const __gr
       at[c] = query_block[c] = 0;
       if (c >= group.blocks) continue;
       const RingBlock block = args.blocks[group.block + c];
-      if (block.column < 0) continue;  // nobody here chose it
+      if (block.column < 0) continue;  // nobody here selected it
       query_block[c] = block.query_block;
       at[c] = args.column_offsets[block.column + group.head * args.head_columns[block.pass]];
       for (int w = 0; w < warp; ++w) at[c] += parts[w][c];

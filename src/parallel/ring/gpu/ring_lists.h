@@ -1,7 +1,7 @@
 #pragma once
 
-// Lists of a ring on the device, without the host: from the rows that the selection chose, of all key blocks, to the
-// rows and columns of every pass. What of it does not depend on the choices is planned on the host, as plain data.
+// Lists of a ring on the device, without the host: from the rows that were selected, of all key blocks, to the
+// rows and columns of every pass. What of it does not depend on the selections is planned on the host, as plain data.
 //
 // A row keeps its place: its entries are only ordered by pass, so that the row of pass c is the part of it from
 // pass_begin[row][c] to pass_begin[row][c + 1]. Columns of all passes lie one after the other, pass by pass.
@@ -51,7 +51,7 @@ struct RingPassPlan {
 };
 
 struct RingListPlan {
-  SelectPlan select;  // of the query blocks of this rank; masses and choices over all key blocks
+  SelectPlan select;  // of the query blocks of this rank; masses and selections over all key blocks
   std::vector<RingRow> rows;
   std::vector<RingBlock> blocks;
   std::vector<RingGroup> groups;
@@ -73,7 +73,7 @@ struct RingListRequest {
   std::vector<SequenceTiles> tiles;  // of all sequences, whole
   std::vector<bool> left_out;        // sequences that take no part
   bool copies = false;               // whether keys that have copies are taken from them
-  bool scored = false;               // whether choices are made by block statistics
+  bool scored = false;               // whether selections are made by block statistics
   ScoreTile score = kPortableScoreTile;
   int32_t keys = kBlock;  // of an item of the backward (Tiling)
   int64_t batch_masses = 0;
@@ -87,9 +87,9 @@ struct RingCutParams {
   int32_t row_count = 0;
   const RingBlock* blocks = nullptr;
   int32_t passes = 0;
-  const uint32_t* chosen = nullptr;  // row lists of the selection
-  uint32_t* row_entries = nullptr;   // may not be `chosen`
-  int32_t* pass_begin = nullptr;     // [row][passes + 1]
+  const uint32_t* selected = nullptr;  // row lists of the selection
+  uint32_t* row_entries = nullptr;     // may not be `selected`
+  int32_t* pass_begin = nullptr;       // [row][passes + 1]
   const RingGroup* groups = nullptr;
   int32_t group_count = 0;
   const uint8_t* map = nullptr;

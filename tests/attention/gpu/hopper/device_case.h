@@ -87,7 +87,7 @@ struct ListOptions {
   int heads = 0;
   double keep = 0.1;
   bool staircase = false;  // entries that later tokens of the query block add
-  bool diagonal = true;    // always chosen; without it some rows see nothing
+  bool diagonal = true;    // always selected; without it some rows see nothing
   int sinks = 0, local = 0;
 };
 

@@ -10,7 +10,7 @@
 
 namespace sb::gpu {
 
-// The chosen key blocks of every (list head, query block), laid out as RowLayout says. Entries ascend by key block.
+// The selected key blocks of every (list head, query block), laid out as RowLayout says. Entries ascend by key block.
 struct RowLists {
   int32_t heads = 0;
   int32_t query_block = 0;

@@ -72,9 +72,9 @@ TEST(GpuAttentionMemory, HasRoomForTheChannelsOfKeys) {
     }
 }
 
-// However short the sequences that choose may be, there are no more of them than a micro-batch may have: no memory is
-// planned for one a token.
-TEST(GpuAttentionMemory, IsNoLargerWhereEverySequenceChooses) {
+// However short the sequences that select may be, there are no more of them than a micro-batch may have: no memory is
+// planned for one per token.
+TEST(GpuAttentionMemory, IsNoLargerWhereEverySequenceSelects) {
   using enum BlockScore;
   for (const auto& [pattern, score_tokens, score] : {std::tuple{SelectionPattern::topk, 0, moments},
                                                      {SelectionPattern::topk, 16, moments},

@@ -16,11 +16,11 @@ inline LayerPlanes made_up_planes(const Shape& shape, int channels, float scale,
   LayerPlanes planes{shape.kv_heads, channels, {}, {}, {}};
   const int half = shape.head_dim / 2;
   for (int head = 0; head < shape.kv_heads; ++head) {
-    std::vector<int32_t> chosen;
-    for (int i = 0; i < channels / 2; ++i) chosen.push_back((7 * i + 3 * head) % half);
-    std::sort(chosen.begin(), chosen.end());
-    planes.channel.insert(planes.channel.end(), chosen.begin(), chosen.end());
-    for (const int32_t plane : chosen) planes.channel.push_back(plane + half);
+    std::vector<int32_t> selected;
+    for (int i = 0; i < channels / 2; ++i) selected.push_back((7 * i + 3 * head) % half);
+    std::sort(selected.begin(), selected.end());
+    planes.channel.insert(planes.channel.end(), selected.begin(), selected.end());
+    for (const int32_t plane : selected) planes.channel.push_back(plane + half);
     planes.key_mean.resize(planes.channel.size(), key_mean);
     planes.scale.push_back(scale * (1 + 0.25f * static_cast<float>(head)));
   }
@@ -47,7 +47,7 @@ struct SelectCase {
   DeviceArray<int32_t> plane_channels;
   DeviceArray<float> plane_scales, plane_key_means;
   DeviceArray<float> thresholds;
-  DeviceArray<unsigned long long> chosen;
+  DeviceArray<unsigned long long> selected;
 
   SelectCase(const Shape& shape, const std::vector<int32_t>& cu, const std::vector<bool>& dense,
              const std::vector<SequenceTiles>& tiles, const SelectionConfig& selection, bool on_hopper,
@@ -75,7 +75,7 @@ struct SelectCase {
         plane_scales(planes.scale),
         plane_key_means(planes.key_mean),
         thresholds(std::vector<float>(plan.sequences.size(), threshold)),
-        chosen(std::vector<unsigned long long>(2 * plan.sequences.size(), 0)) {}
+        selected(std::vector<unsigned long long>(2 * plan.sequences.size(), 0)) {}
 
   SelectParams params(const Shape& shape, const void* q, const void* k) const {
     SelectParams p;
@@ -103,7 +103,7 @@ struct SelectCase {
     p.row_entries = row_entries.get();
     p.column_offsets = column_offsets.get();
     p.column_entries = column_entries.get();
-    if (config.pattern != SelectionPattern::topk) p.chosen = chosen.get();
+    if (config.pattern != SelectionPattern::topk) p.selected = selected.get();
     p.statistics = statistics.get();
     p.masses = masses.get();
     p.map = map.get();
@@ -136,7 +136,7 @@ struct SelectCase {
     pool_counts.poison();
     map.poison();
     column_counts.poison();
-    must(cudaMemset(chosen.get(), 0, chosen.size() * sizeof(unsigned long long)), "clear");
+    must(cudaMemset(selected.get(), 0, selected.size() * sizeof(unsigned long long)), "clear");
   }
 
   // Without what fills up the rows.

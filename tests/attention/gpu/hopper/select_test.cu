@@ -130,7 +130,7 @@ std::vector<double> plane_masses_of(const Shape& shape, const Inputs& in, const 
   return out;
 }
 
-// Whether the choices of one query block are right, up to near ties: each token's against its own masses.
+// Whether the selections of one query block are right, up to near ties: each token's against its own masses.
 void check_tile(const SequenceTiles& t, int64_t tile, const SelectionConfig& config, float threshold,
                 std::span<const uint32_t> entries, const std::vector<std::vector<double>>& masses) {
   const int64_t competing = t.competing(tile), candidates = t.candidates(tile);
@@ -149,7 +149,7 @@ void check_tile(const SequenceTiles& t, int64_t tile, const SelectionConfig& con
   const bool window = config.pattern == SelectionPattern::window;
   if (window) {
     std::vector<IndexEntry> want;
-    choose_window(t, tile, want);
+    select_window(t, tile, want);
     std::vector<int> expected(t.visible(tile), -1);
     for (const IndexEntry& entry : want) expected[entry.block] = 0;
     if (expected != first) fail("window", tile, 0);
@@ -167,9 +167,9 @@ void check_tile(const SequenceTiles& t, int64_t tile, const SelectionConfig& con
     if (std::count(first.begin(), first.end(), 0) != t.visible(tile)) fail("everything", tile, 0);
     return;
   }
-  int64_t chosen = 0;
+  int64_t selected = 0;
   for (int row = 0; row < static_cast<int>(masses.size()); ++row) {
-    const int64_t room = std::max<int64_t>(0, std::min(rule.allowed(row), candidates) - chosen);
+    const int64_t room = std::max<int64_t>(0, std::min(rule.allowed(row), candidates) - selected);
     int64_t found = 0;
     double worst = INFINITY, missed = -INFINITY, held_before = 0, held = 0, all = 0, last = 0;
     for (int64_t j = 0; j < competing; ++j) {
@@ -188,7 +188,7 @@ void check_tile(const SequenceTiles& t, int64_t tile, const SelectionConfig& con
     }
     if (found > room) fail("more than allowed", tile, row);
     if (found > 0 && worst < missed - margin) fail("a better block was left out", tile, row);
-    if (kind == StaircaseRule::Kind::topk && found != room) fail("choices of a token", tile, row);
+    if (kind == StaircaseRule::Kind::topk && found != room) fail("selections of a token", tile, row);
     const double slack = 0.03 * all;  // of sums of 16-bit masses
     if (kind == StaircaseRule::Kind::topp) {
       const double wanted = config.coverage * all;
@@ -201,27 +201,27 @@ void check_tile(const SequenceTiles& t, int64_t tile, const SelectionConfig& con
       if (found > floor && worst < threshold - margin) fail("below the threshold", tile, row);
       if (found < room && missed > threshold + margin) fail("above the threshold but left out", tile, row);
     }
-    chosen += found;
+    selected += found;
   }
 }
 
-// `mass` with look-ahead: nothing left out may be better than what was chosen anywhere in the sequence.
+// `mass` with look-ahead: nothing left out may be better than what was selected anywhere in the sequence.
 struct MostMass {
   int64_t wanted = 0, found = 0;
   double worst = INFINITY, missed = -INFINITY;
 
   void add(const SequenceTiles& t, int64_t tile, std::span<const uint32_t> entries, const std::vector<double>& masses) {
     const int expand = t.block / std::min(t.block, kBlock);
-    std::vector<bool> chosen(t.visible(tile), false);
+    std::vector<bool> selected(t.visible(tile), false);
     for (const uint32_t entry : entries) {
       if (entry_first(entry) != 0) fail("first token with look-ahead", tile, entry_id(entry));
-      chosen[entry_id(entry) / expand] = true;
+      selected[entry_id(entry) / expand] = true;
     }
     wanted += std::min(t.free_quota(tile), t.candidates(tile));
     for (int64_t j = 0; j < t.visible(tile); ++j) {
       if (j >= t.competing(tile) || t.forced(tile, j)) {
-        if (!chosen[j]) fail("forced block", tile, j);
-      } else if (chosen[j]) {
+        if (!selected[j]) fail("forced block", tile, j);
+      } else if (selected[j]) {
         ++found;
         worst = std::min(worst, masses[j]);
       } else {
@@ -230,7 +230,7 @@ struct MostMass {
     }
   }
   void check() const {
-    if (found != wanted) fail("number of choices", found, wanted);
+    if (found != wanted) fail("number of selections", found, wanted);
     if (worst < missed - margin) fail("a better pair was left out", found, wanted);
   }
 };
@@ -246,7 +246,7 @@ struct Options {
   float threshold = 0;
   int stride = 1;  // every stride-th query block is compared with fp64
   int64_t batch_masses = int64_t{1} << 26;
-  int shared_memory = 0;  // of a thread block that chooses, as if the GPU had no more
+  int shared_memory = 0;  // of a thread block that selects, as if the GPU had no more
   // The keys of the first sixteen blocks are so unlike all queries that the others' exponentials, relative to theirs,
   // overflow; 16 bits are less precise there.
   bool far_apart = false;
@@ -370,7 +370,7 @@ void run(const char* name, bool hopper, int query_heads, int kv_heads, int d, co
   if (want.offsets != offsets) fail("column offsets", 0, 0);
   if (want.entries != column_entries) fail("column entries", 0, 0);
   if (options.pattern != SelectionPattern::topk) {
-    const auto counted = select_case.chosen.host();
+    const auto counted = select_case.selected.host();
     unsigned long long found_blocks = 0, found_pairs = 0;
     for (size_t s = 0; s < lengths.size(); ++s) {
       found_blocks += counted[2 * s];

@@ -1,8 +1,8 @@
-// Trains a model on one rank and on ranks that share its sequences, side by side, and compares what they choose:
-//   bench_ring_choices MODEL [STEPS [CP [TOKENS [BUDGET]]]]
-// MODEL is a Hugging Face directory; chunk recall, topk, blocks of 64. Choosing is discontinuous, so that the last bit
-// of a score may decide: every query block that chose otherwise is shown with the masses of the blocks that changed
-// places. The ranks then go on with what one rank chose, so that the losses show whether anything else differs.
+// Trains a model on one rank and on ranks that share its sequences, side by side, and compares what they select:
+//   bench_ring_selections MODEL [STEPS [CP [TOKENS [BUDGET]]]]
+// MODEL is a Hugging Face directory; chunk recall, topk, blocks of 64. Selecting is discontinuous, so that the last bit
+// of a score may decide: every query block that selected otherwise is shown with the masses of the blocks that changed
+// places. The ranks then go on with what one rank selected, so that the losses show whether anything else differs.
 
 #include <fmt/format.h>
 
@@ -57,7 +57,7 @@ struct Found {
   double margin = 0;  // the largest difference of log masses that decided otherwise
 };
 
-// Chooses, looks what one rank chose, and uses that.
+// Selects, looks what one rank selected, and uses that.
 class FollowingAttention final : public ForwardingAttention {
  public:
   FollowingAttention(RingAttention& ring, const KeepingAttention& one, const SelectionConfig& config, int rank)
@@ -94,7 +94,7 @@ class FollowingAttention final : public ForwardingAttention {
     }
   }
 
-  // The first token that chose otherwise, and what it weighed.
+  // The first token that selected otherwise, and what it weighed.
   void compare_row(const Exec& exec, int layer, const Call& call, int s, int head, int64_t tile,
                    const BlockIndex::Row& one, const BlockIndex::Row& other) {
     if (std::ranges::equal(one.blocks, other.blocks) && std::ranges::equal(one.first, other.first)) return;
@@ -126,7 +126,7 @@ class FollowingAttention final : public ForwardingAttention {
         high = high == 0 ? masses[j] : std::max<double>(high, masses[j]);
       }
     found.margin = std::max(found.margin, high - low);
-    fmt::print("step {} layer {} sequence {} head {} query block {}: token {} chose by log mass:{} (apart {:.1e})\n",
+    fmt::print("step {} layer {} sequence {} head {} query block {}: token {} selected by log mass:{} (apart {:.1e})\n",
                step, layer, s, head, tile, token, text, high - low);
   }
 
@@ -202,9 +202,9 @@ void run(const Task& task, int64_t steps) {
           for (const int32_t label : sequences.back().labels) targets += label != kIgnoredLabel;
         }
         for (int i = 0; i < kSequences; ++i) {
-          const std::array chosen{0};
+          const std::array selected{0};
           const std::array weight{1.0f / static_cast<float>(targets)};
-          batches[i] = make_micro_batch({&sequences[i], 1}, chosen, weight, task.model.vocab_size);
+          batches[i] = make_micro_batch({&sequences[i], 1}, selected, weight, task.model.vocab_size);
         }
         one.calls.clear();
         expected = train_step(model, exec, batches, step);
@@ -234,8 +234,8 @@ void run(const Task& task, int64_t steps) {
     all.margin = std::max(all.margin, one_rank.margin);
   }
   fmt::print(
-      "{} steps, cp {}: {} of {} lists chosen otherwise, by log masses at most {:.1e} apart; with one rank's lists the "
-      "losses differ by at most {:.1e} of themselves\n",
+      "{} steps, cp {}: {} of {} lists selected otherwise, by log masses at most {:.1e} apart; with one rank's lists "
+      "the losses differ by at most {:.1e} of themselves\n",
       steps, task.cp, all.other, all.rows, all.margin, largest);
 }
 
@@ -243,7 +243,7 @@ void run(const Task& task, int64_t steps) {
 
 int main(int argc, char** argv) {
   if (argc < 2) {
-    fmt::print(stderr, "usage: bench_ring_choices MODEL [STEPS [CP [TOKENS [BUDGET]]]]\n");
+    fmt::print(stderr, "usage: bench_ring_selections MODEL [STEPS [CP [TOKENS [BUDGET]]]]\n");
     return 2;
   }
   const auto number = [&](int i, int64_t otherwise) { return argc > i ? std::atoll(argv[i]) : otherwise; };

@@ -1,4 +1,4 @@
-#include "attention/gpu/plan/choice_memory.h"
+#include "attention/gpu/plan/select_memory.h"
 
 #include <algorithm>
 #include <array>
@@ -10,7 +10,7 @@
 
 namespace sb::gpu {
 
-ChoiceMemory::ChoiceMemory(const SelectionConfig& selection, int layers)
+SelectMemory::SelectMemory(const SelectionConfig& selection, int layers)
     : layers_(layers),
       channels_(selection.judges_by_planes() ? selection.score_channels : 0),
       counts_(selection.pattern == SelectionPattern::topp || selection.pattern == SelectionPattern::mass ||
@@ -24,15 +24,15 @@ ChoiceMemory::ChoiceMemory(const SelectionConfig& selection, int layers)
   cuda::zero_and_wait(counters_.data(), counter_bytes());
 }
 
-int64_t ChoiceMemory::counter_bytes() const {
+int64_t SelectMemory::counter_bytes() const {
   return counts_ ? int64_t{layers_} * (1 + classes()) * int64_t{sizeof(unsigned long long)} : 0;
 }
 
-int64_t ChoiceMemory::plane_words(const AttentionShape& shape) const {
+int64_t SelectMemory::plane_words(const AttentionShape& shape) const {
   return plane_word_count(shape.kv_heads, channels_);
 }
 
-int64_t ChoiceMemory::reserved_bytes(const AttentionShape& shape) const {
+int64_t SelectMemory::reserved_bytes(const AttentionShape& shape) const {
   const int64_t planes =
       channels_ == 0
           ? 0
@@ -40,7 +40,7 @@ int64_t ChoiceMemory::reserved_bytes(const AttentionShape& shape) const {
   return counter_bytes() + planes;
 }
 
-void ChoiceMemory::reserve(const AttentionShape& shape) {
+void SelectMemory::reserve(const AttentionShape& shape) {
   if (channels_ == 0) return;
   if (sums_.data() != nullptr) {
     SB_CHECK(shape.kv_heads == shape_.kv_heads && shape.head_dim == shape_.head_dim, "layers of different shapes");
@@ -53,12 +53,12 @@ void ChoiceMemory::reserve(const AttentionShape& shape) {
   cuda::zero_and_wait(sums_.data(), bytes);
 }
 
-void ChoiceMemory::use(const LearnedSelection& learned) {
+void SelectMemory::use(const LearnedSelection& learned) {
   step_.use(learned);
   put_.assign(put_.size(), false);
 }
 
-const uint32_t* ChoiceMemory::planes(const Exec& exec, int layer, const AttentionShape& shape) {
+const uint32_t* SelectMemory::planes(const Exec& exec, int layer, const AttentionShape& shape) {
   if (given_ != nullptr) {
     auto* words = exec.scratch->allocate_array<uint32_t>(plane_words(shape));
     SB_CHECK(std::ssize(given_->planes) == plane_words(shape), "{} values of planes, {} wanted", given_->planes.size(),
@@ -78,12 +78,12 @@ const uint32_t* ChoiceMemory::planes(const Exec& exec, int layer, const Attentio
   return words;
 }
 
-void ChoiceMemory::begin(const Exec& exec, int layer, const AttentionShape& shape, const SelectPlan& plan,
+void SelectMemory::begin(const Exec& exec, int layer, const AttentionShape& shape, const SelectPlan& plan,
                          SelectParams& params) {
   const auto sequences = std::ssize(plan.sequences);
   if (counts_) {
-    params.chosen = exec.scratch->allocate_array<unsigned long long>(2 * sequences);
-    cuda::zero(exec.stream, params.chosen, 2 * sequences * static_cast<int64_t>(sizeof(unsigned long long)));
+    params.selected = exec.scratch->allocate_array<unsigned long long>(2 * sequences);
+    cuda::zero(exec.stream, params.selected, 2 * sequences * static_cast<int64_t>(sizeof(unsigned long long)));
   }
   if (learns_) {
     std::vector<uint32_t> thresholds;
@@ -101,14 +101,14 @@ void ChoiceMemory::begin(const Exec& exec, int layer, const AttentionShape& shap
   set_planes(exec, layer, shape, params);
 }
 
-void ChoiceMemory::add_counts(int layer, const SelectPlan& plan, const int32_t* classes, const SelectParams& params,
+void SelectMemory::add_counts(int layer, const SelectPlan& plan, const int32_t* classes, const SelectParams& params,
                               void* stream) {
   if (!counts_) return;
   if (given_ != nullptr) {
     if (learns_) write_given_counts(plan, params, stream);
     return;
   }
-  gpu::add_counts(pairs(layer), blocks(layer), params.chosen, classes, static_cast<int32_t>(plan.sequences.size()),
+  gpu::add_counts(pairs(layer), blocks(layer), params.selected, classes, static_cast<int32_t>(plan.sequences.size()),
                   stream);
   if (!learns_) return;
   for (const SelectSequence& sequence : plan.sequences) {
@@ -119,16 +119,16 @@ void ChoiceMemory::add_counts(int layer, const SelectPlan& plan, const int32_t* 
   }
 }
 
-void ChoiceMemory::write_given_counts(const SelectPlan& plan, const SelectParams& params, void* stream) const {
+void SelectMemory::write_given_counts(const SelectPlan& plan, const SelectParams& params, void* stream) const {
   std::vector<SequenceBlocks> sequences;
   for (size_t s = 0; s < plan.sequences.size(); ++s)
     if (plan.sequences[s].given > 0)
       sequences.push_back(
           {static_cast<int32_t>(s), given_->places[s], plan.sequences[s].given, plan.sequences[s].wanted});
-  write_counts(given_->counts, params.chosen, sequences, stream);
+  write_counts(given_->counts, params.selected, sequences, stream);
 }
 
-void ChoiceMemory::observe(const Exec& exec, int layer, const AttentionShape& shape, const AttentionOperands& operands,
+void SelectMemory::observe(const Exec& exec, int layer, const AttentionShape& shape, const AttentionOperands& operands,
                            const int32_t* samples, int32_t sample_count) {
   if (channels_ == 0 || sample_count == 0) return;
   if (given_ == nullptr) reserve(shape);
@@ -151,7 +151,7 @@ void ChoiceMemory::observe(const Exec& exec, int layer, const AttentionShape& sh
   sampled_[static_cast<size_t>(layer)] += sample_count;
 }
 
-void ChoiceMemory::take_pairs(AttentionReport& report) {
+void SelectMemory::take_pairs(AttentionReport& report) {
   if (!counts_) return;
   std::vector<unsigned long long> counted(static_cast<size_t>(layers_));
   const auto bytes = static_cast<int64_t>(counted.size() * sizeof(counted[0]));
@@ -161,14 +161,14 @@ void ChoiceMemory::take_pairs(AttentionReport& report) {
     report.layers[layer].pairs += static_cast<int64_t>(counted[layer]);
 }
 
-SelectionObservations ChoiceMemory::take_observations() {
+SelectionObservations SelectMemory::take_observations() {
   SelectionObservations seen;
   if (learns_) take_masses(seen);
   if (std::ranges::any_of(sampled_, [](int64_t tokens) { return tokens > 0; })) take_sums(seen);
   return seen;
 }
 
-void ChoiceMemory::take_masses(SelectionObservations& seen) {
+void SelectMemory::take_masses(SelectionObservations& seen) {
   if (known_.empty()) return;
   std::vector<unsigned long long> counted(static_cast<size_t>(layers_) * kMassClasses);
   const auto bytes = static_cast<int64_t>(counted.size() * sizeof(counted[0]));
@@ -181,7 +181,7 @@ void ChoiceMemory::take_masses(SelectionObservations& seen) {
   known_.clear();
 }
 
-void ChoiceMemory::take_sums(SelectionObservations& seen) {
+void SelectMemory::take_sums(SelectionObservations& seen) {
   const auto values = static_cast<size_t>(sum_values(shape_)), width = values / 3;
   std::vector<double> all(static_cast<size_t>(layers_) * values);
   const auto bytes = static_cast<int64_t>(all.size() * sizeof(double));

@@ -1,4 +1,4 @@
-#include "parallel/ring/gpu/cuda_ring_choice.h"
+#include "parallel/ring/gpu/cuda_ring_selection.h"
 
 #include <algorithm>
 
@@ -19,15 +19,15 @@ constexpr int64_t kMostBlocks = 65536;  // of a sequence that is not dense
 
 }  // namespace
 
-CudaRingChoice::CudaRingChoice(Communicator& data, const RingAttention::Options& options)
+CudaRingSelection::CudaRingSelection(Communicator& data, const RingAttention::Options& options)
     : data_(data),
       options_(options),
       multiprocessors_(cuda::device_info().multiprocessors),
-      choices_(options.selection, options.layers) {}
+      select_memory_(options.selection, options.layers) {}
 
-gpu::RingPlanRequest CudaRingChoice::request_for(int layer, const AttentionShape& shape,
-                                                 std::span<const int32_t> whole_cu_seqlens,
-                                                 std::span<const int32_t> budgets, DType dtype) {
+gpu::RingPlanRequest CudaRingSelection::request_for(int layer, const AttentionShape& shape,
+                                                    std::span<const int32_t> whole_cu_seqlens,
+                                                    std::span<const int32_t> budgets, DType dtype) {
   const SelectionConfig& selection = options_.selection;
   if (!hopper_) hopper_ = cuda_attention_takes_hopper({.attention = {selection, options_.layers, 0}}, shape, dtype);
   gpu::RingPlanRequest request;
@@ -50,10 +50,10 @@ gpu::RingPlanRequest CudaRingChoice::request_for(int layer, const AttentionShape
   return request;
 }
 
-// What a plan of any micro-batch of so many tokens a rank may take. It grows with the longest sequence and with the
+// What a plan of any micro-batch of so many tokens per rank may take. It grows with the longest sequence and with the
 // number of sequences: no mixture needs more than the largest of both kinds together.
-const CudaRingChoice::PlanSize& CudaRingChoice::largest_plan(const AttentionShape& shape, int64_t max_tokens,
-                                                             DType dtype) {
+const CudaRingSelection::PlanSize& CudaRingSelection::largest_plan(const AttentionShape& shape, int64_t max_tokens,
+                                                                   DType dtype) {
   PlanSize& known = largest_plan_;
   if (known.shape.heads == shape.heads && known.shape.kv_heads == shape.kv_heads &&
       known.shape.head_dim == shape.head_dim && known.max_tokens == max_tokens && known.dtype == dtype)
@@ -79,7 +79,7 @@ const CudaRingChoice::PlanSize& CudaRingChoice::largest_plan(const AttentionShap
   auto largest = built(of_length(options_.longest_dense(whole)), true, budget);
   const auto many = built(of_length(64), true, budget);
   if (options_.selection.pattern != SelectionPattern::dense) {
-    // Tuned budgets may be lower than the configured one, and what that covers be chosen from then.
+    // Tuned budgets may be lower than the configured one, and what that covers be selected from then.
     const int64_t shortest =
         std::max(options_.selection.dense_limit() + 1, whole / most_packed_sequences(max_tokens) + 1);
     for (const int64_t length : {std::min(whole, kMostBlocks * options_.selection.block), std::min(whole, shortest)})
@@ -93,27 +93,27 @@ const CudaRingChoice::PlanSize& CudaRingChoice::largest_plan(const AttentionShap
 }
 
 // Layers share a plan unless their budgets differ: then a state of every micro-batch in flight has its own.
-size_t CudaRingChoice::different_plans(size_t states) const {
+size_t CudaRingSelection::different_plans(size_t states) const {
   constexpr size_t kInFlight = 8;
   return options_.largest_budget > 0 ? states : std::min(states, kInFlight);
 }
 
-void CudaRingChoice::reserve(const AttentionShape& shape, int64_t max_tokens, DType dtype, size_t states) {
+void CudaRingSelection::reserve(const AttentionShape& shape, int64_t max_tokens, DType dtype, size_t states) {
   const PlanSize& size = largest_plan(shape, max_tokens, dtype);
   plans_.reserve(different_plans(states), size.device);
   staging_.reserve(size.uploaded);
-  choices_.reserve(shape);
+  select_memory_.reserve(shape);
   if (options_.coverage_rows > 0 && data_.rank() == 0) coverage_.reserve();  // the others' results go there
 }
 
-int64_t CudaRingChoice::reserved_bytes(const AttentionShape& shape, int64_t max_tokens, DType dtype, size_t states) {
+int64_t CudaRingSelection::reserved_bytes(const AttentionShape& shape, int64_t max_tokens, DType dtype, size_t states) {
   return static_cast<int64_t>(plans_.for_states(different_plans(states))) *
              largest_plan(shape, max_tokens, dtype).device +
-         choices_.reserved_bytes(shape) + (options_.coverage_rows > 0 ? gpu::CoverageLog::reserved_bytes() : 0);
+         select_memory_.reserved_bytes(shape) + (options_.coverage_rows > 0 ? gpu::CoverageLog::reserved_bytes() : 0);
 }
 
-std::shared_ptr<CudaRingPlan> CudaRingChoice::plan_for(const Exec& exec, int layer, const AttentionShape& shape,
-                                                       const PackedSequences& sequences, DType dtype) {
+std::shared_ptr<CudaRingPlan> CudaRingSelection::plan_for(const Exec& exec, int layer, const AttentionShape& shape,
+                                                          const PackedSequences& sequences, DType dtype) {
   const gpu::RingPlanRequest request = request_for(layer, shape, sequences.whole_cu_seqlens, sequences.budgets, dtype);
   if (std::shared_ptr<CudaRingPlan> known = plans_.find(request)) return known;
   std::shared_ptr<CudaRingPlan> plan = plans_.take();
@@ -122,7 +122,7 @@ std::shared_ptr<CudaRingPlan> CudaRingChoice::plan_for(const Exec& exec, int lay
     if (!set.dense) continue;
     const ArenaScope scope(*exec.scratch);
     gpu::SelectParams params;
-    allocate_choices(exec, *plan, set, params);
+    allocate_select(exec, *plan, set, params);
     gpu::portable_select(params, plan->precision(), exec.stream);
     cut(exec, *plan, set, params, plan->own_lists(set));
   }
@@ -130,8 +130,8 @@ std::shared_ptr<CudaRingPlan> CudaRingChoice::plan_for(const Exec& exec, int lay
   return plan;
 }
 
-void CudaRingChoice::allocate_choices(const Exec& exec, const CudaRingPlan& plan, const CudaRingPlan::Set& set,
-                                      gpu::SelectParams& params) {
+void CudaRingSelection::allocate_select(const Exec& exec, const CudaRingPlan& plan, const CudaRingPlan::Set& set,
+                                        gpu::SelectParams& params) {
   plan.set(set, params);
   params.row_entries = exec.scratch->allocate_array<uint32_t>(set.plan.select.entries);
   params.map = exec.scratch->allocate_array<uint8_t>(set.plan.select.map_bytes);
@@ -139,15 +139,16 @@ void CudaRingChoice::allocate_choices(const Exec& exec, const CudaRingPlan& plan
   params.statistics_given = true;  // or not needed
 }
 
-void CudaRingChoice::choose(const Exec& exec, int layer, const AttentionShape& shape, const AttentionOperands& operands,
-                            const CudaRingPlan& plan, gpu::DeviceBuffer& list_memory, LayerAttention& report) {
+void CudaRingSelection::select(const Exec& exec, int layer, const AttentionShape& shape,
+                               const AttentionOperands& operands, const CudaRingPlan& plan,
+                               gpu::DeviceBuffer& list_memory, LayerAttention& report) {
   const SelectionConfig& selection = options_.selection;
   const CudaRingPlan::Set* set = plan.sparse();
   const ArenaScope scope(*exec.scratch);
   gpu::SelectParams params;
   if (set != nullptr) {
     const CudaRingPlan::Lists lists = plan.lists_in(*set, list_memory.ensure("block index", set->list_bytes));
-    allocate_choices(exec, plan, *set, params);
+    allocate_select(exec, plan, *set, params);
     params.q = operands.q.raw();
     params.k = operands.k.raw();
     params.pattern = selection.pattern;
@@ -156,27 +157,27 @@ void CudaRingChoice::choose(const Exec& exec, int layer, const AttentionShape& s
     params.coverage = static_cast<float>(selection.coverage);
     {
       const ArenaScope scoring(*exec.scratch);
-      choices_.begin(exec, layer, shape, set->plan.select, params);
+      select_memory_.begin(exec, layer, shape, set->plan.select, params);
       gather_statistics(exec, plan, *set, params);
       params.masses = exec.scratch->allocate_array<uint16_t>(set->plan.select.slices * set->plan.select.masses);
       if (plan.hopper())
         gpu::hopper_select(params, exec.stream);
       else
         gpu::portable_select(params, plan.precision(), exec.stream);
-      choices_.add_counts(layer, set->plan.select, plan.at<int32_t>(set->mass_classes), params, exec.stream);
+      select_memory_.add_counts(layer, set->plan.select, plan.at<int32_t>(set->mass_classes), params, exec.stream);
     }
     cut(exec, plan, *set, params, lists);
   }
   report.causal_pairs += plan.causal_pairs();
-  report.pairs += choices_.counts() ? plan.dense_pairs() : plan.pairs();
-  choices_.observe(exec, layer, shape, operands, plan.samples(), plan.sample_count());
-  if (options_.coverage_rows > 0 && choices_.ready(layer))
+  report.pairs += select_memory_.counts() ? plan.dense_pairs() : plan.pairs();
+  select_memory_.observe(exec, layer, shape, operands, plan.samples(), plan.sample_count());
+  if (options_.coverage_rows > 0 && select_memory_.ready(layer))
     measure(exec, layer, shape, operands, plan, params.row_entries);
 }
 
 // Statistics of all key blocks, from the ranks that have the keys.
-void CudaRingChoice::gather_statistics(const Exec& exec, const CudaRingPlan& plan, const CudaRingPlan::Set& set,
-                                       gpu::SelectParams& params) const {
+void CudaRingSelection::gather_statistics(const Exec& exec, const CudaRingPlan& plan, const CudaRingPlan::Set& set,
+                                          gpu::SelectParams& params) const {
   const gpu::SelectPlan& select = set.plan.select;
   const int64_t piece = set.plan.piece, rows = select.statistics_rows;
   if (piece == 0) return;
@@ -210,13 +211,13 @@ void CudaRingChoice::gather_statistics(const Exec& exec, const CudaRingPlan& pla
   params.statistics = statistics;
 }
 
-void CudaRingChoice::cut(const Exec& exec, const CudaRingPlan& plan, const CudaRingPlan::Set& set,
-                         const gpu::SelectParams& chosen, const CudaRingPlan::Lists& lists) {
+void CudaRingSelection::cut(const Exec& exec, const CudaRingPlan& plan, const CudaRingPlan::Set& set,
+                            const gpu::SelectParams& selected, const CudaRingPlan::Lists& lists) {
   gpu::RingCutParams params;
   plan.set(set, params);
-  params.chosen = chosen.row_entries;
-  params.map = chosen.map;
-  params.column_counts = chosen.column_counts;
+  params.selected = selected.row_entries;
+  params.map = selected.map;
+  params.column_counts = selected.column_counts;
   params.row_entries = lists.row_entries;
   params.pass_begin = lists.pass_begin;
   params.column_offsets = lists.column_offsets;
@@ -225,8 +226,9 @@ void CudaRingChoice::cut(const Exec& exec, const CudaRingPlan& plan, const CudaR
 }
 
 // Sampled queries go to all ranks; each weighs the key blocks it holds, and judges the tokens whose lists it has.
-void CudaRingChoice::measure(const Exec& exec, int layer, const AttentionShape& shape,
-                             const AttentionOperands& operands, const CudaRingPlan& plan, const uint32_t* row_entries) {
+void CudaRingSelection::measure(const Exec& exec, int layer, const AttentionShape& shape,
+                                const AttentionOperands& operands, const CudaRingPlan& plan,
+                                const uint32_t* row_entries) {
   if (plan.sampled() == 0) return;
   const SelectionConfig& selection = options_.selection;
   const ArenaScope scope(*exec.scratch);
@@ -241,7 +243,7 @@ void CudaRingChoice::measure(const Exec& exec, int layer, const AttentionShape& 
   params.k = operands.k.raw();
   params.moments = selection.score != BlockScore::mean;
   params.block = selection.block;
-  choices_.set_planes(exec, layer, shape, params);
+  select_memory_.set_planes(exec, layer, shape, params);
   params.parts = gpu::judged_parts(selection);
   params.query_block = selection.query_block;
   params.sinks = selection.sink_blocks;
@@ -263,8 +265,8 @@ void CudaRingChoice::measure(const Exec& exec, int layer, const AttentionShape& 
   data_.all_reduce_async(params.results, results, CommType::f32, ReduceOp::sum).wait();
 }
 
-void CudaRingChoice::report(AttentionReport& report) {
-  choices_.take_pairs(report);
+void CudaRingSelection::report(AttentionReport& report) {
+  select_memory_.take_pairs(report);
   coverage_.take(report);
 }
 

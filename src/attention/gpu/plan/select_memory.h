@@ -12,19 +12,19 @@
 
 namespace sb::gpu {
 
-// What choosing keeps on the device from one micro-batch to the next: the pairs of every layer, where only the choices
-// themselves say how many they are, the blocks chosen in every class of the `mass` pattern, the planes that blocks are
-// judged by, and the energies of channels that later ones are chosen by. Queued work changes them; only what takes them
-// waits.
-class ChoiceMemory {
+// What selecting keeps on the device from one micro-batch to the next: the pairs of every layer, where only the
+// selections themselves say how many they are, the blocks selected in every class of the `mass` pattern, the planes
+// that blocks are judged by, and the energies of channels that later ones are selected by. Queued work changes them;
+// only what takes them waits.
+class SelectMemory {
  public:
-  ChoiceMemory(const SelectionConfig& selection, int layers);
+  SelectMemory(const SelectionConfig& selection, int layers);
 
   // Memory that depends on the shape; otherwise it is taken when it is first needed.
   void reserve(const AttentionShape& shape);
   int64_t reserved_bytes(const AttentionShape& shape) const;
 
-  // Whether how many blocks are chosen is not known beforehand.
+  // Whether how many blocks are selected is not known beforehand.
   bool counts() const { return counts_; }
   // Whether blocks of the layer can be judged.
   bool ready(int layer) const { return step_.ready(layer); }
@@ -35,7 +35,7 @@ class ChoiceMemory {
 
   // Before the selection of a layer: gives it counters at zero, its thresholds and planes, where it needs them.
   void begin(const Exec& exec, int layer, const AttentionShape& shape, const SelectPlan& plan, SelectParams& params);
-  // After it: adds what was chosen. `classes`: of the plan, in device memory.
+  // After it: adds what was selected. `classes`: of the plan, in device memory.
   void add_counts(int layer, const SelectPlan& plan, const int32_t* classes, const SelectParams& params, void* stream);
 
   // The planes of a layer, where blocks are judged by them. Params: of the selection or of coverage.

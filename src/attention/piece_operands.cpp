@@ -1,15 +1,15 @@
-#include "attention/gpu/piece_operands.h"
+#include "attention/piece_operands.h"
 
 #include <algorithm>
 
 #include "device/memory.h"
 
-namespace sb::gpu {
+namespace sb {
 
 AttentionOperands keys_in_order(const Exec& exec, const PackedSequences& sequences, const AttentionOperands& operands) {
   if (!sequences.is_piece()) return operands;
   const std::span<const KeyPage> pages = sequences.piece.pages;
-  const int64_t end = sequences.piece_end(), first = pages.front().row;
+  const int64_t end = pages.back().begin + sequences.tokens(), first = pages.front().row;
   AttentionOperands seen = operands;
   if (std::ranges::all_of(pages, [&](const KeyPage& page) { return page.row == first + page.begin; })) {
     seen.k = operands.k.rows(first, first + end);
@@ -38,4 +38,4 @@ AttentionOperands own_keys(const PackedSequences& sequences, const AttentionOper
   return own;
 }
 
-}  // namespace sb::gpu
+}  // namespace sb
