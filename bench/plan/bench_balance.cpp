@@ -17,6 +17,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdlib>
+#include <deque>
 #include <filesystem>
 #include <fstream>
 #include <map>
@@ -28,6 +29,7 @@
 #include "comm/world.h"
 #include "core/errors.h"
 #include "core/random.h"
+#include "plan/schedule/schedule.h"
 #include "plan/simulate/length_pool.h"
 #include "plan/simulate/simulate.h"
 #include "train/make_planner.h"
@@ -123,6 +125,37 @@ class DrawnBatches final : public SequenceSource {
   std::vector<int64_t> lengths_;
 };
 
+// What a step's operations add up to: of the busiest stage, and as the planned schedule has them, without transfers.
+// Milliseconds.
+struct Operations {
+  double busy = 0, scheduled = 0;
+};
+
+// `times(micro-batch, stage, backward)`: milliseconds.
+template <typename Times>
+Operations add_up(const Plan& plan, const Times& times) {
+  Operations most;
+  for (size_t r = 0; r < plan.ranks.size(); ++r) {
+    const PlannedRank& rank = plan.ranks[r];
+    PipelineTimes own;
+    own.stages = static_cast<int>(rank.micro_batches.front().forward_us.size());
+    own.micro_batches = static_cast<int>(rank.micro_batches.size());
+    std::vector<double> busy(static_cast<size_t>(own.stages), 0.0);
+    std::vector<int> order;
+    for (int i = 0; i < own.micro_batches; ++i) {
+      order.push_back(i);
+      for (int s = 0; s < own.stages; ++s) {
+        own.forward.push_back(times(r, i, s, false));
+        own.backward.push_back(times(r, i, s, true));
+        busy[static_cast<size_t>(s)] += own.forward.back() + own.backward.back();
+      }
+    }
+    most.busy = std::max(most.busy, std::ranges::max(busy));
+    most.scheduled = std::max(most.scheduled, rank_schedule(rank, own.stages)->makespan(own, order));
+  }
+  return most;
+}
+
 // A policy's planner, and what its steps showed: step s runs batch first + s - 1.
 class RecordedPlanner final : public StepPlanner {
  public:
@@ -141,6 +174,7 @@ class RecordedPlanner final : public StepPlanner {
   Plan next() override {
     Plan plan = planner_->next();
     plan.step -= first_;
+    plans_.push_back(plan);
     return plan;
   }
   void learn(const StepMeasurement& measurement) override {
@@ -157,6 +191,19 @@ class RecordedPlanner final : public StepPlanner {
                  {"batch", own.step - 1},
                  {"step_ms", 1e-6 * static_cast<double>(measurement.step_ns)},
                  {"coverage", tokens > 0 ? held / tokens : 1.0}};
+    const Plan plan = std::move(plans_.front());
+    plans_.pop_front();
+    const Operations planned = add_up(plan, [&](size_t r, int i, int s, bool backward) {
+      const PlannedMicroBatch& micro_batch = plan.ranks[r].micro_batches[static_cast<size_t>(i)];
+      return 1e-3 * (backward ? micro_batch.backward_us : micro_batch.forward_us)[static_cast<size_t>(s)];
+    });
+    const Operations ran = add_up(plan, [&](size_t r, int i, int s, bool backward) {
+      const MicroBatchTimes& times = measurement.ranks[r][static_cast<size_t>(i)];
+      return 1e-6 * static_cast<double>((backward ? times.backward : times.forward)[static_cast<size_t>(s)]);
+    });
+    line["busy_ms"] = ran.busy;
+    line["planned_busy_ms"] = planned.busy;
+    line["scheduled_ms"] = ran.scheduled;
     for (const Metric& one : planner_->metrics()) line[one.name] = one.value;
     std::ofstream(results_, std::ios::app) << line.dump() << "\n";
   }
@@ -164,6 +211,7 @@ class RecordedPlanner final : public StepPlanner {
 
  private:
   std::unique_ptr<BalancedPlanner> planner_;
+  std::deque<Plan> plans_;  // of steps that are not measured yet
   std::string name_;
   int64_t run_, first_;
   fs::path results_;
@@ -317,6 +365,7 @@ double simulated_speedup(const CostModel& cost, const CoverageModel& coverage, c
 
 struct Totals {
   double own = 0, base = 0, covered = 0, base_covered = 0, budget = 0, planning = 0;
+  double busy = 0, planned_busy = 0, scheduled = 0;
   std::vector<double> errors, ratios;
   std::set<int64_t> batches;
 };
@@ -348,6 +397,9 @@ bool sum_up(const Arguments& arguments) {
     total.base_covered += base->second["coverage"].get<double>();
     total.budget += step["budget"].get<double>();
     total.planning += step["planning_ms"].get<double>() + step["planning_wait_ms"].get<double>();
+    total.busy += step["busy_ms"].get<double>();
+    total.planned_busy += step["planned_busy_ms"].get<double>();
+    total.scheduled += step["scheduled_ms"].get<double>();
     total.errors.push_back(std::abs(step["predicted_step_ms"].get<double>() / own_ms - 1));
     total.batches.insert(batch);
   }
@@ -387,6 +439,16 @@ bool sum_up(const Arguments& arguments) {
         name, total.errors.size(), total.own / count, speedup, median(total.ratios), simulated, 100 * share,
         total.covered / count, total.base_covered / count, total.budget / count, 100 * median(total.errors),
         100 * total.planning / total.own);
+  }
+  fmt::print("\nwhere the time goes, ms a step:\n{:<20} {:>8} {:>21} {:>18} {:>14}\n", "policy", "step",
+             "its times, as planned", "the busiest stage", "that, planned");
+  for (const std::string& name : policy_names(arguments)) {
+    const auto found = totals.find(name);
+    if (found == totals.end()) continue;
+    const Totals& total = found->second;
+    const auto count = static_cast<double>(total.errors.size());
+    fmt::print("{:<20} {:>8.1f} {:>21.1f} {:>18.1f} {:>14.1f}\n", name, total.own / count, total.scheduled / count,
+               total.busy / count, total.planned_busy / count);
   }
   fmt::print("\n{} over in_order: {:.3f} times, {:.1f} % of what the simulator says\n", last, speedup, 100 * share);
   bool met = arguments.at_least.empty() || std::abs(share - 1) <= kOfSimulated;

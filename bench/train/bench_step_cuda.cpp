@@ -5,12 +5,13 @@
 //   bench_step_cuda [0.5B|3B|7B|14B|all] [tokens] [--lora RANK] [--dropout P] [--budget N] [--pattern topk|mass]
 //                   [--score planes|moments] [--recompute none|attention|layer|chunk] [--steps N] [--warm-up N]
 //                   [--packed N] [--tokens-per-step N] [--loss-chunk N] [--layer-chunk N] [--offload N] [--chunk N]
-//                   [--offload-optimizer] [--no-classes] [--measure-products] [--portable]
+//                   [--offload-optimizer] [--no-classes] [--measure-products] [--portable] [--fp8]
 // A micro-batch is one sequence of `tokens` (8,192), or sequences of --packed tokens; --tokens-per-step makes a step of
 // several micro-batches. `all` is 0.5B and 3B. --lora: adapters on all products, alpha twice the rank, dropout 0.05
 // unless given, the model itself frozen. With a budget attention is sparse, with blocks of 128. --offload: layer inputs
 // in host memory (-1: as many as needed). --chunk: the sequence in pieces of so many tokens. --offload-optimizer:
-// values and moments in host memory. --portable: attention's portable kernels instead of the GPU's own.
+// values and moments in host memory. --portable: attention's portable kernels instead of the GPU's own. --fp8: the
+// layers' products from e4m3 codes (the classes are those of bf16).
 
 #include <fmt/format.h>
 
@@ -129,6 +130,7 @@ struct Arguments {
   bool classes = true;
   bool measure_products = false;
   bool portable = false;
+  bool fp8 = false;
 };
 
 Arguments parse_arguments(int argc, char** argv) {
@@ -175,6 +177,8 @@ Arguments parse_arguments(int argc, char** argv) {
       arguments.classes = false;
     else if (word == "--measure-products")
       arguments.measure_products = true;
+    else if (word == "--fp8")
+      arguments.fp8 = true;
     else if (word == "--portable")
       arguments.portable = true;
     else if (word.starts_with("-") || place > 1)
@@ -231,6 +235,7 @@ StageOptions stage_options(const ModelConfig& config, const Arguments& arguments
   options.loss_chunk = arguments.loss_chunk;
   options.layer_chunk = arguments.layer_chunk;
   options.lora = arguments.lora;
+  options.fp8 = arguments.fp8;
   return options;
 }
 

@@ -15,6 +15,11 @@ using namespace nb::literals;
 namespace sb::python {
 namespace {
 
+template <typename T>
+std::span<T> memory(uintptr_t address, size_t count) {
+  return {reinterpret_cast<T*>(address), count};
+}
+
 // The arguments of a call as they were when it was made, for its forward and its backward: what is small. Tensors come
 // as addresses, with the sizes that follow from the shapes.
 class CallArguments {
@@ -46,7 +51,7 @@ class CallArguments {
     made.shape = shape_;
     made.cu_seqlens = cu_seqlens_;
     made.budgets = budgets_;
-    made.lists = {reinterpret_cast<uint8_t*>(lists), list_bytes};
+    made.lists = memory<uint8_t>(lists, list_bytes);
     made.planes = planes_;
     made.thresholds = thresholds_;
     made.operands = {queries(q), keys(k), keys(v), queries(out),
@@ -56,11 +61,13 @@ class CallArguments {
   AttentionGradients gradients(uintptr_t dout, uintptr_t dq, uintptr_t dk, uintptr_t dv) const {
     return {queries(dout), queries(dq), keys(dk), keys(dv)};
   }
-  PackedSeen seen(const SelectionConfig& config, uintptr_t counts, uintptr_t sums) const {
+  // Counts, then sums, as far as the configuration has them.
+  PackedSeen seen(const SelectionConfig& config, uintptr_t address) const {
     PackedSeen seen;
-    if (config.learns_thresholds()) seen.counts = {reinterpret_cast<int64_t*>(counts), 2 * (cu_seqlens_.size() - 1)};
+    if (config.learns_thresholds()) seen.counts = memory<int64_t>(address, 2 * (cu_seqlens_.size() - 1));
     if (config.judges_by_planes())
-      seen.sums = {reinterpret_cast<double*>(sums), static_cast<size_t>(1 + 3 * shape_.kv_heads * shape_.head_dim)};
+      seen.sums = memory<double>(address + seen.counts.size_bytes(),
+                                 static_cast<size_t>(1 + 3 * shape_.kv_heads * shape_.head_dim));
     return seen;
   }
 
@@ -85,11 +92,6 @@ class CallArguments {
   std::vector<uint32_t> planes_;
   std::vector<float> thresholds_;
 };
-
-template <typename T>
-std::span<T> memory(uintptr_t address, size_t count) {
-  return {reinterpret_cast<T*>(address), count};
-}
 
 // What an AttentionConfig says.
 struct Settings {
@@ -130,10 +132,10 @@ void bind_cpu_attention(nb::module_& module) {
       .def(
           "forward",
           [](PackedAttention& self, const CallArguments& call, uintptr_t q, uintptr_t k, uintptr_t v, uintptr_t out,
-             uintptr_t lse, uintptr_t lists, size_t list_bytes, uintptr_t counts, uintptr_t sums) {
-            self.forward(call.call(q, k, v, out, lse, lists, list_bytes), call.seen(self.config(), counts, sums));
+             uintptr_t lse, uintptr_t lists, size_t list_bytes, uintptr_t seen) {
+            self.forward(call.call(q, k, v, out, lse, lists, list_bytes), call.seen(self.config(), seen));
           },
-          "call"_a, "q"_a, "k"_a, "v"_a, "out"_a, "lse"_a, "lists"_a, "list_bytes"_a, "counts"_a, "sums"_a)
+          "call"_a, "q"_a, "k"_a, "v"_a, "out"_a, "lse"_a, "lists"_a, "list_bytes"_a, "seen"_a)
       .def(
           "backward",
           [](PackedAttention& self, const CallArguments& call, uintptr_t q, uintptr_t k, uintptr_t v, uintptr_t out,
@@ -163,12 +165,12 @@ void bind_cuda_attention(nb::module_& module) {
       .def(
           "forward",
           [](PackedCudaAttention& self, const CallArguments& call, uintptr_t q, uintptr_t k, uintptr_t v, uintptr_t out,
-             uintptr_t lse, uintptr_t lists, size_t list_bytes, uintptr_t counts, uintptr_t sums, uintptr_t scratch,
-             size_t scratch_bytes, uintptr_t host_lists, size_t host_list_bytes) {
-            self.forward(call.call(q, k, v, out, lse, lists, list_bytes), call.seen(self.config(), counts, sums),
+             uintptr_t lse, uintptr_t lists, size_t list_bytes, uintptr_t seen, uintptr_t scratch, size_t scratch_bytes,
+             uintptr_t host_lists, size_t host_list_bytes) {
+            self.forward(call.call(q, k, v, out, lse, lists, list_bytes), call.seen(self.config(), seen),
                          memory<uint8_t>(scratch, scratch_bytes), memory<uint8_t>(host_lists, host_list_bytes));
           },
-          "call"_a, "q"_a, "k"_a, "v"_a, "out"_a, "lse"_a, "lists"_a, "list_bytes"_a, "counts"_a, "sums"_a, "scratch"_a,
+          "call"_a, "q"_a, "k"_a, "v"_a, "out"_a, "lse"_a, "lists"_a, "list_bytes"_a, "seen"_a, "scratch"_a,
           "scratch_bytes"_a, "host_lists"_a = 0, "host_list_bytes"_a = 0)
       .def(
           "backward",

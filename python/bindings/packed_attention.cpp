@@ -26,6 +26,15 @@ int64_t row_bytes(int64_t tokens, int block) {
   return tokens / block + 1;
 }
 
+int sequences_of(const PackedCall& call) {
+  return static_cast<int>(call.cu_seqlens.size()) - 1;
+}
+
+const float* tokens_of(const TensorView& tensor, const PackedCall& call, int sequence) {
+  const auto at = static_cast<size_t>(sequence);
+  return tensor.rows(call.cu_seqlens[at], call.cu_seqlens[at + 1]).f32();
+}
+
 // The lists come back as they were, or damaged by whoever had them: the builder checks every row.
 void load_rows(std::span<const uint8_t> lists, int64_t width, const BlockIndex& index, BlockIndexBuilder& builder,
                ThreadPool& pool) {
@@ -72,7 +81,7 @@ PackedAttention::PackedAttention(const SelectionConfig& config, int threads)
 void PackedAttention::begin_index(const PackedCall& call, int threads, BlockIndexBuilder& builder,
                                   BlockIndex& index) const {
   std::vector<uint8_t> dense;
-  for (int s = 0; s + 1 < std::ssize(call.cu_seqlens); ++s)
+  for (int s = 0; s < sequences_of(call); ++s)
     dense.push_back(runs_dense(config_, call.layer, tiles_of(config_, call, s)));
   const BlockIndexShape shape = {config_.block, config_.query_block, selector_.list_heads(call.shape)};
   builder.begin(index, shape, call.cu_seqlens, dense, threads);
@@ -85,7 +94,7 @@ void PackedAttention::select(const Exec& exec, const PackedCall& call, const Pac
   const BlockScoring scoring(config_);
   std::vector<float> statistics;
   LayerPlanes planes;
-  for (int s = 0; s + 1 < std::ssize(call.cu_seqlens); ++s) {
+  for (int s = 0; s < sequences_of(call); ++s) {
     if (index.sequences()[static_cast<size_t>(s)].dense) continue;
     if (config_.judges_by_planes() && planes.channels == 0) {
       check_score_channels(config_, call.shape.head_dim);
@@ -96,8 +105,8 @@ void PackedAttention::select(const Exec& exec, const PackedCall& call, const Pac
     request.layer = call.layer;
     request.shape = call.shape;
     request.tiles = tiles_of(config_, call, s);
-    request.q = call.operands.q.rows(call.cu_seqlens[at], call.cu_seqlens[at + 1]).f32();
-    request.k = call.operands.k.rows(call.cu_seqlens[at], call.cu_seqlens[at + 1]).f32();
+    request.q = tokens_of(call.operands.q, call, s);
+    request.k = tokens_of(call.operands.k, call, s);
     request.place = index.sequences()[at];
     if (config_.learns_thresholds()) request.threshold = start_threshold(request.tiles) + threshold_of(call, s);
     if (config_.judges_by_planes()) request.planes = &planes;
@@ -129,11 +138,9 @@ void PackedAttention::forward(const PackedCall& call, const PackedSeen& seen) {
   if (!call.lists.empty()) write_lists(index, call.cu_seqlens.back(), call.lists, workers.pool);
   if (seen.sums.empty()) return;
   PlaneSums sums;
-  for (size_t s = 0; s + 1 < call.cu_seqlens.size(); ++s) {
-    const int64_t begin = call.cu_seqlens[s], end = call.cu_seqlens[s + 1];
-    sums += measure_planes(exec, call.shape, call.operands.q.rows(begin, end).f32(),
-                           call.operands.k.rows(begin, end).f32(), end - begin);
-  }
+  for (int s = 0; s < sequences_of(call); ++s)
+    sums += measure_planes(exec, call.shape, tokens_of(call.operands.q, call, s), tokens_of(call.operands.k, call, s),
+                           tiles_of(config_, call, s).tokens);
   write_sums(sums, seen.sums);
 }
 

@@ -23,8 +23,7 @@ std::vector<Sequence> sequences_of(const std::vector<int64_t>& lengths) {
   return sequences;
 }
 
-}  // namespace
-
+// UserError for what a planner and a simulation take on trust.
 void check_options(const PlannerOptions& options) {
   const AttentionSpec& spec = options.spec;
   SB_USER_CHECK(spec.block > 0 && spec.query_block > 0, "block {} and query_block {} must be positive", spec.block,
@@ -47,8 +46,9 @@ void check_options(const PlannerOptions& options) {
   SB_USER_CHECK(options.threads >= 1 && options.threads <= 1024, "threads must be 1 to 1024, got {}", options.threads);
 }
 
+}  // namespace
+
 Planner::Planner(PlannerOptions options) : options_(std::move(options)), pool_(options_.threads) {
-  check_options(options_);
   profile_ = find_profile(options_.profile, find_model_shape(options_.model), options_.spec);
   check_measured_blocks(profile_, options_.spec, {"block", "query_block", "score_tokens"});
   if (!options_.coverage.empty()) coverage_ = find_coverage(options_.coverage, layers());
@@ -190,13 +190,14 @@ void bind_layout(nb::module_& module) {
 
 void bind_planner(nb::module_& module) {
   bind_layout(module);
-  nb::class_<Planner>(module, "Planner")
+  nb::class_<PlannerOptions>(module, "PlannerOptions", "What plans are made by, in training and simulated.")
       .def(
           "__init__",
-          [](Planner* self, const std::string& model, const std::string& profile, const std::string& coverage,
-             const AttentionSpec& attention, const Layout& layout, const std::string& batching, bool ordering,
-             const std::string& tuning, const std::string& anchor, double p, double target, int64_t chunk,
-             int64_t micro_batch_sequences, int64_t micro_batch_tokens, int64_t max_sequences, int threads) {
+          [](PlannerOptions* self, const std::string& model, const std::string& profile, const std::string& coverage,
+             const AttentionSpec& attention, const Layout& layout, double p, int64_t chunk,
+             int64_t micro_batch_sequences, int64_t micro_batch_tokens, int threads, const std::string& batching,
+             bool ordering, const std::string& tuning, const std::string& anchor, double target,
+             int64_t max_sequences) {
             PlannerOptions options{.model = model,
                                    .profile = profile,
                                    .coverage = coverage,
@@ -214,11 +215,14 @@ void bind_planner(nb::module_& module) {
             options.plan.tuning.p = p;
             options.plan.tuning.target = target;
             options.plan.chunk.tokens = chunk;
-            new (self) Planner(std::move(options));
+            check_options(options);
+            new (self) PlannerOptions(std::move(options));
           },
-          nb::kw_only(), "model"_a, "profile"_a, "coverage"_a, "attention"_a, "layout"_a, "batching"_a, "ordering"_a,
-          "tuning"_a, "anchor"_a, "p"_a, "target"_a, "chunk"_a, "micro_batch_sequences"_a, "micro_batch_tokens"_a,
-          "max_sequences"_a, "threads"_a)
+          nb::kw_only(), "model"_a, "profile"_a, "coverage"_a, "attention"_a, "layout"_a, "p"_a, "chunk"_a,
+          "micro_batch_sequences"_a, "micro_batch_tokens"_a, "threads"_a, "batching"_a = "sab", "ordering"_a = true,
+          "tuning"_a = "optimal", "anchor"_a = "mean", "target"_a = -1.0, "max_sequences"_a = 0);
+  nb::class_<Planner>(module, "Planner")
+      .def(nb::init<PlannerOptions>(), "options"_a)
       .def("plan", &Planner::plan, "step"_a, "lengths"_a)
       .def("observe", &Planner::observe, "plan"_a, "lengths"_a, "times"_a)
       .def("state", &Planner::state)

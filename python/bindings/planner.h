@@ -23,9 +23,6 @@ struct PlannerOptions {
   int threads = 1;
 };
 
-// UserError for what the functions below take on trust.
-void check_options(const PlannerOptions& options);
-
 // Forward and backward of a micro-batch on every stage, milliseconds.
 using MeasuredTimes = std::vector<std::pair<double, double>>;
 

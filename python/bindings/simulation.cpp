@@ -28,32 +28,13 @@ double seconds() {
 struct Case {
   PlannerOptions options;
   std::vector<int64_t> pool;
-  int64_t global_batch = 16, steps = 200;
-  uint64_t seed = 1;
+  int64_t global_batch, steps;
+  uint64_t seed;
 };
 
-Case make_case(const std::string& model, const std::string& profile, const std::string& coverage,
-               std::vector<int64_t> lengths, const AttentionSpec& attention, const Layout& layout, double p,
-               int64_t chunk, int64_t micro_batch_sequences, int64_t micro_batch_tokens, int64_t global_batch,
-               int64_t steps, uint64_t seed, int threads) {
-  Case made;
-  PlannerOptions& options = made.options;
-  options = {.model = model,
-             .profile = profile,
-             .coverage = coverage,
-             .spec = attention,
-             .layout = layout,
-             .plan = {},
-             .threads = threads};
-  options.plan.tuning.p = p;
-  options.plan.chunk.tokens = chunk;
-  options.plan.batching.micro_batch_sequences = micro_batch_sequences;
-  options.plan.batching.micro_batch_tokens = micro_batch_tokens;
-  check_options(options);
-  made.pool = std::move(lengths);
-  made.global_batch = global_batch;
-  made.steps = steps;
-  made.seed = seed;
+Case make_case(const PlannerOptions& options, std::vector<int64_t> lengths, int64_t global_batch, int64_t steps,
+               uint64_t seed) {
+  Case made{options, std::move(lengths), global_batch, steps, seed};
   SB_USER_CHECK(!made.pool.empty(), "there are no lengths to draw from");
   for (const int64_t length : made.pool) SB_USER_CHECK(length > 0, "a length is {}; they must be positive", length);
   SB_USER_CHECK(steps > 0 && global_batch > 0, "steps and global_batch must be positive");
@@ -161,15 +142,10 @@ void bind_simulation(nb::module_& module) {
   nb::class_<Case>(module, "SimulatedCase", "What simulate() and sweep() draw their steps from.")
       .def(
           "__init__",
-          [](Case* self, const std::string& model, const std::string& profile, const std::string& coverage,
-             std::vector<int64_t> lengths, const AttentionSpec& attention, const Layout& layout, double p,
-             int64_t chunk, int64_t micro_batch_sequences, int64_t micro_batch_tokens, int64_t global_batch,
-             int64_t steps, uint64_t seed, int threads) {
-            new (self) Case(make_case(model, profile, coverage, std::move(lengths), attention, layout, p, chunk,
-                                      micro_batch_sequences, micro_batch_tokens, global_batch, steps, seed, threads));
-          },
-          nb::kw_only(), "model"_a, "profile"_a, "coverage"_a, "lengths"_a, "attention"_a, "layout"_a, "p"_a, "chunk"_a,
-          "micro_batch_sequences"_a, "micro_batch_tokens"_a, "global_batch"_a, "steps"_a, "seed"_a, "threads"_a);
+          [](Case* self, const PlannerOptions& options, std::vector<int64_t> lengths, int64_t global_batch,
+             int64_t steps,
+             uint64_t seed) { new (self) Case(make_case(options, std::move(lengths), global_batch, steps, seed)); },
+          "options"_a, nb::kw_only(), "lengths"_a, "global_batch"_a, "steps"_a, "seed"_a);
   module.def("simulate", simulate, "described"_a, "policies"_a, Released());
   module.def("sweep", sweep, "described"_a, "policy"_a, "gpus"_a, "max_cp"_a, "max_tp"_a, Released());
   module.def("find_lengths", find_lengths, "name_or_path"_a,

@@ -21,6 +21,32 @@ def chunk_tokens(chunk: int | str | None) -> int:
     return chunk
 
 
+def planner_options(
+    model: str | os.PathLike[str],
+    profile: str | os.PathLike[str],
+    coverage: str | os.PathLike[str] | None,
+    attention: _core.AttentionSpec | None,
+    layout: _core.Layout,
+    *,
+    chunk: int | str | None,
+    micro_batch_sequences: int | None,
+    micro_batch_tokens: int | None,
+    **same: Any,
+) -> _core.PlannerOptions:
+    """What a planner and a simulation have in common; None in Python's words. same: as _core has them."""
+    return _core.PlannerOptions(
+        model=os.fspath(model),
+        profile=os.fspath(profile),
+        coverage=os.fspath(coverage) if coverage is not None else "",
+        attention=attention if attention is not None else _core.AttentionSpec(),
+        layout=layout,
+        chunk=chunk_tokens(chunk),
+        micro_batch_sequences=micro_batch_sequences or 0,
+        micro_batch_tokens=micro_batch_tokens or 0,
+        **same,
+    )
+
+
 class Planner:
     """Plans optimizer steps from the lengths of their sequences.
 
@@ -70,23 +96,14 @@ class Planner:
         if target is not None and not 0 <= target <= 1:
             raise _core.UserError(f"target must be None (equal coverage) or a number from 0 to 1, got {target}")
         self._planner = _core.Planner(
-            model=os.fspath(model),
-            profile=os.fspath(profile),
-            coverage=os.fspath(coverage) if coverage is not None else "",
-            attention=self.attention,
-            layout=_core.Layout(dp=dp, pp=pp, cp=cp, tp=tp, warmup_depth=warmup_depth, comm=comm, head=head),
-            batching=batching,
-            ordering=ordering,
-            tuning=tuning,
-            anchor=anchor,
-            p=p,
-            target=-1.0 if target is None else target,
-            chunk=chunk_tokens(chunk),
-            micro_batch_sequences=micro_batch_sequences or 0,
-            micro_batch_tokens=micro_batch_tokens or 0,
-            max_sequences=max_sequences or 0,
-            threads=threads,
-        )
+            planner_options(
+                model, profile, coverage, self.attention,
+                _core.Layout(dp=dp, pp=pp, cp=cp, tp=tp, warmup_depth=warmup_depth, comm=comm, head=head),
+                p=p, chunk=chunk, micro_batch_sequences=micro_batch_sequences, micro_batch_tokens=micro_batch_tokens,
+                threads=threads, batching=batching, ordering=ordering, tuning=tuning, anchor=anchor,
+                target=-1.0 if target is None else target, max_sequences=max_sequences or 0,
+            )
+        )  # fmt: skip
 
     @property
     def layers(self) -> int:

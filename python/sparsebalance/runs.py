@@ -52,10 +52,14 @@ def _rows(step: _core.LoggedStep) -> list[dict[str, Any]]:
     return rows
 
 
+def _file_of(run: Path, name: str) -> pathlib.Path:
+    path = pathlib.Path(run)
+    return path / name if path.is_dir() else path
+
+
 def read_metrics(run: Path) -> Metrics:
     """The metrics of a run: its directory, or the file."""
-    path = pathlib.Path(run)
-    read = _core.read_metrics(path / "metrics.jsonl" if path.is_dir() else path)
+    read = _core.read_metrics(_file_of(run, "metrics.jsonl"))
     metrics = Metrics(read.series)
     metrics.skipped = read.skipped
     return metrics
@@ -63,8 +67,7 @@ def read_metrics(run: Path) -> Metrics:
 
 def read_plans(run: Path) -> Plans:
     """The plans of a run: its directory, or the file. `damage` says where the useful part of the file ends, and why."""
-    path = pathlib.Path(run)
-    read = _core.read_plan_log(path / "plan.jsonl" if path.is_dir() else path)
+    read = _core.read_plan_log(_file_of(run, "plan.jsonl"))
     plans = Plans(read.steps)
     plans.damage = read.damage
     return plans

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from sparsebalance import _core
-from sparsebalance.planner import chunk_tokens
+from sparsebalance.planner import planner_options
 
 Lengths = str | os.PathLike[str] | Iterable[int]
 
@@ -67,21 +67,14 @@ def _case(
 ) -> _core.SimulatedCase:
     if micro_batch_sequences is None and micro_batch_tokens is None:
         micro_batch_sequences = 1
-    return _core.SimulatedCase(
-        model=os.fspath(model),
-        profile=os.fspath(profile),
-        coverage=os.fspath(coverage),
-        lengths=lengths(lengths_of, max_length),
-        attention=attention if attention is not None else _core.AttentionSpec(),
-        layout=_core.Layout(dp=dp, pp=pp, cp=cp, tp=tp, warmup_depth=warmup_depth, comm=comm, head=head),
-        p=p,
-        chunk=chunk_tokens(chunk),
-        micro_batch_sequences=micro_batch_sequences or 0,
-        micro_batch_tokens=micro_batch_tokens or 0,
-        global_batch=global_batch,
-        steps=steps,
-        seed=seed,
+    options = planner_options(
+        model, profile, coverage, attention,
+        _core.Layout(dp=dp, pp=pp, cp=cp, tp=tp, warmup_depth=warmup_depth, comm=comm, head=head),
+        p=p, chunk=chunk, micro_batch_sequences=micro_batch_sequences, micro_batch_tokens=micro_batch_tokens,
         threads=threads or _core.available_cores(),
+    )  # fmt: skip
+    return _core.SimulatedCase(
+        options, lengths=lengths(lengths_of, max_length), global_batch=global_batch, steps=steps, seed=seed
     )
 
 

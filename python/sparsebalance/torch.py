@@ -15,7 +15,6 @@ import contextlib
 import dataclasses
 import functools
 import json
-import math
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -178,6 +177,23 @@ def _scratch_bytes(attention: _core.PackedCudaAttention, tokens: int, heads: int
     return attention.scratch_bytes(tokens, heads, kv_heads, width)
 
 
+_SMALL_SCRATCH = 64 << 20  # bytes
+_small_scratch: dict[_core.PackedCudaAttention, Tensor] = {}
+
+
+def _scratch(attention: _core.PackedCudaAttention, q: Tensor, k: Tensor) -> Tensor:
+    """Memory for temporaries. Where it is small it stays for the next call: all of an attention's are on one stream."""
+    size = _scratch_bytes(attention, *q.shape, k.shape[1])
+    if size > _SMALL_SCRATCH:
+        return q.new_empty(size, dtype=torch.uint8)
+    known = _small_scratch.get(attention)
+    if known is None or known.numel() < size:
+        if len(_small_scratch) >= 16:  # streams that are no more
+            _small_scratch.clear()
+        known = _small_scratch[attention] = q.new_empty(size, dtype=torch.uint8)
+    return known
+
+
 def _compute(
     backward: bool, spec: str, call: _core.PackedCall, q: Tensor, k: Tensor, *places: int, host_lists: Tensor | None = None
 ) -> None:
@@ -188,46 +204,41 @@ def _compute(
         return
     with _device_of(q):
         attention = _cuda_attention_for(spec, q)
-        scratch = q.new_empty(_scratch_bytes(attention, *q.shape, k.shape[1]), dtype=torch.uint8)
+        scratch = _scratch(attention, q, k)
         more = () if host_lists is None else _place(host_lists)
         (attention.backward if backward else attention.forward)(call, *places, *_place(scratch), *more)
 
 
-def _counts_shape(config: AttentionConfig, sequences: int) -> tuple[int, int]:
-    return sequences if config.learns_thresholds else 0, 2
+def _seen_sizes(config: AttentionConfig, sequences: int, kv_heads: int, width: int) -> tuple[int, int]:
+    """Numbers of what a call has seen (Seen): counts and sums."""
+    return 2 * sequences if config.learns_thresholds else 0, 1 + 3 * kv_heads * width if config.measures_planes else 0
 
 
-def _sums_size(config: AttentionConfig, kv_heads: int, width: int) -> int:
-    return 1 + 3 * kv_heads * width if config.measures_planes else 0
-
-
-def _outputs(q: Tensor, k: Tensor, cu_seqlens: Tensor, spec: str) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _outputs(q: Tensor, k: Tensor, cu_seqlens: Tensor, spec: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     config = _config(spec)
     (tokens, heads, width), kv_heads, sequences = q.shape, k.shape[1], cu_seqlens.shape[0] - 1
     return (
         torch.empty_like(q, memory_format=torch.contiguous_format),
         q.new_empty((heads, tokens), dtype=torch.float32),
         q.new_empty((_lists_bytes(config, q.is_cuda, tokens, sequences, kv_heads),), dtype=torch.uint8),
-        q.new_empty(_counts_shape(config, sequences), dtype=torch.int64),
-        q.new_empty((_sums_size(config, kv_heads, width),), dtype=torch.float64),
+        q.new_empty((sum(_seen_sizes(config, sequences, kv_heads, width)),), dtype=torch.int64),
     )
 
 
 def _run_forward(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, budgets: Tensor, planes: Tensor, thresholds: Tensor, spec: str,
     scale: float, layer: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     _check(q, k, v)
-    out, lse, lists, counts, sums = outputs = _outputs(q, k, cu_seqlens, spec)
+    out, lse, lists, seen = outputs = _outputs(q, k, cu_seqlens, spec)
     if q.shape[0] == 0:
-        counts.zero_()
-        sums.zero_()
+        seen.zero_()
         return outputs
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     call = _packed_call(q, k, _Small(cu_seqlens, budgets, planes, thresholds), scale, layer)
     _compute(
         False, spec, call, q, k, q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr(), *_place(lists),
-        counts.data_ptr(), sums.data_ptr(),
+        seen.data_ptr(),
     )  # fmt: skip
     return outputs
 
@@ -276,8 +287,8 @@ def _(dout, q, k, v, out, lse, lists, cu_seqlens, budgets, thresholds, spec, sca
 
 def _setup(ctx, inputs, output):  # type: ignore[no-untyped-def]
     q, k, v, cu_seqlens, budgets, _, thresholds, ctx.spec, ctx.scale, ctx.layer = inputs
-    out, lse, lists, counts, sums = output
-    ctx.mark_non_differentiable(lse, lists, counts, sums)
+    out, lse, lists, seen = output
+    ctx.mark_non_differentiable(lse, lists, seen)
     ctx.save_for_backward(q, k, v, out, lse, lists, cu_seqlens, budgets, thresholds)
 
 
@@ -294,8 +305,8 @@ class _Layout(NamedTuple):
 
     lists: int  # behind the log-sum-exps
     list_bytes: int
-    counts: int
-    sums: int
+    seen: int
+    seen_values: int  # of eight bytes
     bytes: int
 
 
@@ -303,27 +314,26 @@ class _Layout(NamedTuple):
 def _layout(spec: str, cuda: bool, tokens: int, heads: int, width: int, kv_heads: int, sequences: int) -> _Layout:
     config, whole = _config(spec), lambda size: -(-size // 512) * 512
     list_bytes = _lists_bytes(config, cuda, tokens, sequences, kv_heads)
+    values = sum(_seen_sizes(config, sequences, kv_heads, width))
     lists = whole(4 * heads * tokens)
-    counts = whole(lists + list_bytes)
-    sums = whole(counts + 8 * math.prod(_counts_shape(config, sequences)))
-    return _Layout(lists, list_bytes, counts, sums, sums + 8 * _sums_size(config, kv_heads, width))
+    seen = whole(lists + list_bytes)
+    return _Layout(lists, list_bytes, seen, values, seen + 8 * values)
 
 
 class _Job(NamedTuple):
-    """What a direct call has beside q, k and v. counts, sums: filled by it where they are wanted."""
+    """What a direct call has beside q, k and v. seen: filled by it where it is wanted."""
 
     spec: str
     call: _core.PackedCall
     layout: _Layout
-    counts: Tensor | None
-    sums: Tensor | None
+    seen: Tensor | None
 
 
 def _attend_directly(
     q: Tensor, k: Tensor, v: Tensor, job: _Job, host_lists: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """The output and what backward needs."""
-    spec, call, layout, counts, sums = job
+    spec, call, layout, seen = job
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     out = torch.empty_like(q)
     kept = q.new_empty(layout.bytes, dtype=torch.uint8)
@@ -331,8 +341,7 @@ def _attend_directly(
         at = kept.data_ptr()
         _compute(
             False, spec, call, q, k, q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), at, at + layout.lists,
-            layout.list_bytes, at + layout.counts if counts is None else counts.data_ptr(),
-            at + layout.sums if sums is None else sums.data_ptr(), host_lists=host_lists,
+            layout.list_bytes, at + layout.seen if seen is None else seen.data_ptr(), host_lists=host_lists,
         )  # fmt: skip
     return out, kept
 
@@ -358,12 +367,27 @@ class _Direct(torch.autograd.Function):
         return *_gradients(job.spec, job.call, dout, q, k, v, out, *places), None
 
 
-class Seen(NamedTuple):
-    """What selection has seen in a call, for sparsebalance.learner. counts: pattern `mass`, int64 [sequences, 2], key
-    blocks chosen and wanted. sums: score `planes`, float64, tokens sampled and sums over them, which may be added up."""
+# Its apply() without what that of torch.autograd.Function does for functorch's transforms, within which nothing comes here.
+_apply_directly = super(torch.autograd.Function, _Direct).apply
 
-    counts: Tensor
-    sums: Tensor
+
+class Seen:
+    """What selection has seen in a call, for sparsebalance.learner."""
+
+    __slots__ = ("_sequences", "_values")
+
+    def __init__(self, values: Tensor, sequences: int) -> None:
+        self._values, self._sequences = values, sequences
+
+    @property
+    def counts(self) -> Tensor:
+        """Pattern `mass`: int64 [sequences, 2], key blocks chosen and wanted."""
+        return self._values[: 2 * self._sequences].view(-1, 2)
+
+    @property
+    def sums(self) -> Tensor:
+        """Score `planes`: float64, tokens sampled and sums over them, which may be added up."""
+        return self._values[2 * self._sequences :].view(torch.float64)
 
 
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -382,22 +406,22 @@ def _watched(q: Tensor, k: Tensor, v: Tensor) -> bool:
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, small: _Small, config: AttentionConfig, scale: float, layer: int, wants_seen: bool
 ) -> tuple[Tensor, Seen | None]:
+    sequences = small.cu_seqlens.shape[0] - 1
+    counted = sequences if config.learns_thresholds else 0
     if _watched(q, k, v):
         given = (torch.empty(0, dtype=torch.int32) if x is None else x for x in small)
-        out, _, _, counts, sums = _forward(q, k, v, *given, config.spec, scale, layer)
-        return out, Seen(counts, sums)
-    kv_heads, sequences, seen = k.shape[1], small.cu_seqlens.shape[0] - 1, None
+        out, _, _, values = _forward(q, k, v, *given, config.spec, scale, layer)
+        return out, Seen(values, counted) if wants_seen else None
+    layout = _layout(config.spec, q.is_cuda, *q.shape, k.shape[1], sequences)
+    values = None
     if wants_seen:
-        make = q.new_empty if q.shape[0] > 0 else q.new_zeros
-        seen = Seen(
-            make(_counts_shape(config, sequences), dtype=torch.int64),
-            make(_sums_size(config, kv_heads, q.shape[2]), dtype=torch.float64),
-        )
-    layout = _layout(config.spec, q.is_cuda, *q.shape, kv_heads, sequences)
-    job = _Job(config.spec, _packed_call(q, k, small, scale, layer), layout, *(seen or (None, None)))
+        values = (q.new_empty if q.shape[0] > 0 else q.new_zeros)(layout.seen_values, dtype=torch.int64)
+    job = _Job(config.spec, _packed_call(q, k, small, scale, layer), layout, values)
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        return _Direct.apply(q, k, v, job), seen
-    return _attend_directly(q, k, v, job)[0], seen
+        out = _apply_directly(q, k, v, job)
+    else:
+        out, _ = _attend_directly(q, k, v, job)
+    return out, Seen(values, counted) if wants_seen else None
 
 
 _HAS_CUDA = "with CUDA" in _core.__build__
@@ -555,6 +579,6 @@ def chosen_lists(
     call = _packed_call(q, k, small, width**-0.5, layer)
     layout = _layout(config.spec, q.is_cuda, tokens, heads, width, kv_heads, sequences)
     host = torch.empty(_lists_bytes(config, False, tokens, sequences, kv_heads), dtype=torch.uint8) if q.is_cuda else None
-    _, kept = _attend_directly(q, k, v, _Job(config.spec, call, layout, None, None), host)
+    _, kept = _attend_directly(q, k, v, _Job(config.spec, call, layout, None), host)
     lists = kept[layout.lists : layout.lists + layout.list_bytes] if host is None else host
     return lists.view(-1, tokens // config.block + 1)

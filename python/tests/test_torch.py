@@ -112,7 +112,8 @@ def test_what_mass_and_planes_go_by_are_inputs_and_outputs():
     with pytest.raises(sb.UserError, match="planes"):
         varlen_attn(q, k, v, cu_seqlens, config=config)
     # Within its budget a sequence runs dense, and is measured all the same.
-    _, (counts, sums) = varlen_attn(q, k, v, cu_seqlens, config=config, budgets=[1000], return_seen=True)
+    _, seen = varlen_attn(q, k, v, cu_seqlens, config=config, budgets=[1000], return_seen=True)
+    counts, sums = seen.counts, seen.sums
     assert sums[0] == 63 and counts.tolist() == [[0, 0]]
     torch.testing.assert_close(sums[1 + 64 : 1 + 2 * 64].view(2, 32), k[::16].double().sum(0), rtol=1e-5, atol=1e-5)
     core = sb._core.SelectionLearner(config.settings)

@@ -11,4 +11,7 @@ struct Metric {
   bool integer = false;
 };
 
+// Before the name of one of several sources of training data: its loss in a step, nats per target.
+inline const std::string kSourceLoss = "loss_source_";
+
 }  // namespace sb

@@ -14,6 +14,7 @@ struct TokenSequence {
   // labels[i] is the target at position i, the next token (already shifted), or kIgnoredLabel; always kIgnoredLabel at
   // the last token. Same size as tokens.
   std::vector<int32_t> labels;
+  int source = 0;  // which of SequenceSource::sources() it is from
 };
 
 // An endless order of sequences. Everything is a pure function of (seed, position) and, for a source that learns from
@@ -33,6 +34,9 @@ class SequenceSource {
   virtual uint64_t size() const { return 0; }
   // No sequence is ever longer, whatever the source may learn later: what memory is planned for.
   virtual int64_t max_length() const = 0;
+
+  // What it draws from, by name, where that is several things.
+  virtual std::vector<std::string> sources() const { return {}; }
 
   // What the order depends on besides the seed, in words; empty: nothing that could change from one run to the next.
   virtual std::string identity() const { return {}; }

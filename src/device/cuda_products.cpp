@@ -49,7 +49,7 @@ uint32_t alignment(const void* pointer) {
 // What an algorithm depends on.
 struct Kind {
   int64_t m, n, k;
-  bool transpose_a, transpose_b, bias, add;
+  bool transpose_a, transpose_b, fp8, bias, add;
   DType input, output;
   std::array<uint32_t, 4> alignments;
   std::array<int64_t, 3> distances;
@@ -63,6 +63,7 @@ Kind kind_of(const CudaProduct& p) {
           p.k,
           p.transpose_a,
           p.transpose_b,
+          p.fp8,
           p.bias != nullptr,
           p.c != nullptr,
           p.input,
@@ -79,9 +80,9 @@ struct Plan {
   cublasLtMatmulAlgo_t algorithm;
 };
 
-void init_layout(cublasLtMatrixLayoutOpaque_t& layout, DType dtype, int64_t stored_rows, int64_t stored_columns,
+void init_layout(cublasLtMatrixLayoutOpaque_t& layout, cudaDataType_t type, int64_t stored_rows, int64_t stored_columns,
                  int64_t distance) {
-  SB_CUBLAS_CHECK(cublasLtMatrixLayoutInit(&layout, data_type(dtype), static_cast<uint64_t>(stored_columns),
+  SB_CUBLAS_CHECK(cublasLtMatrixLayoutInit(&layout, type, static_cast<uint64_t>(stored_columns),
                                            static_cast<uint64_t>(stored_rows),
                                            distance == 0 ? stored_columns : distance));
 }
@@ -101,9 +102,17 @@ void describe(const CudaProduct& p, Plan& plan) {
   set(&plan.operation, CUBLASLT_MATMUL_DESC_TRANSA, p.transpose_b ? CUBLAS_OP_T : CUBLAS_OP_N);
   set(&plan.operation, CUBLASLT_MATMUL_DESC_TRANSB, p.transpose_a ? CUBLAS_OP_T : CUBLAS_OP_N);
   if (p.bias != nullptr) set(&plan.operation, CUBLASLT_MATMUL_DESC_EPILOGUE, CUBLASLT_EPILOGUE_BIAS);
-  init_layout(plan.a, p.input, p.transpose_b ? p.n : p.k, p.transpose_b ? p.k : p.n, p.ldb);
-  init_layout(plan.b, p.input, p.transpose_a ? p.k : p.m, p.transpose_a ? p.m : p.k, p.lda);
-  init_layout(plan.d, p.output, p.m, p.n, p.ldd);
+  const cudaDataType_t input = p.fp8 ? CUDA_R_8F_E4M3 : data_type(p.input);
+  if (p.fp8) {
+    // Otherwise the tensor cores' own sums, of about 14 bits, are all there is.
+    set(&plan.operation, CUBLASLT_MATMUL_DESC_FAST_ACCUM, int8_t{0});
+    // Proposals are for products with scales; the addresses are those of each call.
+    set(&plan.operation, CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, p.b_scale);
+    set(&plan.operation, CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, p.a_scale);
+  }
+  init_layout(plan.a, input, p.transpose_b ? p.n : p.k, p.transpose_b ? p.k : p.n, p.ldb);
+  init_layout(plan.b, input, p.transpose_a ? p.k : p.m, p.transpose_a ? p.m : p.k, p.lda);
+  init_layout(plan.d, data_type(p.output), p.m, p.n, p.ldd);
 }
 
 uint32_t option_of(const cublasLtMatmulAlgo_t& algorithm, cublasLtMatmulAlgoConfigAttributes_t attribute) {
@@ -129,7 +138,7 @@ bool fits_large_tiles(const CudaProduct& p) {
 const cublasLtMatmulAlgo_t& taken(const CudaProduct& p, const std::vector<cublasLtMatmulAlgo_t>& proposals) {
   constexpr uint32_t kHopper = 66, kMostOption = 3;  // what the library calls them
   const int64_t tokens = p.transpose_a ? p.k : p.m;
-  if (tokens < kManyTokens || p.m * p.n < kManyOutputs) return proposals.front();
+  if (p.fp8 || tokens < kManyTokens || p.m * p.n < kManyOutputs) return proposals.front();
   const auto first = [&](const auto& wanted) {
     return std::find_if(proposals.begin(), proposals.end(), [&](const cublasLtMatmulAlgo_t& proposal) {
       return option_of(proposal, CUBLASLT_ALGO_CONFIG_ID) == kHopper &&
@@ -162,6 +171,10 @@ struct CudaProducts::Implementation {
   cublasStatus_t launch(void* stream, const CudaProduct& p, Plan& plan, const cublasLtMatmulAlgo_t& algorithm,
                         const void* c, void* d) {
     if (p.bias != nullptr) set(&plan.operation, CUBLASLT_MATMUL_DESC_BIAS_POINTER, p.bias);
+    if (p.fp8) {
+      set(&plan.operation, CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, p.b_scale);
+      set(&plan.operation, CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, p.a_scale);
+    }
     const float beta = p.c != nullptr ? 1.0f : 0.0f;
     return cublasLtMatmul(handle, &plan.operation, &p.scale, p.b, &plan.a, p.a, &plan.b, &beta, c, &plan.d, d, &plan.d,
                           &algorithm, workspace.get(), kWorkspaceBytes, static_cast<cudaStream_t>(stream));
@@ -182,7 +195,8 @@ struct CudaProducts::Implementation {
     const cublasStatus_t status = cublasLtMatmulAlgoGetHeuristic(
         handle, &plan.operation, &plan.a, &plan.b, &plan.d, &plan.d, &preference, kCandidates, results.data(), &found);
     SB_CHECK(status == CUBLAS_STATUS_SUCCESS && found > 0, "cuBLASLt has no algorithm for {}x{}x{} in {} to {}: {}",
-             p.m, p.n, p.k, dtype_name(p.input), dtype_name(p.output), cublasLtGetStatusString(status));
+             p.m, p.n, p.k, p.fp8 ? "e4m3" : dtype_name(p.input), dtype_name(p.output),
+             cublasLtGetStatusString(status));
     std::vector<cublasLtMatmulAlgo_t> algorithms;
     for (int i = 0; i < found; ++i) {
       if (results[static_cast<size_t>(i)].state == CUBLAS_STATUS_SUCCESS)

@@ -12,6 +12,7 @@ namespace sb {
 struct CudaProduct {
   bool transpose_a = false, transpose_b = false;
   int64_t m = 0, n = 0, k = 0;
+  bool fp8 = false;  // A and B are e4m3 codes, stored along the sum (transpose_b alone), 16 bytes aligned
   DType input = DType::bf16, output = DType::bf16;  // of A and B; of C, D and bias
   const void* a = nullptr;
   const void* b = nullptr;
@@ -21,6 +22,9 @@ struct CudaProduct {
   // Distances between stored rows; 0: they follow each other. C's are those of D.
   int64_t lda = 0, ldb = 0, ldd = 0;
   float scale = 1.0f;
+  // fp8: what a code of A or B is worth, on the device.
+  const float* a_scale = nullptr;
+  const float* b_scale = nullptr;
 };
 
 // Matrix products through cuBLASLt on one stream: handle, workspace and the algorithm chosen for every kind of product.

@@ -140,9 +140,12 @@ double book_choice(std::string_view prediction, const Expected& expected) {
   return 0;
 }
 
+// The published script asks for a point or a colon after the letter and calls the letter alone wrong.
 double code_choice(std::string_view prediction, const Expected& expected) {
   const auto [option, letter] = right_option(expected);
-  if (prediction.size() >= 2 && prediction[0] == letter && (prediction[1] == '.' || prediction[1] == ':')) return 1;
+  if (prediction.starts_with(letter) &&
+      (prediction.size() == 1 || std::string_view(".:)\n").find(prediction[1]) != std::string_view::npos))
+    return 1;
   std::string text = with_blanks_for(prediction, "\n`'\"-*");
   for (const std::string_view word : {"Option", "option"})
     for (size_t at = text.find(word); at != std::string::npos; at = text.find(word)) text.replace(at, word.size(), " ");

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "device/memory.h"
 #include "ops/adamw.h"
 #include "ops/linear.h"
 #include "ops/rmsnorm.h"
@@ -122,6 +123,11 @@ DecoderLayer::DecoderLayer(const ModelConfig& config, const ModelConfig& whole, 
   down_.declare_adapter(parameters, index, "down", {{down, 0, width.hidden}});
 }
 
+void DecoderLayer::use_fp8() {
+  fp8_ = true;
+  for (LayerProduct* product : {&qkv_, &output_, &gate_up_, &down_}) product->use_fp8();
+}
+
 LayerSaved DecoderLayer::allocate_saved(Arena& arena, int64_t tokens, int64_t rows, Recompute recompute) const {
   const Widths width(config_);
   const int64_t d = config_.head_dim;
@@ -203,6 +209,24 @@ int64_t DecoderLayer::adapter_bytes(const ModelConfig& config, const LoraConfig&
   return adapter_workspace_bytes(lora, std::min(tokens, chunk), inputs, dtype);
 }
 
+int64_t DecoderLayer::fp8_bytes(const ModelConfig& config, int64_t tokens, int64_t chunk) {
+  const Widths width(config);
+  const int64_t piece = std::min(tokens, chunk), wide = 2 * width.intermediate;
+  const auto rows = [](int64_t count, int64_t columns) { return ::sb::fp8_bytes(count, columns, Fp8Layout::by_row); };
+  const auto columns = [](int64_t count, int64_t of) { return ::sb::fp8_bytes(count, of, Fp8Layout::by_column); };
+  const auto both = [](int64_t count, int64_t of) { return ::sb::fp8_bytes(count, of, Fp8Layout::both); };
+  // A weight beside the input of its product in forward, beside the output's gradient in backward.
+  const auto product = [&](int64_t count, int64_t in, int64_t out) {
+    const int64_t weight = rows(out, in);
+    return std::max(rows(count, in) + weight, both(count, out) + std::max(columns(count, in), weight));
+  };
+  const int64_t mlp =
+      both(piece, width.hidden) + columns(piece, width.intermediate) + product(piece, width.hidden, wide);
+  const int64_t largest = Arena::rounded(dtype_bytes(DType::f32));
+  return largest + std::max({mlp, product(piece, width.hidden, width.qkv), product(tokens, width.query, width.hidden),
+                             product(piece, width.intermediate, width.hidden)});
+}
+
 int64_t DecoderLayer::scratch_bytes(const ModelConfig& config, DeviceKind device) {
   const Widths width(config);
   int64_t bytes = rmsnorm_scratch_bytes(device, width.hidden);
@@ -247,7 +271,7 @@ TensorView DecoderLayer::all_rows(const LayerRun& run, const SharedRows::Piece& 
 }
 
 void DecoderLayer::add_product(const LayerRun& run, const SharedRows::Piece& piece, const LayerProduct& product,
-                               TensorView x, TensorView residual, TensorView y) const {
+                               const ProductRows& x, TensorView residual, TensorView y) const {
   if (!run.rows.shared()) return product.forward(run, piece.begin, x, y, residual);
   ArenaScope scope(run.workspace);
   const TensorView all = run.rows.allocate(run.workspace, dtype_, piece, y.dim(1));
@@ -303,6 +327,13 @@ AttentionOperands DecoderLayer::attended(const LayerSaved& saved, const Operands
   return {own.q, own.k, own.v, out, lse};
 }
 
+TensorView DecoderLayer::largest_magnitude(const LayerRun& run) const {
+  if (!fp8_ || run.exec.device == DeviceKind::cpu) return {};
+  const TensorView largest = run.workspace.allocate(DType::f32, {1});
+  zero_tensor(run.exec, largest);
+  return largest;
+}
+
 TensorView DecoderLayer::as_activations(const LayerRun& run, TensorView sums) const {
   if (dtype_ == DType::f32) return sums;
   const TensorView rounded = run.workspace.allocate(dtype_, sums.shape());
@@ -345,8 +376,9 @@ void DecoderLayer::forward(const LayerRun& run, const LayerSaved& saved, TensorV
                                    : saved.gate_up.rows(piece.begin, piece.end);
     const TensorView inner = workspace.allocate(dtype_, {piece.tokens(), width.intermediate});
     gate_up_.forward(run, piece.begin, SharedRows::tokens(normed.all, piece), gate_up);
-    swiglu_forward(exec, gate_up, inner);
-    add_product(run, piece, down_, inner, middle.rows(piece.own_begin, piece.own_end),
+    const TensorView largest = largest_magnitude(run);
+    swiglu_forward(exec, gate_up, inner, largest);
+    add_product(run, piece, down_, {inner, largest}, middle.rows(piece.own_begin, piece.own_end),
                 y.rows(piece.own_begin, piece.own_end));
   });
 }
@@ -386,8 +418,10 @@ void DecoderLayer::backward(const LayerRun& run, const LayerSaved& saved, Tensor
 
 void DecoderLayer::backward_output(const LayerRun& run, TensorView out, TensorView gradient, TensorView dout) const {
   if (!run.rows.shared()) {
-    output_.add_gradients(run, 0, flat_heads(out), gradient);
-    return output_.backward_input(run, 0, gradient, flat_heads(dout));
+    ArenaScope codes(run.workspace);
+    const ProductRows of_gradient = output_.output_gradient(run, gradient);
+    output_.add_gradients(run, 0, flat_heads(out), of_gradient);
+    return output_.backward_input(run, 0, of_gradient, flat_heads(dout));
   }
   run.rows.shares().each_piece(run.tokens(), [&](const SharedRows::Piece& piece) {
     ArenaScope scope(run.workspace);
@@ -434,8 +468,9 @@ void DecoderLayer::backward_attention(const LayerRun& run, const LayerSaved& sav
     const TensorView own = dqkv.rows(piece.begin, piece.end);
     const NormedPiece normed = norm_piece(run, piece, input_norm_, saved.x, saved.input, /*again=*/true);
     const TensorView rows = SharedRows::tokens(normed.all, piece), dnormed = rows;
-    qkv_.add_gradients(run, piece.begin, rows, own);
-    qkv_.backward_input(run, piece.begin, own, dnormed);  // the rows were last used in the line above
+    const ProductRows of_own = qkv_.output_gradient(run, own);
+    qkv_.add_gradients(run, piece.begin, rows, of_own);
+    qkv_.backward_input(run, piece.begin, of_own, dnormed);  // the rows were last used in the line above
     norm_backward(run, piece, input_norm_, saved.x, normed, gradient);
   });
 }
@@ -458,11 +493,19 @@ void DecoderLayer::backward_mlp(const LayerRun& run, const SharedRows::Piece& pi
   // that needs the same operands.
   const TensorView dinner = workspace.allocate(dtype_, {tokens, width.intermediate}), inner = dinner,
                    dgate_up = gate_up;
-  down_.backward_input(run, begin, dy, dinner);
-  swiglu_backward(exec, gate_up, dinner, dgate_up, inner);
-  down_.add_gradients(run, begin, inner, dy);
-  gate_up_.add_gradients(run, begin, rows, dgate_up);
-  gate_up_.backward_input(run, begin, dgate_up, dnormed);
+  const ProductRows of_gradient = down_.output_gradient(run, dy);
+  down_.backward_input(run, begin, of_gradient, dinner);
+  ProductRows of_inner = inner, of_dgate_up = dgate_up;
+  if (fp8_) {
+    of_inner.codes = fp8_allocate(workspace, tokens, width.intermediate, Fp8Layout::by_column);
+    of_dgate_up.codes = fp8_allocate(workspace, tokens, 2 * width.intermediate, Fp8Layout::both);
+    fp8_swiglu_backward(exec, gate_up, dinner, of_dgate_up.codes, of_inner.codes);
+  } else {
+    swiglu_backward(exec, gate_up, dinner, dgate_up, inner);
+  }
+  down_.add_gradients(run, begin, of_inner, of_gradient);
+  gate_up_.add_gradients(run, begin, rows, of_dgate_up);
+  gate_up_.backward_input(run, begin, of_dgate_up, dnormed);
   norm_backward(run, piece, post_attention_norm_, middle, normed, gradient);
 }
 

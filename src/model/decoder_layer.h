@@ -44,6 +44,9 @@ class DecoderLayer {
   DecoderLayer(const ModelConfig& config, const ModelConfig& whole, int index, StageParameters& parameters,
                DType dtype);
 
+  // The layer's products are of e4m3 codes from here on.
+  void use_fp8();
+
   int index() const { return index_; }
 
   // The saved tensors of `tokens` tokens but x, carved from `arena`; `rows`: of these, that this rank has between the
@@ -64,6 +67,8 @@ class DecoderLayer {
   // What adapters take besides, in either.
   static int64_t adapter_bytes(const ModelConfig& config, const LoraConfig& lora, DType dtype, int64_t tokens,
                                int64_t chunk);
+  // And what codes of fp8 products do.
+  static int64_t fp8_bytes(const ModelConfig& config, int64_t tokens, int64_t chunk);
   // Of exec.scratch, for all operations but attention.
   static int64_t scratch_bytes(const ModelConfig& config, DeviceKind device);
 
@@ -77,6 +82,8 @@ class DecoderLayer {
   Operands operands(const LayerSaved& saved, Arena& workspace, int64_t tokens) const;
   // What attention gets to see.
   AttentionOperands attended(const LayerSaved& saved, const Operands& own, TensorView out, TensorView lse) const;
+  // A zero, for the largest magnitude of a tensor that an fp8 product reads; empty where nobody reads it.
+  TensorView largest_magnitude(const LayerRun& run) const;
   // Sums in fp32 in the type of the activations.
   TensorView as_activations(const LayerRun& run, TensorView sums) const;
   // Of the rows `x`; where there is nothing kept to write to, in the workspace.
@@ -91,8 +98,8 @@ class DecoderLayer {
   // The rows of all ranks of a piece, from this rank's.
   TensorView all_rows(const LayerRun& run, const SharedRows::Piece& piece, TensorView own) const;
   // y = residual + product, of this rank's rows of a piece; where ranks share it, each has some columns of x.
-  void add_product(const LayerRun& run, const SharedRows::Piece& piece, const LayerProduct& product, TensorView x,
-                   TensorView residual, TensorView y) const;
+  void add_product(const LayerRun& run, const SharedRows::Piece& piece, const LayerProduct& product,
+                   const ProductRows& x, TensorView residual, TensorView y) const;
   // Adds what comes through a norm to this rank's rows of `gradient`. `gradients` are of the norm's output, of each
   // rank a part.
   void norm_backward(const LayerRun& run, const SharedRows::Piece& piece, const ParameterPlace& norm, TensorView x,
@@ -116,6 +123,7 @@ class DecoderLayer {
   // Nowhere where the family has none.
   ParameterPlace input_norm_, q_norm_, k_norm_, post_attention_norm_;
   LayerProduct qkv_, output_, gate_up_, down_;
+  bool fp8_ = false;
 };
 
 }  // namespace sb

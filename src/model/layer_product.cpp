@@ -39,28 +39,70 @@ void LayerProduct::declare_adapter(StageParameters& parameters, int layer, const
   adapter_b_ = parameters.declare_adapter(own + "B", {row, lora.rank}, std::move(b));
 }
 
-void LayerProduct::forward(const LayerRun& run, int64_t begin, TensorView x, TensorView y, TensorView residual) const {
-  linear_forward(run.exec, x, weight_.weight(), bias_.weight(), y, residual);
-  each_adapted_piece(run, begin, x.dim(0), [&](const AdapterCall& call, int64_t first, int64_t end) {
-    adapter_forward(call, x.rows(first, end), y.rows(first, end));
+void LayerProduct::forward(const LayerRun& run, int64_t begin, const ProductRows& x, TensorView y,
+                           TensorView residual) const {
+  if (fp8_) {
+    ArenaScope scope(run.workspace);
+    const Fp8Matrix of_x = rounded(run, x, Fp8Layout::by_row);
+    const Fp8Matrix weight = rounded(run, weight_.weight(), Fp8Layout::by_row);
+    fp8_multiply(run.exec, fp8_rows(of_x), fp8_rows(weight), bias_.weight(), residual, y);
+  } else {
+    linear_forward(run.exec, x.values, weight_.weight(), bias_.weight(), y, residual);
+  }
+  each_adapted_piece(run, begin, y.dim(0), [&](const AdapterCall& call, int64_t first, int64_t end) {
+    adapter_forward(call, x.values.rows(first, end), y.rows(first, end));
   });
 }
 
-void LayerProduct::backward_input(const LayerRun& run, int64_t begin, TensorView dy, TensorView dx) const {
-  linear_backward_input(run.exec, dy, weight_.weight(), dx);
-  each_adapted_piece(run, begin, dy.dim(0), [&](const AdapterCall& call, int64_t first, int64_t end) {
-    adapter_backward_input(call, dy.rows(first, end), dx.rows(first, end));
+void LayerProduct::backward_input(const LayerRun& run, int64_t begin, const ProductRows& dy, TensorView dx) const {
+  if (fp8_) {
+    ArenaScope scope(run.workspace);
+    const Fp8Matrix of_dy = rounded(run, dy, Fp8Layout::by_row);
+    const Fp8Matrix weight = rounded(run, weight_.weight(), Fp8Layout::by_column);
+    fp8_multiply(run.exec, fp8_rows(of_dy), fp8_columns(weight), {}, {}, dx);
+  } else {
+    linear_backward_input(run.exec, dy.values, weight_.weight(), dx);
+  }
+  each_adapted_piece(run, begin, dx.dim(0), [&](const AdapterCall& call, int64_t first, int64_t end) {
+    adapter_backward_input(call, dy.values.rows(first, end), dx.rows(first, end));
   });
 }
 
-void LayerProduct::add_gradients(const LayerRun& run, int64_t begin, TensorView x, TensorView dy) const {
-  if (weight_.trained())
-    linear_backward_weight(run.exec, x, dy, weight_.gradient(), bias_.gradient(), weight_.add_to_gradient());
-  each_adapted_piece(run, begin, x.dim(0), [&](const AdapterCall& call, int64_t first, int64_t end) {
+void LayerProduct::add_gradients(const LayerRun& run, int64_t begin, const ProductRows& x,
+                                 const ProductRows& dy) const {
+  if (weight_.trained() && fp8_) {
+    add_fp8_gradients(run, x, dy);
+  } else if (weight_.trained()) {
+    linear_backward_weight(run.exec, x.values, dy.values, weight_.gradient(), bias_.gradient(),
+                           weight_.add_to_gradient());
+  }
+  each_adapted_piece(run, begin, dy.values.dim(0), [&](const AdapterCall& call, int64_t first, int64_t end) {
     const bool add_to_a = adapter_a_.add_to_gradient(), add_to_b = adapter_b_.add_to_gradient();
-    adapter_backward_weights(call, x.rows(first, end), dy.rows(first, end),
+    adapter_backward_weights(call, x.values.rows(first, end), dy.values.rows(first, end),
                              {adapter_a_.gradient(), adapter_b_.gradient(), add_to_a, add_to_b});
   });
+}
+
+void LayerProduct::add_fp8_gradients(const LayerRun& run, const ProductRows& x, const ProductRows& dy) const {
+  ArenaScope scope(run.workspace);
+  const Fp8Matrix of_dy = rounded(run, dy, Fp8Layout::by_column), of_x = rounded(run, x, Fp8Layout::by_column);
+  const TensorView gradient = weight_.gradient();
+  fp8_multiply(run.exec, fp8_columns(of_dy), fp8_columns(of_x), {}, weight_.add_to_gradient() ? gradient : TensorView(),
+               gradient);
+  if (bias_.trained()) linear_backward_bias(run.exec, dy.values, bias_.gradient());
+}
+
+ProductRows LayerProduct::output_gradient(const LayerRun& run, TensorView dy) const {
+  if (!fp8_) return dy;
+  return {dy, rounded(run, dy, Fp8Layout::both)};
+}
+
+Fp8Matrix LayerProduct::rounded(const LayerRun& run, const ProductRows& x, Fp8Layout layout) {
+  const bool made = layout == Fp8Layout::by_row ? x.codes.by_row != nullptr : x.codes.by_column != nullptr;
+  if (made) return x.codes;
+  const Fp8Matrix matrix = fp8_allocate(run.workspace, x.values.dim(0), x.values.dim(1), layout);
+  fp8_quantize(run.exec, x.values, matrix, x.largest);
+  return matrix;
 }
 
 AdapterCall LayerProduct::adapter_call(const LayerRun& run, int64_t begin, int64_t rows) const {

@@ -16,6 +16,7 @@ MicroBatch cut_piece(const MicroBatch& sequence, int64_t begin, int64_t end) {
   piece.positions = part(sequence.positions);
   piece.labels = part(sequence.labels);
   piece.weights = part(sequence.weights);
+  piece.sources = part(sequence.sources);
   piece.cu_seqlens.push_back(static_cast<int32_t>(end - begin));
   piece.sequence_ids = sequence.sequence_ids;
   piece.dropout_key = sequence.dropout_key;

@@ -18,6 +18,8 @@ struct MicroBatch {
   // Where several ranks share the sequences: cu_seqlens of the whole ones; empty otherwise.
   std::vector<int32_t> whole_cu_seqlens;
   std::vector<int64_t> sequence_ids;
+  // Of every token, which of several sources it is from, where losses are wanted by source; empty: they are not.
+  std::vector<int32_t> sources;
   uint64_t dropout_key = 0;  // of the step (dropout_key of ops/dropout.h), where adapters drop elements
   // Attention budgets [layer · sequences + sequence] in keys per query; empty: the configured one everywhere.
   std::vector<int32_t> budgets;

@@ -54,7 +54,7 @@ struct Slot {
   TensorView end;
   TensorView token_loss;
   // Host memory: what the loss writes, of each piece of the rows, and on CUDA the ids on their way to the device.
-  HostMemory loss_memory, staging;
+  HostMemory loss_memory, token_loss_memory, staging;
   std::unique_ptr<Arena> inputs;
   DeviceBatch ids;
   std::vector<int32_t> sequences;  // what ids.sequences shows on the host
@@ -62,6 +62,10 @@ struct Slot {
 
   Slot(const StageOptions& options, const StageBytes& bytes)
       : loss_memory(bytes.loss_pieces * static_cast<int64_t>(sizeof(LossSums)), options.device),
+        token_loss_memory(options.device == DeviceKind::cpu
+                              ? 0
+                              : options.max_micro_batch_tokens * static_cast<int64_t>(sizeof(float)),
+                          options.device),
         staging(bytes.inputs, options.device),
         inputs(std::make_unique<Arena>(make_arena("micro-batch ids", bytes.inputs, options.device))),
         uploaded(options.device),
@@ -414,6 +418,8 @@ struct Stage::Implementation {
       rmsnorm_backward(exec, own, model.final_norm.weight(), rstd, shared.own(gradient, piece), end,
                        /*accumulate=*/false, model.final_norm.gradient());
     });
+    if (!batch.sources.empty() && options.device != DeviceKind::cpu)
+      download(exec, slot.token_loss, slot.token_loss_memory.data());
     slot.loss_ready.record(exec);
   }
 
@@ -614,6 +620,15 @@ LossSums Stage::loss(int slot) const {
 TensorView Stage::token_loss(int slot) const {
   SB_CHECK(implementation_->last, "only the last stage has token losses");
   return implementation_->slot(slot).token_loss;
+}
+
+std::span<const float> Stage::host_token_loss(int slot) const {
+  SB_CHECK(implementation_->last, "only the last stage has token losses");
+  const Slot& own = implementation_->slot(slot);
+  const float* losses = implementation_->options.device == DeviceKind::cpu
+                            ? own.token_loss.f32()
+                            : static_cast<const float*>(own.token_loss_memory.data());
+  return {losses, static_cast<size_t>(own.tokens)};
 }
 
 void Stage::logits(const Exec& caller, int slot_index, int64_t row_begin, int64_t row_end, TensorView logits) const {

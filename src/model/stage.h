@@ -46,12 +46,17 @@ struct StageOptions {
   bool training = true;          // false: no gradients, no saved activations; forward() is evaluate()
   int shards = 1;                // every group of the parameters can be cut into so many equal pieces
   bool with_values = true;       // false: the fp32 values are somebody else's (ParameterSet::set_values_owner)
+  bool fp8 = false;              // products of the layers from e4m3 codes; on the CPU a reference for tests
+  std::vector<int> fp8_skip;     // layers whose products are not
   LoraConfig lora;               // with a rank the model itself is frozen but for what it names
   TensorShare tensor;            // of the ranks that share the products of this stage, this one
 
   // How these share the tokens of a micro-batch between the products.
   TokenShares token_shares() const { return {tensor, layer_chunk}; }
 };
+
+// UserError where the model's sizes do not allow it, or not with what else is asked for.
+void check_fp8(const ModelConfig& config, const LoraConfig& lora);
 
 // Told, during a backward, which group of the parameters (ParameterSet::groups()) it will not touch again: from the
 // last one to the first.
@@ -124,6 +129,8 @@ class Stage {
   // waits.
   LossSums loss(int slot) const;
   TensorView token_loss(int slot) const;
+  // The same in host memory, after forward() of a micro-batch with sources and loss().
+  std::span<const float> host_token_loss(int slot) const;
 
   // Last stage, after evaluate() in the slot, of a model that no ranks share: logits [rows, V] of rows of the
   // micro-batch, in the stage's type.

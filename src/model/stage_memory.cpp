@@ -79,8 +79,8 @@ StageBytes::StageBytes(const ModelConfig& model, const StageOptions& options, co
   plans = attention.reserved_bytes(shape, tokens, options.dtype, attention_states(options));
   call = attention.call_bytes(shape, tokens, threads);
   rope_table = 2 * array_bytes(options.max_sequence_length * (config.head_dim / 2), DType::f32);
-  const int64_t adapters =
-      DecoderLayer::adapter_bytes(config, options.lora, options.dtype, tokens, options.layer_chunk);
+  int64_t besides = DecoderLayer::adapter_bytes(config, options.lora, options.dtype, tokens, options.layer_chunk);
+  if (options.fp8) besides += DecoderLayer::fp8_bytes(config, tokens, options.layer_chunk);
   // The loss has the hidden rows; where ranks share them, those of a piece and their gradient.
   const bool shared = !options.tensor.alone();
   const int64_t gathered = array_bytes(shares.padded_piece(tokens) * config.hidden_size, options.dtype);
@@ -89,10 +89,10 @@ StageBytes::StageBytes(const ModelConfig& model, const StageOptions& options, co
                            : stream + array_bytes(tokens, DType::f32);
   loss_pieces = shared ? (tokens + shares.largest_piece(tokens) - 1) / shares.largest_piece(tokens) : 1;
   workspace =
-      stream + std::max(adapters + DecoderLayer::forward_workspace_bytes(config, options.dtype, tokens, shares), loss);
+      stream + std::max(besides + DecoderLayer::forward_workspace_bytes(config, options.dtype, tokens, shares), loss);
   if (options.training) {
     // The last stage's gradient lies in its slot.
-    workspace = std::max(workspace, (last ? 0 : stream) + adapters +
+    workspace = std::max(workspace, (last ? 0 : stream) + besides +
                                         DecoderLayer::backward_workspace_bytes(config, options.dtype, tokens, shares,
                                                                                kept_at_hand(options.recompute)));
   }

@@ -1,5 +1,7 @@
 #include "model/stage_model.h"
 
+#include <algorithm>
+
 #include "core/errors.h"
 
 namespace sb {
@@ -28,6 +30,7 @@ StageModel::StageModel(const ModelConfig& config, const StageOptions& options)
   layers.reserve(static_cast<size_t>(options.last_layer - options.first_layer));
   for (int layer = options.first_layer; layer < options.last_layer; ++layer) {
     layers.emplace_back(rank, config, layer, all, options.dtype);
+    if (options.fp8 && std::ranges::count(options.fp8_skip, layer) == 0) layers.back().use_fp8();
     parameters.end_group(options.shards);
   }
   if (!last) return;
@@ -42,6 +45,17 @@ StageModel::StageModel(const ModelConfig& config, const StageOptions& options)
     head = first ? embedding : declare_embedding();
   }
   if (!first || !config.tie_word_embeddings) end_group(head);
+}
+
+void check_fp8(const ModelConfig& config, const LoraConfig& lora) {
+  SB_USER_CHECK(!lora.enabled(), "train.precision: fp8 trains whole models; with lora set train.precision: auto");
+  const int64_t query = int64_t{config.heads} * config.head_dim, key = int64_t{config.kv_heads} * config.head_dim;
+  for (const int64_t width : {int64_t{config.hidden_size}, query, key, int64_t{config.intermediate_size}}) {
+    SB_USER_CHECK(width % kFp8Multiple == 0,
+                  "train.precision: fp8 wants products of multiples of {}, and this model has one of {}; set "
+                  "train.precision: auto",
+                  kFp8Multiple, width);
+  }
 }
 
 void check_stage_options(const ModelConfig& config, const StageOptions& options) {

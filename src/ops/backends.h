@@ -17,8 +17,8 @@ namespace sb::cpu {
 void linear_forward(const Exec& exec, TensorView x, TensorView weight, TensorView bias, TensorView y,
                     TensorView residual);
 void linear_backward_input(const Exec& exec, TensorView dy, TensorView weight, TensorView dx, bool accumulate);
-void linear_backward_weight(const Exec& exec, TensorView x, TensorView dy, TensorView dweight, TensorView dbias,
-                            bool accumulate);
+void linear_backward_weight(const Exec& exec, TensorView x, TensorView dy, TensorView dweight, bool accumulate);
+void linear_backward_bias(const Exec& exec, TensorView dy, TensorView dbias);
 void add(const Exec& exec, TensorView a, TensorView b, TensorView y);
 void multiply_transposed(const Exec& exec, const Columns& x, TensorView weight, float scale, const Columns& y,
                          bool accumulate);
@@ -58,8 +58,8 @@ namespace sb::cuda {
 void linear_forward(const Exec& exec, TensorView x, TensorView weight, TensorView bias, TensorView y,
                     TensorView residual);
 void linear_backward_input(const Exec& exec, TensorView dy, TensorView weight, TensorView dx, bool accumulate);
-void linear_backward_weight(const Exec& exec, TensorView x, TensorView dy, TensorView dweight, TensorView dbias,
-                            bool accumulate);
+void linear_backward_weight(const Exec& exec, TensorView x, TensorView dy, TensorView dweight, bool accumulate);
+void linear_backward_bias(const Exec& exec, TensorView dy, TensorView dbias);
 void add(const Exec& exec, TensorView a, TensorView b, TensorView y);
 void multiply_transposed(const Exec& exec, const Columns& x, TensorView weight, float scale, const Columns& y,
                          bool accumulate);
@@ -76,7 +76,7 @@ void qkv_rope_backward(const Exec& exec, const QkvShape& shape, TensorView dq, T
                        TensorView positions, TensorView cos, TensorView sin, TensorView qkv, TensorView q_norm,
                        TensorView k_norm, TensorView rstd_q, TensorView rstd_k, TensorView dqkv, TensorView dq_norm,
                        TensorView dk_norm);
-void swiglu_forward(const Exec& exec, TensorView gate_up, TensorView h);
+void swiglu_forward(const Exec& exec, TensorView gate_up, TensorView h, TensorView largest);
 void swiglu_backward(const Exec& exec, TensorView gate_up, TensorView dh, TensorView dgate_up, TensorView h);
 void embedding_forward(const Exec& exec, TensorView tokens, TensorView table, TensorView x, int64_t first);
 void embedding_backward(const Exec& exec, TensorView tokens, TensorView dx, TensorView dtable, int64_t first,

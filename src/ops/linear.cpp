@@ -41,9 +41,20 @@ void linear_backward_weight(const Exec& exec, TensorView x, TensorView dy, Tenso
   check_operand(exec, "linear_backward_weight", "dy", dy, x.dtype(), {tokens, out});
   // Gradients are fp32 whatever the activations are.
   check_operand(exec, "linear_backward_weight", "dweight", dweight, DType::f32, {out, in});
-  if (!dbias.empty()) check_operand(exec, "linear_backward_weight", "dbias", dbias, DType::f32, {out});
-  if (exec.device == DeviceKind::cuda) return cuda::linear_backward_weight(exec, x, dy, dweight, dbias, accumulate);
-  cpu::linear_backward_weight(exec, x, dy, dweight, dbias, accumulate);
+  if (exec.device == DeviceKind::cuda)
+    cuda::linear_backward_weight(exec, x, dy, dweight, accumulate);
+  else
+    cpu::linear_backward_weight(exec, x, dy, dweight, accumulate);
+  if (!dbias.empty()) linear_backward_bias(exec, dy, dbias);
+}
+
+void linear_backward_bias(const Exec& exec, TensorView dy, TensorView dbias) {
+  const int64_t tokens = dy.dim(0), out = dy.dim(1);
+  check_operand(exec, "linear_backward_bias", "dy", dy, dy.dtype(), {tokens, out});
+  check_operand(exec, "linear_backward_bias", "dbias", dbias, DType::f32, {out});
+  if (tokens == 0) return;
+  if (exec.device == DeviceKind::cuda) return cuda::linear_backward_bias(exec, dy, dbias);
+  cpu::linear_backward_bias(exec, dy, dbias);
 }
 
 int64_t linear_scratch_bytes(DeviceKind device, int64_t out) {

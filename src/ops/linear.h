@@ -20,7 +20,10 @@ void linear_backward_input(const Exec& exec, TensorView dy, TensorView weight, T
 void linear_backward_weight(const Exec& exec, TensorView x, TensorView dy, TensorView dweight, TensorView dbias,
                             bool accumulate = true);
 
-// Bytes of exec.scratch that linear_backward_weight needs for a bias of `out` columns.
+// dbias += column sums of dy.
+void linear_backward_bias(const Exec& exec, TensorView dy, TensorView dbias);
+
+// Bytes of exec.scratch that the gradient needs for a bias of `out` columns.
 int64_t linear_scratch_bytes(DeviceKind device, int64_t out);
 
 }  // namespace sb

@@ -5,10 +5,11 @@
 
 namespace sb {
 
-void swiglu_forward(const Exec& exec, TensorView gate_up, TensorView h) {
+void swiglu_forward(const Exec& exec, TensorView gate_up, TensorView h, TensorView largest) {
   check_operand(exec, "swiglu_forward", "gate_up", gate_up, gate_up.dtype(), {gate_up.dim(0), 2 * h.dim(1)});
   check_operand(exec, "swiglu_forward", "h", h, gate_up.dtype(), {gate_up.dim(0), h.dim(1)});
-  if (exec.device == DeviceKind::cuda) return cuda::swiglu_forward(exec, gate_up, h);
+  if (exec.device == DeviceKind::cuda) return cuda::swiglu_forward(exec, gate_up, h, largest);
+  SB_CHECK(largest.empty(), "swiglu_forward: no largest magnitudes on the CPU");
   cpu::swiglu_forward(exec, gate_up, h);
 }
 

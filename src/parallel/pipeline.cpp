@@ -32,6 +32,17 @@ std::vector<int> group_sizes(std::span<const MicroBatch> batches) {
   return sizes;
 }
 
+void add_by_source(const MicroBatch& batch, std::span<const float> token_loss,
+                   std::vector<Pipeline::SourceLoss>& sources) {
+  for (size_t i = 0; i < token_loss.size(); ++i) {
+    if (batch.labels[i] == kIgnoredLabel) continue;
+    const auto source = static_cast<size_t>(batch.sources[i]);
+    if (source >= sources.size()) sources.resize(source + 1);
+    sources[source].nll += token_loss[i];
+    ++sources[source].targets;
+  }
+}
+
 }  // namespace
 
 std::vector<int> split_layers_evenly(int layers, int stages) {
@@ -228,7 +239,10 @@ Pipeline::Result Pipeline::train(const Exec& exec, std::span<const MicroBatch> b
                                               --backwards_left == 0 ? hooks.gradients_final : GradientsFinal());
       timer.end(i, true);
       // Only now that backward is queued: a device does not wait for the host to read the loss.
-      if (next_ < 0) result.loss += stage_.loss(slot);
+      if (next_ < 0) {
+        result.loss += stage_.loss(slot);
+        if (!batch.sources.empty()) add_by_source(batch, stage_.host_token_loss(slot), result.sources);
+      }
       expect(output_gradients_.get(), backwards, next_backward++);
       if (input_gradients_) input_gradients_->send(exec, down);
     }

@@ -41,8 +41,13 @@ class Pipeline {
     std::chrono::steady_clock::time_point begin, end;  // the computation, without what it waited for
     int64_t nanoseconds() const { return std::chrono::duration_cast<std::chrono::nanoseconds>(end - begin).count(); }
   };
+  struct SourceLoss {
+    double nll = 0;
+    int64_t targets = 0;
+  };
   struct Result {
-    LossSums loss;  // of all micro-batches, on the last stage; zero elsewhere
+    LossSums loss;                    // of all micro-batches, on the last stage; zero elsewhere
+    std::vector<SourceLoss> sources;  // the same by MicroBatch::sources, as far as there are any
     std::vector<Operation> operations;
     bool stopped = false;  // asked to stop on the way
   };

@@ -15,15 +15,28 @@ namespace {
 constexpr int64_t kSizes[] = {4096, 2048, 8192, 16384};  // the likeliest first
 constexpr double kNever = std::numeric_limits<double>::infinity();
 
-// One rank's micro-batches in groups: the pieces of a sequence, or a pack of short ones.
+// A micro-batch of one rank: a piece of a sequence, or a pack of short ones.
 struct Unit {
-  std::vector<int> members;
+  int first = 0, count = 0;  // of the members
   Piece piece;
 };
-using Groups = std::vector<std::vector<Unit>>;
+
+// The pieces of a sequence are a group, and so is a pack by itself.
+struct Groups {
+  std::vector<int> members;   // sequences of all units
+  std::vector<Unit> units;    // group by group
+  std::vector<int> begin{0};  // first unit of every group, and one past the last
+  int count() const { return static_cast<int>(begin.size()) - 1; }
+  int size(int group) const { return begin[static_cast<size_t>(group) + 1] - begin[static_cast<size_t>(group)]; }
+  int first_member(int group) const {
+    return members[static_cast<size_t>(units[static_cast<size_t>(begin[static_cast<size_t>(group)])].first)];
+  }
+  void end_group() { begin.push_back(static_cast<int>(units.size())); }
+};
 
 // A rank as it would run.
 struct Arrangement {
+  std::vector<int> members;
   std::vector<Unit> units;  // in the order of their forwards
   int ahead = 1;
   double makespan = kNever;
@@ -46,47 +59,56 @@ class RankChunks {
   // Keeps the arrangement by this size if it is the fastest so far. `all_orders`: of several orders, where they may be
   // chosen, otherwise of the likeliest.
   void attempt(int64_t chunk, bool all_orders = false) {
-    Groups groups = make_groups(chunk);
-    std::vector<int> first(groups.size());  // unit
-    std::vector<Unit> units;
+    const Groups groups = make_groups(chunk);
     int longest = 0;
-    for (size_t g = 0; g < groups.size(); ++g) {
-      first[g] = static_cast<int>(units.size());
-      longest = std::max(longest, static_cast<int>(groups[g].size()));
-      for (Unit& unit : groups[g]) units.push_back(unit);
-    }
-    const PipelineTimes times = stage_times(cost_, sequences_, as_batches(units, 1), 0, budgets_);
+    for (int g = 0; g < groups.count(); ++g) longest = std::max(longest, groups.size(g));
+    Batches batches;
+    append(groups.members, groups.units, 1, batches);
+    const PipelineTimes times = stage_times(cost_, sequences_, batches, 0, budgets_);
     if (busiest_stage(times) >= best_.makespan) return;
-    std::vector<double> time(groups.size(), 0.0);  // on the first stage
-    for (size_t g = 0; g < groups.size(); ++g)
-      for (size_t k = 0; k < groups[g].size(); ++k) {
-        const size_t at = times.at(first[g] + static_cast<int>(k), 0);
-        time[g] += times.forward[at] + times.backward[at];
-      }
-    for (const std::vector<int>& order : group_orders(groups, time, all_orders)) {
+    std::vector<double> time(static_cast<size_t>(groups.count()), 0.0);  // on the first stage
+    for (size_t g = 0; g < time.size(); ++g)
+      for (int i = groups.begin[g]; i < groups.begin[g + 1]; ++i)
+        time[g] += times.forward[times.at(i, 0)] + times.backward[times.at(i, 0)];
+    const std::vector<std::vector<int>> orders = group_orders(groups, time, all_orders);
+    // The likeliest order was tried as the best one was found.
+    for (size_t o = all_orders && best_.chunk == chunk ? 1 : 0; o < orders.size(); ++o) {
       std::vector<int> sizes, places;
-      for (const int g : order) {
-        sizes.push_back(static_cast<int>(groups[static_cast<size_t>(g)].size()));
-        for (int k = 0; k < sizes.back(); ++k) places.push_back(first[static_cast<size_t>(g)] + k);
+      for (const int g : orders[o]) {
+        sizes.push_back(groups.size(g));
+        for (int k = 0; k < sizes.back(); ++k) places.push_back(groups.begin[static_cast<size_t>(g)] + k);
       }
       // With one stage nothing waits, and running ahead would only take memory.
       int ahead = cost_.stages() > 1 ? longest : 1;
-      const auto schedule = room(sizes, places, units, ahead);
+      const auto schedule = room(sizes, groups, ahead);
       if (schedule == nullptr) continue;
       const double makespan = schedule->makespan(times, places);
       if (makespan >= best_.makespan) continue;
-      best_.makespan = makespan;
-      best_.chunk = chunk;
-      best_.ahead = ahead;
-      best_.units.clear();
-      for (const int place : places) best_.units.push_back(units[static_cast<size_t>(place)]);
+      best_ = {groups.members, {}, ahead, makespan, chunk};
+      for (const int place : places) best_.units.push_back(groups.units[static_cast<size_t>(place)]);
     }
+  }
+
+  // As one more rank.
+  static void append(std::span<const int> members, std::span<const Unit> units, int ahead, Batches& batches) {
+    for (const Unit& unit : units) {
+      const auto own = members.subspan(static_cast<size_t>(unit.first), static_cast<size_t>(unit.count));
+      batches.sequences.insert(batches.sequences.end(), own.begin(), own.end());
+      batches.micro_batch_begin.push_back(static_cast<int>(batches.sequences.size()));
+      batches.pieces.push_back(unit.piece);
+    }
+    batches.rank_begin.push_back(batches.micro_batches());
+    batches.ahead.push_back(ahead);
   }
 
  private:
   Groups make_groups(int64_t chunk) const {
     const int64_t edge = piece_edge(cost_.spec());
     Groups groups;
+    const auto add = [&](std::span<const int> members, const Piece& piece) {
+      groups.units.push_back({static_cast<int>(groups.members.size()), static_cast<int>(members.size()), piece});
+      groups.members.insert(groups.members.end(), members.begin(), members.end());
+    };
     std::vector<int> shorter;
     for (const int member : members_) {
       const int64_t length = sequences_[static_cast<size_t>(member)].tokens;
@@ -94,12 +116,13 @@ class RankChunks {
         shorter.push_back(member);
         continue;
       }
-      auto& group = groups.emplace_back();
-      for (const Piece& piece : cut_sequence(length, chunk, edge)) group.push_back({{member}, piece});
+      for (const Piece& piece : cut_sequence(length, chunk, edge)) add({&member, 1}, piece);
+      groups.end_group();
     }
     for (auto& pack : packs(std::move(shorter), chunk)) {
       std::sort(pack.begin(), pack.end());
-      groups.push_back({{std::move(pack), {}}});
+      add(pack, {});
+      groups.end_group();
     }
     return groups;
   }
@@ -141,12 +164,12 @@ class RankChunks {
   // Orders of the groups worth a simulation; without reordering the one they have: by their first sequence.
   std::vector<std::vector<int>> group_orders(const Groups& groups, std::span<const double> time,
                                              bool all_orders) const {
-    std::vector<int> order(groups.size());
+    std::vector<int> order(static_cast<size_t>(groups.count()));
     std::iota(order.begin(), order.end(), 0);
-    const auto size = [&](int g) { return groups[static_cast<size_t>(g)].size(); };
+    const auto size = [&](int g) { return groups.size(g); };
     if (!batching_.reorder) {
-      const auto sequence = [&](int g) { return groups[static_cast<size_t>(g)][0].members[0]; };
-      std::stable_sort(order.begin(), order.end(), [&](int a, int b) { return sequence(a) < sequence(b); });
+      std::stable_sort(order.begin(), order.end(),
+                       [&](int a, int b) { return groups.first_member(a) < groups.first_member(b); });
       return {order};
     }
     // Many pieces first, so that the last sequences to drain are short.
@@ -170,48 +193,31 @@ class RankChunks {
   }
 
   // The schedule with forwards as far ahead as wanted, or as far as memory allows; null: none fits.
-  std::unique_ptr<const Schedule> room(const std::vector<int>& sizes, const std::vector<int>& places,
-                                       const std::vector<Unit>& units, int& ahead) const {
+  std::unique_ptr<const Schedule> room(const std::vector<int>& sizes, const Groups& groups, int& ahead) const {
     for (;; --ahead) {
       auto schedule = std::make_unique<const Schedule>(cost_.stages(), sizes, ahead, cost_.layout().warmup_depth);
-      if (options_.kept_tokens.empty() || fits(*schedule, places, units)) return schedule;
+      if (options_.kept_tokens.empty() || fits(*schedule, groups)) return schedule;
       if (ahead == 1) return nullptr;
     }
   }
 
   // Every slot is as large as the largest micro-batch of the step.
-  bool fits(const Schedule& schedule, const std::vector<int>& places, const std::vector<Unit>& units) const {
+  bool fits(const Schedule& schedule, const Groups& groups) const {
     int64_t largest = 0;
-    for (const int place : places) largest = std::max(largest, tokens(units[static_cast<size_t>(place)]));
+    for (const Unit& unit : groups.units) largest = std::max(largest, tokens(groups, unit));
     for (int s = 0; s < cost_.stages(); ++s)
       if (schedule.slots(s) * largest > options_.kept_tokens[static_cast<size_t>(s)]) return false;
     return true;
   }
 
-  int64_t tokens(const Unit& unit) const {
+  int64_t tokens(const Groups& groups, const Unit& unit) const {
     if (unit.piece.end > 0) return unit.piece.end - unit.piece.begin;
     int64_t sum = 0;
-    for (const int member : unit.members) sum += sequences_[static_cast<size_t>(member)].tokens;
+    for (int i = unit.first; i < unit.first + unit.count; ++i)
+      sum += sequences_[static_cast<size_t>(groups.members[static_cast<size_t>(i)])].tokens;
     return sum;
   }
 
- public:
-  static Batches as_batches(const std::vector<Unit>& units, int ahead) {
-    Batches batches;
-    append(units, ahead, batches);
-    return batches;
-  }
-  static void append(const std::vector<Unit>& units, int ahead, Batches& batches) {
-    for (const Unit& unit : units) {
-      batches.sequences.insert(batches.sequences.end(), unit.members.begin(), unit.members.end());
-      batches.micro_batch_begin.push_back(static_cast<int>(batches.sequences.size()));
-      batches.pieces.push_back(unit.piece);
-    }
-    batches.rank_begin.push_back(batches.micro_batches());
-    batches.ahead.push_back(ahead);
-  }
-
- private:
   const CostModel& cost_;
   std::span<const Sequence> sequences_;
   std::span<const int32_t> budgets_;
@@ -300,7 +306,7 @@ std::optional<Batches> make_chunks(const CostModel& cost, std::span<const Sequen
   Batches batches;
   for (const RankChunks& own : ranks) {
     if (own.best().makespan == kNever) return std::nullopt;
-    RankChunks::append(own.best().units, own.best().ahead, batches);
+    RankChunks::append(own.best().members, own.best().units, own.best().ahead, batches);
   }
   return batches;
 }

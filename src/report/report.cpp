@@ -6,6 +6,7 @@
 #include <cmath>
 
 #include "core/markup.h"
+#include "core/metric.h"
 #include "report/report_chart.h"
 #include "report/report_headline.h"
 #include "report/report_schedule.h"
@@ -172,6 +173,15 @@ ChartLine loss_over_cluster_time(const RunMetrics& metrics) {
   return line;
 }
 
+std::vector<ChartLine> loss_by_source(const RunMetrics& metrics) {
+  constexpr size_t kMostLines = 16;  // that a reader can tell apart
+  std::vector<ChartLine> lines;
+  for (const auto& [name, series] : metrics.series)
+    if (name.starts_with(kSourceLoss) && lines.size() < kMostLines)
+      lines.push_back(line_of(metrics, name, name.substr(kSourceLoss.size())));
+  return lines;
+}
+
 std::string charts(const ReportInput& input) {
   const RunMetrics& metrics = input.metrics;
   std::vector<Chart> all;
@@ -179,6 +189,7 @@ std::string charts(const ReportInput& input) {
                  "nats per token",
                  "step",
                  {line_of(metrics, "loss", "training"), line_of(metrics, "validation_loss", "validation")}});
+  all.push_back({"Loss by source", "nats per token", "step", loss_by_source(metrics)});
   all.push_back({"Loss and the rehearsed cluster's time",
                  "nats per token",
                  "seconds, predicted",

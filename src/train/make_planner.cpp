@@ -106,13 +106,14 @@ Profile run_profile(const RunConfig& config, const ModelConfig& model) {
 namespace {
 
 // The size of pieces by which the first batches are fastest; 0: whole sequences.
-int64_t fastest_chunk(const RunConfig& config, const ModelConfig& model, const SequenceSource& source) {
+int64_t fastest_chunk(RunConfig config, const ModelConfig& model, const SequenceSource& source, int64_t longest) {
   constexpr int64_t kBatches = 8;
   const LatencyModel latency(run_profile(config, model));
   Layout layout;
   layout.dp = config.parallel.dp;
   layout.pp = config.parallel.pp;
   layout.cp = config.parallel.cp;
+  layout.tp = config.parallel.tp;
   const CostModel cost(latency, attention_spec(config), layout, split_layers(config, model));
   const auto coverage = power_coverage(0.22);  // nothing is learned yet
   PlanOptions options;
@@ -120,16 +121,11 @@ int64_t fastest_chunk(const RunConfig& config, const ModelConfig& model, const S
   options.batching.micro_batch_sequences = config.batch.micro_batch_sequences;
   options.ordering = config.balance.ordering == BalanceOptions::Ordering::automatic;
   options.tuning = tuning_options(config.balance);
-  const PackingLimits limits = packing_limits(config.batch, source.max_length(), config.parallel.cp);
-  options.batching.max_sequences = most_sequences(config, limits);
   const auto time = [&](int64_t chunk) {
-    options.chunk.tokens = chunk;
+    options.chunk.tokens = config.balance.chunk = chunk;
+    const PackingLimits limits = run_packing(config, longest);
     options.batching.micro_batch_tokens = limits.max_tokens;
-    if (chunk > 0) {  // as Trainer::packing has it
-      const int64_t longest = std::min(source.max_length(), chunk);
-      options.batching.micro_batch_tokens =
-          std::min(chunk, packing_limits(config.batch, longest, config.parallel.cp).max_tokens);
-    }
+    options.batching.max_sequences = most_sequences(config, limits);
     double sum = 0;
     for (int64_t step = 0; step < kBatches; ++step) {
       std::vector<Sequence> sequences;
@@ -141,16 +137,26 @@ int64_t fastest_chunk(const RunConfig& config, const ModelConfig& model, const S
     }
     return sum;
   };
-  const double whole = time(0);
+  const auto fits = [&](int64_t tokens) {
+    return config.batch.micro_batch_tokens == 0 || tokens <= config.batch.micro_batch_tokens;
+  };
+  constexpr double kNever = std::numeric_limits<double>::infinity();
+  std::vector<int64_t> sizes = chunk_sizes({ChunkOptions::kAutomatic, {}}, piece_edge(cost.spec()));
+  std::erase_if(sizes, [&](int64_t size) { return !fits(size); });
+  // Where not even pieces fit, whole sequences say what is wrong.
+  const double whole = fits(longest) || sizes.empty() ? time(0) : kNever;
   int64_t best = 0;
   double fastest = whole;
-  for (const int64_t size : chunk_sizes({ChunkOptions::kAutomatic, {}}, piece_edge(cost.spec())))
+  for (const int64_t size : sizes)
     if (const double own = time(size); own < fastest) {
       fastest = own;
       best = size;
     }
   if (best == 0)
     log::info("balance.chunk auto: sequences stay whole, by simulation of the first {} batches", kBatches);
+  else if (whole == kNever)
+    log::info("balance.chunk auto: pieces of {} tokens; the longest sequence, of {}, is above batch.micro_batch_tokens",
+              best, longest);
   else
     log::info(
         "balance.chunk auto: pieces of {} tokens, {:.2f} times as fast as whole sequences by simulation of the "
@@ -161,14 +167,12 @@ int64_t fastest_chunk(const RunConfig& config, const ModelConfig& model, const S
 
 }  // namespace
 
-void settle_chunk(RunConfig& config, const ModelConfig& model, const SequenceSource& source, Communicator* world) {
+void settle_chunk(RunConfig& config, const ModelConfig& model, const SequenceSource& source, int64_t longest,
+                  Communicator* world) {
   const bool automatic = config.balance.chunk == BalanceOptions::kAutomaticChunk;
   if (!automatic || config.device == DeviceKind::cpu || config.parallel.pp == 1) return;
-  SB_USER_CHECK(config.parallel.cp == 1,
-                "balance.chunk: GPUs that share sequences (parallel.cp is {}) compute whole ones only; set "
-                "balance.chunk: none",
-                config.parallel.cp);
-  if (world == nullptr || world->rank() == 0) config.balance.chunk = fastest_chunk(config, model, source);
+  if (config.parallel.cp > 1) return;  // refused with what else cannot run in pieces
+  if (world == nullptr || world->rank() == 0) config.balance.chunk = fastest_chunk(config, model, source, longest);
   if (world) world->broadcast(std::span(&config.balance.chunk, 1), 0);
 }
 
@@ -190,6 +194,7 @@ std::unique_ptr<BalancedPlanner> make_balanced_planner(const RunConfig& run, con
   options.layout.dp = config.parallel.dp;
   options.layout.pp = config.parallel.pp;
   options.layout.cp = config.parallel.cp;
+  options.layout.tp = config.parallel.tp;
   options.first_layer = split_layers(config, model);
   options.adapt = config.balance.adapt;
   options.log = config.train.output_dir / "plan.jsonl";

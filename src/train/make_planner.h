@@ -24,9 +24,10 @@ AttentionSpec attention_spec(const RunConfig& config);
 RunConfig planned_config(RunConfig config);
 // balance.chunk: auto on GPUs with several stages: memory there is divided once, so that one size serves the whole run,
 // the one by which the first batches are fastest in simulation, or whole sequences. Rank 0 settles it for all of
-// `world` (null: one rank), the same when the run resumes, and says so. Otherwise a size is chosen for every step, and
-// nothing is done here.
-void settle_chunk(RunConfig& config, const ModelConfig& model, const SequenceSource& source, Communicator* world);
+// `world` (null: one rank), the same when the run resumes, and says so. `longest`: of all sequences, those of the
+// validation too, for which memory must do. Otherwise a size is chosen for every step, and nothing is done here.
+void settle_chunk(RunConfig& config, const ModelConfig& model, const SequenceSource& source, int64_t longest,
+                  Communicator* world);
 
 // UserError when the profile is of another shape, of another recompute level or of other blocks.
 Profile run_profile(const RunConfig& config, const ModelConfig& model);

@@ -29,6 +29,14 @@ PackingLimits packing_limits(const BatchOptions& options, int64_t longest, int c
   return limits;
 }
 
+PackingLimits run_packing(const RunConfig& config, int64_t longest) {
+  const int64_t chunk = config.balance.chunk;
+  if (chunk <= 0) return packing_limits(config.batch, longest, config.parallel.cp);
+  PackingLimits limits = packing_limits(config.batch, std::min(longest, chunk), config.parallel.cp);
+  limits.max_tokens = std::min(limits.max_tokens, chunk);
+  return limits;
+}
+
 int64_t most_sequences(const RunConfig& config, const PackingLimits& limits) {
   if (!wants_balancing(config.balance)) return limits.max_sequences;
   constexpr int64_t kGathered = 4;

@@ -17,6 +17,8 @@ namespace sb {
 // The limits that the configuration means, its zeros filled in; `longest` is the longest sequence there can be. A cap
 // below it is a UserError, before the first step instead of in the middle of a run. `cp`: ranks that share a sequence.
 PackingLimits packing_limits(const BatchOptions& options, int64_t longest, int cp = 1);
+// The same as balance.chunk has it: longer sequences are cut, so that no micro-batch need be larger than a piece.
+PackingLimits run_packing(const RunConfig& config, int64_t longest);
 // The most sequences that any plan of the run has in a micro-batch. Balancing gathers short ones; where ranks share
 // sequences each may add to what a rank has above its share, and their number is limited.
 int64_t most_sequences(const RunConfig& config, const PackingLimits& limits);

@@ -27,6 +27,8 @@ StageOptions RankModelOptions::stage(int index, int tp_rank) const {
   options.shards = grid.dp * grid.cp;
   options.lora = lora;
   options.tensor = {grid.tp, tp_rank};
+  options.fp8 = fp8;
+  options.fp8_skip = fp8_skip;
   // The operations read rounded weights: each rank needs the values of its own shard alone.
   options.with_values = dtype == DType::f32 || (options.shards == 1 && !offload_optimizer);
   return options;
@@ -92,7 +94,10 @@ Pipeline::Result RankModel::forward_backward(const Exec& exec, std::span<const M
   reducer_.start();
   Pipeline::Result result =
       pipeline_.train(exec, batches, ahead, {[this](int group) { reducer_.group_final(group); }, stop});
-  if (grid_.tp_rank() > 0) result.loss = {};
+  if (grid_.tp_rank() > 0) {
+    result.loss = {};
+    result.sources.clear();
+  }
   return result;
 }
 

@@ -37,6 +37,8 @@ struct RankModelOptions {
   std::vector<int> offload;  // of every stage; empty: nothing
   bool offload_optimizer = false;
   int threads = 1;
+  bool fp8 = false;
+  std::vector<int> fp8_skip;
   LoraConfig lora;  // with a rank: adapters, and the rest of the model is frozen
 
   // `tp_rank`: the first one has as much as any other.

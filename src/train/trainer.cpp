@@ -31,6 +31,17 @@ std::chrono::nanoseconds time_since(std::chrono::steady_clock::time_point begin)
   return std::chrono::steady_clock::now() - begin;
 }
 
+// Of a mixture, each by a name of its own; nothing where there is one source.
+std::vector<std::string> source_names(const SequenceSource& source) {
+  std::vector<std::string> names = source.sources();
+  if (names.size() < 2) return {};
+  for (size_t i = 1; i < names.size(); ++i)
+    if (std::find(names.begin(), names.begin() + static_cast<int64_t>(i), names[i]) !=
+        names.begin() + static_cast<int64_t>(i))
+      names[i] += fmt::format(" ({})", i + 1);
+  return names;
+}
+
 int64_t longest_sequence(const TrainerParts& parts) {
   const int64_t validation = parts.validation.source ? parts.validation.source->max_length() : 0;
   return std::max(parts.source.max_length(), validation);
@@ -72,6 +83,9 @@ RankModelOptions rank_model_options(const RunConfig& config, const TrainerParts&
   options.offload_optimizer = config.train.offload_optimizer;
   options.threads = thread_count(config, parts.cores);
   options.lora = config.lora_config();
+  options.fp8 = config.train.precision == TrainOptions::Precision::fp8;
+  for (const int layer : config.train.fp8_skip)
+    options.fp8_skip.push_back(layer == kLastLayer ? parts.model.layers - 1 : layer);
   return options;
 }
 
@@ -121,13 +135,7 @@ std::vector<Sequence> step_batch(const RunConfig& config, const SequenceSource& 
 }
 
 PackingLimits Trainer::packing(const RunConfig& config, const TrainerParts& parts) {
-  const int64_t longest = longest_sequence(parts);
-  const int64_t chunk = config.balance.chunk;
-  if (chunk <= 0) return packing_limits(config.batch, longest, config.parallel.cp);
-  // Longer sequences are cut, so that no micro-batch need be larger.
-  PackingLimits limits = packing_limits(config.batch, std::min(longest, chunk), config.parallel.cp);
-  limits.max_tokens = std::min(limits.max_tokens, chunk);
-  return limits;
+  return run_packing(config, longest_sequence(parts));
 }
 
 MemoryPlan Trainer::memory_plan(const RunConfig& config, const TrainerParts& parts, int stage) {
@@ -191,6 +199,7 @@ Trainer::Trainer(const RunConfig& config, TrainerParts parts, RunDirectory& dire
     const int64_t first_step = checkpoint ? read_train_state(*checkpoint).step + 1 : 1;
     own_planner_ = make_step_planner(config_, parts_.model, limits_, first_step);
   });
+  sources_ = source_names(parts_.source);
   if (leads()) planner_ = parts_.planner ? parts_.planner : own_planner_.get();
   ahead_ = world_->all_reduce(planner_ ? int64_t{planner_->ahead()} : 0);
   load_start_of_run();
@@ -354,6 +363,7 @@ std::optional<LossSums> Trainer::forward_backward(const StepPlan& plan) {
   for (const Pipeline::Operation& operation : result.operations)
     trace_.complete(operation.backward ? "backward" : "forward", operation.micro_batch, operation.begin, operation.end);
   operations_ = std::move(result.operations);
+  if (!sources_.empty()) source_losses_ = sum_over_ranks(*world_, std::move(result.sources), sources_.size());
   return sum_over_ranks(*world_, result.loss);
 }
 
@@ -468,6 +478,9 @@ void Trainer::log_step(const StepPlan& plan, const LossSums& sums, double grad_n
   std::vector<Metric> metrics = {{"micro_batches", static_cast<double>(micro_batches), true},
                                  {"longest_sequence", static_cast<double>(longest), true},
                                  {"total_tokens", static_cast<double>(state_.tokens), true}};
+  for (size_t i = 0; i < sources_.size(); ++i)
+    if (const Pipeline::SourceLoss& own = source_losses_[i]; own.targets > 0)
+      metrics.push_back({kSourceLoss + sources_[i], own.nll / static_cast<double>(own.targets)});
   metrics.insert(metrics.end(), attention.begin(), attention.end());
   const std::vector<Metric> planning = planner_->metrics();
   show_planning(planning, report_);

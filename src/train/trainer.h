@@ -192,8 +192,10 @@ class Trainer {
   TrainState state_;
   StepReport report_;
   TimeLeft time_left_;
-  AttentionReport attention_report_;             // of the last step, all ranks
-  std::vector<Pipeline::Operation> operations_;  // of the last step, this rank
+  AttentionReport attention_report_;                 // of the last step, all ranks
+  std::vector<std::string> sources_;                 // of a mixture; empty: there is one
+  std::vector<Pipeline::SourceLoss> source_losses_;  // of the last step, all ranks
+  std::vector<Pipeline::Operation> operations_;      // of the last step, this rank
   int64_t saved_step_ = -1, validated_step_ = -1;
   int64_t skipped_in_row_here_ = 0;         // by this process: one that is resumed tries as often again
   std::unique_ptr<CheckpointSaver> saver_;  // on rank 0

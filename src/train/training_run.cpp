@@ -20,6 +20,7 @@
 #include "parallel/ring/gpu/cuda_ring_memory.h"
 #include "parallel/ring/ring_attention.h"
 #include "run/config/run_config_lora.h"
+#include "run/config/run_config_precision.h"
 #include "run/disk_room.h"
 #include "run/host_memory.h"
 #include "run/machine.h"
@@ -36,6 +37,7 @@ namespace {
 
 // Where a ring of GPUs selects pairs and makes lists.
 bool lists_on_device(const RunConfig& config) {
+  if (config.parallel.ring_lists == ParallelOptions::RingLists::automatic && config.balance.chunk != 0) return false;
   return config.parallel.ring_lists != ParallelOptions::RingLists::host &&
          ring_selects_on_device(config.attention.selection);
 }
@@ -76,6 +78,10 @@ void check_tensor_parallel(const RunConfig& config, const ModelConfig& model) {
       "list for all query heads of a key/value head, which several ranks would then share; set parallel.tp to "
       "{} or less, or attention.pattern: dense",
       tp, model.kv_heads, name, model.kv_heads);
+  SB_USER_CHECK(
+      config.train.precision != TrainOptions::Precision::fp8,
+      "parallel.tp: with train.precision: fp8 every rank would scale its part of a tensor by itself, which nobody "
+      "tried; set parallel.tp: 1 or train.precision: auto");
   const bool drops = config.device == DeviceKind::cuda && config.lora_config().dropout > 0;
   constexpr int64_t kTogether = 8;  // channels whose dropout one draw of random bits decides
   SB_USER_CHECK(!drops || (int64_t{model.heads} * model.head_dim / tp % kTogether == 0 &&
@@ -84,6 +90,16 @@ void check_tensor_parallel(const RunConfig& config, const ModelConfig& model) {
                 "parallel.tp, or set lora.dropout: 0",
                 tp, kTogether, name);
   SB_USER_CHECK(tp <= model.vocab_size, "parallel.tp: {} ranks for a vocabulary of {}; lower it", tp, model.vocab_size);
+}
+
+// Hopper's; later ones take other scales, which nobody tried.
+void check_fp8_device(const RunConfig& config) {
+  if (config.train.precision != TrainOptions::Precision::fp8) return;
+  const cuda::DeviceInfo device = cuda::device_info();
+  SB_USER_CHECK(device.major == 9,
+                "train.precision: fp8 is for GPUs of compute capability 9.0 (Hopper), and {} has {}.{}; "
+                "set train.precision: auto",
+                device.name, device.major, device.minor);
 }
 
 // Before anything is taken or written: a run started with another number of ranks says so at once.
@@ -302,6 +318,7 @@ ModelConfig run_model_config(const RunConfig& config) {
   check_head_dim(config, model);
   check_lora_fits(config, model);
   check_tensor_parallel(config, model);
+  check_precision_fits(config, model);
   return model;
 }
 
@@ -309,6 +326,7 @@ TrainSummary run_training(const RunConfig& given, std::FILE* out, bool terminal,
                           const std::function<bool()>& stop_requested, const RunRanks& ranks) {
   RunConfig config = given;
   if (config.device == DeviceKind::cuda) cuda::require_device();
+  check_fp8_device(config);
   check_ranks(config, ranks);
   const bool leads = ranks.world == nullptr || ranks.world->rank() == 0;
   Console console(out, terminal, config.train.log_steps);
@@ -324,7 +342,9 @@ TrainSummary run_training(const RunConfig& given, std::FILE* out, bool terminal,
   if (config.attention.selection.pattern == SelectionPattern::dense) sparse = nullptr;
   const Sources sources = make_sources(config, model.vocab_size, leads);
   settle_steps(config, sources.train->size(), leads);
-  settle_chunk(config, model, *sources.train, ranks.world);
+  const SequenceSource* validation = sources.validation_set.source;
+  settle_chunk(config, model, *sources.train,
+               std::max(sources.train->max_length(), validation ? validation->max_length() : 0), ranks.world);
   if (leads && config.train.num_train_epochs > 0)
     log::info("train.num_train_epochs {}: {} steps of {} sequences", config.train.num_train_epochs,
               config.train.max_steps, config.batch.global_batch_size);
@@ -339,6 +359,7 @@ TrainSummary run_training(const RunConfig& given, std::FILE* out, bool terminal,
   if (leads && ring.data && sparse && !lists_on_device(config))
     log::warning("parallel.cp on GPUs: {} selects its pairs on the CPU, which takes time",
                  config.parallel.ring_lists == ParallelOptions::RingLists::host ? "parallel.ring_lists: host"
+                 : ring_selects_on_device(config.attention.selection)           ? "balance.chunk"
                                                                                 : "this attention.pattern");
   // Data-parallel copies of a stage see different sequences: the first one's lists are enough.
   std::optional<IndexDump> dump;

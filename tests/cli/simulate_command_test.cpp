@@ -74,19 +74,21 @@ TEST_F(SimulateCommand, SimulateSweepsLayoutsAndSaysWhatBalancingGives) {
   const ProgramResult sweep = run_program({"simulate", "--model", "qwen2.5-0.5b", "--sweep", "--gpus", "64", "--max-cp",
                                            "2", "--steps", "2", "--json", json});
   ASSERT_EQ(sweep.exit_code, 0) << sweep.err;
-  EXPECT_EQ(sweep.out.find("dp 1 x pp 1 x cp 1"), std::string::npos) << sweep.out;
+  EXPECT_EQ(sweep.out.find("dp 1 x pp 1 x tp 1 x cp 1"), std::string::npos) << sweep.out;
+  EXPECT_NE(sweep.out.find("tensor parallelism: the fastest with it "), std::string::npos) << sweep.out;
   EXPECT_NE(sweep.out.find("layouts of 64 workers of 139 GiB"), std::string::npos) << sweep.out;
   EXPECT_NE(sweep.out.find("dp is at most the global batch of 16"), std::string::npos) << sweep.out;
   // The last lines name a layout and how to go on; what is predicted there is what the table of policies has.
   const size_t at = sweep.out.find("the same with --dp ");
   ASSERT_NE(at, std::string::npos) << sweep.out;
-  int dp = 0, pp = 0, cp = 0;
-  ASSERT_EQ(std::sscanf(sweep.out.c_str() + at, "the same with --dp %d --pp %d --cp %d", &dp, &pp, &cp), 3);
-  EXPECT_EQ(dp * pp * cp, 64);
+  int dp = 0, pp = 0, tp = 0, cp = 0;
+  ASSERT_EQ(std::sscanf(sweep.out.c_str() + at, "the same with --dp %d --pp %d --tp %d --cp %d", &dp, &pp, &tp, &cp),
+            4);
+  EXPECT_EQ(dp * pp * tp * cp, 64);
   const std::string rows = (directory_ / "rows.json").string();
   const ProgramResult one = run_program({"simulate", "--model", "qwen2.5-0.5b", "--dp", std::to_string(dp), "--pp",
-                                         std::to_string(pp), "--cp", std::to_string(cp), "--steps", "2", "--policies",
-                                         "sab+order+chunk+optimal", "--json", rows});
+                                         std::to_string(pp), "--tp", std::to_string(tp), "--cp", std::to_string(cp),
+                                         "--steps", "2", "--policies", "sab+order+chunk+optimal", "--json", rows});
   ASSERT_EQ(one.exit_code, 0) << one.err;
   const auto read = [](const std::string& path) {
     std::ifstream file(path);
@@ -97,7 +99,7 @@ TEST_F(SimulateCommand, SimulateSweepsLayoutsAndSaysWhatBalancingGives) {
   bool found = false;
   for (const nlohmann::json& layout : layouts["layouts"]) {
     EXPECT_LE(layout["dp"], 16);
-    if (layout["dp"] != dp || layout["pp"] != pp) continue;
+    if (layout["dp"] != dp || layout["pp"] != pp || layout["tp"] != tp) continue;
     found = true;
     EXPECT_EQ(layout["makespan_ms"], policy["makespan_ms"]);
     EXPECT_EQ(layout["speedup"], policy["speedup"]);
@@ -125,6 +127,8 @@ TEST_F(SimulateCommand, ASweepCountsTheTokensOfAllSteps) {
 TEST_F(SimulateCommand, SimulateRefusesOptionsThatWouldHaveNoEffect) {
   const std::pair<std::vector<std::string>, const char*> cases[] = {
       {{"--gpus", "64"}, "--gpus says what --sweep tries; add --sweep"},
+      {{"--max-tp", "2"}, "--max-tp says what --sweep tries; add --sweep"},
+      {{"--tp", "4"}, "--tp 4: qwen2.5-3b has 2 key/value heads"},
       {{"--sweep", "--gpus", "64", "--dp", "8"}, "--gpus and --dp both say how many workers there are"},
       {{"--sweep", "--policies", "sab,wlb"}, "--sweep tries one policy on every layout, and 2 are given"},
       {{"--ring", "--cp", "2", "--policies", "sab"}, "--policies has no effect with --ring"},

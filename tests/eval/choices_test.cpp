@@ -72,7 +72,12 @@ TEST(InfiniteBench, Choices) {
     return score("code_debug", text, {"Bob", "B"});
   };  // as older files have it
   EXPECT_EQ(code("B."), 1);
+  EXPECT_EQ(code("B"), 1);
+  EXPECT_EQ(code("B) Bob"), 1);
+  EXPECT_EQ(code("A"), 0);
   EXPECT_EQ(code("A."), 0);
+  EXPECT_EQ(code("By chance"), 0);
+  EXPECT_EQ(code(""), 0);
   EXPECT_EQ(code("The answer is: `Bob`"), 1);
   EXPECT_EQ(code("The answer is:"), 0);
   EXPECT_EQ(code(" B."), 0);  // the published metric

@@ -79,6 +79,17 @@ TEST(Report, NeedsNothingFromOutside) {
   EXPECT_NE(page.find("balanced, measured"), std::string::npos);
 }
 
+TEST(Report, ShowsTheLossOfEverySource) {
+  ReportInput input = example_run(5, 2);
+  EXPECT_EQ(write_report(input).find("Loss by source"), std::string::npos);
+  input.metrics.series["loss_source_data/code"] = {{1, 2.5}, {4, 2.0}};
+  input.metrics.series["loss_source_data/books"] = {{2, 3.5}, {3, 3.0}};
+  const std::string page = write_report(input);
+  for (const char* shown : {"Loss by source", "data/code", "data/books"})
+    EXPECT_NE(page.find(shown), std::string::npos) << shown;
+  EXPECT_EQ(page.find("loss_source_"), std::string::npos);
+}
+
 TEST(Report, PagesOfEmptyAndOddRuns) {
   EXPECT_NE(write_report({}).find("no step yet"), std::string::npos);
   ReportInput one = example_run(1, 1);

@@ -99,5 +99,16 @@ TEST(RunConfigBalance, WhatNeedsPiecesOrAGpuSaysSo) {
   EXPECT_EQ(error_of({"train.offload_optimizer=true", "device=cuda"}), "");
 }
 
+TEST(RunConfigBalance, Fp8IsForWholeModelsOnAGpu) {
+  const std::string fp8 = "train.precision=fp8", cuda = "device=cuda";
+  EXPECT_NE(error_of({fp8}).find("set device: cuda"), std::string::npos);
+  EXPECT_NE(error_of({fp8, cuda, "lora.rank=4"}).find("remove lora"), std::string::npos);
+  EXPECT_NE(error_of({cuda, "train.fp8_skip=[first]"}).find("train.fp8_skip: is for train.precision: fp8"),
+            std::string::npos);
+  EXPECT_NE(error_of({fp8, cuda, "train.fp8_skip=first"}).find("a list of layers"), std::string::npos);
+  EXPECT_NE(error_of({fp8, cuda, "train.fp8_skip=[middle]"}).find("train.fp8_skip"), std::string::npos);
+  EXPECT_EQ(error_of({fp8, cuda, "train.fp8_skip=[first, 1, last]"}), "");
+}
+
 }  // namespace
 }  // namespace sb

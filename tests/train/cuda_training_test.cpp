@@ -46,6 +46,23 @@ TEST_F(CudaTraining, ResumesFromItsCheckpoint) {
   EXPECT_NEAR(parts.at(30) / whole.at(30), 1, 2e-2);
 }
 
+TEST_F(CudaTraining, Fp8FollowsBfloat16AndResumesWithTheSameBits) {
+  if (cuda::device_info().major != 9) GTEST_SKIP() << "not a Hopper GPU";
+  const std::vector<std::string> options = {"device=cuda", "train.precision=fp8", "train.deterministic=true"};
+  const auto run = [&](const std::string& name, std::vector<std::string> more) {
+    more.insert(more.end(), options.begin(), options.end());
+    return train(test::small_run(folder_.path(name), more));
+  };
+  const auto bf16 = train(test::small_run(folder_.path("bf16"), {"device=cuda", "train.deterministic=true"}));
+  const auto whole = run("whole", {});
+  for (const auto& [step, loss] : bf16) EXPECT_NEAR(whole.at(step) / loss, 1, 0.05) << "step " << step;
+  EXPECT_NE(whole, bf16);
+  run("parts", {"train.max_steps=10"});
+  EXPECT_EQ(run("parts", {}), whole);
+  EXPECT_EQ(run("layer", {"train.recompute=layer"}), whole);
+  EXPECT_EQ(run("skipped", {"train.fp8_skip=[first, last]"}), bf16);
+}
+
 TEST_F(CudaTraining, TrainsWithSparseAttention) {
   const auto losses =
       train(test::small_run(folder_.path("sparse"), {"device=cuda", "attention.pattern=topk", "attention.block=128",

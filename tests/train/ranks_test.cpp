@@ -7,6 +7,7 @@
 #include <nlohmann/json.hpp>
 #include <set>
 
+#include "data/files/token_writer.h"
 #include "run/checkpoint/selection_file.h"
 #include "tests/run/scratch_directory.h"
 #include "tests/train/rank_runs.h"
@@ -55,6 +56,59 @@ TEST(RanksRun, EveryLayoutLearnsTheSame) {
       expect_same_record(run, alone);
       EXPECT_TRUE(fs::exists(run / "final" / "model.safetensors"));
     }
+  }
+}
+
+RunConfig run_of_files(const fs::path& directory, const std::vector<fs::path>& files, const RankGrid& grid,
+                       const std::string& chunk) {
+  std::string names;
+  for (const fs::path& file : files) names += (names.empty() ? "" : ", ") + file.string();
+  std::vector<std::string> overrides = grid.overrides();
+  overrides.push_back("train.output_dir=" + directory.string());
+  overrides.push_back("balance.chunk=" + chunk);
+  return parse_run_config(R"(
+model:
+  init: {model_type: qwen2, vocab_size: 16, hidden_size: 32, intermediate_size: 48, num_hidden_layers: 2,
+         num_attention_heads: 2, num_key_value_heads: 1, head_dim: 16}
+attention: {pattern: dense, block: 64}
+train: {max_steps: 1, threads: 1, tensorboard: false}
+batch: {global_batch_size: )" +
+                              fmt::format("{}", 3 * files.size()) + ", micro_batch_sequences: 2}\ndata: {train: [" +
+                              names + "]}",
+                          "files.yaml", overrides);
+}
+
+// A step over everything: each file's loss is the one that a step over that file alone begins with.
+TEST(RanksRun, EverySourceOfAMixtureHasItsLoss) {
+  ScratchDirectory scratch;
+  const std::vector<fs::path> files = {scratch / "first", scratch / "second"};
+  std::map<std::string, double> expected;
+  for (size_t i = 0; i < files.size(); ++i) {
+    TokenWriter writer(files[i].string(), {});
+    for (int32_t length : {40, 150, 210})
+      writer.add([&] {
+        std::vector<int32_t> tokens;
+        for (int32_t t = 0; t < length; ++t) tokens.push_back((t * t + static_cast<int32_t>(i) * t) % (9 + 6 * i));
+        return tokens;
+      }());
+    writer.finish();
+    const fs::path run = scratch / fmt::format("alone-{}", i);
+    train_on_ranks(run_of_files(run, {files[i]}, {}, "0"));
+    const nlohmann::json line = metrics_of(run).at(0);
+    for (const auto& [name, value] : line.items()) EXPECT_FALSE(name.starts_with("loss_source_")) << name;
+    expected["loss_source_" + files[i].string()] = line.at("loss");
+  }
+  ASSERT_GT(std::abs(expected.begin()->second - expected.rbegin()->second), 1e-3);
+  for (const auto& [grid, chunk] : {std::pair(RankGrid{}, "0"),
+                                    {RankGrid{2, 1}, "0"},
+                                    {RankGrid{1, 2}, "64"},
+                                    {RankGrid{1, 1, 2}, "0"},
+                                    {RankGrid{1, 1, 2}, "128"}}) {
+    SCOPED_TRACE(fmt::format("{} chunk {}", grid.name(), chunk));
+    const fs::path run = scratch / fmt::format("{}-{}", grid.name(), chunk);
+    train_on_ranks(run_of_files(run, files, grid, chunk));
+    const nlohmann::json line = metrics_of(run).at(0);
+    for (const auto& [name, loss] : expected) EXPECT_NEAR(line.at(name).get<double>(), loss, 1e-5) << name;
   }
 }
 

@@ -137,15 +137,18 @@ class CudaAttention final : public SelectingAttention {
   }
 
   // Puts lists that come from elsewhere into a state, for a forward with `replay`.
-  void give(const BlockIndex& index, const Exec& exec, const AttentionShape& shape, DType dtype, CudaState& state) {
+  void give(const BlockIndex& index, const Exec& exec, const AttentionShape& shape, DType dtype, CudaState& state,
+            std::optional<int32_t> first_query) {
+    const int32_t before = first_query.value_or(0);
     std::vector<int32_t> cu_seqlens{0};
     gpu::PlanRequest request;
     for (const BlockIndex::Sequence& sequence : index.sequences()) {
-      cu_seqlens.push_back(sequence.token_begin + sequence.length);
+      cu_seqlens.push_back(sequence.token_begin + sequence.length - before);
       request.dense.push_back(sequence.dense);
       request.tiles.push_back(sequence_tiles(selection_, sequence.length, selection_.budget));
     }
-    request.shape = {cu_seqlens.back(), shape.heads, shape.kv_heads, shape.head_dim, shape.scale};
+    request.shape = {cu_seqlens.back(), shape.heads, shape.kv_heads, shape.head_dim, shape.scale, before};
+    request.piece = first_query.has_value();
     request.precision = dtype == DType::f32 ? Precision::fp32 : Precision::bf16;
     request.hopper =
         gpu::hopper_takes(options_, shape, dtype, device_.major) &&
@@ -157,7 +160,7 @@ class CudaAttention final : public SelectingAttention {
     if (state.plan.use_count() != 1) state.plan = std::make_shared<DevicePlan>();  // else its memory serves again
     state.plan->build(request, staging_, exec.stream);
     if (!state.plan->sparse()) return;
-    const gpu::HostLists host = gpu::lists_of(index, state.plan->select(), state.plan->work());
+    const gpu::HostLists host = gpu::lists_of(index, state.plan->select(), state.plan->work(), before);
     const int64_t bytes = state.plan->list_bytes();
     const DevicePlan::Lists staged = state.plan->lists_in(staging_.take(bytes));
     const auto write = [](const auto& from, auto* to) { std::ranges::copy(from, to); };
@@ -476,8 +479,9 @@ BlockIndex read_block_index(const AttentionState& state, ThreadPool& pool) {
 }
 
 void write_block_index(const BlockIndex& index, SelectingAttention& attention, const Exec& exec,
-                       const AttentionShape& shape, DType dtype, AttentionState& state) {
-  static_cast<CudaAttention&>(attention).give(index, exec, shape, dtype, static_cast<CudaState&>(state));
+                       const AttentionShape& shape, DType dtype, AttentionState& state,
+                       std::optional<int32_t> first_query) {
+  static_cast<CudaAttention&>(attention).give(index, exec, shape, dtype, static_cast<CudaState&>(state), first_query);
 }
 
 }  // namespace sb

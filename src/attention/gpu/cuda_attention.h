@@ -1,6 +1,7 @@
 #pragma once
 
 #include <memory>
+#include <optional>
 
 #include "attention/cpu/sparse_attention.h"
 #include "attention/gpu/plan/given_selection.h"
@@ -23,9 +24,10 @@ std::unique_ptr<SelectingAttention> make_cuda_attention(const CudaAttentionOptio
 BlockIndex read_block_index(const AttentionState& state, ThreadPool& pool);
 
 // Puts given lists into a state of such an attention: a forward with `replay` and its backward then use them. Queued on
-// exec.stream.
+// exec.stream. `first_query`: of a piece, whose sequence up to its end is the only one of the index.
 void write_block_index(const BlockIndex& index, SelectingAttention& attention, const Exec& exec,
-                       const AttentionShape& shape, DType dtype, AttentionState& state);
+                       const AttentionShape& shape, DType dtype, AttentionState& state,
+                       std::optional<int32_t> first_query = {});
 
 // A state whose lists lie in device memory of the caller: of a forward to come, or of one that ran with the same
 // attention, shape, layer and sequences, whose backward it then serves. `given`: what the forward selects by and where

@@ -19,7 +19,7 @@ BlockIndex read_block_index(const AttentionState&, ThreadPool&) {
   refuse();
 }
 void write_block_index(const BlockIndex&, SelectingAttention&, const Exec&, const AttentionShape&, DType,
-                       AttentionState&) {
+                       AttentionState&, std::optional<int32_t>) {
   refuse();
 }
 std::unique_ptr<AttentionState> make_cuda_state(void*, int64_t, const GivenSelection*) {

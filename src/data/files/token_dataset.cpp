@@ -218,6 +218,7 @@ TokenSequence TokenDataset::read(uint64_t position) const {
   const TokenFile& file = *place.file->tokens;
   TokenSequence sequence;
   sequence.id = place.id;
+  sequence.source = static_cast<int>(place.file->path);
   sequence.tokens.resize(static_cast<size_t>(place.count));
   file.read(place.document, place.begin, place.count, sequence.tokens.data());
   check_token_ids(file, place.document, place.begin, sequence.tokens, options_.vocab_size);

@@ -42,6 +42,7 @@ class TokenDataset final : public SequenceSource {
   TokenSequence read(uint64_t position) const override;
   uint64_t size() const override { return sequences_; }
   int64_t max_length() const override { return longest_; }
+  std::vector<std::string> sources() const override { return options_.paths; }
   std::string identity() const override;
 
   // Whether the files' ids fit the vocabulary, as far as `most_tokens` show it (data/files/token_check.h).

@@ -50,8 +50,7 @@ void linear_backward_input(const Exec& exec, TensorView dy, TensorView weight, T
                               .ldc = in});
 }
 
-void linear_backward_weight(const Exec& exec, TensorView x, TensorView dy, TensorView dweight, TensorView dbias,
-                            bool accumulate) {
+void linear_backward_weight(const Exec& exec, TensorView x, TensorView dy, TensorView dweight, bool accumulate) {
   const int64_t tokens = x.dim(0), in = x.dim(1), out = dy.dim(1);
   parallel_sgemm(*exec.pool, {.transpose_a = true,
                               .m = out,
@@ -64,7 +63,10 @@ void linear_backward_weight(const Exec& exec, TensorView x, TensorView dy, Tenso
                               .beta = accumulate ? 1.0f : 0.0f,
                               .c = dweight.f32(),
                               .ldc = in});
-  if (dbias.empty()) return;
+}
+
+void linear_backward_bias(const Exec& exec, TensorView dy, TensorView dbias) {
+  const int64_t tokens = dy.dim(0), out = dy.dim(1);
   // Columns, not rows, over the threads: no partial sums to combine.
   constexpr int64_t kColumns = 64;
   exec.pool->parallel_slices((out + kColumns - 1) / kColumns, [&](int64_t begin, int64_t end, int) {

@@ -36,8 +36,7 @@ void linear_backward_input(const Exec& exec, TensorView dy, TensorView weight, T
                                    .d = dx.raw()});
 }
 
-void linear_backward_weight(const Exec& exec, TensorView x, TensorView dy, TensorView dweight, TensorView dbias,
-                            bool accumulate) {
+void linear_backward_weight(const Exec& exec, TensorView x, TensorView dy, TensorView dweight, bool accumulate) {
   const int64_t tokens = x.dim(0), in = x.dim(1), out = dy.dim(1);
   if (tokens == 0) {
     if (!accumulate) zero_tensor(exec, dweight);
@@ -53,7 +52,10 @@ void linear_backward_weight(const Exec& exec, TensorView x, TensorView dy, Tenso
                                    .b = x.raw(),
                                    .c = accumulate ? dweight.raw() : nullptr,
                                    .d = dweight.raw()});
-  if (!dbias.empty()) add_column_sums(exec, dy, tokens, out, {}, {}, dbias.f32());
+}
+
+void linear_backward_bias(const Exec& exec, TensorView dy, TensorView dbias) {
+  add_column_sums(exec, dy, dy.dim(0), dy.dim(1), {}, {}, dbias.f32());
 }
 
 }  // namespace sb::cuda

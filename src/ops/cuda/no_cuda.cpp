@@ -21,7 +21,10 @@ void add(const Exec&, TensorView, TensorView, TensorView) {
 void linear_backward_input(const Exec&, TensorView, TensorView, TensorView, bool) {
   refuse();
 }
-void linear_backward_weight(const Exec&, TensorView, TensorView, TensorView, TensorView, bool) {
+void linear_backward_weight(const Exec&, TensorView, TensorView, TensorView, bool) {
+  refuse();
+}
+void linear_backward_bias(const Exec&, TensorView, TensorView) {
   refuse();
 }
 void multiply_transposed(const Exec&, const Columns&, TensorView, float, const Columns&, bool) {
@@ -51,7 +54,7 @@ void qkv_rope_backward(const Exec&, const QkvShape&, TensorView, TensorView, Ten
                        TensorView) {
   refuse();
 }
-void swiglu_forward(const Exec&, TensorView, TensorView) {
+void swiglu_forward(const Exec&, TensorView, TensorView, TensorView) {
   refuse();
 }
 void swiglu_backward(const Exec&, TensorView, TensorView, TensorView, TensorView) {

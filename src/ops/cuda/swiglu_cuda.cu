@@ -1,32 +1,34 @@
 #include "ops/backends.h"
-#include "ops/cuda/vector.cuh"
+#include "ops/cuda/swiglu.cuh"
 
 namespace sb::cuda {
 namespace {
 
 constexpr int kMostThreads = 384;
 
-template <typename T>
-__device__ float sigmoid(float x) {
-  if constexpr (sizeof(T) == 4) {
-    return 1.0f / (1.0f + expf(-x));
-  } else {
-    return __fdividef(1.0f, 1.0f + __expf(-x));
-  }
+template <typename T, int N>
+__device__ uint32_t largest_of(const float (&values)[N]) {
+  uint32_t bits = 0;
+#pragma unroll
+  for (int i = 0; i < N; ++i) bits = max(bits, magnitude_bits<T>(values[i]));
+  return bits;
 }
 
 // Block (row, piece) has a piece of a row, a vector a thread; a row is cut so that few threads have nothing to do, and
 // no index is divided.
 template <typename T, int N>
-__global__ void __launch_bounds__(kMostThreads) forward_kernel(const T* gate_up, int64_t width, T* h) {
+__global__ void __launch_bounds__(kMostThreads)
+    forward_kernel(const T* gate_up, int64_t width, T* h, uint32_t* largest) {
   const int64_t row = blockIdx.x, c = (int64_t{blockIdx.y} * blockDim.x + threadIdx.x) * N;
-  if (c >= width) return;
-  float gate[N], up[N];
-  load(gate_up + 2 * row * width + c, gate);
-  load(gate_up + (2 * row + 1) * width + c, up);
+  float gate[N] = {}, up[N];
+  if (c < width) {
+    load(gate_up + 2 * row * width + c, gate);
+    load(gate_up + (2 * row + 1) * width + c, up);
 #pragma unroll
-  for (int i = 0; i < N; ++i) gate[i] = gate[i] * sigmoid<T>(gate[i]) * up[i];
-  store(h + row * width + c, gate);
+    for (int i = 0; i < N; ++i) gate[i] = gate[i] * sigmoid<T>(gate[i]) * up[i];
+    store(h + row * width + c, gate);
+  }
+  if (largest != nullptr) note_largest(largest_of<T>(gate), largest);
 }
 
 template <typename T, int N, bool kWithForward>
@@ -39,12 +41,7 @@ __global__ void __launch_bounds__(kMostThreads)
   load(gate_up + (2 * row + 1) * width + c, up);
   load(dh + row * width + c, g);
 #pragma unroll
-  for (int i = 0; i < N; ++i) {
-    const float s = sigmoid<T>(gate[i]), silu = gate[i] * s;
-    inner[i] = silu * up[i];
-    gate[i] = g[i] * up[i] * (s * (1.0f + gate[i] * (1.0f - s)));
-    up[i] = g[i] * silu;
-  }
+  for (int i = 0; i < N; ++i) inner[i] = swiglu_gradient<T>(gate[i], up[i], g[i]);
   store(dgate_up + 2 * row * width + c, gate);
   store(dgate_up + (2 * row + 1) * width + c, up);
   if constexpr (kWithForward) store(h + row * width + c, inner);
@@ -62,14 +59,15 @@ struct RowPieces {
 
 }  // namespace
 
-void swiglu_forward(const Exec& exec, TensorView gate_up, TensorView h) {
+void swiglu_forward(const Exec& exec, TensorView gate_up, TensorView h, TensorView largest) {
   const int64_t rows = h.dim(0), width = h.dim(1);
   if (rows == 0 || width == 0) return;
   with_type(h.dtype(), "swiglu_forward", [&](auto element) {
     using T = decltype(element);
     const auto launch = [&]<int N>() {
       const RowPieces pieces(rows, ceil_div(width, N));
-      forward_kernel<T, N><<<pieces.grid, pieces.threads, 0, stream_of(exec)>>>(data<T>(gate_up), width, data<T>(h));
+      forward_kernel<T, N><<<pieces.grid, pieces.threads, 0, stream_of(exec)>>>(data<T>(gate_up), width, data<T>(h),
+                                                                                data<uint32_t>(largest));
     };
     if (vectors_fit<T>(width, {gate_up.raw(), h.raw()}))
       launch.template operator()<kVector<T>>();

@@ -77,6 +77,25 @@ __device__ inline float warp_sum(float x) {
   return x;
 }
 
+// The bits of a magnitude after rounding to T; they are in the order of the magnitudes, what is no number above all.
+template <typename T>
+__device__ inline uint32_t magnitude_bits(float x) {
+  return __float_as_uint(to_float(from_float<T>(x))) & 0x7fffffffu;
+}
+
+// *largest = max(*largest, bits of all threads of the block), which all call; blockDim.x is a multiple of 32, at most
+// 1024. The result does not depend on the order of blocks, and few of them have to write.
+__device__ inline void note_largest(uint32_t bits, uint32_t* largest) {
+  __shared__ uint32_t of_warps[32];
+  bits = __reduce_max_sync(0xffffffffu, bits);
+  if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = bits;
+  __syncthreads();
+  if (threadIdx.x >= 32) return;
+  bits = threadIdx.x < blockDim.x / 32 ? of_warps[threadIdx.x] : 0;
+  bits = __reduce_max_sync(0xffffffffu, bits);
+  if (threadIdx.x == 0 && bits > *static_cast<volatile uint32_t*>(largest)) atomicMax(largest, bits);
+}
+
 // exp: to the last bits in fp32 mode, fast where the result is rounded to bf16.
 template <typename T>
 __device__ inline float exp_for(float x) {

@@ -21,6 +21,7 @@ MicroBatch context_part(const MicroBatch& whole, const ContextLayout& layout, in
     part.positions.push_back(whole.positions[token]);
     part.labels.push_back(whole.labels[token]);
     part.weights.push_back(whole.weights[token]);
+    if (!whole.sources.empty()) part.sources.push_back(whole.sources[token]);
   }
   if (whole.is_piece())
     part.cu_seqlens.push_back(static_cast<int32_t>(part.size()));

@@ -387,10 +387,14 @@ int64_t RingAttention::call_bytes(const AttentionShape& shape, int64_t max_token
 }
 
 std::string RingAttention::refuses_pieces() const {
-  if (options_.placement == ContextPlacement::zigzag)
+  return refuses_ring_pieces(options_);
+}
+
+std::string refuses_ring_pieces(const RingAttention::Options& options) {
+  if (options.placement == ContextPlacement::zigzag)
     return "with parallel.placement zigzag the length of a piece, and not of its sequence, says where a block lies; "
            "use triangular";
-  return why_not_in_pieces(options_.selection);
+  return why_not_in_pieces(options.selection);
 }
 
 // A rank's queries of the piece against all it and the others hold of the sequence.

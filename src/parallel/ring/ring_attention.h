@@ -110,4 +110,7 @@ class RingAttention final : public SelectingAttention {
   AttentionReport report_;
 };
 
+// Why sequences that ranks share cannot come in pieces, to follow a colon; empty: they can.
+std::string refuses_ring_pieces(const RingAttention::Options& options);
+
 }  // namespace sb

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <deque>
+#include <limits>
+#include <memory>
 #include <mutex>
 #include <numeric>
 #include <utility>
@@ -13,10 +15,9 @@ namespace sb {
 
 namespace {
 
-using Program = std::vector<std::pair<bool, int>>;  // (backward, position), in the order of one stage
-
-// What every stage runs. `waiting`: the most micro-batches whose backward has not run, of each stage.
-std::vector<Program> stage_programs(int stages, std::span<const int> groups, int ahead, int warmup_depth,
+// What every stage runs, stage by stage in its order: a position, and one's complement (~) of it for its backward.
+// `waiting`: the most micro-batches whose backward has not run, of each stage.
+std::vector<int32_t> stage_programs(int stages, std::span<const int> groups, int ahead, int warmup_depth,
                                     std::vector<int>& waiting) {
   std::vector<int> backward, needed;  // position of backward j, and how many forwards its group needs
   for (const int size : groups) {
@@ -28,20 +29,19 @@ std::vector<Program> stage_programs(int stages, std::span<const int> groups, int
     }
   }
   const auto count = static_cast<int>(backward.size());
-  std::vector<Program> programs(static_cast<size_t>(stages));
+  std::vector<int32_t> programs(2 * static_cast<size_t>(stages) * backward.size());
+  int32_t* next = programs.data();
   waiting.assign(static_cast<size_t>(stages), 0);
   for (int s = 0; s < stages; ++s) {
-    Program& program = programs[static_cast<size_t>(s)];
-    program.reserve(2 * backward.size());
-    int done = 0;
+    int done = 0, most = 0;
     for (int j = 0; j < count; ++j) {
       const int64_t wanted = std::max<int64_t>(needed[static_cast<size_t>(j)], int64_t{j} + ahead) +
                              int64_t{warmup_depth} * (stages - 1 - s);
-      while (done < std::min<int64_t>(count, wanted)) program.emplace_back(false, done++);
-      int& most = waiting[static_cast<size_t>(s)];
+      while (done < std::min<int64_t>(count, wanted)) *next++ = done++;
       most = std::max(most, done - j);
-      program.emplace_back(true, backward[static_cast<size_t>(j)]);
+      *next++ = ~backward[static_cast<size_t>(j)];
     }
+    waiting[static_cast<size_t>(s)] = most;
   }
   return programs;
 }
@@ -57,33 +57,46 @@ Schedule::Schedule(int stages, std::span<const int> groups, int ahead, int warmu
            "{} stages, {} micro-batches, {} ahead, warm-up depth {}", stages, micro_batches_, ahead, warmup_depth);
   // What each stage runs, in its own order; then merged into one order that respects the dependencies. It goes in
   // waves of operations that do not depend on each other, which a processor can run side by side.
-  const std::vector<Program> program = stage_programs(stages, groups, ahead, warmup_depth, slots_);
-  const auto m = static_cast<size_t>(micro_batches_);
-  std::vector<int32_t> forward_node(static_cast<size_t>(stages) * m, -1), backward_node = forward_node;
+  const std::vector<int32_t> program = stage_programs(stages, groups, ahead, warmup_depth, slots_);
+  const auto m = static_cast<size_t>(micro_batches_), total = program.size();
+  constexpr int32_t kNotYet = std::numeric_limits<int32_t>::max();
+  std::vector<int32_t> forward_node(static_cast<size_t>(stages) * m, kNotYet), backward_node = forward_node;
+  // The node that position i of a stage waits for: another stage's, or its own forward where gradients begin. The first
+  // stage's forwards wait for none.
+  const std::vector<int32_t> none(m, -1);
+  struct Stage {
+    const int32_t *next, *end, *forward_needs, *backward_needs;
+    int32_t *forward, *backward;
+  };
+  std::vector<Stage> at(static_cast<size_t>(stages));
+  for (size_t s = 0; s < at.size(); ++s) {
+    int32_t *forward = forward_node.data() + s * m, *backward = backward_node.data() + s * m;
+    at[s] = {program.data() + s * 2 * m,
+             program.data() + (s + 1) * 2 * m,
+             s > 0 ? forward - m : none.data(),
+             s + 1 < at.size() ? backward + m : forward,
+             forward,
+             backward};
+  }
   last_node_.assign(static_cast<size_t>(stages), -1);
-  std::vector<size_t> next(static_cast<size_t>(stages), 0);
-  const size_t total = 2 * static_cast<size_t>(stages) * m;
-  nodes_.reserve(total);
-  while (nodes_.size() < total) {
-    const size_t before = nodes_.size();
-    for (int s = 0; s < stages; ++s) {
-      const auto us = static_cast<size_t>(s);
-      if (next[us] == program[us].size()) continue;
-      const auto [is_backward, i] = program[us][next[us]];
-      const size_t own = us * m + static_cast<size_t>(i);
-      int32_t dependency = -1;
-      if (!is_backward && s > 0) dependency = forward_node[own - m];
-      if (is_backward) dependency = s + 1 < stages ? backward_node[own + m] : forward_node[own];
-      const bool needs = is_backward || s > 0;
-      if (needs && (dependency < 0 || dependency >= static_cast<int32_t>(before))) continue;
-      const auto id = static_cast<int32_t>(nodes_.size());
-      nodes_.push_back({last_node_[us], dependency, i, static_cast<int16_t>(s), is_backward});
-      (is_backward ? backward_node : forward_node)[own] = id;
-      last_node_[us] = id;
-      ++next[us];
+  nodes_.resize(total);
+  for (int32_t id = 0; id < static_cast<int32_t>(total);) {
+    const int32_t before = id;
+    for (size_t s = 0; s < at.size(); ++s) {
+      Stage& stage = at[s];
+      if (stage.next == stage.end) continue;
+      const int32_t what = *stage.next;
+      const bool is_backward = what < 0;
+      const int32_t i = is_backward ? ~what : what;
+      const int32_t dependency = (is_backward ? stage.backward_needs : stage.forward_needs)[i];
+      if (dependency >= before) continue;
+      nodes_[static_cast<size_t>(id)] = {last_node_[s], dependency, i, static_cast<int16_t>(s), is_backward};
+      (is_backward ? stage.backward : stage.forward)[i] = id;
+      last_node_[s] = id++;
+      ++stage.next;
     }
-    SB_CHECK(nodes_.size() > before, "the schedule of {} stages, {} micro-batches in {} groups, {} ahead has a cycle",
-             stages, micro_batches_, groups.size(), ahead);
+    SB_CHECK(id > before, "the schedule of {} stages, {} micro-batches in {} groups, {} ahead has a cycle", stages,
+             micro_batches_, groups.size(), ahead);
   }
 }
 
@@ -118,13 +131,22 @@ double Schedule::run(const PipelineTimes& times, std::span<const int> order, dou
 }
 
 double Schedule::makespan(const PipelineTimes& times, std::span<const int> order) const {
-  constexpr size_t kOnStack = 1024;
+  constexpr size_t kOnStack = 2048;
   if (nodes_.size() < kOnStack) {
     double end[kOnStack];
     return run(times, order, end);
   }
-  std::vector<double> end(nodes_.size() + 1);
-  return run(times, order, end.data());
+  const auto end = std::make_unique_for_overwrite<double[]>(nodes_.size() + 1);
+  return run(times, order, end.get());
+}
+
+void Schedule::latest_ends(const double* ends, std::span<const double> tail, std::span<double, kLanes> out) const {
+  std::fill(out.begin(), out.end(), 0.0);
+  for (size_t s = 0; s < last_node_.size(); ++s) {
+    const double* end = ends + static_cast<size_t>(last_node_[s] + 1) * kLanes;
+    const double after = tail.empty() ? 0.0 : tail[s];
+    for (size_t lane = 0; lane < kLanes; ++lane) out[lane] = std::max(out[lane], end[lane] + after);
+  }
 }
 
 void Schedule::makespans(const PipelineTimes& times, std::span<const double> forward, std::span<const double> backward,
@@ -133,13 +155,17 @@ void Schedule::makespans(const PipelineTimes& times, std::span<const double> for
   const bool transfers = !times.forward_transfer.empty();
   run_lanes(nodes_.data(), nodes_.size(), stages_, forward.data(), backward.data(),
             transfers ? times.forward_transfer.data() : nullptr, transfers ? times.backward_transfer.data() : nullptr,
-            scratch.data());
-  std::fill(out.begin(), out.end(), 0.0);
-  for (size_t s = 0; s < last_node_.size(); ++s) {
-    const double* ends = scratch.data() + static_cast<size_t>(last_node_[s] + 1) * kLanes;
-    const double tail = times.tail.empty() ? 0.0 : times.tail[s];
-    for (size_t lane = 0; lane < kLanes; ++lane) out[lane] = std::max(out[lane], ends[lane] + tail);
-  }
+            /*transfers_by_lane=*/false, scratch.data());
+  latest_ends(scratch.data(), times.tail, out);
+}
+
+void Schedule::makespans(const LaneTimes& times, std::vector<double>& scratch, std::span<double, kLanes> out) const {
+  scratch.resize((nodes_.size() + 1) * kLanes);
+  const bool transfers = !times.forward_transfer.empty();
+  run_lanes(nodes_.data(), nodes_.size(), stages_, times.forward.data(), times.backward.data(),
+            transfers ? times.forward_transfer.data() : nullptr, transfers ? times.backward_transfer.data() : nullptr,
+            /*transfers_by_lane=*/true, scratch.data());
+  latest_ends(scratch.data(), times.tail, out);
 }
 
 double Schedule::critical_path(const PipelineTimes& times, std::span<const int> order, std::vector<int>& chain) const {

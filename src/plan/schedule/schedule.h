@@ -67,6 +67,11 @@ class Schedule {
   static constexpr int kLanes = 8;
   void makespans(const PipelineTimes& times, std::span<const double> forward, std::span<const double> backward,
                  std::vector<double>& scratch, std::span<double, kLanes> out) const;
+  // The same where transfers differ, too, indexed like the durations; without any where they are empty.
+  struct LaneTimes {
+    std::vector<double> forward, backward, forward_transfer, backward_transfer, tail;
+  };
+  void makespans(const LaneTimes& times, std::vector<double>& scratch, std::span<double, kLanes> out) const;
   // The same with everything in it.
   ScheduleResult analyze(const PipelineTimes& times, std::span<const int> order) const;
 
@@ -89,6 +94,7 @@ class Schedule {
   template <bool kTransfers>
   double run(const PipelineTimes& times, std::span<const int> order, double* end) const;
   double run(const PipelineTimes& times, std::span<const int> order, double* end) const;
+  void latest_ends(const double* ends, std::span<const double> tail, std::span<double, kLanes> out) const;
 
   int stages_, micro_batches_;
   std::vector<Node> nodes_;         // topological

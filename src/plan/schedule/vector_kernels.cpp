@@ -29,9 +29,9 @@ void blend_lanes(const double* value, size_t rows, size_t levels, const double* 
 }
 
 void run_lanes(const Schedule::Node* nodes, size_t count, int stages, const double* forward, const double* backward,
-               const double* forward_transfer, const double* backward_transfer, double* end) {
+               const double* forward_transfer, const double* backward_transfer, bool transfers_by_lane, double* end) {
   (wide() ? avx512::run_lanes : avx2::run_lanes)(nodes, count, stages, forward, backward, forward_transfer,
-                                                 backward_transfer, end);
+                                                 backward_transfer, transfers_by_lane, end);
 }
 
 }  // namespace sb

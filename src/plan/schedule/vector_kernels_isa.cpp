@@ -74,8 +74,12 @@ void blend_lanes(const double* value, size_t rows, size_t levels, const double* 
   }
 }
 
-void run_lanes(const Schedule::Node* nodes, size_t count, int stages, const double* forward, const double* backward,
-               const double* forward_transfer, const double* backward_transfer, double* end) {
+enum class Transfers { none, alike, by_lane };
+
+template <Transfers kTransfers>
+static void run_lanes_with(const Schedule::Node* nodes, size_t count, int stages, const double* forward,
+                           const double* backward, const double* forward_transfer, const double* backward_transfer,
+                           double* end) {
   store(end, Lanes{});
   double* ends = end + kLanes;
   constexpr auto kStride = static_cast<ptrdiff_t>(kLanes);
@@ -83,11 +87,22 @@ void run_lanes(const Schedule::Node* nodes, size_t count, int stages, const doub
     const Schedule::Node node = nodes[id];
     const auto index = static_cast<size_t>(node.position * stages + node.stage);
     Lanes ready = load(ends + node.dependency * kStride);
-    if (forward_transfer != nullptr) ready += (node.backward ? backward_transfer : forward_transfer)[index];
+    if constexpr (kTransfers == Transfers::alike)
+      ready += (node.backward ? backward_transfer : forward_transfer)[index];
+    else if constexpr (kTransfers == Transfers::by_lane)
+      ready += load((node.backward ? backward_transfer : forward_transfer) + index * kLanes);
     const Lanes free = load(ends + node.previous * kStride);
     store(ends + id * kLanes,
           (free > ready ? free : ready) + load((node.backward ? backward : forward) + index * kLanes));
   }
+}
+
+void run_lanes(const Schedule::Node* nodes, size_t count, int stages, const double* forward, const double* backward,
+               const double* forward_transfer, const double* backward_transfer, bool transfers_by_lane, double* end) {
+  const auto run = forward_transfer == nullptr ? run_lanes_with<Transfers::none>
+                   : transfers_by_lane         ? run_lanes_with<Transfers::by_lane>
+                                               : run_lanes_with<Transfers::alike>;
+  run(nodes, count, stages, forward, backward, forward_transfer, backward_transfer, end);
 }
 
 }  // namespace sb::SB_ISA

@@ -9,6 +9,7 @@
 #include "run/config/run_config_check.h"
 #include "run/config/run_config_lora.h"
 #include "run/config/run_config_parallel.h"
+#include "run/config/run_config_precision.h"
 
 namespace sb {
 namespace {
@@ -38,7 +39,7 @@ Coming from `transformers` or Megatron:
 | `--micro-batch-size` | `batch.micro_batch_sequences`, or the tokens that fit: `batch.micro_batch_tokens` |
 | packing, `cutoff_len`, `--seq-length` | always packed, without padding; `data.max_sequence_length` is the longest document |
 | `gradient_checkpointing`, `--recompute-granularity` | `train.recompute` |
-| `bf16: true`, `--bf16` | `device: cuda`; `train.precision: float32` is the other choice |
+| `bf16: true`, `--bf16` | `device: cuda`; `train.precision: float32` and `fp8` are the other choices |
 | `lr_scheduler_type`, `--lr`, `--lr-decay-style` | `optimizer.schedule`, `optimizer.learning_rate`; rates are set by step, not by sample |
 | PEFT's `LoraConfig(r, lora_alpha, lora_dropout, target_modules, modules_to_save)` | `lora.rank`, `lora.alpha`, `lora.dropout`, `lora.targets`, `lora.train` |
 | `resume_from_checkpoint` | the same command again; `train.resume` |
@@ -419,10 +420,7 @@ void add_train(OptionTable& table, FlatConfig& flat) {
       "train.offload_optimizer", &train.offload_optimizer,
       "device: cuda: float32 values and AdamW's moments, 12 bytes per parameter, wait in host memory and come to "
       "the GPU in windows; never changes the result");
-  table.choice<TrainOptions::Precision>(
-      "train.precision", &train.precision,
-      {{"auto", TrainOptions::Precision::automatic}, {"float32", TrainOptions::Precision::float32}},
-      "activations and the weights that operations read: auto is bfloat16 on device: cuda and float32 on the CPU");
+  add_precision_options(table, train);
   table.flag("train.deterministic", &train.deterministic,
              "device: cuda: the same bits in every run, somewhat slower backward of attention; the CPU always is");
   table.flag("train.trace", &train.trace,

@@ -134,6 +134,8 @@ struct LoraOptions {
   bool merged = false;            // write the merged model, too (RunConfig::writes_merged)
 };
 
+inline constexpr int kLastLayer = -1;
+
 struct TrainOptions {
   int64_t max_steps = 1000;
   double num_train_epochs = 0.0;  // above 0: max_steps as passes over the training data
@@ -154,8 +156,9 @@ struct TrainOptions {
   int64_t layer_chunk = 32768;
   int64_t offload = -1;            // layer inputs in host memory; -1: as many as the device's memory asks for
   bool offload_optimizer = false;  // fp32 values and moments in host memory
-  enum class Precision { automatic, float32 };
+  enum class Precision { automatic, float32, fp8 };
   Precision precision = Precision::automatic;  // of activations on CUDA: bf16 unless float32
+  std::vector<int> fp8_skip;                   // layers that fp8 leaves alone; kLastLayer: the last one
   bool deterministic = false;
   bool trace = false;  // write trace.json
 };

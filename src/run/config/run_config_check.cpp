@@ -4,6 +4,7 @@
 #include "run/config/run_config_balance.h"
 #include "run/config/run_config_lora.h"
 #include "run/config/run_config_parallel.h"
+#include "run/config/run_config_precision.h"
 
 namespace sb {
 namespace {
@@ -149,6 +150,7 @@ void check_run_config(const RunConfig& config, const OptionTable& table, const s
   check_attention(config, table);
   check_optimizer(config, table);
   check_lora(config, table);
+  check_precision(config, table);
   check_train(config, table);
 }
 

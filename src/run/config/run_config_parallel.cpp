@@ -32,7 +32,8 @@ void add_parallel_options(OptionTable& table, ParallelOptions& parallel) {
        {"device", ParallelOptions::RingLists::device},
        {"host", ParallelOptions::RingLists::host}},
       "device: cuda with cp: where pairs are selected and lists made; auto: on the host (and the GPU waits) for "
-      "vertical_slash and for mass with lookahead, which device refuses, on the device for all others");
+      "vertical_slash and for mass with lookahead and with balance.chunk, which device refuses, on the device for all "
+      "others");
   table.choice<ParallelOptions::Backend>(
       "parallel.backend", &parallel.backend,
       {{"auto", ParallelOptions::Backend::automatic},

@@ -17,6 +17,21 @@ LossSums sum_over_ranks(Communicator& world, const LossSums& own) {
   return {losses[0], losses[1], counts[0], counts[1]};
 }
 
+std::vector<Pipeline::SourceLoss> sum_over_ranks(Communicator& world, std::vector<Pipeline::SourceLoss> own,
+                                                 size_t sources) {
+  own.resize(sources);
+  std::vector<double> losses;
+  std::vector<int64_t> targets;
+  for (const Pipeline::SourceLoss& source : own) {
+    losses.push_back(source.nll);
+    targets.push_back(source.targets);
+  }
+  world.all_reduce(std::span<double>(losses));
+  world.all_reduce(std::span<int64_t>(targets));
+  for (size_t i = 0; i < sources; ++i) own[i] = {losses[i], targets[i]};
+  return own;
+}
+
 StepMeasurement gather_times(Grid& grid, const Plan& plan, const std::vector<Pipeline::Operation>& own) {
   size_t most = 0;
   for (const PlannedRank& rank : plan.ranks) most = std::max(most, rank.micro_batches.size());

@@ -79,13 +79,16 @@ std::vector<MicroBatch> Trainer::read_micro_batches(const PlannedRank& planned, 
 MicroBatch Trainer::read_micro_batch(const PlannedMicroBatch& planned, std::span<const float> weights) const {
   std::vector<TokenSequence> sequences;
   std::vector<float> own_weights;
+  std::vector<int32_t> sources;
   for (const int64_t position : planned.sequences) {
     sequences.push_back(parts_.source.read(static_cast<uint64_t>(position)));
     own_weights.push_back(weights[static_cast<size_t>(position - static_cast<int64_t>(state_.position))]);
+    if (!sources_.empty()) sources.insert(sources.end(), sequences.back().tokens.size(), sequences.back().source);
   }
   std::vector<int> all(sequences.size());
   std::iota(all.begin(), all.end(), 0);
   MicroBatch batch = make_micro_batch(sequences, all, own_weights, parts_.model.vocab_size);
+  batch.sources = std::move(sources);
   batch.budgets = planned.budgets;
   batch.dropout_key = dropout_key(config_.train.seed, state_.step + 1);
   return batch;

@@ -24,16 +24,18 @@ struct alignas(1024) Smem {
   // Subtiles in one step: as many as fill the registers.
   static constexpr int kUnit = D == 128 ? 1 : 2;
   static constexpr int kStages = D == 128 ? 3 : 2;
-  __nv_bfloat16 k[kBlock * D];  // [d / 64][key][64]
-  __nv_bfloat16 v[kBlock * D];
+  static constexpr int kKeySlots = D == 128 ? 1 : 2;  // where there is room, the next item's keys wait
+  __nv_bfloat16 k[kKeySlots][kBlock * D];             // [d / 64][key][64]
+  __nv_bfloat16 v[kKeySlots][kBlock * D];
   __nv_bfloat16 q[kStages][kUnit * kSubtileRows * D];  // [subtile][d / 64][row][64]
   __nv_bfloat16 d_o[kStages][kUnit * kSubtileRows * D];
   __nv_bfloat16 ds[2][kUnit * kSubtileRows * kBlock];  // [subtile][key][row]
   float dq[2][kSubtileRows * 64];                      // of each warpgroup, in the order of its accumulator
   float statistics[kStages][kUnit][2][kSubtileRows];   // log-sum-exp (base 2) and dO·O
-  KeyItemMessage item;
+  KeyItemMessage item[kKeySlots];
   KeyStepMessage step[kStages];
-  alignas(8) uint64_t kv_full, kv_empty, q_full[kStages], q_empty[kStages], do_full[kStages], do_empty[kStages];
+  alignas(8) uint64_t kv_full[kKeySlots], kv_empty[kKeySlots], q_full[kStages], q_empty[kStages], do_full[kStages],
+      do_empty[kStages];
 };
 
 static_assert(sizeof(Smem<128>) <= kSharedMemory && sizeof(Smem<64>) <= kSharedMemory);
@@ -43,9 +45,9 @@ struct Consumer {
   static constexpr int kUnit = Smem<D>::kUnit, kStages = Smem<D>::kStages;
   Smem<D>& smem;
   const Arguments& args;
+  const CUtensorMap *sums_k, *sums_v;  // of a piece: what is added to
   int group, warp, lane;
-  Cursor ring;
-  uint32_t kv_phase = 0;
+  Cursor ring, keys;
   int buffer = 0;  // of dS
   float dk[D / 2], dv[D / 2];
 
@@ -73,7 +75,7 @@ struct Consumer {
   __device__ void issue_dq(float (&out)[32]) {
     const uint64_t a =
         tile_descriptor(shared_address(smem.ds[buffer]) + (kUnit == 2 ? group * kSubtileRows * kBlock * 2 : 0));
-    const uint64_t b = tile_descriptor(shared_address(smem.k) + (kUnit == 1 ? group * kBlock * 128 : 0));
+    const uint64_t b = tile_descriptor(shared_address(smem.k[keys.stage]) + (kUnit == 1 ? group * kBlock * 128 : 0));
 #pragma unroll
     for (int kk = 0; kk < kBlock / 16; ++kk) wgmma_ss<1, 1>(out, further(a, kk * 2048), further(b, kk * 2048), kk != 0);
     wgmma_commit();
@@ -87,7 +89,7 @@ struct Consumer {
     for (int i = 0; i < 32; ++i)
       if (hidden[(i >> 1) & 1]) s[i] = -INFINITY;
     if (step.diagonal != kLateSeen) return;
-    const int32_t* columns = args.gathered.columns + smem.item.item.token + key;
+    const int32_t* columns = args.gathered.columns + smem.item[keys.stage].item.token + key;
 #pragma unroll
     for (int j = 0; j < 8; ++j)
 #pragma unroll
@@ -181,10 +183,49 @@ struct Consumer {
     return key < item.keys ? (static_cast<int64_t>(item.token + key) * args.kv_heads + item.head) * D : -1;
   }
 
+  // Two areas of 64 × 64 floats of this group, free between items: dQ's, and where there is no dQ the group's half of
+  // dS's besides.
+  static constexpr int kAreas = kWithDq ? 1 : 2;
+  __device__ uint32_t area(int i) const {
+    return i == 0 ? shared_address(smem.dq[group]) : shared_address(smem.ds) + group * kSubtileRows * 64 * 4;
+  }
+
+  // Adds to the fp32 sums of the keys, 64 columns at a time, by the copy engine: what it adds is written to shared
+  // memory while the part before is on its way, and the next item does not wait for the last.
+  __device__ void add(const BackwardItem& item) {
+    add_columns<0>(item, sums_v, dv, 1.f);
+    add_columns<D / 64>(item, sums_k, dk, args.scale);
+  }
+  template <int kPart>
+  __device__ void add_columns(const BackwardItem& item, const CUtensorMap* sums, const float (&a)[D / 2], float scale) {
+    const bool leads = warp == 0 && lane == 0;
+    const int row = warp * 16 + lane / 4;
+#pragma unroll
+    for (int c = 0; c < D / 64; ++c) {
+      const uint32_t to = area((kPart + c) % kAreas);
+      if (leads) bulk_wait_read<kAreas - 1>();
+      named_sync(2 + group, 128);
+#pragma unroll
+      for (int j = 0; j < 8; ++j)
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const int at = 4 * (8 * c + j) + 2 * h;
+          // [32 columns][row], pieces of 16 bytes swizzled.
+          const uint32_t chunk = (2 * j + (lane % 4) / 2) % 8;
+          shared_store8(to + (j / 4) * kSubtileRows * 128 + (row + 8 * h) * 128 + ((chunk ^ ((row + 8 * h) & 7)) * 16) +
+                            (lane % 2) * 8,
+                        a[at] * scale, a[at + 1] * scale);
+        }
+      async_fence();
+      named_sync(2 + group, 128);
+      if (!leads) continue;
+      for (int half = 0; half < 2; ++half)
+        tensor_add(sums, c * 64 + half * 32, item.head, item.token + group * 64, to + half * kSubtileRows * 128);
+      bulk_commit();
+    }
+  }
+
   __device__ void store(const BackwardItem& item, void* out, const float (&a)[D / 2], float scale) {
-    if (args.adds)
-      return add_accumulator<D>(static_cast<float*>(out), a, scale, warp, lane,
-                                [&](int row) { return key_element(item, row); });
     const uint32_t staging = shared_address(smem.dq[group]);
     __syncwarp();
     stage_accumulator<D>(staging, a, scale, scale, warp, lane);
@@ -244,9 +285,8 @@ struct Consumer {
   __device__ void run() {
     const float scale_log2 = args.scale * kLog2e;
     for (;;) {
-      barrier_wait(shared_address(&smem.kv_full), kv_phase);
-      kv_phase ^= 1;
-      if (smem.item.end) break;
+      barrier_wait(shared_address(&smem.kv_full[keys.stage]), keys.phase);
+      if (smem.item[keys.stage].end) break;
 #pragma unroll
       for (int i = 0; i < D / 2; ++i) dk[i] = dv[i] = 0;
       for (;;) {
@@ -268,12 +308,12 @@ struct Consumer {
         float2 lse[8];
         read_statistics(lse, 0, 0);
         wgmma_fence();
-        issue_transposed(s[0], smem.k, q);
+        issue_transposed(s[0], smem.k[keys.stage], q);
         barrier_wait(shared_address(&smem.do_full[ring.stage]), ring.phase);
-        issue_transposed(dp[0], smem.v, d_o);
+        issue_transposed(dp[0], smem.v[keys.stage], d_o);
         if constexpr (kUnit == 2) {
-          issue_transposed(s[1], smem.k, q + kSubtileRows * D);
-          issue_transposed(dp[1], smem.v, d_o + kSubtileRows * D);
+          issue_transposed(s[1], smem.k[keys.stage], q + kSubtileRows * D);
+          issue_transposed(dp[1], smem.v[keys.stage], d_o + kSubtileRows * D);
         }
 #pragma unroll
         for (int sub = 0; sub < kUnit; ++sub) {
@@ -334,14 +374,19 @@ struct Consumer {
       release(smem.q_empty[ring.stage], lane);
       release(smem.do_empty[ring.stage], lane);
       ring.advance(kStages);
-      const BackwardItem item = smem.item.item;
-      release(smem.kv_empty, lane);
+      const BackwardItem item = smem.item[keys.stage].item;
+      release(smem.kv_empty[keys.stage], lane);
+      keys.advance(Smem<D>::kKeySlots);
       if (kGathered && item.column == kGatheredItem) {
         store_gathered(item);
       } else if (item.partial >= 0) {
         store_partial(args.partials, item.partial, 0, dk);
         store_partial(args.partials, item.partial, 1, dv);
       } else {
+        if (args.adds) {
+          add(item);  // a piece has no gathered columns
+          continue;
+        }
         if (warp == 0 && lane == 0) {
           bulk_wait_read();  // the staging area still feeds the last dQ
           if (kGathered && item.gathered >= 0) wait_gathered();
@@ -363,13 +408,17 @@ __global__ void __launch_bounds__(kThreads, 1)
     backward_kernel(const __grid_constant__ CUtensorMap q_map, const __grid_constant__ CUtensorMap do_map,
                     const __grid_constant__ CUtensorMap k_map, const __grid_constant__ CUtensorMap v_map,
                     const __grid_constant__ CUtensorMap gathered_k_map,
-                    const __grid_constant__ CUtensorMap gathered_v_map, const __grid_constant__ Arguments args) {
+                    const __grid_constant__ CUtensorMap gathered_v_map, const __grid_constant__ CUtensorMap sums_k_map,
+                    const __grid_constant__ CUtensorMap sums_v_map, const __grid_constant__ Arguments args) {
   extern __shared__ __align__(1024) unsigned char raw[];
   Smem<D>& smem = *reinterpret_cast<Smem<D>*>(raw);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   if (threadIdx.x == 0) {
-    barrier_init(shared_address(&smem.kv_full), 1);
-    barrier_init(shared_address(&smem.kv_empty), 8 * kArrivals);
+    for (const CUtensorMap* map : {&q_map, &do_map, &k_map, &v_map}) fetch_map(map);
+    for (int i = 0; i < Smem<D>::kKeySlots; ++i) {
+      barrier_init(shared_address(&smem.kv_full[i]), 1);
+      barrier_init(shared_address(&smem.kv_empty[i]), 8 * kArrivals);
+    }
     for (int i = 0; i < Smem<D>::kStages; ++i) {
       barrier_init(shared_address(&smem.q_full[i]), 1);
       barrier_init(shared_address(&smem.q_empty[i]), 8 * kArrivals);
@@ -397,7 +446,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
   } else {
     registers_grow<240>();
-    Consumer<D, kWithDq, kGathered, kHalves> consumer{smem, args, warp / 4 - 1, warp % 4, lane};
+    Consumer<D, kWithDq, kGathered, kHalves> consumer{smem,         args,     &sums_k_map, &sums_v_map,
+                                                      warp / 4 - 1, warp % 4, lane};
     consumer.run();
   }
 }
@@ -444,12 +494,17 @@ void launch(const BackwardParams& p, cudaStream_t stream) {
     gathered_v_map = gathered_map(p.gathered_rows.v, p.gathered, D);
     items += int64_t{p.gathered.piece_count / 2} * p.gathered_parts;
   }
+  CUtensorMap sums_k = k_map, sums_v = v_map;
+  if (p.adds) {
+    sums_k = sums_map(p.dk, p.shape.keys(), p.shape.kv_heads, D);
+    sums_v = sums_map(p.dv, p.shape.keys(), p.shape.kv_heads, D);
+  }
   const auto kernel = backward_kernel<D, kWithDq, kGathered, kHalves, kOdd>;
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Smem<D>)),
         "shared memory of the backward");
   const int grid = static_cast<int>(std::min<int64_t>(items, multiprocessors()));
   launch_early(kernel, grid, kThreads, sizeof(Smem<D>), stream, rows(p.q), rows(p.d_o), k_map, v_map, gathered_k_map,
-               gathered_v_map, args);
+               gathered_v_map, sums_k, sums_v, args);
 }
 
 template <bool kWithDq>

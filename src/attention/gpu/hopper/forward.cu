@@ -1,6 +1,7 @@
 #include "attention/gpu/hopper/launch.cuh"
 #include "attention/gpu/hopper/row_loader.cuh"
 #include "attention/gpu/hopper/wgmma.cuh"
+#include "attention/gpu/launch/early.cuh"
 
 namespace sb::gpu {
 namespace {
@@ -430,7 +431,10 @@ __global__ void __launch_bounds__(kThreads, 1)
   extern __shared__ __align__(1024) unsigned char raw[];
   Memory& smem = *reinterpret_cast<Memory*>(raw);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  if (threadIdx.x == 0) init_row_barriers(smem);
+  if (threadIdx.x == 0) {
+    for (const CUtensorMap* map : {&q_map, &k_map, &v_map}) fetch_map(map);
+    init_row_barriers(smem);
+  }
   // Such rows are never loaded; whatever lay there could be no number.
   if (args.work.rows.heads * args.work.rows.tokens < kSubtileRows) {
     uint4* area = reinterpret_cast<uint4*>(smem.q);
@@ -439,6 +443,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     async_fence();
   }
   __syncthreads();
+  wait_for_dependencies();
+  launch_dependents();
   if (warp >= 8) {
     registers_shrink<40>();
     if (warp == 8) {
@@ -451,6 +457,13 @@ __global__ void __launch_bounds__(kThreads, 1)
     Consumer<D, kGathered, kHalves> consumer{smem, args, __shfl_sync(~0u, warp / 4, 0), warp % 4, lane};
     consumer.run();
   }
+}
+
+// As a kernel, and not as a copy, so that the forward is there when it ends.
+__global__ void clear_counter_kernel(int32_t* counter) {
+  wait_for_dependencies();
+  launch_dependents();
+  if (threadIdx.x == 0) *counter = 0;
 }
 
 template <int D, bool kGathered, bool kHalves>
@@ -473,14 +486,13 @@ void launch(const ForwardParams& p, cudaStream_t stream) {
                        static_cast<__nv_bfloat16*>(p.o),
                        p.lse,
                        0};
-  check(cudaMemsetAsync(p.counter, 0, sizeof(int32_t), stream), "work counter");
+  launch_early(clear_counter_kernel, 1, 32, 0, stream, p.counter);
   constexpr size_t kBytes = sizeof(Smem<D, kGathered, kHalves>);
   const auto kernel = forward_kernel<D, kGathered, kHalves>;
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes),
         "shared memory of the forward");
   const int grid = p.item_count < multiprocessors() ? p.item_count : multiprocessors();
-  kernel<<<grid, kThreads, kBytes, stream>>>(q_map, k_map, v_map, gathered_k_map, gathered_v_map, args);
-  check(cudaGetLastError(), "attention forward");
+  launch_early(kernel, grid, kThreads, kBytes, stream, q_map, k_map, v_map, gathered_k_map, gathered_v_map, args);
 }
 
 }  // namespace

@@ -61,27 +61,29 @@ struct KeyLoader {
   const CUtensorMap *q_map, *do_map, *k_map, *v_map, *gathered_k_map, *gathered_v_map;
   const KeyArguments& args;
   int lane;
-  Cursor ring;
+  Cursor ring, keys;
 
   // Each lane issues one box; lane 0 first says how many bytes will come.
-  __device__ void load_keys(const BackwardItem& item, uint32_t phase) {
-    barrier_wait(shared_address(&smem.kv_empty), phase ^ 1);
-    if (lane == 0) smem.item.item = item;
+  __device__ void load_keys(const BackwardItem& item) {
+    wait_keys();
+    if (lane == 0) smem.item[keys.stage].item = item;
     load_boxes(k_map, v_map, item.head, item.token);
   }
+  // Until there is room for them.
+  __device__ void wait_keys() { barrier_wait(shared_address(&smem.kv_empty[keys.stage]), keys.phase ^ 1); }
 
-  __device__ void load_boxes(const CUtensorMap* keys, const CUtensorMap* values, int head, int token) {
-    const uint32_t barrier = shared_address(&smem.kv_full);
+  __device__ void load_boxes(const CUtensorMap* key_map, const CUtensorMap* value_map, int head, int token) {
+    const uint32_t barrier = shared_address(&smem.kv_full[keys.stage]);
     if (lane == 0) {
-      smem.item.end = 0;
+      smem.item[keys.stage].end = 0;
       barrier_expect(barrier, 2 * kBlock * D * 2);
     }
     __syncwarp();
     constexpr int kBoxes = D / 64;
     if (lane < 2 * kBoxes) {
       const int c = lane % kBoxes;
-      tensor_load(shared_address(lane < kBoxes ? smem.k : smem.v) + c * kBlock * 128, lane < kBoxes ? keys : values,
-                  c * 64, head, token, barrier);
+      tensor_load(shared_address(lane < kBoxes ? smem.k[keys.stage] : smem.v[keys.stage]) + c * kBlock * 128,
+                  lane < kBoxes ? key_map : value_map, c * 64, head, token, barrier);
     }
   }
 
@@ -224,16 +226,15 @@ struct KeyLoader {
   }
 
   // 128 gathered columns against a part of the query blocks; they come before all key blocks, which add what they give.
-  __device__ void walk_gathered(int index, uint32_t& phase) {
+  __device__ void walk_gathered(int index) {
     const int piece = index / args.gathered_sums.parts, part = index - piece * args.gathered_sums.parts;
     if (args.gathered.columns[static_cast<int64_t>(piece) * kBlock] == kNoColumn) {
       if (lane == 0) atomicAdd(args.gathered_done, 2);
       return;
     }
     const GatheredList& list = args.gathered.lists[args.gathered.pieces[2 * piece]];
-    barrier_wait(shared_address(&smem.kv_empty), phase ^ 1);
-    phase ^= 1;
-    BackwardItem& item = smem.item.item;
+    wait_keys();
+    BackwardItem& item = smem.item[keys.stage].item;
     if (lane == 0) {
       item.token = piece * kBlock;
       item.position = item.token - list.token;  // so that the difference is where the sequence starts
@@ -242,6 +243,7 @@ struct KeyLoader {
       item.partial = index;
     }
     load_boxes(gathered_k_map, gathered_v_map, 0, piece * kBlock);
+    keys.advance(Smem::kKeySlots);
     const int each = (list.rows + args.gathered_sums.parts - 1) / args.gathered_sums.parts;
     const int begin = part * each, end = min(begin + each, list.rows);
     const int units = args.query_block / (kUnit * args.rows.tokens);
@@ -266,23 +268,25 @@ struct KeyLoader {
     end_column();
   }
 
+  __device__ int next_index() {
+    int index = 0;
+    if (lane == 0) index = gridDim.x + atomicAdd(args.counter, 1);
+    return __shfl_sync(~0u, index, 0);
+  }
+
   __device__ void run() {
     const int gathered_items = kGathered ? args.gathered_items() : 0;
     const int item_count = args.counts->items + gathered_items;
-    uint32_t phase = 0;
-    for (;;) {
-      int index = 0;
-      if (lane == 0) index = atomicAdd(args.counter, 1);
-      index = __shfl_sync(~0u, index, 0);
-      if (index >= item_count) break;
+    // The first needs no trip to memory.
+    for (int index = blockIdx.x; index < item_count; index = next_index()) {
       if (kGathered && index < gathered_items) {
-        walk_gathered(index, phase);
+        walk_gathered(index);
         continue;
       }
-      load_keys(args.items[index - gathered_items], phase);
-      phase ^= 1;
-      const BackwardItem& item = smem.item.item;  // registers are scarce here
-      int before = 0;                             // in the column
+      load_keys(args.items[index - gathered_items]);
+      const BackwardItem& item = smem.item[keys.stage].item;  // registers are scarce here
+      keys.advance(Smem::kKeySlots);
+      int before = 0;  // in the column
       for (int head = item.head * args.heads_per_kv; head < (item.head + 1) * args.heads_per_kv; ++head) {
         if (kHalves && !item.dense) {
           // A column is cut by query blocks.
@@ -311,10 +315,10 @@ struct KeyLoader {
       }
       end_column();
     }
-    barrier_wait(shared_address(&smem.kv_empty), phase ^ 1);
+    wait_keys();
     if (lane == 0) {
-      smem.item.end = 1;
-      barrier_arrive(shared_address(&smem.kv_full));
+      smem.item[keys.stage].end = 1;
+      barrier_arrive(shared_address(&smem.kv_full[keys.stage]));
     }
   }
 };

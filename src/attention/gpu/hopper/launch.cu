@@ -23,19 +23,35 @@ decltype(&cuTensorMapEncodeTiled) encode_function() {
 
 }  // namespace
 
-CUtensorMap packed_map(const void* data, int64_t tokens, int heads, int d, int box_heads, int box_tokens) {
+namespace {
+
+// [tokens, heads, d] in boxes of 128 bytes × box_heads × box_tokens.
+CUtensorMap swizzled_map(CUtensorMapDataType type, int bytes, const void* data, int64_t tokens, int heads, int d,
+                         int box_heads, int box_tokens) {
   static const auto encode = encode_function();
   CUtensorMap map;
+  const auto row = static_cast<cuuint64_t>(d) * bytes;
   const cuuint64_t sizes[3] = {static_cast<cuuint64_t>(d), static_cast<cuuint64_t>(heads),
                                static_cast<cuuint64_t>(tokens)};
-  const cuuint64_t strides[2] = {static_cast<cuuint64_t>(d) * 2, static_cast<cuuint64_t>(d) * heads * 2};
-  const cuuint32_t box[3] = {64, static_cast<cuuint32_t>(box_heads), static_cast<cuuint32_t>(box_tokens)};
+  const cuuint64_t strides[2] = {row, row * heads};
+  const cuuint32_t box[3] = {static_cast<cuuint32_t>(128 / bytes), static_cast<cuuint32_t>(box_heads),
+                             static_cast<cuuint32_t>(box_tokens)};
   const cuuint32_t steps[3] = {1, 1, 1};
-  const CUresult result = encode(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, const_cast<void*>(data), sizes, strides,
-                                 box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                                 CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult result =
+      encode(&map, type, 3, const_cast<void*>(data), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+             CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS) throw_cuda("tensor map", "refused (pointers must be 16-byte aligned)");
   return map;
+}
+
+}  // namespace
+
+CUtensorMap packed_map(const void* data, int64_t tokens, int heads, int d, int box_heads, int box_tokens) {
+  return swizzled_map(CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, data, tokens, heads, d, box_heads, box_tokens);
+}
+
+CUtensorMap sums_map(const void* data, int64_t tokens, int heads, int d) {
+  return swizzled_map(CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 4, data, tokens, heads, d, 1, kSubtileRows);
 }
 
 CUtensorMap gathered_map(const void* data, const GatheredColumns& gathered, int d) {

@@ -18,6 +18,9 @@ int multiprocessors();
 // tokens past the end read as zeros.
 CUtensorMap packed_map(const void* data, int64_t tokens, int heads, int d, int box_heads, int box_tokens);
 
+// A packed fp32 tensor [tokens, heads, d], added to in boxes of 32 columns × one head × 64 tokens, 128-byte swizzled.
+CUtensorMap sums_map(const void* data, int64_t tokens, int heads, int d);
+
 // Copied rows of gathered columns, read 128 at a time.
 CUtensorMap gathered_map(const void* data, const GatheredColumns& gathered, int d);
 

@@ -54,6 +54,7 @@ __global__ void __launch_bounds__(256)
     prepare_kernel(SubtileArguments args, const __nv_bfloat16* o, const __nv_bfloat16* d_o, const float* lse,
                    float* statistics, float* dq_sum, int32_t* counters) {
   const int subtile = blockIdx.x;
+  wait_for_dependencies();
   launch_dependents();
   if (subtile == 0 && threadIdx.x < kBackwardCounters) counters[threadIdx.x] = 0;
   const SubtilePlace place(args, subtile);
@@ -102,6 +103,8 @@ __global__ void __launch_bounds__(128)
     finish_dq_kernel(SubtileArguments args, const float* dq_sum, __nv_bfloat16* dq, float scale) {
   __shared__ __align__(1024) __nv_bfloat16 staging[kSubtileRows * D];
   const int subtile = blockIdx.x;
+  wait_for_dependencies();
+  launch_dependents();
   const SubtilePlace place(args, subtile);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const float4* in = reinterpret_cast<const float4*>(dq_sum + static_cast<int64_t>(subtile) * kSubtileRows * D);
@@ -125,6 +128,7 @@ __global__ void __launch_bounds__(128)
     finish_split_kernel(const SplitColumn* splits, const WorkCounts* counts, const float* partials, void* dk, void* dv,
                         bool adds, int kv_heads, float scale, const __grid_constant__ GatheredSums gathered) {
   __shared__ __align__(1024) __nv_bfloat16 staging[kSubtileRows * D];
+  wait_for_dependencies();
   if (static_cast<int>(blockIdx.x) >= counts->splits) return;
   const SplitColumn split = splits[blockIdx.x];
   const int which = blockIdx.y / 2, group = blockIdx.y % 2;
@@ -171,10 +175,9 @@ int subtile_count(const BackwardParams& p) {
 
 void prepare_rows(const BackwardParams& p, bool clear_dq, cudaStream_t stream) {
   const auto kernel = p.shape.head_dim == 128 ? prepare_kernel<128> : prepare_kernel<64>;
-  kernel<<<subtile_count(p), 256, 0, stream>>>(subtile_arguments(p), static_cast<const __nv_bfloat16*>(p.o),
-                                               static_cast<const __nv_bfloat16*>(p.d_o), p.lse, first_statistics(p),
-                                               clear_dq ? first_dq_sum(p) : nullptr, p.counter);
-  check(cudaGetLastError(), "attention backward: rows");
+  launch_early(kernel, subtile_count(p), 256, 0, stream, subtile_arguments(p), static_cast<const __nv_bfloat16*>(p.o),
+               static_cast<const __nv_bfloat16*>(p.d_o), p.lse, first_statistics(p),
+               clear_dq ? first_dq_sum(p) : nullptr, p.counter);
   // Read with the first subtile, and masked.
   if (p.tiling.tile == 1)
     check(cudaMemsetAsync(p.statistics, 0, 2 * kSubtileRows * sizeof(float), stream),
@@ -183,17 +186,16 @@ void prepare_rows(const BackwardParams& p, bool clear_dq, cudaStream_t stream) {
 
 void finish_dq(const BackwardParams& p, cudaStream_t stream) {
   const auto kernel = p.shape.head_dim == 128 ? finish_dq_kernel<128> : finish_dq_kernel<64>;
-  kernel<<<subtile_count(p), 128, 0, stream>>>(subtile_arguments(p), first_dq_sum(p), static_cast<__nv_bfloat16*>(p.dq),
-                                               p.shape.scale);
-  check(cudaGetLastError(), "attention backward: dq");
+  launch_early(kernel, subtile_count(p), 128, 0, stream, subtile_arguments(p),
+               static_cast<const float*>(first_dq_sum(p)), static_cast<__nv_bfloat16*>(p.dq), p.shape.scale);
 }
 
 void finish_split_columns(const BackwardParams& p, cudaStream_t stream) {
   if (p.limits.splits == 0) return;
   const auto kernel = p.shape.head_dim == 128 ? finish_split_kernel<128> : finish_split_kernel<64>;
-  kernel<<<dim3(p.limits.splits, 4), 128, 0, stream>>>(p.splits, p.counts, p.partials, p.dk, p.dv, p.adds,
-                                                       p.shape.kv_heads, p.shape.scale, gathered_sums(p));
-  check(cudaGetLastError(), "attention backward: split columns");
+  launch_early(kernel, dim3(p.limits.splits, 4), 128, 0, stream, p.splits, p.counts,
+               static_cast<const float*>(p.partials), p.dk, p.dv, p.adds, p.shape.kv_heads, p.shape.scale,
+               gathered_sums(p));
 }
 
 }  // namespace sb::gpu

@@ -71,12 +71,23 @@ __device__ __forceinline__ void bulk_add(float* destination, uint32_t source, ui
                "r"(source), "r"(bytes)
                : "memory");
 }
+// Adds a box of fp32 in shared memory to a tensor; what lies beyond its end is left out.
+__device__ __forceinline__ void tensor_add(const CUtensorMap* map, int x, int y, int z, uint32_t source) {
+  asm volatile(
+      "cp.reduce.async.bulk.tensor.3d.global.shared::cta.add.tile.bulk_group [%0, {%1, %2, %3}], [%4];" ::"l"(map),
+      "r"(x), "r"(y), "r"(z), "r"(source)
+      : "memory");
+}
+__device__ __forceinline__ void fetch_map(const CUtensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
 __device__ __forceinline__ void bulk_commit() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
-// Until the copies of this thread have read their shared memory.
+// Until the copies of this thread have read their shared memory, but for those of the last kLeft groups.
+template <int kLeft = 0>
 __device__ __forceinline__ void bulk_wait_read() {
-  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kLeft) : "memory");
 }
 // Until they are complete.
 __device__ __forceinline__ void bulk_wait() {
@@ -103,6 +114,9 @@ __device__ __forceinline__ uint4 shared_load16(uint32_t address) {
   uint4 v;
   asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address));
   return v;
+}
+__device__ __forceinline__ void shared_store8(uint32_t address, float a, float b) {
+  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(a), "f"(b) : "memory");
 }
 __device__ __forceinline__ void shared_store16(uint32_t address, float a, float b, float c, float d) {
   asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");

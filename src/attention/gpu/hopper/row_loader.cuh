@@ -173,8 +173,7 @@ struct RowLoader {
   // can be marked. With kKeysAhead K runs one block ahead of V, as it is consumed. The next tile and the head of its
   // list are fetched while this one's blocks are on their way, or every tile would begin with three trips to memory.
   __device__ void run() {
-    int ticket = lane == 0 ? atomicAdd(args.counter, 1) : 0;
-    int index = __shfl_sync(~0u, ticket, 0);
+    int ticket = 0, index = blockIdx.x;  // the first needs no trip to memory
     ForwardItem item = index < args.item_count ? args.items[index] : ForwardItem{};
     uint32_t head_entry = read_entry(item, lane);
     while (index < args.item_count) {
@@ -183,7 +182,7 @@ struct RowLoader {
       const bool dense = item.list_begin < 0;
       const int visible = (item.position + item.tokens - 1) / kKeys + 1;
       const int count = dense ? visible : item.list_count;
-      if (lane == 0) ticket = atomicAdd(args.counter, 1);
+      if (lane == 0) ticket = gridDim.x + atomicAdd(args.counter, 1);
       ForwardItem next;
       int next_index = -1;
       auto fetch_next = [&] {

@@ -229,12 +229,18 @@ struct BackwardWorkParams {
 
 // The most items, splits and slots that `columns` key blocks with altogether at most `cost` subtiles can need.
 WorkLimits work_limits(int64_t columns, int64_t cost, int workers);
+// The fewest subtiles for which a column is cut. With d = 128 and few pairs, as in pieces of sequences, a second kernel
+// fills what long columns leave idle, and cutting them costs more than it saves (measured).
+constexpr int64_t kLeastShare = 64;
+constexpr int64_t least_share(int head_dim) {
+  return head_dim <= 64 ? kLeastShare : 2 * kLeastShare;
+}
 // Subtiles in one fair share: a worker takes two. Where there are few columns and most are cut, equal parts leave
 // workers idle at the end: those of the last head are cut finer.
-constexpr int64_t fair_share(int64_t cost, int workers, int64_t columns, bool last_head) {
+constexpr int64_t fair_share(int64_t cost, int workers, int64_t columns, bool last_head, int64_t least) {
   const int64_t parts = (last_head && columns <= 2 * workers ? 3 : 2) * int64_t{workers};
   const int64_t share = (cost + parts - 1) / parts;
-  return share < 128 ? 128 : share;
+  return share < least ? least : share;
 }
 
 // All asynchronous on `stream` (a cudaStream_t); no host synchronisation, capturable into a graph.

@@ -67,7 +67,7 @@ bool DevicePlan::matches(const PlanRequest& request) const {
 
 RowLayout DevicePlan::plan_lists(const PlanRequest& request) {
   if (request.index != nullptr) {
-    select_ = plan_of(*request.index);
+    select_ = plan_of(*request.index, shape_.first_query);
     slash_.gathered = gathered_capacities(*request.index);
   } else {
     SelectionConfig config = *request.selection;

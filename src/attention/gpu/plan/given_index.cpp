@@ -12,14 +12,14 @@ int32_t divide_up(int32_t a, int32_t b) {
   return (a + b - 1) / b;
 }
 
-// Calls body(list head, sequence, query block of it, number of the row) in the order of the kernels' rows: dense
-// sequences have rows there too, without entries.
+// Calls body(list head, sequence, query block of it) in the order of the kernels' rows: dense sequences have rows there
+// too, without entries.
 template <typename Body>
-void each_row(const BlockIndex& index, Body body) {
-  int64_t row = 0;
+void each_row(const BlockIndex& index, int32_t first_query, Body body) {
+  const int query_block = index.shape().query_block;
   for (int head = 0; head < index.shape().list_heads; ++head)
     for (const BlockIndex::Sequence& sequence : index.sequences())
-      for (int i = 0; i < divide_up(sequence.length, index.shape().query_block); ++i) body(head, sequence, i, row++);
+      for (int i = first_query / query_block; i < divide_up(sequence.length, query_block); ++i) body(head, sequence, i);
 }
 
 // Key blocks of the kernels that a row lists.
@@ -38,14 +38,17 @@ std::vector<uint32_t> entries_of(const BlockIndex& index, const BlockIndex::Sequ
 
 }  // namespace
 
-SelectPlan plan_of(const BlockIndex& index) {
+SelectPlan plan_of(const BlockIndex& index, int32_t first_query) {
+  SB_CHECK(first_query == 0 || (index.sequences().size() == 1 && first_query % index.shape().query_block == 0 &&
+                                !index.has_gathered_columns()),
+           "lists of a piece from token {} on", first_query);
   SelectPlan plan;
   plan.list_heads = index.shape().list_heads;
   plan.query_block = index.shape().query_block;
   plan.select_block = index.shape().block;
   plan.block = std::min(plan.select_block, kBlock);
   plan.row_offsets.push_back(0);
-  each_row(index, [&](int head, const BlockIndex::Sequence& sequence, int query_block, int64_t) {
+  each_row(index, first_query, [&](int head, const BlockIndex::Sequence& sequence, int query_block) {
     size_t count = 0;
     if (!sequence.dense) count = entries_of(index, sequence, head, query_block, plan.block).size();
     SB_CHECK(plan.row_offsets.back() + static_cast<int64_t>(count) < INT32_MAX, "more than 2^31 entries");
@@ -53,7 +56,7 @@ SelectPlan plan_of(const BlockIndex& index) {
   });
   plan.entries = plan.row_offsets.back();
   for (const BlockIndex::Sequence& sequence : index.sequences()) {
-    plan.rows += divide_up(sequence.length, plan.query_block);
+    plan.rows += divide_up(sequence.length - first_query, plan.query_block);
     plan.columns += plan.list_heads * divide_up(sequence.length, plan.block);
   }
   plan.token_pairs = index.token_pairs();
@@ -78,13 +81,14 @@ std::vector<int32_t> gathered_capacities(const BlockIndex& index) {
   return most;
 }
 
-HostLists lists_of(const BlockIndex& index, const SelectPlan& plan, const Work& work) {
+HostLists lists_of(const BlockIndex& index, const SelectPlan& plan, const Work& work, int32_t first_query) {
   HostLists lists;
   std::vector<std::vector<uint32_t>> columns(plan.columns);
   const int32_t head_columns = plan.columns / plan.list_heads;
   int32_t column = 0;
-  each_row(index, [&](int head, const BlockIndex::Sequence& sequence, int query_block, int64_t) {
-    if (query_block == 0) {
+  const int first_row = first_query / plan.query_block;
+  each_row(index, first_query, [&](int head, const BlockIndex::Sequence& sequence, int query_block) {
+    if (query_block == first_row) {
       // First row of this sequence: its columns follow those of the sequences before it.
       const auto before = static_cast<size_t>(&sequence - index.sequences().data());
       column = head * head_columns;
@@ -93,7 +97,8 @@ HostLists lists_of(const BlockIndex& index, const SelectPlan& plan, const Work& 
     if (sequence.dense) return;
     for (const uint32_t entry : entries_of(index, sequence, head, query_block, plan.block)) {
       lists.row_entries.push_back(entry);
-      columns[column + entry_id(entry)].push_back(list_entry(static_cast<uint32_t>(query_block), entry_first(entry)));
+      columns[column + entry_id(entry)].push_back(
+          list_entry(static_cast<uint32_t>(query_block - first_row), entry_first(entry)));
     }
   });
   lists.column_offsets.push_back(0);

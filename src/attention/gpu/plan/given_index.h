@@ -11,8 +11,9 @@
 
 namespace sb::gpu {
 
-// Blocks of 256 are listed as two of 128.
-SelectPlan plan_of(const BlockIndex& index);
+// Blocks of 256 are listed as two of 128. `first_query`: of a piece, which is the index's only sequence from there on;
+// rows before it count for nothing.
+SelectPlan plan_of(const BlockIndex& index, int32_t first_query = 0);
 // Gathered columns of any list of every sequence, at most.
 std::vector<int32_t> gathered_capacities(const BlockIndex& index);
 
@@ -22,7 +23,7 @@ struct HostLists {
   std::vector<int32_t> gathered_columns;
   std::vector<uint64_t> gathered_bits;
 };
-HostLists lists_of(const BlockIndex& index, const SelectPlan& plan, const Work& work);
+HostLists lists_of(const BlockIndex& index, const SelectPlan& plan, const Work& work, int32_t first_query = 0);
 
 // The way back. `query_block` and `block` are those of the index; lists may be of longer query blocks and of shorter
 // key blocks.

@@ -185,9 +185,8 @@ Work make_work(const Shape& shape, std::span<const int32_t> cu_seqlens, const st
 
 WorkLimits work_limits(int64_t columns, int64_t cost, int workers) {
   // A column of cost c becomes at most c / share + 1 parts, and only those with c > share are split. With less cost the
-  // share is smaller, too, but never below that of no cost.
-  const int64_t shares =
-      std::min(cost / fair_share(0, workers, columns, true), (columns <= 2 * workers ? 3 : 2) * int64_t{workers});
+  // share is smaller, too, but never below the least.
+  const int64_t shares = std::min(cost / kLeastShare, (columns <= 2 * workers ? 3 : 2) * int64_t{workers});
   SB_CHECK(columns + shares < INT32_MAX, "too many key blocks for 32-bit indices");
   return {static_cast<int32_t>(columns + shares), static_cast<int32_t>(shares), static_cast<int32_t>(2 * shares)};
 }

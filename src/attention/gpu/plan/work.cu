@@ -26,6 +26,7 @@ struct Arguments {
   int32_t columns, head_places, heads_per_kv, parts, tile, tile_tokens, entry_cost, query_block, block, keys, workers;
   int32_t first_query;
   bool leaves_out;
+  int64_t least_share;
   BackwardItem* items;
   SplitColumn* splits;
   WorkCounts* counts;
@@ -111,7 +112,7 @@ __global__ void __launch_bounds__(kThreads) backward_work_kernel(Arguments args)
   }
   scan_block(own, sums, total);
   const auto share_of = [&](int of_head) {
-    return fair_share(total, args.workers, heads * args.head_places, of_head == heads - 1);
+    return fair_share(total, args.workers, heads * args.head_places, of_head == heads - 1, args.least_share);
   };
   const int64_t share = share_of(head), share_before = share_of(0);
   const auto parts_of = [&](int i, int64_t of_share) {
@@ -202,6 +203,7 @@ void make_backward_work(const BackwardWorkParams& p, void* stream) {
                        p.workers,
                        p.shape.first_query,
                        p.leaves_out,
+                       least_share(p.shape.head_dim),
                        p.items,
                        p.splits,
                        p.counts};

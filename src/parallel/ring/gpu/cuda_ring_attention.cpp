@@ -2,8 +2,10 @@
 
 #include <algorithm>
 #include <bit>
+#include <numeric>
 
 #include "attention/gpu/cuda_attention.h"
+#include "attention/piece_operands.h"
 #include "core/errors.h"
 #include "device/cuda.h"
 #include "device/memory.h"
@@ -15,8 +17,9 @@ namespace sb {
 namespace {
 
 std::vector<float> host_floats(const TensorView& tensor) {
-  const HostCopy copy(tensor);
   std::vector<float> values(static_cast<size_t>(tensor.elements()));
+  if (values.empty()) return values;
+  const HostCopy copy(tensor);
   if (tensor.dtype() == DType::f32) {
     std::copy_n(copy.view().f32(), values.size(), values.begin());
     return values;
@@ -67,7 +70,12 @@ class CudaRingAttention final : public SelectingAttention {
     return memory_.state_bytes(shape, max_tokens);
   }
   std::string refuses_pieces() const override {
-    return "GPUs that share sequences (parallel.cp) compute whole ones only; use device: cpu or parallel.cp: 1";
+    if (device_selection_)
+      return "pairs of pieces that GPUs share are selected on the host, and parallel.ring_lists is device";
+    return refuses_ring_pieces(options_);
+  }
+  PieceBytes piece_bytes(const AttentionShape& shape, const PieceLimits& limits, int) const override {
+    return memory_.piece_bytes(shape, limits);
   }
   AttentionReport take_report() override {
     if (device_selection_) device_selection_->report(report_);
@@ -89,7 +97,11 @@ class CudaRingAttention final : public SelectingAttention {
  private:
   void select_on_host(const Exec& exec, int layer, const AttentionShape& shape, const PackedSequences& sequences,
                       const AttentionOperands& operands, CudaRingState& state);
+  void select_piece_on_host(const Exec& exec, int layer, const AttentionShape& shape, const PackedSequences& piece,
+                            const AttentionOperands& operands, const AttentionOperands& seen, CudaRingState& state);
   void build(const Exec& exec, const AttentionShape& shape, DType dtype, CudaRingState& state);
+  // What an index is made in on the host.
+  Exec on_host(const Exec& exec, int64_t scratch);
 
   Communicator &host_, &data_;
   const RingAttention::Options options_;
@@ -114,16 +126,61 @@ void CudaRingAttention::select_on_host(const Exec& exec, int layer, const Attent
   int64_t most = 0;
   for (int r = 0; r < state.layout->ranks(); ++r)
     most = std::max<int64_t>(most, state.layout->local_cu_seqlens(r).back());
-  const int64_t scratch = selection_.scratch_bytes(shape, most, host_.size());
-  if (!host_scratch_ || host_scratch_->capacity() < scratch)
-    host_scratch_ = std::make_unique<Arena>("selections of a ring", scratch);
-  const Exec on_host{.device = DeviceKind::cpu, .pool = exec.pool, .scratch = host_scratch_.get()};
-  selection_.select(on_host, host_, layer, shape, *state.layout, sequences.budgets, q.data(), k.data(), state.index);
+  const Exec host = on_host(exec, selection_.scratch_bytes(shape, most, host_.size()));
+  selection_.select(host, host_, layer, shape, *state.layout, sequences.budgets, q.data(), k.data(), state.index);
   if (options_.coverage_rows == 0 || !selection_.step().ready(layer)) return;
   add_ring_coverage(*state.layout, host_.rank(), layer,
-                    selection_.measure(on_host, host_, layer, shape, *state.layout, sequences.budgets, q.data(),
-                                       k.data(), state.index, options_.coverage_rows),
+                    selection_.measure(host, host_, layer, shape, *state.layout, sequences.budgets, q.data(), k.data(),
+                                       state.index, options_.coverage_rows),
                     report_);
+}
+
+Exec CudaRingAttention::on_host(const Exec& exec, int64_t scratch) {
+  if (!host_scratch_ || host_scratch_->capacity() < scratch)
+    host_scratch_ = std::make_unique<Arena>("selections of a ring", scratch);
+  return {.device = DeviceKind::cpu, .pool = exec.pool, .scratch = host_scratch_.get()};
+}
+
+// The same for a piece. `seen`: all keys that this rank holds up to its end. Statistics of keys stay on the host.
+void CudaRingAttention::select_piece_on_host(const Exec& exec, int layer, const AttentionShape& shape,
+                                             const PackedSequences& piece, const AttentionOperands& operands,
+                                             const AttentionOperands& seen, CudaRingState& state) {
+  const ContextLayout& layout = *state.layout;
+  const bool dense = options_.selection.pattern == SelectionPattern::dense;
+  const bool ready = !dense && selection_.step().ready(layer), measures = options_.coverage_rows > 0;
+  std::vector<float> q, k;
+  if (!dense) {
+    q = host_floats(operands.q);
+    k = host_floats(own_keys(piece, operands).k);
+  }
+  int64_t most = 0;
+  for (int r = 0; r < layout.ranks(); ++r) {
+    int64_t tokens = 0;
+    for (const int32_t b : layout.held_from(r, 0, piece.piece.begin)) tokens += layout.block_length(0, b);
+    most = std::max(most, tokens);
+  }
+  const Exec host = on_host(exec, selection_.append_scratch_bytes(shape, most, host_.size()));
+  if (ready && (options_.selection.scores_blocks() || measures))
+    selection_.append_statistics(host, host_, layer, shape, layout, piece.piece, k.data());
+  selection_.select_piece(host, host_.rank(), layer, shape, layout, piece, q.data(), k.data(), state.index);
+  if (!ready || !measures || piece.again) return;
+  const std::vector<float> keys = host_floats(seen.k);
+  const CoverageSample& sample = selection_.measure_piece(host, host_, layer, shape, layout, piece, q.data(),
+                                                          keys.data(), state.index, options_.coverage_rows);
+  if (piece.piece_end() == piece.piece.length) add_ring_coverage(layout, host_.rank(), layer, {sample}, report_);
+}
+
+// A pass of a piece: its queries, all of this rank's, behind the keys.
+void set_piece(const RingPass& from, DevicePass& to) {
+  SB_CHECK(from.parts.size() == 1, "a piece comes by itself, not with {} sequences", from.parts.size());
+  const RingPass::Part& part = from.parts.front();
+  to.first_query = static_cast<int32_t>(part.keys + part.before);
+  to.cu_seqlens = {0, static_cast<int32_t>(part.queries)};
+  std::vector<int32_t> queries(static_cast<size_t>(part.queries));
+  std::iota(queries.begin(), queries.end(), 0);
+  to.queries.assign(queries);
+  to.keys.assign(from.copies);  // none but for a pass over copies
+  to.pages = {KeyPage{0, 0}, KeyPage{*to.first_query, *to.first_query}};
 }
 
 void CudaRingAttention::build(const Exec& exec, const AttentionShape& shape, DType dtype, CudaRingState& state) {
@@ -134,7 +191,7 @@ void CudaRingAttention::build(const Exec& exec, const AttentionShape& shape, DTy
   const ReplicatedKeys replicated = replicated_keys(
       layout, state.index, sinks, columns ? wanted_columns(host_, layout, state.index) : std::vector<uint8_t>());
   RingPlan plan;
-  plan.build(layout, rank, shape.kv_heads, state.index, replicated, sinks, *exec.pool);
+  plan.build(layout, rank, shape.kv_heads, state.index, replicated, sinks, *exec.pool, state.first_query.value_or(0));
   state.given.assign(replicated.given[static_cast<size_t>(rank)]);
   state.piece = replicated.piece;
   state.passes.resize(static_cast<size_t>(layout.ranks()) + 1);
@@ -146,6 +203,13 @@ void CudaRingAttention::build(const Exec& exec, const AttentionShape& shape, DTy
     for (size_t i = 0; i < planned.size(); ++i) {
       const RingPass& from = planned[i];
       DevicePass& to = passes[i];
+      to.first_query.reset();
+      if (!to.lists) to.lists = kernels_->make_state();
+      if (state.first_query) {
+        set_piece(from, to);
+        write_block_index(from.index, *kernels_, exec, shape, dtype, *to.lists, to.first_query);
+        continue;
+      }
       std::vector<int32_t> keys(static_cast<size_t>(from.tokens()), -1), queries(keys);
       to.cu_seqlens = {0};
       for (const RingPass::Part& part : from.parts) {
@@ -164,7 +228,6 @@ void CudaRingAttention::build(const Exec& exec, const AttentionShape& shape, DTy
       }
       to.keys.assign(keys);
       to.queries.assign(queries);
-      if (!to.lists) to.lists = kernels_->make_state();
       write_block_index(from.index, *kernels_, exec, shape, dtype, *to.lists);
     }
   }
@@ -176,33 +239,48 @@ void CudaRingAttention::forward(const Exec& exec, int layer, const AttentionShap
                                 AttentionState& any_state, bool replay) {
   auto& state = static_cast<CudaRingState&>(any_state);
   SB_CHECK(!sequences.whole_cu_seqlens.empty(), "ring attention needs the lengths of the whole sequences");
+  const bool piece = sequences.is_piece();
   const bool on_device = replay ? state.plan != nullptr : device_selection_ != nullptr;
+  SB_CHECK(!piece || !on_device, "{}", refuses_pieces());
+  state.first_query.reset();
+  if (piece) state.first_query = sequences.piece.begin;
   if (!on_device) {
     state.plan.reset();
-    state.layout.emplace(options_.placement, host_.size(), options_.selection.block, sequences.whole_cu_seqlens);
+    const int32_t up_to_piece[] = {0, static_cast<int32_t>(sequences.piece_end())};
+    state.layout.emplace(options_.placement, host_.size(), options_.selection.block,
+                         piece ? std::span<const int32_t>(up_to_piece) : sequences.whole_cu_seqlens);
   } else if (!replay) {
     state.plan = device_selection_->plan_for(exec, layer, shape, sequences, operands.q.dtype());
   }
-  SB_CHECK(std::ranges::equal(state.shared().local_cu_seqlens(host_.rank()), sequences.cu_seqlens),
+  const std::vector<int32_t> local = state.shared().local_cu_seqlens(host_.rank());
+  SB_CHECK(piece ? sequences.piece.pages.back().begin + sequences.tokens() == local.back()
+                 : std::ranges::equal(local, sequences.cu_seqlens),
            "the micro-batch is not shared out as the ring's layout says");
+  const ArenaScope scope(*exec.scratch);
+  const AttentionOperands seen = keys_in_order(exec, sequences, operands);
   if (!replay) {
     state.given_lists = false;
     if (on_device)
       device_selection_->select(exec, layer, shape, operands, *state.plan, state.lists,
                                 report_.layers[static_cast<size_t>(layer)]);
+    else if (piece)
+      select_piece_on_host(exec, layer, shape, sequences, operands, seen, state);
     else
       select_on_host(exec, layer, shape, sequences, operands, state);
   }
   if (!on_device && (!replay || !state.built)) build(exec, shape, operands.q.dtype(), state);
-  CudaRingCall({data_, travel_, *kernels_, options_.deterministic}, exec, layer, shape, operands, state).forward();
-  if (!replay && !on_device)
-    count_ring_pairs(*state.layout, host_.rank(), state.index, report_.layers[static_cast<size_t>(layer)]);
+  CudaRingCall({data_, travel_, *kernels_, options_.deterministic}, exec, layer, shape, seen, state).forward();
+  if (!replay && !on_device && !sequences.again)
+    count_ring_pairs(*state.layout, host_.rank(), state.index, report_.layers[static_cast<size_t>(layer)],
+                     state.first_query.value_or(0));
 }
 
 void CudaRingAttention::backward(const Exec& exec, int layer, const AttentionShape& shape,
                                  const PackedSequences& sequences, const AttentionOperands& operands,
                                  const AttentionGradients& gradients, AttentionState& state) {
-  CudaRingCall({data_, travel_, *kernels_, options_.deterministic}, exec, layer, shape, operands,
+  const ArenaScope scope(*exec.scratch);
+  const AttentionOperands seen = keys_in_order(exec, sequences, operands);
+  CudaRingCall({data_, travel_, *kernels_, options_.deterministic}, exec, layer, shape, seen,
                static_cast<CudaRingState&>(state))
       .backward(gradients);
 }

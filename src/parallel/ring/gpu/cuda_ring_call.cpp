@@ -13,6 +13,12 @@ using gpu::CudaRingPlan;
 
 constexpr float kNothing = -std::numeric_limits<float>::infinity();
 
+PackedSequences piece_of(const DevicePass& pass) {
+  PackedSequences sequences{pass.cu_seqlens, {}};
+  sequences.piece = {*pass.first_query, *pass.first_query + pass.tokens(), pass.pages};
+  return sequences;
+}
+
 }  // namespace
 
 CudaRingCall::CudaRingCall(const Ring& ring, const Exec& exec, int layer, const AttentionShape& shape,
@@ -50,8 +56,13 @@ void CudaRingCall::backward(const AttentionGradients& g) {
   g_ = &g;
   const ArenaScope scope(*exec_.scratch);
   sum_ = allocate(DType::f32, x_.q.shape());
-  const TensorView dk = allocate(DType::f32, x_.k.shape()), dv = allocate(DType::f32, x_.v.shape());
-  for (const TensorView& gradient : {sum_, dk, dv}) zero_tensor(exec_, gradient);
+  zero_tensor(exec_, sum_);
+  // Those of a piece are sums already.
+  const bool piece_sums = state_.first_query.has_value();
+  const TensorView dk = piece_sums ? g.dk : allocate(DType::f32, x_.k.shape()),
+                   dv = piece_sums ? g.dv : allocate(DType::f32, x_.v.shape());
+  if (!piece_sums)
+    for (const TensorView& gradient : {dk, dv}) zero_tensor(exec_, gradient);
   if (piece() > 0) {
     const ArenaScope copies_scope(*exec_.scratch);
     const Keys copies = gathered_copies();
@@ -70,6 +81,7 @@ void CudaRingCall::backward(const AttentionGradients& g) {
                         },
                         {dk.f32(), dv.f32()});
   gpu::convert_floats(exec_, sum_.f32(), g.dq.raw(), g.dq.dtype(), g.dq.elements());
+  if (piece_sums) return;
   gpu::convert_floats(exec_, dk.f32(), g.dk.raw(), g.dk.dtype(), g.dk.elements());
   gpu::convert_floats(exec_, dv.f32(), g.dv.raw(), g.dv.dtype(), g.dv.elements());
 }
@@ -108,7 +120,57 @@ AttentionOperands CudaRingCall::assemble(const PassRun& pass, const Keys& keys) 
   return y;
 }
 
+// Keys before the queries. Behind them the kernels expect the queries' own, which against keys of others are in no
+// list: those rows are named and never touched.
+AttentionOperands CudaRingCall::piece_operands(const PassRun& pass, const Keys& keys) const {
+  const int64_t before = *pass.given->first_query;
+  const Shape seen{before + pass.tokens, shape_.kv_heads, shape_.head_dim};
+  const auto where = [&](const void* from) {
+    if (pass.given->keys.count() > 0)
+      from = gather(from, keys.stride, {before, shape_.kv_heads, shape_.head_dim}, pass.keys).raw();
+    return TensorView(const_cast<void*>(from), dtype_, seen, DeviceKind::cuda);
+  };
+  AttentionOperands y = x_;
+  y.k = where(keys.keys);
+  y.v = where(keys.values);
+  return y;
+}
+
+void CudaRingCall::forward_piece(const PassRun& pass, const Keys& keys) const {
+  const ArenaScope scope(*exec_.scratch);
+  AttentionOperands y = piece_operands(pass, keys);
+  y.lse = allocate(DType::f32, x_.lse.shape());
+  y.out = allocate(dtype_, x_.out.shape());
+  ring_.kernels.forward(exec_, layer_, shape_, piece_of(*pass.given), y, *pass.given->lists, /*replay=*/true);
+  gpu::merge_rows(exec_, {y.out.raw(), dtype_, y.lse.f32(), sum_.f32(), x_.lse.f32(), pass.queries, pass.tokens,
+                          x_.q.dim(0), shape_.heads, shape_.head_dim});
+}
+
+// The kernels add to the sums of the keys where they lie.
+void CudaRingCall::backward_piece(const PassRun& pass, const Keys& keys, float* dk, float* dv, int64_t stride) const {
+  const ArenaScope scope(*exec_.scratch);
+  const AttentionOperands y = piece_operands(pass, keys);
+  const bool copies = pass.given->keys.count() > 0;
+  const int64_t before = *pass.given->first_query;
+  const auto sums = [&](float* to) {
+    if (copies) {
+      const TensorView own = allocate(DType::f32, {before, shape_.kv_heads, shape_.head_dim});
+      zero_tensor(exec_, own);
+      to = own.f32();
+    }
+    return TensorView(to, DType::f32, y.k.shape(), DeviceKind::cuda);
+  };
+  const AttentionGradients h{g_->dout, allocate(dtype_, x_.q.shape()), sums(dk), sums(dv)};
+  ring_.kernels.backward(exec_, layer_, shape_, piece_of(*pass.given), y, h, *pass.given->lists);
+  gpu::add_rows(exec_,
+                {h.dq.raw(), dtype_, query_width_, sum_.f32(), query_width_, pass.queries, pass.tokens, query_width_});
+  if (!copies) return;
+  gpu::add_rows(exec_, {h.dk.raw(), DType::f32, key_width_, dk, stride, pass.keys, before, key_width_});
+  gpu::add_rows(exec_, {h.dv.raw(), DType::f32, key_width_, dv, stride, pass.keys, before, key_width_});
+}
+
 void CudaRingCall::forward_pass(const PassRun& pass, const Keys& keys) const {
+  if (state_.first_query) return forward_piece(pass, keys);
   const ArenaScope scope(*exec_.scratch);
   AttentionOperands y = assemble(pass, keys);
   y.out = allocate(dtype_, y.q.shape());
@@ -122,6 +184,7 @@ void CudaRingCall::forward_pass(const PassRun& pass, const Keys& keys) const {
 }
 
 void CudaRingCall::backward_pass(const PassRun& pass, const Keys& keys, float* dk, float* dv, int64_t stride) const {
+  if (state_.first_query) return backward_piece(pass, keys, dk, dv, stride);
   const ArenaScope scope(*exec_.scratch);
   AttentionOperands y = assemble(pass, keys);
   y.out = gather(x_.out.raw(), query_width_, y.q.shape(), pass.queries);

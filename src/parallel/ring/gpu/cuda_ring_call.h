@@ -2,6 +2,7 @@
 
 // One forward or backward of a ring of GPUs, when its lists are there.
 
+#include <array>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -35,6 +36,10 @@ class DeviceRows {
 // A call of the kernels, ready for the device: a token of its made-up sequences is a row of keys, of queries, of both
 // (own keys) or of nothing (padding).
 struct DevicePass {
+  // Of a piece: where its queries begin behind the keys. They and the keys are then read where they lie, but for the
+  // copies of keys, whose rows are named.
+  std::optional<int32_t> first_query;
+  std::array<KeyPage, 2> pages;
   DeviceRows keys, queries;
   std::vector<int32_t> cu_seqlens;
   std::unique_ptr<AttentionState> lists;
@@ -49,8 +54,9 @@ class CudaRingState final : public AttentionState {
   // Lists that came from the host; used when there is no plan.
   std::optional<ContextLayout> layout;
   BlockIndex index;
-  bool given_lists = false;  // the index was not selected here
-  bool built = false;        // what follows, from the index
+  bool given_lists = false;            // the index was not selected here
+  bool built = false;                  // what follows, from the index
+  std::optional<int64_t> first_query;  // of a piece, in its sequence
   DeviceRows given;
   int64_t piece = 0;
   std::vector<std::vector<DevicePass>> passes;  // [ranks + 1]: of every chunk, then of the copies
@@ -113,6 +119,10 @@ class CudaRingCall {
   TensorView gather(const void* from, int64_t stride, Shape shape, const int32_t* rows) const;
   AttentionOperands assemble(const PassRun& pass, const Keys& keys) const;
   void forward_pass(const PassRun& pass, const Keys& keys) const;
+  // The same for a pass of a piece.
+  AttentionOperands piece_operands(const PassRun& pass, const Keys& keys) const;
+  void forward_piece(const PassRun& pass, const Keys& keys) const;
+  void backward_piece(const PassRun& pass, const Keys& keys, float* dk, float* dv, int64_t stride) const;
   void backward_pass(const PassRun& pass, const Keys& keys, float* dk, float* dv, int64_t stride) const;
   const gpu::ForwardItem* items_of(const PassRun& pass) const;
   template <typename Params>

@@ -207,4 +207,59 @@ int64_t CudaRingMemory::state_bytes(const AttentionShape& shape, int64_t max_tok
   return rows * (8 * lists.entries + 4 * (passes + 1)) + 4 * columns + 4 * 256;
 }
 
+CudaRingMemory::PassBytes CudaRingMemory::piece_pass_bytes(const AttentionShape& shape, int64_t queries,
+                                                           int64_t gathered) const {
+  const gpu::Shape dims{queries, shape.heads, shape.kv_heads, shape.head_dim, shape.scale};
+  const int32_t all[2] = {0, static_cast<int32_t>(queries)};
+  const auto tensor = [&](DType dtype, int64_t tokens, int64_t heads) {
+    return Arena::rounded(tokens * heads * shape.head_dim * dtype_bytes(dtype));
+  };
+  const auto floats = [](size_t count) { return Arena::rounded(static_cast<int64_t>(count * sizeof(float))); };
+  const int64_t both = 2 * tensor(options.dtype, gathered, shape.kv_heads) +
+                       tensor(options.dtype, queries, shape.heads) + Arena::rounded(4 * int64_t{sizeof(int32_t)});
+  int64_t sums = 0;
+  for (const int query_block : {options.selection.query_block, std::min(options.selection.block, kDenseQueryBlock)}) {
+    const gpu::Tiling tiling = gpu::make_tiling(dims, shape.kv_heads, query_block, all);
+    sums = std::max(sums, floats(gpu::statistics_size(dims, tiling)) + floats(gpu::dq_sum_size(dims, tiling)));
+  }
+  const int64_t slots = 6 * int64_t{multiprocessors};  // see fair_share
+  return {both + floats(static_cast<size_t>(queries * shape.heads)),
+          both + 2 * tensor(DType::f32, gathered, shape.kv_heads) + sums +
+              floats(gpu::partials_size(dims, static_cast<int>(slots))) + floats(0)};
+}
+
+PieceBytes CudaRingMemory::piece_bytes(const AttentionShape& shape, const Attention::PieceLimits& limits) const {
+  const SelectionConfig& selection = options.selection;
+  const int64_t key_width = int64_t{shape.kv_heads} * shape.head_dim, queries = limits.max_tokens;
+  const int64_t held = ContextLayout::most_sequence_tokens(ranks, selection.block, limits.longest);
+  // Sinks: of them a rank gives at most `own`, and reads those of all others in whole blocks.
+  const bool any = selection.pattern != SelectionPattern::dense && ranks > 1;
+  const int64_t own = any ? std::min<int64_t>(held, int64_t{selection.sink_blocks} * selection.block) : 0;
+  const int64_t copies = any ? int64_t{selection.sink_blocks} * selection.block : 0;
+  const auto tensor = [](DType dtype, int64_t elements) { return Arena::rounded(elements * dtype_bytes(dtype)); };
+  const int64_t in_order = 2 * tensor(limits.dtype, held * key_width);
+  const int64_t sum = tensor(DType::f32, queries * shape.heads * shape.head_dim);
+  const int64_t given = ranks * own * 2 * key_width;
+  const PassBytes travelling = piece_pass_bytes(shape, queries, 0), copied = piece_pass_bytes(shape, queries, copies);
+  const int64_t forward = std::max(tensor(limits.dtype, given) + copied.forward,
+                                   travel.forward_scratch_bytes(limits.dtype, held * key_width) + travelling.forward);
+  const int64_t backward =
+      std::max(tensor(limits.dtype, given) + tensor(DType::f32, given) + copied.backward,
+               travel.backward_scratch_bytes(limits.dtype, held * key_width) + travelling.backward);
+  PieceBytes piece;
+  piece.scratch = in_order + sum + std::max(forward, backward);
+  // Of every pass its queries' rows, lists by rows and by columns, tiles and key blocks; a quarter is to spare.
+  const int64_t blocks = (held + queries) / block() + 2, work = blocks + 3 * int64_t{multiprocessors};
+  for (const RingAttention::Lists& lists :
+       {options.selected_lists(shape, limits.longest),
+        RingAttention::Lists{std::min(selection.block, kDenseQueryBlock), shape.kv_heads,
+                             options.longest_dense(limits.longest) / selection.block + 1}}) {
+    const int64_t rows = lists.rows(queries), entries = lists.entries * (selection.block / block());
+    const int64_t pass = 4 * (queries + copies) + shape.kv_heads * work * int64_t{2 * sizeof(gpu::BackwardItem)} +
+                         (rows + shape.heads * queries / 8) * int64_t{sizeof(gpu::ForwardItem)} + 64 * 1024;
+    piece.state = std::max(piece.state, (8 * rows * entries + (ranks + 1) * pass) * 5 / 4);
+  }
+  return piece;
+}
+
 }  // namespace sb

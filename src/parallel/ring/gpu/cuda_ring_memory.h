@@ -26,6 +26,8 @@ struct CudaRingMemory {
 
   int64_t scratch_bytes(const AttentionShape& shape, int64_t max_tokens, int threads) const;
   int64_t state_bytes(const AttentionShape& shape, int64_t max_tokens) const;
+  // Of pieces, whose lists come from the host; max_tokens of them are a rank's.
+  PieceBytes piece_bytes(const AttentionShape& shape, const Attention::PieceLimits& limits) const;
 
  private:
   // Of the sparse, or of the dense sequences: the longest list of a row. No entries: there are no such sequences.
@@ -44,6 +46,8 @@ struct CudaRingMemory {
   PassBytes pass_bytes(const AttentionShape& shape, int64_t keys, int64_t queries, const Lists& lists) const;
   PassBytes most_pass_bytes(const AttentionShape& shape, int64_t keys, int64_t queries, int threads) const;
   int64_t select_bytes(const AttentionShape& shape, int64_t max_tokens) const;
+  // A pass of a piece: so many of the keys are gathered first.
+  PassBytes piece_pass_bytes(const AttentionShape& shape, int64_t queries, int64_t gathered) const;
 };
 
 }  // namespace sb

@@ -164,6 +164,7 @@ TEST(GpuWork, LimitsHoldForAnyColumns) {
   // Cuts columns as the device does and compares with what was promised beforehand.
   std::mt19937 random(11);
   for (int round = 0; round < 200; ++round) {
+    const int64_t least = least_share(round % 2 == 0 ? 64 : 128);
     const int workers = 1 + static_cast<int>(random() % 132);
     std::vector<int64_t> columns(1 + random() % 300);
     for (int64_t& cost : columns) cost = random() % (random() % 20 == 0 ? 100000 : 300);
@@ -172,7 +173,7 @@ TEST(GpuWork, LimitsHoldForAnyColumns) {
     const size_t last_head = random() % columns.size();
     int64_t items = 0, splits = 0, slots = 0;
     for (size_t i = 0; i < columns.size(); ++i) {
-      const int64_t share = fair_share(total, workers, std::ssize(columns), i >= last_head), cost = columns[i];
+      const int64_t share = fair_share(total, workers, std::ssize(columns), i >= last_head, least), cost = columns[i];
       const int64_t pieces = cost <= share ? 1 : (cost + share - 1) / share;
       items += pieces;
       splits += pieces > 1;
