@@ -19,7 +19,7 @@ if [ "${1:-}" = --check ]; then
   lengths=256
   samples=1
   short=(--set train.max_steps=6 --set "train.output_dir=$runs/quickstart-short")
-  set -- --set train.max_steps=6 --set data.synthetic.length=1024 --set attention.budget=256 --set attention.dense_below=0 \
+  set -- --set train.max_steps=6 --set data.synthetic.length=2048 --set attention.budget=320 --set attention.dense_below=0 \
     --set balance.compare_steps=2 --set "model.path=$runs/quickstart-short/final" --set "train.output_dir=$runs/quickstart"
 else
   scripts/setup.sh

@@ -6,13 +6,16 @@
 #include <cmath>
 #include <functional>
 #include <tuple>
+#include <utility>
 
 #include "core/random.h"
+#include "device/cuda.h"
 #include "device/event.h"
 #include "device/memory.h"
 #include "ops/adamw.h"
 #include "ops/cross_entropy.h"
 #include "ops/embedding.h"
+#include "ops/fp8/fp8.h"
 #include "ops/linear.h"
 #include "ops/rmsnorm.h"
 #include "ops/rope.h"
@@ -94,7 +97,7 @@ class ClassBench {
     const ArenaScope scope(arena_);
     const int64_t h = config_.hidden_size, i = config_.intermediate_size, q = int64_t{config_.heads} * config_.head_dim,
                   kv = int64_t{config_.kv_heads} * config_.head_dim;
-    double milliseconds = 0, flops = 0, clear_and_add = 0;
+    double milliseconds = 0, flops = 0, clear_and_add = 0, in_fp8 = 0, casts = 0;
     fmt::print("  products: {:>24} {:>9} {:>9} {:>9}  TFLOP/s forward, input, weight\n", "tokens x in x out", "", "",
                "");
     for (const auto& [in, out, bias] :
@@ -118,10 +121,40 @@ class ClassBench {
                  one / forward / 1e9, one / input / 1e9, one / weight / 1e9);
       milliseconds += forward + input + weight;
       flops += 3 * one;
+      if (cuda::device_info().major == 9) add_fp8(x, w, y, dx, dw, in_fp8, casts);
     }
+    if (in_fp8 > 0)
+      fmt::print("  the same in fp8: {:.1f} ms, and {:.1f} ms for codes of x, W and dy\n", config_.layers * in_fp8,
+                 config_.layers * casts);
     fmt::print("  clearing the layers' gradients and adding to them instead of writing them: {:+.2f} ms\n",
                config_.layers * clear_and_add);
     return {"products of the layers", config_.layers * milliseconds, config_.layers * flops_floor(flops)};
+  }
+
+  // A product forward and backward from e4m3 codes, and rounding to them as a layer does that knows nothing of its
+  // tensors.
+  void add_fp8(TensorView x, TensorView w, TensorView y, TensorView dx, TensorView dw, double& products,
+               double& casts) {
+    const ArenaScope scope(arena_);
+    const auto codes = [&](TensorView of) { return fp8_allocate(arena_, of.dim(0), of.dim(1), Fp8Layout::both); };
+    const Fp8Matrix of_x = codes(x), of_w = codes(w), of_y = codes(y);
+    const auto only = [](Fp8Matrix matrix, Fp8Layout layout) {
+      (layout == Fp8Layout::by_row ? matrix.by_column : matrix.by_row) = nullptr;
+      return matrix;
+    };
+    fp8_quantize(exec_, y, of_y);
+    for (const auto& [tensor, matrix] : {std::pair{x, of_x}, {w, of_w}}) {
+      for (const Fp8Layout layout : {Fp8Layout::by_row, Fp8Layout::by_column})
+        casts += timed(exec_, 20, [&] { fp8_quantize(exec_, tensor, only(matrix, layout)); });
+    }
+    casts += timed(exec_, 20, [&] { fp8_quantize(exec_, y, of_y); });
+    const double forward = timed(exec_, 20, [&] { fp8_multiply(exec_, fp8_rows(of_x), fp8_rows(of_w), {}, {}, y); });
+    const double input = timed(exec_, 20, [&] { fp8_multiply(exec_, fp8_rows(of_y), fp8_columns(of_w), {}, {}, dx); });
+    const double weight =
+        timed(exec_, 20, [&] { fp8_multiply(exec_, fp8_columns(of_y), fp8_columns(of_x), {}, {}, dw); });
+    const double one = 2e-9 * static_cast<double>(x.elements()) * static_cast<double>(w.dim(0));
+    fmt::print("  {:>34} {:9.0f} {:9.0f} {:9.0f}\n", "fp8", one / forward, one / input, one / weight);
+    products += forward + input + weight;
   }
 
   void attention_class(Attention& attention, std::vector<ClassTime>& times) {

@@ -93,17 +93,18 @@ TEST(RanksRun, EverySourceOfAMixtureHasItsLoss) {
       }());
     writer.finish();
     const fs::path run = scratch / fmt::format("alone-{}", i);
-    train_on_ranks(run_of_files(run, {files[i]}, {}, "0"));
+    train_on_ranks(run_of_files(run, {files[i]}, {}, "none"));
     const nlohmann::json line = metrics_of(run).at(0);
     for (const auto& [name, value] : line.items()) EXPECT_FALSE(name.starts_with("loss_source_")) << name;
     expected["loss_source_" + files[i].string()] = line.at("loss");
   }
   ASSERT_GT(std::abs(expected.begin()->second - expected.rbegin()->second), 1e-3);
-  for (const auto& [grid, chunk] : {std::pair(RankGrid{}, "0"),
-                                    {RankGrid{2, 1}, "0"},
+  for (const auto& [grid, chunk] : {std::pair(RankGrid{}, "none"),
+                                    {RankGrid{2, 1}, "none"},
                                     {RankGrid{1, 2}, "64"},
-                                    {RankGrid{1, 1, 2}, "0"},
-                                    {RankGrid{1, 1, 2}, "128"}}) {
+                                    {RankGrid{1, 1, 2}, "none"},
+                                    {RankGrid{1, 1, 2}, "128"},
+                                    {RankGrid{.tp = 2}, "none"}}) {
     SCOPED_TRACE(fmt::format("{} chunk {}", grid.name(), chunk));
     const fs::path run = scratch / fmt::format("{}-{}", grid.name(), chunk);
     train_on_ranks(run_of_files(run, files, grid, chunk));

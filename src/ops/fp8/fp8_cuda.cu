@@ -106,7 +106,7 @@ __global__ void __launch_bounds__(kThreads)
     cast_kernel(const T* x, int64_t rows, int64_t columns, int64_t padded_rows, const float* noted, float* scale,
                 uint8_t* by_row, uint8_t* by_column) {
   const float factor = factor_for(noted, scale);
-  const Place at;
+  const Place at{};
   uint2 codes[kThreadRows] = {};
   if (at.column < columns) {
     float values[kThreadRows][kThreadColumns] = {};
@@ -185,7 +185,7 @@ __global__ void __launch_bounds__(kThreads)
     swiglu_cast_kernel(const T* gate_up, const T* dh, int64_t rows, int64_t width, int64_t padded_rows,
                        Fp8Matrix dgate_up, Fp8Matrix h) {
   const float factor = factor_for(dgate_up.scale, dgate_up.scale), factor_h = factor_for(h.scale, h.scale);
-  const Place at;
+  const Place at{};
   uint2 gates[kThreadRows] = {}, ups[kThreadRows] = {}, inners[kThreadRows] = {};
   if (at.column < width) {
 #pragma unroll
@@ -198,6 +198,12 @@ __global__ void __launch_bounds__(kThreads)
       gates[i] = codes_of(own.gate, factor);
       ups[i] = codes_of(own.up, factor);
       inners[i] = codes_of(own.g, factor_h);
+    }
+    // Only now, so that the rows above are fetched together.
+#pragma unroll
+    for (int i = 0; i < kThreadRows; ++i) {
+      const int64_t row = at.row + i;
+      if (row >= rows) continue;
       *reinterpret_cast<uint2*>(dgate_up.by_row + 2 * row * width + at.column) = gates[i];
       *reinterpret_cast<uint2*>(dgate_up.by_row + (2 * row + 1) * width + at.column) = ups[i];
     }

@@ -179,7 +179,15 @@ void set_piece(const RingPass& from, DevicePass& to) {
   std::vector<int32_t> queries(static_cast<size_t>(part.queries));
   std::iota(queries.begin(), queries.end(), 0);
   to.queries.assign(queries);
-  to.keys.assign(from.copies);  // none but for a pass over copies
+  // Where they lie the kernels may read and add to whole items, which end behind keys that are not a multiple of them:
+  // such keys are copied, padded.
+  std::vector<int32_t> keys = from.copies;
+  if (from.source == RingPass::Keys::chunk && part.keys % gpu::kBlock != 0) {
+    keys.resize(static_cast<size_t>(part.keys));
+    std::iota(keys.begin(), keys.end(), 0);
+  }
+  keys.resize((keys.size() + gpu::kBlock - 1) / gpu::kBlock * gpu::kBlock, -1);
+  to.keys.assign(keys);
   to.pages = {KeyPage{0, 0}, KeyPage{*to.first_query, *to.first_query}};
 }
 

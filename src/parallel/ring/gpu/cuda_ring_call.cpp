@@ -126,8 +126,8 @@ AttentionOperands CudaRingCall::piece_operands(const PassRun& pass, const Keys& 
   const int64_t before = *pass.given->first_query;
   const Shape seen{before + pass.tokens, shape_.kv_heads, shape_.head_dim};
   const auto where = [&](const void* from) {
-    if (pass.given->keys.count() > 0)
-      from = gather(from, keys.stride, {before, shape_.kv_heads, shape_.head_dim}, pass.keys).raw();
+    if (const int64_t rows = pass.given->keys.count(); rows > 0)
+      from = gather(from, keys.stride, {rows, shape_.kv_heads, shape_.head_dim}, pass.keys).raw();
     return TensorView(const_cast<void*>(from), dtype_, seen, DeviceKind::cuda);
   };
   AttentionOperands y = x_;
@@ -150,11 +150,10 @@ void CudaRingCall::forward_piece(const PassRun& pass, const Keys& keys) const {
 void CudaRingCall::backward_piece(const PassRun& pass, const Keys& keys, float* dk, float* dv, int64_t stride) const {
   const ArenaScope scope(*exec_.scratch);
   const AttentionOperands y = piece_operands(pass, keys);
-  const bool copies = pass.given->keys.count() > 0;
-  const int64_t before = *pass.given->first_query;
+  const int64_t gathered = pass.given->keys.count();
   const auto sums = [&](float* to) {
-    if (copies) {
-      const TensorView own = allocate(DType::f32, {before, shape_.kv_heads, shape_.head_dim});
+    if (gathered > 0) {
+      const TensorView own = allocate(DType::f32, {gathered, shape_.kv_heads, shape_.head_dim});
       zero_tensor(exec_, own);
       to = own.f32();
     }
@@ -164,9 +163,9 @@ void CudaRingCall::backward_piece(const PassRun& pass, const Keys& keys, float* 
   ring_.kernels.backward(exec_, layer_, shape_, piece_of(*pass.given), y, h, *pass.given->lists);
   gpu::add_rows(exec_,
                 {h.dq.raw(), dtype_, query_width_, sum_.f32(), query_width_, pass.queries, pass.tokens, query_width_});
-  if (!copies) return;
-  gpu::add_rows(exec_, {h.dk.raw(), DType::f32, key_width_, dk, stride, pass.keys, before, key_width_});
-  gpu::add_rows(exec_, {h.dv.raw(), DType::f32, key_width_, dv, stride, pass.keys, before, key_width_});
+  if (gathered == 0) return;
+  gpu::add_rows(exec_, {h.dk.raw(), DType::f32, key_width_, dk, stride, pass.keys, gathered, key_width_});
+  gpu::add_rows(exec_, {h.dv.raw(), DType::f32, key_width_, dv, stride, pass.keys, gathered, key_width_});
 }
 
 void CudaRingCall::forward_pass(const PassRun& pass, const Keys& keys) const {

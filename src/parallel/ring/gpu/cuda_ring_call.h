@@ -36,8 +36,8 @@ class DeviceRows {
 // A call of the kernels, ready for the device: a token of its made-up sequences is a row of keys, of queries, of both
 // (own keys) or of nothing (padding).
 struct DevicePass {
-  // Of a piece: where its queries begin behind the keys. They and the keys are then read where they lie, but for the
-  // copies of keys, whose rows are named.
+  // Of a piece: where its queries begin behind the keys. They and the keys are then read where they lie, but for keys
+  // whose rows are named.
   std::optional<int32_t> first_query;
   std::array<KeyPage, 2> pages;
   DeviceRows keys, queries;

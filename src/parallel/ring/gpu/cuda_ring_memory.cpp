@@ -240,7 +240,10 @@ PieceBytes CudaRingMemory::piece_bytes(const AttentionShape& shape, const Attent
   const int64_t in_order = 2 * tensor(limits.dtype, held * key_width);
   const int64_t sum = tensor(DType::f32, queries * shape.heads * shape.head_dim);
   const int64_t given = ranks * own * 2 * key_width;
-  const PassBytes travelling = piece_pass_bytes(shape, queries, 0), copied = piece_pass_bytes(shape, queries, copies);
+  // Keys that end within an item of the kernels are gathered, too.
+  const auto padded = [](int64_t tokens) { return tokens == 0 ? 0 : tokens + gpu::kBlock; };
+  const PassBytes travelling = piece_pass_bytes(shape, queries, block() < gpu::kBlock ? padded(held) : 0),
+                  copied = piece_pass_bytes(shape, queries, padded(copies));
   const int64_t forward = std::max(tensor(limits.dtype, given) + copied.forward,
                                    travel.forward_scratch_bytes(limits.dtype, held * key_width) + travelling.forward);
   const int64_t backward =
@@ -255,7 +258,8 @@ PieceBytes CudaRingMemory::piece_bytes(const AttentionShape& shape, const Attent
         RingAttention::Lists{std::min(selection.block, kDenseQueryBlock), shape.kv_heads,
                              options.longest_dense(limits.longest) / selection.block + 1}}) {
     const int64_t rows = lists.rows(queries), entries = lists.entries * (selection.block / block());
-    const int64_t pass = 4 * (queries + copies) + shape.kv_heads * work * int64_t{2 * sizeof(gpu::BackwardItem)} +
+    const int64_t pass = 4 * (queries + held + 2 * gpu::kBlock) +
+                         shape.kv_heads * work * int64_t{2 * sizeof(gpu::BackwardItem)} +
                          (rows + shape.heads * queries / 8) * int64_t{sizeof(gpu::ForwardItem)} + 64 * 1024;
     piece.state = std::max(piece.state, (8 * rows * entries + (ranks + 1) * pass) * 5 / 4);
   }
