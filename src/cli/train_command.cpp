@@ -24,10 +24,6 @@ struct TrainArguments {
   std::string log_level;  // as given; empty: not given
 };
 
-GridShape grid_of(const RunConfig& config) {
-  return {config.parallel.dp, config.parallel.pp, config.parallel.cp};
-}
-
 // This program again, as so many processes.
 void launch(const TrainArguments& arguments) {
   std::vector<std::string> command = {""};
@@ -69,7 +65,7 @@ void run(const TrainArguments& arguments) {
   const int launched = launched_ranks();
   SB_USER_CHECK(arguments.ranks == 0 || launched == 1 || launched == arguments.ranks,
                 "--ranks {}: a launcher has already started {} ranks; leave it out", arguments.ranks, launched);
-  check_grid(grid_of(config), arguments.ranks > 0 ? arguments.ranks : launched);
+  check_grid(config.parallel.grid(), arguments.ranks > 0 ? arguments.ranks : launched);
   if (arguments.ranks > 1 && launched == 1) return launch(arguments);
 
   // A run does not end because the program that its output is piped to has ended.

@@ -26,7 +26,7 @@ class CommAborted : public Error {
   using Error::Error;
 };
 
-enum class CommType { u8, i32, i64, f32, f64 };
+enum class CommType { u8, i32, i64, f32, f64, bf16 };
 enum class ReduceOp { sum, max, min };
 
 template <typename T>

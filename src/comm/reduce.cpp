@@ -1,11 +1,17 @@
 #include "comm/reduce.h"
 
+#include <type_traits>
+
+#include "device/float16.h"
+
 namespace sb {
 
 int64_t comm_type_bytes(CommType type) {
   switch (type) {
     case CommType::u8:
       return 1;
+    case CommType::bf16:
+      return 2;
     case CommType::i32:
     case CommType::f32:
       return 4;
@@ -18,11 +24,24 @@ int64_t comm_type_bytes(CommType type) {
 
 namespace {
 
+// Each sum is rounded.
+struct Bf16 {
+  uint16_t bits;
+  operator float() const { return f32_from_bf16(bits); }
+  Bf16& operator=(float value) {
+    bits = bf16_from_f32(value);
+    return *this;
+  }
+};
+
+template <typename T>
+using Sum = std::conditional_t<std::is_same_v<T, Bf16>, float, T>;
+
 template <typename T>
 void combine_typed(T* __restrict into, const T* __restrict other, int64_t count, ReduceOp op) {
   switch (op) {
     case ReduceOp::sum:
-      for (int64_t i = 0; i < count; ++i) into[i] = static_cast<T>(into[i] + other[i]);
+      for (int64_t i = 0; i < count; ++i) into[i] = static_cast<Sum<T>>(into[i] + other[i]);
       return;
     case ReduceOp::max:
       for (int64_t i = 0; i < count; ++i) into[i] = other[i] > into[i] ? other[i] : into[i];
@@ -45,6 +64,8 @@ void combine(void* into, const void* other, int64_t count, CommType type, Reduce
       return combine_typed(static_cast<int64_t*>(into), static_cast<const int64_t*>(other), count, op);
     case CommType::f32:
       return combine_typed(static_cast<float*>(into), static_cast<const float*>(other), count, op);
+    case CommType::bf16:
+      return combine_typed(static_cast<Bf16*>(into), static_cast<const Bf16*>(other), count, op);
     case CommType::f64:
       return combine_typed(static_cast<double*>(into), static_cast<const double*>(other), count, op);
   }

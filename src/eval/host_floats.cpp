@@ -1,7 +1,7 @@
 #include "eval/host_floats.h"
 
 #include "core/errors.h"
-#include "model/tensors/float16.h"
+#include "device/float16.h"
 
 namespace sb {
 

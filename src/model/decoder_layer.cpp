@@ -54,46 +54,65 @@ TensorView flat_heads(TensorView heads) {
   return heads.reshaped({heads.dim(0), heads.dim(1) * heads.dim(2)});
 }
 
+// The rows of keys or values that a rank has: those of its own heads, or of the one head that several ranks share.
+TensorCut key_rows(const TensorShare& share, const ModelConfig& whole) {
+  const int64_t rows = int64_t{whole.kv_heads} * whole.head_dim;
+  if (share.ranks <= whole.kv_heads) return share.rows(rows);
+  const int copies = share.ranks / whole.kv_heads;
+  const int64_t begin = int64_t{share.rank / copies} * whole.head_dim;
+  return {TensorCut::Axis::rows, rows, begin, begin + whole.head_dim, copies, share.rank % copies};
+}
+
 }  // namespace
 
-DecoderLayer::DecoderLayer(const ModelConfig& config, int index, StageParameters& parameters, DType dtype)
+DecoderLayer::DecoderLayer(const ModelConfig& config, const ModelConfig& whole, int index, StageParameters& parameters,
+                           DType dtype)
     : config_(config),
       index_(index),
       dtype_(dtype),
       attention_shape_{config.heads, config.kv_heads, config.head_dim,
                        static_cast<float>(1.0 / std::sqrt(static_cast<double>(config.head_dim)))},
       qkv_shape_{config.heads, config.kv_heads, config.head_dim} {
-  const Widths width(config);
+  const Widths width(config), all(whole);
+  const TensorShare& share = parameters.share();
   const std::string own = fmt::format("layers.{}.", index), hf = "model." + own;
   using Kind = StageParameters::Kind;
-  const auto single = [&](const std::string& name, const std::string& hf_name, Shape shape, Kind kind = Kind::product) {
-    return parameters.declare(kind, own + name, shape, {{hf + hf_name, 0, shape[0]}});
+  const auto single = [&](const std::string& name, const std::string& hf_name, Shape shape, const TensorCut& cut,
+                          Kind kind = Kind::product) {
+    return parameters.declare(kind, own + name, shape, {{hf + hf_name, 0, shape[0], cut}});
+  };
+  const auto norm = [&](const std::string& name, const std::string& hf_name, int64_t size) {
+    return single(name, hf_name, {size}, share.whole(), Kind::norm);
   };
   // One product computes q, k and v.
+  const TensorCut queries = share.rows(all.query), keys = key_rows(share, whole);
   const auto fused_qkv = [&](const std::string& kind, Shape shape) {
     return parameters.declare(Kind::product, own + "qkv." + kind, shape,
-                              {{hf + "self_attn.q_proj." + kind, 0, width.query},
-                               {hf + "self_attn.k_proj." + kind, width.query, width.query + width.key},
-                               {hf + "self_attn.v_proj." + kind, width.query + width.key, width.qkv}});
+                              {{hf + "self_attn.q_proj." + kind, 0, width.query, queries},
+                               {hf + "self_attn.k_proj." + kind, width.query, width.query + width.key, keys},
+                               {hf + "self_attn.v_proj." + kind, width.query + width.key, width.qkv, keys}});
   };
-  input_norm_ = single("input_norm.weight", "input_layernorm.weight", {width.hidden}, Kind::norm);
+  input_norm_ = norm("input_norm.weight", "input_layernorm.weight", width.hidden);
   const ParameterPlace qkv_weight = fused_qkv("weight", {width.qkv, width.hidden});
   qkv_ = LayerProduct(qkv_weight, config.qkv_bias ? fused_qkv("bias", {width.qkv}) : ParameterPlace());
   if (config.qk_norm) {
-    q_norm_ = single("q_norm.weight", "self_attn.q_norm.weight", {config.head_dim}, Kind::norm);
-    k_norm_ = single("k_norm.weight", "self_attn.k_norm.weight", {config.head_dim}, Kind::norm);
+    q_norm_ = norm("q_norm.weight", "self_attn.q_norm.weight", config.head_dim);
+    k_norm_ = norm("k_norm.weight", "self_attn.k_norm.weight", config.head_dim);
   }
-  const ParameterPlace output_weight = single("output.weight", "self_attn.o_proj.weight", {width.hidden, width.query});
-  output_ =
-      LayerProduct(output_weight, config.output_bias ? single("output.bias", "self_attn.o_proj.bias", {width.hidden})
-                                                     : ParameterPlace());
-  post_attention_norm_ =
-      single("post_attention_norm.weight", "post_attention_layernorm.weight", {width.hidden}, Kind::norm);
-  gate_up_ =
-      LayerProduct(parameters.declare(Kind::product, own + "gate_up.weight", {2 * width.intermediate, width.hidden},
-                                      {{hf + "mlp.gate_proj.weight", 0, width.intermediate},
-                                       {hf + "mlp.up_proj.weight", width.intermediate, 2 * width.intermediate}}));
-  down_ = LayerProduct(single("down.weight", "mlp.down_proj.weight", {width.hidden, width.intermediate}));
+  const ParameterPlace output_weight =
+      single("output.weight", "self_attn.o_proj.weight", {width.hidden, width.query}, share.columns(all.query));
+  ParameterPlace output_bias;
+  if (config.output_bias) output_bias = single("output.bias", "self_attn.o_proj.bias", {width.hidden}, share.whole());
+  // Of ranks whose products are summed, the first one adds the bias.
+  output_ = LayerProduct(output_weight, share.rank == 0 ? output_bias : ParameterPlace());
+  post_attention_norm_ = norm("post_attention_norm.weight", "post_attention_layernorm.weight", width.hidden);
+  const TensorCut channels = share.rows(all.intermediate);
+  gate_up_ = LayerProduct(
+      parameters.declare(Kind::product, own + "gate_up.weight", {2 * width.intermediate, width.hidden},
+                         {{hf + "mlp.gate_proj.weight", 0, width.intermediate, channels},
+                          {hf + "mlp.up_proj.weight", width.intermediate, 2 * width.intermediate, channels}}));
+  down_ = LayerProduct(single("down.weight", "mlp.down_proj.weight", {width.hidden, width.intermediate},
+                              share.columns(all.intermediate)));
   if (!parameters.lora().enabled()) return;
   using enum LoraModule;
   qkv_.declare_adapter(parameters, index, "qkv",
@@ -109,7 +128,7 @@ void DecoderLayer::use_fp8() {
   for (LayerProduct* product : {&qkv_, &output_, &gate_up_, &down_}) product->use_fp8();
 }
 
-LayerSaved DecoderLayer::allocate_saved(Arena& arena, int64_t tokens, Recompute recompute) const {
+LayerSaved DecoderLayer::allocate_saved(Arena& arena, int64_t tokens, int64_t rows, Recompute recompute) const {
   const Widths width(config_);
   const int64_t d = config_.head_dim;
   LayerSaved saved;
@@ -124,43 +143,51 @@ LayerSaved DecoderLayer::allocate_saved(Arena& arena, int64_t tokens, Recompute 
     saved.k = arena.allocate(dtype_, {tokens, width.kv_heads, d});
     saved.v = arena.allocate(dtype_, {tokens, width.kv_heads, d});
   }
-  saved.middle = arena.allocate(dtype_, {tokens, width.hidden});
+  saved.middle = arena.allocate(dtype_, {rows, width.hidden});
   for (Normed* normed : {&saved.input, &saved.post_attention}) {
-    *normed = {arena.allocate(dtype_, {tokens, width.hidden}), arena.allocate(DType::f32, {tokens})};
+    *normed = {arena.allocate(dtype_, {rows, width.hidden}), arena.allocate(DType::f32, {rows})};
   }
   saved.gate_up = arena.allocate(dtype_, {tokens, 2 * width.intermediate});
   return saved;
 }
 
-int64_t DecoderLayer::saved_bytes(const ModelConfig& config, DType dtype, int64_t tokens, Recompute recompute) {
+int64_t DecoderLayer::saved_bytes(const ModelConfig& config, DType dtype, int64_t tokens, int64_t rows,
+                                  Recompute recompute) {
   const Widths width(config);
-  const TensorBytes of{tokens, dtype};
+  const TensorBytes of{tokens, dtype}, own{rows, dtype};
   if (recompute == Recompute::layer) return 0;
   int64_t bytes = of.activations({width.query}) + of.statistics({width.heads});
   if (recompute == Recompute::attention) return bytes;
   bytes += config.qk_norm ? of.activations({width.qkv}) : of.activations({width.query, width.key, width.key});
-  return bytes + of.activations({width.hidden, width.hidden, width.hidden, 2 * width.intermediate}) +
-         of.statistics({1, 1});
+  return bytes + of.activations({2 * width.intermediate}) +
+         own.activations({width.hidden, width.hidden, width.hidden}) + own.statistics({1, 1});
 }
 
-int64_t DecoderLayer::forward_workspace_bytes(const ModelConfig& config, DType dtype, int64_t tokens, int64_t chunk) {
+int64_t DecoderLayer::forward_workspace_bytes(const ModelConfig& config, DType dtype, int64_t tokens,
+                                              const TokenShares& shares) {
   const Widths width(config);
-  const TensorBytes of{tokens, dtype}, piece{std::min(tokens, chunk), dtype};
-  const int64_t norm = piece.activations({width.hidden}) + piece.statistics({1});
+  const TensorBytes of{tokens, dtype}, own{shares.most(tokens), dtype}, piece{shares.largest_piece(tokens), dtype},
+      all{shares.padded_piece(tokens), dtype}, own_piece{all.tokens / shares.share().ranks, dtype};
+  const int64_t norm = all.activations({width.hidden}) + own_piece.statistics({1});
+  // Where ranks share products: their sums on the way.
+  const int64_t sums = shares.share().alone() ? 0 : all.activations({width.hidden});
   int64_t operands = of.activations({width.query, width.key, width.key});
   if (config.qk_norm) operands += of.statistics({width.heads, width.kv_heads});
   const int64_t projection = norm + piece.activations({width.qkv}),
-                results = of.activations({width.query}) + of.statistics({width.heads});
-  const int64_t mlp = norm + piece.activations({2 * width.intermediate, width.intermediate});
-  return of.activations({width.hidden}) + std::max(operands + std::max(projection, results), mlp);
+                results = of.activations({width.query}) + of.statistics({width.heads}) + sums;
+  const int64_t mlp = norm + piece.activations({2 * width.intermediate, width.intermediate}) + sums;
+  return own.activations({width.hidden}) + std::max(operands + std::max(projection, results), mlp);
 }
 
-int64_t DecoderLayer::backward_workspace_bytes(const ModelConfig& config, DType dtype, int64_t tokens, int64_t chunk,
-                                               Recompute recompute) {
+int64_t DecoderLayer::backward_workspace_bytes(const ModelConfig& config, DType dtype, int64_t tokens,
+                                               const TokenShares& shares, Recompute recompute) {
   const Widths width(config);
-  const TensorBytes of{tokens, dtype}, piece{std::min(tokens, chunk), dtype};
+  const TensorBytes of{tokens, dtype}, own{shares.most(tokens), dtype}, piece{shares.largest_piece(tokens), dtype},
+      all{shares.padded_piece(tokens), dtype}, own_piece{all.tokens / shares.share().ranks, dtype};
   const bool none = recompute == Recompute::none;
-  const int64_t norm = none ? 0 : piece.activations({width.hidden}) + piece.statistics({1});
+  // Where ranks share products: rows and gradients as these need them.
+  const int64_t gathered = shares.share().alone() ? 0 : all.activations({width.hidden});
+  const int64_t norm = none ? gathered : all.activations({width.hidden}) + own_piece.statistics({1});
   const int64_t qkv = of.activations({width.qkv});
   const int64_t operands = of.activations({width.query, width.key, width.key});
 
@@ -169,9 +196,9 @@ int64_t DecoderLayer::backward_workspace_bytes(const ModelConfig& config, DType 
   if (config.qk_norm) restored += of.statistics({width.heads, width.kv_heads}) + (none ? 0 : qkv);
   if (!none) projection = restored + norm + (config.qk_norm ? 0 : piece.activations({width.qkv}));
   if (recompute == Recompute::layer) restored += of.activations({width.query}) + of.statistics({width.heads});
-  const int64_t mlp = (none ? 0 : of.activations({width.hidden}) + piece.activations({2 * width.intermediate})) + norm +
-                      piece.activations({width.intermediate});
-  const int64_t attention = qkv + std::max(operands, norm);  // gradients
+  const int64_t mlp = (none ? 0 : own.activations({width.hidden}) + piece.activations({2 * width.intermediate})) +
+                      norm + gathered + piece.activations({width.intermediate});
+  const int64_t attention = qkv + std::max({operands, norm, gathered});  // gradients
   return std::max(projection, restored + std::max(mlp, attention));
 }
 
@@ -218,20 +245,58 @@ Normed DecoderLayer::norm(const LayerRun& run, const ParameterPlace& norm, Tenso
   return to;
 }
 
-Normed DecoderLayer::kept_or_again(const LayerRun& run, const ParameterPlace& of, TensorView x,
-                                   const Normed& kept) const {
-  return kept.rows.empty() ? norm(run, of, x, {}) : kept;
+DecoderLayer::NormedPiece DecoderLayer::norm_piece(const LayerRun& run, const SharedRows::Piece& piece,
+                                                   const ParameterPlace& of, TensorView x, const Normed& kept_rows,
+                                                   bool again) const {
+  const TensorView own = x.rows(piece.own_begin, piece.own_end);
+  const Normed kept = kept_rows.piece(piece.own_begin, piece.own_end);
+  const bool there = again && !kept.rows.empty();
+  if (!run.rows.shared()) {
+    const Normed normed = there ? kept : norm(run, of, own, kept);
+    return {normed.rows, normed.rstd};
+  }
+  const TensorView all = run.rows.allocate(run.workspace, dtype_, piece, x.dim(1)), place = run.rows.own(all, piece);
+  const Normed normed = there ? kept : norm(run, of, own, kept.rows.empty() ? Normed{place, {}} : kept);
+  if (!kept.rows.empty()) copy_tensor(run.exec, kept.rows, place);
+  run.rows.gather(run.exec, all);
+  return {all, normed.rstd};
+}
+
+TensorView DecoderLayer::all_rows(const LayerRun& run, const SharedRows::Piece& piece, TensorView own) const {
+  if (!run.rows.shared()) return own;
+  const TensorView all = run.rows.allocate(run.workspace, dtype_, piece, own.dim(1));
+  copy_tensor(run.exec, own, run.rows.own(all, piece));
+  run.rows.gather(run.exec, all);
+  return SharedRows::tokens(all, piece);
+}
+
+void DecoderLayer::add_product(const LayerRun& run, const SharedRows::Piece& piece, const LayerProduct& product,
+                               const ProductRows& x, TensorView residual, TensorView y) const {
+  if (!run.rows.shared()) return product.forward(run, piece.begin, x, y, residual);
+  ArenaScope scope(run.workspace);
+  const TensorView all = run.rows.allocate(run.workspace, dtype_, piece, y.dim(1));
+  product.forward(run, piece.begin, x, SharedRows::tokens(all, piece));
+  run.rows.reduce_scatter(run.exec, all);
+  add(run.exec, residual, run.rows.own(all, piece), y);
+}
+
+void DecoderLayer::norm_backward(const LayerRun& run, const SharedRows::Piece& piece, const ParameterPlace& norm,
+                                 TensorView x, const NormedPiece& gradients, TensorView gradient) const {
+  run.rows.reduce_scatter(run.exec, gradients.all);
+  rmsnorm_backward(run.exec, x.rows(piece.own_begin, piece.own_end), weight(norm), gradients.rstd,
+                   run.rows.own(gradients.all, piece), gradient.rows(piece.own_begin, piece.own_end),
+                   /*accumulate=*/true, gradient_of(norm));
 }
 
 void DecoderLayer::project(const LayerRun& run, TensorView x, const Normed& kept, TensorView kept_qkv,
                            const Operands& to) const {
-  run.each_piece(x.dim(0), [&](int64_t begin, int64_t end) {
+  run.rows.shares().each_piece(run.tokens(), [&](const SharedRows::Piece& piece) {
     ArenaScope scope(run.workspace);
-    const Normed normed = norm(run, input_norm_, x.rows(begin, end), kept.piece(begin, end));
-    const TensorView qkv = kept_qkv.empty() ? run.workspace.allocate(dtype_, {end - begin, qkv_shape_.width()})
-                                            : kept_qkv.rows(begin, end);
-    qkv_.forward(run, begin, normed.rows, qkv);
-    split_and_rotate(run, qkv, to, begin, end);
+    const NormedPiece normed = norm_piece(run, piece, input_norm_, x, kept, /*again=*/false);
+    const TensorView qkv = kept_qkv.empty() ? run.workspace.allocate(dtype_, {piece.tokens(), qkv_shape_.width()})
+                                            : kept_qkv.rows(piece.begin, piece.end);
+    qkv_.forward(run, piece.begin, SharedRows::tokens(normed.all, piece), qkv);
+    split_and_rotate(run, qkv, to, piece.begin, piece.end);
   });
 }
 
@@ -277,17 +342,21 @@ TensorView DecoderLayer::as_activations(const LayerRun& run, TensorView sums) co
 }
 
 void DecoderLayer::add_attention(const LayerRun& run, TensorView x, TensorView out, TensorView middle) const {
-  output_.forward(run, 0, flat_heads(out), middle, /*residual=*/x);
+  if (!run.rows.shared()) return output_.forward(run, 0, flat_heads(out), middle, /*residual=*/x);
+  run.rows.shares().each_piece(run.tokens(), [&](const SharedRows::Piece& piece) {
+    add_product(run, piece, output_, flat_heads(out.rows(piece.begin, piece.end)),
+                x.rows(piece.own_begin, piece.own_end), middle.rows(piece.own_begin, piece.own_end));
+  });
 }
 
 void DecoderLayer::forward(const LayerRun& run, const LayerSaved& saved, TensorView y) const {
   const Exec& exec = run.exec;
   Arena& workspace = run.workspace;
   const Widths width(config_);
-  const int64_t tokens = saved.x.dim(0), d = config_.head_dim;
+  const int64_t tokens = run.tokens(), d = config_.head_dim;
   ArenaScope scope(workspace);
   // Never y itself: the same products on the same kinds of operands give the same bits at all levels of recompute.
-  const TensorView middle = kept_or_new(saved.middle, workspace, dtype_, {tokens, width.hidden});
+  const TensorView middle = kept_or_new(saved.middle, workspace, dtype_, {saved.x.dim(0), width.hidden});
   {
     ArenaScope attention_scope(workspace);
     const Operands to = operands(saved, workspace, tokens);
@@ -298,24 +367,26 @@ void DecoderLayer::forward(const LayerRun& run, const LayerSaved& saved, TensorV
                           /*replay=*/false);
     add_attention(run, saved.x, out, middle);
   }
-  run.each_piece(tokens, [&](int64_t begin, int64_t end) {
+  run.rows.shares().each_piece(tokens, [&](const SharedRows::Piece& piece) {
     ArenaScope piece_scope(workspace);
-    const Normed normed =
-        norm(run, post_attention_norm_, middle.rows(begin, end), saved.post_attention.piece(begin, end));
-    const TensorView gate_up = saved.gate_up.empty() ? workspace.allocate(dtype_, {end - begin, 2 * width.intermediate})
-                                                     : saved.gate_up.rows(begin, end);
-    const TensorView inner = workspace.allocate(dtype_, {end - begin, width.intermediate});
-    gate_up_.forward(run, begin, normed.rows, gate_up);
+    const NormedPiece normed =
+        norm_piece(run, piece, post_attention_norm_, middle, saved.post_attention, /*again=*/false);
+    const TensorView gate_up = saved.gate_up.empty()
+                                   ? workspace.allocate(dtype_, {piece.tokens(), 2 * width.intermediate})
+                                   : saved.gate_up.rows(piece.begin, piece.end);
+    const TensorView inner = workspace.allocate(dtype_, {piece.tokens(), width.intermediate});
+    gate_up_.forward(run, piece.begin, SharedRows::tokens(normed.all, piece), gate_up);
     const TensorView largest = largest_magnitude(run);
     swiglu_forward(exec, gate_up, inner, largest);
-    down_.forward(run, begin, {inner, largest}, y.rows(begin, end), /*residual=*/middle.rows(begin, end));
+    add_product(run, piece, down_, {inner, largest}, middle.rows(piece.own_begin, piece.own_end),
+                y.rows(piece.own_begin, piece.own_end));
   });
 }
 
 void DecoderLayer::backward(const LayerRun& run, const LayerSaved& saved, TensorView gradient) const {
   Arena& workspace = run.workspace;
   const Widths width(config_);
-  const int64_t tokens = saved.x.dim(0), d = config_.head_dim;
+  const int64_t tokens = run.tokens(), d = config_.head_dim;
 
   // Bring back what forward did not keep.
   ArenaScope scope(workspace);
@@ -335,15 +406,29 @@ void DecoderLayer::backward(const LayerRun& run, const LayerSaved& saved, Tensor
   }
   {
     ArenaScope mlp_scope(workspace);
-    const TensorView middle = kept_or_new(saved.middle, workspace, dtype_, {tokens, width.hidden});
+    const TensorView middle = kept_or_new(saved.middle, workspace, dtype_, {saved.x.dim(0), width.hidden});
     if (saved.middle.empty()) add_attention(run, saved.x, out, middle);
-    run.each_piece(tokens, [&](int64_t begin, int64_t end) {
-      backward_mlp(run, begin, saved.post_attention.piece(begin, end),
-                   saved.gate_up.empty() ? TensorView() : saved.gate_up.rows(begin, end), middle.rows(begin, end),
-                   gradient.rows(begin, end));
+    run.rows.shares().each_piece(tokens, [&](const SharedRows::Piece& piece) {
+      backward_mlp(run, piece, saved.post_attention,
+                   saved.gate_up.empty() ? TensorView() : saved.gate_up.rows(piece.begin, piece.end), middle, gradient);
     });
   }
   backward_attention(run, saved, operands_seen, to, qkv, gradient);
+}
+
+void DecoderLayer::backward_output(const LayerRun& run, TensorView out, TensorView gradient, TensorView dout) const {
+  if (!run.rows.shared()) {
+    ArenaScope codes(run.workspace);
+    const ProductRows of_gradient = output_.output_gradient(run, gradient);
+    output_.add_gradients(run, 0, flat_heads(out), of_gradient);
+    return output_.backward_input(run, 0, of_gradient, flat_heads(dout));
+  }
+  run.rows.shares().each_piece(run.tokens(), [&](const SharedRows::Piece& piece) {
+    ArenaScope scope(run.workspace);
+    const TensorView dy = all_rows(run, piece, gradient.rows(piece.own_begin, piece.own_end));
+    output_.add_gradients(run, piece.begin, flat_heads(out.rows(piece.begin, piece.end)), dy);
+    output_.backward_input(run, piece.begin, dy, flat_heads(dout.rows(piece.begin, piece.end)));
+  });
 }
 
 void DecoderLayer::backward_attention(const LayerRun& run, const LayerSaved& saved, const AttentionOperands& seen,
@@ -351,7 +436,7 @@ void DecoderLayer::backward_attention(const LayerRun& run, const LayerSaved& sav
   const Exec& exec = run.exec;
   Arena& workspace = run.workspace;
   const Widths width(config_);
-  const int64_t tokens = saved.x.dim(0), d = config_.head_dim;
+  const int64_t tokens = run.tokens(), d = config_.head_dim;
 
   // gradient: of middle, and through the residual of x. Attention's part is added.
   // The gradient of attention's output is done with when that of the projection comes: they share memory.
@@ -359,12 +444,7 @@ void DecoderLayer::backward_attention(const LayerRun& run, const LayerSaved& sav
   {
     ArenaScope scope(workspace);
     const TensorView dout(dqkv.raw(), dtype_, {tokens, width.heads, d}, dqkv.device());
-    {
-      ArenaScope codes(workspace);
-      const ProductRows of_gradient = output_.output_gradient(run, gradient);
-      output_.add_gradients(run, 0, flat_heads(seen.out), of_gradient);
-      output_.backward_input(run, 0, of_gradient, flat_heads(dout));
-    }
+    backward_output(run, seen.out, gradient, dout);
     const TensorView dq = workspace.allocate(dtype_, {tokens, width.heads, d});
     TensorView dk, dv;
     if (saved.pieces) {
@@ -383,36 +463,37 @@ void DecoderLayer::backward_attention(const LayerRun& run, const LayerSaved& sav
     qkv_rope_backward(exec, qkv_shape_, dq, dk, dv, run.positions, run.cos, run.sin, qkv, weight(q_norm_),
                       weight(k_norm_), to.rstd_q, to.rstd_k, dqkv, gradient_of(q_norm_), gradient_of(k_norm_));
   }
-  run.each_piece(tokens, [&](int64_t begin, int64_t end) {
+  run.rows.shares().each_piece(tokens, [&](const SharedRows::Piece& piece) {
     ArenaScope scope(workspace);
-    const TensorView x = saved.x.rows(begin, end), own = dqkv.rows(begin, end);
-    const Normed normed = kept_or_again(run, input_norm_, x, saved.input.piece(begin, end));
+    const TensorView own = dqkv.rows(piece.begin, piece.end);
+    const NormedPiece normed = norm_piece(run, piece, input_norm_, saved.x, saved.input, /*again=*/true);
+    const TensorView rows = SharedRows::tokens(normed.all, piece), dnormed = rows;
     const ProductRows of_own = qkv_.output_gradient(run, own);
-    qkv_.add_gradients(run, begin, normed.rows, of_own);
-    const TensorView dnormed = normed.rows;  // its last use was the line above
-    qkv_.backward_input(run, begin, of_own, dnormed);
-    rmsnorm_backward(exec, x, weight(input_norm_), normed.rstd, dnormed, gradient.rows(begin, end), /*accumulate=*/true,
-                     gradient_of(input_norm_));
+    qkv_.add_gradients(run, piece.begin, rows, of_own);
+    qkv_.backward_input(run, piece.begin, of_own, dnormed);  // the rows were last used in the line above
+    norm_backward(run, piece, input_norm_, saved.x, normed, gradient);
   });
 }
 
-void DecoderLayer::backward_mlp(const LayerRun& run, int64_t begin, const Normed& kept, TensorView kept_gate_up,
-                                TensorView middle, TensorView gradient) const {
+void DecoderLayer::backward_mlp(const LayerRun& run, const SharedRows::Piece& piece, const Normed& kept,
+                                TensorView kept_gate_up, TensorView middle, TensorView gradient) const {
   const Exec& exec = run.exec;
   Arena& workspace = run.workspace;
   const Widths width(config_);
-  const int64_t tokens = middle.dim(0);
+  const int64_t tokens = piece.tokens(), begin = piece.begin;
 
   ArenaScope scope(workspace);
-  const Normed normed = kept_or_again(run, post_attention_norm_, middle, kept);
+  const NormedPiece normed = norm_piece(run, piece, post_attention_norm_, middle, kept, /*again=*/true);
+  const TensorView rows = SharedRows::tokens(normed.all, piece), dnormed = rows;
+  const TensorView dy = all_rows(run, piece, gradient.rows(piece.own_begin, piece.own_end));
   const TensorView gate_up = kept_or_new(kept_gate_up, workspace, dtype_, {tokens, 2 * width.intermediate});
-  if (kept_gate_up.empty()) gate_up_.forward(run, begin, normed.rows, gate_up);
+  if (kept_gate_up.empty()) gate_up_.forward(run, begin, rows, gate_up);
 
   // Each gradient takes the place of its tensor after the tensor's last use, and silu(gate)·up comes back in the pass
   // that needs the same operands.
   const TensorView dinner = workspace.allocate(dtype_, {tokens, width.intermediate}), inner = dinner,
                    dgate_up = gate_up;
-  const ProductRows of_gradient = down_.output_gradient(run, gradient);
+  const ProductRows of_gradient = down_.output_gradient(run, dy);
   down_.backward_input(run, begin, of_gradient, dinner);
   ProductRows of_inner = inner, of_dgate_up = dgate_up;
   if (fp8_) {
@@ -423,11 +504,9 @@ void DecoderLayer::backward_mlp(const LayerRun& run, int64_t begin, const Normed
     swiglu_backward(exec, gate_up, dinner, dgate_up, inner);
   }
   down_.add_gradients(run, begin, of_inner, of_gradient);
-  gate_up_.add_gradients(run, begin, normed.rows, of_dgate_up);
-  const TensorView dnormed = normed.rows;
+  gate_up_.add_gradients(run, begin, rows, of_dgate_up);
   gate_up_.backward_input(run, begin, of_dgate_up, dnormed);
-  rmsnorm_backward(exec, middle, weight(post_attention_norm_), normed.rstd, dnormed, gradient, /*accumulate=*/true,
-                   gradient_of(post_attention_norm_));
+  norm_backward(run, piece, post_attention_norm_, middle, normed, gradient);
 }
 
 }  // namespace sb

@@ -39,27 +39,31 @@ struct LayerSaved {
 // Pre-norm decoder layer of the Qwen2 / Llama / Qwen3 family.
 class DecoderLayer {
  public:
-  // Declares the layer's parameters. `dtype` is that of the activations.
-  DecoderLayer(const ModelConfig& config, int index, StageParameters& parameters, DType dtype);
+  // Declares the layer's parameters. `config`: as the rank of parameters.share() sees the `whole` model; kept by
+  // reference. `dtype` is that of the activations.
+  DecoderLayer(const ModelConfig& config, const ModelConfig& whole, int index, StageParameters& parameters,
+               DType dtype);
 
   // The layer's products are of e4m3 codes from here on.
   void use_fp8();
 
   int index() const { return index_; }
 
-  // The saved tensors of `tokens` tokens but x, carved from `arena`.
-  LayerSaved allocate_saved(Arena& arena, int64_t tokens, Recompute recompute) const;
+  // The saved tensors of `tokens` tokens but x, carved from `arena`; `rows`: of these, that this rank has between the
+  // products.
+  LayerSaved allocate_saved(Arena& arena, int64_t tokens, int64_t rows, Recompute recompute) const;
 
   // y [T, H] from saved.x; writes what `saved` has room for. Without backward, y may be saved.x itself.
   void forward(const LayerRun& run, const LayerSaved& saved, TensorView y) const;
   // `gradient` [T, H] holds the loss's gradient of y and gets that of x; parameter gradients accumulate.
   void backward(const LayerRun& run, const LayerSaved& saved, TensorView gradient) const;
 
-  static int64_t saved_bytes(const ModelConfig& config, DType dtype, int64_t tokens, Recompute recompute);
+  static int64_t saved_bytes(const ModelConfig& config, DType dtype, int64_t tokens, int64_t rows, Recompute recompute);
   // Most that forward (one that keeps nothing: the others need less) and backward hold in the workspace.
-  static int64_t forward_workspace_bytes(const ModelConfig& config, DType dtype, int64_t tokens, int64_t chunk);
-  static int64_t backward_workspace_bytes(const ModelConfig& config, DType dtype, int64_t tokens, int64_t chunk,
-                                          Recompute recompute);
+  static int64_t forward_workspace_bytes(const ModelConfig& config, DType dtype, int64_t tokens,
+                                         const TokenShares& shares);
+  static int64_t backward_workspace_bytes(const ModelConfig& config, DType dtype, int64_t tokens,
+                                          const TokenShares& shares, Recompute recompute);
   // What adapters take besides, in either.
   static int64_t adapter_bytes(const ModelConfig& config, const LoraConfig& lora, DType dtype, int64_t tokens,
                                int64_t chunk);
@@ -84,15 +88,30 @@ class DecoderLayer {
   TensorView as_activations(const LayerRun& run, TensorView sums) const;
   // Of the rows `x`; where there is nothing kept to write to, in the workspace.
   Normed norm(const LayerRun& run, const ParameterPlace& norm, TensorView x, const Normed& kept) const;
-  // What forward kept, or the norm once more.
-  Normed kept_or_again(const LayerRun& run, const ParameterPlace& norm, TensorView x, const Normed& kept) const;
+  // A piece of a norm's output, as the products need it: the rows of all ranks, padding included.
+  struct NormedPiece {
+    TensorView all, rstd;
+  };
+  // From this rank's rows `x`, with what is kept of them; `again`: it is there already.
+  NormedPiece norm_piece(const LayerRun& run, const SharedRows::Piece& piece, const ParameterPlace& norm, TensorView x,
+                         const Normed& kept, bool again) const;
+  // The rows of all ranks of a piece, from this rank's.
+  TensorView all_rows(const LayerRun& run, const SharedRows::Piece& piece, TensorView own) const;
+  // y = residual + product, of this rank's rows of a piece; where ranks share it, each has some columns of x.
+  void add_product(const LayerRun& run, const SharedRows::Piece& piece, const LayerProduct& product,
+                   const ProductRows& x, TensorView residual, TensorView y) const;
+  // Adds what comes through a norm to this rank's rows of `gradient`. `gradients` are of the norm's output, of each
+  // rank a part.
+  void norm_backward(const LayerRun& run, const SharedRows::Piece& piece, const ParameterPlace& norm, TensorView x,
+                     const NormedPiece& gradients, TensorView gradient) const;
   void project(const LayerRun& run, TensorView x, const Normed& kept, TensorView kept_qkv, const Operands& to) const;
   // qkv: rows begin to end of the projection.
   void split_and_rotate(const LayerRun& run, TensorView qkv, const Operands& to, int64_t begin, int64_t end) const;
   void add_attention(const LayerRun& run, TensorView x, TensorView out, TensorView middle) const;
-  // Of a piece, from row `begin` on.
-  void backward_mlp(const LayerRun& run, int64_t begin, const Normed& kept, TensorView kept_gate_up, TensorView middle,
-                    TensorView gradient) const;
+  void backward_mlp(const LayerRun& run, const SharedRows::Piece& piece, const Normed& kept, TensorView kept_gate_up,
+                    TensorView middle, TensorView gradient) const;
+  // From the gradient of the output product to that of attention's output.
+  void backward_output(const LayerRun& run, TensorView out, TensorView gradient, TensorView dout) const;
   void backward_attention(const LayerRun& run, const LayerSaved& saved, const AttentionOperands& seen,
                           const Operands& to, TensorView qkv, TensorView gradient) const;
 

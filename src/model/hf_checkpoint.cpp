@@ -130,12 +130,18 @@ void read_tensors(const fs::path& directory, const std::vector<WantedTensor>& wa
   std::vector<FlatTensor> tensors;
   for (const WantedTensor& want : wanted) tensors.push_back(want.tensor);
   HfTensors files(directory, tensors);
-  std::vector<float> buffer;
+  std::vector<float> buffer, part;
   for (const auto& [tensor, to] : wanted) {
-    if (to == nullptr) buffer.resize(static_cast<size_t>(tensor.end - tensor.begin));
-    float* values = to == nullptr ? buffer.data() : to;
+    const bool cut = tensor.cut.axis != TensorCut::Axis::none;
+    if (to == nullptr || cut) buffer.resize(static_cast<size_t>(tensor.elements()));
+    float* values = to == nullptr || cut ? buffer.data() : to;
     files.read(tensor, values);
     if (then) then(tensor, values);
+    if (cut) {
+      part.resize(static_cast<size_t>(tensor.end - tensor.begin));
+      tensor.take_part(values, to == nullptr ? part.data() : to);
+      values = part.data();
+    }
     if (to == nullptr) rounded.store_rounded(tensor, values);
   }
 }
@@ -257,7 +263,7 @@ const SafetensorsFile& HfTensors::file_of(const FlatTensor& tensor) {
 
 void HfTensors::read(const FlatTensor& tensor, float* values) {
   const SafetensorsFile& file = file_of(tensor);
-  file.read_f32(find_entry(file, tensor), {values, static_cast<size_t>(tensor.end - tensor.begin)});
+  file.read_f32(find_entry(file, tensor), {values, static_cast<size_t>(tensor.elements())});
 }
 
 bool HfTensors::is_bf16(const FlatTensor& tensor) {

@@ -51,6 +51,31 @@ void fill(TensorView tensor, float value) {
   std::fill_n(tensor.f32(), tensor.elements(), value);
 }
 
+bool is_cut(const Parameter& parameter) {
+  return std::ranges::any_of(parameter.parts,
+                             [](const Parameter::Part& part) { return part.cut.axis != TensorCut::Axis::none; });
+}
+
+// Fills a parameter of which this rank may have a part: `fill_whole` fills what one rank alone would have.
+template <typename Fill>
+void fill_part_of_whole(const Parameter& parameter, TensorView value, const Fill& fill_whole) {
+  if (!is_cut(parameter)) return fill_whole(value);
+  std::vector<FlatTensor> parts;
+  int64_t rows = 0;
+  for (const Parameter::Part& part : parameter.parts) {
+    parts.push_back(flat_tensor(parameter, part));
+    rows += parts.back().shape[0];
+  }
+  const int64_t columns = parts[0].shape[1];
+  std::vector<float> whole(static_cast<size_t>(rows * columns));
+  fill_whole(TensorView(whole.data(), {rows, columns}));
+  const float* next = whole.data();
+  for (const FlatTensor& part : parts) {
+    part.take_part(next, value.f32() + (part.begin - parameter.offset));
+    next += part.elements();
+  }
+}
+
 }  // namespace
 
 void initialize_parameters(ParameterSet& parameters, float deviation, uint64_t seed) {
@@ -60,7 +85,8 @@ void initialize_parameters(ParameterSet& parameters, float deviation, uint64_t s
     const TensorView value = parameters.part(values.view(), i);
     if (is_adapter(parameter)) continue;
     if (parameter.shape.rank() >= 2) {
-      fill_normal(value, deviation, seed, name_hash(parameter.name));
+      fill_part_of_whole(parameter, value,
+                         [&](TensorView whole) { fill_normal(whole, deviation, seed, name_hash(parameter.name)); });
     } else {
       fill(value, parameter.name.ends_with(".bias") ? 0.0f : 1.0f);
     }
@@ -77,10 +103,15 @@ void initialize_adapters(const ParameterSet& parameters, const TensorView& value
     // By the modules' own names: which others are targets does not matter.
     for (const Parameter::Part& part : parameter.parts) {
       const TensorView rows = value.rows(part.row_begin, part.row_end);
-      if (parameter.name.ends_with(".lora_A"))
-        fill_uniform(rows, 1.0 / std::sqrt(static_cast<double>(parameter.shape[1])), seed, name_hash(part.hf_name));
-      else
+      if (!parameter.name.ends_with(".lora_A")) {
         fill(rows, 0.0f);
+        continue;
+      }
+      const FlatTensor tensor = flat_tensor(parameter, part);
+      std::vector<float> whole(static_cast<size_t>(tensor.elements()));
+      fill_uniform(TensorView(whole.data(), {tensor.shape[0], tensor.shape[1]}),
+                   1.0 / std::sqrt(static_cast<double>(tensor.shape[1])), seed, name_hash(part.hf_name));
+      tensor.take_part(whole.data(), rows.f32());
     }
   }
 }

@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <utility>
 
 #include "ops/linear.h"
@@ -16,16 +17,24 @@ void LayerProduct::declare_adapter(StageParameters& parameters, int layer, const
   layer_ = layer;
   if (adapter_.empty()) return;
   std::vector<Parameter::Part> a, b;
+  const Parameter& weight = weight_.set->parameter(weight_.index);
   int64_t row = 0;
   for (const AdaptedProduct::Module& module : adapter_.modules) {
+    // Of a product that ranks share by rows of W each has its rows of B, by columns its columns of A; the other factor
+    // they have alike.
+    const auto part = std::ranges::find(weight.parts, module.first, &Parameter::Part::row_begin);
+    SB_CHECK(part != weight.parts.end(), "{} has no part of its own in {}", lora_module_name(module.name), weight.name);
+    const bool by_columns = part->cut.axis == TensorCut::Axis::columns;
+    if (by_columns) first_input_ = part->cut.begin;
     const std::string hf = fmt::format("{}model.layers.{}.{}.", kPeftPrefix, layer, lora_module_path(module.name));
     const auto before = static_cast<int64_t>(a.size()) * lora.rank;
-    a.push_back({hf + "lora_A.weight", before, before + lora.rank});
-    b.push_back({hf + "lora_B.weight", row, row + module.columns});
+    a.push_back(
+        {hf + "lora_A.weight", before, before + lora.rank, by_columns ? part->cut : parameters.share().whole()});
+    b.push_back({hf + "lora_B.weight", row, row + module.columns, by_columns ? parameters.share().whole() : part->cut});
     row += module.columns;
   }
   const std::string own = fmt::format("layers.{}.{}.lora_", layer, name);
-  const int64_t inputs = weight_.set->parameter(weight_.index).shape[1];
+  const int64_t inputs = weight.shape[1];
   adapter_a_ = parameters.declare_adapter(own + "A", {adapter_.rank_width(), inputs}, std::move(a));
   adapter_b_ = parameters.declare_adapter(own + "B", {row, lora.rank}, std::move(b));
 }
@@ -99,13 +108,14 @@ Fp8Matrix LayerProduct::rounded(const LayerRun& run, const ProductRows& x, Fp8La
 AdapterCall LayerProduct::adapter_call(const LayerRun& run, int64_t begin, int64_t rows) const {
   DropoutRows dropout;
   if (run.dropout.probability > 0) dropout = run.dropout.rows(begin, begin + rows, dropout_stream(layer_));
+  dropout.first_channel = first_input_;
   return {run.exec, run.workspace, adapter_, adapter_a_.weight(), adapter_b_.weight(), dropout};
 }
 
 template <typename Body>
 void LayerProduct::each_adapted_piece(const LayerRun& run, int64_t begin, int64_t rows, const Body& body) const {
   if (adapter_.empty()) return;
-  run.each_piece(rows,
+  run.each_chunk(rows,
                  [&](int64_t first, int64_t end) { body(adapter_call(run, begin + first, end - first), first, end); });
 }
 

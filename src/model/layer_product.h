@@ -54,6 +54,7 @@ class LayerProduct {
   AdaptedProduct adapter_;
   ParameterPlace adapter_a_, adapter_b_;
   int layer_ = 0;
+  int64_t first_input_ = 0;  // of the whole product's, where ranks share them
   bool fp8_ = false;
 };
 

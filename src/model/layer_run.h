@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "attention/attention.h"
+#include "model/tensor_parallel/shared_rows.h"
 #include "ops/dropout.h"
 
 namespace sb {
@@ -16,13 +17,15 @@ struct LayerRun {
   PackedSequences sequences;
   TensorView positions;      // [T]
   TensorView cos, sin;       // rope table
-  int64_t chunk;             // tokens at a time through projections and MLP
+  const SharedRows& rows;    // tokens in pieces through projections and MLP, with the ranks that share these
+  int64_t chunk;             // of such a piece, at most
   DropoutRows dropout = {};  // of the adapters' inputs; nothing is dropped but in training
 
-  // body(begin, end) for all tokens, a piece at a time.
+  int64_t tokens() const { return positions.dim(0); }
+  // body(begin, end) for so many rows, some at a time.
   template <typename Body>
-  void each_piece(int64_t tokens, const Body& body) const {
-    for (int64_t begin = 0; begin < tokens; begin += chunk) body(begin, std::min(tokens, begin + chunk));
+  void each_chunk(int64_t count, const Body& body) const {
+    for (int64_t begin = 0; begin < count; begin += chunk) body(begin, std::min(count, begin + chunk));
   }
 };
 

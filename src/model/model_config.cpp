@@ -169,6 +169,18 @@ int64_t longest_sequence(const ModelConfig& config) {
   return std::max<int64_t>(config.max_position_embeddings, std::llround(scaled));
 }
 
+ModelConfig rank_config(const ModelConfig& config, const TensorShare& share) {
+  SB_CHECK(config.heads % share.ranks == 0 && config.intermediate_size % share.ranks == 0 &&
+               (config.kv_heads % share.ranks == 0 || share.ranks % config.kv_heads == 0),
+           "{} heads, {} key/value heads and {} channels for {} ranks", config.heads, config.kv_heads,
+           config.intermediate_size, share.ranks);
+  ModelConfig own = config;
+  own.heads /= share.ranks;
+  own.kv_heads = std::max(1, own.kv_heads / share.ranks);
+  own.intermediate_size /= share.ranks;
+  return own;
+}
+
 void check_model_config(const ModelConfig& config, const std::string& where) {
   constexpr int64_t kLimit = int64_t{1} << 31;  // keeps every product of two sizes inside 64 bits
   const auto positive = [&](int64_t value, const char* key) {

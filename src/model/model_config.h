@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "model/tensor_parallel/tensor_share.h"
 #include "ops/rope.h"
 
 namespace sb {
@@ -43,6 +44,9 @@ std::string write_model_config(const ModelConfig& config, const std::string& tor
 // The longest sequence the model is meant for: max_position_embeddings, or farther where its yarn scaling says so.
 // Model cards tell to put the scaling into config.json by hand and to leave max_position_embeddings as it was.
 int64_t longest_sequence(const ModelConfig& config);
+// The model as a rank of those that share its products sees it: with its own heads and channels, but the whole
+// vocabulary. Key/value heads that are fewer than the ranks are on several of them.
+ModelConfig rank_config(const ModelConfig& config, const TensorShare& share);
 // Sizes must be positive and fit each other; UserError otherwise.
 void check_model_config(const ModelConfig& config, const std::string& where);
 

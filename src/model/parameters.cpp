@@ -1,15 +1,37 @@
 #include "model/parameters.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "device/cuda.h"
-#include "model/tensors/float16.h"
+#include "device/float16.h"
 #include "ops/adamw.h"
 
 namespace sb {
 
 namespace {
 constexpr int64_t kAlignElements = 16;  // 64 bytes: shard borders and vector loads stay aligned
+}
+
+int64_t FlatTensor::elements() const {
+  int64_t product = 1;
+  for (const int64_t extent : shape) product *= extent;
+  return product;
+}
+
+void FlatTensor::each_run(const std::function<void(int64_t, int64_t, int64_t)>& body) const {
+  if (cut.axis == TensorCut::Axis::none) return body(0, 0, end - begin);
+  if (cut.axis == TensorCut::Axis::rows) return body(0, cut.begin * (elements() / shape[0]), end - begin);
+  const int64_t own = cut.end - cut.begin;
+  for (int64_t row = 0; row < shape[0]; ++row) body(row * own, row * cut.whole + cut.begin, own);
+}
+
+void FlatTensor::take_part(const float* whole, float* part) const {
+  each_run([&](int64_t here, int64_t there, int64_t count) { std::copy_n(whole + there, count, part + here); });
+}
+
+void FlatTensor::put_part(const float* part, float* whole) const {
+  each_run([&](int64_t here, int64_t there, int64_t count) { std::copy_n(part + here, count, whole + there); });
 }
 
 int ParameterSet::declare(std::string name, Shape shape, std::vector<Parameter::Part> parts) {
@@ -53,18 +75,38 @@ void ParameterSet::allocate(bool with_gradients, DeviceKind device, DType weight
   if (weights != DType::f32) flat_weights_ = zeros("rounded weights", weights_, weights);
 }
 
+FlatTensor flat_tensor(const Parameter& parameter, const Parameter::Part& part) {
+  const int64_t row = parameter.elements() / parameter.shape[0];
+  std::vector<int64_t> shape = {part.row_end - part.row_begin};
+  for (int axis = 1; axis < parameter.shape.rank(); ++axis) shape.push_back(parameter.shape[axis]);
+  if (part.cut.axis != TensorCut::Axis::none) shape[part.cut.axis == TensorCut::Axis::rows ? 0 : 1] = part.cut.whole;
+  return {part.hf_name, std::move(shape), parameter.offset + part.row_begin * row,
+          parameter.offset + part.row_end * row, part.cut};
+}
+
 std::vector<FlatTensor> ParameterSet::flat_tensors() const {
   std::vector<FlatTensor> tensors;
-  for (const Parameter& parameter : parameters_) {
-    const int64_t row = parameter.elements() / parameter.shape[0];
-    for (const Parameter::Part& part : parameter.parts) {
-      std::vector<int64_t> shape = {part.row_end - part.row_begin};
-      for (int axis = 1; axis < parameter.shape.rank(); ++axis) shape.push_back(parameter.shape[axis]);
-      tensors.push_back({part.hf_name, std::move(shape), parameter.offset + part.row_begin * row,
-                         parameter.offset + part.row_end * row});
-    }
-  }
+  for (const Parameter& parameter : parameters_)
+    for (const Parameter::Part& part : parameter.parts) tensors.push_back(flat_tensor(parameter, part));
   return tensors;
+}
+
+std::vector<SharedElements> ParameterSet::shared_elements() const {
+  // A range is of one group: groups become final, and are reduced, one by one.
+  const auto begins_group = [&](const FlatTensor& tensor) {
+    return std::any_of(groups_.begin(), groups_.end(), [&](const Group& group) { return group.begin == tensor.begin; });
+  };
+  std::vector<SharedElements> shared;
+  for (const FlatTensor& tensor : flat_tensors()) {
+    const TensorCut& cut = tensor.cut;
+    if (cut.copies == 1) continue;
+    if (!shared.empty() && shared.back().end == tensor.begin && shared.back().copies == cut.copies &&
+        !begins_group(tensor))
+      shared.back().end = tensor.end;
+    else
+      shared.push_back({tensor.begin, tensor.end, cut.copies, cut.copy});
+  }
+  return shared;
 }
 
 TensorView ParameterSet::value(int index) const {

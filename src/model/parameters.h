@@ -11,6 +11,7 @@
 #include "core/tensor.h"
 #include "device/memory.h"
 #include "model/lora/lora_config.h"
+#include "model/tensor_parallel/tensor_share.h"
 
 namespace sb {
 
@@ -24,16 +25,36 @@ struct Parameter {
   struct Part {
     std::string hf_name;  // "model.layers.3.self_attn.q_proj.weight"
     int64_t row_begin, row_end;
+    TensorCut cut = {};  // what these rows are of the whole tensor
   };
   std::vector<Part> parts;  // in row order, covering all rows
   int64_t elements() const { return shape.elements(); }
 };
 
-// One Hugging Face tensor: a run of elements of the flat buffers.
+// One Hugging Face tensor, or a rank's part of one: a run of elements of the flat buffers.
 struct FlatTensor {
   std::string name;
-  std::vector<int64_t> shape;
+  std::vector<int64_t> shape;  // of the whole
+  int64_t begin, end;          // what is here
+  TensorCut cut = {};
+
+  // Of the whole.
+  int64_t elements() const;
+  // body(first element here, counted from `begin`, where it lies in the whole, how many) for all that lie side by side
+  // in both.
+  void each_run(const std::function<void(int64_t here, int64_t whole, int64_t count)>& body) const;
+  // This rank's part of a whole tensor's values, and back.
+  void take_part(const float* whole, float* part) const;
+  void put_part(const float* part, float* whole) const;
+};
+
+FlatTensor flat_tensor(const Parameter& parameter, const Parameter::Part& part);
+
+// Elements of the flat buffers that several ranks of a tensor-parallel group have alike. The gradient of each rank is a
+// part of theirs.
+struct SharedElements {
   int64_t begin, end;
+  int copies, copy;  // as TensorCut says
 };
 
 // The parameters of a stage: values and gradients as two flat fp32 buffers of equal layout (moments follow the same
@@ -58,6 +79,8 @@ class ParameterSet {
   const std::vector<Group>& groups() const { return groups_; }
   // All Hugging Face tensors, in the order of the buffers.
   std::vector<FlatTensor> flat_tensors() const;
+  // In that order, too; neighbours that the same ranks have are joined.
+  std::vector<SharedElements> shared_elements() const;
   TensorView value(int index) const;
   // What the operations read: the value itself, or its rounded copy.
   TensorView weight(int index) const;
@@ -124,19 +147,22 @@ struct ParameterPlace {
 // them, or to those that stay as they are. What is trained along with adapters has the names that PEFT gives it.
 class StageParameters {
  public:
-  StageParameters(ParameterSet& trained, ParameterSet& frozen, const LoraConfig& lora)
-      : trained_(trained), frozen_(frozen), lora_(lora) {}
+  StageParameters(ParameterSet& trained, ParameterSet& frozen, const LoraConfig& lora, const TensorShare& share = {})
+      : trained_(trained), frozen_(frozen), lora_(lora), share_(share) {}
 
   enum class Kind { product, norm, embedding, head };
   bool trains(Kind kind) const;
   ParameterPlace declare(Kind kind, std::string name, Shape shape, std::vector<Parameter::Part> parts);
   ParameterPlace declare_adapter(std::string name, Shape shape, std::vector<Parameter::Part> parts);
   const LoraConfig& lora() const { return lora_; }
+  // The rank whose parameters these are.
+  const TensorShare& share() const { return share_; }
 
  private:
   ParameterSet& trained_;
   ParameterSet& frozen_;
   const LoraConfig& lora_;
+  TensorShare share_;
 };
 
 }  // namespace sb

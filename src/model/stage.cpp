@@ -9,6 +9,7 @@
 #include "model/initialization.h"
 #include "model/stage_memory.h"
 #include "model/stage_model.h"
+#include "model/tensor_parallel/shared_rows.h"
 #include "model/waiting/layer_inputs.h"
 #include "model/waiting/piece_store.h"
 #include "ops/embedding.h"
@@ -46,12 +47,13 @@ struct Slot {
   enum class Holds { nothing, forward, evaluation };
   Holds holds = Holds::nothing;
   int64_t tokens = 0;
+  int64_t rows = 0;              // of these, that this rank has between the products
   std::unique_ptr<Arena> arena;  // its part of the stage's activations
-  // [T, H]. Not the last stage: its output. Last stage: after forward the gradient of the last layer's output, after
+  // [rows, H]. Not the last stage: its output. Last stage: after forward the gradient of the last layer's output, after
   // evaluate the normed final hidden state.
   TensorView end;
   TensorView token_loss;
-  // Host memory: what the loss writes, and on CUDA the ids on their way to the device.
+  // Host memory: what the loss writes, of each piece of the rows, and on CUDA the ids on their way to the device.
   HostMemory loss_memory, token_loss_memory, staging;
   std::unique_ptr<Arena> inputs;
   DeviceBatch ids;
@@ -59,7 +61,7 @@ struct Slot {
   DeviceEvent uploaded, loss_ready;
 
   Slot(const StageOptions& options, const StageBytes& bytes)
-      : loss_memory(sizeof(LossSums), options.device),
+      : loss_memory(bytes.loss_pieces * static_cast<int64_t>(sizeof(LossSums)), options.device),
         token_loss_memory(options.device == DeviceKind::cpu
                               ? 0
                               : options.max_micro_batch_tokens * static_cast<int64_t>(sizeof(float)),
@@ -68,9 +70,9 @@ struct Slot {
         inputs(std::make_unique<Arena>(make_arena("micro-batch ids", bytes.inputs, options.device))),
         uploaded(options.device),
         loss_ready(options.device) {
-    new (loss_memory.data()) LossSums;
+    for (int64_t i = 0; i < bytes.loss_pieces; ++i) new (loss(i)) LossSums;
   }
-  LossSums* loss() const { return static_cast<LossSums*>(loss_memory.data()); }
+  LossSums* loss(int64_t piece) const { return static_cast<LossSums*>(loss_memory.data()) + piece; }
 };
 
 }  // namespace
@@ -80,6 +82,7 @@ struct Stage::Implementation {
   StageOptions options;
   Attention& attention;
   bool first, last;
+  SharedRows shared;
   StageModel model;
   StageBytes bytes;
   std::vector<std::unique_ptr<AttentionState>> states;
@@ -97,12 +100,13 @@ struct Stage::Implementation {
   TensorView cos, sin;
 
   Implementation(const ModelConfig& model_config, const StageOptions& stage_options, Attention& stage_attention,
-                 int threads)
+                 int threads, TensorGroup* group)
       : config(model_config),
         options(stage_options),
         attention(stage_attention),
         first(options.first_layer == 0),
         last(options.last_layer == config.layers),
+        shared(group, options.layer_chunk),
         model(config, options),
         bytes(config, options, model.parameters, model.frozen, attention, threads),
         activations(make_arena("activations", bytes.activations, options.device)),
@@ -114,7 +118,7 @@ struct Stage::Implementation {
     if (options.lora.enabled())
       model.frozen.allocate(/*with_gradients=*/false, options.device, options.dtype, options.dtype == DType::f32);
     make_states();
-    const AttentionShape shape{config.heads, config.kv_heads, config.head_dim, 1.0f};
+    const AttentionShape shape{model.rank.heads, model.rank.kv_heads, config.head_dim, 1.0f};
     attention.reserve(shape, options.max_micro_batch_tokens, options.dtype, states);
     if (options.max_cut_sequence > 0)
       attention.reserve_pieces(shape, piece_limits(config, options, options.max_micro_batch_tokens), states);
@@ -211,7 +215,7 @@ struct Stage::Implementation {
       const auto count = static_cast<size_t>(batch.sequences());
       sequences.budgets = std::span(batch.budgets).subspan(static_cast<size_t>(layer.index()) * count, count);
     }
-    return {exec, workspace, attention, sequences, slot.ids.positions, cos, sin, options.layer_chunk};
+    return {exec, workspace, attention, sequences, slot.ids.positions, cos, sin, shared, options.layer_chunk};
   }
 
   // The same in training, where adapters drop elements of their input.
@@ -248,7 +252,7 @@ struct Stage::Implementation {
         SB_CHECK(0 <= token && token < config.vocab_size, "token {} in a vocabulary of {}", token, config.vocab_size);
       }
     } else {
-      const Shape expected{tokens, config.hidden_size};
+      const Shape expected{options.token_shares().own(tokens), config.hidden_size};
       SB_CHECK(input.shape() == expected, "stage input {}, expected {}", input.shape().to_string(),
                expected.to_string());
     }
@@ -266,8 +270,9 @@ struct Stage::Implementation {
   void begin(const Exec& exec, Slot& slot, const MicroBatch& batch) {
     slot.arena->release(0);
     slot.tokens = batch.size();
+    slot.rows = shared.shares().own(slot.tokens);
     slot.end = slot.token_loss = {};
-    if (options.training || last) slot.end = slot.arena->allocate(options.dtype, {slot.tokens, config.hidden_size});
+    if (options.training || last) slot.end = slot.arena->allocate(options.dtype, {slot.rows, config.hidden_size});
     if (last) slot.token_loss = slot.arena->allocate(DType::f32, {slot.tokens});
     if (options.lora.dropout > 0) number_sequences(batch, slot.sequences);
     slot.ids = {vector_view(batch.tokens), vector_view(batch.positions), vector_view(batch.labels),
@@ -303,11 +308,31 @@ struct Stage::Implementation {
   }
 
   void start_of_stream(const Exec& exec, const Slot& slot, TensorView input, TensorView x) {
-    if (first) {
-      embedding_forward(exec, slot.ids.tokens, model.embedding.weight(), x);
-    } else {
-      copy_tensor(exec, input, x);
-    }
+    if (!first) return copy_tensor(exec, input, x);
+    if (!shared.shared()) return embedding_forward(exec, slot.ids.tokens, model.embedding.weight(), x);
+    // Every rank knows some tokens: their sum is all of them.
+    shared.shares().each_piece(slot.tokens, [&](const SharedRows::Piece& piece) {
+      ArenaScope scope(workspace);
+      const TensorView all = shared.allocate(workspace, options.dtype, piece, config.hidden_size);
+      embedding_forward(exec, slot.ids.tokens.rows(piece.begin, piece.end), model.embedding.weight(),
+                        SharedRows::tokens(all, piece), options.tensor.begin(config.vocab_size));
+      shared.reduce_scatter(exec, all);
+      copy_tensor(exec, shared.own(all, piece), x.rows(piece.own_begin, piece.own_end));
+    });
+  }
+
+  void embedding_gradients(const Exec& exec, const Slot& slot, TensorView gradient) {
+    const TensorView table = model.embedding.gradient();
+    if (!model.embedding.add_to_gradient()) zero_tensor(exec, table);  // it gets rows, not all of it
+    if (!shared.shared()) return embedding_backward(exec, slot.ids.tokens, gradient, table);
+    shared.shares().each_piece(slot.tokens, [&](const SharedRows::Piece& piece) {
+      ArenaScope scope(workspace);
+      const TensorView all = shared.allocate(workspace, options.dtype, piece, config.hidden_size);
+      copy_tensor(exec, gradient.rows(piece.own_begin, piece.own_end), shared.own(all, piece));
+      shared.gather(exec, all);
+      embedding_backward(exec, slot.ids.tokens.rows(piece.begin, piece.end), SharedRows::tokens(all, piece), table,
+                         options.tensor.begin(config.vocab_size), config.vocab_size);
+    });
   }
 
   // All layers of a micro-batch forward, with what backward needs; `stream` gets the last one's output. `again`: it ran
@@ -319,10 +344,10 @@ struct Stage::Implementation {
     Arena& memory = to.memory ? *to.memory : *own.arena;
     if (to.memory) memory.release(0);
     to.saved.clear();
-    to.inputs.begin(memory, options.dtype, {own.tokens, config.hidden_size});
+    to.inputs.begin(memory, options.dtype, {own.rows, config.hidden_size});
     const size_t layers = model.layers.size();
     for (size_t i = 0; i < layers; ++i) {
-      to.saved.push_back(model.layers[i].allocate_saved(memory, own.tokens, kept_at_hand(options.recompute)));
+      to.saved.push_back(model.layers[i].allocate_saved(memory, own.tokens, own.rows, kept_at_hand(options.recompute)));
       to.saved[i].x = to.inputs.input(static_cast<int>(i));
       to.saved[i].state = state(slot_index, i);
       keep_keys(batch, slot_index, i, to.saved[i]);
@@ -344,40 +369,88 @@ struct Stage::Implementation {
   void bring_back(const Exec& exec, const MicroBatch& batch, int slot_index) {
     if (!runs_again() || at_hand == slot_index) return;
     ArenaScope scope(workspace);
-    run_layers(exec, batch, slot_index, {}, workspace.allocate(options.dtype, {batch.size(), config.hidden_size}),
+    run_layers(exec, batch, slot_index, {},
+               workspace.allocate(options.dtype, {shared.shares().own(batch.size()), config.hidden_size}),
                /*again=*/true);
+  }
+
+  // body(piece, its number) for all rows: where ranks share the vocabulary as many at a time as layers take, else all.
+  template <typename Body>
+  void each_loss_piece(const Slot& slot, const Body& body) const {
+    int64_t number = 0;
+    if (shared.shared())
+      shared.shares().each_piece(slot.tokens, [&](const SharedRows::Piece& piece) { body(piece, number++); });
+    else
+      body(SharedRows::Piece{0, slot.tokens, slot.tokens, 0, slot.tokens}, number++);
+    for (; number < bytes.loss_pieces; ++number) *slot.loss(number) = {};
+  }
+
+  VocabularyPart vocabulary_part(const Exec& exec) const {
+    if (!shared.shared()) return {};
+    const TensorShare& share = options.tensor;
+    return {share.begin(config.vocab_size), config.vocab_size, share.ranks, share.rank,
+            [this, &exec](TensorView all) { shared.gather(exec, all); }};
+  }
+
+  static std::span<const int32_t> labels_of(const MicroBatch& batch, const SharedRows::Piece& piece) {
+    return std::span(batch.labels).subspan(static_cast<size_t>(piece.begin), static_cast<size_t>(piece.tokens()));
   }
 
   // Loss and, on the way, the gradient of `x`, the last layer's output; it stays in slot.end.
   void loss_with_gradient(const Exec& exec, const MicroBatch& batch, Slot& slot, TensorView x) {
-    ArenaScope scope(workspace);
-    const TensorView hidden = workspace.allocate(options.dtype, x.shape());
-    const TensorView rstd = workspace.allocate(DType::f32, {slot.tokens});
-    rmsnorm_forward(exec, x, model.final_norm.weight(), config.rms_norm_eps, hidden, rstd);
-    loss_forward_backward(exec, hidden, model.head.weight(), slot.ids.labels, slot.ids.weights, options.loss_chunk,
-                          slot.token_loss, slot.end, model.head.gradient(), slot.loss(), batch.labels,
-                          model.head.trained() && model.head.add_to_gradient());
+    const VocabularyPart part = vocabulary_part(exec);
+    each_loss_piece(slot, [&](const SharedRows::Piece& piece, int64_t number) {
+      ArenaScope scope(workspace);
+      const TensorView own = x.rows(piece.own_begin, piece.own_end),
+                       end = slot.end.rows(piece.own_begin, piece.own_end);
+      const TensorView hidden = shared.allocate(workspace, options.dtype, piece, config.hidden_size);
+      const TensorView rstd = workspace.allocate(DType::f32, {piece.own()});
+      rmsnorm_forward(exec, own, model.final_norm.weight(), config.rms_norm_eps, shared.own(hidden, piece), rstd);
+      shared.gather(exec, hidden);
+      const TensorView gradient =
+          shared.shared() ? shared.allocate(workspace, options.dtype, piece, config.hidden_size) : end;
+      loss_forward_backward(exec, SharedRows::tokens(hidden, piece), model.head.weight(),
+                            slot.ids.labels.rows(piece.begin, piece.end), slot.ids.weights.rows(piece.begin, piece.end),
+                            options.loss_chunk, slot.token_loss.rows(piece.begin, piece.end),
+                            SharedRows::tokens(gradient, piece), model.head.gradient(), slot.loss(number),
+                            labels_of(batch, piece), model.head.trained() && model.head.add_to_gradient(), part);
+      shared.reduce_scatter(exec, gradient);
+      rmsnorm_backward(exec, own, model.final_norm.weight(), rstd, shared.own(gradient, piece), end,
+                       /*accumulate=*/false, model.final_norm.gradient());
+    });
     if (!batch.sources.empty() && options.device != DeviceKind::cpu)
       download(exec, slot.token_loss, slot.token_loss_memory.data());
     slot.loss_ready.record(exec);
-    rmsnorm_backward(exec, x, model.final_norm.weight(), rstd, slot.end, slot.end, /*accumulate=*/false,
-                     model.final_norm.gradient());
   }
 
   // Loss alone; the normed hidden state stays in slot.end for logits().
   void loss_only(const Exec& exec, const MicroBatch& batch, Slot& slot, TensorView x) {
-    ArenaScope scope(workspace);
-    const TensorView rstd = workspace.allocate(DType::f32, {slot.tokens});
-    rmsnorm_forward(exec, x, model.final_norm.weight(), config.rms_norm_eps, slot.end, rstd);
-    loss_forward(exec, slot.end, model.head.weight(), slot.ids.labels, slot.ids.weights, options.loss_chunk,
-                 slot.token_loss, slot.loss(), batch.labels);
+    const VocabularyPart part = vocabulary_part(exec);
+    each_loss_piece(slot, [&](const SharedRows::Piece& piece, int64_t number) {
+      ArenaScope scope(workspace);
+      const TensorView hidden =
+          shared.shared() ? shared.allocate(workspace, options.dtype, piece, config.hidden_size) : slot.end;
+      const TensorView rstd = workspace.allocate(DType::f32, {piece.own()});
+      rmsnorm_forward(exec, x.rows(piece.own_begin, piece.own_end), model.final_norm.weight(), config.rms_norm_eps,
+                      shared.own(hidden, piece), rstd);
+      shared.gather(exec, hidden);
+      loss_forward(exec, SharedRows::tokens(hidden, piece), model.head.weight(),
+                   slot.ids.labels.rows(piece.begin, piece.end), slot.ids.weights.rows(piece.begin, piece.end),
+                   options.loss_chunk, slot.token_loss.rows(piece.begin, piece.end), slot.loss(number),
+                   labels_of(batch, piece), part);
+    });
     slot.loss_ready.record(exec);
   }
 };
 
-Stage::Stage(const ModelConfig& config, const StageOptions& options, Attention& attention, int threads) {
+Stage::Stage(const ModelConfig& config, const StageOptions& options, Attention& attention, int threads,
+             TensorGroup* group) {
   check_stage_options(config, options);
-  implementation_ = std::make_unique<Implementation>(config, options, attention, threads);
+  const TensorShare share = group ? group->share() : TensorShare();
+  SB_CHECK(share.ranks == options.tensor.ranks && share.rank == options.tensor.rank,
+           "rank {} of {} that share products, planned for {} of {}", share.rank, share.ranks, options.tensor.rank,
+           options.tensor.ranks);
+  implementation_ = std::make_unique<Implementation>(config, options, attention, threads, group);
 }
 
 Stage::~Stage() = default;
@@ -462,7 +535,7 @@ TensorView Stage::forward(const Exec& caller, const MicroBatch& batch, int slot_
   if (batch.is_piece()) s.pieces.begin_forward(place_of(batch), slot_index);
   ArenaScope scope(s.workspace);
   const TensorView stream =
-      s.last ? s.workspace.allocate(s.options.dtype, {slot.tokens, s.config.hidden_size}) : slot.end;
+      s.last ? s.workspace.allocate(s.options.dtype, {slot.rows, s.config.hidden_size}) : slot.end;
   s.run_layers(exec, batch, slot_index, input, stream, /*again=*/false);
   slot.holds = Slot::Holds::forward;
   if (!s.last) return slot.end;
@@ -482,7 +555,7 @@ TensorView Stage::evaluate(const Exec& caller, const MicroBatch& batch, int slot
   if (batch.is_piece()) s.pieces.begin_forward(place_of(batch), slot_index);
   ArenaScope scope(s.workspace);
   LayerSaved saved;
-  saved.x = s.workspace.allocate(s.options.dtype, {slot.tokens, s.config.hidden_size});
+  saved.x = s.workspace.allocate(s.options.dtype, {slot.rows, s.config.hidden_size});
   s.start_of_stream(exec, slot, input, saved.x);
   for (size_t i = 0; i < s.model.layers.size(); ++i) {
     saved.state = s.state(slot_index, i);
@@ -509,7 +582,7 @@ TensorView Stage::backward(const Exec& caller, const MicroBatch& batch, int slot
   ArenaScope scope(s.workspace);
   TensorView gradient = slot.end;
   if (!s.last) {
-    gradient = s.workspace.allocate(s.options.dtype, {slot.tokens, s.config.hidden_size});
+    gradient = s.workspace.allocate(s.options.dtype, {slot.rows, s.config.hidden_size});
     copy_tensor(exec, output_gradient, gradient);
   }
   // The gradients of norm and head come with the loss, in forward.
@@ -530,20 +603,18 @@ TensorView Stage::backward(const Exec& caller, const MicroBatch& batch, int slot
   }
   slot.holds = Slot::Holds::nothing;
   if (!s.first) return gradient;
-  if (const ParameterPlace& embedding = s.model.embedding; embedding.trained()) {
-    const TensorView table = embedding.gradient();
-    if (!embedding.add_to_gradient()) zero_tensor(exec, table);  // it gets rows, not all of it
-    embedding_backward(exec, slot.ids.tokens, gradient, table);
-  }
+  if (s.model.embedding.trained()) s.embedding_gradients(exec, slot, gradient);
   down_to(0);
   return {};
 }
 
-const LossSums& Stage::loss(int slot) const {
+LossSums Stage::loss(int slot) const {
   SB_CHECK(implementation_->last, "only the last stage has a loss");
   const Slot& own = implementation_->slot(slot);
   own.loss_ready.wait();
-  return *own.loss();
+  LossSums sums;
+  for (int64_t i = 0; i < implementation_->bytes.loss_pieces; ++i) sums += *own.loss(i);
+  return sums;
 }
 
 TensorView Stage::token_loss(int slot) const {
@@ -563,7 +634,8 @@ std::span<const float> Stage::host_token_loss(int slot) const {
 void Stage::logits(const Exec& caller, int slot_index, int64_t row_begin, int64_t row_end, TensorView logits) const {
   Implementation& s = *implementation_;
   const Slot& slot = s.slot(slot_index);
-  SB_CHECK(s.last && slot.holds == Slot::Holds::evaluation, "logits of slot {} without evaluate()", slot_index);
+  SB_CHECK(s.last && slot.holds == Slot::Holds::evaluation && !s.shared.shared(),
+           "logits of slot {} without evaluate(), or of a part of the vocabulary", slot_index);
   linear_forward(s.with_scratch(caller), slot.end.rows(row_begin, row_end), s.model.head.weight(), {}, logits);
 }
 

@@ -11,6 +11,7 @@
 #include "model/micro_batch.h"
 #include "model/model_config.h"
 #include "model/parameters.h"
+#include "model/tensor_parallel/tensor_group.h"
 #include "ops/cross_entropy.h"
 
 namespace sb {
@@ -48,6 +49,10 @@ struct StageOptions {
   bool fp8 = false;              // products of the layers from e4m3 codes; on the CPU a reference for tests
   std::vector<int> fp8_skip;     // layers whose products are not
   LoraConfig lora;               // with a rank the model itself is frozen but for what it names
+  TensorShare tensor;            // of the ranks that share the products of this stage, this one
+
+  // How these share the tokens of a micro-batch between the products.
+  TokenShares token_shares() const { return {tensor, layer_chunk}; }
 };
 
 // UserError where the model's sizes do not allow it, or not with what else is asked for.
@@ -63,7 +68,9 @@ using GradientsFinal = std::function<void(int group)>;
 // exec.scratch is.
 class Stage {
  public:
-  Stage(const ModelConfig& config, const StageOptions& options, Attention& attention, int threads);
+  // `group`: the ranks of options.tensor; null where this one is alone.
+  Stage(const ModelConfig& config, const StageOptions& options, Attention& attention, int threads,
+        TensorGroup* group = nullptr);
   ~Stage();
 
   // The parameters that such a stage trains, without memory.
@@ -93,6 +100,9 @@ class Stage {
   // name).
   void initialize(uint64_t seed);
 
+  // How many of a micro-batch's rows this rank has between the products: all, unless others share these.
+  int64_t rows(const MicroBatch& batch) const { return options().token_shares().own(batch.size()); }
+
   // With options.kept_tokens, while nothing is in flight: the first `slots` slots are for micro-batches of at most
   // `tokens` tokens from here on.
   void divide(int slots, int64_t tokens);
@@ -101,28 +111,29 @@ class Stage {
   // micro-batches, and backward in reverse order; a piece's slot keeps its keys and values for those after it until its
   // own backward.
   //
-  // Runs a micro-batch forward in a slot. `input` [T, H] is the previous stage's output, empty on the first stage.
-  // Returns this stage's output [T, H]; on the last stage the loss is computed instead (see loss()), in training with
-  // its gradient in the same pass. The returned view stays valid until backward of the slot. The micro-batch must live
-  // till then.
+  // Runs a micro-batch forward in a slot. `input` [rows(batch), H] is the previous stage's output, empty on the first
+  // stage. Returns this stage's output [rows(batch), H]; on the last stage the loss is computed instead (see loss()),
+  // in training with its gradient in the same pass. The returned view stays valid until backward of the slot. The
+  // micro-batch must live till then.
   TensorView forward(const Exec& exec, const MicroBatch& batch, int slot, TensorView input);
   // Forward alone, for validation and tests, in training too: no gradients, nothing saved; backward cannot follow. The
   // returned view stays valid until the next call.
   TensorView evaluate(const Exec& exec, const MicroBatch& batch, int slot, TensorView input);
-  // `output_gradient` [T, H] is empty on the last stage. Parameter gradients accumulate. Returns the gradient of the
-  // input, empty on the first stage; valid until the next call.
+  // `output_gradient` [rows(batch), H] is empty on the last stage. Parameter gradients accumulate. Returns the gradient
+  // of the input, empty on the first stage; valid until the next call.
   TensorView backward(const Exec& exec, const MicroBatch& batch, int slot, TensorView output_gradient,
                       const GradientsFinal& gradients_final = {});
 
   // Last stage: sums of the micro-batch most recently run forward in the slot, and its token losses [T]. On CUDA loss()
   // waits until the device has come to the end of that forward: ask after backward is queued, and the device never
   // waits.
-  const LossSums& loss(int slot) const;
+  LossSums loss(int slot) const;
   TensorView token_loss(int slot) const;
   // The same in host memory, after forward() of a micro-batch with sources and loss().
   std::span<const float> host_token_loss(int slot) const;
 
-  // Last stage, after evaluate() in the slot: logits [rows, V] of rows of the micro-batch, in the stage's type.
+  // Last stage, after evaluate() in the slot, of a model that no ranks share: logits [rows, V] of rows of the
+  // micro-batch, in the stage's type.
   void logits(const Exec& exec, int slot, int64_t row_begin, int64_t row_end, TensorView logits) const;
 
  private:

@@ -13,6 +13,11 @@ int64_t array_bytes(int64_t elements, DType dtype) {
   return Arena::rounded(elements * dtype_bytes(dtype));
 }
 
+// The residual stream of so many tokens.
+int64_t stream_bytes(const ModelConfig& config, const StageOptions& options, int64_t tokens) {
+  return array_bytes(options.token_shares().most(tokens) * config.hidden_size, options.dtype);
+}
+
 }  // namespace
 
 int64_t attention_states(const StageOptions& options) {
@@ -33,14 +38,14 @@ Attention::PieceLimits piece_limits(const ModelConfig& config, const StageOption
 
 int64_t kept_bytes(const ModelConfig& config, const StageOptions& options, int64_t tokens) {
   const int layers = options.last_layer - options.first_layer;
-  const int64_t stream = array_bytes(tokens * config.hidden_size, options.dtype);
-  return LayerInputsPlan{layers, options.offload, stream}.device_bytes() +
-         layers * DecoderLayer::saved_bytes(config, options.dtype, tokens, kept_at_hand(options.recompute));
+  return LayerInputsPlan{layers, options.offload, stream_bytes(config, options, tokens)}.device_bytes() +
+         layers * DecoderLayer::saved_bytes(rank_config(config, options.tensor), options.dtype, tokens,
+                                            options.token_shares().most(tokens), kept_at_hand(options.recompute));
 }
 
 int64_t slot_bytes(const ModelConfig& config, const StageOptions& options, int64_t tokens) {
   const bool last = options.last_layer == config.layers;
-  const int64_t stream = array_bytes(tokens * config.hidden_size, options.dtype);
+  const int64_t stream = stream_bytes(config, options, tokens);
   int64_t bytes = 0;
   if (options.training && options.recompute != Recompute::chunk) bytes += kept_bytes(config, options, tokens);
   if (options.training || last) bytes += stream;  // the stage's output, or the loss's gradient, or the final hidden
@@ -48,12 +53,14 @@ int64_t slot_bytes(const ModelConfig& config, const StageOptions& options, int64
   return bytes;
 }
 
-StageBytes::StageBytes(const ModelConfig& config, const StageOptions& options, const ParameterSet& parameters,
+StageBytes::StageBytes(const ModelConfig& model, const StageOptions& options, const ParameterSet& parameters,
                        const ParameterSet& frozen_parameters, const Attention& attention, int threads) {
   const int64_t tokens = options.max_micro_batch_tokens;
   const int layers = options.last_layer - options.first_layer;
-  const bool first = options.first_layer == 0, last = options.last_layer == config.layers;
-  const int64_t stream = array_bytes(tokens * config.hidden_size, options.dtype);
+  const bool first = options.first_layer == 0, last = options.last_layer == model.layers;
+  const ModelConfig config = rank_config(model, options.tensor);
+  const TokenShares shares = options.token_shares();
+  const int64_t stream = stream_bytes(model, options, tokens);
   const AttentionShape shape{config.heads, config.kv_heads, config.head_dim, 1.0f};
 
   weights = options.with_values ? Arena::rounded(parameters.flat_bytes()) : 0;
@@ -63,9 +70,9 @@ StageBytes::StageBytes(const ModelConfig& config, const StageOptions& options, c
   if (options.training) layer_inputs = {layers, options.offload, stream};
   // Rounding adds less to a slot than a token takes.
   activations = options.kept_tokens == 0
-                    ? options.slots * slot_bytes(config, options, tokens)
-                    : slot_bytes(config, options, options.kept_tokens) + options.slots * slot_bytes(config, options, 1);
-  if (options.recompute == Recompute::chunk) activations += kept_bytes(config, options, tokens);
+                    ? options.slots * slot_bytes(model, options, tokens)
+                    : slot_bytes(model, options, options.kept_tokens) + options.slots * slot_bytes(model, options, 1);
+  if (options.recompute == Recompute::chunk) activations += kept_bytes(model, options, tokens);
   const int64_t ids = options.lora.dropout > 0 ? 5 : 4;
   inputs = options.device == DeviceKind::cuda ? ids * array_bytes(tokens, DType::i32) : 0;
   states = attention_states(options) * attention.state_bytes(shape, tokens);
@@ -74,15 +81,20 @@ StageBytes::StageBytes(const ModelConfig& config, const StageOptions& options, c
   rope_table = 2 * array_bytes(options.max_sequence_length * (config.head_dim / 2), DType::f32);
   int64_t besides = DecoderLayer::adapter_bytes(config, options.lora, options.dtype, tokens, options.layer_chunk);
   if (options.fp8) besides += DecoderLayer::fp8_bytes(config, tokens, options.layer_chunk);
-  workspace = stream + std::max(besides + DecoderLayer::forward_workspace_bytes(config, options.dtype, tokens,
-                                                                                options.layer_chunk),
-                                stream + array_bytes(tokens, DType::f32));  // the loss
+  // The loss has the hidden rows; where ranks share them, those of a piece and their gradient.
+  const bool shared = !options.tensor.alone();
+  const int64_t gathered = array_bytes(shares.padded_piece(tokens) * config.hidden_size, options.dtype);
+  const int64_t loss = shared
+                           ? 2 * gathered + array_bytes(shares.padded_piece(tokens) / options.tensor.ranks, DType::f32)
+                           : stream + array_bytes(tokens, DType::f32);
+  loss_pieces = shared ? (tokens + shares.largest_piece(tokens) - 1) / shares.largest_piece(tokens) : 1;
+  workspace =
+      stream + std::max(besides + DecoderLayer::forward_workspace_bytes(config, options.dtype, tokens, shares), loss);
   if (options.training) {
     // The last stage's gradient lies in its slot.
-    workspace = std::max(workspace,
-                         (last ? 0 : stream) + besides +
-                             DecoderLayer::backward_workspace_bytes(config, options.dtype, tokens, options.layer_chunk,
-                                                                    kept_at_hand(options.recompute)));
+    workspace = std::max(workspace, (last ? 0 : stream) + besides +
+                                        DecoderLayer::backward_workspace_bytes(config, options.dtype, tokens, shares,
+                                                                               kept_at_hand(options.recompute)));
   }
   scratch =
       std::max(attention.scratch_bytes(shape, tokens, threads), DecoderLayer::scratch_bytes(config, options.device));
@@ -96,7 +108,7 @@ StageBytes::StageBytes(const ModelConfig& config, const StageOptions& options, c
               .summed = options.max_cut_tokens > 0 ? options.max_cut_tokens : options.max_cut_sequence,
               .gradients = options.training,
               .dtype = options.dtype};
-    const PieceBytes more = attention.piece_bytes(shape, piece_limits(config, options, tokens), threads);
+    const PieceBytes more = attention.piece_bytes(shape, piece_limits(model, options, tokens), threads);
     piece_layer = more.layer;
     plans += more.reserved;
     states = std::max(states, attention_states(options) * more.state);
@@ -105,13 +117,14 @@ StageBytes::StageBytes(const ModelConfig& config, const StageOptions& options, c
   }
   if (options.kept_tokens > 0) {
     // Lists follow the tokens, but for what every state has of a sequence in pieces.
-    const PieceBytes each = attention.piece_bytes(shape, piece_limits(config, options, 1), threads);
+    const PieceBytes each = attention.piece_bytes(shape, piece_limits(model, options, 1), threads);
     states = layers * (attention.state_bytes(shape, options.kept_tokens) + options.slots * each.state);
   }
   if (first && options.training) scratch = std::max(scratch, embedding_scratch_bytes(options.device, tokens));
   if (last) {
-    scratch =
-        std::max(scratch, loss_scratch_bytes(options.device, options.dtype, config.vocab_size, options.loss_chunk));
+    const TensorShare largest{options.tensor.ranks, 0};
+    scratch = std::max(scratch, loss_scratch_bytes(options.device, options.dtype, largest.size(config.vocab_size),
+                                                   options.loss_chunk, largest.ranks));
   }
 }
 

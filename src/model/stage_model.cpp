@@ -6,18 +6,21 @@
 
 namespace sb {
 
-StageModel::StageModel(const ModelConfig& config, const StageOptions& options) {
+StageModel::StageModel(const ModelConfig& config, const StageOptions& options)
+    : rank(rank_config(config, options.tensor)) {
   using Kind = StageParameters::Kind;
-  StageParameters all(parameters, frozen, options.lora);
+  const TensorShare& share = options.tensor;
+  StageParameters all(parameters, frozen, options.lora, share);
   // A group that is not trained would be empty.
   const auto end_group = [&](const ParameterPlace& of) {
     if (of.set == &parameters) parameters.end_group(options.shards);
   };
   const bool first = options.first_layer == 0, last = options.last_layer == config.layers;
-  const Shape table{config.vocab_size, config.hidden_size};
+  const int64_t tokens = share.size(config.vocab_size);
+  const Shape table{tokens, config.hidden_size};
   const auto declare_embedding = [&] {
     return all.declare(Kind::embedding, "embed_tokens.weight", table,
-                       {{"model.embed_tokens.weight", 0, config.vocab_size}});
+                       {{"model.embed_tokens.weight", 0, tokens, share.rows(config.vocab_size)}});
   };
   if (first) {
     embedding = declare_embedding();
@@ -26,16 +29,17 @@ StageModel::StageModel(const ModelConfig& config, const StageOptions& options) {
   first_layer_group = static_cast<int>(parameters.groups().size());
   layers.reserve(static_cast<size_t>(options.last_layer - options.first_layer));
   for (int layer = options.first_layer; layer < options.last_layer; ++layer) {
-    layers.emplace_back(config, layer, all, options.dtype);
+    layers.emplace_back(rank, config, layer, all, options.dtype);
     if (options.fp8 && std::ranges::count(options.fp8_skip, layer) == 0) layers.back().use_fp8();
     parameters.end_group(options.shards);
   }
   if (!last) return;
-  final_norm =
-      all.declare(Kind::norm, "norm.weight", {config.hidden_size}, {{"model.norm.weight", 0, config.hidden_size}});
+  final_norm = all.declare(Kind::norm, "norm.weight", {config.hidden_size},
+                           {{"model.norm.weight", 0, config.hidden_size, share.whole()}});
   end_group(final_norm);
   if (!config.tie_word_embeddings) {
-    head = all.declare(Kind::head, "lm_head.weight", table, {{"lm_head.weight", 0, config.vocab_size}});
+    head = all.declare(Kind::head, "lm_head.weight", table,
+                       {{"lm_head.weight", 0, tokens, share.rows(config.vocab_size)}});
   } else {
     // Tied: one parameter. A last stage without the first layer has its own copy, under the same name.
     head = first ? embedding : declare_embedding();

@@ -11,6 +11,7 @@ namespace sb {
 
 // The parameters of a stage and its layers. Declared without memory for the plan, with it for the run.
 struct StageModel {
+  ModelConfig rank;  // rank_config(); the layers keep a reference
   ParameterSet parameters, frozen;
   std::vector<DecoderLayer> layers;
   ParameterPlace embedding, final_norm, head;

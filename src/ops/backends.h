@@ -19,6 +19,7 @@ void linear_forward(const Exec& exec, TensorView x, TensorView weight, TensorVie
 void linear_backward_input(const Exec& exec, TensorView dy, TensorView weight, TensorView dx, bool accumulate);
 void linear_backward_weight(const Exec& exec, TensorView x, TensorView dy, TensorView dweight, bool accumulate);
 void linear_backward_bias(const Exec& exec, TensorView dy, TensorView dbias);
+void add(const Exec& exec, TensorView a, TensorView b, TensorView y);
 void multiply_transposed(const Exec& exec, const Columns& x, TensorView weight, float scale, const Columns& y,
                          bool accumulate);
 void multiply(const Exec& exec, const Columns& x, TensorView weight, float scale, const Columns& y, bool accumulate);
@@ -36,13 +37,13 @@ void qkv_rope_backward(const Exec& exec, const QkvShape& shape, TensorView dq, T
                        TensorView dk_norm);
 void swiglu_forward(const Exec& exec, TensorView gate_up, TensorView h);
 void swiglu_backward(const Exec& exec, TensorView gate_up, TensorView dh, TensorView dgate_up, TensorView h);
-void embedding_forward(const Exec& exec, TensorView tokens, TensorView table, TensorView x);
-void embedding_backward(const Exec& exec, TensorView tokens, TensorView dx, TensorView dtable);
+void embedding_forward(const Exec& exec, TensorView tokens, TensorView table, TensorView x, int64_t first);
+void embedding_backward(const Exec& exec, TensorView tokens, TensorView dx, TensorView dtable, int64_t first);
 void loss_forward(const Exec& exec, TensorView hidden, TensorView weight, TensorView labels, TensorView weights,
-                  int64_t chunk, TensorView token_loss, LossSums* sums);
+                  int64_t chunk, TensorView token_loss, LossSums* sums, const VocabularyPart& part);
 void loss_forward_backward(const Exec& exec, TensorView hidden, TensorView weight, TensorView labels,
                            TensorView weights, int64_t chunk, TensorView token_loss, TensorView dhidden,
-                           TensorView dweight, LossSums* sums, bool accumulate);
+                           TensorView dweight, LossSums* sums, bool accumulate, const VocabularyPart& part);
 void adamw_update(const Exec& exec, const AdamWStep& step, TensorView parameters, TensorView gradients, TensorView m,
                   TensorView v);
 void adamw_update(const Exec& exec, const AdamWStep& step, std::span<const DecayRange> ranges,
@@ -59,6 +60,7 @@ void linear_forward(const Exec& exec, TensorView x, TensorView weight, TensorVie
 void linear_backward_input(const Exec& exec, TensorView dy, TensorView weight, TensorView dx, bool accumulate);
 void linear_backward_weight(const Exec& exec, TensorView x, TensorView dy, TensorView dweight, bool accumulate);
 void linear_backward_bias(const Exec& exec, TensorView dy, TensorView dbias);
+void add(const Exec& exec, TensorView a, TensorView b, TensorView y);
 void multiply_transposed(const Exec& exec, const Columns& x, TensorView weight, float scale, const Columns& y,
                          bool accumulate);
 void multiply(const Exec& exec, const Columns& x, TensorView weight, float scale, const Columns& y, bool accumulate);
@@ -76,13 +78,16 @@ void qkv_rope_backward(const Exec& exec, const QkvShape& shape, TensorView dq, T
                        TensorView dk_norm);
 void swiglu_forward(const Exec& exec, TensorView gate_up, TensorView h, TensorView largest);
 void swiglu_backward(const Exec& exec, TensorView gate_up, TensorView dh, TensorView dgate_up, TensorView h);
-void embedding_forward(const Exec& exec, TensorView tokens, TensorView table, TensorView x);
-void embedding_backward(const Exec& exec, TensorView tokens, TensorView dx, TensorView dtable);
+void embedding_forward(const Exec& exec, TensorView tokens, TensorView table, TensorView x, int64_t first);
+void embedding_backward(const Exec& exec, TensorView tokens, TensorView dx, TensorView dtable, int64_t first,
+                        int64_t vocabulary);
 void loss_forward(const Exec& exec, TensorView hidden, TensorView weight, TensorView labels, TensorView weights,
-                  int64_t chunk, TensorView token_loss, LossSums* sums, std::span<const int32_t> host_labels);
+                  int64_t chunk, TensorView token_loss, LossSums* sums, std::span<const int32_t> host_labels,
+                  const VocabularyPart& part);
 void loss_forward_backward(const Exec& exec, TensorView hidden, TensorView weight, TensorView labels,
                            TensorView weights, int64_t chunk, TensorView token_loss, TensorView dhidden,
-                           TensorView dweight, LossSums* sums, std::span<const int32_t> host_labels, bool accumulate);
+                           TensorView dweight, LossSums* sums, std::span<const int32_t> host_labels, bool accumulate,
+                           const VocabularyPart& part);
 void adamw_update(const Exec& exec, const AdamWStep& step, TensorView parameters, TensorView gradients, TensorView m,
                   TensorView v);
 void adamw_update(const Exec& exec, const AdamWStep& step, std::span<const DecayRange> ranges,

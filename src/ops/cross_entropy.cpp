@@ -2,6 +2,7 @@
 
 #include "ops/backends.h"
 #include "ops/check_shape.h"
+#include "ops/row_part.h"
 
 namespace sb {
 namespace {
@@ -27,18 +28,20 @@ void check_host_labels(std::span<const int32_t> host_labels, const TensorView& l
 }  // namespace
 
 void loss_forward(const Exec& exec, TensorView hidden, TensorView weight, TensorView labels, TensorView weights,
-                  int64_t chunk, TensorView token_loss, LossSums* sums, std::span<const int32_t> host_labels) {
+                  int64_t chunk, TensorView token_loss, LossSums* sums, std::span<const int32_t> host_labels,
+                  const VocabularyPart& part) {
   check_loss_operands(exec, "loss_forward", hidden, weight, labels, weights, chunk, token_loss);
   if (exec.device == DeviceKind::cuda) {
     check_host_labels(host_labels, labels);
-    return cuda::loss_forward(exec, hidden, weight, labels, weights, chunk, token_loss, sums, host_labels);
+    return cuda::loss_forward(exec, hidden, weight, labels, weights, chunk, token_loss, sums, host_labels, part);
   }
-  cpu::loss_forward(exec, hidden, weight, labels, weights, chunk, token_loss, sums);
+  cpu::loss_forward(exec, hidden, weight, labels, weights, chunk, token_loss, sums, part);
 }
 
 void loss_forward_backward(const Exec& exec, TensorView hidden, TensorView weight, TensorView labels,
                            TensorView weights, int64_t chunk, TensorView token_loss, TensorView dhidden,
-                           TensorView dweight, LossSums* sums, std::span<const int32_t> host_labels, bool accumulate) {
+                           TensorView dweight, LossSums* sums, std::span<const int32_t> host_labels, bool accumulate,
+                           const VocabularyPart& part) {
   check_loss_operands(exec, "loss_forward_backward", hidden, weight, labels, weights, chunk, token_loss);
   check_operand(exec, "loss_forward_backward", "dhidden", dhidden, hidden.dtype(), hidden.shape());
   if (!dweight.empty()) check_operand(exec, "loss_forward_backward", "dweight", dweight, DType::f32, weight.shape());
@@ -46,15 +49,16 @@ void loss_forward_backward(const Exec& exec, TensorView hidden, TensorView weigh
   if (exec.device == DeviceKind::cuda) {
     check_host_labels(host_labels, labels);
     return cuda::loss_forward_backward(exec, hidden, weight, labels, weights, chunk, token_loss, dhidden, dweight, sums,
-                                       host_labels, accumulate);
+                                       host_labels, accumulate, part);
   }
   cpu::loss_forward_backward(exec, hidden, weight, labels, weights, chunk, token_loss, dhidden, dweight, sums,
-                             accumulate);
+                             accumulate, part);
 }
 
-int64_t loss_scratch_bytes(DeviceKind device, DType dtype, int64_t vocabulary, int64_t chunk) {
+int64_t loss_scratch_bytes(DeviceKind device, DType dtype, int64_t vocabulary, int64_t chunk, int ranks) {
   const int64_t sums = device == DeviceKind::cuda ? Arena::rounded(sizeof(LossSums)) : 0;
-  return Arena::rounded(vocabulary * chunk * dtype_bytes(dtype)) +
+  const int64_t parts = ranks > 1 ? Arena::rounded(ranks * chunk * static_cast<int64_t>(sizeof(RowPart))) : 0;
+  return parts + Arena::rounded(vocabulary * chunk * dtype_bytes(dtype)) +
          2 * Arena::rounded(chunk * static_cast<int64_t>(sizeof(float))) + sums;
 }
 

@@ -18,6 +18,13 @@ void linear_forward(const Exec& exec, TensorView x, TensorView weight, TensorVie
   cpu::linear_forward(exec, x, weight, bias, y, residual);
 }
 
+void add(const Exec& exec, TensorView a, TensorView b, TensorView y) {
+  check_operand(exec, "add", "a", a, y.dtype(), y.shape());
+  check_operand(exec, "add", "b", b, y.dtype(), y.shape());
+  if (exec.device == DeviceKind::cuda) return cuda::add(exec, a, b, y);
+  cpu::add(exec, a, b, y);
+}
+
 void linear_backward_input(const Exec& exec, TensorView dy, TensorView weight, TensorView dx, bool accumulate) {
   const int64_t tokens = dy.dim(0), in = weight.dim(1), out = weight.dim(0);
   check_operand(exec, "linear_backward_input", "dy", dy, dy.dtype(), {tokens, out});

@@ -9,6 +9,9 @@ namespace sb {
 void linear_forward(const Exec& exec, TensorView x, TensorView weight, TensorView bias, TensorView y,
                     TensorView residual = {});
 
+// y = a + b; y may be one of them. The residual of a product whose parts were summed over ranks first.
+void add(const Exec& exec, TensorView a, TensorView b, TensorView y);
+
 // dx = dy · weight (+= with accumulate).
 void linear_backward_input(const Exec& exec, TensorView dy, TensorView weight, TensorView dx, bool accumulate = false);
 

@@ -10,26 +10,37 @@
 
 namespace sb {
 
+GridPlace grid_place(const GridShape& shape, int rank) {
+  const int stage_ranks = shape.tp * shape.cp;
+  return {rank / stage_ranks / shape.pp, rank / stage_ranks % shape.pp, rank / shape.tp % shape.cp, rank % shape.tp};
+}
+
 void check_grid(const GridShape& shape, int ranks) {
-  SB_CHECK(shape.dp > 0 && shape.pp > 0 && shape.cp > 0, "grid of {} x {} x {}", shape.dp, shape.pp, shape.cp);
+  SB_CHECK(shape.dp > 0 && shape.pp > 0 && shape.cp > 0 && shape.tp > 0, "grid of {} x {} x {} x {}", shape.dp,
+           shape.pp, shape.cp, shape.tp);
   SB_USER_CHECK(ranks == shape.ranks(),
-                "parallel: dp {} x pp {} x cp {} need {} ranks, but {} were started: start the program with `--ranks "
-                "{}` or `mpirun -n {}`, or change parallel.dp, parallel.pp or parallel.cp",
-                shape.dp, shape.pp, shape.cp, shape.ranks(), ranks, shape.ranks(), shape.ranks());
+                "parallel: dp {} x pp {} x cp {} x tp {} need {} ranks, but {} were started: start the program with "
+                "`--ranks {}` or `mpirun -n {}`, or change parallel.dp, parallel.pp, parallel.cp or parallel.tp",
+                shape.dp, shape.pp, shape.cp, shape.tp, shape.ranks(), ranks, shape.ranks(), shape.ranks());
 }
 
 Grid::Grid(Communicator& world, const GridShape& shape, Communicator* data) : world_(world), shape_(shape) {
   check_grid(shape, world.size());
-  cp_rank_ = world.rank() % shape.cp;
-  stage_ = world.rank() / shape.cp % shape.pp;
-  dp_rank_ = world.rank() / shape.cp / shape.pp;
+  const GridPlace own = grid_place(shape, world.rank());
+  dp_rank_ = own.dp;
+  stage_ = own.stage;
+  cp_rank_ = own.cp;
+  tp_rank_ = own.tp;
   const int replica = dp_rank_ * shape.cp + cp_rank_;
+  // Numbers of the ranks that differ in one coordinate alone.
+  const int pipeline = replica * shape.tp + tp_rank_, block = dp_rank_ * shape.pp + stage_;
   Communicator& all = data ? *data : world;
-  replicas_ = all.split(stage_, replica, "dp");
-  pipeline_ = all.split(replica, stage_, "pp");
-  context_ = all.split(dp_rank_ * shape.pp + stage_, cp_rank_, "cp");
+  replicas_ = all.split(stage_ * shape.tp + tp_rank_, replica, "dp");
+  pipeline_ = all.split(pipeline, stage_, "pp");
+  context_ = all.split(block * shape.tp + tp_rank_, cp_rank_, "cp");
+  tensor_ = all.split(block * shape.cp + cp_rank_, tp_rank_, "tp");
   const bool end = shape.pp > 1 && (first_stage() || last_stage());
-  ends_ = all.split(end ? replica : -1, stage_, "pipeline ends");
+  ends_ = all.split(end ? pipeline : -1, stage_, "pipeline ends");
 }
 
 MachineRanks ranks_on_this_machine(Communicator& world) {

@@ -9,15 +9,21 @@
 namespace sb {
 
 struct GridShape {
-  int dp = 1, pp = 1, cp = 1;
-  int ranks() const { return dp * pp * cp; }
+  int dp = 1, pp = 1, cp = 1, tp = 1;
+  int ranks() const { return dp * pp * cp * tp; }
 };
+
+// Where a rank of the world stands on the grid.
+struct GridPlace {
+  int dp, stage, cp, tp;
+};
+GridPlace grid_place(const GridShape& shape, int rank);
 
 // UserError, with the cure, when so many ranks do not make this grid.
 void check_grid(const GridShape& shape, int ranks);
 
-// The ranks of a run as a grid: context-parallel ranks stand side by side, then the stages of a pipeline, then its
-// data-parallel copies.
+// The ranks of a run as a grid: tensor-parallel ranks stand side by side, then context-parallel ones, then the stages
+// of a pipeline, then its data-parallel copies.
 class Grid {
  public:
   // Collective over the world. `data`: the same ranks for buffers on their devices, from which all groups are made;
@@ -28,18 +34,23 @@ class Grid {
   int dp_rank() const { return dp_rank_; }
   int stage() const { return stage_; }
   int cp_rank() const { return cp_rank_; }
+  int tp_rank() const { return tp_rank_; }
   bool first_stage() const { return stage_ == 0; }
   bool last_stage() const { return stage_ == shape_.pp - 1; }
   // Rank in the world of a place on the grid.
-  int rank_of(int dp_rank, int stage, int cp_rank) const { return (dp_rank * shape_.pp + stage) * shape_.cp + cp_rank; }
+  int rank_of(int dp_rank, int stage, int cp_rank, int tp_rank) const {
+    return ((dp_rank * shape_.pp + stage) * shape_.cp + cp_rank) * shape_.tp + tp_rank;
+  }
 
   Communicator& world() { return world_; }
-  // All with this rank's stage: they hold the same parameters, share their optimizer and add their gradients. Ranks are
-  // ordered by (data-parallel, context-parallel) rank.
+  // All with this rank's stage and part of it: they hold the same parameters, share their optimizer and add their
+  // gradients. Ranks are ordered by (data-parallel, context-parallel) rank.
   Communicator& replicas() { return *replicas_; }
   // The stages of this rank's pipeline, in order.
   Communicator& pipeline() { return *pipeline_; }
   Communicator& context() { return *context_; }
+  // Those that share the products of this rank's stage.
+  Communicator& tensor() { return *tensor_; }
   // First and last stage of this rank's pipeline, which both hold a tied embedding; nullptr on the other stages and
   // where one stage is both.
   Communicator* ends() { return ends_.get(); }
@@ -47,8 +58,8 @@ class Grid {
  private:
   Communicator& world_;
   GridShape shape_;
-  int dp_rank_, stage_, cp_rank_;
-  std::unique_ptr<Communicator> replicas_, pipeline_, context_, ends_;
+  int dp_rank_, stage_, cp_rank_, tp_rank_;
+  std::unique_ptr<Communicator> replicas_, pipeline_, context_, tensor_, ends_;
 };
 
 // The ranks on this machine: how many, which of them this one is, and its share of the cores. Collective.

@@ -56,15 +56,15 @@ std::vector<int> split_layers_evenly(int layers, int stages) {
 
 class Pipeline::Channel {
  public:
-  Channel(Arena& arena, Communicator& group, int other, int tag, int64_t max_tokens, int64_t hidden, DType dtype)
+  Channel(Arena& arena, Communicator& group, int other, int tag, int64_t max_rows, int64_t hidden, DType dtype)
       : group_(group), other_(other), tag_(tag) {
-    for (TensorView& buffer : buffers_) buffer = arena.allocate(dtype, {max_tokens, hidden});
+    for (TensorView& buffer : buffers_) buffer = arena.allocate(dtype, {max_rows, hidden});
   }
 
-  // A message of `tokens` rows is asked for; up to two may be under way.
-  void post_receive(int64_t tokens) {
+  // A message of so many rows is asked for; up to two may be under way.
+  void post_receive(int64_t rows) {
     const int slot = posted_++ % kBuffers;
-    views_[slot] = buffers_[slot].rows(0, tokens);
+    views_[slot] = buffers_[slot].rows(0, rows);
     requests_[slot] = group_.receive_async(views_[slot].raw(), views_[slot].bytes(), other_, tag_);
   }
   // The oldest one asked for; its buffer serves the next post_receive().
@@ -151,24 +151,23 @@ class Pipeline::Timer {
   std::vector<Operation> kinds_;
 };
 
-int64_t Pipeline::buffer_bytes(int stage, int stages, int64_t hidden_size, int64_t max_micro_batch_tokens,
-                               DType dtype) {
-  return channels(stage, stages) * kBuffers * Arena::rounded(max_micro_batch_tokens * hidden_size * dtype_bytes(dtype));
+int64_t Pipeline::buffer_bytes(int stage, int stages, int64_t hidden_size, int64_t max_rows, DType dtype) {
+  return channels(stage, stages) * kBuffers * Arena::rounded(max_rows * hidden_size * dtype_bytes(dtype));
 }
 
-Pipeline::Pipeline(Stage& stage, Communicator& group, int64_t max_micro_batch_tokens)
+Pipeline::Pipeline(Stage& stage, Communicator& group, int64_t max_rows)
     : stage_(stage),
       group_(group),
       previous_(group.rank() - 1),
       next_(group.rank() + 1 < group.size() ? group.rank() + 1 : -1),
-      arena_(make_arena("pipeline buffers",
-                        buffer_bytes(group.rank(), group.size(), stage.config().hidden_size, max_micro_batch_tokens,
-                                     stage.options().dtype),
-                        stage.options().device)) {
+      arena_(make_arena(
+          "pipeline buffers",
+          buffer_bytes(group.rank(), group.size(), stage.config().hidden_size, max_rows, stage.options().dtype),
+          stage.options().device)) {
   SB_CHECK(stage.first() == (previous_ < 0) && stage.last() == (next_ < 0), "stage {} of {} has other layers",
            group.rank(), group.size());
   const auto channel = [&](int other, int tag) {
-    return std::make_unique<Channel>(arena_, group_, other, tag, max_micro_batch_tokens, stage.config().hidden_size,
+    return std::make_unique<Channel>(arena_, group_, other, tag, max_rows, stage.config().hidden_size,
                                      stage.options().dtype);
   };
   if (previous_ >= 0) {
@@ -204,7 +203,7 @@ Pipeline::Result Pipeline::train(const Exec& exec, std::span<const MicroBatch> b
   // Messages come in the order of the operations that need them.
   const auto expect = [&](Channel* channel, const std::vector<const Schedule::Node*>& order, int number) {
     if (channel && number < count)
-      channel->post_receive(batches[static_cast<size_t>(order[static_cast<size_t>(number)]->position)].size());
+      channel->post_receive(stage_.rows(batches[static_cast<size_t>(order[static_cast<size_t>(number)]->position)]));
   };
   Result result;
   Timer timer(exec);
@@ -261,7 +260,7 @@ LossSums Pipeline::evaluate(const Exec& exec, const MicroBatch& batch, int slot)
         std::span(&batch, 1));
   TensorView input;
   if (inputs_) {
-    inputs_->post_receive(batch.size());
+    inputs_->post_receive(stage_.rows(batch));
     input = inputs_->receive();
   }
   const TensorView output = stage_.evaluate(exec, batch, slot, input);

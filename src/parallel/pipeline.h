@@ -24,15 +24,16 @@ std::vector<int> split_layers_evenly(int layers, int stages);
 // device, and so must those that the group takes.
 class Pipeline {
  public:
-  // `group`: the stages, in order. The stage needs slots(...) slots.
-  Pipeline(Stage& stage, Communicator& group, int64_t max_micro_batch_tokens);
+  // `group`: the stages, in order, as this rank's part of each. The stage needs slots(...) slots. `max_rows`: of a
+  // micro-batch, Stage::rows().
+  Pipeline(Stage& stage, Communicator& group, int64_t max_rows);
   ~Pipeline();
 
   // Micro-batches that a stage holds at once, at most, when no sequence has more than `pieces` and forwards run at most
   // so far ahead.
   static int slots(int stage, int stages, int pieces = 1) { return pieces + stages - 1 - stage; }
   // What the constructor will allocate.
-  static int64_t buffer_bytes(int stage, int stages, int64_t hidden_size, int64_t max_micro_batch_tokens, DType dtype);
+  static int64_t buffer_bytes(int stage, int stages, int64_t hidden_size, int64_t max_rows, DType dtype);
 
   struct Operation {
     int micro_batch;

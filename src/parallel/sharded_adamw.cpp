@@ -53,13 +53,23 @@ void ShardedAdamW::take_values(const TensorView& all) {
   own.store();
 }
 
-double ShardedAdamW::squared_norm(const Exec& exec, int left_out) const {
+double ShardedAdamW::squared_norm(const Exec& exec, int left_out, std::span<const FlatRange> not_counted) const {
   // Where one rank has all pieces they are one: fewer, larger kernels.
-  if (exec.device == DeviceKind::cuda && layout_.shards() == 1 && left_out < 0)
+  if (exec.device == DeviceKind::cuda && layout_.shards() == 1 && left_out < 0 && not_counted.empty())
     return sb::squared_norm(exec, parameters_.gradients());
   std::vector<TensorView> pieces;
-  for (const FlatRange& piece : layout_.pieces(replicas_.rank(), left_out))
-    pieces.push_back(parameters_.gradients().rows(piece.begin, piece.end));
+  for (const FlatRange& piece : layout_.pieces(replicas_.rank(), left_out)) {
+    int64_t begin = piece.begin;
+    const auto count_up_to = [&](int64_t end) {
+      if (begin < end) pieces.push_back(parameters_.gradients().rows(begin, end));
+    };
+    for (const FlatRange& other : not_counted) {
+      if (other.end <= begin || other.begin >= piece.end) continue;
+      count_up_to(other.begin);
+      begin = other.end;
+    }
+    count_up_to(piece.end);
+  }
   return sb::squared_norm(exec, pieces);
 }
 

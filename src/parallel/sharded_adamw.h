@@ -1,6 +1,7 @@
 #pragma once
 
 #include <memory>
+#include <span>
 #include <vector>
 
 #include "comm/communicator.h"
@@ -25,7 +26,8 @@ class ShardedAdamW {
   static int64_t bytes(int64_t flat_elements, int shards, bool with_values, bool on_host = false);
 
   // Σ gradient² over this rank's pieces, in fp64. `left_out`: a bucket that another rank counts; -1: none.
-  double squared_norm(const Exec& exec, int left_out) const;
+  // `not_counted`: ascending ranges of the flat buffers that another rank counts, too.
+  double squared_norm(const Exec& exec, int left_out, std::span<const FlatRange> not_counted = {}) const;
   // Needs the reduced gradients of the own pieces. Afterwards all ranks read the same values. step.weight_decay is for
   // the parameters that decay.
   void update(const Exec& exec, const AdamWStep& step);

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <functional>
 #include <vector>
 
 #include "core/tensor.h"
@@ -14,8 +15,8 @@ class TensorCollector {
  public:
   TensorCollector(Grid& grid, const ModelLayout& layout) : grid_(grid), layout_(layout) {}
 
-  // Of a flat buffer that all replicas hold (`own`: this rank's). On rank 0: the values, until the next call; nullptr
-  // elsewhere.
+  // Of a flat buffer that all replicas hold (`own`: this rank's). On rank 0: the whole tensor's values, until the next
+  // call; nullptr elsewhere.
   const float* replicated(const ModelLayout::Tensor& tensor, TensorView own);
   // Of a buffer that the replicas share (`own`: this rank's shard).
   const float* sharded(const ModelLayout::Tensor& tensor, TensorView own);
@@ -26,11 +27,14 @@ class TensorCollector {
     int64_t place;  // in its buffer
     int64_t count;
   };
-  const float* collect(const std::vector<Source>& sources, TensorView own);
+  using Sources = std::function<std::vector<Source>(const ModelLayout::Tensor::Part& part)>;
+  const float* collect(const ModelLayout::Tensor& tensor, const Sources& sources_of, TensorView own);
+  // To `into` on rank 0.
+  void fetch(const std::vector<Source>& sources, TensorView own, float* into);
 
   Grid& grid_;
   const ModelLayout& layout_;
-  std::vector<float> buffer_;
+  std::vector<float> buffer_, part_;
 };
 
 }  // namespace sb

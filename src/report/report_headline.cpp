@@ -63,11 +63,11 @@ std::string data_text(const RunConfig& config) {
 
 std::string machine_text(const ReportInput& input, const RunConfig& config) {
   const ParallelOptions& parallel = config.parallel;
-  const int ranks = parallel.dp * parallel.pp * parallel.cp;
+  const int ranks = parallel.grid().ranks();
   std::string text = input.machine.empty() ? config.device == DeviceKind::cuda ? "GPU" : "CPU" : input.machine;
   if (ranks > 1)
-    text = fmt::format("{} ranks (data {} × pipeline {} × context {}) on {}", ranks, parallel.dp, parallel.pp,
-                       parallel.cp, text);
+    text = fmt::format("{} ranks (data {} × pipeline {} × context {} × tensor {}) on {}", ranks, parallel.dp,
+                       parallel.pp, parallel.cp, parallel.tp, text);
   if (const RehearsedGrid& cluster = parallel.rehearse; cluster.on())
     text +=
         fmt::format(", rehearsing {} ranks (data {} × pipeline {})", cluster.dp * cluster.pp, cluster.dp, cluster.pp);

@@ -13,14 +13,14 @@ namespace {
 // A sum over the tensors, so that stages can add theirs.
 int64_t tensor_fingerprint(const FlatTensor& tensor, const float* values) {
   const uint32_t name = crc32c(0, tensor.name.data(), tensor.name.size());
-  return crc32c(name, values, static_cast<size_t>(tensor.end - tensor.begin) * sizeof(float));
+  return crc32c(name, values, static_cast<size_t>(tensor.elements()) * sizeof(float));
 }
 
 // Reads the model; trained tensors of it go to `trained`.
 int64_t read_base(const RunConfig& config, RankModel& ranks, const TensorView& trained) {
   Stage& stage = ranks.stage();
   const Grid& grid = ranks.grid();
-  const bool counts = grid.dp_rank() == 0 && grid.cp_rank() == 0, second_copy = grid.stage() > 0;
+  const bool counts = grid.dp_rank() == 0 && grid.cp_rank() == 0 && grid.tp_rank() == 0, second_copy = grid.stage() > 0;
   int64_t sum = 0;
   read_hf_base(config.model.path, stage.frozen_parameters(), stage.parameters(), trained,
                [&](const FlatTensor& tensor, const float* values) {

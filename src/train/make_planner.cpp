@@ -113,6 +113,7 @@ int64_t fastest_chunk(RunConfig config, const ModelConfig& model, const Sequence
   layout.dp = config.parallel.dp;
   layout.pp = config.parallel.pp;
   layout.cp = config.parallel.cp;
+  layout.tp = config.parallel.tp;
   const CostModel cost(latency, attention_spec(config), layout, split_layers(config, model));
   const auto coverage = power_coverage(0.22);  // nothing is learned yet
   PlanOptions options;
@@ -193,6 +194,7 @@ std::unique_ptr<BalancedPlanner> make_balanced_planner(const RunConfig& run, con
   options.layout.dp = config.parallel.dp;
   options.layout.pp = config.parallel.pp;
   options.layout.cp = config.parallel.cp;
+  options.layout.tp = config.parallel.tp;
   options.first_layer = split_layers(config, model);
   options.adapt = config.balance.adapt;
   options.log = config.train.output_dir / "plan.jsonl";

@@ -65,7 +65,7 @@ RankDevice::RankDevice(const RunConfig& config, Communicator& world, int local_r
   const bool shared = gpus_ < ranks_;
   SB_USER_CHECK(config.parallel.backend != Backend::nccl || gpus_for_nccl == ranks_,
                 "parallel.backend: nccl needs a GPU for each rank, but {} ranks have {}: start fewer ranks (smaller "
-                "parallel.dp, pp or cp), or set parallel.backend: staged",
+                "parallel.dp, pp, cp or tp), or set parallel.backend: staged",
                 ranks_, gpus_);
   nccl_ = config.parallel.backend == Backend::nccl || (config.parallel.backend == Backend::automatic && !shared);
   if (shared && world.rank() == 0)

@@ -6,7 +6,7 @@
 
 namespace sb {
 
-StageOptions RankModelOptions::stage(int index) const {
+StageOptions RankModelOptions::stage(int index, int tp_rank) const {
   StageOptions options;
   options.device = device;
   options.dtype = dtype;
@@ -26,6 +26,7 @@ StageOptions RankModelOptions::stage(int index) const {
   if (!offload.empty()) options.offload = offload[static_cast<size_t>(index)];
   options.shards = grid.dp * grid.cp;
   options.lora = lora;
+  options.tensor = {grid.tp, tp_rank};
   options.fp8 = fp8;
   options.fp8_skip = fp8_skip;
   // The operations read rounded weights: each rank needs the values of its own shard alone.
@@ -33,17 +34,46 @@ StageOptions RankModelOptions::stage(int index) const {
   return options;
 }
 
+namespace {
+
+// Most rows of a micro-batch that a rank has between products.
+int64_t most_rows(const RankModelOptions& options) {
+  return options.stage(0).token_shares().most(options.max_micro_batch_tokens);
+}
+
+// Where there are fewer key/value heads than ranks: those that have the same one; nobody otherwise.
+std::unique_ptr<Communicator> key_group(const RankModelOptions& options, Communicator& tensor) {
+  const int copies = options.grid.tp / options.model.kv_heads;
+  return copies > 1 ? tensor.split(tensor.rank() / copies, tensor.rank() % copies, "tp keys") : nullptr;
+}
+
+}  // namespace
+
 RankModel::RankModel(const RankModelOptions& options, Attention& attention, Communicator& world, Communicator* data)
     : grid_(world, options.grid, data),
+      tensor_ranks_(grid_.tensor()),
+      key_ranks_(key_group(options, grid_.tensor())),
       layout_(options.model, options.first_layers, options.grid.dp * options.grid.cp, ModelLayout::kBucketElements,
-              options.lora),
-      stage_(options.model, options.stage(grid_.stage()), attention, options.threads),
-      pipeline_(stage_, grid_.pipeline(), options.max_micro_batch_tokens),
-      shards_(layout_.shards(grid_.stage())),
-      reducer_(stage_.parameters(), shards_, grid_.replicas(),
-               layout_.tied_bucket(grid_.stage()) >= 0 ? grid_.ends() : nullptr, layout_.tied_bucket(grid_.stage())),
+              options.lora, options.grid.tp),
+      stage_(options.model, options.stage(grid_.stage(), grid_.tp_rank()), attention, options.threads,
+             options.grid.tp > 1 ? &tensor_ranks_ : nullptr),
+      pipeline_(stage_, grid_.pipeline(), most_rows(options)),
+      shards_(layout_.shards(grid_.stage(), grid_.tp_rank())),
+      tied_bucket_(layout_.tied_bucket(grid_.stage(), grid_.tp_rank())),
+      reducer_(stage_.parameters(), shards_, grid_.replicas(), tied_bucket_ >= 0 ? grid_.ends() : nullptr, tied_bucket_,
+               shared_gradients()),
       optimizer_(stage_.parameters(), shards_, grid_.replicas(), options.offload_optimizer),
       collector_(grid_, layout_) {}
+
+std::vector<GradientReducer::Shared> RankModel::shared_gradients() {
+  std::vector<GradientReducer::Shared> all;
+  for (const SharedElements& shared : stage_.parameters().shared_elements()) {
+    Communicator& ranks = shared.copies == grid_.shape().tp ? grid_.tensor() : *key_ranks_;
+    all.push_back({{shared.begin, shared.end}, ranks});
+    if (shared.copy > 0) counted_elsewhere_.push_back({shared.begin, shared.end});
+  }
+  return all;
+}
 
 MemoryPlan RankModel::memory_plan(const RankModelOptions& options, const Attention& attention, int stage) {
   const StageOptions own = options.stage(stage);
@@ -54,7 +84,7 @@ MemoryPlan RankModel::memory_plan(const RankModelOptions& options, const Attenti
     plan.add_on_host("optimizer, offloaded", HostOptimizerState::host_bytes(elements / own.shards));
   if (options.grid.pp > 1)
     plan.add("pipeline buffers", Pipeline::buffer_bytes(stage, options.grid.pp, options.model.hidden_size,
-                                                        options.max_micro_batch_tokens, options.dtype));
+                                                        most_rows(options), options.dtype));
   return plan;
 }
 
@@ -62,26 +92,38 @@ Pipeline::Result RankModel::forward_backward(const Exec& exec, std::span<const M
                                              const std::function<bool()>& stop, int ahead) {
   stage_.parameters().begin_gradients(exec);
   reducer_.start();
-  return pipeline_.train(exec, batches, ahead, {[this](int group) { reducer_.group_final(group); }, stop});
+  Pipeline::Result result =
+      pipeline_.train(exec, batches, ahead, {[this](int group) { reducer_.group_final(group); }, stop});
+  if (grid_.tp_rank() > 0) {
+    result.loss = {};
+    result.sources.clear();
+  }
+  return result;
+}
+
+LossSums RankModel::evaluate(const Exec& exec, const MicroBatch& batch, int slot) {
+  const LossSums loss = pipeline_.evaluate(exec, batch, slot);
+  return grid_.tp_rank() > 0 ? LossSums() : loss;
 }
 
 double RankModel::reduce(const Exec& exec) {
   reducer_.finish();
   // A tied embedding is on two stages and counts once.
   const bool second_copy = grid_.last_stage() && !grid_.first_stage();
-  const double own = optimizer_.squared_norm(exec, second_copy ? layout_.tied_bucket(grid_.stage()) : -1);
+  const double own = optimizer_.squared_norm(exec, second_copy ? tied_bucket_ : -1, counted_elsewhere_);
   return std::sqrt(grid_.world().all_reduce(own));
 }
 
 void RankModel::settle() {
   grid_.replicas().barrier();
   grid_.pipeline().barrier();
+  grid_.tensor().barrier();
 }
 
 std::vector<SafetensorsTensor> RankModel::weights() {
   std::vector<SafetensorsTensor> tensors;
   for (const ModelLayout::Tensor& tensor : layout_.tensors())
-    tensors.push_back({tensor.flat.name, tensor.flat.shape, nullptr, [this, &tensor] {
+    tensors.push_back({tensor.name, tensor.shape, nullptr, [this, &tensor] {
                          return optimizer_.values().empty()
                                     ? collector_.replicated(tensor, stage_.parameters().values())
                                     : collector_.sharded(tensor, optimizer_.values());
@@ -92,10 +134,10 @@ std::vector<SafetensorsTensor> RankModel::weights() {
 std::vector<SafetensorsTensor> RankModel::moments() {
   std::vector<SafetensorsTensor> tensors;
   for (const ModelLayout::Tensor& tensor : layout_.tensors())
-    tensors.push_back({first_moment_name(tensor.flat.name), tensor.flat.shape, nullptr,
+    tensors.push_back({first_moment_name(tensor.name), tensor.shape, nullptr,
                        [this, &tensor] { return collector_.sharded(tensor, optimizer_.first_moment()); }});
   for (const ModelLayout::Tensor& tensor : layout_.tensors())
-    tensors.push_back({second_moment_name(tensor.flat.name), tensor.flat.shape, nullptr,
+    tensors.push_back({second_moment_name(tensor.name), tensor.shape, nullptr,
                        [this, &tensor] { return collector_.sharded(tensor, optimizer_.second_moment()); }});
   return tensors;
 }

@@ -13,6 +13,7 @@
 #include "parallel/pipeline.h"
 #include "parallel/sharded_adamw.h"
 #include "parallel/tensor_collector.h"
+#include "parallel/tensor_ranks.h"
 #include "run/checkpoint/checkpoint.h"
 #include "run/config/run_config.h"
 
@@ -40,7 +41,8 @@ struct RankModelOptions {
   std::vector<int> fp8_skip;
   LoraConfig lora;  // with a rank: adapters, and the rest of the model is frozen
 
-  StageOptions stage(int index) const;
+  // `tp_rank`: the first one has as much as any other.
+  StageOptions stage(int index, int tp_rank = 0) const;
 };
 
 // One rank's share of the model in training: its pipeline stage, its shard of the optimizer and the ways to the other
@@ -60,9 +62,8 @@ class RankModel {
   // `stop` may end it early in a run of one rank. `ahead`: as Pipeline::train, at most max_pieces.
   Pipeline::Result forward_backward(const Exec& exec, std::span<const MicroBatch> batches,
                                     const std::function<bool()>& stop, int ahead = 1);
-  LossSums evaluate(const Exec& exec, const MicroBatch& batch, int slot = 0) {
-    return pipeline_.evaluate(exec, batch, slot);
-  }
+  // Of ranks that share products, the first one has the loss.
+  LossSums evaluate(const Exec& exec, const MicroBatch& batch, int slot = 0);
   // Ends the reduction; the norm of the whole gradient.
   double reduce(const Exec& exec);
   void update(const Exec& exec, const AdamWStep& step) { optimizer_.update(exec, step); }
@@ -79,11 +80,17 @@ class RankModel {
   TrainState load_moments(const std::filesystem::path& checkpoint);
 
  private:
+  std::vector<GradientReducer::Shared> shared_gradients();
+
   Grid grid_;
+  TensorRanks tensor_ranks_;
+  std::unique_ptr<Communicator> key_ranks_;
+  std::vector<FlatRange> counted_elsewhere_;  // of the gradient's norm, by another rank that has them, too
   ModelLayout layout_;
   Stage stage_;
   Pipeline pipeline_;
   const ShardLayout& shards_;
+  int tied_bucket_;
   GradientReducer reducer_;
   ShardedAdamW optimizer_;
   TensorCollector collector_;

@@ -69,7 +69,7 @@ RunEstimate estimate_run(const RunConfig& config, const ModelConfig& model, cons
                          const TrainState& state, double rank_rate) {
   RunEstimate estimate;
   estimate.steps = config.train.max_steps - state.step;
-  estimate.rate = rank_rate * static_cast<double>(config.parallel.dp * config.parallel.pp * config.parallel.cp);
+  estimate.rate = rank_rate * static_cast<double>(config.parallel.grid().ranks());
   if (estimate.steps <= 0) return estimate;
   const int64_t looked_at = std::min(estimate.steps, kLookedAt);
   double flops = 0;

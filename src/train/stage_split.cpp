@@ -14,6 +14,7 @@ std::vector<int> split_layers(const RunConfig& config, const ModelConfig& model)
   layout.dp = config.parallel.dp;
   layout.pp = config.parallel.pp;
   layout.cp = config.parallel.cp;
+  layout.tp = config.parallel.tp;
   layout.split_tokens = config.data.max_sequence_length;
   const CostModel cost(latency, attention_spec(config), layout);
   std::vector<int> first_layers;

@@ -63,7 +63,7 @@ RankModelOptions rank_model_options(const RunConfig& config, const TrainerParts&
   RankModelOptions options;
   options.model = parts.model;
   options.first_layers = split_layers(config, parts.model);
-  options.grid = {config.parallel.dp, config.parallel.pp, config.parallel.cp};
+  options.grid = config.parallel.grid();
   options.device = config.device;
   options.dtype = config.dtype();
   options.recompute = config.train.recompute;
@@ -247,7 +247,7 @@ void Trainer::load_start_of_run() {
   state_.base = base;
   state_.source = parts_.source.identity();
   next_announced_ = state_.step + 1;
-  if (parts_.sparse) parts_.sparse->use(state_.selection);
+  if (parts_.sparse) use_selection();
   if (parts_.sparse && needs_first_look(config_, parts_.model, state_.selection)) first_look();
 }
 
@@ -308,7 +308,7 @@ bool Trainer::step() {
   const std::chrono::nanoseconds time =
       time_since(begin) - std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::duration<double>(in_order));
 
-  if (parts_.sparse) attention_report_ = sum_over_ranks(*world_, parts_.sparse->take_report());
+  if (parts_.sparse) attention_report_ = sum_over_ranks(*world_, parts_.sparse->take_report(), config_.parallel.tp);
   if (finite) learn(plan, *sums, time.count());
   report_ = {};
   if (compare) {
@@ -438,8 +438,13 @@ void Trainer::learn(const StepPlan& plan, const LossSums& sums, int64_t step_ns)
 }
 
 void Trainer::learn_selection() {
-  state_.selection = sb::learn(state_.selection, sum_over_ranks(*world_, parts_.sparse->take_observations()));
-  parts_.sparse->use(state_.selection);
+  state_.selection = sb::learn(state_.selection,
+                               sum_over_ranks(*world_, parts_.sparse->take_observations(), stage().options().tensor));
+  use_selection();
+}
+
+void Trainer::use_selection() {
+  parts_.sparse->use(rank_selection(state_.selection, stage().options().tensor));
 }
 
 void Trainer::log_step(const StepPlan& plan, const LossSums& sums, double grad_norm, bool skipped, double seconds) {

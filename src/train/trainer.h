@@ -147,6 +147,7 @@ class Trainer {
   std::string last_good_checkpoint() const;
   void learn(const StepPlan& plan, const LossSums& sums, int64_t step_ns);
   void learn_selection();
+  void use_selection();
   void log_step(const StepPlan& plan, const LossSums& sums, double grad_norm, bool skipped, double seconds);
   void flush_trace();
 

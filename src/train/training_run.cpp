@@ -57,6 +57,41 @@ void check_head_dim(const RunConfig& config, const ModelConfig& model) {
                 name, model.head_dim, kCoverageHeadDimUnit);
 }
 
+// What ranks that share products cannot cut into equal parts.
+void check_tensor_parallel(const RunConfig& config, const ModelConfig& model) {
+  const int tp = config.parallel.tp;
+  if (tp == 1) return;
+  const std::string name = config.model.init ? "model.init" : (config.model.path / "config.json").string();
+  const auto divides = [&](int64_t count, const char* what) {
+    SB_USER_CHECK(count % tp == 0, "parallel.tp: {} ranks cannot share the {} {} of {} equally; set it to a divisor",
+                  tp, count, what, name);
+  };
+  divides(model.heads, "attention heads");
+  divides(model.intermediate_size, "channels (intermediate_size)");
+  SB_USER_CHECK(model.kv_heads % tp == 0 || tp % model.kv_heads == 0,
+                "parallel.tp: {} ranks and the {} key/value heads of {}: one must be a multiple of the other; change "
+                "parallel.tp",
+                tp, model.kv_heads, name);
+  SB_USER_CHECK(
+      tp <= model.kv_heads || config.attention.selection.pattern == SelectionPattern::dense,
+      "parallel.tp: {} ranks are more than the {} key/value heads of {}, and attention.pattern chooses one "
+      "list for all query heads of a key/value head, which several ranks would then share; set parallel.tp to "
+      "{} or less, or attention.pattern: dense",
+      tp, model.kv_heads, name, model.kv_heads);
+  SB_USER_CHECK(
+      config.train.precision != TrainOptions::Precision::fp8,
+      "parallel.tp: with train.precision: fp8 every rank would scale its part of a tensor by itself, which nobody "
+      "tried; set parallel.tp: 1 or train.precision: auto");
+  const bool drops = config.device == DeviceKind::cuda && config.lora_config().dropout > 0;
+  constexpr int64_t kTogether = 8;  // channels whose dropout one draw of random bits decides
+  SB_USER_CHECK(!drops || (int64_t{model.heads} * model.head_dim / tp % kTogether == 0 &&
+                           model.intermediate_size / tp % kTogether == 0),
+                "lora.dropout: on GPUs each of parallel.tp {} ranks must have a multiple of {} channels of {}; lower "
+                "parallel.tp, or set lora.dropout: 0",
+                tp, kTogether, name);
+  SB_USER_CHECK(tp <= model.vocab_size, "parallel.tp: {} ranks for a vocabulary of {}; lower it", tp, model.vocab_size);
+}
+
 // Hopper's; later ones take other scales, which nobody tried.
 void check_fp8_device(const RunConfig& config) {
   if (config.train.precision != TrainOptions::Precision::fp8) return;
@@ -69,8 +104,7 @@ void check_fp8_device(const RunConfig& config) {
 
 // Before anything is taken or written: a run started with another number of ranks says so at once.
 void check_ranks(const RunConfig& config, const RunRanks& ranks) {
-  const GridShape grid{config.parallel.dp, config.parallel.pp, config.parallel.cp};
-  check_grid(grid, ranks.world ? ranks.world->size() : 1);
+  check_grid(config.parallel.grid(), ranks.world ? ranks.world->size() : 1);
 }
 
 // What a run names and may not have, before the data are looked through and the memory is planned.
@@ -96,10 +130,12 @@ struct RingGroups {
   std::unique_ptr<Communicator> host, data;
 
   RingGroups(const RunConfig& config, Communicator* world, const RankDevice* device) {
-    const int cp = config.parallel.cp;
-    if (cp == 1) return;
-    host = world->split(world->rank() / cp, world->rank() % cp, "cp");
-    if (device) data = device->data().split(world->rank() / cp, world->rank() % cp, "cp");
+    const GridShape grid = config.parallel.grid();
+    if (grid.cp == 1) return;
+    const GridPlace own = grid_place(grid, world->rank());
+    const int ring = (own.dp * grid.pp + own.stage) * grid.tp + own.tp;
+    host = world->split(ring, own.cp, "cp");
+    if (device) data = device->data().split(ring, own.cp, "cp");
   }
 };
 
@@ -130,12 +166,11 @@ std::unique_ptr<Attention> attention_of(const RunConfig& config, const ModelConf
 
 std::string grid_text(const RunConfig& config, const ModelConfig& model, const RankDevice* device) {
   const ParallelOptions& parallel = config.parallel;
-  if (parallel.dp * parallel.pp * parallel.cp == 1)
-    return config.device == DeviceKind::cuda ? "1 process on " + cuda::device_info().name : "1 process";
+  const int ranks = parallel.grid().ranks();
+  if (ranks == 1) return config.device == DeviceKind::cuda ? "1 process on " + cuda::device_info().name : "1 process";
   std::string text =
-      fmt::format("{}: dp {} x pp {} x cp {}",
-                  device ? device->text() : fmt::format("{} ranks", parallel.dp * parallel.pp * parallel.cp),
-                  parallel.dp, parallel.pp, parallel.cp);
+      fmt::format("{}: dp {} x pp {} x cp {} x tp {}", device ? device->text() : fmt::format("{} ranks", ranks),
+                  parallel.dp, parallel.pp, parallel.cp, parallel.tp);
   if (parallel.pp == 1) return text;
   const std::vector<int> first_layers = split_layers(config, model);
   std::vector<std::string> stages;
@@ -282,6 +317,7 @@ ModelConfig run_model_config(const RunConfig& config) {
   adapt_model_config(config, model);
   check_head_dim(config, model);
   check_lora_fits(config, model);
+  check_tensor_parallel(config, model);
   check_precision_fits(config, model);
   return model;
 }
@@ -356,7 +392,7 @@ TrainSummary run_training(const RunConfig& given, std::FILE* out, bool terminal,
   parts.offload = Trainer::offload(config, parts, memory);
   parts.save_in_background = copy_fits(config, parts, host_memory);
   if (leads) console.text(header(config, parts, memory));
-  const int stage = ranks.world ? ranks.world->rank() / config.parallel.cp % config.parallel.pp : 0;
+  const int stage = ranks.world ? grid_place(config.parallel.grid(), ranks.world->rank()).stage : 0;
   const MemoryPlan plan = Trainer::memory_plan(config, parts, stage);
   plan.check_fits(memory, cure(config, parts.offload[static_cast<size_t>(stage)]));
   if (plan.host_total() > host_memory && host_memory > 0)

@@ -11,10 +11,10 @@
 #include "core/random.h"
 #include "device/context.h"
 #include "device/cuda.h"
+#include "device/float16.h"
 #include "device/memory.h"
 #include "eval/gpu/decode.h"
 #include "eval/host_floats.h"
-#include "model/tensors/float16.h"
 
 namespace sb {
 namespace {

@@ -1,4 +1,4 @@
-#include "model/tensors/float16.h"
+#include "device/float16.h"
 
 #include <gtest/gtest.h>
 

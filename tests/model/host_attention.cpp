@@ -1,7 +1,7 @@
 #include "tests/model/host_attention.h"
 
+#include "device/float16.h"
 #include "device/memory.h"
-#include "model/tensors/float16.h"
 #include "tests/model/model_fixture.h"
 
 namespace sb::test {

@@ -9,8 +9,8 @@
 #include <nlohmann/json.hpp>
 
 #include "core/random.h"
+#include "device/float16.h"
 #include "device/memory.h"
-#include "model/tensors/float16.h"
 
 namespace sb::test {
 

@@ -3,6 +3,7 @@
 
 #include <tuple>
 
+#include "device/memory.h"
 #include "tests/model/whole_stage.h"
 
 namespace sb::test {
@@ -76,6 +77,75 @@ TEST_P(StageMemory, WhatIsUsedIsWhatWasPlanned) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Levels, StageMemory, testing::ValuesIn(kLevels));
+
+// One of several ranks that share products, without the others: what it computes is nothing, what it takes is right.
+class LoneRank final : public TensorGroup {
+ public:
+  explicit LoneRank(TensorShare share) : share_(share) {}
+  TensorShare share() const override { return share_; }
+  void gather(const Exec& exec, TensorView all) override { zero_tensor(exec, all); }
+  void reduce_scatter(const Exec& exec, TensorView all) override { zero_tensor(exec, all); }
+
+ private:
+  TensorShare share_;
+};
+
+TEST_P(StageMemory, OfARankThatSharesProductsIsWhatWasPlanned) {
+  for (const ModelConfig::Family family : kFamilies) {
+    for (const auto& [first, last, chunk, ranks] :
+         {std::tuple{0, 3, 1000, 2}, {0, 1, 1000, 4}, {1, 3, 7, 2}, {0, 3, 8, 4}}) {
+      ModelConfig config = tiny_config(family);
+      config.layers = 3;
+      config.intermediate_size = 40;
+      StageOptions options = whole_model(config, 50, GetParam());
+      options.layer_chunk = chunk;
+      options.first_layer = first;
+      options.last_layer = last;
+      options.tensor = {ranks, 0};
+      LoneRank group(options.tensor);
+      NaiveAttention attention;
+      Stage stage(config, options, attention, 2, &group);
+      stage.initialize(1);
+      TestExec run;
+      const MicroBatch batch = random_batch({50}, config.vocab_size, 1);
+      const int64_t rows = stage.rows(batch);
+      EXPECT_LE(rows, 50 / ranks + 1);
+      std::vector<float> storage(static_cast<size_t>(rows * config.hidden_size), 0.1f);
+      const TensorView between(storage.data(), {rows, config.hidden_size});
+      stage.evaluate(run.exec, batch, 0, between);
+      stage.forward(run.exec, batch, 0, between);
+      stage.backward(run.exec, batch, 0, between);
+      const MemoryPlan plan = Stage::memory_plan(config, options, attention, 2), used = stage.memory_used();
+      for (size_t i = 0; i < plan.items().size(); ++i)
+        EXPECT_EQ(plan.items()[i].bytes, used.items()[i].bytes)
+            << plan.items()[i].name << " layers " << first << " ranks " << ranks;
+    }
+  }
+}
+
+// Qwen2.5-3B on two ranks: what a rank takes but for the rope table is half, and the rows that products gather.
+TEST(StageMemoryPlan, FallsWithTheRanksThatShareProducts) {
+  ModelConfig config;
+  config.vocab_size = 151936;
+  config.hidden_size = 2048;
+  config.intermediate_size = 11008;
+  config.layers = 36;
+  config.heads = 16;
+  config.kv_heads = 2;
+  config.head_dim = 128;
+  config.max_position_embeddings = 32768;
+  config.tie_word_embeddings = config.qkv_bias = true;
+  const NaiveAttention attention;
+  for (const Recompute level : kLevels) {
+    StageOptions options = whole_model(config, 32768, level);
+    options.loss_chunk = 1024;
+    const auto total = [&](int ranks) {
+      options.tensor = {ranks, 0};
+      return static_cast<double>(Stage::memory_plan(config, options, attention, 1).total());
+    };
+    EXPECT_LE(total(2), 0.55 * total(1)) << static_cast<int>(level);
+  }
+}
 
 TEST(StageMemoryPlan, EvaluationPlansLessThanTraining) {
   const ModelConfig config = tiny_config(ModelConfig::Family::qwen2);

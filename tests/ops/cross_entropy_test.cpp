@@ -1,5 +1,6 @@
 #include "ops/cross_entropy.h"
 
+#include <algorithm>
 #include <cmath>
 
 #include "device/memory.h"
@@ -142,6 +143,52 @@ TEST_P(CrossEntropyTest, GradientsMatchFiniteDifferences) {
       expect_close(run.dhidden, expected_dh, loss_tolerance(), "dhidden");
       expect_close(run.dweight, expected_dw, loss_tolerance(), "dweight");
     }
+  }
+}
+
+// Each rank has some rows of the weight. One after the other here: in a first round each notes what it would tell the
+// others, in the second it hears it.
+TEST_P(CrossEntropyTest, PartsOfTheVocabularyGiveTheLossOfTheWhole) {
+  const Problem p = make_problem(67, 13, 97);
+  const Run whole = backward(p, 16);
+  for (const int ranks : {2, 3}) {
+    std::vector<std::vector<std::vector<float>>> told(static_cast<size_t>(ranks));
+    std::vector<double> dhidden(p.hidden.size());
+    std::vector<float> dweight;
+    for (const bool first_round : {true, false}) {
+      for (int rank = 0; rank < ranks; ++rank) {
+        const int64_t begin = p.vocabulary * rank / ranks, end = p.vocabulary * (rank + 1) / ranks;
+        const std::vector<float> rows(p.weight.begin() + begin * p.width, p.weight.begin() + end * p.width);
+        size_t call = 0;
+        const VocabularyPart part{begin, p.vocabulary, ranks, rank, [&](TensorView all) {
+                                    const HostCopy values(all);
+                                    float* own = values.view().f32() + rank * all.dim(1);
+                                    auto& noted = told[static_cast<size_t>(rank)];
+                                    if (first_round) noted.emplace_back(own, own + all.dim(1));
+                                    for (int other = 0; !first_round && other < ranks; ++other)
+                                      std::ranges::copy(told[static_cast<size_t>(other)][call],
+                                                        values.view().f32() + other * all.dim(1));
+                                    values.store();
+                                    ++call;
+                                  }};
+        const TensorView losses = filled_f32({p.tokens}, NAN), dh = filled({p.tokens, p.width}, NAN),
+                         dw = filled_f32({end - begin, p.width}, NAN);
+        const HostMemory memory(sizeof(LossSums), exec().device);
+        auto* sums = static_cast<LossSums*>(memory.data());
+        loss_forward_backward(exec(), tensor(p.hidden, {p.tokens, p.width}), tensor(rows, {end - begin, p.width}),
+                              tensor(p.labels, {p.tokens}), floats(p.weights, {p.tokens}), 16, losses, dh, dw, sums,
+                              p.labels, /*accumulate=*/false, part);
+        const std::vector<float> gradient = host(dh), own = host(dw);
+        if (first_round) continue;
+        EXPECT_EQ(call, told[0].size());
+        expect_sums(*sums, whole.sums, loss_tolerance());
+        expect_close(host(losses), doubles(whole.token_loss), loss_tolerance(), "token loss");
+        for (size_t i = 0; i < dhidden.size(); ++i) dhidden[i] += gradient[i];
+        dweight.insert(dweight.end(), own.begin(), own.end());
+      }
+    }
+    expect_close(whole.dhidden, dhidden, loss_tolerance(), "dhidden");
+    expect_close(dweight, doubles(whole.dweight), loss_tolerance(), "dweight");
   }
 }
 

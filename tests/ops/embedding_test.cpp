@@ -40,6 +40,27 @@ TEST_P(EmbeddingTest, BackwardSumsTokensInOrderAndKeepsTheRest) {
   }
 }
 
+// A table with some of the rows: tokens of the others are zero, and leave its gradient alone.
+TEST_P(EmbeddingTest, APartOfTheVocabularyKnowsItsOwnTokens) {
+  const int64_t width = 17, first = 3, rows = 5, vocabulary = 11;
+  const auto table = random_operand(rows * width, 1);
+  const std::vector<int32_t> ids = {10, 3, 0, 7, 8, 5, 3, 2, 7};
+  const auto count = std::ssize(ids);
+  const TensorView x = filled({count, width}, NAN), dtable = filled_f32({rows, width}, 0);
+  embedding_forward(exec(), tensor(ids, {count}), tensor(table, {rows, width}), x, first);
+  const std::vector<float> got = host(x);
+  std::vector<float> expected(static_cast<size_t>(rows * width));
+  for (int64_t t = 0; t < count; ++t)
+    for (int64_t i = 0; i < width; ++i) {
+      const int64_t row = ids[t] - first;
+      const bool here = 0 <= row && row < rows;
+      EXPECT_EQ(got[t * width + i], here ? table[row * width + i] : 0.0f) << t;
+      if (here) expected[row * width + i] += table[row * width + i];
+    }
+  embedding_backward(exec(), tensor(ids, {count}), x, dtable, first, vocabulary);
+  EXPECT_EQ(host(dtable), expected);
+}
+
 TEST_P(EmbeddingTest, BackwardOfManyTokensNeedsNoMoreScratchThanPromised) {
   const int64_t tokens = 20000, vocabulary = 5003, width = 8;
   std::vector<int32_t> ids(static_cast<size_t>(tokens));

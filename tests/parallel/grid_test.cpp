@@ -10,24 +10,30 @@ namespace sb {
 namespace {
 
 TEST(Grid, EveryRankHasItsPlaceAndItsGroups) {
-  const GridShape shape{2, 3, 2};
+  const GridShape shape{2, 3, 2, 2};
   run_thread_ranks(shape.ranks(), [&](Communicator& world) {
     Grid grid(world, shape);
-    EXPECT_EQ(grid.rank_of(grid.dp_rank(), grid.stage(), grid.cp_rank()), world.rank());
+    EXPECT_EQ(grid.rank_of(grid.dp_rank(), grid.stage(), grid.cp_rank(), grid.tp_rank()), world.rank());
     EXPECT_EQ(grid.replicas().size(), 4);
     EXPECT_EQ(grid.replicas().rank(), grid.dp_rank() * 2 + grid.cp_rank());
     EXPECT_EQ(grid.pipeline().size(), 3);
     EXPECT_EQ(grid.pipeline().rank(), grid.stage());
     EXPECT_EQ(grid.context().size(), 2);
     EXPECT_EQ(grid.context().rank(), grid.cp_rank());
+    EXPECT_EQ(grid.tensor().size(), 2);
+    EXPECT_EQ(grid.tensor().rank(), world.rank() % 2);  // side by side
     EXPECT_EQ(grid.ends() != nullptr, grid.stage() != 1);
     if (grid.ends()) {
       EXPECT_EQ(grid.ends()->size(), 2);
     }
     // Those who talk to each other are those who should.
-    EXPECT_EQ(grid.replicas().all_reduce(int64_t{grid.stage()}), 4 * grid.stage());
-    EXPECT_EQ(grid.pipeline().all_reduce(int64_t{100 * grid.dp_rank() + grid.cp_rank()}),
-              3 * (100 * grid.dp_rank() + grid.cp_rank()));
+    const auto expect_alike = [](Communicator& group, int64_t place) {
+      EXPECT_EQ(group.all_reduce(place), group.size() * place) << group.name();
+    };
+    expect_alike(grid.replicas(), 10 * grid.stage() + grid.tp_rank());
+    expect_alike(grid.pipeline(), 100 * grid.dp_rank() + 10 * grid.cp_rank() + grid.tp_rank());
+    expect_alike(grid.context(), 100 * grid.dp_rank() + 10 * grid.stage() + grid.tp_rank());
+    expect_alike(grid.tensor(), 100 * grid.dp_rank() + 10 * grid.stage() + grid.cp_rank());
   });
 }
 
@@ -44,7 +50,7 @@ TEST(Grid, AnotherNumberOfRanksIsRefusedWithTheCure) {
     FAIL();
   } catch (const UserError& error) {
     const std::string text = error.what();
-    for (const char* part : {"dp 2 x pp 3 x cp 1 need 6 ranks, but 4 were started", "--ranks 6", "mpirun -n 6"})
+    for (const char* part : {"dp 2 x pp 3 x cp 1 x tp 1 need 6 ranks, but 4 were started", "--ranks 6", "mpirun -n 6"})
       EXPECT_NE(text.find(part), std::string::npos) << text;
   }
 }

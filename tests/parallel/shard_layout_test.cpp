@@ -118,11 +118,11 @@ TEST(ModelLayout, HasEveryTensorOnce) {
     const ModelConfig model = small_model(tied);
     std::vector<std::string> expected;
     const ModelLayout whole(model, {0, 5}, 1);
-    for (const auto& tensor : whole.tensors()) expected.push_back(tensor.flat.name);
+    for (const auto& tensor : whole.tensors()) expected.push_back(tensor.name);
     for (const int stages : {2, 3, 5}) {
       const ModelLayout layout(model, split_layers_evenly(5, stages), 3);
       std::vector<std::string> names;
-      for (const auto& tensor : layout.tensors()) names.push_back(tensor.flat.name);
+      for (const auto& tensor : layout.tensors()) names.push_back(tensor.name);
       EXPECT_EQ(names, expected) << stages;
       EXPECT_EQ(layout.tied_bucket(0) >= 0, tied);
       EXPECT_EQ(layout.tied_bucket(stages - 1) >= 0, tied);

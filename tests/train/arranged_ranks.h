@@ -44,13 +44,21 @@ inline std::vector<MicroBatch> own_batches(RankModel& model, const Arrangement& 
 inline void add_own_gradients(RankModel& model, const ModelLayout& layout, std::span<const float> gradients,
                               Tensors& whole) {
   for (const ModelLayout::Tensor& tensor : layout.tensors()) {
-    std::vector<float>& to = whole[tensor.flat.name];
-    to.resize(static_cast<size_t>(tensor.flat.end - tensor.flat.begin));
+    std::vector<float>& to = whole[tensor.name];
+    to.resize(static_cast<size_t>(tensor.parts[0].flat.elements()));
     if (tensor.stage != model.grid().stage()) continue;
-    for (const auto& segment : layout.shards(tensor.stage).segments({tensor.flat.begin, tensor.flat.end}))
-      if (segment.shard == model.grid().replicas().rank())
-        std::copy(gradients.begin() + segment.flat.begin, gradients.begin() + segment.flat.end,
-                  to.begin() + (segment.flat.begin - tensor.flat.begin));
+    const int tp_rank = model.grid().tp_rank();
+    for (const auto& [rank, flat] : tensor.parts) {
+      if (rank != tp_rank) continue;
+      const auto segments = layout.shards(tensor.stage, tp_rank).segments({flat.begin, flat.end});
+      flat.each_run([&](int64_t here, int64_t there, int64_t count) {
+        for (const auto& segment : segments)
+          for (int64_t i = 0; i < count; ++i)
+            if (const int64_t at = flat.begin + here + i;
+                segment.shard == model.grid().replicas().rank() && segment.flat.begin <= at && at < segment.flat.end)
+              to[static_cast<size_t>(there + i)] = gradients[static_cast<size_t>(at)];
+      });
+    }
   }
 }
 

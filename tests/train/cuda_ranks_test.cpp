@@ -75,7 +75,7 @@ Outcome run(const ModelConfig& config, const std::vector<std::vector<int32_t>>& 
     const LossSums loss = sum_over_ranks(world, result.loss);
     const double norm = model.reduce(run.exec);
     const std::vector<float> gradients = host_values(model.stage().parameters().gradients());
-    const ModelLayout layout(config, options.first_layers, grid.dp);
+    const ModelLayout layout(config, options.first_layers, grid.dp, ModelLayout::kBucketElements, {}, grid.tp);
     {
       std::lock_guard lock(mutex);
       add_own_gradients(model, layout, gradients, outcome.gradients);
@@ -120,9 +120,10 @@ TEST_P(CudaRanks, AnyGridGivesTheGradientsOfOneRank) {
     const auto sequences = random_sequences({9, 200, 65, 130, 2, 317, 80}, config.vocab_size, 11);
     const Arrangement alone = {{{3, 6}, {5}, {0, 1}, {2, 4}}}, two = {{{3}, {0, 6}}, {{5}, {4, 1, 2}}};
     const std::vector<std::pair<GridShape, Arrangement>> grids = {
-        {{2, 1}, two}, {{1, 2}, alone}, {{1, 3}, alone}, {{2, 2}, two}};
+        {{2, 1}, two},         {{1, 2}, alone},       {{1, 3}, alone},    {{2, 2}, two},
+        {{1, 1, 1, 2}, alone}, {{1, 1, 1, 4}, alone}, {{2, 2, 1, 2}, two}};
     for (const auto& [grid, arrangement] : grids) {
-      SCOPED_TRACE(fmt::format("tied {}, dp {}, pp {}", tied, grid.dp, grid.pp));
+      SCOPED_TRACE(fmt::format("tied {}, dp {}, pp {}, tp {}", tied, grid.dp, grid.pp, grid.tp));
       // One rank with the micro-batches of all of them.
       Arrangement together(1);
       for (const auto& rank : arrangement) together[0].insert(together[0].end(), rank.begin(), rank.end());
@@ -134,9 +135,9 @@ TEST_P(CudaRanks, AnyGridGivesTheGradientsOfOneRank) {
       EXPECT_LT(largest_relative_difference(got.gradients, one.gradients), gradient_tolerance);
       // Copies are bit-equal after an update, and a checkpoint has what one rank's would have.
       for (int dp = 1; dp < grid.dp; ++dp)
-        for (int stage = 0; stage < grid.pp; ++stage)
-          EXPECT_EQ(got.weights_read[static_cast<size_t>(dp * grid.pp + stage)],
-                    got.weights_read[static_cast<size_t>(stage)]);
+        for (int rank = 0; rank < grid.pp * grid.tp; ++rank)
+          EXPECT_EQ(got.weights_read[static_cast<size_t>(dp * grid.pp * grid.tp + rank)],
+                    got.weights_read[static_cast<size_t>(rank)]);
       EXPECT_LT(largest_relative_difference(got.moments, one.moments), 2 * gradient_tolerance);
       EXPECT_EQ(got.weights.size(), one.weights.size());
     }
@@ -190,7 +191,7 @@ RunConfig config_of(const std::string& output, const std::vector<std::string>& o
 }
 
 std::map<int64_t, double> train(const RunConfig& config) {
-  const int ranks = config.parallel.dp * config.parallel.pp * config.parallel.cp;
+  const int ranks = config.parallel.grid().ranks();
   std::FILE* out = std::fopen("/dev/null", "w");
   run_thread_ranks(ranks, [&](Communicator& world) {
     run_training(config, out, false, [] { return false; }, {&world, ranks, world.rank()});
@@ -219,6 +220,8 @@ TEST_F(CudaRuns, FollowOneRank) {
   expect_close(train(config_of(folder_.path("dp"), {"parallel.dp=2"})), one, 0.03);
   expect_close(train(config_of(folder_.path("pp"), {"parallel.pp=2"})), one, 0.03);
   expect_close(train(config_of(folder_.path("both"), {"parallel.dp=2", "parallel.pp=2"})), one, 0.03);
+  expect_close(train(config_of(folder_.path("tp"), {"parallel.tp=2"})), one, 0.03);
+  expect_close(train(config_of(folder_.path("tp and pp"), {"parallel.tp=2", "parallel.pp=2"})), one, 0.03);
 }
 
 std::string sequences(int shortest, int longest) {
@@ -233,6 +236,8 @@ TEST_F(CudaRuns, SharedSequencesFollowOneRank) {
       train(config_of(folder_.path("lists"), {sequences(400, 700), "parallel.cp=2", "parallel.ring_lists=host"})), one,
       0.03);
   expect_close(train(config_of(folder_.path("both"), {sequences(400, 700), "parallel.cp=2", "parallel.dp=2"})), one,
+               0.03);
+  expect_close(train(config_of(folder_.path("tp"), {sequences(400, 700), "parallel.cp=2", "parallel.tp=2"})), one,
                0.03);
 }
 
@@ -282,6 +287,9 @@ TEST_F(CudaRuns, SharedSparseSequencesFollowOneRank) {
     EXPECT_EQ(pairs_by_step(shared).pairs, pairs.pairs);
     EXPECT_NEAR(pairs_by_step(shared).mean_density, pairs.mean_density, 1e-12);
   }
+  const RunConfig heads = with("heads", {"parallel.tp=2"});
+  expect_close(train(heads), one, 0.03);
+  EXPECT_EQ(pairs_by_step(heads).pairs, pairs.pairs);
 }
 
 TEST_F(CudaRuns, SharedSequencesInFloat32FollowOneRank) {
@@ -312,7 +320,7 @@ TEST_F(CudaRuns, RanksWithoutTokensFollowOneRank) {
 TEST_F(CudaRuns, GoOnWithOtherRanks) {
   const auto whole = train(config_of(folder_.path("whole"), {}));
   train(config_of(folder_.path("parts"), {"parallel.dp=2", "train.max_steps=10"}));
-  train(config_of(folder_.path("parts"), {"train.max_steps=15"}));
+  train(config_of(folder_.path("parts"), {"train.max_steps=15", "parallel.tp=2"}));
   expect_close(train(config_of(folder_.path("parts"), {"parallel.pp=2"})), whole, 0.03);
 }
 

@@ -38,8 +38,8 @@ const RecordKeys kClose = {{"step", "tokens", "targets"}, {"loss", "grad_norm", 
 
 TEST_F(LoraRanks, LearnWhatOneRankLearns) {
   train(base, scratch / "alone", {});
-  for (const RankGrid& grid :
-       {RankGrid{2, 1, 1, 0}, RankGrid{1, 2, 1, 0}, RankGrid{1, 1, 2, 0}, RankGrid{2, 2, 2, 0}}) {
+  for (const RankGrid& grid : {RankGrid{2, 1, 1, 0}, RankGrid{1, 2, 1, 0}, RankGrid{1, 1, 2, 0}, RankGrid{2, 2, 2, 0},
+                               RankGrid{2, 1, 1, 0, 2}}) {
     SCOPED_TRACE(grid.name());
     EXPECT_EQ(train(base, scratch / grid.name(), grid).steps, 6);
     expect_same_record(scratch / grid.name(), scratch / "alone", kClose);
@@ -67,7 +67,8 @@ TEST_F(LoraRanks, PackingRecomputeBalancingAndPiecesChangeNothing) {
 TEST_F(LoraRanks, TrainedPartsLearnTheSame) {
   const std::vector<std::string> parts = {"lora.train=[norms, embedding]"};
   train(base, scratch / "alone", {}, parts);
-  for (const RankGrid& grid : {RankGrid{1, 2, 1, 0}, RankGrid{2, 2, 1, 0}, RankGrid{1, 1, 2, 0}}) {
+  for (const RankGrid& grid :
+       {RankGrid{1, 2, 1, 0}, RankGrid{2, 2, 1, 0}, RankGrid{1, 1, 2, 0}, RankGrid{1, 3, 1, 0, 2}}) {
     SCOPED_TRACE(grid.name());
     const TrainSummary summary = train(base, scratch / grid.name(), grid, parts);
     EXPECT_TRUE(fs::exists(summary.merged / "model.safetensors"));
@@ -78,7 +79,7 @@ TEST_F(LoraRanks, TrainedPartsLearnTheSame) {
 // A checkpoint of one rank goes on with another number, against the same base.
 TEST_F(LoraRanks, ResumeOnOtherRanks) {
   train(base, scratch / "alone", {});
-  train(base, scratch / "moved", {}, {"train.max_steps=3"});
+  train(base, scratch / "moved", {.tp = 2}, {"train.max_steps=3"});
   train(base, scratch / "moved", {2, 2, 1, 0});
   expect_same_record(scratch / "moved", scratch / "alone", kClose);
 }

@@ -124,7 +124,7 @@ TEST_F(NcclRanks, AllCommunicatorCases) {
 // Against ranks that are threads and go through host memory, to the last bit, and against one rank.
 TEST_F(NcclRanks, TrainAsOverHostMemory) {
   for (const char* precision : {"float32", "auto"})
-    for (const char* layout : {"parallel.dp=2", "parallel.pp=2", "parallel.cp=2"}) {
+    for (const char* layout : {"parallel.dp=2", "parallel.pp=2", "parallel.cp=2", "parallel.tp=2"}) {
       SCOPED_TRACE(fmt::format("{}, {}", precision, layout));
       const std::string name = fmt::format("{}-{}", precision, layout),
                         type = fmt::format("train.precision={}", precision);

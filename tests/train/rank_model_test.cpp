@@ -34,6 +34,7 @@ struct Case {
   int ahead = 1;
   int64_t largest = 0;  // above 0: slots share the memory of micro-batches of so many tokens
   LoraConfig lora = {};
+  int64_t layer_chunk = 32768;
 };
 
 struct Outcome {
@@ -56,6 +57,7 @@ RankModelOptions options_of(const Case& c, const GridShape& grid, Recompute reco
     options.max_sequence_length = std::max(options.max_sequence_length, std::ssize(sequence));
   }
   options.loss_chunk = 50;
+  options.layer_chunk = c.layer_chunk;
   options.lora = c.lora;
   if (c.chunk > 0) options.max_pieces = static_cast<int>((options.max_sequence_length + c.chunk - 1) / c.chunk);
   if (grid.cp > 1)
@@ -75,11 +77,12 @@ RingAttention::Options ring_options(const Case& c) {
 
 // B of every adapter, which starts at zero, so that the gradient of A is not.
 void fill_second_factors(ParameterSet& parameters) {
-  for (int i = 0; i < parameters.count(); ++i) {
-    if (!parameters.parameter(i).name.ends_with(".lora_B")) continue;
-    const TensorView value = parameters.value(i);
-    for (int64_t e = 0; e < value.elements(); ++e)
-      value.f32()[e] = 0.01f * static_cast<float>((e * 37 + 11 * parameters.parameter(i).name.size()) % 41) - 0.2f;
+  for (const FlatTensor& tensor : parameters.flat_tensors()) {
+    if (tensor.name.find(".lora_B") == std::string::npos) continue;
+    std::vector<float> whole(static_cast<size_t>(tensor.elements()));
+    for (size_t e = 0; e < whole.size(); ++e)
+      whole[e] = 0.01f * static_cast<float>((e * 37 + 11 * tensor.name.size()) % 41) - 0.2f;
+    tensor.take_part(whole.data(), parameters.values().f32() + tensor.begin);
   }
 }
 
@@ -93,12 +96,14 @@ Outcome run(const Case& c, const GridShape& grid, const Arrangement& arrangement
     DenseAttention dense;
     std::optional<SparseAttention> sparse;
     if (c.selection) sparse.emplace(SparseAttention::Options{*c.selection, c.model.layers, 0});
-    const auto sharing = world.split(world.rank() / grid.cp, world.rank() % grid.cp, "cp");
+    const GridPlace place = grid_place(grid, world.rank());
+    const TensorShare share{grid.tp, place.tp};
+    const auto sharing = world.split((place.dp * grid.pp + place.stage) * grid.tp + place.tp, place.cp, "cp");
     std::optional<RingAttention> ring;
     if (grid.cp > 1) ring.emplace(*sharing, ring_options(c));
     std::optional<ReplayedAttention> replayed;
-    if (c.recorded && ring) replayed.emplace(*ring, *c.recorded, /*record=*/false, &RingAttention::index);
-    if (c.recorded && !ring) replayed.emplace(*sparse, *c.recorded, /*record=*/false);
+    if (c.recorded && ring) replayed.emplace(*ring, *c.recorded, /*record=*/false, &RingAttention::index, share);
+    if (c.recorded && !ring) replayed.emplace(*sparse, *c.recorded, /*record=*/false, &SparseAttention::index, share);
     if (c.recording) replayed.emplace(*sparse, *c.recording, /*record=*/true);
     Attention& attention = replayed ? static_cast<Attention&>(*replayed)
                            : ring   ? static_cast<Attention&>(*ring)
@@ -115,7 +120,8 @@ Outcome run(const Case& c, const GridShape& grid, const Arrangement& arrangement
     const LossSums loss = sum_over_ranks(world, result.loss);
     const double norm = model.reduce(run.exec);
 
-    const ModelLayout layout(c.model, options.first_layers, grid.dp * grid.cp, ModelLayout::kBucketElements, c.lora);
+    const ModelLayout layout(c.model, options.first_layers, grid.dp * grid.cp, ModelLayout::kBucketElements, c.lora,
+                             grid.tp);
     const TensorView gradients = model.stage().parameters().gradients();
     {
       std::lock_guard lock(mutex);
@@ -395,6 +401,105 @@ TEST(Ranks, SequencesInPiecesSelectTheSame) {
       const Outcome got = run(c, grid, {{{0}, {1, 5}, {2}, {3}, {4}, {6}}});
       expect_same(got, reference);
       if (grid.pp == 1) EXPECT_EQ(got.density, reference.density);  // otherwise of the first stage's layers
+    }
+  }
+}
+
+// A model that four ranks can share; with two key/value heads, then, each head is on two of them. The vocabulary of 13
+// has parts of three and four.
+Case tensor_case(ModelConfig::Family family, bool tied, int kv_heads) {
+  Case c = small_case(family, tied, 3);
+  c.model.kv_heads = kv_heads;
+  c.model.intermediate_size = 12;
+  c.model.output_bias = family == ModelConfig::Family::llama;
+  c.layer_chunk = 23;  // pieces of a micro-batch that do not divide by the ranks either
+  return c;
+}
+
+std::string text_of(const GridShape& grid) {
+  return fmt::format("dp {} pp {} cp {} tp {}", grid.dp, grid.pp, grid.cp, grid.tp);
+}
+
+TEST(TensorRanks, GiveTheSameLossAndGradients) {
+  constexpr GridShape kTensorGrids[] = {{1, 1, 1, 2}, {1, 1, 1, 4}, {2, 1, 1, 2}, {1, 2, 1, 2}, {2, 2, 1, 2},
+                                        {1, 3, 1, 4}, {1, 1, 2, 2}, {1, 2, 2, 2}, {2, 1, 2, 2}, {2, 1, 1, 4}};
+  struct Model {
+    ModelConfig::Family family;
+    bool tied;
+    int kv_heads;
+  };
+  uint64_t seed = 0;
+  for (const Model& model : {Model{ModelConfig::Family::qwen2, true, 2}, Model{ModelConfig::Family::llama, false, 4},
+                             Model{ModelConfig::Family::qwen3, false, 2}, Model{ModelConfig::Family::llama, true, 1}}) {
+    const Case c = tensor_case(model.family, model.tied, model.kv_heads);
+    const Outcome reference = run(c, {1, 1}, {{{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10}}}, Recompute::none);
+    for (const GridShape& grid : kTensorGrids) {
+      const auto recompute = static_cast<Recompute>(seed % 3);
+      SCOPED_TRACE(fmt::format("family {}, tied {}, kv heads {}, {}, recompute {}", static_cast<int>(model.family),
+                               model.tied, model.kv_heads, text_of(grid), static_cast<int>(recompute)));
+      const Arrangement arrangement = random_arrangement(static_cast<int>(c.sequences.size()), grid.dp, ++seed);
+      const Outcome got = run(c, grid, arrangement, recompute);
+      expect_same(got, reference);
+      // What a checkpoint would hold.
+      EXPECT_LT(largest_relative_difference(got.moments[1], reference.moments[1]), 2e-5);
+      ASSERT_EQ(got.moments[0].size(), reference.moments[0].size());
+      for (const auto& [name, values] : reference.moments[0]) EXPECT_EQ(got.moments[0].at(name).size(), values.size());
+    }
+  }
+}
+
+TEST(TensorRanks, SelectAndComputeTheSamePairs) {
+  Case c = sparse_case();
+  c.model.heads = 8;
+  c.model.kv_heads = 4;
+  c.model.intermediate_size = 12;
+  c.layer_chunk = 301;
+  // 700, 90, 400, 333, 512, 64 and 650 tokens.
+  const Arrangement one = {{{0}, {1, 2}, {3, 5}, {4}, {6}}}, two = {{{3}, {0}}, {{6}, {4, 5}, {1, 2}}};
+  const std::pair<GridShape, Recompute> kRuns[] = {{{1, 1, 1, 2}, Recompute::none},
+                                                   {{1, 1, 1, 4}, Recompute::layer},
+                                                   {{1, 2, 1, 2}, Recompute::attention},
+                                                   {{2, 1, 1, 2}, Recompute::attention},
+                                                   {{1, 1, 2, 2}, Recompute::layer}};
+  for (const SelectionPattern pattern : {SelectionPattern::topk, SelectionPattern::topp, SelectionPattern::mass,
+                                         SelectionPattern::window, SelectionPattern::vertical_slash}) {
+    c.selection->pattern = pattern;
+    c.selection->coverage = 0.8;
+    const bool ahead = pattern == SelectionPattern::vertical_slash;
+    c.selection->order = ahead ? SelectionOrder::lookahead : SelectionOrder::causal;
+    c.selection->vertical_cap = 128;
+    c.selection->slash_cap = 4;
+    RecordedSelections selections;
+    c.recorded = nullptr;
+    c.recording = &selections;
+    const Outcome reference = run(c, {1, 1}, one, Recompute::none);
+    EXPECT_LT(reference.density, 0.9);
+    c.recording = nullptr;
+    c.recorded = ahead ? nullptr : &selections;  // columns are selected, too, and not recorded
+    for (const auto& [grid, recompute] : kRuns) {
+      SCOPED_TRACE(fmt::format("pattern {}, {}", static_cast<int>(pattern), text_of(grid)));
+      expect_same(run(c, grid, grid.dp == 1 ? one : two, recompute), reference);
+      // In pieces, shared by the cp ranks or not.
+      if (ahead || recompute != Recompute::layer) continue;
+      c.chunk = 128;
+      expect_same(run(c, grid, one, Recompute::layer), reference);
+      expect_same(run(c, grid, one, Recompute::chunk), reference);
+      c.chunk = 0;
+    }
+  }
+}
+
+TEST(TensorRanks, AdaptersWithDropoutGiveTheSameGradients) {
+  for (const bool train_ends : {false, true}) {
+    Case c = tensor_case(ModelConfig::Family::qwen2, /*tied=*/true, 2);
+    c.lora = dropping_adapters(train_ends);
+    const Outcome reference = run(c, {1, 1}, {{{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10}}}, Recompute::none);
+    uint64_t seed = 0;
+    for (const GridShape& grid : {GridShape{1, 1, 1, 2}, GridShape{1, 1, 1, 4}, GridShape{2, 2, 1, 2}}) {
+      SCOPED_TRACE(fmt::format("train_ends {}, {}", train_ends, text_of(grid)));
+      const auto recompute = static_cast<Recompute>(seed % 3);
+      const Arrangement arrangement = random_arrangement(static_cast<int>(c.sequences.size()), grid.dp, ++seed);
+      expect_same(run(c, grid, arrangement, recompute), reference);
     }
   }
 }

@@ -15,18 +15,17 @@ namespace sb {
 
 std::vector<std::string> RankGrid::overrides() const {
   return {fmt::format("parallel.dp={}", dp), fmt::format("parallel.pp={}", pp), fmt::format("parallel.cp={}", cp),
-          fmt::format("parallel.node_size={}", node_size)};
+          fmt::format("parallel.node_size={}", node_size), fmt::format("parallel.tp={}", tp)};
 }
 
 std::string RankGrid::name() const {
-  return fmt::format("dp{}-pp{}-cp{}-nodes{}", dp, pp, cp, node_size);
+  return fmt::format("dp{}-pp{}-cp{}-nodes{}-tp{}", dp, pp, cp, node_size, tp);
 }
 
 TrainSummary train_on_ranks(const RunConfig& config, const std::function<bool(int rank)>& stop) {
   TrainSummary summary;
   const std::unique_ptr<std::FILE, int (*)(std::FILE*)> out(std::fopen("/dev/null", "w"), std::fclose);
-  const ParallelOptions& parallel = config.parallel;
-  run_thread_ranks(static_cast<int>(parallel.dp * parallel.pp * parallel.cp), [&](Communicator& world) {
+  run_thread_ranks(config.parallel.grid().ranks(), [&](Communicator& world) {
     const TrainSummary own =
         run_training(config, out.get(), false, [&] { return stop(world.rank()); }, {&world, world.size()});
     if (world.rank() == 0) summary = own;

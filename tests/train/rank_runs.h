@@ -12,7 +12,7 @@
 namespace sb {
 
 struct RankGrid {
-  int dp = 1, pp = 1, cp = 1, node_size = 0;
+  int dp = 1, pp = 1, cp = 1, node_size = 0, tp = 1;
   std::vector<std::string> overrides() const;
   std::string name() const;  // for directories and traces
 };

@@ -102,7 +102,7 @@ TEST(RanksProcess, TrainAsOneProcessDoes) {
   EXPECT_EQ(processes, (std::set<int>{0, 1, 2, 3}));
   const std::string out = read_bytes(ranks / "output.txt");
   for (const char* part :
-       {"4 ranks: dp 2 x pp 2 x cp 1, layers 0-0 | 1-1", "memory plan of a rank of stage 1", "step 20/20"})
+       {"4 ranks: dp 2 x pp 2 x cp 1 x tp 1, layers 0-0 | 1-1", "memory plan of a rank of stage 1", "step 20/20"})
     EXPECT_TRUE(contains(out, part)) << part << "\n" << out;
   // One of them speaks.
   EXPECT_EQ(out.find("step 7/20"), out.rfind("step 7/20")) << out;
@@ -140,13 +140,48 @@ TEST(RanksProcess, ShareSequencesAndLearnWhatOneProcessLearns) {
   }
 }
 
+// Products that two and four processes share, dense and with heads that choose for themselves.
+TEST(RanksProcess, ShareProductsAndLearnWhatOneProcessLearns) {
+  for (const char* attention :
+       {"{pattern: dense}",
+        "{pattern: topk, block: 64, budget: 256, dense_below: 64, local_blocks: 1, coverage_rows: 2}"}) {
+    const std::vector<std::string> options = {std::string("attention=") + attention,
+                                              "model.init.num_attention_heads=4",
+                                              "model.init.num_key_value_heads=4",
+                                              "data.max_sequence_length=448",
+                                              "train.save_steps=0",
+                                              "data.synthetic.length=448",
+                                              "data.synthetic.curriculum.start_length=301",
+                                              "train.max_steps=6"};
+    ScratchDirectory alone;
+    ASSERT_EQ(train(alone.path(), on_ranks(1, 1, options)), 0);
+    const auto expected = losses(alone.path());
+    ASSERT_EQ(expected.size(), 6u);
+    for (const auto& [tp, pp] : {std::pair{2, 1}, {4, 1}, {2, 2}}) {
+      SCOPED_TRACE(testing::Message() << attention << " tp " << tp << " pp " << pp);
+      std::vector<std::string> shared = options;
+      shared.push_back("parallel.tp=" + std::to_string(tp));
+      std::vector<std::string> arguments = on_ranks(1, pp, shared);
+      arguments[1] = std::to_string(tp * pp);
+      ScratchDirectory ranks;
+      ASSERT_EQ(train(ranks.path(), arguments), 0) << read_bytes(ranks / "output.txt");
+      const auto got = losses(ranks.path());
+      ASSERT_EQ(got.size(), expected.size());
+      for (size_t i = 0; i < got.size(); ++i)
+        EXPECT_NEAR(got[i].second, expected[i].second, 1e-5 * expected[i].second) << i;
+    }
+  }
+}
+
 // SB_KILL_ROUNDS=20 for the long form.
 TEST(RanksProcess, ARankKilledAtAnyMomentEndsTheRunWhichThenGoesOnExactly) {
   const char* asked = std::getenv("SB_KILL_ROUNDS");
   const int rounds = asked ? std::atoi(asked) : 4;
   ScratchDirectory undisturbed, killed;
-  // Long enough that the first kills find it running.
-  const std::vector<std::string> arguments = on_ranks(2, 2, {"train.max_steps=" + std::to_string(100 + 50 * rounds)});
+  // Long enough that the first kills find it running. Two stages, each on two ranks that share its products.
+  const std::vector<std::string> steps = {"train.max_steps=" + std::to_string(100 + 50 * rounds), "parallel.tp=2"};
+  std::vector<std::string> arguments = on_ranks(1, 2, steps);
+  arguments[1] = "4";
   ASSERT_EQ(train(undisturbed.path(), arguments), 0);
   Random random(static_cast<uint64_t>(std::chrono::steady_clock::now().time_since_epoch().count()));
   int kills = 0;
@@ -262,8 +297,9 @@ TEST(RanksProcess, AWrongNumberOfRanksIsRefusedOnce) {
   ScratchDirectory scratch;
   Training training(scratch.path(), {"--ranks", "3", "--set", "parallel.dp=2"});
   EXPECT_EQ(training.wait(), 2);
-  EXPECT_TRUE(contains(training.output(),
-                       "dp 2 x pp 1 x cp 1 need 2 ranks, but 3 were started: start the program with `--ranks 2`"))
+  EXPECT_TRUE(
+      contains(training.output(),
+               "dp 2 x pp 1 x cp 1 x tp 1 need 2 ranks, but 3 were started: start the program with `--ranks 2`"))
       << training.output();
   EXPECT_FALSE(fs::exists(scratch / "run"));
 }

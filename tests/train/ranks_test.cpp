@@ -37,7 +37,8 @@ void expect_same_record(const fs::path& got, const fs::path& expected) {
                           {"loss", "grad_norm", "validation_loss", "validation_recall", "coverage", "density"}});
 }
 
-const std::vector<RankGrid> kLayouts = {{2, 1}, {3, 1}, {1, 2}, {1, 3}, {2, 2}};
+const std::vector<RankGrid> kLayouts = {{2, 1}, {3, 1},    {1, 2},          {1, 3},
+                                        {2, 2}, {.tp = 2}, {2, 3, 1, 0, 2}, {1, 1, 2, 0, 2}};
 
 TEST(RanksRun, EveryLayoutLearnsTheSame) {
   ScratchDirectory scratch;
@@ -47,8 +48,8 @@ TEST(RanksRun, EveryLayoutLearnsTheSame) {
     const fs::path alone = scratch / fmt::format("alone-{}", tied);
     const TrainSummary expected = train(alone, {1, 1}, overrides);
     for (const RankGrid& layout : kLayouts) {
-      SCOPED_TRACE(fmt::format("tied {} dp {} pp {}", tied, layout.dp, layout.pp));
-      const fs::path run = scratch / fmt::format("{}-{}-{}", tied, layout.dp, layout.pp);
+      SCOPED_TRACE(fmt::format("tied {} {}", tied, layout.name()));
+      const fs::path run = scratch / fmt::format("{}-{}", tied, layout.name());
       const TrainSummary summary = train(run, layout, overrides);
       EXPECT_EQ(summary.steps, 8);
       EXPECT_EQ(summary.tokens, expected.tokens);
@@ -101,7 +102,8 @@ TEST(RanksRun, EverySourceOfAMixtureHasItsLoss) {
                                     {RankGrid{2, 1}, 0},
                                     {RankGrid{1, 2}, 64},
                                     {RankGrid{1, 1, 2}, 0},
-                                    {RankGrid{1, 1, 2}, 128}}) {
+                                    {RankGrid{1, 1, 2}, 128},
+                                    {RankGrid{.tp = 2}, 0}}) {
     SCOPED_TRACE(fmt::format("{} chunk {}", grid.name(), chunk));
     const fs::path run = scratch / fmt::format("{}-{}", grid.name(), chunk);
     train_on_ranks(run_of_files(run, files, grid, chunk));
@@ -112,20 +114,27 @@ TEST(RanksRun, EverySourceOfAMixtureHasItsLoss) {
 
 TEST(RanksRun, TwiceTheSameLayoutGivesTheSameBits) {
   ScratchDirectory scratch;
-  train(scratch / "a", {2, 2}, {});
-  train(scratch / "b", {2, 2}, {});
-  for (const char* file : {"final/model.safetensors", "checkpoint-8/optimizer.safetensors", "checkpoint-8/state.json"})
-    EXPECT_EQ(read_bytes(scratch / "a" / file), read_bytes(scratch / "b" / file)) << file;
+  for (const RankGrid& layout : std::vector<RankGrid>{{2, 2}, {2, 1, 1, 0, 2}}) {
+    const fs::path a = scratch / ("a" + layout.name()), b = scratch / ("b" + layout.name());
+    train(a, layout, {});
+    // Stopped and resumed besides.
+    train(b, layout, {"train.max_steps=4"});
+    train(b, layout, {});
+    for (const char* file :
+         {"final/model.safetensors", "checkpoint-8/optimizer.safetensors", "checkpoint-8/state.json"})
+      EXPECT_EQ(read_bytes(a / file), read_bytes(b / file)) << layout.name() << file;
+  }
 }
 
 // Saved by one layout, loaded by another and saved again: the same bytes.
 TEST(RanksRun, ACheckpointIsTheSameOnEveryLayout) {
   ScratchDirectory scratch;
-  train(scratch / "saved", {2, 2}, {});
+  train(scratch / "saved", {2, 1, 1, 0, 2}, {});
   const fs::path checkpoint = scratch / "saved" / "checkpoint-8";
-  for (const RankGrid& layout : std::vector<RankGrid>{{1, 1}, {3, 1}, {1, 3}, {2, 2}, {2, 3}}) {
-    SCOPED_TRACE(fmt::format("dp {} pp {}", layout.dp, layout.pp));
-    const fs::path run = scratch / fmt::format("{}-{}", layout.dp, layout.pp);
+  for (const RankGrid& layout :
+       std::vector<RankGrid>{{1, 1}, {3, 1}, {1, 3}, {2, 2}, {2, 3}, {.tp = 2}, {3, 2, 1, 0, 2}}) {
+    SCOPED_TRACE(layout.name());
+    const fs::path run = scratch / layout.name();
     train(run, layout, {"train.resume=" + checkpoint.string()});
     for (const char* file : {"model.safetensors", "optimizer.safetensors", "state.json"})
       EXPECT_EQ(read_bytes(run / "checkpoint-8" / file), read_bytes(checkpoint / file)) << file;
@@ -137,7 +146,7 @@ TEST(RanksRun, ResumedOnOtherLayoutsItGoesOn) {
   ScratchDirectory scratch;
   train(scratch / "undisturbed", {2, 1}, {"train.max_steps=12"});
   const fs::path run = scratch / "run";
-  const std::vector<RankGrid> layouts = {{2, 1}, {1, 1}, {2, 1}, {1, 3}, {2, 2}, {3, 1}};
+  const std::vector<RankGrid> layouts = {{2, 1}, {.tp = 2}, {1, 1}, {1, 3, 1, 0, 2}, {2, 2}, {3, 1}};
   for (size_t i = 0; i < layouts.size(); ++i) {
     // The learning rate is constant after the warm-up, so that the number of steps may grow.
     const TrainSummary summary = train(run, layouts[i], {fmt::format("train.max_steps={}", 2 * (i + 1))});
@@ -191,6 +200,25 @@ TEST(RanksRun, AnotherNumberOfRanksIsRefusedBeforeAnythingIsWritten) {
   EXPECT_FALSE(fs::exists(scratch / "run"));
 }
 
+TEST(RanksRun, WhatRanksCannotShareIsRefusedWithTheReason) {
+  struct Refused {
+    std::vector<std::string> options;
+    const char* part;
+  };
+  for (const Refused& refused : std::vector<Refused>{
+           {{"parallel.tp=3"}, "parallel.tp: 3 ranks cannot share the 2 attention heads of model.init"},
+           {{"parallel.tp=4", "model.init.num_attention_heads=4", "model.init.intermediate_size=50"},
+            "the 50 channels"},
+           {{"parallel.tp=3", "model.init.num_attention_heads=6", "model.init.num_key_value_heads=2"},
+            "one must be a multiple of the other"},
+           {{"parallel.tp=2", "attention.pattern=topk"}, "set parallel.tp to 1 or less, or attention.pattern: dense"},
+           {{"parallel.tp=2", "attention.pattern=topk", "attention.dump_index=lists"}, "attention.dump_index"},
+           {{"parallel.tp=2", "parallel.rehearse={dp: 2, pp: 2}"}, "parallel.tp: 1"}}) {
+    const std::string message = user_error_of([&] { run_model_config(tiny_run("unused", refused.options)); });
+    EXPECT_NE(message.find(refused.part), std::string::npos) << message;
+  }
+}
+
 // Sparse attention with a threshold that it learns, on sequences long enough to have something to select from.
 TEST(RanksRun, SparseAttentionIsReportedForTheWholeModel) {
   ScratchDirectory scratch;
@@ -199,6 +227,7 @@ TEST(RanksRun, SparseAttentionIsReportedForTheWholeModel) {
       "attention.block=64",
       "attention.budget=256",
       "attention.local_blocks=1",
+      "model.init.num_key_value_heads=2",
       "train.max_steps=2",
       "train.trace=true",
       "attention.layer_metrics=true",
@@ -206,6 +235,8 @@ TEST(RanksRun, SparseAttentionIsReportedForTheWholeModel) {
   train(scratch / "alone", {1, 1}, overrides);
   train(scratch / "ranks", {2, 2}, overrides);
   expect_same_record(scratch / "ranks", scratch / "alone");
+  train(scratch / "heads", {1, 2, 1, 0, 2}, overrides);
+  expect_same_record(scratch / "heads", scratch / "alone");
   const auto line = metrics_of(scratch / "ranks")[1];
   EXPECT_LT(line["density"].get<double>(), 0.95);
   for (const char* key : {"density_layer_0", "coverage_layer_2"}) EXPECT_TRUE(line.contains(key)) << line;
@@ -303,6 +334,7 @@ TEST(RanksRun, BalancedRunsWithoutAdaptationGoOnExactly) {
 const std::vector<std::string> kLearnedMass = {
     "attention.pattern=mass",
     "attention.score=moments",
+    "model.init.num_key_value_heads=2",
     "attention.block=64",
     "attention.budget=384",
     "attention.local_blocks=1",
@@ -362,29 +394,30 @@ TEST(RanksRun, PlanesAreLearnedAlikeOnEveryLayout) {
   overrides.push_back("optimizer.learning_rate=1.0e-30");
   train(scratch / "alone", {1, 1}, overrides);
   const LearnedSelection expected = learned_by(scratch / "alone", 4);
-  const AttentionShape shape{2, 1, 16, 0.25f};
+  const AttentionShape shape{2, 2, 16, 0.25f};
   ASSERT_EQ(expected.planes.size(), 3u);
-  for (const RankGrid& layout : std::vector<RankGrid>{{2, 1}, {1, 2}, {2, 3}, {1, 1, 2, 0}, {2, 1, 2, 0}}) {
+  for (const RankGrid& layout : std::vector<RankGrid>{{2, 1}, {1, 2}, {2, 3}, {1, 1, 2, 0}, {2, 1, 2, 0}, {.tp = 2}}) {
     SCOPED_TRACE(layout.name());
     train(scratch / layout.name(), layout, overrides);
     const LearnedSelection learned = learned_by(scratch / layout.name(), 4);
     ASSERT_EQ(learned.planes.size(), 3u);
     for (size_t layer = 0; layer < 3; ++layer) {
       EXPECT_EQ(learned.planes[layer].tokens, expected.planes[layer].tokens);
-      for (size_t i = 0; i < 16; ++i)
+      ASSERT_EQ(learned.planes[layer].key_squares.size(), 32u);
+      for (size_t i = 0; i < 32; ++i)
         EXPECT_NEAR(learned.planes[layer].key_squares[i], expected.planes[layer].key_squares[i],
                     1e-4 * expected.planes[layer].key_squares[i]);
       EXPECT_EQ(select_planes(shape, learned.planes[layer], 8).channel,
                 select_planes(shape, expected.planes[layer], 8).channel);
     }
-    EXPECT_TRUE(layout.cp > 1 || learned.thresholds == expected.thresholds);
+    EXPECT_TRUE(layout.cp * layout.tp > 1 || learned.thresholds == expected.thresholds);
     sb::expect_same_record(scratch / layout.name(), scratch / "alone", {{}, {"loss", "density"}, 1e-4});
   }
 }
 
 TEST(RanksRun, ResumedWhatSelectionLearnedGoesOnToTheBit) {
   ScratchDirectory scratch;
-  for (const RankGrid& layout : std::vector<RankGrid>{{1, 1}, {2, 2}, {1, 1, 2, 0}}) {
+  for (const RankGrid& layout : std::vector<RankGrid>{{1, 1}, {2, 2}, {1, 1, 2, 0}, {.tp = 2}}) {
     SCOPED_TRACE(layout.name());
     std::vector<std::string> overrides = by_planes();
     train(scratch / ("whole" + layout.name()), layout, overrides);
@@ -409,7 +442,7 @@ TEST(RanksRun, WhatSelectionLearnedServesAnyLayout) {
   overrides.back() = "train.max_steps=3";
   fs::copy(scratch / "start", scratch / "alone", fs::copy_options::recursive);
   train(scratch / "alone", {1, 1}, overrides);
-  for (const RankGrid& layout : std::vector<RankGrid>{{2, 1}, {1, 2}, {2, 2}, {1, 1, 2, 0}}) {
+  for (const RankGrid& layout : std::vector<RankGrid>{{2, 1}, {1, 2}, {2, 2}, {1, 1, 2, 0}, {1, 2, 1, 0, 2}}) {
     SCOPED_TRACE(layout.name());
     fs::copy(scratch / "start", scratch / layout.name(), fs::copy_options::recursive);
     train(scratch / layout.name(), layout, overrides);

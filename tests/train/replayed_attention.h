@@ -6,6 +6,7 @@
 
 #include "attention/cpu/sparse_attention.h"
 #include "attention/forwarding_attention.h"
+#include "model/tensor_parallel/tensor_share.h"
 
 namespace sb::test {
 
@@ -28,8 +29,11 @@ class RecordedSelections {
     }
   }
 
-  // Of a piece: the rows of its own tokens.
-  void replay(const Exec& exec, int layer, const PackedSequences& sequences, BlockIndex& index) const {
+  // Of a piece: the rows of its own tokens. Of a rank that shares products: the lists of its own heads.
+  void replay(const Exec& exec, int layer, const PackedSequences& sequences, BlockIndex& index,
+              const TensorShare& share = {}) const {
+    BlockIndexShape shape = shape_;
+    shape.list_heads /= share.ranks;
     std::vector<const Selection*> wanted;
     std::vector<uint8_t> dense;
     const bool piece = sequences.is_piece();
@@ -42,15 +46,15 @@ class RecordedSelections {
     }
     BlockIndexBuilder builder;
     const int32_t up_to_piece[] = {0, static_cast<int32_t>(sequences.piece_end())};
-    builder.begin(index, shape_, piece ? std::span<const int32_t>(up_to_piece) : cu_seqlens, dense, 1);
+    builder.begin(index, shape, piece ? std::span<const int32_t>(up_to_piece) : cu_seqlens, dense, 1);
     for (size_t s = 0; s < wanted.size(); ++s) {
       const BlockIndex::Sequence& place = index.sequences()[s];
       const int64_t whole = std::ssize(wanted[s]->rows) / shape_.list_heads;  // query blocks
-      for (int head = 0; head < shape_.list_heads; ++head)
+      for (int head = 0; head < shape.list_heads; ++head)
         for (int block = static_cast<int>(sequences.piece.begin) / shape_.query_block; block < place.query_blocks;
              ++block)
           builder.set_row(0, BlockIndex::row_id(place, head, block),
-                          wanted[s]->rows[static_cast<size_t>(head * whole + block)]);
+                          wanted[s]->rows[static_cast<size_t>((share.rank * shape.list_heads + head) * whole + block)]);
     }
     builder.finish(*exec.pool);
   }
@@ -70,12 +74,12 @@ class ReplayedAttention final : public ForwardingAttention {
  public:
   using IndexOf = BlockIndex& (*)(AttentionState&);
   ReplayedAttention(Attention& inner, RecordedSelections& selections, bool record,
-                    IndexOf index = &SparseAttention::index)
-      : ForwardingAttention(inner), selections_(selections), record_(record), index_(index) {}
+                    IndexOf index = &SparseAttention::index, TensorShare share = {})
+      : ForwardingAttention(inner), selections_(selections), record_(record), index_(index), share_(share) {}
 
   void forward(const Exec& exec, int layer, const AttentionShape& shape, const PackedSequences& sequences,
                const AttentionOperands& operands, AttentionState& state, bool replay) override {
-    if (!record_ && !replay) selections_.replay(exec, layer, sequences, index_(state));
+    if (!record_ && !replay) selections_.replay(exec, layer, sequences, index_(state), share_);
     ForwardingAttention::forward(exec, layer, shape, sequences, operands, state, replay || !record_);
     if (record_) selections_.record(layer, index_(state));
   }
@@ -84,6 +88,7 @@ class ReplayedAttention final : public ForwardingAttention {
   RecordedSelections& selections_;
   bool record_;
   IndexOf index_;
+  TensorShare share_;
 };
 
 }  // namespace sb::test

@@ -64,7 +64,7 @@ ModelShape take_from_run(Arguments& arguments) {
   if (!arguments.tokens_given)
     arguments.measure.max_tokens = packing_limits(config.batch, config.data.max_sequence_length).max_tokens;
   // Ranks of one machine share its cores.
-  const int ranks = config.parallel.dp * config.parallel.pp * config.parallel.cp;
+  const int ranks = config.parallel.grid().ranks();
   if (!arguments.threads_given)
     arguments.engine.threads = config.train.threads > 0 ? config.train.threads : std::max(1, available_cores() / ranks);
   arguments.model = arguments.run;

@@ -25,6 +25,8 @@ nccl::DataType data_type(CommType type) {
       return nccl::kFloat32;
     case CommType::f64:
       return nccl::kFloat64;
+    case CommType::bf16:
+      return nccl::kBfloat16;
   }
   throw InternalError("no communication type {}", static_cast<int>(type));
 }

@@ -16,7 +16,7 @@ struct UniqueId {
   char bytes[128] = {};
 };
 enum Result : int { kSuccess = 0, kInProgress = 7 };
-enum DataType : int { kUint8 = 1, kInt32 = 2, kInt64 = 4, kFloat32 = 7, kFloat64 = 8 };
+enum DataType : int { kUint8 = 1, kInt32 = 2, kInt64 = 4, kFloat32 = 7, kFloat64 = 8, kBfloat16 = 9 };
 enum RedOp : int { kSum = 0, kMax = 2, kMin = 3 };
 // The beginning of the structure; its size says how much of it there is.
 struct Config {

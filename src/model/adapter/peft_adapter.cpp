@@ -77,8 +77,12 @@ const SafetensorsEntry& PeftAdapter::entry(const std::string& name) const {
 }
 
 void PeftAdapter::read(const ParameterSet& parameters, const TensorView& values) const {
-  for (const FlatTensor& tensor : parameters.flat_tensors())
-    file_.read_f32(entry(tensor.name), {values.f32() + tensor.begin, static_cast<size_t>(tensor.end - tensor.begin)});
+  std::vector<float> whole;
+  for (const FlatTensor& tensor : parameters.flat_tensors()) {
+    whole.resize(static_cast<size_t>(tensor.elements()));
+    file_.read_f32(entry(tensor.name), whole);
+    tensor.take_part(whole.data(), values.f32() + tensor.begin);
+  }
 }
 
 void PeftAdapter::merge(ThreadPool& pool, const std::string& name, const std::vector<int64_t>& shape,

@@ -10,7 +10,7 @@
 
 #include "core/errors.h"
 #include "core/files/durable_file.h"
-#include "model/tensors/float16.h"
+#include "device/float16.h"
 
 namespace sb {
 

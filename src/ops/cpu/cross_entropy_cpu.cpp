@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 
 #include "device/blas.h"
@@ -13,6 +14,7 @@ struct LossOperands {
   TensorView hidden, weight, labels, weights, token_loss;
   TensorView dhidden, dweight;  // both empty: forward only; dweight alone: the weight is not trained
   bool accumulate = true;       // dweight
+  const VocabularyPart& part;
   bool backward() const { return !dhidden.empty() || !dweight.empty(); }
 };
 
@@ -25,7 +27,26 @@ struct Piece {
   float* logits;  // with backward: replaced by their gradient
   float* losses;
   int32_t* correct;
+  RowPart* parts;  // [ranks, rows] where ranks share the vocabulary
 };
+
+// Of a whole row from its parts, `stride` apart.
+RowPart merged(const RowPart* parts, int count, int64_t stride) {
+  RowPart whole = parts[0];
+  for (int i = 1; i < count; ++i) {
+    const RowPart& part = parts[i * stride];
+    whole.largest = std::max(whole.largest, part.largest);
+    whole.others = std::max(whole.others, part.others);
+    whole.target = std::max(whole.target, part.target);
+  }
+  if (count == 1) return whole;
+  whole.sum = 0;
+  for (int i = 0; i < count; ++i) {
+    const RowPart& part = parts[i * stride];
+    whole.sum += part.sum * std::exp(part.largest - whole.largest);
+  }
+  return whole;
+}
 
 void make_logits(const Exec& exec, const LossOperands& operands, const Piece& piece) {
   const int64_t width = operands.hidden.dim(1), vocabulary = operands.weight.dim(0);
@@ -41,24 +62,63 @@ void make_logits(const Exec& exec, const LossOperands& operands, const Piece& pi
                               .ldc = vocabulary});
 }
 
+// The label's place in this rank's part of the vocabulary; -1: it is another's.
+int64_t own_label(const LossOperands& operands, int32_t label) {
+  const int64_t place = label - operands.part.first;
+  return 0 <= place && place < operands.weight.dim(0) ? place : -1;
+}
+
+RowPart part_of_row(const LossOperands& operands, const Piece& piece, int64_t row) {
+  const int64_t vocabulary = operands.weight.dim(0);
+  const int32_t label = operands.labels.as<int32_t>()[piece.begin + row];
+  return cpu_kernels().cross_entropy_part(piece.logits + row * vocabulary, vocabulary, own_label(operands, label),
+                                          operands.backward());
+}
+
+// From exp(logit - largest of this part) to the gradient weight · (softmax - onehot(label)).
+void finish_row(const LossOperands& operands, const Piece& piece, int64_t row, float own_largest,
+                const RowPart& whole) {
+  piece.losses[row] = std::log(whole.sum) + (whole.largest - whole.target);
+  piece.correct[row] = whole.target > whole.others ? 1 : 0;
+  if (!operands.backward()) return;
+  const int64_t vocabulary = operands.weight.dim(0);
+  const float weight = operands.weights.f32()[piece.begin + row];
+  float* gradient = piece.logits + row * vocabulary;
+  const float shift = own_largest == whole.largest ? 1.0f : std::exp(own_largest - whole.largest);
+  cpu_kernels().scale(weight / whole.sum * shift, vocabulary, gradient);
+  const int64_t label = own_label(operands, operands.labels.as<int32_t>()[piece.begin + row]);
+  if (label >= 0) gradient[label] -= weight;
+}
+
 void make_losses(const Exec& exec, const LossOperands& operands, const Piece& piece) {
   const int64_t vocabulary = operands.weight.dim(0);
   const int32_t* labels = operands.labels.as<int32_t>() + piece.begin;
-  const float* weights = operands.weights.f32() + piece.begin;
-  const bool backward = operands.backward();
-  exec.pool->parallel_for(piece.rows, 8, [&](int64_t first, int64_t last, int) {
-    for (int64_t r = first; r < last; ++r) {
-      float* row = piece.logits + r * vocabulary;
-      if (labels[r] == kIgnoredLabel) {
-        piece.losses[r] = 0.0f;
-        piece.correct[r] = 0;
-        if (backward) std::memset(row, 0, static_cast<size_t>(vocabulary) * sizeof(float));
-        continue;
-      }
-      const RowLoss loss = cpu_kernels().cross_entropy_row(row, vocabulary, labels[r], weights[r], backward);
-      piece.losses[r] = loss.loss;
-      piece.correct[r] = loss.correct ? 1 : 0;
-    }
+  const VocabularyPart& part = operands.part;
+  const bool shared = part.ranks > 1;
+  RowPart* own = shared ? piece.parts + part.rank * piece.rows : nullptr;
+  const auto each_row = [&](const auto& body) {
+    exec.pool->parallel_for(piece.rows, 8, [&](int64_t first, int64_t last, int) {
+      for (int64_t r = first; r < last; ++r)
+        if (labels[r] != kIgnoredLabel) body(r);
+    });
+  };
+  for (int64_t r = 0; r < piece.rows; ++r) {
+    if (labels[r] != kIgnoredLabel) continue;
+    piece.losses[r] = 0.0f;
+    piece.correct[r] = 0;
+    if (shared) own[r] = {};
+    if (operands.backward())
+      std::memset(piece.logits + r * vocabulary, 0, static_cast<size_t>(vocabulary) * sizeof(float));
+  }
+  if (!shared)
+    return each_row([&](int64_t r) {
+      const RowPart whole = part_of_row(operands, piece, r);
+      finish_row(operands, piece, r, whole.largest, whole);
+    });
+  each_row([&](int64_t r) { own[r] = part_of_row(operands, piece, r); });
+  part.gather(TensorView(&piece.parts->largest, {part.ranks, piece.rows * 4}));
+  each_row([&](int64_t r) {
+    finish_row(operands, piece, r, own[r].largest, merged(piece.parts + r, part.ranks, piece.rows));
   });
 }
 
@@ -104,9 +164,10 @@ LossSums run(const Exec& exec, const LossOperands& operands, int64_t chunk) {
   const int32_t* labels = operands.labels.as<int32_t>();
   float* token_loss = operands.token_loss.empty() ? nullptr : operands.token_loss.f32();
   const bool backward = operands.backward();
+  const int64_t whole_vocabulary = operands.part.ranks > 1 ? operands.part.whole : vocabulary;
   for (int64_t t = 0; t < tokens; ++t) {
-    SB_CHECK(labels[t] == kIgnoredLabel || (0 <= labels[t] && labels[t] < vocabulary),
-             "label {} of token {} with a vocabulary of {}", labels[t], t, vocabulary);
+    SB_CHECK(labels[t] == kIgnoredLabel || (0 <= labels[t] && labels[t] < whole_vocabulary),
+             "label {} of token {} with a vocabulary of {}", labels[t], t, whole_vocabulary);
   }
 
   const ArenaScope scope(*exec.scratch);
@@ -114,6 +175,7 @@ LossSums run(const Exec& exec, const LossOperands& operands, int64_t chunk) {
   piece.logits = exec.scratch->allocate_array<float>(chunk * vocabulary);
   piece.losses = exec.scratch->allocate_array<float>(chunk);
   piece.correct = exec.scratch->allocate_array<int32_t>(chunk);
+  if (operands.part.ranks > 1) piece.parts = exec.scratch->allocate_array<RowPart>(operands.part.ranks * chunk);
 
   LossSums sums;
   bool holds_sums = operands.accumulate;  // dweight
@@ -143,14 +205,14 @@ LossSums run(const Exec& exec, const LossOperands& operands, int64_t chunk) {
 }  // namespace
 
 void loss_forward(const Exec& exec, TensorView hidden, TensorView weight, TensorView labels, TensorView weights,
-                  int64_t chunk, TensorView token_loss, LossSums* sums) {
-  *sums = run(exec, {hidden, weight, labels, weights, token_loss, {}, {}}, chunk);
+                  int64_t chunk, TensorView token_loss, LossSums* sums, const VocabularyPart& part) {
+  *sums = run(exec, {hidden, weight, labels, weights, token_loss, {}, {}, true, part}, chunk);
 }
 
 void loss_forward_backward(const Exec& exec, TensorView hidden, TensorView weight, TensorView labels,
                            TensorView weights, int64_t chunk, TensorView token_loss, TensorView dhidden,
-                           TensorView dweight, LossSums* sums, bool accumulate) {
-  *sums = run(exec, {hidden, weight, labels, weights, token_loss, dhidden, dweight, accumulate}, chunk);
+                           TensorView dweight, LossSums* sums, bool accumulate, const VocabularyPart& part) {
+  *sums = run(exec, {hidden, weight, labels, weights, token_loss, dhidden, dweight, accumulate, part}, chunk);
 }
 
 }  // namespace sb::cpu

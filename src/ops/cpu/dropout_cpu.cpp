@@ -15,15 +15,18 @@ void dropout(const Exec& exec, const DropoutRows& rows, TensorView from, TensorV
     for (int64_t row = begin; row < end; ++row) {
       const float* x = from.f32() + row * width;
       float* y = to.f32() + row * width;
-      for (int64_t first = 0; first < width; first += kDropoutChannels) {
+      for (int64_t first = 0; first < width;) {
+        const int64_t channel = rows.first_channel + first;
+        const auto skipped = static_cast<int>(channel % kDropoutChannels);
         const DropoutBits bits =
-            dropout_bits(rows.key, static_cast<uint32_t>(first / kDropoutChannels),
+            dropout_bits(rows.key, static_cast<uint32_t>(channel / kDropoutChannels),
                          static_cast<uint32_t>(positions[row]), static_cast<uint32_t>(sequences[row]), rows.stream);
-        const auto count = static_cast<int>(std::min<int64_t>(kDropoutChannels, width - first));
+        const auto count = static_cast<int>(std::min<int64_t>(kDropoutChannels - skipped, width - first));
         for (int c = 0; c < count; ++c) {
-          const float kept = bits.of(c) < threshold ? 0.0f : scale * x[first + c];
+          const float kept = bits.of(skipped + c) < threshold ? 0.0f : scale * x[first + c];
           y[first + c] = add ? y[first + c] + kept : kept;
         }
+        first += count;
       }
     }
   });

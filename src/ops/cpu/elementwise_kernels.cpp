@@ -90,14 +90,14 @@ void column_sums(const float* x, int64_t rows, int64_t columns, int64_t stride, 
   }
 }
 
-RowLoss cross_entropy_row(float* logits, int64_t vocabulary, int32_t label, float weight, bool with_gradient) {
+RowPart cross_entropy_part(float* logits, int64_t vocabulary, int64_t label, bool keep) {
   const Vf minus_infinity = splat(-__builtin_inff());
   Vf top = minus_infinity;
   // The largest of the others first: a tie is no right answer.
-  const float target = logits[label];
-  logits[label] = -__builtin_inff();
+  const float target = label < 0 ? -__builtin_inff() : logits[label];
+  if (label >= 0) logits[label] = -__builtin_inff();
   for_vectors(vocabulary, [&](int64_t i, auto m) { top = max(select(m, load(logits + i, m), minus_infinity), top); });
-  logits[label] = target;
+  if (label >= 0) logits[label] = target;
   const float others = reduce_max(top), largest = target > others ? target : others;
   const Vf shift = splat(largest);
   Vf sum0 = zero(), sum1 = zero();
@@ -107,7 +107,7 @@ RowLoss cross_entropy_row(float* logits, int64_t vocabulary, int32_t label, floa
     const Vf e0 = exp_nonpositive(load(pair) - shift), e1 = exp_nonpositive(load(pair + kLanes) - shift);
     sum0 += e0;
     sum1 += e1;
-    if (with_gradient) {
+    if (keep) {
       store(pair, e0);
       store(pair + kLanes, e1);
     }
@@ -115,15 +115,14 @@ RowLoss cross_entropy_row(float* logits, int64_t vocabulary, int32_t label, floa
   for_vectors(vocabulary - next, [&](int64_t i, auto m) {
     const Vf e = exp_nonpositive(load(logits + next + i, m) - shift);
     sum0 += select(m, e, zero());
-    if (with_gradient) store(logits + next + i, m, e);
+    if (keep) store(logits + next + i, m, e);
   });
-  const float sum = reduce_add(sum0 + sum1);
-  if (with_gradient) {
-    const Vf scale = splat(weight / sum);
-    for_vectors(vocabulary, [&](int64_t i, auto m) { store(logits + i, m, load(logits + i, m) * scale); });
-    logits[label] -= weight;
-  }
-  return {__builtin_logf(sum) + (largest - target), target > others};
+  return {largest, reduce_add(sum0 + sum1), others, target};
+}
+
+void scale(float factor, int64_t count, float* x) {
+  const Vf by = splat(factor);
+  for_vectors(count, [&](int64_t i, auto m) { store(x + i, m, load(x + i, m) * by); });
 }
 
 }  // namespace sb::SB_ISA

@@ -15,7 +15,8 @@ void swiglu_backward(const float* gate_up, const float* dh, int64_t rows, int64_
 void rope_forward(const RopeRows& rope, const float* qkv, float* q, float* k, float* v, float* rstd_q, float* rstd_k);
 void rope_backward(const RopeRows& rope, const float* dq, const float* dk, const float* dv, const float* qkv,
                    const float* rstd_q, const float* rstd_k, float* dqkv, float* dq_norm_sum, float* dk_norm_sum);
-RowLoss cross_entropy_row(float* logits, int64_t vocabulary, int32_t label, float weight, bool with_gradient);
+RowPart cross_entropy_part(float* logits, int64_t vocabulary, int64_t label, bool keep);
+void scale(float factor, int64_t count, float* x);
 void adamw(const AdamWScalars& scalars, int64_t count, float* parameters, const float* gradients, float* m, float* v);
 double squared_sum(const float* x, int64_t count);
 void add(const float* x, int64_t count, float* y);

@@ -3,6 +3,7 @@
 #include <cstdint>
 
 #include "ops/adamw_scalars.h"
+#include "ops/row_part.h"
 
 namespace sb {
 
@@ -14,12 +15,6 @@ struct RopeRows {
   const float *cos, *sin;
   const float *q_norm, *k_norm;  // both null: no normalisation
   float eps;
-};
-
-// Loss of one row of logits.
-struct RowLoss {
-  float loss;
-  bool correct;
 };
 
 // The inner loops of the CPU operations, compiled per instruction set. All work on contiguous fp32 rows.
@@ -37,8 +32,10 @@ struct CpuKernels {
   // dq_norm_sum, dk_norm_sum [d] += over these rows.
   void (*rope_backward)(const RopeRows& rope, const float* dq, const float* dk, const float* dv, const float* qkv,
                         const float* rstd_q, const float* rstd_k, float* dqkv, float* dq_norm_sum, float* dk_norm_sum);
-  // Loss of a row; with_gradient turns the logits into weight · (softmax - onehot(label)).
-  RowLoss (*cross_entropy_row)(float* logits, int64_t vocabulary, int32_t label, float weight, bool with_gradient);
+  // A row of logits, or a part of one; label: its place there, -1: elsewhere. With `keep` the logits become
+  // exp(logit - largest).
+  RowPart (*cross_entropy_part)(float* logits, int64_t vocabulary, int64_t label, bool keep);
+  void (*scale)(float factor, int64_t count, float* x);  // x *= factor
   void (*adamw)(const AdamWScalars& scalars, int64_t count, float* parameters, const float* gradients, float* m,
                 float* v);
   double (*squared_sum)(const float* x, int64_t count);

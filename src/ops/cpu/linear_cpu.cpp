@@ -1,9 +1,11 @@
 #include <algorithm>
+#include <utility>
 
 #include "device/blas.h"
 #include "device/memory.h"
 #include "ops/backends.h"
 #include "ops/cpu/kernels.h"
+#include "ops/cpu/pieces.h"
 
 namespace sb::cpu {
 
@@ -23,6 +25,15 @@ void linear_forward(const Exec& exec, TensorView x, TensorView weight, TensorVie
                               .c = y.f32(),
                               .ldc = out,
                               .bias = bias.empty() ? nullptr : bias.f32()});
+}
+
+void add(const Exec& exec, TensorView a, TensorView b, TensorView y) {
+  // The sum is the same either way round.
+  if (b.raw() == y.raw()) std::swap(a, b);
+  exec.pool->parallel_for(y.elements(), rows_per_piece(1), [&](int64_t begin, int64_t end, int) {
+    if (a.raw() != y.raw()) std::copy(a.f32() + begin, a.f32() + end, y.f32() + begin);
+    cpu_kernels().add(b.f32() + begin, end - begin, y.f32() + begin);
+  });
 }
 
 void linear_backward_input(const Exec& exec, TensorView dy, TensorView weight, TensorView dx, bool accumulate) {

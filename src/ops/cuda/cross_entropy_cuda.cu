@@ -4,6 +4,7 @@
 #include "device/memory.h"
 #include "ops/backends.h"
 #include "ops/cuda/vector.cuh"
+#include "ops/row_part.h"
 
 namespace sb::cuda {
 namespace {
@@ -42,26 +43,9 @@ __device__ Partial block_merged(Partial part) {
   return part;
 }
 
-// One block a row of logits. With kGradient the logits give way to their gradient; the second reading of the row finds
-// most of it in the L2 cache.
-template <typename T, int N, bool kGradient>
-__global__ void __launch_bounds__(kThreads)
-    row_kernel(T* logits, int64_t vocabulary, const int32_t* labels, const float* weights, float* losses,
-               int32_t* correct, float* token_loss) {
-  T* row = logits + blockIdx.x * vocabulary;
-  const int32_t label = labels[blockIdx.x];
-  if (label == kIgnoredLabel) {
-    if (threadIdx.x == 0) {
-      losses[blockIdx.x] = 0;
-      correct[blockIdx.x] = 0;
-      if (token_loss != nullptr) token_loss[blockIdx.x] = 0;
-    }
-    if constexpr (kGradient) {
-      const float zeros[N] = {};
-      for (int64_t c = threadIdx.x * N; c < vocabulary; c += kThreads * N) store(row + c, zeros);
-    }
-    return;
-  }
+// Of a row of logits, by one block; label: its place there, outside: in another part of the row.
+template <typename T, int N>
+__device__ Partial row_partial(const T* row, int64_t vocabulary, int64_t label) {
   Partial part = {-INFINITY, 0, -INFINITY};
 #pragma unroll 4
   for (int64_t c = threadIdx.x * N; c < vocabulary; c += kThreads * N) {
@@ -84,28 +68,94 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
     for (int i = 0; i < N; ++i) part.sum += exp_for<T>(logit[i] - part.largest);
   }
+  return block_merged<T>(part);
+}
+
+// The logits give way to their gradient; this second reading of the row finds most of it in the L2 cache.
+template <typename T, int N>
+__device__ void write_gradient(T* row, int64_t vocabulary, int64_t label, float weight, float largest, float sum) {
+  const float scale = weight / sum;
+#pragma unroll 4
+  for (int64_t c = threadIdx.x * N; c < vocabulary; c += kThreads * N) {
+    float logit[N];
+    load(row + c, logit);
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      logit[i] = scale * exp_for<T>(logit[i] - largest) - (c + i == label ? weight : 0.0f);
+    }
+    store(row + c, logit);
+  }
+}
+
+// A row whose label does not count.
+template <typename T, int N, bool kGradient>
+__device__ void clear_row(T* row, int64_t vocabulary, float* losses, int32_t* correct, float* token_loss) {
+  if (threadIdx.x == 0) {
+    losses[blockIdx.x] = 0;
+    correct[blockIdx.x] = 0;
+    if (token_loss != nullptr) token_loss[blockIdx.x] = 0;
+  }
+  if constexpr (kGradient) {
+    const float zeros[N] = {};
+    for (int64_t c = threadIdx.x * N; c < vocabulary; c += kThreads * N) store(row + c, zeros);
+  }
+}
+
+// One block a row of logits, which with kGradient give way to their gradient.
+template <typename T, int N, bool kGradient>
+__global__ void __launch_bounds__(kThreads)
+    row_kernel(T* logits, int64_t vocabulary, const int32_t* labels, const float* weights, float* losses,
+               int32_t* correct, float* token_loss) {
+  T* row = logits + blockIdx.x * vocabulary;
+  const int32_t label = labels[blockIdx.x];
+  if (label == kIgnoredLabel) return clear_row<T, N, kGradient>(row, vocabulary, losses, correct, token_loss);
   const bool known = 0 <= label && label < vocabulary;
   const float target = known ? to_float(row[label]) : NAN;  // before the gradient takes its place
-  const Partial all = block_merged<T>(part);
+  const Partial all = row_partial<T, N>(row, vocabulary, label);
   if (threadIdx.x == 0) {
     const float loss = all.largest + logf(all.sum) - target;
     losses[blockIdx.x] = loss;
     correct[blockIdx.x] = target > all.others ? 1 : 0;
     if (token_loss != nullptr) token_loss[blockIdx.x] = loss;
   }
-  if constexpr (kGradient) {
-    const float weight = weights[blockIdx.x], scale = weight / all.sum;
-#pragma unroll 4
-    for (int64_t c = threadIdx.x * N; c < vocabulary; c += kThreads * N) {
-      float logit[N];
-      load(row + c, logit);
-#pragma unroll
-      for (int i = 0; i < N; ++i) {
-        logit[i] = scale * exp_for<T>(logit[i] - all.largest) - (c + i == label ? weight : 0.0f);
-      }
-      store(row + c, logit);
-    }
+  if constexpr (kGradient) write_gradient<T, N>(row, vocabulary, label, weights[blockIdx.x], all.largest, all.sum);
+}
+
+// Where ranks share the vocabulary: first what each has of the rows, ...
+template <typename T, int N>
+__global__ void __launch_bounds__(kThreads)
+    part_kernel(const T* logits, int64_t vocabulary, int64_t first, const int32_t* labels, RowPart* parts) {
+  const T* row = logits + blockIdx.x * vocabulary;
+  const int64_t label = labels[blockIdx.x] - first;
+  const Partial part = row_partial<T, N>(row, vocabulary, label);
+  if (threadIdx.x != 0) return;
+  const bool here = 0 <= label && label < vocabulary;
+  parts[blockIdx.x] = {part.largest, part.sum, part.others, here ? to_float(row[label]) : -INFINITY};
+}
+
+// ... then the loss from all parts [ranks, rows], and the gradient of this one. A label that no part has makes NaN.
+template <typename T, int N, bool kGradient>
+__global__ void __launch_bounds__(kThreads)
+    merge_kernel(T* logits, int64_t vocabulary, int64_t first, const RowPart* parts, int ranks, const int32_t* labels,
+                 const float* weights, float* losses, int32_t* correct, float* token_loss) {
+  T* row = logits + blockIdx.x * vocabulary;
+  if (labels[blockIdx.x] == kIgnoredLabel)
+    return clear_row<T, N, kGradient>(row, vocabulary, losses, correct, token_loss);
+  Partial all = {-INFINITY, 0, -INFINITY};
+  float target = -INFINITY;
+  for (int r = 0; r < ranks; ++r) {
+    const RowPart& part = parts[int64_t{r} * gridDim.x + blockIdx.x];
+    all = merged<T>(all, {part.largest, part.sum, part.others});
+    target = fmaxf(target, part.target);
   }
+  if (threadIdx.x == 0) {
+    const float loss = target == -INFINITY ? NAN : all.largest + logf(all.sum) - target;
+    losses[blockIdx.x] = loss;
+    correct[blockIdx.x] = target > all.others ? 1 : 0;
+    if (token_loss != nullptr) token_loss[blockIdx.x] = loss;
+  }
+  if constexpr (kGradient)
+    write_gradient<T, N>(row, vocabulary, labels[blockIdx.x] - first, weights[blockIdx.x], all.largest, all.sum);
 }
 
 __device__ double block_sum(double x, double* warps) {
@@ -148,23 +198,38 @@ struct LossOperands {
   TensorView hidden, weight, labels, weights, token_loss;
   TensorView dhidden, dweight;  // both empty: forward only; dweight alone: the weight is not trained
   bool accumulate = true;       // dweight
+  const VocabularyPart& part;
   bool backward() const { return !dhidden.empty() || !dweight.empty(); }
 };
 
+// Rows that go through the vocabulary together.
+struct Piece {
+  int64_t begin, rows;
+  float* losses;
+  int32_t* correct;
+  RowPart* parts;  // [ranks, rows] where ranks share the vocabulary
+};
+
 template <typename T, int N>
-void launch_rows(const Exec& exec, const LossOperands& o, T* logits, int64_t begin, int64_t rows, float* losses,
-                 int32_t* correct) {
+void launch_rows(const Exec& exec, const LossOperands& o, T* logits, const Piece& piece) {
   const int64_t vocabulary = o.weight.dim(0);
-  const int32_t* labels = data<int32_t>(o.labels) + begin;
-  const float* weights = data<float>(o.weights) + begin;
-  float* token_loss = o.token_loss.empty() ? nullptr : o.token_loss.f32() + begin;
-  const auto grid = static_cast<unsigned>(rows);
-  if (!o.backward())
-    row_kernel<T, N, false>
-        <<<grid, kThreads, 0, stream_of(exec)>>>(logits, vocabulary, labels, weights, losses, correct, token_loss);
-  else
-    row_kernel<T, N, true>
-        <<<grid, kThreads, 0, stream_of(exec)>>>(logits, vocabulary, labels, weights, losses, correct, token_loss);
+  const int32_t* labels = data<int32_t>(o.labels) + piece.begin;
+  const float* weights = data<float>(o.weights) + piece.begin;
+  float* token_loss = o.token_loss.empty() ? nullptr : o.token_loss.f32() + piece.begin;
+  const auto grid = static_cast<unsigned>(piece.rows);
+  if (o.part.ranks > 1) {
+    part_kernel<T, N><<<grid, kThreads, 0, stream_of(exec)>>>(logits, vocabulary, o.part.first, labels,
+                                                              piece.parts + o.part.rank * piece.rows);
+    SB_CUDA_LAUNCHED();
+    o.part.gather(TensorView(piece.parts, DType::f32, {o.part.ranks, piece.rows * 4}, DeviceKind::cuda));
+    const auto kernel = o.backward() ? merge_kernel<T, N, true> : merge_kernel<T, N, false>;
+    kernel<<<grid, kThreads, 0, stream_of(exec)>>>(logits, vocabulary, o.part.first, piece.parts, o.part.ranks, labels,
+                                                   weights, piece.losses, piece.correct, token_loss);
+  } else {
+    const auto kernel = o.backward() ? row_kernel<T, N, true> : row_kernel<T, N, false>;
+    kernel<<<grid, kThreads, 0, stream_of(exec)>>>(logits, vocabulary, labels, weights, piece.losses, piece.correct,
+                                                   token_loss);
+  }
   SB_CUDA_LAUNCHED();
 }
 
@@ -181,8 +246,10 @@ void run(const Exec& exec, const LossOperands& o, int64_t chunk, LossSums* resul
   const DType dtype = o.hidden.dtype();
   const ArenaScope scope(*exec.scratch);
   const TensorView logits = exec.scratch->allocate(dtype, {chunk, vocabulary});
-  float* losses = exec.scratch->allocate_array<float>(chunk);
-  int32_t* correct = exec.scratch->allocate_array<int32_t>(chunk);
+  Piece piece = {};
+  piece.losses = exec.scratch->allocate_array<float>(chunk);
+  piece.correct = exec.scratch->allocate_array<int32_t>(chunk);
+  if (o.part.ranks > 1) piece.parts = exec.scratch->allocate_array<RowPart>(o.part.ranks * chunk);
   LossSums* sums = exec.scratch->allocate_array<LossSums>(1);
   SB_CUDA_CHECK(cudaMemsetAsync(sums, 0, sizeof(LossSums), stream_of(exec)));
   bool holds_sums = o.accumulate;  // dweight
@@ -193,6 +260,8 @@ void run(const Exec& exec, const LossOperands& o, int64_t chunk, LossSums* resul
     done = end;
     const int64_t rows = end - begin;
     if (rows == 0) break;
+    piece.begin = begin;
+    piece.rows = rows;
     const TensorView hidden = o.hidden.rows(begin, begin + rows);
     exec.products->run(exec.stream, {.transpose_b = true,
                                      .m = rows,
@@ -206,12 +275,12 @@ void run(const Exec& exec, const LossOperands& o, int64_t chunk, LossSums* resul
     with_type(dtype, "cross entropy", [&](auto element) {
       using T = decltype(element);
       if (vectors_fit<T>(vocabulary, {logits.raw()}))
-        launch_rows<T, kVector<T>>(exec, o, data<T>(logits), begin, rows, losses, correct);
+        launch_rows<T, kVector<T>>(exec, o, data<T>(logits), piece);
       else
-        launch_rows<T, 1>(exec, o, data<T>(logits), begin, rows, losses, correct);
+        launch_rows<T, 1>(exec, o, data<T>(logits), piece);
     });
     sum_kernel<<<1, kThreads, 0, stream_of(exec)>>>(data<int32_t>(o.labels) + begin, data<float>(o.weights) + begin,
-                                                    losses, correct, rows, sums);
+                                                    piece.losses, piece.correct, rows, sums);
     SB_CUDA_LAUNCHED();
     if (!o.backward()) continue;
     exec.products->run(exec.stream, {.m = rows,
@@ -242,14 +311,17 @@ void run(const Exec& exec, const LossOperands& o, int64_t chunk, LossSums* resul
 }  // namespace
 
 void loss_forward(const Exec& exec, TensorView hidden, TensorView weight, TensorView labels, TensorView weights,
-                  int64_t chunk, TensorView token_loss, LossSums* sums, std::span<const int32_t> host_labels) {
-  run(exec, {hidden, weight, labels, weights, token_loss, {}, {}}, chunk, sums, host_labels);
+                  int64_t chunk, TensorView token_loss, LossSums* sums, std::span<const int32_t> host_labels,
+                  const VocabularyPart& part) {
+  run(exec, {hidden, weight, labels, weights, token_loss, {}, {}, true, part}, chunk, sums, host_labels);
 }
 
 void loss_forward_backward(const Exec& exec, TensorView hidden, TensorView weight, TensorView labels,
                            TensorView weights, int64_t chunk, TensorView token_loss, TensorView dhidden,
-                           TensorView dweight, LossSums* sums, std::span<const int32_t> host_labels, bool accumulate) {
-  run(exec, {hidden, weight, labels, weights, token_loss, dhidden, dweight, accumulate}, chunk, sums, host_labels);
+                           TensorView dweight, LossSums* sums, std::span<const int32_t> host_labels, bool accumulate,
+                           const VocabularyPart& part) {
+  run(exec, {hidden, weight, labels, weights, token_loss, dhidden, dweight, accumulate, part}, chunk, sums,
+      host_labels);
 }
 
 }  // namespace sb::cuda

@@ -10,13 +10,15 @@ constexpr int kThreads = 128;
 constexpr int kAtOnce = 8;
 
 template <typename T, int N>
-__global__ void __launch_bounds__(kThreads)
-    forward_kernel(const int32_t* tokens, const T* table, int64_t count, int64_t width, T* x) {
+__global__ void __launch_bounds__(kThreads) forward_kernel(const int32_t* tokens, const T* table, int64_t first,
+                                                           int64_t rows, int64_t count, int64_t width, T* x) {
   for (int64_t t = blockIdx.x; t < count; t += gridDim.x) {
-    const T* from = table + int64_t{tokens[t]} * width;
+    const int64_t row = tokens[t] - first;
+    const bool here = 0 <= row && row < rows;
+    const T* from = table + row * width;
     for (int64_t c = threadIdx.x * N; c < width; c += kThreads * N) {
-      float value[N];
-      load(from + c, value);
+      float value[N] = {};
+      if (here) load(from + c, value);
       store(x + t * width + c, value);
     }
   }
@@ -32,13 +34,15 @@ __global__ void count_up(int32_t* to, int64_t count) {
 // gradients, one after the other: no two blocks share a row of the table. Several are fetched at a time, since one
 // token may be a large part of all.
 template <typename T, int N>
-__global__ void __launch_bounds__(kThreads) backward_kernel(const int32_t* tokens, const int32_t* places, const T* dx,
-                                                            int64_t count, int64_t width, float* dtable) {
+__global__ void __launch_bounds__(kThreads)
+    backward_kernel(const int32_t* tokens, const int32_t* places, const T* dx, int64_t first_row, int64_t rows,
+                    int64_t count, int64_t width, float* dtable) {
   const int64_t c = (int64_t{blockIdx.y} * kThreads + threadIdx.x) * N;
   for (int64_t first = blockIdx.x; first < count; first += gridDim.x) {
     const int32_t token = tokens[first];
     if ((first > 0 && tokens[first - 1] == token) || c >= width) continue;
-    float* row = dtable + int64_t{token} * width + c;
+    if (token < first_row || token >= first_row + rows) continue;
+    float* row = dtable + (token - first_row) * width + c;
     float sum[N];
     load_f32(row, sum);
     bool more = true;
@@ -77,14 +81,14 @@ int64_t embedding_scratch_bytes(int64_t tokens) {
          Arena::rounded(static_cast<int64_t>(sort_bytes(tokens)));
 }
 
-void embedding_forward(const Exec& exec, TensorView tokens, TensorView table, TensorView x) {
+void embedding_forward(const Exec& exec, TensorView tokens, TensorView table, TensorView x, int64_t first) {
   const int64_t count = x.dim(0), width = x.dim(1);
   if (count == 0 || width == 0) return;
   with_type(x.dtype(), "embedding_forward", [&](auto element) {
     using T = decltype(element);
     const auto launch = [&]<int N>() {
-      forward_kernel<T, N><<<grid_for(count), kThreads, 0, stream_of(exec)>>>(data<int32_t>(tokens), data<T>(table),
-                                                                              count, width, data<T>(x));
+      forward_kernel<T, N><<<grid_for(count), kThreads, 0, stream_of(exec)>>>(
+          data<int32_t>(tokens), data<T>(table), first, table.dim(0), count, width, data<T>(x));
     };
     if (vectors_fit<T>(width, {table.raw(), x.raw()}))
       launch.template operator()<kVector<T>>();
@@ -94,7 +98,8 @@ void embedding_forward(const Exec& exec, TensorView tokens, TensorView table, Te
   SB_CUDA_LAUNCHED();
 }
 
-void embedding_backward(const Exec& exec, TensorView tokens, TensorView dx, TensorView dtable) {
+void embedding_backward(const Exec& exec, TensorView tokens, TensorView dx, TensorView dtable, int64_t first,
+                        int64_t vocabulary) {
   const int64_t count = dx.dim(0), width = dx.dim(1);
   if (count == 0 || width == 0) return;
   const ArenaScope scope(*exec.scratch);
@@ -107,15 +112,15 @@ void embedding_backward(const Exec& exec, TensorView tokens, TensorView dx, Tens
   SB_CUDA_LAUNCHED();
   // The radix sort is stable: places of equal tokens stay in order.
   int bits = 1;
-  while (bits < 31 && (int64_t{1} << bits) < dtable.dim(0)) ++bits;
+  while (bits < 31 && (int64_t{1} << bits) < vocabulary) ++bits;
   SB_CUDA_CHECK(cub::DeviceRadixSort::SortPairs(temporary, bytes, data<int32_t>(tokens), sorted_tokens, places,
                                                 sorted_places, static_cast<int>(count), 0, bits, stream_of(exec)));
   with_type(dx.dtype(), "embedding_backward", [&](auto element) {
     using T = decltype(element);
     const auto launch = [&]<int N>() {
       const dim3 grid(grid_for(count), static_cast<unsigned>(ceil_div(width, kThreads * N)));
-      backward_kernel<T, N><<<grid, kThreads, 0, stream_of(exec)>>>(sorted_tokens, sorted_places, data<T>(dx), count,
-                                                                    width, dtable.f32());
+      backward_kernel<T, N><<<grid, kThreads, 0, stream_of(exec)>>>(sorted_tokens, sorted_places, data<T>(dx), first,
+                                                                    dtable.dim(0), count, width, dtable.f32());
     };
     if (vectors_fit<T>(width, {dx.raw(), dtable.raw()}))
       launch.template operator()<kVector<T>>();

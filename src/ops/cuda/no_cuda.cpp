@@ -15,6 +15,9 @@ namespace {
 void linear_forward(const Exec&, TensorView, TensorView, TensorView, TensorView, TensorView) {
   refuse();
 }
+void add(const Exec&, TensorView, TensorView, TensorView) {
+  refuse();
+}
 void linear_backward_input(const Exec&, TensorView, TensorView, TensorView, bool) {
   refuse();
 }
@@ -57,18 +60,18 @@ void swiglu_forward(const Exec&, TensorView, TensorView, TensorView) {
 void swiglu_backward(const Exec&, TensorView, TensorView, TensorView, TensorView) {
   refuse();
 }
-void embedding_forward(const Exec&, TensorView, TensorView, TensorView) {
+void embedding_forward(const Exec&, TensorView, TensorView, TensorView, int64_t) {
   refuse();
 }
-void embedding_backward(const Exec&, TensorView, TensorView, TensorView) {
+void embedding_backward(const Exec&, TensorView, TensorView, TensorView, int64_t, int64_t) {
   refuse();
 }
 void loss_forward(const Exec&, TensorView, TensorView, TensorView, TensorView, int64_t, TensorView, LossSums*,
-                  std::span<const int32_t>) {
+                  std::span<const int32_t>, const VocabularyPart&) {
   refuse();
 }
 void loss_forward_backward(const Exec&, TensorView, TensorView, TensorView, TensorView, int64_t, TensorView, TensorView,
-                           TensorView, LossSums*, std::span<const int32_t>, bool) {
+                           TensorView, LossSums*, std::span<const int32_t>, bool, const VocabularyPart&) {
   refuse();
 }
 void adamw_update(const Exec&, const AdamWStep&, TensorView, TensorView, TensorView, TensorView) {

@@ -1,5 +1,6 @@
 #include "run/checkpoint/optimizer_file.h"
 
+#include <algorithm>
 #include <cstring>
 
 #include "core/errors.h"
@@ -40,13 +41,20 @@ void read_optimizer_file(const std::filesystem::path& file, const ParameterSet& 
   for (const FlatTensor& tensor : parameters.flat_tensors()) {
     const std::byte* first = find_values(in, first_moment_name(tensor.name), tensor);
     const std::byte* second = find_values(in, second_moment_name(tensor.name), tensor);
-    for (const ShardLayout::Segment& segment : layout.segments({tensor.begin, tensor.end})) {
-      if (segment.shard != shard) continue;
-      const int64_t from = (segment.flat.begin - tensor.begin) * int64_t{sizeof(float)};
-      const auto bytes = static_cast<size_t>(segment.flat.size()) * sizeof(float);
-      std::memcpy(first_values.view().f32() + segment.place, first + from, bytes);
-      std::memcpy(second_values.view().f32() + segment.place, second + from, bytes);
-    }
+    std::vector<ShardLayout::Segment> own = layout.segments({tensor.begin, tensor.end});
+    std::erase_if(own, [&](const ShardLayout::Segment& segment) { return segment.shard != shard; });
+    tensor.each_run([&](int64_t here, int64_t whole, int64_t count) {
+      const FlatRange run{tensor.begin + here, tensor.begin + here + count};
+      for (const ShardLayout::Segment& segment : own) {
+        const int64_t begin = std::max(run.begin, segment.flat.begin), end = std::min(run.end, segment.flat.end);
+        if (begin >= end) continue;
+        const int64_t from = (whole + begin - run.begin) * int64_t{sizeof(float)};
+        const int64_t place = segment.place + begin - segment.flat.begin;
+        const auto bytes = static_cast<size_t>(end - begin) * sizeof(float);
+        std::memcpy(first_values.view().f32() + place, first + from, bytes);
+        std::memcpy(second_values.view().f32() + place, second + from, bytes);
+      }
+    });
   }
   first_values.store();
   second_values.store();

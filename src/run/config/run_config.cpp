@@ -43,7 +43,7 @@ Coming from `transformers` or Megatron:
 | `lr_scheduler_type`, `--lr`, `--lr-decay-style` | `optimizer.schedule`, `optimizer.learning_rate`; rates are set by step, not by sample |
 | PEFT's `LoraConfig(r, lora_alpha, lora_dropout, target_modules, modules_to_save)` | `lora.rank`, `lora.alpha`, `lora.dropout`, `lora.targets`, `lora.train` |
 | `resume_from_checkpoint` | the same command again; `train.resume` |
-| `--context-parallel-size`, `--pipeline-model-parallel-size` | `parallel.cp`, `parallel.pp`; there is no tensor parallelism |
+| `--context-parallel-size`, `--pipeline-model-parallel-size`, `--tensor-model-parallel-size` | `parallel.cp`, `parallel.pp`, `parallel.tp` (with sequence parallelism, always) |
 | DeepSpeed's ZeRO | stage 1, always, over `parallel.dp` times `parallel.cp` |
 
 ## top level

@@ -13,6 +13,7 @@
 #include "model/lora/lora_config.h"
 #include "model/model_config.h"
 #include "model/stage.h"
+#include "parallel/grid.h"
 #include "parallel/ring/context_placement.h"
 #include "plan/batching/batching_policy.h"
 #include "plan/tuning/tuning_policy.h"
@@ -98,6 +99,7 @@ struct ParallelOptions {
   int dp = 1;
   int pp = 1;
   int cp = 1;
+  int tp = 1;
   ContextPlacement placement = ContextPlacement::triangular;  // of a sequence's blocks on cp ranks
   int node_size = 0;                     // cp ranks of one machine, for the hierarchical ring; 0: a plain ring
   Backend backend = Backend::automatic;  // device: cuda
@@ -105,6 +107,7 @@ struct ParallelOptions {
   RingLists ring_lists = RingLists::automatic;  // device: cuda, cp: where lists are made
   int64_t timeout = 600;                        // seconds that a rank waits for another
   RehearsedGrid rehearse;
+  GridShape grid() const { return {dp, pp, cp, tp}; }
   // Data-parallel ranks that plans are made for.
   int planned_dp() const { return rehearse.on() ? rehearse.dp : dp; }
 };

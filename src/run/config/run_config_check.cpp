@@ -116,6 +116,9 @@ void check_attention(const RunConfig& config, const OptionTable& table) {
   SB_USER_CHECK(!dumps || config.parallel.cp == 1,
                 "{}: ranks that share sequences (parallel.cp {}) have a part of the lists each; set parallel.cp to 1",
                 table.label("attention.dump_index"), config.parallel.cp);
+  SB_USER_CHECK(!dumps || config.parallel.tp == 1,
+                "{}: ranks that share heads (parallel.tp {}) have a part of the lists each; set parallel.tp to 1",
+                table.label("attention.dump_index"), config.parallel.tp);
 }
 
 void check_optimizer(const RunConfig& config, const OptionTable& table) {

@@ -6,14 +6,17 @@
 namespace sb {
 
 void add_parallel_options(OptionTable& table, ParallelOptions& parallel) {
-  table.section(
-      "parallel",
-      "Ranks: dp times pp times cp of them. Start them with `--ranks` or `mpirun`, docs/parallel.md. A resumed run may "
-      "have others.");
+  table.section("parallel",
+                "Ranks: dp times pp times cp times tp of them. Start them with `--ranks` or `mpirun`, "
+                "docs/parallel.md. A resumed run may "
+                "have others.");
   table.integer("parallel.dp", &parallel.dp, 1, 1 << 16, "data-parallel ranks");
   table.integer("parallel.pp", &parallel.pp, 1, 1 << 16, "pipeline stages");
   table.integer("parallel.cp", &parallel.cp, 1, 1 << 16,
                 "context-parallel ranks: they share every sequence, block by block, and attention is a ring");
+  table.integer("parallel.tp", &parallel.tp, 1, 1 << 10,
+                "tensor-parallel ranks: they share the products of every layer, the vocabulary and, between the "
+                "products, the tokens; best within a machine");
   table.choice<ContextPlacement>("parallel.placement", &parallel.placement,
                                  {{"triangular", ContextPlacement::triangular},
                                   {"shifted", ContextPlacement::shifted},
@@ -60,9 +63,9 @@ void check_rehearsal(const RunConfig& config, const OptionTable& table) {
                 table.label(cluster.dp > 0 ? "parallel.rehearse.dp" : "parallel.rehearse.pp"));
   if (!cluster.on()) return;
   const std::string label = table.label("parallel.rehearse.dp");
-  SB_USER_CHECK(parallel.pp == 1 && parallel.cp == 1,
-                "{}: the ranks that run a rehearsal have the whole model and whole sequences; set parallel.pp: 1 and "
-                "parallel.cp: 1",
+  SB_USER_CHECK(parallel.pp == 1 && parallel.cp == 1 && parallel.tp == 1,
+                "{}: the ranks that run a rehearsal have the whole model and whole sequences; set parallel.pp: 1, "
+                "parallel.cp: 1 and parallel.tp: 1",
                 label);
   SB_USER_CHECK(cluster.dp % parallel.dp == 0,
                 "{}: {} ranks are planned, which the {} ranks there are (parallel.dp) cannot share equally; change one "

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
+#include <span>
 #include <string>
 #include <utility>
 
@@ -96,7 +97,7 @@ std::vector<PlaneSums> sum_of_planes(Communicator& world, const std::vector<Plan
   const size_t row = 1 + 3 * width;
   std::vector<double> values(layers * row);
   for (size_t layer = 0; layer < own.size(); ++layer) {
-    if (own[layer].tokens == 0) continue;
+    if (own[layer].query_squares.empty()) continue;
     double* to = values.data() + layer * row;
     *to++ = own[layer].tokens;
     for (const std::vector<double>* from : {&own[layer].query_squares, &own[layer].key_sums, &own[layer].key_squares})
@@ -116,9 +117,51 @@ std::vector<PlaneSums> sum_of_planes(Communicator& world, const std::vector<Plan
   return sum;
 }
 
+// Samples of ranks that measured the same rows of the same sequences on as many heads each.
+void add_mean(std::span<const std::string> ranks, std::vector<MeasuredCoverage>& samples) {
+  std::vector<MeasuredCoverage> mean;
+  unpack(ranks[0], mean);
+  for (const std::string& text : ranks.subspan(1)) {
+    std::vector<MeasuredCoverage> other;
+    unpack(text, other);
+    SB_CHECK(other.size() == mean.size(), "{} samples on one rank, {} on another with the same sequences", mean.size(),
+             other.size());
+    for (size_t i = 0; i < mean.size(); ++i) {
+      CoverageSample &sum = mean[i].sample, &next = other[i].sample;
+      SB_CHECK(mean[i].layer == other[i].layer && mean[i].tokens == other[i].tokens && sum.rows == next.rows &&
+                   sum.curve.size() == next.curve.size(),
+               "ranks with the same sequences sampled others");
+      sum.held += next.held;
+      for (size_t k = 0; k < sum.curve.size(); ++k) sum.curve[k] += next.curve[k];
+    }
+  }
+  const double share = 1.0 / static_cast<double>(ranks.size());
+  for (MeasuredCoverage& sample : mean) {
+    sample.sample.held *= share;
+    for (double& point : sample.sample.curve) point *= share;
+    samples.push_back(std::move(sample));
+  }
+}
+
+std::array<std::vector<double>*, 3> by_heads(PlaneSums& sums) {
+  return {&sums.query_squares, &sums.key_sums, &sums.key_squares};
+}
+
+// Sums of a rank's own heads at their place among those of all ranks; the tokens, which all of these see, count once.
+void among_all_heads(PlaneSums& sums, const TensorShare& share) {
+  if (share.alone()) return;
+  for (std::vector<double>* values : by_heads(sums)) {
+    const auto own = static_cast<std::ptrdiff_t>(values->size());
+    std::vector<double> all(values->size() * static_cast<size_t>(share.ranks));
+    std::copy(values->begin(), values->end(), all.begin() + own * share.rank);
+    *values = std::move(all);
+  }
+  if (share.rank > 0) sums.tokens = 0;
+}
+
 }  // namespace
 
-AttentionReport sum_over_ranks(Communicator& world, AttentionReport own) {
+AttentionReport sum_over_ranks(Communicator& world, AttentionReport own, int tp) {
   if (world.size() == 1) return own;
   std::vector<int64_t> counts;
   std::vector<double> coverage;
@@ -131,12 +174,15 @@ AttentionReport sum_over_ranks(Communicator& world, AttentionReport own) {
   AttentionReport sum;
   for (size_t i = 0; i < coverage.size(); ++i)
     sum.layers.push_back({counts[3 * i], counts[3 * i + 1], coverage[i], counts[3 * i + 2]});
-  for (const std::string& text : gather_texts(world, pack(own.samples), 0)) unpack(text, sum.samples);
+  const std::vector<std::string> texts = gather_texts(world, pack(own.samples), 0);
+  for (size_t first = 0; first < texts.size(); first += static_cast<size_t>(tp))
+    add_mean(std::span(texts).subspan(first, static_cast<size_t>(tp)), sum.samples);
   return sum;
 }
 
-SelectionObservations sum_over_ranks(Communicator& world, SelectionObservations own) {
+SelectionObservations sum_over_ranks(Communicator& world, SelectionObservations own, const TensorShare& share) {
   if (world.size() == 1) return own;
+  for (PlaneSums& layer : own.planes) among_all_heads(layer, share);
   SelectionObservations sum;
   sum.planes = sum_of_planes(world, own.planes);
   for (const std::string& text : gather_texts(world, pack(own.masses), 0)) unpack(text, sum.masses);
@@ -144,6 +190,16 @@ SelectionObservations sum_over_ranks(Communicator& world, SelectionObservations 
   sum.masses.clear();
   unpack(masses, sum.masses);
   return sum;
+}
+
+LearnedSelection rank_selection(LearnedSelection learned, const TensorShare& share) {
+  if (share.alone()) return learned;
+  for (PlaneSums& layer : learned.planes)
+    for (std::vector<double>* values : by_heads(layer)) {
+      const auto own = std::ssize(*values) / share.ranks;
+      *values = {values->begin() + own * share.rank, values->begin() + own * (share.rank + 1)};
+    }
+  return learned;
 }
 
 }  // namespace sb

@@ -49,7 +49,7 @@ StepMeasurement gather_times(Grid& grid, const Plan& plan, const std::vector<Pip
     std::vector<MicroBatchTimes>& batches = measurement.ranks.emplace_back(plan.ranks[rank].micro_batches.size());
     for (int stage = 0; stage < grid.shape().pp; ++stage) {
       const int64_t* of_rank =
-          times.data() + static_cast<size_t>(grid.rank_of(static_cast<int>(rank), stage, 0)) * share;
+          times.data() + static_cast<size_t>(grid.rank_of(static_cast<int>(rank), stage, 0, 0)) * share;
       for (size_t i = 0; i < batches.size(); ++i) {
         batches[i].forward.push_back(of_rank[i]);
         batches[i].backward.push_back(of_rank[most + i]);
