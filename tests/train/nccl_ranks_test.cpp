@@ -121,7 +121,7 @@ TEST_F(NcclRanks, AllCommunicatorCases) {
   std::printf("%s", result.message());
 }
 
-// Against ranks that are threads and go through host memory, to the last bit, and against one rank.
+// Against ranks that are threads and go through host memory, to the last bit.
 TEST_F(NcclRanks, TrainAsOverHostMemory) {
   for (const char* precision : {"float32", "auto"})
     for (const char* layout : {"parallel.dp=2", "parallel.pp=2", "parallel.cp=2", "parallel.tp=2"}) {
