@@ -24,7 +24,7 @@ if [ "${1:-}" = --check ]; then
 else
   scripts/setup.sh
   cmake --preset cpu >/dev/null
-  cmake --build --preset cpu --target sparsebalance
+  cmake --build --preset cpu --target sparsebalance shell_files  # shell_files: what cmake --install needs besides
   sparsebalance=build/cpu/src/cli/sparsebalance
 fi
 needle() {
