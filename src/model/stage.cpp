@@ -60,9 +60,9 @@ struct Slot {
   std::vector<int32_t> sequences;  // what ids.sequences shows on the host
   DeviceEvent uploaded, loss_ready;
 
-  Slot(const StageOptions& options, const StageBytes& bytes)
+  Slot(const StageOptions& options, const StageBytes& bytes, bool has_loss)
       : loss_memory(bytes.loss_pieces * static_cast<int64_t>(sizeof(LossSums)), options.device),
-        token_loss_memory(options.device == DeviceKind::cpu
+        token_loss_memory(options.device == DeviceKind::cpu || !options.training || !has_loss
                               ? 0
                               : options.max_micro_batch_tokens * static_cast<int64_t>(sizeof(float)),
                           options.device),
@@ -123,7 +123,7 @@ struct Stage::Implementation {
     if (options.max_cut_sequence > 0)
       attention.reserve_pieces(shape, piece_limits(config, options, options.max_micro_batch_tokens), states);
     if (options.offload > 0 && options.device == DeviceKind::cuda) copies = cuda::make_stream();
-    for (int i = 0; i < options.slots; ++i) slots.emplace_back(options, bytes);
+    for (int i = 0; i < options.slots; ++i) slots.emplace_back(options, bytes, last);
     for (int i = 0; i < (runs_again() ? 1 : options.slots); ++i)
       kept.push_back({LayerInputs(bytes.layer_inputs, options.device, copies), {}, nullptr});
     if (options.kept_tokens == 0)

@@ -61,6 +61,8 @@ ModelShape take_from_run(Arguments& arguments) {
   }
   arguments.engine.recompute = word_of(kRecomputeWords, kept_at_hand(config.train.recompute));
   arguments.engine.lora = config.lora_config();
+  if (config.train.precision == TrainOptions::Precision::fp8)
+    log::warning("train.precision: fp8 is measured as bfloat16, whose products take longer");
   if (!arguments.tokens_given)
     arguments.measure.max_tokens = packing_limits(config.batch, config.data.max_sequence_length).max_tokens;
   // Ranks of one machine share its cores.

@@ -291,7 +291,9 @@ void add_data(OptionTable& table, FlatConfig& flat) {
 
 void add_batch(OptionTable& table, FlatConfig& flat) {
   BatchOptions& batch = flat.config.batch;
-  table.section("batch", "How many sequences make a step, and how they are packed. Packing never changes the result.");
+  table.section("batch",
+                "How many sequences make a step, and how they are packed. Packing never changes the result "
+                "(but for roundings of train.precision: fp8).");
   table.integer("batch.global_batch_size", &batch.global_batch_size, 1, 1 << 20, "sequences per optimizer step");
   table.integer("batch.micro_batch_sequences", &batch.micro_batch_sequences, 0, 1 << 20,
                 "sequences per micro-batch; 0: as many as fit into micro_batch_tokens");

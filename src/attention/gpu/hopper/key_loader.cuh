@@ -270,15 +270,17 @@ struct KeyLoader {
 
   __device__ int next_index() {
     int index = 0;
-    if (lane == 0) index = gridDim.x + atomicAdd(args.counter, 1);
+    if (lane == 0) index = atomicAdd(args.counter, 1) + (kGathered ? 0 : static_cast<int>(gridDim.x));
     return __shfl_sync(~0u, index, 0);
   }
 
   __device__ void run() {
     const int gathered_items = kGathered ? args.gathered_items() : 0;
     const int item_count = args.counts->items + gathered_items;
-    // The first needs no trip to memory.
-    for (int index = blockIdx.x; index < item_count; index = next_index()) {
+    // The first needs no trip to memory. Where blocks wait for gathered items, every item is taken by a block that
+    // runs: an item that belonged to one which has no multiprocessor yet would be waited for by all others.
+    for (int index = kGathered ? next_index() : static_cast<int>(blockIdx.x); index < item_count;
+         index = next_index()) {
       if (kGathered && index < gathered_items) {
         walk_gathered(index);
         continue;
