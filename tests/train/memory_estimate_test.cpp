@@ -160,7 +160,7 @@ TEST(MemoryEstimate, IsWhatTheTrainerPlans) {
             planned = static_cast<double>(planned_bytes(shape, cost, tokens, ranks > 1 ? &ring : nullptr));
         });
         // Tiles at the ends of a ring's blocks are left out.
-        const double tolerance = (cp * tp == 1 ? 0.02 : 0.03) * planned;
+        const double tolerance = (tp > 1 ? 0.04 : cp > 1 ? 0.03 : 0.02) * planned;
         EXPECT_NEAR(static_cast<double>(estimate_memory(cost, tokens).total()), planned, tolerance)
             << name << ", dp " << dp << ", pp " << pp << ", cp " << cp << ", tp " << tp << ", " << tokens << " tokens";
       }

@@ -21,8 +21,11 @@ int64_t layer_workspace(const ModelShape& shape, int64_t tokens, int tp, bool la
   const int64_t piece = std::min(tokens, kLayerChunk);
   const int64_t query = shape.heads * shape.head_dim, qkv = query + 2 * shape.kv_heads * shape.head_dim;
   const int64_t stream = kBf16 * share(tokens, tp) * shape.hidden, operands = kBf16 * tokens * qkv;
-  const int64_t norm = piece * (kBf16 * shape.hidden + kFp32), mlp = norm + kBf16 * piece * 3 * shape.intermediate;
-  const int64_t results = tokens * (kBf16 * query + kFp32 * shape.heads);
+  // Besides the rows that a product reads: what it makes, on the way to the ranks' sums.
+  const int64_t sums = tp > 1 ? kBf16 * piece * shape.hidden : 0;
+  const int64_t norm = piece * (kBf16 * shape.hidden + kFp32),
+                mlp = norm + kBf16 * piece * 3 * shape.intermediate + sums;
+  const int64_t results = tokens * (kBf16 * query + kFp32 * shape.heads) + sums;
   const int64_t forward = 2 * stream + std::max(operands + std::max(norm + kBf16 * piece * qkv, results), mlp);
   // The operands again, then the MLP or the gradients of attention; the last stage's gradient lies elsewhere.
   const int64_t backward = operands + std::max(stream + mlp, operands + std::max(operands, norm));
