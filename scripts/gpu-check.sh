@@ -9,7 +9,7 @@
 #   long       3B at 32K, 128K and 512K with sparse attention
 #   packed     steps of 524,288 tokens in sequences of 1,024
 #   attention  the attention kernels
-#   nccl       NCCL between two processes that share the GPU: what it answers, all operations, dp 2, pp 2 and cp 2
+#   nccl       NCCL between two processes that share the GPU: what it answers, all operations, dp, pp, cp and tp 2
 #   curve      600 steps of one training, by transformers and by sparsebalance: both loss curves and speeds
 #   profiles   latencies of Qwen2.5-0.5B, 3B and 3B with LoRA of rank 32, for scripts/build-in-profile.py; into --out, or
 #              build/cuda/gpu-check/profiles

@@ -322,7 +322,7 @@ void print_case(const Arguments& arguments, const Profile& profile, const Covera
   if (layout.tp > 1 || arguments.sweep.wanted)
     fmt::print(
         "tensor parallelism was not measured: a worker's part of a layer is taken to be as long as the whole layer for "
-        "so many times fewer tokens\n");
+        "so many times fewer tokens, and four of its ten gathers and sums to hide behind products\n");
   print_interconnect(profile, layout, arguments.sweep.wanted);
 }
 
