@@ -126,6 +126,7 @@ ThreadPool::~ThreadPool() {
 
 void ThreadPool::parallel_for(int64_t count, int64_t grain, const std::function<void(int64_t, int64_t, int)>& body) {
   if (count <= 0) return;
+  grain = std::max<int64_t>(grain, 1);
   State& s = *state_;
   if (threads_ == 1 || count <= grain) {
     for (int64_t begin = 0; begin < count; begin += grain) body(begin, std::min(begin + grain, count), 0);
@@ -135,7 +136,7 @@ void ThreadPool::parallel_for(int64_t count, int64_t grain, const std::function<
     const std::lock_guard lock(s.mutex);
     s.body = &body;
     s.count = count;
-    s.grain = std::max<int64_t>(grain, 1);
+    s.grain = grain;
     s.next.store(0, std::memory_order_relaxed);
     s.failure = nullptr;
     s.gate.store(State::kOpen, std::memory_order_release);

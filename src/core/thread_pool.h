@@ -17,8 +17,8 @@ class ThreadPool {
 
   int threads() const { return threads_; }
 
-  // Calls body(begin, end, thread) over [0, count) in pieces of `grain`, handed out dynamically: good for uneven work.
-  // Blocks until all are done; the first exception is rethrown here. Not to be called from inside a body.
+  // Calls body(begin, end, thread) over [0, count) in pieces of `grain` (at least 1), handed out dynamically: good for
+  // uneven work. Blocks until all are done; the first exception is rethrown here. Not to be called from inside a body.
   void parallel_for(int64_t count, int64_t grain,
                     const std::function<void(int64_t begin, int64_t end, int thread)>& body);
 
