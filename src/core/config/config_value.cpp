@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <charconv>
 #include <cmath>
-#include <cstring>
 #include <sstream>
 
 #include "core/errors.h"
@@ -266,12 +265,13 @@ const std::vector<ConfigValue>& config_list(const ConfigValue& value, const std:
 }
 
 std::string yaml_text(const std::string& text) {
-  const bool plain = !text.empty() && text != "null" && text != "Null" && text != "NULL" &&
-                     (std::isalpha(static_cast<unsigned char>(text.front())) || text.front() == '/' ||
-                      text.front() == '_' || text.front() == '.') &&
-                     std::all_of(text.begin(), text.end(), [](unsigned char c) {
-                       return std::isalnum(c) || std::strchr("/_.-+=", c) != nullptr;
-                     });
+  const bool plain =
+      !text.empty() && text != "null" && text != "Null" && text != "NULL" &&
+      (std::isalpha(static_cast<unsigned char>(text.front())) || text.front() == '/' || text.front() == '_' ||
+       text.front() == '.') &&
+      std::all_of(text.begin(), text.end(), [](unsigned char c) {
+        return std::isalnum(c) || std::string_view("/_.-+=").find(static_cast<char>(c)) != std::string_view::npos;
+      });
   if (plain && text.find("...") == std::string::npos) return text;
   std::string quoted = "\"";
   for (const unsigned char c : text) {
