@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <cstdio>
 #include <cstring>
 #include <utility>
 
@@ -74,7 +75,7 @@ void replace_file(const std::filesystem::path& path, const std::function<void(Du
   try {
     write(file);
     file.close();
-    std::filesystem::rename(temporary, path);
+    if (::rename(temporary.c_str(), path.c_str()) != 0) fail(path, "cannot be replaced");
   } catch (...) {
     // A full disk needs the room more than anybody the half of a file.
     std::error_code ignored;
