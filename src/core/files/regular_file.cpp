@@ -60,7 +60,7 @@ size_t RegularFile::read(void* to, size_t bytes) {
 }
 
 void RegularFile::seek(int64_t place) {
-  if (::lseek(descriptor_, place, SEEK_SET) != place) throw UnreadableFile(path_, "cannot be read", errno);
+  if (::lseek(descriptor_, place, SEEK_SET) < 0) throw UnreadableFile(path_, "cannot be read", errno);
 }
 
 std::string read_regular_file(const std::filesystem::path& path, int64_t most) {
