@@ -3,10 +3,14 @@
 #include <gtest/gtest.h>
 #include <stdlib.h>
 
+#include <algorithm>
+#include <atomic>
 #include <fstream>
 #include <iterator>
+#include <thread>
 
 #include "core/errors.h"
+#include "core/files/crc32c.h"
 #include "tests/core/message_of.h"
 
 namespace sb {
@@ -80,6 +84,81 @@ TEST_F(DurableFileTest, AFullDiskIsReported) {
   });
   EXPECT_NE(text.find("/dev/full"), std::string::npos) << text;
   EXPECT_NE(text.find("No space left"), std::string::npos) << text;
+}
+
+TEST_F(DurableFileTest, TheChecksumIsThatOfEverythingWritten) {
+  std::string content(100'001, 'x');
+  for (size_t i = 0; i < content.size(); ++i) content[i] = static_cast<char>(i * 13 + i / 101);
+  for (const size_t piece : {size_t{1009}, size_t{65536}, content.size()}) {
+    DurableFile file(directory_ / "a");
+    EXPECT_EQ(file.checksum(), 0u);
+    for (size_t at = 0; at < content.size(); at += piece)
+      file.write(content.data() + at, std::min(piece, content.size() - at));
+    file.close();
+    EXPECT_EQ(file.checksum(), crc32c(0, content.data(), content.size())) << piece;
+    EXPECT_TRUE(content == this->content(directory_ / "a")) << piece;
+  }
+}
+
+TEST_F(DurableFileTest, AShorterFileLeavesNothingOfTheLonger) {
+  for (const std::string& text : {std::string(9000, 'a'), std::string("b"), std::string()}) {
+    write_new_file(directory_ / "a", text);
+    EXPECT_EQ(content(directory_ / "a"), text);
+    replace_file(directory_ / "b", text);
+    EXPECT_EQ(content(directory_ / "b"), text);
+  }
+}
+
+// A reader at any moment has the one or the other, and never a half.
+TEST_F(DurableFileTest, ReadersSeeTheOldOrTheNew) {
+  const std::string texts[] = {std::string(30'000, 'a'), std::string(70'000, 'b')};
+  replace_file(directory_ / "a", texts[0]);
+  std::atomic<bool> done = false;
+  int64_t reads = 0, halves = 0;
+  std::thread reader([&] {
+    while (!done || reads == 0) {
+      const std::string seen = content(directory_ / "a");
+      ++reads;
+      halves += seen != texts[0] && seen != texts[1];
+    }
+  });
+  for (int i = 1; i <= 20; ++i) replace_file(directory_ / "a", texts[i % 2]);
+  done = true;
+  reader.join();
+  EXPECT_GT(reads, 0);
+  EXPECT_EQ(halves, 0);
+}
+
+// The old file may be read while the new one is written from it.
+TEST_F(DurableFileTest, AReplacementMayReadWhatItReplaces) {
+  write_new_file(directory_ / "a", "one ");
+  replace_file(directory_ / "a", [&](DurableFile& file) {
+    const std::string before = content(directory_ / "a") + "two";
+    file.write(before.data(), before.size());
+    EXPECT_EQ(content(directory_ / "a"), "one ");
+  });
+  EXPECT_EQ(content(directory_ / "a"), "one two");
+}
+
+TEST_F(DurableFileTest, WhatCannotBeReplacedIsAUserErrorAndLeavesNothing) {
+  fs::create_directory(directory_ / "folder");
+  const std::string text = message_of([&] { replace_file(directory_ / "folder", "x"); });
+  EXPECT_TRUE(text.starts_with((directory_ / "folder").string() + ": ")) << text;
+  EXPECT_NE(text.find("Is a directory"), std::string::npos) << text;
+  EXPECT_EQ(std::distance(fs::directory_iterator(directory_), fs::directory_iterator()), 1);
+  EXPECT_TRUE(fs::is_directory(directory_ / "folder"));
+  const fs::path missing = directory_ / "missing" / "a";
+  EXPECT_TRUE(message_of([&] { replace_file(missing, "x"); }).starts_with(missing.string()));
+  EXPECT_TRUE(message_of([&] { sync_entry(missing); }).starts_with(missing.string() + ": cannot open its folder"));
+  EXPECT_EQ(message_of([&] { sync_entry(directory_ / "folder"); }), kNothingThrown);
+}
+
+TEST_F(DurableFileTest, ALinkIsReplacedAndNotWhatItPointsTo) {
+  write_new_file(directory_ / "target", "kept");
+  fs::create_symlink(directory_ / "target", directory_ / "link");
+  replace_file(directory_ / "link", "new");
+  EXPECT_EQ(content(directory_ / "target"), "kept");
+  EXPECT_EQ(content(directory_ / "link"), "new");
 }
 
 }  // namespace

@@ -2,6 +2,8 @@
 
 #include <gtest/gtest.h>
 
+#include "tests/core/message_of.h"
+
 namespace sb {
 namespace {
 
@@ -32,6 +34,46 @@ TEST(Errors, AllDeriveFromError) {
   EXPECT_THROW(throw UserError("a"), Error);
   EXPECT_THROW(throw InternalError("a"), Error);
   EXPECT_THROW(throw OutOfMemory("a"), Error);
+}
+
+TEST(Errors, ConditionsAreEvaluatedOnceAndTheirTextIsNoFormat) {
+  int calls = 0;
+  SB_CHECK(++calls == 1);
+  SB_USER_CHECK(++calls == 2, "never said {}", calls);
+  EXPECT_EQ(calls, 2);
+  const std::string text = message_of<InternalError>([] { SB_CHECK(std::string{}.size() == 1); });
+  EXPECT_NE(text.find("`std::string{}.size() == 1`"), std::string::npos) << text;
+  EXPECT_TRUE(text.ends_with("`")) << "no colon where there is no message: " << text;
+}
+
+// Arguments are text, whatever they hold.
+TEST(Errors, BracesInArgumentsStay) {
+  EXPECT_EQ(message_of([] { throw UserError("{}: {}", "{0}", "100 % {unfinished"); }), "{0}: 100 % {unfinished");
+  EXPECT_EQ(message_of<InternalError>([] { throw_check_failed("x.cpp", 3, "a", "{}"); }),
+            "x.cpp:3: broken invariant `a`: {}");
+}
+
+TEST(Errors, PathsBeginAtTheSourceFolder) {
+  const std::pair<const char*, const char*> cases[] = {{"/home/somebody/src/core/arena.cpp", "src/core/arena.cpp"},
+                                                       {"/src/tree/src/a.cpp", "src/a.cpp"},
+                                                       {"src/a.cpp", "src/a.cpp"},
+                                                       {"/elsewhere/a.cpp", "/elsewhere/a.cpp"},
+                                                       {"", ""}};
+  for (const auto& [file, shown] : cases)
+    EXPECT_EQ(message_of<InternalError>([&] { throw_check_failed(file, 12, "c", ""); }),
+              std::string(shown) + ":12: broken invariant `c`");
+}
+
+// Who catches one kind must not catch another: the exit code depends on it.
+TEST(Errors, KindsAreApart) {
+  EXPECT_EQ(message_of<UserError>([] {
+              EXPECT_EQ(message_of<InternalError>([] {
+                          EXPECT_EQ(message_of<OutOfMemory>([] { throw InternalError("i"); }), kNothingThrown);
+                        }),
+                        "i");
+              throw UserError("u");
+            }),
+            "u");
 }
 
 }  // namespace

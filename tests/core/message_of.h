@@ -6,6 +6,9 @@
 
 namespace sb {
 
+// What message_of() gives when there was no exception.
+inline const std::string kNothingThrown = "nothing was thrown";
+
 // What the exception of this kind that `action` throws says.
 template <typename Exception = UserError, typename Action>
 std::string message_of(const Action& action) {
@@ -14,7 +17,7 @@ std::string message_of(const Action& action) {
   } catch (const Exception& exception) {
     return exception.what();
   }
-  return "nothing was thrown";
+  return kNothingThrown;
 }
 
 }  // namespace sb
