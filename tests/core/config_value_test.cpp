@@ -17,13 +17,20 @@ ConfigValue value(const std::string& yaml) {
 
 TEST(ConfigValue, KindsOfValues) {
   const std::tuple<const char*, Kind, bool, const char*> cases[] = {
-      {"3", Kind::scalar, false, "'3'"},          {"'3'", Kind::scalar, true, "the text \"3\""},
-      {"\"\"", Kind::scalar, true, "the text \"\""}, {"", Kind::null, false, "nothing"},
-      {"~", Kind::null, false, "nothing"},        {"null", Kind::null, false, "nothing"},
-      {"NULL", Kind::null, false, "nothing"},     {"nULL", Kind::scalar, false, "'nULL'"},
-      {"'null'", Kind::scalar, true, "the text \"null\""}, {"[]", Kind::list, false, "a list"},
-      {"[1, 2]", Kind::list, false, "a list"},    {"{}", Kind::map, false, "a section"},
-      {"{a: 1}", Kind::map, false, "a section"},  {"# only a remark", Kind::null, false, "nothing"},
+      {"3", Kind::scalar, false, "'3'"},
+      {"'3'", Kind::scalar, true, "the text \"3\""},
+      {"\"\"", Kind::scalar, true, "the text \"\""},
+      {"", Kind::null, false, "nothing"},
+      {"~", Kind::null, false, "nothing"},
+      {"null", Kind::null, false, "nothing"},
+      {"NULL", Kind::null, false, "nothing"},
+      {"nULL", Kind::scalar, false, "'nULL'"},
+      {"'null'", Kind::scalar, true, "the text \"null\""},
+      {"[]", Kind::list, false, "a list"},
+      {"[1, 2]", Kind::list, false, "a list"},
+      {"{}", Kind::map, false, "a section"},
+      {"{a: 1}", Kind::map, false, "a section"},
+      {"# only a remark", Kind::null, false, "nothing"},
   };
   for (const auto& [yaml, kind, quoted, described] : cases) {
     const ConfigValue read = value(yaml);
@@ -54,15 +61,14 @@ TEST(ConfigValue, EverythingKnowsItsLine) {
 }
 
 TEST(ConfigValue, WholeNumbersAtTheirBorders) {
-  const std::pair<const char*, int64_t> good[] = {{"0", 0},
-                                                  {"-0", 0},
-                                                  {"007", 7},
-                                                  {"-9223372036854775808", INT64_MIN},
-                                                  {"9223372036854775807", INT64_MAX}};
-  for (const auto& [text, number] : good) EXPECT_EQ(config_integer(value(text), "n", INT64_MIN, INT64_MAX), number) << text;
+  const std::pair<const char*, int64_t> good[] = {
+      {"0", 0}, {"-0", 0}, {"007", 7}, {"-9223372036854775808", INT64_MIN}, {"9223372036854775807", INT64_MAX}};
+  for (const auto& [text, number] : good)
+    EXPECT_EQ(config_integer(value(text), "n", INT64_MIN, INT64_MAX), number) << text;
   for (const char* text : {"+1", "1_000", "0x10", "1e3", "1.", "--1", "1 2", "one", "''", "[]", "~"})
-    EXPECT_NE(message_of([&] { config_integer(value(text), "n", INT64_MIN, INT64_MAX); }).find("expected a whole number"),
-              std::string::npos)
+    EXPECT_NE(
+        message_of([&] { config_integer(value(text), "n", INT64_MIN, INT64_MAX); }).find("expected a whole number"),
+        std::string::npos)
         << text;
   for (const char* text : {"9223372036854775808", "-9223372036854775809", "99999999999999999999999999"})
     EXPECT_NE(message_of([&] { config_integer(value(text), "n", INT64_MIN, INT64_MAX); }).find("does not fit 64 bits"),
@@ -74,10 +80,12 @@ TEST(ConfigValue, WholeNumbersAtTheirBorders) {
 }
 
 TEST(ConfigValue, NumbersInEveryWriting) {
-  const std::pair<const char*, double> good[] = {{"0", 0.0},       {"-2.5", -2.5}, {".5", 0.5},     {"5.", 5.0},
-                                                 {"1e-3", 0.001},  {"1E3", 1000},  {"1e300", 1e300}, {"4.9e-324", 4.9e-324}};
+  const std::pair<const char*, double> good[] = {{"0", 0.0},       {"-2.5", -2.5},        {".5", 0.5},
+                                                 {"5.", 5.0},      {"1e-3", 0.001},       {"1E3", 1000},
+                                                 {"1e300", 1e300}, {"4.9e-324", 4.9e-324}};
   for (const auto& [text, number] : good) EXPECT_EQ(config_number(value(text), "n", -1e308, 1e308), number) << text;
-  for (const char* text : {"+1", "1,5", "1e", "e1", "nan", "-inf", "infinity", "1e400", "'1'", "[1]", "{}", "~", "0x1p3"})
+  for (const char* text :
+       {"+1", "1,5", "1e", "e1", "nan", "-inf", "infinity", "1e400", "'1'", "[1]", "{}", "~", "0x1p3"})
     EXPECT_NE(message_of([&] { config_number(value(text), "n", -1e308, 1e308); }).find("expected a number"),
               std::string::npos)
         << text;
@@ -85,9 +93,26 @@ TEST(ConfigValue, NumbersInEveryWriting) {
 
 // Whatever a text holds (but bytes that are no UTF-8), printed and read again it is the same.
 TEST(ConfigValue, TextsSurviveTheWayThroughYaml) {
-  std::vector<std::string> texts = {"a...b", "...", "a:b", "a: b", "a #b", "a\r\nb", "\"", "\\x41", "\xC2\x85",
-                                    "\xE2\x80\xA8", "x\xEF\xBB\xBFy", "\xF0\x9F\x98\x80", "=", "/", ".", "_", "yes",
-                                    std::string("a\0b", 3), std::string("\0", 1), std::string(5000, ' ')};
+  std::vector<std::string> texts = {"a...b",
+                                    "...",
+                                    "a:b",
+                                    "a: b",
+                                    "a #b",
+                                    "a\r\nb",
+                                    "\"",
+                                    "\\x41",
+                                    "\xC2\x85",
+                                    "\xE2\x80\xA8",
+                                    "x\xEF\xBB\xBFy",
+                                    "\xF0\x9F\x98\x80",
+                                    "=",
+                                    "/",
+                                    ".",
+                                    "_",
+                                    "yes",
+                                    std::string("a\0b", 3),
+                                    std::string("\0", 1),
+                                    std::string(5000, ' ')};
   for (int code = 1; code < 0x80; ++code) {
     texts.push_back(std::string(1, static_cast<char>(code)));
     texts.push_back({'a', static_cast<char>(code), 'b'});
