@@ -93,7 +93,7 @@ double mean(const Series& series) {
 
 double median(std::vector<double> values) {
   std::sort(values.begin(), values.end());
-  return values.empty() ? 0.0 : values[values.size() / 2];
+  return values[values.size() / 2];
 }
 
 // Of every micro-batch that was planned and measured, predicted and measured milliseconds.
@@ -152,7 +152,8 @@ std::string summary_table(const ReportInput& input) {
         const auto took = measured->find(step);
         if (took != measured->end() && took->second > 0) errors.push_back(std::abs(value / took->second - 1));
       }
-      row("error of the predicted step time, median", fmt::format("{:.1f} %", 100 * median(errors)));
+      if (!errors.empty())
+        row("error of the predicted step time, median", fmt::format("{:.1f} %", 100 * median(errors)));
     }
   if (const Series* planning = find(metrics, "planning_percent"))
     row("planning and tuning, share of the step", fmt::format("{:.2f} %", mean(*planning)));
