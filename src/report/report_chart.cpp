@@ -99,10 +99,10 @@ std::string chart_figure(const Chart& chart) {
   for (const double tick : ticks(ys))
     out += fmt::format(
         "<line class=\"grid\" x1=\"{0}\" x2=\"{1}\" y1=\"{2:.1f}\" y2=\"{2:.1f}\"/><text class=\"tick\" x=\"{3}\" "
-        "y=\"{4:.1f}\" text-anchor=\"end\">{5:.6g}</text>\n",
+        "y=\"{4:.1f}\" text-anchor=\"end\">{5:.10g}</text>\n",
         kLeft, kWidth - kRight, py(tick), kLeft - 6, py(tick) + 4, tick);
   for (const double tick : ticks(xs))
-    out += fmt::format("<text class=\"tick\" x=\"{:.1f}\" y=\"{}\" text-anchor=\"middle\">{:.6g}</text>\n", px(tick),
+    out += fmt::format("<text class=\"tick\" x=\"{:.1f}\" y=\"{}\" text-anchor=\"middle\">{:.10g}</text>\n", px(tick),
                        kHeight - kBottom + 16, tick);
   out += fmt::format("<text class=\"tick\" x=\"{}\" y=\"{}\" text-anchor=\"end\">{}</text>\n", kWidth - kRight,
                      kHeight - 6, markup_text(chart.x_title));
