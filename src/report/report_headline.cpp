@@ -110,7 +110,7 @@ std::string time_text(const RunMetrics& metrics) {
       fmt::format(": ranks computed {:.0f} % of the time and were idle {:.0f} %", 100 - mean(*bubbles), mean(*bubbles));
   if (const Series* schedule = find(metrics, "predicted_bubble_percent"))
     text += fmt::format(" ({:.0f} % by the predicted schedule alone)", mean(*schedule));
-  if (const Series* waited = find(metrics, "planning_wait_ms"))
+  if (const Series* waited = find(metrics, "planning_wait_ms"); waited && sum(*steps) > 0)
     text += fmt::format("; waiting for plans took {:.1f} %", 100 * sum(*waited) / sum(*steps));
   return text + ".";
 }
