@@ -48,7 +48,8 @@ ReportInput read_run(const std::filesystem::path& directory, int64_t step) {
   SB_USER_CHECK(std::filesystem::exists(metrics), "{}: has no metrics.jsonl; name the train.output_dir of a run",
                 directory.string());
   ReportInput input;
-  input.name = std::filesystem::absolute(directory).lexically_normal().filename().string();
+  const std::filesystem::path whole = std::filesystem::absolute(directory).lexically_normal();
+  input.name = (whole.has_filename() ? whole : whole.parent_path()).filename().string();  // "runs/a" and "runs/a/"
   if (input.name.empty()) input.name = directory.string();
   input.metrics = read_metrics(metrics);
   input.step = step;
