@@ -116,7 +116,7 @@ TEST(Report, TheHeadlineSaysWhatBalancingGained) {
             std::string::npos);
   EXPECT_NE(page.find("Qwen2 from scratch: 2 layers of 128, 4 heads, vocabulary of 64"), std::string::npos);
   EXPECT_NE(page.find("the task chunk_recall, sequences of up to 128 tokens"), std::string::npos);
-  EXPECT_NE(page.find("2 ranks (data 2 × pipeline 1 × context 1) on Some CPU, 2 cores"), std::string::npos);
+  EXPECT_NE(page.find("2 ranks (data 2 × pipeline 1 × context 1 × tensor 1) on Some CPU, 2 cores"), std::string::npos);
   EXPECT_LT(page.find("as fast</b>"), page.find("<figure")) << "before everything else";
   input.run_config = "model: [";
   EXPECT_EQ(write_report(input).find("<th>model</th>"), std::string::npos) << "a damaged file is no reason to fail";
