@@ -105,8 +105,9 @@ TEST(CostModel, LayoutsAndBudgetsThatDoNotWorkAreNamed) {
       {{}, after, "attention.dense_layers: 36, but the model has layers 0 to 35"},
       {{}, less, "the largest budget 8191 is below the base budget 8192"},
   };
-  for (const auto& [layout, with, said] : cases)
-    EXPECT_NE(message_of([&] { CostModel(latency, with, layout); }).find(said), std::string::npos) << said;
+  for (const Case& one : cases)
+    EXPECT_NE(message_of([&] { CostModel(latency, one.spec, one.layout); }).find(one.said), std::string::npos)
+        << one.said;
   AttentionSpec least = spec;
   least.budget = 640;
   EXPECT_NO_THROW(CostModel(latency, least, {.pp = 36}));
