@@ -10,6 +10,7 @@
 #include "cli/at_least.h"
 #include "cli/commands.h"
 #include "cli/output_file.h"
+#include "core/config/config_value.h"
 #include "core/errors.h"
 #include "data/files/token_file.h"
 #include "data/text/token_origin.h"
@@ -72,12 +73,14 @@ std::string run_yaml(const InitArguments& arguments, const Choice& choice) {
       "model:\n"
       "  path: {3}\n",
       arguments.out, choice.ranks > 1 ? fmt::format(" --ranks {}", choice.ranks) : "", choice.cuda ? "cuda" : "cpu",
-      arguments.model);
+      yaml_text(arguments.model));
   if (choice.stretch() > 1)
     text += fmt::format(
         "  # The model has {} positions; YaRN stretches them to the length below.\n"
         "  rope: {{ type: yarn, factor: {}, original_max_position_embeddings: {} }}\n",
         choice.positions, choice.stretch(), choice.positions);
+  std::vector<std::string> data;
+  for (const std::string& path : arguments.data) data.push_back(yaml_text(path));
   text += fmt::format(
       "data:\n"
       "  train: [{}]\n"
@@ -85,7 +88,7 @@ std::string run_yaml(const InitArguments& arguments, const Choice& choice) {
       "  max_sequence_length: {}\n"
       "# Sequences per optimizer step, of all ranks; a micro-batch is packed up to this many tokens.\n"
       "batch: {{ global_batch_size: {}, micro_batch_tokens: {} }}\n",
-      fmt::join(arguments.data, ", "), choice.longest, choice.length, std::max(16, 4 * choice.ranks), choice.length);
+      fmt::join(data, ", "), choice.longest, choice.length, std::max(16, 4 * choice.ranks), choice.length);
   if (choice.sparse())
     text += fmt::format(
         "# Every query attends to about {} keys. Safer and slower: pattern: dense.\n"
@@ -108,7 +111,7 @@ std::string run_yaml(const InitArguments& arguments, const Choice& choice) {
       "optimizer: {{ learning_rate: 1.0e-5, schedule: cosine, warmup_ratio: 0.03, min_learning_rate_ratio: 0.1 }}\n"
       "# One pass over the data. `recompute: layer` takes less memory, `none` less time.\n"
       "train: {{ num_train_epochs: 1, recompute: attention, save_steps: 100, save_total_limit: 3, output_dir: {} }}\n",
-      (fs::path("runs") / fs::path(arguments.out).stem()).string());
+      yaml_text((fs::path("runs") / fs::path(arguments.out).stem()).string()));
   return text;
 }
 

@@ -16,6 +16,19 @@ namespace sb {
 
 namespace fs = std::filesystem;
 
+namespace {
+
+// What a link points to, also where nothing is there yet.
+fs::path followed(fs::path path) {
+  constexpr int kMostLinks = 40;  // as many as Linux follows
+  std::error_code unknown;
+  for (int i = 0; i < kMostLinks && fs::is_symlink(path, unknown); ++i)
+    path = path.parent_path() / fs::read_symlink(path, unknown);
+  return path;
+}
+
+}  // namespace
+
 void check_output(const std::string& path) {
   if (path.empty()) return;
   std::error_code unknown;
@@ -23,7 +36,7 @@ void check_output(const std::string& path) {
   const int file = ::open(path.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_NONBLOCK | O_CLOEXEC, 0644);
   SB_USER_CHECK(file >= 0, "{}: cannot be written: {}", path, std::strerror(errno));
   ::close(file);
-  if (!existed) fs::remove(path, unknown);
+  if (!existed) fs::remove(followed(path), unknown);
 }
 
 void write_output(const std::string& path, const std::string& text) {
@@ -33,9 +46,7 @@ void write_output(const std::string& path, const std::string& text) {
     file.write(text);
     return file.close();
   }
-  // What a link points to, and not the link, is replaced.
-  const fs::path target = fs::weakly_canonical(path, unknown);
-  replace_file(unknown ? fs::path(path) : target, text);
+  replace_file(followed(path), text);
 }
 
 std::string names_files(const std::string& prefix) {

@@ -6,8 +6,8 @@
 
 #include "cli/at_least.h"
 #include "cli/commands.h"
+#include "cli/output_file.h"
 #include "core/errors.h"
-#include "core/files/durable_file.h"
 #include "report/report.h"
 
 namespace sb {
@@ -24,12 +24,13 @@ void add_report_command(CLI::App& app) {
   command->add_option("--step", a->step, "step whose schedule is drawn (default: a typical one)")
       ->check(at_least(1), "POSITIVE");
   command->callback([a] {
+    check_output(a->out);
     const ReportInput input = read_run(a->run, a->step);
     SB_USER_CHECK(a->step == 0 || input.plans.steps.contains(a->step), "--step: {} has no plan of step {}",
                   (std::filesystem::path(a->run) / "plan.jsonl").string(), a->step);
     const std::filesystem::path out =
         a->out.empty() ? std::filesystem::path(a->run) / "report.html" : std::filesystem::path(a->out);
-    replace_file(out, write_report(input));
+    write_output(out.string(), write_report(input));
     fmt::print("written to {}; open it in a browser\n", out.string());
   });
 }

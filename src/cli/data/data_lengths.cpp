@@ -5,8 +5,8 @@
 #include <memory>
 
 #include "cli/data/data_commands.h"
+#include "cli/output_file.h"
 #include "core/errors.h"
-#include "core/files/durable_file.h"
 #include "core/random.h"
 #include "data/files/token_file.h"
 #include "data/length_statistics.h"
@@ -26,6 +26,7 @@ void write_lengths(const LengthsArguments& arguments) {
   SB_USER_CHECK(arguments.pool.empty() != arguments.paths.empty(),
                 "data lengths: give either --pool ({}) or --input with token files",
                 fmt::join(named_length_pools(), ", "));
+  check_output(arguments.output);
   std::vector<int64_t> lengths;
   if (!arguments.pool.empty()) lengths = find_lengths(arguments.pool);
   for (const std::string& path : expand_token_paths(arguments.paths)) {
@@ -44,7 +45,7 @@ void write_lengths(const LengthsArguments& arguments) {
   }
   std::string text = fmt::format("# {}\n", comment);
   for (int64_t length : lengths) text += fmt::format("{}\n", length);
-  replace_file(arguments.output, text);
+  write_output(arguments.output, text);
   std::printf("%s: %zu lengths\n%s", arguments.output.c_str(), lengths.size(),
               format_length_statistics(measure_lengths(lengths)).c_str());
 }

@@ -5,7 +5,6 @@
 #include "cli/data/data_commands.h"
 #include "cli/output_file.h"
 #include "core/errors.h"
-#include "core/files/durable_file.h"
 #include "data/files/token_writer.h"
 #include "data/synthetic/ruler_text.h"
 #include "data/synthetic/synthetic.h"
@@ -76,7 +75,7 @@ void synth_text(const SynthArguments& arguments) {
     lines += ruler_jsonl(make_ruler_sample(options, count, arguments.seed, i));
     lines += '\n';
   }
-  replace_file(arguments.output, lines);
+  write_output(arguments.output, lines);
   std::printf("%s: %lld samples of %s, lengths in %s\n", arguments.output.c_str(),
               static_cast<long long>(arguments.sequences), arguments.task.c_str(), tokenizer ? "tokens" : "words");
 }

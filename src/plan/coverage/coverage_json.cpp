@@ -9,6 +9,8 @@ namespace {
 
 using Json = nlohmann::ordered_json;
 
+constexpr int64_t kMostLayers = 1 << 14;
+
 std::vector<int64_t> ascending(const Json& json, const char* key, const std::string& where) {
   SB_USER_CHECK(json.contains(key) && json[key].is_array() && !json[key].empty(), "{}: `{}` must be a list of integers",
                 where, key);
@@ -30,8 +32,9 @@ CoverageTable parse_coverage(const std::string& text, const std::string& where) 
   SB_USER_CHECK(json.contains("version") && json["version"] == CoverageTable::kVersion, "{}: `version` must be {}",
                 where, CoverageTable::kVersion);
   CoverageTable table;
-  SB_USER_CHECK(json.contains("layers") && json["layers"].is_number_integer() && json["layers"].get<int64_t>() > 0,
-                "{}: `layers` must be a positive integer", where);
+  SB_USER_CHECK(json.contains("layers") && json["layers"].is_number_integer() && json["layers"].get<int64_t>() > 0 &&
+                    json["layers"].get<int64_t>() <= kMostLayers,
+                "{}: `layers` must be an integer from 1 to {}", where, kMostLayers);
   table.layers = json["layers"].get<int>();
   table.length_classes = ascending(json, "length_classes", where);
   table.budgets = ascending(json, "budgets", where);

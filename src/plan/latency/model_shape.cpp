@@ -13,6 +13,9 @@
 namespace sb {
 namespace {
 
+// No model has as much of anything, and numbers of parameters stay integers of 64 bits.
+constexpr int64_t kLargestSize = 1 << 20;
+
 const std::vector<ModelShape>& shapes() {
   // name, layers, hidden, heads, kv heads, head dim, intermediate, vocabulary, tied
   static const std::vector<ModelShape> all = {
@@ -86,6 +89,9 @@ void check_model_shape(const ModelShape& shape, const std::string& where) {
   SB_USER_CHECK(shape.layers > 0 && shape.hidden > 0 && shape.heads > 0 && shape.kv_heads > 0 && shape.head_dim > 0 &&
                     shape.intermediate > 0 && shape.vocabulary > 0,
                 "{}: every size of the model must be positive ({})", where, describe(shape));
+  SB_USER_CHECK(std::max({shape.layers, shape.hidden, shape.heads, shape.kv_heads, shape.head_dim, shape.intermediate,
+                          shape.vocabulary}) <= kLargestSize,
+                "{}: no size of a model is above {} ({})", where, kLargestSize, describe(shape));
   SB_USER_CHECK(shape.heads % shape.kv_heads == 0, "{}: {} heads cannot share {} key/value heads evenly", where,
                 shape.heads, shape.kv_heads);
 }

@@ -13,6 +13,7 @@ using Json = nlohmann::ordered_json;
 constexpr const char* kCoordinates[] = {"tokens", "tiles", "pairs", "scores"};
 // Beyond all that a machine could take, and small enough that sums and products of them stay numbers.
 constexpr double kLargest = 1e15, kLargestCoordinate = 1e24, kLeastStep = 1e-3;
+constexpr int64_t kMostGpus = 1 << 20, kMostBytes = int64_t{1} << 60;
 
 // Reads keys of one object and names the file and the key in every complaint.
 class Reader {
@@ -31,7 +32,15 @@ class Reader {
   int64_t integer(const char* key) const {
     const Json& value = get(key);
     SB_USER_CHECK(value.is_number_integer(), "{}.{}: must be an integer", where_, key);
+    SB_USER_CHECK(!value.is_number_unsigned() || value.get<uint64_t>() <= INT64_MAX, "{}.{}: {} is too large", where_,
+                  key, value.get<uint64_t>());
     return value.get<int64_t>();
+  }
+  int64_t count(const char* key, int64_t least, int64_t most) const {
+    const int64_t value = integer(key);
+    SB_USER_CHECK(value >= least && value <= most, "{}.{}: must be from {} to {}, got {}", where_, key, least, most,
+                  value);
+    return value;
   }
   std::string text(const char* key) const {
     const Json& value = get(key);
@@ -213,12 +222,11 @@ Profile parse_profile(const std::string& text, const std::string& where) {
   profile.transfer_between = read_link(links.child("transfer_between"));
   profile.reduce_inside = read_link(links.child("reduce_inside"));
   profile.reduce_between = read_link(links.child("reduce_between"));
-  profile.gpus_per_node = static_cast<int>(reader.integer("gpus_per_node"));
-  SB_USER_CHECK(profile.gpus_per_node > 0, "{}.gpus_per_node: must be positive", where);
+  profile.gpus_per_node = static_cast<int>(reader.count("gpus_per_node", 1, kMostGpus));
   profile.peak_tflops = reader.number("peak_tflops");
-  profile.memory_bytes = reader.integer("memory_bytes");
+  profile.memory_bytes = reader.count("memory_bytes", 0, kMostBytes);
   const Reader error = reader.child("held_out_error");
-  profile.held_out = {error.number("median"), error.number("p95"), error.integer("count")};
+  profile.held_out = {error.number("median"), error.number("p95"), error.count("count", 0, INT64_MAX)};
   if (!profile.prefix_measured) assume_prefix(profile);
   return profile;
 }
