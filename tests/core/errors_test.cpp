@@ -59,9 +59,9 @@ TEST(Errors, PathsBeginAtTheSourceFolder) {
                                                        {"src/a.cpp", "src/a.cpp"},
                                                        {"/elsewhere/a.cpp", "/elsewhere/a.cpp"},
                                                        {"", ""}};
-  for (const auto& [file, shown] : cases)
-    EXPECT_EQ(message_of<InternalError>([&] { throw_check_failed(file, 12, "c", ""); }),
-              std::string(shown) + ":12: broken invariant `c`");
+  for (const auto& test : cases)
+    EXPECT_EQ(message_of<InternalError>([&] { throw_check_failed(test.first, 12, "c", ""); }),
+              std::string(test.second) + ":12: broken invariant `c`");
 }
 
 // Who catches one kind must not catch another: the exit code depends on it.

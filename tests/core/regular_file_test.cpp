@@ -62,10 +62,10 @@ TEST_F(RegularFileTest, OtherKindsAreRefusedAtOnce) {
                                                     {directory_ / "pipe", "it is a pipe"},
                                                     {"/dev/null", "it is a device"},
                                                     {directory_ / "none", "No such file or directory"}};
-  for (const auto& [path, reason] : cases) {
-    const std::string message = message_of([&] { check_regular_file(path); });
-    EXPECT_TRUE(message.starts_with(path.string() + ": ")) << message;
-    EXPECT_NE(message.find(reason), std::string::npos) << message;
+  for (const auto& test : cases) {
+    const std::string message = message_of([&] { check_regular_file(test.first); });
+    EXPECT_TRUE(message.starts_with(test.first.string() + ": ")) << message;
+    EXPECT_NE(message.find(test.second), std::string::npos) << message;
   }
 }
 

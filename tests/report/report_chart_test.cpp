@@ -37,8 +37,10 @@ TEST(Chart, PlacesAndTicksByArithmetic) {
   // y begins at zero, since its least is less than 0.3 of its greatest, and has 5 % of room above: 0 to 10.5.
   const std::string figure = figure_of({{0, 0}, {5, 10}, {10, 5}});
   EXPECT_EQ(numbers_of(figure, "y2=\"", "\""), (std::vector<double>{222, 182.4, 142.8, 103.1, 63.5, 23.9}));
-  EXPECT_EQ(parts_of(figure, "text-anchor=\"end\">", "<"), (std::vector<std::string>{"0", "2", "4", "6", "8", "10", "step"}));
-  EXPECT_EQ(parts_of(figure, "text-anchor=\"middle\">", "<"), (std::vector<std::string>{"0", "2", "4", "6", "8", "10"}));
+  EXPECT_EQ(parts_of(figure, "text-anchor=\"end\">", "<"),
+            (std::vector<std::string>{"0", "2", "4", "6", "8", "10", "step"}));
+  EXPECT_EQ(parts_of(figure, "text-anchor=\"middle\">", "<"),
+            (std::vector<std::string>{"0", "2", "4", "6", "8", "10"}));
   EXPECT_EQ(parts_of(figure, "<path d=\"", "\""), std::vector<std::string>{"M64.0 222.0L305.0 23.9L546.0 123.0"});
   EXPECT_EQ(figure.find("<circle"), std::string::npos);
   // Far from zero the axis begins near the least: 0.5 of room on both sides of 100 to 110.
@@ -48,9 +50,9 @@ TEST(Chart, PlacesAndTicksByArithmetic) {
 
 // Multiples of 1, 2 or 5 times a power of ten, a few of them, inside the frame, no label twice.
 TEST(Chart, TicksOfManyRanges) {
-  const std::pair<double, double> ranges[] = {{0, 1},        {-1, 1},       {3, 100},          {0.5, 0.50001}, {1e-6, 2e-6},
-                                              {-7e14, 7e14}, {-0.3, -0.29}, {1e6, 1e6 + 3},    {0, 7},         {1, 200'000},
-                                              {0, 1e-300},   {5e8, 5e8 + 1}, {1'200'000, 1'200'040}};
+  const std::pair<double, double> ranges[] = {
+      {0, 1},         {-1, 1}, {3, 100},     {0.5, 0.50001}, {1e-6, 2e-6},   {-7e14, 7e14},         {-0.3, -0.29},
+      {1e6, 1e6 + 3}, {0, 7},  {1, 200'000}, {0, 1e-300},    {5e8, 5e8 + 1}, {1'200'000, 1'200'040}};
   for (const auto& [low, high] : ranges) {
     SCOPED_TRACE(testing::Message() << low << " to " << high);
     const std::string figure = figure_of({{low, low}, {high, high}});

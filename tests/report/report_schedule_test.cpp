@@ -91,7 +91,8 @@ TEST(ReportSchedule, OperationsAreDrawnToScale) {
   for (const std::string& rectangle : parts_of(figure, "<rect x=", ">"))
     widths.push_back(numbers_of(rectangle, " width=\"", "\"").at(0));
   near(widths, {1000 / 30.0, 2000 / 30.0, 100, 200, 200, 400});
-  EXPECT_NE(figure.find("forward of micro-batch 2 (1 sequence, 100 tokens): 6.00 ms, slack 0.00 ms"), std::string::npos);
+  EXPECT_NE(figure.find("forward of micro-batch 2 (1 sequence, 100 tokens): 6.00 ms, slack 0.00 ms"),
+            std::string::npos);
 }
 
 TEST(ReportSchedule, WhatIsShortIsStillThere) {

@@ -60,7 +60,8 @@ TEST(ReportMetrics, LinesOfEveryKind) {
 }
 
 TEST(ReportMetrics, ALaterLineOfAStepWinsValueByValue) {
-  const RunMetrics metrics = parse("{\"step\":5,\"a\":1,\"b\":2}\n{\"step\":4,\"a\":7}\n{\"step\":5,\"a\":3,\"b\":null}\n");
+  const RunMetrics metrics =
+      parse("{\"step\":5,\"a\":1,\"b\":2}\n{\"step\":4,\"a\":7}\n{\"step\":5,\"a\":3,\"b\":null}\n");
   EXPECT_EQ(metrics.series.at("a"), (std::map<int64_t, double>{{4, 7.0}, {5, 3.0}}));
   EXPECT_EQ(metrics.series.at("b"), (std::map<int64_t, double>{{5, 2.0}}));
 }
@@ -129,7 +130,8 @@ TEST(ReportText, WhereTheTimeWent) {
             "4.0 s in 2 steps: ranks computed 70 % of the time and were idle 30 % (10 % by the predicted schedule "
             "alone); waiting for plans took 2.5 %.");
   series["step_ms"] = {{1, 0}};
-  EXPECT_EQ(report_headline(input).find("waiting for plans"), std::string::npos) << "no share of a clock that stood still";
+  EXPECT_EQ(report_headline(input).find("waiting for plans"), std::string::npos)
+      << "no share of a clock that stood still";
 }
 
 TEST(ReportText, WhatBalancingGained) {
