@@ -17,7 +17,7 @@
 #include "core/errors.h"
 #include "data/synthetic/synthetic.h"
 #include "model/hf_checkpoint.h"
-#include "model/stage.h"
+#include "model/stage/stage.h"
 #include "train/packing.h"
 
 namespace {

@@ -11,7 +11,7 @@
 #include "attention/forwarding_attention.h"
 #include "comm/thread_communicator.h"
 #include "core/random.h"
-#include "model/stage.h"
+#include "model/stage/stage.h"
 #include "parallel/ring/context_batch.h"
 #include "parallel/ring/ring_attention.h"
 

@@ -25,7 +25,7 @@
 #include "data/synthetic/synthetic.h"
 #include "device/blas.h"
 #include "model/hf_checkpoint.h"
-#include "model/stage.h"
+#include "model/stage/stage.h"
 #include "train/packing.h"
 
 namespace {

@@ -13,7 +13,7 @@
 #include "bench/timing.h"
 #include "core/cpu_isa.h"
 #include "core/random.h"
-#include "model/stage.h"
+#include "model/stage/stage.h"
 #include "ops/adamw.h"
 
 namespace {

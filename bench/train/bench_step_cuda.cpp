@@ -32,7 +32,7 @@
 #include "device/cuda_products.h"
 #include "device/event.h"
 #include "device/memory.h"
-#include "model/stage.h"
+#include "model/stage/stage.h"
 #include "ops/adamw.h"
 #include "parallel/host_optimizer_state.h"
 

@@ -12,7 +12,7 @@
 #include "data/tokenizer/tokenizer.h"
 #include "device/context.h"
 #include "eval/generation.h"
-#include "model/stage.h"
+#include "model/stage/stage.h"
 
 namespace sb {
 

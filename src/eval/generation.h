@@ -6,7 +6,7 @@
 
 #include "eval/cached_attention.h"
 #include "eval/sampling.h"
-#include "model/stage.h"
+#include "model/stage/stage.h"
 
 namespace sb {
 

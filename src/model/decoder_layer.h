@@ -7,7 +7,7 @@
 #include "model/layer_run.h"
 #include "model/model_config.h"
 #include "model/parameters.h"
-#include "model/stage.h"
+#include "model/recompute.h"
 #include "model/waiting/piece_store.h"
 
 namespace sb {

@@ -4,7 +4,7 @@
 #include <string>
 #include <vector>
 
-#include "model/stage.h"
+#include "model/stage/stage.h"
 #include "parallel/shard_layout.h"
 
 namespace sb {

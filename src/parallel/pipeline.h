@@ -9,7 +9,7 @@
 
 #include "comm/communicator.h"
 #include "core/arena.h"
-#include "model/stage.h"
+#include "model/stage/stage.h"
 
 namespace sb {
 

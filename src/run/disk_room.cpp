@@ -5,7 +5,7 @@
 
 #include "core/log.h"
 #include "core/memory_plan.h"
-#include "model/stage.h"
+#include "model/stage/stage.h"
 #include "run/checkpoint/checkpoint.h"
 #include "run/time_left.h"
 

@@ -6,7 +6,7 @@
 #include "attention/attention.h"
 #include "core/memory_plan.h"
 #include "device/exec.h"
-#include "model/stage.h"
+#include "model/stage/stage.h"
 #include "parallel/gradient_reducer.h"
 #include "parallel/grid.h"
 #include "parallel/model_layout.h"

@@ -14,7 +14,7 @@
 #include "core/thread_pool.h"
 #include "data/sequence_source.h"
 #include "device/context.h"
-#include "model/stage.h"
+#include "model/stage/stage.h"
 #include "plan/planner/step_planner.h"
 #include "run/checkpoint/checkpoint.h"
 #include "run/checkpoint_saver.h"

@@ -7,7 +7,7 @@
 #include "attention/cpu/dense_attention.h"
 #include "attention/cpu/sparse_attention.h"
 #include "core/random.h"
-#include "model/stage.h"
+#include "model/stage/stage.h"
 
 namespace sb {
 namespace {

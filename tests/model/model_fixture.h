@@ -9,7 +9,7 @@
 #include "core/thread_pool.h"
 #include "device/context.h"
 #include "model/micro_batch.h"
-#include "model/stage.h"
+#include "model/stage/stage.h"
 #include "model/tensors/safetensors.h"
 #include "ops/adamw.h"
 #include "tests/model/naive_attention.h"

@@ -1,4 +1,4 @@
-#include "model/stage.h"
+#include "model/stage/stage.h"
 
 #include <gtest/gtest.h>
 

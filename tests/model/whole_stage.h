@@ -4,7 +4,7 @@
 #include <vector>
 
 #include "core/random.h"
-#include "model/stage.h"
+#include "model/stage/stage.h"
 #include "tests/model/model_fixture.h"
 #include "tests/model/naive_attention.h"
 

@@ -9,7 +9,7 @@
 #include "attention/forwarding_attention.h"
 #include "attention/gpu/attention_memory.h"
 #include "comm/thread_communicator.h"
-#include "model/stage_memory.h"
+#include "model/stage/stage_memory.h"
 #include "parallel/ring/context_layout.h"
 #include "parallel/ring/gpu/cuda_ring_memory.h"
 #include "plan/latency/adapter_profile.h"

@@ -16,7 +16,7 @@
 #include "device/cuda.h"
 #include "device/event.h"
 #include "device/memory.h"
-#include "model/stage.h"
+#include "model/stage/stage.h"
 #include "ops/adamw.h"
 #include "run/config/recompute_words.h"
 

@@ -5,7 +5,7 @@
 
 #include "model/adapter/peft_adapter.h"
 #include "model/hf_checkpoint.h"
-#include "model/stage.h"
+#include "model/stage/stage.h"
 
 namespace sb {
 

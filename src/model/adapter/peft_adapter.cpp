@@ -7,7 +7,7 @@
 #include "core/files/durable_file.h"
 #include "core/utf8.h"
 #include "device/blas.h"
-#include "model/stage.h"
+#include "model/stage/stage.h"
 
 namespace sb {
 namespace {

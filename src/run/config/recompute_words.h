@@ -1,7 +1,7 @@
 #pragma once
 
 #include "core/words.h"
-#include "model/stage.h"
+#include "model/stage/stage.h"
 
 namespace sb {
 

@@ -12,7 +12,7 @@
 #include "data/synthetic/synthetic.h"
 #include "model/lora/lora_config.h"
 #include "model/model_config.h"
-#include "model/stage.h"
+#include "model/stage/stage.h"
 #include "parallel/grid.h"
 #include "parallel/ring/context_placement.h"
 #include "plan/batching/batching_policy.h"

@@ -1,4 +1,4 @@
-#include "model/stage.h"
+#include "model/stage/stage.h"
 
 #include <algorithm>
 #include <cstring>
@@ -7,8 +7,10 @@
 #include "device/event.h"
 #include "device/memory.h"
 #include "model/initialization.h"
-#include "model/stage_memory.h"
-#include "model/stage_model.h"
+#include "model/stage/ends.h"
+#include "model/stage/slot.h"
+#include "model/stage/stage_memory.h"
+#include "model/stage/stage_model.h"
 #include "model/tensor_parallel/shared_rows.h"
 #include "model/waiting/layer_inputs.h"
 #include "model/waiting/piece_store.h"
@@ -21,58 +23,15 @@ namespace sb {
 
 namespace {
 
-TensorView vector_view(const std::vector<int32_t>& values) {
-  return {values.data(), {static_cast<int64_t>(values.size())}};
-}
-
 PiecePlace place_of(const MicroBatch& piece) {
   return {piece.piece_begin, piece.whole_size(), piece.piece_length, piece.size()};
 }
-
-// A micro-batch's ids where the operations find them.
-struct DeviceBatch {
-  TensorView tokens, positions, labels, weights;
-  TensorView sequences;  // the number of every token's sequence, where adapters drop elements of their input
-};
 
 // What the layers keep of a micro-batch between forward and backward.
 struct KeptLayers {
   LayerInputs inputs;
   std::vector<LayerSaved> saved;
   std::unique_ptr<Arena> memory;  // of its own; null: the slot's
-};
-
-// A micro-batch in flight.
-struct Slot {
-  enum class Holds { nothing, forward, evaluation };
-  Holds holds = Holds::nothing;
-  int64_t tokens = 0;
-  int64_t rows = 0;              // of these, that this rank has between the products
-  std::unique_ptr<Arena> arena;  // its part of the stage's activations
-  // [rows, H]. Not the last stage: its output. Last stage: after forward the gradient of the last layer's output, after
-  // evaluate the normed final hidden state.
-  TensorView end;
-  TensorView token_loss;
-  // Host memory: what the loss writes, of each piece of the rows, and on CUDA the ids on their way to the device.
-  HostMemory loss_memory, token_loss_memory, staging;
-  std::unique_ptr<Arena> inputs;
-  DeviceBatch ids;
-  std::vector<int32_t> sequences;  // what ids.sequences shows on the host
-  DeviceEvent uploaded, loss_ready;
-
-  Slot(const StageOptions& options, const StageBytes& bytes, bool has_loss)
-      : loss_memory(bytes.loss_pieces * static_cast<int64_t>(sizeof(LossSums)), options.device),
-        token_loss_memory(options.device == DeviceKind::cpu || !options.training || !has_loss
-                              ? 0
-                              : options.max_micro_batch_tokens * static_cast<int64_t>(sizeof(float)),
-                          options.device),
-        staging(bytes.inputs, options.device),
-        inputs(std::make_unique<Arena>(make_arena("micro-batch ids", bytes.inputs, options.device))),
-        uploaded(options.device),
-        loss_ready(options.device) {
-    for (int64_t i = 0; i < bytes.loss_pieces; ++i) new (loss(i)) LossSums;
-  }
-  LossSums* loss(int64_t piece) const { return static_cast<LossSums*>(loss_memory.data()) + piece; }
 };
 
 }  // namespace
@@ -98,6 +57,7 @@ struct Stage::Implementation {
   int64_t activations_used = 0;  // before it was divided anew
   Arena rope_arena, workspace, scratch;
   TensorView cos, sin;
+  StageEnds ends;
 
   Implementation(const ModelConfig& model_config, const StageOptions& stage_options, Attention& stage_attention,
                  int threads, TensorGroup* group)
@@ -113,7 +73,8 @@ struct Stage::Implementation {
         pieces(bytes.pieces, options.device),
         rope_arena(make_arena("rope table", bytes.rope_table, options.device)),
         workspace(make_arena("workspace", bytes.workspace, options.device)),
-        scratch(make_arena("scratch", bytes.scratch, options.device)) {
+        scratch(make_arena("scratch", bytes.scratch, options.device)),
+        ends(config, options, model, shared, workspace, bytes.loss_pieces) {
     model.parameters.allocate(options.training, options.device, options.dtype, options.with_values);
     if (options.lora.enabled())
       model.frozen.allocate(/*with_gradients=*/false, options.device, options.dtype, options.dtype == DType::f32);
@@ -266,73 +227,11 @@ struct Stage::Implementation {
     }
   }
 
-  // Empties the slot for a new micro-batch.
-  void begin(const Exec& exec, Slot& slot, const MicroBatch& batch) {
-    slot.arena->release(0);
-    slot.tokens = batch.size();
-    slot.rows = shared.shares().own(slot.tokens);
-    slot.end = slot.token_loss = {};
-    if (options.training || last) slot.end = slot.arena->allocate(options.dtype, {slot.rows, config.hidden_size});
-    if (last) slot.token_loss = slot.arena->allocate(DType::f32, {slot.tokens});
-    if (options.lora.dropout > 0) number_sequences(batch, slot.sequences);
-    slot.ids = {vector_view(batch.tokens), vector_view(batch.positions), vector_view(batch.labels),
-                TensorView(batch.weights.data(), {static_cast<int64_t>(batch.weights.size())}),
-                vector_view(slot.sequences)};
-    if (options.device == DeviceKind::cuda) upload_ids(exec, slot);
-  }
-
-  static void number_sequences(const MicroBatch& batch, std::vector<int32_t>& of_tokens) {
-    SB_CHECK(std::ssize(batch.sequence_ids) == batch.sequences(), "{} ids of {} sequences", batch.sequence_ids.size(),
-             batch.sequences());
-    of_tokens.resize(static_cast<size_t>(batch.size()));
-    for (size_t s = 0; s < batch.sequence_ids.size(); ++s)
-      std::fill(of_tokens.begin() + batch.cu_seqlens[s], of_tokens.begin() + batch.cu_seqlens[s + 1],
-                static_cast<int32_t>(batch.sequence_ids[s]));
-  }
-
-  // Through page-locked memory, so that the host does not wait; from then on slot.ids lie on the device.
-  static void upload_ids(const Exec& exec, Slot& slot) {
-    slot.uploaded.wait();  // for the ids before these
-    slot.inputs->release(0);
-    auto* next = static_cast<char*>(slot.staging.data());
-    for (TensorView* ids :
-         {&slot.ids.tokens, &slot.ids.positions, &slot.ids.labels, &slot.ids.weights, &slot.ids.sequences}) {
-      // Stages in the middle have no labels, and a rank that shares short sequences maybe no tokens.
-      const TensorView there = slot.inputs->allocate(ids->dtype(), ids->shape());
-      if (ids->elements() > 0) std::memcpy(next, ids->raw(), static_cast<size_t>(ids->bytes()));
-      upload(exec, next, there);
-      next += Arena::rounded(ids->bytes());
-      *ids = there;
-    }
-    slot.uploaded.record(exec);
-  }
-
   void start_of_stream(const Exec& exec, const Slot& slot, TensorView input, TensorView x) {
-    if (!first) return copy_tensor(exec, input, x);
-    if (!shared.shared()) return embedding_forward(exec, slot.ids.tokens, model.embedding.weight(), x);
-    // Every rank knows some tokens: their sum is all of them.
-    shared.shares().each_piece(slot.tokens, [&](const SharedRows::Piece& piece) {
-      ArenaScope scope(workspace);
-      const TensorView all = shared.allocate(workspace, options.dtype, piece, config.hidden_size);
-      embedding_forward(exec, slot.ids.tokens.rows(piece.begin, piece.end), model.embedding.weight(),
-                        SharedRows::tokens(all, piece), options.tensor.begin(config.vocab_size));
-      shared.reduce_scatter(exec, all);
-      copy_tensor(exec, shared.own(all, piece), x.rows(piece.own_begin, piece.own_end));
-    });
-  }
-
-  void embedding_gradients(const Exec& exec, const Slot& slot, TensorView gradient) {
-    const TensorView table = model.embedding.gradient();
-    if (!model.embedding.add_to_gradient()) zero_tensor(exec, table);  // it gets rows, not all of it
-    if (!shared.shared()) return embedding_backward(exec, slot.ids.tokens, gradient, table);
-    shared.shares().each_piece(slot.tokens, [&](const SharedRows::Piece& piece) {
-      ArenaScope scope(workspace);
-      const TensorView all = shared.allocate(workspace, options.dtype, piece, config.hidden_size);
-      copy_tensor(exec, gradient.rows(piece.own_begin, piece.own_end), shared.own(all, piece));
-      shared.gather(exec, all);
-      embedding_backward(exec, slot.ids.tokens.rows(piece.begin, piece.end), SharedRows::tokens(all, piece), table,
-                         options.tensor.begin(config.vocab_size), config.vocab_size);
-    });
+    if (first)
+      ends.embed(exec, slot, x);
+    else
+      copy_tensor(exec, input, x);
   }
 
   // All layers of a micro-batch forward, with what backward needs; `stream` gets the last one's output. `again`: it ran
@@ -372,74 +271,6 @@ struct Stage::Implementation {
     run_layers(exec, batch, slot_index, {},
                workspace.allocate(options.dtype, {shared.shares().own(batch.size()), config.hidden_size}),
                /*again=*/true);
-  }
-
-  // body(piece, its number) for all rows: where ranks share the vocabulary as many at a time as layers take, else all.
-  template <typename Body>
-  void each_loss_piece(const Slot& slot, const Body& body) const {
-    int64_t number = 0;
-    if (shared.shared())
-      shared.shares().each_piece(slot.tokens, [&](const SharedRows::Piece& piece) { body(piece, number++); });
-    else
-      body(SharedRows::Piece{0, slot.tokens, slot.tokens, 0, slot.tokens}, number++);
-    for (; number < bytes.loss_pieces; ++number) *slot.loss(number) = {};
-  }
-
-  VocabularyPart vocabulary_part(const Exec& exec) const {
-    if (!shared.shared()) return {};
-    const TensorShare& share = options.tensor;
-    return {share.begin(config.vocab_size), config.vocab_size, share.ranks, share.rank,
-            [this, &exec](TensorView all) { shared.gather(exec, all); }};
-  }
-
-  static std::span<const int32_t> labels_of(const MicroBatch& batch, const SharedRows::Piece& piece) {
-    return std::span(batch.labels).subspan(static_cast<size_t>(piece.begin), static_cast<size_t>(piece.tokens()));
-  }
-
-  // Loss and, on the way, the gradient of `x`, the last layer's output; it stays in slot.end.
-  void loss_with_gradient(const Exec& exec, const MicroBatch& batch, Slot& slot, TensorView x) {
-    const VocabularyPart part = vocabulary_part(exec);
-    each_loss_piece(slot, [&](const SharedRows::Piece& piece, int64_t number) {
-      ArenaScope scope(workspace);
-      const TensorView own = x.rows(piece.own_begin, piece.own_end),
-                       end = slot.end.rows(piece.own_begin, piece.own_end);
-      const TensorView hidden = shared.allocate(workspace, options.dtype, piece, config.hidden_size);
-      const TensorView rstd = workspace.allocate(DType::f32, {piece.own()});
-      rmsnorm_forward(exec, own, model.final_norm.weight(), config.rms_norm_eps, shared.own(hidden, piece), rstd);
-      shared.gather(exec, hidden);
-      const TensorView gradient =
-          shared.shared() ? shared.allocate(workspace, options.dtype, piece, config.hidden_size) : end;
-      loss_forward_backward(exec, SharedRows::tokens(hidden, piece), model.head.weight(),
-                            slot.ids.labels.rows(piece.begin, piece.end), slot.ids.weights.rows(piece.begin, piece.end),
-                            options.loss_chunk, slot.token_loss.rows(piece.begin, piece.end),
-                            SharedRows::tokens(gradient, piece), model.head.gradient(), slot.loss(number),
-                            labels_of(batch, piece), model.head.trained() && model.head.add_to_gradient(), part);
-      shared.reduce_scatter(exec, gradient);
-      rmsnorm_backward(exec, own, model.final_norm.weight(), rstd, shared.own(gradient, piece), end,
-                       /*accumulate=*/false, model.final_norm.gradient());
-    });
-    if (!batch.sources.empty() && options.device != DeviceKind::cpu)
-      download(exec, slot.token_loss, slot.token_loss_memory.data());
-    slot.loss_ready.record(exec);
-  }
-
-  // Loss alone; the normed hidden state stays in slot.end for logits().
-  void loss_only(const Exec& exec, const MicroBatch& batch, Slot& slot, TensorView x) {
-    const VocabularyPart part = vocabulary_part(exec);
-    each_loss_piece(slot, [&](const SharedRows::Piece& piece, int64_t number) {
-      ArenaScope scope(workspace);
-      const TensorView hidden =
-          shared.shared() ? shared.allocate(workspace, options.dtype, piece, config.hidden_size) : slot.end;
-      const TensorView rstd = workspace.allocate(DType::f32, {piece.own()});
-      rmsnorm_forward(exec, x.rows(piece.own_begin, piece.own_end), model.final_norm.weight(), config.rms_norm_eps,
-                      shared.own(hidden, piece), rstd);
-      shared.gather(exec, hidden);
-      loss_forward(exec, SharedRows::tokens(hidden, piece), model.head.weight(),
-                   slot.ids.labels.rows(piece.begin, piece.end), slot.ids.weights.rows(piece.begin, piece.end),
-                   options.loss_chunk, slot.token_loss.rows(piece.begin, piece.end), slot.loss(number),
-                   labels_of(batch, piece), part);
-    });
-    slot.loss_ready.record(exec);
   }
 };
 
@@ -531,7 +362,7 @@ TensorView Stage::forward(const Exec& caller, const MicroBatch& batch, int slot_
   SB_CHECK(slot.holds != Slot::Holds::forward, "slot {} still waits for its backward", slot_index);
   const Exec exec = s.with_scratch(caller);
 
-  s.begin(exec, slot, batch);
+  slot.begin(exec, s.options, batch, s.last, s.config.hidden_size);
   if (batch.is_piece()) s.pieces.begin_forward(place_of(batch), slot_index);
   ArenaScope scope(s.workspace);
   const TensorView stream =
@@ -539,7 +370,7 @@ TensorView Stage::forward(const Exec& caller, const MicroBatch& batch, int slot_
   s.run_layers(exec, batch, slot_index, input, stream, /*again=*/false);
   slot.holds = Slot::Holds::forward;
   if (!s.last) return slot.end;
-  s.loss_with_gradient(exec, batch, slot, stream);
+  s.ends.loss_with_gradient(exec, batch, slot, stream);
   return {};
 }
 
@@ -550,7 +381,7 @@ TensorView Stage::evaluate(const Exec& caller, const MicroBatch& batch, int slot
   SB_CHECK(slot.holds != Slot::Holds::forward, "slot {} still waits for its backward", slot_index);
   const Exec exec = s.with_scratch(caller);
 
-  s.begin(exec, slot, batch);
+  slot.begin(exec, s.options, batch, s.last, s.config.hidden_size);
   s.at_hand = -1;
   if (batch.is_piece()) s.pieces.begin_forward(place_of(batch), slot_index);
   ArenaScope scope(s.workspace);
@@ -564,7 +395,7 @@ TensorView Stage::evaluate(const Exec& caller, const MicroBatch& batch, int slot
   }
   slot.holds = Slot::Holds::evaluation;
   if (!s.last) return saved.x;
-  s.loss_only(exec, batch, slot, saved.x);
+  s.ends.loss_only(exec, batch, slot, saved.x);
   return {};
 }
 
@@ -603,7 +434,7 @@ TensorView Stage::backward(const Exec& caller, const MicroBatch& batch, int slot
   }
   slot.holds = Slot::Holds::nothing;
   if (!s.first) return gradient;
-  if (s.model.embedding.trained()) s.embedding_gradients(exec, slot, gradient);
+  if (s.model.embedding.trained()) s.ends.embedding_gradients(exec, slot, gradient);
   down_to(0);
   return {};
 }

@@ -1,4 +1,4 @@
-#include "model/stage_model.h"
+#include "model/stage/stage_model.h"
 
 #include <algorithm>
 

@@ -5,7 +5,7 @@
 #include "model/decoder_layer.h"
 #include "model/model_config.h"
 #include "model/parameters.h"
-#include "model/stage.h"
+#include "model/stage/stage.h"
 
 namespace sb {
 

@@ -6,7 +6,7 @@
 #include "core/memory_plan.h"
 #include "model/model_config.h"
 #include "model/parameters.h"
-#include "model/stage.h"
+#include "model/stage/stage.h"
 #include "model/waiting/layer_inputs.h"
 #include "model/waiting/piece_store.h"
 

@@ -1,4 +1,4 @@
-#include "model/stage_memory.h"
+#include "model/stage/stage_memory.h"
 
 #include <algorithm>
 
