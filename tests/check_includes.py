@@ -14,7 +14,7 @@ ALLOWED = {
     "device": {"core"},
     "ops": {"core", "device"},
     "attention": {"core", "device", "ops"},
-    "model": {"core", "device", "ops", "attention"},
+    "model": {"core", "device", "ops", "attention", "comm"},
     "data": {"core"},
     "plan": {"core"},
     "comm": {"core", "device"},

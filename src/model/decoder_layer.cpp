@@ -4,6 +4,7 @@
 #include <cmath>
 
 #include "device/memory.h"
+#include "model/tensor_parallel/row_sums.h"
 #include "ops/adamw.h"
 #include "ops/linear.h"
 #include "ops/rmsnorm.h"
@@ -168,9 +169,10 @@ int64_t DecoderLayer::forward_workspace_bytes(const ModelConfig& config, DType d
   const Widths width(config);
   const TensorBytes of{tokens, dtype}, own{shares.most(tokens), dtype}, piece{shares.largest_piece(tokens), dtype},
       all{shares.padded_piece(tokens), dtype}, own_piece{all.tokens / shares.share().ranks, dtype};
-  const int64_t norm = all.activations({width.hidden}) + own_piece.statistics({1});
-  // Where ranks share products: their sums on the way.
-  const int64_t sums = shares.share().alone() ? 0 : all.activations({width.hidden});
+  // Where ranks share products, rows and sums of two pieces are on their way or in use at once.
+  const int64_t rooms = shares.rooms(tokens);
+  const int64_t norm = std::max<int64_t>(1, rooms) * (all.activations({width.hidden}) + own_piece.statistics({1}));
+  const int64_t sums = rooms * all.activations({width.hidden});
   int64_t operands = of.activations({width.query, width.key, width.key});
   if (config.qk_norm) operands += of.statistics({width.heads, width.kv_heads});
   const int64_t projection = norm + piece.activations({width.qkv}),
@@ -185,9 +187,13 @@ int64_t DecoderLayer::backward_workspace_bytes(const ModelConfig& config, DType 
   const TensorBytes of{tokens, dtype}, own{shares.most(tokens), dtype}, piece{shares.largest_piece(tokens), dtype},
       all{shares.padded_piece(tokens), dtype}, own_piece{all.tokens / shares.share().ranks, dtype};
   const bool none = recompute == Recompute::none;
-  // Where ranks share products: rows and gradients as these need them.
-  const int64_t gathered = shares.share().alone() ? 0 : all.activations({width.hidden});
-  const int64_t norm = none ? gathered : all.activations({width.hidden}) + own_piece.statistics({1});
+  // Where ranks share products, rows and gradients of two pieces are on their way or in use at once, and the sums of
+  // one piece's gradients.
+  const int64_t rooms = shares.rooms(tokens);
+  const int64_t gathered = rooms * all.activations({width.hidden});
+  const int64_t summed = rooms > 0 ? all.activations({width.hidden}) : 0;
+  const int64_t norm =
+      std::max<int64_t>(none ? 0 : 1, rooms) * (all.activations({width.hidden}) + own_piece.statistics({1}));
   const int64_t qkv = of.activations({width.qkv});
   const int64_t operands = of.activations({width.query, width.key, width.key});
 
@@ -197,8 +203,8 @@ int64_t DecoderLayer::backward_workspace_bytes(const ModelConfig& config, DType 
   if (!none) projection = restored + norm + (config.qk_norm ? 0 : piece.activations({width.qkv}));
   if (recompute == Recompute::layer) restored += of.activations({width.query}) + of.statistics({width.heads});
   const int64_t mlp = (none ? 0 : own.activations({width.hidden}) + piece.activations({2 * width.intermediate})) +
-                      norm + gathered + piece.activations({width.intermediate});
-  const int64_t attention = qkv + std::max({operands, norm, gathered});  // gradients
+                      norm + gathered + piece.activations({width.intermediate}) + summed;
+  const int64_t attention = qkv + std::max({operands, norm + summed, gathered});  // gradients
   return std::max(projection, restored + std::max(mlp, attention));
 }
 
@@ -245,9 +251,19 @@ Normed DecoderLayer::norm(const LayerRun& run, const ParameterPlace& norm, Tenso
   return to;
 }
 
-DecoderLayer::NormedPiece DecoderLayer::norm_piece(const LayerRun& run, const SharedRows::Piece& piece,
-                                                   const ParameterPlace& of, TensorView x, const Normed& kept_rows,
-                                                   bool again) const {
+DecoderLayer::NormRooms DecoderLayer::norm_rooms(const LayerRun& run) const {
+  NormRooms rooms;
+  const TokenShares& shares = run.rows.shares();
+  const int64_t tokens = run.tokens(), own = shares.padded_piece(tokens) / shares.share().ranks;
+  rooms.rows = run.rows.allocate_rooms(run.workspace, dtype_, tokens, config_.hidden_size);
+  for (int64_t i = 0; i < shares.rooms(tokens); ++i)
+    rooms.rstd[static_cast<size_t>(i)] = run.workspace.allocate(DType::f32, {own});
+  return rooms;
+}
+
+DecoderLayer::PieceRows DecoderLayer::begin_norm(const LayerRun& run, const SharedRows::Piece& piece,
+                                                 const ParameterPlace& of, TensorView x, const Normed& kept_rows,
+                                                 bool again, const NormRooms& rooms, size_t room) const {
   const TensorView own = x.rows(piece.own_begin, piece.own_end);
   const Normed kept = kept_rows.piece(piece.own_begin, piece.own_end);
   const bool there = again && !kept.rows.empty();
@@ -255,49 +271,58 @@ DecoderLayer::NormedPiece DecoderLayer::norm_piece(const LayerRun& run, const Sh
     const Normed normed = there ? kept : norm(run, of, own, kept);
     return {normed.rows, normed.rstd};
   }
-  const TensorView all = run.rows.allocate(run.workspace, dtype_, piece, x.dim(1)), place = run.rows.own(all, piece);
-  const Normed normed = there ? kept : norm(run, of, own, kept.rows.empty() ? Normed{place, {}} : kept);
+  const TensorView all = run.rows.part(rooms.rows[room], piece), place = run.rows.own(all, piece);
+  const Normed to = kept.rows.empty() ? Normed{place, rooms.rstd[room].rows(0, piece.own())} : kept;
+  if (!there) norm(run, of, own, to);
   if (!kept.rows.empty()) copy_tensor(run.exec, kept.rows, place);
-  run.rows.gather(run.exec, all);
-  return {all, normed.rstd};
+  return {all, to.rstd, run.rows.gather(all)};
 }
 
-TensorView DecoderLayer::all_rows(const LayerRun& run, const SharedRows::Piece& piece, TensorView own) const {
-  if (!run.rows.shared()) return own;
-  const TensorView all = run.rows.allocate(run.workspace, dtype_, piece, own.dim(1));
+DecoderLayer::PieceRows DecoderLayer::begin_gather(const LayerRun& run, const SharedRows::Piece& piece,
+                                                   TensorView stream, TensorView room) {
+  const TensorView own = stream.rows(piece.own_begin, piece.own_end);
+  if (!run.rows.shared()) return {own};
+  const TensorView all = run.rows.part(room, piece);
   copy_tensor(run.exec, own, run.rows.own(all, piece));
-  run.rows.gather(run.exec, all);
-  return SharedRows::tokens(all, piece);
+  return {all, {}, run.rows.gather(all)};
 }
 
-void DecoderLayer::add_product(const LayerRun& run, const SharedRows::Piece& piece, const LayerProduct& product,
-                               const ProductRows& x, TensorView residual, TensorView y) const {
-  if (!run.rows.shared()) return product.forward(run, piece.begin, x, y, residual);
-  ArenaScope scope(run.workspace);
-  const TensorView all = run.rows.allocate(run.workspace, dtype_, piece, y.dim(1));
-  product.forward(run, piece.begin, x, SharedRows::tokens(all, piece));
-  run.rows.reduce_scatter(run.exec, all);
-  add(run.exec, residual, run.rows.own(all, piece), y);
-}
-
-void DecoderLayer::norm_backward(const LayerRun& run, const SharedRows::Piece& piece, const ParameterPlace& norm,
-                                 TensorView x, const NormedPiece& gradients, TensorView gradient) const {
-  run.rows.reduce_scatter(run.exec, gradients.all);
-  rmsnorm_backward(run.exec, x.rows(piece.own_begin, piece.own_end), weight(norm), gradients.rstd,
-                   run.rows.own(gradients.all, piece), gradient.rows(piece.own_begin, piece.own_end),
+void DecoderLayer::backward_normed_product(const LayerRun& run, const SharedRows::Piece& piece,
+                                           const LayerProduct& product, const ProductRows& dy,
+                                           const ParameterPlace& norm, TensorView x, PieceRows& normed,
+                                           TensorView gradient) const {
+  TensorView dnormed = normed.all;
+  if (!run.rows.shared()) {
+    product.add_gradients(run, piece.begin, normed.all, dy);
+    product.backward_input(run, piece.begin, dy, dnormed);  // the rows were last used in the line above
+  } else {
+    // Each rank has a part of the input's gradient; the sum travels while the weights' gradients are computed.
+    dnormed = run.rows.allocate(run.workspace, dtype_, piece, x.dim(1));
+    product.backward_input(run, piece.begin, dy, SharedRows::tokens(dnormed, piece));
+    CommRequest sum = run.rows.reduce_scatter(dnormed);
+    product.add_gradients(run, piece.begin, normed.tokens(piece), dy);
+    sum.wait();
+  }
+  rmsnorm_backward(run.exec, x.rows(piece.own_begin, piece.own_end), weight(norm), normed.rstd,
+                   run.rows.own(dnormed, piece), gradient.rows(piece.own_begin, piece.own_end),
                    /*accumulate=*/true, gradient_of(norm));
 }
 
 void DecoderLayer::project(const LayerRun& run, TensorView x, const Normed& kept, TensorView kept_qkv,
                            const Operands& to) const {
-  run.rows.shares().each_piece(run.tokens(), [&](const SharedRows::Piece& piece) {
-    ArenaScope scope(run.workspace);
-    const NormedPiece normed = norm_piece(run, piece, input_norm_, x, kept, /*again=*/false);
-    const TensorView qkv = kept_qkv.empty() ? run.workspace.allocate(dtype_, {piece.tokens(), qkv_shape_.width()})
-                                            : kept_qkv.rows(piece.begin, piece.end);
-    qkv_.forward(run, piece.begin, SharedRows::tokens(normed.all, piece), qkv);
-    split_and_rotate(run, qkv, to, piece.begin, piece.end);
-  });
+  ArenaScope scope(run.workspace);
+  const NormRooms rooms = norm_rooms(run);
+  run.rows.each_piece_ahead(
+      run.workspace, run.tokens(),
+      [&](const SharedRows::Piece& piece, size_t room) {
+        return begin_norm(run, piece, input_norm_, x, kept, /*again=*/false, rooms, room);
+      },
+      [&](const SharedRows::Piece& piece, PieceRows& normed) {
+        const TensorView qkv = kept_qkv.empty() ? run.workspace.allocate(dtype_, {piece.tokens(), qkv_shape_.width()})
+                                                : kept_qkv.rows(piece.begin, piece.end);
+        qkv_.forward(run, piece.begin, normed.tokens(piece), qkv);
+        split_and_rotate(run, qkv, to, piece.begin, piece.end);
+      });
 }
 
 void DecoderLayer::split_and_rotate(const LayerRun& run, TensorView qkv, const Operands& to, int64_t begin,
@@ -343,10 +368,41 @@ TensorView DecoderLayer::as_activations(const LayerRun& run, TensorView sums) co
 
 void DecoderLayer::add_attention(const LayerRun& run, TensorView x, TensorView out, TensorView middle) const {
   if (!run.rows.shared()) return output_.forward(run, 0, flat_heads(out), middle, /*residual=*/x);
+  ArenaScope scope(run.workspace);
+  RowSums sums(run.exec, run.rows, run.workspace, dtype_, run.tokens(), config_.hidden_size);
   run.rows.shares().each_piece(run.tokens(), [&](const SharedRows::Piece& piece) {
-    add_product(run, piece, output_, flat_heads(out.rows(piece.begin, piece.end)),
-                x.rows(piece.own_begin, piece.own_end), middle.rows(piece.own_begin, piece.own_end));
+    output_.forward(run, piece.begin, flat_heads(out.rows(piece.begin, piece.end)), sums.place(piece));
+    sums.add(piece, x.rows(piece.own_begin, piece.own_end), middle.rows(piece.own_begin, piece.own_end));
   });
+  sums.finish();
+}
+
+void DecoderLayer::add_mlp(const LayerRun& run, const LayerSaved& saved, TensorView middle, TensorView y) const {
+  Arena& workspace = run.workspace;
+  const Widths width(config_);
+  ArenaScope scope(workspace);
+  const NormRooms rooms = norm_rooms(run);
+  RowSums sums(run.exec, run.rows, workspace, dtype_, run.tokens(), width.hidden);
+  run.rows.each_piece_ahead(
+      workspace, run.tokens(),
+      [&](const SharedRows::Piece& piece, size_t room) {
+        return begin_norm(run, piece, post_attention_norm_, middle, saved.post_attention, /*again=*/false, rooms, room);
+      },
+      [&](const SharedRows::Piece& piece, PieceRows& normed) {
+        const TensorView gate_up = saved.gate_up.empty()
+                                       ? workspace.allocate(dtype_, {piece.tokens(), 2 * width.intermediate})
+                                       : saved.gate_up.rows(piece.begin, piece.end);
+        const TensorView inner = workspace.allocate(dtype_, {piece.tokens(), width.intermediate});
+        gate_up_.forward(run, piece.begin, normed.tokens(piece), gate_up);
+        const TensorView largest = largest_magnitude(run);
+        swiglu_forward(run.exec, gate_up, inner, largest);
+        const TensorView residual = middle.rows(piece.own_begin, piece.own_end),
+                         own = y.rows(piece.own_begin, piece.own_end);
+        if (!run.rows.shared()) return down_.forward(run, piece.begin, {inner, largest}, own, residual);
+        down_.forward(run, piece.begin, {inner, largest}, sums.place(piece));
+        sums.add(piece, residual, own);
+      });
+  sums.finish();
 }
 
 void DecoderLayer::forward(const LayerRun& run, const LayerSaved& saved, TensorView y) const {
@@ -367,20 +423,7 @@ void DecoderLayer::forward(const LayerRun& run, const LayerSaved& saved, TensorV
                           /*replay=*/false);
     add_attention(run, saved.x, out, middle);
   }
-  run.rows.shares().each_piece(tokens, [&](const SharedRows::Piece& piece) {
-    ArenaScope piece_scope(workspace);
-    const NormedPiece normed =
-        norm_piece(run, piece, post_attention_norm_, middle, saved.post_attention, /*again=*/false);
-    const TensorView gate_up = saved.gate_up.empty()
-                                   ? workspace.allocate(dtype_, {piece.tokens(), 2 * width.intermediate})
-                                   : saved.gate_up.rows(piece.begin, piece.end);
-    const TensorView inner = workspace.allocate(dtype_, {piece.tokens(), width.intermediate});
-    gate_up_.forward(run, piece.begin, SharedRows::tokens(normed.all, piece), gate_up);
-    const TensorView largest = largest_magnitude(run);
-    swiglu_forward(exec, gate_up, inner, largest);
-    add_product(run, piece, down_, {inner, largest}, middle.rows(piece.own_begin, piece.own_end),
-                y.rows(piece.own_begin, piece.own_end));
-  });
+  add_mlp(run, saved, middle, y);
 }
 
 void DecoderLayer::backward(const LayerRun& run, const LayerSaved& saved, TensorView gradient) const {
@@ -408,10 +451,7 @@ void DecoderLayer::backward(const LayerRun& run, const LayerSaved& saved, Tensor
     ArenaScope mlp_scope(workspace);
     const TensorView middle = kept_or_new(saved.middle, workspace, dtype_, {saved.x.dim(0), width.hidden});
     if (saved.middle.empty()) add_attention(run, saved.x, out, middle);
-    run.rows.shares().each_piece(tokens, [&](const SharedRows::Piece& piece) {
-      backward_mlp(run, piece, saved.post_attention,
-                   saved.gate_up.empty() ? TensorView() : saved.gate_up.rows(piece.begin, piece.end), middle, gradient);
-    });
+    backward_mlp(run, saved, middle, gradient);
   }
   backward_attention(run, saved, operands_seen, to, qkv, gradient);
 }
@@ -423,12 +463,16 @@ void DecoderLayer::backward_output(const LayerRun& run, TensorView out, TensorVi
     output_.add_gradients(run, 0, flat_heads(out), of_gradient);
     return output_.backward_input(run, 0, of_gradient, flat_heads(dout));
   }
-  run.rows.shares().each_piece(run.tokens(), [&](const SharedRows::Piece& piece) {
-    ArenaScope scope(run.workspace);
-    const TensorView dy = all_rows(run, piece, gradient.rows(piece.own_begin, piece.own_end));
-    output_.add_gradients(run, piece.begin, flat_heads(out.rows(piece.begin, piece.end)), dy);
-    output_.backward_input(run, piece.begin, dy, flat_heads(dout.rows(piece.begin, piece.end)));
-  });
+  ArenaScope scope(run.workspace);
+  const SharedRows::Rooms rooms = run.rows.allocate_rooms(run.workspace, dtype_, run.tokens(), config_.hidden_size);
+  run.rows.each_piece_ahead(
+      run.workspace, run.tokens(),
+      [&](const SharedRows::Piece& piece, size_t room) { return begin_gather(run, piece, gradient, rooms[room]); },
+      [&](const SharedRows::Piece& piece, PieceRows& gathered) {
+        const TensorView dy = gathered.tokens(piece);
+        output_.add_gradients(run, piece.begin, flat_heads(out.rows(piece.begin, piece.end)), dy);
+        output_.backward_input(run, piece.begin, dy, flat_heads(dout.rows(piece.begin, piece.end)));
+      });
 }
 
 void DecoderLayer::backward_attention(const LayerRun& run, const LayerSaved& saved, const AttentionOperands& seen,
@@ -463,37 +507,57 @@ void DecoderLayer::backward_attention(const LayerRun& run, const LayerSaved& sav
     qkv_rope_backward(exec, qkv_shape_, dq, dk, dv, run.positions, run.cos, run.sin, qkv, weight(q_norm_),
                       weight(k_norm_), to.rstd_q, to.rstd_k, dqkv, gradient_of(q_norm_), gradient_of(k_norm_));
   }
-  run.rows.shares().each_piece(tokens, [&](const SharedRows::Piece& piece) {
-    ArenaScope scope(workspace);
-    const TensorView own = dqkv.rows(piece.begin, piece.end);
-    const NormedPiece normed = norm_piece(run, piece, input_norm_, saved.x, saved.input, /*again=*/true);
-    const TensorView rows = SharedRows::tokens(normed.all, piece), dnormed = rows;
-    const ProductRows of_own = qkv_.output_gradient(run, own);
-    qkv_.add_gradients(run, piece.begin, rows, of_own);
-    qkv_.backward_input(run, piece.begin, of_own, dnormed);  // the rows were last used in the line above
-    norm_backward(run, piece, input_norm_, saved.x, normed, gradient);
-  });
+  const NormRooms rooms = norm_rooms(run);
+  run.rows.each_piece_ahead(
+      workspace, tokens,
+      [&](const SharedRows::Piece& piece, size_t room) {
+        return begin_norm(run, piece, input_norm_, saved.x, saved.input, /*again=*/true, rooms, room);
+      },
+      [&](const SharedRows::Piece& piece, PieceRows& normed) {
+        const ProductRows of_own = qkv_.output_gradient(run, dqkv.rows(piece.begin, piece.end));
+        backward_normed_product(run, piece, qkv_, of_own, input_norm_, saved.x, normed, gradient);
+      });
 }
 
-void DecoderLayer::backward_mlp(const LayerRun& run, const SharedRows::Piece& piece, const Normed& kept,
-                                TensorView kept_gate_up, TensorView middle, TensorView gradient) const {
+void DecoderLayer::backward_mlp(const LayerRun& run, const LayerSaved& saved, TensorView middle,
+                                TensorView gradient) const {
+  struct Begun {
+    PieceRows normed, dy;
+  };
+  ArenaScope scope(run.workspace);
+  const NormRooms rooms = norm_rooms(run);
+  const SharedRows::Rooms gradient_rooms =
+      run.rows.allocate_rooms(run.workspace, dtype_, run.tokens(), config_.hidden_size);
+  run.rows.each_piece_ahead(
+      run.workspace, run.tokens(),
+      [&](const SharedRows::Piece& piece, size_t room) {
+        return Begun{
+            begin_norm(run, piece, post_attention_norm_, middle, saved.post_attention, /*again=*/true, rooms, room),
+            begin_gather(run, piece, gradient, gradient_rooms[room])};
+      },
+      [&](const SharedRows::Piece& piece, Begun& begun) {
+        backward_mlp_piece(run, piece, begun.normed, begun.dy,
+                           saved.gate_up.empty() ? TensorView() : saved.gate_up.rows(piece.begin, piece.end), middle,
+                           gradient);
+      });
+}
+
+void DecoderLayer::backward_mlp_piece(const LayerRun& run, const SharedRows::Piece& piece, PieceRows& normed,
+                                      PieceRows& dy, TensorView kept_gate_up, TensorView middle,
+                                      TensorView gradient) const {
   const Exec& exec = run.exec;
   Arena& workspace = run.workspace;
   const Widths width(config_);
   const int64_t tokens = piece.tokens(), begin = piece.begin;
 
-  ArenaScope scope(workspace);
-  const NormedPiece normed = norm_piece(run, piece, post_attention_norm_, middle, kept, /*again=*/true);
-  const TensorView rows = SharedRows::tokens(normed.all, piece), dnormed = rows;
-  const TensorView dy = all_rows(run, piece, gradient.rows(piece.own_begin, piece.own_end));
   const TensorView gate_up = kept_or_new(kept_gate_up, workspace, dtype_, {tokens, 2 * width.intermediate});
-  if (kept_gate_up.empty()) gate_up_.forward(run, begin, rows, gate_up);
+  if (kept_gate_up.empty()) gate_up_.forward(run, begin, normed.tokens(piece), gate_up);
 
   // Each gradient takes the place of its tensor after the tensor's last use, and silu(gate)·up comes back in the pass
   // that needs the same operands.
   const TensorView dinner = workspace.allocate(dtype_, {tokens, width.intermediate}), inner = dinner,
                    dgate_up = gate_up;
-  const ProductRows of_gradient = down_.output_gradient(run, dy);
+  const ProductRows of_gradient = down_.output_gradient(run, dy.tokens(piece));
   down_.backward_input(run, begin, of_gradient, dinner);
   ProductRows of_inner = inner, of_dgate_up = dgate_up;
   if (fp8_) {
@@ -504,9 +568,7 @@ void DecoderLayer::backward_mlp(const LayerRun& run, const SharedRows::Piece& pi
     swiglu_backward(exec, gate_up, dinner, dgate_up, inner);
   }
   down_.add_gradients(run, begin, of_inner, of_gradient);
-  gate_up_.add_gradients(run, begin, rows, of_dgate_up);
-  gate_up_.backward_input(run, begin, of_dgate_up, dnormed);
-  norm_backward(run, piece, post_attention_norm_, middle, normed, gradient);
+  backward_normed_product(run, piece, gate_up_, of_dgate_up, post_attention_norm_, middle, normed, gradient);
 }
 
 }  // namespace sb

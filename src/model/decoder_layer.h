@@ -88,28 +88,41 @@ class DecoderLayer {
   TensorView as_activations(const LayerRun& run, TensorView sums) const;
   // Of the rows `x`; where there is nothing kept to write to, in the workspace.
   Normed norm(const LayerRun& run, const ParameterPlace& norm, TensorView x, const Normed& kept) const;
-  // A piece of a norm's output, as the products need it: the rows of all ranks, padding included.
-  struct NormedPiece {
-    TensorView all, rstd;
+  // Rows of a piece as the products need them: those of all ranks, padding included, which may still be on their way.
+  struct PieceRows {
+    TensorView all;
+    TensorView rstd = {};  // of a norm's output: factors of this rank's rows
+    CommRequest travel = {};
+    TensorView tokens(const SharedRows::Piece& piece) {
+      travel.wait();
+      return SharedRows::tokens(all, piece);
+    }
   };
-  // From this rank's rows `x`, with what is kept of them; `again`: it is there already.
-  NormedPiece norm_piece(const LayerRun& run, const SharedRows::Piece& piece, const ParameterPlace& norm, TensorView x,
-                         const Normed& kept, bool again) const;
-  // The rows of all ranks of a piece, from this rank's.
-  TensorView all_rows(const LayerRun& run, const SharedRows::Piece& piece, TensorView own) const;
-  // y = residual + product, of this rank's rows of a piece; where ranks share it, each has some columns of x.
-  void add_product(const LayerRun& run, const SharedRows::Piece& piece, const LayerProduct& product,
-                   const ProductRows& x, TensorView residual, TensorView y) const;
-  // Adds what comes through a norm to this rank's rows of `gradient`. `gradients` are of the norm's output, of each
-  // rank a part.
-  void norm_backward(const LayerRun& run, const SharedRows::Piece& piece, const ParameterPlace& norm, TensorView x,
-                     const NormedPiece& gradients, TensorView gradient) const;
+  // Where these rows lie, in turn; nowhere where nobody shares them.
+  struct NormRooms {
+    SharedRows::Rooms rows, rstd;
+  };
+  NormRooms norm_rooms(const LayerRun& run) const;
+  // A piece of a norm's output from this rank's rows `x`, with what is kept of it; `again`: that is there already.
+  PieceRows begin_norm(const LayerRun& run, const SharedRows::Piece& piece, const ParameterPlace& norm, TensorView x,
+                       const Normed& kept, bool again, const NormRooms& rooms, size_t room) const;
+  // The rows of all ranks from this rank's rows of the stream.
+  static PieceRows begin_gather(const LayerRun& run, const SharedRows::Piece& piece, TensorView stream,
+                                TensorView room);
+  // From the gradient of a product's output, whose input is a norm's output, to the product's own gradients, and to
+  // this rank's rows of `gradient`, to which it adds what comes through the norm of `x`.
+  void backward_normed_product(const LayerRun& run, const SharedRows::Piece& piece, const LayerProduct& product,
+                               const ProductRows& dy, const ParameterPlace& norm, TensorView x, PieceRows& normed,
+                               TensorView gradient) const;
   void project(const LayerRun& run, TensorView x, const Normed& kept, TensorView kept_qkv, const Operands& to) const;
   // qkv: rows begin to end of the projection.
   void split_and_rotate(const LayerRun& run, TensorView qkv, const Operands& to, int64_t begin, int64_t end) const;
   void add_attention(const LayerRun& run, TensorView x, TensorView out, TensorView middle) const;
-  void backward_mlp(const LayerRun& run, const SharedRows::Piece& piece, const Normed& kept, TensorView kept_gate_up,
-                    TensorView middle, TensorView gradient) const;
+  // y = middle + the MLP's output.
+  void add_mlp(const LayerRun& run, const LayerSaved& saved, TensorView middle, TensorView y) const;
+  void backward_mlp(const LayerRun& run, const LayerSaved& saved, TensorView middle, TensorView gradient) const;
+  void backward_mlp_piece(const LayerRun& run, const SharedRows::Piece& piece, PieceRows& normed, PieceRows& dy,
+                          TensorView kept_gate_up, TensorView middle, TensorView gradient) const;
   // From the gradient of the output product to that of attention's output.
   void backward_output(const LayerRun& run, TensorView out, TensorView gradient, TensorView dout) const;
   void backward_attention(const LayerRun& run, const LayerSaved& saved, const AttentionOperands& seen,

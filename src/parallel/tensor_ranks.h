@@ -11,8 +11,8 @@ class TensorRanks final : public TensorGroup {
   explicit TensorRanks(Communicator& ranks) : ranks_(ranks) {}
 
   TensorShare share() const override { return {ranks_.size(), ranks_.rank()}; }
-  void gather(const Exec& exec, TensorView all) override;
-  void reduce_scatter(const Exec& exec, TensorView all) override;
+  CommRequest gather(TensorView all) override;
+  CommRequest reduce_scatter(TensorView all) override;
 
  private:
   Communicator& ranks_;

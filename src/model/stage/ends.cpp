@@ -22,7 +22,7 @@ void StageEnds::embed(const Exec& exec, const Slot& slot, TensorView x) const {
     const TensorView all = shared_.allocate(workspace_, options_.dtype, piece, config_.hidden_size);
     embedding_forward(exec, slot.ids.tokens.rows(piece.begin, piece.end), model_.embedding.weight(),
                       SharedRows::tokens(all, piece), options_.tensor.begin(config_.vocab_size));
-    shared_.reduce_scatter(exec, all);
+    shared_.reduce_scatter(all).wait();
     copy_tensor(exec, shared_.own(all, piece), x.rows(piece.own_begin, piece.own_end));
   });
 }
@@ -35,7 +35,7 @@ void StageEnds::embedding_gradients(const Exec& exec, const Slot& slot, TensorVi
     ArenaScope scope(workspace_);
     const TensorView all = shared_.allocate(workspace_, options_.dtype, piece, config_.hidden_size);
     copy_tensor(exec, gradient.rows(piece.own_begin, piece.own_end), shared_.own(all, piece));
-    shared_.gather(exec, all);
+    shared_.gather(all).wait();
     embedding_backward(exec, slot.ids.tokens.rows(piece.begin, piece.end), SharedRows::tokens(all, piece), table,
                        options_.tensor.begin(config_.vocab_size), config_.vocab_size);
   });
@@ -52,22 +52,22 @@ void StageEnds::each_loss_piece(const Slot& slot, const Body& body) const {
   for (; number < loss_pieces_; ++number) *slot.loss(number) = {};
 }
 
-VocabularyPart StageEnds::vocabulary_part(const Exec& exec) const {
+VocabularyPart StageEnds::vocabulary_part() const {
   if (!shared_.shared()) return {};
   const TensorShare& share = options_.tensor;
   return {share.begin(config_.vocab_size), config_.vocab_size, share.ranks, share.rank,
-          [this, &exec](TensorView all) { shared_.gather(exec, all); }};
+          [this](TensorView all) { shared_.gather(all).wait(); }};
 }
 
 void StageEnds::loss_with_gradient(const Exec& exec, const MicroBatch& batch, Slot& slot, TensorView x) const {
-  const VocabularyPart part = vocabulary_part(exec);
+  const VocabularyPart part = vocabulary_part();
   each_loss_piece(slot, [&](const SharedRows::Piece& piece, int64_t number) {
     ArenaScope scope(workspace_);
     const TensorView own = x.rows(piece.own_begin, piece.own_end), end = slot.end.rows(piece.own_begin, piece.own_end);
     const TensorView hidden = shared_.allocate(workspace_, options_.dtype, piece, config_.hidden_size);
     const TensorView rstd = workspace_.allocate(DType::f32, {piece.own()});
     rmsnorm_forward(exec, own, model_.final_norm.weight(), config_.rms_norm_eps, shared_.own(hidden, piece), rstd);
-    shared_.gather(exec, hidden);
+    shared_.gather(hidden).wait();
     const TensorView gradient =
         shared_.shared() ? shared_.allocate(workspace_, options_.dtype, piece, config_.hidden_size) : end;
     loss_forward_backward(exec, SharedRows::tokens(hidden, piece), model_.head.weight(),
@@ -75,7 +75,7 @@ void StageEnds::loss_with_gradient(const Exec& exec, const MicroBatch& batch, Sl
                           options_.loss_chunk, slot.token_loss.rows(piece.begin, piece.end),
                           SharedRows::tokens(gradient, piece), model_.head.gradient(), slot.loss(number),
                           labels_of(batch, piece), model_.head.trained() && model_.head.add_to_gradient(), part);
-    shared_.reduce_scatter(exec, gradient);
+    shared_.reduce_scatter(gradient).wait();
     rmsnorm_backward(exec, own, model_.final_norm.weight(), rstd, shared_.own(gradient, piece), end,
                      /*accumulate=*/false, model_.final_norm.gradient());
   });
@@ -85,7 +85,7 @@ void StageEnds::loss_with_gradient(const Exec& exec, const MicroBatch& batch, Sl
 }
 
 void StageEnds::loss_only(const Exec& exec, const MicroBatch& batch, Slot& slot, TensorView x) const {
-  const VocabularyPart part = vocabulary_part(exec);
+  const VocabularyPart part = vocabulary_part();
   each_loss_piece(slot, [&](const SharedRows::Piece& piece, int64_t number) {
     ArenaScope scope(workspace_);
     const TensorView hidden =
@@ -93,7 +93,7 @@ void StageEnds::loss_only(const Exec& exec, const MicroBatch& batch, Slot& slot,
     const TensorView rstd = workspace_.allocate(DType::f32, {piece.own()});
     rmsnorm_forward(exec, x.rows(piece.own_begin, piece.own_end), model_.final_norm.weight(), config_.rms_norm_eps,
                     shared_.own(hidden, piece), rstd);
-    shared_.gather(exec, hidden);
+    shared_.gather(hidden).wait();
     loss_forward(exec, SharedRows::tokens(hidden, piece), model_.head.weight(),
                  slot.ids.labels.rows(piece.begin, piece.end), slot.ids.weights.rows(piece.begin, piece.end),
                  options_.loss_chunk, slot.token_loss.rows(piece.begin, piece.end), slot.loss(number),

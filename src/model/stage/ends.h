@@ -36,7 +36,7 @@ class StageEnds {
  private:
   template <typename Body>
   void each_loss_piece(const Slot& slot, const Body& body) const;
-  VocabularyPart vocabulary_part(const Exec& exec) const;
+  VocabularyPart vocabulary_part() const;
 
   const ModelConfig& config_;
   const StageOptions& options_;

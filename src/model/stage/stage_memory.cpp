@@ -87,7 +87,7 @@ StageBytes::StageBytes(const ModelConfig& model, const StageOptions& options, co
   const int64_t loss = shared
                            ? 2 * gathered + array_bytes(shares.padded_piece(tokens) / options.tensor.ranks, DType::f32)
                            : stream + array_bytes(tokens, DType::f32);
-  loss_pieces = shared ? (tokens + shares.largest_piece(tokens) - 1) / shares.largest_piece(tokens) : 1;
+  loss_pieces = shared ? shares.pieces(tokens) : 1;
   workspace =
       stream + std::max(besides + DecoderLayer::forward_workspace_bytes(config, options.dtype, tokens, shares), loss);
   if (options.training) {

@@ -41,8 +41,11 @@ struct TensorShare {
 // may have fewer where it does not divide. A rank's rows lie back to back.
 class TokenShares {
  public:
-  TokenShares(TensorShare share, int64_t chunk)
-      : share_(share), chunk_((chunk + share.ranks - 1) / share.ranks * share.ranks) {}
+  // Where ranks share rows there are several pieces, if they stay large enough for the products: the rows of one travel
+  // while another is multiplied.
+  static constexpr int64_t kPieces = 4, kLeastTokens = 2048;
+
+  TokenShares(TensorShare share, int64_t chunk) : share_(share), chunk_(padded(chunk) * share.ranks) {}
 
   const TensorShare& share() const { return share_; }
 
@@ -53,24 +56,34 @@ class TokenShares {
     int64_t tokens() const { return end - begin; }
     int64_t own() const { return own_end - own_begin; }
   };
+  // Tokens of every piece but the last. Grows with the tokens, and so does the number of pieces.
+  int64_t piece_tokens(int64_t tokens) const {
+    if (share_.alone()) return chunk_;
+    const int64_t wanted = std::max(kLeastTokens, (tokens + kPieces - 1) / kPieces);
+    return std::min(chunk_, padded(wanted) * share_.ranks);
+  }
+  int64_t pieces(int64_t tokens) const { return (tokens + piece_tokens(tokens) - 1) / piece_tokens(tokens); }
+  Piece piece(int64_t tokens, int64_t number) const {
+    const int64_t begin = number * piece_tokens(tokens);
+    return piece_between(begin, std::min(tokens, begin + piece_tokens(tokens)));
+  }
   template <typename Body>
   void each_piece(int64_t tokens, const Body& body) const {
-    for (int64_t begin = 0; begin < tokens; begin += chunk_) body(piece(begin, std::min(tokens, begin + chunk_)));
+    for (int64_t i = 0; i < pieces(tokens); ++i) body(piece(tokens, i));
   }
   // Rows that this rank has of so many tokens.
-  int64_t own(int64_t tokens) const {
-    const int64_t whole = tokens / chunk_ * chunk_;
-    return piece(whole, tokens).own_end;
-  }
+  int64_t own(int64_t tokens) const { return tokens == 0 ? 0 : piece(tokens, pieces(tokens) - 1).own_end; }
   // The same of the rank that has the most.
-  int64_t most(int64_t tokens) const { return tokens / chunk_ * (chunk_ / share_.ranks) + padded(tokens % chunk_); }
-  int64_t largest_piece(int64_t tokens) const { return std::min(tokens, chunk_); }
+  int64_t most(int64_t tokens) const { return padded(tokens); }
+  int64_t largest_piece(int64_t tokens) const { return std::min(tokens, piece_tokens(tokens)); }
   // Rows of that, of all ranks together, padding included.
-  int64_t padded_piece(int64_t tokens) const { return padded(std::min(tokens, chunk_)) * share_.ranks; }
+  int64_t padded_piece(int64_t tokens) const { return padded(largest_piece(tokens)) * share_.ranks; }
+  // Pieces whose rows are on their way or in use at once.
+  int64_t rooms(int64_t tokens) const { return share_.alone() ? 0 : std::min<int64_t>(2, pieces(tokens)); }
 
  private:
   int64_t padded(int64_t tokens) const { return (tokens + share_.ranks - 1) / share_.ranks; }
-  Piece piece(int64_t begin, int64_t end) const {
+  Piece piece_between(int64_t begin, int64_t end) const {
     const int64_t tokens = end - begin, rows = padded(tokens);
     const int64_t first = begin / share_.ranks;
     const int64_t own = std::clamp<int64_t>(tokens - share_.rank * rows, 0, rows);

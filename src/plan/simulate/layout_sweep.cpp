@@ -7,10 +7,12 @@ namespace {
 
 // What a run has by default: train.layer_chunk, train.loss_chunk.
 constexpr int64_t kLayerChunk = 32768, kLossChunk = 1024;
+// And where ranks share products (TokenShares).
+constexpr int64_t kSharedPieces = 4, kLeastShared = 2048;
 constexpr int64_t kBf16 = 2, kFp32 = 4;
 
 // What is there once for every token that the tensor-parallel ranks share.
-int64_t share(int64_t tokens, int tp) {
+int64_t share(int64_t tokens, int64_t tp) {
   return (tokens + tp - 1) / tp;
 }
 
@@ -18,17 +20,20 @@ int64_t share(int64_t tokens, int tp) {
 // forward and backward. `shape`: of one tensor-parallel rank, which holds its tokens' hidden states and, of a piece,
 // those of all tokens that the products need.
 int64_t layer_workspace(const ModelShape& shape, int64_t tokens, int tp, bool last) {
-  const int64_t piece = std::min(tokens, kLayerChunk);
+  // Ranks that share products have several pieces, whose rows travel while others are multiplied: two at once.
+  const int64_t piece =
+      std::min(tokens, tp > 1 ? std::clamp(share(tokens, kSharedPieces), kLeastShared, kLayerChunk) : kLayerChunk);
+  const int64_t rooms = tp > 1 && piece < tokens ? 2 : 1;
   const int64_t query = shape.heads * shape.head_dim, qkv = query + 2 * shape.kv_heads * shape.head_dim;
   const int64_t stream = kBf16 * share(tokens, tp) * shape.hidden, operands = kBf16 * tokens * qkv;
   // Besides the rows that a product reads: what it makes, on the way to the ranks' sums.
-  const int64_t sums = tp > 1 ? kBf16 * piece * shape.hidden : 0;
-  const int64_t norm = piece * (kBf16 * shape.hidden + kFp32),
-                mlp = norm + kBf16 * piece * 3 * shape.intermediate + sums;
+  const int64_t hidden = kBf16 * piece * shape.hidden, sums = tp > 1 ? rooms * hidden : 0;
+  const int64_t norm = rooms * (hidden + kFp32 * piece), mlp = norm + kBf16 * piece * 3 * shape.intermediate + sums;
   const int64_t results = tokens * (kBf16 * query + kFp32 * shape.heads) + sums;
   const int64_t forward = 2 * stream + std::max(operands + std::max(norm + kBf16 * piece * qkv, results), mlp);
   // The operands again, then the MLP or the gradients of attention; the last stage's gradient lies elsewhere.
-  const int64_t backward = operands + std::max(stream + mlp, operands + std::max(operands, norm));
+  const int64_t summed = tp > 1 ? hidden : 0;
+  const int64_t backward = operands + std::max(stream + mlp + summed, operands + std::max(operands, norm + summed));
   return std::max(forward, backward + (last ? 0 : stream));
 }
 
