@@ -98,6 +98,7 @@ class MessageEngine {
 
   // The thread's own.
   std::unordered_map<int64_t, std::shared_ptr<MessageOperation>> by_ticket_;
+  int sending_ = 0;  // of these
   std::vector<Transport::Finished> finished_;
 
   std::thread thread_;
