@@ -88,9 +88,7 @@ StepResult step_of_rank(const ModelConfig& config, StageOptions options, Communi
   stage.forward(run.exec, batch, 0, {});
   stage.backward(run.exec, batch, 0, {});
   const TensorView gradients = stage.parameters().gradients();
-  return {stage.loss(0),
-          {gradients.f32(), gradients.f32() + gradients.elements()},
-          late_group.most_under_way()};
+  return {stage.loss(0), {gradients.f32(), gradients.f32() + gradients.elements()}, late_group.most_under_way()};
 }
 
 TEST(TensorRanksOverlap, NobodyTouchesRowsOnTheirWay) {
