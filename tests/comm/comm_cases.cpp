@@ -109,7 +109,8 @@ void reduce_scatter(Communicator& world) {
 void bf16(Communicator& world) {
   const auto bits_of = [](int rank, int64_t count) {
     std::vector<uint16_t> data;
-    for (const int32_t value : brought_by<int32_t>(rank, count)) data.push_back(bf16_from_f32(static_cast<float>(value)));
+    for (const int32_t value : brought_by<int32_t>(rank, count))
+      data.push_back(bf16_from_f32(static_cast<float>(value)));
     return data;
   };
   const auto wrong = [&](const uint16_t* data, int64_t count, int64_t first, ReduceOp op) {

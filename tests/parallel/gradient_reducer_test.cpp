@@ -11,8 +11,8 @@
 namespace sb {
 namespace {
 
-// Adds the parts of a reduce_scatter from the rank `first` on, round the ring: as a library may do that looks at how the
-// ranks of this very group are connected. Everything else is `ranks`'.
+// Adds the parts of a reduce_scatter from the rank `first` on, round the ring: as a library may do that looks at how
+// the ranks of this very group are connected. Everything else is `ranks`'.
 class AddsFrom final : public Communicator {
  public:
   AddsFrom(Communicator& ranks, int first) : ranks_(ranks), first_(first) {}
