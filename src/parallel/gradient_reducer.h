@@ -34,7 +34,7 @@ class GradientReducer {
   Communicator& replicas_;
   Communicator* ends_;
   int tied_bucket_;
-  std::vector<Shared> shared_;  // what of it is in this rank's pieces
+  std::vector<Shared> shared_;         // what of it is in this rank's pieces
   int next_bucket_ = -1;               // the one to be completed next, from the last to the first
   std::vector<CommRequest> requests_;  // in the order they were started
 };
