@@ -59,7 +59,8 @@ int rank_of(pid_t process) {
 // each other it sometimes waits for ever instead; ranks that end in peace do so together.
 class RankWatch {
  public:
-  static constexpr std::chrono::seconds kTimeToLeave{15};
+  // Alone, mpirun has only itself to end: on a busy machine that takes as long as it takes.
+  static constexpr std::chrono::seconds kTimeToLeave{15}, kTimeAlone{120};
 
   explicit RankWatch(int ranks) : ranks_(ranks) {}
   ~RankWatch() {
@@ -68,13 +69,14 @@ class RankWatch {
   RankWatch(const RankWatch&) = delete;
   RankWatch& operator=(const RankWatch&) = delete;
 
-  // Takes the processes that mpirun has now. The ranks that ended, once mpirun had that long to end the others.
+  // Takes the processes that mpirun has now. The ranks that ended, once mpirun had that long to end the others, or
+  // itself.
   std::vector<int> gone(const std::vector<pid_t>& processes) {
     for (const pid_t process : processes) learn(process);
     started_ = started_ || !processes.empty();
     const auto now = std::chrono::steady_clock::now();
     if (!started_ || std::ssize(processes) >= ranks_) complete_ = now;
-    if (now - complete_ <= kTimeToLeave) return {};
+    if (now - complete_ <= (processes.empty() ? kTimeAlone : kTimeToLeave)) return {};
     std::set<int> living;
     for (const pid_t process : processes) living.insert(rank_of(process));
     std::vector<int> gone;
@@ -185,8 +187,11 @@ int launch_local_ranks(int ranks, std::vector<std::string> command) {
     const int signal = read(signals, &taken, sizeof taken) == sizeof taken ? static_cast<int>(taken.ssi_signo) : 0;
     const std::vector<pid_t> processes = children_of(child);
     if (const std::vector<int> gone = watch.gone(processes); !gone.empty()) {
-      log::error("rank {} ended, and mpirun did not end the others within {} s: all are ended now",
-                 fmt::join(gone, ", "), RankWatch::kTimeToLeave.count());
+      if (processes.empty())
+        log::error("all ranks ended, and mpirun did not within {} s: it is ended now", RankWatch::kTimeAlone.count());
+      else
+        log::error("rank {} ended, and mpirun did not end the others within {} s: all are ended now",
+                   fmt::join(gone, ", "), RankWatch::kTimeToLeave.count());
       for (const pid_t process : processes) kill(process, SIGKILL);
       kill(child, SIGKILL);
       waitpid(child, &status, 0);

@@ -51,10 +51,11 @@ int ParameterSet::declare(std::string name, Shape shape, std::vector<Parameter::
   return count() - 1;
 }
 
-void ParameterSet::end_group(int shards) {
+void ParameterSet::end_group(int shards, int64_t at_least) {
   SB_CHECK(!values_ && shards > 0, "{} shards", shards);
   const int64_t begin = groups_.empty() ? 0 : groups_.back().end, multiple = kAlignElements * shards;
-  flat_elements_ = begin + (flat_elements_ - begin + multiple - 1) / multiple * multiple;
+  const int64_t elements = std::max(flat_elements_ - begin, at_least);
+  flat_elements_ = begin + (elements + multiple - 1) / multiple * multiple;
   groups_.push_back({begin, flat_elements_});
 }
 

@@ -66,8 +66,9 @@ class ParameterSet {
   // Declares a parameter; all are declared before allocate().
   int declare(std::string name, Shape shape, std::vector<Parameter::Part> parts);
   // Ends a group of parameters whose gradients become final together. Padding lets it be cut into `shards` equal,
-  // aligned pieces.
-  void end_group(int shards);
+  // aligned pieces, and gives it room for `at_least` so many elements (of the rank that has the most of it, so that all
+  // ranks of a tensor-parallel group cut it alike).
+  void end_group(int shards, int64_t at_least = 0);
   void allocate(bool with_gradients, DeviceKind device = DeviceKind::cpu, DType weights = DType::f32,
                 bool with_values = true);
 

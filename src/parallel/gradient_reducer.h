@@ -12,15 +12,15 @@ namespace sb {
 // bucket every rank ends up with the sum in its own piece; the other pieces are undefined.
 class GradientReducer {
  public:
-  // Elements that the ranks of a group, which share the products of a stage, have alike: what each computed of their
-  // gradient is added first.
+  // Elements that the ranks of a group, which share the products of a stage and cut it alike, have alike: what each
+  // computed of their gradient is added, and all get the same bits.
   struct Shared {
     FlatRange range;
     Communicator& ranks;
   };
   // `ends`: the other end of the pipeline holds the bucket `tied_bucket` too, and their sums are added; nullptr: no.
   GradientReducer(const ParameterSet& parameters, const ShardLayout& layout, Communicator& replicas, Communicator* ends,
-                  int tied_bucket, std::vector<Shared> shared = {});
+                  int tied_bucket, const std::vector<Shared>& shared = {});
 
   // Before the last backward of a step; then every group once, in the order backward reports them.
   void start();
@@ -34,7 +34,7 @@ class GradientReducer {
   Communicator& replicas_;
   Communicator* ends_;
   int tied_bucket_;
-  std::vector<Shared> shared_;
+  std::vector<Shared> shared_;         // what of it is in this rank's pieces
   int next_bucket_ = -1;               // the one to be completed next, from the last to the first
   std::vector<CommRequest> requests_;  // in the order they were started
 };

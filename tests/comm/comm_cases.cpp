@@ -8,6 +8,8 @@
 #include <thread>
 #include <vector>
 
+#include "device/float16.h"
+
 namespace sb {
 namespace {
 
@@ -101,6 +103,32 @@ void reduce_scatter(Communicator& world) {
   reduce_scatter_of<int32_t>(world, kCounts);
   const int64_t large[] = {300'001};
   reduce_scatter_of<float>(world, large);
+}
+
+// Activations of ranks that share products. Small whole numbers: their sums are exact, in whatever order.
+void bf16(Communicator& world) {
+  const auto bits_of = [](int rank, int64_t count) {
+    std::vector<uint16_t> data;
+    for (const int32_t value : brought_by<int32_t>(rank, count))
+      data.push_back(bf16_from_f32(static_cast<float>(value)));
+    return data;
+  };
+  const auto wrong = [&](const uint16_t* data, int64_t count, int64_t first, ReduceOp op) {
+    int64_t sum = 0;
+    for (int64_t i = 0; i < count; ++i)
+      sum += f32_from_bf16(data[i]) != static_cast<float>(combined<int32_t>(world.size(), first + i, op));
+    return sum;
+  };
+  for (const int64_t count : kCounts)
+    for (const ReduceOp op : kOps) {
+      std::vector<uint16_t> data = bits_of(world.rank(), count);
+      world.all_reduce_async(data.data(), count, CommType::bf16, op).wait();
+      EXPECT_EQ(wrong(data.data(), count, 0, op), 0) << "all_reduce of " << count << " op " << int(op);
+      data = bits_of(world.rank(), count * world.size());
+      world.reduce_scatter_async(data.data(), count, CommType::bf16, op).wait();
+      const int64_t first = count * world.rank();
+      EXPECT_EQ(wrong(data.data() + first, count, first, op), 0) << "reduce_scatter of " << count << " op " << int(op);
+    }
 }
 
 void all_gather(Communicator& world) {
@@ -297,6 +325,7 @@ void barrier_leaves_messages_alone(Communicator& world) {
 constexpr CommCase kCases[] = {{"all_reduce", all_reduce},
                                {"all_reduce_large", all_reduce_large},
                                {"reduce_scatter", reduce_scatter},
+                               {"bf16", bf16},
                                {"all_gather", all_gather},
                                {"broadcast", broadcast},
                                {"barrier", barrier},

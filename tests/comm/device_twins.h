@@ -54,6 +54,7 @@ class Twins final : public Communicator {
 
  private:
   static int64_t bytes_of(CommType type) {
+    if (type == CommType::bf16) return 2;
     return type == CommType::u8 ? 1 : type == CommType::i32 || type == CommType::f32 ? 4 : 8;
   }
 

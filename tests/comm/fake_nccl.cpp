@@ -9,6 +9,8 @@
 #include <string>
 #include <vector>
 
+#include "device/float16.h"
+
 namespace {
 
 enum Result { kSuccess = 0, kInvalidArgument = 4, kInvalidUsage = 5, kInProgress = 7 };
@@ -59,8 +61,15 @@ std::string hanging;  // operations of this kind never end
 std::string failing;  // and of this fail
 
 size_t element(int type) {
-  return type == 1 ? 1 : type == 2 || type == 7 ? 4 : 8;
+  return type == 1 ? 1 : type == 9 ? 2 : type == 2 || type == 7 ? 4 : 8;
 }
+
+struct Bf16 {
+  uint16_t bits;
+  operator float() const { return sb::f32_from_bf16(bits); }
+  Bf16() = default;
+  explicit Bf16(float value) : bits(sb::bf16_from_f32(value)) {}
+};
 
 template <typename T>
 void combine(void* into, const void* other, size_t count, int op) {
@@ -84,6 +93,7 @@ void reduce(std::vector<char>& into, const Operation& operation, size_t offset, 
     if (first.type == 4) combine<int64_t>(into.data(), other, count, first.op);
     if (first.type == 7) combine<float>(into.data(), other, count, first.op);
     if (first.type == 8) combine<double>(into.data(), other, count, first.op);
+    if (first.type == 9) combine<Bf16>(into.data(), other, count, first.op);
   }
 }
 

@@ -12,19 +12,20 @@ StageModel::StageModel(const ModelConfig& config, const StageOptions& options)
   const TensorShare& share = options.tensor;
   StageParameters all(parameters, frozen, options.lora, share);
   // A group that is not trained would be empty.
-  const auto end_group = [&](const ParameterPlace& of) {
-    if (of.set == &parameters) parameters.end_group(options.shards);
+  const auto end_group = [&](const ParameterPlace& of, int64_t at_least = 0) {
+    if (of.set == &parameters) parameters.end_group(options.shards, at_least);
   };
   const bool first = options.first_layer == 0, last = options.last_layer == config.layers;
   const int64_t tokens = share.size(config.vocab_size);
   const Shape table{tokens, config.hidden_size};
+  const int64_t largest_table = TensorShare{share.ranks, 0}.size(config.vocab_size) * config.hidden_size;
   const auto declare_embedding = [&] {
     return all.declare(Kind::embedding, "embed_tokens.weight", table,
                        {{"model.embed_tokens.weight", 0, tokens, share.rows(config.vocab_size)}});
   };
   if (first) {
     embedding = declare_embedding();
-    end_group(embedding);
+    end_group(embedding, largest_table);
   }
   first_layer_group = static_cast<int>(parameters.groups().size());
   layers.reserve(static_cast<size_t>(options.last_layer - options.first_layer));
@@ -44,7 +45,7 @@ StageModel::StageModel(const ModelConfig& config, const StageOptions& options)
     // Tied: one parameter. A last stage without the first layer has its own copy, under the same name.
     head = first ? embedding : declare_embedding();
   }
-  if (!first || !config.tie_word_embeddings) end_group(head);
+  if (!first || !config.tie_word_embeddings) end_group(head, largest_table);
 }
 
 void check_fp8(const ModelConfig& config, const LoraConfig& lora) {

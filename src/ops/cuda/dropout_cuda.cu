@@ -38,6 +38,7 @@ __global__ void __launch_bounds__(kThreads)
 void dropout(const Exec& exec, const DropoutRows& rows, TensorView from, TensorView to, bool add) {
   const int64_t count = from.dim(0), width = from.dim(1);
   SB_CHECK(rows.first_channel % kDropoutChannels == 0, "dropout from channel {} on", rows.first_channel);
+  if (count == 0 || width == 0) return;
   with_type(from.dtype(), "dropout", [&](auto element) {
     using T = decltype(element);
     const auto launch = [&]<int N>() {

@@ -2,7 +2,6 @@
 
 // What the CUDA kernels share: 16-byte accesses, reductions, the choice of the element type.
 
-#include <cuda_bf16.h>
 #include <cuda_runtime.h>
 
 #include <cstdint>
@@ -10,6 +9,7 @@
 
 #include "core/tensor.h"
 #include "device/cuda_check.h"
+#include "device/cuda_floats.cuh"
 #include "device/exec.h"
 
 namespace sb::cuda {
@@ -19,23 +19,6 @@ using bf16 = __nv_bfloat16;
 // Elements in 16 bytes.
 template <typename T>
 constexpr int kVector = 16 / sizeof(T);
-
-__device__ inline float to_float(float x) {
-  return x;
-}
-__device__ inline float to_float(bf16 x) {
-  return __bfloat162float(x);
-}
-template <typename T>
-__device__ inline T from_float(float x);
-template <>
-__device__ inline float from_float<float>(float x) {
-  return x;
-}
-template <>
-__device__ inline bf16 from_float<bf16>(float x) {
-  return __float2bfloat16_rn(x);
-}
 
 // N elements at once (N · sizeof(T) ≤ 16, aligned to that) as fp32.
 template <int N, typename T>

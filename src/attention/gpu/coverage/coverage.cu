@@ -1,12 +1,11 @@
 #include "attention/gpu/coverage/coverage.h"
 
-#include <cuda_bf16.h>
-
 #include <algorithm>
 
 #include "attention/gpu/coverage/coverage_blocks.cuh"
 #include "attention/gpu/launch/check.cuh"
 #include "attention/gpu/launch/head_dims.h"
+#include "device/cuda_floats.cuh"
 
 namespace sb::gpu {
 namespace {
@@ -22,12 +21,7 @@ __device__ __forceinline__ Four load_four(const float* p) {
   const float4 v = *reinterpret_cast<const float4*>(p);
   return {{v.x, v.y, v.z, v.w}};
 }
-__device__ __forceinline__ float as_float(float x) {
-  return x;
-}
-__device__ __forceinline__ float as_float(__nv_bfloat16 x) {
-  return __bfloat162float(x);
-}
+using cuda::to_float;
 
 // Over the thread block, in a fixed order; everybody gets the result. `room` has a float a warp.
 template <typename Join>
@@ -203,7 +197,7 @@ __global__ void __launch_bounds__(kRankThreads) ranks_kernel(const __grid_consta
       if ((bits[i / kGatheredPiece] >> (i % kGatheredPiece) & 1) == 0 || column > token.position) continue;
       const T* k = static_cast<const T*>(args.k) + (static_cast<int64_t>(sequence.token + column) * kv_heads + kv) * d;
       float s = 0;
-      for (int c = lane; c < d; c += 32) s += as_float(q[c]) * as_float(k[c]);
+      for (int c = lane; c < d; c += 32) s += to_float(q[c]) * to_float(k[c]);
 #pragma unroll
       for (int step = 16; step > 0; step /= 2) s += __shfl_xor_sync(~0u, s, step);
       if (lane == 0) sum += expf(s * args.shape.scale - log_sum);

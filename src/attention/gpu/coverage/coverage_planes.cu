@@ -1,19 +1,13 @@
-#include <cuda_bf16.h>
-
 #include "attention/gpu/coverage/coverage_blocks.cuh"
 #include "attention/gpu/launch/check.cuh"
+#include "device/cuda_floats.cuh"
 
 namespace sb::gpu {
 namespace {
 
 constexpr int kThreads = 128;
 
-__device__ float to_float(float x) {
-  return x;
-}
-__device__ float to_float(__nv_bfloat16 x) {
-  return __bfloat162float(x);
-}
+using cuda::to_float;
 
 // The estimates of one key block under one key/value head, for the measured tokens of its sequence that see it: the
 // largest product of a token's mean query with one of the keys, the same for all heads of the group.

@@ -149,14 +149,7 @@ __global__ void __launch_bounds__(Build<D>::kThreads, 1)
   __shared__ MassBarriers barriers;
   __shared__ __align__(16) __half lse[kConsumers / 2];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < args.stages; ++i) {
-      barrier_init(shared_address(&barriers.full[i]), 1);
-      barrier_init(shared_address(&barriers.empty[i]), kConsumers / 32 * kArrivals);
-    }
-    barrier_init_fence();
-  }
-  __syncthreads();
+  init_mass_barriers<kConsumers>(args, barriers);
   launch_dependents();
   const uint32_t statistics = shared_address(raw);
   if (warp >= kConsumers / 32) {

@@ -317,6 +317,19 @@ struct MassRows {
   }
 };
 
+// Before anything else, by all threads of a thread block; the computing warps give a stage back.
+template <int kConsumers>
+__device__ __forceinline__ void init_mass_barriers(const MassArguments& args, MassBarriers& barriers) {
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < args.stages; ++i) {
+      barrier_init(shared_address(&barriers.full[i]), 1);
+      barrier_init(shared_address(&barriers.empty[i]), kConsumers / 32 * kArrivals);
+    }
+    barrier_init_fence();
+  }
+  __syncthreads();
+}
+
 // One warp brings the statistics, `kBytes` (a multiple of 64 rows of 128 bytes) a product.
 template <int kBytes>
 __device__ void load_statistics(const CUtensorMap& map, const MassArguments& args, MassBarriers& barriers,

@@ -188,14 +188,7 @@ __global__ void __launch_bounds__(Build<D, kMoments>::kThreads, 1)
   __shared__ MassBarriers barriers;
   __shared__ __align__(16) __half lse[Size::kConsumers / 2];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < args.stages; ++i) {
-      barrier_init(shared_address(&barriers.full[i]), 1);
-      barrier_init(shared_address(&barriers.empty[i]), Size::kConsumers / 32 * kArrivals);
-    }
-    barrier_init_fence();
-  }
-  __syncthreads();
+  init_mass_barriers<Size::kConsumers>(args, barriers);
   launch_dependents();
   const uint32_t statistics = shared_address(raw);
   if (warp >= Size::kConsumers / 32) {

@@ -1,24 +1,15 @@
 #include "attention/gpu/launch/check.cuh"
 #include "attention/gpu/portable/plain.cuh"
 #include "attention/gpu/portable/portable.cuh"
+#include "device/cuda_floats.cuh"
 
 namespace sb::gpu {
 namespace {
 
 // What the backward needs before and after its products, in either precision.
 
-__device__ __forceinline__ float as_float(float x) {
-  return x;
-}
-__device__ __forceinline__ float as_float(__nv_bfloat16 x) {
-  return __bfloat162float(x);
-}
-__device__ __forceinline__ void set(float& to, float x) {
-  to = x;
-}
-__device__ __forceinline__ void set(__nv_bfloat16& to, float x) {
-  to = __float2bfloat16_rn(x);
-}
+using cuda::from_float;
+using cuda::to_float;
 
 struct StatisticsArguments {
   Tiling tiling;
@@ -50,7 +41,7 @@ __global__ void __launch_bounds__(128) statistics_kernel(StatisticsArguments arg
     float sum = 0, lse = INFINITY;
     if (rows.exists(r)) {
       const int64_t at = rows.packed(r) * args.d;
-      for (int c = threadIdx.x % 32; c < args.d; c += 32) sum += as_float(o[at + c]) * as_float(d_o[at + c]);
+      for (int c = threadIdx.x % 32; c < args.d; c += 32) sum += to_float(o[at + c]) * to_float(d_o[at + c]);
       lse = args.lse[rows.statistic(r, args.tokens)];
       if (lse == -INFINITY) lse = INFINITY;
     }
@@ -90,8 +81,8 @@ __global__ void __launch_bounds__(256) finish_kernel(const __grid_constant__ Fin
       if (row >= 0) sum += args.gathered_sums[gathered_place(row, which, d) + i % d];
     }
     const int64_t at = (static_cast<int64_t>(split.token + i / d) * args.walk.kv_heads + split.head) * d + i % d;
-    const float before = args.adds ? as_float(out[at]) : 0.f;
-    set(out[at], before + (which == 0 ? sum * args.scale : sum));
+    const float before = args.adds ? to_float(out[at]) : 0.f;
+    out[at] = from_float<T>(before + (which == 0 ? sum * args.scale : sum));
   }
 }
 

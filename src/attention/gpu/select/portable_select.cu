@@ -1,7 +1,6 @@
-#include <cuda_bf16.h>
-
 #include "attention/gpu/launch/check.cuh"
 #include "attention/gpu/select/select_steps.cuh"
+#include "device/cuda_floats.cuh"
 
 namespace sb::gpu {
 namespace {
@@ -13,12 +12,7 @@ constexpr int kThreads = 128;
 constexpr int kTokens = kPortableScoreTile.tokens;
 constexpr float kLog2e = 1.4426950408889634f;
 
-__device__ __forceinline__ float to_float(float x) {
-  return x;
-}
-__device__ __forceinline__ float to_float(__nv_bfloat16 x) {
-  return __bfloat162float(x);
-}
+using cuda::to_float;
 
 // Mean and variance per channel of every part of the key blocks: [channels of a row][rows], so that neighbouring
 // threads read neighbouring blocks. Parts without keys never compete.

@@ -1,10 +1,9 @@
 #include "attention/gpu/select/step_values.h"
 
-#include <cuda_bf16.h>
-
 #include <algorithm>
 
 #include "attention/gpu/launch/check.cuh"
+#include "device/cuda_floats.cuh"
 
 namespace sb::gpu {
 namespace {
@@ -40,12 +39,7 @@ __global__ void write_counts_kernel(int64_t* counts, const unsigned long long* s
   }
 }
 
-__device__ float to_float(float x) {
-  return x;
-}
-__device__ float to_float(__nv_bfloat16 x) {
-  return __bfloat162float(x);
-}
+using cuda::to_float;
 
 // Sums over the samples of one piece; a thread block has one piece and one key/value head, a thread every 128th
 // channel.

@@ -16,16 +16,14 @@
 namespace sb {
 namespace {
 
-std::vector<float> host_floats(const TensorView& tensor) {
+// A copy, when the stream has come so far; other streams (transfers) are not waited for.
+std::vector<float> host_floats(const Exec& exec, const TensorView& tensor) {
   std::vector<float> values(static_cast<size_t>(tensor.elements()));
   if (values.empty()) return values;
-  const HostCopy copy(tensor);
-  if (tensor.dtype() == DType::f32) {
-    std::copy_n(copy.view().f32(), values.size(), values.begin());
-    return values;
-  }
-  const auto* bits = static_cast<const uint16_t*>(copy.view().raw());
-  for (size_t i = 0; i < values.size(); ++i) values[i] = std::bit_cast<float>(static_cast<uint32_t>(bits[i]) << 16);
+  std::vector<uint16_t> bits(tensor.dtype() == DType::f32 ? 0 : values.size());
+  download(exec, tensor, bits.empty() ? static_cast<void*>(values.data()) : bits.data());
+  cuda::synchronize(exec.stream);
+  for (size_t i = 0; i < bits.size(); ++i) values[i] = std::bit_cast<float>(static_cast<uint32_t>(bits[i]) << 16);
   return values;
 }
 
@@ -120,8 +118,8 @@ void CudaRingAttention::select_on_host(const Exec& exec, int layer, const Attent
                                        CudaRingState& state) {
   std::vector<float> q, k;
   if (options_.selection.pattern != SelectionPattern::dense) {
-    q = host_floats(operands.q);
-    k = host_floats(operands.k);
+    q = host_floats(exec, operands.q);
+    k = host_floats(exec, operands.k);
   }
   int64_t most = 0;
   for (int r = 0; r < state.layout->ranks(); ++r)
@@ -150,8 +148,8 @@ void CudaRingAttention::select_piece_on_host(const Exec& exec, int layer, const 
   const bool ready = !dense && selection_.step().ready(layer), measures = options_.coverage_rows > 0;
   std::vector<float> q, k;
   if (!dense) {
-    q = host_floats(operands.q);
-    k = host_floats(own_keys(piece, operands).k);
+    q = host_floats(exec, operands.q);
+    k = host_floats(exec, own_keys(piece, operands).k);
   }
   int64_t most = 0;
   for (int r = 0; r < layout.ranks(); ++r) {
@@ -164,21 +162,21 @@ void CudaRingAttention::select_piece_on_host(const Exec& exec, int layer, const 
     selection_.append_statistics(host, host_, layer, shape, layout, piece.piece, k.data());
   selection_.select_piece(host, host_.rank(), layer, shape, layout, piece, q.data(), k.data(), state.index);
   if (!ready || !measures || piece.again) return;
-  const std::vector<float> keys = host_floats(seen.k);
+  const std::vector<float> keys = host_floats(exec, seen.k);
   const CoverageSample& sample = selection_.measure_piece(host, host_, layer, shape, layout, piece, q.data(),
                                                           keys.data(), state.index, options_.coverage_rows);
   if (piece.piece_end() == piece.piece.length) add_ring_coverage(layout, host_.rank(), layer, {sample}, report_);
 }
 
 // A pass of a piece: its queries, all of this rank's, behind the keys.
-void set_piece(const RingPass& from, DevicePass& to) {
+void set_piece(const Exec& exec, const RingPass& from, DevicePass& to) {
   SB_CHECK(from.parts.size() == 1, "a piece comes by itself, not with {} sequences", from.parts.size());
   const RingPass::Part& part = from.parts.front();
   to.first_query = static_cast<int32_t>(part.keys + part.before);
   to.cu_seqlens = {0, static_cast<int32_t>(part.queries)};
   std::vector<int32_t> queries(static_cast<size_t>(part.queries));
   std::iota(queries.begin(), queries.end(), 0);
-  to.queries.assign(queries);
+  to.queries.assign(exec, queries);
   // Where they lie the kernels may read and add to whole items, which end behind keys that are not a multiple of them:
   // such keys are copied, padded.
   std::vector<int32_t> keys = from.copies;
@@ -187,7 +185,7 @@ void set_piece(const RingPass& from, DevicePass& to) {
     std::iota(keys.begin(), keys.end(), 0);
   }
   keys.resize((keys.size() + gpu::kBlock - 1) / gpu::kBlock * gpu::kBlock, -1);
-  to.keys.assign(keys);
+  to.keys.assign(exec, keys);
   to.pages = {KeyPage{0, 0}, KeyPage{*to.first_query, *to.first_query}};
 }
 
@@ -200,7 +198,7 @@ void CudaRingAttention::build(const Exec& exec, const AttentionShape& shape, DTy
       layout, state.index, sinks, columns ? wanted_columns(host_, layout, state.index) : std::vector<uint8_t>());
   RingPlan plan;
   plan.build(layout, rank, shape.kv_heads, state.index, replicated, sinks, *exec.pool, state.first_query.value_or(0));
-  state.given.assign(replicated.given[static_cast<size_t>(rank)]);
+  state.given.assign(exec, replicated.given[static_cast<size_t>(rank)]);
   state.piece = replicated.piece;
   state.passes.resize(static_cast<size_t>(layout.ranks()) + 1);
   for (int chunk = 0; chunk <= layout.ranks(); ++chunk) {
@@ -214,7 +212,7 @@ void CudaRingAttention::build(const Exec& exec, const AttentionShape& shape, DTy
       to.first_query.reset();
       if (!to.lists) to.lists = kernels_->make_state();
       if (state.first_query) {
-        set_piece(from, to);
+        set_piece(exec, from, to);
         write_block_index(from.index, *kernels_, exec, shape, dtype, *to.lists, to.first_query);
         continue;
       }
@@ -234,8 +232,8 @@ void CudaRingAttention::build(const Exec& exec, const AttentionShape& shape, DTy
         }
         to.cu_seqlens.push_back(static_cast<int32_t>(part.begin + part.keys + part.queries));
       }
-      to.keys.assign(keys);
-      to.queries.assign(queries);
+      to.keys.assign(exec, keys);
+      to.queries.assign(exec, queries);
       write_block_index(from.index, *kernels_, exec, shape, dtype, *to.lists);
     }
   }

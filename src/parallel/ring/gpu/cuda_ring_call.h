@@ -16,14 +16,15 @@
 
 namespace sb {
 
-// Numbers of rows on the device.
+// Numbers of rows on the device. They change in the order of the stream: what is queued keeps those it was queued with.
 class DeviceRows {
  public:
-  void assign(const std::vector<int32_t>& rows) {
+  void assign(const Exec& exec, const std::vector<int32_t>& rows) {
     const auto bytes = static_cast<int64_t>(rows.size() * sizeof(int32_t));
     if (bytes > bytes_) memory_ = cuda::allocate("ring rows", bytes_ = bytes + bytes / 4);
     count_ = std::ssize(rows);
-    if (bytes > 0) cuda::copy_and_wait(rows.data(), memory_.get(), bytes);
+    // From pageable memory: what it reads is taken when it returns.
+    if (bytes > 0) cuda::copy(exec.stream, rows.data(), memory_.get(), bytes);
   }
   const int32_t* data() const { return static_cast<const int32_t*>(memory_.get()); }
   int64_t count() const { return count_; }

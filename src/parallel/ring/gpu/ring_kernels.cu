@@ -1,9 +1,8 @@
-#include <cuda_bf16.h>
-
 #include <algorithm>
 #include <cmath>
 
 #include "device/cuda_check.h"
+#include "device/cuda_floats.cuh"
 #include "parallel/ring/ring_kernels.h"
 
 namespace sb::gpu {
@@ -18,19 +17,6 @@ cudaStream_t stream_of(const Exec& exec) {
 
 unsigned blocks_for(int64_t items, int per_block = kThreads) {
   return static_cast<unsigned>(std::min<int64_t>((items + per_block - 1) / per_block, 1 << 16));
-}
-
-__device__ inline float value(float x) {
-  return x;
-}
-__device__ inline float value(__nv_bfloat16 x) {
-  return __bfloat162float(x);
-}
-__device__ inline void set(float& to, float x) {
-  to = x;
-}
-__device__ inline void set(__nv_bfloat16& to, float x) {
-  to = __float2bfloat16(x);
 }
 
 __global__ void gather_rows_kernel(GatherRows g) {
@@ -52,7 +38,7 @@ __global__ void add_rows_kernel(AddRows a) {
   for (int64_t i = blockIdx.x * int64_t{kThreads} + threadIdx.x; i < all; i += int64_t{gridDim.x} * kThreads) {
     const int64_t row = i / a.width, column = i % a.width;
     const int32_t target = a.rows[row];
-    if (target >= 0) a.to[target * a.to_stride + column] += value(from[row * a.from_stride + column]);
+    if (target >= 0) a.to[target * a.to_stride + column] += cuda::to_float(from[row * a.from_stride + column]);
   }
 }
 
@@ -82,7 +68,7 @@ __global__ void merge_rows_kernel(MergeRows m) {
     const float sum = have + add, keep = have / sum, take = add / sum;
     const T* part = static_cast<const T*>(m.part) + i * m.head_dim;
     float* out = m.out + (to * int64_t{m.heads} + head) * m.head_dim;
-    for (int c = lane; c < m.head_dim; c += kWarp) out[c] = keep * out[c] + take * value(part[c]);
+    for (int c = lane; c < m.head_dim; c += kWarp) out[c] = keep * out[c] + take * cuda::to_float(part[c]);
     __syncwarp();
     if (lane == 0) *lse = top + logf(sum);
   }
@@ -101,7 +87,7 @@ __global__ void add_floats_kernel(const float* from, float* to, int64_t count) {
 template <typename T>
 __global__ void convert_floats_kernel(const float* from, T* to, int64_t count) {
   for (int64_t i = blockIdx.x * int64_t{kThreads} + threadIdx.x; i < count; i += int64_t{gridDim.x} * kThreads)
-    set(to[i], from[i]);
+    to[i] = cuda::from_float<T>(from[i]);
 }
 
 }  // namespace

@@ -1,0 +1,136 @@
+#include "parallel/gradient_reducer.h"
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <random>
+
+#include "comm/thread_communicator.h"
+#include "core/errors.h"
+
+namespace sb {
+namespace {
+
+// Adds the parts of a reduce_scatter from the rank `first` on, round the ring: as a library may do that looks at how
+// the ranks of this very group are connected. Everything else is `ranks`'.
+class AddsFrom final : public Communicator {
+ public:
+  AddsFrom(Communicator& ranks, int first) : ranks_(ranks), first_(first) {}
+
+  int rank() const override { return ranks_.rank(); }
+  int size() const override { return ranks_.size(); }
+  const std::string& name() const override { return ranks_.name(); }
+  std::chrono::milliseconds timeout() const override { return ranks_.timeout(); }
+  std::unique_ptr<Communicator> split(int color, int key, const std::string& name) override {
+    return ranks_.split(color, key, name);
+  }
+  CommRequest all_reduce_async(void* data, int64_t count, CommType type, ReduceOp op) override {
+    return ranks_.all_reduce_async(data, count, type, op);
+  }
+  CommRequest reduce_scatter_async(void* data, int64_t count, CommType type, ReduceOp op) override {
+    SB_CHECK(type == CommType::f32 && op == ReduceOp::sum, "another reduction");
+    const int64_t own = size() * count;
+    auto* values = static_cast<float*>(data);
+    std::vector<float> all(static_cast<size_t>(size() * own));
+    std::copy_n(values, own, all.begin() + rank() * own);
+    ranks_.all_gather(std::span(all), own);
+    for (int64_t i = rank() * count; i < (rank() + 1) * count; ++i) {
+      const auto of = [&](int turn) { return all[static_cast<size_t>((first_ + turn) % size() * own + i)]; };
+      values[i] = of(0);
+      for (int turn = 1; turn < size(); ++turn) values[i] += of(turn);
+    }
+    return {};
+  }
+  CommRequest all_gather_async(void* data, int64_t count, CommType type) override {
+    return ranks_.all_gather_async(data, count, type);
+  }
+  CommRequest broadcast_async(void* data, int64_t count, CommType type, int root) override {
+    return ranks_.broadcast_async(data, count, type, root);
+  }
+  CommRequest send_async(const void* data, int64_t bytes, int to, int tag) override {
+    return ranks_.send_async(data, bytes, to, tag);
+  }
+  CommRequest receive_async(void* data, int64_t bytes, int from, int tag) override {
+    return ranks_.receive_async(data, bytes, from, tag);
+  }
+  CommRequest barrier_async() override { return ranks_.barrier_async(); }
+  void check_usable() const override { ranks_.check_usable(); }
+  [[noreturn]] void abort(const std::string& why, int exit_code) override {
+    ranks_.abort(why, exit_code);
+    throw CommAborted(why);
+  }
+
+ private:
+  Communicator& ranks_;
+  const int first_;
+};
+
+// Norms that two ranks have alike around a product of which each has a half.
+ParameterSet two_layers(int shards) {
+  ParameterSet parameters;
+  for (const char* layer : {"0", "1"}) {
+    for (const auto& [name, shape] : {std::pair<std::string, Shape>{"norm", {37}}, {"half", {5, 11}}, {"bias", {20}}})
+      parameters.declare(layer + name, shape, {{layer + name, 0, shape[0]}});
+    parameters.end_group(shards);
+  }
+  parameters.allocate(/*with_gradients=*/true);
+  return parameters;
+}
+
+TEST(GradientReducer, GivesWhatRanksHaveAlikeTheSameBits) {
+  constexpr int kTensor = 2, kReplicas = 3;
+  for (const int64_t bucket_elements : {1, 1000}) {
+    run_thread_ranks(kTensor * kReplicas, [&](Communicator& world) {
+      const int tensor_rank = world.rank() % kTensor, replica = world.rank() / kTensor;
+      const auto tensor = world.split(replica, tensor_rank, "tp"), same = world.split(tensor_rank, replica, "dp");
+      AddsFrom replicas(*same, tensor_rank);
+
+      const ParameterSet parameters = two_layers(kReplicas);
+      const auto count = static_cast<size_t>(parameters.flat_elements());
+      // What every rank computed, which all know.
+      std::vector<std::vector<float>> computed(kTensor * kReplicas, std::vector<float>(count));
+      for (int rank = 0; rank < kTensor * kReplicas; ++rank) {
+        std::mt19937 random(static_cast<unsigned>(rank + 1));
+        for (float& value : computed[static_cast<size_t>(rank)]) value = std::normal_distribution<float>()(random);
+      }
+      float* gradients = parameters.gradients().f32();
+      std::copy_n(computed[static_cast<size_t>(world.rank())].begin(), count, gradients);
+
+      const ShardLayout layout(parameters, kReplicas, bucket_elements);
+      std::vector<GradientReducer::Shared> shared;
+      std::vector<bool> alike(count, false);
+      for (int i = 0; i < parameters.count(); ++i) {
+        const Parameter& one = parameters.parameter(i);
+        if (one.shape.rank() > 1) continue;
+        shared.push_back({{one.offset, one.offset + one.elements()}, *tensor});
+        std::fill_n(alike.begin() + one.offset, one.elements(), true);
+      }
+      GradientReducer reducer(parameters, layout, replicas, nullptr, -1, shared);
+      reducer.start();
+      reducer.group_final(1);
+      reducer.group_final(0);
+      reducer.finish();
+
+      // The own pieces are sums over the replicas or over all ranks, and what the other rank of the group has.
+      std::vector<float> both(kTensor * count);
+      std::copy_n(gradients, count, both.begin() + tensor_rank * static_cast<int64_t>(count));
+      tensor->all_gather(std::span(both), static_cast<int64_t>(count));
+      int compared = 0;
+      for (const FlatRange& piece : layout.pieces(replicas.rank())) {
+        for (auto i = static_cast<size_t>(piece.begin); i < static_cast<size_t>(piece.end); ++i) {
+          double expected = 0;
+          for (int rank = 0; rank < kTensor * kReplicas; ++rank)
+            if (alike[i] || rank % kTensor == tensor_rank) expected += computed[static_cast<size_t>(rank)][i];
+          EXPECT_NEAR(gradients[i], expected, 1e-5) << i;
+          if (!alike[i]) continue;
+          EXPECT_EQ(both[i], both[count + i]) << "element " << i << " of replica " << replica;
+          ++compared;
+        }
+      }
+      EXPECT_EQ(world.all_reduce(compared), kTensor * 2 * (37 + 20));
+    });
+  }
+}
+
+}  // namespace
+}  // namespace sb
