@@ -166,9 +166,8 @@ TEST_P(Bf16MomentsTest, HaveEqualBitsForAnyCutAndAnyNumberOfThreads) {
     // Cuts on borders of vectors, off which a GPU may join other products.
     for (const auto& [begin, end] : {std::pair<int64_t, int64_t>{0, 8}, {8, 70000}, {70000, n}}) {
       const DecayRange part = {0, end - begin, true, {3, begin, 0, 1, 1}};
-      adamw_update(
-          exec(), step, std::span(&part, 1),
-          {p2.rows(begin, end), gt.rows(begin, end), m2.rows(begin, end), v2.rows(begin, end), {}, {}});
+      adamw_update(exec(), step, std::span(&part, 1),
+                   {p2.rows(begin, end), gt.rows(begin, end), m2.rows(begin, end), v2.rows(begin, end), {}, {}});
     }
   }
   EXPECT_EQ(host(p2), host(p));
