@@ -8,6 +8,7 @@
 #include <set>
 
 #include "data/files/token_writer.h"
+#include "model/tensors/safetensors.h"
 #include "run/checkpoint/selection_file.h"
 #include "tests/run/scratch_directory.h"
 #include "tests/train/rank_runs.h"
@@ -129,16 +130,34 @@ TEST(RanksRun, TwiceTheSameLayoutGivesTheSameBits) {
   }
 }
 
-// Gradients differ in their last bits, and few roundings do for that: less than a change of the random numbers would
-// make of it.
+std::vector<float> moments_of(const fs::path& checkpoint) {
+  const SafetensorsFile file(checkpoint / "optimizer.safetensors");
+  std::vector<float> all;
+  for (const SafetensorsEntry& entry : file.header().entries) {
+    std::vector<float> values(static_cast<size_t>(entry.elements()));
+    file.read_f32(entry, values);
+    all.insert(all.end(), values.begin(), values.end());
+  }
+  return all;
+}
+
+// Gradients differ in their last bits, and for that a few roundings do: two to three of a hundred moments after eight
+// steps. Of values rounded once by other random numbers a third would (the mean of 2 f (1 - f)), of these more.
+// With equal gradients none do: tests/parallel/sharded_adamw_test.cpp.
 TEST(RanksRun, MomentsInBf16AreRoundedAlikeOnEveryLayout) {
   ScratchDirectory scratch;
   const std::string type = "optimizer.moments=bfloat16";
   train(scratch / "alone", {1, 1}, {type});
+  const std::vector<float> expected = moments_of(scratch / "alone/checkpoint-8");
   for (const RankGrid& layout : kLayouts) {
     SCOPED_TRACE(layout.name());
-    train(scratch / layout.name(), layout, {type});
-    expect_same_record(scratch / layout.name(), scratch / "alone");
+    const fs::path run = scratch / layout.name();
+    train(run, layout, {type});
+    const std::vector<float> moments = moments_of(run / "checkpoint-8");
+    ASSERT_EQ(moments.size(), expected.size());
+    size_t others = 0;
+    for (size_t i = 0; i < moments.size(); ++i) others += moments[i] != expected[i];
+    EXPECT_LT(others, expected.size() / 10);
   }
 }
 
