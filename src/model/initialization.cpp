@@ -3,19 +3,18 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
-#include <string_view>
 
 #include "core/random.h"
 
 namespace sb {
-namespace {
 
-// FNV-1a: a name's own stream of random numbers.
 uint64_t name_hash(std::string_view name) {
   uint64_t hash = 0xcbf29ce484222325;
   for (const char c : name) hash = (hash ^ static_cast<unsigned char>(c)) * 0x100000001b3;
   return hash;
 }
+
+namespace {
 
 // Four normal numbers from each Philox block.
 void fill_normal(TensorView tensor, float deviation, uint64_t seed, uint64_t stream) {

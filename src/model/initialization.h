@@ -1,10 +1,14 @@
 #pragma once
 
 #include <cstdint>
+#include <string_view>
 
 #include "model/parameters.h"
 
 namespace sb {
+
+// FNV-1a: a name's own stream of random numbers.
+uint64_t name_hash(std::string_view name);
 
 // Matrices normal(0, deviation), norms one, biases zero, adapters as initialize_adapters(); a pure function of (seed,
 // parameter name).

@@ -26,14 +26,8 @@ AdamWScalars adamw_scalars(const AdamWStep& step) {
 
 void adamw_update(const Exec& exec, const AdamWStep& step, TensorView parameters, TensorView gradients, TensorView m,
                   TensorView v) {
-  SB_CHECK(step.step >= 1, "adamw_update: step {}; the first is 1", step.step);
-  const Shape flat = {parameters.elements()};
-  check_operand(exec, "adamw_update", "parameters", parameters, DType::f32, flat);
-  check_operand(exec, "adamw_update", "gradients", gradients, DType::f32, flat);
-  check_operand(exec, "adamw_update", "m", m, DType::f32, flat);
-  check_operand(exec, "adamw_update", "v", v, DType::f32, flat);
-  if (exec.device == DeviceKind::cuda) return cuda::adamw_update(exec, step, parameters, gradients, m, v);
-  cpu::adamw_update(exec, step, parameters, gradients, m, v);
+  const DecayRange whole = {0, parameters.elements(), true};
+  adamw_update(exec, step, std::span(&whole, 1), AdamWBuffers{parameters, gradients, m, v, {}, {}});
 }
 
 namespace {
@@ -51,8 +45,9 @@ void adamw_update(const Exec& exec, const AdamWStep& step, std::span<const Decay
   const Shape flat = {elements};
   check_operand(exec, "adamw_update", "parameters", buffers.parameters, DType::f32, flat);
   check_operand(exec, "adamw_update", "gradients", buffers.gradients, DType::f32, flat);
-  check_operand(exec, "adamw_update", "m", buffers.m, DType::f32, flat);
-  check_operand(exec, "adamw_update", "v", buffers.v, DType::f32, flat);
+  const DType moments = buffers.m.dtype() == DType::bf16 ? DType::bf16 : DType::f32;
+  check_operand(exec, "adamw_update", "m", buffers.m, moments, flat);
+  check_operand(exec, "adamw_update", "v", buffers.v, moments, flat);
   if (!buffers.weights.empty()) check_operand(exec, "adamw_update", "weights", buffers.weights, DType::bf16, flat);
   if (!buffers.clip.empty()) check_clip(exec, "adamw_update", buffers.clip);
   int64_t last = 0;

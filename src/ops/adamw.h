@@ -3,6 +3,7 @@
 #include <span>
 
 #include "device/exec.h"
+#include "ops/random/moment_rounding.h"
 
 namespace sb {
 
@@ -12,7 +13,8 @@ struct AdamWStep {
   float gradient_scale;  // clipping: gradients count times this
 };
 
-// Decoupled weight decay as in PyTorch's AdamW: p ← p·(1 - lr·wd) - lr · m̂ / (sqrt(v̂) + eps). All [n], fp32, in place.
+// Decoupled weight decay as in PyTorch's AdamW: p ← p·(1 - lr·wd) - lr · m̂ / (sqrt(v̂) + eps). All [n], fp32, in place;
+// the moments may both be bf16: computed in fp32, and what is kept is rounded at random.
 void adamw_update(const Exec& exec, const AdamWStep& step, TensorView parameters, TensorView gradients, TensorView m,
                   TensorView v);
 
@@ -20,11 +22,13 @@ void adamw_update(const Exec& exec, const AdamWStep& step, TensorView parameters
 struct DecayRange {
   int64_t begin, end;
   bool decay;
+  MomentPlace place = {};  // moments in bf16: which elements of the model these are
 };
 
 // The flat buffers of an update over many parameters.
 struct AdamWBuffers {
-  TensorView parameters, gradients, m, v;  // [n], fp32
+  TensorView parameters, gradients;  // [n], fp32
+  TensorView m, v;                   // [n], both fp32 or both bf16
   TensorView weights;  // [n] of another type: gets the new parameters, which is what the operations read; empty: none
   TensorView clip;     // from clip_by_norm(); empty: none
 };

@@ -44,8 +44,6 @@ void loss_forward(const Exec& exec, TensorView hidden, TensorView weight, Tensor
 void loss_forward_backward(const Exec& exec, TensorView hidden, TensorView weight, TensorView labels,
                            TensorView weights, int64_t chunk, TensorView token_loss, TensorView dhidden,
                            TensorView dweight, LossSums* sums, bool accumulate, const VocabularyPart& part);
-void adamw_update(const Exec& exec, const AdamWStep& step, TensorView parameters, TensorView gradients, TensorView m,
-                  TensorView v);
 void adamw_update(const Exec& exec, const AdamWStep& step, std::span<const DecayRange> ranges,
                   const AdamWBuffers& buffers);
 void clip_by_norm(const Exec& exec, TensorView gradients, double max_norm, TensorView clip);
@@ -88,8 +86,6 @@ void loss_forward_backward(const Exec& exec, TensorView hidden, TensorView weigh
                            TensorView weights, int64_t chunk, TensorView token_loss, TensorView dhidden,
                            TensorView dweight, LossSums* sums, std::span<const int32_t> host_labels, bool accumulate,
                            const VocabularyPart& part);
-void adamw_update(const Exec& exec, const AdamWStep& step, TensorView parameters, TensorView gradients, TensorView m,
-                  TensorView v);
 void adamw_update(const Exec& exec, const AdamWStep& step, std::span<const DecayRange> ranges,
                   const AdamWBuffers& buffers);
 void clip_by_norm(const Exec& exec, TensorView gradients, double max_norm, TensorView clip);

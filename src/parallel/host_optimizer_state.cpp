@@ -7,8 +7,13 @@
 namespace sb {
 namespace {
 
-int64_t array_bytes(int64_t elements) {
-  return Arena::rounded(elements * dtype_bytes(DType::f32));
+int64_t array_bytes(int64_t elements, DType dtype) {
+  return Arena::rounded(elements * dtype_bytes(dtype));
+}
+
+// Of the values and both moments.
+int64_t arrays_bytes(int64_t elements, DType moments) {
+  return array_bytes(elements, DType::f32) + 2 * array_bytes(elements, moments);
 }
 
 Exec on_stream(const Exec& exec, const std::shared_ptr<void>& stream) {
@@ -19,24 +24,25 @@ Exec on_stream(const Exec& exec, const std::shared_ptr<void>& stream) {
 
 }  // namespace
 
-int64_t HostOptimizerState::device_bytes(int64_t elements, int64_t window) {
-  return kPlaces * kArrays * array_bytes(std::min(elements, window));
+int64_t HostOptimizerState::device_bytes(int64_t elements, DType moments, int64_t window) {
+  return kPlaces * arrays_bytes(std::min(elements, window), moments);
 }
 
-int64_t HostOptimizerState::host_bytes(int64_t elements) {
-  return kArrays * array_bytes(elements);
+int64_t HostOptimizerState::host_bytes(int64_t elements, DType moments) {
+  return arrays_bytes(elements, moments);
 }
 
-HostOptimizerState::HostOptimizerState(int64_t elements, DeviceKind device, int64_t window)
+HostOptimizerState::HostOptimizerState(int64_t elements, DeviceKind device, DType moments, int64_t window)
     : elements_(elements),
       window_(std::min(elements, window)),
       device_(device),
-      host_(host_bytes(elements), device),
-      arena_(make_arena("windows of the optimizer", device_bytes(elements, window), device)) {
+      moments_(moments),
+      host_(host_bytes(elements, moments), device),
+      arena_(make_arena("windows of the optimizer", device_bytes(elements, moments, window), device)) {
   SB_CHECK(window > 0, "windows of {} elements", window);
   for (int i = 0; i < kPlaces; ++i) {
     Place& place = places_.emplace_back(Place{{}, DeviceEvent(device), DeviceEvent(device), DeviceEvent(device)});
-    for (TensorView& array : place.arrays) array = arena_.allocate(DType::f32, {window_});
+    for (int array = 0; array < kArrays; ++array) place.arrays[array] = arena_.allocate(dtype(array), {window_});
   }
   if (device != DeviceKind::cuda) return;
   arriving_ = cuda::make_stream();
@@ -44,7 +50,9 @@ HostOptimizerState::HostOptimizerState(int64_t elements, DeviceKind device, int6
 }
 
 TensorView HostOptimizerState::host(int array) const {
-  return {static_cast<char*>(host_.data()) + array * array_bytes(elements_), DType::f32, {elements_}};
+  int64_t begin = 0;
+  for (int before = 0; before < array; ++before) begin += array_bytes(elements_, dtype(before));
+  return {static_cast<char*>(host_.data()) + begin, dtype(array), {elements_}};
 }
 
 TensorView HostOptimizerState::settled(int array) const {

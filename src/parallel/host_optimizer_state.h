@@ -17,11 +17,11 @@ namespace sb {
 class HostOptimizerState {
  public:
   static constexpr int64_t kWindow = int64_t{8} << 20;  // elements
-  HostOptimizerState(int64_t elements, DeviceKind device, int64_t window = kWindow);
+  HostOptimizerState(int64_t elements, DeviceKind device, DType moments = DType::f32, int64_t window = kWindow);
 
   // What the constructor will allocate.
-  static int64_t device_bytes(int64_t elements, int64_t window = kWindow);
-  static int64_t host_bytes(int64_t elements);
+  static int64_t device_bytes(int64_t elements, DType moments = DType::f32, int64_t window = kWindow);
+  static int64_t host_bytes(int64_t elements, DType moments = DType::f32);
 
   // In host memory; what is still on its way there is waited for.
   TensorView values() const { return settled(0); }
@@ -43,11 +43,13 @@ class HostOptimizerState {
     TensorView arrays[kArrays];
     DeviceEvent arrived, computed, left;
   };
+  DType dtype(int array) const { return array == 0 ? DType::f32 : moments_; }
   TensorView settled(int array) const;
   TensorView host(int array) const;
 
   int64_t elements_, window_;
   DeviceKind device_;
+  DType moments_;
   HostMemory host_;
   Arena arena_;
   std::vector<Place> places_;

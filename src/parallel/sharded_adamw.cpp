@@ -3,45 +3,64 @@
 #include <algorithm>
 
 #include "device/memory.h"
+#include "model/initialization.h"
 
 namespace sb {
+namespace {
 
-ShardedAdamW::ShardedAdamW(ParameterSet& parameters, const ShardLayout& layout, Communicator& replicas, bool on_host)
+// The same on every rank that has the tensor, or a part of it: copies of one element are rounded alike.
+MomentPlace place_of(const FlatTensor& tensor) {
+  MomentPlace place{.tensor = name_hash(tensor.name)};
+  if (tensor.cut.axis == TensorCut::Axis::rows) place.begin = tensor.cut.begin * (tensor.elements() / tensor.shape[0]);
+  if (tensor.cut.axis == TensorCut::Axis::columns) {
+    place.begin = tensor.cut.begin;
+    place.run = tensor.cut.end - tensor.cut.begin;
+    place.stride = tensor.cut.whole;
+  }
+  return place;
+}
+
+}  // namespace
+
+ShardedAdamW::ShardedAdamW(ParameterSet& parameters, const ShardLayout& layout, Communicator& replicas,
+                           const Storage& storage)
     : parameters_(parameters),
       layout_(layout),
       replicas_(replicas),
-      host_(on_host ? std::make_unique<HostOptimizerState>(layout.shard_elements(), parameters.gradients().device())
-                    : nullptr),
-      arena_(make_arena("optimizer",
-                        on_host ? 0 : bytes(parameters.flat_elements(), layout.shards(), parameters.has_values()),
-                        parameters.gradients().device())) {
+      host_(storage.on_host ? std::make_unique<HostOptimizerState>(layout.shard_elements(),
+                                                                   parameters.gradients().device(), storage.moments)
+                            : nullptr),
+      arena_(make_arena(
+          "optimizer",
+          storage.on_host ? 0 : bytes(parameters.flat_elements(), layout.shards(), parameters.has_values(), storage),
+          parameters.gradients().device())) {
   SB_CHECK(replicas.size() == layout.shards(), "{} replicas, {} shards", replicas.size(), layout.shards());
-  SB_CHECK(!on_host || !parameters.has_values(), "values on the device, their moments in host memory");
+  SB_CHECK(!storage.on_host || !parameters.has_values(), "values on the device, their moments in host memory");
   if (!parameters.has_values()) parameters.set_values_owner([this](const TensorView& all) { take_values(all); });
-  const auto zeros = [&] {
-    const TensorView array = arena_.allocate(DType::f32, {layout_.shard_elements()});
+  const auto zeros = [&](DType dtype) {
+    const TensorView array = arena_.allocate(dtype, {layout_.shard_elements()});
     zero_now(array);
     return array;
   };
-  if (!on_host) {
-    if (!parameters.has_values()) values_ = zeros();
-    first_moment_ = zeros();
-    second_moment_ = zeros();
+  if (!storage.on_host) {
+    if (!parameters.has_values()) values_ = zeros(DType::f32);
+    first_moment_ = zeros(storage.moments);
+    second_moment_ = zeros(storage.moments);
   }
-  // Neighbours of the same kind are updated together; the padding between them is zero and stays zero.
   for (int i = 0; i < parameters.count(); ++i) {
     const Parameter& parameter = parameters.parameter(i);
-    const int64_t end = parameter.offset + parameter.elements();
-    if (!decay_ranges_.empty() && decay_ranges_.back().decay == parameter.decay)
-      decay_ranges_.back().end = end;
-    else
-      decay_ranges_.push_back({parameter.offset, end, parameter.decay});
+    for (const Parameter::Part& part : parameter.parts) {
+      const FlatTensor tensor = flat_tensor(parameter, part);
+      tensors_.push_back({tensor.begin, tensor.end, parameter.decay, place_of(tensor)});
+    }
   }
 }
 
-int64_t ShardedAdamW::bytes(int64_t flat_elements, int shards, bool with_values, bool on_host) {
-  if (on_host) return HostOptimizerState::device_bytes(flat_elements / shards);
-  return (with_values ? 2 : 3) * Arena::rounded(flat_elements / shards * dtype_bytes(DType::f32));
+int64_t ShardedAdamW::bytes(int64_t flat_elements, int shards, bool with_values, const Storage& storage) {
+  const int64_t elements = flat_elements / shards;
+  if (storage.on_host) return HostOptimizerState::device_bytes(elements, storage.moments);
+  return (with_values ? 0 : Arena::rounded(elements * dtype_bytes(DType::f32))) +
+         2 * Arena::rounded(elements * dtype_bytes(storage.moments));
 }
 
 void ShardedAdamW::take_values(const TensorView& all) {
@@ -77,9 +96,11 @@ void ShardedAdamW::update_range(const Exec& exec, const AdamWStep& step, const F
                                 const TensorView& values, const TensorView& first_moment,
                                 const TensorView& second_moment) const {
   std::vector<DecayRange> ranges;
-  for (const DecayRange& kind : decay_ranges_) {
-    const int64_t begin = std::max(range.begin, kind.begin), end = std::min(range.end, kind.end);
-    if (begin < end) ranges.push_back({begin - range.begin, end - range.begin, kind.decay});
+  for (const DecayRange& tensor : tensors_) {
+    const int64_t begin = std::max(range.begin, tensor.begin), end = std::min(range.end, tensor.end);
+    if (begin >= end) continue;
+    ranges.push_back({begin - range.begin, end - range.begin, tensor.decay, tensor.place});
+    ranges.back().place.first = begin - tensor.begin;
   }
   const TensorView weights = parameters_.rounded_weights();
   adamw_update(exec, step, ranges,

@@ -16,14 +16,17 @@ namespace sb {
 
 // AdamW whose moments are spread over the replicas of a stage (ZeRO-1): each rank updates its own pieces and gathers
 // the others'. Where the parameters leave their values to others, because the operations read rounded weights, the fp32
-// values are spread like the moments, and the weights are gathered. `on_host`: these values and the moments wait in
-// host memory.
+// values are spread like the moments, and the weights are gathered.
 class ShardedAdamW {
  public:
-  ShardedAdamW(ParameterSet& parameters, const ShardLayout& layout, Communicator& replicas, bool on_host = false);
+  struct Storage {
+    bool on_host = false;        // these values and the moments wait in host memory
+    DType moments = DType::f32;  // or bf16
+  };
+  ShardedAdamW(ParameterSet& parameters, const ShardLayout& layout, Communicator& replicas, const Storage& storage);
 
   // What the constructor will allocate on the device; `with_values`: the parameters have them.
-  static int64_t bytes(int64_t flat_elements, int shards, bool with_values, bool on_host = false);
+  static int64_t bytes(int64_t flat_elements, int shards, bool with_values, const Storage& storage);
 
   // Σ gradient² over this rank's pieces, in fp64. `left_out`: a bucket that another rank counts; -1: none.
   // `not_counted`: ascending ranges of the flat buffers that another rank counts, too.
@@ -50,7 +53,7 @@ class ShardedAdamW {
   std::unique_ptr<HostOptimizerState> host_;  // null: what follows is on the device
   Arena arena_;
   TensorView values_, first_moment_, second_moment_;
-  std::vector<DecayRange> decay_ranges_;
+  std::vector<DecayRange> tensors_;  // ascending; the padding between them is zero and stays zero
 };
 
 }  // namespace sb

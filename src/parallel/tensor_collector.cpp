@@ -1,10 +1,25 @@
 #include "parallel/tensor_collector.h"
 
-#include <cstring>
+#include <algorithm>
 
+#include "device/float16.h"
 #include "device/memory.h"
 
 namespace sb {
+namespace {
+
+void copy_as_f32(const TensorView& from, float* to) {
+  const HostCopy copy(from);
+  if (from.dtype() == DType::f32) {
+    std::copy_n(copy.view().f32(), from.elements(), to);
+    return;
+  }
+  SB_CHECK(from.dtype() == DType::bf16, "tensors of {}", dtype_name(from.dtype()));
+  const auto* bits = static_cast<const uint16_t*>(copy.view().raw());
+  std::transform(bits, bits + from.elements(), to, f32_from_bf16);
+}
+
+}  // namespace
 
 const float* TensorCollector::replicated(const ModelLayout::Tensor& tensor, TensorView own) {
   return collect(
@@ -34,7 +49,8 @@ const float* TensorCollector::collect(const ModelLayout::Tensor& tensor, const S
   const bool first = grid_.world().rank() == 0;
   if (tensor.parts.size() == 1) {
     const std::vector<Source> sources = sources_of(tensor.parts[0]);
-    if (first && sources.size() == 1 && sources[0].rank == 0 && own.device() == DeviceKind::cpu)
+    const bool readable = own.device() == DeviceKind::cpu && own.dtype() == DType::f32;
+    if (first && sources.size() == 1 && sources[0].rank == 0 && readable)
       return own.rows(sources[0].place, sources[0].place + sources[0].count).f32();
   }
   if (first) buffer_.resize(static_cast<size_t>(tensor.parts[0].flat.elements()));
@@ -56,18 +72,20 @@ void TensorCollector::fetch(const std::vector<Source>& sources, TensorView own, 
   Communicator& world = grid_.world();
   const auto part = [&](const Source& source) { return own.rows(source.place, source.place + source.count); };
   if (world.rank() != 0) {
-    for (const Source& source : sources)
-      if (source.rank == world.rank())
-        world.send_async(HostCopy(part(source)).view().raw(), source.count * int64_t{sizeof(float)}, 0, kTag).wait();
+    for (const Source& source : sources) {
+      if (source.rank != world.rank()) continue;
+      part_.resize(static_cast<size_t>(source.count));
+      copy_as_f32(part(source), part_.data());
+      world.send_async(part_.data(), source.count * int64_t{sizeof(float)}, 0, kTag).wait();
+    }
     return;
   }
   std::vector<CommRequest> requests;
   for (const Source& source : sources) {
-    const int64_t bytes = source.count * int64_t{sizeof(float)};
     if (source.rank == 0)
-      std::memcpy(into, HostCopy(part(source)).view().raw(), static_cast<size_t>(bytes));
+      copy_as_f32(part(source), into);
     else
-      requests.push_back(world.receive_async(into, bytes, source.rank, kTag));
+      requests.push_back(world.receive_async(into, source.count * int64_t{sizeof(float)}, source.rank, kTag));
     into += source.count;
   }
   for (CommRequest& request : requests) request.wait();

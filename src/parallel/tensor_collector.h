@@ -9,8 +9,8 @@
 
 namespace sb {
 
-// Brings tensors that are spread over the grid to rank 0, one at a time. All ranks ask for the same tensors in the same
-// order.
+// Brings tensors that are spread over the grid to rank 0, one at a time, in fp32 whatever the buffers hold. All ranks
+// ask for the same tensors in the same order.
 class TensorCollector {
  public:
   TensorCollector(Grid& grid, const ModelLayout& layout) : grid_(grid), layout_(layout) {}

@@ -62,7 +62,7 @@ RankModel::RankModel(const RankModelOptions& options, Attention& attention, Comm
       tied_bucket_(layout_.tied_bucket(grid_.stage(), grid_.tp_rank())),
       reducer_(stage_.parameters(), shards_, grid_.replicas(), tied_bucket_ >= 0 ? grid_.ends() : nullptr, tied_bucket_,
                shared_gradients()),
-      optimizer_(stage_.parameters(), shards_, grid_.replicas(), options.offload_optimizer),
+      optimizer_(stage_.parameters(), shards_, grid_.replicas(), options.optimizer()),
       collector_(grid_, layout_) {}
 
 std::vector<GradientReducer::Shared> RankModel::shared_gradients() {
@@ -79,9 +79,9 @@ MemoryPlan RankModel::memory_plan(const RankModelOptions& options, const Attenti
   const StageOptions own = options.stage(stage);
   MemoryPlan plan = Stage::memory_plan(options.model, own, attention, options.threads);
   const int64_t elements = Stage::declare_parameters(options.model, own).flat_elements();
-  plan.add("optimizer", ShardedAdamW::bytes(elements, own.shards, own.with_values, options.offload_optimizer));
+  plan.add("optimizer", ShardedAdamW::bytes(elements, own.shards, own.with_values, options.optimizer()));
   if (options.offload_optimizer)
-    plan.add_on_host("optimizer, offloaded", HostOptimizerState::host_bytes(elements / own.shards));
+    plan.add_on_host("optimizer, offloaded", HostOptimizerState::host_bytes(elements / own.shards, options.moments));
   if (options.grid.pp > 1)
     plan.add("pipeline buffers", Pipeline::buffer_bytes(stage, options.grid.pp, options.model.hidden_size,
                                                         most_rows(options), options.dtype));

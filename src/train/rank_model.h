@@ -36,6 +36,7 @@ struct RankModelOptions {
   int64_t loss_chunk = 1024, layer_chunk = 32768;
   std::vector<int> offload;  // of every stage; empty: nothing
   bool offload_optimizer = false;
+  DType moments = DType::f32;  // AdamW's
   int threads = 1;
   bool fp8 = false;
   std::vector<int> fp8_skip;
@@ -43,6 +44,7 @@ struct RankModelOptions {
 
   // `tp_rank`: the first one has as much as any other.
   StageOptions stage(int index, int tp_rank = 0) const;
+  ShardedAdamW::Storage optimizer() const { return {offload_optimizer, moments}; }
 };
 
 // One rank's share of the model in training: its pipeline stage, its shard of the optimizer and the ways to the other

@@ -81,6 +81,7 @@ RankModelOptions rank_model_options(const RunConfig& config, const TrainerParts&
   options.layer_chunk = config.train.layer_chunk;
   options.offload = parts.offload;
   options.offload_optimizer = config.train.offload_optimizer;
+  options.moments = config.optimizer.moments;
   options.threads = thread_count(config, parts.cores);
   options.lora = config.lora_config();
   options.fp8 = config.train.precision == TrainOptions::Precision::fp8;

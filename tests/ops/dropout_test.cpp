@@ -1,6 +1,6 @@
 #include "ops/dropout.h"
 
-#include "ops/dropout_bits.h"
+#include "ops/random/dropout_bits.h"
 #include "tests/ops/ops_fixture.h"
 
 namespace sb::testing {

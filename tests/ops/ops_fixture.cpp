@@ -77,7 +77,10 @@ TensorView OpsTest::floats(const std::vector<float>& values, Shape shape) {
 }
 
 TensorView OpsTest::tensor(const std::vector<float>& values, Shape shape) {
-  if (dtype() == DType::f32) return floats(values, shape);
+  return dtype() == DType::f32 ? floats(values, shape) : halves(values, shape);
+}
+
+TensorView OpsTest::halves(const std::vector<float>& values, Shape shape) {
   EXPECT_EQ(static_cast<int64_t>(values.size()), shape.elements());
   std::vector<uint16_t> rounded;
   for (const float value : values) rounded.push_back(bf16_bits(value));

@@ -27,7 +27,7 @@ std::string device_name(const ::testing::TestParamInfo<DeviceParam>& info);
 // compute-sanitizer) sees a kernel that reads or writes past an end.
 //
 // `tensor` and `filled` make operands of the type the test runs in, `floats` and `filled_f32` what is fp32 in every
-// mode: statistics, loss weights, parameter gradients, the optimizer's state.
+// mode: statistics, loss weights, parameter gradients, the optimizer's state. `halves`: bf16 in every mode.
 class OpsTest : public ::testing::TestWithParam<DeviceParam> {
  protected:
   OpsTest();
@@ -41,6 +41,7 @@ class OpsTest : public ::testing::TestWithParam<DeviceParam> {
   TensorView filled(Shape shape, float value);
   TensorView floats(const std::vector<float>& values, Shape shape);
   TensorView filled_f32(Shape shape, float value);
+  TensorView halves(const std::vector<float>& values, Shape shape);
   std::vector<float> host(const TensorView& view) const;
 
   // Normal numbers times `scale` that the type of the test holds exactly.

@@ -71,7 +71,8 @@ TEST(RunConfig, ReadsEverySection) {
       "balance: { batching: in_order }\n"
       "parallel: { dp: 1, pp: 1, cp: 1 }\n"
       "optimizer: { learning_rate: 1.0e-5, betas: [0.8, 0.9], eps: 1.0e-7, weight_decay: 0.2, max_grad_norm: 2.0,\n"
-      "             schedule: warmup_stable_decay, warmup_steps: 100, decay_steps: 50, min_learning_rate_ratio: 0.1 }\n"
+      "             moments: bfloat16, schedule: warmup_stable_decay, warmup_steps: 100, decay_steps: 50, "
+      "min_learning_rate_ratio: 0.1 }\n"
       "train: { max_steps: 1234, recompute: layer, save_steps: 7, save_total_limit: 2, resume: never,\n"
       "         output_dir: runs/first, seed: 9, validation_steps: 5, validation_sequences: 6, log_steps: 3,\n"
       "         tensorboard: false, threads: 4, loss_chunk: 512, layer_chunk: 4096, offload: 3, trace: true,\n"
@@ -97,6 +98,7 @@ TEST(RunConfig, ReadsEverySection) {
   EXPECT_EQ(config.optimizer.eps, 1e-7);
   EXPECT_EQ(config.optimizer.weight_decay, 0.2);
   EXPECT_EQ(config.optimizer.max_grad_norm, 2.0);
+  EXPECT_EQ(config.optimizer.moments, DType::bf16);
   EXPECT_EQ(config.optimizer.schedule, OptimizerOptions::Schedule::warmup_stable_decay);
   EXPECT_EQ(config.optimizer.warmup_steps, 100);
   EXPECT_EQ(config.optimizer.decay_steps, 50);

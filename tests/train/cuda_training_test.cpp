@@ -92,17 +92,20 @@ TEST_F(CudaTraining, SequencesInPiecesTrainAsWholeOnes) {
 
 // The same kernels on the same numbers, wherever these wait: the same losses, also after a resumed run.
 TEST_F(CudaTraining, ValuesAndMomentsInHostMemoryTrainAlike) {
-  const std::vector<std::string> run{"device=cuda", "train.deterministic=true", "balance.chunk=256"};
-  const auto with = [&](std::vector<std::string> more) {
-    more.insert(more.end(), run.begin(), run.end());
-    return more;
-  };
-  const auto device = train(test::small_run(folder_.path("device"), run));
-  EXPECT_EQ(train(test::small_run(folder_.path("host"), with({"train.offload_optimizer=true"}))), device);
-  train(test::small_run(folder_.path("resumed"), with({"train.offload_optimizer=true", "train.max_steps=10"})));
-  EXPECT_EQ(train(test::small_run(folder_.path("resumed"), with({"train.offload_optimizer=true"}))).at(30),
-            device.at(30));
-  EXPECT_EQ(train(test::small_run(folder_.path("chunk"), with({"train.recompute=chunk"}))), device);
+  for (const std::string moments : {"float32", "bfloat16"}) {
+    SCOPED_TRACE(moments);
+    const auto run = [&](const std::string& name, std::vector<std::string> more) {
+      more.insert(more.end(),
+                  {"device=cuda", "train.deterministic=true", "balance.chunk=256", "optimizer.moments=" + moments});
+      return train(test::small_run(folder_.path(moments + name), more));
+    };
+    const auto device = run("device", {});
+    EXPECT_LT(device.at(30), device.at(1));
+    EXPECT_EQ(run("host", {"train.offload_optimizer=true"}), device);
+    run("resumed", {"train.offload_optimizer=true", "train.max_steps=10"});
+    EXPECT_EQ(run("resumed", {"train.offload_optimizer=true"}).at(30), device.at(30));
+    EXPECT_EQ(run("chunk", {"train.recompute=chunk"}), device);
+  }
 }
 
 TEST_F(CudaTraining, SeveralRanksAreRefused) {

@@ -46,6 +46,17 @@ TEST_F(LoraRanks, LearnWhatOneRankLearns) {
   }
 }
 
+TEST_F(LoraRanks, MomentsInBf16GoOnExactly) {
+  const std::string type = "optimizer.moments=bfloat16";
+  const RankGrid grid{2, 1, 1, 0, 2};
+  train(base, scratch / "whole", grid, {type});
+  train(base, scratch / "halves", grid, {type, "train.max_steps=3"});
+  train(base, scratch / "halves", grid, {type});
+  for (const char* file : {"adapter_model.safetensors", "optimizer.safetensors"})
+    EXPECT_TRUE(read_bytes(scratch / "whole/checkpoint-6" / file) == read_bytes(scratch / "halves/checkpoint-6" / file))
+        << file;
+}
+
 TEST_F(LoraRanks, PackingRecomputeBalancingAndPiecesChangeNothing) {
   train(base, scratch / "alone", {});
   int number = 0;

@@ -71,7 +71,7 @@ int64_t planned_bytes(const RankModelOptions& options, const Attention& attentio
   const ParameterSet frozen = options.lora.enabled() ? Stage::declare_parameters(options.model, exact) : ParameterSet();
   const StageBytes bytes(options.model, own, parameters, frozen, attention, options.threads);
   return stage_memory_plan(own, bytes).total() +
-         ShardedAdamW::bytes(parameters.flat_elements(), own.shards, own.with_values) +
+         ShardedAdamW::bytes(parameters.flat_elements(), own.shards, own.with_values, options.optimizer()) +
          Pipeline::buffer_bytes(stage, options.grid.pp, options.model.hidden_size,
                                 own.token_shares().most(options.max_micro_batch_tokens), options.dtype);
 }

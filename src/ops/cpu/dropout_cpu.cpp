@@ -2,7 +2,7 @@
 
 #include "ops/backends.h"
 #include "ops/cpu/pieces.h"
-#include "ops/dropout_bits.h"
+#include "ops/random/dropout_bits.h"
 
 namespace sb::cpu {
 

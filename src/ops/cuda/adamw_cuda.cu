@@ -9,22 +9,24 @@ namespace sb::cuda {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kElements = 4;                      // of a thread: 16 bytes of every buffer
+constexpr int kElements = 4;                      // of a thread: 16 bytes of every fp32 buffer
 constexpr int64_t kPiece = kThreads * kElements;  // elements of a block at a time
-constexpr int kMaxRanges = 120;                   // of one launch: they travel as an argument of at most 4 KiB
+constexpr int kMaxRanges = 56;                    // of one launch: they travel as an argument of at most 4 KiB
 constexpr int kNormBlocks = 1056;                 // 8 for every multiprocessor of an H200; fixed, so that sums are too
 
 struct Ranges {
   int count;
   int64_t first_piece[kMaxRanges + 1];
   int64_t begin[kMaxRanges], end[kMaxRanges];
+  MomentPlace place[kMaxRanges];
   bool decay[kMaxRanges];
 };
 
+template <typename M>
 struct Buffers {
   float* p;
   const float* g;
-  float *m, *v;
+  M *m, *v;
   bf16* weights;      // or none
   const float* clip;  // or none
   bool vectors;       // the buffers start on 16-byte borders
@@ -38,8 +40,19 @@ __device__ inline void update(const AdamWScalars& s, float decay, float scale, f
   p = p * decay - s.step_size * (m / denominator);
 }
 
+// Moments as their type M holds them; `i`: the element's place in the range.
+template <typename M>
+__device__ inline void round_moments(const MomentPlace& place, int64_t i, MomentBits& bits, float& m, float& v) {
+  if constexpr (sizeof(M) < sizeof(float)) {
+    const uint32_t random = bits.at(place.of(i));
+    m = round_moment(m, random & 0xffff);
+    v = round_moment(v, random >> 16);
+  }
+}
+
+template <typename M>
 __global__ void __launch_bounds__(kThreads)
-    update_kernel(const AdamWScalars s, const __grid_constant__ Ranges ranges, Buffers b) {
+    update_kernel(const AdamWScalars s, int64_t step, const __grid_constant__ Ranges ranges, Buffers<M> b) {
   float scale = s.gradient_scale;
   if (b.clip != nullptr) {
     if (!isfinite(b.clip[1])) return;
@@ -57,6 +70,8 @@ __global__ void __launch_bounds__(kThreads)
     }
     const int64_t begin = ranges.begin[low], end = ranges.end[low];
     const float decay = ranges.decay[low] ? s.decay : 1.0f;
+    const MomentPlace& place = ranges.place[low];
+    MomentBits bits(place.tensor, step);
     const int64_t i = begin + (piece - ranges.first_piece[low]) * kPiece + int64_t{threadIdx.x} * kElements;
     if (b.vectors && i + kElements <= end && begin % kElements == 0) {
       float p[kElements], g[kElements], m[kElements], v[kElements];
@@ -65,18 +80,22 @@ __global__ void __launch_bounds__(kThreads)
       load(b.m + i, m);
       load(b.v + i, v);
 #pragma unroll
-      for (int k = 0; k < kElements; ++k) update(s, decay, scale, g[k], p[k], m[k], v[k]);
+      for (int k = 0; k < kElements; ++k) {
+        update(s, decay, scale, g[k], p[k], m[k], v[k]);
+        round_moments<M>(place, i + k - begin, bits, m[k], v[k]);
+      }
       store(b.p + i, p);
       store(b.m + i, m);
       store(b.v + i, v);
       if (b.weights != nullptr) store(b.weights + i, p);
     } else {
       for (int64_t k = i; k < min(i + kElements, end); ++k) {
-        float p = b.p[k], m = b.m[k], v = b.v[k];
+        float p = b.p[k], m = to_float(b.m[k]), v = to_float(b.v[k]);
         update(s, decay, scale, b.g[k], p, m, v);
+        round_moments<M>(place, k - begin, bits, m, v);
         b.p[k] = p;
-        b.m[k] = m;
-        b.v[k] = v;
+        b.m[k] = from_float<M>(m);
+        b.v[k] = from_float<M>(v);
         if (b.weights != nullptr) b.weights[k] = from_float<bf16>(p);
       }
     }
@@ -149,16 +168,15 @@ double* queue_squared_norm(const Exec& exec, std::span<const TensorView> pieces)
   return total;
 }
 
-}  // namespace
-
-void adamw_update(const Exec& exec, const AdamWStep& step, std::span<const DecayRange> ranges,
-                  const AdamWBuffers& buffers) {
+template <typename M>
+void update_ranges(const Exec& exec, const AdamWStep& step, std::span<const DecayRange> ranges,
+                   const AdamWBuffers& buffers) {
   const AdamWScalars scalars = adamw_scalars(step);
-  const Buffers pointers = {
+  const Buffers<M> pointers = {
       .p = buffers.parameters.f32(),
       .g = buffers.gradients.f32(),
-      .m = buffers.m.f32(),
-      .v = buffers.v.f32(),
+      .m = data<M>(buffers.m),
+      .v = data<M>(buffers.v),
       .weights = data<bf16>(buffers.weights),
       .clip = data<float>(buffers.clip),
       .vectors = vectors_fit<float>(kElements, {buffers.parameters.raw(), buffers.gradients.raw(), buffers.m.raw(),
@@ -171,20 +189,24 @@ void adamw_update(const Exec& exec, const AdamWStep& step, std::span<const Decay
       if (range.begin == range.end) continue;
       some.begin[some.count] = range.begin;
       some.end[some.count] = range.end;
+      some.place[some.count] = range.place;
       some.decay[some.count] = range.decay;
       some.first_piece[some.count + 1] = some.first_piece[some.count] + ceil_div(range.end - range.begin, kPiece);
       ++some.count;
     }
     if (some.count == 0) continue;
-    update_kernel<<<grid_for(some.first_piece[some.count]), kThreads, 0, stream_of(exec)>>>(scalars, some, pointers);
+    update_kernel<M>
+        <<<grid_for(some.first_piece[some.count]), kThreads, 0, stream_of(exec)>>>(scalars, step.step, some, pointers);
     SB_CUDA_LAUNCHED();
   }
 }
 
-void adamw_update(const Exec& exec, const AdamWStep& step, TensorView parameters, TensorView gradients, TensorView m,
-                  TensorView v) {
-  const DecayRange whole = {0, parameters.elements(), true};
-  cuda::adamw_update(exec, step, std::span(&whole, 1), AdamWBuffers{parameters, gradients, m, v, {}, {}});
+}  // namespace
+
+void adamw_update(const Exec& exec, const AdamWStep& step, std::span<const DecayRange> ranges,
+                  const AdamWBuffers& buffers) {
+  with_type(buffers.m.dtype(), "adamw_update",
+            [&](auto moment) { update_ranges<decltype(moment)>(exec, step, ranges, buffers); });
 }
 
 int64_t norm_scratch_bytes() {

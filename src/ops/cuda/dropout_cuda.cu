@@ -1,6 +1,6 @@
 #include "ops/backends.h"
 #include "ops/cuda/vector.cuh"
-#include "ops/dropout_bits.h"
+#include "ops/random/dropout_bits.h"
 
 namespace sb::cuda {
 namespace {

@@ -74,9 +74,6 @@ void loss_forward_backward(const Exec&, TensorView, TensorView, TensorView, Tens
                            TensorView, LossSums*, std::span<const int32_t>, bool, const VocabularyPart&) {
   refuse();
 }
-void adamw_update(const Exec&, const AdamWStep&, TensorView, TensorView, TensorView, TensorView) {
-  refuse();
-}
 void adamw_update(const Exec&, const AdamWStep&, std::span<const DecayRange>, const AdamWBuffers&) {
   refuse();
 }

@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "core/errors.h"
+#include "device/float16.h"
 #include "device/memory.h"
 
 namespace sb {
@@ -17,6 +18,21 @@ const std::byte* find_values(const SafetensorsFile& file, const std::string& nam
                 "{}: tensor {} is {} {}, the model needs F32 [{}]: is the checkpoint of another model?",
                 file.path().string(), name, entry->dtype, entry->shape_text(), fmt::join(tensor.shape, ", "));
   return file.data(*entry).data();
+}
+
+// `from`: fp32, which need not be aligned.
+void fill(const TensorView& to, const std::byte* from) {
+  if (to.dtype() == DType::f32) {
+    std::memcpy(to.raw(), from, static_cast<size_t>(to.bytes()));
+    return;
+  }
+  SB_CHECK(to.dtype() == DType::bf16, "moments in {}", dtype_name(to.dtype()));
+  auto* bits = static_cast<uint16_t*>(to.raw());
+  for (int64_t i = 0; i < to.elements(); ++i) {
+    float value;
+    std::memcpy(&value, from + i * int64_t{sizeof value}, sizeof value);
+    bits[i] = bf16_from_f32(value);
+  }
 }
 
 }  // namespace
@@ -50,9 +66,8 @@ void read_optimizer_file(const std::filesystem::path& file, const ParameterSet& 
         if (begin >= end) continue;
         const int64_t from = (whole + begin - run.begin) * int64_t{sizeof(float)};
         const int64_t place = segment.place + begin - segment.flat.begin;
-        const auto bytes = static_cast<size_t>(end - begin) * sizeof(float);
-        std::memcpy(first_values.view().f32() + place, first + from, bytes);
-        std::memcpy(second_values.view().f32() + place, second + from, bytes);
+        fill(first_values.view().rows(place, place + end - begin), first + from);
+        fill(second_values.view().rows(place, place + end - begin), second + from);
       }
     });
   }

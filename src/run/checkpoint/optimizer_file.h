@@ -12,11 +12,13 @@
 namespace sb {
 
 // AdamW's moments as a safetensors file: "exp_avg.<name>" and "exp_avg_sq.<name>" for every Hugging Face tensor of the
-// model, in fp32. Whole tensors by name, so that a run with another number of ranks finds its part.
+// model, in fp32, which holds moments in bf16 exactly. Whole tensors by name, so that a run with another number of
+// ranks finds its part.
 std::string first_moment_name(const std::string& tensor);
 std::string second_moment_name(const std::string& tensor);
 
-// Fills one shard's moments; padding becomes zero. UserError when a tensor is missing or has another size.
+// Fills one shard's moments, in bf16 with what is nearest; padding becomes zero. UserError when a tensor is missing or
+// has another size.
 void read_optimizer_file(const std::filesystem::path& file, const ParameterSet& parameters, const ShardLayout& layout,
                          int shard, TensorView first_moment, TensorView second_moment);
 

@@ -364,6 +364,9 @@ void add_optimizer(OptionTable& table, FlatConfig& flat) {
   table.number("optimizer.weight_decay", &optimizer.weight_decay, 0.0, 10.0, "decoupled decay");
   table.number("optimizer.max_grad_norm", &optimizer.max_grad_norm, 0.0, 1e9,
                "gradients are scaled down to this global norm; 0: never");
+  table.choice<DType>("optimizer.moments", &optimizer.moments, {{"float32", DType::f32}, {"bfloat16", DType::bf16}},
+                      "type in which AdamW's two moments are kept; bfloat16 takes 4 bytes per parameter less and is "
+                      "rounded at random, so that the averages stay right; may change when a run is resumed");
   using Schedule = OptimizerOptions::Schedule;
   table.choice<Schedule>("optimizer.schedule", &optimizer.schedule,
                          {{"constant", Schedule::constant},
@@ -420,8 +423,8 @@ void add_train(OptionTable& table, FlatConfig& flat) {
                 "requires (none on the CPU); never changes the result");
   table.flag(
       "train.offload_optimizer", &train.offload_optimizer,
-      "device: cuda: float32 values and AdamW's moments, 12 bytes per parameter, wait in host memory and come to "
-      "the GPU in windows; never changes the result");
+      "device: cuda: float32 values and AdamW's moments, 12 bytes per parameter (8 with optimizer.moments: bfloat16), "
+      "wait in host memory and come to the GPU in windows; never changes the result");
   add_precision_options(table, train);
   table.flag("train.deterministic", &train.deterministic,
              "device: cuda: the same bits in every run, somewhat slower backward of attention; the CPU always is");

@@ -120,6 +120,7 @@ struct OptimizerOptions {
   double eps = 1e-8;
   double weight_decay = 0.1;
   double max_grad_norm = 1.0;  // 0: no clipping
+  DType moments = DType::f32;  // or bf16, rounded at random
   Schedule schedule = Schedule::cosine;
   int64_t warmup_steps = 0;
   double warmup_ratio = 0.0;             // above 0: warmup_steps as a share of the run
