@@ -46,20 +46,25 @@ int64_t longest_document(const std::vector<std::string>& paths) {
 struct Choice {
   bool cuda = false;
   int ranks = 1;
-  int64_t longest = 0, length = 0, positions = 0;
+  int64_t longest = 0, length = 0;
+  int64_t positions = 0, unscaled = 0;  // of the model, with the rotary scaling that it has and without
   bool sparse() const { return length > kSparseAbove; }
   // By how much rotary positions have to stretch; 1: not at all.
-  int64_t stretch() const { return (length + positions - 1) / positions; }
+  int64_t stretch() const { return length <= positions ? 1 : (length + unscaled - 1) / unscaled; }
 };
 
 Choice choose(const InitArguments& arguments) {
   Choice choice;
   const ModelConfig model = read_model_config(fs::path(arguments.model) / "config.json");
-  choice.positions = model.max_position_embeddings;
+  choice.positions = longest_sequence(model);
+  choice.unscaled = model.rope.original_max_position_embeddings > 0 ? model.rope.original_max_position_embeddings
+                                                                    : model.max_position_embeddings;
   const bool usable = cuda::problem().empty();
   choice.cuda = arguments.device.empty() ? usable : arguments.device == "cuda";
   choice.ranks = arguments.ranks > 0 ? arguments.ranks : choice.cuda && usable ? cuda::device_count() : 1;
   choice.longest = longest_document(arguments.data);
+  SB_USER_CHECK(choice.longest > 1, "{}: no document of --data has two tokens: there is nothing to train on",
+                arguments.data.front());
   const int64_t rounded = std::max<int64_t>(1024, (choice.longest + 1023) / 1024 * 1024);
   choice.length = arguments.length > 0 ? arguments.length : std::min(rounded, choice.positions);
   return choice;
@@ -78,7 +83,7 @@ std::string run_yaml(const InitArguments& arguments, const Choice& choice) {
     text += fmt::format(
         "  # The model has {} positions; YaRN stretches them to the length below.\n"
         "  rope: {{ type: yarn, factor: {}, original_max_position_embeddings: {} }}\n",
-        choice.positions, choice.stretch(), choice.positions);
+        choice.positions, choice.stretch(), choice.unscaled);
   std::vector<std::string> data;
   for (const std::string& path : arguments.data) data.push_back(yaml_text(path));
   text += fmt::format(

@@ -66,7 +66,10 @@ void run(const TrainArguments& arguments) {
   SB_USER_CHECK(arguments.ranks == 0 || launched == 1 || launched == arguments.ranks,
                 "--ranks {}: a launcher has already started {} ranks; leave it out", arguments.ranks, launched);
   check_grid(config.parallel.grid(), arguments.ranks > 0 ? arguments.ranks : launched);
-  if (arguments.ranks > 1 && launched == 1) return launch(arguments);
+  if (arguments.ranks > 1 && launched == 1) {
+    run_model_config(config);  // what does not fit is said once, and not by every rank
+    return launch(arguments);
+  }
 
   // A run does not end because the program that its output is piped to has ended.
   std::signal(SIGPIPE, SIG_IGN);
@@ -80,7 +83,9 @@ void add_train_command(CLI::App& app) {
   CLI::App* command = app.add_subcommand("train", "train a model as run.yaml says; run it again to resume");
   auto arguments = std::make_shared<TrainArguments>();
   add_run_arguments(*command, arguments->run);
-  command->add_option("--ranks", arguments->ranks, "starts this many processes on this machine: parallel.dp × pp × cp")
+  command
+      ->add_option("--ranks", arguments->ranks,
+                   "starts this many processes on this machine: parallel.dp × pp × cp × tp")
       ->check(CLI::Range(1, 4096));
   command->callback([&app, arguments] {
     if (const CLI::Option* level = app.get_option("--log-level"); level->count() > 0)

@@ -1,6 +1,7 @@
 #include "model/hf_checkpoint.h"
 
 #include <algorithm>
+#include <bit>
 #include <map>
 #include <nlohmann/json.hpp>
 #include <optional>
@@ -85,8 +86,15 @@ int64_t layer_number(const std::string& name) {
   return std::atoll(name.c_str() + kLayers.size());
 }
 
-// A tensor inside one of our layers that we do not have (an extra bias, a quantization scale, an adapter) changes what
-// the model computes, and so does a whole layer too many: they may not be passed over.
+// Outside the layers, under the names that belong to the decoder: a bias of the head, another norm.
+bool is_of_decoder(const std::string& name) {
+  constexpr std::string_view kKnown[] = {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"};
+  if (!layer_of(name).empty() || std::ranges::find(kKnown, name) != std::end(kKnown)) return false;
+  return name.starts_with("model.") || name.starts_with("lm_head.");
+}
+
+// A tensor of the decoder that we do not have (an extra bias, a quantization scale, an adapter) changes what the model
+// computes, and so does a whole layer too many: they may not be passed over. What else a file holds is of other parts.
 void refuse_unknown_tensors(const fs::path& directory, const std::map<std::string, std::string>& files,
                             const std::vector<FlatTensor>& wanted) {
   std::set<std::string> names, layers;
@@ -103,7 +111,7 @@ void refuse_unknown_tensors(const fs::path& directory, const std::map<std::strin
     SB_USER_CHECK(!ends_the_model || layer_of(name).empty() || layer_number(name) <= last_layer,
                   "{}: tensor '{}' is of a layer beyond the {} of config.json; is its num_hidden_layers right?",
                   (directory / file).string(), name, last_layer + 1);
-    if (names.contains(name) || !layers.contains(layer_of(name))) continue;
+    if (names.contains(name) || (!layers.contains(layer_of(name)) && !is_of_decoder(name))) continue;
     if (name.ends_with("rotary_emb.inv_freq")) continue;  // old checkpoints stored what config.json says anyway
     throw UserError("{}: tensor '{}' has no place in the model that config.json describes", (directory / file).string(),
                     name);
@@ -117,6 +125,18 @@ const SafetensorsEntry& find_entry(const SafetensorsFile& file, const FlatTensor
                 file.path().string(), tensor.name, entry->shape_text(),
                 fmt::format("[{}]", fmt::join(tensor.shape, ", ")));
   return *entry;
+}
+
+// A model with such a weight gives no loss that is a number, and learns nothing.
+void refuse_not_finite(const SafetensorsFile& file, const FlatTensor& tensor, std::span<const float> values) {
+  constexpr uint32_t kExponent = 0x7f800000;
+  const auto not_finite = [](float value) { return (std::bit_cast<uint32_t>(value) & kExponent) == kExponent; };
+  bool found = false;
+  for (const float value : values) found |= not_finite(value);  // without a branch: there are billions
+  if (!found) return;
+  const auto first = std::ranges::find_if(values, not_finite);
+  throw UserError("{}: tensor '{}' holds {} at element {}: the weights are damaged, or of a training that diverged",
+                  file.path().string(), tensor.name, *first, first - values.begin());
 }
 
 // A tensor that is to be read and where to; nullptr: into parameters that are only kept rounded.
@@ -263,7 +283,9 @@ const SafetensorsFile& HfTensors::file_of(const FlatTensor& tensor) {
 
 void HfTensors::read(const FlatTensor& tensor, float* values) {
   const SafetensorsFile& file = file_of(tensor);
-  file.read_f32(find_entry(file, tensor), {values, static_cast<size_t>(tensor.elements())});
+  const std::span<float> to(values, static_cast<size_t>(tensor.elements()));
+  file.read_f32(find_entry(file, tensor), to);
+  refuse_not_finite(file, tensor, to);
 }
 
 bool HfTensors::is_bf16(const FlatTensor& tensor) {

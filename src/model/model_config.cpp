@@ -117,7 +117,10 @@ ModelConfig config_from_json(const ordered_json& parsed, const std::string& wher
   config.layers = json.small_integer("num_hidden_layers");
   config.heads = json.small_integer("num_attention_heads");
   config.kv_heads = json.has("num_key_value_heads") ? json.small_integer("num_key_value_heads") : config.heads;
-  config.max_position_embeddings = json.integer_or("max_position_embeddings", 0);
+  // What `transformers` takes where it is missing.
+  config.max_position_embeddings =
+      json.integer_or("max_position_embeddings", config.family == ModelConfig::Family::llama ? 2048 : 32768);
+  SB_USER_CHECK(config.max_position_embeddings > 0, "{}: max_position_embeddings must be positive", where);
   SB_USER_CHECK(config.heads > 0, "{}: num_attention_heads must be positive", where);
   if (json.has("head_dim")) {
     config.head_dim = json.small_integer("head_dim");
@@ -144,8 +147,9 @@ ModelConfig config_from_json(const ordered_json& parsed, const std::string& wher
 
 ModelConfig read_model_config(const std::filesystem::path& path) {
   SB_USER_CHECK(std::filesystem::exists(path) || !std::filesystem::exists(path.parent_path() / "adapter_config.json"),
-                "{}: a LoRA adapter (adapter_config.json), not a whole model; merge it into its base model first "
-                "(peft: model.merge_and_unload(), save_pretrained) and name that folder",
+                "{0}: a LoRA adapter (adapter_config.json), not a whole model; put it into its base model first, "
+                "`sparsebalance merge BASE {0} NEW`, and name that folder, or name BASE and give the adapter beside it "
+                "(eval: --adapter, train: lora.adapter)",
                 path.parent_path().string());
   std::error_code unknown;
   SB_USER_CHECK(std::filesystem::exists(path, unknown) || unknown,

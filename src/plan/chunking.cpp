@@ -23,9 +23,10 @@ struct Unit {
 
 // The pieces of a sequence are a group, and so is a pack by itself.
 struct Groups {
-  std::vector<int> members;   // sequences of all units
-  std::vector<Unit> units;    // group by group
-  std::vector<int> begin{0};  // first unit of every group, and one past the last
+  std::vector<int> members;      // sequences of all units
+  std::vector<Unit> units;       // group by group
+  std::vector<int> begin{0};     // first unit of every group, and one past the last
+  size_t packs = 0, packed = 0;  // packs of short sequences, and how many these hold
   int count() const { return static_cast<int>(begin.size()) - 1; }
   int size(int group) const { return begin[static_cast<size_t>(group) + 1] - begin[static_cast<size_t>(group)]; }
   int first_member(int group) const {
@@ -41,6 +42,7 @@ struct Arrangement {
   int ahead = 1;
   double makespan = kNever;
   int64_t chunk = 0;  // by which it is cut
+  size_t packs = 0;   // of its short sequences
 };
 
 class RankChunks {
@@ -59,33 +61,15 @@ class RankChunks {
   // Keeps the arrangement by this size if it is the fastest so far. `all_orders`: of several orders, where they may be
   // chosen, otherwise of the likeliest.
   void attempt(int64_t chunk, bool all_orders = false) {
-    const Groups groups = make_groups(chunk);
-    int longest = 0;
-    for (int g = 0; g < groups.count(); ++g) longest = std::max(longest, groups.size(g));
-    Batches batches;
-    append(groups.members, groups.units, 1, batches);
-    const PipelineTimes times = stage_times(cost_, sequences_, batches, 0, budgets_);
-    if (busiest_stage(times) >= best_.makespan) return;
-    std::vector<double> time(static_cast<size_t>(groups.count()), 0.0);  // on the first stage
-    for (size_t g = 0; g < time.size(); ++g)
-      for (int i = groups.begin[g]; i < groups.begin[g + 1]; ++i)
-        time[g] += times.forward[times.at(i, 0)] + times.backward[times.at(i, 0)];
-    const std::vector<std::vector<int>> orders = group_orders(groups, time, all_orders);
-    // The likeliest order was tried as the best one was found.
-    for (size_t o = all_orders && best_.chunk == chunk ? 1 : 0; o < orders.size(); ++o) {
-      std::vector<int> sizes, places;
-      for (const int g : orders[o]) {
-        sizes.push_back(groups.size(g));
-        for (int k = 0; k < sizes.back(); ++k) places.push_back(groups.begin[static_cast<size_t>(g)] + k);
-      }
-      // With one stage nothing waits, and running ahead would only take memory.
-      int ahead = cost_.stages() > 1 ? longest : 1;
-      const auto schedule = room(sizes, groups, ahead);
-      if (schedule == nullptr) continue;
-      const double makespan = schedule->makespan(times, places);
-      if (makespan >= best_.makespan) continue;
-      best_ = {groups.members, {}, ahead, makespan, chunk};
-      for (const int place : places) best_.units.push_back(groups.units[static_cast<size_t>(place)]);
+    if (all_orders) return attempt(make_groups(chunk, best_.chunk == chunk ? best_.packs : 0), chunk, true);
+    Groups groups = make_groups(chunk, 0);
+    attempt(groups, chunk, false);
+    // The fewest packs are the largest: where no other size is tried, more of them may fill the pipeline better.
+    constexpr size_t kPacksOfStage = 16;
+    const size_t enough = kPacksOfStage * static_cast<size_t>(cost_.stages());
+    while (!options_.automatic() && cost_.stages() > 1 && groups.packs < std::min(groups.packed, enough)) {
+      groups = make_groups(chunk, 2 * groups.packs);
+      attempt(groups, chunk, false);
     }
   }
 
@@ -102,7 +86,38 @@ class RankChunks {
   }
 
  private:
-  Groups make_groups(int64_t chunk) const {
+  void attempt(const Groups& groups, int64_t chunk, bool all_orders) {
+    int longest = 0;
+    for (int g = 0; g < groups.count(); ++g) longest = std::max(longest, groups.size(g));
+    Batches batches;
+    append(groups.members, groups.units, 1, batches);
+    const PipelineTimes times = stage_times(cost_, sequences_, batches, 0, budgets_);
+    if (busiest_stage(times) >= best_.makespan) return;
+    std::vector<double> time(static_cast<size_t>(groups.count()), 0.0);  // on the first stage
+    for (size_t g = 0; g < time.size(); ++g)
+      for (int i = groups.begin[g]; i < groups.begin[g + 1]; ++i)
+        time[g] += times.forward[times.at(i, 0)] + times.backward[times.at(i, 0)];
+    const std::vector<std::vector<int>> orders = group_orders(groups, time, all_orders);
+    // The likeliest order was tried as the best one was found.
+    for (size_t o = all_orders && best_.chunk == chunk && best_.packs == groups.packs ? 1 : 0; o < orders.size(); ++o) {
+      std::vector<int> sizes, places;
+      for (const int g : orders[o]) {
+        sizes.push_back(groups.size(g));
+        for (int k = 0; k < sizes.back(); ++k) places.push_back(groups.begin[static_cast<size_t>(g)] + k);
+      }
+      // With one stage nothing waits, and running ahead would only take memory.
+      int ahead = cost_.stages() > 1 ? longest : 1;
+      const auto schedule = room(sizes, groups, ahead);
+      if (schedule == nullptr) continue;
+      const double makespan = schedule->makespan(times, places);
+      if (makespan >= best_.makespan) continue;
+      best_ = {groups.members, {}, ahead, makespan, chunk, groups.packs};
+      for (const int place : places) best_.units.push_back(groups.units[static_cast<size_t>(place)]);
+    }
+  }
+
+  // `least`: packs, where there are as many short sequences.
+  Groups make_groups(int64_t chunk, size_t least) const {
     const int64_t edge = piece_edge(cost_.spec());
     Groups groups;
     const auto add = [&](std::span<const int> members, const Piece& piece) {
@@ -119,7 +134,9 @@ class RankChunks {
       for (const Piece& piece : cut_sequence(length, chunk, edge)) add({&member, 1}, piece);
       groups.end_group();
     }
-    for (auto& pack : packs(std::move(shorter), chunk)) {
+    groups.packed = shorter.size();
+    for (auto& pack : packs(std::move(shorter), chunk, least)) {
+      ++groups.packs;
       std::sort(pack.begin(), pack.end());
       add(pack, {});
       groups.end_group();
@@ -127,8 +144,9 @@ class RankChunks {
     return groups;
   }
 
-  // The fewest packs that hold, about equal: longest first into the one with the fewest tokens.
-  std::vector<std::vector<int>> packs(std::vector<int> shorter, int64_t chunk) const {
+  // The fewest packs that hold, but no fewer than `wanted`, about equal: longest first into the one with the fewest
+  // tokens.
+  std::vector<std::vector<int>> packs(std::vector<int> shorter, int64_t chunk, size_t wanted) const {
     if (shorter.empty()) return {};
     const auto tokens = [&](int member) { return sequences_[static_cast<size_t>(member)].tokens; };
     if (batching_.reorder)
@@ -137,7 +155,7 @@ class RankChunks {
     const size_t most = batching_.max_sequences > 0 ? static_cast<size_t>(batching_.max_sequences) : shorter.size();
     int64_t total = 0;
     for (const int member : shorter) total += tokens(member);
-    for (auto count = static_cast<size_t>((total + cap - 1) / cap);; ++count) {
+    for (size_t count = std::max(static_cast<size_t>((total + cap - 1) / cap), wanted);; ++count) {
       std::vector<std::vector<int>> packs(std::min(count, shorter.size()));
       std::vector<int64_t> held(packs.size(), 0);
       bool fits = true;

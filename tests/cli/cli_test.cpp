@@ -256,6 +256,14 @@ TEST_F(Cli, MeasurementsRefuseWrongOptionsAtOnce) {
   }
 }
 
+TEST_F(Cli, WhatNoRankCouldRunIsSaidOnce) {
+  const ProgramResult result = run_program({"train", run_file(), "--set", "parallel.tp=3", "--ranks", "3"});
+  EXPECT_EQ(result.exit_code, 2);
+  EXPECT_EQ(result.err,
+            "error: parallel.tp: 3 ranks cannot share the 4 attention heads of model.init equally; set it to a "
+            "divisor\n");
+}
+
 TEST_F(Cli, ABudgetThatHoldsEverySequenceIsSaid) {
   std::vector<std::string> arguments = {"train", run_file()};
   for (const std::string& setting :

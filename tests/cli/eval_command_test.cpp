@@ -143,6 +143,10 @@ TEST_F(EvalCommand, EvalRefusesOptionsThatDoNotFitTheModel) {
   const ProgramResult words = run_program({"eval", "generate", "--model", model, "--token-ids", "--prompt", "1 two"});
   EXPECT_EQ(words.exit_code, 2);
   EXPECT_NE(words.err.find("--prompt \"1 two\": with --token-ids a prompt is numbers"), std::string::npos) << words.err;
+  const ProgramResult large =
+      run_program({"eval", "generate", "--model", model, "--token-ids", "--prompt", "1 2 99999999999"});
+  EXPECT_EQ(large.exit_code, 2);
+  EXPECT_NE(large.err.find("99999999999 is no token id"), std::string::npos) << large.err;
   const ProgramResult sampled =
       run_program({"eval", "generate", "--model", model, "--token-ids", "--prompt", "1 2", "--temperature", "nan"});
   EXPECT_EQ(sampled.exit_code, 2);

@@ -60,6 +60,45 @@ TEST_F(FirstHour, InitOfSeveralRanksAndLongSequencesBalancesAndStretches) {
             131072);
 }
 
+// Models whose config.json says less, or more, about positions than most.
+TEST_F(FirstHour, InitKnowsHowFarAModelReaches) {
+  const std::string out = (directory_ / "my.yaml").string(), tokens = data("data", "5000");
+  const auto length = [&](const std::string& positions, std::vector<std::string> more = {}) {
+    const std::string model = (directory_ / "model").string();
+    std::filesystem::create_directories(model);
+    write("model/config.json",
+          R"({"model_type": "llama", "vocab_size": 320, "hidden_size": 64, "intermediate_size": 160,
+              "num_hidden_layers": 1, "num_attention_heads": 4)" +
+              positions + "}");
+    std::vector<std::string> arguments = {"init",  "--model", model,      "--data", tokens,
+                                          "--out", out,       "--device", "cpu",    "--overwrite"};
+    arguments.insert(arguments.end(), more.begin(), more.end());
+    const ProgramResult written = run_program(arguments);
+    EXPECT_EQ(written.exit_code, 0) << written.err;
+    return load_run_config(out).data.max_sequence_length;
+  };
+  const std::string yarn = R"(, "max_position_embeddings": 1024, "rope_scaling": {"type": "yarn", "factor": 3.0})";
+  EXPECT_EQ(length(""), 2048) << "Llama's default";
+  EXPECT_EQ(length(yarn), 3072);
+  EXPECT_EQ(length(yarn, {"--length", "8192"}), 8192);
+  const RunConfig stretched = load_run_config(out);
+  ASSERT_TRUE(stretched.model.rope);
+  EXPECT_EQ(stretched.model.rope->factor, 8);
+  EXPECT_EQ(stretched.model.rope->original_max_position_embeddings, 1024);
+}
+
+TEST_F(FirstHour, InitRefusesDataWithoutAnythingToLearn) {
+  const std::string tokens = (directory_ / "none").string(), out = (directory_ / "my.yaml").string();
+  // An index of one sequence without tokens.
+  std::string index("MMIDIDX\0\0\1\0\0\0\0\0\0\0\4\1\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0", 34);
+  write("none.idx", index + std::string(12, '\0'));
+  write("none.bin", "");
+  const ProgramResult refused = run_program({"init", "--model", kModel, "--data", tokens, "--out", out});
+  EXPECT_EQ(refused.exit_code, 2);
+  EXPECT_NE(refused.err.find("nothing to train on"), std::string::npos) << refused.err;
+  EXPECT_FALSE(std::filesystem::exists(out));
+}
+
 TEST_F(FirstHour, DoctorNamesWhatIsThere) {
   const ProgramResult result = run_program({"doctor"});
   EXPECT_EQ(result.exit_code, 0) << result.err;

@@ -37,6 +37,27 @@ TEST_F(SimulateCommand, SimulatesARing) {
   }
 }
 
+TEST_F(SimulateCommand, LengthsComeFromEveryKindOfTokenFile) {
+  const auto sequences = [&](const std::string& lengths) {
+    const ProgramResult result =
+        run_program({"simulate", "--lengths", lengths, "--steps", "1", "--policies", "in_order", "--no-frontier"});
+    EXPECT_EQ(result.exit_code, 0) << result.err;
+    const size_t open = result.out.find(lengths + " (");
+    return open == std::string::npos ? result.out : result.out.substr(open + lengths.size() + 2, 12);
+  };
+  for (const char* name : {"a", "b"})
+    run_program({"data", "synth", "--task", "copy", "--length", "256", "--sequences", "3", "--vocab-size", "64",
+                 "--output", (directory_ / name).string()});
+  EXPECT_EQ(sequences((directory_ / "a").string()), "3 sequences)");
+  EXPECT_EQ(sequences((directory_ / "*.bin").string()), "6 sequences)");
+  // A folder of MDS shards: one sample of the tokens 7 and 8.
+  std::filesystem::create_directories(directory_ / "mds");
+  write("mds/index.json", R"({"shards": [{"column_names": ["input_ids"], "column_encodings": ["ndarray:uint16:2"],
+                             "column_sizes": [4], "raw_data": {"basename": "s"}}]})");
+  write("mds/s", std::string("\1\0\0\0\14\0\0\0\20\0\0\0\7\0\10\0", 16));
+  EXPECT_EQ(sequences((directory_ / "mds").string()), "1 sequences)");
+}
+
 TEST_F(SimulateCommand, SimulateTakesPartsThatDivideTheBlock) {
   const auto simulate = [&](std::vector<std::string> more) {
     std::vector<std::string> arguments = {"simulate", "--model",    "qwen2.5-0.5b", "--steps",

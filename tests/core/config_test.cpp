@@ -194,6 +194,11 @@ TEST(Config, DuplicateKeysAreRefused) {
             "f.yaml:4: key 'small' appears a second time (first at f.yaml:2)");
   EXPECT_EQ(f.load_error("a:\n  small: 3\na:\n  seed: 3\n"),
             "f.yaml:3: key 'a' appears a second time (first at f.yaml:1)");
+  EXPECT_EQ(f.load_error("a: {small: 3}\na.small: 4\n"),
+            "f.yaml:2: key 'a.small' appears a second time (first at f.yaml:1)");
+  EXPECT_EQ(f.load_error("a: {small: 3}\na.seed: 4\n"), kNothingThrown);
+  EXPECT_EQ(f.set_error("a.small=4"), kNothingThrown);
+  EXPECT_EQ(f.set_error("a.small=5"), kNothingThrown);
 }
 
 TEST(Config, HostileYamlIsRefused) {

@@ -48,6 +48,14 @@ TEST(Jsonl, AlpacaIsAPromptWithACompletion) {
     EXPECT_EQ(parse_jsonl_record(line).prompt, "Sing.\n") << line;
 }
 
+// As UltraChat has it: the first message once more.
+TEST(Jsonl, APromptBesideAChatIsPassedOver) {
+  const JsonlRecord record = parse_jsonl_record(
+      R"({"prompt": "q", "messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]})");
+  EXPECT_EQ(record.kind, JsonlRecord::Kind::messages);
+  EXPECT_EQ(record.messages.size(), 2u);
+}
+
 TEST(Jsonl, BadLinesSayWhatIsWrong) {
   const auto error = [](const std::string& line) { return user_error([&] { parse_jsonl_record(line); }); };
   const std::pair<const char*, const char*> cases[] = {
@@ -64,6 +72,7 @@ TEST(Jsonl, BadLinesSayWhatIsWrong) {
       {R"({"text": null})", "must be a string"},
       {R"({"text": ""})", "empty"},
       {R"({"text": "a", "messages": []})", "more than one"},
+      {R"({"prompt": "a", "completion": "b", "text": "c"})", "keep one of them, for example with `jq"},
       {R"({"prompt": "a"})", "\"completion\" is missing"},
       {R"({"completion": "a"})", "\"prompt\" is missing"},
       {R"({"prompt": "a", "completion": ""})", "no label"},

@@ -116,5 +116,12 @@ TEST(MdsFile, WhatCannotBeReadIsNamed) {
   EXPECT_NE(error(index, bytes_of<uint32_t>({0, 8})).find("no sample"), std::string::npos);
 }
 
+// So that they are counted, and named with what to do, like those of other files.
+TEST(MdsFile, NegativeIdsAreLeftToTheCheckOfTheVocabulary) {
+  const TemporaryFolder folder;
+  write_folder(folder, index_of("ndarray:int64"), shard_of({array<int64_t>({1, -5})}));
+  EXPECT_EQ(read_all(folder.path("")), (std::vector<std::vector<int32_t>>{{1, -5}}));
+}
+
 }  // namespace
 }  // namespace sb

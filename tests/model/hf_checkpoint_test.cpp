@@ -259,6 +259,19 @@ TEST_F(BadCheckpointTest, TensorsTheModelHasNoPlaceFor) {
   const std::vector<float> bias(64);
   rewrite([&](auto& tensors) { tensors.push_back({"model.layers.0.self_attn.o_proj.bias", {64}, bias.data()}); });
   EXPECT_SAYS(complaint(), "tensor 'model.layers.0.self_attn.o_proj.bias' has no place");
+  for (const char* name : {"lm_head.bias", "model.embed_norm.weight"}) {
+    rewrite([&](auto& tensors) { tensors.back() = {name, {64}, bias.data()}; });
+    EXPECT_SAYS(complaint(), fmt::format("tensor '{}' has no place", name));
+  }
+}
+
+TEST_F(BadCheckpointTest, WeightsThatAreNoNumbers) {
+  for (const float value : {std::numeric_limits<float>::quiet_NaN(), -std::numeric_limits<float>::infinity()}) {
+    std::vector<float> norm(64, 1.0f);
+    norm[63] = value;
+    rewrite([&](auto& tensors) { find(tensors, "model.norm.weight").data = norm.data(); });
+    EXPECT_SAYS(complaint(), fmt::format("tensor 'model.norm.weight' holds {} at element 63", value));
+  }
 }
 
 TEST_F(BadCheckpointTest, MoreLayersThanTheModelHas) {
@@ -278,6 +291,7 @@ TEST_F(BadCheckpointTest, LeftoversThatChangeNothingArePassedOver) {
   const std::vector<float> values(64);
   rewrite([&](auto& tensors) {
     tensors.push_back({"model.layers.0.self_attn.rotary_emb.inv_freq", {8}, values.data()});
+    tensors.push_back({"model.rotary_emb.inv_freq", {8}, values.data()});
     tensors.push_back({"vision.something", {64}, values.data()});
   });
   EXPECT_NO_THROW(Loaded(path(), config_));

@@ -189,14 +189,22 @@ TEST(ModelConfigTest, NamesTheKeyThatIsWrong) {
   EXPECT_SAYS(complaint(with(minimal(), {{"rope_scaling", 3}})), "rope_scaling must be an object");
 }
 
+TEST(ModelConfigTest, PositionsThatAreNotSaidAreThoseOfTransformers) {
+  for (const auto& [type, positions] : {std::pair{"qwen2", 32768}, {"qwen3", 32768}, {"llama", 2048}}) {
+    const ModelConfig config =
+        parse(with(minimal(), {{"model_type", type}, {"rope_scaling", {{"type", "yarn"}, {"factor", 2}}}}));
+    EXPECT_EQ(config.max_position_embeddings, positions) << type;
+    EXPECT_EQ(config.rope.original_max_position_embeddings, positions) << type;
+  }
+  EXPECT_SAYS(complaint(with(minimal(), {{"max_position_embeddings", 0}})), "max_position_embeddings must be positive");
+}
+
 TEST(ModelConfigTest, NamesTheRopeKeyThatIsWrong) {
   const auto rope = [](const ordered_json& scaling) { return complaint(with(minimal(), {{"rope_scaling", scaling}})); };
   EXPECT_SAYS(rope({{"type", "linear"}}), "rope_scaling: factor is missing");
   EXPECT_SAYS(rope({{"type", 4}}), "type must be a string");
   EXPECT_SAYS(rope({{"type", "linear"}, {"factor", 0.5}}), "factor must be at least 1");
   EXPECT_SAYS(rope({{"type", "linear"}, {"factor", "2"}}), "factor must be a number");
-  EXPECT_SAYS(rope({{"type", "yarn"}, {"factor", 2}}),
-              "original_max_position_embeddings");  // nor max_position_embeddings
   const ordered_json llama3 = {{"rope_type", "llama3"},
                                {"factor", 8},
                                {"low_freq_factor", 1},

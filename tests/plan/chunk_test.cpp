@@ -198,6 +198,24 @@ TEST(Chunk, AGivenSizeCutsEverythingAboveItWhateverThePolicy) {
       }
 }
 
+// Packs as large as the size that is given would leave a pipeline of several stages without enough micro-batches.
+TEST(Chunk, AGivenSizeAboveAllSequencesTakesNoLongerThanWholeOnes) {
+  for (const int pp : {2, 4, 8})
+    for (const int64_t length : {100, 4096, 16384}) {
+      const Bench bench({.dp = 1, .pp = pp}, "h200-analytic");
+      std::vector<Sequence> sequences;
+      for (int64_t i = 0; i < 31; ++i) sequences.push_back({i, length});
+      PlanOptions options;
+      options.batching.micro_batch_sequences = 1;
+      options.tuning.policy = TuningPolicy::none;
+      const Plan whole = plan_step(1, bench.cost, *bench.coverage, sequences, options, {});
+      options.chunk.tokens = 65536;
+      const Plan plan = plan_step(1, bench.cost, *bench.coverage, sequences, options, {});
+      check_plan(plan, bench.cost, sequences, options.chunk.tokens);
+      EXPECT_LE(plan.makespan_us, whole.makespan_us * (1 + 1e-9)) << pp << " stages, " << length << " tokens";
+    }
+}
+
 TEST(Chunk, SizesThatAreNoMultipleOfABlockAndAnchorsAreRefused) {
   const Bench bench({.dp = 1, .pp = 2});
   const std::vector<Sequence> sequences{{0, 20000}};

@@ -93,6 +93,9 @@ TEST(RunConfigBalance, WhatNeedsPiecesOrAGpuSaysSo) {
   EXPECT_NE(error_of({"train.recompute=chunk", "balance.chunk=1024", "parallel.pp=2"}).find("parallel.pp 2"),
             std::string::npos);
   EXPECT_EQ(error_of({"train.recompute=chunk", "balance.chunk=1024"}), "");
+  EXPECT_NE(error_of({"balance.chunk=1024", "parallel.cp=2", "parallel.placement=zigzag"}).find("triangular"),
+            std::string::npos);
+  EXPECT_EQ(error_of({"balance.chunk=1024", "parallel.cp=2", "parallel.placement=striped"}), "");
   EXPECT_NE(error_of({"train.offload_optimizer=true"}).find("in host memory anyway"), std::string::npos);
   EXPECT_NE(error_of({"train.offload_optimizer=true", "device=cuda", "train.precision=float32"}).find("float32"),
             std::string::npos);

@@ -92,12 +92,13 @@ TEST(TrainingRun, EpochsSayHowManyStepsThereAre) {
   ScratchDirectory scratch;
   write_documents(scratch / "a", {10, 10, 10, 10, 10, 10, 10}, 3);
   const std::string data = "{train: [" + (scratch / "a").string() + "]}";
-  const RunConfig config = token_run(scratch.path(), data, {"train.num_train_epochs=2", "train.max_steps=1"});
+  const RunConfig config = token_run(scratch.path(), data, {"train.num_train_epochs=2"});
   const auto [out, err] = train(config);
   EXPECT_NE(err.find("train.num_train_epochs 2: 5 steps of 3 sequences"), std::string::npos) << err;  // 14 / 3
   EXPECT_NE(out.find("step 5/5"), std::string::npos) << out;
   const auto [again, nothing] = train(config);
   EXPECT_NE(again.find("step 5 is done and train.max_steps is 5"), std::string::npos) << again;
+  EXPECT_THROW(token_run(scratch.path(), data, {"train.num_train_epochs=2", "train.max_steps=1"}), UserError);
   EXPECT_THROW(token_run(scratch.path(), "{synthetic: {vocab_size: 16}}", {"train.num_train_epochs=2"}), UserError);
   EXPECT_THROW(token_run(scratch.path(), "{train: [{path: a, weight: 2}]}", {"train.num_train_epochs=2"}), UserError);
 }

@@ -1,4 +1,5 @@
 #include <CLI/CLI.hpp>
+#include <charconv>
 #include <cstdio>
 #include <memory>
 #include <nlohmann/json.hpp>
@@ -21,8 +22,13 @@ void run_generate(const EvalOptions& options, const std::vector<std::string>& pr
     for (const std::string& prompt : prompts) {
       std::istringstream words(prompt);
       std::vector<int32_t>& ids = tokens.emplace_back();
-      for (int32_t id; words >> id;) ids.push_back(id);
-      SB_USER_CHECK(words.eof(), "--prompt \"{}\": with --token-ids a prompt is numbers with blanks between", prompt);
+      for (std::string word; words >> word;) {
+        const auto [end, problem] = std::from_chars(word.data(), word.data() + word.size(), ids.emplace_back());
+        SB_USER_CHECK(end == word.data() + word.size() && problem != std::errc::invalid_argument,
+                      "--prompt \"{}\": with --token-ids a prompt is numbers with blanks between", prompt);
+        SB_USER_CHECK(problem == std::errc(), "--prompt \"{}\": {} is no token id: it does not fit 32 bits", prompt,
+                      word);
+      }
     }
     GenerationOptions how = generation(options);
     how.stop_tokens = model.stop_tokens();

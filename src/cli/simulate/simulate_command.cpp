@@ -97,14 +97,18 @@ Json row_json(const SimulatedRow& row) {
   return json;
 }
 
-// A named pool, a list of lengths, or the documents of a token file (its prefix, .bin or .idx).
+// A named pool, a list of lengths, or the documents of token files (a prefix, .bin or .idx, a folder, a pattern).
 std::vector<int64_t> pool_of(const std::string& name) {
-  const bool tokens = name.ends_with(".bin") || name.ends_with(".idx") || std::filesystem::exists(name + ".idx");
+  const bool tokens = name.ends_with(".bin") || name.ends_with(".idx") || std::filesystem::exists(name + ".idx") ||
+                      std::filesystem::is_directory(name) ||
+                      (name.find_first_of("*?[") != std::string::npos && !std::filesystem::exists(name));
   if (!tokens) return find_lengths(name);
-  const std::unique_ptr<TokenFile> file = open_token_file(name);
   std::vector<int64_t> pool;
-  for (int64_t d = 0; d < file->documents(); ++d)
-    if (file->length(d) > 0) pool.push_back(file->length(d));
+  for (const std::string& path : expand_token_paths({name})) {
+    const std::unique_ptr<TokenFile> file = open_token_file(path);
+    for (int64_t d = 0; d < file->documents(); ++d)
+      if (file->length(d) > 0) pool.push_back(file->length(d));
+  }
   SB_USER_CHECK(!pool.empty(), "{}: holds no document with a token", name);
   return pool;
 }
@@ -458,7 +462,7 @@ void add_simulate_command(CLI::App& app) {
   command->add_option("--coverage", a->coverage, "power:GAMMA, layered or a coverage.json")->capture_default_str();
   command
       ->add_option("--lengths", a->lengths,
-                   "chatqa2-like, longalign-like, a file with one length per line, or a token file")
+                   "chatqa2-like, longalign-like, a file with one length per line, or token files")
       ->capture_default_str();
   command->add_option("--max-length", a->max_length, "cut longer sequences of the pool to this many tokens")
       ->check(at_least(1), "POSITIVE");

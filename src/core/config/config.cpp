@@ -191,6 +191,7 @@ void OptionTable::refuse_word(const std::string& name, std::string word, std::st
 }
 
 void OptionTable::load(const std::string& yaml, const std::string& source) {
+  for (Option& option : options_) option.where.clear();
   assign_entries("", parse_config(yaml, source));
 }
 
@@ -212,6 +213,9 @@ void OptionTable::assign(const std::string& name, const ConfigValue& value) {
                   value.where == kCommandLine
                       ? fmt::format("give one; the default is --set '{}={}'", name, option.standard)
                       : std::string("give one or remove the key"));
+    // "train: {seed: 1}" and "train.seed: 2": two keys to YAML, one to us. --set may come after either.
+    SB_USER_CHECK(option.where.empty() || value.where == kCommandLine || option.where == kCommandLine,
+                  "{}: key '{}' appears a second time (first at {})", value.where, name, option.where);
     option.read(value, name);
     option.where = value.where;
     mark_present(parent(name));
@@ -288,6 +292,12 @@ bool OptionTable::given(const std::string& name) const {
   const Option* option = find(name);
   SB_CHECK(option != nullptr, "no option {}", name);
   return !option->where.empty();
+}
+
+bool OptionTable::overridden(const std::string& name) const {
+  const Option* option = find(name);
+  SB_CHECK(option != nullptr, "no option {}", name);
+  return option->where == kCommandLine;
 }
 
 std::string OptionTable::label(const std::string& name) const {

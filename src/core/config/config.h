@@ -81,6 +81,8 @@ class OptionTable {
 
   // Whether a file or --set gave this option.
   bool given(const std::string& name) const;
+  // Whether it was --set that gave it last.
+  bool overridden(const std::string& name) const;
   // "run.yaml:12: batch.loss" when given, "batch.loss" otherwise: the beginning of a message about it.
   std::string label(const std::string& name) const;
 

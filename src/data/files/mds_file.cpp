@@ -1,8 +1,8 @@
 #include <cstring>
 #include <filesystem>
-#include <limits>
 #include <memory>
 #include <nlohmann/json.hpp>
+#include <utility>
 #include <vector>
 
 #include "core/errors.h"
@@ -68,8 +68,9 @@ class MdsFile final : public TokenFile {
     const unsigned char* values = shards_[from.shard]->data() + from.offset;
     for (int64_t i = begin; i < begin + count; ++i) {
       const int64_t id = value(values, from.value, i);
-      SB_USER_CHECK(id >= 0 && id <= std::numeric_limits<int32_t>::max(), "{}: token {} of document {} is {}", name_, i,
-                    document, id);
+      // Negative ones are in no vocabulary, which is checked like that of all files.
+      SB_USER_CHECK(std::in_range<int32_t>(id), "{}: token {} of document {} is {}, which no vocabulary holds: damaged",
+                    name_, i, document, id);
       *out++ = static_cast<int32_t>(id);
     }
   }

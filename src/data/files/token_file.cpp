@@ -38,8 +38,10 @@ std::unique_ptr<TokenFile> open_token_file(const std::string& path) {
     hint = "; it is a folder: \"" + (std::filesystem::path(path) / "*").string() + "\" names the token files in it";
   else if (std::filesystem::exists(path))
     hint = "; `sparsebalance data tokenize` makes token files of text";
-  throw UserError("{}: no token file: there is neither {}.idx (Megatron) nor a .bin file with an llm.c header{}", path,
-                  prefix, hint);
+  throw UserError(
+      "{}: no token file: there is neither {}.idx (Megatron), nor a .bin file with an llm.c header, nor a folder with "
+      "the index.json of MDS shards{}",
+      path, prefix, hint);
 }
 
 std::vector<std::string> expand_token_paths(const std::vector<std::string>& paths) {

@@ -35,7 +35,7 @@ Layout layout_of(const json& object, const std::string& text_key) {
       {object.contains(text_key), Layout::text},
       {object.contains("messages"), Layout::messages},
       {object.contains("conversations"), Layout::sharegpt},
-      {object.contains("prompt") || object.contains("completion"), Layout::completion},
+      {object.contains("completion"), Layout::completion},
       {object.contains("instruction"), Layout::alpaca},
   };
   const std::string known = fmt::format(
@@ -45,9 +45,12 @@ Layout layout_of(const json& object, const std::string& text_key) {
   std::optional<Layout> found;
   for (const auto& [given, layout] : there) {
     if (!given) continue;
-    SB_USER_CHECK(!found, "more than one of {} is there", known);
+    SB_USER_CHECK(!found, "more than one of {} is there; keep one of them, for example with `jq -c 'del(.text)'`",
+                  known);
     found = layout;
   }
+  // Beside chats (UltraChat) a prompt is their first message once more.
+  if (!found && object.contains("prompt")) found = Layout::completion;
   SB_USER_CHECK(found, "none of {} is there{}; --text-key names the key of plain text", known, keys_of(object));
   return *found;
 }

@@ -392,8 +392,8 @@ std::string RingAttention::refuses_pieces() const {
 
 std::string refuses_ring_pieces(const RingAttention::Options& options) {
   if (options.placement == ContextPlacement::zigzag)
-    return "with parallel.placement zigzag the length of a piece, and not of its sequence, says where a block lies; "
-           "use triangular";
+    return "with parallel.placement zigzag the length of a piece, and not of its sequence, says where a block lies "
+           "(triangular goes with pieces)";
   return why_not_in_pieces(options.selection);
 }
 

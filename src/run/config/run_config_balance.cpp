@@ -128,6 +128,10 @@ void check_chunk(const RunConfig& config, const OptionTable& table) {
                 "{}: tuning anchor evens out micro-batches, which pieces are already; use tuning: optimal or none, or "
                 "balance.chunk: none",
                 label);
+  SB_USER_CHECK(config.parallel.cp == 1 || config.parallel.placement != ContextPlacement::zigzag,
+                "{}: parallel.placement zigzag places blocks by the length of what it is given, and pieces are shorter "
+                "than their sequence; use placement: triangular, or balance.chunk: none",
+                label);
   if (chunk < 0) return;
   const int64_t edge = std::lcm(selection.block, selection.query_block);
   SB_USER_CHECK(chunk % edge == 0,

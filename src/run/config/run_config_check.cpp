@@ -133,6 +133,10 @@ void check_optimizer(const RunConfig& config, const OptionTable& table) {
 }
 
 void check_train(const RunConfig& config, const OptionTable& table) {
+  // A file may have both, as those that are printed do. Whoever overrides one wants it to count.
+  SB_USER_CHECK(config.train.num_train_epochs == 0 || !table.overridden("train.max_steps"),
+                "{}: has no effect, since {} is {}; add --set train.num_train_epochs=0", table.label("train.max_steps"),
+                table.label("train.num_train_epochs"), config.train.num_train_epochs);
   SB_USER_CHECK(!config.train.output_dir.empty(), "{}: is empty; say where the run's files go",
                 table.label("train.output_dir"));
   SB_USER_CHECK(!config.train.resume.empty(), "{}: is empty; choose auto, never or a checkpoint's path",
