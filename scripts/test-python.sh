@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Installs the Python package into build/venv (made where it is missing) and runs its tests. Those that need torch run where
-# it is installed there: scripts/test-python.sh --torch installs torch, transformers, accelerate, peft and lm_eval first
-# (PIP_INDEX_URL chooses PyTorch's index of CPU builds, which are smaller). Further arguments go to pytest.
+# it is installed there: scripts/test-python.sh --torch installs it first, with transformers, accelerate, peft and lm_eval
+# (scripts/python-torch.sh); with --try-torch it is no failure that they cannot be had. Further arguments go to pytest.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -9,12 +9,21 @@ venv=build/venv
 [ -x $venv/bin/python ] || python3 -m venv $venv
 pip=($venv/bin/python -m pip --disable-pip-version-check -q)
 "${pip[@]}" install "scikit-build-core>=1.1" "nanobind>=3.1" numpy pytest pandas
-if [ "${1:-}" = --torch ]; then
-  shift
-  "${pip[@]}" install torch transformers accelerate peft lm_eval
-fi
+case "${1:-}" in
+  --torch)
+    shift
+    scripts/python-torch.sh $venv
+    ;;
+  --try-torch)
+    shift
+    if ! scripts/python-torch.sh $venv; then
+      echo "torch could not be installed: see above"
+      "${pip[@]}" uninstall -y torch # which may be there without what it needs
+    fi
+    ;;
+esac
 # As the presets call the compiler, so that the compiler cache serves both.
 CXX=${CXX:-c++} "${pip[@]}" install --no-build-isolation .
-$venv/bin/python -c 'import torch, transformers' 2>/dev/null ||
-  echo "torch and transformers are not in $venv: their tests are left out (scripts/test-python.sh --torch installs them)"
+$venv/bin/python -c 'import torch, transformers, accelerate, peft, lm_eval' 2>/dev/null ||
+  echo "NOT TESTED: what needs torch, transformers, accelerate, peft or lm_eval (scripts/test-python.sh --torch installs them)"
 $venv/bin/python -m pytest -q python/tests "$@"

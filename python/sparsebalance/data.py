@@ -105,14 +105,14 @@ def from_dataset(
     overwrite: bool = False,
     vocab_size: int | None = None,
 ) -> TokenWriter:
-    """Writes every row as a document; of plain text, the end token closes it. `vocab_size` where there is no tokenizer.
-    Rows without a target are an error that names them."""
+    """Writes every row as a document; of plain text, the end token closes it, where the tokenizer has not put it there.
+    `vocab_size` where there is no tokenizer. Rows without a target are an error that names them."""
     with TokenWriter(prefix, vocab_size=vocab_size or len(tokenizer), overwrite=overwrite) as writer:
         for number, row in enumerate(dataset):
             try:
                 tokens, targets = encode(row, tokenizer, text=text)
                 end = getattr(tokenizer, "eos_token_id", None)
-                if append_end and targets is None and "input_ids" not in row and end is not None:
+                if append_end and targets is None and "input_ids" not in row and end is not None and tokens[-1:] != [end]:
                     tokens.append(end)
                 writer.add(tokens, targets)
             except _core.UserError as error:

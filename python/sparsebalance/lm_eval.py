@@ -12,16 +12,19 @@ The tokens are those of transformers' tokenizer, as with the harness's `hf`; the
 import json
 import os
 import subprocess
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
 import transformers
 from lm_eval import utils
+from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text, resolve_max_length
 from tqdm import tqdm
 
 from sparsebalance import UserError
-from sparsebalance._program import PROGRAM
+from sparsebalance._program import PROGRAM, environment
 
 
 class _Engine:
@@ -29,11 +32,15 @@ class _Engine:
 
     def __init__(self, arguments: list[str]) -> None:
         self._process = subprocess.Popen(
-            [os.fspath(PROGRAM), "eval", "serve", *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [os.fspath(PROGRAM), "eval", "serve", *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment(),
         )
         self.about = self._read()
 
-    def ask(self, request: dict, goes_on=None) -> dict:
+    def ask(self, request: dict[str, Any], goes_on: Callable[[int, int], bool] | None = None) -> dict[str, Any]:
         """The answer; every token on the way to it is shown to `goes_on(prompt, token)`."""
         self._write(request)
         while "token" in (answer := self._read()):
@@ -45,14 +52,14 @@ class _Engine:
         self._process.stdout.close()
         self._process.wait()
 
-    def _write(self, value) -> None:
+    def _write(self, value: Any) -> None:
         try:
             self._process.stdin.write(json.dumps(value) + "\n")
             self._process.stdin.flush()
         except BrokenPipeError:
             self._ended()
 
-    def _read(self) -> dict:
+    def _read(self) -> dict[str, Any]:
         line = self._process.stdout.readline()
         if not line:
             self._ended()
@@ -61,7 +68,7 @@ class _Engine:
             raise UserError(answer["error"])
         return answer
 
-    def _ended(self):
+    def _ended(self) -> NoReturn:
         raise UserError(f"sparsebalance eval serve ended with code {self._process.wait()}; what it wrote above says why")
 
 
@@ -134,7 +141,7 @@ class SparseBalanceLM(TemplateLM):
             continue_final_message=not add_generation_prompt,
         )
 
-    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs) -> list[int]:
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
         options = {}
         prefix = self.tokenizer.decode([self.prefix_token_id])
         if add_special_tokens is not None:
@@ -155,7 +162,9 @@ class SparseBalanceLM(TemplateLM):
             raise UserError("the model's loss is not a finite number")
         return answer["loglikelihood"], answer["greedy"]
 
-    def _loglikelihood_tokens(self, requests, disable_tqdm: bool = False, **kwargs) -> list[tuple[float, bool]]:
+    def _loglikelihood_tokens(
+        self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **kwargs: Any
+    ) -> list[tuple[float, bool]]:
         results = []
         for key, context, continuation in tqdm(requests, desc="Running loglikelihood requests", disable=disable_tqdm):
             results.append(self._score(context, continuation))
@@ -163,7 +172,7 @@ class SparseBalanceLM(TemplateLM):
                 self.cache_hook.add_partial("loglikelihood", key, results[-1])
         return results
 
-    def loglikelihood_rolling(self, requests, disable_tqdm: bool = False) -> list[float]:
+    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         results = []
         for (text,) in tqdm([request.args for request in requests], disable=disable_tqdm):
             windows = utils.get_rolling_token_windows(
@@ -176,7 +185,7 @@ class SparseBalanceLM(TemplateLM):
             self.cache_hook.add_partial("loglikelihood_rolling", (text,), results[-1])
         return results
 
-    def generate_until(self, requests, disable_tqdm: bool = False) -> list[str]:
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         asked = [request.args for request in requests]
         # Prompts with the same options run together.
         alike: dict[str, list[int]] = {}
@@ -194,7 +203,7 @@ class SparseBalanceLM(TemplateLM):
                     progress.update(len(batch))
         return results
 
-    def _generate(self, contexts: list[str], options: dict, seed: int) -> list[str]:
+    def _generate(self, contexts: list[str], options: dict[str, Any], seed: int) -> list[str]:
         kwargs = normalize_gen_kwargs(options, self.max_gen_toks)
         until = handle_stop_sequences(kwargs.pop("until", None), eos=self.tokenizer.decode([self.eot_token_id]))
         max_new = kwargs.pop("max_gen_toks")

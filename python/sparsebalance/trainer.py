@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import TrainerCallback
-from transformers.trainer_pt_utils import BatchRebalanceSampler
+import transformers
+from transformers import TrainerCallback, trainer_pt_utils
 
 from sparsebalance import _core
 from sparsebalance.learner import SelectionLearner
@@ -47,8 +47,12 @@ class PackedCollator:
         return batch
 
 
-class _TrainerSampler(BatchRebalanceSampler):
-    """Trainer takes a batch sampler of this class alone. Ours has nothing else in common with it."""
+# The only class of batch samplers that Trainer takes. Before transformers 5.17 there is none.
+_BatchSampler: Any = getattr(trainer_pt_utils, "BatchRebalanceSampler", object)
+
+
+class _TrainerSampler(_BatchSampler):
+    """Has nothing in common with its base but that Trainer takes it."""
 
     def __init__(self, sampler: BalancedBatchSampler) -> None:
         self.sampler = sampler
@@ -113,6 +117,11 @@ class BalancedTrainerMixin:
     """Put before Trainer; takes `planner`. The Trainer's global batch is what the planner balances."""
 
     def __init__(self, *args: Any, planner: Planner, **kwargs: Any) -> None:
+        if _BatchSampler is object:
+            raise _core.UserError(
+                "BalancedTrainerMixin needs transformers 5.17 or later, whose Trainer takes batch samplers; this is "
+                f"{transformers.__version__}. BalancedBatchSampler works with accelerate and a loop of your own"
+            )
         self.planner = planner
         super().__init__(*args, **kwargs)
         settings: Any = self.args  # type: ignore[attr-defined]
@@ -123,7 +132,8 @@ class BalancedTrainerMixin:
                 f"the planner's micro_batch_sequences is {planner.micro_batch_sequences}, per_device_train_batch_size is "
                 f"{settings.per_device_train_batch_size}: they must be the same"
             )
-        self.train_dataset = PlannedDataset(self.train_dataset)
+        if self.train_dataset is not None:  # a Trainer that evaluates has none
+            self.train_dataset = PlannedDataset(self.train_dataset)
 
     def _set_signature_columns_if_needed(self) -> None:
         """Trainer drops what forward() does not name; budgets reach attention through its **kwargs."""

@@ -90,6 +90,15 @@ def test_rows_of_every_kind(tmp_path):
     assert len(open_token_file(tmp_path / "a")) == 1
 
 
+def test_an_end_that_the_tokenizer_writes_is_not_written_twice(tmp_path):
+    class Ending(Letters):
+        def __call__(self, text):
+            return {"input_ids": [*super().__call__(text)["input_ids"], self.eos_token_id]}
+
+    from_dataset([{"text": "abc"}], Ending(), tmp_path / "a")
+    assert open_token_file(tmp_path / "a").read(0)[0].tolist() == [97, 98, 99, 127]
+
+
 @pytest.mark.parametrize(
     ("row", "message"),
     [

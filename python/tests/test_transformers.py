@@ -180,13 +180,13 @@ class Documents(torch.utils.data.Dataset):
         return {"input_ids": self.ids[index], "labels": self.ids[index]}
 
 
+class BalancedTrainer(BalancedTrainerMixin, transformers.Trainer):
+    pass
+
+
 def test_a_step_of_trainer_is_the_step_of_its_global_batch(tmp_path, small_model):
     """Two micro-batches, packed, at budgets of their own, against the loss over all sequences one by one."""
     lengths = [900, 60, 70, 80, 400, 50, 64, 33]
-
-    class BalancedTrainer(BalancedTrainerMixin, transformers.Trainer):
-        pass
-
     planner = sb.Planner(
         small_model, dp=1, micro_batch_sequences=4, attention=sb.AttentionSpec(block=64, budget=320, local_blocks=1)
     )
@@ -218,6 +218,21 @@ def test_a_step_of_trainer_is_the_step_of_its_global_batch(tmp_path, small_model
             parameter -= 1e-2 * parameter.grad
     for (name, own), other in zip(model.named_parameters(), expected.parameters()):
         torch.testing.assert_close(own, other, rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_a_balanced_trainer_may_evaluate_without_training(tmp_path, small_model):
+    settings = transformers.TrainingArguments(tmp_path, per_device_train_batch_size=4, report_to=[], use_cpu=True)
+    trainer = BalancedTrainer(
+        model=make_model(), args=settings, planner=sb.Planner(small_model, micro_batch_sequences=4),
+        eval_dataset=Documents([40, 40]), data_collator=PackedCollator(),
+    )  # fmt: skip
+    assert trainer.evaluate()["eval_loss"] > 0
+
+
+def test_a_trainer_that_takes_no_batch_samplers_is_refused(monkeypatch, small_model):
+    monkeypatch.setattr("sparsebalance.trainer._BatchSampler", object)
+    with pytest.raises(sb.UserError, match="needs transformers 5.17"):
+        BalancedTrainer(model=make_model(), planner=sb.Planner(small_model, micro_batch_sequences=4))
 
 
 @pytest.mark.parametrize(
