@@ -58,7 +58,8 @@ void add_balance_options(OptionTable& table, BalanceOptions& balance) {
         else if (given.kind == ConfigValue::Kind::scalar && given.text == "none")
           balance.chunk = 0;
         else
-          balance.chunk = config_integer(given, label + " (auto, none, or a number of tokens)", 1, int64_t{1} << 40);
+          balance.chunk =
+              config_integer(given, fmt::format("{} (auto, none, or a number of tokens)", label), 1, int64_t{1} << 40);
       },
       [&balance] {
         return balance.chunk == 0  ? std::string("none")
