@@ -23,6 +23,9 @@ ModelLayout::ModelLayout(const ModelConfig& config, std::vector<int> first_layer
       const auto groups = static_cast<int>(parameters.groups().size());
       const int tied_group = first_copy ? 0 : second_copy ? groups - 1 : -1;
       const ShardLayout layout(parameters, shards, bucket_elements, tied_group);
+      // What they have alike is added piece by piece (GradientReducer).
+      SB_CHECK(tp_rank == 0 || layout == place(stage, 0).shards, "stage {} is cut otherwise on tensor-parallel rank {}",
+               stage, tp_rank);
       places_.push_back({layout, tied_group < 0 ? -1 : layout.bucket_of_group(tied_group)});
       size_t next = first_tensor;
       for (FlatTensor& tensor : parameters.flat_tensors()) {

@@ -22,6 +22,7 @@ class ShardLayout {
   // other (so that two stages cut it alike); -1: none.
   ShardLayout(const ParameterSet& parameters, int shards, int64_t bucket_elements, int alone = -1);
 
+  bool operator==(const ShardLayout&) const = default;
   int shards() const { return shards_; }
   int64_t shard_elements() const { return flat_elements_ / shards_; }
   int buckets() const { return static_cast<int>(buckets_.size()); }

@@ -142,12 +142,7 @@ TEST(ModelLayout, IsCutAlikeOnTheRanksOfATensorParallelGroup) {
     for (const int stages : {1, 2}) {
       for (const int64_t bucket_elements : {1, 1000, 100000}) {
         const ModelLayout layout(small_model(tied), split_layers_evenly(5, stages), 3, bucket_elements, {}, 2);
-        for (int stage = 0; stage < stages; ++stage) {
-          const ShardLayout &first = layout.shards(stage, 0), &second = layout.shards(stage, 1);
-          ASSERT_EQ(first.buckets(), second.buckets());
-          for (int bucket = 0; bucket < first.buckets(); ++bucket)
-            EXPECT_EQ(first.bucket(bucket), second.bucket(bucket));
-        }
+        for (int stage = 0; stage < stages; ++stage) EXPECT_EQ(layout.shards(stage, 0), layout.shards(stage, 1));
       }
     }
   }

@@ -142,7 +142,7 @@ void DeviceEngine::run() {
     };
     if (!busy)
       changed_.wait(lock, [&] { return asked() || to_drop(); });
-    else if (idle > kPatience && !asked())
+    else if (idle > kPatience && asked_.empty() && !stop_)  // a group that leaves may have to wait for the device
       changed_.wait_for(lock, std::chrono::microseconds(waiting_ > 0 ? 20 : 50));
     if (stop_) return;  // whoever has a group keeps the engine: there are none left
     std::vector<Asked> asked_now;
@@ -169,7 +169,7 @@ bool DeviceEngine::work_round(std::vector<Asked> asked) {
     if (!group->failed_.empty()) failed.push_back(group);
   lock.unlock();
 
-  bool moved = !asked.empty() || !leaving.empty();
+  bool moved = !asked.empty();
   const DeviceGroup::Queued queued = [this](DeviceOperation& operation) {
     std::lock_guard guard(mutex_);
     operation.queued = true;
