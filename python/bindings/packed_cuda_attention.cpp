@@ -22,6 +22,9 @@ int different_layers(const SelectionConfig& config) {
 
 std::unique_ptr<SelectingAttention> make_attention(const SelectionConfig& config,
                                                    const PackedCudaAttention::Options& options, int device) {
+  const std::string why = cuda::problem();
+  SB_USER_CHECK(why.empty(),
+                "there is no GPU that this build of sparsebalance can use ({}); keep the tensors on the CPU", why);
   cuda::use_device(device);
   CudaAttentionOptions made;
   made.attention.selection = config;

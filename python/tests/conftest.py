@@ -1,11 +1,14 @@
 """Common to all tests. `program` is the command line tool that the package carries."""
 
 import json
+import os
 import subprocess
 
 import pytest
 
 from sparsebalance._program import PROGRAM
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is needed from there, and where nobody answers asking takes minutes
 
 
 @pytest.fixture(scope="session")

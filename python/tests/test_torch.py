@@ -235,3 +235,9 @@ def test_the_capture_of_a_graph_is_refused(monkeypatch):
     varlen_attn(q, k, v, cu_seqlens, config=DENSE)  # on the CPU nobody asks
     with pytest.raises(sb.UserError, match="CUDA graph"):
         sbt._cuda_attention_for(DENSE.spec, q)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_usable_gpu_the_message_says_so():
+    with pytest.raises(sb.UserError, match="no GPU that this build of sparsebalance can use"):
+        sb._core.PackedCudaAttention(DENSE.settings, 0, 0, deterministic=False, portable=False)
