@@ -32,6 +32,7 @@ microseconds nap_after(int idle, bool somebody_waits, bool sending) {
 // it wakes up on that one's core. Linux lets one that asks for short slices go first (from 6.12 on; it takes no notice
 // before).
 void ask_for_short_slices() {
+  if (sched_getscheduler(0) != SCHED_OTHER) return;  // somebody has chosen
   struct {
     uint32_t size, policy;
     uint64_t flags;
