@@ -142,7 +142,8 @@ int64_t fastest_chunk(RunConfig config, const ModelConfig& model, const Sequence
   };
   constexpr double kNever = std::numeric_limits<double>::infinity();
   std::vector<int64_t> sizes = chunk_sizes({ChunkOptions::kAutomatic, {}}, piece_edge(cost.spec()));
-  std::erase_if(sizes, [&](int64_t size) { return !fits(size); });
+  // Of a size that nothing is longer than only the packs would be others, which is no reason to plan for pieces.
+  std::erase_if(sizes, [&](int64_t size) { return !fits(size) || size >= longest; });
   // Where not even pieces fit, whole sequences say what is wrong.
   const double whole = fits(longest) || sizes.empty() ? time(0) : kNever;
   int64_t best = 0;
