@@ -74,13 +74,24 @@ def make_loader(way, dataset, model, batch_size, accelerator):
     return accelerator.prepare(loader), steps
 
 
+def multiply_adds(batch):
+    """Of a layer's forward and its share of the head, by the sizes above: what a process has to do, without its noise."""
+    total = 0
+    for length in batch["cu_seq_lens_q"].diff().tolist():
+        dense = min(length, ATTENTION.budget)
+        pairs = dense * (dense + 1) / 2 + (length - dense) * ATTENTION.budget
+        total += length * (2 * 128 * 128 + 2 * 128 * 64 + 3 * 128 * 256 + 128 * VOCABULARY / 2) + pairs * 2 * 128
+    return total
+
+
 def train_epoch(way, dataset, batch_size, accelerator):
-    """Seconds, those that the busiest process of each step computed, and the mean loss of the targets as they were met."""
+    """Seconds, those that the busiest process of each step computed, the mean loss of the targets as they were met, and the
+    work of the busiest processes over the mean."""
     torch.manual_seed(0)
     model = make_model()
     loader, steps = make_loader(way, dataset, model, batch_size, accelerator)
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
-    loss_sum = targets_sum = busiest = 0.0
+    loss_sum = targets_sum = busiest = most_work = mean_work = 0.0
     accelerator.wait_for_everyone()
     begin, batches = time.perf_counter(), iter(loader)
     while True:
@@ -89,6 +100,8 @@ def train_epoch(way, dataset, batch_size, accelerator):
             break
         targets = torch.tensor(float(sum((batch["labels"] != -100).sum() for batch in step)))
         targets = accelerator.reduce(targets, "sum")
+        work = accelerator.gather(torch.tensor([float(sum(map(multiply_adds, step)))]))
+        most_work, mean_work = most_work + float(work.max()), mean_work + float(work.mean())
         computing = time.thread_time()
         for i, batch in enumerate(step):
             labels = batch.pop("labels")
@@ -105,7 +118,8 @@ def train_epoch(way, dataset, batch_size, accelerator):
         targets_sum += float(targets)
     accelerator.wait_for_everyone()
     seconds = time.perf_counter() - begin
-    return seconds, busiest, float(accelerator.reduce(torch.tensor(loss_sum), "sum")) / targets_sum
+    loss = float(accelerator.reduce(torch.tensor(loss_sum), "sum")) / targets_sum
+    return seconds, busiest, loss, most_work / mean_work
 
 
 def main():
@@ -124,8 +138,9 @@ def main():
     train_epoch("balanced", Documents(dataset.lengths[: arguments.batch_size]), arguments.batch_size, accelerator)
     results = {}
     for way in ("group_by_length", "batch_rebalance", "balanced"):
-        seconds, busiest, loss = results[way] = train_epoch(way, dataset, arguments.batch_size, accelerator)
-        accelerator.print(f"{way:16} {seconds:6.2f} s, of them {busiest:6.2f} s computing, loss {loss:.5f}")
+        seconds, busiest, loss, imbalance = results[way] = train_epoch(way, dataset, arguments.batch_size, accelerator)
+        spent = f"{seconds:6.2f} s, of them {busiest:6.2f} s computing"
+        accelerator.print(f"{way:16} {spent}, imbalance {imbalance:.3f}, loss {loss:.5f}")
     for way in ("group_by_length", "batch_rebalance"):
         by_clock, computing = (results[way][i] / results["balanced"][i] for i in (0, 1))
         accelerator.print(f"balanced is {by_clock:.2f} times as fast as {way}; {computing:.2f} times by what it computes")

@@ -184,6 +184,12 @@ class BalancedTrainer(BalancedTrainerMixin, transformers.Trainer):
     pass
 
 
+takes_batch_samplers = pytest.mark.skipif(
+    not hasattr(transformers.trainer_pt_utils, "BatchRebalanceSampler"), reason="Trainer takes none before transformers 5.17"
+)
+
+
+@takes_batch_samplers
 def test_a_step_of_trainer_is_the_step_of_its_global_batch(tmp_path, small_model):
     """Two micro-batches, packed, at budgets of their own, against the loss over all sequences one by one."""
     lengths = [900, 60, 70, 80, 400, 50, 64, 33]
@@ -220,6 +226,7 @@ def test_a_step_of_trainer_is_the_step_of_its_global_batch(tmp_path, small_model
         torch.testing.assert_close(own, other, rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
 
 
+@takes_batch_samplers
 def test_a_balanced_trainer_may_evaluate_without_training(tmp_path, small_model):
     settings = transformers.TrainingArguments(tmp_path, per_device_train_batch_size=4, report_to=[], use_cpu=True)
     trainer = BalancedTrainer(
