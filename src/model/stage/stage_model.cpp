@@ -48,17 +48,6 @@ StageModel::StageModel(const ModelConfig& config, const StageOptions& options)
   if (!first || !config.tie_word_embeddings) end_group(head, largest_table);
 }
 
-void check_fp8(const ModelConfig& config, const LoraConfig& lora) {
-  SB_USER_CHECK(!lora.enabled(), "train.precision: fp8 trains whole models; with lora set train.precision: auto");
-  const int64_t query = int64_t{config.heads} * config.head_dim, key = int64_t{config.kv_heads} * config.head_dim;
-  for (const int64_t width : {int64_t{config.hidden_size}, query, key, int64_t{config.intermediate_size}}) {
-    SB_USER_CHECK(width % kFp8Multiple == 0,
-                  "train.precision: fp8 wants products of multiples of {}, and this model has one of {}; set "
-                  "train.precision: auto",
-                  kFp8Multiple, width);
-  }
-}
-
 void check_stage_options(const ModelConfig& config, const StageOptions& options) {
   SB_CHECK(0 <= options.first_layer && options.first_layer < options.last_layer && options.last_layer <= config.layers,
            "layers {} to {} of {}", options.first_layer, options.last_layer, config.layers);

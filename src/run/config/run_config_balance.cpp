@@ -6,6 +6,14 @@
 #include "core/errors.h"
 
 namespace sb {
+namespace {
+
+// Another word would be told to be a number, and not which words there are.
+bool is_word(const ConfigValue& given) {
+  return given.kind == ConfigValue::Kind::scalar && given.text.find_first_of("0123456789") == std::string::npos;
+}
+
+}  // namespace
 
 void add_balance_options(OptionTable& table, BalanceOptions& balance) {
   table.section(
@@ -53,13 +61,15 @@ void add_balance_options(OptionTable& table, BalanceOptions& balance) {
       "planned for pieces; auto: the size, or whole sequences, by which a step is fastest (on GPUs with "
       "parallel.pp one size for the run, by which its first batches are)",
       [&balance](const ConfigValue& given, const std::string& label) {
-        if (given.kind == ConfigValue::Kind::scalar && given.text == "auto")
+        if (is_word(given) && given.text == "auto")
           balance.chunk = BalanceOptions::kAutomaticChunk;
-        else if (given.kind == ConfigValue::Kind::scalar && given.text == "none")
+        else if (is_word(given) && given.text == "none")
           balance.chunk = 0;
+        else if (is_word(given))
+          throw UserError("{}: {}: expected auto, none or a number of tokens, found {}", given.where, label,
+                          given.describe());
         else
-          balance.chunk =
-              config_integer(given, fmt::format("{} (auto, none, or a number of tokens)", label), 1, int64_t{1} << 40);
+          balance.chunk = config_integer(given, label, 1, int64_t{1} << 40);
       },
       [&balance] {
         return balance.chunk == 0  ? std::string("none")
