@@ -7,8 +7,8 @@
 #include "core/memory_plan.h"
 #include "device/blas.h"
 #include "device/cuda.h"
+#include "device/host_floats.h"
 #include "eval/gpu/decode.h"
-#include "eval/host_floats.h"
 
 namespace sb {
 namespace {

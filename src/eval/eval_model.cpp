@@ -12,7 +12,7 @@
 #include "core/log.h"
 #include "data/text/document_encoder.h"
 #include "device/cuda.h"
-#include "eval/host_floats.h"
+#include "device/host_floats.h"
 #include "model/adapter/peft_adapter.h"
 #include "model/hf_checkpoint.h"
 

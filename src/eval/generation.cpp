@@ -4,7 +4,7 @@
 #include <numeric>
 
 #include "core/errors.h"
-#include "eval/host_floats.h"
+#include "device/host_floats.h"
 
 namespace sb {
 

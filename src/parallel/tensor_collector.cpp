@@ -2,24 +2,9 @@
 
 #include <algorithm>
 
-#include "device/float16.h"
-#include "device/memory.h"
+#include "device/host_floats.h"
 
 namespace sb {
-namespace {
-
-void copy_as_f32(const TensorView& from, float* to) {
-  const HostCopy copy(from);
-  if (from.dtype() == DType::f32) {
-    std::copy_n(copy.view().f32(), from.elements(), to);
-    return;
-  }
-  SB_CHECK(from.dtype() == DType::bf16, "tensors of {}", dtype_name(from.dtype()));
-  const auto* bits = static_cast<const uint16_t*>(copy.view().raw());
-  std::transform(bits, bits + from.elements(), to, f32_from_bf16);
-}
-
-}  // namespace
 
 const float* TensorCollector::replicated(const ModelLayout::Tensor& tensor, TensorView own) {
   return collect(
@@ -74,16 +59,15 @@ void TensorCollector::fetch(const std::vector<Source>& sources, TensorView own, 
   if (world.rank() != 0) {
     for (const Source& source : sources) {
       if (source.rank != world.rank()) continue;
-      part_.resize(static_cast<size_t>(source.count));
-      copy_as_f32(part(source), part_.data());
-      world.send_async(part_.data(), source.count * int64_t{sizeof(float)}, 0, kTag).wait();
+      const HostFloats own_part(part(source));
+      world.send_async(own_part.values().data(), source.count * int64_t{sizeof(float)}, 0, kTag).wait();
     }
     return;
   }
   std::vector<CommRequest> requests;
   for (const Source& source : sources) {
     if (source.rank == 0)
-      copy_as_f32(part(source), into);
+      std::ranges::copy(HostFloats(part(source)).values(), into);
     else
       requests.push_back(world.receive_async(into, source.count * int64_t{sizeof(float)}, source.rank, kTag));
     into += source.count;

@@ -12,9 +12,9 @@
 #include "device/context.h"
 #include "device/cuda.h"
 #include "device/float16.h"
+#include "device/host_floats.h"
 #include "device/memory.h"
 #include "eval/gpu/decode.h"
-#include "eval/host_floats.h"
 
 namespace sb {
 namespace {

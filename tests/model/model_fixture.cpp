@@ -9,7 +9,7 @@
 #include <nlohmann/json.hpp>
 
 #include "core/random.h"
-#include "device/float16.h"
+#include "device/host_floats.h"
 #include "device/memory.h"
 
 namespace sb::test {
@@ -118,14 +118,8 @@ Tensors hf_values(ParameterSet& parameters) {
 }
 
 std::vector<float> host_values(const TensorView& tensor) {
-  const HostCopy copy(tensor);
-  std::vector<float> values(static_cast<size_t>(tensor.elements()));
-  for (int64_t i = 0; i < tensor.elements(); ++i) {
-    values[static_cast<size_t>(i)] = tensor.dtype() == DType::bf16
-                                         ? f32_from_bf16(static_cast<const uint16_t*>(copy.view().raw())[i])
-                                         : copy.view().f32()[i];
-  }
-  return values;
+  const HostFloats floats(tensor);
+  return {floats.values().begin(), floats.values().end()};
 }
 
 std::vector<float> all_logits(Stage& stage, const Exec& exec, const MicroBatch& batch) {

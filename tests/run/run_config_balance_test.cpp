@@ -64,6 +64,8 @@ TEST(RunConfigBalance, SaysWhatDoesNotFit) {
   EXPECT_NE(error_of({"balance.anchor=min"}).find("balance.anchor: is for tuning: anchor"), std::string::npos);
   EXPECT_NE(error_of({"balance.tuning=anchor"}).find("balance.target: is for tuning: optimal"), std::string::npos);
   EXPECT_NE(error_of({"balance.target=1.5"}).find("balance.target: must be at most 1"), std::string::npos);
+  EXPECT_NE(error_of({"balance.target=some"}).find("expected equal_coverage or a number from 0 to 1, found 'some'"),
+            std::string::npos);
   EXPECT_NE(error_of({"balance.p=1"}).find("balance.p: must be below 1"), std::string::npos);
   EXPECT_NE(error_of({"attention.budget=2147483648"}).find("attention.budget"), std::string::npos);
   EXPECT_NE(error_of({"attention.pattern=dense"}).find("topk or mass"), std::string::npos);

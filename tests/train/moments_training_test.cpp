@@ -7,7 +7,6 @@
 #include <numeric>
 
 #include "data/synthetic/synthetic.h"
-#include "model/tensors/safetensors.h"
 #include "run/checkpoint/checkpoint.h"
 #include "tests/run/scratch_directory.h"
 #include "tests/train/tiny_run.h"
@@ -66,17 +65,6 @@ TEST(MomentsTraining, TheLossFollowsThatOfFp32) {
   }
 }
 
-std::vector<float> moments_of(const fs::path& run, int step) {
-  const SafetensorsFile file(checkpoint_path(run, step) / "optimizer.safetensors");
-  std::vector<float> all;
-  for (const SafetensorsEntry& entry : file.header().entries) {
-    std::vector<float> values(static_cast<size_t>(entry.elements()));
-    file.read_f32(entry, values);
-    all.insert(all.end(), values.begin(), values.end());
-  }
-  return all;
-}
-
 bool bf16_holds(float x) {
   return (std::bit_cast<uint32_t>(x) & 0xffff) == 0;
 }
@@ -90,7 +78,7 @@ TEST(MomentsTraining, TwentyStepsOrTenAndTenGiveTheSameBytes) {
     EXPECT_TRUE(read_bytes(scratch / "whole/checkpoint-20" / file) ==
                 read_bytes(scratch / "halves/checkpoint-20" / file))
         << file;
-  const std::vector<float> moments = moments_of(scratch / "whole", 20);
+  const std::vector<float> moments = moments_of(checkpoint_path(scratch / "whole", 20));
   EXPECT_TRUE(std::all_of(moments.begin(), moments.end(), bf16_holds));
   EXPECT_GT(std::count_if(moments.begin(), moments.end(), [](float x) { return x != 0; }), std::ssize(moments) / 2);
 }
@@ -100,13 +88,13 @@ TEST(MomentsTraining, AResumedRunMayChangeTheType) {
   ScratchDirectory scratch;
   const fs::path run = scratch / "run";
   TinyTrainer(tiny_run(run, {kFp32, "train.max_steps=8"}))->run();
-  const std::vector<float> exact = moments_of(run, 8);
+  const std::vector<float> exact = moments_of(checkpoint_path(run, 8));
   EXPECT_FALSE(std::all_of(exact.begin(), exact.end(), bf16_holds));
   const auto saved_again = [&](const std::string& name, int step, const std::string& type) {
     TinyTrainer(tiny_run(scratch / name, {type, "train.max_steps=" + std::to_string(step),
                                           "train.resume=" + checkpoint_path(run, step).string()}))
         ->run();
-    return moments_of(scratch / name, step);
+    return moments_of(checkpoint_path(scratch / name, step));
   };
   const std::vector<float> rounded = saved_again("rounded", 8, kBf16);
   ASSERT_EQ(rounded.size(), exact.size());
@@ -115,7 +103,7 @@ TEST(MomentsTraining, AResumedRunMayChangeTheType) {
     EXPECT_NEAR(rounded[i], exact[i], std::ldexp(std::abs(exact[i]), -8));
   }
   TinyTrainer(tiny_run(run, {kBf16, "train.max_steps=14"}))->run();
-  EXPECT_EQ(saved_again("exact", 14, kFp32), moments_of(run, 14));
+  EXPECT_EQ(saved_again("exact", 14, kFp32), moments_of(checkpoint_path(run, 14)));
   EXPECT_EQ(TinyTrainer(tiny_run(run, {kFp32}))->run().steps, 20);
 }
 

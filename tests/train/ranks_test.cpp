@@ -8,7 +8,6 @@
 #include <set>
 
 #include "data/files/token_writer.h"
-#include "model/tensors/safetensors.h"
 #include "run/checkpoint/selection_file.h"
 #include "tests/run/scratch_directory.h"
 #include "tests/train/rank_runs.h"
@@ -128,17 +127,6 @@ TEST(RanksRun, TwiceTheSameLayoutGivesTheSameBits) {
         EXPECT_EQ(read_bytes(a / file), read_bytes(b / file)) << name << file;
     }
   }
-}
-
-std::vector<float> moments_of(const fs::path& checkpoint) {
-  const SafetensorsFile file(checkpoint / "optimizer.safetensors");
-  std::vector<float> all;
-  for (const SafetensorsEntry& entry : file.header().entries) {
-    std::vector<float> values(static_cast<size_t>(entry.elements()));
-    file.read_f32(entry, values);
-    all.insert(all.end(), values.begin(), values.end());
-  }
-  return all;
 }
 
 // Gradients differ in their last bits, and for that a few roundings do: two to three of a hundred moments after eight

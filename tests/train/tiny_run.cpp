@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "data/synthetic/synthetic.h"
+#include "model/tensors/safetensors.h"
 #include "train/training_run.h"
 
 namespace sb {
@@ -74,6 +75,17 @@ int64_t ListSource::max_length() const {
 std::vector<float> weights_of(Trainer& trainer) {
   const TensorView values = trainer.stage().parameters().values();
   return {values.f32(), values.f32() + values.elements()};
+}
+
+std::vector<float> moments_of(const std::filesystem::path& checkpoint) {
+  const SafetensorsFile file(checkpoint / "optimizer.safetensors");
+  std::vector<float> all;
+  for (const SafetensorsEntry& entry : file.header().entries) {
+    std::vector<float> values(static_cast<size_t>(entry.elements()));
+    file.read_f32(entry, values);
+    all.insert(all.end(), values.begin(), values.end());
+  }
+  return all;
 }
 
 std::vector<float> gradients_of(Trainer& trainer) {

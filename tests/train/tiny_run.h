@@ -54,6 +54,8 @@ class ListSource final : public SequenceSource {
 // All parameters of a trainer, bit by bit.
 std::vector<float> weights_of(Trainer& trainer);
 std::vector<float> gradients_of(Trainer& trainer);
+// AdamW's moments in a checkpoint.
+std::vector<float> moments_of(const std::filesystem::path& checkpoint);
 
 // What the UserError thrown by `action` says; "" when none is thrown.
 std::string user_error_of(const std::function<void()>& action);

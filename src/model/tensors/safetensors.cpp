@@ -3,6 +3,7 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
+#include <bit>
 #include <cstring>
 #include <nlohmann/json.hpp>
 #include <set>
@@ -193,6 +194,16 @@ std::span<const std::byte> SafetensorsFile::data(const SafetensorsEntry& entry) 
                          static_cast<size_t>(entry.end - entry.begin));
 }
 
+namespace {
+
+// Bit by bit, whatever the compiler is told about floating-point numbers.
+bool is_finite(float value) {
+  constexpr uint32_t kExponent = 0x7f800000;
+  return (std::bit_cast<uint32_t>(value) & kExponent) != kExponent;
+}
+
+}  // namespace
+
 void SafetensorsFile::read_f32(const SafetensorsEntry& entry, std::span<float> to) const {
   SB_CHECK(std::ssize(to) == entry.elements(), "{} elements for {} of shape {}", to.size(), entry.name,
            entry.shape_text());
@@ -215,6 +226,12 @@ void SafetensorsFile::read_f32(const SafetensorsEntry& entry, std::span<float> t
     throw UserError("{}: tensor {} has the type {}; weights must be F32, BF16 or F16", file_.path(), shown(entry.name),
                     entry.dtype);
   }
+  bool finite = true;
+  for (const float value : to) finite &= is_finite(value);  // without a branch: there are billions
+  if (finite) return;
+  const auto first = std::ranges::find_if_not(to, is_finite);
+  throw UserError("{}: tensor {} holds {} at element {}: the weights are damaged, or of a training that diverged",
+                  file_.path(), shown(entry.name), *first, first - to.begin());
 }
 
 uint32_t write_safetensors(const std::filesystem::path& path, std::span<const SafetensorsTensor> tensors, DType dtype) {

@@ -46,7 +46,8 @@ class SafetensorsFile {
   const SafetensorsHeader& header() const { return header_; }
   const SafetensorsEntry* find(std::string_view name) const;  // nullptr: not there
   std::span<const std::byte> data(const SafetensorsEntry& entry) const;
-  // The tensor as fp32, from F32, BF16 or F16; `to` has its number of elements.
+  // The tensor as fp32, from F32, BF16 or F16; `to` has its number of elements. NaN and infinity are refused: a model
+  // with such a weight gives no loss that is a number, and learns nothing.
   void read_f32(const SafetensorsEntry& entry, std::span<float> to) const;
 
  private:

@@ -1,16 +1,23 @@
 #include "run/config/run_config_balance.h"
 
+#include <algorithm>
+#include <initializer_list>
 #include <limits>
 #include <numeric>
+#include <optional>
 
 #include "core/errors.h"
 
 namespace sb {
 namespace {
 
-// Another word would be told to be a number, and not which words there are.
-bool is_word(const ConfigValue& given) {
-  return given.kind == ConfigValue::Kind::scalar && given.text.find_first_of("0123456789") == std::string::npos;
+// Which of the words an option has that is a number otherwise; none: a number, or something that is refused as one.
+// Another word would be told to be a number, and not which words there are: `expected` says both.
+std::optional<std::string> word_of(const ConfigValue& given, const std::string& label,
+                                   std::initializer_list<std::string_view> words, std::string_view expected) {
+  if (given.kind != ConfigValue::Kind::scalar || given.text.find_first_of("0123456789") != std::string::npos) return {};
+  if (std::ranges::find(words, given.text) != words.end()) return given.text;
+  throw UserError("{}: {}: expected {}, found {}", given.where, label, expected, given.describe());
 }
 
 }  // namespace
@@ -42,10 +49,8 @@ void add_balance_options(OptionTable& table, BalanceOptions& balance) {
       "tuning optimal: the shortest step whose mean coverage is not below that of attention.budget, or a deadline "
       "between the fastest possible step (0) and the one at attention.budget (1)",
       [&balance](const ConfigValue& given, const std::string& label) {
-        if (given.kind == ConfigValue::Kind::scalar && given.text == "equal_coverage")
-          balance.target = -1.0;
-        else
-          balance.target = config_number(given, label, 0.0, 1.0);
+        const auto word = word_of(given, label, {"equal_coverage"}, "equal_coverage or a number from 0 to 1");
+        balance.target = word ? -1.0 : config_number(given, label, 0.0, 1.0);
       },
       [&balance] { return balance.target < 0 ? std::string("equal_coverage") : fmt::format("{}", balance.target); });
   table.integer(
@@ -61,13 +66,8 @@ void add_balance_options(OptionTable& table, BalanceOptions& balance) {
       "planned for pieces; auto: the size, or whole sequences, by which a step is fastest (on GPUs with "
       "parallel.pp one size for the run, by which its first batches are)",
       [&balance](const ConfigValue& given, const std::string& label) {
-        if (is_word(given) && given.text == "auto")
-          balance.chunk = BalanceOptions::kAutomaticChunk;
-        else if (is_word(given) && given.text == "none")
-          balance.chunk = 0;
-        else if (is_word(given))
-          throw UserError("{}: {}: expected auto, none or a number of tokens, found {}", given.where, label,
-                          given.describe());
+        if (const auto word = word_of(given, label, {"auto", "none"}, "auto, none or a number of tokens"))
+          balance.chunk = *word == "auto" ? BalanceOptions::kAutomaticChunk : 0;
         else
           balance.chunk = config_integer(given, label, 1, int64_t{1} << 40);
       },

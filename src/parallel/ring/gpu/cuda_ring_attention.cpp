@@ -1,13 +1,13 @@
 #include "parallel/ring/gpu/cuda_ring_attention.h"
 
 #include <algorithm>
-#include <bit>
 #include <numeric>
 
 #include "attention/gpu/cuda_attention.h"
 #include "attention/piece_operands.h"
 #include "core/errors.h"
 #include "device/cuda.h"
+#include "device/float16.h"
 #include "device/memory.h"
 #include "parallel/ring/gpu/cuda_ring_call.h"
 #include "parallel/ring/gpu/cuda_ring_memory.h"
@@ -23,7 +23,7 @@ std::vector<float> host_floats(const Exec& exec, const TensorView& tensor) {
   std::vector<uint16_t> bits(tensor.dtype() == DType::f32 ? 0 : values.size());
   download(exec, tensor, bits.empty() ? static_cast<void*>(values.data()) : bits.data());
   cuda::synchronize(exec.stream);
-  for (size_t i = 0; i < bits.size(); ++i) values[i] = std::bit_cast<float>(static_cast<uint32_t>(bits[i]) << 16);
+  for (size_t i = 0; i < bits.size(); ++i) values[i] = f32_from_bf16(bits[i]);
   return values;
 }
 

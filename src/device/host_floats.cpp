@@ -1,4 +1,4 @@
-#include "eval/host_floats.h"
+#include "device/host_floats.h"
 
 #include "core/errors.h"
 #include "device/float16.h"
