@@ -230,7 +230,7 @@ void SafetensorsFile::read_f32(const SafetensorsEntry& entry, std::span<float> t
   for (const float value : to) finite &= is_finite(value);  // without a branch: there are billions
   if (finite) return;
   const auto first = std::ranges::find_if_not(to, is_finite);
-  throw UserError("{}: tensor {} holds {} at element {}: the weights are damaged, or of a training that diverged",
+  throw UserError("{}: tensor {} holds {} at element {}: the file is damaged, or of a training that diverged",
                   file_.path(), shown(entry.name), *first, first - to.begin());
 }
 
