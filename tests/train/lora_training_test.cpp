@@ -36,6 +36,20 @@ nlohmann::json json_of(const fs::path& file) {
   return nlohmann::json::parse(in);
 }
 
+// The file with one number of one tensor multiplied.
+void multiply(const fs::path& file, const std::string& tensor, size_t element, float factor) {
+  Tensors tensors = tensors_of(file);
+  tensors.at(tensor)[element] *= factor;
+  const fs::path other = file.string() + ".other";
+  {
+    const SafetensorsFile shapes(file);
+    std::vector<SafetensorsTensor> changed;
+    for (const auto& [name, values] : tensors) changed.push_back({name, shapes.find(name)->shape, values.data()});
+    write_safetensors(other, changed, DType::f32);
+  }
+  fs::rename(other, file);
+}
+
 class LoraTraining : public testing::Test {
  protected:
   LoraTraining() {
@@ -93,15 +107,7 @@ TEST_F(LoraTraining, AResumedRunHasTheBitsOfAnUndisturbedOne) {
 TEST_F(LoraTraining, AnotherBaseIsRefusedOnResume) {
   train("run", {"train.max_steps=3"});
   // One bit of one frozen tensor.
-  const fs::path file = base / "model.safetensors";
-  Tensors tensors = tensors_of(file);
-  tensors.at("model.layers.1.mlp.up_proj.weight")[5] *= 1.0000001f;
-  std::vector<SafetensorsTensor> changed;
-  const SafetensorsFile shapes(file);
-  for (const auto& [name, values] : tensors) changed.push_back({name, shapes.find(name)->shape, values.data()});
-  const fs::path other = base / "other.safetensors";
-  write_safetensors(other, changed, DType::f32);
-  fs::rename(other, file);
+  multiply(base / "model.safetensors", "model.layers.1.mlp.up_proj.weight", 5, 1.0000001f);
   const std::string error = user_error_of([&] { train("run"); });
   EXPECT_NE(error.find("were trained for another model"), std::string::npos) << error;
   EXPECT_NE(error.find("checkpoint-3"), std::string::npos) << error;
@@ -148,6 +154,14 @@ TEST_F(LoraTraining, TrainedPartsAreInTheAdapterAndInMerged) {
             nlohmann::json({"input_layernorm", "post_attention_layernorm", "norm", "embed_tokens", "lm_head"}));
   // And it can be gone on from.
   train("more", {"lora.train=[norms, embedding]", "lora.adapter=" + (scratch / "run/final").string()});
+}
+
+TEST_F(LoraTraining, AnAdapterWhoseWeightsAreNoNumbersIsRefused) {
+  const fs::path adapter = train("first").final_model;
+  const std::string name = "base_model.model.model.layers.1.mlp.down_proj.lora_A.weight";
+  multiply(adapter / "adapter_model.safetensors", name, 2, std::numeric_limits<float>::quiet_NaN());
+  const std::string error = refusal("second", {"lora.adapter=" + adapter.string()});
+  EXPECT_NE(error.find(fmt::format("tensor '{}' holds nan at element 2", name)), std::string::npos) << error;
 }
 
 TEST_F(LoraTraining, GoesOnFromAnAdapter) {
