@@ -7,6 +7,8 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <utility>
+#include <vector>
 
 #include "comm/thread_communicator.h"
 #include "tests/model/whole_stage.h"
@@ -30,7 +32,11 @@ class LateGroup final : public TensorGroup {
     return late(all, [this](TensorView rows) { return group_.reduce_scatter(rows); });
   }
 
-  int most_under_way() const { return most_under_way_; }
+  // How many were under way at once, at most, since the last call.
+  int take_most_under_way() { return std::exchange(most_under_way_, under_way_); }
+  // How many of those that ended so far had the numbers of `watched` change on their way: something was computed then.
+  int beside_changes() const { return beside_changes_; }
+  void watch(TensorView watched) { watched_ = watched; }
 
  private:
   using Operation = std::function<CommRequest(TensorView)>;
@@ -40,6 +46,7 @@ class LateGroup final : public TensorGroup {
     Late(LateGroup& group, TensorView all, Operation operation)
         : group_(group), all_(all), operation_(std::move(operation)) {
       sent_.assign(bytes(), bytes() + all.bytes());
+      seen_ = group_.watched_values();
       std::fill(bytes(), bytes() + all.bytes(), kPoison);
       group_.most_under_way_ = std::max(group_.most_under_way_, ++group_.under_way_);
     }
@@ -49,6 +56,7 @@ class LateGroup final : public TensorGroup {
       std::copy(sent_.begin(), sent_.end(), bytes());
       operation_(all_).wait();
       --group_.under_way_;
+      group_.beside_changes_ += seen_ != group_.watched_values();
     }
     bool done() override { return false; }
     void abandon() override {}
@@ -60,20 +68,27 @@ class LateGroup final : public TensorGroup {
     TensorView all_;
     Operation operation_;
     std::vector<unsigned char> sent_;
+    std::vector<float> seen_;
   };
 
   CommRequest late(TensorView all, Operation operation) {
     return CommRequest(std::make_unique<Late>(*this, all, std::move(operation)));
   }
 
+  std::vector<float> watched_values() const {
+    return watched_.empty() ? std::vector<float>() : std::vector(watched_.f32(), watched_.f32() + watched_.elements());
+  }
+
   TensorGroup& group_;
-  int under_way_ = 0, most_under_way_ = 0;
+  TensorView watched_;
+  int under_way_ = 0, most_under_way_ = 0, beside_changes_ = 0;
 };
 
 struct StepResult {
   LossSums loss;
   std::vector<float> gradients;
-  int most_under_way = 0;
+  int most_in_forward = 0;   // under way at once
+  int beside_gradients = 0;  // of all transfers, those beside which gradients were computed
 };
 
 StepResult step_of_rank(const ModelConfig& config, StageOptions options, Communicator& world, bool late) {
@@ -83,32 +98,43 @@ StepResult step_of_rank(const ModelConfig& config, StageOptions options, Communi
   NaiveAttention attention;
   Stage stage(config, options, attention, 1, late ? static_cast<TensorGroup*>(&late_group) : &ranks);
   randomize(stage.parameters(), 5 + static_cast<uint64_t>(world.rank()));
+  const TensorView gradients = stage.parameters().gradients();
+  late_group.watch(gradients);
   TestExec run(1);
   const MicroBatch batch = random_batch({17, 20}, config.vocab_size, 1);
   stage.forward(run.exec, batch, 0, {});
+  const int most = late_group.take_most_under_way(), before = late_group.beside_changes();
   stage.backward(run.exec, batch, 0, {});
-  const TensorView gradients = stage.parameters().gradients();
-  return {stage.loss(0), {gradients.f32(), gradients.f32() + gradients.elements()}, late_group.most_under_way()};
+  return {stage.loss(0),
+          {gradients.f32(), gradients.f32() + gradients.elements()},
+          most,
+          late_group.beside_changes() - before};
 }
 
-TEST(TensorRanksOverlap, NobodyTouchesRowsOnTheirWay) {
+// 37 tokens in one piece, in five.
+TEST(TensorRanksOverlap, TransfersRunBesideProductsAndNobodyTouchesTheirRows) {
   for (const ModelConfig::Family family : kFamilies) {
     for (const Recompute recompute : kLevels) {
-      for (const int64_t chunk : {1000, 8}) {  // 37 tokens in one piece, in five
+      for (const auto& [chunk, pieces] : {std::pair<int64_t, int>{1000, 1}, {8, 5}}) {
         ModelConfig config = tiny_config(family);
         config.layers = 2;
         config.intermediate_size = 12;
         StageOptions options = whole_model(config, 37, recompute);
         options.layer_chunk = chunk;
+        // Of every piece two sums of input gradients travel beside those of the weights, and of every piece but the
+        // first four gathers (twice rows, twice gradients) began before the last one's. Where the MLP's input need not
+        // be computed again, the first piece's is not needed before the gradients of the down projection are there.
+        const int beside = config.layers * (2 * pieces + 4 * (pieces - 1) + (recompute == Recompute::none ? 1 : 0));
         std::mutex mutex;
-        run_thread_ranks(2, [&](Communicator& world) {
+        run_thread_ranks(2, [&, pieces = pieces](Communicator& world) {
           const StepResult plain = step_of_rank(config, options, world, /*late=*/false),
                            late = step_of_rank(config, options, world, /*late=*/true);
           std::lock_guard lock(mutex);
           EXPECT_EQ(plain.loss.weighted, late.loss.weighted);
           EXPECT_EQ(plain.gradients, late.gradients);
-          // Of several pieces, the next one's rows and gradients travel beside a sum.
-          EXPECT_EQ(late.most_under_way, chunk == 8 ? 4 : 2) << "recompute " << static_cast<int>(recompute);
+          // The rows of the next piece, and the sums of this one and of the last.
+          EXPECT_EQ(late.most_in_forward, pieces > 1 ? 3 : 1);
+          EXPECT_EQ(late.beside_gradients, beside) << "recompute " << static_cast<int>(recompute);
         });
       }
     }
