@@ -122,8 +122,9 @@ LayerSaved DecoderLayer::allocate_saved(Arena& arena, int64_t tokens, int64_t ro
   return saved;
 }
 
-Normed DecoderLayer::norm(const LayerRun& run, const ParameterPlace& norm, TensorView x, const Normed& kept) const {
-  const Normed to = {kept_or_new(kept.rows, run.workspace, dtype_, x.shape()),
+Normed DecoderLayer::norm(const LayerRun& run, const ParameterPlace& norm, TensorView x, const Normed& kept,
+                          Arena& memory) const {
+  const Normed to = {kept_or_new(kept.rows, memory, dtype_, x.shape()),
                      kept_or_new(kept.rstd, run.workspace, DType::f32, {x.dim(0)})};
   rmsnorm_forward(run.exec, x, weight(norm), config_.rms_norm_eps, to.rows, to.rstd);
   return to;
@@ -146,12 +147,12 @@ DecoderLayer::PieceRows DecoderLayer::begin_norm(const LayerRun& run, const Shar
   const Normed kept = kept_rows.piece(piece.own_begin, piece.own_end);
   const bool there = again && !kept.rows.empty();
   if (!run.rows.shared()) {
-    const Normed normed = there ? kept : norm(run, of, own, kept);
+    const Normed normed = there ? kept : norm(run, of, own, kept, again ? run.operands() : run.workspace);
     return {normed.rows, normed.rstd};
   }
   const TensorView all = run.rows.part(rooms.rows[room], piece), place = run.rows.own(all, piece);
   const Normed to = kept.rows.empty() ? Normed{place, rooms.rstd[room].rows(0, piece.own())} : kept;
-  if (!there) norm(run, of, own, to);
+  if (!there) norm(run, of, own, to, run.workspace);
   if (!kept.rows.empty()) copy_tensor(run.exec, kept.rows, place);
   return {all, to.rstd, run.rows.gather(all)};
 }
@@ -170,7 +171,11 @@ void DecoderLayer::backward_normed_product(const LayerRun& run, const SharedRows
                                            const ParameterPlace& norm, TensorView x, PieceRows& normed,
                                            TensorView gradient) const {
   TensorView dnormed = normed.all;
-  if (!run.rows.shared()) {
+  if (run.waiting) {
+    product.add_gradients(run, piece.begin, normed.all, dy);
+    dnormed = run.workspace.allocate(dtype_, normed.all.shape());
+    product.backward_input(run, piece.begin, dy, dnormed);
+  } else if (!run.rows.shared()) {
     product.add_gradients(run, piece.begin, normed.all, dy);
     product.backward_input(run, piece.begin, dy, dnormed);  // the rows were last used in the line above
   } else {
@@ -228,6 +233,13 @@ AttentionOperands DecoderLayer::attended(const LayerSaved& saved, const Operands
                                          TensorView lse) const {
   if (saved.pieces) return {own.q, saved.pieces->k, saved.pieces->v, out, lse};
   return {own.q, own.k, own.v, out, lse};
+}
+
+TensorView DecoderLayer::kept_as_it_is(const LayerRun& run, TensorView gradient) const {
+  if (!run.waiting) return gradient;
+  const TensorView copy = run.operands().allocate(dtype_, gradient.shape());
+  copy_tensor(run.exec, gradient, copy);
+  return copy;
 }
 
 TensorView DecoderLayer::largest_magnitude(const LayerRun& run) const {
@@ -318,7 +330,7 @@ void DecoderLayer::backward(const LayerRun& run, const LayerSaved& saved, Tensor
     split_and_rotate(run, qkv, to, 0, tokens);
   else if (saved.q.empty())
     project(run, saved.x, {}, qkv, to);
-  const TensorView out = kept_or_new(saved.out, workspace, dtype_, {tokens, width.heads, d});
+  const TensorView out = kept_or_new(saved.out, run.operands(), dtype_, {tokens, width.heads, d});
   const TensorView lse = kept_or_new(saved.lse, workspace, DType::f32, {width.heads, tokens});
   const AttentionOperands operands_seen = attended(saved, to, out, lse);
   if (saved.out.empty()) {
@@ -337,7 +349,7 @@ void DecoderLayer::backward(const LayerRun& run, const LayerSaved& saved, Tensor
 void DecoderLayer::backward_output(const LayerRun& run, TensorView out, TensorView gradient, TensorView dout) const {
   if (!run.rows.shared()) {
     ArenaScope codes(run.workspace);
-    const ProductRows of_gradient = output_.output_gradient(run, gradient);
+    const ProductRows of_gradient = output_.output_gradient(run, kept_as_it_is(run, gradient));
     output_.add_gradients(run, 0, flat_heads(out), of_gradient);
     return output_.backward_input(run, 0, of_gradient, flat_heads(dout));
   }
@@ -362,7 +374,7 @@ void DecoderLayer::backward_attention(const LayerRun& run, const LayerSaved& sav
 
   // gradient: of middle, and through the residual of x. Attention's part is added.
   // The gradient of attention's output is done with when that of the projection comes: they share memory.
-  const TensorView dqkv = workspace.allocate(dtype_, {tokens, width.qkv});
+  const TensorView dqkv = run.operands().allocate(dtype_, {tokens, width.qkv});
   {
     ArenaScope scope(workspace);
     const TensorView dout(dqkv.raw(), dtype_, {tokens, width.heads, d}, dqkv.device());
@@ -428,19 +440,21 @@ void DecoderLayer::backward_mlp_piece(const LayerRun& run, const SharedRows::Pie
   const LayerWidths width(config_);
   const int64_t tokens = piece.tokens(), begin = piece.begin;
 
-  const TensorView gate_up = kept_or_new(kept_gate_up, workspace, dtype_, {tokens, 2 * width.intermediate});
+  // Of an fp8 product the codes are what its weight's gradient is computed from.
+  Arena& operands = fp8_ ? workspace : run.operands();
+  const TensorView gate_up = kept_or_new(kept_gate_up, operands, dtype_, {tokens, 2 * width.intermediate});
   if (kept_gate_up.empty()) gate_up_.forward(run, begin, normed.tokens(piece), gate_up);
 
   // Each gradient takes the place of its tensor after the tensor's last use, and silu(gate)·up comes back in the pass
   // that needs the same operands.
-  const TensorView dinner = workspace.allocate(dtype_, {tokens, width.intermediate}), inner = dinner,
+  const TensorView dinner = operands.allocate(dtype_, {tokens, width.intermediate}), inner = dinner,
                    dgate_up = gate_up;
-  const ProductRows of_gradient = down_.output_gradient(run, dy.tokens(piece));
+  const ProductRows of_gradient = down_.output_gradient(run, kept_as_it_is(run, dy.tokens(piece)));
   down_.backward_input(run, begin, of_gradient, dinner);
   ProductRows of_inner = inner, of_dgate_up = dgate_up;
   if (fp8_) {
-    of_inner.codes = fp8_allocate(workspace, tokens, width.intermediate, Fp8Layout::by_column);
-    of_dgate_up.codes = fp8_allocate(workspace, tokens, 2 * width.intermediate, Fp8Layout::both);
+    of_inner.codes = fp8_allocate(run.operands(), tokens, width.intermediate, Fp8Layout::by_column);
+    of_dgate_up.codes = fp8_allocate(run.operands(), tokens, 2 * width.intermediate, Fp8Layout::both);
     fp8_swiglu_backward(exec, gate_up, dinner, of_dgate_up.codes, of_inner.codes);
   } else {
     swiglu_backward(exec, gate_up, dinner, dgate_up, inner);

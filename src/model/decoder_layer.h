@@ -55,7 +55,8 @@ class DecoderLayer {
 
   // y [T, H] from saved.x; writes what `saved` has room for. Without backward, y may be saved.x itself.
   void forward(const LayerRun& run, const LayerSaved& saved, TensorView y) const;
-  // `gradient` [T, H] holds the loss's gradient of y and gets that of x; parameter gradients accumulate.
+  // `gradient` [T, H] holds the loss's gradient of y and gets that of x; parameter gradients accumulate, those of the
+  // products' weights at once or in run.waiting.
   void backward(const LayerRun& run, const LayerSaved& saved, TensorView gradient) const;
 
   static int64_t saved_bytes(const ModelConfig& config, DType dtype, int64_t tokens, int64_t rows, Recompute recompute);
@@ -63,7 +64,10 @@ class DecoderLayer {
   static int64_t forward_workspace_bytes(const ModelConfig& config, DType dtype, int64_t tokens,
                                          const TokenShares& shares);
   static int64_t backward_workspace_bytes(const ModelConfig& config, DType dtype, int64_t tokens,
-                                          const TokenShares& shares, Recompute recompute);
+                                          const TokenShares& shares, Recompute recompute, bool split);
+  // What the weights' gradients that wait are computed from, besides what was saved.
+  static int64_t waiting_bytes(const ModelConfig& config, DType dtype, int64_t tokens, const TokenShares& shares,
+                               Recompute recompute, bool fp8);
   // What adapters take besides, in either.
   static int64_t adapter_bytes(const ModelConfig& config, const LoraConfig& lora, DType dtype, int64_t tokens,
                                int64_t chunk);
@@ -82,12 +86,14 @@ class DecoderLayer {
   Operands operands(const LayerSaved& saved, Arena& workspace, int64_t tokens) const;
   // What attention gets to see.
   AttentionOperands attended(const LayerSaved& saved, const Operands& own, TensorView out, TensorView lse) const;
+  // The gradient of a product's output as it is now: the residual stream's, which goes on changing.
+  TensorView kept_as_it_is(const LayerRun& run, TensorView gradient) const;
   // A zero, for the largest magnitude of a tensor that an fp8 product reads; empty where nobody reads it.
   TensorView largest_magnitude(const LayerRun& run) const;
   // Sums in fp32 in the type of the activations.
   TensorView as_activations(const LayerRun& run, TensorView sums) const;
-  // Of the rows `x`; where there is nothing kept to write to, in the workspace.
-  Normed norm(const LayerRun& run, const ParameterPlace& norm, TensorView x, const Normed& kept) const;
+  // Of the rows `x`; where there is nothing kept to write to, in `memory`.
+  Normed norm(const LayerRun& run, const ParameterPlace& norm, TensorView x, const Normed& kept, Arena& memory) const;
   // Rows of a piece as the products need them: those of all ranks, padding included, which may still be on their way.
   struct PieceRows {
     TensorView all;

@@ -60,7 +60,7 @@ int64_t DecoderLayer::forward_workspace_bytes(const ModelConfig& config, DType d
 }
 
 int64_t DecoderLayer::backward_workspace_bytes(const ModelConfig& config, DType dtype, int64_t tokens,
-                                               const TokenShares& shares, Recompute recompute) {
+                                               const TokenShares& shares, Recompute recompute, bool split) {
   const LayerWidths width(config);
   const TensorBytes of{tokens, dtype}, own{shares.most(tokens), dtype}, piece{shares.largest_piece(tokens), dtype},
       all{shares.padded_piece(tokens), dtype}, own_piece{all.tokens / shares.share().ranks, dtype};
@@ -83,7 +83,32 @@ int64_t DecoderLayer::backward_workspace_bytes(const ModelConfig& config, DType 
   const int64_t mlp = (none ? 0 : own.activations({width.hidden}) + piece.activations({2 * width.intermediate})) +
                       norm + gathered + piece.activations({width.intermediate}) + summed;
   const int64_t attention = qkv + std::max({operands, norm + summed, gathered});  // gradients
-  return std::max(projection, restored + std::max(mlp, attention));
+  // Where the weights' gradients wait, the input's cannot take the place of the norm's output.
+  const int64_t beside = split ? piece.activations({width.hidden}) : 0;
+  return std::max(projection, restored + std::max({mlp, attention, beside}));
+}
+
+int64_t DecoderLayer::waiting_bytes(const ModelConfig& config, DType dtype, int64_t tokens, const TokenShares& shares,
+                                    Recompute recompute, bool fp8) {
+  const LayerWidths width(config);
+  const TensorBytes of{tokens, dtype};
+  const bool none = recompute == Recompute::none;
+  int64_t bytes = of.activations({width.hidden, width.qkv});
+  if (recompute == Recompute::layer) bytes += of.activations({width.query});
+  int64_t products = 0, codes = fp8 ? ::sb::fp8_bytes(tokens, width.hidden, Fp8Layout::both) : 0;
+  shares.each_piece(tokens, [&](const TokenShares::Piece& rows) {
+    const TensorBytes piece{rows.tokens(), dtype};
+    bytes += piece.activations({width.hidden});
+    if (!none) bytes += piece.activations({width.hidden, width.hidden});
+    products += piece.activations({width.intermediate});
+    if (!none) products += piece.activations({2 * width.intermediate});
+    if (!fp8) return;
+    for (const int64_t gradient : {width.hidden, 2 * width.intermediate, width.qkv})
+      codes += ::sb::fp8_bytes(rows.tokens(), gradient, Fp8Layout::both);
+    codes += ::sb::fp8_bytes(rows.tokens(), width.intermediate, Fp8Layout::by_column);
+  });
+  // Of layers that stay out of fp8 as much as of the others.
+  return bytes + std::max(products, codes);
 }
 
 int64_t DecoderLayer::adapter_bytes(const ModelConfig& config, const LoraConfig& lora, DType dtype, int64_t tokens,

@@ -70,6 +70,7 @@ void LayerProduct::backward_input(const LayerRun& run, int64_t begin, const Prod
 
 void LayerProduct::add_gradients(const LayerRun& run, int64_t begin, const ProductRows& x,
                                  const ProductRows& dy) const {
+  if (run.waiting) return run.waiting->add(*this, begin, x, dy);
   if (weight_.trained() && fp8_) {
     add_fp8_gradients(run, x, dy);
   } else if (weight_.trained()) {
@@ -94,13 +95,17 @@ void LayerProduct::add_fp8_gradients(const LayerRun& run, const ProductRows& x, 
 
 ProductRows LayerProduct::output_gradient(const LayerRun& run, TensorView dy) const {
   if (!fp8_) return dy;
-  return {dy, rounded(run, dy, Fp8Layout::both)};
+  return {dy, rounded(run, dy, Fp8Layout::both, run.operands())};
 }
 
 Fp8Matrix LayerProduct::rounded(const LayerRun& run, const ProductRows& x, Fp8Layout layout) {
+  return rounded(run, x, layout, run.workspace);
+}
+
+Fp8Matrix LayerProduct::rounded(const LayerRun& run, const ProductRows& x, Fp8Layout layout, Arena& to) {
   const bool made = layout == Fp8Layout::by_row ? x.codes.by_row != nullptr : x.codes.by_column != nullptr;
   if (made) return x.codes;
-  const Fp8Matrix matrix = fp8_allocate(run.workspace, x.values.dim(0), x.values.dim(1), layout);
+  const Fp8Matrix matrix = fp8_allocate(to, x.values.dim(0), x.values.dim(1), layout);
   fp8_quantize(run.exec, x.values, matrix, x.largest);
   return matrix;
 }

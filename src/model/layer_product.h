@@ -7,19 +7,9 @@
 #include "model/layer_run.h"
 #include "model/lora/adapted_product.h"
 #include "model/parameters.h"
-#include "ops/fp8/fp8.h"
+#include "model/product_rows.h"
 
 namespace sb {
-
-// Rows that a product reads; of an fp8 product their largest magnitude [1] or their codes, where they are there
-// already.
-struct ProductRows {
-  TensorView values, largest = {};
-  Fp8Matrix codes = {};
-  ProductRows(TensorView rows) : values(rows) {}
-  ProductRows(TensorView rows, TensorView known) : values(rows), largest(known) {}
-  ProductRows(TensorView rows, const Fp8Matrix& rounded) : values(rows), codes(rounded) {}
-};
 
 // One product of a layer, y = x·Wᵀ + bias, with its low-rank adapters where it has any. `begin` is where the rows of x
 // and y begin in the micro-batch.
@@ -37,13 +27,14 @@ class LayerProduct {
   // The residual, none where it is empty, may be y itself.
   void forward(const LayerRun& run, int64_t begin, const ProductRows& x, TensorView y, TensorView residual = {}) const;
   void backward_input(const LayerRun& run, int64_t begin, const ProductRows& dy, TensorView dx) const;
-  // Adds the gradients of all that is trained here.
+  // Adds the gradients of all that is trained here, at once or, with run.waiting, later.
   void add_gradients(const LayerRun& run, int64_t begin, const ProductRows& x, const ProductRows& dy) const;
-  // dy for the two above, so that what they both need of it is made once; in the workspace.
+  // dy for the two above, so that what they both need of it is made once; in run.operands().
   ProductRows output_gradient(const LayerRun& run, TensorView dy) const;
 
  private:
   static Fp8Matrix rounded(const LayerRun& run, const ProductRows& x, Fp8Layout layout);
+  static Fp8Matrix rounded(const LayerRun& run, const ProductRows& x, Fp8Layout layout, Arena& to);
   void add_fp8_gradients(const LayerRun& run, const ProductRows& x, const ProductRows& dy) const;
   AdapterCall adapter_call(const LayerRun& run, int64_t begin, int64_t rows) const;
   // body(call, first row, end) for the adapters, some rows at a time: their temporaries are for run.chunk of them.

@@ -5,6 +5,7 @@
 
 #include "attention/attention.h"
 #include "model/tensor_parallel/shared_rows.h"
+#include "model/waiting_gradients.h"
 #include "ops/dropout.h"
 
 namespace sb {
@@ -20,8 +21,12 @@ struct LayerRun {
   const SharedRows& rows;    // tokens in pieces through projections and MLP, with the ranks that share these
   int64_t chunk;             // of such a piece, at most
   DropoutRows dropout = {};  // of the adapters' inputs; nothing is dropped but in training
+  // In backward: where the weights' gradients wait; null: they are computed at once.
+  WaitingGradients* waiting = nullptr;
 
   int64_t tokens() const { return positions.dim(0); }
+  // Where what the weights' gradients are computed from lies.
+  Arena& operands() const { return waiting ? waiting->memory() : workspace; }
   // body(begin, end) for so many rows, some at a time.
   template <typename Body>
   void each_chunk(int64_t count, const Body& body) const {

@@ -124,10 +124,10 @@ class Pipeline::Timer {
     begins_.emplace_back(exec_.device);
     begins_.back().record(exec_);
   }
-  void end(int micro_batch, bool backward) {
+  void end(int micro_batch, Pass pass) {
     ends_.emplace_back(exec_.device);
     ends_.back().record(exec_);
-    kinds_.push_back({micro_batch, backward, {}, {}});
+    kinds_.push_back({micro_batch, pass, {}, {}});
   }
   // Waits for the last one.
   std::vector<Operation> operations() {
@@ -190,21 +190,25 @@ void Pipeline::divide_stage(int slots, std::span<const MicroBatch> batches) {
   stage_.divide(slots, largest);
 }
 
-Pipeline::Result Pipeline::train(const Exec& exec, std::span<const MicroBatch> batches, int ahead, const Hooks& hooks) {
+Pipeline::Result Pipeline::train(const Exec& exec, std::span<const MicroBatch> batches, const Order& order,
+                                 const Hooks& hooks) {
   const auto count = static_cast<int>(batches.size());
   const int stages = group_.size(), own = group_.rank();
   // One stage gains nothing by forwards ahead, and its pieces' keys lie in order if nothing comes in between.
-  if (stages == 1) ahead = 1;
+  const int ahead = stages == 1 ? 1 : order.ahead;
   const auto schedule = shared_schedule(stages, group_sizes(batches), ahead, /*warmup_depth=*/1);
   divide_stage(schedule->slots(own), batches);
   std::vector<const Schedule::Node*> forwards, backwards;  // of this stage
   for (const Schedule::Node& node : schedule->nodes())
     if (node.stage == own) (node.backward ? backwards : forwards).push_back(&node);
   // Messages come in the order of the operations that need them.
-  const auto expect = [&](Channel* channel, const std::vector<const Schedule::Node*>& order, int number) {
+  const auto expect = [&](Channel* channel, const std::vector<const Schedule::Node*>& nodes, int number) {
     if (channel && number < count)
-      channel->post_receive(stage_.rows(batches[static_cast<size_t>(order[static_cast<size_t>(number)]->position)]));
+      channel->post_receive(stage_.rows(batches[static_cast<size_t>(nodes[static_cast<size_t>(number)]->position)]));
   };
+  // Nobody waits for the first stage.
+  const bool split = order.split_backward && previous_ >= 0 && stage_.options().split_backward_tokens > 0;
+  const GradientsFinal never;
   Result result;
   Timer timer(exec);
   for (int i = 0; i < kBuffers; ++i) {
@@ -226,7 +230,7 @@ Pipeline::Result Pipeline::train(const Exec& exec, std::span<const MicroBatch> b
       const TensorView input = inputs_ ? inputs_->receive() : TensorView();
       timer.begin();
       const TensorView output = stage_.forward(exec, batch, slots.take(i), input);
-      timer.end(i, false);
+      timer.end(i, Pass::forward);
       expect(inputs_.get(), forwards, next_forward++);
       if (next_ >= 0)
         sent[static_cast<size_t>(i)] = group_.send_async(output.raw(), output.bytes(), next_, kActivations);
@@ -234,17 +238,23 @@ Pipeline::Result Pipeline::train(const Exec& exec, std::span<const MicroBatch> b
       sent[static_cast<size_t>(i)].wait();
       const TensorView gradient = output_gradients_ ? output_gradients_->receive() : TensorView();
       const int slot = slots.give_back(i);
+      const GradientsFinal& final = --backwards_left == 0 ? hooks.gradients_final : never;
       timer.begin();
-      const TensorView down = stage_.backward(exec, batch, slot, gradient,
-                                              --backwards_left == 0 ? hooks.gradients_final : GradientsFinal());
-      timer.end(i, true);
+      const TensorView down = split ? stage_.backward_input(exec, batch, slot, gradient, final)
+                                    : stage_.backward(exec, batch, slot, gradient, final);
+      timer.end(i, Pass::backward);
+      if (input_gradients_) input_gradients_->send(exec, down);
+      if (split) {
+        timer.begin();
+        stage_.backward_weights(exec, batch, slot, final);
+        timer.end(i, Pass::weights);
+      }
       // Only now that backward is queued: a device does not wait for the host to read the loss.
       if (next_ < 0) {
         result.loss += stage_.loss(slot);
         if (!batch.sources.empty()) add_by_source(batch, stage_.host_token_loss(slot), result.sources);
       }
       expect(output_gradients_.get(), backwards, next_backward++);
-      if (input_gradients_) input_gradients_->send(exec, down);
     }
   }
   for (const auto& channel : {&inputs_, &output_gradients_, &input_gradients_})

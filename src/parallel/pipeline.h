@@ -35,9 +35,10 @@ class Pipeline {
   // What the constructor will allocate.
   static int64_t buffer_bytes(int stage, int stages, int64_t hidden_size, int64_t max_rows, DType dtype);
 
+  enum class Pass { forward, backward, weights };  // weights: what backward has left out
   struct Operation {
     int micro_batch;
-    bool backward;
+    Pass pass;
     std::chrono::steady_clock::time_point begin, end;  // the computation, without what it waited for
     int64_t nanoseconds() const { return std::chrono::duration_cast<std::chrono::nanoseconds>(end - begin).count(); }
   };
@@ -51,6 +52,11 @@ class Pipeline {
     std::vector<Operation> operations;
     bool stopped = false;  // asked to stop on the way
   };
+  struct Order {
+    int ahead = 1;  // how far forwards run ahead of backwards on the last stage of several (Schedule)
+    // A stage sends the gradient of its input before it computes those of its weights (Stage::backward_input).
+    bool split_backward = false;
+  };
   struct Hooks {
     GradientsFinal gradients_final;  // of the last backward: nothing changes these gradients any more
     // Asked whenever nothing is in flight; true ends the run early. For a pipeline of one stage: others would wait.
@@ -58,8 +64,7 @@ class Pipeline {
   };
 
   // All stages call it with the same micro-batches in the same order, the pieces of a sequence one after the other.
-  // `ahead`: how far forwards run ahead of backwards on the last stage of several (Schedule).
-  Result train(const Exec& exec, std::span<const MicroBatch> batches, int ahead, const Hooks& hooks);
+  Result train(const Exec& exec, std::span<const MicroBatch> batches, const Order& order, const Hooks& hooks);
   // Forward alone; the pieces of a sequence one after the other, each in a slot of its own.
   LossSums evaluate(const Exec& exec, const MicroBatch& batch, int slot = 0);
 

@@ -350,6 +350,7 @@ double pieces_lower_bound(const CostModel& cost, const Batches& batches, std::sp
           busy[us] += own.forward[own.at(i, s)] + own.backward[own.at(i, s)];
           forward += own.forward[own.at(i, s)];
           backward += own.backward[own.at(i, s)];
+          if (!own.backward_transfer.empty()) backward += own.backward_transfer[own.at(i, s)];
         }
       }
       for (size_t s = 0; s < count; ++s) longest[s] = std::max(longest[s], group[s]);

@@ -358,6 +358,12 @@ Plan Planner::write(int64_t step, const Candidate& candidate, double baseline) c
 
 }  // namespace
 
+bool Plan::cut() const {
+  return std::ranges::any_of(ranks, [](const PlannedRank& rank) {
+    return std::ranges::any_of(rank.micro_batches, &PlannedMicroBatch::is_piece);
+  });
+}
+
 std::vector<int> group_sizes(const PlannedRank& rank) {
   std::vector<int> sizes;
   for (const PlannedMicroBatch& micro_batch : rank.micro_batches) {

@@ -57,6 +57,8 @@ struct Plan {
   double worker_imbalance = 1;  // max / mean of the ranks' busy time
   double bubble_share = 0;
   double mean_coverage = 0, min_coverage = 0, worst_loss = 0;
+  // Whether any sequence is: all stages but the first then run backward in two halves.
+  bool cut() const;
   double base_coverage = 0;        // mean at the base budgets
   double relaxed_bound = 0;        // tuning `optimal`: mean coverage that continuous budgets would reach in this time
   std::vector<std::string> notes;  // where it is not what was asked for

@@ -60,11 +60,11 @@ ScheduleResult schedule_of(const Plan& plan, const CostModel& cost, int rank) {
   for (const PlannedMicroBatch& micro_batch : micro_batches) {
     times.forward.insert(times.forward.end(), micro_batch.forward_us.begin(), micro_batch.forward_us.end());
     times.backward.insert(times.backward.end(), micro_batch.backward_us.begin(), micro_batch.backward_us.end());
-    if (!cost.layout().comm) continue;
+    if (!cost.layout().comm && !plan.cut()) continue;
     const auto tokens = static_cast<double>(micro_batch.tokens);
     for (int s = 0; s < times.stages; ++s) {
       times.forward_transfer.push_back(cost.transfer(s, tokens));
-      times.backward_transfer.push_back(s + 1 < times.stages ? cost.transfer(s + 1, tokens) : 0.0);
+      times.backward_transfer.push_back(cost.gradient_transfer(s, tokens, cost.linear(tokens), plan.cut()));
     }
   }
   if (cost.layout().comm)

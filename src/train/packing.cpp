@@ -65,6 +65,14 @@ std::vector<int64_t> kept_tokens(const RunConfig& config, const PackingLimits& l
   return kept;
 }
 
+int64_t split_backward_tokens(const RunConfig& config, int64_t most_rank_tokens) {
+  if (config.balance.chunk == 0 || config.parallel.pp == 1 || config.parallel.tp > 1 || config.lora_config().enabled())
+    return 0;
+  if (config.balance.chunk > 0) return most_rank_tokens;
+  return std::min(most_rank_tokens, std::ranges::max(chunk_sizes({ChunkOptions::kAutomatic, {}},
+                                                                 piece_edge(attention_spec(config)))));
+}
+
 std::vector<float> target_weights(BatchOptions::Loss loss, std::span<const int64_t> valid_targets) {
   const int64_t targets = std::accumulate(valid_targets.begin(), valid_targets.end(), int64_t{0});
   const auto sequences = std::count_if(valid_targets.begin(), valid_targets.end(), [](int64_t n) { return n > 0; });

@@ -21,6 +21,7 @@ StageOptions RankModelOptions::stage(int index, int tp_rank) const {
     options.max_cut_sequence = max_sequence_length;
     options.max_cut_tokens = max_cut_tokens;
   }
+  if (index > 0) options.split_backward_tokens = split_backward_tokens;
   options.loss_chunk = loss_chunk;
   options.layer_chunk = layer_chunk;
   if (!offload.empty()) options.offload = offload[static_cast<size_t>(index)];
@@ -89,11 +90,11 @@ MemoryPlan RankModel::memory_plan(const RankModelOptions& options, const Attenti
 }
 
 Pipeline::Result RankModel::forward_backward(const Exec& exec, std::span<const MicroBatch> batches,
-                                             const std::function<bool()>& stop, int ahead) {
+                                             const std::function<bool()>& stop, const Pipeline::Order& order) {
   stage_.parameters().begin_gradients(exec);
   reducer_.start();
   Pipeline::Result result =
-      pipeline_.train(exec, batches, ahead, {[this](int group) { reducer_.group_final(group); }, stop});
+      pipeline_.train(exec, batches, order, {[this](int group) { reducer_.group_final(group); }, stop});
   if (grid_.tp_rank() > 0) {
     result.loss = {};
     result.sources.clear();

@@ -33,6 +33,7 @@ struct RankModelOptions {
   // Of every stage: tokens of all micro-batches in flight, each counted as large as the largest of the step; empty:
   // those of a pipeline whose micro-batches are all as large as they may be.
   std::vector<int64_t> kept_tokens;
+  int64_t split_backward_tokens = 0;  // of micro-batches that run backward in two halves on all stages but the first
   int64_t loss_chunk = 1024, layer_chunk = 32768;
   std::vector<int> offload;  // of every stage; empty: nothing
   bool offload_optimizer = false;
@@ -61,9 +62,9 @@ class RankModel {
   Stage& stage() { return stage_; }
 
   // Gradients of this rank's micro-batches, the reduction between ranks already under way; they start from zero.
-  // `stop` may end it early in a run of one rank. `ahead`: as Pipeline::train, at most max_pieces.
+  // `stop` may end it early in a run of one rank. `order`: ahead at most by max_pieces.
   Pipeline::Result forward_backward(const Exec& exec, std::span<const MicroBatch> batches,
-                                    const std::function<bool()>& stop, int ahead = 1);
+                                    const std::function<bool()>& stop, const Pipeline::Order& order = {});
   // Of ranks that share products, the first one has the loss.
   LossSums evaluate(const Exec& exec, const MicroBatch& batch, int slot = 0);
   // Ends the reduction; the norm of the whole gradient.

@@ -73,6 +73,7 @@ RankModelOptions rank_model_options(const RunConfig& config, const TrainerParts&
   if (const int64_t chunk = smallest_piece(config); chunk > 0) {
     options.max_pieces = static_cast<int>((options.max_sequence_length + chunk - 1) / chunk);
     options.kept_tokens = kept_tokens(config, Trainer::packing(config, parts));
+    options.split_backward_tokens = split_backward_tokens(config, options.max_micro_batch_tokens);
     if (config.parallel.cp > 1)
       options.max_cut_tokens = ContextLayout::most_sequence_tokens(config.parallel.cp, config.attention.selection.block,
                                                                    options.max_sequence_length);
@@ -88,6 +89,11 @@ RankModelOptions rank_model_options(const RunConfig& config, const TrainerParts&
   for (const int layer : config.train.fp8_skip)
     options.fp8_skip.push_back(layer == kLastLayer ? parts.model.layers - 1 : layer);
   return options;
+}
+
+const char* pass_name(Pipeline::Pass pass) {
+  using enum Pipeline::Pass;
+  return pass == forward ? "forward" : pass == backward ? "backward" : "weights";
 }
 
 // A resumed run keeps the traces of the processes before.
@@ -357,12 +363,12 @@ std::optional<LossSums> Trainer::forward_backward(const StepPlan& plan) {
     if (ticker_) ticker_->micro_batch();
     return one_rank && parts_.stop_requested();
   };
-  Pipeline::Result result = model_->forward_backward(exec_, plan.micro_batches, before_micro_batch, plan.ahead);
+  Pipeline::Result result = model_->forward_backward(exec_, plan.micro_batches, before_micro_batch, plan.order);
   if (ticker_) ticker_->end();
   if (parts_.dump) parts_.dump->end_step();
   if (result.stopped) return std::nullopt;
   for (const Pipeline::Operation& operation : result.operations)
-    trace_.complete(operation.backward ? "backward" : "forward", operation.micro_batch, operation.begin, operation.end);
+    trace_.complete(pass_name(operation.pass), operation.micro_batch, operation.begin, operation.end);
   operations_ = std::move(result.operations);
   if (!sources_.empty()) source_losses_ = sum_over_ranks(*world_, std::move(result.sources), sources_.size());
   return sum_over_ranks(*world_, result.loss);

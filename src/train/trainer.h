@@ -125,7 +125,7 @@ class Trainer {
     Plan plan;
     std::vector<int64_t> lengths;           // of the global batch
     std::vector<MicroBatch> micro_batches;  // of this rank, in the order they run
-    int ahead = 1;                          // Pipeline::train
+    Pipeline::Order order;
     int64_t tokens() const;                 // of the global batch
   };
 

@@ -55,6 +55,7 @@ struct Stage::Implementation {
   int divided = 0;               // slots that have memory
   int64_t slot_tokens = 0;       // of each, at most
   int64_t activations_used = 0;  // before it was divided anew
+  WaitingGradients waiting;
   Arena rope_arena, workspace, scratch;
   TensorView cos, sin;
   StageEnds ends;
@@ -71,6 +72,7 @@ struct Stage::Implementation {
         bytes(config, options, model.parameters, model.frozen, attention, threads),
         activations(make_arena("activations", bytes.activations, options.device)),
         pieces(bytes.pieces, options.device),
+        waiting(bytes.waiting_gradients, options.device),
         rope_arena(make_arena("rope table", bytes.rope_table, options.device)),
         workspace(make_arena("workspace", bytes.workspace, options.device)),
         scratch(make_arena("scratch", bytes.scratch, options.device)),
@@ -151,6 +153,7 @@ struct Stage::Implementation {
   }
 
   Slot& slot(int index) {
+    SB_CHECK(waiting.empty(), "the second half of a backward is still to come");
     SB_CHECK(0 <= index && index < divided, "slot {} of {}", index, divided);
     return slots[static_cast<size_t>(index)];
   }
@@ -264,6 +267,18 @@ struct Stage::Implementation {
     at_hand = slot_index;
   }
 
+  // Tells that nothing changes the gradients of groups `end` - 1 down to `begin` in this backward any more.
+  void finish_groups(const Exec& exec, int begin, int end, const GradientsFinal& gradients_final) {
+    while (end > begin) {
+      model.parameters.complete_gradients(exec, --end);
+      if (gradients_final) gradients_final(end);
+    }
+  }
+
+  // Backward without the weights' gradients of the layers' products where these wait.
+  TensorView backward(const Exec& exec, const MicroBatch& batch, int slot_index, TensorView output_gradient,
+                      const GradientsFinal& gradients_final, WaitingGradients* later);
+
   // Before backward: what its forward kept, where something else has taken the place of that.
   void bring_back(const Exec& exec, const MicroBatch& batch, int slot_index) {
     if (!runs_again() || at_hand == slot_index) return;
@@ -315,6 +330,7 @@ MemoryPlan Stage::memory_used() const {
   StageBytes used = s.bytes;
   used.activations = s.high_water();
   used.rope_table = s.rope_arena.high_water();
+  used.waiting_gradients = s.waiting.memory().high_water();
   used.workspace = s.workspace.high_water();
   used.scratch = s.scratch.high_water();
   return stage_memory_plan(s.options, used);
@@ -399,44 +415,67 @@ TensorView Stage::evaluate(const Exec& caller, const MicroBatch& batch, int slot
   return {};
 }
 
-TensorView Stage::backward(const Exec& caller, const MicroBatch& batch, int slot_index, TensorView output_gradient,
-                           const GradientsFinal& gradients_final) {
-  Implementation& s = *implementation_;
-  Slot& slot = s.slot(slot_index);
-  SB_CHECK(slot.holds == Slot::Holds::forward && slot.tokens == batch.size(),
+TensorView Stage::Implementation::backward(const Exec& exec, const MicroBatch& batch, int slot_index,
+                                           TensorView output_gradient, const GradientsFinal& gradients_final,
+                                           WaitingGradients* later) {
+  Slot& own = slot(slot_index);
+  SB_CHECK(own.holds == Slot::Holds::forward && own.tokens == batch.size(),
            "backward of slot {}, which holds no forward of this micro-batch", slot_index);
-  const Exec exec = s.with_scratch(caller);
-  if (batch.is_piece()) s.pieces.begin_backward(exec, place_of(batch), slot_index);
-  s.bring_back(exec, batch, slot_index);
-  KeptLayers& kept = s.kept_of(slot_index);
+  if (batch.is_piece()) pieces.begin_backward(exec, place_of(batch), slot_index);
+  bring_back(exec, batch, slot_index);
+  KeptLayers& from = kept_of(slot_index);
 
-  ArenaScope scope(s.workspace);
-  TensorView gradient = slot.end;
-  if (!s.last) {
-    gradient = s.workspace.allocate(s.options.dtype, {slot.rows, s.config.hidden_size});
+  ArenaScope scope(workspace);
+  TensorView gradient = own.end;
+  if (!last) {
+    gradient = workspace.allocate(options.dtype, {own.rows, config.hidden_size});
     copy_tensor(exec, output_gradient, gradient);
   }
   // The gradients of norm and head come with the loss, in forward.
-  auto group = static_cast<int>(s.model.parameters.groups().size());
-  const int first_layer_group = s.model.first_layer_group;
-  const auto down_to = [&](int final_group) {
-    while (group > final_group) {
-      s.model.parameters.complete_gradients(exec, --group);
-      if (gradients_final) gradients_final(group);
-    }
-  };
-  down_to(first_layer_group + static_cast<int>(s.model.layers.size()));
-  for (size_t i = s.model.layers.size(); i-- > 0;) {
-    kept.inputs.before_read(exec, static_cast<int>(i));
-    s.model.layers[i].backward(s.training_run(exec, batch, slot_index, s.model.layers[i]), kept.saved[i], gradient);
-    kept.inputs.done(exec, static_cast<int>(i));
-    down_to(first_layer_group + static_cast<int>(i));
+  const int first_group = model.first_layer_group;
+  finish_groups(exec, first_group + static_cast<int>(model.layers.size()),
+                static_cast<int>(model.parameters.groups().size()), gradients_final);
+  for (int i = static_cast<int>(model.layers.size()) - 1; i >= 0; --i) {
+    const auto at = static_cast<size_t>(i);
+    from.inputs.before_read(exec, i);
+    LayerRun run = training_run(exec, batch, slot_index, model.layers[at]);
+    run.waiting = later;
+    model.layers[at].backward(run, from.saved[at], gradient);
+    from.inputs.done(exec, i);
+    if (later)
+      later->end_layer();
+    else
+      finish_groups(exec, first_group + i, first_group + i + 1, gradients_final);
   }
-  slot.holds = Slot::Holds::nothing;
-  if (!s.first) return gradient;
-  if (s.model.embedding.trained()) s.ends.embedding_gradients(exec, slot, gradient);
-  down_to(0);
+  own.holds = Slot::Holds::nothing;
+  if (!first) return gradient;
+  if (model.embedding.trained()) ends.embedding_gradients(exec, own, gradient);
+  finish_groups(exec, 0, first_group, gradients_final);
   return {};
+}
+
+TensorView Stage::backward(const Exec& exec, const MicroBatch& batch, int slot, TensorView output_gradient,
+                           const GradientsFinal& gradients_final) {
+  Implementation& s = *implementation_;
+  return s.backward(s.with_scratch(exec), batch, slot, output_gradient, gradients_final, nullptr);
+}
+
+TensorView Stage::backward_input(const Exec& exec, const MicroBatch& batch, int slot, TensorView output_gradient,
+                                 const GradientsFinal& gradients_final) {
+  Implementation& s = *implementation_;
+  SB_CHECK(batch.size() <= s.options.split_backward_tokens, "backward in two halves of {} tokens, planned for {}",
+           batch.size(), s.options.split_backward_tokens);
+  return s.backward(s.with_scratch(exec), batch, slot, output_gradient, gradients_final, &s.waiting);
+}
+
+void Stage::backward_weights(const Exec& caller, const MicroBatch& batch, int slot,
+                             const GradientsFinal& gradients_final) {
+  Implementation& s = *implementation_;
+  const Exec exec = s.with_scratch(caller);
+  for (int i = static_cast<int>(s.model.layers.size()) - 1; i >= 0; --i) {
+    s.waiting.compute_layer(s.training_run(exec, batch, slot, s.model.layers[static_cast<size_t>(i)]));
+    s.finish_groups(exec, s.model.first_layer_group + i, s.model.first_layer_group + i + 1, gradients_final);
+  }
 }
 
 LossSums Stage::loss(int slot) const {

@@ -31,6 +31,7 @@ struct StageOptions {
   int64_t kept_tokens = 0;
   int64_t max_cut_sequence = 0;  // the longest sequence that may come in pieces; 0: all come whole
   int64_t max_cut_tokens = 0;    // where ranks share it: the most of it that this one holds; 0: nobody does
+  int64_t split_backward_tokens = 0;  // micro-batches up to this size may run backward in two halves
   int64_t loss_chunk = 1024;     // tokens per piece of the vocabulary projection
   int64_t layer_chunk = 32768;   // tokens per piece of a layer's projections and MLP
   int offload = 0;               // layer inputs that wait for backward in host memory
@@ -114,6 +115,13 @@ class Stage {
   // of the input, empty on the first stage; valid until the next call.
   TensorView backward(const Exec& exec, const MicroBatch& batch, int slot, TensorView output_gradient,
                       const GradientsFinal& gradients_final = {});
+  // The same in two halves, with the same bits, where nobody but the stage's own weights waits for the second: what the
+  // stage before needs, and the gradients of the products' weights. The second half follows before anything else runs
+  // here. For micro-batches of at most options.split_backward_tokens, not on the first stage.
+  TensorView backward_input(const Exec& exec, const MicroBatch& batch, int slot, TensorView output_gradient,
+                            const GradientsFinal& gradients_final = {});
+  void backward_weights(const Exec& exec, const MicroBatch& batch, int slot,
+                        const GradientsFinal& gradients_final = {});
 
   // Last stage: sums of the micro-batch most recently run forward in the slot, and its token losses [T]. On CUDA loss()
   // waits until the device has come to the end of that forward: ask after backward is queued, and the device never

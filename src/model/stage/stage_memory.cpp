@@ -92,9 +92,14 @@ StageBytes::StageBytes(const ModelConfig& model, const StageOptions& options, co
       stream + std::max(besides + DecoderLayer::forward_workspace_bytes(config, options.dtype, tokens, shares), loss);
   if (options.training) {
     // The last stage's gradient lies in its slot.
+    const Recompute recompute = kept_at_hand(options.recompute);
+    const int64_t split = options.split_backward_tokens;
     workspace = std::max(workspace, (last ? 0 : stream) + besides +
                                         DecoderLayer::backward_workspace_bytes(config, options.dtype, tokens, shares,
-                                                                               kept_at_hand(options.recompute)));
+                                                                               recompute, /*split=*/split > 0));
+    if (split > 0)
+      waiting_gradients =
+          layers * DecoderLayer::waiting_bytes(config, options.dtype, split, shares, recompute, options.fp8);
   }
   scratch =
       std::max(attention.scratch_bytes(shape, tokens, threads), DecoderLayer::scratch_bytes(config, options.device));
@@ -144,6 +149,7 @@ MemoryPlan stage_memory_plan(const StageOptions& options, const StageBytes& byte
   }
   if (bytes.plans > 0) plan.add("attention plans", bytes.plans);
   plan.add("rope table", bytes.rope_table);
+  if (bytes.waiting_gradients > 0) plan.add("waiting gradients", bytes.waiting_gradients);
   plan.add("workspace", bytes.workspace);
   plan.add("scratch", bytes.scratch);
   const int64_t on_host = options.slots * bytes.layer_inputs.host_bytes();

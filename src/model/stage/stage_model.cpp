@@ -66,6 +66,12 @@ void check_stage_options(const ModelConfig& config, const StageOptions& options)
   SB_CHECK(options.recompute != Recompute::chunk ||
                (options.first_layer == 0 && options.last_layer == config.layers && options.kept_tokens == 0),
            "forwards run again in a stage that holds the whole model, with slots of one size");
+  SB_CHECK(options.split_backward_tokens == 0 ||
+               (options.training && options.first_layer > 0 && !options.lora.enabled() && options.tensor.alone() &&
+                options.split_backward_tokens <= options.max_micro_batch_tokens),
+           "backward in two halves of {} tokens: of at most {}, of a stage that trains all of its layers by itself and "
+           "is not the first",
+           options.split_backward_tokens, options.max_micro_batch_tokens);
   SB_CHECK(!options.lora.head || !config.tie_word_embeddings, "the head is the embedding and is trained with it");
 }
 

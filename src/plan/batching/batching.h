@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <span>
 #include <string>
@@ -52,6 +53,10 @@ struct Batches {
     const auto b = static_cast<size_t>(micro_batch_begin[static_cast<size_t>(micro_batch)]);
     const auto e = static_cast<size_t>(micro_batch_begin[static_cast<size_t>(micro_batch) + 1]);
     return {sequences.data() + b, e - b};
+  }
+  // Whether any sequence is.
+  bool cut() const {
+    return std::ranges::any_of(pieces, [](const Piece& piece) { return piece.end > 0; });
   }
   Piece piece(int micro_batch) const { return pieces.empty() ? Piece{} : pieces[static_cast<size_t>(micro_batch)]; }
   // How many micro-batches each group of a rank has: the pieces of a sequence, or one micro-batch.

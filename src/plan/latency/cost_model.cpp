@@ -193,6 +193,19 @@ StageTime CostModel::head(double tokens) const {
           latency_.predict(Operation::head_backward, work) + gathers};
 }
 
+double CostModel::after_input_gradient(const StageTime& linear) const {
+  if (layout_.tp > 1 || profile().lora_rank > 0) return 0;
+  // As many products as forward, which has the norms and activation functions besides; backward has as many for the
+  // inputs, too.
+  return std::min(linear.forward, linear.backward / 2);
+}
+
+double CostModel::gradient_transfer(int stage, double tokens, const StageTime& linear, bool split) const {
+  if (stage + 1 == stages()) return 0;
+  const double early = split ? stage_layers(stage + 1) * after_input_gradient(linear) : 0;
+  return transfer(stage + 1, tokens) - early;
+}
+
 Link CostModel::transfer_per_token(int stage) const {
   if (!layout_.comm || stage == 0) return {};
   const Profile& profile = latency_.profile();

@@ -405,7 +405,7 @@ double BalancedPlanner::measured_makespan(const Plan& plan, const CostModel& cos
         times.backward.push_back(static_cast<double>(micro_batch.backward[static_cast<size_t>(s)]) / 1e3);
         const auto tokens = static_cast<double>(plan.ranks[r].micro_batches[i].tokens);
         times.forward_transfer.push_back(cost.transfer(s, tokens));
-        times.backward_transfer.push_back(s + 1 < times.stages ? cost.transfer(s + 1, tokens) : 0.0);
+        times.backward_transfer.push_back(cost.gradient_transfer(s, tokens, cost.linear(tokens), plan.cut()));
       }
     }
     for (int s = 0; s < times.stages; ++s) times.tail.push_back(cost.reduction(s));

@@ -55,11 +55,13 @@ PipelineTimes stage_times(const CostModel& cost, std::span<const Sequence> seque
   const auto size = static_cast<size_t>(times.stages * times.micro_batches);
   times.forward.resize(size);
   times.backward.resize(size);
-  if (cost.layout().comm) {
+  const bool split = batches.cut();
+  if (cost.layout().comm || split) {
     times.forward_transfer.resize(size);
     times.backward_transfer.resize(size);
-    for (int s = 0; s < times.stages; ++s) times.tail.push_back(cost.reduction(s));
   }
+  if (cost.layout().comm)
+    for (int s = 0; s < times.stages; ++s) times.tail.push_back(cost.reduction(s));
   double known_tokens = -1;  // pieces are mostly as long as the one before
   StageTime linear, head;
   for (int i = 0; i < times.micro_batches; ++i) {
@@ -110,7 +112,7 @@ PipelineTimes stage_times(const CostModel& cost, std::span<const Sequence> seque
       times.backward[times.at(i, s)] = sum.backward + (last ? head.backward : 0.0);
       if (!times.forward_transfer.empty()) {
         times.forward_transfer[times.at(i, s)] = cost.transfer(s, tokens);
-        times.backward_transfer[times.at(i, s)] = last ? 0.0 : cost.transfer(s + 1, tokens);
+        times.backward_transfer[times.at(i, s)] = cost.gradient_transfer(s, tokens, linear, split);
       }
     }
   }

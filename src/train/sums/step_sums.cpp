@@ -35,12 +35,12 @@ std::vector<Pipeline::SourceLoss> sum_over_ranks(Communicator& world, std::vecto
 StepMeasurement gather_times(Grid& grid, const Plan& plan, const std::vector<Pipeline::Operation>& own) {
   size_t most = 0;
   for (const PlannedRank& rank : plan.ranks) most = std::max(most, rank.micro_batches.size());
-  // Every rank's forward times, then its backward times.
+  // Every rank's forward times, then its backward times, of both halves.
   const size_t share = 2 * most;
   std::vector<int64_t> times(share * static_cast<size_t>(grid.world().size()), 0);
   for (const Pipeline::Operation& operation : own)
-    times[static_cast<size_t>(grid.world().rank()) * share + (operation.backward ? most : 0) +
-          static_cast<size_t>(operation.micro_batch)] = operation.nanoseconds();
+    times[static_cast<size_t>(grid.world().rank()) * share + (operation.pass == Pipeline::Pass::forward ? 0 : most) +
+          static_cast<size_t>(operation.micro_batch)] += operation.nanoseconds();
   grid.world().all_gather(std::span(times), static_cast<int64_t>(share));
 
   StepMeasurement measurement;

@@ -53,8 +53,9 @@ Trainer::StepPlan Trainer::read_step(Plan plan) {
   for (const PlannedRank& planned : std::span(step.plan.ranks).subspan(first, own)) {
     std::vector<MicroBatch> batches = read_micro_batches(planned, weights);
     std::ranges::move(batches, std::back_inserter(step.micro_batches));
-    step.ahead = std::max(step.ahead, planned.ahead);
+    step.order.ahead = std::max(step.order.ahead, planned.ahead);
   }
+  step.order.split_backward = step.plan.cut();
   return step;
 }
 
