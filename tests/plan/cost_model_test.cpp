@@ -193,6 +193,28 @@ TEST(CostModel, TransfersCrossNodesWhereStagesDo) {
   }
 }
 
+TEST(CostModel, AGradientLeavesBeforeThoseOfTheWeights) {
+  Profile profile = profile_of();
+  profile.transfer_inside = {5, 0};
+  const LatencyModel latency(profile);
+  const CostModel cost(latency, {}, {.pp = 4});
+  const StageTime linear = cost.linear(1000);
+  const double weights = cost.after_input_gradient(linear);
+  EXPECT_GT(weights, 0);
+  EXPECT_LE(weights, linear.forward);
+  EXPECT_LE(weights, linear.backward / 2);
+  for (int stage = 0; stage < 3; ++stage) {
+    EXPECT_EQ(cost.gradient_transfer(stage, 1000, linear, false), 5);
+    EXPECT_EQ(cost.gradient_transfer(stage, 1000, linear, true), 5 - cost.stage_layers(stage + 1) * weights);
+  }
+  EXPECT_EQ(cost.gradient_transfer(3, 1000, linear, true), 0);
+  // Not beside the transfers of ranks that share the products, nor where next to nothing is trained.
+  EXPECT_EQ(CostModel(latency, {}, {.pp = 4, .tp = 2}).after_input_gradient(linear), 0);
+  profile.lora_rank = 8;
+  const LatencyModel adapters(profile);
+  EXPECT_EQ(CostModel(adapters, {}, {.pp = 4}).after_input_gradient(linear), 0);
+}
+
 // The ring hides behind attention: the longer of both counts, and its selection on top.
 TEST(CostModel, ARingTakesWhatIsLonger) {
   Profile profile = profile_of();

@@ -112,6 +112,11 @@ TEST(LayoutSweep, MemoryOfOneWorkerByHand) {
   const MemoryEstimate cut = estimate_memory(CostModel(latency, {}, {}), kTokens / 5, kTokens);
   EXPECT_EQ(cut.activations, one.activations + kTokens * 2 * (2 * 2 * 32 + 4 * 2 * 32));
   EXPECT_LT(cut.workspace, one.workspace);
+  // The second of two stages, which the loss makes the fuller one, keeps what its weights' gradients are computed from
+  // while they wait: of a token two gradients of the stream, two norms, the gradient of qkv, and the MLP's inside.
+  const CostModel stages(latency, {}, {.pp = 2});
+  EXPECT_EQ(estimate_memory(stages, kTokens / 5, kTokens).workspace,
+            estimate_memory(stages, kTokens / 5).workspace + 2 * kTokens / 5 * (4 * 64 + 128 + 3 * 128));
   // One matrix in place of two.
   ModelShape tied = small_shape();
   tied.tied = true;

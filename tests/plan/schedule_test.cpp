@@ -119,6 +119,26 @@ TEST(Schedule, EqualMicroBatchesHaveTheClosedForm) {
     }
 }
 
+// Two stages, forwards of 1 and backwards of 3, whose gradient leaves 1 before their end: by hand.
+//   stage 0: F0 0-1, F1 1-2, B0 4-7, B1 8-11
+//   stage 1: F0 1-2, B0 2-5, F1 5-6, B1 6-9
+TEST(Schedule, AGradientMayLeaveBeforeItsBackwardEnds) {
+  PipelineTimes times = equal_times(2, 2, 1.0, 3.0);
+  const Schedule schedule(2, 2);
+  EXPECT_EQ(schedule.makespan(times, {}), 12);
+  times.forward_transfer.assign(4, 0.0);
+  times.backward_transfer = {-1, 0, -1, 0};
+  EXPECT_EQ(schedule.makespan(times, {}), 11);
+  std::vector<std::pair<double, double>> last;
+  for (const ScheduledOperation& operation : schedule.analyze(times, {}).operations)
+    if (operation.backward && operation.micro_batch == 1) {
+      last.emplace_back(operation.start, operation.end);
+      EXPECT_EQ(operation.slack, 0);
+    }
+  std::ranges::sort(last);
+  EXPECT_EQ(last, (std::vector<std::pair<double, double>>{{6, 9}, {8, 11}}));
+}
+
 TEST(Schedule, EqualsTheLongestPathOfTheWholeGraph) {
   Random random(7);
   for (int trial = 0; trial < 200; ++trial) {

@@ -35,6 +35,9 @@ struct Case {
   int64_t largest = 0;  // above 0: slots share the memory of micro-batches of so many tokens
   LoraConfig lora = {};
   int64_t layer_chunk = 32768;
+
+  // As RunConfig has it.
+  bool splits_backward(const GridShape& grid) const { return chunk > 0 && grid.tp == 1 && !lora.enabled(); }
 };
 
 struct Outcome {
@@ -60,6 +63,7 @@ RankModelOptions options_of(const Case& c, const GridShape& grid, Recompute reco
   options.layer_chunk = c.layer_chunk;
   options.lora = c.lora;
   if (c.chunk > 0) options.max_pieces = static_cast<int>((options.max_sequence_length + c.chunk - 1) / c.chunk);
+  if (c.splits_backward(grid)) options.split_backward_tokens = options.max_micro_batch_tokens;
   if (grid.cp > 1)
     options.max_cut_tokens = ContextLayout::most_sequence_tokens(grid.cp, kBlock, options.max_sequence_length);
   for (int stage = 0; c.largest > 0 && stage < grid.pp; ++stage)
@@ -115,8 +119,9 @@ Outcome run(const Case& c, const GridShape& grid, const Arrangement& arrangement
     TestExec run(1);
 
     const std::vector<MicroBatch> batches = own_batches(model, arrangement, c.sequences, c.chunk);
-    const Pipeline::Result result = model.forward_backward(run.exec, batches, {}, c.ahead);
-    EXPECT_EQ(result.operations.size(), 2 * batches.size());
+    const Pipeline::Result result =
+        model.forward_backward(run.exec, batches, {}, {c.ahead, /*split_backward=*/c.chunk > 0});
+    EXPECT_EQ(result.operations.size(), (c.splits_backward(grid) && place.stage > 0 ? 3 : 2) * batches.size());
     const LossSums loss = sum_over_ranks(world, result.loss);
     const double norm = model.reduce(run.exec);
 

@@ -194,7 +194,7 @@ StageTime CostModel::head(double tokens) const {
 }
 
 double CostModel::after_input_gradient(const StageTime& linear) const {
-  if (layout_.tp > 1 || profile().lora_rank > 0) return 0;
+  if (!splits_backward()) return 0;
   // As many products as forward, which has the norms and activation functions besides; backward has as many for the
   // inputs, too.
   return std::min(linear.forward, linear.backward / 2);

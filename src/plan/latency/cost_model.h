@@ -66,9 +66,10 @@ class CostModel {
   double transfer(int stage, double tokens) const {
     return stage == 0 ? 0.0 : transfer_[static_cast<size_t>(stage)](tokens);
   }
-  // Where sequences come in pieces, every stage but the first sends the gradient of its input before it computes those
-  // of its weights: so much of linear().backward. Nothing where ranks share the products, whose transfers these hide,
-  // or where only adapters are trained.
+  // Whether, where sequences come in pieces, every stage but the first sends the gradient of its input before it
+  // computes those of its weights: not where these hide the transfers of tensor-parallel ranks, or are adapters' alone.
+  bool splits_backward() const { return layout_.pp > 1 && layout_.tp == 1 && profile().lora_rank == 0; }
+  // How much of linear().backward is left then.
   double after_input_gradient(const StageTime& linear) const;
   // From the end of the next stage's backward until its gradient is here; `split`: it leaves before that.
   double gradient_transfer(int stage, double tokens, const StageTime& linear, bool split) const;

@@ -37,6 +37,13 @@ int64_t layer_workspace(const ModelShape& shape, int64_t tokens, int tp, bool la
   return std::max(forward, backward + (last ? 0 : stream));
 }
 
+// What the gradients of a layer's weights are computed from, where they wait: gradients of the products' outputs, and
+// inputs that were not kept.
+int64_t waiting_gradients(const ModelShape& shape, int64_t tokens) {
+  const int64_t qkv = (shape.heads + 2 * shape.kv_heads) * shape.head_dim;
+  return kBf16 * tokens * (4 * shape.hidden + qkv + 3 * shape.intermediate);
+}
+
 // What attention's backward takes beside the layer: sums of the queries' gradients. In a ring also the copies of a pass
 // over a rank's own tokens and another's (operands, results, their gradients, sums), and keys and values on their way.
 int64_t attention_scratch(const ModelShape& shape, int64_t tokens, int ranks) {
@@ -83,6 +90,8 @@ MemoryEstimate estimate_memory(const CostModel& cost, int64_t micro_batch_tokens
     // Two of each kind: inputs and their gradients to the stage before, the outputs' gradients to the one after.
     const int64_t messages = 2 * stream * ((first ? 0 : 2) + (last ? 0 : 1));
     stage.workspace = layer_workspace(shape, tokens, layout.tp, last) + std::max(attention, logits) + messages;
+    if (longest_cut > 0 && !first && cost.splits_backward())
+      stage.workspace += cost.stage_layers(s) * waiting_gradients(shape, tokens);
     if (stage.total() > fullest.total()) fullest = stage;
   }
   return fullest;
