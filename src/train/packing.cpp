@@ -65,8 +65,11 @@ std::vector<int64_t> kept_tokens(const RunConfig& config, const PackingLimits& l
   return kept;
 }
 
-int64_t split_backward_tokens(const RunConfig& config, int64_t most_rank_tokens) {
-  if (config.balance.chunk == 0 || config.parallel.pp == 1 || config.parallel.tp > 1 || config.lora_config().enabled())
+int64_t split_backward_tokens(const RunConfig& config, int64_t hidden_size, int64_t most_rank_tokens) {
+  const ParallelOptions& parallel = config.parallel;
+  if (config.balance.chunk == 0 ||
+      !splits_backward(static_cast<int>(parallel.pp), static_cast<int>(parallel.tp), config.lora_config().enabled(),
+                       hidden_size))
     return 0;
   if (config.balance.chunk > 0) return most_rank_tokens;
   return std::min(most_rank_tokens, std::ranges::max(chunk_sizes({ChunkOptions::kAutomatic, {}},

@@ -208,7 +208,12 @@ TEST(CostModel, AGradientLeavesBeforeThoseOfTheWeights) {
     EXPECT_EQ(cost.gradient_transfer(stage, 1000, linear, true), 5 - cost.stage_layers(stage + 1) * weights);
   }
   EXPECT_EQ(cost.gradient_transfer(3, 1000, linear, true), 0);
-  // Not beside the transfers of ranks that share the products, nor where next to nothing is trained.
+  // Not beside the transfers of ranks that share the products, nor where next to nothing is trained or layers are
+  // narrow.
+  Profile narrow = profile_of();
+  narrow.shape.hidden = 448;
+  const LatencyModel of_narrow(narrow);
+  EXPECT_EQ(CostModel(of_narrow, {}, {.pp = 4}).after_input_gradient(linear), 0);
   EXPECT_EQ(CostModel(latency, {}, {.pp = 4, .tp = 2}).after_input_gradient(linear), 0);
   profile.lora_rank = 8;
   const LatencyModel adapters(profile);

@@ -114,9 +114,12 @@ TEST(LayoutSweep, MemoryOfOneWorkerByHand) {
   EXPECT_LT(cut.workspace, one.workspace);
   // The second of two stages, which the loss makes the fuller one, keeps what its weights' gradients are computed from
   // while they wait: of a token two gradients of the stream, two norms, the gradient of qkv, and the MLP's inside.
-  const CostModel stages(latency, {}, {.pp = 2});
+  ModelShape wide = small_shape();
+  wide.hidden = 512;
+  const LatencyModel of_wide(analytic_profile("h200-analytic", wide));
+  const CostModel stages(of_wide, {}, {.pp = 2});
   EXPECT_EQ(estimate_memory(stages, kTokens / 5, kTokens).workspace,
-            estimate_memory(stages, kTokens / 5).workspace + 2 * kTokens / 5 * (4 * 64 + 128 + 3 * 128));
+            estimate_memory(stages, kTokens / 5).workspace + 2 * kTokens / 5 * (4 * 512 + 128 + 3 * 128));
   // One matrix in place of two.
   ModelShape tied = small_shape();
   tied.tied = true;

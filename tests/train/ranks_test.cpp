@@ -311,6 +311,31 @@ TEST(RanksRun, SequencesInPiecesLearnTheSame) {
   }
 }
 
+// Layers that are not narrow: with pieces, the second stage runs backward in two halves.
+TEST(RanksRun, WideLayersInPiecesLearnTheSame) {
+  ScratchDirectory scratch;
+  const std::vector<std::string> wide = {
+      "model.init.hidden_size=512", "model.init.intermediate_size=64", "train.max_steps=2", "train.trace=true",
+      "data.synthetic={task: chunk_recall, vocab_size: 16, length: 200, min_length: 60, chunk: 4}"};
+  train(scratch / "alone", {1, 1}, wide);
+  for (const std::string chunk : {"none", "128", "auto"}) {
+    SCOPED_TRACE(chunk);
+    std::vector<std::string> overrides = wide;
+    overrides.push_back("balance={batching: sab, ordering: auto, profile: h200-analytic, chunk: " + chunk + "}");
+    train(scratch / chunk, {1, 2}, overrides);
+    expect_same_record(scratch / chunk, scratch / "alone");
+    std::map<std::string, int> operations;
+    for (const auto& event : nlohmann::json::parse(read_bytes(scratch / chunk / "trace.json")))
+      ++operations[event.value("name", "")];
+    EXPECT_EQ(operations["forward"], operations["backward"]);
+    // All sequences are shorter than what the planner would cut to by itself.
+    if (chunk == "128")
+      EXPECT_EQ(2 * operations["weights"], operations["backward"]);
+    else
+      EXPECT_EQ(operations["weights"], 0);
+  }
+}
+
 const std::vector<std::string> kBalanced = {"balance={batching: sab, ordering: auto, profile: h200-analytic}",
                                             "batch.global_batch_size=8"};
 

@@ -31,6 +31,14 @@ struct StageTime {
   double forward = 0, backward = 0;  // microseconds
 };
 
+// Whether, where sequences come in pieces, every stage but the first sends the gradient of its input before it computes
+// those of its weights. Not where these hide the transfers of tensor-parallel ranks, or are the adapters' alone, or where
+// layers are so narrow that reading their operands from memory once more costs what it gains.
+constexpr bool splits_backward(int pp, int tp, bool adapters, int64_t hidden) {
+  constexpr int64_t kNarrow = 512;
+  return pp > 1 && tp == 1 && !adapters && hidden >= kNarrow;
+}
+
 // Latencies of this model in this layout: what stages and micro-batches take.
 class CostModel {
  public:
@@ -66,9 +74,9 @@ class CostModel {
   double transfer(int stage, double tokens) const {
     return stage == 0 ? 0.0 : transfer_[static_cast<size_t>(stage)](tokens);
   }
-  // Whether, where sequences come in pieces, every stage but the first sends the gradient of its input before it
-  // computes those of its weights: not where these hide the transfers of tensor-parallel ranks, or are adapters' alone.
-  bool splits_backward() const { return layout_.pp > 1 && layout_.tp == 1 && profile().lora_rank == 0; }
+  bool splits_backward() const {
+    return sb::splits_backward(layout_.pp, layout_.tp, profile().lora_rank > 0, shape().hidden);
+  }
   // How much of linear().backward is left then.
   double after_input_gradient(const StageTime& linear) const;
   // From the end of the next stage's backward until its gradient is here; `split`: it leaves before that.
