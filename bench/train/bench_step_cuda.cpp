@@ -240,7 +240,8 @@ StageOptions stage_options(const ModelConfig& config, const Arguments& arguments
   return options;
 }
 
-// What the run will take; with options.offload as asked for, or as it has to be.
+// What the run will take; with options.offload as asked for, or as it has to be, and options.kept_codes as there is
+// room.
 MemoryPlan plan_memory(const ModelConfig& config, const Arguments& arguments, const Attention& attention, int64_t limit,
                        StageOptions& options) {
   const auto plan = [&](int offload) {
@@ -255,8 +256,13 @@ MemoryPlan plan_memory(const ModelConfig& config, const Arguments& arguments, co
     }
     return own;
   };
+  options.kept_codes = 0;
   const int offload = arguments.offload < 0 ? Stage::least_offload(options, limit, plan) : arguments.offload;
-  return plan(offload);
+  const auto keeping = [&](int kept_codes) {
+    options.kept_codes = kept_codes;
+    return plan(offload);
+  };
+  return keeping(Stage::most_kept_codes(options, limit, keeping));
 }
 
 double gib(int64_t bytes) {
@@ -305,6 +311,7 @@ class Optimizer {
   void update(const Exec& exec, int64_t number) {
     const AdamWStep step{1e-5f, 0.9f, 0.95f, 1e-8f, 0.1f, number, 1.0f};
     clip_by_norm(exec, parameters_.gradients(), 1.0, clip_);
+    parameters_.weights_changed();
     const auto range = [&](int64_t begin, int64_t end, const TensorView& values, const TensorView& m,
                            const TensorView& v) {
       std::vector<DecayRange> ranges;

@@ -99,6 +99,14 @@ void DecoderLayer::use_fp8() {
   for (LayerProduct* product : {&qkv_, &output_, &gate_up_, &down_}) product->use_fp8();
 }
 
+void DecoderLayer::keep_codes(Arena& arena) {
+  for (LayerProduct* product : {&qkv_, &output_, &gate_up_, &down_}) product->keep_codes(arena);
+}
+
+void DecoderLayer::round_weights(const Exec& exec) const {
+  for (const LayerProduct* product : {&qkv_, &output_, &gate_up_, &down_}) product->round_weight(exec);
+}
+
 LayerSaved DecoderLayer::allocate_saved(Arena& arena, int64_t tokens, int64_t rows, Recompute recompute) const {
   const LayerWidths width(config_);
   const int64_t d = config_.head_dim;

@@ -46,6 +46,10 @@ class DecoderLayer {
 
   // The layer's products are of e4m3 codes from here on.
   void use_fp8();
+  bool uses_fp8() const { return fp8_; }
+  // Those of its weights stay in `arena` from one round_weights() to the next.
+  void keep_codes(Arena& arena);
+  void round_weights(const Exec& exec) const;
 
   int index() const { return index_; }
 
@@ -71,8 +75,10 @@ class DecoderLayer {
   // What adapters take besides, in either.
   static int64_t adapter_bytes(const ModelConfig& config, const LoraConfig& lora, DType dtype, int64_t tokens,
                                int64_t chunk);
-  // And what codes of fp8 products do.
-  static int64_t fp8_bytes(const ModelConfig& config, int64_t tokens, int64_t chunk);
+  // And what codes of fp8 products do, with those of weights where these are not kept.
+  static int64_t fp8_forward_bytes(const ModelConfig& config, int64_t tokens, int64_t chunk, bool with_weights);
+  static int64_t fp8_backward_bytes(const ModelConfig& config, int64_t tokens, int64_t chunk, bool with_weights);
+  static int64_t kept_codes_bytes(const ModelConfig& config);
   // Of exec.scratch, for all operations but attention.
   static int64_t scratch_bytes(const ModelConfig& config, DeviceKind device);
 

@@ -28,6 +28,15 @@ struct TensorBytes {
   }
 };
 
+// bytes(rows at once, columns of the input, of the output) of the product that has the most.
+template <typename Bytes>
+int64_t most_of_products(const ModelConfig& config, int64_t tokens, int64_t chunk, const Bytes& bytes) {
+  const LayerWidths width(config);
+  const int64_t piece = std::min(tokens, chunk);
+  return std::max({bytes(piece, width.hidden, width.qkv), bytes(tokens, width.query, width.hidden),
+                   bytes(piece, width.hidden, 2 * width.intermediate), bytes(piece, width.intermediate, width.hidden)});
+}
+
 }  // namespace
 
 int64_t DecoderLayer::saved_bytes(const ModelConfig& config, DType dtype, int64_t tokens, int64_t rows,
@@ -118,22 +127,35 @@ int64_t DecoderLayer::adapter_bytes(const ModelConfig& config, const LoraConfig&
   return adapter_workspace_bytes(lora, std::min(tokens, chunk), inputs, dtype);
 }
 
-int64_t DecoderLayer::fp8_bytes(const ModelConfig& config, int64_t tokens, int64_t chunk) {
-  const LayerWidths width(config);
-  const int64_t piece = std::min(tokens, chunk), wide = 2 * width.intermediate;
-  const auto rows = [](int64_t count, int64_t columns) { return ::sb::fp8_bytes(count, columns, Fp8Layout::by_row); };
-  const auto columns = [](int64_t count, int64_t of) { return ::sb::fp8_bytes(count, of, Fp8Layout::by_column); };
-  const auto both = [](int64_t count, int64_t of) { return ::sb::fp8_bytes(count, of, Fp8Layout::both); };
-  // A weight beside the input of its product in forward, beside the output's gradient in backward.
+int64_t DecoderLayer::fp8_forward_bytes(const ModelConfig& config, int64_t tokens, int64_t chunk, bool with_weights) {
+  // A weight beside the input of its product.
   const auto product = [&](int64_t count, int64_t in, int64_t out) {
-    const int64_t weight = rows(out, in);
-    return std::max(rows(count, in) + weight, both(count, out) + std::max(columns(count, in), weight));
+    return fp8_bytes(count, in, Fp8Layout::by_row) + (with_weights ? fp8_bytes(out, in, Fp8Layout::by_row) : 0);
   };
-  const int64_t mlp =
-      both(piece, width.hidden) + columns(piece, width.intermediate) + product(piece, width.hidden, wide);
   const int64_t largest = Arena::rounded(dtype_bytes(DType::f32));
-  return largest + std::max({mlp, product(piece, width.hidden, width.qkv), product(tokens, width.query, width.hidden),
-                             product(piece, width.intermediate, width.hidden)});
+  return largest + most_of_products(config, tokens, chunk, product);
+}
+
+int64_t DecoderLayer::fp8_backward_bytes(const ModelConfig& config, int64_t tokens, int64_t chunk, bool with_weights) {
+  const LayerWidths width(config);
+  const int64_t piece = std::min(tokens, chunk);
+  // A weight or the input of its product beside the output's gradient.
+  const auto product = [&](int64_t count, int64_t in, int64_t out) {
+    return fp8_bytes(count, out, Fp8Layout::both) + std::max(fp8_bytes(count, in, Fp8Layout::by_column),
+                                                             with_weights ? fp8_bytes(out, in, Fp8Layout::by_row) : 0);
+  };
+  const int64_t mlp = fp8_bytes(piece, width.hidden, Fp8Layout::both) +
+                      fp8_bytes(piece, width.intermediate, Fp8Layout::by_column) +
+                      product(piece, width.hidden, 2 * width.intermediate);
+  return std::max({mlp, most_of_products(config, tokens, chunk, product),
+                   fp8_forward_bytes(config, tokens, chunk, with_weights)});  // what runs again
+}
+
+int64_t DecoderLayer::kept_codes_bytes(const ModelConfig& config) {
+  const LayerWidths width(config);
+  const auto weight = [](int64_t in, int64_t out) { return fp8_bytes(out, in, Fp8Layout::both); };
+  return weight(width.hidden, width.qkv) + weight(width.query, width.hidden) +
+         weight(width.hidden, 2 * width.intermediate) + weight(width.intermediate, width.hidden);
 }
 
 int64_t DecoderLayer::scratch_bytes(const ModelConfig& config, DeviceKind device) {

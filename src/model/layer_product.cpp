@@ -39,12 +39,21 @@ void LayerProduct::declare_adapter(StageParameters& parameters, int layer, const
   adapter_b_ = parameters.declare_adapter(own + "B", {row, lora.rank}, std::move(b));
 }
 
+void LayerProduct::keep_codes(Arena& arena) {
+  const Shape shape = weight_.weight().shape();
+  codes_ = fp8_allocate(arena, shape[0], shape[1], Fp8Layout::both);
+}
+
+void LayerProduct::round_weight(const Exec& exec) const {
+  if (codes_.by_row) fp8_quantize(exec, weight_.weight(), codes_);
+}
+
 void LayerProduct::forward(const LayerRun& run, int64_t begin, const ProductRows& x, TensorView y,
                            TensorView residual) const {
   if (fp8_) {
     ArenaScope scope(run.workspace);
     const Fp8Matrix of_x = rounded(run, x, Fp8Layout::by_row);
-    const Fp8Matrix weight = rounded(run, weight_.weight(), Fp8Layout::by_row);
+    const Fp8Matrix weight = rounded_weight(run, Fp8Layout::by_row);
     fp8_multiply(run.exec, fp8_rows(of_x), fp8_rows(weight), bias_.weight(), residual, y);
   } else {
     linear_forward(run.exec, x.values, weight_.weight(), bias_.weight(), y, residual);
@@ -58,7 +67,7 @@ void LayerProduct::backward_input(const LayerRun& run, int64_t begin, const Prod
   if (fp8_) {
     ArenaScope scope(run.workspace);
     const Fp8Matrix of_dy = rounded(run, dy, Fp8Layout::by_row);
-    const Fp8Matrix weight = rounded(run, weight_.weight(), Fp8Layout::by_column);
+    const Fp8Matrix weight = rounded_weight(run, Fp8Layout::by_column);
     fp8_multiply(run.exec, fp8_rows(of_dy), fp8_columns(weight), {}, {}, dx);
   } else {
     linear_backward_input(run.exec, dy.values, weight_.weight(), dx);

@@ -23,6 +23,9 @@ class LayerProduct {
 
   // From here on the product itself (not its adapters, nor the bias) is one of e4m3 codes.
   void use_fp8() { fp8_ = true; }
+  // The codes of the weight stay in `arena`, where round_weight() puts them; otherwise they are made for every product.
+  void keep_codes(Arena& arena);
+  void round_weight(const Exec& exec) const;
 
   // The residual, none where it is empty, may be y itself.
   void forward(const LayerRun& run, int64_t begin, const ProductRows& x, TensorView y, TensorView residual = {}) const;
@@ -35,6 +38,9 @@ class LayerProduct {
  private:
   static Fp8Matrix rounded(const LayerRun& run, const ProductRows& x, Fp8Layout layout);
   static Fp8Matrix rounded(const LayerRun& run, const ProductRows& x, Fp8Layout layout, Arena& to);
+  Fp8Matrix rounded_weight(const LayerRun& run, Fp8Layout layout) const {
+    return rounded(run, {weight_.weight(), codes_}, layout);
+  }
   void add_fp8_gradients(const LayerRun& run, const ProductRows& x, const ProductRows& dy) const;
   AdapterCall adapter_call(const LayerRun& run, int64_t begin, int64_t rows) const;
   // body(call, first row, end) for the adapters, some rows at a time: their temporaries are for run.chunk of them.
@@ -47,6 +53,7 @@ class LayerProduct {
   int layer_ = 0;
   int64_t first_input_ = 0;  // of the whole product's, where ranks share them
   bool fp8_ = false;
+  Fp8Matrix codes_;  // of the weight, in both layouts; empty where they are not kept
 };
 
 }  // namespace sb

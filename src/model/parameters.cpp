@@ -178,6 +178,7 @@ HostCopy ParameterSet::host_values() const {
 }
 
 void ParameterSet::store_values(const HostCopy& values) {
+  weights_changed();
   values.store();
   if (flat_weights_.empty()) return;
   if (has_values()) {
@@ -195,6 +196,7 @@ void ParameterSet::store_values(const HostCopy& values) {
 
 void ParameterSet::store_rounded(const FlatTensor& tensor, const float* values) {
   SB_CHECK(is_rounded_only(), "{}: the parameters have values", tensor.name);
+  weights_changed();
   const HostCopy weights(flat_weights_.rows(tensor.begin, tensor.end));
   auto* to = static_cast<uint16_t*>(weights.view().raw());
   for (int64_t i = 0; i < tensor.end - tensor.begin; ++i) to[i] = bf16_from_f32(values[i]);

@@ -109,6 +109,10 @@ class ParameterSet {
   // which waits for the device.
   HostCopy host_values() const;
   void store_values(const HostCopy& values);
+  // Counts the changes of what the operations read, so that whoever keeps something made from it (fp8 codes) sees when
+  // to make it anew. Whoever writes through the views above says so here.
+  int64_t version() const { return version_; }
+  void weights_changed() { ++version_; }
   // Who has the values where they are not here: gets all of them (fp32, on the host) with every store_values(). Nobody,
   // where they are not trained.
   using ValuesOwner = std::function<void(const TensorView& values)>;
@@ -129,6 +133,7 @@ class ParameterSet {
   std::unique_ptr<Arena> values_, gradients_, weights_;
   TensorView flat_values_, flat_gradients_, flat_weights_;
   std::vector<bool> unwritten_;  // gradients, since begin_gradients()
+  int64_t version_ = 0;
   ValuesOwner values_owner_;
 };
 

@@ -109,6 +109,7 @@ void ShardedAdamW::update_range(const Exec& exec, const AdamWStep& step, const F
 }
 
 void ShardedAdamW::update(const Exec& exec, const AdamWStep& step) {
+  parameters_.weights_changed();
   std::vector<CommRequest> gathering;
   for (int bucket = 0; bucket < layout_.buckets(); ++bucket) {
     const FlatRange own = layout_.piece(bucket, replicas_.rank());

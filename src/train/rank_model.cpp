@@ -30,6 +30,7 @@ StageOptions RankModelOptions::stage(int index, int tp_rank) const {
   options.tensor = {grid.tp, tp_rank};
   options.fp8 = fp8;
   options.fp8_skip = fp8_skip;
+  if (!kept_codes.empty()) options.kept_codes = kept_codes[static_cast<size_t>(index)];
   // The operations read rounded weights: each rank needs the values of its own shard alone.
   options.with_values = dtype == DType::f32 || (options.shards == 1 && !offload_optimizer);
   return options;
@@ -113,6 +114,12 @@ double RankModel::reduce(const Exec& exec) {
   const bool second_copy = grid_.last_stage() && !grid_.first_stage();
   const double own = optimizer_.squared_norm(exec, second_copy ? tied_bucket_ : -1, counted_elsewhere_);
   return std::sqrt(grid_.world().all_reduce(own));
+}
+
+void RankModel::update(const Exec& exec, const AdamWStep& step) {
+  optimizer_.update(exec, step);
+  // Now, and not in the next micro-batch's forward, whose time is measured.
+  stage_.round_weights(exec);
 }
 
 void RankModel::settle() {

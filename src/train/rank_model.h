@@ -41,7 +41,8 @@ struct RankModelOptions {
   int threads = 1;
   bool fp8 = false;
   std::vector<int> fp8_skip;
-  LoraConfig lora;  // with a rank: adapters, and the rest of the model is frozen
+  std::vector<int> kept_codes;  // layers of every stage that keep their weights' codes; empty: all
+  LoraConfig lora;              // with a rank: adapters, and the rest of the model is frozen
 
   // `tp_rank`: the first one has as much as any other.
   StageOptions stage(int index, int tp_rank = 0) const;
@@ -69,7 +70,7 @@ class RankModel {
   LossSums evaluate(const Exec& exec, const MicroBatch& batch, int slot = 0);
   // Ends the reduction; the norm of the whole gradient.
   double reduce(const Exec& exec);
-  void update(const Exec& exec, const AdamWStep& step) { optimizer_.update(exec, step); }
+  void update(const Exec& exec, const AdamWStep& step);
 
   // Until nothing is on its way between ranks any more; throws what failed in the meantime.
   void settle();

@@ -88,6 +88,7 @@ RankModelOptions rank_model_options(const RunConfig& config, const TrainerParts&
   options.fp8 = config.train.precision == TrainOptions::Precision::fp8;
   for (const int layer : config.train.fp8_skip)
     options.fp8_skip.push_back(layer == kLastLayer ? parts.model.layers - 1 : layer);
+  options.kept_codes = parts.kept_codes;
   return options;
 }
 
@@ -158,6 +159,7 @@ MemoryPlan Trainer::memory_plan(const RunConfig& config, const TrainerParts& par
 
 std::vector<int> Trainer::offload(const RunConfig& config, TrainerParts parts, int64_t memory) {
   parts.offload.assign(static_cast<size_t>(config.parallel.pp), 0);
+  parts.kept_codes.assign(static_cast<size_t>(config.parallel.pp), 0);  // nothing moves to make room for them
   const int64_t wanted = config.train.offload;
   for (int stage = 0; stage < config.parallel.pp; ++stage) {
     const StageOptions options = rank_model_options(config, parts).stage(stage);
@@ -177,6 +179,19 @@ std::vector<int> Trainer::offload(const RunConfig& config, TrainerParts parts, i
     }
   }
   return parts.offload;
+}
+
+std::vector<int> Trainer::kept_codes(const RunConfig& config, TrainerParts parts, int64_t memory) {
+  parts.kept_codes.assign(static_cast<size_t>(config.parallel.pp), 0);
+  for (int stage = 0; stage < config.parallel.pp; ++stage) {
+    int& chosen = parts.kept_codes[static_cast<size_t>(stage)];
+    const StageOptions options = rank_model_options(config, parts).stage(stage);
+    chosen = Stage::most_kept_codes(options, memory, [&](int kept_codes) {
+      chosen = kept_codes;
+      return memory_plan(config, parts, stage);
+    });
+  }
+  return parts.kept_codes;
 }
 
 Trainer::OwnDevice::OwnDevice(DeviceKind device, int threads)

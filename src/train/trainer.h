@@ -55,6 +55,8 @@ struct TrainerParts {
   int cores = available_cores();   // this rank's share
   StepPlanner* planner = nullptr;  // rank 0's; nullptr: as the configuration says
   std::vector<int> offload = {};   // layer inputs of every stage in host memory (Trainer::offload); empty: none
+  // Layers of every stage that keep the fp8 codes of their weights (Trainer::kept_codes); empty: all.
+  std::vector<int> kept_codes = {};
   // Several ranks on GPUs: where this one computes and how its data gets to the others.
   RankDevice* device = nullptr;
   IndexDump* dump = nullptr;  // `attention`, where lists of a step are saved
@@ -111,6 +113,8 @@ class Trainer {
   // How many layer inputs of every stage go to host memory, as train.offload says, on a device with `memory` bytes (0:
   // unknown).
   static std::vector<int> offload(const RunConfig& config, TrainerParts parts, int64_t memory);
+  // How many layers of every stage keep the fp8 codes of their weights there: as many as have room beside all else.
+  static std::vector<int> kept_codes(const RunConfig& config, TrainerParts parts, int64_t memory);
 
   // One optimizer step; false: asked to stop, or without a plan; nothing has changed.
   bool step();

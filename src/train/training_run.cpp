@@ -390,6 +390,7 @@ TrainSummary run_training(const RunConfig& given, std::FILE* out, bool terminal,
   const int64_t memory = config.device == DeviceKind::cuda ? device_memory(device.get()) : host_memory;
   if (device) ranks.world->barrier();  // before anybody takes any
   parts.offload = Trainer::offload(config, parts, memory);
+  parts.kept_codes = Trainer::kept_codes(config, parts, memory);
   parts.save_in_background = copy_fits(config, parts, host_memory);
   if (leads) console.text(header(config, parts, memory));
   const int stage = ranks.world ? grid_place(config.parallel.grid(), ranks.world->rank()).stage : 0;

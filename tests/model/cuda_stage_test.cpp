@@ -394,6 +394,45 @@ TEST_P(CudaStageTest, WhatIsUsedIsWhatWasPlanned) {
   }
 }
 
+// The same codes, whether they are kept between updates or made for every product: the same bits, in the planned
+// memory.
+TEST(CudaFp8Stage, KeptCodesGiveTheBitsOfCodesMadeForEveryProduct) {
+  if (!cuda::problem().empty()) GTEST_SKIP() << cuda::problem();
+  if (cuda::device_info().major != 9) GTEST_SKIP() << "not a Hopper GPU";
+  const ModelConfig config = small_config(ModelConfig::Family::qwen3);
+  const auto sequences = random_sequences({70, 1, 30}, config.vocab_size, 7);
+  const MicroBatch batch = pack(sequences, count_targets(sequences));
+  std::vector<Tensors> expected;
+  for (const int kept : {0, 1, -1}) {
+    StageOptions options = whole_model(config, batch.size(), Recompute::layer);
+    options.fp8 = true;
+    options.layer_chunk = 33;
+    options.kept_codes = kept;
+    Rig rig(config, options, DeviceKind::cuda, DType::bf16);
+    std::vector<Tensors> gradients;
+    for (const uint64_t seed : {3, 4}) {
+      rig.stage->initialize(seed);
+      rig.stage->parameters().zero_gradients(rig.run.exec);
+      rig.step(batch);
+      rig.step(batch);
+      gradients.push_back(hf_gradients(rig.stage->parameters()));
+    }
+    if (kept == 0) expected = gradients;
+    EXPECT_NE(gradients[0], gradients[1]);
+    EXPECT_EQ(gradients, expected) << "codes of " << kept << " layers";
+    options.device = DeviceKind::cuda;
+    options.dtype = DType::bf16;
+    const MemoryPlan plan = Stage::memory_plan(config, options, *rig.attention, 2), used = rig.stage->memory_used();
+    ASSERT_EQ(plan.items().size(), used.items().size());
+    for (size_t i = 0; i < plan.items().size(); ++i) {
+      const MemoryPlan::Item &planned = plan.items()[i], &taken = used.items()[i];
+      EXPECT_EQ(taken.name, planned.name);
+      EXPECT_LE(taken.bytes, planned.bytes) << planned.name;
+      EXPECT_TRUE(taken.bytes == planned.bytes || !planned.name.starts_with("fp8 weights")) << planned.name;
+    }
+  }
+}
+
 // Scratch and lists of the device's attention are part of the plan: the scratch is used up to what was planned at most,
 // and nothing is taken when the steps run.
 TEST_P(CudaStageTest, SparseAttentionStaysWithinThePlan) {

@@ -2,7 +2,11 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <cstdlib>
+#include <map>
+#include <tuple>
 
+#include "device/memory.h"
 #include "tests/model/whole_stage.h"
 
 namespace sb::test {
@@ -80,6 +84,145 @@ TEST_P(Fp8StageTest, RecomputeGivesTheSameBitsAndMicroBatchesAddUp) {
       for (size_t i = 0; i < values.size(); ++i)
         ASSERT_NEAR(values[i], 2 * once.at(name)[i], 1e-6 + 1e-5 * std::fabs(values[i])) << name;
   }
+}
+
+// Another model's values, as a checkpoint brings them.
+void load_other_values(ParameterSet& parameters) {
+  const HostCopy values = parameters.host_values();
+  for (int64_t i = 0; i < parameters.flat_elements(); ++i) values.view().f32()[i] *= 1.0f + 0.01f * (i % 7);
+  parameters.store_values(values);
+}
+
+struct Outcome {
+  std::vector<double> losses;
+  std::vector<Tensors> gradients;
+  bool operator==(const Outcome&) const = default;
+};
+
+// Two micro-batches and an evaluation, the same after other values were loaded.
+Outcome two_steps(const ModelConfig& config, const StageOptions& options) {
+  const MicroBatch batch = random_batch({37, 1}, config.vocab_size, 3),
+                   other = random_batch({20, 17}, config.vocab_size, 8);
+  Fresh model(config, options);
+  Outcome outcome;
+  for (int step = 0; step < 2; ++step) {
+    model.stage.parameters().begin_gradients(model.run.exec);
+    for (const MicroBatch& own : {batch, other}) {
+      model.step(own);
+      outcome.losses.push_back(model.stage.loss(0).weighted);
+    }
+    outcome.gradients.push_back(hf_gradients(model.stage.parameters()));
+    load_other_values(model.stage.parameters());
+    model.stage.evaluate(model.run.exec, batch, 0, {});
+    outcome.losses.push_back(model.stage.loss(0).weighted);
+  }
+  return outcome;
+}
+
+TEST_P(Fp8StageTest, KeptCodesGiveTheBitsOfCodesMadeForEveryProduct) {
+  const ModelConfig config = wide_config(GetParam());
+  for (const Recompute level : kLevels) {
+    StageOptions options = fp8_model(config, 38, level, {1});
+    options.layer_chunk = 24;
+    options.kept_codes = 0;
+    const Outcome made = two_steps(config, options);
+    EXPECT_NE(made.losses[0], made.losses[3]) << "other values, the same loss: nothing is tested here";
+    for (const int kept : {1, -1}) {
+      options.kept_codes = kept;
+      EXPECT_TRUE(two_steps(config, options) == made)
+          << "codes of " << kept << " layers, recompute " << static_cast<int>(level);
+    }
+  }
+}
+
+TEST(Fp8Stage, KeptCodesAreThoseOfTheLastChange) {
+  const ModelConfig config = wide_config(ModelConfig::Family::qwen2);
+  const MicroBatch& batch = batch_of(config);
+  StageOptions options = fp8_model(config, batch.size());
+  Fresh kept(config, options);
+  options.kept_codes = 0;
+  Fresh made(config, options);
+  const auto loss = [&](Fresh& model) {
+    model.stage.evaluate(model.run.exec, batch, 0, {});
+    return model.stage.loss(0).weighted;
+  };
+  const double before = loss(kept);
+  EXPECT_EQ(loss(made), before);
+  for (Fresh* model : {&kept, &made}) {
+    ParameterSet& parameters = model->stage.parameters();
+    for (int i = 0; i < parameters.count(); ++i)
+      if (parameters.parameter(i).name == "layers.1.down.weight") parameters.value(i).f32()[0] = 3;
+  }
+  const double after = loss(made);
+  EXPECT_NE(after, before);
+  EXPECT_EQ(loss(kept), before) << "the codes are made again though nobody said that the weights changed";
+  kept.stage.parameters().weights_changed();
+  EXPECT_EQ(loss(kept), after);
+}
+
+TEST(Fp8Stage, WeightsStayAsTheyAreBetweenForwardAndBackward) {
+  const ModelConfig config = wide_config(ModelConfig::Family::qwen2);
+  const MicroBatch& batch = batch_of(config);
+  Fresh model(config, fp8_model(config, batch.size()));
+  model.stage.forward(model.run.exec, batch, 0, {});
+  model.stage.parameters().weights_changed();
+  EXPECT_THROW(model.stage.backward(model.run.exec, batch, 0, {}), InternalError);
+}
+
+std::map<std::string, int64_t> bytes_by_name(const MemoryPlan& plan) {
+  std::map<std::string, int64_t> bytes;
+  for (const MemoryPlan::Item& item : plan.items()) bytes[item.name] = item.bytes;
+  return bytes;
+}
+
+TEST_P(Fp8StageTest, KeptCodesTakeTwoBytesAParameterAsPlanned) {
+  const ModelConfig config = wide_config(GetParam());
+  const MicroBatch& batch = batch_of(config);
+  // By hand: qkv, output, gate and up, down, each with its scales in one line of 64 bytes.
+  const int64_t layer = 2 * (64 * 128 + 64 * 64 + 64 * 192 + 96 * 64) + 4 * 64;
+  for (const auto& [kept, layers, name] : {std::tuple{-1, 2, "fp8 weights"},
+                                           {2, 2, "fp8 weights"},
+                                           {1, 1, "fp8 weights, 1 of 2 layers"},
+                                           {0, 0, "fp8 weights, 0 of 2 layers"}}) {
+    StageOptions options = fp8_model(config, batch.size(), kLevels[std::abs(kept)], {1});
+    options.layer_chunk = kept == 1 ? 48 : 1000;
+    options.kept_codes = kept;
+    Fresh model(config, options);
+    model.stage.evaluate(model.run.exec, batch, 0, {});
+    model.step(batch);  // an arena that is too small throws
+    auto planned = bytes_by_name(Stage::memory_plan(config, options, model.attention, 2)),
+         used = bytes_by_name(model.stage.memory_used());
+    EXPECT_EQ(planned.at(name), layers * layer);
+    // Temporaries are planned as if the largest codes met the largest of the others.
+    EXPECT_LE(used.at("workspace"), planned.at("workspace"));
+    EXPECT_GT(used.at("workspace"), planned.at("workspace") * 0.85);
+    used["workspace"] = planned["workspace"];
+    EXPECT_EQ(used, planned);
+  }
+}
+
+TEST(Fp8Stage, AsManyCodesAreKeptAsHaveRoom) {
+  const ModelConfig config = wide_config(ModelConfig::Family::qwen2);
+  const NaiveAttention attention;
+  // Few tokens, so that a weight is the largest thing that has codes.
+  StageOptions options = fp8_model(config, 8);
+  const auto plan = [&](int kept) {
+    options.kept_codes = kept;
+    return Stage::memory_plan(config, options, attention, 2);
+  };
+  const int64_t layer = 2 * (64 * 128 + 64 * 64 + 64 * 192 + 96 * 64) + 4 * 64, none = plan(0).total();
+  EXPECT_EQ(plan(1).total(), none + layer);
+  EXPECT_EQ(plan(2).total(), none + 2 * layer);
+  EXPECT_LT(plan(3).total(), none + 3 * layer) << "nobody makes codes of weights any more";
+  EXPECT_EQ(plan(-1).total(), plan(3).total());
+  for (const auto& [limit, expected] : {std::pair<int64_t, int>{0, 3},
+                                        {plan(3).total(), 3},
+                                        {plan(3).total() - 1, 2},
+                                        {none + layer, 1},
+                                        {none + layer - 1, 0},
+                                        {1, 0}})
+    EXPECT_EQ(Stage::most_kept_codes(options, limit, plan), expected) << limit;
+  EXPECT_EQ(Stage::most_kept_codes(whole_model(config, 8), 0, plan), 0) << "without fp8 there are none";
 }
 
 TEST(Fp8Stage, SkippedLayersAreLeftAlone) {

@@ -31,8 +31,8 @@ ModelConfig two_layers() {
   return config;
 }
 
-// The last stage does not finish its weights' gradients before the first stage has finished its whole backward. Where it
-// kept the gradient that this one waits for until then, neither would come to an end.
+// The last stage does not finish its weights' gradients before the first stage has finished its whole backward. Where
+// it kept the gradient that this one waits for until then, neither would come to an end.
 TEST(Pipeline, TheInputsGradientLeavesBeforeTheWeightsGradientsAreThere) {
   const ModelConfig config = two_layers();
   const std::vector<MicroBatch> batches = {random_batch({20, 4}, config.vocab_size, 1)};

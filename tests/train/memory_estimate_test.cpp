@@ -133,6 +133,43 @@ TEST(MemoryEstimate, OfAdaptersIsWhatTheTrainerPlansAndTheGuideSays) {
   }
 }
 
+// Table of docs/fp8.md: Qwen2.5-3B on one H200, in GiB.
+TEST(MemoryEstimate, OfFp8IsWhatTheGuideSays) {
+  struct Row {
+    int64_t tokens, sequence, loss_chunk;
+    double bf16, made, kept;  // codes of weights made for every product, or kept
+    int layers;               // whose codes have room
+  };
+  constexpr double kGib = int64_t{1} << 30, kMemory = 138.5 * kGib;  // 139 GiB, of which kernels take a half
+  DenseAttention dense;
+  const SizesOnGpu attention(dense, nullptr);
+  for (const Row& row :
+       {Row{8192, 8192, 4096, 72.7, 72.8, 77.9, 36}, Row{32768, 1024, 16384, 135.5, 135.8, 141.0, 18}}) {
+    RankModelOptions options;
+    options.model = config_of(find_model_shape("qwen2.5-3b"));
+    options.first_layers = {0, options.model.layers};
+    options.dtype = DType::bf16;
+    options.recompute = Recompute::none;
+    options.max_micro_batch_tokens = row.tokens;
+    options.max_sequence_length = row.sequence;
+    options.loss_chunk = row.loss_chunk;
+    const auto plan = [&](int kept_codes) {
+      options.kept_codes = {kept_codes};
+      MemoryPlan whole;
+      whole.add("all", planned_bytes(options, attention, 0));
+      return whole;
+    };
+    const auto gib = [&](int kept_codes) { return static_cast<double>(plan(kept_codes).total()) / kGib; };
+    EXPECT_NEAR(gib(0), row.bf16, 0.05);
+    options.fp8 = true;
+    EXPECT_NEAR(gib(0), row.made, 0.05);
+    EXPECT_NEAR(gib(-1), row.kept, 0.05);
+    // By hand: 2 bytes of each of 36 layers' q, k and v, o, gate and up, down.
+    EXPECT_NEAR(row.kept - row.made, 2 * 36 * 2048.0 * (2560 + 2048 + 3 * 11008) / kGib, 0.1);
+    EXPECT_EQ(Stage::most_kept_codes(options.stage(0), static_cast<int64_t>(kMemory), plan), row.layers);
+  }
+}
+
 TEST(MemoryEstimate, IsWhatTheTrainerPlans) {
   for (const char* name : {"qwen2.5-0.5b", "qwen2.5-3b", "qwen2.5-7b"}) {
     const ModelShape shape = find_model_shape(name);

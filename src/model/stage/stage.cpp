@@ -46,6 +46,8 @@ struct Stage::Implementation {
   StageBytes bytes;
   std::vector<std::unique_ptr<AttentionState>> states;
   std::shared_ptr<void> copies;  // the stream of offloaded layer inputs
+  Arena kept_codes;
+  int64_t codes_version = -1;  // of the parameters that these codes are of
   Arena activations;
   std::vector<Slot> slots;
   // Of every slot, or (Recompute::chunk) of the slot that ran forward last.
@@ -70,6 +72,7 @@ struct Stage::Implementation {
         shared(group, options.layer_chunk),
         model(config, options),
         bytes(config, options, model.parameters, model.frozen, attention, threads),
+        kept_codes(make_arena("fp8 weights", bytes.kept_codes, options.device)),
         activations(make_arena("activations", bytes.activations, options.device)),
         pieces(bytes.pieces, options.device),
         waiting(bytes.waiting_gradients, options.device),
@@ -80,6 +83,9 @@ struct Stage::Implementation {
     model.parameters.allocate(options.training, options.device, options.dtype, options.with_values);
     if (options.lora.enabled())
       model.frozen.allocate(/*with_gradients=*/false, options.device, options.dtype, options.dtype == DType::f32);
+    int left = options.layers_with_kept_codes();
+    for (DecoderLayer& layer : model.layers)
+      if (layer.uses_fp8() && left-- > 0) layer.keep_codes(kept_codes);
     make_states();
     const AttentionShape shape{model.rank.heads, model.rank.kv_heads, config.head_dim, 1.0f};
     attention.reserve(shape, options.max_micro_batch_tokens, options.dtype, states);
@@ -128,6 +134,12 @@ struct Stage::Implementation {
     pieces.divide(count, tokens);
     divided = count;
     slot_tokens = tokens;
+  }
+
+  void round_weights(const Exec& exec) {
+    if (codes_version == model.parameters.version()) return;
+    for (const DecoderLayer& layer : model.layers) layer.round_weights(exec);
+    codes_version = model.parameters.version();
   }
 
   void make_states() {
@@ -325,9 +337,17 @@ int Stage::least_offload(const StageOptions& options, int64_t limit,
   return offload;
 }
 
+int Stage::most_kept_codes(const StageOptions& options, int64_t limit,
+                           const std::function<MemoryPlan(int kept_codes)>& plan) {
+  int kept = options.fp8_layers();
+  while (limit > 0 && kept > 0 && plan(kept).total() > limit) --kept;
+  return kept;
+}
+
 MemoryPlan Stage::memory_used() const {
   const Implementation& s = *implementation_;
   StageBytes used = s.bytes;
+  used.kept_codes = s.kept_codes.high_water();
   used.activations = s.high_water();
   used.rope_table = s.rope_arena.high_water();
   used.waiting_gradients = s.waiting.memory().high_water();
@@ -370,6 +390,10 @@ void Stage::initialize(uint64_t seed) {
   if (s.options.lora.enabled()) initialize_parameters(s.model.frozen, s.config.initializer_range, seed);
 }
 
+void Stage::round_weights(const Exec& exec) {
+  implementation_->round_weights(exec);
+}
+
 TensorView Stage::forward(const Exec& caller, const MicroBatch& batch, int slot_index, TensorView input) {
   Implementation& s = *implementation_;
   if (!s.options.training) return evaluate(caller, batch, slot_index, input);
@@ -378,6 +402,7 @@ TensorView Stage::forward(const Exec& caller, const MicroBatch& batch, int slot_
   SB_CHECK(slot.holds != Slot::Holds::forward, "slot {} still waits for its backward", slot_index);
   const Exec exec = s.with_scratch(caller);
 
+  s.round_weights(exec);
   slot.begin(exec, s.options, batch, s.last, s.config.hidden_size);
   if (batch.is_piece()) s.pieces.begin_forward(place_of(batch), slot_index);
   ArenaScope scope(s.workspace);
@@ -397,6 +422,7 @@ TensorView Stage::evaluate(const Exec& caller, const MicroBatch& batch, int slot
   SB_CHECK(slot.holds != Slot::Holds::forward, "slot {} still waits for its backward", slot_index);
   const Exec exec = s.with_scratch(caller);
 
+  s.round_weights(exec);
   slot.begin(exec, s.options, batch, s.last, s.config.hidden_size);
   s.at_hand = -1;
   if (batch.is_piece()) s.pieces.begin_forward(place_of(batch), slot_index);
@@ -421,6 +447,7 @@ TensorView Stage::Implementation::backward(const Exec& exec, const MicroBatch& b
   Slot& own = slot(slot_index);
   SB_CHECK(own.holds == Slot::Holds::forward && own.tokens == batch.size(),
            "backward of slot {}, which holds no forward of this micro-batch", slot_index);
+  SB_CHECK(codes_version == model.parameters.version(), "the weights changed between a forward and its backward");
   if (batch.is_piece()) pieces.begin_backward(exec, place_of(batch), slot_index);
   bring_back(exec, batch, slot_index);
   KeptLayers& from = kept_of(slot_index);

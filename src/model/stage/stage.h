@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -40,9 +41,18 @@ struct StageOptions {
   bool with_values = true;       // false: the fp32 values are somebody else's (ParameterSet::set_values_owner)
   bool fp8 = false;              // products of the layers from e4m3 codes; on the CPU a reference for tests
   std::vector<int> fp8_skip;     // layers whose products are not
+  int kept_codes = -1;           // of the others, so many keep their weights' codes between updates; -1: all
   LoraConfig lora;               // with a rank the model itself is frozen but for what it names
   TensorShare tensor;            // of the ranks that share the products of this stage, this one
 
+  // Layers whose products are from e4m3 codes, and those that keep their weights' codes.
+  bool uses_fp8(int layer) const { return fp8 && std::ranges::count(fp8_skip, layer) == 0; }
+  int fp8_layers() const {
+    int count = 0;
+    for (int layer = first_layer; layer < last_layer; ++layer) count += uses_fp8(layer);
+    return count;
+  }
+  int layers_with_kept_codes() const { return kept_codes < 0 ? fp8_layers() : kept_codes; }
   // How these share the tokens of a micro-batch between the products.
   TokenShares token_shares() const { return {tensor, layer_chunk}; }
 };
@@ -76,6 +86,10 @@ class Stage {
   static int least_offload(const StageOptions& options, int64_t limit,
                            const std::function<MemoryPlan(int offload)>& plan);
 
+  // The largest options.kept_codes with which the plan for it fits, after what else needs memory has been settled.
+  static int most_kept_codes(const StageOptions& options, int64_t limit,
+                             const std::function<MemoryPlan(int kept_codes)>& plan);
+
   // What was really used so far, by the names of the plan: weights and the like in full, the others at their highest.
   MemoryPlan memory_used() const;
 
@@ -91,6 +105,10 @@ class Stage {
   // Random initialisation: normal(0, initializer_range), norms one, biases zero; a pure function of (seed, parameter
   // name).
   void initialize(uint64_t seed);
+
+  // Makes the kept codes of the weights anew, if the parameters changed since they were made. forward() and evaluate()
+  // do it themselves; who has just changed the weights may do it before anybody measures them.
+  void round_weights(const Exec& exec);
 
   // How many of a micro-batch's rows this rank has between the products: all, unless others share these.
   int64_t rows(const MicroBatch& batch) const { return options().token_shares().own(batch.size()); }

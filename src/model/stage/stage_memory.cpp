@@ -1,5 +1,7 @@
 #include "model/stage/stage_memory.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 
 #include "model/decoder_layer.h"
@@ -67,6 +69,8 @@ StageBytes::StageBytes(const ModelConfig& model, const StageOptions& options, co
   gradients = options.training ? Arena::rounded(parameters.flat_bytes()) : 0;
   rounded_weights = options.dtype == DType::f32 ? 0 : array_bytes(parameters.flat_elements(), options.dtype);
   frozen = array_bytes(frozen_parameters.flat_elements(), options.dtype);
+  const int kept = options.layers_with_kept_codes(), fp8_layers = options.fp8_layers();
+  kept_codes = kept * DecoderLayer::kept_codes_bytes(config);
   if (options.training) layer_inputs = {layers, options.offload, stream};
   // Rounding adds less to a slot than a token takes.
   activations = options.kept_tokens == 0
@@ -80,7 +84,12 @@ StageBytes::StageBytes(const ModelConfig& model, const StageOptions& options, co
   call = attention.call_bytes(shape, tokens, threads);
   rope_table = 2 * array_bytes(options.max_sequence_length * (config.head_dim / 2), DType::f32);
   int64_t besides = DecoderLayer::adapter_bytes(config, options.lora, options.dtype, tokens, options.layer_chunk);
-  if (options.fp8) besides += DecoderLayer::fp8_bytes(config, tokens, options.layer_chunk);
+  int64_t beside_forward = besides;
+  if (fp8_layers > 0) {
+    const bool with_weights = kept < fp8_layers;
+    beside_forward += DecoderLayer::fp8_forward_bytes(config, tokens, options.layer_chunk, with_weights);
+    besides += DecoderLayer::fp8_backward_bytes(config, tokens, options.layer_chunk, with_weights);
+  }
   // The loss has the hidden rows; where ranks share them, those of a piece and their gradient.
   const bool shared = !options.tensor.alone();
   const int64_t gathered = array_bytes(shares.padded_piece(tokens) * config.hidden_size, options.dtype);
@@ -89,7 +98,8 @@ StageBytes::StageBytes(const ModelConfig& model, const StageOptions& options, co
                            : stream + array_bytes(tokens, DType::f32);
   loss_pieces = shared ? shares.pieces(tokens) : 1;
   workspace =
-      stream + std::max(besides + DecoderLayer::forward_workspace_bytes(config, options.dtype, tokens, shares), loss);
+      stream +
+      std::max(beside_forward + DecoderLayer::forward_workspace_bytes(config, options.dtype, tokens, shares), loss);
   if (options.training) {
     // The last stage's gradient lies in its slot.
     const Recompute recompute = kept_at_hand(options.recompute);
@@ -139,6 +149,8 @@ MemoryPlan stage_memory_plan(const StageOptions& options, const StageBytes& byte
   if (options.training) plan.add("gradients", bytes.gradients);
   if (bytes.rounded_weights > 0) plan.add("rounded weights", bytes.rounded_weights);
   if (bytes.frozen > 0) plan.add("frozen weights", bytes.frozen);
+  if (const int all = options.fp8_layers(), kept = options.layers_with_kept_codes(); all > 0)
+    plan.add(kept == all ? "fp8 weights" : fmt::format("fp8 weights, {} of {} layers", kept, all), bytes.kept_codes);
   plan.add("activations", bytes.activations);
   if (bytes.inputs > 0) plan.add("micro-batch ids", options.slots * bytes.inputs);
   const int64_t layers = options.last_layer - options.first_layer;

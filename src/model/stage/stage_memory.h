@@ -20,8 +20,8 @@ Attention::PieceLimits piece_limits(const ModelConfig& config, const StageOption
 
 // Bytes of every piece of a stage's memory, from which both the plan and the arenas are made.
 struct StageBytes {
-  int64_t weights, gradients, rounded_weights, frozen, activations, inputs, states, plans, call, rope_table, workspace,
-      scratch;
+  int64_t weights, gradients, rounded_weights, frozen, kept_codes, activations, inputs, states, plans, call, rope_table,
+      workspace, scratch;
   int64_t waiting_gradients = 0;  // what those of the products' weights are computed from, where they wait
   int64_t loss_pieces;  // of the rows, each of which has its own sums
   int64_t piece_layer;  // what attention keeps in every layer of a sequence in pieces

@@ -31,7 +31,7 @@ StageModel::StageModel(const ModelConfig& config, const StageOptions& options)
   layers.reserve(static_cast<size_t>(options.last_layer - options.first_layer));
   for (int layer = options.first_layer; layer < options.last_layer; ++layer) {
     layers.emplace_back(rank, config, layer, all, options.dtype);
-    if (options.fp8 && std::ranges::count(options.fp8_skip, layer) == 0) layers.back().use_fp8();
+    if (options.uses_fp8(layer)) layers.back().use_fp8();
     parameters.end_group(options.shards);
   }
   if (!last) return;
@@ -72,6 +72,10 @@ void check_stage_options(const ModelConfig& config, const StageOptions& options)
            "backward in two halves of {} tokens: of at most {}, of a stage that trains all of its layers by itself and "
            "is not the first",
            options.split_backward_tokens, options.max_micro_batch_tokens);
+  // The codes follow the version of what is trained.
+  SB_CHECK(!options.fp8 || !options.lora.enabled(), "fp8 products with adapters");
+  SB_CHECK(options.kept_codes <= options.fp8_layers(), "weights of {} layers in fp8 kept, of {}", options.kept_codes,
+           options.fp8_layers());
   SB_CHECK(!options.lora.head || !config.tie_word_embeddings, "the head is the embedding and is trained with it");
 }
 
