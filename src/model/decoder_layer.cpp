@@ -455,8 +455,7 @@ void DecoderLayer::backward_mlp_piece(const LayerRun& run, const SharedRows::Pie
 
   // Each gradient takes the place of its tensor after the tensor's last use, and silu(gate)·up comes back in the pass
   // that needs the same operands.
-  const TensorView dinner = operands.allocate(dtype_, {tokens, width.intermediate}), inner = dinner,
-                   dgate_up = gate_up;
+  const TensorView dinner = operands.allocate(dtype_, {tokens, width.intermediate}), inner = dinner, dgate_up = gate_up;
   const ProductRows of_gradient = down_.output_gradient(run, kept_as_it_is(run, dy.tokens(piece)));
   down_.backward_input(run, begin, of_gradient, dinner);
   ProductRows of_inner = inner, of_dgate_up = dgate_up;

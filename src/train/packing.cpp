@@ -67,13 +67,12 @@ std::vector<int64_t> kept_tokens(const RunConfig& config, const PackingLimits& l
 
 int64_t split_backward_tokens(const RunConfig& config, int64_t hidden_size, int64_t most_rank_tokens) {
   const ParallelOptions& parallel = config.parallel;
-  if (config.balance.chunk == 0 ||
-      !splits_backward(static_cast<int>(parallel.pp), static_cast<int>(parallel.tp), config.lora_config().enabled(),
-                       hidden_size))
+  if (config.balance.chunk == 0 || !splits_backward(static_cast<int>(parallel.pp), static_cast<int>(parallel.tp),
+                                                    config.lora_config().enabled(), hidden_size))
     return 0;
   if (config.balance.chunk > 0) return most_rank_tokens;
-  return std::min(most_rank_tokens, std::ranges::max(chunk_sizes({ChunkOptions::kAutomatic, {}},
-                                                                 piece_edge(attention_spec(config)))));
+  return std::min(most_rank_tokens,
+                  std::ranges::max(chunk_sizes({ChunkOptions::kAutomatic, {}}, piece_edge(attention_spec(config)))));
 }
 
 std::vector<float> target_weights(BatchOptions::Loss loss, std::span<const int64_t> valid_targets) {

@@ -31,8 +31,8 @@ int64_t smallest_piece(const RunConfig& config);
 // its step. The memory is that of whole sequences. Empty otherwise.
 std::vector<int64_t> kept_tokens(const RunConfig& config, const PackingLimits& limits);
 
-// Micro-batches of how many of a rank's tokens run backward in two halves: where sequences come in pieces, all that a step
-// with pieces has.
+// Micro-batches of how many of a rank's tokens run backward in two halves: where sequences come in pieces, all that a
+// step with pieces has.
 int64_t split_backward_tokens(const RunConfig& config, int64_t hidden_size, int64_t most_rank_tokens);
 
 // Weight of every counted target of each sequence in the step's loss, from the number of counted targets of all

@@ -73,7 +73,8 @@ RankModelOptions rank_model_options(const RunConfig& config, const TrainerParts&
   if (const int64_t chunk = smallest_piece(config); chunk > 0) {
     options.max_pieces = static_cast<int>((options.max_sequence_length + chunk - 1) / chunk);
     options.kept_tokens = kept_tokens(config, Trainer::packing(config, parts));
-    options.split_backward_tokens = split_backward_tokens(config, parts.model.hidden_size, options.max_micro_batch_tokens);
+    options.split_backward_tokens =
+        split_backward_tokens(config, parts.model.hidden_size, options.max_micro_batch_tokens);
     if (config.parallel.cp > 1)
       options.max_cut_tokens = ContextLayout::most_sequence_tokens(config.parallel.cp, config.attention.selection.block,
                                                                    options.max_sequence_length);

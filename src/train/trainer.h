@@ -130,7 +130,7 @@ class Trainer {
     std::vector<int64_t> lengths;           // of the global batch
     std::vector<MicroBatch> micro_batches;  // of this rank, in the order they run
     Pipeline::Order order;
-    int64_t tokens() const;                 // of the global batch
+    int64_t tokens() const;  // of the global batch
   };
 
   bool leads() const { return world_->rank() == 0; }

@@ -30,20 +30,20 @@ struct StageOptions {
   // Tokens in all slots: memory is then divided anew as micro-batches come, few large slots or many small ones
   // (Stage::divide). 0: every slot is for max_micro_batch_tokens.
   int64_t kept_tokens = 0;
-  int64_t max_cut_sequence = 0;  // the longest sequence that may come in pieces; 0: all come whole
-  int64_t max_cut_tokens = 0;    // where ranks share it: the most of it that this one holds; 0: nobody does
+  int64_t max_cut_sequence = 0;       // the longest sequence that may come in pieces; 0: all come whole
+  int64_t max_cut_tokens = 0;         // where ranks share it: the most of it that this one holds; 0: nobody does
   int64_t split_backward_tokens = 0;  // micro-batches up to this size may run backward in two halves
-  int64_t loss_chunk = 1024;     // tokens per piece of the vocabulary projection
-  int64_t layer_chunk = 32768;   // tokens per piece of a layer's projections and MLP
-  int offload = 0;               // layer inputs that wait for backward in host memory
-  bool training = true;          // false: no gradients, no saved activations; forward() is evaluate()
-  int shards = 1;                // every group of the parameters can be cut into so many equal pieces
-  bool with_values = true;       // false: the fp32 values are somebody else's (ParameterSet::set_values_owner)
-  bool fp8 = false;              // products of the layers from e4m3 codes; on the CPU a reference for tests
-  std::vector<int> fp8_skip;     // layers whose products are not
-  int kept_codes = -1;           // of the others, so many keep their weights' codes between updates; -1: all
-  LoraConfig lora;               // with a rank the model itself is frozen but for what it names
-  TensorShare tensor;            // of the ranks that share the products of this stage, this one
+  int64_t loss_chunk = 1024;          // tokens per piece of the vocabulary projection
+  int64_t layer_chunk = 32768;        // tokens per piece of a layer's projections and MLP
+  int offload = 0;                    // layer inputs that wait for backward in host memory
+  bool training = true;               // false: no gradients, no saved activations; forward() is evaluate()
+  int shards = 1;                     // every group of the parameters can be cut into so many equal pieces
+  bool with_values = true;            // false: the fp32 values are somebody else's (ParameterSet::set_values_owner)
+  bool fp8 = false;                   // products of the layers from e4m3 codes; on the CPU a reference for tests
+  std::vector<int> fp8_skip;          // layers whose products are not
+  int kept_codes = -1;                // of the others, so many keep their weights' codes between updates; -1: all
+  LoraConfig lora;                    // with a rank the model itself is frozen but for what it names
+  TensorShare tensor;                 // of the ranks that share the products of this stage, this one
 
   // Layers whose products are from e4m3 codes, and those that keep their weights' codes.
   bool uses_fp8(int layer) const { return fp8 && std::ranges::count(fp8_skip, layer) == 0; }

@@ -23,8 +23,8 @@ struct StageBytes {
   int64_t weights, gradients, rounded_weights, frozen, kept_codes, activations, inputs, states, plans, call, rope_table,
       workspace, scratch;
   int64_t waiting_gradients = 0;  // what those of the products' weights are computed from, where they wait
-  int64_t loss_pieces;  // of the rows, each of which has its own sums
-  int64_t piece_layer;  // what attention keeps in every layer of a sequence in pieces
+  int64_t loss_pieces;            // of the rows, each of which has its own sums
+  int64_t piece_layer;            // what attention keeps in every layer of a sequence in pieces
   LayerInputsPlan layer_inputs;
   PieceStorePlan pieces;
 

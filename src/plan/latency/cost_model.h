@@ -32,8 +32,8 @@ struct StageTime {
 };
 
 // Whether, where sequences come in pieces, every stage but the first sends the gradient of its input before it computes
-// those of its weights. Not where these hide the transfers of tensor-parallel ranks, or are the adapters' alone, or where
-// layers are so narrow that reading their operands from memory once more costs what it gains.
+// those of its weights. Not where these hide the transfers of tensor-parallel ranks, or are the adapters' alone, or
+// where layers are so narrow that reading their operands from memory once more costs what it gains.
 constexpr bool splits_backward(int pp, int tp, bool adapters, int64_t hidden) {
   constexpr int64_t kNarrow = 512;
   return pp > 1 && tp == 1 && !adapters && hidden >= kNarrow;

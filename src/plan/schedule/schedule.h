@@ -14,8 +14,8 @@ struct PipelineTimes {
   int micro_batches = 0;
   std::vector<double> forward, backward;
   // Transfer of a micro-batch's activations into a stage from the one before (0 for the first stage), and of its
-  // gradient from the one after (0 for the last; below 0 where that one sends it before its backward ends). Empty: free.
-  // Transfers run beside the computation.
+  // gradient from the one after (0 for the last; below 0 where that one sends it before its backward ends). Empty:
+  // free. Transfers run beside the computation.
   std::vector<double> forward_transfer, backward_transfer;
   // After the last backward of a stage: the gradient reduction. Empty: free.
   std::vector<double> tail;
