@@ -50,7 +50,7 @@ CoveragePlan make_coverage_plan(const Shape& shape, std::span<const int32_t> cu_
     plan.blocks += one.blocks;
     plan.scores += int64_t{one.sampled} * shape.query_heads * one.blocks;
     plan.ranks += int64_t{one.sampled} * shape.kv_heads * one.blocks;
-    plan.results += one.sampled * shape.kv_heads * (1 + one.points);
+    plan.results += int64_t{one.sampled} * shape.kv_heads * (1 + one.points);
     if (select != nullptr) row_base += static_cast<int32_t>((t.tokens + select->query_block - 1) / select->query_block);
     plan.sequences.push_back(one);
   }

@@ -222,7 +222,7 @@ int64_t DevicePlan::piece_scratch_bytes() const {
   const int64_t selecting = room_bytes() + 2 * select_.slices * select_.masses + select_.map_bytes +
                             4 * int64_t{select_.columns} +
                             8 * plane_sums_partials(sample_count_, shape_.kv_heads, shape_.head_dim);
-  const int64_t measuring = 3 * kFloat * (coverage_.scores + coverage_.ranks);
+  const int64_t measuring = kFloat * (3 * (coverage_.scores + coverage_.ranks) + coverage_.results);
   return std::max(backward, selecting + measuring) + kRounding;
 }
 
