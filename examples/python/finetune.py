@@ -1,10 +1,10 @@
-"""Fine-tunes a small Qwen2 on two processes, once with each way of making batches, and says how long an epoch took.
+"""Fine-tunes a small Qwen2 on two processes, once for each way of making batches, and prints how long an epoch took.
 
     torchrun --nproc-per-node 2 examples/python/finetune.py
 
-The model is random and the documents are too, so that nothing has to be downloaded; lengths are spread as those of chats
-over long documents. Every way sees the same sequences, packed without padding, with the same attention: `balanced` and
-`batch_rebalance` take the same global batches, so that their losses agree but for the order of sums."""
+Model and documents are random, so that nothing has to be downloaded; lengths are distributed like those of chats over
+long documents. Every way sees the same sequences, packed without padding, with the same attention. `balanced` and
+`batch_rebalance` take the same global batches, so that their losses agree up to the order of sums."""
 
 import argparse
 import random
@@ -27,7 +27,7 @@ ATTENTION = AttentionConfig(block=64, budget=512, local_blocks=1)
 
 
 class Documents(torch.utils.data.Dataset):
-    """Random tokens that repeat themselves, so that there is something to learn."""
+    """Documents that repeat a random phrase, so that there is something to learn."""
 
     def __init__(self, lengths):
         self.lengths = lengths
@@ -53,18 +53,18 @@ def make_model():
 
 
 def make_loader(way, dataset, model, batch_size, accelerator):
-    """Micro-batches of this process, and how many there are in a step."""
+    """This process's micro-batches, and how many of them make a step."""
     ranks, collate = accelerator.num_processes, PackedCollator()
     steps = batch_size // ranks // MICRO_BATCH
     if way == "balanced":
         spec = sb.AttentionSpec(block=ATTENTION.block, budget=ATTENTION.budget, local_blocks=ATTENTION.local_blocks)
         model.config.save_pretrained(folder := f"/tmp/sparsebalance-example-{accelerator.process_index}")
-        # Budgets stay as they are here: what is compared is the batches alone.
+        # Budgets are not tuned, so that only the batches differ.
         planner = sb.Planner(folder, dp=ranks, micro_batch_sequences=MICRO_BATCH, attention=spec, tuning="none")
         sampler = BalancedBatchSampler(dataset.lengths, planner, batch_size, shuffle=False)
         loader = DataLoader(PlannedDataset(dataset), batch_sampler=sampler, collate_fn=collate)
         return accelerator.prepare(loader), steps
-    if way == "batch_rebalance":  # transformers' own; hands every process its part by itself
+    if way == "batch_rebalance":  # transformers' own sampler, which gives every process its part
         sampler = BatchRebalanceSampler(
             dataset.lengths, batch_size, ranks, steps, shuffle=False, rank=accelerator.process_index
         )
@@ -75,7 +75,7 @@ def make_loader(way, dataset, model, batch_size, accelerator):
 
 
 def multiply_adds(batch):
-    """Of a layer's forward and its share of the head, by the sizes above: what a process has to do, without its noise."""
+    """Of a layer's forward and its share of the head, from the sizes above: a process's work, free of timing noise."""
     total = 0
     for length in batch["cu_seq_lens_q"].diff().tolist():
         dense = min(length, ATTENTION.budget)
@@ -85,8 +85,8 @@ def multiply_adds(batch):
 
 
 def train_epoch(way, dataset, batch_size, accelerator):
-    """Seconds, those that the busiest process of each step computed, the mean loss of the targets as they were met, and the
-    work of the busiest processes over the mean."""
+    """Wall-clock seconds, processor seconds of the busiest process of each step, mean loss per target during training,
+    and the work of the busiest processes over the mean."""
     torch.manual_seed(0)
     model = make_model()
     loader, steps = make_loader(way, dataset, model, batch_size, accelerator)
@@ -108,7 +108,7 @@ def train_epoch(way, dataset, batch_size, accelerator):
             with accelerator.no_sync(model) if i + 1 < steps else torch.enable_grad():
                 logits = model(**batch, use_cache=False).logits[0, :-1]
                 loss = torch.nn.functional.cross_entropy(logits, labels[0, 1:], reduction="sum")
-                # Processes are averaged, and the loss is a mean over the whole step.
+                # Gradients are averaged over processes, but the loss is a mean over the whole step.
                 accelerator.backward(loss * accelerator.num_processes / targets)
             loss_sum += float(loss.detach())
         own = torch.tensor([time.thread_time() - computing])
