@@ -8,7 +8,8 @@ target_compile_options(
 # fmt takes nvcc for a compiler without constexpr and then fails to check its format strings.
 target_compile_options(sb_options INTERFACE $<$<COMPILE_LANGUAGE:CUDA>:--expt-relaxed-constexpr -DFMT_USE_CONSTEXPR=1>)
 if(SB_SANITIZE)
-  target_compile_options(sb_options INTERFACE $<$<COMPILE_LANGUAGE:CXX>:-fsanitize=${SB_SANITIZE} -O1
+  # Of the debug information a report needs the lines alone.
+  target_compile_options(sb_options INTERFACE $<$<COMPILE_LANGUAGE:CXX>:-fsanitize=${SB_SANITIZE} -O1 -g1
                                               -fno-omit-frame-pointer -fno-sanitize-recover=all>)
   target_link_options(sb_options INTERFACE -fsanitize=${SB_SANITIZE})
 endif()
