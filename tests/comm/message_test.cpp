@@ -188,5 +188,40 @@ TEST(MessageSizes, BeyondWhatALibraryTakesGoInParts) {
   EXPECT_EQ(sum, huge + huge / 8 * 8);
 }
 
+// Its messages take so many looks, as those of a library do that moves a part of them at each.
+class SlowTransport final : public Transport {
+ public:
+  explicit SlowTransport(int looks) : looks_(looks) {}
+  int rank() const override { return 0; }
+  int size() const override { return 2; }
+  int64_t send(const void*, int64_t, int, int) override { return 1; }
+  int64_t receive(void*, int64_t, int, int) override { return 1; }
+  void poll(std::vector<Finished>& finished) override {
+    if (--looks_ == 0) finished.push_back({1, 1, ""});
+  }
+  void close() override {}
+  void abort(int) override {}
+
+ private:
+  int looks_;
+};
+
+// Whoever asks every tenth of a millisecond whether a message is there, as the thread of device groups does for a
+// device that waits, has it after about as many questions as it takes looks: the thread that moves messages does not
+// sleep as long as while nobody wants any.
+TEST(MessageEngine, LooksAboutAsOftenAsItIsAsked) {
+  constexpr int kLooks = 400;
+  const auto world =
+      make_message_communicator([&] { return std::make_unique<SlowTransport>(kLooks); }, std::chrono::seconds(60));
+  char data = 0;
+  CommRequest request = world->receive_async(&data, 1, 1, 0);
+  int questions = 0;
+  while (!request.done()) {
+    std::this_thread::sleep_for(std::chrono::microseconds(100));
+    ++questions;
+  }
+  EXPECT_LT(questions, 4 * kLooks);
+}
+
 }  // namespace
 }  // namespace sb
