@@ -535,6 +535,18 @@ TEST(Ranks, CopiesAreBitEqualAfterAnUpdateAndCollectedOnce) {
   }
 }
 
+// The first stage never runs backward in halves, and no stage does where all sequences come whole.
+TEST(Ranks, MemoryForWaitingGradientsIsWhereSequencesAreCut) {
+  Case c = small_case(ModelConfig::Family::qwen2, true, 4);
+  const DenseAttention attention;
+  for (const auto& [chunk, stage, waits] : {std::tuple{16, 0, false}, {16, 1, true}, {30, 1, false}}) {
+    c.chunk = chunk;
+    const MemoryPlan plan = RankModel::memory_plan(options_of(c, {1, 2}, Recompute::attention), attention, stage);
+    EXPECT_EQ(std::ranges::count(plan.items(), "waiting gradients", &MemoryPlan::Item::name), waits)
+        << "pieces of " << chunk << ", stage " << stage;
+  }
+}
+
 TEST(Ranks, OptimizerMemoryFallsWithTheRanks) {
   const Case c = small_case(ModelConfig::Family::qwen2, true, 4);
   const DenseAttention attention;
