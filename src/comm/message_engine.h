@@ -90,6 +90,7 @@ class MessageEngine {
   std::condition_variable over_;     // for those who wait
   std::vector<std::shared_ptr<MessageOperation>> asked_;
   int waiting_ = 0;
+  bool polled_ = false;  // somebody asked whether an operation is over, since the thread's last nap
   int next_context_ = 1;
   bool opened_ = false, stop_ = false, abort_ = false, timed_out_ = false;
   int exit_code_ = 1;    // with abort_

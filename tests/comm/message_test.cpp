@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
+#include <functional>
 
 #include "comm/first_rank.h"
 #include "tests/comm/comm_cases.h"
@@ -186,6 +187,59 @@ TEST(MessageSizes, BeyondWhatALibraryTakesGoInParts) {
   int64_t sum = 0;
   for (const int64_t bytes : sizes) sum += bytes;
   EXPECT_EQ(sum, huge + huge / 8 * 8);
+}
+
+// Nothing ever moves; counts how often somebody looks.
+class SilentTransport final : public Transport {
+ public:
+  explicit SilentTransport(std::atomic<int>& looks) : looks_(looks) {}
+  int rank() const override { return 0; }
+  int size() const override { return 2; }
+  int64_t send(const void*, int64_t, int, int) override { return ++tickets_; }
+  int64_t receive(void*, int64_t, int, int) override { return ++tickets_; }
+  void poll(std::vector<Finished>&) override { ++looks_; }
+  void close() override {}
+  void abort(int) override {}
+
+ private:
+  std::atomic<int>& looks_;
+  int64_t tickets_ = 0;
+};
+
+// While nobody wants a message the model computes, and the thread that moves messages looks rarely. It looks more often
+// while somebody asks whether one is there, as a device's group does while the device may be waiting for it, and while
+// something is to be sent, for which the other side may be waiting.
+TEST(MessageEngine, LooksMoreOftenWhileSomebodyMayWait) {
+  std::atomic<int> looks = 0;
+  const auto world =
+      make_message_communicator([&] { return std::make_unique<SilentTransport>(looks); }, std::chrono::seconds(60));
+  const auto looks_in_a_while = [&](CommRequest* asked_for) {
+    const int before = looks;
+    for (const auto end = std::chrono::steady_clock::now() + milliseconds(30);
+         std::chrono::steady_clock::now() < end;) {
+      if (asked_for) EXPECT_FALSE(asked_for->done());
+      std::this_thread::sleep_for(std::chrono::microseconds(50));
+    }
+    return looks - before;
+  };
+  // Six times as often on a quiet machine; on a busy one, where any nap takes longer, it takes some rounds to tell.
+  const auto expect_more = [](const std::function<int()>& often, const std::function<int()>& rarely) {
+    double more = 0, fewer = 0;
+    for (int round = 0; round < 3 || (round < 100 && more < 1.5 * fewer); ++round) {
+      fewer += rarely();
+      more += often();
+    }
+    EXPECT_GE(more, 1.5 * fewer);
+  };
+  char data = 0;
+  CommRequest receive = world->receive_async(&data, 1, 1, 0);
+  looks_in_a_while(nullptr);  // naps become longer one by one
+  int rarely = 0;
+  expect_more([&] { return looks_in_a_while(&receive); }, [&] { return rarely = looks_in_a_while(nullptr); });
+  CommRequest send = world->send_async(&data, 1, 1, 0);
+  expect_more([&] { return looks_in_a_while(nullptr); }, [&] { return rarely; });
+  send.abandon();
+  receive.abandon();
 }
 
 }  // namespace
