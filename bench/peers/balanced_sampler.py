@@ -40,8 +40,9 @@ SPEC = sb.AttentionSpec(block=ATTENTION.block, budget=ATTENTION.budget, local_bl
 class Documents(torch.utils.data.Dataset):
     """Random tokens that repeat themselves, so that there is something to learn."""
 
-    def __init__(self, lengths):
-        self.lengths = lengths
+    def __init__(self, unscaled, scale):
+        self.unscaled = unscaled
+        self.lengths = [max(32, int(length * scale)) for length in unscaled]
 
     def __len__(self):
         return len(self.lengths)
@@ -63,34 +64,29 @@ def make_model():
     return model
 
 
-def make_planner(lengths, given, ranks, folder):
-    """For this model on this machine."""
-    model, profile = make_model(), os.path.join(folder, "profile.json")
-    model.config.save_pretrained(folder)
-    measure_profile(model, SPEC, lengths, profile)
+def make_planner(folder, micro_batch, ranks):
     # Budgets stay as they are: only the batches are compared.
-    return sb.Planner(
-        folder, profile=profile, dp=ranks, micro_batch_sequences=given.micro_batch, attention=SPEC, tuning="none"
-    )
+    profile = os.path.join(folder, "profile.json")
+    return sb.Planner(folder, profile=profile, dp=ranks, micro_batch_sequences=micro_batch, attention=SPEC, tuning="none")
 
 
-def make_loader(way, dataset, planner, given, accelerator):
-    """Micro-batches of this process, as Trainer makes them, or as the sampler's documentation says."""
-    ranks, accumulation = accelerator.num_processes, given.batch_size // accelerator.num_processes // given.micro_batch
-    if way == "batch_rebalance":  # hands every process its part by itself
+def make_loader(way, dataset, planner, micro_batch, batch_size, accelerator):
+    """Micro-batches of this process: as Trainer makes them, or as the sampler's documentation says."""
+    ranks, accumulation = accelerator.num_processes, batch_size // accelerator.num_processes // micro_batch
+    if way == "batch_rebalance":  # hands every process its part by itself; weighs attention as lengths are in earnest
         sampler = BatchRebalanceSampler(
-            dataset.lengths, given.batch_size, ranks, accumulation, shuffle=False, rank=accelerator.process_index
+            dataset.unscaled, batch_size, ranks, accumulation, shuffle=False, rank=accelerator.process_index
         )
         return DataLoader(dataset, batch_sampler=sampler, collate_fn=PackedCollator())
     if way == "balanced":
-        sampler = BalancedBatchSampler(dataset.lengths, planner, given.batch_size, shuffle=False)
+        sampler = BalancedBatchSampler(dataset.lengths, planner, batch_size, shuffle=False)
         dataset = PlannedDataset(dataset)
     elif way == "group_by_length":
         order = torch.Generator().manual_seed(0)
-        grouped = LengthGroupedSampler(given.micro_batch * accumulation, lengths=dataset.lengths, generator=order)
-        sampler = BatchSampler(grouped, given.micro_batch, drop_last=True)
-    else:  # the lengths have been shuffled
-        sampler = BatchSampler(SequentialSampler(dataset), given.micro_batch, drop_last=True)
+        grouped = LengthGroupedSampler(micro_batch * accumulation, lengths=dataset.lengths, generator=order)
+        sampler = BatchSampler(grouped, micro_batch, drop_last=True)
+    else:  # the dataset's order is random
+        sampler = BatchSampler(SequentialSampler(dataset), micro_batch, drop_last=True)
     return accelerator.prepare(DataLoader(dataset, batch_sampler=sampler, collate_fn=PackedCollator()))
 
 
@@ -164,62 +160,79 @@ def ratio(name, peer, ours):
     return times, np.sqrt(len(errors)) * errors.std(ddof=1) / total
 
 
+COLUMNS = (
+    "micro-batches", "batches", "clock, ms", "busiest process, ms", "imbalance", "most tokens at once", "loss",
+    "held-out loss", "times balanced: clock", "processor",
+)  # fmt: skip
+
+
 def table(trained, held_out):
-    """In markdown, and the ratios."""
-    ours = trained["balanced"]
-    lines = [
-        "| batches | step, ms: clock | busiest process | processes' imbalance | most tokens of a micro-batch | loss | held out "
-        "| times as long as balanced: clock | processor |",
-        "| --- |" + " --- |" * 8,
-    ]
-    for way, own in trained.items():
-        clock, busy = (1e3 * np.mean(own.steps[name]) for name in ("seconds", "busiest"))
+    """In markdown."""
+    rows = [COLUMNS, ["---"] * len(COLUMNS)]
+    for (micro_batch, way), own in trained.items():
+        clock, busy = (f"{1e3 * np.mean(own.steps[name]):.0f}" for name in ("seconds", "busiest"))
         imbalance = np.sum(own.steps["busiest"]) / np.sum(own.steps["mean busy"])
-        cells = [f"{clock:.0f}", f"{busy:.0f}", f"{imbalance:.3f}", f"{max(own.steps['most tokens']):.0f}"]
-        cells += [f"{np.mean(own.steps['loss']):.5f}", f"{own.evaluate(held_out):.5f}"]
-        cells += ["", ""] if own is ours else ["{:.3f} ± {:.3f}".format(*ratio(n, own, ours)) for n in ("seconds", "busiest")]
-        lines.append(f"| `{way}` | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        ours = trained[micro_batch, "balanced"]
+        ratios = ["{:.3f} ± {:.3f}".format(*ratio(name, own, ours)) for name in ("seconds", "busiest")]
+        rows.append([
+            str(own.accumulation), f"`{way}`", clock, busy, f"{imbalance:.3f}", f"{max(own.steps['most tokens']):.0f}",
+            f"{np.mean(own.steps['loss']):.5f}", f"{own.evaluate(held_out):.5f}",
+            *(["1", "1"] if own is ours else ratios),
+        ])  # fmt: skip
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+
+
+def train(trained, turns, accelerator):
+    """All ways in turns."""
+    every = list(trained.values())
+    for turn in range(turns):
+        for i in range(len(every)):
+            every[(turn + i) % len(every)].step()
+        if turn % 10 == 9 and accelerator.is_main_process:
+            print(f"{turn + 1} of {turns} steps", file=sys.stderr, flush=True)
+    tokens = {name: np.sum(own.steps["work"], axis=0)[0] for name, own in trained.items()}
+    if len(set(tokens.values())) > 1:
+        raise SystemExit(f"not all have trained the same sequences: {tokens}")
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--sequences", type=int, default=1600)
+    parser.add_argument("--sequences", type=int, default=1600, help="a multiple of --batch-size")
     parser.add_argument("--batch-size", type=int, default=16, help="sequences of a step, over all processes")
-    parser.add_argument("--micro-batch", type=int, default=2, help="sequences, on average")
+    parser.add_argument("--micro-batch", type=int, nargs="+", default=[2, 4], help="sequences, on average")
     parser.add_argument("--longest", type=int, default=4096, help="tokens of the longest sequence of chatqa2-like")
     given = parser.parse_args()
     torch.set_num_threads(1)
     accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(even_batches=False))
     pool = sb.lengths("chatqa2-like")
     scale = given.longest / max(pool)
-    random.Random(0).shuffle(pool)
-    lengths = [max(32, int(length * scale)) for length in pool[: given.sequences + HELD_OUT]]
-    dataset, held_out = Documents(lengths[:-HELD_OUT]), Documents(lengths[-HELD_OUT:])
-    with tempfile.TemporaryDirectory() as folder:
-        planner = make_planner(dataset.lengths, given, accelerator.num_processes, folder)
-        error = sb.profile(os.path.join(folder, "profile.json"), folder)["held_out_error"]
-    accelerator.print(f"latencies of micro-batches that were not fitted: {100 * error['median']:.1f} % off in the median")
+    drawn = random.Random(0).sample(pool, given.sequences + HELD_OUT)
+    dataset, held_out = Documents(drawn[:-HELD_OUT], scale), Documents(drawn[-HELD_OUT:], scale)
 
-    accumulation = given.batch_size // accelerator.num_processes // given.micro_batch
-    loaders = {way: make_loader(way, dataset, planner, given, accelerator) for way in WAYS}
-    trained = {way: Trained(loader, accumulation, accelerator) for way, loader in loaders.items()}
+    trained = {}
+    with tempfile.TemporaryDirectory() as folder:
+        model = make_model()
+        model.config.save_pretrained(folder)
+        measure_profile(model, SPEC, dataset.lengths, os.path.join(folder, "profile.json"))
+        error = sb.profile(os.path.join(folder, "profile.json"), folder)["held_out_error"]["median"]
+        accelerator.print(f"predicted latencies are {100 * error:.1f} % off, in the median of those that were not fitted")
+        for micro_batch, way in itertools.product(given.micro_batch, WAYS):
+            planner = make_planner(folder, micro_batch, accelerator.num_processes)
+            loader = make_loader(way, dataset, planner, micro_batch, given.batch_size, accelerator)
+            accumulation = given.batch_size // accelerator.num_processes // micro_batch
+            trained[micro_batch, way] = Trained(loader, accumulation, accelerator)
     for own in trained.values():
         own.warm_up(held_out)
-    for turn in range(given.sequences // given.batch_size):
-        for i in range(len(WAYS)):
-            trained[WAYS[(turn + i) % len(WAYS)]].step()
-        if accelerator.is_main_process and turn % 10 == 9:
-            print(f"{turn + 1} steps", file=sys.stderr, flush=True)
-    tokens = {way: np.sum(own.steps["work"], axis=0)[0] for way, own in trained.items()}
-    if len(set(tokens.values())) > 1:
-        raise SystemExit(f"the ways have not trained the same sequences: {tokens}")
-
+    train(trained, given.sequences // given.batch_size, accelerator)
     accelerator.print(table(trained, held_out))
-    for peer in WAYS[1:]:
-        apart = np.abs(np.subtract(trained[peer].steps["loss"], trained["balanced"].steps["loss"])).max()
-        clock, error = ratio("seconds", trained[peer], trained["balanced"])
-        accelerator.print(f"{peer}: loss of a step at most {apart:.1e} apart, {clock:.3f} ± {error:.3f} times as long")
+    for (micro_batch, way), own in trained.items():
+        ours = trained[micro_batch, "balanced"]
+        if own is not ours:
+            apart = np.abs(np.subtract(own.steps["loss"], ours.steps["loss"])).max()
+            accelerator.print(
+                "{}, {} micro-batches: losses of a step at most {:.0e} apart; balanced is {:.3f} ± {:.3f} times as "
+                "fast".format(way, own.accumulation, apart, *ratio("seconds", own, ours))
+            )
     accelerator.end_training()
 
 

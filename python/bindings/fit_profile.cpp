@@ -33,8 +33,7 @@ Work work_of_layers(const AttentionSpec& spec, int64_t layers, const std::vector
 }
 
 PassRates fit_pass(const std::vector<LatencySample>& samples) {
-  const OperationTable table =
-      fit_table(Coordinate::pairs, samples, {.token = true, .score = true}, /*max_knots=*/1);
+  const OperationTable table = fit_table(Coordinate::pairs, samples, {.token = true, .score = true}, /*max_knots=*/1);
   const auto& [x, y] = table.curve;
   return {y[0], table.per_token, (y[1] - y[0]) / x[1], table.per_score};
 }
