@@ -2,16 +2,17 @@
 
     torchrun --nproc-per-node 2 bench/peers/balanced_sampler.py [--sequences 1600] [--batch-size 16] [--longest 4096]
 
-Every way of making batches trains a model of its own from the same weights, on the same sequences, once, packed without
-padding by the same collator; lengths are those of chatqa2-like, scaled down. The ways take turns step by step, and another
-one begins every time, so that whatever slows the machine slows all of them. A step is timed from barrier to barrier, with
-the making of its batches; processor time is that of its busiest process. Prints a table for docs/python.md."""
+Model, documents and training step are those of examples/python/finetune.py. Every way of making batches trains a model
+of its own from the same weights, on the same sequences, once, packed without padding by the same collator; lengths are
+those of chatqa2-like, scaled down. The ways take turns step by step, in another order every time, so that whatever
+slows the machine slows all of them. A step is timed from barrier to barrier, with the making of its batches; processor
+time is that of its busiest process. Prints a table for docs/python.md."""
 
 import argparse
 import collections
-import contextlib
 import itertools
 import os
+import pathlib
 import random
 import sys
 import tempfile
@@ -20,74 +21,49 @@ import time
 import numpy as np
 import torch
 from accelerate import Accelerator, DataLoaderConfiguration
-from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from torch.utils.data import BatchSampler, DataLoader
 from transformers.trainer_pt_utils import BatchRebalanceSampler, LengthGroupedSampler
 
 import sparsebalance as sb
-import sparsebalance.transformers as sbt
 from sparsebalance.profiling import measure_profile
 from sparsebalance.sampler import BalancedBatchSampler, PlannedDataset
-from sparsebalance.torch import AttentionConfig
 from sparsebalance.trainer import PackedCollator
 
+sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "examples" / "python"))
+from finetune import ATTENTION, SPEC, Documents, make_model, train_step  # noqa: E402
+
 WAYS = ("balanced", "batch_rebalance", "group_by_length", "random")
-VOCABULARY, HELD_OUT = 512, 32
-ATTENTION = AttentionConfig(block=64, budget=512, local_blocks=1)
-SPEC = sb.AttentionSpec(block=ATTENTION.block, budget=ATTENTION.budget, local_blocks=ATTENTION.local_blocks)
-
-
-class Documents(torch.utils.data.Dataset):
-    """Random tokens that repeat themselves, so that there is something to learn."""
-
-    def __init__(self, unscaled, scale):
-        self.unscaled = unscaled
-        self.lengths = [max(32, int(length * scale)) for length in unscaled]
-
-    def __len__(self):
-        return len(self.lengths)
-
-    def __getitem__(self, index):
-        generator = torch.Generator().manual_seed(index)
-        phrase = torch.randint(0, VOCABULARY, (31,), generator=generator)
-        return {"input_ids": phrase.repeat(self.lengths[index] // 31 + 1)[: self.lengths[index]]}
-
-
-def make_model():
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=VOCABULARY, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, attn_implementation="sparsebalance",
-    )  # fmt: skip
-    model = Qwen2ForCausalLM(config)
-    sbt.configure(model, ATTENTION)
-    return model
+HELD_OUT = 32
 
 
 def make_planner(folder, micro_batch, ranks):
     # Budgets stay as they are: only the batches are compared.
     profile = os.path.join(folder, "profile.json")
-    return sb.Planner(folder, profile=profile, dp=ranks, micro_batch_sequences=micro_batch, attention=SPEC, tuning="none")
+    return sb.Planner(
+        folder, profile=profile, dp=ranks, micro_batch_sequences=micro_batch, attention=SPEC, tuning="none"
+    )
 
 
-def make_loader(way, dataset, planner, micro_batch, batch_size, accelerator):
+def make_loader(way, documents, drawn, planner, micro_batch, batch_size, accelerator):
     """Micro-batches of this process: as Trainer makes them, or as the sampler's documentation says."""
     ranks, accumulation = accelerator.num_processes, batch_size // accelerator.num_processes // micro_batch
-    if way == "batch_rebalance":  # hands every process its part by itself; weighs attention as lengths are in earnest
+    lengths = documents.lengths[: len(drawn)]
+    if way == "batch_rebalance":
+        # Hands every process its part by itself. How it weighs attention is meant for lengths that are not scaled down.
         sampler = BatchRebalanceSampler(
-            dataset.unscaled, batch_size, ranks, accumulation, shuffle=False, rank=accelerator.process_index
+            drawn, batch_size, ranks, accumulation, shuffle=False, rank=accelerator.process_index
         )
-        return DataLoader(dataset, batch_sampler=sampler, collate_fn=PackedCollator())
+        return DataLoader(documents, batch_sampler=sampler, collate_fn=PackedCollator())
     if way == "balanced":
-        sampler = BalancedBatchSampler(dataset.lengths, planner, batch_size, shuffle=False)
-        dataset = PlannedDataset(dataset)
+        sampler = BalancedBatchSampler(lengths, planner, batch_size, shuffle=False)
+        documents = PlannedDataset(documents)
     elif way == "group_by_length":
         order = torch.Generator().manual_seed(0)
-        grouped = LengthGroupedSampler(micro_batch * accumulation, lengths=dataset.lengths, generator=order)
+        grouped = LengthGroupedSampler(micro_batch * accumulation, lengths=lengths, generator=order)
         sampler = BatchSampler(grouped, micro_batch, drop_last=True)
-    else:  # the dataset's order is random
-        sampler = BatchSampler(SequentialSampler(dataset), micro_batch, drop_last=True)
-    return accelerator.prepare(DataLoader(dataset, batch_sampler=sampler, collate_fn=PackedCollator()))
+    else:  # the documents' order is random
+        sampler = BatchSampler(range(len(lengths)), micro_batch, drop_last=True)
+    return accelerator.prepare(DataLoader(documents, batch_sampler=sampler, collate_fn=PackedCollator()))
 
 
 class Trained:
@@ -99,10 +75,13 @@ class Trained:
         self.batches, self.accumulation, self.accelerator = iter(loader), accumulation, accelerator
         self.steps = collections.defaultdict(list)
 
-    def warm_up(self, dataset):
+    def loss(self, sample):
+        return self.model(**PackedCollator()([sample]), use_cache=False).loss
+
+    def warm_up(self, samples):
         """Passes that change nothing: DDP, for one, looks at the first two."""
-        for i in range(2):
-            self.accelerator.backward(self.model(**PackedCollator()([dataset[i]]), use_cache=False).loss)
+        for sample in samples[:2]:
+            self.accelerator.backward(self.loss(sample))
             self.optimizer.zero_grad()
 
     def step(self):
@@ -110,38 +89,28 @@ class Trained:
         self.accelerator.wait_for_everyone()
         begin, begin_busy = time.perf_counter(), time.process_time()
         batches = list(itertools.islice(self.batches, self.accumulation))
-        targets = torch.tensor(sum(int((batch["labels"] != -100).sum()) for batch in batches))
-        targets = self.accelerator.reduce(targets, "sum")
-        loss = torch.zeros(())
-        for i, batch in enumerate(batches):
-            last = i + 1 == self.accumulation
-            with contextlib.nullcontext() if last else self.accelerator.no_sync(self.model):
-                part = self.model(**batch, use_cache=False, num_items_in_batch=targets).loss
-                self.accelerator.backward(part * self.accelerator.num_processes)  # processes are averaged
-            loss += part.detach()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        loss = train_step(self.model, self.optimizer, batches, self.accelerator)
         busy = time.process_time() - begin_busy
         self.accelerator.wait_for_everyone()
-        self.note(time.perf_counter() - begin, busy, float(loss), batches)
+        self.note(time.perf_counter() - begin, busy, loss, batches)
 
     def note(self, seconds, busy, loss, batches):
         lengths = torch.cat([batch["cu_seq_lens_q"].diff() for batch in batches]).double()
         within = lengths.clamp(max=ATTENTION.budget)
-        own = [seconds, busy, loss, float(lengths.sum()), float((within * (lengths - within / 2)).sum())]
-        own.append(max(float(batch["cu_seq_lens_q"][-1]) for batch in batches))
+        pairs = within * (lengths - within / 2)
+        most = max(int(batch["cu_seq_lens_q"][-1]) for batch in batches)
+        own = [seconds, busy, float(lengths.sum()), float(pairs.sum()), most]
         every = self.accelerator.gather(torch.tensor([own], dtype=torch.float64)).numpy()
         self.steps["seconds"].append(every[:, 0].max())
         self.steps["busiest"].append(every[:, 1].max())
         self.steps["mean busy"].append(every[:, 1].mean())
-        self.steps["loss"].append(every[:, 2].sum())
-        self.steps["work"].append(every[:, 3:5].sum(0))  # tokens and pairs
-        self.steps["most tokens"].append(every[:, 5].max())
+        self.steps["work"].append(every[:, 2:4].sum(0))  # tokens and pairs
+        self.steps["most tokens"].append(every[:, 4].max())
+        self.steps["loss"].append(loss)
 
     @torch.no_grad()
-    def evaluate(self, dataset):
-        losses = [self.model(**PackedCollator()([dataset[i]]), use_cache=False).loss for i in range(len(dataset))]
-        return float(torch.stack(losses).mean())
+    def evaluate(self, samples):
+        return float(torch.stack([self.loss(sample) for sample in samples]).mean())
 
 
 def unexplained(trained, name):
@@ -152,8 +121,8 @@ def unexplained(trained, name):
 
 
 def ratio(name, peer, ours):
-    """How many times as long all steps of the peer took, and the standard error. Both have trained the same sequences, but
-    length grouping's steps are of other sizes: steps of the same turn are compared after what follows from their sizes."""
+    """How many times as long all steps of the peer took, and the standard error. Both have trained the same sequences,
+    but length grouping's steps are of other sizes: steps of the same turn are compared after what follows from that."""
     total = np.sum(ours.steps[name])
     times = np.sum(peer.steps[name]) / total
     errors = unexplained(peer, name) - times * unexplained(ours, name)
@@ -161,8 +130,8 @@ def ratio(name, peer, ours):
 
 
 COLUMNS = (
-    "micro-batches", "batches", "clock, ms", "busiest process, ms", "imbalance", "most tokens at once", "loss",
-    "held-out loss", "times balanced: clock", "processor",
+    "micro-batches", "sampler", "step, ms", "busiest process, ms", "imbalance", "most tokens at once", "loss",
+    "held-out loss", "step / balanced", "busiest / balanced",
 )  # fmt: skip
 
 
@@ -184,10 +153,9 @@ def table(trained, held_out):
 
 def train(trained, turns, accelerator):
     """All ways in turns."""
-    every = list(trained.values())
     for turn in range(turns):
-        for i in range(len(every)):
-            every[(turn + i) % len(every)].step()
+        for own in random.Random(turn).sample(list(trained.values()), len(trained)):
+            own.step()
         if turn % 10 == 9 and accelerator.is_main_process:
             print(f"{turn + 1} of {turns} steps", file=sys.stderr, flush=True)
     tokens = {name: np.sum(own.steps["work"], axis=0)[0] for name, own in trained.items()}
@@ -207,18 +175,20 @@ def main():
     pool = sb.lengths("chatqa2-like")
     scale = given.longest / max(pool)
     drawn = random.Random(0).sample(pool, given.sequences + HELD_OUT)
-    dataset, held_out = Documents(drawn[:-HELD_OUT], scale), Documents(drawn[-HELD_OUT:], scale)
+    documents = Documents([max(32, int(length * scale)) for length in drawn])
+    held_out = [documents[given.sequences + i] for i in range(HELD_OUT)]
+    drawn = drawn[: given.sequences]
 
     trained = {}
     with tempfile.TemporaryDirectory() as folder:
         model = make_model()
         model.config.save_pretrained(folder)
-        measure_profile(model, SPEC, dataset.lengths, os.path.join(folder, "profile.json"))
+        measure_profile(model, SPEC, documents.lengths, os.path.join(folder, "profile.json"))
         error = sb.profile(os.path.join(folder, "profile.json"), folder)["held_out_error"]["median"]
-        accelerator.print(f"predicted latencies are {100 * error:.1f} % off, in the median of those that were not fitted")
+        accelerator.print(f"predicted latencies that were not fitted are {100 * error:.1f} % off in the median")
         for micro_batch, way in itertools.product(given.micro_batch, WAYS):
             planner = make_planner(folder, micro_batch, accelerator.num_processes)
-            loader = make_loader(way, dataset, planner, micro_batch, given.batch_size, accelerator)
+            loader = make_loader(way, documents, drawn, planner, micro_batch, given.batch_size, accelerator)
             accumulation = given.batch_size // accelerator.num_processes // micro_batch
             trained[micro_batch, way] = Trained(loader, accumulation, accelerator)
     for own in trained.values():

@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 2 examples/python/finetune.py
 
-The model is random and the documents are too, so that nothing has to be downloaded; lengths are spread as those of chats
-over long documents. bench/peers/balanced_sampler.py compares with the samplers of transformers."""
+The model is random and the documents are too, so that nothing has to be downloaded; lengths are spread as those of
+chats over long documents. bench/peers/balanced_sampler.py compares with the samplers of transformers, step by step."""
 
 import argparse
 import contextlib
@@ -26,6 +26,7 @@ from sparsebalance.trainer import PackedCollator
 
 VOCABULARY = 512
 ATTENTION = AttentionConfig(block=64, budget=512, local_blocks=1)
+SPEC = sb.AttentionSpec(block=64, budget=512, local_blocks=1)  # what the planner has to know of it
 
 
 class Documents(torch.utils.data.Dataset):
@@ -56,12 +57,11 @@ def make_model():
 
 def make_sampler(model, lengths, batch_size, ranks):
     """Batches balanced by what this model takes on this machine."""
-    spec = sb.AttentionSpec(block=ATTENTION.block, budget=ATTENTION.budget, local_blocks=ATTENTION.local_blocks)
     with tempfile.TemporaryDirectory() as folder:
         model.config.save_pretrained(folder)  # a model from the hub has its folder
         profile = os.path.join(folder, "profile.json")
-        measure_profile(model, spec, lengths, profile)
-        planner = sb.Planner(folder, profile=profile, dp=ranks, micro_batch_sequences=2, attention=spec)
+        measure_profile(model, SPEC, lengths, profile)
+        planner = sb.Planner(folder, profile=profile, dp=ranks, micro_batch_sequences=2, attention=SPEC)
     return BalancedBatchSampler(lengths, planner, batch_size)
 
 

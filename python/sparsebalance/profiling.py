@@ -1,6 +1,6 @@
 """Latencies of a model of transformers on this machine, for a Planner.
 
-    measure_profile(model, attention, lengths, "profile.json")     # attention: the AttentionSpec that the planner is given
+    measure_profile(model, attention, lengths, "profile.json")     # attention: the AttentionSpec of the planner
     planner = sb.Planner(path, profile="profile.json", attention=attention, ...)
 """
 
@@ -35,10 +35,10 @@ def measure_profile(
     sequences: int = 4,
     seed: int = 0,
 ) -> None:
-    """Times forward and backward of random tokens in packed micro-batches of one to `sequences` of `lengths`, and writes a
-    profile. With torch.distributed all ranks measure at the same time, as they will train, and all write the same: give
-    each a path of its own, or one that all may replace. `model` is the one to be trained, in training mode, before it is
-    wrapped; its gradients are None afterwards, nothing else changes."""
+    """Times forward and backward of random tokens in packed micro-batches of one to `sequences` of `lengths`, and
+    writes a profile. With torch.distributed all ranks measure at the same time, as they will train, and all write the same:
+    give each a path of its own, or one that all may replace. `model` is the one to be trained, before it is wrapped;
+    its gradients are None afterwards, nothing else changes."""
     micro_batches = _draw(lengths, sequences, random.Random(seed))
     learner = learner_of(model)
     learned = learner.state_dict() if learner is not None else None

@@ -39,7 +39,8 @@ def test_finetune_on_two_processes():
 def test_comparison_of_samplers_on_two_processes():
     script = EXAMPLES.parents[1] / "bench" / "peers" / "balanced_sampler.py"
     text = on_two_processes(script, "--sequences", 32, "--longest", 512, "--micro-batch", 4)
-    apart = {way: float(loss) for way, loss in re.findall(r"^(\w+), 2 micro-batches: .* at most (\S+) apart", text, re.M)}
+    found = re.findall(r"^(\w+), 2 micro-batches: .* at most (\S+) apart", text, re.M)
+    apart = {way: float(difference) for way, difference in found}
     assert set(apart) == {"batch_rebalance", "group_by_length", "random"}
     assert apart["batch_rebalance"] < 2e-5 and apart["random"] < 2e-5  # the same global batches
     assert len(re.findall(r"^\| 2 \| `", text, re.M)) == 4

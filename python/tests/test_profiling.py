@@ -17,7 +17,8 @@ FIXED, TOKEN, PAIR, SCORE = 5000.0, 2.0, 0.01, 0.004  # microseconds, the last t
 def work(lengths):
     """Tokens, pairs and scores of a layer."""
     kept = [min(n, ATTENTION.budget) for n in lengths]
-    return sum(lengths), sum(k * (n - k / 2) for n, k in zip(lengths, kept)), sum(n * n / 2 for n in lengths if n > 1024)
+    pairs = sum(k * (n - k / 2) for n, k in zip(lengths, kept))
+    return sum(lengths), pairs, sum(n * n / 2 for n in lengths if n > ATTENTION.budget)
 
 
 def forward_us(lengths):
