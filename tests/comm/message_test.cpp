@@ -1,5 +1,6 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sys/mman.h>
 
 #include <atomic>
 #include <functional>
@@ -177,16 +178,19 @@ class CountingTransport final : public Transport {
 
 TEST(MessageSizes, BeyondWhatALibraryTakesGoInParts) {
   const int64_t huge = (int64_t{3} << 30) + 123, parts = huge / Transport::kLargestMessage + 1;
+  void* addresses = mmap(nullptr, huge, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);  // nobody reads them
+  ASSERT_NE(addresses, MAP_FAILED);
   std::vector<int64_t> sizes;
   const auto world =
       make_message_communicator([&] { return std::make_unique<CountingTransport>(sizes); }, milliseconds(5000));
-  world->send_async(nullptr, huge, 1, 3).wait();
+  world->send_async(addresses, huge, 1, 3).wait();
   EXPECT_EQ(std::ssize(sizes), parts);
-  world->broadcast_async(nullptr, huge / 8, CommType::f64, 0).wait();
+  world->broadcast_async(addresses, huge / 8, CommType::f64, 0).wait();
   EXPECT_EQ(std::ssize(sizes), 2 * parts);
   int64_t sum = 0;
   for (const int64_t bytes : sizes) sum += bytes;
   EXPECT_EQ(sum, huge + huge / 8 * 8);
+  munmap(addresses, huge);
 }
 
 // Nothing ever moves; counts how often somebody looks.
