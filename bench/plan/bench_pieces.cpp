@@ -51,9 +51,8 @@ class Way {
         attention_({config_.attention.selection, model_.layers, static_cast<int>(config_.attention.coverage_rows)}),
         stage_(model_, options(arguments.tokens, piece), attention_, /*threads=*/1) {
     stage_.initialize(1);
-    const TokenSequence sequence = bench::drawn_sequence(0, arguments.tokens);
-    const float weight = 1.0f / static_cast<float>(arguments.tokens - 1);
-    const MicroBatch whole = make_micro_batch(std::span(&sequence, 1), std::vector<int>{0}, std::span(&weight, 1), 1024);
+    const MicroBatch whole = micro_batch(arguments.tokens);
+    first_look(micro_batch(std::min({arguments.chunk, arguments.tokens, config_.attention.selection.budget})));
     if (piece >= arguments.tokens) {
       batches_ = {whole};
     } else {
@@ -87,6 +86,19 @@ class Way {
   }
 
  private:
+  static MicroBatch micro_batch(int64_t tokens) {
+    const TokenSequence sequence = bench::drawn_sequence(0, tokens);
+    const float weight = 1.0f / static_cast<float>(tokens - 1);
+    return make_micro_batch(std::span(&sequence, 1), std::vector<int>{0}, std::span(&weight, 1), 1024);
+  }
+
+  // The statistics that blocks are judged by come from a short sequence, which runs dense, as a run begins.
+  void first_look(const MicroBatch& batch) {
+    ThreadPool pool(1);
+    stage_.evaluate({.pool = &pool}, batch, 0, {});
+    attention_.use(learn({}, attention_.take_observations()));
+  }
+
   StageOptions options(int64_t tokens, int64_t piece) const {
     StageOptions options;
     options.last_layer = model_.layers;
