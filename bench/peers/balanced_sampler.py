@@ -151,6 +151,21 @@ def table(trained, held_out):
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 
+def against_balanced(peer, micro_batch, trained):
+    ours = trained[micro_batch, "balanced"]
+    apart = np.abs(np.subtract(peer.steps["loss"], ours.steps["loss"])).max()
+    text = "losses of a step at most {:.0e} apart; balanced is {:.3f} ± {:.3f} times as fast".format(
+        apart, *ratio("seconds", peer, ours)
+    )
+    for own in (own for (_, way), own in trained.items() if way == "balanced"):
+        no_larger = max(own.steps["most tokens"]) <= max(peer.steps["most tokens"])
+        if own.accumulation < ours.accumulation and no_larger:
+            text += ", {:.3f} ± {:.3f} with {} micro-batches, which are no larger than the peer's".format(
+                *ratio("seconds", peer, own), own.accumulation
+            )
+    return text
+
+
 def train(trained, turns, accelerator):
     """All ways in turns."""
     for turn in range(turns):
@@ -196,13 +211,9 @@ def main():
     train(trained, given.sequences // given.batch_size, accelerator)
     accelerator.print(table(trained, held_out))
     for (micro_batch, way), own in trained.items():
-        ours = trained[micro_batch, "balanced"]
-        if own is not ours:
-            apart = np.abs(np.subtract(own.steps["loss"], ours.steps["loss"])).max()
-            accelerator.print(
-                "{}, {} micro-batches: losses of a step at most {:.0e} apart; balanced is {:.3f} ± {:.3f} times as "
-                "fast".format(way, own.accumulation, apart, *ratio("seconds", own, ours))
-            )
+        if way != "balanced":
+            compared = against_balanced(own, micro_batch, trained)
+            accelerator.print(f"{way}, {own.accumulation} micro-batches: {compared}")
     accelerator.end_training()
 
 
