@@ -171,6 +171,11 @@ bool MessageEngine::done(const MessageOperation& operation) {
   return over;
 }
 
+microseconds MessageEngine::nap() {
+  std::lock_guard lock(mutex_);
+  return nap_;
+}
+
 void MessageEngine::abandon(const MessageOperation& operation) {
   std::unique_lock lock(mutex_);
   if (operation.done) return;
@@ -248,7 +253,7 @@ void MessageEngine::work(Transport& transport) {
     else if (by_ticket_.empty())
       changed_.wait(lock, asked);
     else if (idle > (waiting_ > 0 ? kPatience : kLooks) && asked_.empty())
-      changed_.wait_for(lock, nap_after(idle, waiting_ > 0, std::exchange(polled_, false) || sending_ > 0));
+      changed_.wait_for(lock, nap_ = nap_after(idle, waiting_ > 0, std::exchange(polled_, false) || sending_ > 0));
     if (abort_ || (stop_ && (!failed_.empty() || (asked_.empty() && by_ticket_.empty())))) return;
     if (!failed_.empty()) continue;
     std::vector<std::shared_ptr<MessageOperation>> asked_now;

@@ -3,9 +3,9 @@
 #include <sys/mman.h>
 
 #include <atomic>
-#include <functional>
 
 #include "comm/first_rank.h"
+#include "comm/message_engine.h"
 #include "tests/comm/comm_cases.h"
 #include "tests/comm/memory_transport.h"
 #include "tests/comm/socket_transport.h"
@@ -210,40 +210,43 @@ class SilentTransport final : public Transport {
   int64_t tickets_ = 0;
 };
 
+std::shared_ptr<MessageOperation> one_byte(std::unique_ptr<MessageSteps> steps) {
+  auto operation = std::make_shared<MessageOperation>();
+  operation->group = std::make_shared<MessageGroup>(MessageGroup{"world", {0, 1}});
+  operation->steps = std::move(steps);
+  return operation;
+}
+
 // While nobody wants a message the model computes, and the thread that moves messages looks rarely. It looks more often
 // while somebody asks whether one is there, as a device's group does while the device may be waiting for it, and while
 // something is to be sent, for which the other side may be waiting.
-TEST(MessageEngine, LooksMoreOftenWhileSomebodyMayWait) {
+TEST(MessageEngine, TakesShorterNapsWhileSomebodyMayWait) {
   std::atomic<int> looks = 0;
-  const auto world =
-      make_message_communicator([&] { return std::make_unique<SilentTransport>(looks); }, std::chrono::seconds(60));
-  const auto looks_in_a_while = [&](CommRequest* asked_for) {
-    const int before = looks;
-    for (const auto end = std::chrono::steady_clock::now() + milliseconds(30);
-         std::chrono::steady_clock::now() < end;) {
-      if (asked_for) EXPECT_FALSE(asked_for->done());
-      std::this_thread::sleep_for(std::chrono::microseconds(50));
-    }
-    return looks - before;
+  MessageEngine engine([&] { return std::make_unique<SilentTransport>(looks); }, std::chrono::seconds(60));
+  const auto nap_after_looks = [&](int count) {
+    for (const int end = looks + count; looks < end;) std::this_thread::sleep_for(milliseconds(1));
+    return engine.nap();
   };
-  // Six times as often on a quiet machine; on a busy one, where any nap takes longer, it takes some rounds to tell.
-  const auto expect_more = [](const std::function<int()>& often, const std::function<int()>& rarely) {
-    double more = 0, fewer = 0;
-    for (int round = 0; round < 3 || (round < 100 && more < 1.5 * fewer); ++round) {
-      fewer += rarely();
-      more += often();
-    }
-    EXPECT_GE(more, 1.5 * fewer);
-  };
+  constexpr int kEnough = 30;  // for naps that become longer one by one
   char data = 0;
-  CommRequest receive = world->receive_async(&data, 1, 1, 0);
-  looks_in_a_while(nullptr);  // naps become longer one by one
-  int rarely = 0;
-  expect_more([&] { return looks_in_a_while(&receive); }, [&] { return rarely = looks_in_a_while(nullptr); });
-  CommRequest send = world->send_async(&data, 1, 1, 0);
-  expect_more([&] { return looks_in_a_while(nullptr); }, [&] { return rarely; });
-  send.abandon();
-  receive.abandon();
+  const auto receive = one_byte(receive_steps(&data, 1, 1));
+  engine.begin(receive);
+  const auto longest = nap_after_looks(kEnough);
+  EXPECT_EQ(nap_after_looks(kEnough), longest);
+
+  bool shorter = false;
+  for (const int end = looks + 2000; !shorter && looks < end;) {
+    EXPECT_FALSE(engine.done(*receive));
+    std::this_thread::sleep_for(std::chrono::microseconds(50));
+    shorter = engine.nap() < longest;
+  }
+  EXPECT_TRUE(shorter);
+  EXPECT_EQ(nap_after_looks(kEnough), longest) << "nobody asks any more";
+
+  const auto send = one_byte(send_steps(&data, 1, 1));
+  engine.begin(send);
+  EXPECT_LT(nap_after_looks(kEnough), longest);
+  engine.abandon(*send);
 }
 
 }  // namespace
