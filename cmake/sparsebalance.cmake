@@ -8,7 +8,8 @@ target_compile_options(
 # fmt takes nvcc for a compiler without constexpr and then fails to check its format strings.
 target_compile_options(sb_options INTERFACE $<$<COMPILE_LANGUAGE:CUDA>:--expt-relaxed-constexpr -DFMT_USE_CONSTEXPR=1>)
 if(SB_SANITIZE)
-  target_compile_options(sb_options INTERFACE $<$<COMPILE_LANGUAGE:CXX>:-fsanitize=${SB_SANITIZE} -O1
+  # Of the debug information a report needs the lines alone.
+  target_compile_options(sb_options INTERFACE $<$<COMPILE_LANGUAGE:CXX>:-fsanitize=${SB_SANITIZE} -O1 -g1
                                               -fno-omit-frame-pointer -fno-sanitize-recover=all>)
   target_link_options(sb_options INTERFACE -fsanitize=${SB_SANITIZE})
 endif()
@@ -56,6 +57,9 @@ function(sb_test name)
   target_link_libraries(${name} PRIVATE ${ARG_LIBS} GTest::gtest_main)
   # Paths are relative to the source tree (tests run there), so that the compiler cache serves every checkout.
   target_compile_definitions(${name} PRIVATE SB_TEST_DATA="tests/data" SB_SOURCE_DIR=".")
+  if(SB_SANITIZE MATCHES address)
+    target_compile_definitions(${name} PRIVATE SB_ADDRESS_SANITIZER)
+  endif()
   if(NOT ARG_SHARDS)
     add_test(NAME ${name} COMMAND ${name} WORKING_DIRECTORY ${CMAKE_SOURCE_DIR})
     set_tests_properties(${name} PROPERTIES LABELS ${ARG_LABEL} TIMEOUT ${ARG_TIMEOUT})

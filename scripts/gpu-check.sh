@@ -2,13 +2,16 @@
 # Everything that needs a GPU, in one command: builds the cuda preset, runs the GPU tests, then the benchmarks beside
 # their peers (PyTorch and transformers where they can be imported), and prints one table with ratios and bars last.
 #   scripts/gpu-check.sh [--only PART[,PART...]] [--no-peers] [--within SECONDS] [--out DIR]
-# The parts, in this order; all but the last six run without --only, in about nine minutes on 16 cores:
+# The parts, in this order; those up to `attention` run without --only, in about nine minutes on 16 cores:
 #   build      the cuda preset, tests and benchmarks included
 #   tests      ctest -L gpu
 #   step       a training step of Qwen2.5-0.5B and 3B at 8K; with the portable attention kernels too
 #   long       3B at 32K, 128K and 512K with sparse attention
 #   packed     steps of 524,288 tokens in sequences of 1,024
 #   attention  the attention kernels
+#   fp8        the steps of `step`, `packed` and 128K of `long` with train.precision: fp8
+#   pieces     attention of 4K queries on long prefixes; 3B at 128K whole and in pieces; 1M tokens of 3B, 2M of 0.5B
+#   python     the Python package on the GPU: its tests, and training steps in transformers with our attention and sdpa
 #   nccl       NCCL between two processes that share the GPU: what it answers, all operations, dp, pp, cp and tp 2
 #   curve      600 steps of one training, by transformers and by sparsebalance: both loss curves and speeds
 #   profiles   latencies of Qwen2.5-0.5B, 3B and 3B with LoRA of rank 32, for scripts/build-in-profile.py; into --out, or
@@ -33,7 +36,7 @@ while [ $# -gt 0 ]; do
       [ -n "$parts" ] || parts=none
       for part in $parts; do
         case $part in
-          build | tests | step | long | packed | attention | nccl | curve | profiles | sanitize | sanitize-attention | racecheck-attention) ;;
+          build | tests | step | long | packed | attention | fp8 | pieces | python | nccl | curve | profiles | sanitize | sanitize-attention | racecheck-attention) ;;
           *) echo "--only ${2:-}: no such part; see $0 --help" >&2; exit 2 ;;
         esac
       done
@@ -82,6 +85,28 @@ packed() {
   local how="--packed 1024 --tokens-per-step 524288 --loss-chunk 16384 --no-classes"
   limit 60 $ours 0.5B 65536 $how --steps 2 --warm-up 1
   limit 90 $ours 3B 32768 $how --steps 1 --warm-up 1
+}
+fp8() {
+  limit 40 $ours 0.5B 8192 --steps 5 --no-classes --fp8
+  limit 40 $ours 3B 8192 --steps 5 --no-classes --fp8
+  limit 60 $ours 3B 131072 --budget 8192 --recompute attention --steps 1 --warm-up 1 --no-classes --fp8
+  local how="--packed 1024 --tokens-per-step 524288 --loss-chunk 16384 --no-classes --fp8"
+  limit 60 $ours 0.5B 65536 $how --steps 2 --warm-up 1
+  limit 90 $ours 3B 32768 $how --steps 1 --warm-up 1
+  if can_import transformers; then limit 90 python3 bench/peers/train_step_peers.py 0.5B:8192 3B:8192; fi
+}
+pieces() {
+  local how="--budget 8192 --score moments --steps 1 --no-classes"
+  limit 60 $ours 3B 131072 $how --warm-up 1 --offload 0 --recompute attention
+  limit 60 $ours 3B 131072 $how --warm-up 1 --offload 0 --recompute attention --chunk 8192
+  limit 60 $ours 3B 131072 $how --warm-up 1 --offload 0 --recompute chunk --chunk 8192
+  limit 200 $ours 3B 1048576 $how --warm-up 0 --recompute chunk --chunk 8192 --loss-chunk 1024 --offload-optimizer
+  limit 200 $ours 0.5B 2097152 $how --warm-up 0 --recompute chunk --chunk 8192 --loss-chunk 1024
+  limit 60 build/cuda/bench/attention/attention_prefix_bench # fails where a piece is too slow
+}
+python() {
+  can_import torch || { echo "python needs torch (and no --no-peers)"; return 1; }
+  limit 500 scripts/test-python-cuda.sh --bench
 }
 attention() {
   limit 120 build/cuda/bench/attention/attention_hopper_bench all

@@ -26,9 +26,9 @@
 #include <sstream>
 
 #include "attention/cpu/sparse_attention.h"
+#include "bench/plan/workload.h"
 #include "comm/world.h"
 #include "core/errors.h"
-#include "core/random.h"
 #include "plan/schedule/schedule.h"
 #include "plan/simulate/length_pool.h"
 #include "plan/simulate/simulate.h"
@@ -54,7 +54,7 @@ struct Arguments {
   int64_t batches = 34, global_batch = 8, chunk = 0;
   std::vector<std::string> policies;  // in_order first
   std::vector<std::pair<std::string, double>> at_least;
-  std::string pattern = "topk";
+  std::string pattern = "topk", model = "narrow";
   fs::path out = "bench_balance.out", profile;
 };
 
@@ -73,9 +73,7 @@ std::vector<int64_t> pool() {
 
 std::string run_yaml(const Arguments& arguments, int64_t longest) {
   return fmt::format(
-      "model:\n"
-      "  init: {{ model_type: llama, vocab_size: 1024, hidden_size: 64, intermediate_size: 64, num_hidden_layers: 2,\n"
-      "          num_attention_heads: 1, num_key_value_heads: 1, head_dim: 64, initializer_range: 0.25 }}\n"
+      "model:\n  init: {7}\n"
       "data: {{ synthetic: {{ task: chunk_recall, length: {0}, vocab_size: 1024 }} }}\n"
       "batch: {{ global_batch_size: {1}, micro_batch_sequences: 1 }}\n"
       "attention: {{ pattern: {6}, block: 64, budget: 2048, local_blocks: 1, coverage_rows: 8 }}\n"
@@ -84,11 +82,11 @@ std::string run_yaml(const Arguments& arguments, int64_t longest) {
       "optimizer: {{ learning_rate: 0, schedule: constant }}\n"
       "train: {{ max_steps: 1000000, threads: 1, tensorboard: false, output_dir: {5}, save_steps: 0 }}\n",
       longest, arguments.global_batch, arguments.profile.string(), arguments.pipeline ? 1 : 2,
-      arguments.pipeline ? 2 : 1, (arguments.out / "run").string(), arguments.pattern);
+      arguments.pipeline ? 2 : 1, (arguments.out / "run").string(), arguments.pattern,
+      bench::model_yaml(bench::find_model(arguments.model)));
 }
 
-// The same global batches for every policy. Segments of a sequence draw from two tokens each, so that key blocks differ
-// and attention has something to choose.
+// The same global batches for every policy.
 class DrawnBatches final : public SequenceSource {
  public:
   DrawnBatches(int64_t global_batch, int64_t first_batch, int64_t batches) : first_(first_batch * global_batch) {
@@ -103,20 +101,7 @@ class DrawnBatches final : public SequenceSource {
   int64_t valid_targets(uint64_t position) const override { return length(position) - 1; }
   int64_t max_length() const override { return longest_; }
   TokenSequence read(uint64_t position) const override {
-    const size_t number = sequence_at(position);
-    Random random(1000 + number);
-    TokenSequence sequence;
-    sequence.id = static_cast<int64_t>(number);
-    constexpr int64_t kSegment = 192, kWords = 2;
-    std::vector<int32_t> words(kWords);
-    for (int64_t t = 0; t < lengths_[number]; ++t) {
-      if (t % kSegment == 0)
-        for (int32_t& word : words) word = static_cast<int32_t>(random.below(1024));
-      sequence.tokens.push_back(words[random.below(kWords)]);
-    }
-    sequence.labels.assign(sequence.tokens.begin() + 1, sequence.tokens.end());
-    sequence.labels.push_back(kIgnoredLabel);
-    return sequence;
+    return bench::drawn_sequence(sequence_at(position), length(position));
   }
 
  private:
@@ -483,6 +468,8 @@ int run(int argc, char** argv) {
       arguments.pipeline = true;
     else if (word == "--summary")
       arguments.summary = true;
+    else if (word == "--model")
+      arguments.model = value();
     else if (word == "--pattern")
       arguments.pattern = value();
     else if (word == "--batches")

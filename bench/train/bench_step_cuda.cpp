@@ -462,6 +462,7 @@ int main(int argc, char** argv) try {
       results.back() += fmt::format(", pieces of {}, recompute {}", arguments.chunk, arguments.recompute);
     if (arguments.offload_optimizer) results.back() += ", values and moments in host memory";
     if (arguments.packed < tokens) results.back() += fmt::format(", sequences of {}", arguments.packed);
+    if (arguments.fp8) results.back() += ", fp8";
   }
   for (const std::string& line : results) fmt::print("{}\n", line);
 } catch (const std::exception& failure) {

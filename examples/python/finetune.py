@@ -1,29 +1,32 @@
-"""Fine-tunes a small Qwen2 on two processes, once with each way of making batches, and says how long an epoch took.
+"""Fine-tunes a small Qwen2 on two processes with accelerate and balanced batches.
 
     torchrun --nproc-per-node 2 examples/python/finetune.py
 
-The model is random and the documents are too, so that nothing has to be downloaded; lengths are spread as those of chats
-over long documents. Every way sees the same sequences, packed without padding, with the same attention: `balanced` and
-`batch_rebalance` take the same global batches, so that their losses agree but for the order of sums."""
+Model and documents are random, so that nothing has to be downloaded; lengths are distributed like those of chats over
+long documents. bench/peers/balanced_sampler.py compares with the samplers of transformers, step by step."""
 
 import argparse
+import contextlib
+import itertools
+import os
 import random
-import time
+import tempfile
 
 import torch
 from accelerate import Accelerator, DataLoaderConfiguration
-from torch.utils.data import BatchSampler, DataLoader
+from torch.utils.data import DataLoader
 from transformers import Qwen2Config, Qwen2ForCausalLM
-from transformers.trainer_pt_utils import BatchRebalanceSampler, LengthGroupedSampler
 
 import sparsebalance as sb
 import sparsebalance.transformers as sbt
+from sparsebalance.profiling import measure_profile
 from sparsebalance.sampler import BalancedBatchSampler, PlannedDataset
 from sparsebalance.torch import AttentionConfig
 from sparsebalance.trainer import PackedCollator
 
-VOCABULARY, MICRO_BATCH = 512, 2
+VOCABULARY = 512
 ATTENTION = AttentionConfig(block=64, budget=512, local_blocks=1)
+SPEC = sb.AttentionSpec(block=64, budget=512, local_blocks=1)  # what the planner has to know of it
 
 
 class Documents(torch.utils.data.Dataset):
@@ -52,98 +55,53 @@ def make_model():
     return model
 
 
-def make_loader(way, dataset, model, batch_size, accelerator):
-    """Micro-batches of this process, and how many there are in a step."""
-    ranks, collate = accelerator.num_processes, PackedCollator()
-    steps = batch_size // ranks // MICRO_BATCH
-    if way == "balanced":
-        spec = sb.AttentionSpec(block=ATTENTION.block, budget=ATTENTION.budget, local_blocks=ATTENTION.local_blocks)
-        model.config.save_pretrained(folder := f"/tmp/sparsebalance-example-{accelerator.process_index}")
-        # Budgets stay as they are here: what is compared is the batches alone.
-        planner = sb.Planner(folder, dp=ranks, micro_batch_sequences=MICRO_BATCH, attention=spec, tuning="none")
-        sampler = BalancedBatchSampler(dataset.lengths, planner, batch_size, shuffle=False)
-        loader = DataLoader(PlannedDataset(dataset), batch_sampler=sampler, collate_fn=collate)
-        return accelerator.prepare(loader), steps
-    if way == "batch_rebalance":  # transformers' own; hands every process its part by itself
-        sampler = BatchRebalanceSampler(
-            dataset.lengths, batch_size, ranks, steps, shuffle=False, rank=accelerator.process_index
-        )
-        return DataLoader(dataset, batch_sampler=sampler, collate_fn=collate), steps
-    grouped = LengthGroupedSampler(MICRO_BATCH * ranks, lengths=dataset.lengths)
-    loader = DataLoader(dataset, batch_sampler=BatchSampler(grouped, MICRO_BATCH, drop_last=True), collate_fn=collate)
-    return accelerator.prepare(loader), steps
+def make_sampler(model, lengths, batch_size, ranks):
+    """Batches balanced by what this model takes on this machine."""
+    with tempfile.TemporaryDirectory() as folder:
+        model.config.save_pretrained(folder)  # a model from the hub has its folder
+        profile = os.path.join(folder, "profile.json")
+        measure_profile(model, SPEC, lengths, profile)
+        planner = sb.Planner(folder, profile=profile, dp=ranks, micro_batch_sequences=2, attention=SPEC)
+    return BalancedBatchSampler(lengths, planner, batch_size)
 
 
-def multiply_adds(batch):
-    """Of a layer's forward and its share of the head, by the sizes above: what a process has to do, without its noise."""
-    total = 0
-    for length in batch["cu_seq_lens_q"].diff().tolist():
-        dense = min(length, ATTENTION.budget)
-        pairs = dense * (dense + 1) / 2 + (length - dense) * ATTENTION.budget
-        total += length * (2 * 128 * 128 + 2 * 128 * 64 + 3 * 128 * 256 + 128 * VOCABULARY / 2) + pairs * 2 * 128
-    return total
-
-
-def train_epoch(way, dataset, batch_size, accelerator):
-    """Seconds, those that the busiest process of each step computed, the mean loss of the targets as they were met, and the
-    work of the busiest processes over the mean."""
-    torch.manual_seed(0)
-    model = make_model()
-    loader, steps = make_loader(way, dataset, model, batch_size, accelerator)
-    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
-    loss_sum = targets_sum = busiest = most_work = mean_work = 0.0
-    accelerator.wait_for_everyone()
-    begin, batches = time.perf_counter(), iter(loader)
-    while True:
-        step = [batch for _, batch in zip(range(steps), batches)]
-        if len(step) < steps:
-            break
-        targets = torch.tensor(float(sum((batch["labels"] != -100).sum() for batch in step)))
-        targets = accelerator.reduce(targets, "sum")
-        work = accelerator.gather(torch.tensor([float(sum(map(multiply_adds, step)))]))
-        most_work, mean_work = most_work + float(work.max()), mean_work + float(work.mean())
-        computing = time.thread_time()
-        for i, batch in enumerate(step):
-            labels = batch.pop("labels")
-            with accelerator.no_sync(model) if i + 1 < steps else torch.enable_grad():
-                logits = model(**batch, use_cache=False).logits[0, :-1]
-                loss = torch.nn.functional.cross_entropy(logits, labels[0, 1:], reduction="sum")
-                # Processes are averaged, and the loss is a mean over the whole step.
-                accelerator.backward(loss * accelerator.num_processes / targets)
-            loss_sum += float(loss.detach())
-        own = torch.tensor([time.thread_time() - computing])
-        busiest += float(accelerator.gather(own).max())
-        optimizer.step()
-        optimizer.zero_grad()
-        targets_sum += float(targets)
-    accelerator.wait_for_everyone()
-    seconds = time.perf_counter() - begin
-    loss = float(accelerator.reduce(torch.tensor(loss_sum), "sum")) / targets_sum
-    return seconds, busiest, loss, most_work / mean_work
+def train_step(model, optimizer, batches, accelerator):
+    """The mean loss of the global batch, whose targets all count the same."""
+    targets = torch.tensor(sum(int((batch["labels"] != -100).sum()) for batch in batches), device=accelerator.device)
+    targets = accelerator.reduce(targets, "sum")
+    total = 0.0
+    for i, batch in enumerate(batches):
+        last = i + 1 == len(batches)
+        with contextlib.nullcontext() if last else accelerator.no_sync(model):  # gradients are sent once a step
+            loss = model(**batch, use_cache=False, num_items_in_batch=targets).loss
+            accelerator.backward(loss * accelerator.num_processes)  # processes are averaged
+        total += loss.detach()
+    optimizer.step()
+    optimizer.zero_grad()
+    return float(accelerator.reduce(total, "sum"))
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--sequences", type=int, default=96)
+    parser.add_argument("--sequences", type=int, default=192)
     parser.add_argument("--batch-size", type=int, default=16, help="sequences of a step, over all processes")
     parser.add_argument("--longest", type=int, default=4096)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(even_batches=False))
     pool = sb.lengths("chatqa2-like")
-    random.Random(0).shuffle(pool)
     scale = arguments.longest / max(pool)
-    dataset = Documents([max(32, int(length * scale)) for length in pool[: arguments.sequences]])
+    lengths = [max(32, int(length * scale)) for length in random.Random(0).sample(pool, arguments.sequences)]
 
-    train_epoch("balanced", Documents(dataset.lengths[: arguments.batch_size]), arguments.batch_size, accelerator)
-    results = {}
-    for way in ("group_by_length", "batch_rebalance", "balanced"):
-        seconds, busiest, loss, imbalance = results[way] = train_epoch(way, dataset, arguments.batch_size, accelerator)
-        spent = f"{seconds:6.2f} s, of them {busiest:6.2f} s computing"
-        accelerator.print(f"{way:16} {spent}, imbalance {imbalance:.3f}, loss {loss:.5f}")
-    for way in ("group_by_length", "batch_rebalance"):
-        by_clock, computing = (results[way][i] / results["balanced"][i] for i in (0, 1))
-        accelerator.print(f"balanced is {by_clock:.2f} times as fast as {way}; {computing:.2f} times by what it computes")
+    model = make_model()
+    sampler = make_sampler(model, lengths, arguments.batch_size, accelerator.num_processes)
+    loader = DataLoader(PlannedDataset(Documents(lengths)), batch_sampler=sampler, collate_fn=PackedCollator())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    batches = iter(loader)
+    for step in range(len(lengths) // arguments.batch_size):
+        loss = train_step(model, optimizer, list(itertools.islice(batches, sampler.micro_batches)), accelerator)
+        accelerator.print(f"step {step + 1}: loss {loss:.5f}")
     accelerator.end_training()
 
 

@@ -1,10 +1,10 @@
 """The planner in a loop like Megatron's: a batch sampler that knows its data-parallel rank and resumes from
-`consumed_samples`, and budgets that wait in a queue for the forward of their micro-batch.
+`consumed_samples`, and a queue in which budgets wait for the forward of their micro-batch.
 
     python examples/python/megatron_loop.py
 
-Megatron's own pieces are replaced by the two lines that matter here. With it, the sampler goes into a DataLoader that is
-passed with --dataloader-type external, and forward_step() takes its budgets from the queue."""
+Megatron's own parts are reduced to the lines that matter here. In Megatron itself, the sampler goes into a DataLoader
+that is passed with --dataloader-type external, and forward_step() takes its budgets from the queue."""
 
 import collections
 import random
@@ -19,7 +19,7 @@ class BalancedMegatronSampler:
         self.lengths, self.planner, self.global_batch_size = lengths, planner, global_batch_size
         self.data_parallel_rank, self.consumed_samples, self.seed = data_parallel_rank, consumed_samples, seed
         self.budget_queue = collections.deque()
-        self.num_microbatches = collections.deque()  # of the steps to come: a plan decides
+        self.num_microbatches = collections.deque()  # of the steps to come, as their plans decide
 
     def __iter__(self):
         batches = len(self.lengths) // self.global_batch_size
@@ -39,9 +39,9 @@ class BalancedMegatronSampler:
 
 
 def train_step(data_iterator, sampler):
-    """forward_backward_func(forward_step, data_iterator, num_microbatches=…), without the model."""
+    """Stands for forward_backward_func(forward_step, data_iterator, num_microbatches=…), without the model."""
     tokens = []
-    first = next(data_iterator)  # asks for the plan of the step
+    first = next(data_iterator)  # makes the plan of the step
     for i in range(sampler.num_microbatches.popleft()):
         sequences = first if i == 0 else next(data_iterator)
         budgets = sampler.budget_queue.popleft()  # [layers, sequences], for the attention of this forward
@@ -58,7 +58,7 @@ def main():
     for step in range(1, 4):
         work = [train_step(iterator, sampler) for iterator, sampler in zip(iterators, samplers)]
         print(f"step {step}: " + "; ".join(f"rank {rank}: {tokens} tokens" for rank, tokens in enumerate(work)))
-    # A run that is started again goes on with the same batches.
+    # A restarted run continues with the same batches.
     again = BalancedMegatronSampler(lengths, planner, 16, 0, consumed_samples=samplers[0].consumed_samples)
     assert next(iter(again)) == next(iterators[0])
     print("a resumed sampler goes on with the same batches")

@@ -1,4 +1,4 @@
-"""What balancing gains on a cluster that need not be there, with a picture of one step before and after.
+"""What balancing would gain on a cluster, without the cluster, and a picture of one step before and after.
 
     python examples/python/simulate_cluster.py            # writes schedule.svg
 """
@@ -27,7 +27,7 @@ for row in sb.sweep(16, "chatqa2-like", model="qwen2.5-3b", profile="h200", step
     print(f"dp {layout.dp:2} x pp {layout.pp:2}: {row.tokens_per_second:8.0f} tokens/s, {row.memory_bytes / 2**30:5.1f} GiB"
           f"{'' if row.fits else ', does not fit'}")  # fmt: skip
 
-# %% One step, in order and balanced.
+# %% One step, in order and balanced
 lengths = random.Random(1).sample(sb.lengths("chatqa2-like"), 16)
 in_order = sb.Planner("qwen2.5-3b", profile="h200", dp=2, pp=4, micro_batch_sequences=1, batching="in_order",
                       ordering=False, tuning="none").plan(1, lengths)  # fmt: skip

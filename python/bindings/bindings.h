@@ -16,6 +16,7 @@ namespace sb::python {
 void bind_attention(nanobind::module_& module);
 void bind_plans(nanobind::module_& module);
 void bind_planner(nanobind::module_& module);
+void bind_fit_profile(nanobind::module_& module);
 void bind_token_files(nanobind::module_& module);
 void bind_simulation(nanobind::module_& module);
 void bind_run_files(nanobind::module_& module);

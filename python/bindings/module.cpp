@@ -30,6 +30,7 @@ NB_MODULE(_core, module) {
   sb::python::bind_attention(module);
   sb::python::bind_plans(module);
   sb::python::bind_planner(module);
+  sb::python::bind_fit_profile(module);
   sb::python::bind_simulation(module);
   sb::python::bind_run_files(module);
   sb::python::bind_token_files(module);

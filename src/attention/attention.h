@@ -67,6 +67,9 @@ struct AttentionOperands {
   TensorView v;    // [T, kv_heads, d]
   TensorView out;  // [T, heads, d]
   TensorView lse;  // [heads, T] fp32: log-sum-exp of the scaled scores; -inf for a row without keys
+  // Of a piece: [rows of k, PieceBytes::page / 4] fp32, for what an implementation makes of keys and values. The
+  // forward of a piece writes its own page; the forwards after it and all backwards read it.
+  TensorView packed = {};
 };
 
 // Of a piece: dk and dv are fp32 [end of the piece, kv_heads, d], by tokens of the sequence (where ranks share it, by
@@ -81,6 +84,7 @@ struct AttentionGradients {
 struct PieceBytes {
   int64_t scratch = 0, state = 0, call = 0;  // as Attention::scratch_bytes, state_bytes and call_bytes
   int64_t layer = 0;                         // what an implementation keeps of a cut sequence in every layer
+  int64_t page = 0;                          // in every layer, for each token in flight: of AttentionOperands::packed
   int64_t reserved = 0;                      // what reserve_pieces() takes besides those of states and layers
 };
 

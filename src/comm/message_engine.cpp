@@ -11,21 +11,22 @@
 #include <algorithm>
 #include <cstdio>
 #include <exception>
+#include <utility>
 
 namespace sb {
 
 using std::chrono::microseconds;
 // Looks in a row that find nothing before the thread takes a nap: about a millisecond where somebody waits.
 constexpr int kPatience = 1000, kLooks = 2;
-constexpr microseconds kShortestNap(10), kNapOfSender(160), kLongestNap(1280);
+constexpr microseconds kShortestNap(10), kNapIfExpected(160), kLongestNap(1280);
 
 // While somebody waits the core is free but for other ranks on it. Otherwise the model computes on it, and every look
 // costs it some microseconds: they become rare while nothing happens, less so while something is to be sent, because
-// the other side may wait for the next part.
-microseconds nap_after(int idle, bool somebody_waits, bool sending) {
+// the other side may wait for the next part, or while somebody asks whether it is over, because a device may.
+microseconds nap_after(int idle, bool somebody_waits, bool somebody_may_wait) {
   if (somebody_waits) return microseconds(20);
   const microseconds nap = kShortestNap * (1 << std::clamp(idle - kLooks, 0, 7));
-  return std::min(nap, sending ? kNapOfSender : kLongestNap);
+  return std::min(nap, somebody_may_wait ? kNapIfExpected : kLongestNap);
 }
 
 // A thread that sleeps most of the time would wait for the rest of a computing thread's time slice, milliseconds, when
@@ -165,7 +166,14 @@ void MessageEngine::wait(MessageOperation& operation) {
 
 bool MessageEngine::done(const MessageOperation& operation) {
   std::lock_guard lock(mutex_);
-  return operation.done || !failed_.empty();
+  const bool over = operation.done || !failed_.empty();
+  if (!over) polled_ = true;
+  return over;
+}
+
+microseconds MessageEngine::nap() {
+  std::lock_guard lock(mutex_);
+  return nap_;
 }
 
 void MessageEngine::abandon(const MessageOperation& operation) {
@@ -245,7 +253,7 @@ void MessageEngine::work(Transport& transport) {
     else if (by_ticket_.empty())
       changed_.wait(lock, asked);
     else if (idle > (waiting_ > 0 ? kPatience : kLooks) && asked_.empty())
-      changed_.wait_for(lock, nap_after(idle, waiting_ > 0, sending_ > 0));
+      changed_.wait_for(lock, nap_ = nap_after(idle, waiting_ > 0, std::exchange(polled_, false) || sending_ > 0));
     if (abort_ || (stop_ && (!failed_.empty() || (asked_.empty() && by_ticket_.empty())))) return;
     if (!failed_.empty()) continue;
     std::vector<std::shared_ptr<MessageOperation>> asked_now;

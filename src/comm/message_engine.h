@@ -67,6 +67,8 @@ class MessageEngine {
   // The operation's memory is about to go while it is under way.
   void abandon(const MessageOperation& operation);
   [[noreturn]] void abort(const std::string& message, int exit_code);
+  // How long the thread sleeps, or slept last, between two looks.
+  std::chrono::microseconds nap();
 
   // Contexts are handed out by agreement: each member proposes its next free one, all take the largest.
   int next_context();
@@ -90,6 +92,8 @@ class MessageEngine {
   std::condition_variable over_;     // for those who wait
   std::vector<std::shared_ptr<MessageOperation>> asked_;
   int waiting_ = 0;
+  bool polled_ = false;  // somebody asked whether an operation is over, since the thread's last nap
+  std::chrono::microseconds nap_{0};
   int next_context_ = 1;
   bool opened_ = false, stop_ = false, abort_ = false, timed_out_ = false;
   int exit_code_ = 1;    // with abort_

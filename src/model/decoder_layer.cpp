@@ -239,7 +239,7 @@ DecoderLayer::Operands DecoderLayer::operands(const LayerSaved& saved, Arena& wo
 
 AttentionOperands DecoderLayer::attended(const LayerSaved& saved, const Operands& own, TensorView out,
                                          TensorView lse) const {
-  if (saved.pieces) return {own.q, saved.pieces->k, saved.pieces->v, out, lse};
+  if (saved.pieces) return {own.q, saved.pieces->k, saved.pieces->v, out, lse, saved.pieces->packed};
   return {own.q, own.k, own.v, out, lse};
 }
 

@@ -20,8 +20,8 @@ StageOptions RankModelOptions::stage(int index, int tp_rank) const {
   if (max_pieces > 1) {
     options.max_cut_sequence = max_sequence_length;
     options.max_cut_tokens = max_cut_tokens;
+    if (index > 0) options.split_backward_tokens = split_backward_tokens;
   }
-  if (index > 0) options.split_backward_tokens = split_backward_tokens;
   options.loss_chunk = loss_chunk;
   options.layer_chunk = layer_chunk;
   if (!offload.empty()) options.offload = offload[static_cast<size_t>(index)];

@@ -1,9 +1,11 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sys/mman.h>
 
 #include <atomic>
 
 #include "comm/first_rank.h"
+#include "comm/message_engine.h"
 #include "tests/comm/comm_cases.h"
 #include "tests/comm/memory_transport.h"
 #include "tests/comm/socket_transport.h"
@@ -176,16 +178,75 @@ class CountingTransport final : public Transport {
 
 TEST(MessageSizes, BeyondWhatALibraryTakesGoInParts) {
   const int64_t huge = (int64_t{3} << 30) + 123, parts = huge / Transport::kLargestMessage + 1;
+  void* addresses = mmap(nullptr, huge, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);  // nobody reads them
+  ASSERT_NE(addresses, MAP_FAILED);
   std::vector<int64_t> sizes;
   const auto world =
       make_message_communicator([&] { return std::make_unique<CountingTransport>(sizes); }, milliseconds(5000));
-  world->send_async(nullptr, huge, 1, 3).wait();
+  world->send_async(addresses, huge, 1, 3).wait();
   EXPECT_EQ(std::ssize(sizes), parts);
-  world->broadcast_async(nullptr, huge / 8, CommType::f64, 0).wait();
+  world->broadcast_async(addresses, huge / 8, CommType::f64, 0).wait();
   EXPECT_EQ(std::ssize(sizes), 2 * parts);
   int64_t sum = 0;
   for (const int64_t bytes : sizes) sum += bytes;
   EXPECT_EQ(sum, huge + huge / 8 * 8);
+  munmap(addresses, huge);
+}
+
+// Nothing ever moves; counts how often somebody looks.
+class SilentTransport final : public Transport {
+ public:
+  explicit SilentTransport(std::atomic<int>& looks) : looks_(looks) {}
+  int rank() const override { return 0; }
+  int size() const override { return 2; }
+  int64_t send(const void*, int64_t, int, int) override { return ++tickets_; }
+  int64_t receive(void*, int64_t, int, int) override { return ++tickets_; }
+  void poll(std::vector<Finished>&) override { ++looks_; }
+  void close() override {}
+  void abort(int) override {}
+
+ private:
+  std::atomic<int>& looks_;
+  int64_t tickets_ = 0;
+};
+
+std::shared_ptr<MessageOperation> one_byte(std::unique_ptr<MessageSteps> steps) {
+  auto operation = std::make_shared<MessageOperation>();
+  operation->group = std::make_shared<MessageGroup>(MessageGroup{"world", {0, 1}});
+  operation->steps = std::move(steps);
+  return operation;
+}
+
+// While nobody wants a message the model computes, and the thread that moves messages looks rarely. It looks more often
+// while somebody asks whether one is there, as a device's group does while the device may be waiting for it, and while
+// something is to be sent, for which the other side may be waiting.
+TEST(MessageEngine, TakesShorterNapsWhileSomebodyMayWait) {
+  std::atomic<int> looks = 0;
+  MessageEngine engine([&] { return std::make_unique<SilentTransport>(looks); }, std::chrono::seconds(60));
+  const auto nap_after_looks = [&](int count) {
+    for (const int end = looks + count; looks < end;) std::this_thread::sleep_for(milliseconds(1));
+    return engine.nap();
+  };
+  constexpr int kEnough = 30;  // for naps that become longer one by one
+  char data = 0;
+  const auto receive = one_byte(receive_steps(&data, 1, 1));
+  engine.begin(receive);
+  const auto longest = nap_after_looks(kEnough);
+  EXPECT_EQ(nap_after_looks(kEnough), longest);
+
+  bool shorter = false;
+  for (const int end = looks + 2000; !shorter && looks < end;) {
+    EXPECT_FALSE(engine.done(*receive));
+    std::this_thread::sleep_for(std::chrono::microseconds(50));
+    shorter = engine.nap() < longest;
+  }
+  EXPECT_TRUE(shorter);
+  EXPECT_EQ(nap_after_looks(kEnough), longest) << "nobody asks any more";
+
+  const auto send = one_byte(send_steps(&data, 1, 1));
+  engine.begin(send);
+  EXPECT_LT(nap_after_looks(kEnough), longest);
+  engine.abandon(*send);
 }
 
 }  // namespace

@@ -144,7 +144,7 @@ TEST_F(Faults, AModelThatCannotBeReplacedIsStillThere) {
 
 // OpenBLAS asks for its buffers for ever when the system refuses, out of reach of signals.
 TEST_F(Faults, LittleAddressSpaceIsRefusedAndDoesNotHang) {
-#if defined(__SANITIZE_ADDRESS__)
+#if defined(SB_ADDRESS_SANITIZER)
   GTEST_SKIP() << "the sanitizer needs terabytes of address space";
 #endif
   bool refused = false;
@@ -162,7 +162,7 @@ TEST_F(Faults, LittleAddressSpaceIsRefusedAndDoesNotHang) {
 
 // The least address space that a run needs has no room for a copy of its checkpoints.
 TEST_F(Faults, WithoutRoomForACopyTrainingWaitsForItsCheckpoints) {
-#if defined(__SANITIZE_ADDRESS__)
+#if defined(SB_ADDRESS_SANITIZER)
   GTEST_SKIP() << "the sanitizer needs terabytes of address space";
 #endif
   const std::vector<std::string> large = {"model.init.hidden_size=256", "model.init.intermediate_size=4096",

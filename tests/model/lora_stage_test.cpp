@@ -70,7 +70,7 @@ class LoraReference {
       result[name].push_back(static_cast<float>((above - below) / (2 * h)));
     };
     for (auto& [name, values] : adapters_)
-      for (double& value : values) differentiate(name, value, [&] { merge(name); });
+      for (double& value : values) differentiate(name, value, [&, &name = name] { merge(name); });
     return result;
   }
   // Of a tensor of the model itself.

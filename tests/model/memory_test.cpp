@@ -30,7 +30,7 @@ void add_sequence(MicroBatch& batch, int64_t tokens, int32_t shift, float weight
 }
 
 TEST(MemoryTest, ResidentMemoryIsWithinFivePercentOfThePlan) {
-#ifdef __SANITIZE_ADDRESS__
+#ifdef SB_ADDRESS_SANITIZER
   GTEST_SKIP() << "the sanitizer's own memory counts too";
 #endif
   ModelConfig config;
@@ -77,7 +77,7 @@ TEST(MemoryTest, ResidentMemoryIsWithinFivePercentOfThePlan) {
 
 // Packed sequences of ever-changing lengths, dense and sparse ones.
 TEST(MemoryTest, TwoHundredStepsOfChangingLengthsTakeNoMoreMemory) {
-#ifdef __SANITIZE_ADDRESS__
+#ifdef SB_ADDRESS_SANITIZER
   GTEST_SKIP() << "the sanitizer keeps freed memory";
 #endif
   ModelConfig config;

@@ -246,6 +246,7 @@ TEST(PieceStage, KeysAndSumsArePlanned) {
   };
   const int64_t key = int64_t{config.kv_heads} * config.head_dim * 4;
   EXPECT_EQ(bytes("keys and values of pieces"), 3 * 2 * 5 * kPiece * key);
+  EXPECT_EQ(bytes("packed keys and values of pieces"), 3 * 4 * 5 * kPiece * key);
   EXPECT_EQ(bytes("gradient sums of pieces"), 3 * 2 * 320 * key);
 }
 

@@ -60,9 +60,9 @@ TEST_P(RmsNormTest, BackwardMatchesFiniteDifferences) {
     // A large eps, so that its part in the gradient would be missed if it were wrong.
     const float eps = 0.3f;
     const auto expected_dx = numeric_gradient(
-        [&](const auto& v) { return dot(rmsnorm(width, v, doubles(w), eps), doubles(dy)); }, doubles(x));
+        [&, width = width](const auto& v) { return dot(rmsnorm(width, v, doubles(w), eps), doubles(dy)); }, doubles(x));
     const auto expected_dw = numeric_gradient(
-        [&](const auto& v) { return dot(rmsnorm(width, doubles(x), v, eps), doubles(dy)); }, doubles(w));
+        [&, width = width](const auto& v) { return dot(rmsnorm(width, doubles(x), v, eps), doubles(dy)); }, doubles(w));
     const TensorView xt = tensor(x, {rows, width}), wt = tensor(w, {width}), y = filled({rows, width}, 0),
                      rstd = filled_f32({rows}, 0), dyt = tensor(dy, {rows, width});
     rmsnorm_forward(exec(), xt, wt, eps, y, rstd);

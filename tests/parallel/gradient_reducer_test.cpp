@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <functional>
 #include <random>
 
 #include "comm/thread_communicator.h"
@@ -12,8 +13,20 @@ namespace sb {
 namespace {
 
 // Adds the parts of a reduce_scatter from the rank `first` on, round the ring: as a library may do that looks at how
-// the ranks of this very group are connected. Everything else is `ranks`'.
+// the ranks of this very group are connected. It does so as late as it may, when somebody waits, and an all_reduce as
+// early as it may. Everything else is `ranks`'.
 class AddsFrom final : public Communicator {
+  class Late final : public CommRequest::State {
+   public:
+    explicit Late(std::function<void()> work) : work_(std::move(work)) {}
+    void wait() override { work_(); }
+    bool done() override { return false; }
+    void abandon() override {}
+
+   private:
+    std::function<void()> work_;
+  };
+
  public:
   AddsFrom(Communicator& ranks, int first) : ranks_(ranks), first_(first) {}
 
@@ -25,21 +38,12 @@ class AddsFrom final : public Communicator {
     return ranks_.split(color, key, name);
   }
   CommRequest all_reduce_async(void* data, int64_t count, CommType type, ReduceOp op) override {
-    return ranks_.all_reduce_async(data, count, type, op);
+    ranks_.all_reduce_async(data, count, type, op).wait();
+    return {};
   }
   CommRequest reduce_scatter_async(void* data, int64_t count, CommType type, ReduceOp op) override {
     SB_CHECK(type == CommType::f32 && op == ReduceOp::sum, "another reduction");
-    const int64_t own = size() * count;
-    auto* values = static_cast<float*>(data);
-    std::vector<float> all(static_cast<size_t>(size() * own));
-    std::copy_n(values, own, all.begin() + rank() * own);
-    ranks_.all_gather(std::span(all), own);
-    for (int64_t i = rank() * count; i < (rank() + 1) * count; ++i) {
-      const auto of = [&](int turn) { return all[static_cast<size_t>((first_ + turn) % size() * own + i)]; };
-      values[i] = of(0);
-      for (int turn = 1; turn < size(); ++turn) values[i] += of(turn);
-    }
-    return {};
+    return CommRequest(std::make_unique<Late>([=, this] { add(static_cast<float*>(data), count); }));
   }
   CommRequest all_gather_async(void* data, int64_t count, CommType type) override {
     return ranks_.all_gather_async(data, count, type);
@@ -61,6 +65,18 @@ class AddsFrom final : public Communicator {
   }
 
  private:
+  void add(float* values, int64_t count) {
+    const int64_t own = size() * count;
+    std::vector<float> all(static_cast<size_t>(size() * own));
+    std::copy_n(values, own, all.begin() + rank() * own);
+    ranks_.all_gather(std::span(all), own);
+    for (int64_t i = rank() * count; i < (rank() + 1) * count; ++i) {
+      const auto of = [&](int turn) { return all[static_cast<size_t>((first_ + turn) % size() * own + i)]; };
+      values[i] = of(0);
+      for (int turn = 1; turn < size(); ++turn) values[i] += of(turn);
+    }
+  }
+
   Communicator& ranks_;
   const int first_;
 };
@@ -83,7 +99,7 @@ TEST(GradientReducer, GivesWhatRanksHaveAlikeTheSameBits) {
     run_thread_ranks(kTensor * kReplicas, [&](Communicator& world) {
       const int tensor_rank = world.rank() % kTensor, replica = world.rank() / kTensor;
       const auto tensor = world.split(replica, tensor_rank, "tp"), same = world.split(tensor_rank, replica, "dp");
-      AddsFrom replicas(*same, tensor_rank);
+      AddsFrom sharing(*tensor, 0), replicas(*same, tensor_rank);
 
       const ParameterSet parameters = two_layers(kReplicas);
       const auto count = static_cast<size_t>(parameters.flat_elements());
@@ -102,7 +118,7 @@ TEST(GradientReducer, GivesWhatRanksHaveAlikeTheSameBits) {
       for (int i = 0; i < parameters.count(); ++i) {
         const Parameter& one = parameters.parameter(i);
         if (one.shape.rank() > 1) continue;
-        shared.push_back({{one.offset, one.offset + one.elements()}, *tensor});
+        shared.push_back({{one.offset, one.offset + one.elements()}, sharing});
         std::fill_n(alike.begin() + one.offset, one.elements(), true);
       }
       GradientReducer reducer(parameters, layout, replicas, nullptr, -1, shared);

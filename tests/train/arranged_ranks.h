@@ -51,7 +51,7 @@ inline void add_own_gradients(RankModel& model, const ModelLayout& layout, std::
     for (const auto& [rank, flat] : tensor.parts) {
       if (rank != tp_rank) continue;
       const auto segments = layout.shards(tensor.stage, tp_rank).segments({flat.begin, flat.end});
-      flat.each_run([&](int64_t here, int64_t there, int64_t count) {
+      flat.each_run([&, &flat = flat](int64_t here, int64_t there, int64_t count) {
         for (const auto& segment : segments)
           for (int64_t i = 0; i < count; ++i)
             if (const int64_t at = flat.begin + here + i;

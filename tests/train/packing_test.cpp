@@ -102,6 +102,25 @@ TEST(PackingLimits, CapBelowTheLongestSequenceIsRefused) {
   EXPECT_THROW(packing_limits(options, 100), UserError);
 }
 
+// By pieces of a given size all micro-batches of a run, by automatic ones those that a step with pieces may have: none
+// is then larger than the largest size that is tried.
+TEST(SplitBackward, IsForWhatAStepWithPiecesHas) {
+  RunConfig config;
+  config.parallel.pp = 4;
+  constexpr int64_t kWide = 2048;
+  EXPECT_EQ(split_backward_tokens(config, kWide, 65'536), 0) << "sequences stay whole";
+  config.balance.chunk = 4096;
+  EXPECT_EQ(split_backward_tokens(config, kWide, 4096), 4096);
+  config.balance.chunk = BalanceOptions::kAutomaticChunk;
+  EXPECT_EQ(split_backward_tokens(config, kWide, 65'536), 16'384);
+  EXPECT_EQ(split_backward_tokens(config, kWide, 9000), 9000);
+  EXPECT_EQ(split_backward_tokens(config, 448, 65'536), 0) << "narrow layers";
+  config.parallel.tp = 2;
+  EXPECT_EQ(split_backward_tokens(config, kWide, 65'536), 0);
+  config.parallel.tp = config.parallel.pp = 1;
+  EXPECT_EQ(split_backward_tokens(config, kWide, 65'536), 0);
+}
+
 TEST(TargetWeights, TokenMeanCountsEveryTargetEqually) {
   const std::vector<int64_t> targets = {3, 0, 5};
   const auto weights = target_weights(Loss::token_mean, targets);

@@ -94,8 +94,7 @@ void wait_for(const Turn& turn, int32_t value) {
 struct BackwardOperands {
   const float *q, *k, *v, *out, *lse, *dout;
   float *dq, *dk, *dv;
-  const float *k_panels, *v_panels, *k_rows;  // packed
-  bool add;                                   // to dq, too
+  bool add;  // to dq, too
 };
 
 class BackwardTask {
@@ -170,6 +169,7 @@ class BackwardTask {
   void run_keys(int64_t key) {
     const int keys = static_cast<int>(std::min<int64_t>(walk_.key_tile, walk_.rows.keys - key));
     used_ = false;
+    key_ = key;
     keys_ = keys;
     int64_t previous = chunks_;  // the chunk that adds to these keys before this one
     for (int list = 0; list < lists_; ++list) {
@@ -205,9 +205,15 @@ class BackwardTask {
     return (int64_t{BlockIndex::query_block_of(*entry)} * walk_.query_block - chunk_base(walk_)) / chunk_tokens(walk_);
   }
 
-  // dk and dv of the key tile take part from here on.
+  // The key tile takes part from here on.
   void begin_sums() {
     if (used_) return;
+    const auto packed = [&](PackedForm form, float* buffer) {
+      return packed_.tile(form, walk_, kv_head_, key_, keys_, buffer);
+    };
+    k_panels_ = packed(PackedForm::k_panels, b_.gathered_k_panels);
+    v_panels_ = packed(PackedForm::v_panels, b_.gathered_v_panels);
+    k_rows_ = packed(PackedForm::k_rows, b_.gathered_k);
     std::fill_n(b_.dk, int64_t{keys_} * padded_, 0.0f);
     std::fill_n(b_.dv, int64_t{keys_} * padded_, 0.0f);
     used_ = true;
@@ -223,8 +229,7 @@ class BackwardTask {
     if (segments_ == kMaxSegments || stacked_ + rows - seen.row_begin > stack_rows_ || most != stacked_keys_) flush();
     begin_sums();
     stacked_keys_ = most;
-    const int64_t offset = packed_.offset(walk_, kv_head_, key);
-    run_tile(list, tile, seen, rows, keys_, x_.k_panels + offset, x_.v_panels + offset, x_.k_rows + offset);
+    run_tile(list, tile, seen, rows, keys_, k_panels_, v_panels_, k_rows_);
   }
 
   // Scores, their gradients and dQ of one tile; what dK and dV need of it is put on the stack.
@@ -326,7 +331,9 @@ class BackwardTask {
   int64_t chunk_, chunks_, begin_, end_;
   // The key tile at hand.
   bool used_ = false;  // dk and dv hold something
+  int64_t key_ = 0;
   int keys_ = 0;
+  const float *k_panels_ = nullptr, *v_panels_ = nullptr, *k_rows_ = nullptr;
   RowSegment segment_[kMaxSegments];
   int segments_ = 0, stacked_ = 0, stacked_keys_ = 0;
 };
@@ -335,13 +342,22 @@ void clear(ThreadPool& pool, float* data, int64_t count) {
   pool.parallel_slices(count, [&](int64_t begin, int64_t end, int) { std::fill(data + begin, data + end, 0.0f); });
 }
 
+// Scratch besides packed keys and values.
+int64_t task_bytes(const AttentionShape& shape, int64_t queries, int64_t keys, int threads) {
+  // A sequence has at least one key tile, so there are at most as many as tokens.
+  const int64_t turns = Arena::rounded(keys * shape.kv_heads * static_cast<int64_t>(sizeof(Turn)));
+  return turns + threads * BackwardBuffers::bytes(BackwardLayout(shape, queries));
+}
+
 }  // namespace
 
 int64_t cpu_backward_scratch_bytes(const AttentionShape& shape, int64_t queries, int64_t keys, int threads) {
-  const int64_t packed = Arena::rounded(PackedKeys(shape, keys).floats() * static_cast<int64_t>(sizeof(float)));
-  // A sequence has at least one key tile, so there are at most as many as tokens.
-  const int64_t turns = Arena::rounded(keys * shape.kv_heads * static_cast<int64_t>(sizeof(Turn)));
-  return 3 * packed + turns + threads * BackwardBuffers::bytes(BackwardLayout(shape, queries));
+  return Arena::rounded(PackedKeys::floats(shape, kBackwardForms, keys) * static_cast<int64_t>(sizeof(float))) +
+         task_bytes(shape, queries, keys, threads);
+}
+
+int64_t cpu_piece_scratch_bytes(const AttentionShape& shape, int64_t queries, int64_t keys, int threads) {
+  return std::max(cpu_forward_scratch_bytes(shape, 0, threads), task_bytes(shape, queries, keys, threads));
 }
 
 void cpu_attention_backward(const Exec& exec, const AttentionShape& shape, const PackedSequences& sequences,
@@ -355,12 +371,9 @@ void cpu_attention_backward(const Exec& exec, const AttentionShape& shape, const
            "gradients of other shapes than the operands");
   const std::vector<SequenceWalk> walks = plan_walks(shape, sequences, index, rows);
   const TileKernels& kernels = tile_kernels(cpu_isa());
-  const PackedKeys packed(shape, keys);
   const BackwardLayout layout(shape, operands.q.dim(0));
   const ArenaScope scope(*exec.scratch);
-  float* k_panels = exec.scratch->allocate_array<float>(packed.floats());
-  float* v_panels = exec.scratch->allocate_array<float>(packed.floats());
-  float* k_rows = exec.scratch->allocate_array<float>(packed.floats());
+  const PackedKeys packed = packed_keys(exec, shape, sequences, operands, kBackwardForms);
   std::vector<BackwardBuffers> buffers;
   for (int i = 0; i < exec.pool->threads(); ++i) buffers.push_back(BackwardBuffers::allocate(*exec.scratch, layout));
 
@@ -373,20 +386,15 @@ void cpu_attention_backward(const Exec& exec, const AttentionShape& shape, const
   Turn* turns = exec.scratch->allocate_array<Turn>(turn_begin.back());
   for (int64_t i = 0; i < turn_begin.back(); ++i) new (turns + i) Turn(0);
 
+  if (!sequences.is_piece()) pack_keys(*exec.pool, kernels, shape, walks, operands, packed);
   if (rows.empty() && !sequences.is_piece()) {
     clear(*exec.pool, gradients.dk.f32(), gradients.dk.elements());
     clear(*exec.pool, gradients.dv.f32(), gradients.dv.elements());
   }
-  const PackRequest requests[] = {{operands.k.f32(), k_panels, PackedForm::panels},
-                                  {operands.v.f32(), v_panels, PackedForm::panels},
-                                  {operands.k.f32(), k_rows, PackedForm::rows}};
-  pack_keys(*exec.pool, kernels, shape, walks, packed, requests);
 
-  const BackwardOperands x = {operands.q.f32(),   operands.k.f32(),   operands.v.f32(),
-                              operands.out.f32(), operands.lse.f32(), gradients.dout.f32(),
-                              gradients.dq.f32(), gradients.dk.f32(), gradients.dv.f32(),
-                              k_panels,           v_panels,           k_rows,
-                              !rows.empty()};
+  const BackwardOperands x = {operands.q.f32(),   operands.k.f32(),     operands.v.f32(),   operands.out.f32(),
+                              operands.lse.f32(), gradients.dout.f32(), gradients.dq.f32(), gradients.dk.f32(),
+                              gradients.dv.f32(), !rows.empty()};
   // Not the pool's own hand-out: waiting is safe only if tasks are begun in ascending order.
   std::atomic<int64_t> next{0};
   exec.pool->parallel_for(exec.pool->threads(), 1, [&](int64_t, int64_t, int thread) {

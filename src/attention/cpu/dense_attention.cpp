@@ -28,7 +28,8 @@ int64_t DenseAttention::state_bytes(const AttentionShape& shape, int64_t max_tok
 }
 
 PieceBytes DenseAttention::piece_bytes(const AttentionShape& shape, const PieceLimits& limits, int threads) const {
-  return {.scratch = cpu_piece_scratch_bytes(shape, limits.max_tokens, limits.longest, threads)};
+  return {.scratch = cpu_piece_scratch_bytes(shape, limits.max_tokens, limits.longest, threads),
+          .page = cpu_page_bytes(shape)};
 }
 
 }  // namespace sb

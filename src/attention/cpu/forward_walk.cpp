@@ -10,7 +10,7 @@ namespace {
 struct ForwardBuffers {
   float *q, *out, *maximum, *sum, *scores;
   int32_t* visible;
-  // Gathered columns: K and V rows of up to kKeyTile tokens, K once more in panels.
+  // Gathered columns, or a tile of several pages: K and V rows of up to kKeyTile tokens, K once more in panels.
   float *gathered_k, *gathered_v, *gathered_panels;
 
   static int rows(const AttentionShape& shape) { return std::max(kTileRows, shape.heads); }
@@ -44,8 +44,7 @@ struct ForwardBuffers {
 class ForwardWalk {
  public:
   ForwardWalk(const AttentionShape& shape, const AttentionOperands& operands, const BlockIndex* index,
-              const TileKernels& kernels, const PackedKeys& packed, const float* k_panels, const float* v_rows,
-              bool merge)
+              const TileKernels& kernels, const PackedKeys& packed, bool merge)
       : shape_(shape),
         index_(index),
         kernels_(kernels),
@@ -55,8 +54,6 @@ class ForwardWalk {
         v_(operands.v.f32()),
         out_(operands.out.f32()),
         lse_(operands.lse.f32()),
-        k_panels_(k_panels),
-        v_rows_(v_rows),
         tokens_(operands.q.dim(0)),
         merge_(merge),
         padded_(padded_depth(shape.head_dim)) {}
@@ -118,8 +115,8 @@ class ForwardWalk {
     if (seen.row_begin >= t.pair.rows) return;
     t.pair.row_begin = seen.row_begin;
     t.pair.visible = seen.visible;
-    t.pair.k_panels = k_panels_ + packed_.offset(walk, kv_head, key);
-    t.v = v_rows_ + packed_.offset(walk, kv_head, key);
+    t.pair.k_panels = packed_.tile(PackedForm::k_panels, walk, kv_head, key, t.pair.keys, b.gathered_panels);
+    t.v = packed_.tile(PackedForm::v_rows, walk, kv_head, key, t.pair.keys, b.gathered_v);
     kernels_.forward(t);
   }
 
@@ -180,7 +177,6 @@ class ForwardWalk {
   const PackedKeys& packed_;
   const float *q_, *k_, *v_;
   float *out_, *lse_;
-  const float *k_panels_, *v_rows_;
   int64_t tokens_;  // rows of lse
   bool merge_;
   int padded_;
@@ -189,8 +185,8 @@ class ForwardWalk {
 }  // namespace
 
 int64_t cpu_forward_scratch_bytes(const AttentionShape& shape, int64_t keys, int threads) {
-  const int64_t packed = Arena::rounded(PackedKeys(shape, keys).floats() * static_cast<int64_t>(sizeof(float)));
-  return 2 * packed + threads * ForwardBuffers::bytes(shape);
+  return Arena::rounded(PackedKeys::floats(shape, kForwardForms, keys) * static_cast<int64_t>(sizeof(float))) +
+         threads * ForwardBuffers::bytes(shape);
 }
 
 void cpu_attention_forward(const Exec& exec, const AttentionShape& shape, const PackedSequences& sequences,
@@ -199,20 +195,15 @@ void cpu_attention_forward(const Exec& exec, const AttentionShape& shape, const 
   check_operands(exec, shape, sequences, operands, index, rows);
   const std::vector<SequenceWalk> walks = plan_walks(shape, sequences, index, rows);
   const TileKernels& kernels = tile_kernels(cpu_isa());
-  const PackedKeys packed(shape, sequences.is_piece() ? sequences.piece_end() : operands.k.dim(0));
   const ArenaScope scope(*exec.scratch);
-  float* k_panels = exec.scratch->allocate_array<float>(packed.floats());
-  float* v_rows = exec.scratch->allocate_array<float>(packed.floats());
+  const PackedKeys packed = packed_keys(exec, shape, sequences, operands, kForwardForms);
+  pack_keys(*exec.pool, kernels, shape, walks, operands, packed);
   std::vector<ForwardBuffers> buffers;
   for (int i = 0; i < exec.pool->threads(); ++i) buffers.push_back(ForwardBuffers::allocate(*exec.scratch, shape));
 
-  const PackRequest requests[] = {{operands.k.f32(), k_panels, PackedForm::panels},
-                                  {operands.v.f32(), v_rows, PackedForm::rows}};
-  pack_keys(*exec.pool, kernels, shape, walks, packed, requests);
-
   FlatTasks tasks;
   for (const SequenceWalk& walk : walks) tasks.add(walk.list_heads * walk.query_tiles());
-  const ForwardWalk forward(shape, operands, index, kernels, packed, k_panels, v_rows, !rows.empty());
+  const ForwardWalk forward(shape, operands, index, kernels, packed, !rows.empty());
   exec.pool->parallel_for(tasks.size(), 1, [&](int64_t begin, int64_t end, int thread) {
     for (int64_t flat = begin; flat < end; ++flat) {
       const auto [part, number] = tasks.at(flat);

@@ -270,7 +270,8 @@ PieceBytes SparseAttention::piece_bytes(const AttentionShape& shape, const Piece
       .scratch = cpu_piece_scratch_bytes(shape, max_tokens, longest, threads),
       .state = rows * entries * 7 + all_rows * 12,
       .call = BlockIndexBuilder::most_bytes(all_rows, rows * entries, 0, threads) + statistics_bytes(shape, max_tokens),
-      .layer = statistics_bytes(shape, longest)};
+      .layer = statistics_bytes(shape, longest),
+      .page = cpu_page_bytes(shape)};
 }
 
 int64_t SparseAttention::layer_bytes_used() const {

@@ -16,14 +16,15 @@ int smaller(int a, int b) {
 // Four columns of four rows, as four rows of a panel.
 void transpose_four(const float* rows, int64_t stride, float* panel) {
   using Four = float __attribute__((vector_size(16)));
-  using Lanes = int __attribute__((vector_size(16)));
   Four row[4];
   for (int i = 0; i < 4; ++i) __builtin_memcpy(&row[i], rows + i * stride, sizeof(Four));
-  constexpr Lanes kLow = {0, 4, 1, 5}, kHigh = {2, 6, 3, 7}, kFirst = {0, 1, 4, 5}, kSecond = {2, 3, 6, 7};
-  const Four low01 = __builtin_shuffle(row[0], row[1], kLow), low23 = __builtin_shuffle(row[2], row[3], kLow),
-             high01 = __builtin_shuffle(row[0], row[1], kHigh), high23 = __builtin_shuffle(row[2], row[3], kHigh);
-  const Four columns[4] = {__builtin_shuffle(low01, low23, kFirst), __builtin_shuffle(low01, low23, kSecond),
-                           __builtin_shuffle(high01, high23, kFirst), __builtin_shuffle(high01, high23, kSecond)};
+  const Four low01 = __builtin_shufflevector(row[0], row[1], 0, 4, 1, 5),
+             low23 = __builtin_shufflevector(row[2], row[3], 0, 4, 1, 5),
+             high01 = __builtin_shufflevector(row[0], row[1], 2, 6, 3, 7),
+             high23 = __builtin_shufflevector(row[2], row[3], 2, 6, 3, 7);
+  const Four columns[4] = {
+      __builtin_shufflevector(low01, low23, 0, 1, 4, 5), __builtin_shufflevector(low01, low23, 2, 3, 6, 7),
+      __builtin_shufflevector(high01, high23, 0, 1, 4, 5), __builtin_shufflevector(high01, high23, 2, 3, 6, 7)};
   for (int c = 0; c < 4; ++c) __builtin_memcpy(panel + c * kPanel, &columns[c], sizeof(Four));
 }
 

@@ -16,10 +16,12 @@ void cpu_attention_backward(const Exec& exec, const AttentionShape& shape, const
                             const AttentionOperands& operands, const AttentionGradients& gradients,
                             const BlockIndex* index, std::span<const SequenceRows> rows = {});
 
-// Scratch that either of them needs at most for micro-batches of `max_tokens` tokens, or for a piece; and each for
-// operands of that many rows.
+// Scratch that either of them needs at most for micro-batches of `max_tokens` tokens, or for a piece that sees so many
+// keys; and each for operands of that many rows.
 int64_t cpu_attention_scratch_bytes(const AttentionShape& shape, int64_t max_tokens, int threads);
 int64_t cpu_piece_scratch_bytes(const AttentionShape& shape, int64_t queries, int64_t keys, int threads);
+// Of AttentionOperands::packed, for every token in flight.
+int64_t cpu_page_bytes(const AttentionShape& shape);
 int64_t cpu_forward_scratch_bytes(const AttentionShape& shape, int64_t keys, int threads);
 int64_t cpu_backward_scratch_bytes(const AttentionShape& shape, int64_t queries, int64_t keys, int threads);
 

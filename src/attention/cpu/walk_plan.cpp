@@ -9,12 +9,12 @@ constexpr int64_t kPackKeys = 512;  // keys that one packing task takes: a multi
 
 }  // namespace
 
-SequenceWalk::KeyRun SequenceWalk::key_run(int64_t key) const {
-  if (pages.empty()) return {key_row(key), rows.keys - key};
+SequenceWalk::Page SequenceWalk::page_of(int64_t key) const {
+  if (pages.empty()) return {0, rows.key_row, rows.keys};
   const auto next = std::upper_bound(pages.begin(), pages.end(), key,
                                      [](int64_t value, const KeyPage& page) { return value < page.begin; });
   const KeyPage& page = *(next - 1);
-  return {page.row + key - page.begin, (next == pages.end() ? rows.keys : next->begin) - key};
+  return {page.begin, page.row, (next == pages.end() ? rows.keys : next->begin) - page.begin};
 }
 
 QueryTile query_tile(const SequenceWalk& walk, int64_t tile) {
@@ -74,40 +74,57 @@ Visibility visibility(const SequenceWalk& walk, const QueryTile& tile, int first
   return {row_begin, buffer};
 }
 
-void pack_keys(ThreadPool& pool, const TileKernels& kernels, const AttentionShape& shape,
-               const std::vector<SequenceWalk>& walks, const PackedKeys& packed,
-               std::span<const PackRequest> requests) {
-  FlatTasks tasks;
-  for (const SequenceWalk& walk : walks) {
-    tasks.add(static_cast<int64_t>(requests.size()) * shape.kv_heads * ((walk.rows.keys + kPackKeys - 1) / kPackKeys));
+// Pages begin at multiples of every panel.
+const float* PackedKeys::tile(PackedForm form, const SequenceWalk& walk, int kv_head, int64_t key, int keys,
+                              float* buffer) const {
+  const SequenceWalk::Page first = walk.page_of(key);
+  if (key + keys <= first.begin + first.keys) return at(form, first, kv_head, key - first.begin);
+  for (int64_t next = key; next < key + keys;) {
+    const SequenceWalk::Page page = walk.page_of(next);
+    const int64_t end = std::min(key + keys, page.begin + page.keys);
+    std::copy_n(at(form, page, kv_head, next - page.begin), (end - next) * head_floats_,
+                buffer + (next - key) * head_floats_);
+    next = end;
   }
+  return buffer;
+}
+
+PackedKeys packed_keys(const Exec& exec, const AttentionShape& shape, const PackedSequences& sequences,
+                       const AttentionOperands& operands, std::span<const PackedForm> forms) {
+  if (sequences.is_piece()) return {shape, kPageForms, operands.packed.f32()};
+  const int64_t floats = PackedKeys::floats(shape, forms, operands.k.dim(0));
+  return {shape, forms, exec.scratch->allocate_array<float>(floats)};
+}
+
+void pack_keys(ThreadPool& pool, const TileKernels& kernels, const AttentionShape& shape,
+               const std::vector<SequenceWalk>& walks, const AttentionOperands& operands, const PackedKeys& packed) {
+  const auto parts = [](const SequenceWalk& walk) { return (walk.last_page().keys + kPackKeys - 1) / kPackKeys; };
+  FlatTasks tasks;
+  for (const SequenceWalk& walk : walks) tasks.add(std::ssize(packed.forms()) * shape.kv_heads * parts(walk));
   const int padded = padded_depth(shape.head_dim);
   const int64_t stride = int64_t{shape.kv_heads} * shape.head_dim;
   pool.parallel_for(tasks.size(), 1, [&](int64_t begin, int64_t end, int) {
     for (int64_t flat = begin; flat < end; ++flat) {
-      const auto [part, number] = tasks.at(flat);
-      const SequenceWalk& walk = walks[part];
-      const int64_t pieces = (walk.rows.keys + kPackKeys - 1) / kPackKeys;
-      const PackRequest& request = requests[number / (pieces * shape.kv_heads)];
-      const int head = static_cast<int>(number / pieces % shape.kv_heads);
-      const int64_t key = number % pieces * kPackKeys, count = std::min(kPackKeys, walk.rows.keys - key);
-      const auto pack = request.form == PackedForm::panels ? kernels.pack_panels : kernels.pack_rows;
-      // Pages begin at multiples of every panel.
-      for (int64_t at = key; at < key + count;) {
-        const auto [row, run] = walk.key_run(at);
-        const int64_t taken = std::min(run, key + count - at);
-        const float* source = request.source + row * stride + int64_t{head} * shape.head_dim;
-        pack(source, stride, taken, shape.head_dim, padded, request.target + packed.offset(walk, head, at));
-        at += taken;
-      }
+      const auto [walk, number] = tasks.at(flat);
+      const SequenceWalk::Page page = walks[walk].last_page();
+      const int64_t count = parts(walks[walk]);
+      const PackedForm form = packed.forms()[number / (count * shape.kv_heads)];
+      const int head = static_cast<int>(number / count % shape.kv_heads);
+      const int64_t key = number % count * kPackKeys;
+      const bool of_keys = form == PackedForm::k_panels || form == PackedForm::k_rows;
+      const bool in_panels = form == PackedForm::k_panels || form == PackedForm::v_panels;
+      const float* rows = (of_keys ? operands.k : operands.v).f32() + (page.row + key) * stride;
+      const auto pack = in_panels ? kernels.pack_panels : kernels.pack_rows;
+      pack(rows + int64_t{head} * shape.head_dim, stride, std::min(kPackKeys, page.keys - key), shape.head_dim, padded,
+           packed.at(form, page, head, key));
     }
   });
 }
 
 namespace {
 
-void check_piece(const PackedSequences& sequences, const AttentionOperands& operands, const BlockIndex* index,
-                 std::span<const SequenceRows> rows) {
+void check_piece(const AttentionShape& shape, const PackedSequences& sequences, const AttentionOperands& operands,
+                 const BlockIndex* index, std::span<const SequenceRows> rows) {
   const SequencePiece& piece = sequences.piece;
   const int64_t end = sequences.piece_end();
   SB_CHECK(rows.empty() && sequences.sequences() == 1 && 0 <= piece.begin && end <= piece.length,
@@ -120,6 +137,9 @@ void check_piece(const PackedSequences& sequences, const AttentionOperands& oper
     SB_CHECK(begin % 64 == 0 && keys > 0 && 0 <= row && row + keys <= operands.k.dim(0),
              "keys {} to {} in row {} of {}", begin, begin + keys, row, operands.k.dim(0));
   }
+  const Shape packed = {operands.k.dim(0), PackedKeys::row_floats(shape, kPageForms)};
+  SB_CHECK(operands.packed.shape() == packed, "packed keys and values {}, not {}", operands.packed.shape().to_string(),
+           packed.to_string());
   if (index == nullptr) return;
   const BlockIndex::Sequence& listed = index->sequences().front();
   SB_CHECK(index->sequences().size() == 1 && listed.length == end &&
@@ -139,7 +159,7 @@ void check_operands(const Exec& exec, const AttentionShape& shape, const PackedS
   SB_CHECK(!sequences.cu_seqlens.empty() && sequences.cu_seqlens[0] == 0, "cu_seqlens must begin with 0");
   int64_t query_rows = sequences.tokens(), key_rows = query_rows;
   if (sequences.is_piece()) {
-    check_piece(sequences, operands, index, rows);
+    check_piece(shape, sequences, operands, index, rows);
     key_rows = operands.k.dim(0);
   }
   if (!rows.empty()) {
@@ -170,12 +190,12 @@ void check_operands(const Exec& exec, const AttentionShape& shape, const PackedS
 }
 
 int64_t cpu_attention_scratch_bytes(const AttentionShape& shape, int64_t max_tokens, int threads) {
-  return cpu_piece_scratch_bytes(shape, max_tokens, max_tokens, threads);
+  return std::max(cpu_forward_scratch_bytes(shape, max_tokens, threads),
+                  cpu_backward_scratch_bytes(shape, max_tokens, max_tokens, threads));
 }
 
-int64_t cpu_piece_scratch_bytes(const AttentionShape& shape, int64_t queries, int64_t keys, int threads) {
-  return std::max(cpu_forward_scratch_bytes(shape, keys, threads),
-                  cpu_backward_scratch_bytes(shape, queries, keys, threads));
+int64_t cpu_page_bytes(const AttentionShape& shape) {
+  return PackedKeys::row_floats(shape, kPageForms) * static_cast<int64_t>(sizeof(float));
 }
 
 }  // namespace sb

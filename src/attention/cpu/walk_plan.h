@@ -35,11 +35,12 @@ struct SequenceWalk {
   // Rows of the operands.
   int64_t query_row(int64_t token) const { return rows.query_row + token - rows.first_query; }
   int64_t key_row(int64_t key) const { return rows.key_row + key; }
-  // Where the keys from `key` on lie one after the other, and how many of them.
-  struct KeyRun {
-    int64_t row, count;
+  // Keys [begin, begin + keys), which lie in the rows from `row` on; those of a whole sequence are one page.
+  struct Page {
+    int64_t begin, row, keys;
   };
-  KeyRun key_run(int64_t key) const;
+  Page page_of(int64_t key) const;
+  Page last_page() const { return page_of(rows.keys - 1); }
 };
 
 struct QueryTile {
@@ -62,29 +63,51 @@ struct Visibility {
 Visibility visibility(const SequenceWalk& walk, const QueryTile& tile, int first, int64_t key, int keys,
                       int32_t* buffer);
 
-// Where the repacked keys or values of a (sequence, kv head) lie: one after the other, in any of the packed forms.
+// The forms in which the kernels read keys and values.
+enum class PackedForm { k_panels, v_panels, k_rows, v_rows };
+constexpr PackedForm kForwardForms[] = {PackedForm::k_panels, PackedForm::v_rows};
+constexpr PackedForm kBackwardForms[] = {PackedForm::k_panels, PackedForm::v_panels, PackedForm::k_rows};
+// Of the pages of pieces, which both directions read. Behind the panels come rows enough for kPanelSlack.
+constexpr PackedForm kPageForms[] = {PackedForm::k_panels, PackedForm::v_panels, PackedForm::k_rows,
+                                     PackedForm::v_rows};
+static_assert(2 * kDepthUnit >= kPanelSlack);
+
+// Packed keys and values. The memory of a page begins at its first row; in it lies form after form, of each head after
+// head.
 class PackedKeys {
  public:
-  PackedKeys(const AttentionShape& shape, int64_t tokens)
-      : padded_(padded_depth(shape.head_dim)), kv_heads_(shape.kv_heads), tokens_(tokens) {}
-  int64_t floats() const { return tokens_ * kv_heads_ * padded_ + kPanelSlack; }
-  int64_t offset(const SequenceWalk& walk, int kv_head, int64_t key) const {
-    return ((walk.rows.key_row * kv_heads_ + kv_head * walk.rows.keys) + key) * padded_;
+  PackedKeys(const AttentionShape& shape, std::span<const PackedForm> forms, float* memory)
+      : forms_(forms), memory_(memory), head_floats_(padded_depth(shape.head_dim)), kv_heads_(shape.kv_heads) {}
+  static int64_t row_floats(const AttentionShape& shape, std::span<const PackedForm> forms) {
+    return std::ssize(forms) * shape.kv_heads * padded_depth(shape.head_dim);
+  }
+  // Of so many rows that are not those of pieces.
+  static int64_t floats(const AttentionShape& shape, std::span<const PackedForm> forms, int64_t rows) {
+    return rows * row_floats(shape, forms) + kPanelSlack;
   }
 
+  std::span<const PackedForm> forms() const { return forms_; }
+  // `key` is counted from the page's first one.
+  float* at(PackedForm form, const SequenceWalk::Page& page, int kv_head, int64_t key) const {
+    const auto place = std::find(forms_.begin(), forms_.end(), form) - forms_.begin();
+    return memory_ +
+           (page.row * std::ssize(forms_) * kv_heads_ + (place * kv_heads_ + kv_head) * page.keys + key) * head_floats_;
+  }
+  // Keys [key, key + keys) of a sequence: where they lie, or put together in `buffer` from several pages.
+  const float* tile(PackedForm form, const SequenceWalk& walk, int kv_head, int64_t key, int keys, float* buffer) const;
+
  private:
-  int padded_, kv_heads_;
-  int64_t tokens_;
+  std::span<const PackedForm> forms_;
+  float* memory_;
+  int head_floats_, kv_heads_;
 };
 
-enum class PackedForm { panels, rows };
-struct PackRequest {
-  const float* source;  // [T, kv_heads, d]
-  float* target;
-  PackedForm form;
-};
+// Where to pack: of pieces, beside their pages; otherwise these forms in scratch memory.
+PackedKeys packed_keys(const Exec& exec, const AttentionShape& shape, const PackedSequences& sequences,
+                       const AttentionOperands& operands, std::span<const PackedForm> forms);
+// Packs every walk's last page: all of a whole sequence, of a piece its own keys and values.
 void pack_keys(ThreadPool& pool, const TileKernels& kernels, const AttentionShape& shape,
-               const std::vector<SequenceWalk>& walks, const PackedKeys& packed, std::span<const PackRequest> requests);
+               const std::vector<SequenceWalk>& walks, const AttentionOperands& operands, const PackedKeys& packed);
 
 // Cuts [0, counts[0]), [0, counts[1]) … laid end to end: which one a flat number falls into.
 class FlatTasks {

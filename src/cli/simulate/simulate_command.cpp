@@ -259,8 +259,7 @@ void check_dense_layers(AttentionSpec& spec, int64_t layers) {
     SB_USER_CHECK(layer >= 0 && layer < layers, "--dense-layers: {}, but the model has layers 0 to {}", layer,
                   layers - 1);
   std::ranges::sort(spec.dense_layers);
-  const auto repeated = std::ranges::unique(spec.dense_layers);
-  spec.dense_layers.erase(repeated.begin(), repeated.end());
+  spec.dense_layers.erase(std::unique(spec.dense_layers.begin(), spec.dense_layers.end()), spec.dense_layers.end());
 }
 
 void print_interconnect(const Profile& profile, const Layout& layout, bool sweep) {

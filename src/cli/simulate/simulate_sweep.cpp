@@ -6,7 +6,8 @@
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <cstdio>
-#include <ranges>
+#include <limits>
+#include <span>
 
 #include "cli/at_least.h"
 #include "cli/step_progress.h"
@@ -61,8 +62,9 @@ void print_tensor_parallel(const std::vector<SweepRow>& rows) {
                        row.simulated.makespan_ms, 100 * row.simulated.bubble_share, gib(row.memory_bytes));
   };
   if (without == nullptr) {
-    const auto least = std::ranges::min(rows | std::views::filter([&](const SweepRow& row) { return !tried(row); }) |
-                                        std::views::transform(&SweepRow::memory_bytes));
+    int64_t least = std::numeric_limits<int64_t>::max();
+    for (const SweepRow& row : rows)
+      if (!tried(row)) least = std::min(least, row.memory_bytes);
     fmt::print("tensor parallelism is needed: without it no layout fits, the smallest takes {:.1f} GiB; with it {}\n",
                gib(least), text(*with));
     return;
@@ -91,7 +93,7 @@ void print_fastest(std::vector<SweepRow> rows, int64_t memory_bytes) {
   std::ranges::stable_sort(rows, std::greater(), &SweepRow::tokens_per_second);
   const SweepRow& best = rows.front();
   std::vector<std::string> as_fast;
-  for (const SweepRow& row : rows | std::views::drop(1))
+  for (const SweepRow& row : std::span(rows).subspan(1))
     if (row.tokens_per_second >= 0.98 * best.tokens_per_second) as_fast.push_back(layout_name(row.layout));
   fmt::print("fastest that fits: dp x pp x tp x cp = {}{}\n", layout_name(best.layout),
              as_fast.empty() ? "" : fmt::format("; within 2 % of it: {}", fmt::join(as_fast, ", ")));

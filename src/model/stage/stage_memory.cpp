@@ -125,6 +125,7 @@ StageBytes::StageBytes(const ModelConfig& model, const StageOptions& options, co
               .dtype = options.dtype};
     const PieceBytes more = attention.piece_bytes(shape, piece_limits(model, options, tokens), threads);
     piece_layer = more.layer;
+    pieces.packed = more.page;
     plans += more.reserved;
     states = std::max(states, attention_states(options) * more.state);
     call = std::max(call, more.call);
@@ -157,6 +158,7 @@ MemoryPlan stage_memory_plan(const StageOptions& options, const StageBytes& byte
   plan.add("attention state", bytes.states + bytes.call + layers * bytes.piece_layer);
   if (options.max_cut_sequence > 0) {
     plan.add("keys and values of pieces", layers * bytes.pieces.key_bytes());
+    if (bytes.pieces.packed > 0) plan.add("packed keys and values of pieces", layers * bytes.pieces.packed_bytes());
     plan.add("gradient sums of pieces", layers * bytes.pieces.sum_bytes());
   }
   if (bytes.plans > 0) plan.add("attention plans", bytes.plans);

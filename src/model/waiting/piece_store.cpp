@@ -16,6 +16,10 @@ int64_t PieceStorePlan::key_bytes() const {
   return longest == 0 ? 0 : 2 * array_bytes(tokens * kv_heads * head_dim, dtype);
 }
 
+int64_t PieceStorePlan::packed_bytes() const {
+  return longest == 0 ? 0 : Arena::rounded(tokens * packed);
+}
+
 int64_t PieceStorePlan::sum_bytes() const {
   return longest == 0 || !gradients ? 0 : 2 * array_bytes(summed * kv_heads * head_dim, DType::f32);
 }
@@ -23,6 +27,7 @@ int64_t PieceStorePlan::sum_bytes() const {
 PieceStore::PieceStore(const PieceStorePlan& plan, DeviceKind device)
     : plan_(plan),
       keys_(make_arena("keys and values of pieces", plan.layers * plan.key_bytes(), device)),
+      packed_(make_arena("packed keys and values of pieces", plan.layers * plan.packed_bytes(), device)),
       sums_(make_arena("gradient sums of pieces", plan.layers * plan.sum_bytes(), device)) {
   if (plan.longest == 0) return;
   const Shape pages{plan.tokens, plan.kv_heads, plan.head_dim};
@@ -31,6 +36,7 @@ PieceStore::PieceStore(const PieceStorePlan& plan, DeviceKind device)
     LayerPieces& layer = layers_.emplace_back();
     layer.k = keys_.allocate(plan.dtype, pages);
     layer.v = keys_.allocate(plan.dtype, pages);
+    if (plan.packed > 0) layer.packed = packed_.allocate(DType::f32, {plan.tokens, plan.packed / 4});
     if (!plan.gradients) continue;
     layer.dk = sums_.allocate(DType::f32, sums);
     layer.dv = sums_.allocate(DType::f32, sums);

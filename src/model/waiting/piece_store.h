@@ -16,15 +16,18 @@ struct PieceStorePlan {
   int64_t summed = 0;   // tokens of it that this rank holds, at most
   bool gradients = true;
   DType dtype = DType::f32;  // of keys and values
+  int64_t packed = 0;        // bytes for every token in flight that attention wants beside its key and value
 
   // Of one layer.
   int64_t key_bytes() const;
+  int64_t packed_bytes() const;
   int64_t sum_bytes() const;
 };
 
 // What a layer keeps of sequences that come in pieces.
 struct LayerPieces {
   TensorView k, v;    // of all pieces in flight, a page for every slot
+  TensorView packed;  // beside them (AttentionOperands); empty where attention wants nothing
   TensorView dk, dv;  // [summed, kv_heads, d] fp32: sums of the sequence whose pieces go backward
 };
 
@@ -60,7 +63,7 @@ class PieceStore {
     std::vector<KeyPage> pages;
   };
   PieceStorePlan plan_;
-  Arena keys_, sums_;
+  Arena keys_, packed_, sums_;
   std::vector<LayerPieces> layers_;
   std::vector<Held> slots_;
   int64_t page_tokens_ = 0;

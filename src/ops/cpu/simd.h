@@ -6,7 +6,9 @@
 
 // GCC 12 warns about its own _mm512_undefined_ps (GCC bug 105593).
 #pragma GCC diagnostic push
+#ifndef __clang__
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#endif
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #include <immintrin.h>
 #pragma GCC diagnostic pop

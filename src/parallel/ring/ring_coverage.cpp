@@ -85,7 +85,7 @@ HeldMasses held_masses(const Exec& exec, Communicator& group, const SelectionReq
   std::vector<float> map(rows * heads * held), top(rows * heads, -std::numeric_limits<float>::infinity());
   std::vector<double> sums(rows * heads, 0.0), block_mass(rows * heads * blocks, 0.0);
   exec.pool->parallel_for(heads, 1, [&](int64_t head, int64_t, int) {
-    if (held == 0) return;
+    if (rows == 0 || held == 0) return;
     sgemm({.transpose_b = true,
            .m = rows,
            .n = held,

@@ -12,8 +12,7 @@ class PipelineSearch {
  public:
   PipelineSearch(const CostModel& cost, std::span<const Sequence> sequences, std::span<const SequenceCost> costs,
                  int per_rank, const BatchingOptions& options, std::vector<int>& slot)
-      : cost_(cost),
-        sequences_(sequences),
+      : sequences_(sequences),
         costs_(costs),
         options_(options),
         slot_(slot),
@@ -197,7 +196,6 @@ class PipelineSearch {
     return false;
   }
 
-  const CostModel& cost_;
   std::span<const Sequence> sequences_;
   std::span<const SequenceCost> costs_;
   const BatchingOptions& options_;

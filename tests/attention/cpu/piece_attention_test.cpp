@@ -38,8 +38,11 @@ PieceRun run_pieces(Attention& attention, const AttentionCase& c, const std::vec
     std::copy(c.k.begin() + cuts[i] * key, c.k.begin() + cuts[i + 1] * key, k.begin() + pages[i].row * key);
     std::copy(c.v.begin() + cuts[i] * key, c.v.begin() + cuts[i + 1] * key, v.begin() + pages[i].row * key);
   }
+  const PieceBytes bytes = attention.piece_bytes(shape, {room, n}, threads);
+  const int64_t row_floats = bytes.page / 4;
+  std::vector<float> packed(places * room * row_floats, kUnset);
   ThreadPool pool(threads);
-  Arena scratch("scratch", attention.piece_bytes(shape, {room, n}, threads).scratch);
+  Arena scratch("scratch", bytes.scratch);
   const Exec exec{.pool = &pool, .scratch = &scratch};
   PieceRun run;
   AttentionResults<float>& r = run.results;
@@ -56,9 +59,12 @@ PieceRun run_pieces(Attention& attention, const AttentionCase& c, const std::vec
     PackedSequences sequences{cu_seqlens, budgets};
     sequences.piece = {begin, n, std::span(pages).first(i + 1)};
     const Shape queries{tokens, shape.heads, shape.head_dim}, keys{places * room, shape.kv_heads, shape.head_dim};
-    const AttentionOperands x{TensorView(c.q.data() + begin * query, queries), TensorView(k.data(), keys),
-                              TensorView(v.data(), keys), TensorView(r.out.data() + begin * query, queries),
-                              TensorView(lse[i].data(), {shape.heads, tokens})};
+    const AttentionOperands x{TensorView(c.q.data() + begin * query, queries),
+                              TensorView(k.data(), keys),
+                              TensorView(v.data(), keys),
+                              TensorView(r.out.data() + begin * query, queries),
+                              TensorView(lse[i].data(), {shape.heads, tokens}),
+                              TensorView(packed.data(), {places * room, row_floats})};
     if (!backward) return attention.forward(exec, layer, shape, sequences, x, *states[i], false);
     const Shape before{cuts[i + 1], shape.kv_heads, shape.head_dim};
     attention.backward(

@@ -186,6 +186,21 @@ TEST(BalancedPlanner, LearnsTheMachineWithoutOvershooting) {
   EXPECT_GT(metric(planned->metrics(), "budget"), 1000.0);
 }
 
+// A machine just as the profile says takes what was predicted, also where gradients of pieces leave before those of the
+// weights are computed.
+TEST(BalancedPlanner, MeasuredTimesOfPiecesMakeTheSchedulePredicted) {
+  BalancedPlannerOptions chosen = options(1, 2);
+  chosen.plan.chunk.tokens = 4096;
+  chosen.adapt = false;
+  const auto planned = planner(chosen);
+  for (int64_t step = 1; step <= 1 + planned->ahead(); ++step) planned->announce(step, batch_of(step));
+  const Plan plan = planned->next();
+  ASSERT_TRUE(plan.cut());
+  planned->learn(measure(plan, chosen, 1.0));
+  const double predicted = metric(planned->metrics(), "predicted_makespan_ms");
+  EXPECT_NEAR(metric(planned->metrics(), "measured_makespan_ms"), predicted, 1e-4 * predicted);
+}
+
 ModelConfig small_model() {
   ModelConfig model;
   model.layers = kLayers;
