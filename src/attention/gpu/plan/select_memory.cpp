@@ -169,8 +169,8 @@ void SelectMemory::observe(const Exec& exec, int layer, const AttentionShape& sh
 }
 
 void SelectMemory::take_pairs(AttentionReport& report) {
-  if (counted_on_ == nullptr) return;
-  const std::span<const unsigned long long> counted = take_values(counted_on_, pairs(0), layers_);
+  if (!counted_on_) return;
+  const std::span<const unsigned long long> counted = take_values(*counted_on_, pairs(0), layers_);
   for (size_t layer = 0; layer < counted.size(); ++layer)
     report.layers[layer].pairs += static_cast<int64_t>(counted[layer]);
 }
@@ -185,7 +185,7 @@ SelectionObservations SelectMemory::take_observations() {
 void SelectMemory::take_masses(SelectionObservations& seen) {
   if (known_.empty()) return;
   const std::span<const unsigned long long> counted =
-      take_values(counted_on_, blocks(0), int64_t{layers_} * kMassClasses);
+      take_values(*counted_on_, blocks(0), int64_t{layers_} * kMassClasses);
   for (const auto& [key, known] : known_) {
     const auto at = static_cast<size_t>(key.layer) * kMassClasses + static_cast<size_t>(mass_class(key));
     if (known.wanted > 0) seen.masses[key] = {static_cast<int64_t>(counted[at]) - known.given, known.wanted};
@@ -195,7 +195,7 @@ void SelectMemory::take_masses(SelectionObservations& seen) {
 
 void SelectMemory::take_sums(SelectionObservations& seen) {
   const auto values = static_cast<size_t>(sum_values(shape_)), width = values / 3;
-  const std::span<const double> all = take_values(observed_on_, sums(0), layers_ * static_cast<int64_t>(values));
+  const std::span<const double> all = take_values(*observed_on_, sums(0), layers_ * static_cast<int64_t>(values));
   seen.planes.resize(static_cast<size_t>(layers_));
   for (size_t layer = 0; layer < sampled_.size(); ++layer) {
     if (sampled_[layer] == 0) continue;

@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <map>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -85,7 +86,7 @@ class SelectMemory {
   const bool counts_, learns_;   // learns: thresholds of `mass`
   StepSelection step_;
   DeviceBuffer counters_, planes_, sums_;
-  void *counted_on_ = nullptr, *observed_on_ = nullptr;  // the streams that changed them last; null: nobody did
+  std::optional<void*> counted_on_, observed_on_;  // the streams that changed them last; none: nobody did
   HostMemory taken_;
   int64_t taken_bytes_ = 0;
   AttentionShape shape_{};          // of the memory of planes

@@ -141,5 +141,25 @@ TEST(GpuAttentionMemory, HasRoomForMeasuringCoverage) {
   }
 }
 
+// Nor does any piece of any sequence, wherever its measured tokens happen to lie.
+TEST(GpuAttentionMemory, HasRoomForMeasuringCoverageInPieces) {
+  Random random(6);
+  for (int i = 0; i < 500; ++i) {
+    const int block = 64 << random.below(3), rows = 1 + static_cast<int>(random.below(40));
+    const auto longest = 1 + static_cast<int64_t>(random.below(60'000));
+    const int64_t most = block * (1 + static_cast<int64_t>(random.below(32)));
+    const int64_t planned = most_piece_coverage_floats(std::min<int64_t>(rows, longest), most, longest, block, 28, 4);
+    const int64_t length = 1 + static_cast<int64_t>(random.below(static_cast<uint64_t>(longest)));
+    for (int64_t begin = 0; begin < length; begin += most) {
+      const auto tokens = static_cast<int32_t>(std::min(most, length - begin));
+      const CoveragePlan plan =
+          make_coverage_plan({tokens, 28, 4, 128, 0.1f, static_cast<int32_t>(begin)}, std::vector<int32_t>{0, tokens},
+                             {true}, {{length, block, 16, 1, 2, 1024}}, rows, nullptr, {});
+      EXPECT_LE(3 * (plan.scores + plan.ranks) + plan.results, planned)
+          << tokens << " tokens from " << begin << " of " << length << ", at most " << longest;
+    }
+  }
+}
+
 }  // namespace
 }  // namespace sb::gpu
