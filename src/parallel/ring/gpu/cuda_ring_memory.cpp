@@ -158,10 +158,9 @@ int64_t CudaRingMemory::select_bytes(const AttentionShape& shape, int64_t max_to
       // Of dense sequences, too, which may lie beside the sparse ones.
       const int64_t packed = most_packed_sequences(max_tokens);
       const int64_t blocks = all / selection.block + packed, sampled = options.coverage_rows * packed;
-      coverage = bytes(gpu::most_coverage_floats(options.coverage_rows, blocks, shape.heads, shape.kv_heads),
-                       sizeof(float)) +
-                 bytes(sampled * shape.heads * shape.head_dim * dtype_bytes(options.dtype), 1) +
-                 4 * Arena::kAlignment;
+      coverage =
+          bytes(gpu::most_coverage_floats(options.coverage_rows, blocks, shape.heads, shape.kv_heads), sizeof(float)) +
+          bytes(sampled * shape.heads * shape.head_dim * dtype_bytes(options.dtype), 1) + 4 * Arena::kAlignment;
     }
     most = std::max(most, lists_bytes + std::max({scoring, coverage, energies}));
   }
