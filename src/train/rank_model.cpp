@@ -65,7 +65,18 @@ RankModel::RankModel(const RankModelOptions& options, Attention& attention, Comm
       reducer_(stage_.parameters(), shards_, grid_.replicas(), tied_bucket_ >= 0 ? grid_.ends() : nullptr, tied_bucket_,
                shared_gradients()),
       optimizer_(stage_.parameters(), shards_, grid_.replicas(), options.optimizer()),
-      collector_(grid_, layout_) {}
+      collector_(grid_, layout_) {
+  if (data != nullptr) connect_groups(options.device);
+}
+
+// On every rank in the same order.
+void RankModel::connect_groups(DeviceKind device) {
+  connect_group(grid_.replicas(), device, {.collectives = true});
+  connect_group(grid_.pipeline(), device, pipeline_.lines());
+  connect_group(grid_.tensor(), device, {.collectives = true});
+  if (key_ranks_) connect_group(*key_ranks_, device, {.collectives = true});
+  if (tied_bucket_ >= 0 && grid_.ends() != nullptr) connect_group(*grid_.ends(), device, {.collectives = true});
+}
 
 std::vector<GradientReducer::Shared> RankModel::shared_gradients() {
   std::vector<GradientReducer::Shared> all;

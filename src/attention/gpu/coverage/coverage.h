@@ -56,8 +56,8 @@ constexpr int64_t most_coverage_floats(int64_t rows, int64_t blocks, int64_t que
   return rows * blocks * (3 * (query_heads + kv_heads) + 2 * kv_heads);
 }
 
-// The same for any piece of at most `tokens` tokens of a sequence of at most `longest`: of n tokens, a piece of p has at
-// most rows · p / n + 1 that are measured, and they see at most n / block + 1 key blocks.
+// The same for any piece of at most `tokens` tokens of a sequence of at most `longest`: of n tokens, a piece of p has
+// at most rows · p / n + 1 that are measured, and they see at most n / block + 1 key blocks.
 int64_t most_piece_coverage_floats(int64_t rows, int64_t tokens, int64_t longest, int block, int64_t query_heads,
                                    int64_t kv_heads);
 
