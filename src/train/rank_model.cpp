@@ -91,10 +91,14 @@ std::vector<GradientReducer::Shared> RankModel::shared_gradients() {
 MemoryPlan RankModel::memory_plan(const RankModelOptions& options, const Attention& attention, int stage) {
   const StageOptions own = options.stage(stage);
   MemoryPlan plan = Stage::memory_plan(options.model, own, attention, options.threads);
-  const int64_t elements = Stage::declare_parameters(options.model, own).flat_elements();
+  const ParameterSet parameters = Stage::declare_parameters(options.model, own);
+  const int64_t elements = parameters.flat_elements();
   plan.add("optimizer", ShardedAdamW::bytes(elements, own.shards, own.with_values, options.optimizer()));
   if (options.offload_optimizer)
     plan.add_on_host("optimizer, offloaded", HostOptimizerState::host_bytes(elements / own.shards, options.moments));
+  std::vector<FlatRange> shared;
+  for (const SharedElements& one : parameters.shared_elements()) shared.push_back({one.begin, one.end});
+  if (!shared.empty()) plan.add("shared gradients", GradientReducer::bytes(shared));
   if (options.grid.pp > 1)
     plan.add("pipeline buffers", Pipeline::buffer_bytes(stage, options.grid.pp, options.model.hidden_size,
                                                         most_rows(options), options.dtype));
@@ -120,7 +124,7 @@ LossSums RankModel::evaluate(const Exec& exec, const MicroBatch& batch, int slot
 }
 
 double RankModel::reduce(const Exec& exec) {
-  reducer_.finish();
+  reducer_.finish(exec);
   // A tied embedding is on two stages and counts once.
   const bool second_copy = grid_.last_stage() && !grid_.first_stage();
   const double own = optimizer_.squared_norm(exec, second_copy ? tied_bucket_ : -1, counted_elsewhere_);

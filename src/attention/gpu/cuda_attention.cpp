@@ -428,7 +428,7 @@ class CudaAttention final : public SelectingAttention {
   gpu::SelectMemory select_memory_;
   gpu::CoverageLog coverage_;
   std::shared_ptr<void> beside_ = cuda::make_stream();
-  std::shared_ptr<void> rows_listed_ = cuda::make_event(), made_beside_ = cuda::make_event();
+  std::shared_ptr<void> rows_listed_ = cuda::make_event(false), made_beside_ = cuda::make_event(false);
   AttentionReport report_;
 };
 

@@ -33,7 +33,7 @@ void DeviceBuffer::borrow(void* memory, int64_t bytes) {
 char* Staging::take(int64_t bytes) {
   current_ = (current_ + 1) % slots_.size();
   Slot& slot = slots_[current_];
-  if (slot.event == nullptr) slot.event = cuda::make_event();
+  if (slot.event == nullptr) slot.event = cuda::make_event(false);
   if (slot.used) cuda::wait(slot.event.get());
   if (bytes > slot.bytes) {
     slot.bytes = bytes + bytes / 4;
