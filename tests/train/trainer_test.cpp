@@ -400,7 +400,8 @@ TEST(Trainer, AStreakKeepsTheCheckpointBeforeItAndAResumedRunTriesAgain) {
     PoisonedAttention attention([](int call) { return call >= 3; });
     TinyTrainer trainer(config, {&attention, nullptr, [] { return false; }});
     const std::string message = user_error_of([&] { trainer->run(); });
-    EXPECT_NE(message.find("from before is " + (scratch / "run/checkpoint-3").string()), std::string::npos) << message;
+    EXPECT_NE(message.find("from before that is " + (scratch / "run/checkpoint-3").string()), std::string::npos)
+        << message;
   }
   EXPECT_EQ(checkpoint_steps(scratch / "run"), (std::vector<int64_t>{3, 11, 12}));
   {
