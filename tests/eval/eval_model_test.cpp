@@ -125,7 +125,7 @@ TEST_P(EvalModelTest, AnswersEndAtTheTokensOfTheGenerationConfigToo) {
   EXPECT_EQ(stops(R"({"eos_token_id": null})"), (std::vector<int32_t>{7}));
   testing::internal::CaptureStderr();
   EXPECT_EQ(stops(R"({"eos_token_id": [61, "end"]})"), (std::vector<int32_t>{7})) << "61 tokens: 0 to 60";
-  EXPECT_NE(testing::internal::GetCapturedStderr().find("61 is no token of the model"), std::string::npos);
+  EXPECT_NE(testing::internal::GetCapturedStderr().find("61 is not a token of the model"), std::string::npos);
   EXPECT_EQ(stops("not JSON"), (std::vector<int32_t>{7}));
 }
 
