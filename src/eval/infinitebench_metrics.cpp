@@ -104,7 +104,7 @@ std::pair<std::string, char> right_option(const Expected& expected) {
     return {text, kChoiceLetters[static_cast<size_t>(found - expected.options.begin())]};
   SB_USER_CHECK(expected.answers.size() == 2 && expected.answers[1].size() == 1 &&
                     kChoiceLetters.find(expected.answers[1]) != std::string_view::npos,
-                "the answer \"{}\" is none of the options", text);
+                "the answer \"{}\" is not one of the options", text);
   return {text, expected.answers[1].front()};
 }
 
@@ -188,7 +188,7 @@ const std::map<std::string, Task>& tasks() {
 
 const Task& find_task(const std::string& name) {
   const auto found = tasks().find(name);
-  SB_USER_CHECK(found != tasks().end(), "the task \"{}\" has no metric here; known are {}", name,
+  SB_USER_CHECK(found != tasks().end(), "no metric for the task \"{}\"; the known tasks are {}", name,
                 fmt::join(known_tasks(), ", "));
   return found->second;
 }

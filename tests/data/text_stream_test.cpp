@@ -113,7 +113,7 @@ TEST(TextStream, DamagedFilesAreNamed) {
       return "";
     };
     for (const size_t size : {size_t{6}, packed.size() / 2, packed.size() - 1})
-      EXPECT_NE(error(packed.substr(0, size)).find("packed: ends in the middle"), std::string::npos) << size;
+      EXPECT_NE(error(packed.substr(0, size)).find("packed: truncated: ends in the middle"), std::string::npos) << size;
     std::string other = packed;
     for (size_t i = packed.size() / 2; i < packed.size() / 2 + 40; ++i) other[i] = static_cast<char>(other[i] ^ 0x55);
     EXPECT_NE(error(other).find("packed: damaged"), std::string::npos) << packing.name;

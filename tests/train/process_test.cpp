@@ -122,7 +122,7 @@ TEST(Process, ADamagedCheckpointIsNamedAndSkipped) {
   fs::remove_all(damaged / "run" / "final");
   Training again(damaged.path(), {});
   EXPECT_EQ(again.wait(), 0);
-  EXPECT_TRUE(contains(again.output(), "checkpoint-40 is damaged (optimizer.safetensors has 1000 bytes"))
+  EXPECT_TRUE(contains(again.output(), "checkpoint-40, which is damaged: optimizer.safetensors has 1000 bytes"))
       << again.output();
   EXPECT_TRUE(contains(again.output(), "resumed from " + (damaged / "run" / "checkpoint-30").string()));
   EXPECT_EQ(final_weights(damaged.path()), final_weights(undisturbed.path()));
