@@ -92,7 +92,7 @@ def test_schedules_as_operations_and_pictures():
     ("changes", "lengths", "message"),
     [
         ({"batching": "best"}, LENGTHS, "batching: unknown value best; choose from in_order"),
-        ({"tuning": "x"}, LENGTHS, "tuning: x"),
+        ({"tuning": "x"}, LENGTHS, "tuning: unknown value x"),
         ({"profile": "z80"}, LENGTHS, "z80"),
         ({"target": 2.0}, LENGTHS, "target"),
         ({"chunk": 100}, LENGTHS, "multiple of 128"),

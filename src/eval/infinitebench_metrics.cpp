@@ -148,7 +148,8 @@ double code_choice(std::string_view prediction, const Expected& expected) {
     return 1;
   std::string text = with_blanks_for(prediction, "\n`'\"-*");
   for (const std::string_view word : {"Option", "option"})
-    for (size_t at = text.find(word); at != std::string::npos; at = text.find(word)) text.replace(at, word.size(), " ");
+    for (size_t at = text.find(word); at != std::string::npos; at = text.find(word))
+      text.replace(at, word.size(), 1, ' ');
   const AfterPrefix after = after_prefix(with_single_blanks(text), {"answer is:", "is:", "answer:"});
   return after.text.starts_with(letter) || after.text.starts_with(option);
 }

@@ -67,7 +67,9 @@ std::string all_of(TextStream& stream, size_t bytes, bool check_lines = true) {
   while (true) {
     const std::string piece(stream.next(bytes));
     if (piece.empty()) return text;
-    if (check_lines && !text.empty()) EXPECT_EQ(text.back(), '\n');
+    if (check_lines && !text.empty()) {
+      EXPECT_EQ(text.back(), '\n');
+    }
     text += piece;
   }
 }

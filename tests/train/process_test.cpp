@@ -202,7 +202,9 @@ TEST(Process, ItSaysWhatItDoesFromHeaderToResults) {
   EXPECT_EQ(out.find("output_dir:"), std::string::npos) << "the configuration is in run.yaml and with --print-config";
   for (size_t begin = out.find("step 1/3"), end = 0; begin < out.size(); begin = end + 1) {
     end = std::min(out.find('\n', begin), out.size());
-    if (out.compare(begin, 5, "step ") == 0) EXPECT_LE(end - begin, 120u) << out.substr(begin, end - begin);
+    if (out.compare(begin, 5, "step ") == 0) {
+      EXPECT_LE(end - begin, 120u) << out.substr(begin, end - begin);
+    }
   }
 }
 

@@ -306,7 +306,9 @@ TEST(RanksRun, SequencesInPiecesLearnTheSame) {
       overrides.insert(overrides.end(), ways[way].begin(), ways[way].end());
       train(run, layout, overrides);
       expect_same_record(run, scratch / "alone");
-      if (way < 2) EXPECT_GT(metrics_of(run)[1]["micro_batches"].get<int>(), 6);
+      if (way < 2) {
+        EXPECT_GT(metrics_of(run)[1]["micro_batches"].get<int>(), 6);
+      }
     }
   }
 }

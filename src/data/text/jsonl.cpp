@@ -91,7 +91,7 @@ void read_completion(json& object, const char* prompt, const char* completion, J
 void read_alpaca(json& object, JsonlRecord& record) {
   read_completion(object, "instruction", "output", record);
   const std::string input = object.contains("input") ? string_of(object, "input", "") : "";
-  record.prompt += "\n" + (input.empty() ? "" : input + "\n");
+  record.prompt += input.empty() ? "\n" : fmt::format("\n{}\n", input);
 }
 
 }  // namespace

@@ -42,7 +42,7 @@ void add_parallel_options(OptionTable& table, ParallelOptions& parallel) {
       "if each rank has its own GPU, otherwise staged");
   table.integer("parallel.timeout", &parallel.timeout, 1, 1 << 20,
                 "seconds that a rank waits for another before it aborts the run; must exceed the time of the longest "
-                "micro-batch, of saving a checkpoint and of reading the log of balance.replay");
+                "micro-batch and of saving a checkpoint");
   table.section("parallel.rehearse",
                 "Rehearses a cluster: steps are planned for it, with balance.profile as the profile of its GPUs, and "
                 "their micro-batches run on the ranks at hand (docs/parallel.md).");

@@ -115,7 +115,7 @@ void Console::step(const StepReport& report) {
 void Console::within_step(const std::string& line) {
   if (!terminal_) return text(line);
   const size_t width = terminal_width(out_) - 1;
-  write("\r" + line.substr(0, width) + "\033[K");
+  write(fmt::format("\r{}\033[K", line.substr(0, width)));
   line_open_ = true;
   std::fflush(out_);
 }
