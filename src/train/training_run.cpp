@@ -114,13 +114,22 @@ void check_named(const RunConfig& config, const ModelConfig& model) {
 }
 
 // Rank 0's planner of a run with balance.replay, made while nothing is written yet, so that plans of another run are
-// refused then and not in the middle of this one.
+// refused then and not in the middle of this one. Nothing on other ranks and for other runs.
 std::unique_ptr<BalancedPlanner> make_replaying_planner(const RunConfig& config, const TrainerParts& parts) {
+  if (config.balance.replay.empty()) return nullptr;
   const ReplayedSteps steps{
       .last = config.train.max_steps,
       .batch = [&](int64_t step) { return step_batch(config, parts.source, TrainState(), step); },
       .lengths_known = parts.source.state().empty()};  // otherwise later ones follow from the training
-  return make_balanced_planner(config, parts.model, Trainer::packing(config, parts), steps);
+  std::unique_ptr<BalancedPlanner> planner;
+  const auto make = [&] {  // reads the whole log
+    planner = make_balanced_planner(config, parts.model, Trainer::packing(config, parts), steps);
+  };
+  if (parts.world)
+    on_first_rank(*parts.world, make);
+  else
+    make();
+  return planner;
 }
 
 // The ranks that share this one's sequences: for what they tell each other, and for data on their devices. Nothing
@@ -214,6 +223,18 @@ int64_t thread_address_space(int threads) {
   return threads * (kBlasBufferBytes + kStack + kHeap);
 }
 
+// This rank's part of what is left on its machine, and there or on its GPU for training. 0: not known.
+struct AvailableMemory {
+  int64_t host = 0, training = 0;
+};
+
+AvailableMemory available_memory(const RunConfig& config, const RunRanks& ranks, const RankDevice* device) {
+  AvailableMemory memory;
+  memory.host = available_host_memory(ranks.local_ranks, thread_address_space(thread_count(config, ranks.cores)));
+  memory.training = config.device == DeviceKind::cuda ? device_memory(device) : memory.host;
+  return memory;
+}
+
 std::string cure(const RunConfig& config, int offload) {
   std::string text;
   rlimit limit = {};
@@ -229,6 +250,20 @@ std::string cure(const RunConfig& config, int offload) {
   else if (offload > 0)
     text += fmt::format("The inputs of {} layers are already kept in host memory. ", offload);
   return text + "Lower batch.micro_batch_tokens or data.max_sequence_length.";
+}
+
+// Throws OutOfMemory where this rank's plan does not fit.
+void check_memory(const RunConfig& config, const TrainerParts& parts, const AvailableMemory& memory) {
+  const int stage = parts.world ? grid_place(config.parallel.grid(), parts.world->rank()).stage : 0;
+  const MemoryPlan plan = Trainer::memory_plan(config, parts, stage);
+  plan.check_fits(memory.training, cure(config, parts.offload[static_cast<size_t>(stage)]));
+  if (plan.host_total() <= memory.host || memory.host == 0) return;
+  throw OutOfMemory(
+      "the memory plan does not fit: it needs {} of host memory, of which {} are available; {}lower "
+      "batch.micro_batch_tokens or data.max_sequence_length\n"
+      "{}",
+      format_bytes(plan.host_total()), format_bytes(memory.host),
+      config.train.offload_optimizer ? "set train.offload_optimizer: false, use more ranks, or " : "", plan.table());
 }
 
 // Whether host memory has room for a copy of a checkpoint, from which it is written while the ranks go on.
@@ -297,6 +332,27 @@ void warn_of_lookahead(const RunConfig& config, bool validates) {
       in_validation ? ", in training and in validation" : "", cure.empty() ? "" : "; " + cure);
 }
 
+// What a user may not expect of these settings. `sparse`: there is a pattern; `ring_on_devices`: GPUs share sequences.
+void say_what_will_happen(const RunConfig& config, const Sources& sources, bool sparse, bool ring_on_devices) {
+  if (config.train.num_train_epochs > 0)
+    log::info("train.num_train_epochs {}: {} steps of {} sequences", config.train.num_train_epochs,
+              config.train.max_steps, config.batch.global_batch_size);
+  if (!sparse) return;
+  const SelectionConfig& selection = config.attention.selection;
+  if (sources.train->max_length() <= selection.dense_limit())
+    log::warning(
+        "attention.pattern has no effect: the longest sequence has {} tokens, and sequences of up to {} use dense "
+        "attention; lower attention.{}",
+        sources.train->max_length(), selection.dense_limit(), selection.dense_below < 0 ? "budget" : "dense_below");
+  if (selection.order == SelectionOrder::lookahead && selection.pattern != SelectionPattern::window)
+    warn_of_lookahead(config, sources.validation_set.source != nullptr);
+  if (ring_on_devices && !lists_on_device(config))
+    log::warning("parallel.cp on GPUs: {} selects pairs on the CPU, which is slow",
+                 config.parallel.ring_lists == ParallelOptions::RingLists::host ? "parallel.ring_lists: host"
+                 : ring_selects_on_device(selection)                            ? "balance.chunk"
+                                                                                : "this attention.pattern");
+}
+
 // Rank 0 opens and decides; the others follow.
 std::unique_ptr<RunDirectory> open_run_directory(const RunConfig& config, Communicator* world) {
   if (world == nullptr || world->size() == 1) return std::make_unique<RunDirectory>(config);
@@ -347,26 +403,11 @@ TrainSummary run_training(const RunConfig& given, std::FILE* out, bool terminal,
   const SequenceSource* validation = sources.validation_set.source;
   settle_chunk(config, model, *sources.train,
                std::max(sources.train->max_length(), validation ? validation->max_length() : 0), ranks.world);
-  if (leads && config.train.num_train_epochs > 0)
-    log::info("train.num_train_epochs {}: {} steps of {} sequences", config.train.num_train_epochs,
-              config.train.max_steps, config.batch.global_batch_size);
-  const SelectionConfig& selection = config.attention.selection;
-  if (leads && sparse && sources.train->max_length() <= selection.dense_limit())
-    log::warning(
-        "attention.pattern has no effect: the longest sequence has {} tokens, and sequences of up to {} use dense "
-        "attention; lower attention.{}",
-        sources.train->max_length(), selection.dense_limit(), selection.dense_below < 0 ? "budget" : "dense_below");
-  if (leads && sparse && selection.order == SelectionOrder::lookahead && selection.pattern != SelectionPattern::window)
-    warn_of_lookahead(config, sources.validation_set.source != nullptr);
-  if (leads && ring.data && sparse && !lists_on_device(config))
-    log::warning("parallel.cp on GPUs: {} selects pairs on the CPU, which is slow",
-                 config.parallel.ring_lists == ParallelOptions::RingLists::host ? "parallel.ring_lists: host"
-                 : ring_selects_on_device(config.attention.selection)           ? "balance.chunk"
-                                                                                : "this attention.pattern");
-  // Data-parallel copies of a stage see different sequences: the first one's lists are enough.
+  if (leads) say_what_will_happen(config, sources, sparse != nullptr, ring.data != nullptr);
+  // Data-parallel copies of a stage see different sequences: the first one's lists are enough. (None share sequences or
+  // layers: the settings were checked.)
   std::optional<IndexDump> dump;
-  const int copies = config.parallel.pp * config.parallel.cp;
-  if (!config.attention.dump_index.empty() && (ranks.world == nullptr || ranks.world->rank() < copies))
+  if (!config.attention.dump_index.empty() && (ranks.world == nullptr || ranks.world->rank() < config.parallel.pp))
     dump.emplace(*attention, config.device, config.attention.dump_index, config.attention.dump_index_step);
   TrainerParts parts{model,          dump ? static_cast<Attention&>(*dump) : *attention,
                      *sources.train, sources.validation_set,
@@ -376,35 +417,16 @@ TrainSummary run_training(const RunConfig& given, std::FILE* out, bool terminal,
   parts.world = ranks.world;
   parts.cores = ranks.cores;
   parts.device = device.get();
-  std::unique_ptr<BalancedPlanner> planner;
-  if (!config.balance.replay.empty()) {
-    const auto make = [&] { planner = make_replaying_planner(config, parts); };  // reads the whole log
-    if (ranks.world)
-      on_first_rank(*ranks.world, make);
-    else
-      make();
-  }
+  const std::unique_ptr<BalancedPlanner> planner = make_replaying_planner(config, parts);
   parts.planner = planner.get();
 
-  // What the ranks of one machine, or of one GPU, share of what is left there.
-  const int64_t host_memory =
-      available_host_memory(ranks.local_ranks, thread_address_space(thread_count(config, ranks.cores)));
-  const int64_t memory = config.device == DeviceKind::cuda ? device_memory(device.get()) : host_memory;
+  const AvailableMemory memory = available_memory(config, ranks, device.get());
   if (device) ranks.world->barrier();  // before anybody takes any
-  parts.offload = Trainer::offload(config, parts, memory);
-  parts.kept_codes = Trainer::kept_codes(config, parts, memory);
-  parts.save_in_background = copy_fits(config, parts, host_memory);
-  if (leads) console.text(header(config, parts, memory));
-  const int stage = ranks.world ? grid_place(config.parallel.grid(), ranks.world->rank()).stage : 0;
-  const MemoryPlan plan = Trainer::memory_plan(config, parts, stage);
-  plan.check_fits(memory, cure(config, parts.offload[static_cast<size_t>(stage)]));
-  if (plan.host_total() > host_memory && host_memory > 0)
-    throw OutOfMemory(
-        "the memory plan does not fit: it needs {} of host memory, of which {} are available; {}lower "
-        "batch.micro_batch_tokens or data.max_sequence_length\n"
-        "{}",
-        format_bytes(plan.host_total()), format_bytes(host_memory),
-        config.train.offload_optimizer ? "set train.offload_optimizer: false, use more ranks, or " : "", plan.table());
+  parts.offload = Trainer::offload(config, parts, memory.training);
+  parts.kept_codes = Trainer::kept_codes(config, parts, memory.training);
+  parts.save_in_background = copy_fits(config, parts, memory.host);
+  if (leads) console.text(header(config, parts, memory.training));
+  check_memory(config, parts, memory);
 
   const std::unique_ptr<RunDirectory> directory = open_run_directory(config, ranks.world);
   if (leads) {
