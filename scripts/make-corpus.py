@@ -341,8 +341,9 @@ def encode_all(files, texts, tokens, encode, batch_bytes=4_000_000):
                 own.offset, own.size = total, len(ids)
                 total += len(ids)
             batch = []
-            say(f"\r  {done / 1e6:.0f} MB of text, {total / 1e6:.1f}M tokens", end="")
-    say()
+            last = number + 1 == len(files)
+            if last or sys.stderr.isatty():  # a log gets the last line alone
+                say(f"\r  {done / 1e6:.0f} MB of text, {total / 1e6:.1f}M tokens", end="\n" if last else "")
 
 
 def write_tokens(prefix, chosen, tokens, end_of_text):

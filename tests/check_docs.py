@@ -59,10 +59,16 @@ class Program:
         below = "".join(self.output(*path, command, "--help") for command in self.commands(*path))
         return self.output(*path, "--help") + below + self.output("--help")
 
-    def footer(self, command):
-        """Its example and the pages it names, as a page would write them."""
-        self.output(command, "--help")
-        return "".join(f"    {line}\n" for line in self.footers[(command, "--help")].splitlines())
+    def paths(self, *path):
+        """Of every command, those within others too."""
+        for command in self.commands(*path):
+            yield (*path, command)
+            yield from self.paths(*path, command)
+
+    def footer(self, *path):
+        """A command's example and the pages it names, as a page would write them."""
+        self.output(*path, "--help")
+        return "".join(f"    {line}\n" for line in self.footers[(*path, "--help")].splitlines())
 
     def keys(self):
         return set(re.findall(r"^\| `([a-z_.]+)`", self.output("config", "--markdown"), re.M))
@@ -129,9 +135,9 @@ def main():
     for page in pages:
         for line, name in mistakes(page.read_text(encoding="utf-8"), page.parent, program):
             found.append(f"{page.relative_to(ROOT)}:{line}: there is no {name}")
-    for command in program.commands():
-        for _, name in mistakes(program.footer(command), ROOT, program):
-            found.append(f"sparsebalance {command} --help: there is no {name}")
+    for path in program.paths():
+        for _, name in mistakes(program.footer(*path), ROOT, program):
+            found.append(f"sparsebalance {' '.join(path)} --help: there is no {name}")
     print("\n".join(found) or f"documentation: {len(pages)} pages name only what is there")
     return 1 if found else 0
 

@@ -91,13 +91,13 @@ def test_schedules_as_operations_and_pictures():
 @pytest.mark.parametrize(
     ("changes", "lengths", "message"),
     [
-        ({"batching": "best"}, LENGTHS, "batching: best; known are in_order"),
-        ({"tuning": "x"}, LENGTHS, "tuning: x"),
+        ({"batching": "best"}, LENGTHS, "batching: unknown value best; choose from in_order"),
+        ({"tuning": "x"}, LENGTHS, "tuning: unknown value x"),
         ({"profile": "z80"}, LENGTHS, "z80"),
         ({"target": 2.0}, LENGTHS, "target"),
         ({"chunk": 100}, LENGTHS, "multiple of 128"),
         ({"chunk": "large"}, LENGTHS, "chunk"),
-        ({"micro_batch_sequences": None}, LENGTHS, "how large a micro-batch is"),
+        ({"micro_batch_sequences": None}, LENGTHS, "the size of a micro-batch is not set"),
         ({"attention": sb.AttentionSpec(block=0)}, LENGTHS, "block 0"),
         ({"threads": 0}, LENGTHS, "threads"),
         ({}, [], "empty"),

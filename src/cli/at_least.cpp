@@ -12,7 +12,7 @@ std::function<std::string(const std::string&)> at_least(int64_t least) {
     const auto [rest, error] = std::from_chars(text.data(), text.data() + text.size(), value);
     // The conversion that follows also reads hexadecimal digits and a plus sign, which would pass unchecked.
     if (error != std::errc() || rest != text.data() + text.size())
-      return fmt::format("{} is not a decimal integer of 64 bits", text);
+      return fmt::format("{} is not a 64-bit decimal integer", text);
     return value >= least ? std::string() : fmt::format("{} is below {}", text, least);
   };
 }

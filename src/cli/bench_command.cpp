@@ -123,11 +123,11 @@ SparseAttention::Options sparse_options(const AttentionBench& options, int64_t t
 void check_options(const AttentionBench& options) {
   check_output(options.json);
   SB_USER_CHECK(options.kv_heads >= 1 && options.heads % options.kv_heads == 0,
-                "--heads {} is no multiple of --kv-heads {}", options.heads, options.kv_heads);
+                "--heads {} is not a multiple of --kv-heads {}; change one of them", options.heads, options.kv_heads);
   for (const int64_t tokens : options.sequences)
-    SB_USER_CHECK(tokens >= 1 && tokens <= (1 << 24), "--seq {}: 1 to 16,777,216 tokens work", tokens);
+    SB_USER_CHECK(tokens >= 1 && tokens <= (1 << 24), "--seq {}: must be between 1 and 16,777,216 tokens", tokens);
   for (const double density : options.densities) {
-    SB_USER_CHECK(density > 0 && density <= 1, "--density {} is not in (0, 1]", density);
+    SB_USER_CHECK(density > 0 && density <= 1, "--density {}: must be above 0 and at most 1", density);
     for (const int64_t tokens : options.sequences) {
       const SelectionConfig selection = sparse_options(options, tokens, density).selection;
       check_selection_config(selection);
@@ -143,8 +143,8 @@ void run_attention_bench(const AttentionBench& options) {
   ThreadPool pool(options.threads > 0 ? options.threads : available_cores());
   nlohmann::ordered_json rows = nlohmann::ordered_json::array();
   std::printf(
-      "%d:%d heads of %d, block %d, query block %d, %s by %s, %d threads; milliseconds, useful GFLOP/s; select: "
-      "selecting over sparse forward + backward\n",
+      "%d:%d heads of %d channels, block %d, query block %d, %s by %s, %d threads; times in ms (GFLOP/s in "
+      "parentheses); select: selection time over sparse forward + backward\n",
       options.heads, options.kv_heads, options.head_dim, options.block, options.query_block, options.pattern.c_str(),
       options.score.c_str(), pool.threads());
   std::printf("%8s %8s  %28s  %38s  %9s %9s %9s\n", "tokens", "density", "dense forward / backward",
@@ -191,41 +191,48 @@ void run_attention_bench(const AttentionBench& options) {
 }  // namespace
 
 void add_bench_command(CLI::App& app) {
-  CLI::App* bench = app.add_subcommand("bench", "measure pieces of the engine on this machine");
+  CLI::App* bench = app.add_subcommand("bench", "benchmark parts of the engine on this machine");
   bench->require_subcommand(1);
   CLI::App* attention =
-      bench->add_subcommand("attention", "dense against sparse attention: selection, forward, backward");
+      bench->add_subcommand("attention", "compare dense and sparse attention: selection, forward, backward");
   auto options = std::make_shared<AttentionBench>();
-  attention->add_option("--seq", options->sequences, "tokens of the sequence; several may be given")
+  attention->add_option("--seq", options->sequences, "sequence length in tokens; may be repeated")
       ->capture_default_str();
-  attention->add_option("--density", options->densities, "share of the causal pairs; several may be given")
+  attention->add_option("--density", options->densities, "fraction of the causal pairs to compute; may be repeated")
       ->capture_default_str();
   attention->add_option("--heads", options->heads, "query heads")->check(CLI::Range(1, 1024))->capture_default_str();
   attention->add_option("--kv-heads", options->kv_heads, "key/value heads")
       ->check(CLI::Range(1, 1024))
       ->capture_default_str();
-  attention->add_option("--head-dim", options->head_dim, "width of a head")
+  attention->add_option("--head-dim", options->head_dim, "channels per head")
       ->check(CLI::Range(1, 256))
       ->capture_default_str();
-  attention->add_option("--block", options->block, "tokens of a key block")->capture_default_str();
-  attention->add_option("--query-block", options->query_block, "tokens that share a list")->capture_default_str();
-  attention->add_option("--pattern", options->pattern, "topk, mass, topp, vertical_slash or window")
+  attention->add_option("--block", options->block, "tokens per key block")->capture_default_str();
+  attention
+      ->add_option("--query-block", options->query_block, "tokens per query block, which share one list of key blocks")
       ->capture_default_str();
-  attention->add_option("--selection", options->selection, "causal or lookahead")->capture_default_str();
-  attention->add_option("--score", options->score, "planes, moments or mean")->capture_default_str();
-  attention->add_option("--score-tokens", options->score_tokens, "keys of a block judged together; 0: the whole block")
+  attention
+      ->add_option("--pattern", options->pattern, "how pairs are selected: topk, mass, topp, vertical_slash or window")
+      ->capture_default_str();
+  attention->add_option("--selection", options->selection, "selection order: causal or lookahead")
+      ->capture_default_str();
+  attention->add_option("--score", options->score, "how key blocks are scored: planes, moments or mean")
+      ->capture_default_str();
+  attention
+      ->add_option("--score-tokens", options->score_tokens,
+                   "score moments, mean: keys of a block that are scored together; 0: the whole block")
       ->capture_default_str();
   attention
       ->add_option("--score-channels", options->score_channels,
-                   "channels of a head that score planes multiplies: the planes of the most energy in the operands")
+                   "score planes: channels per head used for scoring, those of the rotary planes with the most energy")
       ->capture_default_str();
-  attention->add_option("--threads", options->threads, "threads; 0: all cores")
+  attention->add_option("--threads", options->threads, "worker threads; 0: all cores")
       ->check(CLI::Range(0, 1024))
       ->capture_default_str();
-  attention->add_option("--repeats", options->repeats, "measurements, of which the best counts")
+  attention->add_option("--repeats", options->repeats, "number of measurements; the fastest counts")
       ->check(CLI::Range(1, 1000))
       ->capture_default_str();
-  attention->add_option("--json", options->json, "also write the figures to this file");
+  attention->add_option("--json", options->json, "also write the results to this file, as JSON");
   attention->callback([options] { run_attention_bench(*options); });
 }
 

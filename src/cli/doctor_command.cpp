@@ -52,13 +52,13 @@ Finding processor() {
 
 Finding memory() {
   const int64_t bytes = available_host_memory(1);
-  return {"memory", bytes > 0 ? format_bytes(bytes) + " available" : "not known", ""};
+  return {"memory", bytes > 0 ? format_bytes(bytes) + " available" : "unknown", ""};
 }
 
 Finding disk() {
   std::error_code error;
   const fs::space_info room = fs::space(".", error);
-  if (error) return {"disk", "not known: " + error.message(), ""};
+  if (error) return {"disk", "unknown: " + error.message(), ""};
   return {"disk",
           fmt::format("{} free in {}", format_bytes(static_cast<int64_t>(room.available)), fs::current_path().string()),
           ""};
@@ -66,7 +66,7 @@ Finding disk() {
 
 Finding gpu() {
   if (const std::string problem = cuda::problem(); !problem.empty())
-    return {"GPU", "none in use", problem + " (training on the CPU needs none)"};
+    return {"GPU", "none usable", problem + " (not needed to train on the CPU)"};
   const cuda::DeviceInfo info = cuda::device_info();
   const std::string driver = value_in("/proc/driver/nvidia/version", "NVRM version");
   std::string text = fmt::format("{} x {}, compute capability {}.{}, {} of {} free, {} kernels", cuda::device_count(),
@@ -81,7 +81,7 @@ Finding nccl() {
     const int version = NcclLibrary("libnccl.so.2").version();
     return {"NCCL", fmt::format("{}.{}.{}", version / 10000, version / 100 % 100, version % 100), ""};
   } catch (const UserError& missing) {
-    return {"NCCL", "not there", std::string(missing.what()) + " (only ranks on several GPUs need it)"};
+    return {"NCCL", "not found", std::string(missing.what()) + " (only needed for ranks on several GPUs)"};
   }
 }
 
@@ -96,8 +96,8 @@ fs::path in_path(const std::string& program) {
 Finding mpi() {
   const fs::path module = find_mpi_module(), mpirun = in_path("mpirun");
   if (module.empty())
-    return {"MPI", "this build has none",
-            "several ranks need it: install libopenmpi-dev and openmpi-bin, then build again"};
+    return {"MPI", "not in this build",
+            "needed to run several ranks: install libopenmpi-dev and openmpi-bin, then build again"};
   if (mpirun.empty())
     return {"MPI", "module " + module.string() + ", but no mpirun", "install openmpi-bin to start several ranks"};
   return {"MPI", fmt::format("{}, module {}", mpirun.string(), module.string()), ""};
@@ -110,7 +110,7 @@ Finding tokenizer() {
   } catch (const UserError& error) {
     const std::string reason = error.what();
     if (reason.find("this build has no tokenizer") != std::string::npos)
-      return {"tokenizer", "this build has none", reason};
+      return {"tokenizer", "not in this build", reason};
   }
   return {"tokenizer", "byte-level BPE (tokenizer.json)", ""};
 }
@@ -123,13 +123,14 @@ void doctor() {
     ++missing;
     fmt::print("{:<11}   -> {}\n", "", finding.cure);
   }
-  fmt::print("\n{}\n", missing == 0 ? "nothing is missing" : "lines with -> say what is missing and what for");
+  fmt::print("\n{}\n",
+             missing == 0 ? "Nothing is missing." : "Lines with -> say what is missing and what it is needed for.");
 }
 
 }  // namespace
 
 void add_doctor_command(CLI::App& app) {
-  CLI::App* command = app.add_subcommand("doctor", "show what this machine has, and what is missing");
+  CLI::App* command = app.add_subcommand("doctor", "check this machine: what is available, and what is missing");
   command->callback([] { doctor(); });
 }
 

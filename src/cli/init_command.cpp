@@ -63,7 +63,9 @@ Choice choose(const InitArguments& arguments) {
   choice.cuda = arguments.device.empty() ? usable : arguments.device == "cuda";
   choice.ranks = arguments.ranks > 0 ? arguments.ranks : choice.cuda && usable ? cuda::device_count() : 1;
   choice.longest = longest_document(arguments.data);
-  SB_USER_CHECK(choice.longest > 1, "{}: no document of --data has two tokens: there is nothing to train on",
+  SB_USER_CHECK(choice.longest > 1,
+                "{}: no document has two or more tokens, so there is nothing to train on; check it with `sparsebalance "
+                "data stats`",
                 arguments.data.front());
   const int64_t rounded = std::max<int64_t>(1024, (choice.longest + 1023) / 1024 * 1024);
   choice.length = arguments.length > 0 ? arguments.length : std::min(rounded, choice.positions);
@@ -73,7 +75,7 @@ Choice choose(const InitArguments& arguments) {
 std::string run_yaml(const InitArguments& arguments, const Choice& choice) {
   std::string text = fmt::format(
       "# Written by `sparsebalance init`. Check it with `sparsebalance config {0}`, start it with\n"
-      "# `sparsebalance train {0}{1}`; the same command resumes. docs/configuration.md has every option.\n"
+      "# `sparsebalance train {0}{1}`; the same command resumes it. docs/configuration.md lists every option.\n"
       "device: {2}\n"
       "model:\n"
       "  path: {3}\n",
@@ -81,7 +83,7 @@ std::string run_yaml(const InitArguments& arguments, const Choice& choice) {
       yaml_text(arguments.model));
   if (choice.stretch() > 1)
     text += fmt::format(
-        "  # The model has {} positions; YaRN stretches them to the length below.\n"
+        "  # The model's context is {} tokens; YaRN extends it to the length below.\n"
         "  rope: {{ type: yarn, factor: {}, original_max_position_embeddings: {} }}\n",
         choice.positions, choice.stretch(), choice.unscaled);
   std::vector<std::string> data;
@@ -89,32 +91,32 @@ std::string run_yaml(const InitArguments& arguments, const Choice& choice) {
   text += fmt::format(
       "data:\n"
       "  train: [{}]\n"
-      "  # The longest document has {} tokens; longer ones are cut into pieces of this length.\n"
+      "  # The longest document has {} tokens. Documents above this length are split into several sequences.\n"
       "  max_sequence_length: {}\n"
-      "# Sequences per optimizer step, of all ranks; a micro-batch is packed up to this many tokens.\n"
+      "# Sequences per optimizer step, over all ranks, and the maximum tokens packed into a micro-batch.\n"
       "batch: {{ global_batch_size: {}, micro_batch_tokens: {} }}\n",
       fmt::join(data, ", "), choice.longest, choice.length, std::max(16, 4 * choice.ranks), choice.length);
   if (choice.sparse())
     text += fmt::format(
-        "# Every query attends to about {} keys. Safer and slower: pattern: dense.\n"
+        "# Each query attends to about {} keys. `pattern: dense` is exact, but slower.\n"
         "attention: {{ pattern: mass, budget: {} }}\n",
         kBudget, kBudget);
   else
     text += fmt::format(
-        "# Dense attention is exact. Above about {} tokens {{ pattern: mass, budget: {} }} saves most of its time.\n"
+        "# Dense attention is exact. Above about {} tokens, {{ pattern: mass, budget: {} }} saves most of its time.\n"
         "attention: {{ pattern: dense }}\n",
         kSparseAbove, kBudget);
   if (choice.ranks > 1)
     text += fmt::format(
         "parallel: {{ dp: {} }}\n"
-        "# Divides the sequences so that ranks finish together; the result does not change. The built-in latencies "
-        "are\n"
-        "# corrected by measured ones; `sparsebalance profile --run {}` measures them beforehand.\n"
+        "# Divides the sequences so that all ranks finish together, without changing the result. Predictions start\n"
+        "# from built-in latencies and learn from measured ones; `sparsebalance profile --run {}` measures "
+        "beforehand.\n"
         "balance: {{ batching: sab, ordering: auto, profile: h200-analytic }}\n",
         choice.ranks, arguments.out);
   text += fmt::format(
       "optimizer: {{ learning_rate: 1.0e-5, schedule: cosine, warmup_ratio: 0.03, min_learning_rate_ratio: 0.1 }}\n"
-      "# One pass over the data. `recompute: layer` takes less memory, `none` less time.\n"
+      "# One pass over the data. `recompute: layer` takes less memory, `recompute: none` less time.\n"
       "train: {{ num_train_epochs: 1, recompute: attention, save_steps: 100, save_total_limit: 3, output_dir: {} }}\n",
       yaml_text((fs::path("runs") / fs::path(arguments.out).stem()).string()));
   return text;
@@ -122,7 +124,7 @@ std::string run_yaml(const InitArguments& arguments, const Choice& choice) {
 
 void init(const InitArguments& arguments) {
   SB_USER_CHECK(arguments.overwrite || !fs::exists(arguments.out),
-                "{}: exists already; choose another --out, or replace it with --overwrite", arguments.out);
+                "{}: already exists; choose another --out, or replace it with --overwrite", arguments.out);
   check_output(arguments.out);
   warn_of_other_tokenizer(arguments.data, arguments.model);
   const Choice choice = choose(arguments);
@@ -130,7 +132,8 @@ void init(const InitArguments& arguments) {
   parse_run_config(text, arguments.out);  // what is written can be run
   write_output(arguments.out, text);
   fmt::print(
-      "written to {}: {} rank{} on {}, sequences of up to {} tokens, {} attention\nnext: sparsebalance train {}{}\n",
+      "wrote {}: {} rank{} on {}, sequences of up to {} tokens, {} attention\n"
+      "next: sparsebalance train {}{}\n",
       arguments.out, choice.ranks, choice.ranks == 1 ? "" : "s", choice.cuda ? "cuda" : "cpu", choice.length,
       choice.sparse() ? "sparse" : "dense", arguments.out,
       choice.ranks > 1 ? fmt::format(" --ranks {}", choice.ranks) : "");
@@ -139,19 +142,22 @@ void init(const InitArguments& arguments) {
 }  // namespace
 
 void add_init_command(CLI::App& app) {
-  CLI::App* command = app.add_subcommand("init", "write a commented run.yaml for a checkpoint, data and this machine");
+  CLI::App* command =
+      app.add_subcommand("init", "write a commented run.yaml for a checkpoint, your data and this machine");
   auto arguments = std::make_shared<InitArguments>();
-  command->add_option("--model", arguments->model, "Hugging Face directory of the model to continue")->required();
+  command->add_option("--model", arguments->model, "Hugging Face directory of the model to train further")->required();
   command->add_option("--data", arguments->data, "token files (see data tokenize); may be repeated")->required();
   command->add_option("--out", arguments->out, "file to write")->capture_default_str();
-  command->add_option("--device", arguments->device, "cpu or cuda; otherwise cuda where there is a GPU")
+  command->add_option("--device", arguments->device, "cpu or cuda (default: cuda if there is a GPU)")
       ->check(CLI::IsMember({"cpu", "cuda"}));
-  command->add_option("--ranks", arguments->ranks, "processes; otherwise one for each GPU")->check(CLI::Range(1, 4096));
+  command->add_option("--ranks", arguments->ranks, "number of processes (default: one per GPU)")
+      ->check(CLI::Range(1, 4096));
   command
-      ->add_option("--length", arguments->length,
-                   "longest sequence; otherwise the longest document, up to the model's positions")
-      ->check(at_least(2), "POSITIVE");
-  command->add_flag("--overwrite", arguments->overwrite, "replace the file");
+      ->add_option(
+          "--length", arguments->length,
+          "maximum sequence length in tokens (default: the longest document, up to the model's context length)")
+      ->check(at_least(2), "at least 2");
+  command->add_flag("--overwrite", arguments->overwrite, "replace an existing file");
   command->callback([arguments] { init(*arguments); });
 }
 

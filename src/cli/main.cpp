@@ -11,12 +11,14 @@
 #include <filesystem>
 #include <map>
 #include <new>
+#include <sstream>
 #include <string>
 #include <system_error>
 #include <vector>
 
 #include "cli/commands.h"
 #include "cli/exit_code.h"
+#include "cli/help_text.h"
 #include "cli/number_checks.h"
 #include "cli/output_file.h"
 #include "core/config/config.h"
@@ -53,7 +55,7 @@ std::string suggestion(const std::string& word, const std::vector<std::string>& 
   std::vector<std::string> commands;
   for (const CLI::App* known : command->get_subcommands([](const CLI::App*) { return true; }))
     commands.push_back(known->get_name());
-  const std::string all = fmt::format("; known are {}", fmt::join(commands, ", "));
+  const std::string all = fmt::format("; choose from {}", fmt::join(commands, ", "));
   if (!commands.empty() && rest.empty()) throw sb::UserError("{}: {}{}{}", name, error.what(), all, help);
   if (!commands.empty() && !rest.front().starts_with('-')) {
     const std::string nearest = suggestion(rest.front(), commands);
@@ -88,31 +90,60 @@ std::vector<std::string> with_log_level_first(int argc, char** argv) {
 struct Footer {
   const char *command, *example, *pages;
 };
+constexpr const char *kDataPage = "docs/data.md", *kEvalPage = "docs/evaluation.md";
 constexpr Footer kFooters[] = {
     {"init", "--model checkpoints/qwen2.5-0.5b --data data/long", "docs/configuration.md"},
     {"train", "examples/quickstart.yaml --ranks 2", "docs/configuration.md, docs/parallel.md"},
     {"config", "examples/quickstart.yaml --set train.max_steps=100", "docs/configuration.md"},
-    {"data", "stats data/long", "docs/data.md"},
-    {"eval", "needle --model runs/quickstart/final --lengths 512,1024", "docs/evaluation.md"},
+    {"data", "stats data/long", kDataPage},
+    {"data tokenize", "--tokenizer checkpoints/qwen2.5-0.5b --input texts.jsonl --output data/long", kDataPage},
+    {"data stats", "data/long", kDataPage},
+    {"data check", "data/long --model checkpoints/qwen2.5-0.5b", kDataPage},
+    {"data show", "data/long --tokenizer checkpoints/qwen2.5-0.5b --count 2", kDataPage},
+    {"data synth", "--task needle_single --sequences 1000 --length 8192 --output data/needles", kDataPage},
+    {"data lengths", "--pool chatqa2-like --count 1000 --output lengths.txt", kDataPage},
+    {"data merge", "data/books data/code --output data/mixed", kDataPage},
+    {"data split", "data/long --output data/long --validation 0.02", kDataPage},
+    {"eval", "needle --model runs/quickstart/final --lengths 512,1024", kEvalPage},
+    {"eval ppl", "--model runs/run/final --data data/long-validation --max-tokens 32768", kEvalPage},
+    {"eval needle", "--model runs/quickstart/final --lengths 512,1024 --svg needles.svg", kEvalPage},
+    {"eval ruler", "--model runs/run/final --input niah.jsonl --max-tokens 32768", kEvalPage},
+    {"eval longbench", "--model runs/run/final --input qasper.jsonl --max-tokens 32768", kEvalPage},
+    {"eval longbench2", "--model runs/run/final --input data.json --max-tokens 131072", kEvalPage},
+    {"eval infinitebench", "--model runs/run/final --input passkey.jsonl --max-tokens 131072", kEvalPage},
+    {"eval generate", "--model runs/run/final --prompt 'Once upon a time'", kEvalPage},
+    {"eval serve", "--model runs/run/final --max-tokens 32768", kEvalPage},
     {"merge", "checkpoints/qwen2.5-3b runs/lora/final merged", "docs/lora.md"},
     {"profile", "--run run.yaml --out profile.json", "docs/balancing.md"},
     {"simulate", "--model qwen2.5-3b --profile h200 --dp 2 --pp 4", "docs/balancing.md, docs/results/simulate.md"},
     {"report", "runs/balanced", "docs/balancing.md"},
     {"bench", "attention --seq 16384 --density 0.1", "docs/attention.md"},
+    {"bench attention", "--seq 16384 --density 0.1 --score planes", "docs/attention.md"},
 };
 
+void add_footers(CLI::App& app) {
+  for (const auto& [command, example, pages] : kFooters) {
+    CLI::App* named = &app;
+    std::istringstream words(command);
+    for (std::string word; words >> word;) named = named->get_subcommand(word);
+    named->footer(fmt::format("Example: sparsebalance {} {}\nSee also: {}", command, example, pages));
+  }
+}
+
 int run(int argc, char** argv) {
-  CLI::App app{"SparseBalance: trains long-context language models", "sparsebalance"};
-  app.set_version_flag("--version", "sparsebalance " SB_VERSION " (" SB_BUILD ")");
+  CLI::App app{"SparseBalance: train long-context language models with sparse attention and balanced steps",
+               "sparsebalance"};
+  sb::set_help_format(app);
+  app.set_version_flag("--version", "sparsebalance " SB_VERSION " (" SB_BUILD ")", "print the version and exit");
   app.require_subcommand(1);
   std::string level = "info";
   const std::map<std::string, sb::log::Level> levels{{"debug", sb::log::Level::debug},
                                                      {"info", sb::log::Level::info},
                                                      {"warning", sb::log::Level::warning},
                                                      {"error", sb::log::Level::error}};
-  app.add_option("--log-level", level, "what is logged: debug, info, warning or error")
+  app.add_option("--log-level", level, "least severe messages to log")
       ->check(CLI::IsMember({"debug", "info", "warning", "error"}))
-      ->option_text("LEVEL");
+      ->capture_default_str();
   app.parse_complete_callback([&] { sb::log::set_level(levels.at(level)); });
 
   sb::add_init_command(app);
@@ -130,11 +161,10 @@ int run(int argc, char** argv) {
   sb::check_numbers(app);
   // After the commands, which would take it over.
   app.footer(
-      "SUBCOMMAND --help lists its options. docs/ has a page on each subject, docs/configuration.md all of run.yaml.\n"
-      "Exit codes: 0 success, 1 another rank was lost, 2 the input is at fault, 3 out of memory, 70 a defect.");
-  for (const auto& [command, example, pages] : kFooters)
-    app.get_subcommand(command)->footer(
-        fmt::format("Example: sparsebalance {} {}\nSee also: {}", command, example, pages));
+      "`sparsebalance SUBCOMMAND --help` lists the options of a command. docs/ has a page on each subject;\n"
+      "docs/configuration.md lists every option of run.yaml.\n"
+      "Exit codes: 0 success, 1 another rank was lost, 2 error in the input, 3 out of memory, 70 internal error.");
+  add_footers(app);
 
   try {
     std::vector<std::string> words = with_log_level_first(argc, argv);
@@ -186,7 +216,7 @@ int main(int argc, char** argv) {
     if (const auto* path = dynamic_cast<const std::filesystem::filesystem_error*>(&error))
       std::fprintf(stderr, "error: %s: %s\n", path->path1().c_str(), path->code().message().c_str());
     else if (sb::no_more_threads(error))
-      std::fprintf(stderr, "error: the system starts no more threads: raise the limit of processes (ulimit -u)\n");
+      std::fprintf(stderr, "error: the system cannot start more threads: raise the limit of processes (ulimit -u)\n");
     else if (code == sb::kUserErrorCode)
       std::fprintf(stderr, "error: %s\n", error.what());
     else if (dynamic_cast<const std::bad_alloc*>(&error) != nullptr)

@@ -23,7 +23,7 @@ struct Arguments {
 void merge(const Arguments& arguments) {
   fs::path out = arguments.out;
   if (out.filename().empty()) out = out.parent_path();
-  SB_USER_CHECK(!fs::exists(out), "{}: is there already; name a new folder", out.string());
+  SB_USER_CHECK(!fs::exists(out), "{}: already exists; name a new directory", out.string());
   const fs::path parent = fs::absolute(out).parent_path();
   SB_USER_CHECK(fs::is_directory(parent), "{}: no such directory", parent.string());
   SB_USER_CHECK(fs::is_directory(arguments.base), "{}: no such directory", arguments.base);
@@ -35,22 +35,26 @@ void merge(const Arguments& arguments) {
   ThreadPool pool(arguments.threads > 0 ? arguments.threads : available_cores());
   write_directory_atomically(fs::absolute(out),
                              [&](const fs::path& temporary) { merge_adapter(pool, options, temporary); });
-  fmt::print("written to {}\n", out.string());
+  fmt::print("wrote {}\n", out.string());
 }
 
 }  // namespace
 
 void add_merge_command(CLI::App& app) {
-  CLI::App* command = app.add_subcommand("merge", "put a LoRA adapter into the weights of its model");
+  CLI::App* command = app.add_subcommand("merge", "merge a LoRA adapter into the weights of its model");
   auto a = std::make_shared<Arguments>();
-  command->add_option("base", a->base, "Hugging Face directory of the model")->required();
-  command->add_option("adapter", a->adapter, "PEFT directory of the adapter, as `final/` of a run with `lora`")
+  command->add_option("base", a->base, "Hugging Face directory of the base model")->required();
+  command->add_option("adapter", a->adapter, "PEFT directory of the adapter, such as `final/` of a run with `lora`")
       ->required();
-  command->add_option("out", a->out, "new folder for the merged model")->required();
-  command->add_option("--dtype", a->dtype, "of its weights; auto: bfloat16 where all of the base is, else float32")
+  command->add_option("out", a->out, "new directory for the merged model")->required();
+  command
+      ->add_option("--dtype", a->dtype,
+                   "dtype of the merged weights; auto: bfloat16 if all of the base model is, otherwise float32")
       ->check(CLI::IsMember({"auto", "float32", "bfloat16"}))
       ->capture_default_str();
-  command->add_option("--threads", a->threads, "0: all cores")->check(CLI::Range(0, 1024))->capture_default_str();
+  command->add_option("--threads", a->threads, "worker threads; 0: all cores")
+      ->check(CLI::Range(0, 1024))
+      ->capture_default_str();
   command->callback([a] { merge(*a); });
 }
 

@@ -19,15 +19,15 @@ bool fits(const std::string& text) {
 }
 
 std::string check_integer(const std::string& text) {
-  return fits<int64_t>(text) ? "" : fmt::format("{} is not a decimal integer of 64 bits", text);
+  return fits<int64_t>(text) ? "" : fmt::format("{} is not a 64-bit decimal integer", text);
 }
 
 std::string check_natural(const std::string& text) {
-  return fits<uint64_t>(text) ? "" : fmt::format("{} is not a decimal integer from 0 to 2^64 - 1", text);
+  return fits<uint64_t>(text) ? "" : fmt::format("{} is not a decimal integer between 0 and 2^64 - 1", text);
 }
 
 std::string check_real(const std::string& text) {
-  return fits<double>(text) ? "" : fmt::format("{} is not a number that 64 bits hold", text);
+  return fits<double>(text) ? "" : fmt::format("{} is not a number that fits in 64 bits", text);
 }
 
 }  // namespace

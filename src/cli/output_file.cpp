@@ -51,7 +51,7 @@ void write_output(const std::string& path, const std::string& text) {
 
 std::string names_files(const std::string& prefix) {
   if (!prefix.ends_with('/')) return {};
-  return prefix + ": a folder; add the beginning of the files' names, for example " + prefix + "train";
+  return prefix + ": is a directory; add the first part of the file names, for example " + prefix + "train";
 }
 
 void occupy_closed_descriptors() {
@@ -59,14 +59,15 @@ void occupy_closed_descriptors() {
     if (::fcntl(descriptor, F_GETFD) >= 0) continue;
     // Takes the lowest number that is free. Standard output still cannot be written, which is said at the end.
     SB_USER_CHECK(::open("/dev/null", descriptor == STDOUT_FILENO ? O_RDONLY : O_RDWR) == descriptor,
-                  "/dev/null: cannot be opened in place of a standard stream that is closed: {}", std::strerror(errno));
+                  "/dev/null: cannot be opened as a replacement for a closed standard stream: {}",
+                  std::strerror(errno));
   }
 }
 
 void check_standard_output(int reason) {
   errno = reason;
   if (std::fflush(stdout) == 0 && std::ferror(stdout) == 0) return;
-  SB_USER_CHECK(errno != 0, "standard output: some of it could not be written; is the disk full?");  // earlier
+  SB_USER_CHECK(errno != 0, "standard output: could not be written completely; is the disk full?");  // earlier
   throw UserError("standard output: cannot be written: {}", std::strerror(errno));
 }
 

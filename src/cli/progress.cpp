@@ -23,7 +23,7 @@ void Progress::show(double share, const std::string& what, bool even_pace) {
   shown_ = now;
   share = std::clamp(share, 0.0, 1.0);
   const std::string text =
-      fmt::format("{:5.1f} %  {}  {}", 100.0 * share, what,
+      fmt::format("{:5.1f}%  {}  {}", 100.0 * share, what,
                   even_pace ? time_left(first_share_, share, seconds()) : format_duration(seconds()) + " so far");
   if (!terminal_) {
     log::info("{}", text);

@@ -17,12 +17,14 @@ void add_report_command(CLI::App& app) {
     std::string run, out;
     int64_t step = 0;
   };
-  CLI::App* command = app.add_subcommand("report", "one HTML page about a run: loss, speed, coverage, schedules");
+  CLI::App* command = app.add_subcommand("report", "write an HTML report of a run: loss, speed, coverage, schedules");
   auto a = std::make_shared<Arguments>();
-  command->add_option("run", a->run, "train.output_dir of the run")->required()->check(CLI::ExistingDirectory);
+  command->add_option("run", a->run, "directory of the run (its train.output_dir)")
+      ->required()
+      ->check(CLI::ExistingDirectory);
   command->add_option("--out", a->out, "file to write (default: report.html in the run's directory)");
-  command->add_option("--step", a->step, "step whose schedule is drawn (default: a typical one)")
-      ->check(at_least(1), "POSITIVE");
+  command->add_option("--step", a->step, "step whose schedule is drawn (default: a typical step)")
+      ->check(at_least(1), "at least 1");
   command->callback([a] {
     check_output(a->out);
     const ReportInput input = read_run(a->run, a->step);
@@ -31,7 +33,7 @@ void add_report_command(CLI::App& app) {
     const std::filesystem::path out =
         a->out.empty() ? std::filesystem::path(a->run) / "report.html" : std::filesystem::path(a->out);
     write_output(out.string(), write_report(input));
-    fmt::print("written to {}; open it in a browser\n", out.string());
+    fmt::print("wrote {}; open it in a browser\n", out.string());
   });
 }
 

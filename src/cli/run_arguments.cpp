@@ -5,9 +5,11 @@
 namespace sb {
 
 void add_run_file(CLI::App& command, RunArguments& arguments) {
-  command.add_option("run.yaml", arguments.file, "the run's configuration");
+  command.add_option("run.yaml", arguments.file, "configuration of the run");
   // One value a --set, so that the file may follow it.
-  command.add_option("--set", arguments.overrides, "overrides an option: --set train.max_steps=100; may be repeated")
+  command
+      .add_option("--set", arguments.overrides,
+                  "override an option, for example --set train.max_steps=100; may be repeated")
       ->type_name("SECTION.OPTION=VALUE")
       ->allow_extra_args(false);
 }
@@ -16,7 +18,7 @@ void add_run_arguments(CLI::App& command, RunArguments& arguments) {
   add_run_file(command, arguments);
   command.get_option("run.yaml")->required();
   command.add_flag("--print-config", arguments.print_config,
-                   "prints every option with its value, as YAML that loads again, and stops");
+                   "print every option with its value, as YAML that can be loaded again, and exit");
 }
 
 }  // namespace sb

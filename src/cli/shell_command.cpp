@@ -6,6 +6,7 @@
 #include <memory>
 
 #include "cli/commands.h"
+#include "cli/help_text.h"
 
 // Shell completion and the manual page, from the same tables that the command line is parsed with.
 namespace sb {
@@ -76,7 +77,7 @@ std::string roff(const std::string& text) {
 
 std::string manual_page(const CLI::App& app) {
   std::string text = fmt::format(
-      ".TH SPARSEBALANCE 1 \"\" \"{}\" \"User Commands\"\n.SH NAME\nsparsebalance \\- trains long-context language "
+      ".TH SPARSEBALANCE 1 \"\" \"{}\" \"User Commands\"\n.SH NAME\nsparsebalance \\- train long-context language "
       "models with sparse attention and balanced steps\n.SH SYNOPSIS\n.B sparsebalance\n.I COMMAND\n[options]\n",
       roff(app.version()));
   each_command(app, app.get_name(), [&](const CLI::App& command, const std::string& path) {
@@ -84,19 +85,20 @@ std::string manual_page(const CLI::App& app) {
     for (const CLI::Option* option : command.get_options()) {
       if (option->get_description().empty()) continue;
       const std::string name = option->get_lnames().empty() ? option->get_name() : "--" + option->get_lnames().front();
-      text += fmt::format(".TP\n.B {}\n{}\n", roff(name), roff(option->get_description()));
-      if (!option->get_default_str().empty()) text += fmt::format("Default: {}.\n", roff(option->get_default_str()));
+      const std::string label = option->get_lnames().empty() ? "" : value_label(*option);
+      text +=
+          fmt::format(".TP\n.B {}\n{}\n", roff(label.empty() ? name : name + " " + label), roff(option_help(*option)));
     }
   });
   return text +
-         ".SH EXIT STATUS\n0 success, 1 another rank was lost, 2 the input is at fault, 3 out of memory, 70 a "
-         "defect.\n";
+         ".SH EXIT STATUS\n"
+         "0 success, 1 another rank was lost, 2 error in the input, 3 out of memory, 70 internal error.\n";
 }
 
 }  // namespace
 
 void add_shell_commands(CLI::App& app) {
-  app.add_subcommand("completion", "print completion for bash and zsh: source <(sparsebalance completion)")
+  app.add_subcommand("completion", "print shell completion for bash and zsh: source <(sparsebalance completion)")
       ->callback([&app] { std::fputs(bash_completion(app).c_str(), stdout); });
   app.add_subcommand("man", "print the manual page: sparsebalance man | man -l -")->callback([&app] {
     std::fputs(manual_page(app).c_str(), stdout);

@@ -36,8 +36,9 @@ void launch(const TrainArguments& arguments) {
 
 void train(const RunConfig& config, Communicator& world) {
   constexpr const char* kAlone =
-      "\nstopping after this micro-batch, then saving the last finished step; again to stop now\n";
-  constexpr const char* kTogether = "\nstopping after this step, then saving it; again to stop now\n";
+      "\n"
+      "stopping after this micro-batch, then saving the last finished step; interrupt again to stop now\n";
+  constexpr const char* kTogether = "\nstopping after this step, then saving it; interrupt again to stop now\n";
   const StopSignal stop(world.size() == 1 ? kAlone : world.rank() == 0 ? kTogether : "");
   if (world.size() == 1) {
     run_training(config, stdout, isatty(STDOUT_FILENO) != 0, StopSignal::requested);
@@ -64,7 +65,7 @@ void run(const TrainArguments& arguments) {
   }
   const int launched = launched_ranks();
   SB_USER_CHECK(arguments.ranks == 0 || launched == 1 || launched == arguments.ranks,
-                "--ranks {}: a launcher has already started {} ranks; leave it out", arguments.ranks, launched);
+                "--ranks {}: a launcher has already started {} ranks; remove it", arguments.ranks, launched);
   check_grid(config.parallel.grid(), arguments.ranks > 0 ? arguments.ranks : launched);
   if (arguments.ranks > 1 && launched == 1) {
     run_model_config(config);  // what does not fit is said once, and not by every rank
@@ -80,12 +81,11 @@ void run(const TrainArguments& arguments) {
 }  // namespace
 
 void add_train_command(CLI::App& app) {
-  CLI::App* command = app.add_subcommand("train", "train a model as run.yaml says; run it again to resume");
+  CLI::App* command = app.add_subcommand("train", "train a model as described by run.yaml; run it again to resume");
   auto arguments = std::make_shared<TrainArguments>();
   add_run_arguments(*command, arguments->run);
   command
-      ->add_option("--ranks", arguments->ranks,
-                   "starts this many processes on this machine: parallel.dp × pp × cp × tp")
+      ->add_option("--ranks", arguments->ranks, "start this many processes on this machine: parallel.dp × pp × cp × tp")
       ->check(CLI::Range(1, 4096));
   command->callback([&app, arguments] {
     if (const CLI::Option* level = app.get_option("--log-level"); level->count() > 0)

@@ -13,7 +13,7 @@ CpuIsa detect() {
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-  if (!avx2) throw UserError("this processor has no AVX2/FMA; the CPU backend needs both");
+  if (!avx2) throw UserError("this processor lacks AVX2 or FMA; the CPU backend needs both");
   const char* wish = std::getenv("SB_CPU_ISA");
   if (wish == nullptr || std::string_view(wish).empty()) return avx512 ? CpuIsa::avx512 : CpuIsa::avx2;
   if (std::string_view(wish) == "avx2") return CpuIsa::avx2;
@@ -21,7 +21,7 @@ CpuIsa detect() {
     SB_USER_CHECK(avx512, "SB_CPU_ISA=avx512, but this processor has no AVX-512 (F, BW, DQ, VL)");
     return CpuIsa::avx512;
   }
-  throw UserError("SB_CPU_ISA={}: known are avx2 and avx512", wish);
+  throw UserError("SB_CPU_ISA={}: must be avx2 or avx512", wish);
 }
 
 }  // namespace

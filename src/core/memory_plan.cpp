@@ -43,7 +43,7 @@ std::string MemoryPlan::table(int64_t limit_bytes) const {
   std::string text;
   for (const Item& item : items_) text += fmt::format("  {:<28} {:>12}\n", item.name, format_bytes(item.bytes));
   text += fmt::format("  {:<28} {:>12}", "total", format_bytes(total()));
-  if (limit_bytes > 0) text += fmt::format("  of {}", format_bytes(limit_bytes));
+  if (limit_bytes > 0) text += fmt::format("  of {} available", format_bytes(limit_bytes));
   text += "\n";
   for (const Item& item : on_host_)
     text += fmt::format("  {:<28} {:>12}  in host memory\n", item.name, format_bytes(item.bytes));

@@ -114,8 +114,8 @@ ThreadPool::ThreadPool(int threads) : state_(std::make_unique<State>()), threads
     const size_t started = state_->workers.size() + 1;
     state_->end();
     throw UserError(
-        "{} threads were asked for and the system starts no more than {} ({}): lower train.threads (--threads, "
-        "--workers), or raise the limit of processes (ulimit -u, the control group's pids.max)",
+        "{} threads were requested, but the system starts no more than {} ({}): lower train.threads (--threads, "
+        "--workers), or raise the limit of processes (ulimit -u, pids.max of the control group)",
         threads, started, error.code().message());
   }
 }

@@ -28,7 +28,7 @@ E value_of(const Word<E> (&words)[N], std::string_view word, std::string_view wh
     if (name == word) return meaning;
     known.push_back(name);
   }
-  throw UserError("{}: {}; known are {}", what, word, fmt::join(known, ", "));
+  throw UserError("{}: unknown value {}; choose from {}", what, word, fmt::join(known, ", "));
 }
 
 }  // namespace sb

@@ -28,8 +28,8 @@ void take_buffers(int threads) {
   void* room = ::mmap(nullptr, static_cast<size_t>(bytes), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (room == MAP_FAILED)
     throw OutOfMemory(
-        "OpenBLAS needs {} of address space for {} threads, which the system refuses: raise the limit (ulimit -v), or "
-        "lower the number of threads (train.threads, --threads)",
+        "OpenBLAS needs {} of address space for {} threads, which the system does not allow: raise the limit (ulimit "
+        "-v), or lower the number of threads (train.threads, --threads)",
         format_bytes(bytes), threads);
   ::munmap(room, static_cast<size_t>(bytes));
   if (blas_memory_alloc == nullptr || blas_memory_free == nullptr) return;

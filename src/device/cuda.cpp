@@ -32,7 +32,7 @@ std::string problem() {
 
 void require_device() {
   const std::string why = problem();
-  SB_USER_CHECK(why.empty(), "device: cuda asked for, but there is no usable GPU ({}); use device: cpu", why);
+  SB_USER_CHECK(why.empty(), "device: cuda was requested, but there is no usable GPU ({}); use device: cpu", why);
 }
 
 DeviceInfo device_info() {

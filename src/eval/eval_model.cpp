@@ -28,7 +28,7 @@ std::vector<int32_t> read_stop_tokens(const std::filesystem::path& model, const 
   const nlohmann::json ids = json.is_object() ? json.value("eos_token_id", nlohmann::json()) : nlohmann::json();
   for (const nlohmann::json& id : ids.is_array() || ids.is_null() ? ids : nlohmann::json::array({ids})) {
     if (!id.is_number_integer() || id < 0 || id >= config.vocab_size) {
-      log::warning("{}: eos_token_id: {} is no token of the model", path.string(), id.dump());
+      log::warning("{}: eos_token_id: {} is not a token of the model", path.string(), id.dump());
       continue;
     }
     if (std::find(tokens.begin(), tokens.end(), id) == tokens.end()) tokens.push_back(id);
@@ -116,7 +116,9 @@ std::unique_ptr<Attention> EvalModel::make_prefill(CachedAttention::Options& cac
     cache.selection = selection;
     cache.learned = options_.learned;
   } else {
-    log::warning("the pattern looks ahead, which a new token cannot: prompts run as trained, new tokens see all keys");
+    log::warning(
+        "attention.selection: lookahead is not possible for new tokens: prompts run as trained, new tokens attend to "
+        "all keys");
   }
   return attention;
 }
@@ -129,7 +131,8 @@ bool EvalModel::has_tokenizer() const {
 
 const Tokenizer& EvalModel::tokenizer() {
   if (!tokenizer_) {
-    SB_USER_CHECK(has_tokenizer(), "{}: no tokenizer.json, which text needs; copy it there", options_.model.string());
+    SB_USER_CHECK(has_tokenizer(), "{}: has no tokenizer.json, which is needed for text; copy it there",
+                  options_.model.string());
     tokenizer_ = Tokenizer::load((options_.model / "tokenizer.json").string());
   }
   return *tokenizer_;
@@ -139,7 +142,7 @@ void EvalModel::warn_beyond_reach(int64_t tokens) {
   const int64_t reach = longest_sequence(config_);
   if (warned_ || reach == 0 || tokens <= reach) return;
   warned_ = true;
-  log::warning("a sequence of {} tokens, but the model reaches {} (max_position_embeddings of {})", tokens, reach,
+  log::warning("a sequence has {} tokens, but the model supports {} (max_position_embeddings of {})", tokens, reach,
                (options_.model / "config.json").string());
 }
 
@@ -156,14 +159,14 @@ void EvalModel::look_first(std::span<const int32_t> tokens) {
   selecting_->use(learned);
   cached_->learn(learned);
   log::info(
-      "attention.score planes: {} came without statistics of them, so a first dense forward over the first {} tokens "
-      "of the data selected them",
+      "attention.score planes: {} has no statistics of them; they were chosen in a dense forward over the first {} "
+      "tokens of the data",
       options_.model.string(), tokens.size());
 }
 
 EvalModel::Score EvalModel::score(const std::vector<int32_t>& tokens, const std::vector<int32_t>& labels) {
   SB_CHECK(tokens.size() == labels.size(), "{} tokens, {} labels", tokens.size(), labels.size());
-  SB_USER_CHECK(std::ssize(tokens) <= options_.max_tokens, "a sequence of {} tokens, but --max-tokens is {}",
+  SB_USER_CHECK(std::ssize(tokens) <= options_.max_tokens, "a sequence has {} tokens, but --max-tokens is {}; raise it",
                 tokens.size(), options_.max_tokens);
   if (tokens.empty()) return {};
   warn_beyond_reach(std::ssize(tokens));
@@ -208,8 +211,10 @@ std::vector<std::vector<int32_t>> EvalModel::prompt_tokens(const std::vector<std
     ++cut;
   }
   if (cut > 0)
-    log::warning("{} of {} prompts have more than {} tokens and lost their middle; --max-tokens makes room", cut,
-                 prompts.size(), room);
+    log::warning(
+        "{} of {} prompts have more than {} tokens, and their middle was cut out; raise --max-tokens to keep them "
+        "whole",
+        cut, prompts.size(), room);
   return tokens;
 }
 
@@ -220,7 +225,7 @@ std::vector<double> EvalModel::next(const std::string& prompt, const std::string
   const int64_t room = std::max<int64_t>(options_.max_tokens - std::ssize(begun), 1);
   std::vector<int32_t> tokens = prompt_tokens({prompt}, room, how, ends).front();
   tokens.insert(tokens.end(), begun.begin(), begun.end());
-  SB_USER_CHECK(std::ssize(tokens) <= options_.max_tokens, "a prompt of {} tokens, but --max-tokens is {}",
+  SB_USER_CHECK(std::ssize(tokens) <= options_.max_tokens, "a prompt has {} tokens, but --max-tokens is {}; raise it",
                 tokens.size(), options_.max_tokens);
   warn_beyond_reach(std::ssize(tokens));
   look_first(tokens);
@@ -257,7 +262,7 @@ std::vector<std::string> EvalModel::answer(const std::vector<std::string>& promp
     texts.push_back(tokenizer().decode(ids, /*skip_special_tokens=*/true));
   }
   if (without_text > 0)
-    log::warning("{} tokens of the answers are not in {} and were left out: the model has {} ids, the tokenizer {}",
+    log::warning("{} tokens of the answers are not in {} and were dropped: the model has {} ids, the tokenizer {}",
                  without_text, tokenizer().name(), config().vocab_size, tokenizer().vocab_size());
   return texts;
 }

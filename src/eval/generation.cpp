@@ -45,8 +45,8 @@ std::vector<std::vector<int32_t>> Generator::generate(const Exec& exec,
   for (size_t i = 0; i < prompts.size(); ++i) {
     SB_USER_CHECK(!prompts[i].empty(), "prompt {} is empty; generation needs at least one token to start from", i);
     SB_USER_CHECK(options.max_new_tokens <= capacity_ - std::ssize(prompts[i]),
-                  "prompt {} has {} tokens; with {} new ones it exceeds the {} tokens planned for; raise --max-tokens",
-                  i, prompts[i].size(), options.max_new_tokens, capacity_);
+                  "prompt {} has {} tokens; with {} new ones it exceeds the limit of {} tokens; raise --max-tokens", i,
+                  prompts[i].size(), options.max_new_tokens, capacity_);
     for (const int32_t token : prompts[i]) {
       SB_USER_CHECK(0 <= token && token < stage_.config().vocab_size,
                     "prompt {}: token {} is outside the vocabulary of {}", i, token, stage_.config().vocab_size);

@@ -104,7 +104,7 @@ std::pair<std::string, char> right_option(const Expected& expected) {
     return {text, kChoiceLetters[static_cast<size_t>(found - expected.options.begin())]};
   SB_USER_CHECK(expected.answers.size() == 2 && expected.answers[1].size() == 1 &&
                     kChoiceLetters.find(expected.answers[1]) != std::string_view::npos,
-                "the answer \"{}\" is none of the options", text);
+                "the answer \"{}\" is not one of the options", text);
   return {text, expected.answers[1].front()};
 }
 
@@ -148,7 +148,8 @@ double code_choice(std::string_view prediction, const Expected& expected) {
     return 1;
   std::string text = with_blanks_for(prediction, "\n`'\"-*");
   for (const std::string_view word : {"Option", "option"})
-    for (size_t at = text.find(word); at != std::string::npos; at = text.find(word)) text.replace(at, word.size(), " ");
+    for (size_t at = text.find(word); at != std::string::npos; at = text.find(word))
+      text.replace(at, word.size(), 1, ' ');
   const AfterPrefix after = after_prefix(with_single_blanks(text), {"answer is:", "is:", "answer:"});
   return after.text.starts_with(letter) || after.text.starts_with(option);
 }
@@ -188,7 +189,7 @@ const std::map<std::string, Task>& tasks() {
 
 const Task& find_task(const std::string& name) {
   const auto found = tasks().find(name);
-  SB_USER_CHECK(found != tasks().end(), "the task \"{}\" has no metric here; known are {}", name,
+  SB_USER_CHECK(found != tasks().end(), "no metric for the task \"{}\"; the known tasks are {}", name,
                 fmt::join(known_tasks(), ", "));
   return found->second;
 }

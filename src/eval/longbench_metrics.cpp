@@ -321,7 +321,7 @@ double score(const std::string& task, std::string_view prediction, const std::ve
              const std::vector<std::string>& classes) {
   const auto found = tasks().find(task);
   SB_USER_CHECK(found != tasks().end(),
-                "LongBench task '{}' is not known; sparsebalance eval longbench --help lists them", task);
+                "unknown LongBench task '{}'; sparsebalance eval longbench --help lists the known ones", task);
   if (task == "trec" || task == "triviaqa" || task == "samsum" || task == "lsht") prediction = first_line(prediction);
   double best = 0;
   for (const std::string& answer : answers) {

@@ -25,7 +25,7 @@ std::map<std::string, std::string> read_templates(const std::filesystem::path& f
   const json object = read_object(file);
   for (const auto& [task, prompt] : object.items()) {
     SB_USER_CHECK(prompt.is_string() && prompt.get<std::string>().find("{context}") != std::string::npos,
-                  "{}: {}: must be a text with {{context}} in it", file.string(), task);
+                  "{}: {}: must be a string that contains {{context}}", file.string(), task);
     templates[task] = prompt;
   }
   return templates;

@@ -36,7 +36,7 @@ char named_choice(std::string_view answer) {
 void check_choice_template(const std::string& file, std::string_view text) {
   for (const std::string_view place : kPlaces)
     SB_USER_CHECK(text.find(place) != std::string_view::npos,
-                  "{}: a prompt needs {} in it; LongBench v2's prompts/0shot.txt is one", file, place);
+                  "{}: a prompt template must contain {}; LongBench v2's prompts/0shot.txt is an example", file, place);
 }
 
 std::string fill_choice_template(std::string_view text, const ChoiceQuestion& question) {

@@ -64,7 +64,7 @@ std::string needle_table(const NeedleGrid& grid) {
 
 std::string needle_svg(const NeedleGrid& grid, const std::string& title) {
   constexpr int kCellWidth = 64, kCellHeight = 32, kLeft = 70, kTop = 60;
-  const std::string caption = "tokens across, depth of the needle down; per cent found";
+  const std::string caption = "needles found, in percent, by context length (across) and depth of the needle (down)";
   // Wide enough for its words, whose letters take up to 8 units of the larger and 7 of the smaller size.
   const int words = std::max(8 * static_cast<int>(title.size()), 7 * static_cast<int>(caption.size()));
   const int width = kLeft + std::max(kCellWidth * static_cast<int>(grid.lengths.size()), words) + 20;
@@ -81,7 +81,7 @@ std::string needle_svg(const NeedleGrid& grid, const std::string& title) {
   }
   for (size_t row = 0; row < grid.depths.size(); ++row) {
     const int y = kTop + kCellHeight * static_cast<int>(row);
-    svg += fmt::format("<text x=\"{}\" y=\"{}\" text-anchor=\"end\">{:.0f} %</text>\n", kLeft - 8,
+    svg += fmt::format("<text x=\"{}\" y=\"{}\" text-anchor=\"end\">{:.0f}%</text>\n", kLeft - 8,
                        y + kCellHeight / 2 + 4, 100 * grid.depths[row]);
     for (size_t column = 0; column < grid.lengths.size(); ++column) {
       const double value = std::clamp(grid.values[row][column], 0.0, 1.0);

@@ -14,7 +14,7 @@ int32_t sample_token(std::span<const float> logits, const SamplingOptions& optio
                      uint64_t position) {
   SB_CHECK(!logits.empty(), "no logits");
   for (const float logit : logits)
-    SB_USER_CHECK(!std::isnan(logit), "the model's outputs are not numbers (NaN): its weights are damaged or diverged");
+    SB_USER_CHECK(!std::isnan(logit), "the model's logits are NaN: its weights are damaged or have diverged");
   const auto best = std::max_element(logits.begin(), logits.end());
   if (options.temperature <= 0) return static_cast<int32_t>(best - logits.begin());
 

@@ -286,11 +286,11 @@ Plan Planner::write(int64_t step, const Candidate& candidate, double baseline) c
   plan.relaxed_bound = candidate.relaxed_bound;
   if (candidate.batches.no_room)
     plan.notes.push_back(
-        fmt::format("batching {} found no room under the caps of a micro-batch, the sequences are in order: raise the "
-                    "token cap, or "
-                    "make the global batch a multiple of dp",
+        fmt::format("batching {} found no arrangement within the limits of a micro-batch, so the sequences run in "
+                    "order: raise the token limit, or make the global batch a multiple of dp",
                     options_.batching.name()));
-  if (candidate.unsolved) plan.notes.emplace_back("tuning optimal ran out of pivots and went by prices");
+  if (candidate.unsolved)
+    plan.notes.emplace_back("tuning optimal reached its limit of simplex pivots and used prices instead");
   const CoverageSummary summary =
       summarize_coverage(coverage_, cost_.spec(), sequences_, cost_.layers(), candidate.budgets, pool_);
   plan.mean_coverage = summary.mean;
@@ -411,10 +411,11 @@ Plan plan_step(int64_t step, const CostModel& cost, const CoverageModel& coverag
   const bool always_cut = options.chunk.on() && !options.chunk.automatic();
   if (always_cut || (options.chunk.automatic() && cost.stages() > 1)) {
     SB_USER_CHECK(options.tuning.policy != TuningPolicy::anchor,
-                  "tuning anchor evens out micro-batches, which pieces of sequences are already: use tuning optimal or "
-                  "none, or leave sequences whole");
+                  "tuning anchor evens out micro-batches, but pieces of sequences are even already: use tuning optimal "
+                  "or none, or keep sequences whole");
     std::optional<Candidate> cut = planner.cut(budgets);
-    SB_USER_CHECK(cut || !always_cut, "pieces of {} tokens do not fit what memory is planned for; make them smaller",
+    SB_USER_CHECK(cut || !always_cut,
+                  "pieces of {} tokens do not fit in the memory planned for them; make them smaller",
                   options.chunk.tokens);
     if (cut) candidates.push_back(std::move(*cut));
   }

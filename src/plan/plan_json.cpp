@@ -179,8 +179,8 @@ Plan parse_plan(const std::string& text, const std::string& where) {
   const int64_t version = integer(get(json, "version", where), "`version`", where);
   if (version != Plan::kVersion)
     throw OtherPlanVersion(
-        "{}: plan version {} and this program reads {}; continue with the release that wrote it, or move the file away "
-        "(and leave balance.replay out) to plan again",
+        "{}: has plan version {}, but this program reads {}; continue with the release that wrote it, or move the file "
+        "away (and remove balance.replay) to plan again",
         where, version, Plan::kVersion);
   Plan plan;
   plan.step = integer(get(json, "step", where), "`step`", where);

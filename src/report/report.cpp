@@ -142,9 +142,10 @@ std::string summary_table(const ReportInput& input) {
       before += step.plan.baseline_us;
       after += step.plan.makespan_us;
     }
-  if (after > 0) row("predicted speed-up over the same batches in order", fmt::format("{:.3f}×", before / after));
+  if (after > 0)
+    row("predicted speed-up over running the same batches in order", fmt::format("{:.3f}×", before / after));
   if (const Series* cluster = find(metrics, "cluster_step_ms"))
-    row("step of the rehearsed cluster, mean, predicted", fmt::format("{:.1f} ms", mean(*cluster)));
+    row("step time of the rehearsed cluster, mean, predicted", fmt::format("{:.1f} ms", mean(*cluster)));
   if (const Series* predicted = find(metrics, "predicted_step_ms"))
     if (const Series* measured = find(metrics, "step_ms")) {
       std::vector<double> errors;
@@ -153,11 +154,12 @@ std::string summary_table(const ReportInput& input) {
         if (took != measured->end() && took->second > 0) errors.push_back(std::abs(value / took->second - 1));
       }
       if (!errors.empty())
-        row("error of the predicted step time, median", fmt::format("{:.1f} %", 100 * median(errors)));
+        row("prediction error of the step time, median", fmt::format("{:.1f}%", 100 * median(errors)));
     }
   if (const Series* planning = find(metrics, "planning_percent"))
-    row("planning and tuning, share of the step", fmt::format("{:.2f} %", mean(*planning)));
-  return rows.empty() ? std::string("<p>The run has no step yet.</p>\n") : "<table>\n" + rows + "</table>\n";
+    row("planning and tuning, share of the step", fmt::format("{:.2f}%", mean(*planning)));
+  return rows.empty() ? std::string("<p>No step of this run has finished yet.</p>\n")
+                      : "<table>\n" + rows + "</table>\n";
 }
 
 // The loss over the time that a rehearsed cluster would have taken.
@@ -191,7 +193,7 @@ std::string charts(const ReportInput& input) {
                  "step",
                  {line_of(metrics, "loss", "training"), line_of(metrics, "validation_loss", "validation")}});
   all.push_back({"Loss by source", "nats per token", "step", loss_by_source(metrics)});
-  all.push_back({"Loss and the rehearsed cluster's time",
+  all.push_back({"Loss by time on the rehearsed cluster",
                  "nats per token",
                  "seconds, predicted",
                  {loss_over_cluster_time(metrics)}});
@@ -216,14 +218,14 @@ std::string charts(const ReportInput& input) {
         find(metrics, "predicted_step_ms") ? line_of(metrics, "predicted_in_order_ms", "in order, predicted schedule")
                                            : ChartLine()}});
   all.push_back({"Micro-batches", "ms measured", "ms predicted", {micro_batch_dots(input.plans)}, true});
-  all.push_back({"Imbalance of ranks",
-                 "work of the busiest / mean",
+  all.push_back({"Rank imbalance",
+                 "work of the busiest rank / mean",
                  "step",
                  {line_of(metrics, "rank_imbalance", "measured"), line_of(metrics, "worker_imbalance", "predicted")}});
   all.push_back({"Bubbles",
-                 "% of workers × time",
+                 "idle, % of rank time",
                  "step",
-                 {line_of(metrics, "bubble_percent", "measured, all of the step"),
+                 {line_of(metrics, "bubble_percent", "measured, whole step"),
                   line_of(metrics, "predicted_bubble_percent", "predicted schedule")}});
   all.push_back({"Planning and tuning", "% of the step", "step", {line_of(metrics, "planning_percent", "planning")}});
   all.push_back({"Gradient norm", "", "step", {line_of(metrics, "grad_norm", "gradient norm")}});
@@ -240,13 +242,14 @@ std::string schedules(const ReportInput& input) {
     if (figure.empty()) continue;
     const auto gain = planned_speedup(step);
     options += fmt::format("<option value=\"{0}\">step {0}{1}</option>\n", number,
-                           gain ? fmt::format(", {:.2f}× by prediction", *gain) : std::string());
+                           gain ? fmt::format(", {:.2f}× predicted", *gain) : std::string());
     figures += figure;
   }
   if (figures.empty()) return {};
-  return "<h2>Schedule of a step</h2>\n<p class=\"note\">What the ranks do, before balancing and after; one colour per "
-         "micro-batch, on one time axis. Transfers, reduction and optimizer are left out.</p>\n<p><select "
-         "id=\"step\">\n" +
+  return "<h2>Schedule of a step</h2>\n"
+         "<p class=\"note\">What each rank computes, before and after balancing, on the same time axis; each "
+         "micro-batch has its own color. Transfers, gradient reduction and the optimizer are not shown.</p>\n"
+         "<p><select id=\"step\">\n" +
          options + "</select></p>\n" + figures;
 }
 
@@ -264,7 +267,7 @@ std::string write_report(const ReportInput& input) {
   page += report_headline(input);
   page += "<details><summary>More numbers</summary>\n" + summary_table(input) + "</details>\n";
   if (input.metrics.skipped > 0)
-    page += fmt::format("<p class=\"note\">{} of {} lines of metrics.jsonl could not be read and are left out.</p>\n",
+    page += fmt::format("<p class=\"note\">{} of {} lines of metrics.jsonl could not be read and were skipped.</p>\n",
                         input.metrics.skipped, input.metrics.lines);
   if (!input.plans.damage.empty())
     page += fmt::format("<p class=\"note\">{}; nothing after it is shown.</p>\n", markup_text(input.plans.damage));

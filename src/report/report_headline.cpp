@@ -48,8 +48,8 @@ const char* family_name(ModelConfig::Family family) {
 std::string model_text(const RunConfig& config) {
   if (!config.model.init) return config.model.path.string();
   const ModelConfig& model = *config.model.init;
-  return fmt::format("{} from scratch: {} layers of {}, {} heads, vocabulary of {}", family_name(model.family),
-                     model.layers, model.hidden_size, model.heads, model.vocab_size);
+  return fmt::format("{} from scratch: {} layers, hidden size {}, {} heads, vocabulary of {}",
+                     family_name(model.family), model.layers, model.hidden_size, model.heads, model.vocab_size);
 }
 
 std::string data_text(const RunConfig& config) {
@@ -87,16 +87,16 @@ std::string gain_text(const ReportInput& input) {
   const Series* balanced = find(input.metrics, "compared_balanced_ms");
   if (in_order && balanced && sum(*balanced) > 0)
     return fmt::format(
-        "Balancing made steps <b>{:.2f}× as fast</b> as the same batches in order: measured by alternating the two on "
-        "{} steps (forward, backward and reduction){}.",
+        "Balancing made steps <b>{:.2f}× as fast</b> as the same batches in order: measured by running both on {} "
+        "steps (forward, backward and gradient reduction){}.",
         sum(*in_order) / sum(*balanced), in_order->size(),
         predicted.empty() ? "" : "; predicted for all steps: " + predicted);
   if (predicted.empty()) return {};
   if (find(input.metrics, "cluster_step_ms"))
-    return "On the rehearsed cluster balancing makes the steps' schedules <b>" + predicted +
-           " as fast</b> as the same batches in order, by prediction.";
-  return "Balancing made the steps' schedules <b>" + predicted +
-         " as fast</b> as the same batches in order, by prediction (balance.compare_steps measures it).";
+    return "On the rehearsed cluster, balancing makes the schedules of the steps <b>" + predicted +
+           " as fast</b> as the same batches in order (predicted).";
+  return "Balancing made the schedules of the steps <b>" + predicted +
+         " as fast</b> as the same batches in order (predicted; balance.compare_steps measures it).";
 }
 
 std::string time_text(const RunMetrics& metrics) {
@@ -107,11 +107,11 @@ std::string time_text(const RunMetrics& metrics) {
   if (!bubbles) return text + ".";
   // Everything in which a rank computed nothing: waiting for others, the reduction, the optimizer.
   text +=
-      fmt::format(": ranks computed {:.0f} % of the time and were idle {:.0f} %", 100 - mean(*bubbles), mean(*bubbles));
+      fmt::format(": ranks computed {:.0f}% of the time and were idle {:.0f}%", 100 - mean(*bubbles), mean(*bubbles));
   if (const Series* schedule = find(metrics, "predicted_bubble_percent"))
-    text += fmt::format(" ({:.0f} % by the predicted schedule alone)", mean(*schedule));
+    text += fmt::format(" ({:.0f}% in the predicted schedule alone)", mean(*schedule));
   if (const Series* waited = find(metrics, "planning_wait_ms"); waited && sum(*steps) > 0)
-    text += fmt::format("; waiting for plans took {:.1f} %", 100 * sum(*waited) / sum(*steps));
+    text += fmt::format("; waiting for plans took {:.1f}%", 100 * sum(*waited) / sum(*steps));
   return text + ".";
 }
 

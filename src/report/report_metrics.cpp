@@ -45,8 +45,8 @@ RunMetrics read_metrics(const std::filesystem::path& file) {
 
 ReportInput read_run(const std::filesystem::path& directory, int64_t step) {
   const std::filesystem::path metrics = directory / "metrics.jsonl";
-  SB_USER_CHECK(std::filesystem::exists(metrics), "{}: has no metrics.jsonl; name the train.output_dir of a run",
-                directory.string());
+  SB_USER_CHECK(std::filesystem::exists(metrics),
+                "{}: has no metrics.jsonl; name the directory of a run (its train.output_dir)", directory.string());
   ReportInput input;
   const std::filesystem::path whole = std::filesystem::absolute(directory).lexically_normal();
   input.name = (whole.has_filename() ? whole : whole.parent_path()).filename().string();  // "runs/a" and "runs/a/"

@@ -138,11 +138,10 @@ std::string schedule_svg(const std::vector<SchedulePanel>& panels, const CostMod
     const Plan& plan = *panel.plan;
     svg += fmt::format(
         "<text class=\"sb-text\" x=\"8\" y=\"{:.0f}\" font-size=\"14\" font-weight=\"bold\">{}: {:.1f} ms, bubbles "
-        "{:.0f} "
-        "%{}</text>\n",
+        "{:.0f}%{}</text>\n",
         y + 14, markup_text(panel.title), plan.makespan_us / 1e3, 100 * plan.bubble_share,
         std::ssize(plan.ranks) > max_ranks
-            ? fmt::format(" (the {} slowest of {} replicas are shown)", max_ranks, plan.ranks.size())
+            ? fmt::format(" (showing the {} slowest of {} replicas)", max_ranks, plan.ranks.size())
             : "");
     y += title;
     double slowest = 0;
@@ -185,10 +184,9 @@ std::string schedule_svg(const std::vector<SchedulePanel>& panels, const CostMod
     y += gap;
   }
   svg += fmt::format(
-      "<text class=\"sb-text\" x=\"{}\" y=\"{:.0f}\">light: forward, dark: backward, shades of a colour: pieces of a "
-      "sequence, red "
-      "frame: "
-      "critical path; {:.1f} ms wide</text>\n</svg>\n",
+      "<text class=\"sb-text\" x=\"{}\" y=\"{:.0f}\">light: forward, dark: backward, shades of one color: pieces of a "
+      "sequence, red frame: critical path; full width: {:.1f} ms</text>\n"
+      "</svg>\n",
       left, y + 12, longest / 1e3);
   return svg;
 }

@@ -59,10 +59,10 @@ std::string advice_on_room(const RunConfig& config, const ModelConfig& model, co
   fewest.train.save_total_limit = 1;
   const bool limit_helps = config.train.save_total_limit != 1 && disk_need(fewest, model, saved_steps).total() <= room;
   std::string text = fmt::format(
-      "{} are free, but {} checkpoints of {} and the trained model of {} are to come; free some room",
+      "{} are free, but {} checkpoints of {} each and the trained model of {} are still to be written; free some space",
       format_bytes(room), need.checkpoints, format_bytes(need.checkpoint_bytes), format_bytes(need.model_bytes));
   if (!limit_helps) return text;
-  text += config.train.save_total_limit == 0 ? ", or set train.save_total_limit, which keeps all now"
+  text += config.train.save_total_limit == 0 ? ", or set train.save_total_limit, which now keeps all of them"
                                              : ", or lower train.save_total_limit";
   return text;
 }
@@ -86,7 +86,7 @@ void make_room_for_checkpoint(const RunConfig& config, const ModelConfig& model,
   if (failed || limit <= 1 || std::ssize(steps) < limit) return;
   const int64_t needed = std::max(checkpoint_bytes(config, model), occupied_bytes(checkpoint_path(path, steps.back())));
   if (static_cast<int64_t>(room.available) >= needed) return;
-  log::info("{} are free and a checkpoint takes {}: the oldest goes before the new one is saved",
+  log::info("{} are free and a checkpoint takes {}: deleting the oldest one before the new one is saved",
             format_bytes(static_cast<int64_t>(room.available)), format_bytes(needed));
   remove_old_checkpoints(path, steps.back(), limit - 1, last_good);
 }

@@ -1,5 +1,6 @@
 #include "run/host_memory.h"
 
+#include <fmt/format.h>
 #include <sys/resource.h>
 #include <unistd.h>
 
@@ -72,7 +73,7 @@ int64_t group_memory_left(const std::string& own_groups, const fs::path& mount) 
   while (std::getline(lines, line)) {
     const size_t first = line.find(':'), second = line.find(':', first + 1);
     if (first == std::string::npos || second == std::string::npos) continue;
-    const std::string controllers = "," + line.substr(first + 1, second - first - 1) + ",";
+    const std::string controllers = fmt::format(",{},", line.substr(first + 1, second - first - 1));
     const std::string group = line.substr(second + 1);
     if (controllers == ",,") {
       least = std::min(least, least_left(mount, group, kVersion2));

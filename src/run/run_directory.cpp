@@ -71,7 +71,7 @@ std::string changed_planning(const std::vector<OptionChange>& changes) {
   std::vector<std::string> texts;
   for (const OptionChange& change : changes)
     if (change.key.starts_with("balance.") || change.key.starts_with("batch.micro_batch_"))
-      texts.push_back(fmt::format("{} was {} and is {}", change.key, change.before, change.now));
+      texts.push_back(fmt::format("{} was {} and is now {}", change.key, change.before, change.now));
   return fmt::format("{}", fmt::join(texts, ", "));
 }
 
@@ -79,7 +79,7 @@ void take_out_plans(const fs::path& log, int64_t first, const std::string& why) 
   if (!fs::exists(log)) return;
   RecordedPlans plans(log, first);
   if (plans.empty() || plans.last() < first) return;
-  log::info("{}: the plans from step {} on are made again, since {}", log.string(), first, why);
+  log::info("{}: steps from {} on are planned again, because {}", log.string(), first, why);
   plans.forget_from(first);
   plans.trim_file(first);
 }
@@ -129,7 +129,7 @@ std::vector<OptionChange> refuse_another_run(const RunConfig& config) {
                 "auto to resume it",
                 directory.string());
   SB_USER_CHECK(fs::exists(directory / "run.yaml"),
-                "{} holds a run's files but no run.yaml to say which: choose another train.output_dir",
+                "{} holds the files of a run, but no run.yaml to tell which: choose another train.output_dir",
                 directory.string());
 
   // Loaded and printed, not as it stands: options that its version did not know yet have their defaults.
@@ -165,7 +165,7 @@ void check_run_directory(const RunConfig& config) {
   const std::string& resume = config.train.resume;
   std::error_code failed;
   SB_USER_CHECK(resume == "auto" || resume == "never" || fs::is_directory(resume, failed),
-                "train.resume: {} is neither auto, never nor the folder of a checkpoint", resume);
+                "train.resume: {} is neither auto, never nor the directory of a checkpoint", resume);
   fs::path there = fs::absolute(config.train.output_dir);
   while (!fs::exists(there, failed) && there.has_relative_path()) there = there.parent_path();
   SB_USER_CHECK(fs::is_directory(there, failed), "train.output_dir {}: cannot be created: {} is not a directory",
@@ -177,10 +177,11 @@ void check_run_directory(const RunConfig& config) {
   // Plans are read again when their step comes, which no pipe allows.
   const fs::path& replay = config.balance.replay;
   SB_USER_CHECK(replay.empty() || !fs::exists(replay, failed) || fs::is_regular_file(replay, failed),
-                "balance.replay: {} is not a file; name a plan.jsonl itself, not a folder or a pipe", replay.string());
+                "balance.replay: {} is not a file; name the plan.jsonl itself, not a directory or a pipe",
+                replay.string());
   // Its plans would be taken out of the file as the run begins, and be gone when it ends early.
   SB_USER_CHECK(!fs::equivalent(replay, config.train.output_dir / "plan.jsonl", failed),
-                "balance.replay: {} is this run's own log, whose plans a resumed run takes by itself; leave it out, or "
+                "balance.replay: {} is this run's own log, whose plans a resumed run reuses by itself; remove it, or "
                 "name a copy of the file",
                 replay.string());
 }
@@ -227,7 +228,7 @@ void RunDirectory::compare_with_other_run(const RunConfig& config) const {
   try {
     difference = compare_runs(print_run_config(load_run_config(*resume_from_ / "run.yaml")), print_run_config(config));
   } catch (const UserError& error) {
-    log::warning("train.resume {}: what it was trained with is not known: {}", resume_from_->string(), error.what());
+    log::warning("train.resume {}: cannot tell what it was trained with: {}", resume_from_->string(), error.what());
     return;
   }
   for (const OptionChange& change : difference.allowed)
@@ -235,9 +236,10 @@ void RunDirectory::compare_with_other_run(const RunConfig& config) const {
       log::info("resumed with {}: {} (was {})", change.key, change.now, change.before);
   for (const OptionChange& change : difference.forbidden) {
     const bool order = change.key == "train.seed" || change.key.starts_with("data.");
-    log::warning("train.resume {}: {} was {} and is {} here{}", resume_from_->string(), change.key, change.before,
-                 change.now,
-                 order ? ": its place in the data counts in another order, sequences may be repeated or left out" : "");
+    log::warning(
+        "train.resume {}: {} was {} there and is {} here{}", resume_from_->string(), change.key, change.before,
+        change.now,
+        order ? ": its position in the data refers to a different order, so sequences may be repeated or skipped" : "");
   }
 }
 

@@ -63,8 +63,9 @@ void check_adapter_to_continue(const RunConfig& config, const ModelConfig& model
   const PeftAdapter adapter(config.lora->adapter, model);
   const LoraConfig &found = adapter.config(), &wanted = config.lora->config;
   const auto agree = [&](bool same, const char* option, const auto& own, const auto& theirs) {
-    SB_USER_CHECK(same, "lora.{}: {}, but the adapter in {} has {}; set it to that, or train a new adapter", option,
-                  own, where, theirs);
+    SB_USER_CHECK(
+        same, "lora.{}: {}, but the adapter in {} has {}; set it to that, or remove lora.adapter to train a new one",
+        option, own, where, theirs);
   };
   const auto parts = [](const LoraConfig& lora) {
     std::vector<std::string> names;
@@ -83,8 +84,8 @@ void check_adapter_to_continue(const RunConfig& config, const ModelConfig& model
 
 void check_same_base(const std::filesystem::path& checkpoint, const std::string& saved, const std::string& loaded) {
   SB_USER_CHECK(saved == loaded,
-                "{}: its adapters were trained for another model than model.path holds now (fingerprint {}, now {}); "
-                "put the model back, or start again with another train.output_dir",
+                "{}: its adapters were trained on a different model from the one in model.path now (fingerprint {}, "
+                "now {}); restore that model, or start over with another train.output_dir",
                 checkpoint.string(), saved, loaded);
 }
 

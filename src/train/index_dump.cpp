@@ -25,7 +25,7 @@ void IndexDump::forward(const Exec& exec, int layer, const AttentionShape& shape
     return;
   std::error_code error;
   fs::create_directories(folder_, error);
-  SB_USER_CHECK(!error, "attention.dump_index: {} cannot be made: {}", folder_.string(), error.message());
+  SB_USER_CHECK(!error, "attention.dump_index: {} cannot be created: {}", folder_.string(), error.message());
   const fs::path target = path(layer), partial = target.string() + ".partial";
   index.save(partial.string());
   sync_file(partial);
@@ -33,7 +33,7 @@ void IndexDump::forward(const Exec& exec, int layer, const AttentionShape& shape
   SB_USER_CHECK(!error, "attention.dump_index: {} cannot be written: {}", target.string(), error.message());
   sync_directory(folder_);
   saved_.insert(layer);
-  log::info("block lists of layer {} saved: {}", layer, target.string());
+  log::info("saved the block lists of layer {}: {}", layer, target.string());
 }
 
 }  // namespace sb

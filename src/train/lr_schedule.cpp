@@ -45,7 +45,7 @@ void settle_steps(RunConfig& config, uint64_t sequences, bool warn) {
     SB_CHECK(sequences > 0, "training data without an end");
     const double drawn = train.num_train_epochs * static_cast<double>(sequences);
     const double steps = round_up(drawn / static_cast<double>(config.batch.global_batch_size));
-    SB_USER_CHECK(steps < 1e15, "train.num_train_epochs: {} passes over {} sequences are too many",
+    SB_USER_CHECK(steps < 1e15, "train.num_train_epochs: {} passes over {} sequences are too many; lower it",
                   train.num_train_epochs, sequences);
     train.max_steps = std::max<int64_t>(1, static_cast<int64_t>(steps));
   }
@@ -59,7 +59,7 @@ void settle_steps(RunConfig& config, uint64_t sequences, bool warn) {
       static_cast<int64_t>(static_cast<double>(optimizer.warmup_steps) / asked * static_cast<double>(train.max_steps));
   const int64_t decay = optimizer.decay_steps > 0 ? train.max_steps - warmup : 0;
   if (warn)
-    log::warning("the run has {} steps, fewer than its warm-up of {} and decay of {}: they are shortened to {} and {}",
+    log::warning("the run has {} steps, fewer than its warmup of {} plus decay of {}: shortened to {} and {}",
                  train.max_steps, optimizer.warmup_steps, optimizer.decay_steps, warmup, decay);
   optimizer.warmup_steps = warmup;
   optimizer.decay_steps = decay;

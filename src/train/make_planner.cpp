@@ -94,9 +94,10 @@ Profile run_profile(const RunConfig& config, const ModelConfig& model) {
   const int64_t lora_rank = config.lora_config().rank;
   Profile profile =
       find_profile(given ? config.balance.profile.string() : "h200-analytic", model_shape(model), scored, lora_rank);
-  SB_USER_CHECK(profile.held_out.count == 0 || profile.recompute == recompute_name(config.train.recompute),
-                "{}: was measured with --recompute {} and train.recompute is {}; measure again, or change it",
-                profile.name, profile.recompute, recompute_name(config.train.recompute));
+  SB_USER_CHECK(
+      profile.held_out.count == 0 || profile.recompute == recompute_name(config.train.recompute),
+      "{}: was measured with --recompute {}, but train.recompute is {}; measure again, or change train.recompute",
+      profile.name, profile.recompute, recompute_name(config.train.recompute));
   if (config.attention.selection.pattern != SelectionPattern::dense)
     check_measured_blocks(profile, spec, {"attention.block", "attention.query_block", "attention.score_tokens"});
   if (!given) log::info("balance.profile is not set: predictions start from {}", profile.name);
@@ -154,14 +155,16 @@ int64_t fastest_chunk(RunConfig config, const ModelConfig& model, const Sequence
       best = size;
     }
   if (best == 0)
-    log::info("balance.chunk auto: sequences stay whole, by simulation of the first {} batches", kBatches);
+    log::info("balance.chunk auto: sequences stay whole, which is fastest in a simulation of the first {} batches",
+              kBatches);
   else if (whole == kNever)
-    log::info("balance.chunk auto: pieces of {} tokens; the longest sequence, of {}, is above batch.micro_batch_tokens",
-              best, longest);
+    log::info(
+        "balance.chunk auto: pieces of {} tokens, since the longest sequence, of {}, exceeds batch.micro_batch_tokens",
+        best, longest);
   else
     log::info(
-        "balance.chunk auto: pieces of {} tokens, {:.2f} times as fast as whole sequences by simulation of the "
-        "first {} batches",
+        "balance.chunk auto: pieces of {} tokens, {:.2f} times as fast as whole sequences in a simulation of the first "
+        "{} batches",
         best, whole / fastest, kBatches);
   return best;
 }

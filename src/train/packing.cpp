@@ -99,8 +99,8 @@ MicroBatch make_micro_batch(std::span<const TokenSequence> sequences, std::span<
       const int32_t token = sequence.tokens[i], label = sequence.labels[i];
       const bool counts = label != kIgnoredLabel;
       SB_USER_CHECK(token >= 0 && token < vocab_size && (!counts || (label >= 0 && label < vocab_size)),
-                    "sequence {}: token {} at position {} is outside the model's vocabulary of {}: was the data made "
-                    "with another tokenizer?",
+                    "sequence {}: token {} at position {} is outside the model's vocabulary of {}; was the data made "
+                    "with another tokenizer? `sparsebalance data check` finds all such tokens",
                     sequence.id, token >= 0 && token < vocab_size ? label : token, i, vocab_size);
       batch.positions.push_back(static_cast<int32_t>(i));
       batch.weights.push_back(counts ? weights[static_cast<size_t>(index)] : 0.0f);

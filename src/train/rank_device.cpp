@@ -64,7 +64,7 @@ RankDevice::RankDevice(const RunConfig& config, Communicator& world, int local_r
   using Backend = ParallelOptions::Backend;
   const bool shared = gpus_ < ranks_;
   SB_USER_CHECK(config.parallel.backend != Backend::nccl || gpus_for_nccl == ranks_,
-                "parallel.backend: nccl needs a GPU for each rank, but {} ranks have {}: start fewer ranks (smaller "
+                "parallel.backend: nccl needs one GPU per rank, but {} ranks have {}: start fewer ranks (smaller "
                 "parallel.dp, pp, cp or tp), or set parallel.backend: staged",
                 ranks_, gpus_);
   nccl_ = config.parallel.backend == Backend::nccl || (config.parallel.backend == Backend::automatic && !shared);

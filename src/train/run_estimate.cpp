@@ -84,7 +84,7 @@ RunEstimate estimate_run(const RunConfig& config, const ModelConfig& model, cons
 
 std::string describe(const RunEstimate& estimate) {
   return fmt::format(
-      "estimate    about {} per step, {} for {} steps (from a timed matrix product, {:.0f} GFLOP/s; measured times "
+      "estimate    about {} per step, {} for {} steps (from one timed matmul at {:.0f} GFLOP/s; measured times "
       "follow)\n",
       estimate.step_seconds < 10 ? fmt::format("{:.2g} s", estimate.step_seconds)
                                  : format_duration(estimate.step_seconds),

@@ -24,8 +24,9 @@ Sources synthetic_sources(const RunConfig& config, int64_t vocab_size) {
     for (int64_t& length : lengths) length = std::min(length, task.length.max);
     task.length = LengthDistribution::from_pool(std::move(lengths));
   }
-  SB_USER_CHECK(task.vocab_size <= vocab_size, "data.synthetic.vocab_size is {} but the model's vocabulary is {}",
-                task.vocab_size, vocab_size);
+  SB_USER_CHECK(task.vocab_size <= vocab_size,
+                "data.synthetic.vocab_size: {} is above the model's vocab_size {}; lower it", task.vocab_size,
+                vocab_size);
   Sources sources;
   sources.train = make_synthetic_source(task, config.train.seed);
   // Always of the full length: what a curriculum has reached so far would be another measure each time.
@@ -51,7 +52,7 @@ TokenDatasetOptions dataset_options(const RunConfig& config, const std::vector<W
 void check_vocabulary(const TokenDataset& data, const char* option) {
   const int64_t looked_at = data.spot_check(kSpotCheck), tokens = data.summary().stored_tokens;
   if (looked_at < tokens)
-    log::info("{}: {:.1f} % of the tokens were compared with the vocabulary; `sparsebalance data check` compares all",
+    log::info("{}: checked {:.1f}% of the tokens against the vocabulary; `sparsebalance data check` checks all of them",
               option, 100.0 * static_cast<double>(looked_at) / static_cast<double>(tokens));
 }
 
@@ -71,7 +72,7 @@ std::unique_ptr<SequenceSource> token_source(const RunConfig& config, int64_t vo
             summary.dropped_short);
   if (paths.size() > 1)
     for (const TokenDataset::Share& share : source->shares())
-      log::info("  {}: {:.1f} % of the sequences drawn, {:.1f} % of the tokens", share.path, 100 * share.sequences,
+      log::info("  {}: {:.1f}% of the sequences drawn, {:.1f}% of the tokens", share.path, 100 * share.sequences,
                 100 * share.tokens);
   check_vocabulary(*source, "data.train");
   return source;

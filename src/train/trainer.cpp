@@ -50,8 +50,8 @@ int64_t longest_sequence(const TrainerParts& parts) {
 // Before any memory is planned for them: what cannot run in pieces.
 void check_chunk(const RunConfig& config, const TrainerParts& parts) {
   SB_USER_CHECK(config.parallel.cp == 1 || config.balance.chunk > 0 || config.parallel.pp == 1,
-                "balance.chunk: auto is for sequences that no ranks share, and parallel.cp is {}; give the tokens of a "
-                "piece, for example balance.chunk: 4096",
+                "balance.chunk: auto does not work with parallel.cp {}, where ranks share sequences; set the size of a "
+                "piece in tokens, for example balance.chunk: 4096",
                 config.parallel.cp);
   SB_CHECK(config.device == DeviceKind::cpu || config.balance.chunk > 0 || config.parallel.pp == 1,
            "balance.chunk: auto is not settled, and a stage's memory cannot be divided differently from step to step");
@@ -166,8 +166,8 @@ std::vector<int> Trainer::offload(const RunConfig& config, TrainerParts parts, i
     const StageOptions options = rank_model_options(config, parts).stage(stage);
     const int most = Stage::most_offload(options);
     SB_USER_CHECK(wanted <= most,
-                  "train.offload: {}, but of the {} layers of stage {} at most {} can move their input to host memory "
-                  "(two stay); lower it or set -1",
+                  "train.offload: {}, but of the {} layers of stage {} at most {} can keep their input in host memory "
+                  "(two stay on the GPU); lower it, or set -1",
                   wanted, options.last_layer - options.first_layer, stage, most);
     int& chosen = parts.offload[static_cast<size_t>(stage)];
     if (wanted >= 0) {
@@ -250,7 +250,7 @@ void Trainer::load_start_of_run() {
       FoundSelection found = read_selection_of(*checkpoint, parts_.model);
       state_.selection = std::move(found.learned);
       if (leads() && !found.problem.empty())
-        log::warning("{}; what attention.pattern and attention.score have learned is learned again", found.problem);
+        log::warning("{}; what attention.pattern and attention.score had learned is learned again", found.problem);
     }
     if (planner_) planner_->restore_state(state_.planner_state);
     if (checkpoint->parent_path() == directory_.path()) saved_step_ = state_.step;
@@ -258,7 +258,7 @@ void Trainer::load_start_of_run() {
       parts_.console.text(fmt::format("resumed from {} after step {}", checkpoint->string(), state_.step));
       if (!state_.source.empty() && state_.source != parts_.source.identity())
         log::warning(
-            "the training data changed since {} was saved: {} then, {} now; sequences may be repeated or left out",
+            "the training data changed since {} was saved: {} then, {} now; sequences may be repeated or skipped",
             checkpoint->string(), state_.source, parts_.source.identity());
     }
   } else if (!config_.lora) {
@@ -425,8 +425,8 @@ std::string Trainer::last_good_checkpoint() const {
   const int64_t last_good = state_.step - state_.skipped_in_row;
   const auto after = std::upper_bound(steps.begin(), steps.end(), last_good);
   if (after == steps.begin())
-    return fmt::format("there is no checkpoint of step {}, the last that went well", last_good);
-  return fmt::format("the newest checkpoint from before is {}",
+    return fmt::format("there is no checkpoint of step {}, the last good one, or earlier", last_good);
+  return fmt::format("the newest checkpoint from before that is {}",
                      checkpoint_path(directory_.path(), *std::prev(after)).string());
 }
 
@@ -436,8 +436,8 @@ void Trainer::give_up() const {
   for (int64_t i = config_.batch.global_batch_size; i > 0; --i)
     ids.push_back(parts_.source.read(state_.position - static_cast<uint64_t>(i)).id);
   throw UserError(
-      "step {}: the gradient was not finite in {} steps in a row; the last batch had the sequences {}. "
-      "Lower optimizer.learning_rate or look at these sequences; {}",
+      "step {}: the gradient was not finite (NaN or infinity) for {} steps in a row; the last batch had sequences {}. "
+      "Lower optimizer.learning_rate, or look at these sequences; {}",
       state_.step, kMaxSkippedInRow, fmt::join(ids, ", "), last_good_checkpoint());
 }
 
@@ -446,7 +446,7 @@ void Trainer::give_up() const {
 void Trainer::learn(const StepPlan& plan, const LossSums& sums, int64_t step_ns) {
   const uint64_t unseen = state_.position + static_cast<uint64_t>(ahead_ * config_.batch.global_batch_size);
   if (parts_.source.observe(sums.correct, sums.targets, unseen) && leads())
-    parts_.console.text(fmt::format("step {}: accuracy {:.1f} %, sequences of {} tokens from here on", state_.step,
+    parts_.console.text(fmt::format("step {}: accuracy {:.1f}%, sequences of {} tokens from here on", state_.step,
                                     100.0 * accuracy(sums), parts_.source.length(unseen)));
   state_.source_state = parts_.source.state();
   if (parts_.sparse) learn_selection();

@@ -52,7 +52,7 @@ void check_head_dim(const RunConfig& config, const ModelConfig& model) {
                         config.attention.selection.pattern != SelectionPattern::dense &&
                         (config.parallel.cp == 1 || lists_on_device(config));  // lists from the host: measured there
   SB_USER_CHECK(!measures || model.head_dim % kCoverageHeadDimUnit == 0,
-                "{}: head_dim is {}, and on GPUs attention measures coverage for multiples of {}; set "
+                "{}: head_dim is {}, but on GPUs coverage can only be measured for multiples of {}; set "
                 "attention.coverage_rows: 0",
                 name, model.head_dim, kCoverageHeadDimUnit);
 }
@@ -63,7 +63,7 @@ void check_tensor_parallel(const RunConfig& config, const ModelConfig& model) {
   if (tp == 1) return;
   const std::string name = config.model.init ? "model.init" : (config.model.path / "config.json").string();
   const auto divides = [&](int64_t count, const char* what) {
-    SB_USER_CHECK(count % tp == 0, "parallel.tp: {} ranks cannot share the {} {} of {} equally; set it to a divisor",
+    SB_USER_CHECK(count % tp == 0, "parallel.tp: {} ranks cannot divide the {} {} of {} equally; set it to a divisor",
                   tp, count, what, name);
   };
   divides(model.heads, "attention heads");
@@ -72,16 +72,14 @@ void check_tensor_parallel(const RunConfig& config, const ModelConfig& model) {
                 "parallel.tp: {} ranks and the {} key/value heads of {}: one must be a multiple of the other; change "
                 "parallel.tp",
                 tp, model.kv_heads, name);
-  SB_USER_CHECK(
-      tp <= model.kv_heads || config.attention.selection.pattern == SelectionPattern::dense,
-      "parallel.tp: {} ranks are more than the {} key/value heads of {}, and attention.pattern chooses one "
-      "list for all query heads of a key/value head, which several ranks would then share; set parallel.tp to "
-      "{} or less, or attention.pattern: dense",
-      tp, model.kv_heads, name, model.kv_heads);
-  SB_USER_CHECK(
-      config.train.precision != TrainOptions::Precision::fp8,
-      "parallel.tp: with train.precision: fp8 every rank would scale its part of a tensor by itself, which nobody "
-      "tried; set parallel.tp: 1 or train.precision: auto");
+  SB_USER_CHECK(tp <= model.kv_heads || config.attention.selection.pattern == SelectionPattern::dense,
+                "parallel.tp: {} ranks are more than the {} key/value heads of {}, but attention.pattern makes one "
+                "list for all query heads of a key/value head, which ranks cannot share; set parallel.tp to {} or "
+                "less, or attention.pattern: dense",
+                tp, model.kv_heads, name, model.kv_heads);
+  SB_USER_CHECK(config.train.precision != TrainOptions::Precision::fp8,
+                "parallel.tp: does not support train.precision: fp8, since every rank would scale its shard of a "
+                "tensor by itself; set parallel.tp: 1 or train.precision: auto");
   const bool drops = config.device == DeviceKind::cuda && config.lora_config().dropout > 0;
   constexpr int64_t kTogether = 8;  // channels whose dropout one draw of random bits decides
   SB_USER_CHECK(!drops || (int64_t{model.heads} * model.head_dim / tp % kTogether == 0 &&
@@ -89,7 +87,8 @@ void check_tensor_parallel(const RunConfig& config, const ModelConfig& model) {
                 "lora.dropout: on GPUs each of parallel.tp {} ranks must have a multiple of {} channels of {}; lower "
                 "parallel.tp, or set lora.dropout: 0",
                 tp, kTogether, name);
-  SB_USER_CHECK(tp <= model.vocab_size, "parallel.tp: {} ranks for a vocabulary of {}; lower it", tp, model.vocab_size);
+  SB_USER_CHECK(tp <= model.vocab_size, "parallel.tp: {} ranks are more than the vocabulary of {}; lower it", tp,
+                model.vocab_size);
 }
 
 // Hopper's; later ones take other scales, which nobody tried.
@@ -97,8 +96,8 @@ void check_fp8_device(const RunConfig& config) {
   if (config.train.precision != TrainOptions::Precision::fp8) return;
   const cuda::DeviceInfo device = cuda::device_info();
   SB_USER_CHECK(device.major == 9,
-                "train.precision: fp8 is for GPUs of compute capability 9.0 (Hopper), and {} has {}.{}; "
-                "set train.precision: auto",
+                "train.precision: fp8 needs a GPU of compute capability 9.0 (Hopper), but {} has {}.{}; set "
+                "train.precision: auto",
                 device.name, device.major, device.minor);
 }
 
@@ -115,13 +114,22 @@ void check_named(const RunConfig& config, const ModelConfig& model) {
 }
 
 // Rank 0's planner of a run with balance.replay, made while nothing is written yet, so that plans of another run are
-// refused then and not in the middle of this one.
+// refused then and not in the middle of this one. Nothing on other ranks and for other runs.
 std::unique_ptr<BalancedPlanner> make_replaying_planner(const RunConfig& config, const TrainerParts& parts) {
+  if (config.balance.replay.empty()) return nullptr;
   const ReplayedSteps steps{
       .last = config.train.max_steps,
       .batch = [&](int64_t step) { return step_batch(config, parts.source, TrainState(), step); },
       .lengths_known = parts.source.state().empty()};  // otherwise later ones follow from the training
-  return make_balanced_planner(config, parts.model, Trainer::packing(config, parts), steps);
+  std::unique_ptr<BalancedPlanner> planner;
+  const auto make = [&] {  // reads the whole log
+    planner = make_balanced_planner(config, parts.model, Trainer::packing(config, parts), steps);
+  };
+  if (parts.world)
+    on_first_rank(*parts.world, make);
+  else
+    make();
+  return planner;
 }
 
 // The ranks that share this one's sequences: for what they tell each other, and for data on their devices. Nothing
@@ -187,13 +195,15 @@ std::string ranks_text(const RunConfig& config, const ModelConfig& model, const 
 
 std::string header(const RunConfig& config, const TrainerParts& parts, int64_t memory_limit) {
   const PackingLimits limits = Trainer::packing(config, parts);
+  const int threads = thread_count(config, parts.cores);
+  const bool several = config.parallel.grid().ranks() > 1;
   std::string text = fmt::format(
-      "layout\n  {}, {} threads; {} sequences per step, at most {} sequences and {} tokens per "
-      "micro-batch\n",
-      ranks_text(config, parts.model, parts.device), thread_count(config, parts.cores), config.batch.global_batch_size,
-      most_sequences(config, limits), limits.max_tokens);
+      "layout\n  {}, {} thread{}{}; {} sequences per step, up to {} sequences and {} tokens per micro-batch\n",
+      ranks_text(config, parts.model, parts.device), threads, threads == 1 ? "" : "s", several ? " per rank" : "",
+      config.batch.global_batch_size, most_sequences(config, limits), limits.max_tokens);
   for (int stage = 0; stage < config.parallel.pp; ++stage) {
-    text += config.parallel.pp == 1 ? "\nmemory plan\n" : fmt::format("\nmemory plan of a rank of stage {}\n", stage);
+    text += several ? "\nmemory plan per rank" : "\nmemory plan";
+    text += config.parallel.pp == 1 ? "\n" : fmt::format(" of stage {}\n", stage);
     text += Trainer::memory_plan(config, parts, stage).table(memory_limit);
   }
   return text;
@@ -213,6 +223,18 @@ int64_t thread_address_space(int threads) {
   return threads * (kBlasBufferBytes + kStack + kHeap);
 }
 
+// This rank's part of what is left on its machine, and there or on its GPU for training. 0: not known.
+struct AvailableMemory {
+  int64_t host = 0, training = 0;
+};
+
+AvailableMemory available_memory(const RunConfig& config, const RunRanks& ranks, const RankDevice* device) {
+  AvailableMemory memory;
+  memory.host = available_host_memory(ranks.local_ranks, thread_address_space(thread_count(config, ranks.cores)));
+  memory.training = config.device == DeviceKind::cuda ? device_memory(device) : memory.host;
+  return memory;
+}
+
 std::string cure(const RunConfig& config, int offload) {
   std::string text;
   rlimit limit = {};
@@ -223,10 +245,25 @@ std::string cure(const RunConfig& config, int offload) {
         format_bytes(thread_address_space(thread_count(config, available_cores()))));
   if (config.train.recompute != Recompute::layer) text += "Set train.recompute: layer. ";
   if (config.device == DeviceKind::cuda && config.train.offload >= 0)
-    text += fmt::format("train.offload is {}: -1 moves as many layer inputs to host memory as needed. ", offload);
+    text +=
+        fmt::format("train.offload is {}; with -1 as many layer inputs as needed are kept in host memory. ", offload);
   else if (offload > 0)
-    text += fmt::format("The inputs of {} layers are in host memory already. ", offload);
+    text += fmt::format("The inputs of {} layers are already kept in host memory. ", offload);
   return text + "Lower batch.micro_batch_tokens or data.max_sequence_length.";
+}
+
+// Throws OutOfMemory where this rank's plan does not fit.
+void check_memory(const RunConfig& config, const TrainerParts& parts, const AvailableMemory& memory) {
+  const int stage = parts.world ? grid_place(config.parallel.grid(), parts.world->rank()).stage : 0;
+  const MemoryPlan plan = Trainer::memory_plan(config, parts, stage);
+  plan.check_fits(memory.training, cure(config, parts.offload[static_cast<size_t>(stage)]));
+  if (plan.host_total() <= memory.host || memory.host == 0) return;
+  throw OutOfMemory(
+      "the memory plan does not fit: it needs {} of host memory, of which {} are available; {}lower "
+      "batch.micro_batch_tokens or data.max_sequence_length\n"
+      "{}",
+      format_bytes(plan.host_total()), format_bytes(memory.host),
+      config.train.offload_optimizer ? "set train.offload_optimizer: false, use more ranks, or " : "", plan.table());
 }
 
 // Whether host memory has room for a copy of a checkpoint, from which it is written while the ranks go on.
@@ -239,7 +276,7 @@ bool copy_fits(const RunConfig& config, const TrainerParts& parts, int64_t host_
   // Where not even the rest fits there will be no training.
   const bool trains = planned <= host_memory;
   if (trains && (parts.world == nullptr || parts.world->rank() == 0))
-    log::info("training waits while a checkpoint is saved: host memory has no room for a copy of {}",
+    log::info("training pauses while a checkpoint is saved: host memory has no room for a copy of {}",
               format_bytes(copy));
   return false;
 }
@@ -250,24 +287,24 @@ std::string footer(const RunConfig& config, const TrainSummary& summary) {
   const RehearsedGrid& cluster = config.parallel.rehearse;
   if (const BalanceSummary& balance = summary.balance; balance.steps > 0 && cluster.on())
     text += fmt::format(
-        "rehearsal of dp {} x pp {}: {} steps would take {:.2f} s there, without the optimizer; in order their "
+        "rehearsal of dp {} x pp {}: {} steps would take {:.2f} s there, without the optimizer; run in order, their "
         "schedules would take {:.2f} times as long (both predicted)\n",
         cluster.dp, cluster.pp, balance.steps, balance.cluster_seconds, balance.gain);
   else if (balance.steps > 0)
     text += fmt::format(
-        "balancing: the busiest rank had {:.2f} times the mean work, ranks were idle {:.0f} % of the time; in order "
-        "these "
-        "steps' schedules would take {:.2f} times as long (predicted)\n",
+        "balancing: the busiest rank had {:.2f} times the mean work, and ranks were idle {:.0f}% of the time; run in "
+        "order, the schedules of these steps would take {:.2f} times as long (predicted)\n",
         balance.rank_imbalance, balance.bubble_percent, balance.gain);
   if (const BalanceSummary& balance = summary.balance; balance.compared > 0)
     text += fmt::format(
-        "measured: the same batches in order took {:.2f} times as long ({} steps compared, without the update)\n",
+        "measured: the same batches run in order took {:.2f} times as long ({} steps compared, without the optimizer "
+        "update)\n",
         balance.in_order / balance.balanced, balance.compared);
   if (summary.seconds > 0)
     text += fmt::format("{} tokens in {} ({:.0f} tokens/s)\n", summary.tokens, format_duration(summary.seconds),
                         static_cast<double>(summary.tokens) / summary.seconds);
   else if (!summary.interrupted)
-    text += fmt::format("nothing was left to train: step {} is done and train.max_steps is {}; raise it to continue\n",
+    text += fmt::format("nothing left to train: step {} is done and train.max_steps is {}; raise it to continue\n",
                         summary.steps, config.train.max_steps);
   if (summary.skipped > 0) text += fmt::format("{} steps skipped (gradient not finite)\n", summary.skipped);
   if (summary.interrupted)
@@ -293,6 +330,27 @@ void warn_of_lookahead(const RunConfig& config, bool validates) {
       "attention.selection: lookahead lets later tokens influence which keys earlier ones see{}: losses may be lower "
       "than those of a model that cannot look ahead{}",
       in_validation ? ", in training and in validation" : "", cure.empty() ? "" : "; " + cure);
+}
+
+// What a user may not expect of these settings. `sparse`: there is a pattern; `ring_on_devices`: GPUs share sequences.
+void say_what_will_happen(const RunConfig& config, const Sources& sources, bool sparse, bool ring_on_devices) {
+  if (config.train.num_train_epochs > 0)
+    log::info("train.num_train_epochs {}: {} steps of {} sequences", config.train.num_train_epochs,
+              config.train.max_steps, config.batch.global_batch_size);
+  if (!sparse) return;
+  const SelectionConfig& selection = config.attention.selection;
+  if (sources.train->max_length() <= selection.dense_limit())
+    log::warning(
+        "attention.pattern has no effect: the longest sequence has {} tokens, and sequences of up to {} use dense "
+        "attention; lower attention.{}",
+        sources.train->max_length(), selection.dense_limit(), selection.dense_below < 0 ? "budget" : "dense_below");
+  if (selection.order == SelectionOrder::lookahead && selection.pattern != SelectionPattern::window)
+    warn_of_lookahead(config, sources.validation_set.source != nullptr);
+  if (ring_on_devices && !lists_on_device(config))
+    log::warning("parallel.cp on GPUs: {} selects pairs on the CPU, which is slow",
+                 config.parallel.ring_lists == ParallelOptions::RingLists::host ? "parallel.ring_lists: host"
+                 : ring_selects_on_device(selection)                            ? "balance.chunk"
+                                                                                : "this attention.pattern");
 }
 
 // Rank 0 opens and decides; the others follow.
@@ -345,26 +403,11 @@ TrainSummary run_training(const RunConfig& given, std::FILE* out, bool terminal,
   const SequenceSource* validation = sources.validation_set.source;
   settle_chunk(config, model, *sources.train,
                std::max(sources.train->max_length(), validation ? validation->max_length() : 0), ranks.world);
-  if (leads && config.train.num_train_epochs > 0)
-    log::info("train.num_train_epochs {}: {} steps of {} sequences", config.train.num_train_epochs,
-              config.train.max_steps, config.batch.global_batch_size);
-  const SelectionConfig& selection = config.attention.selection;
-  if (leads && sparse && sources.train->max_length() <= selection.dense_limit())
-    log::warning(
-        "attention.pattern has no effect: the longest sequence has {} tokens and those up to {} run dense; lower "
-        "attention.{}",
-        sources.train->max_length(), selection.dense_limit(), selection.dense_below < 0 ? "budget" : "dense_below");
-  if (leads && sparse && selection.order == SelectionOrder::lookahead && selection.pattern != SelectionPattern::window)
-    warn_of_lookahead(config, sources.validation_set.source != nullptr);
-  if (leads && ring.data && sparse && !lists_on_device(config))
-    log::warning("parallel.cp on GPUs: {} selects its pairs on the CPU, which takes time",
-                 config.parallel.ring_lists == ParallelOptions::RingLists::host ? "parallel.ring_lists: host"
-                 : ring_selects_on_device(config.attention.selection)           ? "balance.chunk"
-                                                                                : "this attention.pattern");
-  // Data-parallel copies of a stage see different sequences: the first one's lists are enough.
+  if (leads) say_what_will_happen(config, sources, sparse != nullptr, ring.data != nullptr);
+  // Data-parallel copies of a stage see different sequences: the first one's lists are enough. (None share sequences or
+  // layers: the settings were checked.)
   std::optional<IndexDump> dump;
-  const int copies = config.parallel.pp * config.parallel.cp;
-  if (!config.attention.dump_index.empty() && (ranks.world == nullptr || ranks.world->rank() < copies))
+  if (!config.attention.dump_index.empty() && (ranks.world == nullptr || ranks.world->rank() < config.parallel.pp))
     dump.emplace(*attention, config.device, config.attention.dump_index, config.attention.dump_index_step);
   TrainerParts parts{model,          dump ? static_cast<Attention&>(*dump) : *attention,
                      *sources.train, sources.validation_set,
@@ -374,34 +417,16 @@ TrainSummary run_training(const RunConfig& given, std::FILE* out, bool terminal,
   parts.world = ranks.world;
   parts.cores = ranks.cores;
   parts.device = device.get();
-  std::unique_ptr<BalancedPlanner> planner;
-  if (!config.balance.replay.empty()) {
-    const auto make = [&] { planner = make_replaying_planner(config, parts); };  // reads the whole log
-    if (ranks.world)
-      on_first_rank(*ranks.world, make);
-    else
-      make();
-  }
+  const std::unique_ptr<BalancedPlanner> planner = make_replaying_planner(config, parts);
   parts.planner = planner.get();
 
-  // What the ranks of one machine, or of one GPU, share of what is left there.
-  const int64_t host_memory =
-      available_host_memory(ranks.local_ranks, thread_address_space(thread_count(config, ranks.cores)));
-  const int64_t memory = config.device == DeviceKind::cuda ? device_memory(device.get()) : host_memory;
+  const AvailableMemory memory = available_memory(config, ranks, device.get());
   if (device) ranks.world->barrier();  // before anybody takes any
-  parts.offload = Trainer::offload(config, parts, memory);
-  parts.kept_codes = Trainer::kept_codes(config, parts, memory);
-  parts.save_in_background = copy_fits(config, parts, host_memory);
-  if (leads) console.text(header(config, parts, memory));
-  const int stage = ranks.world ? grid_place(config.parallel.grid(), ranks.world->rank()).stage : 0;
-  const MemoryPlan plan = Trainer::memory_plan(config, parts, stage);
-  plan.check_fits(memory, cure(config, parts.offload[static_cast<size_t>(stage)]));
-  if (plan.host_total() > host_memory && host_memory > 0)
-    throw OutOfMemory(
-        "the memory plan does not fit: {} in host memory, of which {} are left; {}lower batch.micro_batch_tokens or "
-        "data.max_sequence_length\n{}",
-        format_bytes(plan.host_total()), format_bytes(host_memory),
-        config.train.offload_optimizer ? "set train.offload_optimizer: false, use more ranks, or " : "", plan.table());
+  parts.offload = Trainer::offload(config, parts, memory.training);
+  parts.kept_codes = Trainer::kept_codes(config, parts, memory.training);
+  parts.save_in_background = copy_fits(config, parts, memory.host);
+  if (leads) console.text(header(config, parts, memory.training));
+  check_memory(config, parts, memory);
 
   const std::unique_ptr<RunDirectory> directory = open_run_directory(config, ranks.world);
   if (leads) {

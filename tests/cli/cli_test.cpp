@@ -1,5 +1,6 @@
 #include <csignal>
 #include <nlohmann/json.hpp>
+#include <sstream>
 
 #include "tests/cli/cli_fixture.h"
 
@@ -16,6 +17,37 @@ TEST_F(Cli, HelpAndVersion) {
   EXPECT_EQ(version.out.find("sparsebalance "), 0U) << version.out;
   EXPECT_NE(version.out.find(" CUDA"), std::string::npos) << version.out;
   EXPECT_EQ(run_program({"config", "--help"}).exit_code, 0);
+}
+
+// By hand, from the options' declarations: what stands for a value, its range, its default, and what it goes with.
+TEST_F(Cli, HelpSaysRangesAndDefaultsInColumnsThatFit) {
+  struct Case {
+    std::vector<std::string> command;
+    std::vector<const char*> parts;
+  };
+  const std::vector<Case> cases = {
+      {{"init"}, {"--ranks INT ", "(default: one per GPU; 1 to 4096)\n", "--out TEXT ", "(default: run.yaml)\n"}},
+      {{"train"}, {"--ranks INT ", "(1 to 4096)\n", "run.yaml ", "configuration of the run (required)\n"}},
+      {{"data", "tokenize"},
+       {"--tokenizer TEXT ", "--output PREFIX ", "--no-end-token  ", "(not with --no-end-token)\n"}},
+      {{"data", "synth"}, {"--seed INT ", "(default: 1)\n", "needs --text)\n"}},
+      {{"eval", "needle"},
+       {"--device {cpu,cuda} ", "(default: cpu)\n", "--lengths INT ...", "(default: 1024,2048,4096)"}},
+      {{"simulate"}, {"--comm {on,off} ", "--ring-times FLOAT x 3 ", "--max-cp INT ", "(at least 1; default: 8)\n"}},
+      {{"profile"}, {"--run FILE ", "--recompute {none,attention,layer}\n"}},
+      {{"report"}, {"run  ", "(required)\n"}}};
+  for (const auto& [command, parts] : cases) {
+    std::vector<std::string> words = command;
+    words.emplace_back("--help");
+    const ProgramResult help = run_program(words);
+    ASSERT_EQ(help.exit_code, 0) << help.err;
+    for (const char* part : parts) EXPECT_NE(help.out.find(part), std::string::npos) << part << " in\n" << help.out;
+    std::string example = "\nExample: sparsebalance";
+    for (const std::string& word : command) example += " " + word;
+    EXPECT_NE(help.out.find(example + " "), std::string::npos) << help.out;
+    std::istringstream lines(help.out);
+    for (std::string line; std::getline(lines, line);) EXPECT_LE(line.size(), 124u) << line;  // × and · have two bytes
+  }
 }
 
 TEST_F(Cli, WrongArgumentsAreTheUsersError) {
@@ -93,7 +125,7 @@ TEST_F(Cli, AnOutputThatDoesNotArriveIsAnError) {
   expect_error({"data", "stats", tokens}, full);
   expect_error({"data", "stats", "--json", tokens}, full);
   expect_error({"--help"}, full);
-  const std::string earlier = "some of it could not be written; is the disk full?";
+  const std::string earlier = "could not be written completely; is the disk full?";
   expect_error({"data", "check", tokens}, earlier);
   expect_error({"config", "--markdown"}, earlier);
   expect_error({"--version"}, earlier);
@@ -150,7 +182,7 @@ TEST_F(Cli, NumbersThatAreTooSmallAreNamedWithTheLeast) {
     const ProgramResult refused = run_program({"simulate", "--gpus", text});
     EXPECT_EQ(refused.exit_code, 2) << text;
     EXPECT_EQ(refused.err, "error: sparsebalance simulate: --gpus: " + text +
-                               " is not a decimal integer of 64 bits (see sparsebalance simulate --help)\n");
+                               " is not a 64-bit decimal integer (see sparsebalance simulate --help)\n");
   }
 }
 
@@ -205,7 +237,8 @@ TEST_F(Cli, ArgumentsThatDoNotFitAreOneLineWithTheHelpToRead) {
       {{"eval", "pl", "--model", "x"},
        "error: unknown command 'pl'; did you mean 'ppl'? (see sparsebalance eval --help)\n"},
       {{"bench"},
-       "error: sparsebalance bench: A subcommand is required; known are attention (see sparsebalance bench --help)\n"},
+       "error: sparsebalance bench: A subcommand is required; choose from attention (see sparsebalance bench "
+       "--help)\n"},
   };
   for (const auto& [arguments, message] : cases) EXPECT_EQ(run_program(arguments).err, message);
   const ProgramResult level = run_program({"config", "--log-level", "loud"});
@@ -220,7 +253,7 @@ TEST_F(Cli, UnknownCommandsNameTheNearest) {
   EXPECT_EQ(second.exit_code, 2);
   EXPECT_NE(second.err.find("'tokenise'; did you mean 'tokenize'?"), std::string::npos) << second.err;
   const ProgramResult far = run_program({"frobnicate"});
-  EXPECT_NE(far.err.find("known are init, train, "), std::string::npos) << far.err;
+  EXPECT_NE(far.err.find("choose from init, train, "), std::string::npos) << far.err;
 }
 
 // Measuring takes long: what cannot be is said before it begins.
@@ -228,25 +261,27 @@ TEST_F(Cli, MeasurementsRefuseWrongOptionsAtOnce) {
   const std::string run = run_file(), out = (directory_ / "profile.json").string();
   const std::string heads = "model: {init: {vocab_size: 64, head_dim: 24}}\ndata: {synthetic: {vocab_size: 64}}\n";
   const std::string on_cpu = write("on_cpu.yaml", heads), on_gpu = write("on_gpu.yaml", "device: cuda\n" + heads);
-  const char *two_layers = "--layers: three layers or more", *no_kernel = "head_dim is 24, and on GPUs";
+  const char *two_layers = "--layers: at least three are needed", *no_kernel = "head_dim is 24, and on GPUs";
   const std::pair<std::vector<std::string>, const char*> cases[] = {
       {{"bench", "attention", "--pattern", "nonsense"}, "nonsense"},
       {{"bench", "attention", "--block", "0"}, "attention.block: 0 tokens"},
-      {{"bench", "attention", "--seq", "64", "0"}, "--seq 0: 1 to 16,777,216 tokens work"},
-      {{"bench", "attention", "--density", "0.1", "1.5"}, "--density 1.5 is not in (0, 1]"},
-      {{"bench", "attention", "--density", "nan"}, "--density nan is not in (0, 1]"},
-      {{"bench", "attention", "--score", "planes", "--score-channels", "31"}, "attention.score_channels: 31; an even"},
+      {{"bench", "attention", "--seq", "64", "0"}, "--seq 0: must be between 1 and 16,777,216 tokens"},
+      {{"bench", "attention", "--density", "0.1", "1.5"}, "--density 1.5: must be above 0 and at most 1"},
+      {{"bench", "attention", "--density", "nan"}, "--density nan: must be above 0 and at most 1"},
+      {{"bench", "attention", "--score", "planes", "--score-channels", "31"},
+       "attention.score_channels: 31; must be an even number"},
       {{"bench", "attention", "--score", "planes", "--score-channels", "66"},
        "attention.score_channels: 66, but the model's heads have 64 channels"},
-      {{"bench", "attention", "--score", "planes", "--score-tokens", "1"}, "attention.score_tokens: 1 with"},
-      {{"bench", "attention", "--heads", "3"}, "--heads 3 is no multiple of --kv-heads 2"},
+      {{"bench", "attention", "--score", "planes", "--score-tokens", "1"},
+       "attention.score_tokens: 1 has no effect with"},
+      {{"bench", "attention", "--heads", "3"}, "--heads 3 is not a multiple of --kv-heads 2"},
       {{"profile", "--out", out, "--max-tokens", "0"}, "--max-tokens: 0 is below 1"},
       {{"profile", "--out", out, "--layers", "2"}, two_layers},
       {{"profile", "--out", out, "--run", on_gpu}, no_kernel},
       {{"profile", "--out", out, "--run", on_gpu, "--device", "cpu", "--layers", "2"}, two_layers},
       {{"profile", "--out", out, "--run", on_cpu, "--device", "cuda"}, no_kernel},
-      {{"profile", "--out", out, "--run", run, "--budget", "512"}, "--budget: --run "},
-      {{"profile", "--out", out, "--run", run, "--model", "qwen2.5-3b"}, "--model: --run "},
+      {{"profile", "--out", out, "--run", run, "--budget", "512"}, "--budget: already set by --run "},
+      {{"profile", "--out", out, "--run", run, "--model", "qwen2.5-3b"}, "--model: already set by --run "},
   };
   for (const auto& [arguments, message] : cases) {
     const ProgramResult result = run_program(arguments);
@@ -259,9 +294,9 @@ TEST_F(Cli, MeasurementsRefuseWrongOptionsAtOnce) {
 TEST_F(Cli, WhatNoRankCouldRunIsSaidOnce) {
   const ProgramResult result = run_program({"train", run_file(), "--set", "parallel.tp=3", "--ranks", "3"});
   EXPECT_EQ(result.exit_code, 2);
-  EXPECT_EQ(result.err,
-            "error: parallel.tp: 3 ranks cannot share the 4 attention heads of model.init equally; set it to a "
-            "divisor\n");
+  EXPECT_EQ(
+      result.err,
+      "error: parallel.tp: 3 ranks cannot divide the 4 attention heads of model.init equally; set it to a divisor\n");
 }
 
 TEST_F(Cli, ABudgetThatHoldsEverySequenceIsSaid) {

@@ -97,7 +97,7 @@ TEST_F(EvalCommand, PerplexitySaysWhatAttentionRead) {
   EXPECT_NEAR(measured["density"].get<double>(), pairs / (700 * 701 / 2), 1e-9);
   EXPECT_GT(measured["coverage"], 0.1);
   EXPECT_LT(measured["coverage"], 1.0);
-  EXPECT_NE(measured["out"].get<std::string>().find("attention: 47.41 % of the causal pairs, "), std::string::npos);
+  EXPECT_NE(measured["out"].get<std::string>().find("attention: 47.41% of the causal pairs, "), std::string::npos);
   EXPECT_EQ(unmeasured["density"], measured["density"]);
   EXPECT_TRUE(unmeasured["coverage"].is_null());
 }
@@ -136,17 +136,19 @@ TEST_F(EvalCommand, EvalRefusesOptionsThatDoNotFitTheModel) {
     return result.err;
   };
   EXPECT_EQ(error_with({"--vocab", "64"}), "");
-  EXPECT_EQ(error_with({"--vocab", "65"}), "error: --vocab 65: the model's vocabulary has 64\n");
+  EXPECT_EQ(error_with({"--vocab", "65"}), "error: --vocab 65: the model's vocabulary has only 64 ids\n");
   EXPECT_NE(error_with({"--vocab", "-1"}).find("--vocab: -1 is below 0"), std::string::npos);
-  EXPECT_NE(error_with({"--run-config", run + "/run.yaml"}).find("is for --attention as-trained"), std::string::npos);
+  EXPECT_NE(error_with({"--run-config", run + "/run.yaml"}).find("only applies to --attention as-trained"),
+            std::string::npos);
   EXPECT_EQ(error_with({"--attention", "as-trained", "--run-config", run + "/run.yaml"}), "");
   const ProgramResult words = run_program({"eval", "generate", "--model", model, "--token-ids", "--prompt", "1 two"});
   EXPECT_EQ(words.exit_code, 2);
-  EXPECT_NE(words.err.find("--prompt \"1 two\": with --token-ids a prompt is numbers"), std::string::npos) << words.err;
+  EXPECT_NE(words.err.find("--prompt \"1 two\": with --token-ids a prompt is a list of numbers"), std::string::npos)
+      << words.err;
   const ProgramResult large =
       run_program({"eval", "generate", "--model", model, "--token-ids", "--prompt", "1 2 99999999999"});
   EXPECT_EQ(large.exit_code, 2);
-  EXPECT_NE(large.err.find("99999999999 is no token id"), std::string::npos) << large.err;
+  EXPECT_NE(large.err.find("99999999999 is not a token id"), std::string::npos) << large.err;
   const ProgramResult sampled =
       run_program({"eval", "generate", "--model", model, "--token-ids", "--prompt", "1 2", "--temperature", "nan"});
   EXPECT_EQ(sampled.exit_code, 2);
@@ -195,7 +197,7 @@ TEST_F(EvalCommand, HeadsWithoutAKernelOnGpusAreRefusedAtOnce) {
   }
 
   const std::vector<std::string> profile = {"profile", "--out", (directory_ / "profile.json").string()};
-  const std::string measured_in_bf16 = "; profiles are measured in bf16 there: name another model, or use --device cpu";
+  const std::string measured_in_bf16 = "; GPU profiles are measured in bf16: name another model, or use --device cpu";
   const std::string named = error_with(profile, {"--model", odd, "--device", "cuda"});
   EXPECT_NE(named.find(odd + ": head_dim is 24, " + few), std::string::npos) << named;
   EXPECT_NE(named.find(measured_in_bf16), std::string::npos) << named;
@@ -210,10 +212,10 @@ TEST_F(EvalCommand, HeadsWithoutAKernelOnGpusAreRefusedAtOnce) {
 TEST_F(EvalCommand, EvalSaysWhatIsMissing) {
   const std::string questions = write("q.jsonl", "{\"input\": \"a\", \"outputs\": [\"b\"]}\n");
   const std::pair<std::vector<std::string>, const char*> cases[] = {
-      {{"--input", questions}, "name a --model to run, or --predictions to score"},
+      {{"--input", questions}, "pass a --model to run, or --predictions to score"},
       {{"--input", questions, "--predictions", write("two.jsonl", "{\"pred\": \"b\"}\n{\"pred\": \"b\"}\n")},
-       "two.jsonl: 2 predictions for 1 lines"},
-      {{"--input", write("empty.jsonl", " \n\n")}, "empty.jsonl: holds no lines"},
+       "two.jsonl: 2 predictions for 1 questions"},
+      {{"--input", write("empty.jsonl", " \n\n")}, "empty.jsonl: is empty"},
       {{"--input", write("list.jsonl", "[1]\n")}, "list.jsonl:1: not a JSON object"},
       {{"--input", write("cut.jsonl", "{\"input\": \n")}, "cut.jsonl:1: not a JSON object"},
       {{"--input", (directory_ / "none.jsonl").string()}, "none.jsonl: cannot be opened"},
@@ -359,14 +361,15 @@ TEST_F(EvalCommand, LongBench2RefusesWhatItDoesNotKnow) {
   };
   const std::string good = longbench2_question("easy", "short", "A");
   says(array_of({good, longbench2_question("easy", "short", "E")}),
-       "data.json: question 1: \"answer\" is \"E\", which LongBench v2 does not have");
+       "data.json: question 1: \"answer\" is \"E\", which does not exist in LongBench v2");
   says(array_of({longbench2_question("hard", "tiny", "A")}), "question 0: \"length\" is \"tiny\"");
-  says("[{\"_id\": 3}]", "question 0: key \"_id\" is missing or of another type");
+  says("[{\"_id\": 3}]", "question 0: key \"_id\" is missing or has the wrong type");
   says("[1]", "question 0: not a JSON object");
   says("[", "data.json: not a JSON array");
-  says("[]", "holds no lines");
-  says(good, "name a --model to run");
-  says(good, "prompt.txt: a prompt needs $C_D$", {"--prompt", write("prompt.txt", "$DOC$ $Q$ $C_A$ $C_B$ $C_C$")});
+  says("[]", "is empty");
+  says(good, "pass a --model to run");
+  says(good, "prompt.txt: a prompt template must contain $C_D$",
+       {"--prompt", write("prompt.txt", "$DOC$ $Q$ $C_A$ $C_B$ $C_C$")});
 }
 
 TEST_F(EvalCommand, InfiniteBenchScoresAFileByItsName) {
@@ -390,16 +393,17 @@ TEST_F(EvalCommand, InfiniteBenchScoresAFileByItsName) {
     EXPECT_EQ(refused.exit_code, 2);
     EXPECT_NE(refused.err.find(what), std::string::npos) << refused.err;
   };
-  says("mine.jsonl", "{}\n", "\"mine\" is no task with a metric here; name it with --task: code_debug");
+  says("mine.jsonl", "{}\n", "no metric for the task \"mine\"; name one of these with --task: code_debug");
   says("math_find.jsonl", "{\"context\": \"c\", \"answer\": []}\n",
        "math_find.jsonl:1: key \"answer\" is an empty list");
-  says("math_find.jsonl", "{\"context\": \"c\", \"answer\": null}\n", "key \"answer\" is missing or of another type");
+  says("math_find.jsonl", "{\"context\": \"c\", \"answer\": null}\n",
+       "key \"answer\" is missing or has the wrong type");
   says("code_debug.jsonl", "{\"context\": \"c\", \"answer\": \"x\", \"options\": [\"a\"]}\n",
        "1 options, but a question");
   says("code_debug.jsonl", "{\"context\": \"c\", \"answer\": \"x\", \"options\": [\"a\", \"b\", \"c\", \"d\"]}\n",
-       "code_debug.jsonl:1: the answer \"x\" is none of the options");
+       "code_debug.jsonl:1: the answer \"x\" is not one of the options");
   says("math_calc.jsonl", "{\"context\": \"c\", \"input\": \"i\", \"answer\": [1]}\n",
-       "answers of math_calc have up to 30000 tokens");
+       "answers of math_calc may take 30000 tokens");
 }
 
 // The model has 320 tokens.

@@ -53,7 +53,7 @@ TEST_F(LoraCommands, AnAdapterIsTrainedEvaluatedAndMerged) {
   // Nothing is written over.
   const ProgramResult again = run_program({"merge", base, adapter, path("merged")});
   EXPECT_EQ(again.exit_code, 2);
-  EXPECT_NE(again.err.find("is there already; name a new folder"), std::string::npos) << again.err;
+  EXPECT_NE(again.err.find("already exists; name a new directory"), std::string::npos) << again.err;
   // And nothing is left of what fails.
   std::filesystem::remove(directory_ / "run/final/adapter_model.safetensors");
   const ProgramResult failed = run_program({"merge", base, adapter, path("other")});
@@ -68,7 +68,7 @@ TEST_F(LoraCommands, SimulateKnowsTheBackwardOfAFrozenModel) {
   adapters.insert(adapters.end(), {"--lora", "32"});
   const ProgramResult result = run_program(adapters);
   ASSERT_EQ(result.exit_code, 0) << result.err;
-  EXPECT_NE(result.out.find("adapters of rank 32 on a frozen model: derived from the profile of a whole model"),
+  EXPECT_NE(result.out.find("adapters of rank 32 on a frozen model: derived from a profile of full fine-tuning"),
             std::string::npos)
       << result.out;
   EXPECT_EQ(run_program(few).out.find("adapters of rank"), std::string::npos);

@@ -89,7 +89,7 @@ TEST_F(MeasureCommand, SimulateShowsDenseAttentionAndTheInterconnect) {
                                              "7",        "--policies", "in_order",   "--json",    json};
   const ProgramResult with = run_program(simulate);
   ASSERT_EQ(with.exit_code, 0) << with.err;
-  EXPECT_NE(with.out.find("interconnect assumed: "), std::string::npos) << with.out;
+  EXPECT_NE(with.out.find("interconnect (assumed): "), std::string::npos) << with.out;
   EXPECT_NE(with.out.find("\ndense attention, in_order "), std::string::npos) << with.out;
   nlohmann::json object = json_of(json);
   const double dense = object["dense"]["makespan_ms"], sparse = object["rows"][0]["makespan_ms"];
@@ -130,7 +130,7 @@ TEST_F(MeasureCommand, AReportOfARunIsOnePage) {
                    "data.synthetic.min_length=16", "--set", "batch={global_batch_size: 4, micro_batch_sequences: 1}",
                    "--set", "balance={batching: sab, ordering: auto, profile: h200-analytic, compare_steps: 1}"});
   ASSERT_EQ(trained.exit_code, 0) << trained.err;
-  EXPECT_NE(trained.out.find("measured: the same batches in order took "), std::string::npos) << trained.out;
+  EXPECT_NE(trained.out.find("measured: the same batches run in order took "), std::string::npos) << trained.out;
   const ProgramResult result = run_program({"report", folder, "--out", page, "--step", "2"});
   ASSERT_EQ(result.exit_code, 0) << result.err;
   std::ifstream file(page);

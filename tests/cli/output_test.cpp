@@ -147,24 +147,27 @@ TEST_F(Outputs, SimulateSaysWhatWorks) {
        {{"--chunk", "-128"}, "--chunk -128 is neither `auto` nor a multiple of 128 tokens"},
        {{"--chunk", "128x"}, "--chunk 128x is neither `auto` nor a multiple of 128 tokens"},
        {{"--chunk", "0"}, "--chunk 0 is neither `auto` nor a multiple of 128 tokens"},
-       {{"--p", "1"}, "--p must be in [0, 1), got 1"},
-       {{"--p", "-0.1"}, "--p must be in [0, 1), got -0.1"},
+       {{"--p", "1"}, "--p 1: must be at least 0 and below 1"},
+       {{"--p", "-0.1"}, "--p -0.1: must be at least 0 and below 1"},
        {{"--global-batch", "2", "--dp", "4"},
-        "--global-batch 2 is smaller than --dp 4: a rank would have nothing to do"},
-       {{"--micro-batch-tokens", "1000"}, "more than the cap of 1000 a micro-batch; raise --micro-batch-tokens"},
-       {{"--dense-layers", "36"}, "--dense-layers: 36, but the model has layers 0 to 35"},
-       {{"--pp", "37"}, "pp 37 is more than the 36 layers of qwen2.5-3b"},
+        "--global-batch 2 is smaller than --dp 4: some ranks would have nothing to do"},
+       {{"--micro-batch-tokens", "1000"}, "more than the cap of 1000 per micro-batch; raise --micro-batch-tokens"},
+       {{"--dense-layers", "36"}, "--dense-layers: there is no layer 36; the model has layers 0 to 35"},
+       {{"--pp", "37"}, "pp 37 exceeds the 36 layers of qwen2.5-3b"},
        {{"--budget", "639"}, "budget 639 is below 1 sink + 2 local + 2 blocks of 128 tokens = 640"},
-       {{"--model", "gpt-17"}, "model `gpt-17` is neither a known name (qwen2.5-0.5b, "},
-       {{"--profile", "h300"}, "profile `h300` is neither built in (h200-analytic, "},
+       {{"--model", "gpt-17"}, "unknown model `gpt-17`; it is neither a known name (qwen2.5-0.5b, "},
+       {{"--profile", "h300"}, "unknown profile `h300`; it is neither built in (h200-analytic, "},
        {{"--coverage", "power:2"}, "power coverage needs an exponent in (0, 1], got 2"},
-       {{"--lengths", "nothing"}, "length pool `nothing` is neither a known name (chatqa2-like, longalign-like)"},
-       {{"--ring"}, "--ring: how many ranks share the sequence? Set --cp"},
-       {{"--ring", "--sweep"}, "--sweep tries layouts, --ring looks at one ring; leave one of them out"},
-       {{"--ring", "--cp", "4", "--placement", "round"}, "--placement: `round` is not one of zigzag, striped,"},
+       {{"--lengths", "nothing"},
+        "unknown length pool `nothing`; it is neither a known name (chatqa2-like, longalign-like)"},
+       {{"--ring"}, "--ring: set --cp to the number of ranks that share the sequence"},
+       {{"--ring", "--sweep"}, "--sweep tries layouts, --ring looks at a single ring; remove one of the two"},
+       {{"--ring", "--cp", "4", "--placement", "round"},
+        "--placement: unknown placement `round`; choose from zigzag, striped,"},
        {{"--ring", "--cp", "4", "--node-size", "3"}, "--node-size: 3 does not divide --cp 4"},
-       {{"--ring", "--cp", "4", "--ring-times", "1,-1,1"}, "--ring-times: -1 ms is below 0"},
-       {{"--sweep", "--verticals", "3"}, "--verticals is about the ring of --cp ranks; set --cp in place of --sweep"}});
+       {{"--ring", "--cp", "4", "--ring-times", "1,-1,1"}, "--ring-times: -1 ms is negative"},
+       {{"--sweep", "--verticals", "3"},
+        "--verticals: only applies to a ring of --cp ranks; set --cp instead of --sweep"}});
   // What is tried is printed before there is nothing to try.
   const ProgramResult none = run_program({"simulate", "--steps", "1", "--sweep", "--gpus", "1000000", "--global-batch",
                                           "1", "--max-cp", "1", "--max-tp", "1"});
@@ -179,14 +182,14 @@ TEST_F(Outputs, DataCommandsSayWhatWorks) {
                 .exit_code,
             0);
   const std::string both =
-      "data lengths: give either --pool (chatqa2-like, longalign-like) or --input with token files";
+      "data lengths: pass either --pool (chatqa2-like, longalign-like) or --input with token files";
   expect_refusals(
       "data", {{{"lengths", "--output", path("x")}, both},
                {{"lengths", "--pool", "chatqa2-like", "--input", tokens, "--output", path("x")}, both},
                {{"lengths", "--pool", pool("7\n-3\n"), "--output", path("x")}, "pool.txt:2: a length must be positive"},
-               {{"stats"}, "data stats: name token files or give a pool with --lengths"},
+               {{"stats"}, "data stats: name token files, or a pool of lengths with --lengths"},
                {{"show", tokens, "--document", "3"}, "has documents 0 to 2"},
-               {{"synth", "--output", tokens}, "exists already; choose another output"},
+               {{"synth", "--output", tokens}, "already exists; choose another output"},
                {{"split", tokens, "--output", path("s"), "--validation", "1"}, "validation"}});
   EXPECT_FALSE(std::filesystem::exists(path("x")));
   // A file may be merged into itself.
@@ -194,7 +197,7 @@ TEST_F(Outputs, DataCommandsSayWhatWorks) {
             tokens + ": 3 documents, 192 tokens\n");
   EXPECT_EQ(run_program({"data", "check", tokens}).exit_code, 0);
   expect_refusals("merge",
-                  {{{directory_.string(), path("a"), directory_.string()}, "is there already; name a new folder"},
+                  {{{directory_.string(), path("a"), directory_.string()}, "already exists; name a new directory"},
                    {{directory_.string(), path("a"), path("none/out")}, path("none") + ": no such directory"},
                    {{path("none"), path("a"), path("out")}, path("none") + ": no such directory"}});
 }

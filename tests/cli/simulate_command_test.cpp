@@ -96,15 +96,14 @@ TEST_F(SimulateCommand, SimulateSweepsLayoutsAndSaysWhatBalancingGives) {
                                            "2", "--steps", "2", "--json", json});
   ASSERT_EQ(sweep.exit_code, 0) << sweep.err;
   EXPECT_EQ(sweep.out.find("dp 1 x pp 1 x tp 1 x cp 1"), std::string::npos) << sweep.out;
-  EXPECT_NE(sweep.out.find("tensor parallelism: the fastest with it "), std::string::npos) << sweep.out;
-  EXPECT_NE(sweep.out.find("layouts of 64 workers of 139 GiB"), std::string::npos) << sweep.out;
-  EXPECT_NE(sweep.out.find("dp is at most the global batch of 16"), std::string::npos) << sweep.out;
+  EXPECT_NE(sweep.out.find("tensor parallelism: fastest with it "), std::string::npos) << sweep.out;
+  EXPECT_NE(sweep.out.find("layouts of 64 workers with 139 GiB each"), std::string::npos) << sweep.out;
+  EXPECT_NE(sweep.out.find("dp is limited to the global batch of 16"), std::string::npos) << sweep.out;
   // The last lines name a layout and how to go on; what is predicted there is what the table of policies has.
-  const size_t at = sweep.out.find("the same with --dp ");
+  const size_t at = sweep.out.find("pass --dp ");
   ASSERT_NE(at, std::string::npos) << sweep.out;
   int dp = 0, pp = 0, tp = 0, cp = 0;
-  ASSERT_EQ(std::sscanf(sweep.out.c_str() + at, "the same with --dp %d --pp %d --tp %d --cp %d", &dp, &pp, &tp, &cp),
-            4);
+  ASSERT_EQ(std::sscanf(sweep.out.c_str() + at, "pass --dp %d --pp %d --tp %d --cp %d", &dp, &pp, &tp, &cp), 4);
   EXPECT_EQ(dp * pp * tp * cp, 64);
   const std::string rows = (directory_ / "rows.json").string();
   const ProgramResult one = run_program({"simulate", "--model", "qwen2.5-0.5b", "--dp", std::to_string(dp), "--pp",
@@ -147,15 +146,15 @@ TEST_F(SimulateCommand, ASweepCountsTheTokensOfAllSteps) {
 
 TEST_F(SimulateCommand, SimulateRefusesOptionsThatWouldHaveNoEffect) {
   const std::pair<std::vector<std::string>, const char*> cases[] = {
-      {{"--gpus", "64"}, "--gpus says what --sweep tries; add --sweep"},
-      {{"--max-tp", "2"}, "--max-tp says what --sweep tries; add --sweep"},
+      {{"--gpus", "64"}, "--gpus: only applies to --sweep; add --sweep"},
+      {{"--max-tp", "2"}, "--max-tp: only applies to --sweep; add --sweep"},
       {{"--tp", "4"}, "--tp 4: qwen2.5-3b has 2 key/value heads"},
-      {{"--sweep", "--gpus", "64", "--dp", "8"}, "--gpus and --dp both say how many workers there are"},
-      {{"--sweep", "--policies", "sab,wlb"}, "--sweep tries one policy on every layout, and 2 are given"},
-      {{"--ring", "--cp", "2", "--policies", "sab"}, "--policies has no effect with --ring"},
-      {{"--sweep", "--svg", "a.svg"}, "--svg has no effect with --sweep"},
-      {{"--ring", "--cp", "8", "--trace", "a.json"}, "--trace has no effect with --ring"},
-      {{"--placement", "striped"}, "--placement is about the ring of --cp ranks; set --cp"},
+      {{"--sweep", "--gpus", "64", "--dp", "8"}, "--gpus and --dp both set the number of workers"},
+      {{"--sweep", "--policies", "sab,wlb"}, "--sweep tries one policy on every layout, but 2 are given"},
+      {{"--ring", "--cp", "2", "--policies", "sab"}, "--policies: has no effect with --ring"},
+      {{"--sweep", "--svg", "a.svg"}, "--svg: has no effect with --sweep"},
+      {{"--ring", "--cp", "8", "--trace", "a.json"}, "--trace: has no effect with --ring"},
+      {{"--placement", "striped"}, "--placement: only applies to a ring of --cp ranks; set --cp"},
   };
   for (const auto& [arguments, message] : cases) {
     std::vector<std::string> all = {"simulate"};
@@ -185,7 +184,8 @@ TEST_F(SimulateCommand, SimulateTakesDenseLayers) {
   EXPECT_NE(text.find("\"dense_layers\": ["), std::string::npos) << text;
   const ProgramResult refused = run_program({"simulate", "--model", "qwen2.5-0.5b", "--dense-layers", "24"});
   EXPECT_EQ(refused.exit_code, 2);
-  EXPECT_NE(refused.err.find("--dense-layers: 24, but the model has layers 0 to 23"), std::string::npos) << refused.err;
+  EXPECT_NE(refused.err.find("--dense-layers: there is no layer 24; the model has layers 0 to 23"), std::string::npos)
+      << refused.err;
 }
 
 }  // namespace

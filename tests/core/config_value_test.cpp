@@ -66,13 +66,13 @@ TEST(ConfigValue, WholeNumbersAtTheirBorders) {
   for (const auto& [text, number] : good)
     EXPECT_EQ(config_integer(value(text), "n", INT64_MIN, INT64_MAX), number) << text;
   for (const char* text : {"+1", "1_000", "0x10", "1e3", "1.", "--1", "1 2", "one", "''", "[]", "~"})
-    EXPECT_NE(
-        message_of([&] { config_integer(value(text), "n", INT64_MIN, INT64_MAX); }).find("expected a whole number"),
-        std::string::npos)
+    EXPECT_NE(message_of([&] { config_integer(value(text), "n", INT64_MIN, INT64_MAX); }).find("expected an integer"),
+              std::string::npos)
         << text;
   for (const char* text : {"9223372036854775808", "-9223372036854775809", "99999999999999999999999999"})
-    EXPECT_NE(message_of([&] { config_integer(value(text), "n", INT64_MIN, INT64_MAX); }).find("does not fit 64 bits"),
-              std::string::npos)
+    EXPECT_NE(
+        message_of([&] { config_integer(value(text), "n", INT64_MIN, INT64_MAX); }).find("does not fit in 64 bits"),
+        std::string::npos)
         << text;
   EXPECT_EQ(config_integer(value("5"), "n", 5, 5), 5);
   EXPECT_EQ(message_of([] { config_integer(value("6"), "n", 5, 5); }), "--set: n: must be at most 5, found 6");
@@ -148,7 +148,7 @@ TEST(Words, ThereAndBack) {
   EXPECT_EQ(message_of<InternalError>([] { word_of(kFruits, Fruit::plum); }), "value 2 has no word");
   for (const char* unknown : {"", "Apple", "apple ", "app", "plum"})
     EXPECT_EQ(message_of([&] { value_of(kFruits, unknown, "a fruit"); }),
-              std::string("a fruit: ") + unknown + "; known are apple, pear");
+              std::string("a fruit: unknown value ") + unknown + "; choose from apple, pear");
 }
 
 TEST(Words, OptionsOfWordsAndThoseThatAreGone) {
@@ -160,7 +160,7 @@ TEST(Words, OptionsOfWordsAndThoseThatAreGone) {
   EXPECT_EQ(fruit, Fruit::apple);
   EXPECT_EQ(message_of([&] { table.set("fruit=cherry"); }), "--set: fruit: cherry is no longer there; take apple");
   EXPECT_EQ(message_of([&] { table.set("fruit=plum"); }),
-            "--set: fruit: 'plum' is not known; choose one of apple, pear");
+            "--set: fruit: unknown value 'plum'; choose one of apple, pear");
   EXPECT_EQ(message_of([&] { table.set("fruit=[cherry]"); }), "--set: fruit: expected text, found a list");
   EXPECT_EQ(fruit, Fruit::apple);
   EXPECT_THROW(table.refuse_word("vegetable", "leek", ""), InternalError);

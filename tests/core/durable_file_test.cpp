@@ -149,7 +149,7 @@ TEST_F(DurableFileTest, WhatCannotBeReplacedIsAUserErrorAndLeavesNothing) {
   EXPECT_TRUE(fs::is_directory(directory_ / "folder"));
   const fs::path missing = directory_ / "missing" / "a";
   EXPECT_TRUE(message_of([&] { replace_file(missing, "x"); }).starts_with(missing.string()));
-  EXPECT_TRUE(message_of([&] { sync_entry(missing); }).starts_with(missing.string() + ": cannot open its folder"));
+  EXPECT_TRUE(message_of([&] { sync_entry(missing); }).starts_with(missing.string() + ": cannot open its directory"));
   EXPECT_EQ(message_of([&] { sync_entry(directory_ / "folder"); }), kNothingThrown);
 }
 

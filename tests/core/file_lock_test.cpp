@@ -163,7 +163,7 @@ TEST(MappedFileDeathTest, TheOneThatGotShorterIsNamedAndNoOther) {
     volatile unsigned char sum = kept.data()[kept.size() - 1];
     sum = static_cast<unsigned char>(sum + cut.data()[cut.size() - 1]);
   };
-  EXPECT_EXIT(read_after_cut(), testing::ExitedWithCode(2), "^error: .*cut: got shorter while it was read");
+  EXPECT_EXIT(read_after_cut(), testing::ExitedWithCode(2), "^error: .*cut: was truncated while it was being read");
 }
 
 }  // namespace

@@ -58,7 +58,7 @@ TEST_F(RegularFileTest, ReadsWhatIsThere) {
 
 TEST_F(RegularFileTest, OtherKindsAreRefusedAtOnce) {
   ASSERT_EQ(::mkfifo((directory_ / "pipe").c_str(), 0600), 0);
-  const std::pair<fs::path, const char*> cases[] = {{directory_, "it is a folder"},
+  const std::pair<fs::path, const char*> cases[] = {{directory_, "it is a directory"},
                                                     {directory_ / "pipe", "it is a pipe"},
                                                     {"/dev/null", "it is a device"},
                                                     {directory_ / "none", "No such file or directory"}};

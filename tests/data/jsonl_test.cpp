@@ -59,34 +59,35 @@ TEST(Jsonl, APromptBesideAChatIsPassedOver) {
 TEST(Jsonl, BadLinesSayWhatIsWrong) {
   const auto error = [](const std::string& line) { return user_error([&] { parse_jsonl_record(line); }); };
   const std::pair<const char*, const char*> cases[] = {
-      {"", "not JSON"},
-      {"{", "not JSON"},
-      {R"({"text": "a"} x)", "not JSON"},
-      {R"({"text": "\ud800"})", "not JSON"},
-      {R"({"text": "a", "n": 1e99999})", "not JSON that can be read"},
+      {"", "invalid JSON"},
+      {"{", "invalid JSON"},
+      {R"({"text": "a"} x)", "invalid JSON"},
+      {R"({"text": "\ud800"})", "invalid JSON"},
+      {R"({"text": "a", "n": 1e99999})", "unreadable JSON"},
       {"[1]", "object"},
       {"3", "object"},
-      {"{}", "(Alpaca) is there; --text-key"},
-      {R"({"url": 1, "content": "a"})", "(Alpaca) is there among \"content\", \"url\"; --text-key"},
+      {"{}", "(Alpaca) is present; name the key of plain text with --text-key"},
+      {R"({"url": 1, "content": "a"})",
+       "(Alpaca) is present among \"content\", \"url\"; name the key of plain text with --text-key"},
       {R"({"text": 3})", "must be a string"},
       {R"({"text": null})", "must be a string"},
       {R"({"text": ""})", "empty"},
       {R"({"text": "a", "messages": []})", "more than one"},
-      {R"({"prompt": "a", "completion": "b", "text": "c"})", "keep one of them, for example with `jq"},
+      {R"({"prompt": "a", "completion": "b", "text": "c"})", "keep only one, for example with `jq"},
       {R"({"prompt": "a"})", "\"completion\" is missing"},
       {R"({"completion": "a"})", "\"prompt\" is missing"},
-      {R"({"prompt": "a", "completion": ""})", "no label"},
-      {R"({"messages": []})", "list with entries"},
-      {R"({"messages": {}})", "list with entries"},
+      {R"({"prompt": "a", "completion": ""})", "no target"},
+      {R"({"messages": []})", "list that is not empty"},
+      {R"({"messages": {}})", "list that is not empty"},
       {R"({"messages": [3]})", "message 1: must be an object"},
-      {R"({"messages": [{"role": "user", "content": "a"}]})", "no label"},
+      {R"({"messages": [{"role": "user", "content": "a"}]})", "no target"},
       {R"({"messages": [{"role": "assistant", "content": "a"}, {"role": "user"}]})", "message 2: \"content\""},
       {R"({"messages": [{"role": "", "content": "a"}]})", "role"},
-      {R"({"conversations": [{"from": "human", "value": "a"}]})", "no label"},
-      {R"({"conversations": [{"from": "tool", "value": "a"}]})", "\"from\" is \"tool\"; known are human"},
+      {R"({"conversations": [{"from": "human", "value": "a"}]})", "no target"},
+      {R"({"conversations": [{"from": "tool", "value": "a"}]})", "\"from\" is \"tool\"; expected human"},
       {R"({"conversations": [{"from": "gpt"}]})", "message 1: \"value\" is missing"},
       {R"({"instruction": "a"})", "\"output\" is missing"},
-      {R"({"instruction": "a", "output": ""})", "no label: \"output\" is empty"},
+      {R"({"instruction": "a", "output": ""})", "no target: \"output\" is empty"},
       {R"({"instruction": "a", "output": "b", "text": "c"})", "more than one"},
   };
   for (const auto& [line, part] : cases)
@@ -97,7 +98,7 @@ TEST(Jsonl, BadLinesSayWhatIsWrong) {
 TEST(Jsonl, DeepNestingIsNoProblem) {
   const std::string deep = std::string(200000, '[') + std::string(200000, ']');
   EXPECT_NE(user_error([&] { parse_jsonl_record(deep); }).find("object"), std::string::npos);
-  EXPECT_NE(user_error([&] { parse_jsonl_record(std::string(200000, '[')); }).find("not JSON"), std::string::npos);
+  EXPECT_NE(user_error([&] { parse_jsonl_record(std::string(200000, '[')); }).find("invalid JSON"), std::string::npos);
 }
 
 // What the file holds reaches no terminal as a command: ESC, DEL, and CSI as one character.

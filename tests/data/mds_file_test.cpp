@@ -99,11 +99,11 @@ TEST(MdsFile, WhatCannotBeReadIsNamed) {
   };
   const std::string index = index_of("ndarray:uint32");
   EXPECT_EQ(error(index, good), "no error");
-  EXPECT_NE(error("{", good).find("no index"), std::string::npos);
-  EXPECT_NE(error(R"({"shards": []})", good).find("no index"), std::string::npos);
+  EXPECT_NE(error("{", good).find("not an index"), std::string::npos);
+  EXPECT_NE(error(R"({"shards": []})", good).find("not an index"), std::string::npos);
   EXPECT_NE(error(index_of("pkl"), good).find("encoded as pkl"), std::string::npos);
   EXPECT_NE(error(index_of("ndarray:float32"), good).find("float32"), std::string::npos);
-  EXPECT_NE(error(index_of("ndarray:uint32", "../shard"), good).find("no name of a file"), std::string::npos);
+  EXPECT_NE(error(index_of("ndarray:uint32", "../shard"), good).find("not the name of a file"), std::string::npos);
   std::string packed = index;
   packed.replace(packed.find(R"("zip_data": null)"), 16, R"("zip_data": {})");
   packed.replace(packed.find("shard.00000.mds"), 15, "shard.00001.mds");

@@ -67,7 +67,9 @@ std::string all_of(TextStream& stream, size_t bytes, bool check_lines = true) {
   while (true) {
     const std::string piece(stream.next(bytes));
     if (piece.empty()) return text;
-    if (check_lines && !text.empty()) EXPECT_EQ(text.back(), '\n');
+    if (check_lines && !text.empty()) {
+      EXPECT_EQ(text.back(), '\n');
+    }
     text += piece;
   }
 }
@@ -113,7 +115,7 @@ TEST(TextStream, DamagedFilesAreNamed) {
       return "";
     };
     for (const size_t size : {size_t{6}, packed.size() / 2, packed.size() - 1})
-      EXPECT_NE(error(packed.substr(0, size)).find("packed: ends in the middle"), std::string::npos) << size;
+      EXPECT_NE(error(packed.substr(0, size)).find("packed: truncated: ends in the middle"), std::string::npos) << size;
     std::string other = packed;
     for (size_t i = packed.size() / 2; i < packed.size() / 2 + 40; ++i) other[i] = static_cast<char>(other[i] ^ 0x55);
     EXPECT_NE(error(other).find("packed: damaged"), std::string::npos) << packing.name;

@@ -230,7 +230,7 @@ TEST(TokenDataset, MasksReachTheLabels) {
   write_bytes(folder.path("a.mask"), mask);
   options.max_sequence_length = 6;
   const TokenDataset damaged(options, 1);
-  EXPECT_NE(user_error([&] { damaged.read(0); }).find("promises 2 targets and has 3"), std::string::npos);
+  EXPECT_NE(user_error([&] { damaged.read(0); }).find("should have 2 targets but has 3"), std::string::npos);
 }
 
 TEST(TokenDataset, IdsOutsideTheVocabulary) {

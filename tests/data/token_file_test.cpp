@@ -223,7 +223,8 @@ TEST(TokenFile, APatternWithoutTokenFilesIsRefused) {
   write_documents(folder.path("a"), {{1, 2}}, TokenType::u16);
   for (const char* name : {"notes.txt", "more.txt"}) write_bytes(folder.path(name), "text");
   const std::string error = user_error([&] { expand_token_paths({folder.path("a*"), folder.path("*.txt")}); });
-  EXPECT_NE(error.find("*.txt: 2 files match this pattern, none of them a token file"), std::string::npos) << error;
+  EXPECT_NE(error.find("*.txt: 2 files match this pattern, but none of them is a token file"), std::string::npos)
+      << error;
 }
 
 TEST(LlmcFile, BothVersions) {
@@ -334,10 +335,10 @@ TEST(LabelMask, DamagedOrForeignMasks) {
   EXPECT_EQ(error_with(mask), "no error");
   for (size_t size = 0; size < mask.size(); ++size) EXPECT_NE(error_with(mask.substr(0, size)), "no error") << size;
   EXPECT_NE(error_with(mask + "x"), "no error");
-  EXPECT_NE(error_with(read_bytes(folder.path("b.mask"))).find("pair"), std::string::npos);
+  EXPECT_NE(error_with(read_bytes(folder.path("b.mask"))).find("from another token file"), std::string::npos);
   std::string none = mask;
   none.replace(32, 4, bytes_of(0, 4));
-  EXPECT_NE(error_with(none).find("no label"), std::string::npos);
+  EXPECT_NE(error_with(none).find("no target"), std::string::npos);
   std::string many = mask;
   many.replace(32, 4, bytes_of(3, 4));
   EXPECT_NE(error_with(many).find("3 targets"), std::string::npos);

@@ -135,7 +135,7 @@ TEST(TokenWriter, RefusesBadDocumentsAndStates) {
     EXPECT_THROW(writer.add(Document{}), UserError);
     EXPECT_NE(user_error([&] {
                 writer.add(Document{1, 2}, std::vector<uint8_t>{1, 0});
-              }).find("no label"),
+              }).find("no target"),
               std::string::npos);
     EXPECT_THROW(writer.finish(), UserError) << "nothing was added";
     writer.add(document(3));

@@ -170,7 +170,7 @@ TEST(DocumentEncoder, TextIsAllTargets) {
   EXPECT_THROW(DocumentEncoder(qwen(), options), UserError);
   // One token alone has nothing to be predicted from.
   EXPECT_NE(
-      user_error([&] { DocumentEncoder(qwen(), {}).encode(parse_jsonl_record(R"({"text": "a"})")); }).find("no label"),
+      user_error([&] { DocumentEncoder(qwen(), {}).encode(parse_jsonl_record(R"({"text": "a"})")); }).find("no target"),
       std::string::npos);
 }
 
@@ -240,7 +240,7 @@ TEST_F(TokenizeFiles, OneDocumentALine) {
   ASSERT_NE(file->mask(), nullptr);
   EXPECT_EQ(file->mask()->valid_targets(0), file->length(0) - 1);
   EXPECT_EQ(file->mask()->valid_targets(2), 1 + static_cast<int64_t>(qwen().encode(" 2").size()));
-  EXPECT_NE(user_error([&] { run(o); }).find("exists already"), std::string::npos);
+  EXPECT_NE(user_error([&] { run(o); }).find("already exists"), std::string::npos);
   o.overwrite = true;
   EXPECT_EQ(run(o).documents, 3);
 }
@@ -276,7 +276,7 @@ TEST_F(TokenizeFiles, BadLinesAreNamedOrCounted) {
               "{\"text\": \"bad \xff\"}\n{\"messages\": [{\"role\": \"user\", \"content\": \"q\"}]}\n");
   TokenizeOptions o = options({"a.jsonl"}, "out");
   const std::string error = user_error([&] { run(o); });
-  EXPECT_NE(error.find("a.jsonl:2: not JSON"), std::string::npos) << error;
+  EXPECT_NE(error.find("a.jsonl:2: invalid JSON"), std::string::npos) << error;
   EXPECT_FALSE(fs::exists(folder_.path("out.idx")));
   o.skip_bad_lines = true;
   const TokenizeProgress progress = run(o);
@@ -303,7 +303,7 @@ TEST_F(TokenizeFiles, EmptyInputs) {
   write_bytes(folder_.path("empty.jsonl"), "");
   write_bytes(folder_.path("blank.jsonl"), "\n \n\n");
   EXPECT_NE(user_error([&] { run(options({"empty.jsonl"}, "out")); }).find("empty"), std::string::npos);
-  EXPECT_NE(user_error([&] { run(options({"blank.jsonl"}, "out")); }).find("no line gave a document"),
+  EXPECT_NE(user_error([&] { run(options({"blank.jsonl"}, "out")); }).find("no line could be turned into a document"),
             std::string::npos);
   EXPECT_THROW(run(options({"none.jsonl"}, "out")), UserError);
   EXPECT_THROW(run(options({}, "out")), UserError);
@@ -357,7 +357,7 @@ TEST_F(TokenizeFiles, ChangedTextOrTokenizerIsNotMixedWithTheOld) {
 
   write_bytes(folder_.path("a.jsonl"), new_text);
   const std::string changed = user_error([&] { run(o); });
-  EXPECT_NE(changed.find("a.jsonl changed since"), std::string::npos) << changed;
+  EXPECT_NE(changed.find("a.jsonl has changed since"), std::string::npos) << changed;
   EXPECT_NE(changed.find("--restart"), std::string::npos) << changed;
   write_bytes(folder_.path("a.jsonl"), old_text);
 
@@ -416,7 +416,7 @@ TEST_F(TokenizeFiles, ADamagedStateIsRefused) {
   state["note"] = "{}";
   expect_refused(state.dump(), "identity");
   state["note"] = 3;
-  expect_refused(state.dump(), "delete the folder");
+  expect_refused(state.dump(), "delete the directory");
   write_bytes(file, good.dump());
   EXPECT_EQ(run(o).documents, 2);
 }

@@ -28,7 +28,8 @@ TEST(MultipleChoice, PartsOfAQuestionAreTextAlone) {
     check_choice_template("prompt.txt", "$DOC$ $Q$ $C_A$ $C_B$ $C_D$");
     FAIL();
   } catch (const UserError& error) {
-    EXPECT_NE(std::string(error.what()).find("prompt.txt: a prompt needs $C_C$"), std::string::npos) << error.what();
+    EXPECT_NE(std::string(error.what()).find("prompt.txt: a prompt template must contain $C_C$"), std::string::npos)
+        << error.what();
   }
 }
 

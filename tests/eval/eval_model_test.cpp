@@ -125,7 +125,7 @@ TEST_P(EvalModelTest, AnswersEndAtTheTokensOfTheGenerationConfigToo) {
   EXPECT_EQ(stops(R"({"eos_token_id": null})"), (std::vector<int32_t>{7}));
   testing::internal::CaptureStderr();
   EXPECT_EQ(stops(R"({"eos_token_id": [61, "end"]})"), (std::vector<int32_t>{7})) << "61 tokens: 0 to 60";
-  EXPECT_NE(testing::internal::GetCapturedStderr().find("61 is no token of the model"), std::string::npos);
+  EXPECT_NE(testing::internal::GetCapturedStderr().find("61 is not a token of the model"), std::string::npos);
   EXPECT_EQ(stops("not JSON"), (std::vector<int32_t>{7}));
 }
 
@@ -221,7 +221,9 @@ TEST_P(EvalModelTest, SaysOnceThatSequencesAreLongerThanTheModelReaches) {
     use();
     const std::string log = testing::internal::GetCapturedStderr();
     int count = 0;
-    for (size_t at = log.find("reaches 100"); at != std::string::npos; at = log.find("reaches 100", at + 1)) ++count;
+    for (size_t at = log.find("the model supports 100"); at != std::string::npos;
+         at = log.find("the model supports 100", at + 1))
+      ++count;
     return count;
   };
   EvalModel scored = open({}), continued = open({});

@@ -167,7 +167,7 @@ TEST_F(Faults, WithoutRoomForACopyTrainingWaitsForItsCheckpoints) {
 #endif
   const std::vector<std::string> large = {"model.init.hidden_size=256", "model.init.intermediate_size=4096",
                                           "model.init.num_hidden_layers=4", "train.max_steps=1", "train.threads=1"};
-  const std::string waits = "training waits while a checkpoint is saved: host memory has no room for a copy of";
+  const std::string waits = "training pauses while a checkpoint is saved: host memory has no room for a copy of";
   FaultyResult result;
   for (rlim_t megabytes = 300; megabytes <= 1500; megabytes += 50) {
     result = run_faulty(training(large), {}, [=] { set_limit(RLIMIT_AS, megabytes << 20); });
@@ -188,7 +188,7 @@ TEST_F(Faults, WithoutRoomForACopyTrainingWaitsForItsCheckpoints) {
 TEST_F(Faults, ThreadsThatCannotBeStartedAreAClearError) {
   const FaultyResult result = run_faulty(training({"train.threads=3"}), always("thread", EAGAIN, "any"));
   EXPECT_EQ(result.code, 2) << result.output;
-  EXPECT_TRUE(result.says("3 threads were asked for and the system starts no more than 1")) << result.output;
+  EXPECT_TRUE(result.says("3 threads were requested, but the system starts no more than 1")) << result.output;
 }
 
 TEST_F(Faults, AFileSystemWithoutLocksIsWarnedOf) {
@@ -337,7 +337,7 @@ TEST_F(Faults, TheOldestCheckpointGoesFirstWhereRoomIsShort) {
                                          mounted(std::to_string((besides + 27 * checkpoint / 10) / 4096 * 4096)));
   if (result.code == 77) GTEST_SKIP() << "no file systems may be mounted here";
   EXPECT_EQ(result.code, 0) << result.output;
-  EXPECT_TRUE(result.says("the oldest goes before the new one is saved")) << result.output;
+  EXPECT_TRUE(result.says("deleting the oldest one before the new one is saved")) << result.output;
 }
 
 TEST_F(Faults, TokensThatAreCutWhileTrainingReadsThemAreNamed) {
@@ -355,7 +355,7 @@ TEST_F(Faults, TokensThatAreCutWhileTrainingReadsThemAreNamed) {
                 "train.max_steps=1000000", "train.save_steps=0", "train.validation_steps=0"}));
   cut.join();
   EXPECT_EQ(result.code, 2) << result.output;
-  EXPECT_TRUE(result.says("tokens.bin: got shorter while it was read")) << result.output;
+  EXPECT_TRUE(result.says("tokens.bin: was truncated while it was being read")) << result.output;
 }
 
 // What somebody else's process left and only they can remove.
@@ -375,7 +375,8 @@ TEST_F(Faults, LeftoversOfAnotherUserDoNotBlockARun) {
   }
   const FaultyResult result = run_faulty(training({"train.max_steps=6"}), {}, as_nobody);
   EXPECT_EQ(result.code, 0) << result.output;
-  EXPECT_TRUE(result.says(".removing-checkpoint-2 is left of an earlier save and cannot be removed")) << result.output;
+  EXPECT_TRUE(result.says(".removing-checkpoint-2 is left over from an earlier save and cannot be removed"))
+      << result.output;
   EXPECT_EQ(checkpoint_steps(run()), (std::vector<int64_t>{4, 5, 6}));
 }
 
@@ -406,7 +407,7 @@ TEST(MappedFileDeathTest, OneThatGetsShorterEndsTheProgramWithItsName) {
     volatile unsigned char sum = 0;
     for (int64_t i = 0; i < file.size(); i += 4096) sum = static_cast<unsigned char>(sum + file.data()[i]);
   };
-  EXPECT_EXIT(read_after_cut(), testing::ExitedWithCode(2), "tokens.bin: got shorter while it was read");
+  EXPECT_EXIT(read_after_cut(), testing::ExitedWithCode(2), "tokens.bin: was truncated while it was being read");
 }
 
 }  // namespace

@@ -183,7 +183,7 @@ TEST(Batching, BadInput) {
   options.micro_batch_tokens = 100;
   EXPECT_NE(run({{0, 5}, {1, 5}, {2, 101}, {7, 5}}).find("more than the cap of 100"), std::string::npos);
   options = {};
-  EXPECT_NE(run({{0, 5}, {1, 5}, {2, 5}, {7, 5}}).find("say how large a micro-batch is"), std::string::npos);
+  EXPECT_NE(run({{0, 5}, {1, 5}, {2, 5}, {7, 5}}).find("the size of a micro-batch is not set"), std::string::npos);
 }
 
 }  // namespace

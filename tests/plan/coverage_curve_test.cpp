@@ -146,10 +146,10 @@ TEST(CoverageCurves, HostileFilesAreNamed) {
       {"/budgets", "[100, 100]", "`budgets` must hold positive integers in ascending order"},
       {"/budgets", "[100, 200.5]", "`budgets` must hold positive integers in ascending order"},
       {"/budgets", "[100, 18446744073709551615]", "`budgets` must hold positive integers in ascending order"},
-      {"/coverage", "7", "`coverage` must hold one list a layer (2)"},
-      {"/coverage/1", "[[0.1, 0.2]]", "`coverage` of layer 1 must hold one list a length class (2)"},
-      {"/coverage/0/1", "[0.1]", "`coverage` of layer 0, class 1 must hold one value a budget (2)"},
-      {"/coverage/0/1", "null", "`coverage` of layer 0, class 1 must hold one value a budget (2)"},
+      {"/coverage", "7", "`coverage` must hold one list per layer (2)"},
+      {"/coverage/1", "[[0.1, 0.2]]", "`coverage` of layer 1 must hold one list per length class (2)"},
+      {"/coverage/0/1", "[0.1]", "`coverage` of layer 0, class 1 must hold one value per budget (2)"},
+      {"/coverage/0/1", "null", "`coverage` of layer 0, class 1 must hold one value per budget (2)"},
       {"/coverage/1/0", "[-0.1, 0.2]", "`coverage` of layer 1, class 0 must rise from 0 to at most 1"},
       {"/coverage/1/0", "[0.1, 1.000001]", "`coverage` of layer 1, class 0 must rise from 0 to at most 1"},
       {"/coverage/1/1", "[\"0.1\", 1]", "`coverage` of layer 1, class 1 must rise from 0 to at most 1"},
@@ -181,7 +181,7 @@ TEST(CoverageCurves, NamesThatAreNone) {
                                    {"power:0", "exponent in (0, 1]"},
                                    {"power:1.0001", "exponent in (0, 1]"},
                                    {"power:1e-999", "is not a number"},
-                                   {"layered ", "is none of power:GAMMA, layered or a readable"}})
+                                   {"layered ", "expected power:GAMMA, layered or a readable"}})
     EXPECT_NE(message_of([name = name] { find_coverage(name, 2); }).find(said), std::string::npos) << name;
   EXPECT_NEAR(find_coverage("power:1", 2)->at({0, 1000}, 0, 250), 0.25, 1e-12);
 }

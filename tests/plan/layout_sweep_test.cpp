@@ -64,13 +64,15 @@ TEST(LayoutSweep, WhyRanksCannotShareALayer) {
   };
   says(1, "", "");
   says(2, "", "");
-  says(3, "the 4 heads of small do not divide by it", "small has 2 key/value heads, and sparse attention");
+  says(3, "it does not divide the 4 heads of small", "small has 2 key/value heads, and sparse attention");
   says(4, "", "small has 2 key/value heads, and sparse attention");
   shape.intermediate = 129;
-  says(2, "the MLP of small, 129 wide, does not divide by it", "the MLP of small, 129 wide, does not divide by it");
+  says(2, "it does not divide the MLP of small, which has 129 channels",
+       "it does not divide the MLP of small, which has 129 channels");
   shape.heads = 12;
   shape.kv_heads = 3;
-  says(2, "neither do the 3 key/value heads of small divide by it, nor it by them", "neither do the 3 key/value");
+  says(2, "it neither divides the 3 key/value heads of small nor is a multiple of them",
+       "it neither divides the 3 key/value");
   EXPECT_EQ(tensor_parallel_problem(shape, 3), "");
 }
 
@@ -223,12 +225,12 @@ TEST(LengthPool, OddFiles) {
            {"1", {1}}, {"\n\n2147483647\n", {2147483647}}, {"\t7\t\r\n#8\n  # 9\n10", {7, 10}}, {"5\n5\n5", {5, 5, 5}}})
     EXPECT_EQ(parse_lengths(text, "f.txt"), lengths);
   for (const auto& [text, said] : std::vector<std::pair<std::string, std::string>>{
-           {"#\n", "f.txt: holds no lengths"},
+           {"#\n", "f.txt: has no lengths"},
            {"1 2", "f.txt:1: `1 2` is not a length"},
            {"1\n\n+3", "f.txt:3: `+3` is not a length"},
            {"1\n2.0", "f.txt:2: `2.0` is not a length"},
            {"0x10", "f.txt:1: `0x10` is not a length"},
-           {"2147483648", "f.txt:1: a length of 2147483648 tokens is more than the largest budget"},
+           {"2147483648", "f.txt:1: a length of 2147483648 tokens exceeds the largest budget"},
            {"-1", "f.txt:1: a length must be positive, got -1"},
            {std::string(100, 'y'), "`" + std::string(40, 'y') + "` is not a length"}}) {
     const std::string message = message_of([text = text] { parse_lengths(text, "f.txt"); });

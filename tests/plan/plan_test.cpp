@@ -195,7 +195,7 @@ TEST(Plan, NotesWhatItCouldNotDo) {
     options.batching.policy = policy;
     const Plan plan = plan_step(1, cluster.cost, *cluster.coverage, three, options, {});
     EXPECT_EQ(plan.notes.size(), policy == BatchingPolicy::in_order ? 0u : 1u) << options.batching.name();
-    for (const std::string& note : plan.notes) EXPECT_NE(note.find("found no room"), std::string::npos) << note;
+    for (const std::string& note : plan.notes) EXPECT_NE(note.find("found no arrangement"), std::string::npos) << note;
     EXPECT_EQ(parse_plan(write_plan(plan), "plan").notes, plan.notes);
   }
   Random random(3);

@@ -76,8 +76,8 @@ TEST(ProfileFile, NumbersThatNoMachineHasAreRefused) {
       {"/version", "0", "profile version 0"},
       {"/version", "18446744073709551615", ".version: 18446744073709551615 is too large"},
       {"/version", "2.0", ".version: must be an integer"},
-      {"/lora_rank", "-1", ".lora_rank: -1 is no rank"},
-      {"/lora_rank", "65537", ".lora_rank: 65537 is no rank"},
+      {"/lora_rank", "-1", ".lora_rank: -1 is not a valid rank"},
+      {"/lora_rank", "65537", ".lora_rank: 65537 is not a valid rank"},
       {"/gpus_per_node", "0", ".gpus_per_node: must be from 1 to"},
       {"/gpus_per_node", "-8", ".gpus_per_node: must be from 1 to"},
       {"/gpus_per_node", "4294967304", ".gpus_per_node: must be from 1 to"},
@@ -91,8 +91,8 @@ TEST(ProfileFile, NumbersThatNoMachineHasAreRefused) {
       {"/model/layers", "0", "every size of the model must be positive"},
       {"/model/heads", "-14", "every size of the model must be positive"},
       {"/model/kv_heads", "3", "14 heads cannot share 3 key/value heads evenly"},
-      {"/model/head_dim", "4611686018427387904", "no size of a model is above"},
-      {"/model/layers", "4294967320", "no size of a model is above"},
+      {"/model/head_dim", "4611686018427387904", "no size of the model may exceed"},
+      {"/model/layers", "4294967320", "no size of the model may exceed"},
       {"/links/reduce_inside/latency_us", "-1", ".links.reduce_inside.latency_us: must be a number from 0"},
       {"/operations/selection/x", "[0]", ".selection: x and us need the same number"},
       {"/operations/selection/x", "[0, 1, 2]", ".selection: x and us need the same number"},
@@ -107,7 +107,7 @@ TEST(ProfileFile, NumbersThatNoMachineHasAreRefused) {
       {"/operations/head_forward/us_per_prefix", "-1", ".head_forward.us_per_prefix: must be a number"},
       {"/attention/block", "0", "block and query_block must be positive"},
       {"/attention/query_block", "-16", "block and query_block must be positive"},
-      {"/attention/score_channels", "-2", "planes have channels, other scores have none"},
+      {"/attention/score_channels", "-2", "only planes have channels, only the other scores have score tokens"},
   };
   for (const auto& [path, value, said] : cases) {
     Json changed = whole;
@@ -206,8 +206,9 @@ TEST(ProfileFile, FilesAreFoundByPathAndNamedByIt) {
     EXPECT_NE(message_of([&] { find_profile(name, shape, {}); }).find("neither built in (h200-analytic, "),
               std::string::npos)
         << name;
-  EXPECT_NE(message_of([&] { analytic_profile("b200-analytic", shape); }).find("known: h200-analytic, h100-analytic"),
-            std::string::npos);
+  EXPECT_NE(
+      message_of([&] { analytic_profile("b200-analytic", shape); }).find("choose from h200-analytic, h100-analytic"),
+      std::string::npos);
 }
 
 // By the normal equations, solved for every subset of columns that may be above zero.

@@ -100,9 +100,9 @@ TEST(ReportText, TheTableOfNumbers) {
   EXPECT_EQ(row(page, "tokens/s, mean"), "2000");
   EXPECT_EQ(row(page, "coverage, mean"), "0.7500");
   EXPECT_EQ(row(page, "budget, mean"), "768 keys");
-  EXPECT_EQ(row(page, "planning and tuning, share of the step"), "1.50 %");
+  EXPECT_EQ(row(page, "planning and tuning, share of the step"), "1.50%");
   // Of 10 % and 20 %, the upper; steps without the one or the other do not count.
-  EXPECT_EQ(row(page, "error of the predicted step time, median"), "20.0 %");
+  EXPECT_EQ(row(page, "prediction error of the step time, median"), "20.0%");
 }
 
 // Without a step that was both predicted and measured there is no error to speak of, and certainly none of 0 %.
@@ -111,7 +111,7 @@ TEST(ReportText, NoErrorOfWhatWasNotCompared) {
   for (const std::map<int64_t, double>& measured : {std::map<int64_t, double>{{2, 100}}, {{1, 0}}, {}}) {
     input.metrics.series["predicted_step_ms"] = {{1, 110}};
     input.metrics.series["step_ms"] = measured;
-    EXPECT_EQ(row(write_report(input), "error of the predicted step time, median"), "");
+    EXPECT_EQ(row(write_report(input), "prediction error of the step time, median"), "");
   }
 }
 
@@ -122,13 +122,12 @@ TEST(ReportText, WhereTheTimeWent) {
   series["step_ms"] = {{1, 1000}, {2, 3000}};
   EXPECT_EQ(row(report_headline(input), "time"), "4.0 s in 2 steps.");
   series["bubble_percent"] = {{1, 20}, {2, 40}};
-  EXPECT_EQ(row(report_headline(input), "time"),
-            "4.0 s in 2 steps: ranks computed 70 % of the time and were idle 30 %.");
+  EXPECT_EQ(row(report_headline(input), "time"), "4.0 s in 2 steps: ranks computed 70% of the time and were idle 30%.");
   series["predicted_bubble_percent"] = {{1, 10}, {2, 10}};
   series["planning_wait_ms"] = {{1, 40}, {2, 60}};
   EXPECT_EQ(row(report_headline(input), "time"),
-            "4.0 s in 2 steps: ranks computed 70 % of the time and were idle 30 % (10 % by the predicted schedule "
-            "alone); waiting for plans took 2.5 %.");
+            "4.0 s in 2 steps: ranks computed 70% of the time and were idle 30% (10% in the predicted schedule alone); "
+            "waiting for plans took 2.5%.");
   series["step_ms"] = {{1, 0}};
   EXPECT_EQ(report_headline(input).find("waiting for plans"), std::string::npos)
       << "no share of a clock that stood still";
@@ -137,7 +136,7 @@ TEST(ReportText, WhereTheTimeWent) {
 TEST(ReportText, WhatBalancingGained) {
   ReportInput input = example_run(2, 1);
   // 61 and 62 ms in order, 51 ms balanced.
-  EXPECT_NE(report_headline(input).find("schedules <b>1.21× as fast</b>"), std::string::npos);
+  EXPECT_NE(report_headline(input).find("schedules of the steps <b>1.21× as fast</b>"), std::string::npos);
   auto& series = input.metrics.series;
   series["compared_in_order_ms"] = {{1, 300}};
   EXPECT_EQ(report_headline(input).find("measured by"), std::string::npos) << "half of a comparison";
@@ -194,7 +193,7 @@ TEST(ReportText, ReadsWhatIsInAFolderAndNoMore) {
   EXPECT_EQ(input.name, "a <run>") << "with or without a slash behind it";
   EXPECT_NE(write_report(input).find("<title>a &lt;run&gt; · SparseBalance</title>"), std::string::npos);
   EXPECT_TRUE(input.machine.empty() && input.run_config.empty() && input.plans.steps.empty());
-  EXPECT_NE(write_report(input).find("The run has no step yet."), std::string::npos);
+  EXPECT_NE(write_report(input).find("No step of this run has finished yet."), std::string::npos);
   write_bytes(run + "machine.txt", "One GPU\n\n");
   write_bytes(run + "run.yaml", "a: <b>\n");
   input = read_run(folder.path("a <run>/."), 3);
@@ -203,7 +202,7 @@ TEST(ReportText, ReadsWhatIsInAFolderAndNoMore) {
   EXPECT_EQ(input.step, 3);
   EXPECT_NE(write_report(input).find("<pre>a: &lt;b&gt;\n</pre>"), std::string::npos);
   std::filesystem::create_directory(run + "plan.jsonl");
-  EXPECT_NE(user_error([&] { read_run(run); }).find("it is a folder"), std::string::npos);
+  EXPECT_NE(user_error([&] { read_run(run); }).find("it is a directory"), std::string::npos);
 }
 
 }  // namespace

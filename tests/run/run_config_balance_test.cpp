@@ -61,8 +61,9 @@ TEST(RunConfigBalance, MemoryIsPlannedForWhatTuningMayGive) {
 }
 
 TEST(RunConfigBalance, SaysWhatDoesNotFit) {
-  EXPECT_NE(error_of({"balance.anchor=min"}).find("balance.anchor: is for tuning: anchor"), std::string::npos);
-  EXPECT_NE(error_of({"balance.tuning=anchor"}).find("balance.target: is for tuning: optimal"), std::string::npos);
+  EXPECT_NE(error_of({"balance.anchor=min"}).find("balance.anchor: only applies to tuning: anchor"), std::string::npos);
+  EXPECT_NE(error_of({"balance.tuning=anchor"}).find("balance.target: only applies to tuning: optimal"),
+            std::string::npos);
   EXPECT_NE(error_of({"balance.target=1.5"}).find("balance.target: must be at most 1"), std::string::npos);
   EXPECT_NE(error_of({"balance.target=some"}).find("expected equal_coverage or a number from 0 to 1, found 'some'"),
             std::string::npos);
@@ -71,10 +72,10 @@ TEST(RunConfigBalance, SaysWhatDoesNotFit) {
   EXPECT_NE(error_of({"attention.pattern=dense"}).find("topk or mass"), std::string::npos);
   EXPECT_NE(error_of({"balance.profile=''"}).find("sparsebalance profile --run"), std::string::npos);
   EXPECT_NE(error_of({"balance.adapt=on", "attention.coverage_rows=0"}).find("measured coverage"), std::string::npos);
-  EXPECT_NE(error_of({"balance.max_budget=512"}).find("balance.max_budget: 512 is below attention.budget, 1024"),
+  EXPECT_NE(error_of({"balance.max_budget=512"}).find("balance.max_budget: 512 is below attention.budget (1024)"),
             std::string::npos);
   EXPECT_NE(error_of({"balance.tuning=none", "balance.target=equal_coverage", "balance.replay=''"})
-                .find("balance.max_budget: is for balance.tuning and balance.replay"),
+                .find("balance.max_budget: only applies to balance.tuning and balance.replay"),
             std::string::npos);
   EXPECT_NE(error_of({"balance.tuning=best"}).find("optimal"), std::string::npos);
   // Plans that are used again need no latencies.
@@ -84,13 +85,13 @@ TEST(RunConfigBalance, SaysWhatDoesNotFit) {
   // What an older run.yaml may have.
   for (const char* word : {"length", "quadratic", "wlb"})
     EXPECT_EQ(error_of({fmt::format("balance.batching={}", word)}),
-              fmt::format("--set: balance.batching: {} is compared in `sparsebalance simulate` and no longer trains; "
-                          "set sab, with a balance.profile, or in_order",
+              fmt::format("--set: balance.batching: {} is no longer available for training, only in `sparsebalance "
+                          "simulate`; set sab, with a balance.profile, or in_order",
                           word));
 }
 
 TEST(RunConfigBalance, WhatNeedsPiecesOrAGpuSaysSo) {
-  EXPECT_NE(error_of({"train.recompute=chunk"}).find("set balance.chunk to their tokens"), std::string::npos);
+  EXPECT_NE(error_of({"train.recompute=chunk"}).find("set balance.chunk to their size in tokens"), std::string::npos);
   EXPECT_NE(error_of({"train.recompute=chunk", "balance.chunk=auto"}).find("set balance.chunk"), std::string::npos);
   EXPECT_NE(error_of({"train.recompute=chunk", "balance.chunk=1024", "parallel.pp=2"}).find("parallel.pp 2"),
             std::string::npos);
@@ -108,7 +109,7 @@ TEST(RunConfigBalance, Fp8IsForWholeModelsOnAGpu) {
   const std::string fp8 = "train.precision=fp8", cuda = "device=cuda";
   EXPECT_NE(error_of({fp8}).find("set device: cuda"), std::string::npos);
   EXPECT_NE(error_of({fp8, cuda, "lora.rank=4"}).find("remove lora"), std::string::npos);
-  EXPECT_NE(error_of({cuda, "train.fp8_skip=[first]"}).find("train.fp8_skip: is for train.precision: fp8"),
+  EXPECT_NE(error_of({cuda, "train.fp8_skip=[first]"}).find("train.fp8_skip: only applies to train.precision: fp8"),
             std::string::npos);
   EXPECT_NE(error_of({fp8, cuda, "train.fp8_skip=first"}).find("a list of layers"), std::string::npos);
   EXPECT_NE(error_of({fp8, cuda, "train.fp8_skip=[middle]"}).find("train.fp8_skip"), std::string::npos);

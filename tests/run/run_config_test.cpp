@@ -141,13 +141,15 @@ TEST(RunConfig, ModelFromScratch) {
   EXPECT_TRUE(biased.output_bias);
   EXPECT_TRUE(init("{model_type: qwen3}").qk_norm);
 
-  EXPECT_EQ(error_of(kSynthetic, {"model.init.num_key_value_heads=3"}),
-            "--set: model.init.num_key_value_heads: 3 key/value heads do not divide 4 query heads");
+  EXPECT_EQ(
+      error_of(kSynthetic, {"model.init.num_key_value_heads=3"}),
+      "--set: model.init.num_key_value_heads: 3 key/value heads do not divide 4 query heads; change one of the two");
   EXPECT_EQ(error_of(kSynthetic, {"model.init.num_attention_heads=6"}),
-            "--set: model.init.num_attention_heads: 6 heads do not divide hidden_size 128; set head_dim, or other "
-            "numbers");
-  EXPECT_NE(error_of(kSynthetic, {"model.init.head_dim=33"}).find("even width"), std::string::npos);
-  EXPECT_NE(error_of(kSynthetic, {"model.init.attention_bias=true"}).find("is for llama and qwen3"), std::string::npos);
+            "--set: model.init.num_attention_heads: 6 heads do not divide hidden_size 128; set head_dim explicitly, or "
+            "change one of the two");
+  EXPECT_NE(error_of(kSynthetic, {"model.init.head_dim=33"}).find("must be even"), std::string::npos);
+  EXPECT_NE(error_of(kSynthetic, {"model.init.attention_bias=true"}).find("applies to llama and qwen3 only"),
+            std::string::npos);
   EXPECT_NE(error_of("model: {init: {hidden: 3}}\n").find("did you mean 'model.init.hidden_size'?"), std::string::npos);
   const std::pair<const char*, const char*> words[] = {
       {"train: {epochs: 3}\n", "did you mean 'train.num_train_epochs'?"},
@@ -177,8 +179,9 @@ TEST(RunConfig, SyntheticLengthsAndCurriculum) {
             std::string::npos);
   EXPECT_EQ(parse(kSynthetic, {"data.synthetic.lengths=lengths.txt"}).data.synthetic_lengths, "lengths.txt");
   for (const char* other : {"data.synthetic.min_length=8", "data.synthetic.curriculum={start_length: 16}"})
-    EXPECT_NE(error_of(kSynthetic, {"data.synthetic.lengths=lengths.txt", other}).find("excludes min_length"),
-              std::string::npos)
+    EXPECT_NE(
+        error_of(kSynthetic, {"data.synthetic.lengths=lengths.txt", other}).find("cannot be combined with min_length"),
+        std::string::npos)
         << other;
   EXPECT_NE(error_of(kSynthetic, {"data.synthetic.vocab_size=65"}).find("above the model's vocab_size 64"),
             std::string::npos);
@@ -191,30 +194,34 @@ TEST(RunConfig, WhatExcludesOrNeedsEachOther) {
   const std::vector<std::tuple<std::string, std::vector<std::string>, std::string>> cases{
       {"data: {train: [a]}\n", {}, "run.yaml: no model; set model.path"},
       {"model: {path: a}\n", {}, "run.yaml: no training data; set data.train"},
-      {kSynthetic, {"model.path=q"}, "--set: model.path: model.path and model.init exclude each other"},
-      {kSynthetic, {"data.train=[a]"}, "--set: data.train: data.train and data.synthetic exclude each other"},
+      {kSynthetic, {"model.path=q"}, "--set: model.path: model.path and model.init are mutually exclusive"},
+      {kSynthetic, {"data.train=[a]"}, "--set: data.train: data.train and data.synthetic are mutually exclusive"},
       {kSynthetic, {"data.validation=[a]"}, "--set: data.validation: with data.synthetic"},
-      {kSynthetic, {"data.shuffle=false"}, "--set: data.shuffle: has no meaning with data.synthetic"},
-      {kSynthetic, {"data.overlong=drop"}, "--set: data.overlong: has no meaning with data.synthetic"},
-      {kFromCheckpoint, {"data.validation=[{path: v, weight: 2}]"}, "'v' cannot have a weight"},
-      {kSynthetic, {"train.validation_steps=5", "train.validation_sequences=0"}, "a synthetic task has no end"},
+      {kSynthetic, {"data.shuffle=false"}, "--set: data.shuffle: has no effect with data.synthetic"},
+      {kSynthetic, {"data.overlong=drop"}, "--set: data.overlong: has no effect with data.synthetic"},
+      {kFromCheckpoint, {"data.validation=[{path: v, weight: 2}]"}, "remove the weight of 'v'"},
+      {kSynthetic, {"train.validation_steps=5", "train.validation_sequences=0"}, "a synthetic task is endless"},
       {kFromCheckpoint, {"train.validation_steps=5"}, "--set: train.validation_steps: there is no validation data"},
-      {kFromCheckpoint, {"model.rope={factor: 2}"}, "--set: model.rope.factor: has no meaning with type: default"},
+      {kFromCheckpoint,
+       {"model.rope={factor: 2}"},
+       "--set: model.rope.factor: has no effect with type: default; remove it, or choose another type"},
       {kSynthetic, {"batch.micro_batch_sequences=17"}, "is above batch.global_batch_size 16"},
       {kSynthetic, {"batch.micro_batch_tokens=255"}, "is below data.max_sequence_length 256"},
-      {kSynthetic, {"optimizer.decay_steps=5"}, "is for schedule: warmup_stable_decay"},
+      {kSynthetic, {"optimizer.decay_steps=5"}, "only applies to schedule: warmup_stable_decay"},
       {kSynthetic,
        {"optimizer.schedule=constant", "optimizer.min_learning_rate_ratio=0.1"},
-       "has no meaning with schedule: constant"},
-      {kSynthetic, {"balance.compare_steps=5"}, "balance.compare_steps: nothing is balanced that could be compared"},
-      {kSynthetic, {"balance.tuning=off"}, "balance.tuning: 'off' is not known; choose one of none, anchor, optimal"},
+       "has no effect with schedule: constant"},
+      {kSynthetic,
+       {"balance.compare_steps=5"},
+       "balance.compare_steps: there is nothing to compare, because nothing is balanced"},
+      {kSynthetic, {"balance.tuning=off"}, "balance.tuning: unknown value 'off'; choose one of none, anchor, optimal"},
       {kSynthetic, {"balance.chunk=100"}, "--set: balance.chunk: 100 is not a multiple of"},
       {kSynthetic, {"balance.chunk=0"}, "--set: balance.chunk:"},
       {kSynthetic,
        {"balance.chunk=some"},
        "--set: balance.chunk: expected auto, none or a number of tokens, found 'some'"},
-      {kSynthetic, {"balance.chunk=auto"}, "--set: balance.chunk: predicts latencies"},
-      {kSynthetic, {"balance.chunk=1024", "attention.pattern=vertical_slash"}, "selects by the last queries"},
+      {kSynthetic, {"balance.chunk=auto"}, "--set: balance.chunk: needs latency predictions"},
+      {kSynthetic, {"balance.chunk=1024", "attention.pattern=vertical_slash"}, "selects with the last queries"},
       {kSynthetic,
        {"balance.chunk=1024", "attention.pattern=topk", "attention.selection=lookahead"},
        "use selection: causal"},
@@ -225,7 +232,7 @@ TEST(RunConfig, WhatExcludesOrNeedsEachOther) {
       {kSynthetic, {"train.resume=''"}, "--set: train.resume: is empty"},
       {kFromCheckpoint, {"data.train=[{weight: 2}]"}, "--set: data.train[0]: the path is missing"},
       {kFromCheckpoint, {"data.train=[{path: a, weight: 0}]"}, "--set: data.train[0].weight: must be at least"},
-      {kFromCheckpoint, {"data.train=[{path: a, wait: 2}]"}, "unknown key 'wait'; a source has 'path' and 'weight'"},
+      {kFromCheckpoint, {"data.train=[{path: a, wait: 2}]"}, "unknown key 'wait'; an entry has 'path' and 'weight'"},
       {kFromCheckpoint, {"data.train=a"}, "--set: data.train: expected a list"},
   };
   for (const auto& [yaml, overrides, part] : cases) {
@@ -243,7 +250,8 @@ TEST(RunConfig, SharedSequencesThatDoNotWorkAreRefused) {
                                              {"attention.pattern=mass", "attention.selection=lookahead"}}) {
     std::vector<std::string> options = {"parallel.cp=2", "parallel.ring_lists=device"};
     options.insert(options.end(), pattern.begin(), pattern.end());
-    EXPECT_NE(error_of(kSynthetic, options).find("parallel.ring_lists: device, but vertical_slash"), std::string::npos);
+    EXPECT_NE(error_of(kSynthetic, options).find("parallel.ring_lists: device does not support vertical_slash"),
+              std::string::npos);
     options[1] = "parallel.ring_lists=auto";
     EXPECT_EQ(error_of(kSynthetic, options), "(no UserError)");
   }
@@ -412,7 +420,7 @@ TEST(RunConfig, SequencesBeyondTheModelAreRefused) {
     adapted("", 10000);
     ADD_FAILURE() << "accepted sequences longer than the model";
   } catch (const UserError& error) {
-    EXPECT_NE(std::string(error.what()).find("the model reaches 4096"), std::string::npos) << error.what();
+    EXPECT_NE(std::string(error.what()).find("the model supports 4096"), std::string::npos) << error.what();
     EXPECT_NE(std::string(error.what()).find("factor: 3"), std::string::npos) << error.what();
   }
   EXPECT_THROW(adapted("{type: yarn, factor: 2}", 10000), UserError);
@@ -433,7 +441,7 @@ TEST(RunConfig, SequencesBeyondTheModelAreRefused) {
     adapted("{type: linear, factor: 2}", 16384);
     ADD_FAILURE() << "accepted sequences longer than the model";
   } catch (const UserError& error) {
-    EXPECT_NE(std::string(error.what()).find("the model reaches 8192"), std::string::npos) << error.what();
+    EXPECT_NE(std::string(error.what()).find("the model supports 8192"), std::string::npos) << error.what();
     EXPECT_NE(std::string(error.what()).find("factor: 4)"), std::string::npos) << error.what();
   }
   EXPECT_NO_THROW(adapted("{type: yarn, factor: 4}", 16384));
@@ -456,7 +464,7 @@ TEST(RunConfig, ScoresByPlanes) {
     refused({"attention.pattern=mass", fmt::format("attention.score_channels={}", channels)},
             "attention.score_channels");
   refused({"attention.pattern=topk", "attention.score_tokens=1"},
-          "attention.score_tokens: 1 with attention.score: planes");
+          "attention.score_tokens: 1 has no effect with attention.score: planes");
   refused({"attention.score=largest"}, "attention.score");
   EXPECT_NO_THROW(parse(kSynthetic, {"attention.pattern=topk", "attention.score=moments", "attention.score_tokens=1"}));
 

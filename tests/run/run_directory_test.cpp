@@ -217,7 +217,7 @@ TEST(RunDirectory, SaysWhatACheckpointOfAnotherRunWasTrainedWith) {
   const std::string log =
       log_of(scratch / "second", {"train.max_steps=2", "train.seed=2", "model.init.rope_theta=5e4", "train.threads=1"});
   EXPECT_NE(log.find("warning"), std::string::npos) << log;
-  EXPECT_NE(log.find("train.seed was 1 and is 2 here: its place in the data"), std::string::npos) << log;
+  EXPECT_NE(log.find("train.seed was 1 there and is 2 here: its position in the data"), std::string::npos) << log;
   EXPECT_NE(log.find("rope_theta was"), std::string::npos) << log;
   EXPECT_NE(log.find("resumed with train.threads: 1 (was 2)"), std::string::npos) << log;
   EXPECT_EQ(log_of(scratch / "third", {"train.max_steps=2"}), "");

@@ -169,7 +169,7 @@ TEST(BalancedTraining, PlansOfOtherSettingsAreNotTaken) {
     }
     train(config_of(output, untuned()));
     const std::string log = ::testing::internal::GetCapturedStderr();
-    EXPECT_NE(log.find("the plans from step 4 on are made again, since balance.tuning was optimal and is none"),
+    EXPECT_NE(log.find("steps from 4 on are planned again, because balance.tuning was optimal and is now none"),
               std::string::npos)
         << log;
     const auto steps = read_plan_log(output + "/plan.jsonl").steps;
@@ -188,7 +188,8 @@ TEST(BalancedTraining, AReplayThatCannotBeTakesNoPlans) {
   fs::remove_all(output + "/final");
   const std::string plans = plan_texts(output);
   std::ofstream(folder.path("empty.jsonl"));
-  for (const auto& [name, reason] : {std::pair{"none.jsonl", "cannot be read"}, {"empty.jsonl", "no plan of step 1"}}) {
+  for (const auto& [name, reason] :
+       {std::pair{"none.jsonl", "cannot be read"}, {"empty.jsonl", "no plan for step 1"}}) {
     std::vector<std::string> replay = kTuned;
     replay.push_back("balance.replay=" + folder.path(name));
     try {
@@ -278,7 +279,7 @@ TEST(BalancedTraining, PlansThatDoNotFitAreRefusedAtTheStart) {
   const std::string hole = kept("hole.jsonl", [](int64_t step) { return step != 6; });
   const std::string late = kept("late.jsonl", [](int64_t step) { return step > 1; });
   const std::string empty = kept("empty.jsonl", [](int64_t) { return false; });
-  const std::string cure = "balance.replay takes the log of a run with the same data, batches, layers and ranks";
+  const std::string cure = "balance.replay needs the log of a run with the same data, batches, layers and ranks";
 
   struct Case {
     std::string replay;
@@ -290,13 +291,16 @@ TEST(BalancedTraining, PlansThatDoNotFitAreRefusedAtTheStart) {
       {log, {"parallel.dp=1", "parallel.pp=2"}, {"the plan of step 1 is for 2 data-parallel ranks, not 1", cure}},
       {log, {"parallel.pp=2"}, {"the plan of step 1 is for 1 pipeline stages, not 2", cure}},
       {log, {"model.init.num_hidden_layers=3"}, {"the plan of step 1 is for 2 layers, not 3", cure}},
-      {log, {"train.seed=7"}, {"the plan of step 1 counts ", "it is of other data", cure}},
-      {log, {"batch.global_batch_size=8"}, {"the plan of step 1 has 6 sequences, the step has 8", cure}},
-      {hole, {}, {hole + ": has no plan of step 6; it holds 1 to 8. balance.replay needs one of every step"}},
-      {late, {}, {late + ": has no plan of step 1; it holds 2 to 8. balance.replay needs"}},
-      {empty, {}, {empty + ": has no plan of step 1; it holds none. balance.replay needs"}},
-      {tokens, {}, {tokens + ", line 6: the plan of step 6 counts ", "it is of other data", cure}},
-      {id, {}, {id + ", line 6: the plan of step 6 has sequence 99, which is not ", "it is of other data", cure}},
+      {log, {"train.seed=7"}, {"the plan of step 1 counts ", "it was made for other data", cure}},
+      {log, {"batch.global_batch_size=8"}, {"the plan of step 1 has 6 sequences, but the step has 8", cure}},
+      {hole, {}, {hole + ": has no plan for step 6; it has steps 1 to 8. balance.replay needs one for every step"}},
+      {late, {}, {late + ": has no plan for step 1; it has steps 2 to 8. balance.replay needs"}},
+      {empty, {}, {empty + ": has no plan for step 1; it has none. balance.replay needs"}},
+      {tokens, {}, {tokens + ", line 6: the plan of step 6 counts ", "it was made for other data", cure}},
+      {id,
+       {},
+       {id + ", line 6: the plan of step 6 has sequence 99, which does not occur exactly once",
+        "it was made for other data", cure}},
       {rank, {}, {rank + ", line 6: the plan of step 6 is for 1 data-parallel ranks, not 2", cure}},
   };
   for (const Case& c : cases) {
@@ -339,7 +343,7 @@ TEST(BalancedTraining, APipeIsNoReplay) {
   ASSERT_EQ(::mkfifo(folder.path("pipe").c_str(), 0600), 0);
   for (const std::string& path : {folder.path("pipe"), folder.path("")}) {
     const std::string message = refusal(config_of(folder.path("run"), {"balance.replay=" + path}));
-    EXPECT_NE(message.find("is not a file; name a plan.jsonl itself"), std::string::npos) << message;
+    EXPECT_NE(message.find("is not a file; name the plan.jsonl itself"), std::string::npos) << message;
   }
   EXPECT_FALSE(fs::exists(folder.path("run")));
 }
@@ -354,7 +358,7 @@ TEST(BalancedTraining, AReplayNeedsACompleteLog) {
   ASSERT_NE(sixth, std::string::npos);
   std::ofstream(cut) << text.substr(0, sixth + 100);
   const std::string refused = refusal(config_of(output, {"balance.replay=" + cut}));
-  EXPECT_NE(refused.find("has no plan of step 6; it holds 1 to 5; " + cut + ", line 11: the line is not finished"),
+  EXPECT_NE(refused.find("has no plan for step 6; it has steps 1 to 5; " + cut + ", line 11: the line is not finished"),
             std::string::npos)
       << refused;
   EXPECT_NE(refused.find("lower train.max_steps"), std::string::npos) << refused;
@@ -478,7 +482,8 @@ TEST(BalancedTraining, ComparingStepsChangesNothing) {
     EXPECT_GT(line["compared_balanced_ms"], 0.0);
   }
   EXPECT_TRUE(metrics(folder.path("plain"), "compared_in_order_ms").empty());
-  EXPECT_NE(read_bytes(folder.path("printed")).find("(3 steps compared, without the update)"), std::string::npos);
+  EXPECT_NE(read_bytes(folder.path("printed")).find("(3 steps compared, without the optimizer update)"),
+            std::string::npos);
 }
 
 TEST(BalancedTraining, ACurriculumIsPlannedWithTheLengthsItHas) {
@@ -537,7 +542,7 @@ TEST(PlanMessage, DamagedOrLateOnesAreRefused) {
     }
     return "";
   };
-  EXPECT_NE(error_of(message, 8).find("plan of step 7 came where step 8"), std::string::npos);
+  EXPECT_NE(error_of(message, 8).find("plan of step 7 arrived at the start of step 8"), std::string::npos);
   for (size_t at = 0; at < message.size(); ++at) {
     std::string damaged = message;
     damaged[at] = static_cast<char>(damaged[at] ^ 1);

@@ -109,7 +109,7 @@ TEST_F(LoraTraining, AnotherBaseIsRefusedOnResume) {
   // One bit of one frozen tensor.
   multiply(base / "model.safetensors", "model.layers.1.mlp.up_proj.weight", 5, 1.0000001f);
   const std::string error = user_error_of([&] { train("run"); });
-  EXPECT_NE(error.find("were trained for another model"), std::string::npos) << error;
+  EXPECT_NE(error.find("were trained on a different model"), std::string::npos) << error;
   EXPECT_NE(error.find("checkpoint-3"), std::string::npos) << error;
 }
 
@@ -228,10 +228,10 @@ TEST_F(LoraTraining, BadOptionsAreRefusedByName) {
     EXPECT_NE(error.find(part), std::string::npos) << error;
   };
   says("lora.rank", {"lora.rank=0"});
-  says("'wq' matches nothing in these models", {"lora.targets=[wq]"});
+  says("'wq' is not a linear layer of these models", {"lora.targets=[wq]"});
   says("all-linear or a list of names", {"lora.targets=[]"});
-  says("'biases' is none of norms, embedding, head", {"lora.train=[biases]"});
-  says("this model's head is its embedding", {"lora.train=[head]"});
+  says("'biases' is not known; choose from norms, embedding, head", {"lora.train=[biases]"});
+  says("this model shares its LM head with the embedding", {"lora.train=[head]"});
   says("lora.dropout", {"lora.dropout=1.5"});
 }
 
@@ -243,7 +243,7 @@ TEST_F(LoraTraining, OnARandomBase) {
   EXPECT_TRUE(json_of(summary.final_model / "adapter_config.json")["base_model_name_or_path"].is_null());
   EXPECT_TRUE(summary.merged.empty());
   const std::string error = user_error_of([&] { tiny_run(scratch / "refused", {"lora={rank: 2, merged: true}"}); });
-  EXPECT_NE(error.find("there is no model to merge with"), std::string::npos) << error;
+  EXPECT_NE(error.find("there is no checkpoint to merge the adapter into"), std::string::npos) << error;
 }
 
 }  // namespace

@@ -122,7 +122,7 @@ TEST(Process, ADamagedCheckpointIsNamedAndSkipped) {
   fs::remove_all(damaged / "run" / "final");
   Training again(damaged.path(), {});
   EXPECT_EQ(again.wait(), 0);
-  EXPECT_TRUE(contains(again.output(), "checkpoint-40 is damaged (optimizer.safetensors has 1000 bytes"))
+  EXPECT_TRUE(contains(again.output(), "checkpoint-40, which is damaged: optimizer.safetensors has 1000 bytes"))
       << again.output();
   EXPECT_TRUE(contains(again.output(), "resumed from " + (damaged / "run" / "checkpoint-30").string()));
   EXPECT_EQ(final_weights(damaged.path()), final_weights(undisturbed.path()));
@@ -202,7 +202,9 @@ TEST(Process, ItSaysWhatItDoesFromHeaderToResults) {
   EXPECT_EQ(out.find("output_dir:"), std::string::npos) << "the configuration is in run.yaml and with --print-config";
   for (size_t begin = out.find("step 1/3"), end = 0; begin < out.size(); begin = end + 1) {
     end = std::min(out.find('\n', begin), out.size());
-    if (out.compare(begin, 5, "step ") == 0) EXPECT_LE(end - begin, 120u) << out.substr(begin, end - begin);
+    if (out.compare(begin, 5, "step ") == 0) {
+      EXPECT_LE(end - begin, 120u) << out.substr(begin, end - begin);
+    }
   }
 }
 

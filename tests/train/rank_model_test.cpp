@@ -295,7 +295,9 @@ TEST(Ranks, SequencesInPiecesGiveTheGradientsOfWholeOnes) {
     c.recorded = nullptr;
     c.recording = &selections;
     const Outcome reference = run(c, {1, 1}, {{{0}, {1}, {2}, {3}, {4}, {5}, {6}}}, Recompute::none);
-    if (pattern != SelectionPattern::dense) EXPECT_LT(reference.density, 0.8);
+    if (pattern != SelectionPattern::dense) {
+      EXPECT_LT(reference.density, 0.8);
+    }
     c.recording = nullptr;
     c.recorded = &selections;
     expect_pieces_same(reference);
@@ -324,7 +326,9 @@ TEST(Ranks, SharedSequencesInPiecesGiveTheGradientsOfWholeOnes) {
     c.recorded = nullptr;
     c.recording = &selections;
     const Outcome reference = run(c, {1, 1}, alone, Recompute::none);
-    if (pattern != SelectionPattern::dense) EXPECT_LT(reference.density, 0.8);
+    if (pattern != SelectionPattern::dense) {
+      EXPECT_LT(reference.density, 0.8);
+    }
     c.recording = nullptr;
     c.recorded = &selections;
     for (const auto& [grid, recompute] :
@@ -405,7 +409,9 @@ TEST(Ranks, SequencesInPiecesSelectTheSame) {
     for (const GridShape& grid : std::initializer_list<GridShape>{{1, 1}, {1, 2}}) {
       const Outcome got = run(c, grid, {{{0}, {1, 5}, {2}, {3}, {4}, {6}}});
       expect_same(got, reference);
-      if (grid.pp == 1) EXPECT_EQ(got.density, reference.density);  // otherwise of the first stage's layers
+      if (grid.pp == 1) {  // otherwise of the first stage's layers
+        EXPECT_EQ(got.density, reference.density);
+      }
     }
   }
 }

@@ -102,7 +102,7 @@ TEST(RanksProcess, TrainAsOneProcessDoes) {
   EXPECT_EQ(processes, (std::set<int>{0, 1, 2, 3}));
   const std::string out = read_bytes(ranks / "output.txt");
   for (const char* part :
-       {"4 ranks: dp 2 x pp 2 x cp 1 x tp 1, layers 0-0 | 1-1", "memory plan of a rank of stage 1", "step 20/20"})
+       {"4 ranks: dp 2 x pp 2 x cp 1 x tp 1, layers 0-0 | 1-1", "memory plan per rank of stage 1", "step 20/20"})
     EXPECT_TRUE(contains(out, part)) << part << "\n" << out;
   // One of them speaks.
   EXPECT_EQ(out.find("step 7/20"), out.rfind("step 7/20")) << out;
@@ -278,7 +278,7 @@ TEST(RanksProcess, AFailingRankIsNamedAndEndsTheRun) {
   ASSERT_TRUE(training.ends_within(kHang)) << training.output();
   EXPECT_EQ(training.wait(), 2) << "as one rank would";
   EXPECT_TRUE(contains(training.output(), "rank 1 ended the job: ")) << training.output();
-  EXPECT_TRUE(contains(training.output(), "document 2 promises 1 targets and has 2")) << training.output();
+  EXPECT_TRUE(contains(training.output(), "document 2 should have 1 targets but has 2")) << training.output();
   EXPECT_FALSE(contains(training.output(), "rank 0 ended the job: ")) << training.output();
 }
 

@@ -237,7 +237,7 @@ TEST(RanksRun, WhatRanksCannotShareIsRefusedWithTheReason) {
     const char* part;
   };
   for (const Refused& refused : std::vector<Refused>{
-           {{"parallel.tp=3"}, "parallel.tp: 3 ranks cannot share the 2 attention heads of model.init"},
+           {{"parallel.tp=3"}, "parallel.tp: 3 ranks cannot divide the 2 attention heads of model.init"},
            {{"parallel.tp=4", "model.init.num_attention_heads=4", "model.init.intermediate_size=50"},
             "the 50 channels"},
            {{"parallel.tp=3", "model.init.num_attention_heads=6", "model.init.num_key_value_heads=2"},
@@ -306,7 +306,9 @@ TEST(RanksRun, SequencesInPiecesLearnTheSame) {
       overrides.insert(overrides.end(), ways[way].begin(), ways[way].end());
       train(run, layout, overrides);
       expect_same_record(run, scratch / "alone");
-      if (way < 2) EXPECT_GT(metrics_of(run)[1]["micro_batches"].get<int>(), 6);
+      if (way < 2) {
+        EXPECT_GT(metrics_of(run)[1]["micro_batches"].get<int>(), 6);
+      }
     }
   }
 }

@@ -119,12 +119,12 @@ TEST(Rehearsal, RefusesWhatItCannotStandFor) {
   EXPECT_EQ(error({}), "");
   EXPECT_NE(error({"parallel.rehearse.pp=0"}).find("both dp and pp"), std::string::npos);
   EXPECT_NE(error({"parallel.pp=2"}).find("parallel.pp: 1"), std::string::npos);
-  EXPECT_NE(error({"parallel.dp=4"}).find("share equally"), std::string::npos);
+  EXPECT_NE(error({"parallel.dp=4"}).find("divided equally"), std::string::npos);
   EXPECT_NE(error({"parallel.rehearse.dp=8"}).find("global_batch_size"), std::string::npos);
   EXPECT_NE(error({"parallel.rehearse.pp=3"}).find("3 stages for 2 layers"), std::string::npos);
-  EXPECT_NE(error({"balance={batching: in_order, ordering: none, tuning: none, profile: ''}"}).find("of which GPUs"),
+  EXPECT_NE(error({"balance={batching: in_order, ordering: none, tuning: none, profile: ''}"}).find("for which GPU"),
             std::string::npos);
-  EXPECT_NE(error({"balance.chunk=auto"}).find("tokens of a piece"), std::string::npos);
+  EXPECT_NE(error({"balance.chunk=auto"}).find("size of a piece in tokens"), std::string::npos);
   EXPECT_NE(error({"balance.compare_steps=2"}).find("compare_steps"), std::string::npos);
   EXPECT_NE(error({"train.recompute=chunk", "balance.chunk=128"}).find("recompute"), std::string::npos);
 }

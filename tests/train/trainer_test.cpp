@@ -254,7 +254,7 @@ TEST(Trainer, ADamagedCheckpointCostsOnlyTheStepsSinceTheOneBefore) {
     EXPECT_EQ(trainer->state().step, 5);
     trainer->run();
   }
-  EXPECT_NE(testing::internal::GetCapturedStderr().find("checkpoint-10 is damaged"), std::string::npos);
+  EXPECT_NE(testing::internal::GetCapturedStderr().find("checkpoint-10, which is damaged"), std::string::npos);
   EXPECT_EQ(bytes_of_final_weights(scratch / "run"), bytes_of_final_weights(scratch / "whole"));
 }
 
@@ -400,7 +400,8 @@ TEST(Trainer, AStreakKeepsTheCheckpointBeforeItAndAResumedRunTriesAgain) {
     PoisonedAttention attention([](int call) { return call >= 3; });
     TinyTrainer trainer(config, {&attention, nullptr, [] { return false; }});
     const std::string message = user_error_of([&] { trainer->run(); });
-    EXPECT_NE(message.find("from before is " + (scratch / "run/checkpoint-3").string()), std::string::npos) << message;
+    EXPECT_NE(message.find("from before that is " + (scratch / "run/checkpoint-3").string()), std::string::npos)
+        << message;
   }
   EXPECT_EQ(checkpoint_steps(scratch / "run"), (std::vector<int64_t>{3, 11, 12}));
   {

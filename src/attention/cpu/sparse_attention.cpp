@@ -40,8 +40,9 @@ LayerAttention AttentionReport::total() const {
 SparseAttention::SparseAttention(const Options& options)
     : options_(options), selector_(options.selection), step_(options.selection, options.layers) {
   for (const int64_t layer : options.selection.dense_layers) {
-    SB_USER_CHECK(layer >= 0 && layer < options.layers, "attention.dense_layers: {}, but the model has layers 0 to {}",
-                  layer, options.layers - 1);
+    SB_USER_CHECK(layer >= 0 && layer < options.layers,
+                  "attention.dense_layers: there is no layer {}; the model has layers 0 to {}", layer,
+                  options.layers - 1);
   }
   report_.layers.resize(options.layers);
   cut_.resize(options.layers);

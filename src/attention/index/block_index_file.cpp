@@ -77,7 +77,7 @@ class Reader {
   void bytes(void* data, int64_t count) {
     SB_USER_CHECK(
         count <= left_ && (count == 0 || std::fread(data, 1, count, file_.get()) == static_cast<size_t>(count)),
-        "{}: the block index ends too early; it was not written completely, write it again", path_);
+        "{}: the block index is truncated; it was not written completely, so dump it again", path_);
     left_ -= count;
     checksum_.add(data, count);
   }

@@ -25,9 +25,8 @@ std::string describe(const TokenFile& file, const TokenCheck& check, int64_t voc
       fmt::format("{}: {} documents, {} tokens, {} targets", file.name(), check.documents, check.tokens, check.targets);
   if (check.tokens > 0) text += fmt::format(", ids {} to {}", check.smallest, check.largest);
   if (check.short_documents > 0)
-    text +=
-        fmt::format("; {} documents have fewer than two tokens and are left out of training", check.short_documents);
-  if (check.sound()) return text + ": sound\n";
+    text += fmt::format("; {} documents have fewer than two tokens and are skipped in training", check.short_documents);
+  if (check.sound()) return text + ": ok\n";
   text += '\n';
   if (check.outside) {
     text += fmt::format("  {} tokens in {} documents are outside {}, first token {} of document {}: {}\n",
@@ -37,7 +36,7 @@ std::string describe(const TokenFile& file, const TokenCheck& check, int64_t voc
   }
   if (check.wrong_mask)
     text +=
-        fmt::format("  {}.mask has another number of targets than it promises in {} documents, first in document {}\n",
+        fmt::format("  {}.mask does not have the number of targets it declares in {} documents, first in document {}\n",
                     file.name(), check.wrong_masks, *check.wrong_mask);
   return text;
 }
@@ -76,8 +75,8 @@ void check(CheckArguments arguments) {
     bad += !found.sound();
   }
   SB_USER_CHECK(bad == 0,
-                "data check: {} of {} token files cannot be trained on; make them again, with the model's own "
-                "tokenizer",
+                "data check: {} of {} token files cannot be used for training; tokenize them again with the model's "
+                "own tokenizer",
                 bad, all_files);
 }
 
@@ -85,15 +84,20 @@ void check(CheckArguments arguments) {
 
 void add_data_check(CLI::App& data) {
   CLI::App* command =
-      data.add_subcommand("check", "read token files from end to end: do they fit the model's vocabulary");
+      data.add_subcommand("check", "read token files from start to end and check them against the model's vocabulary");
   auto arguments = std::make_shared<CheckArguments>();
-  command->add_option("paths", arguments->paths, "token files (prefixes of .bin and .idx, or llm.c .bin)")->required();
-  CLI::Option* model =
-      command->add_option("--model", arguments->model, "model (folder or config.json) whose vocabulary counts");
-  command->add_option("--vocab-size", arguments->vocab_size, "ids must lie below; without it or --model any id is good")
+  command
+      ->add_option("paths", arguments->paths,
+                   "token files: prefixes of .bin and .idx, llm.c .bin files, or directories of MDS shards")
+      ->required();
+  CLI::Option* model = command->add_option("--model", arguments->model,
+                                           "model (directory or config.json) whose vocabulary to check against");
+  command
+      ->add_option("--vocab-size", arguments->vocab_size,
+                   "token ids must be below this; without it and without --model any id is valid")
       ->check(CLI::Range(int64_t{1}, int64_t{1} << 31))
       ->excludes(model);
-  command->add_option("--threads", arguments->threads, "0: all cores")
+  command->add_option("--threads", arguments->threads, "worker threads; 0: all cores")
       ->check(CLI::Range(0, 1024))
       ->capture_default_str();
   command->callback([arguments] { check(*arguments); });

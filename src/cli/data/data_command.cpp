@@ -7,7 +7,7 @@
 namespace sb {
 
 void add_data_command(CLI::App& app) {
-  CLI::App* data = app.add_subcommand("data", "make and look at training data");
+  CLI::App* data = app.add_subcommand("data", "prepare and inspect training data");
   data->require_subcommand(1);
   add_data_tokenize(*data);
   add_data_stats(*data);

@@ -24,7 +24,7 @@ struct LengthsArguments {
 
 void write_lengths(const LengthsArguments& arguments) {
   SB_USER_CHECK(arguments.pool.empty() != arguments.paths.empty(),
-                "data lengths: give either --pool ({}) or --input with token files",
+                "data lengths: pass either --pool ({}) or --input with token files",
                 fmt::join(named_length_pools(), ", "));
   check_output(arguments.output);
   std::vector<int64_t> lengths;
@@ -34,7 +34,7 @@ void write_lengths(const LengthsArguments& arguments) {
     for (int64_t d = 0; d < file->documents(); ++d)
       if (file->length(d) > 0) lengths.push_back(file->length(d));
   }
-  SB_USER_CHECK(!lengths.empty(), "data lengths: the inputs hold no document with a token");
+  SB_USER_CHECK(!lengths.empty(), "data lengths: every document of the input is empty");
   std::string comment = arguments.pool.empty() ? fmt::format("{}", fmt::join(arguments.paths, " ")) : arguments.pool;
   if (arguments.count > 0) {
     Random random(arguments.seed);
@@ -53,15 +53,16 @@ void write_lengths(const LengthsArguments& arguments) {
 }  // namespace
 
 void add_data_lengths(CLI::App& data) {
-  CLI::App* command = data.add_subcommand("lengths", "write a pool of lengths, one per line, to plan or simulate with");
+  CLI::App* command = data.add_subcommand(
+      "lengths", "write a pool of sequence lengths, one per line, to simulate or generate data with");
   auto arguments = std::make_shared<LengthsArguments>();
   command->add_option(
       "--pool", arguments->pool,
-      fmt::format("a named pool ({}) or a file with one length per line", fmt::join(named_length_pools(), ", ")));
-  command->add_option("paths,--input", arguments->paths, "token files whose documents' lengths are taken");
-  command->add_option("--count", arguments->count, "draw this many at random; otherwise all are written in order")
+      fmt::format("named pool ({}) or file with one length per line", fmt::join(named_length_pools(), ", ")));
+  command->add_option("paths,--input", arguments->paths, "token files to take the document lengths from");
+  command->add_option("--count", arguments->count, "draw this many lengths at random (default: all of them, in order)")
       ->check(CLI::Range(int64_t{1}, int64_t{1} << 32));
-  command->add_option("--seed", arguments->seed, "of the draw")->capture_default_str();
+  command->add_option("--seed", arguments->seed, "random seed of the draw")->capture_default_str();
   command->add_option("--output", arguments->output, "file to write")->required();
   command->callback([arguments] { write_lengths(*arguments); });
 }

@@ -12,7 +12,7 @@ namespace {
 
 void print_copied(const std::string& prefix, const CopiedDocuments& copied) {
   fmt::print("{}: {} documents, {} tokens{}\n", prefix, copied.documents, copied.tokens,
-             copied.left_out > 0 ? fmt::format("; {} without a target were left out", copied.left_out) : "");
+             copied.left_out > 0 ? fmt::format("; {} without a target were skipped", copied.left_out) : "");
 }
 
 }  // namespace
@@ -23,11 +23,14 @@ void add_data_merge(CLI::App& data) {
     std::string output;
     bool overwrite = false;
   };
-  CLI::App* command = data.add_subcommand("merge", "put token files together as one");
+  CLI::App* command = data.add_subcommand("merge", "merge token files into one");
   auto a = std::make_shared<Arguments>();
-  command->add_option("paths,--input", a->paths, "prefixes of .bin/.idx, or llm.c .bin files; patterns are matched")
+  command
+      ->add_option("paths,--input", a->paths,
+                   "token files: prefixes of .bin and .idx, llm.c .bin files, or directories of MDS shards; wildcards "
+                   "are expanded")
       ->required();
-  command->add_option("--output", a->output, "prefix to write")->required();
+  command->add_option("--output", a->output, "prefix of the files to write")->required();
   command->add_flag("--overwrite", a->overwrite, "replace an existing output");
   command->callback(
       [a] { print_copied(a->output, merge_token_files(expand_token_paths(a->paths), a->output, a->overwrite)); });
@@ -40,13 +43,16 @@ void add_data_split(CLI::App& data) {
     uint64_t seed = 1;
     bool overwrite = false;
   };
-  CLI::App* command = data.add_subcommand("split", "cut a token file into one for training and one for validation");
+  CLI::App* command = data.add_subcommand("split", "split a token file into one for training and one for validation");
   auto a = std::make_shared<Arguments>();
-  command->add_option("path,--input", a->path, "prefix of .bin/.idx, or an llm.c .bin file")->required();
-  command->add_option("--output", a->output, "OUTPUT-train and OUTPUT-validation are written")->required();
-  command->add_option("--validation", a->validation, "share of the documents that is for validation")
+  command
+      ->add_option("path,--input", a->path,
+                   "token file: prefix of .bin and .idx, an llm.c .bin file, or a directory of MDS shards")
+      ->required();
+  command->add_option("--output", a->output, "prefix; writes OUTPUT-train and OUTPUT-validation")->required();
+  command->add_option("--validation", a->validation, "fraction of the documents to set aside for validation")
       ->capture_default_str();
-  command->add_option("--seed", a->seed, "of the draw")->capture_default_str();
+  command->add_option("--seed", a->seed, "random seed of the draw")->capture_default_str();
   command->add_flag("--overwrite", a->overwrite, "replace existing outputs");
   command->callback([a] {
     const std::string train = a->output + "-train", validation = a->output + "-validation";

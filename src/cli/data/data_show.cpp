@@ -88,18 +88,23 @@ void show(const ShowArguments& arguments) {
 
 void add_data_show(CLI::App& data) {
   CLI::App* command =
-      data.add_subcommand("show", "look at documents of a token file: their text, and which tokens the loss counts");
+      data.add_subcommand("show", "show documents of a token file: their text, and which tokens count in the loss");
   auto arguments = std::make_shared<ShowArguments>();
-  command->add_option("path", arguments->path, "token file (prefix of .bin and .idx, or llm.c .bin)")->required();
-  command->add_option("--tokenizer", arguments->tokenizer, "tokenizer.json or its folder; without it ids are shown");
-  command->add_option("--document", arguments->document, "the first one, counted from 0")
-      ->check(at_least(0), "NONNEGATIVE")
+  command
+      ->add_option("path", arguments->path,
+                   "token file: prefix of .bin and .idx, an llm.c .bin file, or a directory of MDS shards")
+      ->required();
+  command->add_option("--tokenizer", arguments->tokenizer,
+                      "tokenizer.json, or its directory; without it token ids are shown");
+  command->add_option("--document", arguments->document, "first document to show, counted from 0")
+      ->check(at_least(0), "at least 0")
       ->capture_default_str();
-  command->add_option("--count", arguments->count, "how many documents")
-      ->check(at_least(1), "POSITIVE")
+  command->add_option("--count", arguments->count, "number of documents to show")
+      ->check(at_least(1), "at least 1")
       ->capture_default_str();
-  command->add_option("--tokens", arguments->tokens, "most tokens shown of a part, from both of its ends; 0: all")
-      ->check(at_least(0), "NONNEGATIVE")
+  command
+      ->add_option("--tokens", arguments->tokens, "maximum tokens to show of each part, from both of its ends; 0: all")
+      ->check(at_least(0), "at least 0")
       ->capture_default_str();
   command->callback([arguments] { show(*arguments); });
 }

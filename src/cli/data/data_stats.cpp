@@ -36,7 +36,7 @@ void stats(const StatsArguments& arguments) {
     const std::vector<int64_t> pool = find_lengths(path);
     lengths.insert(lengths.end(), pool.begin(), pool.end());
   }
-  SB_USER_CHECK(!lengths.empty(), "data stats: name token files or give a pool with --lengths");
+  SB_USER_CHECK(!lengths.empty(), "data stats: name token files, or a pool of lengths with --lengths");
   const LengthStatistics statistics = measure_lengths(std::move(lengths));
   std::printf("%s%s",
               arguments.json ? length_statistics_json(statistics).c_str()
@@ -47,12 +47,14 @@ void stats(const StatsArguments& arguments) {
 }  // namespace
 
 void add_data_stats(CLI::App& data) {
-  CLI::App* command = data.add_subcommand("stats", "lengths: histogram, quantiles, share of tokens and of attention");
+  CLI::App* command =
+      data.add_subcommand("stats", "show sequence lengths: histogram, quantiles, share of tokens and of attention");
   auto arguments = std::make_shared<StatsArguments>();
-  command->add_option("paths", arguments->paths, "token files (prefixes of .bin and .idx, or llm.c .bin)");
+  command->add_option("paths", arguments->paths,
+                      "token files: prefixes of .bin and .idx, llm.c .bin files, or directories of MDS shards");
   command->add_option("--lengths", arguments->pools,
-                      "pools of lengths: files with one per line, or names (data lengths --help)");
-  command->add_flag("--json", arguments->json, "print JSON");
+                      "pools of lengths: files with one length per line, or named pools (see data lengths --help)");
+  command->add_flag("--json", arguments->json, "print the statistics as JSON");
   command->callback([arguments] { stats(*arguments); });
 }
 

@@ -53,7 +53,7 @@ void synth_tokens(const SynthArguments& arguments) {
 
 void synth_text(const SynthArguments& arguments) {
   SB_USER_CHECK(arguments.overwrite || !std::filesystem::exists(arguments.output),
-                "{} exists already; choose another output or allow overwriting it with --overwrite", arguments.output);
+                "{} already exists; choose another --output, or replace it with --overwrite", arguments.output);
   check_output(arguments.output);
   RulerOptions options = arguments.ruler;
   options.task = parse_ruler_task(arguments.task);
@@ -83,53 +83,60 @@ void synth_text(const SynthArguments& arguments) {
 }  // namespace
 
 void add_data_synth(CLI::App& data) {
-  CLI::App* command = data.add_subcommand("synth", "generate a long-context task, over token ids or over text");
+  CLI::App* command =
+      data.add_subcommand("synth", "generate a synthetic long-context task, over token ids or over text");
   auto arguments = std::make_shared<SynthArguments>();
   SynthArguments& a = *arguments;
   command
       ->add_option("--task", a.task,
-                   fmt::format("over token ids: {}; with --text: {}", fmt::join(synthetic_task_names(), ", "),
+                   fmt::format("the task; over token ids: {}; with --text: {}", fmt::join(synthetic_task_names(), ", "),
                                fmt::join(ruler_task_names(), ", ")))
       ->capture_default_str();
-  command->add_option("--output", a.output, "prefix of the token files, or the JSONL file with --text")
+  command->add_option("--output", a.output, "prefix of the token files to write; with --text the JSONL file")
       ->required()
       ->check(names_files, "PREFIX");
-  command->add_option("--sequences", a.sequences, "how many")
+  command->add_option("--sequences", a.sequences, "number of sequences")
       ->check(CLI::Range(int64_t{1}, int64_t{1} << 40))
       ->capture_default_str();
-  command->add_option("--length", a.length, "tokens of a sequence; the most when lengths vary")->capture_default_str();
-  CLI::Option* least =
-      command->add_option("--min-length", a.min_length, "lengths are log-uniform from here to --length");
-  command
-      ->add_option("--lengths", a.pool,
-                   "draw lengths from this pool: a file with one per line, or a name (data lengths --help)")
-      ->excludes(least);
-  command->add_option("--seed", a.seed, "another seed, other sequences")->capture_default_str();
-  command->add_option("--vocab-size", a.tokens.vocab_size, "token ids in use")->capture_default_str();
-  command->add_option("--chunk", a.tokens.chunk, "chunk_recall: tokens of a chunk")->capture_default_str();
-  command->add_option("--needles", a.tokens.needles, "keys planted; pairs of associative_recall")
+  command->add_option("--length", a.length, "sequence length in tokens; the maximum if lengths vary")
       ->capture_default_str();
-  command->add_option("--values", a.tokens.values, "needle_multi_value: values of the key")->capture_default_str();
-  command->add_option("--queries", a.tokens.queries, "keys asked for")->capture_default_str();
-  command->add_option("--value-tokens", a.tokens.value_tokens, "tokens of a value")->capture_default_str();
-  command->add_option("--hops", a.tokens.hops, "variable tracking: assignments after the first")->capture_default_str();
-  command->add_option("--chains", a.tokens.chains, "variable tracking: chains, one asked for")->capture_default_str();
-  command->add_option("--answers", a.tokens.answers, "words asked for")->capture_default_str();
-  command->add_option("--depth", a.tokens.depth, "single needle: its place, 0 (start) to 1 (end); negative: random")
+  CLI::Option* least =
+      command->add_option("--min-length", a.min_length, "draw lengths log-uniformly from here to --length");
+  command
+      ->add_option(
+          "--lengths", a.pool,
+          "draw lengths from this pool: a file with one length per line, or a named pool (see data lengths --help)")
+      ->excludes(least);
+  command->add_option("--seed", a.seed, "random seed of the sequences")->capture_default_str();
+  command->add_option("--vocab-size", a.tokens.vocab_size, "number of token ids in use")->capture_default_str();
+  command->add_option("--chunk", a.tokens.chunk, "chunk_recall: tokens per chunk")->capture_default_str();
+  command->add_option("--needles", a.tokens.needles, "number of keys planted; associative_recall: number of pairs")
+      ->capture_default_str();
+  command->add_option("--values", a.tokens.values, "needle_multi_value: number of values planted for the key")
+      ->capture_default_str();
+  command->add_option("--queries", a.tokens.queries, "number of keys queried")->capture_default_str();
+  command->add_option("--value-tokens", a.tokens.value_tokens, "tokens per value")->capture_default_str();
+  command->add_option("--hops", a.tokens.hops, "variable_tracking: assignments per chain, after the first")
+      ->capture_default_str();
+  command->add_option("--chains", a.tokens.chains, "variable_tracking: number of chains, one of which is queried")
+      ->capture_default_str();
+  command->add_option("--answers", a.tokens.answers, "number of words to name")->capture_default_str();
+  command->add_option("--depth", a.tokens.depth, "single needle: its position, 0 (start) to 1 (end); negative: random")
       ->capture_default_str();
   command
       ->add_option("--min-distance", a.tokens.min_distance,
-                   "nothing that helps lies closer to the question, in tokens (words with --text); -1: the task's own "
-                   "choice")
+                   "minimum distance from the question to anything that helps answer it, in tokens (words with "
+                   "--text); -1: the task's own choice")
       ->capture_default_str();
-  command->add_flag("--text", a.text, "RULER's families over text, as JSONL with index, input, outputs and length");
+  command->add_flag("--text", a.text,
+                    "generate RULER's task families over text instead, as JSONL with index, input, outputs and length");
   command
       ->add_option("--tokenizer", a.tokenizer,
-                   "with --text: count lengths in the tokens of this tokenizer.json, or its folder's, not in words")
+                   "tokenizer.json, or its directory, in whose tokens lengths are counted (default: in words)")
       ->needs("--text");
   command->add_flag("--overwrite", a.overwrite, "replace an existing output");
   command->callback([arguments] {
-    SB_USER_CHECK(!arguments->output.empty(), "--output: a name of what to write is needed, and it is empty");
+    SB_USER_CHECK(!arguments->output.empty(), "--output: is empty; name what to write");
     if (arguments->text)
       synth_text(*arguments);
     else

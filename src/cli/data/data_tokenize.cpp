@@ -46,36 +46,41 @@ void tokenize(const TokenizeOptions& options) {
 }  // namespace
 
 void add_data_tokenize(CLI::App& data) {
-  CLI::App* command = data.add_subcommand("tokenize", "turn JSONL text into token files, one sequence per line");
+  CLI::App* command = data.add_subcommand("tokenize", "tokenize JSONL text into token files, one sequence per line");
   auto options = std::make_shared<TokenizeOptions>();
   options->workers = available_cores();
   command
-      ->add_option("--tokenizer", options->tokenizer, "a Hugging Face tokenizer.json (byte-level BPE), or its folder")
+      ->add_option("--tokenizer", options->tokenizer, "Hugging Face tokenizer.json (byte-level BPE), or its directory")
       ->required();
   command
       ->add_option("--input", options->inputs,
-                   "JSONL files with text, chats (messages, or ShareGPT's conversations), prompt and completion, or "
-                   "Alpaca's instruction and output")
+                   "JSONL files with plain text, chats (messages, or ShareGPT's conversations), prompt and completion, "
+                   "or Alpaca's instruction and output; .gz and .zst are decompressed")
       ->required();
-  command->add_option("--output", options->output, "prefix of the .bin, .idx and .mask files written")
+  command->add_option("--output", options->output, "prefix of the .bin, .idx and .mask files to write")
       ->required()
       ->check(names_files, "PREFIX");
-  command->add_flag("--append-eod", options->documents.append_eod, "end every document with the end-of-document token");
+  command->add_flag("--append-eod", options->documents.append_eod,
+                    "append the end-of-document token to every document");
   command
       ->add_flag("--no-end-token{false}", options->documents.end_completions,
-                 "do not end completions with that token, as is done by default")
+                 "leave completions without the end-of-document token, which is appended otherwise")
       ->excludes("--append-eod");
-  command->add_option("--eod-token", options->documents.eod_token,
-                      "that token; otherwise <|endoftext|>, <|end_of_text|> or </s>, whichever there is");
-  command->add_flag("--add-special-tokens", options->documents.add_special_tokens,
-                    "add what the tokenizer's post-processor adds to texts and prompts (Llama-3: <|begin_of_text|>)");
-  command->add_option("--text-key", options->text_key, "key of plain text")->capture_default_str();
-  command->add_flag("--skip-bad-lines", options->skip_bad_lines, "leave lines that cannot be used out, and count them");
-  command->add_option("--workers", options->workers, "threads")->check(CLI::Range(1, 1024))->capture_default_str();
-  command->add_flag("--restart", options->restart, "forget an interrupted run of this output instead of continuing it");
+  command->add_option(
+      "--eod-token", options->documents.eod_token,
+      "the end-of-document token (default: <|endoftext|>, <|end_of_text|> or </s>, whichever the tokenizer has)");
+  command->add_flag(
+      "--add-special-tokens", options->documents.add_special_tokens,
+      "add the special tokens of the tokenizer's post-processor to texts and prompts (Llama-3: <|begin_of_text|>)");
+  command->add_option("--text-key", options->text_key, "JSON key of the plain text")->capture_default_str();
+  command->add_flag("--skip-bad-lines", options->skip_bad_lines, "skip lines that cannot be used, and count them");
+  command->add_option("--workers", options->workers, "worker threads")
+      ->check(CLI::Range(1, 1024))
+      ->capture_default_str();
+  command->add_flag("--restart", options->restart, "start over instead of resuming an interrupted run of this output");
   command->add_flag("--overwrite", options->overwrite, "replace a finished output");
   command->callback([options] {
-    SB_USER_CHECK(!options->output.empty(), "--output: a prefix of the files to write is needed, and it is empty");
+    SB_USER_CHECK(!options->output.empty(), "--output: is empty; name the prefix of the files to write");
     if (const std::filesystem::path folder = options->tokenizer; std::filesystem::is_directory(folder))
       options->tokenizer = (folder / "tokenizer.json").string();
     tokenize(*options);

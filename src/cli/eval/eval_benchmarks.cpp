@@ -78,7 +78,8 @@ std::vector<LongBenchItem> longbench_items(const std::vector<Row>& rows, const L
     LongBenchItem& item = items.emplace_back();
     item.task = bench.task.empty() ? row.text("dataset") : bench.task;
     SB_USER_CHECK(std::find(known.begin(), known.end(), item.task) != known.end(),
-                  "{}: the task \"{}\" has no metric here; known are {}", row.place, item.task, fmt::join(known, ", "));
+                  "{}: no metric for the task \"{}\"; the known tasks are {}", row.place, item.task,
+                  fmt::join(known, ", "));
     const auto prompt = templates.find(item.task);
     SB_USER_CHECK(templates.empty() || prompt != templates.end(), "{}: no template for the task \"{}\" of {}",
                   bench.prompts, item.task, row.place);
@@ -107,7 +108,7 @@ std::vector<std::string> longbench_answers(const EvalOptions& options, const std
   for (const auto& [form, places] : alike) {
     const auto [length, chat] = form;
     SB_USER_CHECK(length < options.max_tokens,
-                  "--max-tokens {}: answers have up to {} tokens, so that nothing is left for the prompt",
+                  "--max-tokens {}: answers may take {} tokens, which leaves no room for the prompt; raise it",
                   options.max_tokens, length);
     GenerationOptions how = generation(options);
     how.max_new_tokens = length;
@@ -160,29 +161,30 @@ void run_longbench(const EvalOptions& options, const LongBenchOptions& bench) {
 
 void add_eval_ruler(CLI::App& eval) {
   auto options = std::make_shared<EvalOptions>();
-  CLI::App* ruler = eval.add_subcommand("ruler", "RULER-layout files (index, input, outputs, length)");
+  CLI::App* ruler = eval.add_subcommand("ruler", "RULER: score files with index, input, outputs and length");
   auto files = std::make_shared<BenchmarkFiles>();
   auto part = std::make_shared<bool>(false);
   add_common(ruler, *options, false);
   add_sampling(ruler, *options);
   add_files(ruler, *files, "JSONL");
-  ruler->add_flag("--part", *part, "one of the expected strings is enough (question answering)");
+  ruler->add_flag("--part", *part,
+                  "count an answer as right if it contains any one of the expected strings (question answering)");
   ruler->callback([=] { run_ruler(*options, *files, *part); });
 }
 
 void add_eval_longbench(CLI::App& eval) {
   auto options = std::make_shared<EvalOptions>();
-  CLI::App* bench = eval.add_subcommand("longbench", "LongBench v1 files with each task's own metric");
+  CLI::App* bench = eval.add_subcommand("longbench", "LongBench v1: score files with each task's own metric");
   auto questions = std::make_shared<LongBenchOptions>();
   add_common(bench, *options, false);
   add_sampling(bench, *options);
   add_files(bench, questions->files, "JSONL");
-  bench->add_option("--task", questions->task, "task name; otherwise every line's \"dataset\"")
+  bench->add_option("--task", questions->task, "task name (default: \"dataset\" of each line)")
       ->check(CLI::IsMember(longbench::known_tasks()));
   bench->add_option("--prompts", questions->prompts,
-                    "LongBench's dataset2prompt.json; without it a prompt is the context and the input");
+                    "LongBench's dataset2prompt.json (default: the prompt is the context followed by the input)");
   bench->add_option("--answer-lengths", questions->answer_lengths,
-                    "LongBench's dataset2maxlen.json; without it --max-new-tokens");
+                    "LongBench's dataset2maxlen.json (default: --max-new-tokens for every task)");
   bench->callback([=] { run_longbench(*options, *questions); });
 }
 

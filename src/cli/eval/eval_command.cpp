@@ -6,8 +6,8 @@
 namespace sb {
 
 void add_eval_command(CLI::App& app) {
-  CLI::App* eval = app.add_subcommand(
-      "eval", "evaluate a trained model: perplexity, needles, RULER, LongBench, InfiniteBench, generation");
+  CLI::App* eval =
+      app.add_subcommand("eval", "evaluate a model: perplexity, needles, RULER, LongBench, InfiniteBench, generation");
   eval->require_subcommand(1);
   add_eval_ppl(*eval);
   add_eval_needle(*eval);

@@ -25,9 +25,9 @@ void run_generate(const EvalOptions& options, const std::vector<std::string>& pr
       for (std::string word; words >> word;) {
         const auto [end, problem] = std::from_chars(word.data(), word.data() + word.size(), ids.emplace_back());
         SB_USER_CHECK(end == word.data() + word.size() && problem != std::errc::invalid_argument,
-                      "--prompt \"{}\": with --token-ids a prompt is numbers with blanks between", prompt);
-        SB_USER_CHECK(problem == std::errc(), "--prompt \"{}\": {} is no token id: it does not fit 32 bits", prompt,
-                      word);
+                      "--prompt \"{}\": with --token-ids a prompt is a list of numbers separated by spaces", prompt);
+        SB_USER_CHECK(problem == std::errc(), "--prompt \"{}\": {} is not a token id: it does not fit in 32 bits",
+                      prompt, word);
       }
     }
     GenerationOptions how = generation(options);
@@ -51,13 +51,13 @@ void run_generate(const EvalOptions& options, const std::vector<std::string>& pr
 
 void add_eval_generate(CLI::App& eval) {
   auto options = std::make_shared<EvalOptions>();
-  CLI::App* generate = eval.add_subcommand("generate", "continue prompts");
+  CLI::App* generate = eval.add_subcommand("generate", "generate continuations of prompts");
   auto prompts = std::make_shared<std::vector<std::string>>();
   auto token_ids = std::make_shared<bool>(false);
   add_common(generate, *options, true);
   add_sampling(generate, *options);
-  generate->add_option("--prompt", *prompts, "text; may be repeated")->required();
-  generate->add_flag("--token-ids", *token_ids, "prompts and answers are token ids (models without a tokenizer)")
+  generate->add_option("--prompt", *prompts, "prompt text; may be repeated")->required();
+  generate->add_flag("--token-ids", *token_ids, "prompts and answers are token ids (for models without a tokenizer)")
       ->excludes("--chat");
   generate->callback([=] { run_generate(*options, *prompts, *token_ids); });
 }

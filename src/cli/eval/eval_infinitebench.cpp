@@ -32,7 +32,7 @@ std::string task_of(const Options& bench) {
   const std::string name = bench.task.empty() ? std::filesystem::path(bench.files.input).stem().string() : bench.task;
   const std::vector<std::string> known = infinitebench::known_tasks();
   SB_USER_CHECK(std::find(known.begin(), known.end(), name) != known.end(),
-                "{}: \"{}\" is no task with a metric here; name it with --task: {}", bench.files.input, name,
+                "{}: no metric for the task \"{}\"; name one of these with --task: {}", bench.files.input, name,
                 fmt::join(known, ", "));
   return name;
 }
@@ -62,8 +62,8 @@ void run_infinitebench(EvalOptions options, const Options& bench) {
     right.answers = row.values("answer");
     if (infinitebench::has_options(task)) {
       right.options = row.texts("options");
-      SB_USER_CHECK(right.options.size() == kChoiceLetters.size(), "{}: {} options, but a question has {}", row.place,
-                    right.options.size(), kChoiceLetters.size());
+      SB_USER_CHECK(right.options.size() == kChoiceLetters.size(), "{}: {} options, but a question must have {}",
+                    row.place, right.options.size(), kChoiceLetters.size());
       try {
         infinitebench::score(task, "", right);
       } catch (const UserError& error) {
@@ -76,7 +76,7 @@ void run_infinitebench(EvalOptions options, const Options& bench) {
   if (bench.files.predictions.empty()) {
     if (!bench.own_length) options.max_new_tokens = infinitebench::answer_tokens(task);
     SB_USER_CHECK(options.max_new_tokens < options.max_tokens,
-                  "--max-tokens {}: answers of {} have up to {} tokens, so that nothing is left for the prompt",
+                  "--max-tokens {}: answers of {} may take {} tokens, which leaves no room for the prompt; raise it",
                   options.max_tokens, task, options.max_new_tokens);
     EvalModel model = open_model_to_run(options);
     Progress progress;
@@ -106,14 +106,15 @@ void run_infinitebench(EvalOptions options, const Options& bench) {
 void add_eval_infinitebench(CLI::App& eval) {
   auto options = std::make_shared<EvalOptions>();
   auto bench = std::make_shared<Options>();
-  CLI::App* command = eval.add_subcommand("infinitebench", "InfiniteBench files with each task's own metric");
+  CLI::App* command = eval.add_subcommand("infinitebench", "InfiniteBench: score files with each task's own metric");
   add_common(command, *options, false);
   add_sampling(command, *options);
   add_files(command, bench->files, "JSONL (id, context, input, answer, options)");
-  command->add_option("--task", bench->task, "task name; otherwise the file's")
+  command->add_option("--task", bench->task, "task name (default: the name of the file)")
       ->check(CLI::IsMember(infinitebench::known_tasks()));
-  command->add_option("--prompts", bench->prompts,
-                      "JSON: a template with {context} and {input} for each task; options are part of the input");
+  command->add_option(
+      "--prompts", bench->prompts,
+      "JSON file with a template for each task, with {context} and {input}; the options are part of the input");
   command->callback([=] {
     bench->own_length = command->get_option("--max-new-tokens")->count() > 0;
     run_infinitebench(*options, *bench);

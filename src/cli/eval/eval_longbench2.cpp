@@ -30,7 +30,7 @@ struct Question {
 std::string one_of(const Row& row, const char* key, std::initializer_list<std::string_view> values) {
   std::string value = row.text(key);
   SB_USER_CHECK(std::find(values.begin(), values.end(), value) != values.end(),
-                "{}: \"{}\" is \"{}\", which LongBench v2 does not have", row.place, key, value);
+                "{}: \"{}\" is \"{}\", which does not exist in LongBench v2", row.place, key, value);
   return value;
 }
 
@@ -141,7 +141,7 @@ void add_eval_longbench2(CLI::App& eval) {
   auto bench = std::make_shared<Options>();
   bench->files.takes_an_array = true;
   CLI::App* command =
-      eval.add_subcommand("longbench2", "LongBench v2: questions with four choices, by difficulty and length");
+      eval.add_subcommand("longbench2", "LongBench v2: score multiple-choice questions, by difficulty and length");
   add_common(command, *options, false);
   add_sampling(command, *options);
   add_files(command, bench->files, "LongBench v2's data.json, or the same as JSONL");
@@ -152,7 +152,7 @@ void add_eval_longbench2(CLI::App& eval) {
           "model writes")
       ->check(CLI::IsMember({"likelihood", "generation"}))
       ->capture_default_str();
-  command->add_option("--prompt", bench->prompt, "a prompt of LongBench v2's, such as prompts/0shot.txt");
+  command->add_option("--prompt", bench->prompt, "one of LongBench v2's prompt templates, such as prompts/0shot.txt");
   command->callback([=] { run_longbench2(*options, *bench); });
 }
 

@@ -65,8 +65,8 @@ void run_needle(EvalOptions options, const NeedleOptions& needle) {
   check_output(needle.svg);
   for (const int64_t length : needle.lengths) options.max_tokens = std::max(options.max_tokens, length);
   EvalModel model = open_model(options);
-  SB_USER_CHECK(needle.vocab <= model.config().vocab_size, "--vocab {}: the model's vocabulary has {}", needle.vocab,
-                model.config().vocab_size);
+  SB_USER_CHECK(needle.vocab <= model.config().vocab_size, "--vocab {}: the model's vocabulary has only {} ids",
+                needle.vocab, model.config().vocab_size);
   NeedleGrid grid{needle.depths, needle.lengths, {}};
   Progress progress;
   size_t done = 0;
@@ -93,17 +93,24 @@ void run_needle(EvalOptions options, const NeedleOptions& needle) {
 
 void add_eval_needle(CLI::App& eval) {
   auto options = std::make_shared<EvalOptions>();
-  CLI::App* needle = eval.add_subcommand("needle", "find one fact: depth by length");
+  CLI::App* needle =
+      eval.add_subcommand("needle", "needle in a haystack: how often one fact is found, by depth and length");
   auto grid = std::make_shared<NeedleOptions>();
   add_common(needle, *options, true);
   add_sampling(needle, *options);
-  needle->add_option("--lengths", grid->lengths, "tokens")->delimiter(',')->capture_default_str();
-  needle->add_option("--depths", grid->depths, "0 (start) to 1 (end)")->delimiter(',')->capture_default_str();
-  needle->add_option("--samples", grid->samples, "per cell")->check(CLI::Range(1, 100000))->capture_default_str();
-  needle->add_option("--vocab", grid->vocab, "token ids in use, for models without a tokenizer; 0: the model's")
-      ->check(at_least(0), "NONNEGATIVE")
+  needle->add_option("--lengths", grid->lengths, "context lengths in tokens")->delimiter(',')->capture_default_str();
+  needle->add_option("--depths", grid->depths, "positions of the needle, 0 (start) to 1 (end)")
+      ->delimiter(',')
       ->capture_default_str();
-  needle->add_option("--svg", grid->svg, "also write a heat map");
+  needle->add_option("--samples", grid->samples, "samples per depth and length")
+      ->check(CLI::Range(1, 100000))
+      ->capture_default_str();
+  needle
+      ->add_option("--vocab", grid->vocab,
+                   "number of token ids in use, for models without a tokenizer; 0: the model's vocabulary")
+      ->check(at_least(0), "at least 0")
+      ->capture_default_str();
+  needle->add_option("--svg", grid->svg, "also write a heat map to this file, as SVG");
   needle->callback([=] { run_needle(*options, *grid); });
 }
 

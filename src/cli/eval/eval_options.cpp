@@ -41,50 +41,57 @@ LearnedSelection find_learned(const EvalOptions& options, const SelectionConfig&
   FoundSelection found = read_selection_of(folder, read_model_config(fs::path(options.model) / "config.json"));
   if (!found.problem.empty())
     log::warning("{}; {}", found.problem,
-                 selection.judges_by_planes() ? "the planes of attention.score are chosen by a first look at the data"
-                                              : "the thresholds of attention.pattern mass are those of a first step");
+                 selection.judges_by_planes()
+                     ? "the planes of attention.score are chosen in a first pass over the data"
+                     : "the thresholds of attention.pattern mass start from their initial values");
   return std::move(found.learned);
 }
 
 }  // namespace
 
 void add_common(CLI::App* command, EvalOptions& options, bool model_required) {
-  auto* model = command->add_option("--model", options.model, "Hugging Face directory of the model");
+  auto* model =
+      command->add_option("--model", options.model, "the model: a Hugging Face directory, such as final/ of a run");
   if (model_required) model->required();
-  command->add_option("--adapter", options.adapter, "PEFT directory of a LoRA adapter of the model");
-  command->add_option("--attention", options.attention, "dense, or as-trained (the pattern of the run's run.yaml)")
+  command->add_option("--adapter", options.adapter, "PEFT directory of a LoRA adapter for the model");
+  command->add_option("--attention", options.attention, "dense, or as-trained: the attention of the run's run.yaml")
       ->check(CLI::IsMember({"dense", "as-trained"}))
       ->capture_default_str();
-  command->add_option("--run-config", options.run_config, "run.yaml for as-trained, where it is not next to the model");
-  command->add_option("--max-tokens", options.max_tokens, "longest sequence, prompt and answer together")
+  command->add_option("--run-config", options.run_config, "run.yaml for as-trained, if it is not next to the model");
+  command
+      ->add_option("--max-tokens", options.max_tokens, "maximum sequence length in tokens, prompt and answer together")
       ->check(CLI::Range(int64_t{2}, int64_t{1} << 24))
       ->capture_default_str();
-  command->add_option("--device", options.device, "where the model runs")
+  command->add_option("--device", options.device, "device to run the model on")
       ->check(CLI::IsMember({"cpu", "cuda"}))
       ->capture_default_str();
-  command->add_option("--precision", options.precision, "of weights and activations; auto: bfloat16 on cuda")
+  command
+      ->add_option("--precision", options.precision,
+                   "dtype of weights and activations; auto: bfloat16 on cuda, float32 on the CPU")
       ->check(CLI::IsMember({"auto", "float32"}))
       ->capture_default_str();
-  command->add_option("--threads", options.threads, "threads; 0: all cores")
+  command->add_option("--threads", options.threads, "worker threads; 0: all cores")
       ->check(CLI::Range(0, 1024))
       ->capture_default_str();
-  command->add_option("--seed", options.seed, "of samples and of sampling")->capture_default_str();
-  command->add_option("--json", options.json, "also write the results to this file");
+  command->add_option("--seed", options.seed, "random seed of the samples and of sampling")->capture_default_str();
+  command->add_option("--json", options.json, "also write the results to this file, as JSON");
 }
 
 void add_sampling(CLI::App* command, EvalOptions& options) {
-  command->add_option("--max-new-tokens", options.max_new_tokens, "most tokens of an answer")
+  command->add_option("--max-new-tokens", options.max_new_tokens, "maximum tokens per answer")
       ->check(CLI::Range(int64_t{1}, int64_t{1} << 20))
       ->capture_default_str();
-  command->add_option("--batch", options.batch, "prompts that run together")
+  command->add_option("--batch", options.batch, "number of prompts to run at once")
       ->check(CLI::Range(1, 4096))
       ->capture_default_str();
   command->add_flag("--chat", options.chat,
-                    "a prompt is the user's message in a chat, as in `messages` of data tokenize");
-  command->add_option("--temperature", options.temperature, "0: the most likely token")
+                    "wrap each prompt in the chat template, as the user's message (see `messages` of data tokenize)");
+  command->add_option("--temperature", options.temperature, "sampling temperature; 0: greedy")
       ->check(CLI::Range(0.0, 100.0))
       ->capture_default_str();
-  command->add_option("--top-p", options.top_p, "sample from the fewest tokens that hold this probability")
+  command
+      ->add_option("--top-p", options.top_p,
+                   "nucleus sampling: sample from the fewest tokens with this total probability")
       ->check(CLI::Range(0.0, 1.0))
       ->capture_default_str();
 }
@@ -92,10 +99,10 @@ void add_sampling(CLI::App* command, EvalOptions& options) {
 EvalModel open_model(const EvalOptions& options) {
   check_output(options.json);
   SB_USER_CHECK(options.run_config.empty() || options.attention == "as-trained",
-                "--run-config {}: is for --attention as-trained; add that or leave it out", options.run_config);
+                "--run-config {}: only applies to --attention as-trained; add that, or remove it", options.run_config);
   const fs::path named = options.model;
   SB_USER_CHECK(fs::exists(named / "config.json") || !fs::exists(named / "final" / "config.json"),
-                "--model {}: this is a run's folder; its trained model is {}", options.model,
+                "--model {}: is the directory of a run; its trained model is {}", options.model,
                 (named / "final").string());
   EvalModelOptions model;
   model.model = options.model;

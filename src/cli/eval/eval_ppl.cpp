@@ -33,7 +33,7 @@ void run_ppl(EvalOptions options, const std::vector<std::string>& data, int64_t 
   warn_of_other_tokenizer(data, options.model);
   if (const TokenDataset::Summary& summary = dataset.summary(); summary.split_documents > 0)
     log::warning(
-        "{} of {} documents are longer than --max-tokens {} and are cut into pieces that see nothing of what came "
+        "{} of {} documents are longer than --max-tokens {} and are split into pieces that do not see what came "
         "before; raise --max-tokens to score them whole",
         summary.split_documents, summary.documents, options.max_tokens);
   PositionLosses losses;
@@ -71,15 +71,15 @@ void run_ppl(EvalOptions options, const std::vector<std::string>& data, int64_t 
   Json right = nullptr;
   if (sums.targets > 0) {
     right = accuracy(sums);
-    fmt::print("the likeliest token was the right one for {:.2f} %\n", 100 * right.get<double>());
+    fmt::print("top-1 accuracy: {:.2f}%\n", 100 * right.get<double>());
   }
   // Dense attention holds everything; what chose without rows to measure on does not know.
   const bool dense = read.pairs == read.causal_pairs;
   Json coverage = nullptr;
   if (dense || read.covered_tokens > 0) coverage = dense ? 1.0 : read.mean_coverage();
   if (!dense)
-    fmt::print("attention: {:.2f} % of the causal pairs{}\n", 100 * read.density(),
-               coverage.is_null() ? "" : fmt::format(", {:.2f} % of the mass", 100 * coverage.get<double>()));
+    fmt::print("attention: {:.2f}% of the causal pairs{}\n", 100 * read.density(),
+               coverage.is_null() ? "" : fmt::format(", {:.2f}% of the attention mass", 100 * coverage.get<double>()));
   const Json result = {
       {"task", "ppl"}, {"rows", rows}, {"accuracy", right}, {"density", read.density()}, {"coverage", coverage}};
   write_json(options, result.dump());
@@ -89,13 +89,15 @@ void run_ppl(EvalOptions options, const std::vector<std::string>& data, int64_t 
 
 void add_eval_ppl(CLI::App& eval) {
   auto options = std::make_shared<EvalOptions>();
-  CLI::App* ppl = eval.add_subcommand("ppl", "perplexity of token files, by position");
+  CLI::App* ppl = eval.add_subcommand("ppl", "perplexity on token files, by position");
   auto data = std::make_shared<std::vector<std::string>>();
   auto sequences = std::make_shared<int64_t>(0);
   add_common(ppl, *options, true);
-  ppl->add_option("--data", *data, "prefixes of .bin/.idx, or llm.c .bin files")->required();
-  ppl->add_option("--sequences", *sequences, "at most this many; 0: all")
-      ->check(at_least(0), "NONNEGATIVE")
+  ppl->add_option("--data", *data,
+                  "token files: prefixes of .bin and .idx, llm.c .bin files, or directories of MDS shards")
+      ->required();
+  ppl->add_option("--sequences", *sequences, "maximum number of sequences; 0: all")
+      ->check(at_least(0), "at least 0")
       ->capture_default_str();
   ppl->callback([=] { run_ppl(*options, *data, *sequences); });
 }

@@ -66,7 +66,7 @@ T field(const Row& row, const char* key) {
   try {
     return row.object->json.at(key).get<T>();
   } catch (const nlohmann::json::exception&) {
-    throw UserError("{}: key \"{}\" is missing or of another type", row.place, key);
+    throw UserError("{}: key \"{}\" is missing or has the wrong type", row.place, key);
   }
 }
 
@@ -84,7 +84,7 @@ std::vector<std::string> Row::values(const char* key) const {
   const Json value = object->json.contains(key) ? object->json.at(key) : Json();
   std::vector<std::string> values;
   for (const Json& one : value.is_array() ? value : Json::array({value})) {
-    SB_USER_CHECK(one.is_string() || one.is_number(), "{}: key \"{}\" is missing or of another type", place, key);
+    SB_USER_CHECK(one.is_string() || one.is_number(), "{}: key \"{}\" is missing or has the wrong type", place, key);
     values.push_back(one.is_string() ? one.get<std::string>() : one.dump());
   }
   SB_USER_CHECK(!values.empty(), "{}: key \"{}\" is an empty list", place, key);
@@ -98,7 +98,7 @@ bool Row::has(const char* key) const {
 void add_files(CLI::App* command, BenchmarkFiles& files, const char* input_help) {
   command->add_option("--input", files.input, input_help)->required();
   command->add_option("--predictions", files.predictions,
-                      "JSONL with \"pred\" per line, to score instead of running a model");
+                      "JSONL with \"pred\" on every line, to score instead of running a model");
   command->add_option("--limit", files.limit, "only the first N questions; 0: all")
       ->check(CLI::Range(int64_t{0}, int64_t{1} << 40))
       ->capture_default_str();
@@ -108,7 +108,7 @@ std::vector<Row> read_rows(const BenchmarkFiles& files) {
   const std::string text = read_regular_file(files.input);
   std::vector<Row> rows = files.takes_an_array && begins_an_array(text) ? read_array(files.input, text, files.limit)
                                                                         : read_lines(files.input, text, files.limit);
-  SB_USER_CHECK(!rows.empty(), "{}: holds no lines", files.input);
+  SB_USER_CHECK(!rows.empty(), "{}: is empty", files.input);
   return rows;
 }
 
@@ -117,7 +117,7 @@ std::vector<std::string> read_predictions(const BenchmarkFiles& files, const std
   from.input = files.predictions;
   from.limit = files.limit;
   const std::vector<Row> given = read_rows(from);
-  SB_USER_CHECK(given.size() == rows.size(), "{}: {} predictions for {} lines", files.predictions, given.size(),
+  SB_USER_CHECK(given.size() == rows.size(), "{}: {} predictions for {} questions", files.predictions, given.size(),
                 rows.size());
   std::vector<std::string> texts;
   for (const Row& row : given) texts.push_back(row.text("pred"));
@@ -125,7 +125,7 @@ std::vector<std::string> read_predictions(const BenchmarkFiles& files, const std
 }
 
 EvalModel open_model_to_run(const EvalOptions& options) {
-  SB_USER_CHECK(!options.model.empty(), "name a --model to run, or --predictions to score");
+  SB_USER_CHECK(!options.model.empty(), "pass a --model to run, or --predictions to score");
   return open_model(options);
 }
 

@@ -63,7 +63,8 @@ std::vector<int32_t> tokens_of(const Json& values, int64_t vocab_size) {
 // The last `targets` tokens, given those before them.
 Json score(EvalModel& model, const Json& request) {
   std::vector<int32_t> tokens = tokens_of(list(request, "tokens"), model.config().vocab_size);
-  SB_USER_CHECK(tokens.size() >= 2, "{} tokens; the first cannot be a target, so there must be two", tokens.size());
+  SB_USER_CHECK(tokens.size() >= 2, "{} tokens; the first cannot be a target, so there must be at least two",
+                tokens.size());
   const int64_t targets = integer(field(request, "targets"), "targets", 1, std::ssize(tokens) - 1);
   std::vector<int32_t> labels(tokens.begin() + 1, tokens.end());
   tokens.pop_back();
@@ -86,7 +87,7 @@ Json generate(EvalModel& model, int64_t max_tokens, const Json& request) {
     say({{"prompt", prompt}, {"token", token}});
     std::string line;
     SB_USER_CHECK(std::getline(std::cin, line) && (line == "true" || line == "false"),
-                  "a token is answered by true (go on) or false");
+                  "each token must be answered with true (go on) or false");
     return line == "true";
   };
   return {{"tokens", model.generate(prompts, options)}};
@@ -97,7 +98,7 @@ Json answer(EvalModel& model, int64_t max_tokens, const std::string& line) {
   SB_USER_CHECK(request.is_object() && request.size() == 1, "a request is an object with one key, score or generate");
   if (request.contains("score")) return score(model, request["score"]);
   if (request.contains("generate")) return generate(model, max_tokens, request["generate"]);
-  throw UserError("unknown request \"{}\"; there are score and generate", request.begin().key());
+  throw UserError("unknown request \"{}\"; expected score or generate", request.begin().key());
 }
 
 void run_serve(const EvalOptions& options) {
@@ -116,9 +117,10 @@ void run_serve(const EvalOptions& options) {
 
 void add_eval_serve(CLI::App& eval) {
   auto options = std::make_shared<EvalOptions>();
-  CLI::App* serve = eval.add_subcommand("serve", "answer requests of another program, JSON lines on standard input");
+  CLI::App* serve =
+      eval.add_subcommand("serve", "answer requests from another program, as JSON lines on standard input and output");
   add_common(serve, *options, true);
-  serve->add_option("--batch", options->batch, "prompts that run together")
+  serve->add_option("--batch", options->batch, "number of prompts to run at once")
       ->check(CLI::Range(1, 4096))
       ->capture_default_str();
   serve->callback([=] { run_serve(*options); });

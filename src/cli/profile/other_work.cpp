@@ -55,8 +55,8 @@ std::optional<ProcessorTimes> read_processor_times() {
 std::string disturbed_by_processes(double others, int usable, int threads) {
   if (others + threads <= usable + kNoise || others <= kNoise) return {};
   return fmt::format(
-      "other processes keep {:.1f} of the {} cores busy and {} are measured: the figures may be off; measure again "
-      "when the machine is idle",
+      "other processes keep {:.1f} of the {} cores busy while {} are being measured: the figures may be off; measure "
+      "again when the machine is idle",
       others, usable, threads);
 }
 

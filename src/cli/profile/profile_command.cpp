@@ -51,8 +51,9 @@ ModelShape take_from_run(Arguments& arguments) {
   arguments.engine.spec = attention_spec(config);
   if (AttentionSpec& spec = arguments.engine.spec; spec.pattern != "topk" && spec.pattern != "mass") {
     if (config.attention.selection.pattern != SelectionPattern::dense)
-      log::warning("attention.pattern {} does not follow a budget: sparse attention is measured as mass by planes",
-                   spec.pattern);
+      log::warning(
+          "attention.pattern {} does not follow a budget: sparse attention is measured with mass by planes instead",
+          spec.pattern);
     const AttentionSpec usual;
     spec.pattern = usual.pattern;
     spec.score = usual.score;
@@ -62,7 +63,7 @@ ModelShape take_from_run(Arguments& arguments) {
   arguments.engine.recompute = word_of(kRecomputeWords, kept_at_hand(config.train.recompute));
   arguments.engine.lora = config.lora_config();
   if (config.train.precision == TrainOptions::Precision::fp8)
-    log::warning("train.precision: fp8 is measured as bfloat16, whose products take longer");
+    log::warning("train.precision: fp8 is measured as bfloat16, whose matmuls take longer");
   if (!arguments.tokens_given)
     arguments.measure.max_tokens = packing_limits(config.batch, config.data.max_sequence_length).max_tokens;
   // Ranks of one machine share its cores.
@@ -117,7 +118,7 @@ void describe_gpu(Profile& profile) {
   const cuda::DeviceInfo device = cuda::device_info();
   profile.memory_bytes = device.total_bytes;
   profile.peak_tflops = peak_bf16_flops(device.name) / 1e12;
-  fmt::print("links between GPUs: not measured, as in {}\n", assumed.name);
+  fmt::print("links between GPUs: not measured, taken from {}\n", assumed.name);
 }
 
 void warn(const std::string& disturbance) {
@@ -129,13 +130,13 @@ void run(Arguments arguments) {
   check_output(arguments.samples);
   const ModelShape shape = arguments.run.empty() ? find_model_shape(arguments.model) : take_from_run(arguments);
   SB_USER_CHECK(arguments.engine.layers >= 3,
-                "--layers: three layers or more are needed to tell them from embedding and loss");
+                "--layers: at least three are needed to tell layers from embedding and loss");
   const bool gpu = arguments.engine.device == DeviceKind::cuda;
   if (gpu) {
     require_cuda_head_dim(
         shape.head_dim, ProfileEngine::kCudaDType, arguments.model,
         {.too_large = "use --device cpu",
-         .not_in_bf16 = "profiles are measured in bf16 there: name another model, or use --device cpu"});
+         .not_in_bf16 = "GPU profiles are measured in bf16: name another model, or use --device cpu"});
     cuda::require_device();
     if (!arguments.tokens_given && arguments.run.empty()) arguments.measure.max_tokens = 131072;
     measure_on_gpu(arguments.measure);
@@ -189,9 +190,9 @@ void run(Arguments arguments) {
   if (!arguments.samples.empty()) write_output(arguments.samples, samples);
   write_output(arguments.out, write_profile(profile));
   const AttentionSpec& spec = arguments.measure.spec;
-  fmt::print("{}: {}\n{}, {} layers measured in {:.0f} s, pairs selected as {} by {}\n", arguments.model,
+  fmt::print("{}: {}\n{}, {} layers measured in {:.0f} s, pairs selected with {} by {}\n", arguments.model,
              describe(shape), profile.machine, layers, progress.seconds(), spec.pattern, spec.score);
-  fmt::print("error on {} held-out micro-batches: median {:.1f} %, p95 {:.1f} %\nwritten to {}\n",
+  fmt::print("prediction error on {} held-out micro-batches: median {:.1f}%, p95 {:.1f}%\nwrote {}\n",
              profile.held_out.count, 100 * profile.held_out.median, 100 * profile.held_out.p95, arguments.out);
 }
 
@@ -199,51 +200,51 @@ void run(Arguments arguments) {
 
 void add_profile_command(CLI::App& app) {
   CLI::App* command =
-      app.add_subcommand("profile", "measure this machine for a model shape, so that latencies can be predicted");
+      app.add_subcommand("profile", "measure this machine with a model's shape, so that latencies can be predicted");
   auto a = std::make_shared<Arguments>();
   a->engine.spec.budget = 1024;
-  command->add_option("--model", a->model, "name, or config.json")->capture_default_str();
+  command->add_option("--model", a->model, "model name or config.json (names: see simulate --help)")
+      ->capture_default_str();
   command
       ->add_option("--run", a->run,
-                   "run.yaml: model, budget, blocks, recompute, adapters, longest micro-batch and threads of it")
+                   "run.yaml to take model, budget, blocks, recompute, adapters, longest micro-batch and threads from")
       ->check(CLI::ExistingFile);
-  command->add_option("--device", a->device, "cpu or cuda; with --run as it says")
+  command->add_option("--device", a->device, "cpu or cuda; with --run that of the run unless given")
       ->check(CLI::IsMember({"cpu", "cuda"}))
       ->capture_default_str();
   command->add_option("--out", a->out, "file to write")->capture_default_str();
   command->add_option("--samples", a->samples, "also write every measurement to this file, as CSV");
   command
-      ->add_option("--max-tokens", a->measure.max_tokens, "largest micro-batch to measure; on cuda 131072 unless given")
-      ->check(at_least(1), "POSITIVE")
+      ->add_option("--max-tokens", a->measure.max_tokens,
+                   "largest micro-batch to measure, in tokens; on cuda 131072 unless given")
+      ->check(at_least(1), "at least 1")
       ->capture_default_str();
   command->add_option("--budget", a->engine.spec.budget, "base budget of the run, keys per query")
       ->capture_default_str();
   command->add_option("--block", a->engine.spec.block, "tokens per key block")->capture_default_str();
   command->add_option("--query-block", a->engine.spec.query_block, "tokens per query block")->capture_default_str();
   add_scoring_options(*command, a->engine.spec);
-  command->add_option("--recompute", a->engine.recompute, "none, attention or layer, as the run will have it")
+  command->add_option("--recompute", a->engine.recompute, "recompute level of the run: none, attention or layer")
       ->check(CLI::IsMember({"none", "attention", "layer"}))
       ->capture_default_str();
-  command
-      ->add_option("--lora", a->engine.lora.rank,
-                   "rank of LoRA adapters on a frozen model; 0: the whole model is trained")
+  command->add_option("--lora", a->engine.lora.rank, "rank of LoRA adapters on a frozen model; 0: full fine-tuning")
       ->check(CLI::Range(0, 1 << 12))
       ->capture_default_str();
-  command->add_option("--layers", a->engine.layers, "layers to build; the rest follows by multiplication")
+  command->add_option("--layers", a->engine.layers, "number of layers to build; the times are scaled to the rest")
       ->capture_default_str();
-  command->add_option("--threads", a->engine.threads, "0: all cores")
+  command->add_option("--threads", a->engine.threads, "worker threads; 0: all cores")
       ->check(CLI::Range(0, 1024))
       ->capture_default_str();
-  command->add_option("--held-out", a->measure.held_out, "random micro-batches to check with")
+  command->add_option("--held-out", a->measure.held_out, "number of random micro-batches to check the predictions with")
       ->check(CLI::Range(0, 100000))
       ->capture_default_str();
-  command->add_option("--repeats", a->measure.max_repeats, "most repeats of a measurement")
+  command->add_option("--repeats", a->measure.max_repeats, "maximum repeats of a measurement")
       ->check(CLI::Range(1, 100000))
       ->capture_default_str();
   command->callback([a, command] {
     for (const char* option : {"--model", "--budget", "--block", "--query-block", "--pattern", "--score",
                                "--score-channels", "--score-tokens", "--recompute", "--lora"})
-      SB_USER_CHECK(a->run.empty() || command->count(option) == 0, "{}: --run {} says that; leave one of both out",
+      SB_USER_CHECK(a->run.empty() || command->count(option) == 0, "{}: already set by --run {}; remove one of the two",
                     option, a->run);
     check_scoring_options(*command, a->engine.spec);
     a->tokens_given = command->count("--max-tokens") > 0;

@@ -52,6 +52,13 @@ double seconds() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
+void print_legend() {
+  fmt::print(
+      "imbalance: maximum / mean time of the micro-batches; workers: the same of the workers; speed-up: over in_order\n"
+      "of bound: lower bound / step time; bubbles: idle share of the workers' time; cov: attention coverage\n"
+      "max loss: largest share of its coverage that a (sequence, layer) loses; planner: time to plan a step\n\n");
+}
+
 void print_head() {
   fmt::print("{:<34} {:>9} {:>8} {:>9} {:>8} {:>8} {:>8} {:>8} {:>9} {:>8} {:>10}\n", "policy", "imbalance", "workers",
              "step ms", "speed-up", "of bound", "bubbles", "mean cov", "min cov", "max loss", "planner ms");
@@ -109,7 +116,7 @@ std::vector<int64_t> pool_of(const std::string& name) {
     for (int64_t d = 0; d < file->documents(); ++d)
       if (file->length(d) > 0) pool.push_back(file->length(d));
   }
-  SB_USER_CHECK(!pool.empty(), "{}: holds no document with a token", name);
+  SB_USER_CHECK(!pool.empty(), "{}: every document is empty", name);
   return pool;
 }
 
@@ -120,8 +127,8 @@ std::vector<int64_t> read_pool(const Arguments& arguments) {
   const int64_t longest = *std::max_element(pool.begin(), pool.end());
   const int64_t cap = arguments.batching.micro_batch_tokens;
   SB_USER_CHECK(cap == 0 || longest <= cap,
-                "the pool's longest sequence has {} tokens, more than the cap of {} a micro-batch; raise "
-                "--micro-batch-tokens or cut the pool with --max-length",
+                "the longest sequence of --lengths has {} tokens, more than the cap of {} per micro-batch; raise "
+                "--micro-batch-tokens, or shorten the sequences with --max-length",
                 longest, cap);
   return pool;
 }
@@ -180,7 +187,8 @@ void write_pictures(const Arguments& arguments, const SimulateInput& input,
 
 Json run_sweep(const Arguments& arguments, const LatencyModel& latency, const SimulateInput& input) {
   SB_USER_CHECK(arguments.policies.size() <= 1,
-                "--policies: --sweep tries one policy on every layout, and {} are given", arguments.policies.size());
+                "--policies: --sweep tries one policy on every layout, but {} are given; name one",
+                arguments.policies.size());
   const SimulatedPolicy policy = chosen(all_policies(arguments), arguments.policies).back();
   Json json = Json::array();
   for (const SweepRow& row : run_sweep(arguments.sweep, latency, input, policy))
@@ -219,12 +227,11 @@ Json run_ring(const Arguments& arguments) {
 
 void check_arguments(const Arguments& arguments) {
   SB_USER_CHECK(arguments.steps > 0 && arguments.global_batch > 0, "--steps and --global-batch must be positive");
-  SB_USER_CHECK(arguments.p >= 0 && arguments.p < 1, "--p must be in [0, 1), got {}", arguments.p);
-  SB_USER_CHECK(
-      arguments.sweep.wanted || arguments.global_batch >= arguments.layout.dp,
-      "--global-batch {} is smaller than --dp {}: a rank would have nothing to do; raise the one or lower the "
-      "other",
-      arguments.global_batch, arguments.layout.dp);
+  SB_USER_CHECK(arguments.p >= 0 && arguments.p < 1, "--p {}: must be at least 0 and below 1", arguments.p);
+  SB_USER_CHECK(arguments.sweep.wanted || arguments.global_batch >= arguments.layout.dp,
+                "--global-batch {} is smaller than --dp {}: some ranks would have nothing to do; raise the former or "
+                "lower the latter",
+                arguments.global_batch, arguments.layout.dp);
   const AttentionSpec& spec = arguments.spec;
   SB_USER_CHECK(spec.score_tokens == 0 || (spec.score_tokens > 0 && spec.block % spec.score_tokens == 0),
                 "--score-tokens {} does not divide --block {}; use 0 (the whole block) or a divisor", spec.score_tokens,
@@ -236,39 +243,39 @@ void check_together(const CLI::App& command) {
   const auto given = [&](const char* option) { return command.count(option) > 0; };
   const bool sweep = given("--sweep");
   for (const char* option : {"--gpus", "--max-cp", "--max-tp"})
-    SB_USER_CHECK(sweep || !given(option), "{} says what --sweep tries; add --sweep, or set --dp, --pp, --tp and --cp",
+    SB_USER_CHECK(sweep || !given(option), "{}: only applies to --sweep; add --sweep, or set --dp, --pp, --tp and --cp",
                   option);
   for (const char* option : {"--dp", "--pp", "--tp", "--cp"})
-    SB_USER_CHECK(!given("--gpus") || !given(option), "--gpus and {} both say how many workers there are; keep one",
-                  option);
+    SB_USER_CHECK(!given("--gpus") || !given(option), "--gpus and {} both set the number of workers; keep one", option);
   for (const char* option : {"--frontier", "--no-frontier", "--trace", "--svg"})
     for (const char* other : {"--sweep", "--ring"})
-      SB_USER_CHECK(!given(other) || !given(option), "{} has no effect with {}; leave one of them out", option, other);
+      SB_USER_CHECK(!given(other) || !given(option), "{}: has no effect with {}; remove one of the two", option, other);
   SB_USER_CHECK(!given("--ring") || !given("--policies"),
-                "--policies has no effect with --ring; leave one of them out");
-  SB_USER_CHECK(!sweep || !given("--ring"), "--sweep tries layouts, --ring looks at one ring; leave one of them out");
+                "--policies: has no effect with --ring; remove one of the two");
+  SB_USER_CHECK(!sweep || !given("--ring"),
+                "--sweep tries layouts, --ring looks at a single ring; remove one of the two");
   for (const char* option : {"--placement", "--node-size", "--ring-tokens", "--slash-density", "--verticals",
                              "--ring-index", "--ring-times"})
-    SB_USER_CHECK((given("--cp") && !sweep) || !given(option), "{} is about the ring of --cp ranks; set --cp{}", option,
-                  sweep ? " in place of --sweep" : "");
+    SB_USER_CHECK((given("--cp") && !sweep) || !given(option), "{}: only applies to a ring of --cp ranks; set --cp{}",
+                  option, sweep ? " instead of --sweep" : "");
 }
 
 // In ascending order, each once.
 void check_dense_layers(AttentionSpec& spec, int64_t layers) {
   for (const int layer : spec.dense_layers)
-    SB_USER_CHECK(layer >= 0 && layer < layers, "--dense-layers: {}, but the model has layers 0 to {}", layer,
-                  layers - 1);
+    SB_USER_CHECK(layer >= 0 && layer < layers, "--dense-layers: there is no layer {}; the model has layers 0 to {}",
+                  layer, layers - 1);
   std::ranges::sort(spec.dense_layers);
   spec.dense_layers.erase(std::unique(spec.dense_layers.begin(), spec.dense_layers.end()), spec.dense_layers.end());
 }
 
 void print_interconnect(const Profile& profile, const Layout& layout, bool sweep) {
   const auto text = [](const Link& link) {
-    return link.us_per_byte > 0 ? fmt::format("{:.0f} GB/s and {:.0f} us", 1e-3 / link.us_per_byte, link.latency_us)
+    return link.us_per_byte > 0 ? fmt::format("{:.0f} GB/s + {:.0f} us", 1e-3 / link.us_per_byte, link.latency_us)
                                 : fmt::format("{:.0f} us", link.latency_us);
   };
   if (layout.comm && (sweep || layout.workers() > 1))
-    fmt::print("interconnect assumed: {} inside a node of {} GPUs, {} between nodes; gathers and sums {} and {}\n",
+    fmt::print("interconnect (assumed): {} within a node of {} GPUs, {} between nodes; collectives {} and {}\n",
                text(profile.transfer_inside), profile.gpus_per_node, text(profile.transfer_between),
                text(profile.reduce_inside), text(profile.reduce_between));
   else if (!layout.comm)
@@ -295,15 +302,15 @@ void print_case(const Arguments& arguments, const Profile& profile, const Covera
   fmt::print("{}: {}\nprofile {} ({}), coverage {}, lengths {} ({} sequences)\n", arguments.model,
              describe(profile.shape), profile.name, profile.machine, coverage.name(), arguments.lengths, sequences);
   if (profile.held_out.count > 0)
-    fmt::print("profile's own error on held-out shapes: median {:.1f} %, p95 {:.1f} %\n", 100 * profile.held_out.median,
-               100 * profile.held_out.p95);
+    fmt::print("prediction error of the profile on held-out shapes: median {:.1f}%, p95 {:.1f}%\n",
+               100 * profile.held_out.median, 100 * profile.held_out.p95);
   if (profile.lora_rank > 0)
-    fmt::print("adapters of rank {} on a frozen model{}\n", profile.lora_rank,
-               profile.adapters_measured ? "" : ": derived from the profile of a whole model in training");
+    fmt::print("LoRA adapters of rank {} on a frozen model{}\n", profile.lora_rank,
+               profile.adapters_measured ? "" : ": derived from a profile of full fine-tuning");
   if (!profile.prefix_measured)
     fmt::print(
-        "what the prefix of a piece costs was not measured: the sums of its gradients at the rate of memory, {:.3g} us "
-        "for 1,000 tokens and layer\n",
+        "not measured: the cost of the prefix of a piece; assumed to read and write its gradient sums at memory "
+        "bandwidth, {:.3g} us per 1,000 tokens and layer\n",
         1e3 * profile.tables[static_cast<size_t>(Operation::attention_backward)].per_prefix);
   const AttentionSpec& spec = arguments.spec;
   if (const std::string otherwise = selected_otherwise(profile, spec); !otherwise.empty())
@@ -311,8 +318,9 @@ void print_case(const Arguments& arguments, const Profile& profile, const Covera
   if (const auto& measured = profile.attention;
       measured && (measured->block != spec.block || measured->query_block != spec.query_block ||
                    (measured->score == spec.score && measured->score_tokens != spec.score_tokens)))
-    fmt::print("measured with block {}, query block {}, score tokens {}: other blocks are an extrapolation\n",
-               measured->block, measured->query_block, measured->score_tokens);
+    fmt::print(
+        "the profile was measured with block {}, query block {}, score tokens {}: other block sizes are extrapolated\n",
+        measured->block, measured->query_block, measured->score_tokens);
   const Layout& layout = arguments.layout;
   const std::string ranks = arguments.sweep.wanted ? ""
                                                    : fmt::format("dp {} x pp {} x tp {} x cp {}, ", layout.dp,
@@ -324,8 +332,8 @@ void print_case(const Arguments& arguments, const Profile& profile, const Covera
              arguments.p);
   if (layout.tp > 1 || arguments.sweep.wanted)
     fmt::print(
-        "tensor parallelism was not measured: a worker's part of a layer is taken to be as long as the whole layer for "
-        "so many times fewer tokens, and four of its ten gathers and sums to hide behind products\n");
+        "not measured: tensor parallelism; a worker's share of a layer is assumed to take as long as the whole layer "
+        "on 1/tp of the tokens, and four of a layer's ten collectives to be hidden behind matmuls\n");
   print_interconnect(profile, layout, arguments.sweep.wanted);
 }
 
@@ -368,6 +376,7 @@ void run_policies(const Arguments& arguments, const std::vector<SimulatedPolicy>
                         arguments.steps);
   input.step_done = [&] { progress.step(); };
   const auto table = [&](const char* key, const std::vector<SimulatedPolicy>& list) {
+    if (&list == &policies) print_legend();
     print_head();
     if (&list == &policies) print_row(dense);
     Json rows = Json::array();
@@ -381,9 +390,13 @@ void run_policies(const Arguments& arguments, const std::vector<SimulatedPolicy>
   };
   table("rows", policies);
   if (with_frontier) {
-    fmt::print("\nfrontier: the deadline between the fastest schedule (0) and the one at base budgets (1)\n");
+    fmt::print(
+        "\n"
+        "frontier: by deadline, between the fastest schedule (0) and the one at base budgets (1)\n");
     table("frontier", frontier);
-    fmt::print("\nequal mean coverage, by the loss p that is allowed to a (sequence, layer)\n");
+    fmt::print(
+        "\n"
+        "equal mean coverage: by p, the largest fraction of its coverage that a (sequence, layer) may lose\n");
     table("by_p", by_loss);
   }
   write_pictures(arguments, input, policies);
@@ -391,7 +404,7 @@ void run_policies(const Arguments& arguments, const std::vector<SimulatedPolicy>
 
 Json simulate(Arguments arguments) {
   if (arguments.ring.only) {
-    SB_USER_CHECK(arguments.layout.cp > 1, "--ring: how many ranks share the sequence? Set --cp");
+    SB_USER_CHECK(arguments.layout.cp > 1, "--ring: set --cp to the number of ranks that share the sequence");
     return {{"cp", arguments.layout.cp}, {"ring", run_ring(arguments)}};
   }
   check_arguments(arguments);
@@ -442,77 +455,83 @@ void run(const Arguments& arguments) {
 
 void add_simulate_command(CLI::App& app) {
   CLI::App* command =
-      app.add_subcommand("simulate", "predict step time, speed-up and coverage of every balancing policy");
+      app.add_subcommand("simulate", "predict step time, speed-up and coverage of the balancing policies");
   auto a = std::make_shared<Arguments>();
   const std::map<std::string, bool> on_off{{"on", true}, {"off", false}};
   command
       ->add_option("--model", a->model,
-                   "name (" + fmt::format("{}", fmt::join(named_model_shapes(), ", ")) + ") or config.json")
+                   "model name (" + fmt::format("{}", fmt::join(named_model_shapes(), ", ")) + ") or config.json")
       ->capture_default_str();
   command
-      ->add_option(
-          "--profile", a->profile,
-          "h200 (measured: Qwen2.5-0.5B and 3B), h200-analytic, h100-analytic, a100-analytic, h20-analytic or a "
-          "profile.json")
+      ->add_option("--profile", a->profile,
+                   "latency profile: h200 (measured, for Qwen2.5-0.5B and 3B), h200-analytic, h100-analytic, "
+                   "a100-analytic, h20-analytic or a profile.json")
       ->capture_default_str();
-  command->add_option("--lora", a->lora, "rank of LoRA adapters on a frozen model; 0: the whole model is trained")
+  command->add_option("--lora", a->lora, "rank of LoRA adapters on a frozen model; 0: full fine-tuning")
       ->check(CLI::Range(int64_t{0}, int64_t{1} << 12))
       ->capture_default_str();
-  command->add_option("--coverage", a->coverage, "power:GAMMA, layered or a coverage.json")->capture_default_str();
+  command->add_option("--coverage", a->coverage, "coverage model: power:GAMMA, layered or a coverage.json")
+      ->capture_default_str();
   command
       ->add_option("--lengths", a->lengths,
-                   "chatqa2-like, longalign-like, a file with one length per line, or token files")
+                   "sequence lengths: chatqa2-like, longalign-like, a file with one length per line, or token files")
       ->capture_default_str();
-  command->add_option("--max-length", a->max_length, "cut longer sequences of the pool to this many tokens")
-      ->check(at_least(1), "POSITIVE");
+  command->add_option("--max-length", a->max_length, "truncate longer sequences to this many tokens")
+      ->check(at_least(1), "at least 1");
   command->add_option("--dp", a->layout.dp, "data-parallel ranks")->capture_default_str();
   command->add_option("--pp", a->layout.pp, "pipeline stages")->capture_default_str();
   command->add_option("--tp", a->layout.tp, "tensor-parallel ranks")
-      ->check(at_least(1), "POSITIVE")
+      ->check(at_least(1), "at least 1")
       ->capture_default_str();
   command->add_option("--cp", a->layout.cp, "context-parallel ranks")->capture_default_str();
   command
       ->add_option("--warmup-depth", a->layout.warmup_depth,
-                   "forwards a stage runs ahead, in multiples of its distance to the last: 2 hides transfers")
+                   "forwards that a stage runs ahead, in multiples of its distance to the last stage; 1: plain 1F1B, "
+                   "2: hides transfers")
       ->capture_default_str();
-  command->add_option("--comm", a->layout.comm, "on (default) | off: count transfers and the gradient reduction")
-      ->transform(CLI::CheckedTransformer(on_off));
-  command->add_option("--head", a->layout.head, "on (default) | off: count embedding and loss")
-      ->transform(CLI::CheckedTransformer(on_off));
+  command->add_option("--comm", a->layout.comm, "count transfers and the gradient reduction (default: on)")
+      ->transform(CLI::CheckedTransformer(on_off).description("{on,off}"));
+  command->add_option("--head", a->layout.head, "count embedding and loss (default: on)")
+      ->transform(CLI::CheckedTransformer(on_off).description("{on,off}"));
   command
       ->add_option("--micro-batch-sequences", a->batching.micro_batch_sequences,
-                   "sequences per micro-batch; fixes their number (1 where --micro-batch-tokens is not given either)")
-      ->check(at_least(1), "POSITIVE");
-  command->add_option("--micro-batch-tokens", a->batching.micro_batch_tokens, "hard cap of tokens per micro-batch")
-      ->check(at_least(1), "POSITIVE");
+                   "sequences per micro-batch, which fixes the number of micro-batches (1 if --micro-batch-tokens is "
+                   "not given either)")
+      ->check(at_least(1), "at least 1");
+  command->add_option("--micro-batch-tokens", a->batching.micro_batch_tokens, "maximum tokens per micro-batch")
+      ->check(at_least(1), "at least 1");
   command->add_option("--global-batch", a->global_batch, "sequences per step")->capture_default_str();
-  command->add_option("--budget", a->spec.budget, "keys per query, the base")
+  command->add_option("--budget", a->spec.budget, "base budget, keys per query")
       ->check(CLI::Range(int64_t{1}, AttentionSpec::kMostBudget))
       ->capture_default_str();
   command->add_option("--block", a->spec.block, "tokens per key block")->capture_default_str();
   command->add_option("--query-block", a->spec.query_block, "tokens per query block")->capture_default_str();
   add_scoring_options(*command, a->spec);
-  command->add_option("--dense-layers", a->spec.dense_layers, "layers that run dense, for example 0,1")->delimiter(',');
-  command->add_option("--max-budget", a->spec.max_budget, "largest budget that memory allows; 0: dense")
+  command->add_option("--dense-layers", a->spec.dense_layers, "layers with dense attention, for example 0,1")
+      ->delimiter(',');
+  command->add_option("--max-budget", a->spec.max_budget, "largest budget that memory allows; 0: no limit")
       ->capture_default_str();
-  command->add_option("--p", a->p, "share of its coverage that a (sequence, layer) may lose")->capture_default_str();
-  command->add_option("--chunk", a->chunk, "of policies with `chunk`: auto, or the most tokens of a piece")
+  command->add_option("--p", a->p, "largest fraction of its coverage that a (sequence, layer) may lose")
       ->capture_default_str();
-  command->add_option("--steps", a->steps, "global batches to draw")->capture_default_str();
-  command->add_option("--seed", a->seed, "of the draw")->capture_default_str();
+  command->add_option("--chunk", a->chunk, "policies with `chunk`: auto, or the maximum tokens per piece")
+      ->capture_default_str();
+  command->add_option("--steps", a->steps, "number of global batches to draw")->capture_default_str();
+  command->add_option("--seed", a->seed, "random seed of the draw")->capture_default_str();
   command
       ->add_option("--policies", a->policies,
-                   "only these rows, for example in_order,sab+order+optimal; --sweep: the one to try")
+                   "simulate only these policies, for example in_order,sab+order+optimal; --sweep: the one to try")
       ->delimiter(',');
-  command->add_flag("--frontier", a->frontier, "print speed-up against coverage and p even when --policies is given");
-  command->add_flag("--no-frontier", a->no_frontier, "leave them out")->excludes("--frontier");
+  command->add_flag("--frontier", a->frontier, "also print speed-up by deadline and by p when --policies is given");
+  command->add_flag("--no-frontier", a->no_frontier, "do not print speed-up by deadline and by p")
+      ->excludes("--frontier");
   add_sweep_options(*command, a->sweep);
-  command->add_option("--threads", a->threads, "of the planner; 0: all cores")
+  command->add_option("--threads", a->threads, "planner threads; 0: all cores")
       ->check(CLI::Range(0, 1024))
       ->capture_default_str();
-  command->add_option("--json", a->json, "write the rows to this file");
-  command->add_option("--trace", a->trace, "write a Chrome trace of one step of the last policy");
-  command->add_option("--svg", a->svg, "draw one step before (in_order) and after (the last policy)");
+  command->add_option("--json", a->json, "write the results to this file, as JSON");
+  command->add_option("--trace", a->trace, "write a Chrome trace of one step of the last policy to this file");
+  command->add_option("--svg", a->svg,
+                      "draw one step before (in_order) and after (the last policy) balancing to this file");
   add_ring_options(*command, a->ring);
   command->callback([a, command] {
     check_together(*command);

@@ -54,32 +54,34 @@ void print_tensor_parallel(const std::vector<SweepRow>& rows) {
   if (std::ranges::none_of(rows, tried) || std::ranges::all_of(rows, tried)) return;
   const SweepRow *with = fastest(rows, true), *without = fastest(rows, false);
   if (with == nullptr) {
-    fmt::print("tensor parallelism: no layout with it fits\n");
+    fmt::print("tensor parallelism: no layout that uses it fits\n");
     return;
   }
   const auto text = [](const SweepRow& row) {
-    return fmt::format("{} ({:.1f} ms, {:.0f} % bubbles, {:.1f} GiB)", layout_name(row.layout),
+    return fmt::format("{} ({:.1f} ms, {:.0f}% bubbles, {:.1f} GiB)", layout_name(row.layout),
                        row.simulated.makespan_ms, 100 * row.simulated.bubble_share, gib(row.memory_bytes));
   };
   if (without == nullptr) {
     int64_t least = std::numeric_limits<int64_t>::max();
     for (const SweepRow& row : rows)
       if (!tried(row)) least = std::min(least, row.memory_bytes);
-    fmt::print("tensor parallelism is needed: without it no layout fits, the smallest takes {:.1f} GiB; with it {}\n",
-               gib(least), text(*with));
+    fmt::print(
+        "tensor parallelism is needed: no layout fits without it (the smallest takes {:.1f} GiB); fastest with it: "
+        "{}\n",
+        gib(least), text(*with));
     return;
   }
   const double ratio = without->simulated.makespan_ms / with->simulated.makespan_ms;
-  fmt::print("tensor parallelism: the fastest with it {}, without it {}: {:.3f} times as fast{}\n", text(*with),
+  fmt::print("tensor parallelism: fastest with it {}, without it {}: {:.3f} times as fast{}\n", text(*with),
              text(*without), ratio,
-             ratio < 1 ? ": its gathers and sums cost more than it saves"
+             ratio < 1 ? ", since its collectives cost more than it saves"
              : with->simulated.bubble_share < without->simulated.bubble_share
-                 ? ", since more ranks share a micro-batch and fewer wait for their turn"
+                 ? ", since more ranks share each micro-batch and fewer are idle"
                  : "");
   const double faster = with->simulated.makespan_ms;
   for (const SweepRow& row : rows)
     if (!tried(row) && !fits(row) && row.simulated.makespan_ms < faster) {
-      fmt::print("without it {} would be faster, but does not fit\n", text(row));
+      fmt::print("without tensor parallelism {} would be faster, but does not fit\n", text(row));
       break;
     }
 }
@@ -87,7 +89,7 @@ void print_tensor_parallel(const std::vector<SweepRow>& rows) {
 void print_fastest(std::vector<SweepRow> rows, int64_t memory_bytes) {
   std::erase_if(rows, [](const SweepRow& row) { return !fits(row); });
   if (rows.empty()) {
-    fmt::print("no layout fits into {:.0f} GiB; use more workers or shorter micro-batches\n", gib(memory_bytes));
+    fmt::print("no layout fits in {:.0f} GiB; use more workers or smaller micro-batches\n", gib(memory_bytes));
     return;
   }
   std::ranges::stable_sort(rows, std::greater(), &SweepRow::tokens_per_second);
@@ -95,9 +97,9 @@ void print_fastest(std::vector<SweepRow> rows, int64_t memory_bytes) {
   std::vector<std::string> as_fast;
   for (const SweepRow& row : std::span(rows).subspan(1))
     if (row.tokens_per_second >= 0.98 * best.tokens_per_second) as_fast.push_back(layout_name(row.layout));
-  fmt::print("fastest that fits: dp x pp x tp x cp = {}{}\n", layout_name(best.layout),
-             as_fast.empty() ? "" : fmt::format("; within 2 % of it: {}", fmt::join(as_fast, ", ")));
-  fmt::print("every policy on it: the same with --dp {} --pp {} --tp {} --cp {} in place of --sweep and --gpus\n",
+  fmt::print("fastest layout that fits: dp x pp x tp x cp = {}{}\n", layout_name(best.layout),
+             as_fast.empty() ? "" : fmt::format("; within 2% of it: {}", fmt::join(as_fast, ", ")));
+  fmt::print("to compare all policies on it, pass --dp {} --pp {} --tp {} --cp {} instead of --sweep and --gpus\n",
              best.layout.dp, best.layout.pp, best.layout.tp, best.layout.cp);
 }
 
@@ -105,14 +107,14 @@ void print_fastest(std::vector<SweepRow> rows, int64_t memory_bytes) {
 
 void add_sweep_options(CLI::App& command, SweepArguments& arguments) {
   command.add_flag("--sweep", arguments.wanted,
-                   "try all layouts of dp·pp·tp·cp workers and say which is fastest and fits");
+                   "try all layouts of dp·pp·tp·cp workers and name the fastest that fits");
   command.add_option("--gpus", arguments.gpus, "--sweep: number of workers (default dp·pp·tp·cp)")
-      ->check(at_least(1), "POSITIVE");
+      ->check(at_least(1), "at least 1");
   command.add_option("--max-cp", arguments.most.cp, "--sweep: largest cp to try")
-      ->check(at_least(1), "POSITIVE")
+      ->check(at_least(1), "at least 1")
       ->capture_default_str();
   command.add_option("--max-tp", arguments.most.tp, "--sweep: largest tp to try")
-      ->check(at_least(1), "POSITIVE")
+      ->check(at_least(1), "at least 1")
       ->capture_default_str();
 }
 
@@ -125,10 +127,11 @@ std::vector<SweepRow> run_sweep(const SweepArguments& arguments, const LatencyMo
   SB_USER_CHECK(!layouts.empty(), "no layout of {} workers fits {} layers and a global batch of {}", workers,
                 profile.shape.layers, like.global_batch);
   const bool known = profile.memory_bytes > 0;
-  fmt::print("layouts of {} workers{}, policy {}; the speed-up is over in_order on the same layout\n", workers,
-             known ? fmt::format(" of {:.0f} GiB", gib(profile.memory_bytes)) : "", policy.name);
+  fmt::print("layouts of {} workers{}, policy {}; speed-up over in_order on the same layout\n", workers,
+             known ? fmt::format(" with {:.0f} GiB each", gib(profile.memory_bytes)) : "", policy.name);
   if (workers > like.global_batch)
-    fmt::print("dp is at most the global batch of {}: a larger --global-batch has more layouts\n", like.global_batch);
+    fmt::print("dp is limited to the global batch of {}; a larger --global-batch allows more layouts\n",
+               like.global_batch);
   fmt::print("{:<18} {:>9} {:>9} {:>8} {:>12} {:>10} {:>6}\n", "dp x pp x tp x cp", "step ms", "speed-up", "bubbles",
              "tokens/s", "GiB/worker", "fits");
   std::vector<SweepRow> rows;

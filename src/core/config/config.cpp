@@ -137,7 +137,7 @@ void OptionTable::numbers(std::string name, std::vector<double*> values, double 
 
 void OptionTable::integers(std::string name, std::vector<int64_t>* values, int64_t min, int64_t max, std::string help) {
   add(
-      std::move(name), "list of whole numbers", integer_range(min, max), std::move(help),
+      std::move(name), "list of integers", integer_range(min, max), std::move(help),
       [values, min, max](const ConfigValue& given, const std::string& label) {
         std::vector<int64_t> read;
         for (const auto& item : config_list(given, label))
@@ -149,7 +149,7 @@ void OptionTable::integers(std::string name, std::vector<int64_t>* values, int64
 
 void OptionTable::text(std::string name, std::string* value, std::string help) {
   add(
-      std::move(name), "text", "", std::move(help),
+      std::move(name), "string", "", std::move(help),
       [value](const ConfigValue& given, const std::string& label) { *value = config_text(given, label); },
       [value] { return yaml_text(*value); });
 }
@@ -168,7 +168,7 @@ void OptionTable::add_choice(std::string name, std::vector<std::string> words, s
       [words, put](const ConfigValue& given, const std::string& label) {
         const std::string word = config_text(given, label);
         const auto at = std::find(words.begin(), words.end(), word);
-        SB_USER_CHECK(at != words.end(), "{}: {}: {} is not known; choose {}", given.where, label, given.describe(),
+        SB_USER_CHECK(at != words.end(), "{}: {}: unknown value {}; choose {}", given.where, label, given.describe(),
                       words.size() == 1 ? words[0] : "one of " + join(words, ", "));
         put(static_cast<size_t>(at - words.begin()));
       },
@@ -228,7 +228,7 @@ void OptionTable::assign(const std::string& name, const ConfigValue& value) {
     if (section->present != nullptr) *section->present = false;
     return;
   }
-  SB_USER_CHECK(value.kind == ConfigValue::Kind::map, "{}: {}: is a section; expected options in it, found {}",
+  SB_USER_CHECK(value.kind == ConfigValue::Kind::map, "{}: {}: is a section; expected options below it, found {}",
                 value.where, name, value.describe());
   mark_present(name);
   assign_entries(name, value);

@@ -31,7 +31,7 @@ class OptionTable {
     const auto largest = std::numeric_limits<T>::max();
     if (std::cmp_greater(max, largest)) max = static_cast<int64_t>(largest);
     add(
-        std::move(name), "whole number", integer_range(min, max), std::move(help),
+        std::move(name), "integer", integer_range(min, max), std::move(help),
         [value, min, max](const ConfigValue& given, const std::string& label) {
           *value = static_cast<T>(config_integer(given, label, min, max));
         },

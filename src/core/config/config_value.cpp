@@ -151,10 +151,10 @@ bool indented_by_tab(const std::string& yaml, int line) {
 }
 
 ConfigValue parse(const std::string& yaml, const std::string& source, bool lines) {
-  SB_USER_CHECK(static_cast<int64_t>(yaml.size()) <= kMaxConfigBytes, "{}: {} bytes is too large for a configuration",
-                source, yaml.size());
+  SB_USER_CHECK(static_cast<int64_t>(yaml.size()) <= kMaxConfigBytes,
+                "{}: {} bytes are too many for a configuration; is this the right file?", source, yaml.size());
   const size_t zero = yaml.find('\0');
-  SB_USER_CHECK(zero == std::string::npos, "{}: holds a zero byte; a configuration is a text file", source);
+  SB_USER_CHECK(zero == std::string::npos, "{}: contains a zero byte; a configuration is a text file", source);
   std::istringstream stream(yaml);
   Builder builder(source, lines);
   try {
@@ -162,13 +162,13 @@ ConfigValue parse(const std::string& yaml, const std::string& source, bool lines
     if (parser.HandleNextDocument(builder)) {
       ConfigValue first = builder.take();
       Builder second(source, lines);
-      SB_USER_CHECK(!parser.HandleNextDocument(second), "{}: holds more than one YAML document", source);
+      SB_USER_CHECK(!parser.HandleNextDocument(second), "{}: contains more than one YAML document; keep one", source);
       return first;
     }
   } catch (const YAML::Exception& error) {
     if (lines && !error.mark.is_null())
       throw UserError("{}:{}: {}{}", source, error.mark.line + 1, error.msg,
-                      indented_by_tab(yaml, error.mark.line) ? " (indent with spaces: YAML takes no tabs)" : "");
+                      indented_by_tab(yaml, error.mark.line) ? " (indent with spaces: YAML does not allow tabs)" : "");
     throw UserError("{}: {}", source, error.msg);
   }
   ConfigValue nothing;
@@ -228,10 +228,10 @@ int64_t config_integer(const ConfigValue& value, const std::string& name, int64_
     const char* end = begin + value.text.size();
     const auto [stop, code] = std::from_chars(begin, end, number);
     valid = code != std::errc::invalid_argument && stop == end;
-    SB_USER_CHECK(!valid || code != std::errc::result_out_of_range, "{}: {}: {} does not fit 64 bits", value.where,
+    SB_USER_CHECK(!valid || code != std::errc::result_out_of_range, "{}: {}: {} does not fit in 64 bits", value.where,
                   name, value.describe());
   }
-  SB_USER_CHECK(valid, "{}: {}: expected a whole number, found {}", value.where, name, value.describe());
+  SB_USER_CHECK(valid, "{}: {}: expected an integer, found {}", value.where, name, value.describe());
   SB_USER_CHECK(number >= min, "{}: {}: must be at least {}, found {}", value.where, name, min, number);
   SB_USER_CHECK(number <= max, "{}: {}: must be at most {}, found {}", value.where, name, max, number);
   return number;

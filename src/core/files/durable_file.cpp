@@ -22,7 +22,7 @@ namespace {
 // `name` is what it is done for.
 void sync_path(const std::filesystem::path& path, int flags, const std::filesystem::path& name) {
   const int descriptor = ::open(path.c_str(), flags | O_CLOEXEC);
-  if (descriptor < 0) fail(name, path == name ? "cannot open" : "cannot open its folder");
+  if (descriptor < 0) fail(name, path == name ? "cannot open" : "cannot open its directory");
   const int result = ::fsync(descriptor);
   const int reason = errno;
   ::close(descriptor);

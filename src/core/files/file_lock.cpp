@@ -24,7 +24,7 @@ FileLock::FileLock(const std::filesystem::path& file, const std::string& busy) {
     ::close(descriptor_);
     throw UserError("{}", busy);
   }
-  log::warning("{}: cannot be locked ({}); see to it yourself that no other process writes there", file.string(),
+  log::warning("{}: cannot be locked ({}); make sure that no other process writes there", file.string(),
                std::strerror(reason));
 }
 

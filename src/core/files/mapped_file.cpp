@@ -60,7 +60,7 @@ void note_mapping(const unsigned char* begin, size_t bytes, const std::string& p
   }
   const auto written = fmt::format_to_n(
       mapping->message, sizeof mapping->message - 1,
-      "error: {}: got shorter while it was read, or its disk failed; restore it and start again\n", path);
+      "error: {}: was truncated while it was being read, or its disk failed; restore it and start again\n", path);
   mapping->message[std::min(written.size, sizeof mapping->message - 1)] = '\0';
   mapping->bytes = bytes;
   mapping->begin = begin;

@@ -13,7 +13,7 @@ namespace sb {
 namespace {
 
 const char* kind_of(mode_t mode) {
-  if (S_ISDIR(mode)) return "it is a folder";
+  if (S_ISDIR(mode)) return "it is a directory";
   if (S_ISFIFO(mode)) return "it is a pipe";
   if (S_ISSOCK(mode)) return "it is a socket";
   return "it is a device";
@@ -38,7 +38,7 @@ RegularFile::RegularFile(std::filesystem::path path) : path_(std::move(path)) {
     return;
   }
   if (descriptor_ >= 0) ::close(descriptor_);
-  if (result != 0) throw UnreadableFile(path_, "cannot be looked at", reason);
+  if (result != 0) throw UnreadableFile(path_, "cannot be inspected", reason);
   throw UnreadableFile(path_, fmt::format("not a regular file: {}", kind_of(status.st_mode)), 0);
 }
 

@@ -18,13 +18,13 @@ constexpr size_t kBuffer = size_t{1} << 20;
 
 AppendFile::AppendFile(const std::string& path, int64_t keep) : path_(path), size_(keep) {
   file_ = ::open(path.c_str(), O_WRONLY | O_CREAT | O_CLOEXEC, 0644);
-  SB_USER_CHECK(file_ >= 0, "{}: cannot create it: {}", path, std::strerror(errno));
+  SB_USER_CHECK(file_ >= 0, "{}: cannot be created: {}", path, std::strerror(errno));
   struct stat info {};
   if (::fstat(file_, &info) != 0 || info.st_size < keep || ::ftruncate(file_, keep) != 0 ||
       ::lseek(file_, keep, SEEK_SET) != keep) {
     ::close(file_);
-    throw UserError("{}: shorter than the {} bytes an earlier run recorded; delete the folder and start again", path,
-                    keep);
+    throw UserError("{}: shorter than the {} bytes that an earlier run recorded; delete the directory and start again",
+                    path, keep);
   }
   buffer_.reserve(kBuffer);
 }

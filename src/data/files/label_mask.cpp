@@ -26,14 +26,15 @@ std::unique_ptr<LabelMask> LabelMask::open_beside(const std::string& prefix, con
 
 LabelMask::LabelMask(const std::string& path, const TokenFile& tokens) : file_(path) {
   SB_USER_CHECK(file_.size() >= kMaskHeader && std::memcmp(file_.data(), kMaskMagic, 8) == 0,
-                "{}: not a label mask: it does not start with {}", path, kMaskMagic);
+                "{}: is not a label mask: it does not start with {}", path, kMaskMagic);
   const auto version = load<uint64_t>(file_.data() + 8);
-  SB_USER_CHECK(version == kMaskVersion, "{}: version {} of the label mask; only version {} is known", path, version,
-                kMaskVersion);
+  SB_USER_CHECK(version == kMaskVersion, "{}: has version {} of the label mask format; only version {} is supported",
+                path, version, kMaskVersion);
   const auto documents = load<uint64_t>(file_.data() + 16);
   const int64_t n = tokens.documents();
-  SB_USER_CHECK(documents == static_cast<uint64_t>(n), "{}: made for {} documents, but {} has {}: not its pair", path,
-                documents, tokens.name(), n);
+  SB_USER_CHECK(documents == static_cast<uint64_t>(n),
+                "{}: made for {} documents, but {} has {}: the two files do not belong together", path, documents,
+                tokens.name(), n);
   const int64_t offsets_at = kMaskHeader + (4 * n + 7) / 8 * 8, bitmaps_at = offsets_at + 8 * (n + 1);
   SB_USER_CHECK(file_.size() >= bitmaps_at, "{}: truncated: {} bytes, its tables alone take {}", path, file_.size(),
                 bitmaps_at);
@@ -49,22 +50,22 @@ LabelMask::LabelMask(const std::string& path, const TokenFile& tokens) : file_(p
                   offset(d), expected);
     const int64_t next = offset(d + 1);
     SB_USER_CHECK(next == expected || next == expected + bytes,
-                  "{}: the bitmap of document {} ({} tokens) ends at {} after {}: damaged or not its pair", path, d,
-                  length, next, expected);
+                  "{}: the bitmap of document {} ({} tokens) ends at {} after {}: damaged, or from another token file",
+                  path, d, length, next, expected);
     SB_USER_CHECK(next <= file_.size() - bitmaps_at, "{}: truncated: the bitmap of document {} ends at {}", path, d,
                   next);
     expected = next;
     const int64_t valid = valid_targets(d);
     SB_USER_CHECK(valid > 0 || length < 2,
-                  "{}: document {} has no label: nothing could be learned from it. Leave it out when tokenizing", path,
-                  d);
+                  "{}: document {} has no target, so nothing could be learned from it; leave it out when tokenizing",
+                  path, d);
     SB_USER_CHECK(valid >= 0 && valid <= std::max<int64_t>(0, length - 1),
-                  "{}: document {} of {} tokens cannot have {} targets: damaged or not its pair", path, d, length,
-                  valid);
+                  "{}: document {} of {} tokens cannot have {} targets: damaged, or from another token file", path, d,
+                  length, valid);
   }
   SB_USER_CHECK(load<uint64_t>(file_.data() + 24) == static_cast<uint64_t>(total),
-                "{}: made for {} tokens, but {} has {}: not its pair", path, load<uint64_t>(file_.data() + 24),
-                tokens.name(), total);
+                "{}: made for {} tokens, but {} has {}: the two files do not belong together", path,
+                load<uint64_t>(file_.data() + 24), tokens.name(), total);
   SB_USER_CHECK(expected == file_.size() - bitmaps_at, "{}: {} bytes too many: damaged", path,
                 file_.size() - bitmaps_at - expected);
 }

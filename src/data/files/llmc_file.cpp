@@ -22,20 +22,21 @@ constexpr Variant kVariants[] = {{20240520, 1, 2, 50256}, {20240801, 7, 4, 12800
 class LlmcFile final : public TokenFile {
  public:
   explicit LlmcFile(const std::string& path) : file_(path) {
-    SB_USER_CHECK(file_.size() >= kHeader, "{}: truncated: {} bytes are fewer than the header's {}", path, file_.size(),
-                  kHeader);
+    SB_USER_CHECK(file_.size() >= kHeader, "{}: truncated: {} bytes are fewer than the {} of the header", path,
+                  file_.size(), kHeader);
     int32_t header[3];
     std::memcpy(header, file_.data(), sizeof(header));
     for (const Variant& variant : kVariants)
       if (variant.magic == header[0]) variant_ = variant;
     SB_USER_CHECK(variant_.bytes > 0, "{}: not an llm.c token file: it starts with {}", path, header[0]);
-    SB_USER_CHECK(variant_.version == header[1], "{}: version {} of llm.c's format {}; only version {} is known", path,
-                  header[1], header[0], variant_.version);
+    SB_USER_CHECK(variant_.version == header[1],
+                  "{}: has version {} of llm.c's format {}; only version {} is supported", path, header[1], header[0],
+                  variant_.version);
     const int64_t count = header[2];
-    SB_USER_CHECK(count > 0, "{}: empty: the header counts {} tokens", path, count);
+    SB_USER_CHECK(count > 0, "{}: is empty: the header counts {} tokens", path, count);
     SB_USER_CHECK(file_.size() == kHeader + count * variant_.bytes,
-                  "{}: {} bytes do not fit the {} tokens its header counts ({} bytes): truncated or damaged", path,
-                  file_.size(), count, kHeader + count * variant_.bytes);
+                  "{}: {} bytes do not match the {} tokens that its header counts ({} bytes): truncated or damaged",
+                  path, file_.size(), count, kHeader + count * variant_.bytes);
     starts_.push_back(0);
     for (int64_t i = 1; i < count; ++i)
       if (token(i) == variant_.document_start) starts_.push_back(i);

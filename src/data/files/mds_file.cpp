@@ -51,9 +51,9 @@ class MdsFile final : public TokenFile {
     const auto shallow = [](int depth, Json::parse_event_t, Json&) { return depth < kDeepest; };
     const Json json = Json::parse(read_regular_file(path, kMostIndex), shallow, /*allow_exceptions=*/false);
     SB_USER_CHECK(json.is_object() && json.contains("shards") && json["shards"].is_array() && !json["shards"].empty(),
-                  "{}: is no index of MDS shards: `shards` is missing or empty", path);
+                  "{}: is not an index of MDS shards: `shards` is missing or empty", path);
     for (const Json& shard : json["shards"]) open_shard(shard, fmt::format("{}, shard {}", path, shards_.size()));
-    SB_USER_CHECK(!documents_.empty(), "{}: its shards hold no sample", path);
+    SB_USER_CHECK(!documents_.empty(), "{}: its shards contain no samples", path);
   }
 
   const std::string& name() const override { return name_; }
@@ -69,8 +69,9 @@ class MdsFile final : public TokenFile {
     for (int64_t i = begin; i < begin + count; ++i) {
       const int64_t id = value(values, from.value, i);
       // Negative ones are in no vocabulary, which is checked like that of all files.
-      SB_USER_CHECK(std::in_range<int32_t>(id), "{}: token {} of document {} is {}, which no vocabulary holds: damaged",
-                    name_, i, document, id);
+      SB_USER_CHECK(std::in_range<int32_t>(id),
+                    "{}: token {} of document {} is {}, which is not in any vocabulary: damaged", name_, i, document,
+                    id);
       *out++ = static_cast<int32_t>(id);
     }
   }
@@ -106,7 +107,8 @@ class MdsFile final : public TokenFile {
     if (type == "uint32") return Value::u32;
     if (type == "int32") return Value::i32;
     if (type == "int64") return Value::i64;
-    throw UserError("{}: {} are {}; uint16, uint32, int32 and int64 can be read", where, kTokens, printable(type, 40));
+    throw UserError("{}: {} are {}; only uint16, uint32, int32 and int64 are supported", where, kTokens,
+                    printable(type, 40));
   }
 
   // The columns of a shard as index.json has them.
@@ -123,16 +125,18 @@ class MdsFile final : public TokenFile {
     int found = 0;
     for (size_t i = 0; i < names.size(); ++i) {
       Column& column = columns.emplace_back();
-      SB_USER_CHECK(names[i].is_string() && encodings[i].is_string(), "{}: columns are named by strings", where);
+      SB_USER_CHECK(names[i].is_string() && encodings[i].is_string(), "{}: the names of columns must be strings",
+                    where);
       SB_USER_CHECK(sizes[i].is_null() || (sizes[i].is_number_unsigned() && sizes[i] <= UINT32_MAX),
-                    "{}: a column has no number of bytes for its size", where);
+                    "{}: the size of a column must be a number of bytes", where);
       if (!sizes[i].is_null()) column.size = sizes[i].get<int64_t>();
       if (names[i] != kTokens) continue;
       ++found;
       column.tokens = true;
       set_encoding(encodings[i].get<std::string>(), column, where);
     }
-    SB_USER_CHECK(found == 1, "{}: {} columns are called {}; tokens are read from that one", where, found, kTokens);
+    SB_USER_CHECK(found == 1, "{}: {} columns are called {}; exactly one must be, from which tokens are read", where,
+                  found, kTokens);
     return columns;
   }
 
@@ -140,7 +144,7 @@ class MdsFile final : public TokenFile {
   static void set_encoding(const std::string& encoding, Column& column, const std::string& where) {
     const size_t type = encoding.find(':'), shape = type == std::string::npos ? type : encoding.find(':', type + 1);
     SB_USER_CHECK(encoding.substr(0, type) == "ndarray",
-                  "{}: {} are encoded as {}; arrays (ndarray) can be read, as ProLong has them", where, kTokens,
+                  "{}: {} are encoded as {}; only arrays (ndarray) are supported, as ProLong has them", where, kTokens,
                   printable(encoding, 40));
     column.typed = type != std::string::npos;
     column.shaped = shape != std::string::npos;
@@ -152,20 +156,20 @@ class MdsFile final : public TokenFile {
     SB_USER_CHECK(shard.is_object() && shard.contains("raw_data") && shard["raw_data"].is_object() &&
                       shard["raw_data"].contains("basename") && shard["raw_data"]["basename"].is_string(),
                   "{}: `raw_data` with a `basename` is missing", where);
-    SB_USER_CHECK(!shard.contains("format") || shard["format"] == "mds", "{}: is no MDS shard but {}", where,
+    SB_USER_CHECK(!shard.contains("format") || shard["format"] == "mds", "{}: is not an MDS shard but {}", where,
                   printable(shard["format"].dump(), 40));
     const std::string file = shard["raw_data"]["basename"].get<std::string>();
     SB_USER_CHECK(!file.empty() && file.find('/') == std::string::npos && file != "." && file != "..",
-                  "{}: \"{}\" is no name of a file in this folder", where, printable(file, 80));
+                  "{}: \"{}\" is not the name of a file in this directory", where, printable(file, 80));
     SB_USER_CHECK(std::filesystem::exists(folder_ / file) || !shard.contains("zip_data") || shard["zip_data"].is_null(),
-                  "{}: {} is there compressed only; unpack it first", where, printable(file, 80));
+                  "{}: {} is only there in compressed form; decompress it first", where, printable(file, 80));
     const std::vector<Column> columns = columns_of(shard, where);
     shards_.push_back(std::make_unique<MappedFile>((folder_ / file).string()));
     read_samples(*shards_.back(), columns);
   }
 
   void read_samples(const MappedFile& file, const std::vector<Column>& columns) {
-    SB_USER_CHECK(file.size() >= 8, "{}: truncated: {} bytes are no shard", file.path(), file.size());
+    SB_USER_CHECK(file.size() >= 8, "{}: truncated: {} bytes are too few for a shard", file.path(), file.size());
     const int64_t samples = load<uint32_t>(file.data());
     SB_USER_CHECK(samples <= file.size() / 4 - 2, "{}: truncated: {} bytes do not hold the offsets of {} samples",
                   file.path(), file.size(), samples);
@@ -183,7 +187,7 @@ class MdsFile final : public TokenFile {
     int64_t heads = 0;
     for (const Column& column : columns) heads += column.size == 0;
     const auto check = [&](bool holds) {
-      SB_USER_CHECK(holds, "{}: sample {} (bytes {} to {}) is not as its columns say: damaged", file.path(), sample,
+      SB_USER_CHECK(holds, "{}: sample {} (bytes {} to {}) does not match its columns: damaged", file.path(), sample,
                     begin, end);
     };
     check(4 * heads <= end - begin);
@@ -211,13 +215,13 @@ class MdsFile final : public TokenFile {
     if (!tokens.typed) {
       const int type = byte();
       SB_USER_CHECK(type == 16 || type == 32 || type == 33 || type == 65,
-                    "{}: sample {} has {} of the type {}; uint16, uint32, int32 and int64 can be read", file.path(),
+                    "{}: sample {} has {} of type {}; only uint16, uint32, int32 and int64 are supported", file.path(),
                     sample, kTokens, type);
       document.value = static_cast<Value>(type);
     }
     if (!tokens.shaped) {
       const int shape = byte();
-      SB_USER_CHECK(shape >> 2 == 1, "{}: sample {} has {} of {} dimensions; one is needed", file.path(), sample,
+      SB_USER_CHECK(shape >> 2 == 1, "{}: sample {} has {} with {} dimensions instead of one", file.path(), sample,
                     kTokens, shape >> 2);
       from += int64_t{1} << (shape & 3);  // how many follows from the size
       check(from <= to);

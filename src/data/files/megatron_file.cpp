@@ -66,12 +66,13 @@ class MegatronFile final : public TokenFile {
  private:
   void read_header() {
     const std::string& path = index_.path();
-    SB_USER_CHECK(index_.size() >= kHeader, "{}: truncated: {} bytes are fewer than the header's {}", path,
+    SB_USER_CHECK(index_.size() >= kHeader, "{}: truncated: {} bytes are fewer than the {} of the header", path,
                   index_.size(), kHeader);
     const unsigned char* at = index_.data();
-    SB_USER_CHECK(std::memcmp(at, kMagic, 9) == 0, "{}: not a Megatron index: it does not start with MMIDIDX", path);
+    SB_USER_CHECK(std::memcmp(at, kMagic, 9) == 0, "{}: is not a Megatron index: it does not start with MMIDIDX", path);
     const auto version = load<uint64_t>(at + 9);
-    SB_USER_CHECK(version == 1, "{}: version {} of the Megatron index; only version 1 is known", path, version);
+    SB_USER_CHECK(version == 1, "{}: has version {} of the Megatron index format; only version 1 is supported", path,
+                  version);
     const int code = at[17];
     SB_USER_CHECK(code == 4 || code == 8, "{}: tokens of type {} (code {}) are not supported; u16 (8) and i32 (4) are",
                   path, type_name(code), code);
@@ -79,9 +80,9 @@ class MegatronFile final : public TokenFile {
     const auto sequences = load<uint64_t>(at + 18), entries = load<uint64_t>(at + 26);
     const auto room = static_cast<uint64_t>(index_.size() - kHeader);
     SB_USER_CHECK(sequences <= room / 12 && entries <= room / 8 && sequences * 12 + entries * 8 == room,
-                  "{}: {} bytes do not fit its header ({} sequences, {} document entries): truncated or damaged", path,
-                  index_.size(), sequences, entries);
-    SB_USER_CHECK(sequences > 0, "{}: empty: it holds no sequence", path);
+                  "{}: {} bytes do not match its header ({} sequences, {} document entries): truncated or damaged",
+                  path, index_.size(), sequences, entries);
+    SB_USER_CHECK(sequences > 0, "{}: is empty: it has no sequences", path);
     sequences_ = static_cast<int64_t>(sequences);
     document_entries_ = static_cast<int64_t>(entries);
     lengths_ = at + kHeader;
@@ -93,9 +94,10 @@ class MegatronFile final : public TokenFile {
     const int64_t bytes = token_bytes(type_);
     for (int64_t s = 0; s < sequences_; ++s) {
       const int64_t n = sequence_length(s), from = pointer(s);
-      SB_USER_CHECK(n >= 0, "{}: sequence {} has the length {}: damaged", index_.path(), s, n);
+      SB_USER_CHECK(n >= 0, "{}: sequence {} has length {}: damaged", index_.path(), s, n);
       SB_USER_CHECK(from >= 0 && from % bytes == 0 && from <= tokens_.size() && n <= (tokens_.size() - from) / bytes,
-                    "{}: sequence {} ({} tokens from byte {}) lies outside {} ({} bytes): truncated or not its pair",
+                    "{}: sequence {} ({} tokens from byte {}) lies outside {} ({} bytes): truncated, or the two files "
+                    "do not belong together",
                     index_.path(), s, n, from, tokens_.path(), tokens_.size());
     }
   }

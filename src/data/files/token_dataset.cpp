@@ -69,7 +69,7 @@ TokenDataset::TokenDataset(const TokenDatasetOptions& options, uint64_t seed) : 
       files_.push_back(std::move(file));
     }
   }
-  SB_USER_CHECK(!files_.empty(), "no data paths are given");
+  SB_USER_CHECK(!files_.empty(), "no data paths were given");
   summary_.files = static_cast<int64_t>(files_.size());
   for (const auto& file : files_) {
     file->first_id = summary_.sequences;
@@ -133,8 +133,8 @@ void TokenDataset::index(File& file) {
   file.before.push_back(sequences);
   summary_.documents += tokens.documents();
   SB_USER_CHECK(sequences > 0,
-                "{}: none of its {} documents can be used: all have fewer than two tokens or are longer than "
-                "max_sequence_length ({}) and dropped",
+                "{}: none of its {} documents can be used: all have fewer than two tokens, or are dropped because they "
+                "are longer than max_sequence_length ({})",
                 tokens.name(), tokens.documents(), options_.max_sequence_length);
 }
 
@@ -160,8 +160,9 @@ void TokenDataset::assign_slots(const std::vector<double>& weights) {
     files_[f]->first_slot = cycle_;
     files_[f]->slots = end - cycle_;
     cycle_ = end;
-    SB_USER_CHECK(files_[f]->slots > 0, "{}: its weight is below 1/{} of all", files_[f]->tokens->name(),
-                  kWeightedCycle);
+    SB_USER_CHECK(files_[f]->slots > 0,
+                  "{}: its weight is too small, below 1/{} of all weights; raise it, or remove the entry",
+                  files_[f]->tokens->name(), kWeightedCycle);
   }
 }
 
@@ -231,8 +232,8 @@ TokenSequence TokenDataset::read(uint64_t position) const {
       ++counted;
     }
   SB_USER_CHECK(counted == valid_targets(position),
-                "{}.mask: document {} promises {} targets and has {}: damaged or not its pair", file.name(),
-                place.document, valid_targets(position), counted);
+                "{}.mask: document {} should have {} targets but has {}: damaged, or from another token file",
+                file.name(), place.document, valid_targets(position), counted);
   return sequence;
 }
 

@@ -33,14 +33,14 @@ std::unique_ptr<TokenFile> open_token_file(const std::string& path) {
     return open_mds_folder(path);
   std::string hint;
   if (std::filesystem::exists(prefix + ".partial"))
-    hint = "; " + prefix + ".partial is an unfinished run of `data tokenize`, which can be started again";
+    hint = "; " + prefix + ".partial is an unfinished run of `data tokenize`; start that again to finish it";
   else if (std::filesystem::is_directory(path))
-    hint = "; it is a folder: \"" + (std::filesystem::path(path) / "*").string() + "\" names the token files in it";
+    hint = "; it is a directory: \"" + (std::filesystem::path(path) / "*").string() + "\" names the token files in it";
   else if (std::filesystem::exists(path))
-    hint = "; `sparsebalance data tokenize` makes token files of text";
+    hint = "; `sparsebalance data tokenize` makes token files from text";
   throw UserError(
-      "{}: no token file: there is neither {}.idx (Megatron), nor a .bin file with an llm.c header, nor a folder with "
-      "the index.json of MDS shards{}",
+      "{}: is not a token file: there is neither {}.idx (Megatron), nor a .bin file with an llm.c header, nor a "
+      "directory with the index.json of MDS shards{}",
       path, prefix, hint);
 }
 
@@ -67,10 +67,10 @@ std::vector<std::string> expand_token_paths(const std::vector<std::string>& path
       if (std::find(files.begin(), files.end(), match.string()) == files.end()) files.push_back(match.string());
     }
     ::globfree(&found);
-    SB_USER_CHECK(result == 0 || result == GLOB_NOMATCH, "{}: the folders of this pattern cannot be read", path);
+    SB_USER_CHECK(result == 0 || result == GLOB_NOMATCH, "{}: the directories of this pattern cannot be read", path);
     SB_USER_CHECK(matches > 0, "{}: nothing matches this pattern", path);
-    SB_USER_CHECK(!files.empty(), "{}: {} files match this pattern, none of them a token file (.idx or .bin)", path,
-                  matches);
+    SB_USER_CHECK(!files.empty(), "{}: {} files match this pattern, but none of them is a token file (.idx or .bin)",
+                  path, matches);
     expanded.insert(expanded.end(), files.begin(), files.end());
   }
   return expanded;

@@ -67,7 +67,7 @@ void TokenWriter::Impl::open(const json& state) {
     if (state.is_null()) return int64_t{0};
     const json& value = state.at(key);
     SB_USER_CHECK(value.is_number_integer() && value >= 0 && value <= kMost,
-                  "{}: damaged: \"{}\" must be a whole number from 0 to {}; delete the folder {} and start again",
+                  "{}: damaged: \"{}\" must be an integer from 0 to {}; delete the directory {} and start again",
                   part("state.json"), key, kMost, folder);
     return value.get<int64_t>();
   };
@@ -92,10 +92,10 @@ TokenWriter::TokenWriter(const std::string& prefix, const Options& options) : im
   w.folder = prefix + ".partial";
   w.options = options;
   SB_USER_CHECK(options.overwrite || !fs::exists(prefix + ".idx") || fs::exists(w.part("state.json")),
-                "{}.idx exists already; choose another output, or replace it with --overwrite", prefix);
+                "{}.idx already exists; choose another output, or replace it with --overwrite", prefix);
   std::error_code error;
   fs::create_directories(w.folder, error);
-  SB_USER_CHECK(!error, "{}: cannot create the folder: {}", w.folder, error.message());
+  SB_USER_CHECK(!error, "{}: cannot create the directory: {}", w.folder, error.message());
   w.lock = std::make_unique<FileLock>(w.part("lock"), w.folder + ": another process is writing this output");
   json state;
   if (options.resume && fs::exists(w.part("state.json"))) {
@@ -111,7 +111,7 @@ TokenWriter::TokenWriter(const std::string& prefix, const Options& options) : im
       }
       w.open(state);
     } catch (const json::exception& problem) {
-      throw UserError("{}: damaged ({}); delete the folder {} and start again", w.part("state.json"),
+      throw UserError("{}: damaged ({}); delete the directory {} and start again", w.part("state.json"),
                       printable(problem.what(), 200), w.folder);
     }
   } else {
@@ -119,7 +119,7 @@ TokenWriter::TokenWriter(const std::string& prefix, const Options& options) : im
     w.open(json());
   }
   SB_USER_CHECK(options.overwrite || !fs::exists(prefix + ".idx"),
-                "{}.idx exists already; choose another output, or replace it with --overwrite", prefix);
+                "{}.idx already exists; choose another output, or replace it with --overwrite", prefix);
 }
 
 TokenWriter::~TokenWriter() = default;
@@ -133,7 +133,7 @@ void TokenWriter::add(std::span<const int32_t> tokens, std::span<const uint8_t> 
                 tokens.size());
   const int32_t limit = w.options.type == TokenType::u16 ? UINT16_MAX : INT32_MAX;
   for (int32_t token : tokens)
-    SB_USER_CHECK(token >= 0 && token <= limit, "{}: the token id {} does not fit the type {}", w.prefix, token,
+    SB_USER_CHECK(token >= 0 && token <= limit, "{}: token id {} does not fit in type {}", w.prefix, token,
                   w.options.type == TokenType::u16 ? "u16" : "i32");
   auto count = static_cast<int32_t>(tokens.size()) - 1;
   bool all = true;
@@ -143,7 +143,7 @@ void TokenWriter::add(std::span<const int32_t> tokens, std::span<const uint8_t> 
       count += targets[t] != 0;
       all = all && targets[t] != 0;
     }
-    SB_USER_CHECK(count > 0, "{}: a document of {} tokens has no label", w.prefix, tokens.size());
+    SB_USER_CHECK(count > 0, "{}: a document of {} tokens has no target", w.prefix, tokens.size());
   }
   if (w.options.type == TokenType::i32)
     w.bin->append(tokens.data(), tokens.size() * 4);
@@ -250,7 +250,7 @@ void TokenWriter::Impl::publish() {
 void TokenWriter::finish() {
   Impl& w = *impl_;
   if (w.finished) return;
-  SB_USER_CHECK(w.documents > 0, "{}: nothing to write: no document was added", w.prefix);
+  SB_USER_CHECK(w.documents > 0, "{}: nothing to write: there are no documents", w.prefix);
   w.sync();
   w.write_index();
   if (w.masked) w.write_mask();

@@ -16,9 +16,9 @@ class TokenWriter {
  public:
   struct Options {
     TokenType type = TokenType::i32;
-    bool resume = false;     // go on from the last checkpoint() of an interrupted run, if there is one
-    bool overwrite = false;  // else an existing PREFIX.idx is a UserError
-    std::string origin;      // text of PREFIX.origin.json (data/text/token_origin.h); empty: there is none
+    bool resume = false;      // go on from the last checkpoint() of an interrupted run, if there is one
+    bool overwrite = false;   // else an existing PREFIX.idx is a UserError
+    std::string origin = {};  // text of PREFIX.origin.json (data/text/token_origin.h); empty: there is none
   };
   TokenWriter(const std::string& prefix, const Options& options);
   ~TokenWriter();

@@ -61,14 +61,14 @@ void LengthCurriculum::restore(const std::string& state) {
   int64_t observations = -1;
   in >> word >> version >> observations >> average;
   SB_USER_CHECK(in && word == "curriculum" && version == 1 && observations >= 0,
-                "curriculum state \"{}\" is not one this version wrote", state);
+                "curriculum state \"{}\" was not written by this version", state);
   std::vector<Switch> switches;
   Switch next{};
   char colon = 0;
   while (in >> next.position >> colon >> next.length) {
     SB_USER_CHECK(colon == ':' && next.length > 0 && next.length <= options_.end &&
                       (switches.empty() ? next.position == 0 : next.position > switches.back().position),
-                  "curriculum state \"{}\" does not fit this configuration (end {})", state, options_.end);
+                  "curriculum state \"{}\" does not match this configuration (end {})", state, options_.end);
     switches.push_back(next);
   }
   SB_USER_CHECK(in.eof() && !switches.empty(), "curriculum state \"{}\" is damaged", state);

@@ -257,7 +257,7 @@ void check(const RulerOptions& o) {
                 "{}: queries ({}) must not exceed needles ({})", name, o.queries, o.needles);
   SB_USER_CHECK(o.min_distance_words >= 0, "{}: the distance must not be negative", name);
   SB_USER_CHECK(o.depth <= 1.0 && (o.depth < 0.0 || o.task == RulerTask::niah_single),
-                "{}: depth must lie between 0 and 1 and is for niah_single only", name);
+                "{}: depth must lie between 0 and 1, and applies to niah_single only", name);
 }
 
 }  // namespace
@@ -265,7 +265,7 @@ void check(const RulerOptions& o) {
 RulerTask parse_ruler_task(std::string_view name) {
   for (const auto& [task, known] : kNames)
     if (known == name) return task;
-  throw UserError("unknown RULER task \"{}\"; known are: {}", name, fmt::join(ruler_task_names(), ", "));
+  throw UserError("unknown RULER task \"{}\"; choose from {}", name, fmt::join(ruler_task_names(), ", "));
 }
 
 std::string_view ruler_task_name(RulerTask task) {
@@ -299,7 +299,8 @@ RulerSample make_ruler_sample(const RulerOptions& options, const TokenCounter& c
   const auto tokens_with = [&](int64_t units) { return count_tokens(make_prompt(options, units, random).text); };
   const int64_t least = least_units(options);
   const int64_t shortest = tokens_with(least);
-  SB_USER_CHECK(shortest <= room, "{}: a length of {} is too short: the least prompt takes {} tokens and the answer {}",
+  SB_USER_CHECK(shortest <= room,
+                "{}: a length of {} is too short: the shortest prompt takes {} tokens and the answer {}",
                 ruler_task_name(options.task), options.length, shortest, answer_tokens(options.task));
   // Prompts grow by nearly equal steps: a few secant steps come close, and none of them overshoots for long.
   int64_t low = least, low_tokens = shortest, high = 0;

@@ -39,14 +39,15 @@ class SyntheticSource final : public SequenceSource {
     const bool from_pool = options.length.kind == LengthDistribution::Kind::pool;
     SB_USER_CHECK(curriculum_ || !from_pool || !pool.empty(), "synthetic: the pool of lengths is empty");
     SB_USER_CHECK(curriculum_ || from_pool || options.length.min <= options.length.max,
-                  "synthetic: the least length ({}) is above the largest ({})", options.length.min, options.length.max);
+                  "synthetic: the minimum length ({}) is above the maximum ({})", options.length.min,
+                  options.length.max);
     const int64_t shortest = curriculum_ ? options.curriculum->start
                              : from_pool ? *std::min_element(pool.begin(), pool.end())
                                          : options.length.min;
     longest_ = curriculum_ ? options.curriculum->end
                : from_pool ? *std::max_element(pool.begin(), pool.end())
                            : options.length.max;
-    SB_USER_CHECK(longest_ <= int64_t{1} << 31, "synthetic: a length of {} is beyond 2^31", longest_);
+    SB_USER_CHECK(longest_ <= int64_t{1} << 31, "synthetic: a length of {} exceeds 2^31", longest_);
     if (is_recall(options.task))
       synthetic::check_recall(options, shortest);
     else
@@ -82,9 +83,10 @@ class SyntheticSource final : public SequenceSource {
   }
   std::string state() const override { return curriculum_ ? curriculum_->state() : std::string(); }
   void restore_state(const std::string& state) override {
-    SB_USER_CHECK(curriculum_.has_value() == !state.empty(),
-                  "the checkpoint's data state \"{}\" does not fit this configuration: it was written {} a curriculum",
-                  state, state.empty() ? "without" : "with");
+    SB_USER_CHECK(
+        curriculum_.has_value() == !state.empty(),
+        "the checkpoint's data state \"{}\" does not match this configuration: it was written {} a curriculum", state,
+        state.empty() ? "without" : "with");
     if (curriculum_) curriculum_->restore(state);
   }
 
@@ -100,7 +102,7 @@ class SyntheticSource final : public SequenceSource {
 SyntheticTask parse_synthetic_task(std::string_view name) {
   for (const auto& [task, known] : kNames)
     if (known == name) return task;
-  throw UserError("unknown synthetic task \"{}\"; known are: {}", name, fmt::join(synthetic_task_names(), ", "));
+  throw UserError("unknown synthetic task \"{}\"; choose from {}", name, fmt::join(synthetic_task_names(), ", "));
 }
 
 std::string_view synthetic_task_name(SyntheticTask task) {

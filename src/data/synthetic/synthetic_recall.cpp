@@ -60,7 +60,7 @@ void check_recall(const SyntheticOptions& options, int64_t length) {
   if (options.task == SyntheticTask::copy) {
     SB_USER_CHECK(length >= 4, "copy: a sequence needs at least 4 tokens, got length {}", length);
     SB_USER_CHECK(options.min_distance <= length / 2,
-                  "copy: repeats at half the length ({}), so min_distance cannot be {}", length / 2,
+                  "copy: repeats after half the length ({}), so min_distance cannot be {}", length / 2,
                   options.min_distance);
     return;
   }

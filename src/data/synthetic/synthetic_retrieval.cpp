@@ -194,7 +194,7 @@ void check_retrieval(const SyntheticOptions& options, int64_t length) {
                 name, options.queries, options.needles);
   SB_USER_CHECK(options.depth <= 1.0, "{}: depth must lie between 0 and 1, got {}", name, options.depth);
   SB_USER_CHECK(options.depth < 0.0 || options.task == SyntheticTask::needle_single,
-                "{}: depth is for needle_single only", name);
+                "{}: depth applies to needle_single only", name);
   const Sizes sizes = fixed_sizes(options);
   const int64_t keys = std::max(sizes.keys, options.chains);
   SB_USER_CHECK(options.vocab_size >= kMarkers + 3 * std::max<int64_t>(keys, 2),

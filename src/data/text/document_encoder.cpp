@@ -28,7 +28,7 @@ DocumentEncoder::DocumentEncoder(const Tokenizer& tokenizer, const DocumentEncod
     chat_ = llama3;
   if (!options.eod_token.empty()) {
     eod_ = tokenizer.token_id(options.eod_token).value_or(-1);
-    SB_USER_CHECK(eod_ >= 0, "{}: there is no token \"{}\" to end documents with", tokenizer.name(), options.eod_token);
+    SB_USER_CHECK(eod_ >= 0, "{}: has no token \"{}\" to end documents with", tokenizer.name(), options.eod_token);
     return;
   }
   for (const char* name : {"<|endoftext|>", "<|end_of_text|>", "</s>"})
@@ -62,15 +62,15 @@ EncodedDocument DocumentEncoder::encode(const JsonlRecord& record) const {
   }
   const bool completion = record.kind == JsonlRecord::Kind::completion;
   SB_USER_CHECK(eod_ >= 0 || !completion || !options_.end_completions,
-                "{}: none of <|endoftext|>, <|end_of_text|> and </s> is there to end the completion with; name the "
-                "token with --eod-token, or leave it out with --no-end-token",
+                "{}: none of <|endoftext|>, <|end_of_text|> and </s> is in the vocabulary to end completions with; "
+                "name the token with --eod-token, or do without with --no-end-token",
                 tokenizer_.name());
   if (options_.append_eod || (completion && options_.end_completions))
     append(document, {eod_}, record.kind != JsonlRecord::Kind::messages);
   // The first token has nothing before it, so it can never be a target.
   SB_USER_CHECK(document.targets.size() > 1 &&
                     std::find(document.targets.begin() + 1, document.targets.end(), 1) != document.targets.end(),
-                "no label: the line gives {} tokens and none of them can be a target", document.tokens.size());
+                "no target: none of the {} tokens of this line can be one", document.tokens.size());
   if (std::find(document.targets.begin() + 1, document.targets.end(), 0) == document.targets.end())
     document.targets.clear();
   return document;
@@ -90,7 +90,7 @@ DocumentEncoder::Question DocumentEncoder::encode_question(const std::string& te
 void DocumentEncoder::encode_messages(const JsonlRecord& record, EncodedDocument& document) const {
   SB_USER_CHECK(chat_.start >= 0,
                 "{}: chats need <|im_start|> and <|im_end|> (ChatML), or <|begin_of_text|>, <|start_header_id|>, "
-                "<|end_header_id|> and <|eot_id|> (Llama-3), and this tokenizer has neither",
+                "<|end_header_id|> and <|eot_id|> (Llama-3), but this tokenizer has neither",
                 tokenizer_.name());
   EncodeOptions as_text;
   as_text.parse_added_tokens = false;

@@ -14,7 +14,7 @@ using nlohmann::json;
 std::string string_of(json& object, const char* key, const std::string& where) {
   const auto found = object.find(key);
   SB_USER_CHECK(found != object.end(), "{}\"{}\" is missing", where, key);
-  SB_USER_CHECK(found->is_string(), "{}\"{}\" must be a string, it is {}", where, key, found->type_name());
+  SB_USER_CHECK(found->is_string(), "{}\"{}\" must be a string, but is {}", where, key, found->type_name());
   return std::move(found->get_ref<std::string&>());
 }
 
@@ -45,13 +45,13 @@ Layout layout_of(const json& object, const std::string& text_key) {
   std::optional<Layout> found;
   for (const auto& [given, layout] : there) {
     if (!given) continue;
-    SB_USER_CHECK(!found, "more than one of {} is there; keep one of them, for example with `jq -c 'del(.text)'`",
+    SB_USER_CHECK(!found, "more than one of {} is present; keep only one, for example with `jq -c 'del(.text)'`",
                   known);
     found = layout;
   }
   // Beside chats (UltraChat) a prompt is their first message once more.
   if (!found && object.contains("prompt")) found = Layout::completion;
-  SB_USER_CHECK(found, "none of {} is there{}; --text-key names the key of plain text", known, keys_of(object));
+  SB_USER_CHECK(found, "none of {} is present{}; name the key of plain text with --text-key", known, keys_of(object));
   return *found;
 }
 
@@ -60,38 +60,38 @@ std::string role_of(const std::string& name, const std::string& where) {
   if (name == "human") return "user";
   if (name == "gpt" || name == "chatgpt") return "assistant";
   SB_USER_CHECK(name == "system" || name == "user" || name == "assistant",
-                "{}\"from\" is \"{}\"; known are human, gpt and system", where, printable(name));
+                "{}\"from\" is \"{}\"; expected human, gpt or system", where, printable(name));
   return name;
 }
 
 void read_chat(json& list, const char* key, const char* role_key, const char* content_key, JsonlRecord& record) {
   record.kind = JsonlRecord::Kind::messages;
-  SB_USER_CHECK(list.is_array() && !list.empty(), "\"{}\" must be a list with entries", key);
+  SB_USER_CHECK(list.is_array() && !list.empty(), "\"{}\" must be a list that is not empty", key);
   bool answered = false;
   for (size_t i = 0; i < list.size(); ++i) {
     const std::string where = fmt::format("message {}: ", i + 1);
-    SB_USER_CHECK(list[i].is_object(), "{}must be an object, it is {}", where, list[i].type_name());
+    SB_USER_CHECK(list[i].is_object(), "{}must be an object, but is {}", where, list[i].type_name());
     ChatMessage message{string_of(list[i], role_key, where), string_of(list[i], content_key, where)};
     SB_USER_CHECK(!message.role.empty(), "{}\"{}\" is empty", where, role_key);
     if (role_key == std::string_view("from")) message.role = role_of(message.role, where);
     answered = answered || message.role == "assistant";
     record.messages.push_back(std::move(message));
   }
-  SB_USER_CHECK(answered, "no label: no message has the role \"assistant\"");
+  SB_USER_CHECK(answered, "no target: no message has the role \"assistant\"");
 }
 
 void read_completion(json& object, const char* prompt, const char* completion, JsonlRecord& record) {
   record.kind = JsonlRecord::Kind::completion;
   record.prompt = string_of(object, prompt, "");
   record.completion = string_of(object, completion, "");
-  SB_USER_CHECK(!record.completion.empty(), "no label: \"{}\" is empty", completion);
+  SB_USER_CHECK(!record.completion.empty(), "no target: \"{}\" is empty", completion);
 }
 
 // The instruction and, where there is one, its input on lines of their own, then the answer.
 void read_alpaca(json& object, JsonlRecord& record) {
   read_completion(object, "instruction", "output", record);
   const std::string input = object.contains("input") ? string_of(object, "input", "") : "";
-  record.prompt += "\n" + (input.empty() ? "" : input + "\n");
+  record.prompt += input.empty() ? "\n" : fmt::format("\n{}\n", input);
 }
 
 }  // namespace
@@ -103,12 +103,12 @@ JsonlRecord parse_jsonl_record(std::string_view line, const std::string& text_ke
   try {
     object = json::parse(line);
   } catch (const json::parse_error& error) {
-    throw UserError("not JSON: at byte {} of the line, near \"{}\"", error.byte,
+    throw UserError("invalid JSON at byte {} of the line, near \"{}\"", error.byte,
                     printable(line.substr(std::min(line.size(), error.byte > 20 ? error.byte - 20 : 0)), 40));
   } catch (const json::out_of_range& error) {  // 1e999
-    throw UserError("not JSON that can be read: {}", printable(error.what(), 120));
+    throw UserError("unreadable JSON: {}", printable(error.what(), 120));
   }
-  SB_USER_CHECK(object.is_object(), "a line must be an object, this is {}", object.type_name());
+  SB_USER_CHECK(object.is_object(), "a line must be an object, but this is {}", object.type_name());
   JsonlRecord record;
   switch (layout_of(object, text_key)) {
     case Layout::text:

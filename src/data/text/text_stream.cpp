@@ -53,7 +53,7 @@ class PackedText : public TextStream {
       }
       if (ended_) break;
       SB_USER_CHECK(std::ssize(text_) < static_cast<int64_t>(bytes) + kLongestLine,
-                    "{}: a line has more than {} bytes of text: this is no JSONL", path_, kLongestLine);
+                    "{}: a line has more than {} bytes: this is not JSONL", path_, kLongestLine);
       ended_ = !unpack(text_);
     }
     taken_ = newline == std::string::npos ? text_.size() : newline + 1;
@@ -90,7 +90,7 @@ class GzipText final : public PackedText {
  protected:
   bool unpack(std::string& text) override {
     const std::string_view input = rest();
-    SB_USER_CHECK(!input.empty() || between_, "{}: ends in the middle of its gzip data", path());
+    SB_USER_CHECK(!input.empty() || between_, "{}: truncated: ends in the middle of its gzip data", path());
     if (input.empty()) return false;
     if (between_) SB_CHECK(inflateReset(&stream_) == Z_OK, "zlib does not start again");
     between_ = false;
@@ -127,7 +127,7 @@ class ZstdText final : public PackedText {
  protected:
   bool unpack(std::string& text) override {
     const std::string_view rest_of_file = rest();
-    SB_USER_CHECK(!rest_of_file.empty() || between_, "{}: ends in the middle of its zstd data", path());
+    SB_USER_CHECK(!rest_of_file.empty() || between_, "{}: truncated: ends in the middle of its zstd data", path());
     if (rest_of_file.empty()) return false;
     const size_t before = text.size();
     text.resize(before + kPiece);
@@ -160,8 +160,10 @@ std::unique_ptr<TextStream> open_text(const std::string& path) {
 #ifdef SB_ZSTD
   if (first == "\x28\xb5\x2f\xfd"sv) return std::make_unique<ZstdText>(path);
 #else
-  SB_USER_CHECK(first != "\x28\xb5\x2f\xfd"sv,
-                "{}: zstd, which this build cannot unpack (libzstd-dev); unpack it first, or build again", path);
+  SB_USER_CHECK(
+      first != "\x28\xb5\x2f\xfd"sv,
+      "{}: zstd is not supported by this build; decompress the file first, or install libzstd-dev and build again",
+      path);
 #endif
   return std::make_unique<PlainText>(path);
 }

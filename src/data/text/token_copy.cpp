@@ -24,11 +24,10 @@ std::string common_origin(const std::vector<std::string>& paths) {
     const std::optional<TokenOrigin> own = read_token_origin(path);
     known = known && own;
     if (!own) continue;
-    SB_USER_CHECK(
-        !first || first->fingerprint == own->fingerprint,
-        "{} was made with the vocabulary of {}, the files before it with that of {}: their ids mean different "
-        "words; tokenize them alike first",
-        path, own->tokenizer, first->tokenizer);
+    SB_USER_CHECK(!first || first->fingerprint == own->fingerprint,
+                  "{} was made with the vocabulary of {}, but the files before it with that of {}: their ids mean "
+                  "different words; tokenize all of them with the same tokenizer first",
+                  path, own->tokenizer, first->tokenizer);
     first = own;
   }
   return known && first ? write_token_origin(*first) : "";
@@ -74,7 +73,7 @@ class Copier {
 }  // namespace
 
 CopiedDocuments merge_token_files(const std::vector<std::string>& paths, const std::string& output, bool overwrite) {
-  SB_USER_CHECK(!paths.empty(), "no token files are given");
+  SB_USER_CHECK(!paths.empty(), "no token files were given");
   std::vector<std::unique_ptr<TokenFile>> files;
   TokenType type = TokenType::u16;
   for (const std::string& path : paths) {
@@ -90,7 +89,7 @@ CopiedDocuments merge_token_files(const std::vector<std::string>& paths, const s
 
 SplitDocuments split_token_file(const std::string& path, const std::string& train, const std::string& validation,
                                 double share, uint64_t seed, bool overwrite) {
-  SB_USER_CHECK(share > 0 && share < 1, "a share of {} for validation; more than 0 and less than 1 is needed", share);
+  SB_USER_CHECK(share > 0 && share < 1, "--validation {}: must be above 0 and below 1", share);
   const std::unique_ptr<TokenFile> file = open_token_file(path);
   std::vector<int64_t> order(static_cast<size_t>(file->documents()));
   std::iota(order.begin(), order.end(), int64_t{0});
@@ -106,8 +105,8 @@ SplitDocuments split_token_file(const std::string& path, const std::string& trai
   for (int64_t d = 0; d < file->documents(); ++d)
     (held[static_cast<size_t>(d)] ? to_validation : to_train).copy(*file, d);
   SB_USER_CHECK(to_train.documents() > 0 && to_validation.documents() > 0,
-                "{}: {} documents with targets would be for training and {} for validation; give another share", path,
-                to_train.documents(), to_validation.documents());
+                "{}: {} documents with targets would go to training and {} to validation; choose another --validation",
+                path, to_train.documents(), to_validation.documents());
   SplitDocuments split;
   split.validation = to_validation.finish();
   split.train = to_train.finish();

@@ -75,14 +75,14 @@ void warn_of_other_tokenizer(const std::vector<std::string>& paths, const fs::pa
     try {
       if (!own) own = origin_of(Tokenizer::load(file.string()));
     } catch (const UserError& unknown) {
-      log::info("{}: made with {}; whether that is the model's tokenizer is not known: {}", path, origin->tokenizer,
+      log::info("{}: made with {}; cannot tell whether that is the model's tokenizer: {}", path, origin->tokenizer,
                 unknown.what());
       return;
     }
     if (own->fingerprint == origin->fingerprint) continue;
     log::warning(
-        "{}: was made with another tokenizer than the model's, so that its token ids mean other words: {} ({} ids) "
-        "there, {} ({} ids) here; run `sparsebalance data tokenize` again with the model's tokenizer.json",
+        "{}: was not made with the model's tokenizer, so its token ids mean different words: {} ({} ids) there, {} ({} "
+        "ids) here; run `sparsebalance data tokenize` again with the model's tokenizer.json",
         path, origin->tokenizer, origin->vocab_size, file.string(), own->vocab_size);
   }
 }

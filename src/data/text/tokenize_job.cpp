@@ -40,13 +40,13 @@ struct Line {
 void refuse_other_formats(const std::string& path, std::string_view text) {
   using namespace std::string_view_literals;
   for (const std::string_view magic : {"\xfd\x37zXZ"sv, "BZh"sv, "PK\x03\x04"sv})
-    SB_USER_CHECK(!text.starts_with(magic), "{}: compressed; unpack it first, JSONL is read plain, as .gz or as .zst",
-                  path);
+    SB_USER_CHECK(!text.starts_with(magic),
+                  "{}: is compressed in an unsupported format; decompress it first, or use .gz or .zst", path);
   SB_USER_CHECK(!text.starts_with("PAR1"),
-                "{}: a Parquet file; write it as JSONL first, for example with datasets.Dataset.to_json", path);
+                "{}: is a Parquet file; convert it to JSONL first, for example with datasets.Dataset.to_json", path);
   const size_t first = text.find_first_not_of(" \t\r\n");
   SB_USER_CHECK(first == std::string_view::npos || text[first] != '[',
-                "{}: a JSON array; JSONL has one object a line, as `jq -c '.[]'` writes it", path);
+                "{}: is a JSON array; JSONL has one object per line, as `jq -c '.[]'` writes it", path);
 }
 
 class TokenizeJob {
@@ -57,10 +57,10 @@ class TokenizeJob {
         tokenizer_(Tokenizer::load(options.tokenizer)),
         encoder_(tokenizer_, options.documents),
         pool_(std::max(1, options.workers)) {
-    SB_USER_CHECK(!options.inputs.empty(), "no input files are given");
+    SB_USER_CHECK(!options.inputs.empty(), "no input files were given");
     for (const std::string& path : options.inputs) {
       const MappedFile file(path);
-      SB_USER_CHECK(file.size() > 0, "{}: empty: there is nothing to tokenize", path);
+      SB_USER_CHECK(file.size() > 0, "{}: is empty: there is nothing to tokenize", path);
       refuse_other_formats(path, file.text());
       const std::unique_ptr<TextStream> text = open_text(path);
       refuse_other_formats(path, text->next(1));  // a JSON array may be compressed, too
@@ -86,8 +86,8 @@ class TokenizeJob {
          ++file_, offset_ = 0, line_number_ = 0, done_in_file_ = 0)
       run_file();
     if (!writer_->finished()) {
-      SB_USER_CHECK(writer_->documents() > 0, "{}: no line gave a document; {} lines were bad", options_.inputs.front(),
-                    progress_.bad_lines);
+      SB_USER_CHECK(writer_->documents() > 0, "{}: no line could be turned into a document; {} lines were bad",
+                    options_.inputs.front(), progress_.bad_lines);
       writer_->checkpoint(note());
       writer_->finish();
     }
@@ -120,15 +120,15 @@ class TokenizeJob {
     try {
       const json note = json::parse(writer_->note());
       SB_USER_CHECK(note.at("identity") == identity(),
-                    "{}.partial belongs to a run with other inputs or options; give the same ones to resume it, or "
-                    "start again with --restart",
+                    "{}.partial belongs to a run with other inputs or options; pass the same ones to resume it, or "
+                    "start over with --restart",
                     options_.output);
       const auto number = [&](const char* key, int64_t most) {
         const json& value = note.at(key);
-        SB_USER_CHECK(value.is_number_integer() && value >= 0 && value <= most,
-                      "{}.partial/state.json: damaged: \"{}\" must be a whole number from 0 to {}; start again with "
-                      "--restart",
-                      options_.output, key, most);
+        SB_USER_CHECK(
+            value.is_number_integer() && value >= 0 && value <= most,
+            "{}.partial/state.json: damaged: \"{}\" must be an integer from 0 to {}; start over with --restart",
+            options_.output, key, most);
         return value.get<int64_t>();
       };
       file_ = static_cast<size_t>(number("file", std::ssize(sizes_)));
@@ -138,7 +138,7 @@ class TokenizeJob {
       progress_.bad_lines = number("bad_lines", lines);
       compare_input(static_cast<uint32_t>(number("crc32c", UINT32_MAX)));
     } catch (const json::exception& problem) {
-      throw UserError("{}.partial/state.json: damaged ({}); start again with --restart", options_.output,
+      throw UserError("{}.partial/state.json: damaged ({}); start over with --restart", options_.output,
                       printable(problem.what(), 200));
     }
     update_progress();
@@ -156,8 +156,8 @@ class TokenizeJob {
       done_in_file_ = file->position();
     }
     SB_USER_CHECK(done_checksum_ == expected,
-                  "{}.partial was made of other text: {} changed since; start again with --restart", options_.output,
-                  fmt::join(touched(), " or "));
+                  "{}.partial was made from other text: {} has changed since; start over with --restart",
+                  options_.output, fmt::join(touched(), " or "));
   }
   // Reads on to `end` without tokenizing, for the checksum; says where it came to.
   size_t skip(TextStream& file, size_t end) {
@@ -225,7 +225,7 @@ class TokenizeJob {
         writer_->add(line.document.tokens, line.document.targets);
         continue;
       }
-      SB_USER_CHECK(options_.skip_bad_lines, "{}:{}: {} (--skip-bad-lines leaves such lines out and counts them)", path,
+      SB_USER_CHECK(options_.skip_bad_lines, "{}:{}: {} (--skip-bad-lines skips such lines and counts them)", path,
                     line.number, line.error);
       if (++progress_.bad_lines <= kShownBadLines) log::warning("skipped {}:{}: {}", path, line.number, line.error);
     }

@@ -140,7 +140,7 @@ void Tokenizer::Impl::put_back(std::unique_ptr<Encoder> encoder) {
 
 void Tokenizer::Impl::encode(std::string_view text, const EncodeOptions& options, Encoder& encoder,
                              std::vector<int32_t>& out) const {
-  SB_USER_CHECK(text.size() < size_t{1} << 31, "a text of {} bytes is too long to encode at once; the limit is 2 GiB",
+  SB_USER_CHECK(text.size() < size_t{1} << 31, "a text of {} bytes is too long to encode in one go; the limit is 2 GiB",
                 text.size());
   if (const std::optional<size_t> bad = find_invalid_utf8(text))
     throw UserError("invalid UTF-8 at byte {} of a text of {} bytes (0x{:02x})", *bad, text.size(),

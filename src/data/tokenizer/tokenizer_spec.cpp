@@ -72,7 +72,7 @@ class SpecReader {
   }
   int32_t id_of(const json& value, const std::string& of) {
     SB_USER_CHECK(value.is_number_integer() && value >= 0 && value <= kMaxId,
-                  "{}: the id of \"{}\" must be a whole number between 0 and {}", spec_.name, printable(of), kMaxId);
+                  "{}: the id of \"{}\" must be an integer between 0 and {}", spec_.name, printable(of), kMaxId);
     return value.get<int32_t>();
   }
   [[noreturn]] void refuse(const char* what, const std::string& type, const char* supported) {

@@ -54,7 +54,7 @@ std::string_view normalize(std::string_view text, NormalForm form, std::string& 
   std::string result;
   icu::StringByteSink<std::string> sink(&result);
   forms.normalizeUTF8(0, piece, sink, nullptr, status);
-  SB_CHECK(U_SUCCESS(status), "ICU failed to normalise a text of {} bytes: {}", text.size(), u_errorName(status));
+  SB_CHECK(U_SUCCESS(status), "ICU failed to normalize a text of {} bytes: {}", text.size(), u_errorName(status));
   storage = std::move(result);
   return storage;
 }

@@ -40,10 +40,10 @@ struct StageOptions {
   int shards = 1;                     // every group of the parameters can be cut into so many equal pieces
   bool with_values = true;            // false: the fp32 values are somebody else's (ParameterSet::set_values_owner)
   bool fp8 = false;                   // products of the layers from e4m3 codes; on the CPU a reference for tests
-  std::vector<int> fp8_skip;          // layers whose products are not
+  std::vector<int> fp8_skip = {};     // layers whose products are not
   int kept_codes = -1;                // of the others, so many keep their weights' codes between updates; -1: all
-  LoraConfig lora;                    // with a rank the model itself is frozen but for what it names
-  TensorShare tensor;                 // of the ranks that share the products of this stage, this one
+  LoraConfig lora = {};               // with a rank the model itself is frozen but for what it names
+  TensorShare tensor = {};            // of the ranks that share the products of this stage, this one
 
   // Layers whose products are from e4m3 codes, and those that keep their weights' codes.
   bool uses_fp8(int layer) const { return fp8 && std::ranges::count(fp8_skip, layer) == 0; }

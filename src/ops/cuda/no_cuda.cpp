@@ -7,7 +7,8 @@ namespace {
 
 [[noreturn]] void refuse() {
   throw UserError(
-      "device: cuda asked for, but this program was built without CUDA; use device: cpu or build with the cuda preset");
+      "device: cuda was requested, but this program was built without CUDA; use device: cpu, or build with the cuda "
+      "preset");
 }
 
 }  // namespace

@@ -7,7 +7,7 @@ namespace sb::cuda {
 namespace {
 
 [[noreturn]] void refuse() {
-  throw UserError("fp8 on a GPU asked for, but this program was built without CUDA; build with the cuda preset");
+  throw UserError("fp8 on a GPU was requested, but this program was built without CUDA; build with the cuda preset");
 }
 
 }  // namespace

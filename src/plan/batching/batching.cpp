@@ -165,17 +165,16 @@ std::string BatchingOptions::name() const {
 
 void check_sequences(std::span<const Sequence> sequences, int dp, int64_t cap) {
   SB_USER_CHECK(!sequences.empty(), "the global batch is empty");
-  SB_USER_CHECK(
-      static_cast<int64_t>(sequences.size()) >= dp,
-      "a global batch of {} sequences is smaller than dp {}: a rank would have nothing to do; raise the global "
-      "batch or lower dp",
-      sequences.size(), dp);
+  SB_USER_CHECK(static_cast<int64_t>(sequences.size()) >= dp,
+                "a global batch of {} sequences is smaller than dp {}: some ranks would have nothing to do; raise the "
+                "global batch or lower dp",
+                sequences.size(), dp);
   for (const Sequence& sequence : sequences) {
     SB_USER_CHECK(sequence.tokens > 0, "sequence {} has {} tokens; lengths must be positive", sequence.id,
                   sequence.tokens);
     SB_USER_CHECK(cap == 0 || sequence.tokens <= cap,
-                  "sequence {} has {} tokens, more than the cap of {} a micro-batch; raise micro_batch_tokens, or cut "
-                  "sequences with balance.chunk",
+                  "sequence {} has {} tokens, more than the cap of {} per micro-batch; raise micro_batch_tokens, or "
+                  "split sequences with balance.chunk",
                   sequence.id, sequence.tokens, cap);
   }
 }
@@ -207,7 +206,7 @@ Batches make_batches(const CostModel& cost, std::span<const Sequence> sequences,
   const int64_t cap = options.micro_batch_tokens;
   check_sequences(sequences, dp, cap);
   SB_USER_CHECK(options.micro_batch_sequences > 0 || cap > 0,
-                "say how large a micro-batch is: micro_batch_sequences, micro_batch_tokens, or both");
+                "the size of a micro-batch is not set; set micro_batch_sequences, micro_batch_tokens, or both");
   const auto n = static_cast<int64_t>(sequences.size());
   const auto most = static_cast<int>(n / dp);
   const auto a_rank = [&](int64_t micro_batches) { return (micro_batches + dp - 1) / dp; };

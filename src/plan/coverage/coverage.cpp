@@ -208,11 +208,11 @@ std::unique_ptr<CoverageModel> find_coverage(const std::string& name_or_path, in
   }
   std::error_code unknown;
   SB_USER_CHECK(std::filesystem::exists(name_or_path, unknown) || unknown,
-                "coverage `{}` is none of power:GAMMA, layered or a readable coverage.json", name_or_path);
+                "unknown coverage `{}`; expected power:GAMMA, layered or a readable coverage.json", name_or_path);
   CoverageTable table = parse_coverage(read_regular_file(name_or_path), name_or_path);
-  SB_USER_CHECK(table.layers == layers, "{}: has {} layers and the model has {}", name_or_path, table.layers, layers);
+  SB_USER_CHECK(table.layers == layers, "{}: has {} layers, but the model has {}", name_or_path, table.layers, layers);
   if (!table.assumed_layers.empty())
-    log::warning("{}: nothing was measured in the layers {}; what budgets hold there is a guess", name_or_path,
+    log::warning("{}: nothing was measured in layers {}; their coverage is assumed", name_or_path,
                  fmt::join(table.assumed_layers, ", "));
   return table_coverage(std::move(table), name_or_path);
 }

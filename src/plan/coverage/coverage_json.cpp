@@ -40,16 +40,16 @@ CoverageTable parse_coverage(const std::string& text, const std::string& where) 
   table.budgets = ascending(json, "budgets", where);
   SB_USER_CHECK(
       json.contains("coverage") && json["coverage"].is_array() && std::ssize(json["coverage"]) == table.layers,
-      "{}: `coverage` must hold one list a layer ({})", where, table.layers);
+      "{}: `coverage` must hold one list per layer ({})", where, table.layers);
   for (const Json& layer : json["coverage"]) {
     auto& classes = table.coverage.emplace_back();
     SB_USER_CHECK(layer.is_array() && layer.size() == table.length_classes.size(),
-                  "{}: `coverage` of layer {} must hold one list a length class ({})", where, table.coverage.size() - 1,
-                  table.length_classes.size());
+                  "{}: `coverage` of layer {} must hold one list per length class ({})", where,
+                  table.coverage.size() - 1, table.length_classes.size());
     for (const Json& curve : layer) {
       auto& values = classes.emplace_back();
       SB_USER_CHECK(curve.is_array() && curve.size() == table.budgets.size(),
-                    "{}: `coverage` of layer {}, class {} must hold one value a budget ({})", where,
+                    "{}: `coverage` of layer {}, class {} must hold one value per budget ({})", where,
                     table.coverage.size() - 1, classes.size() - 1, table.budgets.size());
       double last = 0;
       for (const Json& item : curve) {

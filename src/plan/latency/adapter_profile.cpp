@@ -29,8 +29,9 @@ void mix(OperationTable& table, double own, const OperationTable& forward, doubl
 Profile with_adapters(Profile profile, int64_t rank) {
   SB_USER_CHECK(
       profile.lora_rank == 0 || profile.lora_rank == rank,
-      "{}: was measured with adapters of rank {} and {}; measure again with `sparsebalance profile --lora {}`",
-      profile.name, profile.lora_rank, rank == 0 ? "the whole model is trained" : fmt::format("not {}", rank), rank);
+      "{}: was measured with LoRA adapters of rank {}, but {}; measure again with `sparsebalance profile --lora {}`",
+      profile.name, profile.lora_rank,
+      rank == 0 ? "the whole model is trained here" : fmt::format("the rank is {} here", rank), rank);
   if (profile.lora_rank == rank) return profile;
   const OperationTable forward = table_of(profile, Operation::linear_forward);
   OperationTable& backward = table_of(profile, Operation::linear_backward);

@@ -100,17 +100,16 @@ void CostModel::check() const {
                 "dp {}, pp {}, cp {} and tp {} must be positive", layout_.dp, layout_.pp, layout_.cp, layout_.tp);
   const std::string problem = tensor_parallel_problem(shape(), layout_.tp);
   SB_USER_CHECK(problem.empty(), "tp {}: {}; lower tp", layout_.tp, problem);
-  SB_USER_CHECK(layout_.pp <= shape().layers,
-                "pp {} is more than the {} layers of {}: a stage would be empty; lower pp", layout_.pp, shape().layers,
-                shape().name);
-  SB_USER_CHECK(layout_.warmup_depth >= 1, "warm-up depth must be at least 1, got {}", layout_.warmup_depth);
+  SB_USER_CHECK(layout_.pp <= shape().layers, "pp {} exceeds the {} layers of {}: a stage would be empty; lower pp",
+                layout_.pp, shape().layers, shape().name);
+  SB_USER_CHECK(layout_.warmup_depth >= 1, "warmup depth must be at least 1, got {}", layout_.warmup_depth);
   SB_USER_CHECK(spec_.block > 0 && spec_.query_block > 0, "block and query block must be positive");
   SB_USER_CHECK(spec_.budget >= spec_.least_budget(),
                 "budget {} is below {} sink + {} local + 2 blocks of {} tokens = {}; raise it or shrink the block",
                 spec_.budget, spec_.sink_blocks, spec_.local_blocks, spec_.block, spec_.least_budget());
   for (const int layer : spec_.dense_layers)
-    SB_USER_CHECK(layer >= 0 && layer < layers(), "attention.dense_layers: {}, but the model has layers 0 to {}", layer,
-                  layers() - 1);
+    SB_USER_CHECK(layer >= 0 && layer < layers(),
+                  "attention.dense_layers: there is no layer {}; the model has layers 0 to {}", layer, layers() - 1);
   SB_USER_CHECK(spec_.max_budget == 0 || spec_.max_budget >= spec_.budget,
                 "the largest budget {} is below the base budget {}", spec_.max_budget, spec_.budget);
 }

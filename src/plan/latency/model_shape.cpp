@@ -56,21 +56,20 @@ ModelShape ModelShape::of_rank(int64_t tp) const {
 }
 
 std::string tensor_parallel_problem(const ModelShape& shape, int64_t tp) {
-  if (shape.heads % tp != 0) return fmt::format("the {} heads of {} do not divide by it", shape.heads, shape.name);
+  if (shape.heads % tp != 0) return fmt::format("it does not divide the {} heads of {}", shape.heads, shape.name);
   if (shape.kv_heads % tp != 0 && tp % shape.kv_heads != 0)
-    return fmt::format("neither do the {} key/value heads of {} divide by it, nor it by them", shape.kv_heads,
+    return fmt::format("it neither divides the {} key/value heads of {} nor is a multiple of them", shape.kv_heads,
                        shape.name);
   if (shape.intermediate % tp != 0)
-    return fmt::format("the MLP of {}, {} wide, does not divide by it", shape.name, shape.intermediate);
+    return fmt::format("it does not divide the MLP of {}, which has {} channels", shape.name, shape.intermediate);
   return {};
 }
 
 std::string sparse_tensor_parallel_problem(const ModelShape& shape, int64_t tp) {
   if (tp > shape.kv_heads)
     return fmt::format(
-        "{} has {} key/value heads, and sparse attention chooses for all query heads of one together, which ranks "
-        "cannot "
-        "share",
+        "{} has {} key/value heads, and sparse attention makes one list for all query heads of each, which ranks "
+        "cannot share",
         shape.name, shape.kv_heads);
   return tensor_parallel_problem(shape, tp);
 }
@@ -91,7 +90,7 @@ void check_model_shape(const ModelShape& shape, const std::string& where) {
                 "{}: every size of the model must be positive ({})", where, describe(shape));
   SB_USER_CHECK(std::max({shape.layers, shape.hidden, shape.heads, shape.kv_heads, shape.head_dim, shape.intermediate,
                           shape.vocabulary}) <= kLargestSize,
-                "{}: no size of a model is above {} ({})", where, kLargestSize, describe(shape));
+                "{}: no size of the model may exceed {} ({})", where, kLargestSize, describe(shape));
   SB_USER_CHECK(shape.heads % shape.kv_heads == 0, "{}: {} heads cannot share {} key/value heads evenly", where,
                 shape.heads, shape.kv_heads);
 }
@@ -109,7 +108,7 @@ ModelShape find_model_shape(const std::string& name_or_path) {
   if (std::filesystem::is_directory(path)) path /= "config.json";
   std::error_code unknown;
   SB_USER_CHECK(std::filesystem::exists(path, unknown) || unknown,
-                "model `{}` is neither a known name ({}) nor a readable config.json", name_or_path,
+                "unknown model `{}`; it is neither a known name ({}) nor a readable config.json", name_or_path,
                 fmt::join(named_model_shapes(), ", "));
   const std::string where = path.string();
   const auto json = nlohmann::json::parse(read_regular_file(path), nullptr, false);

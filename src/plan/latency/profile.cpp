@@ -112,7 +112,7 @@ void assume_prefix(Profile& profile) {
 Profile analytic_profile(const std::string& name, const ModelShape& shape, const AttentionSpec& spec) {
   const auto* device =
       std::find_if(std::begin(kDevices), std::end(kDevices), [&](const auto& d) { return d.name == name; });
-  SB_USER_CHECK(device != std::end(kDevices), "unknown analytic profile `{}`; known: {}", name,
+  SB_USER_CHECK(device != std::end(kDevices), "unknown analytic profile `{}`; choose from {}", name,
                 fmt::join(analytic_profiles(), ", "));
   const double us = 1e6 / (1e12 * device->rate);  // microseconds per FLOP at 1 TFLOP/s
   const auto h = static_cast<double>(shape.hidden);
@@ -169,13 +169,14 @@ Profile find_profile(const std::string& name_or_path, const ModelShape& shape, c
   }
   if (found) return *found;
   SB_USER_CHECK(measured_shapes.empty(),
-                "profile `{}` was measured for {} and not for {} ({}); use {}-analytic, or run `sparsebalance profile` "
+                "profile `{}` was measured for {}, not for {} ({}); use {}-analytic, or run `sparsebalance profile` "
                 "for this model",
                 name_or_path, fmt::join(measured_shapes, ", "), shape.name, describe(shape), name_or_path);
   std::error_code unknown;
-  SB_USER_CHECK(std::filesystem::exists(name_or_path, unknown) || unknown,
-                "profile `{}` is neither built in ({}) nor a readable file; `sparsebalance profile` makes one",
-                name_or_path, fmt::join(built_in, ", "));
+  SB_USER_CHECK(
+      std::filesystem::exists(name_or_path, unknown) || unknown,
+      "unknown profile `{}`; it is neither built in ({}) nor a readable file; `sparsebalance profile` writes one",
+      name_or_path, fmt::join(built_in, ", "));
   Profile profile = parse_profile(read_regular_file(name_or_path), name_or_path);
   profile.name = name_or_path;  // where it lies now
   SB_USER_CHECK(
@@ -190,10 +191,10 @@ void check_measured_blocks(const Profile& profile, const AttentionSpec& spec, co
   if (!profile.attention) return;
   const Profile::Attention& measured = *profile.attention;
   const auto check = [&](const char* name, const char* option, int64_t then, int64_t now, bool same) {
-    SB_USER_CHECK(same,
-                  "{}: was measured with {} {} and {} is {}; measure again with `sparsebalance profile {} {}`, or "
-                  "set {} to {}",
-                  profile.name, option, then, name, now, option, now, name, then);
+    SB_USER_CHECK(
+        same,
+        "{}: was measured with {} {}, but {} is {}; measure again with `sparsebalance profile {} {}`, or set {} to {}",
+        profile.name, option, then, name, now, option, now, name, then);
   };
   const auto part = [](int64_t score_tokens, int64_t block) { return score_tokens == 0 ? block : score_tokens; };
   check(names[0], "--block", measured.block, spec.block, measured.block == spec.block);
@@ -212,9 +213,9 @@ std::string selected_otherwise(const Profile& profile, const AttentionSpec& spec
   // What `profile` can measure.
   const bool measurable = spec.pattern == "topk" || spec.pattern == "mass";
   return fmt::format(
-      "was measured with pairs selected as {}, and not as {}: the time of selecting is predicted as it was measured{}",
+      "was measured with pairs selected with {}, not with {}: the time for selection is predicted as measured{}",
       selected_by(measured.pattern, measured.score, then), selected_by(spec.pattern, spec.score, now),
-      measurable ? "; `sparsebalance profile` measures it" : "");
+      measurable ? "; run `sparsebalance profile` to measure it" : "");
 }
 
 AttentionSpec as_measured(const Profile& profile, AttentionSpec spec) {

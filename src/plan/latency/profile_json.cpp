@@ -173,7 +173,8 @@ Profile::Attention read_attention(const Reader& reader, bool tells_score) {
   SB_USER_CHECK(score_tokens == 0 || (score_tokens > 0 && block % score_tokens == 0),
                 "{}.score_tokens: {} is neither 0 nor a divisor of block {}", reader.where(), score_tokens, block);
   SB_USER_CHECK(channels >= 0 && (channels > 0) == (score == "planes") && (channels == 0 || score_tokens == 0),
-                "{}: score {} with {} channels and {} score tokens; planes have channels, other scores have none",
+                "{}: score {} with {} channels and {} score tokens; only planes have channels, only the other scores "
+                "have score tokens",
                 reader.where(), score, channels, score_tokens);
   return attention;
 }
@@ -187,16 +188,17 @@ Profile parse_profile(const std::string& text, const std::string& where) {
   SB_USER_CHECK(json.contains("format") && json["format"] == "sparsebalance-profile",
                 "{}: is not a profile (`format` must be \"sparsebalance-profile\")", where);
   const int64_t version = reader.integer("version");
-  SB_USER_CHECK(version == Profile::kVersion || version == Profile::kVersionBefore,
-                "{}: profile version {} and this program reads versions {} and {}; run `sparsebalance profile` again",
-                where, version, Profile::kVersionBefore, Profile::kVersion);
+  SB_USER_CHECK(
+      version == Profile::kVersion || version == Profile::kVersionBefore,
+      "{}: has profile version {}, but this program reads versions {} and {}; run `sparsebalance profile` again", where,
+      version, Profile::kVersionBefore, Profile::kVersion);
   Profile profile;
   profile.name = reader.text("name");
   profile.machine = reader.text("machine");
   profile.date = reader.text("date");
   profile.recompute = reader.text("recompute");
   if (reader.has("lora_rank")) profile.lora_rank = reader.integer("lora_rank");
-  SB_USER_CHECK(profile.lora_rank >= 0 && profile.lora_rank <= 1 << 16, "{}.lora_rank: {} is no rank", where,
+  SB_USER_CHECK(profile.lora_rank >= 0 && profile.lora_rank <= 1 << 16, "{}.lora_rank: {} is not a valid rank", where,
                 profile.lora_rank);
   if (json.contains("attention"))
     profile.attention = read_attention(reader.child("attention"), version > Profile::kVersionBefore);

@@ -332,8 +332,8 @@ int64_t MeasuredShape::total_tokens() const {
 }
 
 Profile measure_profile(const ModelShape& shape, const MeasureTarget& target, const MeasureOptions& options) {
-  SB_USER_CHECK(options.max_tokens >= 256, "a profile needs micro-batches of 256 tokens or more, got {}",
-                options.max_tokens);
+  SB_USER_CHECK(options.max_tokens >= 256,
+                "a profile needs micro-batches of at least 256 tokens, got {}; raise --max-tokens", options.max_tokens);
   return Measurement(shape, target, options).run();
 }
 

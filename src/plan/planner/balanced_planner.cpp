@@ -195,14 +195,14 @@ void BalancedPlanner::check_layout(const Plan& plan, const std::string& where) c
     SB_USER_CHECK(!rank.micro_batches.empty(), "{} leaves a rank without work", where);
     for (const PlannedMicroBatch& micro_batch : rank.micro_batches) {
       SB_USER_CHECK(options_.plan.chunk.on() || !micro_batch.is_piece(),
-                    "{} cuts sequence {}, and memory is planned for whole ones; set balance.chunk as in the run that "
-                    "planned it",
+                    "{} splits sequence {}, but memory is planned for whole ones; set balance.chunk to that of the run "
+                    "that planned it",
                     where, micro_batch.sequences[0]);
       SB_USER_CHECK(options_.plan.chunk.tokens <= 0 || micro_batch.tokens <= options_.plan.chunk.tokens,
-                    "{} has a micro-batch of {} tokens, above balance.chunk {}, which memory is planned for", where,
-                    micro_batch.tokens, options_.plan.chunk.tokens);
+                    "{} has a micro-batch of {} tokens, more than the balance.chunk {} that memory is planned for",
+                    where, micro_batch.tokens, options_.plan.chunk.tokens);
       SB_USER_CHECK(most == 0 || std::ssize(micro_batch.sequences) <= most,
-                    "{} has a micro-batch of {} sequences, above the {} that memory is planned for", where,
+                    "{} has a micro-batch of {} sequences, more than the {} that memory is planned for", where,
                     micro_batch.sequences.size(), most);
       SB_USER_CHECK(static_cast<int>(micro_batch.forward_us.size()) == options_.layout.pp &&
                         static_cast<int>(micro_batch.backward_us.size()) == options_.layout.pp,
@@ -226,18 +226,19 @@ void BalancedPlanner::check_sequences(const Plan& plan, const std::vector<Sequen
       int64_t tokens = 0;
       for (const int64_t id : micro_batch.sequences) {
         const auto found = by_id.find(id);
-        SB_USER_CHECK(found != by_id.end() && seen.insert(id).second,
-                      "{} has sequence {}, which is not (or not once) in the step's batch: it is of other data", where,
-                      id);
+        SB_USER_CHECK(
+            found != by_id.end() && seen.insert(id).second,
+            "{} has sequence {}, which does not occur exactly once in the step's batch: it was made for other data",
+            where, id);
         tokens += found->second;
       }
       SB_USER_CHECK(!lengths_known || tokens == micro_batch.tokens,
-                    "{} counts {} tokens where the sequences have {}: it is of other data", where, micro_batch.tokens,
-                    tokens);
+                    "{} counts {} tokens where the sequences have {}: it was made for other data", where,
+                    micro_batch.tokens, tokens);
       SB_USER_CHECK(cap == 0 || micro_batch.tokens <= cap,
-                    "{} has a micro-batch of {} tokens, above the {} of this run", where, micro_batch.tokens, cap);
+                    "{} has a micro-batch of {} tokens, more than the {} of this run", where, micro_batch.tokens, cap);
     }
-  SB_USER_CHECK(seen.size() == sequences.size(), "{} has {} sequences, the step has {}", where, seen.size(),
+  SB_USER_CHECK(seen.size() == sequences.size(), "{} has {} sequences, but the step has {}", where, seen.size(),
                 sequences.size());
 }
 
@@ -248,13 +249,14 @@ void BalancedPlanner::check_piece(const PlannedRank& rank, size_t position, cons
   const int64_t id = piece.sequences[0], edge = piece_edge(options_.spec);
   const auto found = lengths.find(id);
   SB_USER_CHECK(found != lengths.end() && (piece.begin > 0 || seen.insert(id).second),
-                "{} has sequence {}, which is not (or not once) in the step's batch: it is of other data", where, id);
-  SB_USER_CHECK(piece.begin % edge == 0, "{} cuts sequence {} at {}, and blocks end at multiples of {}", where, id,
+                "{} has sequence {}, which does not occur exactly once in the step's batch: it was made for other data",
+                where, id);
+  SB_USER_CHECK(piece.begin % edge == 0, "{} splits sequence {} at {}, but blocks end at multiples of {}", where, id,
                 piece.begin, edge);
   const bool last = position + 1 == rank.micro_batches.size() || rank.micro_batches[position + 1].begin != piece.end;
   SB_USER_CHECK(!lengths_known || (last ? piece.end == found->second : piece.end < found->second),
-                "{} has the last piece of sequence {} end at {}, and it has {} tokens: it is of other data", where, id,
-                piece.end, found->second);
+                "{} ends the last piece of sequence {} at {}, but it has {} tokens: it was made for other data", where,
+                id, piece.end, found->second);
 }
 
 void BalancedPlanner::check_budgets(const Plan& plan, const std::vector<Sequence>& sequences,
@@ -269,7 +271,7 @@ void BalancedPlanner::check_budgets(const Plan& plan, const std::vector<Sequence
       for (size_t i = 0; i < micro_batch.budgets.size(); ++i) {
         const int64_t id = micro_batch.sequences[i % micro_batch.sequences.size()], budget = micro_batch.budgets[i];
         SB_USER_CHECK(budget <= largest || budget >= by_id.at(id),
-                      "{} gives sequence {} a budget of {}, and memory is planned for {}; raise balance.max_budget",
+                      "{} gives sequence {} a budget of {}, but memory is planned for {}; raise balance.max_budget",
                       where, id, budget, largest);
       }
 }
@@ -291,8 +293,8 @@ void BalancedPlanner::check_plan(const Plan& plan, const std::vector<Sequence>& 
   } catch (const UserError& error) {
     if (record_is_own_) throw;
     throw UserError(
-        "{}. balance.replay takes the log of a run with the same data, batches, layers and ranks: name that, or leave "
-        "it out",
+        "{}. balance.replay needs the log of a run with the same data, batches, layers and ranks: name one, or remove "
+        "it",
         error.what());
   }
   if (lengths_known) check_budgets(plan, sequences, where);
@@ -308,14 +310,14 @@ std::optional<LoggedStep> BalancedPlanner::recorded(int64_t step, const std::vec
     if (record_is_own_) {
       // Not before one has turned out to fit.
       if (!std::exchange(goes_on_, true))
-        log::info("steps {} to {} run as {} has them", step, record_->last(), options_.log.string());
+        log::info("steps {} to {} run as planned in {}", step, record_->last(), options_.log.string());
       record_->forget_before(step + 1);
     }
     return logged;
   } catch (const UserError& error) {
     if (!record_is_own_) throw;
     // A run may go on with other ranks; the plans that its log has left do not fit then.
-    log::warning("{}; from here on steps are planned again", error.what());
+    log::warning("{}; steps are planned again from here on", error.what());
     record_->forget_from(step);
     log_.reset();
     return std::nullopt;

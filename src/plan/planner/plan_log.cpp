@@ -89,11 +89,12 @@ PlanLine parse_line(const std::string& line, const std::string& where) {
   SB_USER_CHECK(json.contains("plan") && json.contains("crc32c") && json["crc32c"].is_string(),
                 "{}: has neither a plan nor a measurement", where);
   const std::string plan = json["plan"].dump();
-  SB_USER_CHECK(json["crc32c"].get<std::string>() == checksum(plan), "{}: the plan does not have its checksum {}",
+  SB_USER_CHECK(json["crc32c"].get<std::string>() == checksum(plan), "{}: the plan does not match its checksum {}",
                 where, json["crc32c"].get<std::string>());
   LoggedStep& logged = result.planned.emplace();
   logged.plan = parse_plan(plan, where);
-  SB_USER_CHECK(logged.plan.step == step, "{}: the line is of step {}, its plan of {}", where, step, logged.plan.step);
+  SB_USER_CHECK(logged.plan.step == step, "{}: the line is for step {}, but its plan is for step {}", where, step,
+                logged.plan.step);
   if (json.contains("in_order")) logged.in_order = parse_plan(json["in_order"].dump(), where);
   if (json.contains("predicted_step_us") && json["predicted_step_us"].is_number())
     logged.predicted_step_us = json["predicted_step_us"].get<double>();
@@ -159,7 +160,7 @@ PlanLine read_line_at(std::ifstream& in, const std::filesystem::path& file, cons
   const bool whole = std::getline(in, text) && !in.eof();
   PlanLine line = whole ? parse_line(text, where) : PlanLine();
   SB_USER_CHECK(line.step == step && (planned ? line.planned.has_value() : line.measured.has_value()),
-                "{}: the {} of step {} was there and is not any more", where, planned ? "plan" : "measurement", step);
+                "{}: the {} of step {} has disappeared from the file", where, planned ? "plan" : "measurement", step);
   return line;
 }
 
@@ -299,7 +300,7 @@ void RecordedPlans::read(const Visit& visit, std::chrono::milliseconds report) {
     places_[line.step] = place;
     if (visit) visit(line.planned->plan, line_name(file_, place));
     if (const auto now = std::chrono::steady_clock::now(); now - reported >= report) {
-      log::info("{}: {} plans read, {:.0f} %", file_.string(), places_.size(),
+      log::info("{}: {} plans read, {:.0f}%", file_.string(), places_.size(),
                 100 * static_cast<double>(place.offset) / bytes);
       reported = now;
     }
@@ -310,10 +311,10 @@ void RecordedPlans::read(const Visit& visit, std::chrono::milliseconds report) {
 
 void RecordedPlans::require(int64_t step) const {
   SB_USER_CHECK(contains(step),
-                "{}: has no plan of step {}; {}{}. balance.replay needs one of every step up to train.max_steps: name "
-                "a complete log, lower train.max_steps, or leave it out",
+                "{}: has no plan for step {}; {}{}. balance.replay needs one for every step up to train.max_steps: "
+                "name a complete log, lower train.max_steps, or remove it",
                 file_.string(), step,
-                empty() ? std::string("it holds none") : fmt::format("it holds {} to {}", first(), last()),
+                empty() ? std::string("it has none") : fmt::format("it has steps {} to {}", first(), last()),
                 damage_.empty() ? "" : "; " + damage_);
 }
 
@@ -362,10 +363,11 @@ Plan unpack_plan(const std::string& message, int64_t step) {
   constexpr size_t kChecksum = 8;
   const std::string text = message.size() > kChecksum ? message.substr(kChecksum) : "";
   if (text.empty() || message.substr(0, kChecksum) != checksum(text))
-    throw Error(fmt::format("the plan of step {} came damaged from rank 0: its checksum does not fit", step));
+    throw Error(fmt::format("the plan of step {} arrived damaged from rank 0: its checksum does not match", step));
   Plan plan = parse_plan(text, "the plan from rank 0");
   if (plan.step != step)
-    throw Error(fmt::format("a plan of step {} came where step {} begins: the ranks are out of step", plan.step, step));
+    throw Error(
+        fmt::format("the plan of step {} arrived at the start of step {}: the ranks are out of sync", plan.step, step));
   return plan;
 }
 

@@ -11,7 +11,9 @@ namespace sb {
 
 void InOrderPlanner::announce(int64_t step, std::vector<Sequence> sequences) {
   const auto count = static_cast<int64_t>(sequences.size());
-  SB_USER_CHECK(count >= dp_, "batch.global_batch_size {} is below parallel.dp {}: a rank would have nothing to do",
+  SB_USER_CHECK(count >= dp_,
+                "batch.global_batch_size {} is below parallel.dp {}: some ranks would have nothing to do; raise it, or "
+                "lower parallel.dp",
                 count, dp_);
   plan_ = {};
   plan_.step = step;

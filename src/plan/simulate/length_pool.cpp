@@ -77,14 +77,15 @@ std::vector<int64_t> parse_lengths(const std::string& text, const std::string& w
     if (from == to || text[from] == '#') continue;
     int64_t value = 0;
     const auto [stop, error] = std::from_chars(text.data() + from, text.data() + to, value);
-    SB_USER_CHECK(error == std::errc() && stop == text.data() + to, "{}:{}: `{}` is not a length (one integer a line)",
-                  where, line, text.substr(from, std::min<size_t>(to - from, 40)));
+    SB_USER_CHECK(error == std::errc() && stop == text.data() + to,
+                  "{}:{}: `{}` is not a length (expected one integer per line)", where, line,
+                  text.substr(from, std::min<size_t>(to - from, 40)));
     SB_USER_CHECK(value > 0, "{}:{}: a length must be positive, got {}", where, line, value);
-    SB_USER_CHECK(value <= INT32_MAX, "{}:{}: a length of {} tokens is more than the largest budget, {}", where, line,
-                  value, INT32_MAX);
+    SB_USER_CHECK(value <= INT32_MAX, "{}:{}: a length of {} tokens exceeds the largest budget, {}", where, line, value,
+                  INT32_MAX);
     lengths.push_back(value);
   }
-  SB_USER_CHECK(!lengths.empty(), "{}: holds no lengths", where);
+  SB_USER_CHECK(!lengths.empty(), "{}: has no lengths", where);
   return lengths;
 }
 
@@ -93,7 +94,7 @@ std::vector<int64_t> find_lengths(const std::string& name_or_path) {
   if (name_or_path == "longalign-like") return from_quantiles(kLongAlign);
   std::error_code unknown;
   SB_USER_CHECK(std::filesystem::exists(name_or_path, unknown) || unknown,
-                "length pool `{}` is neither a known name ({}) nor a readable file", name_or_path,
+                "unknown length pool `{}`; it is neither a known name ({}) nor a readable file", name_or_path,
                 fmt::join(named_length_pools(), ", "));
   return parse_lengths(read_regular_file(name_or_path), name_or_path);
 }

@@ -40,7 +40,7 @@ uint32_t piece_checksum(const fs::path& file, int64_t begin, int64_t end) {
   uint32_t crc = 0;
   while (begin < end) {
     const size_t got = in.read(buffer.data(), static_cast<size_t>(std::min<int64_t>(end - begin, std::ssize(buffer))));
-    SB_USER_CHECK(got > 0, "{}: got shorter while it was read", file.string());
+    SB_USER_CHECK(got > 0, "{}: was truncated while it was being read", file.string());
     crc = crc32c(crc, buffer.data(), got);
     begin += static_cast<int64_t>(got);
   }
@@ -178,7 +178,8 @@ void put_in_place(const fs::path& fresh, const fs::path& directory) {
   }
   std::error_code failed;
   fs::remove_all(old, failed);
-  if (failed) log::warning("{} is left of an earlier save and cannot be removed: {}", old.string(), failed.message());
+  if (failed)
+    log::warning("{} is left over from an earlier save and cannot be removed: {}", old.string(), failed.message());
 }
 
 // The checksums of what is large, as it was written.
@@ -200,7 +201,7 @@ std::string previous_checkpoint_note(const fs::path& output_dir) {
   const std::vector<int64_t> steps = checkpoint_steps(output_dir);
   for (auto step = steps.rbegin(); step != steps.rend(); ++step) {
     const fs::path path = checkpoint_path(output_dir, *step);
-    if (looks_complete(path)) return fmt::format("{} is intact and the same command resumes from it", path.string());
+    if (looks_complete(path)) return fmt::format("{} is intact, and the same command resumes from it", path.string());
   }
   return "there is no earlier checkpoint";
 }
@@ -266,8 +267,8 @@ fs::path save_checkpoint(const fs::path& output_dir, const CheckpointContents& c
     int64_t elements = 0;
     for (const SafetensorsTensor& tensor : contents.weights) elements += tensor.elements();
     throw UserError(
-        "the checkpoint of step {} could not be saved: {}. {} are free there; a checkpoint takes {}. Make "
-        "room; {}.",
+        "the checkpoint of step {} could not be saved: {}. {} are free there, and a checkpoint takes {}. Free some "
+        "space; {}.",
         contents.state.step, error.what(), format_bytes(static_cast<int64_t>(space.available)),
         format_bytes(elements * 12), previous_checkpoint_note(output_dir));
   }
@@ -302,7 +303,7 @@ std::optional<std::string> find_damage(const fs::path& checkpoint) {
   for (const auto& entry : fs::directory_iterator(checkpoint, ignored))
     if (entry.is_regular_file(ignored)) bytes += entry.file_size(ignored);
   if (bytes >= kTakesAWhile)
-    log::info("comparing {} with its checksums ({})", checkpoint.string(), format_bytes(static_cast<int64_t>(bytes)));
+    log::info("verifying the checksums of {} ({})", checkpoint.string(), format_bytes(static_cast<int64_t>(bytes)));
   return compare_with_manifest(checkpoint, /*checksums=*/true);
 }
 
@@ -315,12 +316,12 @@ std::optional<fs::path> newest_intact_checkpoint(const fs::path& output_dir) {
       damage = find_damage(path);
     } catch (const UnreadableFile& error) {
       throw UserError(
-          "{}. It is of the newest checkpoint, which may be intact: make it readable and start again, or move {} away "
-          "to continue from an older one",
+          "{}. It belongs to the newest checkpoint, which may be intact: make it readable and start again, or move {} "
+          "away to resume from an older one",
           error.what(), path.string());
     }
     if (!damage) return path;
-    log::warning("{} is damaged ({}) and skipped", path.string(), *damage);
+    log::warning("skipping {}, which is damaged: {}", path.string(), *damage);
   }
   SB_USER_CHECK(steps.empty(),
                 "{}: all {} checkpoints are damaged. Restore one, or start over with another train.output_dir",
@@ -371,7 +372,7 @@ void remove_leftovers(const fs::path& output_dir) {
     std::error_code failed;
     fs::remove_all(path, failed);
     if (failed)
-      log::warning("{} is left of an earlier save and cannot be removed: {}", path.string(), failed.message());
+      log::warning("{} is left over from an earlier save and cannot be removed: {}", path.string(), failed.message());
   }
 }
 

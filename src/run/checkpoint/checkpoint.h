@@ -30,7 +30,7 @@ struct TrainState {
   LearnedSelection selection;  // in a file of its own: read_selection_of()
   std::string planner_state;   // what the planner has learned
   std::string source;          // the source's identity(): `position` counts in its order
-  std::string base;            // with adapters: the fingerprint of the model they were trained for
+  std::string base = {};       // with adapters: the fingerprint of the model they were trained for
   bool operator==(const TrainState&) const = default;
 };
 

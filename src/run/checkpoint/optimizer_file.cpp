@@ -12,10 +12,10 @@ namespace {
 
 const std::byte* find_values(const SafetensorsFile& file, const std::string& name, const FlatTensor& tensor) {
   const SafetensorsEntry* entry = file.find(name);
-  SB_USER_CHECK(entry != nullptr, "{}: tensor {} is missing: is the checkpoint of another model?", file.path().string(),
-                name);
+  SB_USER_CHECK(entry != nullptr, "{}: tensor {} is missing; does the checkpoint belong to another model?",
+                file.path().string(), name);
   SB_USER_CHECK(entry->shape == tensor.shape && entry->dtype == "F32",
-                "{}: tensor {} is {} {}, the model needs F32 [{}]: is the checkpoint of another model?",
+                "{}: tensor {} is {} {}, but the model needs F32 [{}]; does the checkpoint belong to another model?",
                 file.path().string(), name, entry->dtype, entry->shape_text(), fmt::join(tensor.shape, ", "));
   return file.data(*entry).data();
 }

@@ -17,7 +17,7 @@ constexpr std::pair<const char*, Sums> kSums[] = {{"planes.query_squares", &Plan
 std::vector<float> read_tensor(const SafetensorsFile& file, const char* name, const std::vector<int64_t>& shape) {
   const SafetensorsEntry* entry = file.find(name);
   if (entry == nullptr) return {};
-  SB_USER_CHECK(entry->shape == shape, "{}: {} is {}, which belongs to another model: [{}] is needed",
+  SB_USER_CHECK(entry->shape == shape, "{}: {} is {}, but this model needs [{}]; does it belong to another model?",
                 file.path().string(), name, entry->shape_text(), fmt::join(shape, ", "));
   std::vector<float> values(static_cast<size_t>(entry->elements()));
   file.read_f32(*entry, values);
@@ -96,7 +96,7 @@ FoundSelection read_selection_of(const fs::path& folder, const ModelConfig& mode
       return {{}, error.what()};
     }
   }
-  return {{}, fmt::format("{}: has no {}, as those of earlier versions", folder.string(), kSelectionFile)};
+  return {{}, fmt::format("{}: has no {} (earlier versions did not write one)", folder.string(), kSelectionFile)};
 }
 
 }  // namespace sb

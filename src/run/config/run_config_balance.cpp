@@ -23,48 +23,47 @@ std::optional<std::string> word_of(const ConfigValue& given, const std::string& 
 }  // namespace
 
 void add_balance_options(OptionTable& table, BalanceOptions& balance) {
-  table.section(
-      "balance",
-      "How a step's sequences are divided among ranks, and how many keys each attends to; docs/balancing.md. Batching "
-      "and ordering never change the result, tuning trades attention coverage between sequences.");
+  table.section("balance",
+                "How the sequences of a step are divided among ranks, and how many keys each of them attends to "
+                "(docs/balancing.md). Batching and ordering never change the result; tuning trades attention coverage "
+                "between sequences.");
   table.word("balance.batching", &balance.batching, kBatchingWords,
-             "in_order: as they come; sab: balances predicted latency at the expected budgets");
+             "in_order: in the order of the data; sab: sparsity-aware batching, which balances predicted latency at "
+             "the expected budgets");
   for (const char* compared : {"length", "quadratic", "wlb"})
     table.refuse_word("balance.batching", compared,
-                      "is compared in `sparsebalance simulate` and no longer trains; set sab, with a "
+                      "is no longer available for training, only in `sparsebalance simulate`; set sab, with a "
                       "balance.profile, or in_order");
   using Ordering = BalanceOptions::Ordering;
-  table.choice<Ordering>("balance.ordering", &balance.ordering,
-                         {{"none", Ordering::none}, {"auto", Ordering::automatic}},
-                         "auto: the order of micro-batches in the pipeline that is fastest by simulation");
+  table.choice<Ordering>(
+      "balance.ordering", &balance.ordering, {{"none", Ordering::none}, {"auto", Ordering::automatic}},
+      "order of the micro-batches in the pipeline; none: as batched; auto: the fastest in simulation");
   table.word("balance.tuning", &balance.tuning, kTuningWords,
-             "of attention budgets. none: attention.budget everywhere; anchor: every micro-batch towards a "
-             "common latency; optimal: the most coverage in the shortest step");
+             "how attention budgets are tuned; none: attention.budget everywhere; anchor: brings every micro-batch "
+             "close to a common latency; optimal: the most coverage for the step time that balance.target asks for");
   table.word("balance.anchor", &balance.anchor, kAnchorWords,
-             "tuning anchor: which of the micro-batches' latencies is the common one");
-  table.number("balance.p", &balance.p, 0.0, 1.0,
-               "tuning: the most that a (sequence, layer) may lose of its coverage at attention.budget, as a share");
+             "tuning anchor: which latency is the common one: the mean, minimum or maximum of the micro-batches");
+  table.number(
+      "balance.p", &balance.p, 0.0, 1.0,
+      "tuning: the largest fraction of its coverage at attention.budget that any layer of any sequence may lose");
   table.add(
-      "balance.target", "number or word", "equal_coverage, or 0 to 1",
-      "tuning optimal: the shortest step whose mean coverage is not below that of attention.budget, or a deadline "
-      "between the fastest possible step (0) and the one at attention.budget (1)",
+      "balance.target", "equal_coverage or number", "0 to 1",
+      "tuning optimal; equal_coverage: the shortest step whose mean coverage is at least that of attention.budget; a "
+      "number: a deadline between the fastest possible step (0) and the step at attention.budget (1)",
       [&balance](const ConfigValue& given, const std::string& label) {
         const auto word = word_of(given, label, {"equal_coverage"}, "equal_coverage or a number from 0 to 1");
         balance.target = word ? -1.0 : config_number(given, label, 0.0, 1.0);
       },
       [&balance] { return balance.target < 0 ? std::string("equal_coverage") : fmt::format("{}", balance.target); });
-  table.integer(
-      "balance.max_budget", &balance.max_budget, 0, std::numeric_limits<int32_t>::max(),
-      "tuning: the largest budget that it gives; memory for the lists of selected blocks is planned for it. 0: "
-      "four times attention.budget");
+  table.integer("balance.max_budget", &balance.max_budget, 0, std::numeric_limits<int32_t>::max(),
+                "tuning: the largest budget it may assign, for which the memory of the block lists is planned; 0: four "
+                "times attention.budget");
   table.add(
-      "balance.chunk", "number or word", "auto, none, or tokens",
-      "long sequences are cut into pieces that follow each other through the pipeline, with the same result; short "
-      "ones "
-      "are packed. A number (a multiple of attention.block): every sequence above this many tokens is cut, and memory "
-      "is "
-      "planned for pieces; auto: the size, or whole sequences, by which a step is fastest (on GPUs with "
-      "parallel.pp one size for the run, by which its first batches are)",
+      "balance.chunk", "auto, none or number of tokens", "",
+      "split long sequences into pieces that follow each other through the pipeline, with the same result; short ones "
+      "are packed. A number of tokens (a multiple of attention.block): every longer sequence is split, and memory is "
+      "planned for pieces; auto: the size that is fastest in simulation, or whole sequences (on GPUs with parallel.pp "
+      "one choice for the whole run, made on its first batches); none: whole sequences",
       [&balance](const ConfigValue& given, const std::string& label) {
         if (const auto word = word_of(given, label, {"auto", "none"}, "auto, none or a number of tokens"))
           balance.chunk = *word == "auto" ? BalanceOptions::kAutomaticChunk : 0;
@@ -77,19 +76,17 @@ void add_balance_options(OptionTable& table, BalanceOptions& balance) {
                                    : fmt::format("{}", balance.chunk);
       });
   table.flag("balance.adapt", &balance.adapt,
-             "measured times and coverage correct the predictions; false: a plan follows from the configuration and "
-             "the step alone");
-  table.integer(
-      "balance.compare_steps", &balance.compare_steps, 0, OptionTable::kAny,
-      "steps between comparisons, in which the same batch also runs in order at attention.budget, is timed and "
-      "discarded: what balancing gains, measured. Costs one forward and backward; 0: never");
+             "correct predictions with measured times and coverage; false: plans depend on the configuration and the "
+             "step alone");
+  table.integer("balance.compare_steps", &balance.compare_steps, 0, OptionTable::kAny,
+                "steps between comparisons that measure what balancing gains: the same batch also runs in order at "
+                "attention.budget, and its result is discarded. Each costs one more forward and backward; 0: never");
   table.path("balance.profile", &balance.profile,
-             "latencies: a file that `sparsebalance profile` wrote, or h200 (measured: Qwen2.5-0.5B and 3B), "
-             "h200-analytic, h100-analytic, a100-analytic, "
-             "h20-analytic");
+             "latency profile: a file written by `sparsebalance profile`, or a built-in one: h200 (measured, for "
+             "Qwen2.5-0.5B and 3B), h200-analytic, h100-analytic, a100-analytic, h20-analytic");
   table.path("balance.replay", &balance.replay,
-             "plan.jsonl of another run, whose plans are used again: it must hold every step up to train.max_steps; "
-             "empty: plans are made");
+             "plan.jsonl of another run, whose plans are reused; it must cover every step up to train.max_steps; "
+             "empty: make new plans");
 }
 
 namespace {
@@ -98,27 +95,26 @@ void check_offload(const RunConfig& config, const OptionTable& table) {
   if (!config.train.offload_optimizer) return;
   const std::string label = table.label("train.offload_optimizer");
   SB_USER_CHECK(config.device == DeviceKind::cuda,
-                "{}: on the CPU values and moments are in host memory anyway; leave it out, or set device: cuda",
+                "{}: has no effect on the CPU, where master weights and moments are in host memory anyway; remove it, "
+                "or set device: cuda",
                 label);
   SB_USER_CHECK(config.dtype() == DType::bf16,
-                "{}: with train.precision: float32 the operations read the values themselves, which stay on the GPU; "
-                "leave one of them out",
+                "{}: cannot be combined with train.precision: float32, which computes with the master weights "
+                "themselves and keeps them on the GPU; remove one of the two",
                 label);
 }
 
 void check_recompute(const RunConfig& config, const OptionTable& table) {
   if (config.train.recompute != Recompute::chunk) return;
   const std::string label = table.label("train.recompute");
-  SB_USER_CHECK(
-      config.balance.chunk > 0,
-      "{}: chunk computes the forwards of pieces again, and no sequence is cut into pieces; set balance.chunk "
-      "to their tokens, for example 8192, or train.recompute: layer",
-      label);
-  SB_USER_CHECK(
-      config.parallel.pp == 1,
-      "{}: chunk needs all pieces of a sequence to go back before the next one comes, and with parallel.pp {} "
-      "stages others are between; set train.recompute: layer, or parallel.pp: 1",
-      label, config.parallel.pp);
+  SB_USER_CHECK(config.balance.chunk > 0,
+                "{}: chunk recomputes the forward of pieces, but no sequence is split into pieces; set balance.chunk "
+                "to their size in tokens, for example 8192, or train.recompute: layer",
+                label);
+  SB_USER_CHECK(config.parallel.pp == 1,
+                "{}: chunk needs the backward of all pieces of a sequence to run before the next sequence starts, but "
+                "with parallel.pp {} the pipeline interleaves them; set train.recompute: layer, or parallel.pp: 1",
+                label, config.parallel.pp);
 }
 
 void check_chunk(const RunConfig& config, const OptionTable& table) {
@@ -127,8 +123,8 @@ void check_chunk(const RunConfig& config, const OptionTable& table) {
   const SelectionConfig& selection = config.attention.selection;
   const std::string label = table.label("balance.chunk");
   SB_USER_CHECK(selection.pattern != SelectionPattern::vertical_slash,
-                "{}: pattern vertical_slash selects by the last queries of a sequence, which the first piece cannot "
-                "know; use another pattern, or balance.chunk: none",
+                "{}: pattern vertical_slash selects with the last queries of a sequence, which its first piece does "
+                "not have; use another pattern, or balance.chunk: none",
                 label);
   SB_USER_CHECK(
       selection.pattern == SelectionPattern::dense || selection.order == SelectionOrder::causal,
@@ -136,12 +132,12 @@ void check_chunk(const RunConfig& config, const OptionTable& table) {
       "know those after it; use selection: causal, or balance.chunk: none",
       label);
   SB_USER_CHECK(config.balance.tuning != TuningPolicy::anchor,
-                "{}: tuning anchor evens out micro-batches, which pieces are already; use tuning: optimal or none, or "
-                "balance.chunk: none",
+                "{}: tuning anchor evens out micro-batches, but pieces are even already; use tuning: optimal or none, "
+                "or balance.chunk: none",
                 label);
   SB_USER_CHECK(config.parallel.cp == 1 || config.parallel.placement != ContextPlacement::zigzag,
-                "{}: parallel.placement zigzag places blocks by the length of what it is given, and pieces are shorter "
-                "than their sequence; use placement: triangular, or balance.chunk: none",
+                "{}: parallel.placement zigzag depends on the length of the whole sequence, but runs on pieces of it "
+                "here; use placement: triangular, or balance.chunk: none",
                 label);
   if (chunk < 0) return;
   const int64_t edge = std::lcm(selection.block, selection.query_block);
@@ -164,18 +160,19 @@ void check_balance(const RunConfig& config, const OptionTable& table) {
   const SelectionConfig& selection = config.attention.selection;
   const bool tuned = balance.tuning != TuningPolicy::none;
   SB_USER_CHECK(balance.anchor == AnchorKind::mean || balance.tuning == TuningPolicy::anchor,
-                "{}: is for tuning: anchor; remove it", table.label("balance.anchor"));
+                "{}: only applies to tuning: anchor; remove it", table.label("balance.anchor"));
   SB_USER_CHECK(balance.p < 1, "{}: must be below 1: at 1 a sequence could lose all of its coverage",
                 table.label("balance.p"));
-  SB_USER_CHECK(balance.target < 0 || balance.tuning == TuningPolicy::optimal, "{}: is for tuning: optimal; remove it",
-                table.label("balance.target"));
+  SB_USER_CHECK(balance.target < 0 || balance.tuning == TuningPolicy::optimal,
+                "{}: only applies to tuning: optimal; remove it", table.label("balance.target"));
   SB_USER_CHECK(!tuned || selection.pattern == SelectionPattern::topk || selection.pattern == SelectionPattern::mass,
-                "{}: needs an attention.pattern that follows a budget, topk or mass", table.label("balance.tuning"));
+                "{}: needs an attention.pattern that follows a budget; set it to topk or mass",
+                table.label("balance.tuning"));
   SB_USER_CHECK(balance.max_budget == 0 || tuned || !balance.replay.empty(),
-                "{}: is for balance.tuning and balance.replay; remove it", table.label("balance.max_budget"));
+                "{}: only applies to balance.tuning and balance.replay; remove it", table.label("balance.max_budget"));
   SB_USER_CHECK(balance.max_budget == 0 || balance.max_budget >= selection.budget,
-                "{}: {} is below attention.budget, {}, which tuning starts from", table.label("balance.max_budget"),
-                balance.max_budget, selection.budget);
+                "{}: {} is below attention.budget ({}), which tuning starts from; raise it, or set 0",
+                table.label("balance.max_budget"), balance.max_budget, selection.budget);
   // As the planner refuses it, which is made only when the run has begun.
   const int64_t least = (selection.sink_blocks + selection.local_blocks + 2) * selection.block;
   SB_USER_CHECK(!wants_balancing(balance) || selection.pattern == SelectionPattern::dense || selection.budget >= least,
@@ -184,24 +181,24 @@ void check_balance(const RunConfig& config, const OptionTable& table) {
                 table.label("attention.budget"), selection.budget, selection.sink_blocks, selection.local_blocks,
                 selection.block, least);
   SB_USER_CHECK(!tuned || !balance.adapt || config.attention.coverage_rows > 0,
-                "{}: 0 leaves tuning without measured coverage; raise it, or set balance.adapt: false to tune by the "
+                "{}: 0 leaves tuning without measured coverage; raise it, or set balance.adapt: false to tune with the "
                 "built-in curves",
                 table.label("attention.coverage_rows"));
   SB_USER_CHECK(balance.compare_steps == 0 || tuned || balance.batching != BatchingPolicy::in_order ||
                     balance.ordering != BalanceOptions::Ordering::none || !balance.replay.empty(),
-                "{}: nothing is balanced that could be compared; set balance.batching, or remove it",
+                "{}: there is nothing to compare, because nothing is balanced; set balance.batching, or remove it",
                 table.label("balance.compare_steps"));
-  SB_USER_CHECK(
-      balance.compare_steps == 0 || balance.chunk == 0,
-      "{}: memory for whole sequences in order is not planned where balance.chunk cuts them; set one of them only",
-      table.label("balance.compare_steps"));
+  SB_USER_CHECK(balance.compare_steps == 0 || balance.chunk == 0,
+                "{}: cannot be combined with balance.chunk, for which no memory is planned to run whole sequences in "
+                "order; remove one of the two",
+                table.label("balance.compare_steps"));
   check_chunk(config, table);
   check_recompute(config, table);
   check_offload(config, table);
   const bool predicts = tuned || balance.chunk < 0 || balance.ordering != BalanceOptions::Ordering::none ||
                         balance.batching == BatchingPolicy::sab;
   SB_USER_CHECK(!predicts || !balance.profile.empty(),
-                "{}: predicts latencies, and balance.profile does not say from what. Measure this machine once with "
+                "{}: needs latency predictions, but balance.profile is not set. Measure this machine once with "
                 "`sparsebalance profile --run FILE` (FILE: this configuration) and set balance.profile: profile.json; "
                 "or name a built-in profile, for example h200-analytic, which measured times then correct",
                 table.label(tuned                                                ? "balance.tuning"

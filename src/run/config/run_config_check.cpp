@@ -12,20 +12,23 @@ namespace {
 void check_model(const RunConfig& config, const OptionTable& table, const std::string& file) {
   const ModelOptions& model = config.model;
   SB_USER_CHECK(!model.path.empty() || model.init,
-                "{}: no model; set model.path to a Hugging Face directory, or model.init for one from scratch", file);
+                "{}: no model; set model.path to a Hugging Face checkpoint, or model.init to train one from scratch",
+                file);
   SB_USER_CHECK(model.path.empty() || !model.init,
-                "{}: model.path and model.init exclude each other; keep one, or add --set model.init=null",
+                "{}: model.path and model.init are mutually exclusive; keep one, or add --set model.init=null",
                 table.label("model.path"));
   if (model.init) {
     const ModelConfig& init = *model.init;
-    SB_USER_CHECK(init.heads % init.kv_heads == 0, "{}: {} key/value heads do not divide {} query heads",
+    SB_USER_CHECK(init.heads % init.kv_heads == 0,
+                  "{}: {} key/value heads do not divide {} query heads; change one of the two",
                   table.label("model.init.num_key_value_heads"), init.kv_heads, init.heads);
-    SB_USER_CHECK(init.head_dim > 0 && init.head_dim % 2 == 0, "{}: a head must have an even width, this is {}",
+    SB_USER_CHECK(init.head_dim > 0 && init.head_dim % 2 == 0, "{}: must be even, found {}",
                   table.label("model.init.head_dim"), init.head_dim);
   }
   if (model.rope) {
     SB_USER_CHECK(model.rope->type != RopeConfig::Type::standard || model.rope->factor == 1.0,
-                  "{}: has no meaning with type: default", table.label("model.rope.factor"));
+                  "{}: has no effect with type: default; remove it, or choose another type",
+                  table.label("model.rope.factor"));
   }
 }
 
@@ -34,7 +37,7 @@ void check_data(const RunConfig& config, const OptionTable& table, const std::st
   SB_USER_CHECK(!data.train.empty() || data.synthetic,
                 "{}: no training data; set data.train to token files, or data.synthetic to a built-in task", file);
   SB_USER_CHECK(data.train.empty() || !data.synthetic,
-                "{}: data.train and data.synthetic exclude each other; keep one, or add --set data.synthetic=null",
+                "{}: data.train and data.synthetic are mutually exclusive; keep one, or add --set data.synthetic=null",
                 table.label("data.train"));
   SB_USER_CHECK(!data.synthetic || data.validation.empty(),
                 "{}: with data.synthetic, validation draws from the task itself; remove it",
@@ -42,25 +45,29 @@ void check_data(const RunConfig& config, const OptionTable& table, const std::st
   SB_USER_CHECK(config.train.validation_steps == 0 || data.synthetic || !data.validation.empty(),
                 "{}: there is no validation data; set data.validation", table.label("train.validation_steps"));
   for (const WeightedPath& path : data.validation)
-    SB_USER_CHECK(path.weight == 1.0, "{}: validation reads its files as they are; '{}' cannot have a weight",
+    SB_USER_CHECK(path.weight == 1.0, "{}: validation files are read as they are; remove the weight of '{}'",
                   table.label("data.validation"), path.path.string());
   SB_USER_CHECK(!data.synthetic || config.train.validation_steps == 0 || config.train.validation_sequences > 0,
-                "{}: a synthetic task has no end; say how many sequences", table.label("train.validation_sequences"));
-  SB_USER_CHECK(!data.synthetic || data.shuffle, "{}: has no meaning with data.synthetic; remove it",
+                "{}: a synthetic task is endless; set the number of sequences to validate on",
+                table.label("train.validation_sequences"));
+  SB_USER_CHECK(!data.synthetic || data.shuffle, "{}: has no effect with data.synthetic; remove it",
                 table.label("data.shuffle"));
-  SB_USER_CHECK(!data.synthetic || data.overlong == Overlong::split,
-                "{}: has no meaning with data.synthetic; remove it", table.label("data.overlong"));
+  SB_USER_CHECK(!data.synthetic || data.overlong == Overlong::split, "{}: has no effect with data.synthetic; remove it",
+                table.label("data.overlong"));
   const bool by_tokens = data.mixture == DataOptions::Mixture::tokens;
   SB_USER_CHECK(!by_tokens || (data.train.size() > 1 && data.shuffle),
-                "{}: tokens mixes several entries of data.train, with data.shuffle: true", table.label("data.mixture"));
+                "{}: tokens needs several entries in data.train, and data.shuffle: true", table.label("data.mixture"));
   if (config.train.num_train_epochs > 0) {
-    SB_USER_CHECK(!by_tokens, "{}: with data.mixture: tokens a pass over the data has no length; set train.max_steps",
-                  table.label("train.num_train_epochs"));
-    SB_USER_CHECK(!data.synthetic, "{}: a synthetic task has no end; set train.max_steps",
+    SB_USER_CHECK(
+        !by_tokens,
+        "{}: with data.mixture: tokens there is no such thing as one pass over the data; set train.max_steps instead",
+        table.label("train.num_train_epochs"));
+    SB_USER_CHECK(!data.synthetic, "{}: a synthetic task is endless; set train.max_steps instead",
                   table.label("train.num_train_epochs"));
     for (const WeightedPath& path : data.train)
       SB_USER_CHECK(path.weight == 1.0,
-                    "{}: with a weight ('{}') a pass over the data has no length; set train.max_steps",
+                    "{}: with weights ('{}' has one) there is no such thing as one pass over the data; set "
+                    "train.max_steps instead",
                     table.label("train.num_train_epochs"), path.path.string());
   }
   if (data.synthetic) {
@@ -72,10 +79,11 @@ void check_data(const RunConfig& config, const OptionTable& table, const std::st
                   table.label("data.synthetic.min_length"), task.length.min, task.length.max);
     SB_USER_CHECK(
         data.synthetic_lengths.empty() || (task.length.kind == LengthDistribution::Kind::fixed && !task.curriculum),
-        "{}: excludes min_length and curriculum; keep one", table.label("data.synthetic.lengths"));
+        "{}: cannot be combined with min_length or curriculum; keep one", table.label("data.synthetic.lengths"));
     if (task.curriculum) {
       SB_USER_CHECK(task.length.kind == LengthDistribution::Kind::fixed,
-                    "{}: excludes data.synthetic.curriculum; keep one", table.label("data.synthetic.min_length"));
+                    "{}: cannot be combined with data.synthetic.curriculum; keep one",
+                    table.label("data.synthetic.min_length"));
       SB_USER_CHECK(task.curriculum->start <= task.curriculum->end, "{}: {} is above data.synthetic.length {}",
                     table.label("data.synthetic.curriculum.start_length"), task.curriculum->start,
                     task.curriculum->end);
@@ -91,7 +99,8 @@ void check_batch(const RunConfig& config, const OptionTable& table) {
   SB_USER_CHECK(batch.micro_batch_sequences <= batch.global_batch_size, "{}: {} is above batch.global_batch_size {}",
                 table.label("batch.micro_batch_sequences"), batch.micro_batch_sequences, batch.global_batch_size);
   SB_USER_CHECK(batch.micro_batch_tokens == 0 || batch.micro_batch_tokens >= config.data.max_sequence_length,
-                "{}: {} is below data.max_sequence_length {}: the longest sequence would fit no micro-batch",
+                "{}: {} is below data.max_sequence_length {}: the longest sequence would not fit in any micro-batch; "
+                "raise it, or set 0",
                 table.label("batch.micro_batch_tokens"), batch.micro_batch_tokens, config.data.max_sequence_length);
 }
 
@@ -111,13 +120,13 @@ void check_attention(const RunConfig& config, const OptionTable& table) {
   check_selection(config.attention.selection, table);
   const bool dumps = !config.attention.dump_index.empty();
   SB_USER_CHECK(!dumps || config.attention.selection.pattern != SelectionPattern::dense,
-                "{}: pattern: dense selects nothing that could be saved; remove it or choose a pattern",
+                "{}: pattern: dense makes no block lists that could be saved; remove it, or choose another pattern",
                 table.label("attention.dump_index"));
   SB_USER_CHECK(!dumps || config.parallel.cp == 1,
-                "{}: ranks that share sequences (parallel.cp {}) have a part of the lists each; set parallel.cp to 1",
+                "{}: with parallel.cp {} each rank holds only part of the lists; set parallel.cp: 1",
                 table.label("attention.dump_index"), config.parallel.cp);
   SB_USER_CHECK(!dumps || config.parallel.tp == 1,
-                "{}: ranks that share heads (parallel.tp {}) have a part of the lists each; set parallel.tp to 1",
+                "{}: with parallel.tp {} each rank holds only part of the lists; set parallel.tp: 1",
                 table.label("attention.dump_index"), config.parallel.tp);
 }
 
@@ -125,10 +134,10 @@ void check_optimizer(const RunConfig& config, const OptionTable& table) {
   const OptimizerOptions& optimizer = config.optimizer;
   using Schedule = OptimizerOptions::Schedule;
   const bool stable = optimizer.schedule == Schedule::warmup_stable_decay;
-  SB_USER_CHECK(stable || optimizer.decay_steps == 0, "{}: is for schedule: warmup_stable_decay; remove it",
+  SB_USER_CHECK(stable || optimizer.decay_steps == 0, "{}: only applies to schedule: warmup_stable_decay; remove it",
                 table.label("optimizer.decay_steps"));
   SB_USER_CHECK(optimizer.schedule != Schedule::constant || optimizer.min_learning_rate_ratio == 0.0,
-                "{}: has no meaning with schedule: constant; remove it",
+                "{}: has no effect with schedule: constant; remove it",
                 table.label("optimizer.min_learning_rate_ratio"));
 }
 
@@ -137,9 +146,9 @@ void check_train(const RunConfig& config, const OptionTable& table) {
   SB_USER_CHECK(config.train.num_train_epochs == 0 || !table.overridden("train.max_steps"),
                 "{}: has no effect, since {} is {}; add --set train.num_train_epochs=0", table.label("train.max_steps"),
                 table.label("train.num_train_epochs"), config.train.num_train_epochs);
-  SB_USER_CHECK(!config.train.output_dir.empty(), "{}: is empty; say where the run's files go",
+  SB_USER_CHECK(!config.train.output_dir.empty(), "{}: is empty; name the directory for the run's files",
                 table.label("train.output_dir"));
-  SB_USER_CHECK(!config.train.resume.empty(), "{}: is empty; choose auto, never or a checkpoint's path",
+  SB_USER_CHECK(!config.train.resume.empty(), "{}: is empty; set auto, never or the path of a checkpoint",
                 table.label("train.resume"));
 }
 

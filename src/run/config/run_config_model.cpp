@@ -36,8 +36,8 @@ void adapt_model_config(const RunConfig& run, ModelConfig& config) {
                                                                       ? config.rope.original_max_position_embeddings
                                                                       : own_length;
   SB_USER_CHECK(length <= config.max_position_embeddings,
-                "data.max_sequence_length: {} tokens, but the model reaches {} (max_position_embeddings); shorten it, "
-                "or extend the model with model.rope (for example type: yarn, factor: {})",
+                "data.max_sequence_length: {} tokens, but the model supports {} (max_position_embeddings); lower it, "
+                "or extend the model's context with model.rope (for example type: yarn, factor: {})",
                 length, config.max_position_embeddings, unscaled > 0 ? (length + unscaled - 1) / unscaled : 1);
 }
 

@@ -47,12 +47,12 @@ std::string format_step(const StepReport& report, size_t width) {
   add(1, format_count(report.tokens_per_second()) + " tok/s");
   const double rate = report.flops / report.seconds;
   add(report.peak_flops > 0 ? 4 : 8, report.peak_flops > 0
-                                         ? fmt::format("MFU {:.1f} %", 100.0 * rate / report.peak_flops)
+                                         ? fmt::format("MFU {:.1f}%", 100.0 * rate / report.peak_flops)
                                          : fmt::format("{:.1f} GFLOP/s", rate / 1e9));
   if (report.coverage) add(5, fmt::format("coverage {:.3f}", *report.coverage));
   if (report.density) add(9, fmt::format("density {:.3f}", *report.density));
-  if (report.rank_imbalance) add(3, fmt::format("ranks {:.2f}", *report.rank_imbalance));
-  if (report.bubble_percent) add(3, fmt::format("bubbles {:.0f} %", *report.bubble_percent));
+  if (report.rank_imbalance) add(3, fmt::format("imbalance {:.2f}", *report.rank_imbalance));
+  if (report.bubble_percent) add(3, fmt::format("bubbles {:.0f}%", *report.bubble_percent));
   if (report.cluster_seconds) add(2, fmt::format("cluster {:.1f} ms", 1e3 * *report.cluster_seconds));
   if (report.in_order_seconds)
     add(2, fmt::format("gain {:.2f}x measured", *report.in_order_seconds / *report.balanced_seconds));
@@ -73,9 +73,9 @@ std::string format_step(const StepReport& report, size_t width) {
 }
 
 std::string format_validation(const ValidationReport& report) {
-  std::string line = fmt::format("validation at step {}: loss {:.4f}, perplexity {:.2f}, accuracy {:.1f} %",
-                                 report.step, report.loss, std::exp(report.loss), 100.0 * report.accuracy);
-  if (report.recall) line += fmt::format(", recall {:.1f} % (3rd and later tokens of a chunk)", 100.0 * *report.recall);
+  std::string line = fmt::format("validation at step {}: loss {:.4f}, perplexity {:.2f}, accuracy {:.1f}%", report.step,
+                                 report.loss, std::exp(report.loss), 100.0 * report.accuracy);
+  if (report.recall) line += fmt::format(", recall {:.1f}% (from the 3rd token of a chunk on)", 100.0 * *report.recall);
   return line + fmt::format(" over {} sequences", report.sequences);
 }
 
@@ -115,7 +115,7 @@ void Console::step(const StepReport& report) {
 void Console::within_step(const std::string& line) {
   if (!terminal_) return text(line);
   const size_t width = terminal_width(out_) - 1;
-  write("\r" + line.substr(0, width) + "\033[K");
+  write(fmt::format("\r{}\033[K", line.substr(0, width)));
   line_open_ = true;
   std::fflush(out_);
 }

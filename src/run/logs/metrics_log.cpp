@@ -31,7 +31,7 @@ std::string kept_lines(const std::filesystem::path& file, int64_t last_step, int
     }
   }
   if (damaged > 0)
-    log::warning("{}: {} damaged lines left out, the first is line {}", file.string(), damaged, first_damaged);
+    log::warning("{}: skipped {} damaged lines, the first of which is line {}", file.string(), damaged, first_damaged);
   return kept;
 }
 

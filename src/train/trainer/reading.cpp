@@ -64,8 +64,8 @@ std::vector<MicroBatch> Trainer::read_micro_batches(const PlannedRank& planned, 
   MicroBatch cut;  // the sequence whose pieces follow each other
   for (const PlannedMicroBatch& next : planned.micro_batches) {
     SB_USER_CHECK(!next.is_piece() || (config_.balance.chunk != 0 && next.end - next.begin <= limits_.max_tokens),
-                  "step {}: its plan has pieces of {} tokens, for which no memory is planned; set balance.chunk as in "
-                  "the run that made the plan",
+                  "step {}: its plan has pieces of {} tokens, for which no memory is planned; set balance.chunk to "
+                  "that of the run that made the plan",
                   state_.step + 1, next.end - next.begin);
     if (!next.is_piece()) {
       batches.push_back(own_part(read_micro_batch(next, weights)));

@@ -110,10 +110,9 @@ void Trainer::first_look() {
   parts_.sparse->take_report();
   learn_selection();
   if (leads())
-    parts_.console.text(
-        fmt::format("attention.score planes: selected by a dense forward over {} sequences after the first batch, {} "
-                    "tokens",
-                    look.positions.size(), std::accumulate(look.lengths.begin(), look.lengths.end(), int64_t{0})));
+    parts_.console.text(fmt::format(
+        "attention.score planes: chosen in a dense forward over {} sequences after the first batch, {} tokens",
+        look.positions.size(), std::accumulate(look.lengths.begin(), look.lengths.end(), int64_t{0})));
 }
 
 // Nothing when asked to stop on the way. The data-parallel ranks take micro-batches in turn; the last round may leave

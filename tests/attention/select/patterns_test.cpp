@@ -319,16 +319,19 @@ TEST(SelectionConfig, SaysWhatIsWrongAndWhatWorks) {
     void (*change)(SelectionConfig&);
     const char* said;
   } cases[] = {
-      {[](SelectionConfig& c) { c.block = 0; }, "attention.block: 0 tokens; 64, 128 and 256 are supported"},
-      {[](SelectionConfig& c) { c.query_block = 0; }, "attention.query_block: 0 tokens; a power of two from 1 to 128"},
+      {[](SelectionConfig& c) { c.block = 0; }, "attention.block: 0 tokens are not supported; use 64, 128 or 256"},
+      {[](SelectionConfig& c) { c.query_block = 0; },
+       "attention.query_block: 0 tokens; must be a power of two from 1 to 128"},
       {[](SelectionConfig& c) { c.score_tokens = 48; },
        "attention.score_tokens: 48 does not divide attention.block 128"},
-      {[](SelectionConfig& c) { c.budget = -1; }, "attention.budget: -1 keys per query; at least 1 is needed"},
-      {[](SelectionConfig& c) { c.step = 65; }, "attention.step: 65; 0 to 64 blocks per token work"},
-      {[](SelectionConfig& c) { c.coverage = NAN; }, "attention.coverage: nan is not in (0, 1]"},
-      {[](SelectionConfig& c) { c.vertical_coverage = -1; }, "attention.vertical_coverage: -1 is not in (0, 1]"},
-      {[](SelectionConfig& c) { c.slash_cap = -1; }, "attention.vertical_cap and slash_cap may not be negative"},
-      {[](SelectionConfig& c) { c.pattern = Pattern::vertical_slash; }, "set attention.selection: lookahead to say"},
+      {[](SelectionConfig& c) { c.budget = -1; }, "attention.budget: -1 keys per query; must be at least 1"},
+      {[](SelectionConfig& c) { c.step = 65; }, "attention.step: 65; must be 0 to 64 blocks per token"},
+      {[](SelectionConfig& c) { c.coverage = NAN; }, "attention.coverage: nan; must be above 0 and at most 1"},
+      {[](SelectionConfig& c) { c.vertical_coverage = -1; },
+       "attention.vertical_coverage: -1; must be above 0 and at most 1"},
+      {[](SelectionConfig& c) { c.slash_cap = -1; }, "attention.vertical_cap and slash_cap must not be negative"},
+      {[](SelectionConfig& c) { c.pattern = Pattern::vertical_slash; },
+       "set attention.selection: lookahead to confirm"},
   };
   for (const auto& [change, said] : cases) {
     SelectionConfig config;
@@ -342,7 +345,7 @@ TEST(SelectionConfig, SaysWhatIsWrongAndWhatWorks) {
         {Pattern::window, SelectionOrder::lookahead, ""},
         {Pattern::dense, SelectionOrder::lookahead, ""},
         {Pattern::vertical_slash, SelectionOrder::lookahead,
-         "attention.pattern: vertical_slash selects by the last"}}) {
+         "attention.pattern: vertical_slash selects with the last"}}) {
     SelectionConfig config;
     config.pattern = pattern;
     config.order = order;
