@@ -179,6 +179,19 @@ Pipeline::Pipeline(Stage& stage, Communicator& group, int64_t max_rows)
 
 Pipeline::~Pipeline() = default;
 
+DeviceLines Pipeline::lines() const {
+  DeviceLines lines;
+  if (previous_ >= 0) {
+    lines.to.push_back({previous_, kGradients});
+    lines.from.push_back({previous_, kActivations});
+  }
+  if (next_ >= 0) {
+    lines.to.push_back({next_, kActivations});
+    lines.from.push_back({next_, kGradients});
+  }
+  return lines;
+}
+
 void Pipeline::divide_stage(int slots, std::span<const MicroBatch> batches) {
   if (stage_.options().kept_tokens == 0) {
     SB_CHECK(slots <= stage_.options().slots, "{} micro-batches in flight, planned for {}", slots,

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "comm/communicator.h"
+#include "comm/device/device_communicator.h"
 #include "core/arena.h"
 #include "model/stage/stage.h"
 
@@ -32,6 +33,8 @@ class Pipeline {
   // Micro-batches that a stage holds at once, at most, when no sequence has more than `pieces` and forwards run at most
   // so far ahead.
   static int slots(int stage, int stages, int pieces = 1) { return pieces + stages - 1 - stage; }
+  // The messages of this stage.
+  DeviceLines lines() const;
   // What the constructor will allocate.
   static int64_t buffer_bytes(int stage, int stages, int64_t hidden_size, int64_t max_rows, DType dtype);
 

@@ -65,7 +65,18 @@ RankModel::RankModel(const RankModelOptions& options, Attention& attention, Comm
       reducer_(stage_.parameters(), shards_, grid_.replicas(), tied_bucket_ >= 0 ? grid_.ends() : nullptr, tied_bucket_,
                shared_gradients()),
       optimizer_(stage_.parameters(), shards_, grid_.replicas(), options.optimizer()),
-      collector_(grid_, layout_) {}
+      collector_(grid_, layout_) {
+  if (data != nullptr) connect_groups(options.device);
+}
+
+// On every rank in the same order.
+void RankModel::connect_groups(DeviceKind device) {
+  connect_group(grid_.replicas(), device, {.collectives = true});
+  connect_group(grid_.pipeline(), device, pipeline_.lines());
+  connect_group(grid_.tensor(), device, {.collectives = true});
+  if (key_ranks_) connect_group(*key_ranks_, device, {.collectives = true});
+  if (tied_bucket_ >= 0 && grid_.ends() != nullptr) connect_group(*grid_.ends(), device, {.collectives = true});
+}
 
 std::vector<GradientReducer::Shared> RankModel::shared_gradients() {
   std::vector<GradientReducer::Shared> all;
@@ -80,10 +91,14 @@ std::vector<GradientReducer::Shared> RankModel::shared_gradients() {
 MemoryPlan RankModel::memory_plan(const RankModelOptions& options, const Attention& attention, int stage) {
   const StageOptions own = options.stage(stage);
   MemoryPlan plan = Stage::memory_plan(options.model, own, attention, options.threads);
-  const int64_t elements = Stage::declare_parameters(options.model, own).flat_elements();
+  const ParameterSet parameters = Stage::declare_parameters(options.model, own);
+  const int64_t elements = parameters.flat_elements();
   plan.add("optimizer", ShardedAdamW::bytes(elements, own.shards, own.with_values, options.optimizer()));
   if (options.offload_optimizer)
     plan.add_on_host("optimizer, offloaded", HostOptimizerState::host_bytes(elements / own.shards, options.moments));
+  std::vector<FlatRange> shared;
+  for (const SharedElements& one : parameters.shared_elements()) shared.push_back({one.begin, one.end});
+  if (!shared.empty()) plan.add("shared gradients", GradientReducer::bytes(shared));
   if (options.grid.pp > 1)
     plan.add("pipeline buffers", Pipeline::buffer_bytes(stage, options.grid.pp, options.model.hidden_size,
                                                         most_rows(options), options.dtype));
@@ -109,7 +124,7 @@ LossSums RankModel::evaluate(const Exec& exec, const MicroBatch& batch, int slot
 }
 
 double RankModel::reduce(const Exec& exec) {
-  reducer_.finish();
+  reducer_.finish(exec);
   // A tied embedding is on two stages and counts once.
   const bool second_copy = grid_.last_stage() && !grid_.first_stage();
   const double own = optimizer_.squared_norm(exec, second_copy ? tied_bucket_ : -1, counted_elsewhere_);

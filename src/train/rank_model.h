@@ -85,6 +85,7 @@ class RankModel {
 
  private:
   std::vector<GradientReducer::Shared> shared_gradients();
+  void connect_groups(DeviceKind device);
 
   Grid grid_;
   TensorRanks tensor_ranks_;

@@ -269,6 +269,68 @@ TEST_P(NcclFailures, BothSidesAreThereBeforeAMessageGoes) {
       1000);
 }
 
+// A ring of so many ranks in which messages go both ways, and collectives.
+DeviceLines ring_lines(const Communicator& world) {
+  const int next = (world.rank() + 1) % world.size(), previous = (world.rank() + world.size() - 1) % world.size();
+  return {true, {{next, 3}, {next, 5}, {previous, 5}}, {{previous, 3}, {previous, 5}, {next, 5}}};
+}
+
+// Whatever was connected makes nothing more later, and what it carried is not in the way of what comes.
+TEST_P(NcclFailures, WhatIsConnectedIsThereFromThenOn) {
+  for (const int ranks : {2, 3, 4, 5}) {
+    take_calls();
+    run_thread_ranks(ranks, [&](Communicator& host) {
+      const auto world = make(Way::nccl, host);
+      connect_group(*world, DeviceKind::cpu, ring_lines(*world));
+      host.barrier();
+      if (host.rank() == 0) {
+        const std::string calls = take_calls();
+        const auto made = [&](int of) {
+          const std::string text = "init " + std::to_string(of) + "\n";
+          int count = 0;
+          for (size_t at = calls.find(text); at != std::string::npos; at = calls.find(text, at + 1)) ++count;
+          return count;
+        };
+        // Where there are two ranks, those before and after are one, and all communicators are of two.
+        EXPECT_EQ(made(ranks), ranks == 2 ? 2 + 2 * 2 * 2 : ranks);
+        EXPECT_TRUE(ranks == 2 || made(2) == 2 * 3 * ranks) << calls;
+      }
+      host.barrier();
+      std::vector<int64_t> values(static_cast<size_t>(ranks));
+      values[static_cast<size_t>(host.rank())] = host.rank();
+      world->all_gather(std::span(values), 1);
+      int64_t from_previous = -1;
+      CommRequest sent = world->send_async(&values[static_cast<size_t>(host.rank())], 8, (host.rank() + 1) % ranks, 3);
+      world->receive_async(&from_previous, 8, (host.rank() + ranks - 1) % ranks, 3).wait();
+      sent.wait();
+      EXPECT_EQ(from_previous, (host.rank() + ranks - 1) % ranks);
+      EXPECT_EQ(values.back(), ranks - 1);
+      host.barrier();
+      if (host.rank() == 0) {
+        EXPECT_THAT(take_calls(), testing::Not(HasSubstr("init")));
+      }
+    });
+  }
+}
+
+TEST_P(NcclFailures, WhoCannotConnectIsNamed) {
+  behave("", "init");
+  const std::string message = message_of_rank_0<CommAborted>(2, milliseconds(2000), [](Communicator& world) {
+    connect_group(*world.split(0, world.rank(), "dp"), DeviceKind::cpu, {.collectives = true});
+  });
+  EXPECT_THAT(message, HasSubstr("group dp"));
+  EXPECT_THAT(message, HasSubstr("rank 0: ncclCommInitRankConfig failed: NCCL: invalid usage: the cable is loose"));
+}
+
+// A rank that never comes, too.
+TEST_P(DeviceFailures, WhoDoesNotConnectIsWaitedForInVain) {
+  const std::string message = message_of_rank_0<CommTimeout>(2, milliseconds(150), [](Communicator& world) {
+    if (world.rank() == 1) return std::this_thread::sleep_for(milliseconds(600));
+    connect_group(world, DeviceKind::cpu, {false, {{1, 7}}, {}});
+  });
+  EXPECT_THAT(message, HasSubstr("rank 0 waited 0.15 s for send #1 of group world (to rank 1, tag 7"));
+}
+
 TEST(Nccl, AMissingLibraryIsTheUsersToInstall) {
   const auto self = make_self_communicator();
   try {

@@ -180,6 +180,7 @@ int ncclCommInitRankConfig(void** comm, int ranks, UniqueId id, int rank, Config
   std::lock_guard lock(mutex);
   if (config->magic != 0xcafebeef || config->blocking != 0 || rank < 0 || rank >= ranks) return kInvalidArgument;
   calls += "init " + std::to_string(ranks) + "\n";
+  if (failing == "init") return kInvalidUsage;
   std::shared_ptr<World>& world = worlds[id.bytes];
   if (!world) world = std::make_shared<World>();
   world->ranks = ranks;

@@ -8,6 +8,7 @@
 
 #include "comm/thread_communicator.h"
 #include "core/errors.h"
+#include "core/thread_pool.h"
 
 namespace sb {
 namespace {
@@ -39,6 +40,7 @@ class AddsFrom final : public Communicator {
   }
   CommRequest all_reduce_async(void* data, int64_t count, CommType type, ReduceOp op) override {
     ranks_.all_reduce_async(data, count, type, op).wait();
+    summed_.push_back(count);
     return {};
   }
   CommRequest reduce_scatter_async(void* data, int64_t count, CommType type, ReduceOp op) override {
@@ -64,6 +66,9 @@ class AddsFrom final : public Communicator {
     throw CommAborted(why);
   }
 
+  // Elements of every all_reduce so far.
+  const std::vector<int64_t>& summed() const { return summed_; }
+
  private:
   void add(float* values, int64_t count) {
     const int64_t own = size() * count;
@@ -79,13 +84,17 @@ class AddsFrom final : public Communicator {
 
   Communicator& ranks_;
   const int first_;
+  std::vector<int64_t> summed_;
 };
 
-// Norms that two ranks have alike around a product of which each has a half.
+constexpr int64_t kLong = 70'001;  // elements of what is not added together with others
+
+// Norms that two ranks have alike around a product of which each has a half, and something long.
 ParameterSet two_layers(int shards) {
   ParameterSet parameters;
   for (const char* layer : {"0", "1"}) {
-    for (const auto& [name, shape] : {std::pair<std::string, Shape>{"norm", {37}}, {"half", {5, 11}}, {"bias", {20}}})
+    for (const auto& [name, shape] :
+         {std::pair<std::string, Shape>{"norm", {37}}, {"half", {5, 11}}, {"bias", {20}}, {"long", {kLong}}})
       parameters.declare(layer + name, shape, {{layer + name, 0, shape[0]}});
     parameters.end_group(shards);
   }
@@ -125,7 +134,21 @@ TEST(GradientReducer, GivesWhatRanksHaveAlikeTheSameBits) {
       reducer.start();
       reducer.group_final(1);
       reducer.group_final(0);
-      reducer.finish();
+      ThreadPool pool(1);
+      reducer.finish({.device = DeviceKind::cpu, .pool = &pool});
+      int64_t short_ones = 0, long_ones = 0;
+      for (const FlatRange& piece : layout.pieces(replicas.rank()))
+        for (const GradientReducer::Shared& one : shared) {
+          const int64_t own = std::min(piece.end, one.range.end) - std::max(piece.begin, one.range.begin);
+          if (own <= 0) continue;
+          if (one.range.size() == kLong)
+            ++long_ones;
+          else
+            short_ones += own;
+        }
+      // All short ones at once, first; each of the long ones by itself.
+      EXPECT_EQ(std::ssize(sharing.summed()), long_ones + (short_ones > 0));
+      EXPECT_TRUE(short_ones == 0 || sharing.summed().front() == short_ones);
 
       // The own pieces are sums over the replicas or over all ranks, and what the other rank of the group has.
       std::vector<float> both(kTensor * count);
@@ -143,7 +166,7 @@ TEST(GradientReducer, GivesWhatRanksHaveAlikeTheSameBits) {
           ++compared;
         }
       }
-      EXPECT_EQ(world.all_reduce(compared), kTensor * 2 * (37 + 20));
+      EXPECT_EQ(world.all_reduce(compared), kTensor * 2 * (37 + 20 + kLong));
     });
   }
 }

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "attention/gpu/coverage/coverage.h"
 #include "attention/gpu/plan/work.h"
 #include "attention/gpu/select/step_values.h"
 #include "attention/gpu/select/vertical_slash.h"
@@ -91,12 +92,12 @@ int64_t AttentionMemory::scratch_bytes(const AttentionShape& shape, int64_t max_
   if (options.selection.pattern != SelectionPattern::dense) selection += 20 * sequences;  // counts and thresholds
   if (options.selection.judges_by_planes())
     selection += 8 * plane_sums_partials(max_tokens / kPlaneSampling + sequences, shape.kv_heads, shape.head_dim);
-  int64_t coverage = 0;
-  if (options.coverage_rows > 0) {
-    const int64_t blocks = (max_tokens + options.selection.block - 1) / options.selection.block + sequences;
-    coverage = 3 * 4 * options.coverage_rows * blocks * (shape.heads + shape.kv_heads);
-  }
-  return std::max(backward, selection + coverage) + 16 * 1024;
+  return std::max(backward, selection + coverage_bytes(shape, max_tokens)) + 16 * 1024;
+}
+
+int64_t AttentionMemory::coverage_bytes(const AttentionShape& shape, int64_t max_tokens) const {
+  const int64_t blocks = max_tokens / options.selection.block + most_packed_sequences(max_tokens);
+  return most_coverage_floats(options.coverage_rows, blocks, shape.heads, shape.kv_heads) * int64_t{sizeof(float)};
 }
 
 int64_t AttentionMemory::state_bytes(const AttentionShape& shape, int64_t max_tokens) const {

@@ -16,6 +16,8 @@ struct AttentionMemory {
   int64_t state_bytes(const AttentionShape& shape, int64_t max_tokens) const;
   // Of scratch, what is kept of key blocks to judge them by, under one list head.
   int64_t statistics_bytes(const AttentionShape& shape, int64_t max_tokens) const;
+  // Of scratch, what coverage is measured in.
+  int64_t coverage_bytes(const AttentionShape& shape, int64_t max_tokens) const;
 
  private:
   bool selects_most_mass() const;

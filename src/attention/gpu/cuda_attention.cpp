@@ -194,8 +194,7 @@ class CudaAttention final : public SelectingAttention {
   int64_t reserved_bytes(const AttentionShape& shape, int64_t max_tokens, DType dtype, int64_t states) const override {
     return static_cast<int64_t>(plans_.for_states(different_plans(static_cast<size_t>(states)))) *
                requests_.largest_plan(shape, max_tokens, dtype).device +
-           select_memory_.reserved_bytes(shape) +
-           (options_.attention.coverage_rows > 0 ? gpu::CoverageLog::reserved_bytes() : 0);
+           select_memory_.reserved_bytes(shape);
   }
 
   std::string refuses_pieces() const override { return why_not_in_pieces(selection_); }
@@ -314,8 +313,9 @@ class CudaAttention final : public SelectingAttention {
     params.gathered = plan.gathered(lists);
     params.scores = floats(exec, 3 * plan.coverage().scores);
     params.ranks = floats(exec, 3 * plan.coverage().ranks);
-    params.results = coverage_.add(layer, plan.coverage(), plan.shape());
+    params.results = floats(exec, plan.coverage().results);
     gpu::measure_coverage(params, plan.precision(), exec.stream);
+    coverage_.add(exec, layer, plan.coverage(), plan.shape(), params.results);
   }
 
   std::shared_ptr<DevicePlan> plan_for(const Exec& exec, int layer, const AttentionShape& shape,
@@ -428,7 +428,7 @@ class CudaAttention final : public SelectingAttention {
   gpu::SelectMemory select_memory_;
   gpu::CoverageLog coverage_;
   std::shared_ptr<void> beside_ = cuda::make_stream();
-  std::shared_ptr<void> rows_listed_ = cuda::make_event(), made_beside_ = cuda::make_event();
+  std::shared_ptr<void> rows_listed_ = cuda::make_event(false), made_beside_ = cuda::make_event(false);
   AttentionReport report_;
 };
 

@@ -104,8 +104,11 @@ const PieceSize& PlanRequests::largest_piece(const AttentionShape& shape, const 
     plan.build(request, staging, nullptr);
     // Quotas of neighbouring query blocks differ by one.
     const int64_t rounding = dense ? 0 : 2 * 4 * 2 * int64_t{plan.select().rows} * plan.list_heads();
-    known.device = std::max(known.device, plan.bytes());
-    known.uploaded = std::max(known.uploaded, plan.uploaded_bytes());
+    // Other pieces may have more of the tokens that are measured, up to all of them.
+    const int64_t measured = std::min<int64_t>(options_.attention.coverage_rows, limits.longest) *
+                             (int64_t{sizeof(CoverageToken)} + plan.list_heads() * int64_t{sizeof(CoverageList)});
+    known.device = std::max(known.device, plan.bytes() + measured);
+    known.uploaded = std::max(known.uploaded, plan.uploaded_bytes() + measured);
     known.scratch = std::max(known.scratch, plan.piece_scratch_bytes());
     if (dense) return;
     known.lists = std::max(known.lists, plan.list_bytes() + rounding);

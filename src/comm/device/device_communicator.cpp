@@ -1,8 +1,12 @@
 #include "comm/device/device_communicator.h"
 
+#include <algorithm>
+#include <tuple>
+
 #include "comm/device/device_engine.h"
 #include "comm/device/nccl_group.h"
 #include "comm/device/staged_group.h"
+#include "device/memory.h"
 
 namespace sb {
 namespace {
@@ -146,6 +150,30 @@ std::unique_ptr<Communicator> make_nccl_communicator(Communicator& host, const D
                            [nccl, device = options.device](std::unique_ptr<Communicator> own) {
                              return std::make_shared<NcclGroup>(std::move(own), nccl, device);
                            });
+}
+
+void connect_group(Communicator& group, DeviceKind device, const DeviceLines& lines) {
+  if (group.size() == 1) return;
+  Arena arena = make_arena("connections", Arena::rounded(group.size() * int64_t{sizeof(float)}), device);
+  const TensorView values = arena.allocate(DType::f32, {group.size()});
+  zero_now(values);
+  const auto finish = [&](CommRequest request) {
+    request.wait();
+    HostCopy{values};  // waits for the device
+  };
+  if (lines.collectives) finish(group.all_gather_async(values.raw(), 1, CommType::f32));
+  // In an order that all ranks share, so that the two sides of the first line still to be made both come to it; every
+  // other sender first, so that a ring is not made link by link.
+  const int rank = group.rank();
+  using Link = std::tuple<int, int, int, int>;  // tag, sender modulo 2, sender, receiver
+  std::vector<Link> links;
+  for (const DeviceLines::Line& to : lines.to) links.emplace_back(to.tag, rank % 2, rank, to.rank);
+  for (const DeviceLines::Line& from : lines.from) links.emplace_back(from.tag, from.rank % 2, from.rank, rank);
+  std::ranges::sort(links);
+  for (const auto& [tag, parity, sender, receiver] : links)
+    finish(sender == rank ? group.send_async(values.raw(), sizeof(float), receiver, tag)
+                          : group.receive_async(values.raw(), sizeof(float), sender, tag));
+  group.barrier();
 }
 
 }  // namespace sb

@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <filesystem>
 #include <memory>
+#include <vector>
 
 #include "comm/communicator.h"
 #include "core/tensor.h"
@@ -31,5 +32,20 @@ std::unique_ptr<Communicator> make_staged_communicator(Communicator& host, const
 // must outlive it. Sums are added in an order of the library's own, the same for the same ranks.
 std::unique_ptr<Communicator> make_nccl_communicator(Communicator& host, const DeviceCommOptions& options,
                                                      const std::filesystem::path& library = "libnccl.so.2");
+
+// What a rank does in a group: its collectives, and the messages it sends and receives, by the other side and the tag.
+struct DeviceLines {
+  struct Line {
+    int rank = 0, tag = 0;
+  };
+  bool collectives = false;
+  std::vector<Line> to = {}, from = {};
+};
+
+// Has such a group make now what its first operations would have to make: NCCL's communicators, page-locked memory. A
+// number goes every way, so that a rank that cannot be reached is told of here and not in the middle of a step. Nothing
+// else runs on this rank's device while something is made. Collective over the group; each rank names its own lines,
+// and ranks of several groups connect them in the same order.
+void connect_group(Communicator& group, DeviceKind device, const DeviceLines& lines);
 
 }  // namespace sb

@@ -12,8 +12,9 @@ namespace sb {
 
 // Operations on device memory through NCCL. Collectives share one NCCL communicator; messages have one of two ranks for
 // each (from, to, tag), with a stream of its own, because NCCL runs what shares a communicator strictly in order. Made
-// when first needed. The two sides of a message tell each other over the host's communicator when they have come to it,
-// and hand it to NCCL when both have: a device does not spin for what the other side does much later.
+// when first needed, which connect_group() is for. The two sides of a message tell each other over the host's
+// communicator when they have come to it, and hand it to NCCL when both have: a device does not spin for what the other
+// side does much later.
 class NcclGroup final : public DeviceGroup {
  public:
   NcclGroup(std::unique_ptr<Communicator> host, std::shared_ptr<NcclLibrary> library, DeviceKind device);

@@ -1,7 +1,6 @@
 #include "comm/device/staged_group.h"
 
 #include <algorithm>
-#include <bit>
 #include <cstring>
 
 #include "comm/reduce.h"
@@ -13,8 +12,8 @@ namespace {
 using Kind = DeviceOperation::Kind;
 
 constexpr size_t kPiecesUnderWay = 2;
-constexpr int64_t kSmallestBuffer = 64 << 10;
-constexpr int kEvents = 32;  // made at the start: two for each piece that is under way
+constexpr int64_t kLargestElement = 8;  // bytes
+constexpr int kEvents = 32;             // made at the start: two for each piece that is under way
 
 char* at(void* data, int64_t bytes) {
   return static_cast<char*>(data) + bytes;
@@ -38,16 +37,6 @@ void StagedCopies::copy(const Exec& queue, const void* from, void* to, int64_t b
     cuda::copy(queue.stream, from, to, bytes);
   else
     std::memcpy(to, from, static_cast<size_t>(bytes));
-}
-
-StagedCopies::Buffer StagedCopies::take(int64_t bytes, std::set<int64_t>& sizes) {
-  const auto size = static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(std::max(bytes, kSmallestBuffer))));
-  std::vector<Buffer>& free = free_[size];
-  if (sizes.insert(size).second)
-    for (size_t i = 0; i < kPiecesUnderWay; ++i) give_back({HostMemory(size, device_), size});
-  Buffer buffer = std::move(free.back());
-  free.pop_back();
-  return buffer;
 }
 
 StagedGroup::~StagedGroup() = default;
@@ -95,6 +84,18 @@ void StagedGroup::drop() {
   lines_.clear();
 }
 
+// No piece is longer than one of `piece_bytes`, or than a single element of every rank.
+HostMemory StagedGroup::take_buffer(Line& line) const {
+  if (!line.has_buffers) {
+    const int64_t bytes = std::max(copies_->piece_bytes(), kLargestElement * host_->size());
+    for (size_t i = 0; i < kPiecesUnderWay; ++i) line.free.emplace_back(bytes, copies_->device());
+    line.has_buffers = true;
+  }
+  HostMemory buffer = std::move(line.free.back());
+  line.free.pop_back();
+  return buffer;
+}
+
 // An operation without data is one empty piece.
 bool StagedGroup::cut_piece(Line& line) {
   if (line.operations.empty() || line.pieces.size() >= kPiecesUnderWay) return false;
@@ -109,7 +110,7 @@ bool StagedGroup::cut_piece(Line& line) {
     line.operations.pop_front();
     line.cut = 0;
   }
-  if (piece.count > 0) piece.buffer = copies_->take(piece.count * element_bytes(*operation), line.sizes);
+  if (piece.count > 0) piece.buffer = take_buffer(line);
   fetch(line, piece);
   return true;
 }
@@ -118,7 +119,7 @@ void StagedGroup::fetch(const Line& line, Piece& piece) const {
   const DeviceOperation& operation = *piece.operation;
   const int64_t element = comm_type_bytes(operation.type), bytes = piece.count * element;
   const int64_t begin = piece.begin * element, part = operation.count * element;
-  void* buffer = piece.buffer.memory.data();
+  void* buffer = piece.buffer.data();
   const Exec& out = line.out;
   if (operation.kind == Kind::receive || (operation.kind == Kind::broadcast && operation.peer != host_->rank())) return;
   operation.ready.hold(out);
@@ -148,7 +149,7 @@ bool StagedGroup::may_exchange(const Line& line, const Piece& piece) const {
 
 CommRequest StagedGroup::exchange(const Piece& piece) {
   const DeviceOperation& operation = *piece.operation;
-  void* buffer = piece.buffer.memory.data();
+  void* buffer = piece.buffer.data();
   switch (operation.kind) {
     case Kind::all_reduce:
       return host_->all_reduce_async(buffer, piece.count, operation.type, operation.op);
@@ -172,7 +173,7 @@ void StagedGroup::store(const Line& line, Piece& piece) const {
   const DeviceOperation& operation = *piece.operation;
   const int64_t element = comm_type_bytes(operation.type), bytes = piece.count * element;
   const int64_t begin = piece.begin * element, part = operation.count * element;
-  void* buffer = piece.buffer.memory.data();
+  void* buffer = piece.buffer.data();
   const Exec& in = line.in;
   operation.ready.hold(in);
   if (operation.kind == Kind::reduce_scatter) {
@@ -216,7 +217,7 @@ bool StagedGroup::advance(Line& line, const Queued& queued) {
   }
   while (!line.pieces.empty() && line.pieces.front().state == Piece::State::storing &&
          line.pieces.front().stored.passed()) {
-    if (line.pieces.front().buffer.bytes > 0) copies_->give_back(std::move(line.pieces.front().buffer));
+    if (line.pieces.front().count > 0) line.free.push_back(std::move(line.pieces.front().buffer));
     line.pieces.pop_front();
     moved = true;
   }

@@ -3,8 +3,6 @@
 #include <deque>
 #include <map>
 #include <memory>
-#include <optional>
-#include <set>
 #include <tuple>
 #include <vector>
 
@@ -13,7 +11,7 @@
 
 namespace sb {
 
-// What the groups of a rank share: events and page-locked memory, kept once taken.
+// What the groups of a rank share.
 class StagedCopies {
  public:
   StagedCopies(DeviceKind device, int64_t piece_bytes);
@@ -23,25 +21,16 @@ class StagedCopies {
   DeviceEventPool& events() { return events_; }
   void copy(const Exec& queue, const void* from, void* to, int64_t bytes) const;
 
-  struct Buffer {
-    HostMemory memory;
-    int64_t bytes = 0;
-  };
-  // `sizes` are those a line has needed so far: with a new one it gets all the buffers of that size it may have under
-  // way at once, so that how messages happen to meet takes no memory later.
-  Buffer take(int64_t bytes, std::set<int64_t>& sizes);
-  void give_back(Buffer buffer) { free_[buffer.bytes].push_back(std::move(buffer)); }
-
  private:
   const DeviceKind device_;
   const int64_t piece_bytes_;
   DeviceEventPool events_;
-  std::map<int64_t, std::vector<Buffer>> free_;  // by size
 };
 
 // Operations on device memory by way of a host communicator. Collectives stand in one line, messages in one for each
 // (direction, other side, tag); in a line two pieces are under way at once: while one is exchanged, the next is copied
-// out or the one before it in. Lines have queues of their own: what one waits for keeps no other.
+// out or the one before it in. Lines have queues of their own: what one waits for keeps no other. With its first data a
+// line gets page-locked memory for the two pieces, and keeps it.
 class StagedGroup final : public DeviceGroup {
  public:
   StagedGroup(std::unique_ptr<Communicator> host, std::shared_ptr<StagedCopies> copies)
@@ -59,7 +48,7 @@ class StagedGroup final : public DeviceGroup {
     std::shared_ptr<DeviceOperation> operation;
     int64_t begin = 0, count = 0;  // elements of the operation's count
     bool last = false;
-    StagedCopies::Buffer buffer;
+    HostMemory buffer;  // of the line; none where there is no data
     enum class State { fetching, exchanging, storing } state = State::fetching;
     DeviceEvent fetched, stored;
     CommRequest request;
@@ -72,12 +61,14 @@ class StagedGroup final : public DeviceGroup {
     std::deque<std::shared_ptr<DeviceOperation>> operations;  // not cut completely yet
     int64_t cut = 0;                                          // elements of the first one
     std::deque<Piece> pieces;
-    std::set<int64_t> sizes;  // of buffers
+    std::vector<HostMemory> free;  // buffers that no piece uses
+    bool has_buffers = false;
   };
   using Key = std::tuple<DeviceOperation::Kind, int, int>;  // collectives: (barrier, 0, 0)
 
   int64_t element_bytes(const DeviceOperation& operation) const;
   int64_t piece_elements(const DeviceOperation& operation) const;
+  HostMemory take_buffer(Line& line) const;
   bool cut_piece(Line& line);
   void fetch(const Line& line, Piece& piece) const;
   bool may_exchange(const Line& line, const Piece& piece) const;

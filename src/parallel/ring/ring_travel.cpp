@@ -1,6 +1,7 @@
 #include "parallel/ring/ring_travel.h"
 
 #include <algorithm>
+#include <initializer_list>
 
 #include "core/errors.h"
 #include "device/memory.h"
@@ -67,6 +68,20 @@ int RingShape::inner(int rank, int by) const {
 
 int RingShape::outer(int rank, int by) const {
   return ((rank + by * node_size) % ranks + ranks) % ranks;
+}
+
+DeviceLines RingTravel::lines() const {
+  DeviceLines lines;
+  const int rank = group_.rank();
+  const auto add = [&](int next, int previous, std::initializer_list<int> tags) {
+    for (const int tag : tags) {
+      lines.to.push_back({next, tag});
+      lines.from.push_back({previous, tag});
+    }
+  };
+  if (shape_.node_size > 1) add(shape_.inner(rank, 1), shape_.inner(rank, -1), {kInner, kInnerGradient});
+  if (shape_.nodes() > 1) add(shape_.outer(rank, 1), shape_.outer(rank, -1), {kOuter, kOuterGradient});
+  return lines;
 }
 
 RingTravel::Transfer RingTravel::send(const void* keys, const void* values, int64_t bytes, int to, int tag) {

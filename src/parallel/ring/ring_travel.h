@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "comm/communicator.h"
+#include "comm/device/device_communicator.h"
 #include "core/dtype.h"
 #include "device/exec.h"
 
@@ -43,6 +44,8 @@ class RingTravel {
   RingTravel(Communicator& group, int node_size) : group_(group), shape_(group.size(), node_size) {}
 
   const RingShape& shape() const { return shape_; }
+  // The messages of this rank.
+  DeviceLines lines() const;
 
   // elements[c]: how many numbers of type `dtype` the keys of rank c are, and its values. `visit` is called once for
   // every chunk.

@@ -22,7 +22,7 @@ struct CoverageSequence {
   int32_t first_token = 0;              // of its tokens that are measured
   int32_t sampled = 0;
   int32_t grid = 0, points = 0;  // budgets of its curve, in key blocks
-  int32_t results = 0;           // first float: [token][kv head][1 + points]: held, then the curve; sums over the group
+  int64_t results = 0;           // first float: [token][kv head][1 + points]: held, then the curve; sums over the group
   int32_t gathered = -1;         // its first GatheredList; -1: no single keys
   // Of the whole sequence, of which this may be a piece: tokens, and rows to be measured; and whether more is to come.
   int32_t whole_tokens = 0, whole_sampled = 0;
@@ -45,9 +45,21 @@ struct CoveragePlan {
   std::vector<CoverageToken> tokens;
   std::vector<CoverageList> lists;  // [token][list head]
   std::vector<int32_t> grid;
-  int32_t blocks = 0, results = 0;
+  int32_t blocks = 0;
+  int64_t results = 0;            // floats
   int64_t scores = 0, ranks = 0;  // triples of floats
 };
+
+// The most floats that measuring `rows` tokens of every sequence takes, in workspace and results, where all sequences
+// together have `blocks` key blocks: a curve never has more than two points for each.
+constexpr int64_t most_coverage_floats(int64_t rows, int64_t blocks, int64_t query_heads, int64_t kv_heads) {
+  return rows * blocks * (3 * (query_heads + kv_heads) + 2 * kv_heads);
+}
+
+// The same for any piece of at most `tokens` tokens of a sequence of at most `longest`: of n tokens, a piece of p has
+// at most rows · p / n + 1 that are measured, and they see at most n / block + 1 key blocks.
+int64_t most_piece_coverage_floats(int64_t rows, int64_t tokens, int64_t longest, int block, int64_t query_heads,
+                                   int64_t kv_heads);
 
 // `rows` tokens of every sequence, spread evenly. `select` may be null when every sequence is dense. `gathered` as in
 // RowLayout. Of a piece, `tiles` is about the whole sequence, of whose rows those are measured that lie in the piece.

@@ -5,6 +5,12 @@
 
 namespace sb::gpu {
 
+int64_t most_piece_coverage_floats(int64_t rows, int64_t tokens, int64_t longest, int block, int64_t query_heads,
+                                   int64_t kv_heads) {
+  const int64_t seen = (rows * tokens + longest) / block + rows + 2;  // the product of both, and what rounding adds
+  return 3 * seen * (query_heads + kv_heads) + rows * kv_heads * (1 + std::ssize(coverage_grid(longest, block)));
+}
+
 CoveragePlan make_coverage_plan(const Shape& shape, std::span<const int32_t> cu_seqlens, const std::vector<bool>& dense,
                                 const std::vector<SequenceTiles>& tiles, int rows, const SelectPlan* select,
                                 std::span<const int32_t> gathered) {
@@ -50,7 +56,7 @@ CoveragePlan make_coverage_plan(const Shape& shape, std::span<const int32_t> cu_
     plan.blocks += one.blocks;
     plan.scores += int64_t{one.sampled} * shape.query_heads * one.blocks;
     plan.ranks += int64_t{one.sampled} * shape.kv_heads * one.blocks;
-    plan.results += one.sampled * shape.kv_heads * (1 + one.points);
+    plan.results += int64_t{one.sampled} * shape.kv_heads * (1 + one.points);
     if (select != nullptr) row_base += static_cast<int32_t>((t.tokens + select->query_block - 1) / select->query_block);
     plan.sequences.push_back(one);
   }

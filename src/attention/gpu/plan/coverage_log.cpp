@@ -2,56 +2,54 @@
 
 #include <algorithm>
 
-#include "device/cuda.h"
-
 namespace sb::gpu {
-namespace {
-
-constexpr int64_t kPieceFloats = 1 << 18;
-
-}  // namespace
 
 void CoverageLog::reserve() {
-  if (pieces_.empty()) add_piece(kPieceFloats);
+  while (std::ssize(pages_) < kPages)
+    pages_.push_back({HostMemory(kPageFloats * int64_t{sizeof(float)}, device_), DeviceEvent(device_)});
 }
 
-int64_t CoverageLog::reserved_bytes() {
-  return kPieceFloats * static_cast<int64_t>(sizeof(float));
+// Pages are read in the order in which they were written: the next one has the oldest values.
+CoverageLog::Page& CoverageLog::page_with_room() {
+  if (pages_[current_].used == kPageFloats) {
+    current_ = (current_ + 1) % pages_.size();
+    read(pages_[current_]);
+  }
+  return pages_[current_];
 }
 
-CoverageLog::Piece& CoverageLog::add_piece(int64_t floats) {
-  Piece& piece = pieces_.emplace_back();
-  piece.floats = floats;
-  piece.memory.ensure("coverage", floats * static_cast<int64_t>(sizeof(float)));
-  return piece;
+void CoverageLog::read(Page& page) {
+  page.copied.wait();
+  const auto* data = static_cast<const float*>(page.memory.data());
+  values_.insert(values_.end(), data, data + page.used);
+  page.used = 0;
 }
 
-float* CoverageLog::add(int layer, const CoveragePlan& coverage, const Shape& shape) {
-  size_t at = 0;
-  while (at < pieces_.size() && pieces_[at].floats - pieces_[at].used < coverage.results) ++at;
-  Piece& piece = at < pieces_.size() ? pieces_[at] : add_piece(std::max<int64_t>(kPieceFloats, coverage.results));
+void CoverageLog::add(const Exec& exec, int layer, const CoveragePlan& coverage, const Shape& shape, float* results) {
+  reserve();
   for (const CoverageSequence& sequence : coverage.sequences) {
     if (sequence.whole_sampled == 0) continue;
     records_.push_back({layer, sequence.whole_tokens, sequence.sampled, sequence.points, shape.kv_heads,
-                        shape.query_heads, sequence.whole_sampled, sequence.goes_on, at,
-                        piece.used + sequence.results});
+                        shape.query_heads, sequence.whole_sampled, sequence.goes_on, added_ + sequence.results});
   }
-  float* room = static_cast<float*>(piece.memory.data()) + piece.used;
-  piece.used += coverage.results;
-  return room;
+  for (int64_t done = 0; done < coverage.results;) {
+    Page& page = page_with_room();
+    const int64_t count = std::min(coverage.results - done, kPageFloats - page.used);
+    download(exec, TensorView(results + done, DType::f32, {count}, exec.device),
+             static_cast<float*>(page.memory.data()) + page.used);
+    page.copied.record(exec);
+    page.used += count;
+    done += count;
+  }
+  added_ += coverage.results;
 }
 
 void CoverageLog::take(AttentionReport& report) {
-  std::vector<std::vector<float>> values(pieces_.size());
-  for (size_t i = 0; i < pieces_.size(); ++i) {
-    values[i].resize(pieces_[i].used);
-    if (pieces_[i].used > 0)
-      cuda::copy_and_wait(pieces_[i].memory.data(), values[i].data(),
-                          pieces_[i].used * static_cast<int64_t>(sizeof(float)));
-    pieces_[i].used = 0;
-  }
-  for (const Record& record : records_) add_sample(record, values[record.piece].data() + record.begin, report);
+  for (size_t i = 1; i <= pages_.size(); ++i) read(pages_[(current_ + i) % pages_.size()]);
+  for (const Record& record : records_) add_sample(record, values_.data() + record.begin, report);
   records_.clear();
+  values_.clear();
+  added_ = 0;
 }
 
 // The sample of a sequence in pieces is reported with the last of them.

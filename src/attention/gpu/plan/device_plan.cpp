@@ -33,7 +33,7 @@ void DeviceBuffer::borrow(void* memory, int64_t bytes) {
 char* Staging::take(int64_t bytes) {
   current_ = (current_ + 1) % slots_.size();
   Slot& slot = slots_[current_];
-  if (slot.event == nullptr) slot.event = cuda::make_event();
+  if (slot.event == nullptr) slot.event = cuda::make_event(false);
   if (slot.used) cuda::wait(slot.event.get());
   if (bytes > slot.bytes) {
     slot.bytes = bytes + bytes / 4;
@@ -222,7 +222,11 @@ int64_t DevicePlan::piece_scratch_bytes() const {
   const int64_t selecting = room_bytes() + 2 * select_.slices * select_.masses + select_.map_bytes +
                             4 * int64_t{select_.columns} +
                             8 * plane_sums_partials(sample_count_, shape_.kv_heads, shape_.head_dim);
-  const int64_t measuring = 3 * kFloat * (coverage_.scores + coverage_.ranks);
+  const int64_t rows = coverage_.sequences.empty() ? 0 : coverage_.sequences.front().whole_sampled;
+  const int64_t measuring =
+      rows == 0 ? 0
+                : kFloat * most_piece_coverage_floats(rows, shape_.tokens, lengths_.front(), index_block_,
+                                                      shape_.query_heads, shape_.kv_heads);
   return std::max(backward, selecting + measuring) + kRounding;
 }
 

@@ -146,7 +146,8 @@ class DevicePlan {
   int64_t kept_bytes() const;
   int64_t room_bytes() const;
   bool piece() const { return piece_; }
-  // What forward or backward of a piece takes of scratch besides a copy of its keys and values.
+  // What forward or backward of a piece takes of scratch besides a copy of its keys and values; measuring coverage as
+  // much as in any piece that is no longer, of a sequence that is no longer.
   int64_t piece_scratch_bytes() const;
   int64_t pool_counts() const { return pool_counts_size(pool_count_, select_.pool_tiles); }
   int64_t list_bytes() const { return lists_.bytes; }

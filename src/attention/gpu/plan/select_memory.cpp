@@ -22,6 +22,23 @@ SelectMemory::SelectMemory(const SelectionConfig& selection, int layers)
   if (!counts_) return;
   counters_.reserve("attention counts", counter_bytes());
   cuda::zero_and_wait(counters_.data(), counter_bytes());
+  reserve_taken(counter_bytes());
+}
+
+void SelectMemory::reserve_taken(int64_t bytes) {
+  if (bytes <= taken_bytes_) return;
+  taken_ = HostMemory(bytes, DeviceKind::cuda);
+  taken_bytes_ = bytes;
+}
+
+template <typename T>
+std::span<const T> SelectMemory::take_values(void* stream, T* from, int64_t count) {
+  const int64_t bytes = count * int64_t{sizeof(T)};
+  reserve_taken(bytes);
+  cuda::copy(stream, from, taken_.data(), bytes);
+  cuda::zero(stream, from, bytes);
+  cuda::synchronize(stream);
+  return {static_cast<const T*>(taken_.data()), static_cast<size_t>(count)};
 }
 
 int64_t SelectMemory::counter_bytes() const {
@@ -34,9 +51,7 @@ int64_t SelectMemory::plane_words(const AttentionShape& shape) const {
 
 int64_t SelectMemory::reserved_bytes(const AttentionShape& shape) const {
   const int64_t planes =
-      channels_ == 0
-          ? 0
-          : layers_ * (plane_words(shape) * int64_t{sizeof(uint32_t)} + sum_values(shape) * int64_t{sizeof(double)});
+      channels_ == 0 ? 0 : layers_ * plane_words(shape) * int64_t{sizeof(uint32_t)} + sum_bytes(shape);
   return counter_bytes() + planes;
 }
 
@@ -48,9 +63,9 @@ void SelectMemory::reserve(const AttentionShape& shape) {
   }
   shape_ = shape;
   planes_.reserve("planes", layers_ * plane_words(shape) * int64_t{sizeof(uint32_t)});
-  const int64_t bytes = layers_ * sum_values(shape) * int64_t{sizeof(double)};
-  sums_.reserve("energies of planes", bytes);
-  cuda::zero_and_wait(sums_.data(), bytes);
+  sums_.reserve("energies of planes", sum_bytes(shape));
+  cuda::zero_and_wait(sums_.data(), sum_bytes(shape));
+  reserve_taken(sum_bytes(shape));
 }
 
 void SelectMemory::use(const LearnedSelection& learned) {
@@ -110,6 +125,7 @@ void SelectMemory::add_counts(int layer, const SelectPlan& plan, const int32_t* 
   }
   gpu::add_counts(pairs(layer), blocks(layer), params.selected, classes, static_cast<int32_t>(plan.sequences.size()),
                   stream);
+  counted_on_ = stream;
   if (!learns_) return;
   for (const SelectSequence& sequence : plan.sequences) {
     if (sequence.given == 0) continue;
@@ -148,15 +164,13 @@ void SelectMemory::observe(const Exec& exec, int layer, const AttentionShape& sh
   }
   add_plane_sums(params, operands.q.dtype() == DType::f32 ? Precision::fp32 : Precision::bf16, exec.stream);
   if (given_ != nullptr) return;
+  observed_on_ = exec.stream;
   sampled_[static_cast<size_t>(layer)] += sample_count;
 }
 
 void SelectMemory::take_pairs(AttentionReport& report) {
-  if (!counts_) return;
-  std::vector<unsigned long long> counted(static_cast<size_t>(layers_));
-  const auto bytes = static_cast<int64_t>(counted.size() * sizeof(counted[0]));
-  cuda::copy_and_wait(pairs(0), counted.data(), bytes);
-  cuda::zero_and_wait(pairs(0), bytes);
+  if (!counted_on_) return;
+  const std::span<const unsigned long long> counted = take_values(*counted_on_, pairs(0), layers_);
   for (size_t layer = 0; layer < counted.size(); ++layer)
     report.layers[layer].pairs += static_cast<int64_t>(counted[layer]);
 }
@@ -170,10 +184,8 @@ SelectionObservations SelectMemory::take_observations() {
 
 void SelectMemory::take_masses(SelectionObservations& seen) {
   if (known_.empty()) return;
-  std::vector<unsigned long long> counted(static_cast<size_t>(layers_) * kMassClasses);
-  const auto bytes = static_cast<int64_t>(counted.size() * sizeof(counted[0]));
-  cuda::copy_and_wait(blocks(0), counted.data(), bytes);
-  cuda::zero_and_wait(blocks(0), bytes);
+  const std::span<const unsigned long long> counted =
+      take_values(*counted_on_, blocks(0), int64_t{layers_} * kMassClasses);
   for (const auto& [key, known] : known_) {
     const auto at = static_cast<size_t>(key.layer) * kMassClasses + static_cast<size_t>(mass_class(key));
     if (known.wanted > 0) seen.masses[key] = {static_cast<int64_t>(counted[at]) - known.given, known.wanted};
@@ -183,10 +195,7 @@ void SelectMemory::take_masses(SelectionObservations& seen) {
 
 void SelectMemory::take_sums(SelectionObservations& seen) {
   const auto values = static_cast<size_t>(sum_values(shape_)), width = values / 3;
-  std::vector<double> all(static_cast<size_t>(layers_) * values);
-  const auto bytes = static_cast<int64_t>(all.size() * sizeof(double));
-  cuda::copy_and_wait(sums_.data(), all.data(), bytes);
-  cuda::zero_and_wait(sums_.data(), bytes);
+  const std::span<const double> all = take_values(*observed_on_, sums(0), layers_ * static_cast<int64_t>(values));
   seen.planes.resize(static_cast<size_t>(layers_));
   for (size_t layer = 0; layer < sampled_.size(); ++layer) {
     if (sampled_[layer] == 0) continue;

@@ -2,6 +2,8 @@
 
 #include <cstdint>
 #include <map>
+#include <optional>
+#include <span>
 #include <vector>
 
 #include "attention/cpu/sparse_attention.h"
@@ -9,6 +11,7 @@
 #include "attention/gpu/plan/given_selection.h"
 #include "attention/select/step_selection.h"
 #include "device/exec.h"
+#include "device/memory.h"
 
 namespace sb::gpu {
 
@@ -52,7 +55,7 @@ class SelectMemory {
   void observe(const Exec& exec, int layer, const AttentionShape& shape, const AttentionOperands& operands,
                const int32_t* samples, int32_t sample_count);
 
-  // Adds the pairs counted so far to a report and starts anew. Waits for the device, as the next does.
+  // Adds the pairs counted so far to a report and starts anew. Waits for the stream that counted, as the next does.
   void take_pairs(AttentionReport& report);
   // What was seen so far; starts anew.
   SelectionObservations take_observations();
@@ -65,6 +68,8 @@ class SelectMemory {
   unsigned long long* blocks(int layer) const { return pairs(layers_) + int64_t{layer} * classes(); }
   int classes() const { return learns_ ? kMassClasses : 1; }
   int64_t counter_bytes() const;
+  int64_t sum_bytes(const AttentionShape& shape) const { return layers_ * sum_values(shape) * int64_t{sizeof(double)}; }
+  void reserve_taken(int64_t bytes);
   int64_t plane_words(const AttentionShape& shape) const;  // of one layer
   // In device memory: channels [kv_heads, channels], then scales [kv_heads], then means of keys [kv_heads, channels].
   const uint32_t* planes(const Exec& exec, int layer, const AttentionShape& shape);
@@ -73,11 +78,17 @@ class SelectMemory {
   void write_given_counts(const SelectPlan& plan, const SelectParams& params, void* stream) const;
   void take_masses(SelectionObservations& seen);
   void take_sums(SelectionObservations& seen);
+  // What the stream left there, which is zero from then on; in host memory until the next call.
+  template <typename T>
+  std::span<const T> take_values(void* stream, T* from, int64_t count);
 
   const int layers_, channels_;  // channels of a head that are judged by; 0: not by planes
   const bool counts_, learns_;   // learns: thresholds of `mass`
   StepSelection step_;
   DeviceBuffer counters_, planes_, sums_;
+  std::optional<void*> counted_on_, observed_on_;  // the streams that changed them last; none: nobody did
+  HostMemory taken_;
+  int64_t taken_bytes_ = 0;
   AttentionShape shape_{};          // of the memory of planes
   std::vector<bool> put_;           // layers whose planes are on the device
   std::map<MassKey, Known> known_;  // since the observations were taken

@@ -42,6 +42,9 @@ class CudaRingAttention final : public SelectingAttention {
     SB_CHECK(!options.lists_on_device || ring_selects_on_device(options.selection),
              "a pattern whose pairs are selected on the host");
     report_.layers.resize(options.layers);
+    DeviceLines lines = travel_.lines();
+    lines.collectives = options.selection.pattern != SelectionPattern::dense;
+    connect_group(data, DeviceKind::cuda, lines);
     if (memory_.on_device) device_selection_ = std::make_unique<CudaRingSelection>(data, options);
   }
 

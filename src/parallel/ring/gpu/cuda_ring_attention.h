@@ -12,7 +12,7 @@ namespace sb {
 // Options::lists_on_device, which `vertical_slash` and `mass` with look-ahead do not take) on the device.
 //
 // `host` carries what ranks tell each other about their lists, `data` what lies on devices; both have the ranks that
-// share sequences, carry nothing else and must outlive it.
+// share sequences, carry nothing else and must outlive it. Collective: `data` is connected.
 std::unique_ptr<SelectingAttention> make_cuda_ring_attention(Communicator& host, Communicator& data,
                                                              const RingAttention::Options& options);
 

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "attention/gpu/coverage/coverage.h"
 #include "attention/gpu/select/step_values.h"
 #include "attention/most_sequences.h"
 #include "attention/select/block_statistics.h"
@@ -154,12 +155,12 @@ int64_t CudaRingMemory::select_bytes(const AttentionShape& shape, int64_t max_to
                 bytes(2 * packed, sizeof(unsigned long long)) + bytes(packed, sizeof(float));
     }
     if (options.coverage_rows > 0) {
-      const int64_t rows_of_all = options.coverage_rows * (all / selection.block + sequences);
-      const int64_t sampled = options.coverage_rows * sequences;
-      coverage = bytes(3 * rows_of_all * shape.heads, sizeof(float)) +
-                 bytes(3 * rows_of_all * shape.kv_heads, sizeof(float)) +
-                 bytes(sampled * shape.heads * shape.head_dim * dtype_bytes(options.dtype), 1) +
-                 bytes(sampled * shape.kv_heads * 64, sizeof(float));
+      // Of dense sequences, too, which may lie beside the sparse ones.
+      const int64_t packed = most_packed_sequences(max_tokens);
+      const int64_t blocks = all / selection.block + packed, sampled = options.coverage_rows * packed;
+      coverage =
+          bytes(gpu::most_coverage_floats(options.coverage_rows, blocks, shape.heads, shape.kv_heads), sizeof(float)) +
+          bytes(sampled * shape.heads * shape.head_dim * dtype_bytes(options.dtype), 1) + 4 * Arena::kAlignment;
     }
     most = std::max(most, lists_bytes + std::max({scoring, coverage, energies}));
   }

@@ -103,13 +103,13 @@ void CudaRingSelection::reserve(const AttentionShape& shape, int64_t max_tokens,
   plans_.reserve(different_plans(states), size.device);
   staging_.reserve(size.uploaded);
   select_memory_.reserve(shape);
-  if (options_.coverage_rows > 0 && data_.rank() == 0) coverage_.reserve();  // the others' results go there
+  if (options_.coverage_rows > 0 && data_.rank() == 0) coverage_.reserve();  // it reports for all
 }
 
 int64_t CudaRingSelection::reserved_bytes(const AttentionShape& shape, int64_t max_tokens, DType dtype, size_t states) {
   return static_cast<int64_t>(plans_.for_states(different_plans(states))) *
              largest_plan(shape, max_tokens, dtype).device +
-         select_memory_.reserved_bytes(shape) + (options_.coverage_rows > 0 ? gpu::CoverageLog::reserved_bytes() : 0);
+         select_memory_.reserved_bytes(shape);
 }
 
 std::shared_ptr<CudaRingPlan> CudaRingSelection::plan_for(const Exec& exec, int layer, const AttentionShape& shape,
@@ -256,13 +256,12 @@ void CudaRingSelection::measure(const Exec& exec, int layer, const AttentionShap
   const int64_t scores = 3 * plan.coverage().scores, results = plan.coverage().results;
   params.scores = zeros(exec.scratch->allocate_array<float>(scores), scores);
   params.ranks = exec.scratch->allocate_array<float>(3 * plan.coverage().ranks);
-  params.results = data_.rank() == 0 ? coverage_.add(layer, plan.coverage(), params.shape)
-                                     : exec.scratch->allocate_array<float>(results);
-  zeros(params.results, results);
+  params.results = zeros(exec.scratch->allocate_array<float>(results), results);
   gpu::measure_blocks(params, plan.precision(), exec.stream);
   data_.all_reduce_async(params.scores, scores, CommType::f32, ReduceOp::sum).wait();
   gpu::measure_tokens(params, plan.precision(), exec.stream);
   data_.all_reduce_async(params.results, results, CommType::f32, ReduceOp::sum).wait();
+  if (data_.rank() == 0) coverage_.add(exec, layer, plan.coverage(), params.shape, params.results);
 }
 
 void CudaRingSelection::report(AttentionReport& report) {
