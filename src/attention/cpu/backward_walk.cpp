@@ -16,7 +16,8 @@ namespace {
 
 constexpr int kStackRows = 256;  // rows of scores kept until dK and dV take them
 constexpr int64_t kChunks = 48;  // chunks of a long sequence
-constexpr int64_t kChunksOfPiece = 2;  // at least, for two threads: the other cores run other stages of a pipeline
+// At least, of a piece long enough: for two threads, as the other cores run other stages of a pipeline.
+constexpr int64_t kChunksOfPiece = 2;
 constexpr int64_t kMinChunk = 128, kMaxChunk = 1024;
 
 // A piece is cut as its whole sequence is, which adds to dK and dV as seldom.
