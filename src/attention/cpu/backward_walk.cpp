@@ -16,14 +16,17 @@ namespace {
 
 constexpr int kStackRows = 256;  // rows of scores kept until dK and dV take them
 constexpr int64_t kChunks = 48;  // chunks of a long sequence
+// At least, of a piece long enough: for two threads, as the other cores run other stages of a pipeline.
+constexpr int64_t kChunksOfPiece = 2;
 constexpr int64_t kMinChunk = 128, kMaxChunk = 1024;
 
-int64_t wanted_chunk(int64_t length) {
-  return std::clamp((length + kChunks - 1) / kChunks, kMinChunk, kMaxChunk);
+// A piece is cut as its whole sequence is, which adds to dK and dV as seldom.
+int64_t wanted_chunk(int64_t whole, int64_t queries) {
+  return std::clamp(std::min((whole + kChunks - 1) / kChunks, queries / kChunksOfPiece), kMinChunk, kMaxChunk);
 }
 
 int64_t chunk_tokens(const SequenceWalk& walk) {
-  return (wanted_chunk(walk.queries()) + walk.query_block - 1) / walk.query_block * walk.query_block;
+  return (wanted_chunk(walk.whole, walk.queries()) + walk.query_block - 1) / walk.query_block * walk.query_block;
 }
 
 // Chunks are counted from the first query block on.
@@ -37,8 +40,8 @@ int64_t chunk_count(const SequenceWalk& walk) {
 
 struct BackwardLayout {
   int64_t chunk_rows, stack_rows, padded, slabs;
-  BackwardLayout(const AttentionShape& shape, int64_t queries)
-      : chunk_rows((wanted_chunk(queries) + kTileRows) * shape.group()),
+  BackwardLayout(const AttentionShape& shape, int64_t whole, int64_t queries)
+      : chunk_rows((wanted_chunk(whole, queries) + kTileRows) * shape.group()),
         stack_rows(std::max<int64_t>(kStackRows, shape.heads)),
         padded(padded_depth(shape.head_dim)),
         slabs(slab_floats(chunk_rows, static_cast<int>(padded))) {}
@@ -343,21 +346,21 @@ void clear(ThreadPool& pool, float* data, int64_t count) {
 }
 
 // Scratch besides packed keys and values.
-int64_t task_bytes(const AttentionShape& shape, int64_t queries, int64_t keys, int threads) {
+int64_t task_bytes(const AttentionShape& shape, int64_t whole, int64_t queries, int64_t keys, int threads) {
   // A sequence has at least one key tile, so there are at most as many as tokens.
   const int64_t turns = Arena::rounded(keys * shape.kv_heads * static_cast<int64_t>(sizeof(Turn)));
-  return turns + threads * BackwardBuffers::bytes(BackwardLayout(shape, queries));
+  return turns + threads * BackwardBuffers::bytes(BackwardLayout(shape, whole, queries));
 }
 
 }  // namespace
 
 int64_t cpu_backward_scratch_bytes(const AttentionShape& shape, int64_t queries, int64_t keys, int threads) {
   return Arena::rounded(PackedKeys::floats(shape, kBackwardForms, keys) * static_cast<int64_t>(sizeof(float))) +
-         task_bytes(shape, queries, keys, threads);
+         task_bytes(shape, queries, queries, keys, threads);
 }
 
 int64_t cpu_piece_scratch_bytes(const AttentionShape& shape, int64_t queries, int64_t keys, int threads) {
-  return std::max(cpu_forward_scratch_bytes(shape, 0, threads), task_bytes(shape, queries, keys, threads));
+  return std::max(cpu_forward_scratch_bytes(shape, 0, threads), task_bytes(shape, keys, queries, keys, threads));
 }
 
 void cpu_attention_backward(const Exec& exec, const AttentionShape& shape, const PackedSequences& sequences,
@@ -371,7 +374,8 @@ void cpu_attention_backward(const Exec& exec, const AttentionShape& shape, const
            "gradients of other shapes than the operands");
   const std::vector<SequenceWalk> walks = plan_walks(shape, sequences, index, rows);
   const TileKernels& kernels = tile_kernels(cpu_isa());
-  const BackwardLayout layout(shape, operands.q.dim(0));
+  const int64_t queries = operands.q.dim(0);
+  const BackwardLayout layout(shape, sequences.is_piece() ? sequences.piece.length : queries, queries);
   const ArenaScope scope(*exec.scratch);
   const PackedKeys packed = packed_keys(exec, shape, sequences, operands, kBackwardForms);
   std::vector<BackwardBuffers> buffers;
@@ -402,7 +406,7 @@ void cpu_attention_backward(const Exec& exec, const AttentionShape& shape, const
       const auto [part, number] = tasks.at(flat);
       const SequenceWalk& walk = walks[part];
       const int kv_head = static_cast<int>(number % shape.kv_heads);
-      BackwardTask(shape, x, index, kernels, packed, layout, operands.q.dim(0), walk, kv_head,
+      BackwardTask(shape, x, index, kernels, packed, layout, queries, walk, kv_head,
                    chunk_count(walk) - 1 - number / shape.kv_heads,
                    turns + turn_begin[part] + kv_head * walk.key_tiles(), buffers[thread])
           .run();

@@ -40,6 +40,7 @@ std::vector<SequenceWalk> plan_walks(const AttentionShape& shape, const PackedSe
       walk.rows =
           rows.empty() ? SequenceRows{walk.length, 0, sequences.cu_seqlens[i], sequences.cu_seqlens[i]} : rows[i];
     }
+    walk.whole = sequences.is_piece() ? sequences.piece.length : walk.queries();
     if (index != nullptr && !index->sequences()[i].dense) walk.listed = &index->sequences()[i];
     walk.list_heads = walk.listed ? index->shape().list_heads : shape.kv_heads;
     walk.row_heads = shape.heads / walk.list_heads;

@@ -15,6 +15,7 @@ constexpr int kTileRows = 128;
 // all of them walk the same list of key blocks.
 struct SequenceWalk {
   int64_t length = 0;  // all tokens, keys and queries
+  int64_t whole = 0;   // queries of the sequence, of a piece those of all its pieces
   SequenceRows rows;
   std::span<const KeyPage> pages;                // of a piece: where its keys lie; empty: one after the other
   const BlockIndex::Sequence* listed = nullptr;  // null: dense

@@ -1,5 +1,7 @@
 #include "cli/profile/profile_engine.h"
 
+#include <time.h>
+
 #include <algorithm>
 #include <chrono>
 #include <cmath>
@@ -24,19 +26,26 @@ namespace sb {
 namespace {
 
 // Microseconds between two points of the queue, read when the device has passed them. Events are made once and used
-// again.
+// again. What one thread of the CPU computes is timed by its processor time: whoever else runs on the core meanwhile
+// would count against long operations, which he interrupts, and not against short ones.
 class Stopwatch {
  public:
-  explicit Stopwatch(DeviceKind device) : device_(device) {}
+  Stopwatch(DeviceKind device, int threads) : device_(device), one_thread_(device == DeviceKind::cpu && threads == 1) {}
   void start(const Exec& exec) {
     if (used_ == spans_.size()) spans_.push_back({DeviceEvent(device_), DeviceEvent(device_)});
     spans_[used_].begin.record(exec);
+    spans_[used_].processor_us = one_thread_ ? -processor_us() : 0;
   }
-  void stop(const Exec& exec) { spans_[used_++].end.record(exec); }
+  void stop(const Exec& exec) {
+    if (one_thread_) spans_[used_].processor_us += processor_us();
+    spans_[used_++].end.record(exec);
+  }
   // Of all spans since the last call.
   double take() {
     double sum = 0;
-    for (size_t i = 0; i < used_; ++i) sum += 1e3 * DeviceEvent::milliseconds_between(spans_[i].begin, spans_[i].end);
+    for (size_t i = 0; i < used_; ++i)
+      sum += one_thread_ ? spans_[i].processor_us
+                         : 1e3 * DeviceEvent::milliseconds_between(spans_[i].begin, spans_[i].end);
     used_ = 0;
     return sum;
   }
@@ -44,8 +53,15 @@ class Stopwatch {
  private:
   struct Span {
     DeviceEvent begin, end;
+    double processor_us = 0;
   };
+  static double processor_us() {
+    timespec now;
+    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
+    return 1e6 * static_cast<double>(now.tv_sec) + 1e-3 * static_cast<double>(now.tv_nsec);
+  }
   DeviceKind device_;
+  bool one_thread_;
   std::vector<Span> spans_;
   size_t used_ = 0;
 };
@@ -54,8 +70,8 @@ class Stopwatch {
 // the selections of the first run. A forward in the course of backward (recompute) counts there.
 class TimedAttention final : public ForwardingAttention {
  public:
-  TimedAttention(Attention& inner, DeviceKind device)
-      : ForwardingAttention(inner), selecting_(device), again_(device), backward_(device) {}
+  TimedAttention(Attention& inner, DeviceKind device, int threads)
+      : ForwardingAttention(inner), selecting_(device, threads), again_(device, threads), backward_(device, threads) {}
   void forward(const Exec& exec, int layer, const AttentionShape& shape, const PackedSequences& sequences,
                const AttentionOperands& operands, AttentionState& state, bool replay) override {
     const auto timed = [&](Stopwatch& watch, bool with_replay) {
@@ -182,12 +198,12 @@ struct ProfileEngine::Implementation {
   ProfileEngineOptions options;
   ModelConfig config;
   SelectionConfig selection;
+  ThreadPool pool;
   std::unique_ptr<Attention> inner;
   SelectingAttention& selecting;  // the same
   TimedAttention attention;
   LearnedSelection learned;
   MeasuredShape settled;  // the last shape whose thresholds were looked for
-  ThreadPool pool;
   DeviceContext context;
   std::unique_ptr<Stage> whole, middle;
   Arena memory;
@@ -198,15 +214,15 @@ struct ProfileEngine::Implementation {
       : options(given),
         config(model_of(shape, given.layers)),
         selection(selection_of(given.spec)),
+        pool(given.threads > 0 ? given.threads : available_cores()),
         inner(attention_of(given, selection)),
         selecting(dynamic_cast<SelectingAttention&>(*inner)),
-        attention(*inner, given.device),
-        pool(given.threads > 0 ? given.threads : available_cores()),
+        attention(*inner, given.device, pool.threads()),
         context(given.device, pool, norm_scratch_bytes(given.device)),
         memory(make_arena("profile", 2 * Arena::rounded(given.max_tokens * shape.hidden * 4) + head_start_bytes(),
                           given.device)),
-        forward(given.device),
-        backward(given.device) {
+        forward(given.device, pool.threads()),
+        backward(given.device, pool.threads()) {
     StageOptions stage;
     stage.device = options.device;
     stage.dtype = options.device == DeviceKind::cuda ? kCudaDType : DType::f32;

@@ -274,6 +274,16 @@ TEST(PieceAttention, OnePieceHasTheBitsOfTheWhole) {
   }
 }
 
+// Pieces are cut for the sums of dK and dV as their sequence is: where the cuts meet, the sums have the same order.
+TEST(PieceAttention, PiecesOfALongSequenceAddUpAsTheWhole) {
+  const int32_t length = 48 * 256;
+  const AttentionCase c({2, 1, 16, 0.3f}, {length}, 13);
+  for (const SelectionPattern pattern : {SelectionPattern::topk, SelectionPattern::window}) {
+    SparseAttention whole(options_for(pattern)), pieces(options_for(pattern));
+    EXPECT_TRUE(run_pieces(pieces, c, even_cuts(length, 1024), 0, 2).results == run_attention(whole, c, 2));
+  }
+}
+
 // Whether a piece runs dense is a matter of the whole sequence's length and budget, not of the piece's.
 TEST(PieceAttention, TheWholeLengthDecidesWhatRunsDense) {
   const AttentionCase c({4, 2, 16, 0.3f}, {640}, 5);
