@@ -91,6 +91,15 @@ void check_tensor_parallel(const RunConfig& config, const ModelConfig& model) {
                 model.vocab_size);
 }
 
+// Before anything is written, and whatever attention the layout has: a ring would take layers that are not there.
+void check_dense_layers(const RunConfig& config, const ModelConfig& model) {
+  const SelectionConfig& selection = config.attention.selection;
+  if (selection.pattern == SelectionPattern::dense) return;
+  for (const int64_t layer : selection.dense_layers)
+    SB_USER_CHECK(layer < model.layers, "attention.dense_layers: there is no layer {}; the model has layers 0 to {}",
+                  layer, model.layers - 1);
+}
+
 // Hopper's; later ones take other scales, which nobody tried.
 void check_fp8_device(const RunConfig& config) {
   if (config.train.precision != TrainOptions::Precision::fp8) return;
@@ -375,6 +384,7 @@ ModelConfig run_model_config(const RunConfig& config) {
   adapt_model_config(config, model);
   check_head_dim(config, model);
   check_lora_fits(config, model);
+  check_dense_layers(config, model);
   check_tensor_parallel(config, model);
   check_precision_fits(config, model);
   return model;

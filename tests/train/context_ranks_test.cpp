@@ -235,6 +235,11 @@ TEST(ContextRanks, RefuseWhatDoesNotFit) {
   const std::string dump = "attention.dump_index=" + (scratch / "lists").string();
   EXPECT_NE(refusal({dump, "parallel.cp=2", "attention.pattern=topk"}).find("attention.dump_index"), std::string::npos);
   EXPECT_NE(refusal({dump, "attention.pattern=dense"}).find("attention.dump_index"), std::string::npos);
+  for (const char* cp : {"parallel.cp=1", "parallel.cp=2"}) {
+    const RunConfig config = tiny_run(scratch / "run", {cp, "attention.pattern=topk", "attention.dense_layers=[0, 2]"});
+    EXPECT_NE(user_error_of([&] { train_on_ranks(config); }).find("there is no layer 2"), std::string::npos) << cp;
+    EXPECT_FALSE(fs::exists(scratch / "run")) << cp;
+  }
 }
 
 }  // namespace
