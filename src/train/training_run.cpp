@@ -57,6 +57,12 @@ void check_head_dim(const RunConfig& config, const ModelConfig& model) {
                 name, model.head_dim, kCoverageHeadDimUnit);
 }
 
+void check_pipeline(const RunConfig& config, const ModelConfig& model) {
+  SB_USER_CHECK(config.parallel.pp <= model.layers,
+                "parallel.pp: {} stages are more than the model's {} layers: some would be empty; lower it",
+                config.parallel.pp, model.layers);
+}
+
 // What ranks that share products cannot cut into equal parts.
 void check_tensor_parallel(const RunConfig& config, const ModelConfig& model) {
   const int tp = config.parallel.tp;
@@ -111,6 +117,17 @@ void check_named(const RunConfig& config, const ModelConfig& model) {
   check_run_directory(config);
   if (!config.balance.profile.empty()) run_profile(config, model);
   check_adapter_to_continue(config, model);
+}
+
+// A budget that selection cannot keep: a query block always lists its sinks, its neighbours and two blocks more.
+void warn_of_small_budget(const SelectionConfig& selection) {
+  const int64_t least = int64_t{selection.sink_blocks + selection.local_blocks + 2} * selection.block;
+  const bool follows = selection.pattern == SelectionPattern::topk || selection.pattern == SelectionPattern::mass;
+  if (!follows || selection.budget >= least) return;
+  log::warning(
+      "attention.budget: {} is below {} sink + {} local + 2 blocks of {} tokens = {}, so queries see up to {} keys; "
+      "raise it, or lower attention.block",
+      selection.budget, selection.sink_blocks, selection.local_blocks, selection.block, least, least);
 }
 
 // Rank 0's planner of a run with balance.replay, made while nothing is written yet, so that plans of another run are
@@ -319,6 +336,7 @@ ModelConfig run_model_config(const RunConfig& config) {
   adapt_model_config(config, model);
   check_head_dim(config, model);
   check_lora_fits(config, model);
+  check_pipeline(config, model);
   check_tensor_parallel(config, model);
   check_precision_fits(config, model);
   return model;
@@ -356,6 +374,7 @@ TrainSummary run_training(const RunConfig& given, std::FILE* out, bool terminal,
         "attention.pattern has no effect: the longest sequence has {} tokens, and sequences of up to {} use dense "
         "attention; lower attention.{}",
         sources.train->max_length(), selection.dense_limit(), selection.dense_below < 0 ? "budget" : "dense_below");
+  if (leads && sparse) warn_of_small_budget(selection);
   if (leads && sparse && selection.order == SelectionOrder::lookahead && selection.pattern != SelectionPattern::window)
     warn_of_lookahead(config, sources.validation_set.source != nullptr);
   if (leads && ring.data && sparse && !lists_on_device(config))
