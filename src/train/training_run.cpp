@@ -119,8 +119,16 @@ void check_named(const RunConfig& config, const ModelConfig& model) {
   check_adapter_to_continue(config, model);
 }
 
-// A budget that selection cannot keep: a query block always lists its sinks, its neighbours and two blocks more.
-void warn_of_small_budget(const SelectionConfig& selection) {
+// Of a budget that leaves nothing to select, and of one that selection cannot keep: a query block always lists its
+// sinks, its neighbours and two blocks more.
+void warn_of_budget(const SelectionConfig& selection, int64_t longest) {
+  if (longest <= selection.dense_limit()) {
+    log::warning(
+        "attention.pattern has no effect: the longest sequence has {} tokens, and sequences of up to {} use dense "
+        "attention; lower attention.{}",
+        longest, selection.dense_limit(), selection.dense_below < 0 ? "budget" : "dense_below");
+    return;
+  }
   const int64_t least = int64_t{selection.sink_blocks + selection.local_blocks + 2} * selection.block;
   const bool follows = selection.pattern == SelectionPattern::topk || selection.pattern == SelectionPattern::mass;
   if (!follows || selection.budget >= least) return;
@@ -369,12 +377,7 @@ TrainSummary run_training(const RunConfig& given, std::FILE* out, bool terminal,
     log::info("train.num_train_epochs {}: {} steps of {} sequences", config.train.num_train_epochs,
               config.train.max_steps, config.batch.global_batch_size);
   const SelectionConfig& selection = config.attention.selection;
-  if (leads && sparse && sources.train->max_length() <= selection.dense_limit())
-    log::warning(
-        "attention.pattern has no effect: the longest sequence has {} tokens, and sequences of up to {} use dense "
-        "attention; lower attention.{}",
-        sources.train->max_length(), selection.dense_limit(), selection.dense_below < 0 ? "budget" : "dense_below");
-  if (leads && sparse) warn_of_small_budget(selection);
+  if (leads && sparse) warn_of_budget(selection, sources.train->max_length());
   if (leads && sparse && selection.order == SelectionOrder::lookahead && selection.pattern != SelectionPattern::window)
     warn_of_lookahead(config, sources.validation_set.source != nullptr);
   if (leads && ring.data && sparse && !lists_on_device(config))
