@@ -186,7 +186,8 @@ TEST_F(FirstHour, WhatIsNoTextOrTokenizerIsCalledByItsName) {
 
 TEST_F(FirstHour, LayoutsAndBudgetsThatCannotBeKeptAreSaidOnce) {
   const std::string out = (directory_ / "my.yaml").string();
-  ASSERT_EQ(run_program({"init", "--model", kModel, "--data", data(), "--out", out, "--device", "cpu"}).exit_code, 0);
+  const std::string tokens = data("data", "1024");
+  ASSERT_EQ(run_program({"init", "--model", kModel, "--data", tokens, "--out", out, "--device", "cpu"}).exit_code, 0);
   const ProgramResult empty = run_program({"train", out, "--set", "parallel.pp=99", "--ranks", "99"});
   EXPECT_EQ(empty.exit_code, 2);
   EXPECT_TRUE(empty.err.starts_with("error: parallel.pp: 99 stages are more than the model's ")) << empty.err;
