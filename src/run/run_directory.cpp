@@ -202,6 +202,8 @@ RunDirectory::RunDirectory(const RunConfig& config) : path_(config.train.output_
   if (resume == "auto") {
     resume_from_ = newest_intact_checkpoint(path_);
   } else if (resume != "never") {
+    SB_USER_CHECK(!holds_run(resume), "train.resume: {} is the directory of a run; name one of its checkpoints",
+                  resume);
     const std::optional<std::string> damage = find_damage(resume);
     SB_USER_CHECK(!damage, "train.resume: {} is not an intact checkpoint: {}", resume, *damage);
     resume_from_ = resume;

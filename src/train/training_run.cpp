@@ -57,6 +57,12 @@ void check_head_dim(const RunConfig& config, const ModelConfig& model) {
                 name, model.head_dim, kCoverageHeadDimUnit);
 }
 
+void check_pipeline(const RunConfig& config, const ModelConfig& model) {
+  SB_USER_CHECK(config.parallel.pp <= model.layers,
+                "parallel.pp: {} stages are more than the model's {} layers: some would be empty; lower it",
+                config.parallel.pp, model.layers);
+}
+
 // What ranks that share products cannot cut into equal parts.
 void check_tensor_parallel(const RunConfig& config, const ModelConfig& model) {
   const int tp = config.parallel.tp;
@@ -120,6 +126,25 @@ void check_named(const RunConfig& config, const ModelConfig& model) {
   check_run_directory(config);
   if (!config.balance.profile.empty()) run_profile(config, model);
   check_adapter_to_continue(config, model);
+}
+
+// Of a budget that leaves nothing to select, and of one that selection cannot keep: a query block always lists its
+// sinks, its neighbours and two blocks more.
+void warn_of_budget(const SelectionConfig& selection, int64_t longest) {
+  if (longest <= selection.dense_limit()) {
+    log::warning(
+        "attention.pattern has no effect: the longest sequence has {} tokens, and sequences of up to {} use dense "
+        "attention; lower attention.{}",
+        longest, selection.dense_limit(), selection.dense_below < 0 ? "budget" : "dense_below");
+    return;
+  }
+  const int64_t least = int64_t{selection.sink_blocks + selection.local_blocks + 2} * selection.block;
+  const bool follows = selection.pattern == SelectionPattern::topk || selection.pattern == SelectionPattern::mass;
+  if (!follows || selection.budget >= least) return;
+  log::warning(
+      "attention.budget: {} is below {} sink + {} local + 2 blocks of {} tokens = {}, so queries see up to {} keys; "
+      "raise it, or lower attention.block",
+      selection.budget, selection.sink_blocks, selection.local_blocks, selection.block, least, least);
 }
 
 // Rank 0's planner of a run with balance.replay, made while nothing is written yet, so that plans of another run are
@@ -348,11 +373,7 @@ void say_what_will_happen(const RunConfig& config, const Sources& sources, bool 
               config.train.max_steps, config.batch.global_batch_size);
   if (!sparse) return;
   const SelectionConfig& selection = config.attention.selection;
-  if (sources.train->max_length() <= selection.dense_limit())
-    log::warning(
-        "attention.pattern has no effect: the longest sequence has {} tokens, and sequences of up to {} use dense "
-        "attention; lower attention.{}",
-        sources.train->max_length(), selection.dense_limit(), selection.dense_below < 0 ? "budget" : "dense_below");
+  warn_of_budget(selection, sources.train->max_length());
   if (selection.order == SelectionOrder::lookahead && selection.pattern != SelectionPattern::window)
     warn_of_lookahead(config, sources.validation_set.source != nullptr);
   if (ring_on_devices && !lists_on_device(config))
@@ -385,6 +406,7 @@ ModelConfig run_model_config(const RunConfig& config) {
   check_head_dim(config, model);
   check_lora_fits(config, model);
   check_dense_layers(config, model);
+  check_pipeline(config, model);
   check_tensor_parallel(config, model);
   check_precision_fits(config, model);
   return model;

@@ -167,6 +167,43 @@ TEST_F(FirstHour, AFolderIsNoPrefixOfTokenFiles) {
   }
 }
 
+TEST_F(FirstHour, WhatIsNoTextOrTokenizerIsCalledByItsName) {
+  const std::string chats = write("chats.jsonl", "plain text\n"), out = (directory_ / "t").string();
+  const auto said = [&](const std::string& tokenizer, const std::string& input) {
+    const ProgramResult result =
+        run_program({"data", "tokenize", "--tokenizer", tokenizer, "--input", input, "--output", out});
+    EXPECT_EQ(result.exit_code, 2);
+    return result.err;
+  };
+  const std::string tokenizer = "tests/data/tokenizer_qwen2_style/tokenizer.json", folder = directory_.string();
+  const std::pair<std::string, std::string> cases[] = {
+      {said(tokenizer, folder), folder + ": is a directory; name the files in it, for example " + folder + "/*.jsonl"},
+      {said(tokenizer, chats),
+       "chats.jsonl:1: invalid JSON at byte 1 of the line, near \"plain text\"; every line must"},
+      {said(kModel + std::string("/config.json"), chats), "config.json: not a tokenizer.json: \"model\" is missing"}};
+  for (const auto& [message, expected] : cases) EXPECT_NE(message.find(expected), std::string::npos) << message;
+}
+
+TEST_F(FirstHour, LayoutsAndBudgetsThatCannotBeKeptAreSaidOnce) {
+  const std::string out = (directory_ / "my.yaml").string();
+  const std::string tokens = data("data", "1024");
+  ASSERT_EQ(run_program({"init", "--model", kModel, "--data", tokens, "--out", out, "--device", "cpu"}).exit_code, 0);
+  const ProgramResult empty = run_program({"train", out, "--set", "parallel.pp=99", "--ranks", "99"});
+  EXPECT_EQ(empty.exit_code, 2);
+  EXPECT_TRUE(empty.err.starts_with("error: parallel.pp: 99 stages are more than the model's ")) << empty.err;
+  const auto warned = [&](const std::string& budget) {
+    return run_program({"train", out, "--set", "train.max_steps=1", "--set", "train.num_train_epochs=0", "--set",
+                        "attention={pattern: mass, block: 64, budget: " + budget + "}", "--set",
+                        "train.output_dir=" + (directory_ / budget).string()})
+        .err;
+  };
+  const std::string small = warned("100");
+  EXPECT_NE(small.find("attention.budget: 100 is below 1 sink + 2 local + 2 blocks of 64 tokens = 320"),
+            std::string::npos)
+      << small;
+  EXPECT_EQ(warned("320").find("attention.budget"), std::string::npos);
+}
+
 TEST_F(FirstHour, TokensOfAnotherTokenizerAreWarnedOf) {
   const std::string text = write("text.jsonl", "{\"text\": \"some words to learn from\"}\n"),
                     tokens = (directory_ / "t").string();
@@ -184,6 +221,11 @@ TEST_F(FirstHour, TokensOfAnotherTokenizerAreWarnedOf) {
   const std::string warned = check("tests/data/tokenizer_qwen2_style/tokenizer.json");
   EXPECT_NE(warned.find("was not made with the model's tokenizer"), std::string::npos) << warned;
   EXPECT_NE(warned.find(tokenizer), std::string::npos) << warned;
+  const auto shown = [&](const std::string& file) {
+    return run_program({"data", "show", tokens, "--tokenizer", file}).err;
+  };
+  EXPECT_EQ(shown(tokenizer), "");
+  EXPECT_NE(shown("tests/data/tokenizer_qwen2_style").find("another tokenizer than --tokenizer"), std::string::npos);
 }
 
 TEST_F(FirstHour, PerplexitySaysWhenItCuts) {

@@ -178,6 +178,9 @@ TEST(RunDirectory, ANamedCheckpointMustBeIntactAndTheNewest) {
                  {"train.resume", "checkpoint-5 is neither auto, never nor"});
   fs::create_directories(missing);
   expect_refused(tiny_run(scratch / "run", {"train.resume=" + missing}), {"is not an intact checkpoint"});
+  begin_run(tiny_run(scratch / "other"));
+  expect_refused(tiny_run(scratch / "run", {"train.resume=" + (scratch / "other").string()}),
+                 {"is the directory of a run; name one of its checkpoints"});
 
   begin_run(tiny_run(scratch / "run"));
   fs::create_directories(scratch / "run" / "checkpoint-10");

@@ -8,9 +8,11 @@
 #include "cli/at_least.h"
 #include "cli/data/data_commands.h"
 #include "core/errors.h"
+#include "core/log.h"
 #include "core/utf8.h"
 #include "data/files/label_mask.h"
 #include "data/files/token_file.h"
+#include "data/text/token_origin.h"
 #include "data/tokenizer/tokenizer.h"
 
 namespace sb {
@@ -73,12 +75,20 @@ void show_document(const TokenFile& file, int64_t document, const ShowArguments&
   }
 }
 
+void warn_of_another_tokenizer(const ShowArguments& arguments, const Tokenizer& tokenizer) {
+  const std::optional<TokenOrigin> origin = read_token_origin(arguments.path);
+  if (origin && origin->fingerprint != origin_of(tokenizer).fingerprint)
+    log::warning("{}: was made with another tokenizer than --tokenizer {}, so this is not its text; name {}",
+                 arguments.path, arguments.tokenizer, origin->tokenizer);
+}
+
 void show(const ShowArguments& arguments) {
   const std::unique_ptr<TokenFile> file = open_token_file(arguments.path);
   SB_USER_CHECK(arguments.document < file->documents(), "--document {}: {} has documents 0 to {}", arguments.document,
                 file->name(), file->documents() - 1);
   std::optional<Tokenizer> tokenizer;
   if (!arguments.tokenizer.empty()) tokenizer = Tokenizer::load(arguments.tokenizer);
+  if (tokenizer) warn_of_another_tokenizer(arguments, *tokenizer);
   const int64_t end = arguments.document + std::min(arguments.count, file->documents() - arguments.document);
   for (int64_t document = arguments.document; document < end; ++document)
     show_document(*file, document, arguments, tokenizer ? &*tokenizer : nullptr);

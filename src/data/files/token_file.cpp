@@ -35,7 +35,8 @@ std::unique_ptr<TokenFile> open_token_file(const std::string& path) {
   if (std::filesystem::exists(prefix + ".partial"))
     hint = "; " + prefix + ".partial is an unfinished run of `data tokenize`; start that again to finish it";
   else if (std::filesystem::is_directory(path))
-    hint = "; it is a directory: \"" + (std::filesystem::path(path) / "*").string() + "\" names the token files in it";
+    hint = "; it is a directory: \"" + (std::filesystem::path(path) / "*").string() +
+           "\" names the token files in it, and `sparsebalance data tokenize` makes some from text";
   else if (std::filesystem::exists(path))
     hint = "; `sparsebalance data tokenize` makes token files from text";
   throw UserError(

@@ -103,8 +103,10 @@ JsonlRecord parse_jsonl_record(std::string_view line, const std::string& text_ke
   try {
     object = json::parse(line);
   } catch (const json::parse_error& error) {
-    throw UserError("invalid JSON at byte {} of the line, near \"{}\"", error.byte,
-                    printable(line.substr(std::min(line.size(), error.byte > 20 ? error.byte - 20 : 0)), 40));
+    const bool whole = line.starts_with('{') && line.ends_with('}');  // a slip inside; else rather no JSONL at all
+    throw UserError("invalid JSON at byte {} of the line, near \"{}\"{}", error.byte,
+                    printable(line.substr(std::min(line.size(), error.byte > 20 ? error.byte - 20 : 0)), 40),
+                    whole ? "" : "; every line must be one JSON object, such as {\"text\": \"...\"}");
   } catch (const json::out_of_range& error) {  // 1e999
     throw UserError("unreadable JSON: {}", printable(error.what(), 120));
   }

@@ -59,6 +59,8 @@ class TokenizeJob {
         pool_(std::max(1, options.workers)) {
     SB_USER_CHECK(!options.inputs.empty(), "no input files were given");
     for (const std::string& path : options.inputs) {
+      SB_USER_CHECK(!std::filesystem::is_directory(path), "{}: is a directory; name the files in it, for example {}",
+                    path, (std::filesystem::path(path) / "*.jsonl").string());
       const MappedFile file(path);
       SB_USER_CHECK(file.size() > 0, "{}: is empty: there is nothing to tokenize", path);
       refuse_other_formats(path, file.text());

@@ -26,7 +26,8 @@ class SpecReader {
 
   void read(const json& root) {
     SB_USER_CHECK(root.is_object(), "{}: not a tokenizer.json: the top level must be an object", spec_.name);
-    read_model(member(root, "model"));
+    SB_USER_CHECK(root.contains("model"), "{}: not a tokenizer.json: \"model\" is missing", spec_.name);
+    read_model(root["model"]);
     read_added_tokens(root);
     read_normalizer(optional_member(root, "normalizer"));
     read_pre_tokenizer(optional_member(root, "pre_tokenizer"));
