@@ -43,24 +43,77 @@ class Planner {
         options_(options),
         pool_(pool),
         small_(sequences.size() <= kSmallStep),
-        base_(base_budgets(cost.spec(), sequences, cost.layers())) {}
+        base_(base_budgets(cost.spec(), sequences, cost.layers())) {
+    for (const Sequence& sequence : sequences) sequence_base_.push_back(cost.spec().base_budget(sequence.tokens));
+  }
 
+  // Pieces of a size that is given are what memory is planned for. Otherwise whole sequences may be faster.
+  bool always_cut() const { return options_.chunk.on() && !options_.chunk.automatic(); }
+
+  // As the sequences come, at base budgets.
+  Candidate in_order() {
+    Candidate candidate = batch(BatchingPolicy::in_order, sequence_base_);
+    predict(candidate);
+    return candidate;
+  }
+
+  // Sequences cut and packed, where that is asked for or may be faster.
+  std::optional<Candidate> pieces() {
+    if (!always_cut() && !(options_.chunk.automatic() && cost_.stages() > 1)) return std::nullopt;
+    SB_USER_CHECK(options_.tuning.policy != TuningPolicy::anchor,
+                  "tuning anchor evens out micro-batches, but pieces of sequences are even already: use tuning optimal "
+                  "or none, or keep sequences whole");
+    std::optional<Candidate> candidate = cut();
+    SB_USER_CHECK(candidate || !always_cut(),
+                  "pieces of {} tokens do not fit in the memory planned for them; make them smaller",
+                  options_.chunk.tokens);
+    return candidate;
+  }
+
+  // Adds whole sequences in the arrangements worth comparing, until it is clear that pieces, the candidate there may
+  // be already, are faster.
+  void add_whole(const Candidate& baseline, const ExpectedBudgets& expected, std::vector<Candidate>& candidates) {
+    if (!candidates.empty() && candidates[0].makespan <= whole_bound()) return;
+    const bool pieces_lead = !candidates.empty() && candidates[0].makespan <= baseline.makespan;
+    const bool sab = options_.batching.policy == BatchingPolicy::sab;
+    const bool optimal = options_.tuning.policy == TuningPolicy::optimal;
+    if (!candidates.empty() || (sab && optimal)) {
+      // Where the longest sequences decide, they will run at their floor: weights and first order of that case.
+      const std::vector<int64_t> floors = optimal ? mean_floors() : sequence_base_;
+      Candidate whole = batch(options_.batching.policy, floors);
+      if (pieces_lead && hopeless(whole, floors, candidates[0].makespan)) return;
+      if (sab && optimal) {
+        finish(whole, floors);
+        candidates.push_back(std::move(whole));
+        // Other weights give much the same.
+        constexpr double kBehind = 1.02;
+        if (pieces_lead && candidates[1].makespan > kBehind * candidates[0].makespan) return;
+      }
+    }
+    if (!(sab && optimal) || small_) candidates.push_back(at_expected_budgets(baseline, expected));
+    // Not beside `anchor`, which may ask for a longer step.
+    if (sab && options_.tuning.policy != TuningPolicy::anchor) candidates.push_back(baseline);
+  }
+
+  Plan write(int64_t step, const Candidate& candidate, double baseline) const;
+
+ private:
   Candidate batch(BatchingPolicy policy, std::span<const int64_t> budgets) {
     BatchingOptions batching = options_.batching;
     batching.policy = policy;
     batching.reorder = options_.ordering;
     // Those that will be cut need not fit a micro-batch.
-    if (options_.chunk.on() && !options_.chunk.automatic() && batching.micro_batch_tokens > 0)
+    if (always_cut() && batching.micro_batch_tokens > 0)
       for (const Sequence& sequence : sequences_)
         batching.micro_batch_tokens = std::max(batching.micro_batch_tokens, sequence.tokens);
     return candidate_of(make_batches(cost_, sequences_, budgets, batching));
   }
 
-  // Sequences cut and packed; nothing where memory has no room for it.
-  std::optional<Candidate> cut(std::span<const int64_t> budgets) {
+  // Nothing where memory has no room for it.
+  std::optional<Candidate> cut() {
     BatchingOptions batching = options_.batching;
     batching.reorder = options_.ordering;
-    auto batches = make_chunks(cost_, sequences_, ranks_of_sequences(budgets), base_, batching, options_.chunk, pool_);
+    auto batches = make_chunks(cost_, sequences_, ranks_of_sequences(), base_, batching, options_.chunk, pool_);
     if (!batches) return std::nullopt;
     Candidate candidate = candidate_of(std::move(*batches));
     predict(candidate);
@@ -173,9 +226,17 @@ class Planner {
     return candidate.makespan > kBehind * pieces;
   }
 
-  Plan write(int64_t step, const Candidate& candidate, double baseline) const;
+  // Whole sequences, weighed at the budgets that tuning will probably choose.
+  Candidate at_expected_budgets(const Candidate& baseline, const ExpectedBudgets& expected) {
+    std::vector<int64_t> budgets = sequence_base_;
+    if (options_.tuning.policy != TuningPolicy::none)
+      for (size_t i = 0; i < budgets.size(); ++i) budgets[i] = expected.of(cost_.spec(), sequences_[i].tokens);
+    const BatchingPolicy policy = options_.batching.policy;
+    Candidate candidate = policy == BatchingPolicy::in_order ? baseline : batch(policy, budgets);
+    finish(candidate, sequence_base_);
+    return candidate;
+  }
 
- private:
   void set_budgets(Candidate& candidate, std::span<const int64_t> budgets) const {
     const auto layers = static_cast<size_t>(cost_.layers());
     for (size_t i = 0; i < candidate.budgets.size(); ++i)
@@ -224,7 +285,7 @@ class Planner {
 
   // The data-parallel rank of every sequence where sequences are cut: pieces fill a pipeline whatever the longest one
   // is, so that only the ranks' work counts.
-  std::vector<int> ranks_of_sequences(std::span<const int64_t> budgets) {
+  std::vector<int> ranks_of_sequences() {
     const int dp = cost_.layout().dp;
     if (dp == 1) return std::vector<int>(sequences_.size(), 0);
     if (options_.batching.policy == BatchingPolicy::sab) {
@@ -235,12 +296,12 @@ class Planner {
       PartitionProblem problem;
       problem.bins = dp;
       for (size_t i = 0; i < sequences_.size(); ++i) {
-        problem.weight.push_back(cut_cost(cost_, sequences_[i], budgets[i], chunk));
+        problem.weight.push_back(cut_cost(cost_, sequences_[i], sequence_base_[i], chunk));
         problem.tokens.push_back(sequences_[i].tokens);
       }
       return balanced_partition(problem, options_.batching.trials);
     }
-    const Batches whole = batch(options_.batching.policy, budgets).batches;
+    const Batches whole = batch(options_.batching.policy, sequence_base_).batches;
     std::vector<int> rank(sequences_.size());
     for (int r = 0; r < dp; ++r)
       for (int i = whole.first(r); i < whole.first(r) + whole.micro_batches(r); ++i)
@@ -267,13 +328,18 @@ class Planner {
     predict(candidate);
   }
 
+  void write_rank(const Candidate& candidate, int r, PlannedRank& rank) const;
+  void write_content(const Candidate& candidate, int index, PlannedMicroBatch& micro_batch) const;
+  void write_balance(const Candidate& candidate, Plan& plan) const;
+
   const CostModel& cost_;
   const CoverageModel& coverage_;
   std::span<const Sequence> sequences_;
   const PlanOptions& options_;
   ThreadPool* pool_;
   bool small_;
-  Budgets base_;
+  Budgets base_;                        // of every sequence and layer
+  std::vector<int64_t> sequence_base_;  // of every sequence, in layers that have a choice
   std::unique_ptr<BudgetCurves> curves_;
 };
 
@@ -297,39 +363,51 @@ Plan Planner::write(int64_t step, const Candidate& candidate, double baseline) c
   plan.min_coverage = summary.min;
   plan.worst_loss = summary.worst_loss;
   plan.base_coverage = summary.base_mean;
-
-  const auto layers = static_cast<size_t>(cost_.layers());
-  const auto stages = static_cast<size_t>(cost_.stages());
-  const int ranks = candidate.batches.ranks();
-  plan.ranks.resize(static_cast<size_t>(ranks));
-  parallel_pieces(pool_, ranks, [&](int64_t r, int) {
-    PlannedRank& rank = plan.ranks[static_cast<size_t>(r)];
-    const PipelineTimes& times = candidate.times[static_cast<size_t>(r)];
-    const auto& order = candidate.orders[static_cast<size_t>(r)];
-    rank.makespan_us = candidate.rank_makespan[static_cast<size_t>(r)];
-    rank.micro_batches.resize(order.size());
-    if (!candidate.batches.ahead.empty()) rank.ahead = candidate.batches.ahead[static_cast<size_t>(r)];
-    for (size_t position = 0; position < order.size(); ++position) {
-      PlannedMicroBatch& micro_batch = rank.micro_batches[position];
-      const int index = candidate.batches.first(static_cast<int>(r)) + order[position];
-      const auto members = candidate.batches.members(index);
-      const Piece piece = candidate.batches.piece(index);
-      micro_batch.begin = piece.begin;
-      micro_batch.end = piece.end;
-      micro_batch.tokens = candidate.batches.tokens(sequences_, index);
-      micro_batch.sequences.reserve(members.size());
-      micro_batch.budgets.resize(members.size() * layers);
-      for (size_t k = 0; k < members.size(); ++k) {
-        const auto member = static_cast<size_t>(members[k]);
-        micro_batch.sequences.push_back(sequences_[member].id);
-        for (size_t l = 0; l < layers; ++l)
-          micro_batch.budgets[l * members.size() + k] = candidate.budgets[member * layers + l];
-      }
-      const auto first = static_cast<ptrdiff_t>(times.at(order[position], 0)), last = first + cost_.stages();
-      micro_batch.forward_us.assign(times.forward.begin() + first, times.forward.begin() + last);
-      micro_batch.backward_us.assign(times.backward.begin() + first, times.backward.begin() + last);
-    }
+  plan.ranks.resize(static_cast<size_t>(candidate.batches.ranks()));
+  parallel_pieces(pool_, std::ssize(plan.ranks), [&](int64_t r, int) {
+    write_rank(candidate, static_cast<int>(r), plan.ranks[static_cast<size_t>(r)]);
   });
+  write_balance(candidate, plan);
+  return plan;
+}
+
+void Planner::write_rank(const Candidate& candidate, int r, PlannedRank& rank) const {
+  const PipelineTimes& times = candidate.times[static_cast<size_t>(r)];
+  const std::vector<int>& order = candidate.orders[static_cast<size_t>(r)];
+  rank.makespan_us = candidate.rank_makespan[static_cast<size_t>(r)];
+  rank.micro_batches.resize(order.size());
+  if (!candidate.batches.ahead.empty()) rank.ahead = candidate.batches.ahead[static_cast<size_t>(r)];
+  for (size_t position = 0; position < order.size(); ++position) {
+    PlannedMicroBatch& micro_batch = rank.micro_batches[position];
+    write_content(candidate, candidate.batches.first(r) + order[position], micro_batch);
+    const auto first = static_cast<ptrdiff_t>(times.at(order[position], 0)), last = first + cost_.stages();
+    micro_batch.forward_us.assign(times.forward.begin() + first, times.forward.begin() + last);
+    micro_batch.backward_us.assign(times.backward.begin() + first, times.backward.begin() + last);
+  }
+}
+
+// Everything but its times; `index`: among those of all ranks.
+void Planner::write_content(const Candidate& candidate, int index, PlannedMicroBatch& micro_batch) const {
+  const auto layers = static_cast<size_t>(cost_.layers());
+  const auto members = candidate.batches.members(index);
+  const Piece piece = candidate.batches.piece(index);
+  micro_batch.begin = piece.begin;
+  micro_batch.end = piece.end;
+  micro_batch.tokens = candidate.batches.tokens(sequences_, index);
+  micro_batch.sequences.reserve(members.size());
+  micro_batch.budgets.resize(members.size() * layers);
+  for (size_t k = 0; k < members.size(); ++k) {
+    const auto member = static_cast<size_t>(members[k]);
+    micro_batch.sequences.push_back(sequences_[member].id);
+    for (size_t l = 0; l < layers; ++l)
+      micro_batch.budgets[l * members.size() + k] = candidate.budgets[member * layers + l];
+  }
+}
+
+// What follows from the times of the plan's micro-batches: how even they are, and how much faster they could run.
+void Planner::write_balance(const Candidate& candidate, Plan& plan) const {
+  const auto stages = static_cast<size_t>(cost_.stages());
+  const auto ranks = static_cast<int>(plan.ranks.size());
   double most = 0, total = 0, most_rank = 0;
   std::vector<double> stage_busy(stages, 0.0);
   for (const PlannedRank& rank : plan.ranks) {
@@ -351,9 +429,9 @@ Plan Planner::write(int64_t step, const Candidate& candidate, double baseline) c
   plan.worker_imbalance = most_rank / (total / ranks);
   plan.bubble_share = std::max(0.0, 1.0 - total / (cost_.stages() * ranks * plan.makespan_us));  // above rounding
   plan.lower_bound_us = candidate.batches.pieces.empty()
-                            ? step_lower_bound(cost_, sequences_, layers, candidate.budgets, stage_busy, pool_)
+                            ? step_lower_bound(cost_, sequences_, static_cast<size_t>(cost_.layers()),
+                                               candidate.budgets, stage_busy, pool_)
                             : pieces_lower_bound(cost_, candidate.batches, candidate.times);
-  return plan;
 }
 
 }  // namespace
@@ -399,59 +477,14 @@ void ExpectedBudgets::observe(const AttentionSpec& spec, int64_t tokens, double 
 Plan plan_step(int64_t step, const CostModel& cost, const CoverageModel& coverage, std::span<const Sequence> sequences,
                const PlanOptions& options, const ExpectedBudgets& expected, ThreadPool* pool) {
   Planner planner(cost, coverage, sequences, options, pool);
-  const AttentionSpec& spec = cost.spec();
-  std::vector<int64_t> budgets(sequences.size());
-  for (size_t i = 0; i < budgets.size(); ++i) budgets[i] = spec.base_budget(sequences[i].tokens);
-  Candidate baseline = planner.batch(BatchingPolicy::in_order, budgets);
-  planner.predict(baseline);
-  const bool sab = options.batching.policy == BatchingPolicy::sab;
-  const bool optimal = options.tuning.policy == TuningPolicy::optimal;
+  const Candidate baseline = planner.in_order();
   std::vector<Candidate> candidates;
-  // Pieces of a size that is given are what memory is planned for. Otherwise whole sequences may be faster.
-  const bool always_cut = options.chunk.on() && !options.chunk.automatic();
-  if (always_cut || (options.chunk.automatic() && cost.stages() > 1)) {
-    SB_USER_CHECK(options.tuning.policy != TuningPolicy::anchor,
-                  "tuning anchor evens out micro-batches, but pieces of sequences are even already: use tuning optimal "
-                  "or none, or keep sequences whole");
-    std::optional<Candidate> cut = planner.cut(budgets);
-    SB_USER_CHECK(cut || !always_cut,
-                  "pieces of {} tokens do not fit in the memory planned for them; make them smaller",
-                  options.chunk.tokens);
-    if (cut) candidates.push_back(std::move(*cut));
-  }
-  if (always_cut || (!candidates.empty() && candidates.back().makespan <= planner.whole_bound()))
-    return planner.write(step, candidates.back(), baseline.makespan);
-  // Where the longest sequences decide, they will run at their floor: weights and first order of that case.
-  const std::vector<int64_t> floors = optimal ? planner.mean_floors() : budgets;
-  std::optional<Candidate> whole;
-  if (!candidates.empty() || (sab && optimal)) whole = planner.batch(options.batching.policy, floors);
-  if (!candidates.empty() && candidates.back().makespan <= baseline.makespan &&
-      planner.hopeless(*whole, floors, candidates.back().makespan))
-    return planner.write(step, candidates.back(), baseline.makespan);
-  if (sab && optimal) {
-    candidates.push_back(std::move(*whole));
-    planner.finish(candidates.back(), floors);
-    // Other weights give much the same.
-    constexpr double kBehind = 1.02;
-    if (candidates.size() == 2 && candidates[0].makespan <= baseline.makespan &&
-        candidates[1].makespan > kBehind * candidates[0].makespan)
-      return planner.write(step, candidates[0], baseline.makespan);
-  }
-  if (!(sab && optimal) || sequences.size() <= kSmallStep) {
-    const std::vector<int64_t> base = budgets;
-    if (options.tuning.policy != TuningPolicy::none)
-      for (size_t i = 0; i < budgets.size(); ++i) budgets[i] = expected.of(spec, sequences[i].tokens);
-    candidates.push_back(options.batching.policy == BatchingPolicy::in_order
-                             ? baseline
-                             : planner.batch(options.batching.policy, budgets));
-    planner.finish(candidates.back(), base);
-  }
-  // Not beside `anchor`, which may ask for a longer step.
-  if (sab && options.tuning.policy != TuningPolicy::anchor) candidates.push_back(baseline);
-  const Candidate& candidate =
+  if (std::optional<Candidate> pieces = planner.pieces()) candidates.push_back(std::move(*pieces));
+  if (!planner.always_cut()) planner.add_whole(baseline, expected, candidates);
+  const Candidate& fastest =
       *std::min_element(candidates.begin(), candidates.end(),
                         [](const Candidate& a, const Candidate& b) { return a.makespan < b.makespan; });
-  return planner.write(step, candidate, baseline.makespan);
+  return planner.write(step, fastest, baseline.makespan);
 }
 
 void learn_budgets(const Plan& plan, const AttentionSpec& spec, std::span<const Sequence> sequences,

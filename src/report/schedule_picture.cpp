@@ -119,75 +119,103 @@ std::string schedule_trace(const Plan& plan, const CostModel& cost) {
   return Json{{"displayTimeUnit", "ms"}, {"traceEvents", events}}.dump() + "\n";
 }
 
+namespace {
+
+// Of the drawing, in its own units: the time axis and where it begins, a stage's row, the room after a rank and after a
+// panel, a panel's title.
+constexpr double kWidth = 1000, kLeft = 110, kRow = 22, kGap = 8, kTitle = 26;
+
+// The slowest, in the order of the ranks.
+std::vector<int> slowest_ranks(const Plan& plan, int count) {
+  std::vector<int> ranks(plan.ranks.size());
+  std::iota(ranks.begin(), ranks.end(), 0);
+  std::stable_sort(ranks.begin(), ranks.end(), [&](int a, int b) {
+    return plan.ranks[static_cast<size_t>(a)].makespan_us > plan.ranks[static_cast<size_t>(b)].makespan_us;
+  });
+  ranks.resize(static_cast<size_t>(std::min<int>(count, static_cast<int>(ranks.size()))));
+  std::sort(ranks.begin(), ranks.end());
+  return ranks;
+}
+
+// `y`: of the rank's first row; `scale`: from microseconds; `decides`: whether what is critical here is framed.
+std::string drawn_operation(const ScheduledOperation& op, const PlannedMicroBatch& micro_batch, const Shade& shade,
+                            double y, double scale, bool decides) {
+  const size_t colour = shade.group % kColours;
+  const double x = kLeft + op.start * scale, w = std::max(0.5, (op.end - op.start) * scale);
+  std::string svg = fmt::format(
+      "<rect x=\"{:.2f}\" y=\"{:.2f}\" width=\"{:.2f}\" height=\"{:.0f}\" fill=\"{}\" fill-opacity=\"{:.2f}\" "
+      "stroke=\"{}\" "
+      "stroke-width=\"0.7\"><title>{} of micro-batch {} ({}): {:.2f} ms, slack {:.2f} ms</title></rect>\n",
+      x, y + op.stage * kRow, w, kRow - 3, (op.backward ? kBackward : kForward)[colour], shade.opacity,
+      decides && op.critical ? "#d00000" : "none", op.backward ? "backward" : "forward", op.position,
+      label(micro_batch), (op.end - op.start) / 1e3, op.slack / 1e3);
+  if (w > 16)
+    svg += fmt::format("<text x=\"{:.2f}\" y=\"{:.2f}\" fill=\"{}\">{}</text>\n", x + 3, y + op.stage * kRow + 14,
+                       op.backward ? "white" : "black", op.position);
+  return svg;
+}
+
+std::string drawn_rank(const Plan& plan, const CostModel& cost, int r, double y, double scale) {
+  const PlannedRank& rank = plan.ranks[static_cast<size_t>(r)];
+  double slowest = 0;
+  for (const PlannedRank& each : plan.ranks) slowest = std::max(slowest, each.makespan_us);
+  // A rank that others wait for decides the step; what is critical in the others delays nothing.
+  const bool decides = rank.makespan_us >= 0.999 * slowest;
+  std::string svg;
+  for (int s = 0; s < cost.stages(); ++s)
+    svg += fmt::format(
+        "<text class=\"sb-text\" x=\"8\" y=\"{:.1f}\">rank {} stage {}</text>\n<line class=\"sb-line\" x1=\"{}\" "
+        "x2=\"{}\" y1=\"{:.1f}\" y2=\"{:.1f}\"/>\n",
+        y + s * kRow + 14, r, s, kLeft, kLeft + kWidth, y + (s + 1) * kRow - 1, y + (s + 1) * kRow - 1);
+  const std::vector<Shade> shades = shades_of(rank);
+  const ScheduleResult schedule = schedule_of(plan, cost, r);
+  for (const ScheduledOperation& op : schedule.operations) {
+    const auto position = static_cast<size_t>(op.position);
+    svg += drawn_operation(op, rank.micro_batches[position], shades[position], y, scale, decides);
+  }
+  return svg;
+}
+
+std::string drawn_title(const SchedulePanel& panel, int max_ranks, double y) {
+  const Plan& plan = *panel.plan;
+  return fmt::format(
+      "<text class=\"sb-text\" x=\"8\" y=\"{:.0f}\" font-size=\"14\" font-weight=\"bold\">{}: {:.1f} ms, bubbles "
+      "{:.0f}%{}</text>\n",
+      y + 14, markup_text(panel.title), plan.makespan_us / 1e3, 100 * plan.bubble_share,
+      std::ssize(plan.ranks) > max_ranks
+          ? fmt::format(" (showing the {} slowest of {} replicas)", max_ranks, plan.ranks.size())
+          : "");
+}
+
+}  // namespace
+
 std::string schedule_svg(const std::vector<SchedulePanel>& panels, const CostModel& cost, int max_ranks) {
-  constexpr double width = 1000, left = 110, row = 22, gap = 8, title = 26;
   double longest = 0, height = 10;
   for (const SchedulePanel& panel : panels) {
     longest = std::max(longest, panel.plan->makespan_us);
     const int shown = std::min(max_ranks, static_cast<int>(panel.plan->ranks.size()));
-    height += title + shown * (cost.stages() * row + gap) + gap;
+    height += kTitle + shown * (cost.stages() * kRow + kGap) + kGap;
   }
-  const double scale = width / longest;
   std::string svg = fmt::format(
       "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{0:.0f}\" height=\"{1:.0f}\" "
       "viewBox=\"0 0 {0:.0f} {1:.0f}\" font-family=\"sans-serif\" "
       "font-size=\"11\">\n{2}<rect class=\"sb-back\" width=\"100%\" height=\"100%\"/>\n",
-      left + width + 20, height + 20, kStyle);
+      kLeft + kWidth + 20, height + 20, kStyle);
   double y = 10;
   for (const SchedulePanel& panel : panels) {
-    const Plan& plan = *panel.plan;
-    svg += fmt::format(
-        "<text class=\"sb-text\" x=\"8\" y=\"{:.0f}\" font-size=\"14\" font-weight=\"bold\">{}: {:.1f} ms, bubbles "
-        "{:.0f}%{}</text>\n",
-        y + 14, markup_text(panel.title), plan.makespan_us / 1e3, 100 * plan.bubble_share,
-        std::ssize(plan.ranks) > max_ranks
-            ? fmt::format(" (showing the {} slowest of {} replicas)", max_ranks, plan.ranks.size())
-            : "");
-    y += title;
-    double slowest = 0;
-    for (const PlannedRank& rank : plan.ranks) slowest = std::max(slowest, rank.makespan_us);
-    std::vector<int> ranks(plan.ranks.size());
-    std::iota(ranks.begin(), ranks.end(), 0);
-    std::stable_sort(ranks.begin(), ranks.end(), [&](int a, int b) {
-      return plan.ranks[static_cast<size_t>(a)].makespan_us > plan.ranks[static_cast<size_t>(b)].makespan_us;
-    });
-    ranks.resize(static_cast<size_t>(std::min<int>(max_ranks, static_cast<int>(ranks.size()))));
-    std::sort(ranks.begin(), ranks.end());
-    for (int r : ranks) {
-      const ScheduleResult schedule = schedule_of(plan, cost, r);
-      // A rank that others wait for decides the step; what is critical in the others delays nothing.
-      const bool decides = plan.ranks[static_cast<size_t>(r)].makespan_us >= 0.999 * slowest;
-      const std::vector<Shade> shades = shades_of(plan.ranks[static_cast<size_t>(r)]);
-      for (int s = 0; s < cost.stages(); ++s)
-        svg += fmt::format(
-            "<text class=\"sb-text\" x=\"8\" y=\"{:.1f}\">rank {} stage {}</text>\n<line class=\"sb-line\" x1=\"{}\" "
-            "x2=\"{}\" y1=\"{:.1f}\" y2=\"{:.1f}\"/>\n",
-            y + s * row + 14, r, s, left, left + width, y + (s + 1) * row - 1, y + (s + 1) * row - 1);
-      for (const ScheduledOperation& op : schedule.operations) {
-        const Shade& shade = shades[static_cast<size_t>(op.position)];
-        const size_t colour = shade.group % kColours;
-        const double x = left + op.start * scale, w = std::max(0.5, (op.end - op.start) * scale);
-        const auto& micro_batch = plan.ranks[static_cast<size_t>(r)].micro_batches[static_cast<size_t>(op.position)];
-        svg += fmt::format(
-            "<rect x=\"{:.2f}\" y=\"{:.2f}\" width=\"{:.2f}\" height=\"{:.0f}\" fill=\"{}\" fill-opacity=\"{:.2f}\" "
-            "stroke=\"{}\" "
-            "stroke-width=\"0.7\"><title>{} of micro-batch {} ({}): {:.2f} ms, slack {:.2f} ms</title></rect>\n",
-            x, y + op.stage * row, w, row - 3, (op.backward ? kBackward : kForward)[colour], shade.opacity,
-            decides && op.critical ? "#d00000" : "none", op.backward ? "backward" : "forward", op.position,
-            label(micro_batch), (op.end - op.start) / 1e3, op.slack / 1e3);
-        if (w > 16)
-          svg += fmt::format("<text x=\"{:.2f}\" y=\"{:.2f}\" fill=\"{}\">{}</text>\n", x + 3, y + op.stage * row + 14,
-                             op.backward ? "white" : "black", op.position);
-      }
-      y += cost.stages() * row + gap;
+    svg += drawn_title(panel, max_ranks, y);
+    y += kTitle;
+    for (const int r : slowest_ranks(*panel.plan, max_ranks)) {
+      svg += drawn_rank(*panel.plan, cost, r, y, kWidth / longest);
+      y += cost.stages() * kRow + kGap;
     }
-    y += gap;
+    y += kGap;
   }
   svg += fmt::format(
       "<text class=\"sb-text\" x=\"{}\" y=\"{:.0f}\">light: forward, dark: backward, shades of one color: pieces of a "
       "sequence, red frame: critical path; full width: {:.1f} ms</text>\n"
       "</svg>\n",
-      left, y + 12, longest / 1e3);
+      kLeft, y + 12, longest / 1e3);
   return svg;
 }
 

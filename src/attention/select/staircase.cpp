@@ -20,6 +20,45 @@ struct ByMass {
   bool operator()(int32_t a, int32_t b) const { return selected_before(masses[a], a, masses[b], b); }
 };
 
+// How far down its masses a token goes.
+struct Goal {
+  double held = 0, wanted = 2;  // topp: of the mass; a token that wants more than there is never has enough
+  float least = -INFINITY;      // mass: nothing below it is worth selecting
+
+  bool open() const { return held < wanted; }
+};
+
+Goal goal_of(const StaircaseRule& rule, const float* mass, std::span<const uint8_t> first_row) {
+  Goal goal;
+  if (rule.kind == StaircaseRule::Kind::mass) goal.least = rule.threshold;
+  if (rule.kind != StaircaseRule::Kind::topp) return goal;
+  double all = 0;
+  for (size_t j = 0; j < first_row.size(); ++j) {
+    const double m = std::exp(static_cast<double>(mass[j]));
+    all += m;
+    if (first_row[j] != kUnselected) goal.held += m;
+  }
+  goal.wanted = rule.coverage * all;
+  return goal;
+}
+
+// At most `room` blocks that no token selected yet, those of the largest masses, in this order; they lie in `order`.
+std::span<const int32_t> best_unselected(const float* mass, std::span<const uint8_t> first_row, int64_t room,
+                                         std::vector<int32_t>& order) {
+  order.clear();
+  for (size_t j = 0; j < first_row.size(); ++j) {
+    if (first_row[j] == kUnselected) order.push_back(static_cast<int32_t>(j));
+  }
+  const int64_t count = std::min<int64_t>(room, std::ssize(order));
+  // Later tokens mostly have room for one.
+  if (count == 1) {
+    std::iter_swap(order.begin(), std::min_element(order.begin(), order.end(), ByMass{mass}));
+  } else {
+    std::partial_sort(order.begin(), order.begin() + count, order.end(), ByMass{mass});
+  }
+  return std::span(order).first(static_cast<size_t>(count));
+}
+
 }  // namespace
 
 StaircaseRule staircase_rule(StaircaseRule::Kind kind, int64_t free_quota, int step, int query_block) {
@@ -53,38 +92,13 @@ void Staircase::select(const SequenceTiles& tiles, int64_t tile, const BlockMass
     const int64_t room = std::min(rule.allowed(row), tiles.candidates(tile)) - selected;
     if (room <= 0) continue;
     const float* mass = masses.row(row);
-
-    // What the token still lacks (topp) or how low it may go (mass).
-    double held = 0, wanted = 2;
-    float least = -INFINITY;
-    if (rule.kind == StaircaseRule::Kind::topp) {
-      double all = 0;
-      for (int64_t j = 0; j < competing; ++j) {
-        const double m = std::exp(static_cast<double>(mass[j]));
-        all += m;
-        if (first_row_[j] != kUnselected) held += m;
-      }
-      wanted = rule.coverage * all;
-    } else if (rule.kind == StaircaseRule::Kind::mass) {
-      least = rule.threshold;
-    }
-    if (held >= wanted) continue;
-
-    order_.clear();
-    for (int64_t j = 0; j < competing; ++j) {
-      if (first_row_[j] == kUnselected) order_.push_back(static_cast<int32_t>(j));
-    }
-    const auto best_end = order_.begin() + std::min<int64_t>(room, static_cast<int64_t>(order_.size()));
-    if (best_end - order_.begin() == 1) {
-      std::iter_swap(order_.begin(), std::min_element(order_.begin(), order_.end(), ByMass{mass}));
-    } else {
-      std::partial_sort(order_.begin(), best_end, order_.end(), ByMass{mass});
-    }
-    for (auto it = order_.begin(); it != best_end && held < wanted; ++it) {
-      const bool below = mass[*it] < least;
-      if (below && !(row == 0 && selected < rule.floor)) break;
-      first_row_[*it] = static_cast<uint8_t>(row);
-      if (rule.kind == StaircaseRule::Kind::topp) held += std::exp(static_cast<double>(mass[*it]));
+    Goal goal = goal_of(rule, mass, first_row_);
+    if (!goal.open()) continue;
+    for (const int32_t j : best_unselected(mass, first_row_, room, order_)) {
+      const bool below = mass[j] < goal.least;
+      if (!goal.open() || (below && !(row == 0 && selected < rule.floor))) break;
+      first_row_[j] = static_cast<uint8_t>(row);
+      if (rule.kind == StaircaseRule::Kind::topp) goal.held += std::exp(static_cast<double>(mass[j]));
       ++selected;
     }
   }

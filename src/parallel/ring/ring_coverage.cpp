@@ -69,18 +69,57 @@ int64_t RingSelection::measure_bytes(const AttentionShape& shape, int64_t max_to
 
 namespace {
 
+// Sampled tokens of a sequence, and the keys that this rank holds of it.
+struct SampledQueries {
+  std::vector<int64_t> tokens;
+  std::vector<int64_t> position;  // of every key held here
+  std::vector<int64_t> seen;      // by token: how many keys it sees, which are a prefix of those held
+  std::vector<int64_t> own;       // by token: where its query is; -1: on another rank
+  std::vector<float> queries;     // [token, head, head_dim]
+
+  int64_t rows() const { return std::ssize(tokens); }
+  int64_t held() const { return std::ssize(position); }
+};
+
+// `all_rows`: of the whole sequence, of which the request may be a piece.
+SampledQueries gather_queries(Communicator& group, const SelectionRequest& request, const ContextLayout& layout, int s,
+                              int64_t all_rows) {
+  const int64_t width = int64_t{request.shape.heads} * request.shape.head_dim;
+  SampledQueries sampled;
+  for (int64_t r = 0; r < all_rows; ++r)
+    if (const int64_t token = sampled_token(r, all_rows, request.tiles.tokens);
+        request.begin <= token && token < request.last())
+      sampled.tokens.push_back(token);
+  std::vector<int64_t>& position = sampled.position;
+  for (const int32_t b : request.held_blocks)
+    for (int64_t i = 0; i < layout.block_length(s, b); ++i) position.push_back(int64_t{b} * request.tiles.block + i);
+  const auto first = std::ranges::lower_bound(position, request.begin) - position.begin();
+  sampled.seen.resize(sampled.rows());
+  sampled.own.resize(sampled.rows(), -1);
+  sampled.queries.resize(sampled.rows() * width, 0.0f);
+  for (int64_t r = 0; r < sampled.rows(); ++r) {
+    const int64_t token = sampled.tokens[r];
+    const int64_t seen = std::upper_bound(position.begin(), position.end(), token) - position.begin();
+    sampled.seen[r] = seen;
+    if (seen == 0 || position[seen - 1] != token) continue;
+    sampled.own[r] = seen - 1 - first;
+    std::memcpy(sampled.queries.data() + r * width, request.q + sampled.own[r] * width, width * sizeof(float));
+  }
+  group.all_reduce(std::span<float>(sampled.queries));  // one rank has each, the others zeros
+  return sampled;
+}
+
 // What the keys held here weigh under the sampled queries.
 struct HeldMasses {
   std::vector<float> map;                // [head, row, key], by the row's largest
   std::vector<double> sums, block_mass;  // [head, row] and [head, row, block], of all ranks
 };
 
-// `position`: of every key held here; `seen`: how many of them a row sees.
 HeldMasses held_masses(const Exec& exec, Communicator& group, const SelectionRequest& request,
-                       std::span<const float> queries, std::span<const int64_t> position,
-                       std::span<const int64_t> seen) {
+                       const SampledQueries& sampled) {
   const AttentionShape& shape = request.shape;
-  const int64_t rows = std::ssize(seen), held = std::ssize(position), heads = shape.heads, d = shape.head_dim;
+  const std::vector<int64_t>&position = sampled.position, &seen = sampled.seen;
+  const int64_t rows = sampled.rows(), held = sampled.held(), heads = shape.heads, d = shape.head_dim;
   const int64_t blocks = request.tiles.blocks(), block = request.tiles.block;
   std::vector<float> map(rows * heads * held), top(rows * heads, -std::numeric_limits<float>::infinity());
   std::vector<double> sums(rows * heads, 0.0), block_mass(rows * heads * blocks, 0.0);
@@ -90,7 +129,7 @@ HeldMasses held_masses(const Exec& exec, Communicator& group, const SelectionReq
            .m = rows,
            .n = held,
            .k = d,
-           .a = queries.data() + head * d,
+           .a = sampled.queries.data() + head * d,
            .lda = heads * d,
            .b = request.k + head / shape.group() * d,
            .ldb = int64_t{shape.kv_heads} * d,
@@ -116,6 +155,48 @@ HeldMasses held_masses(const Exec& exec, Communicator& group, const SelectionReq
   return {std::move(map), std::move(sums), std::move(block_mass)};
 }
 
+// [head, row]: what the single columns weigh that a row gathers. Which these are is known where the row is; what they
+// weigh, where the columns are.
+std::vector<double> column_masses(Communicator& group, const SelectionRequest& request, const SampledQueries& sampled,
+                                  std::span<const float> map, const BlockIndex& index,
+                                  const BlockIndex::Sequence& sequence) {
+  const int64_t heads = request.shape.heads, tokens = request.tiles.tokens, rows = sampled.rows();
+  std::vector<double> masses(rows * heads, 0.0);
+  std::vector<uint8_t> listed(heads * tokens);
+  for (int64_t r = 0; r < rows; ++r) {
+    std::fill(listed.begin(), listed.end(), 0);
+    const auto tile = static_cast<int>(sampled.tokens[r] / request.tiles.query_block);
+    for (int64_t head = 0; sampled.own[r] >= 0 && head < heads; ++head)
+      for (const int32_t column : index.row(BlockIndex::row_id(sequence, static_cast<int>(head), tile)).columns)
+        listed[head * tokens + column] = 1;
+    group.all_reduce(std::span<uint8_t>(listed), ReduceOp::max);
+    for (int64_t head = 0; head < heads; ++head)
+      for (int64_t m = 0; m < sampled.seen[r]; ++m)
+        if (listed[head * tokens + sampled.position[m]])
+          masses[head * rows + r] += map[(head * rows + r) * sampled.held() + m];
+  }
+  group.all_reduce(std::span<double>(masses));
+  return masses;
+}
+
+// Of all heads of one key-value head, as shares of each one's whole mass.
+struct MassShares {
+  std::vector<double> of_blocks, of_columns;
+};
+
+MassShares shares_of(const SelectionRequest& request, const HeldMasses& masses, std::span<const double> column_mass,
+                     const SampledQueries& sampled, int64_t r, int kv_head) {
+  const int64_t rows = sampled.rows(), group = request.shape.group(), blocks = request.tiles.blocks();
+  MassShares shares;
+  for (int64_t head = kv_head * group; head < (kv_head + 1) * group; ++head) {
+    const double sum = masses.sums[head * rows + r];
+    const double* mass = masses.block_mass.data() + (head * rows + r) * blocks;
+    for (int64_t j = 0; j < sampled.tokens[r] / request.tiles.block + 1; ++j) shares.of_blocks.push_back(mass[j] / sum);
+    shares.of_columns.push_back(column_mass[head * rows + r] / sum);
+  }
+  return shares;
+}
+
 }  // namespace
 
 CoverageSample RingSelection::measure_sequence(const Exec& exec, Communicator& group, const SelectionRequest& request,
@@ -123,79 +204,34 @@ CoverageSample RingSelection::measure_sequence(const Exec& exec, Communicator& g
                                                int wanted_rows) {
   const AttentionShape& shape = request.shape;
   const SequenceTiles& tiles = request.tiles;
-  const int64_t tokens = tiles.tokens, blocks = tiles.blocks(), heads = shape.heads, d = shape.head_dim;
-  const int64_t all_rows = std::min<int64_t>(wanted_rows, tokens);
-  std::vector<int64_t> sampled;  // tokens
-  for (int64_t r = 0; r < all_rows; ++r)
-    if (const int64_t token = sampled_token(r, all_rows, tokens); request.begin <= token && token < request.last())
-      sampled.push_back(token);
-  const auto rows = std::ssize(sampled);
-  std::vector<int64_t> position;  // of every key this rank holds
-  for (const int32_t b : request.held_blocks)
-    for (int64_t i = 0; i < layout.block_length(s, b); ++i) position.push_back(int64_t{b} * tiles.block + i);
-  const int64_t held = std::ssize(position);
-  // Where the queries of sampled tokens are; -1: on another rank. Keys one sees are a prefix of those held.
-  const auto first = std::ranges::lower_bound(position, request.begin) - position.begin();
-  std::vector<int64_t> own(rows, -1), seen(rows);
-  std::vector<float> queries(rows * heads * d, 0.0f);
-  for (int64_t r = 0; r < rows; ++r) {
-    const int64_t token = sampled[r];
-    seen[r] = std::upper_bound(position.begin(), position.end(), token) - position.begin();
-    if (seen[r] == 0 || position[seen[r] - 1] != token) continue;
-    own[r] = seen[r] - 1 - first;
-    std::memcpy(queries.data() + r * heads * d, request.q + own[r] * heads * d, heads * d * sizeof(float));
-  }
-  group.all_reduce(std::span<float>(queries));  // one rank has each, the others zeros
-
-  std::vector<double> column_mass(rows * heads, 0.0);
-  const auto [map, sums, block_mass] = held_masses(exec, group, request, queries, position, seen);
-
-  // Which columns a row gathers is known where the row is; what they weigh, where the columns are.
+  const int64_t all_rows = std::min<int64_t>(wanted_rows, tiles.tokens);
+  const SampledQueries sampled = gather_queries(group, request, layout, s, all_rows);
+  const int64_t rows = sampled.rows();
+  const HeldMasses masses = held_masses(exec, group, request, sampled);
   const BlockIndex::Sequence& sequence = index.sequences()[s];
   const bool gathers = selector_.config().pattern == SelectionPattern::vertical_slash && !sequence.dense;
-  std::vector<uint8_t> listed(gathers ? heads * tokens : 0);
-  for (int64_t r = 0; gathers && r < rows; ++r) {
-    std::fill(listed.begin(), listed.end(), 0);
-    const int64_t token = sampled[r];
-    if (own[r] >= 0)
-      for (int64_t head = 0; head < heads; ++head)
-        for (const int32_t column :
-             index
-                 .row(BlockIndex::row_id(sequence, static_cast<int>(head), static_cast<int>(token / tiles.query_block)))
-                 .columns)
-          listed[head * tokens + column] = 1;
-    group.all_reduce(std::span<uint8_t>(listed), ReduceOp::max);
-    for (int64_t head = 0; head < heads; ++head)
-      for (int64_t m = 0; m < seen[r]; ++m)
-        if (listed[head * tokens + position[m]]) column_mass[head * rows + r] += map[(head * rows + r) * held + m];
-  }
-  if (gathers) group.all_reduce(std::span<double>(column_mass));
+  const std::vector<double> column_mass = gathers ? column_masses(group, request, sampled, masses.map, index, sequence)
+                                                  : std::vector<double>(rows * shape.heads, 0.0);
 
-  const std::vector<int64_t> grid = coverage_grid(tokens, tiles.block);
+  const std::vector<int64_t> grid = coverage_grid(tiles.tokens, tiles.block);
   std::vector<double> total(1 + grid.size(), 0.0);  // held, then the curve
   const BlockScoring scoring(selector_.config());
-  BlockScorer scorer(shape, scoring, request.q, request.statistics, blocks, 0, request.planes);
+  BlockScorer scorer(shape, scoring, request.q, request.statistics, tiles.blocks(), 0, request.planes);
   for (int64_t r = 0; r < rows; ++r) {
-    if (own[r] < 0) continue;
-    const int64_t token = sampled[r], seen_blocks = token / tiles.block + 1;
+    const int64_t token = sampled.tokens[r], own = sampled.own[r];
+    if (own < 0) continue;
     const int64_t competing = tiles.competing(token / tiles.query_block);
     for (int kv_head = 0; kv_head < shape.kv_heads; ++kv_head) {
-      std::vector<double> of_blocks, of_columns;
-      for (int64_t head = int64_t{kv_head} * shape.group(); head < int64_t{kv_head + 1} * shape.group(); ++head) {
-        const double sum = sums[head * rows + r];
-        const double* mass = block_mass.data() + (head * rows + r) * blocks;
-        for (int64_t j = 0; j < seen_blocks; ++j) of_blocks.push_back(mass[j] / sum);
-        of_columns.push_back(column_mass[head * rows + r] / sum);
-      }
-      const float* scores = competing == 0 ? nullptr : scorer.token_masses(kv_head, own[r], own[r] + 1, competing);
-      const SampledToken one =
-          judge_token(shape, tiles, index, s, grid, token, kv_head, {of_blocks.data(), of_columns.data(), scores});
+      const MassShares shares = shares_of(request, masses, column_mass, sampled, r, kv_head);
+      const float* scores = competing == 0 ? nullptr : scorer.token_masses(kv_head, own, own + 1, competing);
+      const SampledToken one = judge_token(shape, tiles, index, s, grid, token, kv_head,
+                                           {shares.of_blocks.data(), shares.of_columns.data(), scores});
       total[0] += one.held;
       for (size_t i = 0; i < grid.size(); ++i) total[1 + i] += one.curve[i];
     }
   }
   group.all_reduce(std::span<double>(total));
-  const double scale = 1.0 / static_cast<double>(all_rows * heads);
+  const double scale = 1.0 / static_cast<double>(all_rows * shape.heads);
   CoverageSample sample;
   sample.rows = rows;
   sample.held = total[0] * scale;

@@ -177,101 +177,167 @@ void RingSelection::select_window_rows(const SelectionRequest& request) {
     }
 }
 
+namespace {
+
+// The last queries of a sequence, and the keys that this rank holds of it. In scratch.
+struct LastQueries {
+  std::span<const int32_t> position;  // of every key held here
+  std::span<const float> queries;     // [row, head, head_dim]
+  std::vector<int64_t> seen;          // by row: how many keys it sees, which are a prefix of those held
+
+  int64_t rows() const { return std::ssize(seen); }
+  int64_t held() const { return std::ssize(position); }
+};
+
+// Heads that are worked on together.
+struct HeadRange {
+  int64_t first, count;
+};
+
+std::span<const int32_t> held_positions(const Exec& exec, const SelectionRequest& request, const ContextLayout& layout,
+                                        int s) {
+  int64_t held = 0;
+  for (const int32_t b : request.held_blocks) held += layout.block_length(s, b);
+  const std::span<int32_t> position = array<int32_t>(exec, held);
+  for (int64_t i = 0; const int32_t b : request.held_blocks)
+    for (int64_t t = 0; t < layout.block_length(s, b); ++t)
+      position[i++] = static_cast<int32_t>(int64_t{b} * request.tiles.block + t);
+  return position;
+}
+
+LastQueries gather_last_queries(const Exec& exec, Communicator& group, const SelectionRequest& request,
+                                const ContextLayout& layout, int s) {
+  const int64_t tokens = request.tiles.tokens, rows = std::min<int64_t>(kEstimationQueries, tokens);
+  const int64_t width = int64_t{request.shape.heads} * request.shape.head_dim;
+  const std::span<const int32_t> position = held_positions(exec, request, layout, s);
+  const std::span<float> queries = array<float>(exec, rows * width);
+  for (int64_t i = 0; i < std::ssize(position); ++i)
+    if (position[i] >= tokens - rows)
+      std::memcpy(queries.data() + (position[i] - (tokens - rows)) * width, request.q + i * width,
+                  width * sizeof(float));
+  group.all_reduce(queries);  // one rank has each, the others zeros
+  std::vector<int64_t> seen(rows);
+  for (int64_t r = 0; r < rows; ++r)
+    seen[r] = std::upper_bound(position.begin(), position.end(), tokens - rows + r) - position.begin();
+  return {position, queries, std::move(seen)};
+}
+
+// How much the held keys weigh in the softmax of each row.
+struct HeldWeights {
+  std::span<float> map;    // [head, row, key], by the row's largest of all ranks
+  std::span<double> sums;  // [head, row], of all ranks
+};
+
+// Products of queries and held keys into `map`, and the largest of each row on this rank into `top`.
+void multiply_held(const Exec& exec, const SelectionRequest& request, const LastQueries& last, const HeadRange& heads,
+                   std::span<float> map, std::span<float> top) {
+  const AttentionShape& shape = request.shape;
+  const int64_t rows = last.rows(), held = last.held(), d = shape.head_dim;
+  exec.pool->parallel_for(heads.count, 1, [&](int64_t i, int64_t, int) {
+    if (held == 0) return;
+    float* head_map = map.data() + i * rows * held;
+    sgemm({.transpose_b = true,
+           .m = rows,
+           .n = held,
+           .k = d,
+           .a = last.queries.data() + (heads.first + i) * d,
+           .lda = shape.heads * d,
+           .b = request.k + (heads.first + i) / shape.group() * d,
+           .ldb = int64_t{shape.kv_heads} * d,
+           .c = head_map,
+           .ldc = held});
+    for (int64_t r = 0; r < rows; ++r)
+      for (int64_t m = 0; m < last.seen[r]; ++m)
+        top[i * rows + r] = std::max(top[i * rows + r], head_map[r * held + m]);
+  });
+}
+
+HeldWeights weigh_held(const Exec& exec, Communicator& group, const SelectionRequest& request, const LastQueries& last,
+                       const HeadRange& heads) {
+  const int64_t rows = last.rows(), held = last.held();
+  const float scale = request.shape.scale;
+  const std::span<float> map = array<float>(exec, heads.count * rows * held),
+                         top = array<float>(exec, heads.count * rows);
+  std::fill(top.begin(), top.end(), -std::numeric_limits<float>::infinity());
+  multiply_held(exec, request, last, heads, map, top);
+  group.all_reduce(top, ReduceOp::max);
+  const std::span<double> sums = array<double>(exec, heads.count * rows);
+  exec.pool->parallel_for(heads.count, 1, [&](int64_t i, int64_t, int) {
+    for (int64_t r = 0; r < rows; ++r) {
+      float* row = map.data() + (i * rows + r) * held;
+      for (int64_t m = 0; m < last.seen[r]; ++m) {
+        row[m] = std::exp(scale * (row[m] - top[i * rows + r]));
+        sums[i * rows + r] += row[m];
+      }
+    }
+  });
+  group.all_reduce(sums);
+  return {map, sums};
+}
+
+// The masses of all columns and distances, of all ranks.
+struct LineMasses {
+  std::span<const double> columns, distances;  // [head, token] and [head, block]
+};
+
+LineMasses line_masses(const Exec& exec, Communicator& group, const SequenceTiles& tiles, const LastQueries& last,
+                       const HeldWeights& weights, int64_t heads) {
+  const int64_t tokens = tiles.tokens, blocks = tiles.blocks(), rows = last.rows(), held = last.held();
+  const int block = tiles.block;
+  const std::span<double> columns = array<double>(exec, heads * tokens),
+                          distances = array<double>(exec, heads * blocks);
+  exec.pool->parallel_for(heads, 1, [&](int64_t i, int64_t, int) {
+    for (int64_t r = 0; r < rows; ++r) {
+      const float* row = weights.map.data() + (i * rows + r) * held;
+      const int64_t query_block = (tokens - rows + r) / block;
+      for (int64_t m = 0; m < last.seen[r]; ++m) {
+        const auto mass = static_cast<float>(row[m] / weights.sums[i * rows + r]);
+        columns[i * tokens + last.position[m]] += mass;
+        distances[i * blocks + query_block - last.position[m] / block] += mass;
+      }
+    }
+  });
+  group.all_reduce(columns);  // again: one rank has each
+  group.all_reduce(distances);
+  return {columns, distances};
+}
+
+// Those of the query blocks that this rank holds.
+void set_vertical_slash_rows(const Exec& exec, const SelectionRequest& request, const VerticalSlashLimits& limits,
+                             const LineMasses& masses, const HeadRange& heads, BlockIndexBuilder& builder) {
+  const SequenceTiles& tiles = request.tiles;
+  const int64_t tokens = tiles.tokens, blocks = tiles.blocks(), tiles_a_block = tiles.block / tiles.query_block;
+  exec.pool->parallel_for(heads.count, 1, [&](int64_t i, int64_t, int thread) {
+    const VerticalSlash found = select_vertical_slash(masses.columns.subspan(i * tokens, tokens),
+                                                      masses.distances.subspan(i * blocks, blocks), limits);
+    const auto head = static_cast<int>(heads.first + i);
+    std::vector<uint8_t> listed;
+    std::vector<IndexEntry> row;
+    std::vector<int32_t> single;
+    for (const int32_t b : request.held_blocks)
+      for (int64_t tile = b * tiles_a_block; tile < std::min((b + 1) * tiles_a_block, tiles.tiles()); ++tile) {
+        vertical_slash_row(tiles, found, tile, listed, row, single);
+        builder.set_row(thread, BlockIndex::row_id(request.place, head, static_cast<int>(tile)), row, single);
+      }
+  });
+}
+
+}  // namespace
+
 // The last queries go to all ranks; each computes its part of their attention. Row maxima and sums, then the masses of
 // columns and distances, are all that is exchanged; for some heads at a time, so that it takes little memory.
 void RingSelection::select_vertical_slash_rows(const Exec& exec, Communicator& group, const SelectionRequest& request,
                                                const ContextLayout& layout, int s) {
-  const SequenceTiles& tiles = request.tiles;
-  const AttentionShape& shape = request.shape;
-  const int d = shape.head_dim, block = tiles.block;
-  const int64_t tokens = tiles.tokens, heads = shape.heads, blocks = tiles.blocks();
-  const int64_t rows = std::min<int64_t>(kEstimationQueries, tokens);
   const ArenaScope scope(*exec.scratch);
-  int64_t held = 0;
-  for (const int32_t b : request.held_blocks) held += layout.block_length(s, b);
-  const std::span<int32_t> position = array<int32_t>(exec, held);  // of every key this rank holds
-  for (int64_t i = 0; const int32_t b : request.held_blocks)
-    for (int64_t t = 0; t < layout.block_length(s, b); ++t)
-      position[i++] = static_cast<int32_t>(int64_t{b} * block + t);
-
-  const std::span<float> queries = array<float>(exec, rows * heads * d);
-  for (int64_t i = 0; i < held; ++i)
-    if (position[i] >= tokens - rows)
-      std::memcpy(queries.data() + (position[i] - (tokens - rows)) * heads * d, request.q + i * heads * d,
-                  heads * d * sizeof(float));
-  group.all_reduce(queries);  // one rank has each, the others zeros
-  // Keys a row sees are a prefix of those held.
-  std::vector<int64_t> seen(rows);
-  for (int64_t r = 0; r < rows; ++r)
-    seen[r] = std::upper_bound(position.begin(), position.end(), tokens - rows + r) - position.begin();
-
-  const VerticalSlashLimits limits = vertical_slash_limits(selector_.config(), tiles.budget);
-  const int64_t at_once = heads_at_once(shape.heads, layout.ranks());
+  const LastQueries last = gather_last_queries(exec, group, request, layout, s);
+  const VerticalSlashLimits limits = vertical_slash_limits(selector_.config(), request.tiles.budget);
+  const int64_t heads = request.shape.heads, at_once = heads_at_once(request.shape.heads, layout.ranks());
   for (int64_t first = 0; first < heads; first += at_once) {
-    const int64_t count = std::min(at_once, heads - first);
+    const HeadRange range{first, std::min(at_once, heads - first)};
     const ArenaScope heads_scope(*exec.scratch);
-    const std::span<float> map = array<float>(exec, count * rows * held), top = array<float>(exec, count * rows);
-    std::fill(top.begin(), top.end(), -std::numeric_limits<float>::infinity());
-    exec.pool->parallel_for(count, 1, [&](int64_t i, int64_t, int) {
-      if (held == 0) return;
-      float* head_map = map.data() + i * rows * held;
-      sgemm({.transpose_b = true,
-             .m = rows,
-             .n = held,
-             .k = d,
-             .a = queries.data() + (first + i) * d,
-             .lda = heads * d,
-             .b = request.k + (first + i) / shape.group() * d,
-             .ldb = int64_t{shape.kv_heads} * d,
-             .c = head_map,
-             .ldc = held});
-      for (int64_t r = 0; r < rows; ++r)
-        for (int64_t m = 0; m < seen[r]; ++m) top[i * rows + r] = std::max(top[i * rows + r], head_map[r * held + m]);
-    });
-    group.all_reduce(top, ReduceOp::max);
-    const std::span<double> sums = array<double>(exec, count * rows);
-    exec.pool->parallel_for(count, 1, [&](int64_t i, int64_t, int) {
-      for (int64_t r = 0; r < rows; ++r) {
-        float* row = map.data() + (i * rows + r) * held;
-        for (int64_t m = 0; m < seen[r]; ++m) {
-          row[m] = std::exp(shape.scale * (row[m] - top[i * rows + r]));
-          sums[i * rows + r] += row[m];
-        }
-      }
-    });
-    group.all_reduce(sums);
-
-    const std::span<double> columns = array<double>(exec, count * tokens),
-                            distances = array<double>(exec, count * blocks);
-    exec.pool->parallel_for(count, 1, [&](int64_t i, int64_t, int) {
-      for (int64_t r = 0; r < rows; ++r) {
-        const float* row = map.data() + (i * rows + r) * held;
-        const int64_t query_block = (tokens - rows + r) / block;
-        for (int64_t m = 0; m < seen[r]; ++m) {
-          const auto mass = static_cast<float>(row[m] / sums[i * rows + r]);
-          columns[i * tokens + position[m]] += mass;
-          distances[i * blocks + query_block - position[m] / block] += mass;
-        }
-      }
-    });
-    group.all_reduce(columns);  // again: one rank has each
-    group.all_reduce(distances);
-
-    const int64_t tiles_a_block = block / tiles.query_block;
-    exec.pool->parallel_for(count, 1, [&](int64_t i, int64_t, int thread) {
-      const VerticalSlash found =
-          select_vertical_slash(columns.subspan(i * tokens, tokens), distances.subspan(i * blocks, blocks), limits);
-      std::vector<uint8_t> listed;
-      std::vector<IndexEntry> row;
-      std::vector<int32_t> single;
-      for (const int32_t b : request.held_blocks)
-        for (int64_t tile = b * tiles_a_block; tile < std::min((b + 1) * tiles_a_block, tiles.tiles()); ++tile) {
-          vertical_slash_row(tiles, found, tile, listed, row, single);
-          builder_.set_row(thread,
-                           BlockIndex::row_id(request.place, static_cast<int>(first + i), static_cast<int>(tile)), row,
-                           single);
-        }
-    });
+    const HeldWeights weights = weigh_held(exec, group, request, last, range);
+    const LineMasses masses = line_masses(exec, group, request.tiles, last, weights, range.count);
+    set_vertical_slash_rows(exec, request, limits, masses, range, builder_);
   }
 }
 

@@ -71,6 +71,7 @@ class RingTravel {
       values.wait();
     }
   };
+  class BackwardTour;
   Transfer send(const void* keys, const void* values, int64_t bytes, int to, int tag);
   Transfer receive(void* keys, void* values, int64_t bytes, int from, int tag);
 

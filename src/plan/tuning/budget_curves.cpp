@@ -231,17 +231,28 @@ BudgetCurves::BudgetCurves(const CostModel& cost, const CoverageModel& coverage,
   for (const Chunk& chunk : chunks_) base_total_ += chunk.base_total;
 }
 
-StageCurve stage_curve(const CostModel& cost, const BudgetCurves& curves, std::span<const Sequence> sequences,
-                       std::span<const int> members, int first_layer, int layers, int max_corners) {
-  struct Candidate {
-    double slope, pairs, scores, gain;
-    StageCurve::Step step;
-  };
-  StageCurve curve;
-  Work work;  // sums over layers; divided by their number before the model is asked
+namespace {
+
+// A step up the curve of one sequence in one layer.
+struct Raise {
+  double slope, pairs, scores, gain;
+  StageCurve::Step step;
+};
+
+// Where all curves begin, and the steps up from there, in the order in which they are taken. `work` is summed over
+// `distinct` layers; it is divided by their number before the model is asked.
+struct Raises {
+  int distinct;
+  Work work;
   double gain = 0;
-  std::vector<Candidate> candidates;
-  const int distinct = curves.uniform() ? 1 : layers;
+  std::vector<Raise> steps;
+};
+
+Raises find_raises(const CostModel& cost, const BudgetCurves& curves, std::span<const Sequence> sequences,
+                   std::span<const int> members, int first_layer, int layers) {
+  Raises raises{curves.uniform() ? 1 : layers, {}, 0, {}};
+  const int distinct = raises.distinct;
+  Work& work = raises.work;
   for (int member : members) {
     const Sequence& sequence = sequences[static_cast<size_t>(member)];
     const auto tokens = static_cast<double>(sequence.tokens);
@@ -253,30 +264,38 @@ StageCurve stage_curve(const CostModel& cost, const BudgetCurves& curves, std::s
       Work before = work_of(cost.spec(), sequence.tokens, vertices[0].budget);
       work.pairs += before.pairs;
       work.scores += before.scores;
-      gain += tokens * vertices[0].coverage;
+      raises.gain += tokens * vertices[0].coverage;
       for (size_t v = 1; v < vertices.size(); ++v) {
         const Work next = work_of(cost.spec(), sequence.tokens, vertices[v].budget);
         const double pairs = next.pairs - before.pairs;
         const double more = tokens * (vertices[v].coverage - vertices[v - 1].coverage);
-        candidates.push_back({more / pairs,
-                              pairs,
-                              next.scores - before.scores,
-                              more,
-                              {member, curves.uniform() ? -1 : first_layer + l, static_cast<int32_t>(v)}});
+        raises.steps.push_back({more / pairs,
+                                pairs,
+                                next.scores - before.scores,
+                                more,
+                                {member, curves.uniform() ? -1 : first_layer + l, static_cast<int32_t>(v)}});
         before = next;
       }
     }
   }
   // Each curve is concave, so sorting keeps its steps in their own order.
   if (members.size() > 1 || distinct > 1)
-    std::stable_sort(candidates.begin(), candidates.end(),
-                     [](const auto& a, const auto& b) { return a.slope > b.slope; });
+    std::stable_sort(raises.steps.begin(), raises.steps.end(),
+                     [](const Raise& a, const Raise& b) { return a.slope > b.slope; });
+  return raises;
+}
+
+// Everything but the corners.
+StageCurve take_all(const CostModel& cost, const Raises& raises, int layers) {
+  const int distinct = raises.distinct;
   const double scale = static_cast<double>(layers) / distinct;
-  const size_t n = candidates.size();
-  curve.steps.reserve(n);
-  curve.forward.reserve(n + 1);
-  curve.backward.reserve(n + 1);
-  curve.gain.reserve(n + 1);
+  Work work = raises.work;
+  double gain = raises.gain;
+  StageCurve curve;
+  curve.steps.reserve(raises.steps.size());
+  curve.forward.reserve(raises.steps.size() + 1);
+  curve.backward.reserve(raises.steps.size() + 1);
+  curve.gain.reserve(raises.steps.size() + 1);
   const auto record = [&] {
     const StageTime time =
         cost.attention({work.tokens / distinct, work.tiles / distinct, work.pairs / distinct, work.scores / distinct});
@@ -285,39 +304,57 @@ StageCurve stage_curve(const CostModel& cost, const BudgetCurves& curves, std::s
     curve.gain.push_back(gain * scale);
   };
   record();
-  for (const Candidate& candidate : candidates) {
-    curve.steps.push_back(candidate.step);
-    work.pairs += candidate.pairs;
-    work.scores += candidate.scores;
-    gain += candidate.gain;
+  for (const Raise& raise : raises.steps) {
+    curve.steps.push_back(raise.step);
+    work.pairs += raise.pairs;
+    work.scores += raise.scores;
+    gain += raise.gain;
     record();
   }
-  // Envelope over time, then thinned to the corners that span the most time.
-  const auto time = [&](int i) {
-    return curve.forward[static_cast<size_t>(i)] + curve.backward[static_cast<size_t>(i)];
-  };
-  const auto at = [&](int i) { return curve.gain[static_cast<size_t>(i)]; };
-  auto& corners = curve.corners;
-  for (int i = 0; i <= static_cast<int>(n); ++i) {
+  return curve;
+}
+
+double time_at(const StageCurve& curve, int position) {
+  return curve.forward[static_cast<size_t>(position)] + curve.backward[static_cast<size_t>(position)];
+}
+
+// Of gain over time.
+std::vector<int> concave_envelope(const StageCurve& curve) {
+  const auto time = [&](int i) { return time_at(curve, i); };
+  const auto gain = [&](int i) { return curve.gain[static_cast<size_t>(i)]; };
+  std::vector<int> corners;
+  for (int i = 0; i < static_cast<int>(curve.gain.size()); ++i) {
     // More for no more time (a dense sequence needs no selection): the lower step is never worth taking.
     while (!corners.empty() && time(i) <= time(corners.back())) corners.pop_back();
     while (corners.size() >= 2) {
       const int b = corners.back(), a = corners[corners.size() - 2];
-      if ((at(b) - at(a)) * (time(i) - time(a)) > (at(i) - at(a)) * (time(b) - time(a))) break;
+      if ((gain(b) - gain(a)) * (time(i) - time(a)) > (gain(i) - gain(a)) * (time(b) - time(a))) break;
       corners.pop_back();
     }
     corners.push_back(i);
   }
-  if (static_cast<int>(corners.size()) > max_corners) {
-    std::vector<int> kept{corners.front()};
-    const double span = time(corners.back()) - time(corners.front());
-    for (size_t c = 1; c + 1 < corners.size(); ++c) {
-      const double due = time(corners.front()) + span * static_cast<double>(kept.size()) / (max_corners - 1);
-      if (time(corners[c]) >= due && static_cast<int>(kept.size()) + 1 < max_corners) kept.push_back(corners[c]);
-    }
-    kept.push_back(corners.back());
-    corners.swap(kept);
+  return corners;
+}
+
+// Both ends, and between them those that span the most time.
+std::vector<int> thinned(const StageCurve& curve, const std::vector<int>& corners, int most) {
+  std::vector<int> kept{corners.front()};
+  const double start = time_at(curve, corners.front()), span = time_at(curve, corners.back()) - start;
+  for (size_t c = 1; c + 1 < corners.size(); ++c) {
+    const double due = start + span * static_cast<double>(kept.size()) / (most - 1);
+    if (time_at(curve, corners[c]) >= due && static_cast<int>(kept.size()) + 1 < most) kept.push_back(corners[c]);
   }
+  kept.push_back(corners.back());
+  return kept;
+}
+
+}  // namespace
+
+StageCurve stage_curve(const CostModel& cost, const BudgetCurves& curves, std::span<const Sequence> sequences,
+                       std::span<const int> members, int first_layer, int layers, int max_corners) {
+  StageCurve curve = take_all(cost, find_raises(cost, curves, sequences, members, first_layer, layers), layers);
+  curve.corners = concave_envelope(curve);
+  if (std::ssize(curve.corners) > max_corners) curve.corners = thinned(curve, curve.corners, max_corners);
   return curve;
 }
 

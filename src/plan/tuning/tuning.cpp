@@ -45,68 +45,101 @@ void ScheduleSet::prepare(const Batches& batches) {
   }
 }
 
-PipelineTimes stage_times(const CostModel& cost, std::span<const Sequence> sequences, const Batches& batches, int rank,
-                          std::span<const int32_t> budgets) {
-  const AttentionSpec& spec = cost.spec();
-  const auto layers = static_cast<size_t>(cost.layers());
+namespace {
+
+// The attention of one micro-batch, for stage after stage. Most layers have the budgets of the layer before them, and
+// so its time.
+class MicroBatchAttention {
+ public:
+  MicroBatchAttention(const CostModel& cost, std::span<const Sequence> sequences, std::span<const int> members,
+                      const Piece& piece, std::span<const int32_t> budgets)
+      : cost_(cost), sequences_(sequences), members_(members), piece_(piece), budgets_(budgets) {}
+
+  // Adds that of the next stage to `sum`.
+  void add_stage(int stage, StageTime& sum) {
+    const int first = cost_.first_layer(stage), count = cost_.stage_layers(stage);
+    if (all_alike(first, count)) {
+      go_to(first);
+      sum.forward += count * time_.forward;
+      sum.backward += count * time_.backward;
+      return;
+    }
+    for (int layer = first; layer < first + count; ++layer) {
+      go_to(layer);
+      sum.forward += time_.forward;
+      sum.backward += time_.backward;
+    }
+  }
+
+ private:
+  const int32_t* budget(int member, int layer) const {
+    return budgets_.data() + static_cast<size_t>(member) * static_cast<size_t>(cost_.layers()) + layer;
+  }
+
+  // Whether every sequence has one budget in all these layers.
+  bool all_alike(int first, int count) const {
+    return std::ranges::all_of(members_, [&](int member) {
+      const int32_t* own = budget(member, first);
+      return std::memcmp(own, own + 1, static_cast<size_t>(count - 1) * sizeof *own) == 0;
+    });
+  }
+
+  // From the layer before, or one with the same budgets as that.
+  void go_to(int layer) {
+    const auto as_before = [&](int member) { return *budget(member, layer) == *budget(member, layer - 1); };
+    if (layer > 0 && std::ranges::all_of(members_, as_before)) return;
+    Work work;
+    for (const int member : members_)
+      work += work_of(cost_.spec(), sequences_[static_cast<size_t>(member)].tokens, piece_, *budget(member, layer));
+    time_ = cost_.attention(work);
+  }
+
+  const CostModel& cost_;
+  std::span<const Sequence> sequences_;
+  std::span<const int> members_;
+  Piece piece_;
+  std::span<const int32_t> budgets_;
+  StageTime time_;  // of the layer that it is at
+};
+
+// Room for the times of so many micro-batches, transfers included where they take any; the gradient reduction.
+PipelineTimes empty_times(const CostModel& cost, int micro_batches, bool split) {
   PipelineTimes times;
   times.stages = cost.stages();
-  times.micro_batches = batches.micro_batches(rank);
+  times.micro_batches = micro_batches;
   const auto size = static_cast<size_t>(times.stages * times.micro_batches);
   times.forward.resize(size);
   times.backward.resize(size);
-  const bool split = batches.cut();
   if (cost.layout().comm || split) {
     times.forward_transfer.resize(size);
     times.backward_transfer.resize(size);
   }
   if (cost.layout().comm)
     for (int s = 0; s < times.stages; ++s) times.tail.push_back(cost.reduction(s));
+  return times;
+}
+
+}  // namespace
+
+PipelineTimes stage_times(const CostModel& cost, std::span<const Sequence> sequences, const Batches& batches, int rank,
+                          std::span<const int32_t> budgets) {
+  const bool split = batches.cut();
+  PipelineTimes times = empty_times(cost, batches.micro_batches(rank), split);
   double known_tokens = -1;  // pieces are mostly as long as the one before
   StageTime linear, head;
   for (int i = 0; i < times.micro_batches; ++i) {
-    const auto members = batches.members(batches.first(rank) + i);
-    const Piece piece = batches.piece(batches.first(rank) + i);
-    const auto tokens = static_cast<double>(batches.tokens(sequences, batches.first(rank) + i));
+    const int index = batches.first(rank) + i;
+    const auto tokens = static_cast<double>(batches.tokens(sequences, index));
     if (tokens != known_tokens) {
       known_tokens = tokens;
       linear = cost.linear(tokens);
       head = cost.head(tokens);
     }
-    const auto attention_of = [&](int layer) {
-      Work work;
-      for (int member : members)
-        work += work_of(spec, sequences[static_cast<size_t>(member)].tokens, piece,
-                        budgets[static_cast<size_t>(member) * layers + static_cast<size_t>(layer)]);
-      return cost.attention(work);
-    };
-    StageTime attention;
+    MicroBatchAttention attention(cost, sequences, batches.members(index), batches.piece(index), budgets);
     for (int s = 0; s < times.stages; ++s) {
-      const int first = cost.first_layer(s), count = cost.stage_layers(s);
+      const int count = cost.stage_layers(s);
       StageTime sum{count * linear.forward, count * linear.backward};
-      // Most stages have one budget a sequence, and most that of the stage before.
-      bool alike = true, as_before = s > 0;
-      for (int member : members) {
-        const int32_t* own = budgets.data() + static_cast<size_t>(member) * layers + first;
-        alike = alike && std::memcmp(own, own + 1, static_cast<size_t>(count - 1) * sizeof *own) == 0;
-        as_before = as_before && own[0] == own[-1];
-      }
-      if (alike) {
-        if (!as_before) attention = attention_of(first);
-        sum.forward += count * attention.forward;
-        sum.backward += count * attention.backward;
-      } else {
-        for (int l = first; l < first + count; ++l) {
-          bool same = l > first;
-          for (size_t k = 0; same && k < members.size(); ++k) {
-            const size_t at = static_cast<size_t>(members[k]) * layers + static_cast<size_t>(l);
-            same = budgets[at] == budgets[at - 1];
-          }
-          if (!same) attention = attention_of(l);
-          sum.forward += attention.forward;
-          sum.backward += attention.backward;
-        }
-      }
+      attention.add_stage(s, sum);
       const bool last = s + 1 == times.stages;
       times.forward[times.at(i, s)] = sum.forward + (last ? head.forward : 0.0);
       times.backward[times.at(i, s)] = sum.backward + (last ? head.backward : 0.0);
