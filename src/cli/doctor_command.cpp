@@ -16,6 +16,7 @@
 #include "core/memory_plan.h"
 #include "core/thread_pool.h"
 #include "data/tokenizer/tokenizer.h"
+#include "device/blas.h"
 #include "device/cuda.h"
 #include "run/host_memory.h"
 #include "run/machine.h"
@@ -44,7 +45,10 @@ std::string value_in(const char* file, const std::string& key) {
 Finding processor() {
   const std::string cores = machine_text(DeviceKind::cpu, available_cores());
   try {
-    return {"processor", fmt::format("{}, {} kernels", cores, cpu_isa() == CpuIsa::avx512 ? "AVX-512" : "AVX2"), ""};
+    return {"processor",
+            fmt::format("{}, {} kernels, OpenBLAS for {}", cores, cpu_isa() == CpuIsa::avx512 ? "AVX-512" : "AVX2",
+                        blas_kernels()),
+            ""};
   } catch (const UserError& old) {
     return {"processor", cores, old.what()};
   }
