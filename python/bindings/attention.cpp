@@ -248,7 +248,15 @@ void bind_attention(nb::module_& module) {
           },
           nb::kw_only(), "pattern"_a, "selection"_a, "score"_a, "score_channels"_a, "score_tokens"_a, "block"_a,
           "query_block"_a, "budget"_a, "largest_budget"_a, "sink_blocks"_a, "local_blocks"_a, "step"_a, "dense_below"_a,
-          "coverage"_a, "dense_layers"_a);
+          "coverage"_a, "dense_layers"_a)
+      .def(
+          "score_channels_of",
+          [](const Settings& settings, int head_dim) {
+            SelectionConfig config = settings.selection;
+            settle_score_channels(config, head_dim);
+            return config.score_channels;
+          },
+          "head_dim"_a, "As many as heads of this width use; an error where more were asked for than they have.");
   nb::class_<CallArguments>(module, "PackedCall",
                             "What a call of attention over packed sequences has beside its tensors.")
       .def(

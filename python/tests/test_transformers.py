@@ -387,6 +387,16 @@ def test_trainer_learns_saves_and_resumes(tmp_path):
     assert torch.equal(moved["planes"], whole["planes"]) and torch.equal(moved["thresholds"], whole["thresholds"])
 
 
+def test_the_recommended_pattern_trains_narrow_heads():
+    """As docs/python.md has it: nothing is said of score_channels, whose default is more than the 16 of these heads."""
+    model = make_model(config=AttentionConfig(pattern="mass", score="planes", budget=640)).train()
+    for step in range(2):
+        ids = tokens(1, 900, seed=step)
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        sbt.learner_of(model).learn()
+    assert sbt.learner_of(model).state_dict()["planes"].shape == (2, 1 + 3 * 2 * 16)
+
+
 def test_a_copied_model_has_a_learner_of_its_own():
     model = make_model(config=LEARNING).train()
     batch = dict(input_ids=tokens(1, 700), use_cache=False)
