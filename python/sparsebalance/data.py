@@ -30,7 +30,10 @@ class TokenWriter:
     block ends well: nothing half-written is left in their place."""
 
     def __init__(self, prefix: str | os.PathLike[str], *, vocab_size: int, overwrite: bool = False) -> None:
-        self._writer = _core.TokenWriter(os.fspath(prefix), int(vocab_size), overwrite)
+        prefix = os.fspath(prefix)
+        if not overwrite and os.path.exists(prefix + ".idx"):
+            raise _core.UserError(f"{prefix}.idx already exists; choose another prefix, or replace it with overwrite=True")
+        self._writer = _core.TokenWriter(prefix, int(vocab_size), overwrite)
         self._vocab_size = int(vocab_size)
 
     def add(self, tokens: Sequence[int], targets: Sequence[int] | None = None) -> None:

@@ -84,7 +84,7 @@ def test_rows_of_every_kind(tmp_path):
     file = open_token_file(tmp_path / "a")
     assert file.read(0)[0].tolist() == [97, 98, 99, 127]
     assert file.read(2)[1].tolist() == [0, 0, 1] and file.read(3)[0].tolist() == [8, 9]
-    with pytest.raises(sb.UserError, match="already exists"):
+    with pytest.raises(sb.UserError, match="a.idx already exists; .* overwrite=True"):
         from_dataset(rows, Letters(), tmp_path / "a")
     from_dataset(rows[:1], Letters(), tmp_path / "a", overwrite=True)
     assert len(open_token_file(tmp_path / "a")) == 1
