@@ -86,7 +86,7 @@ def _config(spec: str) -> AttentionConfig:
 
 @functools.lru_cache(maxsize=256)
 def _settled(spec: str, width: int) -> str:
-    """For heads of this width: the default of score_channels is lowered to what they have, as `sparsebalance train` does."""
+    """For heads of this width: a default of score_channels that they do not have is lowered, as in `sparsebalance train`."""
     config = _config(spec)
     if not config.measures_planes:
         return spec

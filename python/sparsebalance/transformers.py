@@ -42,8 +42,8 @@ def configure(model: Any, config: AttentionConfig) -> SelectionLearner | None:
     settings = model.config.get_text_config()
     if ALL_ATTENTION_FUNCTIONS.get(settings._attn_implementation) is not attention_forward:
         warnings.warn(
-            f'configure() has no effect: the model\'s attn_implementation is "{settings._attn_implementation}". Load it with '
-            'attn_implementation="sparsebalance"',
+            f'configure() has no effect: the model\'s attn_implementation is "{settings._attn_implementation}". '
+            'Load it with attn_implementation="sparsebalance"',
             stacklevel=2,
         )
     _configs[config.spec] = config
