@@ -99,6 +99,17 @@ struct Settings {
   int64_t largest_budget = 0;
 };
 
+// UserError for what check_selection_config() leaves to those who read run.yaml.
+void check_settings(const Settings& settings) {
+  const SelectionConfig& config = settings.selection;
+  SB_USER_CHECK(settings.largest_budget >= 0, "attention.largest_budget: {}; must not be negative",
+                settings.largest_budget);
+  SB_USER_CHECK(config.dense_below >= -1, "attention.dense_below: {}; must be -1 (the budget) or a number of tokens",
+                config.dense_below);
+  for (const int64_t layer : config.dense_layers)
+    SB_USER_CHECK(layer >= 0, "attention.dense_layers: there is no layer {}; they count from 0", layer);
+}
+
 SelectionConfig selection_config(const std::string& pattern, const std::string& selection, const std::string& score,
                                  int score_channels, int score_tokens, int block, int query_block, int64_t budget,
                                  int sink_blocks, int local_blocks, int step, int64_t dense_below, double coverage,
@@ -241,14 +252,24 @@ void bind_attention(nb::module_& module) {
              int score_channels, int score_tokens, int block, int query_block, int64_t budget, int64_t largest_budget,
              int sink_blocks, int local_blocks, int step, int64_t dense_below, double coverage,
              std::vector<int64_t> dense_layers) {
-            new (self) Settings{
+            Settings settings{
                 selection_config(pattern, selection, score, score_channels, score_tokens, block, query_block, budget,
                                  sink_blocks, local_blocks, step, dense_below, coverage, std::move(dense_layers)),
                 largest_budget};
+            check_settings(settings);
+            new (self) Settings(std::move(settings));
           },
           nb::kw_only(), "pattern"_a, "selection"_a, "score"_a, "score_channels"_a, "score_tokens"_a, "block"_a,
           "query_block"_a, "budget"_a, "largest_budget"_a, "sink_blocks"_a, "local_blocks"_a, "step"_a, "dense_below"_a,
-          "coverage"_a, "dense_layers"_a);
+          "coverage"_a, "dense_layers"_a)
+      .def(
+          "score_channels_of",
+          [](const Settings& settings, int head_dim) {
+            SelectionConfig config = settings.selection;
+            settle_score_channels(config, head_dim);
+            return config.score_channels;
+          },
+          "head_dim"_a, "As many as heads of this width use; an error where more were asked for than they have.");
   nb::class_<CallArguments>(module, "PackedCall",
                             "What a call of attention over packed sequences has beside its tensors.")
       .def(

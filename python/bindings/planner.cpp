@@ -23,23 +23,34 @@ std::vector<Sequence> sequences_of(const std::vector<int64_t>& lengths) {
   return sequences;
 }
 
-// UserError for what a planner and a simulation take on trust.
-void check_options(const PlannerOptions& options) {
-  const AttentionSpec& spec = options.spec;
-  SB_USER_CHECK(spec.block > 0 && spec.query_block > 0, "block {} and query_block {} must be positive", spec.block,
-                spec.query_block);
+// UserError for what no model and no layout could use.
+void check_spec(const AttentionSpec& spec) {
+  SB_USER_CHECK(spec.block > 0, "block {} must be positive", spec.block);
+  SB_USER_CHECK(spec.query_block > 0, "query_block {} must be positive", spec.query_block);
   SB_USER_CHECK(spec.budget > 0 && spec.budget <= AttentionSpec::kMostBudget, "budget {} is not in 1 to {}",
                 spec.budget, AttentionSpec::kMostBudget);
-  SB_USER_CHECK(spec.sink_blocks >= 0 && spec.local_blocks >= 0, "sink_blocks and local_blocks may not be negative");
+  SB_USER_CHECK(spec.max_budget == 0 || spec.max_budget >= spec.budget,
+                "max_budget {} is below budget {}; use 0 (up to dense) or a larger number", spec.max_budget,
+                spec.budget);
+  SB_USER_CHECK(spec.sink_blocks >= 0, "sink_blocks {} must not be negative", spec.sink_blocks);
+  SB_USER_CHECK(spec.local_blocks >= 0, "local_blocks {} must not be negative", spec.local_blocks);
+  SB_USER_CHECK(spec.dense_below >= -1, "dense_below {} is neither -1 (the budget) nor a number of tokens",
+                spec.dense_below);
   SB_USER_CHECK(spec.score_tokens >= 0 && (spec.score_tokens == 0 || spec.block % spec.score_tokens == 0),
                 "score_tokens {} does not divide block {}; use 0 (the whole block) or a divisor", spec.score_tokens,
                 spec.block);
+  for (const int layer : spec.dense_layers)
+    SB_USER_CHECK(layer >= 0, "dense_layers: there is no layer {}; they count from 0", layer);
+}
+
+// UserError for what a planner and a simulation take on trust.
+void check_options(const PlannerOptions& options) {
   const BatchingOptions& batching = options.plan.batching;
   SB_USER_CHECK(batching.micro_batch_sequences >= 0 && batching.micro_batch_tokens >= 0,
                 "micro_batch_sequences and micro_batch_tokens may not be negative");
   const TuningOptions& tuning = options.plan.tuning;
   SB_USER_CHECK(tuning.p >= 0 && tuning.p < 1, "p must be in [0, 1), got {}", tuning.p);
-  const int64_t chunk = options.plan.chunk.tokens, edge = piece_edge(spec);
+  const int64_t chunk = options.plan.chunk.tokens, edge = piece_edge(options.spec);
   SB_USER_CHECK(chunk == ChunkOptions::kAutomatic || (chunk >= 0 && chunk % edge == 0),
                 "chunk {} is neither \"auto\" nor a multiple of {} tokens, where key blocks and query blocks both end",
                 chunk, edge);
@@ -140,21 +151,23 @@ void bind_layout(nb::module_& module) {
           [](AttentionSpec* self, int64_t budget, int64_t block, int64_t query_block, int64_t score_tokens,
              int64_t sink_blocks, int64_t local_blocks, int64_t dense_below, int64_t max_budget,
              std::vector<int> dense_layers) {
-            new (self) AttentionSpec();
-            self->block = block;
-            self->query_block = query_block;
+            AttentionSpec spec;
+            spec.block = block;
+            spec.query_block = query_block;
             // Parts of blocks are judged by moments; a measured profile says itself what it was measured with.
             if (score_tokens != 0) {
-              self->score = "moments";
-              self->score_channels = 0;
-              self->score_tokens = score_tokens;
+              spec.score = "moments";
+              spec.score_channels = 0;
+              spec.score_tokens = score_tokens;
             }
-            self->budget = budget;
-            self->sink_blocks = sink_blocks;
-            self->local_blocks = local_blocks;
-            self->dense_below = dense_below;
-            self->max_budget = max_budget;
-            self->dense_layers = std::move(dense_layers);
+            spec.budget = budget;
+            spec.sink_blocks = sink_blocks;
+            spec.local_blocks = local_blocks;
+            spec.dense_below = dense_below;
+            spec.max_budget = max_budget;
+            spec.dense_layers = std::move(dense_layers);
+            check_spec(spec);
+            new (self) AttentionSpec(std::move(spec));
           },
           nb::kw_only(), "budget"_a = 8192, "block"_a = 128, "query_block"_a = 16, "score_tokens"_a = 0,
           "sink_blocks"_a = 1, "local_blocks"_a = 2, "dense_below"_a = -1, "max_budget"_a = 0,

@@ -45,8 +45,9 @@ std::vector<uint32_t> SelectionLearner::planes(int layer, const AttentionShape& 
   SB_USER_CHECK(std::ssize(sums.key_sums) == int64_t{shape.kv_heads} * shape.head_dim,
                 "what was learned of layer {} is of {} channels; {} kv heads of {} are asked for", layer,
                 sums.key_sums.size(), shape.kv_heads, shape.head_dim);
-  check_score_channels(config_, shape.head_dim);
-  return plane_words(select_planes(shape, sums, config_.score_channels));
+  SelectionConfig settled = config_;
+  settle_score_channels(settled, shape.head_dim);
+  return plane_words(select_planes(shape, sums, settled.score_channels));
 }
 
 template <typename Body>

@@ -6,6 +6,7 @@ Rows are plain text (a column `text`), chats (`messages`, by the tokenizer's own
 `labels` or not)."""
 
 import os
+import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
@@ -27,10 +28,14 @@ def open_token_file(path: str | os.PathLike[str]) -> _core.TokenFile:
 
 class TokenWriter:
     """Writes PREFIX.bin, PREFIX.idx and, where some tokens are no targets, PREFIX.mask. They get their names when the `with`
-    block ends well: nothing half-written is left in their place."""
+    block ends well, and nothing is left of them where it does not."""
 
     def __init__(self, prefix: str | os.PathLike[str], *, vocab_size: int, overwrite: bool = False) -> None:
-        self._writer = _core.TokenWriter(os.fspath(prefix), int(vocab_size), overwrite)
+        prefix = os.fspath(prefix)
+        if not overwrite and os.path.exists(prefix + ".idx"):
+            raise _core.UserError(f"{prefix}.idx already exists; choose another prefix, or replace it with overwrite=True")
+        self._partial = prefix + ".partial"
+        self._writer = _core.TokenWriter(prefix, int(vocab_size), overwrite)
         self._vocab_size = int(vocab_size)
 
     def add(self, tokens: Sequence[int], targets: Sequence[int] | None = None) -> None:
@@ -56,12 +61,19 @@ class TokenWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        if kind is not None or self.documents == 0:  # without documents, finish() has nothing to do but to say so
+            shutil.rmtree(self._partial, ignore_errors=True)
         if kind is None:
             self.finish()
 
 
 def _chat(messages: Sequence[Mapping[str, Any]], tokenizer: Any) -> tuple[list[int], list[int]]:
     """By the template's own marks of what the assistant says ({% generation %}); without them by what each answer adds."""
+    if getattr(tokenizer, "chat_template", "") is None:
+        raise _core.UserError(
+            "a chat (messages) needs a chat template, and the tokenizer has none: take the tokenizer of the chat model, or "
+            "set tokenizer.chat_template"
+        )
     messages = list(messages)
     whole = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
     ids, mask = list(whole["input_ids"]), list(whole.get("assistant_masks", []))
@@ -117,4 +129,7 @@ def from_dataset(
                 writer.add(tokens, targets)
             except _core.UserError as error:
                 raise _core.UserError(f"row {number}: {error}") from error
+            except Exception as error:  # of the tokenizer, its template or the row's types
+                error.add_note(f"This is about row {number} of the dataset.")
+                raise
     return writer

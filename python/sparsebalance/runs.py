@@ -67,7 +67,12 @@ def read_metrics(run: Path) -> Metrics:
 
 def read_plans(run: Path) -> Plans:
     """The plans of a run: its directory, or the file. `damage` says where the useful part of the file ends, and why."""
-    read = _core.read_plan_log(_file_of(run, "plan.jsonl"))
+    file = _file_of(run, "plan.jsonl")
+    if not file.exists():
+        raise _core.UserError(
+            f"{file}: there is no such file; a run has one when it is balanced (`balance` in its run.yaml)"
+        )
+    read = _core.read_plan_log(file)
     plans = Plans(read.steps)
     plans.damage = read.damage
     return plans

@@ -1,7 +1,9 @@
 """What balancing gains on a machine that need not be there."""
 
+import difflib
+import inspect
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from sparsebalance import _core
@@ -78,12 +80,25 @@ def _case(
     )
 
 
+def _refuse_unknown(function: Callable[..., Any], case: dict[str, Any]) -> None:
+    """TypeError for a keyword that neither the function itself nor _case() has, in the words of Python."""
+    own = [name for name in inspect.signature(function).parameters if name != "case"]
+    known = own + [name for name in inspect.signature(_case).parameters if name != "lengths_of"]
+    for name in case:
+        if name not in known:
+            close = difflib.get_close_matches(name, known)
+            close.sort(key=lambda other: other[0] != name[0])  # a mistyped word mostly begins as it should
+            hint = f"did you mean '{close[0]}'?" if close else f"there are {', '.join(known)}"
+            raise TypeError(f"{function.__name__}() got an unexpected keyword argument '{name}'; {hint}")
+
+
 def simulate(lengths: Lengths = "chatqa2-like", *, policies: Iterable[str] = (), **case: Any) -> Rows:
     """Predicted step time, speed-up and coverage of balancing policies, one row each (all of them where none is named).
 
     Keywords as the options of `sparsebalance simulate`: model, profile, coverage, max_length, dp, pp, cp, tp,
     warmup_depth, comm, head, attention (an AttentionSpec), global_batch, micro_batch_sequences, micro_batch_tokens, p, chunk,
     steps, seed, threads."""
+    _refuse_unknown(simulate, case)
     rows = _core.simulate(_case(lengths_of=lengths, **case), list(policies))
     return Rows(rows, {name: (lambda row, name=name: getattr(row, name)) for name in _ROW})
 
@@ -98,6 +113,7 @@ def sweep(
     **case: Any,
 ) -> Rows:
     """One policy on every layout of so many GPUs: time, tokens/s, memory and whether it fits. Keywords as of simulate()."""
+    _refuse_unknown(sweep, case)
     rows = _core.sweep(_case(lengths_of=lengths, **case), policy, gpus, max_cp, max_tp)
     columns: dict[str, Any] = {
         name: (lambda row, name=name: getattr(row.layout, name)) for name in ("dp", "pp", "tp", "cp")

@@ -33,7 +33,8 @@ class AttentionConfig:
 
     pattern: dense, topk, topp, mass or window. budget: keys per query where a call gives none. largest_budget: the most
     that calls on CUDA give, which the lists have room for; 0: twice the budget, or as much as it with `mass`. score
-    `planes`, and `mass`, go by what earlier steps have shown: see sparsebalance.learner."""
+    `planes`, and `mass`, go by what earlier steps have shown: see sparsebalance.learner. score_channels: at 32, heads with
+    fewer channels use all of them."""
 
     pattern: str = "topk"
     budget: int = 8192
@@ -81,6 +82,15 @@ def _settings(spec: str) -> _core.AttentionSettings:
 @functools.lru_cache(maxsize=256)
 def _config(spec: str) -> AttentionConfig:
     return AttentionConfig(**json.loads(spec))
+
+
+@functools.lru_cache(maxsize=256)
+def _settled(spec: str, width: int) -> str:
+    """For heads of this width: a default of score_channels that they do not have is lowered, as in `sparsebalance train`."""
+    config = _config(spec)
+    if not config.measures_planes:
+        return spec
+    return dataclasses.replace(config, score_channels=config.settings.score_channels_of(width)).spec
 
 
 @functools.lru_cache(maxsize=256)
@@ -198,6 +208,7 @@ def _compute(
     backward: bool, spec: str, call: _core.PackedCall, q: Tensor, k: Tensor, *places: int, host_lists: Tensor | None = None
 ) -> None:
     """The engine's forward or backward, on the device of q. host_lists: gets the lists of a forward on CUDA, too."""
+    spec = _settled(spec, q.shape[2])
     if not q.is_cuda:
         attention = _cpu_attention(spec, torch.get_num_threads())
         (attention.backward if backward else attention.forward)(call, *places)

@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import flash_attention_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from sparsebalance import _core
 from sparsebalance.learner import SelectionLearner
@@ -36,9 +37,17 @@ _warned: set[str] = set()
 
 def configure(model: Any, config: AttentionConfig) -> SelectionLearner | None:
     """Sets what the attention of a model does; it is saved with the model's config. With `mass` or `score: planes`, what
-    learns from step to step: its learn() is to be called after every step, and its state_dict() belongs to checkpoints."""
+    learns from step to step: its learn() is to be called after every step, and its state_dict() belongs to checkpoints.
+    It warns where the model has another attention, which does not look at this."""
+    settings = model.config.get_text_config()
+    if ALL_ATTENTION_FUNCTIONS.get(settings._attn_implementation) is not attention_forward:
+        warnings.warn(
+            f'configure() has no effect: the model\'s attn_implementation is "{settings._attn_implementation}". '
+            'Load it with attn_implementation="sparsebalance"',
+            stacklevel=2,
+        )
     _configs[config.spec] = config
-    setattr(model.config.get_text_config(), _KEY, config.spec)
+    setattr(settings, _KEY, config.spec)
     learner = SelectionLearner(config) if config.measures_planes or config.learns_thresholds else None
     for module in model.modules():
         if hasattr(module, "layer_idx"):

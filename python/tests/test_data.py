@@ -61,7 +61,10 @@ def test_nothing_is_left_of_what_failed(tmp_path):
     with pytest.raises(RuntimeError), TokenWriter(tmp_path / "a", vocab_size=10) as writer:
         writer.add([1, 2])
         raise RuntimeError
-    assert not (tmp_path / "a.idx").exists()
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(sb.UserError, match="no documents"), TokenWriter(tmp_path / "a", vocab_size=10):
+        pass
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("marks", [True, False])
@@ -84,7 +87,7 @@ def test_rows_of_every_kind(tmp_path):
     file = open_token_file(tmp_path / "a")
     assert file.read(0)[0].tolist() == [97, 98, 99, 127]
     assert file.read(2)[1].tolist() == [0, 0, 1] and file.read(3)[0].tolist() == [8, 9]
-    with pytest.raises(sb.UserError, match="already exists"):
+    with pytest.raises(sb.UserError, match="a.idx already exists; .* overwrite=True"):
         from_dataset(rows, Letters(), tmp_path / "a")
     from_dataset(rows[:1], Letters(), tmp_path / "a", overwrite=True)
     assert len(open_token_file(tmp_path / "a")) == 1
@@ -108,9 +111,38 @@ def test_an_end_that_the_tokenizer_writes_is_not_written_twice(tmp_path):
     ],
 )
 def test_wrong_rows_are_named(tmp_path, row, message):
-    with pytest.raises(sb.UserError, match=message):
+    with pytest.raises(sb.UserError, match=message) as refused:
         from_dataset([{"text": "good"}, row], Letters(), tmp_path / "a")
-    assert not (tmp_path / "a.idx").exists()
+    assert list(tmp_path.iterdir()) == []
+    from_dataset([{"text": "good"}], Letters(), tmp_path / "a")  # while the error still holds the writer that failed
+    assert len(open_token_file(tmp_path / "a")) == 1 and refused.tb is not None
+
+
+def test_what_fails_leaves_an_earlier_output_as_it_was(tmp_path):
+    from_dataset([{"text": "good"}], Letters(), tmp_path / "a")
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(sb.UserError, match="row 0"):
+        from_dataset([{"words": "a"}], Letters(), tmp_path / "a", overwrite=True)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_errors_of_a_tokenizer_come_with_the_row(tmp_path):
+    class Strict(Letters):
+        def apply_chat_template(self, messages, **_):
+            raise KeyError("roles must alternate")
+
+    with pytest.raises(KeyError, match="roles must alternate") as raised:
+        from_dataset([{"text": "good"}, {"messages": CHAT}], Strict(), tmp_path / "a")
+    assert raised.value.__notes__ == ["This is about row 1 of the dataset."] and list(tmp_path.iterdir()) == []
+
+
+def test_a_tokenizer_without_a_chat_template_is_refused_with_the_row_and_the_cure(tmp_path):
+    tokenizers, transformers = pytest.importorskip("tokenizers"), pytest.importorskip("transformers")
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"hi": 0, "?": 1}, unk_token="?"))
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="?")
+    with pytest.raises(sb.UserError, match="row 1: a chat .* needs a chat template.* set tokenizer.chat_template"):
+        from_dataset([{"text": "hi"}, {"messages": CHAT}], tokenizer, tmp_path / "a")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_parquet_through_datasets(tmp_path):

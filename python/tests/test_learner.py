@@ -64,6 +64,21 @@ def test_planes_are_those_of_the_most_energy():
         assert words[8 * head : 8 * head + 8].tolist() == strong
 
 
+@pytest.mark.parametrize("width", [16, 17])
+def test_heads_with_fewer_channels_than_the_default_use_all_of_them(width):
+    chosen = dict(pattern="mass", score="planes", block=64, budget=320, local_blocks=1)
+    default, own = (SelectionLearner(AttentionConfig(**chosen, **more)) for more in ({}, {"score_channels": 16}))
+    for step in range(2):
+        q, k, v = (torch.randn(900, heads, width, generator=torch.Generator().manual_seed(step)) for heads in (4, 2, 2))
+        assert torch.equal(default.attend(q, k, v, [0, 900]), own.attend(q, k, v, [0, 900]))
+        default.learn()
+        own.learn()
+    assert default._core.planes(0, 4, 2, width, 0.25).size == own._core.planes(0, 4, 2, width, 0.25).size > 0
+    too_many = SelectionLearner(AttentionConfig(**chosen, score_channels=34))
+    with pytest.raises(sb.UserError, match="score_channels: 34, but the model's heads have 16 channels"):
+        too_many.attend(q, k, v, [0, 900])
+
+
 def test_running_sums_fade():
     core = sb._core.SelectionLearner(MASS.settings)
     sums = [np.arange(1, 2 + 3 * 64, dtype=np.float64) * scale for scale in (1.0, 0.5, 3.0)]

@@ -98,7 +98,8 @@ def test_schedules_as_operations_and_pictures():
         ({"chunk": 100}, LENGTHS, "multiple of 128"),
         ({"chunk": "large"}, LENGTHS, "chunk"),
         ({"micro_batch_sequences": None}, LENGTHS, "the size of a micro-batch is not set"),
-        ({"attention": sb.AttentionSpec(block=0)}, LENGTHS, "block 0"),
+        ({"p": 1.0}, LENGTHS, "p must be in"),
+        ({"coverage": "power:1.5"}, LENGTHS, "power coverage"),
         ({"threads": 0}, LENGTHS, "threads"),
         ({}, [], "empty"),
         ({}, [5], "smaller than dp"),
@@ -109,6 +110,28 @@ def test_wrong_arguments_are_named(changes, lengths, message):
     with pytest.raises(sb.UserError, match=message):
         make_planner(**changes).plan(1, lengths)
     assert issubclass(sb.UserError, ValueError)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"budget": -1}, "budget -1 is not in 1 to"),
+        ({"budget": 0}, "budget 0"),
+        ({"budget": 1 << 31}, "budget 2147483648"),
+        ({"block": 0}, "block 0"),
+        ({"query_block": -16}, "query_block -16"),
+        ({"score_tokens": 48}, "score_tokens 48 does not divide block 128"),
+        ({"sink_blocks": -1}, "sink_blocks -1"),
+        ({"local_blocks": -2}, "local_blocks -2"),
+        ({"dense_below": -2}, "dense_below -2"),
+        ({"max_budget": -1}, "max_budget -1"),
+        ({"max_budget": 4096}, "max_budget 4096 is below budget 8192"),
+        ({"dense_layers": [0, -1]}, "dense_layers: there is no layer -1"),
+    ],
+)
+def test_attention_that_no_plan_could_use_is_refused_at_once(wrong, message):
+    with pytest.raises(sb.UserError, match=message):
+        sb.AttentionSpec(**wrong)
 
 
 def test_damaged_text_is_refused():

@@ -29,6 +29,13 @@ def test_plans(run_directory):
     assert len(table) == sum(len(rank["micro_batches"]) for rank in ranks) and (table["measured_forward_us"] > 0).all()
 
 
+def test_a_run_without_plans_was_not_balanced(run_directory, tmp_path):
+    (tmp_path / "metrics.jsonl").write_text((run_directory / "metrics.jsonl").read_text())
+    assert sb.read_metrics(tmp_path)
+    with pytest.raises(sb.UserError, match="plan.jsonl: there is no such file; a run has one when it is balanced"):
+        sb.read_plans(tmp_path)
+
+
 def test_a_damaged_log_ends_where_the_damage_is(run_directory, tmp_path):
     text = (run_directory / "plan.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "plan.jsonl").write_text(text[0] + '{"step":')

@@ -53,6 +53,21 @@ def test_wrong_arguments_are_named(arguments, message):
         sb.simulate(**arguments)
 
 
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: sb.simulate(dpp=8), r"simulate\(\) got an unexpected keyword argument 'dpp'; did you mean 'dp'\?"),
+        (lambda: sb.simulate(policy="in_order"), "did you mean 'policies'"),
+        (lambda: sb.simulate(lengths_of=[5]), "did you mean 'lengths'"),
+        (lambda: sb.simulate(zzz=1), "'zzz'; there are lengths, policies, model, .*threads"),
+        (lambda: sb.sweep(4, maxcp=8), r"sweep\(\) got an unexpected keyword argument 'maxcp'; did you mean 'max_cp'"),
+    ],
+)
+def test_unknown_keywords_are_named_with_what_may_be_meant(call, message):
+    with pytest.raises(TypeError, match=message):
+        call()
+
+
 def test_lengths_of_a_pool_a_file_and_a_list(tmp_path):
     (tmp_path / "lengths.txt").write_text("5\n# none\n7\n")
     assert sb.lengths(tmp_path / "lengths.txt") == [5, 7]

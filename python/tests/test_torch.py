@@ -207,10 +207,23 @@ def test_wrong_arguments_are_named(change, message):
         varlen_attn(**arguments)
 
 
-def test_wrong_configurations_are_named():
-    for change, message in (({"pattern": "best"}, "best"), ({"block": 100}, "block"), ({"pattern": "vertical_slash"}, "shapes")):
-        with pytest.raises(sb.UserError, match=message):
-            AttentionConfig(**{"selection": "lookahead", **change})
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"pattern": "best"}, "best"),
+        ({"block": 100}, "block"),
+        ({"pattern": "vertical_slash"}, "shapes"),
+        ({"budget": -1}, "budget: -1"),
+        ({"sink_blocks": -1}, "sink_blocks: -1"),
+        ({"coverage": 1.5}, "coverage: 1.5"),
+        ({"dense_below": -2}, "dense_below: -2"),
+        ({"dense_layers": (-1,)}, "dense_layers: there is no layer -1"),
+        ({"largest_budget": -1}, "largest_budget: -1"),
+    ],
+)
+def test_wrong_configurations_are_named(change, message):
+    with pytest.raises(sb.UserError, match=message):
+        AttentionConfig(**{"selection": "lookahead", **change})
 
 
 def test_a_function_of_a_tensor_is_computed_once_until_it_changes():

@@ -248,7 +248,7 @@ def test_a_model_of_transformers_trains():
             num_key_value_heads=2, attn_implementation=attention,
         )  # fmt: skip
         model = transformers.Qwen2ForCausalLM(settings).to("cuda", torch.bfloat16)
-        learner = sbtr.configure(model, config)
+        learner = sbtr.configure(model, config) if attention == "sparsebalance" else None
         if checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.train()

@@ -35,8 +35,13 @@ def make_model(family="qwen2", attention="sparsebalance", config=DENSE, **sizes)
     with torch.no_grad():  # weights of 0.02 would hide most of what attention does
         for parameter in model.parameters():
             parameter.mul_(4.0 if parameter.dim() > 1 else 1.0)
-    sbt.configure(model, config)
+    if config is not None:
+        sbt.configure(model, config)
     return model
+
+
+def sdpa_model(family="qwen2"):
+    return make_model(family, "sdpa", config=None)
 
 
 def tokens(batch, length, seed=0):
@@ -60,7 +65,7 @@ def assert_same(own, other, atol=1e-5):
 def test_dense_logits_and_gradients_are_those_of_sdpa(family):
     ids = tokens(2, 150)
     own = logits_and_gradients(make_model(family), input_ids=ids)
-    assert_same(own, logits_and_gradients(make_model(family, "sdpa"), input_ids=ids))
+    assert_same(own, logits_and_gradients(sdpa_model(family), input_ids=ids))
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -71,7 +76,7 @@ def test_padding_is_not_attended(side):
         mask[1] = 1
         mask[1, 70:] = 0
     own = make_model()(input_ids=ids, attention_mask=mask).logits
-    other = make_model(attention="sdpa")(input_ids=ids, attention_mask=mask).logits
+    other = sdpa_model()(input_ids=ids, attention_mask=mask).logits
     torch.testing.assert_close(own[mask == 1], other[mask == 1], rtol=1e-5, atol=1e-5)
 
 
@@ -125,7 +130,7 @@ def test_generation_with_a_cache_is_that_of_sdpa():
     with pytest.warns(UserWarning, match="cache"):
         sbt._warned.clear()
         own = make_model().generate(ids, max_new_tokens=5, do_sample=False, pad_token_id=0)
-    other = make_model(attention="sdpa").generate(ids, max_new_tokens=5, do_sample=False, pad_token_id=0)
+    other = sdpa_model().generate(ids, max_new_tokens=5, do_sample=False, pad_token_id=0)
     assert torch.equal(own, other)
 
 
@@ -137,6 +142,22 @@ def test_the_configuration_is_saved_with_the_model(tmp_path):
     assert torch.equal(loaded(input_ids=ids).logits, model(input_ids=ids).logits)
 
 
+@pytest.mark.parametrize("config", [DENSE, SPARSE, AttentionConfig(pattern="mass")], ids=["dense", "topk", "mass"])
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_configuring_another_attention_warns_once_with_the_cure(attention, config):
+    model = make_model(attention=attention, config=None)
+    with pytest.warns(UserWarning) as warned:
+        sbt.configure(model, config)
+    assert len(warned) == 1 and warned[0].filename == __file__
+    assert f'is "{attention}". Load it with attn_implementation="sparsebalance"' in str(warned[0].message)
+
+
+@pytest.mark.filterwarnings("error")
+def test_configuring_our_attention_does_not_warn():
+    sbt.configure(make_model(config=None), SPARSE)
+
+
+@pytest.mark.filterwarnings("error:configure")
 def test_in_the_place_of_sdpa():
     before = dict(transformers.AttentionInterface._global_mapping), dict(transformers.AttentionMaskInterface._global_mapping)
     try:
@@ -152,17 +173,17 @@ def test_peft_on_top():
     peft = pytest.importorskip("peft")
     ids = tokens(1, 300)
 
-    def adapted(attention):
+    def adapted(model):
         torch.manual_seed(1)
         model = peft.get_peft_model(
-            make_model(attention=attention), peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+            model, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
         )
         model.zero_grad()
         loss = model(input_ids=ids, labels=ids).loss
         loss.backward()
         return loss, {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
 
-    (own, own_gradients), (other, other_gradients) = adapted("sparsebalance"), adapted("sdpa")
+    (own, own_gradients), (other, other_gradients) = adapted(make_model()), adapted(sdpa_model())
     torch.testing.assert_close(own, other)
     assert own_gradients
     for name, gradient in own_gradients.items():
@@ -364,6 +385,16 @@ def test_trainer_learns_saves_and_resumes(tmp_path):
         train(tmp_path / "c", 3, resume=elsewhere)
     moved = train(tmp_path / "c", 3, resume=elsewhere, resume_from=elsewhere)
     assert torch.equal(moved["planes"], whole["planes"]) and torch.equal(moved["thresholds"], whole["thresholds"])
+
+
+def test_the_recommended_pattern_trains_narrow_heads():
+    """As docs/python.md has it: nothing is said of score_channels, whose default is more than the 16 of these heads."""
+    model = make_model(config=AttentionConfig(pattern="mass", score="planes", budget=640)).train()
+    for step in range(2):
+        ids = tokens(1, 900, seed=step)
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        sbt.learner_of(model).learn()
+    assert sbt.learner_of(model).state_dict()["planes"].shape == (2, 1 + 3 * 2 * 16)
 
 
 def test_a_copied_model_has_a_learner_of_its_own():
