@@ -25,6 +25,15 @@ TEST(Jsonl, TheThreeKinds) {
   EXPECT_EQ(parse_jsonl_record(R"({"content": "t"})", "content").text, "t");
 }
 
+TEST(Jsonl, ContentMayBePartsOfText) {
+  const JsonlRecord record = parse_jsonl_record(
+      R"({"messages": [{"role": "user", "content": [{"type": "text", "text": "p"}, {"type": "text", "text": "q"}]},
+                       {"role": "assistant", "content": [{"type": "text", "text": "a"}]}]})");
+  ASSERT_EQ(record.messages.size(), 2u);
+  EXPECT_EQ(record.messages[0].content, "p\nq");
+  EXPECT_EQ(record.messages[1].content, "a");
+}
+
 TEST(Jsonl, ShareGptIsAChat) {
   const JsonlRecord record = parse_jsonl_record(
       R"({"id": "x", "conversations": [{"from": "system", "value": "s"}, {"from": "human", "value": "q"},
@@ -78,6 +87,10 @@ TEST(Jsonl, BadLinesSayWhatIsWrong) {
       {R"({"completion": "a"})", "\"prompt\" is missing"},
       {R"({"prompt": "a", "completion": ""})", "no target"},
       {R"({"messages": []})", "list that is not empty"},
+      {R"({"messages": [{"role": "assistant", "content": [3]}]})", "message 1: part 1: must be an object"},
+      {R"({"messages": [{"role": "assistant", "content": [{"text": "a"}]}]})", "part 1: \"type\" is missing"},
+      {R"({"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image_url"}]}]})",
+       "message 1: part 2: is of the type \"image_url\""},
       {R"({"messages": {}})", "list that is not empty"},
       {R"({"messages": [3]})", "message 1: must be an object"},
       {R"({"messages": [{"role": "user", "content": "a"}]})", "no target"},

@@ -18,6 +18,23 @@ std::string string_of(json& object, const char* key, const std::string& where) {
   return std::move(found->get_ref<std::string&>());
 }
 
+// Of a message: text, or a list of parts that are all text, as chats that might have pictures are written. Parts are
+// lines of their own, as vLLM puts them together for a model of text.
+std::string content_of(json& message, const char* key, const std::string& where) {
+  const auto found = message.find(key);
+  if (found == message.end() || !found->is_array()) return string_of(message, key, where);
+  std::string text;
+  for (size_t i = 0; i < found->size(); ++i) {
+    json& part = (*found)[i];
+    const std::string part_where = fmt::format("{}part {}: ", where, i + 1);
+    SB_USER_CHECK(part.is_object(), "{}must be an object, but is {}", part_where, part.type_name());
+    const std::string type = string_of(part, "type", part_where);
+    SB_USER_CHECK(type == "text", "{}is of the type \"{}\"; only text can be trained on", part_where, printable(type));
+    text += fmt::format("{}{}", i > 0 ? "\n" : "", string_of(part, "text", part_where));
+  }
+  return text;
+}
+
 // " among "a", "b", …", to show what the file calls them.
 std::string keys_of(const json& object) {
   std::string keys;
@@ -71,7 +88,7 @@ void read_chat(json& list, const char* key, const char* role_key, const char* co
   for (size_t i = 0; i < list.size(); ++i) {
     const std::string where = fmt::format("message {}: ", i + 1);
     SB_USER_CHECK(list[i].is_object(), "{}must be an object, but is {}", where, list[i].type_name());
-    ChatMessage message{string_of(list[i], role_key, where), string_of(list[i], content_key, where)};
+    ChatMessage message{string_of(list[i], role_key, where), content_of(list[i], content_key, where)};
     SB_USER_CHECK(!message.role.empty(), "{}\"{}\" is empty", where, role_key);
     if (role_key == std::string_view("from")) message.role = role_of(message.role, where);
     answered = answered || message.role == "assistant";
