@@ -26,8 +26,8 @@ namespace sb {
 namespace {
 
 // Microseconds between two points of the queue, read when the device has passed them. Events are made once and used
-// again. What one thread of the CPU computes is timed by its processor time: whoever else runs on the core meanwhile
-// would count against long operations, which he interrupts, and not against short ones.
+// again. What one thread of the CPU computes is timed by its processor time: by the clock, whatever else runs on the
+// core would make long operations longer, which it interrupts, and leave short ones as they are.
 class Stopwatch {
  public:
   Stopwatch(DeviceKind device, int threads) : device_(device), one_thread_(device == DeviceKind::cpu && threads == 1) {}
