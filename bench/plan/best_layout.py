@@ -1,0 +1,40 @@
+#!/usr/bin/env python3
+"""The rows of docs/results/best-layout.md: the fastest layout that fits with sequences in their original order, the fastest
+one with balancing, and by how much the second is faster. In brackets what balancing gains on the second layout itself.
+
+    bench/plan/best_layout.py PROGRAM --gpus 8 --lengths chatqa2-like --max-length 32768 --global-batch 16
+
+Further options are those of `sparsebalance simulate --sweep`."""
+
+import json
+import pathlib
+import subprocess
+import sys
+import tempfile
+
+CASE = ["--model", "qwen2.5-3b", "--profile", "h200", "--coverage", "power:0.22", "--budget", "8192"]
+
+
+def fastest(program, options, policy):
+    with tempfile.TemporaryDirectory() as folder:
+        path = pathlib.Path(folder) / "sweep.json"
+        command = [program, "simulate", "--sweep", *CASE, *options, "--policies", policy, "--json", path]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        layouts = json.loads(path.read_text(encoding="utf-8"))["layouts"]
+    return min((row for row in layouts if row["fits"]), key=lambda row: row["makespan_ms"])
+
+
+def text(row):
+    ranks = " × ".join(f"{name} {row[name]}" for name in ("dp", "pp", "tp", "cp") if row[name] > 1)
+    return f"{row['makespan_ms']:,.0f} ({ranks})"
+
+
+def main():
+    program, *options = sys.argv[1:]
+    in_order, balanced = (fastest(program, options, policy) for policy in ("in_order", "sab+order+chunk+optimal"))
+    ratio = in_order["makespan_ms"] / balanced["makespan_ms"]
+    print(f"| {' '.join(options)} | {text(in_order)} | {text(balanced)} | {ratio:.2f} | {balanced['speedup']:.2f} |")
+
+
+if __name__ == "__main__":
+    main()
