@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
 """The rows of docs/results/best-layout.md: the fastest layout that fits with sequences in their original order, the fastest
-one with balancing, and by how much the second is faster. In brackets what balancing gains on the second layout itself.
+one with balancing, by how much the second is faster, and what balancing gains on the second layout itself.
 
-    bench/plan/best_layout.py PROGRAM --gpus 8 --lengths chatqa2-like --max-length 32768 --global-batch 16
+    bench/plan/best_layout.py PROGRAM LENGTHS LONGEST --gpus 8 --global-batch 16
 
+LENGTHS: a pool's name or a file with one length a line, cut to LONGEST tokens, which is also what a micro-batch may have.
 Further options are those of `sparsebalance simulate --sweep`."""
 
 import json
@@ -12,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 
-CASE = ["--model", "qwen2.5-3b", "--profile", "h200", "--coverage", "power:0.22", "--budget", "8192"]
+CASE = ["--model", "qwen2.5-3b", "--profile", "h200", "--coverage", "power:0.22", "--budget", "8192", "--steps", "40"]
 
 
 def fastest(program, options, policy):
@@ -30,10 +31,11 @@ def text(row):
 
 
 def main():
-    program, *options = sys.argv[1:]
+    program, lengths, longest, *options = sys.argv[1:]
+    options += ["--lengths", lengths, "--max-length", longest, "--micro-batch-tokens", longest]
     in_order, balanced = (fastest(program, options, policy) for policy in ("in_order", "sab+order+chunk+optimal"))
     ratio = in_order["makespan_ms"] / balanced["makespan_ms"]
-    print(f"| {' '.join(options)} | {text(in_order)} | {text(balanced)} | {ratio:.2f} | {balanced['speedup']:.2f} |")
+    print(f"| {pathlib.Path(lengths).stem} | {text(in_order)} | {text(balanced)} | {ratio:.2f} | {balanced['speedup']:.2f} |")
 
 
 if __name__ == "__main__":
