@@ -86,8 +86,8 @@ function(sb_isa_sources name)
 endfunction()
 
 # sb_test(core_arena_test LABEL fast TIMEOUT 60 SOURCES arena_test.cpp LIBS sb_core)
-# Labels have a time budget for the whole suite on two cores: fast 3 min, slow 8 min, multi 4 min, gpu 9 min. With SHARDS n
-# it is registered n times, as <name>_0 and so on, each with every n-th of its cases.
+# Labels are those of CONTRIBUTING.md; several ranks (multi) take two cores. With SHARDS n it is registered n times, as
+# <name>_0 and so on, each with every n-th of its cases.
 function(sb_test name)
   cmake_parse_arguments(ARG "" "LABEL;TIMEOUT;SHARDS" "SOURCES;LIBS" ${ARGN})
   if(NOT ARG_LABEL)
@@ -110,6 +110,9 @@ function(sb_test name)
   if(NOT ARG_SHARDS)
     add_test(NAME ${name} COMMAND ${name} WORKING_DIRECTORY ${PROJECT_SOURCE_DIR})
     set_tests_properties(${name} PROPERTIES LABELS ${ARG_LABEL} TIMEOUT ${ARG_TIMEOUT})
+    if(ARG_LABEL STREQUAL multi)
+      set_tests_properties(${name} PROPERTIES PROCESSORS 2)
+    endif()
     return()
   endif()
   math(EXPR last "${ARG_SHARDS} - 1")
@@ -120,12 +123,11 @@ function(sb_test name)
   endforeach()
 endfunction()
 
-# Runs a test once more on the narrower instruction set, as <name>_avx2.
+# Runs a test once more on the narrower instruction set, as <name>_avx2, among the slow ones.
 function(sb_test_on_avx2 name)
-  get_test_property(${name} LABELS label)
   get_test_property(${name} TIMEOUT timeout)
   add_test(NAME ${name}_avx2 COMMAND ${name} ${ARGN} WORKING_DIRECTORY ${PROJECT_SOURCE_DIR})
-  set_tests_properties(${name}_avx2 PROPERTIES LABELS ${label} TIMEOUT ${timeout} ENVIRONMENT SB_CPU_ISA=avx2)
+  set_tests_properties(${name}_avx2 PROPERTIES LABELS slow TIMEOUT ${timeout} ENVIRONMENT SB_CPU_ISA=avx2)
 endfunction()
 
 # Runs the cases of a test that are named after CUDA once more under the label gpu, as <name>_cuda; without a GPU they say
