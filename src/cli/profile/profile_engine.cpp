@@ -6,7 +6,6 @@
 #include <chrono>
 #include <cmath>
 #include <cstring>
-#include <fstream>
 #include <vector>
 
 #include "attention/cpu/sparse_attention.h"
@@ -18,9 +17,11 @@
 #include "device/cuda.h"
 #include "device/event.h"
 #include "device/memory.h"
+#include "device/rate/matmul_rate.h"
 #include "model/stage/stage.h"
 #include "ops/adamw.h"
 #include "run/config/recompute_words.h"
+#include "run/machine.h"
 
 namespace sb {
 namespace {
@@ -174,14 +175,6 @@ void randomize(ParameterSet& parameters, int64_t hidden) {
 void randomize(Stage& stage, int64_t hidden) {
   randomize(stage.parameters(), hidden);
   if (stage.options().lora.enabled()) randomize(stage.frozen_parameters(), hidden);
-}
-
-std::string processor_name() {
-  std::ifstream info("/proc/cpuinfo");
-  std::string line;
-  while (std::getline(info, line))
-    if (line.starts_with("model name")) return line.substr(line.find(':') + 2);
-  return "unknown processor";
 }
 
 // So much is written before a measurement on CUDA, so that the host is ahead of the device by then, as it is in
@@ -445,7 +438,8 @@ int ProfileEngine::threads() const {
 
 std::string ProfileEngine::machine() const {
   if (implementation_->options.device == DeviceKind::cuda) return cuda::device_info().name;
-  return fmt::format("{}, {} threads", processor_name(), threads());
+  ThreadPool& pool = implementation_->pool;
+  return fmt::format("{}, {}", processor_name(), describe_matmul_rate(matmul_rate(pool), pool.threads()));
 }
 
 }  // namespace sb
