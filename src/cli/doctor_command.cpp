@@ -16,8 +16,8 @@
 #include "core/memory_plan.h"
 #include "core/thread_pool.h"
 #include "data/tokenizer/tokenizer.h"
-#include "device/blas.h"
 #include "device/cuda.h"
+#include "device/rate/matmul_rate.h"
 #include "run/host_memory.h"
 #include "run/machine.h"
 
@@ -45,12 +45,23 @@ std::string value_in(const char* file, const std::string& key) {
 Finding processor() {
   const std::string cores = machine_text(DeviceKind::cpu, available_cores());
   try {
-    return {"processor",
-            fmt::format("{}, {} kernels, OpenBLAS for {}", cores, cpu_isa() == CpuIsa::avx512 ? "AVX-512" : "AVX2",
-                        blas_kernels()),
-            ""};
+    return {"processor", fmt::format("{}, {} kernels", cores, cpu_isa() == CpuIsa::avx512 ? "AVX-512" : "AVX2"), ""};
   } catch (const UserError& old) {
     return {"processor", cores, old.what()};
+  }
+}
+
+Finding matmuls() {
+  try {
+    ThreadPool pool(available_cores());
+    const MatmulSpeed speed = measure_matmul_speed(pool);
+    return {"matmuls",
+            fmt::format("{}: {:.2f} of the processor's peak of {:.0f} ({:.0f} a thread)",
+                        describe_matmul_rate(speed.rate, pool.threads()), speed.rate / speed.peak, speed.peak * 1e-9,
+                        speed.peak * 1e-9 / pool.threads()),
+            advise(speed, cpu_isa())};
+  } catch (const Error& problem) {
+    return {"matmuls", "not measured", problem.what()};
   }
 }
 
@@ -121,14 +132,14 @@ Finding tokenizer() {
 
 void doctor() {
   size_t missing = 0;
-  for (const Finding& finding : {processor(), memory(), disk(), gpu(), nccl(), mpi(), tokenizer()}) {
+  for (const Finding& finding : {processor(), matmuls(), memory(), disk(), gpu(), nccl(), mpi(), tokenizer()}) {
     fmt::print("{:<11} {}\n", finding.what, finding.found);
     if (finding.cure.empty()) continue;
     ++missing;
     fmt::print("{:<11}   -> {}\n", "", finding.cure);
   }
-  fmt::print("\n{}\n",
-             missing == 0 ? "Nothing is missing." : "Lines with -> say what is missing and what it is needed for.");
+  fmt::print("\n{}\n", missing == 0 ? "Nothing is missing."
+                                    : "Lines with -> say what is missing or slow, and what to do about it.");
 }
 
 }  // namespace

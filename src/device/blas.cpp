@@ -5,40 +5,22 @@
 
 #include <algorithm>
 #include <atomic>
-#include <cstdlib>
 #include <mutex>
-#include <string_view>
 #include <vector>
 
-#include "core/cpu_isa.h"
 #include "core/errors.h"
 #include "core/memory_plan.h"
+#include "device/blas_kernels.h"
 
-// OpenBLAS' own: takes one of its buffers, and asks the system for another where all are in use; forgets its kernels,
-// and chooses them. Weak, since other builds of the library may not show them.
+// OpenBLAS' own: takes one of its buffers, and asks the system for another where all are in use. Weak, since other
+// builds of the library may not show them.
 extern "C" {
 __attribute__((weak)) void* blas_memory_alloc(int);
 __attribute__((weak)) void blas_memory_free(void*);
-__attribute__((weak)) void gotoblas_dynamic_quit();
-__attribute__((weak)) void gotoblas_dynamic_init();
 }
 
 namespace sb {
 namespace {
-
-// OpenBLAS knows processors by their model numbers and runs SSE kernels on those that came after it (Debian 12's:
-// Sapphire Rapids and later), with which forward and backward of attention took 1.4 times as long. There, what the
-// processor can do decides.
-void choose_kernels() {
-  constexpr const char* kChoice = "OPENBLAS_CORETYPE";
-  constexpr std::string_view kFast[] = {"Haswell", "Zen", "SkylakeX", "Cooperlake", "Sapphirerapids"};
-  if (std::getenv(kChoice) != nullptr || gotoblas_dynamic_quit == nullptr || gotoblas_dynamic_init == nullptr) return;
-  if (std::ranges::count(kFast, std::string_view(openblas_get_corename())) > 0) return;
-  ::setenv(kChoice, cpu_isa() == CpuIsa::avx512 ? "SkylakeX" : "Haswell", 1);
-  gotoblas_dynamic_quit();
-  gotoblas_dynamic_init();
-  ::unsetenv(kChoice);
-}
 
 // OpenBLAS asks for its buffers in a loop without an end when the system refuses: they are taken once, by one thread,
 // after the system was seen to have the room.
@@ -66,7 +48,7 @@ void prepare_openblas(int threads) {
   if (prepared.load() >= threads) return;
   if (prepared.load() == 0) {
     openblas_set_num_threads(1);
-    choose_kernels();
+    blas_kernels();  // before the first product
   }
   take_buffers(threads);
   prepared.store(threads, std::memory_order_release);
@@ -100,11 +82,6 @@ int64_t border(int64_t count, int pieces, int i) {
 }
 
 }  // namespace
-
-std::string blas_kernels() {
-  prepare_openblas(1);
-  return openblas_get_corename();
-}
 
 void sgemm(const Sgemm& p) {
   if (p.m == 0 || p.n == 0) return;

@@ -1,7 +1,6 @@
 #pragma once
 
 #include <cstdint>
-#include <string>
 
 #include "core/thread_pool.h"
 
@@ -27,9 +26,6 @@ void sgemm(const Sgemm& product);
 // The same over the threads of the pool: C is cut into one piece a thread. The cut depends on (m, n, threads) only, so
 // that a product repeated gives the same bits.
 void parallel_sgemm(ThreadPool& pool, const Sgemm& product);
-
-// The kernels that OpenBLAS multiplies with, by the processor it has them for.
-std::string blas_kernels();
 
 // What OpenBLAS maps for each thread that multiplies at the same time; little of it is ever touched.
 inline constexpr int64_t kBlasBufferBytes = int64_t{128} << 20;

@@ -11,12 +11,14 @@
 #include "attention/gpu/launch/head_dim_check.h"
 #include "attention/gpu/launch/head_dims.h"
 #include "comm/first_rank.h"
+#include "core/cpu_isa.h"
 #include "core/errors.h"
 #include "core/files/durable_file.h"
 #include "core/log.h"
 #include "core/memory_plan.h"
 #include "device/blas.h"
 #include "device/cuda.h"
+#include "device/rate/matmul_rate.h"
 #include "parallel/grid.h"
 #include "parallel/ring/gpu/cuda_ring_attention.h"
 #include "parallel/ring/gpu/cuda_ring_memory.h"
@@ -253,6 +255,17 @@ int64_t device_memory(const RankDevice* device) {
   return std::max<int64_t>(part - kOutsideThePlan - (device && device->over_nccl() ? kNccl : 0), 1);
 }
 
+// What the run computes on, and at which rate (FLOP/s) its leader's threads multiply.
+std::string machine_line(const RunConfig& config, double rate, int threads) {
+  const std::string text = machine_text(config.device, available_cores());
+  return config.device == DeviceKind::cuda ? text : text + ", " + describe_matmul_rate(rate, threads);
+}
+
+void warn_of_narrow_kernels(const RunConfig& config) {
+  if (config.device == DeviceKind::cuda) return;
+  if (const std::string text = warn_of_narrow(blas_kernels(), cpu_isa()); !text.empty()) log::warning("{}", text);
+}
+
 // Of threads, which no plan counts since it costs no memory: OpenBLAS' buffers, stacks, what malloc reserves.
 int64_t thread_address_space(int threads) {
   constexpr int64_t kStack = int64_t{8} << 20, kHeap = int64_t{64} << 20;
@@ -463,15 +476,16 @@ TrainSummary run_training(const RunConfig& given, std::FILE* out, bool terminal,
   check_memory(config, parts, memory);
 
   const std::unique_ptr<RunDirectory> directory = open_run_directory(config, ranks.world);
-  if (leads) {
-    warn_of_little_room(config, model);
-    replace_file(directory->path() / "machine.txt", machine_text(config.device, available_cores()) + "\n");
-  }
+  if (leads) warn_of_little_room(config, model);
   Trainer trainer(config, parts, *directory);
-  const RunEstimate estimate =
-      estimate_run(config, model, *sources.train, trainer.state(),
-                   measure_products(trainer.exec(), model, config.dtype(),
-                                    most_rank_tokens(config, Trainer::packing(config, parts))));
+  const double rate = measure_products(trainer.exec(), model, config.dtype(),
+                                       most_rank_tokens(config, Trainer::packing(config, parts)));
+  if (leads) {
+    replace_file(directory->path() / "machine.txt",
+                 machine_line(config, rate, thread_count(config, parts.cores)) + "\n");
+    warn_of_narrow_kernels(config);
+  }
+  const RunEstimate estimate = estimate_run(config, model, *sources.train, trainer.state(), rate);
   if (leads && estimate.steps > 0) {
     console.text(describe(estimate));
     warn_of_long_run(estimate, config);

@@ -102,8 +102,9 @@ TEST_F(FirstHour, InitRefusesDataWithoutAnythingToLearn) {
 TEST_F(FirstHour, DoctorNamesWhatIsThere) {
   const ProgramResult result = run_program({"doctor"});
   EXPECT_EQ(result.exit_code, 0) << result.err;
-  for (const char* part : {"processor   ", " kernels", "memory      ", "disk        ", "GPU         ", "NCCL        ",
-                           "MPI         ", "tokenizer   "})
+  for (const char* part :
+       {"processor   ", " kernels", "matmuls     OpenBLAS for ", " of the processor's peak of ", "memory      ",
+        "disk        ", "GPU         ", "NCCL        ", "MPI         ", "tokenizer   "})
     EXPECT_NE(result.out.find(part), std::string::npos) << part << " in\n" << result.out;
 }
 

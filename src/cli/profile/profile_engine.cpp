@@ -6,7 +6,6 @@
 #include <chrono>
 #include <cmath>
 #include <cstring>
-#include <fstream>
 #include <vector>
 
 #include "attention/cpu/sparse_attention.h"
@@ -18,6 +17,7 @@
 #include "device/cuda.h"
 #include "device/event.h"
 #include "device/memory.h"
+#include "device/rate/matmul_rate.h"
 #include "model/stage/stage.h"
 #include "ops/adamw.h"
 #include "run/config/recompute_words.h"
@@ -438,7 +438,8 @@ int ProfileEngine::threads() const {
 
 std::string ProfileEngine::machine() const {
   if (implementation_->options.device == DeviceKind::cuda) return cuda::device_info().name;
-  return fmt::format("{}, {} threads", processor_name(), threads());
+  ThreadPool& pool = implementation_->pool;
+  return fmt::format("{}, {}", processor_name(), describe_matmul_rate(matmul_rate(pool), pool.threads()));
 }
 
 }  // namespace sb
