@@ -30,7 +30,7 @@ for row in sb.sweep(16, "chatqa2-like", model="qwen2.5-3b", profile="h200", step
 # %% One step, in order and balanced
 lengths = random.Random(1).sample(sb.lengths("chatqa2-like"), 16)
 in_order = sb.Planner("qwen2.5-3b", profile="h200", dp=2, pp=4, micro_batch_sequences=1, batching="in_order",
-                      ordering=False, tuning="none").plan(1, lengths)  # fmt: skip
+                      ordering=False).plan(1, lengths)  # fmt: skip
 balanced = sb.Planner("qwen2.5-3b", profile="h200", dp=2, pp=4, micro_batch_sequences=1).plan(1, lengths)
 arguments.out.write_text(sb.svg([("in order", in_order), ("balanced", balanced)]))
 print(f"one step: {in_order.makespan_us / 1e3:.1f} ms in order, {balanced.makespan_us / 1e3:.1f} ms balanced, "

@@ -233,7 +233,7 @@ void bind_planner(nb::module_& module) {
           },
           nb::kw_only(), "model"_a, "profile"_a, "coverage"_a, "attention"_a, "layout"_a, "p"_a, "chunk"_a,
           "micro_batch_sequences"_a, "micro_batch_tokens"_a, "threads"_a, "batching"_a = "sab", "ordering"_a = true,
-          "tuning"_a = "optimal", "anchor"_a = "mean", "target"_a = -1.0, "max_sequences"_a = 0);
+          "tuning"_a = "none", "anchor"_a = "mean", "target"_a = -1.0, "max_sequences"_a = 0);
   nb::class_<Planner>(module, "Planner")
       .def(nb::init<PlannerOptions>(), "options"_a)
       .def("plan", &Planner::plan, "step"_a, "lengths"_a)

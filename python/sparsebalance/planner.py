@@ -57,9 +57,10 @@ class Planner:
     model: a name (qwen2.5-3b), a config.json or the directory that holds one.
     profile: latencies: h200, h200-analytic (and h100-, a100-, h20-), or a file of `sparsebalance profile`.
     coverage: None (curves as training assumes them before it has measured any), power:GAMMA, layered, or a coverage.json.
-    batching: in_order or sab; ordering: of micro-batches; tuning of budgets: none, anchor (with
-        anchor: mean, min or max) or optimal (p: the share of its coverage that a sequence may lose in a layer; target:
-        None for equal coverage, or 0, fastest, to 1).
+    batching: in_order or sab; ordering: of micro-batches. Neither changes the result.
+    tuning of budgets, which does: none (the budget of `attention` everywhere), anchor (with anchor: mean, min or max) or optimal
+        (p: the share of its coverage that a sequence may lose in a layer; target: None for equal coverage, or 0,
+        fastest, to 1).
     micro_batch_sequences fixes the number of micro-batches, micro_batch_tokens caps their size; one is needed.
     chunk: "auto" or the most tokens of a piece, for sequences that are cut into pieces.
     """
@@ -77,7 +78,7 @@ class Planner:
         coverage: str | os.PathLike[str] | None = None,
         batching: str = "sab",
         ordering: bool = True,
-        tuning: str = "optimal",
+        tuning: str = "none",
         anchor: str = "mean",
         p: float = 0.1,
         target: float | None = None,

@@ -34,6 +34,17 @@ def test_every_sequence_runs_once_and_budgets_have_a_row_a_layer():
     assert 0 < plan.lower_bound_us <= plan.makespan_us <= plan.baseline_us
 
 
+def test_budgets_are_the_configured_one_unless_tuning_is_asked_for():
+    def budgets(planner):
+        micro_batches = [m for rank in planner.plan(1, LENGTHS).ranks for m in rank.micro_batches]
+        return {i: m.budgets[:, k] for m in micro_batches for k, i in enumerate(m.sequences)}
+
+    for i, layers in budgets(make_planner()).items():
+        assert set(layers.tolist()) == {min(LENGTHS[i], 4096)}  # short sequences run dense
+    assert any(len(set(layers.tolist())) > 1 or layers[0] != min(LENGTHS[i], 4096)
+               for i, layers in budgets(make_planner(tuning="optimal")).items())  # fmt: skip
+
+
 def test_the_same_step_and_lengths_give_the_same_plan():
     planner = make_planner()
     first = planner.plan(1, LENGTHS)
@@ -185,6 +196,7 @@ def test_plans_are_those_of_the_command_line_tool_byte_for_byte(run_directory, s
         micro_batch_sequences=1,
         micro_batch_tokens=2048,  # what the tool makes of its longest sequence
         max_sequences=8,
+        tuning="optimal",
         attention=sb.AttentionSpec(block=64, budget=512, local_blocks=1, max_budget=2048),
     )
     for line, text in planned:

@@ -215,7 +215,8 @@ def test_a_step_of_trainer_is_the_step_of_its_global_batch(tmp_path, small_model
     """Two micro-batches, packed, at budgets of their own, against the loss over all sequences one by one."""
     lengths = [900, 60, 70, 80, 400, 50, 64, 33]
     planner = sb.Planner(
-        small_model, dp=1, micro_batch_sequences=4, attention=sb.AttentionSpec(block=64, budget=320, local_blocks=1)
+        small_model, dp=1, micro_batch_sequences=4, tuning="optimal",
+        attention=sb.AttentionSpec(block=64, budget=320, local_blocks=1),
     )
     model = make_model(config=SPARSE)
     expected = copy.deepcopy(model)
