@@ -355,8 +355,8 @@ TEST_P(CudaRing, LongSequencesSelectWhatOneGpuSelects) {
   for (size_t r = 0; r < says.scratch_used.size(); ++r) EXPECT_LE(says.scratch_used[r], says.scratch_planned[r]);
 }
 
-// What is planned is what is used, when the tokens are as many as planned; but for measuring coverage the plan has room for
-// many short sequences, which one long one does not need.
+// What is planned is what is used, when the tokens are as many as planned; but for measuring coverage the plan has room
+// for many short sequences, which one long one does not need.
 TEST_P(CudaRing, ScratchIsUsedAsPlanned) {
   for (const auto& [pattern, ranks] :
        {std::pair(SelectionPattern::dense, 2), {SelectionPattern::topk, 4}, {SelectionPattern::mass, 2}}) {
