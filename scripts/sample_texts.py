@@ -134,8 +134,8 @@ def read_packages(folder, say):
             documents.add(source, path, data)
             count += 1
         if count == 0:
-            raise PackageError(f"{entry['package']} {entry['version']}: none of its files is text that the source {source.name} "
-                               "keeps; this version has another layout than the script knows")
+            raise PackageError(f"{entry['package']} {entry['version']}: none of its files is text that the source "
+                               f"{source.name} keeps; this version has another layout than the script knows")
         entries.append({**entry, "licence": source.licence, "kind": source.kind})
     return documents, entries
 
@@ -152,7 +152,8 @@ def test_page():
   <b>bold</b>&nbsp;word &amp; more<br>next<br/><br/>last</p><ol><li>first</li><li>second</li></ol><pre>
 a  b
   c</pre>tail<div class="toc"><p>hidden</p></div></body></html>"""
-    assert page_text(page) == ("A title\n\nOne bold word & more\nnext\n\nlast\n\nfirst\nsecond\n\na  b\n  c\n\ntail\n"), page_text(page)
+    wanted = "A title\n\nOne bold word & more\nnext\n\nlast\n\nfirst\nsecond\n\na  b\n  c\n\ntail\n"
+    assert page_text(page) == wanted, page_text(page)
     assert page_text("") == "\n"
 
 
