@@ -2,7 +2,7 @@
 # full path from src/ ("core/errors.h").
 
 add_library(sb_options INTERFACE)
-target_include_directories(sb_options INTERFACE ${CMAKE_SOURCE_DIR}/src)
+target_include_directories(sb_options INTERFACE ${PROJECT_SOURCE_DIR}/src)
 target_compile_options(
   sb_options INTERFACE $<$<COMPILE_LANGUAGE:CXX>:-Wall -Wextra -Wshadow -Wno-unused-parameter -fno-math-errno>)
 # fmt takes nvcc for a compiler without constexpr and then fails to check its format strings.
@@ -14,10 +14,57 @@ if(SB_SANITIZE)
   target_link_options(sb_options INTERFACE -fsanitize=${SB_SANITIZE})
 endif()
 
+# What of a target runs a few times a step at most need not be optimised as what computes: compiling it costs less.
+function(sb_optimize_little target)
+  target_compile_options(${target} PRIVATE $<$<AND:$<CONFIG:Release>,$<COMPILE_LANGUAGE:CXX>>:-O1>)
+endfunction()
+
+# The sources to compile for SOURCES: with SB_UNITY generated ones that each include up to SB_UNITY_BATCH of them. They
+# include by the path from the root of the project, so that they are the same in every checkout, for the compiler cache.
+# (CMake's own UNITY_BUILD writes absolute paths.)
+set(SB_UNITY_BATCH 16)
+function(sb_unity_sources result name)
+  if(NOT SB_UNITY)
+    set(${result} ${ARGN} PARENT_SCOPE)
+    return()
+  endif()
+  set(unity)
+  set(text "")
+  set(sources ${ARGN})
+  set(included 0)
+  foreach(source IN LISTS sources)
+    cmake_path(ABSOLUTE_PATH source NORMALIZE)
+    cmake_path(RELATIVE_PATH source BASE_DIRECTORY ${PROJECT_SOURCE_DIR})
+    string(APPEND text "#include \"${source}\"\n")
+    math(EXPR included "${included} + 1")
+    list(LENGTH sources count)
+    math(EXPR full "${included} % ${SB_UNITY_BATCH}")
+    if(full EQUAL 0 OR included EQUAL count)
+      list(LENGTH unity number)
+      set(file ${CMAKE_CURRENT_BINARY_DIR}/unity/${name}_${number}.cpp)
+      file(CONFIGURE OUTPUT ${file} CONTENT "${text}" @ONLY)
+      list(APPEND unity ${file})
+      set(text "")
+    endif()
+  endforeach()
+  set(${result} ${unity} PARENT_SCOPE)
+endfunction()
+
+# With SB_UNITY what a target needs to compile unity sources.
+function(sb_unity_options target)
+  if(SB_UNITY)
+    target_include_directories(${target} PRIVATE ${PROJECT_SOURCE_DIR})
+    # gcc takes every source that a unity source includes for a header, where what is anonymous would be a mistake.
+    target_compile_options(${target} PRIVATE $<$<COMPILE_LANG_AND_ID:CXX,GNU>:-Wno-subobject-linkage>)
+  endif()
+endfunction()
+
 # sb_library(core SOURCES a.cpp b.cpp LIBS fmt::fmt)
 function(sb_library name)
   cmake_parse_arguments(ARG "" "" "SOURCES;LIBS;PRIVATE_LIBS" ${ARGN})
-  add_library(sb_${name} STATIC ${ARG_SOURCES})
+  sb_unity_sources(sources sb_${name} ${ARG_SOURCES})
+  add_library(sb_${name} STATIC ${sources})
+  sb_unity_options(sb_${name})
   target_link_libraries(sb_${name} PUBLIC sb_options ${ARG_LIBS} PRIVATE ${ARG_PRIVATE_LIBS})
 endfunction()
 
@@ -39,8 +86,8 @@ function(sb_isa_sources name)
 endfunction()
 
 # sb_test(core_arena_test LABEL fast TIMEOUT 60 SOURCES arena_test.cpp LIBS sb_core)
-# Labels have a time budget for the whole suite on two cores: fast 3 min, slow 8 min, multi 4 min, gpu 9 min. With SHARDS n
-# it is registered n times, as <name>_0 and so on, each with every n-th of its cases.
+# Labels are those of CONTRIBUTING.md; several ranks (multi) take two cores. With SHARDS n it is registered n times, as
+# <name>_0 and so on, each with every n-th of its cases.
 function(sb_test name)
   cmake_parse_arguments(ARG "" "LABEL;TIMEOUT;SHARDS" "SOURCES;LIBS" ${ARGN})
   if(NOT ARG_LABEL)
@@ -53,7 +100,7 @@ function(sb_test name)
     math(EXPR ARG_TIMEOUT "${ARG_TIMEOUT} * 6")
   endif()
   add_executable(${name} ${ARG_SOURCES})
-  target_include_directories(${name} PRIVATE ${CMAKE_SOURCE_DIR})
+  target_include_directories(${name} PRIVATE ${PROJECT_SOURCE_DIR})
   target_link_libraries(${name} PRIVATE ${ARG_LIBS} GTest::gtest_main)
   # Paths are relative to the source tree (tests run there), so that the compiler cache serves every checkout.
   target_compile_definitions(${name} PRIVATE SB_TEST_DATA="tests/data" SB_SOURCE_DIR=".")
@@ -61,24 +108,26 @@ function(sb_test name)
     target_compile_definitions(${name} PRIVATE SB_ADDRESS_SANITIZER)
   endif()
   if(NOT ARG_SHARDS)
-    add_test(NAME ${name} COMMAND ${name} WORKING_DIRECTORY ${CMAKE_SOURCE_DIR})
+    add_test(NAME ${name} COMMAND ${name} WORKING_DIRECTORY ${PROJECT_SOURCE_DIR})
     set_tests_properties(${name} PROPERTIES LABELS ${ARG_LABEL} TIMEOUT ${ARG_TIMEOUT})
+    if(ARG_LABEL STREQUAL multi)
+      set_tests_properties(${name} PROPERTIES PROCESSORS 2)
+    endif()
     return()
   endif()
   math(EXPR last "${ARG_SHARDS} - 1")
   foreach(shard RANGE ${last})
-    add_test(NAME ${name}_${shard} COMMAND ${name} WORKING_DIRECTORY ${CMAKE_SOURCE_DIR})
+    add_test(NAME ${name}_${shard} COMMAND ${name} WORKING_DIRECTORY ${PROJECT_SOURCE_DIR})
     set_tests_properties(${name}_${shard} PROPERTIES LABELS ${ARG_LABEL} TIMEOUT ${ARG_TIMEOUT}
                          ENVIRONMENT "GTEST_TOTAL_SHARDS=${ARG_SHARDS};GTEST_SHARD_INDEX=${shard}")
   endforeach()
 endfunction()
 
-# Runs a test once more on the narrower instruction set, as <name>_avx2.
+# Runs a test once more on the narrower instruction set, as <name>_avx2, among the slow ones.
 function(sb_test_on_avx2 name)
-  get_test_property(${name} LABELS label)
   get_test_property(${name} TIMEOUT timeout)
-  add_test(NAME ${name}_avx2 COMMAND ${name} ${ARGN} WORKING_DIRECTORY ${CMAKE_SOURCE_DIR})
-  set_tests_properties(${name}_avx2 PROPERTIES LABELS ${label} TIMEOUT ${timeout} ENVIRONMENT SB_CPU_ISA=avx2)
+  add_test(NAME ${name}_avx2 COMMAND ${name} ${ARGN} WORKING_DIRECTORY ${PROJECT_SOURCE_DIR})
+  set_tests_properties(${name}_avx2 PROPERTIES LABELS slow TIMEOUT ${timeout} ENVIRONMENT SB_CPU_ISA=avx2)
 endfunction()
 
 # Runs the cases of a test that are named after CUDA once more under the label gpu, as <name>_cuda; without a GPU they say
@@ -88,7 +137,7 @@ function(sb_test_on_cuda name)
     return()
   endif()
   target_compile_definitions(${name} PRIVATE SB_TEST_CUDA)
-  add_test(NAME ${name}_cuda COMMAND ${name} --gtest_filter=*cuda*:*Cuda* WORKING_DIRECTORY ${CMAKE_SOURCE_DIR})
+  add_test(NAME ${name}_cuda COMMAND ${name} --gtest_filter=*cuda*:*Cuda* WORKING_DIRECTORY ${PROJECT_SOURCE_DIR})
   set_tests_properties(${name}_cuda PROPERTIES LABELS gpu TIMEOUT 300)
   set_tests_properties(${name} PROPERTIES ENVIRONMENT GTEST_FILTER=-*cuda*:*Cuda*)
 endfunction()

@@ -1,18 +1,24 @@
 #!/usr/bin/env bash
-# Set-up, build, and every test that needs no GPU. Further arguments go to ctest, for example -L fast or -R core.
-# SB_PRESET=cpu-asan tests the build with sanitizers.
+# Set-up, build, and the tests that say whether the program works here: those that take seconds and those with several
+# ranks. With --all also the slow ones: kill tests, failing system calls, the report in a browser, the narrower instruction
+# set. Further arguments go to ctest, for example -R core. SB_PRESET=cpu-asan tests the build with sanitizers.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 preset=${SB_PRESET:-cpu}
-
-scripts/setup.sh
-cmake --preset "$preset"
-cmake --build --preset "$preset"
-log=build/$preset/ctest.log
-ctest --preset "$preset" -LE 'gpu|nccl' -j "$(nproc)" "$@" | tee "$log"
-
-# The budgets of the labels (CONTRIBUTING.md), in processor seconds of two cores. A hint, not a failure: machines differ.
-if [ "$preset" = cpu ]; then
-  awk '$1 == "fast" { budget = 360 } $1 == "slow" { budget = 960 } $1 == "multi" { budget = 480 }
-       $2 == "=" && budget { if ($3 > budget) print "note: label " $1 " took " $3 " s, its budget is " budget " s"; budget = 0 }' "$log"
+left_out='gpu|nccl|slow'
+if [ "${1:-}" = --all ]; then
+  left_out='gpu|nccl'
+  shift
 fi
+
+scripts/setup.sh test
+cmake --preset "$preset" >/dev/null
+cmake --build --preset "$preset"
+status=0
+ctest --test-dir "build/$preset" --output-on-failure -LE "$left_out" -j "$(nproc)" "$@" || status=$?
+
+count() { ctest --test-dir "build/$preset" -N -L "$1" | sed -n 's/^Total Tests: //p'; }
+case $left_out in
+  *slow*) echo "left out: $(count '^slow$') slow tests; scripts/test.sh --all runs them too" ;;
+esac
+exit $status

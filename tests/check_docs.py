@@ -109,12 +109,12 @@ def mistakes(text, folder, program):
 
 def self_test(program):
     wrong = """[a page](missing.md)
-`src/core/missing.cpp`, `build/cpu/bench/train/bench_missing`
+`src/core/missing.cpp`, `build/dev/bench/train/bench_missing`
 `train.mispelt`, `sparsebalance tarin run.yaml`
     sparsebalance train run.yaml --rank 2
 """
     right = """[a page](docs/data.md)
-`src/core/errors.h`, `src/core/*.h`, `build/cpu/bench/train/bench_engine`, `build/cpu/src/cli/sparsebalance`
+`src/core/errors.h`, `src/core/*.h`, `build/dev/bench/train/bench_engine`, `build/cpu/src/cli/sparsebalance`
 `train.max_steps`, `sparsebalance data stats`, `sparsebalance eval TASK --model DIR`
     sparsebalance train run.yaml --ranks 2 --set train.max_steps=3
 """

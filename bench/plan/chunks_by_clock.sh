@@ -5,7 +5,7 @@
 # within 10 % of what the simulator says. About 3 minutes on two cores with nothing else on them.
 #   bench/plan/chunks_by_clock.sh [DIRECTORY] [batches of 2] [batches of 8]
 set -uo pipefail
-bench="$(dirname "$0")/../../build/cpu/bench/plan/bench_balance"
+bench="$(dirname "$0")/../../build/dev/bench/plan/bench_balance"
 out=${1:-chunks_by_clock.out}
 mkdir -p "$out"
 code=0

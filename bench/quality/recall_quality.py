@@ -2,7 +2,7 @@
 """What sparse attention costs in quality and saves in time, on chunk recall: one model, trained dense (recall.yaml) and then
 taken to long sequences with dense attention, goes on for the same number of steps under each pattern.
 
-    cmake --preset cpu && cmake --build --preset cpu --target sparsebalance bench_coverage
+    cmake --preset dev && cmake --build --preset dev --target sparsebalance bench_coverage
     bench/quality/recall_quality.py
 
 trains all of it (allow an hour on two cores), measures and prints the tables in Markdown. Finished runs under --out are not
@@ -154,7 +154,7 @@ def main():
     root = pathlib.Path(__file__).resolve().parents[2]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--binary", default=root / "build/cpu/src/cli/sparsebalance")
-    parser.add_argument("--coverage-binary", default=root / "build/cpu/bench/quality/bench_coverage")
+    parser.add_argument("--coverage-binary", default=root / "build/dev/bench/quality/bench_coverage")
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("runs/quality"))
     parser.add_argument("--length", type=int, default=8192)
     parser.add_argument("--budget", type=int, default=2048, help="keys a query")

@@ -15,12 +15,12 @@ namespace {
 
 namespace fs = std::filesystem;
 
-struct Arguments {
+struct MergeArguments {
   std::string base, adapter, out, dtype = "auto";
   int threads = 0;
 };
 
-void merge(const Arguments& arguments) {
+void merge(const MergeArguments& arguments) {
   fs::path out = arguments.out;
   if (out.filename().empty()) out = out.parent_path();
   SB_USER_CHECK(!fs::exists(out), "{}: already exists; name a new directory", out.string());
@@ -42,7 +42,7 @@ void merge(const Arguments& arguments) {
 
 void add_merge_command(CLI::App& app) {
   CLI::App* command = app.add_subcommand("merge", "merge a LoRA adapter into the weights of its model");
-  auto a = std::make_shared<Arguments>();
+  auto a = std::make_shared<MergeArguments>();
   command->add_option("base", a->base, "Hugging Face directory of the base model")->required();
   command->add_option("adapter", a->adapter, "PEFT directory of the adapter, such as `final/` of a run with `lora`")
       ->required();

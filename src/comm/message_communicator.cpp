@@ -10,11 +10,11 @@ namespace {
 
 // Tags: 9 bits of context (which group), 3 bits of kind, 16 bits of the message's own tag or the collective's number.
 // Ranks that call different collectives therefore never take each other's data; they time out and say what they did.
-enum class Kind { message, all_reduce, reduce_scatter, all_gather, broadcast, barrier };
+enum class WireKind { message, all_reduce, reduce_scatter, all_gather, broadcast, barrier };
 constexpr int kContexts = 512, kTags = 1 << 16;
 constexpr const char* kKindNames[] = {"message", "all_reduce", "reduce_scatter", "all_gather", "broadcast", "barrier"};
 
-int wire_tag(int context, Kind kind, int64_t low) {
+int wire_tag(int context, WireKind kind, int64_t low) {
   return (context << 19) | (static_cast<int>(kind) << 16) | static_cast<int>(low % kTags);
 }
 static_assert((kContexts << 19) - 1 <= Transport::kLargestTag);
@@ -70,35 +70,35 @@ class MessageCommunicator final : public Communicator {
 
   CommRequest all_reduce_async(void* data, int64_t count, CommType type, ReduceOp op) override {
     check_count("all_reduce", count);
-    return collective(Kind::all_reduce, all_reduce_steps(rank(), size(), data, count, type, op));
+    return collective(WireKind::all_reduce, all_reduce_steps(rank(), size(), data, count, type, op));
   }
   CommRequest reduce_scatter_async(void* data, int64_t count, CommType type, ReduceOp op) override {
     check_count("reduce_scatter", count);
-    return collective(Kind::reduce_scatter,
+    return collective(WireKind::reduce_scatter,
                       reduce_scatter_steps(rank(), equal_pieces(data, count, size(), type), type, op));
   }
   CommRequest all_gather_async(void* data, int64_t count, CommType type) override {
     check_count("all_gather", count);
-    return collective(Kind::all_gather, all_gather_steps(rank(), equal_pieces(data, count, size(), type), type));
+    return collective(WireKind::all_gather, all_gather_steps(rank(), equal_pieces(data, count, size(), type), type));
   }
   CommRequest broadcast_async(void* data, int64_t count, CommType type, int root) override {
     SB_CHECK(root >= 0 && root < size(), "broadcast from rank {} of group {} of {}", root, name(), size());
     check_count("broadcast", count);
-    return collective(Kind::broadcast, broadcast_steps(rank(), size(), data, count * comm_type_bytes(type), root));
+    return collective(WireKind::broadcast, broadcast_steps(rank(), size(), data, count * comm_type_bytes(type), root));
   }
-  CommRequest barrier_async() override { return collective(Kind::barrier, barrier_steps(rank(), size())); }
+  CommRequest barrier_async() override { return collective(WireKind::barrier, barrier_steps(rank(), size())); }
 
   CommRequest send_async(const void* data, int64_t bytes, int to, int tag) override {
     check_message(bytes, to, tag);
     return begin(
-        wire_tag(group_->context, Kind::message, tag),
+        wire_tag(group_->context, WireKind::message, tag),
         fmt::format("send #{} of group {} (to rank {}, tag {}, {} bytes)", ++messages_, name(), to, tag, bytes),
         send_steps(data, bytes, to));
   }
   CommRequest receive_async(void* data, int64_t bytes, int from, int tag) override {
     check_message(bytes, from, tag);
     return begin(
-        wire_tag(group_->context, Kind::message, tag),
+        wire_tag(group_->context, WireKind::message, tag),
         fmt::format("receive #{} of group {} (from rank {}, tag {}, {} bytes)", ++messages_, name(), from, tag, bytes),
         receive_steps(data, bytes, from));
   }
@@ -117,7 +117,7 @@ class MessageCommunicator final : public Communicator {
 
   static void check_count(const char* kind, int64_t count) { SB_CHECK(count >= 0, "{} of {} elements", kind, count); }
 
-  CommRequest collective(Kind kind, std::unique_ptr<MessageSteps> steps) {
+  CommRequest collective(WireKind kind, std::unique_ptr<MessageSteps> steps) {
     const char* kind_name = kKindNames[static_cast<int>(kind)];
     const int64_t number = ++collectives_;
     return begin(wire_tag(group_->context, kind, number), fmt::format("{} #{} of group {}", kind_name, number, name()),

@@ -1,5 +1,7 @@
 #include "comm/message_engine.h"
 
+#include <fmt/format.h>
+
 #include <pthread.h>
 #include <sched.h>
 #include <signal.h>

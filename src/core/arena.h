@@ -63,4 +63,9 @@ class ArenaScope {
   int64_t mark_;
 };
 
+// What an array takes of an arena.
+inline int64_t array_bytes(int64_t elements, DType dtype) {
+  return Arena::rounded(elements * dtype_bytes(dtype));
+}
+
 }  // namespace sb

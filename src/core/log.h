@@ -1,6 +1,6 @@
 #pragma once
 
-#include <fmt/format.h>
+#include <fmt/core.h>
 
 #include <string>
 #include <string_view>
@@ -17,19 +17,19 @@ void write(Level level, std::string_view message);
 
 template <typename... Args>
 void debug(fmt::format_string<Args...> format, Args&&... args) {
-  write(Level::debug, fmt::format(format, std::forward<Args>(args)...));
+  write(Level::debug, fmt::vformat(format, fmt::make_format_args(args...)));
 }
 template <typename... Args>
 void info(fmt::format_string<Args...> format, Args&&... args) {
-  write(Level::info, fmt::format(format, std::forward<Args>(args)...));
+  write(Level::info, fmt::vformat(format, fmt::make_format_args(args...)));
 }
 template <typename... Args>
 void warning(fmt::format_string<Args...> format, Args&&... args) {
-  write(Level::warning, fmt::format(format, std::forward<Args>(args)...));
+  write(Level::warning, fmt::vformat(format, fmt::make_format_args(args...)));
 }
 template <typename... Args>
 void error(fmt::format_string<Args...> format, Args&&... args) {
-  write(Level::error, fmt::format(format, std::forward<Args>(args)...));
+  write(Level::error, fmt::vformat(format, fmt::make_format_args(args...)));
 }
 
 }  // namespace sb::log

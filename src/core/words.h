@@ -3,7 +3,6 @@
 #include <string>
 #include <string_view>
 #include <utility>
-#include <vector>
 
 #include "core/errors.h"
 
@@ -23,12 +22,12 @@ std::string word_of(const Word<E> (&words)[N], E value) {
 // `what`: the beginning of the message when there is no such word.
 template <typename E, size_t N>
 E value_of(const Word<E> (&words)[N], std::string_view word, std::string_view what) {
-  std::vector<std::string_view> known;
+  std::string known;
   for (const auto& [name, meaning] : words) {
     if (name == word) return meaning;
-    known.push_back(name);
+    known.append(known.empty() ? "" : ", ").append(name);
   }
-  throw UserError("{}: unknown value {}; choose from {}", what, word, fmt::join(known, ", "));
+  throw UserError("{}: unknown value {}; choose from {}", what, word, known);
 }
 
 }  // namespace sb

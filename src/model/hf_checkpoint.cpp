@@ -1,5 +1,7 @@
 #include "model/hf_checkpoint.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <map>
 #include <nlohmann/json.hpp>
@@ -19,7 +21,7 @@ namespace fs = std::filesystem;
 
 namespace {
 
-using nlohmann::json;
+using Json = nlohmann::json;
 
 constexpr const char* kSingleFile = "model.safetensors";
 constexpr const char* kIndexFile = "model.safetensors.index.json";
@@ -39,13 +41,13 @@ constexpr const char* kCompanions[] = {"generation_config.json",
 // From the index: tensor name → file name.
 std::map<std::string, std::string> read_weight_map(const fs::path& index) {
   const std::string text = read_regular_file(index);
-  json parsed;
+  Json parsed;
   try {
-    parsed = json::parse(text, [&](int depth, json::parse_event_t, json&) {
+    parsed = Json::parse(text, [&](int depth, Json::parse_event_t, Json&) {
       SB_USER_CHECK(depth <= 8, "{}: nested too deep for an index", index.string());
       return true;
     });
-  } catch (const json::exception& error) {
+  } catch (const Json::exception& error) {
     throw UserError("{}: not valid JSON: {}", index.string(), std::string_view(error.what()).substr(0, 200));
   }
   SB_USER_CHECK(parsed.is_object() && parsed.contains("weight_map") && parsed["weight_map"].is_object(),
@@ -209,7 +211,7 @@ void write_weights(PendingFiles& files, std::span<const SafetensorsTensor> tenso
     if (options.checksums != nullptr) (*options.checksums)[name] = checksum;
   };
   if (shards.size() == 1) return write(kSingleFile, shards[0]);
-  json weight_map = json::object();
+  Json weight_map = Json::object();
   int64_t total = 0;
   for (size_t i = 0; i < shards.size(); ++i) {
     const std::string name = fmt::format("model-{:05}-of-{:05}.safetensors", i + 1, shards.size());
@@ -219,7 +221,7 @@ void write_weights(PendingFiles& files, std::span<const SafetensorsTensor> tenso
       total += tensor.elements() * dtype_bytes(options.dtype);
     }
   }
-  const json index = {{"metadata", {{"total_size", total}}}, {"weight_map", std::move(weight_map)}};
+  const Json index = {{"metadata", {{"total_size", total}}}, {"weight_map", std::move(weight_map)}};
   write_new_file(files.add(kIndexFile), index.dump(2) + "\n");
 }
 

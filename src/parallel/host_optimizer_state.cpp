@@ -7,10 +7,6 @@
 namespace sb {
 namespace {
 
-int64_t array_bytes(int64_t elements, DType dtype) {
-  return Arena::rounded(elements * dtype_bytes(dtype));
-}
-
 // Of the values and both moments.
 int64_t arrays_bytes(int64_t elements, DType moments) {
   return array_bytes(elements, DType::f32) + 2 * array_bytes(elements, moments);

@@ -12,8 +12,8 @@
 namespace sb {
 namespace {
 
-constexpr int64_t kOne = 1'000'000;
-constexpr double kSmoothing = 0.2;
+constexpr int64_t kPlainBudget = 1'000'000;
+constexpr double kBudgetSmoothing = 0.2;
 
 // The class of a length.
 size_t quarter_octave(int64_t tokens) {
@@ -460,18 +460,18 @@ std::shared_ptr<const Schedule> rank_schedule(const PlannedRank& rank, int stage
 int64_t ExpectedBudgets::of(const AttentionSpec& spec, int64_t tokens) const {
   if (spec.always_dense(tokens)) return tokens;
   const size_t at = quarter_octave(tokens);
-  const int64_t ppm = at < ppm_.size() && ppm_[at] > 0 ? ppm_[at] : kOne;
-  return std::clamp<int64_t>(static_cast<int64_t>(static_cast<double>(spec.budget) * static_cast<double>(ppm) / kOne),
-                             1, tokens);
+  const int64_t ppm = at < ppm_.size() && ppm_[at] > 0 ? ppm_[at] : kPlainBudget;
+  return std::clamp<int64_t>(
+      static_cast<int64_t>(static_cast<double>(spec.budget) * static_cast<double>(ppm) / kPlainBudget), 1, tokens);
 }
 
 void ExpectedBudgets::observe(const AttentionSpec& spec, int64_t tokens, double mean_budget) {
   if (spec.always_dense(tokens)) return;
   const size_t at = quarter_octave(tokens);
   if (at >= ppm_.size()) ppm_.resize(at + 1, 0);
-  const double ratio = mean_budget / static_cast<double>(spec.budget) * kOne;
-  const double before = ppm_[at] > 0 ? static_cast<double>(ppm_[at]) : static_cast<double>(kOne);
-  ppm_[at] = std::llround((1 - kSmoothing) * before + kSmoothing * ratio);
+  const double ratio = mean_budget / static_cast<double>(spec.budget) * kPlainBudget;
+  const double before = ppm_[at] > 0 ? static_cast<double>(ppm_[at]) : static_cast<double>(kPlainBudget);
+  ppm_[at] = std::llround((1 - kBudgetSmoothing) * before + kBudgetSmoothing * ratio);
 }
 
 Plan plan_step(int64_t step, const CostModel& cost, const CoverageModel& coverage, std::span<const Sequence> sequences,

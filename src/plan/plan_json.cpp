@@ -10,9 +10,6 @@ namespace {
 
 using Json = nlohmann::ordered_json;
 
-// No model has as many; what a damaged plan says must not decide how much memory is taken.
-constexpr int64_t kMostLayers = 1 << 14;
-
 // Budgets of one sequence over the layers as [budget, layers, budget, layers, …]: most layers are alike.
 Json run_lengths(const PlannedMicroBatch& micro_batch, size_t sequence, int layers) {
   Json runs = Json::array();

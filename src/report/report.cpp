@@ -10,6 +10,7 @@
 #include "report/report_chart.h"
 #include "report/report_headline.h"
 #include "report/report_schedule.h"
+#include "report/series.h"
 
 namespace sb {
 namespace {
@@ -71,24 +72,11 @@ if (chooser) {
 document.body.dataset.charts = charts;
 )";
 
-using Series = std::map<int64_t, double>;
-
-const Series* find(const RunMetrics& metrics, const std::string& name) {
-  const auto found = metrics.series.find(name);
-  return found == metrics.series.end() || found->second.empty() ? nullptr : &found->second;
-}
-
 ChartLine line_of(const RunMetrics& metrics, const std::string& series, const std::string& name, bool joined = true) {
   ChartLine line{name, {}, joined};
-  if (const Series* values = find(metrics, series))
+  if (const Series* values = find_series(metrics, series))
     for (const auto& [step, value] : *values) line.points.emplace_back(static_cast<double>(step), value);
   return line;
-}
-
-double mean(const Series& series) {
-  double sum = 0;
-  for (const auto& [step, value] : series) sum += value / static_cast<double>(series.size());
-  return sum;
 }
 
 double median(std::vector<double> values) {
@@ -126,16 +114,18 @@ std::string summary_table(const ReportInput& input) {
     rows += fmt::format("<tr><td>{}</td><td>{}</td></tr>\n", markup_text(name), markup_text(value));
   };
   const RunMetrics& metrics = input.metrics;
-  if (const Series* loss = find(metrics, "loss")) {
+  if (const Series* loss = find_series(metrics, "loss")) {
     row("steps", fmt::format("{}", loss->rbegin()->first));
     row("loss, first and last", fmt::format("{:.4f} → {:.4f}", loss->begin()->second, loss->rbegin()->second));
   }
-  if (const Series* validation = find(metrics, "validation_loss"))
+  if (const Series* validation = find_series(metrics, "validation_loss"))
     row("validation loss, last", fmt::format("{:.4f}", validation->rbegin()->second));
-  if (const Series* rate = find(metrics, "tokens_per_second"))
+  if (const Series* rate = find_series(metrics, "tokens_per_second"))
     row("tokens/s, mean", fmt::format("{:.0f}", mean(*rate)));
-  if (const Series* coverage = find(metrics, "coverage")) row("coverage, mean", fmt::format("{:.4f}", mean(*coverage)));
-  if (const Series* budget = find(metrics, "budget")) row("budget, mean", fmt::format("{:.0f} keys", mean(*budget)));
+  if (const Series* coverage = find_series(metrics, "coverage"))
+    row("coverage, mean", fmt::format("{:.4f}", mean(*coverage)));
+  if (const Series* budget = find_series(metrics, "budget"))
+    row("budget, mean", fmt::format("{:.0f} keys", mean(*budget)));
   double before = 0, after = 0;
   for (const auto& [number, step] : input.plans.steps)
     if (planned_speedup(step)) {
@@ -144,10 +134,10 @@ std::string summary_table(const ReportInput& input) {
     }
   if (after > 0)
     row("predicted speed-up over running the same batches in order", fmt::format("{:.3f}×", before / after));
-  if (const Series* cluster = find(metrics, "cluster_step_ms"))
+  if (const Series* cluster = find_series(metrics, "cluster_step_ms"))
     row("step time of the rehearsed cluster, mean, predicted", fmt::format("{:.1f} ms", mean(*cluster)));
-  if (const Series* predicted = find(metrics, "predicted_step_ms"))
-    if (const Series* measured = find(metrics, "step_ms")) {
+  if (const Series* predicted = find_series(metrics, "predicted_step_ms"))
+    if (const Series* measured = find_series(metrics, "step_ms")) {
       std::vector<double> errors;
       for (const auto& [step, value] : *predicted) {
         const auto took = measured->find(step);
@@ -156,7 +146,7 @@ std::string summary_table(const ReportInput& input) {
       if (!errors.empty())
         row("prediction error of the step time, median", fmt::format("{:.1f}%", 100 * median(errors)));
     }
-  if (const Series* planning = find(metrics, "planning_percent"))
+  if (const Series* planning = find_series(metrics, "planning_percent"))
     row("planning and tuning, share of the step", fmt::format("{:.2f}%", mean(*planning)));
   return rows.empty() ? std::string("<p>No step of this run has finished yet.</p>\n")
                       : "<table>\n" + rows + "</table>\n";
@@ -165,8 +155,8 @@ std::string summary_table(const ReportInput& input) {
 // The loss over the time that a rehearsed cluster would have taken.
 ChartLine loss_over_cluster_time(const RunMetrics& metrics) {
   ChartLine line{"training", {}, true};
-  const Series* times = find(metrics, "cluster_step_ms");
-  const Series* losses = find(metrics, "loss");
+  const Series* times = find_series(metrics, "cluster_step_ms");
+  const Series* losses = find_series(metrics, "loss");
   if (!times || !losses) return line;
   double seconds = 0;
   for (const auto& [step, ms] : *times) {
@@ -197,12 +187,12 @@ std::string charts(const ReportInput& input) {
                  "nats per token",
                  "seconds, predicted",
                  {loss_over_cluster_time(metrics)}});
-  all.push_back(
-      {"Step time of the rehearsed cluster",
-       "ms, predicted",
-       "step",
-       {line_of(metrics, "cluster_step_ms", "as planned"),
-        find(metrics, "cluster_step_ms") ? line_of(metrics, "predicted_in_order_ms", "in order") : ChartLine()}});
+  all.push_back({"Step time of the rehearsed cluster",
+                 "ms, predicted",
+                 "step",
+                 {line_of(metrics, "cluster_step_ms", "as planned"),
+                  find_series(metrics, "cluster_step_ms") ? line_of(metrics, "predicted_in_order_ms", "in order")
+                                                          : ChartLine()}});
   all.push_back({"Throughput", "tokens/s", "step", {line_of(metrics, "tokens_per_second", "tokens/s")}});
   all.push_back({"Coverage",
                  "share of the attention mass",
@@ -210,13 +200,13 @@ std::string charts(const ReportInput& input) {
                  {line_of(metrics, "coverage", "measured"), line_of(metrics, "predicted_coverage", "planned"),
                   line_of(metrics, "base_coverage", "at the base budget, predicted")}});
   all.push_back({"Budget", "keys per query, mean", "step", {line_of(metrics, "budget", "planned")}});
-  all.push_back(
-      {"Step time",
-       "ms",
-       "step",
-       {line_of(metrics, "step_ms", "measured"), line_of(metrics, "predicted_step_ms", "predicted"),
-        find(metrics, "predicted_step_ms") ? line_of(metrics, "predicted_in_order_ms", "in order, predicted schedule")
-                                           : ChartLine()}});
+  all.push_back({"Step time",
+                 "ms",
+                 "step",
+                 {line_of(metrics, "step_ms", "measured"), line_of(metrics, "predicted_step_ms", "predicted"),
+                  find_series(metrics, "predicted_step_ms")
+                      ? line_of(metrics, "predicted_in_order_ms", "in order, predicted schedule")
+                      : ChartLine()}});
   all.push_back({"Micro-batches", "ms measured", "ms predicted", {micro_batch_dots(input.plans)}, true});
   all.push_back({"Rank imbalance",
                  "work of the busiest rank / mean",

@@ -9,27 +9,11 @@
 #include "core/errors.h"
 #include "core/markup.h"
 #include "report/report_schedule.h"
+#include "report/series.h"
 #include "run/config/run_config.h"
 
 namespace sb {
 namespace {
-
-using Series = std::map<int64_t, double>;
-
-const Series* find(const RunMetrics& metrics, const std::string& name) {
-  const auto found = metrics.series.find(name);
-  return found == metrics.series.end() || found->second.empty() ? nullptr : &found->second;
-}
-
-double sum(const Series& series) {
-  double total = 0;
-  for (const auto& [step, value] : series) total += value;
-  return total;
-}
-
-double mean(const Series& series) {
-  return sum(series) / static_cast<double>(series.size());
-}
 
 // What of the configuration can be read; a report is made of damaged runs, too.
 std::optional<RunConfig> configuration(const ReportInput& input) {
@@ -83,8 +67,8 @@ std::string gain_text(const ReportInput& input) {
       after += step.plan.makespan_us;
     }
   const std::string predicted = after > 0 ? fmt::format("{:.2f}×", before / after) : "";
-  const Series* in_order = find(input.metrics, "compared_in_order_ms");
-  const Series* balanced = find(input.metrics, "compared_balanced_ms");
+  const Series* in_order = find_series(input.metrics, "compared_in_order_ms");
+  const Series* balanced = find_series(input.metrics, "compared_balanced_ms");
   if (in_order && balanced && sum(*balanced) > 0)
     return fmt::format(
         "Balancing made steps <b>{:.2f}× as fast</b> as the same batches in order: measured by running both on {} "
@@ -92,7 +76,7 @@ std::string gain_text(const ReportInput& input) {
         sum(*in_order) / sum(*balanced), in_order->size(),
         predicted.empty() ? "" : "; predicted for all steps: " + predicted);
   if (predicted.empty()) return {};
-  if (find(input.metrics, "cluster_step_ms"))
+  if (find_series(input.metrics, "cluster_step_ms"))
     return "On the rehearsed cluster, balancing makes the schedules of the steps <b>" + predicted +
            " as fast</b> as the same batches in order (predicted).";
   return "Balancing made the schedules of the steps <b>" + predicted +
@@ -100,17 +84,17 @@ std::string gain_text(const ReportInput& input) {
 }
 
 std::string time_text(const RunMetrics& metrics) {
-  const Series* steps = find(metrics, "step_ms");
+  const Series* steps = find_series(metrics, "step_ms");
   if (!steps) return {};
   std::string text = fmt::format("{:.1f} s in {} steps", sum(*steps) / 1e3, steps->size());
-  const Series* bubbles = find(metrics, "bubble_percent");
+  const Series* bubbles = find_series(metrics, "bubble_percent");
   if (!bubbles) return text + ".";
   // Everything in which a rank computed nothing: waiting for others, the reduction, the optimizer.
   text +=
       fmt::format(": ranks computed {:.0f}% of the time and were idle {:.0f}%", 100 - mean(*bubbles), mean(*bubbles));
-  if (const Series* schedule = find(metrics, "predicted_bubble_percent"))
+  if (const Series* schedule = find_series(metrics, "predicted_bubble_percent"))
     text += fmt::format(" ({:.0f}% in the predicted schedule alone)", mean(*schedule));
-  if (const Series* waited = find(metrics, "planning_wait_ms"); waited && sum(*steps) > 0)
+  if (const Series* waited = find_series(metrics, "planning_wait_ms"); waited && sum(*steps) > 0)
     text += fmt::format("; waiting for plans took {:.1f}%", 100 * sum(*waited) / sum(*steps));
   return text + ".";
 }
@@ -120,7 +104,7 @@ std::string time_text(const RunMetrics& metrics) {
 std::string report_headline(const ReportInput& input) {
   const RunMetrics& metrics = input.metrics;
   std::string text;
-  if (const Series* loss = find(metrics, "loss"))
+  if (const Series* loss = find_series(metrics, "loss"))
     text += fmt::format("<p class=\"headline\">{} steps, loss {:.3f} → {:.3f}. {}</p>\n", loss->rbegin()->first,
                         loss->begin()->second, loss->rbegin()->second, gain_text(input));
   std::string rows;

@@ -18,10 +18,10 @@ constexpr const char* kForward[] = {"#9ecae1", "#fdae6b", "#a1d99b", "#bcbddc",
                                     "#fdd0a2", "#c6dbef", "#fbb4b9", "#d9d9d9"};
 constexpr const char* kBackward[] = {"#3182bd", "#e6550d", "#31a354", "#756bb1",
                                      "#d98c3b", "#6baed6", "#c51b8a", "#737373"};
-constexpr size_t kColours = std::size(kForward);
+constexpr size_t kGroupColours = std::size(kForward);
 
 // For light and dark pages, in a file of its own as well as inside one.
-constexpr const char* kStyle =
+constexpr const char* kPictureStyle =
     "<style>.sb-back { fill: #ffffff; } .sb-text { fill: #1b1f24; } .sb-line { stroke: #e4e7eb; }"
     " @media (prefers-color-scheme: dark) { .sb-back { fill: #1e2329; } .sb-text { fill: #e6e6e6; }"
     " .sb-line { stroke: #3a414a; } }</style>\n";
@@ -123,7 +123,7 @@ namespace {
 
 // Of the drawing, in its own units: the time axis and where it begins, a stage's row, the room after a rank and after a
 // panel, a panel's title.
-constexpr double kWidth = 1000, kLeft = 110, kRow = 22, kGap = 8, kTitle = 26;
+constexpr double kTimeWidth = 1000, kTimeLeft = 110, kRow = 22, kGap = 8, kTitle = 26;
 
 // The slowest, in the order of the ranks.
 std::vector<int> slowest_ranks(const Plan& plan, int count) {
@@ -140,8 +140,8 @@ std::vector<int> slowest_ranks(const Plan& plan, int count) {
 // `y`: of the rank's first row; `scale`: from microseconds; `decides`: whether what is critical here is framed.
 std::string drawn_operation(const ScheduledOperation& op, const PlannedMicroBatch& micro_batch, const Shade& shade,
                             double y, double scale, bool decides) {
-  const size_t colour = shade.group % kColours;
-  const double x = kLeft + op.start * scale, w = std::max(0.5, (op.end - op.start) * scale);
+  const size_t colour = shade.group % kGroupColours;
+  const double x = kTimeLeft + op.start * scale, w = std::max(0.5, (op.end - op.start) * scale);
   std::string svg = fmt::format(
       "<rect x=\"{:.2f}\" y=\"{:.2f}\" width=\"{:.2f}\" height=\"{:.0f}\" fill=\"{}\" fill-opacity=\"{:.2f}\" "
       "stroke=\"{}\" "
@@ -166,7 +166,7 @@ std::string drawn_rank(const Plan& plan, const CostModel& cost, int r, double y,
     svg += fmt::format(
         "<text class=\"sb-text\" x=\"8\" y=\"{:.1f}\">rank {} stage {}</text>\n<line class=\"sb-line\" x1=\"{}\" "
         "x2=\"{}\" y1=\"{:.1f}\" y2=\"{:.1f}\"/>\n",
-        y + s * kRow + 14, r, s, kLeft, kLeft + kWidth, y + (s + 1) * kRow - 1, y + (s + 1) * kRow - 1);
+        y + s * kRow + 14, r, s, kTimeLeft, kTimeLeft + kTimeWidth, y + (s + 1) * kRow - 1, y + (s + 1) * kRow - 1);
   const std::vector<Shade> shades = shades_of(rank);
   const ScheduleResult schedule = schedule_of(plan, cost, r);
   for (const ScheduledOperation& op : schedule.operations) {
@@ -200,13 +200,13 @@ std::string schedule_svg(const std::vector<SchedulePanel>& panels, const CostMod
       "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{0:.0f}\" height=\"{1:.0f}\" "
       "viewBox=\"0 0 {0:.0f} {1:.0f}\" font-family=\"sans-serif\" "
       "font-size=\"11\">\n{2}<rect class=\"sb-back\" width=\"100%\" height=\"100%\"/>\n",
-      kLeft + kWidth + 20, height + 20, kStyle);
+      kTimeLeft + kTimeWidth + 20, height + 20, kPictureStyle);
   double y = 10;
   for (const SchedulePanel& panel : panels) {
     svg += drawn_title(panel, max_ranks, y);
     y += kTitle;
     for (const int r : slowest_ranks(*panel.plan, max_ranks)) {
-      svg += drawn_rank(*panel.plan, cost, r, y, kWidth / longest);
+      svg += drawn_rank(*panel.plan, cost, r, y, kTimeWidth / longest);
       y += cost.stages() * kRow + kGap;
     }
     y += kGap;
@@ -215,7 +215,7 @@ std::string schedule_svg(const std::vector<SchedulePanel>& panels, const CostMod
       "<text class=\"sb-text\" x=\"{}\" y=\"{:.0f}\">light: forward, dark: backward, shades of one color: pieces of a "
       "sequence, red frame: critical path; full width: {:.1f} ms</text>\n"
       "</svg>\n",
-      kLeft, y + 12, longest / 1e3);
+      kTimeLeft, y + 12, longest / 1e3);
   return svg;
 }
 

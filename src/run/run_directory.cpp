@@ -1,5 +1,7 @@
 #include "run/run_directory.h"
 
+#include <fmt/format.h>
+
 #include <fcntl.h>
 #include <unistd.h>
 

@@ -1,5 +1,7 @@
 #include "train/adapter_start.h"
 
+#include <fmt/format.h>
+
 #include "core/errors.h"
 #include "core/files/crc32c.h"
 #include "model/adapter/merge.h"

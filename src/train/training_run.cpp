@@ -1,5 +1,7 @@
 #include "train/training_run.h"
 
+#include <fmt/format.h>
+
 #include <sys/resource.h>
 
 #include <algorithm>

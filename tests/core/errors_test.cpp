@@ -49,7 +49,9 @@ TEST(Errors, ConditionsAreEvaluatedOnceAndTheirTextIsNoFormat) {
 // Arguments are text, whatever they hold.
 TEST(Errors, BracesInArgumentsStay) {
   EXPECT_EQ(message_of([] { throw UserError("{}: {}", "{0}", "100 % {unfinished"); }), "{0}: 100 % {unfinished");
-  EXPECT_EQ(message_of<InternalError>([] { throw_check_failed("x.cpp", 3, "a", "{}"); }),
+  EXPECT_EQ(message_of<InternalError>([] {
+              throw_internal_error({"x.cpp", 3, "a"}, "{}", fmt::make_format_args("{}"));
+            }),
             "x.cpp:3: broken invariant `a`: {}");
 }
 
@@ -60,7 +62,9 @@ TEST(Errors, PathsBeginAtTheSourceFolder) {
                                                        {"/elsewhere/a.cpp", "/elsewhere/a.cpp"},
                                                        {"", ""}};
   for (const auto& test : cases)
-    EXPECT_EQ(message_of<InternalError>([&] { throw_check_failed(test.first, 12, "c", ""); }),
+    EXPECT_EQ(message_of<InternalError>([&] {
+                throw_internal_error({test.first, 12, "c"}, "", {});
+              }),
               std::string(test.second) + ":12: broken invariant `c`");
 }
 

@@ -20,10 +20,6 @@ void make_room(std::vector<float>& values, size_t floats) {
   values.resize(floats);
 }
 
-int64_t triangle(int64_t n) {
-  return n * (n + 1) / 2;
-}
-
 }  // namespace
 
 LayerAttention AttentionReport::total() const {
@@ -136,7 +132,7 @@ void SparseAttention::measure_energies(const Exec& exec, int layer, const Attent
 void SparseAttention::count_pairs(int layer, const PackedSequences& sequences, const BlockIndex& index) {
   LayerAttention& layer_report = report_.layers[layer];
   // The index of a piece begins with the tokens before it, which have no lists.
-  const int64_t before = sequences.is_piece() ? triangle(sequences.piece.begin) * index.shape().list_heads : 0;
+  const int64_t before = sequences.is_piece() ? causal_triangle(sequences.piece.begin) * index.shape().list_heads : 0;
   layer_report.pairs += index.token_pairs() - (index.sequences().front().dense ? before : 0);
   layer_report.causal_pairs += index.causal_token_pairs() - before;
 }

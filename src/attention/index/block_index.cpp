@@ -14,10 +14,6 @@ int64_t ceil_div(int64_t a, int64_t b) {
   return (a + b - 1) / b;
 }
 
-int64_t triangle(int64_t n) {
-  return n * (n + 1) / 2;
-}
-
 }  // namespace
 
 void BlockIndex::lay_out(const BlockIndexShape& s, std::span<const int32_t> cu_seqlens,
@@ -146,7 +142,7 @@ int64_t BlockIndex::row_token_pairs(const Sequence& sequence, int query_block, c
     const int64_t from = std::max(begin + row.first[i], key),
                   full = std::clamp(key + keys - 1, from, std::max(from, end));
     const int64_t partial = std::min(full, end);
-    if (from < end) pairs += triangle(partial - key) - triangle(from - key) + (end - partial) * keys;
+    if (from < end) pairs += causal_triangle(partial - key) - causal_triangle(from - key) + (end - partial) * keys;
   }
   for (const int32_t column : row.columns) pairs += end - std::max<int64_t>(begin, column);
   return pairs;
@@ -155,7 +151,7 @@ int64_t BlockIndex::row_token_pairs(const Sequence& sequence, int query_block, c
 int64_t BlockIndex::token_pairs() const {
   int64_t pairs = 0;
   for (const Sequence& sequence : sequences_) {
-    if (sequence.dense) pairs += triangle(sequence.length) * shape_.list_heads;
+    if (sequence.dense) pairs += causal_triangle(sequence.length) * shape_.list_heads;
     for (int head = 0; head < shape_.list_heads; ++head) {
       for (int i = 0; i < sequence.query_blocks; ++i) {
         pairs += row_token_pairs(sequence, i, row(row_id(sequence, head, i)));
@@ -167,7 +163,7 @@ int64_t BlockIndex::token_pairs() const {
 
 int64_t BlockIndex::causal_token_pairs() const {
   int64_t pairs = 0;
-  for (const Sequence& sequence : sequences_) pairs += triangle(sequence.length) * shape_.list_heads;
+  for (const Sequence& sequence : sequences_) pairs += causal_triangle(sequence.length) * shape_.list_heads;
   return pairs;
 }
 

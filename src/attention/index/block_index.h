@@ -10,6 +10,11 @@
 
 namespace sb {
 
+// Pairs of n tokens that each see themselves and those before them.
+inline int64_t causal_triangle(int64_t n) {
+  return n * (n + 1) / 2;
+}
+
 // Where the tokens of a sequence lie in packed tensors when its queries and its keys are not the same tokens: the
 // tokens before `keys` are keys, in the rows of k and v from key_row on; those from `first_query` (a multiple of the
 // query block) on are queries, in the rows of q, out and lse from query_row on.

@@ -21,14 +21,14 @@ namespace {
 
 using Json = nlohmann::ordered_json;
 
-struct Options {
+struct InfiniteBenchOptions {
   BenchmarkFiles files;
   std::string task, prompts;
   bool own_length = false;  // --max-new-tokens was given
 };
 
 // InfiniteBench has a file for each task, called as the task.
-std::string task_of(const Options& bench) {
+std::string task_of(const InfiniteBenchOptions& bench) {
   const std::string name = bench.task.empty() ? std::filesystem::path(bench.files.input).stem().string() : bench.task;
   const std::vector<std::string> known = infinitebench::known_tasks();
   SB_USER_CHECK(std::find(known.begin(), known.end(), name) != known.end(),
@@ -43,7 +43,7 @@ std::string prompt_of(const Row& row, const std::string& form, const std::vector
   return longbench::fill(form, row.text("context"), input);
 }
 
-void run_infinitebench(EvalOptions options, const Options& bench) {
+void run_infinitebench(EvalOptions options, const InfiniteBenchOptions& bench) {
   const std::string task = task_of(bench);
   std::string form = infinitebench::has_options(task)
                          ? "{context}\n\n{input}\n\nAnswer with the letter of the right option and a point, such as "
@@ -105,7 +105,7 @@ void run_infinitebench(EvalOptions options, const Options& bench) {
 
 void add_eval_infinitebench(CLI::App& eval) {
   auto options = std::make_shared<EvalOptions>();
-  auto bench = std::make_shared<Options>();
+  auto bench = std::make_shared<InfiniteBenchOptions>();
   CLI::App* command = eval.add_subcommand("infinitebench", "InfiniteBench: score files with each task's own metric");
   add_common(command, *options, false);
   add_sampling(command, *options);

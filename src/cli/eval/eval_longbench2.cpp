@@ -17,7 +17,7 @@ namespace {
 
 using Json = nlohmann::ordered_json;
 
-struct Options {
+struct LongBench2Options {
   BenchmarkFiles files;
   std::string choose = "likelihood", prompt;
 };
@@ -60,7 +60,7 @@ struct Answers {
   }
 };
 
-Answers ask(const EvalOptions& options, const Options& bench, const std::vector<Question>& questions) {
+Answers ask(const EvalOptions& options, const LongBench2Options& bench, const std::vector<Question>& questions) {
   EvalModel model = open_model_to_run(options);
   Progress progress;
   const auto shown = [&](size_t done, size_t all) { show(progress, done, all, "questions"); };
@@ -81,7 +81,7 @@ Answers ask(const EvalOptions& options, const Options& bench, const std::vector<
   return answers;
 }
 
-void run_longbench2(const EvalOptions& options, const Options& bench) {
+void run_longbench2(const EvalOptions& options, const LongBench2Options& bench) {
   std::string prompt(kPlainChoiceTemplate);
   if (!bench.prompt.empty()) {
     prompt = read_regular_file(bench.prompt);
@@ -138,7 +138,7 @@ void run_longbench2(const EvalOptions& options, const Options& bench) {
 void add_eval_longbench2(CLI::App& eval) {
   auto options = std::make_shared<EvalOptions>();
   options->max_new_tokens = 128;
-  auto bench = std::make_shared<Options>();
+  auto bench = std::make_shared<LongBench2Options>();
   bench->files.takes_an_array = true;
   CLI::App* command =
       eval.add_subcommand("longbench2", "LongBench v2: score multiple-choice questions, by difficulty and length");

@@ -26,7 +26,7 @@
 namespace sb {
 namespace {
 
-struct Arguments {
+struct ProfileArguments {
   std::string model = "qwen2-25m", run, out = "profile.json", samples, device = "cpu";
   ProfileEngineOptions engine;
   MeasureOptions measure;
@@ -41,7 +41,7 @@ std::string today() {
 }
 
 // Everything that a run's latencies depend on, as its configuration has it.
-ModelShape take_from_run(Arguments& arguments) {
+ModelShape take_from_run(ProfileArguments& arguments) {
   // What is about to be measured need not have a name yet.
   RunConfig config = load_run_config(arguments.run, {"balance.profile=h200-analytic"});
   if (arguments.device_given)
@@ -125,7 +125,7 @@ void warn(const std::string& disturbance) {
   if (!disturbance.empty()) log::warning("{}", disturbance);
 }
 
-void run(Arguments arguments) {
+void run(ProfileArguments arguments) {
   check_output(arguments.out);
   check_output(arguments.samples);
   const ModelShape shape = arguments.run.empty() ? find_model_shape(arguments.model) : take_from_run(arguments);
@@ -201,7 +201,7 @@ void run(Arguments arguments) {
 void add_profile_command(CLI::App& app) {
   CLI::App* command =
       app.add_subcommand("profile", "measure this machine with a model's shape, so that latencies can be predicted");
-  auto a = std::make_shared<Arguments>();
+  auto a = std::make_shared<ProfileArguments>();
   a->engine.spec.budget = 1024;
   command->add_option("--model", a->model, "model name or config.json (names: see simulate --help)")
       ->capture_default_str();

@@ -21,6 +21,7 @@
 #include "model/stage/stage.h"
 #include "ops/adamw.h"
 #include "run/config/recompute_words.h"
+#include "run/machine.h"
 
 namespace sb {
 namespace {
@@ -174,14 +175,6 @@ void randomize(ParameterSet& parameters, int64_t hidden) {
 void randomize(Stage& stage, int64_t hidden) {
   randomize(stage.parameters(), hidden);
   if (stage.options().lora.enabled()) randomize(stage.frozen_parameters(), hidden);
-}
-
-std::string processor_name() {
-  std::ifstream info("/proc/cpuinfo");
-  std::string line;
-  while (std::getline(info, line))
-    if (line.starts_with("model name")) return line.substr(line.find(':') + 2);
-  return "unknown processor";
 }
 
 // So much is written before a measurement on CUDA, so that the host is ahead of the device by then, as it is in

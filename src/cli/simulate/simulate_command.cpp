@@ -31,7 +31,7 @@ namespace {
 
 using Json = nlohmann::ordered_json;
 
-struct Arguments {
+struct SimulateArguments {
   std::string model = "qwen2.5-3b", profile = "h200-analytic", coverage = "power:0.22", lengths = "chatqa2-like";
   Layout layout;
   AttentionSpec spec;
@@ -48,7 +48,7 @@ struct Arguments {
   RingArguments ring;
 };
 
-double seconds() {
+double clock_seconds() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
@@ -120,7 +120,7 @@ std::vector<int64_t> pool_of(const std::string& name) {
   return pool;
 }
 
-std::vector<int64_t> read_pool(const Arguments& arguments) {
+std::vector<int64_t> read_pool(const SimulateArguments& arguments) {
   std::vector<int64_t> pool = pool_of(arguments.lengths);
   if (arguments.max_length > 0)
     for (int64_t& length : pool) length = std::min(length, arguments.max_length);
@@ -134,7 +134,7 @@ std::vector<int64_t> read_pool(const Arguments& arguments) {
 }
 
 // Tokens of a piece; auto: what is fastest.
-int64_t chunk_tokens(const Arguments& arguments) {
+int64_t chunk_tokens(const SimulateArguments& arguments) {
   if (arguments.chunk == "auto") return ChunkOptions::kAutomatic;
   SB_USER_CHECK(arguments.spec.block > 0 && arguments.spec.query_block > 0,
                 "--block and --query-block must be positive");
@@ -149,7 +149,7 @@ int64_t chunk_tokens(const Arguments& arguments) {
   return tokens;
 }
 
-std::vector<SimulatedPolicy> all_policies(const Arguments& arguments) {
+std::vector<SimulatedPolicy> all_policies(const SimulateArguments& arguments) {
   return standard_policies(arguments.batching, arguments.p, chunk_tokens(arguments));
 }
 
@@ -166,7 +166,7 @@ std::vector<SimulatedPolicy> chosen(const std::vector<SimulatedPolicy>& all, con
   return policies;
 }
 
-void write_pictures(const Arguments& arguments, const SimulateInput& input,
+void write_pictures(const SimulateArguments& arguments, const SimulateInput& input,
                     const std::vector<SimulatedPolicy>& policies) {
   if (arguments.svg.empty() && arguments.trace.empty()) return;
   LengthSampler sampler(input.pool, input.seed);
@@ -185,7 +185,7 @@ void write_pictures(const Arguments& arguments, const SimulateInput& input,
   }
 }
 
-Json run_sweep(const Arguments& arguments, const LatencyModel& latency, const SimulateInput& input) {
+Json run_sweep(const SimulateArguments& arguments, const LatencyModel& latency, const SimulateInput& input) {
   SB_USER_CHECK(arguments.policies.size() <= 1,
                 "--policies: --sweep tries one policy on every layout, but {} are given; name one",
                 arguments.policies.size());
@@ -206,7 +206,7 @@ Json run_sweep(const Arguments& arguments, const LatencyModel& latency, const Si
   return json;
 }
 
-Json run_ring(const Arguments& arguments) {
+Json run_ring(const SimulateArguments& arguments) {
   Json json = Json::array();
   for (const RingRow& row :
        run_ring(arguments.ring, arguments.layout.cp, static_cast<int>(find_model_shape(arguments.model).heads),
@@ -225,7 +225,7 @@ Json run_ring(const Arguments& arguments) {
   return json;
 }
 
-void check_arguments(const Arguments& arguments) {
+void check_arguments(const SimulateArguments& arguments) {
   SB_USER_CHECK(arguments.steps > 0 && arguments.global_batch > 0, "--steps and --global-batch must be positive");
   SB_USER_CHECK(arguments.p >= 0 && arguments.p < 1, "--p {}: must be at least 0 and below 1", arguments.p);
   SB_USER_CHECK(arguments.sweep.wanted || arguments.global_batch >= arguments.layout.dp,
@@ -298,7 +298,8 @@ SimulatedRow simulate_dense(const LatencyModel& latency, const SimulateInput& in
   return row;
 }
 
-void print_case(const Arguments& arguments, const Profile& profile, const CoverageModel& coverage, size_t sequences) {
+void print_case(const SimulateArguments& arguments, const Profile& profile, const CoverageModel& coverage,
+                size_t sequences) {
   fmt::print("{}: {}\nprofile {} ({}), coverage {}, lengths {} ({} sequences)\n", arguments.model,
              describe(profile.shape), profile.name, profile.machine, coverage.name(), arguments.lengths, sequences);
   if (profile.held_out.count > 0)
@@ -337,7 +338,7 @@ void print_case(const Arguments& arguments, const Profile& profile, const Covera
   print_interconnect(profile, layout, arguments.sweep.wanted);
 }
 
-Json case_json(const Arguments& arguments, const Profile& profile, const CoverageModel& coverage) {
+Json case_json(const SimulateArguments& arguments, const Profile& profile, const CoverageModel& coverage) {
   return {{"model", arguments.model},
           {"profile", profile.name},
           {"coverage", coverage.name()},
@@ -368,8 +369,8 @@ Json case_json(const Arguments& arguments, const Profile& profile, const Coverag
 }
 
 // One table of the policies asked for, and two of what tuning trades.
-void run_policies(const Arguments& arguments, const std::vector<SimulatedPolicy>& policies, const SimulatedRow& dense,
-                  SimulateInput input, Json& json) {
+void run_policies(const SimulateArguments& arguments, const std::vector<SimulatedPolicy>& policies,
+                  const SimulatedRow& dense, SimulateInput input, Json& json) {
   const auto frontier = frontier_policies(arguments.batching, arguments.p), by_loss = loss_policies(arguments.batching);
   const bool with_frontier = arguments.frontier || (arguments.policies.empty() && !arguments.no_frontier);
   StepProgress progress((std::ssize(policies) + (with_frontier ? std::ssize(frontier) + std::ssize(by_loss) : 0)) *
@@ -402,7 +403,7 @@ void run_policies(const Arguments& arguments, const std::vector<SimulatedPolicy>
   write_pictures(arguments, input, policies);
 }
 
-Json simulate(Arguments arguments) {
+Json simulate(SimulateArguments arguments) {
   if (arguments.ring.only) {
     SB_USER_CHECK(arguments.layout.cp > 1, "--ring: set --cp to the number of ranks that share the sequence");
     return {{"cp", arguments.layout.cp}, {"ring", run_ring(arguments)}};
@@ -427,8 +428,8 @@ Json simulate(Arguments arguments) {
 
   print_case(arguments, profile, *coverage, pool.size());
   Json json = case_json(arguments, profile, *coverage);
-  const SimulateInput input{cost,    *coverage, pool, arguments.global_batch, arguments.steps, arguments.seed,
-                            seconds, &threads,  {}};
+  const SimulateInput input{cost,          *coverage, pool, arguments.global_batch, arguments.steps, arguments.seed,
+                            clock_seconds, &threads,  {}};
   if (arguments.sweep.wanted) {
     json["layouts"] = run_sweep(arguments, latency, input);
     return json;
@@ -443,7 +444,7 @@ Json simulate(Arguments arguments) {
   return json;
 }
 
-void run(const Arguments& arguments) {
+void run(const SimulateArguments& arguments) {
   for (const std::string& path : {arguments.json, arguments.trace, arguments.svg}) check_output(path);
   if (!arguments.sweep.wanted) check_ring(arguments.layout.cp);
   const Json json = simulate(arguments);
@@ -456,7 +457,7 @@ void run(const Arguments& arguments) {
 void add_simulate_command(CLI::App& app) {
   CLI::App* command =
       app.add_subcommand("simulate", "predict step time, speed-up and coverage of the balancing policies");
-  auto a = std::make_shared<Arguments>();
+  auto a = std::make_shared<SimulateArguments>();
   const std::map<std::string, bool> on_off{{"on", true}, {"off", false}};
   command
       ->add_option("--model", a->model,

@@ -16,7 +16,7 @@ namespace {
 using Clock = DeviceGroup::Clock;
 
 // Looks in a row that find nothing before the thread takes naps.
-constexpr int kPatience = 200;
+constexpr int kLooksBeforeNaps = 200;
 // Made at the start: two for each operation that is under way, of which there are a few dozen.
 constexpr int kEvents = 64;
 
@@ -142,7 +142,8 @@ void DeviceEngine::run() {
     };
     if (!busy)
       changed_.wait(lock, [&] { return asked() || to_drop(); });
-    else if (idle > kPatience && asked_.empty() && !stop_)  // a group that leaves may have to wait for the device
+    else if (idle > kLooksBeforeNaps && asked_.empty() &&
+             !stop_)  // a group that leaves may have to wait for the device
       changed_.wait_for(lock, std::chrono::microseconds(waiting_ > 0 ? 20 : 50));
     if (stop_) return;  // whoever has a group keeps the engine: there are none left
     std::vector<Asked> asked_now;
@@ -151,7 +152,7 @@ void DeviceEngine::run() {
     const bool moved = work_round(std::move(asked_now));
     if (moved)
       idle = 0;
-    else if (++idle <= kPatience)
+    else if (++idle <= kLooksBeforeNaps)
       sched_yield();
     lock.lock();
     busy = std::any_of(groups_.begin(), groups_.end(),

@@ -13,7 +13,7 @@ using Kind = DeviceOperation::Kind;
 
 constexpr size_t kPiecesUnderWay = 2;
 constexpr int64_t kLargestElement = 8;  // bytes
-constexpr int kEvents = 32;             // made at the start: two for each piece that is under way
+constexpr int kPieceEvents = 32;        // made at the start: two for each piece that is under way
 
 char* at(void* data, int64_t bytes) {
   return static_cast<char*>(data) + bytes;
@@ -27,7 +27,7 @@ bool in_parts(Kind kind) {
 }  // namespace
 
 StagedCopies::StagedCopies(DeviceKind device, int64_t piece_bytes)
-    : device_(device), piece_bytes_(piece_bytes), events_(device, kEvents) {
+    : device_(device), piece_bytes_(piece_bytes), events_(device, kPieceEvents) {
   SB_CHECK(piece_bytes > 0, "pieces of {} bytes", piece_bytes);
 }
 

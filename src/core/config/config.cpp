@@ -1,5 +1,7 @@
 #include "core/config/config.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 
 #include "core/errors.h"

@@ -1,5 +1,7 @@
 #include "core/files/mapped_file.h"
 
+#include <fmt/format.h>
+
 #include <sys/mman.h>
 #include <unistd.h>
 

@@ -5,19 +5,9 @@
 #include <filesystem>
 
 #include "core/errors.h"
+#include "data/files/unaligned.h"
 
 namespace sb {
-namespace {
-
-template <typename T>
-T load(const unsigned char* from) {
-  T value;
-  std::memcpy(&value, from, sizeof(T));
-  return value;
-}
-
-}  // namespace
-
 std::unique_ptr<LabelMask> LabelMask::open_beside(const std::string& prefix, const TokenFile& tokens) {
   const std::string path = prefix + ".mask";
   if (!std::filesystem::exists(path)) return nullptr;

@@ -10,7 +10,7 @@
 namespace sb {
 namespace {
 
-constexpr int64_t kHeader = 256 * 4;
+constexpr int64_t kLlmcHeader = 256 * 4;
 
 struct Variant {
   int32_t magic, version;
@@ -22,8 +22,8 @@ constexpr Variant kVariants[] = {{20240520, 1, 2, 50256}, {20240801, 7, 4, 12800
 class LlmcFile final : public TokenFile {
  public:
   explicit LlmcFile(const std::string& path) : file_(path) {
-    SB_USER_CHECK(file_.size() >= kHeader, "{}: truncated: {} bytes are fewer than the {} of the header", path,
-                  file_.size(), kHeader);
+    SB_USER_CHECK(file_.size() >= kLlmcHeader, "{}: truncated: {} bytes are fewer than the {} of the header", path,
+                  file_.size(), kLlmcHeader);
     int32_t header[3];
     std::memcpy(header, file_.data(), sizeof(header));
     for (const Variant& variant : kVariants)
@@ -34,9 +34,9 @@ class LlmcFile final : public TokenFile {
                   variant_.version);
     const int64_t count = header[2];
     SB_USER_CHECK(count > 0, "{}: is empty: the header counts {} tokens", path, count);
-    SB_USER_CHECK(file_.size() == kHeader + count * variant_.bytes,
+    SB_USER_CHECK(file_.size() == kLlmcHeader + count * variant_.bytes,
                   "{}: {} bytes do not match the {} tokens that its header counts ({} bytes): truncated or damaged",
-                  path, file_.size(), count, kHeader + count * variant_.bytes);
+                  path, file_.size(), count, kLlmcHeader + count * variant_.bytes);
     starts_.push_back(0);
     for (int64_t i = 1; i < count; ++i)
       if (token(i) == variant_.document_start) starts_.push_back(i);
@@ -58,7 +58,7 @@ class LlmcFile final : public TokenFile {
  private:
   // An u32 beyond 2^31 becomes negative, which no vocabulary holds.
   int32_t token(int64_t i) const {
-    const unsigned char* at = file_.data() + kHeader + i * variant_.bytes;
+    const unsigned char* at = file_.data() + kLlmcHeader + i * variant_.bytes;
     if (variant_.bytes == 2) {
       uint16_t value = 0;
       std::memcpy(&value, at, 2);

@@ -10,6 +10,7 @@
 #include "core/files/regular_file.h"
 #include "core/utf8.h"
 #include "data/files/token_file.h"
+#include "data/files/unaligned.h"
 
 // A folder of MosaicML's streaming shards (MDS): index.json names them and their columns. A shard, little-endian: u32
 // samples, u32 offsets (samples + 1, from the start of the file), a copy of the configuration, then the samples. A
@@ -23,13 +24,6 @@ using Json = nlohmann::json;
 constexpr const char* kTokens = "input_ids";
 constexpr int64_t kMostIndex = int64_t{1} << 30;
 constexpr int kDeepest = 8;
-
-template <typename T>
-T load(const unsigned char* from) {
-  T value;
-  std::memcpy(&value, from, sizeof(T));
-  return value;
-}
 
 enum class Value : uint8_t { u16 = 16, u32 = 32, i32 = 33, i64 = 65 };
 int64_t value_bytes(Value value) {

@@ -4,6 +4,7 @@
 #include "core/files/mapped_file.h"
 #include "data/files/label_mask.h"
 #include "data/files/token_file.h"
+#include "data/files/unaligned.h"
 
 // Layout of PREFIX.idx, little-endian: "MMIDIDX\0\0", u64 version 1, u8 type code, u64 sequences, u64 entries of the
 // document index, then i32 lengths, i64 byte offsets into PREFIX.bin, and the i64 document index (where each document's
@@ -12,14 +13,7 @@ namespace sb {
 namespace {
 
 constexpr char kMagic[] = "MMIDIDX\0";  // with the terminating zero: nine bytes
-constexpr int64_t kHeader = 9 + 8 + 1 + 8 + 8;
-
-template <typename T>
-T load(const unsigned char* from) {
-  T value;
-  std::memcpy(&value, from, sizeof(T));  // the arrays start at an odd offset
-  return value;
-}
+constexpr int64_t kIndexHeader = 9 + 8 + 1 + 8 + 8;
 
 const char* type_name(int code) {
   constexpr const char* kNames[] = {"", "u8", "i8", "i16", "i32", "i64", "f64", "f32", "u16"};
@@ -66,8 +60,8 @@ class MegatronFile final : public TokenFile {
  private:
   void read_header() {
     const std::string& path = index_.path();
-    SB_USER_CHECK(index_.size() >= kHeader, "{}: truncated: {} bytes are fewer than the {} of the header", path,
-                  index_.size(), kHeader);
+    SB_USER_CHECK(index_.size() >= kIndexHeader, "{}: truncated: {} bytes are fewer than the {} of the header", path,
+                  index_.size(), kIndexHeader);
     const unsigned char* at = index_.data();
     SB_USER_CHECK(std::memcmp(at, kMagic, 9) == 0, "{}: is not a Megatron index: it does not start with MMIDIDX", path);
     const auto version = load<uint64_t>(at + 9);
@@ -78,14 +72,14 @@ class MegatronFile final : public TokenFile {
                   path, type_name(code), code);
     type_ = static_cast<TokenType>(code);
     const auto sequences = load<uint64_t>(at + 18), entries = load<uint64_t>(at + 26);
-    const auto room = static_cast<uint64_t>(index_.size() - kHeader);
+    const auto room = static_cast<uint64_t>(index_.size() - kIndexHeader);
     SB_USER_CHECK(sequences <= room / 12 && entries <= room / 8 && sequences * 12 + entries * 8 == room,
                   "{}: {} bytes do not match its header ({} sequences, {} document entries): truncated or damaged",
                   path, index_.size(), sequences, entries);
     SB_USER_CHECK(sequences > 0, "{}: is empty: it has no sequences", path);
     sequences_ = static_cast<int64_t>(sequences);
     document_entries_ = static_cast<int64_t>(entries);
-    lengths_ = at + kHeader;
+    lengths_ = at + kIndexHeader;
     pointers_ = lengths_ + 4 * sequences_;
     documents_ = pointers_ + 8 * sequences_;
   }

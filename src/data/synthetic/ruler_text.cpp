@@ -1,5 +1,7 @@
 #include "data/synthetic/ruler_text.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <cctype>
 #include <cmath>
@@ -14,13 +16,13 @@ namespace {
 
 using Strings = std::vector<std::string>;
 
-constexpr std::pair<RulerTask, std::string_view> kNames[] = {{RulerTask::niah_single, "niah_single"},
-                                                             {RulerTask::niah_multikey, "niah_multikey"},
-                                                             {RulerTask::niah_multivalue, "niah_multivalue"},
-                                                             {RulerTask::niah_multiquery, "niah_multiquery"},
-                                                             {RulerTask::vt, "vt"},
-                                                             {RulerTask::cwe, "cwe"},
-                                                             {RulerTask::fwe, "fwe"}};
+constexpr std::pair<RulerTask, std::string_view> kRulerNames[] = {{RulerTask::niah_single, "niah_single"},
+                                                                  {RulerTask::niah_multikey, "niah_multikey"},
+                                                                  {RulerTask::niah_multivalue, "niah_multivalue"},
+                                                                  {RulerTask::niah_multiquery, "niah_multiquery"},
+                                                                  {RulerTask::vt, "vt"},
+                                                                  {RulerTask::cwe, "cwe"},
+                                                                  {RulerTask::fwe, "fwe"}};
 
 // Tokens RULER lets a model answer with.
 int64_t answer_tokens(RulerTask task) {
@@ -263,20 +265,20 @@ void check(const RulerOptions& o) {
 }  // namespace
 
 RulerTask parse_ruler_task(std::string_view name) {
-  for (const auto& [task, known] : kNames)
+  for (const auto& [task, known] : kRulerNames)
     if (known == name) return task;
   throw UserError("unknown RULER task \"{}\"; choose from {}", name, fmt::join(ruler_task_names(), ", "));
 }
 
 std::string_view ruler_task_name(RulerTask task) {
-  for (const auto& [known, name] : kNames)
+  for (const auto& [known, name] : kRulerNames)
     if (known == task) return name;
   throw InternalError("no such task: {}", static_cast<int>(task));
 }
 
 std::vector<std::string_view> ruler_task_names() {
   std::vector<std::string_view> names;
-  for (const auto& entry : kNames) names.push_back(entry.second);
+  for (const auto& entry : kRulerNames) names.push_back(entry.second);
   return names;
 }
 

@@ -1,5 +1,7 @@
 #include "data/synthetic/synthetic.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <cmath>
 #include <utility>
@@ -10,7 +12,7 @@
 namespace sb {
 namespace {
 
-constexpr std::pair<SyntheticTask, std::string_view> kNames[] = {
+constexpr std::pair<SyntheticTask, std::string_view> kSyntheticNames[] = {
     {SyntheticTask::chunk_recall, "chunk_recall"},
     {SyntheticTask::copy, "copy"},
     {SyntheticTask::needle_single, "needle_single"},
@@ -100,20 +102,20 @@ class SyntheticSource final : public SequenceSource {
 }  // namespace
 
 SyntheticTask parse_synthetic_task(std::string_view name) {
-  for (const auto& [task, known] : kNames)
+  for (const auto& [task, known] : kSyntheticNames)
     if (known == name) return task;
   throw UserError("unknown synthetic task \"{}\"; choose from {}", name, fmt::join(synthetic_task_names(), ", "));
 }
 
 std::string_view synthetic_task_name(SyntheticTask task) {
-  for (const auto& [known, name] : kNames)
+  for (const auto& [known, name] : kSyntheticNames)
     if (known == task) return name;
   throw InternalError("no such task: {}", static_cast<int>(task));
 }
 
 std::vector<std::string_view> synthetic_task_names() {
   std::vector<std::string_view> names;
-  for (const auto& entry : kNames) names.push_back(entry.second);
+  for (const auto& entry : kSyntheticNames) names.push_back(entry.second);
   return names;
 }
 

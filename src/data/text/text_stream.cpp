@@ -15,7 +15,7 @@ namespace sb {
 namespace {
 
 using namespace std::string_view_literals;
-constexpr size_t kPiece = size_t{1} << 20;  // of text that is unpacked at a time
+constexpr size_t kUnpacked = size_t{1} << 20;  // of text that is unpacked at a time
 
 class PlainText final : public TextStream {
  public:
@@ -95,14 +95,14 @@ class GzipText final : public PackedText {
     if (between_) SB_CHECK(inflateReset(&stream_) == Z_OK, "zlib does not start again");
     between_ = false;
     const size_t before = text.size();
-    text.resize(before + kPiece);
+    text.resize(before + kUnpacked);
     stream_.next_in = const_cast<Bytef*>(reinterpret_cast<const Bytef*>(input.data()));
-    stream_.avail_in = static_cast<uInt>(std::min<size_t>(input.size(), kPiece));
+    stream_.avail_in = static_cast<uInt>(std::min<size_t>(input.size(), kUnpacked));
     const uInt given = stream_.avail_in;
     stream_.next_out = reinterpret_cast<Bytef*>(text.data() + before);
-    stream_.avail_out = static_cast<uInt>(kPiece);
+    stream_.avail_out = static_cast<uInt>(kUnpacked);
     const int result = inflate(&stream_, Z_NO_FLUSH);
-    text.resize(before + kPiece - stream_.avail_out);
+    text.resize(before + kUnpacked - stream_.avail_out);
     advance(given - stream_.avail_in);
     SB_USER_CHECK(result == Z_OK || result == Z_STREAM_END, "{}: damaged gzip data at byte {}{}", path(), position(),
                   stream_.msg != nullptr ? fmt::format(" ({})", stream_.msg) : "");
@@ -130,9 +130,9 @@ class ZstdText final : public PackedText {
     SB_USER_CHECK(!rest_of_file.empty() || between_, "{}: truncated: ends in the middle of its zstd data", path());
     if (rest_of_file.empty()) return false;
     const size_t before = text.size();
-    text.resize(before + kPiece);
+    text.resize(before + kUnpacked);
     ZSTD_inBuffer input{rest_of_file.data(), rest_of_file.size(), 0};
-    ZSTD_outBuffer output{text.data() + before, kPiece, 0};
+    ZSTD_outBuffer output{text.data() + before, kUnpacked, 0};
     const size_t result = ZSTD_decompressStream(stream_.get(), &output, &input);
     text.resize(before + output.pos);
     advance(input.pos);

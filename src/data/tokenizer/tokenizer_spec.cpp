@@ -18,7 +18,7 @@ using nlohmann::json;
 constexpr int64_t kMaxId = (int64_t{1} << 24) - 1;
 
 // Sequences inside sequences; real files have one or two. Reading them walks the nesting on the stack.
-constexpr int kDeepest = 16;
+constexpr int kDeepestJson = 16;
 
 class SpecReader {
  public:
@@ -68,7 +68,7 @@ class SpecReader {
   }
   // The parts of a Sequence that lies inside `depth` others.
   const json& parts(const json& sequence, const char* key, int depth) {
-    SB_USER_CHECK(depth < kDeepest, "{}: \"{}\" are nested deeper than {} levels", spec_.name, key, kDeepest);
+    SB_USER_CHECK(depth < kDeepestJson, "{}: \"{}\" are nested deeper than {} levels", spec_.name, key, kDeepestJson);
     return list(sequence, key);
   }
   int32_t id_of(const json& value, const std::string& of) {

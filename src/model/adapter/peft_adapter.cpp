@@ -1,5 +1,7 @@
 #include "model/adapter/peft_adapter.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <map>
 

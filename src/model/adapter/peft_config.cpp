@@ -1,5 +1,7 @@
 #include "model/adapter/peft_config.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <array>
 #include <nlohmann/json.hpp>
@@ -12,16 +14,16 @@
 namespace sb {
 namespace {
 
-using nlohmann::json;
+using Json = nlohmann::json;
 
 constexpr int64_t kMostRank = 1 << 16;
 
-std::string shown(const json& value) {
+std::string value_text(const Json& value) {
   return value.is_structured() ? value.type_name() : printable(value.dump(), 80);
 }
 
 // Whether a field says that what it names is not used.
-bool says_nothing(const json& value) {
+bool says_nothing(const Json& value) {
   return value.is_null() || value == false || ((value.is_array() || value.is_object()) && value.empty());
 }
 
@@ -31,71 +33,72 @@ class Fields {
   explicit Fields(const std::filesystem::path& file) : file_(file) {
     const std::string text = read_regular_file(file);
     try {
-      object_ = json::parse(text, [&](int depth, json::parse_event_t, json&) {
+      object_ = Json::parse(text, [&](int depth, Json::parse_event_t, Json&) {
         SB_USER_CHECK(depth <= 8, "{}: nested too deep for an adapter's configuration", file.string());
         return true;
       });
-    } catch (const json::exception& error) {
+    } catch (const Json::exception& error) {
       throw UserError("{}: not valid JSON: {}", file.string(), printable(error.what(), 200));
     }
     SB_USER_CHECK(object_.is_object(), "{}: not a JSON object", file.string());
     for (const auto& [name, value] : object_.items()) left_.insert(name);
   }
 
-  json take(const std::string& name) {
+  Json take(const std::string& name) {
     left_.erase(name);
-    return object_.contains(name) ? object_[name] : json();
+    return object_.contains(name) ? object_[name] : Json();
   }
   double number(const std::string& name, double standard) {
-    const json value = take(name);
+    const Json value = take(name);
     if (value.is_null()) return standard;
-    SB_USER_CHECK(value.is_number(), "{}: {}: a number is expected, this is {}", file_.string(), name, shown(value));
+    SB_USER_CHECK(value.is_number(), "{}: {}: a number is expected, this is {}", file_.string(), name,
+                  value_text(value));
     return value.get<double>();
   }
   bool flag(const std::string& name) {
-    const json value = take(name);
+    const Json value = take(name);
     SB_USER_CHECK(value.is_null() || value.is_boolean(), "{}: {}: true or false is expected, this is {}",
-                  file_.string(), name, shown(value));
+                  file_.string(), name, value_text(value));
     return value == true;
   }
   std::vector<std::string> texts(const std::string& name) {
-    const json value = take(name);
+    const Json value = take(name);
     if (value.is_null()) return {};
-    SB_USER_CHECK(value.is_array() && std::ranges::all_of(value, [](const json& item) { return item.is_string(); }),
-                  "{}: {}: a list of names is expected, this is {}", file_.string(), name, shown(value));
+    SB_USER_CHECK(value.is_array() && std::ranges::all_of(value, [](const Json& item) { return item.is_string(); }),
+                  "{}: {}: a list of names is expected, this is {}", file_.string(), name, value_text(value));
     return value.get<std::vector<std::string>>();
   }
   // What we do not have may be there as long as it is not used; `as` is what not using it looks like besides.
-  void refuse(const std::string& name, const std::string& why, const json& as = nullptr) {
-    const json value = take(name);
-    SB_USER_CHECK(says_nothing(value) || value == as, "{}: {}: {}: {}", file_.string(), name, shown(value), why);
+  void refuse(const std::string& name, const std::string& why, const Json& as = nullptr) {
+    const Json value = take(name);
+    SB_USER_CHECK(says_nothing(value) || value == as, "{}: {}: {}: {}", file_.string(), name, value_text(value), why);
   }
   void refuse_rest() {
     for (const std::string& name : left_)
       SB_USER_CHECK(says_nothing(object_[name]),
                     "{}: {}: {}: a field that this version does not know and that may change what the adapter "
                     "computes; train or convert the adapter without it",
-                    file_.string(), printable(name, 80), shown(object_[name]));
+                    file_.string(), printable(name, 80), value_text(object_[name]));
   }
   const std::filesystem::path& file() const { return file_; }
 
  private:
   std::filesystem::path file_;
-  json object_;
+  Json object_;
   std::set<std::string> left_;
 };
 
 void read_targets(Fields& fields, LoraConfig& lora) {
-  const json value = fields.take("target_modules");
+  const Json value = fields.take("target_modules");
   lora.targets = {};
   if (value == "all-linear") return lora.targets.fill(true);
   SB_USER_CHECK(value.is_array() && !value.empty(),
                 "{}: target_modules: a list of names is expected, this is {}; patterns are not read",
-                fields.file().string(), shown(value));
-  for (const json& name : value) {
+                fields.file().string(), value_text(value));
+  for (const Json& name : value) {
     const int module = name.is_string() ? find_lora_module(name.get<std::string>()) : kLoraModules;
     SB_USER_CHECK(module < kLoraModules, "{}: target_modules: '{}' is none of {}", fields.file().string(),
-                  name.is_string() ? printable(name.get<std::string>(), 80) : shown(name),
+                  name.is_string() ? printable(name.get<std::string>(), 80) : value_text(name),
                   fmt::join(LoraConfig().target_names(), ", "));
     lora.targets[static_cast<size_t>(module)] = true;
   }
@@ -155,8 +158,8 @@ int find_lora_module(std::string_view name) {
 LoraConfig read_peft_config(const std::filesystem::path& directory, const ModelConfig& model) {
   Fields fields(directory / kAdapterConfigFile);
   const std::string where = fields.file().string();
-  const json type = fields.take("peft_type");
-  SB_USER_CHECK(type == "LORA", "{}: peft_type: {}: only LORA adapters are read", where, shown(type));
+  const Json type = fields.take("peft_type");
+  SB_USER_CHECK(type == "LORA", "{}: peft_type: {}: only LORA adapters are read", where, value_text(type));
   LoraConfig lora;
   const double rank = fields.number("r", 0);
   SB_USER_CHECK(rank >= 1 && rank <= kMostRank && rank == static_cast<int>(rank),
@@ -187,11 +190,11 @@ LoraConfig read_peft_config(const std::filesystem::path& directory, const ModelC
        {"base_model_name_or_path", "task_type", "inference_mode", "peft_version", "revision", "auto_mapping",
         "megatron_core", "qalora_group_size", "runtime_config", "ensure_weight_tying"})
     fields.take(name);
-  const json init = fields.take("init_lora_weights");
+  const Json init = fields.take("init_lora_weights");
   SB_USER_CHECK(init.is_null() || init.is_boolean() || init == "gaussian" || init == "orthogonal",
                 "{}: init_lora_weights: {}: such an initialisation changes the model's own weights, which are not in "
                 "the adapter; convert it with PEFT's save_pretrained(path_initial_model_for_weight_conversion=...)",
-                where, shown(init));
+                where, value_text(init));
   fields.refuse_rest();
   return lora;
 }

@@ -11,10 +11,6 @@
 namespace sb {
 namespace {
 
-int64_t array_bytes(int64_t elements, DType dtype) {
-  return Arena::rounded(elements * dtype_bytes(dtype));
-}
-
 // The residual stream of so many tokens.
 int64_t stream_bytes(const ModelConfig& config, const StageOptions& options, int64_t tokens) {
   return array_bytes(options.token_shares().most(tokens) * config.hidden_size, options.dtype);

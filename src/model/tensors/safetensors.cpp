@@ -17,14 +17,14 @@ namespace sb {
 
 namespace {
 
-using nlohmann::json;
+using Json = nlohmann::json;
 
 constexpr int64_t kLengthBytes = 8;
 constexpr int64_t kMaxHeaderBytes = 100'000'000;  // as the format's own reader
 constexpr int kMaxDepth = 3;                      // header { tensor { shape [
 
 // Names come from the file: shortened so that no error drowns in one.
-std::string shown(std::string_view name) {
+std::string shown_name(std::string_view name) {
   constexpr size_t kLongest = 120;
   return name.size() <= kLongest ? fmt::format("'{}'", name) : fmt::format("'{}…'", name.substr(0, kLongest));
 }
@@ -44,69 +44,69 @@ int64_t product(std::span<const int64_t> shape) {
 }
 
 // The header's JSON, with every name once at its place and no deeper than the format goes.
-json parse_header_json(std::string_view text, const std::string& where) {
+Json parse_header_json(std::string_view text, const std::string& where) {
   std::vector<std::set<std::string>> names;  // of the objects that are open
-  const auto check = [&](int depth, json::parse_event_t event, json& parsed) {
+  const auto check = [&](int depth, Json::parse_event_t event, Json& parsed) {
     switch (event) {
-      case json::parse_event_t::object_start:
-      case json::parse_event_t::array_start:
+      case Json::parse_event_t::object_start:
+      case Json::parse_event_t::array_start:
         SB_USER_CHECK(depth < kMaxDepth, "{}: the header nests deeper than safetensors headers do", where);
         names.emplace_back();
         break;
-      case json::parse_event_t::object_end:
-      case json::parse_event_t::array_end:
+      case Json::parse_event_t::object_end:
+      case Json::parse_event_t::array_end:
         names.pop_back();
         break;
-      case json::parse_event_t::key: {
+      case Json::parse_event_t::key: {
         const auto& name = parsed.get_ref<const std::string&>();
-        SB_USER_CHECK(names.back().insert(name).second, "{}: {} appears twice in the header", where, shown(name));
+        SB_USER_CHECK(names.back().insert(name).second, "{}: {} appears twice in the header", where, shown_name(name));
         break;
       }
-      case json::parse_event_t::value:
+      case Json::parse_event_t::value:
         break;
     }
     return true;
   };
   try {
-    json header = json::parse(text, check);
+    Json header = Json::parse(text, check);
     SB_USER_CHECK(header.is_object(), "{}: the header is not a JSON object", where);
     return header;
-  } catch (const json::exception& error) {
+  } catch (const Json::exception& error) {
     throw UserError("{}: the header is not valid JSON: {}", where, std::string_view(error.what()).substr(0, 200));
   }
 }
 
-int64_t non_negative(const json& number, const std::string& where, const std::string& name, const char* what) {
+int64_t non_negative(const Json& number, const std::string& where, const std::string& name, const char* what) {
   const bool valid = number.is_number_unsigned() && number.get<uint64_t>() <= uint64_t{INT64_MAX};
-  SB_USER_CHECK(valid, "{}: tensor {}: {} must be whole and not negative", where, shown(name), what);
+  SB_USER_CHECK(valid, "{}: tensor {}: {} must be whole and not negative", where, shown_name(name), what);
   return number.get<int64_t>();
 }
 
-SafetensorsEntry parse_entry(const std::string& name, const json& fields, const std::string& where) {
-  const auto field = [&](const char* key, json::value_t type) -> const json& {
+SafetensorsEntry parse_entry(const std::string& name, const Json& fields, const std::string& where) {
+  const auto field = [&](const char* key, Json::value_t type) -> const Json& {
     SB_USER_CHECK(fields.is_object() && fields.contains(key) && fields[key].type() == type,
-                  "{}: tensor {} has no valid '{}'", where, shown(name), key);
+                  "{}: tensor {} has no valid '{}'", where, shown_name(name), key);
     return fields[key];
   };
   SafetensorsEntry entry;
   entry.name = name;
-  entry.dtype = field("dtype", json::value_t::string).get<std::string>();
+  entry.dtype = field("dtype", Json::value_t::string).get<std::string>();
   const int64_t item = dtype_size(entry.dtype);
-  SB_USER_CHECK(item > 0, "{}: tensor {} has the unknown type {}", where, shown(name), shown(entry.dtype));
+  SB_USER_CHECK(item > 0, "{}: tensor {} has the unknown type {}", where, shown_name(name), shown_name(entry.dtype));
 
   int64_t size = item;
-  for (const json& dim : field("shape", json::value_t::array)) {
+  for (const Json& dim : field("shape", Json::value_t::array)) {
     entry.shape.push_back(non_negative(dim, where, name, "dimensions"));
     SB_USER_CHECK(!__builtin_mul_overflow(size, entry.shape.back(), &size), "{}: tensor {}: its shape overflows", where,
-                  shown(name));
+                  shown_name(name));
   }
-  const json& offsets = field("data_offsets", json::value_t::array);
-  SB_USER_CHECK(offsets.size() == 2, "{}: tensor {}: data_offsets must be two numbers", where, shown(name));
+  const Json& offsets = field("data_offsets", Json::value_t::array);
+  SB_USER_CHECK(offsets.size() == 2, "{}: tensor {}: data_offsets must be two numbers", where, shown_name(name));
   entry.begin = non_negative(offsets[0], where, name, "data_offsets");
   entry.end = non_negative(offsets[1], where, name, "data_offsets");
   SB_USER_CHECK(entry.begin <= entry.end && entry.end - entry.begin == size,
-                "{}: tensor {} {} {} takes {} bytes, but its data_offsets [{}, {}] say otherwise", where, shown(name),
-                entry.dtype, entry.shape_text(), size, entry.begin, entry.end);
+                "{}: tensor {} {} {} takes {} bytes, but its data_offsets [{}, {}] say otherwise", where,
+                shown_name(name), entry.dtype, entry.shape_text(), size, entry.begin, entry.end);
   return entry;
 }
 
@@ -141,7 +141,7 @@ SafetensorsHeader parse_safetensors(std::span<const std::byte> file, const std::
                 "{}: it claims a header of {} bytes but has {} in all; the file is cut short or no safetensors file",
                 where, header_bytes, size);
   const auto* text = reinterpret_cast<const char*>(file.data()) + kLengthBytes;
-  const json parsed = parse_header_json({text, static_cast<size_t>(header_bytes)}, where);
+  const Json parsed = parse_header_json({text, static_cast<size_t>(header_bytes)}, where);
 
   SafetensorsHeader header;
   header.data_offset = kLengthBytes + header_bytes;
@@ -152,7 +152,7 @@ SafetensorsHeader parse_safetensors(std::span<const std::byte> file, const std::
     }
     SB_USER_CHECK(fields.is_object(), "{}: __metadata__ is not an object", where);
     for (const auto& [key, text_value] : fields.items()) {
-      SB_USER_CHECK(text_value.is_string(), "{}: __metadata__ {} is not a string", where, shown(key));
+      SB_USER_CHECK(text_value.is_string(), "{}: __metadata__ {} is not a string", where, shown_name(key));
       header.metadata.emplace(key, text_value.get<std::string>());
     }
   }
@@ -164,15 +164,15 @@ SafetensorsHeader parse_safetensors(std::span<const std::byte> file, const std::
   for (const SafetensorsEntry& entry : header.entries) {
     SB_USER_CHECK(entry.begin >= covered,
                   "{}: tensor {} overlaps the one before it (starts at byte {}, that ends at {})", where,
-                  shown(entry.name), entry.begin, covered);
+                  shown_name(entry.name), entry.begin, covered);
     SB_USER_CHECK(entry.begin == covered, "{}: {} bytes before tensor {} belong to no tensor", where,
-                  entry.begin - covered, shown(entry.name));
+                  entry.begin - covered, shown_name(entry.name));
     covered = entry.end;
   }
   const int64_t data_bytes = size - header.data_offset;
   SB_USER_CHECK(covered <= data_bytes,
                 "{}: cut short: the tensors take {} bytes, the file holds {} (tensor {} is not whole)", where, covered,
-                data_bytes, shown(header.entries.back().name));
+                data_bytes, shown_name(header.entries.back().name));
   SB_USER_CHECK(covered == data_bytes, "{}: {} bytes after the last tensor belong to none", where,
                 data_bytes - covered);
   return header;
@@ -223,15 +223,15 @@ void SafetensorsFile::read_f32(const SafetensorsEntry& entry, std::span<float> t
   } else if (entry.dtype == "F16") {
     convert(f32_from_f16);
   } else {
-    throw UserError("{}: tensor {} has the type {}; weights must be F32, BF16 or F16", file_.path(), shown(entry.name),
-                    entry.dtype);
+    throw UserError("{}: tensor {} has the type {}; weights must be F32, BF16 or F16", file_.path(),
+                    shown_name(entry.name), entry.dtype);
   }
   bool finite = true;
   for (const float value : to) finite &= is_finite(value);  // without a branch: there are billions
   if (finite) return;
   const auto first = std::ranges::find_if_not(to, is_finite);
   throw UserError("{}: tensor {} holds {} at element {}: the file is damaged, or of a training that diverged",
-                  file_.path(), shown(entry.name), *first, first - to.begin());
+                  file_.path(), shown_name(entry.name), *first, first - to.begin());
 }
 
 uint32_t write_safetensors(const std::filesystem::path& path, std::span<const SafetensorsTensor> tensors, DType dtype) {

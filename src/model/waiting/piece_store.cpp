@@ -4,14 +4,6 @@
 #include "device/memory.h"
 
 namespace sb {
-namespace {
-
-int64_t array_bytes(int64_t elements, DType dtype) {
-  return Arena::rounded(elements * dtype_bytes(dtype));
-}
-
-}  // namespace
-
 int64_t PieceStorePlan::key_bytes() const {
   return longest == 0 ? 0 : 2 * array_bytes(tokens * kv_heads * head_dim, dtype);
 }

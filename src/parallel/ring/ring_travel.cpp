@@ -10,7 +10,7 @@
 namespace sb {
 namespace {
 
-enum Tag { kInner, kOuter, kInnerGradient, kOuterGradient };
+enum RingTag { kInner, kOuter, kInnerGradient, kOuterGradient };
 
 // Room for one chunk's keys and values, or for sums of their gradients.
 struct Buffer {

@@ -10,6 +10,9 @@
 
 namespace sb {
 
+// No model has as many; what a damaged file says must not decide how much memory is taken.
+inline constexpr int64_t kMostLayers = 1 << 14;
+
 // Share of the attention mass that k keys per query hold: C(sequence, layer, k), rising in k, 1 at k ≥ tokens.
 class CoverageModel {
  public:

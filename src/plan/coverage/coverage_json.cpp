@@ -9,8 +9,6 @@ namespace {
 
 using Json = nlohmann::ordered_json;
 
-constexpr int64_t kMostLayers = 1 << 14;
-
 std::vector<int64_t> ascending(const Json& json, const char* key, const std::string& where) {
   SB_USER_CHECK(json.contains(key) && json[key].is_array() && !json[key].empty(), "{}: `{}` must be a list of integers",
                 where, key);

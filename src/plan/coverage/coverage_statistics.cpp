@@ -11,7 +11,7 @@
 namespace sb {
 namespace {
 
-constexpr double kOne = 1e6;
+constexpr double kMillion = 1e6;
 constexpr double kColdExponent = 0.22;
 // The average forgets: a sample weighs at least 1 / kMemory.
 constexpr int64_t kMemory = 20;
@@ -21,7 +21,6 @@ const double kHalfOctave = 0.5 * std::log(2.0);
 
 // Half octaves. Every length has one of these classes.
 constexpr int kClasses = 128;
-constexpr int kMostLayers = 1 << 14;
 
 int half_octave(int64_t tokens) {
   return static_cast<int>(std::floor(2.0 * std::log2(static_cast<double>(std::max<int64_t>(1, tokens)))));
@@ -39,7 +38,7 @@ double sample_at(std::span<const int64_t> budgets, std::span<const int64_t> ppm,
     const double left = log_budget(at - 1), below = static_cast<double>(ppm[at - 1]);
     value = below + (above - below) * (log_k - left) / (right - left);
   }
-  return std::clamp(value, 0.0, kOne);
+  return std::clamp(value, 0.0, kMillion);
 }
 
 // Takes one more into a running average of whole numbers.
@@ -72,16 +71,16 @@ void CoverageStatistics::observe(int layer, int64_t tokens, std::span<const int6
       (sample_at(budgets, coverage_ppm, log_tokens, middle) < static_cast<double>(held_ppm) ? low : high) = middle;
     }
     curve.held_seen = std::min(curve.held_seen + 1, kMemory);
-    average(curve.shift_ppm, kOne * (used - low), curve.held_seen);
+    average(curve.shift_ppm, kMillion * (used - low), curve.held_seen);
   }
   refresh(layer, own_class, curve, fresh);
 }
 
 void CoverageStatistics::set_curves(Curves curves, const std::string& where) {
   for (const auto& [key, curve] : curves) {
-    int64_t above = static_cast<int64_t>(kOne);
+    int64_t above = static_cast<int64_t>(kMillion);
     bool falls = curve.seen > 0 && curve.held_seen >= 0 &&
-                 std::abs(static_cast<double>(curve.shift_ppm)) <= kLargestShift * kOne && key.first >= 0 &&
+                 std::abs(static_cast<double>(curve.shift_ppm)) <= kLargestShift * kMillion && key.first >= 0 &&
                  key.first < kMostLayers && key.second >= 0 && key.second < kClasses;
     for (const int64_t ppm : curve.ppm) {
       falls = falls && ppm >= 0 && ppm <= above + 1;  // averages of rounded values may cross by one
@@ -143,11 +142,11 @@ void CoverageStatistics::refresh(int layer, int length_class, const Curve& curve
   }
   // A class that has a curve is nearest to itself.
   Shares& shares = shares_[static_cast<size_t>(nearest_[row + static_cast<size_t>(length_class)])];
-  shares.shift = static_cast<double>(curve.shift_ppm) / kOne / kHalfOctave;
+  shares.shift = static_cast<double>(curve.shift_ppm) / kMillion / kHalfOctave;
   shares.share[0] = 1.0;
   // Averages may cross by one, and a budget that gains less than nothing has no price.
   for (size_t i = 0; i < curve.ppm.size(); ++i)
-    shares.share[i + 1] = std::min(shares.share[i], static_cast<double>(curve.ppm[i]) / kOne);
+    shares.share[i + 1] = std::min(shares.share[i], static_cast<double>(curve.ppm[i]) / kMillion);
   shares.share[kPoints + 1] = shares.share[kPoints];
 }
 

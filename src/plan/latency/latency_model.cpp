@@ -9,7 +9,7 @@
 namespace sb {
 namespace {
 
-constexpr int64_t kOne = 1'000'000;
+constexpr int64_t kNoCorrection = 1'000'000;
 constexpr double kSmoothing = 0.1;
 constexpr size_t kRemembered = 1024;
 // One measurement may be an accident (another process, a page fault); it moves the average no further than this.
@@ -21,7 +21,7 @@ LatencyModel::LatencyModel(Profile profile) : profile_(std::move(profile)) {
   for (int i = 0; i < kOperations; ++i)
     SB_CHECK(profile_.tables[static_cast<size_t>(i)].curve.x.size() >= 2, "profile {} lacks {}", profile_.name,
              operation_name(static_cast<Operation>(i)));
-  correction_ppm_.fill(kOne);
+  correction_ppm_.fill(kNoCorrection);
   factor_.fill(1.0);
 }
 
@@ -51,8 +51,8 @@ void LatencyModel::correct(Operation operation, double ratio) {
   // The prediction already carried the present factor, so the ratio is relative to it.
   const double wanted = factor_[i] * bounded;
   correction_ppm_[i] =
-      std::llround((1.0 - kSmoothing) * static_cast<double>(correction_ppm_[i]) + kSmoothing * wanted * kOne);
-  factor_[i] = static_cast<double>(correction_ppm_[i]) / kOne;
+      std::llround((1.0 - kSmoothing) * static_cast<double>(correction_ppm_[i]) + kSmoothing * wanted * kNoCorrection);
+  factor_[i] = static_cast<double>(correction_ppm_[i]) / kNoCorrection;
 }
 
 void LatencyModel::remember(double ratio) {
@@ -73,7 +73,7 @@ void LatencyModel::set_corrections_ppm(const std::array<int64_t, kOperations>& p
   correction_ppm_ = ppm;
   for (size_t i = 0; i < ppm.size(); ++i) {
     SB_CHECK(ppm[i] > 0, "correction of {} is {} ppm", operation_name(static_cast<Operation>(i)), ppm[i]);
-    factor_[i] = static_cast<double>(ppm[i]) / kOne;
+    factor_[i] = static_cast<double>(ppm[i]) / kNoCorrection;
   }
 }
 

@@ -33,7 +33,7 @@ const Json& field(const Json& json, const char* key, const std::string& where) {
   return *found;
 }
 
-int64_t integer(const Json& value, int64_t least, const std::string& where) {
+int64_t whole_number(const Json& value, int64_t least, const std::string& where) {
   SB_USER_CHECK(value.is_number_integer() && value.get<int64_t>() >= least &&
                     (!value.is_number_unsigned() || value.get<uint64_t>() <= INT64_MAX),
                 "{}: the balance state holds {} where an integer of at least {} belongs", where,
@@ -41,7 +41,7 @@ int64_t integer(const Json& value, int64_t least, const std::string& where) {
   return value.get<int64_t>();
 }
 
-const Json& list(const Json& value, size_t size, const std::string& where) {
+const Json& list_of(const Json& value, size_t size, const std::string& where) {
   SB_USER_CHECK(value.is_array() && (size == 0 || value.size() == size), "{}: the balance state has a list too short",
                 where);
   return value;
@@ -50,23 +50,23 @@ const Json& list(const Json& value, size_t size, const std::string& where) {
 BalanceState from_json(const Json& json, const std::string& where) {
   BalanceState state;
   SB_USER_CHECK(json.is_object(), "{}: the balance state is damaged", where);
-  state.step = integer(field(json, "step", where), 0, where);
-  const Json& corrections = list(field(json, "corrections_ppm", where), kOperations, where);
-  for (size_t i = 0; i < kOperations; ++i) state.corrections_ppm[i] = integer(corrections[i], 1, where);
-  for (const Json& item : list(field(json, "expected_budgets_ppm", where), 0, where))
-    state.expected_budgets_ppm.push_back(integer(item, 0, where));
-  state.overhead_ns = integer(field(json, "overhead_ns", where), INT64_MIN, where);
+  state.step = whole_number(field(json, "step", where), 0, where);
+  const Json& corrections = list_of(field(json, "corrections_ppm", where), kOperations, where);
+  for (size_t i = 0; i < kOperations; ++i) state.corrections_ppm[i] = whole_number(corrections[i], 1, where);
+  for (const Json& item : list_of(field(json, "expected_budgets_ppm", where), 0, where))
+    state.expected_budgets_ppm.push_back(whole_number(item, 0, where));
+  state.overhead_ns = whole_number(field(json, "overhead_ns", where), INT64_MIN, where);
   CoverageStatistics::Curves curves;
-  for (const Json& row : list(field(json, "curves", where), 0, where)) {
-    list(row, 5 + CoverageStatistics::kPoints, where);
+  for (const Json& row : list_of(field(json, "curves", where), 0, where)) {
+    list_of(row, 5 + CoverageStatistics::kPoints, where);
     CoverageStatistics::Curve curve;
-    curve.seen = integer(row[2], 1, where);
-    curve.held_seen = integer(row[3], 0, where);
-    curve.shift_ppm = integer(row[4], INT64_MIN, where);
-    for (size_t i = 0; i < curve.ppm.size(); ++i) curve.ppm[i] = integer(row[5 + i], 0, where);
+    curve.seen = whole_number(row[2], 1, where);
+    curve.held_seen = whole_number(row[3], 0, where);
+    curve.shift_ppm = whole_number(row[4], INT64_MIN, where);
+    for (size_t i = 0; i < curve.ppm.size(); ++i) curve.ppm[i] = whole_number(row[5 + i], 0, where);
     // What is too large for a layer or a length class is damaged, and stays so as the largest int.
     const auto whole = [&](size_t i) {
-      return static_cast<int>(std::min<int64_t>(integer(row[i], 0, where), std::numeric_limits<int>::max()));
+      return static_cast<int>(std::min<int64_t>(whole_number(row[i], 0, where), std::numeric_limits<int>::max()));
     };
     curves[{whole(0), whole(1)}] = curve;
   }
@@ -91,7 +91,7 @@ std::vector<BalanceState> parse_balance_states(const std::string& text, const st
   SB_USER_CHECK(json.is_object() && json.contains("version") && json["version"] == kVersion,
                 "{}: the balance state is damaged or of another version (this program reads {})", where, kVersion);
   std::vector<BalanceState> states;
-  for (const Json& item : list(field(json, "states", where), 0, where)) {
+  for (const Json& item : list_of(field(json, "states", where), 0, where)) {
     states.push_back(from_json(item, where));
     SB_USER_CHECK(states.size() == 1 || states[states.size() - 2].step < states.back().step,
                   "{}: the balance states are out of order", where);

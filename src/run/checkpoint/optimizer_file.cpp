@@ -1,5 +1,7 @@
 #include "run/checkpoint/optimizer_file.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <cstring>
 

@@ -1,5 +1,7 @@
 #include "run/checkpoint/selection_file.h"
 
+#include <fmt/format.h>
+
 #include "core/errors.h"
 #include "model/tensors/safetensors.h"
 

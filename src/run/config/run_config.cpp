@@ -1,5 +1,7 @@
 #include "run/config/run_config.h"
 
+#include <fmt/format.h>
+
 #include "attention/select/selection_words.h"
 #include "core/config/config.h"
 #include "core/errors.h"

@@ -1,5 +1,7 @@
 #include "run/config/run_config_lora.h"
 
+#include <fmt/format.h>
+
 #include "core/errors.h"
 #include "model/adapter/peft_config.h"
 

@@ -1,5 +1,7 @@
 #include "run/config/run_config_precision.h"
 
+#include <fmt/format.h>
+
 #include "core/errors.h"
 
 namespace sb {

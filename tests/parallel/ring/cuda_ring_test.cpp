@@ -355,7 +355,8 @@ TEST_P(CudaRing, LongSequencesSelectWhatOneGpuSelects) {
   for (size_t r = 0; r < says.scratch_used.size(); ++r) EXPECT_LE(says.scratch_used[r], says.scratch_planned[r]);
 }
 
-// What is planned is what is used, when the tokens are as many as planned.
+// What is planned is what is used, when the tokens are as many as planned; but for measuring coverage the plan has room for
+// many short sequences, which one long one does not need.
 TEST_P(CudaRing, ScratchIsUsedAsPlanned) {
   for (const auto& [pattern, ranks] :
        {std::pair(SelectionPattern::dense, 2), {SelectionPattern::topk, 4}, {SelectionPattern::mass, 2}}) {
@@ -368,7 +369,7 @@ TEST_P(CudaRing, ScratchIsUsedAsPlanned) {
     for (size_t r = 0; r < says.scratch_used.size(); ++r) {
       SCOPED_TRACE(fmt::format("pattern {}, rank {} of {}", static_cast<int>(pattern), r, ranks));
       EXPECT_LE(says.scratch_used[r], says.scratch_planned[r]);
-      EXPECT_LT(says.scratch_planned[r], says.scratch_used[r] * 115 / 100);
+      EXPECT_LT(says.scratch_planned[r], says.scratch_used[r] * 120 / 100);
     }
   }
 }

@@ -1,5 +1,7 @@
 #include "attention/gpu/launch/head_dim_check.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 
 #include "attention/gpu/launch/head_dims.h"

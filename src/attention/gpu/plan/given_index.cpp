@@ -8,10 +8,6 @@
 namespace sb::gpu {
 namespace {
 
-int32_t divide_up(int32_t a, int32_t b) {
-  return (a + b - 1) / b;
-}
-
 // Calls body(list head, sequence, query block of it) in the order of the kernels' rows: dense sequences have rows there
 // too, without entries.
 template <typename Body>

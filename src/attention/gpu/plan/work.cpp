@@ -9,10 +9,6 @@ namespace sb::gpu {
 
 namespace {
 
-int64_t divide_up(int64_t a, int64_t b) {
-  return (a + b - 1) / b;
-}
-
 // Orders items by head, then by falling cost: few heads at a time keep the caches warm, long items first keep the
 // multiprocessors equally busy. Stable.
 template <typename Item>

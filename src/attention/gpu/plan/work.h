@@ -11,6 +11,10 @@
 
 namespace sb::gpu {
 
+constexpr int64_t divide_up(int64_t a, int64_t b) {
+  return (a + b - 1) / b;
+}
+
 // Where the row lists of every (list head, query block) are: rows of all sequences one after the other, each sequence
 // rounded up to whole query blocks; row r of head h is offsets[h * rows + r] … of the entries.
 struct RowLayout {
