@@ -32,7 +32,8 @@ import sys
 import tarfile
 import tempfile
 import time
-import zipfile
+
+from debian_packages import Apt, PackageError, PackageFiles, package_files, sha256, share
 
 END_OF_TEXT = "<|endoftext|>"
 JOIN_BELOW, CUT_ABOVE = 8192, 65536  # tokens of a document
@@ -43,12 +44,7 @@ SPLIT = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{
 
 
 @dataclasses.dataclass(frozen=True)
-class Source:
-    name: str
-    package: str  # the newest package whose whole name matches
-    inside: str  # files of the package: what matches is cut off a path; `archive:path` opens an archive
-    keep: str  # paths to keep, after the cut
-    drop: str = r"^$"
+class Source(PackageFiles):
     held_out: tuple = ()  # subtrees for validation
     small: bool = False  # part of --small
     cut_at: int = 0  # bytes: one file of any size, cut at blank lines into parts of about this many
@@ -76,113 +72,6 @@ SOURCES = [
 
 class CorpusError(Exception):
     """Something the caller can put right; the text says how."""
-
-
-class Apt:
-    """The machine's apt. Where its package lists are missing or older than the archive, it gets lists of its own in `folder`,
-    from the same sources; that needs no root."""
-
-    def __init__(self, folder):
-        self.folder, self.options = folder, []
-        for tool in ("apt-get", "apt-cache", "dpkg-deb"):
-            if shutil.which(tool) is None:
-                raise CorpusError(f"{tool} is not here: the corpus comes from Debian packages, on Debian or Ubuntu")
-
-    def call(self, tool, *words, cwd=None):
-        done = subprocess.run([tool, *self.options, *words], cwd=cwd, capture_output=True, text=True, check=False)
-        return done.returncode, done.stdout, done.stderr
-
-    def refresh(self):
-        for part in ("state/lists/partial", "cache/archives/partial"):
-            (self.folder / part).mkdir(parents=True, exist_ok=True)
-        here = self.folder.resolve()
-        self.options = ["-o", f"Dir::State={here}/state", "-o", f"Dir::Cache={here}/cache",
-                        "-o", "Dir::State::status=/var/lib/dpkg/status"]
-        code, _, errors = self.call("apt-get", "update")
-        if code != 0:
-            raise CorpusError(f"apt-get update failed, so the machine's package sources cannot be read:\n{errors.strip()}")
-
-    def describe(self, pattern, version):
-        """(package, version, sha256) of the newest package that matches, or of that version; None where there is none."""
-        code, names, _ = self.call("apt-cache", "pkgnames")
-        found = [name for name in names.split() if re.fullmatch(pattern, name)] if code == 0 else []
-        if not found:
-            return None
-        package = max(found, key=lambda name: [int(number) for number in re.findall(r"\d+", name)])
-        code, text, _ = self.call("apt-cache", "show", f"{package}={version}" if version else "--no-all-versions",
-                                  *([] if version else [package]))
-        fields = dict(line.split(": ", 1) for line in text.splitlines() if re.match(r"(Version|SHA256): ", line))
-        return (package, fields["Version"], fields["SHA256"]) if code == 0 and len(fields) == 2 else None
-
-    def fetch(self, source, wanted, folder):
-        """A package in `folder`, its checksum the one that the signed package lists name: its entry of the manifest."""
-        pattern, version = (re.escape(wanted["package"]), wanted["version"]) if wanted else (source.package, None)
-        problem = ""
-        for attempt in range(2):
-            if attempt == 1:
-                self.refresh()
-            described = self.describe(pattern, version)
-            if described is None:
-                problem = f"no package {pattern}" + (f" of version {version}" if version else "")
-                continue
-            package, found, checksum = described
-            path = folder / f"{package}_{found.replace(':', '%3a')}_all.deb"
-            if not path.exists() or sha256(path) != checksum:
-                code, _, problem = self.call("apt-get", "download", f"{package}={found}", cwd=folder)
-                if code != 0:
-                    continue
-            if not path.exists() or sha256(path) != checksum:
-                raise CorpusError(f"{path}: not the file that the package lists describe; delete it and start again")
-            if wanted and wanted["sha256"] != checksum:
-                raise CorpusError(f"{package} {found}: the archive's checksum is not the one of --versions")
-            return {"source": source.name, "package": package, "version": found, "sha256": checksum,
-                    "bytes": path.stat().st_size, "file": path.name}
-        raise CorpusError(f"{source.name}: {problem.strip()}. Is the Debian archive (main) among the machine's apt sources?")
-
-
-def sha256(path):
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def share(text):
-    """A number from 0 to 1 that depends on nothing but the text."""
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") / 2**64
-
-
-def members(stream, kind, opened="", prefix=""):
-    """(path, read) of all regular files of an archive that is read once from front to back; archives in it whose path matches
-    `opened` are read too, as `archive:path`. What the caller does not read costs nothing."""
-    if kind == "zip":
-        with zipfile.ZipFile(io.BytesIO(stream.read())) as archive:
-            for info in archive.infolist():
-                if not info.is_dir():
-                    yield prefix + info.filename, lambda info=info: archive.read(info)
-        return
-    with tarfile.open(fileobj=stream, mode="r|" + kind) as archive:
-        for member in archive:
-            if not member.isreg():
-                continue
-            path = prefix + member.name.removeprefix("./")
-            if opened and re.fullmatch(opened, path):
-                yield from members(archive.extractfile(member), path.rpartition(".")[2], prefix=path + ":")
-            else:
-                yield path, lambda member=member: archive.extractfile(member).read()
-
-
-def package_files(source, deb):
-    """(path, bytes) of what the source keeps of a package. Nothing is unpacked onto the disk."""
-    inside, keep, drop = re.compile(source.inside), re.compile(source.keep), re.compile(source.drop)
-    archive = source.inside.rpartition(":")[0]
-    with subprocess.Popen(["dpkg-deb", "--fsys-tarfile", deb], stdout=subprocess.PIPE) as unpack:
-        for path, read in members(unpack.stdout, "", archive):
-            start = inside.match(path)
-            own = path[start.end():] if start else ""
-            if own and keep.search(own) and not drop.search(own):
-                yield own, read()
-        unpack.stdout.read()  # the padding at the end, so that dpkg-deb is not cut off
-    if unpack.returncode != 0:
-        raise CorpusError(f"{deb}: dpkg-deb cannot read it; delete it and start again")
 
 
 def parts(path, text, size):
@@ -578,7 +467,7 @@ def main():
     builder = Builder(arguments)
     try:
         builder.build()
-    except CorpusError as error:
+    except (CorpusError, PackageError) as error:
         sys.exit(f"make-corpus: {error}")
     finally:
         shutil.rmtree(builder.work)

@@ -8,7 +8,7 @@ cd "$(dirname "$0")/.."
 venv=build/venv
 [ -x $venv/bin/python ] || python3 -m venv $venv
 pip=($venv/bin/python -m pip --disable-pip-version-check -q)
-"${pip[@]}" install "scikit-build-core>=1.1" "nanobind>=3.1" numpy pytest pandas
+"${pip[@]}" install "scikit-build-core>=1.1" "nanobind>=3.1" numpy pytest pandas gguf
 case "${1:-}" in
   --torch)
     shift
@@ -27,3 +27,4 @@ CXX=${CXX:-c++} "${pip[@]}" install --no-build-isolation .
 $venv/bin/python -c 'import torch, transformers, accelerate, peft, lm_eval' 2>/dev/null ||
   echo "NOT TESTED: what needs torch, transformers, accelerate, peft or lm_eval (scripts/test-python.sh --torch installs them)"
 $venv/bin/python -m pytest -q python/tests "$@"
+$venv/bin/python scripts/real-checkpoint.py --self-test
