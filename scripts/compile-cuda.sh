@@ -11,7 +11,8 @@ if ! nvcc=$(command -v "${CUDACXX:-nvcc}"); then
 fi
 scripts/setup.sh
 cmake --preset cpu >/dev/null
-cmake --preset cuda >/dev/null
+# Hopper, and the portable kernels for GPUs from compute capability 8.0 on.
+cmake --preset cuda -DSB_CUDA_ARCHITECTURES="80;90a" >/dev/null
 # The object files of sources that the CPU build does not compile, or compiles otherwise. The compile commands of the CPU
 # build serve as they are written at configuration; nothing of it is built.
 python3 - build/cpu build/cuda >build/cuda/cuda_objects.txt <<'PYTHON'
