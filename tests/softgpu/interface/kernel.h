@@ -51,6 +51,9 @@ bool in_kernel();
 // cudaGetLastError() finds it.
 cudaError_t enqueue_kernel(Kernel kernel);
 
+// Keeps an error for cudaGetLastError() of the calling thread; returns it.
+cudaError_t set_last_error(cudaError_t error);
+
 // Whether all these bytes belong to one allocation on the device that lives (or to page-locked host memory, which the
 // device may touch too). The copy engine asks before it touches them.
 bool device_may_touch(const void* memory, size_t bytes);
