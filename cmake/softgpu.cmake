@@ -2,6 +2,10 @@
 
 # Of all targets in a folder and below: their .cu files are C++, to which the compiler is given what nvcc would give.
 function(sb_cuda_sources_as_cxx folder)
+  # What nvcc does not warn of either.
+  set(warnings -Wno-unknown-pragmas -Wno-uninitialized -Wno-maybe-uninitialized -Wno-missing-field-initializers -Wno-shadow
+               -Wno-unused-variable -Wno-unused-but-set-variable -Wno-sign-compare
+               -fno-strict-aliasing)
   get_property(targets DIRECTORY ${folder} PROPERTY BUILDSYSTEM_TARGETS)
   foreach(target IN LISTS targets)
     get_target_property(type ${target} TYPE)
@@ -16,7 +20,7 @@ function(sb_cuda_sources_as_cxx folder)
     endif()
     list(TRANSFORM sources PREPEND ${source_folder}/)
     set_source_files_properties(${sources} TARGET_DIRECTORY ${target} PROPERTIES LANGUAGE CXX
-      COMPILE_OPTIONS "-include;softgpu/cuda/device.h;-Wno-unknown-pragmas")
+      COMPILE_OPTIONS "-include;softgpu/cuda/device.h;${warnings}")
     # What stands in for headers of PTX comes before them.
     target_include_directories(${target} BEFORE PRIVATE ${PROJECT_SOURCE_DIR}/tests/softgpu/twins)
   endforeach()

@@ -5,21 +5,11 @@
 
 #include <cuda_runtime.h>
 
-#include <cstddef>
 #include <type_traits>
 
-namespace sb {
+#include "device/kernel_launch.cuh"
 
-// {grid, block, bytes of dynamic shared memory, stream}
-struct KernelLaunch {
-  dim3 grid, block;
-  size_t shared;
-  cudaStream_t stream;
-  // Any integer, as between <<< and >>>.
-  template <typename Bytes = int>
-  KernelLaunch(dim3 blocks, dim3 threads, Bytes bytes = 0, cudaStream_t on = nullptr)
-      : grid(blocks), block(threads), shared(static_cast<size_t>(bytes)), stream(on) {}
-};
+namespace sb {
 
 // What goes wrong is found by cudaGetLastError().
 template <typename... Parameters>

@@ -104,7 +104,7 @@ void trigger(Block& block) {
 
 void end_block(Block& block) {
   happens_after(&kernels_end);
-  check_barriers(block);
+  end_barriers(block);
   finish_copies(block);
   trigger(block);
   Grid& grid = *block.grid;

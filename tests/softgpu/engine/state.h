@@ -155,7 +155,7 @@ void enter(Thread* thread);
 
 // --- barriers.cpp ----------------------------------------------------------------------------------------------------
 void leave_barriers(Block& block, Thread& thread);  // a thread ends
-void check_barriers(const Block& block);            // a block ends
+void end_barriers(Block& block);                    // a block ends
 void mbarrier_receive(Block& block, uint32_t at, uint32_t bytes);
 std::string mbarrier_state(const Block& block, uint32_t at);
 

@@ -28,8 +28,8 @@ struct Kernel {
 
 // --- given by the engine ---------------------------------------------------------------------------------------------
 
-// cudaSuccess, or why a GPU such as the current one refuses the launch: too many threads, too much shared memory, more
-// dynamic shared memory than the kernel was allowed, an empty grid.
+// cudaSuccess, or why a GPU such as the current one refuses the launch of any kernel: an empty grid, too many threads,
+// too much shared memory.
 cudaError_t refusal(const Kernel& kernel);
 
 // Runs kernels to their end, in the calling thread: the first, and with it those behind it on its stream that are
@@ -50,9 +50,6 @@ bool in_kernel();
 // Puts a kernel that the engine does not refuse behind what is in its stream; a refused one becomes the last error, as
 // cudaGetLastError() finds it.
 cudaError_t enqueue_kernel(Kernel kernel);
-
-// Keeps an error for cudaGetLastError() of the calling thread; returns it.
-cudaError_t set_last_error(cudaError_t error);
 
 // Whether all these bytes belong to one allocation on the device that lives (or to page-locked host memory, which the
 // device may touch too). The copy engine asks before it touches them.

@@ -4,22 +4,13 @@
 
 #include <cuda_runtime_api.h>
 
-#include <cstddef>
 #include <type_traits>
 
+#include "device/kernel_launch.cuh"
 #include "softgpu/cuda/engine.h"
 #include "softgpu/interface/kernel.h"
 
 namespace sb {
-
-struct KernelLaunch {
-  dim3 grid, block;
-  size_t shared;
-  cudaStream_t stream;
-  template <typename Bytes = int>
-  KernelLaunch(dim3 blocks, dim3 threads, Bytes bytes = 0, cudaStream_t on = nullptr)
-      : grid(blocks), block(threads), shared(static_cast<size_t>(bytes)), stream(on) {}
-};
 
 template <typename... Parameters>
 cudaError_t launch_dependent_kernel(void (*kernel)(Parameters...), const KernelLaunch& how, bool allowed,

@@ -7,6 +7,7 @@
 
 #include <bit>
 #include <cstdint>
+#include <cstring>
 
 #include "attention/gpu/launch/exp2.cuh"
 #include "softgpu/cuda/engine.h"
@@ -98,7 +99,10 @@ inline float log2_fast(float x) {
   return log2f(flushed(x));
 }
 inline uint32_t pack_bf16(float low, float high) {
-  return std::bit_cast<uint32_t>(__floats2bfloat162_rn(low, high));
+  const __nv_bfloat162 two = __floats2bfloat162_rn(low, high);
+  uint32_t bits;
+  std::memcpy(&bits, &two, sizeof(bits));
+  return bits;
 }
 inline float low_bf16(uint32_t pair) {
   return std::bit_cast<float>(pair << 16);
