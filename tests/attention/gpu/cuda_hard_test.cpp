@@ -35,7 +35,7 @@ CudaAttentionOptions options_of(SelectionPattern pattern, SelectionOrder order =
   options.attention.selection.pattern = pattern;
   options.attention.selection.order = order;
   options.attention.selection.score = BlockScore::moments;
-  options.attention.selection.budget = 640;
+  options.attention.selection.budget = testing::sized(640, 300);
   options.attention.selection.vertical_cap = 200;
   options.attention.selection.slash_cap = 4;
   return options;
@@ -110,7 +110,7 @@ TEST_F(CudaHard, LastSequenceOfManyElementsIsWhatItIsAlone) {
 TEST_F(CudaHard, NumbersThatAreNoneStayInTheirSequence) {
   constexpr float kNan = std::numeric_limits<float>::quiet_NaN(), kInfinity = std::numeric_limits<float>::infinity();
   const AttentionShape shape{8, 2, 64, 0.125f};
-  const auto cu = testing::sized<std::vector<int32_t>>({0, 3000, 4500}, {0, 1000, 1500});
+  const auto cu = testing::sized<std::vector<int32_t>>({0, 3000, 4500}, {0, 600, 900});
   const CudaOperands clean(shape, cu.back(), DType::bf16, 3);
   const int64_t wide_row = shape.heads * shape.head_dim, narrow_row = shape.kv_heads * shape.head_dim;
   struct Poison {

@@ -162,8 +162,8 @@ void write_groups(Thread& thread, size_t groups) {
 void run_copy() {
   // Copies are not ordered among each other.
   size_t pick = 0;
-  if (options().order == Order::reverse) pick = engine.copies.size() - 1;
-  if (options().order == Order::random || options().copies == When::random)
+  if (engine.options.order == Order::reverse) pick = engine.copies.size() - 1;
+  if (engine.options.order == Order::random || engine.options.copies == When::random)
     pick = engine.copies_random() % engine.copies.size();
   const Copy copy = engine.copies[pick];
   engine.copies.erase(engine.copies.begin() + static_cast<std::ptrdiff_t>(pick));

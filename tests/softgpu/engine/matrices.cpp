@@ -56,7 +56,7 @@ struct Operands {
 
 // A [16 × 16] by B [16 × 8]: for every lane columns 2·(lane % 4) and the next of rows lane / 4 and 8 below.
 void multiply(Rows given) {
-  float a[16][16], b[16][8];
+  alignas(32) float a[16][16], b[16][8];
   for (int lane = 0; lane < 32; ++lane) {
     Operands own;
     std::memcpy(&own, given[lane], sizeof(own));
@@ -71,10 +71,15 @@ void multiply(Rows given) {
       b[k + 8 * i + 1][row] = from_bf16(own.b[i] >> 16);
     }
   }
-  float sums[16][8] = {};
-  for (int row = 0; row < 16; ++row)
-    for (int k = 0; k < 16; ++k)
-      for (int n = 0; n < 8; ++n) sums[row][n] += a[row][k] * b[k][n];
+  alignas(32) float sums[16][8];
+  for (int row = 0; row < 16; row += 8) {
+    Eight sum[8] = {};
+    for (int k = 0; k < 16; ++k) {
+      const Eight& of_b = *reinterpret_cast<const Eight*>(b[k]);
+      for (int r = 0; r < 8; ++r) sum[r] += a[row + r][k] * of_b;
+    }
+    std::memcpy(sums[row], sum, sizeof(sum));
+  }
   for (int lane = 0; lane < 32; ++lane)
     for (int h = 0; h < 2; ++h) std::memcpy(given[lane] + 8 * h, &sums[lane / 4 + 8 * h][2 * (lane % 4)], 8);
 }

@@ -9,6 +9,8 @@
 
 namespace softgpu {
 
+using Eight = float __attribute__((vector_size(32)));
+
 inline float from_bf16(uint32_t bits) {
   return std::bit_cast<float>(bits << 16);
 }

@@ -30,8 +30,8 @@ const uint16_t* eight(const Block& block, uint64_t descriptor, bool transposed, 
 }
 
 struct Operands {
-  float a[kRows][kDepth];
-  float b[kDepth][kMostColumns];
+  alignas(32) float a[kRows][kDepth];
+  alignas(32) float b[kDepth][kMostColumns];
 };
 
 template <bool kHalf>
@@ -49,10 +49,16 @@ void read_b(const Block& block, const Product& p, Operands& to) {
       }
     return;
   }
+  // Stored along k: eight columns at a time, so that what is written lies together.
   for (int k = 0; k < kDepth; k += 8)
-    for (int n = 0; n < p.columns; ++n) {
-      const uint16_t* from = eight(block, p.b, false, n, k);
-      for (int i = 0; i < 8; ++i) to.b[k + i][n] = number<kHalf>(from[i]);
+    for (int n = 0; n < p.columns; n += 8) {
+      float columns[8][8];
+      for (int j = 0; j < 8; ++j) {
+        const uint16_t* from = eight(block, p.b, false, n + j, k);
+        for (int i = 0; i < 8; ++i) columns[j][i] = number<kHalf>(from[i]);
+      }
+      for (int i = 0; i < 8; ++i)
+        for (int j = 0; j < 8; ++j) to.b[k + i][n + j] = columns[j][i];
     }
 }
 
@@ -101,7 +107,7 @@ void check(const Product* const (&lanes)[32]) {
   constexpr uint64_t kSwizzle128 = 1;
   if ((p.lanes == nullptr && p.a >> 62 != kSwizzle128) || p.b >> 62 != kSwizzle128)
     fail("a product of operands without 128-byte swizzle");
-  if (p.columns % 8 != 0 || p.columns > kMostColumns) fail("a product of %d columns", p.columns);
+  if (p.columns % 16 != 0 || p.columns > kMostColumns) fail("a product of %d columns", p.columns);
   for (const Product* other : lanes)
     if (other->a != p.a || other->b != p.b || other->columns != p.columns || other->accumulate != p.accumulate ||
         other->half != p.half || (other->lanes == nullptr) != (p.lanes == nullptr))
@@ -120,15 +126,17 @@ void multiply(const Block& block, const Product* const (&lanes)[32], int warp_of
     read_b<false>(block, p, operands);
     read_a<false>(block, lanes, warp_of_group * kRows, operands);
   }
-  for (int row = 0; row < kRows; ++row) {
-    float* sum = sums[row];
-    std::fill_n(sum, p.columns, 0.f);
-    for (int k = 0; k < kDepth; ++k) {
-      const float a = operands.a[row][k];
-      const float* b = operands.b[k];
-      for (int n = 0; n < p.columns; ++n) sum[n] += a * b[n];
+  // Four rows by sixteen columns at a time, which the registers of the host hold.
+  for (int n = 0; n < p.columns; n += 16)
+    for (int row = 0; row < kRows; row += 4) {
+      Eight sum[4][2] = {};
+      for (int k = 0; k < kDepth; ++k) {
+        const auto* b = reinterpret_cast<const Eight*>(&operands.b[k][n]);
+        for (int r = 0; r < 4; ++r)
+          for (int half = 0; half < 2; ++half) sum[r][half] += operands.a[row + r][k] * b[half];
+      }
+      for (int r = 0; r < 4; ++r) std::memcpy(&sums[row + r][n], sum[r], sizeof(sum[r]));
     }
-  }
   store_sums(sums, lanes);
 }
 
@@ -161,8 +169,8 @@ void finish(Block& block, int warp, size_t groups_left) {
 
 void run_products() {
   size_t pick = 0;
-  if (options().order == Order::reverse) pick = engine.products.size() - 1;
-  if (options().order == Order::random) pick = engine.order_random() % engine.products.size();
+  if (engine.options.order == Order::reverse) pick = engine.products.size() - 1;
+  if (engine.options.order == Order::random) pick = engine.order_random() % engine.products.size();
   const ProductWait wait = engine.products[pick];
   engine.products.erase(engine.products.begin() + static_cast<std::ptrdiff_t>(pick));
   Warp& warp = wait.block->warps[static_cast<size_t>(wait.warp)];
@@ -200,7 +208,7 @@ void product_wait(int groups_left) {
   warp.product_waiters |= 1u << self.lane;
   happened_before(&warp);
   if (warp.product_waiters == ~0u) {
-    if (options().copies == When::random && happens_now()) {
+    if (engine.options.copies == When::random && happens_now()) {
       finish(block, self.warp, left);
       warp.product_waiters = 0;
       happened_before(&warp);

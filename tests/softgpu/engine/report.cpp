@@ -124,7 +124,7 @@ struct Spent {
 struct Table {
   std::map<std::string, Spent> kernels;
   ~Table() {
-    if (!options().stats) return;
+    if (!engine.options.stats) return;
     for (const auto& [name, spent] : kernels)
       std::fprintf(stderr, "softgpu: %10.3f s %7llu launches %9llu blocks  %s\n", spent.seconds,
                    static_cast<unsigned long long>(spent.runs), static_cast<unsigned long long>(spent.blocks),
@@ -183,7 +183,7 @@ Statistics& statistics() {
 
 void note_kernels(std::span<const Kernel> chain, double seconds) {
   static Table table;
-  if (!options().stats) return;
+  if (!engine.options.stats) return;
   std::string name = chain.front().name();
   if (chain.size() > 1)
     name += " and " + std::to_string(chain.size() - 1) + " early ones, the last " + chain.back().name();

@@ -57,10 +57,10 @@ Grid make_grid(const Kernel& kernel) {
   grid.blocks = uint64_t{kernel.grid.x} * kernel.grid.y * kernel.grid.z;
   grid.most_resident = resident_most(kernel);
   grid.layout.dynamic_bytes = kernel.dynamic_shared;
-  if (options().order == Order::forward) return grid;
+  if (engine.options.order == Order::forward) return grid;
   grid.order.resize(grid.blocks);
   std::iota(grid.order.begin(), grid.order.end(), uint64_t{0});
-  if (options().order == Order::reverse) {
+  if (engine.options.order == Order::reverse) {
     std::reverse(grid.order.begin(), grid.order.end());
   } else {
     std::shuffle(grid.order.begin(), grid.order.end(), engine.order_random);
@@ -145,7 +145,7 @@ Thread* next_ready() {
   const size_t count = engine.ready.size() - engine.ready_head;
   if (count == 0) return nullptr;
   Thread* thread = nullptr;
-  if (options().order == Order::forward) {
+  if (engine.options.order == Order::forward) {
     thread = engine.ready[engine.ready_head];
     if (++engine.ready_head == 4096) {
       engine.ready.erase(engine.ready.begin(), engine.ready.begin() + 4096);
@@ -153,8 +153,8 @@ Thread* next_ready() {
     }
     return thread;
   }
-  const size_t pick =
-      options().order == Order::reverse ? engine.ready.size() - 1 : engine.ready_head + engine.order_random() % count;
+  const size_t pick = engine.options.order == Order::reverse ? engine.ready.size() - 1
+                                                             : engine.ready_head + engine.order_random() % count;
   thread = engine.ready[pick];
   engine.ready[pick] = engine.ready.back();
   engine.ready.pop_back();
@@ -164,7 +164,8 @@ Thread* next_ready() {
 // The fibre that runs gives way, to a thread that is ready or to the main loop, which finds something to do.
 void give_way(bool ends) {
   Thread* const own = engine.self;
-  const bool copy_now = options().copies == When::random && !engine.copies.empty() && engine.copies_random() % 64 == 0;
+  const bool copy_now =
+      engine.options.copies == When::random && !engine.copies.empty() && engine.copies_random() % 64 == 0;
   Thread* const next = copy_now || ends ? nullptr : next_ready();
   if (next == own) return enter(own);
   ++statistics().switches;
@@ -249,7 +250,7 @@ void run() {
   for (;;) {
     fill();
     Thread* thread = nullptr;
-    if (engine.copies.empty() || options().copies != When::random || engine.copies_random() % 64 != 0)
+    if (engine.copies.empty() || engine.options.copies != When::random || engine.copies_random() % 64 != 0)
       thread = next_ready();
     if (thread != nullptr) {
       ++statistics().switches;
@@ -260,7 +261,7 @@ void run() {
     }
     // Nothing is ready: what may happen as late as this happens now, one thing at a time.
     if (!engine.products.empty() &&
-        (engine.copies.empty() || options().copies != When::random || engine.copies_random() % 2 == 0)) {
+        (engine.copies.empty() || engine.options.copies != When::random || engine.copies_random() % 2 == 0)) {
       run_products();
     } else if (!engine.copies.empty()) {
       run_copy();
@@ -277,7 +278,7 @@ void run() {
 }  // namespace
 
 bool happens_now() {
-  const Options& o = options();
+  const Options& o = engine.options;
   return o.copies == When::eager || (o.copies == When::random && engine.copies_random() % 2 == 0);
 }
 

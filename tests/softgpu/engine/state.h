@@ -129,6 +129,7 @@ struct ProductWait {
 };
 
 struct Engine {
+  const Options options = softgpu::options();
   Fibre main;
   Thread* self = nullptr;  // who runs
   Block* block = nullptr;  // whose
@@ -141,7 +142,7 @@ struct Engine {
   std::vector<Grid*> grids;  // the chain
   std::vector<Thread*> free_threads;
   std::vector<Block*> free_blocks;
-  std::mt19937 order_random{options().order_seed}, copies_random{options().copies_seed};
+  std::mt19937 order_random{options.order_seed}, copies_random{options.copies_seed};
   bool running = false;
 };
 extern Engine engine;
