@@ -68,7 +68,7 @@ struct Arguments {
 
 template <typename T, bool kPlanes>
 __global__ void __launch_bounds__(kThreads) masses_kernel(Arguments args) {
-  SB_DYNAMIC_SHARED(float, q);  // [2 d][token]: q, then its square; kPlanes: [depth][token]
+  SB_DYNAMIC_SHARED(float, q, 16);  // [2 d][token]: q, then its square; kPlanes: [depth][token]
   SB_SHARED(float, row_max, [kThreads / 32][kTokens]);
   SB_SHARED(float, row_sum, [kThreads / 32][kTokens]);
   const ScoreItem& item = args.items[blockIdx.x];
