@@ -5,7 +5,7 @@ function(sb_cuda_sources_as_cxx folder)
   # What nvcc does not warn of either.
   set(warnings -Wno-unknown-pragmas -Wno-uninitialized -Wno-maybe-uninitialized -Wno-missing-field-initializers -Wno-shadow
                -Wno-unused-variable -Wno-unused-but-set-variable -Wno-sign-compare
-               -fno-strict-aliasing)
+               -fno-strict-aliasing -mavx2 -mfma)
   get_property(targets DIRECTORY ${folder} PROPERTY BUILDSYSTEM_TARGETS)
   foreach(target IN LISTS targets)
     get_target_property(type ${target} TYPE)

@@ -132,6 +132,10 @@ Collective& open_collective(Warp& warp, uint32_t mask, Together what) {
 }  // namespace
 
 Given collect(uint32_t mask, const void* value, size_t bytes, Together what) {
+  return collect(mask, value, bytes, what, nullptr);
+}
+
+Given collect(uint32_t mask, const void* value, size_t bytes, Together what, void (*last)(unsigned char (*given)[32])) {
   Thread& self = *engine.self;
   Warp& warp = engine.block->warps[static_cast<size_t>(self.warp)];
   mask = checked_mask(mask, warp);
@@ -140,6 +144,11 @@ Given collect(uint32_t mask, const void* value, size_t bytes, Together what) {
   here.arrived |= 1u << self.lane;
   happened_before(&here);
   if (here.arrived == mask) {
+    if (last != nullptr) {
+      happens_after(&here);
+      last(here.given);
+      happened_before(&here);
+    }
     warp.open.erase(std::find(warp.open.begin(), warp.open.end(), &here));
     here.readers = __builtin_popcount(mask);
     Thread* const* lanes = &engine.block->threads[static_cast<size_t>(self.warp) * 32];

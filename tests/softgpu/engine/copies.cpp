@@ -5,6 +5,7 @@
 #include <cstring>
 #include <numeric>
 
+#include "softgpu/engine/numbers.h"
 #include "softgpu/engine/state.h"
 
 namespace softgpu {
@@ -19,11 +20,6 @@ TensorMap read_map(const CUtensorMap* map) {
 
 uint32_t box_bytes(const TensorMap& map) {
   return map.box[0] * map.box[1] * map.box[2] * map.type_bytes;
-}
-
-// Pieces of 16 bytes change places within eight rows of 128 bytes.
-uint32_t swizzled(uint32_t address) {
-  return address ^ ((address >> 7 & 7) << 4);
 }
 
 void check_box(const TensorMap& map, uint32_t at) {

@@ -6,25 +6,13 @@
 #include <bit>
 #include <cstring>
 
-#include <cuda_fp16.h>
-
+#include "softgpu/engine/numbers.h"
 #include "softgpu/engine/state.h"
 
 namespace softgpu {
 namespace {
 
 constexpr int kDepth = 16, kRows = 16, kMostColumns = 256;
-
-float from_bf16(uint32_t bits) {
-  return std::bit_cast<float>(bits << 16);
-}
-float from_half(uint32_t bits) {
-  return __half2float(__ushort_as_half(static_cast<unsigned short>(bits)));
-}
-
-uint32_t swizzled(uint32_t address) {
-  return address ^ ((address >> 7 & 7) << 4);
-}
 
 // Eight neighbours in shared memory of an operand with 128-byte swizzle: from (row, k) along k, or along the rows where
 // the operand is transposed.
@@ -226,68 +214,6 @@ void product_wait(int groups_left) {
   }
   wait_for(Waits::products, static_cast<uint32_t>(groups_left));
   happens_after(&warp);
-}
-
-// --- matrices of a warp ----------------------------------------------------------------------------------------------
-
-// Every lane multiplies what it holds of the result by itself.
-void multiply_bf16(float* c, const uint32_t* a, uint32_t b0, uint32_t b1) {
-  const uint32_t own[6] = {a[0], a[1], a[2], a[3], b0, b1};
-  const Given given = collect(~0u, own, sizeof(own), Together::multiply);
-  const int lane = engine.self->lane, row = lane / 4, column = 2 * (lane % 4);
-  const auto word = [&](int of, int i) {
-    uint32_t x;
-    std::memcpy(&x, given[of] + 4 * i, 4);
-    return x;
-  };
-  float sums[4] = {};
-  for (int quarter = 0; quarter < 4; ++quarter) {  // k = 2·quarter and the next, and 8 further
-    for (int far = 0; far < 2; ++far) {
-      const uint32_t top = word(row * 4 + quarter, 2 * far), bottom = word(row * 4 + quarter, 2 * far + 1);
-      for (int e = 0; e < 2; ++e) {
-        const uint32_t b = word((column + e) * 4 + quarter, 4 + far);
-        sums[e] += from_bf16(top & 0xFFFF) * from_bf16(b & 0xFFFF) + from_bf16(top >> 16) * from_bf16(b >> 16);
-        sums[2 + e] +=
-            from_bf16(bottom & 0xFFFF) * from_bf16(b & 0xFFFF) + from_bf16(bottom >> 16) * from_bf16(b >> 16);
-      }
-    }
-  }
-  for (int i = 0; i < 4; ++i) c[i] += sums[i];
-}
-
-namespace {
-
-unsigned char* row_of_matrix(Given given, int matrix, int row) {
-  uint32_t address;
-  std::memcpy(&address, given[matrix * 8 + row], sizeof(address));
-  return static_cast<unsigned char*>(from_window(address, 16));
-}
-
-}  // namespace
-
-void load_matrices(uint32_t (&to)[4], uint32_t address, bool transposed) {
-  const Given given = collect(~0u, &address, sizeof(address), Together::load_matrix);
-  const int lane = engine.self->lane;
-  for (int m = 0; m < 4; ++m) {
-    uint16_t pair[2];
-    for (int e = 0; e < 2; ++e) {
-      const int row = transposed ? 2 * (lane % 4) + e : lane / 4, column = transposed ? lane / 4 : 2 * (lane % 4) + e;
-      const unsigned char* from = row_of_matrix(given, m, row) + 2 * column;
-      reads(from, 2);
-      std::memcpy(&pair[e], from, 2);
-    }
-    to[m] = pair[0] | static_cast<uint32_t>(pair[1]) << 16;
-  }
-}
-
-void store_matrices(uint32_t address, const uint32_t (&from)[4]) {
-  const Given given = collect(~0u, &address, sizeof(address), Together::store_matrix);
-  const int lane = engine.self->lane;
-  for (int m = 0; m < 4; ++m) {
-    unsigned char* to = row_of_matrix(given, m, lane / 4) + 4 * (lane % 4);
-    writes(to, 4);
-    std::memcpy(to, &from[m], 4);
-  }
 }
 
 }  // namespace softgpu

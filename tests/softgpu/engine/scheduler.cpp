@@ -29,6 +29,26 @@ int resident_most(const Kernel& kernel) {
   return std::max(1, each) * limits.multiprocessors;
 }
 
+// Whether the multiprocessors have room for another block, beside those of all kernels that are there.
+bool has_room(const Grid& grid) {
+  if (static_cast<int>(grid.resident.size()) >= grid.most_resident) return false;
+  size_t threads = 0, shared = 0, blocks = 0;
+  const DeviceLimits& limits = device_limits();
+  const auto each = [&](const Grid& of, size_t count) {
+    const dim3& block = of.kernel->block;
+    threads += count * block.x * block.y * block.z;
+    shared += count * (of.kernel->dynamic_shared + limits.shared_of_system_per_block);
+    blocks += count;
+  };
+  for (const Grid* other : engine.grids) each(*other, other->resident.size());
+  if (blocks == 0) return true;
+  each(grid, 1);
+  const auto multiprocessors = static_cast<size_t>(limits.multiprocessors);
+  return threads <= multiprocessors * static_cast<size_t>(limits.threads_per_multiprocessor) &&
+         shared <= multiprocessors * limits.shared_per_multiprocessor &&
+         blocks <= multiprocessors * static_cast<size_t>(limits.blocks_per_multiprocessor);
+}
+
 Grid make_grid(const Kernel& kernel) {
   static uint64_t launches = 0;
   Grid grid;
@@ -192,8 +212,7 @@ bool start_blocks() {
   for (Grid* grid : engine.grids) {
     if (grid->previous != nullptr && !grid->previous->may_start_next()) return false;
     if (grid->started == grid->blocks) continue;
-    // Blocks of the grid before it keep their room.
-    if (static_cast<int>(grid->resident.size()) < grid->most_resident) {
+    if (has_room(*grid)) {
       start_block(*grid);
       return true;
     }
@@ -222,9 +241,7 @@ void fill() {
       return static_cast<int>(
           std::count_if(grid->resident.begin(), grid->resident.end(), [](const Block* block) { return !block->held; }));
     };
-    while (grid->started < grid->blocks && static_cast<int>(grid->resident.size()) < grid->most_resident &&
-           moving() < grid->resident_at_first)
-      start_block(*grid);
+    while (grid->started < grid->blocks && moving() < grid->resident_at_first && has_room(*grid)) start_block(*grid);
   }
 }
 

@@ -157,6 +157,8 @@ void enter(Thread* thread);
 void leave_barriers(Block& block, Thread& thread);  // a thread ends
 void end_barriers(Block& block);                    // a block ends
 void mbarrier_receive(Block& block, uint32_t at, uint32_t bytes);
+// The lane that comes last does for all of them what is to be done with what they gave.
+Given collect(uint32_t mask, const void* value, size_t bytes, Together what, void (*last)(unsigned char (*given)[32]));
 std::string mbarrier_state(const Block& block, uint32_t at);
 
 // --- copies.cpp ------------------------------------------------------------------------------------------------------

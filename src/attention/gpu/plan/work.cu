@@ -101,7 +101,7 @@ __device__ T scan_block(T own, T* warp_sums, T& total) {
 }
 
 __global__ void __launch_bounds__(kThreads) backward_work_kernel(Arguments args) {
-  SB_DYNAMIC_SHARED(int32_t, counts);                      // [bucket][thread]
+  SB_DYNAMIC_SHARED(int32_t, counts, 8);                   // [bucket][thread]
   int2* kept = reinterpret_cast<int2*>(counts + kCounts);  // of columns: length, cost of an entry
   SB_SHARED(int64_t, sums, [kThreads / 32]);
   const int head = blockIdx.x, heads = gridDim.x, thread = threadIdx.x;
