@@ -8,8 +8,8 @@
 #include <string>
 #include <vector>
 
-#include "device/cuda.h"
 #include "run/config/run_config.h"
+#include "tests/device/software_device.h"
 
 namespace sb::test {
 
@@ -18,8 +18,7 @@ struct RunSteps {
   int64_t all = 30, part = 10;
 };
 inline RunSteps run_steps() {
-  const bool software = cuda::problem().empty() && cuda::device_info().name.starts_with("software device");
-  return software ? RunSteps{6, 2} : RunSteps{};
+  return on_software_device() ? RunSteps{6, 2} : RunSteps{};
 }
 
 // A run that a GPU, or a CPU beside it, does in a second or two. `device` and what else differs come as overrides.
